@@ -1,0 +1,100 @@
+"""Closed forms: parameters, FLOPs, bytes and the bounds that follow from them. No torch.
+
+Conventions: 2 FLOPs per multiply-add; a backward pass costs twice its forward; elementwise work, norms,
+softmax and the embedding gather are not counted. Attention is counted in full (every query against every
+key, what an implementation that masks after the product executes) or causal (the half that is not
+masked); every function that depends on it says which by `causal`.
+"""
+
+from labkit.configs import ModelConfig
+
+PHASE_FORWARDS = {"inference": 1, "forward": 1, "backward": 2, "forward_backward": 3, "train_step": 3}
+"""FLOPs of a phase in units of one forward pass. The optimizer step is bound by bytes, not FLOPs."""
+
+ADAMW_BYTES_PER_PARAMETER = 28
+"""fp32 AdamW reads p, g, m, v and writes p, m, v: seven transfers of four bytes."""
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Returns the number of parameters, embedding and untied head included."""
+    return 2 * config.vocab_size * config.d_model + num_block_parameters(config) + config.d_model
+
+
+def num_block_parameters(config: ModelConfig) -> int:
+    """Returns the parameters of all blocks: four attention and three SwiGLU matrices, two norm gains each."""
+    d, f = config.d_model, config.d_ff
+    return config.num_layers * (4 * d * d + 3 * d * f + 2 * d)
+
+
+def num_matmul_parameters(config: ModelConfig) -> int:
+    """Returns the parameters that multiply every token: no embedding table (a gather), no norm gains."""
+    d, f = config.d_model, config.d_ff
+    return config.num_layers * (4 * d * d + 3 * d * f) + config.vocab_size * d
+
+
+def attention_flops(config: ModelConfig, batch: int, context: int, *, causal: bool) -> int:
+    """Returns FLOPs of QKᵀ and PV over all layers in one forward pass: 4·B·T²·d·L, half of it when causal."""
+    full = 4 * batch * context * context * config.d_model * config.num_layers
+    return full // 2 if causal else full
+
+
+def forward_flops(config: ModelConfig, batch: int, context: int, *, causal: bool) -> int:
+    """Returns FLOPs of one forward pass over batch × context tokens."""
+    linear = 2 * num_matmul_parameters(config) * batch * context
+    return linear + attention_flops(config, batch, context, causal=causal)
+
+
+def phase_flops(config: ModelConfig, batch: int, context: int, phase: str, *, causal: bool) -> int | None:
+    """Returns FLOPs of a phase, None for the optimizer step; raises ValueError for an unknown phase."""
+    if phase == "optimizer_step":
+        return None
+    if phase not in PHASE_FORWARDS:
+        raise ValueError(f"unknown phase {phase!r}; accepted: {', '.join([*PHASE_FORWARDS, 'optimizer_step'])}")
+    return PHASE_FORWARDS[phase] * forward_flops(config, batch, context, causal=causal)
+
+
+def parameter_bytes(config: ModelConfig, bytes_per_element: int = 4) -> int:
+    """Returns bytes of the parameters; the gradients take as much."""
+    return num_parameters(config) * bytes_per_element
+
+
+def optimizer_state_bytes(config: ModelConfig) -> int:
+    """Returns bytes of AdamW's two fp32 moments."""
+    return num_parameters(config) * 8
+
+
+def optimizer_step_bytes(config: ModelConfig) -> int:
+    """Returns the fewest bytes a fused fp32 AdamW step moves."""
+    return num_parameters(config) * ADAMW_BYTES_PER_PARAMETER
+
+
+def block_activation_bytes(config: ModelConfig, batch: int, context: int) -> int:
+    """Returns bytes one fp32 block with eager attention keeps for its backward pass.
+
+    Per token: ten tensors of width d (the residual before each norm, each norm's normalised and scaled
+    output, rotated q and k, v, and the heads' output), four of width d_ff (gate, up, silu(gate) and their
+    product) and two of width 1 (the norms' reciprocal root mean squares); per head and query one row of
+    probabilities (fp32) and, once for all heads, one row of the causal mask (one byte an element).
+    """
+    tokens = batch * context
+    per_token = 10 * config.d_model + 4 * config.d_ff + 2
+    probabilities = batch * config.num_heads * context * context
+    return 4 * (tokens * per_token + probabilities) + context * context
+
+
+def activation_bytes(config: ModelConfig, batch: int, context: int) -> int:
+    """Returns bytes the whole fp32 model with eager attention and the loss keep for the backward pass.
+
+    Beside the blocks: token and target indices (int64), the final norm's input, normalised and scaled
+    output and reciprocal root mean square, the log-probabilities that cross-entropy keeps and the count
+    that it divides by, and the rotary tables (cosine and sine of d_head values each).
+    """
+    tokens = batch * context
+    head = 4 * tokens * (3 * config.d_model + 1 + config.vocab_size) + 2 * 8 * tokens + 4
+    rotary = 2 * 4 * context * config.d_head
+    return config.num_layers * block_activation_bytes(config, batch, context) + head + rotary
+
+
+def model_flop_utilisation(flops: float, time_ms: float, peak_tflops: float) -> float:
+    """Returns achieved FLOP rate over `peak_tflops`; the caller names the FLOP convention and the peak."""
+    return flops / (time_ms * 1e-3) / (peak_tflops * 1e12)

@@ -1,0 +1,134 @@
+"""What is measured: model sizes, and the grid of cases that each profile of each notebook covers.
+
+Nothing here imports torch, so that the command line and the report can name sizes without it.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+VOCAB_SIZE = 10_000
+BATCH_SIZE = 4
+ROPE_THETA = 10_000.0
+RMS_NORM_EPS = 1e-5
+
+REFERENCE_DEVICE = "nvidia-h200"
+"""Slug of the device that the committed notebooks and the top-level report show."""
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+FIGURES = REPOSITORY / "figures"
+NOTEBOOKS = REPOSITORY / "notebooks"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Dimensions of a decoder-only language model.
+
+    `edition` says which public list of sizes the name comes from: "xl" is a 1.998 B model in the
+    2025 list and a 3.407 B model in the 2026 list, so a bare "xl" is not accepted anywhere.
+    """
+
+    name: str
+    edition: str
+    d_model: int
+    d_ff: int
+    num_layers: int
+    num_heads: int
+    vocab_size: int = VOCAB_SIZE
+    rope_theta: float = ROPE_THETA
+
+    @property
+    def d_head(self) -> int:
+        return self.d_model // self.num_heads
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} ({self.edition})"
+
+
+SIZES: dict[str, ModelConfig] = {
+    config.name: config
+    for config in (
+        ModelConfig("nano", "labkit smoke", 128, 512, 2, 2),
+        ModelConfig("micro", "labkit smoke", 256, 1024, 4, 4),
+        ModelConfig("small", "2025 and 2026", 768, 3072, 12, 12),
+        ModelConfig("medium", "2025 and 2026", 1024, 4096, 24, 16),
+        ModelConfig("large", "2025 and 2026", 1280, 5120, 36, 20),
+        ModelConfig("xl-2025", "2025", 1600, 6400, 48, 25),
+        ModelConfig("2.7b", "2025; xl of 2026", 2560, 10240, 32, 32),
+        ModelConfig("10b", "2026", 4608, 12288, 50, 36),
+    )
+}
+SIZE_ALIASES = {"xl-2026": "2.7b", "2.7b-2025": "2.7b", "10b-2026": "10b"}
+
+
+def model_config(name: str) -> ModelConfig:
+    """Returns the size called `name` (or an alias of it); raises ValueError that names the accepted ones."""
+    if name == "xl":
+        raise ValueError("size 'xl' means two models: say 'xl-2025' (1.998 B) or 'xl-2026' (3.407 B, also '2.7b')")
+    try:
+        return SIZES[SIZE_ALIASES.get(name, name)]
+    except KeyError:
+        accepted = ", ".join([*SIZES, *SIZE_ALIASES])
+        raise ValueError(f"unknown size {name!r}; accepted: {accepted}") from None
+
+
+PRECISIONS = ("fp32", "tf32", "bf16")
+"""fp32: TF32 off. tf32: fp32 tensors, TF32 matmuls. bf16: autocast to bfloat16 over fp32 parameters."""
+
+COMPILE_MODES = ("none", "regional", "whole")
+"""none: eager. regional: each block through torch.compile. whole: the model through torch.compile."""
+
+PHASES = ("inference", "forward", "backward", "forward_backward", "optimizer_step", "train_step")
+COMPILE_PHASES = ("compile", "forward", "forward_backward", "train_step")
+WARMUP_PHASES = ("forward", "forward_backward")
+WARMUP_COUNTS = (0, 1, 2, 5)
+WARMUP_MEASURED_STEPS = 10
+
+
+@dataclass(frozen=True)
+class BenchmarkingGrid:
+    """The cases of notebook 01 in one profile.
+
+    `whole_compile_sizes`: sizes for which the whole model is compiled; the time of that grows with the
+    number of layers (one graph of all of them), so the deep sizes are compiled block by block only.
+    `time_limit_s` bounds the timed steps of one phase, `case_timeout_s` everything one case does.
+    """
+
+    sizes: tuple[str, ...]
+    contexts: tuple[int, ...]
+    precisions: tuple[str, ...]
+    compile_sizes: tuple[str, ...]
+    compile_contexts: tuple[int, ...]
+    compile_precisions: tuple[str, ...]
+    whole_compile_sizes: tuple[str, ...]
+    time_limit_s: float
+    case_timeout_s: float
+
+
+_PUBLIC_SIZES = ("small", "medium", "large", "xl-2025", "2.7b", "10b")
+
+BENCHMARKING: dict[str, BenchmarkingGrid] = {
+    "smoke": BenchmarkingGrid(
+        sizes=("nano", "micro"),
+        contexts=(32, 64, 128),
+        precisions=("fp32", "bf16"),
+        compile_sizes=("nano",),
+        compile_contexts=(64,),
+        compile_precisions=("fp32",),
+        whole_compile_sizes=("nano",),
+        time_limit_s=0.25,
+        case_timeout_s=120.0,
+    ),
+    "full": BenchmarkingGrid(
+        sizes=_PUBLIC_SIZES,
+        contexts=(128, 256, 512, 1024, 2048),
+        precisions=PRECISIONS,
+        compile_sizes=_PUBLIC_SIZES,
+        compile_contexts=(128, 256, 512),
+        compile_precisions=PRECISIONS,
+        whole_compile_sizes=("small", "medium"),
+        time_limit_s=3.0,
+        case_timeout_s=300.0,
+    ),
+}
+PROFILES = tuple(BENCHMARKING)

@@ -1,0 +1,467 @@
+"""Notebook 01: how long the phases of training take, warm-up, precision, compilation, distance to the limit.
+
+Sections: "ceilings" (matrix product and copy rates, measured anew each session), "timer" (the timer's
+methods against one another and an independent measurement), "steps" (every phase, size, context and
+precision, eager), "warmup" (every step from a fresh process), "compile" (torch.compile).
+"""
+
+import contextlib
+import functools
+import gc
+import importlib
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from labkit import accounting, hardware
+from labkit.configs import (
+    BATCH_SIZE,
+    BENCHMARKING,
+    COMPILE_MODES,
+    COMPILE_PHASES,
+    PHASES,
+    SIZES,
+    WARMUP_COUNTS,
+    WARMUP_MEASURED_STEPS,
+    WARMUP_PHASES,
+    BenchmarkingGrid,
+    model_config,
+)
+from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
+from labkit.measure.timing import Timing, synchronize, time_callable
+from labkit.models.transformer import TransformerLM, language_model_loss
+
+MEASUREMENT_VERSION = 1
+
+ATTENTION = "eager"
+"""Scores materialised, as in the published figures that stand beside ours."""
+
+CEILING_SIZES = {"cuda": 8192, "mps": 2048, "cpu": 1024}
+"""M = N = K of the matrix product: large enough that the device, not the launch, is what is measured."""
+
+COPY_BYTES = {"cuda": 2**31, "mps": 2**28, "cpu": 2**27}
+"""Bytes of the copied buffer, well past every cache; as much is written again."""
+
+TIMER_PHASES = {"cuda": ("window", "graph", "flush", "independent"), "mps": ("host", "independent"),
+                "cpu": ("host", "independent")}  # fmt: skip
+
+
+# ---- the cases ---------------------------------------------------------------------------------------------
+
+
+def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts: Sequence[int] = ()) -> list[Case]:
+    """Returns the cases of `profile`, narrowed to `sizes` and `contexts` where these are given.
+
+    Raises ValueError for a size or context that the profile does not have.
+    """
+    grid = BENCHMARKING[profile]
+    wanted_sizes = [model_config(name).name for name in sizes] or list(grid.sizes)
+    for name in wanted_sizes:
+        if name not in grid.sizes:
+            raise ValueError(f"size {name!r} is not in profile {profile!r}; accepted: {', '.join(grid.sizes)}")
+    for context in contexts:
+        if context not in grid.contexts:
+            accepted = ", ".join(map(str, grid.contexts))
+            raise ValueError(f"context {context!r} is not in profile {profile!r}; accepted: {accepted}")
+    wanted_contexts = [context for context in grid.contexts if not contexts or context in contexts]
+    return [
+        *_ceiling_cases(grid, device_kind),
+        *_warmup_cases(grid, wanted_sizes, wanted_contexts),
+        *_step_cases(grid, wanted_sizes, wanted_contexts),
+        *_compile_cases(grid, wanted_sizes, wanted_contexts),
+    ]
+
+
+def _ceiling_cases(grid: BenchmarkingGrid, device_kind: str) -> list[Case]:
+    gemms = [{"kind": "gemm", "precision": precision} for precision in grid.precisions]
+    return [
+        *(Case("ceilings", parameters, ("rate",), grid.case_timeout_s) for parameters in gemms),
+        Case("ceilings", {"kind": "copy", "precision": "fp32"}, ("rate",), grid.case_timeout_s),
+        Case("timer", {"kind": "copy"}, TIMER_PHASES[device_kind], grid.case_timeout_s),
+    ]
+
+
+def _parameters(size: str, context: int, precision: str, compile_mode: str = "none") -> dict:
+    return {
+        "size": size,
+        "context": context,
+        "batch": BATCH_SIZE,
+        "precision": precision,
+        "compile": compile_mode,
+        "attention": ATTENTION,
+    }
+
+
+def _step_cases(grid: BenchmarkingGrid, sizes: Sequence[str], contexts: Sequence[int]) -> list[Case]:
+    return [
+        Case("steps", _parameters(size, context, precision), PHASES, grid.case_timeout_s)
+        for size in sizes
+        for context in contexts
+        for precision in grid.precisions
+    ]
+
+
+def _warmup_cases(grid: BenchmarkingGrid, sizes: Sequence[str], contexts: Sequence[int]) -> list[Case]:
+    return [
+        Case("warmup", _parameters(size, context, "fp32"), (phase,), grid.case_timeout_s, fresh_process=True)
+        for size in sizes
+        for context in contexts
+        for phase in WARMUP_PHASES
+    ]
+
+
+def _compile_cases(grid: BenchmarkingGrid, sizes: Sequence[str], contexts: Sequence[int]) -> list[Case]:
+    return [
+        Case(
+            "compile", _parameters(size, context, precision, mode), COMPILE_PHASES, grid.case_timeout_s,
+            stop_at_failure=True,
+        )
+        for size in grid.compile_sizes
+        if size in sizes
+        for context in grid.compile_contexts
+        if context in contexts
+        for precision in grid.compile_precisions
+        for mode in COMPILE_MODES[1:]
+        if mode == "regional" or size in grid.whole_compile_sizes
+    ]  # fmt: skip
+
+
+# ---- running one -------------------------------------------------------------------------------------------
+
+
+def run_case(case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
+    """Yields each phase of `case` with the function that measures it. Runs in the worker process."""
+    device = hardware.detect()
+    if case.section == "ceilings":
+        measure = _measure_gemm if case.parameters["kind"] == "gemm" else _measure_copy
+        yield "rate", functools.partial(measure, device, case)
+    elif case.section == "timer":
+        for phase in case.phases:
+            yield phase, functools.partial(_measure_timer, device, phase)
+    else:
+        with _workload(device, case) as workload:
+            for phase in case.phases:
+                yield phase, functools.partial(_measure_phase, workload, case, phase, ceilings)
+
+
+class Workload:
+    """The live objects of one case: model, optimizer and data, and the phases as callables.
+
+    `described` and `observed` read back what runs from the objects themselves, so that a record says what
+    ran and not what was asked for.
+    """
+
+    def __init__(self, device: hardware.Device, parameters: dict):
+        self.device = device
+        self.precision = parameters["precision"]
+        config = model_config(parameters["size"])
+        torch.manual_seed(0)
+        self.model = TransformerLM(
+            config, max_context=parameters["context"], attention=parameters["attention"], device=device.kind
+        )
+        shape = (parameters["batch"], parameters["context"])
+        self.tokens, self.targets = (torch.randint(config.vocab_size, shape, device=device.kind) for _ in range(2))
+        torch.set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
+        if parameters["compile"] == "whole":
+            self.model.compile()
+        elif parameters["compile"] == "regional":
+            for block in self.model.blocks:
+                block.compile()
+
+    @functools.cached_property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """AdamW, fused where this device has it. Made at first use: its state is what does not fit first."""
+        try:
+            return torch.optim.AdamW(self.model.parameters(), fused=True)
+        except RuntimeError:
+            return torch.optim.AdamW(self.model.parameters())
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        return torch.autocast(self.device.kind, torch.bfloat16, enabled=self.precision == "bf16")
+
+    def inference(self) -> None:
+        with torch.no_grad(), self.autocast():
+            self.model(self.tokens)
+
+    def forward(self) -> torch.Tensor:
+        with self.autocast():
+            return language_model_loss(self.model(self.tokens), self.targets)
+
+    def forward_backward(self) -> None:
+        self.forward().backward()
+
+    def train_step(self) -> None:
+        self.optimizer.zero_grad()
+        self.forward_backward()
+        self.optimizer.step()
+
+    def zero_grad(self) -> tuple:
+        self.model.zero_grad()
+        return ()
+
+    def forward_for_backward(self) -> tuple:
+        self.model.zero_grad()
+        return (self.forward(),)
+
+    def time_phase(self, phase: str, **limits) -> Timing:
+        """Returns the times of one phase. Only the phase itself is timed: what it needs is made before."""
+        measure = functools.partial(time_callable, device_kind=self.device.kind, **limits)
+        if phase == "inference":
+            return measure(self.inference)
+        if phase == "forward":
+            return measure(self.forward)
+        if phase == "backward":
+            return measure(torch.Tensor.backward, inputs=self.forward_for_backward)
+        if phase == "forward_backward":
+            return measure(self.forward_backward, inputs=self.zero_grad)
+        if phase == "optimizer_step":
+            self.forward_for_backward()[0].backward()
+            return measure(self.optimizer.step)
+        if phase == "train_step":
+            return measure(self.train_step)
+        raise ValueError(f"unknown phase {phase!r}; accepted: {', '.join(PHASES)}")
+
+    def described(self) -> dict:
+        """Returns the case as read back from the live objects."""
+        model, (batch, context) = self.model, self.tokens.shape
+        dims = (
+            model.embedding.weight.shape[1],
+            model.blocks[0].feed_forward.up_proj.weight.shape[0],
+            len(model.blocks),
+            model.blocks[0].attention.num_heads,
+        )
+        names = [c.name for c in SIZES.values() if (c.d_model, c.d_ff, c.num_layers, c.num_heads) == dims]
+        with self.autocast():
+            if torch.is_autocast_enabled(self.device.kind):
+                precision = {torch.bfloat16: "bf16"}[torch.get_autocast_dtype(self.device.kind)]
+            else:
+                precision = {"highest": "fp32", "high": "tf32"}[torch.get_float32_matmul_precision()]
+        blocks_compiled = all(block._compiled_call_impl is not None for block in model.blocks)
+        whole_compiled = model._compiled_call_impl is not None
+        return {
+            "size": names[0] if names else str(dims),
+            "context": context,
+            "batch": batch,
+            "precision": precision,
+            "compile": "whole" if whole_compiled else "regional" if blocks_compiled else "none",
+            "attention": model.blocks[0].attention.attention,
+        }
+
+    def observed(self) -> dict:
+        """Returns what else there is to know of the live objects."""
+        seen = {
+            "num_parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "parameter_dtype": str(self.model.head.weight.dtype).removeprefix("torch."),
+        }
+        if "optimizer" in self.__dict__:
+            seen["optimizer"] = type(self.optimizer).__name__
+            seen["optimizer_fused"] = bool(self.optimizer.defaults.get("fused"))
+        return seen
+
+
+@contextlib.contextmanager
+def _workload(device: hardware.Device, case: Case) -> Iterator[Workload]:
+    precision = case.parameters["precision"]
+    if precision == "tf32" and (device.kind != "cuda" or torch.cuda.get_device_capability() < (8, 0)):
+        raise Skip(f"{device.name} has no TF32")
+    if precision == "bf16" and device.kind == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise Skip(f"{device.name} has no bfloat16")
+    workload = Workload(device, case.parameters)
+    try:
+        yield workload
+    finally:
+        del workload.model
+        workload.__dict__.pop("optimizer", None)
+        torch.compiler.reset()
+        _empty_cache(device)
+
+
+def _empty_cache(device: hardware.Device) -> None:
+    gc.collect()
+    if device.kind == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _measure_phase(workload: Workload, case: Case, phase: str, ceilings: dict[str, float]) -> Measured:
+    device = workload.device
+    limits: dict = {"time_limit_s": BENCHMARKING["full" if device.kind == "cuda" else "smoke"].time_limit_s}
+    if case.section == "warmup":
+        num_steps = max(WARMUP_COUNTS) + WARMUP_MEASURED_STEPS
+        limits = {"num_warmup": 0, "min_samples": num_steps, "max_samples": num_steps, "time_limit_s": 5.0}
+    workload.model.zero_grad()
+    _empty_cache(device)
+    if device.kind == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    with hardware.GpuMonitor(device.kind) as monitor:
+        if phase == "compile":
+            timing = _time_first_call(workload)
+        else:
+            timing = workload.time_phase(phase, **limits)
+    metrics = {**timing.metrics(), **_efficiency(workload, case, phase, timing, ceilings)}
+    if device.kind == "cuda":
+        metrics["peak_bytes"] = torch.cuda.max_memory_allocated()
+    samples = {"step_ms": list(timing.samples_ms)}
+    if timing.launch_ms:
+        samples["host_ms"] = list(timing.host_ms)
+    return Measured(
+        metrics=metrics,
+        case=workload.described(),
+        observed=workload.observed(),
+        samples=samples if case.section == "warmup" or timing.n <= 20 else {},
+        timer=timing.description(),
+        telemetry=monitor.summary,
+    )
+
+
+def _time_first_call(workload: Workload) -> Timing:
+    """Returns the time of the first forward and backward, which compiles both; no cache of an earlier run counts."""
+    torch.compiler.config.force_disable_caches = True
+    importlib.import_module("torch._inductor.compile_fx")  # loading the compiler is not compiling
+    begin = time.perf_counter()
+    workload.forward_backward()
+    synchronize(workload.device.kind)
+    return Timing((1e3 * (time.perf_counter() - begin),), "host", 0, "fixed count")
+
+
+def _efficiency(workload: Workload, case: Case, phase: str, timing: Timing, ceilings: dict[str, float]) -> dict:
+    """Returns rates of a phase and their fractions of the session's ceilings and of the datasheet's peaks."""
+    parameters = case.parameters
+    config = model_config(parameters["size"])
+    batch, context, precision = parameters["batch"], parameters["context"], parameters["precision"]
+    seconds = timing.median_ms * 1e-3
+    peaks = workload.device.peaks
+    if phase == "compile":
+        return {}
+    if phase == "optimizer_step":
+        rate = accounting.optimizer_step_bytes(config) / seconds / 1e9
+        ceiling, peak = ceilings.get("copy"), peaks.memory_gb_per_s if peaks else None
+        result: dict = {"achieved_gb_per_s": rate}
+    else:
+        flops = accounting.phase_flops(config, batch, context, phase, causal=False)
+        rate = flops / seconds / 1e12
+        ceiling, peak = ceilings.get(f"gemm {precision}"), peaks.tflops(precision) if peaks else None
+        result = {
+            "flops": flops,
+            "flops_causal": accounting.phase_flops(config, batch, context, phase, causal=True),
+            "achieved_tflops": rate,
+            "tokens_per_s": batch * context / seconds,
+        }
+    result["ceiling"] = ceiling
+    result["ceiling_fraction"] = rate / ceiling if ceiling else None
+    result["datasheet_fraction"] = rate / peak if peak else None
+    return result
+
+
+# ---- ceilings and the timer's own truth --------------------------------------------------------------------
+
+
+def ceiling_name(case: Case) -> str:
+    """Returns the key under which a ceiling reaches the other cases: "copy" or "gemm <precision>"."""
+    kind, precision = case.parameters["kind"], case.parameters["precision"]
+    return "copy" if kind == "copy" else f"gemm {precision}"
+
+
+def ceiling_value(measured: Measured) -> float:
+    """Returns the rate: TFLOP/s of a matrix product, GB/s of a copy."""
+    return measured.metrics.get("achieved_tflops") or measured.metrics["achieved_gb_per_s"]
+
+
+def _measure_gemm(device: hardware.Device, case: Case) -> Measured:
+    """C = A·B, all n × n, random normal data: zeros would draw less power and clock higher."""
+    precision = case.parameters["precision"]
+    if precision == "tf32" and device.kind != "cuda":
+        raise Skip(f"{device.name} has no TF32")
+    n = CEILING_SIZES[device.kind]
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    a, b = (torch.randn(n, n, device=device.kind, dtype=dtype) for _ in range(2))
+    with hardware.GpuMonitor(device.kind) as monitor:
+        timing = time_callable(torch.matmul, device_kind=device.kind, inputs=[(a, b)])
+    tflops = 2 * n**3 / (timing.median_ms * 1e-3) / 1e12
+    peak = device.peaks.tflops(precision) if device.peaks else None
+    live = {torch.bfloat16: "bf16"}.get(a.dtype) or {"highest": "fp32", "high": "tf32"}[
+        torch.get_float32_matmul_precision()
+    ]
+    return Measured(
+        metrics={
+            **timing.metrics(),
+            "achieved_tflops": tflops,
+            "datasheet": peak,
+            "datasheet_fraction": tflops / peak if peak else None,
+        },
+        case={"kind": "gemm", "precision": live},
+        observed={"m": a.shape[0], "n": b.shape[1], "k": a.shape[1]},
+        timer=timing.description(),
+        telemetry=monitor.summary,
+    )
+
+
+def _copy_buffers(device: hardware.Device) -> tuple[torch.Tensor, torch.Tensor]:
+    source = torch.randn(COPY_BYTES[device.kind] // 4, device=device.kind)
+    return torch.empty_like(source), source
+
+
+def _measure_copy(device: hardware.Device, case: Case) -> Measured:
+    """A copy inside the device, counting the bytes read and the bytes written."""
+    target, source = _copy_buffers(device)
+    with hardware.GpuMonitor(device.kind) as monitor:
+        timing = time_callable(target.copy_, device_kind=device.kind, inputs=[(source,)])
+    return Measured(
+        metrics={**timing.metrics(), **_copy_rate(device, source, timing.median_ms)},
+        case=case.parameters,
+        observed={"num_bytes": source.nbytes},
+        timer=timing.description(),
+        telemetry=monitor.summary,
+    )
+
+
+def _copy_rate(device: hardware.Device, source: torch.Tensor, time_ms: float) -> dict:
+    rate = 2 * source.nbytes / (time_ms * 1e-3) / 1e9
+    peak = device.peaks.memory_gb_per_s if device.peaks else None
+    return {
+        "achieved_gb_per_s": rate,
+        "datasheet": peak,
+        "datasheet_fraction": rate / peak if peak else None,
+    }
+
+
+def _measure_timer(device: hardware.Device, method: str) -> Measured:
+    """One copy of known bytes by each method of the timer; "independent" shares no code with any of them.
+
+    Independent: thirty copies queued one behind another between two events (or two readings of the host
+    clock), divided by thirty. Every method's copy is checked bit by bit afterwards.
+    """
+    target, source = _copy_buffers(device)
+    target.fill_(float("nan"))
+    with hardware.GpuMonitor(device.kind) as monitor:
+        if method == "independent":
+            samples = [_time_queued_copies(device, target, source, num_copies=30) for _ in range(5)]
+            timing = Timing(tuple(samples), "independent", 1, "fixed count")
+        else:
+            timing = time_callable(target.copy_, device_kind=device.kind, inputs=[(source,)], method=method)
+    if not torch.equal(target, source):
+        raise AssertionError("the timed copy is not equal to its source")
+    return Measured(
+        metrics={**timing.metrics(), **_copy_rate(device, source, timing.median_ms)},
+        case={"kind": "copy"},
+        observed={"num_bytes": source.nbytes},
+        timer=timing.description(),
+        telemetry=monitor.summary,
+    )
+
+
+def _time_queued_copies(device: hardware.Device, target: torch.Tensor, source: torch.Tensor, num_copies: int) -> float:
+    target.copy_(source)
+    synchronize(device.kind)
+    if device.kind == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+    begin = time.perf_counter()
+    for _ in range(num_copies):
+        target.copy_(source)
+    if device.kind == "cuda":
+        end.record()
+    synchronize(device.kind)
+    elapsed_ms = start.elapsed_time(end) if device.kind == "cuda" else (time.perf_counter() - begin) * 1e3
+    return elapsed_ms / num_copies

@@ -1,0 +1,355 @@
+"""Any grid of cases through an isolated worker process, with progress, timeouts and resume.
+
+A case is run phase by phase in a worker, which is replaced after an out-of-memory, an error, a crash or a
+timeout, so that one case cannot harm the next. Each phase becomes a record as soon as it is measured.
+
+The worker is forked from a server that has the experiment's module imported and has never touched the
+device: a new worker costs a fork and a device context instead of importing torch anew.
+"""
+
+import datetime
+import importlib
+import json
+import multiprocessing
+import os
+import secrets
+import signal
+import sys
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from labkit import hardware
+from labkit.configs import FIGURES, PROFILES
+from labkit.records import Record, RecordStore, check_plausible
+
+SESSION_SECTION = "ceilings"
+"""Section that every session measures anew, since what it gives is divided into that session's other results."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A unit of work for the worker: the phases share what building the case costs.
+
+    Attributes:
+        section: the question it belongs to; parameters: JSON values that tell it from the section's others.
+        phases: what is measured, in order.
+        timeout_s: the longest that building the case, or one phase of it, may take.
+        fresh_process: run in a process that has done nothing before.
+        stop_at_failure: when a phase fails, skip those after it (they need what it makes).
+    """
+
+    section: str
+    parameters: dict[str, Any]
+    phases: tuple[str, ...]
+    timeout_s: float
+    fresh_process: bool = False
+    stop_at_failure: bool = False
+
+    @property
+    def label(self) -> str:
+        return " ".join([self.section, *(str(value) for value in self.parameters.values())])
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one phase of one case gave; fields as in Record."""
+
+    metrics: dict[str, float | int | None]
+    case: dict[str, Any]
+    observed: dict[str, Any] = field(default_factory=dict)
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    timer: dict[str, Any] = field(default_factory=dict)
+    telemetry: dict[str, Any] = field(default_factory=dict)
+
+
+class Skip(Exception):
+    """Raised by an experiment for a case that this device or installation cannot run; the text says why."""
+
+
+PhaseRun = tuple[str, Callable[[], Measured]]
+"""A phase's name and the function that measures it; `run_case` of an experiment yields these."""
+
+
+# ---- the worker process ------------------------------------------------------------------------------------
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Only a real out-of-memory: the device allocator's exception, the host allocator's, or Python's."""
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def _worker_main(connection: Connection, module_name: str) -> None:
+    """Runs cases until the connection closes; ends after the first failure."""
+    if hasattr(os, "setpgrp"):
+        os.setpgrp()  # so that whatever a case starts is ended together with the worker
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    experiment = importlib.import_module(module_name)
+    while True:
+        try:
+            case, ceilings = connection.recv()
+        except EOFError:
+            return
+        try:
+            for phase, run in experiment.run_case(case, ceilings):
+                connection.send(("phase", phase))
+                connection.send(("measured", run()))
+        except BaseException as error:
+            if isinstance(error, Skip):
+                status = "skipped"
+            else:
+                status = "oom" if _is_out_of_memory(error) else "error"
+            text = f"{type(error).__name__}: {error}" if status != "skipped" else str(error)
+            if status == "error":
+                print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
+            connection.send(("failed", status, text.strip().split("\n")[0][:500]))
+            if not isinstance(error, Skip):
+                os._exit(0)  # a failed device context must not run destructors, nor another case
+        else:
+            connection.send(("done",))
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    _kill_group(os.getpid())
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (AttributeError, ProcessLookupError, PermissionError):
+        try:
+            os.kill(pid, signal.SIGTERM)
+        except ProcessLookupError:
+            pass
+
+
+class _Worker:
+    """The parent's side of one worker process."""
+
+    def __init__(self, module_name: str):
+        method = "forkserver" if sys.platform == "linux" else "spawn"
+        context = multiprocessing.get_context(method)
+        if method == "forkserver":
+            context.set_forkserver_preload([module_name])
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_worker_main, args=(theirs, module_name))
+        self.process.start()
+        theirs.close()
+        self.used = False
+
+    def receive(self, timeout_s: float) -> tuple:
+        """Returns the next message; ("failed", …) when the process ended or kept silent for `timeout_s`."""
+        if not wait([self.connection, self.process.sentinel], timeout_s):
+            return ("failed", "timeout", f"no result within {timeout_s:g} s")
+        try:
+            if self.connection.poll():  # what it sent before it ended counts first
+                return self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            pass
+        self.process.join()
+        code = self.process.exitcode
+        if code < 0:
+            return ("failed", "error", f"the worker was killed by {signal.Signals(-code).name}")
+        return ("failed", "error", f"the worker ended with exit code {code}")
+
+    def close(self) -> None:
+        _kill_group(self.process.pid)
+        self.process.join()
+        self.connection.close()
+
+
+# ---- a session -------------------------------------------------------------------------------------------
+
+
+class Session:
+    """One run of a notebook's measurements on this device.
+
+    `measure(section)` runs what is not yet recorded; a session that is not enabled does nothing, so that a
+    notebook reads the same whether it measures or shows committed records.
+    """
+
+    def __init__(self, notebook: str, *, device: str, profile: str, output: str | Path, fresh: bool, options: dict):
+        if profile not in PROFILES:
+            raise ValueError(f"unknown profile {profile!r}; accepted: {', '.join(PROFILES)}")
+        self.notebook = notebook
+        self.module_name = f"labkit.experiments.{notebook.split('_', 1)[1]}"
+        self.experiment = importlib.import_module(self.module_name)
+        self.device = hardware.detect()
+        if device != self.device.slug:
+            raise ValueError(f"device {device!r} cannot be measured here: this machine is {self.device.slug!r}")
+        self.cases: list[Case] = self.experiment.cases(profile, self.device.kind, **options)
+        self.fresh = fresh
+        self.profile = profile
+        self.id = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}"
+        self.folder = Path(output or FIGURES) / self.device.slug
+        (self.folder / "records").mkdir(parents=True, exist_ok=True)
+        self.store = RecordStore(self.folder / "records" / f"{notebook}.jsonl")
+        self.ceilings: dict[str, float] = {}
+        self._software = hardware.software_versions()
+        self._source = hardware.source_state()
+        with self.store.locked():
+            self.store.load()  # an unreadable file stops here, before anything is written
+            self.store.repair()
+        write_json(self.folder / "environment.json", hardware.environment(self.device))
+
+    def measure(self, section: str) -> None:
+        """Measures the section's cases that are not recorded yet, one record per phase."""
+        with self.store.locked():
+            recorded = set() if self.fresh else {record.resume_key() for record in self.store.load()}
+            if section == SESSION_SECTION:
+                others = [case for case in self.cases if case.section != section]
+                wanted = [case for case in self.cases if case.section == section]
+                pending = wanted if any(self._missing(case, recorded) for case in others) else []
+            else:
+                cases = (case for case in self.cases if case.section == section)
+                pending = [
+                    replace(case, phases=missing) for case in cases if (missing := self._missing(case, recorded))
+                ]
+            if pending:
+                self._run(section, pending)
+
+    def _missing(self, case: Case, recorded: set[str]) -> tuple[str, ...]:
+        return tuple(
+            phase for phase in case.phases if self._record(case, phase, "skipped").resume_key() not in recorded
+        )
+
+    def _run(self, section: str, pending: Sequence[Case]) -> None:
+        worker: _Worker | None = None
+        counts: Counter[str] = Counter()
+        try:
+            with tqdm(pending, desc=section, unit="case", file=sys.stderr, mininterval=1.0) as progress:
+                for case in progress:
+                    progress.set_postfix_str(case.label, refresh=True)
+                    remaining = case.phases
+                    while remaining:
+                        if worker is None or (case.fresh_process and worker.used):
+                            if worker:
+                                worker.close()
+                            worker = _Worker(self.module_name)
+                        healthy, remaining = self._run_once(worker, replace(case, phases=remaining), counts)
+                        if not healthy:
+                            worker.close()
+                            worker = None
+        finally:
+            if worker:
+                worker.close()
+        print(f"{section}: " + ", ".join(f"{number} {status}" for status, number in sorted(counts.items())))
+
+    def _run_once(self, worker: _Worker, case: Case, counts: Counter) -> tuple[bool, tuple[str, ...]]:
+        """Runs a case in a worker until it is done or fails; returns whether the worker lives, and what is left."""
+        worker.used = True
+        remaining = list(case.phases)
+        current: str | None = None
+        worker.connection.send((case, self.ceilings))
+        while True:
+            message = worker.receive(case.timeout_s)
+            if message[0] == "phase":
+                current = message[1]
+            elif message[0] == "measured":
+                counts[self._append_measured(case, current, message[1])] += 1
+                remaining.remove(current)
+                current = None
+            elif message[0] == "failed":
+                _, status, reason = message
+                # Without a current phase it failed while building the case: none of its phases can be had.
+                failed = [current] if current else remaining[:]
+                for phase in failed:
+                    self._append(self._record(case, phase, status, reason=reason), counts)
+                    remaining.remove(phase)
+                if case.stop_at_failure and remaining:
+                    for phase in remaining:
+                        text = f"not run: {failed[0]} before it ended {status}"
+                        self._append(self._record(case, phase, "skipped", reason=text), counts)
+                    remaining = []
+                return status == "skipped", tuple(remaining)
+            else:
+                return True, ()
+
+    def _append_measured(self, case: Case, phase: str, measured: Measured) -> str:
+        """Records a measurement, as an error if it cannot be true or is of another case; returns the status."""
+        record = self._record(
+            case,
+            phase,
+            "ok",
+            metrics=measured.metrics,
+            samples=measured.samples,
+            timer=measured.timer,
+            telemetry=measured.telemetry,
+            observed=measured.observed,
+        )
+        try:
+            if measured.case != case.parameters:
+                raise ValueError(f"asked for {case.parameters}, ran {measured.case}")
+            check_plausible(measured.metrics)
+        except ValueError as error:
+            record = replace(record, status="error", reason=f"refused: {error}", metrics={})
+        self.store.append(record)
+        if record.status == "ok" and case.section == SESSION_SECTION:
+            self.ceilings[self.experiment.ceiling_name(case)] = self.experiment.ceiling_value(measured)
+        return record.status
+
+    def _append(self, record: Record, counts: Counter) -> None:
+        self.store.append(record)
+        counts[record.status] += 1
+
+    def _record(self, case: Case, phase: str, status: str, **content: Any) -> Record:
+        return Record(
+            notebook=self.notebook,
+            section=case.section,
+            case=case.parameters,
+            phase=phase,
+            status=status,
+            device=self.device.slug,
+            measurement_version=self.experiment.MEASUREMENT_VERSION,
+            software=self._software,
+            source=self._source,
+            session=self.id,
+            recorded_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            **content,
+        )
+
+
+class _NoSession:
+    """What a notebook holds when it only shows records."""
+
+    def measure(self, section: str) -> None:
+        """Does nothing: the records are there already."""
+
+
+def open_session(notebook: str, *, measure: bool, device: str, profile: str, output: str, fresh: bool, **options):
+    """Returns the session that measures `notebook` here, or one that does nothing when `measure` is False.
+
+    Args:
+        notebook: its file name without the ending.
+        device: slug; must be this machine's when measuring, so that no result gets another device's name.
+        profile: "smoke" or "full".
+        output: folder that holds one folder per device; "" for the repository's figures/.
+        fresh: measure again what is recorded already.
+        options: narrow the grid, as the notebook's module takes them.
+
+    Raises:
+        ValueError: another device than this machine, an unknown profile, size or other option.
+        RecordError: the record file cannot be read, or another run is writing to it.
+    """
+    if not measure:
+        return _NoSession()
+    return Session(notebook, device=device, profile=profile, output=output, fresh=fresh, options=options)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes `content` so that a reader sees the old file or the new one, never a part."""
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    os.replace(temporary, path)

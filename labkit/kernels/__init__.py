@@ -1,0 +1,1 @@
+"""The operations of the transformer, one to a file."""

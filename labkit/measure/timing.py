@@ -1,0 +1,420 @@
+"""How long a callable takes: every sample, the method that gave it, and why sampling stopped.
+
+Four methods, because "the time of a GPU function" is four different quantities:
+
+| method | what a sample is | use it for |
+|---|---|---|
+| window | one call between two device synchronisations: device events and host clock around it | whole steps |
+| graph  | device time of one call inside a CUDA-graph replay over rotated inputs: no launch cost | kernels |
+| flush  | events around one call after the L2 cache was overwritten | cross-check of graph |
+| host   | host clock around one synchronised call | CPU and mps |
+
+`window` measures what a user waits for, launch cost included; `graph` and `flush` what the device alone
+needs. They disagree for launch-bound work, and the disagreement is a result, not noise.
+"""
+
+import gc
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+MIN_SAMPLES_AT_LIMIT = 3
+METHODS = ("window", "graph", "flush", "host")
+
+# Calls of one graph replay are repeated until a replay lasts this long, well above the events' resolution
+# (half a microsecond) and the cost of starting a replay.
+GRAPH_REPLAY_MS = 2.0
+
+Inputs = Callable[[], tuple] | Sequence[tuple]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What a timer saw.
+
+    Attributes:
+        samples_ms: one time per sample, in order, after the warm-up; device time except for method "host".
+        method: one of METHODS.
+        num_warmup: untimed calls before the first sample.
+        stop_reason: "converged", "time limit", "sample limit" or "fixed count".
+        host_ms: host clock around the same samples, synchronised (methods "window" and "host").
+        launch_ms: host time until the call returned, before the device had finished ("window").
+        warmup_ms: the warm-up calls' own times, host clock.
+    """
+
+    samples_ms: tuple[float, ...]
+    method: str
+    num_warmup: int
+    stop_reason: str
+    host_ms: tuple[float, ...] = ()
+    launch_ms: tuple[float, ...] = ()
+    warmup_ms: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, samples: Sequence[tuple], method: str, num_warmup: int, stop_reason: str, warmup_ms=()) -> "Timing":
+        """Returns the Timing of samples as the samplers give them: (device, host or None, launch or None)."""
+        device_ms, host_ms, launch_ms = zip(*samples, strict=True)
+        return cls(
+            samples_ms=device_ms,
+            method=method,
+            num_warmup=num_warmup,
+            stop_reason=stop_reason,
+            host_ms=() if host_ms[0] is None else host_ms,
+            launch_ms=() if launch_ms[0] is None else launch_ms,
+            warmup_ms=tuple(warmup_ms),
+        )
+
+    @property
+    def n(self) -> int:
+        return len(self.samples_ms)
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.samples_ms)
+
+    @property
+    def half_width(self) -> float:
+        """Half of the median's 95 % interval as a fraction of the median."""
+        return median_half_width(self.samples_ms)
+
+    @property
+    def is_launch_bound(self) -> bool:
+        """Whether the host needed at least 90 % of the window to issue the work: the device waited for it."""
+        return bool(self.launch_ms) and statistics.median(self.launch_ms) >= 0.9 * statistics.median(self.host_ms)
+
+    def metrics(self) -> dict[str, float | int | None]:
+        """Returns the summary that a record carries, units in the names; None where one sample cannot say."""
+        low, high = (quantile(self.samples_ms, q) for q in (0.2, 0.8))
+        summary: dict[str, float | int | None] = {
+            "median_ms": self.median_ms,
+            "p20_ms": low,
+            "p80_ms": high,
+            "mean_ms": statistics.fmean(self.samples_ms),
+            "std_ms": statistics.stdev(self.samples_ms) if self.n > 1 else None,
+            "min_ms": min(self.samples_ms),
+            "n": self.n,
+            "half_width_fraction": self.half_width if self.n > 1 else None,
+        }
+        if self.host_ms:
+            summary["host_median_ms"] = statistics.median(self.host_ms)
+        if self.launch_ms:
+            summary["launch_median_ms"] = statistics.median(self.launch_ms)
+        return summary
+
+    def description(self) -> dict[str, Any]:
+        """Returns what a record says of the timer."""
+        return {"method": self.method, "num_warmup": self.num_warmup, "stop_reason": self.stop_reason}
+
+
+def quantile(samples: Sequence[float], q: float) -> float:
+    """Returns the q-quantile of the samples, linear between order statistics (numpy's default)."""
+    ordered = sorted(samples)
+    position = q * (len(ordered) - 1)
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (position - low) * (ordered[high] - ordered[low])
+
+
+@cache
+def _median_interval_rank(n: int) -> int:
+    """Returns how many samples lie outside the median's 95 % interval on each side (0 for n below 6)."""
+    outside, rank = 0, 0
+    while rank < n // 2:
+        outside += math.comb(n, rank)
+        if 2 * outside / 2**n > 0.05:
+            return rank
+        rank += 1
+    return rank
+
+
+def median_half_width(samples: Sequence[float]) -> float:
+    """Returns half of the median's distribution-free 95 % interval, as a fraction of the median.
+
+    The interval runs between two order statistics chosen by the binomial distribution; below six samples no
+    pair reaches 95 % and the whole range stands in. A single sample says nothing of its spread: infinity.
+    """
+    if len(samples) < 2:
+        return math.inf
+    ordered = sorted(samples)
+    rank = _median_interval_rank(len(ordered))
+    return (ordered[-1 - rank] - ordered[rank]) / 2 / statistics.median(ordered)
+
+
+def synchronize(device_kind: str) -> None:
+    """Waits until everything queued on the device, on every stream, has finished."""
+    if device_kind == "cuda":
+        torch.cuda.synchronize()
+    elif device_kind == "mps":
+        torch.mps.synchronize()
+
+
+def time_callable(
+    function: Callable[..., Any],
+    *,
+    device_kind: str,
+    inputs: Inputs = ((),),
+    method: str | None = None,
+    num_warmup: int = 5,
+    min_samples: int = 10,
+    max_samples: int = 200,
+    target_half_width: float = 0.005,
+    time_limit_s: float = 3.0,
+) -> Timing:
+    """Returns the times of `function(*inputs)`, sampled until the median is known well enough.
+
+    Args:
+        function: what is timed. Its result is dropped after the sample.
+        device_kind: "cuda", "mps" or "cpu".
+        inputs: argument tuples, used in turn; or a function that makes a fresh one before each sample,
+            outside the timed region ("window" and "host" only).
+        method: one of METHODS; default "window" on CUDA, "host" elsewhere.
+        num_warmup: untimed calls first; fewer, but at least one (unless 0 is asked for), once they have
+            taken `time_limit_s`.
+        min_samples, max_samples: bounds on the number of samples.
+        target_half_width: sampling stops once half of the median's 95 % interval is below this fraction.
+        time_limit_s: sampling stops after this time too; while there are fewer than `min_samples`, after
+            three times it, with at least three samples.
+
+    Raises:
+        ValueError: unknown method; a method that needs CUDA elsewhere; fresh inputs for a graph or flush.
+    """
+    method = method or ("window" if device_kind == "cuda" else "host")
+    if method not in METHODS:
+        raise ValueError(f"unknown method {method!r}; accepted: {', '.join(METHODS)}")
+    if method != "host" and device_kind != "cuda":
+        raise ValueError(f"method {method!r} needs CUDA, the device is {device_kind!r}; accepted here: host")
+    if method in ("graph", "flush") and callable(inputs):
+        raise ValueError(f"method {method!r} repeats its inputs: pass a list of tuples, not a function")
+    sampler = _SAMPLERS[method](function, inputs, device_kind)
+
+    gc.collect()
+    gc.disable()  # a collection in the middle of a sample would be timed with it
+    try:
+        warmup = _warm_up(sampler, num_warmup, time_limit_s)
+        samples, reason = _sample(sampler, min_samples, max_samples, target_half_width, time_limit_s)
+    finally:
+        gc.enable()
+    return Timing.of(samples, method, len(warmup), reason, warmup)
+
+
+def _warm_up(sampler: "_Sampler", num_warmup: int, time_limit_s: float) -> list[float]:
+    warmup: list[float] = []
+    while len(warmup) < num_warmup and sum(warmup) < time_limit_s * 1e3:
+        begin = time.perf_counter()
+        sampler()
+        warmup.append((time.perf_counter() - begin) * 1e3)
+    return warmup
+
+
+def _sample(sampler, min_samples, max_samples, target_half_width, time_limit_s) -> tuple[list[tuple], str]:
+    samples: list[tuple] = []
+    begin = time.perf_counter()
+    while len(samples) < max_samples:
+        samples.append(sampler())
+        elapsed = time.perf_counter() - begin
+        if len(samples) >= min_samples:
+            if elapsed >= time_limit_s:
+                return samples, "time limit"
+            if target_half_width > 0 and len(samples) % 5 == 0:
+                if median_half_width([sample[0] for sample in samples]) <= target_half_width:
+                    return samples, "converged"
+        elif elapsed >= 3 * time_limit_s and len(samples) >= MIN_SAMPLES_AT_LIMIT:
+            return samples, "time limit"
+    return samples, "fixed count" if min_samples == max_samples else "sample limit"
+
+
+# ---- one sample by each method: (device ms, host ms or None, launch ms or None) ---------------------------
+
+_Sampler = Callable[[], tuple[float, float | None, float | None]]
+
+
+def _rotation(inputs: Inputs) -> Callable[[], tuple]:
+    if callable(inputs):
+        return inputs
+    if not inputs:
+        raise ValueError("inputs is empty; pass at least one tuple of arguments")
+    position = -1
+
+    def rotate() -> tuple:
+        nonlocal position
+        position = (position + 1) % len(inputs)
+        return inputs[position]
+
+    return rotate
+
+
+def _window_sampler(function: Callable, inputs: Inputs, device_kind: str) -> _Sampler:
+    next_inputs = _rotation(inputs)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def sample() -> tuple[float, float, float]:
+        arguments = next_inputs()
+        synchronize(device_kind)
+        begin = time.perf_counter()
+        start.record()
+        function(*arguments)
+        end.record()
+        launched = time.perf_counter()
+        synchronize(device_kind)
+        finished = time.perf_counter()
+        return start.elapsed_time(end), (finished - begin) * 1e3, (launched - begin) * 1e3
+
+    return sample
+
+
+def _host_sampler(function: Callable, inputs: Inputs, device_kind: str) -> _Sampler:
+    next_inputs = _rotation(inputs)
+
+    def sample() -> tuple[float, float, None]:
+        arguments = next_inputs()
+        synchronize(device_kind)
+        begin = time.perf_counter()
+        function(*arguments)
+        synchronize(device_kind)
+        elapsed = (time.perf_counter() - begin) * 1e3
+        return elapsed, elapsed, None
+
+    return sample
+
+
+def _flush_sampler(function: Callable, inputs: Inputs, device_kind: str) -> _Sampler:
+    next_inputs = _rotation(inputs)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    # Twice the L2 cache, so that nothing of the inputs stays in it.
+    flush = torch.empty(2 * torch.cuda.get_device_properties(0).L2_cache_size, dtype=torch.int8, device="cuda")
+
+    def sample() -> tuple[float, None, None]:
+        arguments = next_inputs()
+        flush.zero_()
+        start.record()
+        function(*arguments)
+        end.record()
+        synchronize(device_kind)
+        return start.elapsed_time(end), None, None
+
+    return sample
+
+
+def _graph_sampler(function: Callable, inputs: Inputs, device_kind: str) -> _Sampler:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def capture(num_rounds: int) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(num_rounds):
+                for arguments in inputs:
+                    function(*arguments)
+        return graph
+
+    def replay(graph: torch.cuda.CUDAGraph) -> float:
+        start.record()
+        graph.replay()
+        end.record()
+        synchronize(device_kind)
+        return start.elapsed_time(end)
+
+    side = torch.cuda.Stream()  # work must run once on a side stream before it can be captured
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for arguments in inputs:
+            function(*arguments)
+    torch.cuda.current_stream().wait_stream(side)
+    once = capture(1)
+    replay(once)
+    num_rounds = max(1, math.ceil(GRAPH_REPLAY_MS / max(replay(once), 1e-3)))
+    graph = capture(num_rounds) if num_rounds > 1 else once
+    num_calls = num_rounds * len(inputs)
+
+    def sample() -> tuple[float, None, None]:
+        return replay(graph) / num_calls, None, None
+
+    return sample
+
+
+_SAMPLERS = {"window": _window_sampler, "graph": _graph_sampler, "flush": _flush_sampler, "host": _host_sampler}
+
+
+# ---- two or more callables against each other --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Candidates timed in turn in one process.
+
+    Attributes:
+        timings: by candidate.
+        ratio: candidate's time over the baseline's, by candidate: (median, low, high) of the paired ratios'
+            bootstrap 95 % interval. Below 1 the candidate is faster.
+    """
+
+    timings: dict[str, Timing]
+    baseline: str
+    ratio: dict[str, tuple[float, float, float]]
+
+    def verdict(self, name: str) -> str:
+        """Returns "faster", "slower" or "not separated" (the interval of the ratio holds 1)."""
+        _, low, high = self.ratio[name]
+        return "faster" if high < 1 else "slower" if low > 1 else "not separated"
+
+
+def compare(
+    candidates: Mapping[str, Callable[..., Any]],
+    *,
+    baseline: str,
+    device_kind: str,
+    inputs: Inputs = ((),),
+    method: str | None = None,
+    num_warmup: int = 5,
+    num_rounds: int = 30,
+    seed: int = 0,
+) -> Comparison:
+    """Times every candidate once per round, in a new random order each round, and pairs the rounds.
+
+    Interleaving puts a drift of the clocks on all of them alike; pairing then takes it out of the ratio.
+
+    Args:
+        candidates: callables that take the same `inputs`.
+        baseline: the candidate that the ratios divide by.
+        num_rounds: samples of each.
+        seed: of the order and of the bootstrap.
+        Others as in `time_callable`.
+
+    Raises:
+        ValueError: the baseline is not among the candidates, or the method is unknown.
+    """
+    if baseline not in candidates:
+        raise ValueError(f"unknown baseline {baseline!r}; accepted: {', '.join(candidates)}")
+    method = method or ("window" if device_kind == "cuda" else "host")
+    if method not in METHODS:
+        raise ValueError(f"unknown method {method!r}; accepted: {', '.join(METHODS)}")
+    samplers = {name: _SAMPLERS[method](function, inputs, device_kind) for name, function in candidates.items()}
+    generator = random.Random(seed)
+    for sampler in samplers.values():
+        for _ in range(num_warmup):
+            sampler()
+    samples: dict[str, list[tuple]] = {name: [] for name in samplers}
+    for _ in range(num_rounds):
+        for name in generator.sample(list(samplers), len(samplers)):
+            samples[name].append(samplers[name]())
+    timings = {name: Timing.of(rows, method, num_warmup, "fixed count") for name, rows in samples.items()}
+    base = timings[baseline].samples_ms
+    ratio = {
+        name: bootstrap_median([ours / theirs for ours, theirs in zip(timing.samples_ms, base, strict=True)], generator)
+        for name, timing in timings.items()
+    }
+    return Comparison(timings, baseline, ratio)
+
+
+def bootstrap_median(
+    values: Sequence[float], generator: random.Random, num_resamples: int = 2000
+) -> tuple[float, float, float]:
+    """Returns the median of `values` and its bootstrap 95 % interval (Efron 1979, percentile method)."""
+    medians = sorted(statistics.median(generator.choices(values, k=len(values))) for _ in range(num_resamples))
+    return statistics.median(values), quantile(medians, 0.025), quantile(medians, 0.975)

@@ -1,0 +1,155 @@
+"""A decoder-only language model: RMSNorm, causal attention with rotary positions, SwiGLU, untied head.
+
+Shape suffixes: B batch, T tokens of the context, C d_model, H heads, D head dimension, V vocabulary.
+
+Sources: pre-norm blocks, RMSNorm, SwiGLU and rotary positions as in Touvron et al. 2023 (LLaMA);
+RMSNorm: Zhang & Sennrich 2019, equation 4; SwiGLU: Shazeer 2020, equation 6; RoPE: Su et al. 2021, eq. 34.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from labkit.configs import RMS_NORM_EPS, ModelConfig
+from labkit.kernels.reference import attention_reference
+
+
+def _sdpa(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, *, causal: bool) -> Tensor:
+    return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=causal)
+
+
+ATTENTION: dict[str, Callable[..., Tensor]] = {"eager": attention_reference, "sdpa": _sdpa}
+"""Implementations of attention by the name that `TransformerLM(attention=...)` takes."""
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · weight, the statistics in fp32 whatever the input's dtype."""
+
+    def __init__(self, d_model: int, **factory):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(d_model, **factory))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_fp32 = x.float()
+        inverse_rms = torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + RMS_NORM_EPS)
+        return (x_fp32 * inverse_rms * self.weight).to(x.dtype)
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates the two halves of each head's dimension by position · θ^(−2i/D)."""
+
+    def __init__(self, d_head: int, max_context: int, theta: float, device=None):
+        super().__init__()
+        frequency = theta ** (-torch.arange(0, d_head, 2, device=device, dtype=torch.float64) / d_head)
+        angle_TD = torch.outer(torch.arange(max_context, device=device, dtype=torch.float64), frequency).repeat(1, 2)
+        self.register_buffer("cos_TD", angle_TD.cos().float(), persistent=False)
+        self.register_buffer("sin_TD", angle_TD.sin().float(), persistent=False)
+
+    def forward(self, x_BHTD: Tensor) -> Tensor:
+        num_tokens = x_BHTD.shape[-2]
+        cos_TD, sin_TD = self.cos_TD[:num_tokens].to(x_BHTD.dtype), self.sin_TD[:num_tokens].to(x_BHTD.dtype)
+        first, second = x_BHTD.chunk(2, dim=-1)
+        return x_BHTD * cos_TD + torch.cat((-second, first), dim=-1) * sin_TD
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head attention without biases; `attention` names the implementation, see ATTENTION."""
+
+    def __init__(self, config: ModelConfig, attention: str, **factory):
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.attention = attention
+        self.q_proj = nn.Linear(config.d_model, config.d_model, bias=False, **factory)
+        self.k_proj = nn.Linear(config.d_model, config.d_model, bias=False, **factory)
+        self.v_proj = nn.Linear(config.d_model, config.d_model, bias=False, **factory)
+        self.out_proj = nn.Linear(config.d_model, config.d_model, bias=False, **factory)
+
+    def forward(self, x_BTC: Tensor, rotary: RotaryEmbedding) -> Tensor:
+        def heads(y_BTC: Tensor) -> Tensor:
+            return y_BTC.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+        q_BHTD, k_BHTD, v_BHTD = heads(self.q_proj(x_BTC)), heads(self.k_proj(x_BTC)), heads(self.v_proj(x_BTC))
+        out_BHTD = ATTENTION[self.attention](rotary(q_BHTD), rotary(k_BHTD), v_BHTD, causal=True)
+        return self.out_proj(out_BHTD.transpose(1, 2).flatten(-2))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) · up(x)): three matrices."""
+
+    def __init__(self, config: ModelConfig, **factory):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.d_model, config.d_ff, bias=False, **factory)
+        self.up_proj = nn.Linear(config.d_model, config.d_ff, bias=False, **factory)
+        self.down_proj = nn.Linear(config.d_ff, config.d_model, bias=False, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + SwiGLU(norm(x))."""
+
+    def __init__(self, config: ModelConfig, attention: str, **factory):
+        super().__init__()
+        self.attention_norm = RMSNorm(config.d_model, **factory)
+        self.attention = CausalSelfAttention(config, attention, **factory)
+        self.feed_forward_norm = RMSNorm(config.d_model, **factory)
+        self.feed_forward = SwiGLU(config, **factory)
+
+    def forward(self, x_BTC: Tensor, rotary: RotaryEmbedding) -> Tensor:
+        x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC), rotary)
+        return x_BTC + self.feed_forward(self.feed_forward_norm(x_BTC))
+
+
+class TransformerLM(nn.Module):
+    """The language model of `config`; maps token ids (B, T) int64 to logits (B, T, V).
+
+    Args:
+        config: dimensions.
+        max_context: the longest T it accepts.
+        attention: implementation of attention, a key of ATTENTION.
+        device, dtype: of the parameters.
+
+    Raises:
+        ValueError: unknown attention; d_model no multiple of num_heads; an odd head dimension (the rotation
+            pairs them); in forward, a context longer than max_context.
+    """
+
+    def __init__(self, config: ModelConfig, *, max_context: int, attention: str = "eager", device=None, dtype=None):
+        super().__init__()
+        if attention not in ATTENTION:
+            raise ValueError(f"unknown attention {attention!r}; accepted: {', '.join(ATTENTION)}")
+        if config.d_model % config.num_heads or config.d_head % 2:
+            raise ValueError(
+                f"d_model {config.d_model} must be num_heads {config.num_heads} times an even head dimension"
+            )
+        factory = {"device": device, "dtype": dtype}
+        self.config = config
+        self.max_context = max_context
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model, **factory)
+        self.blocks = nn.ModuleList(Block(config, attention, **factory) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.d_model, **factory)
+        self.head = nn.Linear(config.d_model, config.vocab_size, bias=False, **factory)
+        self.rotary = RotaryEmbedding(config.d_head, max_context, config.rope_theta, device=device)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws every matrix from N(0, 0.02²), as GPT-2 does; norm gains stay 1."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        if tokens_BT.shape[-1] > self.max_context:
+            raise ValueError(f"context {tokens_BT.shape[-1]} is longer than max_context {self.max_context}")
+        x_BTC = self.embedding(tokens_BT)
+        for block in self.blocks:
+            x_BTC = block(x_BTC, self.rotary)
+        return self.head(self.norm(x_BTC))
+
+
+def language_model_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Returns the mean cross-entropy of the next-token targets (int64), a scalar in nats."""
+    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())

@@ -1,0 +1,184 @@
+"""Figures published elsewhere, as data with their source: what our own measurements are set beside.
+
+The tables lie in `labkit/data/published/`; the README there says where each came from and which errors are known.
+Nothing in them was measured by this project.
+"""
+
+from importlib import resources
+
+import pandas as pd
+
+SOURCES: dict[str, str] = {
+    "siglip2-hopper": "SigLIP 2 vision encoder, original and optimized, on an unnamed Hopper-class GPU",
+    "a2-report-a100-h100": (
+        "transformer report: A100 40GB (end to end, nsys, memory), H100 80GB (attention, compile, flash) "
+        "and CPU (all-reduce)"
+    ),
+    "a2-report-rtx5090": "transformer report: RTX 5090",
+    "a2-report-macbook-rtxpro6000": "transformer report: MacBook Air (cpu and mps) and RTX PRO 6000 Workstation",
+    "a2-report-a100-sxm4-40gb": "transformer report: A100-SXM4-40GB",
+}
+
+# The reports' "xl" has the dimensions that labkit calls "xl-2025": "xl" alone would not say which edition it is.
+_SIZES = {"small": "small", "medium": "medium", "large": "large", "xl": "xl-2025", "2.7b": "2.7b"}
+
+# A pair that is missing here must fail: a default would label a time with a precision that was not run.
+_PRECISION_AND_COMPILE = {
+    ("float32", "none"): ("fp32", "none"),
+    ("float32", "compile"): ("fp32", "whole"),
+    ("float32", "compile_tf32"): ("tf32", "whole"),
+    ("bfloat16_autocast", "none"): ("bf16", "none"),
+}
+
+_OPTIMIZER_STEP_INCLUDED = "published_script_also_runs_optimizer_step"
+_DIFFERENCE = "difference_of_two_timings"
+_WARMUP_STUDY = "warmup_study"
+
+_CAVEAT_OF_NOTE = {
+    "prose_value": "quoted in prose, not in a table",
+    "batch_implied": "batch size implied, not stated",
+    "dtype_implied": "float32 implied, not stated",
+    _DIFFERENCE: "difference of two timings, its std their quadrature sum",
+    _OPTIMIZER_STEP_INCLUDED: "published as forward and backward, but the published script also steps the optimizer",
+    _WARMUP_STUDY: "from the warm-up study, a run apart from the main table",
+}
+
+# Notes whose rows must not be used. Both bf16 times of the A100 40GB are quotes that the report's own data contradicts.
+_DISPUTE_OF_NOTE = {
+    "companion_data_says_77.4_ms": "the data published beside the report says 77.4 ms",
+    "disputed_companion_data_oom_at_256_and_439.2_ms_at_128": (
+        "the data published beside the report is out of memory at context 256 and has 439.2 ms at 128"
+    ),
+    "profiled_under_nsys": "labelled a median, but the mean of host ranges under nsys, first iteration included",
+    "context_not_stated_matches_128": "context not stated, probably 128",
+}
+
+# Above half of the mean the spread is outliers, not noise: only one case reaches it once there is a warm-up step.
+_LARGE_RELATIVE_STD = 0.5
+
+_COLUMNS = [
+    "source",
+    "gpu",
+    "size",
+    "context",
+    "batch",
+    "precision",
+    "compile",
+    "warmup_steps",
+    "phase",
+    "statistic",
+    "published_ms",
+    "std_ms",
+    "status",
+    "caveat",
+]
+
+
+def load(table: str) -> pd.DataFrame:
+    """Return one published table as printed, one row per reported figure.
+
+    Args:
+        table: a CSV's name without its ending: "all_reduce", "attention_pytorch", "attention_scores_precision",
+            "end_to_end", "flash_attention", "gemm_fraction", "kernels_nsys", "memory_peaks", "mixed_precision",
+            "nsys_forward", "nvtx_fwd_bwd", "siglip2" or "softmax_vs_matmul".
+
+    Returns:
+        The CSV's columns, each with its unit as suffix (`_ms`, `_us`, `_mib`, `_gib`, `_percent`); `source` is a key of
+        `SOURCES`. NaN means not reported, so a column of counts with empty cells is floating point.
+
+    Raises:
+        ValueError: there is no such table.
+
+    Source: `labkit/data/published/README.md`, with the known errors of each report; none is corrected here.
+    """
+    folder = resources.files("labkit") / "data" / "published"
+    accepted = sorted(entry.name.removesuffix(".csv") for entry in folder.iterdir() if entry.name.endswith(".csv"))
+    if table not in accepted:
+        raise ValueError(f"unknown published table {table!r}; accepted: {', '.join(accepted)}")
+    with (folder / f"{table}.csv").open(encoding="utf-8") as file:
+        # Only an empty cell is missing: pandas would also swallow words such as "None" and "NA".
+        return pd.read_csv(file, keep_default_na=False, na_values=[""])
+
+
+def step_times(*, include_disputed: bool = False) -> pd.DataFrame:
+    """Return the published end-to-end step times in labkit's vocabulary, to be merged with our own measurements.
+
+    A case may come twice: a report that also studied warm-up repeats its cases at other `warmup_steps`, and one repeats
+    the same case at the same count. Choose by `warmup_steps` and `caveat` before merging one to one.
+
+    Args:
+        include_disputed: also return the rows that must not be used: quotes contradicted by the report's own data,
+            times taken under a profiler with the first iteration included, rows without a context length, and
+            negative times. Their caveat starts with "disputed: ".
+
+    Returns:
+        One row per published figure, with the columns
+        source: key of `SOURCES`; gpu: the device as the report names it;
+        size: "small", "medium", "large", "xl-2025" or "2.7b"; context: tokens per sequence (Int64, NA if not stated);
+        batch: sequences per step;
+        precision: "fp32", "tf32" or "bf16" (autocast); compile: "none" or "whole";
+        warmup_steps: steps run before the measured ones (Int64, NA if not stated);
+        phase: "forward", "backward", "forward_backward" or "train_step", by what was run and not by its published name;
+        statistic: what `published_ms` is over the steps; published_ms, std_ms: ms, NaN if not reported or "oom";
+        status: "ok" or "oom"; caveat: fragments joined by "; ", empty where nothing is known against the figure.
+
+    Raises:
+        KeyError: the table holds a note, a model or a dtype that this module does not know how to read.
+
+    Source: `end_to_end.csv` and the known errors in `labkit/data/published/README.md`.
+    """
+    rows = pd.DataFrame([_row_in_labkit_vocabulary(row) for row in load("end_to_end").to_dict("records")])
+    rows = rows.astype({"context": "Int64", "batch": "Int64", "warmup_steps": "Int64"})
+    if not include_disputed:
+        rows = rows[~rows["disputed"]].reset_index(drop=True)
+    return rows[_COLUMNS]
+
+
+def _row_in_labkit_vocabulary(row: dict) -> dict:
+    notes = row["note"].split(";") if isinstance(row["note"], str) else []
+    disputes = [_DISPUTE_OF_NOTE[note] for note in notes if note in _DISPUTE_OF_NOTE]
+    if row["mean_ms"] < 0:
+        disputes.append("negative time")
+    caveats = [_CAVEAT_OF_NOTE[note] for note in notes if note not in _DISPUTE_OF_NOTE]
+    caveats += _caveats_from_known_errors(row, notes)
+    precision, compile_mode = _PRECISION_AND_COMPILE[row["dtype"], row["compiled"]]
+    return {
+        "source": row["source"],
+        "gpu": row["gpu"],
+        "size": _SIZES[row["model"]],
+        "context": row["context_length"],
+        "batch": row["batch_size"],
+        "precision": precision,
+        "compile": compile_mode,
+        "warmup_steps": row["warmup_steps"],
+        "phase": "train_step" if _OPTIMIZER_STEP_INCLUDED in notes else row["phase"],
+        "statistic": row["statistic"],
+        "published_ms": row["mean_ms"],
+        "std_ms": row["std_ms"],
+        "status": row["status"],
+        "caveat": "; ".join([f"disputed: {reason}" for reason in disputes] + caveats),
+        "disputed": bool(disputes),
+    }
+
+
+def _caveats_from_known_errors(row: dict, notes: list[str]) -> list[str]:
+    timed = row["status"] == "ok"
+    # NaN where there is no time or no spread, and then above no threshold.
+    relative_std = row["std_ms"] / row["mean_ms"]
+    caveats = []
+    if row["source"] == "a2-report-rtx5090" and row["phase"] == "forward":
+        caveats.append("the published script runs the forward pass with autograd on")
+    if row["source"] == "a2-report-rtx5090" and row["phase"] == "forward_backward":
+        if _OPTIMIZER_STEP_INCLUDED not in notes:
+            caveats.append("may include an optimizer step")
+    if row["source"] == "a2-report-macbook-rtxpro6000":
+        caveats.append("model dimensions not stated, taken as the canonical ones")
+    if timed and row["warmup_steps"] == 0:
+        # The first iteration's excess falls in the forward timing, so it lowers a backward obtained by subtraction.
+        part = "what is subtracted" if _DIFFERENCE in notes else "the mean"
+        caveats.append(f"no warm-up, {part} includes the first iteration")
+    elif relative_std > _LARGE_RELATIVE_STD:
+        caveats.append("std above half of the mean")
+    if row["source"] == "a2-report-a100-sxm4-40gb" and _WARMUP_STUDY not in notes and relative_std > 0.01:
+        caveats.append("std above the 1 % that the report claims")
+    return caveats
