@@ -199,7 +199,7 @@ def single_device(records: Iterable[Record]) -> str:
 
 
 def to_frame(records: Iterable[Record]) -> pd.DataFrame:
-    """Returns one row per record: section, phase, status, reason, then the case's and the metrics' columns."""
+    """Returns one row per record: section, phase, status, reason, samples, then case, metrics and timer columns."""
     return pd.DataFrame(
         [
             {
@@ -207,6 +207,7 @@ def to_frame(records: Iterable[Record]) -> pd.DataFrame:
                 "phase": record.phase,
                 "status": record.status,
                 "reason": record.reason,
+                "samples": record.samples,
                 **record.case,
                 **record.metrics,
                 **{f"timer_{name}": value for name, value in record.timer.items()},

@@ -220,6 +220,22 @@ class Session:
             if pending:
                 self._run(section, pending)
 
+    def finish(self) -> None:
+        """Writes that the notebook reached its end, and what of the profile's grid has no record yet.
+
+        Whoever started the notebook judges by this file: a saved notebook looks complete when it is not.
+        """
+        recorded = {record.resume_key() for record in self.store.load()}
+        grid = self.experiment.cases(self.profile, self.device.kind)
+        content = {
+            "notebook": self.notebook,
+            "session": self.id,
+            "profile": self.profile,
+            "num_missing": sum(len(self._missing(case, recorded)) for case in grid),
+            "finished_at": _now(),
+        }
+        write_json(done_path(self.folder, self.notebook), content)
+
     def _missing(self, case: Case, recorded: set[str]) -> tuple[str, ...]:
         return tuple(
             phase for phase in case.phases if self._record(case, phase, "skipped").resume_key() not in recorded
@@ -316,7 +332,7 @@ class Session:
             software=self._software,
             source=self._source,
             session=self.id,
-            recorded_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            recorded_at=_now(),
             **content,
         )
 
@@ -326,6 +342,9 @@ class _NoSession:
 
     def measure(self, section: str) -> None:
         """Does nothing: the records are there already."""
+
+    def finish(self) -> None:
+        """Does nothing."""
 
 
 def open_session(notebook: str, *, measure: bool, device: str, profile: str, output: str, fresh: bool, **options):
@@ -346,6 +365,15 @@ def open_session(notebook: str, *, measure: bool, device: str, profile: str, out
     if not measure:
         return _NoSession()
     return Session(notebook, device=device, profile=profile, output=output, fresh=fresh, options=options)
+
+
+def done_path(folder: Path, notebook: str) -> Path:
+    """Returns the file that says a notebook reached its end, in the folder of a device."""
+    return folder / "records" / f"{notebook}.done.json"
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def write_json(path: Path, content: Any) -> None:

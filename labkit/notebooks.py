@@ -1,0 +1,149 @@
+"""The notebooks as programs: finding them by number or name, checking their parameters, executing them.
+
+What a parameter accepts comes from the notebook's own cell tagged "parameters": its names, and the types of
+their defaults. Nothing here imports torch.
+"""
+
+import ast
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from labkit.configs import NOTEBOOKS, PROFILES
+
+CELL_TIMEOUT_S = 6 * 3600
+"""A dead kernel is noticed at once; this bounds a cell that hangs, beyond every case's own timeout."""
+
+
+class NotebookError(Exception):
+    """A notebook that did not complete; the message says which and why."""
+
+
+def names() -> list[str]:
+    """Returns the names of all notebooks, in order: ["01_benchmarking", …]."""
+    return sorted(path.stem for path in NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
+
+
+def resolve(name: str) -> str:
+    """Returns the notebook that a number ("01", "1"), a name ("benchmarking") or both ("01_benchmarking") means.
+
+    Raises ValueError that names the accepted ones.
+    """
+    available = names()
+    for candidate in available:
+        number, title = candidate.split("_", 1)
+        if name in (candidate, f"{candidate}.ipynb", title, number, number.lstrip("0")):
+            return candidate
+    raise ValueError(f"unknown notebook {name!r}; accepted: {', '.join(available)} (or the number, or the name alone)")
+
+
+def path(name: str) -> Path:
+    return NOTEBOOKS / f"{name}.ipynb"
+
+
+def read(name: str):
+    """Returns the notebook as an nbformat node."""
+    import nbformat
+
+    return nbformat.read(path(name), as_version=4)
+
+
+def parameters(name: str) -> dict[str, Any]:
+    """Returns the defaults in the notebook's parameters cell.
+
+    Raises NotebookError if there is no such cell or a default is no literal (papermill evaluates nothing).
+    """
+    for cell in read(name).cells:
+        if "parameters" in cell.metadata.get("tags", []):
+            break
+    else:
+        raise NotebookError(f"{name}: no cell is tagged 'parameters'")
+    defaults = {}
+    for statement in ast.parse(cell.source).body:
+        try:
+            (target,) = statement.targets
+            defaults[target.id] = ast.literal_eval(statement.value)
+        except (AttributeError, ValueError) as error:
+            raise NotebookError(f"{name}: the parameters cell may only assign literals") from error
+    return defaults
+
+
+def parse_parameters(name: str, assignments: Sequence[str]) -> dict[str, Any]:
+    """Returns the typed values of `KEY=VALUE` texts, checked against the notebook's parameters cell.
+
+    A text parameter takes VALUE as it is; a list takes comma-separated items; every other takes a Python
+    literal of the default's type, so a bool is True or False.
+
+    Raises ValueError naming the bad key or value and what is accepted.
+    """
+    defaults = parameters(name)
+    values = {}
+    for assignment in assignments:
+        key, separator, text = assignment.partition("=")
+        if not separator:
+            raise ValueError(f"parameter {assignment!r} is not of the form KEY=VALUE")
+        if key not in defaults:
+            raise ValueError(f"unknown parameter {key!r} of {name}; accepted: {', '.join(defaults)}")
+        values[key] = _parse_value(key, text, defaults[key])
+    if values.get("profile", PROFILES[0]) not in PROFILES:
+        raise ValueError(f"unknown profile {values['profile']!r}; accepted: {', '.join(PROFILES)}")
+    return values
+
+
+def _parse_value(key: str, text: str, default: Any) -> Any:
+    if isinstance(default, str):
+        return text
+    if isinstance(default, list):
+        return [_literal(item.strip()) for item in text.strip("[]").split(",") if item.strip()]
+    value = _literal(text)
+    if type(value) is not type(default) and not (isinstance(default, float) and type(value) is int):
+        accepted = "True or False" if isinstance(default, bool) else f"a value of type {type(default).__name__}"
+        raise ValueError(f"parameter {key!r} takes {accepted}, got {text!r}")
+    return value
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def execute(name: str, values: Mapping[str, Any], *, show_progress: bool = False):
+    """Executes a notebook in a kernel of this Python and returns it with its outputs.
+
+    Args:
+        name: of the notebook; its file is not changed.
+        values: parameters to set, as `parse_parameters` returns them.
+        show_progress: bars and messages of the notebook go to this process's stderr as they come.
+
+    Raises:
+        NotebookError: a cell raised, the kernel died, or a cell exceeded CELL_TIMEOUT_S.
+    """
+    import nbclient.exceptions
+    import nbformat
+    import papermill
+
+    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # the kernel's debugger warns about frozen modules
+    with tempfile.TemporaryDirectory() as folder:
+        executed = Path(folder) / f"{name}.ipynb"
+        stream = sys.stderr if show_progress else None
+        try:
+            papermill.execute_notebook(
+                str(path(name)),
+                str(executed),
+                parameters=dict(values),
+                kernel_name="python3",
+                progress_bar=False,
+                execution_timeout=CELL_TIMEOUT_S,
+                stdout_file=stream,
+                stderr_file=stream,
+            )
+        except papermill.PapermillExecutionError as error:
+            raise NotebookError(f"{name}: {error.ename}: {error.evalue}") from error
+        except (nbclient.exceptions.DeadKernelError, RuntimeError, TimeoutError) as error:
+            raise NotebookError(f"{name}: {type(error).__name__}: {error}") from error
+        return nbformat.read(executed, as_version=4)

@@ -1,0 +1,128 @@
+"""What a notebook holds: the records of its device, and how tables, figures and findings are shown."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+from IPython.display import Markdown, display
+from matplotlib.figure import Figure
+
+from labkit.configs import FIGURES
+from labkit.records import Record, RecordStore, newest, single_device, to_frame
+from labkit.report import figures, tables
+
+FIGURE_METADATA = "labkit_figure"
+"""Key in an output's metadata under which the report finds the figure's file name and its description."""
+
+
+class Chapter:
+    """One notebook's records on one device.
+
+    Args:
+        notebook: its file name without the ending.
+        device: slug of the device to show.
+        output: folder that holds one folder per device; "" for the repository's figures/.
+        save_figures: write each figure's SVG beside the records (what `labkit run` and `labkit report` want).
+
+    Raises:
+        RecordError: the records cannot be read, or are of another device.
+    """
+
+    def __init__(self, notebook: str, *, device: str, output: str = "", save_figures: bool = False):
+        self.notebook = notebook
+        self.device = device
+        self.folder = Path(output or FIGURES) / device
+        self.save_figures = save_figures
+
+    @property
+    def device_name(self) -> str:
+        return self.environment_record().get("device", {}).get("name", self.device)
+
+    def all_records(self) -> list[Record]:
+        records = newest(RecordStore(self.folder / "records" / f"{self.notebook}.jsonl").load())
+        if records and single_device(records) != self.device:
+            raise ValueError(f"{self.folder} holds records of {records[0].device!r}, not of {self.device!r}")
+        return records
+
+    def records(self, *sections: str) -> pd.DataFrame:
+        """Returns the newest records of these sections, one row each; the device's name in `attrs["device"]`."""
+        frame = to_frame(record for record in self.all_records() if record.section in sections)
+        frame.attrs["device"] = self.device_name
+        return frame
+
+    def environment_record(self) -> dict:
+        path = self.folder / "environment.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+    def environment(self) -> Markdown:
+        """Shows what was measured on, with which software, from which commit."""
+        return Markdown(environment_table(self.environment_record(), self.all_records(), self.device))
+
+    def table(self, frame: pd.DataFrame, caption: str, *, folded: bool = False) -> Markdown:
+        """Shows a table under its caption; a folded one opens on a click where Markdown is rendered as HTML."""
+        if frame.empty:
+            return Markdown(f"*{caption}: not measured on {self.device}.*")
+        text = tables.to_markdown(frame)
+        if folded:
+            return Markdown(f"<details><summary>{caption}</summary>\n\n{text}\n\n</details>")
+        return Markdown(f"*{caption}*\n\n{text}")
+
+    def figure(self, figure: Figure | None, name: str, description: str):
+        """Shows a figure and, where wanted, saves it as NN_name.svg; `description` becomes its alternative text."""
+        if figure is None:
+            return Markdown(f"*{description}: not measured on {self.device}.*")
+        file_name = f"{self.notebook.split('_')[0]}_{name}.svg"
+        if self.save_figures:
+            figures.save(figure, self.folder / file_name)
+        metadata = {FIGURE_METADATA: {"file": file_name, "description": description}}
+        display({"image/png": figures.png(figure), "text/plain": description}, raw=True, metadata=metadata)
+        return None
+
+    def findings(self, sentences: Sequence[str]) -> Markdown:
+        """Shows computed sentences as a list."""
+        if not sentences:
+            return Markdown(f"*Not measured on {self.device}.*")
+        return Markdown("\n".join(f"- {sentence}" for sentence in sentences))
+
+
+def environment_table(environment: dict, records: Sequence[Record], device: str) -> str:
+    """Returns the facts of a measurement's environment as a Markdown table.
+
+    Versions and commits come from the records themselves, since a sweep may have been resumed with others.
+    """
+    if not records:
+        return f"*Not measured on {device}.*"
+
+    def seen(values) -> str:
+        return ", ".join(sorted({str(value) for value in values if value not in (None, "")})) or "–"
+
+    rows = {"device": environment.get("device", {}).get("name", device)}
+    if gpu := environment.get("gpu"):
+        rows["GPU"] = (
+            f"{gpu['num_multiprocessors']} multiprocessors, {gpu['memory_bytes'] / 2**30:.0f} GiB, "
+            f"compute capability {gpu['compute_capability']}"
+        )
+        if "power_limit_w" in gpu:
+            rows["limits"] = f"{gpu['power_limit_w']:.0f} W, SM clock up to {gpu['max_sm_clock_mhz']} MHz"
+    if cpu := environment.get("cpu"):
+        rows["CPU"] = f"{cpu['name']}, {cpu['num_cores']} cores"
+    for package in ("torch", "triton", "cuda", "driver", "python"):
+        versions = seen(record.software.get(package) for record in records)
+        if versions != "–":
+            rows[package] = versions
+    rows["commit"] = seen(
+        f"{record.source['commit'][:12]}{' with uncommitted changes' if record.source.get('dirty') else ''}"
+        for record in records
+        if record.source.get("commit")
+    )
+    dates = sorted(record.recorded_at[:10] for record in records if record.recorded_at)
+    if dates:
+        rows["measured"] = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    counts = pd.Series([record.status for record in records]).value_counts().sort_index()
+    rows["records"] = ", ".join(f"{count:,} {status}" for status, count in counts.items())
+    throttled = {reason for record in records for reason in record.telemetry.get("throttle_reasons", [])}
+    if any(record.telemetry for record in records):
+        affected = sum(bool(record.telemetry.get("throttle_reasons")) for record in records)
+        rows["throttling"] = f"{', '.join(sorted(throttled))} during {affected:,} records" if throttled else "none seen"
+    return tables.to_markdown(pd.DataFrame(rows.items(), columns=["", "value"]))

@@ -1,0 +1,120 @@
+"""What the chapters' figures share: style, one fixed colour per thing shown, gaps for what ran out of memory."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from labkit.configs import SIZES
+from labkit.report.findings import number
+
+_DEEP = sns.color_palette("deep").as_hex()
+COLOURS = {
+    # precisions and compile modes
+    "fp32": _DEEP[0],
+    "tf32": _DEEP[1],
+    "bf16": _DEEP[2],
+    # phases
+    "inference": _DEEP[7],
+    "forward": _DEEP[0],
+    "backward": _DEEP[3],
+    "forward_backward": _DEEP[4],
+    "optimizer_step": _DEEP[5],
+    "train_step": _DEEP[8],
+    # sizes, light to dark
+    **dict(zip(SIZES, sns.color_palette("flare", len(SIZES)).as_hex(), strict=True)),
+}
+"""One colour per implementation, phase or size, the same in every figure of the report."""
+
+LINE_STYLES = {"none": "-", "regional": "--", "whole": ":"}
+
+_STYLE = {
+    **sns.axes_style("whitegrid"),
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.labelsize": 9,
+    "legend.fontsize": 8,
+    "figure.dpi": 100,
+    "savefig.bbox": "tight",
+    "svg.hashsalt": "labkit",  # the same records give the same bytes
+    "svg.fonttype": "path",  # looks the same without this machine's fonts
+    "font.family": "DejaVu Sans",
+}
+
+
+def panels(num_panels: int, *, num_columns: int = 3, width: float = 3.4, height: float = 2.8) -> tuple[Figure, list]:
+    """Returns a figure of `num_panels` axes in rows of `num_columns`."""
+    num_columns = min(num_columns, num_panels)
+    num_rows = -(-num_panels // num_columns)
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(width * num_columns, height * num_rows), layout="constrained")
+        axes = figure.subplots(num_rows, num_columns, squeeze=False).flatten().tolist()
+    for unused in axes[num_panels:]:
+        unused.remove()
+    return figure, axes[:num_panels]
+
+
+def context_axis(axis: Axes, contexts: Sequence[int]) -> None:
+    """Makes x a log2 axis of context lengths with a tick at each measured one."""
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(sorted(contexts), [str(context) for context in sorted(contexts)])
+    axis.minorticks_off()
+    axis.set_xlabel("context (tokens)")
+
+
+def log_time_axis(axis: Axes, label: str = "time (ms)") -> None:
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value, 2)))
+    axis.set_ylabel(label)
+
+
+def line_with_band(axis: Axes, rows: pd.DataFrame, x: str, *, label: str, colour: str, **line) -> None:
+    """Draws the median over x with its p20–p80 band; x values that ran out of memory become crosses at the top."""
+    rows = rows.sort_values(x)
+    measured = rows[rows["status"] == "ok"]
+    if len(measured):
+        axis.plot(measured[x], measured["median_ms"], color=colour, label=label, marker="o", markersize=3, **line)
+        axis.fill_between(measured[x], measured["p20_ms"], measured["p80_ms"], color=colour, alpha=0.25, linewidth=0)
+    mark_failures(axis, rows, x, colour=colour)
+
+
+def mark_failures(axis: Axes, rows: pd.DataFrame, x: str, *, colour: str) -> None:
+    """Marks where there is no number: × for out of memory, ? for any other failure, on the upper edge."""
+    failed = rows[rows["status"].isin(["oom", "error", "timeout"])]
+    for status, group in failed.groupby(failed["status"] == "oom"):
+        axis.scatter(
+            group[x],
+            [0.97] * len(group),
+            transform=axis.get_xaxis_transform(),
+            marker="x" if status else "$?$",
+            color=colour,
+            s=22,
+            zorder=3,
+            clip_on=False,
+        )
+
+
+def svg(figure: Figure) -> bytes:
+    """Returns the figure as SVG; the same figure gives the same bytes."""
+    buffer = io.BytesIO()
+    with mpl.rc_context(_STYLE):
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    return buffer.getvalue()
+
+
+def png(figure: Figure, dpi: int = 80) -> bytes:
+    """Returns the figure as PNG, for the outputs kept in a notebook."""
+    buffer = io.BytesIO()
+    with mpl.rc_context(_STYLE):
+        figure.savefig(buffer, format="png", dpi=dpi, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def save(figure: Figure, path: Path) -> None:
+    path.write_bytes(svg(figure))

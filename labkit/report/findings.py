@@ -1,0 +1,69 @@
+"""Words for numbers: every comparison in the report is one of these, chosen from the records by thresholds."""
+
+import math
+from collections.abc import Iterable
+
+SAME = 0.03
+"""Two times within 3 % of each other are called about the same: medians drift that much between sessions."""
+
+STABLE = 0.01
+"""A median whose 95 % interval is wider than ±1 % is called unstable."""
+
+
+def number(value: float | int | None, digits: int = 3) -> str:
+    """Returns `value` with so many significant digits, thousands separated; "–" for nothing.
+
+    >>> number(0.012345), number(12.345), number(12345.6), number(None)
+    ('0.0123', '12.3', '12,346', '–')
+    """
+    if value is None or not math.isfinite(value):
+        return "–"
+    if value == 0:
+        return "0"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{min(decimals, 6)}f}"
+
+
+def percent(fraction: float | None, digits: int = 2) -> str:
+    """Returns a fraction as a percentage: 0.4123 is "41 %"."""
+    return "–" if fraction is None or not math.isfinite(fraction) else f"{number(100 * fraction, digits)} %"
+
+
+def times(ratio: float | None) -> str:
+    """Returns a ratio as "1.52×"."""
+    return "–" if ratio is None or not math.isfinite(ratio) else f"{number(ratio)}×"
+
+
+def speed_word(speedup: float) -> str:
+    """Returns "faster", "slower" or "about the same" for a ratio of the old time to the new."""
+    if abs(speedup - 1) <= SAME:
+        return "about the same"
+    return "faster" if speedup > 1 else "slower"
+
+
+def span(values: Iterable[float], form=times) -> str:
+    """Returns "low to high" of the values, or the one value when both render alike."""
+    ordered = sorted(values)
+    low, high = form(ordered[0]), form(ordered[-1])
+    return low if low == high else f"{low} to {high}"
+
+
+def listing(items: Iterable[str], limit: int = 6) -> str:
+    """Returns "a, b and c", cut after `limit` items with the number of the others."""
+    items = list(items)
+    if len(items) > limit:
+        items = [*items[:limit], f"{len(items) - limit} more"]
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return math.exp(sum(math.log(value) for value in values) / len(values))
+
+
+def power_law_exponent(x: Iterable[float], y: Iterable[float]) -> float:
+    """Returns the slope of log y against log x by least squares: y grows as x to that power."""
+    log_x, log_y = [math.log(v) for v in x], [math.log(v) for v in y]
+    mean_x, mean_y = sum(log_x) / len(log_x), sum(log_y) / len(log_y)
+    covariance = sum((a - mean_x) * (b - mean_y) for a, b in zip(log_x, log_y, strict=True))
+    return covariance / sum((a - mean_x) ** 2 for a in log_x)

@@ -1,0 +1,164 @@
+"""report.md: the executed notebooks without their code, one chapter each, under a header from the records."""
+
+import base64
+import json
+import re
+from pathlib import Path
+
+from labkit import notebooks
+from labkit.configs import FIGURES, REFERENCE_DEVICE, REPOSITORY
+from labkit.records import Record, RecordStore, newest
+from labkit.report.chapter import FIGURE_METADATA, environment_table
+
+_STYLE_SHEET = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
+table { border-collapse: collapse; margin: 0.5rem 0 1rem; font-size: 13px; display: block; overflow-x: auto; }
+th, td { border-bottom: 1px solid #ddd; padding: 0.2rem 0.6rem; }
+img { max-width: 100%; }
+details > summary { cursor: pointer; color: #345; }
+"""
+
+
+def rebuild(device: str, *, output: Path | None = None, html: bool = False, save_notebooks: bool = False) -> list[Path]:
+    """Rebuilds the report of `device` from its records; returns the files written.
+
+    Writes DIR/<device>/report.md with its figures. Without `output`, DIR is the repository's figures/ and the
+    top-level report.md is written too.
+
+    Args:
+        device: slug, a folder of DIR.
+        output: DIR.
+        html: also write DIR/<device>/report.html, one page that needs no other file.
+        save_notebooks: also store the outputs in the notebooks themselves (the reference device's only).
+
+    Raises:
+        ValueError: nothing has been measured on `device`; names the devices there are.
+        RecordError: a record file cannot be read.
+        NotebookError: a notebook failed.
+    """
+    root = output or FIGURES
+    folder = root / device
+    if not any(records_of(folder).values()):
+        known = ", ".join(measured_devices(root)) or "none"
+        raise ValueError(f"nothing has been measured on {device!r} in {root}; measured: {known}")
+    chapters = []
+    for name in notebooks.names():
+        executed = notebooks.execute(name, {"device": device, "output": str(output or ""), "save_figures": True})
+        chapters.append(_chapter_markdown(executed))
+        if save_notebooks:
+            _save_outputs(name, device)
+    text = "\n\n".join([_header(folder, device), *chapters]) + "\n"
+
+    written = [_write(folder / "report.md", text.replace(_FIGURES_FOLDER, ""))]
+    if output is None:
+        prefix = f"{folder.relative_to(REPOSITORY).as_posix()}/"
+        written.append(_write(REPOSITORY / "report.md", text.replace(_FIGURES_FOLDER, prefix)))
+    if html:
+        written.append(_write(folder / "report.html", _html(text, folder)))
+    return written
+
+
+def measured_devices(root: Path) -> list[str]:
+    """Returns the slugs of the devices that have records under `root`."""
+    return sorted({path.parent.parent.name for path in root.glob("*/records/*.jsonl")})
+
+
+def records_of(folder: Path) -> dict[str, list[Record]]:
+    """Returns the newest records of a device's folder by notebook."""
+    return {
+        path.stem: newest(RecordStore(path).load()) for path in sorted((folder / "records").glob("[0-9][0-9]_*.jsonl"))
+    }
+
+
+# Stands for the folder of the figures until it is known where the report will lie.
+_FIGURES_FOLDER = "labkit-figures-folder/"
+
+
+def _header(folder: Path, device: str) -> str:
+    path = folder / "environment.json"
+    environment = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    records = records_of(folder)
+    name = environment.get("device", {}).get("name", device)
+    all_records = [record for group in records.values() for record in group]
+    return "\n\n".join(
+        [
+            f"# A transformer measured on {name}",
+            "Every number, table, figure and comparison below is computed from the recorded measurements by "
+            "`labkit report`; nothing is typed in. Times are milliseconds, GB/s means 10⁹ bytes per second, GiB 2³⁰ "
+            "bytes, a multiply-add counts as two FLOPs.",
+            environment_table(environment, all_records, device),
+            *(_not_finished(folder, notebook) for notebook in records),
+        ]
+    ).strip()
+
+
+def _not_finished(folder: Path, notebook: str) -> str:
+    """Says that a notebook's measurements were interrupted or do not cover its grid; empty when they do."""
+    path = folder / "records" / f"{notebook}.done.json"
+    if not path.exists():
+        return f"**{notebook} did not run to its end: what follows is what was recorded before it stopped.**"
+    done = json.loads(path.read_text(encoding="utf-8"))
+    if done["num_missing"]:
+        return f"**{notebook}: {done['num_missing']} measurements of the {done['profile']} profile are not recorded.**"
+    return ""
+
+
+def _chapter_markdown(executed) -> str:
+    from nbconvert import MarkdownExporter
+    from nbconvert.preprocessors import TagRemovePreprocessor
+    from traitlets.config import Config
+
+    for cell in executed.cells:
+        for output in cell.get("outputs", []):
+            if figure := output.get("metadata", {}).get(FIGURE_METADATA):
+                output["data"] = {
+                    "text/markdown": f"![{figure['description']}]({_FIGURES_FOLDER}{figure['file']})",
+                }
+    config = Config()
+    config.TagRemovePreprocessor.remove_cell_tags = {"remove_cell", "parameters", "injected-parameters"}
+    config.TagRemovePreprocessor.enabled = True
+    config.NbConvertBase.display_data_priority = ["text/markdown", "text/plain"]
+    config.MarkdownExporter.exclude_input = True
+    exporter = MarkdownExporter(config=config)
+    exporter.register_preprocessor(TagRemovePreprocessor(config=config), enabled=True)
+    text, _ = exporter.from_notebook_node(executed)
+    text = re.sub(r"^(#+ )", r"#\1", text, flags=re.MULTILINE)  # a notebook's title is a chapter's heading here
+    return re.sub(r"\n{3,}", "\n\n", text).strip()
+
+
+def _html(markdown: str, folder: Path) -> str:
+    """Returns one page with the figures inside and no reference to any other file."""
+    from nbconvert.filters.markdown_mistune import markdown2html_mistune
+
+    # Split into text, description, file, text, …: Markdown escapes would break a data: address inside it.
+    parts = re.split(r"!\[([^\]]*)\]\(" + re.escape(_FIGURES_FOLDER) + r"([^)]+)\)", markdown)
+    body = markdown2html_mistune(parts[0])
+    for description, file, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+        content = base64.b64encode((folder / file).read_bytes()).decode()
+        body += f'<img alt="{description}" src="data:image/svg+xml;base64,{content}">\n'
+        body += markdown2html_mistune(text)
+    title = markdown.split("\n", 1)[0].lstrip("# ")
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
+        f"<style>{_STYLE_SHEET}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def _save_outputs(name: str, device: str) -> None:
+    """Stores the outputs that the notebook gives with its default parameters, without execution metadata."""
+    import nbformat
+
+    if device != REFERENCE_DEVICE:
+        raise ValueError(f"the notebooks show {REFERENCE_DEVICE!r}; their outputs cannot be of {device!r}")
+    executed = notebooks.execute(name, {})
+    notebook = notebooks.read(name)
+    for cell, source in zip(executed.cells, notebook.cells, strict=True):
+        if source.cell_type == "code":
+            source["outputs"] = cell["outputs"]
+            source["execution_count"] = cell["execution_count"]
+    nbformat.write(notebook, notebooks.path(name))
+
+
+def _write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path

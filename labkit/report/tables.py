@@ -1,0 +1,69 @@
+"""What the chapters' tables share: order of rows, cells for failures, Markdown."""
+
+from collections.abc import Callable, Sequence
+
+import pandas as pd
+
+from labkit.configs import COMPILE_MODES, PHASES, PRECISIONS, SIZES
+from labkit.report.findings import number
+
+PHASE_NAMES = {
+    "inference": "inference",
+    "forward": "forward",
+    "backward": "backward",
+    "forward_backward": "forward + backward",
+    "optimizer_step": "optimizer step",
+    "train_step": "training step",
+    "compile": "first call",
+}
+
+ORDER = {
+    "size": list(SIZES),
+    "precision": list(PRECISIONS),
+    "compile": list(COMPILE_MODES),
+    "phase": ["compile", *PHASES],
+}
+"""Order of the values of each column that is not numeric."""
+
+
+def in_order(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
+    """Returns the rows sorted by `columns`, names in the order in which this project lists them."""
+
+    def key(column: pd.Series) -> pd.Series:
+        order = ORDER.get(column.name)
+        return column.map({name: rank for rank, name in enumerate(order)}) if order else column
+
+    return frame.sort_values(list(columns), key=key, kind="stable").reset_index(drop=True)
+
+
+def cell(row: pd.Series, column: str = "median_ms", form: Callable[[float], str] = number) -> str:
+    """Returns the value of a measured row, or its status ("oom") where there is no value."""
+    return form(row[column]) if row["status"] == "ok" else str(row["status"])
+
+
+def pivot(frame: pd.DataFrame, index: Sequence[str], columns: str, text: Callable[[pd.Series], str]) -> pd.DataFrame:
+    """Returns a table with one row per `index` and one column per value of `columns`; "–" where not measured."""
+    ordered = in_order(frame, [*index, columns])
+    cells = ordered.assign(text=ordered.apply(text, axis=1))
+    names = list(dict.fromkeys(in_order(frame, [columns])[columns]))
+    rows = {}
+    for row in cells.itertuples(index=False):
+        rows.setdefault(tuple(getattr(row, name) for name in index), {})[getattr(row, columns)] = row.text
+    return pd.DataFrame(
+        [
+            {**dict(zip(index, key, strict=True)), **{name: values.get(name, "–") for name in names}}
+            for key, values in rows.items()
+        ]
+    )
+
+
+def to_markdown(frame: pd.DataFrame) -> str:
+    """Returns a Markdown table; numbers and statuses to the right, pipes escaped (pandas does not)."""
+    escaped = frame.map(lambda value: str(value).replace("|", "\\|"))
+    escaped.columns = [str(name).replace("|", "\\|") for name in frame.columns]
+    align = ["left" if _is_text(frame[name]) else "right" for name in frame.columns]
+    return escaped.to_markdown(index=False, disable_numparse=True, colalign=align)
+
+
+def _is_text(column: pd.Series) -> bool:
+    return not column.map(lambda value: str(value)[:1].isdigit() or str(value) in ("–", "oom", "error")).any()

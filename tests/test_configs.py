@@ -1,0 +1,120 @@
+"""The sizes are the published ones, no name is ambiguous, and the grids ask only for what exists."""
+
+import re
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from labkit import accounting, configs
+from labkit.configs import BENCHMARKING, PRECISIONS, SIZE_ALIASES, SIZES, model_config
+
+# edition, d_model, d_ff, num_layers, num_heads, as printed in the two public lists
+PUBLISHED_SIZES = {
+    "small": ("2025 and 2026", 768, 3072, 12, 12),
+    "medium": ("2025 and 2026", 1024, 4096, 24, 16),
+    "large": ("2025 and 2026", 1280, 5120, 36, 20),
+    "xl-2025": ("2025", 1600, 6400, 48, 25),
+    "2.7b": ("2025; xl of 2026", 2560, 10240, 32, 32),
+    "10b": ("2026", 4608, 12288, 50, 36),
+}
+SMOKE_SIZES = {"nano": (128, 512, 2, 2), "micro": (256, 1024, 4, 4)}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_SIZES)
+def test_a_published_size_has_its_edition_and_dimensions(name):
+    size = SIZES[name]
+    assert (size.edition, size.d_model, size.d_ff, size.num_layers, size.num_heads) == PUBLISHED_SIZES[name]
+    assert size.vocab_size == 10_000
+
+
+def test_there_are_no_sizes_beyond_the_published_and_the_smoke_ones():
+    assert set(SIZES) == {*PUBLISHED_SIZES, *SMOKE_SIZES}
+    for name, dimensions in SMOKE_SIZES.items():
+        size = SIZES[name]
+        assert (size.d_model, size.d_ff, size.num_layers, size.num_heads) == dimensions
+        assert "smoke" in size.edition
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_every_size_is_a_model_that_can_be_built(size):
+    assert SIZES[size.name] is size
+    assert size.d_head * size.num_heads == size.d_model
+    assert size.d_head % 2 == 0, "rotary positions pair the dimensions of a head"
+    assert size.label == f"{size.name} ({size.edition})"
+
+
+def test_sizes_differ_in_dimensions():
+    # Records tell a size by the dimensions of the live model, so no two may share them.
+    dimensions = {(s.d_model, s.d_ff, s.num_layers, s.num_heads) for s in SIZES.values()}
+    assert len(dimensions) == len(SIZES)
+
+
+def test_a_size_cannot_be_changed():
+    with pytest.raises(FrozenInstanceError):
+        SIZES["small"].d_model = 1
+
+
+def test_model_config_takes_names_and_aliases():
+    for name, size in SIZES.items():
+        assert model_config(name) is size
+    assert model_config("xl-2026") is SIZES["2.7b"]
+    assert model_config("2.7b-2025") is SIZES["2.7b"]
+    assert model_config("10b-2026") is SIZES["10b"]
+    assert not SIZE_ALIASES.keys() & SIZES.keys(), "an alias would hide a size"
+
+
+def test_a_bare_xl_is_refused_with_both_names_and_their_true_sizes():
+    with pytest.raises(ValueError) as caught:
+        model_config("xl")
+    message = str(caught.value)
+    for name in ("xl-2025", "xl-2026"):
+        billions = accounting.num_parameters(model_config(name)) / 1e9
+        assert re.search(rf"'{name}' \({billions:.3f} B", message), message
+
+
+@pytest.mark.parametrize("name", ["XL-2025", "gpt2", "", "small "])
+def test_an_unknown_size_is_refused_with_every_accepted_name(name):
+    with pytest.raises(ValueError) as caught:
+        model_config(name)
+    message = str(caught.value)
+    assert repr(name) in message
+    accepted = message.split("accepted: ")[1].split(", ")
+    assert sorted(accepted) == sorted([*SIZES, *SIZE_ALIASES])
+
+
+def test_profiles_are_the_grids():
+    assert configs.PROFILES == ("smoke", "full")
+    assert set(configs.PROFILES) == set(BENCHMARKING)
+
+
+@pytest.mark.parametrize("profile", BENCHMARKING)
+def test_a_grid_names_only_sizes_and_precisions_that_exist(profile):
+    grid = BENCHMARKING[profile]
+    # Canonical names only: an alias would make one model two cases.
+    assert set(grid.sizes) <= set(SIZES)
+    assert set(grid.precisions) <= set(PRECISIONS)
+    assert set(grid.compile_sizes) <= set(grid.sizes)
+    assert set(grid.compile_precisions) <= set(grid.precisions)
+    assert set(grid.whole_compile_sizes) <= set(grid.compile_sizes)
+    assert set(grid.compile_contexts) <= set(grid.contexts), "a compiled step needs its eager one beside it"
+
+
+@pytest.mark.parametrize("profile", BENCHMARKING)
+def test_a_grid_repeats_nothing_and_bounds_its_time(profile):
+    grid = BENCHMARKING[profile]
+    for names in (grid.sizes, grid.precisions, grid.compile_sizes, grid.compile_precisions, grid.whole_compile_sizes):
+        assert names and len(set(names)) == len(names)
+    for contexts in (grid.contexts, grid.compile_contexts):
+        assert list(contexts) == sorted(set(contexts)) and contexts[0] > 0
+    assert 0 < grid.time_limit_s < grid.case_timeout_s
+
+
+def test_the_full_profile_covers_every_published_size_and_precision():
+    assert set(BENCHMARKING["full"].sizes) == set(PUBLISHED_SIZES)
+    assert set(BENCHMARKING["full"].precisions) == set(PRECISIONS)
+
+
+def test_compile_and_warmup_phases_are_phases():
+    assert set(configs.COMPILE_PHASES) - {"compile"} <= set(configs.PHASES)
+    assert set(configs.WARMUP_PHASES) <= set(configs.PHASES)
+    assert configs.WARMUP_COUNTS == (0, 1, 2, 5)

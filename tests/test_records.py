@@ -1,0 +1,387 @@
+"""What is written comes back, a killed run costs at most its last line, and nothing damaged is read as data."""
+
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from labkit import records
+from labkit.records import (
+    SCHEMA_VERSION,
+    STATUSES,
+    Record,
+    RecordError,
+    RecordStore,
+    check_plausible,
+    newest,
+    single_device,
+    to_frame,
+)
+
+SOFTWARE = {"torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0", "driver": "580.159.04", "python": "3.12.3"}
+
+
+def make_record(**changes) -> Record:
+    record = Record(
+        notebook="01_benchmarking",
+        section="steps",
+        case={"size": "small", "context": 128},
+        phase="forward",
+        status="ok",
+        device="nvidia-h200",
+        measurement_version=1,
+        metrics={"median_ms": 1.25, "n": 10, "std_ms": None},
+        samples={"device_ms": [1.0, 1.5]},
+        timer={"method": "window"},
+        software=SOFTWARE,
+        source={"commit": "abc", "dirty": False},
+        recorded_at="2026-01-02T03:04:05Z",
+    )
+    return replace(record, **changes)
+
+
+@pytest.fixture
+def store(tmp_path) -> RecordStore:
+    return RecordStore(tmp_path / "01_benchmarking.jsonl")
+
+
+# ---- round trip ---------------------------------------------------------------------------------------------
+
+
+def test_records_come_back_equal_and_in_order(store):
+    written = [
+        make_record(),
+        make_record(status="oom", reason="CUDA out of memory: “2 GiB”\nneeded", metrics={}),
+        make_record(phase="backward"),
+    ]
+    for record in written:
+        store.append(record)
+    assert store.load() == written
+    assert RecordStore(str(store.path)).load() == written
+
+
+def test_a_missing_file_holds_no_records(store):
+    assert store.load() == []
+    store.repair()
+    assert not store.path.exists()
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(), values, max_size=3),
+    max_leaves=6,
+)
+METRIC_VALUES = st.none() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    case=st.dictionaries(st.text(), JSON_VALUES, max_size=4),
+    metrics=st.dictionaries(st.text(), METRIC_VALUES, max_size=4),
+)
+def test_any_case_and_metrics_come_back_equal(tmp_path_factory, case, metrics):
+    store = RecordStore(tmp_path_factory.mktemp("any") / "records.jsonl")
+    written = [make_record(case=case, metrics=metrics), make_record()]
+    for record in written:
+        store.append(record)
+    loaded = store.load()
+    assert loaded == written
+    assert [r.identity for r in loaded] == [r.identity for r in written]
+    assert [r.resume_key() for r in loaded] == [r.resume_key() for r in written]
+
+
+def test_a_case_with_tuples_keeps_its_identity(store):
+    # JSON has no tuples; a resumed run compares the case as built with the case as loaded.
+    record = make_record(case={"shape": (4, 128)})
+    store.append(record)
+    assert store.load()[0].identity == record.identity
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_json_has_not_is_never_written(store, value):
+    store.append(make_record())
+    before = store.path.read_bytes()
+    with pytest.raises(ValueError):
+        store.append(make_record(metrics={"median_ms": value}))
+    assert store.path.read_bytes() == before
+
+
+def test_an_unknown_status_is_refused_before_anything_is_written(store):
+    with pytest.raises(ValueError, match="unknown status 'failed'") as caught:
+        store.append(make_record(status="failed"))
+    assert all(status in str(caught.value) for status in STATUSES)
+    assert not store.path.exists()
+
+
+def test_append_is_one_write_of_one_line(store, monkeypatch):
+    """Two writes could be torn apart by a kill, or interleaved with another process's."""
+    writes = []
+
+    class CountedFile(io.FileIO):
+        def write(self, data):
+            writes.append(bytes(data))
+            return super().write(data)
+
+    def counted_open(path, mode, encoding=None):
+        return io.TextIOWrapper(io.BufferedWriter(CountedFile(path, mode)), encoding=encoding)
+
+    monkeypatch.setattr(records, "open", counted_open, raising=False)
+    # Longer than any buffer between Python and the file.
+    long_record = make_record(samples={"device_ms": [1.0 / 3] * 20_000})
+    for record in (make_record(), long_record):
+        writes.clear()
+        store.append(record)
+        assert len(writes) == 1
+        assert writes[0].endswith(b"\n") and writes[0].count(b"\n") == 1
+        assert Record(**json.loads(writes[0])) == record
+    assert store.load() == [make_record(), long_record]
+
+
+def test_append_only_adds_to_the_file(store):
+    store.append(make_record())
+    before = store.path.read_bytes()
+    store.append(make_record(phase="backward"))
+    assert store.path.read_bytes().startswith(before)
+
+
+def test_append_returns_after_the_whole_line_was_synced(store, monkeypatch):
+    contents_at_sync = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: contents_at_sync.append(store.path.read_bytes()))
+    store.append(make_record())
+    assert contents_at_sync == [store.path.read_bytes()]
+
+
+# ---- damage -------------------------------------------------------------------------------------------------
+
+
+def test_a_last_line_torn_at_any_byte_costs_only_itself(store, monkeypatch):
+    # Hundreds of syncs would measure the disk; that appends sync is tested above.
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    kept = [make_record(), make_record(phase="backward")]
+    for record in kept:
+        store.append(record)
+    num_kept_bytes = store.path.stat().st_size
+    store.append(make_record(phase="optimizer_step", reason="é"))
+    whole = store.path.read_bytes()
+    again = make_record(phase="train_step")
+    for end in range(num_kept_bytes, len(whole)):
+        store.path.write_bytes(whole[:end])
+        assert store.load() == kept
+        assert store.path.read_bytes() == whole[:end], "reading changed the file"
+        store.repair()
+        assert store.path.read_bytes() == whole[:num_kept_bytes]
+        store.append(again)
+        assert store.load() == [*kept, again]
+
+
+def test_repair_leaves_a_whole_file_alone(store):
+    store.append(make_record())
+    before = store.path.read_bytes()
+    store.repair()
+    assert store.path.read_bytes() == before
+
+
+def test_repair_of_a_first_line_that_was_torn_leaves_an_empty_file(store):
+    store.path.write_bytes(b'{"notebook": "01')
+    assert store.load() == []
+    store.repair()
+    assert store.path.read_bytes() == b""
+
+
+def _json_line(**changes) -> bytes:
+    content = {**asdict(make_record()), **changes}
+    return json.dumps({name: value for name, value in content.items() if value is not ...}).encode()
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        (_json_line()[:-20], "not a JSON record"),
+        (_json_line() + _json_line(), "not a JSON record"),
+        (b"", "not a JSON record"),
+        (b"\xff\xfe\x00", "not a JSON record"),
+        (b"\x00" * 64, "not a JSON record"),
+        (b"[1, 2]", "not a record but list"),
+        (b"null", "not a record but NoneType"),
+        (_json_line(schema_version=SCHEMA_VERSION + 1), f"schema version {SCHEMA_VERSION + 1}"),
+        (_json_line(schema_version="1"), "schema version '1'"),
+        (_json_line(schema_version=...), "schema version None"),
+        (_json_line(colour="red", shade="dark"), "unknown fields colour, shade"),
+        (_json_line(phase=...), "phase"),
+    ],
+)
+def test_a_line_that_is_no_record_is_named_and_left_as_it_is(store, line, complaint):
+    content = b"\n".join([_json_line(), line, _json_line(), b""])
+    store.path.write_bytes(content)
+    with pytest.raises(RecordError) as caught:
+        store.load()
+    message = str(caught.value)
+    assert f"{store.path}, line 2: " in message
+    assert complaint in message
+    assert store.path.read_bytes() == content
+
+
+# ---- which record counts ------------------------------------------------------------------------------------
+
+
+def test_newest_keeps_the_last_of_each_identity_in_order_of_first_appearance():
+    first, other = make_record(metrics={"median_ms": 1.0}), make_record(phase="backward")
+    again = make_record(metrics={"median_ms": 2.0}, device="elsewhere", recorded_at="later")
+    assert newest([first, other, again]) == [again, other]
+    assert newest([]) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"notebook": "02"},
+        {"section": "warmup"},
+        {"case": {"size": "small", "context": 256}},
+        {"case": {"size": "small", "context": 128, "batch": 4}},
+        {"phase": "backward"},
+    ],
+    ids=str,
+)
+def test_identity_is_notebook_section_case_and_phase(changes):
+    assert make_record(**changes).identity != make_record().identity
+    assert make_record(**changes).resume_key() != make_record().resume_key()
+
+
+def test_identity_does_not_depend_on_the_order_of_the_parameters():
+    assert make_record(case={"context": 128, "size": "small"}).identity == make_record().identity
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"device": "nvidia-h100"},
+        {"measurement_version": 2},
+        {"software": {**SOFTWARE, "torch": "2.13.0"}},
+        {"software": {**SOFTWARE, "triton": "3.7.0"}},
+        {"software": {**SOFTWARE, "cuda": "13.1"}},
+        {"software": {**SOFTWARE, "driver": "590.159.04"}},
+        {"software": {**SOFTWARE, "driver": ""}},
+        {"software": {}},
+    ],
+    ids=str,
+)
+def test_a_run_does_not_take_over_what_was_measured_otherwise(changes):
+    changed = make_record(**changes)
+    assert changed.resume_key() != make_record().resume_key()
+    assert changed.identity == make_record().identity, "these say how, not what"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"software": {**SOFTWARE, "driver": "580.65.06"}},
+        {"software": {**SOFTWARE, "driver": "580"}},
+        {"software": {**SOFTWARE, "python": "3.13.0", "labkit": "9"}},
+        {"source": {"commit": "def", "dirty": True}},
+        {"session": "another", "recorded_at": "later", "metrics": {}, "status": "oom", "reason": "full"},
+    ],
+    ids=str,
+)
+def test_a_run_takes_over_what_stands(changes):
+    assert make_record(**changes).resume_key() == make_record().resume_key()
+
+
+def test_single_device_is_the_slug_all_share():
+    assert single_device([make_record(), make_record(phase="backward")]) == "nvidia-h200"
+    with pytest.raises(RecordError, match="nvidia-h100, nvidia-h200"):
+        single_device([make_record(), make_record(device="nvidia-h100")])
+    with pytest.raises(RecordError, match="none"):
+        single_device([])
+
+
+def test_a_frame_has_one_row_per_record_and_a_column_per_number():
+    frame = to_frame([make_record(), make_record(status="oom", metrics={}, reason="full")])
+    assert list(frame["status"]) == ["ok", "oom"]
+    assert list(frame["size"]) == ["small", "small"]
+    assert frame["median_ms"][0] == 1.25 and math.isnan(frame["median_ms"][1]), "a failure is no number"
+    assert list(frame["timer_method"]) == ["window", "window"]
+
+
+# ---- numbers that cannot be -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("metrics", "complaint"),
+    [
+        ({"median_ms": 0.0}, "median_ms is 0.0: a time must be positive"),
+        ({"median_ms": 1.0, "p20_ms": -0.5}, "p20_ms is -0.5"),
+        ({"mean_ms": -1}, "mean_ms is -1"),
+        ({"std_ms": math.nan}, "std_ms is nan"),
+        ({"median_ms": math.inf}, "median_ms is inf"),
+        ({"peak_bytes": -math.inf}, "peak_bytes is -inf"),
+        ({"datasheet_fraction": 1.001}, "datasheet_fraction is 1.001: more than the datasheet peak"),
+        ({"copy_datasheet_fraction": 3.0}, "copy_datasheet_fraction is 3.000"),
+    ],
+)
+def test_an_impossible_number_is_refused_by_name(metrics, complaint):
+    with pytest.raises(ValueError) as caught:
+        check_plausible(metrics)
+    assert complaint in str(caught.value)
+
+
+def test_possible_numbers_pass():
+    check_plausible({"median_ms": 1e-6, "std_ms": 0.0, "p80_ms": None, "n": 3, "peak_bytes": 0, "loss_change": -1.0})
+    check_plausible({"datasheet_fraction": 1.0, "other_datasheet_fraction": None})
+    check_plausible({})
+
+
+# ---- one writer -----------------------------------------------------------------------------------------------
+
+HOLDER = """
+import sys
+from labkit.records import RecordStore
+with RecordStore(sys.argv[1]).locked():
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="advisory locks and SIGKILL are POSIX")
+def test_the_lock_of_another_process_is_respected_and_ends_with_it(store):
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(store.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout.readline() == "locked\n"
+        begin = time.monotonic()
+        with pytest.raises(RecordError, match=f"{store.path}: another labkit run"), store.locked(wait_s=0.25):
+            pytest.fail("two processes hold the lock")
+        assert time.monotonic() - begin >= 0.25
+
+        # The kill comes while the next writer waits; nothing of the holder's own runs after it.
+        killer = threading.Timer(0.15, os.kill, (holder.pid, signal.SIGKILL))
+        killer.start()
+        with store.locked(wait_s=20.0):
+            assert holder.wait(timeout=20.0) == -signal.SIGKILL
+            store.append(make_record())
+        killer.join()
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert store.load() == [make_record()]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="advisory locks are POSIX")
+def test_the_lock_is_given_back_after_an_exception_too(tmp_path):
+    store = RecordStore(tmp_path / "not" / "yet" / "there.jsonl")
+    with pytest.raises(KeyError), store.locked():
+        with pytest.raises(RecordError), store.locked(wait_s=0.0):
+            pytest.fail("the lock was held twice")
+        raise KeyError
+    with store.locked(wait_s=0.0):
+        assert not store.path.exists(), "locking must not make an empty file of records"
