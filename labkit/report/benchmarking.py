@@ -75,7 +75,7 @@ def table_ceilings(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def table_timer(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns the same copy timed by every method, against the independent measurement."""
+    """Returns the same kernel timed by every method, against the independent measurement."""
     measured = _ok(frame)
     if measured.empty or "independent" not in set(measured["phase"]):
         return pd.DataFrame()
@@ -94,7 +94,7 @@ def table_timer(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def findings_timer(frame: pd.DataFrame) -> list[str]:
-    """Says whether the timer's methods agree with the independent measurement of the same copy."""
+    """Says whether the timer's methods agree with the independent measurement of the same kernel."""
     measured = _ok(frame)
     if measured.empty or "independent" not in set(measured["phase"]):
         return []
@@ -104,7 +104,7 @@ def findings_timer(frame: pd.DataFrame) -> list[str]:
     deviation = medians[worst] / reference - 1
     verdict = "agree" if abs(deviation) <= AGREEMENT else "do **not** agree"
     return [
-        f"The timer's methods {verdict} with the independent measurement of the same copy within "
+        f"The timer's methods {verdict} with the independent measurement of the same kernel within "
         f"{percent(AGREEMENT)}: the largest difference is {percent(abs(deviation))} ({worst})."
     ]
 

@@ -3,7 +3,10 @@
 import base64
 import json
 import re
+from collections import Counter
 from pathlib import Path
+
+import pandas as pd
 
 from labkit import notebooks
 from labkit.configs import FIGURES, REFERENCE_DEVICE, REPOSITORY
@@ -19,15 +22,20 @@ details > summary { cursor: pointer; color: #345; }
 """
 
 
-def rebuild(device: str, *, output: Path | None = None, html: bool = False, save_notebooks: bool = False) -> list[Path]:
+def rebuild(
+    device: str,
+    *,
+    output: Path | None = None,
+    top_level: bool = True,
+    html: bool = False,
+    save_notebooks: bool = False,
+) -> list[Path]:
     """Rebuilds the report of `device` from its records; returns the files written.
 
-    Writes DIR/<device>/report.md with its figures. Without `output`, DIR is the repository's figures/ and the
-    top-level report.md is written too.
-
     Args:
-        device: slug, a folder of DIR.
-        output: DIR.
+        device: slug, a folder of DIR; its report.md and figures are written there.
+        output: DIR; None for the repository's figures/.
+        top_level: without `output`, write the top-level report.md too.
         html: also write DIR/<device>/report.html, one page that needs no other file.
         save_notebooks: also store the outputs in the notebooks themselves (the reference device's only).
 
@@ -50,7 +58,7 @@ def rebuild(device: str, *, output: Path | None = None, html: bool = False, save
     text = "\n\n".join([_header(folder, device), *chapters]) + "\n"
 
     written = [_write(folder / "report.md", text.replace(_FIGURES_FOLDER, ""))]
-    if output is None:
+    if output is None and top_level:
         prefix = f"{folder.relative_to(REPOSITORY).as_posix()}/"
         written.append(_write(REPOSITORY / "report.md", text.replace(_FIGURES_FOLDER, prefix)))
     if html:
@@ -61,6 +69,27 @@ def rebuild(device: str, *, output: Path | None = None, html: bool = False, save
 def measured_devices(root: Path) -> list[str]:
     """Returns the slugs of the devices that have records under `root`."""
     return sorted({path.parent.parent.name for path in root.glob("*/records/*.jsonl")})
+
+
+def devices_table(root: Path) -> pd.DataFrame:
+    """Returns one row per device and notebook: cases by status, when and with which versions measured."""
+    rows = []
+    for device in measured_devices(root):
+        for notebook, records in records_of(root / device).items():
+            dates = sorted(record.recorded_at[:10] for record in records)
+            counts = Counter(record.status for record in records)
+            rows.append(
+                {
+                    "device": device,
+                    "notebook": notebook,
+                    "records": ", ".join(f"{count} {status}" for status, count in sorted(counts.items())),
+                    "complete": "no" if _not_finished(root / device, notebook) else "yes",
+                    "measured": f"{dates[0]} to {dates[-1]}" if dates else "–",
+                    "torch": ", ".join(sorted({record.software.get("torch", "?") for record in records})),
+                    "triton": ", ".join(sorted({record.software.get("triton", "?") for record in records})),
+                }
+            )
+    return pd.DataFrame(rows)
 
 
 def records_of(folder: Path) -> dict[str, list[Record]]:

@@ -1,0 +1,259 @@
+"""The command line: run, report, devices, doctor. Heavy packages load only inside the command that needs them."""
+
+import os
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from labkit import __version__
+from labkit.configs import FIGURES, PROFILES, REFERENCE_DEVICE
+
+USAGE_ERROR = 2
+INTERRUPTED = 130
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Measure a transformer on this machine and write a report from the measurements.",
+)
+
+OutputOption = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="DIR", help="Folder that holds one folder per device. Default: figures/."),
+]
+
+
+class UsageError(Exception):
+    """Something the user asked for that is not possible; shown without a traceback, exit code 2."""
+
+
+def main() -> None:
+    """Runs the command line; every expected error is one line on stderr."""
+    try:
+        app()
+    except UsageError as error:
+        _fail(str(error), USAGE_ERROR)
+    except Exception as error:
+        from labkit.notebooks import NotebookError
+        from labkit.records import RecordError
+
+        if not isinstance(error, RecordError | NotebookError):
+            raise
+        _fail(str(error), 1)
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"labkit: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def run(
+    notebook: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NOTEBOOK]...", help="Number or name (01, benchmarking). Default: all."),
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(help=f"Grid of cases: {' or '.join(PROFILES)}. Default: full on a GPU, smoke elsewhere."),
+    ] = None,
+    output: OutputOption = None,
+    parameter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "-p", metavar="KEY=VALUE", help="Set a notebook parameter, e.g. -p sizes=small,medium. Repeatable."
+        ),
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what is recorded already.")] = False,
+) -> None:
+    """Measure this device: execute the notebooks in order and write its report.
+
+    What is already recorded for this device, software and way of measuring is kept, so a run that was
+    interrupted goes on where it stopped.
+    """
+    from labkit import notebooks
+
+    try:
+        names = [notebooks.resolve(name) for name in notebook or notebooks.names()]
+        if profile is not None and profile not in PROFILES:
+            raise ValueError(f"unknown profile {profile!r}; accepted: {', '.join(PROFILES)}")
+        parameters = {name: notebooks.parse_parameters(name, parameter or []) for name in names}
+        _check_grid(names, parameters, profile)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    root = _writable(output)
+
+    from labkit import hardware
+
+    device = hardware.detect()
+    profile = profile or device.default_profile
+    folder = root / device.slug
+    print(f"Measuring {device.name} with the {profile} profile into {folder}", file=sys.stderr)
+    start = time.monotonic()
+    failures = {}
+    try:
+        for name in _progress(names):
+            values = {
+                **parameters[name],
+                "device": device.slug,
+                "measure": True,
+                "profile": parameters[name].get("profile", profile),
+                "output": str(output.resolve()) if output else "",
+                "fresh": fresh or parameters[name].get("fresh", False),
+            }
+            if error := _run_notebook(name, values, folder):
+                failures[name] = error
+    except KeyboardInterrupt:
+        print(
+            "\nInterrupted. Finished measurements are recorded; the same command goes on from there.", file=sys.stderr
+        )
+        sys.exit(INTERRUPTED)
+    written = _rebuild(device.slug, output)
+    _summary(folder, names, failures, time.monotonic() - start, written)
+    if failures:
+        sys.exit(1)
+
+
+def _check_grid(names: list[str], parameters: dict[str, dict], profile: str | None) -> None:
+    """Raises ValueError for a size or context outside the profile, before anything is measured or imported."""
+    from labkit.configs import BENCHMARKING, model_config
+
+    for values in (parameters[name] for name in names):
+        chosen = values.get("profile", profile)
+        grids = [BENCHMARKING[chosen]] if chosen else list(BENCHMARKING.values())
+        for size in values.get("sizes", []):
+            accepted = [name for grid in grids for name in grid.sizes]
+            if model_config(str(size)).name not in accepted:
+                raise ValueError(f"size {size!r} is not in profile {chosen!r}; accepted: {', '.join(accepted)}")
+        for context in values.get("contexts", []):
+            accepted = sorted({length for grid in grids for length in grid.contexts})
+            if context not in accepted:
+                raise ValueError(
+                    f"context {context!r} is not in the profile; accepted: {', '.join(map(str, accepted))}"
+                )
+
+
+def _run_notebook(name: str, values: dict, folder: Path) -> str:
+    """Executes one notebook; returns why it failed, "" if it ran to its end.
+
+    The notebook's last cell writes a file, and only that file counts as the end: a saved notebook of a killed
+    kernel looks complete.
+    """
+    from labkit import notebooks
+
+    done = folder / "records" / f"{name}.done.json"
+    done.unlink(missing_ok=True)
+    try:
+        notebooks.execute(name, values, show_progress=True)
+    except notebooks.NotebookError as error:
+        return str(error)
+    return "" if done.exists() else f"{name}: ended without reaching its last cell"
+
+
+def _rebuild(slug: str, output: Path | None) -> list[Path]:
+    from labkit.report import render
+
+    try:
+        written = render.rebuild(slug, output=output.resolve() if output else None, top_level=slug == REFERENCE_DEVICE)
+    except ValueError:  # nothing was recorded, so there is nothing to report
+        return []
+    return written
+
+
+def _summary(folder: Path, names: list[str], failures: dict[str, str], seconds: float, written: list[Path]) -> None:
+    from labkit.report import render
+
+    records = render.records_of(folder)
+    print(file=sys.stderr)
+    for name in names:
+        counts = Counter(record.status for record in records.get(name, []))
+        states = ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "no records"
+        print(f"{name}: {states}{'  FAILED' if name in failures else ''}")
+    for error in failures.values():
+        print(f"labkit: {error}", file=sys.stderr)
+    print(f"{seconds / 60:.1f} minutes")
+    if written:
+        print(f"Report: {written[0]}")
+
+
+def _progress(names: list[str]):
+    from tqdm import tqdm
+
+    bar = tqdm(names, desc="notebooks", unit="notebook", file=sys.stderr, disable=len(names) < 2)
+    for name in bar:
+        print(f"\n{name}", file=sys.stderr)
+        yield name
+
+
+def _writable(output: Path | None) -> Path:
+    """Returns the folder of the results, made if need be; raises UsageError if it cannot be written."""
+    root = (output or FIGURES).resolve()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write to {root}: {error.strerror}") from None
+    if not os.access(root, os.W_OK):
+        raise UsageError(f"cannot write to {root}: permission denied")
+    return root
+
+
+@app.command()
+def report(
+    device: Annotated[str, typer.Option(help="Slug of the device, as `labkit devices` lists it.")] = REFERENCE_DEVICE,
+    output: OutputOption = None,
+    html: Annotated[bool, typer.Option("--html", help="Also write report.html, one self-contained page.")] = False,
+    save_notebooks: Annotated[
+        bool, typer.Option("--save-notebooks", help="Also refresh the outputs stored in notebooks/ (reference device).")
+    ] = False,
+) -> None:
+    """Rebuild a device's report from its records alone; without --output also the top-level report.md."""
+    from labkit.report import render
+
+    try:
+        written = render.rebuild(
+            device, output=output.resolve() if output else None, html=html, save_notebooks=save_notebooks
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    for path in written:
+        print(path)
+
+
+@app.command()
+def devices(output: OutputOption = None) -> None:
+    """List what has been measured: device, notebooks, cases, when, versions."""
+    from labkit.report import render, tables
+
+    table = render.devices_table((output or FIGURES).resolve())
+    print("nothing measured yet: run `labkit run`" if table.empty else tables.to_markdown(table))
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine has and lacks, and what each lack disables."""
+    from labkit import hardware
+
+    for check in hardware.checks():
+        line = f"{'ok  ' if check.present else 'no  '}{check.name}: {check.detail}"
+        print(line + (f"  (disables: {check.disables})" if check.disables else ""))
