@@ -126,7 +126,7 @@ BENCHMARKING: dict[str, BenchmarkingGrid] = {
         compile_sizes=_PUBLIC_SIZES,
         compile_contexts=(128, 256, 512),
         compile_precisions=PRECISIONS,
-        whole_compile_sizes=("small", "medium"),
+        whole_compile_sizes=("small",),
         time_limit_s=3.0,
         case_timeout_s=300.0,
     ),
