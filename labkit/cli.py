@@ -1,6 +1,5 @@
 """The command line: run, report, devices, doctor. Heavy packages load only inside the command that needs them."""
 
-import logging
 import os
 import sys
 import time

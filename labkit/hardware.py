@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
+from labkit import __version__
 from labkit.configs import REPOSITORY
 
 
@@ -149,7 +150,7 @@ def software_versions() -> dict[str, str]:
         "triton": version("triton"),
         "cuda": torch.version.cuda or "",
         "driver": driver_version(),
-        "labkit": version("labkit"),
+        "labkit": __version__,
     }
 
 

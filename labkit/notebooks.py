@@ -141,6 +141,7 @@ def execute(name: str, values: Mapping[str, Any], *, show_progress: bool = False
                 execution_timeout=CELL_TIMEOUT_S,
                 stdout_file=stream,
                 stderr_file=stream,
+                extra_arguments=["--IPKernelApp.log_level=40"],  # errors only: nothing of its transport
             )
         except papermill.PapermillExecutionError as error:
             raise NotebookError(f"{name}: {error.ename}: {error.evalue}") from error

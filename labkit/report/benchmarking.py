@@ -8,6 +8,7 @@ import statistics
 
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from labkit import accounting, published
 from labkit.configs import SIZES, WARMUP_COUNTS, WARMUP_MEASURED_STEPS
@@ -15,6 +16,7 @@ from labkit.report import figures
 from labkit.report.findings import (
     SAME,
     STABLE,
+    count,
     geometric_mean,
     listing,
     number,
@@ -265,16 +267,16 @@ def _sum_of_parts(frame: pd.DataFrame) -> list[str]:
         bound = _launch_bound(frame)
         explained = [key for key in others.index if key in bound]
         worst = others.abs().idxmax()
-        text = (
-            f"The largest disagreement is {percent(others[worst])} ({_case(*worst)}). Of the {len(others)} cases that "
-            f"disagree, {len(explained)} are launch-bound"
-        )
+        text = f"The largest disagreement is {percent(others[worst])} ({_case(*worst)})"
         if explained:
+            share = "every" if len(explained) == len(others) else f"{len(explained)} of {len(others)}"
             text += (
-                ": the device waits for the host, and timing the two apart adds a synchronisation between them "
-                "in which the host can not run ahead"
+                f"; {share} disagreeing case is launch-bound: the device waits for the host, whose speed varies more, "
+                "and timing the two apart adds a synchronisation across which the host cannot run ahead"
             )
         sentences.append(text + ".")
+        if unexplained := [key for key in others.index if key not in bound]:
+            sentences.append(f"Not explained by the launch: {listing(_case(*key) for key in unexplained)}.")
     return sentences
 
 
@@ -378,6 +380,7 @@ def figure_warmup(frame: pd.DataFrame, phase: str = "forward_backward") -> Figur
             axis.plot(range(1, len(trace) + 1), [step / steady for step in trace], color=shade, marker="o",
                       markersize=2.5, linewidth=1, label=str(row["context"]))  # fmt: skip
         figures.log_time_axis(axis, "step time / steady median")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set_xlabel("step (from the first of a fresh process)")
         axis.set_title(size)
         axis.legend(title="context", fontsize=7, title_fontsize=7)
@@ -527,7 +530,7 @@ def findings_precision(frame: pd.DataFrame, phase: str = "train_step") -> list[s
             launched = [key for key in losing if (*key, precision) in bound]
             text += f"; it is not faster for {listing(_case(*key) for key in losing)}"
             if launched:
-                text += f", of which {len(launched)} are launch-bound: the host, not the matrix unit, sets the time"
+                text += f" ({len(launched)} of {len(losing)} launch-bound: the host sets the time, not the matrix unit)"
         sentences.append(text + ".")
     return sentences
 
@@ -555,7 +558,8 @@ def findings_compile(frame: pd.DataFrame, phase: str = "train_step") -> list[str
                 continue
             text = (
                 f"{mode.capitalize()} compilation in {precision}: a {PHASE_NAMES[phase]} runs {span(gains.values())} "
-                f"as fast as eager (geometric mean {times(geometric_mean(gains.values()))}, {len(gains)} cases)"
+                f"as fast as eager (geometric mean {times(geometric_mean(gains.values()))}, "
+                f"{count(len(gains), 'case')})"
             )
             if len(first):
                 text += f"; the first call takes {span(first['median_ms'] / 1000, lambda value: number(value) + ' s')}"
@@ -785,11 +789,12 @@ def findings_published(frame: pd.DataFrame) -> list[str]:
         word = speed_word(mean)
         device = frame.attrs["device"]
         comparison = "takes about the same time as" if word == "about the same" else f"is {word} than"
-        factor = "" if word == "about the same" else f" by {times(max(mean, 1 / mean))} in the geometric mean"
+        factor = "" if word == "about the same" else f", {times(max(mean, 1 / mean))} in the geometric mean"
         against = [
             key for key, row in group.iterrows() if speed_word(row["ratio"]) == ("slower" if mean > 1 else "faster")
         ]
-        text = f"Over {len(group)} configurations in common, this {device} {comparison} the published {gpu}{factor}"
+        common = count(len(group), "configuration")
+        text = f"Over {common} in common, this {device} {comparison} the published {gpu}{factor}"
         if against and word != "about the same":
             text += f", but not in {len(against)} of them"
         sentences.append(text + ".")

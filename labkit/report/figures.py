@@ -9,10 +9,9 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from labkit.configs import SIZES
-from labkit.report.findings import number
 
 _DEEP = sns.color_palette("deep").as_hex()
 COLOURS = {
@@ -27,13 +26,14 @@ COLOURS = {
     "forward_backward": _DEEP[4],
     "optimizer_step": _DEEP[5],
     "train_step": _DEEP[8],
-    # sizes, light to dark
-    **dict(zip(SIZES, sns.color_palette("flare", len(SIZES)).as_hex(), strict=True)),
+    # sizes, dark to light
+    **dict(zip(SIZES, sns.color_palette("viridis", len(SIZES)).as_hex(), strict=True)),
 }
 """One colour per implementation, phase or size, the same in every figure of the report."""
 
 LINE_STYLES = {"none": "-", "regional": "--", "whole": ":"}
 
+# Set once for the process: a text takes its size when it is made, wherever that happens.
 _STYLE = {
     **sns.axes_style("whitegrid"),
     "font.size": 9,
@@ -46,15 +46,15 @@ _STYLE = {
     "svg.fonttype": "path",  # looks the same without this machine's fonts
     "font.family": "DejaVu Sans",
 }
+mpl.rcParams.update(_STYLE)
 
 
 def panels(num_panels: int, *, num_columns: int = 3, width: float = 3.4, height: float = 2.8) -> tuple[Figure, list]:
     """Returns a figure of `num_panels` axes in rows of `num_columns`."""
     num_columns = min(num_columns, num_panels)
     num_rows = -(-num_panels // num_columns)
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(width * num_columns, height * num_rows), layout="constrained")
-        axes = figure.subplots(num_rows, num_columns, squeeze=False).flatten().tolist()
+    figure = Figure(figsize=(width * num_columns, height * num_rows), layout="constrained")
+    axes = figure.subplots(num_rows, num_columns, squeeze=False).flatten().tolist()
     for unused in axes[num_panels:]:
         unused.remove()
     return figure, axes[:num_panels]
@@ -69,8 +69,11 @@ def context_axis(axis: Axes, contexts: Sequence[int]) -> None:
 
 
 def log_time_axis(axis: Axes, label: str = "time (ms)") -> None:
+    """Makes y a log axis with plain numbers at 1, 2 and 5 times each power of ten."""
     axis.set_yscale("log")
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value, 2)))
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axis.yaxis.set_minor_formatter(NullFormatter())
     axis.set_ylabel(label)
 
 
@@ -103,16 +106,14 @@ def mark_failures(axis: Axes, rows: pd.DataFrame, x: str, *, colour: str) -> Non
 def svg(figure: Figure) -> bytes:
     """Returns the figure as SVG; the same figure gives the same bytes."""
     buffer = io.BytesIO()
-    with mpl.rc_context(_STYLE):
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     return buffer.getvalue()
 
 
 def png(figure: Figure, dpi: int = 80) -> bytes:
     """Returns the figure as PNG, for the outputs kept in a notebook."""
     buffer = io.BytesIO()
-    with mpl.rc_context(_STYLE):
-        figure.savefig(buffer, format="png", dpi=dpi, metadata={"Software": None})
+    figure.savefig(buffer, format="png", dpi=dpi, metadata={"Software": None})
     return buffer.getvalue()
 
 

@@ -56,6 +56,11 @@ def listing(items: Iterable[str], limit: int = 6) -> str:
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
 
 
+def count(n: int, noun: str) -> str:
+    """Returns "1 case" or "3 cases"."""
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+
+
 def geometric_mean(values: Iterable[float]) -> float:
     values = list(values)
     return math.exp(sum(math.log(value) for value in values) / len(values))

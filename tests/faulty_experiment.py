@@ -1,0 +1,258 @@
+"""An experiment whose cases misbehave on request, sessions of it, and a server that runs them in processes to kill.
+
+A case's parameters say what it does: `behaviour`, one of CLAIMS or FAULTS, happens at `at`: in one of its
+phases, while it is built ("build") or after its last phase ("after"). Each step is noted in the file `log`
+before it is taken, so that a test sees what ran, in which process and when, whatever became of the process.
+
+torch is imported only by the faults that need it, so that a worker of this experiment starts at once.
+"""
+
+import ctypes
+import json
+import math
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+
+from labkit import hardware
+from labkit.experiments.sweep import Case, Measured, PhaseRun, Session, Skip
+
+MEASUREMENT_VERSION = 1
+NOTEBOOK = "90_faulty_experiment"
+PHASES = ("first", "second", "third")
+MARK = "LABKIT_TEST_MARK"
+"""Environment variable that the server gives to a session: every process the session starts inherits it."""
+
+
+# ---- what a case can do wrong ------------------------------------------------------------------------------
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _torch_out_of_memory(case: Case) -> None:
+    import torch
+
+    raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+
+
+def _cpu_out_of_memory(case: Case) -> None:
+    import torch
+
+    torch.empty(2**50, dtype=torch.uint8)
+
+
+def _segmentation_fault(case: Case) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    ctypes.string_at(0)
+
+
+def _deaf_hang(case: Case) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True:
+        pass
+
+
+def _hang_with_the_interpreter(case: Case) -> None:
+    # Matching this takes 2^60 steps, all of them without letting another thread of the process run.
+    re.fullmatch("(a+)+b", "a" * 60)
+
+
+def _start_child(case: Case) -> None:
+    child = subprocess.Popen(["sleep", "600"])
+    _note(case, "child", pid=child.pid)
+
+
+def _child_and_exit(case: Case) -> None:
+    _start_child(case)
+    os._exit(3)
+
+
+def _child_and_hang(case: Case) -> None:
+    _start_child(case)
+    time.sleep(600)
+
+
+def _end_when_done(case: Case) -> None:
+    send = Connection.send
+
+    def send_and_end(connection: Connection, message: tuple) -> None:
+        send(connection, message)
+        if message == ("done",):
+            os._exit(3)
+
+    Connection.send = send_and_end
+
+
+FAULTS: dict[str, Callable[[Case], None]] = {
+    "none": lambda case: None,
+    "torch_out_of_memory": _torch_out_of_memory,
+    "memory_error": lambda case: _raise(MemoryError("no room for the list")),
+    "cpu_out_of_memory": _cpu_out_of_memory,
+    "unrelated_text": lambda case: _raise(RuntimeError("page 3 of 'Running out of memory' was not found\nsecond line")),
+    "exit": lambda case: os._exit(3),
+    "sys_exit": lambda case: sys.exit(3),
+    "kill": lambda case: os.kill(os.getpid(), signal.SIGKILL),
+    "segmentation_fault": _segmentation_fault,
+    "hang": lambda case: time.sleep(600),
+    "deaf_hang": _deaf_hang,
+    "hang_with_the_interpreter": _hang_with_the_interpreter,
+    "skip": lambda case: _raise(Skip("this device has no such unit")),
+    "brief": lambda case: time.sleep(0.01),
+    "long": lambda case: time.sleep(0.8),
+    "child": _start_child,
+    "child_and_exit": _child_and_exit,
+    "child_and_hang": _child_and_hang,
+    "end_when_done": _end_when_done,
+}
+
+CLAIMS: dict[str, dict] = {
+    "negative_time": {"metrics": {"median_ms": -1.0}},
+    "zero_time": {"metrics": {"median_ms": 0.0}},
+    "nan": {"metrics": {"median_ms": math.nan}},
+    "nan_samples": {"metrics": {"median_ms": math.nan}, "samples": {"step_ms": [1.0, math.nan]}},
+    "above_peak": {"metrics": {"median_ms": 1.5, "datasheet_fraction": 1.2}},
+    "other_label": {"case": {"name": "something else"}},
+    "foreign_number": {"metrics": {"median_ms": 1.5, "error": np.float32(0.1)}},
+    "unpicklable": {"observed": {"model": lambda: None}},
+}
+
+
+# ---- the experiment, as a session expects it ---------------------------------------------------------------
+
+
+def make_case(
+    name: str,
+    log: Path | str,
+    behaviour: str = "none",
+    at: str = "",
+    *,
+    section: str = "steps",
+    phases: Sequence[str] = PHASES,
+    timeout_s: float = 60.0,
+    **flags: bool,
+) -> Case:
+    """Returns a case that does `behaviour` at `at` ("" for every phase of it)."""
+    parameters = {"name": name, "behaviour": behaviour, "at": at, "log": str(log)}
+    return Case(section, parameters, tuple(phases), timeout_s, **flags)
+
+
+def cases(profile: str, device_kind: str, *, plan: Sequence[Case] = ()) -> list[Case]:
+    return list(plan)
+
+
+def run_case(case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
+    _note(case, "build")
+    if case.parameters["at"] == "build":
+        FAULTS[case.parameters["behaviour"]](case)
+    for phase in case.phases:
+        yield phase, partial(_measure, case, phase, ceilings)
+    if case.parameters["at"] == "after":
+        FAULTS[case.parameters["behaviour"]](case)
+
+
+def ceiling_name(case: Case) -> str:
+    return case.parameters["name"]
+
+
+def ceiling_value(measured: Measured) -> float:
+    return measured.metrics["rate"]
+
+
+def _measure(case: Case, phase: str, ceilings: dict[str, float]) -> Measured:
+    _note(case, phase)
+    measured = Measured(
+        metrics={"median_ms": 1.5, "rate": time.monotonic()},
+        case=dict(case.parameters),
+        observed={"pid": os.getpid(), "ceilings": dict(ceilings)},
+        samples={"step_ms": [1.0, 2.0]},
+    )
+    behaviour, at = case.parameters["behaviour"], case.parameters["at"]
+    if at and at != phase:
+        return measured
+    if behaviour in CLAIMS:
+        return replace(measured, **CLAIMS[behaviour])
+    FAULTS[behaviour](case)
+    return measured
+
+
+def _note(case: Case, step: str, **more: int) -> None:
+    entry = {
+        "name": case.parameters["name"],
+        "step": step,
+        "worker": os.getpid(),
+        "mark": os.environ.get(MARK, ""),
+        "time_s": time.monotonic(),
+        **more,
+    }
+    with open(case.parameters["log"], "a", encoding="utf-8") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
+# ---- sessions of it ----------------------------------------------------------------------------------------
+
+
+class FaultySession(Session):
+    """A session of this module: the name that a session makes from the notebook's is not taken over."""
+
+    @property
+    def module_name(self) -> str:
+        return __name__
+
+    @module_name.setter
+    def module_name(self, name: str) -> None:
+        pass
+
+
+def open_session(output: Path | str, plan: Sequence[Case], *, fresh: bool = False) -> Session:
+    """Returns a session of `plan` on this machine that records under `output`."""
+    device = hardware.detect().slug
+    options = {"plan": plan}
+    return FaultySession(NOTEBOOK, device=device, profile="smoke", output=output, fresh=fresh, options=options)
+
+
+def serve() -> None:
+    """Runs sessions as they are asked for on stdin, one JSON object a line, each in a process of its own.
+
+    Answers with the process id, and with its wait status once it has ended. The processes are forks of this
+    one, which has everything imported: that takes longer than the session itself.
+    """
+    hardware.detect()
+    hardware.source_state()
+    for line in sys.stdin:
+        request = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            _serve_one(request)
+        print(pid, flush=True)
+        print(os.waitpid(pid, 0)[1], flush=True)
+
+
+def _serve_one(request: dict) -> None:
+    code = 1
+    try:
+        os.environ[MARK] = request["mark"]
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # stdout carries the server's answers only
+        plan = [make_case(**arguments) for arguments in request["plan"]]
+        session = open_session(request["output"], plan)
+        for section in request["sections"]:
+            session.measure(section)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)

@@ -1,0 +1,476 @@
+"""The device is named once and right, no other product's peaks are lent to it, and nothing private is recorded."""
+
+import getpass
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from labkit import hardware
+from labkit.hardware import Check, Device, GpuMonitor, checks, datasheet, environment, slugify, source_state
+
+H200 = Device("cuda", "NVIDIA H200", "nvidia-h200")
+SOME_CPU = Device("cpu", "AMD EPYC 7763 64-Core Processor", "cpu-amd-epyc-7763")
+
+
+# ---- names --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [
+        ("NVIDIA H200", "nvidia-h200"),
+        ("NVIDIA A100-SXM4-40GB", "nvidia-a100-sxm4-40gb"),
+        ("NVIDIA A100 80GB PCIe", "nvidia-a100-80gb-pcie"),
+        ("NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3"),
+        ("NVIDIA GeForce RTX 4090", "nvidia-geforce-rtx-4090"),
+        ("Tesla T4", "tesla-t4"),
+        ("Intel(R) Xeon(R) CPU @ 2.20GHz", "intel-xeon"),
+        ("Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz", "intel-xeon-platinum-8481c"),
+        ("13th Gen Intel(R) Core(TM) i7-1360P", "13th-gen-intel-core-i7-1360p"),
+        ("AMD EPYC 7763 64-Core Processor", "amd-epyc-7763"),
+        ("AMD Ryzen 9 7950X 16-Core Processor", "amd-ryzen-9-7950x"),
+        ("Apple M2 Pro", "apple-m2-pro"),
+        ("  --odd__name--  ", "odd-name"),
+        ("", ""),
+    ],
+)
+def test_slugs(name, slug):
+    assert slugify(name) == slug
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.text())
+def test_a_slug_is_a_plain_folder_name_and_its_own_slug(name):
+    slug = slugify(name)
+    assert re.fullmatch(r"([a-z0-9]+(-[a-z0-9]+)*)?", slug)
+    assert slugify(slug) == slug
+
+
+def test_the_detected_device_is_the_one_torch_has():
+    device = hardware.detect()
+    assert device.slug == hardware.detect().slug
+    if torch.cuda.is_available():
+        assert (device.kind, device.name) == ("cuda", torch.cuda.get_device_name(0))
+        assert device.default_profile == "full"
+    else:
+        assert device.kind in ("mps", "cpu")
+        assert device.name == hardware.cpu_name() != ""
+        assert device.slug == f"{device.kind}-{slugify(device.name)}"
+        assert device.default_profile == "smoke"
+        assert device.peaks is None
+
+
+# ---- datasheets ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_gb_per_s", "bf16_tflops", "source"),
+    [
+        ("NVIDIA H200 NVL", 4800, 835.5, "H200 NVL"),
+        ("NVIDIA H200", 4800, 989.4, "H200 SXM"),
+        ("NVIDIA H100 PCIe", 2000, 756.0, "H100 PCIe"),
+        ("NVIDIA H100 NVL", 3900, 835.5, "H100 NVL"),
+        ("NVIDIA H100 80GB HBM3", 3350, 989.4, "H100 SXM"),
+        ("NVIDIA A100 80GB PCIe", 1935, 312.0, "80GB PCIe"),
+        ("NVIDIA A100-PCIE-80GB", 1935, 312.0, "80GB PCIe"),
+        ("NVIDIA A100-SXM4-80GB", 2039, 312.0, "80GB SXM"),
+        ("NVIDIA A100-SXM4-40GB", 1555, 312.0, "40GB"),
+        ("NVIDIA A100-PCIE-40GB", 1555, 312.0, "40GB"),
+        ("NVIDIA A10G", 600, 70.0, "A10G"),
+        ("NVIDIA A10", 600, 125.0, "A10 "),
+        ("NVIDIA L4", 300, 121.0, "L4 "),
+        ("NVIDIA L40S", 864, 362.05, "L40S"),
+        ("NVIDIA GeForce RTX 5090", 1792, 209.5, "Blackwell"),
+        ("NVIDIA GeForce RTX 4090", 1008, 165.2, "Ada"),
+        ("NVIDIA GeForce RTX 3090 Ti", 1008, 80.0, "GA102"),
+        ("NVIDIA GeForce RTX 3090", 936, 71.0, "GA102"),
+        ("Tesla V100-SXM2-32GB", 900, None, "V100"),
+        ("Tesla T4", 320, None, "T4"),
+    ],
+)
+def test_a_product_has_its_own_datasheet(name, memory_gb_per_s, bf16_tflops, source):
+    sheet = datasheet(name)
+    assert (sheet.memory_gb_per_s, sheet.bf16_tflops) == (memory_gb_per_s, bf16_tflops)
+    assert source in sheet.source
+    assert Device("cuda", name, slugify(name)).peaks is sheet
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA L40",
+        "NVIDIA A30",
+        "NVIDIA A10M",
+        "NVIDIA T400 4GB",
+        "NVIDIA GeForce RTX 4080",
+        "AMD Instinct MI300X",
+        "NVIDIA H20",
+        "",
+    ],
+)
+def test_a_product_that_is_not_in_the_table_has_no_peaks(name):
+    assert datasheet(name) is None
+
+
+@pytest.mark.xfail(strict=True, reason="a pattern found inside a longer product name counts as that product")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA GH200 480GB",
+        "NVIDIA RTX A1000",
+        "Quadro GV100",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+    ],
+)
+def test_a_product_whose_name_holds_another_ones_does_not_get_its_peaks(name):
+    assert datasheet(name) is None
+
+
+def test_peaks_are_those_of_a_gpu_only():
+    assert Device("cpu", "NVIDIA H200", "cpu-nvidia-h200").peaks is None
+
+
+@pytest.mark.parametrize("sheet", hardware.DATASHEETS, ids=lambda sheet: sheet.pattern)
+def test_a_datasheet_is_complete_and_orders_its_units(sheet):
+    re.compile(sheet.pattern)
+    assert sheet.source and sheet.memory_gb_per_s > 0 and sheet.memory_gb > 0
+    assert sheet.tflops("fp32") == sheet.fp32_tflops > 0
+    assert sheet.tflops("tf32") == sheet.tf32_tflops
+    assert sheet.tflops("bf16") == sheet.bf16_tflops
+    if sheet.tf32_tflops is not None:
+        assert sheet.fp32_tflops <= sheet.tf32_tflops
+        # Half the bits, twice the rate, on every tensor core; a sparse figure would show here.
+        assert sheet.bf16_tflops / sheet.tf32_tflops == pytest.approx(2, rel=0.02)
+
+
+def test_an_unknown_precision_is_refused_with_the_accepted_ones():
+    with pytest.raises(ValueError, match="unknown precision 'fp8'; accepted: fp32, tf32, bf16"):
+        datasheet("NVIDIA H200").tflops("fp8")
+
+
+# ---- what is recorded of the machine ------------------------------------------------------------------------
+
+CANARY = "canary-9f3a61"
+
+
+def strings_in(value) -> list[str]:
+    if isinstance(value, dict):
+        return [text for pair in value.items() for part in pair for text in strings_in(part)]
+    if isinstance(value, list | tuple):
+        return [text for part in value for text in strings_in(part)]
+    return [value] if isinstance(value, str) else []
+
+
+def test_the_environment_holds_nothing_private(monkeypatch, tmp_path, fresh_source_state):
+    """Every way to the host's, the user's and the environment's names gives a canary, which must not come up."""
+    home, repository = str(Path.home()), str(hardware.REPOSITORY)
+    real_uname, real_platform = os.uname(), platform.uname()
+    monkeypatch.setattr(socket, "gethostname", lambda: CANARY)
+    monkeypatch.setattr(socket, "getfqdn", lambda *_: CANARY)
+    monkeypatch.setattr(platform, "node", lambda: CANARY)
+    monkeypatch.setattr(platform, "uname", lambda: real_platform._replace(node=CANARY))
+    fields = (real_uname.sysname, CANARY, real_uname.release, real_uname.version, real_uname.machine)
+    monkeypatch.setattr(os, "uname", lambda: os.uname_result(fields))
+    monkeypatch.setattr(getpass, "getuser", lambda: CANARY)
+    monkeypatch.setattr(os, "getlogin", lambda: CANARY)
+    for name in ("HOME", "USER", "LOGNAME", "USERNAME", "HOSTNAME", "LABKIT_CANARY", "API_TOKEN", "VIRTUAL_ENV"):
+        monkeypatch.setenv(name, f"/home/{CANARY}")
+    monkeypatch.setenv(CANARY, "1")
+    monkeypatch.chdir(tmp_path)
+
+    record = environment(hardware.detect())
+    assert record == json.loads(json.dumps(record)), "the environment is written as JSON"
+    texts = strings_in(record)
+    assert record["os"] in texts
+    for text in texts:
+        assert CANARY not in text
+        assert repository not in text and str(tmp_path) not in text and sys.prefix not in text
+        assert len(home) < 2 or home not in text
+
+
+def test_the_environment_says_what_a_reader_needs():
+    record = environment(SOME_CPU)
+    assert record["device"] == {"kind": "cpu", "name": SOME_CPU.name, "slug": SOME_CPU.slug}
+    assert record["software"]["torch"] == torch.__version__
+    assert record["software"]["python"] == platform.python_version()
+    assert set(record["source"]) == {"commit", "dirty"}
+    assert record["cpu"]["num_torch_threads"] == torch.get_num_threads()
+    assert record["cpu"]["num_cores"] == os.cpu_count()
+    assert record["datasheet"] is None
+    assert "gpu" not in record
+
+
+def test_versions_are_texts_and_empty_where_there_is_nothing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    versions = hardware.software_versions()
+    assert {"python", "torch", "triton", "cuda", "driver", "labkit"} == set(versions)
+    assert all(isinstance(version, str) for version in versions.values())
+    assert versions["driver"] == ""
+    if torch.version.cuda is None:
+        assert versions["cuda"] == ""
+
+
+# ---- which code ran -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_source_state(monkeypatch):
+    """source_state() is asked once a process; here each test asks anew, and leaves nothing behind."""
+    for name in ("LABKIT_COMMIT", "LABKIT_DIRTY"):
+        monkeypatch.delenv(name, raising=False)
+    source_state.cache_clear()
+    yield
+    source_state.cache_clear()
+
+
+@pytest.mark.parametrize(("dirty", "expected"), [("1", True), ("0", False), (None, False)])
+def test_the_commit_can_be_given_where_the_history_is_not_at_hand(fresh_source_state, monkeypatch, dirty, expected):
+    monkeypatch.setenv("LABKIT_COMMIT", "0123abc")
+    if dirty is not None:
+        monkeypatch.setenv("LABKIT_DIRTY", dirty)
+    assert source_state() == {"commit": "0123abc", "dirty": expected}
+    assert environment(SOME_CPU)["source"] == {"commit": "0123abc", "dirty": expected}
+    monkeypatch.setenv("LABKIT_COMMIT", "changed")
+    assert source_state()["commit"] == "0123abc", "one run has one source, whatever happens to the tree meanwhile"
+
+
+def test_without_git_or_history_the_source_is_unknown(fresh_source_state, monkeypatch, tmp_path):
+    monkeypatch.setattr(hardware, "REPOSITORY", tmp_path)
+    assert source_state() == {"commit": "unknown", "dirty": None}
+    (tmp_path / ".git").mkdir()
+    monkeypatch.setenv("PATH", "")
+    source_state.cache_clear()
+    assert source_state() == {"commit": "unknown", "dirty": None}
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch, fresh_source_state) -> Path:
+    if not shutil.which("git"):
+        pytest.skip("needs git")
+    # The user's own configuration (signing, hooks) stays out.
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    monkeypatch.setenv("GIT_CONFIG_SYSTEM", os.devnull)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "code.py").write_text("1\n")
+    (tmp_path / "report.md").write_text("1\n")
+    identity = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
+    for command in (["init", "-q"], ["add", "."], [*identity, "commit", "-q", "-m", "first"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True, capture_output=True)
+    monkeypatch.setattr(hardware, "REPOSITORY", tmp_path)
+    return tmp_path
+
+
+def test_a_clean_tree_is_its_commit(repository):
+    head = subprocess.run(
+        ["git", "-C", str(repository), "rev-parse", "HEAD"], check=True, capture_output=True, text=True
+    ).stdout.strip()
+    assert len(head) == 40
+    assert source_state() == {"commit": head, "dirty": False}
+
+
+@pytest.mark.parametrize("name", ["code.py", "new.py"])
+def test_changed_or_added_code_makes_it_dirty(repository, name):
+    (repository / name).write_text("2\n")
+    assert source_state()["dirty"] is True
+
+
+def test_what_measuring_itself_writes_does_not_make_it_dirty(repository):
+    (repository / "report.md").write_text("2\n")
+    for folder in ("figures", "notebooks"):
+        (repository / folder).mkdir()
+        (repository / folder / "new.txt").write_text("2\n")
+    assert source_state()["dirty"] is False
+
+
+@pytest.mark.xfail(strict=True, reason="the exit status of git is not looked at: its failure reads as a clean tree")
+def test_a_tree_that_git_cannot_read_is_not_called_clean(repository):
+    # As where the tree belongs to another user, which git refuses.
+    (repository / ".git" / "HEAD").write_text("broken")
+    assert source_state() == {"commit": "unknown", "dirty": None}
+
+
+# ---- what the machine lacks ---------------------------------------------------------------------------------
+
+
+def assert_complete(results: list[Check]) -> None:
+    assert len({result.name for result in results}) == len(results)
+    for result in results:
+        assert result.detail, f"{result.name} does not say what was found"
+        if result.present:
+            assert result.disables == "", f"{result.name} is there and disables something"
+        else:
+            assert result.disables, f"{result.name} lacks and does not say what that disables"
+
+
+def test_every_lack_of_this_machine_says_what_it_disables():
+    results = checks()
+    assert_complete(results)
+    present = {result.name: result.present for result in results}
+    assert present["torch"] and present["device"]
+    assert present["GPU"] == torch.cuda.is_available()
+
+
+def test_a_machine_that_lacks_everything_says_so_line_by_line(monkeypatch):
+    monkeypatch.setattr(hardware, "detect", lambda: SOME_CPU)
+    monkeypatch.setattr(hardware, "driver_version", lambda: "")
+    monkeypatch.setattr(hardware, "software_versions", lambda: {"triton": ""})
+    monkeypatch.setattr(hardware, "find_nsys", lambda: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    results = checks()
+    assert_complete(results)
+    lacking = {result.name for result in results if not result.present}
+    assert lacking == {"GPU", "NVIDIA driver and NVML", "triton", "C++ compiler", "datasheet peaks", "nsys", "NCCL"}
+    # What is still possible is said too, so that a laptop's owner knows to go on.
+    disables = {result.name: result.disables for result in results}
+    assert "smoke" in disables["GPU"] and "torch.profiler" in disables["nsys"] and "gloo" in disables["NCCL"]
+
+
+def test_without_torch_only_that_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    (only,) = checks()
+    assert only.name == "torch" and not only.present
+    assert "labkit report" in only.disables
+
+
+# ---- the monitor --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["cpu", "mps"])
+def test_the_monitor_does_nothing_off_the_gpu(monkeypatch, kind):
+    loaded = []
+    monkeypatch.setattr(hardware, "_nvml", lambda: types.SimpleNamespace(__enter__=lambda: loaded.append(1)))
+    before = threading.active_count()
+    with GpuMonitor(kind, interval_s=0.001) as monitor:
+        assert threading.active_count() == before
+    assert monitor.summary == {}
+    assert not loaded, "NVML was opened for a device that has none"
+
+
+def test_the_monitor_of_a_gpu_without_nvml_is_empty(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    before = threading.active_count()
+    with GpuMonitor("cuda", interval_s=0.001) as monitor:
+        assert threading.active_count() == before
+    assert monitor.summary == {}
+
+
+class FakeNvml(types.ModuleType):
+    """NVML of a GPU with the readings given, as pynvml spells it; the last one is repeated."""
+
+    class NVMLError(Exception):
+        pass
+
+    NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
+
+    def __init__(self, readings, pids=()):
+        super().__init__("pynvml")
+        self.readings, self.pids, self.position, self.open = readings, pids, 0, 0
+        self.all_read = threading.Event()
+
+    def nvmlInit(self):  # noqa: N802 - NVML's names
+        self.open += 1
+
+    def nvmlShutdown(self):  # noqa: N802
+        self.open -= 1
+
+    def nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802
+        return f"gpu {index}"
+
+    nvmlDeviceGetHandleByUUID = nvmlDeviceGetHandleByIndex  # noqa: N815
+
+    def nvmlDeviceGetClockInfo(self, handle, which):  # noqa: N802
+        return self.readings[self.position][0]
+
+    def nvmlDeviceGetPowerUsage(self, handle):  # noqa: N802
+        return self.readings[self.position][1]
+
+    def nvmlDeviceGetTemperature(self, handle, which):  # noqa: N802
+        return self.readings[self.position][2]
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle):  # noqa: N802
+        mask = self.readings[self.position][3]
+        self.position = min(self.position + 1, len(self.readings) - 1)
+        if self.position == len(self.readings) - 1:
+            self.all_read.set()
+        return mask
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle):  # noqa: N802
+        return [types.SimpleNamespace(pid=pid) for pid in self.pids]
+
+
+def test_the_monitor_sums_up_what_the_gpu_did(monkeypatch):
+    idle, power_cap, hot, application_setting = 0x1, 0x4, 0x40, 0x2
+    nvml = FakeNvml(
+        [(1980, 650_000, 60, idle), (1700, 700_500, 71, power_cap | hot), (1900, 690_000, 70, application_setting)],
+        pids=(os.getpid(), 1),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    before = threading.active_count()
+    with GpuMonitor("cuda", interval_s=0.001) as monitor:
+        assert nvml.all_read.wait(timeout=20.0)
+        assert nvml.open == 1
+    assert nvml.open == 0, "NVML stays open"
+    assert threading.active_count() == before, "the thread goes on"
+    summary = monitor.summary
+    assert summary["num_samples"] >= 2
+    assert summary["sm_clock_mhz_min"] == 1700
+    assert summary["power_w_max"] == 700.5
+    assert summary["temperature_c_max"] == 71
+    # Neither idling nor a clock that the user set is throttling.
+    assert summary["throttle_reasons"] == ["hardware thermal slowdown", "software power cap"]
+    assert summary["foreign_processes"] == 1
+
+
+def test_a_window_shorter_than_the_interval_still_has_one_reading(monkeypatch):
+    nvml = FakeNvml([(1980, 100_000, 40, 0x80)], pids=(os.getpid(),))
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    with GpuMonitor("cuda", interval_s=60.0) as monitor:
+        pass
+    assert monitor.summary == {
+        "num_samples": 1,
+        "sm_clock_mhz_min": 1980,
+        "sm_clock_mhz_median": 1980,
+        "power_w_max": 100.0,
+        "temperature_c_max": 40,
+        "throttle_reasons": ["hardware power brake"],
+        "foreign_processes": 0,
+    }
+
+
+def test_the_monitor_ends_with_a_block_that_fails(monkeypatch):
+    nvml = FakeNvml([(1980, 100_000, 40, 0)])
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    before = threading.active_count()
+    with pytest.raises(KeyError), GpuMonitor("cuda", interval_s=0.001):
+        raise KeyError
+    assert threading.active_count() == before and nvml.open == 0
+
+
+def test_a_gpu_that_answers_nothing_leaves_an_empty_summary(monkeypatch):
+    nvml = FakeNvml([(0, 0, 0, 0)])
+
+    def refuse(handle):
+        raise nvml.NVMLError
+
+    nvml.nvmlDeviceGetPowerUsage = refuse
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    with GpuMonitor("cuda", interval_s=60.0) as monitor:
+        pass
+    assert monitor.summary == {} and nvml.open == 0

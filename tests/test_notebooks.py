@@ -1,0 +1,309 @@
+"""Notebooks: the rules of their cells, their parameters, and an execution on this machine in the smoke profile."""
+
+import ast
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from labkit import notebooks
+from labkit.configs import REFERENCE_DEVICE
+from labkit.records import RecordStore
+from labkit.report import render
+
+NAMES = notebooks.names()
+
+
+def code_cells(name):
+    return [cell for cell in notebooks.read(name).cells if cell.cell_type == "code"]
+
+
+# ---- rules ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cells_are_thin(name):
+    for cell in code_cells(name):
+        tree = ast.parse(cell.source)
+        defined = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Lambda)]
+        assert not defined, f"a cell of {name} defines something:\n{cell.source}"
+        assert len([line for line in cell.source.splitlines() if line.strip()]) <= 12, cell.source
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prose_holds_no_result(name):
+    result = re.compile(r"\d[\d.,]*\s*(ms|µs|s|×|x|TFLOP/s|GB/s|GiB|MiB)\b")
+    for cell in notebooks.read(name).cells:
+        if cell.cell_type == "markdown":
+            assert not result.search(cell.source), f"{name}: a typed result in\n{cell.source}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_show_the_reference_device_without_measuring(name):
+    defaults = notebooks.parameters(name)
+    assert defaults["device"] == REFERENCE_DEVICE
+    assert defaults["measure"] is False
+    assert defaults["save_figures"] is False
+    (cell,) = [cell for cell in code_cells(name) if "parameters" in cell.metadata.get("tags", [])]
+    assert all("#" in line for line in cell.source.splitlines()), "every parameter says what it is"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_are_stored_and_none_is_an_error(name):
+    """nbval compares nothing in a notebook without outputs."""
+    outputs = [output for cell in code_cells(name) for output in cell.outputs]
+    assert len(outputs) >= 5
+    assert not [output for output in outputs if output.output_type in ("error", "stream")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_committed_report_holds_what_the_notebook_shows(name):
+    report = (notebooks.NOTEBOOKS.parent / "report.md").read_text(encoding="utf-8")
+    for cell in code_cells(name):
+        if "remove_cell" in cell.metadata.get("tags", []):
+            continue
+        for output in cell.outputs:
+            text = output.get("data", {}).get("text/markdown")
+            if text:
+                assert text.strip() in report, "run `labkit report --save-notebooks`"
+
+
+# ---- names and parameters --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["01", "1", "benchmarking", "01_benchmarking", "01_benchmarking.ipynb"])
+def test_resolve(name):
+    assert notebooks.resolve(name) == "01_benchmarking"
+
+
+@pytest.mark.parametrize("name", ["", "0", "9", "bench", "01_"])
+def test_resolve_names_the_accepted_ones(name):
+    with pytest.raises(ValueError, match="accepted: 01_benchmarking"):
+        notebooks.resolve(name)
+
+
+def test_parse_parameters_gives_the_types_of_the_defaults():
+    values = notebooks.parse_parameters(
+        "01_benchmarking", ["fresh=True", "sizes=small,medium", "contexts=128,256", "output=/x=y", "sizes=[]"]
+    )
+    assert values == {"fresh": True, "sizes": [], "contexts": [128, 256], "output": "/x=y"}
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("fresh=false", "'fresh' takes True or False, got 'false'"),
+        ("measure=1", "'measure' takes True or False, got '1'"),
+        ("sise=small", "unknown parameter 'sise' of 01_benchmarking; accepted: device, measure"),
+        ("fresh", "not of the form KEY=VALUE"),
+        ("profile=half", "unknown profile 'half'; accepted: smoke, full"),
+    ],
+)
+def test_parse_parameters_refuses(assignment, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        notebooks.parse_parameters("01_benchmarking", [assignment])
+
+
+def test_parameters_cell_must_hold_literals(tmp_path, monkeypatch):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("d_ff = 4 * d_model")])
+    notebook.cells[0].metadata["tags"] = ["parameters"]
+    nbformat.write(notebook, tmp_path / "07_x.ipynb")
+    monkeypatch.setattr(notebooks, "NOTEBOOKS", tmp_path)
+    with pytest.raises(notebooks.NotebookError, match="literals"):
+        notebooks.parameters("07_x")
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """Writes a notebook of one cell and returns its name."""
+
+    def write(source: str) -> str:
+        cells = [nbformat.v4.new_code_cell("a = 1"), nbformat.v4.new_code_cell(source)]
+        cells[0].metadata["tags"] = ["parameters"]
+        nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "09_written.ipynb")
+        monkeypatch.setattr(notebooks, "NOTEBOOKS", tmp_path)
+        return "09_written"
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("1 / 0", "ZeroDivisionError"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "DeadKernelError"),
+        ("import time; time.sleep(60)", "Timeout"),
+    ],
+)
+def test_a_notebook_that_does_not_complete_is_an_error(written, monkeypatch, source, message):
+    monkeypatch.setattr(notebooks, "CELL_TIMEOUT_S", 3)
+    with pytest.raises(notebooks.NotebookError, match=message):
+        notebooks.execute(written(source), {})
+
+
+# ---- an execution here -----------------------------------------------------------------------------------------
+
+
+def labkit(*arguments, **options):
+    command = [sys.executable, "-m", "labkit", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """The smallest run of the whole chain: one size and context of the smoke profile on this machine."""
+    if "CUDA_VISIBLE_DEVICES" not in os.environ:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    output = tmp_path_factory.mktemp("figures")
+    result = labkit("run", "01", "--profile", "smoke", "--output", output, "-p", "sizes=nano", "-p", "contexts=64")
+    assert result.returncode == 0, result.stderr[-3000:]
+    (folder,) = output.iterdir()
+    return folder, result
+
+
+@pytest.mark.slow
+def test_run_writes_records_figures_and_report(measured):
+    folder, result = measured
+    records = RecordStore(folder / "records" / "01_benchmarking.jsonl").load()
+    assert {record.section for record in records} == {"ceilings", "timer", "steps", "warmup", "compile"}
+    assert not [record for record in records if record.status in ("error", "timeout")]
+    assert {record.device for record in records} == {folder.name}
+    assert {path.name for path in folder.glob("*.svg")} >= {"01_phases_fp32.svg", "01_warmup.svg", "01_utilisation.svg"}
+    report = (folder / "report.md").read_text(encoding="utf-8")
+    for heading in ("Time per phase", "Warm-up", "Compilation", "Beside what others published", "Environment"):
+        assert f"### {heading}" in report
+    assert "(01_phases_fp32.svg)" in report and "labkit-figures-folder" not in report
+    assert "Report:" in result.stdout and "ok" in result.stdout
+    done = json.loads((folder / "records" / "01_benchmarking.done.json").read_text(encoding="utf-8"))
+    assert done["num_missing"] > 0, "the rest of the smoke grid was not asked for"
+
+
+@pytest.mark.slow
+def test_a_second_run_measures_nothing(measured):
+    folder, _ = measured
+    store = RecordStore(folder / "records" / "01_benchmarking.jsonl")
+    before = store.path.read_bytes()
+    again = labkit(
+        "run", "benchmarking", "--profile", "smoke", "-o", folder.parent, "-p", "sizes=nano", "-p", "contexts=64"
+    )
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert store.path.read_bytes() == before
+
+
+@pytest.mark.slow
+def test_report_is_the_same_bytes_twice_and_html_stands_alone(measured):
+    folder, _ = measured
+
+    def rebuilt():
+        result = labkit("report", "--device", folder.name, "-o", folder.parent, "--html")
+        assert result.returncode == 0, result.stderr
+        return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+    first = rebuilt()
+    assert first == rebuilt()
+    page = first["report.html"].decode()
+    assert page.count("data:image/svg+xml;base64,") == page.count("<img") >= 5
+    assert not re.search(r'(src|href)="(?!data:|#)', page)
+
+
+@pytest.mark.slow
+def test_devices_lists_the_run(measured):
+    folder, _ = measured
+    result = labkit("devices", "-o", folder.parent)
+    assert folder.name in result.stdout and "01_benchmarking" in result.stdout
+
+
+@pytest.mark.slow
+def test_a_killed_kernel_is_a_failed_run_and_the_next_run_goes_on(tmp_path):
+    """papermill saves a killed notebook as if it had completed; the exit code must not believe it."""
+    command = [sys.executable, "-m", "labkit", "run", "01", "--profile", "smoke", "-o", str(tmp_path)]
+    command += ["-p", "sizes=nano", "-p", "contexts=64"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    kernel = _wait_for(lambda: _kernel_of(process.pid))
+    store = _wait_for(lambda: next(iter(tmp_path.glob("*/records/*.jsonl")), None))
+    os.kill(kernel, signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1, errors[-2000:]
+    assert "01_benchmarking" in errors and "DeadKernelError" in errors
+    finished = store.read_bytes()
+    assert "did not run to its end" in (store.parent.parent / "report.md").read_text(encoding="utf-8")
+    assert finished.endswith(b"\n")
+
+
+def _wait_for(look, seconds: float = 60):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found := look():
+            return found
+        time.sleep(0.05)
+    raise AssertionError("waited in vain")
+
+
+def _kernel_of(pid: int) -> int | None:
+    """Returns the process id of the notebook kernel that `pid` started."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
+    except FileNotFoundError:
+        pytest.skip("needs /proc with children")
+    for child in children:
+        if "ipykernel" in Path(f"/proc/{child}/cmdline").read_text(encoding="utf-8"):
+            return int(child)
+    return None
+
+
+# ---- the command line's refusals ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "99"], "unknown notebook '99'; accepted: 01_benchmarking"),
+        (["run", "--profile", "half"], "unknown profile 'half'; accepted: smoke, full"),
+        (["run", "-p", "sizes=huge"], "unknown size 'huge'; accepted: nano"),
+        (["run", "-p", "sizes=xl"], "'xl' means two models: say 'xl-2025'"),
+        (
+            ["run", "--profile", "smoke", "-p", "sizes=10b"],
+            "size '10b' is not in profile 'smoke'; accepted: nano, micro",
+        ),
+        (["run", "-p", "contexts=100"], "context 100 is not in the profile; accepted: 32, 64"),
+        (["run", "-p", "fresh=false"], "parameter 'fresh' takes True or False, got 'false'"),
+        (["run", "-p", "colour=red"], "unknown parameter 'colour' of 01_benchmarking; accepted: device"),
+        (["report", "--device", "abacus"], "nothing has been measured on 'abacus'"),
+    ],
+)
+def test_refused_before_anything_runs(arguments, message, tmp_path):
+    result = labkit(*arguments, "--output", tmp_path)
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_unwritable_output_is_refused(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    result = labkit("run", "--output", blocked / "figures")
+    assert result.returncode == 2
+    assert f"cannot write to {blocked / 'figures'}" in result.stderr
+
+
+def test_corrupt_records_stop_the_report_and_the_run(tmp_path):
+    records = tmp_path / "some-device" / "records"
+    records.mkdir(parents=True)
+    (records / "01_benchmarking.jsonl").write_text("{}\nnot json\n")
+    result = labkit("report", "--device", "some-device", "-o", tmp_path)
+    assert result.returncode == 1
+    assert "01_benchmarking.jsonl, line 1: schema version None" in result.stderr
+    assert (records / "01_benchmarking.jsonl").read_text() == "{}\nnot json\n"
+
+
+def test_rebuild_refuses_to_store_another_devices_outputs():
+    with pytest.raises(ValueError, match=REFERENCE_DEVICE):
+        render._save_outputs("01_benchmarking", "abacus")

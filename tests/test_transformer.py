@@ -1,0 +1,401 @@
+"""The model is the one its formulas say, in every implementation of attention, with no look ahead.
+
+Shape suffixes as in labkit.models.transformer: B batch, T tokens, C d_model, H heads, D head dimension, V vocabulary.
+"""
+
+import dataclasses
+import functools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from labkit.configs import RMS_NORM_EPS, SIZES, ModelConfig
+from labkit.models.transformer import (
+    ATTENTION,
+    RMSNorm,
+    RotaryEmbedding,
+    SwiGLU,
+    TransformerLM,
+    language_model_loss,
+)
+
+TINY = ModelConfig("tiny", "test", d_model=48, d_ff=80, num_layers=2, num_heads=3, vocab_size=61)
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def build(attention: str = "eager", *, config: ModelConfig = TINY, max_context: int = 40, **factory) -> TransformerLM:
+    """Returns a model with weights drawn large enough that attention is far from uniform, gains unlike one."""
+    torch.manual_seed(0)
+    model = TransformerLM(config, max_context=max_context, attention=attention, **factory)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=2 / math.sqrt(parameter.shape[1]))
+            else:
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def draw_tokens(batch: int, context: int, config: ModelConfig = TINY) -> Tensor:
+    return torch.randint(config.vocab_size, (batch, context), generator=torch.Generator().manual_seed(1))
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / 2
+
+
+# ---- the fp64 oracle ----------------------------------------------------------------------------------------
+
+
+def rotate_reference(x_BHTD: Tensor, theta: float) -> Tensor:
+    """RoPE as a product of complex numbers: pair i of position t is multiplied by exp(i·t·θ^(−2i/D))."""
+    num_tokens, d_head = x_BHTD.shape[-2:]
+    position = torch.arange(num_tokens, dtype=torch.float64)[:, None]
+    angle = position * theta ** (-2 * torch.arange(d_head // 2, dtype=torch.float64) / d_head)
+    pairs = torch.complex(x_BHTD[..., : d_head // 2], x_BHTD[..., d_head // 2 :])
+    turned = pairs * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+def norm_reference(x: Tensor, weight: Tensor) -> Tensor:
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + RMS_NORM_EPS) * weight
+
+
+def logits_reference(
+    weights: dict[str, Tensor], config: ModelConfig, tokens_BT: Tensor, *, hold_normaliser: bool = False
+) -> Tensor:
+    """The whole model from its published formulas, in the weights' dtype (fp64), sharing no code with labkit.
+
+    `hold_normaliser` takes the softmax's normaliser as a constant, which changes gradients only.
+    """
+    batch, num_tokens = tokens_BT.shape
+    x_BTC = weights["embedding.weight"][tokens_BT]
+    allowed = torch.ones(num_tokens, num_tokens).tril().bool()
+    for layer in range(config.num_layers):
+        block = {name: weights[f"blocks.{layer}.{name}.weight"] for name in BLOCK_MATRICES}
+        normed = norm_reference(x_BTC, block["attention_norm"])
+        q, k, v = (
+            (normed @ block[f"attention.{name}_proj"].T).view(batch, num_tokens, config.num_heads, -1).transpose(1, 2)
+            for name in "qkv"
+        )
+        q, k = rotate_reference(q, config.rope_theta), rotate_reference(k, config.rope_theta)
+        scores = (q @ k.transpose(-1, -2) / math.sqrt(config.d_head)).masked_fill(~allowed, -math.inf)
+        log_normaliser = torch.logsumexp(scores, dim=-1, keepdim=True)
+        heads = torch.exp(scores - (log_normaliser.detach() if hold_normaliser else log_normaliser)) @ v
+        x_BTC = x_BTC + heads.transpose(1, 2).reshape(batch, num_tokens, -1) @ block["attention.out_proj"].T
+        normed = norm_reference(x_BTC, block["feed_forward_norm"])
+        gate, up = normed @ block["feed_forward.gate_proj"].T, normed @ block["feed_forward.up_proj"].T
+        x_BTC = x_BTC + (gate * torch.sigmoid(gate) * up) @ block["feed_forward.down_proj"].T
+    return norm_reference(x_BTC, weights["norm.weight"]) @ weights["head.weight"].T
+
+
+BLOCK_MATRICES = (
+    "attention_norm",
+    "attention.q_proj",
+    "attention.k_proj",
+    "attention.v_proj",
+    "attention.out_proj",
+    "feed_forward_norm",
+    "feed_forward.gate_proj",
+    "feed_forward.up_proj",
+    "feed_forward.down_proj",
+)
+
+
+def run_with_gradients(logits_of, weights: dict[str, Tensor], tokens_BT: Tensor) -> dict[str, Tensor]:
+    """Returns the logits and the gradient of a fixed weighted sum of them by every parameter."""
+    logits_BTV = logits_of(tokens_BT)
+    direction = torch.randn(logits_BTV.shape, generator=torch.Generator().manual_seed(2))
+    gradients = torch.autograd.grad(logits_BTV, list(weights.values()), direction.to(logits_BTV.dtype))
+    return {"logits": logits_BTV.detach(), **dict(zip(weights, gradients, strict=True))}
+
+
+def run_oracle(model: TransformerLM, tokens_BT: Tensor, **options) -> dict[str, Tensor]:
+    weights = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
+    logits_of = functools.partial(logits_reference, weights, model.config, **options)
+    return run_with_gradients(logits_of, weights, tokens_BT)
+
+
+def run_model(model: TransformerLM, tokens_BT: Tensor) -> dict[str, Tensor]:
+    return run_with_gradients(model, dict(model.named_parameters()), tokens_BT)
+
+
+def error(value: Tensor, oracle: Tensor) -> float:
+    return (value.double() - oracle).abs().max().item()
+
+
+@pytest.mark.parametrize("context", [1, 2, 33])
+def test_eager_computes_the_formulas(context):
+    """A sum of n products is off by at most n·u of the sum of their magnitudes; the longest here has d_ff.
+
+    Wrong formulas are off by the size of the values themselves, five orders of magnitude above this bound.
+    """
+    model, tokens_BT = build(), draw_tokens(2, context)
+    oracle = run_oracle(model, tokens_BT)
+    for name, value in run_model(model, tokens_BT).items():
+        bound = TINY.num_layers * TINY.d_ff * unit_roundoff(torch.float32) * oracle[name].abs().max().item()
+        assert error(value, oracle[name]) <= bound, name
+
+
+@pytest.mark.parametrize("attention", sorted(ATTENTION.keys() - {"eager"}))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("context", [1, 33])
+def test_every_attention_is_within_the_error_budget(attention, dtype, context):
+    """Error against fp64 at most 2 × (eager's own in the same dtype + one rounding of the largest term).
+
+    The terms, not the result: the softmax's gradient P∘(dP − D) is a difference, and with a single key it is
+    exactly zero while each of its two sides is rounded. P∘dP alone is the gradient with the normaliser held.
+    """
+    tokens_BT = draw_tokens(2, context)
+    eager, other = build("eager", dtype=dtype), build(attention, dtype=dtype)
+    other.load_state_dict(eager.state_dict())
+    oracle, terms = run_oracle(eager, tokens_BT), run_oracle(eager, tokens_BT, hold_normaliser=True)
+    of_eager, of_other = run_model(eager, tokens_BT), run_model(other, tokens_BT)
+    assert of_other["logits"].dtype == dtype
+    for name, reference in oracle.items():
+        band = unit_roundoff(dtype) * max(reference.abs().max().item(), terms[name].abs().max().item())
+        assert error(of_other[name], reference) <= 2 * (error(of_eager[name], reference) + band), name
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_a_model_holds_the_attention_it_was_asked_for(attention, monkeypatch):
+    calls = []
+    original = ATTENTION[attention]
+    monkeypatch.setitem(ATTENTION, attention, lambda *args, **kwargs: calls.append(kwargs) or original(*args, **kwargs))
+    build(attention)(draw_tokens(1, 4))
+    assert calls == [{"causal": True}] * TINY.num_layers
+
+
+# ---- the whole model ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_logits_have_one_row_per_token(attention):
+    logits_BTV = build(attention)(draw_tokens(3, 7))
+    assert logits_BTV.shape == (3, 7, TINY.vocab_size)
+    assert logits_BTV.dtype == torch.float32
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize("position", [0, 5, 11])
+def test_a_token_changes_no_logits_before_it_and_all_from_it_on(attention, position):
+    model, tokens_BT = build(attention), draw_tokens(2, 12)
+    changed_BT = tokens_BT.clone()
+    changed_BT[:, position] = (changed_BT[:, position] + 1) % TINY.vocab_size
+    with torch.no_grad():
+        before_BTV, after_BTV = model(tokens_BT), model(changed_BT)
+    assert torch.equal(before_BTV[:, :position], after_BTV[:, :position])
+    assert (before_BTV[:, position:] != after_BTV[:, position:]).any(dim=-1).all()
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_sequences_of_a_batch_do_not_touch(attention):
+    model, tokens_BT = build(attention), draw_tokens(2, 12)
+    changed_BT = tokens_BT.clone()
+    changed_BT[1] = (changed_BT[1] + 1) % TINY.vocab_size
+    with torch.no_grad():
+        assert torch.equal(model(tokens_BT)[0], model(changed_BT)[0])
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_gradients_reach_every_parameter(attention):
+    model = build(attention)
+    tokens_BT = draw_tokens(2, 12)
+    language_model_loss(model(tokens_BT), tokens_BT.roll(-1, 1)).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        if parameter.dim() == 1:
+            assert (parameter.grad != 0).all(), name
+        elif name != "embedding.weight":
+            assert (parameter.grad != 0).any(dim=1).all(), f"{name}: a row without gradient"
+    reached = (model.embedding.weight.grad != 0).any(dim=1)
+    assert set(reached.nonzero().flatten().tolist()) == set(tokens_BT.unique().tolist())
+
+
+def test_there_are_no_biases_and_the_head_is_untied():
+    model = TransformerLM(SIZES["nano"], max_context=8)
+    assert not [name for name, _ in model.named_parameters() if "bias" in name]
+    assert all(getattr(module, "bias", None) is None for module in model.modules())
+    assert model.head.weight.shape == model.embedding.weight.shape
+    assert model.head.weight.untyped_storage().data_ptr() != model.embedding.weight.untyped_storage().data_ptr()
+
+
+def test_parameters_are_those_of_the_formulas_and_nothing_else_is_saved():
+    model = TransformerLM(TINY, max_context=8)
+    blocks = {f"blocks.{layer}.{name}.weight" for layer in range(TINY.num_layers) for name in BLOCK_MATRICES}
+    expected = blocks | {"embedding.weight", "norm.weight", "head.weight"}
+    assert {name for name, _ in model.named_parameters()} == expected
+    assert set(model.state_dict()) == expected, "the rotary tables belong to max_context, not to a checkpoint"
+
+
+def test_matrices_start_at_a_standard_deviation_of_two_hundredths_and_gains_at_one():
+    torch.manual_seed(0)
+    model = TransformerLM(SIZES["nano"], max_context=8)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            assert torch.equal(parameter, torch.ones_like(parameter)), name
+        else:
+            # The deviation estimated from n draws scatters by 1/sqrt(2n), their mean by 1/sqrt(n): five sigmas.
+            n = parameter.numel()
+            assert abs(parameter.std().item() / 0.02 - 1) <= 5 / math.sqrt(2 * n), name
+            assert abs(parameter.mean().item()) <= 5 * 0.02 / math.sqrt(n), name
+
+
+def test_parameters_take_the_asked_dtype_and_device():
+    model = TransformerLM(TINY, max_context=8, device="meta", dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]} == {"meta"}
+    # Rounded to bf16, positions beyond 256 could not be told apart.
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
+
+
+def test_an_unknown_attention_is_refused_with_the_accepted_ones():
+    with pytest.raises(ValueError, match="unknown attention 'flash'") as caught:
+        TransformerLM(TINY, max_context=8, attention="flash")
+    assert all(name in str(caught.value) for name in ATTENTION)
+
+
+@pytest.mark.parametrize(("d_model", "num_heads"), [(48, 16), (49, 7), (50, 4)], ids=["odd 3", "odd 7", "no multiple"])
+def test_a_head_dimension_that_cannot_be_paired_is_refused(d_model, num_heads):
+    config = dataclasses.replace(TINY, d_model=d_model, num_heads=num_heads)
+    with pytest.raises(ValueError, match=f"d_model {d_model} must be num_heads {num_heads} times an even"):
+        TransformerLM(config, max_context=8)
+
+
+def test_a_context_longer_than_the_model_takes_is_refused():
+    model = build(max_context=8)
+    assert model(draw_tokens(1, 8)).shape[1] == 8
+    with pytest.raises(ValueError, match="context 9 is longer than max_context 8"):
+        model(draw_tokens(1, 9))
+
+
+def test_a_longer_table_of_positions_changes_nothing():
+    short, long = build(max_context=8), build(max_context=32)
+    long.load_state_dict(short.state_dict())
+    with torch.no_grad():
+        assert torch.equal(short(draw_tokens(2, 8)), long(draw_tokens(2, 8)))
+
+
+# ---- its parts ----------------------------------------------------------------------------------------------
+
+
+def make_rotary(d_head: int = 16, max_context: int = 64) -> RotaryEmbedding:
+    return RotaryEmbedding(d_head, max_context, theta=10_000.0)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
+
+
+def test_rope_turns_pairs_by_their_angle():
+    x_BHTD = randn(2, 3, 64, 16, dtype=torch.float64)
+    turned_BHTD = make_rotary()(x_BHTD)
+    # Only the tables are rounded, to fp32: each output sums two products with one table entry each.
+    bound = 2 * unit_roundoff(torch.float32) * x_BHTD.abs().max().item()
+    assert error(turned_BHTD, rotate_reference(x_BHTD, 10_000.0)) <= bound
+
+
+def test_rope_dot_products_depend_on_the_distance_only():
+    rotary = make_rotary()
+    q_D, k_D = randn(2, 16, dtype=torch.float64)
+    q_TD, k_TD = rotary(q_D.expand(64, 16)), rotary(k_D.expand(64, 16))
+    scores_TT = q_TD @ k_TD.T
+    # Tables rounded to fp32 move each rotated vector by at most √2·u of its length, so a dot product by 2√2·u.
+    bound = 2 * 2 * math.sqrt(2) * unit_roundoff(torch.float32) * (q_D.norm() * k_D.norm()).item()
+    diagonals = [scores_TT.diagonal(offset) for offset in range(-63, 64)]
+    for diagonal in diagonals:
+        assert (diagonal.max() - diagonal.min()).item() <= bound
+    # And on the distance they do depend, its sign included.
+    starts = torch.stack([diagonal[0] for diagonal in diagonals])
+    assert (starts.sort().values.diff() > bound).all()
+
+
+def test_rope_keeps_lengths_and_leaves_position_zero():
+    x_BHTD = randn(2, 3, 64, 16, dtype=torch.float64)
+    turned_BHTD = make_rotary()(x_BHTD)
+    ratio = turned_BHTD.norm(dim=-1) / x_BHTD.norm(dim=-1)
+    assert (ratio - 1).abs().max().item() <= math.sqrt(2) * unit_roundoff(torch.float32)
+    assert torch.equal(turned_BHTD[..., 0, :], x_BHTD[..., 0, :])
+    assert (turned_BHTD[..., 1:, :] != x_BHTD[..., 1:, :]).all()
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_rope_keeps_the_dtype_and_counts_positions_from_the_first_token(dtype):
+    x_BHTD = randn(1, 2, 64, 16, dtype=dtype)
+    turned_BHTD = make_rotary()(x_BHTD)
+    assert turned_BHTD.dtype == dtype
+    assert torch.equal(make_rotary()(x_BHTD[..., :5, :]), turned_BHTD[..., :5, :])
+
+
+def make_norm(d_model: int = 64, dtype: torch.dtype = torch.float32) -> RMSNorm:
+    norm = RMSNorm(d_model, dtype=dtype)
+    with torch.no_grad():
+        norm.weight.copy_(1 + 0.5 * torch.rand(d_model, generator=torch.Generator().manual_seed(4)))
+    return norm
+
+
+# At 1e-3 the mean square is below the epsilon, which then decides.
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e4])
+def test_rms_norm_is_its_formula(scale):
+    norm, x = make_norm(), scale * randn(5, 7, 64)
+    reference = norm_reference(x.double(), norm.weight.double())
+    # The mean of 64 squares is off by at most 66 roundings, of which the root halves the effect; then three more.
+    relative = (norm(x).double() - reference).abs() / reference.abs()
+    assert relative.max().item() <= (66 / 2 + 4) * unit_roundoff(torch.float32)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e4])
+@pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
+def test_rms_norm_rounds_a_bf16_result_once(scale, weight_dtype):
+    norm, x = make_norm(dtype=weight_dtype), (scale * randn(5, 7, 64)).bfloat16()
+    out = norm(x)
+    assert out.dtype == torch.bfloat16
+    reference = norm_reference(x.double(), norm.weight.double())
+    # Statistics in bf16 would be off by several roundings; in fp32 only the last one, to bf16, is left.
+    relative = (out.double() - reference).abs() / reference.abs()
+    assert relative.max().item() <= unit_roundoff(torch.bfloat16) + 40 * unit_roundoff(torch.float32)
+
+
+def test_swiglu_has_three_matrices_and_gates_with_the_first():
+    layer = SwiGLU(TINY)
+    assert {name: tuple(p.shape) for name, p in layer.named_parameters()} == {
+        "gate_proj.weight": (TINY.d_ff, TINY.d_model),
+        "up_proj.weight": (TINY.d_ff, TINY.d_model),
+        "down_proj.weight": (TINY.d_model, TINY.d_ff),
+    }
+    layer, x = layer.double(), randn(4, TINY.d_model, dtype=torch.float64)
+    gate, up = x @ layer.gate_proj.weight.T, x @ layer.up_proj.weight.T
+    expected = (gate / (1 + torch.exp(-gate)) * up) @ layer.down_proj.weight.T
+    bound = TINY.d_ff * unit_roundoff(torch.float64) * expected.abs().max().item()
+    assert error(layer(x), expected) <= bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_loss_is_the_mean_negative_log_probability(dtype):
+    logits_BTV, targets_BT = randn(3, 5, 61, dtype=dtype) * 4, draw_tokens(3, 5)
+    # The definition, summed token by token.
+    expected = 0.0
+    for b in range(3):
+        for t in range(5):
+            row = logits_BTV[b, t].tolist()
+            expected += math.log(sum(math.exp(value) for value in row)) - row[targets_BT[b, t]]
+    expected /= 15
+    loss = language_model_loss(logits_BTV, targets_BT)
+    assert loss.shape == () and loss.dtype == dtype
+    # The longest sum has 61 terms.
+    assert abs(loss.item() - expected) <= 61 * unit_roundoff(dtype) * abs(expected)
+
+
+def test_the_loss_of_an_untrained_model_is_near_that_of_a_guess():
+    torch.manual_seed(0)
+    config = SIZES["nano"]
+    model, tokens_BT = TransformerLM(config, max_context=32), draw_tokens(4, 32, config)
+    with torch.no_grad():
+        logits_BTV = model(tokens_BT)
+    # Logits of variance s² around zero cost log V + s²/2 on average; the 128 targets scatter by s/√128.
+    spread = logits_BTV.std().item()
+    loss = language_model_loss(logits_BTV, draw_tokens(4, 32, config).flip(1)).item()
+    assert abs(loss - math.log(config.vocab_size) - spread**2 / 2) <= 5 * spread / math.sqrt(128)
