@@ -24,7 +24,7 @@ class Datasheet:
     """Dense peaks of one product as its maker prints them.
 
     Rates in TFLOP/s without sparsity, fp32 without tensor cores, bf16 with fp32 accumulation;
-    bandwidth in GB/s (1e9 B/s); memory in GB. None where the product has no such unit.
+    bandwidth in GB/s (1e9 B/s). None where the product has no such unit.
     """
 
     pattern: str
@@ -32,7 +32,6 @@ class Datasheet:
     tf32_tflops: float | None
     bf16_tflops: float | None
     memory_gb_per_s: float
-    memory_gb: float
     source: str
 
     def tflops(self, precision: str) -> float | None:
@@ -44,34 +43,37 @@ class Datasheet:
 
 # The first pattern that occurs in the device's name counts, so the longer names come first.
 DATASHEETS = (
-    Datasheet(r"H200 NVL", 60.0, 417.5, 835.5, 4800, 141, "NVIDIA H200 datasheet, H200 NVL"),
-    Datasheet(r"H200", 66.9, 494.7, 989.4, 4800, 141, "NVIDIA H200 datasheet, H200 SXM"),
-    Datasheet(r"H100 PCIe", 51.2, 378.0, 756.0, 2000, 80, "NVIDIA H100 PCIe product brief"),
-    Datasheet(r"H100 NVL", 60.0, 417.5, 835.5, 3900, 94, "NVIDIA H100 datasheet, H100 NVL"),
-    Datasheet(r"H100", 66.9, 494.7, 989.4, 3350, 80, "NVIDIA H100 datasheet, H100 SXM"),
-    Datasheet(r"A100.*80GB.*PCIe|A100-PCIE-80GB", 19.5, 156.0, 312.0, 1935, 80, "NVIDIA A100 datasheet, 80GB PCIe"),
-    Datasheet(r"A100.*80GB", 19.5, 156.0, 312.0, 2039, 80, "NVIDIA A100 datasheet, 80GB SXM"),
-    Datasheet(r"A100", 19.5, 156.0, 312.0, 1555, 40, "NVIDIA A100 datasheet, 40GB"),
-    Datasheet(r"A10G", 35.0, 35.0, 70.0, 600, 24, "NVIDIA A10G datasheet"),
-    Datasheet(r"A10\b", 31.2, 62.5, 125.0, 600, 24, "NVIDIA A10 datasheet"),
-    Datasheet(r"L40S", 91.6, 183.0, 362.05, 864, 48, "NVIDIA L40S datasheet"),
-    Datasheet(r"L4\b", 30.3, 60.0, 121.0, 300, 24, "NVIDIA L4 datasheet"),
-    Datasheet(r"RTX 5090", 104.8, 104.8, 209.5, 1792, 32, "NVIDIA RTX Blackwell GPU architecture whitepaper"),
-    Datasheet(r"RTX 4090", 82.6, 82.6, 165.2, 1008, 24, "NVIDIA Ada GPU architecture whitepaper"),
-    Datasheet(r"RTX 3090 Ti", 40.0, 40.0, 80.0, 1008, 24, "NVIDIA Ampere GA102 GPU architecture whitepaper"),
-    Datasheet(r"RTX 3090", 35.6, 35.6, 71.0, 936, 24, "NVIDIA Ampere GA102 GPU architecture whitepaper"),
-    Datasheet(r"V100", 15.7, None, None, 900, 32, "NVIDIA V100 datasheet, SXM2"),
-    Datasheet(r"Tesla T4|\bT4\b", 8.1, None, None, 320, 16, "NVIDIA T4 datasheet"),
+    Datasheet(r"H200 NVL", 60.0, 417.5, 835.5, 4800, "NVIDIA H200 datasheet, H200 NVL"),
+    Datasheet(r"H200", 66.9, 494.7, 989.4, 4800, "NVIDIA H200 datasheet, H200 SXM"),
+    Datasheet(r"H100 PCIe", 51.2, 378.0, 756.0, 2000, "NVIDIA H100 PCIe product brief"),
+    Datasheet(r"H100 NVL", 60.0, 417.5, 835.5, 3900, "NVIDIA H100 datasheet, H100 NVL"),
+    Datasheet(r"H100", 66.9, 494.7, 989.4, 3350, "NVIDIA H100 datasheet, H100 SXM"),
+    Datasheet(r"A100.*80GB.*PCIe|A100-PCIE-80GB", 19.5, 156.0, 312.0, 1935, "NVIDIA A100 datasheet, 80GB PCIe"),
+    Datasheet(r"A100.*80GB", 19.5, 156.0, 312.0, 2039, "NVIDIA A100 datasheet, 80GB SXM"),
+    Datasheet(r"A100", 19.5, 156.0, 312.0, 1555, "NVIDIA A100 datasheet, 40GB"),
+    Datasheet(r"A10G", 35.0, 35.0, 70.0, 600, "NVIDIA A10G datasheet"),
+    Datasheet(r"A10", 31.2, 62.5, 125.0, 600, "NVIDIA A10 datasheet"),
+    Datasheet(r"L40S", 91.6, 183.0, 362.05, 864, "NVIDIA L40S datasheet"),
+    Datasheet(r"L4", 30.3, 60.0, 121.0, 300, "NVIDIA L4 datasheet"),
+    Datasheet(r"RTX 5090", 104.8, 104.8, 209.5, 1792, "NVIDIA RTX Blackwell GPU architecture whitepaper"),
+    Datasheet(r"RTX 4090", 82.6, 82.6, 165.2, 1008, "NVIDIA Ada GPU architecture whitepaper"),
+    Datasheet(r"RTX 3090 Ti", 40.0, 40.0, 80.0, 1008, "NVIDIA Ampere GA102 GPU architecture whitepaper"),
+    Datasheet(r"RTX 3090", 35.6, 35.6, 71.0, 936, "NVIDIA Ampere GA102 GPU architecture whitepaper"),
+    Datasheet(r"V100-SXM2", 15.7, None, None, 900, "NVIDIA V100 datasheet, SXM2"),
+    Datasheet(r"T4", 8.1, None, None, 320, "NVIDIA T4 datasheet"),
 )
 
 
 def datasheet(device_name: str) -> Datasheet | None:
     """Returns the peaks of the product called `device_name`, None if it is not in the table.
 
-    There is no default: a number divided by another GPU's peak is worse than no number.
+    There is no default: a number divided by another GPU's peak is worse than no number. So a laptop's part, a
+    slice of a GPU (MIG) and a product whose name only contains another's have none either.
     """
+    if re.search(r"\bMIG\b|Laptop|Max-Q|\d D$", device_name):
+        return None
     for sheet in DATASHEETS:
-        if re.search(sheet.pattern, device_name):
+        if re.search(rf"\b(?:{sheet.pattern})\b", device_name):
             return sheet
     return None
 
@@ -174,11 +176,14 @@ def source_state() -> dict[str, Any]:
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(REPOSITORY), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
-    # Measuring writes under figures/ and re-renders the report; neither changes what is measured.
-    changed = git("status", "--porcelain", "--", ".", ":!figures", ":!report.md", ":!notebooks")
-    return {"commit": git("rev-parse", "HEAD") or "unknown", "dirty": bool(changed)}
+    try:
+        # Measuring writes under figures/ and re-renders the report; neither changes what is measured.
+        changed = git("status", "--porcelain", "--", ".", ":!figures", ":!report.md", ":!notebooks")
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changed)}
+    except subprocess.CalledProcessError:  # no commit yet, or a tree that git refuses to read
+        return {"commit": "unknown", "dirty": None}
 
 
 def environment(device: Device) -> dict[str, Any]:

@@ -235,13 +235,11 @@ def test_a_result_that_cannot_be_sent_is_an_error(output, log):
     assert outcome(output, "faulty")["third"] == ("ok", "")
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="the samples of a refused result are still written")
 def test_a_result_with_impossible_samples_is_refused(output, log):
     run_between_others(output, log, "nan_samples", "second")
     assert outcome(output, "faulty")["second"] == ("error", "refused: median_ms is nan")
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="a metric that JSON has not ends the session")
 def test_a_result_that_cannot_be_written_is_an_error(output, log):
     run_between_others(output, log, "foreign_number", "second")
     status, reason = outcome(output, "faulty")["second"]
@@ -249,7 +247,6 @@ def test_a_result_that_cannot_be_written_is_an_error(output, log):
     assert outcome(output, "faulty")["third"] == ("ok", "")
 
 
-@pytest.mark.xfail(strict=True, reason="the worker's death between two cases falls on the next one or on the session")
 def test_a_worker_that_ends_between_two_cases_costs_none_of_them(output, log):
     run_between_others(output, log, "end_when_done", "after")
     assert outcome(output, "faulty") == dict.fromkeys(PHASES, ("ok", ""))
@@ -264,7 +261,6 @@ def test_stop_at_failure_skips_what_comes_after(output, log, behaviour, status):
     assert started(log, "faulty") == ["first", "second"]
 
 
-@pytest.mark.xfail(strict=True, reason="a refused result is recorded as an error and does not stop the case")
 def test_stop_at_failure_skips_what_comes_after_a_refused_result(output, log):
     run_between_others(output, log, "other_label", "second", stop_at_failure=True)
     assert outcome(output, "faulty")["third"] == ("skipped", ABSENT.format("error"))
@@ -572,7 +568,6 @@ def test_a_request_that_cannot_be_met_names_what_is_accepted(output, changes, ac
     assert not output.exists()
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="an unknown option reaches cases() as an unknown argument")
 def test_an_unknown_option_names_what_is_accepted(output):
     with pytest.raises(ValueError, match=r"colour.*accepted.*sizes.*contexts"):
         request_session(output, colour="red")
@@ -698,7 +693,6 @@ def test_nothing_outlives_a_session_that_is_ended_from_outside(output, log, serv
     assert recorded(output) == {("a", "first"): 1}
 
 
-@pytest.mark.xfail(strict=True, reason="the thread that ends the worker with its session never gets the interpreter")
 def test_a_worker_that_holds_the_interpreter_does_not_outlive_its_session(output, log, server):
     mark = f"{os.getpid()}-interpreter"
     plan = [{"name": "a", "log": str(log), "behaviour": "hang_with_the_interpreter", "at": "second"}]

@@ -7,8 +7,11 @@ The worker is forked from a server that has the experiment's module imported and
 device: a new worker costs a fork and a device context instead of importing torch anew.
 """
 
+import contextlib
+import ctypes
 import datetime
 import importlib
+import inspect
 import json
 import multiprocessing
 import os
@@ -20,6 +23,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -94,6 +98,7 @@ def _worker_main(connection: Connection, module_name: str) -> None:
     """Runs cases until the connection closes; ends after the first failure."""
     if hasattr(os, "setpgrp"):
         os.setpgrp()  # so that whatever a case starts is ended together with the worker
+    _die_with_parent()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     experiment = importlib.import_module(module_name)
     while True:
@@ -101,6 +106,7 @@ def _worker_main(connection: Connection, module_name: str) -> None:
             case, ceilings = connection.recv()
         except EOFError:
             return
+        connection.send(("begun",))
         try:
             for phase, run in experiment.run_case(case, ceilings):
                 connection.send(("phase", phase))
@@ -118,6 +124,19 @@ def _worker_main(connection: Connection, module_name: str) -> None:
                 os._exit(0)  # a failed device context must not run destructors, nor another case
         else:
             connection.send(("done",))
+
+
+def _die_with_parent() -> None:
+    """Asks Linux to kill this process when the fork server ends, as it does with its session.
+
+    The thread of `_end_with_parent` also ends what a case started, but cannot run while a case holds the
+    interpreter.
+    """
+    if sys.platform == "linux":
+        # The fork server ends when nobody holds this pipe any more; the workers it starts hold it too.
+        os.close(forkserver._forkserver._forkserver_alive_fd)
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end_with_parent() -> None:
@@ -149,8 +168,13 @@ class _Worker:
         theirs.close()
         self.used = False
 
+    def send(self, case: Case, ceilings: dict[str, float]) -> None:
+        """Hands over a case; if the process has ended, `receive` says so."""
+        with contextlib.suppress(OSError):
+            self.connection.send((case, ceilings))
+
     def receive(self, timeout_s: float) -> tuple:
-        """Returns the next message; ("failed", …) when the process ended or kept silent for `timeout_s`."""
+        """Returns the next message; ("failed", …) when it kept silent for `timeout_s`, ("ended", …) when it ended."""
         if not wait([self.connection, self.process.sentinel], timeout_s):
             return ("failed", "timeout", f"no result within {timeout_s:g} s")
         try:
@@ -161,8 +185,8 @@ class _Worker:
         self.process.join()
         code = self.process.exitcode
         if code < 0:
-            return ("failed", "error", f"the worker was killed by {signal.Signals(-code).name}")
-        return ("failed", "error", f"the worker ended with exit code {code}")
+            return ("ended", f"the worker was killed by {signal.Signals(-code).name}")
+        return ("ended", f"the worker ended with exit code {code}")
 
     def close(self) -> None:
         _kill_group(self.process.pid)
@@ -189,6 +213,9 @@ class Session:
         self.device = hardware.detect()
         if device != self.device.slug:
             raise ValueError(f"device {device!r} cannot be measured here: this machine is {self.device.slug!r}")
+        accepted = list(inspect.signature(self.experiment.cases).parameters)[2:]
+        if unknown := options.keys() - set(accepted):
+            raise ValueError(f"unknown option {sorted(unknown)[0]!r} of {notebook}; accepted: {', '.join(accepted)}")
         self.cases: list[Case] = self.experiment.cases(profile, self.device.kind, **options)
         self.fresh = fresh
         self.profile = profile
@@ -267,33 +294,44 @@ class Session:
         """Runs a case in a worker until it is done or fails; returns whether the worker lives, and what is left."""
         worker.used = True
         remaining = list(case.phases)
+        begun = False
         current: str | None = None
-        worker.connection.send((case, self.ceilings))
+        worker.send(case, self.ceilings)
         while True:
             message = worker.receive(case.timeout_s)
+            if message[0] == "begun":
+                begun = True
+                continue
             if message[0] == "phase":
                 current = message[1]
-            elif message[0] == "measured":
-                counts[self._append_measured(case, current, message[1])] += 1
+                continue
+            if message[0] == "done":
+                return True, ()
+            if message[0] == "measured":
+                status = self._append_measured(case, current, message[1], counts)
                 remaining.remove(current)
-                current = None
-            elif message[0] == "failed":
-                _, status, reason = message
+                failed, current = [current], None
+                if status == "ok" or not case.stop_at_failure:
+                    continue
+                healthy = False  # it is measuring the phases that are to be skipped
+            elif message[0] == "ended" and not begun:
+                return False, tuple(remaining)  # it ended on account of the case before: this one goes to another
+            else:
+                status, reason = message[1:] if message[0] == "failed" else ("error", message[1])
                 # Without a current phase it failed while building the case: none of its phases can be had.
                 failed = [current] if current else remaining[:]
                 for phase in failed:
                     self._append(self._record(case, phase, status, reason=reason), counts)
                     remaining.remove(phase)
-                if case.stop_at_failure and remaining:
-                    for phase in remaining:
-                        text = f"not run: {failed[0]} before it ended {status}"
-                        self._append(self._record(case, phase, "skipped", reason=text), counts)
-                    remaining = []
-                return status == "skipped", tuple(remaining)
-            else:
-                return True, ()
+                healthy = status == "skipped"
+            if case.stop_at_failure:
+                for phase in remaining:
+                    text = f"not run: {failed[0]} before it ended {status}"
+                    self._append(self._record(case, phase, "skipped", reason=text), counts)
+                remaining = []
+            return healthy, tuple(remaining)
 
-    def _append_measured(self, case: Case, phase: str, measured: Measured) -> str:
+    def _append_measured(self, case: Case, phase: str, measured: Measured, counts: Counter) -> str:
         """Records a measurement, as an error if it cannot be true or is of another case; returns the status."""
         record = self._record(
             case,
@@ -309,12 +347,15 @@ class Session:
             if measured.case != case.parameters:
                 raise ValueError(f"asked for {case.parameters}, ran {measured.case}")
             check_plausible(measured.metrics)
-        except ValueError as error:
-            record = replace(record, status="error", reason=f"refused: {error}", metrics={})
-        self.store.append(record)
-        if record.status == "ok" and case.section == SESSION_SECTION:
+            self.store.append(record)
+        except (ValueError, TypeError) as error:  # TypeError: something that JSON has no form for
+            refused = self._record(case, phase, "error", reason=f"refused: {error}")
+            self._append(refused, counts)
+            return "error"
+        counts["ok"] += 1
+        if case.section == SESSION_SECTION:
             self.ceilings[self.experiment.ceiling_name(case)] = self.experiment.ceiling_value(measured)
-        return record.status
+        return "ok"
 
     def _append(self, record: Record, counts: Counter) -> None:
         self.store.append(record)

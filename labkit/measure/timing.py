@@ -13,17 +13,21 @@ Four methods, because "the time of a GPU function" is four different quantities:
 needs. They disagree for launch-bound work, and the disagreement is a result, not noise.
 """
 
+import contextlib
 import gc
 import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+
+INTERVAL = 0.95
+"""Probability with which the stated interval of a median holds the true one."""
 
 MIN_SAMPLES_AT_LIMIT = 3
 METHODS = ("window", "graph", "flush", "host")
@@ -46,7 +50,7 @@ class Timing:
         stop_reason: "converged", "time limit", "sample limit" or "fixed count".
         host_ms: host clock around the same samples, synchronised (methods "window" and "host").
         launch_ms: host time until the call returned, before the device had finished ("window").
-        warmup_ms: the warm-up calls' own times, host clock.
+        warmup_ms: the warm-up calls' own times, host clock where there is one.
     """
 
     samples_ms: tuple[float, ...]
@@ -109,8 +113,13 @@ class Timing:
         return summary
 
     def description(self) -> dict[str, Any]:
-        """Returns what a record says of the timer."""
-        return {"method": self.method, "num_warmup": self.num_warmup, "stop_reason": self.stop_reason}
+        """Returns what a record says of the timer; `interval` is the coverage that `half_width_fraction` speaks of."""
+        return {
+            "method": self.method,
+            "num_warmup": self.num_warmup,
+            "stop_reason": self.stop_reason,
+            "interval": INTERVAL,
+        }
 
 
 def quantile(samples: Sequence[float], q: float) -> float:
@@ -124,14 +133,18 @@ def quantile(samples: Sequence[float], q: float) -> float:
 
 @cache
 def _median_interval_rank(n: int) -> int:
-    """Returns how many samples lie outside the median's 95 % interval on each side (0 for n below 6)."""
-    outside, rank = 0, 0
-    while rank < n // 2:
-        outside += math.comb(n, rank)
-        if 2 * outside / 2**n > 0.05:
-            return rank
-        rank += 1
-    return rank
+    """Returns how many samples lie outside the median's 95 % interval on each side (0 for n below 6).
+
+    The interval between the order statistics l and n + 1 − l covers the median with probability
+    1 − 2·P(Binomial(n, ½) ≤ l − 1): the second and the ninth of ten.
+    """
+    tail, order = 0, 0
+    while order < n // 2:
+        tail += math.comb(n, order)
+        if 2 * tail / 2**n > 1 - INTERVAL:
+            break
+        order += 1
+    return max(order - 1, 0)
 
 
 def median_half_width(samples: Sequence[float]) -> float:
@@ -183,8 +196,18 @@ def time_callable(
             three times it, with at least three samples.
 
     Raises:
-        ValueError: unknown method; a method that needs CUDA elsewhere; fresh inputs for a graph or flush.
+        ValueError: unknown method; a method that needs CUDA elsewhere; fresh inputs for a graph or flush; no inputs.
     """
+    method = _checked_method(method, device_kind, inputs)
+    sampler = _SAMPLERS[method](function, inputs, device_kind)
+    with _collector_paused():
+        warmup = _warm_up(sampler, num_warmup, time_limit_s)
+        samples, reason = _sample(sampler, min_samples, max_samples, target_half_width, time_limit_s)
+    return Timing.of(samples, method, len(warmup), reason, warmup)
+
+
+def _checked_method(method: str | None, device_kind: str, inputs: Inputs) -> str:
+    """Returns the method, the device's default for None; raises ValueError for one that does not fit."""
     method = method or ("window" if device_kind == "cuda" else "host")
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}; accepted: {', '.join(METHODS)}")
@@ -192,33 +215,43 @@ def time_callable(
         raise ValueError(f"method {method!r} needs CUDA, the device is {device_kind!r}; accepted here: host")
     if method in ("graph", "flush") and callable(inputs):
         raise ValueError(f"method {method!r} repeats its inputs: pass a list of tuples, not a function")
-    sampler = _SAMPLERS[method](function, inputs, device_kind)
+    if not callable(inputs) and not inputs:
+        raise ValueError("inputs is empty; pass at least one tuple of arguments")
+    return method
 
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Keeps Python's garbage collector out of the samples, and leaves it as it was."""
+    was_enabled = gc.isenabled()
     gc.collect()
-    gc.disable()  # a collection in the middle of a sample would be timed with it
+    gc.disable()
     try:
-        warmup = _warm_up(sampler, num_warmup, time_limit_s)
-        samples, reason = _sample(sampler, min_samples, max_samples, target_half_width, time_limit_s)
+        yield
     finally:
-        gc.enable()
-    return Timing.of(samples, method, len(warmup), reason, warmup)
+        if was_enabled:
+            gc.enable()
 
 
 def _warm_up(sampler: "_Sampler", num_warmup: int, time_limit_s: float) -> list[float]:
+    """Returns the warm-up calls' times: the host's clock where the sampler has it, else the device's."""
     warmup: list[float] = []
-    while len(warmup) < num_warmup and sum(warmup) < time_limit_s * 1e3:
-        begin = time.perf_counter()
-        sampler()
-        warmup.append((time.perf_counter() - begin) * 1e3)
+    begin = time.perf_counter()
+    while len(warmup) < num_warmup and (not warmup or time.perf_counter() - begin < time_limit_s):
+        device_ms, host_ms, _ = sampler()
+        warmup.append(device_ms if host_ms is None else host_ms)
     return warmup
 
 
 def _sample(sampler, min_samples, max_samples, target_half_width, time_limit_s) -> tuple[list[tuple], str]:
+    """Returns the samples and why there are no more of them."""
     samples: list[tuple] = []
     begin = time.perf_counter()
-    while len(samples) < max_samples:
+    while True:
         samples.append(sampler())
         elapsed = time.perf_counter() - begin
+        if len(samples) == max_samples:
+            return samples, "fixed count" if min_samples == max_samples else "sample limit"
         if len(samples) >= min_samples:
             if elapsed >= time_limit_s:
                 return samples, "time limit"
@@ -227,7 +260,6 @@ def _sample(sampler, min_samples, max_samples, target_half_width, time_limit_s) 
                     return samples, "converged"
         elif elapsed >= 3 * time_limit_s and len(samples) >= MIN_SAMPLES_AT_LIMIT:
             return samples, "time limit"
-    return samples, "fixed count" if min_samples == max_samples else "sample limit"
 
 
 # ---- one sample by each method: (device ms, host ms or None, launch ms or None) ---------------------------
@@ -238,8 +270,6 @@ _Sampler = Callable[[], tuple[float, float | None, float | None]]
 def _rotation(inputs: Inputs) -> Callable[[], tuple]:
     if callable(inputs):
         return inputs
-    if not inputs:
-        raise ValueError("inputs is empty; pass at least one tuple of arguments")
     position = -1
 
     def rotate() -> tuple:
@@ -387,22 +417,21 @@ def compare(
         Others as in `time_callable`.
 
     Raises:
-        ValueError: the baseline is not among the candidates, or the method is unknown.
+        ValueError: the baseline is not among the candidates; else as in `time_callable`.
     """
     if baseline not in candidates:
         raise ValueError(f"unknown baseline {baseline!r}; accepted: {', '.join(candidates)}")
-    method = method or ("window" if device_kind == "cuda" else "host")
-    if method not in METHODS:
-        raise ValueError(f"unknown method {method!r}; accepted: {', '.join(METHODS)}")
+    method = _checked_method(method, device_kind, inputs)
     samplers = {name: _SAMPLERS[method](function, inputs, device_kind) for name, function in candidates.items()}
     generator = random.Random(seed)
-    for sampler in samplers.values():
-        for _ in range(num_warmup):
-            sampler()
     samples: dict[str, list[tuple]] = {name: [] for name in samplers}
-    for _ in range(num_rounds):
-        for name in generator.sample(list(samplers), len(samplers)):
-            samples[name].append(samplers[name]())
+    with _collector_paused():
+        for sampler in samplers.values():
+            for _ in range(num_warmup):
+                sampler()
+        for _ in range(num_rounds):
+            for name in generator.sample(list(samplers), len(samplers)):
+                samples[name].append(samplers[name]())
     timings = {name: Timing.of(rows, method, num_warmup, "fixed count") for name, rows in samples.items()}
     base = timings[baseline].samples_ms
     ratio = {
