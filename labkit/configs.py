@@ -127,7 +127,7 @@ BENCHMARKING: dict[str, BenchmarkingGrid] = {
         compile_contexts=(128, 256, 512),
         compile_precisions=PRECISIONS,
         whole_compile_sizes=("small",),
-        time_limit_s=3.0,
+        time_limit_s=2.0,
         case_timeout_s=300.0,
     ),
 }

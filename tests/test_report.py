@@ -98,7 +98,9 @@ def test_an_out_of_memory_is_a_word_in_the_table_and_a_mark_in_the_figure(folder
     row = report.table_phases(frame, "fp32").set_index(["size", "context"]).loc[("small", 128)]
     assert row["training step"] == "oom"
     assert figures.svg(report.figure_phases(frame, "fp32")) != before
-    assert any("small" in text and "out of memory at 128 (fp32)" in text for text in report.findings_phases(frame))
+    assert any(
+        "small" in text and "out of memory at context 128 in fp32" in text for text in report.findings_phases(frame)
+    )
 
 
 def test_a_launch_bound_disagreement_is_explained_and_another_is_not(folder):

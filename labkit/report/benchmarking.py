@@ -86,7 +86,7 @@ def table_timer(frame: pd.DataFrame) -> pd.DataFrame:
         {
             "method": row["phase"],
             "median (ms)": number(row["median_ms"], 4),
-            "± half of 95 % interval": percent(row["half_width_fraction"]),
+            "± half of interval": percent(row["half_width_fraction"]),
             "n": int(row["n"]),
             "GB/s": number(row["achieved_gb_per_s"]),
             "to independent": times(row["median_ms"] / reference),
@@ -198,11 +198,12 @@ def _what_fits(frame: pd.DataFrame) -> list[str]:
             elif not fits:
                 parts.append(f"{PHASE_NAMES[phase]} fits at none")
             else:
-                shortest = lost.groupby("precision")["context"].min()
-                parts.append(
-                    f"{PHASE_NAMES[phase]} first runs out of memory at "
-                    + listing(f"{context} ({precision})" for precision, context in shortest.items())
+                shortest = in_order(
+                    lost.groupby("precision", as_index=False)["context"].min(), ["context", "precision"]
                 )
+                by_context = shortest.groupby("context")["precision"].apply(list)
+                places = listing(f"context {context} in {listing(names)}" for context, names in by_context.items())
+                parts.append(f"{PHASE_NAMES[phase]} first runs out of memory at {places}")
         sentences.append(f"**{size}**: {'; '.join(parts)}.")
     return sentences
 
@@ -229,7 +230,8 @@ def _steadiness(frame: pd.DataFrame) -> list[str]:
     unstable = measured[measured["half_width_fraction"] > STABLE]
     text = (
         f"Of {len(measured):,} medians, {percent((measured['half_width_fraction'] <= 0.005).mean(), 3)} are known to "
-        f"±0.5 % (95 % interval) and {percent(1 - len(unstable) / len(measured), 3)} to ±{percent(STABLE)}"
+        f"±0.5 % and {percent(1 - len(unstable) / len(measured), 3)} to ±{percent(STABLE)} "
+        f"(by an interval that holds the true median with a probability of at least {percent(_coverage(measured))})"
     )
     if len(unstable):
         worst = unstable.sort_values("half_width_fraction").iloc[-1]
@@ -243,6 +245,14 @@ def _steadiness(frame: pd.DataFrame) -> list[str]:
             "the table of all statistics lists their n."
         )
     return sentences
+
+
+def _coverage(measured: pd.DataFrame) -> float:
+    """Returns the least coverage of the rows' intervals; records of measurement version 1 do not state theirs."""
+    first_version = 0.88
+    if "timer_interval" not in measured:
+        return first_version
+    return float(measured["timer_interval"].fillna(first_version).min())
 
 
 def _sum_of_parts(frame: pd.DataFrame) -> list[str]:

@@ -7,7 +7,7 @@ SAME = 0.03
 """Two times within 3 % of each other are called about the same: medians drift that much between sessions."""
 
 STABLE = 0.01
-"""A median whose 95 % interval is wider than ±1 % is called unstable."""
+"""A median whose interval is wider than ±1 % is called unstable."""
 
 
 def number(value: float | int | None, digits: int = 3) -> str:
