@@ -86,6 +86,11 @@ def _child_and_hang(case: Case) -> None:
     time.sleep(600)
 
 
+def _child_and_hang_with_the_interpreter(case: Case) -> None:
+    _start_child(case)
+    _hang_with_the_interpreter(case)
+
+
 def _end_when_done(case: Case) -> None:
     send = Connection.send
 
@@ -116,6 +121,7 @@ FAULTS: dict[str, Callable[[Case], None]] = {
     "child": _start_child,
     "child_and_exit": _child_and_exit,
     "child_and_hang": _child_and_hang,
+    "child_and_hang_with_the_interpreter": _child_and_hang_with_the_interpreter,
     "end_when_done": _end_when_done,
 }
 
@@ -228,9 +234,11 @@ def serve() -> None:
     """Runs sessions as they are asked for on stdin, one JSON object a line, each in a process of its own.
 
     Answers with the process id, and with its wait status once it has ended. The processes are forks of this
-    one, which has everything imported: that takes longer than the session itself.
+    one, which has everything imported: that takes longer than the session itself. It must not ask for the
+    device: CUDA does not work in a fork of a process that has used it.
     """
-    hardware.detect()
+    import torch  # noqa: F401
+
     hardware.source_state()
     for line in sys.stdin:
         request = json.loads(line)

@@ -420,6 +420,12 @@ def test_a_forward_pass_runs_in_its_precision_and_inference_without_autograd(pre
     workload.forward()
     workload.forward_backward()
     assert seen == [(dtype, False), (dtype, True), (dtype, True)]
+    seen.clear()
+    for phase, with_autograd in {"inference": False, "forward": True}.items():
+        workload.time_phase(phase, **THREE)
+        assert seen == [(dtype, with_autograd)] * 4
+        seen.clear()
+    workload.forward_backward()
     assert {parameter.dtype for parameter in workload.model.parameters()} == {torch.float32}
     assert {parameter.grad.dtype for parameter in workload.model.parameters()} == {torch.float32}
 
@@ -431,9 +437,10 @@ def test_two_workloads_of_a_case_are_equal():
 
 
 def test_a_case_lets_go_of_its_model():
-    phases = list(run_case(Case("steps", parameters(), ("forward", "train_step"), 60.0), {}))
-    workload = phases[0][1].args[0]
-    assert isinstance(workload, Workload)
+    for _, run in run_case(Case("steps", parameters(), ("train_step",), 60.0), {}):
+        workload = run.args[0]
+        run()
+        assert {"model", "optimizer"} <= workload.__dict__.keys()
     assert not {"model", "optimizer"} & workload.__dict__.keys()
 
 
@@ -669,6 +676,8 @@ def test_compiling_is_timed_as_a_phase_of_its_own_and_only_there(counted_compile
     for phase, run in run_case(case, {}):
         measured[phase] = run()
         num_graphs[phase] = len(counted_compiler)
+        if phase == "compile":  # what runs backward is compiled no earlier than it is needed
+            assert all(parameter.grad is not None for parameter in run.args[0].model.parameters())
     assert {result.case["compile"] for result in measured.values()} == {mode}
     assert num_graphs["compile"] >= 1
     assert set(num_graphs.values()) == {num_graphs["compile"]}, "compiled again after the first call"

@@ -97,7 +97,7 @@ def _parameters(size: str, context: int, precision: str, compile_mode: str = "no
 
 def _step_cases(grid: BenchmarkingGrid, sizes: Sequence[str], contexts: Sequence[int]) -> list[Case]:
     return [
-        Case("steps", _parameters(size, context, precision), PHASES, grid.case_timeout_s)
+        Case("steps", _parameters(size, context, precision), PHASES, grid.case_timeout_s, grid.time_limit_s)
         for size in sizes
         for context in contexts
         for precision in grid.precisions
@@ -117,7 +117,7 @@ def _compile_cases(grid: BenchmarkingGrid, sizes: Sequence[str], contexts: Seque
     return [
         Case(
             "compile", _parameters(size, context, precision, mode), COMPILE_PHASES, grid.case_timeout_s,
-            stop_at_failure=True,
+            grid.time_limit_s, stop_at_failure=True,
         )
         for size in grid.compile_sizes
         if size in sizes
@@ -294,7 +294,7 @@ def _empty_cache(device: hardware.Device) -> None:
 
 def _measure_phase(workload: Workload, case: Case, phase: str, ceilings: dict[str, float]) -> Measured:
     device = workload.device
-    limits: dict = {"time_limit_s": BENCHMARKING["full" if device.kind == "cuda" else "smoke"].time_limit_s}
+    limits: dict = {"time_limit_s": case.time_limit_s}
     if case.section == "warmup":
         num_steps = max(WARMUP_COUNTS) + WARMUP_MEASURED_STEPS
         limits = {"num_warmup": 0, "min_samples": num_steps, "max_samples": num_steps, "time_limit_s": 5.0}

@@ -8,7 +8,6 @@ device: a new worker costs a fork and a device context instead of importing torc
 """
 
 import contextlib
-import ctypes
 import datetime
 import importlib
 import inspect
@@ -18,19 +17,17 @@ import os
 import secrets
 import signal
 import sys
-import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from labkit import hardware
+from labkit import hardware, notebooks
 from labkit.configs import FIGURES, PROFILES
 from labkit.records import Record, RecordStore, check_plausible
 
@@ -45,6 +42,7 @@ class Case:
     Attributes:
         section: the question it belongs to; parameters: JSON values that tell it from the section's others.
         phases: what is measured, in order.
+        time_limit_s: for the timed samples of one phase, see `time_callable`.
         timeout_s: the longest that building the case, or one phase of it, may take.
         fresh_process: run in a process that has done nothing before.
         stop_at_failure: when a phase fails, skip those after it (they need what it makes).
@@ -54,6 +52,7 @@ class Case:
     parameters: dict[str, Any]
     phases: tuple[str, ...]
     timeout_s: float
+    time_limit_s: float = 3.0
     fresh_process: bool = False
     stop_at_failure: bool = False
 
@@ -85,21 +84,29 @@ PhaseRun = tuple[str, Callable[[], Measured]]
 # ---- the worker process ------------------------------------------------------------------------------------
 
 
+# How allocation failures read that come as a plain RuntimeError.
+_OUT_OF_MEMORY_TEXTS = (
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "MPS backend out of memory",
+    "DefaultCPUAllocator: can't allocate memory",
+)
+
+
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Only a real out-of-memory: the device allocator's exception, the host allocator's, or Python's."""
+    """Only a real out-of-memory: of the caching allocator, the driver, a library's workspace, the host or Python."""
     import torch
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)
 
 
 def _worker_main(connection: Connection, module_name: str) -> None:
     """Runs cases until the connection closes; ends after the first failure."""
-    if hasattr(os, "setpgrp"):
-        os.setpgrp()  # so that whatever a case starts is ended together with the worker
-    _die_with_parent()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.setpgrp()  # so that whatever a case starts is ended together with the worker
+    _end_with_parent(connection)
     experiment = importlib.import_module(module_name)
     while True:
         try:
@@ -126,32 +133,25 @@ def _worker_main(connection: Connection, module_name: str) -> None:
             connection.send(("done",))
 
 
-def _die_with_parent() -> None:
-    """Asks Linux to kill this process when the fork server ends, as it does with its session.
+def _end_with_parent(connection: Connection) -> None:
+    """Forks a process that kills this one, and whatever it starts, as soon as the session has ended.
 
-    The thread of `_end_with_parent` also ends what a case started, but cannot run while a case holds the
-    interpreter.
+    A thread could not: it gets no turn while a case holds the interpreter.
     """
-    if sys.platform == "linux":
-        # The fork server ends when nobody holds this pipe any more; the workers it starts hold it too.
-        os.close(forkserver._forkserver._forkserver_alive_fd)
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _end_with_parent() -> None:
-    multiprocessing.parent_process().join()
-    _kill_group(os.getpid())
+    worker = os.getpid()
+    if os.fork() == 0:
+        connection.close()  # the session must see the worker's end close when the worker ends
+        multiprocessing.parent_process().join()
+        _kill_group(worker)
+        os._exit(0)
 
 
 def _kill_group(pid: int) -> None:
     try:
         os.killpg(pid, signal.SIGKILL)
-    except (AttributeError, ProcessLookupError, PermissionError):
-        try:
-            os.kill(pid, signal.SIGTERM)
-        except ProcessLookupError:
-            pass
+    except (ProcessLookupError, PermissionError):  # it has no group of its own yet
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 class _Worker:
@@ -182,10 +182,13 @@ class _Worker:
                 return self.connection.recv()
         except (EOFError, ConnectionResetError):
             pass
-        self.process.join()
+        self.process.join(timeout_s)
         code = self.process.exitcode
+        if code is None:
+            return ("failed", "timeout", f"the worker closed its connection and did not end within {timeout_s:g} s")
         if code < 0:
-            return ("ended", f"the worker was killed by {signal.Signals(-code).name}")
+            names = {number.value: number.name for number in signal.Signals}
+            return ("ended", f"the worker was killed by {names.get(-code, f'signal {-code}')}")
         return ("ended", f"the worker ended with exit code {code}")
 
     def close(self) -> None:
@@ -292,7 +295,7 @@ class Session:
 
     def _run_once(self, worker: _Worker, case: Case, counts: Counter) -> tuple[bool, tuple[str, ...]]:
         """Runs a case in a worker until it is done or fails; returns whether the worker lives, and what is left."""
-        worker.used = True
+        reused, worker.used = worker.used, True
         remaining = list(case.phases)
         begun = False
         current: str | None = None
@@ -306,6 +309,8 @@ class Session:
                 current = message[1]
                 continue
             if message[0] == "done":
+                for phase in remaining:
+                    self._append(self._record(case, phase, "error", reason="the experiment gave no such phase"), counts)
                 return True, ()
             if message[0] == "measured":
                 status = self._append_measured(case, current, message[1], counts)
@@ -314,7 +319,7 @@ class Session:
                 if status == "ok" or not case.stop_at_failure:
                     continue
                 healthy = False  # it is measuring the phases that are to be skipped
-            elif message[0] == "ended" and not begun:
+            elif message[0] == "ended" and reused and not begun:
                 return False, tuple(remaining)  # it ended on account of the case before: this one goes to another
             else:
                 status, reason = message[1:] if message[0] == "failed" else ("error", message[1])
@@ -400,9 +405,11 @@ def open_session(notebook: str, *, measure: bool, device: str, profile: str, out
         options: narrow the grid, as the notebook's module takes them.
 
     Raises:
-        ValueError: another device than this machine, an unknown profile, size or other option.
+        ValueError: an unknown notebook, another device than this machine, an unknown profile, size or other option.
         RecordError: the record file cannot be read, or another run is writing to it.
     """
+    if notebook not in notebooks.names():
+        raise ValueError(f"unknown notebook {notebook!r}; accepted: {', '.join(notebooks.names())}")
     if not measure:
         return _NoSession()
     return Session(notebook, device=device, profile=profile, output=output, fresh=fresh, options=options)
