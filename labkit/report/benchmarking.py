@@ -794,7 +794,7 @@ def findings_published(frame: pd.DataFrame) -> list[str]:
     """Says how this device compares with each published one over the configurations both have."""
     matched = published_matches(frame)
     sentences = []
-    for gpu, group in matched.groupby("gpu") if len(matched) else []:
+    for (gpu, precision), group in matched.groupby(["gpu", "precision"]) if len(matched) else []:
         mean = geometric_mean(group["ratio"])
         word = speed_word(mean)
         device = frame.attrs["device"]
@@ -804,7 +804,7 @@ def findings_published(frame: pd.DataFrame) -> list[str]:
             key for key, row in group.iterrows() if speed_word(row["ratio"]) == ("slower" if mean > 1 else "faster")
         ]
         common = count(len(group), "configuration")
-        text = f"Over {common} in common, this {device} {comparison} the published {gpu}{factor}"
+        text = f"In {precision}, over {common} in common, this {device} {comparison} the published {gpu}{factor}"
         if against and word != "about the same":
             text += f", but not in {len(against)} of them"
         sentences.append(text + ".")

@@ -18,6 +18,7 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto
 table { border-collapse: collapse; margin: 0.5rem 0 1rem; font-size: 13px; display: block; overflow-x: auto; }
 th, td { border-bottom: 1px solid #ddd; padding: 0.2rem 0.6rem; }
 img { max-width: 100%; }
+.anchor-link { display: none; }
 details > summary { cursor: pointer; color: #345; }
 """
 

@@ -61,7 +61,8 @@ def to_markdown(frame: pd.DataFrame) -> str:
     """Returns a Markdown table; numbers and statuses to the right, pipes escaped (pandas does not)."""
     escaped = frame.map(lambda value: str(value).replace("|", "\\|"))
     escaped.columns = [str(name).replace("|", "\\|") for name in frame.columns]
-    align = ["left" if name in ORDER or _is_text(frame[name]) else "right" for name in frame.columns]
+    named = {*ORDER, "value"}  # words, even where some begin with a digit
+    align = ["left" if name in named or _is_text(frame[name]) else "right" for name in frame.columns]
     return escaped.to_markdown(index=False, disable_numparse=True, colalign=align)
 
 
