@@ -3,18 +3,20 @@
 import ast
 import json
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import nbformat
 import pytest
 
 from labkit import notebooks
-from labkit.configs import REFERENCE_DEVICE
+from labkit.configs import COMPILE_PHASES, PHASES, REFERENCE_DEVICE, WARMUP_PHASES
 from labkit.records import RecordStore
 from labkit.report import render
 
@@ -156,16 +158,43 @@ def labkit(*arguments, **options):
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
+SMALLEST = ("--profile", "smoke", "-p", "sizes=nano", "-p", "contexts=64")
+"""The shortest run of the whole chain: one size and one context of the smoke profile."""
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """The smallest run of the whole chain: one size and context of the smoke profile on this machine."""
-    if "CUDA_VISIBLE_DEVICES" not in os.environ:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    """That run on this machine's CPU, killed twice in the middle and then gone on with to its end."""
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     output = tmp_path_factory.mktemp("figures")
-    result = labkit("run", "01", "--profile", "smoke", "--output", output, "-p", "sizes=nano", "-p", "contexts=64")
+    generator = random.Random(0)
+    for first, last in ((2, 6), (8, 14)):
+        num_lines = generator.randint(first, last)
+        command = [sys.executable, "-m", "labkit", "run", "01", *SMALLEST, "--output", str(output)]
+        killed = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        _wait_for(lambda least=num_lines: _num_recorded(output) >= least)
+        time.sleep(generator.uniform(0, 0.5))
+        killed.kill()
+        killed.wait()
+    result = labkit("run", "01", *SMALLEST, "--output", output)
     assert result.returncode == 0, result.stderr[-3000:]
     (folder,) = output.iterdir()
     return folder, result
+
+
+def _num_recorded(output: Path) -> int:
+    return sum(path.read_bytes().count(b"\n") for path in output.glob("*/records/*.jsonl"))
+
+
+@pytest.mark.slow
+def test_a_run_killed_twice_loses_and_doubles_nothing(measured):
+    folder, _ = measured
+    records = RecordStore(folder / "records" / "01_benchmarking.jsonl").load()
+    counts = Counter(record.identity for record in records if record.section != "ceilings")
+    assert set(counts.values()) == {1}
+    phases = {section: {r.phase for r in records if r.section == section} for section in ("steps", "warmup", "compile")}
+    assert phases == {"steps": set(PHASES), "warmup": set(WARMUP_PHASES), "compile": set(COMPILE_PHASES)}
+    assert len({record.session for record in records}) == 3
 
 
 @pytest.mark.slow
@@ -190,9 +219,7 @@ def test_a_second_run_measures_nothing(measured):
     folder, _ = measured
     store = RecordStore(folder / "records" / "01_benchmarking.jsonl")
     before = store.path.read_bytes()
-    again = labkit(
-        "run", "benchmarking", "--profile", "smoke", "-o", folder.parent, "-p", "sizes=nano", "-p", "contexts=64"
-    )
+    again = labkit("run", "benchmarking", *SMALLEST, "-o", folder.parent)
     assert again.returncode == 0, again.stderr[-3000:]
     assert store.path.read_bytes() == before
 
@@ -223,8 +250,7 @@ def test_devices_lists_the_run(measured):
 @pytest.mark.slow
 def test_a_killed_kernel_is_a_failed_run_and_the_next_run_goes_on(tmp_path):
     """papermill saves a killed notebook as if it had completed; the exit code must not believe it."""
-    command = [sys.executable, "-m", "labkit", "run", "01", "--profile", "smoke", "-o", str(tmp_path)]
-    command += ["-p", "sizes=nano", "-p", "contexts=64"]
+    command = [sys.executable, "-m", "labkit", "run", "01", *SMALLEST, "-o", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     kernel = _wait_for(lambda: _kernel_of(process.pid))
     store = _wait_for(lambda: next(iter(tmp_path.glob("*/records/*.jsonl")), None))
