@@ -2,7 +2,7 @@
 
 They are slow and materialise everything; the kernels are held against them.
 
-Shape suffixes: B batch, H heads, Q query length, K key length, D head dimension.
+Shape suffixes: B batch, H query heads, Q query length, K key length, D head dimension.
 """
 
 import math
@@ -11,22 +11,86 @@ import torch
 from torch import Tensor
 
 
-def attention_reference(q_BHQD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = False) -> Tensor:
-    """Returns softmax(q kᵀ / √D) v with the scores materialised.
+def _visible(num_queries: int, num_keys: int, causal: bool, window: tuple[int, int] | None, device) -> Tensor | None:
+    """Which key each query sees, (Q, K) bool, or None where every query sees every key."""
+    left, right = window if window is not None else (-1, -1)
+    if causal:
+        right = 0 if right < 0 else min(right, 0)
+    if left < 0 and right < 0:
+        return None
+    query = torch.arange(num_queries, device=device)[:, None] + (num_keys - num_queries)
+    key = torch.arange(num_keys, device=device)[None, :]
+    if left < 0:
+        return key <= query + right
+    visible = key >= query - left
+    return visible if right < 0 else visible & (key <= query + right)
+
+
+def _scores(q_BHQD: Tensor, k_BHKD: Tensor, causal: bool, scale: float | None, window) -> tuple[Tensor, Tensor | None]:
+    """Returns the scaled scores, −inf where a query does not see a key, and the (Q, K) mask of what it sees."""
+    scale = 1 / math.sqrt(q_BHQD.shape[-1]) if scale is None else scale
+    scores_BHQK = q_BHQD @ k_BHKD.transpose(-2, -1) * scale
+    visible_QK = _visible(q_BHQD.shape[-2], k_BHKD.shape[-2], causal, window, q_BHQD.device)
+    if visible_QK is not None:
+        scores_BHQK = scores_BHQK.masked_fill(~visible_QK, -math.inf)
+    return scores_BHQK, visible_QK
+
+
+def _repeat_heads(kv_BHKD: Tensor, like_BHQD: Tensor) -> Tensor:
+    """Repeats each key head for the query heads of its group: query head h reads key head h // group."""
+    if kv_BHKD.dim() < 4 or kv_BHKD.shape[-3] == like_BHQD.shape[-3]:
+        return kv_BHKD
+    return kv_BHKD.repeat_interleave(like_BHQD.shape[-3] // kv_BHKD.shape[-3], dim=-3)
+
+
+def attention_reference(
+    q_BHQD: Tensor,
+    k_BHKD: Tensor,
+    v_BHKD: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+) -> Tensor:
+    """Returns softmax(scale · q kᵀ) v with the scores materialised.
 
     Args:
-        q_BHQD, k_BHKD, v_BHKD: queries, keys and values, (..., length, D), one floating dtype.
+        q_BHQD, k_BHKD, v_BHKD: queries, keys and values, (..., length, D), one floating dtype. With four dimensions
+            the keys may have fewer heads than the queries: each serves a group of consecutive query heads.
         causal: query i sees keys up to i + (K − Q), that is, aligned to the bottom right.
+        scale: of the scores; None is 1/√D.
+        window: (left, right): query i sees keys from i + (K − Q) − left to i + (K − Q) + right; −1 is without limit.
 
     Returns:
-        The output, (..., Q, D), dtype of the inputs.
+        The output, (..., Q, D), dtype of the inputs; zeros for a query that sees no key.
 
-    Source: Vaswani et al. 2017, "Attention Is All You Need", equation 1.
+    Source: Vaswani et al. 2017, "Attention Is All You Need", equation 1; grouped heads: Ainslie et al. 2023.
     """
-    num_queries, num_keys = q_BHQD.shape[-2], k_BHKD.shape[-2]
-    scores_BHQK = q_BHQD @ k_BHKD.transpose(-2, -1) * (1 / math.sqrt(q_BHQD.shape[-1]))
-    if causal:
-        query = torch.arange(num_queries, device=q_BHQD.device)[:, None] + (num_keys - num_queries)
-        key = torch.arange(num_keys, device=q_BHQD.device)[None, :]
-        scores_BHQK = scores_BHQK.masked_fill(key > query, -math.inf)
-    return torch.softmax(scores_BHQK, dim=-1) @ v_BHKD
+    k_BHKD, v_BHKD = _repeat_heads(k_BHKD, q_BHQD), _repeat_heads(v_BHKD, q_BHQD)
+    scores_BHQK, visible_QK = _scores(q_BHQD, k_BHKD, causal, scale, window)
+    probabilities_BHQK = torch.softmax(scores_BHQK, dim=-1)
+    # A row without a key is 0/0 in the softmax. Causal or not, this happens to no row while K ≥ Q without a window,
+    # and then the mask below must not cost the plain case an operation.
+    if visible_QK is not None and (window is not None or k_BHKD.shape[-2] < q_BHQD.shape[-2]):
+        probabilities_BHQK = probabilities_BHQK.masked_fill(~visible_QK.any(dim=-1, keepdim=True), 0)
+    return probabilities_BHQK @ v_BHKD
+
+
+def attention_lse_reference(
+    q_BHQD: Tensor,
+    k_BHKD: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+) -> Tensor:
+    """Returns the natural logarithm of the softmax's denominator, log Σ exp(scale · q kᵀ), per query.
+
+    Args:
+        as in `attention_reference`.
+
+    Returns:
+        The log-sum-exp, (..., Q), dtype of the inputs; −inf for a query that sees no key.
+    """
+    scores_BHQK, _ = _scores(q_BHQD, _repeat_heads(k_BHKD, q_BHQD), causal, scale, window)
+    return torch.logsumexp(scores_BHQK, dim=-1)

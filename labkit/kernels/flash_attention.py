@@ -1,0 +1,1372 @@
+"""FlashAttention-2 in Triton, forward and backward: attention whose memory is linear in the lengths.
+
+    S = scale · Q Kᵀ    P = softmax(S)    O = P V    L = log Σ exp S  (natural units, kept for backward)
+    D = rowsum(∂O ∘ O)    ∂V = Pᵀ ∂O    ∂S = P ∘ (∂O Vᵀ − D)    ∂Q = scale · ∂S K    ∂K = scale · ∂Sᵀ Q
+
+Shapes: q (B, H, Q, D), k and v (B, G, K, D) with H a multiple of G; or (B, length, D); or, packed with cumulative
+lengths, (total length, heads, D). The plain-PyTorch statement of the same algorithm is flash_attention_tiled.py.
+
+Ideal cost per head: 4·Q·K·D FLOPs forward and 10·Q·K·D backward (halved when causal), (2·Q + 2·K)·D elements moved
+forward. Backward runs as two kernels, dK/dV and then dQ, and so executes 14·Q·K·D: no atomics, equal bits every time.
+
+How it is laid out:
+- A program owns a tile of rows and walks along the other length; tiles that every row sees in full take no masking.
+- exp2 with log2(e)·scale folded in: one multiply-add and one exponential per score.
+- The dK/dV kernel computes Sᵀ and ∂Pᵀ themselves: a transposed result as an operand gave wrong gradients on Hopper
+  (triton issue 6124), and this way Pᵀ and ∂Sᵀ stay in registers.
+- A head dimension that is no power of two is a power of two and a narrower tail (72 = 64 + 16, 96 = 64 + 32), so
+  that 72 and 80 do not pay for 128.
+
+Shape suffixes: B batch, H query heads, G key heads, S length, Q query length, K key length, D head dimension.
+
+Source: Dao 2023, "FlashAttention-2"; Dao et al. 2022, "FlashAttention"; Ainslie et al. 2023 for grouped heads.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from labkit.kernels.flash_attention_tiled import tiled_attention_backward, tiled_attention_forward
+
+MAX_HEAD_DIM = 256
+IMPLS = ("auto", "triton", "tiled")
+PRECISIONS = ("ieee", "tf32")
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TILED_DTYPES = (*TRITON_DTYPES, torch.float64)
+
+# ---- tile configurations --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class TileConfig:
+    """Rows of a query tile and of a key tile, warps of a program, tiles in flight of the pipelined loads.
+
+    `split` gives the tiles that every query sees in full a loop of their own, without masks; it pays unless the
+    registers of a second loop are missing, for what both loops need is held through both.
+    """
+
+    block_q: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    split: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """The tiles of the three kernels."""
+
+    forward: TileConfig
+    dkdv: TileConfig
+    dq: TileConfig
+
+
+WIDTHS = (16, 32, 64, 80, 96, 128, 192, 256)
+"""Widths of the tables: a head dimension takes the first that holds the tiles it is cut into."""
+
+
+def _table(family: str, kind: str, rows: dict[tuple[int, ...], tuple[TileConfig, TileConfig, TileConfig]], causal=None):
+    """Spreads rows of (forward, dK/dV, dQ) tiles over their widths, and over both masks or the named one."""
+    masks = (False, True) if causal is None else (causal,)
+    return {
+        (family, kind, width, mask): AttentionConfig(*tiles)
+        for widths, tiles in rows.items()
+        for width in widths
+        for mask in masks
+    }
+
+
+# Hopper, 16 bits. Bounds: 255 registers per thread, of which 128 rows · D accumulators take D/2 at 8 warps (and as many
+# again for the second accumulator of dK/dV); 227 KiB of shared memory; no spills and no serialised wgmma, which
+# tests/test_kernel_compilation.py compiles for. 128 rows are two warpgroups of 64, the rows of one wgmma.
+# - Forward: 128 keys keep wgmma at its widest; a third stage fits in shared memory up to D 64, and 4 warps spill.
+# - dK/dV: S^T and dP^T of 128 keys × 64 queries are what the registers leave room for. When causal, the masks of a
+#   second loop no longer fit in them at D 96 and 128: one loop, every tile masked.
+# - dQ: 64 keys leave it below 128 registers up to D 64, so that two programs share an SM and hide each other's waits.
+# - D 192 and 256 run but are not tuned: 32 × 32 tiles are the largest whose dK/dV stays near the register file.
+_HOPPER_WIDE = {
+    (192, 256): (TileConfig(128, 64, 8, 2), TileConfig(32, 32, 4, 2, split=False), TileConfig(64, 32, 8, 2)),
+}
+_HOPPER_16_BIT_FULL = {
+    (16, 32, 64): (TileConfig(128, 128, 8, 3), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
+    (80, 96): (TileConfig(128, 128, 8, 2), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
+    (128,): (TileConfig(128, 128, 8, 2), TileConfig(64, 128, 8, 3), TileConfig(128, 64, 8, 2)),
+}
+_HOPPER_16_BIT_CAUSAL = {
+    (16, 32, 64): (TileConfig(128, 128, 8, 3), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
+    (80,): (TileConfig(128, 128, 8, 2), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
+    (96, 128): (TileConfig(128, 128, 8, 2), TileConfig(64, 128, 8, 3, split=False), TileConfig(128, 64, 8, 2)),
+}
+# Ampere and after, 16 bits: 99 KiB of shared memory, the least of that family (8.6, 8.9, 12.0), bound the tiles.
+_GENERIC_16_BIT = {
+    (16, 32, 64): (TileConfig(64, 64, 4, 2), TileConfig(32, 64, 4, 2, split=False), TileConfig(64, 32, 4, 2)),
+    (80, 96, 128): (TileConfig(64, 32, 4, 2), TileConfig(32, 64, 8, 2, split=False), TileConfig(64, 32, 8, 2)),
+    (192, 256): (TileConfig(64, 32, 8, 1), TileConfig(16, 32, 4, 1, split=False), TileConfig(32, 32, 4, 1)),
+}
+# True fp32 runs on the CUDA cores, where a product keeps whole rows of both operands in registers: more warps and fewer
+# keys, or D 128 spills kilobytes.
+_IEEE = {
+    (16, 32, 64): (TileConfig(64, 32, 8, 2), TileConfig(32, 64, 8, 2, split=False), TileConfig(64, 16, 8, 2)),
+    (80, 96, 128): (TileConfig(64, 16, 8, 2), TileConfig(16, 64, 8, 2, split=False), TileConfig(64, 16, 8, 2)),
+    (192, 256): (TileConfig(32, 16, 8, 1), TileConfig(16, 32, 8, 1, split=False), TileConfig(32, 16, 8, 1)),
+}
+# TF32 runs on the tensor cores with operands twice as wide, so that tiles are half those of 16 bits.
+_TF32 = {
+    (16, 32, 64): (TileConfig(64, 32, 4, 2), TileConfig(32, 32, 8, 1, split=False), TileConfig(64, 32, 8, 2)),
+    (80, 96, 128): (TileConfig(64, 32, 8, 2), TileConfig(32, 32, 8, 1, split=False), TileConfig(64, 16, 8, 2)),
+    (192, 256): (TileConfig(32, 16, 8, 1), TileConfig(16, 32, 8, 1, split=False), TileConfig(32, 16, 8, 1)),
+}
+# Within 99 KiB, D 256 leaves 16 rows of everything.
+_TF32_NARROW = {
+    (80, 96, 128): (TileConfig(32, 32, 4, 1), TileConfig(16, 32, 4, 1, split=False), TileConfig(32, 16, 4, 1)),
+    (192, 256): (TileConfig(16, 16, 4, 1), TileConfig(16, 16, 4, 1, split=False), TileConfig(16, 16, 4, 1)),
+}
+
+CONFIGS: dict[tuple[str, str, int, bool], AttentionConfig] = {
+    **_table("hopper", "16-bit", _HOPPER_16_BIT_FULL | _HOPPER_WIDE, causal=False),
+    **_table("hopper", "16-bit", _HOPPER_16_BIT_CAUSAL | _HOPPER_WIDE, causal=True),
+    **_table("generic", "16-bit", _GENERIC_16_BIT),
+    **_table("hopper", "ieee", _IEEE),
+    **_table("generic", "ieee", _IEEE),
+    **_table("hopper", "tf32", _TF32),
+    **_table("generic", "tf32", _TF32 | _TF32_NARROW),
+}
+"""The shipped tiles by (family of devices, kind of arithmetic, width, causal); see `select_config`."""
+
+# Several tiles and every loop within lengths that the interpreter gets through.
+INTERPRETER_CONFIG = AttentionConfig(TileConfig(32, 16, 4, 1), TileConfig(16, 32, 4, 1), TileConfig(32, 16, 4, 1))
+
+DELTA_BLOCK_Q = 32
+# No query tile is longer, so that the statistics of a whole tile are always there to load.
+STATISTICS_PADDING = 128
+
+
+def split_head_dim(head_dim: int) -> tuple[int, int]:
+    """Returns (block, tail): the powers of two that a head dimension is cut into, tail 0 where one holds it.
+
+    16 is the least that the tensor cores take. A tail that would fill the block up to its double is no saving.
+    """
+    block = max(16, triton.next_power_of_2(head_dim))
+    if block == head_dim or block <= 32:
+        return block, 0
+    half = block // 2
+    tail = max(16, triton.next_power_of_2(head_dim - half))
+    return (half, tail) if tail < half else (block, 0)
+
+
+def tile_width(head_dim: int) -> int:
+    """Returns the width of the tables, one of WIDTHS, that a head dimension belongs to."""
+    block, tail = split_head_dim(head_dim)
+    return next(width for width in WIDTHS if width >= block + tail)
+
+
+# ---- kernels --------------------------------------------------------------------------------------------------
+
+LOG2_E = math.log2(math.e)
+
+# Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them anew.
+LENGTHS = ("max_queries", "max_keys", "num_heads", "num_key_heads", "num_tiles", "left", "right")
+
+
+@triton.jit
+def _offsets(rows, cols, stride_row, stride_col, WIDE: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """Element offsets of a tile from its first row, in int64 where the tile itself spans 2³¹ elements."""
+    if WIDE:
+        rows = rows.to(tl.int64)
+        cols = cols.to(tl.int64)
+    row_offsets = rows * stride_row
+    if ALIGNMENT > 1:
+        # A row stride of 72 is divisible by 8 but not by 16, the only divisor that Triton finds out by itself;
+        # without this hint the loads fall apart into single elements.
+        row_offsets = tl.multiple_of(row_offsets, ALIGNMENT)
+    return row_offsets[:, None] + (cols * stride_col)[None, :]
+
+
+@triton.jit
+def _start_of(index, stride, ALIGNMENT: tl.constexpr):
+    """The offset of a row, head or batch from the first, in int64: tensors of more than 2³¹ elements exist."""
+    offset = tl.cast(index, tl.int64) * stride
+    if ALIGNMENT > 1:
+        offset = tl.multiple_of(offset, ALIGNMENT)
+    return offset
+
+
+@triton.jit
+def _load(ptr, offsets, row_mask, cols, HEAD_DIM: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr):
+    """A tile, zero beyond the last row and beyond the head dimension."""
+    if MASK_ROWS and MASK_COLS:
+        tile = tl.load(ptr + offsets, mask=row_mask[:, None] & (cols < HEAD_DIM)[None, :], other=0.0)
+    elif MASK_ROWS:
+        tile = tl.load(ptr + offsets, mask=row_mask[:, None], other=0.0)
+    elif MASK_COLS:
+        tile = tl.load(ptr + offsets, mask=(cols < HEAD_DIM)[None, :], other=0.0)
+    else:
+        tile = tl.load(ptr + offsets)
+    return tile
+
+
+@triton.jit
+def _store(ptr, offsets, tile, row_mask, cols, HEAD_DIM: tl.constexpr, MASK_COLS: tl.constexpr):
+    if MASK_COLS:
+        tl.store(ptr + offsets, tile.to(ptr.dtype.element_ty), mask=row_mask[:, None] & (cols < HEAD_DIM)[None, :])
+    else:
+        tl.store(ptr + offsets, tile.to(ptr.dtype.element_ty), mask=row_mask[:, None])
+
+
+@triton.jit
+def _visible(queries, keys, left, right, num_keys, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+    """Which key each query sees; `queries` are positions among the keys and broadcast against `keys`."""
+    visible = keys < num_keys
+    if HAS_RIGHT:
+        visible = visible & (keys <= queries + right)
+    if HAS_LEFT:
+        visible = visible & (keys >= queries - left)
+    return visible
+
+
+@triton.jit
+def _sequence(cu_ptr, batch, max_length, IS_PACKED: tl.constexpr):
+    """The first row of a sequence and its number of rows."""
+    if IS_PACKED:
+        first = tl.load(cu_ptr + batch).to(tl.int64)
+        length = (tl.load(cu_ptr + batch + 1).to(tl.int64) - first).to(tl.int32)
+    else:
+        first = tl.full((), 0, tl.int64)
+        length = max_length
+    return first, length
+
+
+@triton.jit
+def _statistics_row(first_q, batch, IS_PACKED: tl.constexpr, PADDING: tl.constexpr):
+    """Where a sequence's row statistics begin: sequences are padded so that whole tiles load without a mask."""
+    row = first_q
+    if IS_PACKED:
+        row = (first_q + tl.cast(batch, tl.int64) * PADDING) // PADDING * PADDING
+    return row
+
+
+@triton.jit
+def _key_ranges(
+    q_begin, num_queries, num_keys, left, right,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """Bounds of the keys that a tile of queries walks: [begin, full_begin) with masks, [full_begin, full_end) seen by
+    every query, [full_end, end) with masks again. The first is empty without a window."""
+    diagonal = num_keys - num_queries + q_begin
+    begin = tl.cast(0, tl.int32)
+    end = num_keys
+    full_begin = begin
+    full_end = num_keys // BLOCK_K * BLOCK_K
+    if HAS_RIGHT:
+        end = tl.maximum(tl.minimum(end, diagonal + BLOCK_Q + right), 0)
+        full_end = tl.maximum(tl.minimum(full_end, (diagonal + right + 1) // BLOCK_K * BLOCK_K), 0)
+    if HAS_LEFT:
+        begin = tl.maximum(diagonal - left, 0) // BLOCK_K * BLOCK_K
+        full_begin = tl.maximum(diagonal + BLOCK_Q - 1 - left, 0)
+        full_begin = (full_begin + BLOCK_K - 1) // BLOCK_K * BLOCK_K
+        full_begin = tl.maximum(tl.minimum(full_begin, end), begin)
+        # The masked tiles before the full ones end on a tile boundary, so that no key is met twice.
+        full_begin = (full_begin + BLOCK_K - 1) // BLOCK_K * BLOCK_K
+        full_end = tl.maximum(full_end, full_begin)
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def _query_ranges(
+    k_begin, num_queries, num_keys, left, right,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """Bounds of the queries that a tile of keys walks, as in `_key_ranges`: when causal the masked tiles come first."""
+    diagonal = k_begin - (num_keys - num_queries)
+    begin = tl.cast(0, tl.int32)
+    end = num_queries
+    full_begin = begin
+    full_end = num_queries
+    if HAS_LEFT:
+        end = tl.maximum(tl.minimum(end, diagonal + BLOCK_K + left), 0)
+        full_end = tl.minimum(full_end, tl.maximum(diagonal + left + 1, 0)) // BLOCK_Q * BLOCK_Q
+    if HAS_RIGHT:
+        begin = tl.maximum(diagonal - right, 0) // BLOCK_Q * BLOCK_Q
+        full_begin = tl.maximum(diagonal + BLOCK_K - 1 - right, 0)
+        full_begin = tl.maximum(tl.minimum(full_begin, end), begin)
+        full_begin = (full_begin + BLOCK_Q - 1) // BLOCK_Q * BLOCK_Q
+        full_end = tl.maximum(full_end, full_begin)
+    return begin, full_begin, full_end, end
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def flash_attention_fwd_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr,
+    stride_qb, stride_qh, stride_qs, stride_qd,
+    stride_kb, stride_kh, stride_ks, stride_kd,
+    stride_vb, stride_vh, stride_vs, stride_vd,
+    stride_ob, stride_oh, stride_os, stride_od,
+    stride_lb, stride_lh,
+    num_heads, group, max_queries, max_keys, scale_log2, left, right,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_PACKED: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGNMENT: tl.constexpr, WIDE: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """One program: the output and the log-sum-exp of BLOCK_Q queries of one head."""
+    num_tiles = tl.cdiv(max_queries, BLOCK_Q)
+    tile = tl.program_id(0) % num_tiles
+    head = tl.program_id(0) // num_tiles % num_heads
+    batch = tl.program_id(0) // num_tiles // num_heads
+    if HAS_RIGHT:
+        # The last tiles of a causal head see the most keys: started first, they do not end last.
+        tile = num_tiles - 1 - tile
+    first_q, num_queries = _sequence(cu_q_ptr, batch, max_queries, IS_PACKED)
+    first_k, num_keys = _sequence(cu_k_ptr, batch, max_keys, IS_PACKED)
+    q_begin = tile * BLOCK_Q
+    if q_begin >= num_queries:
+        return
+
+    rows_q = tl.arange(0, BLOCK_Q)
+    rows_k = tl.arange(0, BLOCK_K)
+    cols = tl.arange(0, BLOCK_D)
+    mask_q = rows_q < num_queries - q_begin
+    MASK_COLS: tl.constexpr = BLOCK_D > HEAD_DIM
+    MASK_TAIL: tl.constexpr = BLOCK_D + TAIL_D > HEAD_DIM
+
+    q_ptr += _start_of(batch, stride_qb, ALIGNMENT) + _start_of(head, stride_qh, ALIGNMENT)
+    q_ptr += _start_of(first_q + q_begin, stride_qs, ALIGNMENT)
+    k_ptr += _start_of(batch, stride_kb, ALIGNMENT) + _start_of(head // group, stride_kh, ALIGNMENT)
+    k_ptr += _start_of(first_k, stride_ks, ALIGNMENT)
+    v_ptr += _start_of(batch, stride_vb, ALIGNMENT) + _start_of(head // group, stride_vh, ALIGNMENT)
+    v_ptr += _start_of(first_k, stride_vs, ALIGNMENT)
+    out_ptr += _start_of(batch, stride_ob, ALIGNMENT) + _start_of(head, stride_oh, ALIGNMENT)
+    out_ptr += _start_of(first_q + q_begin, stride_os, ALIGNMENT)
+    lse_ptr += _start_of(batch, stride_lb, 1) + _start_of(head, stride_lh, 1) + first_q + q_begin
+
+    q_offsets = _offsets(rows_q, cols, stride_qs, stride_qd, WIDE, ALIGNMENT)
+    k_offsets = _offsets(rows_k, cols, stride_ks, stride_kd, WIDE, ALIGNMENT)
+    v_offsets = _offsets(rows_k, cols, stride_vs, stride_vd, WIDE, ALIGNMENT)
+    q = _load(q_ptr, q_offsets, mask_q, cols, HEAD_DIM, True, MASK_COLS)
+    acc = tl.zeros((BLOCK_Q, BLOCK_D), dtype=tl.float32)
+    if TAIL_D > 0:
+        tail = BLOCK_D + tl.arange(0, TAIL_D)
+        q_tail_offsets = _offsets(rows_q, tail, stride_qs, stride_qd, WIDE, ALIGNMENT)
+        k_tail_offsets = _offsets(rows_k, tail, stride_ks, stride_kd, WIDE, ALIGNMENT)
+        v_tail_offsets = _offsets(rows_k, tail, stride_vs, stride_vd, WIDE, ALIGNMENT)
+        q_tail = _load(q_ptr, q_tail_offsets, mask_q, tail, HEAD_DIM, True, MASK_TAIL)
+        acc_tail = tl.zeros((BLOCK_Q, TAIL_D), dtype=tl.float32)
+    maximum = tl.full((BLOCK_Q,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((BLOCK_Q,), dtype=tl.float32)
+
+    begin, full_begin, full_end, end = _key_ranges(
+        q_begin, num_queries, num_keys, left, right, BLOCK_Q, BLOCK_K, HAS_LEFT, HAS_RIGHT
+    )
+    positions = (num_keys - num_queries + q_begin + rows_q)[:, None]
+    # Keys before, on and after the tiles that every query sees. A second loop behind the first makes ptxas serialise
+    # the matrix products of both (C7515) where it only exists for a last partial tile, so that none is emitted then:
+    # keys that fill their tiles take one loop without masks, others one loop with masks.
+    for stage in tl.static_range(
+        2 if not SPLIT else (0 if HAS_LEFT else 1), 2 if SPLIT and EVEN_K and not HAS_RIGHT else 3
+    ):
+        if stage == 0:
+            loop_begin, loop_end = begin, full_begin
+        elif stage == 1:
+            loop_begin, loop_end = full_begin, full_end
+        elif SPLIT:
+            loop_begin, loop_end = full_end, end
+        else:
+            loop_begin, loop_end = begin, end
+        for start in tl.range(loop_begin, loop_end, BLOCK_K):
+            k_tile_ptr = k_ptr + _start_of(start, stride_ks, ALIGNMENT)
+            v_tile_ptr = v_ptr + _start_of(start, stride_vs, ALIGNMENT)
+            mask_k = rows_k < num_keys - start
+            k = _load(k_tile_ptr, k_offsets, mask_k, cols, HEAD_DIM, stage != 1, MASK_COLS)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            if TAIL_D > 0:
+                k_tail = _load(k_tile_ptr, k_tail_offsets, mask_k, tail, HEAD_DIM, stage != 1, MASK_TAIL)
+                scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision=PRECISION)
+            if stage != 1:
+                visible = _visible(positions, (start + rows_k)[None, :], left, right, num_keys, HAS_LEFT, HAS_RIGHT)
+                scores = tl.where(visible, scores, float("-inf"))
+            new_maximum = tl.maximum(maximum, tl.max(scores, axis=1) * scale_log2)
+            if stage != 1:
+                # While a row has seen no key its maximum is −inf, and −inf − (−inf) would be NaN.
+                shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+            else:
+                shift = new_maximum
+            p = tl.exp2(scores * scale_log2 - shift[:, None])
+            rescale = tl.exp2(maximum - shift)
+            total = total * rescale + tl.sum(p, axis=1)
+            v = _load(v_tile_ptr, v_offsets, mask_k, cols, HEAD_DIM, stage != 1, MASK_COLS)
+            p = p.to(v.dtype)
+            acc = tl.dot(p, v, acc * rescale[:, None], input_precision=PRECISION)
+            if TAIL_D > 0:
+                v_tail = _load(v_tile_ptr, v_tail_offsets, mask_k, tail, HEAD_DIM, stage != 1, MASK_TAIL)
+                acc_tail = tl.dot(p, v_tail, acc_tail * rescale[:, None], input_precision=PRECISION)
+            maximum = new_maximum
+
+    # A row without any key: zeros, and −inf.
+    divisor = tl.where(total == 0.0, 1.0, total)[:, None]
+    out_offsets = _offsets(rows_q, cols, stride_os, stride_od, WIDE, ALIGNMENT)
+    _store(out_ptr, out_offsets, acc / divisor, mask_q, cols, HEAD_DIM, MASK_COLS)
+    if TAIL_D > 0:
+        out_tail_offsets = _offsets(rows_q, tail, stride_os, stride_od, WIDE, ALIGNMENT)
+        _store(out_ptr, out_tail_offsets, acc_tail / divisor, mask_q, tail, HEAD_DIM, MASK_TAIL)
+    lse = (maximum + tl.log2(tl.where(total == 0.0, 1.0, total))) * 0.6931471805599453
+    tl.store(lse_ptr + rows_q, tl.where(total == 0.0, float("-inf"), lse), mask=mask_q)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def flash_attention_bwd_delta_kernel(
+    out_ptr, grad_out_ptr, lse_ptr, delta_ptr, lse_log2_ptr, cu_q_ptr,
+    stride_ob, stride_oh, stride_os, stride_od,
+    stride_gb, stride_gh, stride_gs, stride_gd,
+    stride_lb, stride_lh, stride_pb, stride_ph,
+    num_heads, max_queries, num_tiles,
+    HEAD_DIM: tl.constexpr, PADDED_D: tl.constexpr, BLOCK_Q: tl.constexpr,
+    IS_PACKED: tl.constexpr, PADDING: tl.constexpr,
+):  # fmt: skip
+    """One program: rowsum(∂O ∘ O) of BLOCK_Q queries, and their log-sum-exp in base 2, for the kernels after it.
+
+    It fills the padding too, with 0 and +∞: exp2(· − ∞) = 0 then keeps what lies beyond a sequence out of every sum.
+    """
+    head = tl.program_id(0) // num_tiles % num_heads
+    batch = tl.program_id(0) // num_tiles // num_heads
+    first_q, num_queries = _sequence(cu_q_ptr, batch, max_queries, IS_PACKED)
+    rows = tl.program_id(0) % num_tiles * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    mask = rows < num_queries
+    cols = tl.arange(0, PADDED_D)
+    inside = mask[:, None] & (cols < HEAD_DIM)[None, :]
+    wide_rows = (first_q + rows)[:, None]
+    wide_cols = cols.to(tl.int64)[None, :]
+
+    out_ptr += _start_of(batch, stride_ob, 1) + _start_of(head, stride_oh, 1)
+    grad_out_ptr += _start_of(batch, stride_gb, 1) + _start_of(head, stride_gh, 1)
+    out = tl.load(out_ptr + wide_rows * stride_os + wide_cols * stride_od, mask=inside, other=0.0)
+    grad_out = tl.load(grad_out_ptr + wide_rows * stride_gs + wide_cols * stride_gd, mask=inside, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), axis=1)
+    lse_ptr += _start_of(batch, stride_lb, 1) + _start_of(head, stride_lh, 1) + first_q
+    lse = tl.load(lse_ptr + rows, mask=mask, other=float("-inf"))
+    # A row that saw no key passes no gradient on either.
+    lse_log2 = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    statistics = _start_of(batch, stride_pb, 1) + _start_of(head, stride_ph, 1) + rows
+    statistics += _statistics_row(first_q, batch, IS_PACKED, PADDING)
+    padded = rows < (num_queries + PADDING - 1) // PADDING * PADDING
+    tl.store(delta_ptr + statistics, delta, mask=padded)
+    tl.store(lse_log2_ptr + statistics, lse_log2, mask=padded)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def flash_attention_bwd_dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, grad_out_ptr, lse_log2_ptr, delta_ptr, grad_k_ptr, grad_v_ptr, cu_q_ptr, cu_k_ptr,
+    stride_qb, stride_qh, stride_qs, stride_qd,
+    stride_kb, stride_kh, stride_ks, stride_kd,
+    stride_vb, stride_vh, stride_vs, stride_vd,
+    stride_gb, stride_gh, stride_gs, stride_gd,
+    stride_dkb, stride_dkh, stride_dks, stride_dkd,
+    stride_dvb, stride_dvh, stride_dvs, stride_dvd,
+    stride_pb, stride_ph,
+    num_key_heads, group, max_queries, max_keys, scale_log2, scale, left, right,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_PACKED: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGNMENT: tl.constexpr, WIDE: tl.constexpr, SPLIT: tl.constexpr,
+    PADDING: tl.constexpr, EVEN_Q: tl.constexpr,
+):  # fmt: skip
+    """One program: ∂K and ∂V of BLOCK_K keys of one key head, over all queries of the head's group."""
+    num_tiles = tl.cdiv(max_keys, BLOCK_K)
+    # When causal the first keys are seen by the most queries: in this order the longest programs start first.
+    tile = tl.program_id(0) % num_tiles
+    head = tl.program_id(0) // num_tiles % num_key_heads
+    batch = tl.program_id(0) // num_tiles // num_key_heads
+    first_q, num_queries = _sequence(cu_q_ptr, batch, max_queries, IS_PACKED)
+    first_k, num_keys = _sequence(cu_k_ptr, batch, max_keys, IS_PACKED)
+    k_begin = tile * BLOCK_K
+    if k_begin >= num_keys:
+        return
+
+    rows_q = tl.arange(0, BLOCK_Q)
+    rows_k = tl.arange(0, BLOCK_K)
+    cols = tl.arange(0, BLOCK_D)
+    mask_k = rows_k < num_keys - k_begin
+    MASK_COLS: tl.constexpr = BLOCK_D > HEAD_DIM
+    MASK_TAIL: tl.constexpr = BLOCK_D + TAIL_D > HEAD_DIM
+
+    q_ptr += _start_of(batch, stride_qb, ALIGNMENT) + _start_of(first_q, stride_qs, ALIGNMENT)
+    grad_out_ptr += _start_of(batch, stride_gb, ALIGNMENT) + _start_of(first_q, stride_gs, ALIGNMENT)
+    k_ptr += _start_of(batch, stride_kb, ALIGNMENT) + _start_of(head, stride_kh, ALIGNMENT)
+    k_ptr += _start_of(first_k + k_begin, stride_ks, ALIGNMENT)
+    v_ptr += _start_of(batch, stride_vb, ALIGNMENT) + _start_of(head, stride_vh, ALIGNMENT)
+    v_ptr += _start_of(first_k + k_begin, stride_vs, ALIGNMENT)
+    grad_k_ptr += _start_of(batch, stride_dkb, ALIGNMENT) + _start_of(head, stride_dkh, ALIGNMENT)
+    grad_k_ptr += _start_of(first_k + k_begin, stride_dks, ALIGNMENT)
+    grad_v_ptr += _start_of(batch, stride_dvb, ALIGNMENT) + _start_of(head, stride_dvh, ALIGNMENT)
+    grad_v_ptr += _start_of(first_k + k_begin, stride_dvs, ALIGNMENT)
+    statistics = _start_of(batch, stride_pb, 1) + _statistics_row(first_q, batch, IS_PACKED, PADDING)
+
+    q_offsets = _offsets(rows_q, cols, stride_qs, stride_qd, WIDE, ALIGNMENT)
+    g_offsets = _offsets(rows_q, cols, stride_gs, stride_gd, WIDE, ALIGNMENT)
+    k_offsets = _offsets(rows_k, cols, stride_ks, stride_kd, WIDE, ALIGNMENT)
+    v_offsets = _offsets(rows_k, cols, stride_vs, stride_vd, WIDE, ALIGNMENT)
+    k = _load(k_ptr, k_offsets, mask_k, cols, HEAD_DIM, True, MASK_COLS)
+    v = _load(v_ptr, v_offsets, mask_k, cols, HEAD_DIM, True, MASK_COLS)
+    grad_k = tl.zeros((BLOCK_K, BLOCK_D), dtype=tl.float32)
+    grad_v = tl.zeros((BLOCK_K, BLOCK_D), dtype=tl.float32)
+    if TAIL_D > 0:
+        tail = BLOCK_D + tl.arange(0, TAIL_D)
+        q_tail_offsets = _offsets(rows_q, tail, stride_qs, stride_qd, WIDE, ALIGNMENT)
+        g_tail_offsets = _offsets(rows_q, tail, stride_gs, stride_gd, WIDE, ALIGNMENT)
+        k_tail_offsets = _offsets(rows_k, tail, stride_ks, stride_kd, WIDE, ALIGNMENT)
+        v_tail_offsets = _offsets(rows_k, tail, stride_vs, stride_vd, WIDE, ALIGNMENT)
+        k_tail = _load(k_ptr, k_tail_offsets, mask_k, tail, HEAD_DIM, True, MASK_TAIL)
+        v_tail = _load(v_ptr, v_tail_offsets, mask_k, tail, HEAD_DIM, True, MASK_TAIL)
+        grad_k_tail = tl.zeros((BLOCK_K, TAIL_D), dtype=tl.float32)
+        grad_v_tail = tl.zeros((BLOCK_K, TAIL_D), dtype=tl.float32)
+
+    begin, full_begin, full_end, end = _query_ranges(
+        k_begin, num_queries, num_keys, left, right, BLOCK_Q, BLOCK_K, HAS_LEFT, HAS_RIGHT
+    )
+    keys = (k_begin + rows_k)[:, None]
+    for member in range(group):
+        query_head = head * group + member
+        q_head_ptr = q_ptr + _start_of(query_head, stride_qh, ALIGNMENT)
+        g_head_ptr = grad_out_ptr + _start_of(query_head, stride_gh, ALIGNMENT)
+        head_statistics = statistics + _start_of(query_head, stride_ph, 1)
+        # Queries on the diagonal, past it, and at the end of a window. Rows beyond the last query are loaded as zeros
+        # and have a log-sum-exp of +∞, so that they add nothing anywhere.
+        for stage in tl.static_range(0 if HAS_RIGHT and SPLIT else 1, 3 if HAS_LEFT and SPLIT else 2):
+            if not SPLIT:
+                loop_begin, loop_end = begin, end
+            elif stage == 0:
+                loop_begin, loop_end = begin, full_begin
+            elif stage == 1:
+                loop_begin, loop_end = full_begin, full_end
+            else:
+                loop_begin, loop_end = full_end, end
+            for start in tl.range(loop_begin, loop_end, BLOCK_Q):
+                q_tile_ptr = q_head_ptr + _start_of(start, stride_qs, ALIGNMENT)
+                g_tile_ptr = g_head_ptr + _start_of(start, stride_gs, ALIGNMENT)
+                mask_q = rows_q < num_queries - start
+                q = _load(q_tile_ptr, q_offsets, mask_q, cols, HEAD_DIM, not EVEN_Q, MASK_COLS)
+                grad_out = _load(g_tile_ptr, g_offsets, mask_q, cols, HEAD_DIM, not EVEN_Q, MASK_COLS)
+                delta = tl.load(delta_ptr + head_statistics + start + rows_q)
+                scores_t = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+                # ∂Pᵀ − D straight from the accumulator: D occupies no registers of its own, and the product runs under
+                # the exponentials.
+                grad_p_t = tl.broadcast_to(-delta[None, :], (BLOCK_K, BLOCK_Q))
+                grad_p_t = tl.dot(v, tl.trans(grad_out), grad_p_t, input_precision=PRECISION)
+                if TAIL_D > 0:
+                    q_tail = _load(q_tile_ptr, q_tail_offsets, mask_q, tail, HEAD_DIM, not EVEN_Q, MASK_TAIL)
+                    grad_out_tail = _load(g_tile_ptr, g_tail_offsets, mask_q, tail, HEAD_DIM, not EVEN_Q, MASK_TAIL)
+                    scores_t = tl.dot(k_tail, tl.trans(q_tail), scores_t, input_precision=PRECISION)
+                    grad_p_t = tl.dot(v_tail, tl.trans(grad_out_tail), grad_p_t, input_precision=PRECISION)
+                lse_log2 = tl.load(lse_log2_ptr + head_statistics + start + rows_q)
+                p_t = tl.exp2(scores_t * scale_log2 - lse_log2[None, :])
+                if (HAS_LEFT or HAS_RIGHT) and (stage != 1 or not SPLIT):
+                    positions = (num_keys - num_queries + start + rows_q)[None, :]
+                    visible = _visible(positions, keys, left, right, num_keys, HAS_LEFT, HAS_RIGHT)
+                    p_t = tl.where(visible, p_t, 0.0)
+                p_t_low = p_t.to(grad_out.dtype)
+                grad_v = tl.dot(p_t_low, grad_out, grad_v, input_precision=PRECISION)
+                grad_scores_t = (p_t * grad_p_t).to(q.dtype)
+                grad_k = tl.dot(grad_scores_t, q, grad_k, input_precision=PRECISION)
+                if TAIL_D > 0:
+                    grad_v_tail = tl.dot(p_t_low, grad_out_tail, grad_v_tail, input_precision=PRECISION)
+                    grad_k_tail = tl.dot(grad_scores_t, q_tail, grad_k_tail, input_precision=PRECISION)
+
+    grad_k_offsets = _offsets(rows_k, cols, stride_dks, stride_dkd, WIDE, ALIGNMENT)
+    grad_v_offsets = _offsets(rows_k, cols, stride_dvs, stride_dvd, WIDE, ALIGNMENT)
+    _store(grad_k_ptr, grad_k_offsets, grad_k * scale, mask_k, cols, HEAD_DIM, MASK_COLS)
+    _store(grad_v_ptr, grad_v_offsets, grad_v, mask_k, cols, HEAD_DIM, MASK_COLS)
+    if TAIL_D > 0:
+        grad_k_tail_offsets = _offsets(rows_k, tail, stride_dks, stride_dkd, WIDE, ALIGNMENT)
+        grad_v_tail_offsets = _offsets(rows_k, tail, stride_dvs, stride_dvd, WIDE, ALIGNMENT)
+        _store(grad_k_ptr, grad_k_tail_offsets, grad_k_tail * scale, mask_k, tail, HEAD_DIM, MASK_TAIL)
+        _store(grad_v_ptr, grad_v_tail_offsets, grad_v_tail, mask_k, tail, HEAD_DIM, MASK_TAIL)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def flash_attention_bwd_dq_kernel(
+    q_ptr, k_ptr, v_ptr, grad_out_ptr, lse_log2_ptr, delta_ptr, grad_q_ptr, cu_q_ptr, cu_k_ptr,
+    stride_qb, stride_qh, stride_qs, stride_qd,
+    stride_kb, stride_kh, stride_ks, stride_kd,
+    stride_vb, stride_vh, stride_vs, stride_vd,
+    stride_gb, stride_gh, stride_gs, stride_gd,
+    stride_dqb, stride_dqh, stride_dqs, stride_dqd,
+    stride_pb, stride_ph,
+    num_heads, group, max_queries, max_keys, scale_log2, scale, left, right,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_PACKED: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGNMENT: tl.constexpr, WIDE: tl.constexpr, SPLIT: tl.constexpr,
+    PADDING: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """One program: ∂Q of BLOCK_Q queries of one head."""
+    num_tiles = tl.cdiv(max_queries, BLOCK_Q)
+    tile = tl.program_id(0) % num_tiles
+    head = tl.program_id(0) // num_tiles % num_heads
+    batch = tl.program_id(0) // num_tiles // num_heads
+    if HAS_RIGHT:
+        tile = num_tiles - 1 - tile
+    first_q, num_queries = _sequence(cu_q_ptr, batch, max_queries, IS_PACKED)
+    first_k, num_keys = _sequence(cu_k_ptr, batch, max_keys, IS_PACKED)
+    q_begin = tile * BLOCK_Q
+    if q_begin >= num_queries:
+        return
+
+    rows_q = tl.arange(0, BLOCK_Q)
+    rows_k = tl.arange(0, BLOCK_K)
+    cols = tl.arange(0, BLOCK_D)
+    mask_q = rows_q < num_queries - q_begin
+    MASK_COLS: tl.constexpr = BLOCK_D > HEAD_DIM
+    MASK_TAIL: tl.constexpr = BLOCK_D + TAIL_D > HEAD_DIM
+
+    q_ptr += _start_of(batch, stride_qb, ALIGNMENT) + _start_of(head, stride_qh, ALIGNMENT)
+    q_ptr += _start_of(first_q + q_begin, stride_qs, ALIGNMENT)
+    grad_out_ptr += _start_of(batch, stride_gb, ALIGNMENT) + _start_of(head, stride_gh, ALIGNMENT)
+    grad_out_ptr += _start_of(first_q + q_begin, stride_gs, ALIGNMENT)
+    grad_q_ptr += _start_of(batch, stride_dqb, ALIGNMENT) + _start_of(head, stride_dqh, ALIGNMENT)
+    grad_q_ptr += _start_of(first_q + q_begin, stride_dqs, ALIGNMENT)
+    k_ptr += _start_of(batch, stride_kb, ALIGNMENT) + _start_of(head // group, stride_kh, ALIGNMENT)
+    k_ptr += _start_of(first_k, stride_ks, ALIGNMENT)
+    v_ptr += _start_of(batch, stride_vb, ALIGNMENT) + _start_of(head // group, stride_vh, ALIGNMENT)
+    v_ptr += _start_of(first_k, stride_vs, ALIGNMENT)
+    statistics = _start_of(batch, stride_pb, 1) + _start_of(head, stride_ph, 1) + q_begin + rows_q
+    statistics += _statistics_row(first_q, batch, IS_PACKED, PADDING)
+
+    q_offsets = _offsets(rows_q, cols, stride_qs, stride_qd, WIDE, ALIGNMENT)
+    g_offsets = _offsets(rows_q, cols, stride_gs, stride_gd, WIDE, ALIGNMENT)
+    k_offsets = _offsets(rows_k, cols, stride_ks, stride_kd, WIDE, ALIGNMENT)
+    v_offsets = _offsets(rows_k, cols, stride_vs, stride_vd, WIDE, ALIGNMENT)
+    q = _load(q_ptr, q_offsets, mask_q, cols, HEAD_DIM, True, MASK_COLS)
+    grad_out = _load(grad_out_ptr, g_offsets, mask_q, cols, HEAD_DIM, True, MASK_COLS)
+    grad_q = tl.zeros((BLOCK_Q, BLOCK_D), dtype=tl.float32)
+    if TAIL_D > 0:
+        tail = BLOCK_D + tl.arange(0, TAIL_D)
+        q_tail_offsets = _offsets(rows_q, tail, stride_qs, stride_qd, WIDE, ALIGNMENT)
+        g_tail_offsets = _offsets(rows_q, tail, stride_gs, stride_gd, WIDE, ALIGNMENT)
+        k_tail_offsets = _offsets(rows_k, tail, stride_ks, stride_kd, WIDE, ALIGNMENT)
+        v_tail_offsets = _offsets(rows_k, tail, stride_vs, stride_vd, WIDE, ALIGNMENT)
+        q_tail = _load(q_ptr, q_tail_offsets, mask_q, tail, HEAD_DIM, True, MASK_TAIL)
+        grad_out_tail = _load(grad_out_ptr, g_tail_offsets, mask_q, tail, HEAD_DIM, True, MASK_TAIL)
+        grad_q_tail = tl.zeros((BLOCK_Q, TAIL_D), dtype=tl.float32)
+    lse_log2 = tl.load(lse_log2_ptr + statistics)[:, None]
+    delta = tl.load(delta_ptr + statistics)[:, None]
+
+    begin, full_begin, full_end, end = _key_ranges(
+        q_begin, num_queries, num_keys, left, right, BLOCK_Q, BLOCK_K, HAS_LEFT, HAS_RIGHT
+    )
+    positions = (num_keys - num_queries + q_begin + rows_q)[:, None]
+    for stage in tl.static_range(
+        2 if not SPLIT else (0 if HAS_LEFT else 1), 2 if SPLIT and EVEN_K and not HAS_RIGHT else 3
+    ):
+        if stage == 0:
+            loop_begin, loop_end = begin, full_begin
+        elif stage == 1:
+            loop_begin, loop_end = full_begin, full_end
+        elif SPLIT:
+            loop_begin, loop_end = full_end, end
+        else:
+            loop_begin, loop_end = begin, end
+        for start in tl.range(loop_begin, loop_end, BLOCK_K):
+            k_tile_ptr = k_ptr + _start_of(start, stride_ks, ALIGNMENT)
+            v_tile_ptr = v_ptr + _start_of(start, stride_vs, ALIGNMENT)
+            mask_k = rows_k < num_keys - start
+            k = _load(k_tile_ptr, k_offsets, mask_k, cols, HEAD_DIM, stage != 1, MASK_COLS)
+            v = _load(v_tile_ptr, v_offsets, mask_k, cols, HEAD_DIM, stage != 1, MASK_COLS)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            grad_p = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
+            if TAIL_D > 0:
+                k_tail = _load(k_tile_ptr, k_tail_offsets, mask_k, tail, HEAD_DIM, stage != 1, MASK_TAIL)
+                v_tail = _load(v_tile_ptr, v_tail_offsets, mask_k, tail, HEAD_DIM, stage != 1, MASK_TAIL)
+                scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision=PRECISION)
+                grad_p = tl.dot(grad_out_tail, tl.trans(v_tail), grad_p, input_precision=PRECISION)
+            p = tl.exp2(scores * scale_log2 - lse_log2)
+            if stage != 1:
+                visible = _visible(positions, (start + rows_k)[None, :], left, right, num_keys, HAS_LEFT, HAS_RIGHT)
+                p = tl.where(visible, p, 0.0)
+            grad_scores = (p * (grad_p - delta)).to(k.dtype)
+            grad_q = tl.dot(grad_scores, k, grad_q, input_precision=PRECISION)
+            if TAIL_D > 0:
+                grad_q_tail = tl.dot(grad_scores, k_tail, grad_q_tail, input_precision=PRECISION)
+
+    grad_q_offsets = _offsets(rows_q, cols, stride_dqs, stride_dqd, WIDE, ALIGNMENT)
+    _store(grad_q_ptr, grad_q_offsets, grad_q * scale, mask_q, cols, HEAD_DIM, MASK_COLS)
+    if TAIL_D > 0:
+        grad_q_tail_offsets = _offsets(rows_q, tail, stride_dqs, stride_dqd, WIDE, ALIGNMENT)
+        _store(grad_q_ptr, grad_q_tail_offsets, grad_q_tail * scale, mask_q, tail, HEAD_DIM, MASK_TAIL)
+
+
+# What TRITON_INTERPRET said when this module was imported: interpreted kernels run on CPU tensors.
+IS_INTERPRETED = not isinstance(flash_attention_fwd_kernel, triton.JITFunction)
+
+
+# ---- launchers ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Problem:
+    """What the kernels are told beyond the tensors; lengths are the longest of a packed batch."""
+
+    num_batches: int
+    num_heads: int
+    num_key_heads: int
+    max_queries: int
+    max_keys: int
+    head_dim: int
+    left: int
+    right: int
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+
+
+def _problem(q, k, left, right, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> _Problem:
+    if cu_seqlens_q is not None:
+        num_batches, (num_heads, num_key_heads) = cu_seqlens_q.shape[0] - 1, (q.shape[1], k.shape[1])
+        max_queries = _longest(cu_seqlens_q, "q", q.shape[0], max_seqlen_q)
+        max_keys = _longest(cu_seqlens_k, "k", k.shape[0], max_seqlen_k)
+    else:
+        num_batches, max_queries, max_keys = q.shape[0], q.shape[-2], k.shape[-2]
+        num_heads, num_key_heads = (q.shape[1], k.shape[1]) if q.dim() == 4 else (1, 1)
+    # A limit that no pair of positions reaches is none, and its loop then costs nothing.
+    left = -1 if left >= max_keys else left
+    right = -1 if right >= max_queries else right
+    return _Problem(
+        num_batches,
+        num_heads,
+        num_key_heads,
+        max_queries,
+        max_keys,
+        q.shape[-1],
+        left,
+        right,
+        cu_seqlens_q,
+        cu_seqlens_k,
+    )
+
+
+def _as_4d(x: Tensor, packed: bool) -> Tensor:
+    """Views (B, S, D) as (B, 1, S, D) and a packed (total, H, D) as (1, H, total, D), its batch stride 0.
+
+    The kernels find a packed sequence by its first row, whichever its number in the batch.
+    """
+    if packed:
+        stride_s, stride_h, stride_d = x.stride()
+        return x.as_strided((1, x.shape[1], x.shape[0], x.shape[2]), (0, stride_h, stride_s, stride_d))
+    return x.unsqueeze(1) if x.dim() == 3 else x
+
+
+def _empty_like_layout(x: Tensor) -> Tensor:
+    """Returns an empty dense tensor of x's shape, heads inside the rows where x has them so.
+
+    A transposed (B, S, H, D) then gets an output that transposes back without a copy; a view into a fused QKV
+    tensor gets one without the holes.
+    """
+    if x.dim() == 4 and x.stride(1) < x.stride(2):
+        return torch.empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3]), dtype=x.dtype, device=x.device).transpose(
+            1, 2
+        )
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _alignment(tensors: tuple[Tensor, ...]) -> int:
+    """Elements in 16 bytes where every row of every tensor starts on such a boundary, else 1."""
+    elements = 16 // tensors[0].element_size()
+    for x in tensors:
+        if x.stride(-1) != 1 or x.data_ptr() % 16 or any(stride % elements for stride in x.stride()[:-1]):
+            return 1
+    return elements
+
+
+def _is_wide(tensors: tuple[Tensor, ...], block: int, head_dim: int) -> bool:
+    """Whether a single tile spans 2³¹ elements, so that offsets inside it need int64."""
+    return any(block * abs(x.stride(-2)) + 2 * head_dim * abs(x.stride(-1)) >= 2**31 for x in tensors)
+
+
+def _kernel_flags(tensors: tuple[Tensor, ...], problem: _Problem, tile: TileConfig, precision: str) -> dict:
+    block_d, tail_d = split_head_dim(problem.head_dim)
+    return {
+        "HEAD_DIM": problem.head_dim,
+        "BLOCK_D": block_d,
+        "TAIL_D": tail_d,
+        "BLOCK_Q": tile.block_q,
+        "BLOCK_K": tile.block_k,
+        "HAS_LEFT": problem.left >= 0,
+        "HAS_RIGHT": problem.right >= 0,
+        "IS_PACKED": problem.cu_seqlens_q is not None,
+        "PRECISION": precision,
+        "ALIGNMENT": _alignment(tensors),
+        "WIDE": _is_wide(tensors, max(tile.block_q, tile.block_k), problem.head_dim),
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+
+
+def _key_walk_flags(problem: _Problem, tile: TileConfig) -> dict[str, bool]:
+    """Flags of the kernels that walk along the keys: two loops where the mask has an edge, one where it has none."""
+    even = problem.cu_seqlens_k is None and problem.max_keys % tile.block_k == 0
+    has_edge = problem.left >= 0 or problem.right >= 0
+    return {"EVEN_K": even, "SPLIT": tile.split and (has_edge or even)}
+
+
+@functools.cache
+def _capability(device_index: int) -> int:
+    major, minor = torch.cuda.get_device_capability(device_index)
+    return 10 * major + minor
+
+
+def select_config(
+    head_dim: int, dtype: torch.dtype, causal: bool, capability: int, precision: str = "ieee"
+) -> AttentionConfig:
+    """Returns the shipped tiles of the three kernels.
+
+    Args:
+        head_dim: 1 to 256.
+        dtype: fp32, bf16 or fp16.
+        causal: whether the mask has a diagonal.
+        capability: of the device, 10 · major + minor: 90 is Hopper. Other devices take tiles that fit 99 KiB of
+            shared memory, the least of those since Ampere.
+        precision: of fp32.
+    """
+    kind = "16-bit" if dtype.itemsize == 2 else precision
+    family = "hopper" if capability == 90 else "generic"
+    return CONFIGS[family, kind, tile_width(head_dim), causal]
+
+
+def _config(q: Tensor, problem: _Problem, precision: str) -> AttentionConfig:
+    if not q.is_cuda:
+        return INTERPRETER_CONFIG
+    # A window's tiles are masked on both sides, as causal ones are on one.
+    masked = problem.left >= 0 or problem.right >= 0
+    return select_config(q.shape[-1], q.dtype, masked, _capability(q.device.index), precision)
+
+
+def _on_device_of(q: Tensor):
+    """Triton launches on the current device, which need not be that of the tensors."""
+    return torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext()
+
+
+def flash_attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    left: int = -1,
+    right: int = -1,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    precision: str = "ieee",
+    config: AttentionConfig | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Launches the forward kernel; returns the output, shaped as q, and the log-sum-exp in fp32, natural units.
+
+    The log-sum-exp is (batch[, heads], n_queries), or (heads, total) for a packed batch. `left` and `right` are how
+    many keys a query sees before and after its own on the diagonal, −1 without limit; `config` overrides the tiles.
+    """
+    problem = _problem(q, k, left, right, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    packed = cu_seqlens_q is not None
+    tile = (config or _config(q, problem, precision)).forward
+    out = _empty_like_layout(q)
+    lse_shape = (q.shape[1], q.shape[0]) if packed else q.shape[:-1]
+    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+    tensors = tuple(_as_4d(x, packed) for x in (q, k, v, out))
+    grid = (triton.cdiv(problem.max_queries, tile.block_q) * problem.num_heads * problem.num_batches,)
+    with _on_device_of(q):
+        flash_attention_fwd_kernel[grid](
+            *tensors,
+            lse,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            *(stride for x in tensors for stride in x.stride()),
+            *_statistics_strides(lse, packed),
+            problem.num_heads,
+            problem.num_heads // problem.num_key_heads,
+            problem.max_queries,
+            problem.max_keys,
+            scale * LOG2_E,
+            problem.left,
+            problem.right,
+            **_kernel_flags(tensors, problem, tile, precision),
+            **_key_walk_flags(problem, tile),
+        )
+    return out, lse
+
+
+def _statistics_strides(lse: Tensor, packed: bool) -> tuple[int, int]:
+    """Batch and head stride of a row statistic."""
+    if packed:
+        return 0, lse.stride(0)
+    return (lse.stride(0), lse.stride(1)) if lse.dim() == 3 else (lse.stride(0), 0)
+
+
+def flash_attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    left: int = -1,
+    right: int = -1,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    precision: str = "ieee",
+    config: AttentionConfig | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launches the three backward kernels; returns the gradients of q, k and v, shaped as they are."""
+    problem = _problem(q, k, left, right, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    packed = cu_seqlens_q is not None
+    config = config or _config(q, problem, precision)
+    grad_q, grad_k, grad_v = (_empty_like_layout(x) for x in (q, k, v))
+    # A packed sequence starts on a boundary of its own, at most one padding after each sequence before it.
+    num_rows = q.shape[0] + STATISTICS_PADDING * problem.num_batches if packed else problem.max_queries
+    num_rows = triton.cdiv(num_rows, STATISTICS_PADDING) * STATISTICS_PADDING
+    num_sets = 1 if packed else problem.num_batches
+    delta, lse_log2 = lse.new_empty((2, num_sets, problem.num_heads, num_rows))
+    padded_strides = (0 if packed else delta.stride(0), delta.stride(1))
+    q_4d, k_4d, v_4d, out_4d, grad_out_4d, grad_q_4d, grad_k_4d, grad_v_4d = (
+        _as_4d(x, packed) for x in (q, k, v, out, grad_out, grad_q, grad_k, grad_v)
+    )
+    group = problem.num_heads // problem.num_key_heads
+    lengths = (problem.max_queries, problem.max_keys)
+
+    def strides(*tensors: Tensor) -> tuple[int, ...]:
+        return tuple(stride for x in tensors for stride in x.stride())
+
+    with _on_device_of(q):
+        num_query_heads = problem.num_heads * problem.num_batches
+        padded_queries = triton.cdiv(problem.max_queries, STATISTICS_PADDING) * STATISTICS_PADDING
+        flash_attention_bwd_delta_kernel[(padded_queries // DELTA_BLOCK_Q * num_query_heads,)](
+            out_4d,
+            grad_out_4d,
+            lse,
+            delta,
+            lse_log2,
+            cu_seqlens_q,
+            *strides(out_4d, grad_out_4d),
+            *_statistics_strides(lse, packed),
+            *padded_strides,
+            problem.num_heads,
+            problem.max_queries,
+            padded_queries // DELTA_BLOCK_Q,
+            HEAD_DIM=problem.head_dim,
+            PADDED_D=triton.next_power_of_2(problem.head_dim),
+            BLOCK_Q=DELTA_BLOCK_Q,
+            IS_PACKED=packed,
+            PADDING=STATISTICS_PADDING,
+        )
+        inputs = (q_4d, k_4d, v_4d, grad_out_4d)
+        outputs = (grad_k_4d, grad_v_4d)
+        num_tiles = triton.cdiv(problem.max_keys, config.dkdv.block_k)
+        flash_attention_bwd_dkdv_kernel[(num_tiles * problem.num_key_heads * problem.num_batches,)](
+            *inputs,
+            lse_log2,
+            delta,
+            *outputs,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            *strides(*inputs, *outputs),
+            *padded_strides,
+            problem.num_key_heads,
+            group,
+            *lengths,
+            scale * LOG2_E,
+            scale,
+            problem.left,
+            problem.right,
+            **_kernel_flags((*inputs, *outputs), problem, config.dkdv, precision),
+            SPLIT=config.dkdv.split,
+            PADDING=STATISTICS_PADDING,
+            EVEN_Q=not packed and problem.max_queries % config.dkdv.block_q == 0,
+        )
+        flash_attention_bwd_dq_kernel[(triton.cdiv(problem.max_queries, config.dq.block_q) * num_query_heads,)](
+            *inputs,
+            lse_log2,
+            delta,
+            grad_q_4d,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            *strides(*inputs, grad_q_4d),
+            *padded_strides,
+            problem.num_heads,
+            group,
+            *lengths,
+            scale * LOG2_E,
+            scale,
+            problem.left,
+            problem.right,
+            **_kernel_flags((*inputs, grad_q_4d), problem, config.dq, precision),
+            **_key_walk_flags(problem, config.dq),
+            PADDING=STATISTICS_PADDING,
+        )
+    return grad_q, grad_k, grad_v
+
+
+# ---- checks ---------------------------------------------------------------------------------------------------
+
+
+def _names(values) -> str:
+    return ", ".join(str(value) for value in values)
+
+
+def resolve_impl(q: Tensor, impl: str = "auto") -> str:
+    """Returns the implementation that `flash_attention` runs for these queries: what a record should name.
+
+    Args:
+        q: the queries; their device and dtype decide.
+        impl: one of IMPLS. "auto" is "triton" on a CUDA device in a dtype that the kernels take, else "tiled".
+
+    Raises:
+        ValueError: an unknown name; "triton" for a tensor or a dtype that it cannot take.
+    """
+    if impl not in IMPLS:
+        raise ValueError(f"impl must be one of {_names(IMPLS)}; got {impl!r}")
+    if impl == "auto":
+        return "triton" if q.is_cuda and q.dtype in TRITON_DTYPES else "tiled"
+    if impl == "triton":
+        if not q.is_cuda and not IS_INTERPRETED:
+            raise ValueError(f"impl='triton' takes q, k and v on a CUDA device; got {q.device} ('tiled' takes any)")
+        if q.dtype not in TRITON_DTYPES:
+            raise ValueError(f"impl='triton' takes q, k and v of dtype {_names(TRITON_DTYPES)}; got {q.dtype}")
+    return impl
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
+    """Raises for q, k and v that do not fit together."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor; got {type(x).__name__}")
+        if packed and x.dim() != 3:
+            raise ValueError(f"{name} must be (total, heads, d) with cu_seqlens; got shape {tuple(x.shape)}")
+        if x.dim() not in (3, 4):
+            raise ValueError(
+                f"{name} must be (batch, length, d) or (batch, heads, length, d); got shape {tuple(x.shape)}"
+            )
+        if x.dtype not in TILED_DTYPES:
+            raise ValueError(f"{name} must be of dtype {_names(TILED_DTYPES)}; got {x.dtype}")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} must have the dtype of q, {q.dtype}; got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}; got {x.device}")
+        if x.dim() != q.dim():
+            raise ValueError(f"{name} must have as many dimensions as q, {q.dim()}; got shape {tuple(x.shape)}")
+        if x.shape[-1] != q.shape[-1]:
+            raise ValueError(f"{name} must have the head dimension of q, {q.shape[-1]}; got {x.shape[-1]}")
+    if v.shape != k.shape:
+        raise ValueError(f"v must have the shape of k, {tuple(k.shape)}; got {tuple(v.shape)}")
+    if not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
+        raise ValueError(f"the head dimension of q must be 1 to {MAX_HEAD_DIM}; got {q.shape[-1]}")
+    for name, x in (("q", q), ("k", k)):
+        if x.numel() == 0:
+            raise ValueError(f"{name} must hold at least one batch, head and row; got shape {tuple(x.shape)}")
+    if not packed and k.shape[0] != q.shape[0]:
+        raise ValueError(f"k must have the batch size of q, {q.shape[0]}; got {k.shape[0]}")
+    heads = 1 if packed else -3
+    if q.dim() == 4 or packed:
+        num_heads, num_key_heads = q.shape[heads], k.shape[heads]
+        if num_heads % num_key_heads:
+            raise ValueError(f"the heads of k must divide those of q, {num_heads}; got {num_key_heads}")
+
+
+def _check_cu_seqlens(cu_seqlens: Tensor, name: str, device: torch.device) -> None:
+    """Raises for cumulative lengths of a wrong kind; their values are `_longest`'s, which has to read them."""
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"{name} must be an int32 or int64 tensor; got {got}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        shape = tuple(cu_seqlens.shape)
+        raise ValueError(f"{name} must be of shape (batch + 1,) with a batch of at least one; got shape {shape}")
+    if cu_seqlens.device != device:
+        raise ValueError(f"{name} must be on the device of q, {device}; got {cu_seqlens.device}")
+    if not cu_seqlens.is_contiguous():
+        raise ValueError(f"{name} must be contiguous; got stride {cu_seqlens.stride(0)}")
+
+
+# Reading the values waits for the device, so each tensor is read once per content (its version counts writes).
+_lengths_seen = WeakTensorKeyDictionary()
+
+
+def _longest(cu_seqlens: Tensor, which: str, total: int, max_seqlen: int | None) -> int:
+    """Returns the longest sequence, max_seqlen where it is given; raises for cumulative lengths that cannot be."""
+    name = f"cu_seqlens_{which}"
+    key = (cu_seqlens._version, total)
+    seen = _lengths_seen.get(cu_seqlens)
+    if seen is None or seen[0] != key:
+        values = cu_seqlens.tolist()
+        if values[0] != 0:
+            raise ValueError(f"{name} must start at 0; got {values[0]}")
+        lengths = [end - begin for begin, end in itertools.pairwise(values)]
+        if min(lengths) <= 0:
+            index = next(index for index, length in enumerate(lengths) if length <= 0)
+            raise ValueError(f"{name} must be increasing; got {values[index]} and then {values[index + 1]}")
+        if values[-1] != total:
+            raise ValueError(f"{name} must end at the number of rows of {which}, {total}; got {values[-1]}")
+        seen = (key, max(lengths))
+        _lengths_seen[cu_seqlens] = seen
+    if max_seqlen is None:
+        return seen[1]
+    if max_seqlen < seen[1]:
+        raise ValueError(f"max_seqlen_{which} must be at least the longest sequence, {seen[1]}; got {max_seqlen}")
+    return max_seqlen
+
+
+def _check_window(window, causal: bool) -> tuple[int, int]:
+    """Returns (left, right), −1 without limit, of a window and the causal flag."""
+    if window is None:
+        window = (-1, -1)
+    elif isinstance(window, int) and not isinstance(window, bool):
+        window = (window, window)
+    accepted = isinstance(window, tuple | list) and len(window) == 2
+    if not accepted or any(isinstance(w, bool) or not isinstance(w, int) or w < -1 for w in window):
+        raise ValueError(
+            f"window must be None, a number of keys to each side, or (left, right) with −1 for no limit; got {window!r}"
+        )
+    left, right = window
+    return left, (0 if right < 0 else min(right, 0)) if causal else right
+
+
+def _check_scale(scale, head_dim: int) -> float:
+    if scale is None:
+        return 1 / math.sqrt(head_dim)
+    if isinstance(scale, bool) or not isinstance(scale, float | int):
+        raise TypeError(f"scale must be None or a positive finite number; got {type(scale).__name__}")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale must be None or a positive finite number; got {scale}")
+    return float(scale)
+
+
+# ---- autograd -------------------------------------------------------------------------------------------------
+
+
+class FlashAttention(torch.autograd.Function):
+    """Attention by the Triton kernels, `apply(q, k, v, is_causal=False)`, scale 1/√D.
+
+    q is (batch, n_queries, d) or (batch, heads, n_queries, d), k and v likewise with n_keys, on a CUDA device. Saved
+    for backward: q, k, v, the output, and one tensor of shape (batch[, heads], n_queries), the log-sum-exp in natural
+    units. `flash_attention` is the same with every option, and what torch.compile takes.
+
+    Error budget: outputs 2×, gradients 3× those of eager attention in the same dtype, against fp64.
+    """
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+        _check_tensors(q, k, v, packed=False)
+        resolve_impl(q, "triton")
+        ctx.mask = {"scale": 1 / math.sqrt(q.shape[-1]), "left": -1, "right": 0 if is_causal else -1}
+        out, lse = flash_attention_forward(q, k, v, **ctx.mask)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        return *flash_attention_backward(grad_out, *ctx.saved_tensors, **ctx.mask), None
+
+
+def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor):
+    """Yields the slices of the queries and of the keys of each sequence of a packed batch."""
+    ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for (begin_q, end_q), (begin_k, end_k) in zip(itertools.pairwise(ends_q), itertools.pairwise(ends_k), strict=True):
+        yield slice(begin_q, end_q), slice(begin_k, end_k)
+
+
+def _rows(x: Tensor, rows: slice) -> Tensor:
+    """One sequence of a packed (total, H, D) as (1, H, S, D)."""
+    return x[rows].transpose(0, 1).unsqueeze(0)
+
+
+@torch.library.custom_op("labkit::flash_attention_forward", mutates_args=())
+def _forward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    scale: float,
+    left: int,
+    right: int,
+    precision: str,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    packing = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+    }
+    # A Hopper kernel in Gluon has its place here, in `_backward_op` and in `resolve_impl`.
+    if impl == "triton":
+        return flash_attention_forward(q, k, v, scale=scale, left=left, right=right, precision=precision, **packing)
+    mask = {"scale": scale, "left": left, "right": right}
+    out, lse = _empty_outputs(q, cu_seqlens_q is not None)
+    if cu_seqlens_q is None:
+        tiled_out, tiled_lse = tiled_attention_forward(q, k, v, **mask)
+        return out.copy_(tiled_out), lse.copy_(tiled_lse)
+    _problem(q, k, left, right, **packing)
+    for rows_q, rows_k in _sequences(cu_seqlens_q, cu_seqlens_k):
+        tiled_out, tiled_lse = tiled_attention_forward(_rows(q, rows_q), _rows(k, rows_k), _rows(v, rows_k), **mask)
+        out[rows_q] = tiled_out[0].transpose(0, 1)
+        lse[:, rows_q] = tiled_lse[0]
+    return out, lse
+
+
+def _empty_outputs(q: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
+    lse_shape = (q.shape[1], q.shape[0]) if packed else q.shape[:-1]
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return _empty_like_layout(q), torch.empty(lse_shape, dtype=lse_dtype, device=q.device)
+
+
+@_forward_op.register_fake
+def _(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, left, right, precision, impl):
+    return _empty_outputs(q, cu_seqlens_q is not None)
+
+
+@torch.library.custom_op("labkit::flash_attention_backward", mutates_args=())
+def _backward_op(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    scale: float,
+    left: int,
+    right: int,
+    precision: str,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    mask = {"scale": scale, "left": left, "right": right}
+    if impl == "triton":
+        return flash_attention_backward(
+            grad_out,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            precision=precision,
+            **mask,
+        )
+    grads = tuple(_empty_like_layout(x) for x in (q, k, v))
+    if cu_seqlens_q is None:
+        tiled_grads = tiled_attention_backward(grad_out, q, k, v, out, lse, **mask)
+        return tuple(grad.copy_(tiled) for grad, tiled in zip(grads, tiled_grads, strict=True))
+    for rows_q, rows_k in _sequences(cu_seqlens_q, cu_seqlens_k):
+        arguments = ((grad_out, rows_q), (q, rows_q), (k, rows_k), (v, rows_k), (out, rows_q))
+        statistics = lse[:, rows_q].unsqueeze(0)
+        tiled_grads = tiled_attention_backward(*(_rows(x, rows) for x, rows in arguments), statistics, **mask)
+        for grad, tiled, rows in zip(grads, tiled_grads, (rows_q, rows_k, rows_k), strict=True):
+            grad[rows] = tiled[0].transpose(0, 1)
+    return grads
+
+
+@_backward_op.register_fake
+def _(grad_out, q, k, v, *_):
+    return _empty_like_layout(q), _empty_like_layout(k), _empty_like_layout(v)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.options = inputs
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+
+
+def _backward(ctx, grad_out: Tensor, _grad_lse):
+    grads = _backward_op(grad_out, *ctx.saved_tensors, *ctx.options)
+    return *grads, *(None,) * (2 + len(ctx.options))
+
+
+_forward_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    window: int | tuple[int, int] | None = None,
+    precision: str = "ieee",
+    impl: str = "auto",
+) -> Tensor:
+    """Returns softmax(scale · q kᵀ + mask) v without ever holding the scores.
+
+    Args:
+        q: (batch, heads, n_queries, d) or (batch, n_queries, d), or with cu_seqlens (total, heads, d); fp32, bf16,
+            fp16, or fp64 (tiled only); any strides; d from 1 to 256.
+        k, v: as q, with n_keys rows; their heads divide those of q, and query head h reads key head
+            h // (heads / key heads).
+        causal: query i sees keys up to i + (n_keys − n_queries), aligned to the bottom right.
+        scale: positive, of the scores; None is 1/√d.
+        cu_seqlens_q, cu_seqlens_k: cumulative lengths of the sequences of a packed batch, (batch + 1,) int32 or
+            int64: from 0, increasing, to the number of rows. Both or neither.
+        max_seqlen_q, max_seqlen_k: the longest sequence, where it is known; else it is read from the device, which
+            waits for it, once per tensor.
+        window: how many keys a query sees to each side of its own on the diagonal, or (left, right); −1 is no limit.
+        precision: of products of fp32: "ieee", or "tf32" for tensor cores at 11 bits; nothing else changes with it.
+        impl: "triton" (CUDA), "tiled" (plain PyTorch, any device) or "auto"; see `resolve_impl`.
+
+    Returns:
+        The output, shaped as q and of its dtype (of the autocast dtype under autocast); zeros for a query that sees
+        no key, which gets and gives zero gradients.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit, by name.
+
+    Error budget: outputs 2×, gradients 3× those of eager attention in the same dtype, against fp64.
+
+    Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2.
+    """
+    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x.to(dtype) if isinstance(x, Tensor) and x.dtype in TRITON_DTYPES else x for x in (q, k, v))
+    _check_tensors(q, k, v, packed)
+    impl = resolve_impl(q, impl)
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {_names(PRECISIONS)}; got {precision!r}")
+    left, right = _check_window(window, causal)
+    scale = _check_scale(scale, q.shape[-1])
+    if packed:
+        for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+            if cu_seqlens is None:
+                raise ValueError(f"{name} must be given too: a packed batch takes both cu_seqlens_q and cu_seqlens_k")
+            _check_cu_seqlens(cu_seqlens, name, q.device)
+        if cu_seqlens_q.shape != cu_seqlens_k.shape:
+            shapes = f"{tuple(cu_seqlens_q.shape)}; got {tuple(cu_seqlens_k.shape)}"
+            raise ValueError(f"cu_seqlens_k must have the shape of cu_seqlens_q, {shapes}")
+    for name, max_seqlen in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if max_seqlen is not None and not packed:
+            raise ValueError(f"{name} must be None without cu_seqlens_q and cu_seqlens_k; got {max_seqlen!r}")
+        if max_seqlen is not None and (isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int)):
+            raise TypeError(f"{name} must be None or an int; got {type(max_seqlen).__name__}")
+    options = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, left, right, precision, impl)
+    out, _ = _forward_op(q, k, v, *options)
+    return out
