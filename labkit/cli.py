@@ -1,5 +1,6 @@
 """The command line: run, report, devices, doctor. Heavy packages load only inside the command that needs them."""
 
+import logging
 import os
 import sys
 import time
@@ -125,6 +126,7 @@ def run(
             if error := _run_notebook(name, values, folder):
                 failures[name] = error
     except KeyboardInterrupt:
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # it would print the interrupted cell's traceback
         print(
             "\nInterrupted. Finished measurements are recorded; the same command goes on from there.", file=sys.stderr
         )

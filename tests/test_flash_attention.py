@@ -7,13 +7,10 @@ cases run compiled (marker gpu).
 Shape suffixes as in labkit.kernels.flash_attention.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
 import math
-import multiprocessing
-import os
 
 import pytest
 import torch
@@ -207,23 +204,6 @@ def check(measured: dict[str, tuple[float, float]]) -> None:
 
 
 # ---- the worker under the interpreter ---------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def interpreted():
-    """Calls a function of this module in a process whose kernels are interpreted."""
-    before = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "1"
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-        try:
-            # Started while the variable is set; the tests of this process never see it.
-            assert pool.submit(is_interpreted).result(timeout=120)
-        finally:
-            os.environ.pop("TRITON_INTERPRET")
-            if before is not None:
-                os.environ["TRITON_INTERPRET"] = before
-        yield lambda function, *arguments: pool.submit(function, *arguments).result(timeout=240)
 
 
 def is_interpreted() -> bool:

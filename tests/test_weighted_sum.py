@@ -1,9 +1,6 @@
 """The weighted sum in Triton against fp64, interpreted on the CPU in a worker process and compiled on a GPU."""
 
-import concurrent.futures
 import math
-import multiprocessing
-import os
 
 import pytest
 import torch
@@ -14,22 +11,6 @@ from labkit.kernels.weighted_sum import weighted_sum
 
 # Lengths on both sides of a tile, in both dimensions, and of several leading dimensions.
 SHAPES = [(1, 1), (16, 256), (17, 257), (15, 255), (3, 5, 40), (2, 513), (100, 3), (300,), (0, 7)]
-
-
-@pytest.fixture(scope="module")
-def interpreted():
-    """Calls a function of this module in a process whose kernels are interpreted."""
-    before = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "1"
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-        try:
-            assert pool.submit(is_interpreted).result(timeout=120)
-        finally:
-            os.environ.pop("TRITON_INTERPRET")
-            if before is not None:
-                os.environ["TRITON_INTERPRET"] = before
-        yield lambda function, *arguments: pool.submit(function, *arguments).result(timeout=120)
 
 
 def is_interpreted() -> bool:

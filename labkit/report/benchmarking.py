@@ -28,7 +28,6 @@ from labkit.report.findings import (
 )
 from labkit.report.tables import PHASE_NAMES, cell, in_order, pivot
 
-CASE = ["size", "context", "precision", "compile"]
 AGREEMENT = 0.05
 """Two ways to measure the same thing agree when they differ by at most 5 %."""
 
