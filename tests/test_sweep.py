@@ -511,6 +511,15 @@ def test_what_was_measured_otherwise_is_measured_again(output, log, monkeypatch)
     assert [record.measurement_version for record in store(output).load()] == [1, 1, 1, 2, 2, 2]
 
 
+def test_a_version_that_still_stands_is_taken_over(output, log, monkeypatch):
+    run(output, [make_case("a", log)])
+    monkeypatch.setattr(faulty_experiment, "MEASUREMENT_VERSION", 2)
+    monkeypatch.setattr(faulty_experiment, "STANDING_VERSIONS", (1,), raising=False)
+    run(output, [make_case("a", log), make_case("b", log)])
+    assert [record.measurement_version for record in store(output).load()] == [1, 1, 1, 2, 2, 2]
+    assert [record.case["name"] for record in store(output).load()] == ["a", "a", "a", "b", "b", "b"]
+
+
 @pytest.mark.parametrize(
     "line",
     [b"no JSON at all", b"[]", b'{"schema_version": 1, "colour": "red"}', b'{"schema_version": 999}'],

@@ -36,6 +36,10 @@ MEASUREMENT_VERSION = 2
 """2: the timer's interval of the median has the 95 % it states; in version 1 it was one order statistic too
 narrow on each side and held at least 88 %."""
 
+STANDING_VERSIONS = (1,)
+"""Versions that a resumed run need not measure again: their times were taken in the same way, and the report
+states the interval that they reach."""
+
 ATTENTION = "eager"
 """Scores materialised, as in the published figures that stand beside ours."""
 

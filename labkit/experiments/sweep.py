@@ -237,7 +237,7 @@ class Session:
     def measure(self, section: str) -> None:
         """Measures the section's cases that are not recorded yet, one record per phase."""
         with self.store.locked():
-            recorded = set() if self.fresh else {record.resume_key() for record in self.store.load()}
+            recorded = set() if self.fresh else self._recorded()
             if section == SESSION_SECTION:
                 others = [case for case in self.cases if case.section != section]
                 wanted = [case for case in self.cases if case.section == section]
@@ -255,7 +255,7 @@ class Session:
 
         Whoever started the notebook judges by this file: a saved notebook looks complete when it is not.
         """
-        recorded = {record.resume_key() for record in self.store.load()}
+        recorded = self._recorded()
         grid = self.experiment.cases(self.profile, self.device.kind)
         content = {
             "notebook": self.notebook,
@@ -265,6 +265,16 @@ class Session:
             "finished_at": _now(),
         }
         write_json(done_path(self.folder, self.notebook), content)
+
+    def _recorded(self) -> set[str]:
+        """Returns the resume keys of the records, those of a version that stands beside today's under today's."""
+        standing = getattr(self.experiment, "STANDING_VERSIONS", ())
+        return {
+            replace(record, measurement_version=self.experiment.MEASUREMENT_VERSION).resume_key()
+            if record.measurement_version in standing
+            else record.resume_key()
+            for record in self.store.load()
+        }
 
     def _missing(self, case: Case, recorded: set[str]) -> tuple[str, ...]:
         return tuple(
