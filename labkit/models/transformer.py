@@ -6,6 +6,7 @@ Sources: pre-norm blocks, RMSNorm, SwiGLU and rotary positions as in Touvron et 
 RMSNorm: Zhang & Sennrich 2019, equation 4; SwiGLU: Shazeer 2020, equation 6; RoPE: Su et al. 2021, eq. 34.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -13,14 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labkit.configs import RMS_NORM_EPS, ModelConfig
-from labkit.kernels.reference import attention_reference
+from labkit.kernels.attention import IMPLS, attention
 
-
-def _sdpa(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, *, causal: bool) -> Tensor:
-    return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=causal)
-
-
-ATTENTION: dict[str, Callable[..., Tensor]] = {"eager": attention_reference, "sdpa": _sdpa}
+ATTENTION: dict[str, Callable[..., Tensor]] = {impl: functools.partial(attention, impl=impl) for impl in IMPLS}
 """Implementations of attention by the name that `TransformerLM(attention=...)` takes."""
 
 
