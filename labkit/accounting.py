@@ -98,3 +98,76 @@ def activation_bytes(config: ModelConfig, batch: int, context: int) -> int:
 def model_flop_utilisation(flops: float, time_ms: float, peak_tflops: float) -> float:
     """Returns achieved FLOP rate over `peak_tflops`; the caller names the FLOP convention and the peak."""
     return flops / (time_ms * 1e-3) / (peak_tflops * 1e12)
+
+
+# ---- one attention call ----------------------------------------------------------------------------------------
+
+
+ATTENTION_KINDS = ("eager", "math", "fused")
+"""eager: the formula as it reads. math: SDPA's math backend, which scales copies of q and k and computes in fp32.
+fused: a kernel that keeps the log-sum-exp (fp32) in place of the scores."""
+
+
+def attention_saved_bytes(kind: str, batch: int, length: int, d_head: int, element_bytes: int) -> int:
+    """Returns bytes of the distinct tensors that one attention call keeps for its backward pass, inputs included.
+
+    Args:
+        kind: one of ATTENTION_KINDS.
+        batch: sequences times heads; length: of queries and keys alike.
+        element_bytes: of the inputs: 4 for fp32, 2 for bf16.
+
+    Raises ValueError for another kind.
+    """
+    row, scores = batch * length * d_head, batch * length * length
+    if kind == "eager":
+        return element_bytes * (3 * row + scores)
+    if kind == "math":
+        return 4 * (3 * row + scores)
+    if kind == "fused":
+        return element_bytes * 4 * row + 4 * batch * length
+    raise ValueError(f"unknown kind of attention {kind!r}; accepted: {', '.join(ATTENTION_KINDS)}")
+
+
+def attention_in_use_bytes(kind: str, batch: int, length: int, d_head: int, element_bytes: int) -> int:
+    """Returns bytes in use between the forward and the backward pass: inputs, what is kept, and the output.
+
+    Args and Raises as in `attention_saved_bytes`.
+    """
+    row = element_bytes * batch * length * d_head
+    saved = attention_saved_bytes(kind, batch, length, d_head, element_bytes)
+    if kind == "fused":  # the output is kept
+        return saved
+    if kind == "eager":  # the inputs are kept
+        return saved + row
+    num_kept_inputs = 1 if element_bytes == 4 else 0  # v needs no scaling, so in fp32 it is not copied
+    return saved + row + (3 - num_kept_inputs) * row
+
+
+def attention_peak_bytes(phase: str, batch: int, length: int, d_head: int, element_bytes: int) -> int:
+    """Returns the most bytes in use during a pass of eager attention, inputs and output included.
+
+    Forward: the scaled scores and the probabilities together, while the output is made. Backward: the
+    probabilities, their gradient and the scores' gradient together, beside the gradient of v.
+
+    Args:
+        phase: "forward" or "backward"; the others as in `attention_saved_bytes`.
+    """
+    row, scores = batch * length * d_head, batch * length * length
+    if phase == "forward":
+        return element_bytes * (4 * row + 2 * scores)
+    if phase == "backward":
+        return element_bytes * (5 * row + 3 * scores)
+    raise ValueError(f"unknown phase {phase!r}; accepted: forward, backward")
+
+
+def attention_score_passes(phase: str) -> int:
+    """Returns how often a pass of eager attention reads or writes all score matrices.
+
+    Forward: written by the product, read and written by the scaling and by the softmax, read by the product with v.
+    Backward: the probabilities read for the gradient of v; their gradient written; the softmax's backward reads both
+    and writes one; the scaling reads and writes one; the products for q and k read one each.
+    """
+    try:
+        return {"forward": 6, "backward": 9}[phase]
+    except KeyError:
+        raise ValueError(f"unknown phase {phase!r}; accepted: forward, backward") from None

@@ -132,3 +132,70 @@ BENCHMARKING: dict[str, BenchmarkingGrid] = {
     ),
 }
 PROFILES = tuple(BENCHMARKING)
+
+ATTENTION_BATCH = 8
+"""Sequences of one attention call in notebook 05, as in the published grid: no heads, so eight score matrices."""
+
+
+@dataclass(frozen=True)
+class AttentionGrid:
+    """The cases of notebook 05 in one profile.
+
+    `series`: implementations by precision. `lengths` are run with every one of `d_heads`; `long_lengths`, which
+    look for the first out-of-memory of each precision, with all of them for eager attention only, since the score
+    matrices decide it whatever the head dimension is, and with `long_d_head` for the others.
+    `heads_lengths`: for which, with `long_d_head`, the formula is also compiled with a dimension of heads in front.
+    `model_sizes`, `model_contexts`: of the compiled transformer whose backward pass is timed.
+    `num_passes`: samples of one phase, fewer where `time_limit_s` ends it before; `case_timeout_s` as in notebook 01.
+    """
+
+    series: dict[str, tuple[str, ...]]
+    lengths: tuple[int, ...]
+    d_heads: tuple[int, ...]
+    long_lengths: dict[str, tuple[int, ...]]
+    long_d_head: int
+    heads_lengths: tuple[int, ...]
+    model_sizes: tuple[str, ...]
+    model_contexts: tuple[int, ...]
+    num_passes: int
+    time_limit_s: float
+    case_timeout_s: float
+
+
+_SDPA = ("sdpa_math", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient")
+
+ATTENTION: dict[str, AttentionGrid] = {
+    "smoke": AttentionGrid(
+        series={
+            "fp32": ("eager", "compiled", "sdpa_math", "sdpa_flash", "sdpa_cudnn"),
+            "bf16": ("eager", "sdpa_flash"),
+        },
+        lengths=(64, 128, 256),
+        d_heads=(16,),
+        long_lengths={},
+        long_d_head=16,
+        heads_lengths=(64,),
+        model_sizes=("nano",),
+        model_contexts=(64,),
+        num_passes=20,
+        time_limit_s=0.1,
+        case_timeout_s=120.0,
+    ),
+    "full": AttentionGrid(
+        series={
+            "fp32": ("eager", "compiled", *_SDPA),
+            "tf32": ("compiled",),
+            "bf16": ("eager", "compiled", *_SDPA),
+        },
+        lengths=(256, 1024, 4096, 8192, 16384),
+        d_heads=(16, 32, 64, 128),
+        long_lengths={"fp32": (32768, 65536), "tf32": (32768, 65536), "bf16": (32768, 65536, 131072)},
+        long_d_head=64,
+        heads_lengths=(1024, 4096, 16384),
+        model_sizes=("small", "medium", "large", "xl-2025"),
+        model_contexts=(128, 512),
+        num_passes=100,
+        time_limit_s=0.5,
+        case_timeout_s=120.0,
+    ),
+}
