@@ -136,6 +136,9 @@ PROFILES = tuple(BENCHMARKING)
 ATTENTION_BATCH = 8
 """Sequences of one attention call in notebook 05, as in the published grid: no heads, so eight score matrices."""
 
+ATTENTION_PASSES = 100
+"""Timed passes of one case in notebook 05, as published; a case that takes long is ended by its time limit before."""
+
 
 @dataclass(frozen=True)
 class AttentionGrid:
@@ -144,9 +147,10 @@ class AttentionGrid:
     `series`: implementations by precision. `lengths` are run with every one of `d_heads`; `long_lengths`, which
     look for the first out-of-memory of each precision, with all of them for eager attention only, since the score
     matrices decide it whatever the head dimension is, and with `long_d_head` for the others.
+    `compiled_lengths`: of `lengths` those that are also compiled.
     `heads_lengths`: for which, with `long_d_head`, the formula is also compiled with a dimension of heads in front.
     `model_sizes`, `model_contexts`: of the compiled transformer whose backward pass is timed.
-    `num_passes`: samples of one phase, fewer where `time_limit_s` ends it before; `case_timeout_s` as in notebook 01.
+    `time_limit_s` and `case_timeout_s` are as in notebook 01.
     """
 
     series: dict[str, tuple[str, ...]]
@@ -154,10 +158,10 @@ class AttentionGrid:
     d_heads: tuple[int, ...]
     long_lengths: dict[str, tuple[int, ...]]
     long_d_head: int
+    compiled_lengths: tuple[int, ...]
     heads_lengths: tuple[int, ...]
     model_sizes: tuple[str, ...]
     model_contexts: tuple[int, ...]
-    num_passes: int
     time_limit_s: float
     case_timeout_s: float
 
@@ -174,10 +178,10 @@ ATTENTION: dict[str, AttentionGrid] = {
         d_heads=(16,),
         long_lengths={},
         long_d_head=16,
+        compiled_lengths=(64,),
         heads_lengths=(64,),
         model_sizes=("nano",),
         model_contexts=(64,),
-        num_passes=20,
         time_limit_s=0.1,
         case_timeout_s=120.0,
     ),
@@ -191,10 +195,10 @@ ATTENTION: dict[str, AttentionGrid] = {
         d_heads=(16, 32, 64, 128),
         long_lengths={"fp32": (32768, 65536), "tf32": (32768, 65536), "bf16": (32768, 65536, 131072)},
         long_d_head=64,
+        compiled_lengths=(256, 1024, 4096, 8192, 16384),
         heads_lengths=(1024, 4096, 16384),
         model_sizes=("small", "medium", "large", "xl-2025"),
         model_contexts=(128, 512),
-        num_passes=100,
         time_limit_s=0.5,
         case_timeout_s=120.0,
     ),
