@@ -7,7 +7,6 @@ precision, eager), "warmup" (every step from a fresh process), "compile" (torch.
 
 import contextlib
 import functools
-import gc
 import importlib
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,9 +27,24 @@ from labkit.configs import (
     BenchmarkingGrid,
     model_config,
 )
-from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
+from labkit.experiments.ceilings import (
+    CEILING_SIZES,
+    COPY_BYTES,
+    ceiling_cases,
+    ceiling_name,
+    ceiling_value,
+    copy_buffers,
+    copy_rate,
+    empty_cache,
+    measure_ceiling,
+    require_precision,
+)
+from labkit.experiments.sweep import Case, Measured, PhaseRun
 from labkit.measure.timing import Timing, synchronize, time_callable
 from labkit.models.transformer import TransformerLM, language_model_loss
+
+__all__ = ["CEILING_SIZES", "COPY_BYTES", "Workload", "cases", "ceiling_name", "ceiling_value", "run_case"]
+"""With what a session takes from every experiment, and the sizes that its tests make small."""
 
 MEASUREMENT_VERSION = 2
 """2: the timer's interval of the median has the 95 % it states; in version 1 it was one order statistic too
@@ -42,12 +56,6 @@ states the interval that they reach."""
 
 ATTENTION = "eager"
 """Scores materialised, as in the published figures that stand beside ours."""
-
-CEILING_SIZES = {"cuda": 8192, "mps": 2048, "cpu": 1024}
-"""M = N = K of the matrix product: large enough that the device, not the launch, is what is measured."""
-
-COPY_BYTES = {"cuda": 2**31, "mps": 2**28, "cpu": 2**27}
-"""Bytes of the copied buffer, well past every cache; as much is written again."""
 
 TIMER_PHASES = {"cuda": ("window", "graph", "flush", "independent"), "mps": ("host", "independent"),
                 "cpu": ("host", "independent")}  # fmt: skip
@@ -72,19 +80,11 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts
             raise ValueError(f"context {context!r} is not in profile {profile!r}; accepted: {accepted}")
     wanted_contexts = [context for context in grid.contexts if not contexts or context in contexts]
     return [
-        *_ceiling_cases(grid, device_kind),
+        *ceiling_cases(grid.precisions, grid.case_timeout_s),
+        Case("timer", {"kind": "negate"}, TIMER_PHASES[device_kind], grid.case_timeout_s),
         *_warmup_cases(grid, wanted_sizes, wanted_contexts),
         *_step_cases(grid, wanted_sizes, wanted_contexts),
         *_compile_cases(grid, wanted_sizes, wanted_contexts),
-    ]
-
-
-def _ceiling_cases(grid: BenchmarkingGrid, device_kind: str) -> list[Case]:
-    gemms = [{"kind": "gemm", "precision": precision} for precision in grid.precisions]
-    return [
-        *(Case("ceilings", parameters, ("rate",), grid.case_timeout_s) for parameters in gemms),
-        Case("ceilings", {"kind": "copy", "precision": "fp32"}, ("rate",), grid.case_timeout_s),
-        Case("timer", {"kind": "negate"}, TIMER_PHASES[device_kind], grid.case_timeout_s),
     ]
 
 
@@ -140,8 +140,7 @@ def run_case(case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
     """Yields each phase of `case` with the function that measures it. Runs in the worker process."""
     device = hardware.detect()
     if case.section == "ceilings":
-        measure = _measure_gemm if case.parameters["kind"] == "gemm" else _measure_copy
-        yield "rate", functools.partial(measure, device, case)
+        yield "rate", functools.partial(measure_ceiling, device, case)
     elif case.section == "timer":
         for phase in case.phases:
             yield phase, functools.partial(_measure_timer, device, phase)
@@ -270,7 +269,7 @@ class Workload:
 
 @contextlib.contextmanager
 def _workload(device: hardware.Device, case: Case) -> Iterator[Workload]:
-    _require_precision(device, case.parameters["precision"])
+    require_precision(device, case.parameters["precision"])
     workload = Workload(device, case.parameters)
     try:
         yield workload
@@ -279,21 +278,7 @@ def _workload(device: hardware.Device, case: Case) -> Iterator[Workload]:
         workload.__dict__.pop("optimizer", None)
         if case.parameters["compile"] != "none":  # importing the compiler to reset it takes seconds
             torch.compiler.reset()
-        _empty_cache(device)
-
-
-def _require_precision(device: hardware.Device, precision: str) -> None:
-    """Raises Skip for a precision that the device lacks, or only emulates: it would be timed as something else."""
-    if precision == "tf32" and (device.kind != "cuda" or torch.cuda.get_device_capability() < (8, 0)):
-        raise Skip(f"{device.name} has no TF32")
-    if precision == "bf16" and device.kind == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise Skip(f"{device.name} has no bfloat16")
-
-
-def _empty_cache(device: hardware.Device) -> None:
-    gc.collect()
-    if device.kind == "cuda":
-        torch.cuda.empty_cache()
+        empty_cache(device)
 
 
 def _measure_phase(workload: Workload, case: Case, phase: str, ceilings: dict[str, float]) -> Measured:
@@ -303,7 +288,7 @@ def _measure_phase(workload: Workload, case: Case, phase: str, ceilings: dict[st
         num_steps = max(WARMUP_COUNTS) + WARMUP_MEASURED_STEPS
         limits = {"num_warmup": 0, "min_samples": num_steps, "max_samples": num_steps, "time_limit_s": 5.0}
     workload.model.zero_grad()
-    _empty_cache(device)
+    empty_cache(device)
     if device.kind == "cuda":
         torch.cuda.reset_peak_memory_stats()
     with hardware.GpuMonitor(device.kind) as monitor:
@@ -366,76 +351,7 @@ def _efficiency(workload: Workload, case: Case, phase: str, timing: Timing, ceil
     return result
 
 
-# ---- ceilings and the timer's own truth --------------------------------------------------------------------
-
-
-def ceiling_name(case: Case) -> str:
-    """Returns the key under which a ceiling reaches the other cases: "copy" or "gemm <precision>"."""
-    kind, precision = case.parameters["kind"], case.parameters["precision"]
-    return "copy" if kind == "copy" else f"gemm {precision}"
-
-
-def ceiling_value(measured: Measured) -> float:
-    """Returns the rate: TFLOP/s of a matrix product, GB/s of a copy."""
-    return measured.metrics.get("achieved_tflops") or measured.metrics["achieved_gb_per_s"]
-
-
-def _measure_gemm(device: hardware.Device, case: Case) -> Measured:
-    """C = A·B, all n × n, random normal data: zeros would draw less power and clock higher."""
-    precision = case.parameters["precision"]
-    _require_precision(device, precision)
-    n = CEILING_SIZES[device.kind]
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    a, b = (torch.randn(n, n, device=device.kind, dtype=dtype) for _ in range(2))
-    with hardware.GpuMonitor(device.kind) as monitor:
-        timing = time_callable(torch.matmul, device_kind=device.kind, inputs=[(a, b)])
-    tflops = 2 * n**3 / (timing.median_ms * 1e-3) / 1e12
-    peak = device.peaks.tflops(precision) if device.peaks else None
-    live = {torch.bfloat16: "bf16"}.get(a.dtype) or {"highest": "fp32", "high": "tf32"}[
-        torch.get_float32_matmul_precision()
-    ]
-    return Measured(
-        metrics={
-            **timing.metrics(),
-            "achieved_tflops": tflops,
-            "datasheet": peak,
-            "datasheet_fraction": tflops / peak if peak else None,
-        },
-        case={"kind": "gemm", "precision": live},
-        observed={"m": a.shape[0], "n": b.shape[1], "k": a.shape[1]},
-        timer=timing.description(),
-        telemetry=monitor.summary,
-    )
-
-
-def _copy_buffers(device: hardware.Device) -> tuple[torch.Tensor, torch.Tensor]:
-    source = torch.randn(COPY_BYTES[device.kind] // 4, device=device.kind)
-    return torch.empty_like(source), source
-
-
-def _measure_copy(device: hardware.Device, case: Case) -> Measured:
-    """A copy inside the device, counting the bytes read and the bytes written."""
-    target, source = _copy_buffers(device)
-    with hardware.GpuMonitor(device.kind) as monitor:
-        timing = time_callable(target.copy_, device_kind=device.kind, inputs=[(source,)])
-    return Measured(
-        metrics={**timing.metrics(), **_copy_rate(device, source, timing.median_ms)},
-        case=case.parameters,
-        observed={"num_bytes": source.nbytes},
-        timer=timing.description(),
-        telemetry=monitor.summary,
-    )
-
-
-def _copy_rate(device: hardware.Device, source: torch.Tensor, time_ms: float) -> dict:
-    rate = 2 * source.nbytes / (time_ms * 1e-3) / 1e9
-    peak = device.peaks.memory_gb_per_s if device.peaks else None
-    return {
-        "achieved_gb_per_s": rate,
-        "datasheet": peak,
-        "datasheet_fraction": rate / peak if peak else None,
-    }
+# ---- the timer's own truth ------------------------------------------------------------------------------------
 
 
 def _measure_timer(device: hardware.Device, method: str) -> Measured:
@@ -447,7 +363,7 @@ def _measure_timer(device: hardware.Device, method: str) -> Measured:
     Independent: thirty calls queued one behind another between two events (or two readings of the host
     clock), divided by thirty. Every method's result is checked bit by bit afterwards.
     """
-    target, source = _copy_buffers(device)
+    target, source = copy_buffers(device)
     target.fill_(float("nan"))
     negate = functools.partial(torch.neg, out=target)
     with hardware.GpuMonitor(device.kind) as monitor:
@@ -459,7 +375,7 @@ def _measure_timer(device: hardware.Device, method: str) -> Measured:
     if not torch.equal(target, -source):
         raise AssertionError("the timed kernel's result is wrong")
     return Measured(
-        metrics={**timing.metrics(), **_copy_rate(device, source, timing.median_ms)},
+        metrics={**timing.metrics(), **copy_rate(device, source, timing.median_ms)},
         case={"kind": "negate"},
         observed={"num_bytes": source.nbytes},
         timer=timing.description(),
