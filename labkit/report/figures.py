@@ -26,6 +26,20 @@ COLOURS = {
     "forward_backward": _DEEP[4],
     "optimizer_step": _DEEP[5],
     "train_step": _DEEP[8],
+    # implementations of attention and of the weighted sum: ours in reds, what materialises the scores in dull tones
+    "eager": _DEEP[7],
+    "compiled": _DEEP[5],
+    "sdpa": "#4d4d4d",
+    "sdpa_math": _DEEP[6],
+    "sdpa_flash": _DEEP[0],
+    "sdpa_cudnn": _DEEP[2],
+    "sdpa_efficient": _DEEP[9],
+    "flex": _DEEP[4],
+    "fa3": _DEEP[1],
+    "tiled": _DEEP[8],
+    "triton": "#e8989a",
+    "gluon": _DEEP[3],
+    "auto": "#8a1c20",
     # sizes, dark to light
     **dict(zip(SIZES, sns.color_palette("viridis", len(SIZES)).as_hex(), strict=True)),
 }
