@@ -171,3 +171,38 @@ def attention_score_passes(phase: str) -> int:
         return {"forward": 6, "backward": 9}[phase]
     except KeyError:
         raise ValueError(f"unknown phase {phase!r}; accepted: forward, backward") from None
+
+
+def attention_call_flops(phase: str, batch: int, length: int, d_head: int, *, causal: bool) -> int:
+    """Returns FLOPs of one attention call by the usual convention: 4·S²·D forward, 2.5 times that backward.
+
+    The backward pass has five products where the forward has two; what a kernel recomputes beyond them does not
+    count. Halved when causal, whatever the length.
+
+    Args:
+        phase: "forward", "backward" or "forward_backward".
+        batch: sequences times heads; length: of queries and keys alike.
+
+    Raises ValueError for another phase.
+    """
+    factor = {"forward": 4, "backward": 10, "forward_backward": 14}
+    if phase not in factor:
+        raise ValueError(f"unknown phase {phase!r}; accepted: {', '.join(factor)}")
+    full = factor[phase] * batch * length * length * d_head
+    return full // 2 if causal else full
+
+
+def weighted_sum_bytes(phase: str, rows: int, dim: int, element_bytes: int) -> int:
+    """Returns the fewest bytes that the weighted sum of `rows` rows of `dim` elements moves.
+
+    Forward reads the rows and the weight and writes the sums; backward reads the rows, the weight and the sums'
+    gradient and writes the gradients of the rows and the weight.
+
+    Args and Raises as in `attention_call_flops`.
+    """
+    forward = rows * dim + dim + rows
+    backward = 2 * rows * dim + 2 * dim + rows
+    elements = {"forward": forward, "backward": backward, "forward_backward": forward + backward}
+    if phase not in elements:
+        raise ValueError(f"unknown phase {phase!r}; accepted: {', '.join(elements)}")
+    return element_bytes * elements[phase]

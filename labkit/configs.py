@@ -203,3 +203,155 @@ ATTENTION: dict[str, AttentionGrid] = {
         case_timeout_s=120.0,
     ),
 }
+
+
+PASSES = ("forward", "backward", "forward_backward")
+"""What is timed of an operation in notebook 06; each directly, none by subtraction."""
+
+MATERIALISING = ("eager", "compiled", "sdpa_math")
+"""Implementations that write the scores to memory. Each is timed alone, so that the matrices of one are not in the
+way of another; all others are timed in turn in one process."""
+
+
+@dataclass(frozen=True)
+class Rivalry:
+    """A shape on which every implementation whose memory is linear is ranked: bf16, forward, backward and both."""
+
+    batch: int
+    heads: int
+    length: int
+    d_head: int
+    causal: bool
+
+
+LEADERBOARD = Rivalry(1, 16, 16384, 64, True)
+"""The shape of a public course leaderboard: the time of forward and backward together."""
+
+
+@dataclass(frozen=True)
+class FlashAttentionGrid:
+    """The cases of notebook 06 in one profile.
+
+    `impls`: implementations by precision, run for every one of `lengths` and `d_heads` at batch 1, one head, causal
+    (the shapes of the published figures), but for two sorts: those that compile or materialise for a shape
+    (`by_shape`) take the lengths of `by_shape_lengths`, by head dimension, and PyTorch's own choice of backend
+    ("sdpa", which is one of the others) takes `short_lengths`, where choosing is what could cost.
+    `rivalries`, `rivals`: the shapes on which `rivals` are ranked.
+    `memory_lengths`, `memory_impls` (by precision), `memory_d_head`: of the peaks of memory.
+    `tiles`: (rows of the query tile, rows of the key tile, warps) tried on `tiles_shape`.
+    `weighted_sums`: (rows, summed elements) of the first kernel. `algorithm_tiles`: tiles of the small case.
+    `num_rounds`: samples of each candidate, at least a third of it where `time_limit_s` ends it before.
+    """
+
+    impls: dict[str, tuple[str, ...]]
+    lengths: tuple[int, ...]
+    d_heads: tuple[int, ...]
+    by_shape: tuple[str, ...]
+    by_shape_lengths: dict[int, tuple[int, ...]]
+    short_lengths: tuple[int, ...]
+    rivalries: tuple[Rivalry, ...]
+    rivals: tuple[str, ...]
+    memory_lengths: tuple[int, ...]
+    memory_impls: dict[str, tuple[str, ...]]
+    memory_d_head: int
+    tiles: tuple[tuple[int, int, int], ...]
+    tiles_shape: Rivalry
+    weighted_sums: tuple[tuple[int, int], ...]
+    algorithm_tiles: tuple[int, ...]
+    num_rounds: int
+    time_limit_s: float
+    case_timeout_s: float
+
+
+_ALL_LENGTHS = tuple(2**exponent for exponent in range(7, 17))
+
+FLASH_ATTENTION: dict[str, FlashAttentionGrid] = {
+    "smoke": FlashAttentionGrid(
+        impls={
+            "fp32": (
+                "tiled",
+                "triton",
+                "gluon",
+                "eager",
+                "compiled",
+                "sdpa",
+                "sdpa_math",
+                "sdpa_flash",
+                "sdpa_efficient",
+                "sdpa_cudnn",
+                "flex",
+                "fa3",
+            ),
+            "bf16": ("tiled", "triton", "gluon", "eager", "sdpa_math", "sdpa_flash"),
+        },
+        lengths=(128, 256, 512),
+        d_heads=(16, 64),
+        by_shape=("compiled", "flex"),
+        by_shape_lengths={16: (128,)},
+        short_lengths=(128, 256, 512),
+        rivalries=(Rivalry(1, 2, 256, 64, True), Rivalry(2, 1, 128, 16, False)),
+        rivals=("tiled", "triton", "gluon", "sdpa_flash", "sdpa_cudnn", "fa3"),
+        memory_lengths=(128, 256),
+        memory_impls={"fp32": ("eager", "tiled")},
+        memory_d_head=16,
+        tiles=((16, 16, 4), (32, 16, 4)),
+        tiles_shape=Rivalry(1, 1, 64, 16, True),
+        weighted_sums=((1024, 256), (1001, 99)),
+        algorithm_tiles=(8, 16, 32, 64),
+        num_rounds=10,
+        time_limit_s=0.1,
+        case_timeout_s=120.0,
+    ),
+    "full": FlashAttentionGrid(
+        # SDPA's flash and cuDNN backends and FlashAttention-3 take 16-bit tensors only, as does the Hopper kernel.
+        impls={
+            "bf16": (
+                "gluon",
+                "triton",
+                "eager",
+                "compiled",
+                "sdpa",
+                "sdpa_math",
+                "sdpa_flash",
+                "sdpa_efficient",
+                "sdpa_cudnn",
+                "flex",
+                "fa3",
+            ),
+            "fp32": ("triton", "eager", "compiled", "sdpa", "sdpa_math", "sdpa_efficient", "flex"),
+        },
+        lengths=_ALL_LENGTHS,
+        d_heads=(16, 32, 64, 72, 80, 128),
+        by_shape=("compiled", "flex", "sdpa_math"),
+        by_shape_lengths={64: _ALL_LENGTHS, 128: (1024, 4096, 16384, 65536)},
+        short_lengths=(128, 256, 512),
+        rivalries=(
+            Rivalry(4, 32, 4096, 64, True),
+            Rivalry(1, 32, 16384, 64, True),
+            Rivalry(1, 32, 16384, 64, False),
+            Rivalry(4, 16, 4096, 128, True),
+            Rivalry(1, 16, 16384, 128, True),
+            Rivalry(1, 16, 16384, 128, False),
+            LEADERBOARD,
+            Rivalry(64, 16, 256, 72, False),
+        ),
+        rivals=("gluon", "triton", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "fa3"),
+        memory_lengths=(1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072),
+        memory_impls={
+            "bf16": ("gluon", "triton", "eager", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "fa3"),
+            "fp32": ("triton", "eager", "sdpa_efficient"),
+        },
+        memory_d_head=64,
+        tiles=tuple(
+            (block_q, block_k, 4 if block_q <= 64 else 8)
+            for block_q in (16, 32, 64, 128, 256)
+            for block_k in (16, 32, 64, 128)
+        ),
+        tiles_shape=LEADERBOARD,
+        weighted_sums=((65536, 1024), (50001, 999)),
+        algorithm_tiles=(8, 16, 32, 64),
+        num_rounds=10,
+        time_limit_s=0.5,
+        case_timeout_s=300.0,
+    ),
+}
