@@ -238,9 +238,9 @@ class FlashAttentionGrid:
     ("sdpa", which is one of the others) takes `short_lengths`, where choosing is what could cost.
     `rivalries`, `rivals`: the shapes on which `rivals` are ranked.
     `memory_lengths`, `memory_impls` (by precision), `memory_d_head`: of the peaks of memory.
-    `tiles`: (rows of the query tile, rows of the key tile, warps) tried on `tiles_shape`.
+    `tiles`: (rows of the query tile, rows of the key tile, warps, stages) tried on `tiles_shape`.
     `weighted_sums`: (rows, summed elements) of the first kernel. `algorithm_tiles`: tiles of the small case.
-    `num_rounds`: samples of each candidate, at least a third of it where `time_limit_s` ends it before.
+    `time_limit_s`: for the samples of one pass of everything that is timed in turn; `case_timeout_s` as in notebook 01.
     """
 
     impls: dict[str, tuple[str, ...]]
@@ -254,11 +254,10 @@ class FlashAttentionGrid:
     memory_lengths: tuple[int, ...]
     memory_impls: dict[str, tuple[str, ...]]
     memory_d_head: int
-    tiles: tuple[tuple[int, int, int], ...]
+    tiles: tuple[tuple[int, int, int, int], ...]
     tiles_shape: Rivalry
     weighted_sums: tuple[tuple[int, int], ...]
     algorithm_tiles: tuple[int, ...]
-    num_rounds: int
     time_limit_s: float
     case_timeout_s: float
 
@@ -294,11 +293,10 @@ FLASH_ATTENTION: dict[str, FlashAttentionGrid] = {
         memory_lengths=(128, 256),
         memory_impls={"fp32": ("eager", "tiled")},
         memory_d_head=16,
-        tiles=((16, 16, 4), (32, 16, 4)),
+        tiles=((16, 16, 4, 1), (32, 16, 4, 1)),
         tiles_shape=Rivalry(1, 1, 64, 16, True),
         weighted_sums=((1024, 256), (1001, 99)),
         algorithm_tiles=(8, 16, 32, 64),
-        num_rounds=10,
         time_limit_s=0.1,
         case_timeout_s=120.0,
     ),
@@ -343,14 +341,13 @@ FLASH_ATTENTION: dict[str, FlashAttentionGrid] = {
         },
         memory_d_head=64,
         tiles=tuple(
-            (block_q, block_k, 4 if block_q <= 64 else 8)
+            (block_q, block_k, 4 if block_q <= 64 else 8, 3)
             for block_q in (16, 32, 64, 128, 256)
             for block_k in (16, 32, 64, 128)
         ),
         tiles_shape=LEADERBOARD,
         weighted_sums=((65536, 1024), (50001, 999)),
         algorithm_tiles=(8, 16, 32, 64),
-        num_rounds=10,
         time_limit_s=0.5,
         case_timeout_s=300.0,
     ),
