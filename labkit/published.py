@@ -17,6 +17,8 @@ SOURCES: dict[str, str] = {
     "a2-report-rtx5090": "transformer report: RTX 5090",
     "a2-report-macbook-rtxpro6000": "transformer report: MacBook Air (cpu and mps) and RTX PRO 6000 Workstation",
     "a2-report-a100-sxm4-40gb": "transformer report: A100-SXM4-40GB",
+    "course-leaderboard": "best verified entry of a public course's leaderboard for attention, on an H100",
+    "cudnn-9.19": "figures known of cuDNN 9.19's attention on an H200",
 }
 
 # The reports' "xl" has the dimensions that labkit calls "xl-2025": "xl" alone would not say which edition it is.
@@ -78,9 +80,9 @@ def load(table: str) -> pd.DataFrame:
     """Return one published table as printed, one row per reported figure.
 
     Args:
-        table: a CSV's name without its ending: "all_reduce", "attention_pytorch", "attention_scores_precision",
-            "end_to_end", "flash_attention", "gemm_fraction", "kernels_nsys", "memory_peaks", "mixed_precision",
-            "nsys_forward", "nvtx_fwd_bwd", "siglip2" or "softmax_vs_matmul".
+        table: a CSV's name without its ending: "all_reduce", "attention_kernels", "attention_pytorch",
+            "attention_scores_precision", "end_to_end", "flash_attention", "gemm_fraction", "kernels_nsys",
+            "memory_peaks", "mixed_precision", "nsys_forward", "nvtx_fwd_bwd", "siglip2" or "softmax_vs_matmul".
 
     Returns:
         The CSV's columns, each with its unit as suffix (`_ms`, `_us`, `_mib`, `_gib`, `_percent`); `source` is a key of

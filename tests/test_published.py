@@ -12,6 +12,10 @@ from labkit import published
 END_TO_END_KEYS = "source gpu model d_model d_ff num_layers num_heads batch_size context_length dtype compiled"
 TABLES = {
     "all_reduce": (12, "source device backend world_size size_mb seconds status note"),
+    "attention_kernels": (
+        5,
+        "source gpu implementation batch_size heads seq_len d_head causal dtype phase time_ms rate_tflops status",
+    ),
     "attention_pytorch": (
         160,
         "source gpu table variant batch_size d_model seq_len pass reported_value reported_unit_note ms_per_pass "
