@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from labkit import hardware
-from labkit.configs import ATTENTION, ATTENTION_BATCH, ATTENTION_PASSES, BATCH_SIZE, AttentionGrid
+from labkit.configs import ATTENTION, ATTENTION_BATCH, ATTENTION_PASSES, BATCH_SIZE, MATERIALISING, AttentionGrid
 from labkit.experiments import benchmarking
 from labkit.experiments.ceilings import (
     ceiling_cases,
@@ -35,9 +35,6 @@ __all__ = ["MEASUREMENT_VERSION", "AttentionCall", "cases", "ceiling_name", "cei
 MEASUREMENT_VERSION = 1
 
 PHASES = ("forward", "backward")
-
-MATERIALISED = ("eager", "compiled", "sdpa_math")
-"""Implementations that write the scores to memory, so that their need of it can be told before."""
 
 # Part of the name of the autograd node that each implementation must leave behind: the label is what ran.
 _NODES = {
@@ -160,7 +157,7 @@ def _require_room(device: hardware.Device, parameters: dict) -> None:
     element_bytes = 2 if parameters["precision"] == "bf16" and parameters["impl"] != "sdpa_math" else 4
     half = parameters["length"] // 2
     scores = element_bytes * parameters["batch"] * half * half
-    if parameters["impl"] in MATERIALISED and scores > total:
+    if parameters["impl"] in MATERIALISING and scores > total:
         raise Skip(f"at length {half} the scores alone take {scores / 1e9:.0f} GB; the device has {total / 1e9:.0f} GB")
 
 
