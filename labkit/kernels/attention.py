@@ -216,10 +216,10 @@ def _ours_unavailable(impl: str, q: Tensor) -> str | None:
     if q.shape[-1] > labkit_flash.MAX_HEAD_DIM:
         return f"flash_attention takes head dimensions up to {labkit_flash.MAX_HEAD_DIM}; got {q.shape[-1]}"
     try:
-        labkit_flash.resolve_impl(q, impl)
+        resolved = labkit_flash.resolve_impl(q, impl)
     except ValueError as error:
         return str(error)
-    return None
+    return None if impl in ("auto", resolved) else f"flash_attention runs {resolved!r} in place of {impl!r} here"
 
 
 # ---- by name --------------------------------------------------------------------------------------------------

@@ -45,6 +45,9 @@ COLOURS = {
 }
 """One colour per implementation, phase or size, the same in every figure of the report."""
 
+SERIES = _DEEP
+"""Colours, by number, of what has no fixed one."""
+
 LINE_STYLES = {"none": "-", "regional": "--", "whole": ":"}
 
 # Set once for the process: a text takes its size when it is made, wherever that happens.
