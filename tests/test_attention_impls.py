@@ -1,0 +1,360 @@
+"""Every implementation of attention by name is the same function, is the one that its name says, or says why not.
+
+Shape suffixes as in labkit.kernels.attention: B batch, H heads, S length, D head dimension.
+"""
+
+import math
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+from torch import Tensor
+
+from labkit.kernels import attention as module
+from labkit.kernels import flash_attention as labkit_flash
+from labkit.kernels.attention import IMPLS, SDPA_BACKENDS, attention, unavailable_reason, what_runs
+from labkit.kernels.reference import attention_reference
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+SHAPES = {
+    "even": ((2, 3, 64, 16), 64),
+    "odd": ((1, 2, 77, 24), 77),
+    "one row": ((2, 1, 1, 16), 1),
+    "no heads": ((3, 50, 16), 50),
+    "fewer queries": ((1, 2, 30, 16), 47),
+}
+
+
+def draw(shape: str, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
+    """Returns q, k, v (with gradients) and the gradient of the output."""
+    q_shape, num_keys = SHAPES[shape]
+    generator = torch.Generator().manual_seed(0)
+    k_shape = (*q_shape[:-2], num_keys, q_shape[-1])
+    tensors = [torch.randn(s, generator=generator, dtype=torch.float64) for s in (q_shape, k_shape, k_shape, q_shape)]
+    *leaves, grad_out = (x.to(dtype).to(device) for x in tensors)
+    return [*(x.requires_grad_() for x in leaves), grad_out]
+
+
+def results(function, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> dict[str, Tensor]:
+    out = function(q, k, v)
+    assert out.shape == q.shape and out.dtype == q.dtype
+    grads = torch.autograd.grad(out, (q, k, v), grad_out)
+    return {name: x.detach().double().cpu() for name, x in zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True)}
+
+
+def eager(dtype: torch.dtype, tensors: list[Tensor], causal: bool) -> dict[str, Tensor]:
+    *leaves, grad_out = (x.detach().to(dtype) for x in tensors)
+    leaves = [x.requires_grad_() for x in leaves]
+    return results(lambda q, k, v: attention_reference(q, k, v, causal=causal), *leaves, grad_out)
+
+
+def excess_errors(impl: str, shape: str, dtype: torch.dtype, causal: bool, device: str = "cpu") -> dict[str, float]:
+    """Returns every error against fp64 over its budget: 2 (output) or 3 (gradients) times eager's and one rounding."""
+    tensors = draw(shape, dtype, device)
+    got = results(lambda q, k, v: attention(q, k, v, causal=causal, impl=impl), *tensors)
+    exact, of_eager = eager(torch.float64, tensors, causal), eager(dtype, tensors, causal)
+    rounding = torch.finfo(dtype).eps / 2
+    excess = {}
+    for name, reference in exact.items():
+        # P∘dP and P∘D are rounded apart, and with one key their difference is exactly zero.
+        band = rounding * max(reference.abs().max().item(), exact["dv"].abs().max().item())
+        error, allowed = ((x[name] - reference).abs().max().item() for x in (got, of_eager))
+        excess[name] = error / ((2 if name == "out" else 3) * (allowed + band))
+    return excess
+
+
+ON_A_CPU = ("eager", "compiled", "sdpa", "sdpa_math", "sdpa_flash", "tiled", "auto")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("impl", [impl for impl in ON_A_CPU if impl != "compiled"])
+def test_every_implementation_is_the_same_function(impl, dtype, causal, shape):
+    if impl.startswith("sdpa") and causal and shape == "fewer queries":
+        pytest.skip("refused, see test_sdpa_is_refused_where_its_mask_is_another")
+    excess = excess_errors(impl, shape, dtype, causal)
+    assert all(value <= 1 for value in excess.values()), excess
+
+
+@pytest.mark.parametrize("shape", ["odd", "fewer queries"])
+def test_the_compiled_formula_is_the_same_function(shape):
+    excess = excess_errors("compiled", shape, torch.float32, causal=True)
+    assert all(value <= 1 for value in excess.values()), excess
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("impl", [pytest.param(impl, marks=gpu) for impl in IMPLS])
+def test_every_implementation_of_the_gpu_is_the_same_function(impl, dtype):
+    reasons = []
+    for shape in SHAPES:
+        for causal in (False, True):
+            q, k, *_ = draw(shape, dtype, "cuda")
+            if reason := unavailable_reason(impl, q, k, causal=causal):
+                reasons.append(reason)
+                continue
+            excess = excess_errors(impl, shape, dtype, causal, "cuda")
+            assert all(value <= 1 for value in excess.values()), (shape, causal, excess)
+    if len(reasons) == 2 * len(SHAPES):
+        pytest.skip(reasons[0])
+
+
+def is_interpreted() -> bool:
+    return labkit_flash.IS_INTERPRETED
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_triton_kernel_is_the_same_function(interpreted, shape):
+    excess = interpreted(excess_errors, "triton", shape, torch.float32, True)
+    assert all(value <= 1 for value in excess.values()), excess
+
+
+def test_what_runs_on_a_cpu_is_known():
+    q, k, *_ = draw("even", torch.float32)
+    assert tuple(impl for impl in IMPLS if unavailable_reason(impl, q, k, causal=True) is None) == ON_A_CPU
+
+
+# ---- names and what they run ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", [attention, unavailable_reason, what_runs])
+def test_an_unknown_name_is_refused_with_the_accepted_ones(function):
+    q, k, v, _ = draw("even", torch.float32)
+    arguments = (q, k, v) if function is attention else ("flash", q, k)
+    options = {"impl": "flash"} if function is attention else {}
+    with pytest.raises(ValueError, match="unknown attention 'flash'") as caught:
+        function(*arguments, causal=True, **options)
+    assert all(name in str(caught.value) for name in IMPLS)
+
+
+@pytest.mark.parametrize(("impl", "node"), [("sdpa_math", "Softmax"), ("sdpa_flash", "ScaledDotProductFlashAttention")])
+def test_a_restricted_backend_leaves_its_own_node_behind(impl, node):
+    q, k, v, _ = draw("even", torch.float32)
+    names, nodes = [], [attention(q, k, v, causal=True, impl=impl).grad_fn]
+    while nodes:
+        current = nodes.pop()
+        names.append(current.name())
+        nodes += [parent for parent, _ in current.next_functions if parent is not None]
+    assert any(node in name for name in names), names
+    (other,) = {"Softmax", "ScaledDotProductFlashAttention"} - {node}
+    assert not any(other in name for name in names), names
+
+
+@pytest.mark.parametrize("impl", ["sdpa_cudnn", "sdpa_efficient"])
+def test_a_backend_that_cannot_run_raises_and_none_stands_in(impl):
+    q, k, v, _ = draw("even", torch.float32)
+    assert unavailable_reason(impl, q, k, causal=False)
+    with pytest.raises(RuntimeError):
+        attention(q, k, v, impl=impl)
+
+
+@pytest.mark.parametrize("impl", ["sdpa", *SDPA_BACKENDS])
+def test_sdpa_is_refused_where_its_mask_is_another(impl):
+    q, k, v, _ = draw("fewer queries", torch.float32)
+    assert "top left" in unavailable_reason(impl, q, k, causal=True)
+    with pytest.raises(ValueError, match="30 queries and 47 keys"):
+        attention(q, k, v, causal=True, impl=impl)
+    if impl in ("sdpa", "sdpa_math"):
+        assert unavailable_reason(impl, q, k, causal=False) is None
+
+
+def test_the_reasons_of_a_backend_are_its_own(monkeypatch):
+    """PyTorch explains by warnings, among them that the other backends were disabled and where in its source."""
+    texts = [
+        "Flash attention kernel not used because: (Triggered internally at /src/sdp.cpp:1.)",
+        "Expected query to be bfloat16, got Float (Triggered internally at /src/sdp.cpp:2.)",
+        "Memory Efficient attention has been runtime disabled. (Triggered internally at /src/sdp.cpp:3.)",
+    ]
+
+    def refuse(*_):
+        for text in texts:
+            module.warnings.warn(text, stacklevel=1)
+        raise RuntimeError("No available kernel. Aborting execution.")
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", refuse)
+    q, k, *_ = draw("even", torch.float32)
+    assert unavailable_reason("sdpa_flash", q, k, causal=True) == "Expected query to be bfloat16, got Float"
+    texts.clear()
+    assert unavailable_reason("sdpa_flash", q, k, causal=True) == "No available kernel. Aborting execution."
+
+
+def test_what_runs_names_the_choice():
+    q, k, *_ = draw("even", torch.float32)
+    assert what_runs("auto", q, k, causal=True) == "tiled"
+    assert what_runs("sdpa", q, k, causal=True) == "sdpa_flash"
+    assert what_runs("sdpa", *draw("no heads", torch.float32)[:2], causal=True) == "sdpa_flash"
+    assert what_runs("eager", q, k, causal=True) == "eager"
+
+
+def test_an_implementation_that_another_stands_in_for_is_not_available(monkeypatch):
+    q, k, *_ = draw("even", torch.float32)
+    monkeypatch.setattr(labkit_flash, "resolve_impl", lambda *_: "tiled")
+    assert "runs 'tiled' in place of 'triton'" in unavailable_reason("triton", q, k, causal=True)
+    assert unavailable_reason("auto", q, k, causal=True) is None
+
+
+@pytest.mark.parametrize("impl", ["triton", "gluon", "flex", "fa3"])
+def test_what_needs_a_gpu_says_so(impl):
+    q, k, *_ = draw("even", torch.float32)
+    assert unavailable_reason(impl, q, k, causal=True)
+
+
+def test_a_head_dimension_beyond_ours_is_a_reason():
+    q = torch.empty(1, 1, 8, 264)
+    assert "up to 256; got 264" in unavailable_reason("auto", q, q, causal=True)
+
+
+def test_more_shapes_than_the_limit_are_an_error_and_not_an_uncompiled_call(monkeypatch):
+    monkeypatch.setattr(module, "MAX_COMPILED_SHAPES", 1)
+    torch.compiler.reset()
+    compiled = module._compiled.__wrapped__(attention_reference)
+    with torch._dynamo.config.patch(recompile_limit=1, accumulated_recompile_limit=1):
+        compiled(*draw("one row", torch.float32)[:3])
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            compiled(*draw("even", torch.float32)[:3])
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(6, 6), (4, 7), (7, 4)])
+def test_the_block_mask_is_aligned_to_the_bottom_right(num_queries, num_keys):
+    mask = module._causal_block_mask(num_queries, num_keys, torch.device("cpu"))
+    query, key = torch.arange(num_queries)[:, None], torch.arange(num_keys)[None]
+    seen = mask.mask_mod(0, 0, query, key)
+    assert torch.equal(seen, torch.ones(num_queries, num_keys).tril(num_keys - num_queries).bool())
+    assert module._causal_block_mask(num_queries, num_keys, torch.device("cpu")) is mask
+
+
+# ---- FlashAttention-3, where it is found and how it is called ---------------------------------------------------
+
+
+def test_no_rival_is_imported_before_it_is_asked_for():
+    code = (
+        "import sys, torch\n"
+        "from labkit.kernels.attention import IMPLS, unavailable_reason\n"
+        "q = torch.empty(1, 1, 8, 16)\n"
+        "for impl in IMPLS: unavailable_reason(impl, q, q, causal=True)\n"
+        "names = ('xformers', 'flash_attn_interface', 'flash_attn_3', 'torch.nn.attention.flex_attention')\n"
+        "print([name for name in names[:3] if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.fixture
+def fresh_fa3():
+    module._fa3.cache_clear()
+    yield
+    module._fa3.cache_clear()
+
+
+def test_the_library_is_found_without_importing_its_package(tmp_path, monkeypatch, fresh_fa3):
+    package = tmp_path / "xformers"
+    (package / "flash_attn_3").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise AssertionError('xformers was imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert module._xformers_library() is None
+    library = package / "flash_attn_3" / "_C.so"
+    library.write_bytes(b"no library")
+    assert module._xformers_library() == library
+    assert module._fa3() == "installed, but does not load: OSError"
+    assert "xformers" not in sys.modules
+
+
+def test_without_it_the_reason_names_both_places(monkeypatch, fresh_fa3):
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda _: None)
+    assert module._fa3() == "not installed: neither flash_attn_interface nor xformers with flash_attn_3/_C.so"
+    with pytest.raises(ValueError, match="impl 'fa3' cannot run: not installed"):
+        attention(*draw("even", torch.float32)[:3], impl="fa3")
+
+
+@pytest.mark.parametrize("returns_lse", [False, True])
+def test_the_official_package_is_called_with_heads_inside_the_rows(monkeypatch, fresh_fa3, returns_lse):
+    calls = []
+
+    def flash_attn_func(q_BSHD, k_BSHD, v_BSHD, causal):
+        calls.append((tuple(q_BSHD.shape), causal))
+        out = attention_reference(*(x.transpose(1, 2) for x in (q_BSHD, k_BSHD, v_BSHD)), causal=causal)
+        out = out.transpose(1, 2)
+        return (out, None) if returns_lse else out
+
+    fake = types.ModuleType("flash_attn_interface")
+    fake.flash_attn_func = flash_attn_func
+    fake.__spec__ = types.SimpleNamespace(name="flash_attn_interface")
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", fake)
+    excess = excess_errors("fa3", "odd", torch.float32, causal=True)
+    assert all(value <= 1 for value in excess.values()), excess
+    assert calls == [((1, 77, 2, 24), True)]
+
+
+# The schemas of the library in xformers 0.0.34.
+FORWARD_SCHEMA = (
+    "fwd(Tensor q,Tensor k,Tensor v,Tensor(k_new!)? k_new = None,Tensor(v_new!)? v_new = None,Tensor? q_v = None,"
+    "Tensor(out!)? out = None,Tensor? cu_seqlens_q = None,Tensor? cu_seqlens_k = None,Tensor? cu_seqlens_k_new = None,"
+    "Tensor? seqused_q = None,Tensor? seqused_k = None,int? max_seqlen_q = None,int? max_seqlen_k = None,"
+    "Tensor? page_table = None,Tensor? kv_batch_idx = None,Tensor? leftpad_k = None,Tensor? rotary_cos = None,"
+    "Tensor? rotary_sin = None,Tensor? seqlens_rotary = None,Tensor? q_descale = None,Tensor? k_descale = None,"
+    "Tensor? v_descale = None,float? softmax_scale = None,bool is_causal = False,int window_size_left = -1,"
+    "int window_size_right = -1,int attention_chunk = 0,float softcap = 0.0,bool is_rotary_interleaved = False,"
+    "Tensor? scheduler_metadata = None,int num_splits = 0,bool? pack_gqa = None,int sm_margin = 0) "
+    "-> (Tensor(out!), Tensor, Tensor, Tensor)"
+)
+BACKWARD_SCHEMA = (
+    "bwd(Tensor dout,Tensor q,Tensor k,Tensor v,Tensor out,Tensor softmax_lse,Tensor(dq!)? dq = None,"
+    "Tensor(dk!)? dk = None,Tensor(dv!)? dv = None,Tensor? cu_seqlens_q = None,Tensor? cu_seqlens_k = None,"
+    "Tensor? seqused_q = None,Tensor? seqused_k = None,int? max_seqlen_q = None,int? max_seqlen_k = None,"
+    "float? softmax_scale = None,bool is_causal = False,int window_size_left = -1,int window_size_right = -1,"
+    "float softcap = 0.0,bool deterministic = False,int sm_margin = 0) "
+    "-> (Tensor(dq!), Tensor(dk!), Tensor(dv!), Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+@pytest.fixture(scope="module")
+def library():
+    """Operators of the library's names and schemas, computed by the formula on a CPU; strict about their inputs."""
+    namespace = torch.library.Library("flash_attn_3", "DEF")
+    namespace.define(FORWARD_SCHEMA)
+    namespace.define(BACKWARD_SCHEMA)
+
+    def forward(q, k, v, *rest, is_causal=False, **_):
+        causal = is_causal or True in [x for x in rest if isinstance(x, bool)]
+        assert all(x.stride(-1) == 1 for x in (q, k, v)), "the library takes dense rows only"
+        out = attention_reference(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal).transpose(1, 2)
+        empty = q.new_empty(0)
+        return out.contiguous(), q.new_zeros(q.shape[0], q.shape[2], q.shape[1]), empty, empty
+
+    def backward(dout, q, k, v, out, lse, *rest, softmax_scale=None, is_causal=False, **_):
+        causal = is_causal or True in [x for x in rest if isinstance(x, bool)]
+        scales = [x for x in (softmax_scale, *rest) if isinstance(x, float) and x > 0]
+        assert scales == [1 / math.sqrt(q.shape[-1])] and dout.stride(-1) == 1
+        assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        with torch.enable_grad():
+            again = attention_reference(*(x.transpose(1, 2) for x in leaves), causal=causal).transpose(1, 2)
+        grads = torch.autograd.grad(again, leaves, dout)
+        return (*grads, *(q.new_empty(0) for _ in range(5)))
+
+    namespace.impl("fwd", forward, "CPU")
+    namespace.impl("bwd", backward, "CPU")
+    yield
+    namespace._destroy()
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("shape", ["even", "no heads", "fewer queries"])
+def test_the_librarys_operators_are_called_by_their_schema(library, monkeypatch, shape, causal):
+    monkeypatch.setattr(module, "_fa3", lambda: module.FlashAttention3Function.apply)
+    excess = excess_errors("fa3", shape, torch.float32, causal)
+    assert all(value <= 1 for value in excess.values()), excess
+
+
+def test_the_librarys_function_takes_any_strides(library, monkeypatch):
+    """A transposed input and the expanded gradient of a sum have no dense rows."""
+    monkeypatch.setattr(module, "_fa3", lambda: module.FlashAttention3Function.apply)
+    x = torch.randn(2, 3, 16, 40, dtype=torch.float64).transpose(2, 3).requires_grad_()
+    (got,) = torch.autograd.grad(attention(x, x, x, causal=True, impl="fa3").sum(), x)
+    (expected,) = torch.autograd.grad(attention_reference(x, x, x, causal=True).sum(), x)
+    assert (got - expected).abs().max() <= 1e-12
