@@ -145,8 +145,9 @@ def ours(case: Case, impl: str, tensors: tuple[Tensor, ...]) -> dict[str, Tensor
         grads = tiled_attention_backward(grad_out, q, k, v, out, lse, **mask)
     else:
         with poisoned_outputs():
-            out, lse = fa.flash_attention_forward(q, k, v, precision=case.precision, **mask)
-            grads = fa.flash_attention_backward(grad_out, q, k, v, out, lse, precision=case.precision, **mask)
+            options = {"precision": case.precision, "impl": impl, **mask}
+            out, lse = fa.flash_attention_forward(q, k, v, **options)
+            grads = fa.flash_attention_backward(grad_out, q, k, v, out, lse, **options)
     for x, like in zip((out, *grads), (q, q, k, v), strict=True):
         assert x.dtype == like.dtype and x.shape == like.shape
     return {name: x.double() for name, x in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True)}
@@ -271,7 +272,8 @@ def test_tiled_attention_in_fp64_is_the_oracle(case):
 
 
 @st.composite
-def cases(draw_from, max_length: int, dtypes: tuple[str, ...]) -> Case:
+def cases(draw_from, max_length: int, dtypes: tuple[str, ...], head_dims: tuple[int, ...] = ()) -> Case:
+    """Any problem up to a length; `head_dims` where each of them is compiled anew."""
     key_heads, group = draw_from(st.integers(1, 2)), draw_from(st.integers(1, 3))
     window = draw_from(st.none() | st.tuples(st.integers(-1, max_length), st.integers(-1, max_length)))
     return Case(
@@ -281,7 +283,7 @@ def cases(draw_from, max_length: int, dtypes: tuple[str, ...]) -> Case:
             key_heads,
             draw_from(st.integers(1, max_length)),
             draw_from(st.integers(1, max_length)),
-            draw_from(st.integers(1, 256) if max_length > 100 else st.integers(1, 80)),
+            draw_from(st.sampled_from(head_dims) if head_dims else st.integers(1, 80)),
         ),
         causal=draw_from(st.booleans()),
         dtype=draw_from(st.sampled_from(dtypes)),
@@ -341,6 +343,9 @@ def far_apart(impl: str, axis: str) -> bool:
     view = storage.as_strided((batch, heads, length, dim), strides)
     dense = torch.randn((batch, heads, length, dim), generator=torch.Generator().manual_seed(0)).half().to(device)
     view.copy_(dense)
+    if axis == "column":
+        # Columns that lie together load through other instructions than rows do, and round otherwise.
+        dense = dense.transpose(2, 3).contiguous().transpose(2, 3)
     mask = {"scale": 0.25, "left": -1, "right": 0}
     results = []
     for x in (view, dense):
@@ -566,8 +571,18 @@ BAD = {
     "scale nan": (lambda: call(scale=math.nan), ValueError, "scale must be None or a positive finite number; got nan"),
     "window": (lambda: call(window=(1, 2, 3)), ValueError, "window must be None, a number of keys"),
     "negative window": (lambda: call(window=-2), ValueError, "window must be None, a number of keys"),
-    "impl": (lambda: call(impl="cuda"), ValueError, "impl must be one of auto, triton, tiled; got 'cuda'"),
+    "impl": (lambda: call(impl="cuda"), ValueError, "impl must be one of auto, gluon, triton, tiled; got 'cuda'"),
     "triton on the CPU": (lambda: call(impl="triton"), ValueError, "impl='triton' takes q, k and v on a CUDA device; got cpu"),  # noqa: E501
+    "gluon in fp32": (lambda: call(impl="gluon"), ValueError, "impl='gluon' takes q, k and v of dtype torch.bfloat16"),
+    "gluon, head dimension": (
+        lambda: call(*[zeros(2, 4, 6, 8).half()] * 3, impl="gluon"), ValueError, "takes head dimensions 64, 128; got 8",
+    ),
+    "gluon on the CPU": (
+        lambda: call(*[zeros(2, 4, 6, 64).half()] * 3, impl="gluon"), ValueError, "on a Hopper GPU; got cpu",
+    ),
+    "gluon with a window": (
+        lambda: call(*[zeros(2, 4, 6, 64).half()] * 3, impl="gluon", window=2), ValueError, "impl='gluon' takes no window",
+    ),
     "precision": (lambda: call(precision="tf64"), ValueError, "precision must be one of ieee, tf32; got 'tf64'"),
     "max_seqlen alone": (lambda: call(max_seqlen_q=6), ValueError, "max_seqlen_q must be None without cu_seqlens_q"),
     "one cu_seqlens": (lambda: call(shape=PACKED, cu_seqlens_k=cu(0, 10)), ValueError, "cu_seqlens_q must be given too"),  # noqa: E501
@@ -621,6 +636,12 @@ LONG_CASES = [
         for causal in (False, True)
     ),
     Case((1, 4, 2, 500, 777, 128), causal=True, window=(200, -1)),
+    # Rows off every 16-byte boundary, of a head dimension that would otherwise be cut in two.
+    *(
+        Case((1, 2, 1, 237, 394, dim), layout=layout)
+        for dim in (33, 72)
+        for layout in ("contiguous", "columns", "expanded")
+    ),
     Case((1, 2, 2, 500, 500, 64), causal=True, precision="tf32"),
 ]
 
@@ -640,10 +661,44 @@ class TestOnAGPU:
         check(measure(dataclasses.replace(case, dtype=dtype), "triton", "cuda"))
 
 
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU"
+)
+
+HOPPER_CASES = [
+    *(
+        Case((2, 2, 2, num_queries, num_keys, dim), causal=causal)
+        for dim in fa.GLUON_HEAD_DIMS
+        for num_queries, num_keys in ((1, 1), (64, 64), (65, 65), (128, 384), (300, 127), (127, 300), (1, 257), (640, 64))
+        for causal in (False, True)
+    ),
+    Case((2, 6, 2, 300, 427, 64), causal=True),
+    Case((1, 4, 1, 200, 200, 128)),
+    *(Case((2, 4, 2, 257, 257, 64), causal=True, layout=layout) for layout in LAYOUTS[1:]),
+    Case((1, 2, 2, 400, 400, 128), causal=True, scale=1.5),
+]
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
+def test_hopper_kernels_are_within_the_budget(case, dtype):
+    check(measure(dataclasses.replace(case, dtype=dtype), "gluon", "cuda"))
+
+
+@pytest.mark.gpu
+@on_hopper
+@settings(random_shapes, max_examples=2000)
+@given(case=cases(700, ("float16", "bfloat16"), fa.GLUON_HEAD_DIMS))
+def test_hopper_kernels_on_random_shapes(case):
+    check(measure(dataclasses.replace(case, window=None), "gluon", "cuda"))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 @settings(random_shapes, max_examples=2000)
-@given(case=cases(700, ("float32", "float16", "bfloat16")))
+@given(case=cases(700, ("float32", "float16", "bfloat16"), (16, 33, 64, 72, 80, 128, 200)))
 def test_compiled_kernels_on_random_shapes(case):
     check(measure(case, "triton", "cuda"))
 
@@ -659,9 +714,10 @@ def test_compiled_offsets_beyond_two_to_the_31(axis):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
 @pytest.mark.parametrize("dim", [64, 72, 128])
 @pytest.mark.parametrize("causal", [False, True])
-def test_repeats_are_bit_equal(dim, causal):
+@pytest.mark.parametrize("impl", ["auto", "triton"])
+def test_repeats_are_bit_equal(dim, causal, impl):
     q, k, v, grad_out = draw(Case((2, 4, 4, 1000, 1000, dim), dtype="bfloat16"), "cuda")
-    mask = {"scale": 0.1, "left": -1, "right": 0 if causal else -1}
+    mask = {"scale": 0.1, "left": -1, "right": 0 if causal else -1, "impl": resolve_impl(q, impl)}
     out, lse = fa.flash_attention_forward(q, k, v, **mask)
     for _ in range(1000):
         again, lse_again = fa.flash_attention_forward(q, k, v, **mask)

@@ -25,7 +25,9 @@ Source: Dao 2023, "FlashAttention-2"; Dao et al. 2022, "FlashAttention"; Ainslie
 import contextlib
 import dataclasses
 import functools
+import importlib
 import itertools
+import logging
 import math
 
 import torch
@@ -37,10 +39,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from labkit.kernels.flash_attention_tiled import tiled_attention_backward, tiled_attention_forward
 
 MAX_HEAD_DIM = 256
-IMPLS = ("auto", "triton", "tiled")
+IMPLS = ("auto", "gluon", "triton", "tiled")
 PRECISIONS = ("ieee", "tf32")
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILED_DTYPES = (*TRITON_DTYPES, torch.float64)
+GLUON_DTYPES = (torch.bfloat16, torch.float16)
+GLUON_HEAD_DIMS = (64, 128)
 
 # ---- tile configurations --------------------------------------------------------------------------------------
 
@@ -149,22 +153,23 @@ DELTA_BLOCK_Q = 32
 STATISTICS_PADDING = 128
 
 
-def split_head_dim(head_dim: int) -> tuple[int, int]:
+def split_head_dim(head_dim: int, aligned: bool = True) -> tuple[int, int]:
     """Returns (block, tail): the powers of two that a head dimension is cut into, tail 0 where one holds it.
 
-    16 is the least that the tensor cores take. A tail that would fill the block up to its double is no saving.
+    16 is the least that the tensor cores take. A tail that would fill the block up to its double is no saving. Rows
+    that start off a 16-byte boundary are not cut: triton 3.6 reads such a tail from beyond its shared memory.
     """
     block = max(16, triton.next_power_of_2(head_dim))
-    if block == head_dim or block <= 32:
+    if block == head_dim or block <= 32 or not aligned:
         return block, 0
     half = block // 2
     tail = max(16, triton.next_power_of_2(head_dim - half))
     return (half, tail) if tail < half else (block, 0)
 
 
-def tile_width(head_dim: int) -> int:
+def tile_width(head_dim: int, aligned: bool = True) -> int:
     """Returns the width of the tables, one of WIDTHS, that a head dimension belongs to."""
-    block, tail = split_head_dim(head_dim)
+    block, tail = split_head_dim(head_dim, aligned)
     return next(width for width in WIDTHS if width >= block + tail)
 
 
@@ -788,7 +793,8 @@ def _is_wide(tensors: tuple[Tensor, ...], block: int, head_dim: int) -> bool:
 
 
 def _kernel_flags(tensors: tuple[Tensor, ...], problem: _Problem, tile: TileConfig, precision: str) -> dict:
-    block_d, tail_d = split_head_dim(problem.head_dim)
+    alignment = _alignment(tensors)
+    block_d, tail_d = split_head_dim(problem.head_dim, aligned=alignment > 1)
     return {
         "HEAD_DIM": problem.head_dim,
         "BLOCK_D": block_d,
@@ -799,7 +805,7 @@ def _kernel_flags(tensors: tuple[Tensor, ...], problem: _Problem, tile: TileConf
         "HAS_RIGHT": problem.right >= 0,
         "IS_PACKED": problem.cu_seqlens_q is not None,
         "PRECISION": precision,
-        "ALIGNMENT": _alignment(tensors),
+        "ALIGNMENT": alignment,
         "WIDE": _is_wide(tensors, max(tile.block_q, tile.block_k), problem.head_dim),
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
@@ -820,7 +826,12 @@ def _capability(device_index: int) -> int:
 
 
 def select_config(
-    head_dim: int, dtype: torch.dtype, causal: bool, capability: int, precision: str = "ieee"
+    head_dim: int,
+    dtype: torch.dtype,
+    causal: bool,
+    capability: int,
+    precision: str = "ieee",
+    aligned: bool = True,
 ) -> AttentionConfig:
     """Returns the shipped tiles of the three kernels.
 
@@ -831,18 +842,57 @@ def select_config(
         capability: of the device, 10 · major + minor: 90 is Hopper. Other devices take tiles that fit 99 KiB of
             shared memory, the least of those since Ampere.
         precision: of fp32.
+        aligned: whether every row of every tensor starts on a 16-byte boundary.
     """
     kind = "16-bit" if dtype.itemsize == 2 else precision
     family = "hopper" if capability == 90 else "generic"
-    return CONFIGS[family, kind, tile_width(head_dim), causal]
+    return CONFIGS[family, kind, tile_width(head_dim, aligned), causal]
 
 
-def _config(q: Tensor, problem: _Problem, precision: str) -> AttentionConfig:
+def _config(tensors: tuple[Tensor, ...], problem: _Problem, precision: str) -> AttentionConfig:
+    q = tensors[0]
     if not q.is_cuda:
         return INTERPRETER_CONFIG
     # A window's tiles are masked on both sides, as causal ones are on one.
     masked = problem.left >= 0 or problem.right >= 0
-    return select_config(q.shape[-1], q.dtype, masked, _capability(q.device.index), precision)
+    aligned = _alignment(tensors) > 1
+    return select_config(q.shape[-1], q.dtype, masked, _capability(q.device.index), precision, aligned)
+
+
+def _tma_ready(x: Tensor) -> Tensor:
+    """Returns x where TMA can read it, with rows from 16-byte boundaries at positive distances, else a dense copy."""
+    strides = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
+    return x.contiguous() if _alignment((x,)) == 1 or not all(stride > 0 for stride in strides) else x
+
+
+@functools.cache
+def _hopper():
+    """The Gluon kernels, loaded when they are first needed: Gluon's interface moves between releases of Triton."""
+    return importlib.import_module("labkit.kernels.flash_attention_hopper")
+
+
+@functools.cache
+def hopper_unavailable() -> str | None:
+    """Returns why the Gluon kernels cannot run with the installed Triton, None where they can."""
+    try:
+        _hopper()
+    except (ImportError, AttributeError, TypeError) as error:
+        return f"the Gluon kernels do not load with triton {triton.__version__} ({type(error).__name__}: {error})"
+    return None
+
+
+@torch.compiler.assume_constant_result
+def _gluon_objection(device: torch.device) -> str | None:
+    """Returns why the Gluon kernels cannot run on a device, None where they can; a lack of theirs is logged."""
+    if device.type != "cuda":
+        return f"takes q, k and v on a Hopper GPU; got {device}"
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if _capability(index) != 90:
+        return f"takes q, k and v on a GPU of compute capability 9.0; got {_capability(index) / 10}"
+    reason = hopper_unavailable()
+    if reason:
+        logging.getLogger(__name__).warning("attention falls back to impl='triton': %s", reason)
+    return reason
 
 
 def _on_device_of(q: Tensor):
@@ -863,20 +913,28 @@ def flash_attention_forward(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     precision: str = "ieee",
+    impl: str = "triton",
     config: AttentionConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launches the forward kernel; returns the output, shaped as q, and the log-sum-exp in fp32, natural units.
 
     The log-sum-exp is (batch[, heads], n_queries), or (heads, total) for a packed batch. `left` and `right` are how
-    many keys a query sees before and after its own on the diagonal, −1 without limit; `config` overrides the tiles.
+    many keys a query sees before and after its own on the diagonal, −1 without limit; `impl` is "triton" or "gluon";
+    `config` overrides the tiles of "triton".
     """
     problem = _problem(q, k, left, right, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     packed = cu_seqlens_q is not None
-    tile = (config or _config(q, problem, precision)).forward
     out = _empty_like_layout(q)
+    if impl == "gluon":
+        q, k, v = (_tma_ready(x) for x in (q, k, v))
     lse_shape = (q.shape[1], q.shape[0]) if packed else q.shape[:-1]
     lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
     tensors = tuple(_as_4d(x, packed) for x in (q, k, v, out))
+    if impl == "gluon":
+        with _on_device_of(q):
+            _hopper().hopper_forward(*tensors, lse, scale=scale, causal=problem.right == 0)
+        return out, lse
+    tile = (config or _config(tensors, problem, precision)).forward
     grid = (triton.cdiv(problem.max_queries, tile.block_q) * problem.num_heads * problem.num_batches,)
     with _on_device_of(q):
         flash_attention_fwd_kernel[grid](
@@ -922,13 +980,18 @@ def flash_attention_backward(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     precision: str = "ieee",
+    impl: str = "triton",
     config: AttentionConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launches the three backward kernels; returns the gradients of q, k and v, shaped as they are."""
     problem = _problem(q, k, left, right, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     packed = cu_seqlens_q is not None
-    config = config or _config(q, problem, precision)
+    if _alignment((q, k, v)) > 1 and _alignment((grad_out,)) == 1:
+        # o.sum().backward() passes strides of zero: one copy costs less than loads of single elements.
+        grad_out = grad_out.contiguous()
     grad_q, grad_k, grad_v = (_empty_like_layout(x) for x in (q, k, v))
+    if impl == "gluon":
+        q, k, v, grad_out = (_tma_ready(x) for x in (q, k, v, grad_out))
     # A packed sequence starts on a boundary of its own, at most one padding after each sequence before it.
     num_rows = q.shape[0] + STATISTICS_PADDING * problem.num_batches if packed else problem.max_queries
     num_rows = triton.cdiv(num_rows, STATISTICS_PADDING) * STATISTICS_PADDING
@@ -938,6 +1001,7 @@ def flash_attention_backward(
     q_4d, k_4d, v_4d, out_4d, grad_out_4d, grad_q_4d, grad_k_4d, grad_v_4d = (
         _as_4d(x, packed) for x in (q, k, v, out, grad_out, grad_q, grad_k, grad_v)
     )
+    config = config or _config((q_4d, k_4d, v_4d, grad_out_4d, grad_q_4d, grad_k_4d, grad_v_4d), problem, precision)
     group = problem.num_heads // problem.num_key_heads
     lengths = (problem.max_queries, problem.max_keys)
 
@@ -966,6 +1030,21 @@ def flash_attention_backward(
             IS_PACKED=packed,
             PADDING=STATISTICS_PADDING,
         )
+        if impl == "gluon":
+            _hopper().hopper_backward(
+                grad_out_4d,
+                q_4d,
+                k_4d,
+                v_4d,
+                lse_log2,
+                delta,
+                grad_q_4d,
+                grad_k_4d,
+                grad_v_4d,
+                scale=scale,
+                causal=problem.right == 0,
+            )
+            return grad_q, grad_k, grad_v
         inputs = (q_4d, k_4d, v_4d, grad_out_4d)
         outputs = (grad_k_4d, grad_v_4d)
         num_tiles = triton.cdiv(problem.max_keys, config.dkdv.block_k)
@@ -1020,20 +1099,38 @@ def _names(values) -> str:
     return ", ".join(str(value) for value in values)
 
 
-def resolve_impl(q: Tensor, impl: str = "auto") -> str:
+def resolve_impl(q: Tensor, impl: str = "auto", *, left: int = -1, right: int = -1, packed: bool = False) -> str:
     """Returns the implementation that `flash_attention` runs for these queries: what a record should name.
 
     Args:
-        q: the queries; their device and dtype decide.
-        impl: one of IMPLS. "auto" is "triton" on a CUDA device in a dtype that the kernels take, else "tiled".
+        q: the queries; their device, dtype and head dimension decide.
+        impl: one of IMPLS. "auto" is "gluon" on a Hopper GPU for what those kernels take (bf16 and fp16, head
+            dimension 64 or 128, no window, not packed), else "triton" on a CUDA device in a dtype that it takes, else
+            "tiled".
+        left, right: the mask's limits, −1 for none; (−1, 0) is causal.
+        packed: whether sequences are packed.
 
     Raises:
-        ValueError: an unknown name; "triton" for a tensor or a dtype that it cannot take.
+        ValueError: an unknown name; an implementation named that cannot run these.
     """
     if impl not in IMPLS:
         raise ValueError(f"impl must be one of {_names(IMPLS)}; got {impl!r}")
-    if impl == "auto":
-        return "triton" if q.is_cuda and q.dtype in TRITON_DTYPES else "tiled"
+    if impl == "auto" and (not q.is_cuda or q.dtype not in TRITON_DTYPES):
+        return "tiled"
+    if impl in ("auto", "gluon"):
+        objection = None
+        if q.dtype not in GLUON_DTYPES:
+            objection = f"takes q, k and v of dtype {_names(GLUON_DTYPES)}; got {q.dtype}"
+        elif q.shape[-1] not in GLUON_HEAD_DIMS:
+            objection = f"takes head dimensions {_names(GLUON_HEAD_DIMS)}; got {q.shape[-1]}"
+        elif packed or left >= 0 or right > 0:
+            objection = f"takes no {'packed sequences' if packed else 'window'}"
+        objection = objection or _gluon_objection(q.device)
+        if objection is None:
+            return "gluon"
+        if impl == "gluon":
+            raise ValueError(f"impl='gluon' {objection}")
+        return "triton"
     if impl == "triton":
         if not q.is_cuda and not IS_INTERPRETED:
             raise ValueError(f"impl='triton' takes q, k and v on a CUDA device; got {q.device} ('tiled' takes any)")
@@ -1207,10 +1304,9 @@ def _forward_op(
         "max_seqlen_q": max_seqlen_q,
         "max_seqlen_k": max_seqlen_k,
     }
-    # A Hopper kernel in Gluon has its place here, in `_backward_op` and in `resolve_impl`.
-    if impl == "triton":
-        return flash_attention_forward(q, k, v, scale=scale, left=left, right=right, precision=precision, **packing)
     mask = {"scale": scale, "left": left, "right": right}
+    if impl in ("triton", "gluon"):
+        return flash_attention_forward(q, k, v, precision=precision, impl=impl, **mask, **packing)
     out, lse = _empty_outputs(q, cu_seqlens_q is not None)
     if cu_seqlens_q is None:
         tiled_out, tiled_lse = tiled_attention_forward(q, k, v, **mask)
@@ -1253,7 +1349,7 @@ def _backward_op(
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     mask = {"scale": scale, "left": left, "right": right}
-    if impl == "triton":
+    if impl in ("triton", "gluon"):
         return flash_attention_backward(
             grad_out,
             q,
@@ -1266,6 +1362,7 @@ def _backward_op(
             max_seqlen_q=max_seqlen_q,
             max_seqlen_k=max_seqlen_k,
             precision=precision,
+            impl=impl,
             **mask,
         )
     grads = tuple(_empty_like_layout(x) for x in (q, k, v))
@@ -1331,7 +1428,7 @@ def flash_attention(
             waits for it, once per tensor.
         window: how many keys a query sees to each side of its own on the diagonal, or (left, right); −1 is no limit.
         precision: of products of fp32: "ieee", or "tf32" for tensor cores at 11 bits; nothing else changes with it.
-        impl: "triton" (CUDA), "tiled" (plain PyTorch, any device) or "auto"; see `resolve_impl`.
+        impl: "gluon" (Hopper), "triton" (CUDA), "tiled" (plain PyTorch, any device) or "auto"; see `resolve_impl`.
 
     Returns:
         The output, shaped as q and of its dtype (of the autocast dtype under autocast); zeros for a query that sees
@@ -1349,10 +1446,10 @@ def flash_attention(
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(dtype) if isinstance(x, Tensor) and x.dtype in TRITON_DTYPES else x for x in (q, k, v))
     _check_tensors(q, k, v, packed)
-    impl = resolve_impl(q, impl)
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {_names(PRECISIONS)}; got {precision!r}")
     left, right = _check_window(window, causal)
+    impl = resolve_impl(q, impl, left=left, right=right, packed=packed)
     scale = _check_scale(scale, q.shape[-1])
     if packed:
         for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
