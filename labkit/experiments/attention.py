@@ -250,6 +250,7 @@ class AttentionCall:
             torch.cuda.reset_peak_memory_stats()
         out = self.forward()
         synchronize(self.device.kind)
+        self.nodes = node_names(out)
         metrics = {}
         if phase == "forward":
             kept = saved_tensors(out)
@@ -321,8 +322,8 @@ class AttentionCall:
 
     @functools.cached_property
     def nodes(self) -> list[str]:
-        """Names of the autograd nodes of one forward pass, in alphabetical order."""
-        return sorted({node.name() for node in _graph(self.forward())})
+        """Names of the autograd nodes that the newest forward pass left, or one made for this."""
+        return node_names(self.forward())
 
     def observed(self) -> dict:
         """Returns what else there is to know of the live objects."""
@@ -391,6 +392,11 @@ def _graph(out: Tensor) -> list:
             nodes[node] = None
             pending += [behind for behind, _ in node.next_functions]
     return list(nodes)
+
+
+def node_names(out: Tensor) -> list[str]:
+    """Returns the names of the autograd nodes behind `out`, each once, in alphabetical order."""
+    return sorted({node.name() for node in _graph(out)})
 
 
 def saved_tensors(out: Tensor) -> list[Tensor]:
