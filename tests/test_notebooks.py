@@ -292,13 +292,13 @@ def _kernel_of(pid: int) -> int | None:
     [
         (["run", "99"], "unknown notebook '99'; accepted: 01_benchmarking"),
         (["run", "--profile", "half"], "unknown profile 'half'; accepted: smoke, full"),
-        (["run", "-p", "sizes=huge"], "unknown size 'huge'; accepted: nano"),
-        (["run", "-p", "sizes=xl"], "'xl' means two models: say 'xl-2025'"),
+        (["run", "01", "-p", "sizes=huge"], "unknown size 'huge'; accepted: nano"),
+        (["run", "01", "-p", "sizes=xl"], "'xl' means two models: say 'xl-2025'"),
         (
-            ["run", "--profile", "smoke", "-p", "sizes=10b"],
+            ["run", "01", "--profile", "smoke", "-p", "sizes=10b"],
             "size '10b' is not in profile 'smoke'; accepted: nano, micro",
         ),
-        (["run", "-p", "contexts=100"], "context 100 is not in the profile; accepted: 32, 64"),
+        (["run", "01", "-p", "contexts=100"], "context 100 is not in the profile; accepted: 32, 64"),
         (["run", "-p", "fresh=false"], "parameter 'fresh' takes True or False, got 'false'"),
         (["run", "-p", "colour=red"], "unknown parameter 'colour' of 01_benchmarking; accepted: device"),
         (["report", "--device", "abacus"], "nothing has been measured on 'abacus'"),
