@@ -260,7 +260,8 @@ def test_the_library_is_found_without_importing_its_package(tmp_path, monkeypatc
     library = package / "flash_attn_3" / "_C.so"
     library.write_bytes(b"no library")
     assert module._xformers_library() == library
-    assert module._fa3() == "installed, but does not load: OSError"
+    reason = module._fa3()
+    assert reason.startswith("installed, but does not load: ") and "/" not in reason
     assert "xformers" not in sys.modules
 
 

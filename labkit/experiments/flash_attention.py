@@ -251,6 +251,7 @@ class Results:
 
     comparison: Comparison
     launches: dict[str, Timing]
+    flushed: dict[str, Timing]
     telemetry: dict
     num_candidates: int
 
@@ -274,15 +275,15 @@ def _time_in_turn(contest: "Contest", name: str, impls: Sequence[str], time_limi
                 raise
             # What cannot be captured into a graph is timed call by call; the record names the method.
             comparison = compare(calls, method="flush", **limits)
-    launches = {}
+    few = {"device_kind": kind, "num_warmup": 2, "min_samples": 10, "max_samples": 10}
+    launches, flushed = {}, {}
     if kind == "cuda" and name != "backward":  # the host's share of a backward pass is in that of both
         for impl in impls:
             if once_ms[impl] < LAUNCH_LIMIT_MS:
-                call = contest.call(impl, name)
-                launches[impl] = time_callable(
-                    call, device_kind=kind, method="window", num_warmup=2, min_samples=10, max_samples=10
-                )
-    return Results(comparison, launches, monitor.summary, len(calls))
+                launches[impl] = time_callable(calls[impl], method="window", **few)
+            if contest.is_cross_checked:
+                flushed[impl] = time_callable(calls[impl], method="flush", **few)
+    return Results(comparison, launches, flushed, monitor.summary, len(calls))
 
 
 def _time_once(call: Callable, device_kind: str) -> float:
@@ -427,9 +428,11 @@ class Contest(abc.ABC):
     Attributes:
         device: where it runs.
         baseline: the implementation that the ratios divide by; None for none in particular.
+        is_cross_checked: whether the times are taken once more by another method of the timer.
     """
 
     baseline: str | None = None
+    is_cross_checked = False
 
     def __init__(self, device: hardware.Device, case: Case, ceilings: dict[str, float]):
         self.device, self.parameters, self.ceilings = device, case.parameters, ceilings
@@ -503,6 +506,8 @@ class Contest(abc.ABC):
         if launch:
             metrics["launch_median_ms"] = launch.metrics()["launch_median_ms"]
             metrics["host_median_ms"] = launch.metrics()["host_median_ms"]
+        if impl in results.flushed:
+            metrics["flush_median_ms"] = results.flushed[impl].median_ms
         if self.baseline:
             ratio, low, high = results.comparison.ratio[impl]
             metrics |= {"ratio_to_ours": ratio, "ratio_to_ours_low": low, "ratio_to_ours_high": high}
@@ -527,6 +532,7 @@ class AttentionContest(Contest):
         self.auto = what_runs("auto", self.like, self.like, causal=self.shape.causal)
         is_alone = self.parameters.get("timed", "in turn") != "in turn"
         self.baseline = None if is_alone else self.auto
+        self.is_cross_checked = case.section == "rivals"
 
     @functools.cached_property
     def problem(self) -> Problem:

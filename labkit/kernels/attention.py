@@ -22,6 +22,7 @@ import functools
 import importlib.util
 import math
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -132,7 +133,8 @@ def _fa3() -> Callable[[Tensor, Tensor, Tensor, bool], Tensor] | str:
         _load_cuda_12_runtime()
         torch.ops.load_library(str(library))
     except (ImportError, OSError) as error:
-        return f"installed, but does not load: {type(error).__name__}"
+        what = re.sub(r"\S*/", "", str(error).split("\n")[0])  # its folders say nothing about it
+        return f"installed, but does not load: {what}"
     return FlashAttention3Function.apply
 
 
@@ -146,9 +148,8 @@ def _xformers_library() -> Path | None:
 
 def _load_cuda_12_runtime() -> None:
     """Makes the symbols of libcudart.so.12 known: the library is built for it, whatever CUDA torch is built for."""
-    spec = importlib.util.find_spec("nvidia")
-    folders = spec.submodule_search_locations if spec else None
-    paths = [Path(folder) / "cuda_runtime" / "lib" / "libcudart.so.12" for folder in folders or ()]
+    # By path: of the wheels that share the folder "nvidia", some make it a package that hides the others.
+    paths = [Path(folder) / "nvidia" / "cuda_runtime" / "lib" / "libcudart.so.12" for folder in sys.path]
     path = next((path for path in paths if path.exists()), "libcudart.so.12")
     ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 

@@ -51,6 +51,9 @@ OURS = ("gluon", "triton", "tiled")
 SHAPE = ["batch", "heads", "length", "d_head", "causal"]
 PRECISIONS = ("bf16", "fp32")
 
+AGREEMENT = 0.05
+"""Two ways to measure the same thing agree when they differ by at most 5 %."""
+
 LINEAR, QUADRATIC = 1.1, 1.9
 """Fitted exponents at most, and at least, for which memory is said to grow linearly, and quadratically."""
 
@@ -318,6 +321,30 @@ def findings_gate(*frames: pd.DataFrame) -> list[str]:
             f"{NAMES[impl]} was **not** right in {count(len(group), 'result')}, which have no time: "
             f"{listing(dict.fromkeys(names), 4)}."
         )
+    return sentences
+
+
+def findings_timer(*frames: pd.DataFrame) -> list[str]:
+    """Says by which methods the times were taken, and whether two of them agree where both were tried."""
+    rows = _ok(_gated(frames))
+    if rows.empty:
+        return []
+    parts = []
+    for method, group in rows.groupby("timer_method"):
+        names = "" if len(group) > len(rows) / 2 else f" ({listing(NAMES[impl] for impl in group['impl'].unique())})"
+        parts.append((len(group), f"by {method}: {count(len(group), 'result')}{names}"))
+    sentences = ["Timed " + "; ".join(text for _, text in sorted(parts, reverse=True)) + "."]
+    if "flush_median_ms" in rows:
+        checked = rows.dropna(subset=["flush_median_ms"])
+        deviation = checked["flush_median_ms"] / checked["median_ms"] - 1
+        if len(checked):
+            worst = checked.loc[deviation.abs().idxmax()]
+            case = f"{NAMES[worst['impl']]}, {_shape_name(worst)}"
+            verdict = "agree" if deviation.abs().max() <= AGREEMENT else "do **not** agree"
+            sentences.append(
+                f"Replayed graphs and single calls with a flushed cache {verdict} within {percent(AGREEMENT)}: the "
+                f"largest difference is {percent(deviation.abs().max())} ({case})."
+            )
     return sentences
 
 
