@@ -133,7 +133,7 @@ def _fa3() -> Callable[[Tensor, Tensor, Tensor, bool], Tensor] | str:
         _load_cuda_12_runtime()
         torch.ops.load_library(str(library))
     except (ImportError, OSError) as error:
-        what = re.sub(r"\S*/", "", str(error).split("\n")[0])  # its folders say nothing about it
+        what = re.sub(r"\S*/", "", str(error.__cause__ or error).split("\n")[0])  # its folders say nothing
         return f"installed, but does not load: {what}"
     return FlashAttention3Function.apply
 
