@@ -57,16 +57,18 @@ async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glob
 # Rows of the tiles that are walked, and how many of them are in flight. Bounds: 240 registers a thread of a consumer
 # (scores 64 × BLOCK, the accumulators of 64 rows · D, once forward and for dQ, twice for dK/dV); 227 KiB of shared
 # memory, of which 128 rows take 256·D bytes per tensor.
-FORWARD = {64: {"BLOCK_K": 128, "STAGES": 3}, 128: {"BLOCK_K": 128, "STAGES": 2}}
+FORWARD = {
+    64: {"BLOCK_K": 128, "STAGES": 3, "CONSUMERS": 3},
+    128: {"BLOCK_K": 128, "STAGES": 2, "CONSUMERS": 2},
+}
 DKDV = {64: {"BLOCK_Q": 128, "STAGES": 2}, 128: {"BLOCK_Q": 64, "STAGES": 2}}
 DQ = {64: {"BLOCK_K": 128, "STAGES": 3}, 128: {"BLOCK_K": 128, "STAGES": 2}}
 
-# 12 warps of at most 168 registers fill the register file; the producer warp gives all but 24 of its own away.
-LAUNCH = {"num_warps": 4, "maxnreg": 168}
-CONSUMER_REGISTERS = 240
+# By the number of consumers: the warps' equal shares of the register file at the start, and what a consumer has of it
+# once the producer has given all but 24 of its own away.
+START_REGISTERS = {2: 168, 3: 128}
+CONSUMER_REGISTERS = {2: 240, 3: 160}
 PRODUCER_REGISTERS = gl.constexpr(24)
-
-PING_PONG = gl.constexpr(True)
 
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them anew.
 LENGTHS = ("group", "num_queries", "num_keys", "padded_queries")
@@ -110,12 +112,12 @@ def _fwd_tiles(num_queries, num_keys, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constex
 @gluon.jit
 def _fwd_producer(
     q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, group, num_queries, num_keys,
-    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     head = gl.program_id(1)
     batch = gl.program_id(2)
-    q0, num_tiles, _num_full = _fwd_tiles(num_queries, num_keys, 128, BLOCK_K, CAUSAL)
-    for c in gl.static_range(2):
+    q0, num_tiles, _num_full = _fwd_tiles(num_queries, num_keys, 64 * CONSUMERS, BLOCK_K, CAUSAL)
+    for c in gl.static_range(CONSUMERS):
         mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes)
         async_load(q_desc, [batch, head, q0 + c * 64, 0], q_full.index(c), q_s.index(c))
     for i in range(num_tiles):
@@ -131,15 +133,18 @@ def _fwd_producer(
 
 
 @gluon.jit
-def _fwd_mask(
-    scores, q1, start, num_queries, num_keys,
-    BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr, SCORES: gl.constexpr,
-):  # fmt: skip
-    keys = start + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, SCORES))
-    visible = (keys < num_keys)[None, :]
+def _fwd_mask(scores, numbers_s, end, diagonal, CAUSAL: gl.constexpr, SCORES: gl.constexpr):
+    """The scores of visible keys, −inf elsewhere: keys before `end`, and before `diagonal` plus the number of the row.
+
+    Both count from the tile's first key. The numbers come from shared memory: as constants they stay in registers
+    through the loop.
+    """
+    keys = numbers_s.load(gl.SliceLayout(0, SCORES))
     if CAUSAL:
-        last = q1 + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES)) + (num_keys - num_queries)
-        visible = visible & (keys[None, :] <= last[:, None])
+        rows = numbers_s.slice(0, 64).load(gl.SliceLayout(1, SCORES))
+        visible = keys[None, :] < gl.minimum(rows + diagonal, end)[:, None]
+    else:
+        visible = (keys < end)[None, :]
     return gl.where(visible, scores, float("-inf"))
 
 
@@ -158,31 +163,24 @@ def _softmax(scores, maximum, total, scale_log2, MASKED: gl.constexpr):
 
 @gluon.jit
 def _fwd_step(
-    C: gl.constexpr, i, q, k_s, v_s, k_full, k_empty, v_full, v_empty, turn, p, p_low, acc, maximum, total,
-    q1, start, num_queries, num_keys, scale_log2,
+    i, q, k_s, v_s, numbers_s, k_full, k_empty, v_full, v_empty, p, p_low, acc, maximum, total,
+    end, diagonal, scale_log2,
     BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
     SCORES: gl.constexpr, OUT: gl.constexpr,
 ):  # fmt: skip
-    """The scores and the softmax of tile i, and the product with V of tile i − 1 under them.
-
-    The warpgroups issue their products in turn, so that one multiplies while the other takes its exponentials.
-    """
+    """The scores and the softmax of tile i, and the product with V of tile i − 1 under them."""
     stage = i % STAGES
     before = (i - 1) % STAGES
     mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
     # The scores go where the last P was: a tile of zeros would be as many registers more, set anew for every tile.
     k = k_s.index(stage).reshape([BLOCK_K, D])
-    if PING_PONG:
-        mbarrier.wait(turn.index(C), (i & 1) ^ (1 - C))
     scores_mma = warpgroup_mma(q, k.permute((1, 0)), p, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
     acc_mma = warpgroup_mma(p_low, v_s.index(before).reshape([BLOCK_K, D]), acc, is_async=True)
-    if PING_PONG:
-        mbarrier.arrive(turn.index(1 - C), count=1)
     scores = warpgroup_mma_wait(1, deps=(scores_mma,))
     mbarrier.arrive(k_empty.index(stage), count=1)
     if MASKED:
-        scores = _fwd_mask(scores, q1, start, num_queries, num_keys, BLOCK_K, CAUSAL, SCORES)
+        scores = _fwd_mask(scores, numbers_s, end, diagonal, CAUSAL, SCORES)
     p, maximum, total, rescale = _softmax(scores, maximum, total, scale_log2, MASKED)
     acc = warpgroup_mma_wait(0, deps=(acc_mma,))
     mbarrier.arrive(v_empty.index(before), count=1)
@@ -192,9 +190,10 @@ def _fwd_step(
 
 @gluon.jit
 def _fwd_consumer(
-    C: gl.constexpr, out_desc, lse_ptr, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, turn,
+    C: gl.constexpr, out_desc, lse_ptr, q_s, k_s, v_s, numbers_s, q_full, k_full, k_empty, v_full, v_empty,
     num_queries, num_keys, scale_log2,
     BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN_K: gl.constexpr,
+    CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_K, 16]
@@ -202,25 +201,24 @@ def _fwd_consumer(
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     head = gl.program_id(1)
     batch = gl.program_id(2)
-    q0, num_tiles, num_full = _fwd_tiles(num_queries, num_keys, 128, BLOCK_K, CAUSAL)
+    q0, num_tiles, num_full = _fwd_tiles(num_queries, num_keys, 64 * CONSUMERS, BLOCK_K, CAUSAL)
     q1 = q0 + C * 64
     q = q_s.index(C).reshape([64, D])
     maximum = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
     total = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, SCORES))
     acc = gl.zeros([64, D], gl.float32, layout=OUT)
+    # The first key that the first query does not see; each further query sees one more.
+    diagonal = q1 + (num_keys - num_queries) + 1
     mbarrier.wait(q_full.index(C), 0)
     mbarrier.wait(k_full.index(0), 0)
     k = k_s.index(0).reshape([BLOCK_K, D])
     zeros = gl.zeros([64, BLOCK_K], gl.float32, layout=SCORES)
-    if PING_PONG:
-        mbarrier.wait(turn.index(C), 1 - C)
     scores_mma = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if PING_PONG:
-        mbarrier.arrive(turn.index(1 - C), count=1)
     scores = warpgroup_mma_wait(0, deps=(scores_mma,))
     mbarrier.arrive(k_empty.index(0), count=1)
     if CAUSAL or not EVEN_K:
-        scores = _fwd_mask(scores, q1, (num_tiles - 1) * BLOCK_K, num_queries, num_keys, BLOCK_K, CAUSAL, SCORES)
+        start = (num_tiles - 1) * BLOCK_K
+        scores = _fwd_mask(scores, numbers_s, num_keys - start, diagonal - start, CAUSAL, SCORES)
     p, maximum, total, _rescale = _softmax(scores, maximum, total, scale_log2, CAUSAL or not EVEN_K)
     p_low = gl.convert_layout(_to_low(p, q.dtype), gl.DotOperandLayout(0, OUT, 2))
     # The walk begins at the last keys, so that what takes masks comes first and the loop behind it takes none.
@@ -229,14 +227,14 @@ def _fwd_consumer(
         first_full = gl.maximum(num_tiles - num_full, 1)
         for i in range(1, first_full):
             p, p_low, acc, maximum, total = _fwd_step(
-                C, i, q, k_s, v_s, k_full, k_empty, v_full, v_empty, turn, p, p_low, acc, maximum, total,
-                q1, (num_tiles - 1 - i) * BLOCK_K, num_queries, num_keys, scale_log2,
+                i, q, k_s, v_s, numbers_s, k_full, k_empty, v_full, v_empty, p, p_low, acc, maximum, total,
+                num_keys - (num_tiles - 1 - i) * BLOCK_K, diagonal - (num_tiles - 1 - i) * BLOCK_K, scale_log2,
                 BLOCK_K, D, STAGES, CAUSAL, True, SCORES, OUT,
             )  # fmt: skip
     for i in range(first_full, num_tiles):
         p, p_low, acc, maximum, total = _fwd_step(
-            C, i, q, k_s, v_s, k_full, k_empty, v_full, v_empty, turn, p, p_low, acc, maximum, total,
-            q1, 0, num_queries, num_keys, scale_log2,
+            i, q, k_s, v_s, numbers_s, k_full, k_empty, v_full, v_empty, p, p_low, acc, maximum, total,
+            0, 0, scale_log2,
             BLOCK_K, D, STAGES, CAUSAL, False, SCORES, OUT,
         )  # fmt: skip
     last = (num_tiles - 1) % STAGES
@@ -258,25 +256,40 @@ def _fwd_consumer(
 
 @gluon.jit
 def _fwd_consumer_0(
-    out_desc, lse_ptr, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, turn, num_queries, num_keys,
+    out_desc, lse_ptr, q_s, k_s, v_s, numbers_s, q_full, k_full, k_empty, v_full, v_empty, num_queries, num_keys,
     scale_log2,
     BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN_K: gl.constexpr,
+    CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     _fwd_consumer(
-        0, out_desc, lse_ptr, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, turn, num_queries, num_keys,
-        scale_log2, BLOCK_K, D, STAGES, CAUSAL, EVEN_K,
+        0, out_desc, lse_ptr, q_s, k_s, v_s, numbers_s, q_full, k_full, k_empty, v_full, v_empty, num_queries, num_keys,
+        scale_log2, BLOCK_K, D, STAGES, CAUSAL, EVEN_K, CONSUMERS,
     )  # fmt: skip
 
 
 @gluon.jit
 def _fwd_consumer_1(
-    out_desc, lse_ptr, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, turn, num_queries, num_keys,
+    out_desc, lse_ptr, q_s, k_s, v_s, numbers_s, q_full, k_full, k_empty, v_full, v_empty, num_queries, num_keys,
     scale_log2,
     BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN_K: gl.constexpr,
+    CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     _fwd_consumer(
-        1, out_desc, lse_ptr, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, turn, num_queries, num_keys,
-        scale_log2, BLOCK_K, D, STAGES, CAUSAL, EVEN_K,
+        1, out_desc, lse_ptr, q_s, k_s, v_s, numbers_s, q_full, k_full, k_empty, v_full, v_empty, num_queries, num_keys,
+        scale_log2, BLOCK_K, D, STAGES, CAUSAL, EVEN_K, CONSUMERS,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _fwd_consumer_2(
+    out_desc, lse_ptr, q_s, k_s, v_s, numbers_s, q_full, k_full, k_empty, v_full, v_empty, num_queries, num_keys,
+    scale_log2,
+    BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN_K: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+):  # fmt: skip
+    _fwd_consumer(
+        2, out_desc, lse_ptr, q_s, k_s, v_s, numbers_s, q_full, k_full, k_empty, v_full, v_empty, num_queries, num_keys,
+        scale_log2, BLOCK_K, D, STAGES, CAUSAL, EVEN_K, CONSUMERS,
     )  # fmt: skip
 
 
@@ -284,40 +297,60 @@ def _fwd_consumer_1(
 def hopper_fwd_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, group, num_queries, num_keys, scale_log2,
     BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN_K: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """The output and the log-sum-exp of 128 queries of one head."""
-    q_s = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, 64, D], q_desc.layout)
+    """The output and the log-sum-exp of 64 queries a consumer of one head."""
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, 64, D], q_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_K, D], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_K, D], v_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for c in gl.static_range(2):
+    for c in gl.static_range(CONSUMERS):
         mbarrier.init(q_full.index(c), count=1)
-        mbarrier.init(turn.index(c), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=2)
-        mbarrier.init(v_empty.index(stage), count=2)
+        mbarrier.init(k_empty.index(stage), count=CONSUMERS)
+        mbarrier.init(v_empty.index(stage), count=CONSUMERS)
+    # The numbers from 0 on, for the masks.
+    numbers_s = gl.allocate_shared_memory(
+        gl.int32, [BLOCK_K], gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
+    )
+    if CAUSAL or not EVEN_K:
+        numbers_s.store(gl.arange(0, BLOCK_K, layout=gl.BlockedLayout([1], [32], [4], [0])))
     fence_async_shared()
     # The tuples are written out: one that is first given a name loses its compile-time constants.
-    gl.warp_specialize(
-        [
-            (_fwd_consumer_0, (out_desc, lse_ptr, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
-             turn, num_queries, num_keys, scale_log2, BLOCK_K, D, STAGES, CAUSAL, EVEN_K)),
-            (_fwd_consumer_1, (out_desc, lse_ptr, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
-             turn, num_queries, num_keys, scale_log2, BLOCK_K, D, STAGES, CAUSAL, EVEN_K)),
-            (_fwd_producer, (q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, group,
-             num_queries, num_keys, BLOCK_K, STAGES, CAUSAL)),
-        ],
-        [4, 1],
-        [REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_fwd_consumer_0, (out_desc, lse_ptr, q_s, k_s, v_s, numbers_s, q_full, k_full, k_empty, v_full, v_empty,
+                 num_queries, num_keys, scale_log2, BLOCK_K, D, STAGES, CAUSAL, EVEN_K, CONSUMERS)),
+                (_fwd_consumer_1, (out_desc, lse_ptr, q_s, k_s, v_s, numbers_s, q_full, k_full, k_empty, v_full, v_empty,
+                 num_queries, num_keys, scale_log2, BLOCK_K, D, STAGES, CAUSAL, EVEN_K, CONSUMERS)),
+                (_fwd_producer, (q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, group,
+                 num_queries, num_keys, BLOCK_K, STAGES, CAUSAL, CONSUMERS)),
+            ],
+            [4, 1],
+            [REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_fwd_consumer_0, (out_desc, lse_ptr, q_s, k_s, v_s, numbers_s, q_full, k_full, k_empty, v_full, v_empty,
+                 num_queries, num_keys, scale_log2, BLOCK_K, D, STAGES, CAUSAL, EVEN_K, CONSUMERS)),
+                (_fwd_consumer_1, (out_desc, lse_ptr, q_s, k_s, v_s, numbers_s, q_full, k_full, k_empty, v_full, v_empty,
+                 num_queries, num_keys, scale_log2, BLOCK_K, D, STAGES, CAUSAL, EVEN_K, CONSUMERS)),
+                (_fwd_consumer_2, (out_desc, lse_ptr, q_s, k_s, v_s, numbers_s, q_full, k_full, k_empty, v_full, v_empty,
+                 num_queries, num_keys, scale_log2, BLOCK_K, D, STAGES, CAUSAL, EVEN_K, CONSUMERS)),
+                (_fwd_producer, (q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, group,
+                 num_queries, num_keys, BLOCK_K, STAGES, CAUSAL, CONSUMERS)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
 
 
 # ---- dK and dV --------------------------------------------------------------------------------------------------
@@ -724,6 +757,10 @@ def _tiles(x_BHSD: Tensor, num_rows: int) -> TensorDescriptor:
     return TensorDescriptor(x_BHSD, list(x_BHSD.shape), [*strides, 1], [1, 1, num_rows, head_dim], _tile_layout())
 
 
+def _launch(consumers: int) -> dict[str, int]:
+    return {"num_warps": 4, "maxnreg": START_REGISTERS[consumers], "REGISTERS": CONSUMER_REGISTERS[consumers]}
+
+
 def hopper_forward(
     q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, out_BHSD: Tensor, lse_BHS: Tensor, *, scale: float, causal: bool
 ) -> None:
@@ -731,7 +768,8 @@ def hopper_forward(
     num_batches, num_heads, num_queries, head_dim = q_BHSD.shape
     num_keys = k_BGSD.shape[2]
     tiles = FORWARD[head_dim]
-    grid = (triton.cdiv(num_queries, BLOCK), num_heads, num_batches)
+    consumers = tiles["CONSUMERS"]
+    grid = (triton.cdiv(num_queries, ROWS * consumers), num_heads, num_batches)
     hopper_fwd_kernel[grid](
         _tiles(q_BHSD, ROWS),
         _tiles(k_BGSD, tiles["BLOCK_K"]),
@@ -745,9 +783,8 @@ def hopper_forward(
         D=head_dim,
         CAUSAL=causal,
         EVEN_K=num_keys % tiles["BLOCK_K"] == 0,
-        REGISTERS=CONSUMER_REGISTERS,
         **tiles,
-        **LAUNCH,
+        **_launch(consumers),
     )
 
 
@@ -774,7 +811,7 @@ def hopper_backward(
     num_key_heads, num_keys = k_BGSD.shape[1:3]
     padded_queries = lse_log2_BHS.shape[-1]
     lengths = (num_heads // num_key_heads, num_queries, num_keys, padded_queries, scale * LOG2_E)
-    flags = {"D": head_dim, "CAUSAL": causal, "REGISTERS": CONSUMER_REGISTERS, **LAUNCH}
+    flags = {"D": head_dim, "CAUSAL": causal, **_launch(2)}
     tiles = DKDV[head_dim]
     statistics = (
         TensorDescriptor(x, [x.numel()], [1], [tiles["BLOCK_Q"]], _row_layout()) for x in (lse_log2_BHS, delta_BHS)
