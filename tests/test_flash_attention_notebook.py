@@ -440,6 +440,9 @@ def test_rounds_end_by_the_time_limit_but_for_a_few():
     fast = dataclasses.replace(contest_case("sdpa_flash", names=("forward",)), time_limit_s=10.0)
     measured, _ = measure(fast)
     assert measured["sdpa_flash forward"].metrics["n"] == experiment.MAX_ROUNDS
+    ranked = dataclasses.replace(contest_case("sdpa_flash", names=("forward",), section="rivals"), time_limit_s=10.0)
+    measured, _ = measure(ranked)
+    assert measured["sdpa_flash forward"].metrics["n"] == experiment.MAX_RANKING_ROUNDS > experiment.MAX_ROUNDS
 
 
 def test_what_cannot_be_captured_is_timed_with_events_and_its_launch_apart(monkeypatch):
@@ -448,8 +451,7 @@ def test_what_cannot_be_captured_is_timed_with_events_and_its_launch_apart(monke
 
     class Contest:
         device = hardware.Device("cuda", "a GPU", "a-gpu")
-        baseline = None
-        is_cross_checked = False
+        is_ranking = False
 
         def call(self, impl, name):
             return lambda: None
@@ -464,17 +466,17 @@ def test_what_cannot_be_captured_is_timed_with_events_and_its_launch_apart(monke
     monkeypatch.setattr(experiment, "_time_once", lambda *_: 1.0)
     monkeypatch.setattr(experiment, "time_callable", lambda *_, method, **__: method)
     error = RuntimeError("operation not permitted when stream is capturing")
-    results = experiment._time_in_turn(Contest(), "forward", ["flex", "fa3"], 0.1)
+    results = experiment._time_in_turn(Contest(), "forward", ["flex", "fa3"], None, 0.1)
     assert asked == [("graph", "flex", ("flex", "fa3")), ("flush", "flex", ("flex", "fa3"))]
     assert results.comparison == "compared" and results.launches == {"flex": "window", "fa3": "window"}
-    assert results.flushed == {} and experiment._time_in_turn(Contest(), "backward", ["flex"], 0.1).launches == {}
-    monkeypatch.setattr(Contest, "is_cross_checked", True)
-    assert experiment._time_in_turn(Contest(), "forward", ["flex"], 0.1).flushed == {"flex": "flush"}
+    assert results.flushed == {} and experiment._time_in_turn(Contest(), "backward", ["flex"], None, 0.1).launches == {}
+    monkeypatch.setattr(Contest, "is_ranking", True)
+    assert experiment._time_in_turn(Contest(), "forward", ["flex"], None, 0.1).flushed == {"flex": "flush"}
     monkeypatch.setattr(experiment, "_time_once", lambda *_: 2 * experiment.LAUNCH_LIMIT_MS)
-    assert experiment._time_in_turn(Contest(), "forward", ["flex"], 0.1).launches == {}
+    assert experiment._time_in_turn(Contest(), "forward", ["flex"], None, 0.1).launches == {}
     error = torch.OutOfMemoryError("no room")
     with pytest.raises(torch.OutOfMemoryError):
-        experiment._time_in_turn(Contest(), "forward", ["flex"], 0.1)
+        experiment._time_in_turn(Contest(), "forward", ["flex"], None, 0.1)
 
 
 @pytest.mark.usefixtures("this_device_is_a_cpu")
@@ -484,6 +486,23 @@ def test_ratios_are_to_what_auto_runs_unless_one_is_alone():
     alone = Case("speed", {**parameters, "timed": "alone: eager"}, (), 60.0)
     assert AttentionContest(CPU, together, {}).baseline == "tiled"
     assert AttentionContest(CPU, alone, {}).baseline is None
+
+
+@pytest.mark.usefixtures("this_device_is_a_cpu")
+def test_a_resumed_contest_takes_its_baseline_along_unless_that_is_wrong(monkeypatch):
+    case = contest_case("sdpa_flash", names=("forward",))
+    measured, _ = measure(case)
+    assert set(measured) == set(case.phases) and measured["sdpa_flash forward"].observed["num_candidates"] == 2
+    assert measured["sdpa_flash forward"].metrics["ratio_to_ours"] > 0
+    original = experiment.attention
+    monkeypatch.setattr(
+        experiment,
+        "attention",
+        lambda q, k, v, *, causal, impl: original(q, k, v, causal=causal, impl=impl) + (impl == "tiled"),
+    )
+    measured, _ = measure(case)
+    assert measured["sdpa_flash forward"].observed["num_candidates"] == 1
+    assert "ratio_to_ours" not in measured["sdpa_flash forward"].metrics
 
 
 @pytest.mark.usefixtures("this_device_is_a_cpu")

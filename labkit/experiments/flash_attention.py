@@ -61,8 +61,8 @@ ORACLE_SCORES = 2**27
 LAUNCH_LIMIT_MS = 10.0
 """A call that takes longer has no launch to speak of, and its launch is not measured."""
 
-MIN_ROUNDS, MAX_ROUNDS = 3, 10
-"""Samples of each candidate: the most, and what there are where the time limit ends it before."""
+MIN_ROUNDS, MAX_ROUNDS, MAX_RANKING_ROUNDS = 3, 10, 15
+"""Samples of each candidate: the fewest, whatever the time limit, and the most; more where candidates are ranked."""
 
 ALGORITHM = {"length": 96, "d_head": 16}
 TRACED_QUERIES = 3
@@ -153,7 +153,8 @@ def _is_measured(grid: FlashAttentionGrid, impl: str, length: int, d_head: int) 
 
 
 def _rival_cases(grid: FlashAttentionGrid) -> list[Case]:
-    return [_contest_case(grid, "rivals", _shape(rivalry, "bf16"), grid.rivals) for rivalry in grid.rivalries]
+    found = [_contest_case(grid, "rivals", _shape(rivalry, "bf16"), grid.rivals) for rivalry in grid.rivalries]
+    return [dataclasses.replace(case, time_limit_s=grid.rivals_time_limit_s) for case in found]
 
 
 def _tile_cases(grid: FlashAttentionGrid) -> list[Case]:
@@ -236,9 +237,21 @@ def _run_contest(contest: "Contest", case: Case) -> Iterator[PhaseRun]:
             # The timer collects garbage before every sampling; what PyTorch and its compiler keep need not be
             # searched each time, which takes longer than most samplings.
             gc.freeze()
-            results = _time_in_turn(contest, name, entrants, case.time_limit_s)
+            baseline = contest.baseline
+            if baseline not in entrants and not (baseline and _passes(contest, baseline, name)):
+                baseline = None
+            results = _time_in_turn(contest, name, entrants, baseline, case.time_limit_s)
             for impl in entrants:
                 yield f"{impl} {name}", functools.partial(contest.measured, impl, name, results, verdicts[impl])
+
+
+def _passes(contest: "Contest", impl: str, name: str) -> bool:
+    """Whether one that is not among the entrants (it has been measured, or has failed) is right all the same."""
+    try:
+        contest.judge(impl, name)
+    except Exception:
+        return False
+    return True
 
 
 def _raise(error: Exception):
@@ -256,15 +269,17 @@ class Results:
     num_candidates: int
 
 
-def _time_in_turn(contest: "Contest", name: str, impls: Sequence[str], time_limit_s: float) -> Results:
+def _time_in_turn(
+    contest: "Contest", name: str, impls: Sequence[str], baseline: str | None, time_limit_s: float
+) -> Results:
     """Returns the device's times of one pass, all implementations in turn, and the host's of issuing it."""
     kind = contest.device.kind
-    baseline = contest.baseline or impls[0]
-    calls = {impl: contest.call(impl, name) for impl in dict.fromkeys([*impls, baseline])}
+    calls = {impl: contest.call(impl, name) for impl in dict.fromkeys([*impls, baseline or impls[0]])}
     once_ms = {impl: _time_once(call, kind) for impl, call in calls.items()}
     round_ms = sum(max(time_ms, GRAPH_REPLAY_MS if kind == "cuda" else 0) for time_ms in once_ms.values())
-    num_rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(1e3 * time_limit_s / round_ms)))
-    limits = {"baseline": baseline, "device_kind": kind, "num_warmup": 1, "num_rounds": num_rounds}
+    max_rounds = MAX_RANKING_ROUNDS if contest.is_ranking else MAX_ROUNDS
+    num_rounds = max(MIN_ROUNDS, min(max_rounds, int(1e3 * time_limit_s / round_ms)))
+    limits = {"baseline": baseline or impls[0], "device_kind": kind, "num_warmup": 1, "num_rounds": num_rounds}
     with hardware.GpuMonitor(kind) as monitor:
         try:
             comparison = compare(calls, method="graph" if kind == "cuda" else "host", **limits)
@@ -281,7 +296,7 @@ def _time_in_turn(contest: "Contest", name: str, impls: Sequence[str], time_limi
         for impl in impls:
             if once_ms[impl] < LAUNCH_LIMIT_MS:
                 launches[impl] = time_callable(calls[impl], method="window", **few)
-            if contest.is_cross_checked:
+            if contest.is_ranking:
                 flushed[impl] = time_callable(calls[impl], method="flush", **few)
     return Results(comparison, launches, flushed, monitor.summary, len(calls))
 
@@ -428,11 +443,11 @@ class Contest(abc.ABC):
     Attributes:
         device: where it runs.
         baseline: the implementation that the ratios divide by; None for none in particular.
-        is_cross_checked: whether the times are taken once more by another method of the timer.
+        is_ranking: whether it is there to rank: more samples, and the times once more by another method of the timer.
     """
 
     baseline: str | None = None
-    is_cross_checked = False
+    is_ranking = False
 
     def __init__(self, device: hardware.Device, case: Case, ceilings: dict[str, float]):
         self.device, self.parameters, self.ceilings = device, case.parameters, ceilings
@@ -508,7 +523,7 @@ class Contest(abc.ABC):
             metrics["host_median_ms"] = launch.metrics()["host_median_ms"]
         if impl in results.flushed:
             metrics["flush_median_ms"] = results.flushed[impl].median_ms
-        if self.baseline:
+        if results.comparison.baseline == self.baseline:
             ratio, low, high = results.comparison.ratio[impl]
             metrics |= {"ratio_to_ours": ratio, "ratio_to_ours_low": low, "ratio_to_ours_high": high}
         return Measured(
@@ -532,7 +547,7 @@ class AttentionContest(Contest):
         self.auto = what_runs("auto", self.like, self.like, causal=self.shape.causal)
         is_alone = self.parameters.get("timed", "in turn") != "in turn"
         self.baseline = None if is_alone else self.auto
-        self.is_cross_checked = case.section == "rivals"
+        self.is_ranking = case.section == "rivals"
 
     @functools.cached_property
     def problem(self) -> Problem:
