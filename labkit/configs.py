@@ -241,7 +241,8 @@ class FlashAttentionGrid:
     `memory_lengths`, `memory_impls` (by precision), `memory_d_head`: of the peaks of memory.
     `tiles`: (rows of the query tile, rows of the key tile, warps, stages) tried on `tiles_shape`.
     `weighted_sums`: (rows, summed elements) of the first kernel. `algorithm_tiles`: tiles of the small case.
-    `time_limit_s`: for the samples of one pass of everything that is timed in turn; `case_timeout_s` as in notebook 01.
+    `time_limit_s`: for the samples of one pass of everything that is timed in turn, `rivals_time_limit_s` the same for
+    the rivals; `case_timeout_s` as in notebook 01.
     """
 
     impls: dict[str, tuple[str, ...]]
@@ -260,6 +261,7 @@ class FlashAttentionGrid:
     weighted_sums: tuple[tuple[int, int], ...]
     algorithm_tiles: tuple[int, ...]
     time_limit_s: float
+    rivals_time_limit_s: float
     case_timeout_s: float
 
 
@@ -299,6 +301,7 @@ FLASH_ATTENTION: dict[str, FlashAttentionGrid] = {
         weighted_sums=((1001, 99),),
         algorithm_tiles=(8, 16, 32, 64),
         time_limit_s=0.1,
+        rivals_time_limit_s=0.1,
         case_timeout_s=120.0,
     ),
     "full": FlashAttentionGrid(
@@ -350,6 +353,7 @@ FLASH_ATTENTION: dict[str, FlashAttentionGrid] = {
         weighted_sums=((65536, 1024), (50001, 999)),
         algorithm_tiles=(8, 16, 32, 64),
         time_limit_s=0.5,
+        rivals_time_limit_s=4.0,
         case_timeout_s=300.0,
     ),
 }
