@@ -13,8 +13,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from labkit.kernels import flash_attention as fa
+from labkit.kernels import flash_attention_hopper as hopper
 
 KERNELS = {
     "forward": fa.flash_attention_fwd_kernel,
@@ -79,7 +81,10 @@ def compile_kernel(
         if divisible:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, constants, attributes)
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    return compile_source(source, capability, {"num_warps": tile.num_warps, "num_stages": tile.num_stages})
+
+
+def compile_source(source, capability: int, options: dict):
     with contextlib.redirect_stdout(io.StringIO()) as log, triton.knobs.nvidia.scope():
         triton.knobs.nvidia.dump_ptxas_log = True
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -156,6 +161,66 @@ def test_every_shipped_tile_compiles_and_fits(capability, kind):
         # True fp32 at D 128 and the untuned D 256 may spill a little; kilobytes mean a tile of the wrong size.
         limit = SPILL_LIMIT if width <= 96 and capability == 90 else 4096
         assert spilled_bytes(log) <= limit, (kernel, tile, width, spilled_bytes(log))
+
+
+# ---- Gluon ------------------------------------------------------------------------------------------------------
+
+# Every release of Triton since 3.6 loads and compiles these: a test of the one that is installed.
+HOPPER_KERNELS = {
+    "forward": (hopper.hopper_fwd_kernel, hopper.FORWARD, ("k_desc", "v_desc")),
+    "dkdv": (hopper.hopper_bwd_dkdv_kernel, hopper.DKDV, ("q_desc", "grad_out_desc")),
+    "dq": (hopper.hopper_bwd_dq_kernel, hopper.DQ, ("k_desc", "v_desc")),
+}
+
+
+def compile_hopper_kernel(kernel: str, head_dim: int, dtype: str, *, causal: bool, even: bool = True, grouped=False):
+    """Returns (compiled kernel, what ptxas said) of a shipped configuration."""
+    function, table, walked = HOPPER_KERNELS[kernel]
+    tiles = table[head_dim]
+    launch = hopper._launch(tiles.get("CONSUMERS", 2))
+    constants = {"D": head_dim, "CAUSAL": causal, "EVEN_K": even, "GROUPED": grouped, **tiles, **launch}
+    rows = tiles.get("BLOCK_K") or tiles["BLOCK_Q"]
+
+    def kind(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if name in ("lse_desc", "delta_desc"):
+            return f"tensordesc<fp32[{rows}],{hopper._row_layout()!r}>"
+        if name.endswith("_desc"):
+            shape = [1, 1, rows if name in walked else hopper.ROWS, head_dim]
+            return f"tensordesc<{dtype}{shape},{hopper._tile_layout()!r}>"
+        return "*fp32" if name.endswith("_ptr") else "fp32" if name.startswith("scale") else "i32"
+
+    signature = {name: kind(name) for name in function.arg_names}
+    indexed = {(i,): constants[name] for i, name in enumerate(function.arg_names) if name in constants}
+    source = GluonASTSource(function, signature, indexed)
+    return compile_source(source, 90, {name: launch[name] for name in ("num_warps", "maxnreg")})
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("kernel", HOPPER_KERNELS)
+@pytest.mark.parametrize("head_dim", fa.GLUON_HEAD_DIMS)
+def test_hopper_kernels_neither_spill_nor_serialise(head_dim, kernel, causal, dtype):
+    compiled, log = compile_hopper_kernel(kernel, head_dim, dtype, causal=causal)
+    assert spilled_bytes(log) <= SPILL_LIMIT
+    assert not SERIALISED.search(log), SERIALISED.search(log)
+    assert compiled.metadata.shared <= SHARED_LIMIT[90]
+    for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"):
+        assert instruction in compiled.asm["ptx"], instruction
+
+
+@pytest.mark.parametrize("kernel", HOPPER_KERNELS)
+@pytest.mark.parametrize("head_dim", fa.GLUON_HEAD_DIMS)
+def test_hopper_kernels_of_other_lengths_and_grouped_heads_do_not_serialise(head_dim, kernel):
+    _, log = compile_hopper_kernel(kernel, head_dim, "bf16", causal=False, even=False, grouped=True)
+    assert not SERIALISED.search(log), SERIALISED.search(log)
+    assert spilled_bytes(log) <= 64
+
+
+def test_the_hopper_kernels_load_with_the_installed_triton():
+    assert fa.hopper_unavailable() is None
+    assert set(fa.GLUON_HEAD_DIMS) == set(hopper.FORWARD) == set(hopper.DKDV) == set(hopper.DQ)
 
 
 def test_the_limits_refuse_a_tile_that_is_too_large():
