@@ -107,6 +107,10 @@ ATTENTION_KINDS = ("eager", "math", "fused")
 """eager: the formula as it reads. math: SDPA's math backend, which scales copies of q and k and computes in fp32.
 fused: a kernel that keeps the log-sum-exp (fp32) in place of the scores."""
 
+DEVICE_KINDS = ("cuda", "cpu", "mps")
+"""Kinds of device, since what a pass holds depends on how PyTorch implements it there. What is known of the CPU is
+taken for mps too."""
+
 
 def attention_saved_bytes(kind: str, batch: int, length: int, d_head: int, element_bytes: int) -> int:
     """Returns bytes of the distinct tensors that one attention call keeps for its backward pass, inputs included.
@@ -143,34 +147,77 @@ def attention_in_use_bytes(kind: str, batch: int, length: int, d_head: int, elem
     return saved + row + (3 - num_kept_inputs) * row
 
 
-def attention_peak_bytes(phase: str, batch: int, length: int, d_head: int, element_bytes: int) -> int:
+def attention_peak_bytes(
+    phase: str, batch: int, length: int, d_head: int, element_bytes: int, *, device_kind: str
+) -> int:
     """Returns the most bytes in use during a pass of eager attention, inputs and output included.
 
     Forward: the scaled scores and the probabilities together, while the output is made. Backward: the
-    probabilities, their gradient and the scores' gradient together, beside the gradient of v.
+    probabilities, their gradient and the scores' gradient together, beside the gradient of v. On CUDA there is a
+    fourth matrix then, which the softmax's backward writes before it calls its kernel: gradient times probabilities.
 
     Args:
-        phase: "forward" or "backward"; the others as in `attention_saved_bytes`.
+        phase: "forward" or "backward"; batch to element_bytes as in `attention_saved_bytes`.
+        device_kind: one of DEVICE_KINDS.
+
+    Raises ValueError for another phase or kind of device.
+
+    Source: PyTorch, aten/src/ATen/native/cuda/SoftMax.cu, `softmax_backward_cuda_out`.
     """
     row, scores = batch * length * d_head, batch * length * length
+    extra = _extra_matrices(device_kind)
     if phase == "forward":
         return element_bytes * (4 * row + 2 * scores)
     if phase == "backward":
-        return element_bytes * (5 * row + 3 * scores)
+        return element_bytes * (5 * row + (3 + extra) * scores)
     raise ValueError(f"unknown phase {phase!r}; accepted: forward, backward")
 
 
-def attention_score_passes(phase: str) -> int:
+def attention_reserved_bytes(
+    phase: str, batch: int, length: int, d_head: int, element_bytes: int, *, device_kind: str
+) -> int:
+    """Returns the most device memory that a pass of eager attention makes the allocator hold, inputs included.
+
+    It is the peak of `attention_peak_bytes`, but for CUDA's backward pass one matrix more: the caching allocator cuts
+    the gradient of v from the smallest cached block that is large enough, that of the freed scaled scores. A block
+    that is cut holds no other matrix, and does not go back to the device while a part of it is in use.
+
+    Args and Raises as in `attention_peak_bytes`.
+
+    Source: PyTorch, c10/cuda/CUDACachingAllocator.cpp; allocations up to 1 MiB come from blocks of their own.
+    """
+    peak = attention_peak_bytes(phase, batch, length, d_head, element_bytes, device_kind=device_kind)
+    row, scores = (element_bytes * batch * length * width for width in (d_head, length))
+    is_cut = phase == "backward" and device_kind == "cuda" and 2**20 < row < scores
+    return peak + scores - row if is_cut else peak
+
+
+def attention_score_passes(phase: str, *, device_kind: str) -> int:
     """Returns how often a pass of eager attention reads or writes all score matrices.
 
     Forward: written by the product, read and written by the scaling and by the softmax, read by the product with v.
     Backward: the probabilities read for the gradient of v; their gradient written; the softmax's backward reads both
-    and writes one; the scaling reads and writes one; the products for q and k read one each.
+    and writes one; the scaling reads and writes one; the products for q and k read one each. On CUDA the softmax's
+    backward first multiplies gradient and probabilities: two matrices read and one written more.
+
+    Args:
+        phase: "forward" or "backward".
+        device_kind: one of DEVICE_KINDS.
+
+    Raises ValueError for another phase or kind of device.
     """
+    extra = _extra_matrices(device_kind)
     try:
-        return {"forward": 6, "backward": 9}[phase]
+        return {"forward": 6, "backward": 9 + 3 * extra}[phase]
     except KeyError:
         raise ValueError(f"unknown phase {phase!r}; accepted: forward, backward") from None
+
+
+def _extra_matrices(device_kind: str) -> int:
+    """Returns how many matrices the softmax's backward makes beside its result."""
+    if device_kind not in DEVICE_KINDS:
+        raise ValueError(f"unknown kind of device {device_kind!r}; accepted: {', '.join(DEVICE_KINDS)}")
+    return 1 if device_kind == "cuda" else 0
 
 
 def attention_call_flops(phase: str, batch: int, length: int, d_head: int, *, causal: bool) -> int:

@@ -4,6 +4,10 @@ Every function takes data frames that `Chapter.records` returns. A frame without
 no figure (None) or no sentence.
 """
 
+import math
+import re
+from collections.abc import Iterable, Sequence
+
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -40,13 +44,14 @@ NAMES = {
 KINDS = {
     "eager": "eager",
     "compiled": "eager",
-    "compiled_heads": "fused",
+    "compiled_heads": "eager",
     "sdpa_math": "math",
     "sdpa_flash": "fused",
     "sdpa_cudnn": "fused",
     "sdpa_efficient": "fused",
 }
-"""The closed form of `accounting` that each implementation's memory is held against."""
+"""The closed form of `accounting` that each implementation's memory is held against, unless the compiler put SDPA
+in the formula's place: then it is that of a fused kernel."""
 
 PRECISIONS = ("fp32", "tf32", "bf16")
 PHASES = ("forward", "backward")
@@ -63,7 +68,10 @@ LAUNCH_FREE = 0.5
 """Exponents are fitted where the host needs less than half of the time: nearer to the launch, growth looks slower."""
 
 EXPONENT_SAME = 0.1
-"""Two fitted exponents within 0.1 of each other are called the same."""
+"""Two fitted exponents within 0.1 of each other are called the same, however well they are known."""
+
+STUDENT_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+"""Half width of Student's 95 % interval in standard errors for 1, 2, ... degrees of freedom; the last for more."""
 
 ERROR_BUDGET = {"output": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0}
 """How many times the error of eager attention in the same precision an implementation's may be."""
@@ -117,6 +125,11 @@ def _is_launch_bound(frame: pd.DataFrame, share: float = LAUNCH_BOUND) -> pd.Ser
     if "launch_median_ms" not in frame:
         return pd.Series(False, index=frame.index)
     return frame["launch_median_ms"] >= share * frame["host_median_ms"]
+
+
+def closed_form(row: dict) -> str:
+    """Returns which closed form of `accounting` holds for what ran in this row."""
+    return "fused" if row.get("num_replacements", 0) > 0 else KINDS[row["impl"]]
 
 
 def _case(impl: str, precision: str, d_head: int, length: int) -> str:
@@ -283,31 +296,38 @@ def _launch_bound(frame: pd.DataFrame) -> list[str]:
 
 
 def _backends(frame: pd.DataFrame) -> list[str]:
-    """Compares each SDPA backend with eager in the same precision, at the longest length that both ran at each d."""
+    """Compares each SDPA backend with eager in the same precision, at the longest length at which both ran."""
     sentences = []
     for (precision, impl), rows in _series(frame, ["precision", "impl"]):
         if not impl.startswith("sdpa_"):
             continue
-        parts, lengths = [], set()
+        parts = []
         for phase in PHASES:
-            mine = _by_case(rows, phase=phase)
             eager = _by_case(frame, phase=phase, impl="eager", precision=precision)
-            gains = {}
-            for (_, _, d_head, length), value in mine.items():
-                base = eager.get(("eager", precision, d_head, length))
-                if base is not None and length >= max((known for _, known in gains.values()), default=0):
-                    gains = {key: pair for key, pair in gains.items() if pair[1] == length}
-                    gains[d_head] = (base / value, length)
+            gains = {
+                (length, d_head): eager["eager", precision, d_head, length] / value
+                for (_, _, d_head, length), value in _by_case(rows, phase=phase).items()
+                if ("eager", precision, d_head, length) in eager
+            }
             if gains:
-                word = speed_word(geometric_mean(gain for gain, _ in gains.values()))
-                parts.append(f"{PHASE_NAMES[phase]} {span(gain for gain, _ in gains.values())} eager's speed ({word})")
-                lengths |= {length for _, length in gains.values()}
+                longest = max(length for length, _ in gains)
+                at_longest = {d_head: gain for (length, d_head), gain in gains.items() if length == longest}
+                where = f"length {longest:,}, {span(at_longest, lambda d_head: f'd {d_head}')}"
+                speed = f"{span(at_longest.values())} eager's speed"
+                parts.append(f"{PHASE_NAMES[phase]} at {speed} ({_speed_words(at_longest)}; {where})")
         if parts:
-            sentences.append(
-                f"**{NAMES[impl]}** in {precision}, at length {_lengths(lengths)}, over the head dimensions: "
-                f"{', '.join(parts)}."
-            )
+            sentences.append(f"**{NAMES[impl]}** in {precision} runs {listing(parts)}.")
     return sentences
+
+
+def _speed_words(gains: dict[int, float]) -> str:
+    """Returns one word for the speed-ups of all head dimensions, or each word with its head dimensions."""
+    by_word: dict[str, list[int]] = {}
+    for d_head, gain in sorted(gains.items()):
+        by_word.setdefault(speed_word(gain), []).append(d_head)
+    if len(by_word) == 1:
+        return next(iter(by_word))
+    return ", ".join(f"{word} for {listing(f'd {d_head}' for d_head in found)}" for word, found in by_word.items())
 
 
 def _traffic(frame: pd.DataFrame, ceilings: pd.DataFrame) -> list[str]:
@@ -319,20 +339,20 @@ def _traffic(frame: pd.DataFrame, ceilings: pd.DataFrame) -> list[str]:
     copy_rate = copies["achieved_gb_per_s"].iloc[-1]
     sentences = []
     for (precision, phase), rows in _series(eager, ["precision", "phase"]):
+        passes = accounting.attention_score_passes(phase, device_kind=frame.attrs["device_kind"])
         length = rows["length"].max()
         rates = {}
         for row in rows[rows["length"] == length].to_dict("records"):
             scores = ELEMENT_BYTES[precision] * row["batch"] * length * length
-            num_bytes = accounting.attention_score_passes(phase) * scores
-            rates[row["d_head"]] = num_bytes / (row["median_ms"] * 1e-3) / 1e9 / copy_rate
+            rates[row["d_head"]] = passes * scores / (row["median_ms"] * 1e-3) / 1e9 / copy_rate
         bound = [d_head for d_head, fraction in rates.items() if fraction >= TRAFFIC_BOUND]
         text = (
-            f"Eager {PHASE_NAMES[phase]} in {precision} moves its score matrices "
-            f"{accounting.attention_score_passes(phase)} times: at length {length:,} with "
-            f"{span(rates.values(), percent)} of the measured copy rate"
+            f"Eager {PHASE_NAMES[phase]} in {precision} reads or writes all its scores {passes} times, which at "
+            f"length {length:,} makes {span(rates.values(), percent)} of the measured copy rate"
         )
         if bound:
-            text += f", so it is bound by that traffic for {listing(f'd {d_head}' for d_head in sorted(bound))}"
+            d_heads = listing(f"d {d_head}" for d_head in sorted(bound))
+            text += f"; from {percent(TRAFFIC_BOUND)} on it is called bound by that traffic: {d_heads}"
         sentences.append(text + ".")
     return sentences
 
@@ -348,7 +368,7 @@ def _steadiness(frame: pd.DataFrame) -> list[str]:
     if len(full):
         text += f"; {len(full):,} are of {_lengths(full['n'].astype(int))} passes"
     if len(fewer):
-        text += f"; {len(fewer):,} long ones are of fewer, at least {int(fewer['n'].min())}, for the time limit"
+        text += f"; {len(fewer):,} are of fewer, at least {int(fewer['n'].min())}, because the time limit came first"
     return [text + "."]
 
 
@@ -455,9 +475,12 @@ def memory(frame: pd.DataFrame) -> pd.DataFrame:
     backward = _by_case(frame, "peak_bytes", phase="backward")
     rows = []
     for row in _sorted(forward).to_dict("records"):
-        element_bytes = ELEMENT_BYTES[row["precision"]]
-        shape = (row["batch"], row["length"], row["d_head"], element_bytes)
-        kind, is_eager = KINDS[row["impl"]], row["impl"] == "eager"
+        shape = (row["batch"], row["length"], row["d_head"], ELEMENT_BYTES[row["precision"]])
+        kind = closed_form(row)
+        peaks = dict.fromkeys(PHASES)
+        if row["impl"] == "eager":
+            device_kind = frame.attrs["device_kind"]
+            peaks = {phase: accounting.attention_peak_bytes(phase, *shape, device_kind=device_kind) for phase in PHASES}
         rows.append(
             {
                 **{name: row[name] for name in [*CASE, "batch", "saved_bytes", "in_use_bytes"]},
@@ -465,8 +488,8 @@ def memory(frame: pd.DataFrame) -> pd.DataFrame:
                 "peak_backward": backward.get(tuple(row[name] for name in CASE)),
                 "predicted_saved": accounting.attention_saved_bytes(kind, *shape),
                 "predicted_in_use": accounting.attention_in_use_bytes(kind, *shape),
-                "predicted_forward": accounting.attention_peak_bytes("forward", *shape) if is_eager else None,
-                "predicted_backward": accounting.attention_peak_bytes("backward", *shape) if is_eager else None,
+                "predicted_forward": peaks["forward"],
+                "predicted_backward": peaks["backward"],
             }
         )
     numeric = [name for name in rows[0] if name not in ("impl", "precision")]
@@ -521,17 +544,34 @@ def _difference(measured: float, predicted: float) -> str:
 
 
 _LIMIT_COLUMNS = (
-    "longest", "peak_bytes", "num_matrices", "oom_length", "oom_phase", "predicted_length", "predicted_phase",
+    "longest", "peak_bytes", "num_matrices", "oom_length", "oom_phase", "asked_bytes", "given_bytes", "cached_bytes",
+    "predicted_length", "predicted_phase",
 )  # fmt: skip
+
+_OUT_OF_MEMORY = re.compile(
+    r"Tried to allocate (\S+ \w+)\..* memory (\S+ \w+) is allocated by PyTorch, and (\S+ \w+) is reserved by PyTorch",
+    re.DOTALL,
+)
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def _at_out_of_memory(reason: str) -> dict[str, float]:
+    """Returns what PyTorch's message says: the bytes asked for, those given out and those in cached blocks."""
+    found = _OUT_OF_MEMORY.search(reason)
+    if found is None:
+        return {}
+    sizes = [float(size) * _UNITS[unit] for size, unit in (group.split() for group in found.groups())]
+    return dict(zip(("asked_bytes", "given_bytes", "cached_bytes"), sizes, strict=True))
 
 
 def limits(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns where each implementation runs out of memory, one row for each series that went on to the longest length.
 
-    Columns: precision, impl, d_head, device_bytes; longest (the longest length whose backward ran), its peak_bytes,
-    num_matrices (that peak in score matrices of the input's dtype); oom_length and oom_phase (the first
-    out-of-memory); predicted_length and predicted_phase (eager: the first length and pass asked for whose predicted
-    peak exceeds the device's memory). NaN or None where there is no such thing.
+    Columns: precision, impl, kind (the closed form), d_head, device_bytes; longest (the longest length whose backward
+    ran), its peak_bytes, num_matrices (that peak in score matrices of the input's dtype); oom_length and oom_phase (the
+    first out-of-memory), asked_bytes, given_bytes and cached_bytes (what was asked for, given out and cached then);
+    predicted_length and predicted_phase (eager: the first length and pass asked for that makes the allocator hold more
+    than the device's memory). NaN or None where there is no such thing.
     """
     measured = _ok(frame)
     if measured.empty or "device_bytes" not in frame:
@@ -542,7 +582,8 @@ def limits(frame: pd.DataFrame) -> pd.DataFrame:
     for (precision, impl, d_head), group in _sorted(frame).groupby(["precision", "impl", "d_head"], sort=False):
         if _ok(group).empty or group["length"].max() < longest[precision]:
             continue
-        row = {"precision": precision, "impl": impl, "d_head": d_head, "device_bytes": device_bytes}
+        kind = closed_form(_ok(group).iloc[-1].to_dict())
+        row = {"precision": precision, "impl": impl, "kind": kind, "d_head": d_head, "device_bytes": device_bytes}
         row |= dict.fromkeys(_LIMIT_COLUMNS, float("nan"))
         if len(complete := _ok(group, phase="backward")):
             last = complete.iloc[-1]
@@ -550,18 +591,19 @@ def limits(frame: pd.DataFrame) -> pd.DataFrame:
             row |= {"longest": last["length"], "peak_bytes": last.get("peak_bytes", float("nan"))}
             row["num_matrices"] = row["peak_bytes"] / matrix
         if len(lost := group[group["status"] == "oom"]):
-            row |= {"oom_length": lost.iloc[0]["length"], "oom_phase": lost.iloc[0]["phase"]}
+            first = lost.iloc[0]
+            row |= {"oom_length": first["length"], "oom_phase": first["phase"], **_at_out_of_memory(first["reason"])}
         if impl == "eager":
-            row |= _predicted_limit(group, device_bytes)
+            row |= _predicted_limit(group, device_bytes, frame.attrs["device_kind"])
         rows.append(row)
     return pd.DataFrame(rows)
 
 
-def _predicted_limit(group: pd.DataFrame, device_bytes: float) -> dict:
+def _predicted_limit(group: pd.DataFrame, device_bytes: float, device_kind: str) -> dict:
     for row in group.drop_duplicates("length").to_dict("records"):
         shape = (row["batch"], row["length"], row["d_head"], ELEMENT_BYTES[row["precision"]])
         for phase in PHASES:
-            if accounting.attention_peak_bytes(phase, *shape) > device_bytes:
+            if accounting.attention_reserved_bytes(phase, *shape, device_kind=device_kind) > device_bytes:
                 return {"predicted_length": row["length"], "predicted_phase": phase}
     return {}
 
@@ -583,7 +625,7 @@ def table_limits(frame: pd.DataFrame) -> pd.DataFrame:
             "d": row["d_head"],
             "longest complete": f"{int(row['longest']):,}" if pd.notna(row["longest"]) else "–",
             "its peak (MiB)": _mebibytes(row["peak_bytes"]) if pd.notna(row["peak_bytes"]) else "–",
-            "in score matrices": "–" if KINDS[row["impl"]] == "fused" else number(row["num_matrices"]),
+            "in score matrices": "–" if row["kind"] == "fused" else number(row["num_matrices"]),
             "first out of memory": place(row, "oom"),
             "predicted": place(row, "predicted") if row["impl"] == "eager" else "–",
         }
@@ -603,12 +645,15 @@ def figure_memory(frame: pd.DataFrame) -> Figure | None:
     for axis, precision in zip(axes, precisions, strict=True):
         of_panel = rows[rows["precision"] == precision]
         asked = frame[(frame["precision"] == precision) & (frame["d_head"] == d_head) & (frame["phase"] == "forward")]
-        for impl, line in of_panel.groupby("impl", sort=False):
+        lines = list(of_panel.groupby("impl", sort=False))
+        for position, (impl, line) in enumerate(lines):
             colour = figures.COLOURS[impl]
-            axis.plot(line["length"], line["in_use_bytes"] / 2**30, color=colour, marker="o", markersize=3,
-                      linewidth=1, label=NAMES[impl])  # fmt: skip
-            axis.plot(line["length"], line["predicted_in_use"] / 2**30, color=colour, linestyle=":", linewidth=2.5,
-                      alpha=0.5)  # fmt: skip
+            # Several hold the same bytes: what is drawn below is wider, so that it shows beside what covers it.
+            covered_by = len(lines) - 1 - position
+            axis.plot(line["length"], line["in_use_bytes"] / 2**30, color=colour, marker="o",
+                      markersize=3 + covered_by, linewidth=1.5 + 1.2 * covered_by, label=NAMES[impl])  # fmt: skip
+            axis.plot(line["length"], line["predicted_in_use"] / 2**30, color="0.1", linestyle=":", linewidth=1,
+                      zorder=3)  # fmt: skip
             figures.mark_failures(axis, asked[asked["impl"] == impl], "length", colour=colour)
         limit = _ok(frame)["device_bytes"].max() / 2**30
         axis.axhline(limit, color="0.2", linestyle="--", linewidth=1, label="the device's memory")
@@ -645,7 +690,9 @@ def _accounting_holds(frame: pd.DataFrame) -> list[str]:
         off = (known[measured] / known[_PREDICTED[measured]] - 1).abs()
         exact = int((off == 0).sum())
         text = f"Bytes {name}: the accounting is within {percent(ACCOUNTED)} in {int((off <= ACCOUNTED).sum())} of "
-        text += f"{count(len(known), 'case')} of {listing(NAMES[impl] for impl in known['impl'].unique())}"
+        text += (
+            f"{count(len(known), 'case')} of {listing((NAMES[impl] for impl in known['impl'].unique()), len(NAMES))}"
+        )
         text += f", exact in {exact}" if exact else ""
         if off.max() > 0:
             worst = known.loc[off.idxmax()]
@@ -689,7 +736,7 @@ def _memory_ends(frame: pd.DataFrame) -> list[str]:
         lost = group.dropna(subset=["oom_length"])
         matrices = group["num_matrices"].dropna()
         if lost.empty:
-            if KINDS[impl] == "fused":
+            if set(group["kind"]) == {"fused"}:
                 longest = group.loc[group["longest"].idxmax()] if group["longest"].notna().any() else None
                 if longest is not None and pd.notna(longest["peak_bytes"]):
                     sentences.append(
@@ -711,8 +758,21 @@ def _memory_ends(frame: pd.DataFrame) -> list[str]:
             )
             told = int(as_told[group["oom_length"].notna()].sum())
             text += f". The accounting names that length and pass in {told} of {count(len(lost), 'head dimension')}"
-        sentences.append(text + ".")
+        sentences.append(text + "." + _fragmentation(lost))
     return sentences
+
+
+def _fragmentation(lost: pd.DataFrame) -> str:
+    """Returns a sentence where what was asked for would have fitted beside what was given out, "" elsewhere."""
+    needed = lost["given_bytes"] + lost["asked_bytes"]
+    split = lost[(needed <= lost["device_bytes"]) & (needed + lost["cached_bytes"] > lost["device_bytes"])]
+    if split.empty:
+        return ""
+    asked, given, cached = (span(split[name], _gigabytes) for name in ("asked_bytes", "given_bytes", "cached_bytes"))
+    return (
+        f" The request that failed asked for {asked} with {given} given out, which the device has room for; another "
+        f"{cached} were held in cached blocks that could not be used for it."
+    )
 
 
 # ---- compiling ------------------------------------------------------------------------------------------------
@@ -802,7 +862,7 @@ def _compile_gains(frame: pd.DataFrame) -> list[str]:
         ratio = (eager / mine).dropna(how="all")
         parts = [
             f"{PHASE_NAMES[phase]} {span(ratio[phase].dropna())} (geometric mean "
-            f"{times(geometric_mean(ratio[phase].dropna()))}, {speed_word(geometric_mean(ratio[phase].dropna()))})"
+            f"{times(geometric_mean(ratio[phase].dropna()))}, {_how_many_gain(ratio[phase].dropna())})"
             for phase in PHASES
             if phase in ratio and ratio[phase].notna().any()
         ]
@@ -825,33 +885,54 @@ def _compile_gains(frame: pd.DataFrame) -> list[str]:
     return sentences
 
 
+def _how_many_gain(gains: Sequence[float]) -> str:
+    words = [speed_word(gain) for gain in gains]
+    text = f"faster in {words.count('faster')} of {count(len(words), 'case')}"
+    return text + (f", slower in {words.count('slower')}" if "slower" in words else "")
+
+
 def _compile_powers(frame: pd.DataFrame) -> list[str]:
-    """Compares the exponents of compiled and eager attention, each pair fitted over the same lengths."""
+    """Compares the exponents of compiled and eager attention over the lengths at which both were fitted."""
     sentences = []
     fits = growth(frame)
     in_use = _by_case(frame, "in_use_bytes", phase="forward")
+    sources = {
+        "forward time": _by_case(frame, phase="forward"),
+        "backward time": _by_case(frame, phase="backward"),
+        "memory before backward": in_use,
+    }
     for precision, rows in fits[fits["impl"] == "compiled"].groupby("precision", sort=False) if len(fits) else []:
         base = _eager_precision(precision)
-        changes = []
-        for fit in rows.to_dict("records"):
-            others = fits[(fits["impl"] == "eager") & (fits["precision"] == base) & (fits["d_head"] == fit["d_head"])]
-            common = [length for length in fit["lengths"] if len(others) and length in others.iloc[0]["lengths"]]
-            pair = [
-                _exponents(_ok(frame, impl=impl, precision=of, d_head=fit["d_head"]), common)
-                for impl, of in (("compiled", precision), ("eager", base))
+        others = fits[(fits["impl"] == "eager") & (fits["precision"] == base)].set_index("d_head")["lengths"]
+        common = {
+            d_head: [length for length in lengths if length in others[d_head]]
+            for d_head, lengths in zip(rows["d_head"], rows["lengths"], strict=True)
+            if d_head in others
+        }
+        changes = {}
+        for name, values in sources.items():
+            lines = [
+                {
+                    length: values["compiled", precision, d_head, length] / values["eager", base, d_head, length]
+                    for length in lengths
+                    if {("compiled", precision, d_head, length), ("eager", base, d_head, length)} <= set(values.index)
+                }
+                for d_head, lengths in common.items()
             ]
-            changes.append({name: pair[0][name] - pair[1][name] for name in pair[0]})
-        changes = pd.DataFrame(changes).dropna(how="all")
-        if changes.empty:
+            if (change := _exponent_change(lines)) is not None:
+                changes[name] = change
+        if not changes:
             continue
-        names = {"forward": "forward time", "backward": "backward time", "memory": "memory before backward"}
-        changed = [name for column, name in names.items() if changes[column].abs().max() > EXPONENT_SAME]
+        changed = [name for name, (change, known_to) in changes.items() if abs(change) > max(EXPONENT_SAME, known_to)]
         text = f"Compiling in {precision} " + (
-            f"changes the power of the length with which {listing(changed)} grows"
+            f"changes the power of the length in {listing(changed)}"
             if changed
-            else "does not change the powers of the length"
+            else "shows no change in the powers of the length"
         )
-        text += f" (fitted over the same lengths, they differ by at most {number(changes.abs().max().max(), 2)})"
+        text += " (exponent less eager's: " + ", ".join(
+            f"{name} {_signed(change)} ± {known_to:.2f}" for name, (change, known_to) in changes.items()
+        )
+        text += f"; called a change beyond {EXPONENT_SAME:g} and beyond the 95 % interval)"
         ratios = [
             value / in_use["eager", base, d_head, length]
             for (impl, of, d_head, length), value in in_use.items()
@@ -861,6 +942,36 @@ def _compile_powers(frame: pd.DataFrame) -> list[str]:
             text += f"; it has {span(ratios)} eager's bytes in use before backward"
         sentences.append(text + ".")
     return sentences
+
+
+def _exponent_change(lines: Iterable[dict[int, float]]) -> tuple[float, float] | None:
+    """Returns the power of the length with which ratios change, one power for all lines, and its 95 % interval's half.
+
+    Args:
+        lines: ratio by length, one line for each head dimension; each has a factor of its own.
+
+    Returns None where the points are too few to tell the interval.
+    """
+    x, y, num_lines = [], [], 0
+    for line in lines:
+        if len(line) >= 2:
+            for values, points in ((x, line.keys()), (y, line.values())):
+                logs = [math.log(value) for value in points]
+                values += [value - sum(logs) / len(logs) for value in logs]
+            num_lines += 1
+    num_degrees = len(x) - num_lines - 1
+    if num_degrees < 1:
+        return None
+    sum_of_squares = sum(a * a for a in x)
+    slope = sum(a * b for a, b in zip(x, y, strict=True)) / sum_of_squares
+    residual = sum((b - slope * a) ** 2 for a, b in zip(x, y, strict=True)) / num_degrees
+    student = STUDENT_95[min(num_degrees, len(STUDENT_95)) - 1]
+    return slope, student * math.sqrt(residual / sum_of_squares)
+
+
+def _signed(value: float) -> str:
+    text = f"{value:+.2f}".replace("-", "−")
+    return "0.00" if text[1:] == "0.00" else text
 
 
 def _eager_precision(precision: str) -> str:
@@ -877,9 +988,12 @@ def _compile_heads(frame: pd.DataFrame) -> list[str]:
         text = f"With a dimension of heads in front, the compiler replaces the formula by SDPA in {len(replaced)} of "
         text += f"{count(len(rows), 'case')} in {precision}"
         if plain is not None and plain["status"] == "ok":
-            without = "does so too" if plain.get("num_replacements", 0) > 0 else "does not"
+            without = {
+                (True, True): "it does so too", (True, False): "it does not",
+                (False, True): "it does", (False, False): "it does not either",
+            }[len(replaced) > 0, plain.get("num_replacements", 0) > 0]  # fmt: skip
             text += (
-                f"; without it, it {without}. At length {last['length']:,} (d {last['d_head']}) "
+                f"; without it, {without}. At length {last['length']:,} (d {last['d_head']}) "
                 f"{_mebibytes(last['in_use_bytes'])} MiB are in use before backward with it, "
                 f"{_mebibytes(plain['in_use_bytes'])} MiB without"
             )
@@ -944,9 +1058,7 @@ def findings_errors(frame: pd.DataFrame) -> list[str]:
     sentences = []
     if len(known):
         over = known[known["error"] > known["allowed"]]
-        budget = (
-            f"{times(ERROR_BUDGET['output'])} eager's error for outputs and {times(ERROR_BUDGET['dq'])} for gradients"
-        )
+        budget = f"{ERROR_BUDGET['output']:g}× eager's error for outputs and {ERROR_BUDGET['dq']:g}× for gradients"
         if over.empty:
             sentences.append(
                 f"All {len(known):,} errors that have eager's of the same precision beside them stay within {budget}."
@@ -1030,7 +1142,7 @@ def findings_transformer(models: pd.DataFrame, backward: pd.DataFrame) -> list[s
         losing = rows[rows["speedup"].map(speed_word) == "slower"]
         if len(losing):
             text += "; it is slower for " + listing(
-                f"{row['size']} at {row['context']}" for row in losing.to_dict("records")
+                f"{row['size']} at context {row['context']}" for row in losing.to_dict("records")
             )
         sentences.append(text + ".")
     return sentences

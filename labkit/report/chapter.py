@@ -39,6 +39,13 @@ class Chapter:
     def device_name(self) -> str:
         return self.environment_record().get("device", {}).get("name", self.device)
 
+    @property
+    def device_kind(self) -> str:
+        """Returns "cuda", "cpu" or "mps" as recorded; without an environment, as the slug begins."""
+        prefix = self.device.split("-")[0]
+        by_slug = prefix if prefix in ("cpu", "mps") else "cuda"
+        return self.environment_record().get("device", {}).get("kind", by_slug)
+
     def all_records(self) -> list[Record]:
         records = newest(RecordStore(self.folder / "records" / f"{self.notebook}.jsonl").load())
         if records and single_device(records) != self.device:
@@ -46,9 +53,9 @@ class Chapter:
         return records
 
     def records(self, *sections: str) -> pd.DataFrame:
-        """Returns the newest records of these sections, one row each; the device's name in `attrs["device"]`."""
+        """Returns the newest records of these sections, one row each; `attrs` has the device's name and its kind."""
         frame = to_frame(record for record in self.all_records() if record.section in sections)
-        frame.attrs["device"] = self.device_name
+        frame.attrs |= {"device": self.device_name, "device_kind": self.device_kind}
         return frame
 
     def environment_record(self) -> dict:
