@@ -189,7 +189,7 @@ def test_committed_report_matches_the_committed_records(tmp_path):
     fresh = (tmp_path / REFERENCE_DEVICE / "report.md").read_text(encoding="utf-8")
     assert fresh == (FIGURES / REFERENCE_DEVICE / "report.md").read_text(encoding="utf-8")
     top = (FIGURES.parent / "report.md").read_text(encoding="utf-8")
-    assert top == fresh.replace("](01_", f"](figures/{REFERENCE_DEVICE}/01_")
+    assert top == re.sub(r"\]\((\d\d_)", rf"](figures/{REFERENCE_DEVICE}/\1", fresh)
     for path in (tmp_path / REFERENCE_DEVICE).glob("*.svg"):
         assert (FIGURES / REFERENCE_DEVICE / path.name).exists()
 
