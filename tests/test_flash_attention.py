@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import types
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ class Case:
     layout: str = "contiguous"
     packed: bool = False
     precision: str = "ieee"
+    deterministic: bool = True
     seed: int = 0
 
     def __str__(self):
@@ -147,6 +149,7 @@ def ours(case: Case, impl: str, tensors: tuple[Tensor, ...]) -> dict[str, Tensor
         with poisoned_outputs():
             options = {"precision": case.precision, "impl": impl, **mask}
             out, lse = fa.flash_attention_forward(q, k, v, **options)
+            options["deterministic"] = case.deterministic
             grads = fa.flash_attention_backward(grad_out, q, k, v, out, lse, **options)
     for x, like in zip((out, *grads), (q, q, k, v), strict=True):
         assert x.dtype == like.dtype and x.shape == like.shape
@@ -442,17 +445,112 @@ def opcheck(impl: str) -> None:
     packed_batch = (*(normal(18, 2, 8) for _ in range(3)), cu_seqlens, cu_seqlens, None, 12)
     for inputs in (dense, transposed, packed_batch):
         torch.library.opcheck(
-            torch.ops.labkit.flash_attention_forward.default, (*inputs, 0.3, -1, 0, "ieee", impl), atol=1e-5, rtol=1e-5
+            torch.ops.labkit.flash_attention_forward.default,
+            (*inputs, 0.3, -1, 0, "ieee", impl, False),
+            atol=1e-5,
+            rtol=1e-5,
         )
     inputs = tuple(x.detach() if isinstance(x, Tensor) else x for x in dense)
-    out, lse = torch.ops.labkit.flash_attention_forward(*inputs, 0.3, -1, 0, "ieee", impl)
-    backward = (torch.ones_like(out), *inputs[:3], out, lse, *inputs[3:], 0.3, -1, 0, "ieee", impl)
+    options = (0.3, -1, 0, "ieee", impl, False)
+    out, lse = torch.ops.labkit.flash_attention_forward(*inputs, *options)
+    backward = (torch.ones_like(out), *inputs[:3], out, lse, *inputs[3:], *options)
     torch.library.opcheck(torch.ops.labkit.flash_attention_backward.default, backward)
 
 
 @pytest.mark.parametrize("impl", FUNCTIONS)
 def test_the_operators_pass_opcheck(impl, interpreted):
     run(interpreted, impl, opcheck, impl)
+
+
+# ---- gradients in one pass ----------------------------------------------------------------------------------------
+
+
+def backward_taken(deterministic: bool, key_heads: int, unavailable: str | None) -> str:
+    """Returns which of the two Gluon backward launchers is called, without a GPU to run it."""
+    called = []
+    two = types.SimpleNamespace(hopper_backward=lambda *_, **__: called.append("two kernels"))
+    single = types.SimpleNamespace(hopper_backward_single=lambda *_, **__: called.append("single pass"))
+    q, k, v, grad_out = draw(Case((1, 2, key_heads, 8, 8, 64), dtype="float16"), "cpu")
+    options = {"scale": 1.0, "impl": "gluon", "deterministic": deterministic}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fa, "_hopper", lambda: two)
+        patch.setattr(fa, "_hopper_single", lambda: single)
+        patch.setattr(fa, "hopper_single_unavailable", lambda: unavailable)
+        fa.flash_attention_backward(grad_out, q, k, v, q, q.new_zeros((1, 2, 8), dtype=torch.float32), **options)
+    (taken,) = called
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "key_heads", "unavailable", "expected"),
+    [
+        (True, 2, None, "two kernels"),
+        (False, 2, None, "single pass"),
+        (False, 1, None, "two kernels"),
+        (False, 2, "no such operation", "two kernels"),
+    ],
+    ids=["deterministic", "not", "grouped heads", "unavailable"],
+)
+def test_only_what_the_single_pass_takes_goes_through_it(deterministic, key_heads, unavailable, expected, interpreted):
+    assert interpreted(backward_taken, deterministic, key_heads, unavailable) == expected
+
+
+def test_a_triton_without_the_single_pass_is_logged(monkeypatch, caplog):
+    def missing():
+        raise AttributeError("create_async_tma_reduce")
+
+    monkeypatch.setattr(fa, "_hopper_single", missing)
+    # The undecorated function: what the installed Triton gives stays in the cache.
+    reason = fa.hopper_single_unavailable.__wrapped__()
+    assert "AttributeError: create_async_tma_reduce" in reason
+    assert "deterministic=False runs the deterministic kernels" in caplog.text
+
+
+def determinism_handed_on(asked: dict) -> bool:
+    """Returns what the backward launcher is told by the gradients of `flash_attention`."""
+    told, launch = [], fa.flash_attention_backward
+
+    def recorded(*tensors, deterministic, **options):
+        told.append(deterministic)
+        return launch(*tensors, deterministic=deterministic, **options)
+
+    leaves = [torch.randn((1, 2, 8, 16), requires_grad=True) for _ in range(3)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fa, "flash_attention_backward", recorded)
+        torch.autograd.grad(flash_attention(*leaves, impl="triton", **asked).sum(), leaves)
+    (answer,) = told
+    return answer
+
+
+def test_deterministic_reaches_the_backward_and_is_the_default(interpreted):
+    assert interpreted(determinism_handed_on, {}) is True
+    assert interpreted(determinism_handed_on, {"deterministic": False}) is False
+
+
+def converted(head_dim: int, num_queries: int, transposed: bool) -> None:
+    """Asserts that the sums of ∂Q, laid out as the kernel adds them, come out scaled, in place and at every stride."""
+    from labkit.kernels import flash_attention_hopper_single as single
+
+    batch, heads, block_q = 2, 3, single.SINGLE[head_dim]["BLOCK_Q"]
+    num_tiles = -(-num_queries // block_q)
+    exact = torch.randn((batch, heads, num_tiles * block_q, head_dim), generator=torch.Generator().manual_seed(0))
+    parts = exact.unflatten(2, (-1, 64)).unflatten(4, (-1, 64)).transpose(3, 4).reshape(-1, 64, 64)
+    sums = parts.reshape(-1, 4, 2, 8, 8, 4, 2).permute(0, 4, 1, 3, 5, 2, 6).reshape(-1, 256).contiguous()
+    shape = (batch, num_queries, heads, head_dim) if transposed else (batch, heads, num_queries, head_dim)
+    with poisoned_outputs():
+        grad_q = torch.empty(shape, dtype=torch.float16, device="cpu")
+        grad_q = grad_q.transpose(1, 2) if transposed else grad_q
+        single.hopper_bwd_convert_kernel[num_tiles * 2, heads, batch](
+            sums, grad_q, *grad_q.stride()[:3], num_queries, num_tiles, 0.3, D=head_dim, BLOCK_Q=block_q
+        )  # fmt: skip
+    torch.testing.assert_close(grad_q, (exact[:, :, :num_queries] * 0.3).half(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["heads outside", "heads inside"])
+@pytest.mark.parametrize("num_queries", [1, 128, 300])
+@pytest.mark.parametrize("head_dim", fa.GLUON_HEAD_DIMS)
+def test_the_sums_of_the_single_pass_are_put_in_order(head_dim, num_queries, transposed, interpreted):
+    interpreted(converted, head_dim, num_queries, transposed)
 
 
 def compiled(impl: str) -> None:
@@ -581,8 +679,9 @@ BAD = {
         lambda: call(*[zeros(2, 4, 6, 64).half()] * 3, impl="gluon"), ValueError, "on a Hopper GPU; got cpu",
     ),
     "gluon with a window": (
-        lambda: call(*[zeros(2, 4, 6, 64).half()] * 3, impl="gluon", window=2), ValueError, "impl='gluon' takes no window",
+        lambda: call(*[zeros(2, 4, 6, 64).half()] * 3, impl="gluon", window=2), ValueError, "impl='gluon' takes no window",  # noqa: E501
     ),
+    "deterministic": (lambda: call(deterministic=1), TypeError, "deterministic must be True or False; got int"),
     "precision": (lambda: call(precision="tf64"), ValueError, "precision must be one of ieee, tf32; got 'tf64'"),
     "max_seqlen alone": (lambda: call(max_seqlen_q=6), ValueError, "max_seqlen_q must be None without cu_seqlens_q"),
     "one cu_seqlens": (lambda: call(shape=PACKED, cu_seqlens_k=cu(0, 10)), ValueError, "cu_seqlens_q must be given too"),  # noqa: E501
@@ -669,7 +768,16 @@ HOPPER_CASES = [
     *(
         Case((2, 2, 2, num_queries, num_keys, dim), causal=causal)
         for dim in fa.GLUON_HEAD_DIMS
-        for num_queries, num_keys in ((1, 1), (64, 64), (65, 65), (128, 384), (300, 127), (127, 300), (1, 257), (640, 64))
+        for num_queries, num_keys in (
+            (1, 1),
+            (64, 64),
+            (65, 65),
+            (128, 384),
+            (300, 127),
+            (127, 300),
+            (1, 257),
+            (640, 64),
+        )
         for causal in (False, True)
     ),
     Case((2, 6, 2, 300, 427, 64), causal=True),
@@ -681,18 +789,19 @@ HOPPER_CASES = [
 
 @pytest.mark.gpu
 @on_hopper
+@pytest.mark.parametrize("deterministic", [True, False], ids=["two kernels", "single pass"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
-def test_hopper_kernels_are_within_the_budget(case, dtype):
-    check(measure(dataclasses.replace(case, dtype=dtype), "gluon", "cuda"))
+def test_hopper_kernels_are_within_the_budget(case, dtype, deterministic):
+    check(measure(dataclasses.replace(case, dtype=dtype, deterministic=deterministic), "gluon", "cuda"))
 
 
 @pytest.mark.gpu
 @on_hopper
 @settings(random_shapes, max_examples=2000)
-@given(case=cases(700, ("float16", "bfloat16"), fa.GLUON_HEAD_DIMS))
-def test_hopper_kernels_on_random_shapes(case):
-    check(measure(dataclasses.replace(case, window=None), "gluon", "cuda"))
+@given(case=cases(700, ("float16", "bfloat16"), fa.GLUON_HEAD_DIMS), deterministic=st.booleans())
+def test_hopper_kernels_on_random_shapes(case, deterministic):
+    check(measure(dataclasses.replace(case, window=None, deterministic=deterministic), "gluon", "cuda"))
 
 
 @pytest.mark.gpu

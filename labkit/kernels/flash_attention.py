@@ -8,6 +8,7 @@ lengths, (total length, heads, D). The plain-PyTorch statement of the same algor
 
 Ideal cost per head: 4·Q·K·D FLOPs forward and 10·Q·K·D backward (halved when causal), (2·Q + 2·K)·D elements moved
 forward. Backward runs as two kernels, dK/dV and then dQ, and so executes 14·Q·K·D: no atomics, equal bits every time.
+With deterministic=False a Hopper GPU computes all three in one pass, which adds the shares of dQ in no fixed order.
 
 How it is laid out:
 - A program owns a tile of rows and walks along the other length; tiles that every row sees in full take no masking.
@@ -872,13 +873,32 @@ def _hopper():
 
 
 @functools.cache
-def hopper_unavailable() -> str | None:
-    """Returns why the Gluon kernels cannot run with the installed Triton, None where they can."""
+def _hopper_single():
+    """The Gluon backward in one pass, loaded likewise: it needs an operation more of Triton."""
+    return importlib.import_module("labkit.kernels.flash_attention_hopper_single")
+
+
+def _not_loading(load) -> str | None:
     try:
-        _hopper()
+        load()
     except (ImportError, AttributeError, TypeError) as error:
         return f"the Gluon kernels do not load with triton {triton.__version__} ({type(error).__name__}: {error})"
     return None
+
+
+@functools.cache
+def hopper_unavailable() -> str | None:
+    """Returns why the Gluon kernels cannot run with the installed Triton, None where they can."""
+    return _not_loading(_hopper)
+
+
+@functools.cache
+def hopper_single_unavailable() -> str | None:
+    """Returns why the backward in one pass cannot run with the installed Triton, None where it can; logs a lack."""
+    reason = _not_loading(_hopper_single)
+    if reason:
+        logging.getLogger(__name__).warning("deterministic=False runs the deterministic kernels: %s", reason)
+    return reason
 
 
 @torch.compiler.assume_constant_result
@@ -982,8 +1002,13 @@ def flash_attention_backward(
     precision: str = "ieee",
     impl: str = "triton",
     config: AttentionConfig | None = None,
+    deterministic: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launches the three backward kernels; returns the gradients of q, k and v, shaped as they are."""
+    """Launches the backward kernels; returns the gradients of q, k and v, shaped as they are.
+
+    `deterministic=False` takes "gluon" through its single pass, which adds the shares of q's gradient in no fixed
+    order; grouped heads, "triton", and a Triton whose Gluon lacks that addition keep the two deterministic kernels.
+    """
     problem = _problem(q, k, left, right, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     packed = cu_seqlens_q is not None
     if _alignment((q, k, v)) > 1 and _alignment((grad_out,)) == 1:
@@ -1031,7 +1056,9 @@ def flash_attention_backward(
             PADDING=STATISTICS_PADDING,
         )
         if impl == "gluon":
-            _hopper().hopper_backward(
+            single_pass = not deterministic and group == 1 and hopper_single_unavailable() is None
+            hopper_backward = _hopper_single().hopper_backward_single if single_pass else _hopper().hopper_backward
+            hopper_backward(
                 grad_out_4d,
                 q_4d,
                 k_4d,
@@ -1297,7 +1324,9 @@ def _forward_op(
     right: int,
     precision: str,
     impl: str,
+    deterministic: bool = True,
 ) -> tuple[Tensor, Tensor]:
+    # `deterministic` is for the backward, which is handed all options of this operator.
     packing = {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
@@ -1326,7 +1355,21 @@ def _empty_outputs(q: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
 
 
 @_forward_op.register_fake
-def _(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, left, right, precision, impl):
+def _(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    scale,
+    left,
+    right,
+    precision,
+    impl,
+    deterministic=True,
+):
     return _empty_outputs(q, cu_seqlens_q is not None)
 
 
@@ -1347,6 +1390,7 @@ def _backward_op(
     right: int,
     precision: str,
     impl: str,
+    deterministic: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     mask = {"scale": scale, "left": left, "right": right}
     if impl in ("triton", "gluon"):
@@ -1363,6 +1407,7 @@ def _backward_op(
             max_seqlen_k=max_seqlen_k,
             precision=precision,
             impl=impl,
+            deterministic=deterministic,
             **mask,
         )
     grads = tuple(_empty_like_layout(x) for x in (q, k, v))
@@ -1412,6 +1457,7 @@ def flash_attention(
     window: int | tuple[int, int] | None = None,
     precision: str = "ieee",
     impl: str = "auto",
+    deterministic: bool = True,
 ) -> Tensor:
     """Returns softmax(scale · q kᵀ + mask) v without ever holding the scores.
 
@@ -1429,6 +1475,9 @@ def flash_attention(
         window: how many keys a query sees to each side of its own on the diagonal, or (left, right); −1 is no limit.
         precision: of products of fp32: "ieee", or "tf32" for tensor cores at 11 bits; nothing else changes with it.
         impl: "gluon" (Hopper), "triton" (CUDA), "tiled" (plain PyTorch, any device) or "auto"; see `resolve_impl`.
+        deterministic: whether gradients are equal bit for bit between runs. False: gradients from one pass over the
+            tiles on a Hopper GPU, summed in no fixed order: faster, and not equal bit for bit between runs. It takes
+            4·n_queries·d bytes a head more, and changes nothing with grouped heads or where `impl` is not "gluon".
 
     Returns:
         The output, shaped as q and of its dtype (of the autocast dtype under autocast); zeros for a query that sees
@@ -1448,6 +1497,8 @@ def flash_attention(
     _check_tensors(q, k, v, packed)
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {_names(PRECISIONS)}; got {precision!r}")
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic must be True or False; got {type(deterministic).__name__}")
     left, right = _check_window(window, causal)
     impl = resolve_impl(q, impl, left=left, right=right, packed=packed)
     scale = _check_scale(scale, q.shape[-1])
@@ -1464,6 +1515,17 @@ def flash_attention(
             raise ValueError(f"{name} must be None without cu_seqlens_q and cu_seqlens_k; got {max_seqlen!r}")
         if max_seqlen is not None and (isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int)):
             raise TypeError(f"{name} must be None or an int; got {type(max_seqlen).__name__}")
-    options = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale, left, right, precision, impl)
+    options = (
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        scale,
+        left,
+        right,
+        precision,
+        impl,
+        deterministic,
+    )
     out, _ = _forward_op(q, k, v, *options)
     return out

@@ -1,0 +1,554 @@
+"""Attention backward on Hopper in Gluon in one pass over the tiles: five products each, ∂Q summed in no fixed order.
+
+    P = exp2(scale · log2(e) · Q Kᵀ − L)    ∂V = Pᵀ ∂O    ∂S = P ∘ (∂O Vᵀ − D)
+    ∂Q = scale · ∂S K    ∂K = scale · ∂Sᵀ Q
+
+Shapes: (batch, heads, length, D), D 64 or 128, bf16 or fp16, as many key heads as query heads, causal (aligned to the
+bottom right) or not. L in base 2 and D come padded from the Triton kernels of `flash_attention`.
+
+Ideal cost per head: 10·Q·K·D FLOPs (halved when causal), and that is what it executes; the two kernels of
+flash_attention_hopper.py compute S and ∂P twice, 14·Q·K·D, and give equal bits every time, which these do not: the
+programs of a head add their shares of ∂Q in the order in which they get to them. The sums are fp32, 4·Q·D bytes of
+memory a head more, zeroed before and converted afterwards.
+
+How a program is laid out: it owns 128 keys of one head. A producer warp loads by TMA, two consumer warpgroups of 64
+keys each multiply, and a writer warp adds their tiles of ∂Q to the sums in global memory by TMA. Sᵀ and ∂Pᵀ are
+computed themselves, so that Pᵀ is a register operand of the product into ∂V; ∂Sᵀ goes through shared memory, from
+which both warpgroups compute their part of ∂S K for all 128 keys.
+
+A consumer's iteration i, with the products that are in flight while it computes:
+
+    issue S(i), ∂P(i), ∂K(i − 1)  |  P = exp2(S)  under ∂P, ∂K;  ∂S = P ∘ (∂P − D), to shared memory  under ∂K
+    issue ∂Q(i − 1), ∂V(i)        |  ∂Q(i − 1) to shared memory  under ∂V
+
+∂K and ∂Q lag by a tile: the other warpgroup's ∂S is there before it is needed, and ∂K takes its ∂S from shared memory
+too, for in registers over the loop's back edge ptxas would serialise all products (C7512), and spill.
+
+Every program walks from the last query tile down, and the programs of several heads take turns: those that run at once
+are then spread over many sums. When causal, the longest programs come first.
+
+Sources: Dao 2023, "FlashAttention-2"; Shah et al. 2024, "FlashAttention-3".
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+LOG2_E = math.log2(math.e)
+LN_2 = gl.constexpr(math.log(2))
+
+# Releases of Triton before 3.8 have these operations under other names.
+async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+async_add = getattr(tma, "async_atomic_add", None)
+if async_add is None:
+    # Nor is there a function for this one, only the operation; a release without that fails here, on import.
+    from triton._C.libtriton import gluon_ir, ir
+    from triton.experimental.gluon.language._core import builtin
+
+    CREATE_REDUCE = gluon_ir.GluonOpBuilder.create_async_tma_reduce
+    REDUCE_KIND = ir.DESCRIPTOR_REDUCE_KIND.ADD
+
+    @builtin
+    def async_add(tensor_desc, coord, src, _semantic=None):
+        """Adds a tile of shared memory to global memory."""
+        coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+        CREATE_REDUCE(_semantic.builder, REDUCE_KIND, tensor_desc.handle, coord, src.handle)
+
+
+# ---- tile configurations --------------------------------------------------------------------------------------
+
+ROWS = 64  # of a consumer warpgroup: those of one wgmma
+BLOCK_K = gl.constexpr(2 * ROWS)  # keys of a program
+
+# Queries of a tile, and how many tiles of Q, of ∂O and of ∂Q are in flight. Bounds: 240 registers a thread of a
+# consumer (scores and ∂P of 64 keys × BLOCK_Q, two accumulators of 64 rows · D, one tile of ∂Q); 227 KiB of shared
+# memory, of which K and V take 512·D bytes, a query tile 2·BLOCK_Q·D bytes per tensor, and ∂S and ∂Q 32 KiB or more.
+SINGLE = {
+    64: {"BLOCK_Q": 128, "STAGES": 3, "STAGES_GRAD_OUT": 2, "STAGES_GRAD_Q": 1},
+    128: {"BLOCK_Q": 64, "STAGES": 3, "STAGES_GRAD_OUT": 2, "STAGES_GRAD_Q": 1},
+}
+INTERLEAVE = 32  # heads whose programs take turns
+
+# The warps' equal shares of the register file at the start, and what a consumer has of it once the producer and the
+# writer have given all but 24 of their own away.
+LAUNCH = {"num_warps": 4, "maxnreg": 168}
+CONSUMER_REGISTERS = 240
+PRODUCER_REGISTERS = gl.constexpr(24)
+
+# Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them anew.
+LENGTHS = ("num_heads", "num_heads_total", "num_queries", "num_keys", "padded_queries", "num_tiles", "interleave")
+
+
+# ---- schedule ---------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _place(num_heads_total, num_keys, interleave):
+    """The program's head, counted over the batch, and its tile of keys; `interleave` heads take turns."""
+    tiles = (num_keys + BLOCK_K - 1) // BLOCK_K
+    index = gl.program_id(0)
+    first = index // (interleave * tiles) * interleave
+    width = gl.minimum(interleave, num_heads_total - first)
+    place = index - first * tiles
+    return first + place % width, place // width
+
+
+@gluon.jit
+def _walk(key_tile, num_queries, num_keys, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr):
+    """The last query tile, where the walk of a key tile starts, and the length of the walk, at least 1."""
+    last = (num_queries + BLOCK_Q - 1) // BLOCK_Q - 1
+    low = key_tile * 0
+    if CAUSAL:
+        low = gl.maximum(key_tile * BLOCK_K - (num_keys - num_queries), 0) // BLOCK_Q
+    return last, last + 1 - low
+
+
+# ---- warps ------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _producer(
+    q_desc, grad_out_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, k_full,
+    v_full, q_full, q_empty, grad_out_full, grad_out_empty,
+    num_heads, num_heads_total, num_queries, num_keys, padded_queries, interleave,
+    BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, STAGES_GRAD_OUT: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    head_total, key_tile = _place(num_heads_total, num_keys, interleave)
+    last_tile, count = _walk(key_tile, num_queries, num_keys, BLOCK_Q, CAUSAL)
+    batch = head_total // num_heads
+    head = head_total % num_heads
+    statistics = head_total * padded_queries
+    mbarrier.expect(k_full, 2 * k_desc.block_type.nbytes)
+    for c in gl.static_range(2):
+        async_load(k_desc, [batch, head, key_tile * BLOCK_K + c * 64, 0], k_full, k_s.index(c))
+    mbarrier.expect(v_full, 2 * v_desc.block_type.nbytes)
+    for c in gl.static_range(2):
+        async_load(v_desc, [batch, head, key_tile * BLOCK_K + c * 64, 0], v_full, v_s.index(c))
+    for i in range(count):
+        row = (last_tile - i) * BLOCK_Q
+        b = i % STAGES
+        mbarrier.wait(q_empty.index(b), ((i // STAGES) & 1) ^ 1)
+        mbarrier.expect(q_full.index(b), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
+        async_load(q_desc, [batch, head, row, 0], q_full.index(b), q_s.index(b))
+        async_load(lse_desc, [statistics + row], q_full.index(b), lse_s.index(b))
+        b = i % STAGES_GRAD_OUT
+        mbarrier.wait(grad_out_empty.index(b), ((i // STAGES_GRAD_OUT) & 1) ^ 1)
+        mbarrier.expect(grad_out_full.index(b), grad_out_desc.block_type.nbytes + delta_desc.block_type.nbytes)
+        async_load(grad_out_desc, [batch, head, row, 0], grad_out_full.index(b), grad_out_s.index(b))
+        async_load(delta_desc, [statistics + row], grad_out_full.index(b), delta_s.index(b))
+
+
+@gluon.jit
+def _writer(
+    sums_desc, grad_q_s, grad_q_full, grad_q_empty, num_heads_total, num_queries, num_keys, interleave,
+    BLOCK_Q: gl.constexpr, STAGES_GRAD_Q: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    head_total, key_tile = _place(num_heads_total, num_keys, interleave)
+    last_tile, count = _walk(key_tile, num_queries, num_keys, BLOCK_Q, CAUSAL)
+    parts = head_total * (last_tile + 1) * 32
+    for i in range(count):
+        u = i % STAGES_GRAD_Q
+        q_tile = last_tile - i
+        mbarrier.wait(grad_q_full.index(u), (i // STAGES_GRAD_Q) & 1)
+        for c in gl.static_range(2):
+            async_add(sums_desc, [parts + (q_tile * 2 + c) * 16, 0], grad_q_s.index(u * 2 + c))
+        # The buffers of all but the last STAGES_GRAD_Q − 1 tiles have been read.
+        tma.store_wait(2 * (STAGES_GRAD_Q - 1))
+        mbarrier.arrive(grad_q_empty.index((i + 1) % STAGES_GRAD_Q), count=1, pred=i >= STAGES_GRAD_Q - 1)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _grad_q_product(grad_scores_s, k_s, zero, stage_before, C: gl.constexpr, BLOCK_Q: gl.constexpr, D: gl.constexpr):
+    """∂S K over the 128 keys, for warpgroup C's 64 × 64 part: two products in flight."""
+    DTYPE: gl.constexpr = k_s.dtype
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    # A tile of 128 columns lies in memory as two tiles of 64.
+    TILES_Q: gl.constexpr = BLOCK_Q // 64
+    TILES_D: gl.constexpr = D // 64
+    left = reinterpret(grad_scores_s, DTYPE, [4 * TILES_Q, 64, 64], LAYOUT)
+    right = reinterpret(k_s, DTYPE, [2 * TILES_D, 64, 64], LAYOUT)
+    PART_Q: gl.constexpr = C if BLOCK_Q == 128 else 0
+    PART_D: gl.constexpr = 0 if BLOCK_Q == 128 else C
+    GRAD_Q: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    grad_q = gl.zeros([64, 64], gl.float32, layout=GRAD_Q)
+    grad_q = warpgroup_mma(
+        left.index(stage_before * 2 * TILES_Q + PART_Q).permute((1, 0)),
+        right.index(PART_D + zero),
+        grad_q,
+        use_acc=False,
+        is_async=True,
+    )
+    return warpgroup_mma(
+        left.index((stage_before * 2 + 1) * TILES_Q + PART_Q).permute((1, 0)),
+        right.index(TILES_D + PART_D + zero),
+        grad_q,
+        is_async=True,
+    )
+
+
+@gluon.jit
+def _in_register_order(x):
+    """The (64, 64) result of a product as (16, 256): a thread's registers in groups of four, one after the other.
+
+    Stored like that they need one address and no swizzle; the order of the dimensions of the first view is warp, upper
+    or lower half, row, column / 8, column pair, column.
+    """
+    return x.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([16, 256])
+
+
+@gluon.jit
+def _consumer(
+    C: gl.constexpr, grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, grad_scores_s, grad_q_s,
+    numbers_s, k_full, v_full, q_full, q_empty, grad_out_full, grad_out_empty, grad_scores_full, grad_q_full,
+    grad_q_empty,
+    num_heads, num_heads_total, num_queries, num_keys, scale_log2, interleave,
+    BLOCK_Q: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, STAGES_GRAD_OUT: gl.constexpr,
+    STAGES_GRAD_Q: gl.constexpr, CAUSAL: gl.constexpr,
+    EVEN_K: gl.constexpr,
+):  # fmt: skip
+    DTYPE: gl.constexpr = grad_k_desc.dtype
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_Q, 16]
+    )
+    GRAD: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAD, k_width=2)
+    NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
+    QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
+    head_total, key_tile = _place(num_heads_total, num_keys, interleave)
+    last_tile, count = _walk(key_tile, num_queries, num_keys, BLOCK_Q, CAUSAL)
+    k1 = key_tile * BLOCK_K + C * 64
+    # The first query that sees the warpgroup's first key.
+    diagonal = k1 - (num_keys - num_queries)
+    grad_k = gl.zeros([64, D], gl.float32, layout=GRAD)
+    grad_v = gl.zeros([64, D], gl.float32, layout=GRAD)
+    mbarrier.wait(k_full, 0)
+    mbarrier.wait(v_full, 0)
+    for i in range(count):
+        # Always 0, but not for the compiler, which would keep the addresses of K and V in 24 registers.
+        zero = (num_queries + i) >> 31
+        k = k_s.index(C + zero).reshape([64, D])
+        v = v_s.index(C + zero).reshape([64, D])
+        stage_q = i % STAGES
+        stage_grad_out = i % STAGES_GRAD_OUT
+        before = (i + STAGES - 1) % STAGES
+        stage_before = (i + 1) & 1
+        u = (i + STAGES_GRAD_Q - 1) % STAGES_GRAD_Q
+        q = q_s.index(stage_q).reshape([BLOCK_Q, D])
+        grad_out = grad_out_s.index(stage_grad_out).reshape([BLOCK_Q, D])
+        mbarrier.wait(q_full.index(stage_q), (i // STAGES) & 1)
+        scores_mma = warpgroup_mma(
+            k, q.permute((1, 0)), gl.zeros([64, BLOCK_Q], gl.float32, layout=SCORES), use_acc=False, is_async=True
+        )
+        mbarrier.wait(grad_out_full.index(stage_grad_out), (i // STAGES_GRAD_OUT) & 1)
+        grad_p_mma = warpgroup_mma(
+            v,
+            grad_out.permute((1, 0)),
+            gl.zeros([64, BLOCK_Q], gl.float32, layout=SCORES),
+            use_acc=False,
+            is_async=True,
+        )
+        # The products of the tile before. For i = 0 they are of anything: the next one into ∂K starts anew, and ∂Q
+        # goes nowhere.
+        grad_k_mma = warpgroup_mma(
+            grad_scores_s.index(stage_before * 2 + C),
+            q_s.index(before).reshape([BLOCK_Q, D]),
+            grad_k,
+            use_acc=i > 1,
+            is_async=True,
+        )
+        scores = warpgroup_mma_wait(2, deps=(scores_mma,))
+        if CAUSAL:
+            row = (last_tile - i) * BLOCK_Q
+            if row < diagonal + 63:
+                # Passes at once; without it ptxas makes the branch into selects that every tile pays for.
+                mbarrier.wait(k_full, 0)
+                # From shared memory: as constants the numbers of rows and columns stay in registers through the loop.
+                keys = reinterpret(numbers_s, gl.int32, [64], NUMBERS).load(gl.SliceLayout(1, SCORES)) + (
+                    diagonal - row
+                )
+                queries = reinterpret(numbers_s, gl.int32, [BLOCK_Q], NUMBERS).load(QUERIES)
+                scores = gl.where(keys[:, None] <= queries[None, :], scores, float("-inf"))
+        elif not EVEN_K:
+            # Keys past the end are zeros, but exp2(0 - lse) may overflow, and inf * 0 would reach ∂Q.
+            if k1 + 64 > num_keys:
+                mbarrier.wait(k_full, 0)
+                keys = reinterpret(numbers_s, gl.int32, [64], NUMBERS).load(gl.SliceLayout(1, SCORES))
+                scores = gl.where((keys < num_keys - k1)[:, None], scores, float("-inf"))
+        lse = lse_s.index(stage_q).load(QUERIES)
+        p = gl.exp2(scores * scale_log2 - lse[None, :])
+        # The other warpgroup's ∂S(i − 1) is there, and ∂S(i − 2) has been read; passes at once for i = 0. Here rather
+        # than where it is needed: without a branch between them, ptxas moves the wait for ∂P ahead of the exponentials.
+        mbarrier.wait(grad_scores_full, stage_before)
+        p_low = gl.convert_layout(p.to(DTYPE), OPERAND)
+        grad_p = warpgroup_mma_wait(1, deps=(grad_p_mma,))
+        delta = delta_s.index(stage_grad_out).load(QUERIES)
+        grad_scores = (p * (grad_p - delta[None, :])).to(DTYPE)
+        grad_scores_s.index((i & 1) * 2 + C).store(grad_scores)
+        fence_async_shared()
+        grad_q_mma = _grad_q_product(grad_scores_s, k_s, zero, stage_before, C, BLOCK_Q, D)
+        grad_v_mma = warpgroup_mma(p_low, grad_out, grad_v, is_async=True)
+        grad_k, grad_q = warpgroup_mma_wait(1, deps=(grad_k_mma, grad_q_mma))
+        mbarrier.arrive(grad_scores_full, count=1)
+        mbarrier.arrive(q_empty.index(before), count=1, pred=i > 0)
+        mbarrier.wait(grad_q_empty.index(u), (((i - 1) // STAGES_GRAD_Q) & 1) ^ 1, pred=i > 0)
+        grad_q_s.index(u * 2 + C).store(_in_register_order(grad_q))
+        fence_async_shared()
+        mbarrier.arrive(grad_q_full.index(u), count=1, pred=i > 0)
+        grad_v = warpgroup_mma_wait(0, deps=(grad_v_mma,))
+        mbarrier.arrive(grad_out_empty.index(stage_grad_out), count=1)
+    last = count - 1
+    grad_k_mma = warpgroup_mma(
+        grad_scores_s.index((last & 1) * 2 + C),
+        q_s.index(last % STAGES).reshape([BLOCK_Q, D]),
+        grad_k,
+        use_acc=last > 0,
+        is_async=True,
+    )
+    mbarrier.wait(grad_scores_full, last & 1)
+    grad_q_mma = _grad_q_product(grad_scores_s, k_s, 0, last & 1, C, BLOCK_Q, D)
+    batch = head_total // num_heads
+    head = head_total % num_heads
+    # V is read by this warpgroup alone: its half carries ∂V out. TMA clips rows past the end.
+    v_s.index(C).reshape([64, D]).store(grad_v.to(DTYPE))
+    fence_async_shared()
+    async_store(grad_v_desc, [batch, head, k1, 0], v_s.index(C))
+    grad_k = warpgroup_mma_wait(2, deps=(grad_k_mma,))
+    grad_q = warpgroup_mma_wait(0, deps=(grad_q_mma,))
+    u = last % STAGES_GRAD_Q
+    mbarrier.wait(grad_q_empty.index(u), ((last // STAGES_GRAD_Q) & 1) ^ 1)
+    grad_q_s.index(u * 2 + C).store(_in_register_order(grad_q))
+    fence_async_shared()
+    mbarrier.arrive(grad_q_full.index(u), count=1)
+    # Both warpgroups are done with the tiles of the stages that would be loaded next: they carry ∂K out.
+    if C == 0:
+        carrier = reinterpret(q_s.index(count % STAGES), DTYPE, [1, 1, 64, D], grad_k_desc.layout)
+    else:
+        carrier = reinterpret(grad_out_s.index(count % STAGES_GRAD_OUT), DTYPE, [1, 1, 64, D], grad_k_desc.layout)
+    carrier.reshape([64, D]).store((grad_k * (scale_log2 * LN_2)).to(DTYPE))
+    fence_async_shared()
+    async_store(grad_k_desc, [batch, head, k1, 0], carrier)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _consumer_0(
+    grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, grad_scores_s, grad_q_s, numbers_s, k_full,
+    v_full, q_full, q_empty, grad_out_full, grad_out_empty, grad_scores_full, grad_q_full, grad_q_empty,
+    num_heads, num_heads_total, num_queries, num_keys, scale_log2, interleave,
+    BLOCK_Q: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, STAGES_GRAD_OUT: gl.constexpr,
+    STAGES_GRAD_Q: gl.constexpr, CAUSAL: gl.constexpr,
+    EVEN_K: gl.constexpr,
+):  # fmt: skip
+    _consumer(
+        0, grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, grad_scores_s, grad_q_s, numbers_s,
+        k_full, v_full, q_full, q_empty, grad_out_full, grad_out_empty, grad_scores_full, grad_q_full, grad_q_empty,
+        num_heads, num_heads_total, num_queries, num_keys, scale_log2, interleave, BLOCK_Q, D, STAGES, STAGES_GRAD_OUT,
+        STAGES_GRAD_Q, CAUSAL, EVEN_K,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _consumer_1(
+    grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, grad_scores_s, grad_q_s, numbers_s, k_full,
+    v_full, q_full, q_empty, grad_out_full, grad_out_empty, grad_scores_full, grad_q_full, grad_q_empty,
+    num_heads, num_heads_total, num_queries, num_keys, scale_log2, interleave,
+    BLOCK_Q: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, STAGES_GRAD_OUT: gl.constexpr,
+    STAGES_GRAD_Q: gl.constexpr, CAUSAL: gl.constexpr,
+    EVEN_K: gl.constexpr,
+):  # fmt: skip
+    _consumer(
+        1, grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, grad_scores_s, grad_q_s, numbers_s,
+        k_full, v_full, q_full, q_empty, grad_out_full, grad_out_empty, grad_scores_full, grad_q_full, grad_q_empty,
+        num_heads, num_heads_total, num_queries, num_keys, scale_log2, interleave, BLOCK_Q, D, STAGES, STAGES_GRAD_OUT,
+        STAGES_GRAD_Q, CAUSAL, EVEN_K,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=LENGTHS)
+def hopper_bwd_single_kernel(
+    q_desc, grad_out_desc, k_desc, v_desc, grad_k_desc, grad_v_desc, lse_desc, delta_desc, sums_desc,
+    num_heads, num_heads_total, num_queries, num_keys, padded_queries, interleave, scale_log2,
+    BLOCK_Q: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, STAGES_GRAD_OUT: gl.constexpr,
+    STAGES_GRAD_Q: gl.constexpr, CAUSAL: gl.constexpr,
+    EVEN_K: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """∂K and ∂V of 128 keys of one head, and their share of the sums that ∂Q is made of."""
+    DTYPE: gl.constexpr = q_desc.dtype
+    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    q_s = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_Q, D], q_desc.layout)
+    grad_out_s = gl.allocate_shared_memory(DTYPE, [STAGES_GRAD_OUT, 1, 1, BLOCK_Q, D], grad_out_desc.layout)
+    k_s = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, D], k_desc.layout)
+    v_s = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, D], v_desc.layout)
+    grad_scores_s = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_Q], TILE)
+    grad_q_s = gl.allocate_shared_memory(gl.float32, [2 * STAGES_GRAD_Q, 16, 256], sums_desc.layout)
+    lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], lse_desc.layout)
+    delta_s = gl.allocate_shared_memory(gl.float32, [STAGES_GRAD_OUT, BLOCK_Q], delta_desc.layout)
+    # The numbers from 0 on, for the masks.
+    NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
+    numbers_s = gl.allocate_shared_memory(gl.int32, [BLOCK_Q], NUMBERS)
+    numbers_s.store(gl.arange(0, BLOCK_Q, layout=gl.BlockedLayout([1], [32], [4], [0])))
+    k_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    grad_scores_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    grad_out_full = gl.allocate_shared_memory(gl.int64, [STAGES_GRAD_OUT, 1], mbarrier.MBarrierLayout())
+    grad_out_empty = gl.allocate_shared_memory(gl.int64, [STAGES_GRAD_OUT, 1], mbarrier.MBarrierLayout())
+    grad_q_full = gl.allocate_shared_memory(gl.int64, [STAGES_GRAD_Q, 1], mbarrier.MBarrierLayout())
+    grad_q_empty = gl.allocate_shared_memory(gl.int64, [STAGES_GRAD_Q, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(k_full, count=1)
+    mbarrier.init(v_full, count=1)
+    mbarrier.init(grad_scores_full, count=2)
+    for b in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(b), count=1)
+        mbarrier.init(q_empty.index(b), count=2)
+    for b in gl.static_range(STAGES_GRAD_OUT):
+        mbarrier.init(grad_out_full.index(b), count=1)
+        mbarrier.init(grad_out_empty.index(b), count=2)
+    for b in gl.static_range(STAGES_GRAD_Q):
+        mbarrier.init(grad_q_full.index(b), count=2)
+        mbarrier.init(grad_q_empty.index(b), count=1)
+    fence_async_shared()
+    # Written out: a tuple that is first given a name loses its compile-time constants.
+    gl.warp_specialize(
+        [
+            (_consumer_0, (grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, grad_scores_s,
+             grad_q_s, numbers_s, k_full, v_full, q_full, q_empty, grad_out_full, grad_out_empty, grad_scores_full,
+             grad_q_full, grad_q_empty, num_heads, num_heads_total, num_queries, num_keys, scale_log2, interleave,
+             BLOCK_Q, D, STAGES, STAGES_GRAD_OUT, STAGES_GRAD_Q, CAUSAL, EVEN_K,)),
+            (_consumer_1, (grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, grad_scores_s,
+             grad_q_s, numbers_s, k_full, v_full, q_full, q_empty, grad_out_full, grad_out_empty, grad_scores_full,
+             grad_q_full, grad_q_empty, num_heads, num_heads_total, num_queries, num_keys, scale_log2, interleave,
+             BLOCK_Q, D, STAGES, STAGES_GRAD_OUT, STAGES_GRAD_Q, CAUSAL, EVEN_K,)),
+            (_producer, (q_desc, grad_out_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, grad_out_s, k_s, v_s, lse_s,
+             delta_s, k_full, v_full, q_full, q_empty, grad_out_full, grad_out_empty, num_heads, num_heads_total,
+             num_queries, num_keys, padded_queries, interleave, BLOCK_Q, STAGES, STAGES_GRAD_OUT, CAUSAL,)),
+            (_writer, (sums_desc, grad_q_s, grad_q_full, grad_q_empty, num_heads_total, num_queries, num_keys,
+             interleave, BLOCK_Q, STAGES_GRAD_Q, CAUSAL,)),
+        ],
+        [4, 1, 1],
+        [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+# ---- conversion -----------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def hopper_bwd_convert_kernel(
+    sums_ptr, grad_q_ptr, stride_b, stride_h, stride_s, num_queries, num_tiles, scale,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """∂Q = scale · sum of one (64, 64) part, out of the order of `_in_register_order`."""
+    part = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    batch = tl.program_id(2).to(tl.int64)
+    tile = part // 2
+    head_total = batch * tl.num_programs(1) + head
+    # A tile of 128 queries has two parts of 64 queries, one of 64 has two of 64 columns.
+    first = tile * BLOCK_Q + (part % 2 * 64 if BLOCK_Q == 128 else 0)
+    cols = tl.arange(0, 64)[None, :] + (0 if BLOCK_Q == 128 else part % 2 * 64)
+    total = tl.load(sums_ptr + (head_total * num_tiles * 2 + part) * 4096 + tl.arange(0, 4096))
+    total = tl.reshape(total, (8, 4, 8, 4, 2, 2)).permute((1, 4, 2, 0, 3, 5)).reshape(64, 64)
+    rows = first + tl.arange(0, 64)
+    to = grad_q_ptr + batch * stride_b + head * stride_h + rows.to(tl.int64)[:, None] * stride_s + cols
+    tl.store(to, (total * scale).to(grad_q_ptr.dtype.element_ty), mask=(rows < num_queries)[:, None])
+
+
+# ---- launcher -------------------------------------------------------------------------------------------------
+
+
+def _tile_layout() -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+
+
+def _row_layout() -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+
+
+def _sums_layout() -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+
+def _tiles(x_BHSD: Tensor, num_rows: int) -> TensorDescriptor:
+    """Describes tiles of (1, 1, num_rows, D) that never cross into the next head."""
+    batch, heads, length, head_dim = x_BHSD.shape
+    # A dimension of one element may have any stride, of which TMA would still ask for a multiple of 16 bytes.
+    strides = [
+        head_dim if n == 1 else stride for n, stride in zip((batch, heads, length), x_BHSD.stride(), strict=False)
+    ]
+    return TensorDescriptor(x_BHSD, list(x_BHSD.shape), [*strides, 1], [1, 1, num_rows, head_dim], _tile_layout())
+
+
+def hopper_backward_single(
+    grad_out_BHSD: Tensor,
+    q_BHSD: Tensor,
+    k_BHSD: Tensor,
+    v_BHSD: Tensor,
+    lse_log2_BHS: Tensor,
+    delta_BHS: Tensor,
+    grad_q_BHSD: Tensor,
+    grad_k_BHSD: Tensor,
+    grad_v_BHSD: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+) -> None:
+    """Writes the gradients of q, k and v, whose heads are equally many.
+
+    lse_log2 and delta are fp32 and dense, their rows padded to a multiple of 128 with +inf and 0: 2^(· − ∞) = 0 keeps
+    what lies beyond the last query out of every sum.
+    """
+    num_batches, num_heads, num_queries, head_dim = q_BHSD.shape
+    num_keys = k_BHSD.shape[2]
+    num_heads_total = num_batches * num_heads
+    tiles = SINGLE[head_dim]
+    block_q = tiles["BLOCK_Q"]
+    num_tiles = triton.cdiv(num_queries, block_q)
+    # Two parts of 64 × 64 a tile, each 16 rows of 256. No program adds to a tile whose queries see no key.
+    sums = torch.zeros((num_heads_total * num_tiles * 32, 256), dtype=torch.float32, device=q_BHSD.device)
+    hopper_bwd_single_kernel[(triton.cdiv(num_keys, BLOCK_K.value) * num_heads_total,)](
+        *(_tiles(x, block_q) for x in (q_BHSD, grad_out_BHSD)),
+        *(_tiles(x, ROWS) for x in (k_BHSD, v_BHSD, grad_k_BHSD, grad_v_BHSD)),
+        *(TensorDescriptor(x, [x.numel()], [1], [block_q], _row_layout()) for x in (lse_log2_BHS, delta_BHS)),
+        TensorDescriptor(sums, list(sums.shape), [256, 1], [16, 256], _sums_layout()),
+        num_heads,
+        num_heads_total,
+        num_queries,
+        num_keys,
+        lse_log2_BHS.shape[-1],
+        INTERLEAVE,
+        scale * LOG2_E,
+        D=head_dim,
+        CAUSAL=causal,
+        EVEN_K=causal or num_keys % BLOCK_K.value == 0,
+        REGISTERS=CONSUMER_REGISTERS,
+        **tiles,
+        **LAUNCH,
+    )
+    hopper_bwd_convert_kernel[num_tiles * 2, num_heads, num_batches](
+        sums,
+        grad_q_BHSD,
+        *grad_q_BHSD.stride()[:3],
+        num_queries,
+        num_tiles,
+        scale,
+        D=head_dim,
+        BLOCK_Q=block_q,
+    )
