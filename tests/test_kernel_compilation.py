@@ -17,6 +17,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from labkit.kernels import flash_attention as fa
 from labkit.kernels import flash_attention_hopper as hopper
+from labkit.kernels import flash_attention_hopper_single as single
 
 KERNELS = {
     "forward": fa.flash_attention_fwd_kernel,
@@ -33,6 +34,10 @@ HEAD_DIMS = (16, 64, 72, 96, 128)
 # The tiles are tuned with triton 3.6, the release of torch 2.11, where none spills. The ptxas of later releases places
 # registers otherwise: at D 128, on the edge of 255 registers, up to 12 of a thread's go to memory and back.
 SPILL_LIMIT = 0 if triton.__version__.startswith("3.6.") else 2 * 12 * 4
+# The backward in one pass holds all accumulators at once, on the edge of 240 registers. At D 64, with tiles of 128
+# queries, triton 3.6 has no register for up to 12 values (4 bytes, stored and loaded), and for all of them at D 128;
+# the ptxas of later releases lacks up to 20 at D 128.
+SINGLE_SPILL_LIMIT = {64: 2 * 12 * 4, 128: 0 if triton.__version__.startswith("3.6.") else 2 * 20 * 4}
 SERIALISED = re.compile(r"\(C751[0-5]\)")
 
 pytestmark = pytest.mark.skipif(fa.IS_INTERPRETED, reason="interpreted kernels are not compiled")
@@ -173,6 +178,30 @@ HOPPER_KERNELS = {
 }
 
 
+def compile_single_kernel(head_dim: int, dtype: str, *, causal: bool, even: bool = True):
+    """Returns (compiled kernel, what ptxas said) of the backward in one pass."""
+    function = single.hopper_bwd_single_kernel
+    tiles = single.SINGLE[head_dim]
+    rows = tiles["BLOCK_Q"]
+    constants = {"D": head_dim, "CAUSAL": causal, "EVEN_K": even, "REGISTERS": single.CONSUMER_REGISTERS, **tiles}
+
+    def kind(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if name == "sums_desc":
+            return f"tensordesc<fp32[16, 256],{single._sums_layout()!r}>"
+        if name in ("lse_desc", "delta_desc"):
+            return f"tensordesc<fp32[{rows}],{single._row_layout()!r}>"
+        if name.endswith("_desc"):
+            shape = [1, 1, rows if name in ("q_desc", "grad_out_desc") else single.ROWS, head_dim]
+            return f"tensordesc<{dtype}{shape},{single._tile_layout()!r}>"
+        return "fp32" if name.startswith("scale") else "i32"
+
+    signature = {name: kind(name) for name in function.arg_names}
+    indexed = {(i,): constants[name] for i, name in enumerate(function.arg_names) if name in constants}
+    return compile_source(GluonASTSource(function, signature, indexed), 90, single.LAUNCH)
+
+
 def compile_hopper_kernel(kernel: str, head_dim: int, dtype: str, *, causal: bool, even: bool = True, grouped=False):
     """Returns (compiled kernel, what ptxas said) of a shipped configuration."""
     function, table, walked = HOPPER_KERNELS[kernel]
@@ -218,8 +247,24 @@ def test_hopper_kernels_of_other_lengths_and_grouped_heads_do_not_serialise(head
     assert spilled_bytes(log) <= 64
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("causal", "even"), [(False, True), (False, False), (True, True)], ids=["full", "other lengths", "causal"]
+)
+@pytest.mark.parametrize("head_dim", fa.GLUON_HEAD_DIMS)
+def test_the_single_pass_spills_next_to_nothing_and_does_not_serialise(head_dim, causal, even, dtype):
+    compiled, log = compile_single_kernel(head_dim, dtype, causal=causal, even=even)
+    assert not SERIALISED.search(log), SERIALISED.search(log)
+    assert spilled_bytes(log) <= SINGLE_SPILL_LIMIT[head_dim]
+    assert compiled.metadata.shared <= SHARED_LIMIT[90]
+    for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor", "setmaxnreg"):
+        assert instruction in compiled.asm["ptx"], instruction
+
+
 def test_the_hopper_kernels_load_with_the_installed_triton():
     assert fa.hopper_unavailable() is None
+    assert fa.hopper_single_unavailable() is None
+    assert set(fa.GLUON_HEAD_DIMS) == set(single.SINGLE)
     assert set(fa.GLUON_HEAD_DIMS) == set(hopper.FORWARD) == set(hopper.DKDV) == set(hopper.DQ)
 
 
