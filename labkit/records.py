@@ -199,7 +199,7 @@ def single_device(records: Iterable[Record]) -> str:
 
 
 def to_frame(records: Iterable[Record]) -> pd.DataFrame:
-    """Returns one row per record: section, phase, status, reason, samples, then case, metrics and timer columns."""
+    """Returns one row per record: section, phase, status, reason, samples, observed; case, metrics, timer columns."""
     return pd.DataFrame(
         [
             {
@@ -208,6 +208,7 @@ def to_frame(records: Iterable[Record]) -> pd.DataFrame:
                 "status": record.status,
                 "reason": record.reason,
                 "samples": record.samples,
+                "observed": record.observed,
                 **record.case,
                 **record.metrics,
                 **{f"timer_{name}": value for name, value in record.timer.items()},

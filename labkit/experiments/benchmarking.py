@@ -227,6 +227,13 @@ class Workload:
             return measure(self.train_step)
         raise ValueError(f"unknown phase {phase!r}; accepted: {', '.join(PHASES)}")
 
+    def live_precision(self) -> str:
+        """Returns the precision as autocast and the setting of matrix products have it."""
+        with self.autocast():
+            if torch.is_autocast_enabled(self.device.kind):
+                return {torch.bfloat16: "bf16"}[torch.get_autocast_dtype(self.device.kind)]
+            return {"highest": "fp32", "high": "tf32"}[torch.get_float32_matmul_precision()]
+
     def described(self) -> dict:
         """Returns the case as read back from the live objects."""
         model, (batch, context) = self.model, self.tokens.shape
@@ -237,11 +244,6 @@ class Workload:
             model.blocks[0].attention.num_heads,
         )
         names = [c.name for c in SIZES.values() if (c.d_model, c.d_ff, c.num_layers, c.num_heads) == dims]
-        with self.autocast():
-            if torch.is_autocast_enabled(self.device.kind):
-                precision = {torch.bfloat16: "bf16"}[torch.get_autocast_dtype(self.device.kind)]
-            else:
-                precision = {"highest": "fp32", "high": "tf32"}[torch.get_float32_matmul_precision()]
         whole_compiled = model._compiled_call_impl is not None
         num_compiled = sum(block._compiled_call_impl is not None for block in model.blocks)
         regional = {0: "none", len(model.blocks): "regional"}.get(num_compiled, f"{num_compiled} blocks")
@@ -250,7 +252,7 @@ class Workload:
             "size": names[0] if names else str(dims),
             "context": context,
             "batch": batch,
-            "precision": precision,
+            "precision": self.live_precision(),
             "compile": "whole" if whole_compiled else regional,
             "attention": " and ".join(attention),
         }
