@@ -357,3 +357,88 @@ FLASH_ATTENTION: dict[str, FlashAttentionGrid] = {
         case_timeout_s=300.0,
     ),
 }
+
+
+MIXED_PRECISIONS = ("fp16", "bf16_pure")
+"""What notebook 03 times beside PRECISIONS. fp16: autocast to float16 over fp32 parameters, the loss scaled.
+bf16_pure: parameters, gradients and optimizer state in bfloat16, no autocast."""
+
+MIXED_PHASES = ("forward", "backward", "train_step")
+
+NORM_SETTINGS = {"centred": (0.0, 1e-5), "offset": (16.0, 1e-5), "small epsilon": (0.0, 1e-8)}
+"""Inputs of a normalisation by name: (mean in standard deviations, epsilon)."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A synthetic training task: every token is followed by the same other one, and the model learns the table.
+
+    `num_tokens`: how many tokens of the model's vocabulary the task uses.
+    """
+
+    size: str
+    vocab_size: int
+    num_tokens: int
+    context: int
+    batch: int
+    num_steps: int
+    learning_rate: float
+
+
+@dataclass(frozen=True)
+class MixedPrecisionGrid:
+    """The cases of notebook 03 in one profile.
+
+    `sizes`, `contexts`: of the timed steps, which notebook 01 times in its precisions too. `operator_sizes`: whose
+    operators are counted, at `operator_context`. `transformer`: whose dtypes are read.
+    `norm_shape`: (rows, features); `norm_scales`: standard deviations of the input. `epilogue_shape`: (rows, columns)
+    of a product, `epilogue_depths`: the lengths of its sums.
+    `time_limit_s` and `case_timeout_s` are as in notebook 01.
+    """
+
+    sizes: tuple[str, ...]
+    contexts: tuple[int, ...]
+    operator_sizes: tuple[str, ...]
+    operator_context: int
+    transformer: str
+    norm_shape: tuple[int, int]
+    norm_scales: tuple[float, ...]
+    epilogue_shape: tuple[int, int]
+    epilogue_depths: tuple[int, ...]
+    task: Task
+    time_limit_s: float
+    case_timeout_s: float
+
+
+_DECADES = tuple(10.0**exponent for exponent in range(-4, 5))
+
+MIXED_PRECISION: dict[str, MixedPrecisionGrid] = {
+    "smoke": MixedPrecisionGrid(
+        sizes=("nano",),
+        contexts=(32, 64),
+        operator_sizes=("nano",),
+        operator_context=8,
+        transformer="nano",
+        norm_shape=(16, 256),
+        norm_scales=_DECADES[::2],
+        epilogue_shape=(128, 256),
+        epilogue_depths=(256,),
+        task=Task("nano", 64, 64, context=16, batch=2, num_steps=20, learning_rate=3e-3),
+        time_limit_s=0.05,
+        case_timeout_s=120.0,
+    ),
+    "full": MixedPrecisionGrid(
+        sizes=_PUBLIC_SIZES,
+        contexts=(128, 256, 512, 1024),
+        operator_sizes=("small", "medium", "large", "xl-2025"),
+        operator_context=128,
+        transformer="small",
+        norm_shape=(256, 2560),
+        norm_scales=_DECADES,
+        epilogue_shape=(1024, 4096),
+        epilogue_depths=(256, 1024, 4096),
+        task=Task("small", VOCAB_SIZE, 256, context=128, batch=8, num_steps=200, learning_rate=3e-4),
+        time_limit_s=0.5,
+        case_timeout_s=120.0,
+    ),
+}

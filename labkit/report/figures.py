@@ -19,6 +19,9 @@ COLOURS = {
     "fp32": _DEEP[0],
     "tf32": _DEEP[1],
     "bf16": _DEEP[2],
+    "fp16": _DEEP[3],
+    "fp16_unscaled": _DEEP[6],
+    "bf16_pure": _DEEP[4],
     # phases
     "inference": _DEEP[7],
     "forward": _DEEP[0],
