@@ -468,13 +468,15 @@ def test_the_operators_pass_opcheck(impl, interpreted):
 def backward_taken(deterministic: bool, key_heads: int, unavailable: str | None) -> str:
     """Returns which of the two Gluon backward launchers is called, without a GPU to run it."""
     called = []
-    two = types.SimpleNamespace(hopper_backward=lambda *_, **__: called.append("two kernels"))
-    single = types.SimpleNamespace(hopper_backward_single=lambda *_, **__: called.append("single pass"))
+    names = {"_backward": "two kernels", "_single": "single pass"}
     q, k, v, grad_out = draw(Case((1, 2, key_heads, 8, 8, 64), dtype="float16"), "cpu")
     options = {"scale": 1.0, "impl": "gluon", "deterministic": deterministic}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fa, "_hopper", lambda: two)
-        patch.setattr(fa, "_hopper_single", lambda: single)
+        patch.setattr(
+            fa,
+            "_hopper",
+            lambda part: types.SimpleNamespace(hopper_backward=lambda *_, **__: called.append(names[part])),
+        )
         patch.setattr(fa, "hopper_single_unavailable", lambda: unavailable)
         fa.flash_attention_backward(grad_out, q, k, v, q, q.new_zeros((1, 2, 8), dtype=torch.float32), **options)
     (taken,) = called
@@ -496,10 +498,10 @@ def test_only_what_the_single_pass_takes_goes_through_it(deterministic, key_head
 
 
 def test_a_triton_without_the_single_pass_is_logged(monkeypatch, caplog):
-    def missing():
+    def missing(part):
         raise AttributeError("create_async_tma_reduce")
 
-    monkeypatch.setattr(fa, "_hopper_single", missing)
+    monkeypatch.setattr(fa, "_hopper", missing)
     # The undecorated function: what the installed Triton gives stays in the cache.
     reason = fa.hopper_single_unavailable.__wrapped__()
     assert "AttributeError: create_async_tma_reduce" in reason

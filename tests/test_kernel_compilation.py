@@ -16,8 +16,10 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from labkit.kernels import flash_attention as fa
-from labkit.kernels import flash_attention_hopper as hopper
+from labkit.kernels import flash_attention_hopper as forward
+from labkit.kernels import flash_attention_hopper_backward as backward
 from labkit.kernels import flash_attention_hopper_single as single
+from labkit.kernels import hopper
 
 KERNELS = {
     "forward": fa.flash_attention_fwd_kernel,
@@ -172,9 +174,9 @@ def test_every_shipped_tile_compiles_and_fits(capability, kind):
 
 # Every release of Triton since 3.6 loads and compiles these: a test of the one that is installed.
 HOPPER_KERNELS = {
-    "forward": (hopper.hopper_fwd_kernel, hopper.FORWARD, ("k_desc", "v_desc")),
-    "dkdv": (hopper.hopper_bwd_dkdv_kernel, hopper.DKDV, ("q_desc", "grad_out_desc")),
-    "dq": (hopper.hopper_bwd_dq_kernel, hopper.DQ, ("k_desc", "v_desc")),
+    "forward": (forward.hopper_fwd_kernel, forward.FORWARD, ("k_desc", "v_desc")),
+    "dkdv": (backward.hopper_bwd_dkdv_kernel, backward.DKDV, ("q_desc", "grad_out_desc")),
+    "dq": (backward.hopper_bwd_dq_kernel, backward.DQ, ("k_desc", "v_desc")),
 }
 
 
@@ -183,7 +185,8 @@ def compile_single_kernel(head_dim: int, dtype: str, *, causal: bool, even: bool
     function = single.hopper_bwd_single_kernel
     tiles = single.SINGLE[head_dim]
     rows = tiles["BLOCK_Q"]
-    constants = {"D": head_dim, "CAUSAL": causal, "EVEN_K": even, "REGISTERS": single.CONSUMER_REGISTERS, **tiles}
+    launch = hopper.launch_options(2)
+    constants = {"D": head_dim, "CAUSAL": causal, "EVEN_K": even, **tiles, **launch}
 
     def kind(name: str) -> str:
         if name in constants:
@@ -191,22 +194,23 @@ def compile_single_kernel(head_dim: int, dtype: str, *, causal: bool, even: bool
         if name == "sums_desc":
             return f"tensordesc<fp32[16, 256],{single._sums_layout()!r}>"
         if name in ("lse_desc", "delta_desc"):
-            return f"tensordesc<fp32[{rows}],{single._row_layout()!r}>"
+            return f"tensordesc<fp32[{rows}],{hopper.row_layout()!r}>"
         if name.endswith("_desc"):
-            shape = [1, 1, rows if name in ("q_desc", "grad_out_desc") else single.ROWS, head_dim]
-            return f"tensordesc<{dtype}{shape},{single._tile_layout()!r}>"
+            shape = [1, 1, rows if name in ("q_desc", "grad_out_desc") else hopper.ROWS, head_dim]
+            return f"tensordesc<{dtype}{shape},{hopper.tile_layout()!r}>"
         return "fp32" if name.startswith("scale") else "i32"
 
     signature = {name: kind(name) for name in function.arg_names}
     indexed = {(i,): constants[name] for i, name in enumerate(function.arg_names) if name in constants}
-    return compile_source(GluonASTSource(function, signature, indexed), 90, single.LAUNCH)
+    source = GluonASTSource(function, signature, indexed)
+    return compile_source(source, 90, {name: launch[name] for name in ("num_warps", "maxnreg")})
 
 
 def compile_hopper_kernel(kernel: str, head_dim: int, dtype: str, *, causal: bool, even: bool = True, grouped=False):
     """Returns (compiled kernel, what ptxas said) of a shipped configuration."""
     function, table, walked = HOPPER_KERNELS[kernel]
     tiles = table[head_dim]
-    launch = hopper._launch(tiles.get("CONSUMERS", 2))
+    launch = hopper.launch_options(tiles.get("CONSUMERS", 2))
     constants = {"D": head_dim, "CAUSAL": causal, "EVEN_K": even, "GROUPED": grouped, **tiles, **launch}
     rows = tiles.get("BLOCK_K") or tiles["BLOCK_Q"]
 
@@ -214,10 +218,10 @@ def compile_hopper_kernel(kernel: str, head_dim: int, dtype: str, *, causal: boo
         if name in constants:
             return "constexpr"
         if name in ("lse_desc", "delta_desc"):
-            return f"tensordesc<fp32[{rows}],{hopper._row_layout()!r}>"
+            return f"tensordesc<fp32[{rows}],{hopper.row_layout()!r}>"
         if name.endswith("_desc"):
             shape = [1, 1, rows if name in walked else hopper.ROWS, head_dim]
-            return f"tensordesc<{dtype}{shape},{hopper._tile_layout()!r}>"
+            return f"tensordesc<{dtype}{shape},{hopper.tile_layout()!r}>"
         return "*fp32" if name.endswith("_ptr") else "fp32" if name.startswith("scale") else "i32"
 
     signature = {name: kind(name) for name in function.arg_names}
@@ -265,7 +269,7 @@ def test_the_hopper_kernels_load_with_the_installed_triton():
     assert fa.hopper_unavailable() is None
     assert fa.hopper_single_unavailable() is None
     assert set(fa.GLUON_HEAD_DIMS) == set(single.SINGLE)
-    assert set(fa.GLUON_HEAD_DIMS) == set(hopper.FORWARD) == set(hopper.DKDV) == set(hopper.DQ)
+    assert set(fa.GLUON_HEAD_DIMS) == set(forward.FORWARD) == set(backward.DKDV) == set(backward.DQ)
 
 
 def test_the_limits_refuse_a_tile_that_is_too_large():

@@ -867,20 +867,15 @@ def _tma_ready(x: Tensor) -> Tensor:
 
 
 @functools.cache
-def _hopper():
+def _hopper(part: str = ""):
     """The Gluon kernels, loaded when they are first needed: Gluon's interface moves between releases of Triton."""
-    return importlib.import_module("labkit.kernels.flash_attention_hopper")
+    return importlib.import_module(f"labkit.kernels.flash_attention_hopper{part}")
 
 
-@functools.cache
-def _hopper_single():
-    """The Gluon backward in one pass, loaded likewise: it needs an operation more of Triton."""
-    return importlib.import_module("labkit.kernels.flash_attention_hopper_single")
-
-
-def _not_loading(load) -> str | None:
+def _not_loading(*parts: str) -> str | None:
     try:
-        load()
+        for part in parts:
+            _hopper(part)
     except (ImportError, AttributeError, TypeError) as error:
         return f"the Gluon kernels do not load with triton {triton.__version__} ({type(error).__name__}: {error})"
     return None
@@ -889,13 +884,13 @@ def _not_loading(load) -> str | None:
 @functools.cache
 def hopper_unavailable() -> str | None:
     """Returns why the Gluon kernels cannot run with the installed Triton, None where they can."""
-    return _not_loading(_hopper)
+    return _not_loading("", "_backward")
 
 
 @functools.cache
 def hopper_single_unavailable() -> str | None:
     """Returns why the backward in one pass cannot run with the installed Triton, None where it can; logs a lack."""
-    reason = _not_loading(_hopper_single)
+    reason = _not_loading("_single")
     if reason:
         logging.getLogger(__name__).warning("deterministic=False runs the deterministic kernels: %s", reason)
     return reason
@@ -1057,7 +1052,7 @@ def flash_attention_backward(
         )
         if impl == "gluon":
             single_pass = not deterministic and group == 1 and hopper_single_unavailable() is None
-            hopper_backward = _hopper_single().hopper_backward_single if single_pass else _hopper().hopper_backward
+            hopper_backward = _hopper("_single" if single_pass else "_backward").hopper_backward
             hopper_backward(
                 grad_out_4d,
                 q_4d,

@@ -6,10 +6,10 @@
 Shapes: (batch, heads, length, D), D 64 or 128, bf16 or fp16, as many key heads as query heads, causal (aligned to the
 bottom right) or not. L in base 2 and D come padded from the Triton kernels of `flash_attention`.
 
-Ideal cost per head: 10·Q·K·D FLOPs (halved when causal), and that is what it executes; the two kernels of
-flash_attention_hopper.py compute S and ∂P twice, 14·Q·K·D, and give equal bits every time, which these do not: the
-programs of a head add their shares of ∂Q in the order in which they get to them. The sums are fp32, 4·Q·D bytes of
-memory a head more, zeroed before and converted afterwards.
+Ideal cost per head: 10·Q·K·D FLOPs (halved when causal), and that is what it executes. The two kernels of
+flash_attention_hopper_backward.py compute S and ∂P twice, 14·Q·K·D, and give equal bits every time, which these do
+not: the programs of a head add their shares of ∂Q in the order in which they get to them. The sums are fp32, 4·Q·D
+bytes of memory a head more, zeroed before and converted afterwards.
 
 How a program is laid out: it owns 128 keys of one head. A producer warp loads by TMA, two consumer warpgroups of 64
 keys each multiply, and a writer warp adds their tiles of ∂Q to the sums in global memory by TMA. Sᵀ and ∂Pᵀ are
@@ -30,8 +30,6 @@ are then spread over many sums. When causal, the longest programs come first.
 Sources: Dao 2023, "FlashAttention-2"; Shah et al. 2024, "FlashAttention-3".
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -47,12 +45,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-LOG2_E = math.log2(math.e)
-LN_2 = gl.constexpr(math.log(2))
+from labkit.kernels.hopper import (
+    LN_2,
+    LOG2_E,
+    PRODUCER_REGISTERS,
+    ROWS,
+    async_load,
+    async_store,
+    launch_options,
+    rows_of,
+    tiles_of,
+)
 
 # Releases of Triton before 3.8 have these operations under other names.
-async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 async_add = getattr(tma, "async_atomic_add", None)
 if async_add is None:
@@ -72,7 +77,6 @@ if async_add is None:
 
 # ---- tile configurations --------------------------------------------------------------------------------------
 
-ROWS = 64  # of a consumer warpgroup: those of one wgmma
 BLOCK_K = gl.constexpr(2 * ROWS)  # keys of a program
 
 # Queries of a tile, and how many tiles of Q, of ∂O and of ∂Q are in flight. Bounds: 240 registers a thread of a
@@ -83,12 +87,6 @@ SINGLE = {
     128: {"BLOCK_Q": 64, "STAGES": 3, "STAGES_GRAD_OUT": 2, "STAGES_GRAD_Q": 1},
 }
 INTERLEAVE = 32  # heads whose programs take turns
-
-# The warps' equal shares of the register file at the start, and what a consumer has of it once the producer and the
-# writer have given all but 24 of their own away.
-LAUNCH = {"num_warps": 4, "maxnreg": 168}
-CONSUMER_REGISTERS = 240
-PRODUCER_REGISTERS = gl.constexpr(24)
 
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them anew.
 LENGTHS = ("num_heads", "num_heads_total", "num_queries", "num_keys", "padded_queries", "num_tiles", "interleave")
@@ -474,29 +472,11 @@ def hopper_bwd_convert_kernel(
 # ---- launcher -------------------------------------------------------------------------------------------------
 
 
-def _tile_layout() -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-
-
-def _row_layout() -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-
-
 def _sums_layout() -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
-def _tiles(x_BHSD: Tensor, num_rows: int) -> TensorDescriptor:
-    """Describes tiles of (1, 1, num_rows, D) that never cross into the next head."""
-    batch, heads, length, head_dim = x_BHSD.shape
-    # A dimension of one element may have any stride, of which TMA would still ask for a multiple of 16 bytes.
-    strides = [
-        head_dim if n == 1 else stride for n, stride in zip((batch, heads, length), x_BHSD.stride(), strict=False)
-    ]
-    return TensorDescriptor(x_BHSD, list(x_BHSD.shape), [*strides, 1], [1, 1, num_rows, head_dim], _tile_layout())
-
-
-def hopper_backward_single(
+def hopper_backward(
     grad_out_BHSD: Tensor,
     q_BHSD: Tensor,
     k_BHSD: Tensor,
@@ -524,9 +504,9 @@ def hopper_backward_single(
     # Two parts of 64 × 64 a tile, each 16 rows of 256. No program adds to a tile whose queries see no key.
     sums = torch.zeros((num_heads_total * num_tiles * 32, 256), dtype=torch.float32, device=q_BHSD.device)
     hopper_bwd_single_kernel[(triton.cdiv(num_keys, BLOCK_K.value) * num_heads_total,)](
-        *(_tiles(x, block_q) for x in (q_BHSD, grad_out_BHSD)),
-        *(_tiles(x, ROWS) for x in (k_BHSD, v_BHSD, grad_k_BHSD, grad_v_BHSD)),
-        *(TensorDescriptor(x, [x.numel()], [1], [block_q], _row_layout()) for x in (lse_log2_BHS, delta_BHS)),
+        *(tiles_of(x, block_q) for x in (q_BHSD, grad_out_BHSD)),
+        *(tiles_of(x, ROWS) for x in (k_BHSD, v_BHSD, grad_k_BHSD, grad_v_BHSD)),
+        *(rows_of(x, block_q) for x in (lse_log2_BHS, delta_BHS)),
         TensorDescriptor(sums, list(sums.shape), [256, 1], [16, 256], _sums_layout()),
         num_heads,
         num_heads_total,
@@ -538,9 +518,8 @@ def hopper_backward_single(
         D=head_dim,
         CAUSAL=causal,
         EVEN_K=causal or num_keys % BLOCK_K.value == 0,
-        REGISTERS=CONSUMER_REGISTERS,
         **tiles,
-        **LAUNCH,
+        **launch_options(2),
     )
     hopper_bwd_convert_kernel[num_tiles * 2, num_heads, num_batches](
         sums,
