@@ -442,3 +442,113 @@ MIXED_PRECISION: dict[str, MixedPrecisionGrid] = {
         case_timeout_s=120.0,
     ),
 }
+
+
+@dataclass(frozen=True)
+class NsysAnalysisGrid:
+    """The cases of notebook 02 in one profile.
+
+    `contexts`: with eager attention, in every precision. `flash_contexts`: by precision, with FlashAttention.
+    `without_optimizer`: sizes whose AdamW state fits no GPU of today, so that forward and backward are captured alone.
+    `timelines`: (size, context, precision, attention) of the training steps that are kept launch by launch.
+    `case_timeout_s`: of one capture, which may hold all cases of a size.
+    """
+
+    sizes: tuple[str, ...]
+    contexts: tuple[int, ...]
+    precisions: tuple[str, ...]
+    flash_contexts: dict[str, tuple[int, ...]]
+    without_optimizer: tuple[str, ...]
+    timelines: tuple[tuple[str, int, str, str], ...]
+    case_timeout_s: float
+
+
+NSYS_ANALYSIS: dict[str, NsysAnalysisGrid] = {
+    "smoke": NsysAnalysisGrid(
+        sizes=("nano", "micro"),
+        contexts=(32, 64),
+        precisions=("fp32", "bf16"),
+        flash_contexts={"fp32": (64,)},
+        without_optimizer=(),
+        timelines=(("nano", 64, "fp32", "eager"),),
+        case_timeout_s=120.0,
+    ),
+    "full": NsysAnalysisGrid(
+        sizes=_PUBLIC_SIZES,
+        contexts=(128, 256, 512, 1024, 2048),
+        precisions=("fp32", "bf16"),
+        flash_contexts={"fp32": (512, 2048), "bf16": (128, 256, 512, 1024, 2048)},
+        without_optimizer=("10b",),
+        timelines=(("small", 512, "fp32", "eager"), ("small", 512, "bf16", "eager"), ("small", 512, "bf16", "auto")),
+        case_timeout_s=300.0,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """One transformer block and its input, in fp32 with eager attention."""
+
+    d_model: int
+    d_ff: int
+    num_heads: int
+    context: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class MemoryGrid:
+    """The cases of notebook 04 in one profile.
+
+    `timelines`: (size, context, precision) whose every allocation is recorded.
+    `block`: the block whose residuals are listed.
+    `checkpoint_plans`: "none"; "4", every four blocks recomputed from their input; "8/1", nested: every eight, and
+    every one of these while they are recomputed. Run with every one of `checkpoint_attentions`, where a plan's first
+    number is at most the number of blocks.
+    `time_limit_s` and `case_timeout_s` are as in notebook 01.
+    """
+
+    sizes: tuple[str, ...]
+    contexts: tuple[int, ...]
+    precisions: tuple[str, ...]
+    timelines: tuple[tuple[str, int, str], ...]
+    block: BlockShape
+    checkpoint_size: str
+    checkpoint_contexts: tuple[int, ...]
+    checkpoint_precision: str
+    checkpoint_attentions: tuple[str, ...]
+    checkpoint_plans: tuple[str, ...]
+    time_limit_s: float
+    case_timeout_s: float
+
+
+MEMORY: dict[str, MemoryGrid] = {
+    "smoke": MemoryGrid(
+        sizes=("nano", "micro"),
+        contexts=(32, 64, 128),
+        precisions=("fp32", "bf16"),
+        timelines=(("micro", 128, "fp32"),),
+        block=BlockShape(64, 256, 4, 128, 2),
+        checkpoint_size="micro",
+        checkpoint_contexts=(128,),
+        checkpoint_precision="fp32",
+        checkpoint_attentions=("eager", "sdpa_flash"),
+        checkpoint_plans=("none", "1", "2", "4", "2/1"),
+        time_limit_s=0.1,
+        case_timeout_s=120.0,
+    ),
+    "full": MemoryGrid(
+        sizes=_PUBLIC_SIZES,
+        contexts=(128, 256, 512, 1024, 2048),
+        precisions=("fp32", "bf16"),
+        timelines=(("2.7b", 512, "fp32"), ("2.7b", 512, "bf16")),
+        block=BlockShape(2560, 10240, 16, 2048, 4),
+        checkpoint_size="2.7b",
+        checkpoint_contexts=(2048,),
+        checkpoint_precision="bf16",
+        checkpoint_attentions=("eager", "sdpa_flash"),
+        checkpoint_plans=("none", "1", "2", "3", "4", "6", "8", "16", "32", "6/1", "8/2"),
+        time_limit_s=2.0,
+        case_timeout_s=180.0,
+    ),
+}

@@ -122,7 +122,8 @@ def _worker_main(connection: Connection, module_name: str) -> None:
             if isinstance(error, Skip):
                 status = "skipped"
             else:
-                status = "oom" if _is_out_of_memory(error) else "error"
+                is_late = isinstance(error, TimeoutError)
+                status = "oom" if _is_out_of_memory(error) else "timeout" if is_late else "error"
             text = f"{type(error).__name__}: {error}" if status != "skipped" else str(error)
             if status == "error":
                 print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)

@@ -1,0 +1,712 @@
+"""Which kernel ran when, launched in which range: captures of Nsight Systems or torch.profiler, read into one table.
+
+A capture is read into a `Trace` (`read_nsys`, `read_chrome_trace`); `launches` makes the table of it, one row per
+launch, the same whatever the capture was made with:
+
+| column | holds |
+|---|---|
+| name, short_name, kind | as captured; readable; "kernel", "memcpy", "memset", or "operator" on a CPU |
+| kernel_class | one of CLASSES, from the name |
+| start_ns, end_ns, duration_ns | on the device; an operator's duration is its own, without the operators it calls |
+| stream | CUDA stream; the thread of an operator |
+| path, range, phase | names of the ranges open at its launch, outermost first; the innermost; the one in `phases` |
+
+A range belongs to a launch if it was open, in the launching process, when the host launched: on the launching thread,
+or on another thread before the launching thread opened a range of its own. The second is how kernels of a backward
+pass, launched by autograd's own thread, come to the "backward" range that the main thread holds open.
+
+Sources: Nsight Systems user guide, "SQLite schema reference"; a range's time on the GPU is that of the kernels that
+were launched in it (its "projection"), since on the host a range ends when the launches do.
+"""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import signal
+import sqlite3
+import subprocess
+import tempfile
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+
+from labkit import hardware
+
+OUTSIDE = "outside"
+"""Range and phase of what was launched in none."""
+
+CLASSES = (
+    "matmul",
+    "attention",
+    "softmax",
+    "normalisation",
+    "elementwise",
+    "reduction",
+    "copy",
+    "optimizer",
+    "communication",
+    "other",
+)
+"""Classes of kernels; "other" is what no pattern of the classifier knows."""
+
+
+class ProfileError(Exception):
+    """A capture that could not be made or cannot be read; the message names the file and what it lacks."""
+
+
+# ---- names -----------------------------------------------------------------------------------------------------
+
+# The first pattern that occurs decides, so an order matters: cuBLAS reduces split products, FlashAttention-3 is built
+# on CUTLASS, and a kernel that the compiler fused is called after everything that went into it.
+_KERNEL_PATTERNS = (
+    ("communication", r"nccl|all_?reduce|all_?gather|reduce_?scatter"),
+    ("attention", r"flash|fmha|attention|sdpa|^hopper_(fwd|bwd)_"),
+    ("optimizer", r"adam|multi_tensor_apply|fused_?optimizer|fused_?sgd"),
+    ("elementwise", r"^triton_poi"),
+    ("softmax", r"soft_?max"),
+    ("normalisation", r"(layer|rms|batch|group|instance)_?norm"),
+    ("reduction", r"^triton_(red|per)|^weighted_sum_"),
+    ("matmul", r"nvjet|gemm|gemv|xmma|cutlass|cublas|splitk|wgmma|matmul|^triton_(\w+_)?mm|^triton_tem|dot_kernel"),
+    ("copy", r"copy|catarray|memcpy|memset|transpose|gather|index_?select"),
+    ("reduction", r"reduce|reduction|loss|embedding_backward|scan|cumsum|radixsort|grad_weight|partial|and_scatter"),
+    ("elementwise", r"elementwise|pointwise|fill|arange|where|triu|tril|distribution|index|vectorized"),
+)  # fmt: skip
+
+_OPERATOR_PATTERNS = (
+    ("communication", r"^(c10d|nccl|gloo)"),
+    ("attention", r"^_?\w*attention"),
+    ("optimizer", r"adam|^_foreach_|fused_sgd"),
+    ("softmax", r"^_?(log_)?softmax"),
+    ("normalisation", r"(layer|rms|batch|group|instance)_norm"),
+    ("matmul", r"^(mm|bmm|addmm|addmv|baddbmm|addbmm|mv|dot|linear|matmul|_?mkldnn_linear\w*|_scaled_mm)$"),
+    ("copy", r"^(copy_|_to_copy|clone|contiguous|cat|stack|repeat|embedding|index_select|gather|pad|constant_pad_nd)$"),
+    ("reduction", r"^(sum|mean|amax|amin|max|min|argmax|logsumexp|norm|all|any|cumsum|std)$|loss|embedding_\w*back"),
+    ("elementwise", r"^_?(add|sub|rsub|mul|div|neg|pow|sqrt|rsqrt|exp\d?|log\d?|abs|sin|cos|tanh|sigmoid|silu|gelu|relu"
+                    r"|where|fill|zero|masked_fill|le|lt|ge|gt|eq|ne|bitwise\w*|logical\w*|isnan|isinf|maximum|minimum"
+                    r"|clamp\w*|arange|tril|triu|addcmul|addcdiv|lerp|threshold\w*|normal|uniform|(sigmoid|silu|tanh|gelu)"
+                    r"_backward)_?$"),
+)  # fmt: skip
+
+_KERNELS = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in _KERNEL_PATTERNS)
+_OPERATORS = tuple((name, re.compile(pattern)) for name, pattern in _OPERATOR_PATTERNS)
+
+# How PyTorch names the copies that change the dtype: to 16 bits by kernels of their own, from 16 bits by the general
+# copy with a cast on loading.
+_CAST = re.compile(r"float\w*_copy_kernel|direct_copy.*LoadWithCast|templated.*direct_copy|^aten::_to_copy$", re.DOTALL)
+
+
+def classify(name: str, kind: str = "kernel") -> str:
+    """Returns the class, one of CLASSES, of a kernel's name, or of a CPU operator's ("aten::mm") if that is its kind.
+
+    An operator that only makes a view or allocates is "other", and so is what autograd does around the operators.
+    """
+    if kind == "operator":
+        name = name.removeprefix("aten::")
+    patterns = _OPERATORS if kind == "operator" else _KERNELS
+    return next((kernel_class for kernel_class, pattern in patterns if pattern.search(name)), "other")
+
+
+def is_cast(name: str) -> bool:
+    """Returns whether a kernel or operator of this name copies a tensor to another dtype."""
+    return _CAST.search(name) is not None
+
+
+def short_name(name: str) -> str:
+    """Returns a readable name: no return type, namespaces or template arguments but for what is computed.
+
+    >>> short_name("void at::native::vectorized_elementwise_kernel<4, at::native::BinaryFunctor<float, float, float, "
+    ...            "at::native::binary_internal::MulFunctor<float> >, std::array<char*, 3ul> >(int, T2, T3)")
+    'vectorized_elementwise_kernel[BinaryFunctor:MulFunctor]'
+    >>> short_name("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT")
+    'nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT'
+    """
+    if name.startswith("_Z"):
+        name = "::".join(_mangled_identifiers(name)) or name
+    name = re.sub(r"<unnamed>|\(anonymous namespace\)|^void ", "", name)
+    base, _, arguments = name.partition("<")
+    base = base.partition("(")[0].rstrip(":").rpartition("::")[2]
+    computed = re.findall(r"\w*Functor\w*|\w+_functor\b|\w+Ops\b|\w+_kernel(?:_cuda|_impl|_gpu)?\b", arguments)
+    told = [word for word in dict.fromkeys(computed) if word != base and not re.match("gpu_kernel|launch_", word)]
+    return (f"{base}[{':'.join(told[:2])}]" if told else base)[:96]
+
+
+def _shown(name: str, kind: str) -> str:
+    return name[:96] if kind == "operator" else short_name(name)
+
+
+def _mangled_identifiers(name: str) -> list[str]:
+    """Returns the identifiers of a mangled C++ name's own nesting: its template arguments are not read."""
+    found, position = [], len("_ZN") if name.startswith("_ZN") else len("_Z")
+    while match := re.compile(r"\d+").match(name, position):
+        begin, length = match.end(), int(match.group())
+        found.append(name[begin : begin + length])
+        position = begin + length
+    return found
+
+
+# ---- a capture, as read ------------------------------------------------------------------------------------------
+
+_OPERATION_COLUMNS = ["name", "kind", "start_ns", "end_ns", "duration_ns", "stream", "process", "thread", "launched_ns"]
+_RANGE_COLUMNS = ["name", "start_ns", "end_ns", "process", "thread"]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a capture holds.
+
+    Attributes:
+        source: "nsys", "kineto" (CUDA kernels by torch.profiler) or "kineto cpu" (its CPU operators).
+        version: of what captured.
+        operations: one row per kernel, copy or CPU operator; `launched_ns` (host) is NaN where no launch is known.
+        ranges: name, start, end, process, thread.
+        total_ns: the kernels' (operators') time as the capture itself adds it up, to hold the table against.
+    """
+
+    source: str
+    version: str
+    operations: pd.DataFrame
+    ranges: pd.DataFrame
+    total_ns: int
+
+
+_NSYS_TABLES = {
+    "StringIds": ("id", "value"),
+    "CUPTI_ACTIVITY_KIND_KERNEL": ("start", "end", "streamId", "correlationId", "globalPid", "demangledName"),
+    "CUPTI_ACTIVITY_KIND_RUNTIME": ("start", "globalTid", "correlationId"),
+    "NVTX_EVENTS": ("start", "end", "eventType", "text", "textId", "globalTid"),
+}
+_NSYS_LACK = {
+    "StringIds": "is no export of Nsight Systems",
+    "CUPTI_ACTIVITY_KIND_KERNEL": "holds no kernel",
+    "CUPTI_ACTIVITY_KIND_RUNTIME": "holds no launch of a kernel",
+    "NVTX_EVENTS": "holds no NVTX range",
+}
+_PUSH_POP_RANGE, _START_END_RANGE = 59, 60
+_THREADS_PER_PROCESS = 1 << 24  # a global thread id is that of its process with the thread's in the lowest 24 bits
+
+
+def read_nsys(path: Path | str, version: str = "") -> Trace:
+    """Returns what an SQLite export of Nsight Systems holds.
+
+    Args:
+        path: of the export (`nsys export --type sqlite`); it is opened for reading only.
+        version: of nsys, for the Trace.
+
+    Raises:
+        ProfileError: no SQLite file, not of nsys, without kernels, launches or ranges; names the file and the lack.
+    """
+    path = Path(path)
+    uri = f"file:{urllib.parse.quote(str(path))}?mode=ro"
+    try:
+        with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
+            tables = _checked_tables(connection, path)
+            return Trace("nsys", version, *_read_tables(connection, path, tables))
+    except sqlite3.Error as error:
+        raise ProfileError(f"{path} cannot be read as SQLite: {error}") from error
+
+
+def _checked_tables(connection: sqlite3.Connection, path: Path) -> set[str]:
+    """Returns the names of the export's tables; tables that saw no event are absent from one."""
+    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    for table, columns in _NSYS_TABLES.items():
+        if table not in tables:
+            raise ProfileError(f"{path} {_NSYS_LACK[table]}: it has no table {table}")
+        present = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
+        if missing := [column for column in columns if column not in present]:
+            raise ProfileError(f"{path} is no export of Nsight Systems: its table {table} has no column {missing[0]}")
+    return tables
+
+
+def _read_tables(
+    connection: sqlite3.Connection, path: Path, tables: set[str]
+) -> tuple[pd.DataFrame, pd.DataFrame, int]:
+    parts = [
+        "SELECT names.value AS name, 'kernel' AS kind, start, end, streamId, globalPid, correlationId "
+        "FROM CUPTI_ACTIVITY_KIND_KERNEL LEFT JOIN StringIds AS names ON names.id = demangledName"
+    ]
+    for kind in ("memcpy", "memset"):
+        if (table := f"CUPTI_ACTIVITY_KIND_{kind.upper()}") in tables:
+            parts.append(f"SELECT '{kind}', '{kind}', start, end, streamId, globalPid, correlationId FROM {table}")
+    operations = pd.read_sql_query(" UNION ALL ".join(parts), connection)
+    if not (operations["kind"] == "kernel").any():
+        raise ProfileError(f"{path} holds no kernel: its table CUPTI_ACTIVITY_KIND_KERNEL is empty")
+    runtime = pd.read_sql_query(
+        "SELECT correlationId, globalTid AS thread, start AS launched_ns FROM CUPTI_ACTIVITY_KIND_RUNTIME "
+        "WHERE correlationId IS NOT NULL",
+        connection,
+    )
+    # Correlation ids count from the start of each process.
+    operations["process"] = operations["globalPid"] // _THREADS_PER_PROCESS
+    runtime["process"] = runtime["thread"] // _THREADS_PER_PROCESS
+    runtime = runtime.drop_duplicates(["process", "correlationId"])
+    operations = operations.merge(runtime, on=["process", "correlationId"], how="left")
+    operations = operations.rename(columns={"start": "start_ns", "end": "end_ns", "streamId": "stream"})
+    operations["duration_ns"] = operations["end_ns"] - operations["start_ns"]
+    operations["name"] = operations["name"].fillna("unnamed")
+
+    ranges = pd.read_sql_query(
+        "SELECT COALESCE(text, value) AS name, start AS start_ns, end AS end_ns, globalTid AS thread FROM NVTX_EVENTS "
+        f"LEFT JOIN StringIds ON id = textId WHERE eventType IN ({_PUSH_POP_RANGE}, {_START_END_RANGE}) "
+        "AND COALESCE(text, value) IS NOT NULL",
+        connection,
+    )
+    if ranges.empty:
+        raise ProfileError(f"{path} holds no NVTX range: its table NVTX_EVENTS has none")
+    end_of_capture = max(operations["end_ns"].max(), ranges["start_ns"].max())
+    ranges["end_ns"] = ranges["end_ns"].fillna(end_of_capture)  # one that was never closed
+    ranges["process"] = ranges["thread"] // _THREADS_PER_PROCESS
+    (total_ns,) = connection.execute('SELECT SUM("end" - start) FROM CUPTI_ACTIVITY_KIND_KERNEL').fetchone()
+    return operations[_OPERATION_COLUMNS], ranges[_RANGE_COLUMNS], total_ns
+
+
+_RANGES_OF_TORCH = r"Optimizer\.|ProfilerStep#"
+_CHROME_KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
+
+
+def read_chrome_trace(path: Path | str, version: str = "") -> Trace:
+    """Returns what a trace exported by torch.profiler holds: its CUDA kernels, or its CPU operators if it has none.
+
+    Args:
+        path: of the JSON file that `export_chrome_trace` wrote.
+        version: of torch, for the Trace.
+
+    Raises:
+        ProfileError: no such trace, or one without operators or ranges; names the file and the lack.
+    """
+    path = Path(path)
+    try:
+        events = json.loads(path.read_bytes())["traceEvents"]
+        events = pd.DataFrame([event for event in events if event.get("ph") == "X"])
+        if events.empty:
+            raise ProfileError(f"{path} holds no event")
+        ranges, operations = _chrome_ranges(events), _chrome_kernels(events)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ProfileError(f"{path} is no trace of torch.profiler: {type(error).__name__}: {error}") from error
+    on_device = len(operations) > 0
+    if not on_device:
+        operations = _cpu_operators(events)
+    if operations.empty:
+        raise ProfileError(f"{path} holds neither a CUDA kernel nor a CPU operator")
+    if ranges.empty:
+        raise ProfileError(f"{path} holds no range: it has no event of category user_annotation")
+    counted = operations[operations["kind"] == "kernel"] if on_device else operations[operations["depth"] == 0]
+    total_ns = int((counted["end_ns"] - counted["start_ns"]).sum())
+    source = "kineto" if on_device else "kineto cpu"
+    return Trace(source, version, operations[_OPERATION_COLUMNS], ranges, total_ns)
+
+
+def _chrome_times(rows: pd.DataFrame) -> pd.DataFrame:
+    start_ns = (rows["ts"].astype(float) * 1e3).round().astype("int64")
+    end_ns = ((rows["ts"].astype(float) + rows["dur"].astype(float)) * 1e3).round().astype("int64")
+    return rows.assign(start_ns=start_ns, end_ns=end_ns)
+
+
+def _chrome_ranges(events: pd.DataFrame) -> pd.DataFrame:
+    rows = events[(events["cat"] == "user_annotation") & ~events["name"].str.match(_RANGES_OF_TORCH)]
+    return _chrome_times(rows).assign(process=0, thread=rows["tid"])[_RANGE_COLUMNS].reset_index(drop=True)
+
+
+def _chrome_kernels(events: pd.DataFrame) -> pd.DataFrame:
+    rows = events[events["cat"].isin(_CHROME_KINDS)]
+    if rows.empty:
+        return pd.DataFrame(columns=_OPERATION_COLUMNS)
+    rows = _chrome_times(rows).assign(
+        kind=rows["cat"].map(_CHROME_KINDS),
+        stream=[arguments.get("stream", -1) for arguments in rows["args"]],
+        correlation=[arguments.get("correlation", -1) for arguments in rows["args"]],
+    )
+    calls = events[events["cat"].isin(["cuda_runtime", "cuda_driver"])]
+    calls = _chrome_times(calls).assign(
+        correlation=[arguments.get("correlation", -1) for arguments in calls["args"]], thread=calls["tid"]
+    )
+    calls = calls.drop_duplicates("correlation").rename(columns={"start_ns": "launched_ns"})
+    rows = rows.merge(calls[["correlation", "thread", "launched_ns"]], on="correlation", how="left")
+    return rows.assign(process=0, duration_ns=rows["end_ns"] - rows["start_ns"])[_OPERATION_COLUMNS]
+
+
+def _cpu_operators(events: pd.DataFrame) -> pd.DataFrame:
+    """Returns every operator with its own time, that of the operators it calls taken off, and how deep it is called."""
+    rows = events[events["cat"] == "cpu_op"]
+    if rows.empty:
+        return pd.DataFrame(columns=[*_OPERATION_COLUMNS, "depth"])
+    rows = _chrome_times(rows).sort_values(["tid", "start_ns", "end_ns"], ascending=[True, True, False])
+    own = (rows["end_ns"] - rows["start_ns"]).to_numpy().copy()
+    depth = np.zeros(len(rows), dtype=int)
+    thread, open_operators = None, []
+    for number, (tid, start, end) in enumerate(zip(rows["tid"], rows["start_ns"], rows["end_ns"], strict=True)):
+        if tid != thread:
+            thread, open_operators = tid, []
+        while open_operators and open_operators[-1][1] <= start:
+            open_operators.pop()
+        if open_operators:
+            own[open_operators[-1][0]] -= end - start
+        depth[number] = len(open_operators)
+        open_operators.append((number, end))
+    return rows.assign(
+        kind="operator", duration_ns=np.maximum(own, 0), stream=rows["tid"], process=0, thread=rows["tid"],
+        launched_ns=rows["start_ns"], depth=depth,
+    )[[*_OPERATION_COLUMNS, "depth"]].reset_index(drop=True)  # fmt: skip
+
+
+# ---- the table ---------------------------------------------------------------------------------------------------
+
+
+def launches(trace: Trace, phases: Sequence[str]) -> pd.DataFrame:
+    """Returns the table of the module's docstring, in order of start.
+
+    Args:
+        trace: a capture.
+        phases: names of the ranges that are phases; the outermost one of a path counts.
+    """
+    table = trace.operations.sort_values("start_ns", kind="stable").reset_index(drop=True)
+    distinct = table[["name", "kind"]].drop_duplicates()
+    known = {
+        (name, kind): (_shown(name, kind), classify(name, kind)) for name, kind in distinct.itertuples(index=False)
+    }
+    told = [known[key] for key in zip(table["name"], table["kind"], strict=True)]
+    table["short_name"] = [short for short, _ in told]
+    table["kernel_class"] = [kernel_class for _, kernel_class in told]
+    table["path"] = _paths(table, trace.ranges)
+    table["range"] = [path[-1] if path else OUTSIDE for path in table["path"]]
+    wanted = set(phases)
+    by_path = {path: next((name for name in path if name in wanted), OUTSIDE) for path in table["path"].unique()}
+    table["phase"] = table["path"].map(by_path)
+    return table
+
+
+def _paths(operations: pd.DataFrame, ranges: pd.DataFrame) -> list[tuple[str, ...]]:
+    """Returns the names of the ranges that each operation was launched in, outermost first."""
+    names, starts = ranges["name"].tolist(), ranges["start_ns"].tolist()
+    open_by_thread: dict = {}
+    for (process, thread), rows in ranges.groupby(["process", "thread"]):
+        open_by_thread.setdefault(process, {})[thread] = _open_ranges(rows)
+    known: dict[tuple[int, ...], tuple[str, ...]] = {}
+    paths = []
+    launched = operations["launched_ns"].to_numpy(dtype=float)
+    for process, thread, moment in zip(operations["process"], operations["thread"], launched, strict=True):
+        if np.isnan(moment):
+            paths.append(())
+            continue
+        threads = open_by_thread.get(process, {})
+        own = _open_at(threads[thread], moment) if thread in threads else ()
+        outermost = starts[own[0]] if own else np.inf
+        others = [
+            number
+            for other, timeline in threads.items()
+            if other != thread
+            for number in _open_at(timeline, moment)
+            if starts[number] < outermost
+        ]
+        key = (*sorted(others, key=starts.__getitem__), *own)
+        if key not in known:
+            known[key] = tuple(names[number] for number in key)
+        paths.append(known[key])
+    return paths
+
+
+def _open_ranges(ranges: pd.DataFrame) -> tuple[np.ndarray, list[tuple[int, ...]]]:
+    """Returns the times at which a thread opens or closes a range, and the numbers of those open from each time on."""
+    lasting = ranges[ranges["end_ns"] > ranges["start_ns"]]
+    events = [(start, 1, -end, number) for number, start, end in zip(
+        lasting.index, lasting["start_ns"], lasting["end_ns"], strict=True)]  # fmt: skip
+    events += [(-minus_end, 0, 0, number) for _, _, minus_end, number in events]
+    times, states, current = [], [], []
+    for moment, opens, _, number in sorted(events):
+        if opens:
+            current.append(number)
+        else:
+            current.remove(number)
+        times.append(moment)
+        states.append(tuple(current))
+    return np.array(times, dtype=float), states
+
+
+def _open_at(timeline: tuple[np.ndarray, list[tuple[int, ...]]], moment: float) -> tuple[int, ...]:
+    times, states = timeline
+    position = int(np.searchsorted(times, moment, side="right")) - 1
+    return states[position] if position >= 0 else ()
+
+
+def busy_ns(table: pd.DataFrame) -> int:
+    """Returns the time (ns) during which at least one of these launches was running."""
+    starts, ends = table["start_ns"].to_numpy(), table["end_ns"].to_numpy()
+    order = np.argsort(starts, kind="stable")
+    starts, ends = starts[order], np.maximum.accumulate(ends[order])
+    gaps = np.maximum(starts[1:] - ends[:-1], 0).sum()
+    return int(ends[-1] - starts[0] - gaps) if len(starts) else 0
+
+
+def statistics_by(table: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
+    """Returns launches, total, mean, median, min, max and std (µs) of each group, the largest total first.
+
+    Args:
+        table: rows of `launches`.
+        columns: that make a group.
+    """
+    microseconds = table.assign(us=table["duration_ns"] / 1e3).groupby(list(columns), sort=False)["us"]
+    result = microseconds.agg(
+        launches="count", total_us="sum", mean_us="mean", median_us="median", min_us="min", max_us="max", std_us="std"
+    )
+    return result.sort_values("total_us", ascending=False, kind="stable").reset_index()
+
+
+# ---- marking ranges ----------------------------------------------------------------------------------------------
+
+
+class RangeMarker:
+    """Opens and closes ranges on the calling thread.
+
+    Args:
+        kind: "nvtx" (what nsys captures), "kineto" (what torch.profiler captures) or "none".
+
+    Raises ValueError for another kind.
+    """
+
+    KINDS = ("nvtx", "kineto", "none")
+
+    def __init__(self, kind: str):
+        if kind not in self.KINDS:
+            raise ValueError(f"unknown kind of range {kind!r}; accepted: {', '.join(self.KINDS)}")
+        self.kind = kind
+        self._open = threading.local()
+
+    def open(self, name: str) -> None:
+        """Opens a range inside those that this thread has open."""
+        if self.kind == "nvtx":
+            torch.cuda.nvtx.range_push(name)
+        elif self.kind == "kineto":
+            recorded = torch.profiler.record_function(name)
+            recorded.__enter__()
+            self._open.__dict__.setdefault("stack", []).append(recorded)
+
+    def close(self) -> None:
+        """Closes the range that this thread opened last."""
+        if self.kind == "nvtx":
+            torch.cuda.nvtx.range_pop()
+        elif self.kind == "kineto":
+            self._open.stack.pop().__exit__(None, None, None)
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self.open(name)
+        try:
+            yield
+        finally:
+            self.close()
+
+
+# ---- capturing by torch.profiler -----------------------------------------------------------------------------------
+
+
+def capture_with_kineto(function: Callable[[], None], device_kind: str) -> Trace:
+    """Calls `function` under torch.profiler and returns what it captured.
+
+    Args:
+        function: marks its ranges with a RangeMarker of kind "kineto".
+        device_kind: "cuda" captures kernels, any other CPU operators.
+
+    Raises ProfileError as `read_chrome_trace`.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device_kind == "cuda" else [])]
+    with profile(activities=activities) as profiler:
+        function()
+        if device_kind == "cuda":
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory(prefix="labkit-kineto-") as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        with _without_folder(folder):
+            return read_chrome_trace(path, torch.__version__)
+
+
+@contextlib.contextmanager
+def _without_folder(folder: str) -> Iterator[None]:
+    """Takes the name of a temporary folder out of errors: it says nothing, and records hold no paths."""
+    try:
+        yield
+    except ProfileError as error:
+        raise ProfileError(str(error).replace(f"{folder}{os.sep}", "")) from error
+
+
+# ---- capturing by Nsight Systems -----------------------------------------------------------------------------------
+
+ALLOWED_ENVIRONMENT = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "LD_LIBRARY_PATH",
+    "PYTHONPATH",
+    "VIRTUAL_ENV",
+    "TMPDIR",
+    "CC",
+    "CXX",
+    "CUDA_HOME",
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "TRITON_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+)
+"""What of the environment a captured process gets: a capture stores every variable with its value."""
+
+LIBRARIES = "LABKIT_NSYS_LIBRARIES"
+"""Variable that names folders (separated as in PATH) of libraries that the report importer lacks, such as libdw."""
+
+_TOKEN = "LABKIT_CAPTURE"
+
+MAX_ENDING_S = 30.0
+"""A process that the kernel cannot end within this time (it waits for a device) is not waited for any longer."""
+
+
+def allowed_environment() -> dict[str, str]:
+    """Returns the variables of this process's environment that a captured process may have."""
+    return {name: os.environ[name] for name in ALLOWED_ENVIRONMENT if name in os.environ}
+
+
+@dataclass(frozen=True)
+class Nsys:
+    """Nsight Systems as found here: the command line, its version, and the importer of raw captures if there is one."""
+
+    path: str
+    version: str
+    importer: str | None
+
+    @classmethod
+    def find(cls) -> "Nsys | None":
+        """Returns the nsys of PATH, of an Nsight Systems install or of Nsight Compute; None where none runs."""
+        path = hardware.find_nsys()
+        if path is None:
+            return None
+        try:
+            answer = subprocess.run(
+                [path, "--version"], capture_output=True, text=True, timeout=60, check=True, env=allowed_environment()
+            )
+        except (OSError, subprocess.SubprocessError):  # CUDA puts a script of this name on PATH that only looks for it
+            return None
+        version = re.search(r"\d+(\.\d+)+", answer.stdout)
+        # The command line is a file in target-linux-x64; the importer lies in a folder beside that one.
+        importers = sorted(Path(path).resolve().parent.parent.glob("*/QdstrmImporter"))
+        return cls(path, version.group() if version else "", str(importers[0]) if importers else None)
+
+    def capture(self, command: Sequence[str], *, timeout_s: float, variables: Mapping[str, str] | None = None) -> Trace:
+        """Runs `command` under nsys and returns what was captured; the capture itself is deleted.
+
+        Args:
+            command: program and arguments; it marks its ranges with NVTX.
+            timeout_s: for the program, the import and the export together.
+            variables: added to the allow-listed environment.
+
+        Raises:
+            TimeoutError: it took longer; every process that it started has been ended.
+            ProfileError: nsys, the importer or the export failed, or what they left cannot be read.
+        """
+        deadline = _Deadline(timeout_s)
+        environment = {**allowed_environment(), **(variables or {})}
+        with tempfile.TemporaryDirectory(prefix="labkit-nsys-") as folder, _without_folder(folder):
+            report = Path(folder) / "capture.nsys-rep"
+            raw, export = report.with_suffix(".qdstrm"), report.with_suffix(".sqlite")
+            options = ["--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", "--cuda-graph-trace=node",
+                       "--stats=false", "--force-overwrite=true", f"--output={folder}/capture"]  # fmt: skip
+            said = run_bounded([self.path, "profile", *options, *command], environment, deadline)
+            tools = self._with_libraries(environment)
+            if not report.exists() and raw.exists():
+                if self.importer is None:
+                    raise ProfileError("nsys left a raw capture, and there is no QdstrmImporter beside it")
+                said = run_bounded(
+                    [self.importer, "--input-file", str(raw), "--output-file", str(report)], tools, deadline
+                )
+            if not report.exists():
+                raise ProfileError(f"nsys left no report: {_last_line(said)}")
+            arguments = ["export", "--type=sqlite", "--force-overwrite=true", f"--output={export}", str(report)]
+            said = run_bounded([self.path, *arguments], tools, deadline)
+            if not export.exists():
+                raise ProfileError(f"nsys export left no SQLite file: {_last_line(said)}")
+            return read_nsys(export, self.version)
+
+    def _with_libraries(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Adds the folders of LIBRARIES for nsys's own tools alone: other programs have libraries of their own."""
+        folders = [os.environ.get(LIBRARIES, ""), environment.get("LD_LIBRARY_PATH", "")]
+        return {**environment, "LD_LIBRARY_PATH": os.pathsep.join(folder for folder in folders if folder)}
+
+
+class _Deadline:
+    def __init__(self, timeout_s: float):
+        self.timeout_s, self._end = timeout_s, time.monotonic() + timeout_s
+
+    def left_s(self) -> float:
+        return max(0.1, self._end - time.monotonic())
+
+
+def _last_line(text: str) -> str:
+    """Returns the last line that a program said, without folders: they say nothing here."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return re.sub(r"\S*/(?=\S)", "", lines[-1])[:300] if lines else "it said nothing"
+
+
+def run_bounded(command: Sequence[str], environment: Mapping[str, str], deadline: "_Deadline | float") -> str:
+    """Runs a program to its end and returns what it said; when it returns or raises, nothing that it started lives.
+
+    Args:
+        command: program and arguments.
+        environment: the program's whole environment.
+        deadline: seconds.
+
+    Raises:
+        TimeoutError: the program took longer.
+        ProfileError: it cannot be started.
+    """
+    deadline = deadline if isinstance(deadline, _Deadline) else _Deadline(deadline)
+    token = secrets.token_hex(8)
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
+        try:
+            process = subprocess.Popen(
+                list(command), env={**environment, _TOKEN: token}, stdin=subprocess.DEVNULL, stdout=said, stderr=said
+            )
+        except OSError as error:
+            raise ProfileError(f"{Path(command[0]).name} cannot be started: {error.strerror}") from error
+        try:
+            process.wait(deadline.left_s())
+        except subprocess.TimeoutExpired:
+            name = Path(command[0]).name
+            raise TimeoutError(f"{name} was stopped: the capture took longer than {deadline.timeout_s:g} s") from None
+        finally:
+            _end_all(process, token)
+        said.seek(0)
+        return said.read()
+
+
+def _end_all(process: subprocess.Popen, token: str) -> None:
+    """Kills a program and all that it started, known by the variable that they inherit: some leave its group.
+
+    What does not leave stays in this process's group, so that whoever ends that ends it too.
+    """
+    begin = time.monotonic()
+    while time.monotonic() - begin < MAX_ENDING_S:
+        living = {*_processes_with(token), *([process.pid] if process.poll() is None else [])}
+        if not living:
+            return
+        for pid in living:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.2)
+
+
+def _processes_with(token: str) -> list[int]:
+    """Returns the processes that were started with this token in their environment (only where there is /proc)."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if token.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return found
