@@ -415,15 +415,15 @@ _DECADES = tuple(10.0**exponent for exponent in range(-4, 5))
 MIXED_PRECISION: dict[str, MixedPrecisionGrid] = {
     "smoke": MixedPrecisionGrid(
         sizes=("nano",),
-        contexts=(32, 64),
+        contexts=(32,),
         operator_sizes=("nano",),
         operator_context=8,
         transformer="nano",
         norm_shape=(16, 256),
-        norm_scales=_DECADES[::2],
+        norm_scales=_DECADES[::4],
         epilogue_shape=(128, 256),
         epilogue_depths=(256,),
-        task=Task("nano", 64, 64, context=16, batch=2, num_steps=20, learning_rate=3e-3),
+        task=Task("nano", 64, 64, context=16, batch=1, num_steps=12, learning_rate=3e-3),
         time_limit_s=0.05,
         case_timeout_s=120.0,
     ),
@@ -438,8 +438,8 @@ MIXED_PRECISION: dict[str, MixedPrecisionGrid] = {
         epilogue_shape=(1024, 4096),
         epilogue_depths=(256, 1024, 4096),
         task=Task("small", VOCAB_SIZE, 256, context=128, batch=8, num_steps=200, learning_rate=3e-4),
-        time_limit_s=0.5,
-        case_timeout_s=120.0,
+        time_limit_s=0.4,
+        case_timeout_s=180.0,
     ),
 }
 

@@ -495,9 +495,10 @@ def measure_epilogue(device: hardware.Device, parameters: dict) -> Measured:
         if not hasattr(torch, "_addmm_activation"):
             raise Skip("this PyTorch has no _addmm_activation")
         result = torch._addmm_activation(x.new_zeros(columns), x, w.t(), use_gelu=True)
-    difference = result.double().cpu() - reference.double().cpu()
+    place = preactivation.to(_place(device))
+    norms = reference.to(place.device).double()
+    difference = result.to(place.device).double() - norms
     samples: dict[str, list] = {"bin_low": [], "bin_high": [], "bin_error": [], "bin_elements": []}
-    place, norms = preactivation.cpu(), reference.double().cpu()
     for low, high in itertools.pairwise(PREACTIVATION_EDGES):
         inside = (place >= low) & (place < high)
         if inside.any():
