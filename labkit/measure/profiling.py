@@ -261,7 +261,7 @@ def _read_tables(
     )
     if ranges.empty:
         raise ProfileError(f"{path} holds no NVTX range: its table NVTX_EVENTS has none")
-    end_of_capture = max(operations["end_ns"].max(), ranges["start_ns"].max())
+    end_of_capture = max(operations["end_ns"].max(), operations["launched_ns"].max(), ranges["start_ns"].max()) + 1
     ranges["end_ns"] = ranges["end_ns"].fillna(end_of_capture)  # one that was never closed
     ranges["process"] = ranges["thread"] // _THREADS_PER_PROCESS
     (total_ns,) = connection.execute('SELECT SUM("end" - start) FROM CUPTI_ACTIVITY_KIND_KERNEL').fetchone()
@@ -548,7 +548,6 @@ ALLOWED_ENVIRONMENT = (
     "LD_LIBRARY_PATH",
     "PYTHONPATH",
     "VIRTUAL_ENV",
-    "TMPDIR",
     "CC",
     "CXX",
     "CUDA_HOME",
@@ -611,20 +610,21 @@ class Nsys:
             ProfileError: nsys, the importer or the export failed, or what they left cannot be read.
         """
         deadline = _Deadline(timeout_s)
-        environment = {**allowed_environment(), **(variables or {})}
         with tempfile.TemporaryDirectory(prefix="labkit-nsys-") as folder, _without_folder(folder):
+            # What nsys leaves elsewhere would stay: raw captures go to the folder of temporary files first.
+            environment = {**allowed_environment(), **(variables or {}), "TMPDIR": folder}
             report = Path(folder) / "capture.nsys-rep"
-            raw, export = report.with_suffix(".qdstrm"), report.with_suffix(".sqlite")
+            export = report.with_suffix(".sqlite")
             options = ["--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", "--cuda-graph-trace=node",
                        "--stats=false", "--force-overwrite=true", f"--output={folder}/capture"]  # fmt: skip
             said = run_bounded([self.path, "profile", *options, *command], environment, deadline)
             tools = self._with_libraries(environment)
-            if not report.exists() and raw.exists():
+            raw = sorted(Path(folder).rglob("*.qdstrm"))
+            if not report.exists() and raw:
                 if self.importer is None:
                     raise ProfileError("nsys left a raw capture, and there is no QdstrmImporter beside it")
-                said = run_bounded(
-                    [self.importer, "--input-file", str(raw), "--output-file", str(report)], tools, deadline
-                )
+                command = [self.importer, "--input-file", str(raw[0]), "--output-file", str(report)]
+                said = run_bounded(command, tools, deadline)
             if not report.exists():
                 raise ProfileError(f"nsys left no report: {_last_line(said)}")
             arguments = ["export", "--type=sqlite", "--force-overwrite=true", f"--output={export}", str(report)]
