@@ -417,7 +417,7 @@ MIXED_PRECISION: dict[str, MixedPrecisionGrid] = {
         sizes=("nano",),
         contexts=(32,),
         operator_sizes=("nano",),
-        operator_context=8,
+        operator_context=4,
         transformer="nano",
         norm_shape=(16, 256),
         norm_scales=_DECADES[::4],
@@ -502,9 +502,8 @@ class MemoryGrid:
 
     `timelines`: (size, context, precision) whose every allocation is recorded.
     `block`: the block whose residuals are listed.
-    `checkpoint_plans`: "none"; "4", every four blocks recomputed from their input; "8/1", nested: every eight, and
-    every one of these while they are recomputed. Run with every one of `checkpoint_attentions`, where a plan's first
-    number is at most the number of blocks.
+    `checkpoint_plans`, by implementation of attention: "none"; "4", every four blocks recomputed from their input;
+    "8/1", nested: every eight, and every one of these while they are recomputed.
     `time_limit_s` and `case_timeout_s` are as in notebook 01.
     """
 
@@ -516,25 +515,25 @@ class MemoryGrid:
     checkpoint_size: str
     checkpoint_contexts: tuple[int, ...]
     checkpoint_precision: str
-    checkpoint_attentions: tuple[str, ...]
-    checkpoint_plans: tuple[str, ...]
+    checkpoint_plans: dict[str, tuple[str, ...]]
     time_limit_s: float
     case_timeout_s: float
 
 
+_CHECKPOINT_PLANS = ("none", "1", "2", "3", "4", "6", "8", "16", "32", "6/1", "8/2")
+
 MEMORY: dict[str, MemoryGrid] = {
     "smoke": MemoryGrid(
         sizes=("nano", "micro"),
-        contexts=(32, 64, 128),
+        contexts=(32, 128),
         precisions=("fp32", "bf16"),
-        timelines=(("micro", 128, "fp32"),),
+        timelines=(("micro", 64, "fp32"),),
         block=BlockShape(64, 256, 4, 128, 2),
         checkpoint_size="micro",
-        checkpoint_contexts=(128,),
+        checkpoint_contexts=(64,),
         checkpoint_precision="fp32",
-        checkpoint_attentions=("eager", "sdpa_flash"),
-        checkpoint_plans=("none", "1", "2", "4", "2/1"),
-        time_limit_s=0.1,
+        checkpoint_plans={"eager": ("none", "1", "2", "4", "2/1"), "sdpa_flash": ("none", "1")},
+        time_limit_s=0.05,
         case_timeout_s=120.0,
     ),
     "full": MemoryGrid(
@@ -546,8 +545,7 @@ MEMORY: dict[str, MemoryGrid] = {
         checkpoint_size="2.7b",
         checkpoint_contexts=(2048,),
         checkpoint_precision="bf16",
-        checkpoint_attentions=("eager", "sdpa_flash"),
-        checkpoint_plans=("none", "1", "2", "3", "4", "6", "8", "16", "32", "6/1", "8/2"),
+        checkpoint_plans={"eager": _CHECKPOINT_PLANS, "sdpa_flash": _CHECKPOINT_PLANS},
         time_limit_s=2.0,
         case_timeout_s=180.0,
     ),
