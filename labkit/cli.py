@@ -112,7 +112,7 @@ def run(
     folder = root / device.slug
     print(f"Measuring {device.name} with the {profile} profile into {folder}", file=sys.stderr)
     start = time.monotonic()
-    failures = {}
+    failures, executed = {}, {}
     try:
         for name in _progress(names):
             values = {
@@ -122,16 +122,19 @@ def run(
                 "profile": parameters[name].get("profile", profile),
                 "output": str(output.resolve()) if output else "",
                 "fresh": fresh or parameters[name].get("fresh", False),
+                "save_figures": True,
             }
-            if error := _run_notebook(name, values, folder):
-                failures[name] = error
+            try:
+                executed[name] = _run_notebook(name, values, folder)
+            except notebooks.NotebookError as error:
+                failures[name] = str(error)
     except KeyboardInterrupt:
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # it would print the interrupted cell's traceback
         print(
             "\nInterrupted. Finished measurements are recorded; the same command goes on from there.", file=sys.stderr
         )
         sys.exit(INTERRUPTED)
-    written = _rebuild(device.slug, output)
+    written = _rebuild(device.slug, output, executed)
     _summary(folder, names, failures, time.monotonic() - start, written)
     if failures:
         sys.exit(1)
@@ -156,8 +159,8 @@ def _check_grid(names: list[str], parameters: dict[str, dict], profile: str | No
                 )
 
 
-def _run_notebook(name: str, values: dict, folder: Path) -> str:
-    """Executes one notebook; returns why it failed, "" if it ran to its end.
+def _run_notebook(name: str, values: dict, folder: Path):
+    """Executes one notebook and returns it; raises NotebookError if it did not run to its end.
 
     The notebook's last cell writes a file, and only that file counts as the end: a saved notebook of a killed
     kernel looks complete.
@@ -166,21 +169,20 @@ def _run_notebook(name: str, values: dict, folder: Path) -> str:
 
     done = folder / "records" / f"{name}.done.json"
     done.unlink(missing_ok=True)
-    try:
-        notebooks.execute(name, values, show_progress=True)
-    except notebooks.NotebookError as error:
-        return str(error)
-    return "" if done.exists() else f"{name}: ended without reaching its last cell"
+    executed = notebooks.execute(name, values, show_progress=True)
+    if not done.exists():
+        raise notebooks.NotebookError(f"{name}: ended without reaching its last cell")
+    return executed
 
 
-def _rebuild(slug: str, output: Path | None) -> list[Path]:
+def _rebuild(slug: str, output: Path | None, executed: dict) -> list[Path]:
     from labkit.report import render
 
+    root = output.resolve() if output else None
     try:
-        written = render.rebuild(slug, output=output.resolve() if output else None, top_level=slug == REFERENCE_DEVICE)
+        return render.rebuild(slug, output=root, top_level=slug == REFERENCE_DEVICE, measured=executed)
     except ValueError:  # nothing was recorded, so there is nothing to report
         return []
-    return written
 
 
 def _summary(folder: Path, names: list[str], failures: dict[str, str], seconds: float, written: list[Path]) -> None:

@@ -7,7 +7,6 @@ their defaults. Nothing here imports torch.
 import ast
 import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,9 +45,18 @@ def path(name: str) -> Path:
 
 def read(name: str):
     """Returns the notebook as an nbformat node."""
+    _spare_grammars()
     import nbformat
 
     return nbformat.read(path(name), as_version=4)
+
+
+def _spare_grammars() -> None:
+    """Keeps jsonschema, which nbformat imports, from building 38 grammars of web addresses: four seconds for nothing.
+
+    It builds them where it finds this package, which jupyterlab brings, and does without where it does not.
+    """
+    sys.modules.setdefault("rfc3987_syntax", None)
 
 
 def parameters(name: str) -> dict[str, Any]:
@@ -123,28 +131,25 @@ def execute(name: str, values: Mapping[str, Any], *, show_progress: bool = False
     Raises:
         NotebookError: a cell raised, the kernel died, or a cell exceeded CELL_TIMEOUT_S.
     """
+    _spare_grammars()
     import nbclient.exceptions
-    import nbformat
     import papermill
 
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # the kernel's debugger warns about frozen modules
-    with tempfile.TemporaryDirectory() as folder:
-        executed = Path(folder) / f"{name}.ipynb"
-        stream = sys.stderr if show_progress else None
-        try:
-            papermill.execute_notebook(
-                str(path(name)),
-                str(executed),
-                parameters=dict(values),
-                kernel_name="python3",
-                progress_bar=False,
-                execution_timeout=CELL_TIMEOUT_S,
-                stdout_file=stream,
-                stderr_file=stream,
-                extra_arguments=["--IPKernelApp.log_level=40"],  # errors only: nothing of its transport
-            )
-        except papermill.PapermillExecutionError as error:
-            raise NotebookError(f"{name}: {error.ename}: {error.evalue}") from error
-        except (nbclient.exceptions.DeadKernelError, RuntimeError, TimeoutError) as error:
-            raise NotebookError(f"{name}: {type(error).__name__}: {error}") from error
-        return nbformat.read(executed, as_version=4)
+    stream = sys.stderr if show_progress else None
+    try:
+        return papermill.execute_notebook(
+            str(path(name)),
+            None,  # no file: papermill would write all of it before and after every cell
+            parameters=dict(values),
+            kernel_name="python3",
+            progress_bar=False,
+            execution_timeout=CELL_TIMEOUT_S,
+            stdout_file=stream,
+            stderr_file=stream,
+            extra_arguments=["--IPKernelApp.log_level=40"],  # errors only: nothing of its transport
+        )
+    except papermill.PapermillExecutionError as error:
+        raise NotebookError(f"{name}: {error.ename}: {error.evalue}") from error
+    except (nbclient.exceptions.DeadKernelError, RuntimeError, TimeoutError) as error:
+        raise NotebookError(f"{name}: {type(error).__name__}: {error}") from error

@@ -16,7 +16,7 @@ import nbformat
 import pytest
 
 from labkit import notebooks
-from labkit.configs import COMPILE_PHASES, PHASES, REFERENCE_DEVICE, WARMUP_PHASES
+from labkit.configs import COMPILE_PHASES, FIGURES, PHASES, REFERENCE_DEVICE, WARMUP_PHASES
 from labkit.records import RecordStore
 from labkit.report import render
 
@@ -68,6 +68,12 @@ def test_outputs_are_stored_and_none_is_an_error(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_committed_report_holds_what_the_notebook_shows(name):
     report = (notebooks.NOTEBOOKS.parent / "report.md").read_text(encoding="utf-8")
+    title = notebooks.read(name).cells[0].source.splitlines()[0]
+    assert f"\n#{title}\n" in report
+    if not render.records_of(FIGURES / REFERENCE_DEVICE).get(name):
+        number = name.split("_")[0]
+        assert f"*Not measured on {REFERENCE_DEVICE}; `labkit run {number}` measures it.*" in report
+        return
     for cell in code_cells(name):
         if "remove_cell" in cell.metadata.get("tags", []):
             continue

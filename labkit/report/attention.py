@@ -28,7 +28,7 @@ from labkit.report.findings import (
     speed_word,
     times,
 )
-from labkit.report.tables import PHASE_NAMES, cell, in_order
+from labkit.report.tables import PHASE_NAMES, cell, in_order, ok_rows, rows_by
 
 NAMES = {
     "eager": "eager",
@@ -86,16 +86,6 @@ TRAFFIC_BOUND = 0.6
 # ---- rows ----------------------------------------------------------------------------------------------------
 
 
-def _ok(frame: pd.DataFrame, **equal) -> pd.DataFrame:
-    """Returns the measured rows whose columns have the given values."""
-    if frame.empty:
-        return frame
-    mask = frame["status"] == "ok"
-    for column, value in equal.items():
-        mask &= frame[column] == value
-    return frame[mask]
-
-
 def _sorted(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns the rows by precision, implementation, head dimension and length, in this chapter's order."""
     ranks = {"impl": list(NAMES), "precision": list(PRECISIONS), "phase": list(PHASES)}
@@ -107,14 +97,14 @@ def _sorted(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _series(frame: pd.DataFrame, keys: list[str]):
     """Yields (values of `keys`, rows) of measured rows in this chapter's order."""
-    measured = _ok(frame)
+    measured = ok_rows(frame)
     if not measured.empty:
         yield from _sorted(measured).groupby(keys, sort=False)
 
 
 def _by_case(frame: pd.DataFrame, value: str = "median_ms", **equal) -> pd.Series:
     """Returns a column of the measured rows by (impl, precision, d_head, length)."""
-    measured = _ok(frame, **equal)
+    measured = ok_rows(frame, **equal)
     if measured.empty or value not in measured:
         return pd.Series(dtype=float)
     return measured.set_index(CASE)[value].dropna()
@@ -219,7 +209,7 @@ def table_all_statistics(frame: pd.DataFrame) -> pd.DataFrame:
 def figure_times(frame: pd.DataFrame, precisions: tuple[str, ...]) -> Figure | None:
     """Two rows of panels, forward and backward, one per head dimension: median over length, log axes, p20–p80 band."""
     rows = frame[frame["precision"].isin(precisions) & (frame["impl"] != "compiled_heads")] if len(frame) else frame
-    if _ok(rows).empty:
+    if ok_rows(rows).empty:
         return None
     # A backward pass whose forward pass ran out of memory is missing for the same reason.
     rows = rows.assign(status=rows["status"].mask(rows["reason"].str.endswith("ended oom"), "oom"))
@@ -281,7 +271,7 @@ def findings_times(frame: pd.DataFrame, ceilings: pd.DataFrame) -> list[str]:
 
 
 def _launch_bound(frame: pd.DataFrame) -> list[str]:
-    measured = _ok(frame)
+    measured = ok_rows(frame)
     if measured.empty:
         return []
     bound = measured[_is_launch_bound(measured)]
@@ -332,8 +322,8 @@ def _speed_words(gains: dict[int, float]) -> str:
 
 def _traffic(frame: pd.DataFrame, ceilings: pd.DataFrame) -> list[str]:
     """Divides the bytes of the score matrices that eager attention moves by its time and by the copy rate."""
-    copies = _ok(ceilings, kind="copy")
-    eager = _ok(frame, impl="eager")
+    copies = ok_rows(ceilings, kind="copy")
+    eager = ok_rows(frame, impl="eager")
     if copies.empty or eager.empty:
         return []
     copy_rate = copies["achieved_gb_per_s"].iloc[-1]
@@ -358,7 +348,7 @@ def _traffic(frame: pd.DataFrame, ceilings: pd.DataFrame) -> list[str]:
 
 
 def _steadiness(frame: pd.DataFrame) -> list[str]:
-    measured = _ok(frame)
+    measured = ok_rows(frame)
     if measured.empty:
         return []
     steady = (measured["half_width_fraction"] <= STABLE).mean()
@@ -469,7 +459,7 @@ def memory(frame: pd.DataFrame) -> pd.DataFrame:
     Columns: those of CASE, batch, saved_bytes, in_use_bytes, peak_forward, peak_backward (NaN where the device does
     not say), and predicted_ of each; the peaks are predicted for eager attention only.
     """
-    forward = _ok(frame, phase="forward")
+    forward = ok_rows(frame, phase="forward")
     if forward.empty:
         return forward
     backward = _by_case(frame, "peak_bytes", phase="backward")
@@ -573,19 +563,19 @@ def limits(frame: pd.DataFrame) -> pd.DataFrame:
     predicted_length and predicted_phase (eager: the first length and pass asked for that makes the allocator hold more
     than the device's memory). NaN or None where there is no such thing.
     """
-    measured = _ok(frame)
+    measured = ok_rows(frame)
     if measured.empty or "device_bytes" not in frame:
         return pd.DataFrame()
     device_bytes = measured["device_bytes"].max()
     longest = frame.groupby("precision")["length"].max()
     rows = []
     for (precision, impl, d_head), group in _sorted(frame).groupby(["precision", "impl", "d_head"], sort=False):
-        if _ok(group).empty or group["length"].max() < longest[precision]:
+        if ok_rows(group).empty or group["length"].max() < longest[precision]:
             continue
-        kind = closed_form(_ok(group).iloc[-1].to_dict())
+        kind = closed_form(ok_rows(group).iloc[-1].to_dict())
         row = {"precision": precision, "impl": impl, "kind": kind, "d_head": d_head, "device_bytes": device_bytes}
         row |= dict.fromkeys(_LIMIT_COLUMNS, float("nan"))
-        if len(complete := _ok(group, phase="backward")):
+        if len(complete := ok_rows(group, phase="backward")):
             last = complete.iloc[-1]
             matrix = ELEMENT_BYTES[precision] * last["batch"] * last["length"] ** 2
             row |= {"longest": last["length"], "peak_bytes": last.get("peak_bytes", float("nan"))}
@@ -655,7 +645,7 @@ def figure_memory(frame: pd.DataFrame) -> Figure | None:
             axis.plot(line["length"], line["predicted_in_use"] / 2**30, color="0.1", linestyle=":", linewidth=1,
                       zorder=3)  # fmt: skip
             figures.mark_failures(axis, asked[asked["impl"] == impl], "length", colour=colour)
-        limit = _ok(frame)["device_bytes"].max() / 2**30
+        limit = ok_rows(frame)["device_bytes"].max() / 2**30
         axis.axhline(limit, color="0.2", linestyle="--", linewidth=1, label="the device's memory")
         _length_axis(axis, asked["length"].unique())
         _decades(axis, "in use before backward (GiB)")
@@ -781,16 +771,17 @@ def _fragmentation(lost: pd.DataFrame) -> str:
 def table_compile(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns eager and compiled times, their ratio and the first, compiling calls, by precision, d and length."""
     rows = frame[frame["impl"] == "compiled"] if not frame.empty else frame
-    if _ok(rows).empty:
+    if ok_rows(rows).empty:
         return pd.DataFrame()
     first = {phase: _by_case(rows, "first_call_ms", phase=phase) for phase in PHASES}
+    calls = _calls(frame)
     result = []
     for key, _ in _sorted(rows).groupby(CASE, sort=False):
         _, precision, d_head, length = key
         line = {"precision": precision, "d": d_head, "length": length}
         for phase in PHASES:
-            eager = _row(frame, phase, "eager", _eager_precision(precision), d_head, length)
-            mine = _row(frame, phase, *key)
+            eager = calls.get((phase, "eager", _eager_precision(precision), d_head, length))
+            mine = calls.get((phase, *key))
             both = eager is not None and mine is not None and eager["status"] == mine["status"] == "ok"
             line[f"{phase}: eager (ms)"] = _time(eager)
             line[f"{phase}: compiled (ms)"] = _time(mine)
@@ -805,15 +796,9 @@ def _precision_order(table: pd.DataFrame) -> pd.DataFrame:
     return table.sort_values("precision", key=lambda column: column.map(PRECISIONS.index), kind="stable")
 
 
-def _row(frame: pd.DataFrame, phase: str, impl: str, precision: str, d_head: int, length: int) -> dict | None:
-    found = frame[
-        (frame["phase"] == phase)
-        & (frame["impl"] == impl)
-        & (frame["precision"] == precision)
-        & (frame["d_head"] == d_head)
-        & (frame["length"] == length)
-    ]
-    return found.iloc[-1].to_dict() if len(found) else None
+def _calls(frame: pd.DataFrame) -> dict[tuple, dict]:
+    """Returns the rows by (phase, impl, precision, d_head, length)."""
+    return rows_by(frame, ["phase", *CASE])
 
 
 def _time(row: dict | None) -> str:
@@ -822,12 +807,13 @@ def _time(row: dict | None) -> str:
 
 def table_heads(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns the formula compiled without and with a dimension of heads, and what the compiler made of it."""
-    rows = _ok(frame, impl="compiled_heads", phase="forward")
+    rows = ok_rows(frame, impl="compiled_heads", phase="forward")
+    calls = _calls(frame)
     result = []
     for row in _sorted(rows).to_dict("records") if len(rows) else []:
         for impl in ("eager", "compiled", "compiled_heads"):
             key = (impl, row["precision"], row["d_head"], row["length"])
-            forward, backward = (_row(frame, phase, *key) for phase in PHASES)
+            forward, backward = (calls.get((phase, *key)) for phase in PHASES)
             if forward is None or forward["status"] != "ok":
                 continue
             replaced = forward.get("num_replacements")
@@ -853,11 +839,11 @@ def findings_compile(frame: pd.DataFrame) -> list[str]:
 
 def _compile_gains(frame: pd.DataFrame) -> list[str]:
     sentences = []
-    for (precision,), rows in _series(_ok(frame, impl="compiled"), ["precision"]):
+    for (precision,), rows in _series(ok_rows(frame, impl="compiled"), ["precision"]):
         base = _eager_precision(precision)
         mine, eager = (
             of[~_is_launch_bound(of)].pivot_table(index=["d_head", "length"], columns="phase", values="median_ms")
-            for of in (rows, _ok(frame, impl="eager", precision=base))
+            for of in (rows, ok_rows(frame, impl="eager", precision=base))
         )
         ratio = (eager / mine).dropna(how="all")
         parts = [
@@ -981,10 +967,11 @@ def _eager_precision(precision: str) -> str:
 
 def _compile_heads(frame: pd.DataFrame) -> list[str]:
     sentences = []
-    for (precision,), rows in _series(_ok(frame, impl="compiled_heads", phase="forward"), ["precision"]):
+    calls = _calls(frame)
+    for (precision,), rows in _series(ok_rows(frame, impl="compiled_heads", phase="forward"), ["precision"]):
         replaced = rows[rows["num_replacements"] > 0]
         last = rows.iloc[-1]
-        plain = _row(frame, "forward", "compiled", precision, last["d_head"], last["length"])
+        plain = calls.get(("forward", "compiled", precision, last["d_head"], last["length"]))
         text = f"With a dimension of heads in front, the compiler replaces the formula by SDPA in {len(replaced)} of "
         text += f"{count(len(rows), 'case')} in {precision}"
         if plain is not None and plain["status"] == "ok":
@@ -1106,7 +1093,7 @@ def table_transformer(models: pd.DataFrame, backward: pd.DataFrame, precision: s
                 )
             else:
                 line[PHASE_NAMES[phase]] = "–"
-        step = _ok(models, section="steps", phase="optimizer_step", size=size, context=context, precision=precision)
+        step = ok_rows(models, section="steps", phase="optimizer_step", size=size, context=context, precision=precision)
         line["optimizer step, not compiled"] = number(step["median_ms"].iloc[-1]) if len(step) else "–"
         result.append(line)
     return pd.DataFrame(result)
@@ -1115,12 +1102,12 @@ def table_transformer(models: pd.DataFrame, backward: pd.DataFrame, precision: s
 def transformer_pairs(models: pd.DataFrame, backward: pd.DataFrame) -> pd.DataFrame:
     """Returns eager_ms, compiled_ms and speedup by size, context, precision and phase, where both were measured."""
     keys = ["size", "context", "precision", "phase"]
-    if _ok(models).empty:
+    if ok_rows(models).empty:
         return pd.DataFrame()
-    eager = _ok(models, section="steps")[[*keys, "median_ms"]].rename(columns={"median_ms": "eager_ms"})
-    compiled = [_ok(models, section="compile", compile="regional")]
-    if not _ok(backward).empty:
-        compiled.append(_ok(backward, compile="regional"))
+    eager = ok_rows(models, section="steps")[[*keys, "median_ms"]].rename(columns={"median_ms": "eager_ms"})
+    compiled = [ok_rows(models, section="compile", compile="regional")]
+    if not ok_rows(backward).empty:
+        compiled.append(ok_rows(backward, compile="regional"))
     compiled = pd.concat(compiled)
     if compiled.empty or eager.empty:
         return pd.DataFrame()
@@ -1155,7 +1142,7 @@ _PUBLISHED_VARIANTS = {"none": ("eager", "fp32"), "compile": ("compiled", "fp32"
 
 def published_matches(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns published times with ours of the same implementation, precision, d, length, batch and pass."""
-    if _ok(frame).empty:
+    if ok_rows(frame).empty:
         return pd.DataFrame()
     others = published.load("attention_pytorch")
     others = others[others["status"] == "ok"]
@@ -1173,7 +1160,7 @@ def published_matches(frame: pd.DataFrame) -> pd.DataFrame:
     others["impl"], others["precision"] = zip(*others["variant"].map(_PUBLISHED_VARIANTS), strict=True)
     keys = [*CASE, "batch", "phase"]
     columns = [*keys, "median_ms", *(["in_use_bytes"] if "in_use_bytes" in frame else [])]
-    matched = others.merge(_ok(frame)[columns], on=keys)
+    matched = others.merge(ok_rows(frame)[columns], on=keys)
     return _sorted(matched.assign(ratio=matched["published_ms"] / matched["median_ms"]))
 
 

@@ -26,25 +26,15 @@ from labkit.report.findings import (
     speed_word,
     times,
 )
-from labkit.report.tables import PHASE_NAMES, cell, in_order, pivot
+from labkit.report.tables import PHASE_NAMES, cell, in_order, ok_rows, pivot, rows_by
 
 AGREEMENT = 0.05
 """Two ways to measure the same thing agree when they differ by at most 5 %."""
 
 
-def _ok(frame: pd.DataFrame, **equal) -> pd.DataFrame:
-    """Returns the measured rows whose columns have the given values."""
-    if frame.empty:
-        return frame
-    mask = frame["status"] == "ok"
-    for column, value in equal.items():
-        mask &= frame[column] == value
-    return frame[mask]
-
-
 def _wide(frame: pd.DataFrame, columns: str, value: str = "median_ms", index=("size", "context")) -> pd.DataFrame:
     """Returns the measured values with one column per value of `columns`."""
-    measured = _ok(frame)
+    measured = ok_rows(frame)
     return measured.pivot_table(index=list(index), columns=columns, values=value, observed=True)
 
 
@@ -77,7 +67,7 @@ def table_ceilings(frame: pd.DataFrame) -> pd.DataFrame:
 
 def table_timer(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns the same kernel timed by every method, against the independent measurement."""
-    measured = _ok(frame)
+    measured = ok_rows(frame)
     if measured.empty or "independent" not in set(measured["phase"]):
         return pd.DataFrame()
     reference = measured.set_index("phase")["median_ms"]["independent"]
@@ -96,7 +86,7 @@ def table_timer(frame: pd.DataFrame) -> pd.DataFrame:
 
 def findings_timer(frame: pd.DataFrame) -> list[str]:
     """Says whether the timer's methods agree with the independent measurement of the same kernel."""
-    measured = _ok(frame)
+    measured = ok_rows(frame)
     if measured.empty or "independent" not in set(measured["phase"]):
         return []
     medians = measured.set_index("phase")["median_ms"]
@@ -152,7 +142,7 @@ def table_all_statistics(frame: pd.DataFrame) -> pd.DataFrame:
 def figure_phases(frame: pd.DataFrame, precision: str) -> Figure | None:
     """One panel per size: median time of each phase over the context, log axes, p20–p80 band."""
     rows = frame[frame["precision"] == precision] if not frame.empty else frame
-    if _ok(rows).empty:
+    if ok_rows(rows).empty:
         return None
     sizes = [size for size in SIZES if size in set(rows["size"])]
     figure, axes = figures.panels(len(sizes))
@@ -190,7 +180,7 @@ def _what_fits(frame: pd.DataFrame) -> list[str]:
         parts = []
         for phase in ("inference", "forward_backward", "train_step"):
             rows = of_size[of_size["phase"] == phase]
-            fits = sorted(_ok(rows)["context"].unique())
+            fits = sorted(ok_rows(rows)["context"].unique())
             lost = rows[rows["status"] == "oom"]
             if lost.empty:
                 parts.append(f"{PHASE_NAMES[phase]} fits at every context")
@@ -209,7 +199,7 @@ def _what_fits(frame: pd.DataFrame) -> list[str]:
 
 def _backward_ratio(frame: pd.DataFrame) -> list[str]:
     sentences = []
-    for precision in in_order(_ok(frame), ["precision"])["precision"].unique() if not frame.empty else []:
+    for precision in in_order(ok_rows(frame), ["precision"])["precision"].unique() if not frame.empty else []:
         wide = _wide(frame[frame["precision"] == precision], "phase")
         if not {"forward", "backward"} <= set(wide.columns):
             continue
@@ -223,7 +213,7 @@ def _backward_ratio(frame: pd.DataFrame) -> list[str]:
 
 
 def _steadiness(frame: pd.DataFrame) -> list[str]:
-    measured = _ok(frame)
+    measured = ok_rows(frame)
     if measured.empty:
         return []
     unstable = measured[measured["half_width_fraction"] > STABLE]
@@ -291,7 +281,7 @@ def _sum_of_parts(frame: pd.DataFrame) -> list[str]:
 
 def _launch_bound(frame: pd.DataFrame) -> set[tuple]:
     """Returns (size, context, precision) whose forward+backward the host needs at least 90 % of the time to issue."""
-    measured = _ok(frame, phase="forward_backward")
+    measured = ok_rows(frame, phase="forward_backward")
     if measured.empty or "launch_median_ms" not in measured:
         return set()
     bound = measured[measured["launch_median_ms"] >= 0.9 * measured["host_median_ms"]]
@@ -356,26 +346,23 @@ def table_warmup_long(frame: pd.DataFrame) -> pd.DataFrame:
     if rows.empty:
         return rows
 
-    def text(group: pd.DataFrame, column: str, form=number) -> str:
-        row = group.iloc[0]
+    def text(row: dict, column: str, form=number) -> str:
         return form(row[column]) if column in row and pd.notna(row[column]) else str(row["status"])
 
-    result = []
-    for (size, context, warmup), group in rows.groupby(["size", "context", "warmup"], sort=False):
-        line = {"size": size, "context": context, "warm-up": warmup}
-        for phase in group["phase"].unique():
-            of_phase = group[group["phase"] == phase]
-            name = PHASE_NAMES[phase]
-            line[f"{name}: mean (ms)"] = text(of_phase, "mean_ms")
-            line["std (ms)" if phase == "forward" else "std (ms) "] = text(of_phase, "std_ms")
-            line["std/mean" if phase == "forward" else "std/mean "] = text(of_phase, "std_fraction", percent)
-        result.append(line)
-    return pd.DataFrame(result)
+    result = {}
+    for row in rows.to_dict("records"):
+        key = {"size": row["size"], "context": row["context"], "warm-up": row["warmup"]}
+        line = result.setdefault(tuple(key.values()), key)
+        phase = row["phase"]
+        line[f"{PHASE_NAMES[phase]}: mean (ms)"] = text(row, "mean_ms")
+        line["std (ms)" if phase == "forward" else "std (ms) "] = text(row, "std_ms")
+        line["std/mean" if phase == "forward" else "std/mean "] = text(row, "std_fraction", percent)
+    return pd.DataFrame(result.values())
 
 
 def figure_warmup(frame: pd.DataFrame, phase: str = "forward_backward") -> Figure | None:
     """One panel per size: time of every step from the first, over the steady median."""
-    measured = _ok(frame, phase=phase)
+    measured = ok_rows(frame, phase=phase)
     if measured.empty:
         return None
     sizes = [size for size in SIZES if size in set(measured["size"])]
@@ -460,12 +447,13 @@ def table_compile(frame: pd.DataFrame, phase: str = "train_step") -> pd.DataFram
         return pd.DataFrame()
     result = []
     keys = ["size", "context", "precision"]
-    for key, group in in_order(compiled, keys).groupby(keys, sort=False):
-        eager = _select(frame, phase, *key, "none")
+    rows = _by_mode(frame)
+    for key in in_order(compiled, keys)[keys].drop_duplicates().itertuples(index=False, name=None):
+        eager = rows.get((phase, *key, "none"))
         line = dict(zip(keys, key, strict=True)) | {"eager (ms)": cell(eager) if eager is not None else "–"}
         for mode in ("regional", "whole"):
-            row = _select(group, phase, *key, mode)
-            first = _select(group, "compile", *key, mode)
+            row = rows.get((phase, *key, mode))
+            first = rows.get(("compile", *key, mode))
             line[f"{mode} (ms)"] = cell(row) if row is not None else "–"
             both = row is not None and eager is not None and row["status"] == eager["status"] == "ok"
             line[f"{mode} speed-up"] = times(eager["median_ms"] / row["median_ms"]) if both else "–"
@@ -476,15 +464,9 @@ def table_compile(frame: pd.DataFrame, phase: str = "train_step") -> pd.DataFram
     return pd.DataFrame(result)
 
 
-def _select(frame: pd.DataFrame, phase: str, size: str, context: int, precision: str, mode: str) -> pd.Series | None:
-    rows = frame[
-        (frame["phase"] == phase)
-        & (frame["size"] == size)
-        & (frame["context"] == context)
-        & (frame["precision"] == precision)
-        & (frame["compile"] == mode)
-    ]
-    return rows.iloc[-1] if len(rows) else None
+def _by_mode(frame: pd.DataFrame) -> dict[tuple, dict]:
+    """Returns the rows by (phase, size, context, precision, compile mode)."""
+    return rows_by(frame, ["phase", "size", "context", "precision", "compile"])
 
 
 def figure_precision_compile(frame: pd.DataFrame, phase: str = "train_step") -> Figure | None:
@@ -546,17 +528,18 @@ def findings_precision(frame: pd.DataFrame, phase: str = "train_step") -> list[s
 
 def findings_compile(frame: pd.DataFrame, phase: str = "train_step") -> list[str]:
     """Says what compiling gains in each precision, what it costs, and after how many steps it has paid."""
-    compiled = _ok(frame, section="compile") if not frame.empty else frame
+    compiled = ok_rows(frame, section="compile") if not frame.empty else frame
     if compiled.empty:
         return []
     sentences = []
+    rows = _by_mode(frame)
     for mode in ("regional", "whole"):
         for precision in in_order(compiled, ["precision"])["precision"].unique():
             gains, pays = {}, {}
-            first = _ok(compiled, phase="compile", compile=mode, precision=precision)
-            for row in _ok(compiled, phase=phase, compile=mode, precision=precision).to_dict("records"):
+            first = ok_rows(compiled, phase="compile", compile=mode, precision=precision)
+            for row in ok_rows(compiled, phase=phase, compile=mode, precision=precision).to_dict("records"):
                 key = (row["size"], row["context"])
-                eager = _select(frame, phase, *key, precision, "none")
+                eager = rows.get((phase, *key, precision, "none"))
                 if eager is None or eager["status"] != "ok":
                     continue
                 gains[key] = eager["median_ms"] / row["median_ms"]
@@ -606,7 +589,7 @@ def table_utilisation(frame: pd.DataFrame, precision: str, phase: str = "train_s
 
 def table_optimizer(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns the optimizer step against the fewest bytes it can move, one row per size (its shortest context)."""
-    rows = _ok(frame, phase="optimizer_step", precision="fp32")
+    rows = ok_rows(frame, phase="optimizer_step", precision="fp32")
     if rows.empty:
         return pd.DataFrame()
     rows = in_order(rows, ["size", "context"]).drop_duplicates("size")
@@ -625,7 +608,7 @@ def table_optimizer(frame: pd.DataFrame) -> pd.DataFrame:
 
 def figure_utilisation(frame: pd.DataFrame, phase: str = "train_step") -> Figure | None:
     """One panel per precision: achieved TFLOP/s by context, a line per size, the measured and datasheet roofs."""
-    measured = _ok(frame, phase=phase)
+    measured = ok_rows(frame, phase=phase)
     if measured.empty:
         return None
     precisions = list(in_order(measured, ["precision"])["precision"].unique())
@@ -655,7 +638,7 @@ def figure_utilisation(frame: pd.DataFrame, phase: str = "train_step") -> Figure
 
 def table_growth(frame: pd.DataFrame, phase: str = "train_step") -> pd.DataFrame:
     """Returns how the time grows with context: the fitted exponent and the factor from the shortest to the longest."""
-    measured = _ok(frame, phase=phase)
+    measured = ok_rows(frame, phase=phase)
     if measured.empty:
         return pd.DataFrame()
     result = []
@@ -678,7 +661,7 @@ def table_growth(frame: pd.DataFrame, phase: str = "train_step") -> pd.DataFrame
 
 def findings_utilisation(frame: pd.DataFrame, phase: str = "train_step") -> list[str]:
     """Says how near to the limit the best case comes, what is launch-bound, and how time grows."""
-    measured = _ok(frame, phase=phase)
+    measured = ok_rows(frame, phase=phase)
     if measured.empty:
         return []
     sentences = []
@@ -700,8 +683,8 @@ def findings_utilisation(frame: pd.DataFrame, phase: str = "train_step") -> list
         names = [_case(*key) for key in in_order(pd.DataFrame(bound, columns=["size", "context", "precision"]),
                                                 ["size", "context", "precision"]).itertuples(index=False)]  # fmt: skip
         sentences.append(
-            f"{len(names)} of {len(_ok(frame, phase='forward_backward'))} forward + backward cases are launch-bound "
-            f"(the host needs at least 90 % of the time to issue the work): {listing(names)}."
+            f"{len(names)} of {len(ok_rows(frame, phase='forward_backward'))} forward + backward cases are "
+            f"launch-bound (the host needs at least 90 % of the time to issue the work): {listing(names)}."
         )
     sentences += _growth(measured)
     return sentences
@@ -734,14 +717,14 @@ def published_matches(frame: pd.DataFrame) -> pd.DataFrame:
 
     Of a source's warm-up study only the rows with most warm-up steps count; the ratio is theirs over ours.
     """
-    if _ok(frame).empty:
+    if ok_rows(frame).empty:
         return pd.DataFrame()
     others = published.step_times()
     others = others[others["status"] == "ok"]
     keys = ["size", "context", "batch", "precision", "compile", "phase"]
     warm = others["warmup_steps"].fillna(99).astype(int)
     others = others.assign(warm=warm).sort_values("warm").drop_duplicates(["source", "gpu", *keys], keep="last")
-    ours = _ok(frame)[[*keys, "median_ms"]].astype({"context": "int64", "batch": "int64"})
+    ours = ok_rows(frame)[[*keys, "median_ms"]].astype({"context": "int64", "batch": "int64"})
     others = others.astype({"context": "int64", "batch": "int64"})
     matched = others.merge(ours, on=keys)
     return in_order(matched.assign(ratio=matched["published_ms"] / matched["median_ms"]), ["size", "context", "phase"])

@@ -34,6 +34,7 @@ class Chapter:
         self.device = device
         self.folder = Path(output or FIGURES) / device
         self.save_figures = save_figures
+        self._loaded: tuple[tuple, list[Record]] | None = None
 
     @property
     def device_name(self) -> str:
@@ -47,10 +48,15 @@ class Chapter:
         return self.environment_record().get("device", {}).get("kind", by_slug)
 
     def all_records(self) -> list[Record]:
-        records = newest(RecordStore(self.folder / "records" / f"{self.notebook}.jsonl").load())
-        if records and single_device(records) != self.device:
-            raise ValueError(f"{self.folder} holds records of {records[0].device!r}, not of {self.device!r}")
-        return records
+        """Returns the newest record of each measurement, read again only where the file has changed."""
+        path = self.folder / "records" / f"{self.notebook}.jsonl"
+        state = (path.stat().st_size, path.stat().st_mtime_ns) if path.exists() else ()
+        if self._loaded is None or self._loaded[0] != state:
+            records = newest(RecordStore(path).load())
+            if records and single_device(records) != self.device:
+                raise ValueError(f"{self.folder} holds records of {records[0].device!r}, not of {self.device!r}")
+            self._loaded = (state, records)
+        return self._loaded[1]
 
     def records(self, *sections: str) -> pd.DataFrame:
         """Returns the newest records of these sections, one row each; `attrs` has the device's name and its kind."""
@@ -80,10 +86,14 @@ class Chapter:
         if figure is None:
             return Markdown(f"*{description}: not measured on {self.device}.*")
         file_name = f"{self.notebook.split('_')[0]}_{name}.svg"
-        if self.save_figures:
-            figures.save(figure, self.folder / file_name)
+        if self.save_figures:  # drawing is most of a chapter's time: what is saved is what is shown
+            content = figures.svg(figure)
+            (self.folder / file_name).write_bytes(content)
+            image = {"image/svg+xml": content.decode()}
+        else:
+            image = {"image/png": figures.png(figure)}
         metadata = {FIGURE_METADATA: {"file": file_name, "description": description}}
-        display({"image/png": figures.png(figure), "text/plain": description}, raw=True, metadata=metadata)
+        display({**image, "text/plain": description}, raw=True, metadata=metadata)
         return None
 
     def findings(self, sentences: Sequence[str]) -> Markdown:

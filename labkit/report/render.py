@@ -4,7 +4,9 @@ import base64
 import json
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -30,8 +32,11 @@ def rebuild(
     top_level: bool = True,
     html: bool = False,
     save_notebooks: bool = False,
+    measured: Mapping[str, Any] | None = None,
 ) -> list[Path]:
     """Rebuilds the report of `device` from its records; returns the files written.
+
+    A notebook without records is not executed: its chapter says that it was not measured.
 
     Args:
         device: slug, a folder of DIR; its report.md and figures are written there.
@@ -39,6 +44,8 @@ def rebuild(
         top_level: without `output`, write the top-level report.md too.
         html: also write DIR/<device>/report.html, one page that needs no other file.
         save_notebooks: also store the outputs in the notebooks themselves (the reference device's only).
+        measured: notebooks by name that were just executed with `save_figures` to measure: their outputs are of the
+            same records, and are taken as they are.
 
     Raises:
         ValueError: nothing has been measured on `device`; names the devices there are.
@@ -47,13 +54,18 @@ def rebuild(
     """
     root = output or FIGURES
     folder = root / device
-    if not any(records_of(folder).values()):
+    records = records_of(folder)
+    if not any(records.values()):
         known = ", ".join(measured_devices(root)) or "none"
         raise ValueError(f"nothing has been measured on {device!r} in {root}; measured: {known}")
     chapters = []
+    values = {"device": device, "output": str(output or ""), "save_figures": True}
     for name in notebooks.names():
-        executed = notebooks.execute(name, {"device": device, "output": str(output or ""), "save_figures": True})
-        chapters.append(_chapter_markdown(executed))
+        if records.get(name):
+            executed = (measured or {}).get(name) or notebooks.execute(name, values)
+            chapters.append(_chapter_markdown(executed))
+        else:
+            chapters.append(_unmeasured_chapter(name, device))
         if save_notebooks:
             _save_outputs(name, device)
     text = "\n\n".join([_header(folder, device), *chapters]) + "\n"
@@ -133,12 +145,21 @@ def _not_finished(folder: Path, notebook: str) -> str:
     return ""
 
 
+def _unmeasured_chapter(name: str, device: str) -> str:
+    """Returns the title and the question of a notebook, and that there is no answer on this device."""
+    number = name.split("_")[0]
+    question = _as_chapter(notebooks.read(name).cells[0].source)
+    return f"{question}\n\n*Not measured on {device}; `labkit run {number}` measures it.*"
+
+
 def _chapter_markdown(executed) -> str:
     from nbconvert import MarkdownExporter
     from nbconvert.preprocessors import TagRemovePreprocessor
     from traitlets.config import Config
 
     for cell in executed.cells:
+        if "outputs" in cell:  # what a notebook prints while it measures is no part of the report
+            cell["outputs"] = [output for output in cell["outputs"] if output["output_type"] != "stream"]
         for output in cell.get("outputs", []):
             if figure := output.get("metadata", {}).get(FIGURE_METADATA):
                 output["data"] = {
@@ -152,6 +173,10 @@ def _chapter_markdown(executed) -> str:
     exporter = MarkdownExporter(config=config)
     exporter.register_preprocessor(TagRemovePreprocessor(config=config), enabled=True)
     text, _ = exporter.from_notebook_node(executed)
+    return _as_chapter(text)
+
+
+def _as_chapter(text: str) -> str:
     text = re.sub(r"^(#+ )", r"#\1", text, flags=re.MULTILINE)  # a notebook's title is a chapter's heading here
     return re.sub(r"\n{3,}", "\n\n", text).strip()
 

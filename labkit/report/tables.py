@@ -36,7 +36,25 @@ def in_order(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
     return frame.sort_values(list(columns), key=key, kind="stable").reset_index(drop=True)
 
 
-def cell(row: pd.Series, column: str = "median_ms", form: Callable[[float], str] = number) -> str:
+def ok_rows(frame: pd.DataFrame, **equal) -> pd.DataFrame:
+    """Returns the measured rows whose columns have the given values."""
+    if frame.empty:
+        return frame
+    mask = (frame["status"] == "ok").to_numpy()
+    for column, value in equal.items():
+        mask = mask & (frame[column] == value).to_numpy()
+    return frame[mask]
+
+
+def rows_by(frame: pd.DataFrame, columns: Sequence[str]) -> dict[tuple, dict]:
+    """Returns each row by its values of `columns`; of rows with the same values the last."""
+    if frame.empty:
+        return {}
+    keys = zip(*(frame[name].tolist() for name in columns), strict=True)
+    return dict(zip(keys, frame.to_dict("records"), strict=True))
+
+
+def cell(row: pd.Series | dict, column: str = "median_ms", form: Callable[[float], str] = number) -> str:
     """Returns the value of a measured row, or its status ("oom") where there is no value."""
     return form(row[column]) if row["status"] == "ok" else str(row["status"])
 
