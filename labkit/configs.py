@@ -520,7 +520,7 @@ class MemoryGrid:
     case_timeout_s: float
 
 
-_CHECKPOINT_PLANS = ("none", "1", "2", "3", "4", "6", "8", "16", "32", "6/1", "8/2")
+_CHECKPOINT_PLANS = ("none", "1", "2", "4", "6", "8", "16", "32", "6/1")
 
 MEMORY: dict[str, MemoryGrid] = {
     "smoke": MemoryGrid(
@@ -532,7 +532,7 @@ MEMORY: dict[str, MemoryGrid] = {
         checkpoint_size="micro",
         checkpoint_contexts=(64,),
         checkpoint_precision="fp32",
-        checkpoint_plans={"eager": ("none", "1", "2", "4", "2/1"), "sdpa_flash": ("none", "1")},
+        checkpoint_plans={"eager": ("none", "1", "4", "2/1"), "sdpa_flash": ("none", "1")},
         time_limit_s=0.05,
         case_timeout_s=120.0,
     ),

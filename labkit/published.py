@@ -18,6 +18,7 @@ SOURCES: dict[str, str] = {
     "a2-report-macbook-rtxpro6000": "transformer report: MacBook Air (cpu and mps) and RTX PRO 6000 Workstation",
     "a2-report-a100-sxm4-40gb": "transformer report: A100-SXM4-40GB",
     "course-leaderboard": "best verified entry of a public course's leaderboard for attention, on an H100",
+    "course-handout": "figures printed with a public course's exercise on what autograd keeps for the backward pass",
     "cudnn-9.19": "figures known of cuDNN 9.19's attention on an H200",
 }
 
@@ -82,7 +83,8 @@ def load(table: str) -> pd.DataFrame:
     Args:
         table: a CSV's name without its ending: "all_reduce", "attention_kernels", "attention_pytorch",
             "attention_scores_precision", "end_to_end", "flash_attention", "gemm_fraction", "kernels_nsys",
-            "memory_peaks", "mixed_precision", "nsys_forward", "nvtx_fwd_bwd", "siglip2" or "softmax_vs_matmul".
+            "memory_peaks", "mixed_precision", "nsys_forward", "nvtx_fwd_bwd",
+            "saved_for_backward", "siglip2" or "softmax_vs_matmul".
 
     Returns:
         The CSV's columns, each with its unit as suffix (`_ms`, `_us`, `_mib`, `_gib`, `_percent`); `source` is a key of

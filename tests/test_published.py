@@ -51,6 +51,10 @@ TABLES = {
         14,
         "source gpu model context_length forward_ms backward_ms step_total_ms backward_to_forward status note",
     ),
+    "saved_for_backward": (
+        3,
+        "source part code d_model d_ff num_heads context_length batch_size dtype attention saved_mib status",
+    ),
     "siglip2": (
         2,
         "source gpu variant dtype batch_size max_patches mini_batch_size forward_ms backward_ms peak_mib status note",

@@ -1,0 +1,339 @@
+"""The history of an allocator: every allocation with its lifetime, what is in use over time, where it peaks.
+
+A history comes from live recording (`memory.Recorder`) or from a snapshot file of PyTorch's CUDA allocator, which is
+read without executing anything from it. Nothing here imports torch, so a snapshot can be looked at without it.
+"""
+
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROUNDING = 512
+"""CUDA's allocator hands out multiples of this many bytes."""
+
+SMALL_SEGMENT = 2**21
+SMALL_SPLIT, LARGE_SPLIT = 512, 2**20 + 1
+"""A cached block is cut when at least this much of it would be left: SMALL_SPLIT in segments of SMALL_SEGMENT bytes,
+LARGE_SPLIT in larger ones. What is not cut off counts as in use. Source: PyTorch, c10/cuda/CUDACachingAllocator.cpp."""
+
+BEFORE = -1
+"""Position of what was allocated before the recording began."""
+
+
+class SnapshotError(Exception):
+    """A file that is no snapshot, or a snapshot that does not add up; the message names the file and what was found."""
+
+
+# ---- histories -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One block of memory.
+
+    Attributes:
+        address, num_bytes: as the allocator counts them.
+        begin: position in the history of the event that made it; BEFORE if it was there already.
+        end: position of the event that gave it back; None if none did.
+        frame: "file.py:line function" of the innermost Python frame outside PyTorch; "" where unknown.
+    """
+
+    address: int
+    num_bytes: int
+    begin: int
+    end: int | None
+    frame: str = ""
+
+    def is_alive(self, position: int) -> bool:
+        """Returns whether it is in use after the event at `position`."""
+        return self.begin <= position and (self.end is None or position < self.end)
+
+
+@dataclass
+class History:
+    """What an allocator did: its allocations, and named moments between its events.
+
+    Attributes:
+        allocations: in the order in which they were made; those from before come first.
+        num_events: how many allocations and frees were recorded.
+        marks: (name, position): the event at `position` is the first after the moment; in order.
+        reported_peak_bytes: the most bytes in use by the allocator's own account; None where it gives none.
+    """
+
+    allocations: list[Allocation]
+    num_events: int
+    marks: list[tuple[str, int]] = field(default_factory=list)
+    reported_peak_bytes: int | None = None
+
+    def totals(self, allocations: Sequence[Allocation] | None = None) -> np.ndarray:
+        """Returns the bytes in use at the start and after each event, by these allocations or by all of them."""
+        steps = np.zeros(self.num_events + 1, dtype=np.int64)
+        for allocation in self.allocations if allocations is None else allocations:
+            steps[allocation.begin + 1] += allocation.num_bytes
+            if allocation.end is not None:
+                steps[allocation.end + 1] -= allocation.num_bytes
+        return np.cumsum(steps)
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        return int(self.totals().max())
+
+    @cached_property
+    def peak_position(self) -> int:
+        """Position of the event after which most bytes are in use; BEFORE if that is at the start."""
+        return int(self.totals().argmax()) - 1
+
+    def phases(self) -> list[tuple[str, int, int]]:
+        """Returns (name, first position, position after the last) between the marks."""
+        ends = [position for _, position in self.marks[1:]] + [self.num_events]
+        return [(name, begin, end) for (name, begin), end in zip(self.marks, ends, strict=True)]
+
+    def phase_at(self, position: int) -> str:
+        """Returns the phase of the event at `position`; "before" for what was there already."""
+        for name, begin, end in self.phases():
+            if begin <= position < end:
+                return name
+        return "before"
+
+    def series(self, category: Callable[[Allocation], str], num_points: int) -> tuple[list[int], dict[str, list[int]]]:
+        """Returns the bytes in use by category over the history, thinned so that every peak stays.
+
+        Args:
+            category: the name under which an allocation counts.
+            num_points: at most so many events are kept: of each stretch of equal length the one with most in use.
+
+        Returns:
+            Numbers of events before each point, and bytes of each category at each point.
+        """
+        grouped: dict[str, list[Allocation]] = {}
+        for allocation in self.allocations:
+            grouped.setdefault(category(allocation), []).append(allocation)
+        total = self.totals()
+        edges = np.unique(np.linspace(0, len(total), min(num_points, len(total)) + 1).astype(int))
+        kept = [int(low + total[low:high].argmax()) for low, high in pairwise(edges)]
+        return kept, {name: self.totals(members)[kept].tolist() for name, members in grouped.items()}
+
+
+def pair_events(events: Sequence[tuple[int, int, str]], before: Mapping[int, int]) -> list[Allocation]:
+    """Returns the allocations behind a sequence of events.
+
+    Args:
+        events: (address, bytes, frame); bytes are negative where the block at the address is given back.
+        before: bytes by address of what was in use when the recording began.
+
+    Raises SnapshotError for a block that is made twice or given back without having been made.
+    """
+    alive = {address: (num_bytes, BEFORE, "") for address, num_bytes in before.items()}
+    found: list[Allocation] = []
+    for position, (address, num_bytes, frame) in enumerate(events):
+        if num_bytes >= 0:
+            if address in alive:
+                raise SnapshotError(f"event {position} allocates {address:#x}, which is in use")
+            alive[address] = (num_bytes, position, frame)
+        else:
+            if address not in alive:
+                raise SnapshotError(f"event {position} frees {address:#x}, which is not in use")
+            size, begin, made_in = alive.pop(address)
+            found.append(Allocation(address, size, begin, position, made_in))
+    found += [Allocation(address, size, begin, None, frame) for address, (size, begin, frame) in alive.items()]
+    return sorted(found, key=lambda allocation: allocation.begin)
+
+
+def in_use_before(events: Sequence[tuple[int, int, str]], in_use: Mapping[int, int]) -> dict[int, int]:
+    """Returns bytes by address of what was in use before the events, from that after them: each is undone."""
+    before = dict(in_use)
+    for address, num_bytes, _ in reversed(events):
+        if num_bytes >= 0:
+            before.pop(address, None)
+        else:
+            before[address] = -num_bytes
+    return before
+
+
+# ---- CUDA's allocator ------------------------------------------------------------------------------------------------
+
+
+class _Layout:
+    """The blocks of a caching allocator's segments, by address, as they are cut and joined.
+
+    A trace tells the bytes that were asked for; what the allocator counts as in use are those of the block it gave.
+    """
+
+    def __init__(self, segments: Sequence[dict]):
+        self.blocks: dict[int, list] = {}  # address: [bytes, address of the segment, is free]
+        self.segment_bytes: dict[int, int] = {}
+        self.free_ends: dict[int, int] = {}
+        for segment in segments:
+            start = segment["address"]
+            self.segment_bytes[start] = segment["total_size"]
+            address = start
+            for block in segment["blocks"]:
+                is_free = block["state"] == "inactive"
+                self._put(address, block["size"], start, is_free)
+                address += block["size"]
+
+    def _put(self, address: int, num_bytes: int, segment: int, is_free: bool) -> None:
+        self.blocks[address] = [num_bytes, segment, is_free]
+        if is_free:
+            self.free_ends[address + num_bytes] = address
+
+    def add_segment(self, address: int, num_bytes: int) -> None:
+        self.segment_bytes[address] = num_bytes
+        self._put(address, num_bytes, address, True)
+
+    def remove_segment(self, address: int) -> None:
+        num_bytes, _, _ = self.blocks.pop(address)
+        del self.segment_bytes[address]
+        self.free_ends.pop(address + num_bytes, None)
+
+    def allocate(self, address: int, asked_bytes: int) -> int:
+        """Returns the bytes of the block that is given for `asked_bytes`."""
+        num_bytes, segment, is_free = self.blocks[address]
+        if not is_free:
+            raise KeyError(address)
+        del self.free_ends[address + num_bytes]
+        wanted = max(ROUNDING, -(-asked_bytes // ROUNDING) * ROUNDING)
+        remaining = num_bytes - wanted
+        if remaining < 0:
+            raise KeyError(address)
+        least = SMALL_SPLIT if self.segment_bytes[segment] == SMALL_SEGMENT else LARGE_SPLIT
+        given = wanted if remaining >= least else num_bytes
+        self._put(address, given, segment, False)
+        if given < num_bytes:
+            self._put(address + given, num_bytes - given, segment, True)
+        return given
+
+    def release(self, address: int) -> None:
+        """Gives a block back and joins it with free neighbours in its segment."""
+        num_bytes, segment, _ = self.blocks.pop(address)
+        following = self.blocks.get(address + num_bytes)
+        if following and following[2] and following[1] == segment:
+            del self.blocks[address + num_bytes]
+            del self.free_ends[address + num_bytes + following[0]]
+            num_bytes += following[0]
+        before = self.free_ends.get(address)
+        if before is not None and self.blocks[before][1] == segment:
+            del self.free_ends[address]
+            num_bytes += self.blocks.pop(before)[0]
+            address = before
+        self._put(address, num_bytes, segment, True)
+
+
+def history_since(segments: Sequence[dict], trace: Sequence[dict]) -> History:
+    """Returns the history of CUDA's caching allocator with the bytes that it counts as in use.
+
+    Args:
+        segments: of a snapshot taken when the recording began.
+        trace: the events after it, in order, as a snapshot's "device_traces" hold them.
+
+    Raises SnapshotError where the events do not fit the segments.
+    """
+    layout = _Layout(segments)
+    before = {address: size for address, (size, _, is_free) in layout.blocks.items() if not is_free}
+    events: list[tuple[int, int, str]] = []
+    for number, entry in enumerate(trace):
+        action, address, num_bytes = entry["action"], entry["addr"], entry["size"]
+        try:
+            if action == "segment_alloc":
+                layout.add_segment(address, num_bytes)
+            elif action == "segment_free":
+                layout.remove_segment(address)
+            elif action == "alloc":
+                events.append((address, layout.allocate(address, num_bytes), frame_text(entry.get("frames", ()))))
+            elif action == "free_requested":  # from here on the allocator does not count it, see `memory_allocated`
+                events.append((address, -layout.blocks[address][0], ""))
+            elif action == "free_completed":
+                layout.release(address)
+            elif action.startswith(("segment_map", "segment_unmap")):
+                raise SnapshotError("segments that grow (expandable_segments) cannot be followed")
+        except KeyError:
+            raise SnapshotError(f"event {number} of the trace, {action} at {address:#x}, fits no block") from None
+    return History(pair_events(events, before), len(events))
+
+
+def frame_text(frames: Sequence[dict]) -> str:
+    """Returns "file.py:line function" of the innermost frame that is Python and not PyTorch's; "" without one."""
+    for frame in frames:
+        name = frame["filename"].replace("\\", "/")
+        if name.endswith(".py") and "/torch/" not in name:
+            return f"{name.rsplit('/', 1)[-1]}:{frame['line']} {frame['name']}"
+    return ""
+
+
+def read_history(path: Path | str) -> History:
+    """Returns the history in a snapshot file, of the device on which most happened.
+
+    Bytes are those that were asked for; a file does not tell what the allocator rounded them to. Without a recorded
+    trace the history has no events, only what was in use.
+
+    Raises SnapshotError as `load_snapshot` does.
+    """
+    snapshot = load_snapshot(path)
+    traces = snapshot["device_traces"]
+    device = max(range(len(traces)), key=lambda number: len(traces[number]), default=0)
+    try:
+        trace = [entry for entry in traces[device] if entry["action"] in ("alloc", "free_requested")] if traces else []
+        events = [
+            (entry["addr"], entry["size"] if entry["action"] == "alloc" else -entry["size"],
+             frame_text(entry.get("frames", ())))
+            for entry in trace
+        ]  # fmt: skip
+        in_use = {}
+        for segment in snapshot["segments"]:
+            address = segment["address"]
+            for block in segment["blocks"]:
+                if segment.get("device", device) == device and block["state"] == "active_allocated":
+                    in_use[address] = block.get("requested_size", block["size"])
+                address += block["size"]
+        return History(pair_events(events, in_use_before(events, in_use)), len(events))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise SnapshotError(f"{path}: not an allocator snapshot ({type(error).__name__}: {error})") from None
+    except SnapshotError as error:
+        raise SnapshotError(f"{path}: {error}") from None
+
+
+# ---- reading a file that may be hostile ------------------------------------------------------------------------------
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Builds containers, strings and numbers; refuses everything that could call code.
+
+    Whatever a pickle executes it must first name, and every name goes through `find_class` or `persistent_load`.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise SnapshotError(f"it names {module}.{name}, and a snapshot holds no code")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise SnapshotError(f"it refers to an object outside itself ({pid!r:.40}), and a snapshot holds no such thing")
+
+
+def load_snapshot(path: Path | str) -> dict:
+    """Returns the snapshot in a file that `torch.cuda.memory._dump_snapshot` wrote; nothing in it is executed.
+
+    Raises:
+        SnapshotError: the file cannot be read, is no pickle, names anything but containers, strings and numbers, or is
+            not a snapshot; the message names the file and what was found.
+    """
+    try:
+        with open(path, "rb") as file:
+            content = _PlainUnpickler(file).load()
+    except OSError as error:
+        raise SnapshotError(f"{path}: cannot be read ({error.strerror})") from None
+    except SnapshotError as error:
+        raise SnapshotError(f"{path}: refused: {error}") from None
+    except Exception as error:  # a broken pickle raises whatever its opcodes run into
+        raise SnapshotError(f"{path}: not a readable pickle ({type(error).__name__}: {error})") from None
+    if not isinstance(content, dict):
+        raise SnapshotError(f"{path}: not a snapshot but a {type(content).__name__}")
+    for key in ("segments", "device_traces"):
+        if not isinstance(content.get(key), list):
+            found = ", ".join(repr(name) for name in list(content)[:5]) or "nothing"
+            raise SnapshotError(f"{path}: not a snapshot: no list {key!r}; found {found}")
+    return content
