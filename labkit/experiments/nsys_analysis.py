@@ -138,11 +138,12 @@ def require_room(device: hardware.Device, parameters: dict, phase: str) -> None:
     config = model_config(parameters["size"])
     batch, context = parameters["batch"], parameters["context"]
     probabilities = 4 * batch * config.num_heads * context * context * config.num_layers
-    others = accounting.activation_bytes(config, batch, context) - probabilities
+    masks = context * context * config.num_layers
+    others = accounting.activation_bytes(config, batch, context) - probabilities - masks
     is_bf16 = parameters["precision"] == "bf16"
     needed = 2 * accounting.parameter_bytes(config) + others // (2 if is_bf16 else 1)
     if parameters["attention"] == "eager":
-        needed += probabilities * 3 // 2 if is_bf16 else probabilities
+        needed += masks + (probabilities * 3 // 2 if is_bf16 else probabilities)
     if phase == "train_step":
         needed += accounting.optimizer_state_bytes(config)
     total = torch.cuda.get_device_properties(0).total_memory
