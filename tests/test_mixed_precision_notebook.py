@@ -611,6 +611,7 @@ def test_steps_of_both_notebooks_stand_in_one_table(frame):
     assert list(line) == ["oom", "oom", "oom", "oom", "20.0"]
     memory = text(report.findings_memory(steps))
     assert "A training step of 10b at 128, 256, 512 and 1024 fits in pure bf16 only." in memory
+    assert "it is 27 % to 88 % of these copies: the rest is made up for" in memory
     alone = report.steps(reference_steps(), frame("steps").iloc[:0])
     assert (
         "pure bf16" not in report.table_times(alone, "train_step") and len(report.table_times(alone, "forward")) == 24

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from labkit import published
+from labkit import accounting, published
 from labkit.configs import MIXED_PHASES, MIXED_PRECISION, NORM_SETTINGS, SIZES
 from labkit.report import figures
 from labkit.report.findings import (
@@ -28,14 +28,14 @@ from labkit.report.findings import (
     speed_word,
     times,
 )
-from labkit.report.tables import PHASE_NAMES, cell, in_order
+from labkit.report.tables import PHASE_NAMES, cell, in_order, ok_rows
 
 NAMES = {
     "fp32": "fp32",
     "tf32": "TF32",
     "bf16": "bf16 autocast",
-    "fp16": "fp16 autocast, loss scaled",
-    "fp16_unscaled": "fp16 autocast, loss not scaled",
+    "fp16": "fp16 autocast + GradScaler",
+    "fp16_unscaled": "unscaled fp16 autocast",
     "bf16_pure": "pure bf16",
 }
 """Precisions in the order and under the names in which this chapter shows them."""
@@ -70,16 +70,6 @@ LAUNCH_BOUND = 0.9
 
 
 # ---- rows ----------------------------------------------------------------------------------------------------
-
-
-def _ok(frame: pd.DataFrame, **equal) -> pd.DataFrame:
-    """Returns the measured rows whose columns have the given values."""
-    if frame.empty:
-        return frame
-    mask = frame["status"] == "ok"
-    for column, value in equal.items():
-        mask &= frame[column] == value
-    return frame[mask]
 
 
 def _by_precision(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
@@ -163,13 +153,13 @@ def table_accumulation(frame: pd.DataFrame) -> pd.DataFrame:
             "error": f"{row['error']:+.2e}",
             "of it by rounding the term": f"{row['term_error']:+.2e}",
         }
-        for row in _ok(frame).to_dict("records")
+        for row in ok_rows(frame).to_dict("records")
     )
 
 
 def _stalling(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns the series that are added one after another in 16 bits."""
-    rows = _ok(frame, method="sequential")
+    rows = ok_rows(frame, method="sequential")
     return rows[rows["accumulator"].isin(["fp16", "bf16"])] if len(rows) else rows
 
 
@@ -218,7 +208,7 @@ def table_binades(frame: pd.DataFrame) -> pd.DataFrame:
 
 def figure_accumulation(frame: pd.DataFrame) -> Figure | None:
     """Left the error of the running sum over the number of terms, right the spacing of 16-bit numbers over the sum."""
-    measured = _ok(frame)
+    measured = ok_rows(frame)
     if measured.empty:
         return None
     figure, axes = figures.panels(2, num_columns=2, width=5.2, height=3.4)
@@ -257,7 +247,7 @@ def figure_accumulation(frame: pd.DataFrame) -> Figure | None:
 
 def findings_accumulation(frame: pd.DataFrame) -> list[str]:
     """Says whether the published sums come out, why a 16-bit sum stalls, and what better addition changes."""
-    measured = _ok(frame)
+    measured = ok_rows(frame)
     if measured.empty:
         return []
     return [*_published_sums(measured), *_stalls(frame), *_term_errors(measured), *_better_addition(measured)]
@@ -343,7 +333,7 @@ def _better_addition(measured: pd.DataFrame) -> list[str]:
 def dtypes(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns one row per model and component, in the order of the forward pass: model, component, fp16, bf16."""
     rows: dict[tuple, dict] = {}
-    for record in _ok(frame).to_dict("records"):
+    for record in ok_rows(frame).to_dict("records"):
         for component, dtype in record["observed"]["dtypes"]:
             key = (record["model"], component)
             rows.setdefault(key, {"model": record["model"], "component": component})[record["autocast"]] = dtype
@@ -467,7 +457,7 @@ def _sound(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _groups(frame: pd.DataFrame, keys: list[str] = NORM_KEYS) -> Iterator[tuple[tuple, pd.DataFrame]]:
-    measured = _ok(frame)
+    measured = ok_rows(frame)
     if len(measured):
         yield from measured.groupby(keys, sort=False)
 
@@ -528,7 +518,7 @@ def table_normalisation_scales(frame: pd.DataFrame) -> pd.DataFrame:
 
 def figure_normalisation(frame: pd.DataFrame) -> Figure | None:
     """One row of panels per normalisation, one column per kind of input: error over the input's scale."""
-    measured = _ok(frame)
+    measured = ok_rows(frame)
     if measured.empty:
         return None
     panels = [(norm, setting) for norm in NORMS for setting in NORM_SETTINGS]
@@ -575,13 +565,13 @@ def _overflow(frame: pd.DataFrame) -> list[str]:
             texts = listing(dict.fromkeys(text for _, text in sorted(parts)))
             sentences.append(f"The mean square overflows in {dtype} at standard deviations: {texts}.")
         elif num_groups:
-            scales = sorted(_ok(frame)["scale"].unique())
+            scales = sorted(ok_rows(frame)["scale"].unique())
             sentences.append(f"The mean square overflows in {dtype} at no scale ({span(scales, _decade)}).")
     return sentences
 
 
 def _vanishing_epsilon(frame: pd.DataFrame) -> list[str]:
-    measured = _ok(frame)
+    measured = ok_rows(frame)
     if measured.empty or "epsilon" not in measured:
         return []
     sentences = []
@@ -602,7 +592,7 @@ def _vanishing_epsilon(frame: pd.DataFrame) -> list[str]:
 
 def _cost(frame: pd.DataFrame, dtype: str) -> dict[tuple[str, str], float]:
     """Returns by (norm, setting) the largest factor that 16-bit statistics put on the error of fp32 statistics."""
-    measured = _ok(frame)
+    measured = ok_rows(frame)
     if measured.empty:
         return {}
     sound = _sound(measured)
@@ -631,7 +621,7 @@ def _digits(frame: pd.DataFrame) -> list[str]:
 
 def _bf16(frame: pd.DataFrame) -> list[str]:
     """Says whether bf16's trouble with statistics is range or digits."""
-    rows = _ok(frame, input="bf16", statistics="bf16")
+    rows = ok_rows(frame, input="bf16", statistics="bf16")
     factors = _cost(frame, "bf16")
     if rows.empty or not factors:
         return []
@@ -654,7 +644,7 @@ def _bf16(frame: pd.DataFrame) -> list[str]:
 
 
 def _library(frame: pd.DataFrame) -> list[str]:
-    measured = _ok(frame)
+    measured = ok_rows(frame)
     if measured.empty:
         return []
     keys = ["norm", "setting", "input", "scale"]
@@ -681,7 +671,7 @@ EPILOGUE_KEYS = ["dtype", "gelu", "depth"]
 
 def epilogues(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns one row per dtype, form of GELU and depth, with the relative error of each epilogue as a column."""
-    measured = _ok(frame)
+    measured = ok_rows(frame)
     if measured.empty:
         return measured
     wide = measured.pivot_table(index=EPILOGUE_KEYS, columns="epilogue", values="relative_error", sort=False)
@@ -704,7 +694,7 @@ def table_epilogue(frame: pd.DataFrame) -> pd.DataFrame:
 
 def figure_epilogue(frame: pd.DataFrame) -> Figure | None:
     """One panel per dtype: the relative error of each epilogue by pre-activation, the longest sums, exact GELU."""
-    measured = _ok(frame)
+    measured = ok_rows(frame)
     if measured.empty:
         return None
     longest = measured[measured["depth"] == measured["depth"].max()]
@@ -741,7 +731,7 @@ def findings_epilogue(frame: pd.DataFrame) -> list[str]:
             text = f"Rounding to {dtype} between product and GELU makes the error {span(ratio)} that of the carried sum"
             sentences.append(text + _worst_bin(frame, dtype, "rounded", "erf") + ".")
         sentences += _fused(frame, dtype, of_dtype[of_dtype["gelu"] == "tanh"].dropna())
-    reference = _ok(frame)["fp32_error"].max()
+    reference = ok_rows(frame)["fp32_error"].max()
     sentences.append(f"The fp32 result that all are held against is itself within {_scientific(reference)} of fp64.")
     return sentences
 
@@ -749,7 +739,7 @@ def findings_epilogue(frame: pd.DataFrame) -> list[str]:
 def _worst_bin(frame: pd.DataFrame, dtype: str, epilogue: str, gelu: str) -> str:
     """Returns a clause with the pre-activations at which an epilogue multiplies the carried sum's error most."""
     factors: dict[tuple, float] = {}
-    for _, rows in _ok(frame, dtype=dtype, gelu=gelu).groupby("depth"):
+    for _, rows in ok_rows(frame, dtype=dtype, gelu=gelu).groupby("depth"):
         by_name = {row["epilogue"]: row["samples"] for row in rows.to_dict("records")}
         if not {epilogue, "carried"} <= by_name.keys():
             continue
@@ -839,14 +829,14 @@ def table_times(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
 
 def table_memory(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
     """Returns the peak of allocated memory in GiB by size, context and precision."""
-    if _ok(frame).empty or "peak_bytes" not in frame or frame["peak_bytes"].isna().all():
+    if ok_rows(frame).empty or "peak_bytes" not in frame or frame["peak_bytes"].isna().all():
         return pd.DataFrame()
     return _wide(frame, phase, lambda row: cell(row, "peak_bytes", lambda value: number(value / 2**30)))
 
 
 def ratios(frame: pd.DataFrame, phase: str, value: str = "median_ms") -> pd.DataFrame:
     """Returns fp32's value over each other precision's: one row per (size, context, precision)."""
-    measured = _ok(_rows(frame, phase))
+    measured = ok_rows(_rows(frame, phase))
     if measured.empty or value not in measured:
         return pd.DataFrame(columns=["size", "context", "precision", "ratio"])
     base = measured[measured["precision"] == "fp32"][["size", "context", value]]
@@ -877,9 +867,9 @@ def table_speedups(frame: pd.DataFrame) -> pd.DataFrame:
 def figure_speed(frame: pd.DataFrame, phase: str = "train_step") -> Figure | None:
     """One panel per size: median time over the context, a line per precision, log axes, p20–p80 band."""
     rows = _rows(frame, phase)
-    if _ok(rows).empty:
+    if ok_rows(rows).empty:
         return None
-    sizes = [size for size in SIZES if size in set(_ok(rows)["size"])]
+    sizes = [size for size in SIZES if size in set(ok_rows(rows)["size"])]
     figure, axes = figures.panels(len(sizes))
     for axis, size in zip(axes, sizes, strict=True):
         of_size = rows[rows["size"] == size]
@@ -899,7 +889,7 @@ def figure_speed(frame: pd.DataFrame, phase: str = "train_step") -> Figure | Non
 def figure_memory(frame: pd.DataFrame, phase: str = "train_step") -> Figure | None:
     """One panel per size: peak memory over the context, a line per precision."""
     rows = _rows(frame, phase)
-    measured = _ok(rows)
+    measured = ok_rows(rows)
     if measured.empty or "peak_bytes" not in measured or measured["peak_bytes"].isna().all():
         return None
     sizes = [size for size in SIZES if size in set(measured["size"])]
@@ -907,7 +897,7 @@ def figure_memory(frame: pd.DataFrame, phase: str = "train_step") -> Figure | No
     for axis, size in zip(axes, sizes, strict=True):
         of_size = rows[rows["size"] == size]
         for precision, line in _by_precision(of_size):
-            known = _ok(line).sort_values("context")
+            known = ok_rows(line).sort_values("context")
             colour = figures.COLOURS[precision]
             axis.plot(known["context"], known["peak_bytes"] / 2**30, color=colour, marker="o", markersize=3,
                       label=NAMES[precision])  # fmt: skip
@@ -939,7 +929,7 @@ def findings_speed(frame: pd.DataFrame) -> list[str]:
 
 def _against_autocast(frame: pd.DataFrame) -> list[str]:
     """Compares the two precisions measured here with bf16 autocast, training steps of the same case."""
-    measured = _ok(_rows(frame, "train_step"))
+    measured = ok_rows(_rows(frame, "train_step"))
     if measured.empty:
         return []
     base = measured[measured["precision"] == "bf16"].set_index(["size", "context"])["median_ms"]
@@ -958,7 +948,7 @@ def _against_autocast(frame: pd.DataFrame) -> list[str]:
 
 
 def _skipped_steps(frame: pd.DataFrame) -> list[str]:
-    rows = _ok(_rows(frame, "train_step"))
+    rows = ok_rows(_rows(frame, "train_step"))
     rows = rows[rows["precision"] == "fp16"] if len(rows) else rows
     if rows.empty or "num_skipped_steps" not in rows:
         return []
@@ -1003,7 +993,24 @@ def findings_memory(frame: pd.DataFrame) -> list[str]:
             parts.append(text)
         if parts:
             sentences.append(f"Peak memory of a {PHASE_NAMES[phase]}, of fp32's: {listing(parts)}.")
-    return [*sentences, *_only_fit(frame)]
+    return [*sentences, *_weight_copies(frame), *_only_fit(frame)]
+
+
+def _weight_copies(frame: pd.DataFrame) -> list[str]:
+    """Sets what a forward pass takes more under bf16 autocast beside the copies of the weights that it keeps."""
+    pairs = ratios(frame, "forward", "peak_bytes")
+    pairs = pairs[(pairs["precision"] == "bf16") & (1 / pairs["ratio"] > 1 + SAME)]
+    if pairs.empty:
+        return []
+    copies = pairs["size"].map(lambda size: 2 * accounting.num_matmul_parameters(SIZES[size]))
+    shares = (pairs["peak_bytes"] - pairs["peak_bytes_fp32"]) / copies
+    text = (
+        "Autocast keeps a copy of every weight of a matrix product until the forward pass ends, two bytes a parameter. "
+        f"Where the forward pass takes more than fp32's in bf16, it is {span(shares, percent)} of these copies"
+    )
+    if shares.max() < 1:
+        text += ": the rest is made up for by activations that are half as wide"
+    return [text + "."]
 
 
 def _only_fit(frame: pd.DataFrame) -> list[str]:
@@ -1013,7 +1020,7 @@ def _only_fit(frame: pd.DataFrame) -> list[str]:
     sentences = []
     by_fitting: dict[tuple, list[tuple]] = {}
     for (size, context), group in in_order(rows, ["size", "context"]).groupby(["size", "context"], sort=False):
-        fits = tuple(precision for precision in NAMES if precision in set(_ok(group)["precision"]))
+        fits = tuple(precision for precision in NAMES if precision in set(ok_rows(group)["precision"]))
         lost = group[group["status"] == "oom"]
         if len(lost):
             by_fitting.setdefault(fits, []).append((size, context))
@@ -1041,7 +1048,7 @@ def losses(frame: pd.DataFrame) -> pd.DataFrame:
     for phase in MIXED_PHASES:
         pairs = ratios(frame, phase)
         pairs = pairs[(pairs["precision"] == "bf16") & (pairs["ratio"].map(speed_word) != "faster")]
-        base = _ok(_rows(frame, phase))
+        base = ok_rows(_rows(frame, phase))
         for row in in_order(pairs, ["size", "context"]).to_dict("records"):
             mine = base[(base["size"] == row["size"]) & (base["context"] == row["context"])]
             fp32 = mine[mine["precision"] == "fp32"].iloc[0].to_dict()
@@ -1079,7 +1086,7 @@ def table_losses(frame: pd.DataFrame) -> pd.DataFrame:
 
 def table_operators(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns the operators of each pass by precision, and the casts among them."""
-    measured = _ok(frame)
+    measured = ok_rows(frame)
     if measured.empty:
         return pd.DataFrame()
     result = []
@@ -1108,7 +1115,7 @@ def launches(kernels: pd.DataFrame) -> pd.DataFrame:
         kernels: the section "profiles" of notebook 02.
     """
     rows = []
-    for record in _ok(kernels, attention="eager", compile="none").to_dict("records"):
+    for record in ok_rows(kernels, attention="eager", compile="none").to_dict("records"):
         classes = record["observed"].get("tables", {}).get("classes")
         if record["phase"] == "inference" or not classes:
             continue
@@ -1205,7 +1212,7 @@ def _added_launches(found: pd.DataFrame, kernels: pd.DataFrame) -> list[str]:
 
 
 def _added_operators(frame: pd.DataFrame) -> list[str]:
-    measured = _ok(frame)
+    measured = ok_rows(frame)
     if measured.empty:
         return []
     sentences = []
@@ -1256,7 +1263,7 @@ def table_training(frame: pd.DataFrame) -> pd.DataFrame:
 
 def figure_training(frame: pd.DataFrame) -> Figure | None:
     """Left the loss over the steps, right the share of gradients of the logits that are zero."""
-    measured = _ok(frame)
+    measured = ok_rows(frame)
     if measured.empty:
         return None
     figure, axes = figures.panels(3, num_columns=3, width=3.9, height=3.2)
@@ -1290,7 +1297,7 @@ def figure_training(frame: pd.DataFrame) -> Figure | None:
 
 def findings_training(frame: pd.DataFrame) -> list[str]:
     """Says which precisions train like fp32, what underflows, and what a bf16 parameter is too coarse for."""
-    measured = _ok(frame)
+    measured = ok_rows(frame)
     if measured.empty:
         return []
     by_name = {precision: rows.iloc[-1].to_dict() for precision, rows in _by_precision(measured)}
