@@ -29,7 +29,12 @@ def spacing(value: float, dtype: torch.dtype) -> float:
     limits = torch.finfo(dtype)
     if not 0 < value <= limits.max:
         raise ValueError(f"value {value!r} has no binade in {dtype}; accepted: above 0, up to {limits.max:g}")
-    return max(2.0 ** math.floor(math.log2(value)), limits.smallest_normal) * limits.eps
+    return max(binade(value), limits.smallest_normal) * limits.eps
+
+
+def binade(value: float) -> float:
+    """Returns the largest power of two that is not above `value` (positive, finite)."""
+    return math.ldexp(1.0, math.frexp(value)[1] - 1)
 
 
 def stall_value(term: float, dtype: torch.dtype) -> float:

@@ -64,6 +64,11 @@ def test_spacing_is_the_distance_to_the_next_number(dtype, value):
     assert numerics.spacing(float(number), dtype) == float(following.double() - number.double())
 
 
+def test_a_binade_begins_at_a_power_of_two():
+    values = {1.0: 1.0, 1.5: 1.0, 2.0 - 2.0**-52: 1.0, 2.0: 2.0, 0.01: 2.0**-7, 2.0**-20: 2.0**-20}
+    assert {value: numerics.binade(value) for value in values} == values
+
+
 def test_spacing_of_what_the_format_does_not_have_is_refused():
     for value in (0.0, -1.0, math.inf, 70000.0):
         with pytest.raises(ValueError, match=r"has no binade in torch\.float16; accepted: above 0, up to 65504"):
@@ -700,6 +705,9 @@ def test_training_findings_follow_the_records(frame):
     assert "pure bf16 (0.500)" in after and "above it" not in after and "still the number" not in after
     lost = text(report.findings_training(frame("training", pure, final_loss=None)))
     assert "at no number end pure bf16" in lost
+    assert "steps fp32 comes" not in text(
+        report.findings_training(frame("training", {"precision": "fp32"}, final_loss=None))
+    )
     same = text(report.findings_training(frame("training", {"precision": "fp16"}, zero_logit_gradients=0.29)))
     assert "changes little here: 30 % of the logits' gradients are zero without it, 29 % with it" in same
     gone = text(report.findings_training(frame("training", {"precision": "tf32"}, status="skipped", reason="no TF32")))

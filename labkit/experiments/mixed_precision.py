@@ -34,7 +34,7 @@ from labkit.experiments.benchmarking import ATTENTION, Workload
 from labkit.experiments.ceilings import empty_cache, require_precision
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
 from labkit.models.transformer import TransformerLM, language_model_loss
-from labkit.numerics import DTYPES, dtype_name, normalise, relative_error, running_sums, spacing, stall_value
+from labkit.numerics import DTYPES, binade, dtype_name, normalise, relative_error, running_sums, spacing, stall_value
 
 MEASUREMENT_VERSION = 1
 
@@ -317,7 +317,7 @@ def binades(sums: Tensor, accumulator: torch.dtype) -> dict[str, list[float]]:
     `binade_mean_step`: what an addition added there.
     """
     steps = sums.diff()
-    starts = torch.exp2(torch.floor(torch.log2(sums[:-1])))
+    starts = torch.tensor([binade(value) for value in sums[:-1].tolist()], dtype=sums.dtype)
     rows: dict[str, list[float]] = {"binade_start": [], "binade_spacing": [], "binade_additions": []}
     rows["binade_mean_step"] = []
     for start in starts.unique().tolist():

@@ -1305,7 +1305,7 @@ def findings_training(frame: pd.DataFrame) -> list[str]:
 
 
 def _final_losses(by_name: dict[str, dict]) -> list[str]:
-    if "fp32" not in by_name or len(by_name) < 2:
+    if "fp32" not in by_name or len(by_name) < 2 or pd.isna(by_name["fp32"]["final_loss"]):
         return []
     base = by_name["fp32"]
     target = base["final_loss"]
