@@ -11,6 +11,7 @@ unmarked; what is inside which range comes from the first.
 
 import contextlib
 import functools
+import gc
 import json
 import math
 import sys
@@ -115,6 +116,7 @@ def is_timeline(parameters: dict) -> bool:
 def run_case(case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
     """Yields each phase of `case` with the function that measures it. Runs in the worker process."""
     device = hardware.detect()
+    _freeze()
     require_precision(device, case.parameters["precision"])
     nsys = Nsys.find() if device.kind == "cuda" else None
     if nsys:
@@ -149,6 +151,13 @@ def require_room(device: hardware.Device, parameters: dict, phase: str) -> None:
     total = torch.cuda.get_device_properties(0).total_memory
     if needed > total:
         raise Skip(f"needs at least {needed / 1e9:.0f} GB by its closed form; the device has {total / 1e9:.0f} GB")
+
+
+@functools.cache
+def _freeze() -> None:
+    """Takes what lives by now, the imported modules above all, out of later collections: every case makes some."""
+    gc.collect()
+    gc.freeze()
 
 
 # ---- a step, marked ------------------------------------------------------------------------------------------------
@@ -558,6 +567,7 @@ def main(arguments: Sequence[str]) -> None:
             file.write(json.dumps(content) + "\n")
             file.flush()
 
+        _freeze()
         serve(json.loads(asked.read_text(encoding="utf-8")), answer, hardware.detect())
 
 
