@@ -206,12 +206,20 @@ def compile_single_kernel(head_dim: int, dtype: str, *, causal: bool, even: bool
     return compile_source(source, 90, {name: launch[name] for name in ("num_warps", "maxnreg")})
 
 
-def compile_hopper_kernel(kernel: str, head_dim: int, dtype: str, *, causal: bool, even: bool = True, grouped=False):
+def compile_hopper_kernel(
+    kernel: str, head_dim: int, dtype: str, *, causal: bool, even: bool = True, grouped=False, short=False
+):
     """Returns (compiled kernel, what ptxas said) of a shipped configuration."""
     function, table, walked = HOPPER_KERNELS[kernel]
-    tiles = table[head_dim]
+    tiles = (forward.FORWARD_SHORT if short else table)[head_dim]
     launch = hopper.launch_options(tiles.get("CONSUMERS", 2))
-    constants = {"D": head_dim, "CAUSAL": causal, "EVEN_K": even, "GROUPED": grouped, **tiles, **launch}
+    tail = hopper.TAILS[head_dim]
+    columns = {"D": 64 if tail else head_dim, "TAIL": tail}
+    constants = {**columns, "CAUSAL": causal, "EVEN_K": even, "GROUPED": grouped, "DYNAMIC": causal, **tiles, **launch}
+    if not tail:
+        constants |= {name: None for name in function.arg_names if name.endswith("_tail_desc")}
+    if not causal:
+        constants["drawn_ptr"] = None
     rows = tiles.get("BLOCK_K") or tiles["BLOCK_Q"]
 
     def kind(name: str) -> str:
@@ -220,9 +228,13 @@ def compile_hopper_kernel(kernel: str, head_dim: int, dtype: str, *, causal: boo
         if name in ("lse_desc", "delta_desc"):
             return f"tensordesc<fp32[{rows}],{hopper.row_layout()!r}>"
         if name.endswith("_desc"):
-            shape = [1, 1, rows if name in walked else hopper.ROWS, head_dim]
-            return f"tensordesc<{dtype}{shape},{hopper.tile_layout()!r}>"
-        return "*fp32" if name.endswith("_ptr") else "fp32" if name.startswith("scale") else "i32"
+            is_tail = name.endswith("_tail_desc")
+            num_rows = rows if name.replace("_tail", "") in walked else hopper.ROWS
+            layout = hopper.tail_layout(tail) if is_tail else hopper.tile_layout()
+            return f"tensordesc<{dtype}{[1, 1, num_rows, tail if is_tail else columns['D']]},{layout!r}>"
+        if name.endswith("_ptr"):
+            return "*i32" if name == "drawn_ptr" else "*fp32"
+        return "fp32" if name.startswith("scale") else "i32"
 
     signature = {name: kind(name) for name in function.arg_names}
     indexed = {(i,): constants[name] for i, name in enumerate(function.arg_names) if name in constants}
@@ -230,33 +242,50 @@ def compile_hopper_kernel(kernel: str, head_dim: int, dtype: str, *, causal: boo
     return compile_source(source, 90, {name: launch[name] for name in ("num_warps", "maxnreg")})
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+CAUSAL, FULL, OTHER = {"causal": True}, {"causal": False}, {"causal": False, "even": False, "grouped": True}
+
+
 @pytest.mark.parametrize("kernel", HOPPER_KERNELS)
-@pytest.mark.parametrize("head_dim", fa.GLUON_HEAD_DIMS)
-def test_hopper_kernels_neither_spill_nor_serialise(head_dim, kernel, causal, dtype):
-    compiled, log = compile_hopper_kernel(kernel, head_dim, dtype, causal=causal)
-    assert spilled_bytes(log) <= SPILL_LIMIT
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "options"),
+    [
+        (64, "bf16", CAUSAL),
+        (64, "fp16", FULL),
+        (72, "bf16", CAUSAL),
+        (80, "fp16", OTHER),
+        (96, "bf16", FULL),
+        (128, "bf16", CAUSAL),
+        (128, "fp16", OTHER),
+    ],
+    ids=["64 causal", "64 full", "72 causal", "80 other lengths", "96 full", "128 causal", "128 other lengths"],
+)
+def test_hopper_kernels_neither_spill_nor_serialise(head_dim, dtype, options, kernel):
+    compiled, log = compile_hopper_kernel(kernel, head_dim, dtype, **options)
+    assert spilled_bytes(log) <= (64 if options is OTHER else SPILL_LIMIT)
     assert not SERIALISED.search(log), SERIALISED.search(log)
     assert compiled.metadata.shared <= SHARED_LIMIT[90]
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"):
         assert instruction in compiled.asm["ptx"], instruction
+    # No product is padded: 64 or 128 columns, and those of the tail.
+    widths = {int(n) for n in re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k16", compiled.asm["ptx"])}
+    tiles, tail = HOPPER_KERNELS[kernel][1][head_dim], hopper.TAILS[head_dim]
+    columns = {64, tail} if tail else {head_dim}
+    assert widths == columns | {tiles.get("BLOCK_K") or tiles["BLOCK_Q"]}
 
 
-@pytest.mark.parametrize("kernel", HOPPER_KERNELS)
-@pytest.mark.parametrize("head_dim", fa.GLUON_HEAD_DIMS)
-def test_hopper_kernels_of_other_lengths_and_grouped_heads_do_not_serialise(head_dim, kernel):
-    _, log = compile_hopper_kernel(kernel, head_dim, "bf16", causal=False, even=False, grouped=True)
-    assert not SERIALISED.search(log), SERIALISED.search(log)
+def test_the_forward_of_short_sequences_neither_spills_nor_serialises():
+    compiled, log = compile_hopper_kernel("forward", 64, "bf16", causal=False, even=False, short=True)
     assert spilled_bytes(log) <= 64
+    assert not SERIALISED.search(log), SERIALISED.search(log)
+    assert compiled.metadata.shared <= SHARED_LIMIT[90]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize(
-    ("causal", "even"), [(False, True), (False, False), (True, True)], ids=["full", "other lengths", "causal"]
+    ("head_dim", "dtype", "causal", "even"),
+    [(64, "bf16", True, True), (64, "fp16", False, False), (128, "bf16", False, True), (128, "fp16", True, True)],
+    ids=["64 causal", "64 other lengths", "128 full", "128 causal"],
 )
-@pytest.mark.parametrize("head_dim", fa.GLUON_HEAD_DIMS)
-def test_the_single_pass_spills_next_to_nothing_and_does_not_serialise(head_dim, causal, even, dtype):
+def test_the_single_pass_spills_next_to_nothing_and_does_not_serialise(head_dim, dtype, causal, even):
     compiled, log = compile_single_kernel(head_dim, dtype, causal=causal, even=even)
     assert not SERIALISED.search(log), SERIALISED.search(log)
     assert spilled_bytes(log) <= SINGLE_SPILL_LIMIT[head_dim]
@@ -268,8 +297,9 @@ def test_the_single_pass_spills_next_to_nothing_and_does_not_serialise(head_dim,
 def test_the_hopper_kernels_load_with_the_installed_triton():
     assert fa.hopper_unavailable() is None
     assert fa.hopper_single_unavailable() is None
-    assert set(fa.GLUON_HEAD_DIMS) == set(single.SINGLE)
-    assert set(fa.GLUON_HEAD_DIMS) == set(forward.FORWARD) == set(backward.DKDV) == set(backward.DQ)
+    assert set(fa.SINGLE_PASS_HEAD_DIMS) == set(single.SINGLE)
+    tables = (forward.FORWARD, forward.FORWARD_SHORT, backward.DKDV, backward.DQ, hopper.TAILS)
+    assert all(set(table) == set(fa.GLUON_HEAD_DIMS) for table in tables)
 
 
 def test_the_limits_refuse_a_tile_that_is_too_large():

@@ -3,14 +3,16 @@
     P = exp2(scale · log2(e) · Q Kᵀ − L)    ∂V = Pᵀ ∂O    ∂S = P ∘ (∂O Vᵀ − D)
     ∂Q = scale · ∂S K    ∂K = scale · ∂Sᵀ Q
 
-Shapes: (batch, heads, length, D), D 64 or 128, bf16 or fp16, causal (aligned to the bottom right) or not. L in base 2
-and D come padded from the Triton kernels of `flash_attention`.
+Shapes: (batch, heads, length, D), D 64, 72, 80, 96 or 128, bf16 or fp16, causal (aligned to the bottom right) or not. L
+in base 2 and D come padded from the Triton kernels of `flash_attention`.
 
 Ideal cost per head: 10·Q·K·D FLOPs (halved when causal); two kernels execute 14·Q·K·D, without atomics.
 
 How a program is laid out: as in flash_attention_hopper.py, with two consumers of 64 rows.
 - dK/dV: 128 keys walk the queries; Sᵀ and ∂Pᵀ are computed themselves, so that Pᵀ and ∂Sᵀ are register operands.
 - dQ: 128 queries walk the keys; ∂S is the register operand.
+- A head dimension between 64 and 128 comes in two parts, 64 columns and a tail of 16 or 32, each with its descriptors,
+  tiles and accumulators: what has columns is a tuple of its parts, of one part where there is no tail.
 
 Sources: Shah et al. 2024, "FlashAttention-3"; Dao 2023, "FlashAttention-2".
 """
@@ -26,16 +28,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from labkit.kernels.hopper import (
     LN_2,
     LOG2_E,
     PRODUCER_REGISTERS,
     ROWS,
+    TAILS,
     async_load,
     async_store,
-    launch_options,
+    launch,
     rows_of,
+    tail_of,
     tiles_of,
     to_low,
 )
@@ -47,11 +52,106 @@ BLOCK = 2 * ROWS  # of a program's own rows: two consumers
 # Rows of the tiles that are walked, and how many of them are in flight. Bounds: 240 registers a thread of a consumer
 # (scores 64 × the tile's rows, the accumulators of 64 rows · D, two for dK/dV); 227 KiB of shared memory, of which 128
 # rows take 256·D bytes per tensor.
-DKDV = {64: {"BLOCK_Q": 128, "STAGES": 2}, 128: {"BLOCK_Q": 64, "STAGES": 2}}
-DQ = {64: {"BLOCK_K": 128, "STAGES": 3}, 128: {"BLOCK_K": 128, "STAGES": 2}}
+DKDV = {
+    64: {"BLOCK_Q": 128, "STAGES": 2},
+    72: {"BLOCK_Q": 64, "STAGES": 3},
+    80: {"BLOCK_Q": 64, "STAGES": 3},
+    96: {"BLOCK_Q": 64, "STAGES": 3},
+    128: {"BLOCK_Q": 64, "STAGES": 2},
+}
+DQ = {
+    64: {"BLOCK_K": 128, "STAGES": 3},
+    72: {"BLOCK_K": 128, "STAGES": 3},
+    80: {"BLOCK_K": 128, "STAGES": 3},
+    96: {"BLOCK_K": 128, "STAGES": 3},
+    128: {"BLOCK_K": 128, "STAGES": 2},
+}
 
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them anew.
 LENGTHS = ("group", "num_queries", "num_keys", "padded_queries")
+
+# ---- parts of the columns -------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _buffers(desc, tail_desc, COUNT: gl.constexpr, NUM_ROWS: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr):
+    """Room for so many tiles."""
+    parts = (gl.allocate_shared_memory(desc.dtype, [COUNT, 1, 1, NUM_ROWS, D], desc.layout),)
+    if TAIL:
+        tail = gl.allocate_shared_memory(desc.dtype, [COUNT, 1, 1, NUM_ROWS, TAIL], tail_desc.layout)
+        parts = (parts[0], tail)
+    return parts
+
+
+@gluon.jit
+def _load(desc, batch, head, row, full, tiles_s, place, D: gl.constexpr, TAIL: gl.constexpr):
+    async_load(desc[0], [batch, head, row, 0], full, tiles_s[0].index(place))
+    if TAIL:
+        async_load(desc[1], [batch, head, row, D], full, tiles_s[1].index(place))
+
+
+@gluon.jit
+def _store(desc, batch, head, row, tiles_s, place, D: gl.constexpr, TAIL: gl.constexpr):
+    async_store(desc[0], [batch, head, row, 0], tiles_s[0].index(place))
+    if TAIL:
+        async_store(desc[1], [batch, head, row, D], tiles_s[1].index(place))
+
+
+@gluon.jit
+def _tile(tiles_s, place, NUM_ROWS: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr):
+    """One of the tiles."""
+    parts = (tiles_s[0].index(place).reshape([NUM_ROWS, D]),)
+    if TAIL:
+        parts = (parts[0], tiles_s[1].index(place).reshape([NUM_ROWS, TAIL]))
+    return parts
+
+
+@gluon.jit
+def _zeros(D: gl.constexpr, TAIL: gl.constexpr):
+    """Accumulators of 64 rows."""
+    MAIN: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    parts = (gl.zeros([64, D], gl.float32, layout=MAIN),)
+    if TAIL:
+        LAST: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TAIL, 16])
+        parts = (parts[0], gl.zeros([64, TAIL], gl.float32, layout=LAST))
+    return parts
+
+
+@gluon.jit
+def _times_transposed(a, b, registers, TAIL: gl.constexpr):
+    """A Bᵀ, a sum over the columns of both, in flight in registers whose values are no longer of use."""
+    product = warpgroup_mma(a[0], b[0].permute((1, 0)), registers, use_acc=False, is_async=True)
+    if TAIL:
+        product = warpgroup_mma(a[1], b[1].permute((1, 0)), product, is_async=True)
+    return product
+
+
+@gluon.jit
+def _plus_product(a, b, acc, TAIL: gl.constexpr):
+    """acc + A B, in flight, with the columns of B; A is no tuple."""
+    parts = (warpgroup_mma(a, b[0], acc[0], is_async=True),)
+    if TAIL:
+        parts = (parts[0], warpgroup_mma(a, b[1], acc[1], is_async=True))
+    return parts
+
+
+@gluon.jit
+def _wait(in_flight: gl.constexpr, acc, TAIL: gl.constexpr):
+    """Accumulators whose products are done, while so many later ones are in flight."""
+    if TAIL:
+        parts = warpgroup_mma_wait(2 * in_flight, deps=(acc[0], acc[1]))
+    else:
+        parts = (warpgroup_mma_wait(in_flight, deps=(acc[0],)),)
+    return parts
+
+
+@gluon.jit
+def _put(acc, factor, tile, TAIL: gl.constexpr):
+    """Writes accumulators, times a factor, to a tile."""
+    tile[0].store((acc[0] * factor).to(tile[0].dtype))
+    if TAIL:
+        tile[1].store((acc[1] * factor).to(tile[1].dtype))
+
 
 # ---- dK and dV --------------------------------------------------------------------------------------------------
 
@@ -70,7 +170,7 @@ def _dkdv_producer(
     q_desc, grad_out_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, kv_full,
     q_full, q_empty, grad_out_full, grad_out_empty,
     group, num_queries, num_keys, padded_queries,
-    BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    BLOCK_Q: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     # Read in each partition: what is handed over to one stays in its registers.
     k0 = gl.program_id(0) * 128
@@ -78,9 +178,9 @@ def _dkdv_producer(
     batch = gl.program_id(2)
     q0, num_tiles = _dkdv_tiles(k0, num_queries, num_keys, BLOCK_Q, CAUSAL)
     for c in gl.static_range(2):
-        mbarrier.expect(kv_full.index(c), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-        async_load(k_desc, [batch, head, k0 + c * 64, 0], kv_full.index(c), k_s.index(c))
-        async_load(v_desc, [batch, head, k0 + c * 64, 0], kv_full.index(c), v_s.index(c))
+        mbarrier.expect(kv_full.index(c), 2 * 64 * (D + TAIL) * 2)
+        _load(k_desc, batch, head, k0 + c * 64, kv_full.index(c), k_s, c, D, TAIL)
+        _load(v_desc, batch, head, k0 + c * 64, kv_full.index(c), v_s, c, D, TAIL)
     for i in range(num_tiles * group):
         stage = i % STAGES
         free = ((i // STAGES) & 1) ^ 1
@@ -89,12 +189,12 @@ def _dkdv_producer(
         start = q0 + i % num_tiles * BLOCK_Q
         statistics = (batch * gl.num_programs(1) * group + query_head) * padded_queries
         mbarrier.wait(q_empty.index(stage), free)
-        mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
-        async_load(q_desc, [batch, query_head, start, 0], q_full.index(stage), q_s.index(stage))
+        mbarrier.expect(q_full.index(stage), BLOCK_Q * (D + TAIL) * 2 + BLOCK_Q * 4)
+        _load(q_desc, batch, query_head, start, q_full.index(stage), q_s, stage, D, TAIL)
         async_load(lse_desc, [statistics + start], q_full.index(stage), lse_s.index(stage))
         mbarrier.wait(grad_out_empty.index(stage), free)
-        mbarrier.expect(grad_out_full.index(stage), grad_out_desc.block_type.nbytes + delta_desc.block_type.nbytes)
-        async_load(grad_out_desc, [batch, query_head, start, 0], grad_out_full.index(stage), grad_out_s.index(stage))
+        mbarrier.expect(grad_out_full.index(stage), BLOCK_Q * (D + TAIL) * 2 + BLOCK_Q * 4)
+        _load(grad_out_desc, batch, query_head, start, grad_out_full.index(stage), grad_out_s, stage, D, TAIL)
         async_load(delta_desc, [statistics + start], grad_out_full.index(stage), delta_s.index(stage))
 
 
@@ -103,25 +203,27 @@ def _dkdv_consumer(
     C: gl.constexpr, grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, keys_s, queries_s, kv_full,
     q_full, q_empty, grad_out_full, grad_out_empty,
     group, num_queries, num_keys, scale_log2,
-    BLOCK_Q: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, GROUPED: gl.constexpr,
+    BLOCK_Q: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    GROUPED: gl.constexpr,
 ):  # fmt: skip
-    DTYPE: gl.constexpr = grad_k_desc.dtype
+    DTYPE: gl.constexpr = grad_k_desc[0].dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_Q, 16]
     )
     GRAD: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAD, k_width=2)
+    PARTS: gl.constexpr = 2 if TAIL else 1
     COLS: gl.constexpr = gl.SliceLayout(0, SCORES)
     k0 = gl.program_id(0) * 128
     q0, num_tiles = _dkdv_tiles(k0, num_queries, num_keys, BLOCK_Q, CAUSAL)
     k1 = k0 + C * 64
     # A key is seen by the queries from its own place on, counted here from the first query of the walk.
     diagonal = k1 - (num_keys - num_queries) - q0
-    grad_k = gl.zeros([64, D], gl.float32, layout=GRAD)
-    grad_v = gl.zeros([64, D], gl.float32, layout=GRAD)
+    grad_k = _zeros(D, TAIL)
+    grad_v = _zeros(D, TAIL)
     grad_scores_low = gl.zeros([64, BLOCK_Q], DTYPE, layout=OPERAND)
-    k = k_s.index(C).reshape([64, D])
-    v = v_s.index(C).reshape([64, D])
+    k = _tile(k_s, C, 64, D, TAIL)
+    v = _tile(v_s, C, 64, D, TAIL)
     mbarrier.wait(kv_full.index(C), 0)
     # The product into dK is issued one tile later, ahead of the next scores: a product in flight over the loop's back
     # edge makes ptxas serialise all of them (C7512). The first one is of zeros.
@@ -129,24 +231,16 @@ def _dkdv_consumer(
         stage = i % STAGES
         full = (i // STAGES) & 1
         before = (i - (i > 0).to(gl.int32)) % STAGES
-        q = q_s.index(stage).reshape([BLOCK_Q, D])
-        grad_out = grad_out_s.index(stage).reshape([BLOCK_Q, D])
+        q = _tile(q_s, stage, BLOCK_Q, D, TAIL)
+        grad_out = _tile(grad_out_s, stage, BLOCK_Q, D, TAIL)
         mbarrier.wait(q_full.index(stage), full)
-        grad_k_mma = warpgroup_mma(grad_scores_low, q_s.index(before).reshape([BLOCK_Q, D]), grad_k, is_async=True)
-        scores_mma = warpgroup_mma(
-            k, q.permute((1, 0)), gl.zeros([64, BLOCK_Q], gl.float32, layout=SCORES), use_acc=False, is_async=True
-        )
-        grad_k = warpgroup_mma_wait(1, deps=(grad_k_mma,))
+        grad_k_mma = _plus_product(grad_scores_low, _tile(q_s, before, BLOCK_Q, D, TAIL), grad_k, TAIL)
+        scores_mma = _times_transposed(k, q, gl.zeros([64, BLOCK_Q], gl.float32, layout=SCORES), TAIL)
+        grad_k = _wait(1, grad_k_mma, TAIL)
         mbarrier.arrive(q_empty.index(before), count=1, pred=i > 0)
         mbarrier.wait(grad_out_full.index(stage), full)
-        grad_p_mma = warpgroup_mma(
-            v,
-            grad_out.permute((1, 0)),
-            gl.zeros([64, BLOCK_Q], gl.float32, layout=SCORES),
-            use_acc=False,
-            is_async=True,
-        )
-        scores = warpgroup_mma_wait(1, deps=(scores_mma,))
+        grad_p_mma = _times_transposed(v, grad_out, gl.zeros([64, BLOCK_Q], gl.float32, layout=SCORES), TAIL)
+        scores = warpgroup_mma_wait(PARTS, deps=(scores_mma,))
         if CAUSAL:
             below = diagonal - (i % num_tiles if GROUPED else i) * BLOCK_Q
             if below > -63:
@@ -156,69 +250,39 @@ def _dkdv_consumer(
         lse = lse_s.index(stage).load(COLS)
         p = gl.exp2(scores * scale_log2 - lse[None, :])
         p_low = gl.convert_layout(to_low(p, DTYPE), OPERAND)
-        grad_v_mma = warpgroup_mma(p_low, grad_out, grad_v, is_async=True)
-        grad_p = warpgroup_mma_wait(1, deps=(grad_p_mma,))
+        grad_v_mma = _plus_product(p_low, grad_out, grad_v, TAIL)
+        grad_p = warpgroup_mma_wait(PARTS, deps=(grad_p_mma,))
         delta = delta_s.index(stage).load(COLS)
         grad_scores_low = gl.convert_layout(to_low(p * (grad_p - delta[None, :]), DTYPE), OPERAND)
-        grad_v = warpgroup_mma_wait(0, deps=(grad_v_mma,))
+        grad_v = _wait(0, grad_v_mma, TAIL)
         mbarrier.arrive(grad_out_empty.index(stage), count=1)
     if num_tiles > 0:
-        grad_k = warpgroup_mma(
-            grad_scores_low, q_s.index((num_tiles * group - 1) % STAGES).reshape([BLOCK_Q, D]), grad_k
-        )
+        q = _tile(q_s, (num_tiles * group - 1) % STAGES, BLOCK_Q, D, TAIL)
+        grad_k = _wait(0, _plus_product(grad_scores_low, q, grad_k, TAIL), TAIL)
     # Only this warpgroup reads its halves of K and V: they carry the results out, and TMA clips rows past the end.
-    v.store(grad_v.to(DTYPE))
-    k.store((grad_k * (scale_log2 * LN_2)).to(DTYPE))
+    _put(grad_v, 1.0, v, TAIL)
+    _put(grad_k, scale_log2 * LN_2, k, TAIL)
     fence_async_shared()
     head = gl.program_id(1)
     batch = gl.program_id(2)
-    async_store(grad_v_desc, [batch, head, k1, 0], v_s.index(C))
-    async_store(grad_k_desc, [batch, head, k1, 0], k_s.index(C))
+    _store(grad_v_desc, batch, head, k1, v_s, C, D, TAIL)
+    _store(grad_k_desc, batch, head, k1, k_s, C, D, TAIL)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _dkdv_consumer_0(
-    grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, keys_s, queries_s, kv_full, q_full, q_empty,
-    grad_out_full, grad_out_empty,
-    group, num_queries, num_keys, scale_log2,
-    BLOCK_Q: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, GROUPED: gl.constexpr,
-):  # fmt: skip
-    _dkdv_consumer(
-        0, grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, keys_s, queries_s, kv_full, q_full,
-        q_empty, grad_out_full, grad_out_empty,
-        group, num_queries, num_keys, scale_log2, BLOCK_Q, D, STAGES, CAUSAL, GROUPED,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _dkdv_consumer_1(
-    grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, keys_s, queries_s, kv_full, q_full, q_empty,
-    grad_out_full, grad_out_empty,
-    group, num_queries, num_keys, scale_log2,
-    BLOCK_Q: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, GROUPED: gl.constexpr,
-):  # fmt: skip
-    _dkdv_consumer(
-        1, grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, keys_s, queries_s, kv_full, q_full,
-        q_empty, grad_out_full, grad_out_empty,
-        group, num_queries, num_keys, scale_log2, BLOCK_Q, D, STAGES, CAUSAL, GROUPED,
-    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_bwd_dkdv_kernel(
-    q_desc, grad_out_desc, k_desc, v_desc, grad_k_desc, grad_v_desc, lse_desc, delta_desc, group, num_queries,
-    num_keys,
-    padded_queries, scale_log2,
-    BLOCK_Q: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, GROUPED: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    q_desc, q_tail_desc, grad_out_desc, grad_out_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc,
+    grad_k_desc, grad_k_tail_desc, grad_v_desc, grad_v_tail_desc,
+    lse_desc, delta_desc, group, num_queries, num_keys, padded_queries, scale_log2,
+    BLOCK_Q: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    GROUPED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 128 keys of one head; when causal the first tiles, seen by the most queries, start first."""
-    DTYPE: gl.constexpr = q_desc.dtype
-    q_s = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_Q, D], q_desc.layout)
-    grad_out_s = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_Q, D], grad_out_desc.layout)
-    k_s = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, D], v_desc.layout)
+    q_s = _buffers(q_desc, q_tail_desc, STAGES, BLOCK_Q, D, TAIL)
+    grad_out_s = _buffers(grad_out_desc, grad_out_tail_desc, STAGES, BLOCK_Q, D, TAIL)
+    k_s = _buffers(k_desc, k_tail_desc, 2, 64, D, TAIL)
+    v_s = _buffers(v_desc, v_tail_desc, 2, 64, D, TAIL)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], lse_desc.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], delta_desc.layout)
     # The numbers from 0 on, for the masks.
@@ -244,15 +308,16 @@ def hopper_bwd_dkdv_kernel(
     # Written out: a tuple that is first given a name loses its compile-time constants.
     gl.warp_specialize(
         [
-            (_dkdv_consumer_0, (grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, keys_s,
-             queries_s, kv_full, q_full, q_empty, grad_out_full, grad_out_empty, group, num_queries, num_keys,
-             scale_log2, BLOCK_Q, D, STAGES, CAUSAL, GROUPED,)),
-            (_dkdv_consumer_1, (grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, keys_s,
-             queries_s, kv_full, q_full, q_empty, grad_out_full, grad_out_empty, group, num_queries, num_keys,
-             scale_log2, BLOCK_Q, D, STAGES, CAUSAL, GROUPED,)),
-            (_dkdv_producer, (q_desc, grad_out_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, grad_out_s, k_s, v_s,
-             lse_s, delta_s, kv_full, q_full, q_empty, grad_out_full, grad_out_empty, group, num_queries, num_keys,
-             padded_queries, BLOCK_Q, STAGES, CAUSAL,)),
+            (_dkdv_consumer, (0, (grad_k_desc, grad_k_tail_desc), (grad_v_desc, grad_v_tail_desc), q_s, grad_out_s, k_s,
+             v_s, lse_s, delta_s, keys_s, queries_s, kv_full, q_full, q_empty, grad_out_full, grad_out_empty, group,
+             num_queries, num_keys, scale_log2, BLOCK_Q, D, TAIL, STAGES, CAUSAL, GROUPED)),
+            (_dkdv_consumer, (1, (grad_k_desc, grad_k_tail_desc), (grad_v_desc, grad_v_tail_desc), q_s, grad_out_s, k_s,
+             v_s, lse_s, delta_s, keys_s, queries_s, kv_full, q_full, q_empty, grad_out_full, grad_out_empty, group,
+             num_queries, num_keys, scale_log2, BLOCK_Q, D, TAIL, STAGES, CAUSAL, GROUPED)),
+            (_dkdv_producer, ((q_desc, q_tail_desc), (grad_out_desc, grad_out_tail_desc), (k_desc, k_tail_desc),
+             (v_desc, v_tail_desc), lse_desc, delta_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, kv_full, q_full,
+             q_empty, grad_out_full, grad_out_empty, group, num_queries, num_keys, padded_queries, BLOCK_Q, D, TAIL,
+             STAGES, CAUSAL)),
         ],
         [4, 1],
         [REGISTERS, PRODUCER_REGISTERS],
@@ -285,25 +350,25 @@ def _dq_tiles(q0, num_queries, num_keys, BLOCK_K: gl.constexpr, CAUSAL: gl.const
 def _dq_producer(
     q_desc, grad_out_desc, k_desc, v_desc, q_s, grad_out_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
     group, num_queries, num_keys,
-    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     q0 = _dq_start(CAUSAL)
     head = gl.program_id(1)
     batch = gl.program_id(2)
     num_tiles = _dq_tiles(q0, num_queries, num_keys, BLOCK_K, CAUSAL)
     for c in gl.static_range(2):
-        mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes + grad_out_desc.block_type.nbytes)
-        async_load(q_desc, [batch, head, q0 + c * 64, 0], q_full.index(c), q_s.index(c))
-        async_load(grad_out_desc, [batch, head, q0 + c * 64, 0], q_full.index(c), grad_out_s.index(c))
+        mbarrier.expect(q_full.index(c), 2 * 64 * (D + TAIL) * 2)
+        _load(q_desc, batch, head, q0 + c * 64, q_full.index(c), q_s, c, D, TAIL)
+        _load(grad_out_desc, batch, head, q0 + c * 64, q_full.index(c), grad_out_s, c, D, TAIL)
     for i in range(num_tiles):
         stage = i % STAGES
         free = ((i // STAGES) & 1) ^ 1
         mbarrier.wait(k_empty.index(stage), free)
-        mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-        async_load(k_desc, [batch, head // group, i * BLOCK_K, 0], k_full.index(stage), k_s.index(stage))
+        mbarrier.expect(k_full.index(stage), BLOCK_K * (D + TAIL) * 2)
+        _load(k_desc, batch, head // group, i * BLOCK_K, k_full.index(stage), k_s, stage, D, TAIL)
         mbarrier.wait(v_empty.index(stage), free)
-        mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-        async_load(v_desc, [batch, head // group, i * BLOCK_K, 0], v_full.index(stage), v_s.index(stage))
+        mbarrier.expect(v_full.index(stage), BLOCK_K * (D + TAIL) * 2)
+        _load(v_desc, batch, head // group, i * BLOCK_K, v_full.index(stage), v_s, stage, D, TAIL)
 
 
 @gluon.jit
@@ -311,14 +376,15 @@ def _dq_consumer(
     C: gl.constexpr, grad_q_desc, lse_ptr, delta_ptr, q_s, grad_out_s, k_s, v_s, q_full, k_full, k_empty, v_full,
     v_empty,
     num_queries, num_keys, padded_queries, scale_log2,
-    BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    DTYPE: gl.constexpr = grad_q_desc.dtype
+    DTYPE: gl.constexpr = grad_q_desc[0].dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_K, 16]
     )
     GRAD: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAD, k_width=2)
+    PARTS: gl.constexpr = 2 if TAIL else 1
     q0 = _dq_start(CAUSAL)
     head = gl.program_id(1)
     batch = gl.program_id(2)
@@ -338,26 +404,26 @@ def _dq_consumer(
     delta = gl.load(delta_ptr + statistics + rows)[:, None]
     p = gl.zeros([64, BLOCK_K], gl.float32, layout=SCORES)
     grad_scores = gl.zeros([64, BLOCK_K], gl.float32, layout=SCORES)
-    grad_q = gl.zeros([64, D], gl.float32, layout=GRAD)
+    grad_q = _zeros(D, TAIL)
     grad_scores_low = gl.zeros([64, BLOCK_K], DTYPE, layout=OPERAND)
-    q = q_s.index(C).reshape([64, D])
-    grad_out = grad_out_s.index(C).reshape([64, D])
+    q = _tile(q_s, C, 64, D, TAIL)
+    grad_out = _tile(grad_out_s, C, 64, D, TAIL)
     mbarrier.wait(q_full.index(C), 0)
     # As in dK/dV: the product into dQ is issued one tile later, and the first one is of zeros.
     for i in range(num_tiles):
         stage = i % STAGES
         full = (i // STAGES) & 1
         before = (i - (i > 0).to(gl.int32)) % STAGES
-        k = k_s.index(stage).reshape([BLOCK_K, D])
-        v = v_s.index(stage).reshape([BLOCK_K, D])
+        k = _tile(k_s, stage, BLOCK_K, D, TAIL)
+        v = _tile(v_s, stage, BLOCK_K, D, TAIL)
         mbarrier.wait(k_full.index(stage), full)
-        grad_q_mma = warpgroup_mma(grad_scores_low, k_s.index(before).reshape([BLOCK_K, D]), grad_q, is_async=True)
-        scores_mma = warpgroup_mma(q, k.permute((1, 0)), p, use_acc=False, is_async=True)
-        grad_q = warpgroup_mma_wait(1, deps=(grad_q_mma,))
+        grad_q_mma = _plus_product(grad_scores_low, _tile(k_s, before, BLOCK_K, D, TAIL), grad_q, TAIL)
+        scores_mma = _times_transposed(q, k, p, TAIL)
+        grad_q = _wait(1, grad_q_mma, TAIL)
         mbarrier.arrive(k_empty.index(before), count=1, pred=i > 0)
         mbarrier.wait(v_full.index(stage), full)
-        grad_p_mma = warpgroup_mma(grad_out, v.permute((1, 0)), grad_scores, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=(scores_mma,))
+        grad_p_mma = _times_transposed(grad_out, v, grad_scores, TAIL)
+        scores = warpgroup_mma_wait(PARTS, deps=(scores_mma,))
         p = gl.exp2(scores * scale_log2 - lse)
         if i * BLOCK_K + BLOCK_K > full_end:
             p = gl.where(cols[None, :] < (ends - i * BLOCK_K)[:, None], p, 0.0)
@@ -366,49 +432,27 @@ def _dq_consumer(
         grad_scores = p * (grad_p - delta)
         grad_scores_low = gl.convert_layout(to_low(grad_scores, DTYPE), OPERAND)
     if num_tiles > 0:
-        grad_q = warpgroup_mma(grad_scores_low, k_s.index((num_tiles - 1) % STAGES).reshape([BLOCK_K, D]), grad_q)
-    q.store((grad_q * (scale_log2 * LN_2)).to(DTYPE))
+        k = _tile(k_s, (num_tiles - 1) % STAGES, BLOCK_K, D, TAIL)
+        grad_q = _wait(0, _plus_product(grad_scores_low, k, grad_q, TAIL), TAIL)
+    _put(grad_q, scale_log2 * LN_2, q, TAIL)
     fence_async_shared()
-    async_store(grad_q_desc, [batch, head, q1, 0], q_s.index(C))
+    _store(grad_q_desc, batch, head, q1, q_s, C, D, TAIL)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _dq_consumer_0(
-    grad_q_desc, lse_ptr, delta_ptr, q_s, grad_out_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
-    num_queries, num_keys, padded_queries, scale_log2,
-    BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    _dq_consumer(
-        0, grad_q_desc, lse_ptr, delta_ptr, q_s, grad_out_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
-        num_queries, num_keys, padded_queries, scale_log2, BLOCK_K, D, STAGES, CAUSAL,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _dq_consumer_1(
-    grad_q_desc, lse_ptr, delta_ptr, q_s, grad_out_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
-    num_queries, num_keys, padded_queries, scale_log2,
-    BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    _dq_consumer(
-        1, grad_q_desc, lse_ptr, delta_ptr, q_s, grad_out_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
-        num_queries, num_keys, padded_queries, scale_log2, BLOCK_K, D, STAGES, CAUSAL,
-    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_bwd_dq_kernel(
-    q_desc, grad_out_desc, k_desc, v_desc, grad_q_desc, lse_ptr, delta_ptr,
-    group, num_queries, num_keys, padded_queries, scale_log2,
-    BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, REGISTERS: gl.constexpr,
+    q_desc, q_tail_desc, grad_out_desc, grad_out_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc,
+    grad_q_desc, grad_q_tail_desc,
+    lse_ptr, delta_ptr, group, num_queries, num_keys, padded_queries, scale_log2,
+    BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dQ of 128 queries of one head."""
-    DTYPE: gl.constexpr = q_desc.dtype
-    q_s = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, D], q_desc.layout)
-    grad_out_s = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, D], grad_out_desc.layout)
-    k_s = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_K, D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_K, D], v_desc.layout)
+    q_s = _buffers(q_desc, q_tail_desc, 2, 64, D, TAIL)
+    grad_out_s = _buffers(grad_out_desc, grad_out_tail_desc, 2, 64, D, TAIL)
+    k_s = _buffers(k_desc, k_tail_desc, STAGES, BLOCK_K, D, TAIL)
+    v_s = _buffers(v_desc, v_tail_desc, STAGES, BLOCK_K, D, TAIL)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -425,12 +469,15 @@ def hopper_bwd_dq_kernel(
     # Written out: a tuple that is first given a name loses its compile-time constants.
     gl.warp_specialize(
         [
-            (_dq_consumer_0, (grad_q_desc, lse_ptr, delta_ptr, q_s, grad_out_s, k_s, v_s, q_full, k_full, k_empty,
-             v_full, v_empty, num_queries, num_keys, padded_queries, scale_log2, BLOCK_K, D, STAGES, CAUSAL,)),
-            (_dq_consumer_1, (grad_q_desc, lse_ptr, delta_ptr, q_s, grad_out_s, k_s, v_s, q_full, k_full, k_empty,
-             v_full, v_empty, num_queries, num_keys, padded_queries, scale_log2, BLOCK_K, D, STAGES, CAUSAL,)),
-            (_dq_producer, (q_desc, grad_out_desc, k_desc, v_desc, q_s, grad_out_s, k_s, v_s, q_full, k_full, k_empty,
-             v_full, v_empty, group, num_queries, num_keys, BLOCK_K, STAGES, CAUSAL,)),
+            (_dq_consumer, (0, (grad_q_desc, grad_q_tail_desc), lse_ptr, delta_ptr, q_s, grad_out_s, k_s, v_s, q_full,
+             k_full, k_empty, v_full, v_empty, num_queries, num_keys, padded_queries, scale_log2, BLOCK_K, D, TAIL,
+             STAGES, CAUSAL)),
+            (_dq_consumer, (1, (grad_q_desc, grad_q_tail_desc), lse_ptr, delta_ptr, q_s, grad_out_s, k_s, v_s, q_full,
+             k_full, k_empty, v_full, v_empty, num_queries, num_keys, padded_queries, scale_log2, BLOCK_K, D, TAIL,
+             STAGES, CAUSAL)),
+            (_dq_producer, ((q_desc, q_tail_desc), (grad_out_desc, grad_out_tail_desc), (k_desc, k_tail_desc),
+             (v_desc, v_tail_desc), q_s, grad_out_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, group,
+             num_queries, num_keys, BLOCK_K, D, TAIL, STAGES, CAUSAL)),
         ],
         [4, 1],
         [REGISTERS, PRODUCER_REGISTERS],
@@ -438,6 +485,11 @@ def hopper_bwd_dq_kernel(
 
 
 # ---- launcher ------------------------------------------------------------------------------------------------
+
+
+def _described(tensors: list[tuple[Tensor, int]], tail: int) -> list[TensorDescriptor | None]:
+    """Describes tiles of so many rows of each tensor, each followed by its tail, or by None without one."""
+    return [part for x, num_rows in tensors for part in (tiles_of(x, num_rows), tail_of(x, num_rows, tail))]
 
 
 def hopper_backward(
@@ -461,28 +513,35 @@ def hopper_backward(
     """
     num_batches, num_heads, num_queries, head_dim = q_BHSD.shape
     num_key_heads, num_keys = k_BGSD.shape[1:3]
-    padded_queries = lse_log2_BHS.shape[-1]
-    lengths = (num_heads // num_key_heads, num_queries, num_keys, padded_queries, scale * LOG2_E)
-    flags = {"D": head_dim, "CAUSAL": causal, **launch_options(2)}
+    group = num_heads // num_key_heads
+    numbers = (group, num_queries, num_keys, lse_log2_BHS.shape[-1], scale * LOG2_E)
+    tail = TAILS[head_dim]
+    columns = {"D": 64 if tail else head_dim, "TAIL": tail}
     tiles = DKDV[head_dim]
-    statistics = (rows_of(x, tiles["BLOCK_Q"]) for x in (lse_log2_BHS, delta_BHS))
-    hopper_bwd_dkdv_kernel[triton.cdiv(num_keys, BLOCK), num_key_heads, num_batches](
-        *(tiles_of(x, tiles["BLOCK_Q"]) for x in (q_BHSD, grad_out_BHSD)),
-        *(tiles_of(x, ROWS) for x in (k_BGSD, v_BGSD, grad_k_BGSD, grad_v_BGSD)),
-        *statistics,
-        *lengths,
-        GROUPED=num_heads > num_key_heads,
-        **tiles,
-        **flags,
+    walked = tiles["BLOCK_Q"]
+    described = _described(
+        [(q_BHSD, walked), (grad_out_BHSD, walked), *((x, ROWS) for x in (k_BGSD, v_BGSD, grad_k_BGSD, grad_v_BGSD))],
+        tail,
+    )
+    statistics = (rows_of(lse_log2_BHS, walked), rows_of(delta_BHS, walked))
+    launch(
+        hopper_bwd_dkdv_kernel,
+        (triton.cdiv(num_keys, BLOCK), num_key_heads, num_batches),
+        q_BHSD.dtype,
+        (*described, *statistics, *numbers),
+        {"BLOCK_Q": walked, **columns, "STAGES": tiles["STAGES"], "CAUSAL": causal, "GROUPED": group > 1},
+        consumers=2,
     )
     tiles = DQ[head_dim]
-    hopper_bwd_dq_kernel[triton.cdiv(num_queries, BLOCK), num_heads, num_batches](
-        *(tiles_of(x, ROWS) for x in (q_BHSD, grad_out_BHSD)),
-        *(tiles_of(x, tiles["BLOCK_K"]) for x in (k_BGSD, v_BGSD)),
-        tiles_of(grad_q_BHSD, ROWS),
-        lse_log2_BHS,
-        delta_BHS,
-        *lengths,
-        **tiles,
-        **flags,
+    walked = tiles["BLOCK_K"]
+    described = _described(
+        [(q_BHSD, ROWS), (grad_out_BHSD, ROWS), (k_BGSD, walked), (v_BGSD, walked), (grad_q_BHSD, ROWS)], tail
+    )
+    launch(
+        hopper_bwd_dq_kernel,
+        (triton.cdiv(num_queries, BLOCK), num_heads, num_batches),
+        q_BHSD.dtype,
+        (*described, lse_log2_BHS, delta_BHS, *numbers),
+        {"BLOCK_K": walked, **columns, "STAGES": tiles["STAGES"], "CAUSAL": causal},
+        consumers=2,
     )

@@ -23,6 +23,10 @@ LN_2 = gl.constexpr(math.log(2))
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
+# Columns past the first 64, by head dimension: products of 64 and of 16 or 32 columns cost what 80 or 96 do, where one
+# tile, a power of two wide, would be padded to 128.
+TAILS = {64: 0, 72: 16, 80: 16, 96: 32, 128: 0}
+
 # By the number of consumers: the warps' equal shares of the register file at the start, and what a consumer has of it
 # once the warps that only move tiles have given all but 24 of their own away.
 START_REGISTERS = {2: 168, 3: 128}
@@ -40,26 +44,66 @@ def num_multiprocessors(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
+_compiled = {}
+
+
+def launch(kernel, grid: tuple[int, int, int], dtype: torch.dtype, arguments: tuple, constants: dict, consumers: int):
+    """Launches a kernel whose parameters are the arguments and then the constants, in their order.
+
+    Triton's own way to a compiled kernel describes every argument in words each time, 20 µs a descriptor. Here the
+    constants, the dtype and the device name the kernel: what else it could depend on is fixed (lengths are not
+    specialised, statistics are aligned).
+    """
+    options = launch_options(consumers)
+    constants |= {"REGISTERS": options.pop("REGISTERS")}
+    key = (kernel, torch.cuda.current_device(), dtype, *constants.values())
+    if key in _compiled:
+        _compiled[key][grid](*arguments, *constants.values())
+    else:
+        _compiled[key] = kernel[grid](*arguments, **constants, **options)
+
+
 # ---- tiles ------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def tile_layout() -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 
 
+@functools.cache
+def tail_layout(tail: int) -> gl.NVMMASharedLayout:
+    """The layout of the last columns of a head dimension that is no power of two: 16 or 32 of them."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=2 * tail, element_bitwidth=16, rank=4)
+
+
+@functools.cache
 def row_layout() -> gl.NVMMASharedLayout:
     """The layout of a row of fp32 statistics."""
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
-def tiles_of(x_BHSD: Tensor, num_rows: int) -> TensorDescriptor:
-    """Describes tiles of (1, 1, num_rows, D) that never cross into the next head."""
-    batch, heads, length, head_dim = x_BHSD.shape
+def _described(x_BHSD: Tensor, num_rows: int, num_cols: int, layout: gl.NVMMASharedLayout) -> TensorDescriptor:
+    batch, heads, length, head_dim = shape = list(x_BHSD.shape)
+    stride_b, stride_h, stride_s, _ = x_BHSD.stride()
     # A dimension of one element may have any stride, of which TMA would still ask for a multiple of 16 bytes.
     strides = [
-        head_dim if n == 1 else stride for n, stride in zip((batch, heads, length), x_BHSD.stride(), strict=False)
+        head_dim if batch == 1 else stride_b,
+        head_dim if heads == 1 else stride_h,
+        head_dim if length == 1 else stride_s,
+        1,
     ]
-    return TensorDescriptor(x_BHSD, list(x_BHSD.shape), [*strides, 1], [1, 1, num_rows, head_dim], tile_layout())
+    return TensorDescriptor(x_BHSD, shape, strides, [1, 1, num_rows, num_cols], layout)
+
+
+def tiles_of(x_BHSD: Tensor, num_rows: int) -> TensorDescriptor:
+    """Describes tiles of (1, 1, num_rows, 64 or 128) that never cross into the next head."""
+    return _described(x_BHSD, num_rows, 128 if x_BHSD.shape[-1] == 128 else 64, tile_layout())
+
+
+def tail_of(x_BHSD: Tensor, num_rows: int, tail: int) -> TensorDescriptor | None:
+    """Describes the columns from 64 on: tiles of (1, 1, num_rows, tail), zeros past the head dimension."""
+    return _described(x_BHSD, num_rows, tail, tail_layout(tail)) if tail else None
 
 
 def rows_of(statistics: Tensor, num_rows: int) -> TensorDescriptor:
