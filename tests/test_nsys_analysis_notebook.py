@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import sqlite3
@@ -38,6 +39,9 @@ CANARY = "a-canary-that-sings-in-no-file"
 def this_device_is_a_cpu(request, monkeypatch):
     if "gpu" not in request.keywords:
         monkeypatch.setattr(experiment.hardware, "detect", lambda: CPU)
+    monkeypatch.setattr(
+        experiment, "_freeze", lambda: None
+    )  # a worker ends without looking back; this process does not
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -482,6 +486,7 @@ def record(size, context, precision, attention, phase, *, softmax=1.0, **changes
     return Record(**{**base, **changes})
 
 
+@functools.cache
 def profiles(change=None) -> pd.DataFrame:
     """The frame of invented records; `change` gives the records of a case and phase other contents."""
     records = [

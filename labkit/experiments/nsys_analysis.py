@@ -569,6 +569,7 @@ def main(arguments: Sequence[str]) -> None:
 
         _freeze()
         serve(json.loads(asked.read_text(encoding="utf-8")), answer, hardware.detect())
+    gc.unfreeze()  # or its modules are reported as leaks when the process ends
 
 
 if __name__ == "__main__":

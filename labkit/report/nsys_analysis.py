@@ -723,8 +723,7 @@ def figure_timeline(frame: pd.DataFrame, precision: str, attention: str = "eager
         kernel_class=lambda t: [classes[n] for n in t["kernel_class"]],
         phase=lambda t: [phases[n] if n >= 0 else "outside" for n in t["phase"]],
     )
-    figure = Figure(figsize=(11, 5.2), layout="constrained")
-    whole, closer = figure.subplots(2, 1)
+    figure, (whole, closer) = figures.panels(2, num_columns=1, width=11, height=2.6)
     _draw_launches(whole, launches)
     middle = launches[launches["phase"] == "forward"]["block"].max() // 2
     block = launches[(launches["phase"] == "forward") & (launches["block"] == middle)]
