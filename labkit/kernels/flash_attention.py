@@ -35,6 +35,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from labkit.kernels.flash_attention_tiled import tiled_attention_backward, tiled_attention_forward
@@ -45,7 +48,8 @@ PRECISIONS = ("ieee", "tf32")
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILED_DTYPES = (*TRITON_DTYPES, torch.float64)
 GLUON_DTYPES = (torch.bfloat16, torch.float16)
-GLUON_HEAD_DIMS = (64, 128)
+GLUON_HEAD_DIMS = (64, 72, 80, 96, 128)
+SINGLE_PASS_HEAD_DIMS = (64, 128)
 
 # ---- tile configurations --------------------------------------------------------------------------------------
 
@@ -1002,7 +1006,8 @@ def flash_attention_backward(
     """Launches the backward kernels; returns the gradients of q, k and v, shaped as they are.
 
     `deterministic=False` takes "gluon" through its single pass, which adds the shares of q's gradient in no fixed
-    order; grouped heads, "triton", and a Triton whose Gluon lacks that addition keep the two deterministic kernels.
+    order; other head dimensions than 64 and 128, grouped heads, "triton", and a Triton whose Gluon lacks that addition
+    keep the two deterministic kernels.
     """
     problem = _problem(q, k, left, right, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     packed = cu_seqlens_q is not None
@@ -1051,7 +1056,8 @@ def flash_attention_backward(
             PADDING=STATISTICS_PADDING,
         )
         if impl == "gluon":
-            single_pass = not deterministic and group == 1 and hopper_single_unavailable() is None
+            single_pass = not deterministic and group == 1 and problem.head_dim in SINGLE_PASS_HEAD_DIMS
+            single_pass = single_pass and hopper_single_unavailable() is None
             hopper_backward = _hopper("_single" if single_pass else "_backward").hopper_backward
             hopper_backward(
                 grad_out_4d,
@@ -1127,8 +1133,8 @@ def resolve_impl(q: Tensor, impl: str = "auto", *, left: int = -1, right: int = 
     Args:
         q: the queries; their device, dtype and head dimension decide.
         impl: one of IMPLS. "auto" is "gluon" on a Hopper GPU for what those kernels take (bf16 and fp16, head
-            dimension 64 or 128, no window, not packed), else "triton" on a CUDA device in a dtype that it takes, else
-            "tiled".
+            dimension 64, 72, 80, 96 or 128, no window, not packed), else "triton" on a CUDA device in a dtype that it
+            takes, else "tiled".
         left, right: the mask's limits, −1 for none; (−1, 0) is causal.
         packed: whether sequences are packed.
 
@@ -1305,8 +1311,7 @@ def _rows(x: Tensor, rows: slice) -> Tensor:
     return x[rows].transpose(0, 1).unsqueeze(0)
 
 
-@torch.library.custom_op("labkit::flash_attention_forward", mutates_args=())
-def _forward_op(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -1343,6 +1348,9 @@ def _forward_op(
     return out, lse
 
 
+_forward_op = torch.library.custom_op("labkit::flash_attention_forward", _forward, mutates_args=())
+
+
 def _empty_outputs(q: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
     lse_shape = (q.shape[1], q.shape[0]) if packed else q.shape[:-1]
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -1368,8 +1376,7 @@ def _(
     return _empty_outputs(q, cu_seqlens_q is not None)
 
 
-@torch.library.custom_op("labkit::flash_attention_backward", mutates_args=())
-def _backward_op(
+def _gradients(
     grad_out: Tensor,
     q: Tensor,
     k: Tensor,
@@ -1418,6 +1425,9 @@ def _backward_op(
     return grads
 
 
+_backward_op = torch.library.custom_op("labkit::flash_attention_backward", _gradients, mutates_args=())
+
+
 @_backward_op.register_fake
 def _(grad_out, q, k, v, *_):
     return _empty_like_layout(q), _empty_like_layout(k), _empty_like_layout(v)
@@ -1436,6 +1446,18 @@ def _backward(ctx, grad_out: Tensor, _grad_lse):
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _Eager(torch.autograd.Function):
+    """The operators without the way through the dispatcher, which takes a custom operator longer than its launch."""
+
+    forward = staticmethod(_forward)
+    setup_context = staticmethod(_setup_context)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out: Tensor, _grad_lse):
+        return *_gradients(grad_out, *ctx.saved_tensors, *ctx.options), *(None,) * (2 + len(ctx.options))
 
 
 def flash_attention(
@@ -1472,7 +1494,8 @@ def flash_attention(
         impl: "gluon" (Hopper), "triton" (CUDA), "tiled" (plain PyTorch, any device) or "auto"; see `resolve_impl`.
         deterministic: whether gradients are equal bit for bit between runs. False: gradients from one pass over the
             tiles on a Hopper GPU, summed in no fixed order: faster, and not equal bit for bit between runs. It takes
-            4·n_queries·d bytes a head more, and changes nothing with grouped heads or where `impl` is not "gluon".
+            4·n_queries·d bytes a head more, and changes nothing where `impl` is not "gluon", with grouped heads, or
+            with a head dimension other than 64 and 128.
 
     Returns:
         The output, shaped as q and of its dtype (of the autocast dtype under autocast); zeros for a query that sees
@@ -1522,5 +1545,7 @@ def flash_attention(
         impl,
         deterministic,
     )
-    out, _ = _forward_op(q, k, v, *options)
+    # Whatever looks at operators (a compiler, a mode, a subclass of tensors) is shown one.
+    observed = torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or type(q) not in (Tensor, Parameter)
+    out, _ = (_forward_op if observed else _Eager.apply)(q, k, v, *options)
     return out

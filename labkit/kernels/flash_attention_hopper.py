@@ -2,23 +2,26 @@
 
     S = scale · Q Kᵀ    P = softmax(S)    O = P V    L = log Σ exp S
 
-Shapes: (batch, heads, length, D), D 64 or 128, bf16 or fp16, causal (aligned to the bottom right) or not. Everything
-else that `flash_attention` takes runs in its Triton kernels.
+Shapes: (batch, heads, length, D), D 64, 72, 80, 96 or 128, bf16 or fp16, causal (aligned to the bottom right) or not.
+Everything else that `flash_attention` takes runs in its Triton kernels.
 
 Ideal cost per head: 4·Q·K·D FLOPs, halved when causal.
 
 How a program is laid out: a producer warp issues TMA loads into rings of tiles, each guarded by a barrier for "full"
 and one for "empty"; consumer warpgroups of 64 rows each multiply. The producer gives its registers to them.
 - The product of tile i − 1 with V runs under the softmax of tile i. Three consumers at D 64, where the exponentials
-  take as long as the products: one multiplies while the others take theirs. Two at D 128, whose accumulators need the
-  registers. Short tiles run in persistent programs.
+  take as long as the products: one multiplies while the others take theirs. Two elsewhere: the accumulators need the
+  registers.
+- A program takes one tile of queries after another, and the next queries load under the end of the last. There are two
+  buffers for them; the output leaves through the one that its queries came in.
+- D 72, 80 and 96 are 64 columns and a tail of 16 or 32, each with its own tiles, products and accumulator.
 - A descriptor has batch, head, row and column as dimensions of their own: TMA loads zeros past a sequence's last row
   and stores nothing there.
 
 Sources: Shah et al. 2024, "FlashAttention-3"; Dao 2023, "FlashAttention-2".
 """
 
-import triton
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -35,10 +38,12 @@ from labkit.kernels.hopper import (
     LOG2_E,
     PRODUCER_REGISTERS,
     ROWS,
+    TAILS,
     async_load,
     async_store,
-    launch_options,
+    launch,
     num_multiprocessors,
+    tail_of,
     tiles_of,
     to_low,
 )
@@ -49,9 +54,21 @@ from labkit.kernels.hopper import (
 # a consumer (scores 64 × BLOCK_K and the accumulator of 64 rows · D); 227 KiB of shared memory, of which 128 rows take
 # 256·D bytes per tensor.
 FORWARD = {
-    64: {"BLOCK_K": 128, "STAGES": 3, "CONSUMERS": 3},
+    64: {"BLOCK_K": 128, "STAGES": 5, "CONSUMERS": 3},
+    72: {"BLOCK_K": 128, "STAGES": 2, "CONSUMERS": 2},
+    80: {"BLOCK_K": 128, "STAGES": 2, "CONSUMERS": 2},
+    96: {"BLOCK_K": 128, "STAGES": 3, "CONSUMERS": 2},
     128: {"BLOCK_K": 128, "STAGES": 2, "CONSUMERS": 2},
 }
+# Up to so many queries: 128 of them fill a tile where 192 often do not (256 queries: 343 TFLOP/s, not 225).
+SHORT = 1024
+FORWARD_SHORT = FORWARD | {64: {"BLOCK_K": 128, "STAGES": 4, "CONSUMERS": 2}}
+
+# A program that takes several tiles of queries loads the next one under the end of the last, which pays while tiles are
+# short (18 % at 1,024 keys). Causal tiles are of all lengths: from so many keys on the programs draw theirs from a
+# counter (5 % at 4,096, 8 % at 16,384). Others are shared out evenly, and when long by the hardware's own queue.
+PERSISTENT_UNTIL = 8192
+DYNAMIC_FROM = 2048
 
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them anew.
 LENGTHS = ("num_heads", "num_heads_total", "group", "num_queries", "num_keys")
@@ -64,7 +81,7 @@ def _fwd_tile(t, num_q_tiles, num_heads_total, CAUSAL: gl.constexpr):
     """Which tile of queries and which head (of all batches) the t-th one is.
 
     Heads one after another share their keys in the L2 cache. When causal the longest tiles of all heads come first:
-    the programs take them in turn, so that all of them are given equal work.
+    each program takes the next one when it is done.
     """
     if CAUSAL:
         tile = num_q_tiles - 1 - t // num_heads_total
@@ -73,6 +90,18 @@ def _fwd_tile(t, num_q_tiles, num_heads_total, CAUSAL: gl.constexpr):
         tile = t % num_q_tiles
         head = t // num_q_tiles
     return tile, head
+
+
+@gluon.jit
+def _fwd_next(t, turn, tile_s, tile_full, tile_empty, DYNAMIC: gl.constexpr):
+    """The consumer's tile after t: the one that the producer has drawn, or else the next in a fixed order."""
+    if DYNAMIC:
+        mbarrier.wait(tile_full.index(turn & 1), (turn >> 1) & 1)
+        t = gl.max(tile_s.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        mbarrier.arrive(tile_empty.index(turn & 1), count=1)
+    else:
+        t += gl.num_programs(0)
+    return t
 
 
 @gluon.jit
@@ -85,15 +114,33 @@ def _num_key_tiles(rows_end, num_queries, num_keys, BLOCK_K: gl.constexpr, CAUSA
 
 
 @gluon.jit
+def _load(desc, tail_desc, batch, head, row, full, tile, tail, TAIL: gl.constexpr):
+    """A tile of rows, and its columns from 64 on where the head dimension has them."""
+    nbytes: gl.constexpr = desc.block_type.nbytes + (tail_desc.block_type.nbytes if TAIL else 0)
+    mbarrier.expect(full, nbytes)
+    async_load(desc, [batch, head, row, 0], full, tile)
+    if TAIL:
+        async_load(tail_desc, [batch, head, row, 64], full, tail)
+
+
+@gluon.jit
 def _fwd_producer(
-    q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, q_s, q_tail_s, k_s, k_tail_s, v_s, v_tail_s,
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty, drawn_ptr,
     num_heads, num_heads_total, group, num_queries, num_keys,
-    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMERS: gl.constexpr,
+    BLOCK_K: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMERS: gl.constexpr,
+    DYNAMIC: gl.constexpr,
 ):  # fmt: skip
     num_q_tiles = (num_queries + 64 * CONSUMERS - 1) // (64 * CONSUMERS)
     j = 0
     turn = 0
-    for t in range(gl.program_id(0), num_q_tiles * num_heads_total, gl.num_programs(0)):
+    t = gl.program_id(0)
+    while t < num_q_tiles * num_heads_total:
+        if DYNAMIC:
+            # Drawn while this tile is still to be loaded.
+            following = gl.num_programs(0) + gl.atomic_add(drawn_ptr, 1)
+        else:
+            following = t + gl.num_programs(0)
         tile, head_total = _fwd_tile(t, num_q_tiles, num_heads_total, CAUSAL)
         batch = head_total // num_heads
         head = head_total % num_heads
@@ -104,17 +151,25 @@ def _fwd_producer(
             free = ((j // STAGES) & 1) ^ 1
             start = (num_tiles - 1 - i) * BLOCK_K
             mbarrier.wait(k_empty.index(stage), free)
-            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-            async_load(k_desc, [batch, head // group, start, 0], k_full.index(stage), k_s.index(stage))
+            _load(k_desc, k_tail_desc, batch, head // group, start, k_full.index(stage), k_s.index(stage),
+                  k_tail_s.index(stage), TAIL)  # fmt: skip
             if i == 0:
                 for c in gl.static_range(CONSUMERS):
-                    mbarrier.wait(q_empty.index(c), (turn & 1) ^ 1)
-                    mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes)
-                    async_load(q_desc, [batch, head, q0 + c * 64, 0], q_full.index(c), q_s.index(c))
+                    place = (turn & 1) * CONSUMERS + c
+                    mbarrier.wait(q_empty.index(place), ((turn >> 1) & 1) ^ 1)
+                    _load(q_desc, q_tail_desc, batch, head, q0 + c * 64, q_full.index(place), q_s.index(place),
+                          q_tail_s.index(place), TAIL)  # fmt: skip
             mbarrier.wait(v_empty.index(stage), free)
-            mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-            async_load(v_desc, [batch, head // group, start, 0], v_full.index(stage), v_s.index(stage))
+            _load(v_desc, v_tail_desc, batch, head // group, start, v_full.index(stage), v_s.index(stage),
+                  v_tail_s.index(stage), TAIL)  # fmt: skip
             j += 1
+        if DYNAMIC:
+            mbarrier.wait(tile_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+            tile_s.index(turn & 1).store(
+                gl.full([1], following, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+            )
+            mbarrier.arrive(tile_full.index(turn & 1), count=1)
+        t = following
         turn += 1
 
 
@@ -149,53 +204,83 @@ def _softmax(scores, maximum, total, scale_log2, MASKED: gl.constexpr):
 
 
 @gluon.jit
+def _scores(q, q_tail, k, k_tail, before, BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr):
+    """Q Kᵀ, in flight, in the registers of `before`: a tile of zeros would be as many more, set anew each time."""
+    scores = warpgroup_mma(q, k.reshape([BLOCK_K, D]).permute((1, 0)), before, use_acc=False, is_async=True)
+    if TAIL:
+        scores = warpgroup_mma(q_tail, k_tail.reshape([BLOCK_K, TAIL]).permute((1, 0)), scores, is_async=True)
+    return scores
+
+
+@gluon.jit
+def _values(p_low, v, v_tail, acc, acc_tail, BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr):
+    """P V added to both parts of the output, in flight."""
+    acc = warpgroup_mma(p_low, v.reshape([BLOCK_K, D]), acc, is_async=True)
+    if TAIL:
+        acc_tail = warpgroup_mma(p_low, v_tail.reshape([BLOCK_K, TAIL]), acc_tail, is_async=True)
+    return acc, acc_tail
+
+
+@gluon.jit
 def _fwd_step(
-    i, q, k_s, v_s, numbers_s, k_full, k_empty, v_full, v_empty, p, p_low, acc, maximum, total,
-    end, diagonal, scale_log2,
-    BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
-    SCORES: gl.constexpr, OUT: gl.constexpr,
+    i, q, q_tail, k_s, k_tail_s, v_s, v_tail_s, numbers_s, k_full, k_empty, v_full, v_empty, p, p_low, acc, acc_tail,
+    maximum, total, end, diagonal, scale_log2,
+    BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    MASKED: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr, OUT_TAIL: gl.constexpr,
 ):  # fmt: skip
     """The scores and the softmax of tile i, and the product with V of tile i − 1 under them."""
     stage = i % STAGES
     before = (i - 1) % STAGES
     mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
-    # The scores go where the last P was: a tile of zeros would be as many registers more, set anew for every tile.
-    k = k_s.index(stage).reshape([BLOCK_K, D])
-    scores_mma = warpgroup_mma(q, k.permute((1, 0)), p, use_acc=False, is_async=True)
+    scores_mma = _scores(q, q_tail, k_s.index(stage), k_tail_s.index(stage), p, BLOCK_K, D, TAIL)
     mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
-    acc_mma = warpgroup_mma(p_low, v_s.index(before).reshape([BLOCK_K, D]), acc, is_async=True)
-    scores = warpgroup_mma_wait(1, deps=(scores_mma,))
+    acc_mma, acc_tail_mma = _values(p_low, v_s.index(before), v_tail_s.index(before), acc, acc_tail, BLOCK_K, D, TAIL)
+    scores = warpgroup_mma_wait(2 if TAIL else 1, deps=(scores_mma,))
     mbarrier.arrive(k_empty.index(stage), count=1)
     if MASKED:
         scores = _fwd_mask(scores, numbers_s, end, diagonal, CAUSAL, SCORES)
     p, maximum, total, rescale = _softmax(scores, maximum, total, scale_log2, MASKED)
-    acc = warpgroup_mma_wait(0, deps=(acc_mma,))
+    if TAIL:
+        acc, acc_tail = warpgroup_mma_wait(0, deps=(acc_mma, acc_tail_mma))
+    else:
+        acc = warpgroup_mma_wait(0, deps=(acc_mma,))
     mbarrier.arrive(v_empty.index(before), count=1)
     acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
-    return p, gl.convert_layout(to_low(p, q.dtype), gl.DotOperandLayout(0, OUT, 2)), acc, maximum, total
+    if TAIL:
+        acc_tail = acc_tail * gl.convert_layout(rescale, gl.SliceLayout(1, OUT_TAIL))[:, None]
+    p_low = gl.convert_layout(to_low(p, q.dtype), gl.DotOperandLayout(0, OUT, 2))
+    return p, p_low, acc, acc_tail, maximum, total
 
 
 @gluon.jit
 def _fwd_consumer(
-    C: gl.constexpr, out_desc, lse_ptr, q_s, k_s, v_s, out_s, numbers_s,
-    q_full, q_empty, k_full, k_empty, v_full, v_empty,
+    C: gl.constexpr, out_desc, out_tail_desc, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s, v_tail_s, numbers_s,
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty,
     num_heads, num_heads_total, num_queries, num_keys, scale_log2,
-    BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN_K: gl.constexpr,
-    CONSUMERS: gl.constexpr,
+    BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    EVEN_K: gl.constexpr, CONSUMERS: gl.constexpr, DYNAMIC: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_K, 16]
     )
     OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    OUT_TAIL: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TAIL if TAIL else 16, 16]
+    )
     MASKED: gl.constexpr = CAUSAL or not EVEN_K
     num_q_tiles = (num_queries + 64 * CONSUMERS - 1) // (64 * CONSUMERS)
-    q = q_s.index(C).reshape([64, D])
     p = gl.zeros([64, BLOCK_K], gl.float32, layout=SCORES)
     # The number of the next key tile that the producer loads, counted over all tiles of queries.
     j = 0
     turn = 0
-    for t in range(gl.program_id(0), num_q_tiles * num_heads_total, gl.num_programs(0)):
+    t = gl.program_id(0)
+    while t < num_q_tiles * num_heads_total:
         tile, head_total = _fwd_tile(t, num_q_tiles, num_heads_total, CAUSAL)
+        place = (turn & 1) * CONSUMERS + C
+        q = q_s.index(place).reshape([64, D])
+        q_tail = q
+        if TAIL:
+            q_tail = q_tail_s.index(place).reshape([64, TAIL])
         q0 = tile * (64 * CONSUMERS)
         q1 = q0 + C * 64
         # The first key that the first query does not see; each further query sees one more.
@@ -216,125 +301,109 @@ def _fwd_consumer(
         maximum = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
         total = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, SCORES))
         acc = gl.zeros([64, D], gl.float32, layout=OUT)
-        mbarrier.wait(q_full.index(C), turn & 1)
+        acc_tail = gl.zeros([64, TAIL if TAIL else 16], gl.float32, layout=OUT_TAIL)
+        mbarrier.wait(q_full.index(place), (turn >> 1) & 1)
         mbarrier.wait(k_full.index(j % STAGES), (j // STAGES) & 1)
-        k = k_s.index(j % STAGES).reshape([BLOCK_K, D])
-        scores = warpgroup_mma(q, k.permute((1, 0)), p, use_acc=False)
+        scores_mma = _scores(q, q_tail, k_s.index(j % STAGES), k_tail_s.index(j % STAGES), p, BLOCK_K, D, TAIL)
+        scores = warpgroup_mma_wait(0, deps=(scores_mma,))
         mbarrier.arrive(k_empty.index(j % STAGES), count=1)
         start = (after - j - 1) * BLOCK_K
         if MASKED:
             scores = _fwd_mask(scores, numbers_s, num_keys - start, diagonal - start, CAUSAL, SCORES)
         p, maximum, total, _rescale = _softmax(scores, maximum, total, scale_log2, MASKED)
         p_low = gl.convert_layout(to_low(p, q.dtype), gl.DotOperandLayout(0, OUT, 2))
+        # The tile before has left its buffer, which the queries after this one may have. Only the thread that stored
+        # it can wait for that; the barrier in this tells the others.
+        tma.store_wait(0)
+        mbarrier.arrive(q_empty.index(CONSUMERS - place + 2 * C), count=1, pred=turn > 0)
         # What takes masks comes first, and the loop behind it takes none.
         first_full = j + 1
         if CAUSAL:
             first_full = gl.maximum(after - num_full, first_full)
             for i in range(j + 1, first_full):
                 start = (after - i - 1) * BLOCK_K
-                p, p_low, acc, maximum, total = _fwd_step(
-                    i, q, k_s, v_s, numbers_s, k_full, k_empty, v_full, v_empty, p, p_low, acc, maximum, total,
-                    num_keys - start, diagonal - start, scale_log2,
-                    BLOCK_K, D, STAGES, CAUSAL, True, SCORES, OUT,
+                p, p_low, acc, acc_tail, maximum, total = _fwd_step(
+                    i, q, q_tail, k_s, k_tail_s, v_s, v_tail_s, numbers_s, k_full, k_empty, v_full, v_empty,
+                    p, p_low, acc, acc_tail, maximum, total, num_keys - start, diagonal - start, scale_log2,
+                    BLOCK_K, D, TAIL, STAGES, CAUSAL, True, SCORES, OUT, OUT_TAIL,
                 )  # fmt: skip
         for i in range(first_full, after):
-            p, p_low, acc, maximum, total = _fwd_step(
-                i, q, k_s, v_s, numbers_s, k_full, k_empty, v_full, v_empty, p, p_low, acc, maximum, total,
-                0, 0, scale_log2,
-                BLOCK_K, D, STAGES, CAUSAL, False, SCORES, OUT,
+            p, p_low, acc, acc_tail, maximum, total = _fwd_step(
+                i, q, q_tail, k_s, k_tail_s, v_s, v_tail_s, numbers_s, k_full, k_empty, v_full, v_empty,
+                p, p_low, acc, acc_tail, maximum, total, 0, 0, scale_log2,
+                BLOCK_K, D, TAIL, STAGES, CAUSAL, False, SCORES, OUT, OUT_TAIL,
             )  # fmt: skip
-        # The queries of the next tile load under the end of this one. The barrier in this also tells all threads that
-        # the last output has left its buffer, which only the thread that stored it can wait for.
-        tma.store_wait(0)
-        mbarrier.arrive(q_empty.index(C), count=1)
         last = after - 1
         mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
-        acc = warpgroup_mma(p_low, v_s.index(last % STAGES).reshape([BLOCK_K, D]), acc)
-        mbarrier.arrive(v_empty.index(last % STAGES), count=1)
+        acc_mma, acc_tail_mma = _values(
+            p_low, v_s.index(last % STAGES), v_tail_s.index(last % STAGES), acc, acc_tail, BLOCK_K, D, TAIL
+        )
         # A row without any key: zeros, and −inf.
         divisor = gl.where(total == 0.0, 1.0, total)
-        acc = acc * gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, OUT))[:, None]
-        out_s.index(C).reshape([64, D]).store(acc.to(q.dtype))
-        fence_async_shared()
-        async_store(out_desc, [head_total // num_heads, head_total % num_heads, q1, 0], out_s.index(C))
         lse = gl.where(total == 0.0, float("-inf"), (maximum + gl.log2(divisor)) * LN_2)
         rows = q1 + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
         gl.store(lse_ptr + head_total.to(gl.int64) * num_queries + rows, lse, mask=rows < num_queries)
+        acc = warpgroup_mma_wait(1 if TAIL else 0, deps=(acc_mma,))
+        # The output takes the place of the queries.
+        acc = acc * gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, OUT))[:, None]
+        q.store(to_low(acc, q.dtype))
+        if TAIL:
+            acc_tail = warpgroup_mma_wait(0, deps=(acc_tail_mma,))
+            acc_tail = acc_tail * gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, OUT_TAIL))[:, None]
+            q_tail.store(to_low(acc_tail, q.dtype))
+        mbarrier.arrive(v_empty.index(last % STAGES), count=1)
+        fence_async_shared()
+        batch = head_total // num_heads
+        head = head_total % num_heads
+        async_store(out_desc, [batch, head, q1, 0], q_s.index(place))
+        if TAIL:
+            async_store(out_tail_desc, [batch, head, q1, 64], q_tail_s.index(place))
         j = after
+        t = _fwd_next(t, turn, tile_s, tile_full, tile_empty, DYNAMIC)
         turn += 1
     tma.store_wait(0)
 
 
-@gluon.jit
-def _fwd_consumer_0(
-    out_desc, lse_ptr, q_s, k_s, v_s, out_s, numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, num_heads,
-    num_heads_total, num_queries, num_keys,
-    scale_log2,
-    BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN_K: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-):  # fmt: skip
-    _fwd_consumer(
-        0, out_desc, lse_ptr, q_s, k_s, v_s, out_s, numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-        num_heads, num_heads_total, num_queries, num_keys,
-        scale_log2, BLOCK_K, D, STAGES, CAUSAL, EVEN_K, CONSUMERS,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _fwd_consumer_1(
-    out_desc, lse_ptr, q_s, k_s, v_s, out_s, numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, num_heads,
-    num_heads_total, num_queries, num_keys,
-    scale_log2,
-    BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN_K: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-):  # fmt: skip
-    _fwd_consumer(
-        1, out_desc, lse_ptr, q_s, k_s, v_s, out_s, numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-        num_heads, num_heads_total, num_queries, num_keys,
-        scale_log2, BLOCK_K, D, STAGES, CAUSAL, EVEN_K, CONSUMERS,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _fwd_consumer_2(
-    out_desc, lse_ptr, q_s, k_s, v_s, out_s, numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, num_heads,
-    num_heads_total, num_queries, num_keys,
-    scale_log2,
-    BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN_K: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-):  # fmt: skip
-    _fwd_consumer(
-        2, out_desc, lse_ptr, q_s, k_s, v_s, out_s, numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-        num_heads, num_heads_total, num_queries, num_keys,
-        scale_log2, BLOCK_K, D, STAGES, CAUSAL, EVEN_K, CONSUMERS,
-    )  # fmt: skip
-
-
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_fwd_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, num_heads, num_heads_total, group, num_queries, num_keys, scale_log2,
-    BLOCK_K: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN_K: gl.constexpr,
-    CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr,
+    q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, out_desc, out_tail_desc, lse_ptr,
+    drawn_ptr, num_heads, num_heads_total, group, num_queries, num_keys, scale_log2,
+    BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    EVEN_K: gl.constexpr, CONSUMERS: gl.constexpr, DYNAMIC: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """The output and the log-sum-exp; a program takes tiles of 64 queries a consumer, one after another."""
-    q_s = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, 64, D], q_desc.layout)
+    # Queries, and afterwards their output, of this tile and of the next.
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [2 * CONSUMERS, 1, 1, 64, D], q_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_K, D], k_desc.layout)
     v_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_K, D], v_desc.layout)
-    out_s = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS, 1, 1, 64, D], out_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    q_tail_s = q_s
+    k_tail_s = k_s
+    v_tail_s = v_s
+    if TAIL:
+        q_tail_s = gl.allocate_shared_memory(q_desc.dtype, [2 * CONSUMERS, 1, 1, 64, TAIL], q_tail_desc.layout)
+        k_tail_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_K, TAIL], k_tail_desc.layout)
+        v_tail_s = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_K, TAIL], v_tail_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [2 * CONSUMERS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [2 * CONSUMERS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for c in gl.static_range(CONSUMERS):
-        mbarrier.init(q_full.index(c), count=1)
-        mbarrier.init(q_empty.index(c), count=1)
+    for place in gl.static_range(2 * CONSUMERS):
+        mbarrier.init(q_full.index(place), count=1)
+        mbarrier.init(q_empty.index(place), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=CONSUMERS)
         mbarrier.init(v_empty.index(stage), count=CONSUMERS)
+    # The tile after this one, as the producer draws it.
+    tile_s = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    tile_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    tile_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(2):
+        mbarrier.init(tile_full.index(slot), count=1)
+        mbarrier.init(tile_empty.index(slot), count=CONSUMERS)
     # The numbers from 0 on, for the masks.
     numbers_s = gl.allocate_shared_memory(
         gl.int32, [BLOCK_K], gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
@@ -346,15 +415,18 @@ def hopper_fwd_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_fwd_consumer_0, (out_desc, lse_ptr, q_s, k_s, v_s, out_s, numbers_s, q_full, q_empty, k_full,
-                 k_empty, v_full, v_empty, num_heads, num_heads_total,
-                 num_queries, num_keys, scale_log2, BLOCK_K, D, STAGES, CAUSAL, EVEN_K, CONSUMERS)),
-                (_fwd_consumer_1, (out_desc, lse_ptr, q_s, k_s, v_s, out_s, numbers_s, q_full, q_empty, k_full,
-                 k_empty, v_full, v_empty, num_heads, num_heads_total,
-                 num_queries, num_keys, scale_log2, BLOCK_K, D, STAGES, CAUSAL, EVEN_K, CONSUMERS)),
-                (_fwd_producer, (q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full,
-                 v_empty, num_heads, num_heads_total, group,
-                 num_queries, num_keys, BLOCK_K, STAGES, CAUSAL, CONSUMERS)),
+                (_fwd_consumer, (0, out_desc, out_tail_desc, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s, v_tail_s,
+                 numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty, num_heads,
+                 num_heads_total, num_queries, num_keys, scale_log2, BLOCK_K, D, TAIL, STAGES, CAUSAL, EVEN_K,
+                 CONSUMERS, DYNAMIC)),
+                (_fwd_consumer, (1, out_desc, out_tail_desc, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s, v_tail_s,
+                 numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty, num_heads,
+                 num_heads_total, num_queries, num_keys, scale_log2, BLOCK_K, D, TAIL, STAGES, CAUSAL, EVEN_K,
+                 CONSUMERS, DYNAMIC)),
+                (_fwd_producer, (q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, q_s, q_tail_s, k_s,
+                 k_tail_s, v_s, v_tail_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full,
+                 tile_empty, drawn_ptr, num_heads, num_heads_total, group, num_queries, num_keys, BLOCK_K, TAIL,
+                 STAGES, CAUSAL, CONSUMERS, DYNAMIC)),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -362,18 +434,22 @@ def hopper_fwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (_fwd_consumer_0, (out_desc, lse_ptr, q_s, k_s, v_s, out_s, numbers_s, q_full, q_empty, k_full,
-                 k_empty, v_full, v_empty, num_heads, num_heads_total,
-                 num_queries, num_keys, scale_log2, BLOCK_K, D, STAGES, CAUSAL, EVEN_K, CONSUMERS)),
-                (_fwd_consumer_1, (out_desc, lse_ptr, q_s, k_s, v_s, out_s, numbers_s, q_full, q_empty, k_full,
-                 k_empty, v_full, v_empty, num_heads, num_heads_total,
-                 num_queries, num_keys, scale_log2, BLOCK_K, D, STAGES, CAUSAL, EVEN_K, CONSUMERS)),
-                (_fwd_consumer_2, (out_desc, lse_ptr, q_s, k_s, v_s, out_s, numbers_s, q_full, q_empty, k_full,
-                 k_empty, v_full, v_empty, num_heads, num_heads_total,
-                 num_queries, num_keys, scale_log2, BLOCK_K, D, STAGES, CAUSAL, EVEN_K, CONSUMERS)),
-                (_fwd_producer, (q_desc, k_desc, v_desc, q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full,
-                 v_empty, num_heads, num_heads_total, group,
-                 num_queries, num_keys, BLOCK_K, STAGES, CAUSAL, CONSUMERS)),
+                (_fwd_consumer, (0, out_desc, out_tail_desc, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s, v_tail_s,
+                 numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty, num_heads,
+                 num_heads_total, num_queries, num_keys, scale_log2, BLOCK_K, D, TAIL, STAGES, CAUSAL, EVEN_K,
+                 CONSUMERS, DYNAMIC)),
+                (_fwd_consumer, (1, out_desc, out_tail_desc, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s, v_tail_s,
+                 numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty, num_heads,
+                 num_heads_total, num_queries, num_keys, scale_log2, BLOCK_K, D, TAIL, STAGES, CAUSAL, EVEN_K,
+                 CONSUMERS, DYNAMIC)),
+                (_fwd_consumer, (2, out_desc, out_tail_desc, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s, v_tail_s,
+                 numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty, num_heads,
+                 num_heads_total, num_queries, num_keys, scale_log2, BLOCK_K, D, TAIL, STAGES, CAUSAL, EVEN_K,
+                 CONSUMERS, DYNAMIC)),
+                (_fwd_producer, (q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, q_s, q_tail_s, k_s,
+                 k_tail_s, v_s, v_tail_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full,
+                 tile_empty, drawn_ptr, num_heads, num_heads_total, group, num_queries, num_keys, BLOCK_K, TAIL,
+                 STAGES, CAUSAL, CONSUMERS, DYNAMIC)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
@@ -389,27 +465,28 @@ def hopper_forward(
     """Writes the output and the log-sum-exp (fp32, natural units, dense) of q, k and v; G divides H."""
     num_batches, num_heads, num_queries, head_dim = q_BHSD.shape
     num_keys = k_BGSD.shape[2]
-    tiles = FORWARD[head_dim]
-    consumers = tiles["CONSUMERS"]
-    num_tiles = triton.cdiv(num_queries, ROWS * consumers) * num_heads * num_batches
-    # A program that takes several tiles loads the next one under the end of the last, which pays while tiles are short
-    # (18 % at 1,024 keys); with long ones the hardware's own queue evens out the programs better (3 % at 16,384).
-    num_programs = min(num_tiles, num_multiprocessors(q_BHSD.device.index)) if num_keys <= 8192 else num_tiles
-    hopper_fwd_kernel[(num_programs,)](
-        tiles_of(q_BHSD, ROWS),
-        tiles_of(k_BGSD, tiles["BLOCK_K"]),
-        tiles_of(v_BGSD, tiles["BLOCK_K"]),
-        tiles_of(out_BHSD, ROWS),
-        lse_BHS,
-        num_heads,
-        num_heads * num_batches,
-        num_heads // k_BGSD.shape[1],
-        num_queries,
-        num_keys,
-        scale * LOG2_E,
-        D=head_dim,
-        CAUSAL=causal,
-        EVEN_K=num_keys % tiles["BLOCK_K"] == 0,
-        **tiles,
-        **launch_options(consumers),
-    )
+    tail = TAILS[head_dim]
+    tiles = (FORWARD_SHORT if num_queries <= SHORT else FORWARD)[head_dim]
+    block_k, consumers = tiles["BLOCK_K"], tiles["CONSUMERS"]
+    num_tiles = -(-num_queries // (ROWS * consumers)) * num_heads * num_batches
+    programs = num_multiprocessors(q_BHSD.device.index)
+    dynamic = causal and DYNAMIC_FROM <= num_keys and num_tiles > 2 * programs
+    persistent = dynamic or num_keys <= PERSISTENT_UNTIL
+    num_programs = min(num_tiles, programs) if persistent else num_tiles
+    drawn = torch.zeros(1, dtype=torch.int32, device=q_BHSD.device) if dynamic else None
+    described = []
+    for x, rows in ((q_BHSD, ROWS), (k_BGSD, block_k), (v_BGSD, block_k), (out_BHSD, ROWS)):
+        described += [tiles_of(x, rows), tail_of(x, rows, tail)]
+    lengths = (num_heads, num_heads * num_batches, num_heads // k_BGSD.shape[1], num_queries, num_keys)
+    constants = {
+        "BLOCK_K": block_k,
+        "D": 64 if tail else head_dim,
+        "TAIL": tail,
+        "STAGES": tiles["STAGES"],
+        "CAUSAL": causal,
+        "EVEN_K": num_keys % block_k == 0,
+        "CONSUMERS": consumers,
+        "DYNAMIC": dynamic,
+    }
+    arguments = (*described, lse_BHS, drawn, *lengths, scale * LOG2_E)
+    launch(hopper_fwd_kernel, (num_programs, 1, 1), q_BHSD.dtype, arguments, constants, consumers)
