@@ -10,6 +10,7 @@
 | flex | FlexAttention compiled, its causal block mask made once per pair of lengths |
 | fa3 | FlashAttention-3, from flash_attn_interface or from the library inside an installed xformers |
 | tiled, triton, gluon, auto | `flash_attention`; `what_runs` says which one auto is |
+| gluon_unordered | the same as gluon, gradients in one pass, added in no fixed order (`deterministic=False`) |
 
 A rival is imported when it is first asked for, never before, and nothing here depends on one being there. What cannot
 run raises; nothing stands in for it.
@@ -41,7 +42,7 @@ SDPA_BACKENDS = {
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-OURS = ("tiled", "triton", "gluon", "auto")
+OURS = ("tiled", "triton", "gluon", "gluon_unordered", "auto")
 IMPLS = ("eager", "compiled", "sdpa", *SDPA_BACKENDS, "flex", "fa3", *OURS)
 
 MAX_COMPILED_SHAPES = 256
@@ -208,10 +209,17 @@ def _fa3_unavailable(q: Tensor) -> str | None:
 
 
 def _ours(impl: str, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, causal: bool) -> Tensor:
-    return labkit_flash.flash_attention(q_BHSD, k_BHSD, v_BHSD, causal=causal, impl=impl)
+    options = {"impl": impl.removesuffix("_unordered"), "deterministic": not impl.endswith("_unordered")}
+    return labkit_flash.flash_attention(q_BHSD, k_BHSD, v_BHSD, causal=causal, **options)
 
 
-def _ours_unavailable(impl: str, q: Tensor) -> str | None:
+def _ours_unavailable(impl: str, q: Tensor, k: Tensor) -> str | None:
+    if impl == "gluon_unordered":
+        if q.shape[1] != k.shape[1] or q.shape[-1] not in labkit_flash.SINGLE_PASS_HEAD_DIMS:
+            accepted = ", ".join(map(str, labkit_flash.SINGLE_PASS_HEAD_DIMS))
+            got = f"{q.shape[1]} and {k.shape[1]} heads of dimension {q.shape[-1]}"
+            return f"gradients in one pass take as many key heads as query heads, of dimension {accepted}; got {got}"
+        return _ours_unavailable("gluon", q, k) or labkit_flash.hopper_single_unavailable()
     if impl not in labkit_flash.IMPLS:
         return f"flash_attention has no implementation {impl!r}"
     if q.shape[-1] > labkit_flash.MAX_HEAD_DIM:
@@ -283,7 +291,7 @@ def unavailable_reason(impl: str, q: Tensor, k: Tensor, *, causal: bool) -> str 
         return f"FlexAttention has no backward pass on {q.device.type}"
     if impl == "fa3":
         return _fa3_unavailable(q)
-    return _ours_unavailable(impl, q) if impl in OURS else None
+    return _ours_unavailable(impl, q, k) if impl in OURS else None
 
 
 def what_runs(impl: str, q: Tensor, k: Tensor, *, causal: bool) -> str:

@@ -43,6 +43,7 @@ COLOURS = {
     "tiled": _DEEP[8],
     "triton": "#e8989a",
     "gluon": _DEEP[3],
+    "gluon_unordered": "#5f1417",
     "auto": "#8a1c20",
     # sizes, dark to light
     **dict(zip(SIZES, sns.color_palette("viridis", len(SIZES)).as_hex(), strict=True)),

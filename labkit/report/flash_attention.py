@@ -32,6 +32,7 @@ from labkit.report.tables import PHASE_NAMES, cell
 
 NAMES = {
     "gluon": "Gluon (ours)",
+    "gluon_unordered": "Gluon, sums unordered (ours)",
     "triton": "Triton (ours)",
     "tiled": "tiled (ours)",
     "fa3": "FlashAttention-3",
@@ -46,7 +47,7 @@ NAMES = {
 }
 """Implementations in the order and under the names in which this chapter shows them."""
 
-OURS = ("gluon", "triton", "tiled")
+OURS = ("gluon", "gluon_unordered", "triton", "tiled")
 
 SHAPE = ["batch", "heads", "length", "d_head", "causal"]
 PRECISIONS = ("bf16", "fp32")
