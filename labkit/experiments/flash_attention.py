@@ -84,7 +84,7 @@ def cases(profile: str, device_kind: str, *, lengths: Sequence[int] = (), d_head
             if value not in accepted:
                 known = ", ".join(map(str, accepted))
                 raise ValueError(f"{name} {value!r} is not in profile {profile!r}; accepted: {known}")
-    attention_cases = [*_speed_cases(grid), *_rival_cases(grid), *_memory_cases(grid)]
+    attention_cases = [*_rival_cases(grid), *_speed_cases(grid), *_memory_cases(grid)]
     return [
         *ceiling_cases(tuple(grid.impls), grid.case_timeout_s),
         *_algorithm_cases(grid),
