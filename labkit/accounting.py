@@ -306,14 +306,25 @@ def _forward_moments(
 def _attention_forward_bytes(
     config: ModelConfig, batch: int, context: int, *, precision: str, attention: str, device_kind: str
 ) -> int:
-    """All blocks but the last as kept, and of the last what its attention keeps and needs until the softmax is done."""
+    """All blocks but the last as kept, and of the last what its attention keeps and needs while it runs.
+
+    Eager: q, k and v as projected, q and k as rotated (the product keeps copies of these), the output; masked scores
+    and probabilities; the mask and its complement. Under autocast also the norm's output, and on CUDA, around the
+    softmax, before v is copied and the output made, the scores in fp32 beside those in bf16.
+    """
     known = {"precision": precision, "attention": attention, "device_kind": device_kind}
-    tokens, d, element = batch * context, config.d_model, _element_bytes(precision)
+    stream, element = batch * context * config.d_model, _element_bytes(precision)
+    scores = batch * config.num_heads * context**2
     earlier = (config.num_layers - 1) * block_activation_bytes(config, batch, context, **known)
-    unrotated = 3 * element * d * tokens
-    most_scores = 10 if precision == "bf16" and device_kind == "cuda" else 2 * element
-    scores = (most_scores if attention == "eager" else 0) * batch * config.num_heads * context**2
-    return earlier + _attention_part_bytes(config, batch, context, precision) + unrotated + scores + context**2
+    part = _attention_part_bytes(config, batch, context, precision)
+    norm_output = 4 * stream if precision == "bf16" else 0
+    before = earlier + part + norm_output
+    if attention == "fused":
+        return before + 3 * element * stream + 4 * batch * config.num_heads * context
+    product = before + 6 * element * stream + 2 * context**2
+    if precision == "bf16" and device_kind == "cuda":
+        return max(product - 2 * element * stream + 10 * scores, product + 8 * scores)
+    return product + 2 * element * scores
 
 
 def _attention_part_bytes(config: ModelConfig, batch: int, context: int, precision: str) -> int:
@@ -344,7 +355,6 @@ def _train_step_moments(
     attention_bytes = (
         _attention_part_bytes(config, batch, context, precision)
         + residual_gradient
-        + element * d * tokens
         + (per_score * scores + context**2 if attention == "eager" else 4 * element * d * tokens)
         + head_gradients
         + 4 * (3 * d * f + d + d * d)
@@ -432,24 +442,18 @@ def checkpoint_moments(
     known = {"precision": precision, "attention": attention, "device_kind": device_kind}
     if not plan:
         return peak_moments(config, batch, context, "train_step", **known)
-    layers, innermost, d, f = config.num_layers, plan[-1], config.d_model, config.d_ff
-    stream = residual_stream_bytes(config, batch, context)
-    group_inputs = -(-layers // plan[0]) * stream
-    inner_inputs = sum(-(-outer // inner) * stream for outer, inner in pairwise(plan))
+    layers, d, f = config.num_layers, config.d_model, config.d_ff
+    stream, gradients = residual_stream_bytes(config, batch, context), block_gradient_bytes(config)
+    group_inputs = len(_group_sizes(layers, plan[0])) * stream
     resident = (
         parameter_bytes(config)
         + optimizer_state_bytes(config)
         + input_bytes(batch, context)
         + rotary_table_bytes(config, context)
     )
-    # What recomputing makes is what `innermost` blocks keep, their input among it, which is kept already.
-    alone = replace(config, num_layers=innermost)
-    moments = _train_step_moments(alone, batch, context, **known)
     head = _head_kept_bytes(config, batch, context, precision) + 4
     logits = (4 + (2 if precision == "bf16" else 0)) * batch * context * config.vocab_size
     cast_bytes = 2 * layers * (4 * d * d + 3 * d * f) if precision == "bf16" else 0
-    at_hand = group_inputs + inner_inputs - stream
-    first_group = stream + inner_inputs - stream + (layers - innermost) * block_gradient_bytes(config)
     found = {
         "forward: attention, last block": group_inputs
         + cast_bytes
@@ -458,10 +462,33 @@ def checkpoint_moments(
         "backward: loss": group_inputs + head + 2 * 4 * config.vocab_size * batch * context,
         "backward: embedding": parameter_bytes(config) + stream,
     }
-    for part in ("feed-forward", "attention"):
-        found[f"backward: {part}, last group"] = at_hand + moments[f"backward: {part}, last block"]
-        found[f"backward: {part}, first group"] = first_group + moments[f"backward: {part}, first block"]
+    of_size = {}
+    for size, num_later, num_inputs in _recomputed_groups(layers, plan):
+        if size not in of_size:
+            of_size[size] = _train_step_moments(replace(config, num_layers=size), batch, context, **known)
+        for name in ("feed-forward, last block", "attention, last block", "feed-forward, first block",
+                     "attention, first block"):  # fmt: skip
+            num_bytes = num_inputs * stream + num_later * gradients + of_size[size][f"backward: {name}"]
+            key = f"backward: {name} of a group"
+            found[key] = max(num_bytes, found.get(key, 0))
     return {name: resident + num_bytes for name, num_bytes in found.items()}
+
+
+def _recomputed_groups(num_blocks: int, plan: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Returns (blocks, blocks behind it in the model, inputs held beside its own) of each group that is recomputed.
+
+    Groups are gone through from the last to the first, so those in front still hold their input. The first group
+    within a group has that group's input, which counts once.
+    """
+    if not plan:
+        return [(num_blocks, 0, 0)]
+    size, *rest = plan
+    sizes = _group_sizes(num_blocks, size)
+    return [
+        (blocks, num_later + sum(sizes[number + 1 :]), num_inputs + number)
+        for number, group in enumerate(sizes)
+        for blocks, num_later, num_inputs in _recomputed_groups(group, rest)
+    ]
 
 
 def best_checkpoint_interval(config: ModelConfig, batch: int, context: int, **known: str) -> int:

@@ -362,13 +362,16 @@ def residuals(
         seen.setdefault(storage._cdata, tensor)  # kept alive, so that no storage comes up twice
         return tensor
 
+    def leave(*_) -> None:  # what a hook returns would take the place of the module's output
+        path.pop()
+
     with contextlib.ExitStack() as stack:
         if not is_compiled:
             stack.enter_context(current)
             for name, part in module.named_modules():
                 hooks = (
                     part.register_forward_pre_hook(lambda *_, name=name: path.append(name)),
-                    part.register_forward_hook(lambda *_: path.pop() and None, always_call=True),
+                    part.register_forward_hook(leave, always_call=True),
                 )
                 for hook in hooks:
                     stack.callback(hook.remove)

@@ -276,8 +276,8 @@ def read_history(path: Path | str) -> History:
     """
     snapshot = load_snapshot(path)
     traces = snapshot["device_traces"]
-    device = max(range(len(traces)), key=lambda number: len(traces[number]), default=0)
     try:
+        device = max(range(len(traces)), key=lambda number: len(traces[number]), default=0)
         trace = [entry for entry in traces[device] if entry["action"] in ("alloc", "free_requested")] if traces else []
         events = [
             (entry["addr"], entry["size"] if entry["action"] == "alloc" else -entry["size"],
