@@ -350,20 +350,19 @@ def test_what_fails_in_the_captured_process_is_raised_where_it_is_asked_for(monk
     monkeypatch.setattr(experiment, "warm_up", run)
     experiment.serve(requests, answers.append, CPU)
     assert [answer["status"] for answer in answers] == ["ok", "oom"], "it ends after the first failure"
-    nothing = (None, None, answers[1], {})
+    nothing = (None, answers[1], {})
     with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\. Tried to allocate 20 GiB$"):
         experiment._outcome(*nothing)
     with pytest.raises(RuntimeError, match="it broke"):
-        experiment._outcome(None, None, {"status": "error", "reason": "it broke"}, {})
+        experiment._outcome(None, {"status": "error", "reason": "it broke"}, {})
 
 
 def test_a_capture_without_the_steps_ranges_is_an_error(tmp_path):
     path = tmp_path / "export.sqlite"
     nsys_export(path, 1)
     trace = profiling.read_nsys(path)
-    table = profiling.launches(trace, experiment.STEP_PHASES)
-    with pytest.raises(ProfileError, match="no launch in the ranges 'case 7 step 0' and 'case 7 step 1'"):
-        experiment._measured(trace, table, "case 7", {"steps": [], "case": parameters(), "observed": {}})
+    with pytest.raises(ProfileError, match="the capture holds no launch in the range 'case 7 step 0'"):
+        experiment._measured(experiment._Capture.of(trace), "case 7", {})
 
 
 class _Connection:

@@ -46,6 +46,9 @@ FLASH = "auto"
 STEP_PHASES = ("inference", "forward", "backward", "optimizer")
 """Ranges that are phases of a step."""
 
+KERNEL_KINDS = ("kernel", "operator")
+"""Kinds of launches whose time is kernel time: no copies by the copy engine, no memsets."""
+
 NUM_WARMUP = 1
 KEPT_KERNELS = 12
 """Kernels that a record keeps of each phase: those with most time, and as many of those that are no matmul."""
@@ -346,8 +349,7 @@ def _capture_here(workload: Workload, case: Case, phase: str) -> Measured:
             lambda: steps.extend(capture_steps(workload, phase, marker, "case")), device.kind
         )
     answer = {"case": workload.described(), "observed": _observed(workload), "steps": [vars(step) for step in steps]}
-    measured = _measured(trace, profiling.launches(trace, STEP_PHASES), "case", answer)
-    return replace(measured, telemetry=monitor.summary)
+    return replace(_measured(_Capture.of(trace), "case", answer), telemetry=monitor.summary)
 
 
 # ---- a capture of another process ------------------------------------------------------------------------------------
@@ -397,19 +399,19 @@ def _capture_group(nsys: Nsys, device: hardware.Device, group: Sequence, timeout
         raise ProfileError(failure or "the captured process ended before its first step")
     if trace is None and any(answer["status"] == "ok" for answer in answers):
         raise ProfileError(failure)
-    table = profiling.launches(trace, STEP_PHASES) if trace else None
+    capture = _Capture.of(trace) if trace else None
     return {
-        _key(answer["parameters"], answer["phase"]): functools.partial(_outcome, trace, table, answer, telemetry)
+        _key(answer["parameters"], answer["phase"]): functools.partial(_outcome, capture, answer, telemetry)
         for answer in answers
     }
 
 
-def _outcome(trace: Trace, table: pd.DataFrame, answer: dict, telemetry: dict) -> Measured:
+def _outcome(capture: "_Capture | None", answer: dict, telemetry: dict) -> Measured:
     if answer["status"] == "oom":
         raise torch.OutOfMemoryError(answer["reason"])
     if answer["status"] != "ok":
         raise RuntimeError(answer["reason"])
-    return replace(_measured(trace, table, answer["label"], answer), telemetry=telemetry)
+    return replace(_measured(capture, answer["label"], answer), telemetry=telemetry)
 
 
 def serve(requests: Sequence[dict], answer: Callable[[dict], None], device: hardware.Device) -> None:
@@ -443,12 +445,42 @@ def serve(requests: Sequence[dict], answer: Callable[[dict], None], device: hard
 # ---- from a capture to a record ------------------------------------------------------------------------------------
 
 
-def _measured(trace: Trace, table: pd.DataFrame, label: str, answer: dict) -> Measured:
+@dataclass(frozen=True)
+class _Capture:
+    """A capture by its steps.
+
+    Attributes:
+        source, version: as of the Trace.
+        totals: kernel time of the whole capture: as it adds it up itself, in any range by the table, outside of all.
+        steps: rows of `profiling.launches` by the outermost range.
+    """
+
+    source: str
+    version: str
+    totals: dict[str, float]
+    steps: dict[str, pd.DataFrame]
+
+    @classmethod
+    def of(cls, trace: Trace) -> "_Capture":
+        table = profiling.launches(trace, STEP_PHASES)
+        kernels = table[table["kind"].isin(KERNEL_KINDS)]
+        is_outside = kernels["range"] == profiling.OUTSIDE
+        totals = {
+            "capture_kernel_ms": trace.total_ns / 1e6,
+            "capture_in_ranges_ms": kernels.loc[~is_outside, "duration_ns"].sum() / 1e6,
+            "capture_outside_us": kernels.loc[is_outside, "duration_ns"].sum() / 1e3,
+        }
+        outermost = [path[0] if path else profiling.OUTSIDE for path in table["path"]]
+        return cls(trace.source, trace.version, totals, dict(iter(table.groupby(outermost))))
+
+
+def _measured(capture: _Capture, label: str, answer: dict) -> Measured:
     """Returns the measurement of one phase: its metrics, and in `observed` its tables by kernel, class and range."""
-    with_ranges, plain = (_of_step(table, f"{label} step {number}") for number in range(2))
-    if with_ranges.empty or plain.empty:
-        raise ProfileError(f"the capture holds no launch in the ranges '{label} step 0' and '{label} step 1'")
-    kernels = plain[plain["kind"].isin(["kernel", "operator"])]
+    names = [f"{label} step {number}" for number in range(2)]
+    if missing := [name for name in names if name not in capture.steps]:
+        raise ProfileError(f"the capture holds no launch in the range '{missing[0]}'")
+    with_ranges, plain = (capture.steps[name] for name in names)
+    kernels = plain[plain["kind"].isin(KERNEL_KINDS)]
     steps = [Step(**step) for step in answer["steps"]]
     metrics = {
         **_times(plain, "step"),
@@ -457,8 +489,8 @@ def _measured(trace: Trace, table: pd.DataFrame, label: str, answer: dict) -> Me
         "issued_ms": steps[1].issued_ms,
         "done_ms": steps[1].done_ms,
         "done_with_ranges_ms": steps[0].done_ms,
-        "num_launches_with_ranges": int(with_ranges["kind"].isin(["kernel", "operator"]).sum()),
-        **_whole_capture(trace, table),
+        "num_launches_with_ranges": int(with_ranges["kind"].isin(KERNEL_KINDS).sum()),
+        **capture.totals,
     }
     for phase in STEP_PHASES:
         if len(rows := plain[plain["phase"] == phase]):
@@ -473,35 +505,24 @@ def _measured(trace: Trace, table: pd.DataFrame, label: str, answer: dict) -> Me
     return Measured(
         metrics=metrics,
         case=answer["case"],
-        observed={**answer["observed"], "tables": tables, "profiler": trace.source, "profiler_version": trace.version},
-        timer={"method": trace.source, "num_warmup": NUM_WARMUP},
+        observed={
+            **answer["observed"],
+            "tables": tables,
+            "profiler": capture.source,
+            "profiler_version": capture.version,
+        },
+        timer={"method": capture.source, "num_warmup": NUM_WARMUP},
     )
-
-
-def _of_step(table: pd.DataFrame, name: str) -> pd.DataFrame:
-    known = {path: name in path for path in table["path"].unique()}
-    return table[table["path"].map(known).to_numpy(dtype=bool)]
 
 
 def _times(rows: pd.DataFrame, name: str) -> dict[str, float]:
     """Returns the time of these launches' kernels, that from the first's start to the last's end, and the idle part."""
     projected = rows["end_ns"].max() - rows["start_ns"].min()
-    kernels = rows[rows["kind"].isin(["kernel", "operator"])]
+    kernels = rows[rows["kind"].isin(KERNEL_KINDS)]
     return {
         f"{name}_kernel_ms": kernels["duration_ns"].sum() / 1e6,
         f"{name}_projected_ms": projected / 1e6,
         f"{name}_idle_fraction": 1 - profiling.busy_ns(rows) / projected,
-    }
-
-
-def _whole_capture(trace: Trace, table: pd.DataFrame) -> dict[str, float]:
-    """Returns kernel time of the whole capture: as it adds it up, in any range by the table, and outside of all."""
-    kernels = table[table["kind"].isin(["kernel", "operator"])]
-    is_outside = kernels["range"] == profiling.OUTSIDE
-    return {
-        "capture_kernel_ms": trace.total_ns / 1e6,
-        "capture_in_ranges_ms": kernels.loc[~is_outside, "duration_ns"].sum() / 1e6,
-        "capture_outside_us": kernels.loc[is_outside, "duration_ns"].sum() / 1e3,
     }
 
 
@@ -519,7 +540,7 @@ def _kept_kernels(kernels: pd.DataFrame) -> pd.DataFrame:
 
 def _by_range(rows: pd.DataFrame, label: str) -> pd.DataFrame:
     """Returns the kernels' time by path of ranges below the step, the blocks together, and class."""
-    kernels = rows[rows["kind"].isin(["kernel", "operator"])]
+    kernels = rows[rows["kind"].isin(KERNEL_KINDS)]
     paths = {}
     for path in kernels["path"].unique():
         below = path[path.index(f"{label} step 0") + 1 :]

@@ -386,40 +386,41 @@ def launches(trace: Trace, phases: Sequence[str]) -> pd.DataFrame:
 def _paths(operations: pd.DataFrame, ranges: pd.DataFrame) -> list[tuple[str, ...]]:
     """Returns the names of the ranges that each operation was launched in, outermost first."""
     names, starts = ranges["name"].tolist(), ranges["start_ns"].tolist()
-    open_by_thread: dict = {}
-    for (process, thread), rows in ranges.groupby(["process", "thread"]):
-        open_by_thread.setdefault(process, {})[thread] = _open_ranges(rows)
-    known: dict[tuple[int, ...], tuple[str, ...]] = {}
-    paths = []
-    launched = operations["launched_ns"].to_numpy(dtype=float)
-    for process, thread, moment in zip(operations["process"], operations["thread"], launched, strict=True):
-        if np.isnan(moment):
-            paths.append(())
-            continue
-        threads = open_by_thread.get(process, {})
-        own = _open_at(threads[thread], moment) if thread in threads else ()
-        outermost = starts[own[0]] if own else np.inf
-        others = [
-            number
-            for other, timeline in threads.items()
-            if other != thread
-            for number in _open_at(timeline, moment)
-            if starts[number] < outermost
-        ]
-        key = (*sorted(others, key=starts.__getitem__), *own)
-        if key not in known:
-            known[key] = tuple(names[number] for number in key)
-        paths.append(known[key])
+    paths: list[tuple[str, ...]] = [()] * len(operations)
+    for process, launched in operations.dropna(subset=["launched_ns"]).groupby("process"):
+        of_process = ranges[ranges["process"] == process]
+        threads = {thread: _open_ranges(rows) for thread, rows in of_process.groupby("thread")}
+        moments = launched["launched_ns"].to_numpy(dtype=float)
+        positions = [np.searchsorted(times, moments, side="right") for times, _ in threads.values()]
+        known: dict[tuple, tuple[str, ...]] = {}  # by thread and by which ranges all threads have open
+        for row, *key in zip(launched.index, launched["thread"], *positions, strict=True):
+            if (path := known.get(tuple(key))) is None:
+                thread, *at = key
+                is_open = {other: threads[other][1][number] for other, number in zip(threads, at, strict=True)}
+                path = tuple(names[number] for number in _enclosing(is_open, thread, starts))
+                known[tuple(key)] = path
+            paths[row] = path
     return paths
 
 
+def _enclosing(is_open: Mapping[int, tuple[int, ...]], thread: int, starts: Sequence[int]) -> list[int]:
+    """Returns the numbers of the ranges that a launch of `thread` is in: its own, inside earlier ones of others."""
+    own = is_open.get(thread, ())
+    outermost = starts[own[0]] if own else np.inf
+    others = [n for other, numbers in is_open.items() if other != thread for n in numbers if starts[n] < outermost]
+    return [*sorted(others, key=starts.__getitem__), *own]
+
+
 def _open_ranges(ranges: pd.DataFrame) -> tuple[np.ndarray, list[tuple[int, ...]]]:
-    """Returns the times at which a thread opens or closes a range, and the numbers of those open from each time on."""
+    """Returns the times at which a thread opens or closes a range, and the numbers of those open before each and after.
+
+    There is one more state than there are times: the first is that before all of them.
+    """
     lasting = ranges[ranges["end_ns"] > ranges["start_ns"]]
     events = [(start, 1, -end, number) for number, start, end in zip(
         lasting.index, lasting["start_ns"], lasting["end_ns"], strict=True)]  # fmt: skip
     events += [(-minus_end, 0, 0, number) for _, _, minus_end, number in events]
-    times, states, current = [], [], []
+    times, states, current = [], [()], []
     for moment, opens, _, number in sorted(events):
         if opens:
             current.append(number)
@@ -428,12 +429,6 @@ def _open_ranges(ranges: pd.DataFrame) -> tuple[np.ndarray, list[tuple[int, ...]
         times.append(moment)
         states.append(tuple(current))
     return np.array(times, dtype=float), states
-
-
-def _open_at(timeline: tuple[np.ndarray, list[tuple[int, ...]]], moment: float) -> tuple[int, ...]:
-    times, states = timeline
-    position = int(np.searchsorted(times, moment, side="right")) - 1
-    return states[position] if position >= 0 else ()
 
 
 def busy_ns(table: pd.DataFrame) -> int:
