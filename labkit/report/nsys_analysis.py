@@ -570,9 +570,12 @@ def _between_views(rows: pd.DataFrame, precision: str) -> list[str]:
     if "train_step" not in rows or "inference" not in rows or (both := rows.dropna(subset=["train_step"])).empty:
         return []
     change = both["train_step"] - both["inference"]
-    word = "lower" if (change < -CHANGED).all() else "higher" if (change > CHANGED).all() else "not always lower"
+    word = (
+        "lower than" if (change < -CHANGED).all() else "higher than" if (change > CHANGED).all()
+        else "about the same as" if (change.abs() <= CHANGED).all() else "not always lower than"
+    )  # fmt: skip
     return [
-        f"In {precision} the whole step's share is {word} than inference's: it differs by {span(change, _points)} "
+        f"In {precision} the whole step's share is {word} inference's: it differs by {span(change, _points)} "
         f"percentage points ({count(len(both), 'case')})."
     ]
 
