@@ -786,6 +786,9 @@ HOPPER_CASES = [
     Case((1, 4, 1, 200, 200, 128)),
     *(Case((2, 4, 2, 257, 257, 64), causal=True, layout=layout) for layout in LAYOUTS[1:]),
     Case((1, 2, 2, 400, 400, 128), causal=True, scale=1.5),
+    # The tiles of long sequences, few enough that the programs take them in a fixed order.
+    *(Case((1, heads, heads, 2100, 2100, dim), causal=True) for dim in fa.GLUON_HEAD_DIMS for heads in (1, 11)),
+    *(Case((1, 3, 1, 2048, 2048, dim), causal=causal) for dim in fa.GLUON_HEAD_DIMS for causal in (False, True)),
     # Enough tiles that the programs draw theirs from a counter.
     *(Case((1, 64, 8, 1300, 2100, dim), causal=True) for dim in fa.GLUON_HEAD_DIMS),
 ]

@@ -343,15 +343,17 @@ def _fwd_consumer(
         lse = gl.where(total == 0.0, float("-inf"), (maximum + gl.log2(divisor)) * LN_2)
         rows = q1 + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
         gl.store(lse_ptr + head_total.to(gl.int64) * num_queries + rows, lse, mask=rows < num_queries)
-        acc = warpgroup_mma_wait(1 if TAIL else 0, deps=(acc_mma,))
+        if TAIL:
+            acc, acc_tail = warpgroup_mma_wait(0, deps=(acc_mma, acc_tail_mma))
+        else:
+            acc = warpgroup_mma_wait(0, deps=(acc_mma,))
+        mbarrier.arrive(v_empty.index(last % STAGES), count=1)
         # The output takes the place of the queries.
         acc = acc * gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, OUT))[:, None]
         q.store(to_low(acc, q.dtype))
         if TAIL:
-            acc_tail = warpgroup_mma_wait(0, deps=(acc_tail_mma,))
             acc_tail = acc_tail * gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, OUT_TAIL))[:, None]
             q_tail.store(to_low(acc_tail, q.dtype))
-        mbarrier.arrive(v_empty.index(last % STAGES), count=1)
         fence_async_shared()
         batch = head_total // num_heads
         head = head_total % num_heads
@@ -397,19 +399,24 @@ def hopper_fwd_kernel(
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=CONSUMERS)
         mbarrier.init(v_empty.index(stage), count=CONSUMERS)
-    # The tile after this one, as the producer draws it.
-    tile_s = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
-    tile_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    tile_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(2):
-        mbarrier.init(tile_full.index(slot), count=1)
-        mbarrier.init(tile_empty.index(slot), count=CONSUMERS)
     # The numbers from 0 on, for the masks.
     numbers_s = gl.allocate_shared_memory(
         gl.int32, [BLOCK_K], gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     )
     if CAUSAL or not EVEN_K:
         numbers_s.store(gl.arange(0, BLOCK_K, layout=gl.BlockedLayout([1], [32], [4], [0])))
+    # The tile after this one, as the producer draws it. Only where one is drawn: barriers that nobody waits for
+    # share their memory with the numbers, and what initialises them may come after what is stored there.
+    tile_s = numbers_s
+    tile_full = k_full
+    tile_empty = k_empty
+    if DYNAMIC:
+        tile_s = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+        tile_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        tile_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for slot in gl.static_range(2):
+            mbarrier.init(tile_full.index(slot), count=1)
+            mbarrier.init(tile_empty.index(slot), count=CONSUMERS)
     fence_async_shared()
     # The tuples are written out: one that is first given a name loses its compile-time constants.
     if CONSUMERS == 2:
