@@ -89,14 +89,17 @@ WARMUP_MEASURED_STEPS = 10
 class BenchmarkingGrid:
     """The cases of notebook 01 in one profile.
 
+    `warmup_contexts`: of `contexts` those whose steps are traced from a fresh process.
     `whole_compile_sizes`: sizes for which the whole model is compiled; the time of that grows with the
-    number of layers (one graph of all of them), so the deep sizes are compiled block by block only.
+    number of layers (one graph of all of them), so the deep sizes are compiled block by block only. None where a
+    compiler for the CPU takes longer for it than all the rest does.
     `time_limit_s` bounds the timed steps of one phase, `case_timeout_s` everything one case does.
     """
 
     sizes: tuple[str, ...]
     contexts: tuple[int, ...]
     precisions: tuple[str, ...]
+    warmup_contexts: tuple[int, ...]
     compile_sizes: tuple[str, ...]
     compile_contexts: tuple[int, ...]
     compile_precisions: tuple[str, ...]
@@ -110,19 +113,21 @@ _PUBLIC_SIZES = ("small", "medium", "large", "xl-2025", "2.7b", "10b")
 BENCHMARKING: dict[str, BenchmarkingGrid] = {
     "smoke": BenchmarkingGrid(
         sizes=("nano", "micro"),
-        contexts=(32, 64, 128),
+        contexts=(16, 32, 64),
         precisions=("fp32", "bf16"),
+        warmup_contexts=(64,),
         compile_sizes=("nano",),
         compile_contexts=(64,),
         compile_precisions=("fp32",),
-        whole_compile_sizes=("nano",),
-        time_limit_s=0.25,
+        whole_compile_sizes=(),
+        time_limit_s=0.1,
         case_timeout_s=120.0,
     ),
     "full": BenchmarkingGrid(
         sizes=_PUBLIC_SIZES,
         contexts=(128, 256, 512, 1024, 2048),
         precisions=PRECISIONS,
+        warmup_contexts=(128, 256, 512, 1024, 2048),
         compile_sizes=_PUBLIC_SIZES,
         compile_contexts=(128, 256, 512),
         compile_precisions=PRECISIONS,

@@ -112,14 +112,15 @@ def test_full_compile_is_whole_only_for_the_sizes_that_the_grid_names():
 def test_smoke_is_the_same_in_small():
     found = cases("smoke", "cpu")
     assert Counter(case.section for case in found) == {
-        "ceilings": 3, "timer": 1, "warmup": 2 * 3 * 2, "steps": 2 * 3 * 2, "compile": 2,
+        "ceilings": 3, "timer": 1, "warmup": 2 * 1 * 2, "steps": 2 * 3 * 2, "compile": 1,
     }  # fmt: skip
-    steps = [parameters(s, c, p) for s in ("nano", "micro") for c in (32, 64, 128) for p in ("fp32", "bf16")]
+    steps = [parameters(s, c, p) for s in ("nano", "micro") for c in (16, 32, 64) for p in ("fp32", "bf16")]
     assert [case.parameters for case in in_section(found, "steps")] == steps
     assert {case.phases for case in in_section(found, "steps")} == {PHASES}
     assert all(case.fresh_process and len(case.phases) == 1 for case in in_section(found, "warmup"))
+    assert {case.parameters["context"] for case in in_section(found, "warmup")} == {64}
     modes = [(case.parameters, case.phases) for case in in_section(found, "compile")]
-    assert modes == [(parameters("nano", 64, compile=mode), COMPILE_PHASES) for mode in ("regional", "whole")]
+    assert modes == [(parameters("nano", 64, compile="regional"), COMPILE_PHASES)]
     assert {case.timeout_s for case in found} == {120.0}
 
 
@@ -660,6 +661,7 @@ def counted_compiler(monkeypatch):
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compiler))
+    monkeypatch.setattr(benchmarking, "load_compiler", lambda device: None)  # this one is not used
     torch.compiler.reset()
     # Set back afterwards: compiling for real would otherwise stay without its caches in this process.
     with torch.compiler.config.patch(force_disable_caches=False):
@@ -670,7 +672,8 @@ def counted_compiler(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["regional", "whole"])
 def test_compiling_is_timed_as_a_phase_of_its_own_and_only_there(counted_compiler, mode):
-    (case,) = (c for c in in_section(cases("smoke", "cpu"), "compile") if c.parameters["compile"] == mode)
+    (case,) = in_section(cases("smoke", "cpu"), "compile")
+    case = replace(case, parameters={**case.parameters, "compile": mode})
     num_graphs = {}
     measured = {}
     for phase, run in run_case(case, {}):

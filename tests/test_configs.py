@@ -97,14 +97,16 @@ def test_a_grid_names_only_sizes_and_precisions_that_exist(profile):
     assert set(grid.compile_precisions) <= set(grid.precisions)
     assert set(grid.whole_compile_sizes) <= set(grid.compile_sizes)
     assert set(grid.compile_contexts) <= set(grid.contexts), "a compiled step needs its eager one beside it"
+    assert set(grid.warmup_contexts) <= set(grid.contexts)
 
 
 @pytest.mark.parametrize("profile", BENCHMARKING)
 def test_a_grid_repeats_nothing_and_bounds_its_time(profile):
     grid = BENCHMARKING[profile]
-    for names in (grid.sizes, grid.precisions, grid.compile_sizes, grid.compile_precisions, grid.whole_compile_sizes):
+    for names in (grid.sizes, grid.precisions, grid.compile_sizes, grid.compile_precisions):
         assert names and len(set(names)) == len(names)
-    for contexts in (grid.contexts, grid.compile_contexts):
+    assert len(set(grid.whole_compile_sizes)) == len(grid.whole_compile_sizes)
+    for contexts in (grid.contexts, grid.compile_contexts, grid.warmup_contexts):
         assert list(contexts) == sorted(set(contexts)) and contexts[0] > 0
     assert 0 < grid.time_limit_s < grid.case_timeout_s
 

@@ -304,7 +304,7 @@ def _kernel_of(pid: int) -> int | None:
             ["run", "01", "--profile", "smoke", "-p", "sizes=10b"],
             "size '10b' is not in profile 'smoke'; accepted: nano, micro",
         ),
-        (["run", "01", "-p", "contexts=100"], "context 100 is not in the profile; accepted: 32, 64"),
+        (["run", "01", "-p", "contexts=100"], "context 100 is not in the profile; accepted: 16, 32, 64"),
         (["run", "-p", "fresh=false"], "parameter 'fresh' takes True or False, got 'false'"),
         (["run", "-p", "colour=red"], "unknown parameter 'colour' of 01_benchmarking; accepted: device"),
         (["report", "--device", "abacus"], "nothing has been measured on 'abacus'"),

@@ -139,7 +139,6 @@ def run_case(case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
     if case.section == "transformer":
         yield from benchmarking.run_case(case, ceilings)
         return
-    _load("torch")
     require_precision(device, case.parameters["precision"])
     _require_room(device, case.parameters)
     call = AttentionCall(device, case.parameters)
@@ -194,7 +193,8 @@ class AttentionCall:
             return functools.partial(attention, impl=self.impl)
         if self.impl == "eager":
             return attention_reference
-        _load("torch._inductor.compile_fx")  # loading the compiler is not compiling
+        benchmarking.load_compiler(self.device)
+        _freeze()
         torch.compiler.config.force_disable_caches = True
         torch._dynamo.utils.counters.clear()
         return torch.compile(attention_reference, dynamic=False, fullgraph=True)
@@ -373,9 +373,8 @@ def _relative_error(result: Tensor, exact: Tensor) -> float:
 
 
 @functools.cache
-def _load(module_name: str) -> None:
-    """Imports a module and takes all that lives by then out of later collections, several of which every case makes."""
-    importlib.import_module(module_name)
+def _freeze() -> None:
+    """Takes all that lives by then out of later collections, several of which every case makes."""
     gc.collect()
     gc.freeze()
 

@@ -29,6 +29,7 @@ from labkit.configs import (
 )
 from labkit.experiments.ceilings import (
     CEILING_SIZES,
+    CEILING_TIME_S,
     COPY_BYTES,
     ceiling_cases,
     ceiling_name,
@@ -112,7 +113,8 @@ def _warmup_cases(grid: BenchmarkingGrid, sizes: Sequence[str], contexts: Sequen
     return [
         Case("warmup", _parameters(size, context, "fp32"), (phase,), grid.case_timeout_s, fresh_process=True)
         for size in sizes
-        for context in contexts
+        for context in grid.warmup_contexts
+        if context in contexts
         for phase in WARMUP_PHASES
     ]
 
@@ -314,10 +316,20 @@ def _measure_phase(workload: Workload, case: Case, phase: str, ceilings: dict[st
     )
 
 
+def load_compiler(device: hardware.Device) -> None:
+    """Imports the compiler and, on a CPU, lets it try the instruction sets: neither is compiling.
+
+    What it finds is kept on this machine, as long as its caches have not been disabled before.
+    """
+    importlib.import_module("torch._inductor.compile_fx")
+    if device.kind == "cpu":
+        importlib.import_module("torch._inductor.cpu_vec_isa").valid_vec_isa_list()
+
+
 def _time_first_call(workload: Workload) -> Timing:
     """Returns the time of the first forward and backward, which compiles both; no cache of an earlier run counts."""
+    load_compiler(workload.device)
     torch.compiler.config.force_disable_caches = True
-    importlib.import_module("torch._inductor.compile_fx")  # loading the compiler is not compiling
     begin = time.perf_counter()
     workload.forward_backward()
     synchronize(workload.device.kind)
@@ -373,7 +385,10 @@ def _measure_timer(device: hardware.Device, method: str) -> Measured:
             samples = [_time_queued_calls(device, negate, source, num_calls=30) for _ in range(5)]
             timing = Timing(tuple(samples), "independent", 1, "fixed count")
         else:
-            timing = time_callable(negate, device_kind=device.kind, inputs=[(source,)], method=method)
+            limit = CEILING_TIME_S[device.kind]
+            timing = time_callable(
+                negate, device_kind=device.kind, inputs=[(source,)], method=method, time_limit_s=limit
+            )
     if not torch.equal(target, -source):
         raise AssertionError("the timed kernel's result is wrong")
     return Measured(

@@ -16,8 +16,11 @@ from labkit.measure.timing import time_callable
 CEILING_SIZES = {"cuda": 8192, "mps": 2048, "cpu": 1024}
 """M = N = K of the matrix product: large enough that the device, not the launch, is what is measured."""
 
-COPY_BYTES = {"cuda": 2**31, "mps": 2**28, "cpu": 2**27}
+COPY_BYTES = {"cuda": 2**31, "mps": 2**28, "cpu": 2**26}
 """Bytes of the copied buffer, well past every cache; as much is written again."""
+
+CEILING_TIME_S = {"cuda": 3.0, "mps": 3.0, "cpu": 0.5}
+"""Limit of the samples of one ceiling: a CPU never becomes steady enough to stop before it."""
 
 
 def ceiling_cases(precisions: Sequence[str], timeout_s: float) -> list[Case]:
@@ -53,7 +56,7 @@ def _measure_gemm(device: hardware.Device, case: Case) -> Measured:
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     a, b = (torch.randn(n, n, device=device.kind, dtype=dtype) for _ in range(2))
     with hardware.GpuMonitor(device.kind) as monitor:
-        timing = time_callable(torch.matmul, device_kind=device.kind, inputs=[(a, b)])
+        timing = time_callable(torch.matmul, device_kind=device.kind, inputs=[(a, b)], time_limit_s=CEILING_TIME_S[device.kind])
     tflops = 2 * n**3 / (timing.median_ms * 1e-3) / 1e12
     peak = device.peaks.tflops(precision) if device.peaks else None
     live = {torch.bfloat16: "bf16"}.get(a.dtype) or {"highest": "fp32", "high": "tf32"}[
@@ -83,7 +86,9 @@ def _measure_copy(device: hardware.Device, case: Case) -> Measured:
     """A copy inside the device, counting the bytes read and the bytes written."""
     target, source = copy_buffers(device)
     with hardware.GpuMonitor(device.kind) as monitor:
-        timing = time_callable(target.copy_, device_kind=device.kind, inputs=[(source,)])
+        timing = time_callable(
+            target.copy_, device_kind=device.kind, inputs=[(source,)], time_limit_s=CEILING_TIME_S[device.kind]
+        )
     return Measured(
         metrics={**timing.metrics(), **copy_rate(device, source, timing.median_ms)},
         case=case.parameters,

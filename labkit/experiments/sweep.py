@@ -9,6 +9,7 @@ device: a new worker costs a fork and a device context instead of importing torc
 
 import contextlib
 import datetime
+import gc
 import importlib
 import inspect
 import json
@@ -21,6 +22,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -108,6 +110,7 @@ def _worker_main(connection: Connection, module_name: str) -> None:
     os.setpgrp()  # so that whatever a case starts is ended together with the worker
     _end_with_parent(connection)
     experiment = importlib.import_module(module_name)
+    gc.freeze()  # modules are no garbage, and the collections between phases would walk through them each time
     while True:
         try:
             case, ceilings = connection.recv()
@@ -155,14 +158,21 @@ def _kill_group(pid: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
+    """Returns what workers are started by; where that is a fork server, it runs and is loading the experiment."""
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([module_name])
+    forkserver.ensure_running()
+    return context
+
+
 class _Worker:
     """The parent's side of one worker process."""
 
     def __init__(self, module_name: str):
-        method = "forkserver" if sys.platform == "linux" else "spawn"
-        context = multiprocessing.get_context(method)
-        if method == "forkserver":
-            context.set_forkserver_preload([module_name])
+        context = _worker_context(module_name)
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_worker_main, args=(theirs, module_name))
         self.process.start()
@@ -213,6 +223,7 @@ class Session:
             raise ValueError(f"unknown profile {profile!r}; accepted: {', '.join(PROFILES)}")
         self.notebook = notebook
         self.module_name = f"labkit.experiments.{notebook.split('_', 1)[1]}"
+        _worker_context(self.module_name)  # the server loads the experiment while this process does
         self.experiment = importlib.import_module(self.module_name)
         self.device = hardware.detect()
         if device != self.device.slug:
