@@ -1,10 +1,24 @@
 """Fixtures that several test files share."""
 
 import concurrent.futures
+import gc
 import multiprocessing
 import os
 
 import pytest
+
+# Before torch is imported, here or in any process that a test starts. Two files are tested at a time, and threads that
+# wait for one another on cores that others use wait many times longer than one thread works.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imports_are_no_garbage():
+    """Spares each of the collections that go with a measurement the walk through everything imported."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

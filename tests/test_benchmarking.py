@@ -265,7 +265,7 @@ def test_a_measurement_carries_the_label_of_what_ran(monkeypatch):
     """A request that is silently not followed must not come back as if it had been."""
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module: None)
     monkeypatch.setattr(Workload, "autocast", lambda workload: torch.autocast("cpu", enabled=False))
-    case = Case("steps", parameters(precision="bf16", compile="regional"), ("forward",), 60.0)
+    case = Case("steps", parameters(precision="bf16", compile="regional"), ("forward",), 60.0, 0.05)
     assert measure(case)["forward"].case == parameters(precision="fp32", compile="none")
 
 
@@ -274,7 +274,7 @@ def test_a_measurement_carries_the_label_of_what_ran(monkeypatch):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_every_phase_gives_positive_times_and_says_what_ran(precision):
-    case = Case("steps", parameters(precision=precision), PHASES, 60.0)
+    case = Case("steps", parameters(precision=precision), PHASES, 60.0, 0.05)
     measured = measure(case)
     assert list(measured) == list(PHASES)
     for phase, result in measured.items():
@@ -438,7 +438,7 @@ def test_two_workloads_of_a_case_are_equal():
 
 
 def test_a_case_lets_go_of_its_model():
-    for _, run in run_case(Case("steps", parameters(), ("train_step",), 60.0), {}):
+    for _, run in run_case(Case("steps", parameters(), ("train_step",), 60.0, 0.05), {}):
         workload = run.args[0]
         run()
         assert {"model", "optimizer"} <= workload.__dict__.keys()
@@ -572,7 +572,7 @@ def test_compiling_has_no_rate():
 
 
 def test_ceilings_reach_the_rates_of_a_case():
-    case = Case("steps", parameters(), ("forward", "optimizer_step"), 60.0)
+    case = Case("steps", parameters(), ("forward", "optimizer_step"), 60.0, 0.05)
     measured = measure(case, {"gemm fp32": 2.0, "copy": 5.0})
     forward, step = measured["forward"].metrics, measured["optimizer_step"].metrics
     assert forward["ceiling_fraction"] == pytest.approx(FORWARD_FLOPS / (forward["median_ms"] * 1e-3) / 2e12)
@@ -586,6 +586,7 @@ def test_ceilings_reach_the_rates_of_a_case():
 def small_ceilings(monkeypatch):
     monkeypatch.setitem(benchmarking.CEILING_SIZES, "cpu", 64)
     monkeypatch.setitem(benchmarking.COPY_BYTES, "cpu", 2**20)
+    monkeypatch.setitem(benchmarking.CEILING_TIME_S, "cpu", 0.05)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

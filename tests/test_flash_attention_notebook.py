@@ -564,7 +564,7 @@ def test_a_tile_is_gated_and_timed(interpreted, block_q, shipped):
 
 def test_the_first_kernel_takes_part_where_it_runs(interpreted):
     phases = tuple(f"triton {name}" for name in PASSES)
-    metrics = interpreted(measure_here, Case("weighted_sum", {"rows": 33, "dim": 7, "precision": "fp32"}, phases, 60.0))
+    metrics = interpreted(measure_here, Case("weighted_sum", {"rows": 33, "dim": 7, "precision": "fp32"}, phases, 60.0, 0.01))
     assert set(metrics) == set(phases) and all(0 < m["budget_fraction"] <= 1 for m in metrics.values())
 
 

@@ -6,7 +6,6 @@ implementation), "transformer" (the backward pass of compiled models, which note
 
 import functools
 import gc
-import importlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -56,7 +56,9 @@ def _measure_gemm(device: hardware.Device, case: Case) -> Measured:
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     a, b = (torch.randn(n, n, device=device.kind, dtype=dtype) for _ in range(2))
     with hardware.GpuMonitor(device.kind) as monitor:
-        timing = time_callable(torch.matmul, device_kind=device.kind, inputs=[(a, b)], time_limit_s=CEILING_TIME_S[device.kind])
+        timing = time_callable(
+            torch.matmul, device_kind=device.kind, inputs=[(a, b)], time_limit_s=CEILING_TIME_S[device.kind]
+        )
     tflops = 2 * n**3 / (timing.median_ms * 1e-3) / 1e12
     peak = device.peaks.tflops(precision) if device.peaks else None
     live = {torch.bfloat16: "bf16"}.get(a.dtype) or {"highest": "fp32", "high": "tf32"}[
