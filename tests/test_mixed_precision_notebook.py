@@ -662,8 +662,9 @@ def captured(launches: dict[str, int], copies: dict[str, int]):
     records = []
     for precision, total in launches.items():
         classes = {
-            "phase": ["forward", "forward", "backward"], "kernel_class": ["matmul", "copy", "matmul"],
-            "launches": [total - copies[precision], copies[precision], 50], "total_us": [100.0, 10.0, 100.0],
+            "phase": ["forward", "forward", "backward", "outside"],
+            "kernel_class": ["matmul", "copy", "matmul", "copy"],
+            "launches": [total - copies[precision], copies[precision], 50, 7], "total_us": [100.0, 10.0, 100.0, 1.0],
         }  # fmt: skip
         one = Case("profiles", experiment._step("small", 128, precision), ("train_step",), 60.0)
         records.append(record(one, "train_step", observed={"tables": {"classes": classes}}))

@@ -345,6 +345,8 @@ def test_kernels_are_classed_by_name(name, kernel_class):
         ("aten::_log_softmax", "softmax"),
         ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
         ("labkit::flash_attention_backward", "attention"),
+        ("EagerFlashAttention", "attention"),
+        ("EagerFlashAttentionBackward", "attention"),
         ("aten::_to_copy", "copy"),
         ("aten::silu_backward", "elementwise"),
         ("aten::masked_fill_", "elementwise"),

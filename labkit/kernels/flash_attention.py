@@ -1448,7 +1448,7 @@ def _backward(ctx, grad_out: Tensor, _grad_lse):
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-class _Eager(torch.autograd.Function):
+class EagerFlashAttention(torch.autograd.Function):
     """The operators without the way through the dispatcher, which takes a custom operator longer than its launch."""
 
     forward = staticmethod(_forward)
@@ -1547,5 +1547,5 @@ def flash_attention(
     )
     # Whatever looks at operators (a compiler, a mode, a subclass of tensors) is shown one.
     observed = torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or type(q) not in (Tensor, Parameter)
-    out, _ = (_forward_op if observed else _Eager.apply)(q, k, v, *options)
+    out, _ = (_forward_op if observed else EagerFlashAttention.apply)(q, k, v, *options)
     return out

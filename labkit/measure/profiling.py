@@ -83,7 +83,7 @@ _KERNEL_PATTERNS = (
 
 _OPERATOR_PATTERNS = (
     ("communication", r"^(c10d|nccl|gloo)"),
-    ("attention", r"(^|::)\w*attention"),
+    ("attention", r"(^|::)\w*[aA]ttention"),
     ("optimizer", r"adam|^_foreach_|fused_sgd"),
     ("softmax", r"^_?(log_)?softmax"),
     ("normalisation", r"(layer|rms|batch|group|instance)_norm"),

@@ -1120,7 +1120,8 @@ def launches(kernels: pd.DataFrame) -> pd.DataFrame:
         if record["phase"] == "inference" or not classes:
             continue
         table = pd.DataFrame(classes)
-        for phase, of_phase in table.groupby("phase", sort=False):
+        # What no phase's range holds is of the step, but of none of its phases.
+        for phase, of_phase in table[table["phase"] != "outside"].groupby("phase", sort=False):
             copies = of_phase[of_phase["kernel_class"] == "copy"]
             rows.append(
                 {
