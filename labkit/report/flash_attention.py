@@ -7,6 +7,7 @@ no figure (None) or no sentence. "Ours" is what `impl="auto"` runs for a shape.
 import itertools
 import math
 from collections.abc import Callable, Iterable
+from importlib import resources
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -872,6 +873,53 @@ def findings_leaderboard(frame: pd.DataFrame) -> list[str]:
         factor = "" if word == "about the same" else f" ({times(max(speedup, 1 / speedup))})"
         theirs = f"{number(entry['time_ms'])} ms on an {entry['gpu']}"
         sentences.append(f"Ours {comparison} the {entry['implementation']}, {theirs}{factor}.")
+    return sentences
+
+
+# ---- the versions ---------------------------------------------------------------------------------------------
+
+
+def versions() -> pd.DataFrame:
+    """Returns what was tried on the Hopper kernels: see the README beside the file."""
+    file = resources.files("labkit") / "data" / "development" / "flash_attention_versions.csv"
+    with file.open(encoding="utf-8") as lines:
+        return pd.read_csv(lines, keep_default_na=False, na_values={"gained_percent": [""]})
+
+
+def table_versions(frame: pd.DataFrame) -> pd.DataFrame:
+    """Returns every change with the gain in speed that it was predicted to bring and the one that it brought."""
+    return pd.DataFrame(
+        {
+            "pass": row["pass"],
+            "change": row["change"],
+            "B,H,S,D mask": row["shape"],
+            "predicted": f"{row['predicted_percent']:+d} %",
+            "gained": "–" if math.isnan(row["gained_percent"]) else f"{row['gained_percent']:+.0f} %",
+            "kept": row["kept"],
+            "compared in": row["compared"],
+            "note": row["note"],
+        }
+        for row in frame.to_dict("records")
+    )
+
+
+def findings_versions(frame: pd.DataFrame) -> list[str]:
+    """Says how good the predictions were, and which was furthest off to either side."""
+    timed = frame.dropna(subset="gained_percent")
+    if timed.empty:
+        return []
+    excess = timed["gained_percent"] - timed["predicted_percent"]
+    reached, lost = int((excess >= 0).sum()), int((timed["gained_percent"] <= 0).sum())
+    sentences = [
+        f"Of {count(len(timed), 'change')} that were timed {reached} gained what was predicted or more, {lost} gained "
+        f"nothing or lost; {int((frame['kept'] == 'yes').sum())} of {len(frame)} were kept."
+    ]
+    for end, word in ((excess.idxmin(), "least"), (excess.idxmax(), "most")):
+        row = timed.loc[end]
+        sentences.append(
+            f"Beside its prediction {word} was gained by “{row['change']}” ({row['shape']}): "
+            f"{row['gained_percent']:+.0f} % for {row['predicted_percent']:+d} %."
+        )
     return sentences
 
 
