@@ -932,3 +932,14 @@ def test_the_smoke_profile_runs_through(tmp_path):
         assert f"### {heading}" in text
     for name in ("06_online_softmax.svg", "06_times_bf16.svg", "06_rivals.svg"):
         assert f"({name})" in text and (folder / name).exists()
+
+
+def test_versions_are_data_and_their_findings_follow_them():
+    frame = report.versions()
+    assert set(frame["kept"]) == {"yes", "no"}
+    assert set(frame.dropna()["compared"]) == {"one process", "two processes"}
+    assert len(report.table_versions(frame)) == len(frame)
+    lost = frame.assign(gained_percent=-1.0)
+    found = " ".join(report.findings_versions(lost))
+    assert f"timed 0 gained what was predicted or more, {len(frame)} gained" in found
+    assert report.findings_versions(frame.assign(gained_percent=float("nan"))) == []
