@@ -253,11 +253,19 @@ CASES = [
 IDS = [str(case) for case in CASES]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_interpreted_kernels_are_within_the_budget(case, dtype, interpreted):
-    # No bf16 here: the interpreter's bf16 product is wrong, the compiled one is tested on a GPU.
-    check(interpreted(measure, dataclasses.replace(case, dtype=dtype), "triton"))
+# No bf16 here: the interpreter's bf16 product is wrong, the compiled one is tested on a GPU. Strides are counted in
+# elements, so that one dtype tests the layouts.
+INTERPRETED = [
+    dataclasses.replace(case, dtype=dtype)
+    for case in CASES
+    for dtype in ("float32", "float16")
+    if case.layout == "contiguous" or dtype == "float16"
+]
+
+
+@pytest.mark.parametrize("case", INTERPRETED, ids=str)
+def test_interpreted_kernels_are_within_the_budget(case, interpreted):
+    check(interpreted(measure, case, "triton"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -303,7 +311,7 @@ random_shapes = settings(
 
 
 @settings(random_shapes, max_examples=25)
-@given(case=cases(60, ("float32", "float16")))
+@given(case=cases(40, ("float32", "float16")))
 def test_interpreted_kernels_on_random_shapes(interpreted, case):
     check(interpreted(measure, case, "triton"))
 
@@ -327,7 +335,7 @@ def test_the_budget_refuses_a_wrong_kernel():
 
 def far_apart(impl: str, axis: str) -> bool:
     """Whether a tensor that spans 2³¹ elements gives the same bits as a dense one."""
-    batch, heads, length, dim = (2, 2, 100, 16)
+    batch, heads, length, dim = (2 if axis == "batch" else 1, 2 if axis == "head" else 1, 68, 16)
     span = 2**31 + 64
     strides = {
         "batch": (span, length * dim, dim, 1),
@@ -439,8 +447,8 @@ def opcheck(impl: str) -> None:
     def normal(*shape, **options):
         return torch.randn(shape, generator=generator).requires_grad_(**options)
 
-    dense = (normal(2, 4, 18, 8), normal(2, 2, 21, 8), normal(2, 2, 21, 8), None, None, None, None)
-    transposed = (*(normal(2, 18, 2, 8).detach().transpose(1, 2).requires_grad_() for _ in range(3)), *(None,) * 4)
+    dense = (normal(2, 2, 18, 8), normal(2, 1, 21, 8), normal(2, 1, 21, 8), None, None, None, None)
+    transposed = (*(normal(1, 18, 2, 8).detach().transpose(1, 2).requires_grad_() for _ in range(3)), *(None,) * 4)
     cu_seqlens = cumulative((10, 8))
     packed_batch = (*(normal(18, 2, 8) for _ in range(3)), cu_seqlens, cu_seqlens, None, 12)
     for inputs in (dense, transposed, packed_batch):
@@ -675,7 +683,8 @@ BAD = {
     "triton on the CPU": (lambda: call(impl="triton"), ValueError, "impl='triton' takes q, k and v on a CUDA device; got cpu"),  # noqa: E501
     "gluon in fp32": (lambda: call(impl="gluon"), ValueError, "impl='gluon' takes q, k and v of dtype torch.bfloat16"),
     "gluon, head dimension": (
-        lambda: call(*[zeros(2, 4, 6, 8).half()] * 3, impl="gluon"), ValueError, "takes head dimensions 64, 128; got 8",
+        lambda: call(*[zeros(2, 4, 6, 8).half()] * 3, impl="gluon"), ValueError,
+        "takes head dimensions 64, 72, 80, 96, 128; got 8",
     ),
     "gluon on the CPU": (
         lambda: call(*[zeros(2, 4, 6, 64).half()] * 3, impl="gluon"), ValueError, "on a Hopper GPU; got cpu",

@@ -905,9 +905,9 @@ def table_versions(frame: pd.DataFrame) -> pd.DataFrame:
 
 def findings_versions(frame: pd.DataFrame) -> list[str]:
     """Says how good the predictions were, and which was furthest off to either side."""
-    timed = frame.dropna(subset="gained_percent")
-    if timed.empty:
+    if frame.empty or frame["gained_percent"].isna().all():
         return []
+    timed = frame.dropna(subset="gained_percent")
     excess = timed["gained_percent"] - timed["predicted_percent"]
     reached, lost = int((excess >= 0).sum()), int((timed["gained_percent"] <= 0).sum())
     sentences = [
