@@ -253,13 +253,13 @@ CASES = [
 IDS = [str(case) for case in CASES]
 
 
-# No bf16 here: the interpreter's bf16 product is wrong, the compiled one is tested on a GPU. Strides are counted in
-# elements, so that one dtype tests the layouts.
+# No bf16 here: the interpreter's bf16 product is wrong, the compiled one is tested on a GPU. Heads and layouts are
+# addresses, counted in elements, which one dtype tests; the shapes of one head are tested in both.
 INTERPRETED = [
     dataclasses.replace(case, dtype=dtype)
     for case in CASES
     for dtype in ("float32", "float16")
-    if case.layout == "contiguous" or dtype == "float16"
+    if dtype == "float16" or (case.shape[:3] == (1, 1, 1) and max(case.shape) < 200)
 ]
 
 
