@@ -41,6 +41,7 @@ def launch_options(consumers: int) -> dict[str, int]:
 
 @functools.cache
 def num_multiprocessors(device_index: int) -> int:
+    """Returns how many programs run at once, one a multiprocessor: each takes most of its shared memory."""
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
@@ -50,8 +51,8 @@ _compiled = {}
 def launch(kernel, grid: tuple[int, int, int], dtype: torch.dtype, arguments: tuple, constants: dict, consumers: int):
     """Launches a kernel whose parameters are the arguments and then the constants, in their order.
 
-    Triton's own way to a compiled kernel describes every argument in words each time, 20 µs a descriptor. Here the
-    constants, the dtype and the device name the kernel: what else it could depend on is fixed (lengths are not
+    Triton's own way to a compiled kernel describes every argument in words, which takes longer than the launch. Here
+    the constants, the dtype and the device name the kernel: what else it could depend on is fixed (lengths are not
     specialised, statistics are aligned).
     """
     options = launch_options(consumers)
@@ -68,6 +69,7 @@ def launch(kernel, grid: tuple[int, int, int], dtype: torch.dtype, arguments: tu
 
 @functools.cache
 def tile_layout() -> gl.NVMMASharedLayout:
+    """The layout of 64 or 128 columns."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 
 
