@@ -405,8 +405,12 @@ def _exponents(series: pd.DataFrame, lengths: list[int]) -> dict[str, float]:
     sources = {"forward": ("forward", "median_ms"), "backward": ("backward", "median_ms"),
                "memory": ("forward", "in_use_bytes")}  # fmt: skip
     for name, (phase, value) in sources.items():
-        line = series[(series["phase"] == phase) & series["length"].isin(lengths)].dropna(subset=[value])
-        exponents[name] = power_law_exponent(line["length"], line[value]) if len(line) >= 3 else float("nan")
+        line = [
+            (length, y)
+            for of, length, y in zip(series["phase"], series["length"], series[value], strict=True)
+            if of == phase and length in lengths and not math.isnan(y)
+        ]
+        exponents[name] = power_law_exponent(*zip(*line, strict=True)) if len(line) >= 3 else float("nan")
     return exponents
 
 
