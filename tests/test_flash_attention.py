@@ -588,6 +588,29 @@ def test_it_compiles_into_a_full_graph(impl, interpreted):
     run(interpreted, impl, compiled, impl)
 
 
+def test_a_transform_of_functions_gives_the_gradients_of_autograd():
+    q, k, v = (torch.randn(1, 2, 8, 4) for _ in range(3))
+
+    def summed(q, k, v):
+        return flash_attention(q, k, v, causal=True).square().sum()
+
+    transformed = torch.func.grad(summed, argnums=(0, 1, 2))(q, k, v)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    for x, y in zip(transformed, torch.autograd.grad(summed(*leaves), leaves), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_one_input_that_needs_a_gradient_makes_a_graph_and_none_makes_none():
+    tensors = [torch.randn(1, 2, 8, 4) for _ in range(3)]
+    assert not flash_attention(*tensors).requires_grad
+    for index in range(3):
+        leaves = [x.clone().requires_grad_(number == index) for number, x in enumerate(tensors)]
+        with torch.no_grad():
+            assert not flash_attention(*leaves).requires_grad
+        flash_attention(*leaves).sum().backward()
+        assert [leaf.grad is not None for leaf in leaves] == [number == index for number in range(3)]
+
+
 def test_under_autocast_it_runs_in_the_autocast_dtype():
     q, k, v = (torch.randn(1, 2, 8, 4).requires_grad_() for _ in range(3))
     with torch.autocast("cpu", torch.bfloat16):

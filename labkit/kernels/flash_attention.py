@@ -866,6 +866,8 @@ def _config(tensors: tuple[Tensor, ...], problem: _Problem, precision: str) -> A
 
 def _tma_ready(x: Tensor) -> Tensor:
     """Returns x where TMA can read it, with rows from 16-byte boundaries at positive distances, else a dense copy."""
+    if x.is_contiguous() and x.data_ptr() % 16 == 0:  # rows of GLUON_HEAD_DIMS are multiples of 16 bytes
+        return x
     strides = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
     return x.contiguous() if _alignment((x,)) == 1 or not all(stride > 0 for stride in strides) else x
 
@@ -1026,7 +1028,6 @@ def flash_attention_backward(
     q_4d, k_4d, v_4d, out_4d, grad_out_4d, grad_q_4d, grad_k_4d, grad_v_4d = (
         _as_4d(x, packed) for x in (q, k, v, out, grad_out, grad_q, grad_k, grad_v)
     )
-    config = config or _config((q_4d, k_4d, v_4d, grad_out_4d, grad_q_4d, grad_k_4d, grad_v_4d), problem, precision)
     group = problem.num_heads // problem.num_key_heads
     lengths = (problem.max_queries, problem.max_keys)
 
@@ -1075,6 +1076,7 @@ def flash_attention_backward(
             return grad_q, grad_k, grad_v
         inputs = (q_4d, k_4d, v_4d, grad_out_4d)
         outputs = (grad_k_4d, grad_v_4d)
+        config = config or _config((*inputs, grad_q_4d, *outputs), problem, precision)
         num_tiles = triton.cdiv(problem.max_keys, config.dkdv.block_k)
         flash_attention_bwd_dkdv_kernel[(num_tiles * problem.num_key_heads * problem.num_batches,)](
             *inputs,
@@ -1448,8 +1450,8 @@ def _backward(ctx, grad_out: Tensor, _grad_lse):
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-class EagerFlashAttention(torch.autograd.Function):
-    """The operators without the way through the dispatcher, which takes a custom operator longer than its launch."""
+class TransformedFlashAttention(torch.autograd.Function):
+    """The operators under torch.func, which takes functions whose context is set up apart, and no custom operator."""
 
     forward = staticmethod(_forward)
     setup_context = staticmethod(_setup_context)
@@ -1457,6 +1459,25 @@ class EagerFlashAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out: Tensor, _grad_lse):
+        return *_gradients(grad_out, *ctx.saved_tensors, *ctx.options), *(None,) * (2 + len(ctx.options))
+
+
+class EagerFlashAttention(torch.autograd.Function):
+    """The operators without the way through the dispatcher, which takes a custom operator longer than its launch.
+
+    A context that is set up apart would cost as much: its function is bound to its signature anew in every call.
+    """
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q, cu_seqlens_k, *options) -> Tensor:
+        out, lse = _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
+        ctx.options = options
+        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out: Tensor):
         return *_gradients(grad_out, *ctx.saved_tensors, *ctx.options), *(None,) * (2 + len(ctx.options))
 
 
@@ -1546,6 +1567,10 @@ def flash_attention(
         deterministic,
     )
     # Whatever looks at operators (a compiler, a mode, a subclass of tensors) is shown one.
-    observed = torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or type(q) not in (Tensor, Parameter)
-    out, _ = (_forward_op if observed else EagerFlashAttention.apply)(q, k, v, *options)
-    return out
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or type(q) not in (Tensor, Parameter):
+        return _forward_op(q, k, v, *options)[0]
+    if torch._C._are_functorch_transforms_active():
+        return TransformedFlashAttention.apply(q, k, v, *options)[0]
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return EagerFlashAttention.apply(q, k, v, *options)
+    return _forward(q, k, v, *options)[0]
