@@ -373,8 +373,9 @@ FLASH_ATTENTION: dict[str, FlashAttentionGrid] = {
 }
 
 
-MIXED_PRECISIONS = ("fp16", "bf16_pure")
-"""What notebook 03 times beside PRECISIONS. fp16: autocast to float16 over fp32 parameters, the loss scaled.
+MIXED_PRECISIONS = ("bf16", "fp16", "bf16_pure")
+"""What notebook 03 times, one directly after the other. bf16: as in PRECISIONS, once more, since times are compared
+within a session alone. fp16: autocast to float16 over fp32 parameters, the loss scaled.
 bf16_pure: parameters, gradients and optimizer state in bfloat16, no autocast."""
 
 MIXED_PHASES = ("forward", "backward", "train_step")

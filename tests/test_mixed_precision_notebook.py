@@ -9,9 +9,11 @@ import os
 import re
 from collections import Counter
 
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
+from matplotlib.collections import PathCollection
 
 from labkit import hardware, notebooks, numerics
 from labkit.configs import BATCH_SIZE, BENCHMARKING, MIXED_PHASES, MIXED_PRECISION, REFERENCE_DEVICE
@@ -141,12 +143,13 @@ def test_normalise_is_pytorchs_function_where_nothing_is_rounded(kind):
 # ---- the cases -------------------------------------------------------------------------------------------------
 
 
-def test_full_is_every_size_and_context_in_the_precisions_that_notebook_01_lacks():
+def test_full_times_each_step_in_the_precisions_that_notebook_01_lacks_directly_after_bf16_autocast():
     steps = of_section("steps")
-    found = {(c.parameters["size"], c.parameters["context"], c.parameters["precision"]) for c in steps}
-    sizes = BENCHMARKING["full"].sizes
-    assert found == {(s, c, p) for s in sizes for c in (128, 256, 512, 1024) for p in ("fp16", "bf16_pure")}
+    found = [(c.parameters["size"], c.parameters["context"], c.parameters["precision"]) for c in steps]
+    sizes, precisions = BENCHMARKING["full"].sizes, ("bf16", "fp16", "bf16_pure")
+    assert found == [(s, c, p) for s in sizes for c in (128, 256, 512, 1024) for p in precisions]
     assert {one.phases for one in steps} == {("forward", "backward", "train_step")}
+    assert not any(one.fresh_process for one in steps), "the three share a worker"
 
 
 @pytest.mark.parametrize("profile", ["smoke", "full"])
@@ -186,7 +189,7 @@ def test_no_case_comes_twice_and_every_one_survives_json(profile):
 def test_a_grid_is_narrowed_and_what_it_does_not_have_is_refused():
     narrowed = cases("full", "cuda", sizes=["xl-2026"], contexts=[512])
     steps = [one.parameters for one in narrowed if one.section == "steps"]
-    assert {(p["size"], p["context"]) for p in steps} == {("2.7b", 512)} and len(steps) == 2
+    assert {(p["size"], p["context"]) for p in steps} == {("2.7b", 512)} and len(steps) == 3
     with pytest.raises(ValueError, match=r"context 2048 is not in profile 'full'; accepted: 128, 256, 512, 1024$"):
         cases("full", "cuda", contexts=[2048])
     with pytest.raises(ValueError, match=r"size 'micro' is not in profile 'smoke'; accepted: nano$"):
@@ -420,7 +423,7 @@ def synthetic_records() -> list[Record]:
         elif one.section == "steps":
             for phase in one.phases:
                 metrics = {**times_of(20.0), "peak_bytes": 2**33, "num_skipped_steps": 0, "loss_scale": 32768.0}
-                if p["size"] == "10b" and p["precision"] == "fp16" and phase == "train_step":
+                if p["size"] == "10b" and p["precision"] in ("bf16", "fp16") and phase == "train_step":
                     records.append(record(one, phase, "oom", reason="OutOfMemoryError"))
                 else:
                     records.append(record(one, phase, metrics=metrics))
@@ -500,7 +503,8 @@ def frame(tmp_path, synthetic):
             lines.append(json.dumps(dataclasses.asdict(one)))
         assert match is None or num_changed
         path.write_text("\n".join(lines) + "\n")
-        return Chapter(NOTEBOOK, device="abacus", output=str(tmp_path)).records(section)
+        chapter = Chapter(NOTEBOOK, device="abacus", output=str(tmp_path))
+        return report.own_steps(chapter) if section == "steps" else chapter.records(section)
 
     return make
 
@@ -610,10 +614,12 @@ def test_steps_of_both_notebooks_stand_in_one_table(frame):
     assert not steps.duplicated(["size", "context", "precision", "phase"]).any()
     assert set(steps["context"]) == set(MIXED_PRECISION["full"].contexts)
     table = report.table_times(steps, "train_step")
-    assert list(table.columns[2:]) == [report.NAMES[p] for p in ("fp32", "tf32", "bf16", "fp16", "bf16_pure")]
+    theirs, ours = ["fp32 (01)", "TF32 (01)", "bf16 autocast (01)"], ["bf16 autocast", "fp16 autocast + GradScaler"]
+    assert list(table.columns[2:]) == [*theirs, *ours, "pure bf16"]
     assert len(table) == 24
     line = table.set_index(["size", "context"]).loc[("10b", 128)]
-    assert list(line) == ["oom", "oom", "oom", "oom", "20.0"]
+    assert list(line) == ["oom", "oom", "oom", "oom", "oom", "20.0"]
+    assert list(report.table_memory(steps, "train_step").columns[2:]) == [*theirs, ours[1], "pure bf16"]
     memory = text(report.findings_memory(steps))
     assert "A training step of 10b at 128, 256, 512 and 1024 fits in pure bf16 only." in memory
     assert "it is 27 % to 88 % of these copies: the rest is made up for" in memory
@@ -622,6 +628,120 @@ def test_steps_of_both_notebooks_stand_in_one_table(frame):
         "pure bf16" not in report.table_times(alone, "train_step") and len(report.table_times(alone, "forward")) == 24
     )
     assert "fits in none of these precisions" in text(report.findings_memory(alone))
+
+
+HOST = 1.4
+"""How much slower the host of the second session is."""
+
+
+def two_sessions(changes=None, sessions=("b", "b", "b")):
+    """Notebook 01's rows and this one's, of a slower host: at 128 the host sets the pace, at 1024 the device does.
+
+    fp16 takes as long as bf16 autocast; pure bf16 has a tenth of the operators less and a device time of 0.8.
+    `changes` multiplies the times of a precision of the second session; `sessions` are theirs.
+    """
+    rows = {"01": [], "03": []}
+    for context, phase in itertools.product((128, 1024), MIXED_PHASES):
+        issue, on_device = 10.0, {128: 2.0, 1024: 40.0}[context]
+        cases = [("01", "fp32", issue * 0.8, 2 * on_device, "a"), ("01", "bf16", issue, on_device, "a")]
+        cases += [
+            ("03", precision, HOST * issue * work, on_device * (0.8 if precision == "bf16_pure" else 1.0), session)
+            for (precision, work), session in zip(
+                {"bf16": 1.0, "fp16": 1.0, "bf16_pure": 0.9}.items(), sessions, strict=True
+            )
+        ]
+        for notebook, precision, launch, busy, session in cases:
+            factor = (changes or {}).get(precision, 1.0) if notebook == "03" else 1.0
+            time = factor * max(launch, busy)
+            row = {"size": "small", "context": context, "compile": "none", "precision": precision, "phase": phase}
+            row |= {"status": "ok", "reason": "", **times_of(time), "host_median_ms": time}
+            row |= {"launch_median_ms": factor * launch, "peak_bytes": 2.0**30}
+            rows[notebook].append(row | ({"session": session} if notebook == "03" else {}))
+    frames = {name: pd.DataFrame(found) for name, found in rows.items()}
+    frames["03"].attrs["device"] = "a device"
+    return report.steps(frames["01"], frames["03"])
+
+
+def test_a_slower_host_makes_no_precision_slower():
+    steps = two_sessions()
+    sentences = text(report.findings_speed(steps))
+    assert "slower" not in sentences
+    start = "Against bf16 autocast of the same session a training step in"
+    assert (
+        f"{start} fp16 autocast + GradScaler is about the same in 1 of 1 case in which neither is launch-bound "
+        "(1.00× the speed); at 1.00× the speed in 1 launch-bound case, where the host sets the pace." in sentences
+    )
+    assert (
+        f"{start} pure bf16 is faster in 1 of 1 case in which neither is launch-bound (1.25× the speed); at 1.11×"
+        in sentences
+    )
+    assert (
+        "bf16 autocast was timed in notebook 01 and again here, where it takes 1.00× as long in the median of 3 phases "
+        "not launch-bound (1.00×), and 1.40× as long in the median of 3 phases launch-bound in either (1.40×)."
+        in sentences
+    )
+    found = report.speedups(steps, "train_step").set_index(["precision", "context"])["ratio"]
+    assert found["bf16", 128] == found["fp16", 128] == pytest.approx(0.8)
+    assert found["fp16", 1024] == pytest.approx(2.0) and found["bf16_pure", 1024] == pytest.approx(2.5)
+    table = report.table_speedups(steps).set_index(["precision", "phase"])["from"]
+    assert table["bf16 autocast", "forward"] == "notebook 01" and table["pure bf16", "forward"] == "by bf16 autocast"
+    line = report.table_times(steps, "train_step").set_index("context").loc[128]
+    assert list(line[1:]) == ["8.00 †", "10.0 †", "14.0 †", "14.0 †", "12.6 †"]
+
+
+def test_a_precision_that_is_slower_in_its_own_session_is_said_to_be():
+    steps = two_sessions({"fp16": 1.2})
+    assert "fp16 autocast + GradScaler is slower in 1 of 1 case in which neither" in text(report.findings_speed(steps))
+    table = report.table_against_autocast(steps).set_index(["precision", "phase", "launch-bound"])
+    assert list(table.loc[("fp16 autocast + GradScaler", "training step", "no")][["faster", "slower"]]) == [0, 1]
+    assert table.loc[("pure bf16", "forward", "yes"), "range"] == "1.11×"
+
+
+def test_times_of_two_sessions_are_not_compared():
+    """As in the records from before bf16 autocast was timed here, and where a run was resumed between two of them."""
+    for sessions in (("b", "c", "c"), ("b", "b", "c")):
+        steps = two_sessions(sessions=sessions)
+        sentences = text(report.findings_speed(steps))
+        compared = {"fp16"} if sessions[1] == "b" else set()
+        for precision in report.COMPARED:
+            lacking = f"{report.NAMES[precision]} is **not** compared with any other precision in 2 of 2 cases"
+            assert (lacking in sentences) == (precision not in compared)
+        assert set(report.same_session(steps, "train_step")["precision"]) == compared
+        assert set(report.speedups(steps, "train_step")["precision"]) == {"bf16", *compared}
+    alone = two_sessions()
+    alone = alone[alone["precision"] != report.ANCHOR]
+    assert "it takes" not in text(report.findings_speed(alone))
+    assert report.table_against_autocast(alone).empty and len(report.table_times(alone, "forward")) == 2
+
+
+def test_the_figure_tells_the_sessions_and_the_launch_bound_points_apart():
+    (axis,) = report.figure_speed(two_sessions()).axes
+    styles = {line.get_label(): line.get_linestyle() for line in axis.lines}
+    assert styles["bf16 autocast (01)"] == "-" == styles["fp32 (01)"]
+    assert styles["bf16 autocast"] == styles["pure bf16"] == "--"
+    points = [one for one in axis.collections if isinstance(one, PathCollection)]
+    assert len(points) == 5, "at 128 each precision is launch-bound"
+
+
+def test_memory_is_shown_once_and_held_against_notebook_01():
+    steps = two_sessions()
+    assert "bf16 autocast's peak here is 1.00× notebook 01's over 6 phases." in text(report.findings_memory(steps))
+    steps.loc[steps["precision"] == report.ANCHOR, "peak_bytes"] *= 1.1
+    sentences = text(report.findings_memory(steps))
+    assert "is 1.10× notebook 01's over 6 phases; they differ by more than 3.0 % in 6." in sentences
+
+
+def test_the_committed_records_render_whatever_sessions_they_are_of():
+    chapter = Chapter(NOTEBOOK, device=REFERENCE_DEVICE)
+    own = report.own_steps(chapter)
+    steps = report.steps(reference_steps(), own)
+    pairs = pd.concat([report.same_session(steps, phase) for phase in MIXED_PHASES])
+    anchored = set(own.loc[own["precision"] == "bf16", "session"]) if len(own) else set()
+    if not anchored:
+        assert pairs.empty
+        return
+    sentences = text(report.findings_speed(steps))
+    assert len(pairs) and "bf16 autocast was timed in notebook 01 and again here" in sentences
 
 
 def test_fp16_steps_that_overflow_are_said_to(frame):

@@ -2,8 +2,8 @@
 
 Sections: "accumulation" (one term added many times), "dtypes" (under autocast, read by hooks from live modules),
 "normalisation" (LayerNorm and RMSNorm by the dtype of their statistics), "epilogue" (a rounding between matrix product
-and GELU), "steps" (time and memory in the precisions that notebook 01 does not have), "operators" (what autocast
-issues beside the work), "training" (loss and gradients of a synthetic task).
+and GELU), "steps" (time and memory in the precisions that notebook 01 does not have, beside one that it has),
+"operators" (what autocast issues beside the work), "training" (loss and gradients of a synthetic task).
 """
 
 import contextlib
@@ -36,7 +36,9 @@ from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
 from labkit.models.transformer import TransformerLM, language_model_loss
 from labkit.numerics import DTYPES, binade, dtype_name, normalise, relative_error, running_sums, spacing, stall_value
 
-MEASUREMENT_VERSION = 1
+MEASUREMENT_VERSION = 2
+"""2: bf16 autocast is timed too, between the other precisions of the same step, so that they are compared within a
+session; in version 1 there was only notebook 01's, of other sessions and other hosts."""
 
 TERM = 0.01
 NUM_TERMS = 1000

@@ -1,7 +1,7 @@
 """Notebook 03 from its records: what low precision does to numbers, and what a step gains by it in time and memory.
 
-Every function takes data frames that `Chapter.records` returns. A frame without the needed rows gives an empty table,
-no figure (None) or no sentence.
+Every function takes data frames that `Chapter.records` returns, those about time and memory the one that `steps` makes
+of two. A frame without the needed rows gives an empty table, no figure (None) or no sentence.
 """
 
 import math
@@ -14,8 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from labkit import accounting, published
-from labkit.configs import MIXED_PHASES, MIXED_PRECISION, NORM_SETTINGS, SIZES
+from labkit.configs import MIXED_PHASES, MIXED_PRECISION, NORM_SETTINGS, PRECISIONS, SIZES
 from labkit.report import figures
+from labkit.report.chapter import Chapter
 from labkit.report.findings import (
     SAME,
     STABLE,
@@ -34,11 +35,20 @@ NAMES = {
     "fp32": "fp32",
     "tf32": "TF32",
     "bf16": "bf16 autocast",
+    "bf16_here": "bf16 autocast",
     "fp16": "fp16 autocast + GradScaler",
     "fp16_unscaled": "unscaled fp16 autocast",
     "bf16_pure": "pure bf16",
 }
 """Precisions in the order and under the names in which this chapter shows them."""
+
+ANCHOR = "bf16_here"
+"""bf16 autocast as timed in this notebook's own session, what fp16 and pure bf16 are compared with."""
+
+COMPARED = ("fp16", "bf16_pure")
+
+STEP_NAMES = NAMES | {name: f"{NAMES[name]} (01)" for name in PRECISIONS}
+"""Names where times of two sessions stand side by side: those of notebook 01's say so."""
 
 METHODS = {"sequential": "one after another", "kahan": "Kahan", "pairwise": "pairwise"}
 NORMS = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
@@ -775,11 +785,19 @@ def _fused(frame: pd.DataFrame, dtype: str, rows: pd.DataFrame) -> list[str]:
 # ---- speed and memory of a step ----------------------------------------------------------------------------------
 
 
+def own_steps(chapter: Chapter) -> pd.DataFrame:
+    """Returns the section "steps" of this notebook, each row with the session that it was measured in."""
+    frame = chapter.records("steps")
+    if len(frame):
+        frame["session"] = [record.session for record in chapter.all_records() if record.section == "steps"]
+    return frame
+
+
 def steps(benchmarking: pd.DataFrame, own: pd.DataFrame) -> pd.DataFrame:
-    """Returns one row per step: notebook 01's of the precisions that it has, this notebook's of the others.
+    """Returns one row per step: notebook 01's in its precisions, this notebook's in its own, bf16 autocast as ANCHOR.
 
     Args:
-        benchmarking: the section "steps" of notebook 01; own: that of this notebook.
+        benchmarking: the section "steps" of notebook 01; own: that of this notebook, as `own_steps` gives it.
     """
     parts = []
     if len(benchmarking):
@@ -788,7 +806,7 @@ def steps(benchmarking: pd.DataFrame, own: pd.DataFrame) -> pd.DataFrame:
         theirs = benchmarking[(benchmarking["compile"] == "none") & benchmarking["phase"].isin(MIXED_PHASES)]
         parts.append(theirs[theirs["context"].isin(contexts) & theirs["size"].isin(sizes)])
     if len(own):
-        parts.append(own)
+        parts.append(own.assign(precision=own["precision"].replace("bf16", ANCHOR)))
     both = pd.concat([part.dropna(axis=1, how="all") for part in parts], ignore_index=True) if parts else own
     both.attrs |= own.attrs
     return both
@@ -811,24 +829,37 @@ def _wide(frame: pd.DataFrame, phase: str, text) -> pd.DataFrame:
         {
             "size": size,
             "context": context,
-            **{NAMES[precision]: line.get(precision, "–") for precision in columns},
+            **{STEP_NAMES[precision]: line.get(precision, "–") for precision in columns},
         }
         for (size, context), line in cells.items()
     )
 
 
+def is_launch_bound(frame: pd.DataFrame) -> pd.Series:
+    """Returns by row whether the host needed LAUNCH_BOUND of the time to issue the work, so that it set the pace."""
+    if not {"launch_median_ms", "host_median_ms"} <= set(frame):
+        return pd.Series(False, index=frame.index)
+    return frame["launch_median_ms"] >= LAUNCH_BOUND * frame["host_median_ms"]
+
+
 def table_times(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
-    """Returns the median of a phase in ms by size, context and precision; "~" marks an unstable one."""
+    """Returns the median of a phase in ms by size, context and precision; "~": unstable, "†": launch-bound."""
 
     def text(row: dict) -> str:
         unstable = row["status"] == "ok" and row["half_width_fraction"] > STABLE
-        return ("~" if unstable else "") + cell(row)
+        return ("~" if unstable else "") + cell(row) + (" †" if row["is_launch_bound"] else "")
 
-    return _wide(frame, phase, text)
+    return _wide(frame.assign(is_launch_bound=is_launch_bound(frame)), phase, text)
+
+
+def _without_anchor(frame: pd.DataFrame) -> pd.DataFrame:
+    """Returns the rows with one of bf16 autocast for each case: memory is the allocator's and needs no anchor."""
+    return frame[frame["precision"] != ANCHOR] if len(frame) else frame
 
 
 def table_memory(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
     """Returns the peak of allocated memory in GiB by size, context and precision."""
+    frame = _without_anchor(frame)
     if ok_rows(frame).empty or "peak_bytes" not in frame or frame["peak_bytes"].isna().all():
         return pd.DataFrame()
     return _wide(frame, phase, lambda row: cell(row, "peak_bytes", lambda value: number(value / 2**30)))
@@ -846,26 +877,84 @@ def ratios(frame: pd.DataFrame, phase: str, value: str = "median_ms") -> pd.Data
     return both.dropna(subset=["ratio"])
 
 
+def same_session(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
+    """Returns fp16 and pure bf16 beside the bf16 autocast of their own session: one row per size, context, precision.
+
+    Columns: size, context, precision, ratio (bf16 autocast's time over its own), is_launch_bound (either of them).
+    """
+    columns = ["size", "context", "precision", "ratio", "is_launch_bound"]
+    measured = ok_rows(_rows(frame, phase))
+    if measured.empty or "session" not in measured:
+        return pd.DataFrame(columns=columns)
+    measured = measured.assign(is_launch_bound=is_launch_bound(measured))
+    keys = ["size", "context", "session"]
+    anchor = measured.loc[measured["precision"] == ANCHOR, [*keys, "median_ms", "is_launch_bound"]]
+    both = measured[measured["precision"].isin(COMPARED)].merge(anchor, on=keys, suffixes=("", "_anchor"))
+    both["ratio"] = both["median_ms_anchor"] / both["median_ms"]
+    both["is_launch_bound"] |= both["is_launch_bound_anchor"]
+    return both[columns]
+
+
+def speedups(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
+    """Returns how many times fp32's speed each precision runs at: one row per size, context and precision.
+
+    Those of notebook 01 are held against its fp32. The others have no fp32 of their session: theirs is the product of
+    fp32 over bf16 autocast in notebook 01 and of bf16 autocast over their own time, both in this notebook's session.
+    """
+    columns = ["size", "context", "precision", "ratio"]
+    direct = ratios(frame, phase)[columns]
+    direct = direct[direct["precision"].isin(PRECISIONS)]
+    autocast = direct.loc[direct["precision"] == "bf16", ["size", "context", "ratio"]]
+    product = same_session(frame, phase).merge(autocast, on=["size", "context"], suffixes=("", "_autocast"))
+    product["ratio"] *= product["ratio_autocast"]
+    return pd.concat([part for part in (direct, product[columns]) if len(part)] or [direct], ignore_index=True)
+
+
 def table_speedups(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns by precision and phase the geometric mean and range of fp32's time over its own."""
+    """Returns by precision and phase the geometric mean and range of its speed over fp32's."""
     result = []
     for phase in MIXED_PHASES:
-        for precision, rows in _by_precision(ratios(frame, phase)):
+        for precision, rows in _by_precision(speedups(frame, phase)):
             result.append(
                 {
                     "precision": NAMES[precision],
                     "phase": PHASE_NAMES[phase],
                     "cases": len(rows),
-                    "fp32's time over its own, geometric mean": times(geometric_mean(rows["ratio"])),
+                    "speed over fp32's, geometric mean": times(geometric_mean(rows["ratio"])),
                     "range": span(rows["ratio"]),
                     "not faster in": int((rows["ratio"].map(speed_word) != "faster").sum()),
+                    "from": "by bf16 autocast" if precision in COMPARED else "notebook 01",
                 }
             )
     return pd.DataFrame(result)
 
 
+def table_against_autocast(frame: pd.DataFrame) -> pd.DataFrame:
+    """Returns by precision and phase its speed over that of bf16 autocast in the same session, and how often which."""
+    result = []
+    for phase in MIXED_PHASES:
+        for precision, rows in _by_precision(same_session(frame, phase)):
+            for is_bound, of_kind in rows.groupby(rows["is_launch_bound"].astype(bool)):
+                words = of_kind["ratio"].map(speed_word)
+                result.append(
+                    {
+                        "precision": NAMES[precision],
+                        "phase": PHASE_NAMES[phase],
+                        "launch-bound": "yes" if is_bound else "no",
+                        "cases": len(of_kind),
+                        "speed over bf16 autocast's, geometric mean": times(geometric_mean(of_kind["ratio"])),
+                        "range": span(of_kind["ratio"]),
+                        **{word: int((words == word).sum()) for word in ("faster", "about the same", "slower")},
+                    }
+                )
+    return pd.DataFrame(result)
+
+
 def figure_speed(frame: pd.DataFrame, phase: str = "train_step") -> Figure | None:
-    """One panel per size: median time over the context, a line per precision, log axes, p20–p80 band."""
+    """One panel per size: median time over the context, a line per precision, log axes, p20–p80 band.
+
+    Dashed lines are of this notebook's session, solid ones of notebook 01's; hollow points are launch-bound.
+    """
     rows = _rows(frame, phase)
     if ok_rows(rows).empty:
         return None
@@ -874,13 +963,21 @@ def figure_speed(frame: pd.DataFrame, phase: str = "train_step") -> Figure | Non
     for axis, size in zip(axes, sizes, strict=True):
         of_size = rows[rows["size"] == size]
         for precision, line in _by_precision(of_size):
-            figures.line_with_band(axis, line, "context", label=NAMES[precision], colour=figures.COLOURS[precision])
+            colour = figures.COLOURS["bf16" if precision == ANCHOR else precision]
+            style = "-" if precision in PRECISIONS else "--"
+            figures.line_with_band(axis, line, "context", label=STEP_NAMES[precision], colour=colour, linestyle=style)
+            bound = ok_rows(line)[is_launch_bound(ok_rows(line))]
+            if len(bound):
+                axis.scatter(
+                    bound["context"], bound["median_ms"], s=10, facecolors="white", edgecolors=colour, zorder=4
+                )
         figures.context_axis(axis, of_size["context"].unique())
         figures.log_time_axis(axis)
         axis.set_title(size)
     _legend_below(figure, axes)
     figure.suptitle(
-        f"{PHASE_NAMES[phase].capitalize()} by precision, {frame.attrs['device']} (band: p20–p80; × out of memory)",
+        f"{PHASE_NAMES[phase].capitalize()} by precision, {frame.attrs['device']}\n"
+        "(solid: notebook 01's session; dashed: this notebook's; band: p20–p80; hollow: launch-bound; × out of memory)",
         fontsize=10,
     )
     return figure
@@ -888,7 +985,7 @@ def figure_speed(frame: pd.DataFrame, phase: str = "train_step") -> Figure | Non
 
 def figure_memory(frame: pd.DataFrame, phase: str = "train_step") -> Figure | None:
     """One panel per size: peak memory over the context, a line per precision."""
-    rows = _rows(frame, phase)
+    rows = _rows(_without_anchor(frame), phase)
     measured = ok_rows(rows)
     if measured.empty or "peak_bytes" not in measured or measured["peak_bytes"].isna().all():
         return None
@@ -912,37 +1009,88 @@ def figure_memory(frame: pd.DataFrame, phase: str = "train_step") -> Figure | No
 
 
 def findings_speed(frame: pd.DataFrame) -> list[str]:
-    """Says by precision how much faster than fp32 each phase is, and where pure bf16 and loss scaling differ."""
+    """Says how far the two sessions are apart, how fast each precision is beside fp32 and beside bf16 autocast."""
     sentences = []
     for phase in MIXED_PHASES:
-        parts = []
-        for precision, rows in _by_precision(ratios(frame, phase)):
+        parts: dict[bool, list[str]] = {False: [], True: []}
+        for precision, rows in _by_precision(speedups(frame, phase)):
             most = rows.loc[rows["ratio"].idxmax()]
-            parts.append(
+            parts[precision in COMPARED].append(
                 f"{NAMES[precision]} {span(rows['ratio'])} (geometric mean {times(geometric_mean(rows['ratio']))}, "
                 f"most for {_case(most['size'], most['context'])})"
             )
-        if parts:
-            sentences.append(f"A {PHASE_NAMES[phase]} runs at so many times fp32's speed: {listing(parts)}.")
-    return [*sentences, *_against_autocast(frame), *_skipped_steps(frame), *_not_run(frame)]
+        texts = [listing(parts[False])] if parts[False] else []
+        texts += [f"by way of bf16 autocast {listing(parts[True])}"] if parts[True] else []
+        if texts:
+            sentences.append(f"A {PHASE_NAMES[phase]} runs at so many times fp32's speed: {'; '.join(texts)}.")
+    return [
+        *_sessions(frame),
+        *sentences,
+        *_against_autocast(frame),
+        *_not_compared(frame),
+        *_skipped_steps(frame),
+        *_not_run(frame),
+    ]
+
+
+def _sessions(frame: pd.DataFrame) -> list[str]:
+    """Sets bf16 autocast as timed here beside notebook 01's times of the same cases."""
+    measured = ok_rows(frame)
+    if measured.empty:
+        return []
+    measured = measured.assign(is_launch_bound=is_launch_bound(measured))
+    columns = ["size", "context", "phase", "median_ms", "is_launch_bound"]
+    here, there = (measured.loc[measured["precision"] == name, columns] for name in (ANCHOR, "bf16"))
+    both = here.merge(there, on=columns[:3], suffixes=("", "_01"))
+    if both.empty:
+        return []
+    ratio, bound = both["median_ms"] / both["median_ms_01"], both["is_launch_bound"] | both["is_launch_bound_01"]
+    parts = []
+    for values, kind in ((ratio[~bound], "not launch-bound"), (ratio[bound], "launch-bound in either")):
+        if len(values):
+            text = f"{times(values.median())} as long in the median of {count(len(values), 'phase')} {kind}"
+            parts.append(f"{text} ({span(values)})" if len(values) > 1 else text)
+    return [f"bf16 autocast was timed in notebook 01 and again here, where it takes {', and '.join(parts)}."]
 
 
 def _against_autocast(frame: pd.DataFrame) -> list[str]:
-    """Compares the two precisions measured here with bf16 autocast, training steps of the same case."""
-    measured = ok_rows(_rows(frame, "train_step"))
-    if measured.empty:
-        return []
-    base = measured[measured["precision"] == "bf16"].set_index(["size", "context"])["median_ms"]
+    """Compares fp16 and pure bf16 with bf16 autocast of the same session, training steps of the same case."""
+    pairs = same_session(frame, "train_step")
     sentences = []
-    for precision in ("fp16", "bf16_pure"):
-        own = measured[measured["precision"] == precision].set_index(["size", "context"])["median_ms"]
-        gains = (base / own).dropna()
-        if len(gains):
-            words = gains.map(speed_word).value_counts()
+    for precision, rows in _by_precision(pairs):
+        bound = rows["is_launch_bound"].astype(bool)
+        free, held = rows[~bound]["ratio"], rows[bound]["ratio"]
+        parts = []
+        if len(free):
+            words = free.map(speed_word).value_counts()
             cases = listing(f"{word} in {n}" for word, n in words.items())
+            parts.append(
+                f"{cases} of {count(len(free), 'case')} in which neither is launch-bound ({span(free)} the speed)"
+            )
+        if len(held):
+            parts.append(
+                f"at {span(held)} the speed in {count(len(held), 'launch-bound case')}, where the host sets the pace"
+            )
+        sentences.append(
+            f"Against bf16 autocast of the same session a training step in {NAMES[precision]} is {'; '.join(parts)}."
+        )
+    return sentences
+
+
+def _not_compared(frame: pd.DataFrame) -> list[str]:
+    """Names the precisions whose session has no bf16 autocast of the same case, so that they are not compared."""
+    rows = _rows(frame, "train_step")
+    if ok_rows(rows).empty or "session" not in rows:
+        return []
+    keys = ["size", "context", "session"]
+    anchored = set(rows.loc[rows["precision"] == ANCHOR, keys].itertuples(index=False, name=None))
+    sentences = []
+    for precision in COMPARED:
+        own = list(ok_rows(rows, precision=precision)[keys].itertuples(index=False, name=None))
+        if lacking := [key for key in own if key not in anchored]:
             sentences.append(
-                f"Against bf16 autocast a training step in {NAMES[precision]} is {cases} of {len(gains)} cases "
-                f"({span(gains)} the speed)."
+                f"{NAMES[precision]} is **not** compared with any other precision in {len(lacking)} of "
+                f"{count(len(own), 'case')}: in its session bf16 autocast was not timed."
             )
     return sentences
 
@@ -969,7 +1117,7 @@ def _not_run(frame: pd.DataFrame) -> list[str]:
     skipped = frame[frame["status"] == "skipped"]
     for (precision, reason), rows in skipped.groupby(["precision", "reason"], sort=False):
         cases = count(len(rows.drop_duplicates(["size", "context"])), "case")
-        sentences.append(f"{NAMES[precision]} was not run in {cases}: {reason.rstrip('.')}.")
+        sentences.append(f"{STEP_NAMES[precision]} was not run in {cases}: {reason.rstrip('.')}.")
     failed = frame[frame["status"].isin(["error", "timeout"])]
     if len(failed):
         reasons = failed["reason"].value_counts()
@@ -981,7 +1129,8 @@ def _not_run(frame: pd.DataFrame) -> list[str]:
 
 def findings_memory(frame: pd.DataFrame) -> list[str]:
     """Says by precision what it takes of fp32's memory, and what fits in one precision only."""
-    sentences = []
+    anchors, sentences = _anchor_memory(frame), []
+    frame = _without_anchor(frame)
     for phase in ("forward", "train_step"):
         parts = []
         for precision, rows in _by_precision(ratios(frame, phase, "peak_bytes")):
@@ -993,7 +1142,23 @@ def findings_memory(frame: pd.DataFrame) -> list[str]:
             parts.append(text)
         if parts:
             sentences.append(f"Peak memory of a {PHASE_NAMES[phase]}, of fp32's: {listing(parts)}.")
-    return [*sentences, *_weight_copies(frame), *_only_fit(frame)]
+    return [*sentences, *_weight_copies(frame), *_only_fit(frame), *anchors]
+
+
+def _anchor_memory(frame: pd.DataFrame) -> list[str]:
+    """Says whether bf16 autocast takes the same memory here as in notebook 01: only one of the two is shown."""
+    measured = ok_rows(frame)
+    if measured.empty or "peak_bytes" not in measured:
+        return []
+    columns = ["size", "context", "phase", "peak_bytes"]
+    here, there = (measured.loc[measured["precision"] == name, columns] for name in (ANCHOR, "bf16"))
+    both = here.merge(there, on=columns[:3], suffixes=("", "_01")).dropna()
+    if both.empty:
+        return []
+    ratio = both["peak_bytes"] / both["peak_bytes_01"]
+    text = f"bf16 autocast's peak here is {span(ratio, _factor)} notebook 01's over {count(len(both), 'phase')}"
+    differing = int(((ratio - 1).abs() > SAME).sum())
+    return [text + (f"; they differ by more than {percent(SAME)} in {differing}." if differing else ".")]
 
 
 def _weight_copies(frame: pd.DataFrame) -> list[str]:
