@@ -466,7 +466,7 @@ class NsysAnalysisGrid:
     `contexts`: with eager attention, in every precision. `flash_contexts`: by precision, with FlashAttention.
     `without_optimizer`: sizes whose AdamW state fits no GPU of today, so that forward and backward are captured alone.
     `timelines`: (size, context, precision, attention) of the training steps that are kept launch by launch.
-    `case_timeout_s`: of one capture, which may hold all cases of a size.
+    `case_timeout_s`: of one capture, which may hold several cases of a size.
     """
 
     sizes: tuple[str, ...]

@@ -314,6 +314,76 @@ def fake_nsys(tmp_path, monkeypatch):
     return Nsys(str(path), "2025.3.1", None)
 
 
+@pytest.fixture
+def room_of_an_h200(monkeypatch):
+    properties = dataclasses.make_dataclass("P", ["total_memory"])(H200_BYTES)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+
+
+def captures_of(size: str, monkeypatch) -> list[list[tuple]]:
+    """Returns the (context, precision, attention, phases) of each capture that a run of this size would make."""
+    captures = []
+
+    def capture(nsys, device, group, timeout_s):
+        captures.append([(*(p[n] for n in ("context", "precision", "attention")), phases) for p, phases in group])
+        return {experiment._key(p, phase): lambda: None for p, phases in group for phase in phases}
+
+    monkeypatch.setattr(experiment, "_capture_group", capture)
+    monkeypatch.setattr(experiment, "_captured", {})
+    for one in cases("full", "cuda", sizes=[size]):
+        with contextlib.suppress(Skip):
+            for phase in one.phases:
+                experiment._from_shared_capture(None, H200, one, phase)
+    return captures
+
+
+@pytest.mark.parametrize(("size", "most"), [("small", 1), ("medium", 1), ("large", 2), ("2.7b", 3), ("10b", 5)])
+def test_small_sizes_take_one_capture_and_large_ones_lose_little_when_cut_off(size, most, monkeypatch, room_of_an_h200):
+    captures = captures_of(size, monkeypatch)
+    assert len(captures) <= most
+    found = [case for group in captures for case in group]
+    assert len(found) == len({case[:3] for case in found}), "no case is captured twice"
+    expected = {
+        (one.parameters["context"], one.parameters["precision"], one.parameters["attention"], phase)
+        for one in cases("full", "cuda", sizes=[size])
+        for phase in one.phases
+        if experiment._has_room(H200, one.parameters, phase)
+    }
+    assert {(*case[:3], phase) for case in found for phase in case[3]} == expected
+    for group in captures:
+        names = [(parameters(size, *case[:3]), case[3]) for case in group]
+        total = sum(experiment.estimated_s(*one) for one in names)
+        assert len(group) == 1 or total <= experiment.LONGEST_CAPTURE_S
+
+
+def test_the_estimate_of_a_capture_is_near_the_time_of_its_steps():
+    """Against the committed captures: the host's clock of two steps and a warm-up, as long as the plain one."""
+    path = Path(__file__).parent.parent / "figures/nvidia-h200/records" / f"{NOTEBOOK}.jsonl"
+    measured: Counter = Counter()
+    estimated: Counter = Counter()
+    for one in RecordStore(path).load():
+        if one.status == "ok" and one.case["size"] in ("xl-2025", "2.7b", "10b"):
+            key = (one.case["size"], one.case["precision"])
+            measured[key] += (2 * one.metrics["done_ms"] + one.metrics["done_with_ranges_ms"]) / 1e3
+            estimated[key] += experiment.estimated_s(one.case, [one.phase]) - experiment.estimated_s(one.case, [])
+    assert len(measured) >= 4
+    for key, seconds in measured.items():
+        assert 0.5 * seconds < estimated[key] < 2 * seconds, (key, seconds, estimated[key])
+
+
+def test_what_is_recorded_stays_recorded():
+    """Only 10b was missing when captures became smaller: no case of the grid is another one since."""
+    path = Path(__file__).parent.parent / "figures/nvidia-h200/records" / f"{NOTEBOOK}.jsonl"
+    recorded = {(json.dumps(one.case, sort_keys=True), one.phase) for one in RecordStore(path).load()}
+    missing = {
+        one.parameters["size"]
+        for one in cases("full", "cuda")
+        for phase in one.phases
+        if (json.dumps(one.parameters, sort_keys=True), phase) not in recorded
+    }
+    assert missing <= {"10b"} and experiment.MEASUREMENT_VERSION == 1
+
+
 @pytest.mark.slow
 def test_cases_share_one_capture_of_labkits_own_process(fake_nsys):
     """The program is the real one, on this machine's CPU; only the capture of it is invented."""

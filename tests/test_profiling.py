@@ -588,6 +588,8 @@ with open(here / "calls.jsonl", "a") as file:
     file.write(json.dumps({{"arguments": sys.argv[1:], "environment": dict(os.environ)}}) + "\\n")
 if sys.argv[1] == "--version":
     print("NVIDIA Nsight Systems version 2025.3.1.90-253135822126v0")
+elif sys.argv[1] == "profile" and (here / "old").exists() and any("event-trace" in a for a in sys.argv):
+    sys.exit("unrecognised option '--cuda-event-trace=false'\\n\\nusage: nsys profile [<args>] [application]")
 elif sys.argv[1] == "profile":
     number = next(n for n, a in enumerate(sys.argv[2:], 2) if not a.startswith("--"))
     subprocess.run(sys.argv[number:], check=False)
@@ -659,6 +661,18 @@ def test_a_capture_is_made_read_and_deleted_without_the_rest_of_the_environment(
     imported = fake.parent / "linux-desktop-glibc_2_11_3-x64" / "environment.json"
     assert imported.exists() == (leaves == ".qdstrm")
     assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_an_older_release_is_asked_again_without_the_newer_options_and_the_program_runs_once(fake, tmp_path):
+    note = tmp_path / "runs"
+    command = [sys.executable, "-c", "import sys; open(sys.argv[1], 'a').write('x')", str(note)]
+    assert len(Nsys.find().capture(command, timeout_s=60).operations) == 22
+    assert set(profiling.NEWER_OPTIONS) < set(calls(fake)[1]["arguments"]) and note.read_text() == "x"
+    (fake / "old").touch()
+    assert len(Nsys.find().capture(command, timeout_s=60).operations) == 22
+    refused, taken, exported = (call["arguments"] for call in calls(fake)[-3:])
+    assert [a for a in refused if a not in profiling.NEWER_OPTIONS] == taken
+    assert exported[0] == "export" and note.read_text() == "xx"
 
 
 def test_a_capture_that_fails_says_what_is_missing(fake, tmp_path):

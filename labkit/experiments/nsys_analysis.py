@@ -1,8 +1,9 @@
 """Notebook 02: where a step's time goes, kernel by kernel, from captures of Nsight Systems or torch.profiler.
 
 Section "profiles": per size, context, precision and attention one capture of an inference and of a training step.
-Under nsys the cases of a size share one capture, since starting and reading one costs more than most cases; with
-torch.profiler each phase is captured in the worker itself.
+Under nsys cases of one size share a capture, since starting and reading one costs more than most cases, but no more
+than run in about a minute: of a capture that is cut off nothing is recorded. With torch.profiler each phase is
+captured in the worker itself.
 
 A step is captured twice, after one step that warms up: first with ranges around every block, norm and part of
 attention, then with the phases' ranges alone. Times and launches come from the second, which runs as it would
@@ -50,11 +51,21 @@ KERNEL_KINDS = ("kernel", "operator")
 """Kinds of launches whose time is kernel time: no copies by the copy engine, no memsets."""
 
 NUM_WARMUP = 1
+NUM_CAPTURED = 2
 KEPT_KERNELS = 12
 """Kernels that a record keeps of each phase: those with most time, and as many of those that are no matmul."""
 
 CAPTURE_MARGIN_S = 20.0
 """By how much a capture's own limit is below its case's, so that it ends its processes itself."""
+
+LONGEST_CAPTURE_S = 45.0
+"""Estimated time of a capture's cases above which it takes no further one along."""
+
+ESTIMATED_TFLOPS = {"fp32": 35.0, "bf16": 200.0}
+"""Rates below what captured steps of the largest sizes reached on an H200, for that estimate alone."""
+
+ESTIMATED_CASE_S, ESTIMATED_BYTES_PER_S = 1.5, 25e9
+"""What a case took there beside its steps: so long, and the bytes of its parameters at so many a second."""
 
 LARGEST_DIFFERENCE = 1e-2
 """Relative difference of the output with and without ranges above which marking has changed what is computed."""
@@ -283,7 +294,7 @@ def capture_steps(workload: Workload, phase: str, marker: RangeMarker, label: st
     Raises AssertionError if marking changed the output, or the loss is no number.
     """
     kind, steps = workload.device.kind, []
-    for number in range(2):
+    for number in range(NUM_CAPTURED):
         if phase == "forward_backward":
             workload.model.zero_grad()
         synchronize(kind)
@@ -363,23 +374,59 @@ def _key(parameters: dict, phase: str) -> str:
 
 
 def _from_shared_capture(nsys: Nsys, device: hardware.Device, case: ProfiledCase, phase: str) -> Measured:
-    """Returns the measurement of a phase, from a capture of this case and of those after it if there is none yet."""
+    """Returns the measurement of a phase, from a capture of this case and of some after it if there is none yet."""
     require_room(device, case.parameters, phase)
     if _key(case.parameters, phase) not in _captured:
         remaining = case.phases[case.phases.index(phase) :]
+        group = group_to_capture(device, [(case.parameters, remaining), *case.together])
         _captured.clear()
-        _captured.update(_capture_group(nsys, device, [(case.parameters, remaining), *case.together], case.timeout_s))
+        _captured.update(_capture_group(nsys, device, group, case.timeout_s))
     return _captured.pop(_key(case.parameters, phase))()
+
+
+def group_to_capture(device: hardware.Device, group: Sequence[tuple[dict, tuple[str, ...]]]) -> list:
+    """Returns the first of these cases, and those after it while the estimate stays within LONGEST_CAPTURE_S.
+
+    Phases that cannot fit are left out, and so are cases that have no other.
+    """
+    taken, total = [], 0.0
+    for parameters, phases in group:
+        fitting = tuple(phase for phase in phases if _has_room(device, parameters, phase))
+        if not fitting:
+            continue
+        total += estimated_s(parameters, fitting)
+        if taken and total > LONGEST_CAPTURE_S:
+            break
+        taken.append((parameters, fitting))
+    return taken
+
+
+def _has_room(device: hardware.Device, parameters: dict, phase: str) -> bool:
+    try:
+        require_room(device, parameters, phase)
+    except Skip:
+        return False
+    return True
+
+
+def estimated_s(parameters: dict, phases: Sequence[str]) -> float:
+    """Returns about how long a case takes in a capture: to build it, and each phase's warm-up and captured steps."""
+    config = model_config(parameters["size"])
+    flops = sum(
+        accounting.phase_flops(config, parameters["batch"], parameters["context"], phase, causal=False)
+        for phase in phases
+    )
+    steps_s = (NUM_WARMUP + NUM_CAPTURED) * flops / (1e12 * ESTIMATED_TFLOPS[parameters["precision"]])
+    return ESTIMATED_CASE_S + accounting.parameter_bytes(config) / ESTIMATED_BYTES_PER_S + steps_s
 
 
 def _capture_group(nsys: Nsys, device: hardware.Device, group: Sequence, timeout_s: float) -> dict[str, Callable]:
     """Captures the steps of many cases in one process; returns what gives each measurement, or raises its failure."""
-    requests = []
-    for parameters, phases in group:
-        for phase in phases:
-            with contextlib.suppress(Skip):
-                require_room(device, parameters, phase)
-                requests.append({"label": f"case {len(requests)}", "parameters": parameters, "phase": phase})
+    asked_for = [(parameters, phase) for parameters, phases in group for phase in phases]
+    requests = [
+        {"label": f"case {number}", "parameters": parameters, "phase": phase}
+        for number, (parameters, phase) in enumerate(asked_for)
+    ]
     with tempfile.TemporaryDirectory(prefix="labkit-requests-") as folder:
         asked, answered = Path(folder) / "requests.json", Path(folder) / "answers.jsonl"
         asked.write_text(json.dumps(requests), encoding="utf-8")
@@ -476,7 +523,7 @@ class _Capture:
 
 def _measured(capture: _Capture, label: str, answer: dict) -> Measured:
     """Returns the measurement of one phase: its metrics, and in `observed` its tables by kernel, class and range."""
-    names = [f"{label} step {number}" for number in range(2)]
+    names = [f"{label} step {number}" for number in range(NUM_CAPTURED)]
     if missing := [name for name in names if name not in capture.steps]:
         raise ProfileError(f"the capture holds no launch in the range '{missing[0]}'")
     with_ranges, plain = (capture.steps[name] for name in names)

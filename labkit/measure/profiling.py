@@ -556,6 +556,13 @@ ALLOWED_ENVIRONMENT = (
 LIBRARIES = "LABKIT_NSYS_LIBRARIES"
 """Variable that names folders (separated as in PATH) of libraries that the report importer lacks, such as libdw."""
 
+NEWER_OPTIONS = ("--cuda-event-trace=false",)
+"""What nsys must be told to leave alone, since some releases trace it unasked, which costs the host time.
+What else costs it (memory usage, every call, backtraces, page faults, Python's stacks) is traced when asked for only.
+Source: https://docs.nvidia.com/nsight-systems/UserGuide/index.html, options of the profile command."""
+
+_UNKNOWN_OPTION = re.compile(r"unrecogni[sz]ed option", re.IGNORECASE)
+
 _TOKEN = "LABKIT_CAPTURE"
 
 MAX_ENDING_S = 30.0
@@ -612,9 +619,12 @@ class Nsys:
             export = report.with_suffix(".sqlite")
             options = ["--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", "--cuda-graph-trace=node",
                        "--stats=false", "--force-overwrite=true", f"--output={folder}/capture"]  # fmt: skip
-            said = run_bounded([self.path, "profile", *options, *command], environment, deadline)
             tools = self._with_libraries(environment)
-            raw = sorted(Path(folder).rglob("*.qdstrm"))
+            for newer in (NEWER_OPTIONS, ()):
+                said = run_bounded([self.path, "profile", *options, *newer, *command], environment, deadline)
+                raw = sorted(Path(folder).rglob("*.qdstrm"))
+                if report.exists() or raw or not _UNKNOWN_OPTION.search(said):
+                    break  # an older release that is given a newer option starts nothing
             if not report.exists() and raw:
                 if self.importer is None:
                     raise ProfileError("nsys left a raw capture, and there is no QdstrmImporter beside it")
