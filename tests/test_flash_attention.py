@@ -716,7 +716,7 @@ BAD = {
         lambda: call(*[zeros(2, 4, 6, 64).half()] * 3, impl="gluon", window=2), ValueError, "impl='gluon' takes no window",  # noqa: E501
     ),
     "deterministic": (lambda: call(deterministic=1), TypeError, "deterministic must be True or False; got int"),
-    "precision": (lambda: call(precision="tf64"), ValueError, "precision must be one of ieee, tf32; got 'tf64'"),
+    "precision": (lambda: call(precision="tf64"), ValueError, "precision must be one of ieee, tf32x3, tf32; got"),
     "max_seqlen alone": (lambda: call(max_seqlen_q=6), ValueError, "max_seqlen_q must be None without cu_seqlens_q"),
     "one cu_seqlens": (lambda: call(shape=PACKED, cu_seqlens_k=cu(0, 10)), ValueError, "cu_seqlens_q must be given too"),  # noqa: E501
     "cu_seqlens and a batch": (lambda: call(cu_seqlens_q=cu(0, 2)), ValueError, r"q must be \(total, heads, d\)"),
@@ -776,6 +776,12 @@ LONG_CASES = [
         for layout in ("contiguous", "columns", "expanded")
     ),
     Case((1, 2, 2, 500, 500, 64), causal=True, precision="tf32"),
+    # Three products of TF32 for one of fp32 are held to the budget of fp32.
+    *(
+        Case((1, 4, 2, 333, 500, dim), causal=causal, precision="tf32x3")
+        for dim in (16, 64, 72, 96, 128)
+        for causal in (False, True)
+    ),
 ]
 
 

@@ -44,7 +44,7 @@ from labkit.kernels.flash_attention_tiled import tiled_attention_backward, tiled
 
 MAX_HEAD_DIM = 256
 IMPLS = ("auto", "gluon", "triton", "tiled")
-PRECISIONS = ("ieee", "tf32")
+PRECISIONS = ("ieee", "tf32x3", "tf32")
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILED_DTYPES = (*TRITON_DTYPES, torch.float64)
 GLUON_DTYPES = (torch.bfloat16, torch.float16)
@@ -138,6 +138,33 @@ _TF32_NARROW = {
     (80, 96, 128): (TileConfig(32, 32, 4, 1), TileConfig(16, 32, 4, 1, split=False), TileConfig(32, 16, 4, 1)),
     (192, 256): (TileConfig(16, 16, 4, 1), TileConfig(16, 16, 4, 1, split=False), TileConfig(16, 16, 4, 1)),
 }
+# Three TF32 products for one: the halves of every operand take registers beside the accumulators, so that one loop is
+# all that fits, and dK/dV from D 80 on spill up to a kilobyte. Past D 128 they are 22 kilobytes, and true fp32 runs.
+_TF32X3 = {
+    (16, 32, 64): (TileConfig(128, 32, 8, 2), TileConfig(32, 128, 8, 2, split=False), TileConfig(128, 32, 8, 2)),
+    (80, 96): (
+        TileConfig(128, 32, 8, 2),
+        TileConfig(16, 64, 8, 1, split=False),
+        TileConfig(128, 32, 8, 1, split=False),
+    ),
+    (128,): (
+        TileConfig(128, 32, 8, 1, split=False),
+        TileConfig(32, 64, 8, 1, split=False),
+        TileConfig(64, 32, 8, 1, split=False),
+    ),
+}
+_TF32X3_NARROW = {
+    (16, 32, 64): (
+        TileConfig(64, 32, 4, 2, split=False),
+        TileConfig(32, 32, 8, 1, split=False),
+        TileConfig(64, 16, 8, 2, split=False),
+    ),
+    (80, 96, 128): (
+        TileConfig(32, 32, 4, 1, split=False),
+        TileConfig(16, 32, 8, 1, split=False),
+        TileConfig(32, 16, 4, 1, split=False),
+    ),
+}
 
 CONFIGS: dict[tuple[str, str, int, bool], AttentionConfig] = {
     **_table("hopper", "16-bit", _HOPPER_16_BIT_FULL | _HOPPER_WIDE, causal=False),
@@ -145,6 +172,8 @@ CONFIGS: dict[tuple[str, str, int, bool], AttentionConfig] = {
     **_table("generic", "16-bit", _GENERIC_16_BIT),
     **_table("hopper", "ieee", _IEEE),
     **_table("generic", "ieee", _IEEE),
+    **_table("hopper", "tf32x3", _TF32X3),
+    **_table("generic", "tf32x3", _TF32X3_NARROW),
     **_table("hopper", "tf32", _TF32),
     **_table("generic", "tf32", _TF32 | _TF32_NARROW),
 }
@@ -846,7 +875,7 @@ def select_config(
         causal: whether the mask has a diagonal.
         capability: of the device, 10 · major + minor: 90 is Hopper. Other devices take tiles that fit 99 KiB of
             shared memory, the least of those since Ampere.
-        precision: of fp32.
+        precision: of fp32; "tf32x3" up to head dimension 128.
         aligned: whether every row of every tensor starts on a 16-byte boundary.
     """
     kind = "16-bit" if dtype.itemsize == 2 else precision
@@ -1511,7 +1540,8 @@ def flash_attention(
         max_seqlen_q, max_seqlen_k: the longest sequence, where it is known; else it is read from the device, which
             waits for it, once per tensor.
         window: how many keys a query sees to each side of its own on the diagonal, or (left, right); −1 is no limit.
-        precision: of products of fp32: "ieee", or "tf32" for tensor cores at 11 bits; nothing else changes with it.
+        precision: of products of fp32: "ieee", "tf32" for tensor cores at 11 bits, or "tf32x3", three such products
+            for one, which hold 22 bits (past d 128: as "ieee"). "triton" only; nothing else changes with it.
         impl: "gluon" (Hopper), "triton" (CUDA), "tiled" (plain PyTorch, any device) or "auto"; see `resolve_impl`.
         deterministic: whether gradients are equal bit for bit between runs. False: gradients from one pass over the
             tiles on a Hopper GPU, summed in no fixed order: faster, and not equal bit for bit between runs. It takes
@@ -1540,6 +1570,8 @@ def flash_attention(
         raise TypeError(f"deterministic must be True or False; got {type(deterministic).__name__}")
     left, right = _check_window(window, causal)
     impl = resolve_impl(q, impl, left=left, right=right, packed=packed)
+    if precision == "tf32x3" and q.shape[-1] > 128:
+        precision = "ieee"
     scale = _check_scale(scale, q.shape[-1])
     if packed:
         for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
