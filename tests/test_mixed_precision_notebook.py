@@ -697,6 +697,26 @@ def test_a_precision_that_is_slower_in_its_own_session_is_said_to_be():
     assert table.loc[("pure bf16", "forward", "yes"), "range"] == "1.11×"
 
 
+def test_a_difference_within_the_medians_intervals_is_none():
+    steps = two_sessions({"fp16": 1.2})
+    ours = steps["precision"].isin(["fp16", report.ANCHOR])
+    for width, word in ((0.05, "slower"), (0.11, "about the same")):
+        steps.loc[ours, "half_width_fraction"] = width
+        assert f"GradScaler is {word} in 1 of 1 case in which" in text(report.findings_speed(steps))
+
+
+def test_a_training_step_whose_forward_waits_for_the_host_is_launch_bound():
+    steps = two_sessions()
+    steps["launch_median_ms"] = 0.1
+    assert not report.is_launch_bound(steps).any()
+    of_case = (steps["precision"] == "fp16") & (steps["context"] == 1024)
+    steps.loc[of_case & (steps["phase"] == "forward"), "launch_median_ms"] = 40.0
+    bound = steps[report.is_launch_bound(steps)]
+    assert list(bound["phase"]) == ["forward", "train_step"] and set(bound["precision"]) == {"fp16"}
+    steps.loc[of_case & (steps["phase"] == "train_step"), "status"] = "oom"
+    assert list(steps[report.is_launch_bound(steps)]["phase"]) == ["forward"]
+
+
 def test_times_of_two_sessions_are_not_compared():
     """As in the records from before bf16 autocast was timed here, and where a run was resumed between two of them."""
     for sessions in (("b", "c", "c"), ("b", "b", "c")):
@@ -942,7 +962,7 @@ def test_on_cuda_sums_and_dtypes_are_the_published_ones():
 
 @pytest.mark.gpu
 @needs_cuda
-@pytest.mark.parametrize("precision", ["fp16", "bf16_pure"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16_pure"])
 def test_on_cuda_a_step_is_timed_and_its_memory_counted(precision):
     measured = measure(Case("steps", step(precision, context=32, batch=4), MIXED_PHASES, 60.0, 0.05))
     for phase in measured.values():

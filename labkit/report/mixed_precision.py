@@ -836,10 +836,20 @@ def _wide(frame: pd.DataFrame, phase: str, text) -> pd.DataFrame:
 
 
 def is_launch_bound(frame: pd.DataFrame) -> pd.Series:
-    """Returns by row whether the host needed LAUNCH_BOUND of the time to issue the work, so that it set the pace."""
+    """Returns by row whether the host set the pace: it needed LAUNCH_BOUND of the time to issue the work.
+
+    A training step counts if its forward or backward pass did, timed alone: the optimizer's part gives the device
+    something to do in any step, so that the host's share of the whole is less.
+
+    Args:
+        frame: the steps, with every phase.
+    """
     if not {"launch_median_ms", "host_median_ms"} <= set(frame):
         return pd.Series(False, index=frame.index)
-    return frame["launch_median_ms"] >= LAUNCH_BOUND * frame["host_median_ms"]
+    bound = frame["launch_median_ms"] >= LAUNCH_BOUND * frame["host_median_ms"]
+    cases = pd.Series(list(zip(frame["size"], frame["context"], frame["precision"], strict=True)), index=frame.index)
+    in_part = cases.isin(set(cases[bound & frame["phase"].isin(["forward", "backward"])]))
+    return bound | (in_part & (frame["phase"] == "train_step") & (frame["status"] == "ok"))
 
 
 def table_times(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
@@ -880,17 +890,19 @@ def ratios(frame: pd.DataFrame, phase: str, value: str = "median_ms") -> pd.Data
 def same_session(frame: pd.DataFrame, phase: str) -> pd.DataFrame:
     """Returns fp16 and pure bf16 beside the bf16 autocast of their own session: one row per size, context, precision.
 
-    Columns: size, context, precision, ratio (bf16 autocast's time over its own), is_launch_bound (either of them).
+    Columns: size, context, precision; ratio: bf16 autocast's time over its own; word: what the ratio is called, "about
+    the same" also where the two medians' intervals are wider than the difference; is_launch_bound: either of the two.
     """
-    columns = ["size", "context", "precision", "ratio", "is_launch_bound"]
-    measured = ok_rows(_rows(frame, phase))
+    columns = ["size", "context", "precision", "ratio", "word", "is_launch_bound"]
+    measured = ok_rows(_rows(frame.assign(is_launch_bound=is_launch_bound(frame)), phase))
     if measured.empty or "session" not in measured:
         return pd.DataFrame(columns=columns)
-    measured = measured.assign(is_launch_bound=is_launch_bound(measured))
-    keys = ["size", "context", "session"]
-    anchor = measured.loc[measured["precision"] == ANCHOR, [*keys, "median_ms", "is_launch_bound"]]
+    keys, values = ["size", "context", "session"], ["median_ms", "half_width_fraction", "is_launch_bound"]
+    anchor = measured.loc[measured["precision"] == ANCHOR, [*keys, *values]]
     both = measured[measured["precision"].isin(COMPARED)].merge(anchor, on=keys, suffixes=("", "_anchor"))
     both["ratio"] = both["median_ms_anchor"] / both["median_ms"]
+    width = both["half_width_fraction"] + both["half_width_fraction_anchor"]
+    both["word"] = both["ratio"].map(speed_word).where((both["ratio"] - 1).abs() > width, "about the same")
     both["is_launch_bound"] |= both["is_launch_bound_anchor"]
     return both[columns]
 
@@ -935,7 +947,6 @@ def table_against_autocast(frame: pd.DataFrame) -> pd.DataFrame:
     for phase in MIXED_PHASES:
         for precision, rows in _by_precision(same_session(frame, phase)):
             for is_bound, of_kind in rows.groupby(rows["is_launch_bound"].astype(bool)):
-                words = of_kind["ratio"].map(speed_word)
                 result.append(
                     {
                         "precision": NAMES[precision],
@@ -944,7 +955,10 @@ def table_against_autocast(frame: pd.DataFrame) -> pd.DataFrame:
                         "cases": len(of_kind),
                         "speed over bf16 autocast's, geometric mean": times(geometric_mean(of_kind["ratio"])),
                         "range": span(of_kind["ratio"]),
-                        **{word: int((words == word).sum()) for word in ("faster", "about the same", "slower")},
+                        **{
+                            word: int((of_kind["word"] == word).sum())
+                            for word in ("faster", "about the same", "slower")
+                        },
                     }
                 )
     return pd.DataFrame(result)
@@ -955,7 +969,7 @@ def figure_speed(frame: pd.DataFrame, phase: str = "train_step") -> Figure | Non
 
     Dashed lines are of this notebook's session, solid ones of notebook 01's; hollow points are launch-bound.
     """
-    rows = _rows(frame, phase)
+    rows = _rows(frame.assign(is_launch_bound=is_launch_bound(frame)), phase)
     if ok_rows(rows).empty:
         return None
     sizes = [size for size in SIZES if size in set(ok_rows(rows)["size"])]
@@ -966,7 +980,7 @@ def figure_speed(frame: pd.DataFrame, phase: str = "train_step") -> Figure | Non
             colour = figures.COLOURS["bf16" if precision == ANCHOR else precision]
             style = "-" if precision in PRECISIONS else "--"
             figures.line_with_band(axis, line, "context", label=STEP_NAMES[precision], colour=colour, linestyle=style)
-            bound = ok_rows(line)[is_launch_bound(ok_rows(line))]
+            bound = ok_rows(line, is_launch_bound=True)
             if len(bound):
                 axis.scatter(
                     bound["context"], bound["median_ms"], s=10, facecolors="white", edgecolors=colour, zorder=4
@@ -1035,10 +1049,9 @@ def findings_speed(frame: pd.DataFrame) -> list[str]:
 
 def _sessions(frame: pd.DataFrame) -> list[str]:
     """Sets bf16 autocast as timed here beside notebook 01's times of the same cases."""
-    measured = ok_rows(frame)
+    measured = ok_rows(frame.assign(is_launch_bound=is_launch_bound(frame)))
     if measured.empty:
         return []
-    measured = measured.assign(is_launch_bound=is_launch_bound(measured))
     columns = ["size", "context", "phase", "median_ms", "is_launch_bound"]
     here, there = (measured.loc[measured["precision"] == name, columns] for name in (ANCHOR, "bf16"))
     both = here.merge(there, on=columns[:3], suffixes=("", "_01"))
@@ -1062,7 +1075,7 @@ def _against_autocast(frame: pd.DataFrame) -> list[str]:
         free, held = rows[~bound]["ratio"], rows[bound]["ratio"]
         parts = []
         if len(free):
-            words = free.map(speed_word).value_counts()
+            words = rows[~bound]["word"].value_counts()
             cases = listing(f"{word} in {n}" for word, n in words.items())
             parts.append(
                 f"{cases} of {count(len(free), 'case')} in which neither is launch-bound ({span(free)} the speed)"
