@@ -1,7 +1,9 @@
 """What the chapters' figures share: style, one fixed colour per thing shown, gaps for what ran out of memory."""
 
+import contextlib
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 
 import matplotlib as mpl
@@ -10,6 +12,7 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from labkit.configs import SIZES
@@ -119,45 +122,84 @@ def log_time_axis(axis: Axes, label: str = "time (ms)") -> None:
 
 def line_with_band(axis: Axes, rows: pd.DataFrame, x: str, *, label: str, colour: str, **line) -> None:
     """Draws the median over x with its p20–p80 band; x values that ran out of memory become crosses at the top."""
-    columns = [name for name in (x, "status", "median_ms", "p20_ms", "p80_ms") if name in rows]
-    rows = rows[columns].sort_values(x)
-    measured = rows[rows["status"] == "ok"]
-    if len(measured):
-        axis.plot(measured[x], measured["median_ms"], color=colour, label=label, marker="o", markersize=3, **line)
-        axis.fill_between(measured[x], measured["p20_ms"], measured["p80_ms"], color=colour, alpha=0.25, linewidth=0)
-    mark_failures(axis, rows, x, colour=colour)
+    columns = [name for name in ("median_ms", "p20_ms", "p80_ms") if name in rows]
+    points = sorted(zip(*(rows[name].tolist() for name in (x, "status", *columns)), strict=True), key=itemgetter(0))
+    measured = [point for point in points if point[1] == "ok"]
+    if measured:
+        at, _, median, low, high = zip(*measured, strict=True)
+        axis.plot(at, median, color=colour, label=label, marker="o", markersize=3, **line)
+        axis.fill_between(at, low, high, color=colour, alpha=0.25, linewidth=0)
+    _mark(axis, points, colour)
 
 
 def mark_failures(axis: Axes, rows: pd.DataFrame, x: str, *, colour: str) -> None:
     """Marks where there is no number: × for out of memory, ? for any other failure, on the upper edge."""
-    failed = rows[[x, "status"]][rows["status"].isin(["oom", "error", "timeout"])]
-    if failed.empty:
-        return
-    for status, group in failed.groupby(failed["status"] == "oom"):
-        axis.scatter(
-            group[x],
-            [0.97] * len(group),
-            transform=axis.get_xaxis_transform(),
-            marker="x" if status else "$?$",
-            color=colour,
-            s=22,
-            zorder=3,
-            clip_on=False,
-        )
+    _mark(axis, list(zip(rows[x].tolist(), rows["status"].tolist(), strict=True)), colour)
+
+
+def _mark(axis: Axes, points: Sequence[tuple], colour: str) -> None:
+    """Marks the failed ones of points whose first two values are x and the status."""
+    for marker, statuses in (("$?$", ("error", "timeout")), ("x", ("oom",))):
+        if failed := [point[0] for point in points if point[1] in statuses]:
+            axis.scatter(
+                failed,
+                [0.97] * len(failed),
+                transform=axis.get_xaxis_transform(),
+                marker=marker,
+                color=colour,
+                s=22,
+                zorder=3,
+                clip_on=False,
+            )
 
 
 def svg(figure: Figure) -> bytes:
     """Returns the figure as SVG; the same figure gives the same bytes."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    return buffer.getvalue()
+    return _saved(figure, format="svg", metadata={"Date": None, "Creator": None})
 
 
 def png(figure: Figure, dpi: int = 80) -> bytes:
     """Returns the figure as PNG, for the outputs kept in a notebook."""
+    return _saved(figure, format="png", dpi=dpi, metadata={"Software": None})
+
+
+def _saved(figure: Figure, **options) -> bytes:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=dpi, metadata={"Software": None})
+    with _texts_set_once():
+        figure.savefig(buffer, **options)
     return buffer.getvalue()
+
+
+@contextlib.contextmanager
+def _texts_set_once() -> Iterator[None]:
+    """Keeps matplotlib from setting the same text again each time it is asked for its size, eight times on average.
+
+    Every step of the layout asks every tick's label anew, and a quarter of a figure's time goes there. The method is
+    private: where a version of matplotlib has none of this name, nothing is kept.
+    """
+    set_text = getattr(Text, "_get_layout", None)
+    if set_text is None:
+        yield
+        return
+    layouts: dict[tuple, object] = {}
+
+    def layout(text: Text, renderer) -> object:
+        if text.get_wrap() or text.get_transform_rotates_text():
+            return set_text(text, renderer)  # these depend on where the text stands
+        key = (
+            text.get_text(), hash(text.get_fontproperties()), text.get_rotation(), text.get_rotation_mode(),
+            text.get_horizontalalignment(), text.get_verticalalignment(), text._multialignment, text._linespacing,
+            text.get_usetex(), text.get_parse_math(), text.get_figure(root=True).dpi, renderer,
+        )  # fmt: skip
+        if key not in layouts:
+            layouts[key] = set_text(text, renderer)
+        return layouts[key]
+
+    Text._get_layout = layout
+    try:
+        yield
+    finally:
+        Text._get_layout = set_text
 
 
 def save(figure: Figure, path: Path) -> None:

@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 from importlib import resources
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -29,7 +30,7 @@ from labkit.report.findings import (
     speed_word,
     times,
 )
-from labkit.report.tables import PHASE_NAMES, cell
+from labkit.report.tables import PHASE_NAMES, cell, once_per_frame
 
 NAMES = {
     "gluon": "Gluon (ours)",
@@ -63,6 +64,7 @@ LINEAR, QUADRATIC = 1.1, 1.9
 # ---- selections -----------------------------------------------------------------------------------------------
 
 
+@once_per_frame
 def _contest(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns the rows with their phase, "<implementation> <pass>", as two columns, implementations in order."""
     if frame.empty:
@@ -78,9 +80,9 @@ def _select(frame: pd.DataFrame, **equal) -> pd.DataFrame:
     """Returns the rows whose columns have the given values."""
     if frame.empty:
         return frame
-    mask = pd.Series(True, index=frame.index)
+    mask = True
     for column, value in equal.items():
-        mask &= frame[column] == value
+        mask = mask & (frame[column] == value).to_numpy()
     return frame[mask]
 
 
@@ -90,7 +92,8 @@ def _ok(frame: pd.DataFrame, **equal) -> pd.DataFrame:
 
 def _tried(rows: pd.DataFrame) -> list[str]:
     """Returns the implementations that have something to show: not those that were skipped everywhere."""
-    return [impl for impl in NAMES if (rows[rows["impl"] == impl]["status"] != "skipped").any()]
+    tried = set(rows["impl"][rows["status"] != "skipped"])
+    return [impl for impl in NAMES if impl in tried]
 
 
 def _ours(rows: pd.DataFrame) -> pd.DataFrame:
@@ -109,6 +112,10 @@ def _beside_ours(rows: pd.DataFrame) -> pd.DataFrame:
 def _shape_name(row: dict | pd.Series) -> str:
     mask = "causal" if row["causal"] else "full"
     return f"{row['batch']},{row['heads']},{row['length']},{row['d_head']} {mask}"
+
+
+def _shape_names(rows: pd.DataFrame) -> list[str]:
+    return [_shape_name(row) for row in rows[SHAPE].to_dict("records")]
 
 
 def _microseconds(time_ms: float) -> str:
@@ -358,17 +365,18 @@ def table_times(frame: pd.DataFrame, precision: str, d_head: int, name: str) -> 
     rows = _select(_contest(frame), precision=precision, d_head=d_head, name=name)
     if rows.empty:
         return rows
-    return _matrix(rows, ["length"], cell)
+    return _matrix(rows, "length", cell)
 
 
-def _matrix(rows: pd.DataFrame, index: list[str], text: Callable[[pd.Series], str]) -> pd.DataFrame:
+def _matrix(rows: pd.DataFrame, index: str, text: Callable[[dict], str]) -> pd.DataFrame:
     """Returns a table with a column per implementation that was tried; "–" where there is no case."""
     tried = _tried(rows)
-    lines = []
-    for key, group in rows.groupby(index, sort=False):
-        cells = {row["impl"]: text(row) for _, row in group.iterrows()}
-        lines.append({**dict(zip(index, key, strict=True)), **{NAMES[impl]: cells.get(impl, "–") for impl in tried}})
-    return pd.DataFrame(lines)
+    lines: dict[Any, dict[str, str]] = {}
+    for row in rows.to_dict("records"):
+        lines.setdefault(row[index], {})[row["impl"]] = text(row)
+    return pd.DataFrame(
+        {index: key, **{NAMES[impl]: cells.get(impl, "–") for impl in tried}} for key, cells in lines.items()
+    )
 
 
 def table_everything(frame: pd.DataFrame, precision: str) -> pd.DataFrame:
@@ -376,9 +384,11 @@ def table_everything(frame: pd.DataFrame, precision: str) -> pd.DataFrame:
     rows = _select(_contest(frame), precision=precision)
     if rows.empty:
         return rows
+    cases: dict[tuple, dict[str, dict]] = {}
+    for row in rows.to_dict("records"):
+        cases.setdefault((row["d_head"], row["length"], row["impl"]), {})[row["name"]] = row
     lines = []
-    for (d_head, length, impl), group in rows.groupby(["d_head", "length", "impl"], sort=False):
-        by_pass = {row["name"]: row for row in group.to_dict("records")}
+    for (d_head, length, impl), by_pass in cases.items():
         if all(row["status"] == "skipped" for row in by_pass.values()):
             continue
         forward, backward, both = (by_pass.get(name) for name in PASSES)
@@ -494,7 +504,7 @@ def _draw_times(axis: Axes, rows: pd.DataFrame) -> None:
         of_impl = rows[rows["impl"] == impl]
         figures.line_with_band(axis, of_impl, "length", label=NAMES[impl], colour=figures.COLOURS[impl], **line)
     _log_axis(axis, "time (ms)")
-    bound = [row["length"] for _, row in _ours(rows).iterrows() if _is_launch_bound(row)]
+    bound = [row["length"] for row in _ours(rows).to_dict("records") if _is_launch_bound(row)]
     if bound:
         axis.axvspan(axis.get_xlim()[0], max(bound), color="0.85", zorder=0)
 
@@ -507,7 +517,7 @@ def _log_axis(axis: Axes, label: str) -> None:
         axis.yaxis.set_major_locator(LogLocator(numticks=12))
 
 
-def _is_launch_bound(row: pd.Series) -> bool:
+def _is_launch_bound(row: dict) -> bool:
     """Whether the host takes longer to issue the call than the device to run it; not known for a backward pass."""
     launch = row.get("launch_median_ms")
     return launch is not None and launch > row["median_ms"]
@@ -580,7 +590,7 @@ def _launch_bound(rows: pd.DataFrame) -> list[str]:
     sentences = []
     for name in ("forward", "forward_backward"):
         ours = _ours(_select(rows, name=name))
-        bound = [row for _, row in ours.iterrows() if _is_launch_bound(row)]
+        bound = [row for row in ours.to_dict("records") if _is_launch_bound(row)]
         if bound:
             longest = max(row["length"] for row in bound)
             launches = span((row["launch_median_ms"] for row in bound), _microseconds)
@@ -719,7 +729,7 @@ def table_rivals(frame: pd.DataFrame, name: str) -> pd.DataFrame:
 def table_rival_ratios(frame: pd.DataFrame, name: str) -> pd.DataFrame:
     """Returns every implementation's time over ours, by shape: above one, ours is faster; its interval behind it."""
 
-    def text(row: pd.Series) -> str:
+    def text(row: dict) -> str:
         ratio = _cell(row, "ratio_to_ours", times)
         if row["status"] != "ok" or ratio == "–" or row.get("is_auto") == 1:
             return "ours" if row.get("is_auto") == 1 else ratio
@@ -728,15 +738,14 @@ def table_rival_ratios(frame: pd.DataFrame, name: str) -> pd.DataFrame:
     return _rival_table(frame, name, text)
 
 
-def _rival_table(frame: pd.DataFrame, name: str, text: Callable[[pd.Series], str]) -> pd.DataFrame:
+def _rival_table(frame: pd.DataFrame, name: str, text: Callable[[dict], str]) -> pd.DataFrame:
     rows = _select(_rivals(frame), name=name)
     if rows.empty:
         return rows
-    return _matrix(rows.assign(shape=rows.apply(_shape_name, axis=1)), ["shape"], text).rename(
-        columns={"shape": "B,H,S,D mask"}
-    )
+    return _matrix(rows.assign(shape=_shape_names(rows)), "shape", text).rename(columns={"shape": "B,H,S,D mask"})
 
 
+@once_per_frame
 def _rivals(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns the rows of `_contest` with the shapes in the order in which they were measured."""
     if frame.empty:
@@ -752,13 +761,13 @@ def figure_rivals(frame: pd.DataFrame) -> Figure | None:
     rows = _rivals(frame)
     if _ok(rows).empty:
         return None
-    shapes = list(dict.fromkeys(rows.apply(_shape_name, axis=1)))
+    shapes = list(dict.fromkeys(_shape_names(rows)))
     figure, axes = figures.panels(2, width=5.2, height=0.9 + 0.42 * len(shapes))
     for axis, name in zip(axes, ("forward", "backward"), strict=True):
         of_pass = _ok(rows, name=name)
         for impl in _tried(rows):
             mine = _select(of_pass, impl=impl)
-            heights = [shapes.index(_shape_name(row)) for _, row in mine.iterrows()]
+            heights = [shapes.index(name) for name in _shape_names(mine)]
             axis.scatter(
                 mine["achieved_tflops"],
                 heights,
@@ -937,7 +946,7 @@ def table_memory(frame: pd.DataFrame, precision: str) -> pd.DataFrame:
     if rows.empty or _tried(rows) == []:
         return pd.DataFrame()
     return _matrix(
-        rows.sort_values("length", kind="stable"), ["length"], lambda row: _cell(row, "peak_bytes", _mebibytes)
+        rows.sort_values("length", kind="stable"), "length", lambda row: _cell(row, "peak_bytes", _mebibytes)
     )
 
 

@@ -24,7 +24,7 @@ from labkit.report.findings import (
     span,
     times,
 )
-from labkit.report.tables import PHASE_NAMES, in_order
+from labkit.report.tables import PHASE_NAMES, in_order, once_per_frame
 
 ATTENTION_NAMES = {"eager": "eager", "auto": "FlashAttention"}
 """Implementations of attention in the order and under the names in which this chapter shows them."""
@@ -80,9 +80,9 @@ def _ok(frame: pd.DataFrame, **equal) -> pd.DataFrame:
     """Returns the measured rows whose columns have the given values."""
     if frame.empty:
         return frame
-    mask = frame["status"] == "ok"
+    mask = (frame["status"] == "ok").to_numpy()
     for column, value in equal.items():
-        mask &= frame[column] == value
+        mask = mask & (frame[column] == value).to_numpy()
     return frame[mask]
 
 
@@ -93,18 +93,23 @@ def _sorted(rows: pd.DataFrame, *more: str) -> pd.DataFrame:
     return ordered.drop(columns="attention_rank")
 
 
+@once_per_frame
 def _table_rows(frame: pd.DataFrame, name: str) -> pd.DataFrame:
     """Returns one of the tables that the records hold ("kernels", "classes", "ranges"), all cases in one frame.
 
     `record` is the phase of the record that a row is from, since the table has phases of its own.
     """
-    parts = []
+    columns: dict[str, list] = {}
     for row in _ok(frame).to_dict("records"):
-        table = pd.DataFrame(row["observed"]["tables"][name])
-        parts.append(table.assign(**{column: row[column] for column in CASE}, record=row["phase"]))
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+        table = row["observed"]["tables"][name]
+        num_rows = len(next(iter(table.values()))) if table else 0
+        case = {**{column: row[column] for column in CASE}, "record": row["phase"]}
+        for column, values in [*table.items(), *((key, [value] * num_rows) for key, value in case.items())]:
+            columns.setdefault(column, []).extend(values)
+    return pd.DataFrame(columns)
 
 
+@once_per_frame
 def class_times(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns time (µs) and launches of each class of kernels: columns of CASE, view (of VIEWS), kernel_class."""
     rows = _table_rows(frame, "classes")
@@ -121,6 +126,7 @@ def class_times(frame: pd.DataFrame) -> pd.DataFrame:
     return found.assign(share=found["total_us"] / found.groupby([*CASE, "view"])["total_us"].transform("sum"))
 
 
+@once_per_frame
 def kernel_times(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns the kernels that the records keep, with view (of VIEWS) and the share of that view's kernel time."""
     rows, totals = _table_rows(frame, "kernels"), class_times(frame)
@@ -133,6 +139,7 @@ def kernel_times(frame: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(share=rows["total_us"] / rows["view_us"])
 
 
+@once_per_frame
 def _shares(frame: pd.DataFrame, kernel_class: str) -> pd.DataFrame:
     """Returns the share of a class in every captured view, 0 where it has none; columns of CASE, then views."""
     found = class_times(frame)
@@ -344,6 +351,7 @@ def _case_of(row: pd.Series) -> str:
 # ---- (b) the kernel with most time ---------------------------------------------------------------------------------
 
 
+@once_per_frame
 def top_kernels(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns, of each case and view, the kernel with the most cumulative time."""
     rows = kernel_times(frame)
@@ -786,6 +794,7 @@ def _draw_range(axis: Axes, rows: pd.DataFrame, height: float, label: str, colou
 # ---- (e) inside attention ------------------------------------------------------------------------------------------
 
 
+@once_per_frame
 def attention_times(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns times (µs) inside attention in inference, all blocks together.
 

@@ -1,5 +1,7 @@
 """What the chapters' tables share: order of rows, cells for failures, Markdown."""
 
+import functools
+import weakref
 from collections.abc import Callable, Sequence
 
 import pandas as pd
@@ -24,6 +26,25 @@ ORDER = {
     "phase": ["compile", *PHASES],
 }
 """Order of the values of each column that is not numeric."""
+
+
+def once_per_frame(function: Callable[..., pd.DataFrame]) -> Callable[..., pd.DataFrame]:
+    """Returns `function`, which selects from a frame of records, so that it works once for a frame and its arguments.
+
+    Tables, figures and findings of a section all begin with the same selection of the same records. What is returned
+    is a frame of its own (pandas copies on write), so that a caller may change it; the frame given must not change.
+    """
+    made: dict[tuple, pd.DataFrame] = {}
+
+    @functools.wraps(function)
+    def remembered(frame: pd.DataFrame, *arguments) -> pd.DataFrame:
+        key = (id(frame), *arguments)
+        if key not in made:
+            made[key] = function(frame, *arguments).copy(deep=False)
+            weakref.finalize(frame, made.pop, key, None)  # before another frame can have its identity
+        return made[key].copy(deep=False)
+
+    return remembered
 
 
 def in_order(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
@@ -54,19 +75,17 @@ def rows_by(frame: pd.DataFrame, columns: Sequence[str]) -> dict[tuple, dict]:
     return dict(zip(keys, frame.to_dict("records"), strict=True))
 
 
-def cell(row: pd.Series | dict, column: str = "median_ms", form: Callable[[float], str] = number) -> str:
+def cell(row: dict | pd.Series, column: str = "median_ms", form: Callable[[float], str] = number) -> str:
     """Returns the value of a measured row, or its status ("oom") where there is no value."""
     return form(row[column]) if row["status"] == "ok" else str(row["status"])
 
 
-def pivot(frame: pd.DataFrame, index: Sequence[str], columns: str, text: Callable[[pd.Series], str]) -> pd.DataFrame:
+def pivot(frame: pd.DataFrame, index: Sequence[str], columns: str, text: Callable[[dict], str]) -> pd.DataFrame:
     """Returns a table with one row per `index` and one column per value of `columns`; "–" where not measured."""
-    ordered = in_order(frame, [*index, columns])
-    cells = ordered.assign(text=ordered.apply(text, axis=1))
-    names = list(dict.fromkeys(in_order(frame, [columns])[columns]))
+    names = list(dict.fromkeys(in_order(frame[[columns]], [columns])[columns]))
     rows = {}
-    for row in cells.itertuples(index=False):
-        rows.setdefault(tuple(getattr(row, name) for name in index), {})[getattr(row, columns)] = row.text
+    for row in in_order(frame, [*index, columns]).to_dict("records"):
+        rows.setdefault(tuple(row[name] for name in index), {})[row[columns]] = text(row)
     return pd.DataFrame(
         [
             {**dict(zip(index, key, strict=True)), **{name: values.get(name, "–") for name in names}}
