@@ -21,7 +21,7 @@ from labkit.experiments import benchmarking
 from labkit.experiments import mixed_precision as experiment
 from labkit.experiments.mixed_precision import PrecisionWorkload, cases, run_case
 from labkit.experiments.sweep import Case, Skip
-from labkit.records import Record, RecordStore
+from labkit.records import Record, RecordStore, to_frame
 from labkit.report import figures
 from labkit.report import mixed_precision as report
 from labkit.report.chapter import Chapter
@@ -829,6 +829,9 @@ def test_copies_are_counted_in_notebook_02s_captures(frame, tmp_path):
     only_forward = steps[~((steps["phase"] == "backward") & (steps["precision"] == "bf16"))]
     sentences = text(report.findings_losses(only_forward, frame("operators"), kernels))
     assert "launches 40 % to 50 % more kernels than fp32, and of those added 80 % are copies" in sentences
+    fewer_others = to_frame(captured({"fp32": 200, "bf16": 220}, {"fp32": 10, "bf16": 90}))
+    sentences = text(report.findings_losses(only_forward, frame("operators"), fewer_others))
+    assert "the copies alone, which is how a cast is done, are 4.00× as many more, for other kernels" in sentences
 
 
 def test_training_findings_follow_the_records(frame):

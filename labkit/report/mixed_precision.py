@@ -1385,8 +1385,11 @@ def _added_launches(found: pd.DataFrame, kernels: pd.DataFrame) -> list[str]:
         f"In notebook 02's captures of {len(mine)} of these cases autocast launches {span(more, percent)} more kernels "
         f"than fp32"
     )
-    if (added > 0).all():
+    if (added > 0).all() and (copies <= added).all():
         text += f", and of those added {span(copies / added, percent)} are copies, which is how a cast is done"
+    elif (added > 0).all():
+        text += f"; the copies alone, which is how a cast is done, are {span(copies / added)} as many more"
+        text += ", for other kernels become fewer"
     return [text + "."]
 
 
