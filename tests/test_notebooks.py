@@ -17,7 +17,7 @@ import pytest
 
 from labkit import notebooks
 from labkit.configs import COMPILE_PHASES, FIGURES, PHASES, REFERENCE_DEVICE, WARMUP_PHASES
-from labkit.records import RecordStore
+from labkit.records import Record, RecordStore
 from labkit.report import render
 
 NAMES = notebooks.names()
@@ -336,6 +336,22 @@ def test_corrupt_records_stop_the_report_and_the_run(tmp_path):
     assert (records / "01_benchmarking.jsonl").read_text() == "{}\nnot json\n"
 
 
-def test_rebuild_refuses_to_store_another_devices_outputs():
+def test_rebuild_refuses_to_store_another_devices_outputs(tmp_path):
+    (tmp_path / "abacus" / "records").mkdir(parents=True)
+    store = RecordStore(tmp_path / "abacus" / "records" / "01_benchmarking.jsonl")
+    store.append(Record("01_benchmarking", "steps", {}, "forward", "oom", "abacus", 1))
     with pytest.raises(ValueError, match=REFERENCE_DEVICE):
-        render._save_outputs("01_benchmarking", "abacus")
+        render.rebuild("abacus", output=tmp_path, save_notebooks=True)
+
+
+def test_notebooks_executed_together_give_what_each_gives_and_the_first_failure_is_told(monkeypatch):
+    def execute(name, values):
+        time.sleep({"a": 0.2, "b": 0.1}.get(name, 0))
+        if name in values["broken"]:
+            raise notebooks.NotebookError(f"{name}: broken")
+        return name.upper()
+
+    monkeypatch.setattr(notebooks, "execute", execute)
+    assert render._execute_all(["a", "b", "c"], {"broken": ""}) == {"a": "A", "b": "B", "c": "C"}
+    with pytest.raises(notebooks.NotebookError, match="b: broken"):
+        render._execute_all(["a", "b", "c"], {"broken": "bc"})

@@ -479,6 +479,7 @@ def test_a_capture_that_is_stopped_is_a_timeout(monkeypatch):
 
 SIZES, CONTEXTS = ("small", "2.7b"), (512, 1024, 2048)
 GEMM, SOFTMAX, ADD = "nvjet_tst_128x256", "cunn_SoftMaxForward", "vectorized_elementwise_kernel[AddFunctor]"
+BRIEF_ADD = "vectorized_elementwise[AddFunctor]"
 
 
 def tables_of(size: str, context: int, precision: str, attention: str, phase: str, softmax: float) -> dict:
@@ -623,7 +624,7 @@ def test_an_unclassed_kernel_is_reported_with_its_share():
     assert "no class for 0 % of" in text(report.findings_captures(profiles()))
     sentences = text(report.findings_captures(profiles(rename)))
     assert "no class for 0 % to 19 % of the kernel time of a training step (most for 2.7b at 2048 in fp32)" in sentences
-    assert f"`{ADD}`" in sentences
+    assert f"`{BRIEF_ADD}`" in sentences
 
 
 def test_the_profiler_is_held_against_the_timer():
@@ -665,9 +666,24 @@ def test_the_kernel_with_most_time_and_whether_it_is_the_same():
     sentences = text(report.findings_top_kernels(profiles(slow)))
     assert "of class matmul (5) and softmax (1)" in sentences
     best = report.table_top_kernels(frame, "fp32")
-    assert set(best["phase"]) == {"inference", "forward", "backward", "training step"}
+    assert set(best["phase"]) == {"forward", "backward", "training step"}
+    only = report.table_top_kernels(frame[frame["phase"] == "inference"], "fp32")
+    assert (
+        set(only["phase"]) == {"inference"}
+        and len(only) == (frame[frame["precision"] == "fp32"]["phase"] == "inference").sum()
+    )
     row = best[(best["phase"] == "training step") & (best["size"] == "small") & (best["context"] == 512)].iloc[0]
     assert (row["kernel"], row["share"], row["launches"], row["std"]) == (f"`{GEMM}`", "58 %", "20", "–")
+
+
+def test_kernels_keep_names_of_their_own():
+    xmma = "sm80_xmma_gemm_f32f32_f32f32_f32_{}_n_tilesize{}_stage3_warpsize2x2x1_ffma_aligna4_alignc"
+    names = [xmma.format("nn", "64x64x8"), xmma.format("nn", "64x128x8"), xmma.format("tn", "64x64x8"), GEMM, ADD]
+    briefs = report.brief_names([*names, *names])
+    assert briefs[names[0]] == "sm80_xmma_f32_nn_n_64x64x8_3_2x2x1" and briefs[ADD] == BRIEF_ADD
+    assert briefs[GEMM] == GEMM and len(set(briefs.values())) == len(names)
+    alike = [f"{names[0]}4", f"{names[0]}2"]
+    assert report.brief_names(alike) == {name: name for name in alike}
 
 
 def test_what_is_no_matmul_in_forward():

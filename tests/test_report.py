@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 
+import pandas as pd
 import pytest
 
 from labkit.configs import FIGURES, REFERENCE_DEVICE
@@ -119,7 +120,24 @@ def test_a_launch_bound_disagreement_is_explained_and_another_is_not(folder):
 
 def test_every_recorded_phase_is_in_the_table_of_all_statistics():
     frame = Chapter(NOTEBOOK, device=REFERENCE_DEVICE).records("steps")
-    assert len(report.table_all_statistics(frame)) == len(frame)
+    table = report.table_all_statistics(frame)
+    medians = table[[name for name in table if name.endswith(": median")]].to_numpy()
+    assert (medians != "–").sum() == len(frame) and (medians == "oom").sum() == (frame["status"] == "oom").sum()
+    for statistic in tables.STATISTICS[1:]:
+        cells = table[[name for name in table if name.endswith(f": {statistic}")]].to_numpy()
+        assert (cells != "–").sum() == (frame["status"] == "ok").sum()
+
+
+def test_a_row_of_statistics_says_how_it_was_timed(folder):
+    case = {"size": "small", "context": 128, "precision": "fp32"}
+    store = RecordStore(folder / "records" / f"{NOTEBOOK}.jsonl")
+    (record,) = [r for r in newest(store.load()) if is_case(r, "steps", "forward", **case)]
+    metrics = record.metrics | {"median_ms": 2.0, "p20_ms": 1.5, "p80_ms": 2.5, "mean_ms": 2.1, "std_ms": 0.25, "n": 7}
+    store.append(dataclasses.replace(record, metrics=metrics, timer=record.timer | {"stop_reason": "time limit"}))
+    table = report.table_all_statistics(chapter(folder).records("steps"))
+    row = table.set_index(["phase", "size", "context"]).loc[("forward", "small", 128)]
+    cells = [row[f"fp32: {name}"] for name in tables.STATISTICS]
+    assert cells == ["2.00", "1.50–2.50", "2.10 ± 0.25", f"{int(record.timer['num_warmup'])}+7†"]
 
 
 # ---- nothing measured, mixed devices -------------------------------------------------------------------------
@@ -163,9 +181,11 @@ def test_report_of_an_unknown_device_names_the_known(folder):
 def test_unfinished_and_incomplete_runs_are_said_to_be(folder):
     done = folder / "records" / f"{NOTEBOOK}.done.json"
     done.write_text(json.dumps({"num_missing": 7, "profile": "full"}))
-    assert "7 measurements of the full profile are not recorded" in render._header(folder, folder.name)
+    assert "7 measurements of the full profile are not recorded" in render._header(
+        folder, folder.name, render.records_of(folder)
+    )
     done.unlink()
-    assert "did not run to its end" in render._header(folder, folder.name)
+    assert "did not run to its end" in render._header(folder, folder.name, render.records_of(folder))
 
 
 # ---- the same bytes -------------------------------------------------------------------------------------------
@@ -192,6 +212,11 @@ def test_committed_report_matches_the_committed_records(tmp_path):
     assert top == re.sub(r"\]\((\d\d_)", rf"](figures/{REFERENCE_DEVICE}/\1", fresh)
     for path in (tmp_path / REFERENCE_DEVICE).glob("*.svg"):
         assert (FIGURES / REFERENCE_DEVICE / path.name).exists()
+
+
+def test_report_is_short_enough_to_be_rendered():
+    """GitHub shows no Markdown past 500 KiB: readers of a longer report would lose its last chapters."""
+    assert (FIGURES.parent / "report.md").stat().st_size < 500 * 2**10
 
 
 def test_report_holds_no_path_of_the_measuring_machine():
@@ -229,10 +254,48 @@ def test_listing_and_count():
 
 
 def test_markdown_tables_escape_pipes():
-    import pandas as pd
-
     text = tables.to_markdown(pd.DataFrame({"kernel|name": ["void f<a|b>"], "ms": ["1.0"]}))
     assert "void f<a\\|b>" in text and "kernel\\|name" in text
+
+
+def test_markdown_tables_are_not_padded_and_keep_their_alignment():
+    frame = pd.DataFrame({"size": ["small", "xl-2025"], "ms": ["1.0", "12,345"], "note": ["", "a"]})
+    assert tables.to_markdown(frame).splitlines() == [
+        "| size | ms | note |", "| --- | ---: | --- |", "| small | 1.0 | |", "| xl-2025 | 12,345 | a |",
+    ]  # fmt: skip
+
+
+def test_a_long_folded_table_says_once_what_repeats():
+    chapter = Chapter(NOTEBOOK, device=REFERENCE_DEVICE)
+    rows = [
+        {"GPU": "G", "size": size, "context": context, "ms": f"{context}.5"}
+        for size in ("small", "large") for context in range(10)
+    ]  # fmt: skip
+    text = chapter.table(pd.DataFrame(rows), "Times", folded=True).data
+    assert "<summary>Times (GPU: G)</summary>" in text
+    lines = text.splitlines()
+    assert "| size | context | ms |" in lines and "| small | 0 | 0.5 |" in lines and "| | 9 | 9.5 |" in lines
+    assert "| large | 0 | 0.5 |" in lines and sum(line.startswith("| | ") for line in lines) == 18
+    whole = chapter.table(pd.DataFrame(rows), "Times").data
+    assert "| G | small | 9 | 9.5 |" in whole and len(whole.splitlines()) == 2 + 2 + 20
+    short = chapter.table(pd.DataFrame(rows[:5]), "Times", folded=True).data
+    assert "| G | small | 4 | 4.5 |" in short
+
+
+def test_a_selection_is_made_once_for_a_frame():
+    calls = []
+
+    @tables.once_per_frame
+    def doubled(frame, column):
+        calls.append(column)
+        return frame.assign(twice=2 * frame[column])
+
+    frame = pd.DataFrame({"a": [1, 2], "b": [3, 4]})
+    first = doubled(frame, "a")
+    first["twice"] = 0
+    assert doubled(frame, "a")["twice"].tolist() == [2, 4] and doubled(frame, "b")["twice"].tolist() == [6, 8]
+    assert calls == ["a", "b"]
+    assert doubled(frame.copy(), "a")["twice"].tolist() == [2, 4] and calls == ["a", "b", "a"]
 
 
 def test_published_rows_stand_beside_ours_with_the_ratio():

@@ -28,7 +28,7 @@ from labkit.report.findings import (
     speed_word,
     times,
 )
-from labkit.report.tables import PHASE_NAMES, cell, in_order, ok_rows, rows_by
+from labkit.report.tables import PHASE_NAMES, STATISTICS, cell, in_order, ok_rows, rows_by, spread
 
 NAMES = {
     "eager": "eager",
@@ -185,25 +185,21 @@ def table_times(frame: pd.DataFrame, phase: str, d_head: int | None = None) -> p
 
 
 def table_all_statistics(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns every statistic of every case, and the reason where there is none."""
+    """Returns every statistic of every case that was tried, one row each, the two passes side by side."""
     if frame.empty:
         return frame
-    result = []
-    for row in _sorted(frame).to_dict("records"):
-        ok = row["status"] == "ok"
-        result.append(
-            {
-                "implementation": NAMES[row["impl"]],
-                "precision": row["precision"],
-                "d": row["d_head"],
-                "length": row["length"],
-                "phase": PHASE_NAMES[row["phase"]],
-                **{name: cell(row, f"{name}_ms") for name in ("median", "p20", "p80", "mean", "std")},
-                "n": int(row["n"]) if ok else "–",
-                "stopped by": row["timer_stop_reason"] if ok else row["reason"][:100],
-            }
-        )
-    return pd.DataFrame(result)
+    lines: dict[tuple, dict[str, str]] = {}
+    for row in _sorted(frame[frame["status"] != "skipped"]).to_dict("records"):
+        cells = lines.setdefault((NAMES[row["impl"]], *(row[name] for name in CASE[1:])), {})
+        cells |= {f"{row['phase']}: {name}": text for name, text in spread(row).items()}
+    names = [f"{phase}: {name}" for phase in PHASES for name in STATISTICS]
+    return pd.DataFrame(
+        {
+            **dict(zip(("implementation", "precision", "d", "length"), key, strict=True)),
+            **{name: cells.get(name, "–") for name in names},
+        }
+        for key, cells in lines.items()
+    )
 
 
 def figure_times(frame: pd.DataFrame, precisions: tuple[str, ...]) -> Figure | None:
@@ -498,8 +494,12 @@ _PREDICTED = {
 }
 
 
-def table_memory(frame: pd.DataFrame, d_head: int | None = None) -> pd.DataFrame:
-    """Returns predicted and measured bytes (MiB) by implementation and length, of one head dimension or of all."""
+def table_memory(frame: pd.DataFrame, d_head: int | None = None, *, without: int | None = None) -> pd.DataFrame:
+    """Returns predicted and measured bytes (MiB) by implementation and length, of one head dimension or of all.
+
+    Args:
+        without: head dimension to leave out, where another table shows it.
+    """
     rows = memory(frame)
     if rows.empty:
         return rows
@@ -525,7 +525,7 @@ def table_memory(frame: pd.DataFrame, d_head: int | None = None) -> pd.DataFrame
             "backward peak": pair(row, "peak_backward"),
         }
         for row in rows.to_dict("records")
-        if d_head is None or row["d_head"] == d_head
+        if d_head in (None, row["d_head"]) and row["d_head"] != without
     )
 
 
@@ -1169,25 +1169,23 @@ def published_matches(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def table_published(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns every published figure beside ours, times and memory."""
+    """Returns every published figure beside ours, one row per case: theirs → ours (their time over ours)."""
     matched = published_matches(frame)
     if matched.empty:
         return matched
+    lines: dict[tuple, dict[str, str]] = {}
+    for row in matched.to_dict("records"):
+        line = lines.setdefault((row["gpu"], NAMES[row["impl"]], *(row[name] for name in CASE[1:])), {})
+        line[row["phase"]] = f"{number(row['published_ms'])} → {number(row['median_ms'])} ({times(row['ratio'])})"
+        if pd.notna(row["memory_mib"]):
+            line["memory"] = f"{number(row['memory_mib'], 4)} → {_mebibytes(row['in_use_bytes'])}"
     return pd.DataFrame(
         {
-            "GPU": row["gpu"],
-            "implementation": NAMES[row["impl"]],
-            "precision": row["precision"],
-            "d": row["d_head"],
-            "length": row["length"],
-            "phase": PHASE_NAMES[row["phase"]],
-            "published (ms)": number(row["published_ms"]),
-            "ours (ms)": number(row["median_ms"]),
-            "published / ours": times(row["ratio"]),
-            "memory, published (MiB)": number(row["memory_mib"], 4) if pd.notna(row["memory_mib"]) else "–",
-            "memory, ours (MiB)": _mebibytes(row["in_use_bytes"]) if pd.notna(row["memory_mib"]) else "–",
+            **dict(zip(("GPU", "implementation", "precision", "d", "length"), key, strict=True)),
+            **{f"{PHASE_NAMES[phase]} (ms)": line.get(phase, "–") for phase in PHASES},
+            "memory (MiB)": line.get("memory", "–"),
         }
-        for row in matched.to_dict("records")
+        for key, line in lines.items()
     )
 
 

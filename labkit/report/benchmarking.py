@@ -26,7 +26,7 @@ from labkit.report.findings import (
     speed_word,
     times,
 )
-from labkit.report.tables import PHASE_NAMES, cell, in_order, ok_rows, pivot, rows_by
+from labkit.report.tables import PHASE_NAMES, STATISTICS, cell, in_order, ok_rows, pivot, rows_by, spread
 
 AGREEMENT = 0.05
 """Two ways to measure the same thing agree when they differ by at most 5 %."""
@@ -117,25 +117,20 @@ def table_phases(frame: pd.DataFrame, precision: str) -> pd.DataFrame:
 
 
 def table_all_statistics(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns every statistic of every measured phase, and the reason where there is none."""
+    """Returns every statistic of every measured phase, one row per phase, size and context, precisions side by side."""
     if frame.empty:
         return frame
+    keys = ["phase", "size", "context"]
+    precisions = in_order(frame[["precision"]].drop_duplicates(), ["precision"])["precision"].tolist()
+    lines: dict[tuple, dict[str, str]] = {}
+    for row in in_order(frame, keys).to_dict("records"):
+        key = (PHASE_NAMES[row["phase"]], row["size"], row["context"])
+        cells = lines.setdefault(key, {})
+        cells |= {f"{row['precision']}: {name}": text for name, text in spread(row).items()}
+    names = [f"{precision}: {name}" for precision in precisions for name in STATISTICS]
     return pd.DataFrame(
-        {
-            "size": row["size"],
-            "context": row["context"],
-            "precision": row["precision"],
-            "phase": PHASE_NAMES[row["phase"]],
-            "median": cell(row),
-            "p20": cell(row, "p20_ms"),
-            "p80": cell(row, "p80_ms"),
-            "mean": cell(row, "mean_ms"),
-            "std": cell(row, "std_ms"),
-            "n": int(row["n"]) if row["status"] == "ok" else "–",
-            "warm-up": int(row["timer_num_warmup"]) if row["status"] == "ok" else "–",
-            "stopped by": row["timer_stop_reason"] if row["status"] == "ok" else row["reason"][:80],
-        }
-        for _, row in in_order(frame, ["size", "context", "precision", "phase"]).iterrows()
+        {**dict(zip(keys, key, strict=True)), **{name: cells.get(name, "–") for name in names}}
+        for key, cells in lines.items()
     )
 
 
@@ -731,24 +726,25 @@ def published_matches(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def table_published(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns every published figure beside ours."""
+    """Returns every published figure beside ours, one row per configuration: theirs → ours (their time over ours)."""
     matched = published_matches(frame)
     if matched.empty:
         return matched
+    keys = {"GPU": "gpu", "size": "size", "context": "context", "precision": "precision", "compile": "compile"}
+    phases = in_order(matched[["phase"]].drop_duplicates(), ["phase"])["phase"].tolist()
+    lines: dict[tuple, dict[str, list[str]]] = {}
+    for row in matched.sort_values("gpu", kind="stable").to_dict("records"):
+        line = lines.setdefault(tuple(row[name] for name in keys.values()), {})
+        text = f"{number(row['published_ms'])} → {number(row['median_ms'])} ({times(row['ratio'])})"
+        line.setdefault(row["phase"], []).append(text)
+        line.setdefault("caveat", []).append(row["caveat"] or "")
     return pd.DataFrame(
         {
-            "GPU": row["gpu"],
-            "size": row["size"],
-            "context": row["context"],
-            "precision": row["precision"],
-            "compile": row["compile"],
-            "phase": PHASE_NAMES[row["phase"]],
-            "published (ms)": number(row["published_ms"]),
-            "ours (ms)": number(row["median_ms"]),
-            "published / ours": times(row["ratio"]),
-            "caveat": row["caveat"] or "",
+            **dict(zip(keys, key, strict=True)),
+            **{PHASE_NAMES[phase]: ", ".join(line.get(phase, ["–"])) for phase in phases},
+            "caveat": "; ".join(filter(None, dict.fromkeys(line["caveat"]))),
         }
-        for row in matched.sort_values("gpu", kind="stable").to_dict("records")
+        for key, line in lines.items()
     )
 
 

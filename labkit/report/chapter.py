@@ -73,10 +73,17 @@ class Chapter:
         return Markdown(environment_table(self.environment_record(), self.all_records(), self.device))
 
     def table(self, frame: pd.DataFrame, caption: str, *, folded: bool = False) -> Markdown:
-        """Shows a table under its caption; a folded one opens on a click where Markdown is rendered as HTML."""
+        """Shows a table under its caption; a folded one opens on a click where Markdown is rendered as HTML.
+
+        What is the same in every row of a long folded table is said once, in its caption, and what a row repeats of the
+        one above is left out: GitHub renders no more than 500 KiB of Markdown.
+        """
         if frame.empty:
             return Markdown(f"*{caption}: not measured on {self.device}.*")
-        text = tables.to_markdown(frame)
+        if folded and (same := tables.constants(frame)):
+            caption += f" ({', '.join(f'{name}: {value}' for name, value in same.items())})"
+            frame = frame.drop(columns=list(same))
+        text = tables.to_markdown(tables.grouped(frame) if folded else frame)
         if folded:
             return Markdown(f"<details><summary>{caption}</summary>\n\n{text}\n\n</details>")
         return Markdown(f"*{caption}*\n\n{text}")

@@ -380,7 +380,10 @@ def _matrix(rows: pd.DataFrame, index: str, text: Callable[[dict], str]) -> pd.D
 
 
 def table_everything(frame: pd.DataFrame, precision: str) -> pd.DataFrame:
-    """Returns times, rates and errors side by side, one row per head dimension, length and implementation."""
+    """Returns times, rates and errors side by side, one row per head dimension, length and implementation.
+
+    "*" marks a forward pass that the host takes longer to issue than the device to run.
+    """
     rows = _select(_contest(frame), precision=precision)
     if rows.empty:
         return rows
@@ -397,7 +400,7 @@ def table_everything(frame: pd.DataFrame, precision: str) -> pd.DataFrame:
                 "d": d_head,
                 "length": length,
                 "implementation": NAMES[impl],
-                "forward (ms)": _cell(forward),
+                "forward (ms)": _cell(forward) + ("*" if forward is not None and _is_launch_bound(forward) else ""),
                 "backward (ms)": _cell(backward),
                 "both (ms)": _cell(both),
                 "forward TFLOP/s": _cell(forward, "achieved_tflops"),
@@ -405,7 +408,6 @@ def table_everything(frame: pd.DataFrame, precision: str) -> pd.DataFrame:
                 "both, of measured product": _cell(both, "ceiling_fraction", percent),
                 "output error": _cell(forward, "relative_error", "{:.1e}".format),
                 "gradient error": _cell(backward, "relative_error", "{:.1e}".format),
-                "launch of forward (ms)": _cell(forward, "launch_median_ms"),
             }
         )
     return pd.DataFrame(lines)
@@ -1052,24 +1054,21 @@ def published_matches(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def table_published(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns every published time beside ours."""
+    """Returns every published time beside ours, one row per case: theirs → ours (their time over ours)."""
     matched = published_matches(frame)
     if matched.empty:
         return pd.DataFrame()
-    ordered = matched.sort_values(["variant", "precision", "d_head", "length"], kind="stable")
+    keys = {"GPU": "gpu", "theirs": "variant", "precision": "precision", "d": "d_head", "length": "length"}
+    lines: dict[tuple, dict[str, str]] = {}
+    for row in matched.sort_values(list(keys.values())[1:], kind="stable").to_dict("records"):
+        line = lines.setdefault(tuple(row[name] for name in keys.values()), {})
+        line[row["name"]] = f"{number(row['published_ms'])} → {number(row['median_ms'])} ({times(row['ratio'])})"
     return pd.DataFrame(
         {
-            "GPU": row["gpu"],
-            "theirs": row["variant"],
-            "precision": row["precision"],
-            "d": row["d_head"],
-            "length": row["length"],
-            "pass": PHASE_NAMES[row["name"]],
-            "published (ms)": number(row["published_ms"]),
-            "ours (ms)": number(row["median_ms"]),
-            "published / ours": times(row["ratio"]),
+            **dict(zip(keys, key, strict=True)),
+            **{f"{PHASE_NAMES[name]} (ms)": line.get(name, "–") for name in PASSES},
         }
-        for row in ordered.to_dict("records")
+        for key, line in lines.items()
     )
 
 

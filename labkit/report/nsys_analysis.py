@@ -4,6 +4,8 @@ Every function takes data frames that `Chapter.records` returns. A frame without
 no figure (None) or no sentence.
 """
 
+import re
+from collections import Counter
 from collections.abc import Iterable
 
 import pandas as pd
@@ -11,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.textpath import TextPath
 
 from labkit import published
 from labkit.configs import SIZES
@@ -136,7 +139,21 @@ def kernel_times(frame: pd.DataFrame) -> pd.DataFrame:
     rows = rows.assign(view=view)[view.isin(VIEWS)]
     totals = totals.groupby([*CASE, "view"], as_index=False)["total_us"].sum().rename(columns={"total_us": "view_us"})
     rows = rows.merge(totals, on=[*CASE, "view"])
-    return rows.assign(share=rows["total_us"] / rows["view_us"])
+    return rows.assign(
+        share=rows["total_us"] / rows["view_us"], short_name=rows["short_name"].map(brief_names(rows["short_name"]))
+    )
+
+
+def brief_names(names: Iterable[str]) -> dict[str, str]:
+    """Returns each kernel's name without what it shares with its like; as it is where two would come out alike."""
+    briefs = {}
+    for name in dict.fromkeys(names):
+        brief = re.sub(r"_kernel\b|_(?:kernel_)?(?:cuda|impl)\b", "", name) if "[" in name else name
+        brief = re.sub(r"_gemm_(\w)(\d+)\1\2_\1\2\1\2_\1\2_", r"_\1\2_", brief)  # every operand of one type
+        brief = re.sub(r"_(?:tilesize|stage|warpsize)(?=\d)", "_", brief)
+        briefs[name] = re.sub(r"_(?:ffma_|hmma_|tensor\d+x\d+x\d+_)?align\w*$", "", brief)
+    alike = Counter(briefs.values())
+    return {name: brief if alike[brief] == 1 else name for name, brief in briefs.items()}
 
 
 @once_per_frame
@@ -365,13 +382,17 @@ def top_kernels(frame: pd.DataFrame) -> pd.DataFrame:
 def table_top_kernels(frame: pd.DataFrame, precision: str | None = None) -> pd.DataFrame:
     """Returns the kernel with the most time in forward, backward and the whole step of every case (or one precision's).
 
-    Inference stands in for a forward pass where no training step fits.
+    Inference stands in for a forward pass where no training step fits, and is left out where one does: what leads in
+    the two is nearly always the same.
     """
     best = top_kernels(frame)
     if best.empty:
         return best
-    rows = best[best["precision"] == precision] if precision else best
-    return _kernel_table(rows)
+    has_forward = best["view"].eq("forward").groupby([best[name] for name in CASE]).transform("any")
+    best = best[(best["view"] != "inference") | ~has_forward]
+    if precision is None:
+        return _kernel_table(best)
+    return _kernel_table(best[best["precision"] == precision]).drop(columns="precision", errors="ignore")
 
 
 def _kernel_table(rows: pd.DataFrame) -> pd.DataFrame:
@@ -488,7 +509,8 @@ def table_not_matmul(frame: pd.DataFrame, precision: str, num_kernels: int = 3) 
         return rows
     mine = (rows["view"] == "forward") & (rows["kernel_class"] != "matmul") & (rows["precision"] == precision)
     rows = rows[mine].sort_values("total_us", ascending=False, kind="stable").groupby(CASE).head(num_kernels)
-    return _kernel_table(_sorted(rows)).drop(columns=["precision", "phase"], errors="ignore") if len(rows) else rows
+    told = ["size", "context", "attention", "kernel", "class", "share", "launches", "mean (µs)"]
+    return _kernel_table(_sorted(rows))[told] if len(rows) else rows
 
 
 def findings_not_matmul(frame: pd.DataFrame) -> list[str]:
@@ -756,6 +778,8 @@ def figure_timeline(frame: pd.DataFrame, precision: str, attention: str = "eager
 
 def _draw_launches(axis: Axes, launches: pd.DataFrame) -> None:
     """Draws streams from the top, then the phases, then the blocks; a range lasts from its first launch to its last."""
+    first_ms, last_ms = launches["start_us"].min() / 1e3, launches["end_us"].max() / 1e3
+    axis.set_xlim(first_ms, last_ms)
     streams = sorted(launches["stream"].unique())
     names = [*(f"stream {stream}" if len(streams) > 1 else "kernels" for stream in streams), "phase", "block"]
     heights = {name: len(names) - 1 - position for position, name in enumerate(names)}
@@ -769,7 +793,7 @@ def _draw_launches(axis: Axes, launches: pd.DataFrame) -> None:
         _draw_range(axis, rows, heights["block"], str(block), "0.75" if block % 2 else "0.6")
     axis.set_yticks(list(heights.values()), list(heights))
     axis.set_ylim(-0.6, len(names) - 0.4)
-    axis.set_xlim(launches["start_us"].min() / 1e3, launches["end_us"].max() / 1e3)
+    axis.set_xlim(first_ms, last_ms)
     axis.set_xlabel("time on the device (ms)")
     axis.grid(visible=False)
 
@@ -786,9 +810,13 @@ def _draw_launch_row(axis: Axes, rows: pd.DataFrame, height: float) -> None:
 
 
 def _draw_range(axis: Axes, rows: pd.DataFrame, height: float, label: str, colour: str) -> None:
+    """Draws a range as a bar, with its label where that fits between its ends."""
     start, end = rows["start_us"].min() / 1e3, rows["end_us"].max() / 1e3
     axis.barh(height, end - start, left=start, height=0.8, color=colour)
-    axis.text((start + end) / 2, height, label, ha="center", va="center", fontsize=6, clip_on=True)
+    low, high = axis.get_xlim()
+    bar_width = (min(end, high) - max(start, low)) / (high - low) * 0.9 * 72 * axis.figure.get_figwidth()  # in points
+    if TextPath((0, 0), label, size=6).get_extents().width <= bar_width:
+        axis.text((start + end) / 2, height, label, ha="center", va="center", fontsize=6, clip_on=True)
 
 
 # ---- (e) inside attention ------------------------------------------------------------------------------------------

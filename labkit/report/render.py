@@ -2,9 +2,11 @@
 
 import base64
 import json
+import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ from labkit import notebooks
 from labkit.configs import FIGURES, REFERENCE_DEVICE, REPOSITORY
 from labkit.records import Record, RecordStore, newest
 from labkit.report.chapter import FIGURE_METADATA, environment_table
+
+MOST_AT_ONCE = 4
+"""Notebooks that are executed at a time for a report, on as many cores; each needs about 300 MB."""
 
 _STYLE_SHEET = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
@@ -48,7 +53,8 @@ def rebuild(
             same records, and are taken as they are.
 
     Raises:
-        ValueError: nothing has been measured on `device`; names the devices there are.
+        ValueError: nothing has been measured on `device`; names the devices there are. Or `save_notebooks` with
+            another device than the one that the notebooks show.
         RecordError: a record file cannot be read.
         NotebookError: a notebook failed.
     """
@@ -58,17 +64,20 @@ def rebuild(
     if not any(records.values()):
         known = ", ".join(measured_devices(root)) or "none"
         raise ValueError(f"nothing has been measured on {device!r} in {root}; measured: {known}")
-    chapters = []
+    if save_notebooks and device != REFERENCE_DEVICE:
+        raise ValueError(f"the notebooks show {REFERENCE_DEVICE!r}; their outputs cannot be of {device!r}")
+    executed = dict(measured or {})
     values = {"device": device, "output": str(output or ""), "save_figures": True}
-    for name in notebooks.names():
-        if records.get(name):
-            executed = (measured or {}).get(name) or notebooks.execute(name, values)
-            chapters.append(_chapter_markdown(executed))
-        else:
-            chapters.append(_unmeasured_chapter(name, device))
-        if save_notebooks:
-            _save_outputs(name, device)
-    text = "\n\n".join([_header(folder, device), *chapters]) + "\n"
+    missing = [name for name in notebooks.names() if records.get(name) and name not in executed]
+    executed |= _execute_all(missing, values)
+    if save_notebooks:
+        for name, shown in _execute_all(notebooks.names(), {}).items():
+            _save_outputs(name, shown)
+    chapters = [
+        _chapter_markdown(executed[name]) if records.get(name) else _unmeasured_chapter(name, device)
+        for name in notebooks.names()
+    ]
+    text = "\n\n".join([_header(folder, device, records), *chapters]) + "\n"
 
     written = [_write(folder / "report.md", text.replace(_FIGURES_FOLDER, ""))]
     if output is None and top_level:
@@ -116,10 +125,21 @@ def records_of(folder: Path) -> dict[str, list[Record]]:
 _FIGURES_FOLDER = "labkit-figures-folder/"
 
 
-def _header(folder: Path, device: str) -> str:
+def _execute_all(names: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the executed notebooks by name, several at a time: each has a process of its own.
+
+    Raises NotebookError for the first one that failed.
+    """
+    pool = ThreadPoolExecutor(max_workers=max(1, min(MOST_AT_ONCE, os.cpu_count() or 1)))
+    try:
+        return dict(zip(names, pool.map(lambda name: notebooks.execute(name, values), names), strict=True))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _header(folder: Path, device: str, records: Mapping[str, Sequence[Record]]) -> str:
     path = folder / "environment.json"
     environment = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    records = records_of(folder)
     name = environment.get("device", {}).get("name", device)
     all_records = [record for group in records.values() for record in group]
     return "\n\n".join(
@@ -199,13 +219,10 @@ def _html(markdown: str, folder: Path) -> str:
     )
 
 
-def _save_outputs(name: str, device: str) -> None:
+def _save_outputs(name: str, executed) -> None:
     """Stores the outputs that the notebook gives with its default parameters, without execution metadata."""
     import nbformat
 
-    if device != REFERENCE_DEVICE:
-        raise ValueError(f"the notebooks show {REFERENCE_DEVICE!r}; their outputs cannot be of {device!r}")
-    executed = notebooks.execute(name, {})
     notebook = notebooks.read(name)
     for cell, source in zip(executed.cells, notebook.cells, strict=True):
         if source.cell_type == "code":

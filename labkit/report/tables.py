@@ -1,6 +1,7 @@
 """What the chapters' tables share: order of rows, cells for failures, Markdown."""
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -26,6 +27,13 @@ ORDER = {
     "phase": ["compile", *PHASES],
 }
 """Order of the values of each column that is not numeric."""
+
+
+LONG = 20
+"""Rows from which on a folded table is given a shorter shape."""
+
+STATISTICS = ("median", "p20–p80", "mean ± std", "steps")
+"""What `spread` gives."""
 
 
 def once_per_frame(function: Callable[..., pd.DataFrame]) -> Callable[..., pd.DataFrame]:
@@ -94,14 +102,64 @@ def pivot(frame: pd.DataFrame, index: Sequence[str], columns: str, text: Callabl
     )
 
 
+def spread(row: dict) -> dict[str, str]:
+    """Returns the cells of a measured row's statistics (ms), of which "–" where there is no value.
+
+    "steps" is warm-up + timed; † says that the time ran out before there were as many as wanted.
+    """
+    if row["status"] != "ok":
+        return {"median": cell(row)} | dict.fromkeys(STATISTICS[1:], "–")
+    limited = "†" if row["timer_stop_reason"] == "time limit" else ""
+    return {
+        "median": number(row["median_ms"]),
+        "p20–p80": "–".join(dict.fromkeys((number(row["p20_ms"]), number(row["p80_ms"])))),
+        "mean ± std": f"{number(row['mean_ms'])} ± {number(row['std_ms'], 2)}",
+        "steps": f"{int(row['timer_num_warmup'])}+{int(row['n'])}{limited}",
+    }
+
+
+def constants(frame: pd.DataFrame) -> dict[str, str]:
+    """Returns the columns of a long table that hold one and the same value in every row."""
+    if len(frame) < LONG:
+        return {}
+    return {name: str(frame[name].iloc[0]) for name in frame.columns[:-1] if frame[name].nunique(dropna=False) == 1}
+
+
+def grouped(frame: pd.DataFrame) -> pd.DataFrame:
+    """Returns a long table with what a row's first cells repeat of the row above left blank.
+
+    Those are as many columns from the left as at least half of the rows repeat together; a row that differs in one of
+    them shows them all.
+    """
+    if len(frame) < LONG:
+        return frame
+    rows = [list(row) for row in frame.itertuples(index=False, name=None)]
+    for num_columns in range(len(frame.columns) - 1, 0, -1):
+        repeats = [above[:num_columns] == row[:num_columns] for above, row in itertools.pairwise(rows)]
+        if sum(repeats) >= len(rows) / 2:
+            shown = [
+                [""] * num_columns + row[num_columns:] if repeat else row
+                for repeat, row in zip([False, *repeats], rows, strict=True)
+            ]
+            return pd.DataFrame(shown, columns=frame.columns, dtype=object)
+    return frame
+
+
 def to_markdown(frame: pd.DataFrame) -> str:
-    """Returns a Markdown table; numbers and statuses to the right, pipes escaped (pandas does not)."""
-    escaped = frame.map(lambda value: str(value).replace("|", "\\|"))
-    escaped.columns = [str(name).replace("|", "\\|") for name in frame.columns]
+    """Returns a Markdown table; numbers and statuses to the right, pipes escaped.
+
+    Columns are not padded to one width: that would be half of a report which may not grow without bound.
+    """
     named = {*ORDER, "value"}  # words, even where some begin with a digit
-    align = ["left" if name in named or _is_text(frame[name]) else "right" for name in frame.columns]
-    return escaped.to_markdown(index=False, disable_numparse=True, colalign=align)
+    rules = ["---" if name in named or _is_text(frame[name]) else "---:" for name in frame.columns]
+    columns = [[_escaped(value) for value in frame[name].tolist()] for name in frame.columns]
+    rows = [[_escaped(name) for name in frame.columns], rules, *zip(*columns, strict=True)]
+    return "\n".join("".join(f"| {text} " if text else "| " for text in row) + "|" for row in rows)
+
+
+def _escaped(value: object) -> str:
+    return str(value).replace("|", "\\|")
 
 
 def _is_text(column: pd.Series) -> bool:
-    return not column.map(lambda value: str(value)[:1].isdigit() or str(value) in ("–", "oom", "error")).any()
+    return not any(str(value)[:1].isdigit() or str(value) in ("–", "oom", "error") for value in column.tolist())
