@@ -28,7 +28,7 @@ from labkit.report.findings import (
     speed_word,
     times,
 )
-from labkit.report.tables import PHASE_NAMES, STATISTICS, cell, in_order, ok_rows, rows_by, spread
+from labkit.report.tables import PHASE_NAMES, STATISTICS, cell, in_order, ok_rows, once_per_frame, rows_by, spread
 
 NAMES = {
     "eager": "eager",
@@ -378,6 +378,7 @@ def _not_run(frame: pd.DataFrame) -> list[str]:
 # ---- growth --------------------------------------------------------------------------------------------------
 
 
+@once_per_frame
 def growth(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns fitted exponents: time of either pass and memory before backward, each as (length)^exponent.
 
@@ -453,6 +454,7 @@ def findings_growth(frame: pd.DataFrame) -> list[str]:
 # ---- memory --------------------------------------------------------------------------------------------------
 
 
+@once_per_frame
 def memory(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns predicted beside measured bytes of every measured forward pass, with its backward's peak.
 
@@ -558,6 +560,7 @@ def _at_out_of_memory(reason: str) -> dict[str, float]:
     return dict(zip(("asked_bytes", "given_bytes", "cached_bytes"), sizes, strict=True))
 
 
+@once_per_frame
 def limits(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns where each implementation runs out of memory, one row for each series that went on to the longest length.
 
@@ -995,6 +998,7 @@ def _compile_heads(frame: pd.DataFrame) -> list[str]:
 # ---- numerics --------------------------------------------------------------------------------------------------
 
 
+@once_per_frame
 def errors(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns every relative error against fp64 with eager's of the same precision, d and length.
 

@@ -150,6 +150,7 @@ def brief_names(names: Iterable[str]) -> dict[str, str]:
     for name in dict.fromkeys(names):
         brief = re.sub(r"_kernel\b|_(?:kernel_)?(?:cuda|impl)\b", "", name) if "[" in name else name
         brief = re.sub(r"_gemm_(\w)(\d+)\1\2_\1\2\1\2_\1\2_", r"_\1\2_", brief)  # every operand of one type
+        brief = re.sub(r"^nvjet_sm\d+_", "nvjet_", brief)
         brief = re.sub(r"_(?:tilesize|stage|warpsize)(?=\d)", "_", brief)
         briefs[name] = re.sub(r"_(?:ffma_|hmma_|tensor\d+x\d+x\d+_)?align\w*$", "", brief)
     alike = Counter(briefs.values())
@@ -478,7 +479,7 @@ def figure_top_kernels(frame: pd.DataFrame, num_kernels: int = 8) -> Figure | No
     for axis, (precision, view) in zip(axes, panels, strict=True):
         mine = rows[(rows["precision"] == precision) & (rows["view"] == view)]
         mine = mine.sort_values("total_us", ascending=False).head(num_kernels).iloc[::-1]
-        labels = [name if len(name) <= 40 else f"{name[:39]}…" for name in mine["short_name"]]
+        labels = [name if len(name) <= 48 else f"{name[:47]}…" for name in mine["short_name"]]
         colours = [CLASS_COLOURS[name] for name in mine["kernel_class"]]
         axis.barh(range(len(mine)), 100 * mine["share"], color=colours)
         axis.set_yticks(range(len(mine)), labels, fontsize=6)
@@ -715,17 +716,19 @@ def figure_classes(frame: pd.DataFrame, precision: str) -> Figure | None:
 def _stack(axis: Axes, rows: pd.DataFrame) -> None:
     ordered = _sorted(rows)
     bars = list(dict.fromkeys(zip(ordered["context"], ordered["attention"], strict=True)))
-    labels = []
+    labels, parts = [], []
     for position, (context, attention) in enumerate(bars):
         mine = ordered[(ordered["context"] == context) & (ordered["attention"] == attention)]
         by_class, bottom = mine.set_index("kernel_class")["share"], 0.0
         for name, colour in CLASS_COLOURS.items():
             if name in by_class:
-                axis.bar(position, 100 * by_class[name], 0.85, bottom=bottom, color=colour)
+                parts.append((position, 100 * by_class[name], bottom, colour))
                 bottom += 100 * by_class[name]
         axis.text(position, 101, number(mine["total_us"].sum() / 1e3), ha="center", fontsize=5.5, rotation=45)
         mark = {"train_step": "", "forward_backward": "*", "inference": "i"}[mine["view"].iloc[0]]
         labels.append(f"{context}{mark}" + ("\nF" if attention != "eager" else ""))
+    positions, shares, bottoms, colours = zip(*parts, strict=True)
+    axis.bar(positions, shares, 0.85, bottom=bottoms, color=colours)
     axis.set_xticks(range(len(bars)), labels, fontsize=6)
     axis.set_ylim(0, 112)
     axis.set_xlabel("context (tokens)")

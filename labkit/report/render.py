@@ -149,7 +149,7 @@ def _header(folder: Path, device: str, records: Mapping[str, Sequence[Record]]) 
             "`labkit report`; nothing is typed in. Times are milliseconds, GB/s means 10⁹ bytes per second, GiB 2³⁰ "
             "bytes, a multiply-add counts as two FLOPs.",
             environment_table(environment, all_records, device),
-            *(_not_finished(folder, notebook) for notebook in records),
+            *filter(None, (_not_finished(folder, notebook) for notebook in records)),
         ]
     ).strip()
 
