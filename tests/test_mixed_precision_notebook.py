@@ -552,12 +552,12 @@ def test_a_published_dtype_that_differs_is_named(frame):
 
 def test_the_finding_about_bf16_statistics_follows_the_records(frame):
     before = text(report.findings_normalisation(frame("normalisation")))
-    assert "The mean square overflows in bf16 at no scale (10^-4 to 10^4)." in before
+    assert "The mean square overflows in bf16 at no scale (10⁻⁴ to 10⁴)." in before
     assert "The mean square overflows in fp16 at standard deviations: LayerNorm with mean 0" in before
-    assert "ε = 10^-8 is 0 in fp16: where the squares vanish too, the result is not finite" in before
-    assert "(standard deviation 10^-4)" in before
+    assert "ε = 10⁻⁸ is 0 in fp16: where the squares vanish too, the result is not finite" in before
+    assert "(standard deviation 10⁻⁴)" in before
     assert "For bf16 range is no matter: nothing overflows; digits are" in before
-    assert "(most: 30.0×, LayerNorm with mean 16 std, ε 10^-5)" in before
+    assert "(most: 30.0×, LayerNorm with mean 16 std, ε 10⁻⁵)" in before
     bf16 = {"input": "bf16", "statistics": "bf16"}
     cheap = text(report.findings_normalisation(frame("normalisation", bf16, relative_error=2e-3)))
     assert "nor are digits by this measure: the error is below 2.00×" in cheap
@@ -565,7 +565,7 @@ def test_the_finding_about_bf16_statistics_follows_the_records(frame):
     range_lost = text(report.findings_normalisation(frame("normalisation", broken, overflowed_fraction=0.5)))
     assert "For bf16 range is a matter too" in range_lost
     assert (
-        "The mean square overflows in bf16 at standard deviations: RMSNorm with mean 0, ε 10^-5 from 10^4" in range_lost
+        "The mean square overflows in bf16 at standard deviations: RMSNorm with mean 0, ε 10⁻⁵ from 10⁴" in range_lost
     )
     library = {"input": "bf16", "statistics": "library", "scale": 1.0}
     other = text(report.findings_normalisation(frame("normalisation", library, relative_error=0.1)))
@@ -580,11 +580,11 @@ def test_a_broken_normalisation_is_a_word_in_the_table_and_a_mark_in_the_figure(
     whole = frame("normalisation")
     table = report.table_normalisation_scales(whole)
     row = table[(table["variant"] == "fp16, statistics fp16") & (table["normalisation"] == "RMSNorm")].iloc[0]
-    assert (row["10^0"], row["10^4"]) == ("3.0e-04", "overflow")
-    small = table[(table["variant"] == "fp16, statistics fp16") & (table["input"].str.contains("10\\^-8"))].iloc[0]
-    assert small["10^-4"] == "not finite"
+    assert (row["10⁰"], row["10⁴"]) == ("3.0e-04", "overflow")
+    small = table[(table["variant"] == "fp16, statistics fp16") & (table["input"].str.contains("10⁻⁸"))].iloc[0]
+    assert small["10⁻⁴"] == "not finite"
     worst = report.table_normalisation(whole).set_index(["normalisation", "input", "variant"])
-    assert worst.loc[("LayerNorm", "mean 16 std, ε 10^-5", "bf16, statistics bf16"), "of one rounding"] == "30.0×"
+    assert worst.loc[("LayerNorm", "mean 16 std, ε 10⁻⁵", "bf16, statistics bf16"), "of one rounding"] == "30.0×"
     sound = frame("normalisation", {"input": "fp16", "statistics": "fp16"}, overflowed_fraction=0.0)
     marks = [num_marks(report.figure_normalisation(drawn)) for drawn in (whole, sound)]
     # Scales of 100 and more overflow, and where ε is 0 the smallest one gives no finite result.

@@ -16,6 +16,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from labkit.configs import SIZES
+from labkit.report.findings import power
 
 _DEEP = sns.color_palette("deep").as_hex()
 COLOURS = {
@@ -118,6 +119,14 @@ def log_time_axis(axis: Axes, label: str = "time (ms)") -> None:
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axis.yaxis.set_minor_locator(NullLocator())
     axis.set_ylabel(label)
+
+
+def log_scale(axes: Axes, which: str, base: int = 10) -> None:
+    """Makes the "x" or "y" axis logarithmic, labelled as 10⁻³: matplotlib's own labels are formulas, slow to set."""
+    getattr(axes, f"set_{which}scale")("log", base=base)
+    axis = getattr(axes, f"{which}axis")
+    axis.set_major_formatter(FuncFormatter(lambda value, _: power(value, base)))
+    axis.set_minor_locator(NullLocator())
 
 
 def line_with_band(axis: Axes, rows: pd.DataFrame, x: str, *, label: str, colour: str, **line) -> None:

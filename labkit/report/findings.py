@@ -29,6 +29,12 @@ def percent(fraction: float | None, digits: int = 2) -> str:
     return "–" if fraction is None or not math.isfinite(fraction) else f"{number(100 * fraction, digits)} %"
 
 
+def power(value: float, base: int = 10) -> str:
+    """Returns the nearest power of `base`, as "10⁻³"."""
+    exponent = str(round(math.log(value, base)))
+    return f"{base}{exponent.translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
+
+
 def times(ratio: float | None) -> str:
     """Returns a ratio as "1.52×"."""
     return "–" if ratio is None or not math.isfinite(ratio) else f"{number(ratio)}×"

@@ -25,6 +25,7 @@ from labkit.report.findings import (
     listing,
     number,
     percent,
+    power,
     span,
     speed_word,
     times,
@@ -96,16 +97,12 @@ def _scientific(value: float | None) -> str:
 
 
 def _power(value: float) -> str:
-    """Returns a power of two as it is said: 0.25 is "2^-2", 8 is "8"."""
-    return f"{value:g}" if value >= 1 else f"2^{round(math.log2(value))}"
+    """Returns a power of two as it is said: 0.25 is "2⁻²", 8 is "8"."""
+    return f"{value:g}" if value >= 1 else power(value, 2)
 
 
 def _factor(value: float) -> str:
     return f"{value:.2f}×"
-
-
-def _decade(value: float) -> str:
-    return f"10^{round(math.log10(value))}"
 
 
 def _case(size: str, context: int) -> str:
@@ -233,8 +230,8 @@ def figure_accumulation(frame: pd.DataFrame) -> Figure | None:
         # An error of zero has no place on a log axis: the line is interrupted there.
         axes[0].plot(terms, np.where(errors > 0, errors, np.nan), styles[row["method"]], color=colour, linewidth=width,
                      label=_series_name(row))  # fmt: skip
-    axes[0].set_xscale("log")
-    axes[0].set_yscale("log")
+    figures.log_scale(axes[0], "x")
+    figures.log_scale(axes[0], "y")
     axes[0].set_xlabel("terms added")
     axes[0].set_ylabel("|running sum − exact|")
     axes[0].set_title("error of the running sum")
@@ -245,8 +242,8 @@ def figure_accumulation(frame: pd.DataFrame) -> Figure | None:
         axes[1].stairs(half, ends, baseline=None, color=colours[row["accumulator"]], label=None)
         axes[1].axvline(row["stall_predicted"], color=colours[row["accumulator"]], linestyle=":", linewidth=1)
     axes[1].axhline(measured["exact_sum"].iloc[0] / measured["num_terms"].iloc[0], color="0.2", linewidth=1)
-    axes[1].set_xscale("log", base=2)
-    axes[1].set_yscale("log", base=2)
+    figures.log_scale(axes[1], "x", base=2)
+    figures.log_scale(axes[1], "y", base=2)
     axes[1].set_xlabel("running sum")
     axes[1].set_ylabel("half of the spacing")
     axes[1].set_title("where half the spacing reaches the term (line), nothing is added")
@@ -450,7 +447,7 @@ def _variant(dtype: str, statistics: str) -> str:
 def _setting(name: str) -> str:
     offset, epsilon = NORM_SETTINGS[name]
     mean = f"mean {offset:g} std" if offset else "mean 0"
-    return f"{mean}, ε {_decade(epsilon)}"
+    return f"{mean}, ε {power(epsilon)}"
 
 
 def _breaks(rows: pd.DataFrame, column: str) -> list[float]:
@@ -494,7 +491,7 @@ def table_normalisation(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _scales(scales: Sequence[float]) -> str:
-    return "–" if not scales else span(scales, _decade)
+    return "–" if not scales else span(scales, power)
 
 
 def table_normalisation_scales(frame: pd.DataFrame) -> pd.DataFrame:
@@ -520,7 +517,7 @@ def table_normalisation_scales(frame: pd.DataFrame) -> pd.DataFrame:
             "normalisation": NORMS[norm],
             "input": _setting(setting),
             "variant": _variant(dtype, statistics),
-            **{_decade(scale): cells.get(scale, "–") for scale in scales},
+            **{power(scale): cells.get(scale, "–") for scale in scales},
         }
         for (norm, setting, dtype, statistics), cells in lines.items()
     )
@@ -544,8 +541,8 @@ def figure_normalisation(frame: pd.DataFrame) -> Figure | None:
             broken = rows[~rows.index.isin(sound.index)]
             axis.scatter(broken["scale"], [0.97] * len(broken), transform=axis.get_xaxis_transform(), marker="x",
                          color=colour, s=22, clip_on=False)  # fmt: skip
-        axis.set_xscale("log")
-        axis.set_yscale("log")
+        figures.log_scale(axis, "x")
+        figures.log_scale(axis, "y")
         axis.set_xlabel("standard deviation of the input")
         axis.set_ylabel("relative error")
         axis.set_title(f"{NORMS[norm]}, {_setting(setting)}")
@@ -570,13 +567,13 @@ def _overflow(frame: pd.DataFrame) -> list[str]:
                 continue
             num_groups += 1
             if scales := _breaks(rows, "overflowed_fraction"):
-                parts.append((min(scales), f"{NORMS[norm]} with {_setting(setting)} from {_decade(min(scales))} on"))
+                parts.append((min(scales), f"{NORMS[norm]} with {_setting(setting)} from {power(min(scales))} on"))
         if parts:
             texts = listing(dict.fromkeys(text for _, text in sorted(parts)))
             sentences.append(f"The mean square overflows in {dtype} at standard deviations: {texts}.")
         elif num_groups:
             scales = sorted(ok_rows(frame)["scale"].unique())
-            sentences.append(f"The mean square overflows in {dtype} at no scale ({span(scales, _decade)}).")
+            sentences.append(f"The mean square overflows in {dtype} at no scale ({span(scales, power)}).")
     return sentences
 
 
@@ -587,7 +584,7 @@ def _vanishing_epsilon(frame: pd.DataFrame) -> list[str]:
     sentences = []
     gone = measured[measured["epsilon"] == 0]
     for (statistics, setting), rows in gone.groupby(["statistics", "setting"], sort=False):
-        text = f"ε = {_decade(NORM_SETTINGS[setting][1])} is 0 in {statistics}"
+        text = f"ε = {power(NORM_SETTINGS[setting][1])} is 0 in {statistics}"
         vanishing = rows[rows["vanished_fraction"] > 0]
         if broken := _breaks(vanishing, "nonfinite_fraction"):
             text += f": where the squares vanish too, the result is not finite (standard deviation {_scales(broken)})"
@@ -720,7 +717,7 @@ def figure_epilogue(frame: pd.DataFrame) -> Figure | None:
             label = EPILOGUE_NAMES[row["epilogue"]] + (" (tanh form)" if row["gelu"] == "tanh" else "")
             axis.stairs(samples["bin_error"], edges, baseline=None, color=figures.SERIES[colour], linestyle=style,
                         label=label)  # fmt: skip
-        axis.set_yscale("log")
+        figures.log_scale(axis, "y")
         axis.set_xlabel("pre-activation")
         axis.set_ylabel("relative error")
         axis.set_title(f"{name}, sums of {longest['depth'].iloc[0]:,} terms")
