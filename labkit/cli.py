@@ -247,10 +247,10 @@ def report(
 @app.command()
 def devices(output: OutputOption = None) -> None:
     """List what has been measured: device, notebooks, cases, when, versions."""
-    from labkit.report import render, tables
+    from labkit.report import render
 
     table = render.devices_table((output or FIGURES).resolve())
-    print("nothing measured yet: run `labkit run`" if table.empty else tables.to_markdown(table))
+    print("nothing measured yet: run `labkit run`" if table.empty else table.to_markdown(index=False))
 
 
 @app.command()

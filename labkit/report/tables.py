@@ -40,7 +40,7 @@ def once_per_frame(function: Callable[..., pd.DataFrame]) -> Callable[..., pd.Da
     """Returns `function`, which selects from a frame of records, so that it works once for a frame and its arguments.
 
     Tables, figures and findings of a section all begin with the same selection of the same records. What is returned
-    is a frame of its own (pandas copies on write), so that a caller may change it; the frame given must not change.
+    is a frame of its own, so that a caller may change it; the frame given must not change.
     """
     made: dict[tuple, pd.DataFrame] = {}
 
@@ -48,9 +48,9 @@ def once_per_frame(function: Callable[..., pd.DataFrame]) -> Callable[..., pd.Da
     def remembered(frame: pd.DataFrame, *arguments) -> pd.DataFrame:
         key = (id(frame), *arguments)
         if key not in made:
-            made[key] = function(frame, *arguments).copy(deep=False)
+            made[key] = function(frame, *arguments).copy()
             weakref.finalize(frame, made.pop, key, None)  # before another frame can have its identity
-        return made[key].copy(deep=False)
+        return made[key].copy()
 
     return remembered
 
