@@ -1479,16 +1479,19 @@ def _backward(ctx, grad_out: Tensor, _grad_lse):
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 
+@once_differentiable
+def _backward_once(ctx, grad_out: Tensor, _grad_lse=None):
+    """The gradients of every input of the operators, by their functions and not the registered operator."""
+    return *_gradients(grad_out, *ctx.saved_tensors, *ctx.options), *(None,) * (2 + len(ctx.options))
+
+
 class TransformedFlashAttention(torch.autograd.Function):
     """The operators under torch.func, which takes functions whose context is set up apart, and no custom operator."""
 
     forward = staticmethod(_forward)
     setup_context = staticmethod(_setup_context)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_out: Tensor, _grad_lse):
-        return *_gradients(grad_out, *ctx.saved_tensors, *ctx.options), *(None,) * (2 + len(ctx.options))
+    backward = staticmethod(_backward_once)
 
 
 class EagerFlashAttention(torch.autograd.Function):
@@ -1504,10 +1507,7 @@ class EagerFlashAttention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
         return out
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_out: Tensor):
-        return *_gradients(grad_out, *ctx.saved_tensors, *ctx.options), *(None,) * (2 + len(ctx.options))
+    backward = staticmethod(_backward_once)
 
 
 def flash_attention(

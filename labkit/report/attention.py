@@ -28,7 +28,17 @@ from labkit.report.findings import (
     speed_word,
     times,
 )
-from labkit.report.tables import PHASE_NAMES, STATISTICS, cell, in_order, ok_rows, once_per_frame, rows_by, spread
+from labkit.report.tables import (
+    PHASE_NAMES,
+    STATISTICS,
+    cell,
+    in_order,
+    ok_rows,
+    once_per_frame,
+    rows_by,
+    spread,
+    theirs_and_ours,
+)
 
 NAMES = {
     "eager": "eager",
@@ -1180,7 +1190,7 @@ def table_published(frame: pd.DataFrame) -> pd.DataFrame:
     lines: dict[tuple, dict[str, str]] = {}
     for row in matched.to_dict("records"):
         line = lines.setdefault((row["gpu"], NAMES[row["impl"]], *(row[name] for name in CASE[1:])), {})
-        line[row["phase"]] = f"{number(row['published_ms'])} → {number(row['median_ms'])} ({times(row['ratio'])})"
+        line[row["phase"]] = theirs_and_ours(row)
         if pd.notna(row["memory_mib"]):
             line["memory"] = f"{number(row['memory_mib'], 4)} → {_mebibytes(row['in_use_bytes'])}"
     return pd.DataFrame(

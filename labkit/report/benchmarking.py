@@ -26,7 +26,17 @@ from labkit.report.findings import (
     speed_word,
     times,
 )
-from labkit.report.tables import PHASE_NAMES, STATISTICS, cell, in_order, ok_rows, pivot, rows_by, spread
+from labkit.report.tables import (
+    PHASE_NAMES,
+    STATISTICS,
+    cell,
+    in_order,
+    ok_rows,
+    pivot,
+    rows_by,
+    spread,
+    theirs_and_ours,
+)
 
 AGREEMENT = 0.05
 """Two ways to measure the same thing agree when they differ by at most 5 %."""
@@ -735,8 +745,7 @@ def table_published(frame: pd.DataFrame) -> pd.DataFrame:
     lines: dict[tuple, dict[str, list[str]]] = {}
     for row in matched.sort_values("gpu", kind="stable").to_dict("records"):
         line = lines.setdefault(tuple(row[name] for name in keys.values()), {})
-        text = f"{number(row['published_ms'])} → {number(row['median_ms'])} ({times(row['ratio'])})"
-        line.setdefault(row["phase"], []).append(text)
+        line.setdefault(row["phase"], []).append(theirs_and_ours(row))
         line.setdefault("caveat", []).append(row["caveat"] or "")
     return pd.DataFrame(
         {

@@ -4,7 +4,6 @@ import contextlib
 import io
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
-from pathlib import Path
 
 import matplotlib as mpl
 import pandas as pd
@@ -209,7 +208,3 @@ def _texts_set_once() -> Iterator[None]:
         yield
     finally:
         Text._get_layout = set_text
-
-
-def save(figure: Figure, path: Path) -> None:
-    path.write_bytes(svg(figure))

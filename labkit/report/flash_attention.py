@@ -30,7 +30,7 @@ from labkit.report.findings import (
     speed_word,
     times,
 )
-from labkit.report.tables import PHASE_NAMES, cell, once_per_frame
+from labkit.report.tables import PHASE_NAMES, cell, ok_rows, once_per_frame, select, theirs_and_ours
 
 NAMES = {
     "gluon": "Gluon (ours)",
@@ -76,20 +76,6 @@ def _contest(frame: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(rank=rows["impl"].map(order)).sort_values([*keys, "rank"], kind="stable").reset_index(drop=True)
 
 
-def _select(frame: pd.DataFrame, **equal) -> pd.DataFrame:
-    """Returns the rows whose columns have the given values."""
-    if frame.empty:
-        return frame
-    mask = True
-    for column, value in equal.items():
-        mask = mask & (frame[column] == value).to_numpy()
-    return frame[mask]
-
-
-def _ok(frame: pd.DataFrame, **equal) -> pd.DataFrame:
-    return _select(frame, status="ok", **equal)
-
-
 def _tried(rows: pd.DataFrame) -> list[str]:
     """Returns the implementations that have something to show: not those that were skipped everywhere."""
     tried = set(rows["impl"][rows["status"] != "skipped"])
@@ -98,14 +84,14 @@ def _tried(rows: pd.DataFrame) -> list[str]:
 
 def _ours(rows: pd.DataFrame) -> pd.DataFrame:
     """Returns the measured rows of the implementation that "auto" chooses for their shape."""
-    return _ok(rows, is_auto=1) if "is_auto" in rows else rows.iloc[:0]
+    return ok_rows(rows, is_auto=1) if "is_auto" in rows else rows.iloc[:0]
 
 
 def _beside_ours(rows: pd.DataFrame) -> pd.DataFrame:
     """Returns the measured rows of the others with our time of the same shape, precision and pass in `ours_ms`."""
     keys = [*SHAPE, "precision", "name"]
     ours = _ours(rows)[[*keys, "median_ms"]].rename(columns={"median_ms": "ours_ms"})
-    others = _ok(rows)
+    others = ok_rows(rows)
     return others[~others["impl"].isin(OURS)].merge(ours, on=keys)
 
 
@@ -127,7 +113,7 @@ def _microseconds(time_ms: float) -> str:
 
 def table_algorithm(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns the tiled algorithm's errors against fp64 by size of its tiles, beside the eager formula's."""
-    rows = _ok(frame, phase="errors")
+    rows = ok_rows(frame, phase="errors")
     return pd.DataFrame(
         {
             "tile": f"{row['tile']} × {row['tile']}",
@@ -147,7 +133,7 @@ def _worst_of_algorithm(row: dict) -> float:
 
 def figure_online_softmax(frame: pd.DataFrame) -> Figure | None:
     """Three panels over the tiles of keys: running maximum, running denominator, distance to the final output."""
-    rows = _ok(frame, phase="trace")
+    rows = ok_rows(frame, phase="trace")
     if rows.empty:
         return None
     row = rows.loc[rows["tile"].idxmin()]
@@ -178,7 +164,7 @@ def figure_online_softmax(frame: pd.DataFrame) -> Figure | None:
 
 def findings_algorithm(frame: pd.DataFrame) -> list[str]:
     """Says how exact the tiled algorithm is, and how often a new maximum made it rescale what it held."""
-    rows, sentences = _ok(frame, phase="errors"), []
+    rows, sentences = ok_rows(frame, phase="errors"), []
     if len(rows):
         worst = max(_worst_of_algorithm(row) for row in rows.to_dict("records"))
         ratios = rows["out_relative_error"] / rows["out_eager_relative_error"]
@@ -187,7 +173,7 @@ def findings_algorithm(frame: pd.DataFrame) -> list[str]:
             f"{span(ratios)} the eager formula's error against fp64; no error is above {percent(worst)} of what is "
             "allowed."
         )
-    traces = _ok(frame, phase="trace")
+    traces = ok_rows(frame, phase="trace")
     if len(traces):
         row = traces.loc[traces["tile"].idxmin()]
         maxima = [values for key, values in row["samples"].items() if key.endswith("maximum")]
@@ -218,7 +204,7 @@ def table_weighted_sum(frame: pd.DataFrame) -> pd.DataFrame:
 
 def findings_weighted_sum(frame: pd.DataFrame) -> list[str]:
     """Says how the first kernel compares with the formula, eager and compiled."""
-    rows = _ok(_contest(frame))
+    rows = ok_rows(_contest(frame))
     if rows.empty or "triton" not in set(rows["impl"]):
         return []
     keys = ["rows", "dim", "name"]
@@ -262,8 +248,8 @@ def table_gate(*frames: pd.DataFrame) -> pd.DataFrame:
     result = []
     for precision in PRECISIONS:
         for impl in _tried(rows):
-            mine = _select(rows, impl=impl, precision=precision)
-            passed = _ok(mine)
+            mine = select(rows, impl=impl, precision=precision)
+            passed = ok_rows(mine)
             if (mine["status"] == "skipped").all():
                 continue
             ratio = passed["relative_error"] / passed["eager_relative_error"] if len(passed) else pd.Series(dtype=float)
@@ -314,7 +300,7 @@ def table_not_run(*frames: pd.DataFrame) -> pd.DataFrame:
 def findings_gate(*frames: pd.DataFrame) -> list[str]:
     """Says whether everything that was timed was right first, and what was not."""
     rows = _gated(frames)
-    passed = _ok(rows)
+    passed = ok_rows(rows)
     if passed.empty:
         return []
     worst = passed.loc[passed["budget_fraction"].idxmax()]
@@ -335,7 +321,7 @@ def findings_gate(*frames: pd.DataFrame) -> list[str]:
 
 def findings_timer(*frames: pd.DataFrame) -> list[str]:
     """Says by which methods the times were taken, and whether two of them agree where both were tried."""
-    rows = _ok(_gated(frames))
+    rows = ok_rows(_gated(frames))
     if rows.empty:
         return []
     parts = []
@@ -362,7 +348,7 @@ def findings_timer(*frames: pd.DataFrame) -> list[str]:
 
 def table_times(frame: pd.DataFrame, precision: str, d_head: int, name: str) -> pd.DataFrame:
     """Returns the device's time of a pass in ms, by length and implementation."""
-    rows = _select(_contest(frame), precision=precision, d_head=d_head, name=name)
+    rows = select(_contest(frame), precision=precision, d_head=d_head, name=name)
     if rows.empty:
         return rows
     return _matrix(rows, "length", cell)
@@ -384,7 +370,7 @@ def table_everything(frame: pd.DataFrame, precision: str) -> pd.DataFrame:
 
     "*" marks a forward pass that the host takes longer to issue than the device to run.
     """
-    rows = _select(_contest(frame), precision=precision)
+    rows = select(_contest(frame), precision=precision)
     if rows.empty:
         return rows
     cases: dict[tuple, dict[str, dict]] = {}
@@ -423,16 +409,16 @@ def _cell(row: dict | None, column: str = "median_ms", form: Callable[[float], s
 
 def table_speedups(frame: pd.DataFrame, precision: str) -> pd.DataFrame:
     """Returns how many times as fast as every other implementation ours is, by head dimension and pass."""
-    rows = _select(_contest(frame), precision=precision)
+    rows = select(_contest(frame), precision=precision)
     if rows.empty:
         return rows
     pairs = _beside_ours(rows)
     lines = []
     for impl in [impl for impl in NAMES if impl in set(pairs["impl"])]:
-        for d_head, group in _select(pairs, impl=impl).groupby("d_head"):
+        for d_head, group in select(pairs, impl=impl).groupby("d_head"):
             line = {"against": NAMES[impl], "d": d_head, "lengths": _lengths(group["length"])}
             for name in PASSES:
-                of_pass = _select(group, name=name)
+                of_pass = select(group, name=name)
                 speedups = of_pass["median_ms"] / of_pass["ours_ms"]
                 line[PHASE_NAMES[name]] = times(geometric_mean(speedups)) if len(of_pass) else "–"
                 line[f"{PHASE_NAMES[name]}: range"] = span(speedups) if len(of_pass) else "–"
@@ -446,7 +432,7 @@ def _lengths(lengths: pd.Series) -> str:
 
 def table_tiles_chosen(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns the tiles that the Triton kernels ship with, rows of queries × rows of keys."""
-    rows = _ok(_contest(frame), impl="triton")
+    rows = ok_rows(_contest(frame), impl="triton")
     if rows.empty:
         return pd.DataFrame()
     rows = rows.drop_duplicates(["precision", "d_head"])
@@ -465,8 +451,8 @@ def table_tiles_chosen(frame: pd.DataFrame) -> pd.DataFrame:
 
 def figure_times(frame: pd.DataFrame, precision: str, name: str = "forward_backward") -> Figure | None:
     """One panel per head dimension: time over length by implementation; shaded where ours is launch-bound."""
-    rows = _select(_contest(frame), precision=precision, name=name)
-    if _ok(rows).empty:
+    rows = select(_contest(frame), precision=precision, name=name)
+    if ok_rows(rows).empty:
         return None
     figure = _panels_by_head(rows, _draw_times)
     figure.suptitle(
@@ -478,7 +464,7 @@ def figure_times(frame: pd.DataFrame, precision: str, name: str = "forward_backw
 
 
 def _panels_by_head(rows: pd.DataFrame, draw: Callable[[Axes, pd.DataFrame], None]) -> Figure:
-    d_heads = sorted(_ok(rows)["d_head"].unique())
+    d_heads = sorted(ok_rows(rows)["d_head"].unique())
     figure, axes = figures.panels(len(d_heads))
     for axis, d_head in zip(axes, d_heads, strict=True):
         of_head = rows[rows["d_head"] == d_head]
@@ -527,13 +513,13 @@ def _is_launch_bound(row: dict) -> bool:
 
 def figure_rates(frame: pd.DataFrame, precision: str, name: str = "forward") -> Figure | None:
     """One panel per head dimension: achieved TFLOP/s over length by implementation, and the measured product."""
-    rows = _select(_contest(frame), precision=precision, name=name)
-    if _ok(rows).empty:
+    rows = select(_contest(frame), precision=precision, name=name)
+    if ok_rows(rows).empty:
         return None
 
     def draw(axis: Axes, of_head: pd.DataFrame) -> None:
         for impl in [impl for impl in _tried(of_head) if impl not in MATERIALISING]:
-            line = _ok(of_head, impl=impl)
+            line = ok_rows(of_head, impl=impl)
             width = 2 if impl in OURS else 1.2
             axis.plot(line["length"], line["achieved_tflops"], color=figures.COLOURS[impl], label=NAMES[impl],
                       linewidth=width, marker="o", markersize=3)  # fmt: skip
@@ -553,7 +539,7 @@ def figure_rates(frame: pd.DataFrame, precision: str, name: str = "forward") -> 
 
 def findings_speed(frame: pd.DataFrame, precision: str) -> list[str]:
     """Says how ours compares with each other implementation, how near to the limit it comes, what is launch-bound."""
-    rows = _select(_contest(frame), precision=precision)
+    rows = select(_contest(frame), precision=precision)
     if rows.empty:
         return []
     pairs = _beside_ours(rows)
@@ -561,7 +547,7 @@ def findings_speed(frame: pd.DataFrame, precision: str) -> list[str]:
     sentences = []
     for impl in [impl for impl in NAMES if impl in set(pairs["impl"])]:
         for name in ("forward", "forward_backward"):
-            mine = _select(pairs, impl=impl, name=name)
+            mine = select(pairs, impl=impl, name=name)
             if len(mine):
                 where = f" ({PHASE_NAMES[name]}, {precision})"
                 sentences.append(_compared(mine, "ours", NAMES[impl], _grid_name, where))
@@ -577,7 +563,7 @@ def _near_the_limit(rows: pd.DataFrame) -> list[str]:
     known = ours.dropna(subset=["ceiling_fraction"]) if len(ours) else ours
     parts = []
     for name in PASSES:
-        of_pass = _select(known, name=name)
+        of_pass = select(known, name=name)
         if len(of_pass):
             best = of_pass.loc[of_pass["ceiling_fraction"].idxmax()]
             parts.append(
@@ -591,7 +577,7 @@ def _near_the_limit(rows: pd.DataFrame) -> list[str]:
 def _launch_bound(rows: pd.DataFrame) -> list[str]:
     sentences = []
     for name in ("forward", "forward_backward"):
-        ours = _ours(_select(rows, name=name))
+        ours = _ours(select(rows, name=name))
         bound = [row for row in ours.to_dict("records") if _is_launch_bound(row)]
         if bound:
             longest = max(row["length"] for row in bound)
@@ -611,10 +597,10 @@ def _short_calls(rows: pd.DataFrame) -> list[str]:
     if "launch_median_ms" not in rows:
         return []
     for name in ("forward", "forward_backward"):
-        of_pass = _select(rows, name=name).dropna(subset=["launch_median_ms"])
+        of_pass = select(rows, name=name).dropna(subset=["launch_median_ms"])
         keys = [*SHAPE, "name"]
         ours = _ours(of_pass)[[*keys, "host_median_ms"]].rename(columns={"host_median_ms": "ours_host_ms"})
-        pairs = _ok(of_pass, impl="sdpa").merge(ours, on=keys)
+        pairs = ok_rows(of_pass, impl="sdpa").merge(ours, on=keys)
         if len(pairs):
             pairs = pairs.assign(speedup=pairs["host_median_ms"] / pairs["ours_host_ms"])
             where = f", launch included, at length {_lengths(pairs['length'])} ({PHASE_NAMES[name]})"
@@ -661,7 +647,7 @@ def table_tiles(frame: pd.DataFrame) -> pd.DataFrame:
 
 def figure_tiles(frame: pd.DataFrame) -> Figure | None:
     """The forward kernel's time by rows of the query tile and rows of the key tile; words where there is no time."""
-    measured = _ok(frame)
+    measured = ok_rows(frame)
     if measured.empty:
         return None
     block_qs, block_ks = (sorted(frame[name].unique()) for name in ("block_q", "block_k"))
@@ -693,7 +679,7 @@ def _value(row: dict | None) -> float:
 
 def findings_tiles(frame: pd.DataFrame) -> list[str]:
     """Says how much the choice of tiles matters, whether the shipped one is the best, and which cannot be had."""
-    measured = _ok(frame)
+    measured = ok_rows(frame)
     if measured.empty:
         return []
     best, worst = (measured.loc[measured["median_ms"].agg(end)] for end in ("idxmin", "idxmax"))
@@ -702,7 +688,7 @@ def findings_tiles(frame: pd.DataFrame) -> list[str]:
         f"({number(best['median_ms'])} ms), {times(worst['median_ms'] / best['median_ms'])} as fast as the slowest, "
         f"{_tile_name(worst)}."
     ]
-    shipped = _select(measured, is_shipped=1)
+    shipped = select(measured, is_shipped=1)
     if len(shipped):
         row = shipped.iloc[0]
         excess = row["median_ms"] / best["median_ms"] - 1
@@ -741,7 +727,7 @@ def table_rival_ratios(frame: pd.DataFrame, name: str) -> pd.DataFrame:
 
 
 def _rival_table(frame: pd.DataFrame, name: str, text: Callable[[dict], str]) -> pd.DataFrame:
-    rows = _select(_rivals(frame), name=name)
+    rows = select(_rivals(frame), name=name)
     if rows.empty:
         return rows
     return _matrix(rows.assign(shape=_shape_names(rows)), "shape", text).rename(columns={"shape": "B,H,S,D mask"})
@@ -761,14 +747,14 @@ def _rivals(frame: pd.DataFrame) -> pd.DataFrame:
 def figure_rivals(frame: pd.DataFrame) -> Figure | None:
     """Two panels, forward and backward: achieved TFLOP/s of every implementation on every shape, as dots."""
     rows = _rivals(frame)
-    if _ok(rows).empty:
+    if ok_rows(rows).empty:
         return None
     shapes = list(dict.fromkeys(_shape_names(rows)))
     figure, axes = figures.panels(2, width=5.2, height=0.9 + 0.42 * len(shapes))
     for axis, name in zip(axes, ("forward", "backward"), strict=True):
-        of_pass = _ok(rows, name=name)
+        of_pass = ok_rows(rows, name=name)
         for impl in _tried(rows):
-            mine = _select(of_pass, impl=impl)
+            mine = select(of_pass, impl=impl)
             heights = [shapes.index(name) for name in _shape_names(mine)]
             axis.scatter(
                 mine["achieved_tflops"],
@@ -794,14 +780,14 @@ def figure_rivals(frame: pd.DataFrame) -> Figure | None:
 
 def findings_rivals(frame: pd.DataFrame) -> list[str]:
     """Says, for every rival and pass, where ours is ahead, behind, or not told apart from it."""
-    rows = _ok(_rivals(frame))
+    rows = ok_rows(_rivals(frame))
     if rows.empty or "ratio_to_ours" not in rows:
         return []
     others = rows[~rows["impl"].isin(OURS)].dropna(subset=["ratio_to_ours"])
     sentences = []
     for impl in [impl for impl in NAMES if impl in set(others["impl"])]:
         for name in PASSES:
-            mine = _select(others, impl=impl, name=name)
+            mine = select(others, impl=impl, name=name)
             if mine.empty:
                 continue
             ahead, behind = mine[mine["ratio_to_ours_low"] > 1], mine[mine["ratio_to_ours_high"] < 1]
@@ -851,8 +837,8 @@ def table_leaderboard(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _leaderboard(frame: pd.DataFrame) -> pd.DataFrame:
-    rows = _ok(_rivals(frame), name="forward_backward")
-    return _select(
+    rows = ok_rows(_rivals(frame), name="forward_backward")
+    return select(
         rows,
         batch=LEADERBOARD.batch,
         heads=LEADERBOARD.heads,
@@ -864,7 +850,7 @@ def _leaderboard(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _published_entries(length: int, d_head: int, phase: str) -> list[dict]:
     entries = published.load("attention_kernels")
-    return _ok(entries, seq_len=length, d_head=d_head, phase=phase).to_dict("records")
+    return ok_rows(entries, seq_len=length, d_head=d_head, phase=phase).to_dict("records")
 
 
 def findings_leaderboard(frame: pd.DataFrame) -> list[str]:
@@ -939,7 +925,7 @@ def findings_versions(frame: pd.DataFrame) -> list[str]:
 
 def _memory(frame: pd.DataFrame, precision: str) -> pd.DataFrame:
     """Returns the peaks of a forward and a backward pass."""
-    return _select(frame, precision=precision, phase="forward_backward").copy() if not frame.empty else frame
+    return select(frame, precision=precision, phase="forward_backward").copy() if not frame.empty else frame
 
 
 def table_memory(frame: pd.DataFrame, precision: str) -> pd.DataFrame:
@@ -958,15 +944,15 @@ def _mebibytes(num_bytes: float) -> str:
 
 def figure_memory(frame: pd.DataFrame) -> Figure | None:
     """One panel per precision: peak memory over length by implementation, × where it ran out."""
-    precisions = [precision for precision in PRECISIONS if len(_ok(_memory(frame, precision)))]
+    precisions = [precision for precision in PRECISIONS if len(ok_rows(_memory(frame, precision)))]
     if not precisions:
         return None
     figure, axes = figures.panels(len(precisions), width=4.6, height=3.2)
     for axis, precision in zip(axes, precisions, strict=True):
         rows = _memory(frame, precision)
         for impl in _tried(rows):
-            of_impl = _select(rows, impl=impl).sort_values("length")
-            measured = _ok(of_impl)
+            of_impl = select(rows, impl=impl).sort_values("length")
+            measured = ok_rows(of_impl)
             axis.plot(
                 measured["length"],
                 measured["peak_bytes"] / 2**20,
@@ -983,7 +969,7 @@ def figure_memory(frame: pd.DataFrame) -> Figure | None:
         _log_axis(axis, "peak memory (MiB)")
         axis.set_title(precision)
     _shared_legend(figure, axes, num_columns=4)
-    row = _ok(_memory(frame, precisions[0])).iloc[0]
+    row = ok_rows(_memory(frame, precisions[0])).iloc[0]
     figure.suptitle(
         f"Peak memory of forward and backward, batch 1, one head, d = {row['d_head']}, {frame.attrs['device']} "
         "(× out of memory)",
@@ -997,12 +983,12 @@ def findings_memory(frame: pd.DataFrame) -> list[str]:
     sentences = []
     for precision in PRECISIONS:
         rows = _memory(frame, precision)
-        measured = _ok(rows)
+        measured = ok_rows(rows)
         if measured.empty:
             continue
         growth: dict[str, list[str]] = {}
         for impl in _tried(rows):
-            mine = _select(measured, impl=impl)
+            mine = select(measured, impl=impl)
             if len(mine) >= 3:
                 exponent = power_law_exponent(mine["length"], mine["peak_bytes"])
                 word = "linearly" if exponent <= LINEAR else "quadratically" if exponent >= QUADRATIC else "in between"
@@ -1029,7 +1015,7 @@ def published_matches(frame: pd.DataFrame) -> pd.DataFrame:
 
     Their Triton kernel stands beside ours, their compiled formula beside the formula compiled here.
     """
-    rows = _ok(_contest(frame))
+    rows = ok_rows(_contest(frame))
     if rows.empty:
         return rows
     table = published.load("flash_attention")
@@ -1062,7 +1048,7 @@ def table_published(frame: pd.DataFrame) -> pd.DataFrame:
     lines: dict[tuple, dict[str, str]] = {}
     for row in matched.sort_values(list(keys.values())[1:], kind="stable").to_dict("records"):
         line = lines.setdefault(tuple(row[name] for name in keys.values()), {})
-        line[row["name"]] = f"{number(row['published_ms'])} → {number(row['median_ms'])} ({times(row['ratio'])})"
+        line[row["name"]] = theirs_and_ours(row)
     return pd.DataFrame(
         {
             **dict(zip(keys, key, strict=True)),
@@ -1094,11 +1080,11 @@ def table_published_summary(frame: pd.DataFrame) -> pd.DataFrame:
 
 def table_published_rates(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns published rates beside the rates here of the same length, head dimension, mask and pass, in bf16."""
-    rows = _ok(_rivals(frame))
+    rows = ok_rows(_rivals(frame))
     entries = published.load("attention_kernels")
     lines = []
     for entry in entries[entries["rate_tflops"].notna()].to_dict("records"):
-        here = _select(
+        here = select(
             rows, length=entry["seq_len"], d_head=entry["d_head"], causal=entry["causal"], name=entry["phase"]
         )
         if len(here):
@@ -1117,7 +1103,7 @@ def table_published_rates(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _rate_of(rows: pd.DataFrame, impl: str) -> str:
-    mine = _select(rows, impl=impl)
+    mine = select(rows, impl=impl)
     return number(mine["achieved_tflops"].max()) if len(mine) else "–"
 
 
@@ -1130,7 +1116,7 @@ def findings_published(frame: pd.DataFrame) -> list[str]:
     for (gpu, variant, precision), group in matched.groupby(["gpu", "variant", "precision"], sort=False):
         parts = []
         for name in PASSES:
-            of_pass = _select(group, name=name)
+            of_pass = select(group, name=name)
             if len(of_pass):
                 mean = geometric_mean(of_pass["ratio"])
                 word = speed_word(mean)

@@ -27,7 +27,7 @@ from labkit.report.findings import (
     span,
     times,
 )
-from labkit.report.tables import PHASE_NAMES, in_order, once_per_frame
+from labkit.report.tables import PHASE_NAMES, in_order, ok_rows, once_per_frame
 
 ATTENTION_NAMES = {"eager": "eager", "auto": "FlashAttention"}
 """Implementations of attention in the order and under the names in which this chapter shows them."""
@@ -79,16 +79,6 @@ SOURCES = {
 # ---- rows --------------------------------------------------------------------------------------------------------
 
 
-def _ok(frame: pd.DataFrame, **equal) -> pd.DataFrame:
-    """Returns the measured rows whose columns have the given values."""
-    if frame.empty:
-        return frame
-    mask = (frame["status"] == "ok").to_numpy()
-    for column, value in equal.items():
-        mask = mask & (frame[column] == value).to_numpy()
-    return frame[mask]
-
-
 def _sorted(rows: pd.DataFrame, *more: str) -> pd.DataFrame:
     """Returns the rows by size, context, precision and attention, in the order of this project."""
     ranked = rows.assign(attention_rank=rows["attention"].map(list(ATTENTION_NAMES).index))
@@ -103,7 +93,7 @@ def _table_rows(frame: pd.DataFrame, name: str) -> pd.DataFrame:
     `record` is the phase of the record that a row is from, since the table has phases of its own.
     """
     columns: dict[str, list] = {}
-    for row in _ok(frame).to_dict("records"):
+    for row in ok_rows(frame).to_dict("records"):
         table = row["observed"]["tables"][name]
         num_rows = len(next(iter(table.values()))) if table else 0
         case = {**{column: row[column] for column in CASE}, "record": row["phase"]}
@@ -174,7 +164,7 @@ def _name(row: dict | pd.Series) -> str:
 
 def _steps(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns the measured rows that hold a forward and a backward pass."""
-    rows = _ok(frame)
+    rows = ok_rows(frame)
     return rows[rows["phase"] != "inference"] if len(rows) else rows
 
 
@@ -195,7 +185,7 @@ def table_captures(frame: pd.DataFrame) -> pd.DataFrame:
     if frame.empty:
         return pd.DataFrame()
     rows = []
-    measured = _ok(frame)
+    measured = ok_rows(frame)
     if len(measured):
         told = [(seen["profiler"], seen["profiler_version"]) for seen in measured["observed"]]
         for (source, version), found in measured.groupby(pd.MultiIndex.from_tuples(told), sort=False):
@@ -208,7 +198,7 @@ def table_captures(frame: pd.DataFrame) -> pd.DataFrame:
 
 def findings_captures(frame: pd.DataFrame) -> list[str]:
     """Says what captured, whether its times add up, what marking ranges changes and what has no class."""
-    measured = _ok(frame)
+    measured = ok_rows(frame)
     if measured.empty:
         return []
     sources = dict.fromkeys(SOURCES[seen["profiler"]] for seen in measured["observed"])
@@ -265,9 +255,9 @@ def timer_pairs(frame: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
         (first start to last end on the device), kernel_ms (sum), idle (fraction of projected), done_ms (host, with the
         profiler; NaN for forward, which is no step of its own), host_ms (host, without it).
     """
-    timed = _ok(steps)
+    timed = ok_rows(steps)
     rows = []
-    for row in _ok(frame, attention="eager").to_dict("records"):
+    for row in ok_rows(frame, attention="eager").to_dict("records"):
         views = ("inference",) if row["phase"] == "inference" else ("forward", "train_step")
         for view in views:
             prefix = "step" if view == "train_step" else view
@@ -457,7 +447,7 @@ def _counted(counts: pd.Series) -> str:
 
 def shown_case(frame: pd.DataFrame) -> tuple[str, int] | None:
     """Returns size and context for the figure of top kernels: of the largest model with a whole step, in the middle."""
-    rows = _ok(frame, attention="eager", phase="train_step")
+    rows = ok_rows(frame, attention="eager", phase="train_step")
     if rows.empty:
         return None
     size = max(rows["size"].unique(), key=list(SIZES).index)
@@ -746,7 +736,7 @@ def figure_timeline(frame: pd.DataFrame, precision: str, attention: str = "eager
     """
     kept = [
         row
-        for row in _ok(frame, precision=precision, attention=attention).to_dict("records")
+        for row in ok_rows(frame, precision=precision, attention=attention).to_dict("records")
         if "timeline" in row["observed"]["tables"]
     ]
     if not kept:
@@ -781,8 +771,7 @@ def figure_timeline(frame: pd.DataFrame, precision: str, attention: str = "eager
 
 def _draw_launches(axis: Axes, launches: pd.DataFrame) -> None:
     """Draws streams from the top, then the phases, then the blocks; a range lasts from its first launch to its last."""
-    first_ms, last_ms = launches["start_us"].min() / 1e3, launches["end_us"].max() / 1e3
-    axis.set_xlim(first_ms, last_ms)
+    axis.set_xlim(launches["start_us"].min() / 1e3, launches["end_us"].max() / 1e3)  # what the labels must fit in
     streams = sorted(launches["stream"].unique())
     names = [*(f"stream {stream}" if len(streams) > 1 else "kernels" for stream in streams), "phase", "block"]
     heights = {name: len(names) - 1 - position for position, name in enumerate(names)}
@@ -796,7 +785,6 @@ def _draw_launches(axis: Axes, launches: pd.DataFrame) -> None:
         _draw_range(axis, rows, heights["block"], str(block), "0.75" if block % 2 else "0.6")
     axis.set_yticks(list(heights.values()), list(heights))
     axis.set_ylim(-0.6, len(names) - 0.4)
-    axis.set_xlim(first_ms, last_ms)
     axis.set_xlabel("time on the device (ms)")
     axis.grid(visible=False)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pandas as pd
 
 from labkit.configs import COMPILE_MODES, PHASES, PRECISIONS, SIZES
-from labkit.report.findings import number
+from labkit.report.findings import number, times
 
 PHASE_NAMES = {
     "inference": "inference",
@@ -65,14 +65,19 @@ def in_order(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
     return frame.sort_values(list(columns), key=key, kind="stable").reset_index(drop=True)
 
 
-def ok_rows(frame: pd.DataFrame, **equal) -> pd.DataFrame:
-    """Returns the measured rows whose columns have the given values."""
+def select(frame: pd.DataFrame, **equal) -> pd.DataFrame:
+    """Returns the rows whose columns have the given values."""
     if frame.empty:
         return frame
-    mask = (frame["status"] == "ok").to_numpy()
+    mask = True
     for column, value in equal.items():
         mask = mask & (frame[column] == value).to_numpy()
     return frame[mask]
+
+
+def ok_rows(frame: pd.DataFrame, **equal) -> pd.DataFrame:
+    """Returns the measured rows whose columns have the given values."""
+    return select(frame, status="ok", **equal)
 
 
 def rows_by(frame: pd.DataFrame, columns: Sequence[str]) -> dict[tuple, dict]:
@@ -116,6 +121,11 @@ def spread(row: dict) -> dict[str, str]:
         "mean ± std": f"{number(row['mean_ms'])} ± {number(row['std_ms'], 2)}",
         "steps": f"{int(row['timer_num_warmup'])}+{int(row['n'])}{limited}",
     }
+
+
+def theirs_and_ours(row: dict) -> str:
+    """Returns a published time and ours (ms), and their time over ours: "2.00 → 1.00 (2.00×)"."""
+    return f"{number(row['published_ms'])} → {number(row['median_ms'])} ({times(row['ratio'])})"
 
 
 def constants(frame: pd.DataFrame) -> dict[str, str]:
