@@ -214,8 +214,8 @@ def test_a_trace_that_does_not_fit_its_segments_is_refused():
 def test_the_frame_is_the_innermost_outside_pytorch():
     frames = [
         {"filename": "/x/site-packages/torch/nn/functional.py", "line": 1, "name": "linear"},
-        {"filename": "/home/me/model.py", "line": 7, "name": "forward"},
-        {"filename": "/home/me/train.py", "line": 9, "name": "main"},
+        {"filename": "/x/project/model.py", "line": 7, "name": "forward"},
+        {"filename": "/x/project/train.py", "line": 9, "name": "main"},
     ]
     assert frame_text(frames) == "model.py:7 forward"
     assert frame_text([{"filename": "??", "line": 0, "name": "start"}]) == ""
@@ -232,7 +232,7 @@ def test_usage_is_the_peak_and_what_stays():
         return kept, torch.empty(100, dtype=torch.uint8)
 
     usage = measure_usage(work, "cpu")
-    assert (usage.peak_bytes, usage.kept_bytes) == (1300, 400)
+    assert (usage.peak_bytes, usage.kept_bytes, usage.requested_bytes) == (1300, 400, 400)
     kept, _ = usage.result
     assert kept.shape == (300,)
 
@@ -240,7 +240,7 @@ def test_usage_is_the_peak_and_what_stays():
 def test_freeing_what_was_made_in_an_earlier_recording_is_negative():
     made = measure_usage(lambda: [torch.empty(500, dtype=torch.uint8)], "cpu").result
     usage = measure_usage(made.clear, "cpu")
-    assert (usage.peak_bytes, usage.kept_bytes) == (0, -500)
+    assert (usage.peak_bytes, usage.kept_bytes, usage.requested_bytes) == (0, -500, -500)
 
 
 def test_a_device_whose_allocations_are_not_recorded_is_refused():
@@ -315,6 +315,14 @@ def test_on_cuda_the_history_peaks_where_the_allocator_does():
                 held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
     assert recorder.history.peak_bytes == recorder.history.reported_peak_bytes
     assert recorder.history.totals()[-1] == torch.cuda.memory_allocated()
+
+
+@pytest.mark.gpu
+def test_on_cuda_what_was_asked_for_is_told_from_the_blocks_given():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    usage = measure_usage(lambda: [torch.empty(1000, dtype=torch.uint8, device="cuda") for _ in range(3)], "cuda")
+    assert (usage.requested_bytes, usage.kept_bytes) == (3 * 1000, 3 * 1024)
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ Sections: "peaks" (every size, context and precision), "timeline" (every allocat
 (what one block keeps for its backward pass), "checkpointing" (blocks recomputed), "snapshot" (files read safely).
 """
 
+import dataclasses
 import functools
 import gc
 import math
@@ -28,6 +29,7 @@ from labkit.measure.memory import (
     OwnerLog,
     Recorder,
     Residual,
+    Usage,
     measure_usage,
     packed_bytes,
     residuals,
@@ -39,7 +41,7 @@ from labkit.models.transformer import Block, RMSNorm, RotaryEmbedding, language_
 
 __all__ = ["MEASUREMENT_VERSION", "cases", "run_case"]
 
-MEASUREMENT_VERSION = 1
+MEASUREMENT_VERSION = 2
 
 PEAK_PHASES = ("inference", "forward", "train_step")
 TIMELINE_PHASES = ("inference", "train_step")
@@ -158,11 +160,11 @@ def _freeze_modules() -> None:
 def _with_workload(device: hardware.Device, case: Case) -> Iterator[PhaseRun]:
     measure = {"peaks": _measure_peak, "timeline": _measure_timeline, "checkpointing": _measure_checkpointing}
     usage = measure_usage(functools.partial(RecomputingWorkload, device, case.parameters), device.kind)
-    workload, built_bytes = usage.result, usage.kept_bytes
+    workload, built = usage.result, dataclasses.replace(usage, result=None)
     del usage
     try:
         for phase in case.phases:
-            yield phase, functools.partial(measure[case.section], workload, case, phase, built_bytes)
+            yield phase, functools.partial(measure[case.section], workload, case, phase, built)
     finally:
         workload.close()
 
@@ -243,7 +245,7 @@ def _kind_of_attention(impl: str) -> str:
 # ---- peaks -----------------------------------------------------------------------------------------------------------
 
 
-def _measure_peak(workload: RecomputingWorkload, case: Case, phase: str, built_bytes: int) -> Measured:
+def _measure_peak(workload: RecomputingWorkload, case: Case, phase: str, built: Usage) -> Measured:
     """Runs a phase once, the training step once more with the optimizer's state in place; returns its bytes.
 
     `resident_bytes` are of the tensors that were there before; `other_bytes` what the allocator counts beside tensors:
@@ -254,12 +256,12 @@ def _measure_peak(workload: RecomputingWorkload, case: Case, phase: str, built_b
     _make_workspaces(workload)
     metrics: dict[str, int | None] = {}
     if phase == "train_step":
-        metrics |= _measure_parts_of_step(workload, built_bytes)
+        metrics |= _measure_parts_of_step(workload, built)
         workload.model.zero_grad()
         usage = measure_usage(workload.train_step, kind)
     elif phase == "forward":
         usage = measure_usage(workload.forward, kind)
-        metrics["made_bytes"] = usage.kept_bytes
+        metrics |= _left_behind("made", usage)
         loss = usage.result
         if not torch.isfinite(loss):
             raise AssertionError(f"the loss is {loss.item()}")
@@ -291,17 +293,22 @@ def _make_workspaces(workload: RecomputingWorkload) -> None:
     empty_cache(workload.device)
 
 
-def _measure_parts_of_step(workload: RecomputingWorkload, built_bytes: int) -> dict[str, int]:
+def _measure_parts_of_step(workload: RecomputingWorkload, built: Usage) -> dict[str, int]:
     """Runs the first training step part by part; returns what each leaves behind by the allocator's account."""
     kind = workload.device.kind
     workload.__dict__.pop("optimizer", None)
-    forward_backward = measure_usage(workload.forward_backward, kind)
-    gradients = forward_backward.kept_bytes
-    step = measure_usage(workload.optimizer.step, kind)
     return {
-        "parameter_bytes": built_bytes - _num_bytes(workload.inputs()),
-        "gradient_bytes": gradients,
-        "optimizer_bytes": step.kept_bytes,
+        **_left_behind("parameter", built, beside=_num_bytes(workload.inputs())),
+        **_left_behind("gradient", measure_usage(workload.forward_backward, kind)),
+        **_left_behind("optimizer", measure_usage(workload.optimizer.step, kind)),
+    }
+
+
+def _left_behind(part: str, usage: Usage, beside: int = 0) -> dict[str, int]:
+    """Returns the bytes of a part, without `beside` of them: the allocator's blocks, and what was asked of them."""
+    return {
+        f"{part}_bytes": usage.kept_bytes - beside,
+        f"{part}_requested_bytes": usage.requested_bytes - beside,
     }
 
 
@@ -328,7 +335,7 @@ def _source(device_kind: str) -> str:
 # ---- the timeline ----------------------------------------------------------------------------------------------------
 
 
-def _measure_timeline(workload: RecomputingWorkload, case: Case, phase: str, built_bytes: int) -> Measured:
+def _measure_timeline(workload: RecomputingWorkload, case: Case, phase: str, built: Usage) -> Measured:
     """Records every allocation of one step that is like all later ones, and says whose each is.
 
     A step without any recording comes before it, so that a peak that the recording itself changes is seen.
@@ -605,7 +612,7 @@ class _Part:
 # ---- recomputing -----------------------------------------------------------------------------------------------------
 
 
-def _measure_checkpointing(workload: RecomputingWorkload, case: Case, phase: str, built_bytes: int) -> Measured:
+def _measure_checkpointing(workload: RecomputingWorkload, case: Case, phase: str, built: Usage) -> Measured:
     """Times a training step and takes its peak; before that, the gradients are held against those kept whole."""
     kind = workload.device.kind
     difference = _gradient_difference(workload)

@@ -45,11 +45,14 @@ class Usage:
     Attributes:
         peak_bytes: the most at any moment of the call.
         kept_bytes: still in use after it, its result alive; negative if the call freed more than it made.
+        requested_bytes: of kept_bytes, what tensors asked for. The rest is what CUDA's caching allocator gives beyond
+            it: sizes are rounded up to 512 bytes, and up to 1 MiB of a cached block is left unsplit.
         result: what it returned.
     """
 
     peak_bytes: int
     kept_bytes: int
+    requested_bytes: int
     result: Any
 
 
@@ -65,15 +68,25 @@ def measure_usage(function: Callable[[], Any], device_kind: str) -> Usage:
     gc.collect()
     if device_kind == "cuda":
         torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
+        before, requested_before = torch.cuda.memory_allocated(), _requested_bytes()
         torch.cuda.reset_peak_memory_stats()
         result = function()
         torch.cuda.synchronize()
-        return Usage(torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before, result)
+        return Usage(
+            peak_bytes=torch.cuda.max_memory_allocated() - before,
+            kept_bytes=torch.cuda.memory_allocated() - before,
+            requested_bytes=_requested_bytes() - requested_before,
+            result=result,
+        )
     with Recorder("cpu") as recorder:
         result = function()
     totals = recorder.history.totals() - recorder.history.totals()[0]
-    return Usage(int(totals.max()), int(totals[-1]), result)
+    kept_bytes = int(totals[-1])
+    return Usage(peak_bytes=int(totals.max()), kept_bytes=kept_bytes, requested_bytes=kept_bytes, result=result)
+
+
+def _requested_bytes() -> int:
+    return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
 
 def _check(device_kind: str) -> None:

@@ -129,33 +129,37 @@ def table_peaks(frame: pd.DataFrame, precision: str) -> pd.DataFrame:
 
 
 def parts(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns what a step is made of, measured and predicted: size, context, precision, part, measured, predicted.
+    """Returns what a step is made of: size, context, precision, part, measured, blocks, predicted, deviation.
 
     Parameters, gradients and optimizer state from the training step, activations (what a forward pass with gradient
-    leaves) from the forward pass.
+    leaves) from the forward pass. `measured` is what tensors asked the allocator for, `blocks` what it gave them.
     """
     rows = []
     for row in (
         in_order(ok_rows(frame), ["size", "context", "precision", "phase"]).to_dict("records") if len(frame) else []
     ):
         config = model_config(row["size"])
-        found: dict[str, tuple[float, int]] = {}
+        found: dict[str, tuple[str, int]] = {}
         if row["phase"] == "train_step":
             found = {
-                "parameters": (row["parameter_bytes"], accounting.parameter_bytes(config)),
-                "gradients": (row["gradient_bytes"], accounting.parameter_bytes(config)),
-                "optimizer state": (row["optimizer_bytes"], accounting.optimizer_state_bytes(config)),
+                "parameters": ("parameter", accounting.parameter_bytes(config)),
+                "gradients": ("gradient", accounting.parameter_bytes(config)),
+                "optimizer state": ("optimizer", accounting.optimizer_state_bytes(config)),
             }
         elif row["phase"] == "forward":
             known = _known(row, frame.attrs["device_kind"])
             predicted = accounting.forward_made_bytes(config, row["batch"], row["context"], **known)
-            found = {"activations": (row["made_bytes"], predicted)}
-        for part, (measured, predicted) in found.items():
+            found = {"activations": ("made", predicted)}
+        for part, (metric, predicted) in found.items():
+            measured = row.get(f"{metric}_requested_bytes", float("nan"))
+            if pd.isna(measured):
+                continue
             rows.append(
                 {
                     **{name: row[name] for name in ("size", "context", "precision", "phase")},
                     "part": part,
                     "measured": measured,
+                    "blocks": row[f"{metric}_bytes"],
                     "predicted": predicted,
                     "deviation": measured / predicted - 1,
                 }
@@ -164,7 +168,10 @@ def parts(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def table_parts(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns measured bytes (GiB) of each part by size and precision, over the contexts, with the worst deviation."""
+    """Returns measured bytes (GiB) of each part by size and precision, over the contexts, with the worst deviation.
+
+    "blocks: more by" is the most that the allocator's blocks are larger than what tensors asked for, of all parts.
+    """
     rows = parts(frame)
     if rows.empty:
         return rows
@@ -179,6 +186,7 @@ def table_parts(frame: pd.DataFrame) -> pd.DataFrame:
                 worst = mine.loc[mine["deviation"].abs().idxmax()]
                 line[f"{part} (GiB)"] = span(mine["measured"], _gib)
                 line[f"{part}: off by"] = _deviation(worst["deviation"])
+        line["blocks: more by"] = _deviation((group["blocks"] / group["measured"]).max() - 1)
         result.append(line)
     return pd.DataFrame(result)
 
@@ -247,12 +255,21 @@ def _parts_hold(frame: pd.DataFrame) -> list[str]:
         bound = ACTIVATIONS_WITHIN if part == "activations" else WITHIN
         held = int((group["deviation"].abs() <= bound).sum())
         worst = group.loc[group["deviation"].abs().idxmax()]
-        text = f"**{part.capitalize()}**: the accounting is within {percent(bound)} of what the allocator gave out in "
+        text = f"**{part.capitalize()}**: the accounting is within {percent(bound)} of what tensors asked for in "
         text += f"{held} of {count(len(group), 'case')}"
         if worst["deviation"]:
             text += f"; the largest difference is {_deviation(worst['deviation'])} ({worst['size']} at "
             text += f"{worst['context']:,} in {worst['precision']})"
         sentences.append(text + ".")
+    if len(rows):
+        more = rows["blocks"] / rows["measured"] - 1
+        worst = rows.loc[more.idxmax()]
+        if more.max() > 0:
+            sentences.append(
+                f"The allocator's blocks are larger than what tensors asked for by up to {_deviation(more.max())} "
+                f"({worst['part']} of {worst['size']} at {worst['context']:,} in {worst['precision']}); that is its "
+                "own, and no part of the accounting."
+            )
     return sentences
 
 
