@@ -516,6 +516,54 @@ def test_a_triton_without_the_single_pass_is_logged(monkeypatch, caplog):
     assert "deterministic=False runs the deterministic kernels" in caplog.text
 
 
+@pytest.mark.parametrize("num_tiles", [1, 3, 22, 66, 67, 500])
+@pytest.mark.parametrize("num_key_tiles", [1, 2, 3, 8, 31, 32, 512])
+def test_keys_are_split_so_that_no_split_is_empty_and_all_run_at_once(num_tiles, num_key_tiles):
+    from labkit.kernels import flash_attention_hopper as forward
+
+    num_splits = forward.num_key_splits(num_tiles, num_key_tiles, 132)
+    assert num_splits == 1 or num_tiles * num_splits <= 132
+    share = -(-num_key_tiles // num_splits)
+    assert (num_splits - 1) * share < num_key_tiles <= num_splits * share
+    assert num_splits == 1 or share >= forward.TILES_OF_A_SPLIT
+
+
+def combined(head_dim: int, transposed: bool) -> None:
+    """Asserts that the outputs of splits of the keys, one without any for some rows, make the output of all keys."""
+    from labkit.kernels import flash_attention_hopper as forward
+
+    generator = torch.Generator().manual_seed(0)
+    batch, heads, num_queries, num_keys = 2, 3, 37, 50
+    q = torch.randn((batch, heads, num_queries, head_dim), generator=generator, dtype=torch.float64)
+    k, v = (torch.randn((batch, heads, num_keys, head_dim), generator=generator, dtype=torch.float64) for _ in range(2))
+    scores = q @ k.transpose(-2, -1) / math.sqrt(head_dim)
+    scores[:, :, :5] = -math.inf  # rows without any key
+    scores[:, :, 5:20, 16:] = -math.inf  # and rows without any in the later splits
+    parts, parts_lse = [], []
+    for begin in (0, 17, 34):
+        lse = scores[..., begin : begin + 17].logsumexp(-1)
+        weights = torch.exp(scores[..., begin : begin + 17] - lse.nan_to_num(neginf=0.0)[..., None])
+        parts.append((weights @ v[:, :, begin : begin + 17]).flatten(0, 2))
+        parts_lse.append(lse.flatten())
+    padded = torch.nn.functional.pad(torch.stack(parts), (0, 8), value=math.nan)
+    shape = (batch, num_queries, heads, head_dim) if transposed else (batch, heads, num_queries, head_dim)
+    with poisoned_outputs():
+        out = torch.empty(shape, dtype=torch.float16, device="cpu")
+        out = out.transpose(1, 2) if transposed else out
+        lse = torch.empty((batch, heads, num_queries), dtype=torch.float32, device="cpu")
+        forward.combine(padded.float(), torch.stack(parts_lse).float(), out, lse)
+    expected_lse = scores.logsumexp(-1)
+    expected = torch.exp(scores - expected_lse.nan_to_num(neginf=0.0)[..., None]) @ v
+    torch.testing.assert_close(lse, expected_lse.float(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(out, expected.half(), rtol=2**-10, atol=1e-6)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["heads outside", "heads inside"])
+@pytest.mark.parametrize("head_dim", [64, 72])
+def test_the_splits_of_the_keys_make_the_output_of_all(head_dim, transposed, interpreted):
+    interpreted(combined, head_dim, transposed)
+
+
 def determinism_handed_on(asked: dict) -> bool:
     """Returns what the backward launcher is told by the gradients of `flash_attention`."""
     told, launch = [], fa.flash_attention_backward
@@ -827,6 +875,13 @@ HOPPER_CASES = [
     # The tiles of long sequences, few enough that the programs take them in a fixed order.
     *(Case((1, heads, heads, 2100, 2100, dim), causal=True) for dim in fa.GLUON_HEAD_DIMS for heads in (1, 11)),
     *(Case((1, 3, 1, 2048, 2048, dim), causal=causal) for dim in fa.GLUON_HEAD_DIMS for causal in (False, True)),
+    # So few tiles of queries that their keys are split, also where some splits have none that a query sees.
+    *(
+        Case((batch, 2, 1, num_queries, num_keys, dim), causal=causal)
+        for dim in fa.GLUON_HEAD_DIMS
+        for batch, num_queries, num_keys in ((1, 1, 3000), (2, 257, 1111), (1, 1500, 700), (1, 1024, 1024))
+        for causal in (False, True)
+    ),
     # Enough tiles that the programs draw theirs from a counter.
     *(Case((1, 64, 8, 1300, 2100, dim), causal=True) for dim in fa.GLUON_HEAD_DIMS),
 ]

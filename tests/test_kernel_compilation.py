@@ -220,7 +220,7 @@ def compile_single_kernel(head_dim: int, dtype: str, *, causal: bool, even: bool
 
 
 def compile_hopper_kernel(
-    kernel: str, head_dim: int, dtype: str, *, causal: bool, even: bool = True, grouped=False, short=False
+    kernel: str, head_dim: int, dtype: str, *, causal: bool, even: bool = True, grouped=False, short=False, split=False
 ):
     """Returns (compiled kernel, what ptxas said) of a shipped configuration."""
     function, table, walked = HOPPER_KERNELS[kernel]
@@ -228,11 +228,14 @@ def compile_hopper_kernel(
     launch = hopper.launch_options(tiles.get("CONSUMERS", 2))
     tail = hopper.TAILS[head_dim]
     columns = {"D": 64 if tail else head_dim, "TAIL": tail}
-    constants = {**columns, "CAUSAL": causal, "EVEN_K": even, "GROUPED": grouped, "DYNAMIC": causal, **tiles, **launch}
+    constants = {**columns, "CAUSAL": causal, "EVEN_K": even, "GROUPED": grouped, **tiles, **launch}
+    constants |= {"DYNAMIC": causal and not split, "SPLIT": split}
     if not tail:
         constants |= {name: None for name in function.arg_names if name.endswith("_tail_desc")}
-    if not causal:
+    if not constants["DYNAMIC"]:
         constants["drawn_ptr"] = None
+    if not split:
+        constants["parts_ptr"] = None
     rows = tiles.get("BLOCK_K") or tiles["BLOCK_Q"]
 
     def kind(name: str) -> str:
@@ -292,6 +295,14 @@ def test_hopper_kernels_neither_spill_nor_serialise(head_dim, dtype, options, ke
 def test_the_forward_of_short_sequences_neither_spills_nor_serialises():
     compiled, log = compile_hopper_kernel("forward", 64, "bf16", causal=False, even=False, short=True)
     assert spilled_bytes(log) <= 64
+    assert not SERIALISED.search(log), SERIALISED.search(log)
+    assert compiled.metadata.shared <= SHARED_LIMIT[90]
+
+
+@pytest.mark.parametrize(("head_dim", "causal"), [(64, True), (96, False)])
+def test_the_forward_with_split_keys_neither_spills_nor_serialises(head_dim, causal):
+    compiled, log = compile_hopper_kernel("forward", head_dim, "bf16", causal=causal, even=causal, split=True)
+    assert spilled_bytes(log) <= SPILL_LIMIT
     assert not SERIALISED.search(log), SERIALISED.search(log)
     assert compiled.metadata.shared <= SHARED_LIMIT[90]
 

@@ -14,6 +14,7 @@ and one for "empty"; consumer warpgroups of 64 rows each multiply. The producer 
   registers.
 - A program takes one tile of queries after another, and the next queries load under the end of the last. There are two
   buffers for them; the output leaves through the one that its queries came in.
+- With few tiles of queries each one's keys are shared among several programs, and a kernel after it combines them.
 - D 72, 80 and 96 are 64 columns and a tail of 16 or 32, each with its own tiles, products and accumulator.
 - A descriptor has batch, head, row and column as dimensions of their own: TMA loads zeros past a sequence's last row
   and stores nothing there.
@@ -22,6 +23,8 @@ Sources: Shah et al. 2024, "FlashAttention-3"; Dao 2023, "FlashAttention-2".
 """
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -71,7 +74,11 @@ PERSISTENT_UNTIL = 8192
 DYNAMIC_FROM = 2048
 
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them anew.
-LENGTHS = ("num_heads", "num_heads_total", "group", "num_queries", "num_keys")
+LENGTHS = ("num_heads", "num_heads_total", "group", "num_queries", "num_keys", "num_splits")
+
+# Where there are fewer tiles of queries than multiprocessors, the keys of each are split among several programs, and a
+# second kernel puts their outputs together. A share is of so many key tiles at least.
+TILES_OF_A_SPLIT = 2
 
 # ---- forward --------------------------------------------------------------------------------------------------
 
@@ -114,6 +121,17 @@ def _num_key_tiles(rows_end, num_queries, num_keys, BLOCK_K: gl.constexpr, CAUSA
 
 
 @gluon.jit
+def _share(num_tiles, split, num_splits, SPLIT: gl.constexpr):
+    """The first key tile of a split and how many it walks; one at least, past the last key where none is left."""
+    first = 0
+    if SPLIT:
+        share = (num_tiles + num_splits - 1) // num_splits
+        first = split * share
+        num_tiles = gl.maximum(gl.minimum(num_tiles - first, share), 1)
+    return first, num_tiles
+
+
+@gluon.jit
 def _load(desc, tail_desc, batch, head, row, full, tile, tail, TAIL: gl.constexpr):
     """A tile of rows, and its columns from 64 on where the head dimension has them."""
     nbytes: gl.constexpr = desc.block_type.nbytes + (tail_desc.block_type.nbytes if TAIL else 0)
@@ -127,29 +145,32 @@ def _load(desc, tail_desc, batch, head, row, full, tile, tail, TAIL: gl.constexp
 def _fwd_producer(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, q_s, q_tail_s, k_s, k_tail_s, v_s, v_tail_s,
     q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty, drawn_ptr,
-    num_heads, num_heads_total, group, num_queries, num_keys,
+    num_heads, num_heads_total, group, num_queries, num_keys, num_splits,
     BLOCK_K: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMERS: gl.constexpr,
-    DYNAMIC: gl.constexpr,
+    DYNAMIC: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     num_q_tiles = (num_queries + 64 * CONSUMERS - 1) // (64 * CONSUMERS)
     j = 0
     turn = 0
     t = gl.program_id(0)
-    while t < num_q_tiles * num_heads_total:
+    num_walks = num_heads_total * num_splits if SPLIT else num_heads_total
+    while t < num_q_tiles * num_walks:
         if DYNAMIC:
             # Drawn while this tile is still to be loaded.
             following = gl.num_programs(0) + gl.atomic_add(drawn_ptr, 1)
         else:
             following = t + gl.num_programs(0)
-        tile, head_total = _fwd_tile(t, num_q_tiles, num_heads_total, CAUSAL)
+        tile, head_split = _fwd_tile(t, num_q_tiles, num_walks, CAUSAL)
+        head_total = head_split % num_heads_total if SPLIT else head_split
         batch = head_total // num_heads
         head = head_total % num_heads
         q0 = tile * (64 * CONSUMERS)
         num_tiles = _num_key_tiles(q0 + 64 * CONSUMERS, num_queries, num_keys, BLOCK_K, CAUSAL)
+        first, num_tiles = _share(num_tiles, head_split // num_heads_total, num_splits, SPLIT)
         for i in range(num_tiles):
             stage = j % STAGES
             free = ((j // STAGES) & 1) ^ 1
-            start = (num_tiles - 1 - i) * BLOCK_K
+            start = (first + num_tiles - 1 - i) * BLOCK_K
             mbarrier.wait(k_empty.index(stage), free)
             _load(k_desc, k_tail_desc, batch, head // group, start, k_full.index(stage), k_s.index(stage),
                   k_tail_s.index(stage), TAIL)  # fmt: skip
@@ -253,12 +274,22 @@ def _fwd_step(
 
 
 @gluon.jit
+def _store_part(
+    parts, acc, q1, num_queries, column, WIDTH: gl.constexpr, ROW: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """Writes 64 rows of a split's output, in fp32, from `column` on."""
+    rows = q1 + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+    cols = column + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
+    gl.store(parts + (rows * ROW)[:, None] + cols[None, :], acc, mask=(rows < num_queries)[:, None])
+
+
+@gluon.jit
 def _fwd_consumer(
-    C: gl.constexpr, out_desc, out_tail_desc, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s, v_tail_s, numbers_s,
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty,
-    num_heads, num_heads_total, num_queries, num_keys, scale_log2,
+    C: gl.constexpr, out_desc, out_tail_desc, parts_ptr, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s, v_tail_s,
+    numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty,
+    num_heads, num_heads_total, num_queries, num_keys, num_splits, scale_log2,
     BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    EVEN_K: gl.constexpr, CONSUMERS: gl.constexpr, DYNAMIC: gl.constexpr,
+    EVEN_K: gl.constexpr, CONSUMERS: gl.constexpr, DYNAMIC: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_K, 16]
@@ -274,8 +305,9 @@ def _fwd_consumer(
     j = 0
     turn = 0
     t = gl.program_id(0)
-    while t < num_q_tiles * num_heads_total:
-        tile, head_total = _fwd_tile(t, num_q_tiles, num_heads_total, CAUSAL)
+    num_walks = num_heads_total * num_splits if SPLIT else num_heads_total
+    while t < num_q_tiles * num_walks:
+        tile, head_split = _fwd_tile(t, num_q_tiles, num_walks, CAUSAL)
         place = (turn & 1) * CONSUMERS + C
         q = q_s.index(place).reshape([64, D])
         q_tail = q
@@ -286,11 +318,15 @@ def _fwd_consumer(
         # The first key that the first query does not see; each further query sees one more.
         diagonal = q1 + (num_keys - num_queries) + 1
         num_tiles = _num_key_tiles(q0 + 64 * CONSUMERS, num_queries, num_keys, BLOCK_K, CAUSAL)
+        first, num_tiles = _share(num_tiles, head_split // num_heads_total, num_splits, SPLIT)
+        # The number of the key tile after the first one of the walk.
         after = j + num_tiles
         num_full = num_keys // BLOCK_K
         if CAUSAL:
             # The walk begins at the last keys. Those that only the consumers of later queries see are passed over.
             num_mine = _num_key_tiles(q1 + 64, num_queries, num_keys, BLOCK_K, CAUSAL)
+            if SPLIT:
+                num_mine = gl.maximum(gl.minimum(num_mine - first, num_tiles), 1)
             for _ in range(num_tiles - num_mine):
                 mbarrier.wait(k_full.index(j % STAGES), (j // STAGES) & 1)
                 mbarrier.arrive(k_empty.index(j % STAGES), count=1)
@@ -298,6 +334,8 @@ def _fwd_consumer(
                 mbarrier.arrive(v_empty.index(j % STAGES), count=1)
                 j += 1
             num_full = gl.minimum(num_full, gl.maximum(diagonal, 0) // BLOCK_K)
+            if SPLIT:
+                num_full = gl.maximum(num_full - first, 0)
         maximum = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
         total = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, SCORES))
         acc = gl.zeros([64, D], gl.float32, layout=OUT)
@@ -307,7 +345,7 @@ def _fwd_consumer(
         scores_mma = _scores(q, q_tail, k_s.index(j % STAGES), k_tail_s.index(j % STAGES), p, BLOCK_K, D, TAIL)
         scores = warpgroup_mma_wait(0, deps=(scores_mma,))
         mbarrier.arrive(k_empty.index(j % STAGES), count=1)
-        start = (after - j - 1) * BLOCK_K
+        start = (first + after - j - 1) * BLOCK_K
         if MASKED:
             scores = _fwd_mask(scores, numbers_s, num_keys - start, diagonal - start, CAUSAL, SCORES)
         p, maximum, total, _rescale = _softmax(scores, maximum, total, scale_log2, MASKED)
@@ -321,7 +359,7 @@ def _fwd_consumer(
         if CAUSAL:
             first_full = gl.maximum(after - num_full, first_full)
             for i in range(j + 1, first_full):
-                start = (after - i - 1) * BLOCK_K
+                start = (first + after - i - 1) * BLOCK_K
                 p, p_low, acc, acc_tail, maximum, total = _fwd_step(
                     i, q, q_tail, k_s, k_tail_s, v_s, v_tail_s, numbers_s, k_full, k_empty, v_full, v_empty,
                     p, p_low, acc, acc_tail, maximum, total, num_keys - start, diagonal - start, scale_log2,
@@ -342,24 +380,31 @@ def _fwd_consumer(
         divisor = gl.where(total == 0.0, 1.0, total)
         lse = gl.where(total == 0.0, float("-inf"), (maximum + gl.log2(divisor)) * LN_2)
         rows = q1 + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-        gl.store(lse_ptr + head_total.to(gl.int64) * num_queries + rows, lse, mask=rows < num_queries)
+        gl.store(lse_ptr + head_split.to(gl.int64) * num_queries + rows, lse, mask=rows < num_queries)
         if TAIL:
             acc, acc_tail = warpgroup_mma_wait(0, deps=(acc_mma, acc_tail_mma))
         else:
             acc = warpgroup_mma_wait(0, deps=(acc_mma,))
         mbarrier.arrive(v_empty.index(last % STAGES), count=1)
-        # The output takes the place of the queries.
         acc = acc * gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, OUT))[:, None]
-        q.store(to_low(acc, q.dtype))
         if TAIL:
             acc_tail = acc_tail * gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, OUT_TAIL))[:, None]
-            q_tail.store(to_low(acc_tail, q.dtype))
-        fence_async_shared()
-        batch = head_total // num_heads
-        head = head_total % num_heads
-        async_store(out_desc, [batch, head, q1, 0], q_s.index(place))
-        if TAIL:
-            async_store(out_tail_desc, [batch, head, q1, 64], q_tail_s.index(place))
+        if SPLIT:
+            parts = parts_ptr + head_split.to(gl.int64) * num_queries * (D + TAIL)
+            _store_part(parts, acc, q1, num_queries, 0, D, D + TAIL, OUT)
+            if TAIL:
+                _store_part(parts, acc_tail, q1, num_queries, D, TAIL, D + TAIL, OUT_TAIL)
+        else:
+            # The output takes the place of the queries.
+            q.store(to_low(acc, q.dtype))
+            if TAIL:
+                q_tail.store(to_low(acc_tail, q.dtype))
+            fence_async_shared()
+            batch = head_split // num_heads
+            head = head_split % num_heads
+            async_store(out_desc, [batch, head, q1, 0], q_s.index(place))
+            if TAIL:
+                async_store(out_tail_desc, [batch, head, q1, 64], q_tail_s.index(place))
         j = after
         t = _fwd_next(t, turn, tile_s, tile_full, tile_empty, DYNAMIC)
         turn += 1
@@ -368,12 +413,17 @@ def _fwd_consumer(
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_fwd_kernel(
-    q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, out_desc, out_tail_desc, lse_ptr,
-    drawn_ptr, num_heads, num_heads_total, group, num_queries, num_keys, scale_log2,
+    q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, out_desc, out_tail_desc, parts_ptr,
+    lse_ptr, drawn_ptr, num_heads, num_heads_total, group, num_queries, num_keys, num_splits, scale_log2,
     BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    EVEN_K: gl.constexpr, CONSUMERS: gl.constexpr, DYNAMIC: gl.constexpr, REGISTERS: gl.constexpr,
+    EVEN_K: gl.constexpr, CONSUMERS: gl.constexpr, DYNAMIC: gl.constexpr, SPLIT: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """The output and the log-sum-exp; a program takes tiles of 64 queries a consumer, one after another."""
+    """The output and the log-sum-exp; a program takes tiles of 64 queries a consumer, one after another.
+
+    SPLIT: of each share of the keys, the output in fp32 to parts_ptr (num_splits, heads of all batches, queries,
+    D + TAIL), and its log-sum-exp; out_desc is not used then.
+    """
     # Queries, and afterwards their output, of this tile and of the next.
     q_s = gl.allocate_shared_memory(q_desc.dtype, [2 * CONSUMERS, 1, 1, 64, D], q_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_K, D], k_desc.layout)
@@ -422,18 +472,18 @@ def hopper_fwd_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_fwd_consumer, (0, out_desc, out_tail_desc, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s, v_tail_s,
-                 numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty, num_heads,
-                 num_heads_total, num_queries, num_keys, scale_log2, BLOCK_K, D, TAIL, STAGES, CAUSAL, EVEN_K,
-                 CONSUMERS, DYNAMIC)),
-                (_fwd_consumer, (1, out_desc, out_tail_desc, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s, v_tail_s,
-                 numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty, num_heads,
-                 num_heads_total, num_queries, num_keys, scale_log2, BLOCK_K, D, TAIL, STAGES, CAUSAL, EVEN_K,
-                 CONSUMERS, DYNAMIC)),
+                (_fwd_consumer, (0, out_desc, out_tail_desc, parts_ptr, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s,
+                 v_tail_s, numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty,
+                 num_heads, num_heads_total, num_queries, num_keys, num_splits, scale_log2, BLOCK_K, D, TAIL, STAGES,
+                 CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT)),
+                (_fwd_consumer, (1, out_desc, out_tail_desc, parts_ptr, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s,
+                 v_tail_s, numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty,
+                 num_heads, num_heads_total, num_queries, num_keys, num_splits, scale_log2, BLOCK_K, D, TAIL, STAGES,
+                 CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT)),
                 (_fwd_producer, (q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, q_s, q_tail_s, k_s,
                  k_tail_s, v_s, v_tail_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full,
-                 tile_empty, drawn_ptr, num_heads, num_heads_total, group, num_queries, num_keys, BLOCK_K, TAIL,
-                 STAGES, CAUSAL, CONSUMERS, DYNAMIC)),
+                 tile_empty, drawn_ptr, num_heads, num_heads_total, group, num_queries, num_keys, num_splits,
+                 BLOCK_K, TAIL, STAGES, CAUSAL, CONSUMERS, DYNAMIC, SPLIT)),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -441,26 +491,63 @@ def hopper_fwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (_fwd_consumer, (0, out_desc, out_tail_desc, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s, v_tail_s,
-                 numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty, num_heads,
-                 num_heads_total, num_queries, num_keys, scale_log2, BLOCK_K, D, TAIL, STAGES, CAUSAL, EVEN_K,
-                 CONSUMERS, DYNAMIC)),
-                (_fwd_consumer, (1, out_desc, out_tail_desc, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s, v_tail_s,
-                 numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty, num_heads,
-                 num_heads_total, num_queries, num_keys, scale_log2, BLOCK_K, D, TAIL, STAGES, CAUSAL, EVEN_K,
-                 CONSUMERS, DYNAMIC)),
-                (_fwd_consumer, (2, out_desc, out_tail_desc, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s, v_tail_s,
-                 numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty, num_heads,
-                 num_heads_total, num_queries, num_keys, scale_log2, BLOCK_K, D, TAIL, STAGES, CAUSAL, EVEN_K,
-                 CONSUMERS, DYNAMIC)),
+                (_fwd_consumer, (0, out_desc, out_tail_desc, parts_ptr, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s,
+                 v_tail_s, numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty,
+                 num_heads, num_heads_total, num_queries, num_keys, num_splits, scale_log2, BLOCK_K, D, TAIL, STAGES,
+                 CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT)),
+                (_fwd_consumer, (1, out_desc, out_tail_desc, parts_ptr, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s,
+                 v_tail_s, numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty,
+                 num_heads, num_heads_total, num_queries, num_keys, num_splits, scale_log2, BLOCK_K, D, TAIL, STAGES,
+                 CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT)),
+                (_fwd_consumer, (2, out_desc, out_tail_desc, parts_ptr, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s,
+                 v_tail_s, numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty,
+                 num_heads, num_heads_total, num_queries, num_keys, num_splits, scale_log2, BLOCK_K, D, TAIL, STAGES,
+                 CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT)),
                 (_fwd_producer, (q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, q_s, q_tail_s, k_s,
                  k_tail_s, v_s, v_tail_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full,
-                 tile_empty, drawn_ptr, num_heads, num_heads_total, group, num_queries, num_keys, BLOCK_K, TAIL,
-                 STAGES, CAUSAL, CONSUMERS, DYNAMIC)),
+                 tile_empty, drawn_ptr, num_heads, num_heads_total, group, num_queries, num_keys, num_splits,
+                 BLOCK_K, TAIL, STAGES, CAUSAL, CONSUMERS, DYNAMIC, SPLIT)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_queries", "num_heads", "num_splits"])
+def hopper_fwd_combine_kernel(
+    parts_ptr, parts_lse_ptr, out_ptr, lse_ptr, stride_ob, stride_oh, stride_os,
+    num_rows, num_queries, num_heads, num_splits,
+    HEAD_DIM: tl.constexpr, ROW: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK rows of the output from those of all splits, each weighted by the share of its keys in Σ exp S."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    cols = tl.arange(0, PADDED)
+    valid = rows < num_rows
+    maximum = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+    lse_ptrs = parts_lse_ptr + rows
+    for _ in range(num_splits):
+        maximum = tl.maximum(maximum, tl.load(lse_ptrs, mask=valid, other=float("-inf")))
+        lse_ptrs += num_rows
+    # A row without any key: zeros, and −inf.
+    shift = tl.where(maximum == float("-inf"), 0.0, maximum)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    out = tl.zeros((BLOCK, PADDED), dtype=tl.float32)
+    mask = valid[:, None] & (cols < HEAD_DIM)[None, :]
+    lse_ptrs = parts_lse_ptr + rows
+    part_ptrs = parts_ptr + rows.to(tl.int64)[:, None] * ROW + cols[None, :]
+    for _ in range(num_splits):
+        weight = tl.exp(tl.load(lse_ptrs, mask=valid, other=float("-inf")) - shift)
+        total += weight
+        out += weight[:, None] * tl.load(part_ptrs, mask=mask, other=0.0)
+        lse_ptrs += num_rows
+        part_ptrs += num_rows.to(tl.int64) * ROW
+    divisor = tl.where(total == 0.0, 1.0, total)
+    head = rows // num_queries
+    at = (head // num_heads).to(tl.int64) * stride_ob + (head % num_heads).to(tl.int64) * stride_oh
+    at += (rows % num_queries).to(tl.int64) * stride_os
+    tl.store(out_ptr + at[:, None] + cols[None, :], (out / divisor[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+    lse = tl.where(total == 0.0, float("-inf"), shift + tl.log(divisor))
+    tl.store(lse_ptr + rows, lse, mask=valid)
 
 
 # ---- launchers ------------------------------------------------------------------------------------------------
@@ -477,6 +564,8 @@ def hopper_forward(
     block_k, consumers = tiles["BLOCK_K"], tiles["CONSUMERS"]
     num_tiles = -(-num_queries // (ROWS * consumers)) * num_heads * num_batches
     programs = num_multiprocessors(q_BHSD.device.index)
+    num_splits = num_key_splits(num_tiles, -(-num_keys // block_k), programs)
+    num_tiles *= num_splits
     dynamic = causal and DYNAMIC_FROM <= num_keys and num_tiles > 2 * programs
     persistent = dynamic or num_keys <= PERSISTENT_UNTIL
     num_programs = min(num_tiles, programs) if persistent else num_tiles
@@ -484,16 +573,49 @@ def hopper_forward(
     described = []
     for x, rows in ((q_BHSD, ROWS), (k_BGSD, block_k), (v_BGSD, block_k), (out_BHSD, ROWS)):
         described += [tiles_of(x, rows), tail_of(x, rows, tail)]
-    lengths = (num_heads, num_heads * num_batches, num_heads // k_BGSD.shape[1], num_queries, num_keys)
+    num_rows = num_batches * num_heads * num_queries
+    columns = {"D": 64 if tail else head_dim, "TAIL": tail}
+    parts, parts_lse = None, lse_BHS
+    if num_splits > 1:
+        parts = torch.empty((num_splits, num_rows, columns["D"] + tail), dtype=torch.float32, device=q_BHSD.device)
+        parts_lse = torch.empty((num_splits, num_rows), dtype=torch.float32, device=q_BHSD.device)
+    numbers = (num_heads, num_heads * num_batches, num_heads // k_BGSD.shape[1], num_queries, num_keys, num_splits)
     constants = {
         "BLOCK_K": block_k,
-        "D": 64 if tail else head_dim,
-        "TAIL": tail,
+        **columns,
         "STAGES": tiles["STAGES"],
         "CAUSAL": causal,
         "EVEN_K": num_keys % block_k == 0,
         "CONSUMERS": consumers,
         "DYNAMIC": dynamic,
+        "SPLIT": num_splits > 1,
     }
-    arguments = (*described, lse_BHS, drawn, *lengths, scale * LOG2_E)
+    arguments = (*described, parts, parts_lse, drawn, *numbers, scale * LOG2_E)
     launch(hopper_fwd_kernel, (num_programs, 1, 1), q_BHSD.dtype, arguments, constants, consumers)
+    if num_splits > 1:
+        combine(parts, parts_lse, out_BHSD, lse_BHS)
+
+
+def num_key_splits(num_tiles: int, num_key_tiles: int, programs: int) -> int:
+    """Returns among how many programs the keys of every tile of queries are shared: each has at least one of its tiles.
+
+    Args:
+        num_tiles: of queries, of all heads and batches.
+        num_key_tiles: of one head.
+        programs: how many run at once.
+    """
+    most = min(programs // num_tiles, num_key_tiles // TILES_OF_A_SPLIT)
+    if most < 2:
+        return 1
+    return -(-num_key_tiles // -(-num_key_tiles // most))
+
+
+def combine(parts: Tensor, parts_lse: Tensor, out_BHSD: Tensor, lse_BHS: Tensor) -> None:
+    """Writes the output and the log-sum-exp from the splits' own: fp32, (splits, B·H·S, D or more) and without D."""
+    num_heads, num_queries, head_dim = out_BHSD.shape[1:]
+    num_splits, num_rows, row = parts.shape
+    block = 16
+    hopper_fwd_combine_kernel[(triton.cdiv(num_rows, block),)](
+        parts, parts_lse, out_BHSD, lse_BHS, *out_BHSD.stride()[:3], num_rows, num_queries, num_heads, num_splits,
+        HEAD_DIM=head_dim, ROW=row, PADDED=triton.next_power_of_2(head_dim), BLOCK=block,
+    )  # fmt: skip
