@@ -516,16 +516,21 @@ def test_a_triton_without_the_single_pass_is_logged(monkeypatch, caplog):
     assert "deterministic=False runs the deterministic kernels" in caplog.text
 
 
-@pytest.mark.parametrize("num_tiles", [1, 3, 22, 66, 67, 500])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("num_tiles", [1, 3, 22, 66, 67, 171, 500])
 @pytest.mark.parametrize("num_key_tiles", [1, 2, 3, 8, 31, 32, 512])
-def test_keys_are_split_so_that_no_split_is_empty_and_all_run_at_once(num_tiles, num_key_tiles):
+def test_keys_are_split_so_that_no_split_is_empty_and_none_is_too_long(num_tiles, num_key_tiles, causal):
     from labkit.kernels import flash_attention_hopper as forward
 
-    num_splits = forward.num_key_splits(num_tiles, num_key_tiles, 132)
-    assert num_splits == 1 or num_tiles * num_splits <= 132
+    num_splits = forward.num_key_splits(num_tiles, num_key_tiles, 132, causal)
     share = -(-num_key_tiles // num_splits)
     assert (num_splits - 1) * share < num_key_tiles <= num_splits * share
     assert num_splits == 1 or share >= forward.TILES_OF_A_SPLIT
+    if not causal:
+        assert num_splits == 1 or num_tiles * num_splits <= 132
+    elif num_tiles <= 198 and num_key_tiles == 512:
+        # No share is longer than a multiprocessor's part of the triangle, but for rounding.
+        assert share <= num_tiles * (num_key_tiles + 1) / 2 / 132 + 1
 
 
 def combined(head_dim: int, transposed: bool) -> None:
@@ -882,6 +887,8 @@ HOPPER_CASES = [
         for batch, num_queries, num_keys in ((1, 1, 3000), (2, 257, 1111), (1, 1500, 700), (1, 1024, 1024))
         for causal in (False, True)
     ),
+    # Splits that are drawn from a counter.
+    *(Case((1, 14, 2, 2048, 2048, dim), causal=True) for dim in fa.GLUON_HEAD_DIMS),
     # Enough tiles that the programs draw theirs from a counter.
     *(Case((1, 64, 8, 1300, 2100, dim), causal=True) for dim in fa.GLUON_HEAD_DIMS),
 ]

@@ -76,8 +76,8 @@ DYNAMIC_FROM = 2048
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them anew.
 LENGTHS = ("num_heads", "num_heads_total", "group", "num_queries", "num_keys", "num_splits")
 
-# Where there are fewer tiles of queries than multiprocessors, the keys of each are split among several programs, and a
-# second kernel puts their outputs together. A share is of so many key tiles at least.
+# Where tiles of queries are few the keys of each are split among several programs, and a second kernel puts their
+# outputs together. A share is of so many key tiles at least.
 TILES_OF_A_SPLIT = 2
 
 # ---- forward --------------------------------------------------------------------------------------------------
@@ -564,7 +564,7 @@ def hopper_forward(
     block_k, consumers = tiles["BLOCK_K"], tiles["CONSUMERS"]
     num_tiles = -(-num_queries // (ROWS * consumers)) * num_heads * num_batches
     programs = num_multiprocessors(q_BHSD.device.index)
-    num_splits = num_key_splits(num_tiles, -(-num_keys // block_k), programs)
+    num_splits = num_key_splits(num_tiles, -(-num_keys // block_k), programs, causal)
     num_tiles *= num_splits
     dynamic = causal and DYNAMIC_FROM <= num_keys and num_tiles > 2 * programs
     persistent = dynamic or num_keys <= PERSISTENT_UNTIL
@@ -596,15 +596,23 @@ def hopper_forward(
         combine(parts, parts_lse, out_BHSD, lse_BHS)
 
 
-def num_key_splits(num_tiles: int, num_key_tiles: int, programs: int) -> int:
-    """Returns among how many programs the keys of every tile of queries are shared: each has at least one of its tiles.
+def num_key_splits(num_tiles: int, num_key_tiles: int, programs: int, causal: bool) -> int:
+    """Returns among how many programs the keys of every tile of queries are shared; no share of all keys is empty.
+
+    Full tiles are shared so that all programs run at once. Causal ones are half as long on average as the longest,
+    whose share is to be no longer than what each multiprocessor has to do: two shares or more for each of them.
 
     Args:
         num_tiles: of queries, of all heads and batches.
         num_key_tiles: of one head.
         programs: how many run at once.
+        causal: whether a tile walks the keys up to its own queries alone.
     """
-    most = min(programs // num_tiles, num_key_tiles // TILES_OF_A_SPLIT)
+    if causal:
+        wanted = -(-2 * programs // num_tiles) if 2 * num_tiles <= 3 * programs else 1
+    else:
+        wanted = programs // num_tiles
+    most = min(wanted, num_key_tiles // TILES_OF_A_SPLIT)
     if most < 2:
         return 1
     return -(-num_key_tiles // -(-num_key_tiles // most))
