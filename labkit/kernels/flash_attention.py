@@ -127,10 +127,11 @@ _IEEE = {
     (80, 96, 128): (TileConfig(64, 16, 8, 2), TileConfig(16, 64, 8, 2, split=False), TileConfig(64, 16, 8, 2)),
     (192, 256): (TileConfig(32, 16, 8, 1), TileConfig(16, 32, 8, 1, split=False), TileConfig(32, 16, 8, 1)),
 }
-# TF32 runs on the tensor cores with operands twice as wide, so that tiles are half those of 16 bits.
+# TF32 runs on the tensor cores with operands twice as wide, so that tiles are half those of 16 bits. 64 rows by 16
+# columns are for 4 warps: of 8, each four would take 8 columns, and triton 3.6 reads beyond its shared memory.
 _TF32 = {
     (16, 32, 64): (TileConfig(64, 32, 4, 2), TileConfig(32, 32, 8, 1, split=False), TileConfig(64, 32, 8, 2)),
-    (80, 96, 128): (TileConfig(64, 32, 8, 2), TileConfig(32, 32, 8, 1, split=False), TileConfig(64, 16, 8, 2)),
+    (80, 96, 128): (TileConfig(64, 32, 8, 2), TileConfig(32, 32, 8, 1, split=False), TileConfig(64, 16, 4, 2)),
     (192, 256): (TileConfig(32, 16, 8, 1), TileConfig(16, 32, 8, 1, split=False), TileConfig(32, 16, 8, 1)),
 }
 # Within 99 KiB, D 256 leaves 16 rows of everything.
@@ -141,11 +142,20 @@ _TF32_NARROW = {
 # Three TF32 products for one: the halves of every operand take registers beside the accumulators, so that one loop is
 # all that fits, and dK/dV from D 80 on spill up to a kilobyte. Past D 128 they are 22 kilobytes, and true fp32 runs.
 _TF32X3 = {
-    (16, 32, 64): (TileConfig(128, 32, 8, 2), TileConfig(32, 128, 8, 2, split=False), TileConfig(128, 32, 8, 2)),
+    (16, 32): (
+        TileConfig(64, 32, 4, 2, split=False),
+        TileConfig(32, 64, 4, 1, split=False),
+        TileConfig(64, 32, 4, 1, split=False),
+    ),
+    (64,): (
+        TileConfig(64, 32, 4, 2, split=False),
+        TileConfig(32, 128, 8, 2, split=False),
+        TileConfig(64, 32, 4, 1, split=False),
+    ),
     (80, 96): (
         TileConfig(128, 32, 8, 2),
-        TileConfig(16, 64, 8, 1, split=False),
-        TileConfig(128, 32, 8, 1, split=False),
+        TileConfig(32, 128, 8, 1, split=False),
+        TileConfig(64, 32, 4, 1, split=False),
     ),
     (128,): (
         TileConfig(128, 32, 8, 1, split=False),

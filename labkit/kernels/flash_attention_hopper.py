@@ -22,6 +22,8 @@ and one for "empty"; consumer warpgroups of 64 rows each multiply. The producer 
 Sources: Shah et al. 2024, "FlashAttention-3"; Dao 2023, "FlashAttention-2".
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -68,17 +70,27 @@ SHORT = 1024
 FORWARD_SHORT = FORWARD | {64: {"BLOCK_K": 128, "STAGES": 4, "CONSUMERS": 2}}
 
 # A program that takes several tiles of queries loads the next one under the end of the last, which pays while tiles are
-# short (18 % at 1,024 keys). Causal tiles are of all lengths: from so many keys on the programs draw theirs from a
-# counter (5 % at 4,096, 8 % at 16,384). Others are shared out evenly, and when long by the hardware's own queue.
+# short (18 % at 1,024 keys). Others are shared out evenly, and when long by the hardware's own queue. Causal tiles are
+# of all lengths and come longest first: from so many keys on the hardware gives each to the first multiprocessor that
+# is free, or, with more than so many for each, the programs draw theirs from a counter (5 % at 4,096 keys, 8 % at
+# 16,384). A program draws one tile ahead, which with few of them is too soon (1, 8, 4096, 128: 74 us, not 57).
 PERSISTENT_UNTIL = 8192
-DYNAMIC_FROM = 2048
+QUEUE_FROM = 2048
+DRAWN_FROM = 3
 
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them anew.
 LENGTHS = ("num_heads", "num_heads_total", "group", "num_queries", "num_keys", "num_splits")
 
 # Where tiles of queries are few the keys of each are split among several programs, and a second kernel puts their
-# outputs together. A share is of so many key tiles at least.
+# outputs together. A share is of so many key tiles at least, and there are so many at most.
 TILES_OF_A_SPLIT = 2
+MOST_SPLITS = 32
+
+# What splitting costs, in the time of one key tile (1.4 us at D 64 and 128): the begin and end of a program's tile of
+# queries; starting the second kernel; its bytes of one tile of queries.
+COST_OF_A_TILE = 4.0
+COST_OF_COMBINING = 2.5
+COST_OF_A_PART = 0.02
 
 # ---- forward --------------------------------------------------------------------------------------------------
 
@@ -566,8 +578,9 @@ def hopper_forward(
     programs = num_multiprocessors(q_BHSD.device.index)
     num_splits = num_key_splits(num_tiles, -(-num_keys // block_k), programs, causal)
     num_tiles *= num_splits
-    dynamic = causal and DYNAMIC_FROM <= num_keys and num_tiles > 2 * programs
-    persistent = dynamic or num_keys <= PERSISTENT_UNTIL
+    queue = causal and num_keys >= QUEUE_FROM
+    dynamic = queue and num_tiles > DRAWN_FROM * programs
+    persistent = dynamic or (num_keys <= PERSISTENT_UNTIL and not queue)
     num_programs = min(num_tiles, programs) if persistent else num_tiles
     drawn = torch.zeros(1, dtype=torch.int32, device=q_BHSD.device) if dynamic else None
     described = []
@@ -596,11 +609,12 @@ def hopper_forward(
         combine(parts, parts_lse, out_BHSD, lse_BHS)
 
 
+@functools.lru_cache(maxsize=1024)
 def num_key_splits(num_tiles: int, num_key_tiles: int, programs: int, causal: bool) -> int:
     """Returns among how many programs the keys of every tile of queries are shared; no share of all keys is empty.
 
-    Full tiles are shared so that all programs run at once. Causal ones are half as long on average as the longest,
-    whose share is to be no longer than what each multiprocessor has to do: two shares or more for each of them.
+    The least time by a count of key tiles, which was within 10 % of the measured one on an H200: causal shares, of all
+    lengths and the longest first, end with the longest or when all are shared out; full ones go in equal rounds.
 
     Args:
         num_tiles: of queries, of all heads and batches.
@@ -608,14 +622,19 @@ def num_key_splits(num_tiles: int, num_key_tiles: int, programs: int, causal: bo
         programs: how many run at once.
         causal: whether a tile walks the keys up to its own queries alone.
     """
-    if causal:
-        wanted = -(-2 * programs // num_tiles) if 2 * num_tiles <= 3 * programs else 1
-    else:
-        wanted = programs // num_tiles
-    most = min(wanted, num_key_tiles // TILES_OF_A_SPLIT)
-    if most < 2:
-        return 1
-    return -(-num_key_tiles // -(-num_key_tiles // most))
+
+    def cost(num_splits: int) -> float:
+        share = COST_OF_A_TILE + -(-num_key_tiles // num_splits)
+        if causal:
+            mean = COST_OF_A_TILE + (num_key_tiles + 1) / 2 / num_splits
+            time = max(share, num_tiles * num_splits * mean / programs)
+        else:
+            time = -(-num_tiles * num_splits // programs) * share
+        return time + (COST_OF_COMBINING + COST_OF_A_PART * num_tiles * num_splits if num_splits > 1 else 0.0)
+
+    most = max(1, min(num_key_tiles // TILES_OF_A_SPLIT, MOST_SPLITS))
+    shares = (-(-num_key_tiles // num_splits) for num_splits in range(1, most + 1))
+    return min((-(-num_key_tiles // share) for share in shares), key=cost)
 
 
 def combine(parts: Tensor, parts_lse: Tensor, out_BHSD: Tensor, lse_BHS: Tensor) -> None:
