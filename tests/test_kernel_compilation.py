@@ -28,7 +28,7 @@ KERNELS = {
 }
 # Bytes of shared memory that one program may take: Hopper, and the least of the devices since Ampere.
 SHARED_LIMIT = {90: 232448, 80: 101376}
-FAMILY = {90: "hopper", 80: "generic"}
+FAMILY = {80: "generic", 90: "hopper", 100: "generic"}
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # The head dimensions that are to be efficient, with a mask and without where they are a power of two and common. 32
 # shares its tiles with 16 and 64 and lies between them; 80 is 72 with a tail that needs no mask.
@@ -159,7 +159,18 @@ def test_the_tuned_tiles_are_all_that_are_shipped_for_them():
 
 @pytest.mark.parametrize(
     ("capability", "kind"),
-    [(80, "16-bit"), (90, "16-bit"), (80, "tf32"), (90, "tf32"), (80, "tf32x3"), (90, "tf32x3"), (90, "ieee")],
+    [
+        (80, "16-bit"),
+        (90, "16-bit"),
+        (100, "16-bit"),
+        (80, "tf32"),
+        (90, "tf32"),
+        (100, "tf32"),
+        (80, "tf32x3"),
+        (90, "tf32x3"),
+        (100, "tf32x3"),
+        (90, "ieee"),
+    ],
 )
 def test_every_shipped_tile_compiles_and_fits(capability, kind):
     # True fp32 takes no tensor core, and becomes the same on both: its tiles are compiled for one, and fit the other.
