@@ -141,22 +141,14 @@ def run(
 
 
 def _check_grid(names: list[str], parameters: dict[str, dict], profile: str | None) -> None:
-    """Raises ValueError for a size or context outside the profile, before anything is measured or imported."""
-    from labkit.configs import BENCHMARKING, model_config
+    """Raises ValueError for a value that a notebook's grid does not have, before anything is measured or imported."""
+    from labkit.configs import GRIDS, NARROWED, narrowed
 
-    for values in (parameters[name] for name in names):
-        chosen = values.get("profile", profile)
-        grids = [BENCHMARKING[chosen]] if chosen else list(BENCHMARKING.values())
-        for size in values.get("sizes", []):
-            accepted = [name for grid in grids for name in grid.sizes]
-            if model_config(str(size)).name not in accepted:
-                raise ValueError(f"size {size!r} is not in profile {chosen!r}; accepted: {', '.join(accepted)}")
-        for context in values.get("contexts", []):
-            accepted = sorted({length for grid in grids for length in grid.contexts})
-            if context not in accepted:
-                raise ValueError(
-                    f"context {context!r} is not in the profile; accepted: {', '.join(map(str, accepted))}"
-                )
+    for name in names:
+        values = parameters[name]
+        for parameter in NARROWED:
+            if parameter in values:
+                narrowed(GRIDS[name], values.get("profile", profile), parameter, values[parameter])
 
 
 def _run_notebook(name: str, values: dict, folder: Path):

@@ -3,6 +3,7 @@
 Nothing here imports torch, so that the command line and the report can name sizes without it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,6 +78,9 @@ PRECISIONS = ("fp32", "tf32", "bf16")
 
 COMPILE_MODES = ("none", "regional", "whole")
 """none: eager. regional: each block through torch.compile. whole: the model through torch.compile."""
+
+LAUNCH_BOUND = 0.9
+"""Share of the time until work is done above which issuing it sets the pace: the device waits for the host."""
 
 PHASES = ("inference", "forward", "backward", "forward_backward", "optimizer_step", "train_step")
 COMPILE_PHASES = ("compile", "forward", "forward_backward", "train_step")
@@ -565,3 +569,48 @@ MEMORY: dict[str, MemoryGrid] = {
         case_timeout_s=180.0,
     ),
 }
+
+# ---- all notebooks ---------------------------------------------------------------------------------------------------
+
+GRIDS: dict[str, dict] = {
+    "01_benchmarking": BENCHMARKING,
+    "02_nsys_analysis": NSYS_ANALYSIS,
+    "03_mixed_precision": MIXED_PRECISION,
+    "04_memory": MEMORY,
+    "05_attention": ATTENTION,
+    "06_flash_attention": FLASH_ATTENTION,
+}
+"""Each notebook's grid by profile."""
+
+NARROWED = {"sizes": "size", "contexts": "context", "lengths": "length", "d_heads": "head dimension"}
+"""Parameters of notebooks that name the values of a grid to be measured, and what one such value is called."""
+
+
+def narrowed(grids: dict, profile: str | None, parameter: str, wanted: Sequence = ()) -> list:
+    """Returns the values of a grid that are wanted, in the grid's order; all of them where none is named.
+
+    Args:
+        grids: a notebook's grid by profile.
+        profile: one of them, or None for the values of all.
+        parameter: one of NARROWED.
+        wanted: values; a size may be an alias.
+
+    Raises ValueError for a value that is not there.
+    """
+    chosen = [grids[profile]] if profile else list(grids.values())
+    accepted = list(dict.fromkeys(value for grid in chosen for value in _values(grid, parameter)))
+    if parameter == "sizes":
+        wanted = [model_config(str(name)).name for name in wanted]
+    for value in wanted:
+        if value not in accepted:
+            where = f"profile {profile!r}" if profile else "any profile"
+            known = ", ".join(map(str, accepted))
+            raise ValueError(f"{NARROWED[parameter]} {value!r} is not in {where}; accepted: {known}")
+    return [value for value in accepted if not wanted or value in wanted]
+
+
+def _values(grid, parameter: str) -> list:
+    values = list(getattr(grid, parameter))
+    if parameter == "lengths" and isinstance(grid, AttentionGrid):
+        values += [length for longer in grid.long_lengths.values() for length in longer]
+    return values if parameter == "sizes" else sorted(set(values))

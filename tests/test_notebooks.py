@@ -304,7 +304,12 @@ def _kernel_of(pid: int) -> int | None:
             ["run", "01", "--profile", "smoke", "-p", "sizes=10b"],
             "size '10b' is not in profile 'smoke'; accepted: nano, micro",
         ),
-        (["run", "01", "-p", "contexts=100"], "context 100 is not in the profile; accepted: 16, 32, 64"),
+        (["run", "01", "-p", "contexts=100"], "context 100 is not in any profile; accepted: 16, 32, 64"),
+        (["run", "06", "-p", "lengths=100"], "length 100 is not in any profile; accepted: 128, 256, 512"),
+        (
+            ["run", "05", "--profile", "full", "-p", "d_heads=8"],
+            "head dimension 8 is not in profile 'full'; accepted: 16",
+        ),
         (["run", "-p", "fresh=false"], "parameter 'fresh' takes True or False, got 'false'"),
         (["run", "-p", "colour=red"], "unknown parameter 'colour' of 01_benchmarking; accepted: device"),
         (["report", "--device", "abacus"], "nothing has been measured on 'abacus'"),

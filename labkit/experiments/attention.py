@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from labkit import hardware
-from labkit.configs import ATTENTION, ATTENTION_BATCH, ATTENTION_PASSES, BATCH_SIZE, MATERIALISING, AttentionGrid
+from labkit.configs import (
+    ATTENTION,
+    ATTENTION_BATCH,
+    ATTENTION_PASSES,
+    BATCH_SIZE,
+    MATERIALISING,
+    AttentionGrid,
+    narrowed,
+)
 from labkit.experiments import benchmarking
 from labkit.experiments.ceilings import (
     ceiling_cases,
@@ -64,16 +72,12 @@ def cases(profile: str, device_kind: str, *, lengths: Sequence[int] = (), d_head
     Raises ValueError for a length or head dimension that the profile does not have.
     """
     grid = ATTENTION[profile]
-    all_lengths = sorted({*grid.lengths, *(length for longer in grid.long_lengths.values() for length in longer)})
-    for name, wanted, accepted in (("length", lengths, all_lengths), ("head dimension", d_heads, grid.d_heads)):
-        for value in wanted:
-            if value not in accepted:
-                known = ", ".join(map(str, accepted))
-                raise ValueError(f"{name} {value!r} is not in profile {profile!r}; accepted: {known}")
+    wanted_lengths = narrowed(ATTENTION, profile, "lengths", lengths)
+    wanted_d_heads = narrowed(ATTENTION, profile, "d_heads", d_heads)
     calls = [
         parameters
         for parameters in _calls(grid)
-        if (not lengths or parameters["length"] in lengths) and (not d_heads or parameters["d_head"] in d_heads)
+        if parameters["length"] in wanted_lengths and parameters["d_head"] in wanted_d_heads
     ]
     return [
         *ceiling_cases(tuple(grid.series), grid.case_timeout_s),

@@ -26,6 +26,7 @@ from labkit.configs import (
     WARMUP_PHASES,
     BenchmarkingGrid,
     model_config,
+    narrowed,
 )
 from labkit.experiments.ceilings import (
     CEILING_SIZES,
@@ -71,15 +72,8 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts
     Raises ValueError for a size or context that the profile does not have.
     """
     grid = BENCHMARKING[profile]
-    wanted_sizes = list(dict.fromkeys(model_config(name).name for name in sizes)) or list(grid.sizes)
-    for name in wanted_sizes:
-        if name not in grid.sizes:
-            raise ValueError(f"size {name!r} is not in profile {profile!r}; accepted: {', '.join(grid.sizes)}")
-    for context in contexts:
-        if context not in grid.contexts:
-            accepted = ", ".join(map(str, grid.contexts))
-            raise ValueError(f"context {context!r} is not in profile {profile!r}; accepted: {accepted}")
-    wanted_contexts = [context for context in grid.contexts if not contexts or context in contexts]
+    wanted_sizes = narrowed(BENCHMARKING, profile, "sizes", sizes)
+    wanted_contexts = narrowed(BENCHMARKING, profile, "contexts", contexts)
     return [
         *ceiling_cases(grid.precisions, grid.case_timeout_s),
         Case("timer", {"kind": "negate"}, TIMER_PHASES[device_kind], grid.case_timeout_s),

@@ -25,7 +25,7 @@ import triton.errors
 from torch import Tensor
 
 from labkit import accounting, hardware
-from labkit.configs import FLASH_ATTENTION, MATERIALISING, PASSES, FlashAttentionGrid, Rivalry
+from labkit.configs import FLASH_ATTENTION, MATERIALISING, PASSES, FlashAttentionGrid, Rivalry, narrowed
 from labkit.experiments.ceilings import (
     ceiling_cases,
     ceiling_name,
@@ -79,11 +79,8 @@ def cases(profile: str, device_kind: str, *, lengths: Sequence[int] = (), d_head
     Raises ValueError for a length or head dimension that the profile does not have.
     """
     grid = FLASH_ATTENTION[profile]
-    for name, wanted, accepted in (("length", lengths, grid.lengths), ("head dimension", d_heads, grid.d_heads)):
-        for value in wanted:
-            if value not in accepted:
-                known = ", ".join(map(str, accepted))
-                raise ValueError(f"{name} {value!r} is not in profile {profile!r}; accepted: {known}")
+    for parameter, wanted in (("lengths", lengths), ("d_heads", d_heads)):
+        narrowed(FLASH_ATTENTION, profile, parameter, wanted)  # rivals and memory have values beside these
     attention_cases = [*_rival_cases(grid), *_speed_cases(grid), *_memory_cases(grid)]
     return [
         *ceiling_cases(tuple(grid.impls), grid.case_timeout_s),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from labkit import accounting, hardware
-from labkit.configs import BATCH_SIZE, MEMORY, MemoryGrid, ModelConfig, model_config
+from labkit.configs import BATCH_SIZE, MEMORY, MemoryGrid, ModelConfig, model_config, narrowed
 from labkit.experiments.benchmarking import Workload
 from labkit.experiments.ceilings import empty_cache, require_precision
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
@@ -81,19 +81,14 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts
     Raises ValueError for a size or context that the profile does not have.
     """
     grid = MEMORY[profile]
-    wanted_sizes = list(dict.fromkeys(model_config(name).name for name in sizes)) or list(grid.sizes)
-    for name, wanted, accepted in (("size", wanted_sizes, grid.sizes), ("context", contexts, grid.contexts)):
-        for value in wanted:
-            if value not in accepted:
-                known = ", ".join(map(str, accepted))
-                raise ValueError(f"{name} {value!r} is not in profile {profile!r}; accepted: {known}")
+    wanted_sizes = narrowed(MEMORY, profile, "sizes", sizes)
+    wanted_contexts = narrowed(MEMORY, profile, "contexts", contexts)
     timeout_s = grid.case_timeout_s
     return [
         *(
             Case("peaks", _parameters(size, context, precision), PEAK_PHASES, timeout_s)
             for size in wanted_sizes
-            for context in grid.contexts
-            if not contexts or context in contexts
+            for context in wanted_contexts
             for precision in grid.precisions
         ),
         *(Case("timeline", _parameters(*timeline), TIMELINE_PHASES, timeout_s) for timeline in grid.timelines),

@@ -29,6 +29,7 @@ from labkit.configs import (
     NORM_SETTINGS,
     MixedPrecisionGrid,
     model_config,
+    narrowed,
 )
 from labkit.experiments.benchmarking import ATTENTION, Workload
 from labkit.experiments.ceilings import empty_cache, require_precision
@@ -150,12 +151,8 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts
     Raises ValueError for a size or context that the profile does not have.
     """
     grid = MIXED_PRECISION[profile]
-    wanted = list(dict.fromkeys(model_config(name).name for name in sizes)) or list(grid.sizes)
-    for name, values, accepted in (("size", wanted, grid.sizes), ("context", contexts, grid.contexts)):
-        for value in values:
-            if value not in accepted:
-                known = ", ".join(map(str, accepted))
-                raise ValueError(f"{name} {value!r} is not in profile {profile!r}; accepted: {known}")
+    wanted_sizes = narrowed(MIXED_PRECISION, profile, "sizes", sizes)
+    wanted_contexts = narrowed(MIXED_PRECISION, profile, "contexts", contexts)
     limit = grid.case_timeout_s
     return [
         *(Case("accumulation", parameters, ("sum",), limit) for parameters in _sums()),
@@ -164,9 +161,8 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts
         *(Case("epilogue", parameters, ("error",), limit) for parameters in _epilogues(grid)),
         *(
             Case("steps", _step(size, context, precision), MIXED_PHASES, limit, grid.time_limit_s)
-            for size in wanted
-            for context in grid.contexts
-            if not contexts or context in contexts
+            for size in wanted_sizes
+            for context in wanted_contexts
             for precision in MIXED_PRECISIONS
         ),
         *(

@@ -27,7 +27,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from labkit import accounting, hardware
-from labkit.configs import BATCH_SIZE, NSYS_ANALYSIS, REPOSITORY, NsysAnalysisGrid, model_config
+from labkit.configs import BATCH_SIZE, NSYS_ANALYSIS, REPOSITORY, NsysAnalysisGrid, model_config, narrowed
 from labkit.experiments.benchmarking import Workload
 from labkit.experiments.ceilings import empty_cache, require_precision
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
@@ -87,13 +87,8 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts
     Raises ValueError for a size or context that the profile does not have.
     """
     grid = NSYS_ANALYSIS[profile]
-    wanted_sizes = list(dict.fromkeys(model_config(name).name for name in sizes)) or list(grid.sizes)
-    for kind, wanted, accepted in (("size", wanted_sizes, grid.sizes), ("context", contexts, grid.contexts)):
-        for value in wanted:
-            if value not in accepted:
-                known = ", ".join(map(str, accepted))
-                raise ValueError(f"{kind} {value!r} is not in profile {profile!r}; accepted: {known}")
-    wanted_contexts = [context for context in grid.contexts if not contexts or context in contexts]
+    wanted_sizes = narrowed(NSYS_ANALYSIS, profile, "sizes", sizes)
+    wanted_contexts = narrowed(NSYS_ANALYSIS, profile, "contexts", contexts)
     return [case for size in wanted_sizes for case in _cases_of(grid, size, wanted_contexts)]
 
 

@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 
+from labkit.configs import LAUNCH_BOUND
+
 INTERVAL = 0.95
 """Probability with which the stated interval of a median holds the true one."""
 
@@ -90,8 +92,10 @@ class Timing:
 
     @property
     def is_launch_bound(self) -> bool:
-        """Whether the host needed at least 90 % of the window to issue the work: the device waited for it."""
-        return bool(self.launch_ms) and statistics.median(self.launch_ms) >= 0.9 * statistics.median(self.host_ms)
+        """Whether the host needed at least LAUNCH_BOUND of the window to issue the work."""
+        if not self.launch_ms:
+            return False
+        return statistics.median(self.launch_ms) >= LAUNCH_BOUND * statistics.median(self.host_ms)
 
     def metrics(self) -> dict[str, float | int | None]:
         """Returns the summary that a record carries, units in the names; None where one sample cannot say."""

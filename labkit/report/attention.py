@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from labkit import accounting, published
+from labkit.configs import LAUNCH_BOUND
 from labkit.report import figures
 from labkit.report.findings import (
     SAME,
@@ -70,9 +71,6 @@ CASE = ["impl", "precision", "d_head", "length"]
 
 ACCOUNTED = 0.02
 """Predicted and measured bytes agree when they differ by at most 2 %."""
-
-LAUNCH_BOUND = 0.9
-"""A pass is launch-bound when the host needs at least 90 % of its time to issue the work."""
 
 LAUNCH_FREE = 0.5
 """Exponents are fitted where the host needs less than half of the time: nearer to the launch, growth looks slower."""

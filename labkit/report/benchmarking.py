@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from labkit import accounting, published
-from labkit.configs import SIZES, WARMUP_COUNTS, WARMUP_MEASURED_STEPS
+from labkit.configs import LAUNCH_BOUND, SIZES, WARMUP_COUNTS, WARMUP_MEASURED_STEPS
 from labkit.report import figures
 from labkit.report.findings import (
     SAME,
@@ -285,11 +285,11 @@ def _sum_of_parts(frame: pd.DataFrame) -> list[str]:
 
 
 def _launch_bound(frame: pd.DataFrame) -> set[tuple]:
-    """Returns (size, context, precision) whose forward+backward the host needs at least 90 % of the time to issue."""
+    """Returns (size, context, precision) whose forward+backward the host needs LAUNCH_BOUND of the time to issue."""
     measured = ok_rows(frame, phase="forward_backward")
     if measured.empty or "launch_median_ms" not in measured:
         return set()
-    bound = measured[measured["launch_median_ms"] >= 0.9 * measured["host_median_ms"]]
+    bound = measured[measured["launch_median_ms"] >= LAUNCH_BOUND * measured["host_median_ms"]]
     return set(bound[["size", "context", "precision"]].itertuples(index=False, name=None))
 
 
@@ -689,7 +689,8 @@ def findings_utilisation(frame: pd.DataFrame, phase: str = "train_step") -> list
                                                 ["size", "context", "precision"]).itertuples(index=False)]  # fmt: skip
         sentences.append(
             f"{len(names)} of {len(ok_rows(frame, phase='forward_backward'))} forward + backward cases are "
-            f"launch-bound (the host needs at least 90 % of the time to issue the work): {listing(names)}."
+            f"launch-bound (the host needs at least {percent(LAUNCH_BOUND)} of the time to issue the work): "
+            f"{listing(names)}."
         )
     sentences += _growth(measured)
     return sentences

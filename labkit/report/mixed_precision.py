@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from labkit import accounting, published
-from labkit.configs import MIXED_PHASES, MIXED_PRECISION, NORM_SETTINGS, PRECISIONS, SIZES
+from labkit.configs import LAUNCH_BOUND, MIXED_PHASES, MIXED_PRECISION, NORM_SETTINGS, PRECISIONS, SIZES
 from labkit.report import figures
 from labkit.report.chapter import Chapter
 from labkit.report.findings import (
@@ -75,9 +75,6 @@ LOSS_SAME = 0.05
 
 BF16_BELOW_ONE = 2.0**-8
 """Spacing of bf16's numbers just below 1; above it is twice that."""
-
-LAUNCH_BOUND = 0.9
-"""A phase is launch-bound when the host needs at least 90 % of its time to issue the work."""
 
 
 # ---- rows ----------------------------------------------------------------------------------------------------
