@@ -5,7 +5,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from labkit import accounting, configs
+from labkit import accounting, configs, notebooks
 from labkit.configs import BENCHMARKING, PRECISIONS, SIZE_ALIASES, SIZES, model_config
 
 # edition, d_model, d_ff, num_layers, num_heads, as printed in the two public lists
@@ -120,3 +120,18 @@ def test_compile_and_warmup_phases_are_phases():
     assert set(configs.COMPILE_PHASES) - {"compile"} <= set(configs.PHASES)
     assert set(configs.WARMUP_PHASES) <= set(configs.PHASES)
     assert configs.WARMUP_COUNTS == (0, 1, 2, 5)
+
+
+def test_every_notebook_has_a_grid_for_each_profile():
+    assert list(configs.GRIDS) == notebooks.names()
+    assert all(tuple(grids) == configs.PROFILES for grids in configs.GRIDS.values())
+
+
+def test_a_grid_is_narrowed_in_its_own_order():
+    grids = configs.GRIDS["05_attention"]
+    assert configs.narrowed(grids, "full", "d_heads", [128, 16]) == [16, 128]
+    assert configs.narrowed(grids, "full", "d_heads") == [16, 32, 64, 128]
+    assert 131072 in configs.narrowed(grids, "full", "lengths"), "the longer ones of some series too"
+    assert configs.narrowed(BENCHMARKING, "full", "sizes", ["xl-2026"]) == ["2.7b"]
+    with pytest.raises(ValueError, match="length 100 is not in any profile; accepted: "):
+        configs.narrowed(grids, None, "lengths", [100])
