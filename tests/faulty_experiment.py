@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from labkit import hardware
+from labkit.experiments import sweep
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Session, Skip
 
 MEASUREMENT_VERSION = 1
@@ -239,6 +240,8 @@ def serve() -> None:
     """
     import torch  # noqa: F401
 
+    sweep.PRELOADED = ()  # workers that need no compiler need not wait for it
+
     hardware.source_state()
     for line in sys.stdin:
         request = json.loads(line)
@@ -253,6 +256,8 @@ def _serve_one(request: dict) -> None:
     code = 1
     try:
         os.environ[MARK] = request["mark"]
+        # A shell without job control starts what it puts in the background deaf to interrupts, and all that starts.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # stdout carries the server's answers only
         plan = [make_case(**arguments) for arguments in request["plan"]]
         session = open_session(request["output"], plan)

@@ -37,6 +37,10 @@ SESSION_SECTION = "ceilings"
 """Section that every session measures anew, since what it gives is divided into that session's other results."""
 
 
+PRELOADED = ("torch._dynamo",)
+"""What the server imports beside the experiment: the first optimizer of a worker would, and takes seconds for it."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A unit of work for the worker: the phases share what building the case costs.
@@ -163,7 +167,7 @@ def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([module_name])
+    context.set_forkserver_preload([module_name, *PRELOADED])
     forkserver.ensure_running()
     return context
 

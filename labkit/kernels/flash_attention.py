@@ -941,7 +941,6 @@ def hopper_single_unavailable() -> str | None:
     return reason
 
 
-@torch.compiler.assume_constant_result
 def _gluon_objection(device: torch.device) -> str | None:
     """Returns why the Gluon kernels cannot run on a device, None where they can; a lack of theirs is logged."""
     if device.type != "cuda":
@@ -953,6 +952,10 @@ def _gluon_objection(device: torch.device) -> str | None:
     if reason:
         logging.getLogger(__name__).warning("attention falls back to impl='triton': %s", reason)
     return reason
+
+
+# As torch.compiler.assume_constant_result marks it, which would import the compiler: four seconds of a process.
+_gluon_objection._dynamo_marked_constant = True
 
 
 def _on_device_of(q: Tensor):
