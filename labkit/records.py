@@ -1,7 +1,8 @@
 """The measurements: one JSON line per measured phase, appended and fsynced, loaded for the report.
 
 A record is written once and never changed. Measuring something again appends a newer record of the same
-identity, and readers take the newest. Nothing here imports torch.
+identity, and readers take the newest. Nothing here imports torch, and pandas only what makes a frame: whoever measures
+spares its half a second.
 """
 
 import contextlib
@@ -12,9 +13,10 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
+if TYPE_CHECKING:
+    import pandas as pd
 
 SCHEMA_VERSION = 1
 STATUSES = ("ok", "oom", "error", "skipped", "timeout")
@@ -198,8 +200,10 @@ def single_device(records: Iterable[Record]) -> str:
     return devices[0]
 
 
-def to_frame(records: Iterable[Record]) -> pd.DataFrame:
+def to_frame(records: Iterable[Record]) -> "pd.DataFrame":
     """Returns one row per record: section, phase, status, reason, samples, observed; case, metrics, timer columns."""
+    import pandas as pd
+
     return pd.DataFrame(
         [
             {
