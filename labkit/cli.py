@@ -114,20 +114,21 @@ def run(
     start = time.monotonic()
     failures, executed = {}, {}
     try:
-        for name in _progress(names):
-            values = {
-                **parameters[name],
-                "device": device.slug,
-                "measure": True,
-                "profile": parameters[name].get("profile", profile),
-                "output": str(output.resolve()) if output else "",
-                "fresh": fresh or parameters[name].get("fresh", False),
-                "save_figures": True,
-            }
-            try:
-                executed[name] = _run_notebook(name, values, folder)
-            except notebooks.NotebookError as error:
-                failures[name] = str(error)
+        with notebooks.Kernel() as kernel:
+            for name in _progress(names):
+                values = {
+                    **parameters[name],
+                    "device": device.slug,
+                    "measure": True,
+                    "profile": parameters[name].get("profile", profile),
+                    "output": str(output.resolve()) if output else "",
+                    "fresh": fresh or parameters[name].get("fresh", False),
+                    "save_figures": True,
+                }
+                try:
+                    executed[name] = _run_notebook(name, values, folder, kernel)
+                except notebooks.NotebookError as error:
+                    failures[name] = str(error)
     except KeyboardInterrupt:
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # it would print the interrupted cell's traceback
         print(
@@ -151,8 +152,8 @@ def _check_grid(names: list[str], parameters: dict[str, dict], profile: str | No
                 narrowed(GRIDS[name], values.get("profile", profile), parameter, values[parameter])
 
 
-def _run_notebook(name: str, values: dict, folder: Path):
-    """Executes one notebook and returns it; raises NotebookError if it did not run to its end.
+def _run_notebook(name: str, values: dict, folder: Path, kernel):
+    """Executes one notebook in `kernel` and returns it; raises NotebookError if it did not run to its end.
 
     The notebook's last cell writes a file, and only that file counts as the end: a saved notebook of a killed
     kernel looks complete.
@@ -161,7 +162,7 @@ def _run_notebook(name: str, values: dict, folder: Path):
 
     done = folder / "records" / f"{name}.done.json"
     done.unlink(missing_ok=True)
-    executed = notebooks.execute(name, values, show_progress=True)
+    executed = notebooks.execute(name, values, kernel=kernel, show_progress=True)
     if not done.exists():
         raise notebooks.NotebookError(f"{name}: ended without reaching its last cell")
     return executed

@@ -5,6 +5,7 @@ their defaults. Nothing here imports torch.
 """
 
 import ast
+import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,9 @@ from labkit.configs import NOTEBOOKS, PROFILES
 
 CELL_TIMEOUT_S = 6 * 3600
 """A dead kernel is noticed at once; this bounds a cell that hangs, beyond every case's own timeout."""
+
+KERNEL_TIMEOUT_S = 60
+"""For a kernel to answer between two notebooks."""
 
 
 class NotebookError(Exception):
@@ -120,12 +124,54 @@ def _literal(text: str) -> Any:
         return text
 
 
-def execute(name: str, values: Mapping[str, Any], *, show_progress: bool = False):
+class Kernel:
+    """A process of this Python in which notebooks are executed one after another, each in an empty namespace.
+
+    Its start and what the notebooks import, seconds of each, are paid once. After a notebook that failed it is started
+    anew. Ends with its `with` block.
+    """
+
+    def __init__(self):
+        self._manager = None
+
+    def __enter__(self) -> "Kernel":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def manager(self):
+        """Returns the manager of the process, running or about to be started, with nothing left of another notebook."""
+        import jupyter_client
+
+        if self._manager is None:
+            self._manager = jupyter_client.AsyncKernelManager(kernel_name="python3")
+        else:
+            client = jupyter_client.BlockingKernelClient(connection_file=self._manager.connection_file)
+            client.load_connection_file()
+            client.start_channels()
+            try:
+                client.execute("%reset_selective -f .", silent=True, reply=True, timeout=KERNEL_TIMEOUT_S)
+            finally:
+                client.stop_channels()
+        return self._manager
+
+    def end(self) -> None:
+        """Ends the process; it has nothing to save."""
+        from jupyter_core.utils import run_sync
+
+        manager, self._manager = self._manager, None
+        if manager is not None and manager.has_kernel:
+            run_sync(manager.shutdown_kernel)(now=True)
+
+
+def execute(name: str, values: Mapping[str, Any], *, kernel: Kernel | None = None, show_progress: bool = False):
     """Executes a notebook in a kernel of this Python and returns it with its outputs.
 
     Args:
         name: of the notebook; its file is not changed.
         values: parameters to set, as `parse_parameters` returns them.
+        kernel: to execute it in, from one thread only; None for one of its own.
         show_progress: bars and messages of the notebook go to this process's stderr as they come.
 
     Raises:
@@ -137,19 +183,25 @@ def execute(name: str, values: Mapping[str, Any], *, show_progress: bool = False
 
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # the kernel's debugger warns about frozen modules
     stream = sys.stderr if show_progress else None
-    try:
-        return papermill.execute_notebook(
-            str(path(name)),
-            None,  # no file: papermill would write all of it before and after every cell
-            parameters=dict(values),
-            kernel_name="python3",
-            progress_bar=False,
-            execution_timeout=CELL_TIMEOUT_S,
-            stdout_file=stream,
-            stderr_file=stream,
-            extra_arguments=["--IPKernelApp.log_level=40"],  # errors only: nothing of its transport
-        )
-    except papermill.PapermillExecutionError as error:
-        raise NotebookError(f"{name}: {error.ename}: {error.evalue}") from error
-    except (nbclient.exceptions.DeadKernelError, RuntimeError, TimeoutError) as error:
-        raise NotebookError(f"{name}: {type(error).__name__}: {error}") from error
+    with contextlib.ExitStack() as stack:
+        kernel = kernel or stack.enter_context(Kernel())
+        try:
+            return papermill.execute_notebook(
+                str(path(name)),
+                None,  # no file: papermill would write all of it before and after every cell
+                parameters=dict(values),
+                kernel_name="python3",
+                progress_bar=False,
+                execution_timeout=CELL_TIMEOUT_S,
+                stdout_file=stream,
+                stderr_file=stream,
+                km=kernel.manager(),
+                # Nothing of its transport; and that it was interrupted, as it is before its end, is logged as an error.
+                extra_arguments=["--IPKernelApp.log_level=50"],
+            )
+        except papermill.PapermillExecutionError as error:
+            kernel.end()
+            raise NotebookError(f"{name}: {error.ename}: {error.evalue}") from error
+        except (nbclient.exceptions.DeadKernelError, RuntimeError, TimeoutError) as error:
+            kernel.end()
+            raise NotebookError(f"{name}: {type(error).__name__}: {error}") from error

@@ -1,9 +1,11 @@
 """report.md: the executed notebooks without their code, one chapter each, under a header from the records."""
 
 import base64
+import contextlib
 import json
 import os
 import re
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -126,15 +128,23 @@ _FIGURES_FOLDER = "labkit-figures-folder/"
 
 
 def _execute_all(names: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the executed notebooks by name, several at a time: each has a process of its own.
+    """Returns the executed notebooks by name, several at a time, each thread in a kernel of its own.
 
     Raises NotebookError for the first one that failed.
     """
-    pool = ThreadPoolExecutor(max_workers=max(1, min(MOST_AT_ONCE, os.cpu_count() or 1)))
-    try:
-        return dict(zip(names, pool.map(lambda name: notebooks.execute(name, values), names), strict=True))
-    finally:
-        pool.shutdown(cancel_futures=True)
+    num_kernels = max(1, min(MOST_AT_ONCE, os.cpu_count() or 1, len(names)))
+    kernel = threading.local()
+    with contextlib.ExitStack() as kernels:
+
+        def start() -> None:
+            kernel.own = kernels.enter_context(notebooks.Kernel())
+
+        pool = ThreadPoolExecutor(num_kernels, initializer=start)
+        try:
+            done = pool.map(lambda name: notebooks.execute(name, values, kernel=kernel.own), names)
+            return dict(zip(names, done, strict=True))
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _header(folder: Path, device: str, records: Mapping[str, Sequence[Record]]) -> str:
