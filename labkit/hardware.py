@@ -3,6 +3,7 @@
 torch is imported inside the functions that need it, so that reading a committed environment needs none.
 """
 
+import ctypes
 import importlib.metadata
 import os
 import platform
@@ -107,6 +108,8 @@ def slugify(name: str) -> str:
 
 def detect() -> Device:
     """Returns the device labkit measures here: the first CUDA GPU, else Apple's mps, else the CPU."""
+    if "torch" not in sys.modules and not _has_gpu_driver():  # importing torch only to hear that takes seconds
+        return Device("cpu", cpu_name(), f"cpu-{slugify(cpu_name())}")
     import torch
 
     if torch.cuda.is_available():
@@ -117,6 +120,17 @@ def detect() -> Device:
         return Device("mps", name, f"mps-{slugify(name)}")
     name = cpu_name()
     return Device("cpu", name, f"cpu-{slugify(name)}")
+
+
+def _has_gpu_driver() -> bool:
+    """Returns False only where torch can have no GPU: on Linux without NVIDIA's driver library and AMD's device."""
+    if sys.platform != "linux" or os.path.exists("/dev/kfd"):
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 @cache

@@ -73,6 +73,14 @@ def test_the_detected_device_is_the_one_torch_has():
         assert device.peaks is None
 
 
+def test_without_a_driver_the_device_is_the_same_and_torch_is_not_imported_for_it():
+    code = "import sys; from labkit import hardware; print(hardware.detect().slug, 'torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    slug, imported = result.stdout.split()
+    assert slug == hardware.detect().slug
+    assert imported == str(hardware._has_gpu_driver())
+
+
 # ---- datasheets ---------------------------------------------------------------------------------------------
 
 
