@@ -169,27 +169,58 @@ SMALLEST = ("--profile", "smoke", "-p", "sizes=nano", "-p", "contexts=64")
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    """That run on this machine's CPU, killed twice in the middle and then gone on with to its end."""
+def broken_off(tmp_path_factory):
+    """That run on this machine's CPU, killed in the middle, gone on with and its kernel killed.
+
+    Returns the folder of the results, the ended process, what it said, and the records and the report that were left.
+    """
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     output = tmp_path_factory.mktemp("figures")
+    command = [sys.executable, "-m", "labkit", "run", "01", *SMALLEST, "--output", str(output)]
     generator = random.Random(0)
-    for first, last in ((2, 6), (8, 14)):
-        num_lines = generator.randint(first, last)
-        command = [sys.executable, "-m", "labkit", "run", "01", *SMALLEST, "--output", str(output)]
-        killed = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        _wait_for(lambda least=num_lines: _num_recorded(output) >= least)
-        time.sleep(generator.uniform(0, 0.5))
-        killed.kill()
-        killed.wait()
+    killed = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _wait_for_records(output, generator, 2, 6)
+    killed.kill()
+    killed.wait()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    kernel = _wait_for(lambda: _kernel_of(process.pid))
+    _wait_for_records(output, generator, 8, 14)
+    os.kill(kernel, signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    (store,) = output.glob("*/records/*.jsonl")
+    report = (store.parent.parent / "report.md").read_text(encoding="utf-8")
+    return output, process, errors, store.read_bytes(), report
+
+
+@pytest.fixture(scope="module")
+def measured(broken_off):
+    """That run, gone on with to its end."""
+    output = broken_off[0]
     result = labkit("run", "01", *SMALLEST, "--output", output)
     assert result.returncode == 0, result.stderr[-3000:]
     (folder,) = output.iterdir()
     return folder, result
 
 
+def _wait_for_records(output: Path, generator: random.Random, first: int, last: int) -> None:
+    """Waits for a random number of records between these, and for a moment more."""
+    num_lines = generator.randint(first, last)
+    _wait_for(lambda: _num_recorded(output) >= num_lines)
+    time.sleep(generator.uniform(0, 0.5))
+
+
 def _num_recorded(output: Path) -> int:
     return sum(path.read_bytes().count(b"\n") for path in output.glob("*/records/*.jsonl"))
+
+
+@pytest.mark.slow
+def test_a_killed_kernel_is_a_failed_run(broken_off):
+    """papermill saves a killed notebook as if it had completed; the exit code must not believe it."""
+    _, process, errors, records, report = broken_off
+    assert process.returncode == 1, errors[-2000:]
+    assert "01_benchmarking" in errors and "DeadKernelError" in errors
+    assert "did not run to its end" in report
+    assert records.endswith(b"\n")
 
 
 @pytest.mark.slow
@@ -251,22 +282,6 @@ def test_devices_lists_the_run(measured):
     folder, _ = measured
     result = labkit("devices", "-o", folder.parent)
     assert folder.name in result.stdout and "01_benchmarking" in result.stdout
-
-
-@pytest.mark.slow
-def test_a_killed_kernel_is_a_failed_run_and_the_next_run_goes_on(tmp_path):
-    """papermill saves a killed notebook as if it had completed; the exit code must not believe it."""
-    command = [sys.executable, "-m", "labkit", "run", "01", *SMALLEST, "-o", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    kernel = _wait_for(lambda: _kernel_of(process.pid))
-    store = _wait_for(lambda: next(iter(tmp_path.glob("*/records/*.jsonl")), None))
-    os.kill(kernel, signal.SIGKILL)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1, errors[-2000:]
-    assert "01_benchmarking" in errors and "DeadKernelError" in errors
-    finished = store.read_bytes()
-    assert "did not run to its end" in (store.parent.parent / "report.md").read_text(encoding="utf-8")
-    assert finished.endswith(b"\n")
 
 
 def _wait_for(look, seconds: float = 60):
