@@ -695,16 +695,25 @@ def _end_all(process: subprocess.Popen, token: str) -> None:
 
     What does not leave stays in this process's group, so that whoever ends that ends it too.
     """
-    begin = time.monotonic()
+    begin, killed = time.monotonic(), set()
     while time.monotonic() - begin < MAX_ENDING_S:
-        living = {*_processes_with(token), *([process.pid] if process.poll() is None else [])}
-        if not living:
+        found = {*_processes_with(token), *([process.pid] if process.poll() is None else [])}
+        if not found and not any(_is_ending(pid) for pid in killed):
             return
-        for pid in living:
+        for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(0.2)
+        killed |= found
+        time.sleep(0.05)
+
+
+def _is_ending(pid: int) -> bool:
+    """Returns whether a killed process still holds what it had: its environment is the first thing to go."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state not in ("Z", "X")
 
 
 def _processes_with(token: str) -> list[int]:
