@@ -108,16 +108,15 @@ def slugify(name: str) -> str:
 
 def detect() -> Device:
     """Returns the device labkit measures here: the first CUDA GPU, else Apple's mps, else the CPU."""
-    if "torch" not in sys.modules and not _has_gpu_driver():  # importing torch only to hear that takes seconds
-        return Device("cpu", cpu_name(), f"cpu-{slugify(cpu_name())}")
-    import torch
+    if "torch" in sys.modules or _has_gpu_driver():  # importing torch only to hear that there is none takes seconds
+        import torch
 
-    if torch.cuda.is_available():
-        name = torch.cuda.get_device_name(0)
-        return Device("cuda", name, slugify(name))
-    if torch.backends.mps.is_available():
-        name = cpu_name()
-        return Device("mps", name, f"mps-{slugify(name)}")
+        if torch.cuda.is_available():
+            name = torch.cuda.get_device_name(0)
+            return Device("cuda", name, slugify(name))
+        if torch.backends.mps.is_available():
+            name = cpu_name()
+            return Device("mps", name, f"mps-{slugify(name)}")
     name = cpu_name()
     return Device("cpu", name, f"cpu-{slugify(name)}")
 
