@@ -148,19 +148,21 @@ def test_eager_computes_the_formulas(context):
 def excess_errors(attention: str, dtype: torch.dtype, context: int, device: str = "cpu") -> dict[str, float]:
     """Returns, for the logits and every gradient, the error against fp64 over the budget (above 1: outside it).
 
-    The budget is 2 × (eager's own error in the same dtype + one rounding of the largest term). The terms, not the
-    result: the softmax's gradient P∘(dP − D) is a difference, and with a single key it is exactly zero while each of
-    its two sides is rounded. P∘dP alone is the gradient with the normaliser held.
+    The budget is 2 × (eager's own error in the same dtype + one rounding of the largest value + those of the softmax's
+    gradient). That is a difference, P∘(dP − D) = P∘dP − P∘D, exactly zero with a single key, whose two sides are sums of
+    d_head products that are rounded one by one, in whatever order: √(2·d_head) roundings of P∘D where their signs are
+    random. P∘D is what the gradient lacks when the normaliser is held.
     """
     tokens_BT = draw_tokens(2, context)
     eager, other = build("eager", dtype=dtype), build(attention, dtype=dtype)
     other.load_state_dict(eager.state_dict())
-    oracle, terms = run_oracle(eager, tokens_BT), run_oracle(eager, tokens_BT, hold_normaliser=True)
+    oracle, held = run_oracle(eager, tokens_BT), run_oracle(eager, tokens_BT, hold_normaliser=True)
     of_eager, of_other = (run_model(model.to(device), tokens_BT.to(device)) for model in (eager, other))
     assert of_other["logits"].dtype == dtype
     excess = {}
     for name, reference in oracle.items():
-        band = unit_roundoff(dtype) * max(reference.abs().max().item(), terms[name].abs().max().item())
+        difference = math.sqrt(2 * TINY.d_head) * (held[name] - reference).abs().max().item()
+        band = unit_roundoff(dtype) * (reference.abs().max().item() + difference)
         excess[name] = error(of_other[name], reference) / (2 * (error(of_eager[name], reference) + band))
     return excess
 
