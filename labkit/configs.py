@@ -243,9 +243,10 @@ class FlashAttentionGrid:
     """The cases of notebook 06 in one profile.
 
     `impls`: implementations by precision, run for every one of `lengths` and `d_heads` at batch 1, one head, causal
-    (the shapes of the published figures), but for two sorts: those that compile or materialise for a shape
-    (`by_shape`) take the lengths of `by_shape_lengths`, by head dimension, and PyTorch's own choice of backend
-    ("sdpa", which is one of the others) takes `short_lengths`, where choosing is what could cost.
+    (the shapes of the published figures), but for three sorts: those that compile or materialise for a shape, or are
+    there to be compared with another (`by_shape`), take the lengths of `by_shape_lengths`, by head dimension; so do all
+    of the precisions `by_shape_precisions`; and PyTorch's own choice of backend ("sdpa", which is one of the others)
+    takes `short_lengths`, where choosing is what could cost.
     `rivalries`, `rivals`: the shapes on which `rivals` are ranked.
     `memory_lengths`, `memory_impls` (by precision), `memory_d_head`: of the peaks of memory.
     `tiles`: (rows of the query tile, rows of the key tile, warps, stages) tried on `tiles_shape`.
@@ -259,6 +260,7 @@ class FlashAttentionGrid:
     d_heads: tuple[int, ...]
     by_shape: tuple[str, ...]
     by_shape_lengths: dict[int, tuple[int, ...]]
+    by_shape_precisions: tuple[str, ...]
     short_lengths: tuple[int, ...]
     rivalries: tuple[Rivalry, ...]
     rivals: tuple[str, ...]
@@ -299,6 +301,7 @@ FLASH_ATTENTION: dict[str, FlashAttentionGrid] = {
         d_heads=(16, 64),
         by_shape=("compiled", "flex"),
         by_shape_lengths={16: (128,)},
+        by_shape_precisions=(),
         short_lengths=(128, 256, 512),
         rivalries=(Rivalry(1, 2, 256, 64, True), Rivalry(2, 1, 128, 16, False)),
         rivals=("tiled", "triton", "gluon", "gluon_unordered", "sdpa_flash", "sdpa_cudnn", "fa3"),
@@ -329,12 +332,14 @@ FLASH_ATTENTION: dict[str, FlashAttentionGrid] = {
                 "flex",
                 "fa3",
             ),
-            "fp32": ("triton", "eager", "compiled", "sdpa", "sdpa_math", "sdpa_efficient", "flex"),
+            "fp32": ("triton", "triton_ieee", "eager", "compiled", "sdpa", "sdpa_math", "sdpa_efficient", "flex"),
+            "tf32": ("triton_tf32", "eager", "compiled", "sdpa_efficient"),
         },
         lengths=_ALL_LENGTHS,
         d_heads=(16, 32, 64, 72, 80, 128),
-        by_shape=("compiled", "flex", "sdpa_math"),
+        by_shape=("compiled", "flex", "sdpa_math", "triton_ieee"),
         by_shape_lengths={64: _ALL_LENGTHS, 128: (1024, 4096, 16384, 65536)},
+        by_shape_precisions=("tf32",),
         short_lengths=(128, 256, 512),
         rivalries=(
             Rivalry(4, 32, 4096, 64, True),
@@ -355,6 +360,7 @@ FLASH_ATTENTION: dict[str, FlashAttentionGrid] = {
             "sdpa_efficient",
             "flex",
             "fa3",
+            "fa3_deterministic",
         ),
         memory_lengths=(1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072),
         memory_impls={

@@ -273,11 +273,12 @@ def test_without_it_the_reason_names_both_places(monkeypatch, fresh_fa3):
 
 
 @pytest.mark.parametrize("returns_lse", [False, True])
-def test_the_official_package_is_called_with_heads_inside_the_rows(monkeypatch, fresh_fa3, returns_lse):
+@pytest.mark.parametrize("impl", module.FA3)
+def test_the_official_package_is_called_with_heads_inside_the_rows(monkeypatch, fresh_fa3, returns_lse, impl):
     calls = []
 
-    def flash_attn_func(q_BSHD, k_BSHD, v_BSHD, causal):
-        calls.append((tuple(q_BSHD.shape), causal))
+    def flash_attn_func(q_BSHD, k_BSHD, v_BSHD, causal, deterministic):
+        calls.append((tuple(q_BSHD.shape), causal, deterministic))
         out = attention_reference(*(x.transpose(1, 2) for x in (q_BSHD, k_BSHD, v_BSHD)), causal=causal)
         out = out.transpose(1, 2)
         return (out, None) if returns_lse else out
@@ -286,9 +287,9 @@ def test_the_official_package_is_called_with_heads_inside_the_rows(monkeypatch, 
     fake.flash_attn_func = flash_attn_func
     fake.__spec__ = types.SimpleNamespace(name="flash_attn_interface")
     monkeypatch.setitem(sys.modules, "flash_attn_interface", fake)
-    excess = excess_errors("fa3", "odd", torch.float32, causal=True)
+    excess = excess_errors(impl, "odd", torch.float32, causal=True)
     assert all(value <= 1 for value in excess.values()), excess
-    assert calls == [((1, 77, 2, 24), True)]
+    assert calls == [((1, 77, 2, 24), True, impl == "fa3_deterministic")]
 
 
 # The schemas of the library in xformers 0.0.34.
@@ -315,22 +316,31 @@ BACKWARD_SCHEMA = (
 
 @pytest.fixture(scope="module")
 def library():
-    """Operators of the library's names and schemas, computed by the formula on a CPU; strict about their inputs."""
+    """Operators of the library's names and schemas, computed by the formula on a CPU; strict about their inputs.
+
+    Gives the flags of every backward pass.
+    """
+    flags = []
     namespace = torch.library.Library("flash_attn_3", "DEF")
     namespace.define(FORWARD_SCHEMA)
     namespace.define(BACKWARD_SCHEMA)
 
-    def forward(q, k, v, *rest, is_causal=False, **_):
-        causal = is_causal or True in [x for x in rest if isinstance(x, bool)]
+    def by_name(operator, given, named):
+        schema = getattr(torch.ops.flash_attn_3, operator).default._schema
+        return dict(zip((argument.name for argument in schema.arguments), given, strict=False)) | named
+
+    def forward(q, k, v, *rest, **named):
+        causal = by_name("fwd", (q, k, v, *rest), named).get("is_causal", False)
         assert all(x.stride(-1) == 1 for x in (q, k, v)), "the library takes dense rows only"
         out = attention_reference(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal).transpose(1, 2)
         empty = q.new_empty(0)
         return out.contiguous(), q.new_zeros(q.shape[0], q.shape[2], q.shape[1]), empty, empty
 
-    def backward(dout, q, k, v, out, lse, *rest, softmax_scale=None, is_causal=False, **_):
-        causal = is_causal or True in [x for x in rest if isinstance(x, bool)]
-        scales = [x for x in (softmax_scale, *rest) if isinstance(x, float) and x > 0]
-        assert scales == [1 / math.sqrt(q.shape[-1])] and dout.stride(-1) == 1
+    def backward(dout, q, k, v, out, lse, *rest, **named):
+        given = by_name("bwd", (dout, q, k, v, out, lse, *rest), named)
+        causal = given.get("is_causal", False)
+        flags.append(given.get("deterministic", False))
+        assert given["softmax_scale"] == 1 / math.sqrt(q.shape[-1]) and dout.stride(-1) == 1
         assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():
@@ -340,16 +350,19 @@ def library():
 
     namespace.impl("fwd", forward, "CPU")
     namespace.impl("bwd", backward, "CPU")
-    yield
+    yield flags
     namespace._destroy()
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("shape", ["even", "no heads", "fewer queries"])
-def test_the_librarys_operators_are_called_by_their_schema(library, monkeypatch, shape, causal):
+@pytest.mark.parametrize("impl", module.FA3)
+def test_the_librarys_operators_are_called_by_their_schema(library, monkeypatch, shape, causal, impl):
     monkeypatch.setattr(module, "_fa3", lambda: module.FlashAttention3Function.apply)
-    excess = excess_errors("fa3", shape, torch.float32, causal)
+    library.clear()
+    excess = excess_errors(impl, shape, torch.float32, causal)
     assert all(value <= 1 for value in excess.values()), excess
+    assert set(library) == {impl == "fa3_deterministic"}
 
 
 def test_the_librarys_function_takes_any_strides(library, monkeypatch):

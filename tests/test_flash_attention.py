@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.kernels import flash_attention as fa
+from labkit.kernels import splits
 from labkit.kernels.flash_attention import FlashAttention, flash_attention, resolve_impl, select_config
 from labkit.kernels.flash_attention_tiled import TiledFlashAttention, tiled_attention_backward, tiled_attention_forward
 from labkit.kernels.reference import attention_lse_reference, attention_reference
@@ -40,7 +41,8 @@ class Case:
     scale: float | None = None
     layout: str = "contiguous"
     packed: bool = False
-    precision: str = "ieee"
+    precision: str = "auto"
+    num_splits: int | None = None
     deterministic: bool = True
     seed: int = 0
 
@@ -157,7 +159,7 @@ def ours(case: Case, impl: str, tensors: tuple[Tensor, ...]) -> dict[str, Tensor
         grads = tiled_attention_backward(grad_out, q, k, v, out, lse, **mask)
     else:
         with poisoned_outputs():
-            options = {"precision": case.precision, "impl": impl, **mask}
+            options = {"precision": case.precision, "impl": impl, "num_splits": case.num_splits, **mask}
             out, lse = fa.flash_attention_forward(q, k, v, **options)
             options["deterministic"] = case.deterministic
             grads = fa.flash_attention_backward(grad_out, q, k, v, out, lse, **options)
@@ -265,6 +267,14 @@ CASES = [
     Case((1, 1, 1, 40, 40, 16), causal=True, scale=1.5),
     *(Case((2, 3, 3, 35, 37, 24), causal=True, layout=layout) for layout in LAYOUTS[1:]),
 ]
+# Walks shared among several programs: with shares that are empty, of grouped heads, of rows that see no key.
+SPLIT_CASES = [
+    Case((1, 1, 1, 96, 128, 16), causal=True, num_splits=2),
+    Case((2, 4, 2, 50, 83, 24), causal=True, num_splits=3),
+    Case((2, 2, 2, 40, 41, 72), num_splits=2),
+    Case((1, 2, 1, 65, 20, 59), causal=True, num_splits=5, layout="transposed"),
+    Case((1, 1, 1, 90, 110, 16), window=(30, 3), num_splits=2),
+]
 IDS = [str(case) for case in CASES]
 
 
@@ -272,7 +282,7 @@ IDS = [str(case) for case in CASES]
 # addresses, counted in elements, which one dtype tests; the shapes of one head are tested in both.
 INTERPRETED = [
     dataclasses.replace(case, dtype=dtype)
-    for case in CASES
+    for case in (*CASES, *SPLIT_CASES)
     for dtype in ("float32", "float16")
     if dtype == "float16" or (case.shape[:3] == (1, 1, 1) and max(case.shape) < 200)
 ]
@@ -316,6 +326,7 @@ def cases(draw_from, max_length: int, dtypes: tuple[str, ...], head_dims: tuple[
         window=window,
         scale=draw_from(st.none() | st.floats(0.01, 2.0)),
         layout=draw_from(st.sampled_from(LAYOUTS)),
+        num_splits=draw_from(st.none() | st.integers(1, 4)),
         seed=draw_from(st.integers(0, 2**31 - 1)),
     )
 
@@ -535,13 +546,11 @@ def test_a_triton_without_the_single_pass_is_logged(monkeypatch, caplog):
 @pytest.mark.parametrize("num_tiles", [1, 3, 22, 66, 67, 171, 500, 3000])
 @pytest.mark.parametrize("num_key_tiles", [1, 2, 3, 8, 31, 32, 512])
 def test_keys_are_split_so_that_no_split_is_empty(num_tiles, num_key_tiles, causal):
-    from labkit.kernels import flash_attention_hopper as forward
-
-    num_splits = forward.num_key_splits(num_tiles, num_key_tiles, 132, causal)
+    num_splits = splits.num_splits_of(num_tiles, num_key_tiles, 132, causal, part_kib=48)
     share = -(-num_key_tiles // num_splits)
-    assert 1 <= num_splits <= forward.MOST_SPLITS
+    assert 1 <= num_splits <= splits.MOST_SPLITS
     assert (num_splits - 1) * share < num_key_tiles <= num_splits * share
-    assert num_splits == 1 or share >= forward.TILES_OF_A_SPLIT
+    assert num_splits == 1 or share >= splits.TILES_OF_A_SPLIT
 
 
 @pytest.mark.parametrize(
@@ -564,15 +573,11 @@ def test_keys_are_split_so_that_no_split_is_empty(num_tiles, num_key_tiles, caus
     ],
 )
 def test_keys_are_split_where_splitting_was_seen_to_pay(num_tiles, num_key_tiles, causal, fewest, most):
-    from labkit.kernels import flash_attention_hopper as forward
-
-    assert fewest <= forward.num_key_splits(num_tiles, num_key_tiles, 132, causal) <= most
+    assert fewest <= splits.num_splits_of(num_tiles, num_key_tiles, 132, causal, part_kib=48) <= most
 
 
 def combined(head_dim: int, transposed: bool) -> None:
     """Asserts that the outputs of splits of the keys, one without any for some rows, make the output of all keys."""
-    from labkit.kernels import flash_attention_hopper as forward
-
     generator = torch.Generator().manual_seed(0)
     batch, heads, num_queries, num_keys = 2, 3, 37, 50
     q = torch.randn((batch, heads, num_queries, head_dim), generator=generator, dtype=torch.float64)
@@ -592,11 +597,26 @@ def combined(head_dim: int, transposed: bool) -> None:
         out = torch.empty(shape, dtype=torch.float16, device="cpu")
         out = out.transpose(1, 2) if transposed else out
         lse = torch.empty((batch, heads, num_queries), dtype=torch.float32, device="cpu")
-        forward.combine(padded.float(), torch.stack(parts_lse).float(), out, lse)
+        splits.combine(padded.float()[..., :head_dim], out, torch.stack(parts_lse).float(), lse)
     expected_lse = scores.logsumexp(-1)
     expected = torch.exp(scores - expected_lse.nan_to_num(neginf=0.0)[..., None]) @ v
     torch.testing.assert_close(lse, expected_lse.float(), rtol=0, atol=1e-5)
     torch.testing.assert_close(out, expected.half(), rtol=2**-10, atol=1e-6)
+
+
+def summed(head_dim: int) -> None:
+    """Asserts that the gradients of splits are added."""
+    parts = torch.randn((3, 2, 3, 37, head_dim + 8), generator=torch.Generator().manual_seed(0))
+    parts[..., head_dim:] = math.nan
+    with poisoned_outputs():
+        grad = torch.empty((2, 3, 37, head_dim), dtype=torch.float32, device="cpu")
+        splits.combine(parts[..., :head_dim], grad)
+    torch.testing.assert_close(grad, parts[..., :head_dim].sum(0))
+
+
+@pytest.mark.parametrize("head_dim", [16, 59])
+def test_the_splits_of_a_gradient_are_added(head_dim, interpreted):
+    interpreted(summed, head_dim)
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["heads outside", "heads inside"])
@@ -805,7 +825,7 @@ BAD = {
         lambda: call(*[zeros(2, 4, 6, 64).half()] * 3, impl="gluon", window=2), ValueError, "impl='gluon' takes no window",  # noqa: E501
     ),
     "deterministic": (lambda: call(deterministic=1), TypeError, "deterministic must be True or False; got int"),
-    "precision": (lambda: call(precision="tf64"), ValueError, "precision must be one of ieee, tf32x3, tf32; got"),
+    "precision": (lambda: call(precision="tf64"), ValueError, "precision must be one of auto, ieee, tf32x3, tf32; got"),
     "max_seqlen alone": (lambda: call(max_seqlen_q=6), ValueError, "max_seqlen_q must be None without cu_seqlens_q"),
     "one cu_seqlens": (lambda: call(shape=PACKED, cu_seqlens_k=cu(0, 10)), ValueError, "cu_seqlens_q must be given too"),  # noqa: E501
     "cu_seqlens and a batch": (lambda: call(cu_seqlens_q=cu(0, 2)), ValueError, r"q must be \(total, heads, d\)"),
@@ -864,17 +884,19 @@ LONG_CASES = [
         for dim in (33, 72)
         for layout in ("contiguous", "columns", "expanded")
     ),
+    # "auto", of all others here, is three products of TF32 for one of fp32 up to a head dimension of 128.
     *(
-        Case((1, 4, 2, 333, 500, dim), causal=causal, precision="tf32")
+        Case((1, 4, 2, 333, 500, dim), causal=causal, precision=precision)
+        for precision in ("ieee", "tf32")
         for dim in (16, 64, 72, 96, 128, 256)
         for causal in (False, True)
     ),
-    # Three products of TF32 for one of fp32 are held to the budget of fp32.
     *(
-        Case((1, 4, 2, 333, 500, dim), causal=causal, precision="tf32x3")
-        for dim in (16, 64, 72, 96, 128)
-        for causal in (False, True)
+        Case((1, heads, 2, 333, 900, dim), causal=causal, num_splits=num_splits)
+        for dim in (16, 64, 72, 96, 128, 256)
+        for heads, causal, num_splits in ((2, True, 3), (4, False, 7))
     ),
+    *(Case((1, 1, 1, length, length, 32), causal=causal) for length in (1000, 4096) for causal in (False, True)),
 ]
 
 

@@ -40,10 +40,11 @@ DEVICE = "invented-device"
 RATES = {
     "gluon": 500.0, "gluon_unordered": 510.0, "triton": 400.0, "fa3": 520.0, "sdpa_cudnn": 450.0, "sdpa_flash": 300.0,
     "sdpa_efficient": 150.0, "flex": 350.0, "sdpa": 300.0, "sdpa_math": 20.0, "compiled": 60.0, "eager": 30.0,
+    "fa3_deterministic": 430.0, "triton_ieee": 90.0, "triton_tf32": 800.0,
 }  # fmt: skip
-"""TFLOP/s of each implementation on the invented device in bf16; a tenth of it in fp32."""
+"""TFLOP/s of each implementation on the invented device in bf16; a tenth of it in fp32 and TF32."""
 
-FLOOR_MS, LAUNCH_MS, CEILING = 0.005, 0.04, {"bf16": 700.0, "fp32": 50.0}
+FLOOR_MS, LAUNCH_MS, CEILING = 0.005, 0.04, {"bf16": 700.0, "fp32": 50.0, "tf32": 350.0}
 
 
 def statistics_of(time_ms: float) -> dict:
@@ -136,7 +137,7 @@ def invented(case: Case) -> dict[str, dict]:
                 "ceiling_fraction": rates[impl] / 4e3,
             }
             found[phase] = {"metrics": {**metrics, **Verdict(1e-7, 1e-7, 0.3).metrics()}}
-        elif impl == "eager" and p["precision"] == "fp32" and p["length"] == 65536:
+        elif impl == "eager" and p["precision"] != "bf16" and p["length"] == 65536:
             found[phase] = {"status": "oom", "reason": "OutOfMemoryError: CUDA out of memory"}
         elif impl == "fa3" and p["d_head"] == 72:
             found[phase] = {"status": "skipped", "reason": "FlashAttention-3 is not installed"}
@@ -144,7 +145,7 @@ def invented(case: Case) -> dict[str, dict]:
             reason = "AssertionError: wrong: the error of dq is 7.5 times what is allowed"
             found[phase] = {"status": "error", "reason": reason}
         else:
-            auto = "gluon" if p["precision"] == "bf16" else "triton"
+            auto = {"bf16": "gluon", "fp32": "triton", "tf32": "triton_tf32"}[p["precision"]]
             found[phase] = {"metrics": contest_metrics(p, impl, name, auto)}
     return found
 
@@ -187,14 +188,16 @@ def test_the_full_grid_is_every_length_head_dimension_and_precision():
     shapes = [(p["precision"], p["d_head"], p["length"]) for p in (case.parameters for case in in_turn)]
     lengths = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
     expected = [(p, d, length) for p in ("bf16", "fp32") for d in (16, 32, 64, 72, 80, 128) for length in lengths]
-    assert shapes == expected
+    by_shape = [*((64, length) for length in lengths), *((128, length) for length in (1024, 4096, 16384, 65536))]
+    assert shapes == expected + [("tf32", *shape) for shape in by_shape]
     assert {(p["batch"], p["heads"], p["causal"]) for p in (case.parameters for case in speed)} == {(1, 1, True)}
     measured = Counter(phase.split(" ")[0] for case in speed for phase in case.phases)
     assert set(measured) == {
-        "gluon", "triton", "eager", "compiled", "sdpa", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn",
-        "flex", "fa3",
+        "gluon", "triton", "triton_ieee", "triton_tf32", "eager", "compiled", "sdpa", "sdpa_math", "sdpa_flash",
+        "sdpa_efficient", "sdpa_cudnn", "flex", "fa3",
     }  # fmt: skip
-    assert measured["triton"] == measured["eager"] == 3 * 120
+    assert measured["triton"] == 3 * 120 and measured["eager"] == 3 * (120 + len(by_shape))
+    assert measured["triton_ieee"] == measured["triton_tf32"] == 3 * len(by_shape)
     assert measured["gluon"] == measured["fa3"] == 3 * 60, "16-bit only"
 
 
@@ -202,7 +205,7 @@ def test_what_materialises_the_scores_is_timed_alone_and_the_rest_in_turn():
     for case in in_section(cases("full", "cuda"), "speed"):
         impls = {phase.split(" ")[0] for phase in case.phases}
         if case.parameters["timed"] == "in turn":
-            assert impls & {"gluon", "triton"} and not impls & set(MATERIALISING)
+            assert impls & {"gluon", "triton", "triton_tf32"} and not impls & set(MATERIALISING)
         else:
             assert {case.parameters["timed"]} == {f"alone: {impl}" for impl in impls} and impls <= set(MATERIALISING)
         assert Counter(phase.split(" ")[1] for phase in case.phases) == dict.fromkeys(PASSES, len(impls))
@@ -231,7 +234,8 @@ def test_the_rivals_meet_on_the_eight_shapes():
     ]
     assert dataclasses.astuple(LEADERBOARD) in shapes
     for case in rivals:
-        assert {"gluon", "triton", "sdpa_flash", "sdpa_cudnn", "flex", "fa3"} <= {p.split(" ")[0] for p in case.phases}
+        impls = {phase.split(" ")[0] for phase in case.phases}
+        assert {"gluon", "triton", "sdpa_flash", "sdpa_cudnn", "flex", "fa3", "fa3_deterministic"} <= impls
 
 
 def test_options_narrow_the_grid():
@@ -239,7 +243,7 @@ def test_options_narrow_the_grid():
     assert {case.parameters["length"] for case in in_section(found, "speed")} == {4096}
     assert {case.parameters["d_head"] for case in in_section(found, "rivals")} == {64}
     assert {case.parameters["length"] for case in in_section(found, "memory")} == {4096}
-    assert len(in_section(found, "ceilings")) == 3
+    assert len(in_section(found, "ceilings")) == 4
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from labkit.experiments.ceilings import (
 )
 from labkit.experiments.sweep import SESSION_SECTION, Case, Measured, PhaseRun, Skip
 from labkit.kernels import flash_attention as labkit_flash
-from labkit.kernels.attention import attention, unavailable_reason, what_runs
+from labkit.kernels.attention import OUR_OPTIONS, attention, unavailable_reason, what_runs
 from labkit.kernels.flash_attention_tiled import tiled_attention_backward, tiled_attention_forward
 from labkit.kernels.reference import attention_reference
 from labkit.kernels.weighted_sum import weighted_sum
@@ -44,9 +44,9 @@ from labkit.measure.timing import GRAPH_REPLAY_MS, Comparison, Timing, compare, 
 
 __all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_name", "ceiling_value", "run_case"]
 
-MEASUREMENT_VERSION = 1
+MEASUREMENT_VERSION = 2
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 
 OUTPUT_BUDGET, GRADIENT_BUDGET = 2, 3
 """Largest error against fp64, as a multiple of the eager error in the same dtype and the rounding of a result."""
@@ -133,7 +133,9 @@ def _speed_cases(grid: FlashAttentionGrid) -> list[Case]:
     for precision, impls in grid.impls.items():
         for d_head in grid.d_heads:
             for length in grid.lengths:
-                here = [impl for impl in impls if _is_measured(grid, impl, length, d_head)]
+                here = [impl for impl in impls if _is_measured(grid, impl, precision, length, d_head)]
+                if not here:
+                    continue
                 in_turn = [impl for impl in here if impl not in MATERIALISING]
                 shape = _shape(Rivalry(1, 1, length, d_head, True), precision)
                 found.append(_contest_case(grid, "speed", {**shape, "timed": "in turn"}, in_turn))
@@ -143,8 +145,8 @@ def _speed_cases(grid: FlashAttentionGrid) -> list[Case]:
     return found
 
 
-def _is_measured(grid: FlashAttentionGrid, impl: str, length: int, d_head: int) -> bool:
-    if impl in grid.by_shape:
+def _is_measured(grid: FlashAttentionGrid, impl: str, precision: str, length: int, d_head: int) -> bool:
+    if impl in grid.by_shape or precision in grid.by_shape_precisions:
         return length in grid.by_shape_lengths.get(d_head, ())
     return impl != "sdpa" or length in grid.short_lengths
 
@@ -182,6 +184,15 @@ def _memory_cases(grid: FlashAttentionGrid) -> list[Case]:
     ]
 
 
+_MATMUL_PRECISIONS = {"fp32": "highest", "tf32": "high", "bf16": "highest"}
+
+
+def _precision_of(x: Tensor) -> str:
+    """Returns the precision of a case as read back from a tensor and from what PyTorch was told."""
+    told = torch.get_float32_matmul_precision()
+    return next(name for name, dtype in DTYPES.items() if (dtype, _MATMUL_PRECISIONS[name]) == (x.dtype, told))
+
+
 # ---- running one -------------------------------------------------------------------------------------------
 
 
@@ -192,7 +203,7 @@ def run_case(case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
         yield "rate", functools.partial(measure_ceiling, device, case)
         return
     require_precision(device, case.parameters["precision"])
-    torch.set_float32_matmul_precision("highest")
+    torch.set_float32_matmul_precision(_MATMUL_PRECISIONS[case.parameters["precision"]])
     if case.section == "algorithm":
         for phase in case.phases:
             yield phase, functools.partial(_measure_algorithm, device, case, phase)
@@ -533,7 +544,8 @@ class Contest(abc.ABC):
 
 
 class AttentionContest(Contest):
-    """Attention on one shape. Ratios are to what "auto" runs there, where that takes part."""
+    """Attention on one shape. Ratios are to what "auto" runs there, in TF32 to the kernel that is told to, where those
+    take part."""
 
     def __init__(self, device: hardware.Device, case: Case, ceilings: dict[str, float]):
         super().__init__(device, case, ceilings)
@@ -542,6 +554,8 @@ class AttentionContest(Contest):
         shape = (self.shape.batch, self.shape.heads, self.shape.length, self.shape.d_head)
         self.like = torch.empty(shape, dtype=DTYPES[self.precision], device=device.kind, requires_grad=True)
         self.auto = what_runs("auto", self.like, self.like, causal=self.shape.causal)
+        if self.precision == "tf32" and self.auto == "triton":
+            self.auto = "triton_tf32"
         is_alone = self.parameters.get("timed", "in turn") != "in turn"
         self.baseline = None if is_alone else self.auto
         self.is_ranking = case.section == "rivals"
@@ -570,13 +584,15 @@ class AttentionContest(Contest):
     def described(self) -> dict:
         q_BHSD, *_ = self.problem.inputs
         batch, heads, length, d_head = q_BHSD.shape
-        precision = next(name for name, dtype in DTYPES.items() if dtype == q_BHSD.dtype)
         shape = Rivalry(batch, heads, length, d_head, self.shape.causal)
         timed = {"timed": self.parameters["timed"]} if "timed" in self.parameters else {}
-        return {**_shape(shape, precision), **timed}
+        return {**_shape(shape, _precision_of(q_BHSD)), **timed}
 
     def observed(self, impl: str) -> dict:
-        return {"ran": what_runs(impl, self.like, self.like, causal=self.shape.causal), "auto": self.auto}
+        observed = {"ran": what_runs(impl, self.like, self.like, causal=self.shape.causal), "auto": self.auto}
+        if (products := _products(impl, self.like)) and self.like.dtype == torch.float32:
+            observed["products"] = products
+        return observed
 
     def rates(self, impl: str, name: str, median_ms: float) -> dict:
         shape = self.shape
@@ -586,7 +602,7 @@ class AttentionContest(Contest):
         return {
             **_flop_rates(self.device, self.precision, flops, median_ms, self.ceilings),
             "is_auto": int(impl == self.auto),
-            **(_tile_metrics(self.like, shape.causal) if impl == "triton" else {}),
+            **(_tile_metrics(impl, self.like, shape.causal) if _products(impl, self.like) else {}),
         }
 
 
@@ -604,16 +620,24 @@ def _flop_rates(device: hardware.Device, precision: str, flops: int, median_ms: 
     }
 
 
-def _shipped_tiles(like: Tensor, causal: bool) -> labkit_flash.AttentionConfig:
+def _products(impl: str, like: Tensor) -> str | None:
+    """Returns which products of fp32 the Triton kernels are told to run; None for an implementation without them."""
+    options = OUR_OPTIONS.get(impl, {})
+    if options.get("impl") != "triton":
+        return None
+    return labkit_flash.resolve_precision(like, options.get("precision", "auto"))
+
+
+def _shipped_tiles(impl: str, like: Tensor, causal: bool) -> labkit_flash.AttentionConfig:
     if not like.is_cuda:
         return labkit_flash.INTERPRETER_CONFIG
     major, minor = torch.cuda.get_device_capability(like.device)
-    return labkit_flash.select_config(like.shape[-1], like.dtype, causal, 10 * major + minor)
+    return labkit_flash.select_config(like.shape[-1], like.dtype, causal, 10 * major + minor, _products(impl, like))
 
 
-def _tile_metrics(like: Tensor, causal: bool) -> dict[str, int]:
+def _tile_metrics(impl: str, like: Tensor, causal: bool) -> dict[str, int]:
     """Returns rows of the query and key tiles of the three Triton kernels."""
-    tiles = _shipped_tiles(like, causal)
+    tiles = _shipped_tiles(impl, like, causal)
     return {
         f"{kernel}_{side}": getattr(getattr(tiles, kernel), side)
         for kernel in ("forward", "dkdv", "dq")
@@ -679,8 +703,7 @@ class WeightedSumContest(Contest):
 
     def described(self) -> dict:
         x, _ = self.inputs
-        precision = next(name for name, dtype in DTYPES.items() if dtype == x.dtype)
-        return {"rows": x.shape[0], "dim": x.shape[1], "precision": precision}
+        return {"rows": x.shape[0], "dim": x.shape[1], "precision": _precision_of(x)}
 
     def rates(self, impl: str, name: str, median_ms: float) -> dict:
         num_bytes = accounting.weighted_sum_bytes(name, self.rows, self.dim, self.inputs[0].element_size())
@@ -768,7 +791,7 @@ def _measure_tile(device: hardware.Device, case: Case, ceilings: dict[str, float
     shape = Rivalry(**{field.name: p[field.name] for field in dataclasses.fields(Rivalry)})
     problem = _problem(device, shape, p["precision"])
     q_BHSD, k_BHSD, v_BHSD = (x.detach() for x in problem.inputs)
-    shipped = _shipped_tiles(q_BHSD, shape.causal)
+    shipped = _shipped_tiles("triton", q_BHSD, shape.causal)
     tile = labkit_flash.TileConfig(p["block_q"], p["block_k"], p["num_warps"], p["num_stages"])
     run = functools.partial(
         labkit_flash.flash_attention_forward,

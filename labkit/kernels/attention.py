@@ -9,7 +9,9 @@
 | sdpa_math, sdpa_flash, sdpa_cudnn, sdpa_efficient | that backend of it and no other |
 | flex | FlexAttention compiled, its causal block mask made once per pair of lengths |
 | fa3 | FlashAttention-3, from flash_attn_interface or from the library inside an installed xformers |
+| fa3_deterministic | the same, its gradients added in a fixed order, as ours are by default |
 | tiled, triton, gluon, auto | `flash_attention`; `what_runs` says which one auto is |
+| triton_ieee, triton_tf32 | the same as triton, fp32 products on the CUDA cores, or as one of TF32 (`precision=`) |
 | gluon_unordered | the same as gluon, gradients in one pass, added in no fixed order (`deterministic=False`) |
 
 A rival is imported when it is first asked for, never before, and nothing here depends on one being there. What cannot
@@ -42,8 +44,17 @@ SDPA_BACKENDS = {
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-OURS = ("tiled", "triton", "gluon", "gluon_unordered", "auto")
-IMPLS = ("eager", "compiled", "sdpa", *SDPA_BACKENDS, "flex", "fa3", *OURS)
+OUR_OPTIONS: dict[str, dict] = {
+    **{impl: {"impl": impl} for impl in ("tiled", "triton", "gluon", "auto")},
+    "triton_ieee": {"impl": "triton", "precision": "ieee"},
+    "triton_tf32": {"impl": "triton", "precision": "tf32"},
+    "gluon_unordered": {"impl": "gluon", "deterministic": False},
+}
+"""What `flash_attention` is told by each of our names."""
+
+OURS = tuple(OUR_OPTIONS)
+FA3 = ("fa3", "fa3_deterministic")
+IMPLS = ("eager", "compiled", "sdpa", *SDPA_BACKENDS, "flex", *FA3, *OURS)
 
 MAX_COMPILED_SHAPES = 256
 """Shapes that one process may compile a function for; PyTorch's own limit of eight stops a grid of lengths."""
@@ -121,8 +132,11 @@ def _flex(q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, causal: bool) -> Tenso
 
 
 @functools.cache
-def _fa3() -> Callable[[Tensor, Tensor, Tensor, bool], Tensor] | str:
-    """Loads FlashAttention-3; returns it as a function of (B, S, H, D) tensors, or why there is none."""
+def _fa3() -> Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor] | str:
+    """Loads FlashAttention-3; returns it as a function of (B, S, H, D) tensors, or why there is none.
+
+    Its flags: causal, and whether gradients are the same bit for bit between runs.
+    """
     try:
         if importlib.util.find_spec("flash_attn_interface"):
             from flash_attn_interface import flash_attn_func
@@ -155,8 +169,10 @@ def _load_cuda_12_runtime() -> None:
     ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
-def _fa3_official(function: Callable, q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, causal: bool) -> Tensor:
-    out = function(q_BSHD, k_BSHD, v_BSHD, causal=causal)
+def _fa3_official(
+    function: Callable, q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, causal: bool, deterministic: bool
+) -> Tensor:
+    out = function(q_BSHD, k_BSHD, v_BSHD, causal=causal, deterministic=deterministic)
     return out[0] if isinstance(out, tuple) else out  # releases differ in whether the log-sum-exp comes too
 
 
@@ -164,31 +180,32 @@ class FlashAttention3Function(torch.autograd.Function):
     """The operators of FlashAttention-3's library as one differentiable function of (B, S, H, D) tensors."""
 
     @staticmethod
-    def forward(ctx, q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, causal: bool) -> Tensor:
+    def forward(ctx, q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, causal: bool, deterministic: bool) -> Tensor:
         q_BSHD, k_BSHD, v_BSHD = (_with_dense_rows(x) for x in (q_BSHD, k_BSHD, v_BSHD))
         out_BSHD, lse_BHS, *_ = torch.ops.flash_attn_3.fwd(q_BSHD, k_BSHD, v_BSHD, is_causal=causal)
         ctx.save_for_backward(q_BSHD, k_BSHD, v_BSHD, out_BSHD, lse_BHS)
-        ctx.causal = causal
+        ctx.flags = {"is_causal": causal, "deterministic": deterministic}
         return out_BSHD
 
     @staticmethod
     def backward(ctx, grad_out_BSHD: Tensor):
         scale = 1 / math.sqrt(grad_out_BSHD.shape[-1])
         grads = torch.ops.flash_attn_3.bwd(
-            _with_dense_rows(grad_out_BSHD), *ctx.saved_tensors, softmax_scale=scale, is_causal=ctx.causal
+            _with_dense_rows(grad_out_BSHD), *ctx.saved_tensors, softmax_scale=scale, **ctx.flags
         )
-        return *grads[:3], None
+        return *grads[:3], None, None
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _run_fa3(q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, causal: bool) -> Tensor:
+def _run_fa3(impl: str, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, causal: bool) -> Tensor:
     function = _fa3()
     if isinstance(function, str):
-        raise ValueError(f"impl 'fa3' cannot run: {function}")
-    return function(*(x.transpose(1, 2) for x in (q_BHSD, k_BHSD, v_BHSD)), causal).transpose(1, 2)
+        raise ValueError(f"impl {impl!r} cannot run: {function}")
+    tensors_BSHD = (x.transpose(1, 2) for x in (q_BHSD, k_BHSD, v_BHSD))
+    return function(*tensors_BSHD, causal, impl == "fa3_deterministic").transpose(1, 2)
 
 
 def _fa3_unavailable(q: Tensor) -> str | None:
@@ -209,8 +226,7 @@ def _fa3_unavailable(q: Tensor) -> str | None:
 
 
 def _ours(impl: str, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, causal: bool) -> Tensor:
-    options = {"impl": impl.removesuffix("_unordered"), "deterministic": not impl.endswith("_unordered")}
-    return labkit_flash.flash_attention(q_BHSD, k_BHSD, v_BHSD, causal=causal, **options)
+    return labkit_flash.flash_attention(q_BHSD, k_BHSD, v_BHSD, causal=causal, **OUR_OPTIONS[impl])
 
 
 def _ours_unavailable(impl: str, q: Tensor, k: Tensor) -> str | None:
@@ -220,8 +236,9 @@ def _ours_unavailable(impl: str, q: Tensor, k: Tensor) -> str | None:
             got = f"{q.shape[1]} and {k.shape[1]} heads of dimension {q.shape[-1]}"
             return f"gradients in one pass take as many key heads as query heads, of dimension {accepted}; got {got}"
         return _ours_unavailable("gluon", q, k) or labkit_flash.hopper_single_unavailable()
-    if impl not in labkit_flash.IMPLS:
-        return f"flash_attention has no implementation {impl!r}"
+    if "precision" in OUR_OPTIONS[impl] and q.dtype != torch.float32:
+        return f"{impl} is about products of torch.float32; got {q.dtype}"
+    impl = OUR_OPTIONS[impl]["impl"]
     if q.shape[-1] > labkit_flash.MAX_HEAD_DIM:
         return f"flash_attention takes head dimensions up to {labkit_flash.MAX_HEAD_DIM}; got {q.shape[-1]}"
     try:
@@ -239,7 +256,7 @@ _RUN: dict[str, Callable[[Tensor, Tensor, Tensor, bool], Tensor]] = {
     "sdpa": _sdpa,
     **{name: functools.partial(_sdpa_on, backend) for name, backend in SDPA_BACKENDS.items()},
     "flex": _flex,
-    "fa3": _run_fa3,
+    **{name: functools.partial(_run_fa3, name) for name in FA3},
     **{name: functools.partial(_ours, name) for name in OURS},
 }
 
@@ -263,7 +280,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, impl: st
         The output, shaped as q.
 
     Raises:
-        ValueError: an unknown name; "fa3" where it is not installed; a causal mask that SDPA would align otherwise.
+        ValueError: an unknown name; FlashAttention-3 where it is not installed; a causal mask that SDPA would align
+            otherwise.
         RuntimeError: the SDPA backend asked for does not take these tensors; none other is tried.
     """
     _check(impl)
@@ -289,7 +307,7 @@ def unavailable_reason(impl: str, q: Tensor, k: Tensor, *, causal: bool) -> str 
         return _sdpa_unavailable(impl, q, k, causal)
     if impl == "flex" and not q.is_cuda:
         return f"FlexAttention has no backward pass on {q.device.type}"
-    if impl == "fa3":
+    if impl in FA3:
         return _fa3_unavailable(q)
     return _ours_unavailable(impl, q, k) if impl in OURS else None
 

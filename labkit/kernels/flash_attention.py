@@ -41,10 +41,12 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from labkit.kernels.flash_attention_tiled import tiled_attention_backward, tiled_attention_forward
+from labkit.kernels.splits import combine, empty_lse, empty_parts, num_multiprocessors, num_splits_of, row_elements
 
 MAX_HEAD_DIM = 256
 IMPLS = ("auto", "gluon", "triton", "tiled")
-PRECISIONS = ("ieee", "tf32x3", "tf32")
+PRECISIONS = ("auto", "ieee", "tf32x3", "tf32")
+TF32X3_HEAD_DIM = 128
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILED_DTYPES = (*TRITON_DTYPES, torch.float64)
 GLUON_DTYPES = (torch.bfloat16, torch.float16)
@@ -96,7 +98,8 @@ def _table(family: str, kind: str, rows: dict[tuple[int, ...], tuple[TileConfig,
 # Hopper, 16 bits. Bounds: 255 registers per thread, of which 128 rows · D accumulators take D/2 at 8 warps (and as many
 # again for the second accumulator of dK/dV); 227 KiB of shared memory; no spills and no serialised wgmma, which
 # tests/test_kernel_compilation.py compiles for. 128 rows are two warpgroups of 64, the rows of one wgmma.
-# - Forward: 128 keys keep wgmma at its widest; a third stage fits in shared memory up to D 64, and 4 warps spill.
+# - Forward: up to D 64 one warpgroup a program, of which several share an SM and hide each other's waits; past it 128
+#   queries and 128 keys keep wgmma at its widest, and a third stage no longer fits in shared memory.
 # - dK/dV: S^T and dP^T of 128 keys × 64 queries are what the registers leave room for. When causal, the masks of a
 #   second loop no longer fit in them at D 96 and 128: one loop, every tile masked.
 # - dQ: 64 keys leave it below 128 registers up to D 64, so that two programs share an SM and hide each other's waits.
@@ -105,12 +108,14 @@ _HOPPER_WIDE = {
     (192, 256): (TileConfig(128, 64, 8, 2), TileConfig(32, 32, 4, 2, split=False), TileConfig(64, 32, 8, 2)),
 }
 _HOPPER_16_BIT_FULL = {
-    (16, 32, 64): (TileConfig(128, 128, 8, 3), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
+    (16, 32): (TileConfig(64, 128, 4, 3), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
+    (64,): (TileConfig(64, 64, 4, 3), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
     (80, 96): (TileConfig(128, 128, 8, 2), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
     (128,): (TileConfig(128, 128, 8, 2), TileConfig(64, 128, 8, 3), TileConfig(128, 64, 8, 2)),
 }
 _HOPPER_16_BIT_CAUSAL = {
-    (16, 32, 64): (TileConfig(128, 128, 8, 3), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
+    (16, 32): (TileConfig(64, 128, 4, 3), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
+    (64,): (TileConfig(64, 64, 4, 3), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
     (80,): (TileConfig(128, 128, 8, 2), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
     (96, 128): (TileConfig(128, 128, 8, 2), TileConfig(64, 128, 8, 3, split=False), TileConfig(128, 64, 8, 2)),
 }
@@ -192,6 +197,9 @@ CONFIGS: dict[tuple[str, str, int, bool], AttentionConfig] = {
 # Several tiles and every loop within lengths that the interpreter gets through.
 INTERPRETER_CONFIG = AttentionConfig(TileConfig(32, 16, 4, 1), TileConfig(16, 32, 4, 1), TileConfig(32, 16, 4, 1))
 
+# Warps that run at once on a multiprocessor, as far as splitting reckons, up to D 32 and past it: registers bound them.
+NARROW_WARPS_AT_ONCE, WARPS_AT_ONCE = 24, 8
+
 DELTA_BLOCK_Q = 32
 # No query tile is longer, so that the statistics of a whole tile are always there to load.
 STATISTICS_PADDING = 128
@@ -222,7 +230,7 @@ def tile_width(head_dim: int, aligned: bool = True) -> int:
 LOG2_E = math.log2(math.e)
 
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them anew.
-LENGTHS = ("max_queries", "max_keys", "num_heads", "num_key_heads", "num_tiles", "left", "right")
+LENGTHS = ("max_queries", "max_keys", "num_heads", "num_key_heads", "num_tiles", "left", "right", "num_splits")
 
 
 @triton.jit
@@ -351,6 +359,45 @@ def _query_ranges(
     return begin, full_begin, full_end, end
 
 
+@triton.jit
+def _place(num_tiles, num_heads, num_splits, LONGEST_LAST: tl.constexpr, SPLIT_WALK: tl.constexpr):
+    """A program's tile, head, batch and share of the walk, and among the results of all shares that of its batch.
+
+    The longest walks start first, so that they do not end last: those of a causal head's last queries (LONGEST_LAST),
+    or of its first keys. Shares of all heads are in that order; whole walks head by head, whose keys stay in the cache.
+    """
+    if SPLIT_WALK:
+        num_walks = tl.num_programs(0) // num_tiles
+        tile = tl.program_id(0) // num_walks
+        walk = tl.program_id(0) % num_walks
+        share = walk % num_splits
+        head = walk // num_splits % num_heads
+        batch = walk // num_splits // num_heads
+        result = share * (num_walks // num_splits // num_heads) + batch
+    else:
+        tile = tl.program_id(0) % num_tiles
+        share = 0
+        head = tl.program_id(0) // num_tiles % num_heads
+        batch = tl.program_id(0) // num_tiles // num_heads
+        result = batch
+    if LONGEST_LAST:
+        tile = num_tiles - 1 - tile
+    return tile, head, batch, share, result
+
+
+@triton.jit
+def _share_of(begin, full_begin, full_end, end, share, num_splits, BLOCK: tl.constexpr, SPLIT_WALK: tl.constexpr):
+    """The bounds of a walk cut down to one of `num_splits` equal shares; the last ones may be empty."""
+    if SPLIT_WALK:
+        num_tiles = (tl.maximum(end - begin, 0) + BLOCK - 1) // BLOCK
+        length = (num_tiles + num_splits - 1) // num_splits * BLOCK
+        begin = tl.minimum(begin + share * length, end)
+        end = tl.minimum(begin + length, end)
+        full_begin = tl.maximum(tl.minimum(full_begin, end), begin)
+        full_end = tl.maximum(tl.minimum(full_end, end), begin)
+    return begin, full_begin, full_end, end
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def flash_attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr,
@@ -359,20 +406,18 @@ def flash_attention_fwd_kernel(
     stride_vb, stride_vh, stride_vs, stride_vd,
     stride_ob, stride_oh, stride_os, stride_od,
     stride_lb, stride_lh,
-    num_heads, group, max_queries, max_keys, scale_log2, left, right,
+    num_heads, group, max_queries, max_keys, scale_log2, left, right, num_splits,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_PACKED: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_PACKED: tl.constexpr, SPLIT_WALK: tl.constexpr,
     PRECISION: tl.constexpr, ALIGNMENT: tl.constexpr, WIDE: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """One program: the output and the log-sum-exp of BLOCK_Q queries of one head."""
+    """One program: the output and the log-sum-exp of BLOCK_Q queries of one head.
+
+    SPLIT_WALK: of one of `num_splits` shares of their keys, each share's results after the last one's.
+    """
     num_tiles = tl.cdiv(max_queries, BLOCK_Q)
-    tile = tl.program_id(0) % num_tiles
-    head = tl.program_id(0) // num_tiles % num_heads
-    batch = tl.program_id(0) // num_tiles // num_heads
-    if HAS_RIGHT:
-        # The last tiles of a causal head see the most keys: started first, they do not end last.
-        tile = num_tiles - 1 - tile
+    tile, head, batch, share, result = _place(num_tiles, num_heads, num_splits, HAS_RIGHT, SPLIT_WALK)
     first_q, num_queries = _sequence(cu_q_ptr, batch, max_queries, IS_PACKED)
     first_k, num_keys = _sequence(cu_k_ptr, batch, max_keys, IS_PACKED)
     q_begin = tile * BLOCK_Q
@@ -392,9 +437,9 @@ def flash_attention_fwd_kernel(
     k_ptr += _start_of(first_k, stride_ks, ALIGNMENT)
     v_ptr += _start_of(batch, stride_vb, ALIGNMENT) + _start_of(head // group, stride_vh, ALIGNMENT)
     v_ptr += _start_of(first_k, stride_vs, ALIGNMENT)
-    out_ptr += _start_of(batch, stride_ob, ALIGNMENT) + _start_of(head, stride_oh, ALIGNMENT)
+    out_ptr += _start_of(result, stride_ob, ALIGNMENT) + _start_of(head, stride_oh, ALIGNMENT)
     out_ptr += _start_of(first_q + q_begin, stride_os, ALIGNMENT)
-    lse_ptr += _start_of(batch, stride_lb, 1) + _start_of(head, stride_lh, 1) + first_q + q_begin
+    lse_ptr += _start_of(result, stride_lb, 1) + _start_of(head, stride_lh, 1) + first_q + q_begin
 
     q_offsets = _offsets(rows_q, cols, stride_qs, stride_qd, WIDE, ALIGNMENT)
     k_offsets = _offsets(rows_k, cols, stride_ks, stride_kd, WIDE, ALIGNMENT)
@@ -413,6 +458,9 @@ def flash_attention_fwd_kernel(
 
     begin, full_begin, full_end, end = _key_ranges(
         q_begin, num_queries, num_keys, left, right, BLOCK_Q, BLOCK_K, HAS_LEFT, HAS_RIGHT
+    )
+    begin, full_begin, full_end, end = _share_of(
+        begin, full_begin, full_end, end, share, num_splits, BLOCK_K, SPLIT_WALK
     )
     positions = (num_keys - num_queries + q_begin + rows_q)[:, None]
     # Keys before, on and after the tiles that every query sees. A second loop behind the first makes ptxas serialise
@@ -519,19 +567,19 @@ def flash_attention_bwd_dkdv_kernel(
     stride_dkb, stride_dkh, stride_dks, stride_dkd,
     stride_dvb, stride_dvh, stride_dvs, stride_dvd,
     stride_pb, stride_ph,
-    num_key_heads, group, max_queries, max_keys, scale_log2, scale, left, right,
+    num_key_heads, group, max_queries, max_keys, scale_log2, scale, left, right, num_splits,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_PACKED: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_PACKED: tl.constexpr, SPLIT_WALK: tl.constexpr,
     PRECISION: tl.constexpr, ALIGNMENT: tl.constexpr, WIDE: tl.constexpr, SPLIT: tl.constexpr,
     PADDING: tl.constexpr, EVEN_Q: tl.constexpr,
 ):  # fmt: skip
-    """One program: ∂K and ∂V of BLOCK_K keys of one key head, over all queries of the head's group."""
+    """One program: ∂K and ∂V of BLOCK_K keys of one key head, over all queries of the head's group.
+
+    SPLIT_WALK: over one of `num_splits` shares of the queries, each share's results after the last one's.
+    """
     num_tiles = tl.cdiv(max_keys, BLOCK_K)
-    # When causal the first keys are seen by the most queries: in this order the longest programs start first.
-    tile = tl.program_id(0) % num_tiles
-    head = tl.program_id(0) // num_tiles % num_key_heads
-    batch = tl.program_id(0) // num_tiles // num_key_heads
+    tile, head, batch, share, result = _place(num_tiles, num_key_heads, num_splits, False, SPLIT_WALK)
     first_q, num_queries = _sequence(cu_q_ptr, batch, max_queries, IS_PACKED)
     first_k, num_keys = _sequence(cu_k_ptr, batch, max_keys, IS_PACKED)
     k_begin = tile * BLOCK_K
@@ -551,9 +599,9 @@ def flash_attention_bwd_dkdv_kernel(
     k_ptr += _start_of(first_k + k_begin, stride_ks, ALIGNMENT)
     v_ptr += _start_of(batch, stride_vb, ALIGNMENT) + _start_of(head, stride_vh, ALIGNMENT)
     v_ptr += _start_of(first_k + k_begin, stride_vs, ALIGNMENT)
-    grad_k_ptr += _start_of(batch, stride_dkb, ALIGNMENT) + _start_of(head, stride_dkh, ALIGNMENT)
+    grad_k_ptr += _start_of(result, stride_dkb, ALIGNMENT) + _start_of(head, stride_dkh, ALIGNMENT)
     grad_k_ptr += _start_of(first_k + k_begin, stride_dks, ALIGNMENT)
-    grad_v_ptr += _start_of(batch, stride_dvb, ALIGNMENT) + _start_of(head, stride_dvh, ALIGNMENT)
+    grad_v_ptr += _start_of(result, stride_dvb, ALIGNMENT) + _start_of(head, stride_dvh, ALIGNMENT)
     grad_v_ptr += _start_of(first_k + k_begin, stride_dvs, ALIGNMENT)
     statistics = _start_of(batch, stride_pb, 1) + _statistics_row(first_q, batch, IS_PACKED, PADDING)
 
@@ -578,6 +626,9 @@ def flash_attention_bwd_dkdv_kernel(
 
     begin, full_begin, full_end, end = _query_ranges(
         k_begin, num_queries, num_keys, left, right, BLOCK_Q, BLOCK_K, HAS_LEFT, HAS_RIGHT
+    )
+    begin, full_begin, full_end, end = _share_of(
+        begin, full_begin, full_end, end, share, num_splits, BLOCK_Q, SPLIT_WALK
     )
     keys = (k_begin + rows_k)[:, None]
     for member in range(group):
@@ -647,20 +698,16 @@ def flash_attention_bwd_dq_kernel(
     stride_gb, stride_gh, stride_gs, stride_gd,
     stride_dqb, stride_dqh, stride_dqs, stride_dqd,
     stride_pb, stride_ph,
-    num_heads, group, max_queries, max_keys, scale_log2, scale, left, right,
+    num_heads, group, max_queries, max_keys, scale_log2, scale, left, right, num_splits,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_PACKED: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_PACKED: tl.constexpr, SPLIT_WALK: tl.constexpr,
     PRECISION: tl.constexpr, ALIGNMENT: tl.constexpr, WIDE: tl.constexpr, SPLIT: tl.constexpr,
     PADDING: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """One program: ∂Q of BLOCK_Q queries of one head."""
+    """One program: ∂Q of BLOCK_Q queries of one head; SPLIT_WALK as in the forward kernel."""
     num_tiles = tl.cdiv(max_queries, BLOCK_Q)
-    tile = tl.program_id(0) % num_tiles
-    head = tl.program_id(0) // num_tiles % num_heads
-    batch = tl.program_id(0) // num_tiles // num_heads
-    if HAS_RIGHT:
-        tile = num_tiles - 1 - tile
+    tile, head, batch, share, result = _place(num_tiles, num_heads, num_splits, HAS_RIGHT, SPLIT_WALK)
     first_q, num_queries = _sequence(cu_q_ptr, batch, max_queries, IS_PACKED)
     first_k, num_keys = _sequence(cu_k_ptr, batch, max_keys, IS_PACKED)
     q_begin = tile * BLOCK_Q
@@ -678,7 +725,7 @@ def flash_attention_bwd_dq_kernel(
     q_ptr += _start_of(first_q + q_begin, stride_qs, ALIGNMENT)
     grad_out_ptr += _start_of(batch, stride_gb, ALIGNMENT) + _start_of(head, stride_gh, ALIGNMENT)
     grad_out_ptr += _start_of(first_q + q_begin, stride_gs, ALIGNMENT)
-    grad_q_ptr += _start_of(batch, stride_dqb, ALIGNMENT) + _start_of(head, stride_dqh, ALIGNMENT)
+    grad_q_ptr += _start_of(result, stride_dqb, ALIGNMENT) + _start_of(head, stride_dqh, ALIGNMENT)
     grad_q_ptr += _start_of(first_q + q_begin, stride_dqs, ALIGNMENT)
     k_ptr += _start_of(batch, stride_kb, ALIGNMENT) + _start_of(head // group, stride_kh, ALIGNMENT)
     k_ptr += _start_of(first_k, stride_ks, ALIGNMENT)
@@ -708,6 +755,9 @@ def flash_attention_bwd_dq_kernel(
 
     begin, full_begin, full_end, end = _key_ranges(
         q_begin, num_queries, num_keys, left, right, BLOCK_Q, BLOCK_K, HAS_LEFT, HAS_RIGHT
+    )
+    begin, full_begin, full_end, end = _share_of(
+        begin, full_begin, full_end, end, share, num_splits, BLOCK_K, SPLIT_WALK
     )
     positions = (num_keys - num_queries + q_begin + rows_q)[:, None]
     for stage in tl.static_range(
@@ -856,11 +906,15 @@ def _kernel_flags(tensors: tuple[Tensor, ...], problem: _Problem, tile: TileConf
     }
 
 
-def _key_walk_flags(problem: _Problem, tile: TileConfig) -> dict[str, bool]:
-    """Flags of the kernels that walk along the keys: two loops where the mask has an edge, one where it has none."""
+def _key_walk_flags(problem: _Problem, tile: TileConfig, num_splits: int) -> dict[str, bool]:
+    """Flags of the kernels that walk along the keys: two loops where the mask has an edge, one where it has none.
+
+    A share is walked in one: with the ends of two, cut down to it, ptxas serialises the products of both (C7515).
+    """
     even = problem.cu_seqlens_k is None and problem.max_keys % tile.block_k == 0
     has_edge = problem.left >= 0 or problem.right >= 0
-    return {"EVEN_K": even, "SPLIT": tile.split and (has_edge or even)}
+    split = tile.split and (has_edge or even) and num_splits == 1
+    return {"EVEN_K": even, "SPLIT": split, "SPLIT_WALK": num_splits > 1}
 
 
 @functools.cache
@@ -975,16 +1029,18 @@ def flash_attention_forward(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    precision: str = "ieee",
+    precision: str = "auto",
     impl: str = "triton",
     config: AttentionConfig | None = None,
+    num_splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launches the forward kernel; returns the output, shaped as q, and the log-sum-exp in fp32, natural units.
 
     The log-sum-exp is (batch[, heads], n_queries), or (heads, total) for a packed batch. `left` and `right` are how
     many keys a query sees before and after its own on the diagonal, −1 without limit; `impl` is "triton" or "gluon";
-    `config` overrides the tiles of "triton".
+    `config` overrides the tiles of "triton", `num_splits` among how many programs it shares the keys of a tile.
     """
+    precision = resolve_precision(q, precision)
     problem = _problem(q, k, left, right, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     packed = cu_seqlens_q is not None
     out = _empty_like_layout(q)
@@ -998,15 +1054,19 @@ def flash_attention_forward(
             _hopper().hopper_forward(*tensors, lse, scale=scale, causal=problem.right == 0)
         return out, lse
     tile = (config or _config(tensors, problem, precision)).forward
-    grid = (triton.cdiv(problem.max_queries, tile.block_q) * problem.num_heads * problem.num_batches,)
+    num_walks, best = _num_splits(problem, tile, "forward", q)
+    num_splits = num_splits or best
+    parts, (results,) = _split_results(num_splits, tensors[3])
+    parts_lse = empty_lse(num_splits, tensors[3]).flatten(0, 1) if parts else lse
+    operands = (*tensors[:3], results)
     with _on_device_of(q):
-        flash_attention_fwd_kernel[grid](
-            *tensors,
-            lse,
+        flash_attention_fwd_kernel[(num_walks * num_splits,)](
+            *operands,
+            parts_lse,
             cu_seqlens_q,
             cu_seqlens_k,
-            *(stride for x in tensors for stride in x.stride()),
-            *_statistics_strides(lse, packed),
+            *(stride for x in operands for stride in x.stride()),
+            *_statistics_strides(parts_lse, packed),
             problem.num_heads,
             problem.num_heads // problem.num_key_heads,
             problem.max_queries,
@@ -1014,10 +1074,42 @@ def flash_attention_forward(
             scale * LOG2_E,
             problem.left,
             problem.right,
-            **_kernel_flags(tensors, problem, tile, precision),
-            **_key_walk_flags(problem, tile),
+            num_splits,
+            **_kernel_flags(operands, problem, tile, precision),
+            **_key_walk_flags(problem, tile, num_splits),
         )
+        if parts:
+            combine(*parts, tensors[3], parts_lse, lse)
     return out, lse
+
+
+def _num_splits(problem: _Problem, tile: TileConfig, kernel: str, q: Tensor) -> tuple[int, int]:
+    """Returns how many tiles of rows start a walk in a kernel, and among how many programs each walk is shared."""
+    starting, walked = (problem.max_queries, tile.block_q), (problem.max_keys, tile.block_k)
+    num_heads, num_results = problem.num_heads, 1
+    if kernel == "dkdv":
+        starting, walked = walked, starting
+        num_heads, num_results = problem.num_key_heads, 2
+    num_walks = triton.cdiv(*starting) * num_heads * problem.num_batches
+    if not q.is_cuda or problem.cu_seqlens_q is not None or problem.left >= 0:
+        return num_walks, 1
+    warps = NARROW_WARPS_AT_ONCE if problem.head_dim <= 32 else WARPS_AT_ONCE
+    programs = num_multiprocessors(q.device.index) * max(1, warps // tile.num_warps)
+    part_kib = num_results * starting[1] * row_elements(problem.head_dim) * 4 / 1024
+    return num_walks, num_splits_of(
+        num_walks, triton.cdiv(*walked), programs, problem.right >= 0, part_kib=part_kib
+    )  # fmt: skip
+
+
+def _split_results(num_splits: int, *wholes: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Returns room for the parts of all splits, if there are any, and what the kernels write to in place of wholes.
+
+    They find a split's part as they find a batch's result, all batches of one split after those of the last.
+    """
+    if num_splits == 1:
+        return (), wholes
+    parts = tuple(empty_parts(num_splits, x) for x in wholes)
+    return parts, tuple(x.flatten(0, 1) for x in parts)
 
 
 def _statistics_strides(lse: Tensor, packed: bool) -> tuple[int, int]:
@@ -1042,17 +1134,21 @@ def flash_attention_backward(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    precision: str = "ieee",
+    precision: str = "auto",
     impl: str = "triton",
     config: AttentionConfig | None = None,
+    num_splits: int | None = None,
     deterministic: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launches the backward kernels; returns the gradients of q, k and v, shaped as they are.
+
+    `config` and `num_splits` as in `flash_attention_forward`; of dK and dV it is the queries that are shared.
 
     `deterministic=False` takes "gluon" through its single pass, which adds the shares of q's gradient in no fixed
     order; other head dimensions than 64 and 128, grouped heads, "triton", and a Triton whose Gluon lacks that addition
     keep the two deterministic kernels.
     """
+    precision = resolve_precision(q, precision)
     problem = _problem(q, k, left, right, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     packed = cu_seqlens_q is not None
     if _alignment((q, k, v)) > 1 and _alignment((grad_out,)) == 1:
@@ -1117,17 +1213,19 @@ def flash_attention_backward(
             )
             return grad_q, grad_k, grad_v
         inputs = (q_4d, k_4d, v_4d, grad_out_4d)
-        outputs = (grad_k_4d, grad_v_4d)
-        config = config or _config((*inputs, grad_q_4d, *outputs), problem, precision)
-        num_tiles = triton.cdiv(problem.max_keys, config.dkdv.block_k)
-        flash_attention_bwd_dkdv_kernel[(num_tiles * problem.num_key_heads * problem.num_batches,)](
+        config = config or _config((*inputs, grad_q_4d, grad_k_4d, grad_v_4d), problem, precision)
+        tile = config.dkdv
+        num_walks, best = _num_splits(problem, tile, "dkdv", q)
+        splits = num_splits or best
+        parts, results = _split_results(splits, grad_k_4d, grad_v_4d)
+        flash_attention_bwd_dkdv_kernel[(num_walks * splits,)](
             *inputs,
             lse_log2,
             delta,
-            *outputs,
+            *results,
             cu_seqlens_q,
             cu_seqlens_k,
-            *strides(*inputs, *outputs),
+            *strides(*inputs, *results),
             *padded_strides,
             problem.num_key_heads,
             group,
@@ -1136,19 +1234,27 @@ def flash_attention_backward(
             scale,
             problem.left,
             problem.right,
-            **_kernel_flags((*inputs, *outputs), problem, config.dkdv, precision),
-            SPLIT=config.dkdv.split,
+            splits,
+            **_kernel_flags((*inputs, *results), problem, tile, precision),
+            SPLIT_WALK=splits > 1,
+            SPLIT=tile.split and splits == 1,
             PADDING=STATISTICS_PADDING,
-            EVEN_Q=not packed and problem.max_queries % config.dkdv.block_q == 0,
+            EVEN_Q=not packed and problem.max_queries % tile.block_q == 0,
         )
-        flash_attention_bwd_dq_kernel[(triton.cdiv(problem.max_queries, config.dq.block_q) * num_query_heads,)](
+        for part, grad in zip(parts, (grad_k_4d, grad_v_4d), strict=bool(parts)):
+            combine(part, grad)
+        tile = config.dq
+        num_walks, best = _num_splits(problem, tile, "dq", q)
+        splits = num_splits or best
+        parts, results = _split_results(splits, grad_q_4d)
+        flash_attention_bwd_dq_kernel[(num_walks * splits,)](
             *inputs,
             lse_log2,
             delta,
-            grad_q_4d,
+            *results,
             cu_seqlens_q,
             cu_seqlens_k,
-            *strides(*inputs, grad_q_4d),
+            *strides(*inputs, *results),
             *padded_strides,
             problem.num_heads,
             group,
@@ -1157,10 +1263,13 @@ def flash_attention_backward(
             scale,
             problem.left,
             problem.right,
-            **_kernel_flags((*inputs, grad_q_4d), problem, config.dq, precision),
-            **_key_walk_flags(problem, config.dq),
+            splits,
+            **_kernel_flags((*inputs, *results), problem, tile, precision),
+            **_key_walk_flags(problem, tile, splits),
             PADDING=STATISTICS_PADDING,
         )
+        if parts:
+            combine(*parts, grad_q_4d)
     return grad_q, grad_k, grad_v
 
 
@@ -1209,6 +1318,18 @@ def resolve_impl(q: Tensor, impl: str = "auto", *, left: int = -1, right: int = 
         if q.dtype not in TRITON_DTYPES:
             raise ValueError(f"impl='triton' takes q, k and v of dtype {_names(TRITON_DTYPES)}; got {q.dtype}")
     return impl
+
+
+def resolve_precision(q: Tensor, precision: str = "auto") -> str:
+    """Returns the products, "ieee", "tf32x3" or "tf32", that the Triton kernels run in fp32: what a record should name.
+
+    Raises ValueError for a name that is none of PRECISIONS.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {_names(PRECISIONS)}; got {precision!r}")
+    if precision in ("auto", "tf32x3"):
+        return "tf32x3" if q.shape[-1] <= TF32X3_HEAD_DIM else "ieee"
+    return precision
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
@@ -1535,7 +1656,7 @@ def flash_attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     window: int | tuple[int, int] | None = None,
-    precision: str = "ieee",
+    precision: str = "auto",
     impl: str = "auto",
     deterministic: bool = True,
 ) -> Tensor:
@@ -1553,8 +1674,9 @@ def flash_attention(
         max_seqlen_q, max_seqlen_k: the longest sequence, where it is known; else it is read from the device, which
             waits for it, once per tensor.
         window: how many keys a query sees to each side of its own on the diagonal, or (left, right); −1 is no limit.
-        precision: of products of fp32: "ieee", "tf32" for tensor cores at 11 bits, or "tf32x3", three such products
-            for one, which hold 22 bits (past d 128: as "ieee"). "triton" only; nothing else changes with it.
+        precision: of products of fp32: "ieee" on the CUDA cores; "tf32x3", three products on the tensor cores for one,
+            which hold 22 bits; "tf32", one of 11 bits, outside the error budget of fp32; "auto", which is "tf32x3" up
+            to d 128 and "ieee" past it, as "tf32x3" is too. "triton" only; nothing else changes with it.
         impl: "gluon" (Hopper), "triton" (CUDA), "tiled" (plain PyTorch, any device) or "auto"; see `resolve_impl`.
         deterministic: whether gradients are equal bit for bit between runs. False: gradients from one pass over the
             tiles on a Hopper GPU, summed in no fixed order: faster, and not equal bit for bit between runs. It takes
@@ -1577,14 +1699,11 @@ def flash_attention(
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(dtype) if isinstance(x, Tensor) and x.dtype in TRITON_DTYPES else x for x in (q, k, v))
     _check_tensors(q, k, v, packed)
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision must be one of {_names(PRECISIONS)}; got {precision!r}")
     if not isinstance(deterministic, bool):
         raise TypeError(f"deterministic must be True or False; got {type(deterministic).__name__}")
     left, right = _check_window(window, causal)
     impl = resolve_impl(q, impl, left=left, right=right, packed=packed)
-    if precision == "tf32x3" and q.shape[-1] > 128:
-        precision = "ieee"
+    precision = resolve_precision(q, precision)
     scale = _check_scale(scale, q.shape[-1])
     if packed:
         for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):

@@ -22,11 +22,7 @@ and one for "empty"; consumer warpgroups of 64 rows each multiply. The producer 
 Sources: Shah et al. 2024, "FlashAttention-3"; Dao 2023, "FlashAttention-2".
 """
 
-import functools
-
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -47,11 +43,11 @@ from labkit.kernels.hopper import (
     async_load,
     async_store,
     launch,
-    num_multiprocessors,
     tail_of,
     tiles_of,
     to_low,
 )
+from labkit.kernels.splits import combine, empty_lse, empty_parts, num_multiprocessors, num_splits_of, row_elements
 
 # ---- tile configurations --------------------------------------------------------------------------------------
 
@@ -80,17 +76,6 @@ DRAWN_FROM = 3
 
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them anew.
 LENGTHS = ("num_heads", "num_heads_total", "group", "num_queries", "num_keys", "num_splits")
-
-# Where tiles of queries are few the keys of each are split among several programs, and a second kernel puts their
-# outputs together. A share is of so many key tiles at least, and there are so many at most.
-TILES_OF_A_SPLIT = 2
-MOST_SPLITS = 32
-
-# What splitting costs, in the time of one key tile (1.4 us at D 64 and 128): the begin and end of a program's tile of
-# queries; starting the second kernel; its bytes of one tile of queries.
-COST_OF_A_TILE = 4.0
-COST_OF_COMBINING = 2.5
-COST_OF_A_PART = 0.02
 
 # ---- forward --------------------------------------------------------------------------------------------------
 
@@ -525,43 +510,6 @@ def hopper_fwd_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_queries", "num_heads", "num_splits"])
-def hopper_fwd_combine_kernel(
-    parts_ptr, parts_lse_ptr, out_ptr, lse_ptr, stride_ob, stride_oh, stride_os,
-    num_rows, num_queries, num_heads, num_splits,
-    HEAD_DIM: tl.constexpr, ROW: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """BLOCK rows of the output from those of all splits, each weighted by the share of its keys in Σ exp S."""
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    cols = tl.arange(0, PADDED)
-    valid = rows < num_rows
-    maximum = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
-    lse_ptrs = parts_lse_ptr + rows
-    for _ in range(num_splits):
-        maximum = tl.maximum(maximum, tl.load(lse_ptrs, mask=valid, other=float("-inf")))
-        lse_ptrs += num_rows
-    # A row without any key: zeros, and −inf.
-    shift = tl.where(maximum == float("-inf"), 0.0, maximum)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    out = tl.zeros((BLOCK, PADDED), dtype=tl.float32)
-    mask = valid[:, None] & (cols < HEAD_DIM)[None, :]
-    lse_ptrs = parts_lse_ptr + rows
-    part_ptrs = parts_ptr + rows.to(tl.int64)[:, None] * ROW + cols[None, :]
-    for _ in range(num_splits):
-        weight = tl.exp(tl.load(lse_ptrs, mask=valid, other=float("-inf")) - shift)
-        total += weight
-        out += weight[:, None] * tl.load(part_ptrs, mask=mask, other=0.0)
-        lse_ptrs += num_rows
-        part_ptrs += num_rows.to(tl.int64) * ROW
-    divisor = tl.where(total == 0.0, 1.0, total)
-    head = rows // num_queries
-    at = (head // num_heads).to(tl.int64) * stride_ob + (head % num_heads).to(tl.int64) * stride_oh
-    at += (rows % num_queries).to(tl.int64) * stride_os
-    tl.store(out_ptr + at[:, None] + cols[None, :], (out / divisor[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
-    lse = tl.where(total == 0.0, float("-inf"), shift + tl.log(divisor))
-    tl.store(lse_ptr + rows, lse, mask=valid)
-
-
 # ---- launchers ------------------------------------------------------------------------------------------------
 
 
@@ -574,9 +522,11 @@ def hopper_forward(
     tail = TAILS[head_dim]
     tiles = (FORWARD_SHORT if num_queries <= SHORT else FORWARD)[head_dim]
     block_k, consumers = tiles["BLOCK_K"], tiles["CONSUMERS"]
-    num_tiles = -(-num_queries // (ROWS * consumers)) * num_heads * num_batches
+    rows = ROWS * consumers
+    num_tiles = -(-num_queries // rows) * num_heads * num_batches
     programs = num_multiprocessors(q_BHSD.device.index)
-    num_splits = num_key_splits(num_tiles, -(-num_keys // block_k), programs, causal)
+    part_kib = rows * row_elements(head_dim) * 4 / 1024
+    num_splits = num_splits_of(num_tiles, -(-num_keys // block_k), programs, causal, part_kib=part_kib)
     num_tiles *= num_splits
     queue = causal and num_keys >= QUEUE_FROM
     dynamic = queue and num_tiles > DRAWN_FROM * programs
@@ -584,14 +534,12 @@ def hopper_forward(
     num_programs = min(num_tiles, programs) if persistent else num_tiles
     drawn = torch.zeros(1, dtype=torch.int32, device=q_BHSD.device) if dynamic else None
     described = []
-    for x, rows in ((q_BHSD, ROWS), (k_BGSD, block_k), (v_BGSD, block_k), (out_BHSD, ROWS)):
-        described += [tiles_of(x, rows), tail_of(x, rows, tail)]
-    num_rows = num_batches * num_heads * num_queries
+    for x, num_rows in ((q_BHSD, ROWS), (k_BGSD, block_k), (v_BGSD, block_k), (out_BHSD, ROWS)):
+        described += [tiles_of(x, num_rows), tail_of(x, num_rows, tail)]
     columns = {"D": 64 if tail else head_dim, "TAIL": tail}
     parts, parts_lse = None, lse_BHS
     if num_splits > 1:
-        parts = torch.empty((num_splits, num_rows, columns["D"] + tail), dtype=torch.float32, device=q_BHSD.device)
-        parts_lse = torch.empty((num_splits, num_rows), dtype=torch.float32, device=q_BHSD.device)
+        parts, parts_lse = empty_parts(num_splits, q_BHSD), empty_lse(num_splits, q_BHSD)
     numbers = (num_heads, num_heads * num_batches, num_heads // k_BGSD.shape[1], num_queries, num_keys, num_splits)
     constants = {
         "BLOCK_K": block_k,
@@ -606,43 +554,4 @@ def hopper_forward(
     arguments = (*described, parts, parts_lse, drawn, *numbers, scale * LOG2_E)
     launch(hopper_fwd_kernel, (num_programs, 1, 1), q_BHSD.dtype, arguments, constants, consumers)
     if num_splits > 1:
-        combine(parts, parts_lse, out_BHSD, lse_BHS)
-
-
-@functools.lru_cache(maxsize=1024)
-def num_key_splits(num_tiles: int, num_key_tiles: int, programs: int, causal: bool) -> int:
-    """Returns among how many programs the keys of every tile of queries are shared; no share of all keys is empty.
-
-    The least time by a count of key tiles, which was within 10 % of the measured one on an H200: causal shares, of all
-    lengths and the longest first, end with the longest or when all are shared out; full ones go in equal rounds.
-
-    Args:
-        num_tiles: of queries, of all heads and batches.
-        num_key_tiles: of one head.
-        programs: how many run at once.
-        causal: whether a tile walks the keys up to its own queries alone.
-    """
-
-    def cost(num_splits: int) -> float:
-        share = COST_OF_A_TILE + -(-num_key_tiles // num_splits)
-        if causal:
-            mean = COST_OF_A_TILE + (num_key_tiles + 1) / 2 / num_splits
-            time = max(share, num_tiles * num_splits * mean / programs)
-        else:
-            time = -(-num_tiles * num_splits // programs) * share
-        return time + (COST_OF_COMBINING + COST_OF_A_PART * num_tiles * num_splits if num_splits > 1 else 0.0)
-
-    most = max(1, min(num_key_tiles // TILES_OF_A_SPLIT, MOST_SPLITS))
-    shares = (-(-num_key_tiles // num_splits) for num_splits in range(1, most + 1))
-    return min((-(-num_key_tiles // share) for share in shares), key=cost)
-
-
-def combine(parts: Tensor, parts_lse: Tensor, out_BHSD: Tensor, lse_BHS: Tensor) -> None:
-    """Writes the output and the log-sum-exp from the splits' own: fp32, (splits, B·H·S, D or more) and without D."""
-    num_heads, num_queries, head_dim = out_BHSD.shape[1:]
-    num_splits, num_rows, row = parts.shape
-    block = 16
-    hopper_fwd_combine_kernel[(triton.cdiv(num_rows, block),)](
-        parts, parts_lse, out_BHSD, lse_BHS, *out_BHSD.stride()[:3], num_rows, num_queries, num_heads, num_splits,
-        HEAD_DIM=head_dim, ROW=row, PADDED=triton.next_power_of_2(head_dim), BLOCK=block,
-    )  # fmt: skip
+        combine(parts, out_BHSD, parts_lse, lse_BHS)

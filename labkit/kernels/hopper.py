@@ -39,12 +39,6 @@ def launch_options(consumers: int) -> dict[str, int]:
     return {"num_warps": 4, "maxnreg": START_REGISTERS[consumers], "REGISTERS": CONSUMER_REGISTERS[consumers]}
 
 
-@functools.cache
-def num_multiprocessors(device_index: int) -> int:
-    """Returns how many programs run at once, one a multiprocessor: each takes most of its shared memory."""
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
-
-
 _compiled = {}
 
 

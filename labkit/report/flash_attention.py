@@ -36,8 +36,11 @@ NAMES = {
     "gluon": "Gluon (ours)",
     "gluon_unordered": "Gluon, sums unordered (ours)",
     "triton": "Triton (ours)",
+    "triton_ieee": "Triton, CUDA cores (ours)",
+    "triton_tf32": "Triton, TF32 (ours)",
     "tiled": "tiled (ours)",
     "fa3": "FlashAttention-3",
+    "fa3_deterministic": "FlashAttention-3, deterministic",
     "sdpa_cudnn": "SDPA cuDNN",
     "sdpa_flash": "SDPA flash",
     "sdpa_efficient": "SDPA efficient",
@@ -49,10 +52,11 @@ NAMES = {
 }
 """Implementations in the order and under the names in which this chapter shows them."""
 
-OURS = ("gluon", "gluon_unordered", "triton", "tiled")
+TRITON = ("triton", "triton_ieee", "triton_tf32")
+OURS = ("gluon", "gluon_unordered", *TRITON, "tiled")
 
 SHAPE = ["batch", "heads", "length", "d_head", "causal"]
-PRECISIONS = ("bf16", "fp32")
+PRECISIONS = ("bf16", "fp32", "tf32")
 
 AGREEMENT = 0.05
 """Two ways to measure the same thing agree when they differ by at most 5 %."""
@@ -432,12 +436,14 @@ def _lengths(lengths: pd.Series) -> str:
 
 def table_tiles_chosen(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns the tiles that the Triton kernels ship with, rows of queries × rows of keys."""
-    rows = ok_rows(_contest(frame), impl="triton")
+    rows = ok_rows(_contest(frame))
+    rows = rows[rows["impl"].isin(TRITON)] if len(rows) else rows
     if rows.empty:
         return pd.DataFrame()
-    rows = rows.drop_duplicates(["precision", "d_head"])
+    rows = rows.drop_duplicates(["precision", "impl", "d_head"])
     return pd.DataFrame(
         {
+            "kernels": NAMES[row["impl"]],
             "precision": row["precision"],
             "d": row["d_head"],
             **{
@@ -445,7 +451,7 @@ def table_tiles_chosen(frame: pd.DataFrame) -> pd.DataFrame:
                 for kernel, label in (("forward", "forward"), ("dkdv", "backward: dk and dv"), ("dq", "backward: dq"))
             },
         }
-        for row in rows.sort_values(["precision", "d_head"], kind="stable").to_dict("records")
+        for row in rows.sort_values(["precision", "rank", "d_head"], kind="stable").to_dict("records")
     )
 
 
@@ -556,6 +562,29 @@ def findings_speed(frame: pd.DataFrame, precision: str) -> list[str]:
 
 def _grid_name(row: pd.Series) -> str:
     return f"d {row['d_head']} at {row['length']}"
+
+
+def findings_products(frame: pd.DataFrame) -> list[str]:
+    """Says what three products of TF32 in place of one of fp32 gain over the CUDA cores, and how exact they are."""
+    rows = ok_rows(_contest(frame))
+    if rows.empty:
+        return []
+    keys = [*SHAPE, "name"]
+    columns = [*keys, "median_ms", "relative_error"]
+    three, one = (select(rows, impl=impl, precision="fp32")[columns] for impl in ("triton", "triton_ieee"))
+    pairs = three.merge(one, on=keys, suffixes=("", "_one"))
+    sentences = []
+    if len(pairs):
+        pairs = pairs.assign(speedup=pairs["median_ms_one"] / pairs["median_ms"])
+        who = "three products of TF32 on the tensor cores in place of each of fp32"
+        sentences.append(
+            _compared(
+                pairs, who, "the CUDA cores' own fp32", lambda row: f"{PHASE_NAMES[row['name']]} {_grid_name(row)}"
+            )
+        )
+        ratios = pairs["relative_error"] / pairs["relative_error_one"]
+        sentences.append(f"The errors of the three against fp64 are {span(ratios)} those of the one.")
+    return sentences
 
 
 def _near_the_limit(rows: pd.DataFrame) -> list[str]:
