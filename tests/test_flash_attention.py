@@ -126,12 +126,12 @@ def mask_of(case: Case) -> dict:
     return {"scale": fa._check_scale(case.scale, case.shape[-1]), "left": left, "right": right}
 
 
-class TruncatedProducts(TorchDispatchMode):
-    """Matrix products of operands cut to TF32's 10 bits of fraction, as tensor cores read fp32 from shared memory."""
+class RoundedProducts(TorchDispatchMode):
+    """Matrix products of operands rounded to TF32's 10 bits of fraction, ties away from zero."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
-            args = [(x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32) for x in args]
+            args = [((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32) for x in args]
         return func(*args, **(kwargs or {}))
 
 
@@ -181,7 +181,7 @@ def measure(case: Case, impl: str, device: str = "cpu") -> dict[str, tuple[float
     tensors = draw(case, device)
     exact = eager(case, torch.float64, tensors)
     is_tf32 = case.precision == "tf32" and case.dtype == "float32"
-    with TruncatedProducts() if is_tf32 else contextlib.nullcontext():
+    with RoundedProducts() if is_tf32 else contextlib.nullcontext():
         same_dtype = eager(case, getattr(torch, case.dtype), tensors)
     result = ours(case, impl, tensors)
     empty = torch.isinf(exact["lse"])
@@ -267,6 +267,11 @@ CASES = [
     Case((1, 1, 1, 40, 40, 16), causal=True, scale=1.5),
     *(Case((2, 3, 3, 35, 37, 24), causal=True, layout=layout) for layout in LAYOUTS[1:]),
 ]
+# Operands are rounded to TF32 by the kernels, so that the interpreter's products are those of the tensor cores.
+TF32_CASES = [
+    Case((1, 1, 1, 96, 128, 16), causal=True, precision="tf32"),
+    Case((1, 2, 1, 65, 47, 80), precision="tf32", num_splits=2),
+]
 # Walks shared among several programs: with shares that are empty, of grouped heads, of rows that see no key.
 SPLIT_CASES = [
     Case((1, 1, 1, 96, 128, 16), causal=True, num_splits=2),
@@ -285,7 +290,7 @@ INTERPRETED = [
     for case in (*CASES, *SPLIT_CASES)
     for dtype in ("float32", "float16")
     if dtype == "float16" or (case.shape[:3] == (1, 1, 1) and max(case.shape) < 200)
-]
+] + TF32_CASES
 
 
 @pytest.mark.parametrize("case", INTERPRETED, ids=str)

@@ -100,21 +100,24 @@ def _table(family: str, kind: str, rows: dict[tuple[int, ...], tuple[TileConfig,
 # tests/test_kernel_compilation.py compiles for. 128 rows are two warpgroups of 64, the rows of one wgmma.
 # - Forward: up to D 64 one warpgroup a program, of which several share an SM and hide each other's waits; past it 128
 #   queries and 128 keys keep wgmma at its widest, and a third stage no longer fits in shared memory.
-# - dK/dV: S^T and dP^T of 128 keys × 64 queries are what the registers leave room for. When causal, the masks of a
-#   second loop no longer fit in them at D 96 and 128: one loop, every tile masked.
-# - dQ: 64 keys leave it below 128 registers up to D 64, so that two programs share an SM and hide each other's waits.
+# - dK/dV: S^T and dP^T of 128 keys × 64 queries are what the registers leave room for; fewer let several programs of
+#   one warpgroup share an SM at D 32. When causal, the masks of a second loop no longer fit in them at D 96 and 128:
+#   one loop, every tile masked.
+# - dQ: 64 keys leave it below 128 registers up to D 64, so that programs share an SM and hide each other's waits.
 # - D 192 and 256 run but are not tuned: 32 × 32 tiles are the largest whose dK/dV stays near the register file.
 _HOPPER_WIDE = {
     (192, 256): (TileConfig(128, 64, 8, 2), TileConfig(32, 32, 4, 2, split=False), TileConfig(64, 32, 8, 2)),
 }
 _HOPPER_16_BIT_FULL = {
-    (16, 32): (TileConfig(64, 128, 4, 3), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
+    (16,): (TileConfig(64, 128, 4, 3), TileConfig(64, 128, 4, 2), TileConfig(64, 64, 4, 3)),
+    (32,): (TileConfig(64, 128, 4, 3), TileConfig(32, 64, 4, 3, split=False), TileConfig(64, 64, 4, 3)),
     (64,): (TileConfig(64, 64, 4, 3), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
     (80, 96): (TileConfig(128, 128, 8, 2), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
     (128,): (TileConfig(128, 128, 8, 2), TileConfig(64, 128, 8, 3), TileConfig(128, 64, 8, 2)),
 }
 _HOPPER_16_BIT_CAUSAL = {
-    (16, 32): (TileConfig(64, 128, 4, 3), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
+    (16,): (TileConfig(64, 128, 4, 3), TileConfig(64, 128, 4, 2), TileConfig(64, 64, 4, 3)),
+    (32,): (TileConfig(64, 128, 4, 3), TileConfig(32, 64, 4, 3, split=False), TileConfig(64, 64, 4, 3)),
     (64,): (TileConfig(64, 64, 4, 3), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
     (80,): (TileConfig(128, 128, 8, 2), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
     (96, 128): (TileConfig(128, 128, 8, 2), TileConfig(64, 128, 8, 3, split=False), TileConfig(128, 64, 8, 2)),
@@ -197,8 +200,9 @@ CONFIGS: dict[tuple[str, str, int, bool], AttentionConfig] = {
 # Several tiles and every loop within lengths that the interpreter gets through.
 INTERPRETER_CONFIG = AttentionConfig(TileConfig(32, 16, 4, 1), TileConfig(16, 32, 4, 1), TileConfig(32, 16, 4, 1))
 
-# Warps that run at once on a multiprocessor, as far as splitting reckons, up to D 32 and past it: registers bound them.
-NARROW_WARPS_AT_ONCE, WARPS_AT_ONCE = 24, 8
+# Warps that run at once on a multiprocessor, as far as splitting reckons: (widest head dimension, warps) by bytes of an
+# element. Registers bound them; these gave the numbers of splits that were fastest on an H200.
+WARPS_AT_ONCE = {2: ((64, 16), (MAX_HEAD_DIM, 8)), 4: ((32, 24), (MAX_HEAD_DIM, 8))}
 
 DELTA_BLOCK_Q = 32
 # No query tile is longer, so that the statistics of a whole tile are always there to load.
@@ -257,8 +261,23 @@ def _start_of(index, stride, ALIGNMENT: tl.constexpr):
 
 
 @triton.jit
-def _load(ptr, offsets, row_mask, cols, HEAD_DIM: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr):
-    """A tile, zero beyond the last row and beyond the head dimension."""
+def _operand(x, PRECISION: tl.constexpr):
+    """x as an operand of a product, in TF32 rounded to its 11 bits.
+
+    The tensor cores cut off the bits that they do not take, which shrinks every product: four times the error of eager.
+    """
+    if PRECISION == "tf32" and x.dtype == tl.float32:
+        bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000  # the nearest, ties away from zero
+        x = bits.to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def _load(
+    ptr, offsets, row_mask, cols,
+    HEAD_DIM: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile as an operand, zero beyond the last row and beyond the head dimension."""
     if MASK_ROWS and MASK_COLS:
         tile = tl.load(ptr + offsets, mask=row_mask[:, None] & (cols < HEAD_DIM)[None, :], other=0.0)
     elif MASK_ROWS:
@@ -267,7 +286,7 @@ def _load(ptr, offsets, row_mask, cols, HEAD_DIM: tl.constexpr, MASK_ROWS: tl.co
         tile = tl.load(ptr + offsets, mask=(cols < HEAD_DIM)[None, :], other=0.0)
     else:
         tile = tl.load(ptr + offsets)
-    return tile
+    return _operand(tile, PRECISION)
 
 
 @triton.jit
@@ -444,14 +463,14 @@ def flash_attention_fwd_kernel(
     q_offsets = _offsets(rows_q, cols, stride_qs, stride_qd, WIDE, ALIGNMENT)
     k_offsets = _offsets(rows_k, cols, stride_ks, stride_kd, WIDE, ALIGNMENT)
     v_offsets = _offsets(rows_k, cols, stride_vs, stride_vd, WIDE, ALIGNMENT)
-    q = _load(q_ptr, q_offsets, mask_q, cols, HEAD_DIM, True, MASK_COLS)
+    q = _load(q_ptr, q_offsets, mask_q, cols, HEAD_DIM, True, MASK_COLS, PRECISION)
     acc = tl.zeros((BLOCK_Q, BLOCK_D), dtype=tl.float32)
     if TAIL_D > 0:
         tail = BLOCK_D + tl.arange(0, TAIL_D)
         q_tail_offsets = _offsets(rows_q, tail, stride_qs, stride_qd, WIDE, ALIGNMENT)
         k_tail_offsets = _offsets(rows_k, tail, stride_ks, stride_kd, WIDE, ALIGNMENT)
         v_tail_offsets = _offsets(rows_k, tail, stride_vs, stride_vd, WIDE, ALIGNMENT)
-        q_tail = _load(q_ptr, q_tail_offsets, mask_q, tail, HEAD_DIM, True, MASK_TAIL)
+        q_tail = _load(q_ptr, q_tail_offsets, mask_q, tail, HEAD_DIM, True, MASK_TAIL, PRECISION)
         acc_tail = tl.zeros((BLOCK_Q, TAIL_D), dtype=tl.float32)
     maximum = tl.full((BLOCK_Q,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK_Q,), dtype=tl.float32)
@@ -481,10 +500,10 @@ def flash_attention_fwd_kernel(
             k_tile_ptr = k_ptr + _start_of(start, stride_ks, ALIGNMENT)
             v_tile_ptr = v_ptr + _start_of(start, stride_vs, ALIGNMENT)
             mask_k = rows_k < num_keys - start
-            k = _load(k_tile_ptr, k_offsets, mask_k, cols, HEAD_DIM, stage != 1, MASK_COLS)
+            k = _load(k_tile_ptr, k_offsets, mask_k, cols, HEAD_DIM, stage != 1, MASK_COLS, PRECISION)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if TAIL_D > 0:
-                k_tail = _load(k_tile_ptr, k_tail_offsets, mask_k, tail, HEAD_DIM, stage != 1, MASK_TAIL)
+                k_tail = _load(k_tile_ptr, k_tail_offsets, mask_k, tail, HEAD_DIM, stage != 1, MASK_TAIL, PRECISION)
                 scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision=PRECISION)
             if stage != 1:
                 visible = _visible(positions, (start + rows_k)[None, :], left, right, num_keys, HAS_LEFT, HAS_RIGHT)
@@ -498,11 +517,11 @@ def flash_attention_fwd_kernel(
             p = tl.exp2(scores * scale_log2 - shift[:, None])
             rescale = tl.exp2(maximum - shift)
             total = total * rescale + tl.sum(p, axis=1)
-            v = _load(v_tile_ptr, v_offsets, mask_k, cols, HEAD_DIM, stage != 1, MASK_COLS)
-            p = p.to(v.dtype)
+            v = _load(v_tile_ptr, v_offsets, mask_k, cols, HEAD_DIM, stage != 1, MASK_COLS, PRECISION)
+            p = _operand(p.to(v.dtype), PRECISION)
             acc = tl.dot(p, v, acc * rescale[:, None], input_precision=PRECISION)
             if TAIL_D > 0:
-                v_tail = _load(v_tile_ptr, v_tail_offsets, mask_k, tail, HEAD_DIM, stage != 1, MASK_TAIL)
+                v_tail = _load(v_tile_ptr, v_tail_offsets, mask_k, tail, HEAD_DIM, stage != 1, MASK_TAIL, PRECISION)
                 acc_tail = tl.dot(p, v_tail, acc_tail * rescale[:, None], input_precision=PRECISION)
             maximum = new_maximum
 
@@ -609,8 +628,8 @@ def flash_attention_bwd_dkdv_kernel(
     g_offsets = _offsets(rows_q, cols, stride_gs, stride_gd, WIDE, ALIGNMENT)
     k_offsets = _offsets(rows_k, cols, stride_ks, stride_kd, WIDE, ALIGNMENT)
     v_offsets = _offsets(rows_k, cols, stride_vs, stride_vd, WIDE, ALIGNMENT)
-    k = _load(k_ptr, k_offsets, mask_k, cols, HEAD_DIM, True, MASK_COLS)
-    v = _load(v_ptr, v_offsets, mask_k, cols, HEAD_DIM, True, MASK_COLS)
+    k = _load(k_ptr, k_offsets, mask_k, cols, HEAD_DIM, True, MASK_COLS, PRECISION)
+    v = _load(v_ptr, v_offsets, mask_k, cols, HEAD_DIM, True, MASK_COLS, PRECISION)
     grad_k = tl.zeros((BLOCK_K, BLOCK_D), dtype=tl.float32)
     grad_v = tl.zeros((BLOCK_K, BLOCK_D), dtype=tl.float32)
     if TAIL_D > 0:
@@ -619,8 +638,8 @@ def flash_attention_bwd_dkdv_kernel(
         g_tail_offsets = _offsets(rows_q, tail, stride_gs, stride_gd, WIDE, ALIGNMENT)
         k_tail_offsets = _offsets(rows_k, tail, stride_ks, stride_kd, WIDE, ALIGNMENT)
         v_tail_offsets = _offsets(rows_k, tail, stride_vs, stride_vd, WIDE, ALIGNMENT)
-        k_tail = _load(k_ptr, k_tail_offsets, mask_k, tail, HEAD_DIM, True, MASK_TAIL)
-        v_tail = _load(v_ptr, v_tail_offsets, mask_k, tail, HEAD_DIM, True, MASK_TAIL)
+        k_tail = _load(k_ptr, k_tail_offsets, mask_k, tail, HEAD_DIM, True, MASK_TAIL, PRECISION)
+        v_tail = _load(v_ptr, v_tail_offsets, mask_k, tail, HEAD_DIM, True, MASK_TAIL, PRECISION)
         grad_k_tail = tl.zeros((BLOCK_K, TAIL_D), dtype=tl.float32)
         grad_v_tail = tl.zeros((BLOCK_K, TAIL_D), dtype=tl.float32)
 
@@ -651,8 +670,8 @@ def flash_attention_bwd_dkdv_kernel(
                 q_tile_ptr = q_head_ptr + _start_of(start, stride_qs, ALIGNMENT)
                 g_tile_ptr = g_head_ptr + _start_of(start, stride_gs, ALIGNMENT)
                 mask_q = rows_q < num_queries - start
-                q = _load(q_tile_ptr, q_offsets, mask_q, cols, HEAD_DIM, not EVEN_Q, MASK_COLS)
-                grad_out = _load(g_tile_ptr, g_offsets, mask_q, cols, HEAD_DIM, not EVEN_Q, MASK_COLS)
+                q = _load(q_tile_ptr, q_offsets, mask_q, cols, HEAD_DIM, not EVEN_Q, MASK_COLS, PRECISION)
+                grad_out = _load(g_tile_ptr, g_offsets, mask_q, cols, HEAD_DIM, not EVEN_Q, MASK_COLS, PRECISION)
                 delta = tl.load(delta_ptr + head_statistics + start + rows_q)
                 scores_t = tl.dot(k, tl.trans(q), input_precision=PRECISION)
                 # ∂Pᵀ − D straight from the accumulator: D occupies no registers of its own, and the product runs under
@@ -660,8 +679,10 @@ def flash_attention_bwd_dkdv_kernel(
                 grad_p_t = tl.broadcast_to(-delta[None, :], (BLOCK_K, BLOCK_Q))
                 grad_p_t = tl.dot(v, tl.trans(grad_out), grad_p_t, input_precision=PRECISION)
                 if TAIL_D > 0:
-                    q_tail = _load(q_tile_ptr, q_tail_offsets, mask_q, tail, HEAD_DIM, not EVEN_Q, MASK_TAIL)
-                    grad_out_tail = _load(g_tile_ptr, g_tail_offsets, mask_q, tail, HEAD_DIM, not EVEN_Q, MASK_TAIL)
+                    q_tail = _load(q_tile_ptr, q_tail_offsets, mask_q, tail, HEAD_DIM, not EVEN_Q, MASK_TAIL, PRECISION)
+                    grad_out_tail = _load(
+                        g_tile_ptr, g_tail_offsets, mask_q, tail, HEAD_DIM, not EVEN_Q, MASK_TAIL, PRECISION
+                    )
                     scores_t = tl.dot(k_tail, tl.trans(q_tail), scores_t, input_precision=PRECISION)
                     grad_p_t = tl.dot(v_tail, tl.trans(grad_out_tail), grad_p_t, input_precision=PRECISION)
                 lse_log2 = tl.load(lse_log2_ptr + head_statistics + start + rows_q)
@@ -670,9 +691,9 @@ def flash_attention_bwd_dkdv_kernel(
                     positions = (num_keys - num_queries + start + rows_q)[None, :]
                     visible = _visible(positions, keys, left, right, num_keys, HAS_LEFT, HAS_RIGHT)
                     p_t = tl.where(visible, p_t, 0.0)
-                p_t_low = p_t.to(grad_out.dtype)
+                p_t_low = _operand(p_t.to(grad_out.dtype), PRECISION)
                 grad_v = tl.dot(p_t_low, grad_out, grad_v, input_precision=PRECISION)
-                grad_scores_t = (p_t * grad_p_t).to(q.dtype)
+                grad_scores_t = _operand((p_t * grad_p_t).to(q.dtype), PRECISION)
                 grad_k = tl.dot(grad_scores_t, q, grad_k, input_precision=PRECISION)
                 if TAIL_D > 0:
                     grad_v_tail = tl.dot(p_t_low, grad_out_tail, grad_v_tail, input_precision=PRECISION)
@@ -738,8 +759,8 @@ def flash_attention_bwd_dq_kernel(
     g_offsets = _offsets(rows_q, cols, stride_gs, stride_gd, WIDE, ALIGNMENT)
     k_offsets = _offsets(rows_k, cols, stride_ks, stride_kd, WIDE, ALIGNMENT)
     v_offsets = _offsets(rows_k, cols, stride_vs, stride_vd, WIDE, ALIGNMENT)
-    q = _load(q_ptr, q_offsets, mask_q, cols, HEAD_DIM, True, MASK_COLS)
-    grad_out = _load(grad_out_ptr, g_offsets, mask_q, cols, HEAD_DIM, True, MASK_COLS)
+    q = _load(q_ptr, q_offsets, mask_q, cols, HEAD_DIM, True, MASK_COLS, PRECISION)
+    grad_out = _load(grad_out_ptr, g_offsets, mask_q, cols, HEAD_DIM, True, MASK_COLS, PRECISION)
     grad_q = tl.zeros((BLOCK_Q, BLOCK_D), dtype=tl.float32)
     if TAIL_D > 0:
         tail = BLOCK_D + tl.arange(0, TAIL_D)
@@ -747,8 +768,8 @@ def flash_attention_bwd_dq_kernel(
         g_tail_offsets = _offsets(rows_q, tail, stride_gs, stride_gd, WIDE, ALIGNMENT)
         k_tail_offsets = _offsets(rows_k, tail, stride_ks, stride_kd, WIDE, ALIGNMENT)
         v_tail_offsets = _offsets(rows_k, tail, stride_vs, stride_vd, WIDE, ALIGNMENT)
-        q_tail = _load(q_ptr, q_tail_offsets, mask_q, tail, HEAD_DIM, True, MASK_TAIL)
-        grad_out_tail = _load(grad_out_ptr, g_tail_offsets, mask_q, tail, HEAD_DIM, True, MASK_TAIL)
+        q_tail = _load(q_ptr, q_tail_offsets, mask_q, tail, HEAD_DIM, True, MASK_TAIL, PRECISION)
+        grad_out_tail = _load(grad_out_ptr, g_tail_offsets, mask_q, tail, HEAD_DIM, True, MASK_TAIL, PRECISION)
         grad_q_tail = tl.zeros((BLOCK_Q, TAIL_D), dtype=tl.float32)
     lse_log2 = tl.load(lse_log2_ptr + statistics)[:, None]
     delta = tl.load(delta_ptr + statistics)[:, None]
@@ -775,20 +796,20 @@ def flash_attention_bwd_dq_kernel(
             k_tile_ptr = k_ptr + _start_of(start, stride_ks, ALIGNMENT)
             v_tile_ptr = v_ptr + _start_of(start, stride_vs, ALIGNMENT)
             mask_k = rows_k < num_keys - start
-            k = _load(k_tile_ptr, k_offsets, mask_k, cols, HEAD_DIM, stage != 1, MASK_COLS)
-            v = _load(v_tile_ptr, v_offsets, mask_k, cols, HEAD_DIM, stage != 1, MASK_COLS)
+            k = _load(k_tile_ptr, k_offsets, mask_k, cols, HEAD_DIM, stage != 1, MASK_COLS, PRECISION)
+            v = _load(v_tile_ptr, v_offsets, mask_k, cols, HEAD_DIM, stage != 1, MASK_COLS, PRECISION)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             grad_p = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
             if TAIL_D > 0:
-                k_tail = _load(k_tile_ptr, k_tail_offsets, mask_k, tail, HEAD_DIM, stage != 1, MASK_TAIL)
-                v_tail = _load(v_tile_ptr, v_tail_offsets, mask_k, tail, HEAD_DIM, stage != 1, MASK_TAIL)
+                k_tail = _load(k_tile_ptr, k_tail_offsets, mask_k, tail, HEAD_DIM, stage != 1, MASK_TAIL, PRECISION)
+                v_tail = _load(v_tile_ptr, v_tail_offsets, mask_k, tail, HEAD_DIM, stage != 1, MASK_TAIL, PRECISION)
                 scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision=PRECISION)
                 grad_p = tl.dot(grad_out_tail, tl.trans(v_tail), grad_p, input_precision=PRECISION)
             p = tl.exp2(scores * scale_log2 - lse_log2)
             if stage != 1:
                 visible = _visible(positions, (start + rows_k)[None, :], left, right, num_keys, HAS_LEFT, HAS_RIGHT)
                 p = tl.where(visible, p, 0.0)
-            grad_scores = (p * (grad_p - delta)).to(k.dtype)
+            grad_scores = _operand((p * (grad_p - delta)).to(k.dtype), PRECISION)
             grad_q = tl.dot(grad_scores, k, grad_q, input_precision=PRECISION)
             if TAIL_D > 0:
                 grad_q_tail = tl.dot(grad_scores, k_tail, grad_q_tail, input_precision=PRECISION)
@@ -1093,7 +1114,7 @@ def _num_splits(problem: _Problem, tile: TileConfig, kernel: str, q: Tensor) -> 
     num_walks = triton.cdiv(*starting) * num_heads * problem.num_batches
     if not q.is_cuda or problem.cu_seqlens_q is not None or problem.left >= 0:
         return num_walks, 1
-    warps = NARROW_WARPS_AT_ONCE if problem.head_dim <= 32 else WARPS_AT_ONCE
+    warps = next(warps for widest, warps in WARPS_AT_ONCE[q.element_size()] if problem.head_dim <= widest)
     programs = num_multiprocessors(q.device.index) * max(1, warps // tile.num_warps)
     part_kib = num_results * starting[1] * row_elements(problem.head_dim) * 4 / 1024
     return num_walks, num_splits_of(
