@@ -135,15 +135,30 @@ _IEEE = {
     (80, 96, 128): (TileConfig(64, 16, 8, 2), TileConfig(16, 64, 8, 2, split=False), TileConfig(64, 16, 8, 2)),
     (192, 256): (TileConfig(32, 16, 8, 1), TileConfig(16, 32, 8, 1, split=False), TileConfig(32, 16, 8, 1)),
 }
-# TF32 runs on the tensor cores with operands twice as wide, so that tiles are half those of 16 bits. 64 rows by 16
-# columns are for 4 warps: of 8, each four would take 8 columns, and triton 3.6 reads beyond its shared memory.
+# TF32 runs on the tensor cores with operands twice as wide, so that tiles are half those of 16 bits; with the registers
+# that rounding takes, one loop is faster than two. 64 rows by 16 columns, a tail's for example, are for 4 warps: of 8,
+# each four would take 8 columns, and triton 3.6 reads beyond its shared memory.
 _TF32 = {
-    (16, 32, 64): (TileConfig(64, 32, 4, 2), TileConfig(32, 32, 8, 1, split=False), TileConfig(64, 32, 8, 2)),
-    (80, 96, 128): (TileConfig(64, 32, 8, 2), TileConfig(32, 32, 8, 1, split=False), TileConfig(64, 16, 4, 2)),
+    (16, 32, 64): (
+        TileConfig(128, 32, 8, 2, split=False),
+        TileConfig(32, 128, 8, 2, split=False),
+        TileConfig(64, 32, 4, 2, split=False),
+    ),
+    (80, 96): (
+        TileConfig(64, 32, 4, 2, split=False),
+        TileConfig(16, 128, 8, 2, split=False),
+        TileConfig(64, 32, 4, 2, split=False),
+    ),
+    (128,): (
+        TileConfig(128, 32, 8, 2),
+        TileConfig(32, 32, 8, 1, split=False),
+        TileConfig(128, 32, 8, 1, split=False),
+    ),
     (192, 256): (TileConfig(32, 16, 8, 1), TileConfig(16, 32, 8, 1, split=False), TileConfig(32, 16, 8, 1)),
 }
 # Within 99 KiB, D 256 leaves 16 rows of everything.
 _TF32_NARROW = {
+    (16, 32, 64): (TileConfig(64, 32, 4, 2), TileConfig(32, 32, 8, 1, split=False), TileConfig(64, 32, 8, 2)),
     (80, 96, 128): (TileConfig(32, 32, 4, 1), TileConfig(16, 32, 4, 1, split=False), TileConfig(32, 16, 4, 1)),
     (192, 256): (TileConfig(16, 16, 4, 1), TileConfig(16, 16, 4, 1, split=False), TileConfig(16, 16, 4, 1)),
 }
@@ -193,7 +208,7 @@ CONFIGS: dict[tuple[str, str, int, bool], AttentionConfig] = {
     **_table("hopper", "tf32x3", _TF32X3),
     **_table("generic", "tf32x3", _TF32X3_NARROW),
     **_table("hopper", "tf32", _TF32),
-    **_table("generic", "tf32", _TF32 | _TF32_NARROW),
+    **_table("generic", "tf32", _TF32_NARROW),
 }
 """The shipped tiles by (family of devices, kind of arithmetic, width, causal); see `select_config`."""
 
