@@ -997,11 +997,12 @@ def test_compiled_offsets_beyond_two_to_the_31(axis):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
-@pytest.mark.parametrize("dim", [64, 72, 128])
+@pytest.mark.parametrize("heads", [1, 16], ids=["split walks", "many tiles"])
+@pytest.mark.parametrize("dim", [16, 64, 72, 128])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("impl", ["auto", "triton"])
-def test_repeats_are_bit_equal(dim, causal, impl):
-    q, k, v, grad_out = draw(Case((2, 16, 16, 2100, 2100, dim), dtype="bfloat16"), "cuda")
+def test_repeats_are_bit_equal(dim, causal, impl, heads):
+    q, k, v, grad_out = draw(Case((2, heads, heads, 2100, 2100, dim), dtype="bfloat16"), "cuda")
     mask = {"scale": 0.1, "left": -1, "right": 0 if causal else -1, "impl": resolve_impl(q, impl)}
     out, lse = fa.flash_attention_forward(q, k, v, **mask)
     for _ in range(1000):
