@@ -321,3 +321,8 @@ def test_environment_table_names_every_version_and_commit():
     )
     assert "2.11, 2.12" in text and "2026-01-01 to 2026-01-02" in text
     assert "aaaaaaaaaaaa, bbbbbbbbbbbb with uncommitted changes" in text
+    assert "measurement versions" not in text
+    older = [record(), record(section="t"), record(measurement_version=2)]
+    assert "1: 2 records (s, t); 2: 1 records (s)" in render.environment_table({}, older, "d")
+    other = [*older, record(notebook="another")]
+    assert "measurement versions" not in render.environment_table({}, other, "d"), "each notebook counts its own"

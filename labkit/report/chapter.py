@@ -145,6 +145,14 @@ def environment_table(environment: dict, records: Sequence[Record], device: str)
         rows["measured"] = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
     counts = pd.Series([record.status for record in records]).value_counts().sort_index()
     rows["records"] = ", ".join(f"{count:,} {status}" for status, count in counts.items())
+    by_version: dict[int, list[str]] = {}
+    for record in records:
+        by_version.setdefault(record.measurement_version, []).append(record.section)
+    if len(by_version) > 1 and len({record.notebook for record in records}) == 1:
+        rows["measurement versions"] = "; ".join(
+            f"{version}: {len(sections):,} records ({', '.join(sorted(set(sections)))})"
+            for version, sections in sorted(by_version.items())
+        )
     throttled = {reason for record in records for reason in record.telemetry.get("throttle_reasons", [])}
     if any(record.telemetry for record in records):
         affected = sum(bool(record.telemetry.get("throttle_reasons")) for record in records)

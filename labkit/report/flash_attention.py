@@ -723,7 +723,9 @@ def findings_tiles(frame: pd.DataFrame) -> list[str]:
         excess = row["median_ms"] / best["median_ms"] - 1
         verdict = "is" if row.equals(best) else "is about as fast as" if excess <= SAME else "is **not**"
         rest = "" if verdict == "is" else f" ({percent(excess)} more time)"
-        sentences.append(f"The shipped configuration, {_tile_name(row)}, {verdict} the fastest{rest}.")
+        sentences.append(
+            f"The configuration shipped when this was measured, {_tile_name(row)}, {verdict} the fastest{rest}."
+        )
     failed = frame[frame["status"] != "ok"]
     for status, group in failed.groupby("status"):
         names = [_tile_name(row) for _, row in group.iterrows()]
@@ -906,7 +908,7 @@ def findings_leaderboard(frame: pd.DataFrame) -> list[str]:
 
 
 def versions() -> pd.DataFrame:
-    """Returns what was tried on the Hopper kernels: see the README beside the file."""
+    """Returns what was tried on the kernels: see the README beside the file."""
     file = resources.files("labkit") / "data" / "development" / "flash_attention_versions.csv"
     with file.open(encoding="utf-8") as lines:
         return pd.read_csv(lines, keep_default_na=False, na_values={"gained_percent": [""]})
