@@ -124,7 +124,7 @@ BENCHMARKING: dict[str, BenchmarkingGrid] = {
         compile_contexts=(64,),
         compile_precisions=("fp32",),
         whole_compile_sizes=(),
-        time_limit_s=0.1,
+        time_limit_s=0.05,
         case_timeout_s=120.0,
     ),
     "full": BenchmarkingGrid(

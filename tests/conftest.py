@@ -13,9 +13,32 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def imports_are_no_garbage():
-    """Spares each of the collections that go with a measurement the walk through everything imported."""
+LONGEST_FIRST = (
+    "test_kernel_compilation.py",
+    "test_notebooks.py",
+    "test_flash_attention_notebook.py",
+    "test_flash_attention.py",
+    "test_report.py",
+    "test_attention_notebook.py",
+    "test_nsys_analysis_notebook.py",
+    "test_sweep.py",
+    "test_attention_impls.py",
+    "test_memory_notebook.py",
+)
+"""Files of half a minute and more. One of them begun last would keep one core at work and leave the others idle."""
+
+
+def pytest_collection_modifyitems(items):
+    order = {name: position for position, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_came_before_is_no_garbage():
+    """Spares each of the collections that go with a measurement the walk through all that is imported and kept.
+
+    Anew for each file: the files import more, and some of what they measure thaws everything when it ends.
+    """
     gc.collect()
     gc.freeze()
     yield
