@@ -317,12 +317,7 @@ def load_compiler(device: hardware.Device) -> None:
     """
     importlib.import_module("torch._inductor.compile_fx")
     if device.kind == "cpu":
-        sets = importlib.import_module("torch._inductor.cpu_vec_isa")
-        here = sets.x86_isa_checker()
-        widest = next((one for one in sets.supported_vec_isa_list if set(str(one).split()) <= set(here)), None)
-        if widest:  # it works: so do the narrower ones, each of which would be tried by compiling for seconds
-            importlib.import_module("torch._inductor.config").cpp.vec_isa_ok = True
-        sets.valid_vec_isa_list()
+        importlib.import_module("torch._inductor.cpu_vec_isa").valid_vec_isa_list()
 
 
 def _time_first_call(workload: Workload) -> Timing:
