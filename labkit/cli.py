@@ -112,6 +112,8 @@ def run(
     folder = root / device.slug
     print(f"Measuring {device.name} with the {profile} profile into {folder}", file=sys.stderr)
     start = time.monotonic()
+    if device.kind == "cpu":
+        _write_byte_code()
     failures, executed = {}, {}
     try:
         with notebooks.Kernel() as kernel:
@@ -139,6 +141,22 @@ def run(
     _summary(folder, names, failures, time.monotonic() - start, written)
     if failures:
         sys.exit(1)
+
+
+def _write_byte_code() -> None:
+    """Starts to write the byte code of what the notebooks' workers import, where an installation has none yet.
+
+    Ten seconds of one core, of which most pass while the first notebook's kernel starts and imports other packages.
+    """
+    import importlib.util
+    import subprocess
+
+    from labkit.experiments.sweep import PRELOADED
+
+    torch = importlib.util.find_spec("torch")
+    if torch and not sys.dont_write_bytecode and not os.path.exists(torch.cached):
+        command = [sys.executable, "-c", f"import {', '.join(PRELOADED)}"]
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def _check_grid(names: list[str], parameters: dict[str, dict], profile: str | None) -> None:

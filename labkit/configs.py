@@ -50,7 +50,7 @@ SIZES: dict[str, ModelConfig] = {
     config.name: config
     for config in (
         ModelConfig("nano", "labkit smoke", 128, 512, 2, 2),
-        ModelConfig("micro", "labkit smoke", 256, 1024, 4, 4),
+        ModelConfig("micro", "labkit smoke", 192, 768, 3, 3),
         ModelConfig("small", "2025 and 2026", 768, 3072, 12, 12),
         ModelConfig("medium", "2025 and 2026", 1024, 4096, 24, 16),
         ModelConfig("large", "2025 and 2026", 1280, 5120, 36, 20),
@@ -124,7 +124,7 @@ BENCHMARKING: dict[str, BenchmarkingGrid] = {
         compile_contexts=(64,),
         compile_precisions=("fp32",),
         whole_compile_sizes=(),
-        time_limit_s=0.1,
+        time_limit_s=0.05,
         case_timeout_s=120.0,
     ),
     "full": BenchmarkingGrid(

@@ -108,7 +108,7 @@ def slugify(name: str) -> str:
 
 def detect() -> Device:
     """Returns the device labkit measures here: the first CUDA GPU, else Apple's mps, else the CPU."""
-    if "torch" in sys.modules or _has_gpu_driver():  # importing torch only to hear that there is none takes seconds
+    if "torch" in sys.modules or has_gpu_driver():  # importing torch only to hear that there is none takes seconds
         import torch
 
         if torch.cuda.is_available():
@@ -121,7 +121,7 @@ def detect() -> Device:
     return Device("cpu", name, f"cpu-{slugify(name)}")
 
 
-def _has_gpu_driver() -> bool:
+def has_gpu_driver() -> bool:
     """Returns False only where torch can have no GPU: on Linux without NVIDIA's driver library and AMD's device."""
     if sys.platform != "linux" or os.path.exists("/dev/kfd"):
         return True

@@ -8,14 +8,52 @@ import types
 
 import pytest
 
-# Before torch is imported, here or in any process that a test starts. Two files are tested at a time, and threads that
-# wait for one another on cores that others use wait many times longer than one thread works.
+# Before torch is imported, here or in any process that a test starts. Several files are tested at a time, and threads
+# that wait for one another on cores that others use wait many times longer than one thread works.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# As in the processes that measure: the compiler tries no instruction sets first.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
+LONGEST_FIRST = (
+    "test_notebooks.py",
+    "test_sweep.py",
+    "test_flash_attention_notebook.py",
+    "test_attention_notebook.py",
+    "test_flash_attention.py",
+    "test_nsys_analysis_notebook.py",
+    "test_benchmarking.py",
+    "test_report.py",
+    "test_mixed_precision_notebook.py",
+    "test_memory_notebook.py",
+)
+"""Files of twenty seconds and more. One of them begun late would keep one core at work and leave the others idle."""
+
+SCATTERED_LAST = "test_kernel_compilation.py"
+"""Minutes of compiling in tests that share nothing: each goes to whichever process is free, after all else is begun."""
 
 
-@pytest.fixture(scope="session", autouse=True)
-def imports_are_no_garbage():
-    """Spares each of the collections that go with a measurement the walk through everything imported."""
+def pytest_collection_modifyitems(items):
+    order = {name: position for position, name in enumerate(LONGEST_FIRST)} | {SCATTERED_LAST: len(LONGEST_FIRST) + 1}
+    items.sort(key=lambda item: order.get(item.path.name, len(LONGEST_FIRST)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid if SCATTERED_LAST in nodeid else super()._split_scope(nodeid)
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_came_before_is_no_garbage():
+    """Spares each of the collections that go with a measurement the walk through all that is imported and kept.
+
+    Anew for each file: the files import more, and some of what they measure thaws everything when it ends.
+    """
     gc.collect()
     gc.freeze()
     yield

@@ -17,7 +17,7 @@ PUBLISHED_SIZES = {
     "2.7b": ("2025; xl of 2026", 2560, 10240, 32, 32),
     "10b": ("2026", 4608, 12288, 50, 36),
 }
-SMOKE_SIZES = {"nano": (128, 512, 2, 2), "micro": (256, 1024, 4, 4)}
+SMOKE_SIZES = {"nano": (128, 512, 2, 2), "micro": (192, 768, 3, 3)}
 
 
 @pytest.mark.parametrize("name", PUBLISHED_SIZES)

@@ -344,7 +344,9 @@ def this_device_is_a_cpu(monkeypatch):
     torch.set_num_threads(1)
     experiment._problem.cache_clear()
     yield
-    gc.unfreeze()
+    gc.unfreeze()  # what the experiment has frozen, tensors among it
+    gc.collect()
+    gc.freeze()
     torch.set_num_threads(num_threads)
     torch.set_float32_matmul_precision(precision)
 

@@ -78,7 +78,7 @@ def test_without_a_driver_the_device_is_the_same_and_torch_is_not_imported_for_i
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     slug, imported = result.stdout.split()
     assert slug == hardware.detect().slug
-    assert imported == str(hardware._has_gpu_driver())
+    assert imported == str(hardware.has_gpu_driver())
 
 
 # ---- datasheets ---------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Memory as measured and as predicted: bytes in use, histories and their owners, residuals, hostile files."""
 
-import gc
 import os
 import pickle
 import random
@@ -40,15 +39,6 @@ MIB = 2**20
 
 SCALARS = 256
 """The loss, its gradient and the optimizer's step counters: a few bytes each, which the closed forms leave out."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def frozen_modules():
-    """Takes what importing made out of the collections that every measurement begins with."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

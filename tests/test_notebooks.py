@@ -1,6 +1,7 @@
 """Notebooks: the rules of their cells, their parameters, and an execution on this machine in the smoke profile."""
 
 import ast
+import importlib.util
 import json
 import os
 import random
@@ -11,11 +12,12 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
 
-from labkit import notebooks
+from labkit import cli, notebooks
 from labkit.configs import COMPILE_PHASES, FIGURES, PHASES, REFERENCE_DEVICE, WARMUP_PHASES
 from labkit.records import Record, RecordStore
 from labkit.report import render
@@ -282,6 +284,19 @@ def test_devices_lists_the_run(measured):
     folder, _ = measured
     result = labkit("devices", "-o", folder.parent)
     assert folder.name in result.stdout and "01_benchmarking" in result.stdout
+
+
+@pytest.mark.parametrize(("exists", "refused", "starts"), [(False, False, 1), (True, False, 0), (False, True, 0)])
+def test_byte_code_is_written_ahead_only_where_there_is_none_and_may_be(exists, refused, starts, tmp_path, monkeypatch):
+    cached = tmp_path / "torch.pyc"
+    if exists:
+        cached.touch()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(cached=str(cached)))
+    monkeypatch.setattr(sys, "dont_write_bytecode", refused)
+    commands = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: commands.append(command))
+    cli._write_byte_code()
+    assert [command[:2] for command in commands] == [[sys.executable, "-c"]] * starts
 
 
 def _wait_for(look, seconds: float = 60):

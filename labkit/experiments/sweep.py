@@ -37,8 +37,11 @@ SESSION_SECTION = "ceilings"
 """Section that every session measures anew, since what it gives is divided into that session's other results."""
 
 
-PRELOADED = ("torch._dynamo",)
-"""What the server imports beside the experiment: the first optimizer of a worker would, and takes seconds for it."""
+COMPILER = "torch._inductor.compile_fx"
+
+PRELOADED = ("torch._dynamo", COMPILER)
+"""What the server imports beside the experiment: the first optimizer of a worker would, or what it compiles first, and
+takes seconds for it. The compiler only where there is no GPU, which the server must not touch."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,14 @@ def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([module_name, *PRELOADED])
+    preloaded = PRELOADED
+    if hardware.has_gpu_driver():
+        preloaded = [name for name in PRELOADED if name != COMPILER]
+    else:
+        # The compiler would first compile something for each instruction set of the processor, seconds each, to find
+        # builds of PyTorch by compilers that are older than any it is built with today.
+        os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+    context.set_forkserver_preload([module_name, *preloaded])
     forkserver.ensure_running()
     return context
 
