@@ -68,7 +68,7 @@ def num_multiprocessors(device_index: int) -> int:
 
 
 @triton.jit(do_not_specialize=["num_rows", "length", "num_heads", "num_splits"])
-def combine_kernel(
+def attention_combine_kernel(
     parts_ptr, parts_lse_ptr, out_ptr, lse_ptr, stride_ob, stride_oh, stride_os, stride_od,
     num_rows, length, num_heads, num_splits,
     HEAD_DIM: tl.constexpr, ROW: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
@@ -138,7 +138,7 @@ def combine(parts: Tensor, out_BHSD: Tensor, parts_lse: Tensor | None = None, ls
     """
     num_heads, length, head_dim = out_BHSD.shape[1:]
     num_rows = out_BHSD.shape[:-1].numel()
-    combine_kernel[(triton.cdiv(num_rows, COMBINED_ROWS),)](
+    attention_combine_kernel[(triton.cdiv(num_rows, COMBINED_ROWS),)](
         parts, parts_lse, out_BHSD, lse_BHS, *out_BHSD.stride(), num_rows, length, num_heads, parts.shape[0],
         HEAD_DIM=head_dim, ROW=parts.stride(-2), PADDED=triton.next_power_of_2(head_dim), BLOCK=COMBINED_ROWS,
         WEIGHTED=parts_lse is not None,
