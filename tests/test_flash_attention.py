@@ -581,6 +581,45 @@ def test_keys_are_split_where_splitting_was_seen_to_pay(num_tiles, num_key_tiles
     assert fewest <= splits.num_splits_of(num_tiles, num_key_tiles, 132, causal, part_kib=48) <= most
 
 
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "shape", "causal", "fewest", "most"),
+    [
+        # One head on an H200: the numbers of splits that ran within 10 % of the fastest of 1, 2, 4, 8 and 16.
+        ("forward", "bfloat16", (1, 1, 1, 1024, 1024, 16), True, 2, 8),
+        ("forward", "bfloat16", (1, 1, 1, 16384, 16384, 64), True, 3, 8),
+        ("forward", "float32", (1, 1, 1, 1024, 1024, 64), True, 6, 16),
+        ("forward", "float32", (1, 1, 1, 4096, 4096, 64), True, 5, 16),
+        ("forward", "float32", (1, 1, 1, 16384, 16384, 64), True, 2, 8),
+        ("dkdv", "bfloat16", (1, 1, 1, 4096, 4096, 64), True, 4, 12),
+        ("dq", "float32", (1, 1, 1, 4096, 4096, 64), True, 5, 16),
+        # Every multiprocessor has work: nothing to gain.
+        ("forward", "bfloat16", (4, 32, 32, 4096, 4096, 64), True, 1, 1),
+        ("dkdv", "bfloat16", (1, 16, 16, 16384, 16384, 128), False, 1, 1),
+        ("dq", "float32", (64, 16, 16, 256, 256, 72), False, 1, 1),
+    ],
+)
+def test_walks_are_split_where_splitting_was_seen_to_pay(kernel, dtype, shape, causal, fewest, most, monkeypatch):
+    monkeypatch.setattr(fa, "num_multiprocessors", lambda _: 132)
+    batch, heads, key_heads, num_queries, num_keys, dim = shape
+    q = torch.empty((batch, heads, num_queries, dim), dtype=getattr(torch, dtype), device="meta")
+    on_gpu = types.SimpleNamespace(is_cuda=True, element_size=q.element_size, device=types.SimpleNamespace(index=0))
+    k = torch.empty((batch, key_heads, num_keys, dim), dtype=q.dtype, device="meta")
+    problem = fa._problem(q, k, -1, 0 if causal else -1, None, None, None, None)
+    tile = getattr(select_config(dim, q.dtype, causal, 90, fa.resolve_precision(q)), kernel)
+    num_walks, num_splits = fa._walks(problem, tile, kernel, on_gpu, None)
+    rows = num_keys if kernel == "dkdv" else num_queries
+    assert num_walks == -(-rows // (tile.block_k if kernel == "dkdv" else tile.block_q)) * heads * batch
+    assert fewest <= num_splits <= most
+    assert fa._walks(problem, tile, kernel, on_gpu, 5)[1] == 5
+
+
+def test_packed_sequences_are_not_split():
+    q = torch.empty((100, 2, 16))
+    cu_seqlens = torch.tensor([0, 40, 100])
+    problem = fa._problem(q, q, -1, 0, cu_seqlens, cu_seqlens, None, None)
+    assert fa._walks(problem, fa.INTERPRETER_CONFIG.forward, "forward", q, 3) == (2 * 2 * 2, 1)
+
+
 def combined(head_dim: int, transposed: bool) -> None:
     """Asserts that the outputs of splits of the keys, one without any for some rows, make the output of all keys."""
     generator = torch.Generator().manual_seed(0)

@@ -1090,8 +1090,7 @@ def flash_attention_forward(
             _hopper().hopper_forward(*tensors, lse, scale=scale, causal=problem.right == 0)
         return out, lse
     tile = (config or _config(tensors, problem, precision)).forward
-    num_walks, best = _num_splits(problem, tile, "forward", q)
-    num_splits = num_splits or best
+    num_walks, num_splits = _walks(problem, tile, "forward", q, num_splits)
     parts, (results,) = _split_results(num_splits, tensors[3])
     parts_lse = empty_lse(num_splits, tensors[3]).flatten(0, 1) if parts else lse
     operands = (*tensors[:3], results)
@@ -1119,22 +1118,26 @@ def flash_attention_forward(
     return out, lse
 
 
-def _num_splits(problem: _Problem, tile: TileConfig, kernel: str, q: Tensor) -> tuple[int, int]:
-    """Returns how many tiles of rows start a walk in a kernel, and among how many programs each walk is shared."""
+def _walks(problem: _Problem, tile: TileConfig, kernel: str, q: Tensor, num_splits: int | None) -> tuple[int, int]:
+    """Returns how many walks a kernel makes, one a tile of rows, and among how many programs it shares each.
+
+    `num_splits` is that number where it is given; packed sequences are never shared.
+    """
     starting, walked = (problem.max_queries, tile.block_q), (problem.max_keys, tile.block_k)
     num_heads, num_results = problem.num_heads, 1
     if kernel == "dkdv":
         starting, walked = walked, starting
         num_heads, num_results = problem.num_key_heads, 2
     num_walks = triton.cdiv(*starting) * num_heads * problem.num_batches
-    if not q.is_cuda or problem.cu_seqlens_q is not None or problem.left >= 0:
+    if problem.cu_seqlens_q is not None:
         return num_walks, 1
+    if num_splits or not q.is_cuda or problem.left >= 0:
+        return num_walks, num_splits or 1
     warps = next(warps for widest, warps in WARPS_AT_ONCE[q.element_size()] if problem.head_dim <= widest)
     programs = num_multiprocessors(q.device.index) * max(1, warps // tile.num_warps)
     part_kib = num_results * starting[1] * row_elements(problem.head_dim) * 4 / 1024
-    return num_walks, num_splits_of(
-        num_walks, triton.cdiv(*walked), programs, problem.right >= 0, part_kib=part_kib
-    )  # fmt: skip
+    causal = problem.right >= 0
+    return num_walks, num_splits_of(num_walks, triton.cdiv(*walked), programs, causal, part_kib=part_kib)
 
 
 def _split_results(num_splits: int, *wholes: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -1251,8 +1254,7 @@ def flash_attention_backward(
         inputs = (q_4d, k_4d, v_4d, grad_out_4d)
         config = config or _config((*inputs, grad_q_4d, grad_k_4d, grad_v_4d), problem, precision)
         tile = config.dkdv
-        num_walks, best = _num_splits(problem, tile, "dkdv", q)
-        splits = num_splits or best
+        num_walks, splits = _walks(problem, tile, "dkdv", q, num_splits)
         parts, results = _split_results(splits, grad_k_4d, grad_v_4d)
         flash_attention_bwd_dkdv_kernel[(num_walks * splits,)](
             *inputs,
@@ -1280,8 +1282,7 @@ def flash_attention_backward(
         for part, grad in zip(parts, (grad_k_4d, grad_v_4d), strict=bool(parts)):
             combine(part, grad)
         tile = config.dq
-        num_walks, best = _num_splits(problem, tile, "dq", q)
-        splits = num_splits or best
+        num_walks, splits = _walks(problem, tile, "dq", q, num_splits)
         parts, results = _split_results(splits, grad_q_4d)
         flash_attention_bwd_dq_kernel[(num_walks * splits,)](
             *inputs,
