@@ -243,10 +243,11 @@ class FlashAttentionGrid:
     """The cases of notebook 06 in one profile.
 
     `impls`: implementations by precision, run for every one of `lengths` and `d_heads` at batch 1, one head, causal
-    (the shapes of the published figures), but for three sorts: those that compile or materialise for a shape, or are
-    there to be compared with another (`by_shape`), take the lengths of `by_shape_lengths`, by head dimension; so do all
-    of the precisions `by_shape_precisions`; and PyTorch's own choice of backend ("sdpa", which is one of the others)
-    takes `short_lengths`, where choosing is what could cost.
+    (the shapes of the published figures), but for two sorts: those that compile or materialise for a shape, or are
+    there to be compared with another, take the lengths that `by_shape` gives them, by head dimension (its keys are
+    "precision implementation", an implementation or a precision, of which the first that is there counts); and
+    PyTorch's own choice of backend ("sdpa", which is one of the others) takes `short_lengths`, where choosing is what
+    could cost.
     `rivalries`, `rivals`: the shapes on which `rivals` are ranked.
     `memory_lengths`, `memory_impls` (by precision), `memory_d_head`: of the peaks of memory.
     `tiles`: (rows of the query tile, rows of the key tile, warps, stages) tried on `tiles_shape`.
@@ -258,9 +259,7 @@ class FlashAttentionGrid:
     impls: dict[str, tuple[str, ...]]
     lengths: tuple[int, ...]
     d_heads: tuple[int, ...]
-    by_shape: tuple[str, ...]
-    by_shape_lengths: dict[int, tuple[int, ...]]
-    by_shape_precisions: tuple[str, ...]
+    by_shape: dict[str, dict[int, tuple[int, ...]]]
     short_lengths: tuple[int, ...]
     rivalries: tuple[Rivalry, ...]
     rivals: tuple[str, ...]
@@ -299,9 +298,7 @@ FLASH_ATTENTION: dict[str, FlashAttentionGrid] = {
         },
         lengths=(128, 256, 512),
         d_heads=(16, 64),
-        by_shape=("compiled", "flex"),
-        by_shape_lengths={16: (128,)},
-        by_shape_precisions=(),
+        by_shape={"compiled": {16: (128,)}, "flex": {16: (128,)}},
         short_lengths=(128, 256, 512),
         rivalries=(Rivalry(1, 2, 256, 64, True), Rivalry(2, 1, 128, 16, False)),
         rivals=("tiled", "triton", "gluon", "gluon_unordered", "sdpa_flash", "sdpa_cudnn", "fa3"),
@@ -337,9 +334,13 @@ FLASH_ATTENTION: dict[str, FlashAttentionGrid] = {
         },
         lengths=_ALL_LENGTHS,
         d_heads=(16, 32, 64, 72, 80, 128),
-        by_shape=("compiled", "flex", "sdpa_math", "triton_ieee"),
-        by_shape_lengths={64: _ALL_LENGTHS, 128: (1024, 4096, 16384, 65536)},
-        by_shape_precisions=("tf32",),
+        by_shape={
+            **{name: {64: _ALL_LENGTHS, 128: (1024, 4096, 16384, 65536)} for name in ("compiled", "flex", "tf32")},
+            **{
+                name: {64: (1024, 4096, 16384), 128: (1024, 4096, 16384)}
+                for name in ("sdpa_math", "triton_ieee", "fp32 flex")
+            },
+        },
         short_lengths=(128, 256, 512),
         rivalries=(
             Rivalry(4, 32, 4096, 64, True),

@@ -146,8 +146,9 @@ def _speed_cases(grid: FlashAttentionGrid) -> list[Case]:
 
 
 def _is_measured(grid: FlashAttentionGrid, impl: str, precision: str, length: int, d_head: int) -> bool:
-    if impl in grid.by_shape or precision in grid.by_shape_precisions:
-        return length in grid.by_shape_lengths.get(d_head, ())
+    for key in (f"{precision} {impl}", impl, precision):
+        if key in grid.by_shape:
+            return length in grid.by_shape[key].get(d_head, ())
     return impl != "sdpa" or length in grid.short_lengths
 
 
