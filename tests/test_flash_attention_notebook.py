@@ -851,6 +851,14 @@ def test_the_shipped_tiles_are_shown(chapter):
     assert set(table["forward"]) == {"128 × 128"}
 
 
+def test_three_products_are_compared_with_the_cuda_cores(chapter):
+    speed, errors = report.findings_products(chapter.records("speed"))
+    assert speed.startswith("Against one on the CUDA cores, a kernel of three TF32 products on the tensor cores")
+    assert "faster in 18 of 18 cases" in speed and errors == "Its errors against fp64 are 1.00× those of the other."
+    change(chapter, lambda r: r.section == "speed" and r.phase.startswith("triton_ieee"), status="skipped", reason="-")
+    assert report.findings_products(chapter.records("speed")) == []
+
+
 def test_the_first_kernel_is_compared_with_the_formula(chapter):
     text = " ".join(report.findings_weighted_sum(chapter.records("weighted_sum")))
     assert "Against eager, the kernel is 3.50× as fast: faster in 6 of 6 cases." in text and "88 %" in text

@@ -108,17 +108,16 @@ def _table(family: str, kind: str, rows: dict[tuple[int, ...], tuple[TileConfig,
 _HOPPER_WIDE = {
     (192, 256): (TileConfig(128, 64, 8, 2), TileConfig(32, 32, 4, 2, split=False), TileConfig(64, 32, 8, 2)),
 }
-_HOPPER_16_BIT_FULL = {
+_HOPPER_16_BIT = {
     (16,): (TileConfig(64, 128, 4, 3), TileConfig(64, 128, 4, 2), TileConfig(64, 64, 4, 3)),
     (32,): (TileConfig(64, 128, 4, 3), TileConfig(32, 64, 4, 3, split=False), TileConfig(64, 64, 4, 3)),
     (64,): (TileConfig(64, 64, 4, 3), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
+}
+_HOPPER_16_BIT_FULL = {
     (80, 96): (TileConfig(128, 128, 8, 2), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
     (128,): (TileConfig(128, 128, 8, 2), TileConfig(64, 128, 8, 3), TileConfig(128, 64, 8, 2)),
 }
 _HOPPER_16_BIT_CAUSAL = {
-    (16,): (TileConfig(64, 128, 4, 3), TileConfig(64, 128, 4, 2), TileConfig(64, 64, 4, 3)),
-    (32,): (TileConfig(64, 128, 4, 3), TileConfig(32, 64, 4, 3, split=False), TileConfig(64, 64, 4, 3)),
-    (64,): (TileConfig(64, 64, 4, 3), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
     (80,): (TileConfig(128, 128, 8, 2), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
     (96, 128): (TileConfig(128, 128, 8, 2), TileConfig(64, 128, 8, 3, split=False), TileConfig(128, 64, 8, 2)),
 }
@@ -200,8 +199,8 @@ _TF32X3_NARROW = {
 }
 
 CONFIGS: dict[tuple[str, str, int, bool], AttentionConfig] = {
-    **_table("hopper", "16-bit", _HOPPER_16_BIT_FULL | _HOPPER_WIDE, causal=False),
-    **_table("hopper", "16-bit", _HOPPER_16_BIT_CAUSAL | _HOPPER_WIDE, causal=True),
+    **_table("hopper", "16-bit", _HOPPER_16_BIT | _HOPPER_16_BIT_FULL | _HOPPER_WIDE, causal=False),
+    **_table("hopper", "16-bit", _HOPPER_16_BIT | _HOPPER_16_BIT_CAUSAL | _HOPPER_WIDE, causal=True),
     **_table("generic", "16-bit", _GENERIC_16_BIT),
     **_table("hopper", "ieee", _IEEE),
     **_table("generic", "ieee", _IEEE),
@@ -216,7 +215,8 @@ CONFIGS: dict[tuple[str, str, int, bool], AttentionConfig] = {
 INTERPRETER_CONFIG = AttentionConfig(TileConfig(32, 16, 4, 1), TileConfig(16, 32, 4, 1), TileConfig(32, 16, 4, 1))
 
 # Warps that run at once on a multiprocessor, as far as splitting reckons: (widest head dimension, warps) by bytes of an
-# element. Registers bound them; these gave the numbers of splits that were fastest on an H200.
+# element. Registers bound them; these gave numbers of splits near the fastest on an H200, but for dK/dV at D 16, whose
+# two programs a multiprocessor are fewer: it is split at 65,536 keys, where it should not be.
 WARPS_AT_ONCE = {2: ((64, 16), (MAX_HEAD_DIM, 8)), 4: ((32, 24), (MAX_HEAD_DIM, 8))}
 
 DELTA_BLOCK_Q = 32
@@ -922,7 +922,9 @@ def _is_wide(tensors: tuple[Tensor, ...], block: int, head_dim: int) -> bool:
     return any(block * abs(x.stride(-2)) + 2 * head_dim * abs(x.stride(-1)) >= 2**31 for x in tensors)
 
 
-def _kernel_flags(tensors: tuple[Tensor, ...], problem: _Problem, tile: TileConfig, precision: str) -> dict:
+def _kernel_flags(
+    tensors: tuple[Tensor, ...], problem: _Problem, tile: TileConfig, precision: str, num_splits: int
+) -> dict:
     alignment = _alignment(tensors)
     block_d, tail_d = split_head_dim(problem.head_dim, aligned=alignment > 1)
     return {
@@ -934,6 +936,7 @@ def _kernel_flags(tensors: tuple[Tensor, ...], problem: _Problem, tile: TileConf
         "HAS_LEFT": problem.left >= 0,
         "HAS_RIGHT": problem.right >= 0,
         "IS_PACKED": problem.cu_seqlens_q is not None,
+        "SPLIT_WALK": num_splits > 1,
         "PRECISION": precision,
         "ALIGNMENT": alignment,
         "WIDE": _is_wide(tensors, max(tile.block_q, tile.block_k), problem.head_dim),
@@ -950,7 +953,7 @@ def _key_walk_flags(problem: _Problem, tile: TileConfig, num_splits: int) -> dic
     even = problem.cu_seqlens_k is None and problem.max_keys % tile.block_k == 0
     has_edge = problem.left >= 0 or problem.right >= 0
     split = tile.split and (has_edge or even) and num_splits == 1
-    return {"EVEN_K": even, "SPLIT": split, "SPLIT_WALK": num_splits > 1}
+    return {"EVEN_K": even, "SPLIT": split}
 
 
 @functools.cache
@@ -1110,7 +1113,7 @@ def flash_attention_forward(
             problem.left,
             problem.right,
             num_splits,
-            **_kernel_flags(operands, problem, tile, precision),
+            **_kernel_flags(operands, problem, tile, precision, num_splits),
             **_key_walk_flags(problem, tile, num_splits),
         )
         if parts:
@@ -1273,8 +1276,7 @@ def flash_attention_backward(
             problem.left,
             problem.right,
             splits,
-            **_kernel_flags((*inputs, *results), problem, tile, precision),
-            SPLIT_WALK=splits > 1,
+            **_kernel_flags((*inputs, *results), problem, tile, precision, splits),
             SPLIT=tile.split and splits == 1,
             PADDING=STATISTICS_PADDING,
             EVEN_Q=not packed and problem.max_queries % tile.block_q == 0,
@@ -1301,7 +1303,7 @@ def flash_attention_backward(
             problem.left,
             problem.right,
             splits,
-            **_kernel_flags((*inputs, *results), problem, tile, precision),
+            **_kernel_flags((*inputs, *results), problem, tile, precision, splits),
             **_key_walk_flags(problem, tile, splits),
             PADDING=STATISTICS_PADDING,
         )

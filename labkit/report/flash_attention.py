@@ -576,14 +576,10 @@ def findings_products(frame: pd.DataFrame) -> list[str]:
     sentences = []
     if len(pairs):
         pairs = pairs.assign(speedup=pairs["median_ms_one"] / pairs["median_ms"])
-        who = "three products of TF32 on the tensor cores in place of each of fp32"
-        sentences.append(
-            _compared(
-                pairs, who, "the CUDA cores' own fp32", lambda row: f"{PHASE_NAMES[row['name']]} {_grid_name(row)}"
-            )
-        )
+        who, other = "a kernel of three TF32 products on the tensor cores for each of fp32", "one on the CUDA cores"
+        sentences.append(_compared(pairs, who, other, lambda row: f"{PHASE_NAMES[row['name']]} {_grid_name(row)}"))
         ratios = pairs["relative_error"] / pairs["relative_error_one"]
-        sentences.append(f"The errors of the three against fp64 are {span(ratios)} those of the one.")
+        sentences.append(f"Its errors against fp64 are {span(ratios)} those of the other.")
     return sentences
 
 
