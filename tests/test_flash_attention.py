@@ -43,7 +43,7 @@ class Case:
     packed: bool = False
     precision: str = "auto"
     num_splits: int | None = None
-    deterministic: bool = True
+    kernels: str | None = None
     seed: int = 0
 
     def __str__(self):
@@ -97,8 +97,9 @@ def draw(case: Case, device: str) -> tuple[Tensor, ...]:
 
 @contextlib.contextmanager
 def poisoned_outputs():
-    """While it is open, torch.empty gives NaN between canaries; at the end the canaries must be alive."""
+    """While it is open, torch.empty and its kin give NaN between canaries; at the end the canaries must be alive."""
     canary, margin, buffers, empty = -12345.0, 64, [], torch.empty
+    kin = {"empty": empty, "empty_like": torch.empty_like, "empty_strided": torch.empty_strided}
 
     def poisoned(*size, **factory):
         shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
@@ -109,11 +110,18 @@ def poisoned_outputs():
         buffers.append((buffer, shape.numel()))
         return buffer[margin : margin + shape.numel()].view(shape)
 
-    torch.empty = poisoned
+    def poisoned_strided(shape, strides, **factory):
+        return poisoned(shape, **factory).view(-1).as_strided(shape, strides)
+
+    def poisoned_like(x):
+        return poisoned_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+    torch.empty, torch.empty_like, torch.empty_strided = poisoned, poisoned_like, poisoned_strided
     try:
         yield
     finally:
-        torch.empty = empty
+        for name, function in kin.items():
+            setattr(torch, name, function)
     assert buffers, "nothing was allocated by torch.empty: the poison tests nothing"
     for buffer, numel in buffers:
         expected = torch.full((margin,), canary, dtype=buffer.dtype, device=buffer.device)
@@ -161,7 +169,7 @@ def ours(case: Case, impl: str, tensors: tuple[Tensor, ...]) -> dict[str, Tensor
         with poisoned_outputs():
             options = {"precision": case.precision, "impl": impl, "num_splits": case.num_splits, **mask}
             out, lse = fa.flash_attention_forward(q, k, v, **options)
-            options["deterministic"] = case.deterministic
+            options["kernels"] = case.kernels
             grads = fa.flash_attention_backward(grad_out, q, k, v, out, lse, **options)
     for x, like in zip((out, *grads), (q, q, k, v), strict=True):
         assert x.dtype == like.dtype and x.shape == like.shape
@@ -504,36 +512,64 @@ def test_the_operators_pass_opcheck(impl, interpreted):
 # ---- gradients in one pass ----------------------------------------------------------------------------------------
 
 
-def backward_taken(deterministic: bool, key_heads: int, unavailable: str | None) -> str:
-    """Returns which of the two Gluon backward launchers is called, without a GPU to run it."""
+@pytest.mark.parametrize(
+    ("shape", "causal", "deterministic", "unavailable", "expected"),
+    [
+        # The measured shapes.
+        ((4, 32, 32, 4096, 64), True, True, None, "one pass"),
+        ((1, 16, 16, 16384, 128), False, True, None, "one pass"),
+        ((1, 16, 16, 16384, 128), False, False, None, "one pass, unordered"),
+        ((64, 16, 16, 256, 72), False, False, None, "two passes"),
+        # Ordered programs of one head would wait for one another longer than they run.
+        ((1, 1, 1, 16384, 64), True, True, None, "two passes"),
+        ((1, 1, 1, 65536, 64), True, True, None, "one pass"),
+        # Few tiles of keys.
+        ((1, 1, 1, 8192, 128), True, True, None, "triton"),
+        ((1, 32, 4, 2048, 64), True, False, None, "triton"),
+        # What the single pass does not take.
+        ((1, 32, 8, 16384, 64), True, False, None, "two passes"),
+        ((4, 32, 32, 4096, 64), True, False, "no such operation", "two passes"),
+    ],
+)
+def test_the_backward_is_the_one_that_suits_the_shape(shape, causal, deterministic, unavailable, expected, monkeypatch):
+    batch, heads, key_heads, length, dim = shape
+    q, k = (torch.empty((batch, number, length, dim), device="meta") for number in (heads, key_heads))
+    monkeypatch.setattr(fa, "num_multiprocessors", lambda _: 132)
+    monkeypatch.setattr(fa, "hopper_single_unavailable", lambda: unavailable)
+    options = {"causal": causal, "deterministic": deterministic}
+    assert fa.resolve_backward(q, k, "gluon", **options) == expected
+    assert fa.resolve_backward(q, k, "triton", **options) == "triton"
+
+
+def launched(kernels: str) -> list[str]:
+    """Returns which Gluon backward launcher is called, and whether in order, without a GPU to run it."""
     called = []
-    names = {"_backward": "two kernels", "_single": "single pass"}
-    q, k, v, grad_out = draw(Case((1, 2, key_heads, 8, 8, 64), dtype="float16"), "cpu")
-    options = {"scale": 1.0, "impl": "gluon", "deterministic": deterministic}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            fa,
-            "_hopper",
-            lambda part: types.SimpleNamespace(hopper_backward=lambda *_, **__: called.append(names[part])),
+
+    def launcher(part):
+        names = {"_backward": "two passes", "_single": "one pass"}
+        return types.SimpleNamespace(
+            hopper_backward=lambda *_, **options: called.append((names[part], options.get("ordered")))
         )
-        patch.setattr(fa, "hopper_single_unavailable", lambda: unavailable)
-        fa.flash_attention_backward(grad_out, q, k, v, q, q.new_zeros((1, 2, 8), dtype=torch.float32), **options)
-    (taken,) = called
-    return taken
+
+    q, k, v, grad_out = draw(Case((1, 2, 2, 8, 8, 64), dtype="float16"), "cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fa, "_hopper", launcher)
+        lse = q.new_zeros((1, 2, 8), dtype=torch.float32)
+        fa.flash_attention_backward(grad_out, q, k, v, q, lse, scale=1.0, impl="gluon", kernels=kernels)
+    return called
 
 
 @pytest.mark.parametrize(
-    ("deterministic", "key_heads", "unavailable", "expected"),
+    ("kernels", "expected"),
     [
-        (True, 2, None, "two kernels"),
-        (False, 2, None, "single pass"),
-        (False, 1, None, "two kernels"),
-        (False, 2, "no such operation", "two kernels"),
+        ("one pass", [("one pass", True)]),
+        ("one pass, unordered", [("one pass", False)]),
+        ("two passes", [("two passes", None)]),
+        ("triton", []),
     ],
-    ids=["deterministic", "not", "grouped heads", "unavailable"],
 )
-def test_only_what_the_single_pass_takes_goes_through_it(deterministic, key_heads, unavailable, expected, interpreted):
-    assert interpreted(backward_taken, deterministic, key_heads, unavailable) == expected
+def test_the_kernels_that_are_named_are_launched(kernels, expected, interpreted):
+    assert interpreted(launched, kernels) == expected
 
 
 def test_a_triton_without_the_single_pass_is_logged(monkeypatch, caplog):
@@ -585,14 +621,17 @@ def test_keys_are_split_where_splitting_was_seen_to_pay(num_tiles, num_key_tiles
     ("kernel", "dtype", "shape", "causal", "fewest", "most"),
     [
         # One head on an H200: the numbers of splits that ran within 10 % of the fastest of 1, 2, 4, 8 and 16.
-        ("forward", "bfloat16", (1, 1, 1, 1024, 1024, 16), True, 2, 8),
         ("forward", "bfloat16", (1, 1, 1, 16384, 16384, 64), True, 3, 8),
         ("forward", "float32", (1, 1, 1, 1024, 1024, 64), True, 6, 16),
         ("forward", "float32", (1, 1, 1, 4096, 4096, 64), True, 5, 16),
         ("forward", "float32", (1, 1, 1, 16384, 16384, 64), True, 2, 8),
         ("dkdv", "bfloat16", (1, 1, 1, 4096, 4096, 64), True, 4, 12),
         ("dq", "float32", (1, 1, 1, 4096, 4096, 64), True, 5, 16),
+        # So little work that the second kernel takes longer to launch than the splits gain.
+        ("forward", "bfloat16", (1, 1, 1, 1024, 1024, 16), True, 1, 1),
+        ("dq", "bfloat16", (1, 1, 1, 512, 512, 64), True, 1, 1),
         # Every multiprocessor has work: nothing to gain.
+        ("dkdv", "bfloat16", (1, 1, 1, 65536, 65536, 16), True, 1, 1),
         ("forward", "bfloat16", (4, 32, 32, 4096, 4096, 64), True, 1, 1),
         ("dkdv", "bfloat16", (1, 16, 16, 16384, 16384, 128), False, 1, 1),
         ("dq", "float32", (64, 16, 16, 256, 256, 72), False, 1, 1),
@@ -602,22 +641,24 @@ def test_walks_are_split_where_splitting_was_seen_to_pay(kernel, dtype, shape, c
     monkeypatch.setattr(fa, "num_multiprocessors", lambda _: 132)
     batch, heads, key_heads, num_queries, num_keys, dim = shape
     q = torch.empty((batch, heads, num_queries, dim), dtype=getattr(torch, dtype), device="meta")
-    on_gpu = types.SimpleNamespace(is_cuda=True, element_size=q.element_size, device=types.SimpleNamespace(index=0))
     k = torch.empty((batch, key_heads, num_keys, dim), dtype=q.dtype, device="meta")
-    problem = fa._problem(q, k, -1, 0 if causal else -1, None, None, None, None)
+    q_layout, k_layout = (fa._Layout(x.shape, x.stride(), x.dtype, True) for x in (q, k))
+    problem = fa._problem(q_layout, k_layout, -1, 0 if causal else -1, None)
     tile = getattr(select_config(dim, q.dtype, causal, 90, fa.resolve_precision(q)), kernel)
-    num_walks, num_splits = fa._walks(problem, tile, kernel, on_gpu, None)
+    num_walks, num_splits = fa._walks(problem, tile, kernel, torch.device("cuda", 0), q.dtype, None)
     rows = num_keys if kernel == "dkdv" else num_queries
     assert num_walks == -(-rows // (tile.block_k if kernel == "dkdv" else tile.block_q)) * heads * batch
     assert fewest <= num_splits <= most
-    assert fa._walks(problem, tile, kernel, on_gpu, 5)[1] == 5
+    assert fa._walks(problem, tile, kernel, torch.device("cuda", 0), q.dtype, 5)[1] == 5
 
 
 def test_packed_sequences_are_not_split():
     q = torch.empty((100, 2, 16))
     cu_seqlens = torch.tensor([0, 40, 100])
-    problem = fa._problem(q, q, -1, 0, cu_seqlens, cu_seqlens, None, None)
-    assert fa._walks(problem, fa.INTERPRETER_CONFIG.forward, "forward", q, 3) == (2 * 2 * 2, 1)
+    packing = fa._packing(q, q, cu_seqlens, cu_seqlens, None, None)
+    problem = fa._problem(fa._layout(q), fa._layout(q), -1, 0, packing)
+    tile = fa.INTERPRETER_CONFIG.forward
+    assert fa._walks(problem, tile, "forward", q.device, q.dtype, 3) == (2 * 2 * 2, 1)
 
 
 def combined(head_dim: int, transposed: bool) -> None:
@@ -957,6 +998,14 @@ on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU"
 )
 
+
+def backwards_of(case: Case) -> tuple[str, ...]:
+    """Returns the Gluon backwards that take a case."""
+    _, heads, key_heads, *_, dim = case.shape
+    single = dim in fa.SINGLE_PASS_HEAD_DIMS and heads == key_heads
+    return ("two passes", "one pass", "one pass, unordered") if single else ("two passes",)
+
+
 HOPPER_CASES = [
     *(
         Case((2, 2, 2, num_queries, num_keys, dim), causal=causal)
@@ -994,11 +1043,10 @@ HOPPER_CASES = [
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("deterministic", [True, False], ids=["two kernels", "single pass"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
-def test_hopper_kernels_are_within_the_budget(case, dtype, deterministic):
-    check(measure(dataclasses.replace(case, dtype=dtype, deterministic=deterministic), "gluon", "cuda"))
+@pytest.mark.parametrize(("case", "kernels"), [(case, x) for case in HOPPER_CASES for x in backwards_of(case)], ids=str)
+def test_hopper_kernels_are_within_the_budget(case, dtype, kernels):
+    check(measure(dataclasses.replace(case, dtype=dtype, kernels=kernels), "gluon", "cuda"))
 
 
 @pytest.mark.gpu
@@ -1014,9 +1062,11 @@ def test_splits_drawn_from_a_counter_are_within_the_budget(dim, monkeypatch):
 @pytest.mark.gpu
 @on_hopper
 @settings(random_shapes, max_examples=2000)
-@given(case=cases(700, ("float16", "bfloat16"), fa.GLUON_HEAD_DIMS), deterministic=st.booleans())
-def test_hopper_kernels_on_random_shapes(case, deterministic):
-    check(measure(dataclasses.replace(case, window=None, deterministic=deterministic), "gluon", "cuda"))
+@given(case=cases(700, ("float16", "bfloat16"), fa.GLUON_HEAD_DIMS), which=st.integers(0, 2))
+def test_hopper_kernels_on_random_shapes(case, which):
+    backwards = backwards_of(case)
+    kernels = backwards[which % len(backwards)]
+    check(measure(dataclasses.replace(case, window=None, kernels=kernels), "gluon", "cuda"))
 
 
 @pytest.mark.gpu
@@ -1043,6 +1093,8 @@ def test_compiled_offsets_beyond_two_to_the_31(axis):
 def test_repeats_are_bit_equal(dim, causal, impl, heads):
     q, k, v, grad_out = draw(Case((2, heads, heads, 2100, 2100, dim), dtype="bfloat16"), "cuda")
     mask = {"scale": 0.1, "left": -1, "right": 0 if causal else -1, "impl": resolve_impl(q, impl)}
+    if heads == 16 and dim in fa.SINGLE_PASS_HEAD_DIMS and mask["impl"] == "gluon":
+        assert fa.resolve_backward(q, k, "gluon", causal=causal) == "one pass"
     out, lse = fa.flash_attention_forward(q, k, v, **mask)
     for _ in range(1000):
         again, lse_again = fa.flash_attention_forward(q, k, v, **mask)

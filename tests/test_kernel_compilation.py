@@ -233,17 +233,21 @@ HOPPER_KERNELS = {
 }
 
 
-def compile_single_kernel(head_dim: int, dtype: str, *, causal: bool, even: bool = True):
+def compile_single_kernel(head_dim: int, dtype: str, *, causal: bool, even: bool = True, ordered: bool = True):
     """Returns (compiled kernel, what ptxas said) of the backward in one pass."""
     function = single.hopper_bwd_single_kernel
     tiles = single.SINGLE[head_dim]
     rows = tiles["BLOCK_Q"]
     launch = hopper.launch_options(2)
-    constants = {"D": head_dim, "CAUSAL": causal, "EVEN_K": even, **tiles, **launch}
+    constants = {"D": head_dim, "CAUSAL": causal, "EVEN_K": even, "ORDERED": ordered, **tiles, **launch}
+    if not ordered:
+        constants["progress_ptr"] = None
 
     def kind(name: str) -> str:
         if name in constants:
             return "constexpr"
+        if name == "progress_ptr":
+            return "*i32"
         if name == "sums_desc":
             return f"tensordesc<fp32[16, 256],{single._sums_layout()!r}>"
         if name in ("lse_desc", "delta_desc"):

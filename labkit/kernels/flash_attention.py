@@ -30,6 +30,7 @@ import importlib
 import itertools
 import logging
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -41,6 +42,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from labkit.kernels.flash_attention_tiled import tiled_attention_backward, tiled_attention_forward
+from labkit.kernels.launch import Launch
 from labkit.kernels.splits import combine, empty_lse, empty_parts, num_multiprocessors, num_splits_of, row_elements
 
 MAX_HEAD_DIM = 256
@@ -52,6 +54,10 @@ TILED_DTYPES = (*TRITON_DTYPES, torch.float64)
 GLUON_DTYPES = (torch.bfloat16, torch.float16)
 GLUON_HEAD_DIMS = (64, 72, 80, 96, 128)
 SINGLE_PASS_HEAD_DIMS = (64, 128)
+# Tiles of 128 queries up to which "auto" runs the Triton kernels on an H200: at D 64 those are as fast or faster, else
+# up to 3 us slower, which the host gains by arguments without tile descriptors.
+SMALL, SMALL_AT_64 = 4, 32
+GLUON_BACKWARDS = ("one pass", "one pass, unordered", "two passes", "triton")
 
 # ---- tile configurations --------------------------------------------------------------------------------------
 
@@ -215,9 +221,14 @@ CONFIGS: dict[tuple[str, str, int, bool], AttentionConfig] = {
 INTERPRETER_CONFIG = AttentionConfig(TileConfig(32, 16, 4, 1), TileConfig(16, 32, 4, 1), TileConfig(32, 16, 4, 1))
 
 # Warps that run at once on a multiprocessor, as far as splitting reckons: (widest head dimension, warps) by bytes of an
-# element. Registers bound them; these gave numbers of splits near the fastest on an H200, but for dK/dV at D 16, whose
-# two programs a multiprocessor are fewer: it is split at 65,536 keys, where it should not be.
-WARPS_AT_ONCE = {2: ((64, 16), (MAX_HEAD_DIM, 8)), 4: ((32, 24), (MAX_HEAD_DIM, 8))}
+# element and kernel. Registers bound them; these gave numbers of splits near the fastest on an H200.
+WARPS_AT_ONCE = {
+    **dict.fromkeys([(2, "forward"), (2, "dq")], ((64, 16), (MAX_HEAD_DIM, 8))),
+    (2, "dkdv"): ((16, 8), (64, 16), (MAX_HEAD_DIM, 8)),
+    **dict.fromkeys([(4, "forward"), (4, "dkdv"), (4, "dq")], ((32, 24), (MAX_HEAD_DIM, 8))),
+}
+
+PLANS = 1024  # shapes and layouts whose launches are remembered
 
 DELTA_BLOCK_Q = 32
 # No query tile is longer, so that the statistics of a whole tile are always there to load.
@@ -843,6 +854,60 @@ IS_INTERPRETED = not isinstance(flash_attention_fwd_kernel, triton.JITFunction)
 # ---- launchers ------------------------------------------------------------------------------------------------
 
 
+class _Layout(NamedTuple):
+    """What a launch depends on of a tensor: all but its address, of which whether it is a multiple of 16 bytes."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    on_boundary: bool
+
+    def as_4d(self, packed: bool) -> "_Layout":
+        """(B, S, D) as (B, 1, S, D), and a packed (total, H, D) as (1, H, total, D), its batch stride 0.
+
+        The kernels find a packed sequence by its first row, whichever its number in the batch.
+        """
+        if len(self.shape) == 4:
+            return self
+        (size_0, size_1, size_d), (stride_0, stride_1, stride_d) = self.shape, self.strides
+        if packed:
+            return self._replace(shape=(1, size_1, size_0, size_d), strides=(0, stride_1, stride_0, stride_d))
+        return self._replace(shape=(size_0, 1, size_1, size_d), strides=(stride_0, 0, stride_1, stride_d))
+
+    def dense(self) -> "_Layout":
+        """A dense tensor of the same shape, heads inside the rows where they are so here.
+
+        A transposed (B, S, H, D) then gets an output that transposes back without a copy; a view into a fused QKV
+        tensor gets one without the holes.
+        """
+        if len(self.shape) == 4 and self.strides[1] < self.strides[2]:
+            _, heads, length, head_dim = self.shape
+            strides = (length * heads * head_dim, head_dim, heads * head_dim, 1)
+        else:
+            strides = tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
+        return _Layout(self.shape, strides, self.dtype, True)
+
+
+def _layout(x: Tensor) -> _Layout:
+    return _Layout(x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0)
+
+
+def _alignment(*layouts: _Layout) -> int:
+    """Elements in 16 bytes where every row of every tensor starts on such a boundary, else 1."""
+    elements = 16 // layouts[0].dtype.itemsize
+    for x in layouts:
+        if x.strides[-1] != 1 or not x.on_boundary or any(stride % elements for stride in x.strides[:-1]):
+            return 1
+    return elements
+
+
+def _empty(layout: _Layout, like: Tensor) -> Tensor:
+    """Returns room for a dense layout, on the device of a tensor; the same layout as the tensor's own costs least."""
+    if like.dtype == layout.dtype and like.stride() == layout.strides and like.shape == layout.shape:
+        return torch.empty_like(like)
+    return torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device=like.device)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Problem:
     """What the kernels are told beyond the tensors; lengths are the longest of a packed batch."""
@@ -855,77 +920,53 @@ class _Problem:
     head_dim: int
     left: int
     right: int
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_k: Tensor | None
+    packed: bool
 
 
-def _problem(q, k, left, right, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> _Problem:
-    if cu_seqlens_q is not None:
-        num_batches, (num_heads, num_key_heads) = cu_seqlens_q.shape[0] - 1, (q.shape[1], k.shape[1])
-        max_queries = _longest(cu_seqlens_q, "q", q.shape[0], max_seqlen_q)
-        max_keys = _longest(cu_seqlens_k, "k", k.shape[0], max_seqlen_k)
-    else:
-        num_batches, max_queries, max_keys = q.shape[0], q.shape[-2], k.shape[-2]
-        num_heads, num_key_heads = (q.shape[1], k.shape[1]) if q.dim() == 4 else (1, 1)
+class _Packing(NamedTuple):
+    """What a launch depends on of a packed batch."""
+
+    num_sequences: int
+    max_queries: int
+    max_keys: int
+    cu_seqlens_q: _Layout
+    cu_seqlens_k: _Layout
+
+
+def _problem(q: _Layout, k: _Layout, left: int, right: int, packing: _Packing | None) -> _Problem:
+    packed = packing is not None
+    (num_batches, num_heads, max_queries, head_dim), key_shape = q.as_4d(packed).shape, k.as_4d(packed).shape
+    num_key_heads, max_keys = key_shape[1:3]
+    if packed:
+        num_batches, max_queries, max_keys = packing[:3]
     # A limit that no pair of positions reaches is none, and its loop then costs nothing.
     left = -1 if left >= max_keys else left
     right = -1 if right >= max_queries else right
-    return _Problem(
-        num_batches,
-        num_heads,
-        num_key_heads,
-        max_queries,
-        max_keys,
-        q.shape[-1],
-        left,
-        right,
-        cu_seqlens_q,
-        cu_seqlens_k,
+    return _Problem(num_batches, num_heads, num_key_heads, max_queries, max_keys, head_dim, left, right, packed)
+
+
+def _packing(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> _Packing | None:
+    """Returns the longest lengths of a packed batch, checked; None of one that is not packed."""
+    if cu_seqlens_q is None:
+        return None
+    return _Packing(
+        cu_seqlens_q.shape[0] - 1,
+        _longest(cu_seqlens_q, "q", q.shape[0], max_seqlen_q),
+        _longest(cu_seqlens_k, "k", k.shape[0], max_seqlen_k),
+        _layout(cu_seqlens_q),
+        _layout(cu_seqlens_k),
     )
 
 
-def _as_4d(x: Tensor, packed: bool) -> Tensor:
-    """Views (B, S, D) as (B, 1, S, D) and a packed (total, H, D) as (1, H, total, D), its batch stride 0.
-
-    The kernels find a packed sequence by its first row, whichever its number in the batch.
-    """
-    if packed:
-        stride_s, stride_h, stride_d = x.stride()
-        return x.as_strided((1, x.shape[1], x.shape[0], x.shape[2]), (0, stride_h, stride_s, stride_d))
-    return x.unsqueeze(1) if x.dim() == 3 else x
-
-
-def _empty_like_layout(x: Tensor) -> Tensor:
-    """Returns an empty dense tensor of x's shape, heads inside the rows where x has them so.
-
-    A transposed (B, S, H, D) then gets an output that transposes back without a copy; a view into a fused QKV
-    tensor gets one without the holes.
-    """
-    if x.dim() == 4 and x.stride(1) < x.stride(2):
-        return torch.empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3]), dtype=x.dtype, device=x.device).transpose(
-            1, 2
-        )
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-def _alignment(tensors: tuple[Tensor, ...]) -> int:
-    """Elements in 16 bytes where every row of every tensor starts on such a boundary, else 1."""
-    elements = 16 // tensors[0].element_size()
-    for x in tensors:
-        if x.stride(-1) != 1 or x.data_ptr() % 16 or any(stride % elements for stride in x.stride()[:-1]):
-            return 1
-    return elements
-
-
-def _is_wide(tensors: tuple[Tensor, ...], block: int, head_dim: int) -> bool:
+def _is_wide(layouts: tuple[_Layout, ...], block: int, head_dim: int) -> bool:
     """Whether a single tile spans 2³¹ elements, so that offsets inside it need int64."""
-    return any(block * abs(x.stride(-2)) + 2 * head_dim * abs(x.stride(-1)) >= 2**31 for x in tensors)
+    return any(block * abs(x.strides[-2]) + 2 * head_dim * abs(x.strides[-1]) >= 2**31 for x in layouts)
 
 
 def _kernel_flags(
-    tensors: tuple[Tensor, ...], problem: _Problem, tile: TileConfig, precision: str, num_splits: int
+    layouts: tuple[_Layout, ...], problem: _Problem, tile: TileConfig, precision: str, num_splits: int
 ) -> dict:
-    alignment = _alignment(tensors)
+    alignment = _alignment(*layouts)
     block_d, tail_d = split_head_dim(problem.head_dim, aligned=alignment > 1)
     return {
         "HEAD_DIM": problem.head_dim,
@@ -935,11 +976,11 @@ def _kernel_flags(
         "BLOCK_K": tile.block_k,
         "HAS_LEFT": problem.left >= 0,
         "HAS_RIGHT": problem.right >= 0,
-        "IS_PACKED": problem.cu_seqlens_q is not None,
+        "IS_PACKED": problem.packed,
         "SPLIT_WALK": num_splits > 1,
         "PRECISION": precision,
         "ALIGNMENT": alignment,
-        "WIDE": _is_wide(tensors, max(tile.block_q, tile.block_k), problem.head_dim),
+        "WIDE": _is_wide(layouts, max(tile.block_q, tile.block_k), problem.head_dim),
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
@@ -950,7 +991,7 @@ def _key_walk_flags(problem: _Problem, tile: TileConfig, num_splits: int) -> dic
 
     A share is walked in one: with the ends of two, cut down to it, ptxas serialises the products of both (C7515).
     """
-    even = problem.cu_seqlens_k is None and problem.max_keys % tile.block_k == 0
+    even = not problem.packed and problem.max_keys % tile.block_k == 0
     has_edge = problem.left >= 0 or problem.right >= 0
     split = tile.split and (has_edge or even) and num_splits == 1
     return {"EVEN_K": even, "SPLIT": split}
@@ -986,14 +1027,13 @@ def select_config(
     return CONFIGS[family, kind, tile_width(head_dim, aligned), causal]
 
 
-def _config(tensors: tuple[Tensor, ...], problem: _Problem, precision: str) -> AttentionConfig:
-    q = tensors[0]
-    if not q.is_cuda:
+def _config(layouts: tuple[_Layout, ...], problem: _Problem, precision: str, device: torch.device) -> AttentionConfig:
+    if device.type != "cuda":
         return INTERPRETER_CONFIG
     # A window's tiles are masked on both sides, as causal ones are on one.
     masked = problem.left >= 0 or problem.right >= 0
-    aligned = _alignment(tensors) > 1
-    return select_config(q.shape[-1], q.dtype, masked, _capability(q.device.index), precision, aligned)
+    aligned = _alignment(*layouts) > 1
+    return select_config(problem.head_dim, layouts[0].dtype, masked, _capability(device.index), precision, aligned)
 
 
 def _tma_ready(x: Tensor) -> Tensor:
@@ -1001,7 +1041,7 @@ def _tma_ready(x: Tensor) -> Tensor:
     if x.is_contiguous() and x.data_ptr() % 16 == 0:  # rows of GLUON_HEAD_DIMS are multiples of 16 bytes
         return x
     strides = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
-    return x.contiguous() if _alignment((x,)) == 1 or not all(stride > 0 for stride in strides) else x
+    return x.contiguous() if _alignment(_layout(x)) == 1 or not all(stride > 0 for stride in strides) else x
 
 
 @functools.cache
@@ -1053,7 +1093,104 @@ _gluon_objection._dynamo_marked_constant = True
 
 def _on_device_of(q: Tensor):
     """Triton launches on the current device, which need not be that of the tensors."""
-    return torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext()
+    if q.is_cuda and q.device.index != torch.cuda.current_device():
+        return torch.cuda.device(q.device)
+    return contextlib.nullcontext()
+
+
+def _with_heads(x: Tensor) -> Tensor:
+    """Views (B, S, D) as (B, 1, S, D)."""
+    return x.unsqueeze(1) if x.dim() == 3 else x
+
+
+def _strides(*layouts: _Layout) -> tuple[int, ...]:
+    return tuple(stride for x in layouts for stride in x.strides)
+
+
+def _result(whole: _Layout, num_splits: int) -> _Layout:
+    """What a kernel writes to: a result, or the parts that all splits make of it (`empty_parts`), one batch of them."""
+    if num_splits == 1:
+        return whole
+    batch, heads, length, head_dim = whole.shape
+    row = row_elements(head_dim)
+    strides = (heads * length * row, length * row, row, 1)
+    return _Layout((num_splits * batch, heads, length, head_dim), strides, torch.float32, True)
+
+
+def _walks(
+    problem: _Problem, tile: TileConfig, kernel: str, device: torch.device, dtype: torch.dtype, num_splits: int | None
+) -> tuple[int, int]:
+    """Returns how many walks a kernel makes, one a tile of rows, and among how many programs it shares each.
+
+    `num_splits` is that number where it is given; packed sequences are never shared.
+    """
+    starting, walked = (problem.max_queries, tile.block_q), (problem.max_keys, tile.block_k)
+    num_heads, num_results = problem.num_heads, 1
+    if kernel == "dkdv":
+        starting, walked = walked, starting
+        num_heads, num_results = problem.num_key_heads, 2
+    num_walks = triton.cdiv(*starting) * num_heads * problem.num_batches
+    if problem.packed:
+        return num_walks, 1
+    if num_splits or device.type != "cuda" or problem.left >= 0:
+        return num_walks, num_splits or 1
+    warps = next(warps for widest, warps in WARPS_AT_ONCE[dtype.itemsize, kernel] if problem.head_dim <= widest)
+    programs = num_multiprocessors(device.index) * max(1, warps // tile.num_warps)
+    part_kib = num_results * starting[1] * row_elements(problem.head_dim) * 4 / 1024
+    causal = problem.right >= 0
+    cost = {"part_kib": part_kib, "itemsize": dtype.itemsize}
+    return num_walks, num_splits_of(num_walks, triton.cdiv(*walked), programs, causal, **cost)
+
+
+class _ForwardPlan(NamedTuple):
+    """The launch of a forward kernel and the room for its results."""
+
+    launch: Launch
+    num_splits: int
+    out: _Layout
+    lse_shape: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=PLANS)
+def _plan_forward(
+    q: _Layout,
+    k: _Layout,
+    v: _Layout,
+    device: torch.device,
+    packing: _Packing | None,
+    scale: float,
+    left: int,
+    right: int,
+    precision: str,
+    config: AttentionConfig | None,
+    num_splits: int | None,
+) -> _ForwardPlan:
+    packed = packing is not None
+    problem = _problem(q, k, left, right, packing)
+    layouts = tuple(x.as_4d(packed) for x in (q, k, v, q.dense()))
+    tile = (config or _config(layouts, problem, precision, device)).forward
+    num_walks, num_splits = _walks(problem, tile, "forward", device, q.dtype, num_splits)
+    operands = (*layouts[:3], _result(layouts[3], num_splits))
+    *_, num_rows, _ = layouts[0].shape
+    numbers = (
+        *_strides(*operands),
+        *((0, num_rows) if packed else (problem.num_heads * num_rows, num_rows)),
+        problem.num_heads,
+        problem.num_heads // problem.num_key_heads,
+        problem.max_queries,
+        problem.max_keys,
+        scale * LOG2_E,
+        problem.left,
+        problem.right,
+        num_splits,
+    )
+    flags = {
+        **_kernel_flags(operands, problem, tile, precision, num_splits),
+        **_key_walk_flags(problem, tile, num_splits),
+    }
+    launch = Launch(flash_attention_fwd_kernel, (num_walks * num_splits,), flags, numbers)
+    lse_shape = (problem.num_heads, num_rows) if packed else q.shape[:-1]
+    return _ForwardPlan(launch, num_splits, q.dense(), lse_shape)
 
 
 def flash_attention_forward(
@@ -1079,86 +1216,198 @@ def flash_attention_forward(
     many keys a query sees before and after its own on the diagonal, −1 without limit; `impl` is "triton" or "gluon";
     `config` overrides the tiles of "triton", `num_splits` among how many programs it shares the keys of a tile.
     """
-    precision = resolve_precision(q, precision)
-    problem = _problem(q, k, left, right, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    packed = cu_seqlens_q is not None
-    out = _empty_like_layout(q)
     if impl == "gluon":
-        q, k, v = (_tma_ready(x) for x in (q, k, v))
-    lse_shape = (q.shape[1], q.shape[0]) if packed else q.shape[:-1]
-    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
-    tensors = tuple(_as_4d(x, packed) for x in (q, k, v, out))
-    if impl == "gluon":
+        out = _empty(_layout(q).dense(), q)
+        lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+        tensors = (*(_tma_ready(x) for x in (q, k, v)), out)
         with _on_device_of(q):
-            _hopper().hopper_forward(*tensors, lse, scale=scale, causal=problem.right == 0)
+            _hopper().hopper_forward(*(_with_heads(x) for x in tensors), lse, scale=scale, causal=right == 0)
         return out, lse
-    tile = (config or _config(tensors, problem, precision)).forward
-    num_walks, num_splits = _walks(problem, tile, "forward", q, num_splits)
-    parts, (results,) = _split_results(num_splits, tensors[3])
-    parts_lse = empty_lse(num_splits, tensors[3]).flatten(0, 1) if parts else lse
-    operands = (*tensors[:3], results)
+    packing = _packing(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    layouts = (_layout(q), _layout(k), _layout(v))
+    precision = resolve_precision(q, precision)
+    plan = _plan_forward(*layouts, q.device, packing, scale, left, right, precision, config, num_splits)
+    out = _empty(plan.out, q)
+    lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
     with _on_device_of(q):
-        flash_attention_fwd_kernel[(num_walks * num_splits,)](
-            *operands,
-            parts_lse,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            *(stride for x in operands for stride in x.stride()),
-            *_statistics_strides(parts_lse, packed),
-            problem.num_heads,
-            problem.num_heads // problem.num_key_heads,
-            problem.max_queries,
-            problem.max_keys,
-            scale * LOG2_E,
-            problem.left,
-            problem.right,
-            num_splits,
-            **_kernel_flags(operands, problem, tile, precision, num_splits),
-            **_key_walk_flags(problem, tile, num_splits),
-        )
-        if parts:
-            combine(*parts, tensors[3], parts_lse, lse)
+        if plan.num_splits == 1:
+            plan.launch(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+        else:
+            whole = _with_heads(out)
+            parts, parts_lse = empty_parts(plan.num_splits, whole), empty_lse(plan.num_splits, whole)
+            plan.launch(q, k, v, parts, parts_lse, None, None)
+            combine(parts, whole, parts_lse, lse)
     return out, lse
 
 
-def _walks(problem: _Problem, tile: TileConfig, kernel: str, q: Tensor, num_splits: int | None) -> tuple[int, int]:
-    """Returns how many walks a kernel makes, one a tile of rows, and among how many programs it shares each.
+def _statistics_shape(q: _Layout, problem: _Problem) -> tuple[int, int, int]:
+    """Sets, heads and padded rows of the row statistics of a backward.
 
-    `num_splits` is that number where it is given; packed sequences are never shared.
+    A packed sequence starts on a boundary of its own, at most one padding after each sequence before it.
     """
-    starting, walked = (problem.max_queries, tile.block_q), (problem.max_keys, tile.block_k)
-    num_heads, num_results = problem.num_heads, 1
-    if kernel == "dkdv":
-        starting, walked = walked, starting
-        num_heads, num_results = problem.num_key_heads, 2
-    num_walks = triton.cdiv(*starting) * num_heads * problem.num_batches
-    if problem.cu_seqlens_q is not None:
-        return num_walks, 1
-    if num_splits or not q.is_cuda or problem.left >= 0:
-        return num_walks, num_splits or 1
-    warps = next(warps for widest, warps in WARPS_AT_ONCE[q.element_size()] if problem.head_dim <= widest)
-    programs = num_multiprocessors(q.device.index) * max(1, warps // tile.num_warps)
-    part_kib = num_results * starting[1] * row_elements(problem.head_dim) * 4 / 1024
-    causal = problem.right >= 0
-    return num_walks, num_splits_of(num_walks, triton.cdiv(*walked), programs, causal, part_kib=part_kib)
+    num_rows = problem.max_queries
+    if problem.packed:
+        num_rows = q.as_4d(True).shape[-2] + STATISTICS_PADDING * problem.num_batches
+    return (
+        1 if problem.packed else problem.num_batches,
+        problem.num_heads,
+        triton.cdiv(num_rows, STATISTICS_PADDING) * STATISTICS_PADDING,
+    )
 
 
-def _split_results(num_splits: int, *wholes: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Returns room for the parts of all splits, if there are any, and what the kernels write to in place of wholes.
+def _statistics_strides(num_sets: int, num_heads: int, num_rows: int) -> tuple[int, int]:
+    """Batch and head stride of dense row statistics; those of a packed batch are one set."""
+    return (0 if num_sets == 1 else num_heads * num_rows), num_rows
 
-    They find a split's part as they find a batch's result, all batches of one split after those of the last.
+
+def _delta_launch(out: _Layout, grad_out: _Layout, lse: _Layout, problem: _Problem) -> Launch:
+    packed = problem.packed
+    padded_queries = triton.cdiv(problem.max_queries, STATISTICS_PADDING) * STATISTICS_PADDING
+    num_tiles = padded_queries // DELTA_BLOCK_Q
+    numbers = (
+        *_strides(out.as_4d(packed), grad_out.as_4d(packed)),
+        *((0, lse.strides[0]) if packed else (*lse.strides[:-1], 0)[:2]),
+        *_statistics_strides(*_statistics_shape(out, problem)),
+        problem.num_heads,
+        problem.max_queries,
+        num_tiles,
+    )
+    flags = {
+        "HEAD_DIM": problem.head_dim,
+        "PADDED_D": triton.next_power_of_2(problem.head_dim),
+        "BLOCK_Q": DELTA_BLOCK_Q,
+        "IS_PACKED": packed,
+        "PADDING": STATISTICS_PADDING,
+    }
+    grid = (num_tiles * problem.num_heads * problem.num_batches,)
+    return Launch(flash_attention_bwd_delta_kernel, grid, flags, numbers)
+
+
+class _GradientLaunch(NamedTuple):
+    """The launch of a backward kernel, whose results are the sum over all splits."""
+
+    launch: Launch
+    num_splits: int
+
+    def __call__(self, inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...], cu_seqlens: tuple) -> None:
+        if self.num_splits == 1:
+            self.launch(*inputs, *grads, *cu_seqlens)
+            return
+        wholes = tuple(_with_heads(x) for x in grads)
+        parts = tuple(empty_parts(self.num_splits, x) for x in wholes)
+        self.launch(*inputs, *parts, *cu_seqlens)
+        for part, whole in zip(parts, wholes, strict=True):
+            combine(part, whole)
+
+
+def _gradient_launch(
+    kernel: str,
+    inputs: tuple[_Layout, ...],
+    grads: tuple[_Layout, ...],
+    problem: _Problem,
+    device: torch.device,
+    scale: float,
+    precision: str,
+    tile: TileConfig,
+    num_splits: int | None,
+) -> _GradientLaunch:
+    """Returns the launch of "dkdv" or "dq"; the layouts are 4D."""
+    is_dkdv = kernel == "dkdv"
+    num_walks, num_splits = _walks(problem, tile, kernel, device, inputs[0].dtype, num_splits)
+    operands = (*inputs, *(_result(x, num_splits) for x in grads))
+    numbers = (
+        *_strides(*operands),
+        *_statistics_strides(*_statistics_shape(inputs[0], problem)),
+        problem.num_key_heads if is_dkdv else problem.num_heads,
+        problem.num_heads // problem.num_key_heads,
+        problem.max_queries,
+        problem.max_keys,
+        scale * LOG2_E,
+        scale,
+        problem.left,
+        problem.right,
+        num_splits,
+    )
+    flags = {**_kernel_flags(operands, problem, tile, precision, num_splits), "PADDING": STATISTICS_PADDING}
+    if is_dkdv:
+        flags["SPLIT"] = tile.split and num_splits == 1
+        flags["EVEN_Q"] = not problem.packed and problem.max_queries % tile.block_q == 0
+    else:
+        flags |= _key_walk_flags(problem, tile, num_splits)
+    function = flash_attention_bwd_dkdv_kernel if is_dkdv else flash_attention_bwd_dq_kernel
+    return _GradientLaunch(Launch(function, (num_walks * num_splits,), flags, numbers), num_splits)
+
+
+class _BackwardPlan(NamedTuple):
+    """The launches of a backward and the room for the gradients and both row statistics."""
+
+    copies_grad_out: bool
+    grads: tuple[_Layout, ...]
+    statistics: tuple[int, ...]
+    delta: Launch
+    dkdv: _GradientLaunch
+    dq: _GradientLaunch
+
+
+@functools.lru_cache(maxsize=PLANS)
+def _plan_backward(
+    grad_out: _Layout,
+    q: _Layout,
+    k: _Layout,
+    v: _Layout,
+    out: _Layout,
+    lse: _Layout,
+    device: torch.device,
+    packing: _Packing | None,
+    scale: float,
+    left: int,
+    right: int,
+    precision: str,
+    config: AttentionConfig | None,
+    num_splits: int | None,
+) -> _BackwardPlan:
+    packed = packing is not None
+    problem = _problem(q, k, left, right, packing)
+    grads = tuple(x.dense() for x in (q, k, v))
+    inputs = tuple(x.as_4d(packed) for x in (q, k, v, grad_out))
+    grads_4d = tuple(x.as_4d(packed) for x in grads)
+    config = config or _config((*inputs, *grads_4d), problem, precision, device)
+    options = (problem, device, scale, precision)
+    return _BackwardPlan(
+        copies_grad_out=_alignment(grad_out) == 1 and _alignment(q, k, v) > 1,
+        grads=grads,
+        statistics=(2, *_statistics_shape(q, problem)),
+        delta=_delta_launch(out, grad_out, lse, problem),
+        dkdv=_gradient_launch("dkdv", inputs, grads_4d[1:], *options, config.dkdv, num_splits),
+        dq=_gradient_launch("dq", inputs, grads_4d[:1], *options, config.dq, num_splits),
+    )
+
+
+def resolve_backward(q: Tensor, k: Tensor, impl: str, *, causal: bool, deterministic: bool = True) -> str:
+    """Returns which kernels compute the gradients after an `impl` as `resolve_impl` returns it: its own, or after
+    "gluon" one of GLUON_BACKWARDS.
+
+    "triton" where the tiles of keys are few: its kernels share their walks among programs, Gluon's do not. "one pass"
+    where the shares of q's gradient are added in one order without much waiting, "one pass, unordered" where they need
+    not be; "two passes" else.
+
+    Args:
+        q, k: (B, H, S, D) or (B, S, D).
     """
-    if num_splits == 1:
-        return (), wholes
-    parts = tuple(empty_parts(num_splits, x) for x in wholes)
-    return parts, tuple(x.flatten(0, 1) for x in parts)
-
-
-def _statistics_strides(lse: Tensor, packed: bool) -> tuple[int, int]:
-    """Batch and head stride of a row statistic."""
-    if packed:
-        return 0, lse.stride(0)
-    return (lse.stride(0), lse.stride(1)) if lse.dim() == 3 else (lse.stride(0), 0)
+    if impl != "gluon":
+        return impl
+    q, k = _with_heads(q), _with_heads(k)
+    (num_batches, num_heads, num_queries, head_dim), (_, num_key_heads, num_keys, _) = q.shape, k.shape
+    programs = num_multiprocessors(q.device.index)
+    if triton.cdiv(num_keys, 128) * num_key_heads * num_batches <= programs // 2:
+        return "triton"
+    if num_heads == num_key_heads and head_dim in SINGLE_PASS_HEAD_DIMS and hopper_single_unavailable() is None:
+        if not deterministic:
+            return "one pass, unordered"
+        lengths = (num_queries, num_keys)
+        if _hopper("_single").ordering_pays(num_batches * num_heads, *lengths, head_dim, causal, programs):
+            return "one pass"
+    return "two passes"
 
 
 def flash_attention_backward(
@@ -1181,135 +1430,41 @@ def flash_attention_backward(
     config: AttentionConfig | None = None,
     num_splits: int | None = None,
     deterministic: bool = True,
+    kernels: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launches the backward kernels; returns the gradients of q, k and v, shaped as they are.
 
-    `config` and `num_splits` as in `flash_attention_forward`; of dK and dV it is the queries that are shared.
-
-    `deterministic=False` takes "gluon" through its single pass, which adds the shares of q's gradient in no fixed
-    order; other head dimensions than 64 and 128, grouped heads, "triton", and a Triton whose Gluon lacks that addition
-    keep the two deterministic kernels.
+    `config` and `num_splits` as in `flash_attention_forward`; of dK and dV it is the queries that are shared. `kernels`
+    is one of GLUON_BACKWARDS in place of what `resolve_backward` finds for "gluon".
     """
+    packing = _packing(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     precision = resolve_precision(q, precision)
-    problem = _problem(q, k, left, right, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    packed = cu_seqlens_q is not None
-    if _alignment((q, k, v)) > 1 and _alignment((grad_out,)) == 1:
+    layouts = (_layout(q), _layout(k), _layout(v), _layout(out), _layout(lse))
+    options = (q.device, packing, scale, left, right, precision, config, num_splits)
+    plan = _plan_backward(_layout(grad_out), *layouts, *options)
+    if plan.copies_grad_out:
         # o.sum().backward() passes strides of zero: one copy costs less than loads of single elements.
         grad_out = grad_out.contiguous()
-    grad_q, grad_k, grad_v = (_empty_like_layout(x) for x in (q, k, v))
-    if impl == "gluon":
-        q, k, v, grad_out = (_tma_ready(x) for x in (q, k, v, grad_out))
-    # A packed sequence starts on a boundary of its own, at most one padding after each sequence before it.
-    num_rows = q.shape[0] + STATISTICS_PADDING * problem.num_batches if packed else problem.max_queries
-    num_rows = triton.cdiv(num_rows, STATISTICS_PADDING) * STATISTICS_PADDING
-    num_sets = 1 if packed else problem.num_batches
-    delta, lse_log2 = lse.new_empty((2, num_sets, problem.num_heads, num_rows))
-    padded_strides = (0 if packed else delta.stride(0), delta.stride(1))
-    q_4d, k_4d, v_4d, out_4d, grad_out_4d, grad_q_4d, grad_k_4d, grad_v_4d = (
-        _as_4d(x, packed) for x in (q, k, v, out, grad_out, grad_q, grad_k, grad_v)
-    )
-    group = problem.num_heads // problem.num_key_heads
-    lengths = (problem.max_queries, problem.max_keys)
-
-    def strides(*tensors: Tensor) -> tuple[int, ...]:
-        return tuple(stride for x in tensors for stride in x.stride())
-
+        plan = _plan_backward(_layout(grad_out), *layouts, *options)
+    grads = tuple(_empty(layout, x) for layout, x in zip(plan.grads, (q, k, v), strict=True))
+    delta, lse_log2 = torch.empty(plan.statistics, dtype=torch.float32, device=q.device).unbind()
     with _on_device_of(q):
-        num_query_heads = problem.num_heads * problem.num_batches
-        padded_queries = triton.cdiv(problem.max_queries, STATISTICS_PADDING) * STATISTICS_PADDING
-        flash_attention_bwd_delta_kernel[(padded_queries // DELTA_BLOCK_Q * num_query_heads,)](
-            out_4d,
-            grad_out_4d,
-            lse,
-            delta,
-            lse_log2,
-            cu_seqlens_q,
-            *strides(out_4d, grad_out_4d),
-            *_statistics_strides(lse, packed),
-            *padded_strides,
-            problem.num_heads,
-            problem.max_queries,
-            padded_queries // DELTA_BLOCK_Q,
-            HEAD_DIM=problem.head_dim,
-            PADDED_D=triton.next_power_of_2(problem.head_dim),
-            BLOCK_Q=DELTA_BLOCK_Q,
-            IS_PACKED=packed,
-            PADDING=STATISTICS_PADDING,
-        )
+        plan.delta(out, grad_out, lse, delta, lse_log2, cu_seqlens_q)
         if impl == "gluon":
-            single_pass = not deterministic and group == 1 and problem.head_dim in SINGLE_PASS_HEAD_DIMS
-            single_pass = single_pass and hopper_single_unavailable() is None
-            hopper_backward = _hopper("_single" if single_pass else "_backward").hopper_backward
-            hopper_backward(
-                grad_out_4d,
-                q_4d,
-                k_4d,
-                v_4d,
-                lse_log2,
-                delta,
-                grad_q_4d,
-                grad_k_4d,
-                grad_v_4d,
-                scale=scale,
-                causal=problem.right == 0,
-            )
-            return grad_q, grad_k, grad_v
-        inputs = (q_4d, k_4d, v_4d, grad_out_4d)
-        config = config or _config((*inputs, grad_q_4d, grad_k_4d, grad_v_4d), problem, precision)
-        tile = config.dkdv
-        num_walks, splits = _walks(problem, tile, "dkdv", q, num_splits)
-        parts, results = _split_results(splits, grad_k_4d, grad_v_4d)
-        flash_attention_bwd_dkdv_kernel[(num_walks * splits,)](
-            *inputs,
-            lse_log2,
-            delta,
-            *results,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            *strides(*inputs, *results),
-            *padded_strides,
-            problem.num_key_heads,
-            group,
-            *lengths,
-            scale * LOG2_E,
-            scale,
-            problem.left,
-            problem.right,
-            splits,
-            **_kernel_flags((*inputs, *results), problem, tile, precision, splits),
-            SPLIT=tile.split and splits == 1,
-            PADDING=STATISTICS_PADDING,
-            EVEN_Q=not packed and problem.max_queries % tile.block_q == 0,
-        )
-        for part, grad in zip(parts, (grad_k_4d, grad_v_4d), strict=bool(parts)):
-            combine(part, grad)
-        tile = config.dq
-        num_walks, splits = _walks(problem, tile, "dq", q, num_splits)
-        parts, results = _split_results(splits, grad_q_4d)
-        flash_attention_bwd_dq_kernel[(num_walks * splits,)](
-            *inputs,
-            lse_log2,
-            delta,
-            *results,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            *strides(*inputs, *results),
-            *padded_strides,
-            problem.num_heads,
-            group,
-            *lengths,
-            scale * LOG2_E,
-            scale,
-            problem.left,
-            problem.right,
-            splits,
-            **_kernel_flags((*inputs, *results), problem, tile, precision, splits),
-            **_key_walk_flags(problem, tile, splits),
-            PADDING=STATISTICS_PADDING,
-        )
-        if parts:
-            combine(*parts, grad_q_4d)
-    return grad_q, grad_k, grad_v
+            causal = right == 0
+            kernels = kernels or resolve_backward(q, k, impl, causal=causal, deterministic=deterministic)
+            if kernels != "triton":
+                tensors = (_with_heads(_tma_ready(x)) for x in (grad_out, q, k, v))
+                masked = {"scale": scale, "causal": causal}
+                if kernels != "two passes":
+                    masked["ordered"] = kernels == "one pass"
+                launcher = _hopper("_backward" if kernels == "two passes" else "_single").hopper_backward
+                launcher(*tensors, lse_log2, delta, *(_with_heads(x) for x in grads), **masked)
+                return grads
+        inputs = (q, k, v, grad_out, lse_log2, delta)
+        plan.dkdv(inputs, grads[1:], (cu_seqlens_q, cu_seqlens_k))
+        plan.dq(inputs, grads[:1], (cu_seqlens_q, cu_seqlens_k))
+    return grads
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------
@@ -1319,14 +1474,20 @@ def _names(values) -> str:
     return ", ".join(str(value) for value in values)
 
 
+def _is_small(q: Tensor) -> bool:
+    """Whether the queries are so few that the Triton kernels take less time than Gluon's, or less time to launch."""
+    num_tiles = triton.cdiv(q.shape[-2], 128) * math.prod(q.shape[:-2])
+    return num_tiles <= (SMALL_AT_64 if q.shape[-1] == 64 else SMALL)
+
+
 def resolve_impl(q: Tensor, impl: str = "auto", *, left: int = -1, right: int = -1, packed: bool = False) -> str:
     """Returns the implementation that `flash_attention` runs for these queries: what a record should name.
 
     Args:
         q: the queries; their device, dtype and head dimension decide.
         impl: one of IMPLS. "auto" is "gluon" on a Hopper GPU for what those kernels take (bf16 and fp16, head
-            dimension 64, 72, 80, 96 or 128, no window, not packed), else "triton" on a CUDA device in a dtype that it
-            takes, else "tiled".
+            dimension 64, 72, 80, 96 or 128, no window, not packed) unless the queries are few, else "triton" on a CUDA
+            device in a dtype that it takes, else "tiled".
         left, right: the mask's limits, −1 for none; (−1, 0) is causal.
         packed: whether sequences are packed.
 
@@ -1346,6 +1507,8 @@ def resolve_impl(q: Tensor, impl: str = "auto", *, left: int = -1, right: int = 
         elif packed or left >= 0 or right > 0:
             objection = f"takes no {'packed sequences' if packed else 'window'}"
         objection = objection or _gluon_objection(q.device)
+        if objection is None and impl == "auto" and _is_small(q):
+            return "triton"
         if objection is None:
             return "gluon"
         if impl == "gluon":
@@ -1421,6 +1584,57 @@ def _check_cu_seqlens(cu_seqlens: Tensor, name: str, device: torch.device) -> No
         raise ValueError(f"{name} must be on the device of q, {device}; got {cu_seqlens.device}")
     if not cu_seqlens.is_contiguous():
         raise ValueError(f"{name} must be contiguous; got stride {cu_seqlens.stride(0)}")
+
+
+def _check_packing(q: Tensor, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> None:
+    """Raises for arguments of a packed batch that do not fit together, or are given without one."""
+    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    if packed:
+        for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+            if cu_seqlens is None:
+                raise ValueError(f"{name} must be given too: a packed batch takes both cu_seqlens_q and cu_seqlens_k")
+            _check_cu_seqlens(cu_seqlens, name, q.device)
+        if cu_seqlens_q.shape != cu_seqlens_k.shape:
+            shapes = f"{tuple(cu_seqlens_q.shape)}; got {tuple(cu_seqlens_k.shape)}"
+            raise ValueError(f"cu_seqlens_k must have the shape of cu_seqlens_q, {shapes}")
+    for name, max_seqlen in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if max_seqlen is not None and not packed:
+            raise ValueError(f"{name} must be None without cu_seqlens_q and cu_seqlens_k; got {max_seqlen!r}")
+        if max_seqlen is not None and (isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int)):
+            raise TypeError(f"{name} must be None or an int; got {type(max_seqlen).__name__}")
+
+
+def _resolve(
+    q: Tensor, k: Tensor, v: Tensor, packed: bool, causal, scale, window, precision, impl, deterministic
+) -> tuple[float, int, int, str, str, bool]:
+    """Returns (scale, left, right, precision, impl, deterministic) as the operators take them; raises for bad ones."""
+    _check_tensors(q, k, v, packed)
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic must be True or False; got {type(deterministic).__name__}")
+    left, right = _check_window(window, causal)
+    impl = resolve_impl(q, impl, left=left, right=right, packed=packed)
+    precision = resolve_precision(q, precision)
+    return _check_scale(scale, q.shape[-1]), left, right, precision, impl, deterministic
+
+
+_resolved = {}
+
+
+def _resolve_once(q: Tensor, k: Tensor, v: Tensor, asked: tuple) -> tuple[float, int, int, str, str, bool]:
+    """`_resolve` without packing and window, remembered: it takes the host longer than a launch."""
+    try:
+        tensors = tuple((x.shape, x.dtype, x.device) for x in (q, k, v))
+        # With types, since 1 and True are the same to a dictionary.
+        key = (tensors, asked, tuple(map(type, asked)))
+        options = _resolved.get(key)
+    except (AttributeError, TypeError):
+        # No tensors, or what has no hash: for the checks to say so.
+        return _resolve(q, k, v, False, *asked)
+    if options is None:
+        if len(_resolved) >= PLANS:
+            _resolved.clear()
+        options = _resolved[key] = _resolve(q, k, v, False, *asked)
+    return options
 
 
 # Reading the values waits for the device, so each tensor is read once per content (its version counts writes).
@@ -1544,7 +1758,7 @@ def _forward(
     if cu_seqlens_q is None:
         tiled_out, tiled_lse = tiled_attention_forward(q, k, v, **mask)
         return out.copy_(tiled_out), lse.copy_(tiled_lse)
-    _problem(q, k, left, right, **packing)
+    _packing(q, k, **packing)
     for rows_q, rows_k in _sequences(cu_seqlens_q, cu_seqlens_k):
         tiled_out, tiled_lse = tiled_attention_forward(_rows(q, rows_q), _rows(k, rows_k), _rows(v, rows_k), **mask)
         out[rows_q] = tiled_out[0].transpose(0, 1)
@@ -1553,6 +1767,12 @@ def _forward(
 
 
 _forward_op = torch.library.custom_op("labkit::flash_attention_forward", _forward, mutates_args=())
+
+
+def _empty_like_layout(x: Tensor) -> Tensor:
+    """Returns room for `_Layout.dense`; x may be a tensor without an address."""
+    layout = _Layout(x.shape, x.stride(), x.dtype, True).dense()
+    return torch.empty_strided(layout.shape, layout.strides, dtype=x.dtype, device=x.device)
 
 
 def _empty_outputs(q: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
@@ -1652,35 +1872,36 @@ def _backward(ctx, grad_out: Tensor, _grad_lse):
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-@once_differentiable
-def _backward_once(ctx, grad_out: Tensor, _grad_lse=None):
-    """The gradients of every input of the operators, by their functions and not the registered operator."""
-    return *_gradients(grad_out, *ctx.saved_tensors, *ctx.options), *(None,) * (2 + len(ctx.options))
-
-
 class TransformedFlashAttention(torch.autograd.Function):
     """The operators under torch.func, which takes functions whose context is set up apart, and no custom operator."""
 
     forward = staticmethod(_forward)
     setup_context = staticmethod(_setup_context)
 
-    backward = staticmethod(_backward_once)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out: Tensor, _grad_lse):
+        return *_gradients(grad_out, *ctx.saved_tensors, *ctx.options), *(None,) * (2 + len(ctx.options))
 
 
 class EagerFlashAttention(torch.autograd.Function):
     """The operators without the way through the dispatcher, which takes a custom operator longer than its launch.
 
-    A context that is set up apart would cost as much: its function is bound to its signature anew in every call.
+    A context that is set up apart would cost as much: its function is bound to its signature anew in every call. The
+    options are one argument, since every argument costs time of its own.
     """
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q, cu_seqlens_k, *options) -> Tensor:
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q, cu_seqlens_k, options: tuple) -> Tensor:
         out, lse = _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
         ctx.options = options
         ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
         return out
 
-    backward = staticmethod(_backward_once)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out: Tensor):
+        return *_gradients(grad_out, *ctx.saved_tensors, *ctx.options), None, None, None
 
 
 def flash_attention(
@@ -1737,43 +1958,20 @@ def flash_attention(
     if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(dtype) if isinstance(x, Tensor) and x.dtype in TRITON_DTYPES else x for x in (q, k, v))
-    _check_tensors(q, k, v, packed)
-    if not isinstance(deterministic, bool):
-        raise TypeError(f"deterministic must be True or False; got {type(deterministic).__name__}")
-    left, right = _check_window(window, causal)
-    impl = resolve_impl(q, impl, left=left, right=right, packed=packed)
-    precision = resolve_precision(q, precision)
-    scale = _check_scale(scale, q.shape[-1])
-    if packed:
-        for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-            if cu_seqlens is None:
-                raise ValueError(f"{name} must be given too: a packed batch takes both cu_seqlens_q and cu_seqlens_k")
-            _check_cu_seqlens(cu_seqlens, name, q.device)
-        if cu_seqlens_q.shape != cu_seqlens_k.shape:
-            shapes = f"{tuple(cu_seqlens_q.shape)}; got {tuple(cu_seqlens_k.shape)}"
-            raise ValueError(f"cu_seqlens_k must have the shape of cu_seqlens_q, {shapes}")
-    for name, max_seqlen in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if max_seqlen is not None and not packed:
-            raise ValueError(f"{name} must be None without cu_seqlens_q and cu_seqlens_k; got {max_seqlen!r}")
-        if max_seqlen is not None and (isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int)):
-            raise TypeError(f"{name} must be None or an int; got {type(max_seqlen).__name__}")
-    options = (
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        scale,
-        left,
-        right,
-        precision,
-        impl,
-        deterministic,
-    )
+    asked = (causal, scale, window, precision, impl, deterministic)
+    if packed or window is not None or torch.compiler.is_compiling():
+        options = _resolve(q, k, v, packed, *asked)
+    else:
+        options = _resolve_once(q, k, v, asked)
+    if packed or (max_seqlen_q, max_seqlen_k) != (None, None):
+        _check_packing(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k)
+    options = (max_seqlen_q, max_seqlen_k, *options)
     # Whatever looks at operators (a compiler, a mode, a subclass of tensors) is shown one.
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or type(q) not in (Tensor, Parameter):
-        return _forward_op(q, k, v, *options)[0]
+        return _forward_op(*tensors, *options)[0]
     if torch._C._are_functorch_transforms_active():
-        return TransformedFlashAttention.apply(q, k, v, *options)[0]
+        return TransformedFlashAttention.apply(*tensors, *options)[0]
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return EagerFlashAttention.apply(q, k, v, *options)
-    return _forward(q, k, v, *options)[0]
+        return EagerFlashAttention.apply(*tensors, options)
+    return _forward(*tensors, *options)[0]

@@ -1,4 +1,4 @@
-"""Attention backward on Hopper in Gluon in one pass over the tiles: five products each, ∂Q summed in no fixed order.
+"""Attention backward on Hopper in Gluon in one pass over the tiles: five products each, the shares of ∂Q added up.
 
     P = exp2(scale · log2(e) · Q Kᵀ − L)    ∂V = Pᵀ ∂O    ∂S = P ∘ (∂O Vᵀ − D)
     ∂Q = scale · ∂S K    ∂K = scale · ∂Sᵀ Q
@@ -7,9 +7,13 @@ Shapes: (batch, heads, length, D), D 64 or 128, bf16 or fp16, as many key heads 
 bottom right) or not. L in base 2 and D come padded from the Triton kernels of `flash_attention`.
 
 Ideal cost per head: 10·Q·K·D FLOPs (halved when causal), and that is what it executes. The two kernels of
-flash_attention_hopper_backward.py compute S and ∂P twice, 14·Q·K·D, and give equal bits every time, which these do
-not: the programs of a head add their shares of ∂Q in the order in which they get to them. The sums are fp32, 4·Q·D
-bytes of memory a head more, zeroed before and converted afterwards.
+flash_attention_hopper_backward.py compute S and ∂P twice, 14·Q·K·D. The sums that ∂Q is made of are fp32, 4·Q·D bytes
+of memory a head more, converted afterwards.
+
+The programs of a head, one for 128 keys, add their shares of a tile of ∂Q either as they get to it, or, ordered, the
+first keys' program first, and so with equal bits every time. They follow one another then, each a tile behind the one
+before it, which it sees by a count in global memory of the tiles added: they wait where they start together or end
+together. `ordering_pays` says where they would wait longer than the two kernels take.
 
 How a program is laid out: it owns 128 keys of one head. A producer warp loads by TMA, two consumer warpgroups of 64
 keys each multiply, and a writer warp adds their tiles of ∂Q to the sums in global memory by TMA. Sᵀ and ∂Pᵀ are
@@ -52,7 +56,7 @@ from labkit.kernels.hopper import (
     ROWS,
     async_load,
     async_store,
-    launch_options,
+    launch,
     rows_of,
     tiles_of,
 )
@@ -86,7 +90,11 @@ SINGLE = {
     64: {"BLOCK_Q": 128, "STAGES": 3, "STAGES_GRAD_OUT": 2, "STAGES_GRAD_Q": 1},
     128: {"BLOCK_Q": 64, "STAGES": 3, "STAGES_GRAD_OUT": 2, "STAGES_GRAD_Q": 1},
 }
-INTERLEAVE = 32  # heads whose programs take turns
+# Heads whose programs take turns: the more, the fewer of one head run at once and wait for one another, and the fewer
+# read the same tiles from the cache.
+INTERLEAVE = 32
+INTERLEAVE_ORDERED = {64: 64, 128: 16}
+MOST_WAITING = 0.4
 
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them anew.
 LENGTHS = ("num_heads", "num_heads_total", "num_queries", "num_keys", "padded_queries", "num_tiles", "interleave")
@@ -152,22 +160,78 @@ def _producer(
 
 
 @gluon.jit
+def _await_more_than(count, progress_ptr):
+    """Returns how many tiles the program has added once they are more than `count`; what it added is then there."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred early;
+        again: ld.acquire.gpu.global.s32 $0, [$1];
+        setp.le.s32 early, $0, $2;
+        @early bra again;
+        shfl.sync.idx.b32 $0, $0, 0, 0x1f, 0xffffffff;
+        fence.proxy.async.global;
+        }""",
+        "=r,l,r",
+        [progress_ptr, count],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _publish(count, progress_ptr):
+    """Says that `count` tiles have been added, once all that this warp has added is in global memory."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .u32 lane;
+        cp.async.bulk.wait_group 0;
+        fence.proxy.async.global;
+        bar.warp.sync 0xffffffff;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        @first st.release.gpu.global.s32 [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r",
+        [progress_ptr, count],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def _writer(
-    sums_desc, grad_q_s, grad_q_full, grad_q_empty, num_heads_total, num_queries, num_keys, interleave,
-    BLOCK_Q: gl.constexpr, STAGES_GRAD_Q: gl.constexpr, CAUSAL: gl.constexpr,
+    sums_desc, progress_ptr, grad_q_s, grad_q_full, grad_q_empty, num_heads_total, num_queries, num_keys, interleave,
+    BLOCK_Q: gl.constexpr, STAGES_GRAD_Q: gl.constexpr, CAUSAL: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     head_total, key_tile = _place(num_heads_total, num_keys, interleave)
     last_tile, count = _walk(key_tile, num_queries, num_keys, BLOCK_Q, CAUSAL)
     parts = head_total * (last_tile + 1) * 32
+    if ORDERED:
+        progress_ptr += head_total * ((num_keys + BLOCK_K - 1) // BLOCK_K) + key_tile
+        # Of the tiles of the program before; the first waits for none.
+        added = gl.where(key_tile == 0, count, 0)
     for i in range(count):
         u = i % STAGES_GRAD_Q
         q_tile = last_tile - i
+        if ORDERED:
+            if i >= added:
+                added = _await_more_than(i, progress_ptr - 1)
         mbarrier.wait(grad_q_full.index(u), (i // STAGES_GRAD_Q) & 1)
         for c in gl.static_range(2):
-            async_add(sums_desc, [parts + (q_tile * 2 + c) * 16, 0], grad_q_s.index(u * 2 + c))
+            # In order, the first program writes: what it writes to needs no zeros.
+            if ORDERED and key_tile == 0:
+                async_store(sums_desc, [parts + (q_tile * 2 + c) * 16, 0], grad_q_s.index(u * 2 + c))
+            else:
+                async_add(sums_desc, [parts + (q_tile * 2 + c) * 16, 0], grad_q_s.index(u * 2 + c))
         # The buffers of all but the last STAGES_GRAD_Q − 1 tiles have been read.
         tma.store_wait(2 * (STAGES_GRAD_Q - 1))
         mbarrier.arrive(grad_q_empty.index((i + 1) % STAGES_GRAD_Q), count=1, pred=i >= STAGES_GRAD_Q - 1)
+        if ORDERED:
+            _publish(i + 1, progress_ptr)
     tma.store_wait(0)
 
 
@@ -380,11 +444,11 @@ def _consumer_1(
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_bwd_single_kernel(
-    q_desc, grad_out_desc, k_desc, v_desc, grad_k_desc, grad_v_desc, lse_desc, delta_desc, sums_desc,
+    q_desc, grad_out_desc, k_desc, v_desc, grad_k_desc, grad_v_desc, lse_desc, delta_desc, sums_desc, progress_ptr,
     num_heads, num_heads_total, num_queries, num_keys, padded_queries, interleave, scale_log2,
     BLOCK_Q: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, STAGES_GRAD_OUT: gl.constexpr,
     STAGES_GRAD_Q: gl.constexpr, CAUSAL: gl.constexpr,
-    EVEN_K: gl.constexpr, REGISTERS: gl.constexpr,
+    EVEN_K: gl.constexpr, ORDERED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """∂K and ∂V of 128 keys of one head, and their share of the sums that ∂Q is made of."""
     DTYPE: gl.constexpr = q_desc.dtype
@@ -437,8 +501,8 @@ def hopper_bwd_single_kernel(
             (_producer, (q_desc, grad_out_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, grad_out_s, k_s, v_s, lse_s,
              delta_s, k_full, v_full, q_full, q_empty, grad_out_full, grad_out_empty, num_heads, num_heads_total,
              num_queries, num_keys, padded_queries, interleave, BLOCK_Q, STAGES, STAGES_GRAD_OUT, CAUSAL,)),
-            (_writer, (sums_desc, grad_q_s, grad_q_full, grad_q_empty, num_heads_total, num_queries, num_keys,
-             interleave, BLOCK_Q, STAGES_GRAD_Q, CAUSAL,)),
+            (_writer, (sums_desc, progress_ptr, grad_q_s, grad_q_full, grad_q_empty, num_heads_total, num_queries,
+             num_keys, interleave, BLOCK_Q, STAGES_GRAD_Q, CAUSAL, ORDERED,)),
         ],
         [4, 1, 1],
         [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -476,6 +540,23 @@ def _sums_layout() -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
+def ordering_pays(num_heads_total: int, num_queries: int, num_keys: int, head_dim: int, causal: bool, programs: int):
+    """Returns whether one ordered pass is expected to take less time than the two kernels of the other module.
+
+    In tiles: the programs of a head that run at once begin one after the other, and wait for as long as they are many.
+    Against the whole time of a multiprocessor that is to be less than what the two kernels' sixth and seventh product
+    take.
+
+    Args:
+        num_heads_total: of all batches.
+        programs: how many run at once.
+    """
+    key_tiles = -(-num_keys // BLOCK_K.value)
+    waiting = min(key_tiles, programs / min(num_heads_total, INTERLEAVE_ORDERED[head_dim]))
+    mean_walk = -(-num_queries // SINGLE[head_dim]["BLOCK_Q"]) / (2 if causal else 1)
+    return waiting < MOST_WAITING * max(1, num_heads_total * key_tiles / programs) * mean_walk
+
+
 def hopper_backward(
     grad_out_BHSD: Tensor,
     q_BHSD: Tensor,
@@ -489,8 +570,9 @@ def hopper_backward(
     *,
     scale: float,
     causal: bool,
+    ordered: bool,
 ) -> None:
-    """Writes the gradients of q, k and v, whose heads are equally many.
+    """Writes the gradients of q, k and v, whose heads are equally many; `ordered` ones with equal bits every time.
 
     lse_log2 and delta are fp32 and dense, their rows padded to a multiple of 128 with +inf and 0: 2^(· − ∞) = 0 keeps
     what lies beyond the last query out of every sum.
@@ -502,25 +584,30 @@ def hopper_backward(
     block_q = tiles["BLOCK_Q"]
     num_tiles = triton.cdiv(num_queries, block_q)
     # Two parts of 64 × 64 a tile, each 16 rows of 256. No program adds to a tile whose queries see no key.
-    sums = torch.zeros((num_heads_total * num_tiles * 32, 256), dtype=torch.float32, device=q_BHSD.device)
-    hopper_bwd_single_kernel[(triton.cdiv(num_keys, BLOCK_K.value) * num_heads_total,)](
+    written = ordered and not (causal and num_queries > num_keys)
+    empty = torch.empty if written else torch.zeros
+    sums = empty((num_heads_total * num_tiles * 32, 256), dtype=torch.float32, device=q_BHSD.device)
+    key_tiles = triton.cdiv(num_keys, BLOCK_K.value)
+    progress = None
+    if ordered:
+        progress = torch.zeros(num_heads_total * key_tiles, dtype=torch.int32, device=q_BHSD.device)
+    arguments = (
         *(tiles_of(x, block_q) for x in (q_BHSD, grad_out_BHSD)),
         *(tiles_of(x, ROWS) for x in (k_BHSD, v_BHSD, grad_k_BHSD, grad_v_BHSD)),
         *(rows_of(x, block_q) for x in (lse_log2_BHS, delta_BHS)),
         TensorDescriptor(sums, list(sums.shape), [256, 1], [16, 256], _sums_layout()),
+        progress,
         num_heads,
         num_heads_total,
         num_queries,
         num_keys,
         lse_log2_BHS.shape[-1],
-        INTERLEAVE,
+        INTERLEAVE_ORDERED[head_dim] if ordered else INTERLEAVE,
         scale * LOG2_E,
-        D=head_dim,
-        CAUSAL=causal,
-        EVEN_K=causal or num_keys % BLOCK_K.value == 0,
-        **tiles,
-        **launch_options(2),
     )
+    even = causal or num_keys % BLOCK_K.value == 0
+    constants = {"D": head_dim, "CAUSAL": causal, "EVEN_K": even, "ORDERED": ordered, **tiles}
+    launch(hopper_bwd_single_kernel, (key_tiles * num_heads_total,), q_BHSD.dtype, arguments, constants, consumers=2)
     hopper_bwd_convert_kernel[num_tiles * 2, num_heads, num_batches](
         sums,
         grad_q_BHSD,

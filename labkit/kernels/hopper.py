@@ -14,6 +14,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from labkit.kernels.launch import Launch
+
 ROWS = 64  # of a consumer warpgroup: those of one wgmma
 
 LOG2_E = math.log2(math.e)
@@ -39,23 +41,22 @@ def launch_options(consumers: int) -> dict[str, int]:
     return {"num_warps": 4, "maxnreg": START_REGISTERS[consumers], "REGISTERS": CONSUMER_REGISTERS[consumers]}
 
 
-_compiled = {}
+LAUNCHES = 1024  # that are remembered
+_launches = {}
 
 
-def launch(kernel, grid: tuple[int, int, int], dtype: torch.dtype, arguments: tuple, constants: dict, consumers: int):
-    """Launches a kernel whose parameters are the arguments and then the constants, in their order.
+def launch(kernel, grid: tuple[int, ...], dtype: torch.dtype, arguments: tuple, constants: dict, consumers: int):
+    """Launches a kernel whose parameters are the arguments and then the constants.
 
-    Triton's own way to a compiled kernel describes every argument in words, which takes longer than the launch. Here
-    the constants, the dtype and the device name the kernel: what else it could depend on is fixed (lengths are not
-    specialised, statistics are aligned).
+    The constants, the grid, the dtype and the device name the launch: what else it could depend on is fixed (lengths
+    are not specialised, statistics are aligned).
     """
-    options = launch_options(consumers)
-    constants |= {"REGISTERS": options.pop("REGISTERS")}
-    key = (kernel, torch.cuda.current_device(), dtype, *constants.values())
-    if key in _compiled:
-        _compiled[key][grid](*arguments, *constants.values())
-    else:
-        _compiled[key] = kernel[grid](*arguments, **constants, **options)
+    key = (kernel, torch.cuda.current_device(), dtype, grid, *constants.values())
+    if key not in _launches:
+        if len(_launches) >= LAUNCHES:
+            _launches.clear()
+        _launches[key] = Launch(kernel, grid, {**constants, **launch_options(consumers)})
+    _launches[key](*arguments)
 
 
 # ---- tiles ------------------------------------------------------------------------------------------------------

@@ -18,21 +18,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from labkit.kernels.launch import Launch
+
 # A share is of so many tiles at least, and there are so many at most.
 TILES_OF_A_SPLIT = 2
 MOST_SPLITS = 32
 
-# What splitting costs, in the time of one tile of a walk (1.4 us on an H200 at D 64 and 128): the begin and end of a
-# program; starting the second kernel; its KiB.
+# What splitting costs, in the time of one tile of a walk (on an H200 1.4 us in 16 bits, several times that in fp32):
+# the begin and end of a program; by bytes of an element, the second kernel, which takes the host longer to launch than
+# the device to run; its KiB; and, by bytes too, a tile of a causal share, in which every tile is masked.
 COST_OF_A_PROGRAM = 4.0
-COST_OF_COMBINING = 2.5
+COST_OF_COMBINING = {2: 6.5, 4: 1.0}
 COST_OF_A_KIB = 0.0004
+COST_OF_A_MASKED_TILE = {2: 1.1, 4: 1.0}
 
 COMBINED_ROWS = 16
 
 
 @functools.lru_cache(maxsize=1024)
-def num_splits_of(num_walks: int, num_tiles: int, programs: int, causal: bool, *, part_kib: float) -> int:
+def num_splits_of(
+    num_walks: int, num_tiles: int, programs: int, causal: bool, *, part_kib: float, itemsize: int = 2
+) -> int:
     """Returns among how many programs every walk is shared; no share of the longest one is empty.
 
     The least time by a count of tiles: causal shares, of all lengths and the longest first, end with the longest or
@@ -45,16 +51,18 @@ def num_splits_of(num_walks: int, num_tiles: int, programs: int, causal: bool, *
         programs: how many run at once.
         causal: whether walks are of all lengths up to that, and not all as long.
         part_kib: what one program leaves for the second kernel, in KiB.
+        itemsize: bytes of an element of q, k and v.
     """
 
     def cost(num_splits: int) -> float:
-        share = COST_OF_A_PROGRAM + -(-num_tiles // num_splits)
+        tile = COST_OF_A_MASKED_TILE[itemsize] if causal and num_splits > 1 else 1.0
+        share = COST_OF_A_PROGRAM + tile * -(-num_tiles // num_splits)
         if causal:
-            mean = COST_OF_A_PROGRAM + (num_tiles + 1) / 2 / num_splits
+            mean = COST_OF_A_PROGRAM + tile * (num_tiles + 1) / 2 / num_splits
             time = max(share, num_walks * num_splits * mean / programs)
         else:
             time = -(-num_walks * num_splits // programs) * share
-        combining = COST_OF_COMBINING + COST_OF_A_KIB * part_kib * num_walks * num_splits
+        combining = COST_OF_COMBINING[itemsize] + COST_OF_A_KIB * part_kib * num_walks * num_splits
         return time + (combining if num_splits > 1 else 0.0)
 
     most = max(1, min(num_tiles // TILES_OF_A_SPLIT, MOST_SPLITS))
@@ -137,10 +145,21 @@ def combine(parts: Tensor, out_BHSD: Tensor, parts_lse: Tensor | None = None, ls
             natural units, dense.
         out_BHSD: any strides; lse_BHS: fp32, dense.
     """
-    num_heads, length, head_dim = out_BHSD.shape[1:]
-    num_rows = out_BHSD.shape[:-1].numel()
-    attention_combine_kernel[(triton.cdiv(num_rows, COMBINED_ROWS),)](
-        parts, parts_lse, out_BHSD, lse_BHS, *out_BHSD.stride(), num_rows, length, num_heads, parts.shape[0],
-        HEAD_DIM=head_dim, ROW=parts.stride(-2), PADDED=triton.next_power_of_2(head_dim), BLOCK=COMBINED_ROWS,
-        WEIGHTED=parts_lse is not None,
-    )  # fmt: skip
+    out = (out_BHSD.shape, out_BHSD.stride(), out_BHSD.dtype, out_BHSD.data_ptr() % 16, out_BHSD.device)
+    _combining(parts.shape[0], parts.stride(-2), parts_lse is not None, *out)(parts, parts_lse, out_BHSD, lse_BHS)
+
+
+@functools.lru_cache(maxsize=1024)
+def _combining(num_splits: int, row: int, weighted: bool, shape: tuple, strides: tuple, *_) -> Launch:
+    """Returns the launch of `combine`; the rest only tells one from another."""
+    batch, num_heads, length, head_dim = shape
+    num_rows = batch * num_heads * length
+    flags = {
+        "HEAD_DIM": head_dim,
+        "ROW": row,
+        "PADDED": triton.next_power_of_2(head_dim),
+        "BLOCK": COMBINED_ROWS,
+        "WEIGHTED": weighted,
+    }
+    numbers = (*strides, num_rows, length, num_heads, num_splits)
+    return Launch(attention_combine_kernel, (triton.cdiv(num_rows, COMBINED_ROWS),), flags, numbers)

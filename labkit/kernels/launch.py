@@ -1,0 +1,28 @@
+"""Launching a kernel once more without finding out again which one it is."""
+
+from triton import JITFunction
+
+
+class Launch:
+    """A Triton or Gluon kernel with its grid, its numbers and its constants: called with the arguments before them.
+
+    Triton describes every argument of every call in words and looks the compiled kernel up by them, which takes the
+    host several times as long as the launch itself. From the second call on, the kernel that the first one compiled
+    runs at once: whoever makes a Launch answers for what that kernel depends on being the same in every call, i.e. the
+    device and, of every argument, its dtype, whether it is None, and, unless the kernel takes it without specialising,
+    whether it is 1 or a multiple of 16 (of a tensor: its address).
+    """
+
+    def __init__(self, kernel, grid: tuple[int, ...], constants: dict, numbers: tuple = ()):
+        self.kernel, self.grid, self.constants, self.numbers = kernel, (*grid, 1, 1)[:3], constants, numbers
+        # A compiled kernel takes the constants in their place among the parameters, which is the last.
+        self.last = (*numbers, *(constants[name] for name in kernel.arg_names if name in constants))
+        self.run = None
+
+    def __call__(self, *arguments) -> None:
+        if self.run is not None:
+            self.run(*arguments, *self.last)
+            return
+        compiled = self.kernel[self.grid](*arguments, *self.numbers, **self.constants)
+        if isinstance(self.kernel, JITFunction):  # not where kernels are interpreted
+            self.run = compiled[self.grid]
