@@ -593,6 +593,10 @@ class AttentionContest(Contest):
         observed = {"ran": what_runs(impl, self.like, self.like, causal=self.shape.causal), "auto": self.auto}
         if (products := _products(impl, self.like)) and self.like.dtype == torch.float32:
             observed["products"] = products
+        if observed["ran"].startswith("gluon"):
+            deterministic = OUR_OPTIONS[impl].get("deterministic", True)
+            options = {"causal": self.shape.causal, "deterministic": deterministic}
+            observed["backward"] = labkit_flash.resolve_backward(self.like, self.like, "gluon", **options)
         return observed
 
     def rates(self, impl: str, name: str, median_ms: float) -> dict:

@@ -28,7 +28,7 @@ MOST_SPLITS = 32
 # the begin and end of a program; by bytes of an element, the second kernel, which takes the host longer to launch than
 # the device to run; its KiB; and, by bytes too, a tile of a causal share, in which every tile is masked.
 COST_OF_A_PROGRAM = 4.0
-COST_OF_COMBINING = {2: 6.5, 4: 1.0}
+COST_OF_COMBINING = {2: 6.5, 4: 2.5}
 COST_OF_A_KIB = 0.0004
 COST_OF_A_MASKED_TILE = {2: 1.1, 4: 1.0}
 
