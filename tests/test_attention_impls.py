@@ -203,6 +203,15 @@ def test_what_needs_a_gpu_says_so(impl):
     assert unavailable_reason(impl, q, k, causal=True)
 
 
+@pytest.mark.parametrize(("length", "reason"), [(1024, "the gradients are those of 'triton' here"), (16384, None)])
+def test_unordered_sums_take_part_where_they_are_what_runs(length, reason, monkeypatch):
+    monkeypatch.setattr(labkit_flash, "resolve_impl", lambda *_: "gluon")
+    monkeypatch.setattr(labkit_flash, "hopper_single_unavailable", lambda: None)
+    monkeypatch.setattr(labkit_flash, "num_multiprocessors", lambda _: 132)
+    q = torch.empty((1, 2, length, 64), device="meta")
+    assert unavailable_reason("gluon_unordered", q, q, causal=True) == reason
+
+
 def test_a_head_dimension_beyond_ours_is_a_reason():
     q = torch.empty(1, 1, 8, 264)
     assert "up to 256; got 264" in unavailable_reason("auto", q, q, causal=True)

@@ -509,6 +509,66 @@ def test_the_operators_pass_opcheck(impl, interpreted):
     run(interpreted, impl, opcheck, impl)
 
 
+# ---- launches -----------------------------------------------------------------------------------------------------
+
+
+class CountedKernel:
+    """Stands for a kernel of Triton: counts how often it is looked up, and keeps what is launched."""
+
+    arg_names = ("x", "number", "FLAG", "BLOCK")
+
+    def __init__(self):
+        self.looked_up, self.launched = 0, []
+
+    def __getitem__(self, grid):
+        def look_up(x, number, *, BLOCK, FLAG, num_warps):
+            self.looked_up += 1
+            compiled[grid](x, number, FLAG, BLOCK)
+            return compiled
+
+        compiled = Launched(self.launched)
+        return look_up
+
+
+class Launched:
+    def __init__(self, launched):
+        self.launched = launched
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.launched.append((grid, *arguments))
+
+
+def test_a_launch_looks_its_kernel_up_once(monkeypatch):
+    from labkit.kernels import launch
+
+    monkeypatch.setattr(launch, "JITFunction", CountedKernel)
+    kernel = CountedKernel()
+    one = launch.Launch(kernel, (7,), {"num_warps": 4, "BLOCK": 64, "FLAG": True}, numbers=(5,))
+    for x in "abc":
+        one(x)
+    assert kernel.looked_up == 1
+    # What the compiled kernel takes is what the first call was looked up by, constants in the order of its parameters.
+    assert kernel.launched == [((7, 1, 1), x, 5, True, 64) for x in "abc"]
+
+
+def test_a_checked_call_leaves_the_next_to_be_checked():
+    q = torch.randn((1, 2, 4, 8))
+    flash_attention(q, q, q, scale=1.0)
+    flash_attention(q, q, q, scale=1)
+    for bad in ({"scale": True}, {"deterministic": 1}, {"impl": ["tiled"]}, {"scale": torch.tensor(1.0)}):
+        with pytest.raises((TypeError, ValueError), match=next(iter(bad))):
+            flash_attention(q, q, q, **bad)
+    with pytest.raises(ValueError, match="k must have the dtype of q"):
+        flash_attention(q, q.double(), q, scale=1.0)
+
+
+def test_a_launch_is_another_where_a_tensor_starts_off_a_boundary():
+    storage = torch.zeros(65)
+    on, off = storage[:64].view(1, 8, 8), storage[1:].view(1, 8, 8)
+    assert fa._layout(on) == fa._layout(on.clone()) != fa._layout(off)
+    assert fa._alignment(fa._layout(on)) == 4 and fa._alignment(fa._layout(on), fa._layout(off)) == 1
+
+
 # ---- gradients in one pass ----------------------------------------------------------------------------------------
 
 
@@ -580,7 +640,7 @@ def test_a_triton_without_the_single_pass_is_logged(monkeypatch, caplog):
     # The undecorated function: what the installed Triton gives stays in the cache.
     reason = fa.hopper_single_unavailable.__wrapped__()
     assert "AttributeError: create_async_tma_reduce" in reason
-    assert "deterministic=False runs the deterministic kernels" in caplog.text
+    assert "gradients take two passes" in caplog.text
 
 
 @pytest.mark.parametrize("causal", [False, True])

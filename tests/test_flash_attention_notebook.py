@@ -695,6 +695,20 @@ def test_ahead_behind_and_not_told_apart_follow_the_interval(chapter):
     assert "behind on 1: 4,16,4096,128 causal (0.900×)" in sentence()
 
 
+def test_what_computed_the_gradients_is_said(chapter):
+    assert "gradients of" not in " ".join(report.findings_rivals(chapter.records("rivals")))
+    for length, kernels in ((4096, "one pass"), (256, "two passes")):
+        of_length = functools.partial(is_case, section="rivals", phase="gluon backward", length=length)
+        change(chapter, of_length, observed={"backward": kernels})
+    (sentence,) = [text for text in report.findings_rivals(chapter.records("rivals")) if "gradients of" in text]
+    assert "added in order (2 shapes) and two passes, one for ∂K and ∂V and one for ∂Q (1 shape)" in sentence
+    assert "Triton" not in sentence
+    change(chapter, lambda r: is_case(r, "speed", "gluon backward", d_head=64), observed={"backward": "triton"})
+    assert "share a walk among programs where tiles are few (10 shapes)" in " ".join(
+        report.findings_speed(chapter.records("speed"), "bf16")
+    )
+
+
 def test_rows_of_the_rivals_keep_the_order_of_the_shapes(chapter):
     table = report.table_rivals(chapter.records("rivals"), "forward")
     assert list(table["B,H,S,D mask"])[-2:] == ["1,16,16384,64 causal", "64,16,256,72 full"]
@@ -811,7 +825,7 @@ def test_short_calls_are_compared_with_the_launch_included(chapter):
 def test_memory_is_said_to_grow_as_it_does(chapter):
     frame = chapter.records("memory")
     text = " ".join(report.findings_memory(frame))
-    assert "grows linearly with the length for Gluon (ours) (exponent 1.00)" in text
+    assert "grows at most linearly with the length for Gluon (ours) (exponent 1.00)" in text
     assert "grows quadratically with the length for SDPA math" in text
     assert "eager in bf16 runs out of memory at length 131072, where ours needs 160 MiB" in text
     old = figures.svg(report.figure_memory(frame))

@@ -233,7 +233,7 @@ HOPPER_KERNELS = {
 }
 
 
-def compile_single_kernel(head_dim: int, dtype: str, *, causal: bool, even: bool = True, ordered: bool = True):
+def compile_single_kernel(head_dim: int, dtype: str, *, causal: bool, even: bool, ordered: bool):
     """Returns (compiled kernel, what ptxas said) of the backward in one pass."""
     function = single.hopper_bwd_single_kernel
     tiles = single.SINGLE[head_dim]
@@ -352,12 +352,18 @@ def test_the_forward_with_split_keys_neither_spills_nor_serialises(head_dim, cau
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "dtype", "causal", "even"),
-    [(64, "bf16", True, True), (64, "fp16", False, False), (128, "bf16", False, True), (128, "fp16", True, True)],
-    ids=["64 causal", "64 other lengths", "128 full", "128 causal"],
+    ("head_dim", "dtype", "causal", "even", "ordered"),
+    [
+        (64, "bf16", True, True, True),
+        (64, "fp16", False, False, True),
+        (64, "bf16", True, True, False),
+        (128, "bf16", False, True, True),
+        (128, "fp16", True, True, True),
+    ],
+    ids=["64 causal", "64 other lengths", "64 causal, unordered", "128 full", "128 causal"],
 )
-def test_the_single_pass_spills_next_to_nothing_and_does_not_serialise(head_dim, dtype, causal, even):
-    compiled, log = compile_single_kernel(head_dim, dtype, causal=causal, even=even)
+def test_the_single_pass_spills_next_to_nothing_and_does_not_serialise(head_dim, dtype, causal, even, ordered):
+    compiled, log = compile_single_kernel(head_dim, dtype, causal=causal, even=even, ordered=ordered)
     assert not SERIALISED.search(log), SERIALISED.search(log)
     assert spilled_bytes(log) <= SINGLE_SPILL_LIMIT[head_dim]
     assert compiled.metadata.shared <= SHARED_LIMIT[90]

@@ -235,7 +235,12 @@ def _ours_unavailable(impl: str, q: Tensor, k: Tensor) -> str | None:
             accepted = ", ".join(map(str, labkit_flash.SINGLE_PASS_HEAD_DIMS))
             got = f"{q.shape[1]} and {k.shape[1]} heads of dimension {q.shape[-1]}"
             return f"gradients in one pass take as many key heads as query heads, of dimension {accepted}; got {got}"
-        return _ours_unavailable("gluon", q, k) or labkit_flash.hopper_single_unavailable()
+        reason = _ours_unavailable("gluon", q, k) or labkit_flash.hopper_single_unavailable()
+        if reason:
+            return reason
+        # The mask has no part in the choice where the order has none.
+        chosen = labkit_flash.resolve_backward(q, k, "gluon", causal=True, deterministic=False)
+        return None if chosen == "one pass, unordered" else f"the gradients are those of {chosen!r} here"
     if "precision" in OUR_OPTIONS[impl] and q.dtype != torch.float32:
         return f"{impl} is about products of torch.float32; got {q.dtype}"
     impl = OUR_OPTIONS[impl]["impl"]

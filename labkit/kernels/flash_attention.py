@@ -7,8 +7,9 @@ Shapes: q (B, H, Q, D), k and v (B, G, K, D) with H a multiple of G; or (B, leng
 lengths, (total length, heads, D). The plain-PyTorch statement of the same algorithm is flash_attention_tiled.py.
 
 Ideal cost per head: 4·Q·K·D FLOPs forward and 10·Q·K·D backward (halved when causal), (2·Q + 2·K)·D elements moved
-forward. Backward runs as two kernels, dK/dV and then dQ, and so executes 14·Q·K·D: no atomics, equal bits every time.
-With deterministic=False a Hopper GPU computes all three in one pass, which adds the shares of dQ in no fixed order.
+forward. Backward runs here as two kernels, dK/dV and then dQ, and so executes 14·Q·K·D; on a Hopper GPU there is one
+of 10·Q·K·D (flash_attention_hopper_single.py). Nothing is added in an order that varies: equal bits every time, unless
+with deterministic=False.
 
 How it is laid out:
 - A program owns a tile of rows and walks along the other length; tiles that every row sees in full take no masking.
@@ -1070,7 +1071,7 @@ def hopper_single_unavailable() -> str | None:
     """Returns why the backward in one pass cannot run with the installed Triton, None where it can; logs a lack."""
     reason = _not_loading("_single")
     if reason:
-        logging.getLogger(__name__).warning("deterministic=False runs the deterministic kernels: %s", reason)
+        logging.getLogger(__name__).warning("gradients take two passes: %s", reason)
     return reason
 
 
@@ -1938,10 +1939,9 @@ def flash_attention(
             which hold 22 bits; "tf32", one of 11 bits, outside the error budget of fp32; "auto", which is "tf32x3" up
             to d 128 and "ieee" past it, as "tf32x3" is too. "triton" only; nothing else changes with it.
         impl: "gluon" (Hopper), "triton" (CUDA), "tiled" (plain PyTorch, any device) or "auto"; see `resolve_impl`.
-        deterministic: whether gradients are equal bit for bit between runs. False: gradients from one pass over the
-            tiles on a Hopper GPU, summed in no fixed order: faster, and not equal bit for bit between runs. It takes
-            4·n_queries·d bytes a head more, and changes nothing where `impl` is not "gluon", with grouped heads, or
-            with a head dimension other than 64 and 128.
+        deterministic: whether gradients are equal bit for bit between runs. False lets a Hopper GPU add the shares of
+            q's gradient in the order in which they come, which takes up to an eighth less time; it changes nothing
+            where `resolve_backward` names another backward than "one pass".
 
     Returns:
         The output, shaped as q and of its dtype (of the autocast dtype under autocast); zeros for a query that sees

@@ -13,7 +13,8 @@ of memory a head more, converted afterwards.
 The programs of a head, one for 128 keys, add their shares of a tile of ∂Q either as they get to it, or, ordered, the
 first keys' program first, and so with equal bits every time. They follow one another then, each a tile behind the one
 before it, which it sees by a count in global memory of the tiles added: they wait where they start together or end
-together. `ordering_pays` says where they would wait longer than the two kernels take.
+together. `ordering_pays` says where they would wait longer than the two kernels take. A program only ever waits for
+one of a smaller number, and a GPU starts programs by number, so that none waits for one that has not started.
 
 How a program is laid out: it owns 128 keys of one head. A producer warp loads by TMA, two consumer warpgroups of 64
 keys each multiply, and a writer warp adds their tiles of ∂Q to the sums in global memory by TMA. Sᵀ and ∂Pᵀ are
@@ -94,7 +95,7 @@ SINGLE = {
 # read the same tiles from the cache.
 INTERLEAVE = 32
 INTERLEAVE_ORDERED = {64: 64, 128: 16}
-MOST_WAITING = 0.4
+MOST_WAITING = 0.4  # see `ordering_pays`
 
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them anew.
 LENGTHS = ("num_heads", "num_heads_total", "num_queries", "num_keys", "padded_queries", "num_tiles", "interleave")
@@ -543,9 +544,10 @@ def _sums_layout() -> gl.NVMMASharedLayout:
 def ordering_pays(num_heads_total: int, num_queries: int, num_keys: int, head_dim: int, causal: bool, programs: int):
     """Returns whether one ordered pass is expected to take less time than the two kernels of the other module.
 
-    In tiles: the programs of a head that run at once begin one after the other, and wait for as long as they are many.
-    Against the whole time of a multiprocessor that is to be less than what the two kernels' sixth and seventh product
-    take.
+    Counted in tiles: the programs of a head that run at once start one tile after the other, so the last of them waits
+    for as many tiles as they are. That has to be small beside all tiles that a multiprocessor walks. Measured on an
+    H200: 0.77-0.93 of the time where the waiting was up to 0.07 of that, and at 0.13, one head of 32,768 or more keys,
+    4 and 6 % more time.
 
     Args:
         num_heads_total: of all batches.

@@ -557,7 +557,8 @@ def findings_speed(frame: pd.DataFrame, precision: str) -> list[str]:
             if len(mine):
                 where = f" ({PHASE_NAMES[name]}, {precision})"
                 sentences.append(_compared(mine, "ours", NAMES[impl], _grid_name, where))
-    return [*sentences, *_near_the_limit(rows), *_launch_bound(rows), *_short_calls(rows), *_out_of_memory(rows)]
+    more = (_near_the_limit, _gradients_by, _launch_bound, _short_calls, _out_of_memory)
+    return [*sentences, *(sentence for findings in more for sentence in findings(rows))]
 
 
 def _grid_name(row: pd.Series) -> str:
@@ -831,7 +832,22 @@ def findings_rivals(frame: pd.DataFrame) -> list[str]:
             if unclear:
                 text += f"; {unclear} not told apart"
             sentences.append(text + ".")
-    return sentences
+    return sentences + _gradients_by(rows)
+
+
+GRADIENTS_BY = {
+    "one pass": "one pass over the tiles, whose shares of ∂Q are added in order",
+    "two passes": "two passes, one for ∂K and ∂V and one for ∂Q",
+    "triton": "the Triton kernels, which share a walk among programs where tiles are few",
+}
+
+
+def _gradients_by(rows: pd.DataFrame) -> list[str]:
+    """Says which kernels computed the gradients after the Gluon forward: that depends on the shape."""
+    mine = ok_rows(rows, impl="gluon", name="backward")
+    chosen = [row["observed"].get("backward") for row in mine.to_dict("records")]
+    parts = [f"{text} ({count(chosen.count(name), 'shape')})" for name, text in GRADIENTS_BY.items() if name in chosen]
+    return [f"The gradients of {NAMES['gluon']} are those of {listing(parts)}."] if parts else []
 
 
 def table_leaderboard(frame: pd.DataFrame) -> pd.DataFrame:
@@ -1018,15 +1034,16 @@ def findings_memory(frame: pd.DataFrame) -> list[str]:
             mine = select(measured, impl=impl)
             if len(mine) >= 3:
                 exponent = power_law_exponent(mine["length"], mine["peak_bytes"])
-                word = "linearly" if exponent <= LINEAR else "quadratically" if exponent >= QUADRATIC else "in between"
+                word = "quadratically" if exponent >= QUADRATIC else "in between"
+                word = "at most linearly" if exponent <= LINEAR else word
                 growth.setdefault(word, []).append(f"{NAMES[impl]} (exponent {number(exponent)})")
         for word, names in growth.items():
             sentences.append(f"In {precision}, peak memory grows {word} with the length for {listing(names, 9)}.")
         for impl, failed in rows[rows["status"] == "oom"].groupby("impl", sort=False):
             text = f"{NAMES[impl]} in {precision} runs out of memory at length {failed['length'].min()}"
-            best = measured[(measured["length"] == failed["length"].min()) & measured["impl"].isin(OURS)]
-            if len(best):
-                text += f", where ours needs {_mebibytes(best['peak_bytes'].min())} MiB"
+            ours = measured[(measured["length"] == failed["length"].min()) & measured["impl"].isin(OURS)]
+            if len(ours):
+                text += f", where ours needs {span(ours['peak_bytes'], _mebibytes)} MiB"
             sentences.append(text + ".")
     return sentences
 
