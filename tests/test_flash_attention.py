@@ -580,9 +580,12 @@ def test_a_launch_is_another_where_a_tensor_starts_off_a_boundary():
         ((1, 16, 16, 16384, 128), False, True, None, "one pass"),
         ((1, 16, 16, 16384, 128), False, False, None, "one pass, unordered"),
         ((64, 16, 16, 256, 72), False, False, None, "two passes"),
-        # Ordered programs of one head would wait for one another longer than they run.
+        # Ordered programs of one head wait for one another; only the longest walks are worth it.
         ((1, 1, 1, 16384, 64), True, True, None, "two passes"),
-        ((1, 1, 1, 65536, 64), True, True, None, "one pass"),
+        ((1, 1, 1, 65536, 64), True, True, None, "two passes"),
+        ((1, 1, 1, 32768, 128), True, True, None, "two passes"),
+        ((1, 1, 1, 65536, 128), True, True, None, "one pass"),
+        ((1, 8, 8, 8192, 128), True, True, None, "one pass"),
         # Few tiles of keys.
         ((1, 1, 1, 8192, 128), True, True, None, "triton"),
         ((1, 32, 4, 2048, 64), True, False, None, "triton"),

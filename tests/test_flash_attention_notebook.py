@@ -701,7 +701,7 @@ def test_what_computed_the_gradients_is_said(chapter):
         of_length = functools.partial(is_case, section="rivals", phase="gluon backward", length=length)
         change(chapter, of_length, observed={"backward": kernels})
     (sentence,) = [text for text in report.findings_rivals(chapter.records("rivals")) if "gradients of" in text]
-    assert "added in order (2 shapes) and two passes, one for ∂K and ∂V and one for ∂Q (1 shape)" in sentence
+    assert "added in order (2 shapes) and two passes over the tiles (1 shape)" in sentence
     assert "Triton" not in sentence
     change(chapter, lambda r: is_case(r, "speed", "gluon backward", d_head=64), observed={"backward": "triton"})
     assert "share a walk among programs where tiles are few (10 shapes)" in " ".join(

@@ -837,7 +837,7 @@ def findings_rivals(frame: pd.DataFrame) -> list[str]:
 
 GRADIENTS_BY = {
     "one pass": "one pass over the tiles, whose shares of ∂Q are added in order",
-    "two passes": "two passes, one for ∂K and ∂V and one for ∂Q",
+    "two passes": "two passes over the tiles",
     "triton": "the Triton kernels, which share a walk among programs where tiles are few",
 }
 
