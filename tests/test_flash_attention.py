@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.kernels import flash_attention as fa
 from labkit.kernels import splits
-from labkit.kernels.flash_attention import FlashAttention, flash_attention, resolve_impl, select_config
+from labkit.kernels.flash_attention import FlashAttention, flash_attention, resolve_impl
 from labkit.kernels.flash_attention_tiled import TiledFlashAttention, tiled_attention_backward, tiled_attention_forward
+from labkit.kernels.flash_attention_triton import INTERPRETER_CONFIG, STATISTICS_PADDING, select_config, split_head_dim
 from labkit.kernels.reference import attention_lse_reference, attention_reference
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
@@ -720,7 +721,7 @@ def test_packed_sequences_are_not_split():
     cu_seqlens = torch.tensor([0, 40, 100])
     packing = fa._packing(q, q, cu_seqlens, cu_seqlens, None, None)
     problem = fa._problem(fa._layout(q), fa._layout(q), -1, 0, packing)
-    tile = fa.INTERPRETER_CONFIG.forward
+    tile = INTERPRETER_CONFIG.forward
     assert fa._walks(problem, tile, "forward", q.device, q.dtype, 3) == (2 * 2 * 2, 1)
 
 
@@ -900,17 +901,17 @@ def test_auto_names_what_it_runs():
 
 @pytest.mark.parametrize("head_dim", range(1, 257))
 def test_every_head_dimension_is_cut_into_tiles_that_hold_it(head_dim):
-    block, tail = fa.split_head_dim(head_dim)
+    block, tail = split_head_dim(head_dim)
     assert block + tail >= head_dim and block >= 16 and (tail == 0 or 16 <= tail < block)
     assert block & (block - 1) == 0 and tail & (tail - 1) == 0
     # Never more than the next power of two, and no more than the next 16 where that matters most.
     assert block + tail <= max(16, 2 ** math.ceil(math.log2(head_dim)))
     for dtype, causal, capability in itertools.product(fa.TRITON_DTYPES, (False, True), (80, 90)):
-        assert select_config(head_dim, dtype, causal, capability).forward.block_q <= fa.STATISTICS_PADDING
+        assert select_config(head_dim, dtype, causal, capability).forward.block_q <= STATISTICS_PADDING
 
 
 def test_seventy_two_and_eighty_are_not_padded_to_128():
-    assert [fa.split_head_dim(d) for d in (72, 80, 96, 64, 128)] == [(64, 16), (64, 16), (64, 32), (64, 0), (128, 0)]
+    assert [split_head_dim(d) for d in (72, 80, 96, 64, 128)] == [(64, 16), (64, 16), (64, 32), (64, 0), (128, 0)]
 
 
 # ---- bad input --------------------------------------------------------------------------------------------------

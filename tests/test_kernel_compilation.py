@@ -19,12 +19,13 @@ from labkit.kernels import flash_attention as fa
 from labkit.kernels import flash_attention_hopper as forward
 from labkit.kernels import flash_attention_hopper_backward as backward
 from labkit.kernels import flash_attention_hopper_single as single
+from labkit.kernels import flash_attention_triton as kernels
 from labkit.kernels import hopper
 
 KERNELS = {
-    "forward": fa.flash_attention_fwd_kernel,
-    "dkdv": fa.flash_attention_bwd_dkdv_kernel,
-    "dq": fa.flash_attention_bwd_dq_kernel,
+    "forward": kernels.flash_attention_fwd_kernel,
+    "dkdv": kernels.flash_attention_bwd_dkdv_kernel,
+    "dq": kernels.flash_attention_bwd_dq_kernel,
 }
 # Bytes of shared memory that one program may take: Hopper, and the least of the devices since Ampere.
 SHARED_LIMIT = {90: 232448, 80: 101376}
@@ -42,12 +43,12 @@ SPILL_LIMIT = 0 if triton.__version__.startswith("3.6.") else 2 * 12 * 4
 SINGLE_SPILL_LIMIT = {64: 2 * 12 * 4, 128: 0 if triton.__version__.startswith("3.6.") else 2 * 20 * 4}
 SERIALISED = re.compile(r"\(C751[0-5]\)")
 
-pytestmark = pytest.mark.skipif(fa.IS_INTERPRETED, reason="interpreted kernels are not compiled")
+pytestmark = pytest.mark.skipif(kernels.IS_INTERPRETED, reason="interpreted kernels are not compiled")
 
 
 def compile_kernel(
     kernel: str,
-    tile: fa.TileConfig,
+    tile: kernels.TileConfig,
     head_dim: int,
     dtype: str,
     capability: int,
@@ -59,7 +60,7 @@ def compile_kernel(
 ):
     """Returns (compiled kernel, what ptxas said) of one configuration, specialised as for dense tensors."""
     function = KERNELS[kernel]
-    block_d, tail_d = fa.split_head_dim(head_dim)
+    block_d, tail_d = kernels.split_head_dim(head_dim)
     flags = {
         "HEAD_DIM": head_dim,
         "BLOCK_D": block_d,
@@ -76,7 +77,7 @@ def compile_kernel(
         "SPLIT": tile.split and not split_walk and (kernel == "dkdv" or masked or even),
         "EVEN_K": even,
         "EVEN_Q": even,
-        "PADDING": fa.STATISTICS_PADDING,
+        "PADDING": kernels.STATISTICS_PADDING,
         "cu_q_ptr": None,
         "cu_k_ptr": None,
         "group": 1,
@@ -135,14 +136,14 @@ def check_tuned(compiled, log: str, capability: int) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("head_dim", "masked"), TUNED)
 def test_tuned_tiles_on_hopper_neither_spill_nor_serialise(head_dim, kernel, masked):
-    config = fa.select_config(head_dim, torch.bfloat16, masked, 90)
+    config = kernels.select_config(head_dim, torch.bfloat16, masked, 90)
     check_tuned(*compile_kernel(kernel, getattr(config, kernel), head_dim, "bf16", 90, masked=masked), 90)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("head_dim", "masked"), [(72, False), (128, True)])
 def test_lengths_that_fill_no_tile_neither_spill_nor_serialise(head_dim, kernel, masked):
-    config = fa.select_config(head_dim, torch.bfloat16, masked, 90)
+    config = kernels.select_config(head_dim, torch.bfloat16, masked, 90)
     tile = getattr(config, kernel)
     check_tuned(*compile_kernel(kernel, tile, head_dim, "bf16", 90, masked=masked, even=False), 90)
 
@@ -150,14 +151,14 @@ def test_lengths_that_fill_no_tile_neither_spill_nor_serialise(head_dim, kernel,
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_split_walks_neither_spill_nor_serialise(kernel):
     """At the head dimensions that the Hopper kernels leave to these, whose bound on registers is that of 64."""
-    tile = getattr(fa.select_config(64, torch.bfloat16, True, 90), kernel)
+    tile = getattr(kernels.select_config(64, torch.bfloat16, True, 90), kernel)
     check_tuned(*compile_kernel(kernel, tile, 64, "bf16", 90, masked=True, split_walk=True), 90)
 
 
 def shipped() -> list[tuple]:
     """Every (family, kind, width, kernel, tile), each once however many masks share it."""
     rows = {}
-    for (family, kind, width, masked), config in fa.CONFIGS.items():
+    for (family, kind, width, masked), config in kernels.CONFIGS.items():
         for kernel in KERNELS:
             rows.setdefault((family, kind, width, kernel, getattr(config, kernel)), masked)
     return [(*row, masked) for row, masked in rows.items()]
@@ -168,7 +169,7 @@ SHIPPED = shipped()
 
 def test_the_tuned_tiles_are_all_that_are_shipped_for_them():
     tuned = {
-        (kernel, getattr(fa.select_config(head_dim, torch.bfloat16, masked, 90), kernel))
+        (kernel, getattr(kernels.select_config(head_dim, torch.bfloat16, masked, 90), kernel))
         for head_dim, masked in TUNED
         for kernel in KERNELS
     }
@@ -180,7 +181,7 @@ def test_no_warpgroup_takes_eight_columns_of_tf32():
     """Of 64 rows by 16 columns each of two warpgroups would; triton 3.6 reads beyond its shared memory then."""
     for family, kind, width, kernel, tile, _ in SHIPPED:
         if kind in ("tf32", "tf32x3") and family == "hopper":
-            block, tail = fa.split_head_dim(width)
+            block, tail = kernels.split_head_dim(width)
             rows, walked = (tile.block_k, tile.block_q) if kernel == "dkdv" else (tile.block_q, tile.block_k)
             columns = [n for n in (walked, block, tail) if n]
             assert tile.num_warps == 4 or rows != 64 or min(columns) > 16, (kind, width, kernel, tile)
@@ -380,7 +381,7 @@ def test_the_hopper_kernels_load_with_the_installed_triton():
 
 
 def test_the_limits_refuse_a_tile_that_is_too_large():
-    tile = fa.TileConfig(128, 128, 4, 2)
+    tile = kernels.TileConfig(128, 128, 4, 2)
     compiled, log = compile_kernel("forward", tile, 128, "bf16", 90, masked=True)
     assert spilled_bytes(log) > SPILL_LIMIT
     with pytest.raises(AssertionError):

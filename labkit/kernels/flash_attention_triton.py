@@ -1,0 +1,828 @@
+"""The kernels of FlashAttention-2 in Triton and the tiles they run with; `flash_attention` launches them.
+
+How they are laid out:
+- A program owns a tile of rows and walks along the other length, or along one of several shares of it; tiles that every
+  row sees in full take no masking.
+- exp2 with log2(e)·scale folded in: one multiply-add and one exponential per score.
+- The dK/dV kernel computes Sᵀ and ∂Pᵀ themselves: a transposed result as an operand gave wrong gradients on Hopper
+  (triton issue 6124), and this way Pᵀ and ∂Sᵀ stay in registers.
+- A head dimension that is no power of two is a power of two and a narrower tail (72 = 64 + 16, 96 = 64 + 32), so
+  that 72 and 80 do not pay for 128.
+
+Formulas, shapes and ideal costs stand in flash_attention.py. Backward is two kernels, dK/dV and then dQ, 14·Q·K·D FLOPs
+a head: nothing is added from several programs, so that bits are equal every time.
+
+Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2.
+"""
+
+import dataclasses
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+# ---- tile configurations --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class TileConfig:
+    """Rows of a query tile and of a key tile, warps of a program, tiles in flight of the pipelined loads.
+
+    `split` gives the tiles that every query sees in full a loop of their own, without masks; it pays unless the
+    registers of a second loop are missing, for what both loops need is held through both.
+    """
+
+    block_q: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    split: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """The tiles of the three kernels."""
+
+    forward: TileConfig
+    dkdv: TileConfig
+    dq: TileConfig
+
+
+WIDTHS = (16, 32, 64, 80, 96, 128, 192, 256)
+"""Widths of the tables: a head dimension takes the first that holds the tiles it is cut into."""
+
+
+def _table(family: str, kind: str, rows: dict[tuple[int, ...], tuple[TileConfig, TileConfig, TileConfig]], causal=None):
+    """Spreads rows of (forward, dK/dV, dQ) tiles over their widths, and over both masks or the named one."""
+    masks = (False, True) if causal is None else (causal,)
+    return {
+        (family, kind, width, mask): AttentionConfig(*tiles)
+        for widths, tiles in rows.items()
+        for width in widths
+        for mask in masks
+    }
+
+
+# Hopper, 16 bits. Bounds: 255 registers per thread, of which 128 rows · D accumulators take D/2 at 8 warps (and as many
+# again for the second accumulator of dK/dV); 227 KiB of shared memory; no spills and no serialised wgmma, which
+# tests/test_kernel_compilation.py compiles for. 128 rows are two warpgroups of 64, the rows of one wgmma.
+# - Forward: up to D 64 one warpgroup a program, of which several share an SM and hide each other's waits; past it 128
+#   queries and 128 keys keep wgmma at its widest, and a third stage no longer fits in shared memory.
+# - dK/dV: S^T and dP^T of 128 keys × 64 queries are what the registers leave room for; fewer let several programs of
+#   one warpgroup share an SM at D 32. When causal, the masks of a second loop no longer fit in them at D 96 and 128:
+#   one loop, every tile masked.
+# - dQ: 64 keys leave it below 128 registers up to D 64, so that programs share an SM and hide each other's waits.
+# - D 192 and 256 run but are not tuned: 32 × 32 tiles are the largest whose dK/dV stays near the register file.
+_HOPPER_WIDE = {
+    (192, 256): (TileConfig(128, 64, 8, 2), TileConfig(32, 32, 4, 2, split=False), TileConfig(64, 32, 8, 2)),
+}
+_HOPPER_16_BIT = {
+    (16,): (TileConfig(64, 128, 4, 3), TileConfig(64, 128, 4, 2), TileConfig(64, 64, 4, 3)),
+    (32,): (TileConfig(64, 128, 4, 3), TileConfig(32, 64, 4, 3, split=False), TileConfig(64, 64, 4, 3)),
+    (64,): (TileConfig(64, 64, 4, 3), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
+}
+_HOPPER_16_BIT_FULL = {
+    (80, 96): (TileConfig(128, 128, 8, 2), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
+    (128,): (TileConfig(128, 128, 8, 2), TileConfig(64, 128, 8, 3), TileConfig(128, 64, 8, 2)),
+}
+_HOPPER_16_BIT_CAUSAL = {
+    (80,): (TileConfig(128, 128, 8, 2), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
+    (96, 128): (TileConfig(128, 128, 8, 2), TileConfig(64, 128, 8, 3, split=False), TileConfig(128, 64, 8, 2)),
+}
+# Ampere and after, 16 bits: 99 KiB of shared memory, the least of that family (8.6, 8.9, 12.0), bound the tiles.
+_GENERIC_16_BIT = {
+    (16, 32, 64): (TileConfig(64, 64, 4, 2), TileConfig(32, 64, 4, 2, split=False), TileConfig(64, 32, 4, 2)),
+    (80, 96, 128): (TileConfig(64, 32, 4, 2), TileConfig(32, 64, 8, 2, split=False), TileConfig(64, 32, 8, 2)),
+    (192, 256): (TileConfig(64, 32, 8, 1), TileConfig(16, 32, 4, 1, split=False), TileConfig(32, 32, 4, 1)),
+}
+# True fp32 runs on the CUDA cores, where a product keeps whole rows of both operands in registers: more warps and fewer
+# keys, or D 128 spills kilobytes.
+_IEEE = {
+    (16, 32, 64): (TileConfig(64, 32, 8, 2), TileConfig(32, 64, 8, 2, split=False), TileConfig(64, 16, 8, 2)),
+    (80, 96, 128): (TileConfig(64, 16, 8, 2), TileConfig(16, 64, 8, 2, split=False), TileConfig(64, 16, 8, 2)),
+    (192, 256): (TileConfig(32, 16, 8, 1), TileConfig(16, 32, 8, 1, split=False), TileConfig(32, 16, 8, 1)),
+}
+# TF32 runs on the tensor cores with operands twice as wide, so that tiles are half those of 16 bits; with the registers
+# that rounding takes, one loop is faster than two. 64 rows by 16 columns, a tail's for example, are for 4 warps: of 8,
+# each four would take 8 columns, and triton 3.6 reads beyond its shared memory.
+_TF32 = {
+    (16, 32, 64): (
+        TileConfig(128, 32, 8, 2, split=False),
+        TileConfig(32, 128, 8, 2, split=False),
+        TileConfig(64, 32, 4, 2, split=False),
+    ),
+    (80, 96): (
+        TileConfig(64, 32, 4, 2, split=False),
+        TileConfig(16, 128, 8, 2, split=False),
+        TileConfig(64, 32, 4, 2, split=False),
+    ),
+    (128,): (
+        TileConfig(128, 32, 8, 2),
+        TileConfig(32, 32, 8, 1, split=False),
+        TileConfig(128, 32, 8, 1, split=False),
+    ),
+    (192, 256): (TileConfig(32, 16, 8, 1), TileConfig(16, 32, 8, 1, split=False), TileConfig(32, 16, 8, 1)),
+}
+# Within 99 KiB, D 256 leaves 16 rows of everything.
+_TF32_NARROW = {
+    (16, 32, 64): (TileConfig(64, 32, 4, 2), TileConfig(32, 32, 8, 1, split=False), TileConfig(64, 32, 8, 2)),
+    (80, 96, 128): (TileConfig(32, 32, 4, 1), TileConfig(16, 32, 4, 1, split=False), TileConfig(32, 16, 4, 1)),
+    (192, 256): (TileConfig(16, 16, 4, 1), TileConfig(16, 16, 4, 1, split=False), TileConfig(16, 16, 4, 1)),
+}
+# Three TF32 products for one: the halves of every operand take registers beside the accumulators, so that one loop is
+# all that fits, and dK/dV from D 80 on spill up to a kilobyte. Past D 128 they are 22 kilobytes, and true fp32 runs.
+_TF32X3 = {
+    (16, 32): (
+        TileConfig(64, 32, 4, 2, split=False),
+        TileConfig(32, 64, 4, 1, split=False),
+        TileConfig(64, 32, 4, 1, split=False),
+    ),
+    (64,): (
+        TileConfig(64, 32, 4, 2, split=False),
+        TileConfig(32, 128, 8, 2, split=False),
+        TileConfig(64, 32, 4, 1, split=False),
+    ),
+    (80, 96): (
+        TileConfig(128, 32, 8, 2),
+        TileConfig(32, 128, 8, 1, split=False),
+        TileConfig(64, 32, 4, 1, split=False),
+    ),
+    (128,): (
+        TileConfig(128, 32, 8, 1, split=False),
+        TileConfig(32, 64, 8, 1, split=False),
+        TileConfig(64, 32, 8, 1, split=False),
+    ),
+}
+_TF32X3_NARROW = {
+    (16, 32, 64): (
+        TileConfig(64, 32, 4, 2, split=False),
+        TileConfig(32, 32, 8, 1, split=False),
+        TileConfig(64, 16, 8, 2, split=False),
+    ),
+    (80, 96, 128): (
+        TileConfig(32, 32, 4, 1, split=False),
+        TileConfig(16, 32, 8, 1, split=False),
+        TileConfig(32, 16, 4, 1, split=False),
+    ),
+}
+
+CONFIGS: dict[tuple[str, str, int, bool], AttentionConfig] = {
+    **_table("hopper", "16-bit", _HOPPER_16_BIT | _HOPPER_16_BIT_FULL | _HOPPER_WIDE, causal=False),
+    **_table("hopper", "16-bit", _HOPPER_16_BIT | _HOPPER_16_BIT_CAUSAL | _HOPPER_WIDE, causal=True),
+    **_table("generic", "16-bit", _GENERIC_16_BIT),
+    **_table("hopper", "ieee", _IEEE),
+    **_table("generic", "ieee", _IEEE),
+    **_table("hopper", "tf32x3", _TF32X3),
+    **_table("generic", "tf32x3", _TF32X3_NARROW),
+    **_table("hopper", "tf32", _TF32),
+    **_table("generic", "tf32", _TF32_NARROW),
+}
+"""The shipped tiles by (family of devices, kind of arithmetic, width, causal); see `select_config`."""
+
+# Several tiles and every loop within lengths that the interpreter gets through.
+INTERPRETER_CONFIG = AttentionConfig(TileConfig(32, 16, 4, 1), TileConfig(16, 32, 4, 1), TileConfig(32, 16, 4, 1))
+
+DELTA_BLOCK_Q = 32
+# No query tile is longer, so that the statistics of a whole tile are always there to load.
+STATISTICS_PADDING = 128
+
+
+def split_head_dim(head_dim: int, aligned: bool = True) -> tuple[int, int]:
+    """Returns (block, tail): the powers of two that a head dimension is cut into, tail 0 where one holds it.
+
+    16 is the least that the tensor cores take. A tail that would fill the block up to its double is no saving. Rows
+    that start off a 16-byte boundary are not cut: triton 3.6 reads such a tail from beyond its shared memory.
+    """
+    block = max(16, triton.next_power_of_2(head_dim))
+    if block == head_dim or block <= 32 or not aligned:
+        return block, 0
+    half = block // 2
+    tail = max(16, triton.next_power_of_2(head_dim - half))
+    return (half, tail) if tail < half else (block, 0)
+
+
+def tile_width(head_dim: int, aligned: bool = True) -> int:
+    """Returns the width of the tables, one of WIDTHS, that a head dimension belongs to."""
+    block, tail = split_head_dim(head_dim, aligned)
+    return next(width for width in WIDTHS if width >= block + tail)
+
+
+def select_config(
+    head_dim: int,
+    dtype: torch.dtype,
+    causal: bool,
+    capability: int,
+    precision: str = "ieee",
+    aligned: bool = True,
+) -> AttentionConfig:
+    """Returns the shipped tiles of the three kernels.
+
+    Args:
+        head_dim: 1 to 256.
+        dtype: fp32, bf16 or fp16.
+        causal: whether the mask has a diagonal.
+        capability: of the device, 10 · major + minor: 90 is Hopper. Other devices take tiles that fit 99 KiB of
+            shared memory, the least of those since Ampere.
+        precision: of fp32; "tf32x3" up to head dimension 128.
+        aligned: whether every row of every tensor starts on a 16-byte boundary.
+    """
+    kind = "16-bit" if dtype.itemsize == 2 else precision
+    family = "hopper" if capability == 90 else "generic"
+    return CONFIGS[family, kind, tile_width(head_dim, aligned), causal]
+
+
+# ---- kernels --------------------------------------------------------------------------------------------------
+
+LOG2_E = math.log2(math.e)
+
+# Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them anew.
+LENGTHS = ("max_queries", "max_keys", "num_heads", "num_key_heads", "num_tiles", "left", "right", "num_splits")
+
+
+@triton.jit
+def _offsets(rows, cols, stride_row, stride_col, WIDE: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """Element offsets of a tile from its first row, in int64 where the tile itself spans 2³¹ elements."""
+    if WIDE:
+        rows = rows.to(tl.int64)
+        cols = cols.to(tl.int64)
+    row_offsets = rows * stride_row
+    if ALIGNMENT > 1:
+        # A row stride of 72 is divisible by 8 but not by 16, the only divisor that Triton finds out by itself;
+        # without this hint the loads fall apart into single elements.
+        row_offsets = tl.multiple_of(row_offsets, ALIGNMENT)
+    return row_offsets[:, None] + (cols * stride_col)[None, :]
+
+
+@triton.jit
+def _start_of(index, stride, ALIGNMENT: tl.constexpr):
+    """The offset of a row, head or batch from the first, in int64: tensors of more than 2³¹ elements exist."""
+    offset = tl.cast(index, tl.int64) * stride
+    if ALIGNMENT > 1:
+        offset = tl.multiple_of(offset, ALIGNMENT)
+    return offset
+
+
+@triton.jit
+def _operand(x, PRECISION: tl.constexpr):
+    """x as an operand of a product, in TF32 rounded to its 11 bits.
+
+    The tensor cores cut off the bits that they do not take, which shrinks every product: four times the error of eager.
+    """
+    if PRECISION == "tf32" and x.dtype == tl.float32:
+        bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000  # the nearest, ties away from zero
+        x = bits.to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def _load(
+    ptr, offsets, row_mask, cols,
+    HEAD_DIM: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile as an operand, zero beyond the last row and beyond the head dimension."""
+    if MASK_ROWS and MASK_COLS:
+        tile = tl.load(ptr + offsets, mask=row_mask[:, None] & (cols < HEAD_DIM)[None, :], other=0.0)
+    elif MASK_ROWS:
+        tile = tl.load(ptr + offsets, mask=row_mask[:, None], other=0.0)
+    elif MASK_COLS:
+        tile = tl.load(ptr + offsets, mask=(cols < HEAD_DIM)[None, :], other=0.0)
+    else:
+        tile = tl.load(ptr + offsets)
+    return _operand(tile, PRECISION)
+
+
+@triton.jit
+def _store(ptr, offsets, tile, row_mask, cols, HEAD_DIM: tl.constexpr, MASK_COLS: tl.constexpr):
+    if MASK_COLS:
+        tl.store(ptr + offsets, tile.to(ptr.dtype.element_ty), mask=row_mask[:, None] & (cols < HEAD_DIM)[None, :])
+    else:
+        tl.store(ptr + offsets, tile.to(ptr.dtype.element_ty), mask=row_mask[:, None])
+
+
+@triton.jit
+def _visible(queries, keys, left, right, num_keys, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+    """Which key each query sees; `queries` are positions among the keys and broadcast against `keys`."""
+    visible = keys < num_keys
+    if HAS_RIGHT:
+        visible = visible & (keys <= queries + right)
+    if HAS_LEFT:
+        visible = visible & (keys >= queries - left)
+    return visible
+
+
+@triton.jit
+def _sequence(cu_ptr, batch, max_length, IS_PACKED: tl.constexpr):
+    """The first row of a sequence and its number of rows."""
+    if IS_PACKED:
+        first = tl.load(cu_ptr + batch).to(tl.int64)
+        length = (tl.load(cu_ptr + batch + 1).to(tl.int64) - first).to(tl.int32)
+    else:
+        first = tl.full((), 0, tl.int64)
+        length = max_length
+    return first, length
+
+
+@triton.jit
+def _statistics_row(first_q, batch, IS_PACKED: tl.constexpr, PADDING: tl.constexpr):
+    """Where a sequence's row statistics begin: sequences are padded so that whole tiles load without a mask."""
+    row = first_q
+    if IS_PACKED:
+        row = (first_q + tl.cast(batch, tl.int64) * PADDING) // PADDING * PADDING
+    return row
+
+
+@triton.jit
+def _key_ranges(
+    q_begin, num_queries, num_keys, left, right,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """Bounds of the keys that a tile of queries walks: [begin, full_begin) with masks, [full_begin, full_end) seen by
+    every query, [full_end, end) with masks again. The first is empty without a window."""
+    diagonal = num_keys - num_queries + q_begin
+    begin = tl.cast(0, tl.int32)
+    end = num_keys
+    full_begin = begin
+    full_end = num_keys // BLOCK_K * BLOCK_K
+    if HAS_RIGHT:
+        end = tl.maximum(tl.minimum(end, diagonal + BLOCK_Q + right), 0)
+        full_end = tl.maximum(tl.minimum(full_end, (diagonal + right + 1) // BLOCK_K * BLOCK_K), 0)
+    if HAS_LEFT:
+        begin = tl.maximum(diagonal - left, 0) // BLOCK_K * BLOCK_K
+        full_begin = tl.maximum(diagonal + BLOCK_Q - 1 - left, 0)
+        full_begin = (full_begin + BLOCK_K - 1) // BLOCK_K * BLOCK_K
+        full_begin = tl.maximum(tl.minimum(full_begin, end), begin)
+        # The masked tiles before the full ones end on a tile boundary, so that no key is met twice.
+        full_begin = (full_begin + BLOCK_K - 1) // BLOCK_K * BLOCK_K
+        full_end = tl.maximum(full_end, full_begin)
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def _query_ranges(
+    k_begin, num_queries, num_keys, left, right,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """Bounds of the queries that a tile of keys walks, as in `_key_ranges`: when causal the masked tiles come first."""
+    diagonal = k_begin - (num_keys - num_queries)
+    begin = tl.cast(0, tl.int32)
+    end = num_queries
+    full_begin = begin
+    full_end = num_queries
+    if HAS_LEFT:
+        end = tl.maximum(tl.minimum(end, diagonal + BLOCK_K + left), 0)
+        full_end = tl.minimum(full_end, tl.maximum(diagonal + left + 1, 0)) // BLOCK_Q * BLOCK_Q
+    if HAS_RIGHT:
+        begin = tl.maximum(diagonal - right, 0) // BLOCK_Q * BLOCK_Q
+        full_begin = tl.maximum(diagonal + BLOCK_K - 1 - right, 0)
+        full_begin = tl.maximum(tl.minimum(full_begin, end), begin)
+        full_begin = (full_begin + BLOCK_Q - 1) // BLOCK_Q * BLOCK_Q
+        full_end = tl.maximum(full_end, full_begin)
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def _place(num_tiles, num_heads, num_splits, LONGEST_LAST: tl.constexpr, SPLIT_WALK: tl.constexpr):
+    """A program's tile, head, batch and share of the walk, and among the results of all shares that of its batch.
+
+    The longest walks start first, so that they do not end last: those of a causal head's last queries (LONGEST_LAST),
+    or of its first keys. Shares of all heads are in that order; whole walks head by head, whose keys stay in the cache.
+    """
+    if SPLIT_WALK:
+        num_walks = tl.num_programs(0) // num_tiles
+        tile = tl.program_id(0) // num_walks
+        walk = tl.program_id(0) % num_walks
+        share = walk % num_splits
+        head = walk // num_splits % num_heads
+        batch = walk // num_splits // num_heads
+        result = share * (num_walks // num_splits // num_heads) + batch
+    else:
+        tile = tl.program_id(0) % num_tiles
+        share = 0
+        head = tl.program_id(0) // num_tiles % num_heads
+        batch = tl.program_id(0) // num_tiles // num_heads
+        result = batch
+    if LONGEST_LAST:
+        tile = num_tiles - 1 - tile
+    return tile, head, batch, share, result
+
+
+@triton.jit
+def _share_of(begin, full_begin, full_end, end, share, num_splits, BLOCK: tl.constexpr, SPLIT_WALK: tl.constexpr):
+    """The bounds of a walk cut down to one of `num_splits` equal shares; the last ones may be empty."""
+    if SPLIT_WALK:
+        num_tiles = (tl.maximum(end - begin, 0) + BLOCK - 1) // BLOCK
+        length = (num_tiles + num_splits - 1) // num_splits * BLOCK
+        begin = tl.minimum(begin + share * length, end)
+        end = tl.minimum(begin + length, end)
+        full_begin = tl.maximum(tl.minimum(full_begin, end), begin)
+        full_end = tl.maximum(tl.minimum(full_end, end), begin)
+    return begin, full_begin, full_end, end
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def flash_attention_fwd_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, cu_q_ptr, cu_k_ptr,
+    stride_qb, stride_qh, stride_qs, stride_qd,
+    stride_kb, stride_kh, stride_ks, stride_kd,
+    stride_vb, stride_vh, stride_vs, stride_vd,
+    stride_ob, stride_oh, stride_os, stride_od,
+    stride_lb, stride_lh,
+    num_heads, group, max_queries, max_keys, scale_log2, left, right, num_splits,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_PACKED: tl.constexpr, SPLIT_WALK: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGNMENT: tl.constexpr, WIDE: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """One program: the output and the log-sum-exp of BLOCK_Q queries of one head.
+
+    SPLIT_WALK: of one of `num_splits` shares of their keys, each share's results after the last one's.
+    """
+    num_tiles = tl.cdiv(max_queries, BLOCK_Q)
+    tile, head, batch, share, result = _place(num_tiles, num_heads, num_splits, HAS_RIGHT, SPLIT_WALK)
+    first_q, num_queries = _sequence(cu_q_ptr, batch, max_queries, IS_PACKED)
+    first_k, num_keys = _sequence(cu_k_ptr, batch, max_keys, IS_PACKED)
+    q_begin = tile * BLOCK_Q
+    if q_begin >= num_queries:
+        return
+
+    rows_q = tl.arange(0, BLOCK_Q)
+    rows_k = tl.arange(0, BLOCK_K)
+    cols = tl.arange(0, BLOCK_D)
+    mask_q = rows_q < num_queries - q_begin
+    MASK_COLS: tl.constexpr = BLOCK_D > HEAD_DIM
+    MASK_TAIL: tl.constexpr = BLOCK_D + TAIL_D > HEAD_DIM
+
+    q_ptr += _start_of(batch, stride_qb, ALIGNMENT) + _start_of(head, stride_qh, ALIGNMENT)
+    q_ptr += _start_of(first_q + q_begin, stride_qs, ALIGNMENT)
+    k_ptr += _start_of(batch, stride_kb, ALIGNMENT) + _start_of(head // group, stride_kh, ALIGNMENT)
+    k_ptr += _start_of(first_k, stride_ks, ALIGNMENT)
+    v_ptr += _start_of(batch, stride_vb, ALIGNMENT) + _start_of(head // group, stride_vh, ALIGNMENT)
+    v_ptr += _start_of(first_k, stride_vs, ALIGNMENT)
+    out_ptr += _start_of(result, stride_ob, ALIGNMENT) + _start_of(head, stride_oh, ALIGNMENT)
+    out_ptr += _start_of(first_q + q_begin, stride_os, ALIGNMENT)
+    lse_ptr += _start_of(result, stride_lb, 1) + _start_of(head, stride_lh, 1) + first_q + q_begin
+
+    q_offsets = _offsets(rows_q, cols, stride_qs, stride_qd, WIDE, ALIGNMENT)
+    k_offsets = _offsets(rows_k, cols, stride_ks, stride_kd, WIDE, ALIGNMENT)
+    v_offsets = _offsets(rows_k, cols, stride_vs, stride_vd, WIDE, ALIGNMENT)
+    q = _load(q_ptr, q_offsets, mask_q, cols, HEAD_DIM, True, MASK_COLS, PRECISION)
+    acc = tl.zeros((BLOCK_Q, BLOCK_D), dtype=tl.float32)
+    if TAIL_D > 0:
+        tail = BLOCK_D + tl.arange(0, TAIL_D)
+        q_tail_offsets = _offsets(rows_q, tail, stride_qs, stride_qd, WIDE, ALIGNMENT)
+        k_tail_offsets = _offsets(rows_k, tail, stride_ks, stride_kd, WIDE, ALIGNMENT)
+        v_tail_offsets = _offsets(rows_k, tail, stride_vs, stride_vd, WIDE, ALIGNMENT)
+        q_tail = _load(q_ptr, q_tail_offsets, mask_q, tail, HEAD_DIM, True, MASK_TAIL, PRECISION)
+        acc_tail = tl.zeros((BLOCK_Q, TAIL_D), dtype=tl.float32)
+    maximum = tl.full((BLOCK_Q,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((BLOCK_Q,), dtype=tl.float32)
+
+    begin, full_begin, full_end, end = _key_ranges(
+        q_begin, num_queries, num_keys, left, right, BLOCK_Q, BLOCK_K, HAS_LEFT, HAS_RIGHT
+    )
+    begin, full_begin, full_end, end = _share_of(
+        begin, full_begin, full_end, end, share, num_splits, BLOCK_K, SPLIT_WALK
+    )
+    positions = (num_keys - num_queries + q_begin + rows_q)[:, None]
+    # Keys before, on and after the tiles that every query sees. A second loop behind the first makes ptxas serialise
+    # the matrix products of both (C7515) where it only exists for a last partial tile, so that none is emitted then:
+    # keys that fill their tiles take one loop without masks, others one loop with masks.
+    for stage in tl.static_range(
+        2 if not SPLIT else (0 if HAS_LEFT else 1), 2 if SPLIT and EVEN_K and not HAS_RIGHT else 3
+    ):
+        if stage == 0:
+            loop_begin, loop_end = begin, full_begin
+        elif stage == 1:
+            loop_begin, loop_end = full_begin, full_end
+        elif SPLIT:
+            loop_begin, loop_end = full_end, end
+        else:
+            loop_begin, loop_end = begin, end
+        for start in tl.range(loop_begin, loop_end, BLOCK_K):
+            k_tile_ptr = k_ptr + _start_of(start, stride_ks, ALIGNMENT)
+            v_tile_ptr = v_ptr + _start_of(start, stride_vs, ALIGNMENT)
+            mask_k = rows_k < num_keys - start
+            k = _load(k_tile_ptr, k_offsets, mask_k, cols, HEAD_DIM, stage != 1, MASK_COLS, PRECISION)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            if TAIL_D > 0:
+                k_tail = _load(k_tile_ptr, k_tail_offsets, mask_k, tail, HEAD_DIM, stage != 1, MASK_TAIL, PRECISION)
+                scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision=PRECISION)
+            if stage != 1:
+                visible = _visible(positions, (start + rows_k)[None, :], left, right, num_keys, HAS_LEFT, HAS_RIGHT)
+                scores = tl.where(visible, scores, float("-inf"))
+            new_maximum = tl.maximum(maximum, tl.max(scores, axis=1) * scale_log2)
+            if stage != 1:
+                # While a row has seen no key its maximum is −inf, and −inf − (−inf) would be NaN.
+                shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+            else:
+                shift = new_maximum
+            p = tl.exp2(scores * scale_log2 - shift[:, None])
+            rescale = tl.exp2(maximum - shift)
+            total = total * rescale + tl.sum(p, axis=1)
+            v = _load(v_tile_ptr, v_offsets, mask_k, cols, HEAD_DIM, stage != 1, MASK_COLS, PRECISION)
+            p = _operand(p.to(v.dtype), PRECISION)
+            acc = tl.dot(p, v, acc * rescale[:, None], input_precision=PRECISION)
+            if TAIL_D > 0:
+                v_tail = _load(v_tile_ptr, v_tail_offsets, mask_k, tail, HEAD_DIM, stage != 1, MASK_TAIL, PRECISION)
+                acc_tail = tl.dot(p, v_tail, acc_tail * rescale[:, None], input_precision=PRECISION)
+            maximum = new_maximum
+
+    # A row without any key: zeros, and −inf.
+    divisor = tl.where(total == 0.0, 1.0, total)[:, None]
+    out_offsets = _offsets(rows_q, cols, stride_os, stride_od, WIDE, ALIGNMENT)
+    _store(out_ptr, out_offsets, acc / divisor, mask_q, cols, HEAD_DIM, MASK_COLS)
+    if TAIL_D > 0:
+        out_tail_offsets = _offsets(rows_q, tail, stride_os, stride_od, WIDE, ALIGNMENT)
+        _store(out_ptr, out_tail_offsets, acc_tail / divisor, mask_q, tail, HEAD_DIM, MASK_TAIL)
+    lse = (maximum + tl.log2(tl.where(total == 0.0, 1.0, total))) * 0.6931471805599453
+    tl.store(lse_ptr + rows_q, tl.where(total == 0.0, float("-inf"), lse), mask=mask_q)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def flash_attention_bwd_delta_kernel(
+    out_ptr, grad_out_ptr, lse_ptr, delta_ptr, lse_log2_ptr, cu_q_ptr,
+    stride_ob, stride_oh, stride_os, stride_od,
+    stride_gb, stride_gh, stride_gs, stride_gd,
+    stride_lb, stride_lh, stride_pb, stride_ph,
+    num_heads, max_queries, num_tiles,
+    HEAD_DIM: tl.constexpr, PADDED_D: tl.constexpr, BLOCK_Q: tl.constexpr,
+    IS_PACKED: tl.constexpr, PADDING: tl.constexpr,
+):  # fmt: skip
+    """One program: rowsum(∂O ∘ O) of BLOCK_Q queries, and their log-sum-exp in base 2, for the kernels after it.
+
+    It fills the padding too, with 0 and +∞: exp2(· − ∞) = 0 then keeps what lies beyond a sequence out of every sum.
+    """
+    head = tl.program_id(0) // num_tiles % num_heads
+    batch = tl.program_id(0) // num_tiles // num_heads
+    first_q, num_queries = _sequence(cu_q_ptr, batch, max_queries, IS_PACKED)
+    rows = tl.program_id(0) % num_tiles * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    mask = rows < num_queries
+    cols = tl.arange(0, PADDED_D)
+    inside = mask[:, None] & (cols < HEAD_DIM)[None, :]
+    wide_rows = (first_q + rows)[:, None]
+    wide_cols = cols.to(tl.int64)[None, :]
+
+    out_ptr += _start_of(batch, stride_ob, 1) + _start_of(head, stride_oh, 1)
+    grad_out_ptr += _start_of(batch, stride_gb, 1) + _start_of(head, stride_gh, 1)
+    out = tl.load(out_ptr + wide_rows * stride_os + wide_cols * stride_od, mask=inside, other=0.0)
+    grad_out = tl.load(grad_out_ptr + wide_rows * stride_gs + wide_cols * stride_gd, mask=inside, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), axis=1)
+    lse_ptr += _start_of(batch, stride_lb, 1) + _start_of(head, stride_lh, 1) + first_q
+    lse = tl.load(lse_ptr + rows, mask=mask, other=float("-inf"))
+    # A row that saw no key passes no gradient on either.
+    lse_log2 = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    statistics = _start_of(batch, stride_pb, 1) + _start_of(head, stride_ph, 1) + rows
+    statistics += _statistics_row(first_q, batch, IS_PACKED, PADDING)
+    padded = rows < (num_queries + PADDING - 1) // PADDING * PADDING
+    tl.store(delta_ptr + statistics, delta, mask=padded)
+    tl.store(lse_log2_ptr + statistics, lse_log2, mask=padded)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def flash_attention_bwd_dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, grad_out_ptr, lse_log2_ptr, delta_ptr, grad_k_ptr, grad_v_ptr, cu_q_ptr, cu_k_ptr,
+    stride_qb, stride_qh, stride_qs, stride_qd,
+    stride_kb, stride_kh, stride_ks, stride_kd,
+    stride_vb, stride_vh, stride_vs, stride_vd,
+    stride_gb, stride_gh, stride_gs, stride_gd,
+    stride_dkb, stride_dkh, stride_dks, stride_dkd,
+    stride_dvb, stride_dvh, stride_dvs, stride_dvd,
+    stride_pb, stride_ph,
+    num_key_heads, group, max_queries, max_keys, scale_log2, scale, left, right, num_splits,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_PACKED: tl.constexpr, SPLIT_WALK: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGNMENT: tl.constexpr, WIDE: tl.constexpr, SPLIT: tl.constexpr,
+    PADDING: tl.constexpr, EVEN_Q: tl.constexpr,
+):  # fmt: skip
+    """One program: ∂K and ∂V of BLOCK_K keys of one key head, over all queries of the head's group.
+
+    SPLIT_WALK: over one of `num_splits` shares of the queries, each share's results after the last one's.
+    """
+    num_tiles = tl.cdiv(max_keys, BLOCK_K)
+    tile, head, batch, share, result = _place(num_tiles, num_key_heads, num_splits, False, SPLIT_WALK)
+    first_q, num_queries = _sequence(cu_q_ptr, batch, max_queries, IS_PACKED)
+    first_k, num_keys = _sequence(cu_k_ptr, batch, max_keys, IS_PACKED)
+    k_begin = tile * BLOCK_K
+    if k_begin >= num_keys:
+        return
+
+    rows_q = tl.arange(0, BLOCK_Q)
+    rows_k = tl.arange(0, BLOCK_K)
+    cols = tl.arange(0, BLOCK_D)
+    mask_k = rows_k < num_keys - k_begin
+    MASK_COLS: tl.constexpr = BLOCK_D > HEAD_DIM
+    MASK_TAIL: tl.constexpr = BLOCK_D + TAIL_D > HEAD_DIM
+
+    q_ptr += _start_of(batch, stride_qb, ALIGNMENT) + _start_of(first_q, stride_qs, ALIGNMENT)
+    grad_out_ptr += _start_of(batch, stride_gb, ALIGNMENT) + _start_of(first_q, stride_gs, ALIGNMENT)
+    k_ptr += _start_of(batch, stride_kb, ALIGNMENT) + _start_of(head, stride_kh, ALIGNMENT)
+    k_ptr += _start_of(first_k + k_begin, stride_ks, ALIGNMENT)
+    v_ptr += _start_of(batch, stride_vb, ALIGNMENT) + _start_of(head, stride_vh, ALIGNMENT)
+    v_ptr += _start_of(first_k + k_begin, stride_vs, ALIGNMENT)
+    grad_k_ptr += _start_of(result, stride_dkb, ALIGNMENT) + _start_of(head, stride_dkh, ALIGNMENT)
+    grad_k_ptr += _start_of(first_k + k_begin, stride_dks, ALIGNMENT)
+    grad_v_ptr += _start_of(result, stride_dvb, ALIGNMENT) + _start_of(head, stride_dvh, ALIGNMENT)
+    grad_v_ptr += _start_of(first_k + k_begin, stride_dvs, ALIGNMENT)
+    statistics = _start_of(batch, stride_pb, 1) + _statistics_row(first_q, batch, IS_PACKED, PADDING)
+
+    q_offsets = _offsets(rows_q, cols, stride_qs, stride_qd, WIDE, ALIGNMENT)
+    g_offsets = _offsets(rows_q, cols, stride_gs, stride_gd, WIDE, ALIGNMENT)
+    k_offsets = _offsets(rows_k, cols, stride_ks, stride_kd, WIDE, ALIGNMENT)
+    v_offsets = _offsets(rows_k, cols, stride_vs, stride_vd, WIDE, ALIGNMENT)
+    k = _load(k_ptr, k_offsets, mask_k, cols, HEAD_DIM, True, MASK_COLS, PRECISION)
+    v = _load(v_ptr, v_offsets, mask_k, cols, HEAD_DIM, True, MASK_COLS, PRECISION)
+    grad_k = tl.zeros((BLOCK_K, BLOCK_D), dtype=tl.float32)
+    grad_v = tl.zeros((BLOCK_K, BLOCK_D), dtype=tl.float32)
+    if TAIL_D > 0:
+        tail = BLOCK_D + tl.arange(0, TAIL_D)
+        q_tail_offsets = _offsets(rows_q, tail, stride_qs, stride_qd, WIDE, ALIGNMENT)
+        g_tail_offsets = _offsets(rows_q, tail, stride_gs, stride_gd, WIDE, ALIGNMENT)
+        k_tail_offsets = _offsets(rows_k, tail, stride_ks, stride_kd, WIDE, ALIGNMENT)
+        v_tail_offsets = _offsets(rows_k, tail, stride_vs, stride_vd, WIDE, ALIGNMENT)
+        k_tail = _load(k_ptr, k_tail_offsets, mask_k, tail, HEAD_DIM, True, MASK_TAIL, PRECISION)
+        v_tail = _load(v_ptr, v_tail_offsets, mask_k, tail, HEAD_DIM, True, MASK_TAIL, PRECISION)
+        grad_k_tail = tl.zeros((BLOCK_K, TAIL_D), dtype=tl.float32)
+        grad_v_tail = tl.zeros((BLOCK_K, TAIL_D), dtype=tl.float32)
+
+    begin, full_begin, full_end, end = _query_ranges(
+        k_begin, num_queries, num_keys, left, right, BLOCK_Q, BLOCK_K, HAS_LEFT, HAS_RIGHT
+    )
+    begin, full_begin, full_end, end = _share_of(
+        begin, full_begin, full_end, end, share, num_splits, BLOCK_Q, SPLIT_WALK
+    )
+    keys = (k_begin + rows_k)[:, None]
+    for member in range(group):
+        query_head = head * group + member
+        q_head_ptr = q_ptr + _start_of(query_head, stride_qh, ALIGNMENT)
+        g_head_ptr = grad_out_ptr + _start_of(query_head, stride_gh, ALIGNMENT)
+        head_statistics = statistics + _start_of(query_head, stride_ph, 1)
+        # Queries on the diagonal, past it, and at the end of a window. Rows beyond the last query are loaded as zeros
+        # and have a log-sum-exp of +∞, so that they add nothing anywhere.
+        for stage in tl.static_range(0 if HAS_RIGHT and SPLIT else 1, 3 if HAS_LEFT and SPLIT else 2):
+            if not SPLIT:
+                loop_begin, loop_end = begin, end
+            elif stage == 0:
+                loop_begin, loop_end = begin, full_begin
+            elif stage == 1:
+                loop_begin, loop_end = full_begin, full_end
+            else:
+                loop_begin, loop_end = full_end, end
+            for start in tl.range(loop_begin, loop_end, BLOCK_Q):
+                q_tile_ptr = q_head_ptr + _start_of(start, stride_qs, ALIGNMENT)
+                g_tile_ptr = g_head_ptr + _start_of(start, stride_gs, ALIGNMENT)
+                mask_q = rows_q < num_queries - start
+                q = _load(q_tile_ptr, q_offsets, mask_q, cols, HEAD_DIM, not EVEN_Q, MASK_COLS, PRECISION)
+                grad_out = _load(g_tile_ptr, g_offsets, mask_q, cols, HEAD_DIM, not EVEN_Q, MASK_COLS, PRECISION)
+                delta = tl.load(delta_ptr + head_statistics + start + rows_q)
+                scores_t = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+                # ∂Pᵀ − D straight from the accumulator: D occupies no registers of its own, and the product runs under
+                # the exponentials.
+                grad_p_t = tl.broadcast_to(-delta[None, :], (BLOCK_K, BLOCK_Q))
+                grad_p_t = tl.dot(v, tl.trans(grad_out), grad_p_t, input_precision=PRECISION)
+                if TAIL_D > 0:
+                    q_tail = _load(q_tile_ptr, q_tail_offsets, mask_q, tail, HEAD_DIM, not EVEN_Q, MASK_TAIL, PRECISION)
+                    grad_out_tail = _load(
+                        g_tile_ptr, g_tail_offsets, mask_q, tail, HEAD_DIM, not EVEN_Q, MASK_TAIL, PRECISION
+                    )
+                    scores_t = tl.dot(k_tail, tl.trans(q_tail), scores_t, input_precision=PRECISION)
+                    grad_p_t = tl.dot(v_tail, tl.trans(grad_out_tail), grad_p_t, input_precision=PRECISION)
+                lse_log2 = tl.load(lse_log2_ptr + head_statistics + start + rows_q)
+                p_t = tl.exp2(scores_t * scale_log2 - lse_log2[None, :])
+                if (HAS_LEFT or HAS_RIGHT) and (stage != 1 or not SPLIT):
+                    positions = (num_keys - num_queries + start + rows_q)[None, :]
+                    visible = _visible(positions, keys, left, right, num_keys, HAS_LEFT, HAS_RIGHT)
+                    p_t = tl.where(visible, p_t, 0.0)
+                p_t_low = _operand(p_t.to(grad_out.dtype), PRECISION)
+                grad_v = tl.dot(p_t_low, grad_out, grad_v, input_precision=PRECISION)
+                grad_scores_t = _operand((p_t * grad_p_t).to(q.dtype), PRECISION)
+                grad_k = tl.dot(grad_scores_t, q, grad_k, input_precision=PRECISION)
+                if TAIL_D > 0:
+                    grad_v_tail = tl.dot(p_t_low, grad_out_tail, grad_v_tail, input_precision=PRECISION)
+                    grad_k_tail = tl.dot(grad_scores_t, q_tail, grad_k_tail, input_precision=PRECISION)
+
+    grad_k_offsets = _offsets(rows_k, cols, stride_dks, stride_dkd, WIDE, ALIGNMENT)
+    grad_v_offsets = _offsets(rows_k, cols, stride_dvs, stride_dvd, WIDE, ALIGNMENT)
+    _store(grad_k_ptr, grad_k_offsets, grad_k * scale, mask_k, cols, HEAD_DIM, MASK_COLS)
+    _store(grad_v_ptr, grad_v_offsets, grad_v, mask_k, cols, HEAD_DIM, MASK_COLS)
+    if TAIL_D > 0:
+        grad_k_tail_offsets = _offsets(rows_k, tail, stride_dks, stride_dkd, WIDE, ALIGNMENT)
+        grad_v_tail_offsets = _offsets(rows_k, tail, stride_dvs, stride_dvd, WIDE, ALIGNMENT)
+        _store(grad_k_ptr, grad_k_tail_offsets, grad_k_tail * scale, mask_k, tail, HEAD_DIM, MASK_TAIL)
+        _store(grad_v_ptr, grad_v_tail_offsets, grad_v_tail, mask_k, tail, HEAD_DIM, MASK_TAIL)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def flash_attention_bwd_dq_kernel(
+    q_ptr, k_ptr, v_ptr, grad_out_ptr, lse_log2_ptr, delta_ptr, grad_q_ptr, cu_q_ptr, cu_k_ptr,
+    stride_qb, stride_qh, stride_qs, stride_qd,
+    stride_kb, stride_kh, stride_ks, stride_kd,
+    stride_vb, stride_vh, stride_vs, stride_vd,
+    stride_gb, stride_gh, stride_gs, stride_gd,
+    stride_dqb, stride_dqh, stride_dqs, stride_dqd,
+    stride_pb, stride_ph,
+    num_heads, group, max_queries, max_keys, scale_log2, scale, left, right, num_splits,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_PACKED: tl.constexpr, SPLIT_WALK: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGNMENT: tl.constexpr, WIDE: tl.constexpr, SPLIT: tl.constexpr,
+    PADDING: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """One program: ∂Q of BLOCK_Q queries of one head; SPLIT_WALK as in the forward kernel."""
+    num_tiles = tl.cdiv(max_queries, BLOCK_Q)
+    tile, head, batch, share, result = _place(num_tiles, num_heads, num_splits, HAS_RIGHT, SPLIT_WALK)
+    first_q, num_queries = _sequence(cu_q_ptr, batch, max_queries, IS_PACKED)
+    first_k, num_keys = _sequence(cu_k_ptr, batch, max_keys, IS_PACKED)
+    q_begin = tile * BLOCK_Q
+    if q_begin >= num_queries:
+        return
+
+    rows_q = tl.arange(0, BLOCK_Q)
+    rows_k = tl.arange(0, BLOCK_K)
+    cols = tl.arange(0, BLOCK_D)
+    mask_q = rows_q < num_queries - q_begin
+    MASK_COLS: tl.constexpr = BLOCK_D > HEAD_DIM
+    MASK_TAIL: tl.constexpr = BLOCK_D + TAIL_D > HEAD_DIM
+
+    q_ptr += _start_of(batch, stride_qb, ALIGNMENT) + _start_of(head, stride_qh, ALIGNMENT)
+    q_ptr += _start_of(first_q + q_begin, stride_qs, ALIGNMENT)
+    grad_out_ptr += _start_of(batch, stride_gb, ALIGNMENT) + _start_of(head, stride_gh, ALIGNMENT)
+    grad_out_ptr += _start_of(first_q + q_begin, stride_gs, ALIGNMENT)
+    grad_q_ptr += _start_of(result, stride_dqb, ALIGNMENT) + _start_of(head, stride_dqh, ALIGNMENT)
+    grad_q_ptr += _start_of(first_q + q_begin, stride_dqs, ALIGNMENT)
+    k_ptr += _start_of(batch, stride_kb, ALIGNMENT) + _start_of(head // group, stride_kh, ALIGNMENT)
+    k_ptr += _start_of(first_k, stride_ks, ALIGNMENT)
+    v_ptr += _start_of(batch, stride_vb, ALIGNMENT) + _start_of(head // group, stride_vh, ALIGNMENT)
+    v_ptr += _start_of(first_k, stride_vs, ALIGNMENT)
+    statistics = _start_of(batch, stride_pb, 1) + _start_of(head, stride_ph, 1) + q_begin + rows_q
+    statistics += _statistics_row(first_q, batch, IS_PACKED, PADDING)
+
+    q_offsets = _offsets(rows_q, cols, stride_qs, stride_qd, WIDE, ALIGNMENT)
+    g_offsets = _offsets(rows_q, cols, stride_gs, stride_gd, WIDE, ALIGNMENT)
+    k_offsets = _offsets(rows_k, cols, stride_ks, stride_kd, WIDE, ALIGNMENT)
+    v_offsets = _offsets(rows_k, cols, stride_vs, stride_vd, WIDE, ALIGNMENT)
+    q = _load(q_ptr, q_offsets, mask_q, cols, HEAD_DIM, True, MASK_COLS, PRECISION)
+    grad_out = _load(grad_out_ptr, g_offsets, mask_q, cols, HEAD_DIM, True, MASK_COLS, PRECISION)
+    grad_q = tl.zeros((BLOCK_Q, BLOCK_D), dtype=tl.float32)
+    if TAIL_D > 0:
+        tail = BLOCK_D + tl.arange(0, TAIL_D)
+        q_tail_offsets = _offsets(rows_q, tail, stride_qs, stride_qd, WIDE, ALIGNMENT)
+        g_tail_offsets = _offsets(rows_q, tail, stride_gs, stride_gd, WIDE, ALIGNMENT)
+        k_tail_offsets = _offsets(rows_k, tail, stride_ks, stride_kd, WIDE, ALIGNMENT)
+        v_tail_offsets = _offsets(rows_k, tail, stride_vs, stride_vd, WIDE, ALIGNMENT)
+        q_tail = _load(q_ptr, q_tail_offsets, mask_q, tail, HEAD_DIM, True, MASK_TAIL, PRECISION)
+        grad_out_tail = _load(grad_out_ptr, g_tail_offsets, mask_q, tail, HEAD_DIM, True, MASK_TAIL, PRECISION)
+        grad_q_tail = tl.zeros((BLOCK_Q, TAIL_D), dtype=tl.float32)
+    lse_log2 = tl.load(lse_log2_ptr + statistics)[:, None]
+    delta = tl.load(delta_ptr + statistics)[:, None]
+
+    begin, full_begin, full_end, end = _key_ranges(
+        q_begin, num_queries, num_keys, left, right, BLOCK_Q, BLOCK_K, HAS_LEFT, HAS_RIGHT
+    )
+    begin, full_begin, full_end, end = _share_of(
+        begin, full_begin, full_end, end, share, num_splits, BLOCK_K, SPLIT_WALK
+    )
+    positions = (num_keys - num_queries + q_begin + rows_q)[:, None]
+    for stage in tl.static_range(
+        2 if not SPLIT else (0 if HAS_LEFT else 1), 2 if SPLIT and EVEN_K and not HAS_RIGHT else 3
+    ):
+        if stage == 0:
+            loop_begin, loop_end = begin, full_begin
+        elif stage == 1:
+            loop_begin, loop_end = full_begin, full_end
+        elif SPLIT:
+            loop_begin, loop_end = full_end, end
+        else:
+            loop_begin, loop_end = begin, end
+        for start in tl.range(loop_begin, loop_end, BLOCK_K):
+            k_tile_ptr = k_ptr + _start_of(start, stride_ks, ALIGNMENT)
+            v_tile_ptr = v_ptr + _start_of(start, stride_vs, ALIGNMENT)
+            mask_k = rows_k < num_keys - start
+            k = _load(k_tile_ptr, k_offsets, mask_k, cols, HEAD_DIM, stage != 1, MASK_COLS, PRECISION)
+            v = _load(v_tile_ptr, v_offsets, mask_k, cols, HEAD_DIM, stage != 1, MASK_COLS, PRECISION)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            grad_p = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
+            if TAIL_D > 0:
+                k_tail = _load(k_tile_ptr, k_tail_offsets, mask_k, tail, HEAD_DIM, stage != 1, MASK_TAIL, PRECISION)
+                v_tail = _load(v_tile_ptr, v_tail_offsets, mask_k, tail, HEAD_DIM, stage != 1, MASK_TAIL, PRECISION)
+                scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision=PRECISION)
+                grad_p = tl.dot(grad_out_tail, tl.trans(v_tail), grad_p, input_precision=PRECISION)
+            p = tl.exp2(scores * scale_log2 - lse_log2)
+            if stage != 1:
+                visible = _visible(positions, (start + rows_k)[None, :], left, right, num_keys, HAS_LEFT, HAS_RIGHT)
+                p = tl.where(visible, p, 0.0)
+            grad_scores = _operand((p * (grad_p - delta)).to(k.dtype), PRECISION)
+            grad_q = tl.dot(grad_scores, k, grad_q, input_precision=PRECISION)
+            if TAIL_D > 0:
+                grad_q_tail = tl.dot(grad_scores, k_tail, grad_q_tail, input_precision=PRECISION)
+
+    grad_q_offsets = _offsets(rows_q, cols, stride_dqs, stride_dqd, WIDE, ALIGNMENT)
+    _store(grad_q_ptr, grad_q_offsets, grad_q * scale, mask_q, cols, HEAD_DIM, MASK_COLS)
+    if TAIL_D > 0:
+        grad_q_tail_offsets = _offsets(rows_q, tail, stride_dqs, stride_dqd, WIDE, ALIGNMENT)
+        _store(grad_q_ptr, grad_q_tail_offsets, grad_q_tail * scale, mask_q, tail, HEAD_DIM, MASK_TAIL)
+
+
+# What TRITON_INTERPRET said when this module was imported: interpreted kernels run on CPU tensors.
+IS_INTERPRETED = not isinstance(flash_attention_fwd_kernel, triton.JITFunction)
