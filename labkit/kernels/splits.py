@@ -129,7 +129,8 @@ def empty_parts(num_splits: int, x_BHSD: Tensor) -> Tensor:
     """Returns room for what every split finds: fp32 (splits, B, H, S, D), a row in `row_elements` of memory."""
     *shape, head_dim = x_BHSD.shape
     row = row_elements(head_dim)
-    return torch.empty((num_splits, *shape, row), dtype=torch.float32, device=x_BHSD.device)[..., :head_dim]
+    parts = torch.empty((num_splits, *shape, row), dtype=torch.float32, device=x_BHSD.device)
+    return parts if row == head_dim else parts[..., :head_dim]
 
 
 def empty_lse(num_splits: int, x_BHSD: Tensor) -> Tensor:
