@@ -570,6 +570,29 @@ def test_a_launch_is_another_where_a_tensor_starts_off_a_boundary():
     assert fa._alignment(fa._layout(on)) == 4 and fa._alignment(fa._layout(on), fa._layout(off)) == 1
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 40, 64), (1, 1, 1, 72), (1, 4, 7, 128)])
+def test_a_descriptor_is_what_triton_makes_of_the_tensor(shape):
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from labkit.kernels import hopper
+
+    dim = shape[-1]
+    for x in (torch.zeros(shape, dtype=torch.float16), torch.zeros((*shape[:-1], 2 * dim), dtype=torch.float16)):
+        x = x[..., :dim]
+        for _ in range(2):  # made, and made again from what is remembered
+            got = hopper.tiles_of(x, 64)
+            strides = [dim if size == 1 else stride for size, stride in zip(shape, x.stride(), strict=True)]
+            block = [1, 1, 64, 128 if dim == 128 else 64]
+            expected = TensorDescriptor(x, list(shape), strides, block, hopper.tile_layout())
+            assert got.base is x and vars(got) == vars(expected)
+    statistics = torch.zeros((2, 256))
+    assert vars(hopper.rows_of(statistics, 64)) | {"base": None} == vars(
+        TensorDescriptor(statistics, [512], [1], [64], hopper.row_layout())
+    ) | {"base": None}
+    with pytest.raises(AssertionError, match="16-byte"):
+        hopper.tiles_of(torch.zeros((1, 1, 8, 65), dtype=torch.float16)[..., :64], 64)
+
+
 # ---- gradients in one pass ----------------------------------------------------------------------------------------
 
 

@@ -421,7 +421,7 @@ def flash_attention_forward(
     `config` overrides the tiles of "triton", `num_splits` among how many programs it shares the keys of a tile.
     """
     if impl == "gluon":
-        out = _empty(_layout(q).dense(), q)
+        out = torch.empty_like(q) if q.is_contiguous() else _empty(_layout(q).dense(), q)
         lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
         tensors = (*(_tma_ready(x) for x in (q, k, v)), out)
         with _on_device_of(q):
@@ -603,7 +603,7 @@ def resolve_backward(q: Tensor, k: Tensor, impl: str, *, causal: bool, determini
     q, k = _with_heads(q), _with_heads(k)
     (num_batches, num_heads, num_queries, head_dim), (_, num_key_heads, num_keys, _) = q.shape, k.shape
     programs = num_multiprocessors(q.device.index)
-    if triton.cdiv(num_keys, 128) * num_key_heads * num_batches <= programs // 2:
+    if -(-num_keys // 128) * num_key_heads * num_batches <= programs // 2:
         return "triton"
     if num_heads == num_key_heads and head_dim in SINGLE_PASS_HEAD_DIMS and hopper_single_unavailable() is None:
         if not deterministic:

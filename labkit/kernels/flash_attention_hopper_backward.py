@@ -17,7 +17,6 @@ How a program is laid out: as in flash_attention_hopper.py, with two consumers o
 Sources: Shah et al. 2024, "FlashAttention-3"; Dao 2023, "FlashAttention-2".
 """
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -526,7 +525,7 @@ def hopper_backward(
     statistics = (rows_of(lse_log2_BHS, walked), rows_of(delta_BHS, walked))
     launch(
         hopper_bwd_dkdv_kernel,
-        (triton.cdiv(num_keys, BLOCK), num_key_heads, num_batches),
+        (-(-num_keys // BLOCK), num_key_heads, num_batches),
         q_BHSD.dtype,
         (*described, *statistics, *numbers),
         {"BLOCK_Q": walked, **columns, "STAGES": tiles["STAGES"], "CAUSAL": causal, "GROUPED": group > 1},
@@ -539,7 +538,7 @@ def hopper_backward(
     )
     launch(
         hopper_bwd_dq_kernel,
-        (triton.cdiv(num_queries, BLOCK), num_heads, num_batches),
+        (-(-num_queries // BLOCK), num_heads, num_batches),
         q_BHSD.dtype,
         (*described, lse_log2_BHS, delta_BHS, *numbers),
         {"BLOCK_K": walked, **columns, "STAGES": tiles["STAGES"], "CAUSAL": causal},

@@ -583,12 +583,12 @@ def hopper_backward(
     num_heads_total = num_batches * num_heads
     tiles = SINGLE[head_dim]
     block_q = tiles["BLOCK_Q"]
-    num_tiles = triton.cdiv(num_queries, block_q)
+    num_tiles = -(-num_queries // block_q)
     # Two parts of 64 × 64 a tile, each 16 rows of 256. No program adds to a tile whose queries see no key.
     written = ordered and not (causal and num_queries > num_keys)
     empty = torch.empty if written else torch.zeros
     sums = empty((num_heads_total * num_tiles * 32, 256), dtype=torch.float32, device=q_BHSD.device)
-    key_tiles = triton.cdiv(num_keys, BLOCK_K.value)
+    key_tiles = -(-num_keys // BLOCK_K.value)
     progress = None
     if ordered:
         progress = torch.zeros(num_heads_total * key_tiles, dtype=torch.int32, device=q_BHSD.device)

@@ -80,32 +80,35 @@ def row_layout() -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
-def _described(x_BHSD: Tensor, num_rows: int, num_cols: int, layout: gl.NVMMASharedLayout) -> TensorDescriptor:
-    batch, heads, length, head_dim = shape = list(x_BHSD.shape)
-    stride_b, stride_h, stride_s, _ = x_BHSD.stride()
+@functools.lru_cache(maxsize=LAUNCHES)
+def _template(shape: tuple, strides: tuple, dtype: torch.dtype, block: tuple, layout) -> TensorDescriptor:
+    """Returns the descriptor of a tensor without elements in place of its own; the checks take longer than a launch."""
     # A dimension of one element may have any stride, of which TMA would still ask for a multiple of 16 bytes.
-    strides = [
-        head_dim if batch == 1 else stride_b,
-        head_dim if heads == 1 else stride_h,
-        head_dim if length == 1 else stride_s,
-        1,
-    ]
-    return TensorDescriptor(x_BHSD, shape, strides, [1, 1, num_rows, num_cols], layout)
+    outer = [shape[-1] if size == 1 else stride for size, stride in zip(shape[:-1], strides[:-1], strict=True)]
+    return TensorDescriptor(torch.empty(0, dtype=dtype), list(shape), [*outer, 1], list(block), layout)
+
+
+def _described(x: Tensor, block: tuple[int, ...], layout: gl.NVMMASharedLayout) -> TensorDescriptor:
+    """Describes tiles of a tensor that starts on a 16-byte boundary."""
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.__dict__.update(_template(x.shape, x.stride(), x.dtype, block, layout).__dict__)
+    descriptor.base = x
+    return descriptor
 
 
 def tiles_of(x_BHSD: Tensor, num_rows: int) -> TensorDescriptor:
     """Describes tiles of (1, 1, num_rows, 64 or 128) that never cross into the next head."""
-    return _described(x_BHSD, num_rows, 128 if x_BHSD.shape[-1] == 128 else 64, tile_layout())
+    return _described(x_BHSD, (1, 1, num_rows, 128 if x_BHSD.shape[-1] == 128 else 64), tile_layout())
 
 
 def tail_of(x_BHSD: Tensor, num_rows: int, tail: int) -> TensorDescriptor | None:
     """Describes the columns from 64 on: tiles of (1, 1, num_rows, tail), zeros past the head dimension."""
-    return _described(x_BHSD, num_rows, tail, tail_layout(tail)) if tail else None
+    return _described(x_BHSD, (1, 1, num_rows, tail), tail_layout(tail)) if tail else None
 
 
 def rows_of(statistics: Tensor, num_rows: int) -> TensorDescriptor:
     """Describes runs of num_rows row statistics, of all heads one after another."""
-    return TensorDescriptor(statistics, [statistics.numel()], [1], [num_rows], row_layout())
+    return _described(statistics.view(-1), (num_rows,), row_layout())
 
 
 @gluon.jit

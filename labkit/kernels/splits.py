@@ -122,7 +122,7 @@ def attention_combine_kernel(
 
 def row_elements(head_dim: int) -> int:
     """Returns how many elements lie between rows of parts: whole tiles of 16 columns are written."""
-    return triton.cdiv(head_dim, 16) * 16
+    return -(-head_dim // 16) * 16
 
 
 def empty_parts(num_splits: int, x_BHSD: Tensor) -> Tensor:
