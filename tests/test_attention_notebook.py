@@ -26,6 +26,7 @@ from labkit.records import Record, RecordStore
 from labkit.report import attention as report
 from labkit.report import figures
 from labkit.report.chapter import Chapter
+from labkit.report.findings import scientific
 
 NOTEBOOK = "05_attention"
 CPU = hardware.Device("cpu", "a processor", "cpu-a-processor")
@@ -747,13 +748,13 @@ def test_an_error_over_its_budget_is_named(chapter, quantity, factor, is_over):
     sentences = text(report.findings_errors(frame))
     assert (f"the worst is {quantity} of SDPA flash in bf16, d 128, length 4,096" in sentences) == is_over
     assert sentences.startswith("All") != is_over
-    assert f"{4e-3 * factor:.1e}" in report.table_errors(frame).to_string()
+    assert scientific(4e-3 * factor) in report.table_errors(frame).to_string()
 
 
 def test_errors_without_eager_beside_them_are_not_called_within_budget(chapter):
     frame = calls_of(chapter({"impl": "compiled", "precision": "tf32"}, output_relative_error=9e-3))
     assert "none of eager beside them" in text(report.findings_errors(frame))
-    assert "the largest is 9.0e-03 (output of compiled in tf32" in text(report.findings_errors(frame))
+    assert "the largest is 9.0e-3 (output of compiled in tf32" in text(report.findings_errors(frame))
 
 
 def test_published_rows_stand_beside_ours_with_the_ratio(chapter):

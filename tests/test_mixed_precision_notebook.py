@@ -580,7 +580,7 @@ def test_a_broken_normalisation_is_a_word_in_the_table_and_a_mark_in_the_figure(
     whole = frame("normalisation")
     table = report.table_normalisation_scales(whole)
     row = table[(table["variant"] == "fp16, statistics fp16") & (table["normalisation"] == "RMSNorm")].iloc[0]
-    assert (row["10⁰"], row["10⁴"]) == ("3.0e-04", "overflow")
+    assert (row["10⁰"], row["10⁴"]) == ("3.0e-4", "overflow")
     small = table[(table["variant"] == "fp16, statistics fp16") & (table["input"].str.contains("10⁻⁸"))].iloc[0]
     assert small["10⁻⁴"] == "not finite"
     worst = report.table_normalisation(whole).set_index(["normalisation", "input", "variant"])

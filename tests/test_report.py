@@ -237,6 +237,14 @@ def test_number(value, text):
     assert findings.number(value) == text
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.00041, "4.1e-4"), (1.25e-12, "1.2e-12"), (3e10, "3.0e+10"), (0.0, "0.0e+0"), (None, "–"), (math.nan, "–")],
+)
+def test_scientific(value, text):
+    assert findings.scientific(value) == text
+
+
 def test_speed_words_follow_the_threshold():
     words = [findings.speed_word(1 + step * findings.SAME) for step in (0.99, 1.01, -0.99, -1.01)]
     assert words == ["about the same", "faster", "about the same", "slower"]

@@ -25,6 +25,7 @@ from labkit.report.findings import (
     number,
     percent,
     power_law_exponent,
+    scientific,
     span,
     speed_word,
     times,
@@ -1044,7 +1045,7 @@ def table_errors(frame: pd.DataFrame) -> pd.DataFrame:
     for (precision, impl), group in rows.groupby(["precision", "impl"], sort=False):
         line = {"implementation": NAMES[impl], "precision": precision, "cases": len(group[CASE].drop_duplicates())}
         for quantity, of_quantity in group.groupby("quantity", sort=False):
-            line[quantity] = f"{of_quantity['error'].max():.1e}"
+            line[quantity] = scientific(of_quantity["error"].max())
         ratio = (group["error"] / group["eager_error"]).dropna()
         line["largest, over eager's"] = times(ratio.max()) if len(ratio) else "–"
         result.append(line)
@@ -1070,14 +1071,15 @@ def findings_errors(frame: pd.DataFrame) -> list[str]:
             worst = over.loc[(over["error"] / over["allowed"]).idxmax()]
             sentences.append(
                 f"{len(over)} of {len(known):,} errors exceed {budget}; the worst is {worst['quantity']} of "
-                f"{_case(*(worst[column] for column in CASE))}: {worst['error']:.1e}, allowed {worst['allowed']:.1e}."
+                f"{_case(*(worst[column] for column in CASE))}: {scientific(worst['error'])}, "
+                f"allowed {scientific(worst['allowed'])}."
             )
     alone = rows[rows["allowed"].isna()]
     if len(alone):
         worst = alone.loc[alone["error"].idxmax()]
         sentences.append(
             f"{count(len(alone), 'error')} have none of eager beside them (it ran out of memory or has no such "
-            f"precision); the largest is {worst['error']:.1e} ({worst['quantity']} of "
+            f"precision); the largest is {scientific(worst['error'])} ({worst['quantity']} of "
             f"{_case(*(worst[column] for column in CASE))})."
         )
     return sentences

@@ -1,6 +1,7 @@
 """Words for numbers: every comparison in the report is one of these, chosen from the records by thresholds."""
 
 import math
+import re
 from collections.abc import Iterable
 
 SAME = 0.03
@@ -33,6 +34,13 @@ def power(value: float, base: int = 10) -> str:
     """Returns the nearest power of `base`, as "10⁻³"."""
     exponent = str(round(math.log(value, base)))
     return f"{base}{exponent.translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
+
+
+def scientific(value: float | None) -> str:
+    """Returns an error as "4.1e-4"; "–" for none."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    return re.sub(r"e([+-])0", r"e\1", f"{value:.1e}")
 
 
 def times(ratio: float | None) -> str:

@@ -26,6 +26,7 @@ from labkit.report.findings import (
     number,
     percent,
     power_law_exponent,
+    scientific,
     span,
     speed_word,
     times,
@@ -54,6 +55,8 @@ NAMES = {
 
 TRITON = ("triton", "triton_ieee", "triton_tf32")
 OURS = ("gluon", "gluon_unordered", *TRITON, "tiled")
+SAME_FORWARD = ("gluon_unordered", "fa3_deterministic")
+"""Implementations that differ from another in their backward alone: among the rivals their forward is not shown."""
 
 SHAPE = ["batch", "heads", "length", "d_head", "causal"]
 PRECISIONS = ("bf16", "fp32", "tf32")
@@ -122,9 +125,9 @@ def table_algorithm(frame: pd.DataFrame) -> pd.DataFrame:
         {
             "tile": f"{row['tile']} × {row['tile']}",
             "mask": "causal" if row["causal"] else "full",
-            "output: relative error": f"{row['out_relative_error']:.1e}",
-            "eager": f"{row['out_eager_relative_error']:.1e}",
-            **{f"d{x}": f"{row[f'd{x}_relative_error']:.1e}" for x in "qkv"},
+            "output: relative error": scientific(row["out_relative_error"]),
+            "eager": scientific(row["out_eager_relative_error"]),
+            **{f"d{x}": scientific(row[f"d{x}_relative_error"]) for x in "qkv"},
             "worst error / allowed": number(_worst_of_algorithm(row), 2),
         }
         for row in rows.to_dict("records")
@@ -200,7 +203,7 @@ def table_weighted_sum(frame: pd.DataFrame) -> pd.DataFrame:
             "time (ms)": cell(row),
             "GB/s": cell(row, "achieved_gb_per_s"),
             "of measured copy": cell(row, "ceiling_fraction", percent),
-            "relative error": cell(row, "relative_error", "{:.1e}".format),
+            "relative error": cell(row, "relative_error", scientific),
         }
         for row in rows.sort_values(["rows", "dim"], ascending=False, kind="stable").to_dict("records")
     ) if len(rows) else rows  # fmt: skip
@@ -266,7 +269,7 @@ def table_gate(*frames: pd.DataFrame) -> pd.DataFrame:
                     "out of memory": int((mine["status"] == "oom").sum()),
                     "other failures": int(_other_failures(mine).sum()),
                     "worst error / allowed": number(passed["budget_fraction"].max(), 2) if len(passed) else "–",
-                    "worst relative error": f"{passed['relative_error'].max():.1e}" if len(passed) else "–",
+                    "worst relative error": scientific(passed["relative_error"].max()) if len(passed) else "–",
                     "error / eager's, median": times(ratio.median()) if len(passed) else "–",
                 }
             )
@@ -396,8 +399,8 @@ def table_everything(frame: pd.DataFrame, precision: str) -> pd.DataFrame:
                 "forward TFLOP/s": _cell(forward, "achieved_tflops"),
                 "backward TFLOP/s": _cell(backward, "achieved_tflops"),
                 "both, of measured product": _cell(both, "ceiling_fraction", percent),
-                "output error": _cell(forward, "relative_error", "{:.1e}".format),
-                "gradient error": _cell(backward, "relative_error", "{:.1e}".format),
+                "output error": _cell(forward, "relative_error", scientific),
+                "gradient error": _cell(backward, "relative_error", scientific),
             }
         )
     return pd.DataFrame(lines)
@@ -763,10 +766,11 @@ def _rival_table(frame: pd.DataFrame, name: str, text: Callable[[dict], str]) ->
 
 @once_per_frame
 def _rivals(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns the rows of `_contest` with the shapes in the order in which they were measured."""
+    """Returns the rows of `_contest` with the shapes in the order in which they were measured, each forward once."""
     if frame.empty:
         return frame
     rows = _contest(frame)
+    rows = rows[(rows["name"] != "forward") | ~rows["impl"].isin(SAME_FORWARD)]
     shapes = list(dict.fromkeys(frame[SHAPE].itertuples(index=False, name=None)))
     order = [shapes.index(shape) for shape in rows[SHAPE].itertuples(index=False, name=None)]
     return rows.assign(order=order).sort_values(["order", "rank"], kind="stable").reset_index(drop=True)

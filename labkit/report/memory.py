@@ -15,7 +15,15 @@ from labkit import accounting, published
 from labkit.configs import ModelConfig, model_config
 from labkit.measure.snapshots import Allocation, History, read_history
 from labkit.report import figures
-from labkit.report.findings import count, listing, number, percent, span, times
+from labkit.report.findings import (
+    count,
+    listing,
+    number,
+    percent,
+    scientific,
+    span,
+    times,
+)
 from labkit.report.tables import ORDER, PHASE_NAMES, cell, in_order, ok_rows
 
 PHASES = ("inference", "forward", "train_step")
@@ -576,7 +584,7 @@ def table_blocks(frame: pd.DataFrame) -> pd.DataFrame:
             "by the allocator": _mib(row["made_bytes"]),
             "published": "–" if row["published_mib"] is None else f"{row['published_mib']:,.2f}",
             "gradients (MiB)": _mib(row["gradient_bytes"]),
-            "compiled − eager": "–" if pd.isna(row.get("relative_difference")) else f"{row['relative_difference']:.1e}",
+            "compiled − eager": scientific(row.get("relative_difference")),
         }
         for row in blocks(frame)
     )

@@ -26,6 +26,7 @@ from labkit.report.findings import (
     number,
     percent,
     power,
+    scientific,
     span,
     speed_word,
     times,
@@ -86,11 +87,6 @@ def _by_precision(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
         rows = frame[frame["precision"] == precision] if len(frame) else frame
         if len(rows):
             yield precision, rows
-
-
-def _scientific(value: float | None) -> str:
-    """Returns an error as "4.1e-04"; "–" for none."""
-    return "–" if value is None or not math.isfinite(value) else f"{value:.1e}"
 
 
 def _power(value: float) -> str:
@@ -480,7 +476,7 @@ def table_normalisation(frame: pd.DataFrame) -> pd.DataFrame:
                 "overflow": _scales(_breaks(rows, "overflowed_fraction")),
                 "squares vanish": _scales(_breaks(rows, "vanished_fraction")),
                 "not finite": _scales(_breaks(rows, "nonfinite_fraction")),
-                "largest error": _scientific(sound["relative_error"].max()),
+                "largest error": scientific(sound["relative_error"].max()),
                 "of one rounding": times(factor),
             }
         )
@@ -503,7 +499,7 @@ def table_normalisation_scales(frame: pd.DataFrame) -> pd.DataFrame:
             return "not finite"
         if row.get("overflowed_fraction", 0) > 0:
             return "overflow"
-        return _scientific(row["relative_error"])
+        return scientific(row["relative_error"])
 
     scales = sorted(frame["scale"].unique())
     lines: dict[tuple, dict] = {}
@@ -689,7 +685,7 @@ def table_epilogue(frame: pd.DataFrame) -> pd.DataFrame:
             "dtype": row["dtype"],
             "GELU": GELU_NAMES[row["gelu"]],
             "terms of a sum": row["depth"],
-            **{name: _scientific(row[epilogue]) for epilogue, name in EPILOGUE_NAMES.items()},
+            **{name: scientific(row[epilogue]) for epilogue, name in EPILOGUE_NAMES.items()},
             "rounded / carried": times(row["rounded"] / row["carried"]),
         }
         for row in epilogues(frame).to_dict("records")
@@ -736,7 +732,7 @@ def findings_epilogue(frame: pd.DataFrame) -> list[str]:
             sentences.append(text + _worst_bin(frame, dtype, "rounded", "erf") + ".")
         sentences += _fused(frame, dtype, of_dtype[of_dtype["gelu"] == "tanh"].dropna())
     reference = ok_rows(frame)["fp32_error"].max()
-    sentences.append(f"The fp32 result that all are held against is itself within {_scientific(reference)} of fp64.")
+    sentences.append(f"The fp32 result that all are held against is itself within {scientific(reference)} of fp64.")
     return sentences
 
 
