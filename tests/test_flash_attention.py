@@ -659,6 +659,12 @@ def test_the_kernels_that_are_named_are_launched(kernels, expected, interpreted)
     assert interpreted(launched, kernels) == expected
 
 
+def test_kernels_of_another_name_are_refused():
+    x = torch.zeros((1, 2, 8, 64), dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"kernels must be None or one of 'one pass', .*; got 'single'"):
+        fa.flash_attention_backward(x, x, x, x, x, x[..., 0], scale=1.0, impl="gluon", kernels="single")
+
+
 def test_a_triton_without_the_single_pass_is_logged(monkeypatch, caplog):
     def missing(part):
         raise AttributeError("create_async_tma_reduce")

@@ -641,6 +641,8 @@ def flash_attention_backward(
     `config` and `num_splits` as in `flash_attention_forward`; of dK and dV it is the queries that are shared. `kernels`
     is one of GLUON_BACKWARDS in place of what `resolve_backward` finds for "gluon".
     """
+    if kernels is not None and kernels not in GLUON_BACKWARDS:
+        raise ValueError(f"kernels must be None or one of {_names(map(repr, GLUON_BACKWARDS))}; got {kernels!r}")
     packing = _packing(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     precision = resolve_precision(q, precision)
     layouts = (_layout(q), _layout(k), _layout(v), _layout(out), _layout(lse))

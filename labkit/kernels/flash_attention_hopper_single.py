@@ -541,7 +541,9 @@ def _sums_layout() -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
-def ordering_pays(num_heads_total: int, num_queries: int, num_keys: int, head_dim: int, causal: bool, programs: int):
+def ordering_pays(
+    num_heads_total: int, num_queries: int, num_keys: int, head_dim: int, causal: bool, programs: int
+) -> bool:
     """Returns whether one ordered pass is expected to take less time than the two kernels of the other module.
 
     Counted in tiles: the programs of a head that run at once start one tile after the other, so the last of them waits
