@@ -409,40 +409,6 @@ def _consumer(
     tma.store_wait(0)
 
 
-@gluon.jit
-def _consumer_0(
-    grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, grad_scores_s, grad_q_s, numbers_s, k_full,
-    v_full, q_full, q_empty, grad_out_full, grad_out_empty, grad_scores_full, grad_q_full, grad_q_empty,
-    num_heads, num_heads_total, num_queries, num_keys, scale_log2, interleave,
-    BLOCK_Q: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, STAGES_GRAD_OUT: gl.constexpr,
-    STAGES_GRAD_Q: gl.constexpr, CAUSAL: gl.constexpr,
-    EVEN_K: gl.constexpr,
-):  # fmt: skip
-    _consumer(
-        0, grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, grad_scores_s, grad_q_s, numbers_s,
-        k_full, v_full, q_full, q_empty, grad_out_full, grad_out_empty, grad_scores_full, grad_q_full, grad_q_empty,
-        num_heads, num_heads_total, num_queries, num_keys, scale_log2, interleave, BLOCK_Q, D, STAGES, STAGES_GRAD_OUT,
-        STAGES_GRAD_Q, CAUSAL, EVEN_K,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _consumer_1(
-    grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, grad_scores_s, grad_q_s, numbers_s, k_full,
-    v_full, q_full, q_empty, grad_out_full, grad_out_empty, grad_scores_full, grad_q_full, grad_q_empty,
-    num_heads, num_heads_total, num_queries, num_keys, scale_log2, interleave,
-    BLOCK_Q: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, STAGES_GRAD_OUT: gl.constexpr,
-    STAGES_GRAD_Q: gl.constexpr, CAUSAL: gl.constexpr,
-    EVEN_K: gl.constexpr,
-):  # fmt: skip
-    _consumer(
-        1, grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, grad_scores_s, grad_q_s, numbers_s,
-        k_full, v_full, q_full, q_empty, grad_out_full, grad_out_empty, grad_scores_full, grad_q_full, grad_q_empty,
-        num_heads, num_heads_total, num_queries, num_keys, scale_log2, interleave, BLOCK_Q, D, STAGES, STAGES_GRAD_OUT,
-        STAGES_GRAD_Q, CAUSAL, EVEN_K,
-    )  # fmt: skip
-
-
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_bwd_single_kernel(
     q_desc, grad_out_desc, k_desc, v_desc, grad_k_desc, grad_v_desc, lse_desc, delta_desc, sums_desc, progress_ptr,
@@ -491,11 +457,11 @@ def hopper_bwd_single_kernel(
     # Written out: a tuple that is first given a name loses its compile-time constants.
     gl.warp_specialize(
         [
-            (_consumer_0, (grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, grad_scores_s,
+            (_consumer, (0, grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, grad_scores_s,
              grad_q_s, numbers_s, k_full, v_full, q_full, q_empty, grad_out_full, grad_out_empty, grad_scores_full,
              grad_q_full, grad_q_empty, num_heads, num_heads_total, num_queries, num_keys, scale_log2, interleave,
              BLOCK_Q, D, STAGES, STAGES_GRAD_OUT, STAGES_GRAD_Q, CAUSAL, EVEN_K,)),
-            (_consumer_1, (grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, grad_scores_s,
+            (_consumer, (1, grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, grad_scores_s,
              grad_q_s, numbers_s, k_full, v_full, q_full, q_empty, grad_out_full, grad_out_empty, grad_scores_full,
              grad_q_full, grad_q_empty, num_heads, num_heads_total, num_queries, num_keys, scale_log2, interleave,
              BLOCK_Q, D, STAGES, STAGES_GRAD_OUT, STAGES_GRAD_Q, CAUSAL, EVEN_K,)),
