@@ -52,7 +52,7 @@ from labkit.kernels.flash_attention_triton import (
     select_config,
     split_head_dim,
 )
-from labkit.kernels.launch import Launch
+from labkit.kernels.launch import REMEMBERED, Launch
 from labkit.kernels.splits import combine, empty_lse, empty_parts, num_multiprocessors, num_splits_of, row_elements
 
 MAX_HEAD_DIM = 256
@@ -72,12 +72,13 @@ GLUON_BACKWARDS = ("one pass", "one pass, unordered", "two passes", "triton")
 # Warps that run at once on a multiprocessor, as far as splitting reckons: (widest head dimension, warps) by bytes of an
 # element and kernel. Registers bound them; these gave numbers of splits near the fastest on an H200.
 WARPS_AT_ONCE = {
-    **dict.fromkeys([(2, "forward"), (2, "dq")], ((64, 16), (MAX_HEAD_DIM, 8))),
+    (2, "forward"): ((64, 16), (MAX_HEAD_DIM, 8)),
     (2, "dkdv"): ((16, 8), (64, 16), (MAX_HEAD_DIM, 8)),
-    **dict.fromkeys([(4, "forward"), (4, "dkdv"), (4, "dq")], ((32, 24), (MAX_HEAD_DIM, 8))),
+    (2, "dq"): ((64, 16), (MAX_HEAD_DIM, 8)),
+    (4, "forward"): ((32, 24), (MAX_HEAD_DIM, 8)),
+    (4, "dkdv"): ((32, 24), (MAX_HEAD_DIM, 8)),
+    (4, "dq"): ((32, 24), (MAX_HEAD_DIM, 8)),
 }
-
-PLANS = 1024  # shapes and layouts whose launches are remembered
 
 # ---- launchers ------------------------------------------------------------------------------------------------
 
@@ -130,8 +131,8 @@ def _alignment(*layouts: _Layout) -> int:
 
 
 def _empty(layout: _Layout, like: Tensor) -> Tensor:
-    """Returns room for a dense layout, on the device of a tensor; the same layout as the tensor's own costs least."""
-    if like.dtype == layout.dtype and like.stride() == layout.strides and like.shape == layout.shape:
+    """Returns room for the dense layout of a tensor, on its device; the tensor's own strides cost least."""
+    if like.stride() == layout.strides:
         return torch.empty_like(like)
     return torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device=like.device)
 
@@ -355,7 +356,7 @@ class _ForwardPlan(NamedTuple):
     lse_shape: tuple[int, ...]
 
 
-@functools.lru_cache(maxsize=PLANS)
+@functools.lru_cache(maxsize=REMEMBERED)
 def _plan_forward(
     q: _Layout,
     k: _Layout,
@@ -421,8 +422,7 @@ def flash_attention_forward(
     `config` overrides the tiles of "triton", `num_splits` among how many programs it shares the keys of a tile.
     """
     if impl == "gluon":
-        out = torch.empty_like(q) if q.is_contiguous() else _empty(_layout(q).dense(), q)
-        lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+        out, lse = _empty_outputs(q, packed=False)
         tensors = (*(_tma_ready(x) for x in (q, k, v)), out)
         with _on_device_of(q):
             _hopper().hopper_forward(*(_with_heads(x) for x in tensors), lse, scale=scale, causal=right == 0)
@@ -459,19 +459,16 @@ def _statistics_shape(q: _Layout, problem: _Problem) -> tuple[int, int, int]:
     )
 
 
-def _statistics_strides(num_sets: int, num_heads: int, num_rows: int) -> tuple[int, int]:
-    """Batch and head stride of dense row statistics; those of a packed batch are one set."""
-    return (0 if num_sets == 1 else num_heads * num_rows), num_rows
-
-
-def _delta_launch(out: _Layout, grad_out: _Layout, lse: _Layout, problem: _Problem) -> Launch:
+def _delta_launch(
+    out: _Layout, grad_out: _Layout, lse: _Layout, problem: _Problem, statistics_strides: tuple[int, int]
+) -> Launch:
     packed = problem.packed
     padded_queries = triton.cdiv(problem.max_queries, STATISTICS_PADDING) * STATISTICS_PADDING
     num_tiles = padded_queries // DELTA_BLOCK_Q
     numbers = (
         *_strides(out.as_4d(packed), grad_out.as_4d(packed)),
         *((0, lse.strides[0]) if packed else (*lse.strides[:-1], 0)[:2]),
-        *_statistics_strides(*_statistics_shape(out, problem)),
+        *statistics_strides,
         problem.num_heads,
         problem.max_queries,
         num_tiles,
@@ -509,6 +506,7 @@ def _gradient_launch(
     inputs: tuple[_Layout, ...],
     grads: tuple[_Layout, ...],
     problem: _Problem,
+    statistics_strides: tuple[int, int],
     device: torch.device,
     scale: float,
     precision: str,
@@ -521,7 +519,7 @@ def _gradient_launch(
     operands = (*inputs, *(_result(x, num_splits) for x in grads))
     numbers = (
         *_strides(*operands),
-        *_statistics_strides(*_statistics_shape(inputs[0], problem)),
+        *statistics_strides,
         problem.num_key_heads if is_dkdv else problem.num_heads,
         problem.num_heads // problem.num_key_heads,
         problem.max_queries,
@@ -553,7 +551,7 @@ class _BackwardPlan(NamedTuple):
     dq: _GradientLaunch
 
 
-@functools.lru_cache(maxsize=PLANS)
+@functools.lru_cache(maxsize=REMEMBERED)
 def _plan_backward(
     grad_out: _Layout,
     q: _Layout,
@@ -576,12 +574,15 @@ def _plan_backward(
     inputs = tuple(x.as_4d(packed) for x in (q, k, v, grad_out))
     grads_4d = tuple(x.as_4d(packed) for x in grads)
     config = config or _config((*inputs, *grads_4d), problem, precision, device)
-    options = (problem, device, scale, precision)
+    num_sets, num_heads, num_rows = _statistics_shape(q, problem)
+    # The statistics of a packed batch are one set.
+    statistics_strides = (0 if packed else num_heads * num_rows, num_rows)
+    options = (problem, statistics_strides, device, scale, precision)
     return _BackwardPlan(
         copies_grad_out=_alignment(grad_out) == 1 and _alignment(q, k, v) > 1,
         grads=grads,
-        statistics=(2, *_statistics_shape(q, problem)),
-        delta=_delta_launch(out, grad_out, lse, problem),
+        statistics=(2, num_sets, num_heads, num_rows),
+        delta=_delta_launch(out, grad_out, lse, problem, statistics_strides),
         dkdv=_gradient_launch("dkdv", inputs, grads_4d[1:], *options, config.dkdv, num_splits),
         dq=_gradient_launch("dq", inputs, grads_4d[:1], *options, config.dq, num_splits),
     )
@@ -660,12 +661,13 @@ def flash_attention_backward(
             causal = right == 0
             kernels = kernels or resolve_backward(q, k, impl, causal=causal, deterministic=deterministic)
             if kernels != "triton":
+                part, options = "_single", {"ordered": kernels == "one pass"}
+                if kernels == "two passes":
+                    part, options = "_backward", {}
                 tensors = (_with_heads(_tma_ready(x)) for x in (grad_out, q, k, v))
-                masked = {"scale": scale, "causal": causal}
-                if kernels != "two passes":
-                    masked["ordered"] = kernels == "one pass"
-                launcher = _hopper("_backward" if kernels == "two passes" else "_single").hopper_backward
-                launcher(*tensors, lse_log2, delta, *(_with_heads(x) for x in grads), **masked)
+                results = (_with_heads(x) for x in grads)
+                launcher = _hopper(part).hopper_backward
+                launcher(*tensors, lse_log2, delta, *results, scale=scale, causal=causal, **options)
                 return grads
         inputs = (q, k, v, grad_out, lse_log2, delta)
         plan.dkdv(inputs, grads[1:], (cu_seqlens_q, cu_seqlens_k))
@@ -713,10 +715,8 @@ def resolve_impl(q: Tensor, impl: str = "auto", *, left: int = -1, right: int = 
         elif packed or left >= 0 or right > 0:
             objection = f"takes no {'packed sequences' if packed else 'window'}"
         objection = objection or _gluon_objection(q.device)
-        if objection is None and impl == "auto" and _is_small(q):
-            return "triton"
         if objection is None:
-            return "gluon"
+            return "triton" if impl == "auto" and _is_small(q) else "gluon"
         if impl == "gluon":
             raise ValueError(f"impl='gluon' {objection}")
         return "triton"
@@ -837,7 +837,7 @@ def _resolve_once(q: Tensor, k: Tensor, v: Tensor, asked: tuple) -> tuple[float,
         # No tensors, or what has no hash: for the checks to say so.
         return _resolve(q, k, v, False, *asked)
     if options is None:
-        if len(_resolved) >= PLANS:
+        if len(_resolved) >= REMEMBERED:
             _resolved.clear()
         options = _resolved[key] = _resolve(q, k, v, False, *asked)
     return options

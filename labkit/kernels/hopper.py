@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from labkit.kernels.launch import Launch
+from labkit.kernels.launch import REMEMBERED, Launch
 
 ROWS = 64  # of a consumer warpgroup: those of one wgmma
 
@@ -41,22 +41,21 @@ def launch_options(consumers: int) -> dict[str, int]:
     return {"num_warps": 4, "maxnreg": START_REGISTERS[consumers], "REGISTERS": CONSUMER_REGISTERS[consumers]}
 
 
-LAUNCHES = 1024  # that are remembered
-_launches = {}
+@functools.lru_cache(maxsize=REMEMBERED)
+def _launch_of(
+    kernel, grid: tuple[int, ...], dtype: torch.dtype, device_index: int, constants: tuple, consumers: int
+) -> Launch:
+    """Returns the launch that these name; dtype and device only tell one from another."""
+    return Launch(kernel, grid, {**dict(constants), **launch_options(consumers)})
 
 
 def launch(kernel, grid: tuple[int, ...], dtype: torch.dtype, arguments: tuple, constants: dict, consumers: int):
     """Launches a kernel whose parameters are the arguments and then the constants.
 
-    The constants, the grid, the dtype and the device name the launch: what else it could depend on is fixed (lengths
-    are not specialised, statistics are aligned).
+    What else the launch could depend on is fixed: lengths are not specialised, statistics are aligned.
     """
-    key = (kernel, torch.cuda.current_device(), dtype, grid, *constants.values())
-    if key not in _launches:
-        if len(_launches) >= LAUNCHES:
-            _launches.clear()
-        _launches[key] = Launch(kernel, grid, {**constants, **launch_options(consumers)})
-    _launches[key](*arguments)
+    device_index = torch.cuda.current_device()
+    _launch_of(kernel, grid, dtype, device_index, tuple(constants.items()), consumers)(*arguments)
 
 
 # ---- tiles ------------------------------------------------------------------------------------------------------
@@ -80,7 +79,7 @@ def row_layout() -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
-@functools.lru_cache(maxsize=LAUNCHES)
+@functools.lru_cache(maxsize=REMEMBERED)
 def _template(shape: tuple, strides: tuple, dtype: torch.dtype, block: tuple, layout) -> TensorDescriptor:
     """Returns the descriptor of a tensor without elements in place of its own; the checks take longer than a launch."""
     # A dimension of one element may have any stride, of which TMA would still ask for a multiple of 16 bytes.

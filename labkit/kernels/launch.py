@@ -2,6 +2,9 @@
 
 from triton import JITFunction
 
+REMEMBERED = 1024
+"""Shapes and layouts whose launches each kind of call keeps."""
+
 
 class Launch:
     """A Triton or Gluon kernel with its grid, its numbers and its constants: called with the arguments before them.

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from labkit.kernels.launch import Launch
+from labkit.kernels.launch import REMEMBERED, Launch
 
 # A share is of so many tiles at least, and there are so many at most.
 TILES_OF_A_SPLIT = 2
@@ -35,7 +35,7 @@ COST_OF_A_MASKED_TILE = {2: 1.1, 4: 1.0}
 COMBINED_ROWS = 16
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=REMEMBERED)
 def num_splits_of(
     num_walks: int, num_tiles: int, programs: int, causal: bool, *, part_kib: float, itemsize: int = 2
 ) -> int:
@@ -150,7 +150,7 @@ def combine(parts: Tensor, out_BHSD: Tensor, parts_lse: Tensor | None = None, ls
     _combining(parts.shape[0], parts.stride(-2), parts_lse is not None, *out)(parts, parts_lse, out_BHSD, lse_BHS)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=REMEMBERED)
 def _combining(num_splits: int, row: int, weighted: bool, shape: tuple, strides: tuple, *_) -> Launch:
     """Returns the launch of `combine`; the rest only tells one from another."""
     batch, num_heads, length, head_dim = shape

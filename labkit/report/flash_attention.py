@@ -65,7 +65,7 @@ AGREEMENT = 0.05
 """Two ways to measure the same thing agree when they differ by at most 5 %."""
 
 LINEAR, QUADRATIC = 1.1, 1.9
-"""Fitted exponents at most, and at least, for which memory is said to grow linearly, and quadratically."""
+"""Fitted exponents at most, and at least, for which memory is said to grow at most linearly, and quadratically."""
 
 
 # ---- selections -----------------------------------------------------------------------------------------------

@@ -15,15 +15,7 @@ from labkit import accounting, published
 from labkit.configs import ModelConfig, model_config
 from labkit.measure.snapshots import Allocation, History, read_history
 from labkit.report import figures
-from labkit.report.findings import (
-    count,
-    listing,
-    number,
-    percent,
-    scientific,
-    span,
-    times,
-)
+from labkit.report.findings import count, listing, number, percent, scientific, span, times
 from labkit.report.tables import ORDER, PHASE_NAMES, cell, in_order, ok_rows
 
 PHASES = ("inference", "forward", "train_step")
