@@ -13,6 +13,9 @@ How a program is laid out: as in flash_attention_hopper.py, with two consumers o
 - dQ: 128 queries walk the keys; ∂S is the register operand.
 - A head dimension between 64 and 128 comes in two parts, 64 columns and a tail of 16 or 32, each with its descriptors,
   tiles and accumulators: what has columns is a tuple of its parts, of one part where there is no tail.
+- At 72 and 80 there is shared memory for two sets of a program's own rows. Where walks are equally long a program stays
+  for further tiles then, and the producer loads the rows of the next while the last is computed and stored: with short
+  walks, that is most of the time.
 
 Sources: Shah et al. 2024, "FlashAttention-3"; Dao 2023, "FlashAttention-2".
 """
@@ -43,6 +46,7 @@ from labkit.kernels.hopper import (
     tiles_of,
     to_low,
 )
+from labkit.kernels.splits import num_multiprocessors
 
 BLOCK = 2 * ROWS  # of a program's own rows: two consumers
 
@@ -51,23 +55,24 @@ BLOCK = 2 * ROWS  # of a program's own rows: two consumers
 # Rows of the tiles that are walked, and how many of them are in flight. Bounds: 240 registers a thread of a consumer
 # (scores 64 × the tile's rows, the accumulators of 64 rows · D, two for dK/dV); 227 KiB of shared memory, of which 128
 # rows take 256·D bytes per tensor.
+# SETS of a program's own rows: with two it may stay for further tiles.
 DKDV = {
-    64: {"BLOCK_Q": 128, "STAGES": 2},
-    72: {"BLOCK_Q": 64, "STAGES": 3},
-    80: {"BLOCK_Q": 64, "STAGES": 3},
-    96: {"BLOCK_Q": 64, "STAGES": 3},
-    128: {"BLOCK_Q": 64, "STAGES": 2},
+    64: {"BLOCK_Q": 128, "STAGES": 2, "SETS": 1},
+    72: {"BLOCK_Q": 64, "STAGES": 3, "SETS": 2},
+    80: {"BLOCK_Q": 64, "STAGES": 3, "SETS": 2},
+    96: {"BLOCK_Q": 64, "STAGES": 3, "SETS": 1},
+    128: {"BLOCK_Q": 64, "STAGES": 2, "SETS": 1},
 }
 DQ = {
-    64: {"BLOCK_K": 128, "STAGES": 3},
-    72: {"BLOCK_K": 128, "STAGES": 3},
-    80: {"BLOCK_K": 128, "STAGES": 3},
-    96: {"BLOCK_K": 128, "STAGES": 3},
-    128: {"BLOCK_K": 128, "STAGES": 2},
+    64: {"BLOCK_K": 128, "STAGES": 3, "SETS": 1},
+    72: {"BLOCK_K": 128, "STAGES": 3, "SETS": 2},
+    80: {"BLOCK_K": 128, "STAGES": 3, "SETS": 2},
+    96: {"BLOCK_K": 128, "STAGES": 3, "SETS": 1},
+    128: {"BLOCK_K": 128, "STAGES": 2, "SETS": 1},
 }
 
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them anew.
-LENGTHS = ("group", "num_queries", "num_keys", "padded_queries")
+LENGTHS = ("num_tiles_total", "num_heads", "group", "num_queries", "num_keys", "padded_queries")
 
 # ---- parts of the columns -------------------------------------------------------------------------------------
 
@@ -165,28 +170,47 @@ def _dkdv_tiles(k0, num_queries, num_keys, BLOCK_Q: gl.constexpr, CAUSAL: gl.con
 
 
 @gluon.jit
-def _dkdv_producer(
-    q_desc, grad_out_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, kv_full,
-    q_full, q_empty, grad_out_full, grad_out_empty,
-    group, num_queries, num_keys, padded_queries,
-    BLOCK_Q: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    # Read in each partition: what is handed over to one stays in its registers.
-    k0 = gl.program_id(0) * 128
+def _place(t, num_rows, num_heads, SETS: gl.constexpr):
+    """The tile of 128 rows, the head and the batch of the t-th tile of all; of the program's only one with one set."""
+    tile = gl.program_id(0)
     head = gl.program_id(1)
     batch = gl.program_id(2)
+    if SETS > 1:
+        tiles = (num_rows + 127) // 128
+        tile = t % tiles
+        head = t // tiles % num_heads
+        batch = t // tiles // num_heads
+    return tile, head, batch
+
+
+@gluon.jit
+def _dkdv_load(
+    t, turn, j, descs, shared, barriers, numbers,
+    BLOCK_Q: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Loads what the walk of one tile of keys takes; `turn` such tiles and `j` tiles of queries have been loaded."""
+    q_desc, grad_out_desc, k_desc, v_desc, lse_desc, delta_desc = descs
+    q_s, grad_out_s, k_s, v_s, lse_s, delta_s = shared
+    kv_full, kv_empty, q_full, q_empty, grad_out_full, grad_out_empty = barriers
+    _, num_heads, group, num_queries, num_keys, padded_queries = numbers
+    tile, head, batch = _place(t, num_keys, num_heads, SETS)
+    k0 = tile * 128
     q0, num_tiles = _dkdv_tiles(k0, num_queries, num_keys, BLOCK_Q, CAUSAL)
     for c in gl.static_range(2):
-        mbarrier.expect(kv_full.index(c), 2 * 64 * (D + TAIL) * 2)
-        _load(k_desc, batch, head, k0 + c * 64, kv_full.index(c), k_s, c, D, TAIL)
-        _load(v_desc, batch, head, k0 + c * 64, kv_full.index(c), v_s, c, D, TAIL)
+        place = (turn % SETS) * 2 + c
+        if SETS > 1:
+            mbarrier.wait(kv_empty.index(place), ((turn // SETS) & 1) ^ 1)
+        mbarrier.expect(kv_full.index(place), 2 * 64 * (D + TAIL) * 2)
+        _load(k_desc, batch, head, k0 + c * 64, kv_full.index(place), k_s, place, D, TAIL)
+        _load(v_desc, batch, head, k0 + c * 64, kv_full.index(place), v_s, place, D, TAIL)
     for i in range(num_tiles * group):
-        stage = i % STAGES
-        free = ((i // STAGES) & 1) ^ 1
+        stage = j % STAGES
+        free = ((j // STAGES) & 1) ^ 1
         # One query head of the group after another.
         query_head = head * group + i // num_tiles
         start = q0 + i % num_tiles * BLOCK_Q
-        statistics = (batch * gl.num_programs(1) * group + query_head) * padded_queries
+        statistics = (batch * num_heads * group + query_head) * padded_queries
         mbarrier.wait(q_empty.index(stage), free)
         mbarrier.expect(q_full.index(stage), BLOCK_Q * (D + TAIL) * 2 + BLOCK_Q * 4)
         _load(q_desc, batch, query_head, start, q_full.index(stage), q_s, stage, D, TAIL)
@@ -195,16 +219,40 @@ def _dkdv_producer(
         mbarrier.expect(grad_out_full.index(stage), BLOCK_Q * (D + TAIL) * 2 + BLOCK_Q * 4)
         _load(grad_out_desc, batch, query_head, start, grad_out_full.index(stage), grad_out_s, stage, D, TAIL)
         async_load(delta_desc, [statistics + start], grad_out_full.index(stage), delta_s.index(stage))
+        j += 1
+    return j
 
 
 @gluon.jit
-def _dkdv_consumer(
-    C: gl.constexpr, grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, keys_s, queries_s, kv_full,
-    q_full, q_empty, grad_out_full, grad_out_empty,
-    group, num_queries, num_keys, scale_log2,
-    BLOCK_Q: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    GROUPED: gl.constexpr,
+def _dkdv_producer(
+    descs, shared, barriers, numbers,
+    BLOCK_Q: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
+    CAUSAL: gl.constexpr,
 ):  # fmt: skip
+    # Read in each partition: what is handed over to one stays in its registers.
+    t = gl.program_id(0)
+    turn = t * 0
+    j = t * 0
+    if SETS == 1:
+        _dkdv_load(t, turn, j, descs, shared, barriers, numbers, BLOCK_Q, D, TAIL, STAGES, SETS, CAUSAL)
+    else:
+        while t < numbers[0]:
+            j = _dkdv_load(t, turn, j, descs, shared, barriers, numbers, BLOCK_Q, D, TAIL, STAGES, SETS, CAUSAL)
+            t += gl.num_programs(0)
+            turn += 1
+
+
+@gluon.jit
+def _dkdv_walk(
+    t, turn, j, C: gl.constexpr, descs, shared, barriers, numbers,
+    BLOCK_Q: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
+    CAUSAL: gl.constexpr, GROUPED: gl.constexpr,
+):  # fmt: skip
+    """dK and dV of 64 keys; `turn` tiles of keys and `j` of queries are done. Returns j as it is then."""
+    grad_k_desc, grad_v_desc = descs
+    q_s, grad_out_s, k_s, v_s, lse_s, delta_s, keys_s, queries_s = shared
+    kv_full, kv_empty, q_full, q_empty, grad_out_full, grad_out_empty = barriers
+    _, num_heads, group, num_queries, num_keys, scale_log2 = numbers
     DTYPE: gl.constexpr = grad_k_desc[0].dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_Q, 16]
@@ -213,7 +261,8 @@ def _dkdv_consumer(
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAD, k_width=2)
     PARTS: gl.constexpr = 2 if TAIL else 1
     COLS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    k0 = gl.program_id(0) * 128
+    tile, head, batch = _place(t, num_keys, num_heads, SETS)
+    k0 = tile * 128
     q0, num_tiles = _dkdv_tiles(k0, num_queries, num_keys, BLOCK_Q, CAUSAL)
     k1 = k0 + C * 64
     # A key is seen by the queries from its own place on, counted here from the first query of the walk.
@@ -221,15 +270,16 @@ def _dkdv_consumer(
     grad_k = _zeros(D, TAIL)
     grad_v = _zeros(D, TAIL)
     grad_scores_low = gl.zeros([64, BLOCK_Q], DTYPE, layout=OPERAND)
-    k = _tile(k_s, C, 64, D, TAIL)
-    v = _tile(v_s, C, 64, D, TAIL)
-    mbarrier.wait(kv_full.index(C), 0)
-    # The product into dK is issued one tile later, ahead of the next scores: a product in flight over the loop's back
-    # edge makes ptxas serialise all of them (C7512). The first one is of zeros.
+    place = (turn % SETS) * 2 + C
+    k = _tile(k_s, place, 64, D, TAIL)
+    v = _tile(v_s, place, 64, D, TAIL)
+    mbarrier.wait(kv_full.index(place), (turn // SETS) & 1)
+    # The product into dK is issued one tile later, ahead of the next scores: a product in flight over the loop's
+    # back edge makes ptxas serialise all of them (C7512). The first one is of zeros.
     for i in range(num_tiles * group):
-        stage = i % STAGES
-        full = (i // STAGES) & 1
-        before = (i - (i > 0).to(gl.int32)) % STAGES
+        stage = j % STAGES
+        full = (j // STAGES) & 1
+        before = (j - (i > 0).to(gl.int32)) % STAGES
         q = _tile(q_s, stage, BLOCK_Q, D, TAIL)
         grad_out = _tile(grad_out_s, stage, BLOCK_Q, D, TAIL)
         mbarrier.wait(q_full.index(stage), full)
@@ -243,7 +293,7 @@ def _dkdv_consumer(
         if CAUSAL:
             below = diagonal - (i % num_tiles if GROUPED else i) * BLOCK_Q
             if below > -63:
-                # From shared memory: as constants the numbers of rows and columns stay in registers through the loop.
+                # From shared memory: as constants the numbers of rows and columns stay in registers.
                 keys = keys_s.load(gl.SliceLayout(1, SCORES)) + below
                 scores = gl.where(keys[:, None] <= queries_s.load(COLS)[None, :], scores, float("-inf"))
         lse = lse_s.index(stage).load(COLS)
@@ -255,33 +305,59 @@ def _dkdv_consumer(
         grad_scores_low = gl.convert_layout(to_low(p * (grad_p - delta[None, :]), DTYPE), OPERAND)
         grad_v = _wait(0, grad_v_mma, TAIL)
         mbarrier.arrive(grad_out_empty.index(stage), count=1)
+        j += 1
     if num_tiles > 0:
-        q = _tile(q_s, (num_tiles * group - 1) % STAGES, BLOCK_Q, D, TAIL)
+        last = (j + STAGES - 1) % STAGES
+        q = _tile(q_s, last, BLOCK_Q, D, TAIL)
         grad_k = _wait(0, _plus_product(grad_scores_low, q, grad_k, TAIL), TAIL)
+        if SETS > 1:
+            mbarrier.arrive(q_empty.index(last), count=1)
     # Only this warpgroup reads its halves of K and V: they carry the results out, and TMA clips rows past the end.
     _put(grad_v, 1.0, v, TAIL)
     _put(grad_k, scale_log2 * LN_2, k, TAIL)
     fence_async_shared()
-    head = gl.program_id(1)
-    batch = gl.program_id(2)
-    _store(grad_v_desc, batch, head, k1, v_s, C, D, TAIL)
-    _store(grad_k_desc, batch, head, k1, k_s, C, D, TAIL)
+    _store(grad_v_desc, batch, head, k1, v_s, place, D, TAIL)
+    _store(grad_k_desc, batch, head, k1, k_s, place, D, TAIL)
     tma.store_wait(0)
+    if SETS > 1:
+        mbarrier.arrive(kv_empty.index(place), count=1)
+    return j
+
+
+@gluon.jit
+def _dkdv_consumer(
+    C: gl.constexpr, descs, shared, barriers, numbers,
+    BLOCK_Q: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
+    CAUSAL: gl.constexpr, GROUPED: gl.constexpr,
+):  # fmt: skip
+    # Read in each partition: what is handed over to one stays in its registers.
+    t = gl.program_id(0)
+    turn = t * 0
+    j = t * 0
+    if SETS == 1:
+        _dkdv_walk(t, turn, j, C, descs, shared, barriers, numbers, BLOCK_Q, D, TAIL, STAGES, SETS, CAUSAL, GROUPED)
+    else:
+        while t < numbers[0]:
+            j = _dkdv_walk(
+                t, turn, j, C, descs, shared, barriers, numbers, BLOCK_Q, D, TAIL, STAGES, SETS, CAUSAL, GROUPED
+            )  # fmt: skip
+            t += gl.num_programs(0)
+            turn += 1
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_bwd_dkdv_kernel(
     q_desc, q_tail_desc, grad_out_desc, grad_out_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc,
     grad_k_desc, grad_k_tail_desc, grad_v_desc, grad_v_tail_desc,
-    lse_desc, delta_desc, group, num_queries, num_keys, padded_queries, scale_log2,
-    BLOCK_Q: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    GROUPED: gl.constexpr, REGISTERS: gl.constexpr,
+    lse_desc, delta_desc, num_tiles_total, num_heads, group, num_queries, num_keys, padded_queries, scale_log2,
+    BLOCK_Q: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
+    CAUSAL: gl.constexpr, GROUPED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 128 keys of one head; when causal the first tiles, seen by the most queries, start first."""
     q_s = _buffers(q_desc, q_tail_desc, STAGES, BLOCK_Q, D, TAIL)
     grad_out_s = _buffers(grad_out_desc, grad_out_tail_desc, STAGES, BLOCK_Q, D, TAIL)
-    k_s = _buffers(k_desc, k_tail_desc, 2, 64, D, TAIL)
-    v_s = _buffers(v_desc, v_tail_desc, 2, 64, D, TAIL)
+    k_s = _buffers(k_desc, k_tail_desc, 2 * SETS, 64, D, TAIL)
+    v_s = _buffers(v_desc, v_tail_desc, 2 * SETS, 64, D, TAIL)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], lse_desc.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], delta_desc.layout)
     # The numbers from 0 on, for the masks.
@@ -291,13 +367,15 @@ def hopper_bwd_dkdv_kernel(
     if CAUSAL:
         keys_s.store(gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0])))
         queries_s.store(gl.arange(0, BLOCK_Q, layout=gl.BlockedLayout([1], [32], [4], [0])))
-    kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    kv_full = gl.allocate_shared_memory(gl.int64, [2 * SETS, 1], mbarrier.MBarrierLayout())
+    kv_empty = gl.allocate_shared_memory(gl.int64, [2 * SETS, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     grad_out_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     grad_out_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for c in gl.static_range(2):
-        mbarrier.init(kv_full.index(c), count=1)
+    for place in gl.static_range(2 * SETS):
+        mbarrier.init(kv_full.index(place), count=1)
+        mbarrier.init(kv_empty.index(place), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(q_full.index(stage), count=1)
         mbarrier.init(grad_out_full.index(stage), count=1)
@@ -307,16 +385,21 @@ def hopper_bwd_dkdv_kernel(
     # Written out: a tuple that is first given a name loses its compile-time constants.
     gl.warp_specialize(
         [
-            (_dkdv_consumer, (0, (grad_k_desc, grad_k_tail_desc), (grad_v_desc, grad_v_tail_desc), q_s, grad_out_s, k_s,
-             v_s, lse_s, delta_s, keys_s, queries_s, kv_full, q_full, q_empty, grad_out_full, grad_out_empty, group,
-             num_queries, num_keys, scale_log2, BLOCK_Q, D, TAIL, STAGES, CAUSAL, GROUPED)),
-            (_dkdv_consumer, (1, (grad_k_desc, grad_k_tail_desc), (grad_v_desc, grad_v_tail_desc), q_s, grad_out_s, k_s,
-             v_s, lse_s, delta_s, keys_s, queries_s, kv_full, q_full, q_empty, grad_out_full, grad_out_empty, group,
-             num_queries, num_keys, scale_log2, BLOCK_Q, D, TAIL, STAGES, CAUSAL, GROUPED)),
-            (_dkdv_producer, ((q_desc, q_tail_desc), (grad_out_desc, grad_out_tail_desc), (k_desc, k_tail_desc),
-             (v_desc, v_tail_desc), lse_desc, delta_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, kv_full, q_full,
-             q_empty, grad_out_full, grad_out_empty, group, num_queries, num_keys, padded_queries, BLOCK_Q, D, TAIL,
-             STAGES, CAUSAL)),
+            (_dkdv_consumer, (0, ((grad_k_desc, grad_k_tail_desc), (grad_v_desc, grad_v_tail_desc)),
+             (q_s, grad_out_s, k_s, v_s, lse_s, delta_s, keys_s, queries_s),
+             (kv_full, kv_empty, q_full, q_empty, grad_out_full, grad_out_empty),
+             (num_tiles_total, num_heads, group, num_queries, num_keys, scale_log2),
+             BLOCK_Q, D, TAIL, STAGES, SETS, CAUSAL, GROUPED)),
+            (_dkdv_consumer, (1, ((grad_k_desc, grad_k_tail_desc), (grad_v_desc, grad_v_tail_desc)),
+             (q_s, grad_out_s, k_s, v_s, lse_s, delta_s, keys_s, queries_s),
+             (kv_full, kv_empty, q_full, q_empty, grad_out_full, grad_out_empty),
+             (num_tiles_total, num_heads, group, num_queries, num_keys, scale_log2),
+             BLOCK_Q, D, TAIL, STAGES, SETS, CAUSAL, GROUPED)),
+            (_dkdv_producer, (((q_desc, q_tail_desc), (grad_out_desc, grad_out_tail_desc), (k_desc, k_tail_desc),
+             (v_desc, v_tail_desc), lse_desc, delta_desc), (q_s, grad_out_s, k_s, v_s, lse_s, delta_s),
+             (kv_full, kv_empty, q_full, q_empty, grad_out_full, grad_out_empty),
+             (num_tiles_total, num_heads, group, num_queries, num_keys, padded_queries),
+             BLOCK_Q, D, TAIL, STAGES, SETS, CAUSAL)),
         ],
         [4, 1],
         [REGISTERS, PRODUCER_REGISTERS],
@@ -327,13 +410,13 @@ def hopper_bwd_dkdv_kernel(
 
 
 @gluon.jit
-def _dq_start(CAUSAL: gl.constexpr):
-    """The first query of the program."""
-    tile = gl.program_id(0)
+def _dq_place(t, num_queries, num_heads, SETS: gl.constexpr, CAUSAL: gl.constexpr):
+    """The first query, the head and the batch of the t-th tile of all."""
+    tile, head, batch = _place(t, num_queries, num_heads, SETS)
     if CAUSAL:
         # The last queries see the most keys: the longest programs of a head start first.
-        tile = gl.num_programs(0) - 1 - tile
-    return tile * 128
+        tile = (num_queries + 127) // 128 - 1 - tile
+    return tile * 128, head, batch
 
 
 @gluon.jit
@@ -346,37 +429,68 @@ def _dq_tiles(q0, num_queries, num_keys, BLOCK_K: gl.constexpr, CAUSAL: gl.const
 
 
 @gluon.jit
-def _dq_producer(
-    q_desc, grad_out_desc, k_desc, v_desc, q_s, grad_out_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty,
-    group, num_queries, num_keys,
-    BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+def _dq_load(
+    t, turn, j, descs, shared, barriers, numbers,
+    BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
+    CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    q0 = _dq_start(CAUSAL)
-    head = gl.program_id(1)
-    batch = gl.program_id(2)
+    """Loads what the walk of one tile of queries takes, as `_dkdv_load`."""
+    q_desc, grad_out_desc, k_desc, v_desc = descs
+    q_s, grad_out_s, k_s, v_s = shared
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    _, num_heads, group, num_queries, num_keys = numbers
+    q0, head, batch = _dq_place(t, num_queries, num_heads, SETS, CAUSAL)
     num_tiles = _dq_tiles(q0, num_queries, num_keys, BLOCK_K, CAUSAL)
     for c in gl.static_range(2):
-        mbarrier.expect(q_full.index(c), 2 * 64 * (D + TAIL) * 2)
-        _load(q_desc, batch, head, q0 + c * 64, q_full.index(c), q_s, c, D, TAIL)
-        _load(grad_out_desc, batch, head, q0 + c * 64, q_full.index(c), grad_out_s, c, D, TAIL)
+        place = (turn % SETS) * 2 + c
+        if SETS > 1:
+            mbarrier.wait(q_empty.index(place), ((turn // SETS) & 1) ^ 1)
+        mbarrier.expect(q_full.index(place), 2 * 64 * (D + TAIL) * 2)
+        _load(q_desc, batch, head, q0 + c * 64, q_full.index(place), q_s, place, D, TAIL)
+        _load(grad_out_desc, batch, head, q0 + c * 64, q_full.index(place), grad_out_s, place, D, TAIL)
     for i in range(num_tiles):
-        stage = i % STAGES
-        free = ((i // STAGES) & 1) ^ 1
+        stage = j % STAGES
+        free = ((j // STAGES) & 1) ^ 1
         mbarrier.wait(k_empty.index(stage), free)
         mbarrier.expect(k_full.index(stage), BLOCK_K * (D + TAIL) * 2)
         _load(k_desc, batch, head // group, i * BLOCK_K, k_full.index(stage), k_s, stage, D, TAIL)
         mbarrier.wait(v_empty.index(stage), free)
         mbarrier.expect(v_full.index(stage), BLOCK_K * (D + TAIL) * 2)
         _load(v_desc, batch, head // group, i * BLOCK_K, v_full.index(stage), v_s, stage, D, TAIL)
+        j += 1
+    return j
 
 
 @gluon.jit
-def _dq_consumer(
-    C: gl.constexpr, grad_q_desc, lse_ptr, delta_ptr, q_s, grad_out_s, k_s, v_s, q_full, k_full, k_empty, v_full,
-    v_empty,
-    num_queries, num_keys, padded_queries, scale_log2,
-    BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+def _dq_producer(
+    descs, shared, barriers, numbers,
+    BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
+    CAUSAL: gl.constexpr,
 ):  # fmt: skip
+    # Read in each partition: what is handed over to one stays in its registers.
+    t = gl.program_id(0)
+    turn = t * 0
+    j = t * 0
+    if SETS == 1:
+        _dq_load(t, turn, j, descs, shared, barriers, numbers, BLOCK_K, D, TAIL, STAGES, SETS, CAUSAL)
+    else:
+        while t < numbers[0]:
+            j = _dq_load(t, turn, j, descs, shared, barriers, numbers, BLOCK_K, D, TAIL, STAGES, SETS, CAUSAL)
+            t += gl.num_programs(0)
+            turn += 1
+
+
+@gluon.jit
+def _dq_walk(
+    t, turn, j, C: gl.constexpr, descs, shared, barriers, numbers,
+    BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """dQ of 64 queries, as `_dkdv_walk`."""
+    grad_q_desc, lse_ptr, delta_ptr = descs
+    q_s, grad_out_s, k_s, v_s = shared
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    _, num_heads, num_queries, num_keys, padded_queries, scale_log2 = numbers
     DTYPE: gl.constexpr = grad_q_desc[0].dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_K, 16]
@@ -384,13 +498,13 @@ def _dq_consumer(
     GRAD: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAD, k_width=2)
     PARTS: gl.constexpr = 2 if TAIL else 1
-    q0 = _dq_start(CAUSAL)
-    head = gl.program_id(1)
-    batch = gl.program_id(2)
-    num_tiles = _dq_tiles(q0, num_queries, num_keys, BLOCK_K, CAUSAL)
-    q1 = q0 + C * 64
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
     cols = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, SCORES))
+    p = gl.zeros([64, BLOCK_K], gl.float32, layout=SCORES)
+    grad_scores = gl.zeros([64, BLOCK_K], gl.float32, layout=SCORES)
+    q0, head, batch = _dq_place(t, num_queries, num_heads, SETS, CAUSAL)
+    num_tiles = _dq_tiles(q0, num_queries, num_keys, BLOCK_K, CAUSAL)
+    q1 = q0 + C * 64
     # The first key that a query does not see.
     ends = rows * 0 + num_keys
     if CAUSAL:
@@ -398,21 +512,20 @@ def _dq_consumer(
     full_end = num_keys
     if CAUSAL:
         full_end = gl.minimum(full_end, q1 + (num_keys - num_queries) + 1)
-    statistics = (batch * gl.num_programs(1) + head).to(gl.int64) * padded_queries + q1
+    statistics = (batch * num_heads + head).to(gl.int64) * padded_queries + q1
     lse = gl.load(lse_ptr + statistics + rows)[:, None]
     delta = gl.load(delta_ptr + statistics + rows)[:, None]
-    p = gl.zeros([64, BLOCK_K], gl.float32, layout=SCORES)
-    grad_scores = gl.zeros([64, BLOCK_K], gl.float32, layout=SCORES)
     grad_q = _zeros(D, TAIL)
     grad_scores_low = gl.zeros([64, BLOCK_K], DTYPE, layout=OPERAND)
-    q = _tile(q_s, C, 64, D, TAIL)
-    grad_out = _tile(grad_out_s, C, 64, D, TAIL)
-    mbarrier.wait(q_full.index(C), 0)
+    place = (turn % SETS) * 2 + C
+    q = _tile(q_s, place, 64, D, TAIL)
+    grad_out = _tile(grad_out_s, place, 64, D, TAIL)
+    mbarrier.wait(q_full.index(place), (turn // SETS) & 1)
     # As in dK/dV: the product into dQ is issued one tile later, and the first one is of zeros.
     for i in range(num_tiles):
-        stage = i % STAGES
-        full = (i // STAGES) & 1
-        before = (i - (i > 0).to(gl.int32)) % STAGES
+        stage = j % STAGES
+        full = (j // STAGES) & 1
+        before = (j - (i > 0).to(gl.int32)) % STAGES
         k = _tile(k_s, stage, BLOCK_K, D, TAIL)
         v = _tile(v_s, stage, BLOCK_K, D, TAIL)
         mbarrier.wait(k_full.index(stage), full)
@@ -430,35 +543,63 @@ def _dq_consumer(
         mbarrier.arrive(v_empty.index(stage), count=1)
         grad_scores = p * (grad_p - delta)
         grad_scores_low = gl.convert_layout(to_low(grad_scores, DTYPE), OPERAND)
+        j += 1
     if num_tiles > 0:
-        k = _tile(k_s, (num_tiles - 1) % STAGES, BLOCK_K, D, TAIL)
+        last = (j + STAGES - 1) % STAGES
+        k = _tile(k_s, last, BLOCK_K, D, TAIL)
         grad_q = _wait(0, _plus_product(grad_scores_low, k, grad_q, TAIL), TAIL)
+        if SETS > 1:
+            mbarrier.arrive(k_empty.index(last), count=1)
     _put(grad_q, scale_log2 * LN_2, q, TAIL)
     fence_async_shared()
-    _store(grad_q_desc, batch, head, q1, q_s, C, D, TAIL)
+    _store(grad_q_desc, batch, head, q1, q_s, place, D, TAIL)
     tma.store_wait(0)
+    if SETS > 1:
+        mbarrier.arrive(q_empty.index(place), count=1)
+    return j
+
+
+@gluon.jit
+def _dq_consumer(
+    C: gl.constexpr, descs, shared, barriers, numbers,
+    BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):  # fmt: skip
+    # Read in each partition: what is handed over to one stays in its registers.
+    t = gl.program_id(0)
+    turn = t * 0
+    j = t * 0
+    if SETS == 1:
+        _dq_walk(t, turn, j, C, descs, shared, barriers, numbers, BLOCK_K, D, TAIL, STAGES, SETS, CAUSAL)
+    else:
+        while t < numbers[0]:
+            j = _dq_walk(t, turn, j, C, descs, shared, barriers, numbers, BLOCK_K, D, TAIL, STAGES, SETS, CAUSAL)
+            t += gl.num_programs(0)
+            turn += 1
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_bwd_dq_kernel(
     q_desc, q_tail_desc, grad_out_desc, grad_out_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc,
     grad_q_desc, grad_q_tail_desc,
-    lse_ptr, delta_ptr, group, num_queries, num_keys, padded_queries, scale_log2,
-    BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    lse_ptr, delta_ptr, num_tiles_total, num_heads, group, num_queries, num_keys, padded_queries, scale_log2,
+    BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
+    CAUSAL: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dQ of 128 queries of one head."""
-    q_s = _buffers(q_desc, q_tail_desc, 2, 64, D, TAIL)
-    grad_out_s = _buffers(grad_out_desc, grad_out_tail_desc, 2, 64, D, TAIL)
+    q_s = _buffers(q_desc, q_tail_desc, 2 * SETS, 64, D, TAIL)
+    grad_out_s = _buffers(grad_out_desc, grad_out_tail_desc, 2 * SETS, 64, D, TAIL)
     k_s = _buffers(k_desc, k_tail_desc, STAGES, BLOCK_K, D, TAIL)
     v_s = _buffers(v_desc, v_tail_desc, STAGES, BLOCK_K, D, TAIL)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [2 * SETS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [2 * SETS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for c in gl.static_range(2):
-        mbarrier.init(q_full.index(c), count=1)
+    for place in gl.static_range(2 * SETS):
+        mbarrier.init(q_full.index(place), count=1)
+        mbarrier.init(q_empty.index(place), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(v_full.index(stage), count=1)
@@ -468,15 +609,19 @@ def hopper_bwd_dq_kernel(
     # Written out: a tuple that is first given a name loses its compile-time constants.
     gl.warp_specialize(
         [
-            (_dq_consumer, (0, (grad_q_desc, grad_q_tail_desc), lse_ptr, delta_ptr, q_s, grad_out_s, k_s, v_s, q_full,
-             k_full, k_empty, v_full, v_empty, num_queries, num_keys, padded_queries, scale_log2, BLOCK_K, D, TAIL,
-             STAGES, CAUSAL)),
-            (_dq_consumer, (1, (grad_q_desc, grad_q_tail_desc), lse_ptr, delta_ptr, q_s, grad_out_s, k_s, v_s, q_full,
-             k_full, k_empty, v_full, v_empty, num_queries, num_keys, padded_queries, scale_log2, BLOCK_K, D, TAIL,
-             STAGES, CAUSAL)),
-            (_dq_producer, ((q_desc, q_tail_desc), (grad_out_desc, grad_out_tail_desc), (k_desc, k_tail_desc),
-             (v_desc, v_tail_desc), q_s, grad_out_s, k_s, v_s, q_full, k_full, k_empty, v_full, v_empty, group,
-             num_queries, num_keys, BLOCK_K, D, TAIL, STAGES, CAUSAL)),
+            (_dq_consumer, (0, ((grad_q_desc, grad_q_tail_desc), lse_ptr, delta_ptr), (q_s, grad_out_s, k_s, v_s),
+             (q_full, q_empty, k_full, k_empty, v_full, v_empty),
+             (num_tiles_total, num_heads, num_queries, num_keys, padded_queries, scale_log2),
+             BLOCK_K, D, TAIL, STAGES, SETS, CAUSAL)),
+            (_dq_consumer, (1, ((grad_q_desc, grad_q_tail_desc), lse_ptr, delta_ptr), (q_s, grad_out_s, k_s, v_s),
+             (q_full, q_empty, k_full, k_empty, v_full, v_empty),
+             (num_tiles_total, num_heads, num_queries, num_keys, padded_queries, scale_log2),
+             BLOCK_K, D, TAIL, STAGES, SETS, CAUSAL)),
+            (_dq_producer, (((q_desc, q_tail_desc), (grad_out_desc, grad_out_tail_desc), (k_desc, k_tail_desc),
+             (v_desc, v_tail_desc)), (q_s, grad_out_s, k_s, v_s),
+             (q_full, q_empty, k_full, k_empty, v_full, v_empty),
+             (num_tiles_total, num_heads, group, num_queries, num_keys),
+             BLOCK_K, D, TAIL, STAGES, SETS, CAUSAL)),
         ],
         [4, 1],
         [REGISTERS, PRODUCER_REGISTERS],
@@ -489,6 +634,18 @@ def hopper_bwd_dq_kernel(
 def _described(tensors: list[tuple[Tensor, int]], tail: int) -> list[TensorDescriptor | None]:
     """Describes tiles of so many rows of each tensor, each followed by its tail, or by None without one."""
     return [part for x, num_rows in tensors for part in (tiles_of(x, num_rows), tail_of(x, num_rows, tail))]
+
+
+def _grid(num_rows: int, num_heads: int, num_batches: int, sets: int, causal: bool, device) -> tuple[int, int, int]:
+    """Returns the grid: a program for a tile of rows, or where programs stay no more of them than run at once.
+
+    Causal walks differ in length: the hardware gives each to the multiprocessor that is free next.
+    """
+    tiles = -(-num_rows // BLOCK)
+    if sets == 1:
+        return tiles, num_heads, num_batches
+    total = tiles * num_heads * num_batches
+    return (total if causal else min(total, num_multiprocessors(device.index))), 1, 1
 
 
 def hopper_backward(
@@ -514,6 +671,9 @@ def hopper_backward(
     num_key_heads, num_keys = k_BGSD.shape[1:3]
     group = num_heads // num_key_heads
     numbers = (group, num_queries, num_keys, lse_log2_BHS.shape[-1], scale * LOG2_E)
+    key_tiles = -(-num_keys // BLOCK) * num_key_heads * num_batches
+    query_tiles = -(-num_queries // BLOCK) * num_heads * num_batches
+    device = q_BHSD.device
     tail = TAILS[head_dim]
     columns = {"D": 64 if tail else head_dim, "TAIL": tail}
     tiles = DKDV[head_dim]
@@ -525,10 +685,10 @@ def hopper_backward(
     statistics = (rows_of(lse_log2_BHS, walked), rows_of(delta_BHS, walked))
     launch(
         hopper_bwd_dkdv_kernel,
-        (-(-num_keys // BLOCK), num_key_heads, num_batches),
+        _grid(num_keys, num_key_heads, num_batches, tiles["SETS"], causal, device),
         q_BHSD.dtype,
-        (*described, *statistics, *numbers),
-        {"BLOCK_Q": walked, **columns, "STAGES": tiles["STAGES"], "CAUSAL": causal, "GROUPED": group > 1},
+        (*described, *statistics, key_tiles, num_key_heads, *numbers),
+        {**tiles, **columns, "CAUSAL": causal, "GROUPED": group > 1},
         consumers=2,
     )
     tiles = DQ[head_dim]
@@ -538,9 +698,9 @@ def hopper_backward(
     )
     launch(
         hopper_bwd_dq_kernel,
-        (-(-num_queries // BLOCK), num_heads, num_batches),
+        _grid(num_queries, num_heads, num_batches, tiles["SETS"], causal, device),
         q_BHSD.dtype,
-        (*described, lse_log2_BHS, delta_BHS, *numbers),
-        {"BLOCK_K": walked, **columns, "STAGES": tiles["STAGES"], "CAUSAL": causal},
+        (*described, lse_log2_BHS, delta_BHS, query_tiles, num_heads, *numbers),
+        {**tiles, **columns, "CAUSAL": causal},
         consumers=2,
     )
