@@ -17,9 +17,10 @@ together. `ordering_pays` says where they would wait longer than the two kernels
 one of a smaller number, and a GPU starts programs by number, so that none waits for one that has not started.
 
 How a program is laid out: it owns 128 keys of one head. A producer warp loads by TMA, two consumer warpgroups of 64
-keys each multiply, and a writer warp adds their tiles of ∂Q to the sums in global memory by TMA. Sᵀ and ∂Pᵀ are
-computed themselves, so that Pᵀ is a register operand of the product into ∂V; ∂Sᵀ goes through shared memory, from
-which both warpgroups compute their part of ∂S K for all 128 keys.
+keys each multiply, and two writer warps add their tiles of ∂Q to the sums in global memory by TMA, each every other
+tile: in order, one tile's time is too short for a warp to await its turn, add, and await that what it added is there.
+Sᵀ and ∂Pᵀ are computed themselves, so that Pᵀ is a register operand of the product into ∂V; ∂Sᵀ goes through shared
+memory, from which both warpgroups compute their part of ∂S K for all 128 keys.
 
 A consumer's iteration i, with the products that are in flight while it computes:
 
@@ -30,10 +31,14 @@ A consumer's iteration i, with the products that are in flight while it computes
 too, for in registers over the loop's back edge ptxas would serialise all products (C7512), and spill.
 
 Every program walks from the last query tile down, and the programs of several heads take turns: those that run at once
-are then spread over many sums. When causal, the longest programs come first.
+are then spread over many sums. The more heads, the shorter the programs of a head wait for one another, and the fewer
+read the same tiles from the cache while they are there. When causal, the longest programs come first.
 
 Sources: Dao 2023, "FlashAttention-2"; Shah et al. 2024, "FlashAttention-3".
 """
+
+import functools
+import math
 
 import torch
 import triton
@@ -61,6 +66,8 @@ from labkit.kernels.hopper import (
     rows_of,
     tiles_of,
 )
+from labkit.kernels.launch import REMEMBERED
+from labkit.kernels.splits import num_multiprocessors
 
 # Releases of Triton before 3.8 have these operations under other names.
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
@@ -83,19 +90,21 @@ if async_add is None:
 # ---- tile configurations --------------------------------------------------------------------------------------
 
 BLOCK_K = gl.constexpr(2 * ROWS)  # keys of a program
+WRITERS = gl.constexpr(2)  # warps that add to ∂Q
 
-# Queries of a tile, and how many tiles of Q, of ∂O and of ∂Q are in flight. Bounds: 240 registers a thread of a
+# Queries of a tile, and how many tiles of Q and of ∂O are in flight. Bounds: 240 registers a thread of a
 # consumer (scores and ∂P of 64 keys × BLOCK_Q, two accumulators of 64 rows · D, one tile of ∂Q); 227 KiB of shared
 # memory, of which K and V take 512·D bytes, a query tile 2·BLOCK_Q·D bytes per tensor, and ∂S and ∂Q 32 KiB or more.
 SINGLE = {
-    64: {"BLOCK_Q": 128, "STAGES": 3, "STAGES_GRAD_OUT": 2, "STAGES_GRAD_Q": 1},
-    128: {"BLOCK_Q": 64, "STAGES": 3, "STAGES_GRAD_OUT": 2, "STAGES_GRAD_Q": 1},
+    64: {"BLOCK_Q": 128, "STAGES": 3, "STAGES_GRAD_OUT": 2},
+    128: {"BLOCK_Q": 64, "STAGES": 3, "STAGES_GRAD_OUT": 2},
 }
-# Heads whose programs take turns: the more, the fewer of one head run at once and wait for one another, and the fewer
-# read the same tiles from the cache.
-INTERLEAVE = 32
-INTERLEAVE_ORDERED = {64: 64, 128: 16}
-MOST_WAITING = 0.1  # see `ordering_pays`
+# Heads whose programs take turns: unordered; ordered at most, and causal always, for at the end of a head walks are
+# short; and how much of its time a multiprocessor may wait where walks are equally long and fewer heads are enough.
+INTERLEAVE = 8
+INTERLEAVE_ORDERED = {64: 64, 128: 32}
+WAITING = 0.02
+MOST_WAITING = {64: 0.16, 128: 0.3}  # see `ordering_pays`
 
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them anew.
 LENGTHS = ("num_heads", "num_heads_total", "num_queries", "num_keys", "padded_queries", "num_tiles", "interleave")
@@ -188,7 +197,6 @@ def _publish(count, progress_ptr):
         .reg .pred first;
         .reg .u32 lane;
         cp.async.bulk.wait_group 0;
-        fence.proxy.async.global;
         bar.warp.sync 0xffffffff;
         mov.u32 lane, %laneid;
         setp.eq.u32 first, lane, 0;
@@ -205,35 +213,33 @@ def _publish(count, progress_ptr):
 
 @gluon.jit
 def _writer(
-    sums_desc, progress_ptr, grad_q_s, grad_q_full, grad_q_empty, num_heads_total, num_queries, num_keys, interleave,
-    BLOCK_Q: gl.constexpr, STAGES_GRAD_Q: gl.constexpr, CAUSAL: gl.constexpr, ORDERED: gl.constexpr,
+    W: gl.constexpr, sums_desc, progress_ptr, grad_q_s, grad_q_full, grad_q_empty, num_heads_total, num_queries,
+    num_keys, interleave, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     head_total, key_tile = _place(num_heads_total, num_keys, interleave)
     last_tile, count = _walk(key_tile, num_queries, num_keys, BLOCK_Q, CAUSAL)
     parts = head_total * (last_tile + 1) * 32
     if ORDERED:
-        progress_ptr += head_total * ((num_keys + BLOCK_K - 1) // BLOCK_K) + key_tile
-        # Of the tiles of the program before; the first waits for none.
+        key_tiles = (num_keys + BLOCK_K - 1) // BLOCK_K
+        progress_ptr += (head_total * key_tiles + key_tile) * WRITERS + W
+        # By the same warp of the program before; the first waits for none.
         added = gl.where(key_tile == 0, count, 0)
-    for i in range(count):
-        u = i % STAGES_GRAD_Q
+    for i in range(W, count, WRITERS):
         q_tile = last_tile - i
         if ORDERED:
             if i >= added:
-                added = _await_more_than(i, progress_ptr - 1)
-        mbarrier.wait(grad_q_full.index(u), (i // STAGES_GRAD_Q) & 1)
+                added = _await_more_than(i, progress_ptr - WRITERS)
+        mbarrier.wait(grad_q_full.index(W), (i // WRITERS) & 1)
         for c in gl.static_range(2):
             # In order, the first program writes: what it writes to needs no zeros.
             if ORDERED and key_tile == 0:
-                async_store(sums_desc, [parts + (q_tile * 2 + c) * 16, 0], grad_q_s.index(u * 2 + c))
+                async_store(sums_desc, [parts + (q_tile * 2 + c) * 16, 0], grad_q_s.index(c))
             else:
-                async_add(sums_desc, [parts + (q_tile * 2 + c) * 16, 0], grad_q_s.index(u * 2 + c))
-        # The buffers of all but the last STAGES_GRAD_Q − 1 tiles have been read.
-        tma.store_wait(2 * (STAGES_GRAD_Q - 1))
-        mbarrier.arrive(grad_q_empty.index((i + 1) % STAGES_GRAD_Q), count=1, pred=i >= STAGES_GRAD_Q - 1)
+                async_add(sums_desc, [parts + (q_tile * 2 + c) * 16, 0], grad_q_s.index(c))
+        tma.store_wait(0)
+        mbarrier.arrive(grad_q_empty, count=1)
         if ORDERED:
             _publish(i + 1, progress_ptr)
-    tma.store_wait(0)
 
 
 @gluon.jit
@@ -282,8 +288,7 @@ def _consumer(
     grad_q_empty,
     num_heads, num_heads_total, num_queries, num_keys, scale_log2, interleave,
     BLOCK_Q: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, STAGES_GRAD_OUT: gl.constexpr,
-    STAGES_GRAD_Q: gl.constexpr, CAUSAL: gl.constexpr,
-    EVEN_K: gl.constexpr,
+    CAUSAL: gl.constexpr, EVEN_K: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = grad_k_desc.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
@@ -311,7 +316,6 @@ def _consumer(
         stage_grad_out = i % STAGES_GRAD_OUT
         before = (i + STAGES - 1) % STAGES
         stage_before = (i + 1) & 1
-        u = (i + STAGES_GRAD_Q - 1) % STAGES_GRAD_Q
         q = q_s.index(stage_q).reshape([BLOCK_Q, D])
         grad_out = grad_out_s.index(stage_grad_out).reshape([BLOCK_Q, D])
         mbarrier.wait(q_full.index(stage_q), (i // STAGES) & 1)
@@ -369,10 +373,10 @@ def _consumer(
         grad_k, grad_q = warpgroup_mma_wait(1, deps=(grad_k_mma, grad_q_mma))
         mbarrier.arrive(grad_scores_full, count=1)
         mbarrier.arrive(q_empty.index(before), count=1, pred=i > 0)
-        mbarrier.wait(grad_q_empty.index(u), (((i - 1) // STAGES_GRAD_Q) & 1) ^ 1, pred=i > 0)
-        grad_q_s.index(u * 2 + C).store(_in_register_order(grad_q))
+        mbarrier.wait(grad_q_empty, i & 1, pred=i > 0)
+        grad_q_s.index(C).store(_in_register_order(grad_q))
         fence_async_shared()
-        mbarrier.arrive(grad_q_full.index(u), count=1, pred=i > 0)
+        mbarrier.arrive(grad_q_full.index((i + 1) % WRITERS), count=1, pred=i > 0)
         grad_v = warpgroup_mma_wait(0, deps=(grad_v_mma,))
         mbarrier.arrive(grad_out_empty.index(stage_grad_out), count=1)
     last = count - 1
@@ -393,11 +397,10 @@ def _consumer(
     async_store(grad_v_desc, [batch, head, k1, 0], v_s.index(C))
     grad_k = warpgroup_mma_wait(2, deps=(grad_k_mma,))
     grad_q = warpgroup_mma_wait(0, deps=(grad_q_mma,))
-    u = last % STAGES_GRAD_Q
-    mbarrier.wait(grad_q_empty.index(u), ((last // STAGES_GRAD_Q) & 1) ^ 1)
-    grad_q_s.index(u * 2 + C).store(_in_register_order(grad_q))
+    mbarrier.wait(grad_q_empty, (last & 1) ^ 1)
+    grad_q_s.index(C).store(_in_register_order(grad_q))
     fence_async_shared()
-    mbarrier.arrive(grad_q_full.index(u), count=1)
+    mbarrier.arrive(grad_q_full.index(last % WRITERS), count=1)
     # Both warpgroups are done with the tiles of the stages that would be loaded next: they carry ∂K out.
     if C == 0:
         carrier = reinterpret(q_s.index(count % STAGES), DTYPE, [1, 1, 64, D], grad_k_desc.layout)
@@ -414,8 +417,7 @@ def hopper_bwd_single_kernel(
     q_desc, grad_out_desc, k_desc, v_desc, grad_k_desc, grad_v_desc, lse_desc, delta_desc, sums_desc, progress_ptr,
     num_heads, num_heads_total, num_queries, num_keys, padded_queries, interleave, scale_log2,
     BLOCK_Q: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, STAGES_GRAD_OUT: gl.constexpr,
-    STAGES_GRAD_Q: gl.constexpr, CAUSAL: gl.constexpr,
-    EVEN_K: gl.constexpr, ORDERED: gl.constexpr, REGISTERS: gl.constexpr,
+    CAUSAL: gl.constexpr, EVEN_K: gl.constexpr, ORDERED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """∂K and ∂V of 128 keys of one head, and their share of the sums that ∂Q is made of."""
     DTYPE: gl.constexpr = q_desc.dtype
@@ -425,7 +427,7 @@ def hopper_bwd_single_kernel(
     k_s = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, D], k_desc.layout)
     v_s = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, D], v_desc.layout)
     grad_scores_s = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_Q], TILE)
-    grad_q_s = gl.allocate_shared_memory(gl.float32, [2 * STAGES_GRAD_Q, 16, 256], sums_desc.layout)
+    grad_q_s = gl.allocate_shared_memory(gl.float32, [2, 16, 256], sums_desc.layout)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], lse_desc.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES_GRAD_OUT, BLOCK_Q], delta_desc.layout)
     # The numbers from 0 on, for the masks.
@@ -439,8 +441,8 @@ def hopper_bwd_single_kernel(
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     grad_out_full = gl.allocate_shared_memory(gl.int64, [STAGES_GRAD_OUT, 1], mbarrier.MBarrierLayout())
     grad_out_empty = gl.allocate_shared_memory(gl.int64, [STAGES_GRAD_OUT, 1], mbarrier.MBarrierLayout())
-    grad_q_full = gl.allocate_shared_memory(gl.int64, [STAGES_GRAD_Q, 1], mbarrier.MBarrierLayout())
-    grad_q_empty = gl.allocate_shared_memory(gl.int64, [STAGES_GRAD_Q, 1], mbarrier.MBarrierLayout())
+    grad_q_full = gl.allocate_shared_memory(gl.int64, [WRITERS, 1], mbarrier.MBarrierLayout())
+    grad_q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(k_full, count=1)
     mbarrier.init(v_full, count=1)
     mbarrier.init(grad_scores_full, count=2)
@@ -450,9 +452,9 @@ def hopper_bwd_single_kernel(
     for b in gl.static_range(STAGES_GRAD_OUT):
         mbarrier.init(grad_out_full.index(b), count=1)
         mbarrier.init(grad_out_empty.index(b), count=2)
-    for b in gl.static_range(STAGES_GRAD_Q):
+    for b in gl.static_range(WRITERS):
         mbarrier.init(grad_q_full.index(b), count=2)
-        mbarrier.init(grad_q_empty.index(b), count=1)
+    mbarrier.init(grad_q_empty, count=1)
     fence_async_shared()
     # Written out: a tuple that is first given a name loses its compile-time constants.
     gl.warp_specialize(
@@ -460,19 +462,21 @@ def hopper_bwd_single_kernel(
             (_consumer, (0, grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, grad_scores_s,
              grad_q_s, numbers_s, k_full, v_full, q_full, q_empty, grad_out_full, grad_out_empty, grad_scores_full,
              grad_q_full, grad_q_empty, num_heads, num_heads_total, num_queries, num_keys, scale_log2, interleave,
-             BLOCK_Q, D, STAGES, STAGES_GRAD_OUT, STAGES_GRAD_Q, CAUSAL, EVEN_K,)),
+             BLOCK_Q, D, STAGES, STAGES_GRAD_OUT, CAUSAL, EVEN_K,)),
             (_consumer, (1, grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, grad_scores_s,
              grad_q_s, numbers_s, k_full, v_full, q_full, q_empty, grad_out_full, grad_out_empty, grad_scores_full,
              grad_q_full, grad_q_empty, num_heads, num_heads_total, num_queries, num_keys, scale_log2, interleave,
-             BLOCK_Q, D, STAGES, STAGES_GRAD_OUT, STAGES_GRAD_Q, CAUSAL, EVEN_K,)),
+             BLOCK_Q, D, STAGES, STAGES_GRAD_OUT, CAUSAL, EVEN_K,)),
             (_producer, (q_desc, grad_out_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, grad_out_s, k_s, v_s, lse_s,
              delta_s, k_full, v_full, q_full, q_empty, grad_out_full, grad_out_empty, num_heads, num_heads_total,
              num_queries, num_keys, padded_queries, interleave, BLOCK_Q, STAGES, STAGES_GRAD_OUT, CAUSAL,)),
-            (_writer, (sums_desc, progress_ptr, grad_q_s, grad_q_full, grad_q_empty, num_heads_total, num_queries,
-             num_keys, interleave, BLOCK_Q, STAGES_GRAD_Q, CAUSAL, ORDERED,)),
+            (_writer, (0, sums_desc, progress_ptr, grad_q_s, grad_q_full, grad_q_empty, num_heads_total, num_queries,
+             num_keys, interleave, BLOCK_Q, CAUSAL, ORDERED,)),
+            (_writer, (1, sums_desc, progress_ptr, grad_q_s, grad_q_full, grad_q_empty, num_heads_total, num_queries,
+             num_keys, interleave, BLOCK_Q, CAUSAL, ORDERED,)),
         ],
-        [4, 1, 1],
-        [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        [4, 1, 1, 1],
+        [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
 
 
@@ -507,23 +511,49 @@ def _sums_layout() -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
+def _tiles_each(num_heads_total: int, num_queries: int, num_keys: int, head_dim: int, causal: bool, programs: int):
+    """Returns how many tiles a multiprocessor walks, at least one program's."""
+    walks = max(1, num_heads_total * -(-num_keys // BLOCK_K.value) / programs)
+    return walks * -(-num_queries // SINGLE[head_dim]["BLOCK_Q"]) / (2 if causal else 1)
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def interleave_ordered(
+    num_heads_total: int, num_queries: int, num_keys: int, head_dim: int, causal: bool, programs: int
+) -> int:
+    """Returns how many heads' programs take turns in one ordered pass; the arguments are those of `ordering_pays`."""
+    most = INTERLEAVE_ORDERED[head_dim]
+    if not causal:
+        tiles = _tiles_each(num_heads_total, num_queries, num_keys, head_dim, causal, programs)
+        most = min(most, math.ceil(programs / (WAITING * tiles)))
+    # As many in every round of heads.
+    return -(-num_heads_total // -(-num_heads_total // most))
+
+
 def ordering_pays(
     num_heads_total: int, num_queries: int, num_keys: int, head_dim: int, causal: bool, programs: int
 ) -> bool:
     """Returns whether one ordered pass is expected to take less time than the two kernels of the other module.
 
     Counted in tiles: the programs of a head that run at once start one tile after the other, so the last of them waits
-    for as many tiles as they are. That has to be small beside all tiles that a multiprocessor walks. Measured on an
-    H200: up to 0.07 of them 0.77 to 1.0 of the time of the two kernels, at 0.13 1.04 to 1.06 of it.
+    for as many tiles as they are. Beside all tiles that a multiprocessor walks, that is to be less than what two
+    kernels take longer than one that waits for none. Measured on an H200, full masks: 1.05 to 1.75 of that one's time
+    where 0.07 to 1.0 of the tiles are waited for.
+
+    Causal, whoever waits longest has the shortest walk, and none waits in the end where all run at once; and the two
+    kernels end on the longest walks of the last head. Of the shapes measured ordering paid in 11 of 11 at D 128 and in
+    12 of 16 at D 64; two of the other four were level, and two were of one and two heads.
 
     Args:
         num_heads_total: of all batches.
         programs: how many run at once.
     """
     key_tiles = -(-num_keys // BLOCK_K.value)
-    waiting = min(key_tiles, programs / min(num_heads_total, INTERLEAVE_ORDERED[head_dim]))
-    mean_walk = -(-num_queries // SINGLE[head_dim]["BLOCK_Q"]) / (2 if causal else 1)
-    return waiting < MOST_WAITING * max(1, num_heads_total * key_tiles / programs) * mean_walk
+    if causal and (head_dim == 128 or num_heads_total >= 4 or num_heads_total * key_tiles <= programs):
+        return True
+    shape = (num_heads_total, num_queries, num_keys, head_dim, causal, programs)
+    waiting = min(key_tiles, programs / interleave_ordered(*shape))
+    return waiting < MOST_WAITING[head_dim] * _tiles_each(*shape)
 
 
 def hopper_backward(
@@ -557,9 +587,11 @@ def hopper_backward(
     empty = torch.empty if written else torch.zeros
     sums = empty((num_heads_total * num_tiles * 32, 256), dtype=torch.float32, device=q_BHSD.device)
     key_tiles = -(-num_keys // BLOCK_K.value)
-    progress = None
+    progress, interleave = None, INTERLEAVE
     if ordered:
-        progress = torch.zeros(num_heads_total * key_tiles, dtype=torch.int32, device=q_BHSD.device)
+        progress = torch.zeros(num_heads_total * key_tiles * WRITERS.value, dtype=torch.int32, device=q_BHSD.device)
+        programs = num_multiprocessors(q_BHSD.device.index)
+        interleave = interleave_ordered(num_heads_total, num_queries, num_keys, head_dim, causal, programs)
     arguments = (
         *(tiles_of(x, block_q) for x in (q_BHSD, grad_out_BHSD)),
         *(tiles_of(x, ROWS) for x in (k_BHSD, v_BHSD, grad_k_BHSD, grad_v_BHSD)),
@@ -571,7 +603,7 @@ def hopper_backward(
         num_queries,
         num_keys,
         lse_log2_BHS.shape[-1],
-        INTERLEAVE_ORDERED[head_dim] if ordered else INTERLEAVE,
+        interleave,
         scale * LOG2_E,
     )
     even = causal or num_keys % BLOCK_K.value == 0
