@@ -221,7 +221,7 @@ def findings_weighted_sum(frame: pd.DataFrame) -> list[str]:
         both = rows[rows["impl"] == impl].merge(kernel[[*keys, "median_ms"]], on=keys, suffixes=("", "_kernel"))
         if len(both):
             both = both.assign(speedup=both["median_ms"] / both["median_ms_kernel"])
-            sentences.append(_compared(both, "the kernel", NAMES[impl], lambda row: PHASE_NAMES[row["name"]]))
+            sentences.append(_compared(both, "the kernel", NAMES[impl], _weighted_sum_name))
     known = kernel.dropna(subset=["ceiling_fraction"])
     if len(known):
         sentences.append(
@@ -230,18 +230,27 @@ def findings_weighted_sum(frame: pd.DataFrame) -> list[str]:
     return sentences
 
 
-def _compared(rows: pd.DataFrame, who: str, other: str, name: Callable[[pd.Series], str], what: str = "") -> str:
-    """Returns a sentence on how `who` compares with `other`, from the rows' `speedup` (other's time over who's)."""
+def _weighted_sum_name(row: pd.Series) -> str:
+    return f"{PHASE_NAMES[row['name']]} of {row['rows']:,} × {row['dim']:,}"
+
+
+def _as_fast(rows: pd.DataFrame, name: Callable[[pd.Series], str], limit: int = 4) -> str:
+    """Returns "1.5× to 2× as fast" by the rows' `speedup`, in how many cases, and where slower, the worst first."""
     words = rows["speedup"].map(speed_word)
-    text = f"Against {other}{what}, {who} is {span(rows['speedup'])} as fast"
+    text = f"{span(rows['speedup'])} as fast"
     if " to " in span(rows["speedup"]):
         text += f" (geometric mean {times(geometric_mean(rows['speedup']))})"
     text += f": faster in {(words == 'faster').sum()} of {count(len(rows), 'case')}"
     slower = rows[words == "slower"]
     if len(slower):
         worst_first = slower.sort_values("speedup", kind="stable")
-        text += f", slower in {len(slower)}: {listing([name(row) for _, row in worst_first.iterrows()], 4)}"
-    return text + "."
+        text += f", slower in {len(slower)}: {listing([name(row) for _, row in worst_first.iterrows()], limit)}"
+    return text
+
+
+def _compared(rows: pd.DataFrame, who: str, other: str, name: Callable[[pd.Series], str], what: str = "") -> str:
+    """Returns a sentence on how `who` compares with `other`, whose time over who's is the rows' `speedup`."""
+    return f"Against {other}{what}, {who} is {_as_fast(rows, name)}."
 
 
 # ---- the gate -------------------------------------------------------------------------------------------------
@@ -555,11 +564,10 @@ def findings_speed(frame: pd.DataFrame, precision: str) -> list[str]:
     pairs = pairs.assign(speedup=pairs["median_ms"] / pairs["ours_ms"])
     sentences = []
     for impl in [impl for impl in NAMES if impl in set(pairs["impl"])]:
-        for name in ("forward", "forward_backward"):
-            mine = select(pairs, impl=impl, name=name)
-            if len(mine):
-                where = f" ({PHASE_NAMES[name]}, {precision})"
-                sentences.append(_compared(mine, "ours", NAMES[impl], _grid_name, where))
+        by_pass = {name: select(pairs, impl=impl, name=name) for name in ("forward", "forward_backward")}
+        parts = [f"{PHASE_NAMES[name]} {_as_fast(mine, _grid_name, 2)}" for name, mine in by_pass.items() if len(mine)]
+        if parts:
+            sentences.append(f"Against {NAMES[impl]} in {precision}, ours is {'; '.join(parts)}.")
     more = (_near_the_limit, _gradients_by, _launch_bound, _short_calls, _out_of_memory)
     return [*sentences, *(sentence for findings in more for sentence in findings(rows))]
 
