@@ -171,7 +171,11 @@ def _dkdv_tiles(k0, num_queries, num_keys, BLOCK_Q: gl.constexpr, CAUSAL: gl.con
 
 @gluon.jit
 def _place(t, num_rows, num_heads, SETS: gl.constexpr):
-    """The tile of 128 rows, the head and the batch of the t-th tile of all; of the program's only one with one set."""
+    """The tile of 128 rows, the head and the batch of the t-th tile of all, or with one set of the program's only one.
+
+    One set has a branch of its own here and around the walks: counts through a loop over tiles take registers that
+    other head dimensions have not left.
+    """
     tile = gl.program_id(0)
     head = gl.program_id(1)
     batch = gl.program_id(2)
@@ -236,7 +240,7 @@ def _dkdv_producer(
     if SETS == 1:
         _dkdv_load(t, turn, j, descs, shared, barriers, numbers, BLOCK_Q, D, TAIL, STAGES, SETS, CAUSAL)
     else:
-        while t < numbers[0]:
+        while t < numbers[0]:  # num_tiles_total
             j = _dkdv_load(t, turn, j, descs, shared, barriers, numbers, BLOCK_Q, D, TAIL, STAGES, SETS, CAUSAL)
             t += gl.num_programs(0)
             turn += 1
@@ -337,7 +341,7 @@ def _dkdv_consumer(
     if SETS == 1:
         _dkdv_walk(t, turn, j, C, descs, shared, barriers, numbers, BLOCK_Q, D, TAIL, STAGES, SETS, CAUSAL, GROUPED)
     else:
-        while t < numbers[0]:
+        while t < numbers[0]:  # num_tiles_total
             j = _dkdv_walk(
                 t, turn, j, C, descs, shared, barriers, numbers, BLOCK_Q, D, TAIL, STAGES, SETS, CAUSAL, GROUPED
             )  # fmt: skip
@@ -474,7 +478,7 @@ def _dq_producer(
     if SETS == 1:
         _dq_load(t, turn, j, descs, shared, barriers, numbers, BLOCK_K, D, TAIL, STAGES, SETS, CAUSAL)
     else:
-        while t < numbers[0]:
+        while t < numbers[0]:  # num_tiles_total
             j = _dq_load(t, turn, j, descs, shared, barriers, numbers, BLOCK_K, D, TAIL, STAGES, SETS, CAUSAL)
             t += gl.num_programs(0)
             turn += 1
@@ -572,7 +576,7 @@ def _dq_consumer(
     if SETS == 1:
         _dq_walk(t, turn, j, C, descs, shared, barriers, numbers, BLOCK_K, D, TAIL, STAGES, SETS, CAUSAL)
     else:
-        while t < numbers[0]:
+        while t < numbers[0]:  # num_tiles_total
             j = _dq_walk(t, turn, j, C, descs, shared, barriers, numbers, BLOCK_K, D, TAIL, STAGES, SETS, CAUSAL)
             t += gl.num_programs(0)
             turn += 1
