@@ -594,7 +594,7 @@ def resolve_backward(q: Tensor, k: Tensor, impl: str, *, causal: bool, determini
 
     "triton" where the tiles of keys are few: its kernels share their walks among programs, Gluon's do not. "one pass"
     where the shares of q's gradient are added in one order without much waiting, "one pass, unordered" where they need
-    not be; "two passes" else.
+    not be; "two passes" else, as always at other head dimensions than 64 and 128 and with grouped heads.
 
     Args:
         q, k: (B, H, S, D) or (B, S, D).
@@ -1145,8 +1145,8 @@ def flash_attention(
             to d 128 and "ieee" past it, as "tf32x3" is too. "triton" only; nothing else changes with it.
         impl: "gluon" (Hopper), "triton" (CUDA), "tiled" (plain PyTorch, any device) or "auto"; see `resolve_impl`.
         deterministic: whether gradients are equal bit for bit between runs. False lets a Hopper GPU add the shares of
-            q's gradient in the order in which they come, which takes up to an eighth less time; it changes nothing
-            where `resolve_backward` names another backward than "one pass".
+            q's gradient in the order in which they come, which takes 2 to 6 % less time where heads are many and up
+            to 28 % less where they are few; see `resolve_backward`.
 
     Returns:
         The output, shaped as q and of its dtype (of the autocast dtype under autocast); zeros for a query that sees
