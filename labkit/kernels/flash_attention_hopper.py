@@ -42,9 +42,8 @@ from labkit.kernels.hopper import (
     TAILS,
     async_load,
     async_store,
+    described_with_tails,
     launch,
-    tail_of,
-    tiles_of,
     to_low,
 )
 from labkit.kernels.splits import combine, empty_lse, empty_parts, num_multiprocessors, num_splits_of, row_elements
@@ -533,9 +532,7 @@ def hopper_forward(
     persistent = dynamic or (num_keys <= PERSISTENT_UNTIL and not queue)
     num_programs = min(num_tiles, programs) if persistent else num_tiles
     drawn = torch.zeros(1, dtype=torch.int32, device=q_BHSD.device) if dynamic else None
-    described = []
-    for x, num_rows in ((q_BHSD, ROWS), (k_BGSD, block_k), (v_BGSD, block_k), (out_BHSD, ROWS)):
-        described += [tiles_of(x, num_rows), tail_of(x, num_rows, tail)]
+    described = described_with_tails([(q_BHSD, ROWS), (k_BGSD, block_k), (v_BGSD, block_k), (out_BHSD, ROWS)], tail)
     columns = {"D": 64 if tail else head_dim, "TAIL": tail}
     parts, parts_lse = None, lse_BHS
     if num_splits > 1:

@@ -30,7 +30,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from labkit.kernels.hopper import (
     LN_2,
@@ -40,10 +39,9 @@ from labkit.kernels.hopper import (
     TAILS,
     async_load,
     async_store,
+    described_with_tails,
     launch,
     rows_of,
-    tail_of,
-    tiles_of,
     to_low,
 )
 from labkit.kernels.splits import num_multiprocessors
@@ -170,12 +168,33 @@ def _dkdv_tiles(k0, num_queries, num_keys, BLOCK_Q: gl.constexpr, CAUSAL: gl.con
 
 
 @gluon.jit
-def _place(t, num_rows, num_heads, SETS: gl.constexpr):
-    """The tile of 128 rows, the head and the batch of the t-th tile of all, or with one set of the program's only one.
+def _tiles_of_program(
+    STEP: gl.constexpr, C: gl.constexpr, descs, shared, barriers, numbers,
+    BLOCK: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
+    CAUSAL: gl.constexpr, GROUPED: gl.constexpr,
+):  # fmt: skip
+    """What a warp or warpgroup C does: STEP, a load or a walk, for each tile of the program's own rows.
 
-    One set has a branch of its own here and around the walks: counts through a loop over tiles take registers that
-    other head dimensions have not left.
+    `numbers` begin with the number of tiles of all programs.
+    One set has a branch of its own here and in `_place`: counts through a loop over tiles take registers that other
+    head dimensions have not left.
     """
+    # Read in each partition: what is handed over to one stays in its registers.
+    t = gl.program_id(0)
+    turn = t * 0
+    j = t * 0
+    if SETS == 1:
+        STEP(t, turn, j, C, descs, shared, barriers, numbers, BLOCK, D, TAIL, STAGES, SETS, CAUSAL, GROUPED)
+    else:
+        while t < numbers[0]:
+            j = STEP(t, turn, j, C, descs, shared, barriers, numbers, BLOCK, D, TAIL, STAGES, SETS, CAUSAL, GROUPED)
+            t += gl.num_programs(0)
+            turn += 1
+
+
+@gluon.jit
+def _place(t, num_rows, num_heads, SETS: gl.constexpr):
+    """The tile of 128 rows, the head and the batch of the t-th tile of all; with one set, of the program's only one."""
     tile = gl.program_id(0)
     head = gl.program_id(1)
     batch = gl.program_id(2)
@@ -189,9 +208,9 @@ def _place(t, num_rows, num_heads, SETS: gl.constexpr):
 
 @gluon.jit
 def _dkdv_load(
-    t, turn, j, descs, shared, barriers, numbers,
+    t, turn, j, C: gl.constexpr, descs, shared, barriers, numbers,
     BLOCK_Q: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    CAUSAL: gl.constexpr, GROUPED: gl.constexpr,
 ):  # fmt: skip
     """Loads what the walk of one tile of keys takes; `turn` such tiles and `j` tiles of queries have been loaded."""
     q_desc, grad_out_desc, k_desc, v_desc, lse_desc, delta_desc = descs
@@ -225,25 +244,6 @@ def _dkdv_load(
         async_load(delta_desc, [statistics + start], grad_out_full.index(stage), delta_s.index(stage))
         j += 1
     return j
-
-
-@gluon.jit
-def _dkdv_producer(
-    descs, shared, barriers, numbers,
-    BLOCK_Q: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
-    CAUSAL: gl.constexpr,
-):  # fmt: skip
-    # Read in each partition: what is handed over to one stays in its registers.
-    t = gl.program_id(0)
-    turn = t * 0
-    j = t * 0
-    if SETS == 1:
-        _dkdv_load(t, turn, j, descs, shared, barriers, numbers, BLOCK_Q, D, TAIL, STAGES, SETS, CAUSAL)
-    else:
-        while t < numbers[0]:  # num_tiles_total
-            j = _dkdv_load(t, turn, j, descs, shared, barriers, numbers, BLOCK_Q, D, TAIL, STAGES, SETS, CAUSAL)
-            t += gl.num_programs(0)
-            turn += 1
 
 
 @gluon.jit
@@ -328,27 +328,6 @@ def _dkdv_walk(
     return j
 
 
-@gluon.jit
-def _dkdv_consumer(
-    C: gl.constexpr, descs, shared, barriers, numbers,
-    BLOCK_Q: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
-    CAUSAL: gl.constexpr, GROUPED: gl.constexpr,
-):  # fmt: skip
-    # Read in each partition: what is handed over to one stays in its registers.
-    t = gl.program_id(0)
-    turn = t * 0
-    j = t * 0
-    if SETS == 1:
-        _dkdv_walk(t, turn, j, C, descs, shared, barriers, numbers, BLOCK_Q, D, TAIL, STAGES, SETS, CAUSAL, GROUPED)
-    else:
-        while t < numbers[0]:  # num_tiles_total
-            j = _dkdv_walk(
-                t, turn, j, C, descs, shared, barriers, numbers, BLOCK_Q, D, TAIL, STAGES, SETS, CAUSAL, GROUPED
-            )  # fmt: skip
-            t += gl.num_programs(0)
-            turn += 1
-
-
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_bwd_dkdv_kernel(
     q_desc, q_tail_desc, grad_out_desc, grad_out_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc,
@@ -389,21 +368,25 @@ def hopper_bwd_dkdv_kernel(
     # Written out: a tuple that is first given a name loses its compile-time constants.
     gl.warp_specialize(
         [
-            (_dkdv_consumer, (0, ((grad_k_desc, grad_k_tail_desc), (grad_v_desc, grad_v_tail_desc)),
+            (_tiles_of_program, (gl.constexpr(_dkdv_walk), 0,
+             ((grad_k_desc, grad_k_tail_desc), (grad_v_desc, grad_v_tail_desc)),
              (q_s, grad_out_s, k_s, v_s, lse_s, delta_s, keys_s, queries_s),
              (kv_full, kv_empty, q_full, q_empty, grad_out_full, grad_out_empty),
              (num_tiles_total, num_heads, group, num_queries, num_keys, scale_log2),
              BLOCK_Q, D, TAIL, STAGES, SETS, CAUSAL, GROUPED)),
-            (_dkdv_consumer, (1, ((grad_k_desc, grad_k_tail_desc), (grad_v_desc, grad_v_tail_desc)),
+            (_tiles_of_program, (gl.constexpr(_dkdv_walk), 1,
+             ((grad_k_desc, grad_k_tail_desc), (grad_v_desc, grad_v_tail_desc)),
              (q_s, grad_out_s, k_s, v_s, lse_s, delta_s, keys_s, queries_s),
              (kv_full, kv_empty, q_full, q_empty, grad_out_full, grad_out_empty),
              (num_tiles_total, num_heads, group, num_queries, num_keys, scale_log2),
              BLOCK_Q, D, TAIL, STAGES, SETS, CAUSAL, GROUPED)),
-            (_dkdv_producer, (((q_desc, q_tail_desc), (grad_out_desc, grad_out_tail_desc), (k_desc, k_tail_desc),
-             (v_desc, v_tail_desc), lse_desc, delta_desc), (q_s, grad_out_s, k_s, v_s, lse_s, delta_s),
+            (_tiles_of_program, (gl.constexpr(_dkdv_load), 0,
+             ((q_desc, q_tail_desc), (grad_out_desc, grad_out_tail_desc), (k_desc, k_tail_desc),
+              (v_desc, v_tail_desc), lse_desc, delta_desc),
+             (q_s, grad_out_s, k_s, v_s, lse_s, delta_s),
              (kv_full, kv_empty, q_full, q_empty, grad_out_full, grad_out_empty),
              (num_tiles_total, num_heads, group, num_queries, num_keys, padded_queries),
-             BLOCK_Q, D, TAIL, STAGES, SETS, CAUSAL)),
+             BLOCK_Q, D, TAIL, STAGES, SETS, CAUSAL, GROUPED)),
         ],
         [4, 1],
         [REGISTERS, PRODUCER_REGISTERS],
@@ -434,9 +417,9 @@ def _dq_tiles(q0, num_queries, num_keys, BLOCK_K: gl.constexpr, CAUSAL: gl.const
 
 @gluon.jit
 def _dq_load(
-    t, turn, j, descs, shared, barriers, numbers,
+    t, turn, j, C: gl.constexpr, descs, shared, barriers, numbers,
     BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    CAUSAL: gl.constexpr, GROUPED: gl.constexpr,
 ):  # fmt: skip
     """Loads what the walk of one tile of queries takes, as `_dkdv_load`."""
     q_desc, grad_out_desc, k_desc, v_desc = descs
@@ -466,29 +449,10 @@ def _dq_load(
 
 
 @gluon.jit
-def _dq_producer(
-    descs, shared, barriers, numbers,
-    BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
-    CAUSAL: gl.constexpr,
-):  # fmt: skip
-    # Read in each partition: what is handed over to one stays in its registers.
-    t = gl.program_id(0)
-    turn = t * 0
-    j = t * 0
-    if SETS == 1:
-        _dq_load(t, turn, j, descs, shared, barriers, numbers, BLOCK_K, D, TAIL, STAGES, SETS, CAUSAL)
-    else:
-        while t < numbers[0]:  # num_tiles_total
-            j = _dq_load(t, turn, j, descs, shared, barriers, numbers, BLOCK_K, D, TAIL, STAGES, SETS, CAUSAL)
-            t += gl.num_programs(0)
-            turn += 1
-
-
-@gluon.jit
 def _dq_walk(
     t, turn, j, C: gl.constexpr, descs, shared, barriers, numbers,
     BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    CAUSAL: gl.constexpr, GROUPED: gl.constexpr,
 ):  # fmt: skip
     """dQ of 64 queries, as `_dkdv_walk`."""
     grad_q_desc, lse_ptr, delta_ptr = descs
@@ -563,25 +527,6 @@ def _dq_walk(
     return j
 
 
-@gluon.jit
-def _dq_consumer(
-    C: gl.constexpr, descs, shared, barriers, numbers,
-    BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
-    CAUSAL: gl.constexpr,
-):  # fmt: skip
-    # Read in each partition: what is handed over to one stays in its registers.
-    t = gl.program_id(0)
-    turn = t * 0
-    j = t * 0
-    if SETS == 1:
-        _dq_walk(t, turn, j, C, descs, shared, barriers, numbers, BLOCK_K, D, TAIL, STAGES, SETS, CAUSAL)
-    else:
-        while t < numbers[0]:  # num_tiles_total
-            j = _dq_walk(t, turn, j, C, descs, shared, barriers, numbers, BLOCK_K, D, TAIL, STAGES, SETS, CAUSAL)
-            t += gl.num_programs(0)
-            turn += 1
-
-
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_bwd_dq_kernel(
     q_desc, q_tail_desc, grad_out_desc, grad_out_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc,
@@ -613,19 +558,25 @@ def hopper_bwd_dq_kernel(
     # Written out: a tuple that is first given a name loses its compile-time constants.
     gl.warp_specialize(
         [
-            (_dq_consumer, (0, ((grad_q_desc, grad_q_tail_desc), lse_ptr, delta_ptr), (q_s, grad_out_s, k_s, v_s),
+            (_tiles_of_program, (gl.constexpr(_dq_walk), 0,
+             ((grad_q_desc, grad_q_tail_desc), lse_ptr, delta_ptr),
+             (q_s, grad_out_s, k_s, v_s),
              (q_full, q_empty, k_full, k_empty, v_full, v_empty),
              (num_tiles_total, num_heads, num_queries, num_keys, padded_queries, scale_log2),
-             BLOCK_K, D, TAIL, STAGES, SETS, CAUSAL)),
-            (_dq_consumer, (1, ((grad_q_desc, grad_q_tail_desc), lse_ptr, delta_ptr), (q_s, grad_out_s, k_s, v_s),
+             BLOCK_K, D, TAIL, STAGES, SETS, CAUSAL, False)),
+            (_tiles_of_program, (gl.constexpr(_dq_walk), 1,
+             ((grad_q_desc, grad_q_tail_desc), lse_ptr, delta_ptr),
+             (q_s, grad_out_s, k_s, v_s),
              (q_full, q_empty, k_full, k_empty, v_full, v_empty),
              (num_tiles_total, num_heads, num_queries, num_keys, padded_queries, scale_log2),
-             BLOCK_K, D, TAIL, STAGES, SETS, CAUSAL)),
-            (_dq_producer, (((q_desc, q_tail_desc), (grad_out_desc, grad_out_tail_desc), (k_desc, k_tail_desc),
-             (v_desc, v_tail_desc)), (q_s, grad_out_s, k_s, v_s),
+             BLOCK_K, D, TAIL, STAGES, SETS, CAUSAL, False)),
+            (_tiles_of_program, (gl.constexpr(_dq_load), 0,
+             ((q_desc, q_tail_desc), (grad_out_desc, grad_out_tail_desc), (k_desc, k_tail_desc),
+              (v_desc, v_tail_desc)),
+             (q_s, grad_out_s, k_s, v_s),
              (q_full, q_empty, k_full, k_empty, v_full, v_empty),
              (num_tiles_total, num_heads, group, num_queries, num_keys),
-             BLOCK_K, D, TAIL, STAGES, SETS, CAUSAL)),
+             BLOCK_K, D, TAIL, STAGES, SETS, CAUSAL, False)),
         ],
         [4, 1],
         [REGISTERS, PRODUCER_REGISTERS],
@@ -635,21 +586,16 @@ def hopper_bwd_dq_kernel(
 # ---- launcher ------------------------------------------------------------------------------------------------
 
 
-def _described(tensors: list[tuple[Tensor, int]], tail: int) -> list[TensorDescriptor | None]:
-    """Describes tiles of so many rows of each tensor, each followed by its tail, or by None without one."""
-    return [part for x, num_rows in tensors for part in (tiles_of(x, num_rows), tail_of(x, num_rows, tail))]
-
-
-def _grid(num_rows: int, num_heads: int, num_batches: int, sets: int, causal: bool, device) -> tuple[int, int, int]:
-    """Returns the grid: a program for a tile of rows, or where programs stay no more of them than run at once.
+def _grid(num_rows: int, num_heads: int, num_batches: int, sets: int, causal: bool, device) -> tuple[tuple, int]:
+    """Returns the grid and the number of tiles: a program for a tile, or where programs stay as many as run at once.
 
     Causal walks differ in length: the hardware gives each to the multiprocessor that is free next.
     """
     tiles = -(-num_rows // BLOCK)
-    if sets == 1:
-        return tiles, num_heads, num_batches
     total = tiles * num_heads * num_batches
-    return (total if causal else min(total, num_multiprocessors(device.index))), 1, 1
+    if sets == 1:
+        return (tiles, num_heads, num_batches), total
+    return (total if causal else min(total, num_multiprocessors(device.index)), 1, 1), total
 
 
 def hopper_backward(
@@ -675,21 +621,20 @@ def hopper_backward(
     num_key_heads, num_keys = k_BGSD.shape[1:3]
     group = num_heads // num_key_heads
     numbers = (group, num_queries, num_keys, lse_log2_BHS.shape[-1], scale * LOG2_E)
-    key_tiles = -(-num_keys // BLOCK) * num_key_heads * num_batches
-    query_tiles = -(-num_queries // BLOCK) * num_heads * num_batches
     device = q_BHSD.device
     tail = TAILS[head_dim]
     columns = {"D": 64 if tail else head_dim, "TAIL": tail}
     tiles = DKDV[head_dim]
     walked = tiles["BLOCK_Q"]
-    described = _described(
+    described = described_with_tails(
         [(q_BHSD, walked), (grad_out_BHSD, walked), *((x, ROWS) for x in (k_BGSD, v_BGSD, grad_k_BGSD, grad_v_BGSD))],
         tail,
     )
     statistics = (rows_of(lse_log2_BHS, walked), rows_of(delta_BHS, walked))
+    grid, key_tiles = _grid(num_keys, num_key_heads, num_batches, tiles["SETS"], causal, device)
     launch(
         hopper_bwd_dkdv_kernel,
-        _grid(num_keys, num_key_heads, num_batches, tiles["SETS"], causal, device),
+        grid,
         q_BHSD.dtype,
         (*described, *statistics, key_tiles, num_key_heads, *numbers),
         {**tiles, **columns, "CAUSAL": causal, "GROUPED": group > 1},
@@ -697,12 +642,13 @@ def hopper_backward(
     )
     tiles = DQ[head_dim]
     walked = tiles["BLOCK_K"]
-    described = _described(
+    described = described_with_tails(
         [(q_BHSD, ROWS), (grad_out_BHSD, ROWS), (k_BGSD, walked), (v_BGSD, walked), (grad_q_BHSD, ROWS)], tail
     )
+    grid, query_tiles = _grid(num_queries, num_heads, num_batches, tiles["SETS"], causal, device)
     launch(
         hopper_bwd_dq_kernel,
-        _grid(num_queries, num_heads, num_batches, tiles["SETS"], causal, device),
+        grid,
         q_BHSD.dtype,
         (*described, lse_log2_BHS, delta_BHS, query_tiles, num_heads, *numbers),
         {**tiles, **columns, "CAUSAL": causal},

@@ -530,6 +530,7 @@ def interleave_ordered(
     return -(-num_heads_total // -(-num_heads_total // most))
 
 
+@functools.lru_cache(maxsize=REMEMBERED)
 def ordering_pays(
     num_heads_total: int, num_queries: int, num_keys: int, head_dim: int, causal: bool, programs: int
 ) -> bool:

@@ -105,6 +105,11 @@ def tail_of(x_BHSD: Tensor, num_rows: int, tail: int) -> TensorDescriptor | None
     return _described(x_BHSD, (1, 1, num_rows, tail), tail_layout(tail)) if tail else None
 
 
+def described_with_tails(tensors: list[tuple[Tensor, int]], tail: int) -> list[TensorDescriptor | None]:
+    """Describes tiles of so many rows of each tensor, each followed by its tail, or by None without one."""
+    return [part for x, num_rows in tensors for part in (tiles_of(x, num_rows), tail_of(x, num_rows, tail))]
+
+
 def rows_of(statistics: Tensor, num_rows: int) -> TensorDescriptor:
     """Describes runs of num_rows row statistics, of all heads one after another."""
     return _described(statistics.view(-1), (num_rows,), row_layout())
