@@ -276,10 +276,14 @@ CASES = [
     Case((1, 1, 1, 40, 40, 16), causal=True, scale=1.5),
     *(Case((2, 3, 3, 35, 37, 24), causal=True, layout=layout) for layout in LAYOUTS[1:]),
 ]
-# Operands are rounded to TF32 by the kernels, so that the interpreter's products are those of the tensor cores.
+# Operands are rounded to TF32, or cut into thirds of bf16, by the kernels, so that the interpreter's products are those of the tensor cores.
 TF32_CASES = [
     Case((1, 1, 1, 96, 128, 16), causal=True, precision="tf32"),
     Case((1, 2, 1, 65, 47, 80), precision="tf32", num_splits=2),
+    Case((2, 2, 1, 65, 80, 16), causal=True, precision="bf16x6"),
+    Case((1, 4, 2, 47, 70, 33), precision="bf16x6", layout="columns"),
+    Case((1, 2, 2, 70, 47, 80), precision="bf16x6", num_splits=2),
+    Case((1, 2, 1, 40, 40, 128), causal=True, precision="bf16x6", layout="expanded"),
 ]
 # Walks shared among several programs: with shares that are empty, of grouped heads, of rows that see no key.
 SPLIT_CASES = [
@@ -1030,7 +1034,7 @@ BAD = {
         lambda: call(*[zeros(2, 4, 6, 64).half()] * 3, impl="gluon", window=2), ValueError, "impl='gluon' takes no window",  # noqa: E501
     ),
     "deterministic": (lambda: call(deterministic=1), TypeError, "deterministic must be True or False; got int"),
-    "precision": (lambda: call(precision="tf64"), ValueError, "precision must be one of auto, ieee, tf32x3, tf32; got"),
+    "precision": (lambda: call(precision="tf64"), ValueError, "precision must be one of auto, ieee, .*; got"),
     "max_seqlen alone": (lambda: call(max_seqlen_q=6), ValueError, "max_seqlen_q must be None without cu_seqlens_q"),
     "one cu_seqlens": (lambda: call(shape=PACKED, cu_seqlens_k=cu(0, 10)), ValueError, "cu_seqlens_q must be given too"),  # noqa: E501
     "cu_seqlens and a batch": (lambda: call(cu_seqlens_q=cu(0, 2)), ValueError, r"q must be \(total, heads, d\)"),
@@ -1092,7 +1096,7 @@ LONG_CASES = [
     # "auto", of all others here, is three products of TF32 for one of fp32 up to a head dimension of 128.
     *(
         Case((1, 4, 2, 333, 500, dim), causal=causal, precision=precision)
-        for precision in ("ieee", "tf32")
+        for precision in ("ieee", "bf16x6", "tf32")
         for dim in (16, 64, 72, 96, 128, 256)
         for causal in (False, True)
     ),

@@ -51,14 +51,17 @@ from labkit.kernels.flash_attention_triton import (
     flash_attention_fwd_kernel,
     select_config,
     split_head_dim,
+    third_elements,
+    thirds_kernel,
 )
 from labkit.kernels.launch import REMEMBERED, Launch
 from labkit.kernels.splits import combine, empty_lse, empty_parts, num_multiprocessors, num_splits_of, row_elements
 
 MAX_HEAD_DIM = 256
 IMPLS = ("auto", "gluon", "triton", "tiled")
-PRECISIONS = ("auto", "ieee", "tf32x3", "tf32")
-TF32X3_HEAD_DIM = 128
+PRECISIONS = ("auto", "ieee", "tf32x3", "bf16x6", "tf32")
+PRODUCTS_HEAD_DIM = 128  # up to which several products on the tensor cores make one of fp32
+THIRDS_BLOCK = 16
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILED_DTYPES = (*TRITON_DTYPES, torch.float64)
 GLUON_DTYPES = (torch.bfloat16, torch.float16)
@@ -347,9 +350,36 @@ def _walks(
     return num_walks, num_splits_of(num_walks, triton.cdiv(*walked), programs, causal, **cost)
 
 
-class _ForwardPlan(NamedTuple):
-    """The launch of a forward kernel and the room for its results."""
+class _Thirds(NamedTuple):
+    """The launch that cuts an fp32 tensor into thirds, and the layout that the kernels find them in."""
 
+    launch: Launch
+    layout: _Layout
+
+    def __call__(self, x: Tensor) -> Tensor:
+        *shape, head_dim = self.layout.shape
+        thirds = torch.empty((*shape, 3 * third_elements(head_dim)), dtype=self.layout.dtype, device=x.device)
+        self.launch(x, thirds)
+        return thirds
+
+
+def _thirds(x: _Layout) -> _Thirds:
+    """Returns how a tensor is cut; interpreted kernels keep the thirds in fp32, of which they can multiply."""
+    *shape, head_dim = x.shape
+    row = 3 * third_elements(head_dim)
+    strides = (*(row * math.prod(shape[axis + 1 :]) for axis in range(len(shape))), 1)
+    layout = _Layout(x.shape, strides, torch.float32 if IS_INTERPRETED else torch.bfloat16, True)
+    missing = 3 - len(shape)
+    num_rows = math.prod(shape)
+    numbers = (*(0,) * missing, *x.strides, *((1,) * missing + tuple(shape))[1:], num_rows)
+    flags = {"HEAD_DIM": head_dim, "PADDED_D": triton.next_power_of_2(head_dim), "BLOCK": THIRDS_BLOCK}
+    return _Thirds(Launch(thirds_kernel, (triton.cdiv(num_rows, THIRDS_BLOCK),), flags, numbers), layout)
+
+
+class _ForwardPlan(NamedTuple):
+    """The launch of a forward kernel, what cuts its inputs into thirds, and the room for its results."""
+
+    thirds: tuple[_Thirds, ...]
     launch: Launch
     num_splits: int
     out: _Layout
@@ -372,7 +402,9 @@ def _plan_forward(
 ) -> _ForwardPlan:
     packed = packing is not None
     problem = _problem(q, k, left, right, packing)
-    layouts = tuple(x.as_4d(packed) for x in (q, k, v, q.dense()))
+    thirds = tuple(_thirds(x) for x in (q, k, v)) if precision == "bf16x6" else ()
+    loaded = tuple(x.layout for x in thirds) or (q, k, v)
+    layouts = tuple(x.as_4d(packed) for x in (*loaded, q.dense()))
     tile = (config or _config(layouts, problem, precision, device)).forward
     num_walks, num_splits = _walks(problem, tile, "forward", device, q.dtype, num_splits)
     operands = (*layouts[:3], _result(layouts[3], num_splits))
@@ -395,7 +427,7 @@ def _plan_forward(
     }
     launch = Launch(flash_attention_fwd_kernel, (num_walks * num_splits,), flags, numbers)
     lse_shape = (problem.num_heads, num_rows) if packed else q.shape[:-1]
-    return _ForwardPlan(launch, num_splits, q.dense(), lse_shape)
+    return _ForwardPlan(thirds, launch, num_splits, q.dense(), lse_shape)
 
 
 def flash_attention_forward(
@@ -434,6 +466,8 @@ def flash_attention_forward(
     out = _empty(plan.out, q)
     lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
     with _on_device_of(q):
+        if plan.thirds:
+            q, k, v = (cut(x) for cut, x in zip(plan.thirds, (q, k, v), strict=True))
         if plan.num_splits == 1:
             plan.launch(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
         else:
@@ -541,9 +575,10 @@ def _gradient_launch(
 
 
 class _BackwardPlan(NamedTuple):
-    """The launches of a backward and the room for the gradients and both row statistics."""
+    """The launches of a backward, what cuts its inputs into thirds, and the room for gradients and row statistics."""
 
     copies_grad_out: bool
+    thirds: tuple[_Thirds, ...]
     grads: tuple[_Layout, ...]
     statistics: tuple[int, ...]
     delta: Launch
@@ -571,7 +606,9 @@ def _plan_backward(
     packed = packing is not None
     problem = _problem(q, k, left, right, packing)
     grads = tuple(x.dense() for x in (q, k, v))
-    inputs = tuple(x.as_4d(packed) for x in (q, k, v, grad_out))
+    thirds = tuple(_thirds(x) for x in (q, k, v, grad_out)) if precision == "bf16x6" else ()
+    loaded = tuple(x.layout for x in thirds) or (q, k, v, grad_out)
+    inputs = tuple(x.as_4d(packed) for x in loaded)
     grads_4d = tuple(x.as_4d(packed) for x in grads)
     config = config or _config((*inputs, *grads_4d), problem, precision, device)
     num_sets, num_heads, num_rows = _statistics_shape(q, problem)
@@ -579,7 +616,8 @@ def _plan_backward(
     statistics_strides = (0 if packed else num_heads * num_rows, num_rows)
     options = (problem, statistics_strides, device, scale, precision)
     return _BackwardPlan(
-        copies_grad_out=_alignment(grad_out) == 1 and _alignment(q, k, v) > 1,
+        copies_grad_out=not thirds and _alignment(grad_out) == 1 and _alignment(q, k, v) > 1,
+        thirds=thirds,
         grads=grads,
         statistics=(2, num_sets, num_heads, num_rows),
         delta=_delta_launch(out, grad_out, lse, problem, statistics_strides),
@@ -669,7 +707,10 @@ def flash_attention_backward(
                 launcher = _hopper(part).hopper_backward
                 launcher(*tensors, lse_log2, delta, *results, scale=scale, causal=causal, **options)
                 return grads
-        inputs = (q, k, v, grad_out, lse_log2, delta)
+        inputs = (q, k, v, grad_out)
+        if plan.thirds:
+            inputs = tuple(cut(x) for cut, x in zip(plan.thirds, inputs, strict=True))
+        inputs = (*inputs, lse_log2, delta)
         plan.dkdv(inputs, grads[1:], (cu_seqlens_q, cu_seqlens_k))
         plan.dq(inputs, grads[:1], (cu_seqlens_q, cu_seqlens_k))
     return grads
@@ -729,14 +770,16 @@ def resolve_impl(q: Tensor, impl: str = "auto", *, left: int = -1, right: int = 
 
 
 def resolve_precision(q: Tensor, precision: str = "auto") -> str:
-    """Returns the products, "ieee", "tf32x3" or "tf32", that the Triton kernels run in fp32: what a record should name.
+    """Returns the products that the Triton kernels run in fp32, of PRECISIONS but "auto": what a record should name.
 
     Raises ValueError for a name that is none of PRECISIONS.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {_names(PRECISIONS)}; got {precision!r}")
-    if precision in ("auto", "tf32x3"):
-        return "tf32x3" if q.shape[-1] <= TF32X3_HEAD_DIM else "ieee"
+    if q.shape[-1] > PRODUCTS_HEAD_DIM and precision in ("auto", "tf32x3", "bf16x6"):
+        return "ieee"
+    if precision == "auto" or (precision == "bf16x6" and q.dtype != torch.float32):
+        return "tf32x3"
     return precision
 
 
@@ -1141,8 +1184,9 @@ def flash_attention(
             waits for it, once per tensor.
         window: how many keys a query sees to each side of its own on the diagonal, or (left, right); −1 is no limit.
         precision: of products of fp32: "ieee" on the CUDA cores; "tf32x3", three products on the tensor cores for one,
-            which hold 22 bits; "tf32", one of 11 bits, outside the error budget of fp32; "auto", which is "tf32x3" up
-            to d 128 and "ieee" past it, as "tf32x3" is too. "triton" only; nothing else changes with it.
+            which hold 22 bits; "bf16x6", six products of bf16 thirds, which hold 24; "tf32", one of 11 bits, outside
+            the error budget of fp32; "auto", which is "tf32x3". Past d 128 all but "tf32" are "ieee". "triton" only;
+            nothing else changes with it.
         impl: "gluon" (Hopper), "triton" (CUDA), "tiled" (plain PyTorch, any device) or "auto"; see `resolve_impl`.
         deterministic: whether gradients are equal bit for bit between runs. False lets a Hopper GPU add the shares of
             q's gradient in the order in which they come, which takes 2 to 6 % less time where heads are many and up

@@ -167,6 +167,29 @@ _TF32X3_NARROW = {
     ),
 }
 
+# Six bf16 products for one: thirds of every operand, cut beforehand, take 1.5 times the shared memory of fp32.
+_BF16X6 = {
+    (16, 32, 64): (TileConfig(128, 64, 8, 2), TileConfig(32, 128, 8, 2, split=False), TileConfig(128, 64, 8, 1)),
+    (80,): (TileConfig(128, 64, 8, 2), TileConfig(32, 128, 8, 2, split=False), TileConfig(128, 64, 8, 1, split=False)),
+    (96, 128): (
+        TileConfig(128, 32, 8, 2, split=False),
+        TileConfig(32, 64, 4, 1, split=False),
+        TileConfig(64, 32, 4, 2, split=False),
+    ),
+}
+_BF16X6_NARROW = {
+    (16, 32, 64): (
+        TileConfig(64, 32, 4, 1, split=False),
+        TileConfig(32, 32, 4, 1, split=False),
+        TileConfig(32, 32, 4, 1, split=False),
+    ),
+    (80, 96, 128): (
+        TileConfig(32, 32, 4, 1, split=False),
+        TileConfig(16, 32, 4, 1, split=False),
+        TileConfig(32, 16, 4, 1, split=False),
+    ),
+}
+
 CONFIGS: dict[tuple[str, str, int, bool], AttentionConfig] = {
     **_table("hopper", "16-bit", _HOPPER_16_BIT | _HOPPER_16_BIT_FULL | _HOPPER_WIDE, causal=False),
     **_table("hopper", "16-bit", _HOPPER_16_BIT | _HOPPER_16_BIT_CAUSAL | _HOPPER_WIDE, causal=True),
@@ -175,6 +198,8 @@ CONFIGS: dict[tuple[str, str, int, bool], AttentionConfig] = {
     **_table("generic", "ieee", _IEEE),
     **_table("hopper", "tf32x3", _TF32X3),
     **_table("generic", "tf32x3", _TF32X3_NARROW),
+    **_table("hopper", "bf16x6", _BF16X6),
+    **_table("generic", "bf16x6", _BF16X6_NARROW),
     **_table("hopper", "tf32", _TF32),
     **_table("generic", "tf32", _TF32_NARROW),
 }
@@ -202,6 +227,11 @@ def split_head_dim(head_dim: int, aligned: bool = True) -> tuple[int, int]:
     return (half, tail) if tail < half else (block, 0)
 
 
+def third_elements(head_dim: int) -> int:
+    """Returns how many elements lie between the thirds of a row: each starts on a 16-byte boundary."""
+    return -(-head_dim // 8) * 8
+
+
 def tile_width(head_dim: int, aligned: bool = True) -> int:
     """Returns the width of the tables, one of WIDTHS, that a head dimension belongs to."""
     block, tail = split_head_dim(head_dim, aligned)
@@ -220,14 +250,14 @@ def select_config(
 
     Args:
         head_dim: 1 to 256.
-        dtype: fp32, bf16 or fp16.
+        dtype: fp32, bf16 or fp16, of the operands that the kernels load.
         causal: whether the mask has a diagonal.
         capability: of the device, 10 · major + minor: 90 is Hopper. Other devices take tiles that fit 99 KiB of
             shared memory, the least of those since Ampere.
-        precision: of fp32; "tf32x3" up to head dimension 128.
+        precision: of fp32; "tf32x3" and "bf16x6" up to head dimension 128.
         aligned: whether every row of every tensor starts on a 16-byte boundary.
     """
-    kind = "16-bit" if dtype.itemsize == 2 else precision
+    kind = "16-bit" if dtype.itemsize == 2 and precision != "bf16x6" else precision
     family = "hopper" if capability == 90 else "generic"
     return CONFIGS[family, kind, tile_width(head_dim, aligned), causal]
 
@@ -264,23 +294,49 @@ def _start_of(index, stride, ALIGNMENT: tl.constexpr):
 
 
 @triton.jit
-def _operand(x, PRECISION: tl.constexpr):
-    """x as an operand of a product, in TF32 rounded to its 11 bits.
-
-    The tensor cores cut off the bits that they do not take, which shrinks every product: four times the error of eager.
-    """
-    if PRECISION == "tf32" and x.dtype == tl.float32:
-        bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000  # the nearest, ties away from zero
-        x = bits.to(tl.float32, bitcast=True)
-    return x
+def _thirds(x):
+    """Three numbers of 8 bits each, as bf16 has them, whose sum is x exactly."""
+    high = (x.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
+    rest = x - high
+    middle = (rest.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
+    return high, middle, rest - middle
 
 
 @triton.jit
-def _load(
-    ptr, offsets, row_mask, cols,
-    HEAD_DIM: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr, PRECISION: tl.constexpr,
+def _operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """x as an operand of `_product`: a tuple of its parts, three for "bf16x6". In TF32 it is rounded to its 11 bits.
+
+    The tensor cores cut off the bits that they do not take, which shrinks every product: four times the error of eager.
+    """
+    if PRECISION == "bf16x6":
+        high, middle, low = _thirds(x)
+        parts = (high.to(DTYPE), middle.to(DTYPE), low.to(DTYPE))
+    elif PRECISION == "tf32" and DTYPE == tl.float32:
+        bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000  # the nearest, ties away from zero
+        parts = (bits.to(tl.float32, bitcast=True),)
+    else:
+        parts = (x.to(DTYPE),)
+    return parts
+
+
+@triton.jit
+def _product(a, b, acc, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + a b, or acc + a bᵀ; of thirds all products but those below 2⁻²⁴ of the first, the smallest first."""
+    if PRECISION == "bf16x6":
+        for i in tl.static_range(6):
+            left = a[(2, 1, 0, 1, 0, 0)[i]]
+            right = b[(0, 1, 2, 0, 1, 0)[i]]
+            acc = tl.dot(left, tl.trans(right) if TRANSPOSED else right, acc)
+    else:
+        acc = tl.dot(a[0], tl.trans(b[0]) if TRANSPOSED else b[0], acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _load_part(
+    ptr, offsets, row_mask, cols, HEAD_DIM: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr
 ):  # fmt: skip
-    """A tile as an operand, zero beyond the last row and beyond the head dimension."""
+    """A tile, zero beyond the last row and beyond the head dimension."""
     if MASK_ROWS and MASK_COLS:
         tile = tl.load(ptr + offsets, mask=row_mask[:, None] & (cols < HEAD_DIM)[None, :], other=0.0)
     elif MASK_ROWS:
@@ -289,7 +345,24 @@ def _load(
         tile = tl.load(ptr + offsets, mask=(cols < HEAD_DIM)[None, :], other=0.0)
     else:
         tile = tl.load(ptr + offsets)
-    return _operand(tile, PRECISION)
+    return tile
+
+
+@triton.jit
+def _load(
+    ptr, offsets, row_mask, cols,
+    HEAD_DIM: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile as an operand; of its thirds where they lie one after another in a row, as `thirds_kernel` puts them."""
+    tile = _load_part(ptr, offsets, row_mask, cols, HEAD_DIM, MASK_ROWS, MASK_COLS)
+    if PRECISION == "bf16x6":
+        THIRD: tl.constexpr = (HEAD_DIM + 7) // 8 * 8  # `third_elements`
+        middle = _load_part(ptr + THIRD, offsets, row_mask, cols, HEAD_DIM, MASK_ROWS, MASK_COLS)
+        low = _load_part(ptr + 2 * THIRD, offsets, row_mask, cols, HEAD_DIM, MASK_ROWS, MASK_COLS)
+        parts = (tile, middle, low)
+    else:
+        parts = _operand(tile, tile.dtype, PRECISION)
+    return parts
 
 
 @triton.jit
@@ -451,6 +524,7 @@ def flash_attention_fwd_kernel(
     cols = tl.arange(0, BLOCK_D)
     mask_q = rows_q < num_queries - q_begin
     MASK_COLS: tl.constexpr = BLOCK_D > HEAD_DIM
+    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     MASK_TAIL: tl.constexpr = BLOCK_D + TAIL_D > HEAD_DIM
 
     q_ptr += _start_of(batch, stride_qb, ALIGNMENT) + _start_of(head, stride_qh, ALIGNMENT)
@@ -504,10 +578,10 @@ def flash_attention_fwd_kernel(
             v_tile_ptr = v_ptr + _start_of(start, stride_vs, ALIGNMENT)
             mask_k = rows_k < num_keys - start
             k = _load(k_tile_ptr, k_offsets, mask_k, cols, HEAD_DIM, stage != 1, MASK_COLS, PRECISION)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            scores = _product(q, k, None, True, PRECISION)
             if TAIL_D > 0:
                 k_tail = _load(k_tile_ptr, k_tail_offsets, mask_k, tail, HEAD_DIM, stage != 1, MASK_TAIL, PRECISION)
-                scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision=PRECISION)
+                scores = _product(q_tail, k_tail, scores, True, PRECISION)
             if stage != 1:
                 visible = _visible(positions, (start + rows_k)[None, :], left, right, num_keys, HAS_LEFT, HAS_RIGHT)
                 scores = tl.where(visible, scores, float("-inf"))
@@ -521,11 +595,11 @@ def flash_attention_fwd_kernel(
             rescale = tl.exp2(maximum - shift)
             total = total * rescale + tl.sum(p, axis=1)
             v = _load(v_tile_ptr, v_offsets, mask_k, cols, HEAD_DIM, stage != 1, MASK_COLS, PRECISION)
-            p = _operand(p.to(v.dtype), PRECISION)
-            acc = tl.dot(p, v, acc * rescale[:, None], input_precision=PRECISION)
+            p = _operand(p, DTYPE, PRECISION)
+            acc = _product(p, v, acc * rescale[:, None], False, PRECISION)
             if TAIL_D > 0:
                 v_tail = _load(v_tile_ptr, v_tail_offsets, mask_k, tail, HEAD_DIM, stage != 1, MASK_TAIL, PRECISION)
-                acc_tail = tl.dot(p, v_tail, acc_tail * rescale[:, None], input_precision=PRECISION)
+                acc_tail = _product(p, v_tail, acc_tail * rescale[:, None], False, PRECISION)
             maximum = new_maximum
 
     # A row without any key: zeros, and −inf.
@@ -613,6 +687,7 @@ def flash_attention_bwd_dkdv_kernel(
     cols = tl.arange(0, BLOCK_D)
     mask_k = rows_k < num_keys - k_begin
     MASK_COLS: tl.constexpr = BLOCK_D > HEAD_DIM
+    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     MASK_TAIL: tl.constexpr = BLOCK_D + TAIL_D > HEAD_DIM
 
     q_ptr += _start_of(batch, stride_qb, ALIGNMENT) + _start_of(first_q, stride_qs, ALIGNMENT)
@@ -676,31 +751,31 @@ def flash_attention_bwd_dkdv_kernel(
                 q = _load(q_tile_ptr, q_offsets, mask_q, cols, HEAD_DIM, not EVEN_Q, MASK_COLS, PRECISION)
                 grad_out = _load(g_tile_ptr, g_offsets, mask_q, cols, HEAD_DIM, not EVEN_Q, MASK_COLS, PRECISION)
                 delta = tl.load(delta_ptr + head_statistics + start + rows_q)
-                scores_t = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+                scores_t = _product(k, q, None, True, PRECISION)
                 # ∂Pᵀ − D straight from the accumulator: D occupies no registers of its own, and the product runs under
                 # the exponentials.
                 grad_p_t = tl.broadcast_to(-delta[None, :], (BLOCK_K, BLOCK_Q))
-                grad_p_t = tl.dot(v, tl.trans(grad_out), grad_p_t, input_precision=PRECISION)
+                grad_p_t = _product(v, grad_out, grad_p_t, True, PRECISION)
                 if TAIL_D > 0:
                     q_tail = _load(q_tile_ptr, q_tail_offsets, mask_q, tail, HEAD_DIM, not EVEN_Q, MASK_TAIL, PRECISION)
                     grad_out_tail = _load(
                         g_tile_ptr, g_tail_offsets, mask_q, tail, HEAD_DIM, not EVEN_Q, MASK_TAIL, PRECISION
                     )
-                    scores_t = tl.dot(k_tail, tl.trans(q_tail), scores_t, input_precision=PRECISION)
-                    grad_p_t = tl.dot(v_tail, tl.trans(grad_out_tail), grad_p_t, input_precision=PRECISION)
+                    scores_t = _product(k_tail, q_tail, scores_t, True, PRECISION)
+                    grad_p_t = _product(v_tail, grad_out_tail, grad_p_t, True, PRECISION)
                 lse_log2 = tl.load(lse_log2_ptr + head_statistics + start + rows_q)
                 p_t = tl.exp2(scores_t * scale_log2 - lse_log2[None, :])
                 if (HAS_LEFT or HAS_RIGHT) and (stage != 1 or not SPLIT):
                     positions = (num_keys - num_queries + start + rows_q)[None, :]
                     visible = _visible(positions, keys, left, right, num_keys, HAS_LEFT, HAS_RIGHT)
                     p_t = tl.where(visible, p_t, 0.0)
-                p_t_low = _operand(p_t.to(grad_out.dtype), PRECISION)
-                grad_v = tl.dot(p_t_low, grad_out, grad_v, input_precision=PRECISION)
-                grad_scores_t = _operand((p_t * grad_p_t).to(q.dtype), PRECISION)
-                grad_k = tl.dot(grad_scores_t, q, grad_k, input_precision=PRECISION)
+                p_t_low = _operand(p_t, DTYPE, PRECISION)
+                grad_v = _product(p_t_low, grad_out, grad_v, False, PRECISION)
+                grad_scores_t = _operand(p_t * grad_p_t, DTYPE, PRECISION)
+                grad_k = _product(grad_scores_t, q, grad_k, False, PRECISION)
                 if TAIL_D > 0:
-                    grad_v_tail = tl.dot(p_t_low, grad_out_tail, grad_v_tail, input_precision=PRECISION)
-                    grad_k_tail = tl.dot(grad_scores_t, q_tail, grad_k_tail, input_precision=PRECISION)
+                    grad_v_tail = _product(p_t_low, grad_out_tail, grad_v_tail, False, PRECISION)
+                    grad_k_tail = _product(grad_scores_t, q_tail, grad_k_tail, False, PRECISION)
 
     grad_k_offsets = _offsets(rows_k, cols, stride_dks, stride_dkd, WIDE, ALIGNMENT)
     grad_v_offsets = _offsets(rows_k, cols, stride_dvs, stride_dvd, WIDE, ALIGNMENT)
@@ -743,6 +818,7 @@ def flash_attention_bwd_dq_kernel(
     cols = tl.arange(0, BLOCK_D)
     mask_q = rows_q < num_queries - q_begin
     MASK_COLS: tl.constexpr = BLOCK_D > HEAD_DIM
+    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     MASK_TAIL: tl.constexpr = BLOCK_D + TAIL_D > HEAD_DIM
 
     q_ptr += _start_of(batch, stride_qb, ALIGNMENT) + _start_of(head, stride_qh, ALIGNMENT)
@@ -801,27 +877,46 @@ def flash_attention_bwd_dq_kernel(
             mask_k = rows_k < num_keys - start
             k = _load(k_tile_ptr, k_offsets, mask_k, cols, HEAD_DIM, stage != 1, MASK_COLS, PRECISION)
             v = _load(v_tile_ptr, v_offsets, mask_k, cols, HEAD_DIM, stage != 1, MASK_COLS, PRECISION)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            grad_p = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
+            scores = _product(q, k, None, True, PRECISION)
+            grad_p = _product(grad_out, v, None, True, PRECISION)
             if TAIL_D > 0:
                 k_tail = _load(k_tile_ptr, k_tail_offsets, mask_k, tail, HEAD_DIM, stage != 1, MASK_TAIL, PRECISION)
                 v_tail = _load(v_tile_ptr, v_tail_offsets, mask_k, tail, HEAD_DIM, stage != 1, MASK_TAIL, PRECISION)
-                scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision=PRECISION)
-                grad_p = tl.dot(grad_out_tail, tl.trans(v_tail), grad_p, input_precision=PRECISION)
+                scores = _product(q_tail, k_tail, scores, True, PRECISION)
+                grad_p = _product(grad_out_tail, v_tail, grad_p, True, PRECISION)
             p = tl.exp2(scores * scale_log2 - lse_log2)
             if stage != 1:
                 visible = _visible(positions, (start + rows_k)[None, :], left, right, num_keys, HAS_LEFT, HAS_RIGHT)
                 p = tl.where(visible, p, 0.0)
-            grad_scores = _operand((p * (grad_p - delta)).to(k.dtype), PRECISION)
-            grad_q = tl.dot(grad_scores, k, grad_q, input_precision=PRECISION)
+            grad_scores = _operand(p * (grad_p - delta), DTYPE, PRECISION)
+            grad_q = _product(grad_scores, k, grad_q, False, PRECISION)
             if TAIL_D > 0:
-                grad_q_tail = tl.dot(grad_scores, k_tail, grad_q_tail, input_precision=PRECISION)
+                grad_q_tail = _product(grad_scores, k_tail, grad_q_tail, False, PRECISION)
 
     grad_q_offsets = _offsets(rows_q, cols, stride_dqs, stride_dqd, WIDE, ALIGNMENT)
     _store(grad_q_ptr, grad_q_offsets, grad_q * scale, mask_q, cols, HEAD_DIM, MASK_COLS)
     if TAIL_D > 0:
         grad_q_tail_offsets = _offsets(rows_q, tail, stride_dqs, stride_dqd, WIDE, ALIGNMENT)
         _store(grad_q_ptr, grad_q_tail_offsets, grad_q_tail * scale, mask_q, tail, HEAD_DIM, MASK_TAIL)
+
+
+@triton.jit(do_not_specialize=("size_1", "size_2", "num_rows"))
+def thirds_kernel(
+    x_ptr, thirds_ptr, stride_0, stride_1, stride_2, stride_d, size_1, size_2, num_rows,
+    HEAD_DIM: tl.constexpr, PADDED_D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The thirds of BLOCK rows of x, (size_0, size_1, size_2, HEAD_DIM) in fp32, dense: three in a row of 3 · THIRD."""
+    THIRD: tl.constexpr = (HEAD_DIM + 7) // 8 * 8
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    cols = tl.arange(0, PADDED_D)[None, :]
+    outer = (rows // size_2 // size_1).to(tl.int64) * stride_0 + (rows // size_2 % size_1).to(tl.int64) * stride_1
+    starts = outer + (rows % size_2).to(tl.int64) * stride_2
+    mask = (rows < num_rows)[:, None] & (cols < HEAD_DIM)
+    high, middle, low = _thirds(tl.load(x_ptr + starts[:, None] + cols * stride_d, mask=mask, other=0.0))
+    to = thirds_ptr + rows.to(tl.int64)[:, None] * (3 * THIRD) + cols
+    tl.store(to, high.to(thirds_ptr.dtype.element_ty), mask=mask)
+    tl.store(to + THIRD, middle.to(thirds_ptr.dtype.element_ty), mask=mask)
+    tl.store(to + 2 * THIRD, low.to(thirds_ptr.dtype.element_ty), mask=mask)
 
 
 # What TRITON_INTERPRET said when this module was imported: interpreted kernels run on CPU tensors.
