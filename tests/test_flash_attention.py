@@ -276,7 +276,8 @@ CASES = [
     Case((1, 1, 1, 40, 40, 16), causal=True, scale=1.5),
     *(Case((2, 3, 3, 35, 37, 24), causal=True, layout=layout) for layout in LAYOUTS[1:]),
 ]
-# Operands are rounded to TF32, or cut into thirds of bf16, by the kernels, so that the interpreter's products are those of the tensor cores.
+# The kernels round operands to TF32, or cut them into thirds of bf16, so that the interpreter's products are those of
+# the tensor cores.
 TF32_CASES = [
     Case((1, 1, 1, 96, 128, 16), causal=True, precision="tf32"),
     Case((1, 2, 1, 65, 47, 80), precision="tf32", num_splits=2),

@@ -37,6 +37,8 @@ TUNED = ((16, True), (32, True), (64, False), (64, True), (72, True), (96, True)
 # The tiles are tuned with triton 3.6, the release of torch 2.11, where none spills. The ptxas of later releases places
 # registers otherwise: at D 128, on the edge of 255 registers, up to 12 of a thread's go to memory and back.
 SPILL_LIMIT = 0 if triton.__version__.startswith("3.6.") else 2 * 12 * 4
+# dK/dV and dQ as one kernel: up to 15.
+JOINT_SPILL_LIMIT = 0 if triton.__version__.startswith("3.6.") else 2 * 15 * 4
 # The backward in one pass holds all accumulators at once, on the edge of 240 registers. At D 64, with tiles of 128
 # queries, triton 3.6 has no register for up to 12 values (4 bytes, stored and loaded), and for all of them at D 128;
 # the ptxas of later releases lacks up to 20 at D 128.
@@ -80,17 +82,26 @@ def compile_kernel(
         "PADDING": kernels.STATISTICS_PADDING,
         "cu_q_ptr": None,
         "cu_k_ptr": None,
+        "first_program": None,
         "group": 1,
     }
+    in_fp32 = split_walk or precision == "bf16x6"
+    return compile_dense(function, flags, head_dim, dtype, capability, tile.num_warps, tile.num_stages, in_fp32)
+
+
+def compile_dense(
+    function, flags: dict, head_dim: int, dtype: str, capability: int, num_warps: int, num_stages: int, in_fp32: bool
+):
+    """Compiles a kernel specialised as for dense tensors; `in_fp32`: its results are, whatever it loads."""
     signature, constants, attributes = {}, {}, {}
     for index, name in enumerate(function.arg_names):
         divisible = False
         if name in flags or (name.startswith("stride_") and name.endswith("d")):
             signature[name], constants[name] = "constexpr", flags.get(name, 1)
         elif name.endswith("_ptr"):
-            is_result = name.startswith("out" if kernel == "forward" else "grad_") and name != "grad_out_ptr"
-            in_fp32 = "lse" in name or "delta" in name or (is_result and (split_walk or precision == "bf16x6"))
-            signature[name] = "*fp32" if in_fp32 else f"*{dtype}"
+            is_result = name == "out_ptr" or (name.startswith("grad_") and name != "grad_out_ptr")
+            statistic = "lse" in name or "delta" in name
+            signature[name] = "*fp32" if statistic or (is_result and in_fp32) else f"*{dtype}"
             divisible = True
         elif name.startswith("stride_"):
             signature[name] = "i32"
@@ -101,7 +112,7 @@ def compile_kernel(
         if divisible:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, constants, attributes)
-    return compile_source(source, capability, {"num_warps": tile.num_warps, "num_stages": tile.num_stages})
+    return compile_source(source, capability, {"num_warps": num_warps, "num_stages": num_stages})
 
 
 def compile_source(source, capability: int, options: dict):
@@ -124,8 +135,8 @@ def spilled_bytes(log: str) -> int:
     return sum(int(stores) + int(loads) for stores, loads in figures)
 
 
-def check_tuned(compiled, log: str, capability: int) -> None:
-    assert spilled_bytes(log) <= SPILL_LIMIT
+def check_tuned(compiled, log: str, capability: int, spill_limit: int = SPILL_LIMIT) -> None:
+    assert spilled_bytes(log) <= spill_limit
     assert not SERIALISED.search(log), SERIALISED.search(log)
     assert compiled.metadata.shared <= SHARED_LIMIT[capability]
     assert "wgmma.mma_async" in compiled.asm["ptx"]
@@ -153,6 +164,38 @@ def test_split_walks_neither_spill_nor_serialise(kernel):
     """At the head dimensions that the Hopper kernels leave to these, whose bound on registers is that of 64."""
     tile = getattr(kernels.select_config(64, torch.bfloat16, True, 90), kernel)
     check_tuned(*compile_kernel(kernel, tile, 64, "bf16", 90, masked=True, split_walk=True), 90)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "masked", "even"), [(16, True, True), (64, False, True), (72, True, False), (128, True, True)]
+)
+def test_the_joint_launch_neither_spills_nor_serialises(head_dim, masked, even):
+    config = kernels.select_config(head_dim, torch.bfloat16, masked, 90)
+    block_d, tail_d = kernels.split_head_dim(head_dim)
+    assert config.dkdv.num_warps == config.dq.num_warps
+    flags = {
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": block_d,
+        "TAIL_D": tail_d,
+        "DKDV_BLOCK_Q": config.dkdv.block_q,
+        "DKDV_BLOCK_K": config.dkdv.block_k,
+        "DQ_BLOCK_Q": config.dq.block_q,
+        "DQ_BLOCK_K": config.dq.block_k,
+        "HAS_LEFT": False,
+        "HAS_RIGHT": masked,
+        "PRECISION": "ieee",
+        "ALIGNMENT": 8,
+        "WIDE": False,
+        "DKDV_SPLIT": config.dkdv.split,
+        "DQ_SPLIT": config.dq.split and (masked or even),
+        "PADDING": kernels.STATISTICS_PADDING,
+        "EVEN_Q": even,
+        "EVEN_K": even,
+        "group": 1,
+    }
+    stages = min(config.dkdv.num_stages, config.dq.num_stages)
+    options = (head_dim, "bf16", 90, config.dkdv.num_warps, stages, False)
+    check_tuned(*compile_dense(kernels.flash_attention_bwd_kernel, flags, *options), 90, JOINT_SPILL_LIMIT)
 
 
 def shipped() -> list[tuple]:

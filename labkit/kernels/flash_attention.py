@@ -48,6 +48,7 @@ from labkit.kernels.flash_attention_triton import (
     flash_attention_bwd_delta_kernel,
     flash_attention_bwd_dkdv_kernel,
     flash_attention_bwd_dq_kernel,
+    flash_attention_bwd_kernel,
     flash_attention_fwd_kernel,
     select_config,
     split_head_dim,
@@ -62,6 +63,7 @@ IMPLS = ("auto", "gluon", "triton", "tiled")
 PRECISIONS = ("auto", "ieee", "tf32x3", "bf16x6", "tf32")
 PRODUCTS_HEAD_DIM = 128  # up to which several products on the tensor cores make one of fp32
 THIRDS_BLOCK = 16
+INTERPRETED_ROOM = 8  # programs that count as running at once where kernels are interpreted
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILED_DTYPES = (*TRITON_DTYPES, torch.float64)
 GLUON_DTYPES = (torch.bfloat16, torch.float16)
@@ -569,9 +571,68 @@ def _gradient_launch(
         flags["SPLIT"] = tile.split and num_splits == 1
         flags["EVEN_Q"] = not problem.packed and problem.max_queries % tile.block_q == 0
     else:
-        flags |= _key_walk_flags(problem, tile, num_splits)
+        flags |= {"first_program": None, **_key_walk_flags(problem, tile, num_splits)}
     function = flash_attention_bwd_dkdv_kernel if is_dkdv else flash_attention_bwd_dq_kernel
     return _GradientLaunch(Launch(function, (num_walks * num_splits,), flags, numbers), num_splits)
+
+
+def _joint_launch(
+    inputs: tuple[_Layout, ...],
+    grads: tuple[_Layout, ...],
+    problem: _Problem,
+    statistics_strides: tuple[int, int],
+    device: torch.device,
+    scale: float,
+    precision: str,
+    config: AttentionConfig,
+    num_splits: int | None,
+) -> Launch | None:
+    """Returns one launch of "dkdv" and "dq" where both have room at once, else None; it writes the gradients of q last.
+
+    Few programs leave most of a device idle, and take as long as the longest of them.
+    """
+    dkdv, dq = config.dkdv, config.dq
+    if problem.packed or dkdv.num_warps != dq.num_warps:
+        return None
+    options = (device, inputs[0].dtype, num_splits)
+    programs, splits = zip(_walks(problem, dkdv, "dkdv", *options), _walks(problem, dq, "dq", *options), strict=True)
+    room = num_multiprocessors(device.index) if device.type == "cuda" else INTERPRETED_ROOM
+    if sum(programs) > room or splits != (1, 1):
+        return None
+    operands = (*inputs, *grads[1:], grads[0])
+    numbers = (
+        *_strides(*operands),
+        *statistics_strides,
+        programs[0],
+        problem.num_heads,
+        problem.num_key_heads,
+        problem.num_heads // problem.num_key_heads,
+        problem.max_queries,
+        problem.max_keys,
+        scale * LOG2_E,
+        scale,
+        problem.left,
+        problem.right,
+    )
+    shared = _kernel_flags(operands, problem, dkdv, precision, 1)
+    key_walk = _key_walk_flags(problem, dq, 1)
+    longest = max(dkdv.block_q, dkdv.block_k, dq.block_q, dq.block_k)
+    flags = {
+        **{name: shared[name] for name in ("HEAD_DIM", "BLOCK_D", "TAIL_D", "HAS_LEFT", "HAS_RIGHT", "PRECISION")},
+        **{name: shared[name] for name in ("ALIGNMENT", "num_warps")},
+        "WIDE": _is_wide(operands, longest, problem.head_dim),
+        "DKDV_BLOCK_Q": dkdv.block_q,
+        "DKDV_BLOCK_K": dkdv.block_k,
+        "DQ_BLOCK_Q": dq.block_q,
+        "DQ_BLOCK_K": dq.block_k,
+        "DKDV_SPLIT": dkdv.split,
+        "DQ_SPLIT": key_walk["SPLIT"],
+        "PADDING": STATISTICS_PADDING,
+        "EVEN_Q": problem.max_queries % dkdv.block_q == 0,
+        "EVEN_K": key_walk["EVEN_K"],
+        "num_stages": min(dkdv.num_stages, dq.num_stages),
+    }
+    return Launch(flash_attention_bwd_kernel, (sum(programs),), flags, numbers)
 
 
 class _BackwardPlan(NamedTuple):
@@ -582,6 +643,7 @@ class _BackwardPlan(NamedTuple):
     grads: tuple[_Layout, ...]
     statistics: tuple[int, ...]
     delta: Launch
+    joint: Launch | None
     dkdv: _GradientLaunch
     dq: _GradientLaunch
 
@@ -621,6 +683,7 @@ def _plan_backward(
         grads=grads,
         statistics=(2, num_sets, num_heads, num_rows),
         delta=_delta_launch(out, grad_out, lse, problem, statistics_strides),
+        joint=_joint_launch(inputs, grads_4d, *options, config, num_splits),
         dkdv=_gradient_launch("dkdv", inputs, grads_4d[1:], *options, config.dkdv, num_splits),
         dq=_gradient_launch("dq", inputs, grads_4d[:1], *options, config.dq, num_splits),
     )
@@ -711,6 +774,9 @@ def flash_attention_backward(
         if plan.thirds:
             inputs = tuple(cut(x) for cut, x in zip(plan.thirds, inputs, strict=True))
         inputs = (*inputs, lse_log2, delta)
+        if plan.joint is not None:
+            plan.joint(*inputs, *grads[1:], grads[0])
+            return grads
         plan.dkdv(inputs, grads[1:], (cu_seqlens_q, cu_seqlens_k))
         plan.dq(inputs, grads[:1], (cu_seqlens_q, cu_seqlens_k))
     return grads

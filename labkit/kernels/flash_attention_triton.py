@@ -267,7 +267,10 @@ def select_config(
 LOG2_E = math.log2(math.e)
 
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them anew.
-LENGTHS = ("max_queries", "max_keys", "num_heads", "num_key_heads", "num_tiles", "left", "right", "num_splits")
+LENGTHS = (
+    "max_queries", "max_keys", "num_heads", "num_key_heads", "num_tiles", "left", "right", "num_splits",
+    "num_dkdv_programs",
+)  # fmt: skip
 
 
 @triton.jit
@@ -455,7 +458,7 @@ def _query_ranges(
 
 
 @triton.jit
-def _place(num_tiles, num_heads, num_splits, LONGEST_LAST: tl.constexpr, SPLIT_WALK: tl.constexpr):
+def _place(program, num_tiles, num_heads, num_splits, LONGEST_LAST: tl.constexpr, SPLIT_WALK: tl.constexpr):
     """A program's tile, head, batch and share of the walk, and among the results of all shares that of its batch.
 
     The longest walks start first, so that they do not end last: those of a causal head's last queries (LONGEST_LAST),
@@ -463,17 +466,17 @@ def _place(num_tiles, num_heads, num_splits, LONGEST_LAST: tl.constexpr, SPLIT_W
     """
     if SPLIT_WALK:
         num_walks = tl.num_programs(0) // num_tiles
-        tile = tl.program_id(0) // num_walks
-        walk = tl.program_id(0) % num_walks
+        tile = program // num_walks
+        walk = program % num_walks
         share = walk % num_splits
         head = walk // num_splits % num_heads
         batch = walk // num_splits // num_heads
         result = share * (num_walks // num_splits // num_heads) + batch
     else:
-        tile = tl.program_id(0) % num_tiles
+        tile = program % num_tiles
         share = 0
-        head = tl.program_id(0) // num_tiles % num_heads
-        batch = tl.program_id(0) // num_tiles // num_heads
+        head = program // num_tiles % num_heads
+        batch = program // num_tiles // num_heads
         result = batch
     if LONGEST_LAST:
         tile = num_tiles - 1 - tile
@@ -512,7 +515,7 @@ def flash_attention_fwd_kernel(
     SPLIT_WALK: of one of `num_splits` shares of their keys, each share's results after the last one's.
     """
     num_tiles = tl.cdiv(max_queries, BLOCK_Q)
-    tile, head, batch, share, result = _place(num_tiles, num_heads, num_splits, HAS_RIGHT, SPLIT_WALK)
+    tile, head, batch, share, result = _place(tl.program_id(0), num_tiles, num_heads, num_splits, HAS_RIGHT, SPLIT_WALK)
     first_q, num_queries = _sequence(cu_q_ptr, batch, max_queries, IS_PACKED)
     first_k, num_keys = _sequence(cu_k_ptr, batch, max_keys, IS_PACKED)
     q_begin = tile * BLOCK_Q
@@ -675,12 +678,13 @@ def flash_attention_bwd_dkdv_kernel(
     SPLIT_WALK: over one of `num_splits` shares of the queries, each share's results after the last one's.
     """
     num_tiles = tl.cdiv(max_keys, BLOCK_K)
-    tile, head, batch, share, result = _place(num_tiles, num_key_heads, num_splits, False, SPLIT_WALK)
+    tile, head, batch, share, result = _place(tl.program_id(0), num_tiles, num_key_heads, num_splits, False, SPLIT_WALK)
     first_q, num_queries = _sequence(cu_q_ptr, batch, max_queries, IS_PACKED)
     first_k, num_keys = _sequence(cu_k_ptr, batch, max_keys, IS_PACKED)
     k_begin = tile * BLOCK_K
-    if k_begin >= num_keys:
-        return
+    if IS_PACKED:
+        if k_begin >= num_keys:
+            return
 
     rows_q = tl.arange(0, BLOCK_Q)
     rows_k = tl.arange(0, BLOCK_K)
@@ -797,21 +801,28 @@ def flash_attention_bwd_dq_kernel(
     stride_gb, stride_gh, stride_gs, stride_gd,
     stride_dqb, stride_dqh, stride_dqs, stride_dqd,
     stride_pb, stride_ph,
-    num_heads, group, max_queries, max_keys, scale_log2, scale, left, right, num_splits,
+    num_heads, group, max_queries, max_keys, scale_log2, scale, left, right, num_splits, first_program,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_PACKED: tl.constexpr, SPLIT_WALK: tl.constexpr,
     PRECISION: tl.constexpr, ALIGNMENT: tl.constexpr, WIDE: tl.constexpr, SPLIT: tl.constexpr,
     PADDING: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """One program: ∂Q of BLOCK_Q queries of one head; SPLIT_WALK as in the forward kernel."""
+    """One program: ∂Q of BLOCK_Q queries of one head; SPLIT_WALK as in the forward kernel.
+
+    `first_program` is the number of the first of these programs, None for 0.
+    """
+    program = tl.program_id(0)
+    if first_program is not None:
+        program -= first_program
     num_tiles = tl.cdiv(max_queries, BLOCK_Q)
-    tile, head, batch, share, result = _place(num_tiles, num_heads, num_splits, HAS_RIGHT, SPLIT_WALK)
+    tile, head, batch, share, result = _place(program, num_tiles, num_heads, num_splits, HAS_RIGHT, SPLIT_WALK)
     first_q, num_queries = _sequence(cu_q_ptr, batch, max_queries, IS_PACKED)
     first_k, num_keys = _sequence(cu_k_ptr, batch, max_keys, IS_PACKED)
     q_begin = tile * BLOCK_Q
-    if q_begin >= num_queries:
-        return
+    if IS_PACKED:
+        if q_begin >= num_queries:
+            return
 
     rows_q = tl.arange(0, BLOCK_Q)
     rows_k = tl.arange(0, BLOCK_K)
@@ -898,6 +909,55 @@ def flash_attention_bwd_dq_kernel(
     if TAIL_D > 0:
         grad_q_tail_offsets = _offsets(rows_q, tail, stride_dqs, stride_dqd, WIDE, ALIGNMENT)
         _store(grad_q_ptr, grad_q_tail_offsets, grad_q_tail * scale, mask_q, tail, HEAD_DIM, MASK_TAIL)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def flash_attention_bwd_kernel(
+    q_ptr, k_ptr, v_ptr, grad_out_ptr, lse_log2_ptr, delta_ptr, grad_k_ptr, grad_v_ptr, grad_q_ptr,
+    stride_qb, stride_qh, stride_qs, stride_qd,
+    stride_kb, stride_kh, stride_ks, stride_kd,
+    stride_vb, stride_vh, stride_vs, stride_vd,
+    stride_gb, stride_gh, stride_gs, stride_gd,
+    stride_dkb, stride_dkh, stride_dks, stride_dkd,
+    stride_dvb, stride_dvh, stride_dvs, stride_dvd,
+    stride_dqb, stride_dqh, stride_dqs, stride_dqd,
+    stride_pb, stride_ph,
+    num_dkdv_programs, num_heads, num_key_heads, group, max_queries, max_keys, scale_log2, scale, left, right,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
+    DKDV_BLOCK_Q: tl.constexpr, DKDV_BLOCK_K: tl.constexpr, DQ_BLOCK_Q: tl.constexpr, DQ_BLOCK_K: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGNMENT: tl.constexpr, WIDE: tl.constexpr,
+    DKDV_SPLIT: tl.constexpr, DQ_SPLIT: tl.constexpr, PADDING: tl.constexpr,
+    EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """The programs of the dK/dV kernel and after them those of the dQ kernel: at once, where all have room."""
+    if tl.program_id(0) < num_dkdv_programs:
+        flash_attention_bwd_dkdv_kernel(
+            q_ptr, k_ptr, v_ptr, grad_out_ptr, lse_log2_ptr, delta_ptr, grad_k_ptr, grad_v_ptr, None, None,
+            stride_qb, stride_qh, stride_qs, stride_qd,
+            stride_kb, stride_kh, stride_ks, stride_kd,
+            stride_vb, stride_vh, stride_vs, stride_vd,
+            stride_gb, stride_gh, stride_gs, stride_gd,
+            stride_dkb, stride_dkh, stride_dks, stride_dkd,
+            stride_dvb, stride_dvh, stride_dvs, stride_dvd,
+            stride_pb, stride_ph,
+            num_key_heads, group, max_queries, max_keys, scale_log2, scale, left, right, 1,
+            HEAD_DIM, BLOCK_D, TAIL_D, DKDV_BLOCK_Q, DKDV_BLOCK_K, HAS_LEFT, HAS_RIGHT, False, False,
+            PRECISION, ALIGNMENT, WIDE, DKDV_SPLIT, PADDING, EVEN_Q,
+        )  # fmt: skip
+    else:
+        flash_attention_bwd_dq_kernel(
+            q_ptr, k_ptr, v_ptr, grad_out_ptr, lse_log2_ptr, delta_ptr, grad_q_ptr, None, None,
+            stride_qb, stride_qh, stride_qs, stride_qd,
+            stride_kb, stride_kh, stride_ks, stride_kd,
+            stride_vb, stride_vh, stride_vs, stride_vd,
+            stride_gb, stride_gh, stride_gs, stride_gd,
+            stride_dqb, stride_dqh, stride_dqs, stride_dqd,
+            stride_pb, stride_ph,
+            num_heads, group, max_queries, max_keys, scale_log2, scale, left, right, 1, num_dkdv_programs,
+            HEAD_DIM, BLOCK_D, TAIL_D, DQ_BLOCK_Q, DQ_BLOCK_K, HAS_LEFT, HAS_RIGHT, False, False,
+            PRECISION, ALIGNMENT, WIDE, DQ_SPLIT, PADDING, EVEN_K,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=("size_1", "size_2", "num_rows"))
