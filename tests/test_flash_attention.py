@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import math
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -880,6 +881,66 @@ def converted(head_dim: int, num_queries: int, transposed: bool) -> None:
 @pytest.mark.parametrize("head_dim", fa.SINGLE_PASS_HEAD_DIMS)
 def test_the_sums_of_the_single_pass_are_put_in_order(head_dim, num_queries, transposed, interpreted):
     interpreted(converted, head_dim, num_queries, transposed)
+
+
+def jointly(case: Case) -> None:
+    """Asserts that dK/dV and dQ have the same bits by one launch as by two."""
+    tensors, room, whole = draw(case, "cpu"), fa.INTERPRETED_ROOM, fa.Launch.__call__
+    results, launched = [], []
+
+    def noted(launch, *arguments):
+        launched[-1].append(launch.kernel)
+        whole(launch, *arguments)
+
+    for fa.INTERPRETED_ROOM in (room, 0):
+        fa._plan_backward.cache_clear()
+        launched.append([])
+        with mock.patch.object(fa.Launch, "__call__", noted):
+            results.append(ours(case, "triton", tensors))
+    fa.INTERPRETED_ROOM = room
+    fa._plan_backward.cache_clear()
+    apart = [fa.flash_attention_bwd_dkdv_kernel, fa.flash_attention_bwd_dq_kernel]
+    assert launched[0][-1:] == [fa.flash_attention_bwd_kernel] and launched[1][-2:] == apart
+    assert all(torch.equal(results[0][name], results[1][name]) for name in ("dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((1, 2, 2, 50, 40, 16), causal=True),
+        Case((1, 2, 1, 30, 60, 72), window=(20, 5)),
+        Case((1, 1, 1, 40, 40, 33), precision="bf16x6"),
+    ],
+    ids=["causal", "grouped, window", "thirds"],
+)
+def test_few_programs_are_launched_at_once(case, interpreted):
+    interpreted(jointly, case)
+
+
+VIEWS = {
+    "dense": ((2, 3, 5, 64), lambda x: x),
+    "heads inside": ((2, 5, 3, 33), lambda x: x.transpose(1, 2)),
+    "columns of a packed batch": ((7, 2, 80), lambda x: x[:, :, 3:]),
+    "expanded": ((1, 1, 40, 16), lambda x: x.expand(2, 3, 40, 16)),
+}
+
+
+def in_thirds(view: str) -> None:
+    """Asserts that a tensor's thirds have 8 bits each and sum to it, to the bit."""
+    shape, viewed = VIEWS[view]
+    seed = torch.Generator().manual_seed(0)
+    powers = torch.exp2(torch.randint(-40, 40, shape, generator=seed).float())
+    x = viewed(torch.randn(shape, generator=seed) * powers)
+    with poisoned_outputs():
+        thirds = fa._thirds(fa._layout(x))(x)
+    parts = thirds.unflatten(-1, (3, -1))[..., : x.shape[-1]]
+    assert torch.equal(parts.bfloat16().float(), parts), "a third does not fit in bf16"
+    assert torch.equal(parts.double().sum(-2), x.double())
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_three_thirds_are_the_whole(view, interpreted):
+    interpreted(in_thirds, view)
 
 
 def compiled(impl: str) -> None:
