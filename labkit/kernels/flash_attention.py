@@ -45,6 +45,7 @@ from labkit.kernels.flash_attention_triton import (
     STATISTICS_PADDING,
     AttentionConfig,
     TileConfig,
+    attention_thirds_kernel,
     flash_attention_bwd_delta_kernel,
     flash_attention_bwd_dkdv_kernel,
     flash_attention_bwd_dq_kernel,
@@ -53,7 +54,6 @@ from labkit.kernels.flash_attention_triton import (
     select_config,
     split_head_dim,
     third_elements,
-    thirds_kernel,
 )
 from labkit.kernels.launch import REMEMBERED, Launch
 from labkit.kernels.splits import combine, empty_lse, empty_parts, num_multiprocessors, num_splits_of, row_elements
@@ -375,7 +375,7 @@ def _thirds(x: _Layout) -> _Thirds:
     num_rows = math.prod(shape)
     numbers = (*(0,) * missing, *x.strides, *((1,) * missing + tuple(shape))[1:], num_rows)
     flags = {"HEAD_DIM": head_dim, "PADDED_D": triton.next_power_of_2(head_dim), "BLOCK": THIRDS_BLOCK}
-    return _Thirds(Launch(thirds_kernel, (triton.cdiv(num_rows, THIRDS_BLOCK),), flags, numbers), layout)
+    return _Thirds(Launch(attention_thirds_kernel, (triton.cdiv(num_rows, THIRDS_BLOCK),), flags, numbers), layout)
 
 
 class _ForwardPlan(NamedTuple):

@@ -356,7 +356,7 @@ def _load(
     ptr, offsets, row_mask, cols,
     HEAD_DIM: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile as an operand; of its thirds where they lie one after another in a row, as `thirds_kernel` puts them."""
+    """A tile as an operand: its one part, or its thirds, which `attention_thirds_kernel` puts behind each other."""
     tile = _load_part(ptr, offsets, row_mask, cols, HEAD_DIM, MASK_ROWS, MASK_COLS)
     if PRECISION == "bf16x6":
         THIRD: tl.constexpr = (HEAD_DIM + 7) // 8 * 8  # `third_elements`
@@ -961,7 +961,7 @@ def flash_attention_bwd_kernel(
 
 
 @triton.jit(do_not_specialize=("size_1", "size_2", "num_rows"))
-def thirds_kernel(
+def attention_thirds_kernel(
     x_ptr, thirds_ptr, stride_0, stride_1, stride_2, stride_d, size_1, size_2, num_rows,
     HEAD_DIM: tl.constexpr, PADDED_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
