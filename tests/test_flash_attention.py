@@ -918,24 +918,36 @@ def test_few_programs_are_launched_at_once(case, interpreted):
 
 
 VIEWS = {
-    "dense": ((2, 3, 5, 64), lambda x: x),
-    "heads inside": ((2, 5, 3, 33), lambda x: x.transpose(1, 2)),
-    "columns of a packed batch": ((7, 2, 80), lambda x: x[:, :, 3:]),
-    "expanded": ((1, 1, 40, 16), lambda x: x.expand(2, 3, 40, 16)),
+    "dense": ((2, 3, 5, 64), (2, 3, 9, 64), lambda x: x),
+    "heads inside, grouped": ((2, 5, 4, 33), (2, 9, 2, 33), lambda x: x.transpose(1, 2)),
+    "columns of a packed batch": ((7, 2, 80), (11, 2, 80), lambda x: x[:, :, 3:]),
+    "expanded": ((1, 1, 40, 16), (1, 1, 20, 16), lambda x: x.expand(2, 3, *x.shape[2:])),
 }
 
 
 def in_thirds(view: str) -> None:
     """Asserts that a tensor's thirds have 8 bits each and sum to it, to the bit."""
-    shape, viewed = VIEWS[view]
+    query_shape, key_shape, viewed = VIEWS[view]
     seed = torch.Generator().manual_seed(0)
-    powers = torch.exp2(torch.randint(-40, 40, shape, generator=seed).float())
-    x = viewed(torch.randn(shape, generator=seed) * powers)
-    with poisoned_outputs():
-        thirds = fa._thirds(fa._layout(x))(x)
-    parts = thirds.unflatten(-1, (3, -1))[..., : x.shape[-1]]
-    assert torch.equal(parts.bfloat16().float(), parts), "a third does not fit in bf16"
-    assert torch.equal(parts.double().sum(-2), x.double())
+
+    def drawn(shape):
+        powers = torch.exp2(torch.randint(-40, 40, shape, generator=seed).float())
+        return viewed(torch.randn(shape, generator=seed) * powers)
+
+    tensors = [drawn(shape) for shape in (query_shape, key_shape, key_shape, query_shape)]
+    packed = len(query_shape) == 3
+    for count in (3, 4):
+        cut = fa._thirds(tuple(map(fa._layout, tensors[:count])), packed)
+        with poisoned_outputs():
+            thirds = cut(*tensors[:count], *(None,) * (4 - count))
+        assert thirds[count:] == (None,) * (4 - count)
+        for x, room, layout in zip(tensors, thirds, cut.layouts, strict=False):
+            row = layout.strides[2]
+            parts = room.as_strided((*layout.shape[:3], row), layout.strides).unflatten(-1, (3, -1))
+            parts = parts[..., : x.shape[-1]]
+            assert torch.equal(parts.bfloat16().float(), parts), "a third does not fit in bf16"
+            whole = x.transpose(0, 1).unsqueeze(0) if packed else x
+            assert torch.equal(parts.double().sum(-2), whole.double())
 
 
 @pytest.mark.parametrize("view", VIEWS)

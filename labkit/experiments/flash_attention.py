@@ -38,7 +38,7 @@ from labkit.experiments.sweep import SESSION_SECTION, Case, Measured, PhaseRun, 
 from labkit.kernels import flash_attention as labkit_flash
 from labkit.kernels.attention import OUR_OPTIONS, attention, unavailable_reason, what_runs
 from labkit.kernels.flash_attention_tiled import tiled_attention_backward, tiled_attention_forward
-from labkit.kernels.flash_attention_triton import INTERPRETER_CONFIG, AttentionConfig, TileConfig, select_config
+from labkit.kernels.flash_attention_triton import TileConfig
 from labkit.kernels.reference import attention_reference
 from labkit.kernels.weighted_sum import weighted_sum
 from labkit.measure.timing import GRAPH_REPLAY_MS, Comparison, Timing, compare, synchronize, time_callable
@@ -634,16 +634,10 @@ def _products(impl: str, like: Tensor) -> str | None:
     return labkit_flash.resolve_precision(like, options.get("precision", "auto"))
 
 
-def _shipped_tiles(impl: str, like: Tensor, causal: bool) -> AttentionConfig:
-    if not like.is_cuda:
-        return INTERPRETER_CONFIG
-    major, minor = torch.cuda.get_device_capability(like.device)
-    return select_config(like.shape[-1], like.dtype, causal, 10 * major + minor, _products(impl, like))
-
-
 def _tile_metrics(impl: str, like: Tensor, causal: bool) -> dict[str, int]:
     """Returns rows of the query and key tiles of the three Triton kernels."""
-    tiles = _shipped_tiles(impl, like, causal)
+    precision = OUR_OPTIONS[impl].get("precision", "auto")
+    tiles = labkit_flash.resolve_tiles(like, like, causal=causal, precision=precision)
     return {
         f"{kernel}_{side}": getattr(getattr(tiles, kernel), side)
         for kernel in ("forward", "dkdv", "dq")
@@ -797,7 +791,7 @@ def _measure_tile(device: hardware.Device, case: Case, ceilings: dict[str, float
     shape = Rivalry(**{field.name: p[field.name] for field in dataclasses.fields(Rivalry)})
     problem = _problem(device, shape, p["precision"])
     q_BHSD, k_BHSD, v_BHSD = (x.detach() for x in problem.inputs)
-    shipped = _shipped_tiles("triton", q_BHSD, shape.causal)
+    shipped = labkit_flash.resolve_tiles(q_BHSD, k_BHSD, causal=shape.causal)
     tile = TileConfig(p["block_q"], p["block_k"], p["num_warps"], p["num_stages"])
     run = functools.partial(
         labkit_flash.flash_attention_forward,

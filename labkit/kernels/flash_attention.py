@@ -52,6 +52,7 @@ from labkit.kernels.flash_attention_triton import (
     flash_attention_bwd_kernel,
     flash_attention_fwd_kernel,
     select_config,
+    select_joint_config,
     split_head_dim,
     third_elements,
 )
@@ -62,8 +63,13 @@ MAX_HEAD_DIM = 256
 IMPLS = ("auto", "gluon", "triton", "tiled")
 PRECISIONS = ("auto", "ieee", "tf32x3", "bf16x6", "tf32")
 PRODUCTS_HEAD_DIM = 128  # up to which several products on the tensor cores make one of fp32
+# From how many queries of all heads, by widest head dimension, cutting operands into thirds takes a Hopper GPU less
+# time than it gains, and from how many of one: few queries read their keys once, and cutting those is no less.
+THIRDS_FROM = ((32, 4096), (96, 2048), (PRODUCTS_HEAD_DIM, 1024))
+THIRDS_QUERIES = 256
 THIRDS_BLOCK = 16
 INTERPRETED_ROOM = 8  # programs that count as running at once where kernels are interpreted
+JOINT_UNTIL = 1024  # queries and keys; longer walks are shared among programs
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILED_DTYPES = (*TRITON_DTYPES, torch.float64)
 GLUON_DTYPES = (torch.bfloat16, torch.float16)
@@ -237,6 +243,9 @@ def _capability(device_index: int) -> int:
     return 10 * major + minor
 
 
+_capability._dynamo_marked_constant = True
+
+
 def _config(layouts: tuple[_Layout, ...], problem: _Problem, precision: str, device: torch.device) -> AttentionConfig:
     if device.type != "cuda":
         return INTERPRETER_CONFIG
@@ -244,6 +253,32 @@ def _config(layouts: tuple[_Layout, ...], problem: _Problem, precision: str, dev
     masked = problem.left >= 0 or problem.right >= 0
     aligned = _alignment(*layouts) > 1
     return select_config(problem.head_dim, layouts[0].dtype, masked, _capability(device.index), precision, aligned)
+
+
+def _joint_programs(problem: _Problem, dkdv: TileConfig, dq: TileConfig) -> tuple[int, int]:
+    key_tiles, query_tiles = triton.cdiv(problem.max_keys, dkdv.block_k), triton.cdiv(problem.max_queries, dq.block_q)
+    return (
+        key_tiles * problem.num_key_heads * problem.num_batches,
+        query_tiles * problem.num_heads * problem.num_batches,
+    )
+
+
+def _joint_tiles(
+    layouts: tuple[_Layout, ...], problem: _Problem, precision: str, device: torch.device
+) -> tuple[TileConfig, TileConfig] | None:
+    """Returns the tiles of "dkdv" and "dq" as one launch, None where there are none or not all programs have room.
+
+    Few programs leave most of a device idle, and take as long as the longest of them: tiles of few own rows then.
+    """
+    if problem.packed or max(problem.max_queries, problem.max_keys) > JOINT_UNTIL:
+        return None
+    if device.type == "cuda":
+        aligned = _alignment(*layouts) > 1
+        capability, room = _capability(device.index), num_multiprocessors(device.index)
+        tiles = select_joint_config(problem.head_dim, layouts[0].dtype, capability, precision, aligned)
+    else:
+        tiles, room = (INTERPRETER_CONFIG.dkdv, INTERPRETER_CONFIG.dq), INTERPRETED_ROOM
+    return tiles if tiles and sum(_joint_programs(problem, *tiles)) <= room else None
 
 
 def _tma_ready(x: Tensor) -> Tensor:
@@ -353,35 +388,47 @@ def _walks(
 
 
 class _Thirds(NamedTuple):
-    """The launch that cuts an fp32 tensor into thirds, and the layout that the kernels find them in."""
+    """The launch that cuts fp32 tensors into thirds, and the layouts that the kernels find them in."""
 
     launch: Launch
-    layout: _Layout
+    layouts: tuple[_Layout, ...]
+    sizes: tuple[int, ...]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        *shape, head_dim = self.layout.shape
-        thirds = torch.empty((*shape, 3 * third_elements(head_dim)), dtype=self.layout.dtype, device=x.device)
-        self.launch(x, thirds)
+    def __call__(self, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Returns the thirds of q, k, v and grad_out, None for None, as vectors: the kernels go by the layouts."""
+        room = torch.empty(sum(self.sizes), dtype=self.layouts[0].dtype, device=tensors[0].device).split(self.sizes)
+        thirds = (*room, None)[:4]
+        self.launch(*tensors, *thirds)
         return thirds
 
 
-def _thirds(x: _Layout) -> _Thirds:
-    """Returns how a tensor is cut; interpreted kernels keep the thirds in fp32, of which they can multiply."""
-    *shape, head_dim = x.shape
-    row = 3 * third_elements(head_dim)
-    strides = (*(row * math.prod(shape[axis + 1 :]) for axis in range(len(shape))), 1)
-    layout = _Layout(x.shape, strides, torch.float32 if IS_INTERPRETED else torch.bfloat16, True)
-    missing = 3 - len(shape)
-    num_rows = math.prod(shape)
-    numbers = (*(0,) * missing, *x.strides, *((1,) * missing + tuple(shape))[1:], num_rows)
+def _thirds(tensors: tuple[_Layout, ...], packed: bool) -> _Thirds:
+    """Returns how q, k, v and, where there are four, grad_out are cut.
+
+    Interpreted kernels keep the thirds in fp32, of which they can multiply.
+    """
+    dtype = torch.float32 if IS_INTERPRETED else torch.bfloat16
+    whole = tuple(x.as_4d(packed) for x in tensors)
+    row = 3 * third_elements(whole[0].shape[-1])
+    layouts = []
+    for x in whole:
+        batch, heads, length, head_dim = x.shape
+        strides = (0 if packed else heads * length * row, length * row, row, 1)
+        layouts.append(_Layout((batch, heads, length, head_dim), strides, dtype, True))
+    (batch, num_heads, num_queries, head_dim), (num_key_heads, num_keys) = whole[0].shape, whole[1].shape[1:3]
+    rows = [math.prod(x.shape[:3]) for x in whole]
+    strides = _strides(*(*whole, whole[0])[:4])
+    numbers = (*strides, num_heads, num_key_heads, num_queries, num_keys, *rows[:2])
     flags = {"HEAD_DIM": head_dim, "PADDED_D": triton.next_power_of_2(head_dim), "BLOCK": THIRDS_BLOCK}
-    return _Thirds(Launch(attention_thirds_kernel, (triton.cdiv(num_rows, THIRDS_BLOCK),), flags, numbers), layout)
+    grid = (triton.cdiv(max(rows), THIRDS_BLOCK), len(tensors))
+    launch = Launch(attention_thirds_kernel, grid, flags, numbers)
+    return _Thirds(launch, tuple(layouts), tuple(n * row for n in rows))
 
 
 class _ForwardPlan(NamedTuple):
     """The launch of a forward kernel, what cuts its inputs into thirds, and the room for its results."""
 
-    thirds: tuple[_Thirds, ...]
+    thirds: _Thirds | None
     launch: Launch
     num_splits: int
     out: _Layout
@@ -404,9 +451,9 @@ def _plan_forward(
 ) -> _ForwardPlan:
     packed = packing is not None
     problem = _problem(q, k, left, right, packing)
-    thirds = tuple(_thirds(x) for x in (q, k, v)) if precision == "bf16x6" else ()
-    loaded = tuple(x.layout for x in thirds) or (q, k, v)
-    layouts = tuple(x.as_4d(packed) for x in (*loaded, q.dense()))
+    thirds = _thirds((q, k, v), packed) if precision == "bf16x6" else None
+    loaded = thirds.layouts if thirds else tuple(x.as_4d(packed) for x in (q, k, v))
+    layouts = (*loaded, q.dense().as_4d(packed))
     tile = (config or _config(layouts, problem, precision, device)).forward
     num_walks, num_splits = _walks(problem, tile, "forward", device, q.dtype, num_splits)
     operands = (*layouts[:3], _result(layouts[3], num_splits))
@@ -463,13 +510,13 @@ def flash_attention_forward(
         return out, lse
     packing = _packing(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     layouts = (_layout(q), _layout(k), _layout(v))
-    precision = resolve_precision(q, precision)
+    precision = resolve_precision(q, precision, packed=packing is not None)
     plan = _plan_forward(*layouts, q.device, packing, scale, left, right, precision, config, num_splits)
     out = _empty(plan.out, q)
     lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
     with _on_device_of(q):
         if plan.thirds:
-            q, k, v = (cut(x) for cut, x in zip(plan.thirds, (q, k, v), strict=True))
+            q, k, v, _ = plan.thirds(q, k, v, None)
         if plan.num_splits == 1:
             plan.launch(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
         else:
@@ -571,7 +618,8 @@ def _gradient_launch(
         flags["SPLIT"] = tile.split and num_splits == 1
         flags["EVEN_Q"] = not problem.packed and problem.max_queries % tile.block_q == 0
     else:
-        flags |= {"first_program": None, **_key_walk_flags(problem, tile, num_splits)}
+        flags |= _key_walk_flags(problem, tile, num_splits)
+    flags["first_program"] = None
     function = flash_attention_bwd_dkdv_kernel if is_dkdv else flash_attention_bwd_dq_kernel
     return _GradientLaunch(Launch(function, (num_walks * num_splits,), flags, numbers), num_splits)
 
@@ -584,26 +632,18 @@ def _joint_launch(
     device: torch.device,
     scale: float,
     precision: str,
-    config: AttentionConfig,
-    num_splits: int | None,
 ) -> Launch | None:
-    """Returns one launch of "dkdv" and "dq" where both have room at once, else None; it writes the gradients of q last.
-
-    Few programs leave most of a device idle, and take as long as the longest of them.
-    """
-    dkdv, dq = config.dkdv, config.dq
-    if problem.packed or dkdv.num_warps != dq.num_warps:
-        return None
-    options = (device, inputs[0].dtype, num_splits)
-    programs, splits = zip(_walks(problem, dkdv, "dkdv", *options), _walks(problem, dq, "dq", *options), strict=True)
-    room = num_multiprocessors(device.index) if device.type == "cuda" else INTERPRETED_ROOM
-    if sum(programs) > room or splits != (1, 1):
-        return None
+    """Returns one launch of "dkdv" and "dq", None where `_joint_tiles` has none; it writes the gradients of q last."""
     operands = (*inputs, *grads[1:], grads[0])
+    tiles = _joint_tiles(operands, problem, precision, device)
+    if tiles is None:
+        return None
+    dkdv, dq = tiles
+    num_dkdv, num_dq = _joint_programs(problem, *tiles)
     numbers = (
         *_strides(*operands),
         *statistics_strides,
-        programs[0],
+        num_dkdv,
         problem.num_heads,
         problem.num_key_heads,
         problem.num_heads // problem.num_key_heads,
@@ -615,11 +655,11 @@ def _joint_launch(
         problem.right,
     )
     shared = _kernel_flags(operands, problem, dkdv, precision, 1)
+    names = ("HEAD_DIM", "BLOCK_D", "TAIL_D", "HAS_LEFT", "HAS_RIGHT", "PRECISION", "ALIGNMENT", "num_warps")
     key_walk = _key_walk_flags(problem, dq, 1)
     longest = max(dkdv.block_q, dkdv.block_k, dq.block_q, dq.block_k)
     flags = {
-        **{name: shared[name] for name in ("HEAD_DIM", "BLOCK_D", "TAIL_D", "HAS_LEFT", "HAS_RIGHT", "PRECISION")},
-        **{name: shared[name] for name in ("ALIGNMENT", "num_warps")},
+        **{name: shared[name] for name in names},
         "WIDE": _is_wide(operands, longest, problem.head_dim),
         "DKDV_BLOCK_Q": dkdv.block_q,
         "DKDV_BLOCK_K": dkdv.block_k,
@@ -630,16 +670,16 @@ def _joint_launch(
         "PADDING": STATISTICS_PADDING,
         "EVEN_Q": problem.max_queries % dkdv.block_q == 0,
         "EVEN_K": key_walk["EVEN_K"],
-        "num_stages": min(dkdv.num_stages, dq.num_stages),
+        "num_stages": dkdv.num_stages,
     }
-    return Launch(flash_attention_bwd_kernel, (sum(programs),), flags, numbers)
+    return Launch(flash_attention_bwd_kernel, (num_dkdv + num_dq,), flags, numbers)
 
 
 class _BackwardPlan(NamedTuple):
     """The launches of a backward, what cuts its inputs into thirds, and the room for gradients and row statistics."""
 
     copies_grad_out: bool
-    thirds: tuple[_Thirds, ...]
+    thirds: _Thirds | None
     grads: tuple[_Layout, ...]
     statistics: tuple[int, ...]
     delta: Launch
@@ -668,10 +708,10 @@ def _plan_backward(
     packed = packing is not None
     problem = _problem(q, k, left, right, packing)
     grads = tuple(x.dense() for x in (q, k, v))
-    thirds = tuple(_thirds(x) for x in (q, k, v, grad_out)) if precision == "bf16x6" else ()
-    loaded = tuple(x.layout for x in thirds) or (q, k, v, grad_out)
-    inputs = tuple(x.as_4d(packed) for x in loaded)
+    thirds = _thirds((q, k, v, grad_out), packed) if precision == "bf16x6" else None
+    inputs = thirds.layouts if thirds else tuple(x.as_4d(packed) for x in (q, k, v, grad_out))
     grads_4d = tuple(x.as_4d(packed) for x in grads)
+    is_asked_for = config is not None or num_splits is not None
     config = config or _config((*inputs, *grads_4d), problem, precision, device)
     num_sets, num_heads, num_rows = _statistics_shape(q, problem)
     # The statistics of a packed batch are one set.
@@ -683,10 +723,25 @@ def _plan_backward(
         grads=grads,
         statistics=(2, num_sets, num_heads, num_rows),
         delta=_delta_launch(out, grad_out, lse, problem, statistics_strides),
-        joint=_joint_launch(inputs, grads_4d, *options, config, num_splits),
+        joint=None if is_asked_for else _joint_launch(inputs, grads_4d, *options),
         dkdv=_gradient_launch("dkdv", inputs, grads_4d[1:], *options, config.dkdv, num_splits),
         dq=_gradient_launch("dq", inputs, grads_4d[:1], *options, config.dq, num_splits),
     )
+
+
+def resolve_tiles(q: Tensor, k: Tensor, *, causal: bool, precision: str = "auto") -> AttentionConfig:
+    """Returns the tiles that the Triton kernels run with: what a record should name.
+
+    Args:
+        q, k: (B, H, S, D) or (B, S, D), dense.
+        precision: as `flash_attention` takes it.
+    """
+    layouts = (_layout(q), _layout(k))
+    problem = _problem(*layouts, -1, 0 if causal else -1, None)
+    precision = resolve_precision(q, precision)
+    tiles = _config(layouts, problem, precision, q.device)
+    dkdv, dq = _joint_tiles(layouts, problem, precision, q.device) or (tiles.dkdv, tiles.dq)
+    return dataclasses.replace(tiles, dkdv=dkdv, dq=dq)
 
 
 def resolve_backward(q: Tensor, k: Tensor, impl: str, *, causal: bool, deterministic: bool = True) -> str:
@@ -746,7 +801,7 @@ def flash_attention_backward(
     if kernels is not None and kernels not in GLUON_BACKWARDS:
         raise ValueError(f"kernels must be None or one of {_names(map(repr, GLUON_BACKWARDS))}; got {kernels!r}")
     packing = _packing(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    precision = resolve_precision(q, precision)
+    precision = resolve_precision(q, precision, packed=packing is not None)
     layouts = (_layout(q), _layout(k), _layout(v), _layout(out), _layout(lse))
     options = (q.device, packing, scale, left, right, precision, config, num_splits)
     plan = _plan_backward(_layout(grad_out), *layouts, *options)
@@ -772,7 +827,7 @@ def flash_attention_backward(
                 return grads
         inputs = (q, k, v, grad_out)
         if plan.thirds:
-            inputs = tuple(cut(x) for cut, x in zip(plan.thirds, inputs, strict=True))
+            inputs = plan.thirds(*inputs)
         inputs = (*inputs, lse_log2, delta)
         if plan.joint is not None:
             plan.joint(*inputs, *grads[1:], grads[0])
@@ -835,15 +890,21 @@ def resolve_impl(q: Tensor, impl: str = "auto", *, left: int = -1, right: int = 
     return impl
 
 
-def resolve_precision(q: Tensor, precision: str = "auto") -> str:
+def resolve_precision(q: Tensor, precision: str = "auto", *, packed: bool = False) -> str:
     """Returns the products that the Triton kernels run in fp32, of PRECISIONS but "auto": what a record should name.
 
     Raises ValueError for a name that is none of PRECISIONS.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {_names(PRECISIONS)}; got {precision!r}")
-    if q.shape[-1] > PRODUCTS_HEAD_DIM and precision in ("auto", "tf32x3", "bf16x6"):
+    head_dim = q.shape[-1]
+    if head_dim > PRODUCTS_HEAD_DIM and precision in ("auto", "tf32x3", "bf16x6"):
         return "ieee"
+    if precision == "auto" and q.dtype == torch.float32 and q.is_cuda and _capability(q.device.index) == 90:
+        num_queries = q.shape[0] if packed else q.shape[-2]
+        least = next(rows for widest, rows in THIRDS_FROM if head_dim <= widest)
+        if num_queries >= THIRDS_QUERIES and q.numel() >= least * head_dim:
+            return "bf16x6"
     if precision == "auto" or (precision == "bf16x6" and q.dtype != torch.float32):
         return "tf32x3"
     return precision
@@ -928,7 +989,7 @@ def _resolve(
         raise TypeError(f"deterministic must be True or False; got {type(deterministic).__name__}")
     left, right = _check_window(window, causal)
     impl = resolve_impl(q, impl, left=left, right=right, packed=packed)
-    precision = resolve_precision(q, precision)
+    precision = resolve_precision(q, precision, packed=packed)
     return _check_scale(scale, q.shape[-1]), left, right, precision, impl, deterministic
 
 
@@ -1250,9 +1311,10 @@ def flash_attention(
             waits for it, once per tensor.
         window: how many keys a query sees to each side of its own on the diagonal, or (left, right); −1 is no limit.
         precision: of products of fp32: "ieee" on the CUDA cores; "tf32x3", three products on the tensor cores for one,
-            which hold 22 bits; "bf16x6", six products of bf16 thirds, which hold 24; "tf32", one of 11 bits, outside
-            the error budget of fp32; "auto", which is "tf32x3". Past d 128 all but "tf32" are "ieee". "triton" only;
-            nothing else changes with it.
+            which hold 22 bits; "bf16x6", six products of bf16 thirds, which hold 24 and take half as much memory again
+            as q, k, v and the gradient of the output; "tf32", one of 11 bits, outside the error budget of fp32; "auto",
+            "bf16x6" on Hopper where queries are many, else "tf32x3". Past d 128 all but "tf32" are "ieee". "triton"
+            only; nothing else changes with it.
         impl: "gluon" (Hopper), "triton" (CUDA), "tiled" (plain PyTorch, any device) or "auto"; see `resolve_impl`.
         deterministic: whether gradients are equal bit for bit between runs. False lets a Hopper GPU add the shares of
             q's gradient in the order in which they come, which takes 2 to 6 % less time where heads are many and up

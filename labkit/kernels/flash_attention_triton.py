@@ -167,13 +167,22 @@ _TF32X3_NARROW = {
     ),
 }
 
-# Six bf16 products for one: thirds of every operand, cut beforehand, take 1.5 times the shared memory of fp32.
+# Six bf16 products for one: thirds of every operand, cut beforehand, take 1.5 times the shared memory of fp32, and P
+# and dS alone are cut in registers. A tail's loads are in flight (two stages): with one stage it is put into shared
+# memory from registers, and triton 3.6 computes wrongly with it (seen at 72 and 80). With tails dK/dV spills up to 200
+# bytes, and is faster than tiles of 128 keys that do not.
 _BF16X6 = {
-    (16, 32, 64): (TileConfig(128, 64, 8, 2), TileConfig(32, 128, 8, 2, split=False), TileConfig(128, 64, 8, 1)),
-    (80,): (TileConfig(128, 64, 8, 2), TileConfig(32, 128, 8, 2, split=False), TileConfig(128, 64, 8, 1, split=False)),
-    (96, 128): (
+    (16, 32): (TileConfig(64, 64, 4, 3), TileConfig(64, 64, 4, 2), TileConfig(64, 64, 4, 2)),
+    (64,): (TileConfig(64, 64, 4, 3), TileConfig(32, 64, 4, 2), TileConfig(128, 64, 8, 2)),
+    (80,): (
+        TileConfig(64, 64, 4, 3, split=False),
+        TileConfig(64, 64, 4, 2, split=False),
+        TileConfig(64, 64, 4, 2),
+    ),
+    (96,): (TileConfig(128, 64, 8, 2), TileConfig(64, 64, 4, 2, split=False), TileConfig(64, 64, 4, 2)),
+    (128,): (
         TileConfig(128, 32, 8, 2, split=False),
-        TileConfig(32, 64, 4, 1, split=False),
+        TileConfig(32, 64, 4, 2, split=False),
         TileConfig(64, 32, 4, 2, split=False),
     ),
 }
@@ -183,11 +192,28 @@ _BF16X6_NARROW = {
         TileConfig(32, 32, 4, 1, split=False),
         TileConfig(32, 32, 4, 1, split=False),
     ),
-    (80, 96, 128): (
+    (80, 96): (
+        TileConfig(32, 32, 4, 2, split=False),
+        TileConfig(16, 32, 4, 2, split=False),
+        TileConfig(32, 16, 4, 2, split=False),
+    ),
+    (128,): (
         TileConfig(32, 32, 4, 1, split=False),
         TileConfig(16, 32, 4, 1, split=False),
         TileConfig(32, 16, 4, 1, split=False),
     ),
+}
+
+# dK/dV and dQ in one launch, where all programs run at once: own rows are few, so that programs are many.
+_JOINT_16_BIT = {
+    (16, 64): (TileConfig(128, 32, 4, 2, split=False), TileConfig(32, 64, 4, 2, split=False)),
+    (32,): (TileConfig(64, 32, 4, 2, split=False), TileConfig(32, 64, 4, 2)),
+    (80,): (TileConfig(64, 64, 4, 2, split=False), TileConfig(64, 64, 4, 2)),
+    (96,): (TileConfig(32, 64, 4, 2, split=False), TileConfig(64, 64, 4, 2)),
+    (128,): (TileConfig(64, 32, 4, 2, split=False), TileConfig(64, 64, 4, 2, split=False)),
+}
+_JOINT_TF32X3 = {
+    (16, 32, 64, 80, 96, 128): (TileConfig(32, 32, 4, 1, split=False), TileConfig(32, 32, 4, 1, split=False)),
 }
 
 CONFIGS: dict[tuple[str, str, int, bool], AttentionConfig] = {
@@ -204,6 +230,14 @@ CONFIGS: dict[tuple[str, str, int, bool], AttentionConfig] = {
     **_table("generic", "tf32", _TF32_NARROW),
 }
 """The shipped tiles by (family of devices, kind of arithmetic, width, causal); see `select_config`."""
+
+JOINT_CONFIGS: dict[tuple[str, int], tuple[TileConfig, TileConfig]] = {
+    (kind, width): tiles
+    for kind, rows in (("16-bit", _JOINT_16_BIT), ("tf32x3", _JOINT_TF32X3))
+    for widths, tiles in rows.items()
+    for width in widths
+}
+"""The shipped tiles of dK/dV and dQ in one launch on Hopper, by (kind of arithmetic, width)."""
 
 # Several tiles and every loop within lengths that the interpreter gets through.
 INTERPRETER_CONFIG = AttentionConfig(TileConfig(32, 16, 4, 1), TileConfig(16, 32, 4, 1), TileConfig(32, 16, 4, 1))
@@ -257,14 +291,30 @@ def select_config(
         precision: of fp32; "tf32x3" and "bf16x6" up to head dimension 128.
         aligned: whether every row of every tensor starts on a 16-byte boundary.
     """
-    kind = "16-bit" if dtype.itemsize == 2 and precision != "bf16x6" else precision
     family = "hopper" if capability == 90 else "generic"
-    return CONFIGS[family, kind, tile_width(head_dim, aligned), causal]
+    return CONFIGS[family, _kind(dtype, precision), tile_width(head_dim, aligned), causal]
+
+
+def _kind(dtype: torch.dtype, precision: str) -> str:
+    """Thirds are 16 bits wide, but six products are not one."""
+    return "16-bit" if dtype.itemsize == 2 and precision != "bf16x6" else precision
+
+
+def select_joint_config(
+    head_dim: int, dtype: torch.dtype, capability: int, precision: str = "ieee", aligned: bool = True
+) -> tuple[TileConfig, TileConfig] | None:
+    """Returns the shipped tiles of dK/dV and dQ in one launch, None where there are none; arguments as above."""
+    if capability != 90:
+        return None
+    return JOINT_CONFIGS.get((_kind(dtype, precision), tile_width(head_dim, aligned)))
 
 
 # ---- kernels --------------------------------------------------------------------------------------------------
 
 LOG2_E = math.log2(math.e)
+
+# Whole causal walks that are put in order by their length: about two for each program that runs at once.
+SECTION_WALKS = tl.constexpr(512)
 
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them anew.
 LENGTHS = (
@@ -458,12 +508,19 @@ def _query_ranges(
 
 
 @triton.jit
-def _place(program, num_tiles, num_heads, num_splits, LONGEST_LAST: tl.constexpr, SPLIT_WALK: tl.constexpr):
+def _place(
+    first_program, num_tiles, num_heads, num_splits,
+    UNEQUAL: tl.constexpr, LONGEST_LAST: tl.constexpr, SPLIT_WALK: tl.constexpr,
+):  # fmt: skip
     """A program's tile, head, batch and share of the walk, and among the results of all shares that of its batch.
 
-    The longest walks start first, so that they do not end last: those of a causal head's last queries (LONGEST_LAST),
-    or of its first keys. Shares of all heads are in that order; whole walks head by head, whose keys stay in the cache.
+    UNEQUAL: the longest walks start first, so that they do not end last: those of a causal head's last queries
+    (LONGEST_LAST), or of its first keys. Shares of all heads are in that order; whole walks by sections of heads, whose
+    keys stay in the cache, and where all programs run at once (`first_program` is given) head by head.
     """
+    program = tl.program_id(0)
+    if first_program is not None:
+        program -= first_program
     if SPLIT_WALK:
         num_walks = tl.num_programs(0) // num_tiles
         tile = program // num_walks
@@ -473,10 +530,19 @@ def _place(program, num_tiles, num_heads, num_splits, LONGEST_LAST: tl.constexpr
         batch = walk // num_splits // num_heads
         result = share * (num_walks // num_splits // num_heads) + batch
     else:
-        tile = program % num_tiles
+        if UNEQUAL and first_program is None:
+            section = tl.cdiv(SECTION_WALKS, num_tiles)
+            first_head = program // (section * num_tiles) * section
+            heads = tl.minimum(section, tl.num_programs(0) // num_tiles - first_head)
+            place = program - first_head * num_tiles
+            tile = place // heads
+            head_total = first_head + place % heads
+        else:
+            tile = program % num_tiles
+            head_total = program // num_tiles
         share = 0
-        head = program // num_tiles % num_heads
-        batch = program // num_tiles // num_heads
+        head = head_total % num_heads
+        batch = head_total // num_heads
         result = batch
     if LONGEST_LAST:
         tile = num_tiles - 1 - tile
@@ -515,7 +581,9 @@ def flash_attention_fwd_kernel(
     SPLIT_WALK: of one of `num_splits` shares of their keys, each share's results after the last one's.
     """
     num_tiles = tl.cdiv(max_queries, BLOCK_Q)
-    tile, head, batch, share, result = _place(tl.program_id(0), num_tiles, num_heads, num_splits, HAS_RIGHT, SPLIT_WALK)
+    tile, head, batch, share, result = _place(
+        None, num_tiles, num_heads, num_splits, HAS_RIGHT and not HAS_LEFT, HAS_RIGHT, SPLIT_WALK
+    )
     first_q, num_queries = _sequence(cu_q_ptr, batch, max_queries, IS_PACKED)
     first_k, num_keys = _sequence(cu_k_ptr, batch, max_keys, IS_PACKED)
     q_begin = tile * BLOCK_Q
@@ -666,7 +734,7 @@ def flash_attention_bwd_dkdv_kernel(
     stride_dkb, stride_dkh, stride_dks, stride_dkd,
     stride_dvb, stride_dvh, stride_dvs, stride_dvd,
     stride_pb, stride_ph,
-    num_key_heads, group, max_queries, max_keys, scale_log2, scale, left, right, num_splits,
+    num_key_heads, group, max_queries, max_keys, scale_log2, scale, left, right, num_splits, first_program,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_PACKED: tl.constexpr, SPLIT_WALK: tl.constexpr,
@@ -676,9 +744,12 @@ def flash_attention_bwd_dkdv_kernel(
     """One program: ∂K and ∂V of BLOCK_K keys of one key head, over all queries of the head's group.
 
     SPLIT_WALK: over one of `num_splits` shares of the queries, each share's results after the last one's.
+    `first_program`: where not all programs of the launch are this kernel's, the first that is; None else.
     """
     num_tiles = tl.cdiv(max_keys, BLOCK_K)
-    tile, head, batch, share, result = _place(tl.program_id(0), num_tiles, num_key_heads, num_splits, False, SPLIT_WALK)
+    tile, head, batch, share, result = _place(
+        first_program, num_tiles, num_key_heads, num_splits, HAS_RIGHT and not HAS_LEFT, False, SPLIT_WALK
+    )
     first_q, num_queries = _sequence(cu_q_ptr, batch, max_queries, IS_PACKED)
     first_k, num_keys = _sequence(cu_k_ptr, batch, max_keys, IS_PACKED)
     k_begin = tile * BLOCK_K
@@ -808,15 +879,11 @@ def flash_attention_bwd_dq_kernel(
     PRECISION: tl.constexpr, ALIGNMENT: tl.constexpr, WIDE: tl.constexpr, SPLIT: tl.constexpr,
     PADDING: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """One program: ∂Q of BLOCK_Q queries of one head; SPLIT_WALK as in the forward kernel.
-
-    `first_program` is the number of the first of these programs, None for 0.
-    """
-    program = tl.program_id(0)
-    if first_program is not None:
-        program -= first_program
+    """One program: ∂Q of BLOCK_Q queries of one head; SPLIT_WALK and first_program as in the kernels above."""
     num_tiles = tl.cdiv(max_queries, BLOCK_Q)
-    tile, head, batch, share, result = _place(program, num_tiles, num_heads, num_splits, HAS_RIGHT, SPLIT_WALK)
+    tile, head, batch, share, result = _place(
+        first_program, num_tiles, num_heads, num_splits, HAS_RIGHT and not HAS_LEFT, HAS_RIGHT, SPLIT_WALK
+    )
     first_q, num_queries = _sequence(cu_q_ptr, batch, max_queries, IS_PACKED)
     first_k, num_keys = _sequence(cu_k_ptr, batch, max_keys, IS_PACKED)
     q_begin = tile * BLOCK_Q
@@ -941,7 +1008,7 @@ def flash_attention_bwd_kernel(
             stride_dkb, stride_dkh, stride_dks, stride_dkd,
             stride_dvb, stride_dvh, stride_dvs, stride_dvd,
             stride_pb, stride_ph,
-            num_key_heads, group, max_queries, max_keys, scale_log2, scale, left, right, 1,
+            num_key_heads, group, max_queries, max_keys, scale_log2, scale, left, right, 1, 0,
             HEAD_DIM, BLOCK_D, TAIL_D, DKDV_BLOCK_Q, DKDV_BLOCK_K, HAS_LEFT, HAS_RIGHT, False, False,
             PRECISION, ALIGNMENT, WIDE, DKDV_SPLIT, PADDING, EVEN_Q,
         )  # fmt: skip
@@ -960,23 +1027,52 @@ def flash_attention_bwd_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=("size_1", "size_2", "num_rows"))
-def attention_thirds_kernel(
-    x_ptr, thirds_ptr, stride_0, stride_1, stride_2, stride_d, size_1, size_2, num_rows,
+@triton.jit
+def _cut(
+    x_ptr, thirds_ptr, stride_b, stride_h, stride_s, stride_d, num_heads, length, num_rows,
     HEAD_DIM: tl.constexpr, PADDED_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The thirds of BLOCK rows of x, (size_0, size_1, size_2, HEAD_DIM) in fp32, dense: three in a row of 3 · THIRD."""
-    THIRD: tl.constexpr = (HEAD_DIM + 7) // 8 * 8
+    """Writes the thirds of BLOCK rows of x, (batch, heads, length, HEAD_DIM) of any strides, dense: three in a row."""
+    THIRD: tl.constexpr = (HEAD_DIM + 7) // 8 * 8  # `third_elements`
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    cols = tl.arange(0, PADDED_D)[None, :]
-    outer = (rows // size_2 // size_1).to(tl.int64) * stride_0 + (rows // size_2 % size_1).to(tl.int64) * stride_1
-    starts = outer + (rows % size_2).to(tl.int64) * stride_2
+    cols = tl.arange(0, PADDED_D)[None, :].to(tl.int64)
+    head = rows // length
+    starts = (head // num_heads).to(tl.int64) * stride_b + (head % num_heads).to(tl.int64) * stride_h
+    starts += (rows % length).to(tl.int64) * stride_s
     mask = (rows < num_rows)[:, None] & (cols < HEAD_DIM)
     high, middle, low = _thirds(tl.load(x_ptr + starts[:, None] + cols * stride_d, mask=mask, other=0.0))
     to = thirds_ptr + rows.to(tl.int64)[:, None] * (3 * THIRD) + cols
     tl.store(to, high.to(thirds_ptr.dtype.element_ty), mask=mask)
     tl.store(to + THIRD, middle.to(thirds_ptr.dtype.element_ty), mask=mask)
     tl.store(to + 2 * THIRD, low.to(thirds_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=("num_heads", "num_key_heads", "num_queries", "num_keys", "num_query_rows", "num_key_rows")
+)
+def attention_thirds_kernel(
+    q_ptr, k_ptr, v_ptr, grad_out_ptr, q_thirds_ptr, k_thirds_ptr, v_thirds_ptr, grad_out_thirds_ptr,
+    stride_qb, stride_qh, stride_qs, stride_qd,
+    stride_kb, stride_kh, stride_ks, stride_kd,
+    stride_vb, stride_vh, stride_vs, stride_vd,
+    stride_gb, stride_gh, stride_gs, stride_gd,
+    num_heads, num_key_heads, num_queries, num_keys, num_query_rows, num_key_rows,
+    HEAD_DIM: tl.constexpr, PADDED_D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Cuts fp32 operands into thirds for "bf16x6": the second dimension of the grid is which; no grad_out, three."""
+    which = tl.program_id(1)
+    if which == 0:
+        _cut(q_ptr, q_thirds_ptr, stride_qb, stride_qh, stride_qs, stride_qd, num_heads, num_queries, num_query_rows,
+             HEAD_DIM, PADDED_D, BLOCK)  # fmt: skip
+    elif which == 1:
+        _cut(k_ptr, k_thirds_ptr, stride_kb, stride_kh, stride_ks, stride_kd, num_key_heads, num_keys, num_key_rows,
+             HEAD_DIM, PADDED_D, BLOCK)  # fmt: skip
+    elif which == 2:
+        _cut(v_ptr, v_thirds_ptr, stride_vb, stride_vh, stride_vs, stride_vd, num_key_heads, num_keys, num_key_rows,
+             HEAD_DIM, PADDED_D, BLOCK)  # fmt: skip
+    elif grad_out_ptr is not None:
+        _cut(grad_out_ptr, grad_out_thirds_ptr, stride_gb, stride_gh, stride_gs, stride_gd,
+             num_heads, num_queries, num_query_rows, HEAD_DIM, PADDED_D, BLOCK)  # fmt: skip
 
 
 # What TRITON_INTERPRET said when this module was imported: interpreted kernels run on CPU tensors.
