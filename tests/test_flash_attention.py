@@ -610,6 +610,9 @@ def test_a_descriptor_is_what_triton_makes_of_the_tensor(shape):
         ((1, 16, 16, 16384, 128), False, True, None, "one pass"),
         ((1, 16, 16, 16384, 128), False, False, None, "one pass, unordered"),
         ((64, 16, 16, 256, 72), False, False, None, "two passes"),
+        ((64, 16, 16, 256, 64), False, True, None, "two passes"),
+        ((64, 16, 16, 256, 64), True, False, None, "one pass, unordered"),
+        ((16, 16, 16, 2048, 64), False, True, None, "one pass"),
         # Ordered programs of one head wait for one another.
         ((1, 1, 1, 32768, 64), True, True, None, "two passes"),
         ((1, 2, 2, 16384, 64), True, True, None, "two passes"),
@@ -885,19 +888,19 @@ def test_the_sums_of_the_single_pass_are_put_in_order(head_dim, num_queries, tra
 
 def jointly(case: Case) -> None:
     """Asserts that dK/dV and dQ have the same bits by one launch as by two."""
-    tensors, room, whole = draw(case, "cpu"), fa.INTERPRETED_ROOM, fa.Launch.__call__
+    tensors, most, whole = draw(case, "cpu"), fa.INTERPRETED_PROGRAMS, fa.Launch.__call__
     results, launched = [], []
 
     def noted(launch, *arguments):
         launched[-1].append(launch.kernel)
         whole(launch, *arguments)
 
-    for fa.INTERPRETED_ROOM in (room, 0):
+    for fa.INTERPRETED_PROGRAMS in (most, 0):
         fa._plan_backward.cache_clear()
         launched.append([])
         with mock.patch.object(fa.Launch, "__call__", noted):
             results.append(ours(case, "triton", tensors))
-    fa.INTERPRETED_ROOM = room
+    fa.INTERPRETED_PROGRAMS = most
     fa._plan_backward.cache_clear()
     apart = [fa.flash_attention_bwd_dkdv_kernel, fa.flash_attention_bwd_dq_kernel]
     assert launched[0][-1:] == [fa.flash_attention_bwd_kernel] and launched[1][-2:] == apart

@@ -205,8 +205,8 @@ def test_the_joint_launch_neither_spills_nor_serialises(head_dim, dtype, masked,
     assert spilled_bytes(log) <= JOINT_SPILL_LIMIT
     assert not SERIALISED.search(log), SERIALISED.search(log)
     assert compiled.metadata.shared <= SHARED_LIMIT[90]
-    # 32 rows are the other tensor cores' instruction: wgmma takes 64.
-    assert "mma.sync" in compiled.asm["ptx"]
+    # wgmma takes 64 rows; 32 are for the instruction of Ampere.
+    assert re.search(r"wgmma.mma_async|mma.sync", compiled.asm["ptx"])
 
 
 def test_tiles_of_the_joint_launch_have_one_number_of_warps_and_stages():
@@ -301,9 +301,9 @@ def test_every_shipped_tile_compiles_and_fits(capability, kind):
 
 # Every release of Triton since 3.6 loads and compiles these: a test of the one that is installed.
 HOPPER_KERNELS = {
-    "forward": (forward.hopper_fwd_kernel, forward.FORWARD, ("k_desc", "v_desc")),
-    "dkdv": (backward.hopper_bwd_dkdv_kernel, backward.DKDV, ("q_desc", "grad_out_desc")),
-    "dq": (backward.hopper_bwd_dq_kernel, backward.DQ, ("k_desc", "v_desc")),
+    "forward": (forward.hopper_fwd_kernel, (forward.FORWARD, forward.FORWARD_SHORT), ("k_desc", "v_desc")),
+    "dkdv": (backward.hopper_bwd_dkdv_kernel, (backward.DKDV, backward.DKDV_SHORT), ("q_desc", "grad_out_desc")),
+    "dq": (backward.hopper_bwd_dq_kernel, (backward.DQ, backward.DQ_SHORT), ("k_desc", "v_desc")),
 }
 
 
@@ -341,8 +341,10 @@ def compile_hopper_kernel(
     kernel: str, head_dim: int, dtype: str, *, causal: bool, even: bool = True, grouped=False, short=False, split=False
 ):
     """Returns (compiled kernel, what ptxas said) of a shipped configuration."""
-    function, table, walked = HOPPER_KERNELS[kernel]
-    tiles = (forward.FORWARD_SHORT if short else table)[head_dim]
+    function, tables, walked = HOPPER_KERNELS[kernel]
+    tiles = tables[short][head_dim]
+    if kernel != "forward":
+        tiles = backward._tiles(*tables, head_dim, backward.SHORT + (not short), causal)
     launch = hopper.launch_options(tiles.get("CONSUMERS", 2))
     tail = hopper.TAILS[head_dim]
     columns = {"D": 64 if tail else head_dim, "TAIL": tail}
@@ -398,14 +400,16 @@ def test_hopper_kernels_neither_spill_nor_serialise(head_dim, dtype, options, ke
         # A known shortfall: with tiles drawn from a counter ptxas of later releases moves 13 registers, not 12.
         request.applymarker(pytest.mark.xfail(strict=True, reason="104 bytes spilled; 96 are allowed"))
     compiled, log = compile_hopper_kernel(kernel, head_dim, dtype, **options)
-    assert spilled_bytes(log) <= (64 if options is OTHER else SPILL_LIMIT)
+    # Of dK/dV at 64 with two sets of own rows, two values.
+    limit = 16 if (kernel, head_dim, options["causal"]) == ("dkdv", 64, False) else 0
+    assert spilled_bytes(log) <= (64 if options is OTHER else max(limit, SPILL_LIMIT))
     assert not SERIALISED.search(log), SERIALISED.search(log)
     assert compiled.metadata.shared <= SHARED_LIMIT[90]
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"):
         assert instruction in compiled.asm["ptx"], instruction
     # No product is padded: 64 or 128 columns, and those of the tail.
     widths = {int(n) for n in re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k16", compiled.asm["ptx"])}
-    tiles, tail = HOPPER_KERNELS[kernel][1][head_dim], hopper.TAILS[head_dim]
+    tiles, tail = HOPPER_KERNELS[kernel][1][0][head_dim], hopper.TAILS[head_dim]
     columns = {64, tail} if tail else {head_dim}
     assert widths == columns | {tiles.get("BLOCK_K") or tiles["BLOCK_Q"]}
 
@@ -413,6 +417,14 @@ def test_hopper_kernels_neither_spill_nor_serialise(head_dim, dtype, options, ke
 def test_the_forward_of_short_sequences_neither_spills_nor_serialises():
     compiled, log = compile_hopper_kernel("forward", 64, "bf16", causal=False, even=False, short=True)
     assert spilled_bytes(log) <= 64
+    assert not SERIALISED.search(log), SERIALISED.search(log)
+    assert compiled.metadata.shared <= SHARED_LIMIT[90]
+
+
+@pytest.mark.parametrize("kernel", ["dkdv", "dq"])
+def test_the_backward_of_short_sequences_neither_spills_nor_serialises(kernel):
+    compiled, log = compile_hopper_kernel(kernel, 96, "bf16", causal=False, even=False, short=True)
+    assert spilled_bytes(log) <= SPILL_LIMIT
     assert not SERIALISED.search(log), SERIALISED.search(log)
     assert compiled.metadata.shared <= SHARED_LIMIT[90]
 

@@ -238,7 +238,7 @@ def _ours_unavailable(impl: str, q: Tensor, k: Tensor) -> str | None:
         reason = _ours_unavailable("gluon", q, k) or labkit_flash.hopper_single_unavailable()
         if reason:
             return reason
-        # The mask has no part in the choice where the order has none.
+        # Of a full mask, which at 64 takes two passes up to a length, the length is not asked here.
         chosen = labkit_flash.resolve_backward(q, k, "gluon", causal=True, deterministic=False)
         return None if chosen == "one pass, unordered" else f"the gradients are those of {chosen!r} here"
     if "precision" in OUR_OPTIONS[impl] and q.dtype != torch.float32:

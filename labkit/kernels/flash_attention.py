@@ -68,8 +68,10 @@ PRODUCTS_HEAD_DIM = 128  # up to which several products on the tensor cores make
 THIRDS_FROM = ((32, 4096), (96, 2048), (PRODUCTS_HEAD_DIM, 1024))
 THIRDS_QUERIES = 256
 THIRDS_BLOCK = 16
-INTERPRETED_ROOM = 8  # programs that count as running at once where kernels are interpreted
-JOINT_UNTIL = 1024  # queries and keys; longer walks are shared among programs
+# dK/dV and dQ are one launch up to so many queries and keys, by bytes of an element, and so many programs: of a
+# multiprocessor, or in all where kernels are interpreted. Longer walks are shared among programs.
+JOINT_UNTIL = {2: 1024, 4: 256}
+JOINT_PROGRAMS, INTERPRETED_PROGRAMS = 4, 8
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILED_DTYPES = (*TRITON_DTYPES, torch.float64)
 GLUON_DTYPES = (torch.bfloat16, torch.float16)
@@ -78,6 +80,7 @@ SINGLE_PASS_HEAD_DIMS = (64, 128)
 # Tiles of 128 queries up to which "auto" runs the Triton kernels on an H200: at D 64 those are as fast or faster, else
 # up to 3 us slower, which the host gains by arguments without tile descriptors.
 SMALL, SMALL_AT_64 = 4, 32
+STAYING_UNTIL = 1024  # queries and keys at D 64, full: two passes whose programs stay take less time than one
 GLUON_BACKWARDS = ("one pass", "one pass, unordered", "two passes", "triton")
 
 # Warps that run at once on a multiprocessor, as far as splitting reckons: (widest head dimension, warps) by bytes of an
@@ -266,19 +269,20 @@ def _joint_programs(problem: _Problem, dkdv: TileConfig, dq: TileConfig) -> tupl
 def _joint_tiles(
     layouts: tuple[_Layout, ...], problem: _Problem, precision: str, device: torch.device
 ) -> tuple[TileConfig, TileConfig] | None:
-    """Returns the tiles of "dkdv" and "dq" as one launch, None where there are none or not all programs have room.
+    """Returns the tiles of "dkdv" and "dq" as one launch, None where there are none or programs are too many.
 
     Few programs leave most of a device idle, and take as long as the longest of them: tiles of few own rows then.
     """
-    if problem.packed or max(problem.max_queries, problem.max_keys) > JOINT_UNTIL:
+    dtype = layouts[0].dtype
+    if problem.packed or max(problem.max_queries, problem.max_keys) > JOINT_UNTIL[dtype.itemsize]:
         return None
     if device.type == "cuda":
-        aligned = _alignment(*layouts) > 1
-        capability, room = _capability(device.index), num_multiprocessors(device.index)
-        tiles = select_joint_config(problem.head_dim, layouts[0].dtype, capability, precision, aligned)
+        aligned, capability = _alignment(*layouts) > 1, _capability(device.index)
+        tiles = select_joint_config(problem.head_dim, dtype, capability, precision, aligned)
+        most = JOINT_PROGRAMS * num_multiprocessors(device.index)
     else:
-        tiles, room = (INTERPRETER_CONFIG.dkdv, INTERPRETER_CONFIG.dq), INTERPRETED_ROOM
-    return tiles if tiles and sum(_joint_programs(problem, *tiles)) <= room else None
+        tiles, most = (INTERPRETER_CONFIG.dkdv, INTERPRETER_CONFIG.dq), INTERPRETED_PROGRAMS
+    return tiles if tiles and sum(_joint_programs(problem, *tiles)) <= most else None
 
 
 def _tma_ready(x: Tensor) -> Tensor:
@@ -750,7 +754,8 @@ def resolve_backward(q: Tensor, k: Tensor, impl: str, *, causal: bool, determini
 
     "triton" where the tiles of keys are few: its kernels share their walks among programs, Gluon's do not. "one pass"
     where the shares of q's gradient are added in one order without much waiting, "one pass, unordered" where they need
-    not be; "two passes" else, as always at other head dimensions than 64 and 128 and with grouped heads.
+    not be; "two passes" else, as always at other head dimensions than 64 and 128, with grouped heads, and with short
+    full walks at 64, one after the other in a program that stays.
 
     Args:
         q, k: (B, H, S, D) or (B, S, D).
@@ -762,7 +767,9 @@ def resolve_backward(q: Tensor, k: Tensor, impl: str, *, causal: bool, determini
     programs = num_multiprocessors(q.device.index)
     if -(-num_keys // 128) * num_key_heads * num_batches <= programs // 2:
         return "triton"
-    if num_heads == num_key_heads and head_dim in SINGLE_PASS_HEAD_DIMS and hopper_single_unavailable() is None:
+    stays = head_dim == 64 and not causal and max(num_queries, num_keys) <= STAYING_UNTIL
+    pays = num_heads == num_key_heads and head_dim in SINGLE_PASS_HEAD_DIMS and not stays
+    if pays and hopper_single_unavailable() is None:
         if not deterministic:
             return "one pass, unordered"
         lengths = (num_queries, num_keys)

@@ -72,27 +72,23 @@ FORWARD_SHORT = FORWARD | {64: {"BLOCK_K": 128, "STAGES": 4, "CONSUMERS": 2}}
 PERSISTENT_UNTIL = 8192
 QUEUE_FROM = 2048
 DRAWN_FROM = 3
-SECTION = None  # heads, for trials
 
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them anew.
-LENGTHS = ("num_heads", "num_heads_total", "group", "num_queries", "num_keys", "num_splits", "section")
+LENGTHS = ("num_heads", "num_heads_total", "group", "num_queries", "num_keys", "num_splits")
 
 # ---- forward --------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _fwd_tile(t, num_q_tiles, num_heads_total, section, CAUSAL: gl.constexpr):
+def _fwd_tile(t, num_q_tiles, num_heads_total, CAUSAL: gl.constexpr):
     """Which tile of queries and which head (of all batches) the t-th one is.
 
-    Heads one after another share their keys in the L2 cache. When causal the longest tiles of all heads of a section
-    come first: each program takes the next one when it is done.
+    Heads one after another share their keys in the L2 cache. When causal the longest tiles of all heads come first:
+    each program takes the next one when it is done.
     """
     if CAUSAL:
-        first = t // (section * num_q_tiles) * section
-        width = gl.minimum(section, num_heads_total - first)
-        place = t - first * num_q_tiles
-        tile = num_q_tiles - 1 - place // width
-        head = first + place % width
+        tile = num_q_tiles - 1 - t // num_heads_total
+        head = t % num_heads_total
     else:
         tile = t % num_q_tiles
         head = t // num_q_tiles
@@ -145,7 +141,7 @@ def _load(desc, tail_desc, batch, head, row, full, tile, tail, TAIL: gl.constexp
 def _fwd_producer(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, q_s, q_tail_s, k_s, k_tail_s, v_s, v_tail_s,
     q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty, drawn_ptr,
-    num_heads, num_heads_total, group, num_queries, num_keys, num_splits, section,
+    num_heads, num_heads_total, group, num_queries, num_keys, num_splits,
     BLOCK_K: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMERS: gl.constexpr,
     DYNAMIC: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
@@ -160,7 +156,7 @@ def _fwd_producer(
             following = gl.num_programs(0) + gl.atomic_add(drawn_ptr, 1)
         else:
             following = t + gl.num_programs(0)
-        tile, head_split = _fwd_tile(t, num_q_tiles, num_walks, section, CAUSAL)
+        tile, head_split = _fwd_tile(t, num_q_tiles, num_walks, CAUSAL)
         head_total = head_split % num_heads_total if SPLIT else head_split
         batch = head_total // num_heads
         head = head_total % num_heads
@@ -287,7 +283,7 @@ def _store_part(
 def _fwd_consumer(
     C: gl.constexpr, out_desc, out_tail_desc, parts_ptr, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s, v_tail_s,
     numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty,
-    num_heads, num_heads_total, num_queries, num_keys, num_splits, section, scale_log2,
+    num_heads, num_heads_total, num_queries, num_keys, num_splits, scale_log2,
     BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     EVEN_K: gl.constexpr, CONSUMERS: gl.constexpr, DYNAMIC: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
@@ -307,7 +303,7 @@ def _fwd_consumer(
     t = gl.program_id(0)
     num_walks = num_heads_total * num_splits if SPLIT else num_heads_total
     while t < num_q_tiles * num_walks:
-        tile, head_split = _fwd_tile(t, num_q_tiles, num_walks, section, CAUSAL)
+        tile, head_split = _fwd_tile(t, num_q_tiles, num_walks, CAUSAL)
         place = (turn & 1) * CONSUMERS + C
         q = q_s.index(place).reshape([64, D])
         q_tail = q
@@ -414,7 +410,7 @@ def _fwd_consumer(
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_fwd_kernel(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, out_desc, out_tail_desc, parts_ptr,
-    lse_ptr, drawn_ptr, num_heads, num_heads_total, group, num_queries, num_keys, num_splits, section, scale_log2,
+    lse_ptr, drawn_ptr, num_heads, num_heads_total, group, num_queries, num_keys, num_splits, scale_log2,
     BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     EVEN_K: gl.constexpr, CONSUMERS: gl.constexpr, DYNAMIC: gl.constexpr, SPLIT: gl.constexpr,
     REGISTERS: gl.constexpr,
@@ -474,15 +470,15 @@ def hopper_fwd_kernel(
             [
                 (_fwd_consumer, (0, out_desc, out_tail_desc, parts_ptr, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s,
                  v_tail_s, numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty,
-                 num_heads, num_heads_total, num_queries, num_keys, num_splits, section, scale_log2, BLOCK_K, D, TAIL,
-                 STAGES, CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT)),
+                 num_heads, num_heads_total, num_queries, num_keys, num_splits, scale_log2, BLOCK_K, D, TAIL, STAGES,
+                 CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT)),
                 (_fwd_consumer, (1, out_desc, out_tail_desc, parts_ptr, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s,
                  v_tail_s, numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty,
-                 num_heads, num_heads_total, num_queries, num_keys, num_splits, section, scale_log2, BLOCK_K, D, TAIL,
-                 STAGES, CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT)),
+                 num_heads, num_heads_total, num_queries, num_keys, num_splits, scale_log2, BLOCK_K, D, TAIL, STAGES,
+                 CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT)),
                 (_fwd_producer, (q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, q_s, q_tail_s, k_s,
                  k_tail_s, v_s, v_tail_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full,
-                 tile_empty, drawn_ptr, num_heads, num_heads_total, group, num_queries, num_keys, num_splits, section,
+                 tile_empty, drawn_ptr, num_heads, num_heads_total, group, num_queries, num_keys, num_splits,
                  BLOCK_K, TAIL, STAGES, CAUSAL, CONSUMERS, DYNAMIC, SPLIT)),
             ],
             [4, 1],
@@ -493,19 +489,19 @@ def hopper_fwd_kernel(
             [
                 (_fwd_consumer, (0, out_desc, out_tail_desc, parts_ptr, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s,
                  v_tail_s, numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty,
-                 num_heads, num_heads_total, num_queries, num_keys, num_splits, section, scale_log2, BLOCK_K, D, TAIL,
-                 STAGES, CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT)),
+                 num_heads, num_heads_total, num_queries, num_keys, num_splits, scale_log2, BLOCK_K, D, TAIL, STAGES,
+                 CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT)),
                 (_fwd_consumer, (1, out_desc, out_tail_desc, parts_ptr, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s,
                  v_tail_s, numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty,
-                 num_heads, num_heads_total, num_queries, num_keys, num_splits, section, scale_log2, BLOCK_K, D, TAIL,
-                 STAGES, CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT)),
+                 num_heads, num_heads_total, num_queries, num_keys, num_splits, scale_log2, BLOCK_K, D, TAIL, STAGES,
+                 CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT)),
                 (_fwd_consumer, (2, out_desc, out_tail_desc, parts_ptr, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s,
                  v_tail_s, numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty,
-                 num_heads, num_heads_total, num_queries, num_keys, num_splits, section, scale_log2, BLOCK_K, D, TAIL,
-                 STAGES, CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT)),
+                 num_heads, num_heads_total, num_queries, num_keys, num_splits, scale_log2, BLOCK_K, D, TAIL, STAGES,
+                 CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT)),
                 (_fwd_producer, (q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, q_s, q_tail_s, k_s,
                  k_tail_s, v_s, v_tail_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full,
-                 tile_empty, drawn_ptr, num_heads, num_heads_total, group, num_queries, num_keys, num_splits, section,
+                 tile_empty, drawn_ptr, num_heads, num_heads_total, group, num_queries, num_keys, num_splits,
                  BLOCK_K, TAIL, STAGES, CAUSAL, CONSUMERS, DYNAMIC, SPLIT)),
             ],
             [4, 4, 1],
@@ -542,7 +538,6 @@ def hopper_forward(
     if num_splits > 1:
         parts, parts_lse = empty_parts(num_splits, q_BHSD), empty_lse(num_splits, q_BHSD)
     numbers = (num_heads, num_heads * num_batches, num_heads // k_BGSD.shape[1], num_queries, num_keys, num_splits)
-    section = SECTION or num_heads * num_batches * num_splits
     constants = {
         "BLOCK_K": block_k,
         **columns,
@@ -553,7 +548,7 @@ def hopper_forward(
         "DYNAMIC": dynamic,
         "SPLIT": num_splits > 1,
     }
-    arguments = (*described, parts, parts_lse, drawn, *numbers, section, scale * LOG2_E)
+    arguments = (*described, parts, parts_lse, drawn, *numbers, scale * LOG2_E)
     launch(hopper_fwd_kernel, (num_programs, 1, 1), q_BHSD.dtype, arguments, constants, consumers)
     if num_splits > 1:
         combine(parts, out_BHSD, parts_lse, lse_BHS)

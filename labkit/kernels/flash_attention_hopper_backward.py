@@ -13,8 +13,8 @@ How a program is laid out: as in flash_attention_hopper.py, with two consumers o
 - dQ: 128 queries walk the keys; ∂S is the register operand.
 - A head dimension between 64 and 128 comes in two parts, 64 columns and a tail of 16 or 32, each with its descriptors,
   tiles and accumulators: what has columns is a tuple of its parts, of one part where there is no tail.
-- At 72 and 80 there is shared memory for two sets of a program's own rows. Where walks are equally long a program stays
-  for further tiles then, and the producer loads the rows of the next while the last is computed and stored: with short
+- Up to 96 there is shared memory for two sets of a program's own rows. Where walks are equally long a program stays for
+  further tiles then, and the producer loads the rows of the next while the last is computed and stored: with short
   walks, that is most of the time.
 
 Sources: Shah et al. 2024, "FlashAttention-3"; Dao 2023, "FlashAttention-2".
@@ -55,19 +55,24 @@ BLOCK = 2 * ROWS  # of a program's own rows: two consumers
 # rows take 256·D bytes per tensor.
 # SETS of a program's own rows: with two it may stay for further tiles.
 DKDV = {
-    64: {"BLOCK_Q": 128, "STAGES": 2, "SETS": 1},
+    64: {"BLOCK_Q": 128, "STAGES": 2, "SETS": 2},
     72: {"BLOCK_Q": 64, "STAGES": 3, "SETS": 2},
     80: {"BLOCK_Q": 64, "STAGES": 3, "SETS": 2},
     96: {"BLOCK_Q": 64, "STAGES": 3, "SETS": 1},
     128: {"BLOCK_Q": 64, "STAGES": 2, "SETS": 1},
 }
 DQ = {
-    64: {"BLOCK_K": 128, "STAGES": 3, "SETS": 1},
+    64: {"BLOCK_K": 128, "STAGES": 3, "SETS": 2},
     72: {"BLOCK_K": 128, "STAGES": 3, "SETS": 2},
     80: {"BLOCK_K": 128, "STAGES": 3, "SETS": 2},
     96: {"BLOCK_K": 128, "STAGES": 3, "SETS": 1},
     128: {"BLOCK_K": 128, "STAGES": 2, "SETS": 1},
 }
+
+# At 96 two sets take tiles of 64 rows, which pays with short walks.
+SHORT = 1024
+DKDV_SHORT = DKDV | {96: {"BLOCK_Q": 64, "STAGES": 3, "SETS": 2}}
+DQ_SHORT = DQ | {96: {"BLOCK_K": 64, "STAGES": 3, "SETS": 2}}
 
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them anew.
 LENGTHS = ("num_tiles_total", "num_heads", "group", "num_queries", "num_keys", "padded_queries")
@@ -586,16 +591,22 @@ def hopper_bwd_dq_kernel(
 # ---- launcher ------------------------------------------------------------------------------------------------
 
 
-def _grid(num_rows: int, num_heads: int, num_batches: int, sets: int, causal: bool, device) -> tuple[tuple, int]:
-    """Returns the grid and the number of tiles: a program for a tile, or where programs stay as many as run at once.
-
-    Causal walks differ in length: the hardware gives each to the multiprocessor that is free next.
-    """
+def _grid(num_rows: int, num_heads: int, num_batches: int, sets: int, device) -> tuple[tuple, int]:
+    """Returns the grid and the number of tiles: a program for a tile, or where programs stay as many as run at once."""
     tiles = -(-num_rows // BLOCK)
     total = tiles * num_heads * num_batches
     if sets == 1:
         return (tiles, num_heads, num_batches), total
-    return (total if causal else min(total, num_multiprocessors(device.index)), 1, 1), total
+    return (min(total, num_multiprocessors(device.index)), 1, 1), total
+
+
+def _tiles(long: dict, short: dict, head_dim: int, walked: int, causal: bool) -> dict[str, int]:
+    """Returns the tiles by how many rows are walked.
+
+    Causal walks are of all lengths: a program makes one, and the hardware gives the next to a multiprocessor that is
+    free.
+    """
+    return long[head_dim] | {"SETS": 1} if causal else (short if walked <= SHORT else long)[head_dim]
 
 
 def hopper_backward(
@@ -624,14 +635,14 @@ def hopper_backward(
     device = q_BHSD.device
     tail = TAILS[head_dim]
     columns = {"D": 64 if tail else head_dim, "TAIL": tail}
-    tiles = DKDV[head_dim]
+    tiles = _tiles(DKDV, DKDV_SHORT, head_dim, num_queries, causal)
     walked = tiles["BLOCK_Q"]
     described = described_with_tails(
         [(q_BHSD, walked), (grad_out_BHSD, walked), *((x, ROWS) for x in (k_BGSD, v_BGSD, grad_k_BGSD, grad_v_BGSD))],
         tail,
     )
     statistics = (rows_of(lse_log2_BHS, walked), rows_of(delta_BHS, walked))
-    grid, key_tiles = _grid(num_keys, num_key_heads, num_batches, tiles["SETS"], causal, device)
+    grid, key_tiles = _grid(num_keys, num_key_heads, num_batches, tiles["SETS"], device)
     launch(
         hopper_bwd_dkdv_kernel,
         grid,
@@ -640,12 +651,12 @@ def hopper_backward(
         {**tiles, **columns, "CAUSAL": causal, "GROUPED": group > 1},
         consumers=2,
     )
-    tiles = DQ[head_dim]
+    tiles = _tiles(DQ, DQ_SHORT, head_dim, num_keys, causal)
     walked = tiles["BLOCK_K"]
     described = described_with_tails(
         [(q_BHSD, ROWS), (grad_out_BHSD, ROWS), (k_BGSD, walked), (v_BGSD, walked), (grad_q_BHSD, ROWS)], tail
     )
-    grid, query_tiles = _grid(num_queries, num_heads, num_batches, tiles["SETS"], causal, device)
+    grid, query_tiles = _grid(num_queries, num_heads, num_batches, tiles["SETS"], device)
     launch(
         hopper_bwd_dq_kernel,
         grid,

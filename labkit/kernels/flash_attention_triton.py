@@ -204,16 +204,16 @@ _BF16X6_NARROW = {
     ),
 }
 
-# dK/dV and dQ in one launch, where all programs run at once: own rows are few, so that programs are many.
+# dK/dV and dQ in one launch, where programs are few: so are the rows that each owns, for there to be more. In fp32 the
+# kernels' spills with tails outweigh the launch.
 _JOINT_16_BIT = {
     (16, 64): (TileConfig(128, 32, 4, 2, split=False), TileConfig(32, 64, 4, 2, split=False)),
     (32,): (TileConfig(64, 32, 4, 2, split=False), TileConfig(32, 64, 4, 2)),
-    (80,): (TileConfig(64, 64, 4, 2, split=False), TileConfig(64, 64, 4, 2)),
-    (96,): (TileConfig(32, 64, 4, 2, split=False), TileConfig(64, 64, 4, 2)),
+    (80, 96): (TileConfig(64, 64, 4, 2, split=False), TileConfig(64, 64, 4, 2, split=False)),
     (128,): (TileConfig(64, 32, 4, 2, split=False), TileConfig(64, 64, 4, 2, split=False)),
 }
 _JOINT_TF32X3 = {
-    (16, 32, 64, 80, 96, 128): (TileConfig(32, 32, 4, 1, split=False), TileConfig(32, 32, 4, 1, split=False)),
+    (16, 32, 64, 128): (TileConfig(32, 32, 4, 1, split=False), TileConfig(32, 32, 4, 1, split=False)),
 }
 
 CONFIGS: dict[tuple[str, str, int, bool], AttentionConfig] = {
@@ -374,12 +374,18 @@ def _operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _product(a, b, acc, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + a b, or acc + a bᵀ; of thirds all products but those below 2⁻²⁴ of the first, the smallest first."""
+    """acc + a b, or acc + a bᵀ; of thirds all products but those below 2⁻²⁴ of the first, the smallest first.
+
+    Tensor cores cut sums off. Thirds are summed up apart from `acc`, to which they are added rounded: within it the
+    error would grow with the length of the walk.
+    """
     if PRECISION == "bf16x6":
+        total = None
         for i in tl.static_range(6):
             left = a[(2, 1, 0, 1, 0, 0)[i]]
             right = b[(0, 1, 2, 0, 1, 0)[i]]
-            acc = tl.dot(left, tl.trans(right) if TRANSPOSED else right, acc)
+            total = tl.dot(left, tl.trans(right) if TRANSPOSED else right, total)
+        acc = total if acc is None else acc + total
     else:
         acc = tl.dot(a[0], tl.trans(b[0]) if TRANSPOSED else b[0], acc, input_precision=PRECISION)
     return acc
@@ -516,7 +522,7 @@ def _place(
 
     UNEQUAL: the longest walks start first, so that they do not end last: those of a causal head's last queries
     (LONGEST_LAST), or of its first keys. Shares of all heads are in that order; whole walks by sections of heads, whose
-    keys stay in the cache, and where all programs run at once (`first_program` is given) head by head.
+    keys stay in the cache, and where programs are few (`first_program` is given) head by head.
     """
     program = tl.program_id(0)
     if first_program is not None:
@@ -997,7 +1003,7 @@ def flash_attention_bwd_kernel(
     DKDV_SPLIT: tl.constexpr, DQ_SPLIT: tl.constexpr, PADDING: tl.constexpr,
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """The programs of the dK/dV kernel and after them those of the dQ kernel: at once, where all have room."""
+    """The programs of the dK/dV kernel and after them those of the dQ kernel, which wait for none of them."""
     if tl.program_id(0) < num_dkdv_programs:
         flash_attention_bwd_dkdv_kernel(
             q_ptr, k_ptr, v_ptr, grad_out_ptr, lse_log2_ptr, delta_ptr, grad_k_ptr, grad_v_ptr, None, None,

@@ -1,6 +1,7 @@
 """Launching a kernel once more without finding out again which one it is."""
 
-from triton import JITFunction
+from triton import JITFunction, knobs
+from triton.runtime import driver
 
 REMEMBERED = 1024
 """Shapes and layouts whose launches each kind of call keeps."""
@@ -28,4 +29,19 @@ class Launch:
             return
         compiled = self.kernel[self.grid](*arguments, *self.numbers, **self.constants)
         if isinstance(self.kernel, JITFunction):  # not where kernels are interpreted
-            self.run = compiled[self.grid]
+            self.run = _runner(compiled, self.grid)
+
+
+def _runner(compiled, grid: tuple[int, ...]):
+    """Returns what launches a compiled kernel like `compiled[grid]`, but gathers nothing for hooks that are not set."""
+    with_hooks, launch, function, metadata = compiled[grid], compiled.run, compiled.function, compiled.packed_metadata
+    device, stream = driver.active.get_current_device, driver.active.get_current_stream
+
+    def run(*arguments) -> None:
+        hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+        if any(getattr(hook, "calls", None) for hook in hooks):
+            with_hooks(*arguments)
+        else:
+            launch(*grid, stream(device()), function, metadata, None, None, None, *arguments)
+
+    return run
