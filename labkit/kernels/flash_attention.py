@@ -65,7 +65,7 @@ PRECISIONS = ("auto", "ieee", "tf32x3", "bf16x6", "tf32")
 PRODUCTS_HEAD_DIM = 128  # up to which several products on the tensor cores make one of fp32
 # From how many queries of all heads, by widest head dimension, cutting operands into thirds takes a Hopper GPU less
 # time than it gains, and from how many of one: few queries read their keys once, and cutting those is no less.
-THIRDS_FROM = ((32, 4096), (96, 2048), (PRODUCTS_HEAD_DIM, 1024))
+THIRDS_FROM = ((32, 2048), (PRODUCTS_HEAD_DIM, 1024))
 THIRDS_QUERIES = 256
 THIRDS_BLOCK = 16
 # dK/dV and dQ are one launch up to so many queries and keys, by bytes of an element, and so many programs: of a
