@@ -538,24 +538,40 @@ class CountedKernel:
 
 
 class Launched:
+    """Stands for a compiled kernel, which is launched with hooks, by its grid, or without."""
+
+    function, packed_metadata = 2**40, (4, 1, 0)
+
     def __init__(self, launched):
         self.launched = launched
 
     def __getitem__(self, grid):
-        return lambda *arguments: self.launched.append((grid, *arguments))
+        return lambda *arguments: self.launched.append(("with hooks", grid, *arguments))
+
+    def run(self, *arguments):
+        *grid, stream, function, metadata, told, on_entry, on_exit = arguments[:9]
+        assert (stream, function, metadata) == (77, self.function, self.packed_metadata)
+        assert told is on_entry is on_exit is None
+        self.launched.append(("without", tuple(grid), *arguments[9:]))
 
 
 def test_a_launch_looks_its_kernel_up_once(monkeypatch):
     from labkit.kernels import launch
 
     monkeypatch.setattr(launch, "JITFunction", CountedKernel)
+    of_device = types.SimpleNamespace(get_current_device=lambda: 7, get_current_stream=lambda device: 11 * device)
+    monkeypatch.setattr(launch, "driver", types.SimpleNamespace(active=of_device))
     kernel = CountedKernel()
     one = launch.Launch(kernel, (7,), {"num_warps": 4, "BLOCK": 64, "FLAG": True}, numbers=(5,))
     for x in "abc":
         one(x)
+    launch.knobs.runtime.launch_exit_hook.add(print)
+    one("d")
+    launch.knobs.runtime.launch_exit_hook.remove(print)
     assert kernel.looked_up == 1
     # What the compiled kernel takes is what the first call was looked up by, constants in the order of its parameters.
-    assert kernel.launched == [((7, 1, 1), x, 5, True, 64) for x in "abc"]
+    ways = ("with hooks", "without", "without", "with hooks")
+    assert kernel.launched == [(way, (7, 1, 1), x, 5, True, 64) for way, x in zip(ways, "abcd", strict=True)]
 
 
 def test_a_checked_call_leaves_the_next_to_be_checked():

@@ -169,8 +169,8 @@ _TF32X3_NARROW = {
 
 # Six bf16 products for one: thirds of every operand, cut beforehand, take 1.5 times the shared memory of fp32, and P
 # and dS alone are cut in registers. A tail's loads are in flight (two stages): with one stage it is put into shared
-# memory from registers, and triton 3.6 computes wrongly with it (seen at 72 and 80). At D 128 dK/dV spills 1.4
-# kilobytes, and is faster than tiles that do not.
+# memory from registers, and triton 3.6 computes wrongly with it (seen at 72 and 80). Past D 80 kernels spill, dK/dV at
+# 128 up to 1.4 kilobytes, and are faster than tiles that do not.
 _BF16X6 = {
     (16, 32): (TileConfig(64, 64, 4, 3), TileConfig(64, 64, 4, 2), TileConfig(64, 64, 4, 2)),
     (64,): (TileConfig(128, 64, 8, 2), TileConfig(32, 64, 4, 2), TileConfig(128, 64, 8, 2)),
