@@ -1312,6 +1312,29 @@ def test_repeats_are_bit_equal(dim, causal, impl, heads):
     mask = {"scale": 0.1, "left": -1, "right": 0 if causal else -1, "impl": resolve_impl(q, impl)}
     if heads == 32 and dim in fa.SINGLE_PASS_HEAD_DIMS and mask["impl"] == "gluon":
         assert fa.resolve_backward(q, k, "gluon", causal=causal) == "one pass"
+    repeat(q, k, v, grad_out, mask)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@pytest.mark.parametrize(
+    ("shape", "dtype", "causal"),
+    [
+        ((1, 2, 2, 2100, 2100, 64), "float32", True),
+        ((1, 2, 2, 2100, 2100, 128), "float32", False),
+        ((1, 4, 2, 300, 300, 72), "bfloat16", True),
+        ((1, 4, 2, 200, 250, 64), "float32", False),
+        ((64, 8, 8, 500, 500, 64), "bfloat16", False),
+    ],
+    ids=["thirds 64", "thirds 128", "one launch", "one launch, fp32", "programs stay"],
+)
+def test_repeats_of_other_paths_are_bit_equal(shape, dtype, causal):
+    q, k, v, grad_out = draw(Case(shape, dtype=dtype), "cuda")
+    repeat(q, k, v, grad_out, {"scale": 0.1, "left": -1, "right": 0 if causal else -1, "impl": resolve_impl(q)})
+
+
+def repeat(q, k, v, grad_out, mask) -> None:
+    """Asserts that 1,000 forwards and 250 backwards give the same bits."""
     out, lse = fa.flash_attention_forward(q, k, v, **mask)
     for _ in range(1000):
         again, lse_again = fa.flash_attention_forward(q, k, v, **mask)
