@@ -447,23 +447,28 @@ def _lengths(lengths: pd.Series) -> str:
 
 
 def table_tiles_chosen(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns the tiles that the Triton kernels ship with, rows of queries × rows of keys."""
+    """Returns the tiles that the Triton kernels ship with, rows of queries × rows of keys, and for which lengths."""
     rows = ok_rows(_contest(frame))
     rows = rows[rows["impl"].isin(TRITON)] if len(rows) else rows
     if rows.empty:
         return pd.DataFrame()
-    rows = rows.drop_duplicates(["precision", "impl", "d_head"])
+    kernels = {"forward": "forward", "dkdv": "backward: dk and dv", "dq": "backward: dq"}
+    sides = [f"{kernel}_{side}" for kernel in kernels for side in ("block_q", "block_k")]
+    rows = rows.sort_values(["precision", "rank", "d_head", "length"], kind="stable")
+    rows = rows.drop_duplicates(["precision", "impl", "d_head", "length"])
     return pd.DataFrame(
         {
-            "kernels": NAMES[row["impl"]],
-            "precision": row["precision"],
-            "d": row["d_head"],
+            "kernels": NAMES[impl],
+            "precision": precision,
+            "d": d_head,
+            "length": _lengths(of_tiles["length"]),
             **{
-                label: f"{int(row[f'{kernel}_block_q'])} × {int(row[f'{kernel}_block_k'])}"
-                for kernel, label in (("forward", "forward"), ("dkdv", "backward: dk and dv"), ("dq", "backward: dq"))
+                label: "{} × {}".format(*(int(of_tiles[f"{kernel}_{side}"].iloc[0]) for side in ("block_q", "block_k")))
+                for kernel, label in kernels.items()
             },
         }
-        for row in rows.sort_values(["precision", "rank", "d_head"], kind="stable").to_dict("records")
+        for (precision, impl, d_head), of_dim in rows.groupby(["precision", "impl", "d_head"], sort=False)
+        for _, of_tiles in of_dim.groupby(sides, sort=False)
     )
 
 
@@ -576,21 +581,33 @@ def _grid_name(row: pd.Series) -> str:
     return f"d {row['d_head']} at {row['length']}"
 
 
+def _pass_and_grid_name(row: pd.Series) -> str:
+    return f"{PHASE_NAMES[row['name']]} {_grid_name(row)}"
+
+
+PRODUCTS = {
+    "tf32x3": "three products of TF32",
+    "bf16x6": "six products of bf16 thirds",
+}
+
+
 def findings_products(frame: pd.DataFrame) -> list[str]:
-    """Says what three products of TF32 in place of one of fp32 gain over the CUDA cores, and how exact they are."""
+    """Says what several products on tensor cores gain over one of fp32 on CUDA cores, and how exact they are."""
     rows = ok_rows(_contest(frame))
     if rows.empty:
         return []
     keys = [*SHAPE, "name"]
     columns = [*keys, "median_ms", "relative_error"]
-    three, one = (select(rows, impl=impl, precision="fp32")[columns] for impl in ("triton", "triton_ieee"))
-    pairs = three.merge(one, on=keys, suffixes=("", "_one"))
+    several = select(rows, impl="triton", precision="fp32")[[*columns, "observed"]]
+    one = select(rows, impl="triton_ieee", precision="fp32")[columns]
+    pairs = several.merge(one, on=keys, suffixes=("", "_one"))
     sentences = []
-    if len(pairs):
-        pairs = pairs.assign(speedup=pairs["median_ms_one"] / pairs["median_ms"])
-        who, other = "a kernel of three TF32 products on the tensor cores for each of fp32", "one on the CUDA cores"
-        sentences.append(_compared(pairs, who, other, lambda row: f"{PHASE_NAMES[row['name']]} {_grid_name(row)}"))
-        ratios = pairs["relative_error"] / pairs["relative_error_one"]
+    for products, of_kind in pairs.groupby(pairs["observed"].str["products"], sort=False):
+        of_kind = of_kind.assign(speedup=of_kind["median_ms_one"] / of_kind["median_ms"])
+        who = f"a kernel of {PRODUCTS[products]} on the tensor cores for each of fp32"
+        where = f", at length {_lengths(of_kind['length'])}"
+        ratios = of_kind["relative_error"] / of_kind["relative_error_one"]
+        sentences.append(_compared(of_kind, who, "one on the CUDA cores", _pass_and_grid_name, where))
         sentences.append(f"Its errors against fp64 are {span(ratios)} those of the other.")
     return sentences
 
