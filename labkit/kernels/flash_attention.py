@@ -246,9 +246,6 @@ def _capability(device_index: int) -> int:
     return 10 * major + minor
 
 
-_capability._dynamo_marked_constant = True
-
-
 def _config(layouts: tuple[_Layout, ...], problem: _Problem, precision: str, device: torch.device) -> AttentionConfig:
     if device.type != "cuda":
         return INTERPRETER_CONFIG
@@ -340,6 +337,13 @@ def _gluon_objection(device: torch.device) -> str | None:
 _gluon_objection._dynamo_marked_constant = True
 
 
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and _capability(device.index) == 90
+
+
+_is_hopper._dynamo_marked_constant = True
+
+
 def _on_device_of(q: Tensor):
     """Triton launches on the current device, which need not be that of the tensors."""
     if q.is_cuda and q.device.index != torch.cuda.current_device():
@@ -413,14 +417,14 @@ def _thirds(tensors: tuple[_Layout, ...], packed: bool) -> _Thirds:
     """
     dtype = torch.float32 if IS_INTERPRETED else torch.bfloat16
     whole = tuple(x.as_4d(packed) for x in tensors)
-    row = 3 * third_elements(whole[0].shape[-1])
+    (_, num_heads, num_queries, head_dim), (_, num_key_heads, num_keys, _) = whole[0].shape, whole[1].shape
+    row = 3 * third_elements(head_dim)
     layouts = []
     for x in whole:
-        batch, heads, length, head_dim = x.shape
-        strides = (0 if packed else heads * length * row, length * row, row, 1)
-        layouts.append(_Layout((batch, heads, length, head_dim), strides, dtype, True))
-    (batch, num_heads, num_queries, head_dim), (num_key_heads, num_keys) = whole[0].shape, whole[1].shape[1:3]
+        _, heads, length, _ = x.shape
+        layouts.append(_Layout(x.shape, (0 if packed else heads * length * row, length * row, row, 1), dtype, True))
     rows = [math.prod(x.shape[:3]) for x in whole]
+    # Without grad_out, whose place is the last, the strides there are anything.
     strides = _strides(*(*whole, whole[0])[:4])
     numbers = (*strides, num_heads, num_key_heads, num_queries, num_keys, *rows[:2])
     flags = {"HEAD_DIM": head_dim, "PADDED_D": triton.next_power_of_2(head_dim), "BLOCK": THIRDS_BLOCK}
@@ -715,7 +719,7 @@ def _plan_backward(
     thirds = _thirds((q, k, v, grad_out), packed) if precision == "bf16x6" else None
     inputs = thirds.layouts if thirds else tuple(x.as_4d(packed) for x in (q, k, v, grad_out))
     grads_4d = tuple(x.as_4d(packed) for x in grads)
-    is_asked_for = config is not None or num_splits is not None
+    is_given = config is not None or num_splits is not None
     config = config or _config((*inputs, *grads_4d), problem, precision, device)
     num_sets, num_heads, num_rows = _statistics_shape(q, problem)
     # The statistics of a packed batch are one set.
@@ -727,7 +731,7 @@ def _plan_backward(
         grads=grads,
         statistics=(2, num_sets, num_heads, num_rows),
         delta=_delta_launch(out, grad_out, lse, problem, statistics_strides),
-        joint=None if is_asked_for else _joint_launch(inputs, grads_4d, *options),
+        joint=None if is_given else _joint_launch(inputs, grads_4d, *options),
         dkdv=_gradient_launch("dkdv", inputs, grads_4d[1:], *options, config.dkdv, num_splits),
         dq=_gradient_launch("dq", inputs, grads_4d[:1], *options, config.dq, num_splits),
     )
@@ -768,14 +772,12 @@ def resolve_backward(q: Tensor, k: Tensor, impl: str, *, causal: bool, determini
     if -(-num_keys // 128) * num_key_heads * num_batches <= programs // 2:
         return "triton"
     stays = head_dim == 64 and not causal and max(num_queries, num_keys) <= STAYING_UNTIL
-    pays = num_heads == num_key_heads and head_dim in SINGLE_PASS_HEAD_DIMS and not stays
-    if pays and hopper_single_unavailable() is None:
-        if not deterministic:
-            return "one pass, unordered"
-        lengths = (num_queries, num_keys)
-        if _hopper("_single").ordering_pays(num_batches * num_heads, *lengths, head_dim, causal, programs):
-            return "one pass"
-    return "two passes"
+    if stays or num_heads != num_key_heads or head_dim not in SINGLE_PASS_HEAD_DIMS or hopper_single_unavailable():
+        return "two passes"
+    if not deterministic:
+        return "one pass, unordered"
+    shape = (num_batches * num_heads, num_queries, num_keys, head_dim)
+    return "one pass" if _hopper("_single").ordering_pays(*shape, causal, programs) else "two passes"
 
 
 def flash_attention_backward(
@@ -907,7 +909,7 @@ def resolve_precision(q: Tensor, precision: str = "auto", *, packed: bool = Fals
     head_dim = q.shape[-1]
     if head_dim > PRODUCTS_HEAD_DIM and precision in ("auto", "tf32x3", "bf16x6"):
         return "ieee"
-    if precision == "auto" and q.dtype == torch.float32 and q.is_cuda and _capability(q.device.index) == 90:
+    if precision == "auto" and q.dtype == torch.float32 and _is_hopper(q.device):
         num_queries = q.shape[0] if packed else q.shape[-2]
         least = next(rows for widest, rows in THIRDS_FROM if head_dim <= widest)
         if num_queries >= THIRDS_QUERIES and q.numel() >= least * head_dim:
@@ -1318,10 +1320,10 @@ def flash_attention(
             waits for it, once per tensor.
         window: how many keys a query sees to each side of its own on the diagonal, or (left, right); −1 is no limit.
         precision: of products of fp32: "ieee" on the CUDA cores; "tf32x3", three products on the tensor cores for one,
-            which hold 22 bits; "bf16x6", six products of bf16 thirds, which hold 24 and take half as much memory again
-            as q, k, v and the gradient of the output; "tf32", one of 11 bits, outside the error budget of fp32; "auto",
-            "bf16x6" on Hopper where queries are many, else "tf32x3". Past d 128 all but "tf32" are "ieee". "triton"
-            only; nothing else changes with it.
+            which hold 22 bits; "bf16x6", six products of bf16 thirds, which hold 24, and for which q, k, v and the
+            gradient of the output are copied, half as large again; "tf32", one of 11 bits, outside the error budget of
+            fp32; "auto", "bf16x6" on Hopper where queries are many, else "tf32x3". Past d 128 all but "tf32" are
+            "ieee". "triton" only; nothing else changes with it.
         impl: "gluon" (Hopper), "triton" (CUDA), "tiled" (plain PyTorch, any device) or "auto"; see `resolve_impl`.
         deterministic: whether gradients are equal bit for bit between runs. False lets a Hopper GPU add the shares of
             q's gradient in the order in which they come, which takes 2 to 6 % less time where heads are many and up

@@ -9,8 +9,12 @@ How they are laid out:
 - A head dimension that is no power of two is a power of two and a narrower tail (72 = 64 + 16, 96 = 64 + 32), so
   that 72 and 80 do not pay for 128.
 
+- fp32 is several products on the tensor cores for one: three of TF32, whose operands are split in registers, or six of
+  bf16 between thirds of them, which a kernel cuts beforehand.
+
 Formulas, shapes and ideal costs stand in flash_attention.py. Backward is two kernels, dK/dV and then dQ, 14·Q·K·D FLOPs
-a head: nothing is added from several programs, so that bits are equal every time.
+a head: nothing is added from several programs, so that bits are equal every time. Where programs are few, the two are
+one launch.
 
 Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2.
 """
@@ -267,6 +271,11 @@ def tile_width(head_dim: int, aligned: bool = True) -> int:
     return next(width for width in WIDTHS if width >= block + tail)
 
 
+def _kind(dtype: torch.dtype, precision: str) -> str:
+    """Thirds are 16 bits wide, but six products are not one."""
+    return "16-bit" if dtype.itemsize == 2 and precision != "bf16x6" else precision
+
+
 def select_config(
     head_dim: int,
     dtype: torch.dtype,
@@ -288,11 +297,6 @@ def select_config(
     """
     family = "hopper" if capability == 90 else "generic"
     return CONFIGS[family, _kind(dtype, precision), tile_width(head_dim, aligned), causal]
-
-
-def _kind(dtype: torch.dtype, precision: str) -> str:
-    """Thirds are 16 bits wide, but six products are not one."""
-    return "16-bit" if dtype.itemsize == 2 and precision != "bf16x6" else precision
 
 
 def select_joint_config(
