@@ -8,7 +8,6 @@ How they are laid out:
   (triton issue 6124), and this way Pᵀ and ∂Sᵀ stay in registers.
 - A head dimension that is no power of two is a power of two and a narrower tail (72 = 64 + 16, 96 = 64 + 32), so
   that 72 and 80 do not pay for 128.
-
 - fp32 is several products on the tensor cores for one: three of TF32, whose operands are split in registers, or six of
   bf16 between thirds of them, which a kernel cuts beforehand.
 
