@@ -37,8 +37,8 @@ TUNED = ((16, True), (32, True), (64, False), (64, True), (72, True), (96, True)
 # The tiles are tuned with triton 3.6, the release of torch 2.11, where none spills. The ptxas of later releases places
 # registers otherwise: at D 128, on the edge of 255 registers, up to 12 of a thread's go to memory and back.
 SPILL_LIMIT = 0 if triton.__version__.startswith("3.6.") else 2 * 12 * 4
-# dK/dV and dQ as one kernel: up to 15.
-JOINT_SPILL_LIMIT = 0 if triton.__version__.startswith("3.6.") else 2 * 15 * 4
+# dK/dV and dQ as one kernel, and dK/dV of six products at D 32: up to 15.
+FULL_SPILL_LIMIT = 0 if triton.__version__.startswith("3.6.") else 2 * 15 * 4
 # The backward in one pass holds all accumulators at once, on the edge of 240 registers. At D 64, with tiles of 128
 # queries, triton 3.6 has no register for up to 12 values (4 bytes, stored and loaded), and for all of them at D 128;
 # the ptxas of later releases lacks up to 20 at D 128.
@@ -202,7 +202,7 @@ def test_the_joint_launch_neither_spills_nor_serialises(head_dim, dtype, masked,
     }
     options = (head_dim, dtype, 90, dkdv.num_warps, dkdv.num_stages, dtype == "fp32")
     compiled, log = compile_dense(kernels.flash_attention_bwd_kernel, flags, *options)
-    assert spilled_bytes(log) <= JOINT_SPILL_LIMIT
+    assert spilled_bytes(log) <= FULL_SPILL_LIMIT
     assert not SERIALISED.search(log), SERIALISED.search(log)
     assert compiled.metadata.shared <= SHARED_LIMIT[90]
     # wgmma takes 64 rows; 32 are for the instruction of Ampere.
@@ -293,7 +293,8 @@ def test_every_shipped_tile_compiles_and_fits(capability, kind):
         assert compiled.metadata.shared <= SHARED_LIMIT[80 if (kernel, tile) in generic else 90], (kernel, tile, width)
         # True fp32 at D 128 and the untuned D 256 may spill a little; kilobytes mean a tile of the wrong size.
         unspilled = 64 if kind in ("tf32x3", "bf16x6") else 96
-        limit = SPILL_LIMIT if width <= unspilled and capability == 90 else 4096
+        limit = FULL_SPILL_LIMIT if kind == "bf16x6" else SPILL_LIMIT
+        limit = limit if width <= unspilled and capability == 90 else 4096
         assert spilled_bytes(log) <= limit, (kernel, tile, width, spilled_bytes(log))
 
 
