@@ -1186,7 +1186,7 @@ LONG_CASES = [
         for dim in (33, 72)
         for layout in ("contiguous", "columns", "expanded")
     ),
-    # "auto", of all others here, is three products of TF32 for one of fp32 up to a head dimension of 128.
+    # "auto", of all others here, is several products for one of fp32 up to a head dimension of 128.
     *(
         Case((1, 4, 2, 333, 500, dim), causal=causal, precision=precision)
         for precision in ("ieee", "bf16x6", "tf32")
