@@ -190,7 +190,7 @@ def measure(case: Case, impl: str, device: str = "cpu") -> dict[str, tuple[float
     """
     tensors = draw(case, device)
     exact = eager(case, torch.float64, tensors)
-    is_tf32 = case.precision == "tf32" and case.dtype == "float32"
+    is_tf32 = case.precision in ("tf32", "bf16x3") and case.dtype == "float32"
     with RoundedProducts() if is_tf32 else contextlib.nullcontext():
         same_dtype = eager(case, getattr(torch, case.dtype), tensors)
     result = ours(case, impl, tensors)
@@ -277,7 +277,7 @@ CASES = [
     Case((1, 1, 1, 40, 40, 16), causal=True, scale=1.5),
     *(Case((2, 3, 3, 35, 37, 24), causal=True, layout=layout) for layout in LAYOUTS[1:]),
 ]
-# The kernels round operands to TF32, or cut them into thirds of bf16, so that the interpreter's products are those of
+# The kernels round operands to TF32, or cut them into slices of bf16, so that the interpreter's products are those of
 # the tensor cores.
 TF32_CASES = [
     Case((1, 1, 1, 96, 128, 16), causal=True, precision="tf32"),
@@ -286,6 +286,8 @@ TF32_CASES = [
     Case((1, 4, 2, 47, 70, 33), precision="bf16x6", layout="columns"),
     Case((1, 2, 2, 70, 47, 80), precision="bf16x6", num_splits=2),
     Case((1, 2, 1, 40, 40, 128), causal=True, precision="bf16x6", layout="expanded"),
+    Case((1, 2, 1, 65, 80, 72), causal=True, precision="bf16x3"),
+    Case((1, 2, 2, 70, 47, 16), precision="bf16x3", num_splits=2, layout="columns"),
 ]
 # Walks shared among several programs: with shares that are empty, of grouped heads, of rows that see no key.
 SPLIT_CASES = [
@@ -930,7 +932,7 @@ def jointly(case: Case) -> None:
         Case((1, 2, 1, 30, 60, 72), window=(20, 5)),
         Case((1, 1, 1, 40, 40, 33), precision="bf16x6"),
     ],
-    ids=["causal", "grouped, window", "thirds"],
+    ids=["causal", "grouped, window", "slices"],
 )
 def test_few_programs_are_launched_at_once(case, interpreted):
     interpreted(jointly, case)
@@ -944,8 +946,8 @@ VIEWS = {
 }
 
 
-def in_thirds(view: str) -> None:
-    """Asserts that a tensor's thirds have 8 bits each and sum to it, to the bit."""
+def in_slices(view: str, precision: str) -> None:
+    """Asserts that a tensor's slices have 8 bits each and sum to it: three to the bit, two to 16 bits."""
     query_shape, key_shape, viewed = VIEWS[view]
     seed = torch.Generator().manual_seed(0)
 
@@ -956,22 +958,24 @@ def in_thirds(view: str) -> None:
     tensors = [drawn(shape) for shape in (query_shape, key_shape, key_shape, query_shape)]
     packed = len(query_shape) == 3
     for count in (3, 4):
-        cut = fa._thirds(tuple(map(fa._layout, tensors[:count])), packed)
+        cut = fa._slices(tuple(map(fa._layout, tensors[:count])), precision, packed)
         with poisoned_outputs():
-            thirds = cut(*tensors[:count], *(None,) * (4 - count))
-        assert thirds[count:] == (None,) * (4 - count)
-        for x, room, layout in zip(tensors, thirds, cut.layouts, strict=False):
+            slices = cut(*tensors[:count], *(None,) * (4 - count))
+        assert slices[count:] == (None,) * (4 - count)
+        for x, room, layout in zip(tensors, slices, cut.layouts, strict=False):
             row = layout.strides[2]
-            parts = room.as_strided((*layout.shape[:3], row), layout.strides).unflatten(-1, (3, -1))
-            parts = parts[..., : x.shape[-1]]
-            assert torch.equal(parts.bfloat16().float(), parts), "a third does not fit in bf16"
-            whole = x.transpose(0, 1).unsqueeze(0) if packed else x
-            assert torch.equal(parts.double().sum(-2), whole.double())
+            of_row = room.as_strided((*layout.shape[:3], row), layout.strides)
+            of_row = of_row.unflatten(-1, (fa.BF16_SLICES[precision], -1))[..., : x.shape[-1]]
+            assert torch.equal(of_row.bfloat16().float(), of_row), "a slice does not fit in bf16"
+            whole = (x.transpose(0, 1).unsqueeze(0) if packed else x).double()
+            missing = (of_row.double().sum(-2) - whole).abs()
+            assert torch.all(missing <= (0 if precision == "bf16x6" else 2.0**-16) * whole.abs())
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_three_thirds_are_the_whole(view, interpreted):
-    interpreted(in_thirds, view)
+@pytest.mark.parametrize("precision", ["bf16x6", "bf16x3"])
+def test_slices_are_the_whole(view, precision, interpreted):
+    interpreted(in_slices, view, precision)
 
 
 def compiled(impl: str) -> None:
@@ -1189,7 +1193,7 @@ LONG_CASES = [
     # "auto", of all others here, is several products for one of fp32 up to a head dimension of 128.
     *(
         Case((1, 4, 2, 333, 500, dim), causal=causal, precision=precision)
-        for precision in ("ieee", "bf16x6", "tf32")
+        for precision in ("ieee", "bf16x6", "bf16x3", "tf32")
         for dim in (16, 64, 72, 96, 128, 256)
         for causal in (False, True)
     ),
@@ -1326,7 +1330,7 @@ def test_repeats_are_bit_equal(dim, causal, impl, heads):
         ((1, 4, 2, 200, 250, 64), "float32", False),
         ((64, 8, 8, 500, 500, 64), "bfloat16", False),
     ],
-    ids=["thirds 64", "thirds 128", "one launch", "one launch, fp32", "programs stay"],
+    ids=["slices 64", "slices 128", "one launch", "one launch, fp32", "programs stay"],
 )
 def test_repeats_of_other_paths_are_bit_equal(shape, dtype, causal):
     q, k, v, grad_out = draw(Case(shape, dtype=dtype), "cuda")

@@ -870,7 +870,7 @@ def test_the_shipped_tiles_are_shown(chapter):
 def test_several_products_are_compared_with_the_cuda_cores(chapter):
     short, short_errors, long, long_errors = report.findings_products(chapter.records("speed"))
     assert "at length 1024, a kernel of three products of TF32 on the tensor cores" in short
-    assert "at length 4096–16384, a kernel of six products of bf16 thirds on the tensor cores" in long
+    assert "at length 4096–16384, a kernel of six products of bf16 on the tensor cores" in long
     assert "faster in 6 of 6 cases" in short and "faster in 12 of 12 cases" in long
     assert short_errors == long_errors == "Its errors against fp64 are 1.00× those of the other."
     change(chapter, lambda r: r.section == "speed" and r.phase.startswith("triton_ieee"), status="skipped", reason="-")

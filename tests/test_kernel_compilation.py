@@ -85,7 +85,7 @@ def compile_kernel(
         "first_program": None,
         "group": 1,
     }
-    in_fp32 = split_walk or precision == "bf16x6"
+    in_fp32 = split_walk or precision in kernels.BF16_SLICES
     return compile_dense(function, flags, head_dim, dtype, capability, tile.num_warps, tile.num_stages, in_fp32)
 
 
@@ -214,11 +214,11 @@ def test_tiles_of_the_joint_launch_have_one_number_of_warps_and_stages():
         assert (dkdv.num_warps, dkdv.num_stages) == (dq.num_warps, dq.num_stages)
 
 
-def test_tails_of_thirds_are_loaded_ahead():
+def test_tails_of_slices_are_loaded_ahead():
     tailed = [
         tile
         for (_, kind, width, _), config in kernels.CONFIGS.items()
-        if kind == "bf16x6" and width in (80, 96)
+        if kind in kernels.BF16_SLICES and width in (80, 96)
         for tile in (config.forward, config.dkdv, config.dq)
     ]
     assert tailed and all(tile.num_stages > 1 for tile in tailed)
@@ -271,6 +271,9 @@ def test_no_warpgroup_takes_eight_columns_of_tf32():
         (80, "bf16x6"),
         (90, "bf16x6"),
         (100, "bf16x6"),
+        (80, "bf16x3"),
+        (90, "bf16x3"),
+        (100, "bf16x3"),
         (90, "ieee"),
     ],
 )
@@ -288,11 +291,13 @@ def test_every_shipped_tile_compiles_and_fits(capability, kind):
         widest[kernel, tile] = max(widest.get((kernel, tile), (0, False)), (width, masked))
     assert widest
     for (kernel, tile), (width, masked) in widest.items():
-        dtype, precision = {"16-bit": ("fp16", "ieee"), "bf16x6": ("bf16", kind)}.get(kind, ("fp32", kind))
+        dtype, precision = {"16-bit": ("fp16", "ieee"), "bf16x6": ("bf16", kind), "bf16x3": ("bf16", kind)}.get(
+            kind, ("fp32", kind)
+        )
         compiled, log = compile_kernel(kernel, tile, width, dtype, capability, masked=masked, precision=precision)
         assert compiled.metadata.shared <= SHARED_LIMIT[80 if (kernel, tile) in generic else 90], (kernel, tile, width)
         # True fp32 at D 128 and the untuned D 256 may spill a little; kilobytes mean a tile of the wrong size.
-        unspilled = 64 if kind in ("tf32x3", "bf16x6") else 96
+        unspilled = 64 if kind in ("tf32x3", *kernels.BF16_SLICES) else 96
         limit = FULL_SPILL_LIMIT if kind == "bf16x6" else SPILL_LIMIT
         limit = limit if width <= unspilled and capability == 90 else 4096
         assert spilled_bytes(log) <= limit, (kernel, tile, width, spilled_bytes(log))

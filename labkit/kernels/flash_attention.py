@@ -38,6 +38,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from labkit.kernels.flash_attention_tiled import tiled_attention_backward, tiled_attention_forward
 from labkit.kernels.flash_attention_triton import (
+    BF16_SLICES,
     DELTA_BLOCK_Q,
     INTERPRETER_CONFIG,
     IS_INTERPRETED,
@@ -45,7 +46,7 @@ from labkit.kernels.flash_attention_triton import (
     STATISTICS_PADDING,
     AttentionConfig,
     TileConfig,
-    attention_thirds_kernel,
+    attention_slices_kernel,
     flash_attention_bwd_delta_kernel,
     flash_attention_bwd_dkdv_kernel,
     flash_attention_bwd_dq_kernel,
@@ -53,21 +54,21 @@ from labkit.kernels.flash_attention_triton import (
     flash_attention_fwd_kernel,
     select_config,
     select_joint_config,
+    slice_elements,
     split_head_dim,
-    third_elements,
 )
 from labkit.kernels.launch import REMEMBERED, Launch
 from labkit.kernels.splits import combine, empty_lse, empty_parts, num_multiprocessors, num_splits_of, row_elements
 
 MAX_HEAD_DIM = 256
 IMPLS = ("auto", "gluon", "triton", "tiled")
-PRECISIONS = ("auto", "ieee", "tf32x3", "bf16x6", "tf32")
+PRECISIONS = ("auto", "ieee", "tf32x3", "bf16x6", "bf16x3", "tf32")
 PRODUCTS_HEAD_DIM = 128  # up to which several products on the tensor cores make one of fp32
-# From how many queries of all heads, by widest head dimension, cutting operands into thirds takes a Hopper GPU less
+# From how many queries of all heads, by widest head dimension, cutting operands into slices takes a Hopper GPU less
 # time than it gains, and from how many of one: few queries read their keys once, and cutting those is no less.
-THIRDS_FROM = ((32, 2048), (PRODUCTS_HEAD_DIM, 1024))
-THIRDS_QUERIES = 256
-THIRDS_BLOCK = 16
+SLICES_FROM = ((32, 2048), (PRODUCTS_HEAD_DIM, 1024))
+SLICES_QUERIES = 256
+SLICES_BLOCK = 16
 # dK/dV and dQ are one launch up to so many queries and keys, by bytes of an element, and so many programs: of a
 # multiprocessor, or in all where kernels are interpreted. Longer walks are shared among programs.
 JOINT_UNTIL = {2: 1024, 4: 256}
@@ -395,30 +396,32 @@ def _walks(
     return num_walks, num_splits_of(num_walks, triton.cdiv(*walked), programs, causal, **cost)
 
 
-class _Thirds(NamedTuple):
-    """The launch that cuts fp32 tensors into thirds, and the layouts that the kernels find them in."""
+class _Slices(NamedTuple):
+    """The launch that cuts fp32 tensors into slices of bf16, and the layouts that the kernels find them in."""
 
     launch: Launch
     layouts: tuple[_Layout, ...]
     sizes: tuple[int, ...]
 
     def __call__(self, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Returns the thirds of q, k, v and grad_out, None for None, as vectors: the kernels go by the layouts."""
+        """Returns the slices of q, k, v and grad_out, None for None, as vectors: the kernels go by the layouts."""
         room = torch.empty(sum(self.sizes), dtype=self.layouts[0].dtype, device=tensors[0].device).split(self.sizes)
-        thirds = (*room, None)[:4]
-        self.launch(*tensors, *thirds)
-        return thirds
+        slices = (*room, None)[:4]
+        self.launch(*tensors, *slices)
+        return slices
 
 
-def _thirds(tensors: tuple[_Layout, ...], packed: bool) -> _Thirds:
-    """Returns how q, k, v and, where there are four, grad_out are cut.
+def _slices(tensors: tuple[_Layout, ...], precision: str, packed: bool) -> _Slices | None:
+    """Returns how q, k, v and, where there are four, grad_out are cut, None where they are not.
 
-    Interpreted kernels keep the thirds in fp32, of which they can multiply.
+    Interpreted kernels keep the slices in fp32, of which they can multiply.
     """
+    if precision not in BF16_SLICES:
+        return None
     dtype = torch.float32 if IS_INTERPRETED else torch.bfloat16
     whole = tuple(x.as_4d(packed) for x in tensors)
     (_, num_heads, num_queries, head_dim), (_, num_key_heads, num_keys, _) = whole[0].shape, whole[1].shape
-    row = 3 * third_elements(head_dim)
+    row = BF16_SLICES[precision] * slice_elements(head_dim)
     layouts = []
     for x in whole:
         _, heads, length, _ = x.shape
@@ -427,16 +430,17 @@ def _thirds(tensors: tuple[_Layout, ...], packed: bool) -> _Thirds:
     # Without grad_out, whose place is the last, the strides there are anything.
     strides = _strides(*(*whole, whole[0])[:4])
     numbers = (*strides, num_heads, num_key_heads, num_queries, num_keys, *rows[:2])
-    flags = {"HEAD_DIM": head_dim, "PADDED_D": triton.next_power_of_2(head_dim), "BLOCK": THIRDS_BLOCK}
-    grid = (triton.cdiv(max(rows), THIRDS_BLOCK), len(tensors))
-    launch = Launch(attention_thirds_kernel, grid, flags, numbers)
-    return _Thirds(launch, tuple(layouts), tuple(n * row for n in rows))
+    flags = {"HEAD_DIM": head_dim, "PADDED_D": triton.next_power_of_2(head_dim), "BLOCK": SLICES_BLOCK}
+    flags["SLICES"] = BF16_SLICES[precision]
+    grid = (triton.cdiv(max(rows), SLICES_BLOCK), len(tensors))
+    launch = Launch(attention_slices_kernel, grid, flags, numbers)
+    return _Slices(launch, tuple(layouts), tuple(n * row for n in rows))
 
 
 class _ForwardPlan(NamedTuple):
-    """The launch of a forward kernel, what cuts its inputs into thirds, and the room for its results."""
+    """The launch of a forward kernel, what cuts its inputs into slices, and the room for its results."""
 
-    thirds: _Thirds | None
+    slices: _Slices | None
     launch: Launch
     num_splits: int
     out: _Layout
@@ -459,8 +463,8 @@ def _plan_forward(
 ) -> _ForwardPlan:
     packed = packing is not None
     problem = _problem(q, k, left, right, packing)
-    thirds = _thirds((q, k, v), packed) if precision == "bf16x6" else None
-    loaded = thirds.layouts if thirds else tuple(x.as_4d(packed) for x in (q, k, v))
+    slices = _slices((q, k, v), precision, packed)
+    loaded = slices.layouts if slices else tuple(x.as_4d(packed) for x in (q, k, v))
     layouts = (*loaded, q.dense().as_4d(packed))
     tile = (config or _config(layouts, problem, precision, device)).forward
     num_walks, num_splits = _walks(problem, tile, "forward", device, q.dtype, num_splits)
@@ -484,7 +488,7 @@ def _plan_forward(
     }
     launch = Launch(flash_attention_fwd_kernel, (num_walks * num_splits,), flags, numbers)
     lse_shape = (problem.num_heads, num_rows) if packed else q.shape[:-1]
-    return _ForwardPlan(thirds, launch, num_splits, q.dense(), lse_shape)
+    return _ForwardPlan(slices, launch, num_splits, q.dense(), lse_shape)
 
 
 def flash_attention_forward(
@@ -523,8 +527,8 @@ def flash_attention_forward(
     out = _empty(plan.out, q)
     lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
     with _on_device_of(q):
-        if plan.thirds:
-            q, k, v, _ = plan.thirds(q, k, v, None)
+        if plan.slices:
+            q, k, v, _ = plan.slices(q, k, v, None)
         if plan.num_splits == 1:
             plan.launch(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
         else:
@@ -684,10 +688,10 @@ def _joint_launch(
 
 
 class _BackwardPlan(NamedTuple):
-    """The launches of a backward, what cuts its inputs into thirds, and the room for gradients and row statistics."""
+    """The launches of a backward, what cuts its inputs into slices, and the room for gradients and row statistics."""
 
     copies_grad_out: bool
-    thirds: _Thirds | None
+    slices: _Slices | None
     grads: tuple[_Layout, ...]
     statistics: tuple[int, ...]
     delta: Launch
@@ -716,8 +720,8 @@ def _plan_backward(
     packed = packing is not None
     problem = _problem(q, k, left, right, packing)
     grads = tuple(x.dense() for x in (q, k, v))
-    thirds = _thirds((q, k, v, grad_out), packed) if precision == "bf16x6" else None
-    inputs = thirds.layouts if thirds else tuple(x.as_4d(packed) for x in (q, k, v, grad_out))
+    slices = _slices((q, k, v, grad_out), precision, packed)
+    inputs = slices.layouts if slices else tuple(x.as_4d(packed) for x in (q, k, v, grad_out))
     grads_4d = tuple(x.as_4d(packed) for x in grads)
     is_given = config is not None or num_splits is not None
     config = config or _config((*inputs, *grads_4d), problem, precision, device)
@@ -726,8 +730,8 @@ def _plan_backward(
     statistics_strides = (0 if packed else num_heads * num_rows, num_rows)
     options = (problem, statistics_strides, device, scale, precision)
     return _BackwardPlan(
-        copies_grad_out=not thirds and _alignment(grad_out) == 1 and _alignment(q, k, v) > 1,
-        thirds=thirds,
+        copies_grad_out=not slices and _alignment(grad_out) == 1 and _alignment(q, k, v) > 1,
+        slices=slices,
         grads=grads,
         statistics=(2, num_sets, num_heads, num_rows),
         delta=_delta_launch(out, grad_out, lse, problem, statistics_strides),
@@ -835,8 +839,8 @@ def flash_attention_backward(
                 launcher(*tensors, lse_log2, delta, *results, scale=scale, causal=causal, **options)
                 return grads
         inputs = (q, k, v, grad_out)
-        if plan.thirds:
-            inputs = plan.thirds(*inputs)
+        if plan.slices:
+            inputs = plan.slices(*inputs)
         inputs = (*inputs, lse_log2, delta)
         if plan.joint is not None:
             plan.joint(*inputs, *grads[1:], grads[0])
@@ -907,16 +911,17 @@ def resolve_precision(q: Tensor, precision: str = "auto", *, packed: bool = Fals
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {_names(PRECISIONS)}; got {precision!r}")
     head_dim = q.shape[-1]
-    if head_dim > PRODUCTS_HEAD_DIM and precision in ("auto", "tf32x3", "bf16x6"):
-        return "ieee"
-    if precision == "auto" and q.dtype == torch.float32 and _is_hopper(q.device):
+    if head_dim > PRODUCTS_HEAD_DIM:
+        return "tf32" if precision in ("tf32", "bf16x3") else "ieee"
+    plain = {"auto": "tf32x3", "bf16x6": "tf32x3", "bf16x3": "tf32"}.get(precision, precision)
+    if q.dtype != torch.float32:
+        return plain
+    if precision in ("auto", "tf32") and _is_hopper(q.device):
         num_queries = q.shape[0] if packed else q.shape[-2]
-        least = next(rows for widest, rows in THIRDS_FROM if head_dim <= widest)
-        if num_queries >= THIRDS_QUERIES and q.numel() >= least * head_dim:
-            return "bf16x6"
-    if precision == "auto" or (precision == "bf16x6" and q.dtype != torch.float32):
-        return "tf32x3"
-    return precision
+        least = next(rows for widest, rows in SLICES_FROM if head_dim <= widest)
+        if num_queries >= SLICES_QUERIES and q.numel() >= least * head_dim:
+            return {"auto": "bf16x6", "tf32": "bf16x3"}[precision]
+    return precision if precision in BF16_SLICES else plain
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
@@ -1320,10 +1325,11 @@ def flash_attention(
             waits for it, once per tensor.
         window: how many keys a query sees to each side of its own on the diagonal, or (left, right); −1 is no limit.
         precision: of products of fp32: "ieee" on the CUDA cores; "tf32x3", three products on the tensor cores for one,
-            which hold 22 bits; "bf16x6", six products of bf16 thirds, which hold 24, and for which q, k, v and the
-            gradient of the output are copied, half as large again; "tf32", one of 11 bits, outside the error budget of
-            fp32; "auto", "bf16x6" on Hopper where queries are many, else "tf32x3". Past d 128 all but "tf32" are
-            "ieee". "triton" only; nothing else changes with it.
+            which hold 22 bits; "bf16x6", six of bf16 between three slices of each operand, which hold 24; "tf32", one
+            of 11 bits, outside the error budget of fp32; "bf16x3", three of bf16 between two slices, which hold 16;
+            "auto", "bf16x6" on Hopper where queries are many, else "tf32x3", and "tf32" is "bf16x3" there. Past d 128
+            the last two are "tf32" and all others "ieee". For slices q, k, v and the gradient of the output are copied,
+            half as large again or as large. "triton" only; nothing else changes with it.
         impl: "gluon" (Hopper), "triton" (CUDA), "tiled" (plain PyTorch, any device) or "auto"; see `resolve_impl`.
         deterministic: whether gradients are equal bit for bit between runs. False lets a Hopper GPU add the shares of
             q's gradient in the order in which they come, which takes 2 to 6 % less time where heads are many and up

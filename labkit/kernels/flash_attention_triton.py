@@ -9,7 +9,7 @@ How they are laid out:
 - A head dimension that is no power of two is a power of two and a narrower tail (72 = 64 + 16, 96 = 64 + 32), so
   that 72 and 80 do not pay for 128.
 - fp32 is several products on the tensor cores for one: three of TF32, whose operands are split in registers, or six of
-  bf16 between thirds of them, which a kernel cuts beforehand.
+  bf16 between three slices of each, which a kernel cuts beforehand; and TF32 is three of bf16 between two slices.
 
 Formulas, shapes and ideal costs stand in flash_attention.py. Backward is two kernels, dK/dV and then dQ, 14·Q·K·D FLOPs
 a head: nothing is added from several programs, so that bits are equal every time. Where programs are few, the two are
@@ -170,10 +170,10 @@ _TF32X3_NARROW = {
     ),
 }
 
-# Six bf16 products for one: thirds of every operand, cut beforehand, take 1.5 times the shared memory of fp32, and P
-# and dS alone are cut in registers. A tail's loads are in flight (two stages): with one stage it is put into shared
-# memory from registers, and triton 3.6 computes wrongly with it (seen at 72 and 80). Past D 80 kernels spill, dK/dV at
-# 128 up to 1.4 kilobytes, and are faster than tiles that do not.
+# Six bf16 products for one: three slices of every operand, cut beforehand, take 1.5 times the shared memory of fp32,
+# and P and dS alone are cut in registers. A tail's loads are in flight (two stages): with one stage it is put into
+# shared memory from registers, and triton 3.6 computes wrongly with it (seen at 72 and 80). Past D 80 kernels spill,
+# dK/dV at 128 up to 1.4 kilobytes, and are faster than tiles that do not.
 _BF16X6 = {
     (16, 32): (TileConfig(64, 64, 4, 3), TileConfig(64, 64, 4, 2), TileConfig(64, 64, 4, 2)),
     (64,): (TileConfig(128, 64, 8, 2), TileConfig(32, 64, 4, 2), TileConfig(128, 64, 8, 2)),
@@ -184,7 +184,15 @@ _BF16X6 = {
         TileConfig(64, 32, 4, 2, split=False),
     ),
 }
-_BF16X6_NARROW = {
+# Three for one: two slices, as large as fp32.
+_BF16X3 = {
+    (16, 32): (TileConfig(64, 64, 4, 3), TileConfig(64, 64, 4, 2), TileConfig(64, 64, 4, 2)),
+    (64,): (TileConfig(128, 64, 8, 2), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
+    (80, 96): (TileConfig(128, 64, 8, 2), TileConfig(32, 128, 8, 2), TileConfig(128, 32, 8, 2)),
+    (128,): (TileConfig(128, 64, 8, 2), TileConfig(32, 128, 8, 2), TileConfig(128, 32, 8, 2)),
+}
+# Both, within 99 KiB.
+_BF16_SLICES_NARROW = {
     (16, 32, 64): (
         TileConfig(64, 32, 4, 1, split=False),
         TileConfig(32, 32, 4, 1, split=False),
@@ -223,7 +231,9 @@ CONFIGS: dict[tuple[str, str, int, bool], AttentionConfig] = {
     **_table("hopper", "tf32x3", _TF32X3),
     **_table("generic", "tf32x3", _TF32X3_NARROW),
     **_table("hopper", "bf16x6", _BF16X6),
-    **_table("generic", "bf16x6", _BF16X6_NARROW),
+    **_table("generic", "bf16x6", _BF16_SLICES_NARROW),
+    **_table("hopper", "bf16x3", _BF16X3),
+    **_table("generic", "bf16x3", _BF16_SLICES_NARROW),
     **_table("hopper", "tf32", _TF32),
     **_table("generic", "tf32", _TF32_NARROW),
 }
@@ -259,8 +269,12 @@ def split_head_dim(head_dim: int, aligned: bool = True) -> tuple[int, int]:
     return (half, tail) if tail < half else (block, 0)
 
 
-def third_elements(head_dim: int) -> int:
-    """Returns how many elements lie between the thirds of a row: each starts on a 16-byte boundary."""
+BF16_SLICES = {"bf16x3": 2, "bf16x6": 3}
+"""Slices of 8 bits that an operand of fp32 is cut into, by the products between them."""
+
+
+def slice_elements(head_dim: int) -> int:
+    """Returns how many elements lie between the slices of a row: each starts on a 16-byte boundary."""
     return -(-head_dim // 8) * 8
 
 
@@ -271,8 +285,8 @@ def tile_width(head_dim: int, aligned: bool = True) -> int:
 
 
 def _kind(dtype: torch.dtype, precision: str) -> str:
-    """Thirds are 16 bits wide, but six products are not one."""
-    return "16-bit" if dtype.itemsize == 2 and precision != "bf16x6" else precision
+    """Slices are 16 bits wide, but several products are not one."""
+    return "16-bit" if dtype.itemsize == 2 and precision not in BF16_SLICES else precision
 
 
 def select_config(
@@ -291,7 +305,7 @@ def select_config(
         causal: whether the mask has a diagonal.
         capability: of the device, 10 · major + minor: 90 is Hopper. Other devices take tiles that fit 99 KiB of
             shared memory, the least of those since Ampere.
-        precision: of fp32; "tf32x3" and "bf16x6" up to head dimension 128.
+        precision: of fp32; all but "ieee" and "tf32" up to head dimension 128.
         aligned: whether every row of every tensor starts on a 16-byte boundary.
     """
     family = "hopper" if capability == 90 else "generic"
@@ -345,37 +359,44 @@ def _start_of(index, stride, ALIGNMENT: tl.constexpr):
 
 
 @triton.jit
-def _thirds(x):
-    """Three numbers of 8 bits each, as bf16 has them, whose sum is x exactly."""
+def _bf16_slices(x, SLICES: tl.constexpr):
+    """Numbers of 8 bits each, as bf16 has them: the sum of three is x exactly, of two x to 16 bits, rounded."""
     high = (x.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
     rest = x - high
-    middle = (rest.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
-    return high, middle, rest - middle
+    if SLICES == 3:
+        middle = (rest.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
+        slices = (high, middle, rest - middle)
+    else:
+        slices = (high, ((rest.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True))
+    return slices
 
 
 @triton.jit
 def _operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """x as an operand of `_product`: a tuple of its parts, three for "bf16x6". In TF32 it is rounded to its 11 bits.
+    """x as an operand of `_product`: a tuple of its slices, or of itself. In TF32 it is rounded to its 11 bits.
 
     The tensor cores cut off the bits that they do not take, which shrinks every product: four times the error of eager.
     """
     if PRECISION == "bf16x6":
-        high, middle, low = _thirds(x)
-        parts = (high.to(DTYPE), middle.to(DTYPE), low.to(DTYPE))
+        high, middle, low = _bf16_slices(x, 3)
+        operand = (high.to(DTYPE), middle.to(DTYPE), low.to(DTYPE))
+    elif PRECISION == "bf16x3":
+        high, low = _bf16_slices(x, 2)
+        operand = (high.to(DTYPE), low.to(DTYPE))
     elif PRECISION == "tf32" and DTYPE == tl.float32:
         bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000  # the nearest, ties away from zero
-        parts = (bits.to(tl.float32, bitcast=True),)
+        operand = (bits.to(tl.float32, bitcast=True),)
     else:
-        parts = (x.to(DTYPE),)
-    return parts
+        operand = (x.to(DTYPE),)
+    return operand
 
 
 @triton.jit
 def _product(a, b, acc, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + a b, or acc + a bᵀ; of thirds all products but those below 2⁻²⁴ of the first, the smallest first.
+    """acc + a b, or acc + a bᵀ; of slices all products but the smallest, the larger the later.
 
-    Tensor cores cut sums off. Thirds are summed up apart from `acc`, to which they are added rounded: within it the
-    error would grow with the length of the walk.
+    Tensor cores cut sums off. Six products are summed up apart from `acc`, to which they are added rounded: within it
+    the error, which three may have, would grow with the length of the walk.
     """
     if PRECISION == "bf16x6":
         total = None
@@ -384,13 +405,18 @@ def _product(a, b, acc, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
             right = b[(0, 1, 2, 0, 1, 0)[i]]
             total = tl.dot(left, tl.trans(right) if TRANSPOSED else right, total)
         acc = total if acc is None else acc + total
+    elif PRECISION == "bf16x3":
+        for i in tl.static_range(3):
+            left = a[(1, 0, 0)[i]]
+            right = b[(0, 1, 0)[i]]
+            acc = tl.dot(left, tl.trans(right) if TRANSPOSED else right, acc)
     else:
         acc = tl.dot(a[0], tl.trans(b[0]) if TRANSPOSED else b[0], acc, input_precision=PRECISION)
     return acc
 
 
 @triton.jit
-def _load_part(
+def _load_tile(
     ptr, offsets, row_mask, cols, HEAD_DIM: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr
 ):  # fmt: skip
     """A tile, zero beyond the last row and beyond the head dimension."""
@@ -410,16 +436,18 @@ def _load(
     ptr, offsets, row_mask, cols,
     HEAD_DIM: tl.constexpr, MASK_ROWS: tl.constexpr, MASK_COLS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile as an operand: its one part, or its thirds, which `attention_thirds_kernel` puts behind each other."""
-    tile = _load_part(ptr, offsets, row_mask, cols, HEAD_DIM, MASK_ROWS, MASK_COLS)
+    """A tile as an operand: itself, or the slices that `attention_slices_kernel` puts behind each other."""
+    tile = _load_tile(ptr, offsets, row_mask, cols, HEAD_DIM, MASK_ROWS, MASK_COLS)
+    SLICE: tl.constexpr = (HEAD_DIM + 7) // 8 * 8  # `slice_elements`
     if PRECISION == "bf16x6":
-        THIRD: tl.constexpr = (HEAD_DIM + 7) // 8 * 8  # `third_elements`
-        middle = _load_part(ptr + THIRD, offsets, row_mask, cols, HEAD_DIM, MASK_ROWS, MASK_COLS)
-        low = _load_part(ptr + 2 * THIRD, offsets, row_mask, cols, HEAD_DIM, MASK_ROWS, MASK_COLS)
-        parts = (tile, middle, low)
+        middle = _load_tile(ptr + SLICE, offsets, row_mask, cols, HEAD_DIM, MASK_ROWS, MASK_COLS)
+        low = _load_tile(ptr + 2 * SLICE, offsets, row_mask, cols, HEAD_DIM, MASK_ROWS, MASK_COLS)
+        operand = (tile, middle, low)
+    elif PRECISION == "bf16x3":
+        operand = (tile, _load_tile(ptr + SLICE, offsets, row_mask, cols, HEAD_DIM, MASK_ROWS, MASK_COLS))
     else:
-        parts = _operand(tile, tile.dtype, PRECISION)
-    return parts
+        operand = _operand(tile, tile.dtype, PRECISION)
+    return operand
 
 
 @triton.jit
@@ -1033,50 +1061,49 @@ def flash_attention_bwd_kernel(
 
 @triton.jit
 def _cut(
-    x_ptr, thirds_ptr, stride_b, stride_h, stride_s, stride_d, num_heads, length, num_rows,
-    HEAD_DIM: tl.constexpr, PADDED_D: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, slices_ptr, stride_b, stride_h, stride_s, stride_d, num_heads, length, num_rows,
+    HEAD_DIM: tl.constexpr, PADDED_D: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
-    """Writes the thirds of BLOCK rows of x, (batch, heads, length, HEAD_DIM) of any strides, dense: three in a row."""
-    THIRD: tl.constexpr = (HEAD_DIM + 7) // 8 * 8  # `third_elements`
+    """Writes the slices of BLOCK rows of x, (batch, heads, length, HEAD_DIM) of any strides, dense: a row's in one."""
+    SLICE: tl.constexpr = (HEAD_DIM + 7) // 8 * 8  # `slice_elements`
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     cols = tl.arange(0, PADDED_D)[None, :].to(tl.int64)
     head = rows // length
     starts = (head // num_heads).to(tl.int64) * stride_b + (head % num_heads).to(tl.int64) * stride_h
     starts += (rows % length).to(tl.int64) * stride_s
     mask = (rows < num_rows)[:, None] & (cols < HEAD_DIM)
-    high, middle, low = _thirds(tl.load(x_ptr + starts[:, None] + cols * stride_d, mask=mask, other=0.0))
-    to = thirds_ptr + rows.to(tl.int64)[:, None] * (3 * THIRD) + cols
-    tl.store(to, high.to(thirds_ptr.dtype.element_ty), mask=mask)
-    tl.store(to + THIRD, middle.to(thirds_ptr.dtype.element_ty), mask=mask)
-    tl.store(to + 2 * THIRD, low.to(thirds_ptr.dtype.element_ty), mask=mask)
+    slices = _bf16_slices(tl.load(x_ptr + starts[:, None] + cols * stride_d, mask=mask, other=0.0), SLICES)
+    to = slices_ptr + rows.to(tl.int64)[:, None] * (SLICES * SLICE) + cols
+    for i in tl.static_range(SLICES):
+        tl.store(to + i * SLICE, slices[i].to(slices_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(
     do_not_specialize=("num_heads", "num_key_heads", "num_queries", "num_keys", "num_query_rows", "num_key_rows")
 )
-def attention_thirds_kernel(
-    q_ptr, k_ptr, v_ptr, grad_out_ptr, q_thirds_ptr, k_thirds_ptr, v_thirds_ptr, grad_out_thirds_ptr,
+def attention_slices_kernel(
+    q_ptr, k_ptr, v_ptr, grad_out_ptr, q_slices_ptr, k_slices_ptr, v_slices_ptr, grad_out_slices_ptr,
     stride_qb, stride_qh, stride_qs, stride_qd,
     stride_kb, stride_kh, stride_ks, stride_kd,
     stride_vb, stride_vh, stride_vs, stride_vd,
     stride_gb, stride_gh, stride_gs, stride_gd,
     num_heads, num_key_heads, num_queries, num_keys, num_query_rows, num_key_rows,
-    HEAD_DIM: tl.constexpr, PADDED_D: tl.constexpr, BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED_D: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
-    """Cuts fp32 operands into thirds for "bf16x6": the second dimension of the grid is which; no grad_out, three."""
+    """Cuts fp32 operands into slices of bf16: the second dimension of the grid is which; without grad_out, three."""
     which = tl.program_id(1)
     if which == 0:
-        _cut(q_ptr, q_thirds_ptr, stride_qb, stride_qh, stride_qs, stride_qd, num_heads, num_queries, num_query_rows,
-             HEAD_DIM, PADDED_D, BLOCK)  # fmt: skip
+        _cut(q_ptr, q_slices_ptr, stride_qb, stride_qh, stride_qs, stride_qd, num_heads, num_queries, num_query_rows,
+             HEAD_DIM, PADDED_D, BLOCK, SLICES)  # fmt: skip
     elif which == 1:
-        _cut(k_ptr, k_thirds_ptr, stride_kb, stride_kh, stride_ks, stride_kd, num_key_heads, num_keys, num_key_rows,
-             HEAD_DIM, PADDED_D, BLOCK)  # fmt: skip
+        _cut(k_ptr, k_slices_ptr, stride_kb, stride_kh, stride_ks, stride_kd, num_key_heads, num_keys, num_key_rows,
+             HEAD_DIM, PADDED_D, BLOCK, SLICES)  # fmt: skip
     elif which == 2:
-        _cut(v_ptr, v_thirds_ptr, stride_vb, stride_vh, stride_vs, stride_vd, num_key_heads, num_keys, num_key_rows,
-             HEAD_DIM, PADDED_D, BLOCK)  # fmt: skip
+        _cut(v_ptr, v_slices_ptr, stride_vb, stride_vh, stride_vs, stride_vd, num_key_heads, num_keys, num_key_rows,
+             HEAD_DIM, PADDED_D, BLOCK, SLICES)  # fmt: skip
     elif grad_out_ptr is not None:
-        _cut(grad_out_ptr, grad_out_thirds_ptr, stride_gb, stride_gh, stride_gs, stride_gd,
-             num_heads, num_queries, num_query_rows, HEAD_DIM, PADDED_D, BLOCK)  # fmt: skip
+        _cut(grad_out_ptr, grad_out_slices_ptr, stride_gb, stride_gh, stride_gs, stride_gd,
+             num_heads, num_queries, num_query_rows, HEAD_DIM, PADDED_D, BLOCK, SLICES)  # fmt: skip
 
 
 # What TRITON_INTERPRET said when this module was imported: interpreted kernels run on CPU tensors.

@@ -587,7 +587,8 @@ def _pass_and_grid_name(row: pd.Series) -> str:
 
 PRODUCTS = {
     "tf32x3": "three products of TF32",
-    "bf16x6": "six products of bf16 thirds",
+    "bf16x6": "six products of bf16",
+    "bf16x3": "three products of bf16",
 }
 
 
