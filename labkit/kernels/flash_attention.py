@@ -84,6 +84,10 @@ SMALL, SMALL_AT_64 = 4, 32
 STAYING_UNTIL = 1024  # queries and keys at D 64, full: two passes whose programs stay take less time than one
 GLUON_BACKWARDS = ("one pass", "one pass, unordered", "two passes", "triton")
 
+# Tiles of a walk, by widest head dimension, up to which the kernel that would put shares together takes the host longer
+# to launch than the device gains.
+WHOLE = ((64, 8), (MAX_HEAD_DIM, 4))
+
 # Warps that run at once on a multiprocessor, as far as splitting reckons: (widest head dimension, warps) by bytes of an
 # element and kernel. Registers bound them; these gave numbers of splits near the fastest on an H200.
 WARPS_AT_ONCE = {
@@ -388,12 +392,15 @@ def _walks(
         return num_walks, 1
     if num_splits or device.type != "cuda" or problem.left >= 0:
         return num_walks, num_splits or 1
+    num_tiles = triton.cdiv(*walked)
+    if num_tiles <= next(tiles for widest, tiles in WHOLE if problem.head_dim <= widest):
+        return num_walks, 1
     warps = next(warps for widest, warps in WARPS_AT_ONCE[dtype.itemsize, kernel] if problem.head_dim <= widest)
     programs = num_multiprocessors(device.index) * max(1, warps // tile.num_warps)
     part_kib = num_results * starting[1] * row_elements(problem.head_dim) * 4 / 1024
     causal = problem.right >= 0
     cost = {"part_kib": part_kib, "itemsize": dtype.itemsize}
-    return num_walks, num_splits_of(num_walks, triton.cdiv(*walked), programs, causal, **cost)
+    return num_walks, num_splits_of(num_walks, num_tiles, programs, causal, **cost)
 
 
 class _Slices(NamedTuple):

@@ -20,11 +20,9 @@ from torch import Tensor
 
 from labkit.kernels.launch import REMEMBERED, Launch
 
-# A share is of so many tiles at least, and there are so many at most. A walk of WHOLE tiles is one: the second kernel
-# would take the host longer to launch than the device gains.
+# A share is of so many tiles at least, and there are so many at most.
 TILES_OF_A_SPLIT = 2
 MOST_SPLITS = 32
-WHOLE = 8
 
 # What splitting costs, in the time of one tile of a walk (on an H200 1.4 us in 16 bits, several times that in fp32):
 # the begin and end of a program; by bytes of an element, the second kernel, which takes the host longer to launch than
@@ -67,7 +65,7 @@ def num_splits_of(
         combining = COST_OF_COMBINING[itemsize] + COST_OF_A_KIB * part_kib * num_walks * num_splits
         return time + (combining if num_splits > 1 else 0.0)
 
-    most = 1 if num_tiles <= WHOLE else min(num_tiles // TILES_OF_A_SPLIT, MOST_SPLITS)
+    most = max(1, min(num_tiles // TILES_OF_A_SPLIT, MOST_SPLITS))
     shares = (-(-num_tiles // num_splits) for num_splits in range(1, most + 1))
     return min((-(-num_tiles // share) for share in shares), key=cost)
 
