@@ -13,10 +13,13 @@ of memory a head more, converted afterwards.
 The programs of a head, one for 128 keys, add their shares of a tile of ∂Q either as they get to it, or, ordered, the
 first keys' program first, and so with equal bits every time. They follow one another then, each a tile behind the one
 before it, which it sees by a count in global memory of the tiles added: they wait where they start together or end
-together. `ordering_pays` says where they would wait longer than the two kernels take. A program only ever waits for
-one of a smaller number, and a GPU starts programs by number, so that none waits for one that has not started.
+together. `ordering_pays` says where they would wait longer than the two kernels take.
 
-How a program is laid out: it owns 128 keys of one head. A producer warp loads by TMA, two consumer warpgroups of 64
+As many programs as run at once draw walks, of 128 keys of one head each, from a counter, and load the next one while
+the last ends. A walk only ever waits for one of a smaller number, and those have been drawn, so that none waits for one
+that has not begun.
+
+How a program is laid out: a producer warp loads by TMA, two consumer warpgroups of 64
 keys each multiply, and two writer warps add their tiles of ∂Q to the sums in global memory by TMA, each every other
 tile: in order, one tile's time is too short for a warp to await its turn, add, and await that what it added is there.
 Sᵀ and ∂Pᵀ are computed themselves, so that Pᵀ is a register operand of the product into ∂V; ∂Sᵀ goes through shared
@@ -107,21 +110,28 @@ WAITING = 0.02
 MOST_WAITING = {64: 0.16, 128: 0.3}  # see `ordering_pays`
 
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them anew.
-LENGTHS = ("num_heads", "num_heads_total", "num_queries", "num_keys", "padded_queries", "num_tiles", "interleave")
+LENGTHS = (
+    "num_heads", "num_heads_total", "num_queries", "num_keys", "padded_queries", "num_tiles", "interleave", "num_walks",
+)  # fmt: skip
 
 
 # ---- schedule ---------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _place(num_heads_total, num_keys, interleave):
-    """The program's head, counted over the batch, and its tile of keys; `interleave` heads take turns."""
+def _place(index, num_heads_total, num_keys, interleave):
+    """A walk's head, counted over the batch, and its tile of keys; `interleave` heads take turns."""
     tiles = (num_keys + BLOCK_K - 1) // BLOCK_K
-    index = gl.program_id(0)
     first = index // (interleave * tiles) * interleave
     width = gl.minimum(interleave, num_heads_total - first)
     place = index - first * tiles
     return first + place % width, place // width
+
+
+@gluon.jit
+def _walk_number(turn, walk_s, WARPS: gl.constexpr):
+    """The walk of this turn, as the producer has drawn it."""
+    return gl.max(walk_s.index(turn & 1).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 
 @gluon.jit
@@ -140,33 +150,52 @@ def _walk(key_tile, num_queries, num_keys, BLOCK_Q: gl.constexpr, CAUSAL: gl.con
 @gluon.jit
 def _producer(
     q_desc, grad_out_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, k_full,
-    v_full, q_full, q_empty, grad_out_full, grad_out_empty,
-    num_heads, num_heads_total, num_queries, num_keys, padded_queries, interleave,
+    v_full, k_empty, v_empty, q_full, q_empty, grad_out_full, grad_out_empty, walk_s, walk_full, walk_empty, drawn_ptr,
+    num_heads, num_heads_total, num_queries, num_keys, padded_queries, interleave, num_walks,
     BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, STAGES_GRAD_OUT: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    head_total, key_tile = _place(num_heads_total, num_keys, interleave)
-    last_tile, count = _walk(key_tile, num_queries, num_keys, BLOCK_Q, CAUSAL)
-    batch = head_total // num_heads
-    head = head_total % num_heads
-    statistics = head_total * padded_queries
-    mbarrier.expect(k_full, 2 * k_desc.block_type.nbytes)
-    for c in gl.static_range(2):
-        async_load(k_desc, [batch, head, key_tile * BLOCK_K + c * 64, 0], k_full, k_s.index(c))
-    mbarrier.expect(v_full, 2 * v_desc.block_type.nbytes)
-    for c in gl.static_range(2):
-        async_load(v_desc, [batch, head, key_tile * BLOCK_K + c * 64, 0], v_full, v_s.index(c))
-    for i in range(count):
-        row = (last_tile - i) * BLOCK_Q
-        b = i % STAGES
-        mbarrier.wait(q_empty.index(b), ((i // STAGES) & 1) ^ 1)
-        mbarrier.expect(q_full.index(b), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
-        async_load(q_desc, [batch, head, row, 0], q_full.index(b), q_s.index(b))
-        async_load(lse_desc, [statistics + row], q_full.index(b), lse_s.index(b))
-        b = i % STAGES_GRAD_OUT
-        mbarrier.wait(grad_out_empty.index(b), ((i // STAGES_GRAD_OUT) & 1) ^ 1)
-        mbarrier.expect(grad_out_full.index(b), grad_out_desc.block_type.nbytes + delta_desc.block_type.nbytes)
-        async_load(grad_out_desc, [batch, head, row, 0], grad_out_full.index(b), grad_out_s.index(b))
-        async_load(delta_desc, [statistics + row], grad_out_full.index(b), delta_s.index(b))
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    # Drawn, so that whoever waits for a walk waits for a program that runs.
+    index = gl.atomic_add(drawn_ptr, 1)
+    walk_s.index(0).store(gl.full([1], index, gl.int32, layout=ONE))
+    mbarrier.arrive(walk_full.index(0), count=1)
+    turn = 0
+    j = 0
+    while index < num_walks:
+        head_total, key_tile = _place(index, num_heads_total, num_keys, interleave)
+        last_tile, count = _walk(key_tile, num_queries, num_keys, BLOCK_Q, CAUSAL)
+        batch = head_total // num_heads
+        head = head_total % num_heads
+        statistics = head_total * padded_queries
+        free = (turn & 1) ^ 1
+        for i in range(count):
+            row = (last_tile - i) * BLOCK_Q
+            b = j % STAGES
+            mbarrier.wait(q_empty.index(b), ((j // STAGES) & 1) ^ 1)
+            mbarrier.expect(q_full.index(b), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
+            async_load(q_desc, [batch, head, row, 0], q_full.index(b), q_s.index(b))
+            async_load(lse_desc, [statistics + row], q_full.index(b), lse_s.index(b))
+            if i == 0:
+                mbarrier.wait(k_empty, free)
+                mbarrier.expect(k_full, 2 * k_desc.block_type.nbytes)
+                for c in gl.static_range(2):
+                    async_load(k_desc, [batch, head, key_tile * BLOCK_K + c * 64, 0], k_full, k_s.index(c))
+                mbarrier.wait(v_empty, free)
+                mbarrier.expect(v_full, 2 * v_desc.block_type.nbytes)
+                for c in gl.static_range(2):
+                    async_load(v_desc, [batch, head, key_tile * BLOCK_K + c * 64, 0], v_full, v_s.index(c))
+            b = j % STAGES_GRAD_OUT
+            mbarrier.wait(grad_out_empty.index(b), ((j // STAGES_GRAD_OUT) & 1) ^ 1)
+            mbarrier.expect(grad_out_full.index(b), grad_out_desc.block_type.nbytes + delta_desc.block_type.nbytes)
+            async_load(grad_out_desc, [batch, head, row, 0], grad_out_full.index(b), grad_out_s.index(b))
+            async_load(delta_desc, [statistics + row], grad_out_full.index(b), delta_s.index(b))
+            j += 1
+        # Drawn while the last tiles are computed: sooner, another program would wait for a walk that has not begun.
+        index = gl.atomic_add(drawn_ptr, 1)
+        turn += 1
+        mbarrier.wait(walk_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+        walk_s.index(turn & 1).store(gl.full([1], index, gl.int32, layout=ONE))
+        mbarrier.arrive(walk_full.index(turn & 1), count=1)
 
 
 @gluon.jit
@@ -213,33 +242,49 @@ def _publish(count, progress_ptr):
 
 @gluon.jit
 def _writer(
-    W: gl.constexpr, sums_desc, progress_ptr, grad_q_s, grad_q_full, grad_q_empty, num_heads_total, num_queries,
-    num_keys, interleave, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, ORDERED: gl.constexpr,
+    W: gl.constexpr, sums_desc, progress_ptr, grad_q_s, grad_q_full, grad_q_empty, walk_s, walk_full, walk_empty,
+    num_heads_total, num_queries, num_keys, interleave, num_walks,
+    BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    head_total, key_tile = _place(num_heads_total, num_keys, interleave)
-    last_tile, count = _walk(key_tile, num_queries, num_keys, BLOCK_Q, CAUSAL)
-    parts = head_total * (last_tile + 1) * 32
-    if ORDERED:
-        key_tiles = (num_keys + BLOCK_K - 1) // BLOCK_K
-        progress_ptr += (head_total * key_tiles + key_tile) * WRITERS + W
-        # By the same warp of the program before; the first waits for none.
-        added = gl.where(key_tile == 0, count, 0)
-    for i in range(W, count, WRITERS):
-        q_tile = last_tile - i
+    mbarrier.wait(walk_full.index(0), 0)
+    index = _walk_number(0, walk_s, 1)
+    turn = 0
+    # Tiles of all walks before this one.
+    j = 0
+    while index < num_walks:
+        head_total, key_tile = _place(index, num_heads_total, num_keys, interleave)
+        last_tile, count = _walk(key_tile, num_queries, num_keys, BLOCK_Q, CAUSAL)
+        parts = head_total * (last_tile + 1) * 32
+        # Every other tile of all; of this walk the even ones or the odd ones.
+        odd = (j + W) & 1
+        added = 0
+        mine = progress_ptr
         if ORDERED:
-            if i >= added:
-                added = _await_more_than(i, progress_ptr - WRITERS)
-        mbarrier.wait(grad_q_full.index(W), (i // WRITERS) & 1)
-        for c in gl.static_range(2):
-            # In order, the first program writes: what it writes to needs no zeros.
-            if ORDERED and key_tile == 0:
-                async_store(sums_desc, [parts + (q_tile * 2 + c) * 16, 0], grad_q_s.index(c))
-            else:
-                async_add(sums_desc, [parts + (q_tile * 2 + c) * 16, 0], grad_q_s.index(c))
-        tma.store_wait(0)
-        mbarrier.arrive(grad_q_empty, count=1)
-        if ORDERED:
-            _publish(i + 1, progress_ptr)
+            key_tiles = (num_keys + BLOCK_K - 1) // BLOCK_K
+            mine = progress_ptr + (head_total * key_tiles + key_tile) * WRITERS + odd
+            # Those tiles of the program before; the first waits for none.
+            added = gl.where(key_tile == 0, count, 0)
+        for i in range(odd, count, WRITERS):
+            q_tile = last_tile - i
+            if ORDERED:
+                if i >= added:
+                    added = _await_more_than(i, mine - WRITERS)
+            mbarrier.wait(grad_q_full.index(W), ((j + i) // WRITERS) & 1)
+            for c in gl.static_range(2):
+                # In order, the first program writes: what it writes to needs no zeros.
+                if ORDERED and key_tile == 0:
+                    async_store(sums_desc, [parts + (q_tile * 2 + c) * 16, 0], grad_q_s.index(c))
+                else:
+                    async_add(sums_desc, [parts + (q_tile * 2 + c) * 16, 0], grad_q_s.index(c))
+            tma.store_wait(0)
+            mbarrier.arrive(grad_q_empty, count=1)
+            if ORDERED:
+                _publish(i + 1, mine)
+        j += count
+        mbarrier.arrive(walk_empty.index(turn & 1), count=1)
+        turn += 1
+        mbarrier.wait(walk_full.index(turn & 1), (turn >> 1) & 1)
+        index = _walk_number(turn, walk_s, 1)
 
 
 @gluon.jit
@@ -284,9 +329,9 @@ def _in_register_order(x):
 @gluon.jit
 def _consumer(
     C: gl.constexpr, grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, grad_scores_s, grad_q_s,
-    numbers_s, k_full, v_full, q_full, q_empty, grad_out_full, grad_out_empty, grad_scores_full, grad_q_full,
-    grad_q_empty,
-    num_heads, num_heads_total, num_queries, num_keys, scale_log2, interleave,
+    numbers_s, staged_s, k_full, v_full, k_empty, v_empty, q_full, q_empty, grad_out_full, grad_out_empty,
+    grad_scores_full, grad_q_full, grad_q_empty, staged, passed, walk_s, walk_full, walk_empty,
+    num_heads, num_heads_total, num_queries, num_keys, scale_log2, interleave, num_walks,
     BLOCK_Q: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, STAGES_GRAD_OUT: gl.constexpr,
     CAUSAL: gl.constexpr, EVEN_K: gl.constexpr,
 ):  # fmt: skip
@@ -298,128 +343,162 @@ def _consumer(
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAD, k_width=2)
     NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
-    head_total, key_tile = _place(num_heads_total, num_keys, interleave)
-    last_tile, count = _walk(key_tile, num_queries, num_keys, BLOCK_Q, CAUSAL)
-    k1 = key_tile * BLOCK_K + C * 64
-    # The first query that sees the warpgroup's first key.
-    diagonal = k1 - (num_keys - num_queries)
-    grad_k = gl.zeros([64, D], gl.float32, layout=GRAD)
-    grad_v = gl.zeros([64, D], gl.float32, layout=GRAD)
-    mbarrier.wait(k_full, 0)
-    mbarrier.wait(v_full, 0)
-    for i in range(count):
-        # Always 0, but not for the compiler, which would keep the addresses of K and V in 24 registers.
-        zero = (num_queries + i) >> 31
-        k = k_s.index(C + zero).reshape([64, D])
-        v = v_s.index(C + zero).reshape([64, D])
-        stage_q = i % STAGES
-        stage_grad_out = i % STAGES_GRAD_OUT
-        before = (i + STAGES - 1) % STAGES
-        stage_before = (i + 1) & 1
-        q = q_s.index(stage_q).reshape([BLOCK_Q, D])
-        grad_out = grad_out_s.index(stage_grad_out).reshape([BLOCK_Q, D])
-        mbarrier.wait(q_full.index(stage_q), (i // STAGES) & 1)
-        scores_mma = warpgroup_mma(
-            k, q.permute((1, 0)), gl.zeros([64, BLOCK_Q], gl.float32, layout=SCORES), use_acc=False, is_async=True
-        )
-        mbarrier.wait(grad_out_full.index(stage_grad_out), (i // STAGES_GRAD_OUT) & 1)
-        grad_p_mma = warpgroup_mma(
-            v,
-            grad_out.permute((1, 0)),
-            gl.zeros([64, BLOCK_Q], gl.float32, layout=SCORES),
-            use_acc=False,
-            is_async=True,
-        )
-        # The products of the tile before. For i = 0 they are of anything: the next one into ∂K starts anew, and ∂Q
-        # goes nowhere.
+    mbarrier.wait(walk_full.index(0), 0)
+    index = _walk_number(0, walk_s, 4)
+    turn = 0
+    # Tiles of all walks before this one.
+    base = 0
+    while index < num_walks:
+        head_total, key_tile = _place(index, num_heads_total, num_keys, interleave)
+        last_tile, count = _walk(key_tile, num_queries, num_keys, BLOCK_Q, CAUSAL)
+        after = base + count
+        # The warpgroup's keys that there are; and the first query that sees its first key, from the query at which the
+        # walk would have been at the very first tile of all.
+        present = num_keys - (key_tile * BLOCK_K + C * 64)
+        diagonal = num_queries - present - (last_tile + base) * BLOCK_Q
+        grad_k = gl.zeros([64, D], gl.float32, layout=GRAD)
+        grad_v = gl.zeros([64, D], gl.float32, layout=GRAD)
+        mbarrier.wait(k_full, turn & 1)
+        mbarrier.wait(v_full, turn & 1)
+        # What the walk before left in the places of ∂S is out.
+        mbarrier.wait(staged, (turn & 1) ^ 1)
+        for j in range(base, after):
+            # Always 0, but not for the compiler, which would keep the addresses of K and V in 24 registers.
+            zero = (num_queries + j) >> 31
+            k = k_s.index(C + zero).reshape([64, D])
+            v = v_s.index(C + zero).reshape([64, D])
+            stage_q = j % STAGES
+            stage_grad_out = j % STAGES_GRAD_OUT
+            before = (j + STAGES - 1) % STAGES
+            stage_before = (j + 1) & 1
+            q = q_s.index(stage_q).reshape([BLOCK_Q, D])
+            grad_out = grad_out_s.index(stage_grad_out).reshape([BLOCK_Q, D])
+            mbarrier.wait(q_full.index(stage_q), (j // STAGES) & 1)
+            scores_mma = warpgroup_mma(
+                k, q.permute((1, 0)), gl.zeros([64, BLOCK_Q], gl.float32, layout=SCORES), use_acc=False, is_async=True
+            )
+            mbarrier.wait(grad_out_full.index(stage_grad_out), (j // STAGES_GRAD_OUT) & 1)
+            grad_p_mma = warpgroup_mma(
+                v,
+                grad_out.permute((1, 0)),
+                gl.zeros([64, BLOCK_Q], gl.float32, layout=SCORES),
+                use_acc=False,
+                is_async=True,
+            )
+            # The products of the tile before. For the first they are of anything: the next one into ∂K starts anew,
+            # and ∂Q goes nowhere.
+            grad_k_mma = warpgroup_mma(
+                grad_scores_s.index(stage_before * 2 + C),
+                q_s.index(before).reshape([BLOCK_Q, D]),
+                grad_k,
+                use_acc=j > base + 1,
+                is_async=True,
+            )
+            scores = warpgroup_mma_wait(2, deps=(scores_mma,))
+            if CAUSAL:
+                if diagonal + j * BLOCK_Q > -63:
+                    # Passes at once; without it ptxas makes the branch into selects that every tile pays for.
+                    mbarrier.wait(passed, 1)
+                    # From shared memory: as constants the numbers of rows and columns stay in registers through the
+                    # loop.
+                    keys = reinterpret(numbers_s, gl.int32, [64], NUMBERS).load(gl.SliceLayout(1, SCORES)) + (
+                        diagonal + j * BLOCK_Q
+                    )
+                    queries = reinterpret(numbers_s, gl.int32, [BLOCK_Q], NUMBERS).load(QUERIES)
+                    scores = gl.where(keys[:, None] <= queries[None, :], scores, float("-inf"))
+            elif not EVEN_K:
+                # Keys past the end are zeros, but exp2(0 - lse) may overflow, and inf * 0 would reach ∂Q.
+                if present < 64:
+                    mbarrier.wait(passed, 1)
+                    keys = reinterpret(numbers_s, gl.int32, [64], NUMBERS).load(gl.SliceLayout(1, SCORES))
+                    scores = gl.where((keys < present)[:, None], scores, float("-inf"))
+            lse = lse_s.index(stage_q).load(QUERIES)
+            p = gl.exp2(scores * scale_log2 - lse[None, :])
+            # The other warpgroup's ∂S(j − 1) is there, and ∂S(j − 2) has been read; passes at once at the very first.
+            # Here rather than where it is needed: without a branch between them, ptxas moves the wait for ∂P ahead of
+            # the exponentials.
+            mbarrier.wait(grad_scores_full, stage_before)
+            p_low = gl.convert_layout(p.to(DTYPE), OPERAND)
+            grad_p = warpgroup_mma_wait(1, deps=(grad_p_mma,))
+            delta = delta_s.index(stage_grad_out).load(QUERIES)
+            grad_scores = (p * (grad_p - delta[None, :])).to(DTYPE)
+            grad_scores_s.index((j & 1) * 2 + C).store(grad_scores)
+            fence_async_shared()
+            grad_q_mma = _grad_q_product(grad_scores_s, k_s, zero, stage_before, C, BLOCK_Q, D)
+            grad_v_mma = warpgroup_mma(p_low, grad_out, grad_v, is_async=True)
+            grad_k, grad_q = warpgroup_mma_wait(1, deps=(grad_k_mma, grad_q_mma))
+            mbarrier.arrive(grad_scores_full, count=1)
+            mbarrier.arrive(q_empty.index(before), count=1, pred=j > base)
+            # ∂Q before the last one is out; what goes nowhere waits for the last one of the walk before.
+            mbarrier.wait(grad_q_empty, (j & 1) ^ (j == base).to(gl.int32))
+            grad_q_s.index(C).store(_in_register_order(grad_q))
+            fence_async_shared()
+            mbarrier.arrive(grad_q_full.index((j + 1) % WRITERS), count=1, pred=j > base)
+            grad_v = warpgroup_mma_wait(0, deps=(grad_v_mma,))
+            mbarrier.arrive(grad_out_empty.index(stage_grad_out), count=1)
+        mbarrier.arrive(v_empty, count=1)
+        last = after - 1
         grad_k_mma = warpgroup_mma(
-            grad_scores_s.index(stage_before * 2 + C),
-            q_s.index(before).reshape([BLOCK_Q, D]),
+            grad_scores_s.index((last & 1) * 2 + C),
+            q_s.index(last % STAGES).reshape([BLOCK_Q, D]),
             grad_k,
-            use_acc=i > 1,
+            use_acc=last > base,
             is_async=True,
         )
-        scores = warpgroup_mma_wait(2, deps=(scores_mma,))
-        if CAUSAL:
-            row = (last_tile - i) * BLOCK_Q
-            if row < diagonal + 63:
-                # Passes at once; without it ptxas makes the branch into selects that every tile pays for.
-                mbarrier.wait(k_full, 0)
-                # From shared memory: as constants the numbers of rows and columns stay in registers through the loop.
-                keys = reinterpret(numbers_s, gl.int32, [64], NUMBERS).load(gl.SliceLayout(1, SCORES)) + (
-                    diagonal - row
+        mbarrier.wait(grad_scores_full, last & 1)
+        grad_q_mma = _grad_q_product(grad_scores_s, k_s, 0, last & 1, C, BLOCK_Q, D)
+        # Once more, so that none of these stay in registers through the loop.
+        head_total, key_tile = _place(_walk_number(turn, walk_s, 4), num_heads_total, num_keys, interleave)
+        batch = head_total // num_heads
+        head = head_total % num_heads
+        k1 = key_tile * BLOCK_K + C * 64
+        # ∂S of the tile before the last has been read: its place carries ∂V and ∂K out. At 128 columns it has room for
+        # one of the four, and another place for a second. TMA clips rows past the end.
+        if D == 64:
+            carriers = reinterpret(grad_scores_s, DTYPE, [8, 1, 1, 64, D], grad_v_desc.layout)
+            of_grad_v = carriers.index((((last + 1) & 1) * 2 + C) * 2)
+            of_grad_k = carriers.index((((last + 1) & 1) * 2 + C) * 2 + 1)
+        else:
+            if C == 0:
+                of_grad_v = staged_s.index(0)
+            else:
+                of_grad_v = reinterpret(grad_scores_s, DTYPE, [2, 1, 1, 64, D], grad_v_desc.layout).index(
+                    (last + 1) & 1
                 )
-                queries = reinterpret(numbers_s, gl.int32, [BLOCK_Q], NUMBERS).load(QUERIES)
-                scores = gl.where(keys[:, None] <= queries[None, :], scores, float("-inf"))
-        elif not EVEN_K:
-            # Keys past the end are zeros, but exp2(0 - lse) may overflow, and inf * 0 would reach ∂Q.
-            if k1 + 64 > num_keys:
-                mbarrier.wait(k_full, 0)
-                keys = reinterpret(numbers_s, gl.int32, [64], NUMBERS).load(gl.SliceLayout(1, SCORES))
-                scores = gl.where((keys < num_keys - k1)[:, None], scores, float("-inf"))
-        lse = lse_s.index(stage_q).load(QUERIES)
-        p = gl.exp2(scores * scale_log2 - lse[None, :])
-        # The other warpgroup's ∂S(i − 1) is there, and ∂S(i − 2) has been read; passes at once for i = 0. Here rather
-        # than where it is needed: without a branch between them, ptxas moves the wait for ∂P ahead of the exponentials.
-        mbarrier.wait(grad_scores_full, stage_before)
-        p_low = gl.convert_layout(p.to(DTYPE), OPERAND)
-        grad_p = warpgroup_mma_wait(1, deps=(grad_p_mma,))
-        delta = delta_s.index(stage_grad_out).load(QUERIES)
-        grad_scores = (p * (grad_p - delta[None, :])).to(DTYPE)
-        grad_scores_s.index((i & 1) * 2 + C).store(grad_scores)
+            of_grad_k = of_grad_v
+        of_grad_v.reshape([64, D]).store(grad_v.to(DTYPE))
         fence_async_shared()
-        grad_q_mma = _grad_q_product(grad_scores_s, k_s, zero, stage_before, C, BLOCK_Q, D)
-        grad_v_mma = warpgroup_mma(p_low, grad_out, grad_v, is_async=True)
-        grad_k, grad_q = warpgroup_mma_wait(1, deps=(grad_k_mma, grad_q_mma))
-        mbarrier.arrive(grad_scores_full, count=1)
-        mbarrier.arrive(q_empty.index(before), count=1, pred=i > 0)
-        mbarrier.wait(grad_q_empty, i & 1, pred=i > 0)
+        async_store(grad_v_desc, [batch, head, k1, 0], of_grad_v)
+        grad_k = warpgroup_mma_wait(2, deps=(grad_k_mma,))
+        grad_q = warpgroup_mma_wait(0, deps=(grad_q_mma,))
+        mbarrier.arrive(k_empty, count=1)
+        mbarrier.arrive(q_empty.index(last % STAGES), count=1)
+        mbarrier.wait(grad_q_empty, (last & 1) ^ 1)
         grad_q_s.index(C).store(_in_register_order(grad_q))
         fence_async_shared()
-        mbarrier.arrive(grad_q_full.index((i + 1) % WRITERS), count=1, pred=i > 0)
-        grad_v = warpgroup_mma_wait(0, deps=(grad_v_mma,))
-        mbarrier.arrive(grad_out_empty.index(stage_grad_out), count=1)
-    last = count - 1
-    grad_k_mma = warpgroup_mma(
-        grad_scores_s.index((last & 1) * 2 + C),
-        q_s.index(last % STAGES).reshape([BLOCK_Q, D]),
-        grad_k,
-        use_acc=last > 0,
-        is_async=True,
-    )
-    mbarrier.wait(grad_scores_full, last & 1)
-    grad_q_mma = _grad_q_product(grad_scores_s, k_s, 0, last & 1, C, BLOCK_Q, D)
-    batch = head_total // num_heads
-    head = head_total % num_heads
-    # V is read by this warpgroup alone: its half carries ∂V out. TMA clips rows past the end.
-    v_s.index(C).reshape([64, D]).store(grad_v.to(DTYPE))
-    fence_async_shared()
-    async_store(grad_v_desc, [batch, head, k1, 0], v_s.index(C))
-    grad_k = warpgroup_mma_wait(2, deps=(grad_k_mma,))
-    grad_q = warpgroup_mma_wait(0, deps=(grad_q_mma,))
-    mbarrier.wait(grad_q_empty, (last & 1) ^ 1)
-    grad_q_s.index(C).store(_in_register_order(grad_q))
-    fence_async_shared()
-    mbarrier.arrive(grad_q_full.index(last % WRITERS), count=1)
-    # Both warpgroups are done with the tiles of the stages that would be loaded next: they carry ∂K out.
-    if C == 0:
-        carrier = reinterpret(q_s.index(count % STAGES), DTYPE, [1, 1, 64, D], grad_k_desc.layout)
-    else:
-        carrier = reinterpret(grad_out_s.index(count % STAGES_GRAD_OUT), DTYPE, [1, 1, 64, D], grad_k_desc.layout)
-    carrier.reshape([64, D]).store((grad_k * (scale_log2 * LN_2)).to(DTYPE))
-    fence_async_shared()
-    async_store(grad_k_desc, [batch, head, k1, 0], carrier)
-    tma.store_wait(0)
+        mbarrier.arrive(grad_q_full.index(last % WRITERS), count=1)
+        if D == 128:
+            tma.store_wait(0)
+        of_grad_k.reshape([64, D]).store((grad_k * (scale_log2 * LN_2)).to(DTYPE))
+        fence_async_shared()
+        async_store(grad_k_desc, [batch, head, k1, 0], of_grad_k)
+        base = after
+        mbarrier.arrive(walk_empty.index(turn & 1), count=1)
+        turn += 1
+        tma.store_wait(0)
+        mbarrier.arrive(staged, count=1)
+        mbarrier.wait(walk_full.index(turn & 1), (turn >> 1) & 1)
+        index = _walk_number(turn, walk_s, 4)
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_bwd_single_kernel(
     q_desc, grad_out_desc, k_desc, v_desc, grad_k_desc, grad_v_desc, lse_desc, delta_desc, sums_desc, progress_ptr,
-    num_heads, num_heads_total, num_queries, num_keys, padded_queries, interleave, scale_log2,
+    drawn_ptr, num_heads, num_heads_total, num_queries, num_keys, padded_queries, interleave, num_walks, scale_log2,
     BLOCK_Q: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, STAGES_GRAD_OUT: gl.constexpr,
     CAUSAL: gl.constexpr, EVEN_K: gl.constexpr, ORDERED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """∂K and ∂V of 128 keys of one head, and their share of the sums that ∂Q is made of."""
+    """∂K and ∂V of 128 keys of one head after another, and their share of the sums that ∂Q is made of."""
     DTYPE: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     q_s = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_Q, D], q_desc.layout)
@@ -428,6 +507,9 @@ def hopper_bwd_single_kernel(
     v_s = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, D], v_desc.layout)
     grad_scores_s = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_Q], TILE)
     grad_q_s = gl.allocate_shared_memory(gl.float32, [2, 16, 256], sums_desc.layout)
+    staged_s = k_s
+    if D == 128:
+        staged_s = gl.allocate_shared_memory(DTYPE, [1, 1, 1, 64, D], grad_k_desc.layout)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], lse_desc.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES_GRAD_OUT, BLOCK_Q], delta_desc.layout)
     # The numbers from 0 on, for the masks.
@@ -436,6 +518,15 @@ def hopper_bwd_single_kernel(
     numbers_s.store(gl.arange(0, BLOCK_Q, layout=gl.BlockedLayout([1], [32], [4], [0])))
     k_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    staged = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    # Nobody arrives here: whoever waits for the phase before the first passes.
+    passed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    # The walk after this one, as the producer draws it.
+    walk_s = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    walk_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    walk_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     grad_scores_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -445,6 +536,13 @@ def hopper_bwd_single_kernel(
     grad_q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(k_full, count=1)
     mbarrier.init(v_full, count=1)
+    mbarrier.init(k_empty, count=2)
+    mbarrier.init(v_empty, count=2)
+    mbarrier.init(staged, count=2)
+    mbarrier.init(passed, count=1)
+    for slot in gl.static_range(2):
+        mbarrier.init(walk_full.index(slot), count=1)
+        mbarrier.init(walk_empty.index(slot), count=2 + WRITERS)
     mbarrier.init(grad_scores_full, count=2)
     for b in gl.static_range(STAGES):
         mbarrier.init(q_full.index(b), count=1)
@@ -460,20 +558,23 @@ def hopper_bwd_single_kernel(
     gl.warp_specialize(
         [
             (_consumer, (0, grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, grad_scores_s,
-             grad_q_s, numbers_s, k_full, v_full, q_full, q_empty, grad_out_full, grad_out_empty, grad_scores_full,
-             grad_q_full, grad_q_empty, num_heads, num_heads_total, num_queries, num_keys, scale_log2, interleave,
+             grad_q_s, numbers_s, staged_s, k_full, v_full, k_empty, v_empty, q_full, q_empty, grad_out_full,
+             grad_out_empty, grad_scores_full, grad_q_full, grad_q_empty, staged, passed, walk_s, walk_full, walk_empty,
+             num_heads, num_heads_total, num_queries, num_keys, scale_log2, interleave, num_walks,
              BLOCK_Q, D, STAGES, STAGES_GRAD_OUT, CAUSAL, EVEN_K,)),
             (_consumer, (1, grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, grad_scores_s,
-             grad_q_s, numbers_s, k_full, v_full, q_full, q_empty, grad_out_full, grad_out_empty, grad_scores_full,
-             grad_q_full, grad_q_empty, num_heads, num_heads_total, num_queries, num_keys, scale_log2, interleave,
+             grad_q_s, numbers_s, staged_s, k_full, v_full, k_empty, v_empty, q_full, q_empty, grad_out_full,
+             grad_out_empty, grad_scores_full, grad_q_full, grad_q_empty, staged, passed, walk_s, walk_full, walk_empty,
+             num_heads, num_heads_total, num_queries, num_keys, scale_log2, interleave, num_walks,
              BLOCK_Q, D, STAGES, STAGES_GRAD_OUT, CAUSAL, EVEN_K,)),
             (_producer, (q_desc, grad_out_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, grad_out_s, k_s, v_s, lse_s,
-             delta_s, k_full, v_full, q_full, q_empty, grad_out_full, grad_out_empty, num_heads, num_heads_total,
-             num_queries, num_keys, padded_queries, interleave, BLOCK_Q, STAGES, STAGES_GRAD_OUT, CAUSAL,)),
-            (_writer, (0, sums_desc, progress_ptr, grad_q_s, grad_q_full, grad_q_empty, num_heads_total, num_queries,
-             num_keys, interleave, BLOCK_Q, CAUSAL, ORDERED,)),
-            (_writer, (1, sums_desc, progress_ptr, grad_q_s, grad_q_full, grad_q_empty, num_heads_total, num_queries,
-             num_keys, interleave, BLOCK_Q, CAUSAL, ORDERED,)),
+             delta_s, k_full, v_full, k_empty, v_empty, q_full, q_empty, grad_out_full, grad_out_empty, walk_s,
+             walk_full, walk_empty, drawn_ptr, num_heads, num_heads_total, num_queries, num_keys, padded_queries,
+             interleave, num_walks, BLOCK_Q, STAGES, STAGES_GRAD_OUT, CAUSAL,)),
+            (_writer, (0, sums_desc, progress_ptr, grad_q_s, grad_q_full, grad_q_empty, walk_s, walk_full, walk_empty,
+             num_heads_total, num_queries, num_keys, interleave, num_walks, BLOCK_Q, CAUSAL, ORDERED,)),
+            (_writer, (1, sums_desc, progress_ptr, grad_q_s, grad_q_full, grad_q_empty, walk_s, walk_full, walk_empty,
+             num_heads_total, num_queries, num_keys, interleave, num_walks, BLOCK_Q, CAUSAL, ORDERED,)),
         ],
         [4, 1, 1, 1],
         [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -588,10 +689,13 @@ def hopper_backward(
     empty = torch.empty if written else torch.zeros
     sums = empty((num_heads_total * num_tiles * 32, 256), dtype=torch.float32, device=q_BHSD.device)
     key_tiles = -(-num_keys // BLOCK_K.value)
+    num_walks = key_tiles * num_heads_total
+    programs = num_multiprocessors(q_BHSD.device.index)
     progress, interleave = None, INTERLEAVE
+    # The counter of walks drawn, alone on its 16 bytes.
+    drawn = torch.zeros(4 + num_walks * WRITERS.value * ordered, dtype=torch.int32, device=q_BHSD.device)
     if ordered:
-        progress = torch.zeros(num_heads_total * key_tiles * WRITERS.value, dtype=torch.int32, device=q_BHSD.device)
-        programs = num_multiprocessors(q_BHSD.device.index)
+        progress = drawn[4:]
         interleave = interleave_ordered(num_heads_total, num_queries, num_keys, head_dim, causal, programs)
     arguments = (
         *(tiles_of(x, block_q) for x in (q_BHSD, grad_out_BHSD)),
@@ -599,17 +703,20 @@ def hopper_backward(
         *(rows_of(x, block_q) for x in (lse_log2_BHS, delta_BHS)),
         TensorDescriptor(sums, list(sums.shape), [256, 1], [16, 256], _sums_layout()),
         progress,
+        drawn,
         num_heads,
         num_heads_total,
         num_queries,
         num_keys,
         lse_log2_BHS.shape[-1],
         interleave,
+        num_walks,
         scale * LOG2_E,
     )
     even = causal or num_keys % BLOCK_K.value == 0
     constants = {"D": head_dim, "CAUSAL": causal, "EVEN_K": even, "ORDERED": ordered, **tiles}
-    launch(hopper_bwd_single_kernel, (key_tiles * num_heads_total,), q_BHSD.dtype, arguments, constants, consumers=2)
+    grid = (min(num_walks, programs),)
+    launch(hopper_bwd_single_kernel, grid, q_BHSD.dtype, arguments, constants, consumers=2)
     hopper_bwd_convert_kernel[num_tiles * 2, num_heads, num_batches](
         sums,
         grad_q_BHSD,
