@@ -40,8 +40,8 @@ SPILL_LIMIT = 0 if triton.__version__.startswith("3.6.") else 2 * 12 * 4
 # dK/dV and dQ as one kernel, and dK/dV of six products at D 32: up to 15.
 FULL_SPILL_LIMIT = 0 if triton.__version__.startswith("3.6.") else 2 * 15 * 4
 # The backward in one pass holds all accumulators at once, on the edge of 240 registers. At D 64, with tiles of 128
-# queries, triton 3.6 has no register for up to 22 values (4 bytes, stored and loaded), and at D 128 for up to 10: nearly
-# all are a walk's at its begin and end, not its loop's. The ptxas of later releases lacks up to 70 and 36.
+# queries, triton 3.6 has no register for up to 22 values (4 bytes, stored and loaded), and at D 128 for up to 10: most
+# are a walk's at its begin and end, not its loop's. The ptxas of later releases lacks up to 70 and 36.
 SINGLE_SPILL_LIMIT = {64: 2 * 22 * 4, 128: 2 * 10 * 4}
 if not triton.__version__.startswith("3.6."):
     SINGLE_SPILL_LIMIT = {64: 2 * 70 * 4, 128: 2 * 36 * 4}
