@@ -259,6 +259,7 @@ def split_head_dim(head_dim: int, aligned: bool = True) -> tuple[int, int]:
     return (half, tail) if tail < half else (block, 0)
 
 
+@triton.constexpr_function
 def third_elements(head_dim: int) -> int:
     """Returns how many elements lie between the thirds of a row: each starts on a 16-byte boundary."""
     return -(-head_dim // 8) * 8
@@ -413,7 +414,7 @@ def _load(
     """A tile as an operand: its one part, or its thirds, which `attention_thirds_kernel` puts behind each other."""
     tile = _load_part(ptr, offsets, row_mask, cols, HEAD_DIM, MASK_ROWS, MASK_COLS)
     if PRECISION == "bf16x6":
-        THIRD: tl.constexpr = (HEAD_DIM + 7) // 8 * 8  # `third_elements`
+        THIRD: tl.constexpr = third_elements(HEAD_DIM)
         middle = _load_part(ptr + THIRD, offsets, row_mask, cols, HEAD_DIM, MASK_ROWS, MASK_COLS)
         low = _load_part(ptr + 2 * THIRD, offsets, row_mask, cols, HEAD_DIM, MASK_ROWS, MASK_COLS)
         parts = (tile, middle, low)
@@ -1037,7 +1038,7 @@ def _cut(
     HEAD_DIM: tl.constexpr, PADDED_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes the thirds of BLOCK rows of x, (batch, heads, length, HEAD_DIM) of any strides, dense: three in a row."""
-    THIRD: tl.constexpr = (HEAD_DIM + 7) // 8 * 8  # `third_elements`
+    THIRD: tl.constexpr = third_elements(HEAD_DIM)
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     cols = tl.arange(0, PADDED_D)[None, :].to(tl.int64)
     head = rows // length
