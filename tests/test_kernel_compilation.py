@@ -64,31 +64,38 @@ def compile_kernel(
 ):
     """Returns (compiled kernel, what ptxas said) of one configuration, specialised as for dense tensors."""
     function = KERNELS[kernel]
-    block_d, tail_d = kernels.split_head_dim(head_dim)
     flags = {
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": block_d,
-        "TAIL_D": tail_d,
+        **dense_flags(head_dim, dtype, masked, precision, even),
         "BLOCK_Q": tile.block_q,
         "BLOCK_K": tile.block_k,
-        "HAS_LEFT": False,
-        "HAS_RIGHT": masked,
         "IS_PACKED": False,
         "SPLIT_WALK": split_walk,
-        "PRECISION": precision,
-        "ALIGNMENT": 16 // TYPES[dtype].itemsize,
-        "WIDE": False,
         "SPLIT": tile.split and not split_walk and (kernel == "dkdv" or masked or even),
-        "EVEN_K": even,
-        "EVEN_Q": even,
-        "PADDING": kernels.STATISTICS_PADDING,
         "cu_q_ptr": None,
         "cu_k_ptr": None,
         "first_program": None,
-        "group": 1,
     }
     in_fp32 = split_walk or precision in kernels.BF16_SLICES
     return compile_dense(function, flags, head_dim, dtype, capability, tile.num_warps, tile.num_stages, in_fp32)
+
+
+def dense_flags(head_dim: int, dtype: str, masked: bool, precision: str, even: bool) -> dict:
+    """Returns the flags that do not depend on a tile."""
+    block_d, tail_d = kernels.split_head_dim(head_dim)
+    return {
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": block_d,
+        "TAIL_D": tail_d,
+        "HAS_LEFT": False,
+        "HAS_RIGHT": masked,
+        "PRECISION": precision,
+        "ALIGNMENT": 16 // TYPES[dtype].itemsize,
+        "WIDE": False,
+        "EVEN_K": even,
+        "EVEN_Q": even,
+        "PADDING": kernels.STATISTICS_PADDING,
+        "group": 1,
+    }
 
 
 def compile_dense(
@@ -181,26 +188,14 @@ def test_split_walks_neither_spill_nor_serialise(kernel):
 def test_the_joint_launch_neither_spills_nor_serialises(head_dim, dtype, masked, even):
     precision = "tf32x3" if dtype == "fp32" else "ieee"
     dkdv, dq = kernels.select_joint_config(head_dim, TYPES[dtype], 90, precision)
-    block_d, tail_d = kernels.split_head_dim(head_dim)
     flags = {
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": block_d,
-        "TAIL_D": tail_d,
+        **dense_flags(head_dim, dtype, masked, precision, even),
         "DKDV_BLOCK_Q": dkdv.block_q,
         "DKDV_BLOCK_K": dkdv.block_k,
         "DQ_BLOCK_Q": dq.block_q,
         "DQ_BLOCK_K": dq.block_k,
-        "HAS_LEFT": False,
-        "HAS_RIGHT": masked,
-        "PRECISION": precision,
-        "ALIGNMENT": 16 // TYPES[dtype].itemsize,
-        "WIDE": False,
         "DKDV_SPLIT": dkdv.split,
         "DQ_SPLIT": dq.split and (masked or even),
-        "PADDING": kernels.STATISTICS_PADDING,
-        "EVEN_Q": even,
-        "EVEN_K": even,
-        "group": 1,
     }
     options = (head_dim, dtype, 90, dkdv.num_warps, dkdv.num_stages, dtype == "fp32")
     compiled, log = compile_dense(kernels.flash_attention_bwd_kernel, flags, *options)

@@ -234,6 +234,12 @@ def _kernel_flags(
     }
 
 
+def _query_walk_flags(problem: _Problem, tile: TileConfig, num_splits: int) -> dict[str, bool]:
+    """Flags of the kernel that walks along the queries, whose statistics are padded: two loops, of a share one."""
+    even = not problem.packed and problem.max_queries % tile.block_q == 0
+    return {"EVEN_Q": even, "SPLIT": tile.split and num_splits == 1}
+
+
 def _key_walk_flags(problem: _Problem, tile: TileConfig, num_splits: int) -> dict[str, bool]:
     """Flags of the kernels that walk along the keys: two loops where the mask has an edge, one where it has none.
 
@@ -260,12 +266,12 @@ def _config(layouts: tuple[_Layout, ...], problem: _Problem, precision: str, dev
     return select_config(problem.head_dim, layouts[0].dtype, masked, _capability(device.index), precision, aligned)
 
 
-def _joint_programs(problem: _Problem, dkdv: TileConfig, dq: TileConfig) -> tuple[int, int]:
-    key_tiles, query_tiles = triton.cdiv(problem.max_keys, dkdv.block_k), triton.cdiv(problem.max_queries, dq.block_q)
-    return (
-        key_tiles * problem.num_key_heads * problem.num_batches,
-        query_tiles * problem.num_heads * problem.num_batches,
-    )
+def _num_walks(problem: _Problem, tile: TileConfig, kernel: str) -> int:
+    """Returns how many tiles of own rows a kernel has, of all heads and batches; it walks along the other length."""
+    rows, num_heads = (problem.max_queries, tile.block_q), problem.num_heads
+    if kernel == "dkdv":
+        rows, num_heads = (problem.max_keys, tile.block_k), problem.num_key_heads
+    return triton.cdiv(*rows) * num_heads * problem.num_batches
 
 
 def _joint_tiles(
@@ -284,7 +290,10 @@ def _joint_tiles(
         most = JOINT_PROGRAMS * num_multiprocessors(device.index)
     else:
         tiles, most = (INTERPRETER_CONFIG.dkdv, INTERPRETER_CONFIG.dq), INTERPRETED_PROGRAMS
-    return tiles if tiles and sum(_joint_programs(problem, *tiles)) <= most else None
+    if tiles is None:
+        return None
+    dkdv, dq = tiles
+    return tiles if _num_walks(problem, dkdv, "dkdv") + _num_walks(problem, dq, "dq") <= most else None
 
 
 def _tma_ready(x: Tensor) -> Tensor:
@@ -382,12 +391,10 @@ def _walks(
 
     `num_splits` is that number where it is given; packed sequences are never shared.
     """
-    starting, walked = (problem.max_queries, tile.block_q), (problem.max_keys, tile.block_k)
-    num_heads, num_results = problem.num_heads, 1
+    own_rows, walked, num_results = tile.block_q, (problem.max_keys, tile.block_k), 1
     if kernel == "dkdv":
-        starting, walked = walked, starting
-        num_heads, num_results = problem.num_key_heads, 2
-    num_walks = triton.cdiv(*starting) * num_heads * problem.num_batches
+        own_rows, walked, num_results = tile.block_k, (problem.max_queries, tile.block_q), 2
+    num_walks = _num_walks(problem, tile, kernel)
     if problem.packed:
         return num_walks, 1
     if num_splits or device.type != "cuda" or problem.left >= 0:
@@ -397,7 +404,7 @@ def _walks(
         return num_walks, 1
     warps = next(warps for widest, warps in WARPS_AT_ONCE[dtype.itemsize, kernel] if problem.head_dim <= widest)
     programs = num_multiprocessors(device.index) * max(1, warps // tile.num_warps)
-    part_kib = num_results * starting[1] * row_elements(problem.head_dim) * 4 / 1024
+    part_kib = num_results * own_rows * row_elements(problem.head_dim) * 4 / 1024
     causal = problem.right >= 0
     cost = {"part_kib": part_kib, "itemsize": dtype.itemsize}
     return num_walks, num_splits_of(num_walks, num_tiles, programs, causal, **cost)
@@ -603,6 +610,13 @@ class _GradientLaunch(NamedTuple):
             combine(part, whole)
 
 
+def _gradient_numbers(problem: _Problem, scale: float) -> tuple[int | float, ...]:
+    """Returns what the kernels of the gradients take after their numbers of heads."""
+    group = problem.num_heads // problem.num_key_heads
+    lengths = (problem.max_queries, problem.max_keys)
+    return group, *lengths, scale * LOG2_E, scale, problem.left, problem.right
+
+
 def _gradient_launch(
     kernel: str,
     inputs: tuple[_Layout, ...],
@@ -623,22 +637,15 @@ def _gradient_launch(
         *_strides(*operands),
         *statistics_strides,
         problem.num_key_heads if is_dkdv else problem.num_heads,
-        problem.num_heads // problem.num_key_heads,
-        problem.max_queries,
-        problem.max_keys,
-        scale * LOG2_E,
-        scale,
-        problem.left,
-        problem.right,
+        *_gradient_numbers(problem, scale),
         num_splits,
     )
-    flags = {**_kernel_flags(operands, problem, tile, precision, num_splits), "PADDING": STATISTICS_PADDING}
-    if is_dkdv:
-        flags["SPLIT"] = tile.split and num_splits == 1
-        flags["EVEN_Q"] = not problem.packed and problem.max_queries % tile.block_q == 0
-    else:
-        flags |= _key_walk_flags(problem, tile, num_splits)
-    flags["first_program"] = None
+    flags = {
+        **_kernel_flags(operands, problem, tile, precision, num_splits),
+        **(_query_walk_flags if is_dkdv else _key_walk_flags)(problem, tile, num_splits),
+        "PADDING": STATISTICS_PADDING,
+        "first_program": None,
+    }
     function = flash_attention_bwd_dkdv_kernel if is_dkdv else flash_attention_bwd_dq_kernel
     return _GradientLaunch(Launch(function, (num_walks * num_splits,), flags, numbers), num_splits)
 
@@ -658,38 +665,24 @@ def _joint_launch(
     if tiles is None:
         return None
     dkdv, dq = tiles
-    num_dkdv, num_dq = _joint_programs(problem, *tiles)
+    num_dkdv, num_dq = _num_walks(problem, dkdv, "dkdv"), _num_walks(problem, dq, "dq")
     numbers = (
         *_strides(*operands),
         *statistics_strides,
         num_dkdv,
         problem.num_heads,
         problem.num_key_heads,
-        problem.num_heads // problem.num_key_heads,
-        problem.max_queries,
-        problem.max_keys,
-        scale * LOG2_E,
-        scale,
-        problem.left,
-        problem.right,
+        *_gradient_numbers(problem, scale),
     )
-    shared = _kernel_flags(operands, problem, dkdv, precision, 1)
-    names = ("HEAD_DIM", "BLOCK_D", "TAIL_D", "HAS_LEFT", "HAS_RIGHT", "PRECISION", "ALIGNMENT", "num_warps")
-    key_walk = _key_walk_flags(problem, dq, 1)
-    longest = max(dkdv.block_q, dkdv.block_k, dq.block_q, dq.block_k)
+    of_dkdv = _kernel_flags(operands, problem, dkdv, precision, 1) | _query_walk_flags(problem, dkdv, 1)
+    of_dq = _kernel_flags(operands, problem, dq, precision, 1) | _key_walk_flags(problem, dq, 1)
+    own = ("BLOCK_Q", "BLOCK_K", "SPLIT")
     flags = {
-        **{name: shared[name] for name in names},
-        "WIDE": _is_wide(operands, longest, problem.head_dim),
-        "DKDV_BLOCK_Q": dkdv.block_q,
-        "DKDV_BLOCK_K": dkdv.block_k,
-        "DQ_BLOCK_Q": dq.block_q,
-        "DQ_BLOCK_K": dq.block_k,
-        "DKDV_SPLIT": dkdv.split,
-        "DQ_SPLIT": key_walk["SPLIT"],
+        **{name: flag for name, flag in (of_dkdv | of_dq).items() if name not in (*own, "IS_PACKED", "SPLIT_WALK")},
+        **{f"DKDV_{name}": of_dkdv[name] for name in own},
+        **{f"DQ_{name}": of_dq[name] for name in own},
+        "WIDE": of_dkdv["WIDE"] or of_dq["WIDE"],
         "PADDING": STATISTICS_PADDING,
-        "EVEN_Q": problem.max_queries % dkdv.block_q == 0,
-        "EVEN_K": key_walk["EVEN_K"],
-        "num_stages": dkdv.num_stages,
     }
     return Launch(flash_attention_bwd_kernel, (num_dkdv + num_dq,), flags, numbers)
 

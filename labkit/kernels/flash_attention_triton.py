@@ -273,6 +273,7 @@ BF16_SLICES = {"bf16x3": 2, "bf16x6": 3}
 """Slices of 8 bits that an operand of fp32 is cut into, by the products between them."""
 
 
+@triton.constexpr_function
 def slice_elements(head_dim: int) -> int:
     """Returns how many elements lie between the slices of a row: each starts on a 16-byte boundary."""
     return -(-head_dim // 8) * 8
@@ -438,7 +439,7 @@ def _load(
 ):  # fmt: skip
     """A tile as an operand: itself, or the slices that `attention_slices_kernel` puts behind each other."""
     tile = _load_tile(ptr, offsets, row_mask, cols, HEAD_DIM, MASK_ROWS, MASK_COLS)
-    SLICE: tl.constexpr = (HEAD_DIM + 7) // 8 * 8  # `slice_elements`
+    SLICE: tl.constexpr = slice_elements(HEAD_DIM)
     if PRECISION == "bf16x6":
         middle = _load_tile(ptr + SLICE, offsets, row_mask, cols, HEAD_DIM, MASK_ROWS, MASK_COLS)
         low = _load_tile(ptr + 2 * SLICE, offsets, row_mask, cols, HEAD_DIM, MASK_ROWS, MASK_COLS)
@@ -1065,7 +1066,7 @@ def _cut(
     HEAD_DIM: tl.constexpr, PADDED_D: tl.constexpr, BLOCK: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
     """Writes the slices of BLOCK rows of x, (batch, heads, length, HEAD_DIM) of any strides, dense: a row's in one."""
-    SLICE: tl.constexpr = (HEAD_DIM + 7) // 8 * 8  # `slice_elements`
+    SLICE: tl.constexpr = slice_elements(HEAD_DIM)
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     cols = tl.arange(0, PADDED_D)[None, :].to(tl.int64)
     head = rows // length

@@ -38,8 +38,9 @@ def _runner(compiled, grid: tuple[int, ...]):
     device, stream = driver.active.get_current_device, driver.active.get_current_stream
 
     def run(*arguments) -> None:
-        hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-        if any(getattr(hook, "calls", None) for hook in hooks):
+        on_entry, on_exit = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        # A chain of hooks, which may be empty, or a hook.
+        if getattr(on_entry, "calls", on_entry) or getattr(on_exit, "calls", on_exit):
             with_hooks(*arguments)
         else:
             launch(*grid, stream(device()), function, metadata, None, None, None, *arguments)
