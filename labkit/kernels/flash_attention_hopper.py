@@ -151,7 +151,11 @@ def _fwd_producer(
     t = gl.program_id(0)
     num_walks = num_heads_total * num_splits if SPLIT else num_heads_total
     while t < num_q_tiles * num_walks:
-        following = t + gl.num_programs(0)
+        if DYNAMIC:
+            # Drawn while this tile is still to be loaded.
+            following = gl.num_programs(0) + gl.atomic_add(drawn_ptr, 1)
+        else:
+            following = t + gl.num_programs(0)
         tile, head_split = _fwd_tile(t, num_q_tiles, num_walks, CAUSAL)
         head_total = head_split % num_heads_total if SPLIT else head_split
         batch = head_total // num_heads
@@ -175,10 +179,6 @@ def _fwd_producer(
             mbarrier.wait(v_empty.index(stage), free)
             _load(v_desc, v_tail_desc, batch, head // group, start, v_full.index(stage), v_s.index(stage),
                   v_tail_s.index(stage), TAIL)  # fmt: skip
-            if DYNAMIC:
-                # Drawn while this tile is still to be loaded, and behind its first loads, which do not wait for it.
-                if i == 0:
-                    following = gl.num_programs(0) + gl.atomic_add(drawn_ptr, 1)
             j += 1
         if DYNAMIC:
             mbarrier.wait(tile_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
@@ -280,44 +280,6 @@ def _store_part(
 
 
 @gluon.jit
-def _fwd_walk(
-    t, C: gl.constexpr, num_q_tiles, num_walks, num_heads_total, num_queries, num_keys, num_splits,
-    BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr, CONSUMERS: gl.constexpr, SPLIT: gl.constexpr,
-):  # fmt: skip
-    """The t-th walk: its head and split, a consumer's first query, and the first key that this query does not see (each
-    further one sees one more); the first key tile, and how many tiles there are, how many of them only the consumers of
-    later queries see, and how many are seen in full."""
-    tile, head_split = _fwd_tile(t, num_q_tiles, num_walks, CAUSAL)
-    q0 = tile * (64 * CONSUMERS)
-    q1 = q0 + C * 64
-    diagonal = q1 + (num_keys - num_queries) + 1
-    num_tiles = _num_key_tiles(q0 + 64 * CONSUMERS, num_queries, num_keys, BLOCK_K, CAUSAL)
-    first, num_tiles = _share(num_tiles, head_split // num_heads_total, num_splits, SPLIT)
-    num_full = num_keys // BLOCK_K
-    num_passed = 0
-    if CAUSAL:
-        num_mine = _num_key_tiles(q1 + 64, num_queries, num_keys, BLOCK_K, CAUSAL)
-        if SPLIT:
-            num_mine = gl.maximum(gl.minimum(num_mine - first, num_tiles), 1)
-        num_passed = num_tiles - num_mine
-        num_full = gl.minimum(num_full, gl.maximum(diagonal, 0) // BLOCK_K)
-        if SPLIT:
-            num_full = gl.maximum(num_full - first, 0)
-    return head_split, q1, diagonal, first, num_tiles, num_passed, num_full
-
-
-@gluon.jit
-def _pass_over(number, j, k_full, k_empty, v_full, v_empty, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
-    """A causal walk begins at the last keys. Those that only the consumers of later queries see are passed over."""
-    if CAUSAL:
-        for i in range(j, j + number):
-            mbarrier.wait(k_full.index(i % STAGES), (i // STAGES) & 1)
-            mbarrier.arrive(k_empty.index(i % STAGES), count=1)
-            mbarrier.wait(v_full.index(i % STAGES), (i // STAGES) & 1)
-            mbarrier.arrive(v_empty.index(i % STAGES), count=1)
-
-
-@gluon.jit
 def _fwd_consumer(
     C: gl.constexpr, out_desc, out_tail_desc, parts_ptr, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s, v_tail_s,
     numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty,
@@ -340,34 +302,46 @@ def _fwd_consumer(
     turn = 0
     t = gl.program_id(0)
     num_walks = num_heads_total * num_splits if SPLIT else num_heads_total
-    num_all = num_q_tiles * num_walks
-    walk = _fwd_walk(t, C, num_q_tiles, num_walks, num_heads_total, num_queries, num_keys, num_splits, BLOCK_K, CAUSAL,
-                     CONSUMERS, SPLIT)  # fmt: skip
-    head_split, q1, diagonal, first, num_tiles, num_passed, num_full = walk
-    # The scores of the first key tile: of the first walk, and then of each walk under the end of the one before.
-    _pass_over(num_passed, j, k_full, k_empty, v_full, v_empty, STAGES, CAUSAL)
-    begin = j + num_passed
-    mbarrier.wait(q_full.index(C), 0)
-    mbarrier.wait(k_full.index(begin % STAGES), (begin // STAGES) & 1)
-    q = q_s.index(C).reshape([64, D])
-    q_tail = q
-    if TAIL:
-        q_tail = q_tail_s.index(C).reshape([64, TAIL])
-    scores_mma = _scores(q, q_tail, k_s.index(begin % STAGES), k_tail_s.index(begin % STAGES), p, BLOCK_K, D, TAIL)
-    scores = warpgroup_mma_wait(0, deps=(scores_mma,))
-    mbarrier.arrive(k_empty.index(begin % STAGES), count=1)
-    while t < num_all:
+    while t < num_q_tiles * num_walks:
+        tile, head_split = _fwd_tile(t, num_q_tiles, num_walks, CAUSAL)
         place = (turn & 1) * CONSUMERS + C
         q = q_s.index(place).reshape([64, D])
+        q_tail = q
         if TAIL:
             q_tail = q_tail_s.index(place).reshape([64, TAIL])
+        q0 = tile * (64 * CONSUMERS)
+        q1 = q0 + C * 64
+        # The first key that the first query does not see; each further query sees one more.
+        diagonal = q1 + (num_keys - num_queries) + 1
+        num_tiles = _num_key_tiles(q0 + 64 * CONSUMERS, num_queries, num_keys, BLOCK_K, CAUSAL)
+        first, num_tiles = _share(num_tiles, head_split // num_heads_total, num_splits, SPLIT)
         # The number of the key tile after the first one of the walk.
         after = j + num_tiles
+        num_full = num_keys // BLOCK_K
+        if CAUSAL:
+            # The walk begins at the last keys. Those that only the consumers of later queries see are passed over.
+            num_mine = _num_key_tiles(q1 + 64, num_queries, num_keys, BLOCK_K, CAUSAL)
+            if SPLIT:
+                num_mine = gl.maximum(gl.minimum(num_mine - first, num_tiles), 1)
+            for _ in range(num_tiles - num_mine):
+                mbarrier.wait(k_full.index(j % STAGES), (j // STAGES) & 1)
+                mbarrier.arrive(k_empty.index(j % STAGES), count=1)
+                mbarrier.wait(v_full.index(j % STAGES), (j // STAGES) & 1)
+                mbarrier.arrive(v_empty.index(j % STAGES), count=1)
+                j += 1
+            num_full = gl.minimum(num_full, gl.maximum(diagonal, 0) // BLOCK_K)
+            if SPLIT:
+                num_full = gl.maximum(num_full - first, 0)
         maximum = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
         total = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, SCORES))
         acc = gl.zeros([64, D], gl.float32, layout=OUT)
         acc_tail = gl.zeros([64, TAIL if TAIL else 16], gl.float32, layout=OUT_TAIL)
-        start = (first + after - begin - 1) * BLOCK_K
+        mbarrier.wait(q_full.index(place), (turn >> 1) & 1)
+        mbarrier.wait(k_full.index(j % STAGES), (j // STAGES) & 1)
+        scores_mma = _scores(q, q_tail, k_s.index(j % STAGES), k_tail_s.index(j % STAGES), p, BLOCK_K, D, TAIL)
+        scores = warpgroup_mma_wait(0, deps=(scores_mma,))
+        mbarrier.arrive(k_empty.index(j % STAGES), count=1)
+        start = (first + after - j - 1) * BLOCK_K
         if MASKED:
             scores = _fwd_mask(scores, numbers_s, num_keys - start, diagonal - start, CAUSAL, SCORES)
         p, maximum, total, _rescale = _softmax(scores, maximum, total, scale_log2, MASKED)
@@ -377,10 +351,10 @@ def _fwd_consumer(
         tma.store_wait(0)
         mbarrier.arrive(q_empty.index(CONSUMERS - place + 2 * C), count=1, pred=turn > 0)
         # What takes masks comes first, and the loop behind it takes none.
-        first_full = begin + 1
+        first_full = j + 1
         if CAUSAL:
             first_full = gl.maximum(after - num_full, first_full)
-            for i in range(begin + 1, first_full):
+            for i in range(j + 1, first_full):
                 start = (first + after - i - 1) * BLOCK_K
                 p, p_low, acc, acc_tail, maximum, total = _fwd_step(
                     i, q, q_tail, k_s, k_tail_s, v_s, v_tail_s, numbers_s, k_full, k_empty, v_full, v_empty,
@@ -398,34 +372,15 @@ def _fwd_consumer(
         acc_mma, acc_tail_mma = _values(
             p_low, v_s.index(last % STAGES), v_tail_s.index(last % STAGES), acc, acc_tail, BLOCK_K, D, TAIL
         )
-        # The next walk begins under the end of this one. After the last there is none: its scores are of no use.
-        t = _fwd_next(t, turn, tile_s, tile_full, tile_empty, DYNAMIC)
-        more = t < num_all
-        walk = _fwd_walk(gl.where(more, t, 0), C, num_q_tiles, num_walks, num_heads_total, num_queries, num_keys,
-                         num_splits, BLOCK_K, CAUSAL, CONSUMERS, SPLIT)  # fmt: skip
-        next_head_split, next_q1, next_diagonal, next_first, next_tiles, next_passed, next_full = walk
-        next_passed = gl.where(more, next_passed, 0)
-        _pass_over(next_passed, after, k_full, k_empty, v_full, v_empty, STAGES, CAUSAL)
-        begin = after + next_passed
-        next_place = ((turn + 1) & 1) * CONSUMERS + C
-        mbarrier.wait(q_full.index(next_place), ((turn + 1) >> 1) & 1, pred=more)
-        mbarrier.wait(k_full.index(begin % STAGES), (begin // STAGES) & 1, pred=more)
-        next_q = q_s.index(next_place).reshape([64, D])
-        next_q_tail = next_q
-        if TAIL:
-            next_q_tail = q_tail_s.index(next_place).reshape([64, TAIL])
-        scores_mma = _scores(
-            next_q, next_q_tail, k_s.index(begin % STAGES), k_tail_s.index(begin % STAGES), p, BLOCK_K, D, TAIL
-        )
         # A row without any key: zeros, and −inf.
         divisor = gl.where(total == 0.0, 1.0, total)
         lse = gl.where(total == 0.0, float("-inf"), (maximum + gl.log2(divisor)) * LN_2)
         rows = q1 + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
         gl.store(lse_ptr + head_split.to(gl.int64) * num_queries + rows, lse, mask=rows < num_queries)
         if TAIL:
-            acc, acc_tail = warpgroup_mma_wait(2, deps=(acc_mma, acc_tail_mma))
+            acc, acc_tail = warpgroup_mma_wait(0, deps=(acc_mma, acc_tail_mma))
         else:
-            acc = warpgroup_mma_wait(1, deps=(acc_mma,))
+            acc = warpgroup_mma_wait(0, deps=(acc_mma,))
         mbarrier.arrive(v_empty.index(last % STAGES), count=1)
         acc = acc * gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, OUT))[:, None]
         if TAIL:
@@ -446,11 +401,8 @@ def _fwd_consumer(
             async_store(out_desc, [batch, head, q1, 0], q_s.index(place))
             if TAIL:
                 async_store(out_tail_desc, [batch, head, q1, 64], q_tail_s.index(place))
-        scores = warpgroup_mma_wait(0, deps=(scores_mma,))
-        mbarrier.arrive(k_empty.index(begin % STAGES), count=1, pred=more)
-        head_split, q1, diagonal, first = next_head_split, next_q1, next_diagonal, next_first
-        num_tiles, num_full = next_tiles, next_full
         j = after
+        t = _fwd_next(t, turn, tile_s, tile_full, tile_empty, DYNAMIC)
         turn += 1
     tma.store_wait(0)
 
