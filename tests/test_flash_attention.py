@@ -823,32 +823,50 @@ def combined(head_dim: int, transposed: bool) -> None:
         weights = torch.exp(scores[..., begin : begin + 17] - lse.nan_to_num(neginf=0.0)[..., None])
         parts.append((weights @ v[:, :, begin : begin + 17]).flatten(0, 2))
         parts_lse.append(lse.flatten())
-    padded = torch.nn.functional.pad(torch.stack(parts), (0, 8), value=math.nan)
+    beyond = splits.row_elements(head_dim) - head_dim
+    padded = torch.nn.functional.pad(torch.stack(parts), (0, beyond), value=math.nan)
     shape = (batch, num_queries, heads, head_dim) if transposed else (batch, heads, num_queries, head_dim)
     with poisoned_outputs():
         out = torch.empty(shape, dtype=torch.float16, device="cpu")
         out = out.transpose(1, 2) if transposed else out
         lse = torch.empty((batch, heads, num_queries), dtype=torch.float32, device="cpu")
-        splits.combine(padded.float()[..., :head_dim], out, torch.stack(parts_lse).float(), lse)
+        splits.combine(padded.float()[..., :head_dim], torch.stack(parts_lse).float(), out, lse)
     expected_lse = scores.logsumexp(-1)
     expected = torch.exp(scores - expected_lse.nan_to_num(neginf=0.0)[..., None]) @ v
     torch.testing.assert_close(lse, expected_lse.float(), rtol=0, atol=1e-5)
     torch.testing.assert_close(out, expected.half(), rtol=2**-10, atol=1e-6)
 
 
-def summed(head_dim: int) -> None:
-    """Asserts that the gradients of splits are added."""
-    parts = torch.randn((3, 2, 3, 37, head_dim + 8), generator=torch.Generator().manual_seed(0))
-    parts[..., head_dim:] = math.nan
+def summed(head_dim: int, num_splits: tuple[int, int]) -> None:
+    """Asserts that the gradients of splits are added, and those that are whole left as they are."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 6, 37, head_dim), (2, 3, 41, head_dim), (2, 3, 41, head_dim))
+    numbers = (num_splits[0], num_splits[1], num_splits[1])
+    parts = []
+    for number, shape in zip(numbers, shapes, strict=True):
+        part = torch.randn((number, *shape[:3], splits.row_elements(head_dim)), generator=generator)
+        part[..., head_dim:] = math.nan
+        parts.append(part[..., :head_dim] if number > 1 else None)
     with poisoned_outputs():
-        grad = torch.empty((2, 3, 37, head_dim), dtype=torch.float32, device="cpu")
-        splits.combine(parts[..., :head_dim], grad)
-    torch.testing.assert_close(grad, parts[..., :head_dim].sum(0))
+        # Heads inside the rows for the last.
+        grads = [torch.empty(shape, dtype=torch.float32, device="cpu") for shape in shapes[:2]]
+        grads.append(torch.empty((2, 41, 3, head_dim), dtype=torch.float32, device="cpu").transpose(1, 2))
+    before = [grad.clone() for grad in grads]
+    strides = tuple(grad.stride() for grad in grads)
+    splits.gradients_launch(shapes, strides, num_splits)(*parts, *grads)
+    for grad, part, poison in zip(grads, parts, before, strict=True):
+        expected = poison if part is None else part.sum(0)
+        torch.testing.assert_close(grad, expected, equal_nan=True)
 
 
+@pytest.mark.parametrize("num_splits", [(3, 3), (1, 11), (9, 1)], ids=["all", "k and v", "q"])
 @pytest.mark.parametrize("head_dim", [16, 59])
-def test_the_splits_of_a_gradient_are_added(head_dim, interpreted):
-    interpreted(summed, head_dim)
+def test_the_splits_of_gradients_are_added(head_dim, num_splits, interpreted):
+    interpreted(summed, head_dim, num_splits)
+
+
+def test_whole_gradients_are_not_put_together():
+    assert splits.gradients_launch(((1, 1, 8, 16),) * 3, ((128, 128, 16, 1),) * 3, (1, 1)) is None
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["heads outside", "heads inside"])

@@ -58,7 +58,15 @@ from labkit.kernels.flash_attention_triton import (
     split_head_dim,
 )
 from labkit.kernels.launch import REMEMBERED, Launch
-from labkit.kernels.splits import combine, empty_lse, empty_parts, num_multiprocessors, num_splits_of, row_elements
+from labkit.kernels.splits import (
+    combine,
+    empty_lse,
+    empty_parts,
+    gradients_launch,
+    num_multiprocessors,
+    num_splits_of,
+    row_elements,
+)
 
 MAX_HEAD_DIM = 256
 IMPLS = ("auto", "gluon", "triton", "tiled")
@@ -69,6 +77,7 @@ PRODUCTS_HEAD_DIM = 128  # up to which several products on the tensor cores make
 SLICES_FROM = ((32, 2048), (PRODUCTS_HEAD_DIM, 1024))
 SLICES_QUERIES = 256
 SLICES_BLOCK = 16
+FEW_QUERIES = 2048  # of all heads, up to which their tiles are smaller
 # dK/dV and dQ are one launch up to so many queries and keys, by bytes of an element, and so many programs: of a
 # multiprocessor, or in all where kernels are interpreted. Longer walks are shared among programs.
 JOINT_UNTIL = {2: 1024, 4: 256}
@@ -263,7 +272,9 @@ def _config(layouts: tuple[_Layout, ...], problem: _Problem, precision: str, dev
     # A window's tiles are masked on both sides, as causal ones are on one.
     masked = problem.left >= 0 or problem.right >= 0
     aligned = _alignment(*layouts) > 1
-    return select_config(problem.head_dim, layouts[0].dtype, masked, _capability(device.index), precision, aligned)
+    capability = _capability(device.index)
+    few = problem.num_batches * problem.num_heads * problem.max_queries <= FEW_QUERIES
+    return select_config(problem.head_dim, layouts[0].dtype, masked, capability, precision, aligned, few)
 
 
 def _num_walks(problem: _Problem, tile: TileConfig, kernel: str) -> int:
@@ -549,7 +560,7 @@ def flash_attention_forward(
             whole = _with_heads(out)
             parts, parts_lse = empty_parts(plan.num_splits, whole), empty_lse(plan.num_splits, whole)
             plan.launch(q, k, v, parts, parts_lse, None, None)
-            combine(parts, whole, parts_lse, lse)
+            combine(parts, parts_lse, whole, lse)
     return out, lse
 
 
@@ -594,20 +605,21 @@ def _delta_launch(
 
 
 class _GradientLaunch(NamedTuple):
-    """The launch of a backward kernel, whose results are the sum over all splits."""
+    """The launch of a backward kernel, whose results are gradients or, of several splits, their parts."""
 
     launch: Launch
     num_splits: int
 
-    def __call__(self, inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...], cu_seqlens: tuple) -> None:
+    def __call__(
+        self, inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...], cu_seqlens: tuple
+    ) -> tuple[Tensor | None, ...]:
+        """Returns the parts, None of whole gradients."""
         if self.num_splits == 1:
             self.launch(*inputs, *grads, *cu_seqlens)
-            return
-        wholes = tuple(_with_heads(x) for x in grads)
-        parts = tuple(empty_parts(self.num_splits, x) for x in wholes)
+            return (None,) * len(grads)
+        parts = tuple(empty_parts(self.num_splits, _with_heads(x)) for x in grads)
         self.launch(*inputs, *parts, *cu_seqlens)
-        for part, whole in zip(parts, wholes, strict=True):
-            combine(part, whole)
+        return parts
 
 
 def _gradient_numbers(problem: _Problem, scale: float) -> tuple[int | float, ...]:
@@ -698,6 +710,7 @@ class _BackwardPlan(NamedTuple):
     joint: Launch | None
     dkdv: _GradientLaunch
     dq: _GradientLaunch
+    combine: Launch | None
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
@@ -729,6 +742,9 @@ def _plan_backward(
     # The statistics of a packed batch are one set.
     statistics_strides = (0 if packed else num_heads * num_rows, num_rows)
     options = (problem, statistics_strides, device, scale, precision)
+    dkdv = _gradient_launch("dkdv", inputs, grads_4d[1:], *options, config.dkdv, num_splits)
+    dq = _gradient_launch("dq", inputs, grads_4d[:1], *options, config.dq, num_splits)
+    whole = (tuple(x.shape for x in grads_4d), tuple(x.strides for x in grads_4d))
     return _BackwardPlan(
         copies_grad_out=not slices and _alignment(grad_out) == 1 and _alignment(q, k, v) > 1,
         slices=slices,
@@ -736,8 +752,9 @@ def _plan_backward(
         statistics=(2, num_sets, num_heads, num_rows),
         delta=_delta_launch(out, grad_out, lse, problem, statistics_strides),
         joint=None if is_given else _joint_launch(inputs, grads_4d, *options),
-        dkdv=_gradient_launch("dkdv", inputs, grads_4d[1:], *options, config.dkdv, num_splits),
-        dq=_gradient_launch("dq", inputs, grads_4d[:1], *options, config.dq, num_splits),
+        dkdv=dkdv,
+        dq=dq,
+        combine=gradients_launch(*whole, (dq.num_splits, dkdv.num_splits)),
     )
 
 
@@ -845,8 +862,10 @@ def flash_attention_backward(
         if plan.joint is not None:
             plan.joint(*inputs, *grads[1:], grads[0])
             return grads
-        plan.dkdv(inputs, grads[1:], (cu_seqlens_q, cu_seqlens_k))
-        plan.dq(inputs, grads[:1], (cu_seqlens_q, cu_seqlens_k))
+        parts_kv = plan.dkdv(inputs, grads[1:], (cu_seqlens_q, cu_seqlens_k))
+        parts_q = plan.dq(inputs, grads[:1], (cu_seqlens_q, cu_seqlens_k))
+        if plan.combine is not None:
+            plan.combine(*parts_q, *parts_kv, *grads)
     return grads
 
 

@@ -551,4 +551,4 @@ def hopper_forward(
     arguments = (*described, parts, parts_lse, drawn, *numbers, scale * LOG2_E)
     launch(hopper_fwd_kernel, (num_programs, 1, 1), q_BHSD.dtype, arguments, constants, consumers)
     if num_splits > 1:
-        combine(parts, out_BHSD, parts_lse, lse_BHS)
+        combine(parts, parts_lse, out_BHSD, lse_BHS)

@@ -187,9 +187,20 @@ _BF16X6 = {
 # Three for one: two slices, as large as fp32.
 _BF16X3 = {
     (16, 32): (TileConfig(64, 64, 4, 3), TileConfig(64, 64, 4, 2), TileConfig(64, 64, 4, 2)),
-    (64,): (TileConfig(128, 64, 8, 2), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
-    (80, 96): (TileConfig(128, 64, 8, 2), TileConfig(32, 128, 8, 2), TileConfig(128, 32, 8, 2)),
-    (128,): (TileConfig(128, 64, 8, 2), TileConfig(32, 128, 8, 2), TileConfig(128, 32, 8, 2)),
+    (64,): (TileConfig(64, 64, 4, 3), TileConfig(64, 64, 4, 2), TileConfig(64, 64, 4, 2)),
+    (80,): (TileConfig(128, 64, 8, 3), TileConfig(64, 128, 8, 2), TileConfig(64, 32, 4, 3)),
+    (96,): (TileConfig(128, 64, 8, 3), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
+    (128,): (TileConfig(128, 64, 8, 2), TileConfig(32, 128, 8, 2), TileConfig(128, 64, 8, 1)),
+}
+# Both, of so few queries that walks are shared: smaller tiles make more programs of them, two to a multiprocessor.
+_BF16X6_FEW = {
+    (64,): (TileConfig(64, 64, 4, 3), TileConfig(32, 64, 4, 2), TileConfig(64, 64, 4, 2)),
+    (80, 96): (TileConfig(64, 64, 4, 2), TileConfig(32, 64, 4, 2), TileConfig(64, 64, 4, 2)),
+    (128,): (TileConfig(64, 32, 4, 3), TileConfig(32, 32, 4, 2, split=False), TileConfig(64, 64, 4, 1, split=False)),
+}
+_BF16X3_FEW = {
+    (80, 96): (TileConfig(64, 64, 4, 3), TileConfig(64, 128, 8, 2), TileConfig(64, 32, 4, 3)),
+    (128,): (TileConfig(64, 64, 4, 3), TileConfig(64, 64, 4, 2, split=False), TileConfig(64, 64, 4, 2)),
 }
 # Both, within 99 KiB.
 _BF16_SLICES_NARROW = {
@@ -231,8 +242,10 @@ CONFIGS: dict[tuple[str, str, int, bool], AttentionConfig] = {
     **_table("hopper", "tf32x3", _TF32X3),
     **_table("generic", "tf32x3", _TF32X3_NARROW),
     **_table("hopper", "bf16x6", _BF16X6),
+    **_table("hopper, few queries", "bf16x6", _BF16X6_FEW),
     **_table("generic", "bf16x6", _BF16_SLICES_NARROW),
     **_table("hopper", "bf16x3", _BF16X3),
+    **_table("hopper, few queries", "bf16x3", _BF16X3_FEW),
     **_table("generic", "bf16x3", _BF16_SLICES_NARROW),
     **_table("hopper", "tf32", _TF32),
     **_table("generic", "tf32", _TF32_NARROW),
@@ -297,6 +310,7 @@ def select_config(
     capability: int,
     precision: str = "ieee",
     aligned: bool = True,
+    few: bool = False,
 ) -> AttentionConfig:
     """Returns the shipped tiles of the three kernels.
 
@@ -308,9 +322,12 @@ def select_config(
             shared memory, the least of those since Ampere.
         precision: of fp32; all but "ieee" and "tf32" up to head dimension 128.
         aligned: whether every row of every tensor starts on a 16-byte boundary.
+        few: whether queries are so few that Hopper has tiles of its own for them, if it has any.
     """
-    family = "hopper" if capability == 90 else "generic"
-    return CONFIGS[family, _kind(dtype, precision), tile_width(head_dim, aligned), causal]
+    key = (_kind(dtype, precision), tile_width(head_dim, aligned), causal)
+    families = ("hopper, few queries", "hopper") if few else ("hopper",)
+    families = families if capability == 90 else ("generic",)
+    return next(CONFIGS[family, *key] for family in families if (family, *key) in CONFIGS)
 
 
 def select_joint_config(

@@ -32,7 +32,9 @@ COST_OF_COMBINING = {2: 6.5, 4: 2.5}
 COST_OF_A_KIB = 0.0004
 COST_OF_A_MASKED_TILE = {2: 1.1, 4: 1.0}
 
-COMBINED_ROWS = 16
+# What a program puts together: four elements of each of so many splits to a thread, all of them on their way at once.
+COMBINED_ELEMENTS = 512
+SPLITS_AT_ONCE = 8
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
@@ -76,48 +78,97 @@ def num_multiprocessors(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
-@triton.jit(do_not_specialize=["num_rows", "length", "num_heads", "num_splits"])
-def attention_combine_kernel(
+@triton.jit
+def _combine(
     parts_ptr, parts_lse_ptr, out_ptr, lse_ptr, stride_ob, stride_oh, stride_os, stride_od,
     num_rows, length, num_heads, num_splits,
-    HEAD_DIM: tl.constexpr, ROW: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK rows of the result from those of all splits: their sum, or WEIGHTED by the share of keys in Σ exp S."""
+    """BLOCK rows of a result from those of all splits: their sum or, with log-sum-exps, weighted by the share of each
+    in Σ exp S. The parts of AT_ONCE splits are loaded at once."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     cols = tl.arange(0, PADDED)
     valid = rows < num_rows
-    mask = valid[:, None] & (cols < HEAD_DIM)[None, :]
-    out = tl.zeros((BLOCK, PADDED), dtype=tl.float32)
-    part_ptrs = parts_ptr + rows.to(tl.int64)[:, None] * ROW + cols[None, :]
-    if WEIGHTED:
+    in_row = cols < HEAD_DIM
+    if parts_lse_ptr is not None:
         maximum = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
-        lse_ptrs = parts_lse_ptr + rows
-        for _ in range(num_splits):
-            maximum = tl.maximum(maximum, tl.load(lse_ptrs, mask=valid, other=float("-inf")))
-            lse_ptrs += num_rows
+        for first in range(0, num_splits, AT_ONCE):
+            splits = first + tl.arange(0, AT_ONCE)
+            there = (splits < num_splits)[:, None] & valid[None, :]
+            of_splits = splits.to(tl.int64)[:, None] * num_rows + rows[None, :]
+            maximum = tl.maximum(
+                maximum, tl.max(tl.load(parts_lse_ptr + of_splits, mask=there, other=float("-inf")), 0)
+            )
         # A row without any key: zeros, and −inf.
         shift = tl.where(maximum == float("-inf"), 0.0, maximum)
         total = tl.zeros((BLOCK,), dtype=tl.float32)
-        lse_ptrs = parts_lse_ptr + rows
-        for _ in range(num_splits):
-            weight = tl.exp(tl.load(lse_ptrs, mask=valid, other=float("-inf")) - shift)
-            total += weight
-            out += weight[:, None] * tl.load(part_ptrs, mask=mask, other=0.0)
-            lse_ptrs += num_rows
-            part_ptrs += num_rows.to(tl.int64) * ROW
+    out = tl.zeros((BLOCK, PADDED), dtype=tl.float32)
+    for first in range(0, num_splits, AT_ONCE):
+        splits = first + tl.arange(0, AT_ONCE)
+        there = (splits < num_splits)[:, None] & valid[None, :]
+        of_splits = splits.to(tl.int64)[:, None] * num_rows + rows[None, :]
+        part_ptrs = parts_ptr + of_splits[:, :, None] * ROW + cols[None, None, :]
+        part = tl.load(part_ptrs, mask=there[:, :, None] & in_row[None, None, :], other=0.0)
+        if parts_lse_ptr is not None:
+            lse = tl.load(parts_lse_ptr + of_splits, mask=there, other=float("-inf"))
+            weight = tl.exp(lse - shift[None, :])
+            total += tl.sum(weight, 0)
+            part *= weight[:, :, None]
+        out += tl.sum(part, 0)
+    if parts_lse_ptr is not None:
         divisor = tl.where(total == 0.0, 1.0, total)
         out = out / divisor[:, None]
-        lse = tl.where(total == 0.0, float("-inf"), shift + tl.log(divisor))
-        tl.store(lse_ptr + rows, lse, mask=valid)
-    else:
-        for _ in range(num_splits):
-            out += tl.load(part_ptrs, mask=mask, other=0.0)
-            part_ptrs += num_rows.to(tl.int64) * ROW
+        tl.store(lse_ptr + rows, tl.where(total == 0.0, float("-inf"), shift + tl.log(divisor)), mask=valid)
     head = rows // length
     at = (head // num_heads).to(tl.int64) * stride_ob + (head % num_heads).to(tl.int64) * stride_oh
     at += (rows % length).to(tl.int64) * stride_os
     out_ptrs = out_ptr + at[:, None] + cols.to(tl.int64)[None, :] * stride_od
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=valid[:, None] & in_row[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows", "length", "num_heads", "num_splits"])
+def attention_combine_kernel(
+    parts_ptr, parts_lse_ptr, out_ptr, lse_ptr, stride_ob, stride_oh, stride_os, stride_od,
+    num_rows, length, num_heads, num_splits,
+    HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """The output and the log-sum-exp of all splits, BLOCK rows of them."""
+    _combine(parts_ptr, parts_lse_ptr, out_ptr, lse_ptr, stride_ob, stride_oh, stride_os, stride_od,
+             num_rows, length, num_heads, num_splits, HEAD_DIM, PADDED, ROW, BLOCK, AT_ONCE)  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_query_rows", "num_key_rows", "num_queries", "num_keys", "num_heads", "num_key_heads", "num_query_splits",
+        "num_key_splits",
+    ]
+)  # fmt: skip
+def attention_combine_gradients_kernel(
+    grad_q_parts_ptr, grad_k_parts_ptr, grad_v_parts_ptr, grad_q_ptr, grad_k_ptr, grad_v_ptr,
+    stride_qb, stride_qh, stride_qs, stride_qd, stride_kb, stride_kh, stride_ks, stride_kd,
+    stride_vb, stride_vh, stride_vs, stride_vd,
+    num_query_rows, num_key_rows, num_queries, num_keys, num_heads, num_key_heads, num_query_splits, num_key_splits,
+    HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """BLOCK rows of the gradient of q, k or v, the second dimension of the grid is which: the sum of all splits.
+
+    Without parts a gradient is whole.
+    """
+    which = tl.program_id(1)
+    if which == 0:
+        if grad_q_parts_ptr is not None:
+            _combine(grad_q_parts_ptr, None, grad_q_ptr, None, stride_qb, stride_qh, stride_qs, stride_qd,
+                     num_query_rows, num_queries, num_heads, num_query_splits, HEAD_DIM,
+                     PADDED, ROW, BLOCK, AT_ONCE)  # fmt: skip
+    elif which == 1:
+        if grad_k_parts_ptr is not None:
+            _combine(grad_k_parts_ptr, None, grad_k_ptr, None, stride_kb, stride_kh, stride_ks, stride_kd,
+                     num_key_rows, num_keys, num_key_heads, num_key_splits, HEAD_DIM,
+                     PADDED, ROW, BLOCK, AT_ONCE)  # fmt: skip
+    elif grad_v_parts_ptr is not None:
+        _combine(grad_v_parts_ptr, None, grad_v_ptr, None, stride_vb, stride_vh, stride_vs, stride_vd,
+                 num_key_rows, num_keys, num_key_heads, num_key_splits, HEAD_DIM,
+                 PADDED, ROW, BLOCK, AT_ONCE)  # fmt: skip
 
 
 def row_elements(head_dim: int) -> int:
@@ -138,29 +189,55 @@ def empty_lse(num_splits: int, x_BHSD: Tensor) -> Tensor:
     return torch.empty((num_splits, *x_BHSD.shape[:-1]), dtype=torch.float32, device=x_BHSD.device)
 
 
-def combine(parts: Tensor, out_BHSD: Tensor, parts_lse: Tensor | None = None, lse_BHS: Tensor | None = None) -> None:
-    """Writes the result of all splits: their sum, or with log-sum-exps the output and its log-sum-exp.
+def _flags(head_dim: int) -> dict[str, int]:
+    padded = triton.next_power_of_2(head_dim)
+    block = max(1, COMBINED_ELEMENTS // padded)
+    return {
+        "HEAD_DIM": head_dim,
+        "PADDED": padded,
+        "ROW": row_elements(head_dim),
+        "BLOCK": block,
+        "AT_ONCE": SPLITS_AT_ONCE,
+    }
+
+
+def combine(parts: Tensor, parts_lse: Tensor, out_BHSD: Tensor, lse_BHS: Tensor) -> None:
+    """Writes the output and the log-sum-exp of all splits.
 
     Args:
-        parts: fp32 (splits, B, H, S, D), dense but for what lies between its rows; parts_lse: fp32 (splits, B, H, S),
-            natural units, dense.
+        parts, parts_lse: what each split found, as `empty_parts` and `empty_lse` have room for; natural units.
         out_BHSD: any strides; lse_BHS: fp32, dense.
     """
     out = (out_BHSD.shape, out_BHSD.stride(), out_BHSD.dtype, out_BHSD.data_ptr() % 16, out_BHSD.device)
-    _combining(parts.shape[0], parts.stride(-2), parts_lse is not None, *out)(parts, parts_lse, out_BHSD, lse_BHS)
+    _combining(parts.shape[0], *out)(parts, parts_lse, out_BHSD, lse_BHS)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def _combining(num_splits: int, row: int, weighted: bool, shape: tuple, strides: tuple, *_) -> Launch:
+def _combining(num_splits: int, shape: tuple, strides: tuple, *_) -> Launch:
     """Returns the launch of `combine`; the rest only tells one from another."""
     batch, num_heads, length, head_dim = shape
     num_rows = batch * num_heads * length
-    flags = {
-        "HEAD_DIM": head_dim,
-        "ROW": row,
-        "PADDED": triton.next_power_of_2(head_dim),
-        "BLOCK": COMBINED_ROWS,
-        "WEIGHTED": weighted,
-    }
+    flags = _flags(head_dim)
     numbers = (*strides, num_rows, length, num_heads, num_splits)
-    return Launch(attention_combine_kernel, (triton.cdiv(num_rows, COMBINED_ROWS),), flags, numbers)
+    return Launch(attention_combine_kernel, (triton.cdiv(num_rows, flags["BLOCK"]),), flags, numbers)
+
+
+def gradients_launch(
+    shapes: tuple[tuple[int, ...], ...], strides: tuple[tuple[int, ...], ...], num_splits: tuple[int, int]
+) -> Launch | None:
+    """Returns what writes the gradients of q, k and v from those of all splits, None where all are whole.
+
+    It is called with the parts of each, as `empty_parts` has room for, or None where they are whole, and the gradients.
+
+    Args:
+        shapes, strides: of the gradients, (B, H, S, D).
+        num_splits: of the gradient of q, and of those of k and v.
+    """
+    if max(num_splits) == 1:
+        return None
+    (batch, num_heads, num_queries, head_dim), (_, num_key_heads, num_keys, _), _ = shapes
+    num_rows = (batch * num_heads * num_queries, batch * num_key_heads * num_keys)
+    numbers = (*sum(strides, ()), *num_rows, num_queries, num_keys, num_heads, num_key_heads, *num_splits)
+    flags = _flags(head_dim)
+    longest = max(rows for rows, splits in zip(num_rows, num_splits, strict=True) if splits > 1)
+    return Launch(attention_combine_gradients_kernel, (triton.cdiv(longest, flags["BLOCK"]), 3), flags, numbers)
