@@ -738,7 +738,7 @@ def test_keys_are_split_so_that_no_split_is_empty(num_tiles, num_key_tiles, caus
     share = -(-num_key_tiles // num_splits)
     assert 1 <= num_splits <= splits.MOST_SPLITS
     assert (num_splits - 1) * share < num_key_tiles <= num_splits * share
-    assert num_splits == 1 or share >= splits.TILES_OF_A_SPLIT
+    assert num_splits == 1 or share >= splits.TILES_OF_A_SPLIT[2]
 
 
 @pytest.mark.parametrize(
@@ -792,11 +792,12 @@ def test_walks_are_split_where_splitting_was_seen_to_pay(kernel, dtype, shape, c
     q_layout, k_layout = (fa._Layout(x.shape, x.stride(), x.dtype, True) for x in (q, k))
     problem = fa._problem(q_layout, k_layout, -1, 0 if causal else -1, None)
     tile = getattr(select_config(dim, q.dtype, causal, 90, fa.resolve_precision(q)), kernel)
-    num_walks, num_splits = fa._walks(problem, tile, kernel, torch.device("cuda", 0), q.dtype, None)
+    given = (problem, tile, kernel, torch.device("cuda", 0), q.dtype, fa.resolve_precision(q))
+    num_walks, num_splits = fa._walks(*given, None)
     rows = num_keys if kernel == "dkdv" else num_queries
     assert num_walks == -(-rows // (tile.block_k if kernel == "dkdv" else tile.block_q)) * heads * batch
     assert fewest <= num_splits <= most
-    assert fa._walks(problem, tile, kernel, torch.device("cuda", 0), q.dtype, 5)[1] == 5
+    assert fa._walks(*given, 5)[1] == 5
 
 
 def test_packed_sequences_are_not_split():
@@ -805,7 +806,7 @@ def test_packed_sequences_are_not_split():
     packing = fa._packing(q, q, cu_seqlens, cu_seqlens, None, None)
     problem = fa._problem(fa._layout(q), fa._layout(q), -1, 0, packing)
     tile = INTERPRETER_CONFIG.forward
-    assert fa._walks(problem, tile, "forward", q.device, q.dtype, 3) == (2 * 2 * 2, 1)
+    assert fa._walks(problem, tile, "forward", q.device, q.dtype, "ieee", 3) == (2 * 2 * 2, 1)
 
 
 def combined(head_dim: int, transposed: bool) -> None:

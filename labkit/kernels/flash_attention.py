@@ -77,7 +77,7 @@ PRODUCTS_HEAD_DIM = 128  # up to which several products on the tensor cores make
 SLICES_FROM = ((32, 2048), (PRODUCTS_HEAD_DIM, 1024))
 SLICES_QUERIES = 256
 SLICES_BLOCK = 16
-FEW_QUERIES = 2048  # of all heads, up to which their tiles are smaller
+FEW_QUERIES = 1024  # of all heads, up to which their tiles are smaller
 # dK/dV and dQ are one launch up to so many queries and keys, by bytes of an element, and so many programs: of a
 # multiprocessor, or in all where kernels are interpreted. Longer walks are shared among programs.
 JOINT_UNTIL = {2: 1024, 4: 256}
@@ -95,7 +95,7 @@ GLUON_BACKWARDS = ("one pass", "one pass, unordered", "two passes", "triton")
 
 # Tiles of a walk, by widest head dimension, up to which the kernel that would put shares together takes the host longer
 # to launch than the device gains.
-WHOLE = ((64, 8), (MAX_HEAD_DIM, 4))
+WHOLE = ((64, 8), (MAX_HEAD_DIM, 2))
 
 # Warps that run at once on a multiprocessor, as far as splitting reckons: (widest head dimension, warps) by bytes of an
 # element and kernel. Registers bound them; these gave numbers of splits near the fastest on an H200.
@@ -107,6 +107,7 @@ WARPS_AT_ONCE = {
     (4, "dkdv"): ((32, 24), (MAX_HEAD_DIM, 8)),
     (4, "dq"): ((32, 24), (MAX_HEAD_DIM, 8)),
 }
+SHARED_KIB = 227  # of a multiprocessor: what slices leave room for
 
 # ---- launchers ------------------------------------------------------------------------------------------------
 
@@ -395,12 +396,30 @@ def _result(whole: _Layout, num_splits: int) -> _Layout:
     return _Layout((num_splits * batch, heads, length, head_dim), strides, torch.float32, True)
 
 
+def _programs_at_once(problem: _Problem, tile: TileConfig, kernel: str, dtype: torch.dtype, precision: str) -> int:
+    """Returns how many programs of a kernel run on a multiprocessor at once, as far as splitting reckons."""
+    warps = next(warps for widest, warps in WARPS_AT_ONCE[dtype.itemsize, kernel] if problem.head_dim <= widest)
+    programs = warps // tile.num_warps
+    if precision in BF16_SLICES:
+        own, walked = (tile.block_k, tile.block_q) if kernel == "dkdv" else (tile.block_q, tile.block_k)
+        num_rows = own * (1 if kernel == "forward" else 2) + walked * 2 * tile.num_stages
+        shared_kib = num_rows * row_elements(problem.head_dim) * 2 * BF16_SLICES[precision] / 1024
+        programs = min(programs, int(SHARED_KIB // shared_kib))
+    return max(1, programs)
+
+
 def _walks(
-    problem: _Problem, tile: TileConfig, kernel: str, device: torch.device, dtype: torch.dtype, num_splits: int | None
+    problem: _Problem,
+    tile: TileConfig,
+    kernel: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    precision: str,
+    num_splits: int | None,
 ) -> tuple[int, int]:
     """Returns how many walks a kernel makes, one a tile of rows, and among how many programs it shares each.
 
-    `num_splits` is that number where it is given; packed sequences are never shared.
+    `dtype` is that of q, `num_splits` is that number where it is given; packed sequences are never shared.
     """
     own_rows, walked, num_results = tile.block_q, (problem.max_keys, tile.block_k), 1
     if kernel == "dkdv":
@@ -413,8 +432,7 @@ def _walks(
     num_tiles = triton.cdiv(*walked)
     if num_tiles <= next(tiles for widest, tiles in WHOLE if problem.head_dim <= widest):
         return num_walks, 1
-    warps = next(warps for widest, warps in WARPS_AT_ONCE[dtype.itemsize, kernel] if problem.head_dim <= widest)
-    programs = num_multiprocessors(device.index) * max(1, warps // tile.num_warps)
+    programs = num_multiprocessors(device.index) * _programs_at_once(problem, tile, kernel, dtype, precision)
     part_kib = num_results * own_rows * row_elements(problem.head_dim) * 4 / 1024
     causal = problem.right >= 0
     cost = {"part_kib": part_kib, "itemsize": dtype.itemsize}
@@ -492,7 +510,7 @@ def _plan_forward(
     loaded = slices.layouts if slices else tuple(x.as_4d(packed) for x in (q, k, v))
     layouts = (*loaded, q.dense().as_4d(packed))
     tile = (config or _config(layouts, problem, precision, device)).forward
-    num_walks, num_splits = _walks(problem, tile, "forward", device, q.dtype, num_splits)
+    num_walks, num_splits = _walks(problem, tile, "forward", device, q.dtype, precision, num_splits)
     operands = (*layouts[:3], _result(layouts[3], num_splits))
     *_, num_rows, _ = layouts[0].shape
     numbers = (
@@ -643,7 +661,7 @@ def _gradient_launch(
 ) -> _GradientLaunch:
     """Returns the launch of "dkdv" or "dq"; the layouts are 4D."""
     is_dkdv = kernel == "dkdv"
-    num_walks, num_splits = _walks(problem, tile, kernel, device, inputs[0].dtype, num_splits)
+    num_walks, num_splits = _walks(problem, tile, kernel, device, grads[0].dtype, precision, num_splits)
     operands = (*inputs, *(_result(x, num_splits) for x in grads))
     numbers = (
         *_strides(*operands),

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from labkit.kernels.launch import REMEMBERED, Launch
 
-# A share is of so many tiles at least, and there are so many at most.
-TILES_OF_A_SPLIT = 2
+# A share is of so many tiles at least, by bytes of an element, and there are so many at most.
+TILES_OF_A_SPLIT = {2: 2, 4: 1}
 MOST_SPLITS = 32
 
 # What splitting costs, in the time of one tile of a walk (on an H200 1.4 us in 16 bits, several times that in fp32):
@@ -32,9 +32,9 @@ COST_OF_COMBINING = {2: 6.5, 4: 2.5}
 COST_OF_A_KIB = 0.0004
 COST_OF_A_MASKED_TILE = {2: 1.1, 4: 1.0}
 
-# What a program puts together: four elements of each of so many splits to a thread, all of them on their way at once.
+# What a program puts together, four elements to a thread, and the splits of which they are on their way at once.
 COMBINED_ELEMENTS = 512
-SPLITS_AT_ONCE = 8
+SPLITS_AT_ONCE = 4
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
@@ -67,7 +67,7 @@ def num_splits_of(
         combining = COST_OF_COMBINING[itemsize] + COST_OF_A_KIB * part_kib * num_walks * num_splits
         return time + (combining if num_splits > 1 else 0.0)
 
-    most = max(1, min(num_tiles // TILES_OF_A_SPLIT, MOST_SPLITS))
+    most = max(1, min(num_tiles // TILES_OF_A_SPLIT[itemsize], MOST_SPLITS))
     shares = (-(-num_tiles // num_splits) for num_splits in range(1, most + 1))
     return min((-(-num_tiles // share) for share in shares), key=cost)
 
@@ -82,59 +82,56 @@ def num_multiprocessors(device_index: int) -> int:
 def _combine(
     parts_ptr, parts_lse_ptr, out_ptr, lse_ptr, stride_ob, stride_oh, stride_os, stride_od,
     num_rows, length, num_heads, num_splits,
-    HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """BLOCK rows of a result from those of all splits: their sum or, with log-sum-exps, weighted by the share of each
-    in Σ exp S. The parts of AT_ONCE splits are loaded at once."""
+    in Σ exp S. The next splits load while one is added."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     cols = tl.arange(0, PADDED)
     valid = rows < num_rows
-    in_row = cols < HEAD_DIM
-    if parts_lse_ptr is not None:
-        maximum = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
-        for first in range(0, num_splits, AT_ONCE):
-            splits = first + tl.arange(0, AT_ONCE)
-            there = (splits < num_splits)[:, None] & valid[None, :]
-            of_splits = splits.to(tl.int64)[:, None] * num_rows + rows[None, :]
-            maximum = tl.maximum(
-                maximum, tl.max(tl.load(parts_lse_ptr + of_splits, mask=there, other=float("-inf")), 0)
-            )
-        # A row without any key: zeros, and −inf.
-        shift = tl.where(maximum == float("-inf"), 0.0, maximum)
-        total = tl.zeros((BLOCK,), dtype=tl.float32)
+    mask = valid[:, None] & (cols < HEAD_DIM)[None, :]
+    part_ptrs = parts_ptr + rows.to(tl.int64)[:, None] * ROW + cols[None, :]
     out = tl.zeros((BLOCK, PADDED), dtype=tl.float32)
-    for first in range(0, num_splits, AT_ONCE):
-        splits = first + tl.arange(0, AT_ONCE)
-        there = (splits < num_splits)[:, None] & valid[None, :]
-        of_splits = splits.to(tl.int64)[:, None] * num_rows + rows[None, :]
-        part_ptrs = parts_ptr + of_splits[:, :, None] * ROW + cols[None, None, :]
-        part = tl.load(part_ptrs, mask=there[:, :, None] & in_row[None, None, :], other=0.0)
+    if parts_lse_ptr is not None:
+        lse_ptrs = parts_lse_ptr + rows
+        maximum = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for _ in tl.range(num_splits, num_stages=STAGES):
+        part = tl.load(part_ptrs, mask=mask, other=0.0)
+        part_ptrs += num_rows.to(tl.int64) * ROW
         if parts_lse_ptr is not None:
-            lse = tl.load(parts_lse_ptr + of_splits, mask=there, other=float("-inf"))
-            weight = tl.exp(lse - shift[None, :])
-            total += tl.sum(weight, 0)
-            part *= weight[:, :, None]
-        out += tl.sum(part, 0)
+            lse = tl.load(lse_ptrs, mask=valid, other=float("-inf"))
+            lse_ptrs += num_rows
+            new_maximum = tl.maximum(maximum, lse)
+            # A row without any key: zeros, and −inf.
+            shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+            rescale = tl.exp(maximum - shift)
+            weight = tl.exp(lse - shift)
+            total = total * rescale + weight
+            out = out * rescale[:, None] + part * weight[:, None]
+            maximum = new_maximum
+        else:
+            out += part
     if parts_lse_ptr is not None:
         divisor = tl.where(total == 0.0, 1.0, total)
         out = out / divisor[:, None]
-        tl.store(lse_ptr + rows, tl.where(total == 0.0, float("-inf"), shift + tl.log(divisor)), mask=valid)
+        tl.store(lse_ptr + rows, tl.where(total == 0.0, float("-inf"), maximum + tl.log(divisor)), mask=valid)
     head = rows // length
     at = (head // num_heads).to(tl.int64) * stride_ob + (head % num_heads).to(tl.int64) * stride_oh
     at += (rows % length).to(tl.int64) * stride_os
     out_ptrs = out_ptr + at[:, None] + cols.to(tl.int64)[None, :] * stride_od
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=valid[:, None] & in_row[None, :])
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "length", "num_heads", "num_splits"])
 def attention_combine_kernel(
     parts_ptr, parts_lse_ptr, out_ptr, lse_ptr, stride_ob, stride_oh, stride_os, stride_od,
     num_rows, length, num_heads, num_splits,
-    HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The output and the log-sum-exp of all splits, BLOCK rows of them."""
     _combine(parts_ptr, parts_lse_ptr, out_ptr, lse_ptr, stride_ob, stride_oh, stride_os, stride_od,
-             num_rows, length, num_heads, num_splits, HEAD_DIM, PADDED, ROW, BLOCK, AT_ONCE)  # fmt: skip
+             num_rows, length, num_heads, num_splits, HEAD_DIM, PADDED, ROW, BLOCK, STAGES)  # fmt: skip
 
 
 @triton.jit(
@@ -148,7 +145,7 @@ def attention_combine_gradients_kernel(
     stride_qb, stride_qh, stride_qs, stride_qd, stride_kb, stride_kh, stride_ks, stride_kd,
     stride_vb, stride_vh, stride_vs, stride_vd,
     num_query_rows, num_key_rows, num_queries, num_keys, num_heads, num_key_heads, num_query_splits, num_key_splits,
-    HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr, AT_ONCE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """BLOCK rows of the gradient of q, k or v, the second dimension of the grid is which: the sum of all splits.
 
@@ -159,16 +156,16 @@ def attention_combine_gradients_kernel(
         if grad_q_parts_ptr is not None:
             _combine(grad_q_parts_ptr, None, grad_q_ptr, None, stride_qb, stride_qh, stride_qs, stride_qd,
                      num_query_rows, num_queries, num_heads, num_query_splits, HEAD_DIM,
-                     PADDED, ROW, BLOCK, AT_ONCE)  # fmt: skip
+                     PADDED, ROW, BLOCK, STAGES)  # fmt: skip
     elif which == 1:
         if grad_k_parts_ptr is not None:
             _combine(grad_k_parts_ptr, None, grad_k_ptr, None, stride_kb, stride_kh, stride_ks, stride_kd,
                      num_key_rows, num_keys, num_key_heads, num_key_splits, HEAD_DIM,
-                     PADDED, ROW, BLOCK, AT_ONCE)  # fmt: skip
+                     PADDED, ROW, BLOCK, STAGES)  # fmt: skip
     elif grad_v_parts_ptr is not None:
         _combine(grad_v_parts_ptr, None, grad_v_ptr, None, stride_vb, stride_vh, stride_vs, stride_vd,
                  num_key_rows, num_keys, num_key_heads, num_key_splits, HEAD_DIM,
-                 PADDED, ROW, BLOCK, AT_ONCE)  # fmt: skip
+                 PADDED, ROW, BLOCK, STAGES)  # fmt: skip
 
 
 def row_elements(head_dim: int) -> int:
@@ -197,7 +194,7 @@ def _flags(head_dim: int) -> dict[str, int]:
         "PADDED": padded,
         "ROW": row_elements(head_dim),
         "BLOCK": block,
-        "AT_ONCE": SPLITS_AT_ONCE,
+        "STAGES": SPLITS_AT_ONCE,
     }
 
 
