@@ -78,9 +78,9 @@ SLICES_FROM = ((32, 2048), (PRODUCTS_HEAD_DIM, 1024))
 SLICES_QUERIES = 256
 SLICES_BLOCK = 16
 FEW_QUERIES = 1024  # of all heads, up to which their tiles are smaller
-# dK/dV and dQ are one launch up to so many queries and keys, by bytes of an element, and so many programs: of a
-# multiprocessor, or in all where kernels are interpreted. Longer walks are shared among programs.
-JOINT_UNTIL = {2: 1024, 4: 256}
+# dK/dV and dQ are one launch up to so many queries and keys, by bytes of an element and widest head dimension, and so
+# many programs: of a multiprocessor, or in all where kernels are interpreted. Longer walks are shared among programs.
+JOINT_UNTIL = {2: ((MAX_HEAD_DIM, 1024),), 4: ((64, 256), (MAX_HEAD_DIM, 128))}
 JOINT_PROGRAMS, INTERPRETED_PROGRAMS = 4, 8
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TILED_DTYPES = (*TRITON_DTYPES, torch.float64)
@@ -294,7 +294,8 @@ def _joint_tiles(
     Few programs leave most of a device idle, and take as long as the longest of them: tiles of few own rows then.
     """
     dtype = layouts[0].dtype
-    if problem.packed or max(problem.max_queries, problem.max_keys) > JOINT_UNTIL[dtype.itemsize]:
+    longest = next(length for widest, length in JOINT_UNTIL[dtype.itemsize] if problem.head_dim <= widest)
+    if problem.packed or max(problem.max_queries, problem.max_keys) > longest:
         return None
     if device.type == "cuda":
         aligned, capability = _alignment(*layouts) > 1, _capability(device.index)

@@ -26,10 +26,10 @@ MOST_SPLITS = 32
 
 # What splitting costs, in the time of one tile of a walk (on an H200 1.4 us in 16 bits, several times that in fp32):
 # the begin and end of a program; by bytes of an element, the second kernel, which takes the host longer to launch than
-# the device to run; its KiB; and, by bytes too, a tile of a causal share, in which every tile is masked.
+# the device to run; its KiB; and a tile of a causal share, in which every tile is masked.
 COST_OF_A_PROGRAM = 4.0
 COST_OF_COMBINING = {2: 6.5, 4: 2.5}
-COST_OF_A_KIB = 0.0004
+COST_OF_A_KIB = {2: 0.0004, 4: 0.0001}
 COST_OF_A_MASKED_TILE = {2: 1.1, 4: 1.0}
 
 # What a program puts together, four elements to a thread, and the splits of which they are on their way at once.
@@ -64,7 +64,7 @@ def num_splits_of(
             time = max(share, num_walks * num_splits * mean / programs)
         else:
             time = -(-num_walks * num_splits // programs) * share
-        combining = COST_OF_COMBINING[itemsize] + COST_OF_A_KIB * part_kib * num_walks * num_splits
+        combining = COST_OF_COMBINING[itemsize] + COST_OF_A_KIB[itemsize] * part_kib * num_walks * num_splits
         return time + (combining if num_splits > 1 else 0.0)
 
     most = max(1, min(num_tiles // TILES_OF_A_SPLIT[itemsize], MOST_SPLITS))
