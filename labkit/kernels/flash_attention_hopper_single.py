@@ -19,9 +19,9 @@ As many programs as run at once draw walks, of 128 keys of one head each, from a
 the last ends. A walk only ever waits for one of a smaller number, and those have been drawn, so that none waits for one
 that has not begun.
 
-How a program is laid out: a producer warp loads by TMA, two consumer warpgroups of 64
-keys each multiply, and two writer warps add their tiles of ∂Q to the sums in global memory by TMA, each every other
-tile: in order, one tile's time is too short for a warp to await its turn, add, and await that what it added is there.
+How a program is laid out: a producer warp loads by TMA, two consumer warpgroups of 64 keys each multiply, and two
+writer warps add their tiles of ∂Q to the sums in global memory by TMA, each every other tile: in order, one tile's time
+is too short for a warp to await its turn, add, and await that what it added is there.
 Sᵀ and ∂Pᵀ are computed themselves, so that Pᵀ is a register operand of the product into ∂V; ∂Sᵀ goes through shared
 memory, from which both warpgroups compute their part of ∂S K for all 128 keys.
 
