@@ -838,8 +838,9 @@ def combined(head_dim: int, transposed: bool) -> None:
     torch.testing.assert_close(out, expected.half(), rtol=2**-10, atol=1e-6)
 
 
-def summed(head_dim: int, num_splits: tuple[int, int]) -> None:
+def summed(head_dim: int, num_splits: tuple[int, int], many_programs: int) -> None:
     """Asserts that the gradients of splits are added, and those that are whole left as they are."""
+    splits.MANY_PROGRAMS = many_programs
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, 6, 37, head_dim), (2, 3, 41, head_dim), (2, 3, 41, head_dim))
     numbers = (num_splits[0], num_splits[1], num_splits[1])
@@ -860,10 +861,11 @@ def summed(head_dim: int, num_splits: tuple[int, int]) -> None:
         torch.testing.assert_close(grad, expected, equal_nan=True)
 
 
+@pytest.mark.parametrize("many_programs", [1, 1024], ids=["large blocks", "small blocks"])
 @pytest.mark.parametrize("num_splits", [(3, 3), (1, 11), (9, 1)], ids=["all", "k and v", "q"])
 @pytest.mark.parametrize("head_dim", [16, 59])
-def test_the_splits_of_gradients_are_added(head_dim, num_splits, interpreted):
-    interpreted(summed, head_dim, num_splits)
+def test_the_splits_of_gradients_are_added(head_dim, num_splits, many_programs, interpreted):
+    interpreted(summed, head_dim, num_splits, many_programs)
 
 
 def test_whole_gradients_are_not_put_together():

@@ -32,8 +32,10 @@ COST_OF_COMBINING = {2: 6.5, 4: 2.5}
 COST_OF_A_KIB = {2: 0.0004, 4: 0.0001}
 COST_OF_A_MASKED_TILE = {2: 1.1, 4: 1.0}
 
-# What a program puts together, four elements to a thread, and the splits of which they are on their way at once.
+# What a program puts together, four elements to a thread, twice that where programs would be many, and of how many
+# splits it loads at once.
 COMBINED_ELEMENTS = 512
+MANY_PROGRAMS = 1024
 SPLITS_AT_ONCE = 4
 
 
@@ -186,9 +188,10 @@ def empty_lse(num_splits: int, x_BHSD: Tensor) -> Tensor:
     return torch.empty((num_splits, *x_BHSD.shape[:-1]), dtype=torch.float32, device=x_BHSD.device)
 
 
-def _flags(head_dim: int) -> dict[str, int]:
+def _flags(head_dim: int, num_rows: int) -> dict[str, int]:
     padded = triton.next_power_of_2(head_dim)
     block = max(1, COMBINED_ELEMENTS // padded)
+    block *= 2 if triton.cdiv(num_rows, block) >= MANY_PROGRAMS else 1
     return {
         "HEAD_DIM": head_dim,
         "PADDED": padded,
@@ -214,7 +217,7 @@ def _combining(num_splits: int, shape: tuple, strides: tuple, *_) -> Launch:
     """Returns the launch of `combine`; the rest only tells one from another."""
     batch, num_heads, length, head_dim = shape
     num_rows = batch * num_heads * length
-    flags = _flags(head_dim)
+    flags = _flags(head_dim, num_rows)
     numbers = (*strides, num_rows, length, num_heads, num_splits)
     return Launch(attention_combine_kernel, (triton.cdiv(num_rows, flags["BLOCK"]),), flags, numbers)
 
@@ -235,6 +238,6 @@ def gradients_launch(
     (batch, num_heads, num_queries, head_dim), (_, num_key_heads, num_keys, _), _ = shapes
     num_rows = (batch * num_heads * num_queries, batch * num_key_heads * num_keys)
     numbers = (*sum(strides, ()), *num_rows, num_queries, num_keys, num_heads, num_key_heads, *num_splits)
-    flags = _flags(head_dim)
     longest = max(rows for rows, splits in zip(num_rows, num_splits, strict=True) if splits > 1)
+    flags = _flags(head_dim, longest)
     return Launch(attention_combine_gradients_kernel, (triton.cdiv(longest, flags["BLOCK"]), 3), flags, numbers)
