@@ -20,7 +20,7 @@ from labkit.kernels import flash_attention_hopper as forward
 from labkit.kernels import flash_attention_hopper_backward as backward
 from labkit.kernels import flash_attention_hopper_single as single
 from labkit.kernels import flash_attention_triton as kernels
-from labkit.kernels import hopper
+from labkit.kernels import hopper, splits
 
 KERNELS = {
     "forward": kernels.flash_attention_fwd_kernel,
@@ -111,6 +111,8 @@ def compile_dense(
             is_result = name == "out_ptr" or (name.startswith("grad_") and name != "grad_out_ptr")
             statistic = "lse" in name or "delta" in name
             signature[name] = "*fp32" if statistic or (is_result and in_fp32) else f"*{dtype}"
+            if name.endswith("_slices_ptr"):
+                signature[name] = "*bf16"
             divisible = True
         elif name.startswith("stride_"):
             signature[name] = "i32"
@@ -298,6 +300,26 @@ def test_every_shipped_tile_compiles_and_fits(capability, kind):
         limit = FULL_SPILL_LIMIT if kind == "bf16x6" else SPILL_LIMIT
         limit = limit if width <= unspilled and capability == 90 else 4096
         assert spilled_bytes(log) <= limit, (kernel, tile, width, spilled_bytes(log))
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("head_dim", [16, 72, 128, 256])
+def test_the_kernels_around_them_do_not_spill(head_dim, capability):
+    padded = triton.next_power_of_2(head_dim)
+    shape = {"HEAD_DIM": head_dim, "PADDED_D": padded}
+    delta = {**shape, "BLOCK_Q": fa.DELTA_BLOCK_Q, "IS_PACKED": False, "PADDING": kernels.STATISTICS_PADDING}
+    around = [(kernels.flash_attention_bwd_delta_kernel, delta | {"cu_q_ptr": None})]
+    for slices in kernels.BF16_SLICES.values():
+        around.append((kernels.attention_slices_kernel, {**shape, "BLOCK": fa.SLICES_BLOCK, "SLICES": slices}))
+    combining = (splits.attention_combine_kernel, splits.attention_combine_gradients_kernel)
+    blocks = [splits._flags(head_dim, num_rows) for num_rows in (128, 2**20)]
+    assert blocks[0]["BLOCK"] * 2 == blocks[1]["BLOCK"]
+    around += [(kernel, flags) for kernel in combining for flags in blocks]
+    for function, flags in around:
+        compiled, log = compile_dense(function, flags, head_dim, "fp32", capability, 4, 3, in_fp32=True)
+        assert spilled_bytes(log) == 0, (function.__name__, flags)
+        # Several splits are on their way at once.
+        assert function not in combining or "cp.async" in compiled.asm["ptx"]
 
 
 # ---- Gluon ------------------------------------------------------------------------------------------------------

@@ -59,12 +59,12 @@ from labkit.kernels.flash_attention_triton import (
 )
 from labkit.kernels.launch import REMEMBERED, Launch
 from labkit.kernels.splits import (
-    combine,
     empty_lse,
     empty_parts,
     gradients_launch,
     num_multiprocessors,
     num_splits_of,
+    output_launch,
     row_elements,
 )
 
@@ -482,11 +482,13 @@ def _slices(tensors: tuple[_Layout, ...], precision: str, packed: bool) -> _Slic
 
 
 class _ForwardPlan(NamedTuple):
-    """The launch of a forward kernel, what cuts its inputs into slices, and the room for its results."""
+    """The launch of a forward kernel, what cuts its inputs into slices, what puts splits together, and the room for
+    its results."""
 
     slices: _Slices | None
     launch: Launch
     num_splits: int
+    combine: Launch | None
     out: _Layout
     lse_shape: tuple[int, ...]
 
@@ -532,7 +534,8 @@ def _plan_forward(
     }
     launch = Launch(flash_attention_fwd_kernel, (num_walks * num_splits,), flags, numbers)
     lse_shape = (problem.num_heads, num_rows) if packed else q.shape[:-1]
-    return _ForwardPlan(slices, launch, num_splits, q.dense(), lse_shape)
+    combine = output_launch(layouts[3].shape, layouts[3].strides, num_splits)
+    return _ForwardPlan(slices, launch, num_splits, combine, q.dense(), lse_shape)
 
 
 def flash_attention_forward(
@@ -573,13 +576,13 @@ def flash_attention_forward(
     with _on_device_of(q):
         if plan.slices:
             q, k, v, _ = plan.slices(q, k, v, None)
-        if plan.num_splits == 1:
+        if plan.combine is None:
             plan.launch(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
         else:
             whole = _with_heads(out)
             parts, parts_lse = empty_parts(plan.num_splits, whole), empty_lse(plan.num_splits, whole)
             plan.launch(q, k, v, parts, parts_lse, None, None)
-            combine(parts, parts_lse, whole, lse)
+            plan.combine(parts, parts_lse, out, lse)
     return out, lse
 
 

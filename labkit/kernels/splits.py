@@ -208,13 +208,24 @@ def combine(parts: Tensor, parts_lse: Tensor, out_BHSD: Tensor, lse_BHS: Tensor)
         parts, parts_lse: what each split found, as `empty_parts` and `empty_lse` have room for; natural units.
         out_BHSD: any strides; lse_BHS: fp32, dense.
     """
-    out = (out_BHSD.shape, out_BHSD.stride(), out_BHSD.dtype, out_BHSD.data_ptr() % 16, out_BHSD.device)
-    _combining(parts.shape[0], *out)(parts, parts_lse, out_BHSD, lse_BHS)
+    out = (out_BHSD.dtype, out_BHSD.data_ptr() % 16, out_BHSD.device)
+    _combining(out_BHSD.shape, out_BHSD.stride(), parts.shape[0], *out)(parts, parts_lse, out_BHSD, lse_BHS)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def _combining(num_splits: int, shape: tuple, strides: tuple, *_) -> Launch:
+def _combining(shape: tuple[int, ...], strides: tuple[int, ...], num_splits: int, *_) -> Launch:
     """Returns the launch of `combine`; the rest only tells one from another."""
+    return output_launch(shape, strides, num_splits)
+
+
+def output_launch(shape: tuple[int, ...], strides: tuple[int, ...], num_splits: int) -> Launch | None:
+    """Returns what `combine` launches, None of one split.
+
+    Args:
+        shape, strides: of the output, (B, H, S, D).
+    """
+    if num_splits == 1:
+        return None
     batch, num_heads, length, head_dim = shape
     num_rows = batch * num_heads * length
     flags = _flags(head_dim, num_rows)
