@@ -107,7 +107,7 @@ WARPS_AT_ONCE = {
     (4, "dkdv"): ((32, 24), (MAX_HEAD_DIM, 8)),
     (4, "dq"): ((32, 24), (MAX_HEAD_DIM, 8)),
 }
-SHARED_KIB = 227  # of a multiprocessor: what slices leave room for
+SHARED_KIB = 227  # of a Hopper multiprocessor, which tiles of slices fill
 
 # ---- launchers ------------------------------------------------------------------------------------------------
 

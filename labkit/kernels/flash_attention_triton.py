@@ -192,7 +192,7 @@ _BF16X3 = {
     (96,): (TileConfig(128, 64, 8, 3), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
     (128,): (TileConfig(128, 64, 8, 2), TileConfig(32, 128, 8, 2), TileConfig(128, 64, 8, 1)),
 }
-# Both, of so few queries that walks are shared: smaller tiles make more programs of them, two to a multiprocessor.
+# Both, of so few queries that walks are shared: smaller tiles make more of them.
 _BF16X6_FEW = {
     (64,): (TileConfig(64, 64, 4, 3), TileConfig(32, 64, 4, 2), TileConfig(64, 64, 4, 2)),
     (80, 96): (TileConfig(64, 64, 4, 2), TileConfig(32, 64, 4, 2), TileConfig(64, 64, 4, 2)),
