@@ -629,7 +629,9 @@ def test_a_descriptor_is_what_triton_makes_of_the_tensor(shape):
         ((1, 16, 16, 16384, 128), False, False, None, "one pass, unordered"),
         ((64, 16, 16, 256, 72), False, False, None, "two passes"),
         ((64, 16, 16, 256, 64), False, True, None, "two passes"),
-        ((64, 16, 16, 256, 64), True, False, None, "one pass, unordered"),
+        ((64, 16, 16, 256, 64), True, False, None, "one pass"),
+        ((4, 32, 32, 4096, 64), True, False, None, "one pass, unordered"),
+        ((1, 1, 1, 16384, 64), False, False, None, "one pass, unordered"),
         ((16, 16, 16, 2048, 64), False, True, None, "one pass"),
         # Ordered programs of one head wait for one another.
         ((1, 1, 1, 32768, 64), True, True, None, "two passes"),

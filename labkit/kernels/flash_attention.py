@@ -91,6 +91,8 @@ SINGLE_PASS_HEAD_DIMS = (64, 128)
 # up to 3 us slower, which the host gains by arguments without tile descriptors.
 SMALL, SMALL_AT_64 = 4, 32
 STAYING_UNTIL = 1024  # queries and keys at D 64, full: two passes whose programs stay take less time than one
+# Queries up to which sums in one order, whose first share is written and not added to zeros, take less time than others.
+ORDERED_UNTIL = 2048
 GLUON_BACKWARDS = ("one pass", "one pass, unordered", "two passes", "triton")
 
 # Tiles of a walk, by widest head dimension, up to which the kernel that would put shares together takes the host longer
@@ -801,8 +803,8 @@ def resolve_backward(q: Tensor, k: Tensor, impl: str, *, causal: bool, determini
 
     "triton" where the tiles of keys are few: its kernels share their walks among programs, Gluon's do not. "one pass"
     where the shares of q's gradient are added in one order without much waiting, "one pass, unordered" where they need
-    not be; "two passes" else, as always at other head dimensions than 64 and 128, with grouped heads, and with short
-    full walks at 64, one after the other in a program that stays.
+    not be and it takes less time; "two passes" else, as always at other head dimensions than 64 and 128, with grouped
+    heads, and with short full walks at 64, one after the other in a program that stays.
 
     Args:
         q, k: (B, H, S, D) or (B, S, D).
@@ -817,10 +819,11 @@ def resolve_backward(q: Tensor, k: Tensor, impl: str, *, causal: bool, determini
     stays = head_dim == 64 and not causal and max(num_queries, num_keys) <= STAYING_UNTIL
     if stays or num_heads != num_key_heads or head_dim not in SINGLE_PASS_HEAD_DIMS or hopper_single_unavailable():
         return "two passes"
-    if not deterministic:
-        return "one pass, unordered"
     shape = (num_batches * num_heads, num_queries, num_keys, head_dim)
-    return "one pass" if _hopper("_single").ordering_pays(*shape, causal, programs) else "two passes"
+    ordering_pays = _hopper("_single").ordering_pays(*shape, causal, programs)
+    if deterministic:
+        return "one pass" if ordering_pays else "two passes"
+    return "one pass" if ordering_pays and num_queries <= ORDERED_UNTIL else "one pass, unordered"
 
 
 def flash_attention_backward(
@@ -1373,8 +1376,8 @@ def flash_attention(
             half as large again or as large. "triton" only; nothing else changes with it.
         impl: "gluon" (Hopper), "triton" (CUDA), "tiled" (plain PyTorch, any device) or "auto"; see `resolve_impl`.
         deterministic: whether gradients are equal bit for bit between runs. False lets a Hopper GPU add the shares of
-            q's gradient in the order in which they come, which takes 2 to 6 % less time where heads are many and up
-            to 28 % less where they are few; see `resolve_backward`.
+            q's gradient in the order in which they come, where that takes less time: up to 5 % less where heads are
+            many, and 28 % where they are few; see `resolve_backward`.
 
     Returns:
         The output, shaped as q and of its dtype (of the autocast dtype under autocast); zeros for a query that sees
