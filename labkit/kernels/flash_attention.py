@@ -91,7 +91,7 @@ SINGLE_PASS_HEAD_DIMS = (64, 128)
 # up to 3 us slower, which the host gains by arguments without tile descriptors.
 SMALL, SMALL_AT_64 = 4, 32
 STAYING_UNTIL = 1024  # queries and keys at D 64, full: two passes whose programs stay take less time than one
-# Queries up to which sums in one order, whose first share is written and not added to zeros, take less time than others.
+# Queries up to which sums in one order, the first share written and not added to zeros, take less time than others.
 ORDERED_UNTIL = 2048
 GLUON_BACKWARDS = ("one pass", "one pass, unordered", "two passes", "triton")
 
