@@ -163,8 +163,9 @@ def to_markdown(frame: pd.DataFrame) -> str:
     named = {*ORDER, "value"}  # words, even where some begin with a digit
     rules = ["---" if name in named or _is_text(frame[name]) else "---:" for name in frame.columns]
     columns = [[_escaped(value) for value in frame[name].tolist()] for name in frame.columns]
-    rows = [[_escaped(name) for name in frame.columns], rules, *zip(*columns, strict=True)]
-    return "\n".join("".join(f"| {text} " if text else "| " for text in row) + "|" for row in rows)
+    rows = [[_escaped(name) for name in frame.columns], *zip(*columns, strict=True)]
+    head, *lines = ["".join(f"| {text} " if text else "| " for text in row) + "|" for row in rows]
+    return "\n".join([head, "|" + "|".join(rules) + "|", *lines])
 
 
 def _escaped(value: object) -> str:
