@@ -11,7 +11,7 @@ from collections import deque
 
 import triton
 
-UNDEFINED = -1  # what is defined by no instruction, only by the entry
+UNDEFINED = frozenset([-1])  # as if by an instruction before the entry
 LABEL = re.compile(r"\s*(\.L_x_\d+):")
 INSTRUCTION = re.compile(
     r"\s*/\*[0-9a-f]{4,}\*/\s+(?P<predicate>@!?\w+ )?\s*(?P<name>[A-Z][\w.]*)\s*(?P<operands>.*?)\s*;"
@@ -64,7 +64,7 @@ def reaching(instructions: list[Instruction]) -> list[dict[int, frozenset[int]]]
     for entry in range(len(instructions)):
         if before[entry] is not None:
             continue
-        before[entry] = dict.fromkeys(registers, frozenset([UNDEFINED]))
+        before[entry] = dict.fromkeys(registers, UNDEFINED)
         work = deque([entry])
         while work:
             index = work.popleft()
@@ -95,9 +95,8 @@ def misread_descriptors(sass: str) -> list[str]:
         first = int(re.search(r"gdesc\[UR(\d+)\]", instruction.operands)[1])
         is_left_shared = re.match(r"R\d+, gdesc", instruction.operands) is not None
         left = range(first, first + 2) if is_left_shared else range(0)
-        undefined = frozenset([UNDEFINED])
-        read = {register: definitions.get(register, undefined) for register in (*left, first + 2, first + 3)}
-        if any(UNDEFINED in written for written in read.values()) or any(len(read[register]) > 1 for register in left):
+        read = {register: definitions.get(register, UNDEFINED) for register in (*left, first + 2, first + 3)}
+        if any(UNDEFINED & written for written in read.values()) or any(len(read[register]) > 1 for register in left):
             found.append(instruction.text)
     return found
 

@@ -291,9 +291,9 @@ def test_every_shipped_tile_compiles_and_fits(capability, kind):
         widest[kernel, tile] = max(widest.get((kernel, tile), (0, False)), (width, masked))
     assert widest
     for (kernel, tile), (width, masked) in widest.items():
-        dtype, precision = {"16-bit": ("fp16", "ieee"), "bf16x6": ("bf16", kind), "bf16x3": ("bf16", kind)}.get(
-            kind, ("fp32", kind)
-        )
+        dtype, precision = "bf16" if kind in kernels.BF16_SLICES else "fp32", kind
+        if kind == "16-bit":
+            dtype, precision = "fp16", "ieee"
         compiled, log = compile_kernel(kernel, tile, width, dtype, capability, masked=masked, precision=precision)
         assert compiled.metadata.shared <= SHARED_LIMIT[80 if (kernel, tile) in generic else 90], (kernel, tile, width)
         # True fp32 at D 128 and the untuned D 256 may spill a little; kilobytes mean a tile of the wrong size.

@@ -280,12 +280,23 @@ def _config(layouts: tuple[_Layout, ...], problem: _Problem, precision: str, dev
     return select_config(problem.head_dim, layouts[0].dtype, masked, capability, precision, aligned, few)
 
 
+def _by_head_dim(table: tuple[tuple[int, int], ...], head_dim: int) -> int:
+    """Returns what a table of (widest head dimension, number) has for a head dimension."""
+    return next(number for widest, number in table if head_dim <= widest)
+
+
+def _blocks(tile: TileConfig, kernel: str) -> tuple[int, int]:
+    """Returns the rows that a kernel's program owns, and those of a tile along its walk."""
+    return (tile.block_k, tile.block_q) if kernel == "dkdv" else (tile.block_q, tile.block_k)
+
+
 def _num_walks(problem: _Problem, tile: TileConfig, kernel: str) -> int:
     """Returns how many tiles of own rows a kernel has, of all heads and batches; it walks along the other length."""
-    rows, num_heads = (problem.max_queries, tile.block_q), problem.num_heads
+    own, _ = _blocks(tile, kernel)
+    length, num_heads = problem.max_queries, problem.num_heads
     if kernel == "dkdv":
-        rows, num_heads = (problem.max_keys, tile.block_k), problem.num_key_heads
-    return triton.cdiv(*rows) * num_heads * problem.num_batches
+        length, num_heads = problem.max_keys, problem.num_key_heads
+    return triton.cdiv(length, own) * num_heads * problem.num_batches
 
 
 def _joint_tiles(
@@ -296,7 +307,7 @@ def _joint_tiles(
     Few programs leave most of a device idle, and take as long as the longest of them: tiles of few own rows then.
     """
     dtype = layouts[0].dtype
-    longest = next(length for widest, length in JOINT_UNTIL[dtype.itemsize] if problem.head_dim <= widest)
+    longest = _by_head_dim(JOINT_UNTIL[dtype.itemsize], problem.head_dim)
     if problem.packed or max(problem.max_queries, problem.max_keys) > longest:
         return None
     if device.type == "cuda":
@@ -401,10 +412,9 @@ def _result(whole: _Layout, num_splits: int) -> _Layout:
 
 def _programs_at_once(problem: _Problem, tile: TileConfig, kernel: str, dtype: torch.dtype, precision: str) -> int:
     """Returns how many programs of a kernel run on a multiprocessor at once, as far as splitting reckons."""
-    warps = next(warps for widest, warps in WARPS_AT_ONCE[dtype.itemsize, kernel] if problem.head_dim <= widest)
-    programs = warps // tile.num_warps
+    programs = _by_head_dim(WARPS_AT_ONCE[dtype.itemsize, kernel], problem.head_dim) // tile.num_warps
     if precision in BF16_SLICES:
-        own, walked = (tile.block_k, tile.block_q) if kernel == "dkdv" else (tile.block_q, tile.block_k)
+        own, walked = _blocks(tile, kernel)
         num_rows = own * (1 if kernel == "forward" else 2) + walked * 2 * tile.num_stages
         shared_kib = num_rows * row_elements(problem.head_dim) * 2 * BF16_SLICES[precision] / 1024
         programs = min(programs, int(SHARED_KIB // shared_kib))
@@ -424,19 +434,18 @@ def _walks(
 
     `dtype` is that of q, `num_splits` is that number where it is given; packed sequences are never shared.
     """
-    own_rows, walked, num_results = tile.block_q, (problem.max_keys, tile.block_k), 1
-    if kernel == "dkdv":
-        own_rows, walked, num_results = tile.block_k, (problem.max_queries, tile.block_q), 2
     num_walks = _num_walks(problem, tile, kernel)
     if problem.packed:
         return num_walks, 1
     if num_splits or device.type != "cuda" or problem.left >= 0:
         return num_walks, num_splits or 1
-    num_tiles = triton.cdiv(*walked)
-    if num_tiles <= next(tiles for widest, tiles in WHOLE if problem.head_dim <= widest):
+    own, walked = _blocks(tile, kernel)
+    length, num_results = (problem.max_queries, 2) if kernel == "dkdv" else (problem.max_keys, 1)
+    num_tiles = triton.cdiv(length, walked)
+    if num_tiles <= _by_head_dim(WHOLE, problem.head_dim):
         return num_walks, 1
     programs = num_multiprocessors(device.index) * _programs_at_once(problem, tile, kernel, dtype, precision)
-    part_kib = num_results * own_rows * row_elements(problem.head_dim) * 4 / 1024
+    part_kib = num_results * own * row_elements(problem.head_dim) * 4 / 1024
     causal = problem.right >= 0
     cost = {"part_kib": part_kib, "itemsize": dtype.itemsize}
     return num_walks, num_splits_of(num_walks, num_tiles, programs, causal, **cost)
@@ -467,7 +476,8 @@ def _slices(tensors: tuple[_Layout, ...], precision: str, packed: bool) -> _Slic
     dtype = torch.float32 if IS_INTERPRETED else torch.bfloat16
     whole = tuple(x.as_4d(packed) for x in tensors)
     (_, num_heads, num_queries, head_dim), (_, num_key_heads, num_keys, _) = whole[0].shape, whole[1].shape
-    row = BF16_SLICES[precision] * slice_elements(head_dim)
+    num_slices = BF16_SLICES[precision]
+    row = num_slices * slice_elements(head_dim)
     layouts = []
     for x in whole:
         _, heads, length, _ = x.shape
@@ -476,8 +486,12 @@ def _slices(tensors: tuple[_Layout, ...], precision: str, packed: bool) -> _Slic
     # Without grad_out, whose place is the last, the strides there are anything.
     strides = _strides(*(*whole, whole[0])[:4])
     numbers = (*strides, num_heads, num_key_heads, num_queries, num_keys, *rows[:2])
-    flags = {"HEAD_DIM": head_dim, "PADDED_D": triton.next_power_of_2(head_dim), "BLOCK": SLICES_BLOCK}
-    flags["SLICES"] = BF16_SLICES[precision]
+    flags = {
+        "HEAD_DIM": head_dim,
+        "PADDED_D": triton.next_power_of_2(head_dim),
+        "BLOCK": SLICES_BLOCK,
+        "SLICES": num_slices,
+    }
     grid = (triton.cdiv(max(rows), SLICES_BLOCK), len(tensors))
     launch = Launch(attention_slices_kernel, grid, flags, numbers)
     return _Slices(launch, tuple(layouts), tuple(n * row for n in rows))
@@ -957,15 +971,13 @@ def resolve_precision(q: Tensor, precision: str = "auto", *, packed: bool = Fals
     head_dim = q.shape[-1]
     if head_dim > PRODUCTS_HEAD_DIM:
         return "tf32" if precision in ("tf32", "bf16x3") else "ieee"
-    plain = {"auto": "tf32x3", "bf16x6": "tf32x3", "bf16x3": "tf32"}.get(precision, precision)
     if q.dtype != torch.float32:
-        return plain
+        return {"auto": "tf32x3", "bf16x6": "tf32x3", "bf16x3": "tf32"}.get(precision, precision)
     if precision in ("auto", "tf32") and _is_hopper(q.device):
         num_queries = q.shape[0] if packed else q.shape[-2]
-        least = next(rows for widest, rows in SLICES_FROM if head_dim <= widest)
-        if num_queries >= SLICES_QUERIES and q.numel() >= least * head_dim:
+        if num_queries >= SLICES_QUERIES and q.numel() >= _by_head_dim(SLICES_FROM, head_dim) * head_dim:
             return {"auto": "bf16x6", "tf32": "bf16x3"}[precision]
-    return precision if precision in BF16_SLICES else plain
+    return "tf32x3" if precision == "auto" else precision
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:

@@ -42,7 +42,9 @@ from labkit.kernels.hopper import (
     TAILS,
     async_load,
     async_store,
+    await_number,
     described_with_tails,
+    hand_number,
     launch,
     to_low,
 )
@@ -99,8 +101,7 @@ def _fwd_tile(t, num_q_tiles, num_heads_total, CAUSAL: gl.constexpr):
 def _fwd_next(t, turn, tile_s, tile_full, tile_empty, DYNAMIC: gl.constexpr):
     """The consumer's tile after t: the one that the producer has drawn, or else the next in a fixed order."""
     if DYNAMIC:
-        mbarrier.wait(tile_full.index(turn & 1), (turn >> 1) & 1)
-        t = gl.max(tile_s.index(turn & 1).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        t = await_number(turn, tile_s, tile_full)
         mbarrier.arrive(tile_empty.index(turn & 1), count=1)
     else:
         t += gl.num_programs(0)
@@ -182,10 +183,7 @@ def _fwd_producer(
             j += 1
         if DYNAMIC:
             mbarrier.wait(tile_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-            tile_s.index(turn & 1).store(
-                gl.full([1], following, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-            )
-            mbarrier.arrive(tile_full.index(turn & 1), count=1)
+            hand_number(following, turn, tile_s, tile_full)
         t = following
         turn += 1
 

@@ -65,6 +65,9 @@ from labkit.kernels.hopper import (
     ROWS,
     async_load,
     async_store,
+    await_number,
+    hand_number,
+    handed_number,
     launch,
     rows_of,
     tiles_of,
@@ -129,12 +132,6 @@ def _place(index, num_heads_total, num_keys, interleave):
 
 
 @gluon.jit
-def _walk_number(turn, walk_s, WARPS: gl.constexpr):
-    """The walk of this turn, as the producer has drawn it."""
-    return gl.max(walk_s.index(turn & 1).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
-
-
-@gluon.jit
 def _walk(key_tile, num_queries, num_keys, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr):
     """The last query tile, where the walk of a key tile starts, and the length of the walk, at least 1."""
     last = (num_queries + BLOCK_Q - 1) // BLOCK_Q - 1
@@ -154,11 +151,9 @@ def _producer(
     num_heads, num_heads_total, num_queries, num_keys, padded_queries, interleave, num_walks,
     BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, STAGES_GRAD_OUT: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     # Drawn, so that whoever waits for a walk waits for a program that runs.
     index = gl.atomic_add(drawn_ptr, 1)
-    walk_s.index(0).store(gl.full([1], index, gl.int32, layout=ONE))
-    mbarrier.arrive(walk_full.index(0), count=1)
+    hand_number(index, 0, walk_s, walk_full)
     turn = 0
     j = 0
     while index < num_walks:
@@ -194,8 +189,7 @@ def _producer(
         index = gl.atomic_add(drawn_ptr, 1)
         turn += 1
         mbarrier.wait(walk_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-        walk_s.index(turn & 1).store(gl.full([1], index, gl.int32, layout=ONE))
-        mbarrier.arrive(walk_full.index(turn & 1), count=1)
+        hand_number(index, turn, walk_s, walk_full)
 
 
 @gluon.jit
@@ -246,8 +240,7 @@ def _writer(
     num_heads_total, num_queries, num_keys, interleave, num_walks,
     BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    mbarrier.wait(walk_full.index(0), 0)
-    index = _walk_number(0, walk_s, 1)
+    index = await_number(0, walk_s, walk_full)
     turn = 0
     # Tiles of all walks before this one.
     j = 0
@@ -283,8 +276,7 @@ def _writer(
         j += count
         mbarrier.arrive(walk_empty.index(turn & 1), count=1)
         turn += 1
-        mbarrier.wait(walk_full.index(turn & 1), (turn >> 1) & 1)
-        index = _walk_number(turn, walk_s, 1)
+        index = await_number(turn, walk_s, walk_full)
 
 
 @gluon.jit
@@ -343,8 +335,7 @@ def _consumer(
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAD, k_width=2)
     NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
-    mbarrier.wait(walk_full.index(0), 0)
-    index = _walk_number(0, walk_s, 4)
+    index = await_number(0, walk_s, walk_full)
     turn = 0
     # Tiles of all walks before this one.
     base = 0
@@ -448,7 +439,7 @@ def _consumer(
         mbarrier.wait(grad_scores_full, last & 1)
         grad_q_mma = _grad_q_product(grad_scores_s, k_s, 0, last & 1, C, BLOCK_Q, D)
         # Once more, so that none of these stay in registers through the loop.
-        head_total, key_tile = _place(_walk_number(turn, walk_s, 4), num_heads_total, num_keys, interleave)
+        head_total, key_tile = _place(handed_number(turn, walk_s), num_heads_total, num_keys, interleave)
         batch = head_total // num_heads
         head = head_total % num_heads
         k1 = key_tile * BLOCK_K + C * 64
@@ -487,8 +478,7 @@ def _consumer(
         turn += 1
         tma.store_wait(0)
         mbarrier.arrive(staged, count=1)
-        mbarrier.wait(walk_full.index(turn & 1), (turn >> 1) & 1)
-        index = _walk_number(turn, walk_s, 4)
+        index = await_number(turn, walk_s, walk_full)
 
 
 @gluon.jit(do_not_specialize=LENGTHS)

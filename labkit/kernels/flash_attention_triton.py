@@ -186,8 +186,7 @@ _BF16X6 = {
 }
 # Three for one: two slices, as large as fp32.
 _BF16X3 = {
-    (16, 32): (TileConfig(64, 64, 4, 3), TileConfig(64, 64, 4, 2), TileConfig(64, 64, 4, 2)),
-    (64,): (TileConfig(64, 64, 4, 3), TileConfig(64, 64, 4, 2), TileConfig(64, 64, 4, 2)),
+    (16, 32, 64): (TileConfig(64, 64, 4, 3), TileConfig(64, 64, 4, 2), TileConfig(64, 64, 4, 2)),
     (80,): (TileConfig(128, 64, 8, 3), TileConfig(64, 128, 8, 2), TileConfig(64, 32, 4, 3)),
     (96,): (TileConfig(128, 64, 8, 3), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
     (128,): (TileConfig(128, 64, 8, 2), TileConfig(32, 128, 8, 2), TileConfig(128, 64, 8, 1)),
@@ -325,9 +324,10 @@ def select_config(
         few: whether queries are so few that Hopper has tiles of its own for them, if it has any.
     """
     key = (_kind(dtype, precision), tile_width(head_dim, aligned), causal)
-    families = ("hopper, few queries", "hopper") if few else ("hopper",)
-    families = families if capability == 90 else ("generic",)
-    return next(CONFIGS[family, *key] for family in families if (family, *key) in CONFIGS)
+    if capability != 90:
+        return CONFIGS["generic", *key]
+    of_few = CONFIGS.get(("hopper, few queries", *key)) if few else None
+    return of_few or CONFIGS["hopper", *key]
 
 
 def select_joint_config(

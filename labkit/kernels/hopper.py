@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from labkit.kernels.launch import REMEMBERED, Launch
@@ -56,6 +56,29 @@ def launch(kernel, grid: tuple[int, ...], dtype: torch.dtype, arguments: tuple, 
     """
     device_index = torch.cuda.current_device()
     _launch_of(kernel, grid, dtype, device_index, tuple(constants.items()), consumers)(*arguments)
+
+
+# ---- numbers from warp to warp ----------------------------------------------------------------------------------
+
+
+@gluon.jit
+def hand_number(number, turn, number_s, full):
+    """Hands this turn's number on; turns have two slots, and whoever hands on awaits that the slot is empty."""
+    number_s.index(turn & 1).store(gl.full([1], number, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(full.index(turn & 1), count=1)
+
+
+@gluon.jit
+def handed_number(turn, number_s):
+    """This turn's number, which has been awaited."""
+    return gl.max(number_s.index(turn & 1).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+
+
+@gluon.jit
+def await_number(turn, number_s, full):
+    """This turn's number, once it is there."""
+    mbarrier.wait(full.index(turn & 1), (turn >> 1) & 1)
+    return handed_number(turn, number_s)
 
 
 # ---- tiles ------------------------------------------------------------------------------------------------------

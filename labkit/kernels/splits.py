@@ -80,8 +80,8 @@ def num_multiprocessors(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
-@triton.jit
-def _combine(
+@triton.jit(do_not_specialize=["num_rows", "length", "num_heads", "num_splits"])
+def attention_combine_kernel(
     parts_ptr, parts_lse_ptr, out_ptr, lse_ptr, stride_ob, stride_oh, stride_os, stride_od,
     num_rows, length, num_heads, num_splits,
     HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -125,17 +125,6 @@ def _combine(
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "length", "num_heads", "num_splits"])
-def attention_combine_kernel(
-    parts_ptr, parts_lse_ptr, out_ptr, lse_ptr, stride_ob, stride_oh, stride_os, stride_od,
-    num_rows, length, num_heads, num_splits,
-    HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """The output and the log-sum-exp of all splits, BLOCK rows of them."""
-    _combine(parts_ptr, parts_lse_ptr, out_ptr, lse_ptr, stride_ob, stride_oh, stride_os, stride_od,
-             num_rows, length, num_heads, num_splits, HEAD_DIM, PADDED, ROW, BLOCK, STAGES)  # fmt: skip
-
-
 @triton.jit(
     do_not_specialize=[
         "num_query_rows", "num_key_rows", "num_queries", "num_keys", "num_heads", "num_key_heads", "num_query_splits",
@@ -156,18 +145,21 @@ def attention_combine_gradients_kernel(
     which = tl.program_id(1)
     if which == 0:
         if grad_q_parts_ptr is not None:
-            _combine(grad_q_parts_ptr, None, grad_q_ptr, None, stride_qb, stride_qh, stride_qs, stride_qd,
-                     num_query_rows, num_queries, num_heads, num_query_splits, HEAD_DIM,
-                     PADDED, ROW, BLOCK, STAGES)  # fmt: skip
+            attention_combine_kernel(
+                grad_q_parts_ptr, None, grad_q_ptr, None, stride_qb, stride_qh, stride_qs, stride_qd,
+                num_query_rows, num_queries, num_heads, num_query_splits, HEAD_DIM, PADDED, ROW, BLOCK, STAGES,
+            )  # fmt: skip
     elif which == 1:
         if grad_k_parts_ptr is not None:
-            _combine(grad_k_parts_ptr, None, grad_k_ptr, None, stride_kb, stride_kh, stride_ks, stride_kd,
-                     num_key_rows, num_keys, num_key_heads, num_key_splits, HEAD_DIM,
-                     PADDED, ROW, BLOCK, STAGES)  # fmt: skip
+            attention_combine_kernel(
+                grad_k_parts_ptr, None, grad_k_ptr, None, stride_kb, stride_kh, stride_ks, stride_kd,
+                num_key_rows, num_keys, num_key_heads, num_key_splits, HEAD_DIM, PADDED, ROW, BLOCK, STAGES,
+            )  # fmt: skip
     elif grad_v_parts_ptr is not None:
-        _combine(grad_v_parts_ptr, None, grad_v_ptr, None, stride_vb, stride_vh, stride_vs, stride_vd,
-                 num_key_rows, num_keys, num_key_heads, num_key_splits, HEAD_DIM,
-                 PADDED, ROW, BLOCK, STAGES)  # fmt: skip
+        attention_combine_kernel(
+            grad_v_parts_ptr, None, grad_v_ptr, None, stride_vb, stride_vh, stride_vs, stride_vd,
+            num_key_rows, num_keys, num_key_heads, num_key_splits, HEAD_DIM, PADDED, ROW, BLOCK, STAGES,
+        )  # fmt: skip
 
 
 def row_elements(head_dim: int) -> int:
