@@ -653,3 +653,17 @@ def test_small_operations_are_launch_bound_and_a_graph_takes_the_launches_out():
 def test_no_inputs_at_all_are_refused_by_every_method(method):
     with pytest.raises(ValueError, match="inputs is empty"):
         time_callable(must_not_run, device_kind="cuda", method=method, inputs=[])
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_graph_that_is_timed_again_keeps_no_more_memory():
+    x = torch.randn(256, 256, device="cuda", requires_grad=True)
+    grad_out = torch.randn_like(x)
+
+    def held_after_timing() -> int:
+        time_callable(lambda: torch.autograd.grad(x @ x, x, grad_out), device_kind="cuda", method="graph")
+        return torch.cuda.memory_allocated()
+
+    first = held_after_timing()
+    assert [held_after_timing() for _ in range(3)] == [first] * 3

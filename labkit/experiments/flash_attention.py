@@ -41,7 +41,15 @@ from labkit.kernels.flash_attention_tiled import tiled_attention_backward, tiled
 from labkit.kernels.flash_attention_triton import TileConfig
 from labkit.kernels.reference import attention_reference
 from labkit.kernels.weighted_sum import weighted_sum
-from labkit.measure.timing import GRAPH_REPLAY_MS, Comparison, Timing, compare, synchronize, time_callable
+from labkit.measure.timing import (
+    GRAPH_REPLAY_MS,
+    Comparison,
+    Timing,
+    compare,
+    on_capture_stream,
+    synchronize,
+    time_callable,
+)
 
 __all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_name", "ceiling_value", "run_case"]
 
@@ -508,21 +516,10 @@ class Contest(abc.ABC):
         if name == "forward_backward":
             return functools.partial(self.both, impl)
         inputs, grad_out = self.gradients_of()
-        with self._stream_of_capture():
+        # A backward pass runs on the stream of its forward pass, which must be the one that is captured.
+        with on_capture_stream() if self.device.kind == "cuda" else contextlib.nullcontext():
             out = self.forward(impl)
         return functools.partial(torch.autograd.grad, out, inputs, grad_out, retain_graph=True)
-
-    @contextlib.contextmanager
-    def _stream_of_capture(self) -> Iterator[None]:
-        """A backward pass runs on the stream of its forward pass, which must be the one that is captured."""
-        if self.device.kind != "cuda":
-            yield
-            return
-        stream = torch.cuda.graph(torch.cuda.CUDAGraph()).capture_stream
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            yield
-        torch.cuda.current_stream().wait_stream(stream)
 
     def measured(self, impl: str, name: str, results: Results, verdict: Verdict) -> Measured:
         """Returns the record's content of one implementation's pass."""
