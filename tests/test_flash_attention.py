@@ -1308,6 +1308,38 @@ def test_splits_drawn_from_a_counter_are_within_the_budget(dim, monkeypatch):
 
 @pytest.mark.gpu
 @on_hopper
+@pytest.mark.parametrize("shape", [(1, 5, 5), (3, 6, 2)], ids=str)
+@pytest.mark.parametrize("fitting", [1, 2, 4])
+def test_heads_in_sections_are_within_the_budget(shape, fitting, monkeypatch):
+    from labkit.kernels import flash_attention_hopper as forward
+
+    num_keys, dim = 1300, 128
+    monkeypatch.setattr(forward, "DRAWN_FROM", 0)
+    monkeypatch.setattr(forward, "SECTIONS_FROM", 0)
+    monkeypatch.setattr(forward, "SECTION_BYTES", fitting * 4 * num_keys * dim)
+    check(measure(Case((*shape, 1200, num_keys, dim), causal=True, dtype="bfloat16"), "gluon", "cuda"))
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "num_keys", "expected"),
+    [
+        (64, 64, 4096, 64),  # two programs share the keys of a head
+        (128, 16, 2048, 128),  # and here eight heads do, as they are grouped
+        (128, 128, 256, 128),  # all fit
+        (256, 256, 1024, 32),  # 48 fit, and 32 is the largest divisor
+        (512, 128, 2048, 64),  # 24 key heads fit, with 4 heads each
+        (101, 101, 4096, 12),  # a prime number has no divisor
+        (128, 128, 131072, 1),  # not even one fits
+    ],
+)
+def test_sections_are_as_many_heads_as_fit(heads, key_heads, num_keys, expected):
+    from labkit.kernels.flash_attention_hopper import _section
+
+    assert _section(heads, key_heads, 4 * num_keys * 128, programs=132) == expected
+
+
+@pytest.mark.gpu
+@on_hopper
 @settings(random_shapes, max_examples=2000)
 @given(case=cases(700, ("float16", "bfloat16"), fa.GLUON_HEAD_DIMS), which=st.integers(0, 2))
 def test_hopper_kernels_on_random_shapes(case, which):

@@ -70,27 +70,40 @@ FORWARD_SHORT = FORWARD | {64: {"BLOCK_K": 128, "STAGES": 4, "CONSUMERS": 2}}
 # short (18 % at 1,024 keys). Others are shared out evenly, and when long by the hardware's own queue. Causal tiles are
 # of all lengths and come longest first: from so many keys on the hardware gives each to the first multiprocessor that
 # is free, or, with more than so many for each, the programs draw theirs from a counter (5 % at 4,096 keys, 8 % at
-# 16,384). A program draws one tile ahead, which with few of them is too soon (1, 8, 4096, 128: 74 us, not 57).
+# 16,384, 9 % at 1,536). A program draws one tile ahead, which with few of them is too soon (1, 8, 4096, 128: 74 us, not
+# 57), and the counter costs a launch, which below so many keys it does not earn.
 PERSISTENT_UNTIL = 8192
 QUEUE_FROM = 2048
 DRAWN_FROM = 3
+DRAWN_FROM_KEYS = 512
+
+# Where as many heads as programs are under way, each program reads keys of its own, at 128 columns faster than memory
+# gives them. Then the tiles of so many heads come first as have their keys and values in half of Hopper's L2 cache
+# (16, 16, 1024, 128: 14 % faster; 0.63 GB were read of 0.20). With fewer heads several programs share each one's keys
+# anyway, and a section's last tiles are too few to end together (1, 16, 16384, 128: 9 % slower in sections).
+SECTION_BYTES = 24 << 20
+SECTION_COLUMNS = 128
+SECTIONS_FROM = 2 / 3
 
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them anew.
-LENGTHS = ("num_heads", "num_heads_total", "group", "num_queries", "num_keys", "num_splits")
+LENGTHS = ("num_heads", "num_heads_total", "group", "num_queries", "num_keys", "num_splits", "section")
 
 # ---- forward --------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _fwd_tile(t, num_q_tiles, num_heads_total, CAUSAL: gl.constexpr):
+def _fwd_tile(t, num_q_tiles, num_heads_total, section, CAUSAL: gl.constexpr):
     """Which tile of queries and which head (of all batches) the t-th one is.
 
-    Heads one after another share their keys in the L2 cache. When causal the longest tiles of all heads come first:
-    each program takes the next one when it is done.
+    Heads one after another share their keys in the L2 cache. When causal the longest tiles of all heads of a section
+    come first: each program takes the next one when it is done.
     """
     if CAUSAL:
-        tile = num_q_tiles - 1 - t // num_heads_total
-        head = t % num_heads_total
+        first = t // (num_q_tiles * section) * section
+        heads = gl.minimum(num_heads_total - first, section)
+        t -= first * num_q_tiles
+        tile = num_q_tiles - 1 - t // heads
+        head = first + t % heads
     else:
         tile = t % num_q_tiles
         head = t // num_q_tiles
@@ -142,7 +155,7 @@ def _load(desc, tail_desc, batch, head, row, full, tile, tail, TAIL: gl.constexp
 def _fwd_producer(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, q_s, q_tail_s, k_s, k_tail_s, v_s, v_tail_s,
     q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty, drawn_ptr,
-    num_heads, num_heads_total, group, num_queries, num_keys, num_splits,
+    num_heads, num_heads_total, group, num_queries, num_keys, num_splits, section,
     BLOCK_K: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMERS: gl.constexpr,
     DYNAMIC: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
@@ -152,12 +165,8 @@ def _fwd_producer(
     t = gl.program_id(0)
     num_walks = num_heads_total * num_splits if SPLIT else num_heads_total
     while t < num_q_tiles * num_walks:
-        if DYNAMIC:
-            # Drawn while this tile is still to be loaded.
-            following = gl.num_programs(0) + gl.atomic_add(drawn_ptr, 1)
-        else:
-            following = t + gl.num_programs(0)
-        tile, head_split = _fwd_tile(t, num_q_tiles, num_walks, CAUSAL)
+        following = t + gl.num_programs(0)
+        tile, head_split = _fwd_tile(t, num_q_tiles, num_walks, section, CAUSAL)
         head_total = head_split % num_heads_total if SPLIT else head_split
         batch = head_total // num_heads
         head = head_total % num_heads
@@ -180,6 +189,10 @@ def _fwd_producer(
             mbarrier.wait(v_empty.index(stage), free)
             _load(v_desc, v_tail_desc, batch, head // group, start, v_full.index(stage), v_s.index(stage),
                   v_tail_s.index(stage), TAIL)  # fmt: skip
+            if DYNAMIC:
+                # Drawn behind the first loads of this walk, which would wait for the answer.
+                if i == 0:
+                    following = gl.num_programs(0) + gl.atomic_add(drawn_ptr, 1, sem="relaxed")
             j += 1
         if DYNAMIC:
             mbarrier.wait(tile_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
@@ -281,7 +294,7 @@ def _store_part(
 def _fwd_consumer(
     C: gl.constexpr, out_desc, out_tail_desc, parts_ptr, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s, v_tail_s,
     numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty,
-    num_heads, num_heads_total, num_queries, num_keys, num_splits, scale_log2,
+    num_heads, num_heads_total, num_queries, num_keys, num_splits, section, scale_log2,
     BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     EVEN_K: gl.constexpr, CONSUMERS: gl.constexpr, DYNAMIC: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
@@ -301,7 +314,7 @@ def _fwd_consumer(
     t = gl.program_id(0)
     num_walks = num_heads_total * num_splits if SPLIT else num_heads_total
     while t < num_q_tiles * num_walks:
-        tile, head_split = _fwd_tile(t, num_q_tiles, num_walks, CAUSAL)
+        tile, head_split = _fwd_tile(t, num_q_tiles, num_walks, section, CAUSAL)
         place = (turn & 1) * CONSUMERS + C
         q = q_s.index(place).reshape([64, D])
         q_tail = q
@@ -408,7 +421,7 @@ def _fwd_consumer(
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_fwd_kernel(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, out_desc, out_tail_desc, parts_ptr,
-    lse_ptr, drawn_ptr, num_heads, num_heads_total, group, num_queries, num_keys, num_splits, scale_log2,
+    lse_ptr, drawn_ptr, num_heads, num_heads_total, group, num_queries, num_keys, num_splits, section, scale_log2,
     BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     EVEN_K: gl.constexpr, CONSUMERS: gl.constexpr, DYNAMIC: gl.constexpr, SPLIT: gl.constexpr,
     REGISTERS: gl.constexpr,
@@ -468,15 +481,15 @@ def hopper_fwd_kernel(
             [
                 (_fwd_consumer, (0, out_desc, out_tail_desc, parts_ptr, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s,
                  v_tail_s, numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty,
-                 num_heads, num_heads_total, num_queries, num_keys, num_splits, scale_log2, BLOCK_K, D, TAIL, STAGES,
-                 CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT)),
+                 num_heads, num_heads_total, num_queries, num_keys, num_splits, section, scale_log2, BLOCK_K, D, TAIL,
+                 STAGES, CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT)),
                 (_fwd_consumer, (1, out_desc, out_tail_desc, parts_ptr, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s,
                  v_tail_s, numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty,
-                 num_heads, num_heads_total, num_queries, num_keys, num_splits, scale_log2, BLOCK_K, D, TAIL, STAGES,
-                 CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT)),
+                 num_heads, num_heads_total, num_queries, num_keys, num_splits, section, scale_log2, BLOCK_K, D, TAIL,
+                 STAGES, CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT)),
                 (_fwd_producer, (q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, q_s, q_tail_s, k_s,
                  k_tail_s, v_s, v_tail_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full,
-                 tile_empty, drawn_ptr, num_heads, num_heads_total, group, num_queries, num_keys, num_splits,
+                 tile_empty, drawn_ptr, num_heads, num_heads_total, group, num_queries, num_keys, num_splits, section,
                  BLOCK_K, TAIL, STAGES, CAUSAL, CONSUMERS, DYNAMIC, SPLIT)),
             ],
             [4, 1],
@@ -487,19 +500,19 @@ def hopper_fwd_kernel(
             [
                 (_fwd_consumer, (0, out_desc, out_tail_desc, parts_ptr, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s,
                  v_tail_s, numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty,
-                 num_heads, num_heads_total, num_queries, num_keys, num_splits, scale_log2, BLOCK_K, D, TAIL, STAGES,
-                 CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT)),
+                 num_heads, num_heads_total, num_queries, num_keys, num_splits, section, scale_log2, BLOCK_K, D, TAIL,
+                 STAGES, CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT)),
                 (_fwd_consumer, (1, out_desc, out_tail_desc, parts_ptr, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s,
                  v_tail_s, numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty,
-                 num_heads, num_heads_total, num_queries, num_keys, num_splits, scale_log2, BLOCK_K, D, TAIL, STAGES,
-                 CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT)),
+                 num_heads, num_heads_total, num_queries, num_keys, num_splits, section, scale_log2, BLOCK_K, D, TAIL,
+                 STAGES, CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT)),
                 (_fwd_consumer, (2, out_desc, out_tail_desc, parts_ptr, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s,
                  v_tail_s, numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty,
-                 num_heads, num_heads_total, num_queries, num_keys, num_splits, scale_log2, BLOCK_K, D, TAIL, STAGES,
-                 CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT)),
+                 num_heads, num_heads_total, num_queries, num_keys, num_splits, section, scale_log2, BLOCK_K, D, TAIL,
+                 STAGES, CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT)),
                 (_fwd_producer, (q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, q_s, q_tail_s, k_s,
                  k_tail_s, v_s, v_tail_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full,
-                 tile_empty, drawn_ptr, num_heads, num_heads_total, group, num_queries, num_keys, num_splits,
+                 tile_empty, drawn_ptr, num_heads, num_heads_total, group, num_queries, num_keys, num_splits, section,
                  BLOCK_K, TAIL, STAGES, CAUSAL, CONSUMERS, DYNAMIC, SPLIT)),
             ],
             [4, 4, 1],
@@ -508,6 +521,16 @@ def hopper_fwd_kernel(
 
 
 # ---- launchers ------------------------------------------------------------------------------------------------
+
+
+def _section(num_heads: int, num_key_heads: int, key_head_bytes: int, programs: int) -> int:
+    """Returns of how many heads (of all batches) the causal tiles come first, before those of as many others: all, or
+    what fits in SECTION_BYTES, if possible a divisor, for a small last section would leave programs idle at the end.
+    """
+    fit = SECTION_BYTES // key_head_bytes * num_heads // num_key_heads or 1
+    if num_heads <= fit or num_key_heads < SECTIONS_FROM * programs:
+        return num_heads
+    return next((n for n in range(fit, fit // 2, -1) if num_heads % n == 0), fit)
 
 
 def hopper_forward(
@@ -526,7 +549,11 @@ def hopper_forward(
     num_splits = num_splits_of(num_tiles, -(-num_keys // block_k), programs, causal, part_kib=part_kib)
     num_tiles *= num_splits
     queue = causal and num_keys >= QUEUE_FROM
-    dynamic = queue and num_tiles > DRAWN_FROM * programs
+    dynamic = causal and num_keys >= DRAWN_FROM_KEYS and num_tiles > DRAWN_FROM * programs
+    num_walks = num_heads * num_batches * num_splits
+    section = num_walks
+    if dynamic and row_elements(head_dim) >= SECTION_COLUMNS:
+        section = _section(num_walks, k_BGSD.shape[0] * k_BGSD.shape[1], 4 * num_keys * head_dim, programs)
     persistent = dynamic or (num_keys <= PERSISTENT_UNTIL and not queue)
     num_programs = min(num_tiles, programs) if persistent else num_tiles
     drawn = torch.zeros(1, dtype=torch.int32, device=q_BHSD.device) if dynamic else None
@@ -535,7 +562,8 @@ def hopper_forward(
     parts, parts_lse = None, lse_BHS
     if num_splits > 1:
         parts, parts_lse = empty_parts(num_splits, q_BHSD), empty_lse(num_splits, q_BHSD)
-    numbers = (num_heads, num_heads * num_batches, num_heads // k_BGSD.shape[1], num_queries, num_keys, num_splits)
+    group = num_heads // k_BGSD.shape[1]
+    numbers = (num_heads, num_heads * num_batches, group, num_queries, num_keys, num_splits, section)
     constants = {
         "BLOCK_K": block_k,
         **columns,
