@@ -9,9 +9,10 @@ Ideal cost per head: 4·Q·K·D FLOPs, halved when causal.
 
 How a program is laid out: a producer warp issues TMA loads into rings of tiles, each guarded by a barrier for "full"
 and one for "empty"; consumer warpgroups of 64 rows each multiply. The producer gives its registers to them.
-- The product of tile i − 1 with V runs under the softmax of tile i. Three consumers at D 64, where the exponentials
-  take as long as the products: one multiplies while the others take theirs. Two elsewhere: the accumulators need the
-  registers.
+- The product of tile i − 1 with V runs under the softmax of tile i: ptxas awaits it after the row maxima. Awaited after
+  the exponentials, as written here, it made the whole 7 % slower (a branch before the wait keeps them ahead of it).
+- Three consumers at D 64, where the exponentials take as long as the products: one multiplies while the others take
+  theirs. Two elsewhere: the accumulators need the registers.
 - A program takes one tile of queries after another, and the next queries load under the end of the last. There are two
   buffers for them; the output leaves through the one that its queries came in.
 - With few tiles of queries each one's keys are shared among several programs, and a kernel after it combines them.
@@ -77,10 +78,11 @@ QUEUE_FROM = 2048
 DRAWN_FROM = 3
 DRAWN_FROM_KEYS = 512
 
-# Where as many heads as programs are under way, each program reads keys of its own, at 128 columns faster than memory
-# gives them. Then the tiles of so many heads come first as have their keys and values in half of Hopper's L2 cache
-# (16, 16, 1024, 128: 7 to 14 % faster; before, 0.63 GB were read of tensors of 0.20). With fewer heads several programs
-# share each one's keys anyway, and a section's last tiles are too few to end together (1, 16, 16384, 128: 9 % slower).
+# Where there are about as many key heads as programs (SECTIONS_FROM for each), every program reads keys of its own, at
+# 128 columns faster than memory gives them. Then the tiles of so many heads come first as have their keys and values in
+# half of Hopper's L2 cache (16, 16, 1024, 128: 7 to 14 % faster; before, 0.63 GB were read of tensors of 0.20). With
+# fewer heads several programs share each one's keys anyway, and a section's last tiles are too few to end together
+# (1, 16, 16384, 128: 9 % slower).
 SECTION_BYTES = 24 << 20
 SECTION_COLUMNS = 128
 SECTIONS_FROM = 2 / 3
@@ -428,8 +430,9 @@ def hopper_fwd_kernel(
 ):  # fmt: skip
     """The output and the log-sum-exp; a program takes tiles of 64 queries a consumer, one after another.
 
-    SPLIT: of each share of the keys, the output in fp32 to parts_ptr (num_splits, heads of all batches, queries,
-    D + TAIL), and its log-sum-exp; out_desc is not used then.
+    CAUSAL: the tiles of `section` heads come before those of the next as many. DYNAMIC: programs draw tiles from the
+    counter at drawn_ptr, which begins at 0. SPLIT: of each share of the keys, the output in fp32 to parts_ptr
+    (num_splits, heads of all batches, queries, D + TAIL), and its log-sum-exp; out_desc is not used then.
     """
     # Queries, and afterwards their output, of this tile and of the next.
     q_s = gl.allocate_shared_memory(q_desc.dtype, [2 * CONSUMERS, 1, 1, 64, D], q_desc.layout)
