@@ -147,10 +147,15 @@ def spilled_bytes(log: str) -> int:
     return sum(int(stores) + int(loads) for stores, loads in figures)
 
 
-def check_tuned(compiled, log: str, capability: int) -> None:
-    assert spilled_bytes(log) <= SPILL_LIMIT
+def check_limits(compiled, log: str, most_spilled: int) -> None:
+    """Asserts that a kernel for Hopper keeps to what it may spill and share, and serialises no product."""
+    assert spilled_bytes(log) <= most_spilled
     assert not SERIALISED.search(log), SERIALISED.search(log)
-    assert compiled.metadata.shared <= SHARED_LIMIT[capability]
+    assert compiled.metadata.shared <= SHARED_LIMIT[90]
+
+
+def check_tuned(compiled, log: str) -> None:
+    check_limits(compiled, log, SPILL_LIMIT)
     assert "wgmma.mma_async" in compiled.asm["ptx"]
     # The loads of the loop are vectors: cp.async takes at least 4 bytes, so that single elements would go without it.
     assert re.search(r"cp\.async\.c[ag]\.shared\.global", compiled.asm["ptx"])
@@ -160,7 +165,7 @@ def check_tuned(compiled, log: str, capability: int) -> None:
 @pytest.mark.parametrize(("head_dim", "masked"), TUNED)
 def test_tuned_tiles_on_hopper_neither_spill_nor_serialise(head_dim, kernel, masked):
     config = kernels.select_config(head_dim, torch.bfloat16, masked, 90)
-    check_tuned(*compile_kernel(kernel, getattr(config, kernel), head_dim, "bf16", 90, masked=masked), 90)
+    check_tuned(*compile_kernel(kernel, getattr(config, kernel), head_dim, "bf16", 90, masked=masked))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -168,14 +173,14 @@ def test_tuned_tiles_on_hopper_neither_spill_nor_serialise(head_dim, kernel, mas
 def test_lengths_that_fill_no_tile_neither_spill_nor_serialise(head_dim, kernel, masked):
     config = kernels.select_config(head_dim, torch.bfloat16, masked, 90)
     tile = getattr(config, kernel)
-    check_tuned(*compile_kernel(kernel, tile, head_dim, "bf16", 90, masked=masked, even=False), 90)
+    check_tuned(*compile_kernel(kernel, tile, head_dim, "bf16", 90, masked=masked, even=False))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_split_walks_neither_spill_nor_serialise(kernel):
     """At the head dimensions that the Hopper kernels leave to these, whose bound on registers is that of 64."""
     tile = getattr(kernels.select_config(64, torch.bfloat16, True, 90), kernel)
-    check_tuned(*compile_kernel(kernel, tile, 64, "bf16", 90, masked=True, split_walk=True), 90)
+    check_tuned(*compile_kernel(kernel, tile, 64, "bf16", 90, masked=True, split_walk=True))
 
 
 @pytest.mark.parametrize(
@@ -202,9 +207,7 @@ def test_the_joint_launch_neither_spills_nor_serialises(head_dim, dtype, masked,
     }
     options = (head_dim, dtype, 90, dkdv.num_warps, dkdv.num_stages, dtype == "fp32")
     compiled, log = compile_dense(kernels.flash_attention_bwd_kernel, flags, *options)
-    assert spilled_bytes(log) <= FULL_SPILL_LIMIT
-    assert not SERIALISED.search(log), SERIALISED.search(log)
-    assert compiled.metadata.shared <= SHARED_LIMIT[90]
+    check_limits(compiled, log, FULL_SPILL_LIMIT)
     # wgmma takes 64 rows; 32 are for the instruction of Ampere.
     assert re.search(r"wgmma.mma_async|mma.sync", compiled.asm["ptx"])
 
@@ -478,9 +481,7 @@ def test_hopper_kernels_neither_spill_nor_serialise(head_dim, dtype, options, ke
     check_descriptors(compiled, tmp_path)
     # Of dK/dV at 64 with two sets of own rows, two values.
     limit = 16 if (kernel, head_dim, options["causal"]) == ("dkdv", 64, False) else 0
-    assert spilled_bytes(log) <= (64 if options is OTHER else max(limit, SPILL_LIMIT))
-    assert not SERIALISED.search(log), SERIALISED.search(log)
-    assert compiled.metadata.shared <= SHARED_LIMIT[90]
+    check_limits(compiled, log, 64 if options is OTHER else max(limit, SPILL_LIMIT))
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"):
         assert instruction in compiled.asm["ptx"], instruction
     # No product is padded: 64 or 128 columns, and those of the tail.
@@ -494,27 +495,21 @@ def test_hopper_kernels_neither_spill_nor_serialise(head_dim, dtype, options, ke
 def test_the_forward_of_short_sequences_neither_spills_nor_serialises(causal, tmp_path):
     compiled, log = compile_hopper_kernel("forward", 64, "bf16", causal=causal, even=False, short=True, dynamic=False)
     check_descriptors(compiled, tmp_path)
-    assert spilled_bytes(log) <= 64
-    assert not SERIALISED.search(log), SERIALISED.search(log)
-    assert compiled.metadata.shared <= SHARED_LIMIT[90]
+    check_limits(compiled, log, 64)
 
 
 @pytest.mark.parametrize("kernel", ["dkdv", "dq"])
 def test_the_backward_of_short_sequences_neither_spills_nor_serialises(kernel, tmp_path):
     compiled, log = compile_hopper_kernel(kernel, 96, "bf16", causal=False, even=False, short=True)
     check_descriptors(compiled, tmp_path)
-    assert spilled_bytes(log) <= SPILL_LIMIT
-    assert not SERIALISED.search(log), SERIALISED.search(log)
-    assert compiled.metadata.shared <= SHARED_LIMIT[90]
+    check_limits(compiled, log, SPILL_LIMIT)
 
 
 @pytest.mark.parametrize(("head_dim", "causal"), [(64, True), (96, False)])
 def test_the_forward_with_split_keys_neither_spills_nor_serialises(head_dim, causal, tmp_path):
     compiled, log = compile_hopper_kernel("forward", head_dim, "bf16", causal=causal, even=causal, split=True)
     check_descriptors(compiled, tmp_path)
-    assert spilled_bytes(log) <= SPILL_LIMIT
-    assert not SERIALISED.search(log), SERIALISED.search(log)
-    assert compiled.metadata.shared <= SHARED_LIMIT[90]
+    check_limits(compiled, log, SPILL_LIMIT)
 
 
 @pytest.mark.parametrize(
@@ -533,9 +528,7 @@ def test_the_single_pass_spills_next_to_nothing_and_does_not_serialise(
 ):
     compiled, log = compile_single_kernel(head_dim, dtype, causal=causal, even=even, ordered=ordered)
     check_descriptors(compiled, tmp_path)
-    assert not SERIALISED.search(log), SERIALISED.search(log)
-    assert spilled_bytes(log) <= SINGLE_SPILL_LIMIT[head_dim]
-    assert compiled.metadata.shared <= SHARED_LIMIT[90]
+    check_limits(compiled, log, SINGLE_SPILL_LIMIT[head_dim])
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor", "setmaxnreg"):
         assert instruction in compiled.asm["ptx"], instruction
 
@@ -553,4 +546,4 @@ def test_the_limits_refuse_a_tile_that_is_too_large():
     compiled, log = compile_kernel("forward", tile, 128, "bf16", 90, masked=True)
     assert spilled_bytes(log) > SPILL_LIMIT
     with pytest.raises(AssertionError):
-        check_tuned(compiled, log, 90)
+        check_tuned(compiled, log)

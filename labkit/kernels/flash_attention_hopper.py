@@ -47,6 +47,7 @@ from labkit.kernels.hopper import (
     described_with_tails,
     hand_number,
     launch,
+    place_of,
     to_low,
 )
 from labkit.kernels.splits import combine, empty_lse, empty_parts, num_multiprocessors, num_splits_of, row_elements
@@ -101,11 +102,8 @@ def _fwd_tile(t, num_q_tiles, num_heads_total, section, CAUSAL: gl.constexpr):
     come first: each program takes the next one when it is done.
     """
     if CAUSAL:
-        first = t // (num_q_tiles * section) * section
-        heads = gl.minimum(num_heads_total - first, section)
-        t -= first * num_q_tiles
-        tile = num_q_tiles - 1 - t // heads
-        head = first + t % heads
+        head, before = place_of(t, num_q_tiles, num_heads_total, section)
+        tile = num_q_tiles - 1 - before
     else:
         tile = t % num_q_tiles
         head = t // num_q_tiles
@@ -546,17 +544,17 @@ def hopper_forward(
     tiles = (FORWARD_SHORT if num_queries <= SHORT else FORWARD)[head_dim]
     block_k, consumers = tiles["BLOCK_K"], tiles["CONSUMERS"]
     rows = ROWS * consumers
-    num_tiles = -(-num_queries // rows) * num_heads * num_batches
+    num_heads_total, num_key_heads = num_heads * num_batches, k_BGSD.shape[1] * num_batches
+    num_tiles = -(-num_queries // rows) * num_heads_total
     programs = num_multiprocessors(q_BHSD.device.index)
     part_kib = rows * row_elements(head_dim) * 4 / 1024
     num_splits = num_splits_of(num_tiles, -(-num_keys // block_k), programs, causal, part_kib=part_kib)
     num_tiles *= num_splits
     queue = causal and num_keys >= QUEUE_FROM
     dynamic = causal and num_keys >= DRAWN_FROM_KEYS and num_tiles > DRAWN_FROM * programs
-    num_walks = num_heads * num_batches * num_splits
-    section = num_walks
-    if dynamic and row_elements(head_dim) >= SECTION_COLUMNS:
-        section = _section(num_walks, k_BGSD.shape[0] * k_BGSD.shape[1], 4 * num_keys * head_dim, programs)
+    section = num_heads_total * num_splits
+    if dynamic and head_dim >= SECTION_COLUMNS:
+        section = _section(section, num_key_heads, 4 * num_keys * head_dim, programs)
     persistent = dynamic or (num_keys <= PERSISTENT_UNTIL and not queue)
     num_programs = min(num_tiles, programs) if persistent else num_tiles
     drawn = torch.zeros(1, dtype=torch.int32, device=q_BHSD.device) if dynamic else None
@@ -565,8 +563,8 @@ def hopper_forward(
     parts, parts_lse = None, lse_BHS
     if num_splits > 1:
         parts, parts_lse = empty_parts(num_splits, q_BHSD), empty_lse(num_splits, q_BHSD)
-    group = num_heads // k_BGSD.shape[1]
-    numbers = (num_heads, num_heads * num_batches, group, num_queries, num_keys, num_splits, section)
+    group = num_heads_total // num_key_heads
+    numbers = (num_heads, num_heads_total, group, num_queries, num_keys, num_splits, section)
     constants = {
         "BLOCK_K": block_k,
         **columns,

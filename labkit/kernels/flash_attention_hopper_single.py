@@ -69,6 +69,7 @@ from labkit.kernels.hopper import (
     hand_number,
     handed_number,
     launch,
+    place_of,
     rows_of,
     tiles_of,
 )
@@ -124,11 +125,7 @@ LENGTHS = (
 @gluon.jit
 def _place(index, num_heads_total, num_keys, interleave):
     """A walk's head, counted over the batch, and its tile of keys; `interleave` heads take turns."""
-    tiles = (num_keys + BLOCK_K - 1) // BLOCK_K
-    first = index // (interleave * tiles) * interleave
-    width = gl.minimum(interleave, num_heads_total - first)
-    place = index - first * tiles
-    return first + place % width, place // width
+    return place_of(index, (num_keys + BLOCK_K - 1) // BLOCK_K, num_heads_total, interleave)
 
 
 @gluon.jit

@@ -58,7 +58,19 @@ def launch(kernel, grid: tuple[int, ...], dtype: torch.dtype, arguments: tuple, 
     _launch_of(kernel, grid, dtype, device_index, tuple(constants.items()), consumers)(*arguments)
 
 
-# ---- numbers from warp to warp ----------------------------------------------------------------------------------
+# ---- numbers of walks -------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def place_of(index, num_tiles, num_heads, section):
+    """The head (of all batches) and the tile that a number stands for.
+
+    The heads of a section take turns, tile by tile; the next section follows when all of their tiles are given out.
+    """
+    first = index // (section * num_tiles) * section
+    width = gl.minimum(section, num_heads - first)
+    place = index - first * num_tiles
+    return first + place % width, place // width
 
 
 @gluon.jit
