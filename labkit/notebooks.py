@@ -21,6 +21,10 @@ KERNEL_TIMEOUT_S = 60
 """For a kernel to answer between two notebooks."""
 
 
+LESSON = "lesson"
+"""Tag of the cells that teach: predictions, live examples, things to try. The report does without them."""
+
+
 class NotebookError(Exception):
     """A notebook that did not complete; the message says which and why."""
 
@@ -53,6 +57,17 @@ def read(name: str):
     import nbformat
 
     return nbformat.read(path(name), as_version=4)
+
+
+def title(name: str) -> str:
+    """Returns the notebook's title, "01 · Benchmarking"."""
+    return read(name).cells[0].source.splitlines()[0].lstrip("# ")
+
+
+def without_lessons(notebook):
+    """Returns the notebook without the cells tagged "lesson", which run live examples and hold no result."""
+    kept = {**notebook, "cells": [cell for cell in notebook.cells if LESSON not in cell.metadata.get("tags", [])]}
+    return type(notebook)(kept)
 
 
 def _spare_grammars() -> None:
@@ -165,13 +180,21 @@ class Kernel:
             run_sync(manager.shutdown_kernel)(now=True)
 
 
-def execute(name: str, values: Mapping[str, Any], *, kernel: Kernel | None = None, show_progress: bool = False):
+def execute(
+    name: str,
+    values: Mapping[str, Any],
+    *,
+    kernel: Kernel | None = None,
+    lessons: bool = False,
+    show_progress: bool = False,
+):
     """Executes a notebook in a kernel of this Python and returns it with its outputs.
 
     Args:
         name: of the notebook; its file is not changed.
         values: parameters to set, as `parse_parameters` returns them.
         kernel: to execute it in, from one thread only; None for one of its own.
+        lessons: execute the cells tagged "lesson" too; without them nothing but a measurement uses the device.
         show_progress: bars and messages of the notebook go to this process's stderr as they come.
 
     Raises:
@@ -185,9 +208,10 @@ def execute(name: str, values: Mapping[str, Any], *, kernel: Kernel | None = Non
     stream = sys.stderr if show_progress else None
     with contextlib.ExitStack() as stack:
         kernel = kernel or stack.enter_context(Kernel())
+        notebook = read(name) if lessons else without_lessons(read(name))
         try:
             return papermill.execute_notebook(
-                str(path(name)),
+                notebook,
                 None,  # no file: papermill would write all of it before and after every cell
                 parameters=dict(values),
                 kernel_name="python3",

@@ -177,6 +177,8 @@ def _caveats_from_known_errors(row: dict, notes: list[str]) -> list[str]:
             caveats.append("may include an optimizer step")
     if row["source"] == "a2-report-macbook-rtxpro6000":
         caveats.append("model dimensions not stated, taken as the canonical ones")
+        if "RTX PRO" in row["gpu"] and row["dtype"] == "float32":
+            caveats.append("so near the fp32 peak that TF32 is likely")
     if timed and row["warmup_steps"] == 0:
         # The first iteration's excess falls in the forward timing, so it lowers a backward obtained by subtraction.
         part = "what is subtracted" if _DIFFERENCE in notes else "the mean"

@@ -201,7 +201,7 @@ def single_device(records: Iterable[Record]) -> str:
 
 
 def to_frame(records: Iterable[Record]) -> "pd.DataFrame":
-    """Returns one row per record: section, phase, status, reason, samples, observed; case, metrics, timer columns."""
+    """Returns one row per record: section, phase, status, reason, samples, observed, session; case, metrics, timer columns."""
     import pandas as pd
 
     return pd.DataFrame(
@@ -213,6 +213,7 @@ def to_frame(records: Iterable[Record]) -> "pd.DataFrame":
                 "reason": record.reason,
                 "samples": record.samples,
                 "observed": record.observed,
+                "session": record.session,
                 **record.case,
                 **record.metrics,
                 **{f"timer_{name}": value for name, value in record.timer.items()},

@@ -16,7 +16,7 @@ REPOSITORY = PACKAGE.parent
 # From the top: a module may import from its own layer only within its own folder, and from the layers below.
 LAYERS = [
     ["__main__"],
-    ["cli"],
+    ["cli", "lessons"],
     ["report", "experiments"],
     ["parallel", "models"],
     ["kernels", "measure"],

@@ -1,799 +1,495 @@
-"""Notebook 01 from its records: how long the phases take, warm-up, precision, compilation, the distance to the limit.
+"""Notebook 01 from its records: the roofs, the phases of a step, warm-up, precision, compilation, utilisation.
 
-Every function takes the data frame that `Chapter.records` returns. A frame without the needed rows gives an
-empty table, no figure (None) or no sentence.
+Every function takes frames of records as `Chapter.records` returns them.
 """
 
 import statistics
 
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from labkit import accounting, published
-from labkit.configs import LAUNCH_BOUND, SIZES, WARMUP_COUNTS, WARMUP_MEASURED_STEPS
-from labkit.report import figures
-from labkit.report.findings import (
-    SAME,
-    STABLE,
-    count,
-    geometric_mean,
-    listing,
-    number,
-    percent,
-    power_law_exponent,
-    span,
-    speed_word,
-    times,
-)
-from labkit.report.tables import (
-    PHASE_NAMES,
-    STATISTICS,
-    cell,
-    in_order,
-    ok_rows,
-    pivot,
-    rows_by,
-    spread,
-    theirs_and_ours,
-)
+from labkit.configs import COMPILE_MODES, LAUNCH_BOUND, PRECISIONS, SIZES, WARMUP_COUNTS, WARMUP_MEASURED_STEPS
+from labkit.report import figures, forms, verdicts
+from labkit.report.findings import count, listing, number, percent, span, times
+from labkit.report.forms import case_name
+from labkit.report.tables import PHASE_NAMES, cell, in_order, ok_rows, pivot, select
 
-AGREEMENT = 0.05
-"""Two ways to measure the same thing agree when they differ by at most 5 %."""
+CASE = ("size", "context", "precision")
+TIMER_AGREEMENT = 0.02
+"""The timer's methods should agree this well on one kernel."""
+
+SHOWN_CONTEXT = 512
+"""The context that tables show where it was measured; the figures and the CSV files have all."""
 
 
-def _wide(frame: pd.DataFrame, columns: str, value: str = "median_ms", index=("size", "context")) -> pd.DataFrame:
-    """Returns the measured values with one column per value of `columns`."""
-    measured = ok_rows(frame)
-    return measured.pivot_table(index=list(index), columns=columns, values=value, observed=True)
+def shown(frame: pd.DataFrame) -> pd.DataFrame:
+    """Returns the rows at SHOWN_CONTEXT, or at the longest measured context where that was not measured."""
+    contexts = set(frame["context"].dropna())
+    return select(frame, context=SHOWN_CONTEXT if SHOWN_CONTEXT in contexts else max(contexts))
 
 
-def _case(size: str, context: int, precision: str | None = None) -> str:
-    return f"{size} at {context}" + (f" in {precision}" if precision else "")
+def name(row: dict) -> str:
+    """Returns "small at 128 in bf16"."""
+    return f"{case_name(row)} in {row['precision']}"
 
 
-# ---- ceilings and the timer ----------------------------------------------------------------------------------
+def table_sizes(frame: pd.DataFrame) -> pd.DataFrame:
+    """Returns the dimensions and parameters of the sizes in `frame`."""
+    sizes = [SIZES[size] for size in SIZES if size in set(frame["size"])]
+    return pd.DataFrame(
+        {
+            "size": config.name,
+            "list of sizes": config.edition,
+            "d_model": f"{config.d_model:,}",
+            "d_ff": f"{config.d_ff:,}",
+            "layers": config.num_layers,
+            "heads": config.num_heads,
+            "parameters": f"{accounting.num_parameters(config) / 1e6:,.1f} M",
+        }
+        for config in sizes
+    )
 
 
-def table_ceilings(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns measured rates beside the datasheet's."""
+def table_roofs(ceilings: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
+    """Returns the rates measured beside the datasheet's, and the range over the sessions that divide other rows."""
     rows = []
-    for row in frame.to_dict("records"):
+    for row in ceilings.to_dict("records"):
         is_copy = row["kind"] == "copy"
-        unit = "GB/s" if is_copy else "TFLOP/s"
         rate = row.get("achieved_gb_per_s" if is_copy else "achieved_tflops")
-        measured = row["status"] == "ok"
+        used = steps if is_copy else select(steps, precision=row["precision"])
+        used = used[(used["phase"] == "optimizer_step") == is_copy]["ceiling"].dropna() if "ceiling" in used else used
         rows.append(
             {
-                "ceiling": "copy (read + write)" if is_copy else f"matrix product, {row['precision']}",
-                "unit": unit,
-                "measured": number(rate) if measured else row["status"],
-                "datasheet": number(row.get("datasheet")) if measured else "–",
-                "fraction": percent(row.get("datasheet_fraction")) if measured else "–",
+                "roof": "copy, read + write (GB/s)" if is_copy else f"matrix product, {row['precision']} (TFLOP/s)",
+                "measured": cell({**row, "rate": rate}, "rate"),
+                "datasheet": cell(row, "datasheet"),
+                "measured / datasheet": cell(row, "datasheet_fraction", percent),
+                "over all sessions": span(used, number) if len(used) else "–",
             }
         )
     return pd.DataFrame(rows)
 
 
-def table_timer(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns the same kernel timed by every method, against the independent measurement."""
-    measured = ok_rows(frame)
-    if measured.empty or "independent" not in set(measured["phase"]):
-        return pd.DataFrame()
-    reference = measured.set_index("phase")["median_ms"]["independent"]
-    return pd.DataFrame(
-        {
-            "method": row["phase"],
-            "median (ms)": number(row["median_ms"], 4),
-            "± half of interval": percent(row["half_width_fraction"]),
-            "n": int(row["n"]),
-            "GB/s": number(row["achieved_gb_per_s"]),
-            "to independent": times(row["median_ms"] / reference),
-        }
-        for row in measured.to_dict("records")
-    )
-
-
-def findings_timer(frame: pd.DataFrame) -> list[str]:
-    """Says whether the timer's methods agree with the independent measurement of the same kernel."""
-    measured = ok_rows(frame)
-    if measured.empty or "independent" not in set(measured["phase"]):
+def findings_roofs(timer: pd.DataFrame, steps: pd.DataFrame) -> list[str]:
+    """Says whether the timer's methods agree with an independent measurement, and what utilisation is divided by."""
+    medians = ok_rows(timer).set_index("phase")["median_ms"]
+    if "independent" not in medians:
         return []
-    medians = measured.set_index("phase")["median_ms"]
-    reference = medians.pop("independent")
-    worst = (medians / reference - 1).abs().idxmax()
-    deviation = medians[worst] / reference - 1
-    verdict = "agree" if abs(deviation) <= AGREEMENT else "do **not** agree"
+    deviation = (medians / medians.pop("independent") - 1).dropna()
+    worst = deviation.abs().idxmax()
+    word = "agree" if abs(deviation[worst]) <= TIMER_AGREEMENT else "do not agree"
     return [
-        f"The timer's methods {verdict} with the independent measurement of the same kernel within "
-        f"{percent(AGREEMENT)}: the largest difference is {percent(abs(deviation))} ({worst})."
+        f"The timer's methods {word} with an independent measurement of one memory-bound kernel to within "
+        f"{percent(TIMER_AGREEMENT)}: the largest difference is {percent(abs(deviation[worst]))} ({worst}).",
+        "Each utilisation below divides by the rate measured in its own session, not by the newest one.",
     ]
 
 
-# ---- phases ---------------------------------------------------------------------------------------------------
-
-
-def table_phases(frame: pd.DataFrame, precision: str) -> pd.DataFrame:
-    """Returns the median of every phase in ms by size and context; "~" marks an unstable one."""
-    rows = frame[frame["precision"] == precision] if not frame.empty else frame
-    if rows.empty:
-        return pd.DataFrame()
-
-    def text(row: pd.Series) -> str:
-        unstable = row["status"] == "ok" and row["half_width_fraction"] > STABLE
-        return ("~" if unstable else "") + cell(row)
-
-    return pivot(rows, ["size", "context"], "phase", text).rename(columns=PHASE_NAMES)
-
-
-def table_all_statistics(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns every statistic of every measured phase, one row per phase, size and context, precisions side by side."""
-    if frame.empty:
-        return frame
-    keys = ["phase", "size", "context"]
-    precisions = in_order(frame[["precision"]].drop_duplicates(), ["precision"])["precision"].tolist()
-    lines: dict[tuple, dict[str, str]] = {}
-    for row in in_order(frame, keys).to_dict("records"):
-        key = (PHASE_NAMES[row["phase"]], row["size"], row["context"])
-        cells = lines.setdefault(key, {})
-        cells |= {f"{row['precision']}: {name}": text for name, text in spread(row).items()}
-    names = [f"{precision}: {name}" for precision in precisions for name in STATISTICS]
-    return pd.DataFrame(
-        {**dict(zip(keys, key, strict=True)), **{name: cells.get(name, "–") for name in names}}
-        for key, cells in lines.items()
-    )
-
-
-def figure_phases(frame: pd.DataFrame, precision: str) -> Figure | None:
-    """One panel per size: median time of each phase over the context, log axes, p20–p80 band."""
-    rows = frame[frame["precision"] == precision] if not frame.empty else frame
+def figure_phases(steps: pd.DataFrame) -> Figure | None:
+    """One panel per size: forward, backward, optimizer step and training step over the context, in bf16 and fp32."""
+    rows = select(steps, precision=["fp32", "bf16"], phase=["forward", "backward", "optimizer_step", "train_step"])
     if ok_rows(rows).empty:
         return None
     sizes = [size for size in SIZES if size in set(rows["size"])]
     figure, axes = figures.panels(len(sizes))
     for axis, size in zip(axes, sizes, strict=True):
-        of_size = rows[rows["size"] == size]
-        for phase in in_order(of_size.drop_duplicates("phase"), ["phase"])["phase"]:
-            figures.line_with_band(
-                axis,
-                of_size[of_size["phase"] == phase],
-                "context",
-                label=PHASE_NAMES[phase],
-                colour=figures.COLOURS[phase],
-            )
-        figures.context_axis(axis, of_size["context"].unique())
-        figures.log_time_axis(axis)
+        for phase in ("train_step", "backward", "forward", "optimizer_step"):
+            of_phase = select(rows, size=size, phase=phase)
+            line = select(of_phase, precision="bf16" if "bf16" in set(of_phase["precision"]) else "fp32")
+            figures.line_with_band(axis, line, "context", label=PHASE_NAMES[phase], style=figures.STYLES[phase])
+        fp32 = select(rows, size=size, phase="train_step", precision="fp32")
+        style = figures.Style("0.5", "x", "--")
+        figures.line_with_band(axis, fp32, "context", label="training step, fp32", style=style)
+        figures.context_axis(axis, rows["context"].unique())
+        figures.log_time_axis(axis, "call time (ms)")
         axis.set_title(size)
-    handles, labels = max((axis.get_legend_handles_labels() for axis in axes), key=lambda pair: len(pair[1]))
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
-    figure.suptitle(
-        f"Time per phase, {precision}, {frame.attrs['device']} (band: p20–p80; × out of memory)", fontsize=10
+    figures.finish(
+        figure, axes, f"Phases of a step, bf16 autocast and eager, {steps.attrs['device']} (× out of memory)"
     )
     return figure
 
 
-def findings_phases(frame: pd.DataFrame) -> list[str]:
-    """Says what fits, what backward costs, how steady the times are, and whether the parts add up."""
-    return [*_what_fits(frame), *_backward_ratio(frame), *_steadiness(frame), *_sum_of_parts(frame), *_failures(frame)]
+def table_phases(steps: pd.DataFrame) -> pd.DataFrame:
+    """Returns the median of each phase by size, in fp32 and bf16, at the shown context."""
+    rows = select(shown(steps), precision=["fp32", "bf16"])
+    phases = select(rows, phase=["forward", "backward", "optimizer_step", "train_step"])
+    table = pivot(phases, ["size", "precision"], "phase").rename(columns=PHASE_NAMES)
+    wide = ok_rows(rows).pivot_table(index=["size", "precision"], columns="phase", values="median_ms")
+    if {"backward", "forward"} <= set(wide):
+        ratio = (wide["backward"] / wide["forward"]).to_dict()
+        keys = zip(table["size"], table["precision"], strict=True)
+        table["backward / forward"] = [times(ratio.get(key)) for key in keys]
+    table.insert(1, "context", rows["context"].iloc[0])
+    return table
 
 
-def _what_fits(frame: pd.DataFrame) -> list[str]:
+def findings_phases(steps: pd.DataFrame) -> list[str]:
+    """Says what backward costs where the device is busy, how near AdamW is to the copy rate, and what fits."""
     sentences = []
-    failed = frame[frame["status"] == "oom"] if not frame.empty else frame
-    for size in [size for size in SIZES if not failed.empty and size in set(failed["size"])]:
-        of_size = frame[frame["size"] == size]
-        parts = []
-        for phase in ("inference", "forward_backward", "train_step"):
-            rows = of_size[of_size["phase"] == phase]
-            fits = sorted(ok_rows(rows)["context"].unique())
-            lost = rows[rows["status"] == "oom"]
-            if lost.empty:
-                parts.append(f"{PHASE_NAMES[phase]} fits at every context")
-            elif not fits:
-                parts.append(f"{PHASE_NAMES[phase]} fits at none")
-            else:
-                shortest = in_order(
-                    lost.groupby("precision", as_index=False)["context"].min(), ["context", "precision"]
-                )
-                by_context = shortest.groupby("context")["precision"].apply(list)
-                places = listing(f"context {context} in {listing(names)}" for context, names in by_context.items())
-                parts.append(f"{PHASE_NAMES[phase]} first runs out of memory at {places}")
-        sentences.append(f"**{size}**: {'; '.join(parts)}.")
-    return sentences
-
-
-def _backward_ratio(frame: pd.DataFrame) -> list[str]:
-    sentences = []
-    for precision in in_order(ok_rows(frame), ["precision"])["precision"].unique() if not frame.empty else []:
-        wide = _wide(frame[frame["precision"] == precision], "phase")
-        if not {"forward", "backward"} <= set(wide.columns):
-            continue
-        ratio = (wide["backward"] / wide["forward"]).dropna()
-        if len(ratio):
-            sentences.append(
-                f"Backward takes {span(ratio)} the time of forward in {precision} "
-                f"(median {times(ratio.median())}; its FLOPs are twice as many)."
-            )
-    return sentences
-
-
-def _steadiness(frame: pd.DataFrame) -> list[str]:
-    measured = ok_rows(frame)
-    if measured.empty:
-        return []
-    unstable = measured[measured["half_width_fraction"] > STABLE]
-    text = (
-        f"Of {len(measured):,} medians, {percent((measured['half_width_fraction'] <= 0.005).mean(), 3)} are known to "
-        f"±0.5 % and {percent(1 - len(unstable) / len(measured), 3)} to ±{percent(STABLE)} "
-        f"(by an interval that holds the true median with a probability of at least {percent(_coverage(measured))})"
-    )
-    if len(unstable):
-        worst = unstable.sort_values("half_width_fraction").iloc[-1]
-        name = f"{PHASE_NAMES[worst['phase']]} of {_case(worst['size'], worst['context'], worst['precision'])}"
-        text += f"; the least steady is {name} (±{percent(worst['half_width_fraction'])})"
-    few = measured[measured["n"] < 10]
-    sentences = [text + "."]
-    if len(few):
+    wide = {key: group.set_index("phase") for key, group in ok_rows(steps).groupby(list(CASE))}
+    for precision in ("fp32", "bf16"):
+        ratios = [
+            rows["median_ms"]["backward"] / rows["median_ms"]["forward"]
+            for key, rows in wide.items()
+            if key[2] == precision and {"forward", "backward"} <= set(rows.index)
+            and not any(verdicts.launch_bound(rows.loc[phase].to_dict()) for phase in ("forward", "backward"))
+        ]  # fmt: skip
+        if ratios:
+            sentences.append((precision, span(ratios), len(ratios)))
+    if sentences:
+        parts = [
+            f"{ratio} the time of forward in {precision} ({count(n, 'case')})" for precision, ratio, n in sentences
+        ]
+        text = f"Where the device is busy, backward takes {' and '.join(parts)}; it has twice the FLOPs."
+        sentences = [text]
+    adamw = ok_rows(steps, phase="optimizer_step").dropna(subset=["ceiling_fraction"])
+    if len(adamw):
+        largest = adamw.loc[adamw["achieved_gb_per_s"].idxmax()]
         sentences.append(
-            f"{len(few)} long phases were given fewer than ten samples (at least {int(few['n'].min())}); "
-            "the table of all statistics lists their n."
+            f"AdamW moves 28 bytes per parameter at up to {percent(largest['ceiling_fraction'])} of the copy rate "
+            f"({largest['size']}): its time follows the parameters, not the context."
         )
-    return sentences
-
-
-def _coverage(measured: pd.DataFrame) -> float:
-    """Returns the least coverage of the rows' intervals; records of measurement version 1 do not state theirs."""
-    first_version = 0.88
-    if "timer_interval" not in measured:
-        return first_version
-    return float(measured["timer_interval"].fillna(first_version).min())
-
-
-def _sum_of_parts(frame: pd.DataFrame) -> list[str]:
-    """Compares forward+backward timed as one with the two timed apart; explains the disagreements by the launch."""
-    if frame.empty:
-        return []
-    index = ("size", "context", "precision")
-    wide = _wide(frame, "phase", index=index)
-    if not {"forward", "backward", "forward_backward"} <= set(wide.columns):
-        return []
-    apart = (wide["forward"] + wide["backward"]).dropna()
-    difference = (wide["forward_backward"] / apart - 1).dropna()
-    if difference.empty:
-        return []
-    agree = difference.abs() <= AGREEMENT
-    sentences = [
-        f"Forward + backward timed as one agrees within {percent(AGREEMENT)} with the two timed apart in "
-        f"{int(agree.sum())} of {len(agree)} cases."
+    limits = forms.out_of_memory(select(steps, phase="train_step"), ["size"])
+    lost = limits.dropna(subset=["out_of_memory"])
+    parts = [
+        f"{row['size']} {'up to context ' + format(int(row['fits']), ',') if row['fits'] == row['fits'] else 'nowhere'}"
+        for row in lost.to_dict("records")
     ]
-    others = difference[~agree]
-    if len(others):
-        bound = _launch_bound(frame)
-        explained = [key for key in others.index if key in bound]
-        worst = others.abs().idxmax()
-        text = f"The largest disagreement is {percent(others[worst])} ({_case(*worst)})"
-        if explained:
-            share = "every" if len(explained) == len(others) else f"{len(explained)} of {len(others)}"
-            text += (
-                f"; {share} disagreeing case is launch-bound: the device waits for the host, whose speed varies more, "
-                "and timing the two apart adds a synchronisation across which the host cannot run ahead"
-            )
-        sentences.append(text + ".")
-        if unexplained := [key for key in others.index if key not in bound]:
-            sentences.append(f"Not explained by the launch: {listing(_case(*key) for key in unexplained)}.")
-    return sentences
+    if parts:
+        sentences.append(
+            f"A training step fits at every measured context but for {listing(parts)}, in every precision."
+        )
+    return sentences + forms.failures(steps)
 
 
-def _launch_bound(frame: pd.DataFrame) -> set[tuple]:
-    """Returns (size, context, precision) whose forward+backward the host needs LAUNCH_BOUND of the time to issue."""
-    measured = ok_rows(frame, phase="forward_backward")
-    if measured.empty or "launch_median_ms" not in measured:
-        return set()
-    bound = measured[measured["launch_median_ms"] >= LAUNCH_BOUND * measured["host_median_ms"]]
-    return set(bound[["size", "context", "precision"]].itertuples(index=False, name=None))
-
-
-def _failures(frame: pd.DataFrame) -> list[str]:
-    failed = frame[frame["status"].isin(["error", "timeout"])] if not frame.empty else frame
-    if failed.empty:
-        return []
-    reasons = failed["reason"].value_counts()
-    return [f"{len(failed)} measurements failed: " + listing(f"{text} ({n})" for text, n in reasons.items()) + "."]
-
-
-# ---- warm-up -------------------------------------------------------------------------------------------------
-
-
-def warmup_statistics(frame: pd.DataFrame) -> pd.DataFrame:
+def warmup_statistics(warmup: pd.DataFrame) -> pd.DataFrame:
     """Returns one row per size, context, phase and warm-up count, read off the trace of a fresh process.
 
-    Columns: size, context, phase, status, warmup, mean_ms, std_ms, std_fraction, first_ms, second_ms, n; the
-    mean and std are over the ten steps after the warm-up (fewer where the trace is shorter).
+    Columns: size, context, phase, warmup, mean_ms, std_ms, first_ms, second_ms, steady_ms, n; mean and standard
+    deviation over the ten steps after the warm-up.
     """
     rows = []
-    for record in in_order(frame, ["size", "context", "phase"]).to_dict("records") if not frame.empty else []:
-        base = {name: record[name] for name in ("size", "context", "phase", "status")}
+    for record in in_order(ok_rows(warmup), ["size", "context", "phase"]).to_dict("records"):
         trace = record["samples"].get("step_ms", [])
-        for warmup in WARMUP_COUNTS:
-            window = trace[warmup : warmup + WARMUP_MEASURED_STEPS]
-            row = {**base, "warmup": warmup, "n": len(window)}
+        for num_warmup in WARMUP_COUNTS:
+            window = trace[num_warmup : num_warmup + WARMUP_MEASURED_STEPS]
             if len(window) > 1:
-                mean, std = statistics.fmean(window), statistics.stdev(window)
-                row |= {"mean_ms": mean, "std_ms": std, "std_fraction": std / mean}
-                row |= {"first_ms": trace[0], "second_ms": trace[1], "steady_ms": statistics.median(trace[5:] or trace)}
-            rows.append(row)
+                rows.append(
+                    {name: record[name] for name in ("size", "context", "phase")}
+                    | {"warmup": num_warmup, "mean_ms": statistics.fmean(window), "std_ms": statistics.stdev(window)}
+                    | {"first_ms": trace[0], "second_ms": trace[1], "steady_ms": statistics.median(trace[5:] or trace)}
+                    | {"n": len(window)}
+                )
     return pd.DataFrame(rows)
 
 
-def table_warmup(frame: pd.DataFrame, phase: str = "forward_backward") -> pd.DataFrame:
-    """Returns mean ± std (ms) for each warm-up count by size and context, with the first and second step."""
-    rows = warmup_statistics(frame)
-    if rows.empty:
-        return rows
-    rows = rows[rows["phase"] == phase]
+def table_warmup(warmup: pd.DataFrame) -> pd.DataFrame:
+    """Returns mean ± std of ten steps after each warm-up count, forward + backward, one row per size."""
+    rows = warmup_statistics(shown(select(warmup, phase="forward_backward")))
     result = []
-    for (size, context), group in rows.groupby(["size", "context"], sort=False):
-        row = {"size": size, "context": context}
+    for size, group in rows.groupby("size", sort=False) if len(rows) else []:
         first = group.iloc[0]
-        measured = "mean_ms" in group and pd.notna(first["mean_ms"])
-        row["first (ms)"] = number(first["first_ms"]) if measured else first["status"]
-        row["second (ms)"] = number(first["second_ms"]) if measured else first["status"]
-        for warmup, line in group.set_index("warmup").iterrows():
-            has_mean = measured and pd.notna(line["mean_ms"])
-            row[f"{warmup} warm-up"] = f"{number(line['mean_ms'])} ± {number(line['std_ms'], 2)}" if has_mean else "–"
-        result.append(row)
+        cells = {
+            f"after {row['warmup']}": f"{number(row['mean_ms'])} ± {number(row['std_ms'], 2)}"
+            for row in group.to_dict("records")
+        }
+        result.append({"size": size, "context": first["context"], "first step": number(first["first_ms"]), **cells})
     return pd.DataFrame(result)
 
 
-def table_warmup_long(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns size × context × warm-up count with mean, std and std/mean of both phases."""
-    rows = warmup_statistics(frame)
+def findings_warmup(warmup: pd.DataFrame) -> list[str]:
+    """Says what the first steps cost, and after how many warm-up steps the mean is the steady one."""
+    rows = warmup_statistics(warmup)
     if rows.empty:
-        return rows
-
-    def text(row: dict, column: str, form=number) -> str:
-        return form(row[column]) if column in row and pd.notna(row[column]) else str(row["status"])
-
-    result = {}
-    for row in rows.to_dict("records"):
-        key = {"size": row["size"], "context": row["context"], "warm-up": row["warmup"]}
-        line = result.setdefault(tuple(key.values()), key)
-        phase = row["phase"]
-        line[f"{PHASE_NAMES[phase]}: mean (ms)"] = text(row, "mean_ms")
-        line["std (ms)" if phase == "forward" else "std (ms) "] = text(row, "std_ms")
-        line["std/mean" if phase == "forward" else "std/mean "] = text(row, "std_fraction", percent)
-    return pd.DataFrame(result.values())
-
-
-def figure_warmup(frame: pd.DataFrame, phase: str = "forward_backward") -> Figure | None:
-    """One panel per size: time of every step from the first, over the steady median."""
-    measured = ok_rows(frame, phase=phase)
-    if measured.empty:
-        return None
-    sizes = [size for size in SIZES if size in set(measured["size"])]
-    figure, axes = figures.panels(len(sizes))
-    for axis, size in zip(axes, sizes, strict=True):
-        contexts = sorted(measured[measured["size"] == size]["context"])
-        for position, row in enumerate(in_order(measured[measured["size"] == size], ["context"]).to_dict("records")):
-            trace = row["samples"]["step_ms"]
-            steady = statistics.median(trace[5:] or trace)
-            shade = figures.sns.color_palette("flare", len(contexts)).as_hex()[position]
-            axis.plot(range(1, len(trace) + 1), [step / steady for step in trace], color=shade, marker="o",
-                      markersize=2.5, linewidth=1, label=str(row["context"]))  # fmt: skip
-        figures.log_time_axis(axis, "step time / steady median")
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axis.set_xlabel("step (from the first of a fresh process)")
-        axis.set_title(size)
-        axis.legend(title="context", fontsize=7, title_fontsize=7)
-    figure.suptitle(f"Warm-up trace, {PHASE_NAMES[phase]}, fp32, {frame.attrs['device']}", fontsize=10)
-    return figure
-
-
-def findings_warmup(frame: pd.DataFrame) -> list[str]:
-    """Says what the first step costs and after how many steps the mean is the steady one."""
-    rows = warmup_statistics(frame)
-    if rows.empty or "mean_ms" not in rows:
         return []
-    rows = rows.dropna(subset=["mean_ms"])
-    sentences = []
-    for phase, of_phase in rows.groupby("phase", sort=False):
-        cold = of_phase[of_phase["warmup"] == 0]
-        first, second = cold["first_ms"] / cold["steady_ms"], cold["second_ms"] / cold["steady_ms"]
-        worst = cold.loc[first.idxmax()]
-        sentences.append(
-            f"The first {PHASE_NAMES[phase]} of a process takes {span(first)} a steady one "
-            f"(most: {_case(worst['size'], worst['context'])}, {number(worst['first_ms'])} ms against "
-            f"{number(worst['steady_ms'])} ms), the second {span(second)}."
-        )
-    wide = rows.pivot_table(index=["size", "context", "phase"], columns="warmup", values=["mean_ms", "std_fraction"])
+    cold = rows[rows["warmup"] == 0]
+    first = cold["first_ms"] / cold["steady_ms"]
+    worst = cold.loc[first.idxmax()]
+    sentences = [
+        f"The first step of a process takes {span(first)} the steady time (most: {PHASE_NAMES[worst['phase']]} of "
+        f"{case_name(worst)}, {number(worst['first_ms'])} ms against {number(worst['steady_ms'])} ms): the library "
+        "handles are made, kernels are loaded onto the device and the allocator asks the driver for memory."
+    ]
+    wide = rows.pivot_table(index=["size", "context", "phase"], columns="warmup", values="mean_ms")
     last = max(WARMUP_COUNTS)
-    means, spreads = wide["mean_ms"], wide["std_fraction"]
-    if last in means:
-        off = {w: int(((means[w] / means[last] - 1).abs() > SAME).sum()) for w in WARMUP_COUNTS if w in means}
-        text = listing(f"{off[w]} with {w}" for w in off if w != last)
+    if {1, last} <= set(wide):
+        off = {n: int(((wide[n] / wide[last] - 1).abs() > verdicts.LEVEL_BAND).sum()) for n in wide if n != last}
+        text = listing(f"{off[n]} with {n}" for n in off)
         sentences.append(
-            f"Against {last} warm-up steps, the mean is off by more than {percent(SAME)} in {text} "
-            f"warm-up steps, of {len(means)} traces."
+            f"Against {last} warm-up steps the mean is off by more than {percent(verdicts.LEVEL_BAND)} in {text} "
+            f"warm-up steps, of {len(wide)} traces: what one or two steps leave is autotuning and clocks that settle."
         )
-        spread = listing(f"{percent(spreads[w].median())} with {w}" for w in spreads)
-        sentences.append(f"Median std/mean: {spread} warm-up steps.")
     return sentences
 
 
-# ---- precision and compilation ---------------------------------------------------------------------------------
-
-
-def table_precision(frame: pd.DataFrame, phase: str = "train_step") -> pd.DataFrame:
-    """Returns the phase's time in each precision and the speed-up over fp32."""
-    rows = frame[frame["phase"] == phase] if not frame.empty else frame
-    if rows.empty:
-        return pd.DataFrame()
-    table = pivot(rows, ["size", "context"], "precision", cell)
-    speedups = _speedups(rows)
-    for precision in [name for name in table.columns[2:] if name != "fp32"]:
-        key = [(size, context) for size, context in zip(table["size"], table["context"], strict=True)]
-        table[f"{precision} speed-up"] = [times(speedups.get((*case, precision))) for case in key]
-    return table.rename(columns={name: f"{name} (ms)" for name in ("fp32", "tf32", "bf16")})
-
-
-def _speedups(rows: pd.DataFrame) -> dict[tuple[str, int, str], float]:
-    """Returns fp32's time over each other precision's, by (size, context, precision)."""
-    wide = _wide(rows, "precision")
-    if "fp32" not in wide:
-        return {}
-    ratio = wide.drop(columns="fp32").rdiv(wide["fp32"], axis=0).stack()
-    return ratio.dropna().to_dict()
-
-
-def table_compile(frame: pd.DataFrame, phase: str = "train_step") -> pd.DataFrame:
-    """Returns eager and compiled times of a phase, speed-ups, and the time of the first, compiling call."""
-    compiled = frame[frame["section"] == "compile"] if not frame.empty else frame
-    if compiled.empty:
-        return pd.DataFrame()
-    result = []
-    keys = ["size", "context", "precision"]
-    rows = _by_mode(frame)
-    for key in in_order(compiled, keys)[keys].drop_duplicates().itertuples(index=False, name=None):
-        eager = rows.get((phase, *key, "none"))
-        line = dict(zip(keys, key, strict=True)) | {"eager (ms)": cell(eager) if eager is not None else "–"}
-        for mode in ("regional", "whole"):
-            row = rows.get((phase, *key, mode))
-            first = rows.get(("compile", *key, mode))
-            line[f"{mode} (ms)"] = cell(row) if row is not None else "–"
-            both = row is not None and eager is not None and row["status"] == eager["status"] == "ok"
-            line[f"{mode} speed-up"] = times(eager["median_ms"] / row["median_ms"]) if both else "–"
-            line[f"{mode} first call (s)"] = (
-                cell(first, form=lambda value: number(value / 1000)) if first is not None else "–"
-            )
-        result.append(line)
-    return pd.DataFrame(result)
-
-
-def _by_mode(frame: pd.DataFrame) -> dict[tuple, dict]:
-    """Returns the rows by (phase, size, context, precision, compile mode)."""
-    return rows_by(frame, ["phase", "size", "context", "precision", "compile"])
-
-
-def figure_precision_compile(frame: pd.DataFrame, phase: str = "train_step") -> Figure | None:
-    """One panel per size: speed-up over eager fp32 by context, a colour per precision, a dash per compile mode."""
-    rows = frame[frame["phase"] == phase] if not frame.empty else frame
-    wide = _wide(rows, "precision", index=("size", "context", "compile")) if len(rows) else rows
-    if wide.empty or "fp32" not in wide:
-        return None
-    base = wide["fp32"].xs("none", level="compile")
-    sizes = [size for size in SIZES if size in base.index.get_level_values("size")]
-    figure, axes = figures.panels(len(sizes))
-    for axis, size in zip(axes, sizes, strict=True):
-        for precision in [name for name in ("fp32", "tf32", "bf16") if name in wide]:
-            for mode, style in figures.LINE_STYLES.items():
-                try:
-                    line = wide[precision].xs((size, mode), level=("size", "compile")).dropna()
-                except KeyError:
-                    continue
-                speedup = (base[size] / line).dropna()
-                if len(speedup) and not (precision == "fp32" and mode == "none"):
-                    axis.plot(speedup.index, speedup.values, style, color=figures.COLOURS[precision], marker="o",
-                              markersize=3, label=f"{precision}, {'eager' if mode == 'none' else mode}")  # fmt: skip
-        axis.axhline(1, color="0.4", linewidth=1)
-        figures.context_axis(axis, rows[rows["size"] == size]["context"].unique())
-        axis.set_ylim(bottom=0)
-        axis.set_ylabel("speed-up over eager fp32 (×)")
-        axis.set_title(size)
-    handles, labels = max((axis.get_legend_handles_labels() for axis in axes), key=lambda pair: len(pair[1]))
-    figure.legend(handles, labels, loc="outside lower center", ncols=4)
-    figure.suptitle(f"Precision × compile, {PHASE_NAMES[phase]}, {frame.attrs['device']}", fontsize=10)
-    return figure
-
-
-def findings_precision(frame: pd.DataFrame, phase: str = "train_step") -> list[str]:
-    """Says what TF32 and bf16 gain over fp32, and where they do not."""
-    rows = frame[(frame["phase"] == phase) & (frame["compile"] == "none")] if not frame.empty else frame
-    speedups = _speedups(rows) if len(rows) else {}
-    bound = _launch_bound(frame)
-    sentences = []
-    for precision in ("tf32", "bf16"):
-        mine = {key[:2]: value for key, value in speedups.items() if key[2] == precision}
-        if not mine:
-            continue
-        most, least = max(mine, key=mine.get), min(mine, key=mine.get)
-        text = (
-            f"A {PHASE_NAMES[phase]} in {precision} is {span(mine.values())} as fast as in fp32 "
-            f"(geometric mean {times(geometric_mean(mine.values()))}; most for {_case(*most)}, "
-            f"least for {_case(*least)})"
-        )
-        losing = [key for key, value in mine.items() if speed_word(value) != "faster"]
-        if losing:
-            launched = [key for key in losing if (*key, precision) in bound]
-            text += f"; it is not faster for {listing(_case(*key) for key in losing)}"
-            if launched:
-                text += f" ({len(launched)} of {len(losing)} launch-bound: the host sets the time, not the matrix unit)"
-        sentences.append(text + ".")
-    return sentences
-
-
-def findings_compile(frame: pd.DataFrame, phase: str = "train_step") -> list[str]:
-    """Says what compiling gains in each precision, what it costs, and after how many steps it has paid."""
-    compiled = ok_rows(frame, section="compile") if not frame.empty else frame
-    if compiled.empty:
-        return []
-    sentences = []
-    rows = _by_mode(frame)
-    for mode in ("regional", "whole"):
-        for precision in in_order(compiled, ["precision"])["precision"].unique():
-            gains, pays = {}, {}
-            first = ok_rows(compiled, phase="compile", compile=mode, precision=precision)
-            for row in ok_rows(compiled, phase=phase, compile=mode, precision=precision).to_dict("records"):
-                key = (row["size"], row["context"])
-                eager = rows.get((phase, *key, precision, "none"))
-                if eager is None or eager["status"] != "ok":
-                    continue
-                gains[key] = eager["median_ms"] / row["median_ms"]
-                cost = first[(first["size"] == key[0]) & (first["context"] == key[1])]["median_ms"]
-                if gains[key] > 1 + SAME and len(cost):
-                    pays[key] = cost.iloc[0] / (eager["median_ms"] - row["median_ms"])
-            if not gains:
-                continue
-            text = (
-                f"{mode.capitalize()} compilation in {precision}: a {PHASE_NAMES[phase]} runs {span(gains.values())} "
-                f"as fast as eager (geometric mean {times(geometric_mean(gains.values()))}, "
-                f"{count(len(gains), 'case')})"
-            )
-            if len(first):
-                text += f"; the first call takes {span(first['median_ms'] / 1000, lambda value: number(value) + ' s')}"
-            if pays:
-                text += f", paid back after {span(pays.values(), lambda value: number(value, 2))} steps"
-            slower = [key for key, value in gains.items() if speed_word(value) == "slower"]
-            if slower:
-                text += f"; it is slower for {listing(_case(*key) for key in slower)}"
-            sentences.append(text + ".")
-    return [*sentences, *_failures(frame[frame["section"] == "compile"])]
-
-
-# ---- the distance to the limit ---------------------------------------------------------------------------------
-
-
-def table_utilisation(frame: pd.DataFrame, precision: str, phase: str = "train_step") -> pd.DataFrame:
-    """Returns tokens per second, achieved rate and utilisation against the measured ceiling and the datasheet."""
-    rows = frame[(frame["phase"] == phase) & (frame["precision"] == precision)] if not frame.empty else frame
-    if rows.empty:
-        return pd.DataFrame()
-    result = []
-    for row in in_order(rows, ["size", "context"]).to_dict("records"):
-        line = {"size": row["size"], "context": row["context"]}
-        ok = row["status"] == "ok"
-        causal = row["flops_causal"] / row["flops"] if ok else None
-        ceiling, sheet = row.get("ceiling_fraction"), row.get("datasheet_fraction")
-        line["tokens/s"] = number(row["tokens_per_s"]) if ok else row["status"]
-        line["TFLOP/s"] = number(row["achieved_tflops"]) if ok else "–"
-        line["of measured ceiling"] = percent(ceiling) if ok else "–"
-        line["of datasheet"] = percent(sheet) if ok else "–"
-        line["of measured ceiling, causal FLOPs"] = percent(ceiling * causal if ok and ceiling else None)
-        result.append(line)
-    return pd.DataFrame(result)
-
-
-def table_optimizer(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns the optimizer step against the fewest bytes it can move, one row per size (its shortest context)."""
-    rows = ok_rows(frame, phase="optimizer_step", precision="fp32")
-    if rows.empty:
-        return pd.DataFrame()
-    rows = in_order(rows, ["size", "context"]).drop_duplicates("size")
+def table_pace(steps: pd.DataFrame) -> pd.DataFrame:
+    """Returns for each size and precision how much of a training step the host needs to issue it."""
+    rows = ok_rows(shown(steps), phase="train_step", precision=["fp32", "bf16"])
     return pd.DataFrame(
         {
             "size": row["size"],
-            "parameters": f"{accounting.num_parameters(SIZES[row['size']]) / 1e6:,.1f} M",
+            "context": row["context"],
+            "precision": row["precision"],
             "step (ms)": number(row["median_ms"]),
-            "GB/s": number(row["achieved_gb_per_s"]),
-            "of measured copy": percent(row["ceiling_fraction"]),
-            "of datasheet": percent(row["datasheet_fraction"]),
+            "issued after (ms)": number(row.get("launch_median_ms")),
+            "share": percent(row["launch_median_ms"] / row["host_median_ms"]) if row.get("launch_median_ms") else "–",
+            "bound by": "host" if verdicts.launch_bound(row) else "device",
         }
-        for row in rows.to_dict("records")
+        for row in in_order(rows, ["precision", "size"]).to_dict("records")
     )
 
 
-def figure_utilisation(frame: pd.DataFrame, phase: str = "train_step") -> Figure | None:
-    """One panel per precision: achieved TFLOP/s by context, a line per size, the measured and datasheet roofs."""
-    measured = ok_rows(frame, phase=phase)
-    if measured.empty:
+def findings_pace(steps: pd.DataFrame) -> list[str]:
+    """Says which steps are launch-bound, and that their time does not follow the context."""
+    rows = ok_rows(steps, phase="train_step")
+    bound = rows[[verdicts.launch_bound(row) for row in rows.to_dict("records")]]
+    if bound.empty:
+        return [f"None of {count(len(rows), 'training step')} is launch-bound: the device always has work waiting."]
+    widest = max(bound.groupby(["size", "precision"]), key=lambda item: len(item[1]))[1].sort_values("context")
+    sentences = [
+        f"{len(bound)} of {count(len(rows), 'training step')} are launch-bound: the host needs {percent(LAUNCH_BOUND)} "
+        f"or more of the time to issue the kernels. They are {listing(sorted(set(bound['size']), key=list(SIZES).index))} "
+        f"at short contexts; their times are those of this host and come out differently on another one."
+    ]
+    if len(widest) > 1:
+        low, high = widest.iloc[0], widest.iloc[-1]
+        sentences.append(
+            f"{low['size']} in {low['precision']} takes {number(low['median_ms'])} ms at context {low['context']} and "
+            f"{number(high['median_ms'])} ms at {high['context']}, with {times(high['flops'] / low['flops'])} the FLOPs: "
+            "a longer context or a larger batch is free until the device is busy."
+        )
+    return sentences
+
+
+def modes(steps: pd.DataFrame) -> pd.DataFrame:
+    """Returns training steps by `mode`: precision, and how much of the model is compiled ("bf16", "bf16 regional")."""
+    rows = select(steps, phase="train_step")
+    compiled = rows["compile"].where(rows["compile"] != "none", "")
+    return rows.assign(mode=(rows["precision"] + " " + compiled).str.strip())
+
+
+def figure_modes(steps: pd.DataFrame) -> Figure | None:
+    """Training step over fp32 eager by size, one panel per compile mode, one line per precision."""
+    rows = modes(shown(steps))
+    ratio = forms.pairs(rows, "mode", "fp32", keys=["size"])
+    if ratio.empty:
         return None
-    precisions = list(in_order(measured, ["precision"])["precision"].unique())
-    figure, axes = figures.panels(len(precisions), height=3.2)
-    for axis, precision in zip(axes, precisions, strict=True):
-        rows = measured[measured["precision"] == precision]
-        for size in [size for size in SIZES if size in set(rows["size"])]:
-            line = rows[rows["size"] == size].sort_values("context")
-            axis.plot(line["context"], line["achieved_tflops"], color=figures.COLOURS[size], marker="o", markersize=3,
-                      label=size)  # fmt: skip
-        ceiling = rows["ceiling"].dropna()
-        if len(ceiling):
-            axis.axhline(ceiling.iloc[-1], color="0.2", linestyle="--", linewidth=1, label="measured matrix product")
-        known = rows.dropna(subset=["datasheet_fraction"])
-        if len(known):
-            peak = (known["achieved_tflops"] / known["datasheet_fraction"]).iloc[-1]
-            axis.axhline(peak, color="0.2", linestyle=":", linewidth=1, label="datasheet")
-        figures.context_axis(axis, rows["context"].unique())
-        axis.set_ylim(bottom=0)
-        axis.set_ylabel("achieved rate (TFLOP/s)")
-        axis.set_title(precision)
-    handles, labels = max((axis.get_legend_handles_labels() for axis in axes), key=lambda pair: len(pair[1]))
-    figure.legend(handles, labels, loc="outside lower center", ncols=5)
-    figure.suptitle(f"Model FLOP rate of a {PHASE_NAMES[phase]}, {frame.attrs['device']}", fontsize=10)
+    sizes_of = {
+        mode: set(ratio[ratio["mode"].isin([_mode(p, mode) for p in PRECISIONS])]["size"]) for mode in COMPILE_MODES
+    }
+    present = [mode for mode, measured in sizes_of.items() if len(measured) > 1] or ["none"]
+    figure, axes = figures.panels(len(present), width=4.5 if len(present) < 3 else 3.0)
+    sizes = [size for size in SIZES if size in set(ratio["size"])]
+    for axis, mode in zip(axes, present, strict=True):
+        for precision in PRECISIONS:
+            line = ratio[ratio["mode"] == _mode(precision, mode)]
+            at = [sizes.index(size) for size in line["size"]]
+            style = figures.STYLES[precision]
+            axis.plot(at, line["ratio"], color=style.colour, marker=style.marker, linestyle=style.dash, label=precision)
+            for x, row in zip(at, line.to_dict("records"), strict=True):
+                axis.plot([x, x], [row["low"], row["high"]], color=style.colour, linewidth=3, alpha=0.3)
+        axis.axhline(1, color="0.4", linewidth=0.8)
+        axis.set_xticks(range(len(sizes)), sizes, rotation=30)
+        axis.set_title({"none": "eager", "regional": "blocks compiled", "whole": "whole model compiled"}[mode])
+        axis.set_ylabel("fp32 eager time / time")
+        axis.set_ylim(0, 1.08 * ratio["high"].max())
+    context = rows["context"].iloc[0]
+    figures.finish(
+        figure, axes, f"Speed of a training step over fp32 eager, call time, context {context}, {steps.attrs['device']}"
+    )
     return figure
 
 
-def table_growth(frame: pd.DataFrame, phase: str = "train_step") -> pd.DataFrame:
-    """Returns how the time grows with context: the fitted exponent and the factor from the shortest to the longest."""
-    measured = ok_rows(frame, phase=phase)
-    if measured.empty:
-        return pd.DataFrame()
+def _mode(precision: str, compile_mode: str) -> str:
+    return precision if compile_mode == "none" else f"{precision} {compile_mode}"
+
+
+def table_modes(steps: pd.DataFrame) -> pd.DataFrame:
+    """Returns the training step by size in every precision and compile mode, at the shown context."""
+    table = pivot(modes(shown(steps)), ["size"], "mode")
+    order = [_mode(precision, mode) for mode in COMPILE_MODES for precision in PRECISIONS]
+    return table[["size", *[mode for mode in order if mode in table]]]
+
+
+def findings_modes(steps: pd.DataFrame) -> list[str]:
+    """Says where bf16 and compiling are ahead, apart for launch-bound and device-bound rows."""
+    sentences = []
+    rows = modes(steps)
+    precision = forms.pairs(rows, "mode", "fp32", keys=["size", "context"])
+    bf16 = precision[precision["mode"] == "bf16"]
+    for bound, text in ((False, "Where the device is busy"), (True, "Where launches bind")):
+        part = bf16[bf16["launch_bound"] == bound]
+        if len(part):
+            why = "" if not bound else "; each cast is one more launch, and faster matrix products save nothing"
+            sentences.append(f"{text}, bf16 autocast is {forms.summary(part, case_name)} against fp32, call time{why}.")
+    eager = forms.pairs(select(rows, precision="bf16"), "compile", "none", keys=["size", "context"])
+    regional = eager[eager["compile"] == "regional"]
+    first = select(steps, phase="compile", compile="regional", status="ok")["median_ms"] / 1e3
+    if len(regional):
+        cost = f"; the first call takes {span(first, lambda s: f'{number(s)} s')}" if len(first) else ""
+        sentences.append(
+            f"Compiling each block in bf16 is {forms.summary(regional, case_name)} against eager, call time: "
+            f"elementwise kernels are fused and fewer are launched{cost}."
+        )
+    return sentences
+
+
+def figure_utilisation(steps: pd.DataFrame) -> Figure | None:
+    """One panel per precision: achieved TFLOP/s of a training step over context, a line per size, and the roofs."""
+    rows = select(steps, phase="train_step", compile=["none", "regional"])
+    if ok_rows(rows).empty:
+        return None
+    precisions = [precision for precision in PRECISIONS if precision in set(ok_rows(rows)["precision"])]
+    figure, axes = figures.panels(len(precisions))
+    for axis, precision in zip(axes, precisions, strict=True):
+        measured = ok_rows(rows, precision=precision)
+        for size in [size for size in SIZES if size in set(measured["size"])]:
+            style = figures.STYLES[size]
+            for mode, label, fill in (("none", size, style.colour), ("regional", "blocks compiled", "white")):
+                line = select(measured, size=size, compile=mode).sort_values("context")
+                axis.plot(line["context"], line["achieved_tflops"], color=style.colour, marker=style.marker, markersize=4,
+                          linestyle="-" if mode == "none" else ":", markerfacecolor=fill, label=label)  # fmt: skip
+        if len(roof := measured["ceiling"].dropna()):
+            axis.axhline(roof.median(), color="0.2", linestyle="--", linewidth=1, label="measured matrix product")
+        if len(known := measured.dropna(subset=["datasheet_fraction"])):
+            peak = (known["achieved_tflops"] / known["datasheet_fraction"]).iloc[-1]
+            axis.axhline(peak, color="0.2", linestyle=":", linewidth=1, label="datasheet")
+        figures.context_axis(axis, measured["context"].unique())
+        axis.set_ylim(bottom=0)
+        axis.set_ylabel("model FLOP rate (TFLOP/s)")
+        axis.set_title(precision)
+    figures.finish(
+        figure, axes, f"Model FLOP rate of a training step, call time, {steps.attrs['device']}", num_columns=5
+    )
+    return figure
+
+
+def table_utilisation(steps: pd.DataFrame) -> pd.DataFrame:
+    """Returns the best utilisation per precision and compile mode, and the convention that halves causal attention."""
+    rows = ok_rows(steps, phase="train_step", compile=["none", "regional"]).dropna(subset=["ceiling_fraction"])
     result = []
-    keys = ["size", "precision"]
-    for key, group in in_order(measured, [*keys, "context"]).groupby(keys, sort=False):
-        if len(group) < 3:
-            continue
-        first, last = group.iloc[0], group.iloc[-1]
+    for (precision, mode), group in rows.groupby(["precision", "compile"]):
+        row = group.loc[group["ceiling_fraction"].idxmax()]
         result.append(
             {
-                **dict(zip(keys, key, strict=True)),
-                "contexts": f"{first['context']}–{last['context']}",
-                "exponent": number(power_law_exponent(group["context"], group["median_ms"])),
-                "time grows": times(last["median_ms"] / first["median_ms"]),
-                "FLOPs grow": times(last["flops"] / first["flops"]),
+                "precision": precision,
+                "compile": mode,
+                "best case": case_name(row),
+                "tokens/s": number(row["tokens_per_s"]),
+                "TFLOP/s": number(row["achieved_tflops"]),
+                "of measured roof": percent(row["ceiling_fraction"]),
+                "of datasheet": percent(row["datasheet_fraction"]),
+                "of measured roof, causal FLOPs": percent(row["ceiling_fraction"] * row["flops_causal"] / row["flops"]),
             }
         )
-    return pd.DataFrame(result)
+    return in_order(pd.DataFrame(result), ["precision", "compile"]) if result else pd.DataFrame()
 
 
-def findings_utilisation(frame: pd.DataFrame, phase: str = "train_step") -> list[str]:
-    """Says how near to the limit the best case comes, what is launch-bound, and how time grows."""
-    measured = ok_rows(frame, phase=phase)
-    if measured.empty:
+def findings_utilisation(steps: pd.DataFrame) -> list[str]:
+    """Says which step comes nearest to its roof, eager and compiled."""
+    rows = ok_rows(steps, phase="train_step").dropna(subset=["ceiling_fraction"])
+    parts = []
+    for precision in PRECISIONS:
+        of_precision = select(rows, precision=precision)
+        best = {
+            mode: of_precision[of_precision["compile"] == mode]["ceiling_fraction"].max()
+            for mode in ("none", "regional")
+            if mode in set(of_precision["compile"])
+        }
+        if best:
+            words = [f"{percent(value)} {'eager' if mode == 'none' else 'compiled'}" for mode, value in best.items()]
+            parts.append(f"{' and '.join(words)} in {precision}")
+    if not parts:
         return []
-    sentences = []
-    for precision in in_order(measured, ["precision"])["precision"].unique():
-        rows = measured[measured["precision"] == precision].dropna(subset=["ceiling_fraction"])
-        if rows.empty:
-            continue
-        best, worst = (rows.loc[rows["ceiling_fraction"].agg(end)] for end in ("idxmax", "idxmin"))
-        text = (
-            f"In {precision} a {PHASE_NAMES[phase]} reaches {percent(best['ceiling_fraction'])} of the measured matrix "
-            f"product at best ({_case(best['size'], best['context'])}, {number(best['tokens_per_s'])} tokens/s)"
-        )
-        if pd.notna(best.get("datasheet_fraction")):
-            text += f", {percent(best['datasheet_fraction'])} of the datasheet,"
-        text += f" and {percent(worst['ceiling_fraction'])} at worst ({_case(worst['size'], worst['context'])})"
-        sentences.append(text + ".")
-    bound = _launch_bound(frame)
-    if bound:
-        names = [_case(*key) for key in in_order(pd.DataFrame(bound, columns=["size", "context", "precision"]),
-                                                ["size", "context", "precision"]).itertuples(index=False)]  # fmt: skip
-        sentences.append(
-            f"{len(names)} of {len(ok_rows(frame, phase='forward_backward'))} forward + backward cases are "
-            f"launch-bound (the host needs at least {percent(LAUNCH_BOUND)} of the time to issue the work): "
-            f"{listing(names)}."
-        )
-    sentences += _growth(measured)
-    return sentences
+    return [
+        f"At best a training step reaches {listing(parts)} of the matrix product's measured rate: the faster the "
+        "products, the larger the share of everything else in the step."
+    ]
 
 
-def _growth(measured: pd.DataFrame) -> list[str]:
-    """Says how time grows with the number of parameters at fixed context, for the compute-bound longest one."""
-    sentences = []
-    for precision, rows in in_order(measured, ["precision"]).groupby("precision", sort=False):
-        counts = rows.groupby("context")["size"].nunique()
-        wide_enough = counts[counts >= 3]
-        if wide_enough.empty:
-            continue
-        context = wide_enough[wide_enough == wide_enough.max()].index.max()
-        line = rows[rows["context"] == context]
-        parameters = [accounting.num_matmul_parameters(SIZES[size]) for size in line["size"]]
-        exponent = power_law_exponent(parameters, line["median_ms"])
-        sentences.append(
-            f"At context {context} in {precision}, the time grows as (parameters)^{number(exponent)} over "
-            f"{len(line)} sizes; work proportional to the parameters would give 1."
-        )
-    return sentences
+def published_steps(steps: pd.DataFrame) -> pd.DataFrame:
+    """Returns published step times beside ours of the same size, context, batch, precision, compile mode and phase.
 
-
-# ---- what others published ----------------------------------------------------------------------------------
-
-
-def published_matches(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns published step times with ours of the same size, context, batch, precision, compile mode and phase.
-
-    Of a source's warm-up study only the rows with most warm-up steps count; the ratio is theirs over ours.
+    Of a source's warm-up study only the rows with most warm-up steps count.
     """
-    if ok_rows(frame).empty:
-        return pd.DataFrame()
-    others = published.step_times()
-    others = others[others["status"] == "ok"]
+    theirs = published.step_times()
+    theirs = theirs[theirs["status"] == "ok"]
     keys = ["size", "context", "batch", "precision", "compile", "phase"]
-    warm = others["warmup_steps"].fillna(99).astype(int)
-    others = others.assign(warm=warm).sort_values("warm").drop_duplicates(["source", "gpu", *keys], keep="last")
-    ours = ok_rows(frame)[[*keys, "median_ms"]].astype({"context": "int64", "batch": "int64"})
-    others = others.astype({"context": "int64", "batch": "int64"})
-    matched = others.merge(ours, on=keys)
-    return in_order(matched.assign(ratio=matched["published_ms"] / matched["median_ms"]), ["size", "context", "phase"])
+    warm = theirs["warmup_steps"].fillna(99)
+    theirs = theirs.assign(warm=warm).sort_values("warm").drop_duplicates(["source", "gpu", *keys], keep="last")
+    theirs = theirs[theirs["context"].notna() & theirs["batch"].notna()].astype({"context": int, "batch": int})
+    return in_order(forms.matched(theirs, steps, keys), ["gpu", "size", "context", "phase"])
 
 
-def table_published(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns every published figure beside ours, one row per configuration: theirs → ours (their time over ours)."""
-    matched = published_matches(frame)
-    if matched.empty:
-        return matched
-    keys = {"GPU": "gpu", "size": "size", "context": "context", "precision": "precision", "compile": "compile"}
-    phases = in_order(matched[["phase"]].drop_duplicates(), ["phase"])["phase"].tolist()
-    lines: dict[tuple, dict[str, list[str]]] = {}
-    for row in matched.sort_values("gpu", kind="stable").to_dict("records"):
-        line = lines.setdefault(tuple(row[name] for name in keys.values()), {})
-        line.setdefault(row["phase"], []).append(theirs_and_ours(row))
-        line.setdefault("caveat", []).append(row["caveat"] or "")
-    return pd.DataFrame(
-        {
-            **dict(zip(keys, key, strict=True)),
-            **{PHASE_NAMES[phase]: ", ".join(line.get(phase, ["–"])) for phase in phases},
-            "caveat": "; ".join(filter(None, dict.fromkeys(line["caveat"]))),
-        }
-        for key, line in lines.items()
-    )
+def table_published(steps: pd.DataFrame) -> pd.DataFrame:
+    """Returns published training times beside ours, spread over the GPUs."""
+    rows = published_steps(steps).sort_values(["gpu", "context"], ascending=[True, False], kind="stable")
+    compiled = rows["compile"].map({"none": "", "regional": ", blocks compiled", "whole": ", compiled"})
+    return forms.published_table(rows.assign(compiled=compiled), lambda row: name(row) + row["compiled"])
 
 
-def table_published_summary(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns the ratio published / ours by GPU, phase, precision and compile mode."""
-    matched = published_matches(frame)
-    if matched.empty:
-        return matched
-    keys = ["gpu", "phase", "precision", "compile"]
-    return pd.DataFrame(
-        {
-            "GPU": key[0],
-            "phase": PHASE_NAMES[key[1]],
-            "precision": key[2],
-            "compile": key[3],
-            "rows": len(group),
-            "published / ours, geometric mean": times(geometric_mean(group["ratio"])),
-            "range": span(group["ratio"]),
-        }
-        for key, group in matched.groupby(keys, sort=True)
-    )
+def findings_published(steps: pd.DataFrame) -> list[str]:
+    """Says what separates the published times from ours, over the training phases of one GPU."""
+    rows = published_steps(steps)
+    parts = [
+        f"{gpu} {span(group['ratio'])} ({count(len(group), 'time')})"
+        for gpu, group in rows.groupby("gpu")
+        if len(group) > 2
+    ]
+    if not parts:
+        return []
+    return [
+        f"Published time over ours: {listing(parts)}. The published kind of time is unknown, so these say that ours "
+        "are plausible, not that one device is faster: the H100 and the H200, for instance, have the same tensor cores, "
+        "and what separates them here is the host and the software."
+    ]
 
 
-def findings_published(frame: pd.DataFrame) -> list[str]:
-    """Says how this device compares with each published one over the configurations both have."""
-    matched = published_matches(frame)
-    sentences = []
-    for (gpu, precision), group in matched.groupby(["gpu", "precision"]) if len(matched) else []:
-        mean = geometric_mean(group["ratio"])
-        word = speed_word(mean)
-        device = frame.attrs["device"]
-        comparison = "takes about the same time as" if word == "about the same" else f"is {word} than"
-        factor = "" if word == "about the same" else f", {times(max(mean, 1 / mean))} in the geometric mean"
-        against = [
-            key for key, row in group.iterrows() if speed_word(row["ratio"]) == ("slower" if mean > 1 else "faster")
-        ]
-        common = count(len(group), "configuration")
-        text = f"In {precision}, over {common} in common, this {device} {comparison} the published {gpu}{factor}"
-        if against and word != "about the same":
-            text += f", but not in {len(against)} of them"
-        sentences.append(text + ".")
-    return sentences
+def front(chapter) -> list[tuple[str, str]]:
+    """Returns the findings of this chapter for the front page, each with the heading that it links to."""
+    steps = modes(shown(chapter.records("steps", "compile")))
+    largest = [size for size in SIZES if size in set(ok_rows(steps)["size"])]
+    found = []
+    if largest:
+        row = ok_rows(steps, size=largest[-1]).set_index("mode")["median_ms"]
+        if {"fp32", "bf16", "bf16 regional"} <= set(row.index):
+            context = steps["context"].iloc[0]
+            found.append(
+                f"**A training step of {largest[-1]} at {context} tokens takes {number(row['fp32'])} ms in fp32, "
+                f"{number(row['bf16'])} ms in bf16 autocast and {number(row['bf16 regional'])} ms with its blocks "
+                f"compiled** (call time), {times(row['fp32'] / row['bf16 regional'])} faster in all."
+            )
+    sentences = [(text, "Precision and compilation") for text in found]
+    pace = findings_pace(chapter.records("steps")) if len(steps) else []
+    return sentences + [(f"**Small models wait for the host.** {text}", "Who sets the pace") for text in pace[:1]]
+
+
+def symptoms(chapter) -> list[dict[str, str]]:
+    """Returns rows for the front page's table of symptoms, with what each remedy gave here."""
+    rows = modes(chapter.records("steps", "compile"))
+    if ok_rows(rows).empty:
+        return []
+    gains = forms.pairs(select(rows, precision="bf16"), "compile", "none", keys=["size", "context"])
+    precision = forms.pairs(rows, "mode", "fp32", keys=["size", "context"])
+    busy = precision[(precision["mode"] == "bf16") & ~precision["launch_bound"]]
+    found = []
+    if len(bound := gains[gains["launch_bound"]]):
+        found.append(
+            {
+                "what you see": "the device idles between kernels; the time does not follow the context",
+                "what bounds it": "the host, which launches kernels too slowly",
+                "what to do": "compile; a larger batch; a CUDA graph",
+                "what it gave here": f"compiled: {span(bound['ratio'])} (call time)",
+            }
+        )
+    if len(busy):
+        found.append(
+            {
+                "what you see": "matrix products take most of the kernel time",
+                "what bounds it": "the tensor cores, at the rate of the precision",
+                "what to do": "bf16 autocast",
+                "what it gave here": f"{span(busy['ratio'])} over fp32 (call time)",
+            }
+        )
+    return found

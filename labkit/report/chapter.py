@@ -1,7 +1,7 @@
 """What a notebook holds: the records of its device, and how tables, figures and findings are shown."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -10,10 +10,13 @@ from matplotlib.figure import Figure
 
 from labkit.configs import FIGURES
 from labkit.records import Record, RecordStore, newest, single_device, to_frame
-from labkit.report import figures, tables
+from labkit.report import figures, tables, verdicts
 
 FIGURE_METADATA = "labkit_figure"
 """Key in an output's metadata under which the report finds the figure's file name and its description."""
+
+MAX_FINDINGS = 3
+"""Findings shown per section."""
 
 
 class Chapter:
@@ -23,7 +26,7 @@ class Chapter:
         notebook: its file name without the ending.
         device: slug of the device to show.
         output: folder that holds one folder per device; "" for the repository's figures/.
-        save_figures: write each figure's SVG beside the records (what `labkit run` and `labkit report` want).
+        save_figures: write the SVG figures and CSV tables beside the records (`labkit run` and `labkit report` do).
 
     Raises:
         RecordError: the records cannot be read, or are of another device.
@@ -31,21 +34,28 @@ class Chapter:
 
     def __init__(self, notebook: str, *, device: str, output: str = "", save_figures: bool = False):
         self.notebook = notebook
+        self.number = notebook.split("_")[0]
         self.device = device
         self.folder = Path(output or FIGURES) / device
         self.save_figures = save_figures
         self._loaded: tuple[tuple, list[Record]] | None = None
 
     @property
+    def environment(self) -> dict:
+        """Returns the recorded environment, {} without one."""
+        path = self.folder / "environment.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+    @property
     def device_name(self) -> str:
-        return self.environment_record().get("device", {}).get("name", self.device)
+        return self.environment.get("device", {}).get("name", self.device)
 
     @property
     def device_kind(self) -> str:
         """Returns "cuda", "cpu" or "mps" as recorded; without an environment, as the slug begins."""
         prefix = self.device.split("-")[0]
         by_slug = prefix if prefix in ("cpu", "mps") else "cuda"
-        return self.environment_record().get("device", {}).get("kind", by_slug)
+        return self.environment.get("device", {}).get("kind", by_slug)
 
     def all_records(self) -> list[Record]:
         """Returns the newest record of each measurement, read again only where the file has changed."""
@@ -64,97 +74,102 @@ class Chapter:
         frame.attrs |= {"device": self.device_name, "device_kind": self.device_kind}
         return frame
 
-    def environment_record(self) -> dict:
-        path = self.folder / "environment.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    def source(self) -> Markdown:
+        """Shows in one line what the chapter's records are of: device, dates, software and commit."""
+        records = self.all_records()
+        if not records:
+            return Markdown(f"*Not measured on {self.device}; `labkit run {self.number}` measures it.*")
+        dates = sorted(record.recorded_at[:10] for record in records if record.recorded_at)
+        commits = sorted({record.source.get("commit", "")[:8] for record in records} - {""})
+        torch = ", ".join(sorted({record.software.get("torch", "") for record in records} - {""}))
+        parts = [
+            self.device_name,
+            f"torch {torch}" if torch else "",
+            " to ".join(dict.fromkeys(dates[:: len(dates) - 1 or 1])),
+        ]
+        return Markdown(f"*{' · '.join(filter(None, [*parts, 'commit ' + ', '.join(commits) if commits else '']))}*")
 
-    def environment(self) -> Markdown:
-        """Shows what was measured on, with which software, from which commit."""
-        return Markdown(environment_table(self.environment_record(), self.all_records(), self.device))
+    def table(self, build: Callable[..., pd.DataFrame], *arguments, caption: str, **options) -> Markdown:
+        """Shows the table `build(*arguments, **options)` under its caption, with at most MAX_ROWS rows.
 
-    def table(self, frame: pd.DataFrame, caption: str, *, folded: bool = False) -> Markdown:
-        """Shows a table under its caption; a folded one opens on a click where Markdown is rendered as HTML.
-
-        What is the same in every row of a long folded table is said once, in its caption, and what a row repeats of the
-        one above is left out: GitHub renders no more than 500 KiB of Markdown.
+        Args:
+            build: a function of frames of records. It is not called when one of them is empty.
+            caption: "{time}" in it becomes the kind of time that the first frame holds.
         """
-        if frame.empty:
+        frame = self._built(build, arguments, options)
+        caption = caption.replace("{time}", kinds_of_time(arguments))
+        if frame is None or frame.empty:
             return Markdown(f"*{caption}: not measured on {self.device}.*")
-        if folded and (same := tables.constants(frame)):
-            caption += f" ({', '.join(f'{name}: {value}' for name, value in same.items())})"
-            frame = frame.drop(columns=list(same))
-        text = tables.to_markdown(tables.grouped(frame) if folded else frame)
-        if folded:
-            return Markdown(f"<details><summary>{caption}</summary>\n\n{text}\n\n</details>")
-        return Markdown(f"*{caption}*\n\n{text}")
+        if len(frame) > tables.MAX_ROWS:
+            caption += f" (the first {tables.MAX_ROWS} of {len(frame):,} rows)"
+            frame = frame.head(tables.MAX_ROWS)
+        return Markdown(f"*{caption}*\n\n{tables.to_markdown(frame)}")
 
-    def figure(self, figure: Figure | None, name: str, description: str):
-        """Shows a figure and, where wanted, saves it as NN_name.svg; `description` becomes its alternative text."""
+    def figure(
+        self,
+        build: Callable[..., Figure | None],
+        *arguments,
+        name: str,
+        description: str,
+        here: pd.DataFrame | None = None,
+        **options,
+    ):
+        """Shows the figure `build(*arguments, **options)` and, where wanted, saves it as NN_name.svg.
+
+        Args:
+            description: becomes the alternative text.
+            here: rows measured on this machine, drawn as stars into the panels (see `figures.mark_here`).
+        """
+        figure = self._built(build, arguments, options)
         if figure is None:
             return Markdown(f"*{description}: not measured on {self.device}.*")
-        file_name = f"{self.notebook.split('_')[0]}_{name}.svg"
-        if self.save_figures:  # drawing is most of a chapter's time: what is saved is what is shown
+        if here is not None:
+            figures.mark_here(figure, here)
+        file_name = f"{self.number}_{name}.svg"
+        if self.save_figures and here is None:  # drawing takes most of a chapter's time: what is saved is what is shown
             content = figures.svg(figure)
             (self.folder / file_name).write_bytes(content)
             image = {"image/svg+xml": content.decode()}
         else:
             image = {"image/png": figures.png(figure)}
-        metadata = {FIGURE_METADATA: {"file": file_name, "description": description}}
+        metadata = {} if here is not None else {FIGURE_METADATA: {"file": file_name, "description": description}}
         display({**image, "text/plain": description}, raw=True, metadata=metadata)
         return None
 
-    def findings(self, sentences: Sequence[str]) -> Markdown:
-        """Shows computed sentences as a list."""
+    def findings(self, build: Callable[..., Sequence[str]], *arguments, **options) -> Markdown:
+        """Shows at most MAX_FINDINGS computed sentences as a list, and how often the machine was busy."""
+        sentences = list(self._built(build, arguments, options) or [])[:MAX_FINDINGS]
         if not sentences:
             return Markdown(f"*Not measured on {self.device}.*")
         return Markdown("\n".join(f"- {sentence}" for sentence in sentences))
 
+    def full_tables(self, **derived: pd.DataFrame) -> Markdown:
+        """Links the CSV files of all sections, and of `derived` frames by name; writes them where wanted."""
+        frames = {section: self.records(section) for section in dict.fromkeys(r.section for r in self.all_records())}
+        links = []
+        for name, frame in {**frames, **derived}.items():
+            if frame.empty:
+                continue
+            file_name = f"{self.number}_{name}.csv"
+            if self.save_figures:
+                path = self.folder / "tables" / file_name
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(tables.to_csv(frame), encoding="utf-8")
+            links.append(f"[{name}](../figures/{self.device}/tables/{file_name})")
+        return Markdown(f"Full tables (CSV): {', '.join(links)}." if links else f"*Not measured on {self.device}.*")
 
-def environment_table(environment: dict, records: Sequence[Record], device: str) -> str:
-    """Returns the facts of a measurement's environment as a Markdown table.
+    @staticmethod
+    def _built(build: Callable, arguments: Sequence, options: dict):
+        if any(isinstance(argument, pd.DataFrame) and argument.empty for argument in arguments):
+            return None
+        return build(*arguments, **options)
 
-    Versions and commits come from the records themselves, since a sweep may have been resumed with others.
-    """
-    if not records:
-        return f"*Not measured on {device}.*"
 
-    def seen(values) -> str:
-        return ", ".join(sorted({str(value) for value in values if value not in (None, "")})) or "–"
-
-    rows = {"device": environment.get("device", {}).get("name", device)}
-    if gpu := environment.get("gpu"):
-        rows["GPU"] = (
-            f"{gpu['num_multiprocessors']} multiprocessors, {gpu['memory_bytes'] / 2**30:.0f} GiB, "
-            f"compute capability {gpu['compute_capability']}"
-        )
-        if "power_limit_w" in gpu:
-            rows["limits"] = f"{gpu['power_limit_w']:.0f} W, SM clock up to {gpu['max_sm_clock_mhz']} MHz"
-    if cpu := environment.get("cpu"):
-        rows["CPU"] = f"{cpu['name']}, {cpu['num_cores']} cores"
-    for package in ("torch", "triton", "cuda", "driver", "python"):
-        versions = seen(record.software.get(package) for record in records)
-        if versions != "–":
-            rows[package] = versions
-    rows["commit"] = seen(
-        f"{record.source['commit'][:12]}{' with uncommitted changes' if record.source.get('dirty') else ''}"
-        for record in records
-        if record.source.get("commit")
-    )
-    dates = sorted(record.recorded_at[:10] for record in records if record.recorded_at)
-    if dates:
-        rows["measured"] = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
-    counts = pd.Series([record.status for record in records]).value_counts().sort_index()
-    rows["records"] = ", ".join(f"{count:,} {status}" for status, count in counts.items())
-    by_version: dict[int, list[str]] = {}
-    for record in records:
-        by_version.setdefault(record.measurement_version, []).append(record.section)
-    if len(by_version) > 1 and len({record.notebook for record in records}) == 1:
-        rows["measurement versions"] = "; ".join(
-            f"{version}: {len(sections):,} records ({', '.join(sorted(set(sections)))})"
-            for version, sections in sorted(by_version.items())
-        )
-    throttled = {reason for record in records for reason in record.telemetry.get("throttle_reasons", [])}
-    if any(record.telemetry for record in records):
-        affected = sum(bool(record.telemetry.get("throttle_reasons")) for record in records)
-        rows["throttling"] = f"{', '.join(sorted(throttled))} during {affected:,} records" if throttled else "none seen"
-    return tables.to_markdown(pd.DataFrame(rows.items(), columns=["", "value"]))
+def kinds_of_time(arguments: Sequence) -> str:
+    """Returns "call time", "device time" or both, as the first frame among `arguments` was timed."""
+    for frame in arguments:
+        if isinstance(frame, pd.DataFrame) and "timer_method" in frame:
+            methods = frame["timer_method"].dropna().unique()
+            kinds = sorted({verdicts.kind_of_time({"timer_method": method}) for method in methods})
+            return f"{' and '.join(kinds)} time"
+    return "time"

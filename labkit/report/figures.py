@@ -1,65 +1,81 @@
 """What the chapters' figures share: style, one fixed colour per thing shown, gaps for what ran out of memory."""
 
-import contextlib
 import io
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from operator import itemgetter
+from typing import NamedTuple
 
 import matplotlib as mpl
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from labkit.configs import SIZES
 from labkit.report.findings import power
 
-_DEEP = sns.color_palette("deep").as_hex()
-COLOURS = {
-    # precisions and compile modes
-    "fp32": _DEEP[0],
-    "tf32": _DEEP[1],
-    "bf16": _DEEP[2],
-    "fp16": _DEEP[3],
-    "fp16_unscaled": _DEEP[6],
-    "bf16_pure": _DEEP[4],
+
+class Style(NamedTuple):
+    """How one thing is drawn in every figure. Where two colours are hard to tell apart, marker or dash differ."""
+
+    colour: str
+    marker: str = "o"
+    dash: str = "-"
+
+
+_SIZE_COLOURS = sns.color_palette("viridis", len(SIZES) + 1).as_hex()[: len(SIZES)]
+_SIZE_MARKERS = "v^osDPX*"
+STYLES = {
+    # precisions
+    "fp32": Style("#0072b2", "o"),
+    "tf32": Style("#e69f00", "s", "--"),
+    "bf16": Style("#009e73", "D", "-."),
+    "fp16": Style("#cc79a7", "^", ":"),
+    "fp16_unscaled": Style("#999999", "v", ":"),
+    "bf16_pure": Style("#5d3a9b", "P", "--"),
     # phases
-    "inference": _DEEP[7],
-    "forward": _DEEP[0],
-    "backward": _DEEP[3],
-    "forward_backward": _DEEP[4],
-    "optimizer_step": _DEEP[5],
-    "train_step": _DEEP[8],
-    # implementations of attention and of the weighted sum: ours in reds, what materialises the scores in dull tones
-    "eager": _DEEP[7],
-    "compiled": _DEEP[5],
-    "sdpa": "#4d4d4d",
-    "sdpa_math": _DEEP[6],
-    "sdpa_flash": _DEEP[0],
-    "sdpa_cudnn": _DEEP[2],
-    "sdpa_efficient": _DEEP[9],
-    "flex": _DEEP[4],
-    "fa3": _DEEP[1],
-    "fa3_deterministic": "#f2b391",
-    "tiled": _DEEP[8],
-    "triton": "#e8989a",
-    "triton_ieee": "#b06a6c",
-    "triton_tf32": "#f0bcbd",
-    "gluon": _DEEP[3],
-    "gluon_unordered": "#5f1417",
-    "auto": "#8a1c20",
-    # sizes, dark to light
-    **dict(zip(SIZES, sns.color_palette("viridis", len(SIZES)).as_hex(), strict=True)),
+    "inference": Style("#999999", "v", ":"),
+    "forward": Style("#0072b2", "o"),
+    "backward": Style("#d55e00", "s", "--"),
+    "forward_backward": Style("#5d3a9b", "D", "-."),
+    "optimizer_step": Style("#e69f00", "^", ":"),
+    "train_step": Style("#000000", "P"),
+    # ways to run a model
+    "none": Style("#0072b2", "o"),
+    "regional": Style("#d55e00", "s", "--"),
+    "whole": Style("#009e73", "D", ":"),
+    # implementations of attention: ours in reds, solid; the rest dashed or dotted
+    "eager": Style("#7f7f7f", "x"),
+    "compiled": Style("#8c6d31", "s", ":"),
+    "compiled_heads": Style("#8c6d31", "D", "-."),
+    "sdpa": Style("#4d4d4d", "d", "--"),
+    "sdpa_math": Style("#cc79a7", "v", ":"),
+    "sdpa_flash": Style("#0072b2", "o", "--"),
+    "sdpa_cudnn": Style("#009e73", "D", "--"),
+    "sdpa_efficient": Style("#56b4e9", "^", "-."),
+    "flex": Style("#5d3a9b", "P", ":"),
+    "fa3": Style("#e69f00", "s", "--"),
+    "fa3_deterministic": Style("#f2b391", "s", ":"),
+    "tiled": Style("#b0a28f", "v", ":"),
+    "triton": Style("#d67a7c", "^"),
+    "triton_ieee": Style("#b06a6c", "v", "-."),
+    "triton_tf32": Style("#f0bcbd", "^", "--"),
+    "gluon": Style("#b2182b", "o"),
+    "gluon_unordered": Style("#5f1417", "*", "-."),
+    "auto": Style("#8a1c20", "h"),
+    **{
+        size: Style(colour, marker, dash)
+        for size, colour, marker, dash in zip(SIZES, _SIZE_COLOURS, _SIZE_MARKERS, ["-", "--"] * 4, strict=True)
+    },
 }
-"""One colour per implementation, phase or size, the same in every figure of the report."""
+"""One style per precision, phase, implementation and size, the same in every figure of the report."""
 
-SERIES = _DEEP
-"""Colours, by number, of what has no fixed one."""
+COLOURS = {name: style.colour for name, style in STYLES.items()}
 
-LINE_STYLES = {"none": "-", "regional": "--", "whole": ":"}
+SERIES = ["#0072b2", "#e69f00", "#009e73", "#d55e00", "#5d3a9b", "#7f7f7f", "#56b4e9", "#cc79a7", "#8c6d31", "#000000"]
+"""Colours, by number, of what has no style of its own."""
 
 # Set once for the process: a text takes its size when it is made, wherever that happens.
 _STYLE = {
@@ -78,25 +94,11 @@ _STYLE = {
 mpl.rcParams.update(_STYLE)
 
 
-class _Figure(Figure):
-    """A figure that is drawn once when it is saved.
-
-    matplotlib draws it twice, the first time only so that the layout is made; here the layout is all that is done.
-    """
-
-    def draw(self, renderer) -> None:
-        engine = self.get_layout_engine()
-        if self.canvas.is_saving() and isinstance(engine, ConstrainedLayoutEngine):
-            engine.execute(self)
-        else:
-            super().draw(renderer)
-
-
-def panels(num_panels: int, *, num_columns: int = 3, width: float = 3.4, height: float = 2.8) -> tuple[Figure, list]:
-    """Returns a figure of `num_panels` axes in rows of `num_columns`."""
+def panels(num_panels: int, *, num_columns: int = 3, width: float = 3.0, height: float = 2.6) -> tuple[Figure, list]:
+    """Returns a figure of `num_panels` axes in rows of `num_columns`; three of them are 900 px wide."""
     num_columns = min(num_columns, num_panels)
     num_rows = -(-num_panels // num_columns)
-    figure = _Figure(figsize=(width * num_columns, height * num_rows), layout="constrained")
+    figure = Figure(figsize=(width * num_columns, height * num_rows), layout="constrained")
     axes = figure.subplots(num_rows, num_columns, squeeze=False).flatten().tolist()
     for unused in axes[num_panels:]:
         unused.remove()
@@ -106,12 +108,22 @@ def panels(num_panels: int, *, num_columns: int = 3, width: float = 3.4, height:
     return figure, axes[:num_panels]
 
 
-def context_axis(axis: Axes, contexts: Sequence[int]) -> None:
-    """Makes x a log2 axis of context lengths with a tick at each measured one."""
+def mark_here(figure: Figure, points: pd.DataFrame) -> None:
+    """Draws the rows of `points` (columns x, y and optionally panel, a number) as stars labelled "this machine"."""
+    for row in points.to_dict("records"):
+        axis = figure.axes[int(row.get("panel", 0))]
+        axis.plot([row["x"]], [row["y"]], marker="*", markersize=14, color="#d55e00", markeredgecolor="black", zorder=5)
+        axis.annotate("this machine", (row["x"], row["y"]), xytext=(8, 4), textcoords="offset points", fontsize=8)
+
+
+def context_axis(axis: Axes, contexts: Sequence[int], label: str = "context (tokens)") -> None:
+    """Makes x a log2 axis of lengths with a tick at each measured one, every other one where they are many."""
+    lengths = sorted(contexts)
     axis.set_xscale("log", base=2)
-    axis.set_xticks(sorted(contexts), [str(context) for context in sorted(contexts)])
+    ticks = lengths[:: -(-len(lengths) // 6)]
+    axis.set_xticks(ticks, [f"{n // 1024}k" if n >= 8192 and n % 1024 == 0 else str(n) for n in ticks])
     axis.minorticks_off()
-    axis.set_xlabel("context (tokens)")
+    axis.set_xlabel(label)
 
 
 def log_time_axis(axis: Axes, label: str = "time (ms)") -> None:
@@ -131,16 +143,90 @@ def log_scale(axes: Axes, which: str, base: int = 10) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def line_with_band(axis: Axes, rows: pd.DataFrame, x: str, *, label: str, colour: str, **line) -> None:
-    """Draws the median over x with its p20–p80 band; x values that ran out of memory become crosses at the top."""
-    columns = [name for name in ("median_ms", "p20_ms", "p80_ms") if name in rows]
-    points = sorted(zip(*(rows[name].tolist() for name in (x, "status", *columns)), strict=True), key=itemgetter(0))
-    measured = [point for point in points if point[1] == "ok"]
+def line_with_band(
+    axis: Axes, rows: pd.DataFrame, x: str, *, label: str, style: Style, y: str = "median_ms", scale: float = 1.0
+) -> None:
+    """Draws `y` over x, the median with its p20–p80 band; x values that ran out of memory become crosses at the top."""
+    band = [name for name in ("p20_ms", "p80_ms") if name in rows and y == "median_ms"]
+    points = sorted(zip(*(rows[name].tolist() for name in (x, "status", y, *band)), strict=True), key=itemgetter(0))
+    measured = [point for point in points if point[1] == "ok" and point[2] == point[2]]
     if measured:
-        at, _, median, low, high = zip(*measured, strict=True)
-        axis.plot(at, median, color=colour, label=label, marker="o", markersize=3, **line)
-        axis.fill_between(at, low, high, color=colour, alpha=0.25, linewidth=0)
-    _mark(axis, points, colour)
+        at, _, median, *ends = zip(*measured, strict=True)
+        axis.plot(at, [value * scale for value in median], color=style.colour, linestyle=style.dash,
+                  label=label, marker=style.marker, markersize=4, linewidth=1.4)  # fmt: skip
+        if ends:
+            axis.fill_between(
+                at, *([v * scale for v in end] for end in ends), color=style.colour, alpha=0.2, linewidth=0
+            )
+    _mark(axis, points, style.colour)
+
+
+def curves(
+    frame: pd.DataFrame,
+    *,
+    x: str,
+    line: str,
+    panel: str | None = None,
+    y: str = "median_ms",
+    label: str = "time (ms)",
+    names: Callable[[str], str] = str,
+    scale: float = 1.0,
+    x_label: str = "context (tokens)",
+    title: str = "",
+    num_columns: int = 3,
+) -> Figure | None:
+    """Returns one panel per value of `panel`, one styled line per value of `line`, `y` over `x` on log axes.
+
+    Args:
+        frame: rows in the order in which panels and lines are wanted, failed ones included; they become marks.
+        label: of the y axis, with its unit; names: what a value of `line` or `panel` is called; scale: factor on `y`.
+        title: what is shown; the device's name is added.
+
+    Returns:
+        The figure, or None when nothing was measured.
+    """
+    if frame.empty or not (frame["status"] == "ok").any():
+        return None
+    shown = list(dict.fromkeys(frame[panel])) if panel else [None]
+    figure, axes = panels(len(shown), num_columns=num_columns)
+    for axis, value in zip(axes, shown, strict=True):
+        rows = frame if panel is None else frame[frame[panel] == value]
+        for name in dict.fromkeys(rows[line]):
+            line_with_band(axis, rows[rows[line] == name], x, label=names(name), style=STYLES[name], y=y, scale=scale)
+        context_axis(axis, rows[x].unique(), x_label)
+        log_time_axis(axis, label)
+        if panel:
+            axis.set_title(names(value))
+    finish(figure, axes, f"{title}, {frame.attrs['device']}" if title else "")
+    return figure
+
+
+def finish(figure: Figure, axes: Sequence[Axes], title: str = "", *, num_columns: int = 6) -> None:
+    """Gives a figure its title and one legend for all panels, below them; × marks what ran out of memory."""
+    handles: dict[str, object] = {}
+    for axis in axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    if handles:
+        columns = min(len(handles), num_columns)
+        figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=columns)
+    if title:
+        figure.suptitle(title, fontsize=10)
+
+
+def label_ends(axis: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
+    """Writes each line's name beside its last point, moved apart so that no two overlap; y must be logarithmic.
+
+    Args:
+        ends: x, y, text and colour of each line's last point.
+    """
+    low, high = (math.log(limit) for limit in axis.get_ylim())
+    gap = 0.065 * (high - low)
+    at = -math.inf
+    for x, y, text, colour in sorted(ends, key=itemgetter(1)):
+        at = max(math.log(y), at + gap)
+        axis.annotate(text, (x, y), xytext=(x * 1.12, math.exp(at)), color=colour, fontsize=7.5, va="center",
+                      annotation_clip=False)  # fmt: skip
 
 
 def mark_failures(axis: Axes, rows: pd.DataFrame, x: str, *, colour: str) -> None:
@@ -169,45 +255,12 @@ def svg(figure: Figure) -> bytes:
     return _saved(figure, format="svg", metadata={"Date": None, "Creator": None})
 
 
-def png(figure: Figure, dpi: int = 80) -> bytes:
+def png(figure: Figure, dpi: int = 100) -> bytes:
     """Returns the figure as PNG, for the outputs kept in a notebook."""
     return _saved(figure, format="png", dpi=dpi, metadata={"Software": None})
 
 
 def _saved(figure: Figure, **options) -> bytes:
     buffer = io.BytesIO()
-    with _texts_set_once():
-        figure.savefig(buffer, **options)
+    figure.savefig(buffer, **options)
     return buffer.getvalue()
-
-
-@contextlib.contextmanager
-def _texts_set_once() -> Iterator[None]:
-    """Keeps matplotlib from setting the same text again each time it is asked for its size, eight times on average.
-
-    Every step of the layout asks every tick's label anew, and a quarter of a figure's time goes there. The method is
-    private: where a version of matplotlib has none of this name, nothing is kept.
-    """
-    set_text = getattr(Text, "_get_layout", None)
-    if set_text is None:
-        yield
-        return
-    layouts: dict[tuple, object] = {}
-
-    def layout(text: Text, renderer) -> object:
-        if text.get_wrap() or text.get_transform_rotates_text():
-            return set_text(text, renderer)  # these depend on where the text stands
-        key = (
-            text.get_text(), hash(text.get_fontproperties()), text.get_rotation(), text.get_rotation_mode(),
-            text.get_horizontalalignment(), text.get_verticalalignment(), text._multialignment, text._linespacing,
-            text.get_usetex(), text.get_parse_math(), text.get_figure(root=True).dpi, renderer,
-        )  # fmt: skip
-        if key not in layouts:
-            layouts[key] = set_text(text, renderer)
-        return layouts[key]
-
-    Text._get_layout = layout
-    try:
-        yield
-    finally:
-        Text._get_layout = set_text

@@ -1,14 +1,8 @@
-"""Words for numbers: every comparison in the report is one of these, chosen from the records by thresholds."""
+"""Numbers as text: significant digits, percentages, ratios, lists."""
 
 import math
 import re
 from collections.abc import Iterable
-
-SAME = 0.03
-"""Two times within 3 % of each other are called about the same: medians drift that much between sessions."""
-
-STABLE = 0.01
-"""A median whose interval is wider than ±1 % is called unstable."""
 
 
 def number(value: float | int | None, digits: int = 3) -> str:
@@ -48,13 +42,6 @@ def times(ratio: float | None) -> str:
     return "–" if ratio is None or not math.isfinite(ratio) else f"{number(ratio)}×"
 
 
-def speed_word(speedup: float) -> str:
-    """Returns "faster", "slower" or "about the same" for a ratio of the old time to the new."""
-    if abs(speedup - 1) <= SAME:
-        return "about the same"
-    return "faster" if speedup > 1 else "slower"
-
-
 def span(values: Iterable[float], form=times) -> str:
     """Returns "low to high" of the values, or the one value when both render alike."""
     ordered = sorted(values)
@@ -75,9 +62,13 @@ def count(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
-def geometric_mean(values: Iterable[float]) -> float:
-    values = list(values)
-    return math.exp(sum(math.log(value) for value in values) / len(values))
+def anchor(heading: str) -> str:
+    """Returns the address of a heading within its page, as GitHub forms it.
+
+    >>> anchor("01 · Benchmarking")
+    '01--benchmarking'
+    """
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def power_law_exponent(x: Iterable[float], y: Iterable[float]) -> float:

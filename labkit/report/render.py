@@ -1,4 +1,4 @@
-"""report.md: the executed notebooks without their code, one chapter each, under a header from the records."""
+"""report.md: a front page, then the executed notebooks without their code and lessons, one chapter each."""
 
 import base64
 import contextlib
@@ -17,7 +17,8 @@ import pandas as pd
 from labkit import notebooks
 from labkit.configs import FIGURES, REFERENCE_DEVICE, REPOSITORY
 from labkit.records import Record, RecordStore, newest
-from labkit.report.chapter import FIGURE_METADATA, environment_table
+from labkit.report import figures, front
+from labkit.report.chapter import FIGURE_METADATA, Chapter
 
 MOST_AT_ONCE = 4
 """Notebooks that are executed at a time for a report, on as many cores; each needs about 300 MB."""
@@ -73,15 +74,23 @@ def rebuild(
     missing = [name for name in notebooks.names() if records.get(name) and name not in executed]
     executed |= _execute_all(missing, values)
     if save_notebooks:
-        for name, shown in _execute_all(notebooks.names(), {}).items():
+        for name, shown in _execute_all(notebooks.names(), {}, lessons=True).items():
             _save_outputs(name, shown)
-    chapters = [
-        _chapter_markdown(executed[name]) if records.get(name) else _unmeasured_chapter(name, device)
+    measured_chapters = {
+        name: Chapter(name, device=device, output=str(output or "")) for name in notebooks.names() if records.get(name)
+    }
+    bodies = [
+        _chapter_markdown(executed[name], device) if records.get(name) else _unmeasured_chapter(name, device)
         for name in notebooks.names()
     ]
-    text = "\n\n".join([_header(folder, device, records), *chapters]) + "\n"
+    first = front.page(measured_chapters, _save_roofline(measured_chapters, folder))
+    unfinished = filter(None, (_not_finished(folder, notebook) for notebook in records))
+    text = "\n\n".join([first, *unfinished, *bodies]) + "\n"
 
     written = [_write(folder / "report.md", text.replace(_FIGURES_FOLDER, ""))]
+    if device != REFERENCE_DEVICE:  # the reference device's executed notebooks are those in notebooks/
+        for name, notebook in executed.items():
+            _save_executed(name, notebook, folder)
     if output is None and top_level:
         prefix = f"{folder.relative_to(REPOSITORY).as_posix()}/"
         written.append(_write(REPOSITORY / "report.md", text.replace(_FIGURES_FOLDER, prefix)))
@@ -127,7 +136,7 @@ def records_of(folder: Path) -> dict[str, list[Record]]:
 _FIGURES_FOLDER = "labkit-figures-folder/"
 
 
-def _execute_all(names: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
+def _execute_all(names: Sequence[str], values: Mapping[str, Any], *, lessons: bool = False) -> dict[str, Any]:
     """Returns the executed notebooks by name, several at a time, each thread in a kernel of its own.
 
     Raises NotebookError for the first one that failed.
@@ -141,27 +150,34 @@ def _execute_all(names: Sequence[str], values: Mapping[str, Any]) -> dict[str, A
 
         pool = ThreadPoolExecutor(num_kernels, initializer=start)
         try:
-            done = pool.map(lambda name: notebooks.execute(name, values, kernel=kernel.own), names)
+            done = pool.map(lambda name: notebooks.execute(name, values, kernel=kernel.own, lessons=lessons), names)
             return dict(zip(names, done, strict=True))
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def _header(folder: Path, device: str, records: Mapping[str, Sequence[Record]]) -> str:
-    path = folder / "environment.json"
-    environment = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    name = environment.get("device", {}).get("name", device)
-    all_records = [record for group in records.values() for record in group]
-    return "\n\n".join(
-        [
-            f"# A transformer measured on {name}",
-            "Every number, table, figure and comparison below is computed from the recorded measurements by "
-            "`labkit report`; nothing is typed in. Times are milliseconds, GB/s means 10⁹ bytes per second, GiB 2³⁰ "
-            "bytes, a multiply-add counts as two FLOPs.",
-            environment_table(environment, all_records, device),
-            *filter(None, (_not_finished(folder, notebook) for notebook in records)),
-        ]
-    ).strip()
+def _save_roofline(chapters: Mapping[str, Chapter], folder: Path) -> str | None:
+    """Saves the front page's figure and returns its Markdown; None without the records for it."""
+    figure = front.roofline(chapters)
+    if figure is None:
+        return None
+    (folder / "front_roofline.svg").write_bytes(figures.svg(figure))
+    description = "Attention's achieved FLOP rate over arithmetic intensity, under the measured roofs"
+    return f"![{description}]({_FIGURES_FOLDER}front_roofline.svg)"
+
+
+def _save_executed(name: str, executed, folder: Path) -> None:
+    """Writes the executed notebook beside its records, lesson cells in their places, without outputs."""
+    import nbformat
+
+    done = {cell["id"]: cell for cell in executed.cells}
+    notebook = notebooks.read(name)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            source = done.get(cell["id"], {})
+            cell["outputs"] = source.get("outputs", [])
+            cell["execution_count"] = source.get("execution_count")
+    nbformat.write(notebook, folder / f"{name}.ipynb")
 
 
 def _not_finished(folder: Path, notebook: str) -> str:
@@ -182,7 +198,7 @@ def _unmeasured_chapter(name: str, device: str) -> str:
     return f"{question}\n\n*Not measured on {device}; `labkit run {number}` measures it.*"
 
 
-def _chapter_markdown(executed) -> str:
+def _chapter_markdown(executed, device: str) -> str:
     from nbconvert import MarkdownExporter
     from nbconvert.preprocessors import TagRemovePreprocessor
     from traitlets.config import Config
@@ -203,7 +219,7 @@ def _chapter_markdown(executed) -> str:
     exporter = MarkdownExporter(config=config)
     exporter.register_preprocessor(TagRemovePreprocessor(config=config), enabled=True)
     text, _ = exporter.from_notebook_node(executed)
-    return _as_chapter(text)
+    return _as_chapter(text).replace(f"../figures/{device}/", _FIGURES_FOLDER)
 
 
 def _as_chapter(text: str) -> str:

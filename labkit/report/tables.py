@@ -1,14 +1,16 @@
-"""What the chapters' tables share: order of rows, cells for failures, Markdown."""
+"""What the chapters' tables share: order of rows, cells for failures, Markdown and CSV."""
 
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Sequence
 
 import pandas as pd
 
 from labkit.configs import COMPILE_MODES, PHASES, PRECISIONS, SIZES
-from labkit.report.findings import number, times
+from labkit.report.findings import number
+
+MAX_ROWS = 12
+"""Rows of a table in the report; the CSV file of the section holds all of them."""
 
 PHASE_NAMES = {
     "inference": "inference",
@@ -28,19 +30,14 @@ ORDER = {
 }
 """Order of the values of each column that is not numeric."""
 
-
-LONG = 20
-"""Rows from which on a folded table is given a shorter shape."""
-
-STATISTICS = ("median", "p20–p80", "mean ± std", "steps")
-"""What `spread` gives."""
+NOT_IN_CSV = ("section", "samples", "observed", "session", "timer_interval", "timer_num_warmup", "timer_stop_reason")
 
 
 def once_per_frame(function: Callable[..., pd.DataFrame]) -> Callable[..., pd.DataFrame]:
-    """Returns `function`, which selects from a frame of records, so that it works once for a frame and its arguments.
+    """Returns `function`, a selection from a frame of records, evaluated once per frame and arguments.
 
-    Tables, figures and findings of a section all begin with the same selection of the same records. What is returned
-    is a frame of its own, so that a caller may change it; the frame given must not change.
+    Tables, figures and findings of a section begin with the same selection. Each caller gets a copy; the frame given
+    must not change.
     """
     made: dict[tuple, pd.DataFrame] = {}
 
@@ -66,12 +63,13 @@ def in_order(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
 
 
 def select(frame: pd.DataFrame, **equal) -> pd.DataFrame:
-    """Returns the rows whose columns have the given values."""
+    """Returns the rows whose columns have the given value, or one of the given values; attributes are kept."""
     if frame.empty:
         return frame
-    mask = True
+    mask = pd.Series(True, index=frame.index)
     for column, value in equal.items():
-        mask = mask & (frame[column] == value).to_numpy()
+        values = value if isinstance(value, list | tuple | set) else [value]
+        mask &= frame[column].isin(values) if column in frame else False
     return frame[mask]
 
 
@@ -80,20 +78,14 @@ def ok_rows(frame: pd.DataFrame, **equal) -> pd.DataFrame:
     return select(frame, status="ok", **equal)
 
 
-def rows_by(frame: pd.DataFrame, columns: Sequence[str]) -> dict[tuple, dict]:
-    """Returns each row by its values of `columns`; of rows with the same values the last."""
-    if frame.empty:
-        return {}
-    keys = zip(*(frame[name].tolist() for name in columns), strict=True)
-    return dict(zip(keys, frame.to_dict("records"), strict=True))
+def cell(row: dict, name: str = "median_ms", form: Callable[[float], str] = number) -> str:
+    """Returns a value as text, or the status where there is none; ⚠ marks one measured on a busy machine."""
+    if row["status"] != "ok":
+        return row["status"]
+    return ("⚠ " if row.get("disturbed") is True else "") + form(row.get(name))
 
 
-def cell(row: dict | pd.Series, column: str = "median_ms", form: Callable[[float], str] = number) -> str:
-    """Returns the value of a measured row, or its status ("oom") where there is no value."""
-    return form(row[column]) if row["status"] == "ok" else str(row["status"])
-
-
-def pivot(frame: pd.DataFrame, index: Sequence[str], columns: str, text: Callable[[dict], str]) -> pd.DataFrame:
+def pivot(frame: pd.DataFrame, index: Sequence[str], columns: str, text: Callable[[dict], str] = cell) -> pd.DataFrame:
     """Returns a table with one row per `index` and one column per value of `columns`; "–" where not measured."""
     names = list(dict.fromkeys(in_order(frame[[columns]], [columns])[columns]))
     rows = {}
@@ -107,69 +99,29 @@ def pivot(frame: pd.DataFrame, index: Sequence[str], columns: str, text: Callabl
     )
 
 
-def spread(row: dict) -> dict[str, str]:
-    """Returns the cells of a measured row's statistics (ms), of which "–" where there is no value.
-
-    "steps" is warm-up + timed; † says that the time ran out before there were as many as wanted.
-    """
-    if row["status"] != "ok":
-        return {"median": cell(row)} | dict.fromkeys(STATISTICS[1:], "–")
-    limited = "†" if row["timer_stop_reason"] == "time limit" else ""
-    return {
-        "median": number(row["median_ms"]),
-        "p20–p80": "–".join(dict.fromkeys((number(row["p20_ms"]), number(row["p80_ms"])))),
-        "mean ± std": f"{number(row['mean_ms'])} ± {number(row['std_ms'], 2)}",
-        "steps": f"{int(row['timer_num_warmup'])}+{int(row['n'])}{limited}",
-    }
-
-
-def theirs_and_ours(row: dict) -> str:
-    """Returns a published time and ours (ms), and their time over ours: "2.00 → 1.00 (2.00×)"."""
-    return f"{number(row['published_ms'])} → {number(row['median_ms'])} ({times(row['ratio'])})"
-
-
-def constants(frame: pd.DataFrame) -> dict[str, str]:
-    """Returns the columns of a long table that hold one and the same value in every row."""
-    if len(frame) < LONG:
-        return {}
-    return {name: str(frame[name].iloc[0]) for name in frame.columns[:-1] if frame[name].nunique(dropna=False) == 1}
-
-
-def grouped(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns a long table with what a row's first cells repeat of the row above left blank.
-
-    Those are as many columns from the left as at least half of the rows repeat together; a row that differs in one of
-    them shows them all.
-    """
-    if len(frame) < LONG:
-        return frame
-    rows = [list(row) for row in frame.itertuples(index=False, name=None)]
-    for num_columns in range(len(frame.columns) - 1, 0, -1):
-        repeats = [above[:num_columns] == row[:num_columns] for above, row in itertools.pairwise(rows)]
-        if sum(repeats) >= len(rows) / 2:
-            shown = [
-                [""] * num_columns + row[num_columns:] if repeat else row
-                for repeat, row in zip([False, *repeats], rows, strict=True)
-            ]
-            return pd.DataFrame(shown, columns=frame.columns, dtype=object)
-    return frame
-
-
 def to_markdown(frame: pd.DataFrame) -> str:
-    """Returns a Markdown table; numbers and statuses to the right, pipes escaped.
-
-    Columns are not padded to one width: that would be half of a report which may not grow without bound.
-    """
-    named = {*ORDER, "value"}  # words, even where some begin with a digit
-    rules = ["---" if name in named or _is_text(frame[name]) else "---:" for name in frame.columns]
-    columns = [[_escaped(value) for value in frame[name].tolist()] for name in frame.columns]
-    rows = [[_escaped(name) for name in frame.columns], *zip(*columns, strict=True)]
+    """Returns a Markdown table; numbers and statuses to the right, pipes and angle brackets escaped."""
+    rules = ["---" if name in ORDER or _is_text(frame[name]) else "---:" for name in frame.columns]
+    columns = [[escaped(value) for value in frame[name].tolist()] for name in frame.columns]
+    rows = [[escaped(name) for name in frame.columns], *zip(*columns, strict=True)]
     head, *lines = ["".join(f"| {text} " if text else "| " for text in row) + "|" for row in rows]
     return "\n".join([head, "|" + "|".join(rules) + "|", *lines])
 
 
-def _escaped(value: object) -> str:
-    return str(value).replace("|", "\\|")
+def to_csv(frame: pd.DataFrame) -> str:
+    """Returns the rows as CSV: case, phase, status and metrics, floats with six significant digits.
+
+    Columns that are empty throughout, nested values and what only identifies a record are left out.
+    """
+    kept = frame.drop(columns=[name for name in NOT_IN_CSV if name in frame])
+    kept = kept.loc[:, [not (kept[name].isna() | (kept[name] == "")).all() for name in kept]]
+    return kept.to_csv(index=False, float_format="%.6g", lineterminator="\n")
+
+
+def escaped(value: object) -> str:
+    """Returns `value` as it may stand in a Markdown table: no column, no HTML tag comes out of it."""
+    text = str(value).replace("|", "\\|")
+    return text if text.startswith("`") else text.replace("<", "&lt;")  # inside code, Markdown escapes it
 
 
 def _is_text(column: pd.Series) -> bool:

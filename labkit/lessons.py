@@ -1,0 +1,79 @@
+"""What the notebooks' lesson cells call: a kernel's source, one case measured on this machine, a control to turn.
+
+The lessons run live, on any machine, and leave no record.
+"""
+
+import importlib
+import inspect
+import textwrap
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+from IPython.display import Markdown
+
+from labkit import hardware
+
+
+def show_source(function: Any, start: str = "", lines: int = 20) -> Markdown:
+    """Shows the source of a function or kernel as it runs.
+
+    Args:
+        function: a Python function, class or Triton kernel.
+        start: text in the first line shown; "" for the definition.
+        lines: number of lines.
+
+    Raises:
+        ValueError: no line holds `start`.
+    """
+    source = inspect.getsource(getattr(function, "fn", function)).splitlines()
+    first = next((number for number, line in enumerate(source) if start in line), None)
+    if first is None:
+        raise ValueError(f"no line of {getattr(function, '__name__', function)!r} holds {start!r}")
+    text = textwrap.dedent("\n".join(source[first : first + lines]))
+    return Markdown(f"```python\n{text}\n```")
+
+
+def measure_here(notebook: str, section: str, phase: str, **changes: Any) -> pd.DataFrame:
+    """Measures one case on this machine, in this process, and returns it as a frame of one row.
+
+    Args:
+        notebook: "01_benchmarking"; section: of its records; phase: what to time.
+        changes: parameters of the case that differ from the section's first one in the smoke profile.
+
+    Returns:
+        The case's parameters and metrics as columns, as `Chapter.records` names them.
+
+    Raises:
+        ValueError: an unknown section, phase or parameter; names the accepted ones.
+    """
+    experiment = importlib.import_module(f"labkit.experiments.{notebook.split('_', 1)[1]}")
+    cases = experiment.cases("smoke", hardware.detect().kind)
+    of_section = [case for case in cases if case.section == section]
+    if not of_section:
+        raise ValueError(f"unknown section {section!r}; accepted: {', '.join(dict.fromkeys(c.section for c in cases))}")
+    case = of_section[0]
+    if unknown := changes.keys() - case.parameters.keys():
+        raise ValueError(f"unknown parameter {sorted(unknown)[0]!r}; accepted: {', '.join(case.parameters)}")
+    if phase not in case.phases:
+        raise ValueError(f"unknown phase {phase!r}; accepted: {', '.join(case.phases)}")
+    case = replace(case, parameters={**case.parameters, **changes}, phases=(phase,))
+    for name, run in experiment.run_case(case, {}):
+        measured = run()
+        if name == phase:
+            return pd.DataFrame([{**measured.case, **measured.metrics, "phase": phase, "status": "ok"}])
+    raise ValueError(f"{section} gave no phase {phase!r}")
+
+
+def explore(function: Callable[..., Any], **choices: Any) -> Any:
+    """Calls `function` with a control for each of `choices` where ipywidgets is installed, else once with the first.
+
+    Args:
+        choices: the values of each argument, a sequence.
+    """
+    try:
+        import ipywidgets
+    except ImportError:
+        return function(**{name: values[0] for name, values in choices.items()})
+    return ipywidgets.interact_manual(function, **{name: list(values) for name, values in choices.items()})

@@ -1,0 +1,148 @@
+"""Forms that several chapters share: pairs of times, their summary, what ran out of memory, prediction, publications.
+
+Each takes frames of records as `Chapter.records` gives them; rows that are not "ok" never enter a ratio.
+"""
+
+from collections.abc import Callable, Sequence
+
+import pandas as pd
+
+from labkit.report import verdicts
+from labkit.report.findings import count, listing, number, percent, times
+from labkit.report.tables import PHASE_NAMES, in_order, ok_rows
+
+
+def pairs(
+    frame: pd.DataFrame, column: str, base: str, *, keys: Sequence[str], value: str = "median_ms"
+) -> pd.DataFrame:
+    """Returns one row per case and other value of `column`, with the ratio of the base's time to its own.
+
+    Args:
+        frame: records; column: what the two sides differ in, e.g. "precision"; base: its value on the one side.
+        keys: columns that tell the cases apart; value: the time compared.
+
+    Returns:
+        Columns `keys`, `column`, base_<value>, <value>, ratio, low, high, verdict, launch_bound. Above 1 the other is
+        faster than the base.
+    """
+    rows = {}
+    for row in ok_rows(frame).to_dict("records"):
+        rows.setdefault(tuple(row[key] for key in keys), {})[row[column]] = row
+    result = []
+    for key, sides in rows.items():
+        if base not in sides:
+            continue
+        for name, row in sides.items():
+            if name == base:
+                continue
+            ratio = verdicts.ratio(sides[base], row, value)
+            result.append(
+                {
+                    **dict(zip(keys, key, strict=True)),
+                    column: name,
+                    f"base_{value}": sides[base][value],
+                    value: row[value],
+                    "ratio": ratio.mid,
+                    "low": ratio.low,
+                    "high": ratio.high,
+                    "verdict": ratio.verdict,
+                    "launch_bound": verdicts.launch_bound(row) or verdicts.launch_bound(sides[base]),
+                }
+            )
+    columns = [*keys, column, f"base_{value}", value, "ratio", "low", "high", "verdict", "launch_bound"]
+    return in_order(pd.DataFrame(result, columns=columns), [column, *keys])
+
+
+def summary(pairs: pd.DataFrame, name: Callable[[dict], str], limit: int = 3) -> str:
+    """Returns how often the one side is ahead, level, behind or undecided, with the range and the cases that are not.
+
+    "ahead in 12 of 14 cases (1.31× to 5.64×, most for 2.7b at 512), behind in 2 (0.88×, small at 128; …)". No average:
+    the cases are of different kinds.
+
+    Args:
+        pairs: rows with ratio and verdict, at least one; name: how a case is called; limit: cases named per verdict.
+    """
+    parts = []
+    for verdict in verdicts.VERDICTS:
+        rows = pairs[pairs["verdict"] == verdict].sort_values("ratio")
+        if rows.empty:
+            continue
+        total = f" of {count(len(pairs), 'case')}" if not parts else ""
+        place = f"{verdict} in {len(rows)}{total}" if len(pairs) > 1 else verdict
+        low, high = times(rows["ratio"].iloc[0]), times(rows["ratio"].iloc[-1])
+        if verdict == verdicts.AHEAD and len(rows) > 1:
+            parts.append(f"{place} ({low} to {high}, most for {name(rows.iloc[-1].to_dict())})")
+        elif len(rows) > limit:
+            parts.append(f"{place} ({low} to {high})")
+        else:
+            named = "; ".join(f"{times(row['ratio'])}, {name(row)}" for row in rows.to_dict("records"))
+            parts.append(f"{place} ({named})")
+    return ", ".join(parts)
+
+
+def case_name(row: dict) -> str:
+    """Returns "small at 128" of a row with a size and a context."""
+    return f"{row['size']} at {row['context']}"
+
+
+def out_of_memory(frame: pd.DataFrame, by: Sequence[str], x: str = "context") -> pd.DataFrame:
+    """Returns per value of `by` the largest `x` that was measured and the smallest that ran out of memory (or NaN)."""
+    rows = []
+    for key, group in in_order(frame, list(by)).groupby(list(by), sort=False):
+        fits, lost = (group[group["status"] == status][x] for status in ("ok", "oom"))
+        rows.append({**dict(zip(by, key, strict=True)), "fits": fits.max(), "out_of_memory": lost.min()})
+    return pd.DataFrame(rows, columns=[*by, "fits", "out_of_memory"])
+
+
+def agreement(rows: pd.DataFrame, measured: str, predicted: str, within: float, name: Callable[[dict], str]) -> str:
+    """Returns how many predictions are within `within` of the measurement, and the worst: "40 of 46 … (worst: …)"."""
+    deviation = rows[predicted] / rows[measured] - 1
+    worst = rows.loc[deviation.abs().idxmax()].to_dict()
+    signed = deviation.loc[deviation.abs().idxmax()]
+    good = int((deviation.abs() <= within).sum())
+    text = f"{good} of {len(rows)} predictions are within {percent(within)} of the measurement"
+    return f"{text}; the worst is {percent(abs(signed))} {'above' if signed > 0 else 'below'} it ({name(worst)})"
+
+
+def failures(frame: pd.DataFrame) -> list[str]:
+    """Returns the sentence on cases that ended in an error or a timeout; out of memory has its place in the tables."""
+    failed = frame[frame["status"].isin(["error", "timeout"])] if not frame.empty else frame
+    if failed.empty:
+        return []
+    reasons = failed["reason"].value_counts()
+    named = listing((f"{reason} ({number})" for reason, number in reasons.items()), 2)
+    return [f"{count(len(failed), 'measurement')} of {len(frame):,} failed: {named}."]
+
+
+def matched(theirs: pd.DataFrame, ours: pd.DataFrame, keys: Sequence[str], value: str = "median_ms") -> pd.DataFrame:
+    """Returns published rows beside ours of the same `keys`; `ratio` is theirs over ours.
+
+    Args:
+        theirs: columns `keys`, gpu, published_ms, caveat; ours: records.
+    """
+    own = ok_rows(ours)
+    if own.empty or theirs.empty:
+        return pd.DataFrame(columns=[*theirs.columns, value, "timer_method", "ratio"])
+    joined = theirs.merge(own[[*keys, value, "timer_method"]], on=list(keys))
+    return joined.assign(ratio=joined["published_ms"] / joined[value])
+
+
+def published_table(matched: pd.DataFrame, case: Callable[[dict], str], limit: int = 12) -> pd.DataFrame:
+    """Returns the published figures beside ours, at most `limit` rows spread over the GPUs; the CSV has all."""
+    if len(matched) > limit:
+        position = matched.groupby("gpu").cumcount() / matched.groupby("gpu")["gpu"].transform("size")
+        chosen = position.sort_values(kind="stable").index[:limit]
+        matched = matched.loc[sorted(chosen)]
+    return pd.DataFrame(
+        {
+            "published on": row["gpu"],
+            "case": case(row),
+            "phase": PHASE_NAMES.get(row["phase"], row["phase"]),
+            "published (ms)": number(row["published_ms"]),
+            "here (ms)": number(row["median_ms"]),
+            "here, kind": verdicts.kind_of_time(row),
+            "published / here": times(row["ratio"]),
+            "caveat": row["caveat"] or "–",
+        }
+        for row in matched.to_dict("records")
+    )

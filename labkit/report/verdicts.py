@@ -1,0 +1,111 @@
+"""Ahead, level, behind or undecided: the one rule by which every chapter compares two measurements.
+
+A comparison is a ratio with an interval. Times are compared only with times of the same kind:
+
+- device time: the kernels alone, replayed from a CUDA graph or summed from a profile;
+- call time: what the caller waits for, including the host.
+
+The interval within a session is widened by what repeated sessions were seen to differ by. Counts and bytes are exact
+and have no interval.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from labkit.configs import LAUNCH_BOUND
+
+AHEAD, LEVEL, BEHIND, UNDECIDED = VERDICTS = ("ahead", "level", "behind", "undecided")
+
+KIND_OF_METHOD = {
+    "graph": "device",
+    "flush": "device",
+    "nsys": "device",
+    "window": "call",
+    "host": "call",
+    "independent": "call",
+}
+"""What kind of time each timer method gives."""
+
+LEVEL_BAND = 0.03
+"""Two times are level when the whole interval of their ratio lies within 3 % of 1."""
+
+NOISE = {("device", True): 0.01, ("call", True): 0.03, ("device", False): 0.03, ("call", False): 0.10}
+"""Relative widening of a ratio by kind of time and whether both sides come from one session.
+
+Device times: two entries that run the same forward kernel differ by up to 0.6 % in one session. Between sessions, call
+times differ most, since each machine's host launches kernels at its own speed.
+"""
+
+
+class Ratio(NamedTuple):
+    """Their time over ours with its interval: above 1, ours is ahead."""
+
+    mid: float
+    low: float
+    high: float
+
+    @property
+    def verdict(self) -> str:
+        if self.low >= 1 - LEVEL_BAND and self.high <= 1 + LEVEL_BAND:
+            return LEVEL
+        if self.low > 1:
+            return AHEAD
+        if self.high < 1:
+            return BEHIND
+        return UNDECIDED
+
+
+def kind_of_time(row: Mapping[str, Any]) -> str:
+    """Returns "device" or "call"; raises ValueError for a timer method that has no kind."""
+    method = row.get("timer_method")
+    if method not in KIND_OF_METHOD:
+        raise ValueError(f"unknown timer method {method!r}; accepted: {', '.join(KIND_OF_METHOD)}")
+    return KIND_OF_METHOD[method]
+
+
+def launch_bound(row: Mapping[str, Any]) -> bool:
+    """Returns whether the host needed LAUNCH_BOUND of the call to issue it; False where that was not measured."""
+    issued, waited = row.get("launch_median_ms"), row.get("host_median_ms")
+    return bool(issued and waited and issued >= LAUNCH_BOUND * waited)
+
+
+def ratio(theirs: Mapping[str, Any], ours: Mapping[str, Any], value: str = "median_ms") -> Ratio:
+    """Returns their time over ours.
+
+    Args:
+        theirs, ours: rows of a frame of records, with `value`, its `half_width_fraction`, `timer_method` and `session`.
+
+    Raises:
+        ValueError: one is a device time and the other a call time.
+    """
+    kinds = {kind_of_time(theirs), kind_of_time(ours)}
+    if len(kinds) > 1:
+        raise ValueError(f"a ratio of a {' and a '.join(sorted(kinds))} time: compare times of one kind")
+    mid = theirs[value] / ours[value]
+    spread = _half_width(theirs) + _half_width(ours)
+    return widened(
+        mid, mid * (1 - spread), mid * (1 + spread), kinds.pop(), theirs.get("session") == ours.get("session")
+    )
+
+
+def paired(row: Mapping[str, Any]) -> Ratio:
+    """Returns the ratio of a row that was timed in turn with ours: `ratio_to_ours` with its bootstrap interval."""
+    values = (row[name] for name in ("ratio_to_ours", "ratio_to_ours_low", "ratio_to_ours_high"))
+    return widened(*values, kind_of_time(row), True)
+
+
+def widened(mid: float, low: float, high: float, kind: str, same_session: bool) -> Ratio:
+    """Returns the interval widened by NOISE."""
+    noise = NOISE[kind, same_session]
+    return Ratio(mid, low * (1 - noise), high * (1 + noise))
+
+
+def exact(ours: float, theirs: float) -> str:
+    """Returns the verdict on counts or bytes, of which fewer is ahead; equal is level."""
+    return LEVEL if ours == theirs else AHEAD if ours < theirs else BEHIND
+
+
+def _half_width(row: Mapping[str, Any]) -> float:
+    """Returns half of the median's interval as a fraction; one sample says nothing of its own spread."""
+    half = row.get("half_width_fraction")
+    return float(half) if half is not None and half == half else 0.0
