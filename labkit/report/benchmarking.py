@@ -150,16 +150,10 @@ def findings_phases(steps: pd.DataFrame) -> list[str]:
             f"AdamW moves 28 bytes per parameter at up to {percent(largest['ceiling_fraction'])} of the copy rate "
             f"({largest['size']}): its time follows the parameters, not the context."
         )
-    limits = forms.out_of_memory(select(steps, phase="train_step"), ["size"])
-    lost = limits.dropna(subset=["out_of_memory"])
-    parts = [
-        f"{row['size']} {'up to context ' + format(int(row['fits']), ',') if row['fits'] == row['fits'] else 'nowhere'}"
-        for row in lost.to_dict("records")
-    ]
+    lost = forms.out_of_memory(select(steps, phase="train_step"), ["size"]).dropna(subset=["out_of_memory"])
+    parts = [f"{row['size']} from {int(row['out_of_memory']):,} tokens on" for row in lost.to_dict("records")]
     if parts:
-        sentences.append(
-            f"A training step fits at every measured context but for {listing(parts)}, in every precision."
-        )
+        sentences.append(f"A training step runs out of memory for {listing(parts)}; every other measured one fits.")
     return sentences + forms.failures(steps)
 
 
@@ -190,7 +184,7 @@ def table_warmup(warmup: pd.DataFrame) -> pd.DataFrame:
     result = []
     for size, group in rows.groupby("size", sort=False) if len(rows) else []:
         first = group.iloc[0]
-        cells = {
+        cells = dict.fromkeys((f"after {num_warmup}" for num_warmup in WARMUP_COUNTS), "–") | {
             f"after {row['warmup']}": f"{number(row['mean_ms'])} ± {number(row['std_ms'], 2)}"
             for row in group.to_dict("records")
         }

@@ -125,52 +125,65 @@ def _modules(chapters: Mapping[str, Chapter], function: str):
             yield chapter, module
 
 
-ROOFLINE_IMPLS = ("eager", "sdpa_efficient", "sdpa_cudnn", "fa3", "gluon", "triton")
+ROOFLINE = ("eager", "compiled", "sdpa_efficient", "sdpa_cudnn", "flex", "fa3", "triton", "gluon")
 
 
-def figure_roofline(attention: pd.DataFrame, ceilings: pd.DataFrame) -> Figure | None:
-    """Achieved FLOP rate over arithmetic intensity: attention's forward by implementation and length under the roofs.
+def figure_roofline(kernels: pd.DataFrame, ceilings: pd.DataFrame) -> Figure | None:
+    """Achieved FLOP rate over arithmetic intensity of chapter 06's kernels, under the measured roofs.
 
     Args:
-        attention: records of 06's "speed" section, device times; ceilings: of its "ceilings" section.
+        kernels: records of 06's "rivals" (attention) and "weighted_sum" sections, device times; ceilings: of its
+            "ceilings" section.
 
-    The intensity counts the bytes that must move: q, k, v and the output, once each. Eager attention moves many more.
+    The intensity counts the bytes that must move: each input and output once.
     """
-    rows = ok_rows(attention, precision="bf16", d_head=64) if len(attention) else attention
-    roofs = ok_rows(ceilings)
+    rows = ok_rows(kernels)
+    rows = rows[rows["phase"].str.endswith(" forward")]
+    roofs = ok_rows(ceilings, precision=["bf16", "fp32"])
     if rows.empty or roofs.empty:
         return None
-    rows = rows[rows["phase"].str.endswith(" forward")]
-    rows = rows.assign(impl=rows["phase"].str.removesuffix(" forward"))
-    figure, (axis,) = figures.panels(1, width=8.0, height=3.6)
-    for impl in ROOFLINE_IMPLS:
-        of_impl = select(rows, impl=impl).sort_values("length")
-        if of_impl.empty:
+    figure, (axis,) = figures.panels(1, width=8.0, height=3.8)
+    seen: dict[str, list[tuple[float, float]]] = {}
+    for row in rows.to_dict("records"):
+        impl = row["phase"].removesuffix(" forward")
+        if impl not in ROOFLINE:
             continue
-        moved = 4 * of_impl["batch"] * of_impl["heads"] * of_impl["length"] * of_impl["d_head"] * 2
+        if row["section"] == "weighted_sum":
+            flops, moved = 2 * row["rows"] * row["dim"], row["num_bytes"]
+        else:
+            flops = row["flops"]
+            moved = 4 * row["batch"] * row["heads"] * row["length"] * row["d_head"] * 2  # q, k, v, out in bf16
         style = figures.STYLES[impl]
-        axis.plot(of_impl["flops"] / moved, of_impl["achieved_tflops"], color=style.colour, marker=style.marker,
-                  linestyle=style.dash, markersize=4, label=impl)  # fmt: skip
-    copies = select(roofs, kind="copy")["achieved_gb_per_s"]
-    low, high = axis.get_xlim()
-    low = max(low, 1)
-    axis.set_xscale("log", base=2)
+        axis.plot([flops / moved], [flops / row["median_ms"] / 1e9], color=style.colour, marker=style.marker,
+                  markersize=6, linestyle="", label=impl)  # fmt: skip
+        seen.setdefault(row["section"], []).append((flops / moved, flops / row["median_ms"] / 1e9))
+    points = [point for group in seen.values() for point in group]
+    if not points:
+        return None
+    low, high = min(x for x, _ in points) / 2, max(x for x, _ in points) * 2
+    figures.log_scale(axis, "x", base=2)
+    figures.log_time_axis(axis, "achieved rate (TFLOP/s)")
+    copy = select(roofs, kind="copy")["achieved_gb_per_s"].max() / 1e3
     for row in select(roofs, kind="gemm").to_dict("records"):
         peak = row["achieved_tflops"]
-        axis.axhline(peak, color="0.3", linewidth=0.8, linestyle=":")
-        axis.annotate(f"matrix product, {row['precision']}", (high, peak), fontsize=7.5, ha="right", va="bottom")
-    if len(copies):
-        ridge = [low, high]
-        axis.plot(ridge, [copies.iloc[-1] * x / 1e3 for x in ridge], color="0.3", linestyle="--", label="copy rate")
-    figures.log_time_axis(axis, "achieved rate (TFLOP/s)")
-    axis.set_ylim(rows["achieved_tflops"].min() / 2, 2 * select(roofs, kind="gemm")["achieved_tflops"].max())
+        axis.plot([peak / copy, high], [peak, peak], color="0.3", linewidth=1, linestyle="--")
+        axis.annotate(f"matrix product, {row['precision']}", (low * 1.1, peak), fontsize=8, va="center")
+        if row["precision"] == "bf16":
+            axis.plot([low, peak / copy], [copy * low, peak], color="0.3", linewidth=1, linestyle="--")
+            axis.annotate("copy rate", (low * 1.5, copy * low * 2), fontsize=8, rotation=28)
+    for section, group in seen.items():
+        name = {"rivals": "attention", "weighted_sum": "weighted sum"}[section]
+        axis.annotate(name, min(group), xytext=(10, -4), textcoords="offset points", fontsize=8, style="italic")
+    axis.set_xlim(low, high)
+    axis.set_ylim(min(y for _, y in points) / 2, 1.6 * select(roofs, kind="gemm")["achieved_tflops"].max())
     axis.set_xlabel("arithmetic intensity (FLOPs per byte that must move)")
-    title = f"Attention forward, causal, bf16, head dimension 64, lengths {rows['length'].min():,} to {rows['length'].max():,}"
-    figures.finish(figure, [axis], f"{title}, device time, {attention.attrs['device']}")
+    figures.finish(
+        figure, [axis], f"Forward kernels under the roofs, device time, {kernels.attrs['device']}", num_columns=8
+    )
     return figure
 
 
 def roofline(chapters: Mapping[str, Chapter]) -> Figure | None:
-    """Returns the roofline from the chapter on FlashAttention, None without its records."""
+    """Returns the roofline of the kernels of chapter 06, None without its records."""
     chapter = chapters.get("06_flash_attention")
-    return figure_roofline(chapter.records("speed"), chapter.records("ceilings")) if chapter else None
+    return figure_roofline(chapter.records("rivals", "weighted_sum"), chapter.records("ceilings")) if chapter else None

@@ -1,12 +1,14 @@
 """What the chapters' tables share: order of rows, cells for failures, Markdown and CSV."""
 
 import functools
+import re
 import weakref
 from collections.abc import Callable, Sequence
 
 import pandas as pd
 
 from labkit.configs import COMPILE_MODES, PHASES, PRECISIONS, SIZES
+from labkit.records import STATUSES
 from labkit.report.findings import number
 
 MAX_ROWS = 12
@@ -101,7 +103,7 @@ def pivot(frame: pd.DataFrame, index: Sequence[str], columns: str, text: Callabl
 
 def to_markdown(frame: pd.DataFrame) -> str:
     """Returns a Markdown table; numbers and statuses to the right, pipes and angle brackets escaped."""
-    rules = ["---" if name in ORDER or _is_text(frame[name]) else "---:" for name in frame.columns]
+    rules = ["---" if name in ORDER or _is_text(frame[name]) else "---:" for name in frame]
     columns = [[escaped(value) for value in frame[name].tolist()] for name in frame.columns]
     rows = [[escaped(name) for name in frame.columns], *zip(*columns, strict=True)]
     head, *lines = ["".join(f"| {text} " if text else "| " for text in row) + "|" for row in rows]
@@ -125,4 +127,5 @@ def escaped(value: object) -> str:
 
 
 def _is_text(column: pd.Series) -> bool:
-    return not any(str(value)[:1].isdigit() or str(value) in ("–", "oom", "error") for value in column.tolist())
+    """Returns whether a column holds words rather than numbers and statuses."""
+    return any(re.search(r"[A-Za-z]{4}", text) and text not in STATUSES for text in map(str, column.tolist()))
