@@ -1,18 +1,24 @@
-"""The report says what the records say: a changed record changes the table, the figure and the finding."""
+"""The report says what the records say: a changed record changes the table, the CSV, the figure and the finding."""
 
 import dataclasses
+import itertools
 import json
 import math
 import re
 import shutil
+from pathlib import Path
 
+import matplotlib
+import numpy as np
 import pandas as pd
 import pytest
 
-from labkit.configs import FIGURES, REFERENCE_DEVICE
-from labkit.records import Record, RecordError, RecordStore, newest
+import labkit
+from labkit import notebooks
+from labkit.configs import COMPILE_MODES, FIGURES, PHASES, REFERENCE_DEVICE, REPOSITORY, SIZES
+from labkit.records import RecordError, RecordStore, newest
 from labkit.report import benchmarking as report
-from labkit.report import figures, findings, render, tables
+from labkit.report import figures, findings, forms, front, render, tables, verdicts
 from labkit.report.chapter import Chapter
 
 NOTEBOOK = "01_benchmarking"
@@ -20,144 +26,161 @@ NOTEBOOK = "01_benchmarking"
 
 @pytest.fixture
 def folder(tmp_path):
-    """A copy of the committed reference device, free to be changed; returns its folder."""
+    """A copy of the reference device's records of chapter 01, free to be changed; returns the device's folder."""
     target = tmp_path / REFERENCE_DEVICE
-    shutil.copytree(FIGURES / REFERENCE_DEVICE, target)
+    (target / "records").mkdir(parents=True)
+    for name in ("environment.json", f"records/{NOTEBOOK}.jsonl", f"records/{NOTEBOOK}.done.json"):
+        shutil.copy(FIGURES / REFERENCE_DEVICE / name, target / name)
     return target
 
 
-def chapter(folder):
-    return Chapter(NOTEBOOK, device=folder.name, output=str(folder.parent))
+def chapter(folder, **options):
+    return Chapter(NOTEBOOK, device=folder.name, output=str(folder.parent), **options)
 
 
-def change(folder, match, **metrics):
-    """Appends newer records like the newest ones that `match`, with other metrics, as a new measurement would."""
+def change(folder, section, phase, status="ok", metrics=None, **case):
+    """Appends newer records like the newest matching ones, with other metrics, as a new measurement would."""
     store = RecordStore(folder / "records" / f"{NOTEBOOK}.jsonl")
-    changed = [record for record in newest(store.load()) if match(record)]
-    assert changed
-    for record in changed:
-        store.append(dataclasses.replace(record, metrics={**record.metrics, **metrics}))
-
-
-def is_case(record, section, phase, **case):
-    return (
-        record.section == section
-        and record.phase == phase
-        and record.status == "ok"
-        and case.items() <= record.case.items()
-    )
-
-
-# ---- a changed record ------------------------------------------------------------------------------------------
-
-
-def test_a_changed_time_changes_table_and_figure(folder):
-    before = chapter(folder).records("steps")
-    change(
-        folder,
-        lambda record: is_case(record, "steps", "forward", size="small", context=512, precision="fp32"),
-        median_ms=12345.0, p20_ms=12345.0, p80_ms=12345.0,
-    )  # fmt: skip
-    after = chapter(folder).records("steps")
-    old, new = (report.table_phases(frame, "fp32") for frame in (before, after))
-    differing = (old != new).to_numpy().sum()
-    assert differing == 1 and "12,345" in new.to_string() and "12,345" not in old.to_string()
-    old, new = (figures.svg(report.figure_phases(frame, "fp32")) for frame in (before, after))
-    assert old != new
-
-
-def test_a_crossed_threshold_changes_the_finding(folder):
-    assert "agree with the independent" in report.findings_timer(chapter(folder).records("timer"))[0]
-    reference = chapter(folder).records("timer").set_index("phase")["median_ms"]["independent"]
-    change(folder, lambda record: is_case(record, "timer", "graph"), median_ms=1.06 * reference)
-    (sentence,) = report.findings_timer(chapter(folder).records("timer"))
-    assert "do **not** agree" in sentence and "6.0 % (graph)" in sentence
-
-
-def test_bf16_that_loses_is_said_to_lose(folder):
-    before = " ".join(report.findings_precision(chapter(folder).records("steps")))
-    change(
-        folder,
-        lambda record: is_case(record, "steps", "train_step", size="medium", context=1024, precision="bf16"),
-        median_ms=1e6,
-    )
-    after = " ".join(report.findings_precision(chapter(folder).records("steps")))
-    assert "medium at 1024" not in re.search(r"bf16.*not faster for(.*)", before + "not faster for")[1]
-    assert "least for medium at 1024" in after and "medium at 1024" in re.search(r"bf16.*not faster for(.*)", after)[1]
-
-
-def test_an_out_of_memory_is_a_word_in_the_table_and_a_mark_in_the_figure(folder):
-    store = RecordStore(folder / "records" / f"{NOTEBOOK}.jsonl")
-    (record,) = [
+    changed = [
         record
         for record in newest(store.load())
-        if is_case(record, "steps", "train_step", size="small", context=128, precision="fp32")
+        if (record.section, record.phase, record.status) == (section, phase, "ok")
+        and case.items() <= record.case.items()
     ]
-    before = figures.svg(report.figure_phases(chapter(folder).records("steps"), "fp32"))
-    store.append(dataclasses.replace(record, status="oom", reason="OutOfMemoryError", metrics={}, timer={}))
-    frame = chapter(folder).records("steps")
-    row = report.table_phases(frame, "fp32").set_index(["size", "context"]).loc[("small", 128)]
-    assert row["training step"] == "oom"
-    assert figures.svg(report.figure_phases(frame, "fp32")) != before
-    assert any(
-        "small" in text and "out of memory at context 128 in fp32" in text for text in report.findings_phases(frame)
+    assert changed
+    for record in changed:
+        values = {**record.metrics, **(metrics or {})} if status == "ok" else {}
+        store.append(dataclasses.replace(record, status=status, metrics=values, timer=record.timer if values else {}))
+
+
+def row(median_ms, half_width=0.0, method="graph", session="a", **columns):
+    base = {"status": "ok", "median_ms": median_ms, "half_width_fraction": half_width, "timer_method": method}
+    return {**base, "session": session, **columns}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "verdict"),
+    [
+        (row(2.0), row(1.0), "ahead"),
+        (row(1.0), row(2.0), "behind"),
+        (row(1.006), row(1.0), "level"),  # two entries that run one kernel differ by so much
+        (row(1.05, 0.06), row(1.0), "undecided"),
+        (row(1.05), row(1.0), "ahead"),
+        (row(1.05, session="b"), row(1.0), "ahead"),
+        (row(1.08, method="window", session="b"), row(1.0, method="host"), "undecided"),  # another day's host
+        (row(1.08, method="window"), row(1.0, method="host"), "ahead"),
+    ],
+)
+def test_verdicts_come_from_the_interval_of_the_ratio(theirs, ours, verdict):
+    ratio = verdicts.ratio(theirs, ours)
+    assert ratio.verdict == verdict and ratio.low <= ratio.mid <= ratio.high
+
+
+def test_a_replay_is_never_divided_by_a_call():
+    with pytest.raises(ValueError, match="a ratio of a call and a device time"):
+        verdicts.ratio(row(2.0, method="graph"), row(1.0, method="window"))
+    with pytest.raises(ValueError, match="unknown timer method 'sundial'; accepted: graph"):
+        verdicts.kind_of_time({"timer_method": "sundial"})
+
+
+def test_paired_ratios_keep_their_interval():
+    line = row(1.0) | {"ratio_to_ours": 1.012, "ratio_to_ours_low": 1.011, "ratio_to_ours_high": 1.013}
+    assert verdicts.paired(line).verdict == "level"
+    line |= {"ratio_to_ours": 1.2, "ratio_to_ours_low": 1.19, "ratio_to_ours_high": 1.21}
+    assert verdicts.paired(line).verdict == "ahead"
+
+
+def test_exact_quantities_have_no_tolerance():
+    assert [verdicts.exact(99, 100), verdicts.exact(100, 100), verdicts.exact(101, 100)] == ["ahead", "level", "behind"]
+
+
+def test_pairs_skip_what_failed_and_what_has_no_partner():
+    frame = pd.DataFrame(
+        [
+            row(4.0, size="small", context=128, precision="fp32", launch_median_ms=0.95, host_median_ms=1.0),
+            row(2.0, size="small", context=128, precision="bf16"),
+            row(4.0, size="small", context=256, precision="fp32"),
+            {"status": "oom", "size": "small", "context": 256, "precision": "bf16"},
+            row(1.0, size="large", context=128, precision="bf16"),
+        ]
     )
+    (pair,) = forms.pairs(frame, "precision", "fp32", keys=["size", "context"]).to_dict("records")
+    assert (pair["ratio"], pair["verdict"], pair["launch_bound"]) == (2.0, "ahead", True)
 
 
-def test_a_launch_bound_disagreement_is_explained_and_another_is_not(folder):
-    case = {"size": "small", "context": 1024, "precision": "fp32"}
-    change(folder, lambda record: is_case(record, "steps", "forward_backward", **case), median_ms=1.0)
-    text = " ".join(report.findings_phases(chapter(folder).records("steps")))
-    assert re.search(r"Not explained by the launch: .*small at 1024 in fp32", text)
-    change(
-        folder,
-        lambda record: is_case(record, "steps", "forward_backward", **case),
-        median_ms=1.0, launch_median_ms=0.95, host_median_ms=1.0,
-    )  # fmt: skip
-    text = " ".join(report.findings_phases(chapter(folder).records("steps")))
-    assert "small at 1024 in fp32" not in "".join(re.findall(r"Not explained by the launch:.*", text))
+def test_a_summary_names_the_exceptions():
+    frame = pd.DataFrame(
+        {"verdict": ["ahead", "ahead", "behind"], "ratio": [1.5, 3.0, 0.8], "size": "small", "context": [128, 256, 512]}
+    )
+    text = forms.summary(frame, forms.case_name)
+    assert text == "ahead in 2 of 3 cases (1.50× to 3.00×, most for small at 256), behind in 1 (0.800×, small at 512)"
 
 
-def test_every_recorded_phase_is_in_the_table_of_all_statistics():
-    frame = Chapter(NOTEBOOK, device=REFERENCE_DEVICE).records("steps")
-    table = report.table_all_statistics(frame)
-    medians = table[[name for name in table if name.endswith(": median")]].to_numpy()
-    assert (medians != "–").sum() == len(frame) and (medians == "oom").sum() == (frame["status"] == "oom").sum()
-    for statistic in tables.STATISTICS[1:]:
-        cells = table[[name for name in table if name.endswith(f": {statistic}")]].to_numpy()
-        assert (cells != "–").sum() == (frame["status"] == "ok").sum()
+def test_a_changed_time_changes_table_csv_figure_finding_and_front_page(folder):
+    def shown():
+        frame, both = chapter(folder).records("steps"), chapter(folder).records("steps", "compile")
+        return (
+            report.table_modes(both).to_string(),
+            tables.to_csv(frame),
+            figures.svg(report.figure_phases(frame)),
+            report.findings_modes(both),
+            front.findings({NOTEBOOK: chapter(folder)}),
+        )
+
+    before = shown()
+    changed = {"median_ms": 1e6, "p20_ms": 1e6, "p80_ms": 1e6}
+    change(folder, "steps", "train_step", size="2.7b", context=512, precision="bf16", compile="none", metrics=changed)
+    after = shown()
+    assert all(old != new for old, new in zip(before, after, strict=True))
+    assert "1,000,000" in after[0] and "1e+06" in after[1] and "2.7b at 512" in after[3][0]
+    assert "1,000,000 ms in bf16" in after[4][0]
 
 
-def test_a_row_of_statistics_says_how_it_was_timed(folder):
-    case = {"size": "small", "context": 128, "precision": "fp32"}
+def test_a_timer_that_disagrees_is_said_to(folder):
+    timer, steps = chapter(folder).records("timer"), chapter(folder).records("steps")
+    assert "methods agree" in report.findings_roofs(timer, steps)[0]
+    reference = timer.set_index("phase")["median_ms"]["independent"]
+    change(folder, "timer", "graph", metrics={"median_ms": 1.06 * reference})
+    sentence = report.findings_roofs(chapter(folder).records("timer"), steps)[0]
+    assert "do not agree" in sentence and "6.0 % (graph)" in sentence
+
+
+def test_out_of_memory_is_a_word_in_the_table_and_a_mark_in_the_figure(folder):
+    before = figures.svg(report.figure_phases(chapter(folder).records("steps")))
+    change(folder, "steps", "train_step", status="oom", size="small", context=512, precision="fp32")
+    frame = chapter(folder).records("steps")
+    line = report.table_phases(frame).set_index(["size", "precision"]).loc[("small", "fp32")]
+    assert line["training step"] == "oom" and figures.svg(report.figure_phases(frame)) != before
+    assert any("out of memory for small from 512 tokens" in text for text in report.findings_phases(frame))
+
+
+def test_a_busy_machine_is_said_in_the_cell_and_on_the_front_page(folder):
     store = RecordStore(folder / "records" / f"{NOTEBOOK}.jsonl")
-    (record,) = [r for r in newest(store.load()) if is_case(r, "steps", "forward", **case)]
-    metrics = record.metrics | {"median_ms": 2.0, "p20_ms": 1.5, "p80_ms": 2.5, "mean_ms": 2.1, "std_ms": 0.25, "n": 7}
-    store.append(dataclasses.replace(record, metrics=metrics, timer=record.timer | {"stop_reason": "time limit"}))
-    table = report.table_all_statistics(chapter(folder).records("steps"))
-    row = table.set_index(["phase", "size", "context"]).loc[("forward", "small", 128)]
-    cells = [row[f"fp32: {name}"] for name in tables.STATISTICS]
-    assert cells == ["2.00", "1.50–2.50", "2.10 ± 0.25", f"{int(record.timer['num_warmup'])}+7†"]
+    record = next(r for r in store.load() if r.status == "ok" and r.section == "steps")
+    store.append(dataclasses.replace(record, telemetry={**record.telemetry, "disturbed": True}))
+    (note,) = front.disturbed(chapter(folder).all_records())
+    assert re.fullmatch(r"the machine was busy during 1 of [\d,]+ measurements", note)
+    assert tables.cell({"status": "ok", "median_ms": 2.0, "disturbed": True}) == "⚠ 2.00"
 
 
-# ---- nothing measured, mixed devices -------------------------------------------------------------------------
+def test_the_table_of_a_section_is_cut_and_its_csv_is_not(folder):
+    shown = chapter(folder).table(
+        lambda frame: frame[["phase", "size"]], chapter(folder).records("steps"), caption="All"
+    )
+    assert len(shown.data.splitlines()) == 4 + tables.MAX_ROWS and "the first 12 of 540 rows" in shown.data
+    written = chapter(folder, save_figures=True).full_tables()
+    assert len((folder / "tables" / "01_steps.csv").read_text().splitlines()) == 541
+    assert f"../figures/{REFERENCE_DEVICE}/tables/01_steps.csv" in written.data
 
 
-def test_without_records_every_section_says_so(tmp_path):
+def test_without_records_every_form_says_so(tmp_path):
     empty = Chapter(NOTEBOOK, device="abacus", output=str(tmp_path))
     frame = empty.records("steps")
-    assert frame.empty
-    for name in dir(report):
-        if name.startswith(("table_", "findings_")):
-            function = getattr(report, name)
-            arguments = (frame, "fp32") if name in ("table_phases", "table_utilisation") else (frame,)
-            assert len(function(*arguments)) == 0, name
-        elif name.startswith("figure_"):
-            arguments = (frame, "fp32") if name == "figure_phases" else (frame,)
-            assert getattr(report, name)(*arguments) is None, name
-    assert "not measured on abacus" in empty.table(frame, "Times").data
-    assert "Not measured on abacus" in empty.findings([]).data
-    assert "not measured on abacus" in empty.figure(None, "times", "Times").data
+    assert "not measured on abacus" in empty.table(report.table_phases, frame, caption="Times").data
+    assert "Not measured on abacus" in empty.findings(report.findings_phases, frame).data
+    assert "not measured on abacus" in empty.figure(report.figure_phases, frame, name="a", description="Times").data
+    assert "Not measured on abacus" in empty.full_tables().data
+    assert "labkit run 01" in empty.source().data
 
 
 def test_records_of_two_devices_are_refused(folder):
@@ -180,52 +203,115 @@ def test_report_of_an_unknown_device_names_the_known(folder):
 
 def test_unfinished_and_incomplete_runs_are_said_to_be(folder):
     done = folder / "records" / f"{NOTEBOOK}.done.json"
-    done.write_text(json.dumps({"num_missing": 7, "profile": "full"}))
-    assert "7 measurements of the full profile are not recorded" in render._header(
-        folder, folder.name, render.records_of(folder)
-    )
+    done.write_text(json.dumps({**json.loads(done.read_text()), "num_missing": 7}))
+    assert "7 measurements of the full profile are not recorded" in render._not_finished(folder, NOTEBOOK)
     done.unlink()
-    assert "did not run to its end" in render._header(folder, folder.name, render.records_of(folder))
+    assert "did not run to its end" in render._not_finished(folder, NOTEBOOK)
 
 
-# ---- the same bytes -------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def rebuilt(tmp_path_factory):
+    """The reference device's report, figures and tables made anew from its records; returns the device's folder."""
+    target = tmp_path_factory.mktemp("figures") / REFERENCE_DEVICE
+    shutil.copytree(FIGURES / REFERENCE_DEVICE / "records", target / "records")
+    shutil.copy(FIGURES / REFERENCE_DEVICE / "environment.json", target)
+    render.rebuild(REFERENCE_DEVICE, output=target.parent)
+    return target
 
 
-def test_figures_are_the_same_bytes_twice():
-    committed = Chapter(NOTEBOOK, device=REFERENCE_DEVICE)
-    for make, section in (
-        (report.figure_precision_compile, "compile"),
-        (report.figure_utilisation, "steps"),
-        (report.figure_warmup, "warmup"),
-    ):
-        frame = committed.records("steps", section) if section == "compile" else committed.records(section)
-        assert figures.svg(make(frame)) == figures.svg(make(frame))
+def made(folder: Path) -> dict[str, Path]:
+    names = [*folder.glob("*.svg"), *folder.glob("tables/*.csv"), folder / "report.md"]
+    return {str(path.relative_to(folder)): path for path in names}
 
 
-def test_committed_report_matches_the_committed_records(tmp_path):
-    """A stale report.md, or a stale figure, is found here."""
-    shutil.copytree(FIGURES / REFERENCE_DEVICE, tmp_path / REFERENCE_DEVICE)
-    render.rebuild(REFERENCE_DEVICE, output=tmp_path)
-    fresh = (tmp_path / REFERENCE_DEVICE / "report.md").read_text(encoding="utf-8")
-    assert fresh == (FIGURES / REFERENCE_DEVICE / "report.md").read_text(encoding="utf-8")
-    top = (FIGURES.parent / "report.md").read_text(encoding="utf-8")
-    assert top == re.sub(r"\]\((\d\d_)", rf"](figures/{REFERENCE_DEVICE}/\1", fresh)
-    for path in (tmp_path / REFERENCE_DEVICE).glob("*.svg"):
-        assert (FIGURES / REFERENCE_DEVICE / path.name).exists()
+def test_committed_report_figures_and_tables_are_those_of_the_committed_records(rebuilt):
+    """A stale sentence, figure or table is found here, and a file that nothing makes any more."""
+    committed, fresh = made(FIGURES / REFERENCE_DEVICE), made(rebuilt)
+    assert committed.keys() == fresh.keys()
+    stale = [name for name in fresh if committed[name].read_bytes() != fresh[name].read_bytes()]
+    assert not stale, f"run `labkit report` (with matplotlib {matplotlib.__version__})"
+    text = fresh["report.md"].read_text(encoding="utf-8")
+    top = (REPOSITORY / "report.md").read_text(encoding="utf-8")
+    assert top == re.sub(r"\]\(((\d\d|front)_|tables/)", rf"](figures/{REFERENCE_DEVICE}/\1", text)
 
 
-def test_report_is_short_enough_to_be_rendered():
-    """GitHub shows no Markdown past 500 KiB: readers of a longer report would lose its last chapters."""
-    assert (FIGURES.parent / "report.md").stat().st_size < 500 * 2**10
+def test_links_of_the_report_lead_somewhere():
+    text = (REPOSITORY / "report.md").read_text(encoding="utf-8")
+    anchors = [findings.anchor(title) for title in re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)]
+    assert len(anchors) == len(set(anchors)), "a heading stands twice: its links would lead to the first"
+    assert set(re.findall(r"\]\(#([^)]*)\)", text)) <= set(anchors)
+    for target in re.findall(r"\]\((?!#|https?:)([^)]*)\)", text):
+        assert (REPOSITORY / target).exists(), target
+
+
+def test_the_report_is_short():
+    text = (REPOSITORY / "report.md").read_text(encoding="utf-8")
+    first, *chapters = re.split(r"^(?=## \d\d · )", text, flags=re.MULTILINE)
+    sizes = {part.splitlines()[0]: len(part.encode()) for part in chapters}
+    print(f"report.md: {len(text.encode()):,} bytes; front page {len(first.encode()):,}; {sizes}")
+    assert len(first.encode()) <= 20_000 and all(size <= 12_500 for size in sizes.values())
+    assert len(text.encode()) <= 20_000 + 12_000 * len(chapters)
+    longest = max(
+        len(list(group)) for is_row, group in itertools.groupby(text.splitlines(), lambda s: s[:1] == "|") if is_row
+    )
+    assert longest - 2 <= 20
+    for name in notebooks.names():
+        assert len(list((FIGURES / REFERENCE_DEVICE).glob(f"{name[:2]}_*.svg"))) <= 4, name
+
+
+def test_the_package_is_small():
+    package = Path(labkit.__file__).parent
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in package.rglob("*.py")}
+    total = sum(lines.values())
+    print(f"labkit: {total:,} lines")
+    num_chapters = len(notebooks.names())
+    assert total <= 9_500 + 1_500 * num_chapters
+    for name in notebooks.names():
+        for room in ("report", "experiments"):
+            assert lines[package / room / f"{name.split('_', 1)[1]}.py"] <= 450, f"{room} of {name}"
 
 
 def test_report_holds_no_path_of_the_measuring_machine():
-    for path in [FIGURES.parent / "report.md", *FIGURES.glob("*/*.json"), *FIGURES.glob("*/records/*")]:
+    for path in [REPOSITORY / "report.md", *FIGURES.glob("*/*.json"), *FIGURES.glob("*/records/*")]:
         if path.suffix != ".lock":
             assert not re.search(r"/(home|root|tmp|work|Users)/", path.read_text(encoding="utf-8")), path
 
 
-# ---- words and cells -------------------------------------------------------------------------------------------
+# Machado, Oliveira & Fernandes (2009), severity 1, applied to linear RGB.
+DEFICIENCIES = {
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+}
+
+
+def lab(colour: str, deficiency: str) -> np.ndarray:
+    """Returns a colour as seen with a deficiency, in CIE L*a*b* under D65."""
+    rgb = np.array(matplotlib.colors.to_rgb(colour))
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    seen = np.clip(np.array(DEFICIENCIES[deficiency]) @ linear, 0, 1)
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    x, y, z = np.cbrt(np.maximum(to_xyz @ seen / [0.9505, 1.0, 1.089], 1e-9))
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+PRECISION_NAMES = {"fp32", "tf32", "bf16", "fp16", "fp16_unscaled", "bf16_pure"}
+TOGETHER = [
+    PRECISION_NAMES,
+    set(PHASES),
+    set(COMPILE_MODES),
+    set(SIZES),
+    figures.STYLES.keys() - PRECISION_NAMES - {*PHASES} - {*COMPILE_MODES} - {*SIZES},
+]
+"""Names that may stand in one figure: precisions, phases, compile modes, sizes, implementations."""
+
+
+@pytest.mark.parametrize("deficiency", DEFICIENCIES)
+@pytest.mark.parametrize("names", TOGETHER, ids=["precisions", "phases", "modes", "sizes", "implementations"])
+def test_styles_differ_for_every_eye(names, deficiency):
+    for one, other in itertools.combinations(sorted(names), 2):
+        a, b = figures.STYLES[one], figures.STYLES[other]
+        distance = np.linalg.norm(lab(a.colour, deficiency) - lab(b.colour, deficiency))
+        assert distance > 15 or (a.marker, a.dash) != (b.marker, b.dash), f"{one} and {other}: {distance:.1f}"
 
 
 @pytest.mark.parametrize(
@@ -245,11 +331,6 @@ def test_scientific(value, text):
     assert findings.scientific(value) == text
 
 
-def test_speed_words_follow_the_threshold():
-    words = [findings.speed_word(1 + step * findings.SAME) for step in (0.99, 1.01, -0.99, -1.01)]
-    assert words == ["about the same", "faster", "about the same", "slower"]
-
-
 def test_power_law_exponent_is_exact_on_a_power_law():
     x = [128, 256, 512, 1024]
     assert findings.power_law_exponent(x, [3 * value**1.7 for value in x]) == pytest.approx(1.7, abs=1e-12)
@@ -261,33 +342,11 @@ def test_listing_and_count():
     assert findings.count(1, "case") == "1 case" and findings.count(1200, "case") == "1,200 cases"
 
 
-def test_markdown_tables_escape_pipes():
-    text = tables.to_markdown(pd.DataFrame({"kernel|name": ["void f<a|b>"], "ms": ["1.0"]}))
-    assert "void f<a\\|b>" in text and "kernel\\|name" in text
-
-
-def test_markdown_tables_are_not_padded_and_keep_their_alignment():
-    frame = pd.DataFrame({"size": ["small", "xl-2025"], "ms": ["1.0", "12,345"], "note": ["", "a"]})
+def test_markdown_cells_hold_neither_columns_nor_tags():
+    frame = pd.DataFrame({"kernel|name": ["`void f<a|b>`", "<script>"], "ms": ["1.0", "oom"], "note": ["", "a"]})
     assert tables.to_markdown(frame).splitlines() == [
-        "| size | ms | note |", "|---|---:|---|", "| small | 1.0 | |", "| xl-2025 | 12,345 | a |",
+        "| kernel\\|name | ms | note |", "|---|---:|---:|", "| `void f<a\\|b>` | 1.0 | |", "| &lt;script> | oom | a |",
     ]  # fmt: skip
-
-
-def test_a_long_folded_table_says_once_what_repeats():
-    chapter = Chapter(NOTEBOOK, device=REFERENCE_DEVICE)
-    rows = [
-        {"GPU": "G", "size": size, "context": context, "ms": f"{context}.5"}
-        for size in ("small", "large") for context in range(10)
-    ]  # fmt: skip
-    text = chapter.table(pd.DataFrame(rows), "Times", folded=True).data
-    assert "<summary>Times (GPU: G)</summary>" in text
-    lines = text.splitlines()
-    assert "| size | context | ms |" in lines and "| small | 0 | 0.5 |" in lines and "| | 9 | 9.5 |" in lines
-    assert "| large | 0 | 0.5 |" in lines and sum(line.startswith("| | ") for line in lines) == 18
-    whole = chapter.table(pd.DataFrame(rows), "Times").data
-    assert "| G | small | 9 | 9.5 |" in whole and len(whole.splitlines()) == 2 + 2 + 20
-    short = chapter.table(pd.DataFrame(rows[:5]), "Times", folded=True).data
-    assert "| G | small | 4 | 4.5 |" in short
 
 
 def test_a_selection_is_made_once_for_a_frame():
@@ -304,33 +363,3 @@ def test_a_selection_is_made_once_for_a_frame():
     assert doubled(frame, "a")["twice"].tolist() == [2, 4] and doubled(frame, "b")["twice"].tolist() == [6, 8]
     assert calls == ["a", "b"]
     assert doubled(frame.copy(), "a")["twice"].tolist() == [2, 4] and calls == ["a", "b", "a"]
-
-
-def test_published_rows_stand_beside_ours_with_the_ratio():
-    frame = Chapter(NOTEBOOK, device=REFERENCE_DEVICE).records("steps", "compile")
-    matched = report.published_matches(frame)
-    assert {"RTX 5090", "A100-SXM4-40GB", "H100 80GB"} <= set(matched["gpu"])
-    assert not matched.duplicated(["source", "gpu", "size", "context", "precision", "compile", "phase"]).any()
-    assert (matched["ratio"] == matched["published_ms"] / matched["median_ms"]).all()
-
-
-def test_environment_table_names_every_version_and_commit():
-    def record(**changes):
-        base = {"notebook": NOTEBOOK, "section": "s", "case": {}, "phase": "p", "status": "ok", "device": "d"}
-        return Record(**{**base, "measurement_version": 1, **changes})
-
-    text = render.environment_table(
-        {},
-        [
-            record(software={"torch": "2.11"}, source={"commit": "a" * 40, "dirty": False}, recorded_at="2026-01-02"),
-            record(software={"torch": "2.12"}, source={"commit": "b" * 40, "dirty": True}, recorded_at="2026-01-01"),
-        ],
-        "d",
-    )
-    assert "2.11, 2.12" in text and "2026-01-01 to 2026-01-02" in text
-    assert "aaaaaaaaaaaa, bbbbbbbbbbbb with uncommitted changes" in text
-    assert "measurement versions" not in text
-    older = [record(), record(section="t"), record(measurement_version=2)]
-    assert "1: 2 records (s, t); 2: 1 records (s)" in render.environment_table({}, older, "d")
-    other = [*older, record(notebook="another")]
-    assert "measurement versions" not in render.environment_table({}, other, "d"), "each notebook counts its own"

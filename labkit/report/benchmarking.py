@@ -241,17 +241,18 @@ def findings_pace(steps: pd.DataFrame) -> list[str]:
     if bound.empty:
         return [f"None of {count(len(rows), 'training step')} is launch-bound: the device always has work waiting."]
     widest = max(bound.groupby(["size", "precision"]), key=lambda item: len(item[1]))[1].sort_values("context")
+    sizes = listing(size for size in SIZES if size in set(bound["size"]))
     sentences = [
         f"{len(bound)} of {count(len(rows), 'training step')} are launch-bound: the host needs {percent(LAUNCH_BOUND)} "
-        f"or more of the time to issue the kernels. They are {listing(sorted(set(bound['size']), key=list(SIZES).index))} "
-        f"at short contexts; their times are those of this host and come out differently on another one."
+        f"or more of the time to issue the kernels. They are {sizes}, up to context {bound['context'].max():,}; their "
+        "times are those of this host and come out differently on another one."
     ]
     if len(widest) > 1:
         low, high = widest.iloc[0], widest.iloc[-1]
         sentences.append(
             f"{low['size']} in {low['precision']} takes {number(low['median_ms'])} ms at context {low['context']} and "
-            f"{number(high['median_ms'])} ms at {high['context']}, with {times(high['flops'] / low['flops'])} the FLOPs: "
-            "a longer context or a larger batch is free until the device is busy."
+            f"{number(high['median_ms'])} ms at {high['context']}, {times(high['flops'] / low['flops'])} the FLOPs. A "
+            "longer context or a larger batch is free until the device is busy."
         )
     return sentences
 
@@ -342,8 +343,8 @@ def figure_utilisation(steps: pd.DataFrame) -> Figure | None:
             style = figures.STYLES[size]
             for mode, label, fill in (("none", size, style.colour), ("regional", "blocks compiled", "white")):
                 line = select(measured, size=size, compile=mode).sort_values("context")
-                axis.plot(line["context"], line["achieved_tflops"], color=style.colour, marker=style.marker, markersize=4,
-                          linestyle="-" if mode == "none" else ":", markerfacecolor=fill, label=label)  # fmt: skip
+                axis.plot(line["context"], line["achieved_tflops"], c=style.colour, marker=style.marker, label=label,
+                          markersize=4, linestyle="-" if mode == "none" else ":", markerfacecolor=fill)  # fmt: skip
         if len(roof := measured["ceiling"].dropna()):
             axis.axhline(roof.median(), color="0.2", linestyle="--", linewidth=1, label="measured matrix product")
         if len(known := measured.dropna(subset=["datasheet_fraction"])):
@@ -435,8 +436,8 @@ def findings_published(steps: pd.DataFrame) -> list[str]:
         return []
     return [
         f"Published time over ours: {listing(parts)}. The published kind of time is unknown, so these say that ours "
-        "are plausible, not that one device is faster: the H100 and the H200, for instance, have the same tensor cores, "
-        "and what separates them here is the host and the software."
+        "are plausible, not that one device is faster: an H100 and an H200 have the same tensor cores, and "
+        "what separates them here is the host and the software."
     ]
 
 
