@@ -1,6 +1,5 @@
 """report.md: a front page, then the executed notebooks without their code and lessons, one chapter each."""
 
-import base64
 import contextlib
 import json
 import os
@@ -17,20 +16,11 @@ import pandas as pd
 from labkit import notebooks
 from labkit.configs import FIGURES, REFERENCE_DEVICE, REPOSITORY
 from labkit.records import Record, RecordStore, newest
-from labkit.report import figures, front
+from labkit.report import figures, front, page
 from labkit.report.chapter import FIGURE_METADATA, Chapter
 
 MOST_AT_ONCE = 4
 """Notebooks that are executed at a time for a report, on as many cores; each needs about 300 MB."""
-
-_STYLE_SHEET = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-table { border-collapse: collapse; margin: 0.5rem 0 1rem; font-size: 13px; display: block; overflow-x: auto; }
-th, td { border-bottom: 1px solid #ddd; padding: 0.2rem 0.6rem; }
-img { max-width: 100%; }
-.anchor-link { display: none; }
-details > summary { cursor: pointer; color: #345; }
-"""
 
 
 def rebuild(
@@ -87,7 +77,8 @@ def rebuild(
     unfinished = filter(None, (_not_finished(folder, notebook) for notebook in records))
     text = "\n\n".join([first, *unfinished, *bodies]) + "\n"
 
-    written = [_write(folder / "report.md", text.replace(_FIGURES_FOLDER, ""))]
+    device_text = text.replace(_FIGURES_FOLDER, "")
+    written = [_write(folder / "report.md", device_text)]
     if device != REFERENCE_DEVICE:  # the reference device's executed notebooks are those in notebooks/
         for name, notebook in executed.items():
             _save_executed(name, notebook, folder)
@@ -95,7 +86,8 @@ def rebuild(
         prefix = f"{folder.relative_to(REPOSITORY).as_posix()}/"
         written.append(_write(REPOSITORY / "report.md", text.replace(_FIGURES_FOLDER, prefix)))
     if html:
-        written.append(_write(folder / "report.html", _html(text, folder)))
+        title = text.split("\n", 1)[0].lstrip("# ")
+        written.append(_write(folder / "report.html", page.html(device_text, folder, title)))
     return written
 
 
@@ -225,24 +217,6 @@ def _chapter_markdown(executed, device: str) -> str:
 def _as_chapter(text: str) -> str:
     text = re.sub(r"^(#+ )", r"#\1", text, flags=re.MULTILINE)  # a notebook's title is a chapter's heading here
     return re.sub(r"\n{3,}", "\n\n", text).strip()
-
-
-def _html(markdown: str, folder: Path) -> str:
-    """Returns one page with the figures inside and no reference to any other file."""
-    from nbconvert.filters.markdown_mistune import markdown2html_mistune
-
-    # Split into text, description, file, text, …: Markdown escapes would break a data: address inside it.
-    parts = re.split(r"!\[([^\]]*)\]\(" + re.escape(_FIGURES_FOLDER) + r"([^)]+)\)", markdown)
-    body = markdown2html_mistune(parts[0])
-    for description, file, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
-        content = base64.b64encode((folder / file).read_bytes()).decode()
-        body += f'<img alt="{description}" src="data:image/svg+xml;base64,{content}">\n'
-        body += markdown2html_mistune(text)
-    title = markdown.split("\n", 1)[0].lstrip("# ")
-    return (
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
-        f"<style>{_STYLE_SHEET}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
-    )
 
 
 def _save_outputs(name: str, executed) -> None:

@@ -1,0 +1,173 @@
+"""report.html: a report's Markdown as one page that holds its figures, loads nothing and runs no script."""
+
+import base64
+import html as entities
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
+
+import bleach
+import mistune
+
+_OWN_TAGS = re.compile(r"(</?(?:details|summary|br|sub|sup)>)")
+"""Raw HTML that a report writes itself. All other raw HTML comes from a record and is shown as text."""
+
+_ALLOWED_TAGS = set("a blockquote br code div em h1 h2 h3 h4 h5 h6 hr img li ol p pre strong sub sup".split())
+_ALLOWED_TAGS |= set("details summary table thead tbody tr th td ul".split())
+_ALLOWED_ATTRIBUTES = {
+    "*": ["class", "id"],
+    "a": ["href"],
+    "img": ["alt", "src"],
+    "ol": ["start"],
+    "th": ["scope"],
+}
+
+# Only a tag of the page can match: text holds no "<", an attribute no quotation mark.
+_FIGURE = re.compile(r'(<img alt="[^"]*" src=")([^"]+)')
+
+_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+
+_STYLE_SHEET = """
+:root { color-scheme: light dark; --text: #1f2328; --muted: #59636e; --page: #fff; --shade: #f6f8fa; --line: #d1d9e0;
+  --link: #0757b5; }
+@media (prefers-color-scheme: dark) {
+  :root { --text: #e6e8eb; --muted: #a0a9b3; --page: #15181c; --shade: #1f242a; --line: #3a424b; --link: #7ab7ff; }
+}
+* { box-sizing: border-box; }
+html { -webkit-text-size-adjust: 100%; text-size-adjust: 100%; }
+body { margin: 0; font: 1rem/1.6 system-ui, sans-serif; color: var(--text); background: var(--page); }
+main { padding: 0 1rem 4rem; max-width: 64rem; overflow-wrap: break-word; }
+a { color: var(--link); }
+h1, h2, h3, h4, h5, h6 { line-height: 1.25; margin: 2.2em 0 0.6em; scroll-margin-top: 1rem; text-wrap: balance; }
+h1 { font-size: 1.7rem; margin-top: 1.2rem; }
+h2 { font-size: 1.45rem; border-top: 1px solid var(--line); padding-top: 1.2rem; }
+h3 { font-size: 1.15rem; }
+h4, h5, h6 { font-size: 1rem; }
+hr { display: none; }
+img { display: block; max-width: 100%; height: auto; margin: 1rem 0; padding: 0.4rem; background: #fff;
+  border-radius: 4px; }
+pre, .table { overflow-x: auto; margin: 0.6rem 0 1.4rem; }
+pre { padding: 0.8rem; background: var(--shade); }
+code { font-size: 0.9em; }
+table { border-collapse: collapse; font-size: 0.875rem; line-height: 1.45; }
+th, td { padding: 0.3rem 0.7rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
+th { background: var(--shade); vertical-align: bottom; }
+th.number, td.number { text-align: right; font-variant-numeric: tabular-nums; }
+td.number { white-space: nowrap; }
+summary { cursor: pointer; padding: 0.3rem 0; }
+nav { font-size: 0.9rem; background: var(--shade); padding: 0.6rem 1rem; border-bottom: 1px solid var(--line); }
+nav ul { list-style: none; margin: 0; padding: 0; }
+nav a { display: block; padding: 0.25rem 0; color: var(--text); text-decoration: none; }
+nav a:hover { text-decoration: underline; }
+nav .chapter { font-weight: 600; margin-top: 0.5rem; }
+nav .section { padding-left: 0.9rem; }
+@media (min-width: 64rem) {
+  body { display: grid; grid-template-columns: 17rem minmax(0, 1fr); }
+  nav { position: sticky; top: 0; height: 100vh; overflow-y: auto; border: 0; border-right: 1px solid var(--line); }
+  main { padding: 0 2.5rem 6rem; }
+  /* Beside the text the contents are always open, where the browser can do that without a script. */
+  @supports selector(::details-content) {
+    nav details::details-content { content-visibility: visible; block-size: auto; }
+    nav summary { list-style: none; pointer-events: none; font-weight: 600; }
+  }
+}
+@media print { nav { display: none; } body { display: block; } }
+"""
+
+
+def html(markdown: str, folder: Path, title: str) -> str:
+    """Returns a report as one page with its figures inside, contents beside it, and everything else escaped.
+
+    Headings keep the anchors that GitHub gives them; the first is the page's only <h1>, those of a chapter lie below.
+
+    Args:
+        markdown: GitHub's Markdown; of raw HTML only <details>, <summary>, <br>, <sub> and <sup> have an effect.
+        folder: where the figures lie. Only an SVG inside it is shown; another image is left as its Markdown.
+        title: plain text.
+    """
+    figures = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.svg")}
+    renderer = _Renderer(figures)
+    body = mistune.create_markdown(renderer=renderer, plugins=["table"])(markdown)
+    body = bleach.clean(body, _ALLOWED_TAGS, _ALLOWED_ATTRIBUTES, protocols=["http", "https"])
+    body = _FIGURE.sub(lambda match: f"{match[1]}{_data_url(figures[match[2]])}", body)
+    contents = "".join(
+        f'<li class="{"chapter" if level == 2 else "section"}"><a href="#{anchor}">{text}</a></li>\n'
+        for level, anchor, text in renderer.headings
+        if level in (2, 3)
+    )
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{entities.escape(title)}</title>\n<style>{_STYLE_SHEET}</style>\n</head>\n<body>\n"
+        f'<nav aria-label="Contents"><details><summary>Contents</summary>\n<ul>\n{contents}</ul></details></nav>\n'
+        f"<main>\n{body}</main>\n</body>\n</html>\n"
+    )
+
+
+def anchor(heading: str) -> str:
+    """Returns the anchor that GitHub gives the first heading with this text; the next ones get "-1", "-2", …"""
+    kept = (
+        letter
+        for letter in heading.strip().lower()
+        if letter in " -" or unicodedata.category(letter)[0] in "LM" or unicodedata.category(letter) in ("Nd", "Pc")
+    )
+    return "".join(kept).replace(" ", "-")
+
+
+class _Renderer(mistune.HTMLRenderer):
+    def __init__(self, figures: Collection[str]):
+        super().__init__(escape=True)
+        self._figures = figures
+        self.headings: list[tuple[int, str, str]] = []
+        self._open: list[int] = []
+        self._used: Counter[str] = Counter()
+
+    def heading(self, text: str, level: int, **attrs) -> str:
+        # The first heading is above all others, and each is one level below the heading that it belongs to.
+        level = level if self._open else 0
+        while self._open and self._open[-1] >= level:
+            self._open.pop()
+        self._open.append(level)
+        plain = entities.unescape(re.sub(r"<[^>]*>", "", text))
+        name = anchor(plain)
+        count = self._used[name]
+        self._used[name] += 1
+        identity = f"{name}-{count}" if count else name
+        self.headings.append((len(self._open), identity, entities.escape(plain)))
+        return f'<h{len(self._open)} id="{identity}">{text}</h{len(self._open)}>\n'
+
+    def image(self, text: str, url: str, title: str | None = None) -> str:
+        alt = entities.escape(entities.unescape(mistune.util.striptags(text)))
+        if url not in self._figures:
+            return f"![{alt}]({entities.escape(url)})"
+        return f'<img alt="{alt}" src="{url}">'
+
+    def link(self, text: str, url: str, title: str | None = None) -> str:
+        scheme = re.match(r"\s*([^/?#]*):", entities.unescape(url))
+        if scheme and scheme[1].lower() not in ("http", "https"):
+            return f"[{text}]({entities.escape(url)})"
+        return f'<a href="{entities.escape(url)}">{text}</a>'
+
+    def text(self, text: str) -> str:
+        return mistune.util.safe_entity(text)
+
+    def inline_html(self, html: str) -> str:
+        parts = _OWN_TAGS.split(html)
+        return "".join(part if index % 2 else mistune.util.safe_entity(part) for index, part in enumerate(parts))
+
+    def block_html(self, html: str) -> str:
+        return self.inline_html(html)
+
+    def table(self, text: str) -> str:
+        return f'<div class="table"><table>\n{text}</table></div>\n'
+
+    def table_cell(self, text: str, align: str | None = None, head: bool = False) -> str:
+        number = ' class="number"' if align == "right" else ""
+        return f'<th scope="col"{number}>{text}</th>' if head else f"<td{number}>{text}</td>"
+
+
+def _data_url(path: Path) -> str:
+    return f"data:image/svg+xml;base64,{base64.b64encode(path.read_bytes()).decode()}"
