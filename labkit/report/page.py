@@ -56,6 +56,8 @@ th, td { padding: 0.3rem 0.7rem; border-bottom: 1px solid var(--line); text-alig
 th { background: var(--shade); vertical-align: bottom; }
 th.number, td.number { text-align: right; font-variant-numeric: tabular-nums; }
 td.number { white-space: nowrap; }
+thead:not(:has(th:not(:empty))) { display: none; }
+ul, ol { padding-left: 1.4rem; }
 summary { cursor: pointer; padding: 0.3rem 0; }
 nav { font-size: 0.9rem; background: var(--shade); padding: 0.6rem 1rem; border-bottom: 1px solid var(--line); }
 nav ul { list-style: none; margin: 0; padding: 0; }
@@ -72,6 +74,13 @@ nav .section { padding-left: 0.9rem; }
     nav details::details-content { content-visibility: visible; block-size: auto; }
     nav summary { list-style: none; pointer-events: none; font-weight: 600; }
   }
+}
+@media (max-width: 40rem) {
+  th, td { padding: 0.3rem 0.5rem; }
+  table { font-size: 0.8125rem; }
+  /* As wide as its text needs to be read, in a box that scrolls. */
+  p:has(> img) { overflow-x: auto; }
+  img { max-width: none; width: 40rem; }
 }
 @media print { nav { display: none; } body { display: block; } }
 """
