@@ -19,6 +19,7 @@ LONGEST_FIRST = (
     "test_sweep.py",
     "test_flash_attention_notebook.py",
     "test_attention_notebook.py",
+    "test_page.py",
     "test_flash_attention.py",
     "test_nsys_analysis_notebook.py",
     "test_benchmarking.py",

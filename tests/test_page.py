@@ -187,7 +187,8 @@ class Browser:
     """A headless Chromium, spoken to through its DevTools protocol."""
 
     def __init__(self, port_file: Path, screenshots: Path):
-        port, path = _wait_for(lambda: port_file.exists() and port_file.read_text().split())
+        _wait_for(lambda: port_file.exists() and len(port_file.read_text().split()) == 2)
+        port, path = port_file.read_text().split()
         self._socket = websocket.create_connection(f"ws://127.0.0.1:{port}{path}", timeout=60, suppress_origin=True)
         self._numbers = itertools.count()
         self._session: str | None = None
