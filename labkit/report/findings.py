@@ -2,6 +2,7 @@
 
 import math
 import re
+import unicodedata
 from collections.abc import Iterable
 
 
@@ -63,12 +64,17 @@ def count(n: int, noun: str) -> str:
 
 
 def anchor(heading: str) -> str:
-    """Returns the address of a heading within its page, as GitHub forms it.
+    """Returns the anchor that GitHub gives the first heading with this text; the next ones get "-1", "-2", …
 
     >>> anchor("01 · Benchmarking")
     '01--benchmarking'
     """
-    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+    kept = (
+        letter
+        for letter in heading.strip().lower()
+        if letter in " -" or unicodedata.category(letter)[0] in "LM" or unicodedata.category(letter) in ("Nd", "Pc")
+    )
+    return "".join(kept).replace(" ", "-")
 
 
 def power_law_exponent(x: Iterable[float], y: Iterable[float]) -> float:

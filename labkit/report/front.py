@@ -29,7 +29,7 @@ def page(chapters: Mapping[str, Chapter], figure: str | None) -> str:
     """
     first = next(iter(chapters.values()))
     parts = [
-        f"# A transformer measured on {tables.escaped(first.device_name)}",
+        f"# {tables.plain(title(first))}",
         "Every number, table, figure and comparison of a measurement below is computed from its records; figures "
         "published elsewhere stand beside them with their source.",
         tables.to_markdown(environment(chapters)),
@@ -40,6 +40,10 @@ def page(chapters: Mapping[str, Chapter], figure: str | None) -> str:
     if rows := [row for chapter, module in _modules(chapters, "symptoms") for row in module.symptoms(chapter)]:
         parts += ["## If your step is slow", tables.to_markdown(pd.DataFrame(rows))]
     return "\n\n".join([*parts, *([figure] if figure else []), TIMES])
+
+
+def title(chapter: Chapter) -> str:
+    return f"A transformer measured on {chapter.device_name}"
 
 
 def findings(chapters: Mapping[str, Chapter], *, linked: bool = True) -> list[str]:
@@ -71,7 +75,7 @@ def environment(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
     sessions = {record.session for record in records if record.session}
     rows["measured"] = f"{_dates(records)}, {len(sessions)} sessions"
     rows["conditions"] = "; ".join([_throttled(records), *disturbed(records)])
-    return pd.DataFrame(rows.items(), columns=["", "value"])
+    return pd.DataFrame([(name, tables.plain(value)) for name, value in rows.items()], columns=["", "value"])
 
 
 def table_chapters(chapters: Mapping[str, Chapter]) -> pd.DataFrame:

@@ -3,13 +3,14 @@
 import base64
 import html as entities
 import re
-import unicodedata
 from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 
 import bleach
 import mistune
+
+from labkit.report.findings import anchor
 
 _OWN_TAGS = re.compile(r"(</?(?:details|summary|br|sub|sup)>)")
 """Raw HTML that a report writes itself. All other raw HTML comes from a record and is shown as text."""
@@ -102,8 +103,8 @@ def html(markdown: str, folder: Path, title: str) -> str:
     body = bleach.clean(body, _ALLOWED_TAGS, _ALLOWED_ATTRIBUTES, protocols=["http", "https"])
     body = _FIGURE.sub(lambda match: f"{match[1]}{_data_url(figures[match[2]])}", body)
     contents = "".join(
-        f'<li class="{"chapter" if level == 2 else "section"}"><a href="#{anchor}">{text}</a></li>\n'
-        for level, anchor, text in renderer.headings
+        f'<li class="{"chapter" if level == 2 else "section"}"><a href="#{name}">{text}</a></li>\n'
+        for level, name, text in renderer.headings
         if level in (2, 3)
     )
     return (
@@ -114,16 +115,6 @@ def html(markdown: str, folder: Path, title: str) -> str:
         f'<nav aria-label="Contents"><details><summary>Contents</summary>\n<ul>\n{contents}</ul></details></nav>\n'
         f"<main>\n{body}</main>\n</body>\n</html>\n"
     )
-
-
-def anchor(heading: str) -> str:
-    """Returns the anchor that GitHub gives the first heading with this text; the next ones get "-1", "-2", …"""
-    kept = (
-        letter
-        for letter in heading.strip().lower()
-        if letter in " -" or unicodedata.category(letter)[0] in "LM" or unicodedata.category(letter) in ("Nd", "Pc")
-    )
-    return "".join(kept).replace(" ", "-")
 
 
 class _Renderer(mistune.HTMLRenderer):

@@ -65,7 +65,7 @@ def rebuild(
     executed |= _execute_all(missing, values)
     if save_notebooks:
         for name, shown in _execute_all(notebooks.names(), {}, lessons=True).items():
-            _save_outputs(name, shown)
+            _save_outputs(name, shown, notebooks.path(name))
     measured_chapters = {
         name: Chapter(name, device=device, output=str(output or "")) for name in notebooks.names() if records.get(name)
     }
@@ -81,12 +81,12 @@ def rebuild(
     written = [_write(folder / "report.md", device_text)]
     if device != REFERENCE_DEVICE:  # the reference device's executed notebooks are those in notebooks/
         for name, notebook in executed.items():
-            _save_executed(name, notebook, folder)
+            _save_outputs(name, notebook, folder / f"{name}.ipynb")
     if output is None and top_level:
         prefix = f"{folder.relative_to(REPOSITORY).as_posix()}/"
         written.append(_write(REPOSITORY / "report.md", text.replace(_FIGURES_FOLDER, prefix)))
     if html:
-        title = text.split("\n", 1)[0].lstrip("# ")
+        title = front.title(next(iter(measured_chapters.values())))
         written.append(_write(folder / "report.html", page.html(device_text, folder, title)))
     return written
 
@@ -158,20 +158,6 @@ def _save_roofline(chapters: Mapping[str, Chapter], folder: Path) -> str | None:
     return f"![{description}]({_FIGURES_FOLDER}front_roofline.svg)"
 
 
-def _save_executed(name: str, executed, folder: Path) -> None:
-    """Writes the executed notebook beside its records, lesson cells in their places, without outputs."""
-    import nbformat
-
-    done = {cell["id"]: cell for cell in executed.cells}
-    notebook = notebooks.read(name)
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            source = done.get(cell["id"], {})
-            cell["outputs"] = source.get("outputs", [])
-            cell["execution_count"] = source.get("execution_count")
-    nbformat.write(notebook, folder / f"{name}.ipynb")
-
-
 def _not_finished(folder: Path, notebook: str) -> str:
     """Says that a notebook's measurements were interrupted or do not cover its grid; empty when they do."""
     path = folder / "records" / f"{notebook}.done.json"
@@ -219,16 +205,17 @@ def _as_chapter(text: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", text).strip()
 
 
-def _save_outputs(name: str, executed) -> None:
-    """Stores the outputs that the notebook gives with its default parameters, without execution metadata."""
+def _save_outputs(name: str, executed, target: Path) -> None:
+    """Writes the notebook with the outputs of `executed` and no other trace of the run; cells not executed have none."""
     import nbformat
 
+    done = {cell["id"]: cell for cell in executed.cells}
     notebook = notebooks.read(name)
-    for cell, source in zip(executed.cells, notebook.cells, strict=True):
-        if source.cell_type == "code":
-            source["outputs"] = cell["outputs"]
-            source["execution_count"] = cell["execution_count"]
-    nbformat.write(notebook, notebooks.path(name))
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    for number, cell in enumerate(code, start=1):
+        cell["outputs"] = done.get(cell["id"], {}).get("outputs", [])
+        cell["execution_count"] = number if cell["id"] in done else None
+    nbformat.write(notebook, target)
 
 
 def _write(path: Path, text: str) -> Path:

@@ -120,10 +120,15 @@ def to_csv(frame: pd.DataFrame) -> str:
     return kept.to_csv(index=False, float_format="%.6g", lineterminator="\n")
 
 
+def plain(text: str) -> str:
+    """Returns free text from a record, such as a device's name, so that Markdown shows it as it is."""
+    return re.sub(r"([\\`*_\[\]<>])", r"\\\1", " ".join(text.split()))
+
+
 def escaped(value: object) -> str:
     """Returns `value` as it may stand in a Markdown table: no column, no HTML tag comes out of it."""
-    text = str(value).replace("|", "\\|")
-    return text if text.startswith("`") else text.replace("<", "&lt;")  # inside code, Markdown escapes it
+    text = " ".join(str(value).split()).replace("|", "\\|")
+    return text if text.startswith("`") else re.sub(r"(?<!\\)<", "&lt;", text)  # inside code, Markdown escapes it
 
 
 def _is_text(column: pd.Series) -> bool:
