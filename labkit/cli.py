@@ -2,19 +2,33 @@
 
 import logging
 import os
+import re
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
+from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from labkit import __version__
-from labkit.configs import FIGURES, PROFILES, REFERENCE_DEVICE
+from labkit.configs import AUTO_PROFILE, FIGURES, REFERENCE_DEVICE, THIS_DEVICE, RequestError, chosen_profile
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
+NUM_HEADLINES = 3
+
+OTHER_WAYS = {
+    "device": "`labkit run` measures this machine; `labkit report --device SLUG` shows another",
+    "measure": "`labkit run` always measures; `labkit report` shows what is recorded",
+    "save_figures": "`labkit run` always saves the figures",
+    "output": "use --output DIR",
+    "profile": "use --profile NAME",
+    "fresh": "use --fresh",
+}
+"""Notebook parameters that `labkit run -p` does not take, and what there is in their place."""
 
 app = typer.Typer(
     add_completion=False,
@@ -30,15 +44,11 @@ OutputOption = Annotated[
 ]
 
 
-class UsageError(Exception):
-    """Something the user asked for that is not possible; shown without a traceback, exit code 2."""
-
-
 def main() -> None:
     """Runs the command line; every expected error is one line on stderr."""
     try:
         app()
-    except UsageError as error:
+    except RequestError as error:
         _fail(str(error), USAGE_ERROR)
     except Exception as error:
         from labkit.notebooks import NotebookError
@@ -76,9 +86,8 @@ def run(
         typer.Argument(metavar="[NOTEBOOK]...", help="Number or name (01, benchmarking). Default: all."),
     ] = None,
     profile: Annotated[
-        str | None,
-        typer.Option(help=f"Grid of cases: {' or '.join(PROFILES)}. Default: full on a GPU, smoke elsewhere."),
-    ] = None,
+        str, typer.Option(help="Grid of cases: smoke, full, or auto: full on a GPU, smoke elsewhere.")
+    ] = AUTO_PROFILE,
     output: OutputOption = None,
     parameter: Annotated[
         list[str] | None,
@@ -93,23 +102,18 @@ def run(
     What is already recorded for this device, software and way of measuring is kept, so a run that was
     interrupted goes on where it stopped.
     """
-    from labkit import notebooks
+    from labkit import hardware, notebooks
 
-    try:
-        names = [notebooks.resolve(name) for name in notebook or notebooks.names()]
-        if profile is not None and profile not in PROFILES:
-            raise ValueError(f"unknown profile {profile!r}; accepted: {', '.join(PROFILES)}")
-        parameters = {name: notebooks.parse_parameters(name, parameter or []) for name in names}
-        _check_grid(names, parameters, profile)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    root = _writable(output)
-
-    from labkit import hardware
-
+    names = [notebooks.resolve(name) for name in notebook or notebooks.names()]
+    for key in (assignment.split("=")[0] for assignment in parameter or []):
+        if key in OTHER_WAYS:
+            raise RequestError(f"-p {key}= is not accepted: {OTHER_WAYS[key]}")
+    parameters = {name: notebooks.parse_parameters(name, parameter or []) for name in names}
     device = hardware.detect()
-    profile = profile or device.default_profile
-    folder = root / device.slug
+    profile = chosen_profile(profile, device.default_profile)
+    for name in names:
+        notebooks.narrowing(name, profile, parameters[name])
+    folder = _writable(output) / device.slug
     print(f"Measuring {device.name} with the {profile} profile into {folder}", file=sys.stderr)
     start = time.monotonic()
     if device.kind == "cpu":
@@ -122,9 +126,9 @@ def run(
                     **parameters[name],
                     "device": device.slug,
                     "measure": True,
-                    "profile": parameters[name].get("profile", profile),
+                    "profile": profile,
                     "output": str(output.resolve()) if output else "",
-                    "fresh": fresh or parameters[name].get("fresh", False),
+                    "fresh": fresh,
                     "save_figures": True,
                 }
                 try:
@@ -138,7 +142,11 @@ def run(
         )
         sys.exit(INTERRUPTED)
     written = _rebuild(device.slug, output, executed)
-    _summary(folder, names, failures, time.monotonic() - start, written)
+    _summary(folder, names, failures, time.monotonic() - start)
+    for headline in _headlines(executed):
+        print(headline)
+    if written:
+        print(f"Report: {written[0]}")
     if failures:
         sys.exit(1)
 
@@ -157,17 +165,6 @@ def _write_byte_code() -> None:
     if torch and not sys.dont_write_bytecode and not os.path.exists(torch.cached):
         command = [sys.executable, "-c", f"import {', '.join(PRELOADED)}"]
         subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-
-def _check_grid(names: list[str], parameters: dict[str, dict], profile: str | None) -> None:
-    """Raises ValueError for a value that a notebook's grid does not have, before anything is measured or imported."""
-    from labkit.configs import GRIDS, NARROWED, narrowed
-
-    for name in names:
-        values = parameters[name]
-        for parameter in NARROWED:
-            if parameter in values:
-                narrowed(GRIDS[name], values.get("profile", profile), parameter, values[parameter])
 
 
 def _run_notebook(name: str, values: dict, folder: Path, kernel):
@@ -196,7 +193,7 @@ def _rebuild(slug: str, output: Path | None, executed: dict) -> list[Path]:
         return []
 
 
-def _summary(folder: Path, names: list[str], failures: dict[str, str], seconds: float, written: list[Path]) -> None:
+def _summary(folder: Path, names: list[str], failures: dict[str, str], seconds: float) -> None:
     from labkit.report import render
 
     records = render.records_of(folder)
@@ -208,8 +205,17 @@ def _summary(folder: Path, names: list[str], failures: dict[str, str], seconds: 
     for error in failures.values():
         print(f"labkit: {error}", file=sys.stderr)
     print(f"{seconds / 60:.1f} minutes")
-    if written:
-        print(f"Report: {written[0]}")
+
+
+def _headlines(executed: Mapping[str, Any]) -> list[str]:
+    """Returns up to three findings without Markdown marks: the first of each notebook, then the second of each."""
+    found = []
+    for notebook in executed.values():
+        outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+        texts = [output.get("data", {}).get("text/markdown", "") for output in outputs]
+        lines = [line for text in texts for line in text.splitlines() if line.startswith("- ")]
+        found.append([re.sub(r"\*\*|`", "", line[2:]) for line in lines])
+    return [line for rank in zip_longest(*found) for line in rank if line][:NUM_HEADLINES]
 
 
 def _progress(names: list[str]):
@@ -222,35 +228,56 @@ def _progress(names: list[str]):
 
 
 def _writable(output: Path | None) -> Path:
-    """Returns the folder of the results, made if need be; raises UsageError if it cannot be written."""
+    """Returns the folder of the results, made if need be; raises RequestError if it cannot be written."""
     root = (output or FIGURES).resolve()
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"cannot write to {root}: {error.strerror}") from None
+        raise RequestError(f"cannot write to {root}: {error.strerror}") from None
     if not os.access(root, os.W_OK):
-        raise UsageError(f"cannot write to {root}: permission denied")
+        raise RequestError(f"cannot write to {root}: permission denied")
     return root
 
 
 @app.command()
 def report(
-    device: Annotated[str, typer.Option(help="Slug of the device, as `labkit devices` lists it.")] = REFERENCE_DEVICE,
+    device: Annotated[
+        str, typer.Option(help="Slug of the device, as `labkit devices` lists it; this: this machine.")
+    ] = REFERENCE_DEVICE,
     output: OutputOption = None,
     html: Annotated[bool, typer.Option("--html", help="Also write report.html, one self-contained page.")] = False,
+    top_level: Annotated[
+        bool, typer.Option("--top-level", help="Also write the top-level report.md, which shows the reference device.")
+    ] = False,
     save_notebooks: Annotated[
         bool, typer.Option("--save-notebooks", help="Also refresh the outputs stored in notebooks/ (reference device).")
     ] = False,
 ) -> None:
-    """Rebuild a device's report from its records alone; without --output also the top-level report.md."""
+    """Rebuild a device's report from its records alone; the reference device's is the top-level report.md too."""
     from labkit.report import render
 
+    if device == THIS_DEVICE:
+        from labkit import hardware
+
+        device = hardware.detect().slug
+    if top_level and output:
+        raise RequestError("--top-level writes the report of a device in figures/: leave out --output")
+    root = (output or FIGURES).resolve()
+    known = render.measured_devices(root)
+    if device not in known:
+        raise RequestError(
+            f"nothing has been measured on {device[:80]!r} in {root}; measured: {', '.join(known) or 'none'}"
+        )
     try:
         written = render.rebuild(
-            device, output=output.resolve() if output else None, html=html, save_notebooks=save_notebooks
+            device,
+            output=root if output else None,
+            top_level=top_level or device == REFERENCE_DEVICE,
+            html=html,
+            save_notebooks=save_notebooks,
         )
     except ValueError as error:
-        raise UsageError(str(error)) from None
+        raise RequestError(str(error)) from None
     for path in written:
         print(path)
 

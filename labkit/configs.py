@@ -15,9 +15,20 @@ RMS_NORM_EPS = 1e-5
 REFERENCE_DEVICE = "nvidia-h200"
 """Slug of the device that the committed notebooks and the top-level report show."""
 
+THIS_DEVICE = "this"
+"""Stands for the slug of the machine that it is used on."""
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 FIGURES = REPOSITORY / "figures"
 NOTEBOOKS = REPOSITORY / "notebooks"
+
+
+class RequestError(ValueError):
+    """The user asked for something that is not possible: one line, on the command line and in a notebook."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Returns what IPython shows in place of a traceback."""
+        return [f"{type(self).__name__}: {self}"]
 
 
 @dataclass(frozen=True)
@@ -63,14 +74,14 @@ SIZE_ALIASES = {"xl-2026": "2.7b", "2.7b-2025": "2.7b", "10b-2026": "10b"}
 
 
 def model_config(name: str) -> ModelConfig:
-    """Returns the size called `name` (or an alias of it); raises ValueError that names the accepted ones."""
+    """Returns the size called `name` (or an alias of it); raises RequestError that names the accepted ones."""
     if name == "xl":
-        raise ValueError("size 'xl' means two models: say 'xl-2025' (1.998 B) or 'xl-2026' (3.407 B, also '2.7b')")
+        raise RequestError("size 'xl' means two models: say 'xl-2025' (1.998 B) or 'xl-2026' (3.407 B, also '2.7b')")
     try:
         return SIZES[SIZE_ALIASES.get(name, name)]
     except KeyError:
         accepted = ", ".join([*SIZES, *SIZE_ALIASES])
-        raise ValueError(f"unknown size {name!r}; accepted: {accepted}") from None
+        raise RequestError(f"unknown size {name!r}; accepted: {accepted}") from None
 
 
 PRECISIONS = ("fp32", "tf32", "bf16")
@@ -141,6 +152,8 @@ BENCHMARKING: dict[str, BenchmarkingGrid] = {
     ),
 }
 PROFILES = tuple(BENCHMARKING)
+AUTO_PROFILE = "auto"
+"""Stands for "full" on a GPU and for "smoke" elsewhere."""
 
 ATTENTION_BATCH = 8
 """Sequences of one attention call in notebook 05, as in the published grid: no heads, so eight score matrices."""
@@ -593,26 +606,34 @@ NARROWED = {"sizes": "size", "contexts": "context", "lengths": "length", "d_head
 """Parameters of notebooks that name the values of a grid to be measured, and what one such value is called."""
 
 
-def narrowed(grids: dict, profile: str | None, parameter: str, wanted: Sequence = ()) -> list:
+def chosen_profile(profile: str, default: str) -> str:
+    """Returns the profile that is meant: `default` for "auto"; raises RequestError for one that does not exist."""
+    if profile not in (AUTO_PROFILE, *PROFILES):
+        raise RequestError(f"unknown profile {profile!r}; accepted: {', '.join([AUTO_PROFILE, *PROFILES])}")
+    return default if profile == AUTO_PROFILE else profile
+
+
+def narrowed(grids: dict, profile: str, parameter: str, wanted: Sequence = ()) -> list:
     """Returns the values of a grid that are wanted, in the grid's order; all of them where none is named.
 
     Args:
         grids: a notebook's grid by profile.
-        profile: one of them, or None for the values of all.
+        profile: one of them.
         parameter: one of NARROWED.
         wanted: values; a size may be an alias.
 
-    Raises ValueError for a value that is not there.
+    Raises RequestError for a value that the profile does not have; names the profile that has it, if one does.
     """
-    chosen = [grids[profile]] if profile else list(grids.values())
-    accepted = list(dict.fromkeys(value for grid in chosen for value in _values(grid, parameter)))
+    accepted = _values(grids[profile], parameter)
     if parameter == "sizes":
         wanted = [model_config(str(name)).name for name in wanted]
     for value in wanted:
         if value not in accepted:
-            where = f"profile {profile!r}" if profile else "any profile"
             known = ", ".join(map(str, accepted))
-            raise ValueError(f"{NARROWED[parameter]} {value!r} is not in {where}; accepted: {known}")
+            others = [name for name, grid in grids.items() if value in _values(grid, parameter)]
+            hint = f'; set profile = "{others[0]}"' if others else ""
+            what = NARROWED[parameter]
+            raise RequestError(f"{what} {value!r} is not in profile {profile!r}; accepted: {known}{hint}")
     return [value for value in accepted if not wanted or value in wanted]
 
 

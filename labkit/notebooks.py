@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from labkit.configs import NOTEBOOKS, PROFILES
+from labkit.configs import GRIDS, NARROWED, NOTEBOOKS, RequestError, narrowed
 
 CELL_TIMEOUT_S = 6 * 3600
 """A dead kernel is noticed at once; this bounds a cell that hangs, beyond every case's own timeout."""
@@ -37,14 +37,15 @@ def names() -> list[str]:
 def resolve(name: str) -> str:
     """Returns the notebook that a number ("01", "1"), a name ("benchmarking") or both ("01_benchmarking") means.
 
-    Raises ValueError that names the accepted ones.
+    Raises RequestError that names the accepted ones.
     """
     available = names()
     for candidate in available:
         number, title = candidate.split("_", 1)
         if name in (candidate, f"{candidate}.ipynb", title, number, number.lstrip("0")):
             return candidate
-    raise ValueError(f"unknown notebook {name!r}; accepted: {', '.join(available)} (or the number, or the name alone)")
+    accepted = ", ".join(available)
+    raise RequestError(f"unknown notebook {name!r}; accepted: {accepted} (or the number, or the name alone)")
 
 
 def path(name: str) -> Path:
@@ -104,19 +105,17 @@ def parse_parameters(name: str, assignments: Sequence[str]) -> dict[str, Any]:
     A text parameter takes VALUE as it is; a list takes comma-separated items; every other takes a Python
     literal of the default's type, so a bool is True or False.
 
-    Raises ValueError naming the bad key or value and what is accepted.
+    Raises RequestError naming the bad key or value and what is accepted.
     """
     defaults = parameters(name)
     values = {}
     for assignment in assignments:
         key, separator, text = assignment.partition("=")
         if not separator:
-            raise ValueError(f"parameter {assignment!r} is not of the form KEY=VALUE")
+            raise RequestError(f"parameter {assignment!r} is not of the form KEY=VALUE")
         if key not in defaults:
-            raise ValueError(f"unknown parameter {key!r} of {name}; accepted: {', '.join(defaults)}")
+            raise RequestError(f"unknown parameter {key!r} of {name}; accepted: {', '.join(defaults)}")
         values[key] = _parse_value(key, text, defaults[key])
-    if values.get("profile", PROFILES[0]) not in PROFILES:
-        raise ValueError(f"unknown profile {values['profile']!r}; accepted: {', '.join(PROFILES)}")
     return values
 
 
@@ -124,12 +123,35 @@ def _parse_value(key: str, text: str, default: Any) -> Any:
     if isinstance(default, str):
         return text
     if isinstance(default, list):
-        return [_literal(item.strip()) for item in text.strip("[]").split(",") if item.strip()]
+        return listed(key, text)
     value = _literal(text)
     if type(value) is not type(default) and not (isinstance(default, float) and type(value) is int):
         accepted = "True or False" if isinstance(default, bool) else f"a value of type {type(default).__name__}"
-        raise ValueError(f"parameter {key!r} takes {accepted}, got {text!r}")
+        raise RequestError(f"parameter {key!r} takes {accepted}, got {text!r}")
     return value
+
+
+def listed(key: str, value: Any) -> list:
+    """Returns the values of the list parameter `key`, given as a list, as text with commas, or as one number.
+
+    Plain papermill hands over text and numbers. Raises RequestError for text that holds no value.
+    """
+    if isinstance(value, str):
+        if not value.strip():
+            raise RequestError(f"parameter {key!r} has no value; leave it out, or set [], for all")
+        return [_literal(item.strip()) for item in value.strip("[]").split(",") if item.strip()]
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def narrowing(name: str, profile: str, options: Mapping[str, Any]) -> dict[str, list]:
+    """Returns those of `options` that narrow a notebook's grid, as lists.
+
+    Raises RequestError for a value that the grid of `profile` does not have.
+    """
+    lists = {key: listed(key, options[key]) for key in NARROWED if key in options}
+    for key, values in lists.items():
+        narrowed(GRIDS[name], profile, key, values)
+    return lists
 
 
 def _literal(text: str) -> Any:
@@ -225,7 +247,8 @@ def execute(
             )
         except papermill.PapermillExecutionError as error:
             kernel.end()
-            raise NotebookError(f"{name}: {error.ename}: {error.evalue}") from error
+            kind = "" if error.ename == RequestError.__name__ else f"{error.ename}: "
+            raise NotebookError(f"{name}: {kind}{error.evalue}") from error
         except (nbclient.exceptions.DeadKernelError, RuntimeError, TimeoutError) as error:
             kernel.end()
             raise NotebookError(f"{name}: {type(error).__name__}: {error}") from error

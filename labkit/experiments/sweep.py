@@ -19,6 +19,7 @@ import secrets
 import signal
 import sys
 import traceback
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,7 @@ from typing import Any
 from tqdm import tqdm
 
 from labkit import hardware, notebooks
-from labkit.configs import FIGURES, PROFILES
+from labkit.configs import FIGURES, THIS_DEVICE, RequestError, chosen_profile
 from labkit.records import Record, RecordStore, check_plausible
 
 SESSION_SECTION = "ceilings"
@@ -117,6 +118,8 @@ def _worker_main(connection: Connection, module_name: str) -> None:
     os.setpgrp()  # so that whatever a case starts is ended together with the worker
     _end_with_parent(connection)
     experiment = importlib.import_module(module_name)
+    # Where compiling is timed, the caches are off on purpose; torch says so once for each of its own.
+    warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
     gc.freeze()  # modules are no garbage, and the collections between phases would walk through them each time
     while True:
         try:
@@ -233,18 +236,22 @@ class Session:
     """
 
     def __init__(self, notebook: str, *, device: str, profile: str, output: str | Path, fresh: bool, options: dict):
-        if profile not in PROFILES:
-            raise ValueError(f"unknown profile {profile!r}; accepted: {', '.join(PROFILES)}")
         self.notebook = notebook
         self.module_name = f"labkit.experiments.{notebook.split('_', 1)[1]}"
         _worker_context(self.module_name)  # the server loads the experiment while this process does
         self.experiment = importlib.import_module(self.module_name)
         self.device = hardware.detect()
-        if device != self.device.slug:
-            raise ValueError(f"device {device!r} cannot be measured here: this machine is {self.device.slug!r}")
+        self.slug = self.device.slug
+        if device not in (THIS_DEVICE, self.slug):
+            raise RequestError(
+                f"device {str(device)[:80]!r} is not this machine, which is {self.slug!r}; "
+                f'to measure here, set device = "{THIS_DEVICE}"'
+            )
+        profile = chosen_profile(profile, self.device.default_profile)
         accepted = list(inspect.signature(self.experiment.cases).parameters)[2:]
         if unknown := options.keys() - set(accepted):
-            raise ValueError(f"unknown option {sorted(unknown)[0]!r} of {notebook}; accepted: {', '.join(accepted)}")
+            raise RequestError(f"unknown option {sorted(unknown)[0]!r} of {notebook}; accepted: {', '.join(accepted)}")
+        options = {**options, **notebooks.narrowing(notebook, profile, options)}
         self.cases: list[Case] = self.experiment.cases(profile, self.device.kind, **options)
         self.fresh = fresh
         self.profile = profile
@@ -420,7 +427,10 @@ class Session:
 
 
 class _NoSession:
-    """What a notebook holds when it only shows records."""
+    """What a notebook holds when it only shows the records of the device `slug`."""
+
+    def __init__(self, slug: str):
+        self.slug = slug
 
     def measure(self, section: str) -> None:
         """Does nothing: the records are there already."""
@@ -434,21 +444,39 @@ def open_session(notebook: str, *, measure: bool, device: str, profile: str, out
 
     Args:
         notebook: its file name without the ending.
-        device: slug; must be this machine's when measuring, so that no result gets another device's name.
-        profile: "smoke" or "full".
+        device: slug, or "this" for this machine's; when measuring it must mean this machine, so that no result gets
+            another device's name. The session's `slug` is the one meant.
+        profile: "smoke", "full", or "auto" for full on a GPU and smoke elsewhere.
         output: folder that holds one folder per device; "" for the repository's figures/.
         fresh: measure again what is recorded already.
-        options: narrow the grid, as the notebook's module takes them.
+        options: narrow the grid, as the notebook's module takes them; lists may be given as `notebooks.listed` reads
+            them.
 
     Raises:
-        ValueError: an unknown notebook, another device than this machine, an unknown profile, size or other option.
+        RequestError: an unknown notebook, another device than this machine, a device without records to show, an
+            unknown profile, size or other option.
         RecordError: the record file cannot be read, or another run is writing to it.
     """
     if notebook not in notebooks.names():
-        raise ValueError(f"unknown notebook {notebook!r}; accepted: {', '.join(notebooks.names())}")
+        raise RequestError(f"unknown notebook {notebook!r}; accepted: {', '.join(notebooks.names())}")
+    for name, flag in {"measure": measure, "fresh": fresh}.items():
+        if not isinstance(flag, bool):  # the text "false", which papermill passes on, would count as true
+            raise RequestError(f"{name} must be True or False, not {flag!r}")
     if not measure:
-        return _NoSession()
+        return _NoSession(_shown_device(device, Path(output or FIGURES)))
     return Session(notebook, device=device, profile=profile, output=output, fresh=fresh, options=options)
+
+
+def _shown_device(device: str, root: Path) -> str:
+    """Returns the slug of a device whose records are to be shown; raises RequestError if it has none under `root`."""
+    slug = hardware.detect().slug if device == THIS_DEVICE else device
+    known = sorted({path.parent.parent.name for path in root.glob("*/records/*.jsonl")})
+    if slug not in known:
+        raise RequestError(
+            f"no records of device {str(slug)[:80]!r} in {root}; recorded: {', '.join(known) or 'none'}; "
+            f'to measure this machine, set measure = True and device = "{THIS_DEVICE}"'
+        )
+    return slug
 
 
 def done_path(folder: Path, notebook: str) -> Path:

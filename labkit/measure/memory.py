@@ -31,9 +31,6 @@ DEVICE_KINDS = ("cuda", "cpu")
 
 _POSITION = "labkit position "
 
-# The profiler's library announces every start and stop on stderr unless told before it is first used.
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-
 
 # ---- bytes in use ----------------------------------------------------------------------------------------------------
 
