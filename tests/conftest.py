@@ -1,10 +1,13 @@
 """Fixtures that several test files share."""
 
+import atexit
 import concurrent.futures
 import gc
 import multiprocessing
 import os
+import sys
 import types
+from collections import Counter
 
 import pytest
 
@@ -36,6 +39,25 @@ SCATTERED_LAST = "test_kernel_compilation.py"
 def pytest_collection_modifyitems(items):
     order = {name: position for position, name in enumerate(LONGEST_FIRST)} | {SCATTERED_LAST: len(LONGEST_FIRST) + 1}
     items.sort(key=lambda item: order.get(item.path.name, len(LONGEST_FIRST)))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Says why cases were skipped, the most frequent reason first."""
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in reports)
+    for reason, number in reasons.most_common():
+        terminalreporter.write_line(f"{number} skipped: {reason}")
+
+
+@atexit.register
+def _end_without_tritons_leaks():
+    """Closes stderr to what Triton's extension says while the interpreter ends, as Triton's own workers do.
+
+    Compiling a Gluon kernel leaks references inside Triton 3.9, which its binding library, nanobind, then lists.
+    """
+    if "triton._C.libtriton" in sys.modules:
+        sys.stderr.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 @pytest.hookimpl(optionalhook=True)

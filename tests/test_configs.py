@@ -133,5 +133,27 @@ def test_a_grid_is_narrowed_in_its_own_order():
     assert configs.narrowed(grids, "full", "d_heads") == [16, 32, 64, 128]
     assert 131072 in configs.narrowed(grids, "full", "lengths"), "the longer ones of some series too"
     assert configs.narrowed(BENCHMARKING, "full", "sizes", ["xl-2026"]) == ["2.7b"]
-    with pytest.raises(ValueError, match="length 100 is not in any profile; accepted: "):
-        configs.narrowed(grids, None, "lengths", [100])
+
+
+@pytest.mark.parametrize(
+    ("profile", "sizes", "message"),
+    [
+        (
+            "smoke",
+            ["xl-2025"],
+            "size 'xl-2025' is not in profile 'smoke'; accepted: nano, micro; set profile = \"full\"",
+        ),
+        ("full", ["nano"], f'accepted: {", ".join(PUBLISHED_SIZES)}; set profile = "smoke"'),
+    ],
+)
+def test_a_size_of_the_other_profile_says_what_to_set(profile, sizes, message):
+    with pytest.raises(configs.RequestError, match=re.escape(message) + "$"):
+        configs.narrowed(BENCHMARKING, profile, "sizes", sizes)
+    with pytest.raises(configs.RequestError, match=r"context 100 is not in profile .* accepted: [0-9, ]*$"):
+        configs.narrowed(BENCHMARKING, profile, "contexts", [100])
+
+
+def test_the_profile_auto_is_left_to_the_device():
+    assert [configs.chosen_profile(name, "full") for name in ("auto", "smoke", "full")] == ["full", "smoke", "full"]
+    with pytest.raises(configs.RequestError, match="unknown profile 'half'; accepted: auto, smoke, full"):
+        configs.chosen_profile("half", "full")

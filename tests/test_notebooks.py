@@ -14,15 +14,18 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import conftest
 import nbformat
 import pytest
 
-from labkit import cli, notebooks
-from labkit.configs import COMPILE_PHASES, FIGURES, PHASES, REFERENCE_DEVICE, WARMUP_PHASES
+from labkit import cli, hardware, notebooks
+from labkit.configs import COMPILE_PHASES, FIGURES, PHASES, REFERENCE_DEVICE, WARMUP_PHASES, RequestError
+from labkit.experiments import open_session
 from labkit.records import Record, RecordStore
 from labkit.report import render
 
 NAMES = notebooks.names()
+HERE = hardware.detect().slug
 
 
 def code_cells(name):
@@ -54,6 +57,7 @@ def test_parameters_show_the_reference_device_without_measuring(name):
     defaults = notebooks.parameters(name)
     assert defaults["device"] == REFERENCE_DEVICE
     assert defaults["measure"] is False
+    assert defaults["profile"] == "auto"
     assert defaults["save_figures"] is False
     (cell,) = [cell for cell in code_cells(name) if "parameters" in cell.metadata.get("tags", [])]
     assert all("#" in line for line in cell.source.splitlines()), "every parameter says what it is"
@@ -113,7 +117,7 @@ def test_parse_parameters_gives_the_types_of_the_defaults():
         ("measure=1", "'measure' takes True or False, got '1'"),
         ("sise=small", "unknown parameter 'sise' of 01_benchmarking; accepted: device, measure"),
         ("fresh", "not of the form KEY=VALUE"),
-        ("profile=half", "unknown profile 'half'; accepted: smoke, full"),
+        ("contexts= ", "parameter 'contexts' has no value"),
     ],
 )
 def test_parse_parameters_refuses(assignment, message):
@@ -150,12 +154,56 @@ def written(tmp_path, monkeypatch):
         ("1 / 0", "ZeroDivisionError"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "DeadKernelError"),
         ("import time; time.sleep(60)", "Timeout"),
+        ("from labkit.configs import model_config; model_config('xl')", "^09_written: size 'xl' means two models"),
     ],
 )
 def test_a_notebook_that_does_not_complete_is_an_error(written, monkeypatch, source, message):
     monkeypatch.setattr(notebooks, "CELL_TIMEOUT_S", 3)
-    with pytest.raises(notebooks.NotebookError, match=message):
+    with pytest.raises(notebooks.NotebookError, match=message) as raised:
         notebooks.execute(written(source), {})
+    if "model_config" in source:
+        (shown,) = raised.value.__cause__.traceback
+        assert shown.startswith("RequestError: size 'xl'") and "\n" not in shown
+
+
+# ---- what is asked of a session ---------------------------------------------------------------------------------
+
+
+def session_of(output, **changes):
+    arguments = {"device": "this", "profile": "smoke", "output": str(output), "fresh": False, "measure": True}
+    return open_session("01_benchmarking", **arguments | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device": "nvidia-h9000"}, f"which is '{HERE}'; to measure here, set device = \"this\""),
+        ({"measure": False}, f"no records of device '{HERE}'"),
+        ({"measure": False, "device": "a" * 5000}, "; recorded: none; to measure this machine, set measure = True and"),
+        ({"measure": "false"}, "measure must be True or False, not 'false'"),
+        ({"sizes": "nano,10b"}, "size '10b' is not in profile 'smoke'; accepted: nano, micro; set profile = \"full\""),
+        ({"contexts": 512}, "context 512 is not in profile 'smoke'"),
+        ({"contexts": ""}, "parameter 'contexts' has no value"),
+    ],
+)
+def test_what_a_session_cannot_do_is_one_short_line_that_says_what_to_set(tmp_path, changes, message):
+    with pytest.raises(RequestError, match=re.escape(message)) as raised:
+        session_of(tmp_path, **changes)
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 400
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_session_takes_lists_as_plain_papermill_hands_them_over(tmp_path):
+    plain = session_of(tmp_path, sizes="nano,micro", contexts=32)
+    assert plain.cases == session_of(tmp_path, sizes=["nano", "micro"], contexts=[32]).cases
+    assert plain.cases != session_of(tmp_path, sizes="nano", contexts=32).cases != []
+
+
+def test_this_device_and_the_profile_auto_are_those_of_the_machine(tmp_path):
+    session = session_of(tmp_path, profile="auto")
+    assert (session.slug, session.profile) == (HERE, hardware.detect().default_profile)
+    session.store.path.touch()
+    assert session_of(tmp_path, measure=False).slug == HERE
 
 
 # ---- an execution here -----------------------------------------------------------------------------------------
@@ -165,6 +213,9 @@ def labkit(*arguments, **options):
     command = [sys.executable, "-m", "labkit", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
+
+PROGRESS = r"^Measuring .*|^01_benchmarking$|\w+: +\d+%\|[^\r\n]*|\w+: \d+ ok$"
+"""What a run in which nothing is wrong says on stderr: what it measures, bars, and a line for each section."""
 
 SMALLEST = ("--profile", "smoke", "-p", "sizes=nano", "-p", "contexts=64")
 """The shortest run of the whole chain: one size and one context of the smoke profile."""
@@ -248,7 +299,10 @@ def test_run_writes_records_figures_and_report(measured):
     for heading in ("Time per phase", "Warm-up", "Compilation", "Beside what others published", "Environment"):
         assert f"### {heading}" in report
     assert "(01_phases_fp32.svg)" in report and "labkit-figures-folder" not in report
-    assert "Report:" in result.stdout and "ok" in result.stdout
+    assert f"Report: {folder / 'report.md'}" in result.stdout and "ok" in result.stdout
+    headlines = [line for line in result.stdout.splitlines() if line in report.replace("**", "").replace("- ", "")]
+    assert len(headlines) == cli.NUM_HEADLINES
+    assert not re.sub(PROGRESS, "", result.stderr, flags=re.MULTILINE).strip()
     done = json.loads((folder / "records" / "01_benchmarking.done.json").read_text(encoding="utf-8"))
     assert done["num_missing"] > 0, "the rest of the smoke grid was not asked for"
 
@@ -260,6 +314,7 @@ def test_a_second_run_measures_nothing(measured):
     before = store.path.read_bytes()
     again = labkit("run", "benchmarking", *SMALLEST, "-o", folder.parent)
     assert again.returncode == 0, again.stderr[-3000:]
+    assert not re.sub(PROGRESS, "", again.stderr, flags=re.MULTILINE).strip()
     assert store.path.read_bytes() == before
 
 
@@ -269,7 +324,7 @@ def test_report_is_the_same_bytes_twice_and_html_stands_alone(measured):
 
     def rebuilt():
         result = labkit("report", "--device", folder.name, "-o", folder.parent, "--html")
-        assert result.returncode == 0, result.stderr
+        assert (result.returncode, result.stderr) == (0, "")
         return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
     first = rebuilt()
@@ -327,20 +382,24 @@ def _kernel_of(pid: int) -> int | None:
     ("arguments", "message"),
     [
         (["run", "99"], "unknown notebook '99'; accepted: 01_benchmarking"),
-        (["run", "--profile", "half"], "unknown profile 'half'; accepted: smoke, full"),
+        (["run", "--profile", "half"], "unknown profile 'half'; accepted: auto, smoke, full"),
         (["run", "01", "-p", "sizes=huge"], "unknown size 'huge'; accepted: nano"),
         (["run", "01", "-p", "sizes=xl"], "'xl' means two models: say 'xl-2025'"),
         (
             ["run", "01", "--profile", "smoke", "-p", "sizes=10b"],
-            "size '10b' is not in profile 'smoke'; accepted: nano, micro",
+            "size '10b' is not in profile 'smoke'; accepted: nano, micro; set profile = \"full\"",
         ),
-        (["run", "01", "-p", "contexts=100"], "context 100 is not in any profile; accepted: 16, 32, 64"),
-        (["run", "06", "-p", "lengths=100"], "length 100 is not in any profile; accepted: 128, 256, 512"),
+        (["run", "06", "-p", "lengths=100"], "length 100 is not in profile"),
         (
             ["run", "05", "--profile", "full", "-p", "d_heads=8"],
             "head dimension 8 is not in profile 'full'; accepted: 16",
         ),
-        (["run", "-p", "fresh=false"], "parameter 'fresh' takes True or False, got 'false'"),
+        (["run", "01", "-p", "contexts="], "parameter 'contexts' has no value"),
+        (["run", "-p", "device=nvidia-h200"], "-p device= is not accepted: `labkit run` measures this machine"),
+        (["run", "-p", "measure=False"], "-p measure= is not accepted: `labkit run` always measures"),
+        (["run", "-p", "output=/tmp"], "-p output= is not accepted: use --output DIR"),
+        (["run", "-p", "fresh=false"], "-p fresh= is not accepted: use --fresh"),
+        (["report", "--device", "a" * 5000], f"nothing has been measured on '{'a' * 80}' in"),
         (["run", "-p", "colour=red"], "unknown parameter 'colour' of 01_benchmarking; accepted: device"),
         (["report", "--device", "abacus"], "nothing has been measured on 'abacus'"),
     ],
@@ -349,8 +408,57 @@ def test_refused_before_anything_runs(arguments, message, tmp_path):
     result = labkit(*arguments, "--output", tmp_path)
     assert result.returncode == 2, result.stderr
     assert message in result.stderr
-    assert "Traceback" not in result.stderr
+    assert len(result.stderr.splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "written"),
+    [
+        ({"device": "cpu-x"}, False),
+        ({"device": REFERENCE_DEVICE}, True),
+        ({"device": "cpu-x", "top_level": True}, True),
+    ],
+)
+def test_only_the_reference_device_or_a_request_writes_the_top_level_report(monkeypatch, options, written):
+    asked = []
+    monkeypatch.setattr(render, "measured_devices", lambda root: ["cpu-x", REFERENCE_DEVICE])
+    monkeypatch.setattr(render, "rebuild", lambda device, **values: asked.append(values["top_level"]) or [])
+    cli.report(**options)
+    assert asked == [written]
+
+
+def test_headlines_are_the_first_findings_of_each_notebook_then_the_second():
+    def executed(*texts):
+        outputs = [nbformat.v4.new_output("display_data", {"text/markdown": text}) for text in texts]
+        return nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(outputs=outputs)])
+
+    first = executed("*a table*\n\n| - |", "- **bold** `a`\n- b")
+    assert cli._headlines({"01": first, "02": executed(), "03": executed("- c", "- d")}) == ["bold a", "c", "b"]
+
+
+SAID = {
+    "a profiler": "import torch, labkit.measure.profiling\nwith torch.profiler.profile(): torch.ones(1)",
+    "a leak in Triton": """
+import ctypes, conftest
+from triton._C.libtriton import ir
+context = ir.context()
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(context))""",
+}
+
+
+@pytest.mark.parametrize("source", SAID.values(), ids=SAID)
+def test_libraries_say_nothing_where_nothing_is_wrong(source):
+    result = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, cwd=Path(__file__).parent)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_the_summary_of_the_tests_says_why_cases_were_skipped():
+    reasons = ["Skipped: needs nsys", "Skipped: needs a CUDA GPU", "Skipped: needs a CUDA GPU"]
+    reports = [SimpleNamespace(longrepr=("test_x.py", 1, reason)) for reason in reasons]
+    lines = []
+    conftest.pytest_terminal_summary(SimpleNamespace(stats={"skipped": reports}, write_line=lines.append))
+    assert lines == ["2 skipped: needs a CUDA GPU", "1 skipped: needs nsys"]
 
 
 def test_unwritable_output_is_refused(tmp_path):

@@ -12,7 +12,6 @@ import contextlib
 import gc
 import linecache
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
