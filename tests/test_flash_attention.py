@@ -28,7 +28,7 @@ from labkit.kernels.flash_attention_tiled import TiledFlashAttention, tiled_atte
 from labkit.kernels.flash_attention_triton import INTERPRETER_CONFIG, STATISTICS_PADDING, select_config, split_head_dim
 from labkit.kernels.reference import attention_lse_reference, attention_reference
 
-gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 FUNCTIONS = {"triton": FlashAttention, "tiled": TiledFlashAttention}
 
 
@@ -1349,7 +1349,7 @@ def test_hopper_kernels_on_random_shapes(case, which):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @settings(random_shapes, max_examples=2000)
 @given(case=cases(700, ("float32", "float16", "bfloat16"), (16, 33, 64, 72, 80, 128, 200)))
 def test_compiled_kernels_on_random_shapes(case):
@@ -1357,14 +1357,14 @@ def test_compiled_kernels_on_random_shapes(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("axis", ["batch", "head", "row", "column"])
 def test_compiled_offsets_beyond_two_to_the_31(axis):
     assert far_apart("triton", axis)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("heads", [1, 32], ids=["split walks", "many tiles"])
 @pytest.mark.parametrize("dim", [16, 64, 72, 128])
 @pytest.mark.parametrize("causal", [False, True])
@@ -1378,7 +1378,7 @@ def test_repeats_are_bit_equal(dim, causal, impl, heads):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize(
     ("shape", "dtype", "causal"),
     [

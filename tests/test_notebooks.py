@@ -214,7 +214,7 @@ def labkit(*arguments, **options):
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
-PROGRESS = r"^Measuring .*|^01_benchmarking$|\w+: +\d+%\|[^\r\n]*|\w+: \d+ ok$"
+PROGRESS = r"^Measuring .*|^01_benchmarking$|\w+: +\d+%\|[^\r\n\]]*\]|\w+: \d+ ok$"
 """What a run in which nothing is wrong says on stderr: what it measures, bars, and a line for each section."""
 
 SMALLEST = ("--profile", "smoke", "-p", "sizes=nano", "-p", "contexts=64")

@@ -74,7 +74,7 @@ def test_it_is_within_twice_the_error_of_eager(shape, layout, dtype, interpreted
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("shape", "layout"), [*CASES, ((4099, 4097), "contiguous")], ids=str)
 def test_compiled_it_is_within_twice_the_error_of_eager(shape, layout, dtype):
