@@ -3,8 +3,10 @@
 torch is imported inside the functions that need it, so that reading a committed environment needs none.
 """
 
+import contextlib
 import ctypes
 import importlib.metadata
+import multiprocessing
 import os
 import platform
 import re
@@ -12,8 +14,11 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from labkit import __version__
@@ -119,6 +124,28 @@ def detect() -> Device:
             return Device("mps", name, f"mps-{slugify(name)}")
     name = cpu_name()
     return Device("cpu", name, f"cpu-{slugify(name)}")
+
+
+def device_key(device: Device) -> str:
+    """Returns what tells this physical device from others of the machine: a GPU's UUID, else "cpu" or "mps"."""
+    if device.kind != "cuda":
+        return device.kind
+    import torch
+
+    return str(getattr(torch.cuda.get_device_properties(0), "uuid", device.slug))
+
+
+def num_usable_cores() -> int:
+    """Returns how many physical cores this process may use, of those that its container's quota allows (Linux)."""
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.add(siblings.read_text() if siblings.exists() else cpu)
+    try:
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+    except (OSError, ValueError):  # no such file, or "max"
+        return len(cores)
+    return min(len(cores), max(1, quota // period))
 
 
 def has_gpu_driver() -> bool:
@@ -283,11 +310,99 @@ THROTTLE_REASONS = {
 """NVML's nvmlClocksEventReason bits that mean the GPU ran slower than asked (idle and user settings do not)."""
 
 
-class GpuMonitor:
-    """Samples SM clock, power, temperature and throttle reasons while a `with` block runs.
+PROC = Path("/proc")
 
-    `summary` holds them afterwards: {} where NVML is missing. The sampling thread sleeps between two
-    readings of a millisecond or so, and NVML's calls release the interpreter.
+BUSY_FRACTION = 0.05
+"""A window is disturbed from here on: others used so many cores, and our threads waited for so much of its length."""
+
+SHORTEST_WAIT_S = 0.002
+"""Shorter waits in a whole window are those of waking up, which an idle machine has too. A time slice is longer."""
+
+
+@dataclass(frozen=True)
+class _HostReading:
+    """Counters of the kernel's scheduler, in seconds.
+
+    Attributes:
+        time_s: monotonic clock.
+        used_s: CPU time of all processes, and what the hypervisor took from this machine.
+        stolen_s: the hypervisor's part of that, per core.
+        own_s: CPU time of this process and its descendants.
+        waited_s: how long each of their threads was ready to run and had no core, by thread.
+        pressure_s: how long any process of the machine waited for a core; None where the kernel does not say.
+    """
+
+    time_s: float
+    used_s: float
+    stolen_s: float
+    own_s: float
+    waited_s: dict[str, float]
+    pressure_s: float | None
+
+
+def _host_reading() -> _HostReading | None:
+    """Returns the counters as they are now; None where the system has none (anything but Linux)."""
+    own_s, waited_s, pressure_s = time.process_time() + sum(os.times()[2:4]), {}, None
+    try:
+        ticks_per_s = os.sysconf("SC_CLK_TCK")
+        ticks = [int(text) for text in (PROC / "stat").read_text().split("\n", 1)[0].split()[1:9]]
+        _add_waits("self", waited_s)
+    except (AttributeError, OSError):
+        return None
+    for pid in _descendants():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            own_s += sum(map(int, (PROC / pid / "stat").read_text().rpartition(")")[2].split()[11:15])) / ticks_per_s
+            _add_waits(pid, waited_s)
+    with contextlib.suppress(OSError):
+        pressure_s = int((PROC / "pressure" / "cpu").read_text().split("\n", 1)[0].split("total=")[1]) / 1e6
+    used_s, stolen_s = (sum(ticks) - ticks[3] - ticks[4]) / ticks_per_s, ticks[7] / ticks_per_s / (os.cpu_count() or 1)
+    return _HostReading(time.monotonic(), used_s, stolen_s, own_s, waited_s, pressure_s)
+
+
+def _add_waits(pid: str, waited_s: dict[str, float]) -> None:
+    for task in (PROC / pid / "task").iterdir():
+        waited_s[task.name] = int((task / "schedstat").read_text().split()[1]) / 1e9
+
+
+def _descendants(pid: str = "self") -> Iterator[str]:
+    """Yields the processes that `pid` has started and that have not ended, and what these started."""
+    with contextlib.suppress(OSError):  # it has ended meanwhile
+        for task in (PROC / pid / "task").iterdir():
+            for child in (task / "children").read_text().split():
+                yield child
+                yield from _descendants(child)
+
+
+def _host_load(begin: _HostReading, end: _HostReading) -> tuple[dict[str, Any], list[str]]:
+    """Returns the host's load between two readings, and what of it slowed down this process.
+
+    Another process disturbs only where it takes a core that a thread of ours is ready to run on: one busy core of 16
+    does nothing to a thread that has its own. A thread also waits a little when it wakes up on an idle machine,
+    and long where this process has more threads than there are cores; so others must have run as well.
+    """
+    window_s = max(end.time_s - begin.time_s, 1e-9)
+    other_s = max(0.0, (end.used_s - begin.used_s) - (end.own_s - begin.own_s))
+    waited_s = max(waited_s - begin.waited_s.get(task, 0.0) for task, waited_s in end.waited_s.items())
+    waited_s += end.stolen_s - begin.stolen_s
+    load = {"other_cpu_cores": other_s / window_s, "cpu_wait_fraction": waited_s / window_s}
+    if begin.pressure_s is not None and end.pressure_s is not None:
+        load["cpu_pressure"] = (end.pressure_s - begin.pressure_s) / window_s
+    # The machine's CPU time is counted in ticks: in a short window others may have run and not have been seen.
+    others_ran = other_s + 1 / os.sysconf("SC_CLK_TCK") >= BUSY_FRACTION * window_s
+    if not others_ran or waited_s < max(SHORTEST_WAIT_S, BUSY_FRACTION * window_s):
+        return load, []
+    return load, [
+        f"other processes used {load['other_cpu_cores']:.2g} CPU cores and a thread waited for a core "
+        f"{100 * load['cpu_wait_fraction']:.0f} % of the time"
+    ]
+
+
+class Monitor:
+    """Samples the load of the host and, on a GPU, its SM clock, power, temperature and throttle reasons in a block.
+
+    `summary` holds them afterwards: without what this machine does not tell. The sampling thread sleeps between two
+    readings of a millisecond or so, and NVML's calls release the interpreter. `disturbed` says whether others
+    slowed down what ran in the block, `disturbed_by` who.
     """
 
     def __init__(self, device_kind: str, interval_s: float = 0.1):
@@ -297,24 +412,32 @@ class GpuMonitor:
         self._samples: list[tuple[int, float, int, int]] = []
         self._stop = threading.Event()
 
-    def __enter__(self) -> "GpuMonitor":
+    def __enter__(self) -> "Monitor":
         self._nvml = _nvml()
         self._module = self._nvml.__enter__() if self.enabled else None
         if self._module:
             self._handle = _nvml_handle(self._module)
             self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
+        self._begin = _host_reading()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._module:
-            return
-        self._stop.set()
-        self._thread.join()
-        if not self._samples:
-            self._read()
-        self.summary = self._summarise()
-        self._nvml.__exit__()
+        end = _host_reading()
+        load, causes = _host_load(self._begin, end) if self._begin and end else ({}, [])
+        gpu: dict[str, Any] = {}
+        if self._module:
+            self._stop.set()
+            self._thread.join()
+            if not self._samples:
+                self._read()
+            gpu = self._summarise()
+            self._nvml.__exit__()
+        if others := gpu.get("foreign_processes"):
+            causes.append(f"{others} other process{'' if others == 1 else 'es'} on the GPU")
+        self.summary = gpu | load
+        if self.summary:
+            self.summary |= {"disturbed": bool(causes), "disturbed_by": "; ".join(causes)}
 
     def _run(self) -> None:
         while not self._stop.wait(self.interval_s):
@@ -350,13 +473,18 @@ class GpuMonitor:
         }
 
 
+GpuMonitor = Monitor
+
+
 def foreign_processes(nvml: Any, handle: Any) -> int | None:
-    """Returns how many processes beside this one use the GPU, None where NVML does not say."""
+    """Returns how many processes use the GPU that this session has not started, None where NVML does not say."""
     try:
         running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except nvml.NVMLError:
         return None
-    return sum(process.pid != os.getpid() for process in running)
+    session = multiprocessing.parent_process()
+    own = {os.getpid(), session.pid if session else None, *map(int, _descendants())}
+    return sum(process.pid not in own for process in running)
 
 
 def find_nsys() -> str | None:

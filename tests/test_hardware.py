@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labkit import hardware
-from labkit.hardware import Check, Device, GpuMonitor, checks, datasheet, environment, slugify, source_state
+from labkit.hardware import Check, Device, Monitor, checks, datasheet, environment, slugify, source_state
 
 H200 = Device("cuda", "NVIDIA H200", "nvidia-h200")
 SOME_CPU = Device("cpu", "AMD EPYC 7763 64-Core Processor", "cpu-amd-epyc-7763")
@@ -358,23 +358,31 @@ def test_without_torch_only_that_is_said(monkeypatch):
 # ---- the monitor --------------------------------------------------------------------------------------------
 
 
+LOAD = {"other_cpu_cores", "cpu_wait_fraction", "cpu_pressure", "disturbed", "disturbed_by"}
+"""What a monitor says of the host, in the measure in which the system tells."""
+
+
+def of_the_gpu(summary: dict) -> dict:
+    return {name: value for name, value in summary.items() if name not in LOAD}
+
+
 @pytest.mark.parametrize("kind", ["cpu", "mps"])
-def test_the_monitor_does_nothing_off_the_gpu(monkeypatch, kind):
+def test_the_monitor_opens_no_nvml_off_the_gpu(monkeypatch, kind):
     loaded = []
     monkeypatch.setattr(hardware, "_nvml", lambda: types.SimpleNamespace(__enter__=lambda: loaded.append(1)))
     before = threading.active_count()
-    with GpuMonitor(kind, interval_s=0.001) as monitor:
+    with Monitor(kind, interval_s=0.001) as monitor:
         assert threading.active_count() == before
-    assert monitor.summary == {}
+    assert of_the_gpu(monitor.summary) == {}
     assert not loaded, "NVML was opened for a device that has none"
 
 
 def test_the_monitor_of_a_gpu_without_nvml_is_empty(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     before = threading.active_count()
-    with GpuMonitor("cuda", interval_s=0.001) as monitor:
+    with Monitor("cuda", interval_s=0.001) as monitor:
         assert threading.active_count() == before
-    assert monitor.summary == {}
+    assert of_the_gpu(monitor.summary) == {}
 
 
 class FakeNvml(types.ModuleType):
@@ -429,7 +437,7 @@ def test_the_monitor_sums_up_what_the_gpu_did(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     before = threading.active_count()
-    with GpuMonitor("cuda", interval_s=0.001) as monitor:
+    with Monitor("cuda", interval_s=0.001) as monitor:
         assert nvml.all_read.wait(timeout=20.0)
         assert nvml.open == 1
     assert nvml.open == 0, "NVML stays open"
@@ -442,14 +450,15 @@ def test_the_monitor_sums_up_what_the_gpu_did(monkeypatch):
     # Neither idling nor a clock that the user set is throttling.
     assert summary["throttle_reasons"] == ["hardware thermal slowdown", "software power cap"]
     assert summary["foreign_processes"] == 1
+    assert summary["disturbed"] and "1 other process on the GPU" in summary["disturbed_by"]
 
 
 def test_a_window_shorter_than_the_interval_still_has_one_reading(monkeypatch):
     nvml = FakeNvml([(1980, 100_000, 40, 0x80)], pids=(os.getpid(),))
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    with GpuMonitor("cuda", interval_s=60.0) as monitor:
+    with Monitor("cuda", interval_s=60.0) as monitor:
         pass
-    assert monitor.summary == {
+    assert of_the_gpu(monitor.summary) == {
         "num_samples": 1,
         "sm_clock_mhz_min": 1980,
         "sm_clock_mhz_median": 1980,
@@ -464,7 +473,7 @@ def test_the_monitor_ends_with_a_block_that_fails(monkeypatch):
     nvml = FakeNvml([(1980, 100_000, 40, 0)])
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     before = threading.active_count()
-    with pytest.raises(KeyError), GpuMonitor("cuda", interval_s=0.001):
+    with pytest.raises(KeyError), Monitor("cuda", interval_s=0.001):
         raise KeyError
     assert threading.active_count() == before and nvml.open == 0
 
@@ -477,6 +486,79 @@ def test_a_gpu_that_answers_nothing_leaves_an_empty_summary(monkeypatch):
 
     nvml.nvmlDeviceGetPowerUsage = refuse
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    with GpuMonitor("cuda", interval_s=60.0) as monitor:
+    with Monitor("cuda", interval_s=60.0) as monitor:
         pass
-    assert monitor.summary == {} and nvml.open == 0
+    assert of_the_gpu(monitor.summary) == {} and nvml.open == 0
+
+
+class FakeHost:
+    """The kernel's counters as /proc gives them, all in seconds since the machine was started."""
+
+    def __init__(self, folder: Path, monkeypatch):
+        self.folder, self.clock_s, self.own_s = folder, 100.0, 50.0
+        monkeypatch.setattr(hardware, "PROC", folder)
+        monkeypatch.setattr(hardware.time, "monotonic", lambda: self.clock_s)
+        monkeypatch.setattr(hardware.time, "process_time", lambda: self.own_s)
+        monkeypatch.setattr(hardware.os, "sysconf", lambda name: 100)
+        monkeypatch.setattr(hardware.os, "cpu_count", lambda: 2)
+        self.used_s, self.stolen_s, self.child_s, self.waits_s = 90.0, 1.0, 3.0, {"1": 7.0, "2": 9.0}
+        self.write()
+
+    def write(self) -> None:
+        tasks = {("self", task): wait_s for task, wait_s in self.waits_s.items()} | {("77", "77"): 0.0}
+        for (pid, task), wait_s in tasks.items():
+            (self.folder / pid / "task" / task).mkdir(parents=True, exist_ok=True)
+            (self.folder / pid / "task" / task / "schedstat").write_text(f"5 {round(1e9 * wait_s)} 3\n")
+            (self.folder / pid / "task" / task / "children").write_text("77 " if task == "1" else "")
+        ticks = f"0 0 0 {round(100 * self.child_s)} 0"
+        (self.folder / "77" / "stat").write_text(f"77 (a ) b) S 1 1 1 0 0 0 0 0 0 0 {ticks} 20 0 1\n")
+        user, stolen = round(100 * self.used_s), round(100 * self.stolen_s)
+        (self.folder / "stat").write_text(f"cpu  {user} 0 0 4000 50 0 0 {stolen} 0 0\ncpu0 0 0\n")
+        (self.folder / "pressure").mkdir(exist_ok=True)
+        total = round(1e6 * sum(self.waits_s.values()))
+        (self.folder / "pressure" / "cpu").write_text(f"some avg10=0.00 avg60=0.00 avg300=0.00 total={total}\n")
+
+    def passes(self, window_s: float, own_s: float, other_s=0.0, waited_s=0.0, stolen_s=0.0, child_s=0.0) -> None:
+        """Lets a window go by, in which the second of our threads waits."""
+        self.clock_s += window_s
+        self.own_s += own_s
+        self.child_s += child_s
+        self.used_s += own_s + child_s + other_s
+        self.stolen_s += stolen_s
+        self.waits_s["2"] += waited_s
+        self.write()
+
+
+@pytest.mark.parametrize(
+    ("window", "disturbed"),
+    [
+        ({"window_s": 1.0, "own_s": 1.9, "other_s": 0.03, "waited_s": 0.02}, False),
+        ({"window_s": 1.0, "own_s": 1.5, "other_s": 0.5, "waited_s": 0.48}, True),
+        ({"window_s": 1.0, "own_s": 1.0, "other_s": 0.99, "waited_s": 0.01}, False),
+        ({"window_s": 1.0, "own_s": 1.99, "waited_s": 0.5}, False),
+        ({"window_s": 1.0, "own_s": 0.1, "child_s": 1.8, "waited_s": 0.4}, False),
+        ({"window_s": 1.0, "own_s": 1.0, "stolen_s": 0.6}, True),
+        ({"window_s": 0.006, "own_s": 0.003, "waited_s": 0.003}, True),
+        ({"window_s": 0.006, "own_s": 0.005, "waited_s": 0.001}, False),
+    ],
+    ids=[
+        "idle", "busy core", "busy core that is not ours", "more threads than cores", "our own child", "hypervisor",
+        "one time slice", "waking up",
+    ],
+)  # fmt: skip
+def test_a_window_is_disturbed_where_our_threads_wait_for_other_processes(window, disturbed, tmp_path, monkeypatch):
+    host = FakeHost(tmp_path, monkeypatch)
+    with Monitor("cpu") as monitor:
+        host.passes(**window)
+    summary = monitor.summary
+    assert summary["disturbed"] is disturbed and bool(summary["disturbed_by"]) is disturbed
+    other_s = window.get("other_s", 0) + window.get("stolen_s", 0)
+    assert summary["other_cpu_cores"] == pytest.approx(other_s / window["window_s"], abs=0.011 / window["window_s"])
+    assert summary["cpu_pressure"] == pytest.approx(window.get("waited_s", 0) / window["window_s"], abs=1e-3)
+
+
+def test_a_system_without_counters_says_nothing_of_its_load(tmp_path, monkeypatch):
+    monkeypatch.setattr(hardware, "PROC", tmp_path)
+    with Monitor("cpu") as monitor:
+        pass
+    assert monitor.summary == {}
