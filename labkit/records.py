@@ -41,7 +41,8 @@ class Record:
         metrics: numbers with their unit in the name ("median_ms", "peak_bytes"); empty unless ok.
         samples: the raw samples behind the metrics, by name with unit, where there are few.
         timer: method, number of warm-up steps, why it stopped.
-        telemetry: clocks, power, temperature and throttle reasons during the timed window.
+        telemetry: clocks, power, temperature and throttle reasons during the timed window, load of the host, and
+            whether other processes disturbed it.
         device: slug; software: versions; source: commit and dirty flag; session: one `labkit run`.
         measurement_version: raised whenever how something is measured changes.
         recorded_at: UTC, ISO 8601.
@@ -201,7 +202,11 @@ def single_device(records: Iterable[Record]) -> str:
 
 
 def to_frame(records: Iterable[Record]) -> "pd.DataFrame":
-    """Returns one row per record: section, phase, status, reason, samples, observed, session; case, metrics, timer columns."""
+    """Returns one row per record: section, phase, status, reason, disturbed, samples, observed, session; then the
+    columns of case, metrics and timer.
+
+    "disturbed" is True where other processes slowed a measurement down, False where they did not or nobody looked.
+    """
     import pandas as pd
 
     return pd.DataFrame(
@@ -211,6 +216,7 @@ def to_frame(records: Iterable[Record]) -> "pd.DataFrame":
                 "phase": record.phase,
                 "status": record.status,
                 "reason": record.reason,
+                "disturbed": bool(record.telemetry.get("disturbed", False)),
                 "samples": record.samples,
                 "observed": record.observed,
                 "session": record.session,

@@ -158,8 +158,9 @@ def test_a_busy_machine_is_said_in_the_cell_and_on_the_front_page(folder):
     store = RecordStore(folder / "records" / f"{NOTEBOOK}.jsonl")
     record = next(r for r in store.load() if r.status == "ok" and r.section == "steps")
     store.append(dataclasses.replace(record, telemetry={**record.telemetry, "disturbed": True}))
-    (note,) = front.disturbed(chapter(folder).all_records())
-    assert re.fullmatch(r"the machine was busy during 1 of [\d,]+ measurements", note)
+    words = r"⚠ The machine was busy during 1 of [\d,]+ measurements\."
+    assert re.search(rf"^\*\*{words}\*\*$", front.page({NOTEBOOK: chapter(folder)}, None), flags=re.MULTILINE)
+    assert re.search(words, chapter(folder).findings(report.findings_phases, chapter(folder).records("steps")).data)
     assert tables.cell({"status": "ok", "median_ms": 2.0, "disturbed": True}) == "⚠ 2.00"
 
 

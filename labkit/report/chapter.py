@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from labkit.configs import FIGURES
 from labkit.records import Record, RecordStore, newest, single_device, to_frame
 from labkit.report import figures, tables, verdicts
+from labkit.report.findings import disturbed_note
 
 FIGURE_METADATA = "labkit_figure"
 """Key in an output's metadata under which the report finds the figure's file name and its description."""
@@ -141,7 +142,9 @@ class Chapter:
         sentences = list(self._built(build, arguments, options) or [])[:MAX_FINDINGS]
         if not sentences:
             return Markdown(f"*Not measured on {self.device}.*")
-        return Markdown("\n".join(f"- {sentence}" for sentence in sentences))
+        frames = [argument for argument in arguments if isinstance(argument, pd.DataFrame)]
+        busy = [f"{tables.DISTURBED}{note}" for note in disturbed_note(pd.concat(frames))] if frames else []
+        return Markdown("\n".join(f"- {sentence}" for sentence in [*sentences, *busy]))
 
     def full_tables(self, **derived: pd.DataFrame) -> Markdown:
         """Links the CSV files of all sections, and of `derived` frames by name; writes them where wanted."""

@@ -77,6 +77,14 @@ def anchor(heading: str) -> str:
     return "".join(kept).replace(" ", "-")
 
 
+def disturbed_note(frame) -> list[str]:
+    """Returns the sentence that says how many of a frame's measurements other processes disturbed; [] for none."""
+    if frame.empty or not frame["disturbed"].any():
+        return []
+    num_measured, num_disturbed = (frame["status"] == "ok").sum(), frame["disturbed"].sum()
+    return [f"The machine was busy during {num_disturbed:,} of {count(num_measured, 'measurement')}."]
+
+
 def power_law_exponent(x: Iterable[float], y: Iterable[float]) -> float:
     """Returns the slope of log y against log x by least squares: y grows as x to that power."""
     log_x, log_y = [math.log(v) for v in x], [math.log(v) for v in y]

@@ -7,10 +7,10 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from labkit import notebooks
-from labkit.records import Record
+from labkit.records import Record, to_frame
 from labkit.report import figures, tables
 from labkit.report.chapter import Chapter
-from labkit.report.findings import anchor, listing
+from labkit.report.findings import anchor, disturbed_note, listing
 from labkit.report.tables import ok_rows, select
 
 MAX_FINDINGS = 10
@@ -34,6 +34,7 @@ def page(chapters: Mapping[str, Chapter], figure: str | None) -> str:
         "published elsewhere stand beside them with their source.",
         tables.to_markdown(environment(chapters)),
         tables.to_markdown(table_chapters(chapters)),
+        *(f"**{tables.DISTURBED}{sentence}**" for sentence in disturbed_note(to_frame(_records(chapters)))),
     ]
     if found := findings(chapters):
         parts += ["## What to remember", "\n".join(f"{i}. {text}" for i, text in enumerate(found, start=1))]
@@ -59,7 +60,7 @@ def environment(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
     """Returns device, host, software and the conditions of the measurements, one row each."""
     first = next(iter(chapters.values()))
     recorded = first.environment
-    records = [record for chapter in chapters.values() for record in chapter.all_records()]
+    records = _records(chapters)
     rows = {"device": first.device_name}
     if gpu := recorded.get("gpu"):
         rows["device"] += f", {gpu['memory_bytes'] / 2**30:.0f} GiB, {gpu['num_multiprocessors']} multiprocessors"
@@ -74,7 +75,7 @@ def environment(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
     )
     sessions = {record.session for record in records if record.session}
     rows["measured"] = f"{_dates(records)}, {len(sessions)} sessions"
-    rows["conditions"] = "; ".join([_throttled(records), *disturbed(records)])
+    rows["conditions"] = _throttled(records)
     return pd.DataFrame([(name, tables.plain(value)) for name, value in rows.items()], columns=["", "value"])
 
 
@@ -97,11 +98,8 @@ def table_chapters(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def disturbed(records: Sequence[Record]) -> list[str]:
-    """Returns that the machine was busy during some of the measurements; nothing where it was not."""
-    timed = [record for record in records if record.telemetry]
-    busy = [record for record in timed if record.telemetry.get("disturbed")]
-    return [f"the machine was busy during {len(busy):,} of {len(timed):,} measurements"] if busy else []
+def _records(chapters: Mapping[str, Chapter]) -> list[Record]:
+    return [record for chapter in chapters.values() for record in chapter.all_records()]
 
 
 def _throttled(records: Sequence[Record]) -> str:

@@ -80,11 +80,15 @@ def ok_rows(frame: pd.DataFrame, **equal) -> pd.DataFrame:
     return select(frame, status="ok", **equal)
 
 
+DISTURBED = "⚠ "
+"""Stands before a value that was measured while other processes kept the machine busy."""
+
+
 def cell(row: dict, name: str = "median_ms", form: Callable[[float], str] = number) -> str:
-    """Returns a value as text, or the status where there is none; ⚠ marks one measured on a busy machine."""
+    """Returns a value as text, or the status where there is none; DISTURBED marks one measured on a busy machine."""
     if row["status"] != "ok":
         return row["status"]
-    return ("⚠ " if row.get("disturbed") is True else "") + form(row.get(name))
+    return (DISTURBED if row.get("disturbed", False) in (True, 1) else "") + form(row.get(name))
 
 
 def pivot(frame: pd.DataFrame, index: Sequence[str], columns: str, text: Callable[[dict], str] = cell) -> pd.DataFrame:
