@@ -81,6 +81,7 @@ def _options(
 
 @app.command()
 def run(
+    context: typer.Context,
     notebook: Annotated[
         list[str] | None,
         typer.Argument(metavar="[NOTEBOOK]...", help="Number or name (01, benchmarking). Default: all."),
@@ -96,6 +97,9 @@ def run(
         ),
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what is recorded already.")] = False,
+    no_wait: Annotated[
+        bool, typer.Option("--no-wait", help="End with exit code 2 if another run is measuring on this device.")
+    ] = False,
 ) -> None:
     """Measure this device: execute the notebooks in order and write its report.
 
@@ -114,10 +118,9 @@ def run(
     for name in names:
         notebooks.narrowing(name, profile, parameters[name])
     folder = _writable(output) / device.slug
+    _hold(context, device, names, folder, wait=not no_wait)
     print(f"Measuring {device.name} with the {profile} profile into {folder}", file=sys.stderr)
     start = time.monotonic()
-    if device.kind == "cpu":
-        _write_byte_code()
     failures, executed = {}, {}
     try:
         with notebooks.Kernel() as kernel:
@@ -151,20 +154,14 @@ def run(
         sys.exit(1)
 
 
-def _write_byte_code() -> None:
-    """Starts to write the byte code of what the notebooks' workers import, where an installation has none yet.
+def _hold(context: typer.Context, device, names: list[str], folder: Path, *, wait: bool) -> None:
+    """Keeps other runs off the device until this command ends, so that none is disturbed by what this one renders."""
+    from labkit.experiments.sweep import measuring_lock
 
-    Ten seconds of one core, of which most pass while the first notebook's kernel starts and imports other packages.
-    """
-    import importlib.util
-    import subprocess
-
-    from labkit.experiments.sweep import PRELOADED
-
-    torch = importlib.util.find_spec("torch")
-    if torch and not sys.dont_write_bytecode and not os.path.exists(torch.cached):
-        command = [sys.executable, "-c", f"import {', '.join(PRELOADED)}"]
-        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        context.with_resource(measuring_lock(device, ", ".join(names), folder, wait=wait))
+    except BlockingIOError as error:
+        raise RequestError(str(error)) from None
 
 
 def _run_notebook(name: str, values: dict, folder: Path, kernel):
@@ -194,7 +191,9 @@ def _rebuild(slug: str, output: Path | None, executed: dict) -> list[Path]:
 
 
 def _summary(folder: Path, names: list[str], failures: dict[str, str], seconds: float) -> None:
+    from labkit.records import to_frame
     from labkit.report import render
+    from labkit.report.findings import disturbed_note
 
     records = render.records_of(folder)
     print(file=sys.stderr)
@@ -204,6 +203,8 @@ def _summary(folder: Path, names: list[str], failures: dict[str, str], seconds: 
         print(f"{name}: {states}{'  FAILED' if name in failures else ''}")
     for error in failures.values():
         print(f"labkit: {error}", file=sys.stderr)
+    for sentence in disturbed_note(to_frame(record for name in names for record in records.get(name, []))):
+        print(sentence)
     print(f"{seconds / 60:.1f} minutes")
 
 

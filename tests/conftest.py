@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import sys
+import tempfile
 import types
 from collections import Counter
 
@@ -16,6 +17,10 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # As in the processes that measure: the compiler tries no instruction sets first.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
+# Tests that measure side by side do not wait for one another, nor for a run of the user's.
+LOCKS = tempfile.TemporaryDirectory(prefix="labkit-tests-")
+os.environ["XDG_RUNTIME_DIR"] = LOCKS.name
 
 LONGEST_FIRST = (
     "test_notebooks.py",

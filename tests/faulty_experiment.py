@@ -10,6 +10,7 @@ torch is imported only by the faults that need it, so that a worker of this expe
 import ctypes
 import json
 import math
+import multiprocessing
 import os
 import re
 import resource
@@ -103,6 +104,25 @@ def _end_when_done(case: Case) -> None:
     Connection.send = send_and_end
 
 
+def _watch_the_session(case: Case) -> None:
+    session = multiprocessing.parent_process().pid
+    own = {str(os.getpid()), *hardware._descendants()}
+
+    def cpu_ms_of_others() -> float:
+        others = {str(session), *hardware._descendants(str(session))} - own
+        tasks = [task for pid in others for task in Path(f"/proc/{pid}/task").iterdir()]
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e6
+
+    before = cpu_ms_of_others()
+    time.sleep(WATCHED_MS / 1e3)
+    _note(case, "watched", cpu_ms=cpu_ms_of_others() - before)
+
+
+def _fail_when_repeated(case: Case) -> None:
+    if _num_attempts(case) > 1:
+        os._exit(3)
+
+
 FAULTS: dict[str, Callable[[Case], None]] = {
     "none": lambda case: None,
     "torch_out_of_memory": _torch_out_of_memory,
@@ -124,6 +144,8 @@ FAULTS: dict[str, Callable[[Case], None]] = {
     "child_and_hang": _child_and_hang,
     "child_and_hang_with_the_interpreter": _child_and_hang_with_the_interpreter,
     "end_when_done": _end_when_done,
+    "busy_then_exit": _fail_when_repeated,
+    "watch_the_session": _watch_the_session,
 }
 
 CLAIMS: dict[str, dict] = {
@@ -136,6 +158,11 @@ CLAIMS: dict[str, dict] = {
     "foreign_number": {"metrics": {"median_ms": 1.5, "error": np.float32(0.1)}},
     "unpicklable": {"observed": {"model": lambda: None}},
 }
+
+CPU_WAITS = {"quiet": (0.0,), "busy_once": (0.5, 0.0), "busy": (0.5, 0.2, 0.4), "busy_then_exit": (0.5,)}
+"""How much of its window each attempt at a phase waits for a core; 0: undisturbed."""
+
+WATCHED_MS = 300
 
 
 # ---- the experiment, as a session expects it ---------------------------------------------------------------
@@ -190,13 +217,24 @@ def _measure(case: Case, phase: str, ceilings: dict[str, float]) -> Measured:
     behaviour, at = case.parameters["behaviour"], case.parameters["at"]
     if at and at != phase:
         return measured
+    if behaviour in CPU_WAITS:
+        attempt = _num_attempts(case)
+        waited = CPU_WAITS[behaviour][min(attempt, len(CPU_WAITS[behaviour])) - 1]
+        telemetry = {"disturbed": waited > 0, "cpu_wait_fraction": waited}
+        measured = replace(measured, metrics={"median_ms": float(attempt)}, telemetry=telemetry)
     if behaviour in CLAIMS:
         return replace(measured, **CLAIMS[behaviour])
-    FAULTS[behaviour](case)
+    FAULTS.get(behaviour, FAULTS["none"])(case)
     return measured
 
 
-def _note(case: Case, step: str, **more: int) -> None:
+def _num_attempts(case: Case) -> int:
+    """Returns how often the phase at which the case misbehaves has begun so far, in any process."""
+    entries = [json.loads(line) for line in Path(case.parameters["log"]).read_text().splitlines()]
+    return sum((entry["name"], entry["step"]) == (case.parameters["name"], case.parameters["at"]) for entry in entries)
+
+
+def _note(case: Case, step: str, **more: float) -> None:
     entry = {
         "name": case.parameters["name"],
         "step": step,

@@ -1,7 +1,6 @@
 """Notebooks: the rules of their cells, their parameters, and an execution on this machine in the smoke profile."""
 
 import ast
-import importlib.util
 import json
 import os
 import random
@@ -12,7 +11,6 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import conftest
 import nbformat
@@ -339,19 +337,6 @@ def test_devices_lists_the_run(measured):
     folder, _ = measured
     result = labkit("devices", "-o", folder.parent)
     assert folder.name in result.stdout and "01_benchmarking" in result.stdout
-
-
-@pytest.mark.parametrize(("exists", "refused", "starts"), [(False, False, 1), (True, False, 0), (False, True, 0)])
-def test_byte_code_is_written_ahead_only_where_there_is_none_and_may_be(exists, refused, starts, tmp_path, monkeypatch):
-    cached = tmp_path / "torch.pyc"
-    if exists:
-        cached.touch()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(cached=str(cached)))
-    monkeypatch.setattr(sys, "dont_write_bytecode", refused)
-    commands = []
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: commands.append(command))
-    cli._write_byte_code()
-    assert [command[:2] for command in commands] == [[sys.executable, "-c"]] * starts
 
 
 def _wait_for(look, seconds: float = 60):

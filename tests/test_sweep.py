@@ -1,17 +1,21 @@
 """A case that fails harms no other, nothing outlives a session, and a killed session is resumed exactly."""
 
+import importlib.util
 import json
 import multiprocessing.forkserver
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
+import types
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 if not sys.platform.startswith("linux"):
     pytest.skip("processes are followed through /proc", allow_module_level=True)
@@ -20,7 +24,7 @@ import faulty_experiment
 from faulty_experiment import MARK, NOTEBOOK, PHASES, make_case, open_session
 
 import labkit.experiments
-from labkit import configs, hardware
+from labkit import cli, configs, hardware
 from labkit.experiments import sweep
 from labkit.records import Record, RecordError, RecordStore, newest
 
@@ -456,6 +460,94 @@ def test_ceilings_are_measured_anew_with_what_is_pending_and_not_without(output,
     assert started(log, "a") == started(log, "b") == list(PHASES)
 
 
+# ---- a busy machine ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "kept", "disturbed", "steps"),
+    [
+        ("busy_once", 2.0, False, [*PHASES, "second"]),
+        ("busy", 2.0, True, [*PHASES, "second", "second"]),
+        ("busy_then_exit", 1.0, True, [*PHASES, "second"]),
+    ],
+)
+def test_a_disturbed_phase_is_repeated_in_fresh_processes_and_the_least_disturbed_kept(
+    output, log, behaviour, kept, disturbed, steps
+):
+    run_between_others(output, log, behaviour, "second")
+    records = records_of(output, "faulty")
+    assert {record.status for record in records.values()} == {"ok"}
+    assert (records["second"].metrics["median_ms"], records["second"].telemetry["disturbed"]) == (kept, disturbed)
+    assert started(log, "faulty") == steps
+    workers = [step["worker"] for step in taken(log) if step["name"] == "faulty" and step["step"] == "second"]
+    assert len(set(workers)) == len(workers)
+
+
+def test_a_machine_that_stays_busy_is_not_waited_for(output, log):
+    names = ("a", "b", "c", "quiet", "d")
+    run(output, [make_case(name, log, "quiet" if name == "quiet" else "busy", "first") for name in names])
+    assert [started(log, name).count("first") for name in names] == [3, 3, 1, 1, 3]
+    disturbed = [record.case["name"] for record in store(output).load() if record.telemetry.get("disturbed")]
+    assert sorted(disturbed) == ["a", "b", "c", "d"]
+
+
+def test_nothing_of_the_session_runs_beside_a_measurement(output, log):
+    run(output, [make_case("a", log, "watch_the_session", "first")])
+    (watched,) = (step for step in taken(log) if step["step"] == "watched")
+    assert watched["cpu_ms"] < 0.05 * faulty_experiment.WATCHED_MS
+
+
+def test_a_run_starts_no_process_beside_the_notebooks(output, monkeypatch):
+    started = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: started.append(command))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: types.SimpleNamespace(cached="not there"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(cli, "_run_notebook", lambda *_: None)
+    result = CliRunner().invoke(cli.app, ["run", "01", "--output", str(output)])
+    assert result.exit_code == 0, result.output
+    assert started == []
+
+
+BUSY_CORE = r"""
+import os, subprocess, sys
+from pathlib import Path
+from dataclasses import replace
+from labkit import hardware
+from labkit.experiments import open_session
+
+def measure(folder):
+    session = open_session("01_benchmarking", measure=True, device=hardware.detect().slug, profile="smoke",
+                           output=folder, fresh=True, sizes=["nano"], contexts=[64])
+    session.cases = [replace(case, phases=("forward", "train_step"), time_limit_s=0.2)
+                     for case in session.cases if case.section == "steps"]
+    session.measure("steps")
+
+measure(sys.argv[1])
+core = max(os.sched_getaffinity(0))
+spin = "import os; os.sched_setaffinity(0, {%d})\nwhile True: pass" % core
+with subprocess.Popen([sys.executable, "-c", spin]) as other:
+    try:
+        measure(sys.argv[2])
+    finally:
+        other.kill()
+"""
+
+
+@pytest.mark.slow
+def test_with_a_busy_core_a_time_is_near_the_idle_one_or_marked(tmp_path):
+    command = [sys.executable, "-c", BUSY_CORE, str(tmp_path / "idle"), str(tmp_path / "busy")]
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    subprocess.run(command, check=True, env=environment, cwd=tmp_path)
+    idle, busy = (
+        {record.identity: record for path in (tmp_path / name).glob("*/records/*.jsonl")
+         for record in RecordStore(path).load()} for name in ("idle", "busy")
+    )  # fmt: skip
+    assert len(idle) == len(busy) == 4 and all(record.status == "ok" for record in busy.values())
+    for identity, record in busy.items():
+        slower = record.metrics["median_ms"] / idle[identity].metrics["median_ms"]
+        assert slower < 4 or record.telemetry["disturbed"], f"{slower:.1f} times slower: {record}"
+
+
 # ---- taking up what is recorded -----------------------------------------------------------------------------
 
 
@@ -706,6 +798,30 @@ def test_a_session_killed_at_random_points_is_resumed_exactly(output, log, serve
     statuses = Counter(record.status for record in store(output).load() if record.section == "steps")
     assert statuses == {"ok": 2 * num_cases - 15, "error": 15}
     assert wait_until(lambda: not marked("last")) and not left_of(log)
+
+
+def test_one_run_at_a_time_measures_on_a_device(tmp_path, log):
+    first, second = Server(tmp_path / "first"), Server(tmp_path / "second")
+    held = {"name": "held", "log": str(log), "behaviour": "hang", "at": "second"}
+    try:
+        pid = first.start(mark="", output=str(tmp_path / "a"), plan=[held], sections=["steps"])
+        assert wait_until(lambda: "second" in started(log, "held"), 30)
+        waiting = {"name": "waiting", "log": str(log)}
+        second.start(mark="", output=str(tmp_path / "b"), plan=[waiting], sections=["steps"])
+        said = tmp_path / "second"
+        assert wait_until(lambda: "waiting" in said.read_text(), 30)
+        holder = rf"another labkit run \({NOTEBOOK}, process {pid}, since \d\d:\d\d\) to finish measuring on .+\n"
+        assert re.fullmatch("labkit: waiting for " + holder, said.read_text())
+        command = [sys.executable, "-m", "labkit", "run", "01", "--no-wait", "--output", str(tmp_path / "c")]
+        refused = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert refused.returncode == 2 and re.fullmatch("labkit: not waiting for " + holder, refused.stderr)
+        assert not taken(log) or {step["name"] for step in taken(log)} == {"held"}
+        os.kill(pid, signal.SIGKILL)
+        assert first.end() == -signal.SIGKILL and second.end() == 0
+        assert outcome(tmp_path / "b", "waiting") == dict.fromkeys(PHASES, ("ok", ""))
+    finally:
+        first.close()
+        second.close()
 
 
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])

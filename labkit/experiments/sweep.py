@@ -18,15 +18,16 @@ import os
 import secrets
 import signal
 import sys
+import tempfile
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -37,6 +38,19 @@ from labkit.records import Record, RecordStore, check_plausible
 SESSION_SECTION = "ceilings"
 """Section that every session measures anew, since what it gives is divided into that session's other results."""
 
+
+MAX_REPEATS = 2
+"""How often a phase is measured again, each time in a fresh process, while other processes disturb it."""
+
+MOST_IN_VAIN = 2
+"""After so many phases in a row that stayed disturbed, none is repeated until one has been measured undisturbed."""
+
+LOCK_HELD = "LABKIT_LOCK_HELD"
+"""Environment variable by which a process tells those it starts which device's lock it holds for them."""
+
+THREAD_POLICY = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
+"""For GNU's and for LLVM's OpenMP. A thread that spins while it waits for another takes the core that the other one
+needs where a process of somebody else occupies one, and a step then takes a hundred times as long."""
 
 COMPILER = "torch._inductor.compile_fx"
 
@@ -169,8 +183,15 @@ def _kill_group(pid: int) -> None:
 
 
 def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
-    """Returns what workers are started by; where that is a fork server, it runs and is loading the experiment."""
-    if sys.platform != "linux":
+    """Returns what workers are started by; where that is a fork server, it runs and is loading the experiment.
+
+    Sets how OpenMP waits and how many threads it starts, for this process too if it has not loaded torch yet.
+    """
+    for name, value in THREAD_POLICY.items():
+        os.environ.setdefault(name, value)
+    if sys.platform == "linux":
+        os.environ.setdefault("OMP_NUM_THREADS", str(hardware.num_usable_cores()))
+    else:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     preloaded = PRELOADED
@@ -228,6 +249,68 @@ class _Worker:
 # ---- a session -------------------------------------------------------------------------------------------
 
 
+def _lock_path(key: str) -> Path:
+    """Returns the file of a device's lock, the same one for all processes of this user."""
+    user = os.getuid()
+    for folder in (os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{user}"):
+        if os.path.isdir(folder) and os.access(folder, os.W_OK):
+            return Path(folder) / f"labkit-{key}.lock"
+    folder = Path(tempfile.gettempdir()) / f"labkit-{user}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder / f"labkit-{key}.lock"
+
+
+@contextlib.contextmanager
+def measuring_lock(device: hardware.Device, notebook: str, folder: Path, *, wait: bool = True) -> Iterator[None]:
+    """Holds the user's one lock of a physical device, so that no two runs measure on it at a time.
+
+    Says once on stderr what it waits for. The lock ends with the process, however that ends. Processes started while
+    it is held need not wait for it.
+
+    Args:
+        device: what is measured; notebook, folder: what another run is told of this one.
+        wait: False to raise instead.
+
+    Raises:
+        BlockingIOError: another run holds the lock, and `wait` is False.
+    """
+    key = hardware.device_key(device)
+    try:
+        import fcntl
+    except ImportError:  # not a POSIX system: no advisory locks
+        fcntl = None
+    if fcntl is None or os.environ.get(LOCK_HELD) == key:
+        yield
+        return
+    with open(_lock_path(key), "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            message = f"another labkit run{_lock_holder(file)} to finish measuring on {device.name}"
+            if not wait:
+                raise BlockingIOError(f"not waiting for {message}") from None
+            print(f"labkit: waiting for {message}", file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        file.truncate(0)
+        since = f"{datetime.datetime.now():%H:%M}"
+        json.dump({"notebook": notebook, "pid": os.getpid(), "folder": str(folder), "since": since}, file)
+        file.flush()
+        os.environ[LOCK_HELD] = key
+        try:
+            yield
+        finally:
+            del os.environ[LOCK_HELD]
+
+
+def _lock_holder(file: TextIO) -> str:
+    """Returns who holds a lock as " (05_attention, process 123, since 12:03)"; "" while it is just being written."""
+    try:
+        file.seek(0)
+        return " ({notebook}, process {pid}, since {since})".format(**json.load(file))
+    except (ValueError, KeyError):
+        return ""
+
+
 class Session:
     """One run of a notebook's measurements on this device.
 
@@ -260,6 +343,7 @@ class Session:
         (self.folder / "records").mkdir(parents=True, exist_ok=True)
         self.store = RecordStore(self.folder / "records" / f"{notebook}.jsonl")
         self.ceilings: dict[str, float] = {}
+        self._num_in_vain = 0
         self._software = hardware.software_versions()
         self._source = hardware.source_state()
         with self.store.locked():
@@ -268,20 +352,20 @@ class Session:
         write_json(self.folder / "environment.json", hardware.environment(self.device))
 
     def measure(self, section: str) -> None:
-        """Measures the section's cases that are not recorded yet, one record per phase."""
-        with self.store.locked():
-            recorded = set() if self.fresh else self._recorded()
-            if section == SESSION_SECTION:
-                others = [case for case in self.cases if case.section != section]
-                wanted = [case for case in self.cases if case.section == section]
-                pending = wanted if any(self._missing(case, recorded) for case in others) else []
-            else:
-                cases = (case for case in self.cases if case.section == section)
-                pending = [
-                    replace(case, phases=missing) for case in cases if (missing := self._missing(case, recorded))
-                ]
-            if pending:
+        """Measures the section's cases that are not recorded yet, one record per phase; alone on this device."""
+        if not self._pending(section):
+            return
+        with measuring_lock(self.device, self.notebook, self.folder), self.store.locked():
+            if pending := self._pending(section):  # another run may have recorded them meanwhile
                 self._run(section, pending)
+
+    def _pending(self, section: str) -> list[Case]:
+        recorded = set() if self.fresh else self._recorded()
+        wanted = [case for case in self.cases if case.section == section]
+        if section == SESSION_SECTION:
+            others = (case for case in self.cases if case.section != section)
+            return wanted if any(self._missing(case, recorded) for case in others) else []
+        return [replace(case, phases=missing) for case in wanted if (missing := self._missing(case, recorded))]
 
     def finish(self) -> None:
         """Writes that the notebook reached its end, and what of the profile's grid has no record yet.
@@ -321,23 +405,39 @@ class Session:
             with tqdm(pending, desc=section, unit="case", file=sys.stderr, mininterval=1.0) as progress:
                 for case in progress:
                     progress.set_postfix_str(case.label, refresh=True)
-                    remaining = case.phases
+                    remaining, repeats = case.phases, False
+                    disturbed: dict[str, list[Measured]] = {}
                     while remaining:
-                        if worker is None or (case.fresh_process and worker.used):
+                        if worker is None or ((case.fresh_process or repeats) and worker.used):
                             if worker:
                                 worker.close()
                             worker = _Worker(self.module_name)
-                        healthy, remaining = self._run_once(worker, replace(case, phases=remaining), counts)
+                        healthy, remaining = self._run_once(worker, replace(case, phases=remaining), counts, disturbed)
                         if not healthy:
                             worker.close()
                             worker = None
+                        if not remaining and disturbed:
+                            progress.set_postfix_str(f"{case.label}, again: the machine was busy", refresh=True)
+                            remaining, repeats = tuple(disturbed), True
         finally:
             if worker:
                 worker.close()
         print(f"{section}: " + ", ".join(f"{number} {status}" for status, number in sorted(counts.items())))
 
-    def _run_once(self, worker: _Worker, case: Case, counts: Counter) -> tuple[bool, tuple[str, ...]]:
-        """Runs a case in a worker until it is done or fails; returns whether the worker lives, and what is left."""
+    def _run_once(
+        self, worker: _Worker, case: Case, counts: Counter, disturbed: dict[str, list[Measured]]
+    ) -> tuple[bool, tuple[str, ...]]:
+        """Runs a case in a worker until it is done or fails; returns whether the worker lives, and what is left.
+
+        A phase that is to be measured again comes into `disturbed`, with what it gave so far, instead of the records.
+        """
+
+        def append_failure(phase: str, status: str, reason: str) -> None:
+            if phase in disturbed:  # it has been measured before, if on a busy machine
+                self._append_measured(case, phase, _least_disturbed(disturbed.pop(phase)), counts)
+            else:
+                self._append(self._record(case, phase, status, reason=reason), counts)
+
         reused, worker.used = worker.used, True
         remaining = list(case.phases)
         begun = False
@@ -353,10 +453,14 @@ class Session:
                 continue
             if message[0] == "done":
                 for phase in remaining:
-                    self._append(self._record(case, phase, "error", reason="the experiment gave no such phase"), counts)
+                    append_failure(phase, "error", "the experiment gave no such phase")
                 return True, ()
             if message[0] == "measured":
-                status = self._append_measured(case, current, message[1], counts)
+                attempts = [*disturbed.pop(current, []), message[1]]
+                if self._is_to_repeat(attempts):
+                    disturbed[current], status = attempts, "ok"
+                else:
+                    status = self._append_measured(case, current, _least_disturbed(attempts), counts)
                 remaining.remove(current)
                 failed, current = [current], None
                 if status == "ok" or not case.stop_at_failure:
@@ -369,15 +473,25 @@ class Session:
                 # Without a current phase it failed while building the case: none of its phases can be had.
                 failed = [current] if current else remaining[:]
                 for phase in failed:
-                    self._append(self._record(case, phase, status, reason=reason), counts)
+                    append_failure(phase, status, reason)
                     remaining.remove(phase)
                 healthy = status == "skipped"
             if case.stop_at_failure:
                 for phase in remaining:
-                    text = f"not run: {failed[0]} before it ended {status}"
-                    self._append(self._record(case, phase, "skipped", reason=text), counts)
+                    append_failure(phase, "skipped", f"not run: {failed[0]} before it ended {status}")
                 remaining = []
             return healthy, tuple(remaining)
+
+    def _is_to_repeat(self, attempts: Sequence[Measured]) -> bool:
+        """Returns whether a phase that was measured so often was disturbed each time, and may still be quiet later."""
+        disturbed = attempts[-1].telemetry.get("disturbed")
+        if not disturbed:
+            self._num_in_vain = self._num_in_vain if disturbed is None else 0
+            return False
+        if len(attempts) <= MAX_REPEATS:
+            return self._num_in_vain < MOST_IN_VAIN
+        self._num_in_vain += 1
+        return False
 
     def _append_measured(self, case: Case, phase: str, measured: Measured, counts: Counter) -> str:
         """Records a measurement, as an error if it cannot be true or is of another case; returns the status."""
@@ -424,6 +538,14 @@ class Session:
             recorded_at=_now(),
             **content,
         )
+
+
+def _least_disturbed(attempts: Sequence[Measured]) -> Measured:
+    def disturbance(measured: Measured) -> tuple[bool, float]:
+        telemetry = measured.telemetry
+        return telemetry.get("disturbed", False), telemetry.get("cpu_wait_fraction", 0.0)
+
+    return min(attempts, key=disturbance)
 
 
 class _NoSession:
