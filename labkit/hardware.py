@@ -1,4 +1,4 @@
-"""Which device this is: its slug, its datasheet peaks with their source, its environment, its clocks.
+"""Which device this is: its slug, its datasheet peaks with their source, its environment, its clocks, its load.
 
 torch is imported inside the functions that need it, so that reading a committed environment needs none.
 """
@@ -473,7 +473,7 @@ class Monitor:
         }
 
 
-GpuMonitor = Monitor
+GpuMonitor = Monitor  # the name that the experiments use
 
 
 def foreign_processes(nvml: Any, handle: Any) -> int | None:
