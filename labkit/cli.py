@@ -106,7 +106,7 @@ def run(
     What is already recorded for this device, software and way of measuring is kept, so a run that was
     interrupted goes on where it stopped.
     """
-    from labkit import hardware, notebooks
+    from labkit import hardware, notebooks, records
 
     names = [notebooks.resolve(name) for name in notebook or notebooks.names()]
     for key in (assignment.split("=")[0] for assignment in parameter or []):
@@ -118,6 +118,7 @@ def run(
     for name in names:
         notebooks.narrowing(name, profile, parameters[name])
     folder = _writable(output) / device.slug
+    records.check(folder)  # what the report cannot read is told now, not after hours of measuring
     _hold(context, device, names, folder, wait=not no_wait)
     print(f"Measuring {device.name} with the {profile} profile into {folder}", file=sys.stderr)
     start = time.monotonic()
@@ -170,9 +171,9 @@ def _run_notebook(name: str, values: dict, folder: Path, kernel):
     The notebook's last cell writes a file, and only that file counts as the end: a saved notebook of a killed
     kernel looks complete.
     """
-    from labkit import notebooks
+    from labkit import notebooks, records
 
-    done = folder / "records" / f"{name}.done.json"
+    done = records.done_path(folder, name)
     done.unlink(missing_ok=True)
     executed = notebooks.execute(name, values, kernel=kernel, show_progress=True)
     if not done.exists():

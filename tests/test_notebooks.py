@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import conftest
 import nbformat
@@ -19,8 +20,7 @@ import pytest
 from labkit import cli, hardware, notebooks
 from labkit.configs import COMPILE_PHASES, FIGURES, PHASES, REFERENCE_DEVICE, WARMUP_PHASES, RequestError
 from labkit.experiments import open_session
-from labkit.records import Record, RecordStore
-from labkit.report import render
+from labkit.records import Record, RecordStore, check
 
 NAMES = notebooks.names()
 HERE = hardware.detect().slug
@@ -74,7 +74,7 @@ def test_committed_report_holds_what_the_notebook_shows(name):
     report = (notebooks.NOTEBOOKS.parent / "report.md").read_text(encoding="utf-8")
     title = notebooks.read(name).cells[0].source.splitlines()[0]
     assert f"\n#{title}\n" in report
-    if not render.records_of(FIGURES / REFERENCE_DEVICE).get(name):
+    if not check(FIGURES / REFERENCE_DEVICE).get(name):
         number = name.split("_")[0]
         assert f"*Not measured on {REFERENCE_DEVICE}; `labkit run {number}` measures it.*" in report
         return

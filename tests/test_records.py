@@ -76,12 +76,13 @@ def test_a_missing_file_holds_no_records(store):
     assert not store.path.exists()
 
 
+INTEGERS = st.integers(-(2**63), 2**63 - 1)
 JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none() | st.booleans() | INTEGERS | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(), values, max_size=3),
     max_leaves=6,
 )
-METRIC_VALUES = st.none() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+METRIC_VALUES = st.none() | INTEGERS | st.floats(allow_nan=False, allow_infinity=False)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -117,7 +118,7 @@ def test_a_number_that_json_has_not_is_never_written(store, value):
 
 
 def test_an_unknown_status_is_refused_before_anything_is_written(store):
-    with pytest.raises(ValueError, match="unknown status 'failed'") as caught:
+    with pytest.raises(ValueError, match="field status is 'failed'; accepted: ") as caught:
         store.append(make_record(status="failed"))
     assert all(status in str(caught.value) for status in STATUSES)
     assert not store.path.exists()
@@ -217,7 +218,37 @@ def _json_line(**changes) -> bytes:
         (_json_line(schema_version="1"), "schema version '1'"),
         (_json_line(schema_version=...), "schema version None"),
         (_json_line(colour="red", shade="dark"), "unknown fields colour, shade"),
-        (_json_line(phase=...), "phase"),
+        (_json_line(phase=...), "no field phase"),
+        (_json_line(phase=""), "field phase is ''; accepted: a name"),
+        (_json_line(status="banana"), "field status is 'banana'; accepted: ok, oom, error, skipped, timeout"),
+        (_json_line(status="oom"), "where the status is oom"),
+        (_json_line(section=None), "field section is None; accepted: a text"),
+        (_json_line(measurement_version=True), "field measurement_version is True; accepted: a whole number"),
+        (_json_line(measurement_version=-1), "field measurement_version is -1; accepted: 0 and above"),
+        (_json_line(case=[1]), "field case is [1]; accepted: an object"),
+        (_json_line(metrics={"median_ms": "1.0"}), "field metrics.median_ms is '1.0'; accepted: a number or null"),
+        (_json_line(metrics={"median_ms": math.nan}), "field metrics.median_ms is nan; accepted: finite"),
+        (_json_line(metrics={"num_bytes": -1}), "field metrics.num_bytes is -1: a count cannot be negative"),
+        (
+            _json_line(metrics={"p20_ms": 2.0, "median_ms": 1.0, "p80_ms": 3.0}),
+            "field metrics.p20_ms is 2.0 and median_ms is 1.0: out of order",
+        ),
+        (
+            _json_line(metrics={"p20_ms": 1.0, "median_ms": 4.0, "p80_ms": 3.0}),
+            "field metrics.median_ms is 4.0 and p80_ms is 3.0: out of order",
+        ),
+        (_json_line(samples={"device_ms": [1.0, None]}), "field samples.device_ms is [1.0, None]; accepted: a list of"),
+        (_json_line(case={"context": 2**80}), "field case.context is 1208925819614629174706176; accepted: finite"),
+        (_json_line(telemetry={"other_cpu_cores": [[math.inf]]}), "field telemetry is inf"),
+        (_json_line(telemetry={"throttle_reasons": 3}), "field telemetry.throttle_reasons is 3"),
+        (_json_line(software={"torch": 2}), "field software.torch is 2; accepted: a text"),
+        (_json_line(source={"commit": 12}), "field source.commit is 12; accepted: a text"),
+        (_json_line(timer={"method": "\ud800"}), "not a JSON record ('utf-8' codec"),
+        (
+            _json_line(observed={"a": "@"}).replace(b'"@"', b"[" * 40 + b"]" * 40),
+            "field observed is nested more than 16",
+        ),
+        (b"[" * 100_000, "not a JSON record (nested too deeply)"),
     ],
 )
 def test_a_line_that_is_no_record_is_named_and_left_as_it_is(store, line, complaint):
@@ -229,6 +260,85 @@ def test_a_line_that_is_no_record_is_named_and_left_as_it_is(store, line, compla
     assert f"{store.path}, line 2: " in message
     assert complaint in message
     assert store.path.read_bytes() == content
+
+
+def test_what_would_not_be_read_again_is_never_written(store):
+    with pytest.raises(ValueError, match="field section is ''"):
+        store.append(make_record(section=""))
+    assert not store.path.exists()
+
+
+def test_free_entries_of_telemetry_are_taken_as_they_are(store):
+    written = make_record(telemetry={"disturbed": True, "other_cpu_cores": 0.5, "disturbed_by": ["make", None]})
+    store.append(written)
+    assert store.load() == [written]
+
+
+ENVIRONMENT = {
+    "device": {"name": "an H200", "kind": "cuda", "slug": "nvidia-h200"},
+    "gpu": {"num_multiprocessors": 132, "memory_bytes": 2**37, "compute_capability": "9.0", "power_limit_w": 700},
+    "cpu": {"name": "a processor", "num_cores": 16},
+    "datasheet": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("environment.json", b"{", "Expecting property name"),
+        ("environment.json", b"\xff{}", "can't decode byte 0xff"),
+        ("environment.json", [], "not an object but list"),
+        ("environment.json", {"device": "an H200"}, "field device is 'an H200'; accepted: an object"),
+        ("environment.json", {"gpu": {**ENVIRONMENT["gpu"], "memory_bytes": "all"}}, "field gpu.memory_bytes is 'all'"),
+        ("environment.json", {"gpu": {**ENVIRONMENT["gpu"], "memory_bytes": -1}}, "field gpu.memory_bytes is -1"),
+        ("environment.json", {"cpu": {"name": "a processor"}}, "no field cpu.num_cores"),
+        ("records/01_steps.done.json", {}, "no field num_missing"),
+        ("records/01_steps.done.json", {"num_missing": -2, "profile": "full"}, "num_missing is -2; accepted: 0 and"),
+        ("records/01_steps.jsonl", b"{}\n", "line 1: schema version None"),
+    ],
+)
+def test_a_damaged_file_of_a_devices_folder_is_named(tmp_path, name, content, complaint):
+    (tmp_path / "records").mkdir()
+    RecordStore(tmp_path / "records" / "01_steps.jsonl").append(make_record())
+    (tmp_path / "environment.json").write_text(json.dumps(ENVIRONMENT))
+    records.done_path(tmp_path, "01_steps").write_text(json.dumps({"num_missing": 0, "profile": "full"}))
+    assert records.check(tmp_path) == {"01_steps": [make_record()]}
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    with pytest.raises(RecordError) as caught:
+        records.check(tmp_path)
+    assert str(tmp_path / name) in str(caught.value) and complaint in str(caught.value)
+
+
+def test_a_folder_without_environment_and_end_is_read(tmp_path):
+    assert records.read_environment(tmp_path) == {} and records.read_done(tmp_path, "01_steps") is None
+    assert records.check(tmp_path) == {}
+
+
+def test_a_write_that_is_cut_short_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "report.md"
+    path.write_text("old")
+    path.chmod(0o640)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(os, "replace", killed)
+        records.write_text_atomic(path, "new")
+    assert path.read_text() == "old"
+    assert records.write_text_atomic(path, "nëw") == path
+    assert path.read_text(encoding="utf-8") == "nëw" and path.stat().st_mode & 0o777 == 0o640
+    assert os.listdir(tmp_path) == ["report.md"]
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "there is none" / "report.md"
+    with pytest.raises(RecordError, match=r"report\.md: cannot be written \(No such file or directory\)"):
+        records.write_text_atomic(path, "new")
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+    with pytest.raises(RecordError, match=r"report\.md: cannot be written \(Permission denied\)"):
+        records.write_text_atomic(tmp_path / "report.md", "new")
+    assert os.listdir(tmp_path) == []
 
 
 # ---- which record counts ------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from labkit import hardware, notebooks
 from labkit.configs import FIGURES, THIS_DEVICE, RequestError, chosen_profile
-from labkit.records import Record, RecordStore, check_plausible
+from labkit.records import Record, RecordStore, check_plausible, done_path, write_text_atomic
 
 SESSION_SECTION = "ceilings"
 """Section that every session measures anew, since what it gives is divided into that session's other results."""
@@ -601,17 +601,10 @@ def _shown_device(device: str, root: Path) -> str:
     return slug
 
 
-def done_path(folder: Path, notebook: str) -> Path:
-    """Returns the file that says a notebook reached its end, in the folder of a device."""
-    return folder / "records" / f"{notebook}.done.json"
-
-
 def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def write_json(path: Path, content: Any) -> None:
     """Writes `content` so that a reader sees the old file or the new one, never a part."""
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_text_atomic(path, json.dumps(content, indent=1, sort_keys=True) + "\n")

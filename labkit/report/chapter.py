@@ -1,6 +1,5 @@
 """What a notebook holds: the records of its device, and how tables, figures and findings are shown."""
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -9,7 +8,16 @@ from IPython.display import Markdown, display
 from matplotlib.figure import Figure
 
 from labkit.configs import FIGURES
-from labkit.records import Record, RecordStore, newest, single_device, to_frame
+from labkit.records import (
+    Record,
+    RecordStore,
+    newest,
+    read_environment,
+    single_device,
+    to_frame,
+    write_bytes_atomic,
+    write_text_atomic,
+)
 from labkit.report import figures, tables, verdicts
 from labkit.report.findings import disturbed_note
 
@@ -44,8 +52,7 @@ class Chapter:
     @property
     def environment(self) -> dict:
         """Returns the recorded environment, {} without one."""
-        path = self.folder / "environment.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return read_environment(self.folder)
 
     @property
     def device_name(self) -> str:
@@ -129,7 +136,7 @@ class Chapter:
         file_name = f"{self.number}_{name}.svg"
         if self.save_figures and here is None:  # drawing takes most of a chapter's time: what is saved is what is shown
             content = figures.svg(figure)
-            (self.folder / file_name).write_bytes(content)
+            write_bytes_atomic(self.folder / file_name, content)
             image = {"image/svg+xml": content.decode()}
         else:
             image = {"image/png": figures.png(figure)}
@@ -157,7 +164,7 @@ class Chapter:
             if self.save_figures:
                 path = self.folder / "tables" / file_name
                 path.parent.mkdir(exist_ok=True)
-                path.write_text(tables.to_csv(frame), encoding="utf-8")
+                write_text_atomic(path, tables.to_csv(frame))
             links.append(f"[{name}](../figures/{self.device}/tables/{file_name})")
         return Markdown(f"Full tables (CSV): {', '.join(links)}." if links else f"*Not measured on {self.device}.*")
 

@@ -1,7 +1,6 @@
 """report.md: a front page, then the executed notebooks without their code and lessons, one chapter each."""
 
 import contextlib
-import json
 import os
 import re
 import threading
@@ -15,7 +14,7 @@ import pandas as pd
 
 from labkit import notebooks
 from labkit.configs import FIGURES, REFERENCE_DEVICE, REPOSITORY
-from labkit.records import Record, RecordStore, newest
+from labkit.records import check, read_done, write_bytes_atomic, write_text_atomic
 from labkit.report import figures, front, page
 from labkit.report.chapter import FIGURE_METADATA, Chapter
 
@@ -53,7 +52,7 @@ def rebuild(
     """
     root = output or FIGURES
     folder = root / device
-    records = records_of(folder)
+    records = check(folder)
     if not any(records.values()):
         known = ", ".join(measured_devices(root)) or "none"
         raise ValueError(f"nothing has been measured on {device!r} in {root}; measured: {known}")
@@ -78,16 +77,16 @@ def rebuild(
     text = "\n\n".join([first, *unfinished, *bodies]) + "\n"
 
     device_text = text.replace(_FIGURES_FOLDER, "")
-    written = [_write(folder / "report.md", device_text)]
+    written = [write_text_atomic(folder / "report.md", device_text)]
     if device != REFERENCE_DEVICE:  # the reference device's executed notebooks are those in notebooks/
         for name, notebook in executed.items():
             _save_outputs(name, notebook, folder / f"{name}.ipynb")
     if output is None and top_level:
         prefix = f"{folder.relative_to(REPOSITORY).as_posix()}/"
-        written.append(_write(REPOSITORY / "report.md", text.replace(_FIGURES_FOLDER, prefix)))
+        written.append(write_text_atomic(REPOSITORY / "report.md", text.replace(_FIGURES_FOLDER, prefix)))
     if html:
         title = front.title(next(iter(measured_chapters.values())))
-        written.append(_write(folder / "report.html", page.html(device_text, folder, title)))
+        written.append(write_text_atomic(folder / "report.html", page.html(device_text, folder, title)))
     return written
 
 
@@ -100,7 +99,7 @@ def devices_table(root: Path) -> pd.DataFrame:
     """Returns one row per device and notebook: cases by status, when and with which versions measured."""
     rows = []
     for device in measured_devices(root):
-        for notebook, records in records_of(root / device).items():
+        for notebook, records in check(root / device).items():
             dates = sorted(record.recorded_at[:10] for record in records)
             counts = Counter(record.status for record in records)
             rows.append(
@@ -115,13 +114,6 @@ def devices_table(root: Path) -> pd.DataFrame:
                 }
             )
     return pd.DataFrame(rows)
-
-
-def records_of(folder: Path) -> dict[str, list[Record]]:
-    """Returns the newest records of a device's folder by notebook."""
-    return {
-        path.stem: newest(RecordStore(path).load()) for path in sorted((folder / "records").glob("[0-9][0-9]_*.jsonl"))
-    }
 
 
 # Stands for the folder of the figures until it is known where the report will lie.
@@ -153,17 +145,16 @@ def _save_roofline(chapters: Mapping[str, Chapter], folder: Path) -> str | None:
     figure = front.roofline(chapters)
     if figure is None:
         return None
-    (folder / "front_roofline.svg").write_bytes(figures.svg(figure))
+    write_bytes_atomic(folder / "front_roofline.svg", figures.svg(figure))
     description = "Attention's achieved FLOP rate over arithmetic intensity, under the measured roofs"
     return f"![{description}]({_FIGURES_FOLDER}front_roofline.svg)"
 
 
 def _not_finished(folder: Path, notebook: str) -> str:
     """Says that a notebook's measurements were interrupted or do not cover its grid; empty when they do."""
-    path = folder / "records" / f"{notebook}.done.json"
-    if not path.exists():
+    done = read_done(folder, notebook)
+    if done is None:
         return f"**{notebook} did not run to its end: what follows is what was recorded before it stopped.**"
-    done = json.loads(path.read_text(encoding="utf-8"))
     if done["num_missing"]:
         return f"**{notebook}: {done['num_missing']} measurements of the {done['profile']} profile are not recorded.**"
     return ""
@@ -206,7 +197,7 @@ def _as_chapter(text: str) -> str:
 
 
 def _save_outputs(name: str, executed, target: Path) -> None:
-    """Writes the notebook with the outputs of `executed` and no other trace of the run; cells not executed have none."""
+    """Writes the notebook with the outputs of `executed` and no other trace of the run."""
     import nbformat
 
     done = {cell["id"]: cell for cell in executed.cells}
@@ -215,9 +206,4 @@ def _save_outputs(name: str, executed, target: Path) -> None:
     for number, cell in enumerate(code, start=1):
         cell["outputs"] = done.get(cell["id"], {}).get("outputs", [])
         cell["execution_count"] = number if cell["id"] in done else None
-    nbformat.write(notebook, target)
-
-
-def _write(path: Path, text: str) -> Path:
-    path.write_text(text, encoding="utf-8")
-    return path
+    write_text_atomic(target, nbformat.writes(notebook) + "\n")
