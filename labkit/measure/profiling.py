@@ -178,11 +178,34 @@ class Trace:
     total_ns: int
 
 
+# Tables of an export with the columns that are read: what each may hold in the rows that are read, as SQL. A trace
+# longer than 2^53 ns (104 days) would not be exact in floating point.
+_TIME = f"typeof({{0}}) = 'integer' AND abs({{0}}) < {1 << 53}"
+_INTEGER, _TEXT = "typeof({0}) = 'integer'", "typeof({0}) = 'text'"
+_OR_NULL = "({0} IS NULL OR %s)"
+_END = f'{_TIME} AND "end" >= start'
+_OF_DEVICE = {
+    "start": _TIME,
+    "end": _END,
+    "streamId": _INTEGER,
+    "correlationId": _OR_NULL % _INTEGER,
+    "globalPid": _INTEGER,
+}
+_IN_STRINGS = "({0} IS NULL OR {0} IN (SELECT id FROM StringIds))"
 _NSYS_TABLES = {
-    "StringIds": ("id", "value"),
-    "CUPTI_ACTIVITY_KIND_KERNEL": ("start", "end", "streamId", "correlationId", "globalPid", "demangledName"),
-    "CUPTI_ACTIVITY_KIND_RUNTIME": ("start", "globalTid", "correlationId"),
-    "NVTX_EVENTS": ("start", "end", "eventType", "text", "textId", "globalTid"),
+    "StringIds": {"id": _INTEGER, "value": _TEXT},
+    "CUPTI_ACTIVITY_KIND_KERNEL": {**_OF_DEVICE, "demangledName": _IN_STRINGS},
+    "CUPTI_ACTIVITY_KIND_RUNTIME": {"start": _TIME, "globalTid": _INTEGER, "correlationId": _OR_NULL % _INTEGER},
+    "NVTX_EVENTS": {
+        "eventType": _INTEGER,
+        "start": _TIME,
+        "end": _OR_NULL % f"({_END})",
+        "text": _OR_NULL % _TEXT,
+        "textId": _IN_STRINGS,
+        "globalTid": _INTEGER,
+    },
+    "CUPTI_ACTIVITY_KIND_MEMCPY": _OF_DEVICE,
+    "CUPTI_ACTIVITY_KIND_MEMSET": _OF_DEVICE,
 }
 _NSYS_LACK = {
     "StringIds": "is no export of Nsight Systems",
@@ -191,6 +214,10 @@ _NSYS_LACK = {
     "NVTX_EVENTS": "holds no NVTX range",
 }
 _PUSH_POP_RANGE, _START_END_RANGE = 59, 60
+_READ_ROWS = {
+    "CUPTI_ACTIVITY_KIND_RUNTIME": "correlationId IS NOT NULL",
+    "NVTX_EVENTS": f"(eventType IN ({_PUSH_POP_RANGE}, {_START_END_RANGE}) OR typeof(eventType) <> 'integer')",
+}
 _THREADS_PER_PROCESS = 1 << 24  # a global thread id is that of its process with the thread's in the lowest 24 bits
 
 
@@ -202,7 +229,8 @@ def read_nsys(path: Path | str, version: str = "") -> Trace:
         version: of nsys, for the Trace.
 
     Raises:
-        ProfileError: no SQLite file, not of nsys, without kernels, launches or ranges; names the file and the lack.
+        ProfileError: no SQLite file, not of nsys, without kernels, launches or ranges, or with a row that cannot be
+            (a missing time, an end before its start, a string id given twice); names the file and what is wrong.
     """
     path = Path(path)
     uri = f"file:{urllib.parse.quote(str(path))}?mode=ro"
@@ -210,40 +238,73 @@ def read_nsys(path: Path | str, version: str = "") -> Trace:
         with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
             tables = _checked_tables(connection, path)
             return Trace("nsys", version, *_read_tables(connection, path, tables))
-    except sqlite3.Error as error:
-        raise ProfileError(f"{path} cannot be read as SQLite: {error}") from error
+    except (sqlite3.Error, UnicodeError, MemoryError) as error:  # of a damaged length or text
+        raise ProfileError(f"{path} cannot be read as SQLite: {error or type(error).__name__}") from error
 
 
 def _checked_tables(connection: sqlite3.Connection, path: Path) -> set[str]:
     """Returns the names of the export's tables; tables that saw no event are absent from one."""
+    state = connection.execute("PRAGMA quick_check(1)").fetchone()
+    if state != ("ok",):
+        raise ProfileError(f"{path} cannot be read as SQLite: its pages are damaged: {state}")
     tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     for table, columns in _NSYS_TABLES.items():
         if table not in tables:
+            if table not in _NSYS_LACK:
+                continue
             raise ProfileError(f"{path} {_NSYS_LACK[table]}: it has no table {table}")
         present = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
         if missing := [column for column in columns if column not in present]:
             raise ProfileError(f"{path} is no export of Nsight Systems: its table {table} has no column {missing[0]}")
+    for table, columns in _NSYS_TABLES.items():
+        if table in tables:
+            _check_rows(connection, path, table, columns)
+    twice = connection.execute("SELECT id FROM StringIds GROUP BY id HAVING COUNT(*) > 1 LIMIT 1").fetchone()
+    if twice:
+        raise ProfileError(f"{path}: its table StringIds has the id {twice[0]} more than once")
     return tables
+
+
+def _check_rows(connection: sqlite3.Connection, path: Path, table: str, columns: Mapping[str, str]) -> None:
+    """Raises ProfileError for the first row of a table that holds what no capture can."""
+    fit = {column: condition.format(f'"{column}"') for column, condition in columns.items()}
+    names = ", ".join(f'"{column}"' for column in columns)
+    flags = ", ".join(f"({condition}) IS TRUE" for condition in fit.values())
+    rows = connection.execute(
+        f"SELECT {names}, {flags} FROM {table} WHERE {_READ_ROWS.get(table, 'TRUE')} "
+        f"AND NOT ({' AND '.join(fit.values())}) IS TRUE LIMIT 1"
+    ).fetchall()
+    for row in rows:
+        values = dict(zip(columns, row, strict=False))
+        wrong = next(column for column, is_fit in zip(columns, row[len(columns) :], strict=True) if not is_fit)
+        also = f" and start {values['start']}" if wrong == "end" else ""
+        raise ProfileError(f"{path}: a row of its table {table} cannot be: it has {wrong} {values[wrong]!r:.60}{also}")
 
 
 def _read_tables(
     connection: sqlite3.Connection, path: Path, tables: set[str]
 ) -> tuple[pd.DataFrame, pd.DataFrame, int]:
+    def frame(query: str) -> pd.DataFrame:
+        cursor = connection.execute(query)
+        return pd.DataFrame(cursor.fetchall(), columns=[column for column, *_ in cursor.description])
+
+    correlation = "COALESCE(correlationId, -1) AS correlationId"
     parts = [
-        "SELECT names.value AS name, 'kernel' AS kind, start, end, streamId, globalPid, correlationId "
+        f"SELECT names.value AS name, 'kernel' AS kind, start, end, streamId, globalPid, {correlation} "
         "FROM CUPTI_ACTIVITY_KIND_KERNEL LEFT JOIN StringIds AS names ON names.id = demangledName"
     ]
     for kind in ("memcpy", "memset"):
         if (table := f"CUPTI_ACTIVITY_KIND_{kind.upper()}") in tables:
-            parts.append(f"SELECT '{kind}', '{kind}', start, end, streamId, globalPid, correlationId FROM {table}")
-    operations = pd.read_sql_query(" UNION ALL ".join(parts), connection)
-    if not (operations["kind"] == "kernel").any():
+            parts.append(f"SELECT '{kind}', '{kind}', start, end, streamId, globalPid, {correlation} FROM {table}")
+    operations = frame(" UNION ALL ".join(parts))
+    is_kernel = operations["kind"] == "kernel"
+    if not is_kernel.any():
         raise ProfileError(f"{path} holds no kernel: its table CUPTI_ACTIVITY_KIND_KERNEL is empty")
-    runtime = pd.read_sql_query(
+    total_ns = int((operations["end"] - operations["start"])[is_kernel].sum())
+    runtime = frame(
         "SELECT correlationId, globalTid AS thread, start AS launched_ns FROM CUPTI_ACTIVITY_KIND_RUNTIME "
-        "WHERE correlationId IS NOT NULL",
-        connection,
-    )
+        "WHERE correlationId >= 0"
+    ).astype("int64")
     # Correlation ids count from the start of each process.
     operations["process"] = operations["globalPid"] // _THREADS_PER_PROCESS
     runtime["process"] = runtime["thread"] // _THREADS_PER_PROCESS
@@ -252,19 +313,19 @@ def _read_tables(
     operations = operations.rename(columns={"start": "start_ns", "end": "end_ns", "streamId": "stream"})
     operations["duration_ns"] = operations["end_ns"] - operations["start_ns"]
     operations["name"] = operations["name"].fillna("unnamed")
+    if operations.loc[operations["kind"] == "kernel", "launched_ns"].isna().all():
+        raise ProfileError(f"{path} holds no launch of a kernel: CUPTI_ACTIVITY_KIND_RUNTIME has none of its kernels'")
 
-    ranges = pd.read_sql_query(
+    ranges = frame(
         "SELECT COALESCE(text, value) AS name, start AS start_ns, end AS end_ns, globalTid AS thread FROM NVTX_EVENTS "
         f"LEFT JOIN StringIds ON id = textId WHERE eventType IN ({_PUSH_POP_RANGE}, {_START_END_RANGE}) "
-        "AND COALESCE(text, value) IS NOT NULL",
-        connection,
+        "AND COALESCE(text, value) IS NOT NULL"
     )
     if ranges.empty:
         raise ProfileError(f"{path} holds no NVTX range: its table NVTX_EVENTS has none")
     end_of_capture = max(operations["end_ns"].max(), operations["launched_ns"].max(), ranges["start_ns"].max()) + 1
-    ranges["end_ns"] = ranges["end_ns"].fillna(end_of_capture)  # one that was never closed
+    ranges["end_ns"] = ranges["end_ns"].astype(float).fillna(end_of_capture)  # one that was never closed
     ranges["process"] = ranges["thread"] // _THREADS_PER_PROCESS
-    (total_ns,) = connection.execute('SELECT SUM("end" - start) FROM CUPTI_ACTIVITY_KIND_KERNEL').fetchone()
     return operations[_OPERATION_COLUMNS], ranges[_RANGE_COLUMNS], total_ns
 
 
@@ -288,12 +349,14 @@ def read_chrome_trace(path: Path | str, version: str = "") -> Trace:
         events = pd.DataFrame([event for event in events if event.get("ph") == "X"])
         if events.empty:
             raise ProfileError(f"{path} holds no event")
+        if nameless := [name for name in events["name"] if not isinstance(name, str)]:
+            raise ValueError(f"an event has the name {nameless[0]!r:.60}")
         ranges, operations = _chrome_ranges(events), _chrome_kernels(events)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        on_device = len(operations) > 0
+        if not on_device:
+            operations = _cpu_operators(events)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise ProfileError(f"{path} is no trace of torch.profiler: {type(error).__name__}: {error}") from error
-    on_device = len(operations) > 0
-    if not on_device:
-        operations = _cpu_operators(events)
     if operations.empty:
         raise ProfileError(f"{path} holds neither a CUDA kernel nor a CPU operator")
     if ranges.empty:
@@ -305,8 +368,13 @@ def read_chrome_trace(path: Path | str, version: str = "") -> Trace:
 
 
 def _chrome_times(rows: pd.DataFrame) -> pd.DataFrame:
-    start_ns = (rows["ts"].astype(float) * 1e3).round().astype("int64")
-    end_ns = ((rows["ts"].astype(float) + rows["dur"].astype(float)) * 1e3).round().astype("int64")
+    start_us, duration_us = rows["ts"].astype(float), rows["dur"].astype(float)
+    is_possible = (duration_us >= 0) & (start_us.abs() < 2**53) & (duration_us < 2**53)
+    if not is_possible.all():
+        event = rows[~is_possible].iloc[0]
+        raise ValueError(f"an event at {event['ts']!r:.60} lasts {event['dur']!r:.60}")
+    start_ns = (start_us * 1e3).round().astype("int64")
+    end_ns = ((start_us + duration_us) * 1e3).round().astype("int64")
     return rows.assign(start_ns=start_ns, end_ns=end_ns)
 
 

@@ -17,6 +17,9 @@ import numpy as np
 ROUNDING = 512
 """CUDA's allocator hands out multiples of this many bytes."""
 
+MAX_BYTES = 2**48
+"""No device holds an allocation of this size."""
+
 SMALL_SEGMENT = 2**21
 SMALL_SPLIT, LARGE_SPLIT = 512, 2**20 + 1
 """A cached block is cut when at least this much of it would be left: SMALL_SPLIT in segments of SMALL_SEGMENT bytes,
@@ -127,7 +130,7 @@ def pair_events(events: Sequence[tuple[int, int, str]], before: Mapping[int, int
         events: (address, bytes, frame); bytes are negative where the block at the address is given back.
         before: bytes by address of what was in use when the recording began.
 
-    Raises SnapshotError for a block that is made twice or given back without having been made.
+    Raises SnapshotError for a block that is made twice, or given back with another size or without having been made.
     """
     alive = {address: (num_bytes, BEFORE, "") for address, num_bytes in before.items()}
     found: list[Allocation] = []
@@ -140,6 +143,10 @@ def pair_events(events: Sequence[tuple[int, int, str]], before: Mapping[int, int
             if address not in alive:
                 raise SnapshotError(f"event {position} frees {address:#x}, which is not in use")
             size, begin, made_in = alive.pop(address)
+            if size != -num_bytes:
+                raise SnapshotError(
+                    f"event {position} frees {-num_bytes} bytes at {address:#x}, where {size} are in use"
+                )
             found.append(Allocation(address, size, begin, position, made_in))
     found += [Allocation(address, size, begin, None, frame) for address, (size, begin, frame) in alive.items()]
     return sorted(found, key=lambda allocation: allocation.begin)
@@ -275,27 +282,65 @@ def read_history(path: Path | str) -> History:
     Raises SnapshotError as `load_snapshot` does.
     """
     snapshot = load_snapshot(path)
-    traces = snapshot["device_traces"]
     try:
+        traces = [_typed(trace, list, "a trace") for trace in snapshot["device_traces"]]
         device = max(range(len(traces)), key=lambda number: len(traces[number]), default=0)
-        trace = [entry for entry in traces[device] if entry["action"] in ("alloc", "free_requested")] if traces else []
-        events = [
-            (entry["addr"], entry["size"] if entry["action"] == "alloc" else -entry["size"],
-             frame_text(entry.get("frames", ())))
-            for entry in trace
-        ]  # fmt: skip
+        events = []
+        for entry in traces[device] if traces else []:
+            if _entry(entry, "action", str) in ("alloc", "free_requested"):
+                num_bytes = _num_bytes(entry, "size", least=1)
+                sign = 1 if entry["action"] == "alloc" else -1
+                frames = entry.get("frames", [])
+                events.append((_entry(entry, "addr", int), sign * num_bytes, _checked_frame(frames)))
         in_use = {}
         for segment in snapshot["segments"]:
-            address = segment["address"]
-            for block in segment["blocks"]:
-                if segment.get("device", device) == device and block["state"] == "active_allocated":
-                    in_use[address] = block.get("requested_size", block["size"])
-                address += block["size"]
-        return History(pair_events(events, in_use_before(events, in_use)), len(events))
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise SnapshotError(f"{path}: not an allocator snapshot ({type(error).__name__}: {error})") from None
+            address = _entry(segment, "address", int)
+            for block in _entry(segment, "blocks", list):
+                num_bytes = _num_bytes(block, "size")
+                if _entry(block, "state", str) == "active_allocated" and segment.get("device", device) == device:
+                    in_use[address] = _num_bytes(block, "requested_size") if "requested_size" in block else num_bytes
+                address += num_bytes
+        history = History(pair_events(events, in_use_before(events, in_use)), len(events))
+        if sum(allocation.num_bytes for allocation in history.allocations) >= 2**63:
+            raise SnapshotError("its allocations add up to 2^63 bytes or more")
+        return history
     except SnapshotError as error:
-        raise SnapshotError(f"{path}: {error}") from None
+        raise SnapshotError(f"{path}: not an allocator snapshot: {error}") from None
+
+
+def _typed(value: Any, kind: type, what: str) -> Any:
+    if type(value) is not kind:
+        raise SnapshotError(f"{what} is {_shown(value)}, not of type {kind.__name__}")
+    return value
+
+
+def _entry(holder: Any, name: str, kind: type) -> Any:
+    """Returns an entry of a dict in a snapshot; raises SnapshotError where it is missing or of another type."""
+    if name not in _typed(holder, dict, "an entry"):
+        raise SnapshotError(f"an entry has no {name!r}")
+    return _typed(holder[name], kind, repr(name))
+
+
+def _num_bytes(holder: Any, name: str, least: int = 0) -> int:
+    value = _entry(holder, name, int)
+    if not least <= value < MAX_BYTES:
+        raise SnapshotError(f"{name!r} is {_shown(value)}; accepted: {least} to {MAX_BYTES - 1} bytes")
+    return value
+
+
+def _checked_frame(frames: Any) -> str:
+    types = {"filename": str, "line": int, "name": str}
+    for frame in _typed(frames, list, "'frames'"):
+        if type(frame) is not dict or any(type(frame.get(name)) is not kind for name, kind in types.items()):
+            raise SnapshotError(f"a frame is {_shown(frame)} without a file name, a line and a function")
+    return frame_text(frames)
+
+
+def _shown(value: Any) -> str:
+    """Returns a value of a file in at most 60 characters; one that is nested or very long only by its type."""
+    if isinstance(value, int) and abs(value) >= 2**128:
+        return f"an integer of {value.bit_length()} bits"
+    return f"{value!r:.60}" if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
 
 
 # ---- reading a file that may be hostile ------------------------------------------------------------------------------
@@ -334,6 +379,6 @@ def load_snapshot(path: Path | str) -> dict:
         raise SnapshotError(f"{path}: not a snapshot but a {type(content).__name__}")
     for key in ("segments", "device_traces"):
         if not isinstance(content.get(key), list):
-            found = ", ".join(repr(name) for name in list(content)[:5]) or "nothing"
+            found = ", ".join(_shown(name) for name in list(content)[:5]) or "nothing"
             raise SnapshotError(f"{path}: not a snapshot: no list {key!r}; found {found}")
     return content
