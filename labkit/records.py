@@ -47,7 +47,7 @@ class Record:
         phase: what was timed inside the case.
         status: one of STATUSES; `reason` says why when it is not "ok".
         metrics: numbers with their unit in the name ("median_ms", "peak_bytes"); empty unless ok.
-        samples: the raw samples behind the metrics, by name with unit, where there are few.
+        samples: the raw samples behind the metrics, by name with unit, where there are few; None where not finite.
         timer: method, number of warm-up steps, why it stopped.
         telemetry: clocks, power, temperature and throttle reasons during the timed window, load of the host, and
             whether other processes disturbed it.
@@ -65,7 +65,7 @@ class Record:
     measurement_version: int
     reason: str = ""
     metrics: dict[str, float | int | None] = field(default_factory=dict)
-    samples: dict[str, list[float]] = field(default_factory=dict)
+    samples: dict[str, list[float | None]] = field(default_factory=dict)
     timer: dict[str, Any] = field(default_factory=dict)
     telemetry: dict[str, Any] = field(default_factory=dict)
     observed: dict[str, Any] = field(default_factory=dict)
@@ -120,7 +120,7 @@ def check_plausible(metrics: dict[str, float | int | None]) -> None:
 _ORDERED = ("min_ms", "p20_ms", "median_ms", "p80_ms")
 _TYPES = {f.name: get_origin(f.type) or f.type for f in fields(Record)}
 _REQUIRED = [f.name for f in fields(Record) if f.default is MISSING and f.default_factory is MISSING]
-_NUMBERS = {int, float}
+_NUMBERS_OR_NULL = {int, float, type(None)}
 
 
 def validate(content: Any) -> None:
@@ -147,11 +147,11 @@ def validate(content: Any) -> None:
         raise _unfit("measurement_version", content["measurement_version"], "0 and above")
     metrics = content.get("metrics", {})
     for name, value in metrics.items():
-        if value is not None and type(value) not in _NUMBERS:
+        if type(value) not in _NUMBERS_OR_NULL:
             raise _unfit(f"metrics.{name}", value, "a number or null")
     for name, values in content.get("samples", {}).items():
-        if type(values) is not list or not _NUMBERS.issuperset(map(type, values)):
-            raise _unfit(f"samples.{name}", values, "a list of numbers")
+        if type(values) is not list or not _NUMBERS_OR_NULL.issuperset(map(type, values)):
+            raise _unfit(f"samples.{name}", values, "a list of numbers and null")
     for name, value in content.get("software", {}).items():
         if type(value) is not str:
             raise _unfit(f"software.{name}", value, "a text")
@@ -226,7 +226,12 @@ _DONE = {"num_missing": int, "profile": str}
 
 def read_environment(folder: Path) -> dict[str, Any]:
     """Returns the environment.json of a device's folder; {} if there is none. Raises RecordError if it is damaged."""
-    return _read_object(folder / "environment.json", _ENVIRONMENT) or {}
+    path = folder / "environment.json"
+    content = _read_object(path, _ENVIRONMENT) or {}
+    gpu = content.get("gpu", {})
+    if "power_limit_w" in gpu and "max_sm_clock_mhz" not in gpu:
+        raise RecordError(f"{path}: no field gpu.max_sm_clock_mhz beside gpu.power_limit_w")
+    return content
 
 
 def done_path(folder: Path, notebook: str) -> Path:

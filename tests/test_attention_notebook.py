@@ -506,6 +506,8 @@ def chapter(tmp_path):
         for record in SYNTHETIC:
             if match is not None and match.items() <= {**record.case, "phase": record.phase}.items():
                 changed = {name: f(record.metrics.get(name)) if callable(f) else f for name, f in metrics.items()}
+                if "median_ms" in changed:
+                    changed = dict.fromkeys(("min_ms", "p20_ms", "p80_ms"), changed["median_ms"]) | changed
                 kept = {name: value for name, value in record.metrics.items() if name not in drop}
                 record = dataclasses.replace(
                     record, status=status, reason=reason, metrics={**kept, **changed} if status == "ok" else {}

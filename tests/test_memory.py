@@ -1,5 +1,6 @@
 """Memory as measured and as predicted: bytes in use, histories and their owners, residuals, hostile files."""
 
+import math
 import os
 import pickle
 import random
@@ -79,12 +80,13 @@ def test_events_that_contradict_one_another_are_refused(events, message):
 def test_a_thinned_series_keeps_the_peak_and_adds_up():
     generator = random.Random(0)
     events, alive = [], []
-    for address in range(3000):
-        events.append((address, generator.randint(1, 1000), ""))
+    sizes = [generator.randint(1, 1000) for _ in range(3000)]
+    for address, num_bytes in enumerate(sizes):
+        events.append((address, num_bytes, ""))
         alive.append(address)
         if generator.random() < 0.6:
             gone = alive.pop(generator.randrange(len(alive)))
-            events.append((gone, -1, ""))
+            events.append((gone, -sizes[gone], ""))
     history = History(pair_events(events, {}), len(events))
     kept, series = history.series(lambda allocation: "even" if allocation.address % 2 == 0 else "odd", 50)
     assert len(kept) == len(series["even"]) == len(series["odd"]) <= 50
@@ -645,6 +647,18 @@ def test_what_is_no_snapshot_is_refused_by_name(tmp_path, content, message):
         {"segments": [], "device_traces": [3]},
         {"segments": [{"address": 0, "blocks": [{"state": "active_allocated"}]}], "device_traces": [[]]},
         {"segments": [], "device_traces": [[{"action": "alloc", "addr": 1, "size": 2}] * 2]},
+        {"segments": [], "device_traces": [[{"action": "alloc", "addr": 1, "size": 2**80}]]},
+        {"segments": [], "device_traces": [[{"action": "alloc", "addr": 1, "size": math.nan}]]},
+        {"segments": [], "device_traces": [[{"action": "alloc", "addr": 1, "size": -2}]]},
+        {"segments": [], "device_traces": [[{"action": "alloc", "addr": math.nan, "size": 2}]]},
+        {
+            "segments": [],
+            "device_traces": [
+                [{"action": action, "addr": 1, "size": size} for action, size in (("alloc", 2), ("free_requested", 3))]
+            ],
+        },
+        {"segments": [{"address": 0, "blocks": [{"state": "active_allocated", "size": 2**80}]}], "device_traces": []},
+        {"segments": [{"address": 0, "blocks": [{"state": "inactive", "size": 1.5}]}], "device_traces": []},
     ],
 )
 def test_a_snapshot_that_does_not_add_up_is_refused_by_name(tmp_path, snapshot):

@@ -275,6 +275,36 @@ def test_an_empty_capture_and_one_without_ranges_are_errors(export):
         read_nsys(export([("a", 1, 15, 0, 1)]))
 
 
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        ("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = NULL", "KIND_KERNEL cannot be: it has start None"),
+        ("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = 'now'", "KIND_KERNEL cannot be: it has start 'now'"),
+        ('UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET "end" = 7', "KIND_KERNEL cannot be: it has end 7 and start 20"),
+        ('UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET "end" = 1 << 62', "it has end 4611686018427387904 and start 20"),
+        ("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET demangledName = 5", "it has demangledName 5"),
+        ("UPDATE CUPTI_ACTIVITY_KIND_RUNTIME SET start = 1.5", "KIND_RUNTIME cannot be: it has start 1.5"),
+        ("UPDATE CUPTI_ACTIVITY_KIND_MEMSET SET streamId = NULL", "KIND_MEMSET cannot be: it has streamId None"),
+        ('UPDATE NVTX_EVENTS SET "end" = 9', "NVTX_EVENTS cannot be: it has end 9 and start 10"),
+        ("UPDATE NVTX_EVENTS SET text = x'00'", r"NVTX_EVENTS cannot be: it has text b'\\x00'"),
+        ("UPDATE NVTX_EVENTS SET text = CAST(x'ff' AS TEXT)", "cannot be read as SQLite: Could not decode"),
+        ("INSERT INTO StringIds VALUES (1, 'again')", "StringIds has the id 1 more than once"),
+        ("DELETE FROM CUPTI_ACTIVITY_KIND_RUNTIME", "holds no launch of a kernel"),
+        ("UPDATE CUPTI_ACTIVITY_KIND_RUNTIME SET correlationId = 77", "holds no launch of a kernel"),
+        ("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET correlationId = NULL", "holds no launch of a kernel"),
+    ],
+)
+def test_what_no_capture_can_hold_is_refused(export, statement, message):
+    path = export([("a", 1, 15, 20, 30)], [("forward", 1, 10, 20)], memsets=[(1, 16, 40, 50)])
+    assert len(read_nsys(path).operations) == 2
+    with sqlite3.connect(path) as connection:
+        connection.execute(statement)
+    connection.close()
+    with pytest.raises(ProfileError, match=message) as error:
+        read_nsys(path)
+    assert str(path) in str(error.value)
+
+
 def test_corrupt_foreign_and_absent_files_are_errors_that_name_the_file(tmp_path, export):
     corrupt = tmp_path / "corrupt.sqlite"
     corrupt.write_bytes(b"SQLite format 3\0" + b"\xff" * 4000)

@@ -41,7 +41,7 @@ def make_record(**changes) -> Record:
         device="nvidia-h200",
         measurement_version=1,
         metrics={"median_ms": 1.25, "n": 10, "std_ms": None},
-        samples={"device_ms": [1.0, 1.5]},
+        samples={"device_ms": [1.0, 1.5, None]},
         timer={"method": "window"},
         software=SOFTWARE,
         source={"commit": "abc", "dirty": False},
@@ -237,7 +237,7 @@ def _json_line(**changes) -> bytes:
             _json_line(metrics={"p20_ms": 1.0, "median_ms": 4.0, "p80_ms": 3.0}),
             "field metrics.median_ms is 4.0 and p80_ms is 3.0: out of order",
         ),
-        (_json_line(samples={"device_ms": [1.0, None]}), "field samples.device_ms is [1.0, None]; accepted: a list of"),
+        (_json_line(samples={"device_ms": [1.0, "2"]}), "field samples.device_ms is [1.0, '2']; accepted: a list of"),
         (_json_line(case={"context": 2**80}), "field case.context is 1208925819614629174706176; accepted: finite"),
         (_json_line(telemetry={"other_cpu_cores": [[math.inf]]}), "field telemetry is inf"),
         (_json_line(telemetry={"throttle_reasons": 3}), "field telemetry.throttle_reasons is 3"),
@@ -276,7 +276,7 @@ def test_free_entries_of_telemetry_are_taken_as_they_are(store):
 
 ENVIRONMENT = {
     "device": {"name": "an H200", "kind": "cuda", "slug": "nvidia-h200"},
-    "gpu": {"num_multiprocessors": 132, "memory_bytes": 2**37, "compute_capability": "9.0", "power_limit_w": 700},
+    "gpu": {"num_multiprocessors": 132, "memory_bytes": 2**37, "compute_capability": "9.0"},
     "cpu": {"name": "a processor", "num_cores": 16},
     "datasheet": None,
 }

@@ -180,7 +180,7 @@ class Trace:
 
 # Tables of an export with the columns that are read: what each may hold in the rows that are read, as SQL. A trace
 # longer than 2^53 ns (104 days) would not be exact in floating point.
-_TIME = f"typeof({{0}}) = 'integer' AND abs({{0}}) < {1 << 53}"
+_TIME = f"typeof({{0}}) = 'integer' AND {{0}} BETWEEN {-(1 << 53)} AND {1 << 53}"
 _INTEGER, _TEXT = "typeof({0}) = 'integer'", "typeof({0}) = 'text'"
 _OR_NULL = "({0} IS NULL OR %s)"
 _END = f'{_TIME} AND "end" >= start'
@@ -239,14 +239,19 @@ def read_nsys(path: Path | str, version: str = "") -> Trace:
             tables = _checked_tables(connection, path)
             return Trace("nsys", version, *_read_tables(connection, path, tables))
     except (sqlite3.Error, UnicodeError, MemoryError) as error:  # of a damaged length or text
-        raise ProfileError(f"{path} cannot be read as SQLite: {error or type(error).__name__}") from error
+        raise ProfileError(f"{path} cannot be read as SQLite: {_one_line(error)}") from error
+
+
+def _one_line(said: object) -> str:
+    """Returns what SQLite said of a file, without the text of a whole table's schema."""
+    return " ".join(str(said).split())[:200] or type(said).__name__
 
 
 def _checked_tables(connection: sqlite3.Connection, path: Path) -> set[str]:
     """Returns the names of the export's tables; tables that saw no event are absent from one."""
     state = connection.execute("PRAGMA quick_check(1)").fetchone()
     if state != ("ok",):
-        raise ProfileError(f"{path} cannot be read as SQLite: its pages are damaged: {state}")
+        raise ProfileError(f"{path} cannot be read as SQLite: {_one_line(state)}")
     tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     for table, columns in _NSYS_TABLES.items():
         if table not in tables:
@@ -349,8 +354,9 @@ def read_chrome_trace(path: Path | str, version: str = "") -> Trace:
         events = pd.DataFrame([event for event in events if event.get("ph") == "X"])
         if events.empty:
             raise ProfileError(f"{path} holds no event")
-        if nameless := [name for name in events["name"] if not isinstance(name, str)]:
-            raise ValueError(f"an event has the name {nameless[0]!r:.60}")
+        for name, thread in zip(events["name"], events["tid"], strict=True):
+            if not isinstance(name, str) or not isinstance(thread, int | str):
+                raise ValueError(f"an event has the name {str(name)[:60]!r} and the thread {str(thread)[:60]!r}")
         ranges, operations = _chrome_ranges(events), _chrome_kernels(events)
         on_device = len(operations) > 0
         if not on_device:
@@ -359,6 +365,8 @@ def read_chrome_trace(path: Path | str, version: str = "") -> Trace:
         raise ProfileError(f"{path} is no trace of torch.profiler: {type(error).__name__}: {error}") from error
     if operations.empty:
         raise ProfileError(f"{path} holds neither a CUDA kernel nor a CPU operator")
+    if on_device and operations["launched_ns"].isna().all():
+        raise ProfileError(f"{path} holds no launch of a kernel: no event of CUDA's runtime has a kernel's correlation")
     if ranges.empty:
         raise ProfileError(f"{path} holds no range: it has no event of category user_annotation")
     counted = operations[operations["kind"] == "kernel"] if on_device else operations[operations["depth"] == 0]
