@@ -335,7 +335,10 @@ class RecordStore:
 
         Raises ValueError or TypeError, before anything is written, for a record that `load` would refuse.
         """
-        line = json.dumps(asdict(record), sort_keys=True, allow_nan=False) + "\n"
+        content = asdict(record)
+        # An error may quote a file name that is not UTF-8.
+        content["reason"] = record.reason.encode("utf-8", "backslashreplace").decode("utf-8")
+        line = json.dumps(content, sort_keys=True, allow_nan=False) + "\n"
         validate(_parse(line.encode("utf-8")))
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(line)

@@ -628,8 +628,11 @@ def change(chapter: Chapter, match, **fields) -> None:
     for record in changed:
         if "status" in fields:
             store.append(dataclasses.replace(record, metrics={}, **fields))
+        elif "observed" in fields:
+            store.append(dataclasses.replace(record, **fields))
         else:
-            store.append(dataclasses.replace(record, metrics={**record.metrics, **fields}))
+            around = dict.fromkeys(("min_ms", "p20_ms", "p80_ms"), fields["median_ms"]) if "median_ms" in fields else {}
+            store.append(dataclasses.replace(record, metrics={**record.metrics, **around, **fields}))
 
 
 def is_case(record: Record, section: str, phase: str, **case) -> bool:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labkit import records
+from labkit import cli, hardware, notebooks, records
 from labkit.records import (
     SCHEMA_VERSION,
     STATUSES,
@@ -27,6 +27,7 @@ from labkit.records import (
     single_device,
     to_frame,
 )
+from labkit.report import render
 
 SOFTWARE = {"torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0", "driver": "580.159.04", "python": "3.12.3"}
 
@@ -266,6 +267,25 @@ def test_what_would_not_be_read_again_is_never_written(store):
     with pytest.raises(ValueError, match="field section is ''"):
         store.append(make_record(section=""))
     assert not store.path.exists()
+
+
+def test_a_reason_that_is_no_utf_8_is_recorded(store):
+    store.append(make_record(status="error", reason="no file \udcff.so", metrics={}))
+    assert store.load()[0].reason == "no file \\udcff.so"
+
+
+@pytest.mark.parametrize("name", ["environment.json", "records/02_nsys_analysis.jsonl"])
+def test_run_and_report_stop_at_a_damaged_file_before_any_kernel_starts(tmp_path, monkeypatch, name):
+    folder = tmp_path / hardware.detect().slug
+    (folder / "records").mkdir(parents=True)
+    RecordStore(folder / "records" / "01_benchmarking.jsonl").append(make_record())
+    (folder / name).write_bytes(b"{]\n")
+    monkeypatch.setattr(notebooks, "Kernel", lambda: pytest.fail("a kernel was started"))
+    for command in (lambda: cli.run(["01"], profile="smoke", output=tmp_path),
+                    lambda: render.rebuild(folder.name, output=tmp_path)):  # fmt: skip
+        with pytest.raises(RecordError) as caught:
+            command()
+        assert str(folder / name) in str(caught.value)
 
 
 def test_free_entries_of_telemetry_are_taken_as_they_are(store):
