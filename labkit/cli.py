@@ -192,11 +192,10 @@ def _rebuild(slug: str, output: Path | None, executed: dict) -> list[Path]:
 
 
 def _summary(folder: Path, names: list[str], failures: dict[str, str], seconds: float) -> None:
-    from labkit.records import to_frame
-    from labkit.report import render
+    from labkit.records import check, to_frame
     from labkit.report.findings import disturbed_note
 
-    records = render.records_of(folder)
+    records = check(folder)
     print(file=sys.stderr)
     for name in names:
         counts = Counter(record.status for record in records.get(name, []))

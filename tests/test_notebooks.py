@@ -292,11 +292,16 @@ def test_run_writes_records_figures_and_report(measured):
     assert {record.section for record in records} == {"ceilings", "timer", "steps", "warmup", "compile"}
     assert not [record for record in records if record.status in ("error", "timeout")]
     assert {record.device for record in records} == {folder.name}
-    assert {path.name for path in folder.glob("*.svg")} >= {"01_phases_fp32.svg", "01_warmup.svg", "01_utilisation.svg"}
+    assert {path.name for path in folder.glob("*.svg")} >= {"01_phases.svg", "01_modes.svg", "01_utilisation.svg"}
     report = (folder / "report.md").read_text(encoding="utf-8")
-    for heading in ("Time per phase", "Warm-up", "Compilation", "Beside what others published", "Environment"):
+    for heading in ("Time per phase", "Warm-up", "Precision and compilation", "Beside published step times"):
         assert f"### {heading}" in report
-    assert "(01_phases_fp32.svg)" in report and "labkit-figures-folder" not in report
+    assert (
+        "(01_phases.svg)" in report
+        and "(tables/01_steps.csv)" in report
+        and (folder / "01_benchmarking.ipynb").exists()
+        and "labkit-figures-folder" not in report
+    )
     assert f"Report: {folder / 'report.md'}" in result.stdout and "ok" in result.stdout
     headlines = [line for line in result.stdout.splitlines() if line in report.replace("**", "").replace("- ", "")]
     assert len(headlines) == cli.NUM_HEADLINES
