@@ -21,6 +21,7 @@ from labkit import cli, hardware, notebooks
 from labkit.configs import COMPILE_PHASES, FIGURES, PHASES, REFERENCE_DEVICE, WARMUP_PHASES, RequestError
 from labkit.experiments import open_session
 from labkit.records import Record, RecordStore, check
+from labkit.report import render
 
 NAMES = notebooks.names()
 HERE = hardware.detect().slug
