@@ -26,7 +26,7 @@ class Style(NamedTuple):
 
 
 _SIZE_COLOURS = sns.color_palette("viridis", len(SIZES) + 1).as_hex()[: len(SIZES)]
-_SIZE_MARKERS = "v^osDPX*"
+_MARKERS = "v^osDPX*"
 STYLES = {
     # precisions
     "fp32": Style("#0072b2", "o"),
@@ -67,7 +67,7 @@ STYLES = {
     "auto": Style("#8a1c20", "h"),
     **{
         size: Style(colour, marker, dash)
-        for size, colour, marker, dash in zip(SIZES, _SIZE_COLOURS, _SIZE_MARKERS, ["-", "--"] * 4, strict=True)
+        for size, colour, marker, dash in zip(SIZES, _SIZE_COLOURS, _MARKERS, ["-", "--"] * 4, strict=True)
     },
 }
 """One style per precision, phase, implementation and size, the same in every figure of the report."""
@@ -191,8 +191,9 @@ def curves(
     figure, axes = panels(len(shown), num_columns=num_columns)
     for axis, value in zip(axes, shown, strict=True):
         rows = frame if panel is None else frame[frame[panel] == value]
-        for name in dict.fromkeys(rows[line]):
-            line_with_band(axis, rows[rows[line] == name], x, label=names(name), style=STYLES[name], y=y, scale=scale)
+        for number, name in enumerate(dict.fromkeys(rows[line])):
+            style = STYLES.get(name, Style(SERIES[number % len(SERIES)], _MARKERS[number % len(_MARKERS)]))
+            line_with_band(axis, rows[rows[line] == name], x, label=names(name), style=style, y=y, scale=scale)
         context_axis(axis, rows[x].unique(), x_label)
         log_time_axis(axis, label)
         if panel:
