@@ -1,11 +1,12 @@
-"""Numerics of floating-point formats: spacing, three ways to add, normalisation with chosen statistics, errors.
+"""Numerics of floating-point formats: spacing, three ways to add, normalisation, errors and the budget for them.
 
-Every function rounds after each single operation, in the dtype that it is told: what a kernel does that keeps a
-quantity in that dtype. Library reductions do not (they add in fp32 inside and round once).
+Sums and normalisation round after every operation, in the dtype they are given, as a kernel does that keeps a quantity
+in that dtype. Library reductions do not: they add in fp32 and round once.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +15,30 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """Formats by the name that records give them."""
 
 NORMS = ("layer_norm", "rms_norm")
+
+OUTPUT_BUDGET, GRADIENT_BUDGET = 2, 3
+"""Largest error against fp64, as a multiple of the eager error in the same dtype plus the rounding of the result."""
+
+NUM_BLOCKS = 16
+"""Blocks of rows whose errors are judged separately: behind a causal mask rows shrink as 1/√position, and one largest
+difference over all of them would see the first ones only."""
+
+
+def tensor_dtype(precision: str) -> torch.dtype:
+    """Returns the dtype of tensors in "fp32", "tf32" (fp32 tensors), "fp16" or "bf16"."""
+    return DTYPES["fp32" if precision == "tf32" else precision]
+
+
+def set_precision(precision: str) -> None:
+    """Has PyTorch multiply fp32 matrices as TF32 for "tf32", in full fp32 for any other precision."""
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+
+
+def live_precision(dtype: torch.dtype) -> str:
+    """Returns the precision in which PyTorch, as it is set now, multiplies matrices of `dtype`."""
+    if dtype == torch.float32 and torch.get_float32_matmul_precision() == "high":
+        return "tf32"
+    return dtype_name(dtype)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -44,9 +69,6 @@ def stall_value(term: float, dtype: torch.dtype) -> float:
     exact sum then rounds back, a tie too, since a power of two is even.
     """
     return 2.0 ** math.ceil(math.log2(2 * term / torch.finfo(dtype).eps))
-
-
-# ---- adding one term many times ------------------------------------------------------------------------------
 
 
 def _sequential(term: Tensor, num_terms: int, accumulator: torch.dtype, every: int) -> list[Tensor]:
@@ -111,9 +133,6 @@ def tree_sum(x: Tensor) -> Tensor:
     return x
 
 
-# ---- normalisation -------------------------------------------------------------------------------------------
-
-
 def normalise(x: Tensor, kind: str, epsilon: float, statistics: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns (normalised x in its own dtype, mean square per row in `statistics`), without gain and bias.
 
@@ -141,3 +160,64 @@ def relative_error(result: Tensor, exact: Tensor) -> float:
     """Returns ‖result − exact‖ / ‖exact‖ in fp64."""
     result, exact = result.detach().cpu().double(), exact.detach().cpu().double()
     return float((result - exact).norm() / exact.norm())
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How far a result is from fp64.
+
+    Attributes:
+        relative_error: norm of the error over the norm of the result.
+        eager_relative_error: the same for the eager formula in the same dtype.
+        budget_fraction: the error over what is allowed; above 1 the result is wrong.
+    """
+
+    relative_error: float
+    eager_relative_error: float
+    budget_fraction: float
+
+    @staticmethod
+    def worst(verdicts: Sequence["Verdict"]) -> "Verdict":
+        return max(verdicts, key=lambda verdict: verdict.budget_fraction)
+
+    def metrics(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def judge(name: str, value: Tensor, reference: Tensor, eager: Tensor, *, dtype: torch.dtype, num_terms: int) -> Verdict:
+    """Returns the verdict on one output or gradient.
+
+    Judged are the largest difference, and the norm of the difference in each of up to NUM_BLOCKS blocks of rows.
+    Allowed is a multiple of eager's own error plus the rounding of the result to its dtype plus the rounding of its
+    sum: n terms added in fp32, in any order, are off by √n roundings where their signs are random.
+
+    Args:
+        name: "out", or anything else for a gradient.
+        value: (..., rows, D), what is judged.
+        reference: the same in fp64; eager: the same by the eager formula in `dtype`, as fp64.
+        dtype: of the result, before any cast to fp64.
+        num_terms: of the longest sum.
+
+    Raises AssertionError for a result that is not finite or outside its budget.
+    """
+    rounding = torch.finfo(dtype).eps / 2 + num_terms**0.5 * torch.finfo(torch.float32).eps / 2
+    budget = OUTPUT_BUDGET if name == "out" else GRADIENT_BUDGET
+    value = value.detach().to(reference.device, torch.float64)
+    of_value, of_eager = (_block_errors(x, reference) for x in (value, eager))
+    allowed = [budget * (error + rounding) for error in of_eager]
+    fraction = max(error / limit for error, limit in zip(of_value, allowed, strict=True))
+    if not value.isfinite().all() or not fraction <= 1:
+        raise AssertionError(f"wrong: the error of {name} is {fraction:.3g} times what is allowed")
+    norm = reference.norm()
+    return Verdict(((value - reference).norm() / norm).item(), ((eager - reference).norm() / norm).item(), fraction)
+
+
+def _block_errors(x: Tensor, reference: Tensor) -> list[float]:
+    """Returns the largest difference over the largest value, then the relative error of each block of rows."""
+    errors = [((x - reference).abs().max() / reference.abs().max()).item()]
+    rows = -(-reference.shape[-2] // NUM_BLOCKS)
+    for block, of_reference in zip(x.split(rows, dim=-2), reference.split(rows, dim=-2), strict=True):
+        norm = of_reference.norm()
+        if norm > 0:  # a gradient that is zero throughout has no relative error
+            errors.append(((block - of_reference).norm() / norm).item())
+    return errors

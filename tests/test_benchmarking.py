@@ -15,9 +15,10 @@ import torch
 
 from labkit import accounting, hardware
 from labkit.configs import BENCHMARKING, COMPILE_PHASES, PHASES, PRECISIONS, model_config
-from labkit.experiments import benchmarking, open_session
-from labkit.experiments.benchmarking import Workload, cases, ceiling_name, run_case
+from labkit.experiments import benchmarking, ceilings, open_session
+from labkit.experiments.benchmarking import cases, ceiling_name, run_case
 from labkit.experiments.sweep import Case, Measured, Skip
+from labkit.experiments.workload import Workload
 from labkit.measure import timing
 from labkit.measure.timing import Timing
 from labkit.models.transformer import TransformerLM
@@ -584,9 +585,9 @@ def test_ceilings_reach_the_rates_of_a_case():
 
 @pytest.fixture
 def small_ceilings(monkeypatch):
-    monkeypatch.setitem(benchmarking.CEILING_SIZES, "cpu", 64)
-    monkeypatch.setitem(benchmarking.COPY_BYTES, "cpu", 2**20)
-    monkeypatch.setitem(benchmarking.CEILING_TIME_S, "cpu", 0.05)
+    monkeypatch.setitem(ceilings.CEILING_SIZES, "cpu", 64)
+    monkeypatch.setitem(ceilings.COPY_BYTES, "cpu", 2**20)
+    monkeypatch.setitem(ceilings.CEILING_TIME_S, "cpu", 0.05)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -618,6 +619,10 @@ def test_the_ceiling_of_a_copy_counts_what_is_read_and_written(small_ceilings):
     assert benchmarking.ceiling_value(result) == result.metrics["achieved_gb_per_s"]
 
 
+def timer_case(method: str) -> Case:
+    return Case("timer", {"kind": "negate"}, (method,), 60.0)
+
+
 def test_the_timer_section_measures_one_kernel_by_every_method(small_ceilings):
     (case,) = in_section(cases("smoke", "cpu"), "timer")
     measured = measure(case)
@@ -636,7 +641,7 @@ def test_the_independent_time_is_of_one_call(small_ceilings, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(benchmarking, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     monkeypatch.setattr(torch, "neg", clock.wrap("kernel", torch.neg))
-    result = benchmarking._measure_timer(CPU, "independent")
+    result = measure(timer_case("independent"))["independent"]
     assert result.metrics["median_ms"] == result.metrics["min_ms"] == 1e3
     assert clock.now == 5 * 31
 
@@ -645,7 +650,7 @@ def test_the_independent_time_is_of_one_call(small_ceilings, monkeypatch):
 def test_a_kernel_that_does_nothing_is_not_timed(small_ceilings, monkeypatch, method):
     monkeypatch.setattr(torch, "neg", lambda source, out: out)
     with pytest.raises(AssertionError, match="wrong"):
-        benchmarking._measure_timer(CPU, method)
+        measure(timer_case(method))
 
 
 # ---- compiling ----------------------------------------------------------------------------------------------

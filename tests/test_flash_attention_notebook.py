@@ -21,10 +21,13 @@ import torch
 
 from labkit import accounting, hardware
 from labkit.configs import LEADERBOARD, MATERIALISING, PASSES
+from labkit.experiments import contest as contests
 from labkit.experiments import flash_attention as experiment
-from labkit.experiments.flash_attention import AttentionContest, Verdict, cases, judge, run_case
+from labkit.experiments import oracle
+from labkit.experiments.flash_attention import AttentionContest, cases, run_case
 from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.kernels.reference import attention_reference
+from labkit.numerics import Verdict, judge
 from labkit.records import Record, RecordStore, newest
 from labkit.report import figures
 from labkit.report import flash_attention as report
@@ -327,13 +330,12 @@ def test_the_gate_lets_no_nan_pass_and_takes_gradients_that_are_zero(reference):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_oracle_in_blocks_is_the_formula(monkeypatch, causal):
-    monkeypatch.setattr(experiment, "ORACLE_SCORES", 7 * 2 * 3 * 50)
+def test_the_oracle_in_blocks_is_the_formula(causal):
     tensors = [torch.randn(2, 3, 50, 8, dtype=torch.float64) for _ in range(4)]
     leaves = [x.clone().requires_grad_() for x in tensors[:3]]
     out = attention_reference(*leaves, causal=causal)
     grads = torch.autograd.grad(out, leaves, tensors[3])
-    found = experiment._by_formula(*tensors, causal=causal)
+    found = oracle.by_formula(*tensors, causal=causal, num_scores=7 * 2 * 3 * 50)
     for name, expected in zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True):
         assert (found[name] - expected).abs().max() <= 1e-13, name
 
@@ -346,7 +348,7 @@ def this_device_is_a_cpu(monkeypatch):
     monkeypatch.setattr(experiment.hardware, "detect", lambda: CPU)
     precision, num_threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     torch.set_num_threads(1)
-    experiment._problem.cache_clear()
+    oracle.attention_problem.cache_clear()
     yield
     gc.unfreeze()  # what the experiment has frozen, tensors among it
     gc.collect()
@@ -394,7 +396,7 @@ def test_a_contest_measures_what_its_label_says(precision):
         assert metrics["achieved_tflops"] == pytest.approx(metrics["flops"] / metrics["median_ms"] / 1e9)
         assert metrics["ceiling_fraction"] == pytest.approx(metrics["achieved_tflops"] / 0.5)
         assert 0 < metrics["budget_fraction"] <= 1 and metrics["relative_error"] > 0
-        assert metrics["n"] >= experiment.MIN_ROUNDS and result.timer["method"] == "host"
+        assert metrics["n"] >= contests.MIN_ROUNDS and result.timer["method"] == "host"
         if impl == "tiled":
             assert metrics["ratio_to_ours"] == metrics["ratio_to_ours_low"] == metrics["ratio_to_ours_high"] == 1
 
@@ -446,13 +448,13 @@ def test_an_out_of_memory_of_one_timed_alone_ends_all_that_is_left_of_it(monkeyp
 def test_rounds_end_by_the_time_limit_but_for_a_few():
     slow = dataclasses.replace(contest_case("tiled", names=("forward",), length=512), time_limit_s=1e-4)
     measured, _ = measure(slow)
-    assert measured["tiled forward"].metrics["n"] == experiment.MIN_ROUNDS
+    assert measured["tiled forward"].metrics["n"] == contests.MIN_ROUNDS
     fast = dataclasses.replace(contest_case("sdpa_flash", names=("forward",)), time_limit_s=10.0)
     measured, _ = measure(fast)
-    assert measured["sdpa_flash forward"].metrics["n"] == experiment.MAX_ROUNDS
+    assert measured["sdpa_flash forward"].metrics["n"] == contests.MAX_ROUNDS
     ranked = dataclasses.replace(contest_case("sdpa_flash", names=("forward",), section="rivals"), time_limit_s=10.0)
     measured, _ = measure(ranked)
-    assert measured["sdpa_flash forward"].metrics["n"] == experiment.MAX_RANKING_ROUNDS > experiment.MAX_ROUNDS
+    assert measured["sdpa_flash forward"].metrics["n"] == contests.MAX_RANKING_ROUNDS > contests.MAX_ROUNDS
 
 
 def test_what_cannot_be_captured_is_timed_with_events_and_its_launch_apart(monkeypatch):
@@ -472,21 +474,21 @@ def test_what_cannot_be_captured_is_timed_with_events_and_its_launch_apart(monke
             raise error
         return "compared"
 
-    monkeypatch.setattr(experiment, "compare", compare)
-    monkeypatch.setattr(experiment, "_time_once", lambda *_: 1.0)
-    monkeypatch.setattr(experiment, "time_callable", lambda *_, method, **__: method)
+    monkeypatch.setattr(contests, "compare", compare)
+    monkeypatch.setattr(contests, "_time_once", lambda *_: 1.0)
+    monkeypatch.setattr(contests, "time_callable", lambda *_, method, **__: method)
     error = RuntimeError("operation not permitted when stream is capturing")
-    results = experiment._time_in_turn(Contest(), "forward", ["flex", "fa3"], None, 0.1)
+    results = contests._time_in_turn(Contest(), "forward", ["flex", "fa3"], None, 0.1)
     assert asked == [("graph", "flex", ("flex", "fa3")), ("flush", "flex", ("flex", "fa3"))]
     assert results.comparison == "compared" and results.launches == {"flex": "window", "fa3": "window"}
-    assert results.flushed == {} and experiment._time_in_turn(Contest(), "backward", ["flex"], None, 0.1).launches == {}
+    assert results.flushed == {} and contests._time_in_turn(Contest(), "backward", ["flex"], None, 0.1).launches == {}
     monkeypatch.setattr(Contest, "is_ranking", True)
-    assert experiment._time_in_turn(Contest(), "forward", ["flex"], None, 0.1).flushed == {"flex": "flush"}
-    monkeypatch.setattr(experiment, "_time_once", lambda *_: 2 * experiment.LAUNCH_LIMIT_MS)
-    assert experiment._time_in_turn(Contest(), "forward", ["flex"], None, 0.1).launches == {}
+    assert contests._time_in_turn(Contest(), "forward", ["flex"], None, 0.1).flushed == {"flex": "flush"}
+    monkeypatch.setattr(contests, "_time_once", lambda *_: 2 * contests.LAUNCH_LIMIT_MS)
+    assert contests._time_in_turn(Contest(), "forward", ["flex"], None, 0.1).launches == {}
     error = torch.OutOfMemoryError("no room")
     with pytest.raises(torch.OutOfMemoryError):
-        experiment._time_in_turn(Contest(), "forward", ["flex"], None, 0.1)
+        contests._time_in_turn(Contest(), "forward", ["flex"], None, 0.1)
 
 
 @pytest.mark.usefixtures("this_device_is_a_cpu")

@@ -4,13 +4,13 @@ The other results of a session are divided by these. An experiment takes its "ce
 that a session asks of it (`ceiling_name`, `ceiling_value`), from here.
 """
 
-import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from labkit import hardware
-from labkit.experiments.sweep import SESSION_SECTION, Case, Measured, Skip
+from labkit import hardware, numerics
+from labkit.experiments.sections import Timed, section, timed
+from labkit.experiments.sweep import SESSION_SECTION, Case, Measured
 from labkit.measure.timing import time_callable
 
 CEILING_SIZES = {"cuda": 8192, "mps": 2048, "cpu": 1024}
@@ -30,12 +30,6 @@ def ceiling_cases(precisions: Sequence[str], timeout_s: float) -> list[Case]:
     return [Case(SESSION_SECTION, parameters, ("rate",), timeout_s) for parameters in (*gemms, copy)]
 
 
-def measure_ceiling(device: hardware.Device, case: Case) -> Measured:
-    """Returns the rate that a case of `ceiling_cases` reaches."""
-    measure = _measure_gemm if case.parameters["kind"] == "gemm" else _measure_copy
-    return measure(device, case)
-
-
 def ceiling_name(case: Case) -> str:
     """Returns the key under which a ceiling reaches the other cases: "copy" or "gemm <precision>"."""
     kind, precision = case.parameters["kind"], case.parameters["precision"]
@@ -47,35 +41,41 @@ def ceiling_value(measured: Measured) -> float:
     return measured.metrics.get("achieved_tflops") or measured.metrics["achieved_gb_per_s"]
 
 
+def _measure(device: hardware.Device, case: Case, phase: str) -> Measured:
+    measure = _measure_gemm if case.parameters["kind"] == "gemm" else _measure_copy
+    return measure(device, case)
+
+
+CEILINGS = {SESSION_SECTION: section(_measure)}
+"""The section, as an experiment's table takes it."""
+
+
 def _measure_gemm(device: hardware.Device, case: Case) -> Measured:
     """C = A·B, all n × n, random normal data: zeros would draw less power and clock higher."""
-    precision = case.parameters["precision"]
-    require_precision(device, precision)
-    n = CEILING_SIZES[device.kind]
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    a, b = (torch.randn(n, n, device=device.kind, dtype=dtype) for _ in range(2))
-    with hardware.GpuMonitor(device.kind) as monitor:
-        timing = time_callable(
-            torch.matmul, device_kind=device.kind, inputs=[(a, b)], time_limit_s=CEILING_TIME_S[device.kind]
-        )
-    tflops = 2 * n**3 / (timing.median_ms * 1e-3) / 1e12
+    precision, n = case.parameters["precision"], CEILING_SIZES[device.kind]
+    numerics.set_precision(precision)
+    a, b = (torch.randn(n, n, device=device.kind, dtype=numerics.tensor_dtype(precision)) for _ in range(2))
+    found = _timed(device, torch.matmul, a, b)
+    tflops = 2 * n**3 / (found.timing.median_ms * 1e-3) / 1e12
     peak = device.peaks.tflops(precision) if device.peaks else None
-    live = {torch.bfloat16: "bf16"}.get(a.dtype) or {"highest": "fp32", "high": "tf32"}[
-        torch.get_float32_matmul_precision()
-    ]
-    return Measured(
-        metrics={
-            **timing.metrics(),
-            "achieved_tflops": tflops,
-            "datasheet": peak,
-            "datasheet_fraction": tflops / peak if peak else None,
-        },
-        case={"kind": "gemm", "precision": live},
+    return found.measured(
+        {"achieved_tflops": tflops, "datasheet": peak, "datasheet_fraction": tflops / peak if peak else None},
+        case={"kind": "gemm", "precision": numerics.live_precision(a.dtype)},
         observed={"m": a.shape[0], "n": b.shape[1], "k": a.shape[1]},
-        timer=timing.description(),
-        telemetry=monitor.summary,
     )
+
+
+def _measure_copy(device: hardware.Device, case: Case) -> Measured:
+    """A copy inside the device, counting the bytes read and the bytes written."""
+    target, source = copy_buffers(device)
+    found = _timed(device, target.copy_, source)
+    rate = copy_rate(device, source, found.timing.median_ms)
+    return found.measured(rate, case.parameters, {"num_bytes": source.nbytes})
+
+
+def _timed(device: hardware.Device, function: Callable, *inputs: torch.Tensor) -> Timed:
+    limit = CEILING_TIME_S[device.kind]
+    return timed(device, time_callable, function, device_kind=device.kind, inputs=[inputs], time_limit_s=limit)
 
 
 def copy_buffers(device: hardware.Device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,43 +84,8 @@ def copy_buffers(device: hardware.Device) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(source), source
 
 
-def _measure_copy(device: hardware.Device, case: Case) -> Measured:
-    """A copy inside the device, counting the bytes read and the bytes written."""
-    target, source = copy_buffers(device)
-    with hardware.GpuMonitor(device.kind) as monitor:
-        timing = time_callable(
-            target.copy_, device_kind=device.kind, inputs=[(source,)], time_limit_s=CEILING_TIME_S[device.kind]
-        )
-    return Measured(
-        metrics={**timing.metrics(), **copy_rate(device, source, timing.median_ms)},
-        case=case.parameters,
-        observed={"num_bytes": source.nbytes},
-        timer=timing.description(),
-        telemetry=monitor.summary,
-    )
-
-
 def copy_rate(device: hardware.Device, source: torch.Tensor, time_ms: float) -> dict:
     """Returns the rate at which `source` was read and as much written, and its share of the datasheet's."""
     rate = 2 * source.nbytes / (time_ms * 1e-3) / 1e9
     peak = device.peaks.memory_gb_per_s if device.peaks else None
-    return {
-        "achieved_gb_per_s": rate,
-        "datasheet": peak,
-        "datasheet_fraction": rate / peak if peak else None,
-    }
-
-
-def require_precision(device: hardware.Device, precision: str) -> None:
-    """Raises Skip for a precision that the device lacks, or only emulates: it would be timed as something else."""
-    if precision == "tf32" and (device.kind != "cuda" or torch.cuda.get_device_capability() < (8, 0)):
-        raise Skip(f"{device.name} has no TF32")
-    if precision == "bf16" and device.kind == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise Skip(f"{device.name} has no bfloat16")
-
-
-def empty_cache(device: hardware.Device) -> None:
-    """Gives memory that no tensor holds back to the device."""
-    gc.collect()
-    if device.kind == "cuda":
-        torch.cuda.empty_cache()
+    return {"achieved_gb_per_s": rate, "datasheet": peak, "datasheet_fraction": rate / peak if peak else None}

@@ -1,0 +1,232 @@
+"""Implementations of one operation against each other: each is held to fp64, then all are timed in turn.
+
+The phases of a contest are "<implementation> <pass>". The implementations of one pass are timed in turn, so that a
+drift of the clocks falls on all of them alike. None is timed before its output and gradients have passed the gate of
+`numerics.judge`; one that fails it has an error in place of its times.
+"""
+
+import abc
+import contextlib
+import functools
+import gc
+import importlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from labkit import hardware
+from labkit.configs import PASSES
+from labkit.experiments.sections import Runner, Timed, empty_cache
+from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
+from labkit.measure.timing import (
+    GRAPH_REPLAY_MS,
+    Comparison,
+    Timing,
+    compare,
+    on_capture_stream,
+    synchronize,
+    time_callable,
+)
+from labkit.numerics import Verdict
+
+LAUNCH_LIMIT_MS = 10.0
+"""A call that takes longer has no launch to speak of, and its launch is not measured."""
+
+MIN_ROUNDS, MAX_ROUNDS, MAX_RANKING_ROUNDS = 3, 10, 15
+"""Samples of each candidate: the fewest, whatever the time limit, and the most; more where candidates are ranked."""
+
+COMPILED = ("compiled", "flex")
+
+
+@dataclass(frozen=True)
+class Results:
+    """What timing one pass of a contest gave."""
+
+    comparison: Comparison
+    launches: dict[str, Timing]
+    flushed: dict[str, Timing]
+    telemetry: dict
+    num_candidates: int
+
+
+class Contest(abc.ABC):
+    """One problem and those who solve it.
+
+    Attributes:
+        device: where it runs.
+        baseline: the implementation that the ratios divide by; None for none in particular.
+        is_ranking: whether it is there to rank: more samples, and the times once more by another method of the timer.
+        gradient_names: of the gradients, in the order of `inputs`.
+        inputs, grad_out: tensors that need gradients, and the gradient of the output.
+    """
+
+    baseline: str | None = None
+    is_ranking = False
+    gradient_names: tuple[str, ...]
+    inputs: tuple[Tensor, ...]
+    grad_out: Tensor
+
+    def __init__(self, device: hardware.Device, case: Case, ceilings: dict[str, float]):
+        self.device, self.parameters, self.ceilings = device, case.parameters, ceilings
+        # A graph whose buffers are given to the first backward pass can have no second one.
+        importlib.import_module("torch._functorch.config").donated_buffer = False
+
+    @abc.abstractmethod
+    def unavailable(self, impl: str) -> str | None:
+        """Returns why an implementation cannot run here, None if it can."""
+
+    @abc.abstractmethod
+    def forward(self, impl: str) -> Tensor: ...
+
+    @abc.abstractmethod
+    def verdict(self, name: str, value: Tensor) -> Verdict:
+        """Returns the verdict on "out" or a gradient; raises AssertionError for a wrong one."""
+
+    @abc.abstractmethod
+    def described(self) -> dict:
+        """Returns the case as read back from the tensors."""
+
+    @abc.abstractmethod
+    def rates(self, impl: str, name: str, median_ms: float) -> dict: ...
+
+    def observed(self, impl: str) -> dict:
+        return {}
+
+    def both(self, impl: str) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(self.forward(impl), self.inputs, self.grad_out)
+
+    def judge(self, impl: str, name: str) -> Verdict:
+        """Returns the worst verdict on what a pass gives; raises AssertionError for a wrong result."""
+        if name == "forward":
+            return self.verdict("out", self.forward(impl))
+        gradients = zip(self.gradient_names, self.both(impl), strict=True)
+        return Verdict.worst([self.verdict(key, value) for key, value in gradients])
+
+    def call(self, impl: str, name: str) -> Callable:
+        """Returns a pass as a function of nothing."""
+        if name == "forward":
+            return functools.partial(self.forward, impl)
+        if name == "forward_backward":
+            return functools.partial(self.both, impl)
+        # A backward pass runs on the stream of its forward pass, which must be the one that is captured.
+        with on_capture_stream() if self.device.kind == "cuda" else contextlib.nullcontext():
+            out = self.forward(impl)
+        return functools.partial(torch.autograd.grad, out, self.inputs, self.grad_out, retain_graph=True)
+
+    def measured(self, impl: str, name: str, results: Results, verdict: Verdict) -> Measured:
+        """Returns the record's content of one implementation's pass."""
+        timing, launch = results.comparison.timings[impl], results.launches.get(impl)
+        metrics = {**self.rates(impl, name, timing.median_ms), **verdict.metrics()}
+        if launch:
+            metrics["launch_median_ms"] = launch.metrics()["launch_median_ms"]
+            metrics["host_median_ms"] = launch.metrics()["host_median_ms"]
+        if impl in results.flushed:
+            metrics["flush_median_ms"] = results.flushed[impl].median_ms
+        if results.comparison.baseline == self.baseline:
+            ratio, low, high = results.comparison.ratio[impl]
+            metrics |= {"ratio_to_ours": ratio, "ratio_to_ours_low": low, "ratio_to_ours_high": high}
+        observed = {**self.observed(impl), "num_candidates": results.num_candidates}
+        return Timed(timing, results.telemetry).measured(metrics, self.described(), observed)
+
+
+def contest_section(kind: type[Contest]) -> Runner:
+    """Returns the runner of a section whose cases are contests of one kind."""
+
+    def run(device: hardware.Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
+        try:
+            yield from _run_contest(kind(device, case, ceilings), case)
+        finally:
+            if any(phase.split(" ")[0] in COMPILED for phase in case.phases):
+                # What is compiled is for one shape: kept, it would only make the look-up of the next longer.
+                torch.compiler.reset()
+                gc.unfreeze()
+            empty_cache(device)
+
+    return run
+
+
+def _run_contest(contest: Contest, case: Case) -> Iterator[PhaseRun]:
+    """Yields the phases of a contest, pass by pass: those that cannot be had first, then those that were timed."""
+    wanted = [tuple(phase.split(" ")) for phase in case.phases]
+    impls = list(dict.fromkeys(impl for impl, _ in wanted))
+    reasons = {impl: contest.unavailable(impl) for impl in impls}
+    for impl, name in wanted:
+        if reasons[impl]:
+            yield f"{impl} {name}", functools.partial(_raise, Skip(reasons[impl]))
+    for name in PASSES:
+        entrants = [impl for impl in impls if (impl, name) in wanted and not reasons[impl]]
+        verdicts = {}
+        for impl in entrants:
+            try:
+                verdicts[impl] = contest.judge(impl, name)
+            except Exception as error:
+                if len(impls) == 1:
+                    raise
+                yield f"{impl} {name}", functools.partial(_raise, error)  # ends the process; the next goes on
+        if entrants:
+            # The timer collects garbage before every sampling; what PyTorch and its compiler keep need not be
+            # searched each time, which takes longer than most samplings.
+            gc.freeze()
+            baseline = contest.baseline
+            if baseline not in entrants and not (baseline and _passes(contest, baseline, name)):
+                baseline = None
+            results = _time_in_turn(contest, name, entrants, baseline, case.time_limit_s)
+            for impl in entrants:
+                yield f"{impl} {name}", functools.partial(contest.measured, impl, name, results, verdicts[impl])
+
+
+def _passes(contest: Contest, impl: str, name: str) -> bool:
+    """Whether one that is not among the entrants (it has been measured, or has failed) is right all the same."""
+    try:
+        contest.judge(impl, name)
+    except Exception:
+        return False
+    return True
+
+
+def _raise(error: Exception):
+    raise error
+
+
+def _time_in_turn(
+    contest: Contest, name: str, impls: Sequence[str], baseline: str | None, time_limit_s: float
+) -> Results:
+    """Returns the device's times of one pass, all implementations in turn, and the host's of issuing it."""
+    kind = contest.device.kind
+    calls = {impl: contest.call(impl, name) for impl in dict.fromkeys([*impls, baseline or impls[0]])}
+    once_ms = {impl: _time_once(call, kind) for impl, call in calls.items()}
+    round_ms = sum(max(time_ms, GRAPH_REPLAY_MS if kind == "cuda" else 0) for time_ms in once_ms.values())
+    max_rounds = MAX_RANKING_ROUNDS if contest.is_ranking else MAX_ROUNDS
+    num_rounds = max(MIN_ROUNDS, min(max_rounds, int(1e3 * time_limit_s / round_ms)))
+    limits = {"baseline": baseline or impls[0], "device_kind": kind, "num_warmup": 1, "num_rounds": num_rounds}
+    with hardware.GpuMonitor(kind) as monitor:
+        try:
+            comparison = compare(calls, method="graph" if kind == "cuda" else "host", **limits)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            if kind != "cuda":
+                raise
+            # What cannot be captured into a graph is timed call by call; the record names the method.
+            comparison = compare(calls, method="flush", **limits)
+    few = {"device_kind": kind, "num_warmup": 2, "min_samples": 10, "max_samples": 10}
+    launches, flushed = {}, {}
+    if kind == "cuda" and name != "backward":  # the host's share of a backward pass is in that of both
+        for impl in impls:
+            if once_ms[impl] < LAUNCH_LIMIT_MS:
+                launches[impl] = time_callable(calls[impl], method="window", **few)
+            if contest.is_ranking:
+                flushed[impl] = time_callable(calls[impl], method="flush", **few)
+    return Results(comparison, launches, flushed, monitor.summary, len(calls))
+
+
+def _time_once(call: Callable, device_kind: str) -> float:
+    """Returns the host's time of one call, which the calls that passed the gate have warmed up, in ms."""
+    synchronize(device_kind)
+    begin = time.perf_counter()
+    call()
+    synchronize(device_kind)
+    return (time.perf_counter() - begin) * 1e3

@@ -1,0 +1,114 @@
+"""How a case is run: its section's live objects, its phases one after another, and what all sections need for it."""
+
+import contextlib
+import functools
+import gc
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from labkit import hardware
+from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
+from labkit.measure.timing import Timing
+
+Runner = Callable[[hardware.Device, Case, dict[str, float]], Iterator[PhaseRun]]
+"""Yields the phases of a case on a device; the session's ceilings are by `ceiling_name`."""
+
+KEPT_SAMPLES = 20
+"""A record keeps its samples where there are at most this many."""
+
+
+def section(measure: Callable[[Any, Case, str], Measured], live: Callable | None = None) -> Runner:
+    """Returns the usual runner: what `live` gives for a case is there while its phases are measured.
+
+    Args:
+        measure: returns the measurement of one phase, from (live object, case, phase).
+        live: context manager of (device, case) around the live object; without it, that is the device.
+    """
+
+    def run(device: hardware.Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
+        with live(device, case) if live else contextlib.nullcontext(device) as subject:
+            for phase in case.phases:
+                yield phase, functools.partial(measure, subject, case, phase)
+
+    return run
+
+
+def run_section(sections: Mapping[str, Runner], case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
+    """Yields each phase of `case` with the function that measures it. Runs in the worker process.
+
+    Raises Skip for a precision that the device lacks.
+    """
+    device = hardware.detect()
+    require_precision(device, case.parameters.get("precision", "fp32"))
+    yield from sections[case.section](device, case, ceilings)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What a timer gave, and what the GPU's clocks, power and temperature were meanwhile."""
+
+    timing: Timing
+    telemetry: dict[str, Any]
+
+    def measured(
+        self, metrics: dict, case: dict, observed: dict | None = None, samples: dict | None = None, *, keep: str = ""
+    ) -> Measured:
+        """Returns a measurement with the timer's own metrics before `metrics`.
+
+        Args:
+            samples: as in Measured; keep: name under which the times are kept too where they are few.
+        """
+        samples = dict(samples or {})
+        if keep and self.timing.n <= KEPT_SAMPLES:
+            samples[keep] = list(self.timing.samples_ms)
+        metrics = {**self.timing.metrics(), **metrics}
+        return Measured(metrics, case, observed or {}, samples, self.timing.description(), self.telemetry)
+
+
+def timed(device: hardware.Device, time: Callable[..., Timing], *args: Any, **options: Any) -> Timed:
+    """Returns what `time(*args, **options)` gives, with the GPU watched while it runs."""
+    with hardware.GpuMonitor(device.kind) as monitor:
+        timing = time(*args, **options)
+    return Timed(timing, monitor.summary)
+
+
+def fractions(rate: float, ceiling: float | None, peak: float | None) -> dict[str, float | None]:
+    """Returns a rate's share of the session's ceiling and of the datasheet's peak, in the same unit."""
+    return {
+        "ceiling": ceiling,
+        "ceiling_fraction": rate / ceiling if ceiling else None,
+        "datasheet_fraction": rate / peak if peak else None,
+    }
+
+
+def require_precision(device: hardware.Device, precision: str) -> None:
+    """Raises Skip for a precision that the device lacks, or only emulates: it would be timed as something else."""
+    if precision == "tf32" and (device.kind != "cuda" or torch.cuda.get_device_capability() < (8, 0)):
+        raise Skip(f"{device.name} has no TF32")
+    if precision == "bf16" and device.kind == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise Skip(f"{device.name} has no bfloat16")
+
+
+def memory_bytes(device: hardware.Device) -> int:
+    """Returns the bytes of the GPU's memory, of the host's where there is no CUDA GPU."""
+    if device.kind == "cuda":
+        return torch.cuda.get_device_properties(0).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def empty_cache(device: hardware.Device) -> None:
+    """Gives memory that no tensor holds back to the device."""
+    gc.collect()
+    if device.kind == "cuda":
+        torch.cuda.empty_cache()
+
+
+@functools.cache
+def freeze_modules() -> None:
+    """Excludes live objects, imported modules above all, from later garbage collections: every case makes some."""
+    gc.collect()
+    gc.freeze()
