@@ -4,35 +4,22 @@ Sections: "ceilings" (measured anew each session), "attention" (forward and back
 implementation), "transformer" (the backward pass of compiled models, which notebook 01 does not time apart).
 """
 
+import contextlib
 import functools
-import gc
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from labkit import hardware
-from labkit.configs import (
-    ATTENTION,
-    ATTENTION_BATCH,
-    ATTENTION_PASSES,
-    BATCH_SIZE,
-    MATERIALISING,
-    AttentionGrid,
-    narrowed,
-)
-from labkit.experiments import benchmarking
-from labkit.experiments.ceilings import (
-    ceiling_cases,
-    ceiling_name,
-    ceiling_value,
-    empty_cache,
-    measure_ceiling,
-    require_precision,
-)
+from labkit import hardware, numerics
+from labkit.configs import ATTENTION, ATTENTION_BATCH, ATTENTION_PASSES, MATERIALISING, AttentionGrid, narrowed
+from labkit.experiments.benchmarking import run_steps
+from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_name, ceiling_value
+from labkit.experiments.oracle import by_formula, fp64_device
+from labkit.experiments.sections import empty_cache, freeze_modules, memory_bytes, run_section, section, timed
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
+from labkit.experiments.workload import load_compiler, step_parameters
 from labkit.kernels.attention import SDPA_BACKENDS, attention, unavailable_reason
 from labkit.kernels.reference import attention_reference
 from labkit.measure.timing import synchronize, time_callable
@@ -63,9 +50,6 @@ ORACLE_SCORES = 2**25
 """fp64 scores that the oracle holds at once (256 MiB a matrix), whatever the length."""
 
 
-# ---- the cases ---------------------------------------------------------------------------------------------
-
-
 def cases(profile: str, device_kind: str, *, lengths: Sequence[int] = (), d_heads: Sequence[int] = ()) -> list[Case]:
     """Returns the cases of `profile`, narrowed to `lengths` and `d_heads` where these are given.
 
@@ -85,7 +69,12 @@ def cases(profile: str, device_kind: str, *, lengths: Sequence[int] = (), d_head
             Case("attention", parameters, PHASES, grid.case_timeout_s, grid.time_limit_s, stop_at_failure=True)
             for parameters in calls
         ),
-        *_transformer_cases(grid),
+        *(
+            Case("transformer", parameters, ("backward",), grid.case_timeout_s, grid.time_limit_s)
+            for size in grid.model_sizes
+            for context in grid.model_contexts
+            for parameters in [step_parameters(size, context, "fp32", compile="regional")]
+        ),
     ]
 
 
@@ -109,64 +98,14 @@ def _calls(grid: AttentionGrid) -> Iterator[dict]:
                 yield call("compiled_heads", precision, grid.long_d_head, length)
 
 
-def _transformer_cases(grid: AttentionGrid) -> list[Case]:
-    return [
-        Case(
-            "transformer",
-            {
-                "size": size,
-                "context": context,
-                "batch": BATCH_SIZE,
-                "precision": "fp32",
-                "compile": "regional",
-                "attention": benchmarking.ATTENTION,
-            },
-            ("backward",),
-            grid.case_timeout_s,
-            grid.time_limit_s,
-        )
-        for size in grid.model_sizes
-        for context in grid.model_contexts
-    ]
-
-
-# ---- running one -------------------------------------------------------------------------------------------
-
-
-def run_case(case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
-    """Yields each phase of `case` with the function that measures it. Runs in the worker process."""
-    device = hardware.detect()
-    if case.section == "ceilings":
-        yield "rate", functools.partial(measure_ceiling, device, case)
-        return
-    if case.section == "transformer":
-        yield from benchmarking.run_case(case, ceilings)
-        return
-    require_precision(device, case.parameters["precision"])
-    _require_room(device, case.parameters)
-    call = AttentionCall(device, case.parameters)
-    try:
-        call.require_available()
-        for phase in case.phases:
-            yield phase, functools.partial(_measure, call, case, phase)
-    finally:
-        call.close()
-
-
 def _require_room(device: hardware.Device, parameters: dict) -> None:
     """Raises Skip where half the length cannot fit either: this is then not the first length to run out of memory."""
-    total = _memory_bytes(device)
+    total = memory_bytes(device)
     element_bytes = 2 if parameters["precision"] == "bf16" and parameters["impl"] != "sdpa_math" else 4
     half = parameters["length"] // 2
     scores = element_bytes * parameters["batch"] * half * half
     if parameters["impl"] in MATERIALISING and scores > total:
         raise Skip(f"at length {half} the scores alone take {scores / 1e9:.0f} GB; the device has {total / 1e9:.0f} GB")
-
-
-def _memory_bytes(device: hardware.Device) -> int:
-    if device.kind == "cuda":
-        return torch.cuda.get_device_properties(0).total_memory
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class AttentionCall:
@@ -182,11 +121,11 @@ class AttentionCall:
         if self.impl not in IMPLS:
             raise ValueError(f"unknown implementation {self.impl!r}; accepted: {', '.join(IMPLS)}")
         torch.manual_seed(0)
-        torch.set_float32_matmul_precision("high" if parameters["precision"] == "tf32" else "highest")
+        numerics.set_precision(parameters["precision"])
         shape = (parameters["batch"], parameters["length"], parameters["d_head"])
         if self.impl == "compiled_heads":
             shape = (shape[0], 1, *shape[1:])
-        dtype = torch.bfloat16 if parameters["precision"] == "bf16" else torch.float32
+        dtype = numerics.tensor_dtype(parameters["precision"])
         self.inputs = [torch.randn(shape, dtype=dtype, device=device.kind, requires_grad=True) for _ in range(3)]
         self.grad_out = torch.randn(shape, dtype=dtype, device=device.kind)
         self.function = self._function()
@@ -196,8 +135,8 @@ class AttentionCall:
             return functools.partial(attention, impl=self.impl)
         if self.impl == "eager":
             return attention_reference
-        benchmarking.load_compiler(self.device)
-        _freeze()
+        load_compiler(self.device)
+        freeze_modules()
         torch.compiler.config.force_disable_caches = True
         torch._dynamo.utils.counters.clear()
         return torch.compile(attention_reference, dynamic=False, fullgraph=True)
@@ -267,7 +206,7 @@ class AttentionCall:
             synchronize(self.device.kind)
         if is_cuda:
             metrics["peak_bytes"] = torch.cuda.max_memory_allocated() - others
-        return {**metrics, "device_bytes": _memory_bytes(self.device)}
+        return {**metrics, "device_bytes": memory_bytes(self.device)}
 
     def errors(self, phase: str) -> dict[str, float]:
         """Returns the relative errors of one pass against fp64, ‖x − x₆₄‖ / ‖x₆₄‖ over the batch's last sequence.
@@ -276,11 +215,14 @@ class AttentionCall:
         """
         exact = self.oracle  # before the pass, whose memory it may need
         out, grad_out = self.forward_for_backward()
-        results = {"output": out}
+        results = {"out": out}
         if phase == "backward":
             out.backward(grad_out)
             results = dict(zip(("dq", "dk", "dv"), (x.grad for x in self.inputs), strict=True))
-        errors = {f"{name}_relative_error": _relative_error(x[-1], exact[name]) for name, x in results.items()}
+        errors = {
+            f"{'output' if name == 'out' else name}_relative_error": numerics.relative_error(x[-1], exact[name])
+            for name, x in results.items()
+        }
         bound = LARGEST_ERROR[self.described()["precision"]]
         for name, error in errors.items():
             if not error <= bound:
@@ -290,34 +232,21 @@ class AttentionCall:
     @functools.cached_property
     def oracle(self) -> dict[str, Tensor]:
         """Output and gradients of the batch's last sequence in fp64, by the formula, some queries at a time."""
-        place = "cpu" if self.device.kind == "mps" else self.device.kind  # mps has no fp64
-        q, k, v, grad_out = (x.detach()[-1].to(place).double() for x in (*self.inputs, self.grad_out))
-        k.requires_grad_()
-        v.requires_grad_()
-        num_rows = max(1, ORACLE_SCORES // k.shape[-2])
-        outs, dqs = [], []
-        for some_q, some_grad_out in zip(q.split(num_rows, -2), grad_out.split(num_rows, -2), strict=True):
-            some_q = some_q.detach().requires_grad_()
-            out = attention_reference(some_q, k, v)
-            out.backward(some_grad_out)
-            outs.append(out.detach())
-            dqs.append(some_q.grad)
-        results = {"output": torch.cat(outs, -2), "dq": torch.cat(dqs, -2), "dk": k.grad, "dv": v.grad}
-        return {name: result.cpu() for name, result in results.items()}
+        place = fp64_device(self.device.kind)
+        tensors = (x.detach()[-1].to(place).double() for x in (*self.inputs, self.grad_out))
+        exact = by_formula(*tensors, num_scores=ORACLE_SCORES)
+        return {name: x.cpu() for name, x in exact.items()}
 
     def described(self) -> dict:
         """Returns the case as read back from the live objects, the implementation from the graph that it left."""
         q = self.inputs[0]
-        precision = {torch.bfloat16: "bf16"}.get(q.dtype) or {"highest": "fp32", "high": "tf32"}[
-            torch.get_float32_matmul_precision()
-        ]
         has_heads = q.dim() == 4 and q.shape[1] == 1
         is_right = any(_NODES[self.impl] in name for name in self.nodes) and has_heads == (
             self.impl == "compiled_heads"
         )
         return {
             "impl": self.impl if is_right else " and ".join(self.nodes),
-            "precision": precision,
+            "precision": numerics.live_precision(q.dtype),
             "d_head": q.shape[-1],
             "length": q.shape[-2],
             "batch": q.shape[0],
@@ -330,59 +259,46 @@ class AttentionCall:
 
     def observed(self) -> dict:
         """Returns what else there is to know of the live objects."""
-        allocator = self.device.kind == "cuda"
+        is_cuda = self.device.kind == "cuda"
         return {
             "dtype": str(self.inputs[0].dtype).removeprefix("torch."),
             "shape": list(self.inputs[0].shape),
             "autograd_nodes": self.nodes,
-            "memory_source": "CUDA caching allocator" if allocator else "tensors of the autograd graph",
+            "memory_source": "CUDA caching allocator" if is_cuda else "tensors of the autograd graph",
             "oracle": "fp64, last sequence of the batch",
         }
 
-    def num_replacements(self) -> int:
-        """Returns how many times the compiler put SDPA in the place of the formula."""
-        return torch._dynamo.utils.counters["inductor"]["fuse_attention"]
+
+@contextlib.contextmanager
+def _attention_call(device: hardware.Device, case: Case) -> Iterator[AttentionCall]:
+    _require_room(device, case.parameters)
+    call = AttentionCall(device, case.parameters)
+    try:
+        call.require_available()
+        yield call
+    finally:
+        call.close()
 
 
 def _measure(call: AttentionCall, case: Case, phase: str) -> Measured:
     metrics: dict = {}
     if call.is_compiled:
         metrics["first_call_ms"] = call.time_first_call(phase)
-        metrics["num_replacements"] = call.num_replacements()
-    measure = functools.partial(
+        # How many times the compiler put SDPA in the place of the formula.
+        metrics["num_replacements"] = torch._dynamo.utils.counters["inductor"]["fuse_attention"]
+    is_backward = phase == "backward"
+    found = timed(
+        call.device,
         time_callable,
+        torch.Tensor.backward if is_backward else call.forward,
+        inputs=call.forward_for_backward if is_backward else ((),),
         device_kind=call.device.kind,
         max_samples=ATTENTION_PASSES,
         target_half_width=0.0,
         time_limit_s=case.time_limit_s,
     )
-    with hardware.GpuMonitor(call.device.kind) as monitor:
-        if phase == "backward":
-            timing = measure(torch.Tensor.backward, inputs=call.forward_for_backward)
-        else:
-            timing = measure(call.forward)
-    return Measured(
-        metrics={**timing.metrics(), **metrics, **call.memory(phase), **call.errors(phase)},
-        case=call.described(),
-        observed=call.observed(),
-        samples={"pass_ms": list(timing.samples_ms)} if timing.n <= 20 else {},
-        timer=timing.description(),
-        telemetry=monitor.summary,
-    )
-
-
-def _relative_error(result: Tensor, exact: Tensor) -> float:
-    return float((result.detach().cpu().double() - exact).norm() / exact.norm())
-
-
-@functools.cache
-def _freeze() -> None:
-    """Takes all that lives by then out of later collections, several of which every case makes."""
-    gc.collect()
-    gc.freeze()
-
-
-# ---- what a graph keeps --------------------------------------------------------------------------------------
+    metrics |= {**call.memory(phase), **call.errors(phase)}
+    return found.measured(metrics, call.described(), call.observed(), keep="pass_ms")
 
 
 def _graph(out: Tensor) -> list:
@@ -418,3 +334,11 @@ def storage_bytes(tensors: Sequence[Tensor]) -> int:
     """Returns the bytes of the distinct storages behind `tensors`; several may be views of one."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
+
+
+SECTIONS = {**CEILINGS, "attention": section(_measure, _attention_call), "transformer": run_steps}
+
+
+def run_case(case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
+    """Yields each phase of `case` with the function that measures it. Runs in the worker process."""
+    return run_section(SECTIONS, case, ceilings)
