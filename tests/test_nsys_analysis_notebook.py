@@ -16,11 +16,12 @@ import torch
 
 from labkit import accounting, hardware, notebooks
 from labkit.configs import NSYS_ANALYSIS, model_config
+from labkit.experiments import captured_step, sweep
 from labkit.experiments import nsys_analysis as experiment
-from labkit.experiments import sweep
-from labkit.experiments.benchmarking import Workload
-from labkit.experiments.nsys_analysis import capture_steps, cases, marked, require_room, run_case, warm_up
+from labkit.experiments.captured_step import capture_steps, marked, warm_up
+from labkit.experiments.nsys_analysis import cases, require_room, run_case
 from labkit.experiments.sweep import Case, Measured, Skip
+from labkit.experiments.workload import Workload
 from labkit.measure import profiling
 from labkit.measure.profiling import OUTSIDE, Nsys, ProfileError, RangeMarker
 from labkit.records import Record, RecordStore, to_frame
@@ -39,9 +40,8 @@ CANARY = "a-canary-that-sings-in-no-file"
 def this_device_is_a_cpu(request, monkeypatch):
     if "gpu" not in request.keywords:
         monkeypatch.setattr(experiment.hardware, "detect", lambda: CPU)
-    monkeypatch.setattr(
-        experiment, "_freeze", lambda: None
-    )  # a worker ends without looking back; this process does not
+    # A worker ends without looking back; this process does not.
+    monkeypatch.setattr(experiment, "freeze_modules", lambda: None)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -205,13 +205,13 @@ def test_marking_adds_no_computation_and_leaves_nothing_behind(captured):
         counts.append(Counter(zip(computing["phase"], names, strict=True)))
     assert counts[0] == counts[1]
     workload = Workload(CPU, parameters())
-    before = dict(experiment.transformer.ATTENTION)
+    before = dict(captured_step.transformer.ATTENTION)
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in workload.model.modules()]
     exact = workload.forward()
     with pytest.raises(ZeroDivisionError), marked(workload, RangeMarker("none")):
         assert torch.equal(workload.forward(), exact)
         raise ZeroDivisionError
-    assert experiment.transformer.ATTENTION == before
+    assert captured_step.transformer.ATTENTION == before
     assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in workload.model.modules()]
 
 
@@ -225,7 +225,7 @@ def test_a_marked_step_that_computes_something_else_is_an_error(monkeypatch):
         yield
         del workload.model.head.forward
 
-    monkeypatch.setattr(experiment, "marked", wrong)
+    monkeypatch.setattr(captured_step, "marked", wrong)
     with pytest.raises(AssertionError, match="inference: marking ranges changed the result"):
         capture_steps(workload, "inference", RangeMarker("none"), "case")
     with pytest.raises(AssertionError, match="forward_backward: marking ranges changed the result"):
@@ -921,7 +921,7 @@ def test_nsys_captures_steps_whose_kernels_are_all_in_their_phases(gpu_capture):
 @pytest.mark.gpu
 def test_torch_profiler_gives_the_same_table_as_nsys(gpu_capture):
     case = dataclasses.replace(cases("full", "cuda", sizes=["small"], contexts=[512])[0])
-    with experiment._workload(hardware.detect(), case.parameters) as workload:
+    with experiment.workload(hardware.detect(), case) as workload:
         ours = experiment._capture_here(workload, case, "train_step")
     theirs = gpu_capture[experiment._key(case.parameters, "train_step")]()
     assert ours.observed["profiler"] == "kineto"

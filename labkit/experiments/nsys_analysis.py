@@ -17,25 +17,22 @@ import json
 import math
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
 import torch
-from torch.overrides import TorchFunctionMode
 
-from labkit import accounting, hardware
-from labkit.configs import BATCH_SIZE, NSYS_ANALYSIS, REPOSITORY, NsysAnalysisGrid, model_config, narrowed
-from labkit.experiments.benchmarking import Workload
-from labkit.experiments.ceilings import empty_cache, require_precision
+from labkit import accounting, hardware, numerics
+from labkit.configs import NSYS_ANALYSIS, REPOSITORY, NsysAnalysisGrid, model_config, narrowed
+from labkit.experiments.captured_step import NUM_CAPTURED, NUM_WARMUP, Step, capture_steps, warm_up
+from labkit.experiments.sections import freeze_modules, memory_bytes, run_section
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
+from labkit.experiments.workload import Workload, step_parameters, workload
 from labkit.kernels.attention import what_runs
 from labkit.measure import profiling
 from labkit.measure.profiling import Nsys, ProfileError, RangeMarker, Trace
-from labkit.measure.timing import synchronize
-from labkit.models import transformer
 
 __all__ = ["MEASUREMENT_VERSION", "ProfiledCase", "cases", "run_case"]
 
@@ -50,8 +47,6 @@ STEP_PHASES = ("inference", "forward", "backward", "optimizer")
 KERNEL_KINDS = ("kernel", "operator")
 """Kinds of launches whose time is kernel time: no copies by the copy engine, no memsets."""
 
-NUM_WARMUP = 1
-NUM_CAPTURED = 2
 KEPT_KERNELS = 12
 """Kernels that a record keeps of each phase: those with most time, and as many of those that are no matmul."""
 
@@ -67,18 +62,12 @@ ESTIMATED_TFLOPS = {"fp32": 35.0, "bf16": 200.0}
 ESTIMATED_CASE_S, ESTIMATED_BYTES_PER_S = 1.5, 25e9
 """What a case took there beside its steps: so long, and the bytes of its parameters at so many a second."""
 
-LARGEST_DIFFERENCE = 1e-2
-"""Relative difference of the output with and without ranges above which marking has changed what is computed."""
-
 
 @dataclass(frozen=True)
 class ProfiledCase(Case):
     """A case, and the parameters and phases of those after it that a capture of it takes along."""
 
     together: tuple[tuple[dict, tuple[str, ...]], ...] = ()
-
-
-# ---- the cases ---------------------------------------------------------------------------------------------------
 
 
 def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts: Sequence[int] = ()) -> list[Case]:
@@ -95,23 +84,16 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts
 def _cases_of(grid: NsysAnalysisGrid, size: str, contexts: Sequence[int]) -> list[Case]:
     phases = ("inference", "forward_backward" if size in grid.without_optimizer else "train_step")
     found = [
-        {"size": size, "context": context, "batch": BATCH_SIZE, "precision": precision, "compile": "none",
-         "attention": attention}
+        step_parameters(size, context, precision, attention=attention)
         for context in contexts
         for precision in grid.precisions
         for attention in ("eager", FLASH)
         if attention == "eager" or context in grid.flash_contexts.get(precision, ())
-    ]  # fmt: skip
+    ]
     rest = [(parameters, phases) for parameters in found]
+    options = {"timeout_s": grid.case_timeout_s, "stop_at_failure": True}
     return [
-        ProfiledCase(
-            "profiles",
-            parameters,
-            phases,
-            grid.case_timeout_s,
-            stop_at_failure=True,
-            together=tuple(rest[number + 1 :]),
-        )
+        ProfiledCase("profiles", parameters, phases, together=tuple(rest[number + 1 :]), **options)
         for number, parameters in enumerate(found)
     ]
 
@@ -122,19 +104,20 @@ def is_timeline(parameters: dict) -> bool:
     return any(key in grid.timelines for grid in NSYS_ANALYSIS.values())
 
 
+def _run_profiles(device: hardware.Device, case: ProfiledCase, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
+    freeze_modules()
+    nsys = Nsys.find() if device.kind == "cuda" else None
+    with contextlib.nullcontext() if nsys else workload(device, case) as live:
+        for phase in case.phases:
+            if nsys:
+                yield phase, functools.partial(_from_shared_capture, nsys, device, case, phase)
+            else:
+                yield phase, functools.partial(_capture_here, live, case, phase)
+
+
 def run_case(case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
     """Yields each phase of `case` with the function that measures it. Runs in the worker process."""
-    device = hardware.detect()
-    _freeze()
-    require_precision(device, case.parameters["precision"])
-    nsys = Nsys.find() if device.kind == "cuda" else None
-    if nsys:
-        for phase in case.phases:
-            yield phase, functools.partial(_from_shared_capture, nsys, device, case, phase)
-        return
-    with _workload(device, case.parameters) as workload:
-        for phase in case.phases:
-            yield phase, functools.partial(_capture_here, workload, case, phase)
+    return run_section({"profiles": _run_profiles}, case, ceilings)
 
 
 def require_room(device: hardware.Device, parameters: dict, phase: str) -> None:
@@ -157,192 +140,18 @@ def require_room(device: hardware.Device, parameters: dict, phase: str) -> None:
         needed += masks + (probabilities * 3 // 2 if is_bf16 else probabilities)
     if phase == "train_step":
         needed += accounting.optimizer_state_bytes(config)
-    total = torch.cuda.get_device_properties(0).total_memory
+    total = memory_bytes(device)
     if needed > total:
         raise Skip(f"needs at least {needed / 1e9:.0f} GB by its closed form; the device has {total / 1e9:.0f} GB")
-
-
-@functools.cache
-def _freeze() -> None:
-    """Takes what lives by now, the imported modules above all, out of later collections: every case makes some."""
-    gc.collect()
-    gc.freeze()
-
-
-# ---- a step, marked ------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _workload(device: hardware.Device, parameters: dict) -> Iterator[Workload]:
-    workload = Workload(device, parameters)
-    try:
-        yield workload
-    finally:
-        del workload.model
-        workload.__dict__.pop("optimizer", None)
-        empty_cache(device)
-
-
-_PARTS = {"matmul": "scores", "mul": "scores", "softmax": "softmax"}
-_LAUNCHES_NOTHING = ("transpose", "dim", "__get__", "size")
-
-
-class _AttentionParts(TorchFunctionMode):
-    """Opens a range around each function of the attention formula while it is active.
-
-    The first product and the scaling make the scores, the second product is that with the values; what is neither
-    product, scaling nor softmax is the mask's.
-    """
-
-    def __init__(self, marker: RangeMarker):
-        super().__init__()
-        self.marker = marker
-        self.after_softmax = False
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        name = func.__name__
-        if name in _LAUNCHES_NOTHING:
-            return func(*args, **(kwargs or {}))
-        part = "value product" if self.after_softmax and name == "matmul" else _PARTS.get(name, "mask")
-        self.after_softmax |= part == "softmax"
-        with self.marker(part):
-            return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def marked(workload: Workload, marker: RangeMarker) -> Iterator[None]:
-    """Marks blocks, norms, attention and its parts, feed-forward, embedding and head while the block runs.
-
-    Attention is wrapped under the name by which the model finds it, so what is computed stays the same functions.
-    """
-    model, handles = workload.model, []
-
-    def around(module: torch.nn.Module, name: str) -> None:
-        handles.append(module.register_forward_pre_hook(lambda *_: marker.open(name)))
-        handles.append(module.register_forward_hook(lambda *_: marker.close(), always_call=True))
-
-    def around_backward(module: torch.nn.Module, name: str) -> None:
-        handles.append(module.register_full_backward_pre_hook(lambda *_: marker.open(name)))
-        handles.append(module.register_full_backward_hook(lambda *_: marker.close()))
-
-    def attention(*tensors: torch.Tensor, causal: bool) -> torch.Tensor:
-        parts = _AttentionParts(marker) if impl == "eager" else contextlib.nullcontext()
-        with marker("core"), parts:
-            return original(*tensors, causal=causal)
-
-    for number, block in enumerate(model.blocks):
-        around(block, f"block {number}")
-        around_backward(block, f"block {number}")
-        around(block.attention, "attention")
-        around(block.feed_forward, "feed-forward")
-        around(block.attention_norm, "norm")
-        around(block.feed_forward_norm, "norm")
-    around(model.embedding, "embedding")
-    around(model.norm, "norm")
-    around(model.head, "head")
-    impl = model.blocks[0].attention.attention
-    original, transformer.ATTENTION[impl] = transformer.ATTENTION[impl], attention
-    try:
-        yield
-    finally:
-        transformer.ATTENTION[impl] = original
-        for handle in handles:
-            handle.remove()
-
-
-@dataclass(frozen=True)
-class Step:
-    """What the host saw of one captured step.
-
-    Attributes:
-        issued_ms, done_ms: from the start of the step until all work was issued and until all was done, host clock.
-        outcome: mean and root mean square of the logits, or the loss.
-    """
-
-    issued_ms: float
-    done_ms: float
-    outcome: list[float]
-
-
-def _run(workload: Workload, phase: str, marker: RangeMarker) -> torch.Tensor:
-    """Runs one step with its phases marked; returns the logits of inference, the loss of any other step."""
-    if phase == "inference":
-        with marker("inference"), torch.no_grad(), workload.autocast():
-            return workload.model(workload.tokens)
-    if phase == "train_step":
-        workload.optimizer.zero_grad()
-    with marker("forward"):
-        loss = workload.forward()
-    with marker("backward"):
-        loss.backward()
-    if phase == "train_step":
-        with marker("optimizer"):
-            workload.optimizer.step()
-    return loss.detach()
-
-
-def capture_steps(workload: Workload, phase: str, marker: RangeMarker, label: str) -> list[Step]:
-    """Runs the two captured steps of a phase, "<label> step 0" with every range and "<label> step 1" with the phases'.
-
-    The warm-up is `warm_up`'s, before.
-
-    Raises AssertionError if marking changed the output, or the loss is no number.
-    """
-    kind, steps = workload.device.kind, []
-    for number in range(NUM_CAPTURED):
-        if phase == "forward_backward":
-            workload.model.zero_grad()
-        synchronize(kind)
-        begin = time.perf_counter()
-        with marked(workload, marker) if number == 0 else contextlib.nullcontext(), marker(f"{label} step {number}"):
-            result = _run(workload, phase, marker)
-            issued = time.perf_counter()
-            synchronize(kind)
-            done = time.perf_counter()
-        steps.append(Step(1e3 * (issued - begin), 1e3 * (done - begin), _summary(result)))
-        del result
-    _check(steps, phase)
-    return steps
-
-
-def warm_up(workload: Workload, phase: str) -> None:
-    """Runs the phase's uncaptured steps, on memory that no earlier phase holds."""
-    workload.model.zero_grad()
-    empty_cache(workload.device)
-    for _ in range(NUM_WARMUP):
-        _run(workload, phase, RangeMarker("none"))
-        if phase == "forward_backward":
-            workload.model.zero_grad()
-
-
-def _summary(result: torch.Tensor) -> list[float]:
-    if result.dim() == 0:
-        return [float(result)]
-    return [float(result.float().mean()), float(result.float().square().mean().sqrt())]
-
-
-def _check(steps: Sequence[Step], phase: str) -> None:
-    values = [value for step in steps for value in step.outcome]
-    if not all(math.isfinite(value) for value in values):
-        raise AssertionError(f"{phase}: the result is {values}")
-    if phase == "train_step":  # the weights differ between its steps
-        return
-    scale = max(abs(value) for value in values)
-    for with_ranges, without in zip(steps[0].outcome, steps[1].outcome, strict=True):
-        if abs(with_ranges - without) > LARGEST_DIFFERENCE * scale:
-            raise AssertionError(f"{phase}: marking ranges changed the result from {without:g} to {with_ranges:g}")
 
 
 def _observed(workload: Workload) -> dict:
     """Returns what else there is to know of the live objects, among it which attention "auto" is here."""
     config, impl = workload.model.config, workload.model.blocks[0].attention.attention
-    dtype = torch.bfloat16 if workload.precision == "bf16" else torch.float32
+    dtype = numerics.tensor_dtype(workload.precision)
     like_queries = torch.empty((1, 1, 1, config.d_head), dtype=dtype, device=workload.device.kind)
     attention_runs = what_runs(impl, like_queries, like_queries, causal=True)
     return {**workload.observed(), "attention_runs": attention_runs}
-
-
-# ---- a capture in this process ---------------------------------------------------------------------------------------
 
 
 def _capture_here(workload: Workload, case: Case, phase: str) -> Measured:
@@ -357,8 +166,6 @@ def _capture_here(workload: Workload, case: Case, phase: str) -> Measured:
     answer = {"case": workload.described(), "observed": _observed(workload), "steps": [vars(step) for step in steps]}
     return replace(_measured(_Capture.of(trace), "case", answer), telemetry=monitor.summary)
 
-
-# ---- a capture of another process ------------------------------------------------------------------------------------
 
 _captured: dict[str, Callable[[], Measured]] = {}
 """Results that this worker has from a shared capture and that no case has asked for yet, by case and phase."""
@@ -472,7 +279,7 @@ def serve(requests: Sequence[dict], answer: Callable[[dict], None], device: hard
                 if request["parameters"] != parameters:
                     stack.close()
                     parameters = request["parameters"]
-                    workload = stack.enter_context(_workload(device, parameters))
+                    workload = stack.enter_context(contextlib.closing(Workload(device, parameters)))
                 warm_up(workload, request["phase"])
                 steps = capture_steps(workload, request["phase"], marker, request["label"])
                 found = {"case": workload.described(), "observed": _observed(workload)}
@@ -482,9 +289,6 @@ def serve(requests: Sequence[dict], answer: Callable[[dict], None], device: hard
                 reason = f"{error}".split("\n")[0][:500]
                 answer({**request, "status": status, "reason": reason})
                 return  # what it left behind must not reach the next case
-
-
-# ---- from a capture to a record ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -618,9 +422,6 @@ def _columns(frame: pd.DataFrame) -> dict[str, list]:
     }
 
 
-# ---- the captured process -------------------------------------------------------------------------------------------
-
-
 def main(arguments: Sequence[str]) -> None:
     """Serves the requests of a file, in the process that nsys has started: requests.json answers.jsonl."""
     asked, answered = map(Path, arguments)
@@ -630,7 +431,7 @@ def main(arguments: Sequence[str]) -> None:
             file.write(json.dumps(content) + "\n")
             file.flush()
 
-        _freeze()
+        freeze_modules()
         serve(json.loads(asked.read_text(encoding="utf-8")), answer, hardware.detect())
     gc.unfreeze()  # or its modules are reported as leaks when the process ends
 

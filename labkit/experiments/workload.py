@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -166,14 +166,11 @@ class Workload:
         empty_cache(self.device)
 
 
-@contextlib.contextmanager
-def workload(device: hardware.Device, case: Case, kind: type[Workload] = Workload) -> Iterator[Workload]:
-    """Gives the live objects of a case, an instance of `kind`, and frees them at the end."""
-    live = kind(device, case.parameters)
-    try:
-        yield live
-    finally:
-        live.close()
+def workload(
+    device: hardware.Device, case: Case, kind: type[Workload] = Workload
+) -> contextlib.AbstractContextManager[Workload]:
+    """Returns a context that gives the live objects of a case, an instance of `kind`, and frees them at the end."""
+    return contextlib.closing(kind(device, case.parameters))
 
 
 def run_blocks(blocks: Sequence[nn.Module], x_BTC: Tensor, rotary: RotaryEmbedding, plan: Sequence[int]) -> Tensor:

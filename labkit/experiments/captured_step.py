@@ -1,0 +1,169 @@
+"""A step as it is captured: once with ranges around the parts of the model, once with the phases' ranges alone."""
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from labkit.experiments.sections import empty_cache
+from labkit.experiments.workload import Workload
+from labkit.measure.profiling import RangeMarker
+from labkit.measure.timing import synchronize
+from labkit.models import transformer
+
+NUM_WARMUP = 1
+NUM_CAPTURED = 2
+
+LARGEST_DIFFERENCE = 1e-2
+"""Relative difference of the output with and without ranges above which marking has changed what is computed."""
+
+_PARTS = {"matmul": "scores", "mul": "scores", "softmax": "softmax"}
+_LAUNCHES_NOTHING = ("transpose", "dim", "__get__", "size")
+
+
+class _AttentionParts(TorchFunctionMode):
+    """Opens a range around each function of the attention formula while it is active.
+
+    The first product and the scaling make the scores, the second product is that with the values; what is neither
+    product, scaling nor softmax is the mask's.
+    """
+
+    def __init__(self, marker: RangeMarker):
+        super().__init__()
+        self.marker = marker
+        self.after_softmax = False
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = func.__name__
+        if name in _LAUNCHES_NOTHING:
+            return func(*args, **(kwargs or {}))
+        part = "value product" if self.after_softmax and name == "matmul" else _PARTS.get(name, "mask")
+        self.after_softmax |= part == "softmax"
+        with self.marker(part):
+            return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def marked(workload: Workload, marker: RangeMarker) -> Iterator[None]:
+    """Marks blocks, norms, attention and its parts, feed-forward, embedding and head while the block runs.
+
+    Attention is wrapped under the name by which the model finds it, so what is computed stays the same functions.
+    """
+    model, handles = workload.model, []
+
+    def around(module: torch.nn.Module, name: str) -> None:
+        handles.append(module.register_forward_pre_hook(lambda *_: marker.open(name)))
+        handles.append(module.register_forward_hook(lambda *_: marker.close(), always_call=True))
+
+    def around_backward(module: torch.nn.Module, name: str) -> None:
+        handles.append(module.register_full_backward_pre_hook(lambda *_: marker.open(name)))
+        handles.append(module.register_full_backward_hook(lambda *_: marker.close()))
+
+    def attention(*tensors: torch.Tensor, causal: bool) -> torch.Tensor:
+        parts = _AttentionParts(marker) if impl == "eager" else contextlib.nullcontext()
+        with marker("core"), parts:
+            return original(*tensors, causal=causal)
+
+    for number, block in enumerate(model.blocks):
+        around(block, f"block {number}")
+        around_backward(block, f"block {number}")
+        around(block.attention, "attention")
+        around(block.feed_forward, "feed-forward")
+        around(block.attention_norm, "norm")
+        around(block.feed_forward_norm, "norm")
+    around(model.embedding, "embedding")
+    around(model.norm, "norm")
+    around(model.head, "head")
+    impl = model.blocks[0].attention.attention
+    original, transformer.ATTENTION[impl] = transformer.ATTENTION[impl], attention
+    try:
+        yield
+    finally:
+        transformer.ATTENTION[impl] = original
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the host saw of one captured step.
+
+    Attributes:
+        issued_ms, done_ms: from the start of the step until all work was issued and until all was done, host clock.
+        outcome: mean and root mean square of the logits, or the loss.
+    """
+
+    issued_ms: float
+    done_ms: float
+    outcome: list[float]
+
+
+def _run(workload: Workload, phase: str, marker: RangeMarker) -> torch.Tensor:
+    """Runs one step with its phases marked; returns the logits of inference, the loss of any other step."""
+    if phase == "inference":
+        with marker("inference"), torch.no_grad(), workload.autocast():
+            return workload.model(workload.tokens)
+    if phase == "train_step":
+        workload.optimizer.zero_grad()
+    with marker("forward"):
+        loss = workload.forward()
+    with marker("backward"):
+        loss.backward()
+    if phase == "train_step":
+        with marker("optimizer"):
+            workload.optimizer.step()
+    return loss.detach()
+
+
+def capture_steps(workload: Workload, phase: str, marker: RangeMarker, label: str) -> list[Step]:
+    """Runs the two captured steps of a phase, "<label> step 0" with every range and "<label> step 1" with the phases'.
+
+    Call `warm_up` first. Raises AssertionError if marking changed the output, or if that is not finite.
+    """
+    kind, steps = workload.device.kind, []
+    for number in range(NUM_CAPTURED):
+        if phase == "forward_backward":
+            workload.model.zero_grad()
+        synchronize(kind)
+        begin = time.perf_counter()
+        with marked(workload, marker) if number == 0 else contextlib.nullcontext(), marker(f"{label} step {number}"):
+            result = _run(workload, phase, marker)
+            issued = time.perf_counter()
+            synchronize(kind)
+            done = time.perf_counter()
+        steps.append(Step(1e3 * (issued - begin), 1e3 * (done - begin), _summary(result)))
+        del result
+    _check(steps, phase)
+    return steps
+
+
+def warm_up(workload: Workload, phase: str) -> None:
+    """Runs the phase's uncaptured steps, on memory that no earlier phase holds."""
+    workload.model.zero_grad()
+    empty_cache(workload.device)
+    for _ in range(NUM_WARMUP):
+        _run(workload, phase, RangeMarker("none"))
+        if phase == "forward_backward":
+            workload.model.zero_grad()
+
+
+def _summary(result: torch.Tensor) -> list[float]:
+    if result.dim() == 0:
+        return [float(result)]
+    return [float(result.float().mean()), float(result.float().square().mean().sqrt())]
+
+
+def _check(steps: Sequence[Step], phase: str) -> None:
+    values = [value for step in steps for value in step.outcome]
+    if not all(math.isfinite(value) for value in values):
+        raise AssertionError(f"{phase}: the result is {values}")
+    if phase == "train_step":  # the weights differ between its steps
+        return
+    scale = max(abs(value) for value in values)
+    for with_ranges, without in zip(steps[0].outcome, steps[1].outcome, strict=True):
+        if abs(with_ranges - without) > LARGEST_DIFFERENCE * scale:
+            raise AssertionError(f"{phase}: marking ranges changed the result from {without:g} to {with_ranges:g}")
