@@ -12,8 +12,9 @@ from torch import nn
 
 from labkit import accounting
 from labkit.configs import MEMORY, ModelConfig, model_config
-from labkit.experiments import benchmarking
 from labkit.experiments import memory as experiment
+from labkit.experiments import snapshot_files
+from labkit.experiments import workload as workloads
 from labkit.measure.memory import (
     OwnerLog,
     Recorder,
@@ -321,7 +322,7 @@ def test_on_cuda_what_was_asked_for_is_told_from_the_blocks_given():
 def test_a_snapshot_that_pytorch_dumps_is_read(tmp_path):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
-    expected = experiment._write_genuine(experiment.hardware.detect(), tmp_path / "snapshot.pickle")
+    expected = snapshot_files.write_genuine(experiment.hardware.detect(), tmp_path / "snapshot.pickle")
     assert read_history(tmp_path / "snapshot.pickle").peak_bytes == expected
 
 
@@ -506,9 +507,9 @@ FOUR_BLOCKS = ModelConfig("four blocks", "test", 64, 128, 4, 4, vocab_size=50)
 @pytest.fixture
 def workload(monkeypatch):
     """Returns a function that makes a workload of four small blocks with a plan of recomputation."""
-    monkeypatch.setattr(benchmarking, "model_config", lambda name: FOUR_BLOCKS)
+    monkeypatch.setattr(workloads, "model_config", lambda name: FOUR_BLOCKS)
     parameters = {"size": "", "context": 128, "batch": 2, "precision": "fp32", "compile": "none", "attention": "eager"}
-    return lambda plan: experiment.RecomputingWorkload(CPU, parameters | {"plan": plan})
+    return lambda plan: workloads.RecomputingWorkload(CPU, parameters | {"plan": plan})
 
 
 @pytest.mark.parametrize("plan", ["1", "3", "4", "4/2", "4/2/1"])
@@ -526,12 +527,12 @@ def test_recomputed_steps_peak_where_predicted_and_change_no_gradient(workload, 
 
 def test_a_gradient_that_recomputing_changes_gives_no_time(workload, monkeypatch):
     recomputing = workload("2")
-    plain = experiment.run_blocks
+    plain = workloads.run_blocks
 
     def scaled(blocks, x, rotary, plan):
         return plain(blocks, x, rotary, plan) * (2.0 if plan else 1.0)
 
-    monkeypatch.setattr(experiment, "run_blocks", scaled)
+    monkeypatch.setattr(workloads, "run_blocks", scaled)
     with pytest.raises(AssertionError, match=r"gradients differ by .* from those without recomputation"):
         experiment._gradient_difference(recomputing)
 

@@ -86,14 +86,14 @@ def test_what_the_grid_does_not_have_is_refused(options, message):
 def test_a_phase_far_beyond_the_memory_is_skipped_and_one_near_it_is_not(monkeypatch):
     parameters = {"size": "2.7b", "context": 2048, "batch": 4, "precision": "fp32", "attention": "eager"}
     cuda = hardware.Device("cuda", "a GPU", "a-gpu")
-    monkeypatch.setattr(experiment, "_memory_bytes", lambda device: H200_BYTES)
+    monkeypatch.setattr(experiment, "_device_bytes", lambda device: H200_BYTES)
     experiment._require_room(cuda, parameters, "inference")
     with pytest.raises(Skip, match="predicted to need 185 GB of 150 GB"):
         experiment._require_room(cuda, parameters, "train_step")
     needed = accounting.peak_bytes(
         model_config("2.7b"), 4, 2048, "train_step", precision="fp32", attention="eager", device_kind="cuda"
     )
-    monkeypatch.setattr(experiment, "_memory_bytes", lambda device: needed / 1.09)
+    monkeypatch.setattr(experiment, "_device_bytes", lambda device: needed / 1.09)
     experiment._require_room(cuda, parameters, "train_step")
 
 

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import gc
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,6 +98,16 @@ def memory_bytes(device: hardware.Device) -> int:
     if device.kind == "cuda":
         return torch.cuda.get_device_properties(0).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def memory_source(device: hardware.Device) -> str:
+    """Returns what says how much memory is in use, see `measure.memory`."""
+    return "CUDA caching allocator" if device.kind == "cuda" else "memory events of the profiler"
+
+
+def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Returns the bytes of the storages behind `tensors`, each storage as often as it comes."""
+    return sum(x.untyped_storage().nbytes() for x in tensors)
 
 
 def empty_cache(device: hardware.Device) -> None:
