@@ -19,8 +19,11 @@ from labkit import hardware, notebooks, numerics
 from labkit.configs import BATCH_SIZE, BENCHMARKING, MIXED_PHASES, MIXED_PRECISION, REFERENCE_DEVICE
 from labkit.experiments import benchmarking
 from labkit.experiments import mixed_precision as experiment
-from labkit.experiments.mixed_precision import PrecisionWorkload, cases, run_case
+from labkit.experiments.mixed_precision import cases, run_case
+from labkit.experiments.recipes import PrecisionWorkload
 from labkit.experiments.sweep import Case, Skip
+from labkit.experiments.training import Training, successor_sequences
+from labkit.experiments.workload import step_parameters
 from labkit.records import Record, RecordStore, to_frame
 from labkit.report import figures
 from labkit.report import mixed_precision as report
@@ -200,7 +203,7 @@ def test_a_grid_is_narrowed_and_what_it_does_not_have_is_refused():
 
 
 def step(precision: str, context: int = 8, batch: int = 1) -> dict:
-    return {**experiment._step("nano", context, precision), "batch": batch}
+    return {**step_parameters("nano", context, precision), "batch": batch}
 
 
 def test_a_step_in_pure_bf16_is_one():
@@ -357,32 +360,34 @@ def test_autocast_casts_every_weight_once_and_fp32_none():
 
 
 def test_the_task_is_a_permutation_and_the_same_every_time():
-    data = experiment.successor_sequences(16, 3, 4, 10)
+    data = successor_sequences(16, 3, 4, 10)
     assert data.shape == (3, 4, 11)
     successors: dict[int, set] = {}
     for sequence in data.flatten(0, 1).tolist():
         for token, following in itertools.pairwise(sequence):
             successors.setdefault(token, set()).add(following)
     assert all(len(found) == 1 for found in successors.values())
-    assert torch.equal(data, experiment.successor_sequences(16, 3, 4, 10))
+    assert torch.equal(data, successor_sequences(16, 3, 4, 10))
 
 
 def test_a_run_counts_zeros_and_what_did_not_move():
     (one,) = [c for c in of_section("training", "smoke") if c.parameters["precision"] == "bf16_pure"]
-    training = experiment.Training(CPU, {**one.parameters, "num_steps": 4, "learning_rate": 1e-12})
+    training = Training(CPU, {**one.parameters, "num_steps": 4, "learning_rate": 1e-12})
     measured = training.run()
     assert measured.case == {**one.parameters, "num_steps": 4, "learning_rate": 1e-12}
     # No step reaches half of the spacing of any bf16 number that is not tiny, and all gains are 1.
     assert measured.metrics["unmoved_gains"] == 1 and measured.metrics["unmoved_weights"] > 0.99
     assert len(measured.samples["loss"]) == 4 == len(measured.samples["look_step"])
     gradient = torch.tensor([0.0, 2.0**-26, 2.0**-25, 2.0**-15, 1.0], dtype=torch.bfloat16)
-    for parameter in training.weights:
+    for parameter in training.matrices(list(training.model.parameters())):
         parameter.grad = gradient.repeat(parameter.numel() // 5 + 1)[: parameter.numel()].view_as(parameter)
-    look = training._look(gradient, 1.0)
-    assert (look.zero_logit, look.vanishing_logit) == (0.2, 0.6)
-    assert look.zero_weight == pytest.approx(0.2, abs=1e-3) and look.subnormal_weight == pytest.approx(0.8, abs=1e-3)
-    scaled = training._look(gradient * 1024, 1024.0)
-    assert scaled.vanishing_logit == 0.6, "thresholds are those of the gradients without their scale"
+    look = training.look(gradient, 1.0)
+    assert (look["zero_logit_gradients"], look["vanishing_logit_gradients"]) == (0.2, 0.6)
+    assert look["zero_weight_gradients"] == pytest.approx(0.2, abs=1e-3) and look[
+        "subnormal_weight_gradients"
+    ] == pytest.approx(0.8, abs=1e-3)
+    scaled = training.look(gradient * 1024, 1024.0)
+    assert scaled["vanishing_logit_gradients"] == 0.6, "thresholds are those of the gradients without their scale"
 
 
 # ---- the report says what the records say ------------------------------------------------------------------------
@@ -806,7 +811,7 @@ def captured(launches: dict[str, int], copies: dict[str, int]):
             "kernel_class": ["matmul", "copy", "matmul", "copy"],
             "launches": [total - copies[precision], copies[precision], 50, 7], "total_us": [100.0, 10.0, 100.0, 1.0],
         }  # fmt: skip
-        one = Case("profiles", experiment._step("small", 128, precision), ("train_step",), 60.0)
+        one = Case("profiles", step_parameters("small", 128, precision), ("train_step",), 60.0)
         records.append(record(one, "train_step", observed={"tables": {"classes": classes}}))
         records.append(record(one, "inference", observed={"tables": {"classes": classes}}))
     return records

@@ -1,0 +1,184 @@
+"""What rounding does to long sums, to normalisations by the dtype of their statistics, and before a product's GELU."""
+
+import functools
+import itertools
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from labkit import hardware, numerics
+from labkit.configs import NORM_SETTINGS
+from labkit.experiments.oracle import fp64_device
+from labkit.experiments.sweep import Measured, Skip
+from labkit.numerics import DTYPES, binade, dtype_name, normalise, relative_error, running_sums, spacing, stall_value
+
+TERM = 0.01
+NUM_TERMS = 1000
+LONG_SUM = 10_000
+"""Terms of the long sums, in which a 16-bit accumulator must come to a halt."""
+
+TRACE_EVERY = 10
+"""Additions between two recorded running sums."""
+
+PREACTIVATION_STD = 1.5
+PREACTIVATION_EDGES = (-5.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 5.0)
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    """Returns standard normal numbers, the same on every device."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def measure_sum(device: hardware.Device, parameters: dict) -> Measured:
+    """Returns 0.01 added a thousand times: the running sum, the rounding of its binades, where it comes to a halt."""
+    term = torch.tensor(TERM, dtype=DTYPES[parameters["term"]], device=device.kind)
+    accumulator = DTYPES[parameters["accumulator"]]
+    is_explicit = parameters["cast"] == "explicit"
+    method, num_terms = parameters["method"], parameters["num_terms"]
+    added = term.to(accumulator) if is_explicit else term
+    is_sequential = method == "sequential"
+    every = 1 if is_sequential else TRACE_EVERY
+    sums = running_sums(added, LONG_SUM if is_sequential else num_terms, accumulator, method, every=every)
+    trace = sums[: num_terms // every].double().cpu()
+    final, exact = float(trace[-1]), TERM * num_terms
+    metrics = {
+        "final_sum": final,
+        "exact_sum": exact,
+        "error": final - exact,
+        "term_error": (float(term) - TERM) * num_terms,
+        "rounded_term": float(term),
+        "stall_predicted": stall_value(float(term), accumulator),
+    }
+    samples = {"running_sum": trace[TRACE_EVERY // every - 1 :: TRACE_EVERY // every].tolist()}
+    if is_sequential:
+        long_sum = sums.double().cpu()
+        if long_sum[-1] == long_sum[-2]:
+            metrics["stall_measured"] = float(long_sum[-1])
+            metrics["stall_terms"] = int((long_sum == long_sum[-1]).nonzero()[0]) + 1
+        samples |= binades(long_sum[: metrics.get("stall_terms", num_terms)], accumulator)
+    names = {"method": method, "accumulator": dtype_name(sums.dtype), "term": dtype_name(term.dtype)}
+    cast = "none" if term.dtype == sums.dtype else "implicit" if added.dtype == term.dtype else "explicit"
+    return Measured(
+        metrics=metrics,
+        case={**names, "cast": cast, "num_terms": len(trace) * every},
+        observed={"trace_every": TRACE_EVERY, "terms_of_the_long_sum": len(sums) * every},
+        samples=samples,
+    )
+
+
+def binades(sums: Tensor, accumulator: torch.dtype) -> dict[str, list[float]]:
+    """Returns for each binade [2ᵏ, 2ᵏ⁺¹) that running sums (fp64) pass through how its additions were rounded.
+
+    `binade_start`; `binade_spacing` of the accumulator's numbers; `binade_additions`: sums in it that another follows;
+    `binade_mean_step`: what an addition added there.
+    """
+    steps = sums.diff()
+    starts = torch.tensor([binade(value) for value in sums[:-1].tolist()], dtype=sums.dtype)
+    rows: dict[str, list[float]] = {"binade_start": [], "binade_spacing": [], "binade_additions": []}
+    rows["binade_mean_step"] = []
+    for start in starts.unique().tolist():
+        inside = steps[starts == start]
+        rows["binade_start"].append(start)
+        rows["binade_spacing"].append(spacing(start, accumulator))
+        rows["binade_additions"].append(len(inside))
+        rows["binade_mean_step"].append(float(inside.mean()))
+    return rows
+
+
+def measure_normalisation(device: hardware.Device, parameters: dict) -> Measured:
+    """Returns the error of a normalisation against fp64 on the same, already rounded, input.
+
+    `relative_error` is over the rows whose results are finite; `rounding_error` that of the exact result rounded once
+    to the output's dtype, which no implementation can beat.
+    """
+    norm, shape = parameters["norm"], (parameters["rows"], parameters["features"])
+    offset, epsilon = NORM_SETTINGS[parameters["setting"]]
+    dtype, statistics_name = DTYPES[parameters["input"]], parameters["statistics"]
+    x = ((_random(*shape) + offset) * parameters["scale"]).to(dtype).to(device.kind)
+    if not x.isfinite().all():
+        raise Skip(f"the input itself overflows {parameters['input']}")
+    exact, exact_square = normalise(x.to(fp64_device(device.kind)).double(), norm, epsilon, torch.float64)
+    metrics: dict = {}
+    if statistics_name == "library":
+        function = F.layer_norm if norm == "layer_norm" else F.rms_norm
+        result = function(x, shape[-1:], eps=epsilon)
+    else:
+        result, mean_square = normalise(x, norm, epsilon, DTYPES[statistics_name])
+        statistics_name = dtype_name(mean_square.dtype)
+        metrics |= {
+            "overflowed_fraction": float((~mean_square.isfinite()).double().mean()),
+            "vanished_fraction": float(((mean_square == 0).cpu() & (exact_square > 0).cpu()).double().mean()),
+            "epsilon": float(torch.tensor(epsilon, dtype=mean_square.dtype)),
+        }
+    result, exact = result.cpu(), exact.cpu()
+    finite = result.isfinite().all(-1)
+    metrics |= {
+        "nonfinite_fraction": float((~finite).double().mean()),
+        "relative_error": relative_error(result[finite], exact[finite]) if finite.any() else None,
+        "rounding_error": relative_error(exact.to(dtype), exact),
+    }
+    names = {
+        "norm": norm,
+        "setting": parameters["setting"],
+        "input": dtype_name(x.dtype),
+        "statistics": statistics_name,
+    }
+    return Measured(
+        metrics=metrics,
+        case={**names, "scale": parameters["scale"], "rows": x.shape[0], "features": x.shape[1]},
+        observed={"output": dtype_name(result.dtype), "oracle": "fp64"},
+    )
+
+
+def measure_epilogue(device: hardware.Device, parameters: dict) -> Measured:
+    """Returns the error of GELU(x·wᵀ) in 16 bits against fp32 on the same rounded operands, by pre-activation.
+
+    `fp32_error` is that of the fp32 result itself, against fp64.
+    """
+    dtype, form, epilogue = DTYPES[parameters["dtype"]], parameters["gelu"], parameters["epilogue"]
+    rows, columns, depth = (parameters[name] for name in ("rows", "columns", "depth"))
+    numerics.set_precision("fp32")
+    x = _random(rows, depth).to(dtype).to(device.kind)
+    w = (_random(columns, depth, seed=1) * PREACTIVATION_STD / math.sqrt(depth)).to(dtype).to(device.kind)
+    gelu = functools.partial(F.gelu, approximate="none" if form == "erf" else "tanh")
+    preactivation = F.linear(x.float(), w.float())
+    reference = gelu(preactivation)
+    exact = gelu(F.linear(x.to(fp64_device(device.kind)).double(), w.to(fp64_device(device.kind)).double()))
+    if epilogue == "rounded":
+        result = gelu(F.linear(x, w))
+    elif epilogue == "carried":
+        result = reference.to(dtype)
+    else:
+        if not hasattr(torch, "_addmm_activation"):
+            raise Skip("this PyTorch has no _addmm_activation")
+        result = torch._addmm_activation(x.new_zeros(columns), x, w.t(), use_gelu=True)
+    place = preactivation.to(fp64_device(device.kind))
+    norms = reference.to(place.device).double()
+    difference = result.to(place.device).double() - norms
+    samples: dict[str, list] = {"bin_low": [], "bin_high": [], "bin_error": [], "bin_elements": []}
+    for low, high in itertools.pairwise(PREACTIVATION_EDGES):
+        inside = (place >= low) & (place < high)
+        if inside.any():
+            samples["bin_low"].append(low)
+            samples["bin_high"].append(high)
+            samples["bin_error"].append(float(difference[inside].norm() / norms[inside].norm()))
+            samples["bin_elements"].append(int(inside.sum()))
+    return Measured(
+        metrics={
+            "relative_error": relative_error(result, reference),
+            "largest_error": float(difference.abs().max()),
+            "fp32_error": relative_error(reference, exact),
+        },
+        case={
+            "dtype": dtype_name(result.dtype),
+            "epilogue": epilogue,
+            "gelu": form,
+            "rows": result.shape[0],
+            "columns": result.shape[1],
+            "depth": w.shape[1],
+        },
+        observed={"product": dtype_name(x.dtype), "matmul_precision": torch.get_float32_matmul_precision()},
+        samples=samples,
+    )
