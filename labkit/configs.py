@@ -4,7 +4,7 @@ Nothing here imports torch, so that the command line and the report can name siz
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 VOCAB_SIZE = 10_000
@@ -100,9 +100,13 @@ WARMUP_COUNTS = (0, 1, 2, 5)
 WARMUP_MEASURED_STEPS = 10
 
 
+_PUBLIC_SIZES = ("small", "medium", "large", "xl-2025", "2.7b", "10b")
+_CONTEXTS = (128, 256, 512, 1024, 2048)
+
+
 @dataclass(frozen=True)
 class BenchmarkingGrid:
-    """The cases of notebook 01 in one profile.
+    """The cases of notebook 01 in one profile. Of this grid and all others the defaults are the full profile.
 
     `warmup_contexts`: of `contexts` those whose steps are traced from a fresh process.
     `whole_compile_sizes`: sizes for which the whole model is compiled; the time of that grows with the
@@ -111,19 +115,17 @@ class BenchmarkingGrid:
     `time_limit_s` bounds the timed steps of one phase, `case_timeout_s` everything one case does.
     """
 
-    sizes: tuple[str, ...]
-    contexts: tuple[int, ...]
-    precisions: tuple[str, ...]
-    warmup_contexts: tuple[int, ...]
-    compile_sizes: tuple[str, ...]
-    compile_contexts: tuple[int, ...]
-    compile_precisions: tuple[str, ...]
-    whole_compile_sizes: tuple[str, ...]
-    time_limit_s: float
-    case_timeout_s: float
+    sizes: tuple[str, ...] = _PUBLIC_SIZES
+    contexts: tuple[int, ...] = _CONTEXTS
+    precisions: tuple[str, ...] = PRECISIONS
+    warmup_contexts: tuple[int, ...] = _CONTEXTS
+    compile_sizes: tuple[str, ...] = _PUBLIC_SIZES
+    compile_contexts: tuple[int, ...] = (128, 256, 512)
+    compile_precisions: tuple[str, ...] = PRECISIONS
+    whole_compile_sizes: tuple[str, ...] = ("small",)
+    time_limit_s: float = 2.0
+    case_timeout_s: float = 300.0
 
-
-_PUBLIC_SIZES = ("small", "medium", "large", "xl-2025", "2.7b", "10b")
 
 BENCHMARKING: dict[str, BenchmarkingGrid] = {
     "smoke": BenchmarkingGrid(
@@ -138,18 +140,7 @@ BENCHMARKING: dict[str, BenchmarkingGrid] = {
         time_limit_s=0.05,
         case_timeout_s=120.0,
     ),
-    "full": BenchmarkingGrid(
-        sizes=_PUBLIC_SIZES,
-        contexts=(128, 256, 512, 1024, 2048),
-        precisions=PRECISIONS,
-        warmup_contexts=(128, 256, 512, 1024, 2048),
-        compile_sizes=_PUBLIC_SIZES,
-        compile_contexts=(128, 256, 512),
-        compile_precisions=PRECISIONS,
-        whole_compile_sizes=("small",),
-        time_limit_s=2.0,
-        case_timeout_s=300.0,
-    ),
+    "full": BenchmarkingGrid(),
 }
 PROFILES = tuple(BENCHMARKING)
 AUTO_PROFILE = "auto"
@@ -160,6 +151,8 @@ ATTENTION_BATCH = 8
 
 ATTENTION_PASSES = 100
 """Timed passes of one case in notebook 05, as published; a case that takes long is ended by its time limit before."""
+
+_SDPA = ("sdpa_math", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient")
 
 
 @dataclass(frozen=True)
@@ -176,20 +169,26 @@ class AttentionGrid:
     `time_limit_s` and `case_timeout_s` are as in notebook 01.
     """
 
-    series: dict[str, tuple[str, ...]]
-    lengths: tuple[int, ...]
-    d_heads: tuple[int, ...]
-    long_lengths: dict[str, tuple[int, ...]]
-    long_d_head: int
-    compiled_lengths: tuple[int, ...]
-    heads_lengths: tuple[int, ...]
-    model_sizes: tuple[str, ...]
-    model_contexts: tuple[int, ...]
-    time_limit_s: float
-    case_timeout_s: float
+    series: dict[str, tuple[str, ...]] = field(
+        default_factory=lambda: {
+            "fp32": ("eager", "compiled", *_SDPA),
+            "tf32": ("compiled",),
+            "bf16": ("eager", "compiled", *_SDPA),
+        }
+    )
+    lengths: tuple[int, ...] = (256, 1024, 4096, 8192, 16384)
+    d_heads: tuple[int, ...] = (16, 32, 64, 128)
+    long_lengths: dict[str, tuple[int, ...]] = field(
+        default_factory=lambda: {"fp32": (32768, 65536), "tf32": (32768, 65536), "bf16": (32768, 65536, 131072)}
+    )
+    long_d_head: int = 64
+    compiled_lengths: tuple[int, ...] = (256, 1024, 4096, 8192, 16384)
+    heads_lengths: tuple[int, ...] = (1024, 4096, 16384)
+    model_sizes: tuple[str, ...] = ("small", "medium", "large", "xl-2025")
+    model_contexts: tuple[int, ...] = (128, 512)
+    time_limit_s: float = 0.4
+    case_timeout_s: float = 120.0
 
-
-_SDPA = ("sdpa_math", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient")
 
 ATTENTION: dict[str, AttentionGrid] = {
     "smoke": AttentionGrid(
@@ -206,25 +205,8 @@ ATTENTION: dict[str, AttentionGrid] = {
         model_sizes=(),
         model_contexts=(),
         time_limit_s=0.1,
-        case_timeout_s=120.0,
     ),
-    "full": AttentionGrid(
-        series={
-            "fp32": ("eager", "compiled", *_SDPA),
-            "tf32": ("compiled",),
-            "bf16": ("eager", "compiled", *_SDPA),
-        },
-        lengths=(256, 1024, 4096, 8192, 16384),
-        d_heads=(16, 32, 64, 128),
-        long_lengths={"fp32": (32768, 65536), "tf32": (32768, 65536), "bf16": (32768, 65536, 131072)},
-        long_d_head=64,
-        compiled_lengths=(256, 1024, 4096, 8192, 16384),
-        heads_lengths=(1024, 4096, 16384),
-        model_sizes=("small", "medium", "large", "xl-2025"),
-        model_contexts=(128, 512),
-        time_limit_s=0.4,
-        case_timeout_s=120.0,
-    ),
+    "full": AttentionGrid(),
 }
 
 
@@ -250,6 +232,9 @@ class Rivalry:
 LEADERBOARD = Rivalry(1, 16, 16384, 64, True)
 """The shape of a public course leaderboard: the time of forward and backward together."""
 
+_ALL_LENGTHS = tuple(2**exponent for exponent in range(7, 17))
+_FEW_LENGTHS = (1024, 4096, 16384)
+
 
 @dataclass(frozen=True)
 class FlashAttentionGrid:
@@ -260,7 +245,7 @@ class FlashAttentionGrid:
     there to be compared with another, take the lengths that `by_shape` gives them, by head dimension (its keys are
     "precision implementation", an implementation or a precision, of which the first that is there counts); and
     PyTorch's own choice of backend ("sdpa", which is one of the others) takes `short_lengths`, where choosing is what
-    could cost.
+    could cost. SDPA's flash and cuDNN backends, FlashAttention-3 and the Hopper kernel take 16-bit tensors only.
     `rivalries`, `rivals`: the shapes on which `rivals` are ranked.
     `memory_lengths`, `memory_impls` (by precision), `memory_d_head`: of the peaks of memory.
     `tiles`: (rows of the query tile, rows of the key tile, warps, stages) tried on `tiles_shape`.
@@ -269,66 +254,8 @@ class FlashAttentionGrid:
     the rivals; `case_timeout_s` as in notebook 01.
     """
 
-    impls: dict[str, tuple[str, ...]]
-    lengths: tuple[int, ...]
-    d_heads: tuple[int, ...]
-    by_shape: dict[str, dict[int, tuple[int, ...]]]
-    short_lengths: tuple[int, ...]
-    rivalries: tuple[Rivalry, ...]
-    rivals: tuple[str, ...]
-    memory_lengths: tuple[int, ...]
-    memory_impls: dict[str, tuple[str, ...]]
-    memory_d_head: int
-    tiles: tuple[tuple[int, int, int, int], ...]
-    tiles_shape: Rivalry
-    weighted_sums: tuple[tuple[int, int], ...]
-    algorithm_tiles: tuple[int, ...]
-    time_limit_s: float
-    rivals_time_limit_s: float
-    case_timeout_s: float
-
-
-_ALL_LENGTHS = tuple(2**exponent for exponent in range(7, 17))
-
-FLASH_ATTENTION: dict[str, FlashAttentionGrid] = {
-    "smoke": FlashAttentionGrid(
-        impls={
-            "fp32": (
-                "tiled",
-                "triton",
-                "gluon",
-                "eager",
-                "compiled",
-                "sdpa",
-                "sdpa_math",
-                "sdpa_flash",
-                "sdpa_efficient",
-                "sdpa_cudnn",
-                "flex",
-                "fa3",
-            ),
-            "bf16": ("tiled", "triton", "gluon", "eager", "sdpa_math", "sdpa_flash"),
-        },
-        lengths=(128, 256, 512),
-        d_heads=(16, 64),
-        by_shape={"compiled": {16: (128,)}, "flex": {16: (128,)}},
-        short_lengths=(128, 256, 512),
-        rivalries=(Rivalry(1, 2, 256, 64, True), Rivalry(2, 1, 128, 16, False)),
-        rivals=("tiled", "triton", "gluon", "gluon_unordered", "sdpa_flash", "sdpa_cudnn", "fa3"),
-        memory_lengths=(128, 256),
-        memory_impls={"fp32": ("eager", "tiled")},
-        memory_d_head=16,
-        tiles=((16, 16, 4, 1), (32, 16, 4, 1)),
-        tiles_shape=Rivalry(1, 1, 64, 16, True),
-        weighted_sums=((1001, 99),),
-        algorithm_tiles=(8, 16, 32, 64),
-        time_limit_s=0.1,
-        rivals_time_limit_s=0.1,
-        case_timeout_s=120.0,
-    ),
-    "full": FlashAttentionGrid(
-        # SDPA's flash and cuDNN backends and FlashAttention-3 take 16-bit tensors only, as does the Hopper kernel.
-        impls={
+    impls: dict[str, tuple[str, ...]] = field(
+        default_factory=lambda: {
             "bf16": (
                 "gluon",
                 "triton",
@@ -344,56 +271,77 @@ FLASH_ATTENTION: dict[str, FlashAttentionGrid] = {
             ),
             "fp32": ("triton", "triton_ieee", "eager", "compiled", "sdpa", "sdpa_math", "sdpa_efficient", "flex"),
             "tf32": ("triton_tf32", "eager", "compiled", "sdpa_efficient"),
-        },
-        lengths=_ALL_LENGTHS,
-        d_heads=(16, 32, 64, 72, 80, 128),
-        by_shape={
-            **{name: {64: _ALL_LENGTHS, 128: (1024, 4096, 16384, 65536)} for name in ("compiled", "flex", "tf32")},
-            **{
-                name: {64: (1024, 4096, 16384), 128: (1024, 4096, 16384)}
-                for name in ("sdpa_math", "triton_ieee", "fp32 flex")
-            },
-        },
-        short_lengths=(128, 256, 512),
-        rivalries=(
-            Rivalry(4, 32, 4096, 64, True),
-            Rivalry(1, 32, 16384, 64, True),
-            Rivalry(1, 32, 16384, 64, False),
-            Rivalry(4, 16, 4096, 128, True),
-            Rivalry(1, 16, 16384, 128, True),
-            Rivalry(1, 16, 16384, 128, False),
-            LEADERBOARD,
-            Rivalry(64, 16, 256, 72, False),
-        ),
-        rivals=(
-            "gluon",
-            "gluon_unordered",
-            "triton",
-            "sdpa_flash",
-            "sdpa_cudnn",
-            "sdpa_efficient",
-            "flex",
-            "fa3",
-            "fa3_deterministic",
-        ),
-        memory_lengths=(1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072),
-        memory_impls={
+        }
+    )
+    lengths: tuple[int, ...] = _ALL_LENGTHS
+    d_heads: tuple[int, ...] = (16, 32, 64, 72, 80, 128)
+    by_shape: dict[str, dict[int, tuple[int, ...]]] = field(
+        default_factory=lambda: {
+            **{name: {64: _ALL_LENGTHS, 128: (*_FEW_LENGTHS, 65536)} for name in ("compiled", "flex", "tf32")},
+            **{name: {64: _FEW_LENGTHS, 128: _FEW_LENGTHS} for name in ("sdpa_math", "triton_ieee", "fp32 flex")},
+        }
+    )
+    short_lengths: tuple[int, ...] = (128, 256, 512)
+    rivalries: tuple[Rivalry, ...] = (
+        Rivalry(4, 32, 4096, 64, True),
+        Rivalry(1, 32, 16384, 64, True),
+        Rivalry(1, 32, 16384, 64, False),
+        Rivalry(4, 16, 4096, 128, True),
+        Rivalry(1, 16, 16384, 128, True),
+        Rivalry(1, 16, 16384, 128, False),
+        LEADERBOARD,
+        Rivalry(64, 16, 256, 72, False),
+    )
+    rivals: tuple[str, ...] = (
+        *("gluon", "gluon_unordered", "triton", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient"),
+        *("flex", "fa3", "fa3_deterministic"),
+    )
+    memory_lengths: tuple[int, ...] = tuple(2**exponent for exponent in range(10, 18))
+    memory_impls: dict[str, tuple[str, ...]] = field(
+        default_factory=lambda: {
             "bf16": ("gluon", "triton", "eager", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "fa3"),
             "fp32": ("triton", "eager", "sdpa_efficient"),
+        }
+    )
+    memory_d_head: int = 64
+    tiles: tuple[tuple[int, int, int, int], ...] = tuple(
+        (block_q, block_k, 4 if block_q <= 64 else 8, 3)
+        for block_q in (16, 32, 64, 128, 256)
+        for block_k in (16, 32, 64, 128)
+    )
+    tiles_shape: Rivalry = LEADERBOARD
+    weighted_sums: tuple[tuple[int, int], ...] = ((65536, 1024), (50001, 999))
+    algorithm_tiles: tuple[int, ...] = (8, 16, 32, 64)
+    time_limit_s: float = 0.5
+    rivals_time_limit_s: float = 4.0
+    case_timeout_s: float = 300.0
+
+
+FLASH_ATTENTION: dict[str, FlashAttentionGrid] = {
+    "smoke": FlashAttentionGrid(
+        impls={
+            "fp32": (
+                *("tiled", "triton", "gluon", "eager", "compiled", "sdpa", "sdpa_math", "sdpa_flash"),
+                *("sdpa_efficient", "sdpa_cudnn", "flex", "fa3"),
+            ),
+            "bf16": ("tiled", "triton", "gluon", "eager", "sdpa_math", "sdpa_flash"),
         },
-        memory_d_head=64,
-        tiles=tuple(
-            (block_q, block_k, 4 if block_q <= 64 else 8, 3)
-            for block_q in (16, 32, 64, 128, 256)
-            for block_k in (16, 32, 64, 128)
-        ),
-        tiles_shape=LEADERBOARD,
-        weighted_sums=((65536, 1024), (50001, 999)),
-        algorithm_tiles=(8, 16, 32, 64),
-        time_limit_s=0.5,
-        rivals_time_limit_s=4.0,
-        case_timeout_s=300.0,
+        lengths=(128, 256, 512),
+        d_heads=(16, 64),
+        by_shape={"compiled": {16: (128,)}, "flex": {16: (128,)}},
+        rivalries=(Rivalry(1, 2, 256, 64, True), Rivalry(2, 1, 128, 16, False)),
+        rivals=("tiled", "triton", "gluon", "gluon_unordered", "sdpa_flash", "sdpa_cudnn", "fa3"),
+        memory_lengths=(128, 256),
+        memory_impls={"fp32": ("eager", "tiled")},
+        memory_d_head=16,
+        tiles=((16, 16, 4, 1), (32, 16, 4, 1)),
+        tiles_shape=Rivalry(1, 1, 64, 16, True),
+        weighted_sums=((1001, 99),),
+        time_limit_s=0.1,
+        rivals_time_limit_s=0.1,
+        case_timeout_s=120.0,
     ),
+    "full": FlashAttentionGrid(),
 }
 
 
@@ -406,6 +354,8 @@ MIXED_PHASES = ("forward", "backward", "train_step")
 
 NORM_SETTINGS = {"centred": (0.0, 1e-5), "offset": (16.0, 1e-5), "small epsilon": (0.0, 1e-8)}
 """Inputs of a normalisation by name: (mean in standard deviations, epsilon)."""
+
+_DECADES = tuple(10.0**exponent for exponent in range(-4, 5))
 
 
 @dataclass(frozen=True)
@@ -435,21 +385,19 @@ class MixedPrecisionGrid:
     `time_limit_s` and `case_timeout_s` are as in notebook 01.
     """
 
-    sizes: tuple[str, ...]
-    contexts: tuple[int, ...]
-    operator_sizes: tuple[str, ...]
-    operator_context: int
-    transformer: str
-    norm_shape: tuple[int, int]
-    norm_scales: tuple[float, ...]
-    epilogue_shape: tuple[int, int]
-    epilogue_depths: tuple[int, ...]
-    task: Task
-    time_limit_s: float
-    case_timeout_s: float
+    sizes: tuple[str, ...] = _PUBLIC_SIZES
+    contexts: tuple[int, ...] = (128, 256, 512, 1024)
+    operator_sizes: tuple[str, ...] = ("small", "medium", "large", "xl-2025")
+    operator_context: int = 128
+    transformer: str = "small"
+    norm_shape: tuple[int, int] = (256, 2560)
+    norm_scales: tuple[float, ...] = _DECADES
+    epilogue_shape: tuple[int, int] = (1024, 4096)
+    epilogue_depths: tuple[int, ...] = (256, 1024, 4096)
+    task: Task = Task("small", VOCAB_SIZE, 256, context=128, batch=8, num_steps=200, learning_rate=3e-4)
+    time_limit_s: float = 0.4
+    case_timeout_s: float = 180.0
 
-
-_DECADES = tuple(10.0**exponent for exponent in range(-4, 5))
 
 MIXED_PRECISION: dict[str, MixedPrecisionGrid] = {
     "smoke": MixedPrecisionGrid(
@@ -466,20 +414,7 @@ MIXED_PRECISION: dict[str, MixedPrecisionGrid] = {
         time_limit_s=0.05,
         case_timeout_s=120.0,
     ),
-    "full": MixedPrecisionGrid(
-        sizes=_PUBLIC_SIZES,
-        contexts=(128, 256, 512, 1024),
-        operator_sizes=("small", "medium", "large", "xl-2025"),
-        operator_context=128,
-        transformer="small",
-        norm_shape=(256, 2560),
-        norm_scales=_DECADES,
-        epilogue_shape=(1024, 4096),
-        epilogue_depths=(256, 1024, 4096),
-        task=Task("small", VOCAB_SIZE, 256, context=128, batch=8, num_steps=200, learning_rate=3e-4),
-        time_limit_s=0.4,
-        case_timeout_s=180.0,
-    ),
+    "full": MixedPrecisionGrid(),
 }
 
 
@@ -493,34 +428,29 @@ class NsysAnalysisGrid:
     `case_timeout_s`: of one capture, which may hold several cases of a size.
     """
 
-    sizes: tuple[str, ...]
-    contexts: tuple[int, ...]
-    precisions: tuple[str, ...]
-    flash_contexts: dict[str, tuple[int, ...]]
-    without_optimizer: tuple[str, ...]
-    timelines: tuple[tuple[str, int, str, str], ...]
-    case_timeout_s: float
+    sizes: tuple[str, ...] = _PUBLIC_SIZES
+    contexts: tuple[int, ...] = _CONTEXTS
+    precisions: tuple[str, ...] = ("fp32", "bf16")
+    flash_contexts: dict[str, tuple[int, ...]] = field(default_factory=lambda: {"fp32": (512, 2048), "bf16": _CONTEXTS})
+    without_optimizer: tuple[str, ...] = ("10b",)
+    timelines: tuple[tuple[str, int, str, str], ...] = (
+        ("small", 512, "fp32", "eager"),
+        ("small", 512, "bf16", "eager"),
+        ("small", 512, "bf16", "auto"),
+    )
+    case_timeout_s: float = 300.0
 
 
 NSYS_ANALYSIS: dict[str, NsysAnalysisGrid] = {
     "smoke": NsysAnalysisGrid(
         sizes=("nano", "micro"),
         contexts=(32, 64),
-        precisions=("fp32", "bf16"),
         flash_contexts={"fp32": (64,)},
         without_optimizer=(),
         timelines=(("nano", 64, "fp32", "eager"),),
         case_timeout_s=120.0,
     ),
-    "full": NsysAnalysisGrid(
-        sizes=_PUBLIC_SIZES,
-        contexts=(128, 256, 512, 1024, 2048),
-        precisions=("fp32", "bf16"),
-        flash_contexts={"fp32": (512, 2048), "bf16": (128, 256, 512, 1024, 2048)},
-        without_optimizer=("10b",),
-        timelines=(("small", 512, "fp32", "eager"), ("small", 512, "bf16", "eager"), ("small", 512, "bf16", "auto")),
-        case_timeout_s=300.0,
-    ),
+    "full": NsysAnalysisGrid(),
 }
 
 
@@ -535,6 +465,9 @@ class BlockShape:
     batch: int
 
 
+_CHECKPOINT_PLANS = ("none", "1", "2", "4", "6", "8", "16", "32", "6/1")
+
+
 @dataclass(frozen=True)
 class MemoryGrid:
     """The cases of notebook 04 in one profile.
@@ -546,26 +479,25 @@ class MemoryGrid:
     `time_limit_s` and `case_timeout_s` are as in notebook 01.
     """
 
-    sizes: tuple[str, ...]
-    contexts: tuple[int, ...]
-    precisions: tuple[str, ...]
-    timelines: tuple[tuple[str, int, str], ...]
-    block: BlockShape
-    checkpoint_size: str
-    checkpoint_contexts: tuple[int, ...]
-    checkpoint_precision: str
-    checkpoint_plans: dict[str, tuple[str, ...]]
-    time_limit_s: float
-    case_timeout_s: float
+    sizes: tuple[str, ...] = _PUBLIC_SIZES
+    contexts: tuple[int, ...] = _CONTEXTS
+    precisions: tuple[str, ...] = ("fp32", "bf16")
+    timelines: tuple[tuple[str, int, str], ...] = (("2.7b", 512, "fp32"), ("2.7b", 512, "bf16"))
+    block: BlockShape = BlockShape(2560, 10240, 16, 2048, 4)
+    checkpoint_size: str = "2.7b"
+    checkpoint_contexts: tuple[int, ...] = (2048,)
+    checkpoint_precision: str = "bf16"
+    checkpoint_plans: dict[str, tuple[str, ...]] = field(
+        default_factory=lambda: {"eager": _CHECKPOINT_PLANS, "sdpa_flash": _CHECKPOINT_PLANS}
+    )
+    time_limit_s: float = 2.0
+    case_timeout_s: float = 180.0
 
-
-_CHECKPOINT_PLANS = ("none", "1", "2", "4", "6", "8", "16", "32", "6/1")
 
 MEMORY: dict[str, MemoryGrid] = {
     "smoke": MemoryGrid(
         sizes=("nano",),
         contexts=(32, 64),
-        precisions=("fp32", "bf16"),
         timelines=(("nano", 64, "fp32"),),
         block=BlockShape(64, 256, 4, 128, 2),
         checkpoint_size="nano",
@@ -575,22 +507,9 @@ MEMORY: dict[str, MemoryGrid] = {
         time_limit_s=0.05,
         case_timeout_s=120.0,
     ),
-    "full": MemoryGrid(
-        sizes=_PUBLIC_SIZES,
-        contexts=(128, 256, 512, 1024, 2048),
-        precisions=("fp32", "bf16"),
-        timelines=(("2.7b", 512, "fp32"), ("2.7b", 512, "bf16")),
-        block=BlockShape(2560, 10240, 16, 2048, 4),
-        checkpoint_size="2.7b",
-        checkpoint_contexts=(2048,),
-        checkpoint_precision="bf16",
-        checkpoint_plans={"eager": _CHECKPOINT_PLANS, "sdpa_flash": _CHECKPOINT_PLANS},
-        time_limit_s=2.0,
-        case_timeout_s=180.0,
-    ),
+    "full": MemoryGrid(),
 }
 
-# ---- all notebooks ---------------------------------------------------------------------------------------------------
 
 GRIDS: dict[str, dict] = {
     "01_benchmarking": BENCHMARKING,
