@@ -204,9 +204,6 @@ def _head_kept_bytes(config: ModelConfig, batch: int, context: int, precision: s
     return kept
 
 
-# ---- peaks -------------------------------------------------------------------------------------------------------
-
-
 PEAK_PHASES = ("inference", "forward", "train_step")
 """inference: forward without gradient, to the logits. forward: with gradient, to the loss. train_step: forward,
 backward and a fused AdamW step, the optimizer's state made before, the gradients during it."""
@@ -371,9 +368,6 @@ def _train_step_moments(
     }
 
 
-# ---- recomputing blocks ------------------------------------------------------------------------------------------
-
-
 def checkpoint_plan(text: str, num_layers: int) -> tuple[int, ...]:
     """Returns a plan of recomputation as numbers of blocks: () for "none", (4,) for "4", (8, 2) for "8/2".
 
@@ -512,14 +506,6 @@ def balanced_checkpoint_interval(config: ModelConfig, batch: int, context: int, 
     """
     kept = block_activation_bytes(config, batch, context, **known)
     return math.sqrt(config.num_layers * residual_stream_bytes(config, batch, context) / kept)
-
-
-def model_flop_utilisation(flops: float, time_ms: float, peak_tflops: float) -> float:
-    """Returns achieved FLOP rate over `peak_tflops`; the caller names the FLOP convention and the peak."""
-    return flops / (time_ms * 1e-3) / (peak_tflops * 1e12)
-
-
-# ---- one attention call ----------------------------------------------------------------------------------------
 
 
 ATTENTION_KINDS = ("eager", "math", "fused")

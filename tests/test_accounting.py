@@ -139,11 +139,6 @@ def test_every_phase_has_its_flops_and_an_unknown_one_is_refused():
     assert all(phase in str(caught.value) for phase in PHASES)
 
 
-def test_utilisation_is_achieved_over_peak():
-    # 1e12 FLOPs in 10 ms are 100 TFLOP/s.
-    assert accounting.model_flop_utilisation(1e12, 10.0, 200.0) == pytest.approx(0.5, rel=1e-15)
-
-
 # ---- activations --------------------------------------------------------------------------------------------
 
 

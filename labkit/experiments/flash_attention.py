@@ -12,6 +12,7 @@ Shape suffixes: B batch, H heads, S length, D head dimension.
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -50,19 +51,50 @@ def cases(profile: str, device_kind: str, *, lengths: Sequence[int] = (), d_head
     grid = FLASH_ATTENTION[profile]
     for parameter, wanted in (("lengths", lengths), ("d_heads", d_heads)):
         narrowed(FLASH_ATTENTION, profile, parameter, wanted)  # rivals and memory have values beside these
-    attention_cases = [*_rival_cases(grid), *_speed_cases(grid), *_memory_cases(grid)]
-    return [
-        *ceiling_cases(tuple(grid.impls), grid.case_timeout_s),
-        *_algorithm_cases(grid),
-        *_weighted_sum_cases(grid),
-        *_tile_cases(grid),
-        *(
-            case
-            for case in attention_cases
-            if (not lengths or case.parameters["length"] in lengths)
-            and (not d_heads or case.parameters["d_head"] in d_heads)
-        ),
+    limit, time_limit = grid.case_timeout_s, grid.time_limit_s
+    algorithm = [
+        Case(
+            "algorithm",
+            {**ALGORITHM, "tile": tile, "causal": causal, "precision": "fp32"},
+            ("errors",) if causal else ("errors", "trace"),
+            limit,
+        )
+        for tile in grid.algorithm_tiles
+        for causal in (False, True)
     ]
+    weighted_sums = [
+        _contest_case(grid, "weighted_sum", {"rows": rows, "dim": dim, "precision": "fp32"}, tuple(_WEIGHTED_SUMS))
+        for rows, dim in grid.weighted_sums
+    ]
+    tiles_shape = _shape(grid.tiles_shape, "bf16")
+    tiles = [
+        Case("tiles", {**tiles_shape, **dict(zip(TILE_FIELDS, tile, strict=True))}, ("forward",), limit, time_limit)
+        for tile in grid.tiles
+    ]
+    rivals = [
+        dataclasses.replace(
+            _contest_case(grid, "rivals", _shape(rivalry, "bf16"), grid.rivals), time_limit_s=grid.rivals_time_limit_s
+        )
+        for rivalry in grid.rivalries
+    ]
+    memory = [
+        Case(
+            "memory",
+            {**_shape(Rivalry(1, 1, length, grid.memory_d_head, True), precision), "impl": impl},
+            ("forward", "forward_backward"),
+            limit,
+        )
+        for precision, impls in grid.memory_impls.items()
+        for impl in impls
+        for length in grid.memory_lengths
+    ]
+    narrowable = [
+        case
+        for case in (*rivals, *_speed_cases(grid), *memory)
+        if (not lengths or case.parameters["length"] in lengths)
+        and (not d_heads or case.parameters["d_head"] in d_heads)
+    ]
+    return [*ceiling_cases(tuple(grid.impls), limit), *algorithm, *weighted_sums, *tiles, *narrowable]
 
 
 def _shape(shape: Rivalry, precision: str) -> dict:
@@ -83,42 +115,18 @@ def _contest_case(grid: FlashAttentionGrid, section: str, parameters: dict, impl
     return Case(section, parameters, phases, grid.case_timeout_s, grid.time_limit_s)
 
 
-def _algorithm_cases(grid: FlashAttentionGrid) -> list[Case]:
-    return [
-        Case(
-            "algorithm",
-            {**ALGORITHM, "tile": tile, "causal": causal, "precision": "fp32"},
-            ("errors",) if causal else ("errors", "trace"),
-            grid.case_timeout_s,
-        )
-        for tile in grid.algorithm_tiles
-        for causal in (False, True)
-    ]
-
-
-def _weighted_sum_cases(grid: FlashAttentionGrid) -> list[Case]:
-    return [
-        _contest_case(grid, "weighted_sum", {"rows": rows, "dim": dim, "precision": "fp32"}, tuple(_WEIGHTED_SUMS))
-        for rows, dim in grid.weighted_sums
-    ]
-
-
-def _speed_cases(grid: FlashAttentionGrid) -> list[Case]:
-    """Shape by shape, so that one oracle serves what is timed in turn and what is timed alone."""
-    found = []
+def _speed_cases(grid: FlashAttentionGrid) -> Iterator[Case]:
+    """Yields shape by shape, so that one oracle serves what is timed in turn and what is timed alone."""
     for precision, impls in grid.impls.items():
-        for d_head in grid.d_heads:
-            for length in grid.lengths:
-                here = [impl for impl in impls if _is_measured(grid, impl, precision, length, d_head)]
-                if not here:
-                    continue
+        for d_head, length in itertools.product(grid.d_heads, grid.lengths):
+            here = [impl for impl in impls if _is_measured(grid, impl, precision, length, d_head)]
+            shape = _shape(Rivalry(1, 1, length, d_head, True), precision)
+            if here:
                 in_turn = [impl for impl in here if impl not in MATERIALISING]
-                shape = _shape(Rivalry(1, 1, length, d_head, True), precision)
-                found.append(_contest_case(grid, "speed", {**shape, "timed": "in turn"}, in_turn))
-                for impl in here:
-                    if impl in MATERIALISING:
-                        found.append(_contest_case(grid, "speed", {**shape, "timed": f"alone: {impl}"}, [impl]))
-    return found
+                yield _contest_case(grid, "speed", {**shape, "timed": "in turn"}, in_turn)
+            for impl in here:
+                if impl in MATERIALISING:
+                    yield _contest_case(grid, "speed", {**shape, "timed": f"alone: {impl}"}, [impl])
 
 
 def _is_measured(grid: FlashAttentionGrid, impl: str, precision: str, length: int, d_head: int) -> bool:
@@ -126,38 +134,6 @@ def _is_measured(grid: FlashAttentionGrid, impl: str, precision: str, length: in
         if key in grid.by_shape:
             return length in grid.by_shape[key].get(d_head, ())
     return impl != "sdpa" or length in grid.short_lengths
-
-
-def _rival_cases(grid: FlashAttentionGrid) -> list[Case]:
-    found = [_contest_case(grid, "rivals", _shape(rivalry, "bf16"), grid.rivals) for rivalry in grid.rivalries]
-    return [dataclasses.replace(case, time_limit_s=grid.rivals_time_limit_s) for case in found]
-
-
-def _tile_cases(grid: FlashAttentionGrid) -> list[Case]:
-    return [
-        Case(
-            "tiles",
-            {**_shape(grid.tiles_shape, "bf16"), **dict(zip(TILE_FIELDS, tile, strict=True))},
-            ("forward",),
-            grid.case_timeout_s,
-            grid.time_limit_s,
-        )
-        for tile in grid.tiles
-    ]
-
-
-def _memory_cases(grid: FlashAttentionGrid) -> list[Case]:
-    return [
-        Case(
-            "memory",
-            {**_shape(Rivalry(1, 1, length, grid.memory_d_head, True), precision), "impl": impl},
-            ("forward", "forward_backward"),
-            grid.case_timeout_s,
-        )
-        for precision, impls in grid.memory_impls.items()
-        for impl in impls
-        for length in grid.memory_lengths
-    ]
 
 
 class AttentionContest(Contest):
@@ -371,10 +347,6 @@ def _online_softmax(q: Tensor, k: Tensor, v: Tensor, options: dict) -> dict[str,
     return samples
 
 
-def _run_tile(device: hardware.Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
-    yield "forward", functools.partial(_measure_tile, device, case, ceilings)
-
-
 def _measure_tile(device: hardware.Device, case: Case, ceilings: dict[str, float]) -> Measured:
     """The forward kernel with other tiles than the shipped ones, held to the same gate."""
     if reason := _triton_unavailable(device):
@@ -385,15 +357,9 @@ def _measure_tile(device: hardware.Device, case: Case, ceilings: dict[str, float
     q_BHSD, k_BHSD, v_BHSD = (x.detach() for x in problem.inputs)
     shipped = labkit_flash.resolve_tiles(q_BHSD, k_BHSD, causal=shape.causal)
     tile = TileConfig(*(p[name] for name in TILE_FIELDS))
-    run = functools.partial(
-        labkit_flash.flash_attention_forward,
-        q_BHSD,
-        k_BHSD,
-        v_BHSD,
-        scale=shape.d_head**-0.5,
-        right=0 if shape.causal else -1,
-        config=dataclasses.replace(shipped, forward=tile),
-    )
+    options = {"scale": shape.d_head**-0.5, "right": 0 if shape.causal else -1}
+    options["config"] = dataclasses.replace(shipped, forward=tile)
+    run = functools.partial(labkit_flash.flash_attention_forward, q_BHSD, k_BHSD, v_BHSD, **options)
     try:
         out, _ = run()
     except triton.errors.TritonError as error:
@@ -453,7 +419,7 @@ SECTIONS = {
     "weighted_sum": contest_section(WeightedSumContest),
     "speed": contest_section(AttentionContest),
     "rivals": contest_section(AttentionContest),
-    "tiles": _run_tile,
+    "tiles": lambda *arguments: [("forward", functools.partial(_measure_tile, *arguments))],
     "memory": section(_measure_memory, _memory_call),
 }
 
