@@ -18,7 +18,7 @@ from labkit.experiments.benchmarking import run_steps
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_name, ceiling_value
 from labkit.experiments.oracle import by_formula, fp64_device
 from labkit.experiments.sections import empty_cache, freeze_modules, memory_bytes, run_section, section, timed
-from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
+from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.experiments.workload import load_compiler, step_parameters
 from labkit.kernels.attention import SDPA_BACKENDS, attention, unavailable_reason
 from labkit.kernels.reference import attention_reference
@@ -338,7 +338,4 @@ def storage_bytes(tensors: Sequence[Tensor]) -> int:
 
 SECTIONS = {**CEILINGS, "attention": section(_measure, _attention_call), "transformer": run_steps}
 
-
-def run_case(case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
-    """Yields each phase of `case` with the function that measures it. Runs in the worker process."""
-    return run_section(SECTIONS, case, ceilings)
+run_case = functools.partial(run_section, SECTIONS)

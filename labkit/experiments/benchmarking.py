@@ -20,7 +20,6 @@ from labkit.configs import (
     WARMUP_COUNTS,
     WARMUP_MEASURED_STEPS,
     WARMUP_PHASES,
-    BenchmarkingGrid,
     model_config,
     narrowed,
 )
@@ -60,48 +59,37 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts
     grid = BENCHMARKING[profile]
     wanted_sizes = narrowed(BENCHMARKING, profile, "sizes", sizes)
     wanted_contexts = narrowed(BENCHMARKING, profile, "contexts", contexts)
-    return [
-        *ceiling_cases(grid.precisions, grid.case_timeout_s),
-        Case("timer", {"kind": "negate"}, TIMER_PHASES[device_kind], grid.case_timeout_s),
-        *_warmup_cases(grid, wanted_sizes, wanted_contexts),
-        *_step_cases(grid, wanted_sizes, wanted_contexts),
-        *_compile_cases(grid, wanted_sizes, wanted_contexts),
-    ]
-
-
-def _step_cases(grid: BenchmarkingGrid, sizes: Sequence[str], contexts: Sequence[int]) -> list[Case]:
-    return [
-        Case("steps", step_parameters(size, context, precision), PHASES, grid.case_timeout_s, grid.time_limit_s)
-        for size in sizes
-        for context in contexts
-        for precision in grid.precisions
-    ]
-
-
-def _warmup_cases(grid: BenchmarkingGrid, sizes: Sequence[str], contexts: Sequence[int]) -> list[Case]:
-    return [
-        Case("warmup", step_parameters(size, context, "fp32"), (phase,), grid.case_timeout_s, fresh_process=True)
-        for size in sizes
+    limit, time_limit = grid.case_timeout_s, grid.time_limit_s
+    warmup = [
+        Case("warmup", step_parameters(size, context, "fp32"), (phase,), limit, fresh_process=True)
+        for size in wanted_sizes
         for context in grid.warmup_contexts
-        if context in contexts
+        if context in wanted_contexts
         for phase in WARMUP_PHASES
     ]
-
-
-def _compile_cases(grid: BenchmarkingGrid, sizes: Sequence[str], contexts: Sequence[int]) -> list[Case]:
-    return [
-        Case(
-            "compile", step_parameters(size, context, precision, compile=mode), COMPILE_PHASES, grid.case_timeout_s,
-            grid.time_limit_s, stop_at_failure=True,
-        )
+    steps = [
+        Case("steps", step_parameters(size, context, precision), PHASES, limit, time_limit)
+        for size in wanted_sizes
+        for context in wanted_contexts
+        for precision in grid.precisions
+    ]
+    compiled = [
+        step_parameters(size, context, precision, compile=mode)
         for size in grid.compile_sizes
-        if size in sizes
+        if size in wanted_sizes
         for context in grid.compile_contexts
-        if context in contexts
+        if context in wanted_contexts
         for precision in grid.compile_precisions
         for mode in COMPILE_MODES[1:]
         if mode == "regional" or size in grid.whole_compile_sizes
-    ]  # fmt: skip
+    ]
+    return [
+        *ceiling_cases(grid.precisions, limit),
+        Case("timer", {"kind": "negate"}, TIMER_PHASES[device_kind], limit),
+        *warmup,
+        *steps,
+        *(Case("compile", each, COMPILE_PHASES, limit, time_limit, stop_at_failure=True) for each in compiled),
+    ]
 
 
 def run_steps(device: hardware.Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
@@ -226,7 +214,4 @@ SECTIONS = {
     "compile": run_steps,
 }
 
-
-def run_case(case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
-    """Yields each phase of `case` with the function that measures it. Runs in the worker process."""
-    return run_section(SECTIONS, case, ceilings)
+run_case = functools.partial(run_section, SECTIONS)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from labkit import accounting, hardware
-from labkit.configs import MEMORY, MemoryGrid, model_config, narrowed
+from labkit.configs import MEMORY, model_config, narrowed
 from labkit.experiments.part_of_block import PARTS, measure_part
 from labkit.experiments.sections import (
     empty_cache,
@@ -67,6 +67,13 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts
     wanted_sizes = narrowed(MEMORY, profile, "sizes", sizes)
     wanted_contexts = narrowed(MEMORY, profile, "contexts", contexts)
     timeout_s = grid.case_timeout_s
+    size, precision = grid.checkpoint_size, grid.checkpoint_precision
+    recomputed = [
+        {**step_parameters(size, context, precision, attention=attention), "plan": plan}
+        for context in grid.checkpoint_contexts
+        for attention, plans in grid.checkpoint_plans.items()
+        for plan in plans
+    ]
     return [
         *(
             Case("peaks", step_parameters(size, context, precision), PEAK_PHASES, timeout_s)
@@ -79,24 +86,8 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts
             Case("block", {"part": part, "code": code, **vars(grid.block), "precision": "fp32"}, ("saved",), timeout_s)
             for part, code in PARTS
         ),
-        *_checkpoint_cases(grid),
+        *(Case("checkpointing", each, ("train_step",), timeout_s, grid.time_limit_s) for each in recomputed),
         *(Case("snapshot", {"file": file}, ("load",), timeout_s) for file in SNAPSHOT_FILES),
-    ]
-
-
-def _checkpoint_cases(grid: MemoryGrid) -> list[Case]:
-    size, precision = grid.checkpoint_size, grid.checkpoint_precision
-    return [
-        Case(
-            "checkpointing",
-            {**step_parameters(size, context, precision, attention=attention), "plan": plan},
-            ("train_step",),
-            grid.case_timeout_s,
-            grid.time_limit_s,
-        )
-        for context in grid.checkpoint_contexts
-        for attention, plans in grid.checkpoint_plans.items()
-        for plan in plans
     ]
 
 

@@ -7,6 +7,7 @@ and GELU), "steps" (time and memory in the precisions that notebook 01 does not 
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -22,7 +23,6 @@ from labkit.configs import (
     MIXED_PRECISION,
     MIXED_PRECISIONS,
     NORM_SETTINGS,
-    MixedPrecisionGrid,
     model_config,
     narrowed,
 )
@@ -33,7 +33,7 @@ from labkit.experiments.sweep import Case, Measured, PhaseRun
 from labkit.experiments.training import measure_training
 from labkit.experiments.workload import step_parameters, workload
 from labkit.models.transformer import TransformerLM
-from labkit.numerics import DTYPES, dtype_name
+from labkit.numerics import DTYPES, NORMS, dtype_name
 
 MEASUREMENT_VERSION = 2
 """2: bf16 autocast is timed too, between the other precisions of the same step, so that they are compared within a
@@ -86,52 +86,34 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts
     wanted_sizes = narrowed(MIXED_PRECISION, profile, "sizes", sizes)
     wanted_contexts = narrowed(MIXED_PRECISION, profile, "contexts", contexts)
     limit = grid.case_timeout_s
-    return [
-        *(Case("accumulation", parameters, ("sum",), limit) for parameters in _sums()),
-        *(Case("dtypes", parameters, ("read",), limit) for parameters in _dtype_parameters(grid)),
-        *(Case("normalisation", parameters, ("error",), limit) for parameters in _normalisations(grid)),
-        *(Case("epilogue", parameters, ("error",), limit) for parameters in _epilogues(grid)),
-        *(
-            Case("steps", step_parameters(size, context, precision), MIXED_PHASES, limit, grid.time_limit_s)
-            for size in wanted_sizes
-            for context in wanted_contexts
-            for precision in MIXED_PRECISIONS
-        ),
-        *(
-            Case("operators", step_parameters(size, grid.operator_context, precision), OPERATOR_PHASES, limit)
-            for size in grid.operator_sizes
-            for precision in OPERATOR_PRECISIONS
-        ),
-        *(Case("training", {"precision": precision, **vars(grid.task)}, ("training",), limit) for precision in RECIPES),
+    sums = [dict(zip(("method", "accumulator", "term", "cast"), series, strict=True)) for series in SERIES]
+    models = itertools.product(("toy", grid.transformer), ("fp16", "bf16"))
+    normalisations = [
+        {"norm": norm, "setting": setting, "input": dtype, "statistics": statistics, "scale": scale}
+        for norm in NORMS
+        for setting in NORM_SETTINGS
+        for dtype, statistics in NORM_VARIANTS
+        for scale in grid.norm_scales
     ]
-
-
-def _sums() -> Iterator[dict]:
-    for method, accumulator, term, cast in SERIES:
-        yield {"method": method, "accumulator": accumulator, "term": term, "cast": cast, "num_terms": NUM_TERMS}
-
-
-def _dtype_parameters(grid: MixedPrecisionGrid) -> Iterator[dict]:
-    for model in ("toy", grid.transformer):
-        for dtype in ("fp16", "bf16"):
-            yield {"model": model, "autocast": dtype}
-
-
-def _normalisations(grid: MixedPrecisionGrid) -> Iterator[dict]:
-    for norm in ("layer_norm", "rms_norm"):
-        for setting in NORM_SETTINGS:
-            for dtype, statistics_dtype in NORM_VARIANTS:
-                for scale in grid.norm_scales:
-                    names = {"norm": norm, "setting": setting, "input": dtype, "statistics": statistics_dtype}
-                    yield {**names, "scale": scale, "rows": grid.norm_shape[0], "features": grid.norm_shape[1]}
-
-
-def _epilogues(grid: MixedPrecisionGrid) -> Iterator[dict]:
-    for dtype in ("bf16", "fp16"):
-        for depth in grid.epilogue_depths:
-            for epilogue, form in EPILOGUES:
-                names = {"dtype": dtype, "epilogue": epilogue, "gelu": form}
-                yield {**names, "rows": grid.epilogue_shape[0], "columns": grid.epilogue_shape[1], "depth": depth}
+    norm_shape = dict(zip(("rows", "features"), grid.norm_shape, strict=True))
+    epilogue_shape = dict(zip(("rows", "columns"), grid.epilogue_shape, strict=True))
+    epilogues = [
+        {"dtype": dtype, "epilogue": epilogue, "gelu": form, **epilogue_shape, "depth": depth}
+        for dtype in ("bf16", "fp16")
+        for depth in grid.epilogue_depths
+        for epilogue, form in EPILOGUES
+    ]
+    steps = itertools.product(wanted_sizes, wanted_contexts, MIXED_PRECISIONS)
+    counted = itertools.product(grid.operator_sizes, (grid.operator_context,), OPERATOR_PRECISIONS)
+    return [
+        *(Case("accumulation", {**each, "num_terms": NUM_TERMS}, ("sum",), limit) for each in sums),
+        *(Case("dtypes", {"model": model, "autocast": dtype}, ("read",), limit) for model, dtype in models),
+        *(Case("normalisation", {**each, **norm_shape}, ("error",), limit) for each in normalisations),
+        *(Case("epilogue", each, ("error",), limit) for each in epilogues),
+        *(Case("steps", step_parameters(*step), MIXED_PHASES, limit, grid.time_limit_s) for step in steps),
+        *(Case("operators", step_parameters(*step), OPERATOR_PHASES, limit) for step in counted),
+        *(Case("training", {"precision": each, **vars(grid.task)}, ("training",), limit) for each in RECIPES),
+    ]
 
 
 class ToyModel(nn.Module):

@@ -115,9 +115,7 @@ def _run_profiles(device: hardware.Device, case: ProfiledCase, ceilings: dict[st
                 yield phase, functools.partial(_capture_here, live, case, phase)
 
 
-def run_case(case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
-    """Yields each phase of `case` with the function that measures it. Runs in the worker process."""
-    return run_section({"profiles": _run_profiles}, case, ceilings)
+run_case = functools.partial(run_section, {"profiles": _run_profiles})
 
 
 def require_room(device: hardware.Device, parameters: dict, phase: str) -> None:
@@ -149,9 +147,8 @@ def _observed(workload: Workload) -> dict:
     """Returns what else there is to know of the live objects, among it which attention "auto" is here."""
     config, impl = workload.model.config, workload.model.blocks[0].attention.attention
     dtype = numerics.tensor_dtype(workload.precision)
-    like_queries = torch.empty((1, 1, 1, config.d_head), dtype=dtype, device=workload.device.kind)
-    attention_runs = what_runs(impl, like_queries, like_queries, causal=True)
-    return {**workload.observed(), "attention_runs": attention_runs}
+    like_q = torch.empty((1, 1, 1, config.d_head), dtype=dtype, device=workload.device.kind)
+    return {**workload.observed(), "attention_runs": what_runs(impl, like_q, like_q, causal=True)}
 
 
 def _capture_here(workload: Workload, case: Case, phase: str) -> Measured:
