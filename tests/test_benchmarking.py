@@ -1,6 +1,5 @@
 """Notebook 01 measures the cases it says, each under the label of what really ran, and times nothing else."""
 
-import json
 import math
 import statistics
 import time
@@ -12,19 +11,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from chapters import CPU, H200, on_a_cpu
 
 from labkit import accounting, hardware
 from labkit.configs import BENCHMARKING, COMPILE_PHASES, PHASES, PRECISIONS, model_config
 from labkit.experiments import benchmarking, ceilings, open_session
 from labkit.experiments.benchmarking import cases, ceiling_name, run_case
 from labkit.experiments.sweep import Case, Measured, Skip
-from labkit.experiments.workload import Workload
+from labkit.experiments.workload import Workload, step_parameters
 from labkit.measure import timing
 from labkit.measure.timing import Timing
 from labkit.models.transformer import TransformerLM
 
-CPU = hardware.Device("cpu", "a processor", "cpu-a-processor")
-H200 = hardware.Device("cuda", "NVIDIA H200", "nvidia-h200")
 V100 = hardware.Device("cuda", "Tesla V100-SXM2-16GB", "tesla-v100-sxm2-16gb")
 THREE = {"num_warmup": 1, "min_samples": 3, "max_samples": 3, "time_limit_s": 1e9}
 
@@ -34,26 +32,13 @@ FULL_CONTEXTS = (128, 256, 512, 1024, 2048)
 
 @pytest.fixture(autouse=True)
 def this_device_is_a_cpu(monkeypatch):
-    """What runs here is measured on the CPU, briefly, and what it sets for the process is set back."""
-    monkeypatch.setattr(benchmarking.hardware, "detect", lambda: CPU)
     smoke = replace(benchmarking.BENCHMARKING["smoke"], time_limit_s=0.02)
     monkeypatch.setitem(benchmarking.BENCHMARKING, "smoke", smoke)
-    precision, num_threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
-    torch.set_num_threads(1)  # threads that wait for one another on a busy machine wait long
-    yield
-    torch.set_num_threads(num_threads)
-    torch.set_float32_matmul_precision(precision)
+    yield from on_a_cpu(monkeypatch)
 
 
 def parameters(size="nano", context=32, precision="fp32", compile="none", batch=4, attention="eager") -> dict:
-    return {
-        "size": size,
-        "context": context,
-        "batch": batch,
-        "precision": precision,
-        "compile": compile,
-        "attention": attention,
-    }
+    return {**step_parameters(size, context, precision, compile=compile, attention=attention), "batch": batch}
 
 
 def in_section(found: list[Case], section: str) -> list[Case]:
@@ -146,16 +131,6 @@ def test_the_timer_is_tried_by_every_method_of_the_device(kind, phases):
     assert set(phases) - {"independent"} <= set(timing.METHODS)
 
 
-@pytest.mark.parametrize("profile", ["smoke", "full"])
-def test_no_phase_is_measured_twice_and_every_case_survives_json(profile):
-    found = cases(profile, "cuda")
-    identities = Counter(
-        json.dumps([case.section, case.parameters, phase], sort_keys=True) for case in found for phase in case.phases
-    )
-    assert set(identities.values()) == {1}
-    assert all(json.loads(json.dumps(case.parameters)) == case.parameters for case in found)
-
-
 def test_a_grid_is_narrowed_to_sizes_and_contexts():
     everything, narrowed = cases("full", "cuda"), cases("full", "cuda", sizes=["small", "10b"], contexts=[512, 2048])
     expected = [
@@ -179,22 +154,6 @@ def test_a_size_may_be_given_by_its_alias():
 
 def test_a_size_given_twice_is_measured_once():
     assert cases("full", "cuda", sizes=["2.7b", "xl-2026"]) == cases("full", "cuda", sizes=["2.7b"])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"sizes": ["huge"]}, "unknown size 'huge'; accepted: nano, micro, small, .*, xl-2026, 2.7b-2025, 10b-2026"),
-        ({"sizes": ["small", "nano"]}, "size 'nano' is not in profile 'full'; accepted: small, .*, 10b"),
-        ({"sizes": ["xl"]}, "'xl' means two models: say 'xl-2025' .* or 'xl-2026'"),
-        ({"contexts": [128, 129]}, "context 129 is not in profile 'full'; accepted: 128, 256, 512, 1024, 2048$"),
-        ({"contexts": ["128"]}, "context '128' is not in profile 'full'; accepted: 128, "),
-    ],
-    ids=["unknown", "other profile", "ambiguous", "context", "context as text"],
-)
-def test_what_the_grid_does_not_have_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        cases("full", "cuda", **options)
 
 
 # ---- the label is what runs ---------------------------------------------------------------------------------

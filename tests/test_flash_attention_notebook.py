@@ -18,6 +18,7 @@ from collections import Counter
 
 import pytest
 import torch
+from chapters import CPU, on_a_cpu
 
 from labkit import accounting, hardware
 from labkit.configs import LEADERBOARD, MATERIALISING, PASSES
@@ -34,7 +35,6 @@ from labkit.report import flash_attention as report
 from labkit.report.chapter import Chapter
 
 NOTEBOOK = "06_flash_attention"
-CPU = hardware.Device("cpu", "a processor", "cpu-a-processor")
 DEVICE = "invented-device"
 
 
@@ -253,18 +253,6 @@ def test_options_narrow_the_grid():
     assert len(in_section(found, "ceilings")) == 4
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lengths": [100]}, "length 100 is not in profile 'smoke'; accepted: 128, 256, 512"),
-        ({"d_heads": [128]}, "head dimension 128 is not in profile 'smoke'; accepted: 16, 64"),
-    ],
-)
-def test_options_outside_the_profile_are_refused(options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        cases("smoke", "cpu", **options)
-
-
 # ---- the gate -------------------------------------------------------------------------------------------------
 
 
@@ -345,16 +333,11 @@ def test_the_oracle_in_blocks_is_the_formula(causal):
 
 @pytest.fixture
 def this_device_is_a_cpu(monkeypatch):
-    monkeypatch.setattr(experiment.hardware, "detect", lambda: CPU)
-    precision, num_threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
-    torch.set_num_threads(1)
     oracle.attention_problem.cache_clear()
-    yield
+    yield from on_a_cpu(monkeypatch)
     gc.unfreeze()  # what the experiment has frozen, tensors among it
     gc.collect()
     gc.freeze()
-    torch.set_num_threads(num_threads)
-    torch.set_float32_matmul_precision(precision)
 
 
 def contest_case(*impls: str, names=PASSES, section="speed", **parameters) -> Case:

@@ -8,6 +8,7 @@ import struct
 
 import pytest
 import torch
+from chapters import CPU
 from torch import nn
 
 from labkit import accounting
@@ -497,8 +498,6 @@ def test_what_the_accounting_does_not_know_is_refused():
 
 
 # ---- recomputing -----------------------------------------------------------------------------------------------------
-
-CPU = experiment.hardware.Device("cpu", "a processor", "cpu-a-processor")
 
 
 FOUR_BLOCKS = ModelConfig("four blocks", "test", 64, 128, 4, 4, vocab_size=50)

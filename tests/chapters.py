@@ -1,0 +1,25 @@
+"""What the tests of several chapters share."""
+
+from collections.abc import Iterator
+
+import torch
+
+from labkit import hardware
+
+CPU = hardware.Device("cpu", "a processor", "cpu-a-processor")
+H200 = hardware.Device("cuda", "NVIDIA H200", "nvidia-h200")
+H200_BYTES = 150_109_880_320
+
+
+def on_a_cpu(monkeypatch, *, is_detected: bool = True) -> Iterator[None]:
+    """What runs meanwhile is measured on the CPU by one thread, and what it sets for the process is set back.
+
+    One thread, since threads that wait for one another on a busy machine wait long.
+    """
+    if is_detected:
+        monkeypatch.setattr(hardware, "detect", lambda: CPU)
+    precision, num_threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+    torch.set_float32_matmul_precision(precision)

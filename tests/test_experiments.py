@@ -1,0 +1,73 @@
+"""What holds for the experiments of all notebooks: their cases, what they refuse, their size."""
+
+import importlib
+import inspect
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from labkit import experiments
+from labkit.configs import FIGURES, GRIDS, REFERENCE_DEVICE
+from labkit.records import RecordStore
+
+PROFILES = ("smoke", "full")
+
+
+def experiment_of(notebook: str):
+    return importlib.import_module(f"labkit.experiments.{notebook.split('_', 1)[1]}")
+
+
+def keys(found: list) -> list[tuple[str, str, str]]:
+    """Returns what tells one measurement of these cases or records from another."""
+    return [
+        (one.section, json.dumps(parameters, sort_keys=True), phase)
+        for one in found
+        for parameters in [one.parameters if hasattr(one, "parameters") else one.case]
+        for phase in (one.phases if hasattr(one, "phases") else [one.phase])
+    ]
+
+
+@pytest.mark.parametrize("notebook", GRIDS)
+@pytest.mark.parametrize("profile", PROFILES)
+def test_no_phase_is_measured_twice_and_every_case_survives_json(notebook, profile):
+    found = experiment_of(notebook).cases(profile, "cuda")
+    assert set(Counter(keys(found)).values()) == {1}
+    assert all(json.loads(json.dumps(case.parameters)) == case.parameters for case in found)
+
+
+@pytest.mark.parametrize("notebook", GRIDS)
+def test_what_is_recorded_stays_recorded(notebook):
+    """Each committed record of a version that counts is of a case of the grid: a run resumes and measures none anew."""
+    experiment = experiment_of(notebook)
+    versions = {experiment.MEASUREMENT_VERSION, *getattr(experiment, "STANDING_VERSIONS", ())}
+    records = RecordStore(FIGURES / REFERENCE_DEVICE / "records" / f"{notebook}.jsonl").load()
+    recorded = set(keys([record for record in records if record.measurement_version in versions]))
+    assert recorded and recorded <= set(keys(experiment.cases("full", "cuda")))
+
+
+VALUES = {"sizes": ("nano", "xl", "huge"), "contexts": (100, "128"), "lengths": (100, "256"), "d_heads": (65,)}
+TEXTS = {
+    "nano": "size 'nano' is not in profile 'full'; accepted: small, medium",
+    "xl": "'xl' means two models: say 'xl-2025' (1.998 B) or 'xl-2026'",
+    "huge": "unknown size 'huge'; accepted: nano, micro, small",
+}
+
+
+@pytest.mark.parametrize("notebook", GRIDS)
+def test_what_the_grid_does_not_have_is_refused(notebook):
+    cases, grid = experiment_of(notebook).cases, GRIDS[notebook]["full"]
+    for option in list(inspect.signature(cases).parameters)[2:]:
+        smallest = min(getattr(grid, option)) if option != "sizes" else ""
+        for value in VALUES[option]:
+            accepted = f" {value!r} is not in profile 'full'; accepted: {smallest}"
+            with pytest.raises(ValueError, match=re.escape(TEXTS.get(value, accepted))):
+                cases("full", "cuda", **{option: [*getattr(grid, option)[:1], value]})
+
+
+def test_no_experiment_is_longer_than_450_lines():
+    paths = [path for path in Path(experiments.__file__).parent.glob("*.py") if path.stem != "sweep"]
+    lengths = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
+    assert {name: length for name, length in lengths.items() if length > 450} == {}
