@@ -210,14 +210,7 @@ backward and a fused AdamW step, the optimizer's state made before, the gradient
 
 
 def peak_moments(
-    config: ModelConfig,
-    batch: int,
-    context: int,
-    phase: str,
-    *,
-    precision: str,
-    attention: str,
-    device_kind: str,
+    config: ModelConfig, batch: int, context: int, phase: str, *, precision: str, attention: str, device_kind: str
 ) -> dict[str, int]:
     """Returns the bytes in use at each moment of a phase that can be its peak; the largest of them is the prediction.
 

@@ -206,12 +206,6 @@ def _time_queued_calls(device: hardware.Device, function: Callable, source: torc
     return elapsed_ms / num_calls
 
 
-SECTIONS = {
-    **CEILINGS,
-    "timer": section(_measure_timer),
-    "steps": run_steps,
-    "warmup": run_steps,
-    "compile": run_steps,
-}
+SECTIONS = {**CEILINGS, "timer": section(_measure_timer), "steps": run_steps, "warmup": run_steps, "compile": run_steps}
 
 run_case = functools.partial(run_section, SECTIONS)

@@ -30,14 +30,7 @@ from labkit.experiments.sections import (
 from labkit.experiments.snapshot_files import SNAPSHOT_FILES, measure_snapshot
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
 from labkit.experiments.workload import RecomputingWorkload, step_parameters
-from labkit.measure.memory import (
-    DEVICE_KINDS,
-    Owner,
-    OwnerLog,
-    Recorder,
-    Usage,
-    measure_usage,
-)
+from labkit.measure.memory import DEVICE_KINDS, Owner, OwnerLog, Recorder, Usage, measure_usage
 from labkit.measure.snapshots import BEFORE, Allocation, History
 from labkit.measure.timing import time_callable
 
@@ -167,10 +160,7 @@ def _measure_parts_of_step(workload: RecomputingWorkload) -> dict[str, int]:
 
 def _left_behind(part: str, usage: Usage, beside: int = 0) -> dict[str, int]:
     """Returns the bytes of a part, without `beside` of them: the allocator's blocks, and what was asked of them."""
-    return {
-        f"{part}_bytes": usage.kept_bytes - beside,
-        f"{part}_requested_bytes": usage.requested_bytes - beside,
-    }
+    return {f"{part}_bytes": usage.kept_bytes - beside, f"{part}_requested_bytes": usage.requested_bytes - beside}
 
 
 def _require_room(device: hardware.Device, parameters: dict, phase: str) -> None:

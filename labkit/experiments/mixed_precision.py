@@ -18,14 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from labkit import hardware, numerics
-from labkit.configs import (
-    MIXED_PHASES,
-    MIXED_PRECISION,
-    MIXED_PRECISIONS,
-    NORM_SETTINGS,
-    model_config,
-    narrowed,
-)
+from labkit.configs import MIXED_PHASES, MIXED_PRECISION, MIXED_PRECISIONS, NORM_SETTINGS, model_config, narrowed
 from labkit.experiments.recipes import RECIPES, PrecisionWorkload, Recipe, require_recipe
 from labkit.experiments.rounding import NUM_TERMS, measure_epilogue, measure_normalisation, measure_sum
 from labkit.experiments.sections import Runner, empty_cache, run_section, section, timed
