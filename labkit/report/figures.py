@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -47,7 +47,7 @@ STYLES = {
     "regional": Style("#d55e00", "s", "--"),
     "whole": Style("#009e73", "D", ":"),
     # implementations of attention: ours in reds, solid; the rest dashed or dotted
-    "eager": Style("#7f7f7f", "x"),
+    "eager": Style("#7f7f7f", ">"),  # a cross is what ran out of memory
     "compiled": Style("#8c6d31", "s", ":"),
     "compiled_heads": Style("#8c6d31", "D", "-."),
     "sdpa": Style("#4d4d4d", "d", "--"),
@@ -213,6 +213,20 @@ def finish(figure: Figure, axes: Sequence[Axes], title: str = "", *, num_columns
         figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=columns)
     if title:
         figure.suptitle(title, fontsize=10)
+
+
+def stack(axis: Axes, x: Sequence[float], layers: Mapping[str, Sequence[float]], colours: Mapping[str, str]) -> None:
+    """Draws layers over one another, from the bottom to the top, and writes its name into each thick one."""
+    axis.stackplot(
+        x, list(layers.values()), colors=[colours[name] for name in layers], labels=list(layers), linewidth=0
+    )
+    below = pd.Series(0.0, index=range(len(x)))
+    for name, values in layers.items():
+        room = pd.Series(values).rolling(max(3, len(x) // 6), center=True).min()  # over about the text's width
+        if room.notna().any() and room.max() > 0.06 * max(map(sum, zip(*layers.values(), strict=True))):
+            middle = below[room.idxmax()] + values[room.idxmax()] / 2
+            axis.text(x[room.idxmax()], middle, name, fontsize=7.5, ha="center", va="center")
+        below += values
 
 
 def label_ends(axis: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:

@@ -25,6 +25,16 @@ def percent(fraction: float | None, digits: int = 2) -> str:
     return "–" if fraction is None or not math.isfinite(fraction) else f"{number(100 * fraction, digits)} %"
 
 
+def gib(value: float | None) -> str:
+    """Returns bytes in GiB with three significant digits, "–" for none."""
+    return number(value / 2**30) if value else "–"
+
+
+def mib(value: float) -> str:
+    """Returns bytes in MiB with two decimals, exact enough for single tensors."""
+    return f"{value / 2**20:,.2f}"
+
+
 def power(value: float, base: int = 10) -> str:
     """Returns the nearest power of `base`, as "10⁻³"."""
     exponent = str(round(math.log(value, base)))

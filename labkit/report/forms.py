@@ -53,6 +53,20 @@ def pairs(
     return in_order(pd.DataFrame(result, columns=columns), [column, *keys])
 
 
+def exact_pairs(
+    frame: pd.DataFrame, column: str, base: str, *, keys: Sequence[str], value: str = "peak_bytes"
+) -> pd.DataFrame:
+    """Returns one row per case and other value of `column` with base_<value>, `ratio` to it and the exact `verdict`.
+
+    Args: as of `pairs`, but of bytes or counts. Above 1 the other takes more than the base, which is "behind".
+    """
+    rows = ok_rows(frame)
+    others, bases = rows[rows[column] != base], rows[rows[column] == base][[*keys, value]]
+    both = others.merge(bases.rename(columns={value: f"base_{value}"}), on=list(keys))
+    verdict = [verdicts.exact(*pair) for pair in zip(both[value], both[f"base_{value}"], strict=True)]
+    return in_order(both.assign(ratio=both[value] / both[f"base_{value}"], verdict=verdict), [column, *keys])
+
+
 def summary(pairs: pd.DataFrame, name: Callable[[dict], str], limit: int = 3) -> str:
     """Returns how often the one side is ahead, level, behind or undecided, with the range and the cases that are not.
 
@@ -127,20 +141,28 @@ def matched(theirs: pd.DataFrame, ours: pd.DataFrame, keys: Sequence[str], value
     return joined.assign(ratio=joined["published_ms"] / joined[value])
 
 
-def published_table(matched: pd.DataFrame, case: Callable[[dict], str], limit: int = 12) -> pd.DataFrame:
-    """Returns the published figures beside ours, at most `limit` rows spread over the GPUs; the CSV has all."""
+def published_table(
+    matched: pd.DataFrame, case: Callable[[dict], str], limit: int = 12, *, name: str = "ms", value: str = "median_ms"
+) -> pd.DataFrame:
+    """Returns the published figures beside ours, at most `limit` rows spread over the GPUs; the CSV has all.
+
+    Args:
+        matched: rows with gpu, phase, published_<name>, `value`, ratio and caveat; case: how a row's case is called.
+        name: the unit in which both are given.
+    """
     if len(matched) > limit:
         position = matched.groupby("gpu").cumcount() / matched.groupby("gpu")["gpu"].transform("size")
         chosen = position.sort_values(kind="stable").index[:limit]
         matched = matched.loc[sorted(chosen)]
+    unit = {"gib": "GiB"}.get(name, name)
     return pd.DataFrame(
         {
             "published on": row["gpu"],
             "case": case(row),
             "phase": PHASE_NAMES.get(row["phase"], row["phase"]),
-            "published (ms)": number(row["published_ms"]),
-            "here (ms)": number(row["median_ms"]),
-            "here, kind": verdicts.kind_of_time(row),
+            f"published ({unit})": number(row[f"published_{name}"]),
+            f"here ({unit})": number(row[value]),
+            **({"here, kind": verdicts.kind_of_time(row)} if "timer_method" in row else {}),
             "published / here": times(row["ratio"]),
             "caveat": row["caveat"] or "–",
         }
