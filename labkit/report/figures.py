@@ -222,10 +222,11 @@ def stack(axis: Axes, x: Sequence[float], layers: Mapping[str, Sequence[float]],
     )
     below = pd.Series(0.0, index=range(len(x)))
     for name, values in layers.items():
-        room = pd.Series(values).rolling(max(3, len(x) // 6), center=True).min()  # over about the text's width
+        room = pd.Series(values).rolling(max(3, len(x) // 5), center=True).min()  # over about the text's width
         if room.notna().any() and room.max() > 0.06 * max(map(sum, zip(*layers.values(), strict=True))):
             middle = below[room.idxmax()] + values[room.idxmax()] / 2
-            axis.text(x[room.idxmax()], middle, name, fontsize=7.5, ha="center", va="center")
+            look = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1}
+            axis.text(x[room.idxmax()], middle, name, fontsize=7.5, ha="center", va="center", bbox=look)
         below += values
 
 

@@ -26,7 +26,7 @@ WITHIN = 0.03
 """Relative error up to which a predicted peak counts as met."""
 
 PARTS = {"parameters": "parameter", "gradients": "gradient", "optimizer state": "optimizer", "activations": "made"}
-"""What a step is made of, and the metric that holds it."""
+"""What a step is made of, and the metric that holds it: activations of a forward pass, the rest of a training step."""
 
 CATEGORIES = ("other", "parameters", "optimizer state", "gradients", "activations", "temporary")
 COLOURS = dict(zip(CATEGORIES, ("#999999", "#0072b2", "#56b4e9", "#5d3a9b", "#009e73", "#e69f00"), strict=True))
@@ -67,10 +67,7 @@ def peaks(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def parts(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns size, context, precision, part, and the bytes that its tensors asked for, `measured` and `predicted`.
-
-    The activations are those of a forward pass with gradient, the rest is of the training step.
-    """
+    """Returns size, context, precision, part, and the bytes its tensors asked for, `measured` and `predicted`."""
     rows = []
     for row in ok_rows(peaks(frame)).to_dict("records"):
         config = model_config(row["size"])
@@ -133,9 +130,9 @@ def findings_peaks(frame: pd.DataFrame) -> list[str]:
         off = made["measured"] / made["predicted"] - 1
         worst = made.loc[off.abs().idxmax()]
         sentences.append(
-            f"Closed forms give {(off == 0).sum()} of {len(made)} parts to the byte, all within "
-            f"{percent(off.abs().max())} ({worst['part']} of {case_name(worst)} in {worst['precision']}). Before the first token a step holds 16 "
-            "bytes per parameter: weight 4, gradient 4, AdamW's moments 8."
+            f"Closed forms give {(off == 0).sum()} of {len(made)} parts to the byte; the largest miss is "
+            f"{percent(off.abs().max())} ({worst['part']} of {case_name(worst)} in {worst['precision']}). Before the "
+            "first token a step holds 16 bytes per parameter: weight 4, gradient 4, AdamW's moments 8."
         )
     if len(ok := ok_rows(rows)):
         good = ((ok["predicted_bytes"] + ok["other_bytes"]) / ok["peak_bytes"] - 1).abs() <= WITHIN
@@ -234,16 +231,17 @@ def residuals(frame: pd.DataFrame) -> pd.DataFrame:
     if kept.empty:
         return kept
     kept["operator"] = kept["operator"].where(kept["operator"] != "", kept["shape"])
-    kept = kept.groupby(["part", "code", "operator", "module"], sort=False)[["count", "num_distinct", "saved_bytes"]]
+    kept = kept.rename(columns={"count": "residuals", "num_distinct": "distinct"})
+    kept = kept.groupby(["part", "code", "operator", "module"], sort=False)[["residuals", "distinct", "saved_bytes"]]
     return kept.sum().reset_index().sort_values("saved_bytes", ascending=False, kind="stable")
 
 
 def table_residuals(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns what each operator of an eager block keeps, and its share."""
-    rows = select(residuals(frame), part="block", code="eager").drop(columns=["part", "code"])
-    rows = rows.rename(columns={"count": "residuals", "num_distinct": "distinct"})
-    kept = rows.pop("saved_bytes")
-    return rows.assign(**{"kept (MiB)": kept.map(mib), "share": (kept / kept.sum()).map(percent)})
+    rows = select(residuals(frame), part="block", code="eager")
+    kept = rows.get("saved_bytes", pd.Series(dtype=float))
+    rows = rows.assign(**{"kept (MiB)": kept.map(mib), "share": (kept / kept.sum()).map(percent)})
+    return rows.drop(columns=["saved_bytes", "part", "code"], errors="ignore")
 
 
 def findings_blocks(frame: pd.DataFrame) -> list[str]:
@@ -327,7 +325,7 @@ def figure_checkpointing(frame: pd.DataFrame) -> Figure | None:
         for row in ok_rows(group, plan=["none", "1", "4", "16", "32", "6/1"]).to_dict("records"):
             at = (row["peak_bytes"] / GIB, row["median_ms"])
             right.annotate(row["plan"], at, xytext=(5, 4), textcoords="offset points", fontsize=7.5)
-    figures.context_axis(left, sorted(set(single["k"])), "k, blocks recomputed together")
+    figures.context_axis(left, sorted(set(single["k"])) or [1], "k, blocks recomputed together")
     left.set(ylabel="peak (GiB)", title="peak by k (line: predicted)")
     right.set(xlabel="peak (GiB)", ylabel="training step, call time (ms)", title="time against memory, by plan")
     right.margins(0.12)
