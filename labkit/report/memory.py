@@ -136,27 +136,26 @@ def findings_peaks(frame: pd.DataFrame) -> list[str]:
         )
     if len(ok := ok_rows(rows)):
         good = ((ok["predicted_bytes"] + ok["other_bytes"]) / ok["peak_bytes"] - 1).abs() <= WITHIN
-        sentences.append(
-            f"{forms.agreement(ok, 'peak_bytes', 'predicted_bytes', WITHIN, name)}. The allocator counts "
-            f"{span(ok['other_bytes'], mib)} MiB beside tensors (library workspaces, rounded sizes), much of a small "
-            f"model's peak; with them added, {good.sum()} are."
-        )
+        text = f"{forms.agreement(ok, 'peak_bytes', 'predicted_bytes', WITHIN, name)}."
+        if ok["other_bytes"].any():
+            text += f" Beside tensors the allocator counts {span(ok['other_bytes'], mib)} MiB (library workspaces, "
+            text += f"rounded sizes), much of a small model's peak; with them added, {good.sum()} are."
+        sentences.append(text)
     steps, tried = select(rows, phase="train_step"), select(rows, status="oom")
     if len(lost := select(steps, status=["oom", "skipped"])):
-        fits = ok_rows(steps).groupby("size")["context"].max().map("{:,}".format)
-        limits = listing(f"{size} up to {fits.get(size, 'none')}" for size in lost["size"].unique())
+        fits = ok_rows(steps).groupby("size")["context"].max().map("up to {:,}".format)
+        limits = listing(f"{size} {fits.get(size, 'at none')}" for size in lost["size"].unique())
         known = (tried["predicted_bytes"] > rows["device_bytes"].max()).sum() if "device_bytes" in rows else 0
         sentences.append(
-            f"A training step fits at every context measured, but for {limits}. {count(len(tried), 'phase')} ran out "
-            f"of memory, {known} as predicted; {len(select(rows, status='skipped'))} were predicted to and not tried."
+            f"Training steps that do not always fit: {limits}. {count(len(tried), 'phase')} ran out of memory, "
+            f"{known} as predicted; {len(select(rows, status='skipped'))} more were predicted to and not tried."
         )
     return sentences + forms.failures(frame)
 
 
 def recordings(frame: pd.DataFrame) -> list[dict]:
     """Returns the recorded phases in order."""
-    order = ["precision", "size", "context", "phase"]
-    return in_order(ok_rows(frame), order).to_dict("records") if len(frame) else []
+    return in_order(ok_rows(frame), ["precision", *CASE[:2], "phase"]).to_dict("records") if len(frame) else []
 
 
 def at_peak(row: dict, category: str) -> float:
@@ -259,7 +258,7 @@ def findings_blocks(frame: pd.DataFrame) -> list[str]:
             f"{mib(by_heads[0])}, for {2 * heads} heads {mib(by_heads[1])}: each head has scores of its own.",
             f"The residual stream, 4·B·T·d_model bytes, is {mib(quarter)} MiB at {context // 4} tokens and "
             f"{mib(eager['stream_bytes'])} MiB at {context:,}; there the block keeps "
-            f"{times(saved / eager['stream_bytes'])} as much, gradients are {mib(eager['gradient_bytes'])} MiB.",
+            f"{times(saved / eager['stream_bytes'])} as much. Gradients take {mib(eager['gradient_bytes'])} MiB.",
         ]
     changes = [
         f"{part.replace('_', ' ')} from {int(one['num_residuals'])} residuals, {mib(one['saved_bytes'])} MiB, to "
@@ -346,7 +345,9 @@ def findings_checkpointing(frame: pd.DataFrame) -> list[str]:
             layers, kept = config.num_layers, predicted(accounting.block_activation_bytes, row, frame) / stream
             without = f"{plain['status']}, {gib(plain['predicted_bytes'])} GiB predicted"
             if plain["status"] == "ok":
-                without = f"{gib(plain['peak_bytes'])} GiB, {number(plain['median_ms'])} ms: {times(row['slowdown'])}"
+                without = (
+                    f"{gib(plain['peak_bytes'])} GiB, {number(plain['median_ms'])} ms: time {times(row['slowdown'])}"
+                )
             sentences.append(
                 f"With {who} ({case_name(row)}, {row['precision']}) the peak is lowest at k = {row['plan']}: "
                 f"{gib(row['peak_bytes'])} GiB and {number(row['median_ms'])} ms a step, call time (without "
@@ -360,8 +361,12 @@ def findings_checkpointing(frame: pd.DataFrame) -> list[str]:
             grows = accounting.block_gradient_bytes(config) > stream
     if deeper:
         text = f"Beside the lowest peak of a single level, that of a nested one is {listing(deeper)}."
-        why = " A block's gradients are larger than its input, so the peak lies at the end of backward, where the "
-        sentences.append(text + (f"{why}inputs are gone: keeping fewer of them cannot lower it." if grows else ""))
+        if grows and all(part.startswith("equal") for part in deeper):
+            text += (
+                " A block's gradients are larger than its input, so the peak lies at the end of backward, where the "
+            )
+            text += "inputs are gone: keeping fewer of them cannot lower it."
+        sentences.append(text)
     return sentences
 
 
@@ -442,7 +447,6 @@ def symptoms(chapter: Chapter) -> list[dict[str, str]]:
     if not {("eager", "none"), ("sdpa_flash", "none"), ("sdpa_flash", "1")} <= gave.keys():
         return []
     gains = f"{gave['eager', 'none']} → {gave['sdpa_flash', 'none']} → {gave['sdpa_flash', '1']} GiB (peak)"
-    names = ("what you see", "what bounds it", "what to do", "what it gave here")
-    kept = "the attention scores, then what each block keeps"
-    remedy = "SDPA's FlashAttention, then recompute every block"
-    return [dict(zip(names, ("out of memory at long context", kept, remedy, gains), strict=True))]
+    bound, remedy = "the scores, then what blocks keep", "SDPA's FlashAttention, then recompute every block"
+    row = {"what you see": "out of memory at long context", "what bounds it": bound, "what to do": remedy}
+    return [row | {"what it gave here": gains}]
