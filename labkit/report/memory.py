@@ -328,9 +328,8 @@ def figure_checkpointing(frame: pd.DataFrame) -> Figure | None:
     left.set(ylabel="peak (GiB)", title="peak by k (line: predicted)")
     right.set(xlabel="peak (GiB)", ylabel="training step, call time (ms)", title="time against memory, by plan")
     right.margins(0.12)
-    row = rows.iloc[0]
-    title = f"Recomputed blocks, {case_name(row)}, batch {row['batch']}, {row['precision']}, {frame.attrs['device']}"
-    figures.finish(figure, [left, right], f"{title} (× out of memory)")
+    title = f"Recomputed blocks, {name(rows.iloc[0])}, {frame.attrs['device']} (× out of memory)"
+    figures.finish(figure, [left, right], title)
     return figure
 
 
@@ -345,9 +344,8 @@ def findings_checkpointing(frame: pd.DataFrame) -> list[str]:
             layers, kept = config.num_layers, predicted(accounting.block_activation_bytes, row, frame) / stream
             without = f"{plain['status']}, {gib(plain['predicted_bytes'])} GiB predicted"
             if plain["status"] == "ok":
-                without = (
-                    f"{gib(plain['peak_bytes'])} GiB, {number(plain['median_ms'])} ms: time {times(row['slowdown'])}"
-                )
+                without = f"{gib(plain['peak_bytes'])} GiB and {number(plain['median_ms'])} ms"
+                without += f", so {times(row['slowdown'])} the time"
             sentences.append(
                 f"With {who} ({case_name(row)}, {row['precision']}) the peak is lowest at k = {row['plan']}: "
                 f"{gib(row['peak_bytes'])} GiB and {number(row['median_ms'])} ms a step, call time (without "
