@@ -32,6 +32,9 @@ ORDER = {
 }
 """Order of the values of each column that is not numeric."""
 
+WORDS = {*ORDER, "case", "published on", "commit", "measured"}
+"""Columns of a table that are set to the left though their cells may look like numbers."""
+
 NOT_IN_CSV = ("section", "samples", "observed", "session", "timer_interval", "timer_num_warmup", "timer_stop_reason")
 
 
@@ -107,7 +110,7 @@ def pivot(frame: pd.DataFrame, index: Sequence[str], columns: str, text: Callabl
 
 def to_markdown(frame: pd.DataFrame) -> str:
     """Returns a Markdown table; numbers and statuses to the right, pipes and angle brackets escaped."""
-    rules = ["---" if name in ORDER or _is_text(frame[name]) else "---:" for name in frame]
+    rules = ["---" if name in WORDS or _is_text(frame[name]) else "---:" for name in frame]
     columns = [[escaped(value) for value in frame[name].tolist()] for name in frame.columns]
     rows = [[escaped(name) for name in frame.columns], *zip(*columns, strict=True)]
     head, *lines = ["".join(f"| {text} " if text else "| " for text in row) + "|" for row in rows]
@@ -119,7 +122,10 @@ def to_csv(frame: pd.DataFrame) -> str:
 
     Columns that are empty throughout, nested values and what only identifies a record are left out.
     """
-    kept = frame.drop(columns=[name for name in NOT_IN_CSV if name in frame])
+    kept = frame.drop(columns=[name for name in WORDS = {*ORDER, "case", "published on", "commit", "measured"}
+"""Columns of a table that are set to the left though their cells may look like numbers."""
+
+NOT_IN_CSV if name in frame])
     kept = kept.loc[:, [not (kept[name].isna() | (kept[name] == "")).all() for name in kept]]
     return kept.to_csv(index=False, float_format="%.6g", lineterminator="\n")
 
