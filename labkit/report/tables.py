@@ -108,6 +108,15 @@ def pivot(frame: pd.DataFrame, index: Sequence[str], columns: str, text: Callabl
     )
 
 
+def unfolded(frame: pd.DataFrame, keys: Sequence[str], samples: Sequence[str]) -> pd.DataFrame:
+    """Returns the samples of these names, one row per element, beside the columns `keys` of the rows that have them."""
+    rows = [row for row in ok_rows(frame).to_dict("records") if set(samples) <= row["samples"].keys()]
+    parts = [
+        pd.DataFrame({key: row[key] for key in keys} | {key: row["samples"][key] for key in samples}) for row in rows
+    ]
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+
+
 def to_markdown(frame: pd.DataFrame) -> str:
     """Returns a Markdown table; numbers and statuses to the right, pipes and angle brackets escaped."""
     rules = ["---" if name in WORDS or _is_text(frame[name]) else "---:" for name in frame]
