@@ -15,7 +15,7 @@ from labkit.configs import MIXED_PHASES, NORM_SETTINGS, SIZES
 from labkit.report import figures, forms, verdicts
 from labkit.report.chapter import Chapter
 from labkit.report.findings import count, listing, number, percent, power, scientific, span, times
-from labkit.report.tables import PHASE_NAMES, cell, in_order, ok_rows, select
+from labkit.report.tables import PHASE_NAMES, cell, in_order, ok_rows, pivot, select
 
 NAMES = {
     "fp32": "fp32",
@@ -58,10 +58,7 @@ def published_sums() -> dict[tuple, list[float]]:
 
 
 def sums(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns the measured series with `sum` as text, `published` ("–" for none), `rounded_terms` and `spacing`.
-
-    rounded_terms: the exact sum of the terms as rounded; spacing: of the accumulator's numbers at the sum.
-    """
+    """Returns the series with the published sum, the exact sum of the rounded terms and the spacing at the sum."""
     rows, known = ok_rows(frame), published_sums()
     series = zip(*(rows[key] for key in SERIES_KEYS), strict=True)
     return rows.assign(
@@ -72,21 +69,26 @@ def sums(frame: pd.DataFrame) -> pd.DataFrame:
     )
 
 
+def merged(table: pd.DataFrame, column: str) -> pd.DataFrame:
+    """Returns the table with the rows that differ in `column` alone made one, its values joined."""
+    rest = [name for name in table if name != column]
+    return table.groupby(rest, sort=False)[column].agg("; ".join).reset_index()[list(table)] if len(table) else table
+
+
 def table_accumulation(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns the sum of every series beside the published one, the sum of its rounded terms and the spacing there."""
     rows = sums(frame)
-    return pd.DataFrame(
-        {
-            "added": rows["method"].map(METHODS),
-            "accumulator": rows["accumulator"],
-            "terms": rows["term"] + rows["cast"].map({"none": ""}).fillna(", " + rows["cast"] + " cast"),
-            "sum": rows["sum"],
-            "published": rows["published"],
-            "error": rows["error"].map("{:+.1e}".format),
-            "exact sum of the rounded terms": rows["rounded_terms"].map("{:.4f}".format),
-            "spacing at the sum": rows["spacing"].map(scientific),
-        }
-    )
+    table = {
+        "added": rows["method"].map(METHODS),
+        "accumulator": rows["accumulator"],
+        "terms": rows["term"] + rows["cast"].map({"none": ""}).fillna(", " + rows["cast"] + " cast"),
+        "sum": rows["sum"],
+        "published": rows["published"],
+        "error": rows["error"].map("{:+.1e}".format),
+        "rounded terms, exact sum": rows["rounded_terms"].map("{:.4f}".format),
+        "spacing there": rows["spacing"].map(scientific),
+    }
+    return merged(pd.DataFrame(table), "added")
 
 
 def figure_accumulation(frame: pd.DataFrame) -> Figure | None:
@@ -134,7 +136,7 @@ def findings_accumulation(frame: pd.DataFrame) -> list[str]:
     stopped = rows[rows["stall_measured"].notna()] if "stall_measured" in rows else rows.iloc[:0]
     text = "at {stall_measured:g} in {accumulator} (term {stall_terms:,.0f}; predicted {stall_predicted:g})"
     if parts := [text.format(**row) for row in stopped.to_dict("records")]:
-        why = "the term is at most half of the spacing there, and rounding drops it"
+        why = "there the term is at most half of the spacing and is rounded away"
         sentences.append(f"Added one by one, the sum stops {listing(parts)}: {why}.")
     if len(better := rows[rows["method"] != "sequential"]):
         off = ((better["final_sum"] - better["rounded_terms"]).abs() / better["spacing"]).max()
@@ -158,17 +160,16 @@ def dtypes(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def table_dtypes(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns the dtypes of the small model's parts under autocast beside the published ones, each with its tables."""
+    """Returns the dtypes of the small model's parts under autocast, and how many published dtypes are the same."""
     theirs = published.load("mixed_precision").query("kind == 'dtype'")
     theirs = theirs.replace({"component": {"feed_forward_output": "fc1_output"}})  # as one table calls it
     result = []
     for row in select(dtypes(frame), model="toy").to_dict("records"):
-        line = {"part": f"`{row['part']}`"}
-        for short, name in (("fp16", "float16"), ("bf16", "bfloat16")):
-            counts = select(theirs, component=row["part"], autocast_dtype=name)["reported_dtype"].value_counts()
-            line |= {f"under {short}": row.get(short, "–")}
-            line |= {f"published, {short} (tables)": ", ".join(f"{k} ({n})" for k, n in counts.items()) or "–"}
-        result.append(line)
+        others = select(theirs, component=row["part"])
+        ours = others["autocast_dtype"].map({"float16": row.get("fp16"), "bfloat16": row.get("bf16")}).dropna()
+        same = (ours == others["reported_dtype"][ours.index]).sum()
+        line = {"part": f"`{row['part']}`"} | {f"under {short}": row.get(short, "–") for short in ("fp16", "bf16")}
+        result.append({**line, "published dtypes that agree": f"{same} of {len(ours)}"})
     return pd.DataFrame(result)
 
 
@@ -189,10 +190,7 @@ def findings_dtypes(frame: pd.DataFrame) -> list[str]:
 
 
 def normalisation_costs(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns the measured rows with every fault as a column, `is_sound` and `cost`.
-
-    is_sound: no overflow, all results finite; cost: the error over that of fp32 statistics on the same input.
-    """
+    """Returns the measured rows with `is_sound` (finite, no overflow) and `cost`: the error over fp32 statistics'."""
     keys, faults = ["norm", "setting", "input", "scale"], [f"{fault}_fraction" for fault in FAULTS]
     rows = ok_rows(frame)
     rows = rows.reindex(columns=list(dict.fromkeys([*rows, *faults, "epsilon"]))).fillna(dict.fromkeys(faults, 0))
@@ -209,10 +207,10 @@ def table_normalisation(frame: pd.DataFrame) -> pd.DataFrame:
         result.append(
             {"statistics": statistics, "normalisation": NORMS[norm], "input": SETTINGS[setting]}
             | {text: span(scales, power) if len(scales) else "–" for text, scales in broken.items()}
-            | {"largest error elsewhere": scientific(group["relative_error"][group["is_sound"]].max())}
-            | {"over fp32 statistics": times(group["cost"].max())}
+            | {"error elsewhere": scientific(group["relative_error"][group["is_sound"]].max())}
+            | {"over fp32's": times(group["cost"].max())}
         )
-    return pd.DataFrame(sorted(result, key=lambda line: line["statistics"], reverse=True))
+    return merged(pd.DataFrame(sorted(result, key=lambda line: line["statistics"], reverse=True)), "input")
 
 
 def figure_normalisation(frame: pd.DataFrame) -> Figure | None:
@@ -317,9 +315,9 @@ def findings_gains(steps: pd.DataFrame) -> list[str]:
     if parts := [f"{NAMES[precision]} is {forms.summary(rows, case_name)}" for precision, rows in groups]:
         bound, widest = own["launch_bound"].sum(), select(steps, origin="03")["half_width_fraction"].max()
         sentences.append(
-            f"Against bf16 autocast of the same session, call time, device busy: {'; '.join(parts)}. Pure bf16 has few "
-            "casts and half the bytes of parameters and state; the scaler reads every gradient once more. The "
-            f"{bound} launch-bound pairs are left out: this session's medians are uncertain by up to {percent(widest)}."
+            f"Against bf16 autocast of the same session, device busy, call time: {'; '.join(parts)}. Pure bf16 has few "
+            f"casts and half the bytes; the scaler reads every gradient once more. {bound} launch-bound pairs are left out: "
+            f"medians of this session are uncertain by up to {percent(widest)}."
         )
     return sentences + findings_memory(steps)
 
@@ -337,18 +335,20 @@ def findings_memory(steps: pd.DataFrame) -> list[str]:
         return []
     alone = [size for size in SIZES if set(select(rows, size=size)["precision"]) == {"bf16_pure"}]
     fits = f" {listing(alone)} trains in pure bf16 alone." if alone else ""
-    why = "Autocast keeps parameters, gradients and optimizer state in fp32 and adds 16-bit weights."
+    why = "Autocast keeps parameters, gradients and AdamW's state in fp32 and adds 16-bit weights."
     return [f"Peak memory of a training step over fp32's: {listing(parts)}. {why}{fits}"]
 
 
 def table_casts(operators: pd.DataFrame) -> pd.DataFrame:
-    """Returns operators and casts of the smallest counted model's step, by phase and precision."""
-    rows = in_order(ok_rows(operators), ["size", "phase"])
-    rows = rows[rows["size"] == rows["size"].iloc[0]]
-    names = rows.assign(phase=rows["phase"].map(PHASE_NAMES), precision=rows["precision"].map(NAMES))
-    counts = [f"{row['num_operators']:,.0f} ({row['num_casts']:,.0f})" for row in rows.to_dict("records")]
-    moved = [number(value / 2**20) for value in rows["cast_bytes"]]
-    return names[["phase", "precision"]].assign(**{"operators (casts)": counts, "moved by casts (MiB)": moved})
+    """Returns operators, casts and the bytes that these move in a step of the smallest counted model, by precision."""
+
+    def text(row: dict) -> str:
+        casts = f" ({row['num_casts']:,.0f}, {number(row['cast_bytes'] / 2**20)} MiB)" if row["num_casts"] else ""
+        return f"{row['num_operators']:,.0f}{casts}"
+
+    rows = in_order(ok_rows(operators), ["size"])
+    table = pivot(rows[rows["size"] == rows["size"].iloc[0]], ["phase"], "precision", text)
+    return table.replace({"phase": PHASE_NAMES}).rename(columns=NAMES)
 
 
 def findings_casts(operators: pd.DataFrame, steps: pd.DataFrame) -> list[str]:
@@ -358,11 +358,11 @@ def findings_casts(operators: pd.DataFrame, steps: pd.DataFrame) -> list[str]:
         num = passes.pivot_table(index="size", columns="precision", values=["num_operators", "num_casts"])
         if {("num_casts", "fp32"), ("num_casts", "bf16")} <= set(num):
             added, casts = (num[name, "bf16"] - num[name, "fp32"] for name in ("num_operators", "num_casts"))
-            text = f"{span(added / num['num_operators', 'fp32'], percent)} operators to a {PHASE_NAMES[phase]}"
-            parts += [f"{text}, {span(casts / added, percent)} of them casts"] if (added > 0).all() else []
+            text = f"{span(added / num['num_operators', 'fp32'], percent)} to {PHASE_NAMES[phase]}"
+            parts += [f"{text} ({span(casts / added, percent)} of them casts)"] if (added > 0).all() else []
     if parts:
         why = "a weight is cast once a pass, an activation wherever an operator in fp32 and a product meet"
-        sentences.append(f"bf16 autocast adds {listing(parts)} ({listing(rows['size'].unique())}): {why}.")
+        sentences.append(f"bf16 autocast adds operators to fp32's: {listing(parts)}; {why}.")
     if len(over := select(gains(steps, "01"), precision="bf16")):
         slow = over[over["verdict"] != verdicts.AHEAD]
         text = f"bf16 autocast is not ahead of fp32 in {len(slow)} of {count(len(over), 'case')}, call time"
@@ -380,7 +380,6 @@ def table_training(frame: pd.DataFrame) -> pd.DataFrame:
             "over fp32's": times(row["over_fp32"]),
             "logits' gradients that are 0 (first → last look)": " → ".join(zero_ends(row)),
             "norm gains never moved": percent(row["unmoved_gains"]),
-            "weights never moved": percent(row["unmoved_weights"]),
             "skipped steps": int(row["num_skipped_steps"]),
             "loss scale": f"{row['final_loss_scale']:g}",
         }
