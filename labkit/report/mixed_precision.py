@@ -21,8 +21,8 @@ NAMES = {
     "fp32": "fp32",
     "tf32": "TF32",
     "bf16": "bf16 autocast",
-    "fp16": "fp16 autocast with GradScaler",
-    "fp16_unscaled": "fp16 autocast, unscaled",
+    "fp16": "fp16 with GradScaler",
+    "fp16_unscaled": "fp16, unscaled",
     "bf16_pure": "pure bf16",
 }
 METHODS = {"sequential": "one by one", "kahan": "Kahan", "pairwise": "pairwise"}
@@ -288,6 +288,7 @@ def case_name(row: dict) -> str:
 def table_gains(steps: pd.DataFrame) -> pd.DataFrame:
     """Returns times in fp32 and bf16 autocast and peak memory, each size at its shortest and longest context."""
     ratio, result = gains(steps, "01").set_index(["precision", "size", "context", "phase"]), []
+    steps = steps if "01" in set(steps["origin"]) else steps.iloc[:0]
     rows = in_order(select(steps, context=[steps["context"].min(), steps["context"].max()]), ["size", "context"])
     for (size, context), group in rows.groupby(["size", "context"], sort=False):
         cells = group.set_index(["origin", "precision", "phase"]).to_dict("index")
@@ -313,11 +314,11 @@ def findings_gains(steps: pd.DataFrame) -> list[str]:
         sentences.append(f"Where the device is busy, bf16 autocast is {summary} against fp32, call time: {why}.")
     groups = own[~own["launch_bound"]].groupby("precision")
     if parts := [f"{NAMES[precision]} is {forms.summary(rows, case_name)}" for precision, rows in groups]:
-        bound, widest = own["launch_bound"].sum(), select(steps, origin="03")["half_width_fraction"].max()
+        widest = percent(select(steps, origin="03")["half_width_fraction"].max())
         sentences.append(
             f"Against bf16 autocast of the same session, device busy, call time: {'; '.join(parts)}. Pure bf16 has few "
-            f"casts and half the bytes; the scaler reads every gradient once more. {bound} launch-bound pairs are left out: "
-            f"medians of this session are uncertain by up to {percent(widest)}."
+            "casts and moves half the bytes; the scaler reads every gradient once more. Medians of this session are "
+            f"uncertain by up to {widest}; {count(own['launch_bound'].sum(), 'launch-bound pair')} are left out."
         )
     return sentences + findings_memory(steps)
 
@@ -359,7 +360,7 @@ def findings_casts(operators: pd.DataFrame, steps: pd.DataFrame) -> list[str]:
         if {("num_casts", "fp32"), ("num_casts", "bf16")} <= set(num):
             added, casts = (num[name, "bf16"] - num[name, "fp32"] for name in ("num_operators", "num_casts"))
             text = f"{span(added / num['num_operators', 'fp32'], percent)} to {PHASE_NAMES[phase]}"
-            parts += [f"{text} ({span(casts / added, percent)} of them casts)"] if (added > 0).all() else []
+            parts += [f"{text} ({span(casts / added, percent)} casts)"] if (added > 0).all() else []
     if parts:
         why = "a weight is cast once a pass, an activation wherever an operator in fp32 and a product meet"
         sentences.append(f"bf16 autocast adds operators to fp32's: {listing(parts)}; {why}.")
