@@ -278,7 +278,8 @@ def steps(benchmarking: pd.DataFrame, own: pd.DataFrame) -> pd.DataFrame:
 def gains(steps: pd.DataFrame, origin: str) -> pd.DataFrame:
     """Returns notebook 01's precisions against its fp32, or 03's against bf16 autocast of the same session."""
     base, keys = {"01": ("fp32", []), "03": ("bf16", ["session"])}[origin]
-    return forms.pairs(select(steps, origin=origin), "precision", base, keys=["size", "context", "phase", *keys])
+    pairs = forms.pairs(select(steps, origin=origin), "precision", base, keys=["size", "context", "phase", *keys])
+    return pairs.astype({"launch_bound": bool})  # where there is no pair, too
 
 
 def case_name(row: dict) -> str:
@@ -309,9 +310,8 @@ def findings_gains(steps: pd.DataFrame) -> list[str]:
     """Says what bf16 autocast gives in time, what fp16 and pure bf16 give beside it, and what each takes of memory."""
     sentences, rows, own = [], select(gains(steps, "01"), precision="bf16"), gains(steps, "03")
     if len(busy := rows[~rows["launch_bound"]]):
-        why = "the larger the model, the more of a pass is matrix products"
-        summary = forms.summary(busy, case_name)
-        sentences.append(f"Where the device is busy, bf16 autocast is {summary} against fp32, call time: {why}.")
+        text = f"Where the device is busy, bf16 autocast is {forms.summary(busy, case_name)} against fp32, call time"
+        sentences.append(f"{text}: the larger the model, the more of a pass is matrix products.")
     groups = own[~own["launch_bound"]].groupby("precision")
     if parts := [f"{NAMES[precision]} is {forms.summary(rows, case_name)}" for precision, rows in groups]:
         widest = percent(select(steps, origin="03")["half_width_fraction"].max())
