@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from chapters import CPU, on_a_cpu
 
-from labkit import hardware, notebooks, numerics
+from labkit import hardware, notebooks
 from labkit.configs import BATCH_SIZE, BENCHMARKING, FIGURES, MIXED_PHASES, REFERENCE_DEVICE
 from labkit.experiments import benchmarking
 from labkit.experiments import mixed_precision as experiment
@@ -47,95 +47,6 @@ def text(sentences) -> str:
     return "\n".join(sentences)
 
 
-# ---- floating-point formats --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("value", [0.01, 0.75, 1.0, 3.0, 8.0, 15.5, 1000.0, 2.0**-14, 2.0**-20])
-def test_spacing_is_the_distance_to_the_next_number(dtype, value):
-    bits = {2: torch.int16, 4: torch.int32}[torch.finfo(dtype).bits // 8]
-    number = torch.tensor([value], dtype=dtype)
-    following = (number.view(bits) + 1).view(dtype)
-    assert numerics.spacing(float(number), dtype) == float(following.double() - number.double())
-
-
-def test_a_binade_begins_at_a_power_of_two():
-    values = {1.0: 1.0, 1.5: 1.0, 2.0 - 2.0**-52: 1.0, 2.0: 2.0, 0.01: 2.0**-7, 2.0**-20: 2.0**-20}
-    assert {value: numerics.binade(value) for value in values} == values
-
-
-def test_spacing_of_what_the_format_does_not_have_is_refused():
-    for value in (0.0, -1.0, math.inf, 70000.0):
-        with pytest.raises(ValueError, match=r"has no binade in torch\.float16; accepted: above 0, up to 65504"):
-            numerics.spacing(value, torch.float16)
-
-
-@pytest.mark.parametrize("term", [0.01, 0.3, 0.125, 1.0])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_sum_stalls_where_half_the_spacing_reaches_the_term(term, dtype):
-    added = torch.tensor(term, dtype=dtype)
-    stall = torch.tensor(numerics.stall_value(float(added), dtype), dtype=dtype)
-    before = stall - numerics.spacing(float(stall) * 0.75, dtype)
-    assert stall + added == stall
-    assert before + added != before
-
-
-def test_published_sums_come_out():
-    """Four variants of adding 0.01 a thousand times, as public tables have them."""
-    sums = {key: values for key, values in report.published_sums().items()}
-    assert sorted({value for values in sums.values() for value in values}) == [9.9531, 10.0001, 10.0021]
-    for one in of_section("accumulation", "smoke"):
-        key = tuple(one.parameters[name] for name in report.SERIES_KEYS)
-        if key in sums:
-            measured = measure(one)["sum"]
-            assert measured.case == one.parameters
-            assert {f"{measured.metrics['final_sum']:.4f}"} == {f"{value:.4f}" for value in sums[key]}
-
-
-@pytest.mark.parametrize("method", ["kahan", "pairwise"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_better_addition_ends_within_two_spacings_of_the_exact_sum(method, dtype):
-    term = torch.tensor(0.01, dtype=dtype)
-    sums = numerics.running_sums(term, 1000, dtype, method, every=100).double()
-    exact = float(term) * torch.arange(100, 1001, 100)
-    allowed = torch.tensor([2 * numerics.spacing(float(value), dtype) for value in exact])
-    assert sums.shape == (10,)
-    assert ((sums - exact).abs() <= allowed).all()
-
-
-def test_running_sums_are_those_of_every_so_many_terms():
-    term = torch.tensor(0.01, dtype=torch.bfloat16)
-    for method in numerics.METHODS:
-        every = numerics.running_sums(term, 60, torch.bfloat16, method)
-        some = numerics.running_sums(term, 60, torch.bfloat16, method, every=20)
-        assert torch.equal(every[19::20], some) and every.dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="unknown method 'magic'; accepted: sequential, kahan, pairwise"):
-        numerics.running_sums(term, 10, torch.bfloat16, "magic")
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 65])
-def test_tree_sum_rounds_every_addition(size):
-    x = torch.arange(1.0, size + 1)
-    assert numerics.tree_sum(x.expand(2, size)).tolist() == [[size * (size + 1) / 2]] * 2
-    # 256 + 1 is 256 in bf16; a sum with an fp32 accumulator inside would be 258.
-    assert float(numerics.tree_sum(torch.tensor([256.0, 1.0, 1.0], dtype=torch.bfloat16))) == 256
-
-
-@pytest.mark.parametrize("kind", numerics.NORMS)
-def test_normalise_is_pytorchs_function_where_nothing_is_rounded(kind):
-    x = torch.randn(5, 33, dtype=torch.float64) + 3
-    function = F.layer_norm if kind == "layer_norm" else F.rms_norm
-    result, mean_square = numerics.normalise(x, kind, 1e-3, torch.float64)
-    torch.testing.assert_close(result, function(x, (33,), eps=1e-3), rtol=1e-12, atol=1e-12)
-    centred = x - x.mean(-1, keepdim=True) if kind == "layer_norm" else x
-    torch.testing.assert_close(mean_square, centred.square().mean(-1, keepdim=True))
-    with pytest.raises(ValueError, match="unknown normalisation 'batch_norm'; accepted: layer_norm, rms_norm"):
-        numerics.normalise(x, "batch_norm", 1e-3, torch.float64)
-
-
-# ---- the cases -------------------------------------------------------------------------------------------------
-
-
 def test_full_times_each_step_in_the_precisions_that_notebook_01_lacks_directly_after_bf16_autocast():
     steps = of_section("steps")
     found = [(c.parameters["size"], c.parameters["context"], c.parameters["precision"]) for c in steps]
@@ -152,6 +63,18 @@ def test_notebook_01_measures_the_same_steps_in_its_precisions(profile):
     for one in of_section("steps", profile):
         for precision in BENCHMARKING[profile].precisions:
             assert {**one.parameters, "precision": precision} in theirs
+
+
+def test_published_sums_come_out():
+    """Four variants of adding 0.01 a thousand times, as public tables have them."""
+    sums = {key: values for key, values in report.published_sums().items()}
+    assert sorted({value for values in sums.values() for value in values}) == [9.9531, 10.0001, 10.0021]
+    for one in of_section("accumulation", "smoke"):
+        key = tuple(one.parameters[name] for name in report.SERIES_KEYS)
+        if key in sums:
+            measured = measure(one)["sum"]
+            assert measured.case == one.parameters
+            assert {f"{measured.metrics['final_sum']:.4f}"} == {f"{value:.4f}" for value in sums[key]}
 
 
 def test_every_section_covers_what_is_asked_of_it():
@@ -175,9 +98,6 @@ def test_the_steps_are_narrowed():
     narrowed = cases("full", "cuda", sizes=["xl-2026"], contexts=[512])
     steps = [one.parameters for one in narrowed if one.section == "steps"]
     assert {(p["size"], p["context"]) for p in steps} == {("2.7b", 512)} and len(steps) == 3
-
-
-# ---- a case is what its label says -----------------------------------------------------------------------------
 
 
 def step(precision: str, context: int = 8, batch: int = 1) -> dict:
@@ -263,52 +183,6 @@ def test_modules_of_one_name_that_differ_are_shown_to():
     assert loss == float(forward()[0].detach()) and not any(module._forward_hooks for module in blocks.modules())
 
 
-@pytest.mark.parametrize(
-    ("dtype", "scale", "expected"),
-    [
-        ("fp16", 1.0, {"overflowed_fraction": 0.0, "vanished_fraction": 0.0}),
-        ("fp16", 1e4, {"overflowed_fraction": 1.0}),
-        ("fp16", 1e-4, {"vanished_fraction": 1.0}),
-        ("bf16", 1e4, {"overflowed_fraction": 0.0, "nonfinite_fraction": 0.0}),
-        ("bf16", 1e-4, {"vanished_fraction": 0.0}),
-    ],
-)
-def test_fp16_statistics_leave_its_range_and_bf16s_do_not(dtype, scale, expected):
-    """A mean square is the scale squared: 10⁸ is more than 65504, 10⁻⁸ less than half of 2⁻²⁴."""
-    names = {"norm": "rms_norm", "setting": "centred", "input": dtype, "statistics": dtype, "scale": scale}
-    parameters = {**names, "rows": 8, "features": 64}
-    measured = experiment.measure_normalisation(CPU, parameters)
-    assert measured.case == parameters
-    assert expected.items() <= measured.metrics.items()
-    assert measured.metrics["rounding_error"] <= (2.0**-11 if dtype == "fp16" else 2.0**-8)
-
-
-def test_an_epsilon_that_vanishes_makes_the_result_infinite():
-    names = {"norm": "rms_norm", "setting": "small epsilon", "input": "fp16", "statistics": "fp16", "scale": 1e-4}
-    metrics = experiment.measure_normalisation(CPU, {**names, "rows": 4, "features": 64}).metrics
-    assert metrics["epsilon"] == 0 and metrics["nonfinite_fraction"] == 1 and metrics["relative_error"] is None
-    kept = experiment.measure_normalisation(CPU, {**names, "statistics": "fp32", "rows": 4, "features": 64}).metrics
-    assert kept["nonfinite_fraction"] == 0 and kept["relative_error"] < 1e-3
-
-
-def test_an_input_that_overflows_by_itself_is_skipped():
-    names = {"norm": "layer_norm", "setting": "offset", "input": "fp16", "statistics": "fp32", "scale": 1e4}
-    with pytest.raises(Skip, match="the input itself overflows fp16"):
-        experiment.measure_normalisation(CPU, {**names, "rows": 4, "features": 64})
-
-
-def test_a_carried_sum_is_rounded_once_and_a_rounded_one_twice():
-    names = {"dtype": "bf16", "gelu": "erf", "rows": 64, "columns": 64, "depth": 32}
-    errors = {}
-    for epilogue in ("carried", "rounded"):
-        measured = experiment.measure_epilogue(CPU, {**names, "epilogue": epilogue})
-        assert measured.case == {**names, "epilogue": epilogue}
-        errors[epilogue] = measured.metrics["relative_error"]
-        assert sum(measured.samples["bin_elements"]) <= 64 * 64
-        assert max(measured.samples["bin_error"]) >= errors[epilogue] >= min(measured.samples["bin_error"])
-    assert errors["carried"] <= 2.0**-8 < 2.0**-8 * 3 and errors["carried"] < errors["rounded"] < 3 * 2.0**-8
-
-
 def test_operators_are_counted_below_autocast_and_views_are_not():
     x = torch.randn(4, 4)
     with experiment.OperatorCounter() as counter:
@@ -366,9 +240,6 @@ def test_a_run_counts_zeros_and_what_did_not_move():
     ] == pytest.approx(0.8, abs=1e-3)
     scaled = training.look(gradient * 1024, 1024.0)
     assert scaled["vanishing_logit_gradients"] == 0.6, "thresholds are those of the gradients without their scale"
-
-
-# ---- the report says what the records say ------------------------------------------------------------------------
 
 
 @functools.cache
@@ -541,9 +412,6 @@ def test_figures_are_the_same_bytes_twice_and_take_a_point_of_this_machine(frame
     assert "this machine" in [text.get_text() for text in drawn.axes[0].texts]
 
 
-# ---- the notebook on this machine ---------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """The smoke profile executed here, without a GPU; returns the device's folder and what the notebook showed."""
@@ -594,8 +462,6 @@ def test_smoke_finds_what_the_formats_imply(measured):
     ended = training[training["status"] == "ok"]
     assert len(ended) == 5 and (ended["final_loss"] < ended["first_loss"] + 1).all()
 
-
-# ---- on a GPU ------------------------------------------------------------------------------------------------------
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
