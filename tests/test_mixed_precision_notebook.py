@@ -22,7 +22,7 @@ from labkit.experiments.sweep import Case, Skip
 from labkit.experiments.training import Training, successor_sequences
 from labkit.experiments.workload import step_parameters
 from labkit.records import RecordStore
-from labkit.report import figures
+from labkit.report import figures, tables
 from labkit.report import mixed_precision as report
 from labkit.report.chapter import Chapter
 
@@ -386,6 +386,7 @@ def test_training_is_judged_by_the_ratio_of_losses_and_by_the_last_look(frame):
     assert "fp16, unscaled 1.52× and pure bf16 2.90×" in losses and "within" not in losses
     assert "3.23 % of the logits' fp16 gradients" in underflow and "99.9 % at the last" in underflow
     assert "100 % of the norm gains" in gains
+    assert len(tables.unfolded(frame("training"), ["precision"], ["look_step", "zero_logit_gradients"])) == 6 * 10
     pure = {"precision": "bf16_pure"}
     good = text(report.findings_training(frame("training", pure, final_loss=0.0025, unmoved_gains=0.0)))
     assert "2.90×" not in good and "norm gains" not in good
