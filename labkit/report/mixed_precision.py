@@ -113,7 +113,7 @@ def figure_accumulation(frame: pd.DataFrame) -> Figure | None:
     for axis, base in ((errors, 10), (gaps, 2)):
         figures.log_scale(axis, "x", base)
         figures.log_scale(axis, "y", base)
-    errors.set(xlabel="terms added", ylabel="largest |sum − exact| so far")
+    errors.set(xlabel="terms added", ylabel="largest error so far")
     gaps.set(
         xlabel="running sum",
         ylabel="half of the spacing",
