@@ -50,7 +50,7 @@ def pairs(
                 }
             )
     columns = [*keys, column, f"base_{value}", value, "ratio", "low", "high", "verdict", "launch_bound"]
-    return in_order(pd.DataFrame(result, columns=columns), [column, *keys])
+    return in_order(pd.DataFrame(result, columns=columns).astype({"launch_bound": bool}), [column, *keys])
 
 
 def exact_pairs(

@@ -131,10 +131,7 @@ def to_csv(frame: pd.DataFrame) -> str:
 
     Columns that are empty throughout, nested values and what only identifies a record are left out.
     """
-    kept = frame.drop(columns=[name for name in WORDS = {*ORDER, "case", "published on", "commit", "measured"}
-"""Columns of a table that are set to the left though their cells may look like numbers."""
-
-NOT_IN_CSV if name in frame])
+    kept = frame.drop(columns=[name for name in NOT_IN_CSV if name in frame])
     kept = kept.loc[:, [not (kept[name].isna() | (kept[name] == "")).all() for name in kept]]
     return kept.to_csv(index=False, float_format="%.6g", lineterminator="\n")
 
