@@ -43,7 +43,7 @@ def measure_here(notebook: str, section: str, phase: str, **changes: Any) -> pd.
         changes: parameters of the case that differ from the section's first one in the smoke profile.
 
     Returns:
-        The case's parameters and metrics as columns, as `Chapter.records` names them.
+        The case's parameters, metrics and `observed` as columns, as `Chapter.records` names them.
 
     Raises:
         ValueError: an unknown section, phase or parameter; names the accepted ones.
@@ -62,7 +62,8 @@ def measure_here(notebook: str, section: str, phase: str, **changes: Any) -> pd.
     for name, run in experiment.run_case(case, {}):
         measured = run()
         if name == phase:
-            return pd.DataFrame([{**measured.case, **measured.metrics, "phase": phase, "status": "ok"}])
+            told = {"observed": measured.observed, "phase": phase, "status": "ok"}
+            return pd.DataFrame([{**measured.case, **measured.metrics, **told}])
     raise ValueError(f"{section} gave no phase {phase!r}")
 
 

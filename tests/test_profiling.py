@@ -427,6 +427,8 @@ def test_classes_are_the_agreed_ones():
         ("void (anonymous namespace)::softmax_warp_forward<float, 8>(float*)", "softmax_warp_forward"),
         ("_ZN2at6native12_GLOBAL__N_122cunn_SoftMaxForwardRegIN3c108BFloat16EfS4_EEvPT1_", "cunn_SoftMaxForwardReg"),
         ("ampere_sgemm_128x64_tn", "ampere_sgemm_128x64_tn"),
+        ("void cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_nt_align1>(T1::Params)",
+         "cutlass_80_simt_sgemm_256x128_8x4_nt_align1"),
         ("unnamed", "unnamed"),
     ],
 )  # fmt: skip

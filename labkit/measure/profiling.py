@@ -132,6 +132,7 @@ def short_name(name: str) -> str:
     if name.startswith("_Z"):
         name = "::".join(_mangled_identifiers(name)) or name
     name = re.sub(r"<unnamed>|\(anonymous namespace\)|^void ", "", name)
+    name = re.sub(r"^cutlass::Kernel\d*<(\w+::)*(\w+).*", r"\2", name)  # what tells CUTLASS's kernels apart
     base, _, arguments = name.partition("<")
     base = base.partition("(")[0].rstrip(":").rpartition("::")[2]
     computed = re.findall(r"\w*Functor\w*|\w+_functor\b|\w+Ops\b|\w+_kernel(?:_cuda|_impl|_gpu)?\b", arguments)

@@ -65,6 +65,10 @@ STYLES = {
     "gluon": Style("#b2182b", "o"),
     "gluon_unordered": Style("#5f1417", "*", "-."),
     "auto": Style("#8a1c20", "h"),
+    # what softmax is compared by
+    "time": Style("#d55e00", "o"),
+    "bytes": Style("#0072b2", "s", "--"),
+    "FLOPs": Style("#000000", "^", ":"),
     **{
         size: Style(colour, marker, dash)
         for size, colour, marker, dash in zip(SIZES, _SIZE_COLOURS, _MARKERS, ["-", "--"] * 4, strict=True)

@@ -1,1075 +1,444 @@
-"""Notebook 02 from its records: which kernels a step's time goes to, how far the GPU is kept busy, softmax's part.
+"""Notebook 02 from its records: what a step's kernel time goes to, kernel by kernel, and how a profile is read.
 
-Every function takes data frames that `Chapter.records` returns. A frame without the needed rows gives an empty table,
-no figure (None) or no sentence.
+Every function takes frames of records as `Chapter.records` returns them. Kernel times are device times; idleness and
+the host's times are those under the profiler.
 """
 
-import re
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable
 
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.textpath import TextPath
 
 from labkit import published
-from labkit.configs import SIZES
-from labkit.report import figures
-from labkit.report.findings import (
-    count,
-    listing,
-    number,
-    percent,
-    power_law_exponent,
-    span,
-    times,
+from labkit.configs import BATCH_SIZE, SIZES
+from labkit.report import figures, forms, verdicts
+from labkit.report.benchmarking import name, shown
+from labkit.report.findings import count, listing, number, percent, span, times
+from labkit.report.forms import case_name
+from labkit.report.profiles import (
+    CASE,
+    CLASSES,
+    COMMON_NAME,
+    STEPS,
+    attention_times,
+    classes,
+    flash_steps,
+    kernels,
+    tables_of,
+    top_kernels,
+    whole_steps,
 )
-from labkit.report.tables import PHASE_NAMES, in_order, ok_rows, once_per_frame
+from labkit.report.tables import PHASE_NAMES, in_order, ok_rows, once_per_frame, select
 
-ATTENTION_NAMES = {"eager": "eager", "auto": "FlashAttention"}
-"""Implementations of attention in the order and under the names in which this chapter shows them."""
-
-VIEWS = {
-    "inference": ("inference",),
-    "forward": ("forward",),
-    "backward": ("backward",),
-    "forward_backward": ("forward", "backward"),
-    "train_step": ("forward", "backward", "optimizer", "outside"),
-}
-"""What is looked at, and the phases of a captured step that make it up."""
-
-CLASS_COLOURS = dict(
-    zip(
-        ("matmul", "attention", "softmax", "normalisation", "elementwise", "reduction", "copy", "optimizer",
-         "communication", "other"),
-        (figures.SERIES[number] for number in (0, 3, 1, 8, 2, 4, 9, 5, 6, 7)),
-        strict=True,
-    )
-)  # fmt: skip
-"""One colour per class of kernels, in the order in which classes are stacked."""
-
-CASE = ["size", "context", "precision", "attention"]
-
-AGREEMENT = 0.05
-"""Profiler and timer agree on a time when they differ by at most 5 %."""
-
-ADDS_UP = 0.001
-"""Ranges and what is outside of them add up to the captured kernel time when they differ from it by at most 0.1 %."""
+CLASS_COLOURS = "#0072b2 #8a1c20 #f0e442 #009e73 #56b4e9 #000000 #e69f00 #8c6d31 #5d3a9b #b0b0b0".split()
+CLASS_HATCHES = {"elementwise": "///", "copy": "...", "optimizer": "\\\\\\"}
+CLASS_STYLES = {c: (colour, CLASS_HATCHES.get(c, "")) for c, colour in zip(CLASSES, CLASS_COLOURS, strict=True)}
+"""Colour and hatch of each class of kernels."""
 
 IDLE = 0.1
-"""A step is called launch-bound when the GPU waits for the host for at least a tenth of it."""
-
-CHANGED = 0.02
-"""A share of time that moves by at most two percentage points is called about the same."""
-
-SOFTMAX_FLOPS = 5
-"""Operations per score that are counted for softmax: compare, subtract, exponentiate, add, divide."""
-
-SOURCES = {
-    "nsys": "Nsight Systems",
-    "kineto": "torch.profiler, CUDA kernels",
-    "kineto cpu": "torch.profiler, CPU operators",
-}
-"""What captured, under the name that the report gives it."""
+"""A device that waits for a tenth of a step or more is called idle."""
 
 
-# ---- rows --------------------------------------------------------------------------------------------------------
+def columns(rows: pd.DataFrame, **shown_as: tuple[str, Callable]) -> pd.DataFrame:
+    """Returns size, context and precision of each row, and for each title a column's values by its form."""
+    told = {title: [form(value) for value in rows[column]] for title, (column, form) in shown_as.items()}
+    return rows[CASE[:3]].assign(**told)
 
 
-def _sorted(rows: pd.DataFrame, *more: str) -> pd.DataFrame:
-    """Returns the rows by size, context, precision and attention, in the order of this project."""
-    ranked = rows.assign(attention_rank=rows["attention"].map(list(ATTENTION_NAMES).index))
-    ordered = in_order(ranked, ["size", "context", "precision", "attention_rank", *more])
-    return ordered.drop(columns="attention_rank")
+def milliseconds(value: float) -> str:
+    """Returns µs as ms."""
+    return number(value / 1e3)
 
 
-@once_per_frame
-def _table_rows(frame: pd.DataFrame, name: str) -> pd.DataFrame:
-    """Returns one of the tables that the records hold ("kernels", "classes", "ranges"), all cases in one frame.
-
-    `record` is the phase of the record that a row is from, since the table has phases of its own.
-    """
-    columns: dict[str, list] = {}
-    for row in ok_rows(frame).to_dict("records"):
-        table = row["observed"]["tables"][name]
-        num_rows = len(next(iter(table.values()))) if table else 0
-        case = {**{column: row[column] for column in CASE}, "record": row["phase"]}
-        for column, values in [*table.items(), *((key, [value] * num_rows) for key, value in case.items())]:
-            columns.setdefault(column, []).extend(values)
-    return pd.DataFrame(columns)
+def table_passes(frame: pd.DataFrame) -> pd.DataFrame:
+    """Returns an inference pass (ms) as the host's range, the host's clock, the projection and the kernels give it."""
+    rows = in_order(shown(ok_rows(frame, phase="inference", attention="eager")), ["precision", "size"])
+    return columns(rows, launches=("num_launches", "{:,.0f}".format), **{
+        "host range": ("issued_ms", number), "host clock": ("done_ms", number),
+        "projection": ("inference_projected_ms", number), "kernels": ("inference_kernel_ms", number),
+        "idle, profiled": ("inference_idle_fraction", percent)})  # fmt: skip
 
 
-@once_per_frame
-def class_times(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns time (µs) and launches of each class of kernels: columns of CASE, view (of VIEWS), kernel_class."""
-    rows = _table_rows(frame, "classes")
-    if rows.empty:
-        return rows
-    parts = []
-    for view, phases in VIEWS.items():
-        is_inference = view == "inference"
-        records = ["inference"] if is_inference else ["train_step"]
-        if view in ("forward", "backward", "forward_backward"):
-            records.append("forward_backward")
-        parts.append(rows[rows["record"].isin(records) & rows["phase"].isin(phases)].assign(view=view))
-    found = pd.concat(parts).groupby([*CASE, "view", "kernel_class"], as_index=False)[["total_us", "launches"]].sum()
-    return found.assign(share=found["total_us"] / found.groupby([*CASE, "view"])["total_us"].transform("sum"))
-
-
-@once_per_frame
-def kernel_times(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns the kernels that the records keep, with view (of VIEWS) and the share of that view's kernel time."""
-    rows, totals = _table_rows(frame, "kernels"), class_times(frame)
-    if rows.empty:
-        return rows
-    view = rows["phase"].where(rows["phase"] != "step", rows["record"])
-    rows = rows.assign(view=view)[view.isin(VIEWS)]
-    totals = totals.groupby([*CASE, "view"], as_index=False)["total_us"].sum().rename(columns={"total_us": "view_us"})
-    rows = rows.merge(totals, on=[*CASE, "view"])
-    return rows.assign(
-        share=rows["total_us"] / rows["view_us"], short_name=rows["short_name"].map(brief_names(rows["short_name"]))
-    )
-
-
-def brief_names(names: Iterable[str]) -> dict[str, str]:
-    """Returns each kernel's name without what it shares with its like; as it is where two would come out alike."""
-    briefs = {}
-    for name in dict.fromkeys(names):
-        brief = re.sub(r"_kernel\b|_(?:kernel_)?(?:cuda|impl)\b", "", name) if "[" in name else name
-        brief = re.sub(r"_gemm_(\w)(\d+)\1\2_\1\2\1\2_\1\2_", r"_\1\2_", brief)  # every operand of one type
-        brief = re.sub(r"^nvjet_sm\d+_", "nvjet_", brief)
-        brief = re.sub(r"_(?:tilesize|stage|warpsize)(?=\d)", "_", brief)
-        briefs[name] = re.sub(r"_(?:ffma_|hmma_|tensor\d+x\d+x\d+_)?align\w*$", "", brief)
-    alike = Counter(briefs.values())
-    return {name: brief if alike[brief] == 1 else name for name, brief in briefs.items()}
-
-
-@once_per_frame
-def _shares(frame: pd.DataFrame, kernel_class: str) -> pd.DataFrame:
-    """Returns the share of a class in every captured view, 0 where it has none; columns of CASE, then views."""
-    found = class_times(frame)
-    if found.empty:
-        return found
-    wide = found.assign(mine=found["share"].where(found["kernel_class"] == kernel_class, 0.0))
-    return wide.pivot_table(index=CASE, columns="view", values="mine", aggfunc="sum").reset_index()
-
-
-def _name(row: dict | pd.Series) -> str:
-    flash = "" if row["attention"] == "eager" else f" with {ATTENTION_NAMES[row['attention']]}"
-    return f"{row['size']} at {row['context']} in {row['precision']}{flash}"
-
-
-def _steps(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns the measured rows that hold a forward and a backward pass."""
-    rows = ok_rows(frame)
-    return rows[rows["phase"] != "inference"] if len(rows) else rows
-
-
-def _microseconds(value: float | None) -> str:
-    return number(value) if value is not None else "–"
-
-
-def _points(fraction: float) -> str:
-    """Returns a difference of two shares in percentage points."""
-    return f"{100 * fraction:+.1f}".replace("-", "−")
-
-
-# ---- what was captured -------------------------------------------------------------------------------------------
-
-
-def table_captures(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns how many steps each profiler captured, and how many are missing, with the reasons."""
-    if frame.empty:
-        return pd.DataFrame()
-    rows = []
-    measured = ok_rows(frame)
-    if len(measured):
-        told = [(seen["profiler"], seen["profiler_version"]) for seen in measured["observed"]]
-        for (source, version), found in measured.groupby(pd.MultiIndex.from_tuples(told), sort=False):
-            rows.append({"captured by": f"{SOURCES[source]} {version}".strip(), "steps": len(found), "reason": ""})
-    failed = frame[frame["status"] != "ok"]
-    for (status, reason), found in failed.groupby(["status", "reason"], sort=False):
-        rows.append({"captured by": f"none ({status})", "steps": len(found), "reason": reason[:120]})
-    return pd.DataFrame(rows)
-
-
-def findings_captures(frame: pd.DataFrame) -> list[str]:
-    """Says what captured, whether its times add up, what marking ranges changes and what has no class."""
-    measured = ok_rows(frame)
-    if measured.empty:
-        return []
-    sources = dict.fromkeys(SOURCES[seen["profiler"]] for seen in measured["observed"])
-    sentences = [f"{count(len(measured), 'step')} of a model were captured by {listing(sources)}."]
-    summed = measured["capture_in_ranges_ms"] + measured["capture_outside_us"] / 1e3
-    worst = (summed / measured["capture_kernel_ms"] - 1).abs().max()
-    verdict = "add up to" if worst <= ADDS_UP else "do **not** add up to"
-    sentences.append(
-        f"Kernel time in ranges and outside of them {verdict} the captures' own total: they differ by at most "
-        f"{percent(worst)}."
-    )
-    sentences += _unclassed(frame)
-    lost = frame[frame["status"].isin(["error", "timeout"])]
-    if len(lost):
-        reasons = lost["reason"].value_counts()
+def findings_passes(frame: pd.DataFrame) -> list[str]:
+    """Says how a range on the host, the host's clock and the kernels differ, and what marking ranges changes."""
+    sentences, rows = forms.failures(frame), ok_rows(frame, attention="eager")
+    if len(passes := select(rows, phase="inference")):
+        early, off = (passes[time] / passes["inference_projected_ms"] for time in ("issued_ms", "done_ms"))
         sentences.append(
-            f"{count(len(lost), 'step')} could not be captured: "
-            f"{listing(f'{text} ({n})' for text, n in reasons.items())}."
+            f"A range on the host ends when its kernels are issued: for {name(passes.loc[early.idxmin()])} after "
+            f"{percent(early.min())} of the projected time. The host's clock around the same pass, with a "
+            f"synchronisation, differs from the projection by {percent((off - 1).abs().max())} at most "
+            f"({count(len(passes), 'case')})."
         )
-    return sentences
-
-
-def _unclassed(frame: pd.DataFrame) -> list[str]:
-    shares = _shares(frame, "other")
-    view = next((view for view in ("train_step", "forward_backward", "inference") if view in shares), None)
-    if view is None:
-        return []
-    known = shares.dropna(subset=[view])
-    worst = known.loc[known[view].idxmax()]
-    text = (
-        f"The classifier has no class for {span(known[view], percent)} of the kernel time of a {PHASE_NAMES[view]} "
-        f"(most for {_name(worst)})"
-    )
-    kernels = kernel_times(frame)
-    others = kernels[(kernels["kernel_class"] == "other") & (kernels["view"] == view)]
-    if len(others):
-        names = others.groupby("short_name")["total_us"].sum().sort_values(ascending=False).index
-        text += ": " + listing((f"`{name}`" for name in names), 4)
-    return [text + "."]
-
-
-# ---- (a) the profiler against the timer ---------------------------------------------------------------------------
-
-
-def timer_pairs(frame: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """Returns times of the profiler beside notebook 01's of the same case.
-
-    Args:
-        frame: this notebook's records.
-        steps: those of notebook 01's section "steps".
-
-    Returns:
-        Columns size, context, precision; phase ("inference", "forward" or "train_step"); timer_ms, projected_ms
-        (first start to last end on the device), kernel_ms (sum), idle (fraction of projected), done_ms (host, with the
-        profiler; NaN for forward, which is no step of its own), host_ms (host, without it).
-    """
-    timed = ok_rows(steps)
-    rows = []
-    for row in ok_rows(frame, attention="eager").to_dict("records"):
-        views = ("inference",) if row["phase"] == "inference" else ("forward", "train_step")
-        for view in views:
-            prefix = "step" if view == "train_step" else view
-            if view == "train_step" != row["phase"]:
-                continue
-            rows.append(
-                {
-                    **{name: row[name] for name in ("size", "context", "precision")},
-                    "phase": view,
-                    "projected_ms": row[f"{prefix}_projected_ms"],
-                    "kernel_ms": row[f"{prefix}_kernel_ms"],
-                    "idle": row[f"{prefix}_idle_fraction"],
-                    "done_ms": float("nan") if view == "forward" else row["done_ms"],
-                }
-            )
-    if not rows or timed.empty:
-        return pd.DataFrame()
-    host = timed["host_median_ms"] if "host_median_ms" in timed else pd.Series(index=timed.index, dtype=float)
-    timed = timed[timed["compile"] == "none"].assign(
-        timer_ms=timed["median_ms"], host_ms=host.fillna(timed["median_ms"])
-    )
-    keys = ["size", "context", "precision", "phase"]
-    pairs = pd.DataFrame(rows).merge(timed[[*keys, "timer_ms", "host_ms"]], on=keys)
-    return in_order(pairs, keys) if len(pairs) else pairs
-
-
-def table_timer(frame: pd.DataFrame, steps: pd.DataFrame, precision: str) -> pd.DataFrame:
-    """Returns a pass by the timer, by the profiler on the device, and what the profiler costs the host."""
-    pairs = timer_pairs(frame, steps)
-    if pairs.empty or pairs[pairs["precision"] == precision].empty:
-        return pd.DataFrame()
-    result = []
-    for row in pairs[pairs["precision"] == precision].to_dict("records"):
-        result.append(
-            {
-                "size": row["size"],
-                "context": row["context"],
-                "phase": PHASE_NAMES[row["phase"]],
-                "timer (ms)": number(row["timer_ms"]),
-                "projected (ms)": number(row["projected_ms"]),
-                "projected / timer": times(row["projected_ms"] / row["timer_ms"]),
-                "kernels (ms)": number(row["kernel_ms"]),
-                "idle": percent(row["idle"]),
-                "host, profiled / not": times(row["done_ms"] / row["host_ms"]),
-            }
-        )
-    return pd.DataFrame(result)
-
-
-def findings_timer(frame: pd.DataFrame, steps: pd.DataFrame) -> list[str]:
-    """Says whether profiler and timer agree on a forward pass, where they do not and why, and the profiler's cost."""
-    pairs = timer_pairs(frame, steps)
-    if pairs.empty:
-        return []
-    sentences = []
-    forward = pairs[pairs["phase"] == "forward"]
-    if len(forward):
-        off = (forward["projected_ms"] / forward["timer_ms"] - 1).abs()
-        waits = forward["idle"] >= IDLE
-        sentences.append(
-            f"A training forward pass projected on the device agrees with notebook 01's timer within "
-            f"{percent(AGREEMENT)} in {(off <= AGREEMENT).sum()} of {count(len(forward), 'case')}."
-        )
-        if len(busy := off[~waits]):
-            sentences.append(
-                f"Where the device is kept busy (idle for less than {percent(IDLE)}; {count(len(busy), 'case')}) the "
-                f"two "
-                f"differ by {span(busy, percent)}, most for {_case_of(forward.loc[busy.idxmax()])}."
-            )
-        if waits.any():
-            slower = (forward["projected_ms"] / forward["timer_ms"])[waits]
-            sentences.append(
-                f"In the other {count(int(waits.sum()), 'case')} the host sets the pace, and the profiler's work on "
-                f"the "
-                f"host shows: the projected time is {span(slower)} the timer's."
-            )
-        for size in ("xl-2025", "2.7b"):
-            mine = off[forward["size"] == size]
-            if len(mine):
-                sentences.append(
-                    f"At {size} the difference is {span(mine, percent)} over {count(len(mine), 'case')}, "
-                    f"{(mine <= AGREEMENT).sum()} of them within {percent(AGREEMENT)}."
-                )
-    whole = pairs.dropna(subset=["done_ms"])
-    if len(whole):
-        cost = whole["done_ms"] / whole["host_ms"]
-        worst = whole.loc[cost.idxmax()]
-        sentences.append(
-            f"Under the profiler the host sees a step take {span(cost)} the time without (median "
-            f"{times(cost.median())}), most for {PHASE_NAMES[worst['phase']]} of {_case_of(worst)}."
-        )
-    return sentences
-
-
-def _case_of(row: pd.Series) -> str:
-    return f"{row['size']} at {row['context']} in {row['precision']}"
-
-
-# ---- (b) the kernel with most time ---------------------------------------------------------------------------------
-
-
-@once_per_frame
-def top_kernels(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns, of each case and view, the kernel with the most cumulative time."""
-    rows = kernel_times(frame)
-    if rows.empty:
-        return rows
-    best = rows.loc[rows.groupby([*CASE, "view"])["total_us"].idxmax()]
-    ranked = best.assign(view_rank=best["view"].map(list(VIEWS).index))
-    return _sorted(ranked, "view_rank").drop(columns="view_rank")
-
-
-def table_top_kernels(frame: pd.DataFrame, precision: str | None = None) -> pd.DataFrame:
-    """Returns the kernel with the most time in forward, backward and the whole step of every case (or one precision's).
-
-    Inference stands in for a forward pass where no training step fits, and is left out where one does: what leads in
-    the two is nearly always the same.
-    """
-    best = top_kernels(frame)
-    if best.empty:
-        return best
-    has_forward = best["view"].eq("forward").groupby([best[name] for name in CASE]).transform("any")
-    best = best[(best["view"] != "inference") | ~has_forward]
-    if precision is None:
-        return _kernel_table(best)
-    return _kernel_table(best[best["precision"] == precision]).drop(columns="precision", errors="ignore")
-
-
-def _kernel_table(rows: pd.DataFrame) -> pd.DataFrame:
-    return pd.DataFrame(
-        {
-            "size": row["size"],
-            "context": row["context"],
-            "precision": row["precision"],
-            "attention": ATTENTION_NAMES[row["attention"]],
-            "phase": PHASE_NAMES[row["view"]],
-            "kernel": f"`{row['short_name']}`",
-            "class": row["kernel_class"],
-            "share": percent(row["share"]),
-            "launches": f"{row['launches']:,}",
-            "mean (µs)": _microseconds(row["mean_us"]),
-            "median": _microseconds(row["median_us"]),
-            "min": _microseconds(row["min_us"]),
-            "max": _microseconds(row["max_us"]),
-            "std": _microseconds(row["std_us"]),
-        }
-        for row in rows.to_dict("records")
-    )
-
-
-def findings_top_kernels(frame: pd.DataFrame) -> list[str]:
-    """Says which kernel leads in forward, backward and the whole step, and whether it is the same one."""
-    best = top_kernels(frame)
-    if best.empty:
-        return []
-    sentences = []
-    eager = best[best["attention"] == "eager"]
-    for (precision, view), rows in in_order(eager, ["precision"]).groupby(["precision", "view"], sort=False):
-        if view in ("inference", "forward_backward"):
-            continue
-        kernels, classes = rows["short_name"].value_counts(), rows["kernel_class"].value_counts()
-        sentences.append(
-            f"In {precision} the kernel with most time in {_article(view)} is of class {_counted(classes)}; it holds "
-            f"{span(rows['share'], percent)} of the time and is most often `{kernels.index[0]}` "
-            f"({kernels.iloc[0]} of {count(len(rows), 'case')})."
-        )
-    names = best.pivot_table(index=CASE, columns="view", values="short_name", aggfunc="first")
-    for left, right in (("forward", "backward"), ("forward", "train_step"), ("backward", "train_step")):
-        if left in names and right in names and len(both := names[[left, right]].dropna()):
-            same = int((both[left] == both[right]).sum())
-            sentences.append(
-                f"It is the same kernel in {_article(left)} and {_article(right)} in {same} of "
-                f"{count(len(both), 'case')}."
-            )
-    return sentences
-
-
-def _article(view: str) -> str:
-    return {"forward": "the forward pass", "backward": "the backward pass", "train_step": "the whole step"}[view]
-
-
-def _counted(counts: pd.Series) -> str:
-    if len(counts) == 1:
-        return str(counts.index[0])
-    return listing(f"{name} ({n})" for name, n in counts.items())
-
-
-def shown_case(frame: pd.DataFrame) -> tuple[str, int] | None:
-    """Returns size and context for the figure of top kernels: of the largest model with a whole step, in the middle."""
-    rows = ok_rows(frame, attention="eager", phase="train_step")
-    if rows.empty:
-        return None
-    size = max(rows["size"].unique(), key=list(SIZES).index)
-    contexts = sorted(rows[rows["size"] == size]["context"].unique())
-    return size, int(contexts[len(contexts) // 2])
-
-
-def figure_top_kernels(frame: pd.DataFrame, num_kernels: int = 8) -> Figure | None:
-    """One panel per precision and view: the kernels with most time in one model, coloured by class."""
-    chosen = shown_case(frame)
-    if chosen is None:
-        return None
-    rows = kernel_times(frame)
-    rows = rows[(rows["size"] == chosen[0]) & (rows["context"] == chosen[1]) & (rows["attention"] == "eager")]
-    views = [view for view in ("forward", "backward", "train_step") if view in set(rows["view"])]
-    precisions = list(in_order(rows, ["precision"])["precision"].unique())
-    figure, axes = figures.panels(len(precisions) * len(views), num_columns=len(views), width=4.6, height=2.6)
-    panels = [(precision, view) for precision in precisions for view in views]
-    for axis, (precision, view) in zip(axes, panels, strict=True):
-        mine = rows[(rows["precision"] == precision) & (rows["view"] == view)]
-        mine = mine.sort_values("total_us", ascending=False).head(num_kernels).iloc[::-1]
-        labels = [name if len(name) <= 48 else f"{name[:47]}…" for name in mine["short_name"]]
-        colours = [CLASS_COLOURS[name] for name in mine["kernel_class"]]
-        axis.barh(range(len(mine)), 100 * mine["share"], color=colours)
-        axis.set_yticks(range(len(mine)), labels, fontsize=6)
-        axis.set_xlabel("share of kernel time (%)")
-        axis.set_title(f"{PHASE_NAMES[view]}, {precision}")
-        axis.grid(axis="y", visible=False)
-    _class_legend(figure, rows["kernel_class"])
-    figure.suptitle(
-        f"Kernels with most time, {chosen[0]} at context {chosen[1]}, eager attention, {frame.attrs['device']}",
-        fontsize=10,
-    )
-    return figure
-
-
-def _class_legend(figure: Figure, classes: Iterable[str]) -> None:
-    present = set(classes)
-    handles = [Patch(color=colour, label=name) for name, colour in CLASS_COLOURS.items() if name in present]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 5))
-
-
-# ---- (c) what is no matmul in forward --------------------------------------------------------------------------------
-
-
-def table_not_matmul(frame: pd.DataFrame, precision: str, num_kernels: int = 3) -> pd.DataFrame:
-    """Returns the kernels of the training forward pass that are no matmul and have most time, some of each case."""
-    rows = kernel_times(frame)
-    if rows.empty:
-        return rows
-    mine = (rows["view"] == "forward") & (rows["kernel_class"] != "matmul") & (rows["precision"] == precision)
-    rows = rows[mine].sort_values("total_us", ascending=False, kind="stable").groupby(CASE).head(num_kernels)
-    told = ["size", "context", "attention", "kernel", "class", "share", "launches", "mean (µs)"]
-    return _kernel_table(_sorted(rows))[told] if len(rows) else rows
-
-
-def findings_not_matmul(frame: pd.DataFrame) -> list[str]:
-    """Says how much of a forward pass is no matmul, which classes make it up, and which kernels stand out."""
-    found = class_times(frame)
-    if found.empty:
-        return []
-    sentences = []
-    eager = found[(found["view"] == "forward") & (found["attention"] == "eager")]
-    kernels = kernel_times(frame)
-    for precision, rows in in_order(eager, ["precision"]).groupby("precision", sort=False):
-        others = rows[rows["kernel_class"] != "matmul"]
-        sums = others.groupby(["size", "context"])["share"].sum()
-        means = others.groupby("kernel_class")["share"].sum() / len(sums)
-        largest = means.sort_values(ascending=False).head(3)
-        parts = listing(f"{name} {percent(share)}" for name, share in largest.items())
+    if len(rows):
+        marked = rows["done_with_ranges_ms"] / rows["done_ms"]
+        sums = [tables_of(rows, which).groupby([*CASE, "record"])["total_us"].sum() for which in ("ranges", "classes")]
+        change = sums[0] / sums[1]
         text = (
-            f"In {precision}, kernels that are no matmul take {span(sums, percent)} of a forward pass with eager "
-            f"attention; on average over {count(len(sums), 'case')} of all kernel time: {parts}"
+            f"Marking every block and part makes a step last up to {times(marked.max())} as long on the host's clock "
+            f"({name(rows.loc[marked.idxmax()])}); its kernels take {span(change)} their time without"
         )
-        is_mine = (kernels["view"] == "forward") & (kernels["attention"] == "eager")
-        mine = kernels[is_mine & (kernels["precision"] == precision) & (kernels["kernel_class"] != "matmul")]
-        if len(mine):
-            best = mine.loc[mine.groupby(["size", "context"])["total_us"].idxmax()]
-            name, times_first = best["short_name"].value_counts().index[0], best["short_name"].value_counts().iloc[0]
-            leading = best[best["short_name"] == name]["share"]
-            text += (
-                f". The single kernel with most time among them is most often `{name}` ({times_first} of {len(best)} "
-                f"cases, "
-                f"{span(leading, percent)} of the pass)"
-            )
-        sentences.append(text + ".")
+        if (change - 1).abs().max() < marked.max() - 1:
+            text += ": profiling lengthens the host's work. Trust a profile's kernel times, not its gaps"
+        sentences.append(f"{text}.")
     return sentences
 
 
-# ---- (d) the share of matmuls, launches and idle time ----------------------------------------------------------------
+def table_classes(frame: pd.DataFrame) -> pd.DataFrame:
+    """Returns each class's share (%) of kernel time in inference → in a whole step, by size and precision."""
+    steps = whole_steps(shown(select(frame, attention="eager"))).rename(columns={"phase": "view"})[[*CASE, "view"]]
+    inference = select(classes(frame), view="inference").drop(columns="view")
+    rows = steps.merge(classes(frame), on=[*CASE, "view"]).merge(inference, "left", CASE, suffixes=("", "_before"))
+    named = ("matmul", "elementwise", "copy", "softmax", "reduction")
+    shares = {c: _hundredths(rows[f"{c}_share_before"]) + " → " + _hundredths(rows[f"{c}_share"]) for c in named}
+    rest = 1 - sum(rows[f"{c}_share"] for c in (*named, "optimizer"))
+    last = {"AdamW": _hundredths(rows["optimizer_share"]), "rest": _hundredths(rest.abs())}
+    return columns(rows, **{"step (ms)": ("total_us", milliseconds)}).assign(**shares, **last)
 
 
-def table_matmul_share(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns the share of kernel time that is matmuls in each view, launches of a step and the GPU's idle time."""
-    shares = _shares(frame, "matmul")
-    if shares.empty:
-        return shares
-    steps = _steps(frame).set_index(CASE)
-    result = []
-    for row in _sorted(shares).to_dict("records"):
-        key = tuple(row[name] for name in CASE)
-        step = steps.loc[key] if key in steps.index else None
-        result.append(
-            {
-                "size": row["size"],
-                "context": row["context"],
-                "precision": row["precision"],
-                "attention": ATTENTION_NAMES[row["attention"]],
-                **{PHASE_NAMES[view]: percent(row.get(view)) for view in VIEWS if view != "backward"},
-                "launches": f"{int(step['num_launches']):,}" if step is not None else "–",
-                "casts": f"{int(step['num_casts']):,}" if step is not None else "–",
-                "idle": percent(step["step_idle_fraction"]) if step is not None else "–",
-            }
-        )
-    return pd.DataFrame(result)
+def _hundredths(shares: pd.Series) -> pd.Series:
+    return (100 * shares).map("{:.1f}".format).replace("nan", "–")
 
 
-def findings_matmul_share(frame: pd.DataFrame) -> list[str]:
-    """Says how the matmul share differs between phases and moves with size and context, and what is launch-bound."""
-    shares = _shares(frame, "matmul")
-    if shares.empty:
-        return []
-    sentences = []
-    eager = shares[shares["attention"] == "eager"]
-    for precision, rows in in_order(eager, ["precision"]).groupby("precision", sort=False):
-        parts = [
-            f"{PHASE_NAMES[view]} {span(rows[view].dropna(), percent)}"
-            for view in VIEWS
-            if view in rows and view != "backward" and rows[view].notna().any()
-        ]
-        if parts:
-            sentences.append(
-                f"With eager attention in {precision}, matmuls take of the kernel time: {', '.join(parts)}."
-            )
-        sentences += _between_views(rows, precision) + _moves(rows, precision)
-    return [*sentences, *_flash_share(shares), *_idle(frame), *_casts(frame)]
-
-
-def _between_views(rows: pd.DataFrame, precision: str) -> list[str]:
-    """Compares inference and the whole step, case by case."""
-    if "train_step" not in rows or "inference" not in rows or (both := rows.dropna(subset=["train_step"])).empty:
-        return []
-    change = both["train_step"] - both["inference"]
-    word = (
-        "lower than" if (change < -CHANGED).all() else "higher than" if (change > CHANGED).all()
-        else "about the same as" if (change.abs() <= CHANGED).all() else "not always lower than"
-    )  # fmt: skip
-    return [
-        f"In {precision} the whole step's share is {word} inference's: it differs by {span(change, _points)} "
-        f"percentage points ({count(len(both), 'case')})."
-    ]
-
-
-def _moves(rows: pd.DataFrame, precision: str) -> list[str]:
-    """Says how inference's share moves from the shortest to the longest context, and from the smallest to the largest
-    model."""
-    sentences = []
-    for across, along, noun in (("size", "context", "context"), ("context", "size", "model")):
-        changes = {}
-        for key, group in in_order(rows, ["size", "context"]).groupby(across, sort=False):
-            if len(group) > 1:
-                changes[key] = group["inference"].iloc[-1] - group["inference"].iloc[0]
-        if not changes:
-            continue
-        values = list(changes.values())
-        word = (
-            "rises" if min(values) > CHANGED else "falls" if max(values) < -CHANGED
-            else "stays about the same" if max(map(abs, values)) <= CHANGED else "moves either way"
-        )  # fmt: skip
-        ends = in_order(rows, [along])[along]
+def findings_classes(frame: pd.DataFrame) -> list[str]:
+    """Says what share matmuls have by precision, how it moves from inference to a whole step, and what casts add."""
+    sentences, rows = [], in_order(select(classes(frame), attention="eager"), ["precision"])
+    steps, inference = (select(rows, view=view).set_index(CASE) for view in ("train_step", "inference"))
+    if len(steps):
+        shares = dict(iter(steps["matmul_share"].groupby("precision", sort=False)))
+        parts = [f"{span(share, percent)} in {key} ({count(len(share), 'case')})" for key, share in shares.items()]
+        text = f"Of a training step's kernel time matrix products take {listing(parts)}."
+        if {"fp32", "bf16"} <= set(shares) and shares["bf16"].max() < shares["fp32"].min():
+            text += " bf16 shortens the products most; masks and softmax stay in fp32 and move as many bytes."
+        sentences.append(text)
+    if len(moves := 100 * (steps["matmul_share"] - inference["matmul_share"]).dropna()):
+        by_precision = moves.groupby("precision", sort=False)
+        parts = [f"{span(move, '{:+.1f}'.format)} points in {key}" for key, move in by_precision]
         sentences.append(
-            f"In {precision} inference's share {word} with the {noun}: from {ends.iloc[0]} to {ends.iloc[-1]} it "
-            f"changes "
-            f"by {span(values, _points)} percentage points, over {count(len(changes), across)}."
+            f"From inference to the training step the products' share moves by {listing(parts)}: backward has twice "
+            "the products and about twice the rest, and AdamW, fused over many tensors, takes "
+            f"{span(steps['optimizer_share'], percent)}, most where tokens are few."
+        )
+    if len(casts := whole_steps(frame).query("num_casts > 0")):
+        shares = (casts["num_casts"] / casts["num_launches"]).groupby(casts["precision"], sort=False)
+        sentences.append(
+            f"Of a step's launches {listing(f'{span(share, percent)} in {key}' for key, share in shares)} only "
+            "change a dtype: autocast keeps the parameters in fp32 and casts them at each use."
         )
     return sentences
 
 
-def _flash_share(shares: pd.DataFrame) -> list[str]:
-    flash = shares[shares["attention"] != "eager"]
-    if flash.empty:
-        return []
-    both = flash.merge(shares[shares["attention"] == "eager"], on=CASE[:3], suffixes=("", "_eager"))
-    if both.empty:
-        return []
-    change = both["inference"] - both["inference_eager"]
-    return [
-        f"With FlashAttention, whose products are inside its own kernels, the matmul share of inference changes by "
-        f"{span(change, _points)} percentage points ({count(len(both), 'case')})."
-    ]
-
-
-def _idle(frame: pd.DataFrame) -> list[str]:
-    """Says which steps are launch-bound, and how many launches a step makes."""
-    steps = _steps(frame)
+def figure_classes(frame: pd.DataFrame) -> Figure | None:
+    """One panel per size (three at most): kernel time per 1,000 tokens by class; a bar per context, eager and flash."""
+    precision = "bf16" if "bf16" in set(ok_rows(frame)["precision"]) else "fp32"
+    steps = whole_steps(frame, precision=precision)
     if steps.empty:
-        return []
-    bound = _sorted(steps[steps["step_idle_fraction"] >= IDLE])
-    launches = span(steps["num_launches"], lambda value: f"{int(value):,}")
-    text = f"A step makes {launches} launches"
-    if bound.empty:
-        text += f"; the device is never idle for {percent(IDLE)} of it"
-    else:
-        text += (
-            f"; {len(bound)} of {len(steps)} steps are launch-bound (the device is idle for at least {percent(IDLE)} "
-            f"of "
-            f"them, up to {percent(bound['step_idle_fraction'].max())}): "
-            f"{listing(_name(row) for _, row in bound.iterrows())}"
+        return None
+    sizes = (steps[steps["phase"] == steps["phase"].max()])["size"].unique()  # "train_step" where there is one
+    sizes = list(dict.fromkeys([sizes[0], sizes[len(sizes) // 2], sizes[-1]]))
+    asked = select(frame, phase=STEPS, precision=precision)[[*CASE, "phase"]].rename(columns={"phase": "view"})
+    rows = asked.merge(classes(frame), "left", [*CASE, "view"])
+    rows = rows.sort_values(["context", "attention"], ascending=[True, False])
+    figure, axes = figures.panels(len(sizes), height=3.0)
+    for axis, size in zip(axes, sizes, strict=True):
+        bars = select(rows, size=size)
+        bottom = pd.Series(0.0, index=bars.index)
+        for kernel_class, (colour, hatch) in CLASS_STYLES.items():
+            height = bars[f"{kernel_class}_share"] * bars["total_us"] / BATCH_SIZE / bars["context"]  # µs a token
+            axis.bar(range(len(bars)), height, 0.85, bottom, color=colour, hatch=hatch, edgecolor="white", linewidth=0)
+            bottom += height
+        for place in [place for place, time in enumerate(bars["total_us"]) if time != time]:
+            axis.text(place, 0, "×", ha="center", va="bottom")
+        labels = bars["context"].astype(str) + bars["attention"].map({"eager": ""}).fillna(" F")
+        axis.set_xticks(range(len(bars)), labels, fontsize=7, rotation=90)
+        axis.set(xlabel="context (tokens)", ylabel="ms per 1,000 tokens", title=size)
+        axis.grid(axis="x", visible=False)
+    _class_legend(figure, [c for c in CLASS_STYLES if rows[f"{c}_share"].max() > 0.001])
+    title = f"Kernel time of a step by class, {precision}, device time, {frame.attrs['device']}"
+    figure.suptitle(f"{title} (F: our FlashAttention, ×: does not fit)", fontsize=10)
+    return figure
+
+
+def _class_legend(figure: Figure, present: list[str]) -> None:
+    style = {"edgecolor": "white", "linewidth": 0}
+    handles = [Patch(facecolor=CLASS_STYLES[c][0], hatch=CLASS_STYLES[c][1], label=c, **style) for c in present]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 8))
+
+
+def shown_case(frame: pd.DataFrame) -> dict:
+    """Returns the eager case that stands for the others: with AdamW, in bf16, of the largest size, where captured."""
+    rows = whole_steps(select(frame, attention="eager"))
+    rows = in_order(shown(rows), ["phase", "precision", "size"]) if len(rows) else rows
+    return rows.iloc[-1][CASE].to_dict() if len(rows) else {}
+
+
+def table_kernels(frame: pd.DataFrame, num_kernels: int = 10) -> pd.DataFrame:
+    """Returns the kernels with most time in forward and backward together, and the same ones in forward alone."""
+    rows = select(kernels(frame), **shown_case(frame)).drop_duplicates(["view", "short_name"])
+    both = select(rows, view="forward_backward").nlargest(num_kernels, "total_us")
+    forward = select(rows, view="forward").set_index("short_name").reindex(both["short_name"]).reset_index()
+    told = {"kernel": both["kernel"].tolist(), "what it does": both["role"].tolist()}
+    for title, of_view in (("forward", forward), ("forward + backward", both)):
+        told[f"{title} (ms)"] = [milliseconds(value) for value in of_view["total_us"]]
+        told[f"launches in {title}"] = [number(value) for value in of_view["launches"]]
+        told[f"share of {title}"] = [percent(value) for value in of_view["share"]]
+    return pd.DataFrame(told)
+
+
+def findings_kernels(frame: pd.DataFrame) -> list[str]:
+    """Says which kernel leads the forward pass, whether it leads with backward too, and which names cover several."""
+    best, case, sentences = top_kernels(frame), shown_case(frame), []
+    leads = [
+        f"{row['kernel']} in {row['precision']} ({row['launches']:,} launches, {percent(row['share'])} of the pass)"
+        for row in select(best, view="forward").to_dict("records")
+        if (row["size"], row["context"]) == (case["size"], case["context"])
+    ]
+    common, best = best[best["short_name"] == COMMON_NAME], best[best["short_name"] != COMMON_NAME]
+    both = best.set_index([*CASE, "view"])["kernel"].unstack("view").reindex(columns=["forward", "forward_backward"])
+    if leads and len(both := both.dropna()):
+        sentences.append(
+            f"Most forward time of {case_name(case)} goes to {listing(leads)}. With backward included the same "
+            f"one leads in {(both['forward'] == both['forward_backward']).sum()} of {count(len(both), 'case')}: the "
+            "gradients' products have transposed operands, which other kernels serve, and more casts and copies add up."
         )
-    return [text + "."]
-
-
-def _casts(frame: pd.DataFrame) -> list[str]:
-    """Says how many of a step's launches only change a dtype."""
-    sentences = []
-    rows = _steps(frame)
-    for precision, group in in_order(rows, ["precision"]).groupby("precision", sort=False) if len(rows) else []:
-        share = group["num_casts"] / group["num_launches"]
-        if group["num_casts"].sum():
-            sentences.append(
-                f"In {precision}, {span(group['num_casts'], lambda value: f'{int(value):,}')} launches of a step copy "
-                f"a "
-                f"tensor to another dtype, {span(share, percent)} of all."
-            )
+    if len(common):
+        row = common.loc[common["share"].idxmax()]
+        sentences.append(
+            f"`{COMMON_NAME}` is the name of every CUTLASS kernel: the {row['launches']:,} launches of "
+            f"{number(row['min_us'])} to {number(row['max_us'])} µs in {PHASE_NAMES[row['view']]} of {name(row)} are "
+            f"several kernels. The {len(common)} passes and steps that it leads are not in the count above."
+        )
     return sentences
 
 
-def figure_classes(frame: pd.DataFrame, precision: str) -> Figure | None:
-    """One panel per size: kernel time of a training step by class, stacked, a bar per context and attention.
+def findings_idle(frame: pd.DataFrame) -> list[str]:
+    """Says when the device idles under the profiler, and what was not tried."""
+    sentences, rows = [], whole_steps(frame)
+    if len(rows):
+        idle = rows["step_idle_fraction"] >= IDLE
+        mean = 1e3 * rows["step_kernel_ms"] / rows["num_launches"]
+        masks = {"in these": idle, "in the others": ~idle}
+        parts = [f"{span(mean[mask], number)} µs {where}" for where, mask in masks.items() if mask.any()]
+        sentences.append(
+            f"Under the profiler the device idles for {percent(IDLE)} or more of {idle.sum()} of {len(rows)} steps; "
+            f"the mean kernel takes {listing(parts)}. It idles when a kernel ends before the host has launched the next "
+            "one. Profiling slows the launches, so gaps are upper bounds; chapter 01 says which steps are launch-bound."
+        )
+    if len(skipped := in_order(select(frame, status="skipped"), ["size"])):
+        sentences.append(
+            f"{count(len(skipped), 'step')} of {len(frame):,} ({listing(dict.fromkeys(skipped['size']))}) were not "
+            "tried: by its closed form, what they must keep exceeds the device's memory."
+        )
+    return sentences
 
-    Bars are shares; above each stands the step's kernel time in ms. Where no step was captured with the optimizer,
-    forward and backward stand in; where neither was, inference.
-    """
-    found = class_times(frame)
-    if found.empty or found[found["precision"] == precision].empty:
+
+def _timeline_case(frame: pd.DataFrame) -> dict | None:
+    """Returns the record whose launches were kept: an eager one, in bf16 where there is one."""
+    rows = ok_rows(frame, attention="eager").to_dict("records")
+    kept = [row for row in rows if "timeline" in row["observed"]["tables"]]
+    return min(kept, key=lambda row: row["precision"] != "bf16") if kept else None
+
+
+def figure_timeline(frame: pd.DataFrame) -> Figure | None:
+    """A training step from its first launch to its last, kernels above phases and blocks, then one block closer."""
+    if not (row := _timeline_case(frame)):
         return None
-    found = found[(found["precision"] == precision)]
-    rank = {"train_step": 0, "forward_backward": 1, "inference": 2}
-    found = found[found["view"].isin(rank)]
-    best = found.assign(rank=found["view"].map(rank)).groupby(CASE)["rank"].transform("min")
-    found = found[found["view"].map(rank) == best]
-    sizes = [size for size in SIZES if size in set(found["size"])]
-    figure, axes = figures.panels(len(sizes), width=3.9, height=3.0)
-    for axis, size in zip(axes, sizes, strict=True):
-        _stack(axis, found[found["size"] == size])
-        axis.set_title(size)
-    _class_legend(figure, found["kernel_class"])
-    figure.suptitle(
-        f"Kernel time by class, {precision}, {frame.attrs['device']} (above: ms of a step; F FlashAttention, "
-        "* without optimizer, i inference)",
-        fontsize=10,
-    )
-    return figure
-
-
-def _stack(axis: Axes, rows: pd.DataFrame) -> None:
-    ordered = _sorted(rows)
-    bars = list(dict.fromkeys(zip(ordered["context"], ordered["attention"], strict=True)))
-    labels, parts = [], []
-    for position, (context, attention) in enumerate(bars):
-        mine = ordered[(ordered["context"] == context) & (ordered["attention"] == attention)]
-        by_class, bottom = mine.set_index("kernel_class")["share"], 0.0
-        for name, colour in CLASS_COLOURS.items():
-            if name in by_class:
-                parts.append((position, 100 * by_class[name], bottom, colour))
-                bottom += 100 * by_class[name]
-        axis.text(position, 101, number(mine["total_us"].sum() / 1e3), ha="center", fontsize=5.5, rotation=45)
-        mark = {"train_step": "", "forward_backward": "*", "inference": "i"}[mine["view"].iloc[0]]
-        labels.append(f"{context}{mark}" + ("\nF" if attention != "eager" else ""))
-    positions, shares, bottoms, colours = zip(*parts, strict=True)
-    axis.bar(positions, shares, 0.85, bottom=bottoms, color=colours)
-    axis.set_xticks(range(len(bars)), labels, fontsize=6)
-    axis.set_ylim(0, 112)
-    axis.set_xlabel("context (tokens)")
-    axis.set_ylabel("share of kernel time (%)")
-    axis.grid(axis="x", visible=False)
-
-
-# ---- one step, launch by launch ------------------------------------------------------------------------------------
-
-
-def figure_timeline(frame: pd.DataFrame, precision: str, attention: str = "eager") -> Figure | None:
-    """A training step from its first launch to its last: rows of the streams, phases and blocks, then one block closer.
-
-    The closer view is the middle block of the forward pass.
-    """
-    kept = [
-        row
-        for row in ok_rows(frame, precision=precision, attention=attention).to_dict("records")
-        if "timeline" in row["observed"]["tables"]
-    ]
-    if not kept:
-        return None
-    row = kept[0]
     table = dict(row["observed"]["tables"]["timeline"])
-    classes, phases = table.pop("class_names"), table.pop("phase_names")
-    launches = pd.DataFrame(table).assign(
-        end_us=lambda t: t["start_us"] + t["duration_us"],
-        kernel_class=lambda t: [classes[n] for n in t["kernel_class"]],
-        phase=lambda t: [phases[n] if n >= 0 else "outside" for n in t["phase"]],
-    )
-    figure, (whole, closer) = figures.panels(2, num_columns=1, width=11, height=2.6)
-    _draw_launches(whole, launches)
-    middle = launches[launches["phase"] == "forward"]["block"].max() // 2
-    block = launches[(launches["phase"] == "forward") & (launches["block"] == middle)]
-    _draw_launches(
-        closer,
-        launches[(launches["end_us"] >= block["start_us"].min()) & (launches["start_us"] <= block["end_us"].max())],
-    )
-    closer.set_xlim(block["start_us"].min() / 1e3, block["end_us"].max() / 1e3)
-    whole.set_title(f"{len(launches):,} launches of a training step, with every range marked")
-    closer.set_title(f"block {middle} of the forward pass")
-    _class_legend(figure, launches["kernel_class"])
-    figure.suptitle(
-        f"{row['size']} at context {row['context']}, {precision}, {ATTENTION_NAMES[attention]} attention, "
-        f"{frame.attrs['device']}",
-        fontsize=10,
-    )
+    names, phases = table.pop("class_names"), [*table.pop("phase_names"), "outside"]
+    told = pd.DataFrame(table).assign(end_us=lambda t: t["start_us"] + t["duration_us"])
+    told["phase"] = [phases[n] for n in told["phase"]]
+    forward = select(told, phase="forward")
+    block = select(forward, block=forward["block"].max() // 2)
+    corners = [[(a, 1.6), (b, 1.6), (b, 2.4), (a, 2.4)] for a, b in told[["start_us", "end_us"]].to_numpy() / 1e3]
+    colours = [CLASS_STYLES[names[n]][0] for n in told["kernel_class"]]
+    ranges = [(1, phase, rows) for phase, rows in told.groupby("phase", sort=False) if phase != "outside"]
+    ranges += [(0, n, rows) for (_, n), rows in told[told["block"] >= 0].groupby(["phase", "block"], sort=False)]
+    figure, axes = figures.panels(2, num_columns=1, width=9, height=1.6)
+    cost = [number(row[time]) for time in ("done_with_ranges_ms", "done_ms", "step_kernel_ms")]
+    titles = ("{} ms with every range marked, {} ms with phases alone, both profiled; {} ms of kernels".format(*cost),
+              f"block {block['block'].iloc[0]} of the forward pass")  # fmt: skip
+    for axis, window, title in zip(axes, (told, block), titles, strict=True):
+        low, high = window["start_us"].min() / 1e3, window["end_us"].max() / 1e3
+        axis.add_collection(PolyCollection(corners, facecolors=colours, edgecolors="none", rasterized=True))
+        for place, (height, text, rows) in enumerate(ranges):
+            start, end = max(rows["start_us"].min() / 1e3, low), min(rows["end_us"].max() / 1e3, high)
+            axis.barh(height, max(end - start, 0), left=start, height=0.8, color=("0.85", "0.65")[place % 2])
+            if (end - start) / (high - low) > 0.012 * len(str(text)):  # wide enough for its label
+                axis.text((start + end) / 2, height, text, ha="center", va="center", fontsize=7)
+        axis.set(xlim=(low, high), ylim=(-0.5, 2.5), xlabel="time on the device, profiled (ms)", title=title)
+        axis.set_yticks([2, 1, 0], ["kernels", "phase", "block"])
+        axis.grid(visible=False)
+    _class_legend(figure, [names[n] for n in sorted(set(told["kernel_class"]))])
+    figure.suptitle(f"{name(row)}, eager attention, {frame.attrs['device']}", fontsize=10)
     return figure
-
-
-def _draw_launches(axis: Axes, launches: pd.DataFrame) -> None:
-    """Draws streams from the top, then the phases, then the blocks; a range lasts from its first launch to its last."""
-    axis.set_xlim(launches["start_us"].min() / 1e3, launches["end_us"].max() / 1e3)  # what the labels must fit in
-    streams = sorted(launches["stream"].unique())
-    names = [*(f"stream {stream}" if len(streams) > 1 else "kernels" for stream in streams), "phase", "block"]
-    heights = {name: len(names) - 1 - position for position, name in enumerate(names)}
-    for stream, name in zip(streams, names, strict=False):
-        _draw_launch_row(axis, launches[launches["stream"] == stream].sort_values("start_us"), heights[name])
-    for phase, rows in launches[launches["phase"] != "outside"].groupby("phase", sort=False):
-        colour = figures.COLOURS["optimizer_step" if phase == "optimizer" else phase]
-        _draw_range(axis, rows, heights["phase"], phase, colour)
-    in_blocks = launches[launches["block"] >= 0]
-    for (_, block), rows in in_blocks.groupby(["phase", "block"], sort=False):
-        _draw_range(axis, rows, heights["block"], str(block), "0.75" if block % 2 else "0.6")
-    axis.set_yticks(list(heights.values()), list(heights))
-    axis.set_ylim(-0.6, len(names) - 0.4)
-    axis.set_xlabel("time on the device (ms)")
-    axis.grid(visible=False)
-
-
-def _draw_launch_row(axis: Axes, rows: pd.DataFrame, height: float) -> None:
-    """Draws many bars as one image: thousands of shapes would make the file unwieldy. What starts later lies on top."""
-    low, high = height - 0.4, height + 0.4
-    corners = [
-        [(start, low), (end, low), (end, high), (start, high)]
-        for start, end in rows[["start_us", "end_us"]].to_numpy() / 1e3
-    ]
-    colours = [CLASS_COLOURS[name] for name in rows["kernel_class"]]
-    axis.add_collection(PolyCollection(corners, facecolors=colours, edgecolors="none", rasterized=True))
-
-
-def _draw_range(axis: Axes, rows: pd.DataFrame, height: float, label: str, colour: str) -> None:
-    """Draws a range as a bar, with its label where that fits between its ends."""
-    start, end = rows["start_us"].min() / 1e3, rows["end_us"].max() / 1e3
-    axis.barh(height, end - start, left=start, height=0.8, color=colour)
-    low, high = axis.get_xlim()
-    bar_width = (min(end, high) - max(start, low)) / (high - low) * 0.9 * 72 * axis.figure.get_figwidth()  # in points
-    if TextPath((0, 0), label, size=6).get_extents().width <= bar_width:
-        axis.text((start + end) / 2, height, label, ha="center", va="center", fontsize=6, clip_on=True)
-
-
-# ---- (e) inside attention ------------------------------------------------------------------------------------------
-
-
-@once_per_frame
-def attention_times(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns times (µs) inside attention in inference, all blocks together.
-
-    Columns of CASE; matmul_us (of the scores' and the values' product), softmax_us, other_us (mask, scaling, casts),
-    core_us (all of these, or FlashAttention), block_us (with projections and rotation), forward_us (the whole pass);
-    time_ratio, flop_ratio and bytes_ratio of softmax to the two products (NaN for FlashAttention).
-    """
-    rows = _table_rows(frame, "ranges")
-    if rows.empty:
-        return rows
-    rows = rows[rows["record"] == "inference"]
-    path = rows["path"]
-    is_core = path.str.startswith("inference/block/attention/core")
-    is_product = path.str.endswith(("/scores", "/value product")) & (rows["kernel_class"] == "matmul")
-    is_softmax = path.str.endswith("/softmax") & (rows["kernel_class"] == "softmax")
-    parts = {
-        "matmul_us": is_core & is_product,
-        "softmax_us": is_core & is_softmax,
-        "core_us": is_core,
-        "block_us": path.str.startswith("inference/block/attention"),
-        "forward_us": path.str.startswith("inference"),
-    }
-    sums = {name: rows["total_us"].where(mask, 0.0) for name, mask in parts.items()}
-    found = rows.assign(**sums).groupby(CASE, as_index=False)[list(parts)].sum()
-    if found.empty:
-        return found
-    found["other_us"] = found["core_us"] - found["matmul_us"] - found["softmax_us"]
-    is_eager = found["attention"] == "eager"
-    found["time_ratio"] = (found["softmax_us"] / found["matmul_us"]).where(is_eager)
-    for name, ratio in (("flop_ratio", flop_ratio), ("bytes_ratio", bytes_ratio)):
-        values = [ratio(row["size"], row["context"], row["precision"]) for row in found.to_dict("records")]
-        found[name] = pd.Series(values, index=found.index).where(is_eager)
-    return _sorted(found)
-
-
-def flop_ratio(size: str, context: int, precision: str) -> float:
-    """Returns FLOPs of softmax over those of the two products: SOFTMAX_FLOPS to 4·D a score, whatever the context."""
-    return SOFTMAX_FLOPS / (4 * SIZES[size].d_head)
-
-
-def bytes_ratio(size: str, context: int, precision: str) -> float:
-    """Returns the fewest bytes of softmax over those of the two products, per head.
-
-    The products read q, k, v, write the output, write the scores and read the probabilities. Softmax reads its scores
-    and writes its probabilities; under bf16 autocast it does so in fp32.
-    """
-    element, softmax_element = (4, 4) if precision == "fp32" else (2, 4)
-    products = element * (4 * context * SIZES[size].d_head + 2 * context * context)
-    return 2 * softmax_element * context * context / products
 
 
 def table_attention(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns softmax beside the two products with the ratios of time, FLOPs and bytes, and the block around them."""
+    """Returns softmax beside the two products: time, FLOPs, bytes; attention's share of inference; FlashAttention."""
     found = attention_times(frame)
-    if found.empty:
-        return found
-    result = []
-    for row in found.to_dict("records"):
-        eager = row["attention"] == "eager"
-        result.append(
-            {
-                "size": row["size"],
-                "context": row["context"],
-                "precision": row["precision"],
-                "attention": ATTENTION_NAMES[row["attention"]],
-                "two products (µs)": number(row["matmul_us"]) if eager else "–",
-                "softmax (µs)": number(row["softmax_us"]) if eager else "–",
-                "mask, scaling, casts (µs)": number(row["other_us"]) if eager else "–",
-                "softmax / products: time": times(row["time_ratio"]),
-                "FLOPs": times(row["flop_ratio"]),
-                "bytes": times(row["bytes_ratio"]),
-                "core (µs)": number(row["core_us"]),
-                "attention block (µs)": number(row["block_us"]),
-                "block of forward": percent(row["block_us"] / row["forward_us"]),
-            }
-        )
-    return pd.DataFrame(result)
+    found = shown(found.assign(block=found["block_us"] / found["forward_us"])) if len(found) else found
+    flash = select(found, attention="auto")[[*CASE[:3], "core_us"]].rename(columns={"core_us": "flash_us"})
+    rows = select(found, attention="eager").merge(flash, "left", CASE[:3])
+    return columns(rows, **{
+        "products (ms)": ("matmul_us", milliseconds), "softmax (ms)": ("softmax_us", milliseconds),
+        "mask, scale, casts (ms)": ("other_us", milliseconds), "softmax / products: time": ("time_ratio", times),
+        "FLOPs": ("flop_ratio", times), "bytes": ("bytes_ratio", times),
+        "our FlashAttention (ms)": ("flash_us", milliseconds), "block of pass": ("block", percent)})  # fmt: skip
 
 
 def findings_attention(frame: pd.DataFrame) -> list[str]:
-    """Says how softmax's time compares with the products', what accounts for it, and what FlashAttention changes."""
-    found = attention_times(frame)
-    if found.empty:
-        return []
-    sentences = []
-    eager = found[(found["attention"] == "eager") & (found["matmul_us"] > 0)]
+    """Says how softmax compares with the products, what attention's core is made of, what FlashAttention changes."""
+    eager = attention_times(frame).dropna(subset=["time_ratio"])
+    sentences, parts, gains = [], [], []
     for precision, rows in eager.groupby("precision", sort=False):
-        more, worst = rows[rows["time_ratio"] > 1], rows.loc[rows["time_ratio"].idxmax()]
+        worst = case_name(rows.loc[rows["time_ratio"].idxmax()])
+        ratios = span(rows["time_ratio"]), span(rows["bytes_ratio"])
+        parts.append(f"{ratios[0]} their time and {ratios[1]} their bytes in {precision} (most time for {worst})")
+    if parts:
+        sentences = [
+            f"Against attention's two products softmax has {span(eager['flop_ratio'])} their FLOPs, {listing(parts)}. "
+            "It does few operations a byte, so memory sets its time. Here it is one kernel; a softmax of several "
+            "operators, as the course has it, moves the scores several times.",
+            f"Between the projections, at context {eager['context'].max():,}, {core_shares(eager)} of the kernel time.",
+        ]
+    for precision, rows in flash_steps(frame).groupby("precision", sort=False):
+        flash = whole_steps(frame, attention="auto", precision=precision)
+        runs = listing(sorted({seen["attention_runs"] for seen in flash["observed"]}))
+        gains.append(f"in {precision} ({runs}) {forms.summary(rows, case_name)}")
+    if gains:
         sentences.append(
-            f"In {precision}, softmax takes {span(rows['time_ratio'])} the time of the two products of attention, for "
-            f"{span(rows['flop_ratio'])} their FLOPs and {span(rows['bytes_ratio'])} their bytes; it takes longer than "
-            f"they do in {len(more)} of {count(len(rows), 'case')} (most for {worst['size']} at {worst['context']})."
-        )
-        by_flops = (rows["time_ratio"] / rows["flop_ratio"]).median()
-        by_bytes = (rows["time_ratio"] / rows["bytes_ratio"]).median()
-        nearer = "bytes" if max(by_bytes, 1 / by_bytes) < max(by_flops, 1 / by_flops) else "FLOPs"
-        sentences.append(
-            f"The time ratio in {precision} is {times(by_flops)} the ratio of FLOPs and {times(by_bytes)} that of "
-            f"bytes in "
-            f"the median: {nearer} are the nearer account of it."
-        )
-        longest = rows[rows["context"] == rows["context"].max()]
-        shares = {
-            part: span(longest[f"{part}_us"] / longest["core_us"], percent) for part in ("matmul", "softmax", "other")
-        }
-        sentences.append(
-            f"At context {rows['context'].max()} in {precision}, what lies between the projections is "
-            f"{shares['matmul']} "
-            f"products, {shares['softmax']} softmax and {shares['other']} mask, scaling and casts; a whole attention "
-            f"block "
-            f"is {span(longest['block_us'] / longest['forward_us'], percent)} of inference's kernel time."
-        )
-    return [*sentences, *_growth(eager), *_flash(found)]
-
-
-def _growth(eager: pd.DataFrame) -> list[str]:
-    exponents = {}
-    for _, rows in eager.groupby(["precision", "size"], sort=False):
-        longer = rows[rows["context"] >= 512]
-        if len(longer) >= 3:
-            for part in ("softmax_us", "matmul_us"):
-                exponents.setdefault(part, []).append(power_law_exponent(longer["context"], longer[part]))
-    if not exponents:
-        return []
-    softmax, matmul = (span(exponents[part], number) for part in ("softmax_us", "matmul_us"))
-    return [
-        f"From context 512 on softmax's time grows as (context)^{softmax} and the two products' as "
-        f"(context)^{matmul}, over "
-        f"the sizes and precisions."
-    ]
-
-
-def _flash(found: pd.DataFrame) -> list[str]:
-    flash = found[found["attention"] != "eager"]
-    both = flash.merge(found[found["attention"] == "eager"], on=CASE[:3], suffixes=("", "_eager"))
-    sentences = []
-    for precision, rows in in_order(both, ["precision"]).groupby("precision", sort=False) if len(both) else []:
-        gains = rows["core_us_eager"] / rows["core_us"]
-        best = rows.loc[gains.idxmax()]
-        sentences.append(
-            f"FlashAttention in {precision} takes {span(1 / gains)} the kernel time of what eager attention does "
-            f"between the "
-            f"projections (least for {best['size']} at {best['context']}), and makes the attention block "
-            f"{span(rows['block_us'] / rows['forward_us'], percent)} of inference instead of "
-            f"{span(rows['block_us_eager'] / rows['forward_us_eager'], percent)}."
+            f"By a step's kernel time, our FlashAttention (the kernels of this chapter's commit) is {'; '.join(gains)} "
+            "against eager attention. It saves the scores' bytes and pays with products recomputed in backward."
         )
     return sentences
+
+
+def core_shares(eager: pd.DataFrame) -> str:
+    """Returns what attention is made of between its projections at the longest context: "in bf16 products take …"."""
+    longest = eager[eager["context"] == eager["context"].max()]
+    parts = {"products take": "matmul_us", "softmax": "softmax_us", "mask, scaling and casts": "other_us"}
+    return "; ".join(
+        f"in {precision} "
+        + listing(f"{part} {span(rows[time] / rows['core_us'], percent)}" for part, time in parts.items())
+        for precision, rows in longest.groupby("precision", sort=False)
+    )
 
 
 def figure_softmax(frame: pd.DataFrame) -> Figure | None:
-    """One panel per precision: softmax's time, bytes and FLOPs over the two products', by context, a line per size."""
-    found = attention_times(frame)
-    if found.empty or (eager := found[(found["attention"] == "eager") & (found["matmul_us"] > 0)]).empty:
+    """Softmax over the two products by context, a panel per precision: time, bytes and FLOPs, of one size."""
+    eager = attention_times(frame).dropna(subset=["time_ratio"])
+    if eager.empty:
         return None
-    precisions = list(eager["precision"].unique())
-    figure, axes = figures.panels(len(precisions), width=4.4, height=3.2)
-    for axis, precision in zip(axes, precisions, strict=True):
-        rows = eager[eager["precision"] == precision]
-        for size in [size for size in SIZES if size in set(rows["size"])]:
-            line, colour = rows[rows["size"] == size].sort_values("context"), figures.COLOURS[size]
-            axis.plot(line["context"], line["time_ratio"], color=colour, marker="o", markersize=3, label=size)
-            axis.plot(line["context"], line["bytes_ratio"], color=colour, linestyle="--", linewidth=0.8)
-            axis.plot(line["context"], line["flop_ratio"], color=colour, linestyle=":", linewidth=0.8)
-        axis.axhline(1, color="0.2", linewidth=0.8)
-        figures.context_axis(axis, rows["context"].unique())
-        figures.log_time_axis(axis, "softmax / two products")
-        axis.set_title(precision)
-    handles, labels = max((axis.get_legend_handles_labels() for axis in axes), key=lambda pair: len(pair[1]))
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6))
-    figure.suptitle(
-        f"Softmax against the products of attention, {frame.attrs['device']} (solid: time, dashed: bytes, dotted: "
-        f"FLOPs)",
-        fontsize=10,
-    )
-    return figure
+    lengths = eager.groupby("size")["context"].nunique()
+    size = [size for size in SIZES if lengths.get(size) == lengths.max()][-1]
+    ratios = {"time_ratio": "time", "bytes_ratio": "bytes", "flop_ratio": "FLOPs"}
+    rows = select(eager, size=size).rename(columns=ratios).assign(status="ok")
+    rows = rows.melt(["precision", "context", "status"], list(ratios.values()), "ratio")
+    rows.attrs = frame.attrs
+    what = {"panel": "precision", "line": "ratio", "x": "context", "y": "value", "label": "softmax / two products"}
+    return figures.curves(rows, **what, title=f"Softmax over attention's two products, {size}, inference, device time")
 
 
-# ---- what others published -----------------------------------------------------------------------------------------
-
-_PUBLISHED_VIEWS = {
-    "inference": "inference",
-    "forward": "forward",
-    "training": "train_step",
-    "train_step": "train_step",
-}
-_PUBLISHED_SIZES = {"small": "small", "medium": "medium", "large": "large", "xl": "xl-2025", "2.7b": "2.7b"}
+_PUBLISHED = {"xl": "xl-2025", "training": "train_step", "inference_forward": "inference",
+              "training_forward": "forward", "training_backward": "backward"}  # fmt: skip
+"""Sizes and phases of the published tables, as this project calls them."""
 
 
-def table_published(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns published shares of matmuls and softmax-to-product ratios beside ours of the same size and context.
+@once_per_frame
+def published_profiles(frame: pd.DataFrame) -> pd.DataFrame:
+    """Returns published figures beside ours of the same size, context and view, in fp32 with eager attention.
 
-    Ours are fp32 with eager attention, as theirs; a ratio to every product of the model is not comparable and left out.
+    Columns quantity (with its unit), gpu, size, context, view, published, ours, note. Ours of a kernel is the one with
+    most time here, whatever its name; ours of a forward pass is kernel time, theirs is not.
     """
-    shares, inside = _shares(frame, "matmul"), attention_times(frame)
-    if shares.empty or inside.empty:
-        return pd.DataFrame()
-
-    def of_case(rows: pd.DataFrame, row: dict) -> pd.DataFrame:
-        is_case = (rows["size"] == _PUBLISHED_SIZES[row["model"]]) & (rows["context"] == row["context_length"])
-        return rows[is_case & (rows["precision"] == "fp32") & (rows["attention"] == "eager")]
-
-    result = []
-    for row in published.load("gemm_fraction").query("status == 'ok'").to_dict("records"):
-        view, ours = _PUBLISHED_VIEWS[row["phase"]], of_case(shares, row)
-        if len(ours) and view in ours and ours[view].notna().any():
-            sign = {"greater_than": "> ", "approximately": "≈ "}.get(row["qualifier"], "")
-            theirs = f"{sign}{percent(row['gemm_percent'] / 100, 3)}"
-            result.append(
-                _published_row(row, f"matmul share, {PHASE_NAMES[view]}", theirs, percent(ours[view].iloc[0], 3))
-            )
-    ratios = published.load("softmax_vs_matmul")
-    for row in ratios[(ratios["status"] == "ok") & (ratios["matmul_scope"] == "attention_matmuls")].to_dict("records"):
-        if len(ours := of_case(inside, row)):
-            theirs = times(row["softmax_ms"] / row["matmul_ms"])
-            result.append(
-                _published_row(row, "softmax / products of attention", theirs, times(ours["time_ratio"].iloc[0]))
-            )
-    return pd.DataFrame(result)
+    shares, softmax = published.load("gemm_fraction"), published.load("softmax_vs_matmul")
+    softmax = softmax.query("matmul_scope == 'attention_matmuls'")
+    ranked, passes = published.load("kernels_nsys"), published.load("nsys_forward")
+    top, result = top_kernels(frame), []
+    for quantity, theirs, value, ours, column in (
+        ("matmuls (%)", shares.assign(note=shares["qualifier"] + "; " + shares["note"]), shares["gemm_percent"],
+         classes(frame).assign(percent=lambda t: 100 * t["matmul_share"]), "percent"),
+        ("softmax / products", softmax.assign(phase="inference"), softmax["softmax_ms"] / softmax["matmul_ms"],
+         attention_times(frame).assign(view="inference"), "time_ratio"),
+        ("forward (ms)", passes.assign(phase="forward"), passes["nsys_ms"],
+         whole_steps(frame).assign(view="forward"), "forward_kernel_ms"),
+        ("first kernel (%)", ranked.query("rank == 1 and ranking == 'all'"), ranked["time_percent"],
+         top[top["short_name"] != COMMON_NAME].assign(percent=lambda t: 100 * t["share"]), "percent"),
+    ):  # fmt: skip
+        theirs = theirs.assign(published=value, context=theirs["context_length"], quantity=quantity)
+        theirs = theirs.assign(size=theirs["model"].replace(_PUBLISHED), view=theirs["phase"].replace(_PUBLISHED))
+        ours = select(ours, precision="fp32", attention="eager").rename(columns={column: "ours"})
+        keys = ["size", "context", "view"]
+        joined = theirs.merge(ours.reindex(columns=[*keys, "ours"]), on=keys)
+        result.append(joined[["quantity", "gpu", *keys, "published", "ours", "note"]])
+    return pd.concat(result, ignore_index=True).dropna(subset=["published", "ours"])
 
 
-def _published_row(row: dict, quantity: str, theirs: str, ours: str) -> dict:
-    caveat = str(row["note"]).replace("_", " ").replace(";", "; ") if isinstance(row["note"], str) else ""
-    return {
-        "quantity": quantity,
-        "GPU": row["gpu"],
-        "size": _PUBLISHED_SIZES[row["model"]],
-        "context": row["context_length"],
-        "published": theirs,
-        "ours": ours,
-        "caveat": caveat,
-    }
+def table_published(frame: pd.DataFrame, num_rows: int = 12) -> pd.DataFrame:
+    """Returns published figures beside ours, the rows spread over the quantities and GPUs; the CSV file has all."""
+    rows = published_profiles(frame)
+    rank = rows.groupby(["quantity", "gpu", "view"], sort=False).cumcount()
+    rows = rows.loc[sorted(rank.sort_values(kind="stable").index[:num_rows])]
+    told = {"quantity": rows["quantity"], "of": rows["view"].map(PHASE_NAMES), "published on": rows["gpu"]}
+    told["case"] = [case_name(row) for row in rows.to_dict("records")]
+    told |= {"published": rows["published"].map(number), "here": rows["ours"].map(number)}
+    return pd.DataFrame(told | {"caveat": rows["note"].fillna("–").str.replace("_", " ").str.replace(";", "; ")})
 
 
-def findings_published(frame: pd.DataFrame, steps: pd.DataFrame) -> list[str]:
-    """Says how a host range of a forward pass, as some reports read it, compares with a projected one here.
-
-    A published forward time of host ranges that hardly moves with the context is launch time.
-    """
-    hosts = published.load("nvtx_fwd_bwd")
-    pairs = timer_pairs(frame, steps)
+def findings_published(frame: pd.DataFrame) -> list[str]:
+    """Says how a published host range grows beside kernel time, and how the products' share moves with AdamW."""
     sentences = []
-    if pairs.empty:
-        return sentences
-    forward = pairs[(pairs["phase"] == "forward") & (pairs["precision"] == "fp32")]
-    for model, rows in hosts[hosts["status"] == "ok"].groupby("model", sort=False):
-        mine = forward[(forward["size"] == _PUBLISHED_SIZES[model]) & forward["context"].isin(rows["context_length"])]
-        theirs = rows[rows["context_length"].isin(mine["context"])].sort_values("context_length")
-        mine = mine.sort_values("context")
-        if len(mine) < 2:
-            continue
-        grows, ours = (column.iloc[-1] / column.iloc[0] for column in (theirs["forward_ms"], mine["projected_ms"]))
+    hosts = published.load("nvtx_fwd_bwd").query("model == 'small'").rename(columns={"context_length": "context"})
+    mine = whole_steps(frame, size="small", precision="fp32", attention="eager")
+    both = hosts.merge(mine.reindex(columns=["context", "forward_kernel_ms"]), on="context").sort_values("context")
+    if len(both) > 1:
+        first, last = both.iloc[0], both.iloc[-1]
         sentences.append(
-            f"From context {mine['context'].iloc[0]} to {mine['context'].iloc[-1]}, the host range of {model}'s "
-            f"forward pass "
-            f"that was published for the {rows['gpu'].iloc[0]} grows {times(grows)}; projected on this device, ours "
-            f"grows "
-            f"{times(ours)}."
+            f"From context {first['context']} to {last['context']:,} a host range published as the forward pass of "
+            f"small ({last['gpu']}) grows {times(last['forward_ms'] / first['forward_ms'])}, our kernel time "
+            f"{times(last['forward_kernel_ms'] / first['forward_kernel_ms'])}: the range measures launches."
+        )
+    shares = select(published_profiles(frame), quantity="matmuls (%)", view=["inference", "train_step"])
+    wide = shares.pivot_table(index=["gpu", "size", "context"], columns="view", values=["published", "ours"]).dropna()
+    if len(wide) and wide.shape[1] == 4:
+        moves = {who: wide[who, "train_step"] - wide[who, "inference"] for who in ("published", "ours")}
+        theirs, ours = (span(move, "{:+.1f}".format) for move in moves.values())
+        sentences.append(
+            f"From inference to the training step the published share of products moves by {theirs} points, ours by "
+            f"{ours} ({count(len(wide), 'case')}): the course's AdamW loops over the parameters, ours is fused."
         )
     return sentences
+
+
+def front(chapter) -> list[tuple[str, str]]:
+    """Returns the findings of this chapter for the front page, each with the heading that it links to."""
+    frame = chapter.records("profiles")
+    bf16, found = {"precision": "bf16", "attention": "eager"}, []
+    if ok_rows(frame).empty:
+        return []
+    steps, eager = select(classes(frame), view="train_step", **bf16), select(attention_times(frame), **bf16)
+    if len(steps) and steps["matmul_share"].max() < 0.5:
+        text = f"**In bf16 most of a step's kernel time is not matrix products.** {findings_classes(frame)[0]}"
+        found.append((text, "Where a step's kernel time goes"))
+    gains = select(flash_steps(frame), precision="bf16")
+    if len(gains) and len(eager) and (eager["matmul_us"] / eager["core_us"]).max() < 0.5:
+        text = (
+            f"**Eager attention moves scores rather than multiplying:** at context {eager['context'].max():,}, "
+            f"{core_shares(eager)} of its kernel time. Our FlashAttention is {forms.summary(gains, case_name)} by the "
+            "kernel time of a whole bf16 step."
+        )
+        found.append((text, "Inside attention"))
+    return found
+
+
+def symptoms(chapter) -> list[dict[str, str]]:
+    """Returns a row for the front page's table of symptoms, with what the remedy gave here."""
+    gains = flash_steps(chapter.records("profiles")) if chapter.all_records() else pd.DataFrame()
+    gains = select(gains, precision="bf16", verdict=verdicts.AHEAD)
+    if gains.empty:
+        return []
+    what = ("masks, casts and softmax take most of attention's time", "memory: scores written and read several times",
+            "FlashAttention", f"{span(gains['ratio'])} over eager in bf16 (device time of a step)")  # fmt: skip
+    return [dict(zip(("what you see", "what bounds it", "what to do", "what it gave here"), what, strict=True))]

@@ -1,0 +1,148 @@
+"""Captured steps as rows: what their records hold by view, class of kernels, kernel and part of attention.
+
+Every function takes frames of notebook 02's records as `Chapter.records` returns them.
+"""
+
+import re
+
+import pandas as pd
+
+from labkit.configs import SIZES
+from labkit.report import forms
+from labkit.report.tables import in_order, ok_rows, once_per_frame, select
+
+CASE = ["size", "context", "precision", "attention"]
+
+STEPS = ["train_step", "forward_backward"]
+VIEWS = {
+    "inference": (["inference"], ["inference"]),
+    "forward": (STEPS, ["forward"]),
+    "backward": (STEPS, ["backward"]),
+    "forward_backward": (STEPS, ["forward", "backward"]),
+    "train_step": (["train_step"], ["forward", "backward", "optimizer", "outside"]),
+}
+"""What is looked at: the phases of the records that hold it, and the phases within such a step that make it up."""
+
+CLASSES = ("matmul", "attention", "softmax", "elementwise", "copy", "reduction", "optimizer", "normalisation",
+           "communication", "other")  # fmt: skip
+"""Classes of kernels, in the order in which they are shown."""
+
+KERNEL_ROLES = {
+    "adam|multi_tensor": "AdamW, many tensors a launch", "hopper_|flash|attention": "our FlashAttention",
+    "nvjet|gemm|xmma|cutlass|Kernel2|::b?mm$|addmm|splitK": "matrix product", "soft_?max": "softmax of the scores",
+    r"float\w*_copy|_to_copy": "casts to 16 bits", "^unrolled.*direct_copy": "casts to fp32",
+    "copy|clone": "copies to another layout", "masked_fill": "causal mask", "Cat|::cat|neg": "rotary positions",
+    "silu": "SwiGLU", "pow|rsqrt|[mM]ean": "RMSNorm", "sum": "sums a gradient over tokens",
+    "AUnary.*Mul": "scales by a constant", "[mM]ul": "multiplies: rotary, RMSNorm, SwiGLU",
+    "[aA]dd": "adds: residuals, rotary, gradients", "loss|nll": "loss", "embedding|index": "embedding",
+}  # fmt: skip
+"""What a kernel does in this model, by the first pattern that its short name matches."""
+
+SHORTER_NAMES = {
+    r"_kernel(_cuda|_impl)?\b(?=.*\])|_(cuda|impl)\b|(?<=^nvjet)_sm\d+|(?<=_)(tilesize|stage|warpsize)(?=\d)": "",
+    r"_gemm_(\w)(\d+)\1\2_\1\2\1\2_\1\2_": r"_\1\2_",
+    r"_(ffma_|hmma_|tensor\d+x\d+x\d+_)?align\w*$": "",
+}
+"""What the names of kernels of one kind share, and what to write for it."""
+
+COMMON_NAME = "Kernel2"
+"""The name under which several CUTLASS kernels come where a record holds no more of it."""
+
+
+def whole_steps(frame: pd.DataFrame, **equal) -> pd.DataFrame:
+    """Returns the measured steps with a backward pass, in order: with AdamW, or without where only that fits."""
+    return in_order(ok_rows(frame, phase=STEPS, **equal), ["precision", "size", "context"])
+
+
+def tables_of(frame: pd.DataFrame, which: str) -> pd.DataFrame:
+    """Returns the table "kernels", "classes" or "ranges" of all records; `record` is the phase of a row's record."""
+    parts = [pd.DataFrame(columns=[*CASE, "record", "phase", "path", "kernel_class", "short_name", "total_us"])]
+    for row in ok_rows(frame).to_dict("records"):
+        table = pd.DataFrame(row["observed"]["tables"][which])
+        parts.append(table.assign(**{column: row[column] for column in CASE}, record=row["phase"]))
+    return pd.concat(parts[1:] or parts, ignore_index=True)
+
+
+@once_per_frame
+def classes(frame: pd.DataFrame) -> pd.DataFrame:
+    """Returns the kernel time of each case and view (of VIEWS): columns total_us, and <class>_share."""
+    rows = tables_of(frame, "classes")
+    parts = [
+        rows[rows["record"].isin(records) & rows["phase"].isin(phases)].assign(view=view)
+        for view, (records, phases) in VIEWS.items()
+    ]
+    wide = pd.concat(parts).pivot_table(index=[*CASE, "view"], columns="kernel_class", values="total_us", aggfunc="sum")
+    total = wide.sum(axis=1)
+    shares = wide.div(total, axis=0).reindex(columns=list(CLASSES)).fillna(0.0).add_suffix("_share")
+    return shares.assign(total_us=total).reset_index()
+
+
+@once_per_frame
+def kernels(frame: pd.DataFrame) -> pd.DataFrame:
+    """Returns the kernels that the records keep, with view (of VIEWS), share of the view's kernel time, and role."""
+    rows = tables_of(frame, "kernels")
+    rows = rows.assign(view=rows["phase"].where(rows["phase"] != "step", rows["record"]))
+    # A step's kernels without AdamW's are those of forward and backward.
+    both = rows[(rows["view"] == "train_step") & (rows["kernel_class"] != "optimizer")].assign(view="forward_backward")
+    totals = classes(frame)[[*CASE, "view", "total_us"]].rename(columns={"total_us": "view_us"})
+    rows = pd.concat([rows, both]).merge(totals, on=[*CASE, "view"])
+    roles = {short: next((text for pattern, text in KERNEL_ROLES.items() if re.search(pattern, short)), "–")
+             for short in set(rows["short_name"])}  # fmt: skip
+    kernel, role = rows["short_name"].replace(SHORTER_NAMES, regex=True), rows["short_name"].map(roles)
+    return rows.assign(kernel="`" + kernel + "`", role=role, share=rows["total_us"] / rows["view_us"])
+
+
+def top_kernels(frame: pd.DataFrame) -> pd.DataFrame:
+    """Returns, of each eager case and view, the kernel with the most time; columns as of `kernels`."""
+    rows = select(kernels(frame), attention="eager")
+    return in_order(rows.loc[rows.groupby([*CASE, "view"])["total_us"].idxmax()], ["precision"])
+
+
+@once_per_frame
+def attention_times(frame: pd.DataFrame) -> pd.DataFrame:
+    """Returns times (µs) inside attention in inference, all blocks together: columns of CASE and
+
+    matmul_us (the scores' and the values' product), softmax_us, other_us (mask, scaling, casts), core_us (these, or
+    FlashAttention), block_us (with projections and rotation), forward_us (the pass); of softmax to the two products
+    time_ratio, flop_ratio and bytes_ratio (NaN for FlashAttention).
+    """
+    rows = tables_of(select(frame, phase="inference"), "ranges")
+    path, of_class = rows["path"].astype(str), rows["kernel_class"]
+    parts = {
+        "matmul_us": path.str.endswith(("/core/scores", "/core/value product")) & (of_class == "matmul"),
+        "softmax_us": path.str.endswith("/core/softmax") & (of_class == "softmax"),
+        "core_us": path.str.startswith("inference/block/attention/core"),
+        "block_us": path.str.startswith("inference/block/attention"),
+        "forward_us": path.str.startswith("inference"),
+    }
+    sums = {part: rows["total_us"].where(mask, 0.0) for part, mask in parts.items()}
+    found = rows.assign(**sums).groupby(CASE, as_index=False)[list(parts)].sum()
+    found["other_us"] = found["core_us"] - found["matmul_us"] - found["softmax_us"]
+    eager, keys = found["matmul_us"] > 0, list(zip(*(found[column] for column in CASE[:3]), strict=True))
+    found["time_ratio"] = (found["softmax_us"] / found["matmul_us"]).where(eager)
+    found["flop_ratio"] = pd.Series([flop_ratio(size) for size, *_ in keys], dtype=float).where(eager)
+    found["bytes_ratio"] = pd.Series([bytes_ratio(*key) for key in keys], dtype=float).where(eager)
+    return in_order(found, ["precision", "size", "context", "attention"])
+
+
+SOFTMAX_FLOPS = 5
+"""Operations per score that are counted for softmax: compare, subtract, exponentiate, add, divide."""
+
+
+def flop_ratio(size: str) -> float:
+    """Returns FLOPs of softmax over those of the two products: SOFTMAX_FLOPS to 4·D a score, whatever the context."""
+    return SOFTMAX_FLOPS / (4 * SIZES[size].d_head)
+
+
+def bytes_ratio(size: str, context: int, precision: str) -> float:
+    """Returns the fewest bytes of softmax over those of the two products, per head.
+
+    The products move q, k, v, the output and the scores twice; softmax, in fp32, reads and writes them once.
+    """
+    products = (4 if precision == "fp32" else 2) * (4 * context * SIZES[size].d_head + 2 * context * context)
+    return 2 * 4 * context * context / products
+
+
+def flash_steps(frame: pd.DataFrame) -> pd.DataFrame:
+    """Returns steps with our FlashAttention beside eager ones by kernel time, as `forms.pairs` gives them."""
+    return forms.pairs(whole_steps(frame), "attention", "eager", keys=CASE[:3], value="step_kernel_ms")
