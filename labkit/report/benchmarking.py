@@ -26,7 +26,7 @@ SHOWN_CONTEXT = 512
 def shown(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns the rows at SHOWN_CONTEXT, or at the longest measured context where that was not measured."""
     contexts = set(frame["context"].dropna())
-    return select(frame, context=SHOWN_CONTEXT if SHOWN_CONTEXT in contexts else max(contexts))
+    return select(frame, context=SHOWN_CONTEXT if SHOWN_CONTEXT in contexts else max(contexts, default=0))
 
 
 def name(row: dict) -> str:

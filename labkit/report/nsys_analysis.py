@@ -4,6 +4,7 @@ Every function takes frames of records as `Chapter.records` returns them. Kernel
 the host's times are those under the profiler.
 """
 
+import math
 from collections.abc import Callable
 
 import pandas as pd
@@ -37,8 +38,8 @@ CLASS_HATCHES = {"elementwise": "///", "copy": "...", "optimizer": "\\\\\\"}
 CLASS_STYLES = {c: (colour, CLASS_HATCHES.get(c, "")) for c, colour in zip(CLASSES, CLASS_COLOURS, strict=True)}
 """Colour and hatch of each class of kernels."""
 
-IDLE = 0.1
-"""A device that waits for a tenth of a step or more is called idle."""
+IDLE, AGREEMENT = 0.1, 0.05
+"""A device is called idle from a tenth of a step on; kernel times are called the same within 5 %."""
 
 
 def columns(rows: pd.DataFrame, **shown_as: tuple[str, Callable]) -> pd.DataFrame:
@@ -80,7 +81,7 @@ def findings_passes(frame: pd.DataFrame) -> list[str]:
             f"Marking every block and part makes a step last up to {times(marked.max())} as long on the host's clock "
             f"({name(rows.loc[marked.idxmax()])}); its kernels take {span(change)} their time without"
         )
-        if (change - 1).abs().max() < marked.max() - 1:
+        if (change - 1).abs().max() <= AGREEMENT < marked.max() - 1:
             text += ": profiling lengthens the host's work. Trust a profile's kernel times, not its gaps"
         sentences.append(f"{text}.")
     return sentences
@@ -94,12 +95,13 @@ def table_classes(frame: pd.DataFrame) -> pd.DataFrame:
     named = ("matmul", "elementwise", "copy", "softmax", "reduction")
     shares = {c: _hundredths(rows[f"{c}_share_before"]) + " → " + _hundredths(rows[f"{c}_share"]) for c in named}
     rest = 1 - sum(rows[f"{c}_share"] for c in (*named, "optimizer"))
-    last = {"AdamW": _hundredths(rows["optimizer_share"]), "rest": _hundredths(rest.abs())}
+    last = {"AdamW": _hundredths(rows["optimizer_share"].replace(0, math.nan))}
+    last |= {"rest": _hundredths(rest)} if rest.max() >= 0.001 else {}
     return columns(rows, **{"step (ms)": ("total_us", milliseconds)}).assign(**shares, **last)
 
 
 def _hundredths(shares: pd.Series) -> pd.Series:
-    return (100 * shares).map("{:.1f}".format).replace("nan", "–")
+    return (100 * shares).map("{:.1f}".format).astype(str).replace("nan", "–")
 
 
 def findings_classes(frame: pd.DataFrame) -> list[str]:
@@ -121,7 +123,7 @@ def findings_classes(frame: pd.DataFrame) -> list[str]:
             "the products and about twice the rest, and AdamW, fused over many tensors, takes "
             f"{span(steps['optimizer_share'], percent)}, most where tokens are few."
         )
-    if len(casts := whole_steps(frame).query("num_casts > 0")):
+    if len(casts := whole_steps(frame).query("num_casts > 0 and precision != 'fp32'")):
         shares = (casts["num_casts"] / casts["num_launches"]).groupby(casts["precision"], sort=False)
         sentences.append(
             f"Of a step's launches {listing(f'{span(share, percent)} in {key}' for key, share in shares)} only "
@@ -141,11 +143,13 @@ def figure_classes(frame: pd.DataFrame) -> Figure | None:
     asked = select(frame, phase=STEPS, precision=precision)[[*CASE, "phase"]].rename(columns={"phase": "view"})
     rows = asked.merge(classes(frame), "left", [*CASE, "view"])
     rows = rows.sort_values(["context", "attention"], ascending=[True, False])
+    present = [c for c in CLASS_STYLES if rows[f"{c}_share"].max() > 0.001]
     figure, axes = figures.panels(len(sizes), height=3.0)
     for axis, size in zip(axes, sizes, strict=True):
         bars = select(rows, size=size)
         bottom = pd.Series(0.0, index=bars.index)
-        for kernel_class, (colour, hatch) in CLASS_STYLES.items():
+        for kernel_class in present:
+            colour, hatch = CLASS_STYLES[kernel_class]
             height = bars[f"{kernel_class}_share"] * bars["total_us"] / BATCH_SIZE / bars["context"]  # µs a token
             axis.bar(range(len(bars)), height, 0.85, bottom, color=colour, hatch=hatch, edgecolor="white", linewidth=0)
             bottom += height
@@ -155,35 +159,35 @@ def figure_classes(frame: pd.DataFrame) -> Figure | None:
         axis.set_xticks(range(len(bars)), labels, fontsize=7, rotation=90)
         axis.set(xlabel="context (tokens)", ylabel="ms per 1,000 tokens", title=size)
         axis.grid(axis="x", visible=False)
-    _class_legend(figure, [c for c in CLASS_STYLES if rows[f"{c}_share"].max() > 0.001])
+    _class_legend(figure, present)
     title = f"Kernel time of a step by class, {precision}, device time, {frame.attrs['device']}"
-    figure.suptitle(f"{title} (F: our FlashAttention, ×: does not fit)", fontsize=10)
+    figure.suptitle(f"{title} (F: our FlashAttention, ×: not captured)", fontsize=10)
     return figure
 
 
-def _class_legend(figure: Figure, present: list[str]) -> None:
-    style = {"edgecolor": "white", "linewidth": 0}
-    handles = [Patch(facecolor=CLASS_STYLES[c][0], hatch=CLASS_STYLES[c][1], label=c, **style) for c in present]
+def _class_legend(figure: Figure, present: list[str], hatched: bool = True) -> None:
+    styles = [(c, CLASS_STYLES[c][0], CLASS_STYLES[c][1] if hatched else "") for c in CLASSES if c in present]
+    handles = [Patch(fc=colour, hatch=hatch, label=c, ec="white", lw=0) for c, colour, hatch in styles]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 8))
 
 
 def shown_case(frame: pd.DataFrame) -> dict:
     """Returns the eager case that stands for the others: with AdamW, in bf16, of the largest size, where captured."""
     rows = whole_steps(select(frame, attention="eager"))
-    rows = in_order(shown(rows), ["phase", "precision", "size"]) if len(rows) else rows
+    rows = in_order(shown(rows), ["phase", "precision", "size"])
     return rows.iloc[-1][CASE].to_dict() if len(rows) else {}
 
 
 def table_kernels(frame: pd.DataFrame, num_kernels: int = 10) -> pd.DataFrame:
     """Returns the kernels with most time in forward and backward together, and the same ones in forward alone."""
     rows = select(kernels(frame), **shown_case(frame)).drop_duplicates(["view", "short_name"])
-    both = select(rows, view="forward_backward").nlargest(num_kernels, "total_us")
+    both = select(rows, view="forward_backward").sort_values("total_us", ascending=False).head(num_kernels)
     forward = select(rows, view="forward").set_index("short_name").reindex(both["short_name"]).reset_index()
     told = {"kernel": both["kernel"].tolist(), "what it does": both["role"].tolist()}
-    for title, of_view in (("forward", forward), ("forward + backward", both)):
+    for title, of_view in (("forward", forward), ("both", both)):
         told[f"{title} (ms)"] = [milliseconds(value) for value in of_view["total_us"]]
-        told[f"launches in {title}"] = [number(value) for value in of_view["launches"]]
-        told[f"share of {title}"] = [percent(value) for value in of_view["share"]]
+        told[f"launches, {title}"] = [f"{value:,.0f}" if value == value else "–" for value in of_view["launches"]]
+        told[f"share, {title}"] = [percent(value) for value in of_view["share"]]
     return pd.DataFrame(told)
 
 
@@ -206,9 +210,9 @@ def findings_kernels(frame: pd.DataFrame) -> list[str]:
     if len(common):
         row = common.loc[common["share"].idxmax()]
         sentences.append(
-            f"`{COMMON_NAME}` is the name of every CUTLASS kernel: the {row['launches']:,} launches of "
+            f"`{COMMON_NAME}` is the name of every CUTLASS kernel: its {row['launches']:,} launches of "
             f"{number(row['min_us'])} to {number(row['max_us'])} µs in {PHASE_NAMES[row['view']]} of {name(row)} are "
-            f"several kernels. The {len(common)} passes and steps that it leads are not in the count above."
+            f"several. The {len(common)} passes and steps that it leads are not in the count above."
         )
     return sentences
 
@@ -219,17 +223,18 @@ def findings_idle(frame: pd.DataFrame) -> list[str]:
     if len(rows):
         idle = rows["step_idle_fraction"] >= IDLE
         mean = 1e3 * rows["step_kernel_ms"] / rows["num_launches"]
-        masks = {"in these": idle, "in the others": ~idle}
-        parts = [f"{span(mean[mask], number)} µs {where}" for where, mask in masks.items() if mask.any()]
+        apart = idle.any() and not idle.all()
+        means = f"; the mean kernel takes {span(mean[idle], number)} µs in these" if apart else ""
+        means += f" and {span(mean[~idle], number)} µs in the others" if apart else ""
         sentences.append(
-            f"Under the profiler the device idles for {percent(IDLE)} or more of {idle.sum()} of {len(rows)} steps; "
-            f"the mean kernel takes {listing(parts)}. It idles when a kernel ends before the host has launched the next "
-            "one. Profiling slows the launches, so gaps are upper bounds; chapter 01 says which steps are launch-bound."
+            f"Under the profiler the device idles for {percent(IDLE)} or more of {idle.sum()} of {len(rows)} "
+            f"steps{means}. It idles when a kernel ends before the host launches the next "
+            "one, and profiling slows launches: chapter 01 says which steps are launch-bound without."
         )
     if len(skipped := in_order(select(frame, status="skipped"), ["size"])):
         sentences.append(
             f"{count(len(skipped), 'step')} of {len(frame):,} ({listing(dict.fromkeys(skipped['size']))}) were not "
-            "tried: by its closed form, what they must keep exceeds the device's memory."
+            "tried: by closed form they exceed the device's memory."
         )
     return sentences
 
@@ -270,22 +275,21 @@ def figure_timeline(frame: pd.DataFrame) -> Figure | None:
         axis.set(xlim=(low, high), ylim=(-0.5, 2.5), xlabel="time on the device, profiled (ms)", title=title)
         axis.set_yticks([2, 1, 0], ["kernels", "phase", "block"])
         axis.grid(visible=False)
-    _class_legend(figure, [names[n] for n in sorted(set(told["kernel_class"]))])
+    _class_legend(figure, [names[n] for n in set(told["kernel_class"])], hatched=False)
     figure.suptitle(f"{name(row)}, eager attention, {frame.attrs['device']}", fontsize=10)
     return figure
 
 
 def table_attention(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns softmax beside the two products: time, FLOPs, bytes; attention's share of inference; FlashAttention."""
-    found = attention_times(frame)
-    found = shown(found.assign(block=found["block_us"] / found["forward_us"])) if len(found) else found
+    found = shown(attention_times(frame))
     flash = select(found, attention="auto")[[*CASE[:3], "core_us"]].rename(columns={"core_us": "flash_us"})
     rows = select(found, attention="eager").merge(flash, "left", CASE[:3])
     return columns(rows, **{
         "products (ms)": ("matmul_us", milliseconds), "softmax (ms)": ("softmax_us", milliseconds),
         "mask, scale, casts (ms)": ("other_us", milliseconds), "softmax / products: time": ("time_ratio", times),
         "FLOPs": ("flop_ratio", times), "bytes": ("bytes_ratio", times),
-        "our FlashAttention (ms)": ("flash_us", milliseconds), "block of pass": ("block", percent)})  # fmt: skip
+        "our FlashAttention (ms)": ("flash_us", milliseconds), "block of pass": ("block_share", percent)})  # fmt: skip
 
 
 def findings_attention(frame: pd.DataFrame) -> list[str]:
@@ -293,14 +297,15 @@ def findings_attention(frame: pd.DataFrame) -> list[str]:
     eager = attention_times(frame).dropna(subset=["time_ratio"])
     sentences, parts, gains = [], [], []
     for precision, rows in eager.groupby("precision", sort=False):
-        worst = case_name(rows.loc[rows["time_ratio"].idxmax()])
         ratios = span(rows["time_ratio"]), span(rows["bytes_ratio"])
-        parts.append(f"{ratios[0]} their time and {ratios[1]} their bytes in {precision} (most time for {worst})")
+        parts.append(f"{ratios[0]} their time and {ratios[1]} their bytes in {precision}")
     if parts:
+        by_bytes, by_flops = ((eager["time_ratio"] / eager[of]).apply(math.log) for of in ("bytes_ratio", "flop_ratio"))
+        is_near = by_bytes.abs().median() < by_flops.abs().median()
+        cause = "It does few operations a byte: memory, not arithmetic, sets its time. " if is_near else ""
         sentences = [
             f"Against attention's two products softmax has {span(eager['flop_ratio'])} their FLOPs, {listing(parts)}. "
-            "It does few operations a byte, so memory sets its time. Here it is one kernel; a softmax of several "
-            "operators, as the course has it, moves the scores several times.",
+            f"{cause}Here it is one kernel; the course's softmax of several operators moves the scores several times.",
             f"Between the projections, at context {eager['context'].max():,}, {core_shares(eager)} of the kernel time.",
         ]
     for precision, rows in flash_steps(frame).groupby("precision", sort=False):
@@ -355,10 +360,11 @@ def published_profiles(frame: pd.DataFrame) -> pd.DataFrame:
     """
     shares, softmax = published.load("gemm_fraction"), published.load("softmax_vs_matmul")
     softmax = softmax.query("matmul_scope == 'attention_matmuls'")
+    shares["note"] = shares["qualifier"].replace({"equal": ""}) + ";" + shares["note"]
     ranked, passes = published.load("kernels_nsys"), published.load("nsys_forward")
     top, result = top_kernels(frame), []
     for quantity, theirs, value, ours, column in (
-        ("matmuls (%)", shares.assign(note=shares["qualifier"] + "; " + shares["note"]), shares["gemm_percent"],
+        ("matmuls (%)", shares, shares["gemm_percent"],
          classes(frame).assign(percent=lambda t: 100 * t["matmul_share"]), "percent"),
         ("softmax / products", softmax.assign(phase="inference"), softmax["softmax_ms"] / softmax["matmul_ms"],
          attention_times(frame).assign(view="inference"), "time_ratio"),
@@ -376,15 +382,16 @@ def published_profiles(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(result, ignore_index=True).dropna(subset=["published", "ours"])
 
 
-def table_published(frame: pd.DataFrame, num_rows: int = 12) -> pd.DataFrame:
+def table_published(frame: pd.DataFrame, num_rows: int = 10) -> pd.DataFrame:
     """Returns published figures beside ours, the rows spread over the quantities and GPUs; the CSV file has all."""
     rows = published_profiles(frame)
     rank = rows.groupby(["quantity", "gpu", "view"], sort=False).cumcount()
     rows = rows.loc[sorted(rank.sort_values(kind="stable").index[:num_rows])]
     told = {"quantity": rows["quantity"], "of": rows["view"].map(PHASE_NAMES), "published on": rows["gpu"]}
     told["case"] = [case_name(row) for row in rows.to_dict("records")]
-    told |= {"published": rows["published"].map(number), "here": rows["ours"].map(number)}
-    return pd.DataFrame(told | {"caveat": rows["note"].fillna("–").str.replace("_", " ").str.replace(";", "; ")})
+    caveat = rows["note"].fillna("–").str.strip(";").replace({"_": " ", ";": "; "}, regex=True)
+    told |= {"published": rows["published"].map(number), "here": rows["ours"].map(number), "caveat": caveat}
+    return pd.DataFrame(told)
 
 
 def findings_published(frame: pd.DataFrame) -> list[str]:
@@ -439,6 +446,6 @@ def symptoms(chapter) -> list[dict[str, str]]:
     gains = select(gains, precision="bf16", verdict=verdicts.AHEAD)
     if gains.empty:
         return []
-    what = ("masks, casts and softmax take most of attention's time", "memory: scores written and read several times",
-            "FlashAttention", f"{span(gains['ratio'])} over eager in bf16 (device time of a step)")  # fmt: skip
-    return [dict(zip(("what you see", "what bounds it", "what to do", "what it gave here"), what, strict=True))]
+    told = {"what you see": "masks, casts and softmax take most of attention's time", "what to do": "FlashAttention"}
+    told |= {"what it gave here": f"{span(gains['ratio'])} over eager in bf16 (device time of a step)"}
+    return [told | {"what bounds it": "memory: every score is written and read several times"}]

@@ -29,12 +29,13 @@ CLASSES = ("matmul", "attention", "softmax", "elementwise", "copy", "reduction",
 
 KERNEL_ROLES = {
     "adam|multi_tensor": "AdamW, many tensors a launch", "hopper_|flash|attention": "our FlashAttention",
-    "nvjet|gemm|xmma|cutlass|Kernel2|::b?mm$|addmm|splitK": "matrix product", "soft_?max": "softmax of the scores",
+    "nvjet|gemm|xmma|cutlass|Kernel2|::b?mm$|addmm|splitK": "matrix product",
+    "log_softmax|loss|nll": "loss", "soft_?max": "softmax",
     r"float\w*_copy|_to_copy": "casts to 16 bits", "^unrolled.*direct_copy": "casts to fp32",
     "copy|clone": "copies to another layout", "masked_fill": "causal mask", "Cat|::cat|neg": "rotary positions",
     "silu": "SwiGLU", "pow|rsqrt|[mM]ean": "RMSNorm", "sum": "sums a gradient over tokens",
-    "AUnary.*Mul": "scales by a constant", "[mM]ul": "multiplies: rotary, RMSNorm, SwiGLU",
-    "[aA]dd": "adds: residuals, rotary, gradients", "loss|nll": "loss", "embedding|index": "embedding",
+    "AUnary.*Mul": "scales by a constant", "[mM]ul": "rotary, RMSNorm, SwiGLU",
+    "[aA]dd": "residuals, rotary, gradients", "embedding|index": "embedding",
 }  # fmt: skip
 """What a kernel does in this model, by the first pattern that its short name matches."""
 
@@ -92,6 +93,14 @@ def kernels(frame: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(kernel="`" + kernel + "`", role=role, share=rows["total_us"] / rows["view_us"])
 
 
+def largest_kernels(frame: pd.DataFrame, num_kernels: int = 10) -> pd.DataFrame:
+    """Returns the kernels with most time in each forward pass, alone and with backward."""
+    rows = select(kernels(frame), view=["forward", "forward_backward"]).sort_values("total_us", ascending=False)
+    kept = [*CASE, "view", "kernel", "kernel_class", "role", "launches", "total_us", "min_us", "max_us", "share"]
+    rows = rows.groupby([*CASE, "view"]).head(num_kernels).reindex(columns=kept)
+    return in_order(rows, ["precision", "size", "context", "attention", "view"])
+
+
 def top_kernels(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns, of each eager case and view, the kernel with the most time; columns as of `kernels`."""
     rows = select(kernels(frame), attention="eager")
@@ -103,8 +112,8 @@ def attention_times(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns times (µs) inside attention in inference, all blocks together: columns of CASE and
 
     matmul_us (the scores' and the values' product), softmax_us, other_us (mask, scaling, casts), core_us (these, or
-    FlashAttention), block_us (with projections and rotation), forward_us (the pass); of softmax to the two products
-    time_ratio, flop_ratio and bytes_ratio (NaN for FlashAttention).
+    FlashAttention), block_us (with projections and rotation), forward_us (the pass), block_share (block of pass);
+    of softmax to the two products time_ratio, flop_ratio and bytes_ratio (NaN for FlashAttention).
     """
     rows = tables_of(select(frame, phase="inference"), "ranges")
     path, of_class = rows["path"].astype(str), rows["kernel_class"]
@@ -122,6 +131,7 @@ def attention_times(frame: pd.DataFrame) -> pd.DataFrame:
     found["time_ratio"] = (found["softmax_us"] / found["matmul_us"]).where(eager)
     found["flop_ratio"] = pd.Series([flop_ratio(size) for size, *_ in keys], dtype=float).where(eager)
     found["bytes_ratio"] = pd.Series([bytes_ratio(*key) for key in keys], dtype=float).where(eager)
+    found["block_share"] = found["block_us"] / found["forward_us"]
     return in_order(found, ["precision", "size", "context", "attention"])
 
 

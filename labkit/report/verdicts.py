@@ -20,6 +20,8 @@ KIND_OF_METHOD = {
     "graph": "device",
     "flush": "device",
     "nsys": "device",
+    "kineto": "device",
+    "kineto cpu": "call",
     "window": "call",
     "host": "call",
     "independent": "call",
