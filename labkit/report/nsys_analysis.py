@@ -173,8 +173,7 @@ def _class_legend(figure: Figure, present: list[str], hatched: bool = True) -> N
 
 def shown_case(frame: pd.DataFrame) -> dict:
     """Returns the eager case that stands for the others: with AdamW, in bf16, of the largest size, where captured."""
-    rows = whole_steps(select(frame, attention="eager"))
-    rows = in_order(shown(rows), ["phase", "precision", "size"])
+    rows = in_order(shown(whole_steps(select(frame, attention="eager"))), ["phase", "precision", "size"])
     return rows.iloc[-1][CASE].to_dict() if len(rows) else {}
 
 
@@ -286,10 +285,10 @@ def table_attention(frame: pd.DataFrame) -> pd.DataFrame:
     flash = select(found, attention="auto")[[*CASE[:3], "core_us"]].rename(columns={"core_us": "flash_us"})
     rows = select(found, attention="eager").merge(flash, "left", CASE[:3])
     return columns(rows, **{
-        "products (ms)": ("matmul_us", milliseconds), "softmax (ms)": ("softmax_us", milliseconds),
-        "mask, scale, casts (ms)": ("other_us", milliseconds), "softmax / products: time": ("time_ratio", times),
+        "products": ("matmul_us", milliseconds), "softmax": ("softmax_us", milliseconds),
+        "mask, scale, casts": ("other_us", milliseconds), "softmax / products: time": ("time_ratio", times),
         "FLOPs": ("flop_ratio", times), "bytes": ("bytes_ratio", times),
-        "our FlashAttention (ms)": ("flash_us", milliseconds), "block of pass": ("block_share", percent)})  # fmt: skip
+        "our FlashAttention": ("flash_us", milliseconds), "block of pass": ("block_share", percent)})  # fmt: skip
 
 
 def findings_attention(frame: pd.DataFrame) -> list[str]:
@@ -382,7 +381,7 @@ def published_profiles(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(result, ignore_index=True).dropna(subset=["published", "ours"])
 
 
-def table_published(frame: pd.DataFrame, num_rows: int = 10) -> pd.DataFrame:
+def table_published(frame: pd.DataFrame, num_rows: int = 9) -> pd.DataFrame:
     """Returns published figures beside ours, the rows spread over the quantities and GPUs; the CSV file has all."""
     rows = published_profiles(frame)
     rank = rows.groupby(["quantity", "gpu", "view"], sort=False).cumcount()
@@ -410,8 +409,8 @@ def findings_published(frame: pd.DataFrame) -> list[str]:
     shares = select(published_profiles(frame), quantity="matmuls (%)", view=["inference", "train_step"])
     wide = shares.pivot_table(index=["gpu", "size", "context"], columns="view", values=["published", "ours"]).dropna()
     if len(wide) and wide.shape[1] == 4:
-        moves = {who: wide[who, "train_step"] - wide[who, "inference"] for who in ("published", "ours")}
-        theirs, ours = (span(move, "{:+.1f}".format) for move in moves.values())
+        moves = (wide[who, "train_step"] - wide[who, "inference"] for who in ("published", "ours"))
+        theirs, ours = (span(move, "{:+.1f}".format) for move in moves)
         sentences.append(
             f"From inference to the training step the published share of products moves by {theirs} points, ours by "
             f"{ours} ({count(len(wide), 'case')}): the course's AdamW loops over the parameters, ours is fused."

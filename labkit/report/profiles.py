@@ -57,7 +57,8 @@ def whole_steps(frame: pd.DataFrame, **equal) -> pd.DataFrame:
 
 def tables_of(frame: pd.DataFrame, which: str) -> pd.DataFrame:
     """Returns the table "kernels", "classes" or "ranges" of all records; `record` is the phase of a row's record."""
-    parts = [pd.DataFrame(columns=[*CASE, "record", "phase", "path", "kernel_class", "short_name", "total_us"])]
+    known = [*CASE, "record", "phase", "path", "kernel_class", "short_name", "launches", "total_us"]
+    parts = [pd.DataFrame(columns=known)]
     for row in ok_rows(frame).to_dict("records"):
         table = pd.DataFrame(row["observed"]["tables"][which])
         parts.append(table.assign(**{column: row[column] for column in CASE}, record=row["phase"]))
