@@ -440,8 +440,6 @@ def test_a_capture_that_is_stopped_is_a_timeout(monkeypatch):
     assert connection.sent[-1] == ("failed", "timeout", text)
 
 
-# ---- the report, on invented records -------------------------------------------------------------------------------
-
 SIZES, CONTEXTS = ("small", "2.7b"), (512, 1024, 2048)
 GEMM, SOFTMAX, ADD = "nvjet_sm90_tst_128x256", "softmax_warp_forward", "vectorized_elementwise_kernel[AddFunctor]"
 
