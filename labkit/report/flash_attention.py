@@ -1,1206 +1,505 @@
-"""Notebook 06 from its records: the algorithm, the gate, the speeds, the tiles, the rivals, the memory.
+"""Notebook 06 from its records: errors, tiles, one head over all lengths, full shapes, memory, what was tried.
 
-Every function takes data frames that `Chapter.records` returns. A frame without the needed rows gives an empty table,
-no figure (None) or no sentence. "Ours" is what `impl="auto"` runs for a shape.
+"Ours" is what `impl="auto"` runs for a shape. A phase of a contest is "<implementation> <pass>". A ratio is the other's
+time over ours: above 1 ours is faster. Device times, call times and single calls with a flushed cache never mix.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from importlib import resources
-from typing import Any
 
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
 
 from labkit import published
-from labkit.configs import LEADERBOARD, MATERIALISING, PASSES
-from labkit.report import figures
-from labkit.report.findings import (
-    SAME,
-    count,
-    geometric_mean,
-    listing,
-    number,
-    percent,
-    power_law_exponent,
-    scientific,
-    span,
-    speed_word,
-    times,
-)
-from labkit.report.tables import PHASE_NAMES, cell, ok_rows, once_per_frame, select, theirs_and_ours
+from labkit.report import figures, forms, verdicts
+from labkit.report.chapter import kinds_of_time
+from labkit.report.findings import count, listing, number, percent, span, times
+from labkit.report.tables import PHASE_NAMES, cell, ok_rows, once_per_frame, pivot, select
 
 NAMES = {
-    "gluon": "Gluon (ours)",
-    "gluon_unordered": "Gluon, sums unordered (ours)",
-    "triton": "Triton (ours)",
-    "triton_ieee": "Triton, CUDA cores (ours)",
-    "triton_tf32": "Triton, TF32 (ours)",
-    "tiled": "tiled (ours)",
-    "fa3": "FlashAttention-3",
-    "fa3_deterministic": "FlashAttention-3, deterministic",
-    "sdpa_cudnn": "SDPA cuDNN",
-    "sdpa_flash": "SDPA flash",
-    "sdpa_efficient": "SDPA efficient",
-    "sdpa": "SDPA default",
-    "flex": "FlexAttention",
-    "sdpa_math": "SDPA math",
-    "compiled": "compiled",
-    "eager": "eager",
-}
+    "auto": "ours", "gluon": "Gluon (ours)", "gluon_unordered": "Gluon, unordered sums (ours)",
+    "triton": "Triton (ours)", "triton_tf32": "Triton, TF32 (ours)", "triton_ieee": "Triton, CUDA cores (ours)",
+    "tiled": "tiled PyTorch (ours)", "fa3": "FlashAttention-3", "fa3_deterministic": "FlashAttention-3, deterministic",
+    "sdpa_cudnn": "SDPA cuDNN", "sdpa_flash": "SDPA flash", "sdpa_efficient": "SDPA efficient", "sdpa": "SDPA default",
+    "flex": "FlexAttention", "sdpa_math": "SDPA math", "compiled": "compiled", "eager": "eager",
+}  # fmt: skip
 """Implementations in the order and under the names in which this chapter shows them."""
 
-TRITON = ("triton", "triton_ieee", "triton_tf32")
-OURS = ("gluon", "gluon_unordered", *TRITON, "tiled")
+OURS = ("gluon", "gluon_unordered", "triton", "triton_tf32", "triton_ieee", "tiled")
+REFERENCES = ("fa3", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "eager")
+"""What times are shown over: the first of these that was measured."""
+
+CSV_ONLY = {"bf16": ("sdpa", "sdpa_math", "compiled"), "fp32": ("sdpa", "sdpa_math", "flex"), "tf32": ()}
+"""Measured on few shapes: only the CSV file shows them."""
+
 SAME_FORWARD = ("gluon_unordered", "fa3_deterministic")
-"""Implementations that differ from another in their backward alone: among the rivals their forward is not shown."""
+"""Differ from another implementation in their backward alone."""
 
 SHAPE = ["batch", "heads", "length", "d_head", "causal"]
 PRECISIONS = ("bf16", "fp32", "tf32")
 
-AGREEMENT = 0.05
-"""Two ways to measure the same thing agree when they differ by at most 5 %."""
 
-LINEAR, QUADRATIC = 1.1, 1.9
-"""Fitted exponents at most, and at least, for which memory is said to grow at most linearly, and quadratically."""
-
-
-# ---- selections -----------------------------------------------------------------------------------------------
+@once_per_frame
+def results(frame: pd.DataFrame) -> pd.DataFrame:
+    """Returns the rows of a contest with their phase as two columns, impl and name, implementations in order."""
+    rows = frame.assign(impl=frame["phase"].str.split(" ").str[0], name=frame["phase"].str.split(" ").str[1])
+    rank = rows["impl"].map({impl: rank for rank, impl in enumerate(NAMES)})
+    keys = [key for key in ("d_head", "length") if key in rows]
+    return rows.assign(rank=rank).sort_values([*keys, "rank"], kind="stable").reset_index(drop=True)
 
 
 @once_per_frame
-def _contest(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns the rows with their phase, "<implementation> <pass>", as two columns, implementations in order."""
-    if frame.empty:
-        return frame
-    parts = frame["phase"].str.split(" ", n=1, expand=True)
-    rows = frame.assign(impl=parts[0], name=parts[1])
-    order = {impl: rank for rank, impl in enumerate(NAMES)}
-    keys = [key for key in ("d_head", "length") if key in rows]
-    return rows.assign(rank=rows["impl"].map(order)).sort_values([*keys, "rank"], kind="stable").reset_index(drop=True)
+def compared(frame: pd.DataFrame) -> pd.DataFrame:
+    """Returns the others' measured results, each beside ours of the same shape, precision and pass.
+
+    Adds ours_ms; ratio and verdict of the timer's medians, call_ratio and call_verdict of whole calls, flush_ratio and
+    flush_verdict of single calls with a flushed cache (NaN and "" where not measured); host_bound: one side is.
+    """
+    rows, keys, found = ok_rows(results(frame)), [*SHAPE, "precision", "name"], []
+    ours = {tuple(row[key] for key in keys): row for row in select(rows, is_auto=1).to_dict("records")}
+    for row in rows[~rows["impl"].isin(OURS)].to_dict("records"):
+        if (mine := ours.get(tuple(row[key] for key in keys))) is None:
+            continue
+        ratio = verdicts.paired(row) if pd.notna(row.get("ratio_to_ours")) else verdicts.ratio(row, mine)
+        line = {"ours_ms": mine["median_ms"], "ratio": ratio.mid, "verdict": ratio.verdict}
+        for kind, column in (("call", "host_median_ms"), ("flush", "flush_median_ms")):
+            both = pd.notna(row.get(column)) and pd.notna(mine.get(column))
+            mid = row[column] / mine[column] if both else math.nan
+            # Not timed in turn: the noise of two sessions.
+            word = verdicts.widened(mid, mid, mid, "call", False).verdict if both else ""
+            line |= {f"{kind}_ratio": mid, f"{kind}_verdict": word}
+        found.append(row | line | {"host_bound": host_bound(row) or host_bound(mine)})
+    return pd.DataFrame(found)
 
 
-def _tried(rows: pd.DataFrame) -> list[str]:
-    """Returns the implementations that have something to show: not those that were skipped everywhere."""
-    tried = set(rows["impl"][rows["status"] != "skipped"])
-    return [impl for impl in NAMES if impl in tried]
+def host_bound(row: dict) -> bool:
+    """Returns whether issuing a call takes longer than running it; False where issuing was not measured."""
+    return pd.notna(row.get("launch_median_ms")) and row["launch_median_ms"] > row["median_ms"]
 
 
-def _ours(rows: pd.DataFrame) -> pd.DataFrame:
-    """Returns the measured rows of the implementation that "auto" chooses for their shape."""
-    return ok_rows(rows, is_auto=1) if "is_auto" in rows else rows.iloc[:0]
+def _tally(rows: pd.DataFrame, kind: str = "") -> str:
+    """Returns "6 ahead, 1 level, 3 behind: 0.82× to 1.30×"; "–" where nothing was measured."""
+    rows = rows[rows[f"{kind}verdict"] != ""]
+    counts = rows[f"{kind}verdict"].value_counts()
+    words = ", ".join(f"{counts[word]} {word}" for word in verdicts.VERDICTS if word in counts)
+    return f"{words}: {span(rows[f'{kind}ratio'])}" if words else "–"
 
 
-def _beside_ours(rows: pd.DataFrame) -> pd.DataFrame:
-    """Returns the measured rows of the others with our time of the same shape, precision and pass in `ours_ms`."""
-    keys = [*SHAPE, "precision", "name"]
-    ours = _ours(rows)[[*keys, "median_ms"]].rename(columns={"median_ms": "ours_ms"})
-    others = ok_rows(rows)
-    return others[~others["impl"].isin(OURS)].merge(ours, on=keys)
+def _verdict(row: dict, kind: str = "") -> str:
+    return f"{row[kind + 'verdict']} {times(row[kind + 'ratio'])}" if row[f"{kind}verdict"] else "–"
 
 
-def _shape_name(row: dict | pd.Series) -> str:
-    mask = "causal" if row["causal"] else "full"
-    return f"{row['batch']},{row['heads']},{row['length']},{row['d_head']} {mask}"
+def shape_name(row: dict) -> str:
+    """Returns "4,32,4096,64 causal": batch, heads, length, head dimension, mask."""
+    return f"{row['batch']},{row['heads']},{row['length']},{row['d_head']} {'causal' if row['causal'] else 'full'}"
 
 
-def _shape_names(rows: pd.DataFrame) -> list[str]:
-    return [_shape_name(row) for row in rows[SHAPE].to_dict("records")]
+def _at(row: dict) -> str:
+    return f"d {row['d_head']} at {row['length']:,}"
 
 
-def _microseconds(time_ms: float) -> str:
-    return f"{number(1000 * time_ms)} µs"
+def _pass_at(row: dict) -> str:
+    return f"{PHASE_NAMES[row['name']]}, {_at(row)}"
 
 
-# ---- the algorithm and the first kernel -------------------------------------------------------------------------
-
-
-def table_algorithm(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns the tiled algorithm's errors against fp64 by size of its tiles, beside the eager formula's."""
-    rows = ok_rows(frame, phase="errors")
-    return pd.DataFrame(
-        {
-            "tile": f"{row['tile']} × {row['tile']}",
-            "mask": "causal" if row["causal"] else "full",
-            "output: relative error": scientific(row["out_relative_error"]),
-            "eager": scientific(row["out_eager_relative_error"]),
-            **{f"d{x}": scientific(row[f"d{x}_relative_error"]) for x in "qkv"},
-            "worst error / allowed": number(_worst_of_algorithm(row), 2),
-        }
-        for row in rows.to_dict("records")
-    )
-
-
-def _worst_of_algorithm(row: dict) -> float:
-    return max(row[f"{name}_budget_fraction"] for name in ("out", "dq", "dk", "dv"))
-
-
-def figure_online_softmax(frame: pd.DataFrame) -> Figure | None:
+def figure_online_softmax(algorithm: pd.DataFrame) -> Figure | None:
     """Three panels over the tiles of keys: running maximum, running denominator, distance to the final output."""
-    rows = ok_rows(frame, phase="trace")
-    if rows.empty:
-        return None
-    row = rows.loc[rows["tile"].idxmin()]
-    figure, axes = figures.panels(3, height=2.6)
-    labels = {
-        "maximum": "running maximum of the scores",
-        "denominator": "running denominator, Σ exp(s − maximum)",
-        "distance": "distance of the output to the final one",
-    }
-    for axis, (name, label) in zip(axes, labels.items(), strict=True):
-        series = {key: values for key, values in row["samples"].items() if key.endswith(name)}
-        for index, (key, values) in enumerate(sorted(series.items())):
-            axis.plot(
-                range(1, len(values) + 1),
-                values,
-                color=figures.SERIES[index],
-                marker="o",
-                markersize=3,
-                label=key.removesuffix(f" {name}"),
-            )
+    rows = ok_rows(algorithm, phase="trace").sort_values("tile").head(1)
+    figure, axes = figures.panels(3)
+    labels = {"maximum": "largest score", "denominator": "Σ exp(score − maximum)", "distance": "relative distance"}
+    for (name, label), row in itertools.product(labels.items(), rows.to_dict("records")):
+        axis = axes[list(labels).index(name)]
+        for index, key in enumerate(key for key in sorted(row["samples"]) if key.endswith(name)):
+            values, style = row["samples"][key], {"color": figures.SERIES[index], "marker": "osD^v"[index % 5]}
+            axis.plot(range(1, len(values) + 1), values, markersize=3, label=key.removesuffix(f" {name}"), **style)
         axis.set_xlabel(f"tiles of {row['tile']} keys seen")
-        axis.set_title(label)
-    axes[2].set_ylabel("relative distance")
-    axes[0].legend()
-    figure.suptitle("Online softmax, fp32: what is held after each tile of keys", fontsize=10)
-    return figure
+        axis.set_ylabel(label)
+        axis.set_title("distance to the final output" if name == "distance" else f"running {name}")
+    figures.finish(figure, axes, f"Online softmax, fp32, {algorithm.attrs['device']}")
+    return figure if len(rows) else None
 
 
-def findings_algorithm(frame: pd.DataFrame) -> list[str]:
-    """Says how exact the tiled algorithm is, and how often a new maximum made it rescale what it held."""
-    rows, sentences = ok_rows(frame, phase="errors"), []
-    if len(rows):
-        worst = max(_worst_of_algorithm(row) for row in rows.to_dict("records"))
-        ratios = rows["out_relative_error"] / rows["out_eager_relative_error"]
-        sentences.append(
-            f"Over {count(rows['tile'].nunique(), 'tile size')} and both masks the tiled algorithm's output has "
-            f"{span(ratios)} the eager formula's error against fp64; no error is above {percent(worst)} of what is "
-            "allowed."
-        )
-    traces = ok_rows(frame, phase="trace")
-    if len(traces):
-        row = traces.loc[traces["tile"].idxmin()]
+def table_errors(*contests: pd.DataFrame) -> pd.DataFrame:
+    """Returns by implementation and precision the worst error over what is allowed, and of how many results."""
+    rows, lines = pd.concat([results(frame) for frame in contests], ignore_index=True), {}
+    rows = rows[~rows["impl"].isin(["sdpa", "sdpa_math", *SAME_FORWARD])]
+    for (impl, precision), group in rows.groupby(["impl", "precision"]):
+        passed, wrong = ok_rows(group), int(group["reason"].str.contains("wrong:").sum())
+        if len(passed) + wrong:
+            line = lines.setdefault(impl, {"implementation": NAMES[impl]})
+            line[precision] = f"{number(passed['budget_fraction'].max(), 2)} of {len(passed)}"
+            line[precision] += f", {wrong} wrong" if wrong else ""
+            ratio = (passed["relative_error"] / passed["eager_relative_error"]).median()
+            line[f"{precision}: error over eager's, median"] = times(ratio)
+    return pd.DataFrame([lines[impl] for impl in NAMES if impl in lines]).fillna("–")
+
+
+def findings_errors(algorithm: pd.DataFrame, *contests: pd.DataFrame) -> list[str]:
+    """Says how exact the algorithm is, that everything timed was right first, and what was wrong."""
+    errors, sentences = ok_rows(algorithm, phase="errors"), []
+    for row in ok_rows(algorithm, phase="trace").sort_values("tile").head(1).to_dict("records"):
         maxima = [values for key, values in row["samples"].items() if key.endswith("maximum")]
-        moves = [sum(later > earlier for earlier, later in itertools.pairwise(v)) for v in maxima]
+        moves = [sum(later > earlier for earlier, later in itertools.pairwise(values)) for values in maxima]
+        ratio = span(errors["out_relative_error"] / errors["out_eager_relative_error"]) if len(errors) else "–"
         sentences.append(
-            f"Over {len(maxima[0])} tiles of {row['tile']} keys, the maximum of each of {len(maxima)} traced queries"
-            f" moves {span(moves, str)} times after the first tile: only then is what was summed before rescaled."
+            f"Tile by tile in plain PyTorch, the output has {ratio} the error of the untiled formula. {span(moves, str)} of "
+            f"{len(maxima[0]) - 1} later tiles raise a query's maximum; only then is what it holds rescaled."
         )
-    return sentences
+    rows = pd.concat([results(frame) for frame in contests], ignore_index=True)
+    passed, wrong = ok_rows(rows), rows[rows["reason"].str.contains("wrong:")]
+    for row in passed.nlargest(1, "budget_fraction").to_dict("records"):
+        case = f"{NAMES[row['impl']]}, {row['precision']}, {_pass_at(row)}"
+        share = percent(row["budget_fraction"])
+        sentences.append(
+            f"All {len(passed):,} timed results had passed the gate, the worst with {share} of the error ({case})."
+        )
+    for impl, group in wrong.groupby("impl"):
+        sentences.append(f"{NAMES[impl]} was wrong in {count(len(group), 'result')}, which have no time.")
+    return sentences + forms.failures(rows.drop(wrong.index))
 
 
-def table_weighted_sum(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns time, rate and error of the weighted sum by implementation."""
-    rows = _contest(frame)
-    return pd.DataFrame(
-        {
-            "rows × elements": f"{row['rows']:,} × {row['dim']:,}",
-            "pass": PHASE_NAMES[row["name"]],
-            "implementation": NAMES[row["impl"]],
-            "time (ms)": cell(row),
-            "GB/s": cell(row, "achieved_gb_per_s"),
-            "of measured copy": cell(row, "ceiling_fraction", percent),
-            "relative error": cell(row, "relative_error", scientific),
-        }
-        for row in rows.sort_values(["rows", "dim"], ascending=False, kind="stable").to_dict("records")
-    ) if len(rows) else rows  # fmt: skip
+def table_tiles(tiles: pd.DataFrame) -> pd.DataFrame:
+    """Returns TFLOP/s of the Triton forward kernel, a row per rows of the query tile, a column per key tile."""
+    corner = "query tile, key tile →"
+    rows = tiles.rename(columns={"block_q": corner}).assign(key_tile=tiles["block_k"])
+    marks = {1: " (shipped)"}
+    return pivot(rows, [corner], "key_tile", lambda r: cell(r, "achieved_tflops") + marks.get(r.get("is_shipped"), ""))
+
+
+def findings_tiles(tiles: pd.DataFrame) -> list[str]:
+    """Says how much the tiles matter, and whether the shipped ones are the fastest."""
+    rows = ok_rows(tiles).sort_values("median_ms").to_dict("records")
+    names = [f"{row['block_q']} × {row['block_k']}" for row in rows]
+    text = [
+        f"Tiles of {names[0]} are the fastest of {len(rows)}; {names[-1]} takes {times(rows[-1]['median_ms'] / row['median_ms'])} "
+        f"their {kinds_of_time([tiles])}: larger tiles read less and compute more per byte, until registers run out."
+        for row in rows[:1]
+    ]
+    for name, row in list(zip(names, rows, strict=True))[1:]:
+        if row.get("is_shipped") == 1:
+            text[0] += f" The shipped {name} is {verdicts.ratio(rows[0], row).verdict} with them."
+    return text + forms.failures(tiles)
 
 
 def findings_weighted_sum(frame: pd.DataFrame) -> list[str]:
     """Says how the first kernel compares with the formula, eager and compiled."""
-    rows = ok_rows(_contest(frame))
-    if rows.empty or "triton" not in set(rows["impl"]):
-        return []
-    keys = ["rows", "dim", "name"]
-    kernel = rows[rows["impl"] == "triton"]
-    sentences = []
+    rows, parts = results(frame), []
     for impl in ("eager", "compiled"):
-        both = rows[rows["impl"] == impl].merge(kernel[[*keys, "median_ms"]], on=keys, suffixes=("", "_kernel"))
-        if len(both):
-            both = both.assign(speedup=both["median_ms"] / both["median_ms_kernel"])
-            sentences.append(_compared(both, "the kernel", NAMES[impl], _weighted_sum_name))
-    known = kernel.dropna(subset=["ceiling_fraction"])
-    if len(known):
-        sentences.append(
-            f"The kernel moves its bytes at {span(known['ceiling_fraction'], percent)} of the measured copy."
-        )
-    return sentences
-
-
-def _weighted_sum_name(row: pd.Series) -> str:
-    return f"{PHASE_NAMES[row['name']]} of {row['rows']:,} × {row['dim']:,}"
-
-
-def _as_fast(rows: pd.DataFrame, name: Callable[[pd.Series], str], limit: int = 4) -> str:
-    """Returns "1.5× to 2× as fast" by the rows' `speedup`, in how many cases, and where slower, the worst first."""
-    words = rows["speedup"].map(speed_word)
-    text = f"{span(rows['speedup'])} as fast"
-    if " to " in span(rows["speedup"]):
-        text += f" (geometric mean {times(geometric_mean(rows['speedup']))})"
-    text += f": faster in {(words == 'faster').sum()} of {count(len(rows), 'case')}"
-    slower = rows[words == "slower"]
-    if len(slower):
-        worst_first = slower.sort_values("speedup", kind="stable")
-        text += f", slower in {len(slower)}: {listing([name(row) for _, row in worst_first.iterrows()], limit)}"
-    return text
-
-
-def _compared(rows: pd.DataFrame, who: str, other: str, name: Callable[[pd.Series], str], what: str = "") -> str:
-    """Returns a sentence on how `who` compares with `other`, whose time over who's is the rows' `speedup`."""
-    return f"Against {other}{what}, {who} is {_as_fast(rows, name)}."
-
-
-# ---- the gate -------------------------------------------------------------------------------------------------
-
-
-def table_gate(*frames: pd.DataFrame) -> pd.DataFrame:
-    """Returns, by implementation and precision, how many results passed the gate and their worst error."""
-    rows = _gated(frames)
-    if rows.empty:
-        return rows
-    result = []
-    for precision in PRECISIONS:
-        for impl in _tried(rows):
-            mine = select(rows, impl=impl, precision=precision)
-            passed = ok_rows(mine)
-            if (mine["status"] == "skipped").all():
-                continue
-            ratio = passed["relative_error"] / passed["eager_relative_error"] if len(passed) else pd.Series(dtype=float)
-            result.append(
-                {
-                    "implementation": NAMES[impl],
-                    "precision": precision,
-                    "passed": len(passed),
-                    "wrong": int(mine["reason"].str.contains("wrong:").sum()),
-                    "out of memory": int((mine["status"] == "oom").sum()),
-                    "other failures": int(_other_failures(mine).sum()),
-                    "worst error / allowed": number(passed["budget_fraction"].max(), 2) if len(passed) else "–",
-                    "worst relative error": scientific(passed["relative_error"].max()) if len(passed) else "–",
-                    "error / eager's, median": times(ratio.median()) if len(passed) else "–",
-                }
-            )
-    return pd.DataFrame(result)
-
-
-def _gated(frames: Iterable[pd.DataFrame]) -> pd.DataFrame:
-    parts = [_contest(frame) for frame in frames if not frame.empty]
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
-
-
-def _other_failures(rows: pd.DataFrame) -> pd.Series:
-    return rows["status"].isin(["error", "timeout"]) & ~rows["reason"].str.contains("wrong:")
-
-
-def table_not_run(*frames: pd.DataFrame) -> pd.DataFrame:
-    """Returns why implementations were skipped or failed, with the number of results each reason cost."""
-    rows = _gated(frames)
-    failed = rows[~rows["status"].isin(["ok", "oom"])] if len(rows) else rows
-    if failed.empty:
-        return pd.DataFrame()
-    keys = ["impl", "precision", "status", "reason"]
-    return pd.DataFrame(
-        {
-            "implementation": NAMES[impl],
-            "precision": precision,
-            "results": len(group),
-            "status": status,
-            "reason": reason[:160],
-        }
-        for (impl, precision, status, reason), group in failed.groupby(keys, sort=False)
-    )
-
-
-def findings_gate(*frames: pd.DataFrame) -> list[str]:
-    """Says whether everything that was timed was right first, and what was not."""
-    rows = _gated(frames)
-    passed = ok_rows(rows)
-    if passed.empty:
-        return []
-    worst = passed.loc[passed["budget_fraction"].idxmax()]
-    sentences = [
-        f"All {len(passed):,} timed results had passed the gate: the worst error is "
-        f"{percent(worst['budget_fraction'])} of what is allowed ({NAMES[worst['impl']]}, {worst['precision']}, "
-        f"{PHASE_NAMES[worst['name']]}, {_shape_name(worst)})."
-    ]
-    wrong = rows[rows["reason"].str.contains("wrong:")]
-    for impl, group in wrong.groupby("impl", sort=False):
-        names = [f"{_shape_name(row)} in {row['precision']}" for _, row in group.iterrows()]
-        sentences.append(
-            f"{NAMES[impl]} was **not** right in {count(len(group), 'result')}, which have no time: "
-            f"{listing(dict.fromkeys(names), 4)}."
-        )
-    return sentences
-
-
-def findings_timer(*frames: pd.DataFrame) -> list[str]:
-    """Says by which methods the times were taken, and whether two of them agree where both were tried."""
-    rows = ok_rows(_gated(frames))
-    if rows.empty:
-        return []
-    parts = []
-    for method, group in rows.groupby("timer_method"):
-        names = "" if len(group) > len(rows) / 2 else f" ({listing(NAMES[impl] for impl in group['impl'].unique())})"
-        parts.append((len(group), f"by {method}: {count(len(group), 'result')}{names}"))
-    sentences = ["Timed " + "; ".join(text for _, text in sorted(parts, reverse=True)) + "."]
-    if "flush_median_ms" in rows:
-        checked = rows.dropna(subset=["flush_median_ms"])
-        deviation = checked["flush_median_ms"] / checked["median_ms"] - 1
-        if len(checked):
-            worst = checked.loc[deviation.abs().idxmax()]
-            case = f"{NAMES[worst['impl']]}, {_shape_name(worst)}"
-            verdict = "agree" if deviation.abs().max() <= AGREEMENT else "do **not** agree"
-            sentences.append(
-                f"Replayed graphs and single calls with a flushed cache {verdict} within {percent(AGREEMENT)}: the "
-                f"largest difference is {percent(deviation.abs().max())} ({case})."
-            )
-    return sentences
-
-
-# ---- the grid of lengths and head dimensions ----------------------------------------------------------------------
-
-
-def table_times(frame: pd.DataFrame, precision: str, d_head: int, name: str) -> pd.DataFrame:
-    """Returns the device's time of a pass in ms, by length and implementation."""
-    rows = select(_contest(frame), precision=precision, d_head=d_head, name=name)
-    if rows.empty:
-        return rows
-    return _matrix(rows, "length", cell)
-
-
-def _matrix(rows: pd.DataFrame, index: str, text: Callable[[dict], str]) -> pd.DataFrame:
-    """Returns a table with a column per implementation that was tried; "–" where there is no case."""
-    tried = _tried(rows)
-    lines: dict[Any, dict[str, str]] = {}
-    for row in rows.to_dict("records"):
-        lines.setdefault(row[index], {})[row["impl"]] = text(row)
-    return pd.DataFrame(
-        {index: key, **{NAMES[impl]: cells.get(impl, "–") for impl in tried}} for key, cells in lines.items()
-    )
-
-
-def table_everything(frame: pd.DataFrame, precision: str) -> pd.DataFrame:
-    """Returns times, rates and errors side by side, one row per head dimension, length and implementation.
-
-    "*" marks a forward pass that the host takes longer to issue than the device to run.
-    """
-    rows = select(_contest(frame), precision=precision)
-    if rows.empty:
-        return rows
-    cases: dict[tuple, dict[str, dict]] = {}
-    for row in rows.to_dict("records"):
-        cases.setdefault((row["d_head"], row["length"], row["impl"]), {})[row["name"]] = row
-    lines = []
-    for (d_head, length, impl), by_pass in cases.items():
-        if all(row["status"] == "skipped" for row in by_pass.values()):
-            continue
-        forward, backward, both = (by_pass.get(name) for name in PASSES)
-        lines.append(
-            {
-                "d": d_head,
-                "length": length,
-                "implementation": NAMES[impl],
-                "forward (ms)": _cell(forward) + ("*" if forward is not None and _is_launch_bound(forward) else ""),
-                "backward (ms)": _cell(backward),
-                "both (ms)": _cell(both),
-                "forward TFLOP/s": _cell(forward, "achieved_tflops"),
-                "backward TFLOP/s": _cell(backward, "achieved_tflops"),
-                "both, of measured product": _cell(both, "ceiling_fraction", percent),
-                "output error": _cell(forward, "relative_error", scientific),
-                "gradient error": _cell(backward, "relative_error", scientific),
-            }
-        )
-    return pd.DataFrame(lines)
-
-
-def _cell(row: dict | None, column: str = "median_ms", form: Callable[[float], str] = number) -> str:
-    if row is None:
-        return "–"
-    if row["status"] == "ok" and (column not in row or row[column] is None or math.isnan(row[column])):
-        return "–"
-    return cell(row, column, form)
-
-
-def table_speedups(frame: pd.DataFrame, precision: str) -> pd.DataFrame:
-    """Returns how many times as fast as every other implementation ours is, by head dimension and pass."""
-    rows = select(_contest(frame), precision=precision)
-    if rows.empty:
-        return rows
-    pairs = _beside_ours(rows)
-    lines = []
-    for impl in [impl for impl in NAMES if impl in set(pairs["impl"])]:
-        for d_head, group in select(pairs, impl=impl).groupby("d_head"):
-            line = {"against": NAMES[impl], "d": d_head, "lengths": _lengths(group["length"])}
-            for name in PASSES:
-                of_pass = select(group, name=name)
-                speedups = of_pass["median_ms"] / of_pass["ours_ms"]
-                line[PHASE_NAMES[name]] = times(geometric_mean(speedups)) if len(of_pass) else "–"
-                line[f"{PHASE_NAMES[name]}: range"] = span(speedups) if len(of_pass) else "–"
-            lines.append(line)
-    return pd.DataFrame(lines)
-
-
-def _lengths(lengths: pd.Series) -> str:
-    return f"{lengths.min()}–{lengths.max()}" if lengths.nunique() > 1 else str(lengths.min())
-
-
-def table_tiles_chosen(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns the tiles that the Triton kernels ship with, rows of queries × rows of keys, and for which lengths."""
-    rows = ok_rows(_contest(frame))
-    rows = rows[rows["impl"].isin(TRITON)] if len(rows) else rows
-    if rows.empty:
-        return pd.DataFrame()
-    kernels = {"forward": "forward", "dkdv": "backward: dk and dv", "dq": "backward: dq"}
-    sides = [f"{kernel}_{side}" for kernel in kernels for side in ("block_q", "block_k")]
-    rows = rows.sort_values(["precision", "rank", "d_head", "length"], kind="stable")
-    rows = rows.drop_duplicates(["precision", "impl", "d_head", "length"])
-    return pd.DataFrame(
-        {
-            "kernels": NAMES[impl],
-            "precision": precision,
-            "d": d_head,
-            "length": _lengths(of_tiles["length"]),
-            **{
-                label: "{} × {}".format(*(int(of_tiles[f"{kernel}_{side}"].iloc[0]) for side in ("block_q", "block_k")))
-                for kernel, label in kernels.items()
-            },
-        }
-        for (precision, impl, d_head), of_dim in rows.groupby(["precision", "impl", "d_head"], sort=False)
-        for _, of_tiles in of_dim.groupby(sides, sort=False)
-    )
-
-
-def figure_times(frame: pd.DataFrame, precision: str, name: str = "forward_backward") -> Figure | None:
-    """One panel per head dimension: time over length by implementation; shaded where ours is launch-bound."""
-    rows = select(_contest(frame), precision=precision, name=name)
-    if ok_rows(rows).empty:
-        return None
-    figure = _panels_by_head(rows, _draw_times)
-    figure.suptitle(
-        f"{PHASE_NAMES[name].capitalize()}, causal, batch 1, one head, {precision}, {frame.attrs['device']} "
-        "(band: p20–p80; × out of memory; grey: ours is launch-bound)",
-        fontsize=10,
-    )
-    return figure
-
-
-def _panels_by_head(rows: pd.DataFrame, draw: Callable[[Axes, pd.DataFrame], None]) -> Figure:
-    d_heads = sorted(ok_rows(rows)["d_head"].unique())
-    figure, axes = figures.panels(len(d_heads))
-    for axis, d_head in zip(axes, d_heads, strict=True):
-        of_head = rows[rows["d_head"] == d_head]
-        draw(axis, of_head)
-        figures.context_axis(axis, of_head["length"].unique())
-        axis.tick_params(axis="x", labelrotation=60)
-        axis.set_xlabel("length (queries and keys)")
-        axis.set_title(f"d = {d_head}")
-    _shared_legend(figure, axes, num_columns=6)
-    return figure
-
-
-def _shared_legend(figure: Figure, axes: list[Axes], num_columns: int) -> None:
-    """One legend for all panels, of which none need show everything."""
-    handles = {}
-    for axis in axes:
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=num_columns)
-
-
-def _draw_times(axis: Axes, rows: pd.DataFrame) -> None:
-    for impl in _tried(rows):
-        line = {"linewidth": 2, "zorder": 3} if impl in OURS else {}
-        of_impl = rows[rows["impl"] == impl]
-        figures.line_with_band(axis, of_impl, "length", label=NAMES[impl], colour=figures.COLOURS[impl], **line)
-    _log_axis(axis, "time (ms)")
-    bound = [row["length"] for row in _ours(rows).to_dict("records") if _is_launch_bound(row)]
-    if bound:
-        axis.axvspan(axis.get_xlim()[0], max(bound), color="0.85", zorder=0)
-
-
-def _log_axis(axis: Axes, label: str) -> None:
-    """A log axis as everywhere, with a label at every power of ten only where more would not fit."""
-    figures.log_time_axis(axis, label)
-    low, high = axis.get_ylim()
-    if high / low > 1e3:
-        axis.yaxis.set_major_locator(LogLocator(numticks=12))
-
-
-def _is_launch_bound(row: dict) -> bool:
-    """Whether the host takes longer to issue the call than the device to run it; not known for a backward pass."""
-    launch = row.get("launch_median_ms")
-    return launch is not None and launch > row["median_ms"]
-
-
-def figure_rates(frame: pd.DataFrame, precision: str, name: str = "forward") -> Figure | None:
-    """One panel per head dimension: achieved TFLOP/s over length by implementation, and the measured product."""
-    rows = select(_contest(frame), precision=precision, name=name)
-    if ok_rows(rows).empty:
-        return None
-
-    def draw(axis: Axes, of_head: pd.DataFrame) -> None:
-        for impl in [impl for impl in _tried(of_head) if impl not in MATERIALISING]:
-            line = ok_rows(of_head, impl=impl)
-            width = 2 if impl in OURS else 1.2
-            axis.plot(line["length"], line["achieved_tflops"], color=figures.COLOURS[impl], label=NAMES[impl],
-                      linewidth=width, marker="o", markersize=3)  # fmt: skip
-        ceiling = of_head["ceiling"].dropna()
-        if len(ceiling):
-            axis.axhline(ceiling.iloc[-1], color="0.2", linestyle="--", linewidth=1, label="measured matrix product")
-        axis.set_ylim(bottom=0)
-        axis.set_ylabel("achieved rate (TFLOP/s)")
-
-    figure = _panels_by_head(rows, draw)
-    figure.suptitle(
-        f"Rate of the {PHASE_NAMES[name]} pass, causal, batch 1, one head, {precision}, {frame.attrs['device']}",
-        fontsize=10,
-    )
-    return figure
-
-
-def findings_speed(frame: pd.DataFrame, precision: str) -> list[str]:
-    """Says how ours compares with each other implementation, how near to the limit it comes, what is launch-bound."""
-    rows = select(_contest(frame), precision=precision)
-    if rows.empty:
-        return []
-    pairs = _beside_ours(rows)
-    pairs = pairs.assign(speedup=pairs["median_ms"] / pairs["ours_ms"])
-    sentences = []
-    for impl in [impl for impl in NAMES if impl in set(pairs["impl"])]:
-        by_pass = {name: select(pairs, impl=impl, name=name) for name in ("forward", "forward_backward")}
-        parts = [f"{PHASE_NAMES[name]} {_as_fast(mine, _grid_name, 2)}" for name, mine in by_pass.items() if len(mine)]
-        if parts:
-            sentences.append(f"Against {NAMES[impl]} in {precision}, ours is {'; '.join(parts)}.")
-    more = (_near_the_limit, _gradients_by, _launch_bound, _short_calls, _out_of_memory)
-    return [*sentences, *(sentence for findings in more for sentence in findings(rows))]
-
-
-def _grid_name(row: pd.Series) -> str:
-    return f"d {row['d_head']} at {row['length']}"
-
-
-def _pass_and_grid_name(row: pd.Series) -> str:
-    return f"{PHASE_NAMES[row['name']]} {_grid_name(row)}"
-
-
-PRODUCTS = {
-    "tf32x3": "three products of TF32",
-    "bf16x6": "six products of bf16",
-    "bf16x3": "three products of bf16",
-}
-
-
-def findings_products(frame: pd.DataFrame) -> list[str]:
-    """Says what several products on tensor cores gain over one of fp32 on CUDA cores, and how exact they are."""
-    rows = ok_rows(_contest(frame))
-    if rows.empty:
-        return []
-    keys = [*SHAPE, "name"]
-    columns = [*keys, "median_ms", "relative_error"]
-    several = select(rows, impl="triton", precision="fp32")[[*columns, "observed"]]
-    one = select(rows, impl="triton_ieee", precision="fp32")[columns]
-    pairs = several.merge(one, on=keys, suffixes=("", "_one"))
-    sentences = []
-    for products, of_kind in pairs.groupby(pairs["observed"].str["products"], sort=False):
-        of_kind = of_kind.assign(speedup=of_kind["median_ms_one"] / of_kind["median_ms"])
-        who = f"a kernel of {PRODUCTS[products]} on the tensor cores for each of fp32"
-        where = f", at length {_lengths(of_kind['length'])}"
-        ratios = of_kind["relative_error"] / of_kind["relative_error_one"]
-        sentences.append(_compared(of_kind, who, "one on the CUDA cores", _pass_and_grid_name, where))
-        sentences.append(f"Its errors against fp64 are {span(ratios)} those of the other.")
-    return sentences
-
-
-def _near_the_limit(rows: pd.DataFrame) -> list[str]:
-    ours = _ours(rows)
-    known = ours.dropna(subset=["ceiling_fraction"]) if len(ours) else ours
-    parts = []
-    for name in PASSES:
-        of_pass = select(known, name=name)
-        if len(of_pass):
-            best = of_pass.loc[of_pass["ceiling_fraction"].idxmax()]
-            parts.append(
-                f"{percent(best['ceiling_fraction'])} {PHASE_NAMES[name]} ({number(best['achieved_tflops'])} TFLOP/s, "
-                f"{_grid_name(best)})"
-            )
-    precision = rows["precision"].iloc[0]
-    return [f"Of the measured {precision} matrix product ours reaches at best {listing(parts)}."] if parts else []
-
-
-def _launch_bound(rows: pd.DataFrame) -> list[str]:
-    sentences = []
-    for name in ("forward", "forward_backward"):
-        ours = _ours(select(rows, name=name))
-        bound = [row for row in ours.to_dict("records") if _is_launch_bound(row)]
-        if bound:
-            longest = max(row["length"] for row in bound)
-            launches = span((row["launch_median_ms"] for row in bound), _microseconds)
-            device = span((row["median_ms"] for row in bound), _microseconds)
-            cases = count(len(ours), "case")
-            sentences.append(
-                f"{PHASE_NAMES[name].capitalize()} of ours is launch-bound in {len(bound)} of {cases}, "
-                f"up to length {longest}: the host takes {launches} to issue what the device runs in {device}."
-            )
-    return sentences
-
-
-def _short_calls(rows: pd.DataFrame) -> list[str]:
-    """Compares whole calls, launch included, with SDPA's default where that was measured."""
-    sentences = []
-    if "launch_median_ms" not in rows:
-        return []
-    for name in ("forward", "forward_backward"):
-        of_pass = select(rows, name=name).dropna(subset=["launch_median_ms"])
-        keys = [*SHAPE, "name"]
-        ours = _ours(of_pass)[[*keys, "host_median_ms"]].rename(columns={"host_median_ms": "ours_host_ms"})
-        pairs = ok_rows(of_pass, impl="sdpa").merge(ours, on=keys)
+        pairs = forms.pairs(select(rows, impl=[impl, "triton"]), "impl", impl, keys=["rows", "dim", "name"])
         if len(pairs):
-            pairs = pairs.assign(speedup=pairs["host_median_ms"] / pairs["ours_host_ms"])
-            where = f", launch included, at length {_lengths(pairs['length'])} ({PHASE_NAMES[name]})"
-            sentences.append(_compared(pairs, "a call of ours", "SDPA's default", _grid_name, where))
-    return sentences
+            summary = forms.summary(pairs, lambda row: f"{PHASE_NAMES[row['name']]}, {row['rows']:,} × {row['dim']}")
+            parts.append(f"{summary} against {impl}")
+    why = "eager writes the products and reads them again, which the compiler's fusion avoids as the kernel does"
+    return [f"The weighted sum's kernel is {'; '.join(parts)}, {kinds_of_time([rows])}: {why}."] if parts else []
 
 
-def _out_of_memory(rows: pd.DataFrame) -> list[str]:
-    """Says from which length each implementation ran out of memory, by pass and head dimension."""
-    failed = rows[rows["status"] == "oom"]
-    sentences = []
-    for impl, group in failed.groupby("impl", sort=False):
-        first = group.groupby(["name", "d_head"])["length"].min().reset_index()
-        places = [
-            f"{PHASE_NAMES[name]} from length {length} (d {listing(of_place['d_head'].astype(str))})"
-            for (name, length), of_place in first.groupby(["name", "length"])
-        ]
-        sentences.append(f"{NAMES[impl]} runs out of memory in {rows['precision'].iloc[0]}: {listing(places)}.")
-    return sentences
+def _ours(contest: pd.DataFrame) -> pd.DataFrame:
+    return ok_rows(results(contest), is_auto=1)
 
 
-# ---- the tiles ------------------------------------------------------------------------------------------------
+def _with_ours(rows: pd.DataFrame) -> pd.DataFrame:
+    """Returns the rows with what `auto` runs as "auto", without our other implementations."""
+    rows = rows.assign(impl=rows["impl"].mask(rows["is_auto"] == 1, "auto"))
+    return rows[~rows["impl"].isin([*OURS, "sdpa", "sdpa_math"])]
 
 
-def table_tiles(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns every configuration of the forward kernel that was tried, and why some have no time."""
-    if frame.empty:
-        return frame
-    rows = frame.assign(fastest=frame["median_ms"] if "median_ms" in frame else math.nan)
-    return pd.DataFrame(
-        {
-            "tile": f"{row['block_q']} × {row['block_k']}",
-            "warps": row["num_warps"],
-            "stages": row["num_stages"],
-            "time (ms)": cell(row),
-            "TFLOP/s": _cell(row, "achieved_tflops"),
-            "error / allowed": _cell(row, "budget_fraction"),
-            "shipped": "yes" if row.get("is_shipped") == 1 else "",
-            "reason": row["reason"][:120],
-        }
-        for row in rows.sort_values("fastest", kind="stable").to_dict("records")
-    )
-
-
-def figure_tiles(frame: pd.DataFrame) -> Figure | None:
-    """The forward kernel's time by rows of the query tile and rows of the key tile; words where there is no time."""
-    measured = ok_rows(frame)
-    if measured.empty:
-        return None
-    block_qs, block_ks = (sorted(frame[name].unique()) for name in ("block_q", "block_k"))
-    figure, (axis,) = figures.panels(1, width=4.6, height=3.6)
-    lookup = {(row["block_q"], row["block_k"]): row for row in frame.to_dict("records")}
-    grid = [[_value(lookup.get((q, k))) for k in block_ks] for q in block_qs]
-    image = axis.imshow(grid, origin="lower", cmap="viridis_r", aspect="auto")
-    middle = measured["median_ms"].median()
-    for y, block_q in enumerate(block_qs):
-        for x, block_k in enumerate(block_ks):
-            row = lookup.get((block_q, block_k))
-            dark = row is not None and row["status"] == "ok" and row["median_ms"] > middle
-            text = "–" if row is None else cell(row) + ("\nshipped" if row.get("is_shipped") == 1 else "")
-            axis.text(x, y, text, ha="center", va="center", fontsize=7, color="white" if dark else "black")
-    axis.set_xticks(range(len(block_ks)), block_ks)
-    axis.set_yticks(range(len(block_qs)), block_qs)
-    axis.grid(False)
-    axis.set_xlabel("rows of the key tile")
-    axis.set_ylabel("rows of the query tile")
-    figure.colorbar(image, ax=axis, label="time (ms)")
-    row = measured.iloc[0]
-    figure.suptitle(f"Forward kernel, {_shape_name(row)}, {row['precision']}, {frame.attrs['device']}", fontsize=10)
+def _figure_over(shown: Sequence[tuple], label: str, title: str) -> Figure:
+    """Draws a panel for each (title, rows, column, base): the column over the base's of the same length, by impl."""
+    figure, axes = figures.panels(len(shown), num_columns=2, width=4.5, height=2.7)
+    for axis, (name, rows, column, base) in zip(axes, shown, strict=True):
+        of_base = ok_rows(rows, impl=base).set_index("length")[column]
+        rows = rows.assign(over=rows[column] / rows["length"].map(of_base))
+        for impl in [impl for impl in NAMES if impl in set(ok_rows(rows)["impl"])]:
+            line = select(rows, impl=impl)
+            figures.line_with_band(axis, line, "length", label=NAMES[impl], style=figures.STYLES[impl], y="over")
+        figures.context_axis(axis, rows["length"].unique(), "length (queries and keys)")
+        figures.log_time_axis(axis, f"{label} / {label} of {NAMES[base]}")
+        axis.set_title(name)
+    figures.finish(figure, axes, title, num_columns=5)
     return figure
 
 
-def _value(row: dict | None) -> float:
-    return row["median_ms"] if row is not None and row["status"] == "ok" else math.nan
-
-
-def findings_tiles(frame: pd.DataFrame) -> list[str]:
-    """Says how much the choice of tiles matters, whether the shipped one is the best, and which cannot be had."""
-    measured = ok_rows(frame)
-    if measured.empty:
-        return []
-    best, worst = (measured.loc[measured["median_ms"].agg(end)] for end in ("idxmin", "idxmax"))
-    sentences = [
-        f"Of {count(len(measured), 'tile configuration')} the fastest is {_tile_name(best)} "
-        f"({number(best['median_ms'])} ms), {times(worst['median_ms'] / best['median_ms'])} as fast as the slowest, "
-        f"{_tile_name(worst)}."
-    ]
-    shipped = select(measured, is_shipped=1)
-    if len(shipped):
-        row = shipped.iloc[0]
-        excess = row["median_ms"] / best["median_ms"] - 1
-        verdict = "is" if row.equals(best) else "is about as fast as" if excess <= SAME else "is **not**"
-        rest = "" if verdict == "is" else f" ({percent(excess)} more time)"
-        sentences.append(
-            f"The configuration shipped when this was measured, {_tile_name(row)}, {verdict} the fastest{rest}."
-        )
-    failed = frame[frame["status"] != "ok"]
-    for status, group in failed.groupby("status"):
-        names = [_tile_name(row) for _, row in group.iterrows()]
-        sentences.append(f"{count(len(names), 'configuration')} ended {status}: {listing(names)}.")
-    return sentences
-
-
-def _tile_name(row: pd.Series) -> str:
-    return f"{row['block_q']} × {row['block_k']}"
-
-
-# ---- the rivals -----------------------------------------------------------------------------------------------
-
-
-def table_rivals(frame: pd.DataFrame, name: str) -> pd.DataFrame:
-    """Returns TFLOP/s of a pass by shape and implementation."""
-    return _rival_table(frame, name, lambda row: _cell(row, "achieved_tflops"))
-
-
-def table_rival_ratios(frame: pd.DataFrame, name: str) -> pd.DataFrame:
-    """Returns every implementation's time over ours, by shape: above one, ours is faster; its interval behind it."""
-
-    def text(row: dict) -> str:
-        ratio = _cell(row, "ratio_to_ours", times)
-        if row["status"] != "ok" or ratio == "–" or row.get("is_auto") == 1:
-            return "ours" if row.get("is_auto") == 1 else ratio
-        return f"{ratio} ({number(row['ratio_to_ours_low'])}–{number(row['ratio_to_ours_high'])})"
-
-    return _rival_table(frame, name, text)
-
-
-def _rival_table(frame: pd.DataFrame, name: str, text: Callable[[dict], str]) -> pd.DataFrame:
-    rows = select(_rivals(frame), name=name)
-    if rows.empty:
-        return rows
-    return _matrix(rows.assign(shape=_shape_names(rows)), "shape", text).rename(columns={"shape": "B,H,S,D mask"})
-
-
-@once_per_frame
-def _rivals(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns the rows of `_contest` with the shapes in the order in which they were measured, each forward once."""
-    if frame.empty:
-        return frame
-    rows = _contest(frame)
-    rows = rows[(rows["name"] != "forward") | ~rows["impl"].isin(SAME_FORWARD)]
-    shapes = list(dict.fromkeys(frame[SHAPE].itertuples(index=False, name=None)))
-    order = [shapes.index(shape) for shape in rows[SHAPE].itertuples(index=False, name=None)]
-    return rows.assign(order=order).sort_values(["order", "rank"], kind="stable").reset_index(drop=True)
-
-
-def figure_rivals(frame: pd.DataFrame) -> Figure | None:
-    """Two panels, forward and backward: achieved TFLOP/s of every implementation on every shape, as dots."""
-    rows = _rivals(frame)
-    if ok_rows(rows).empty:
+def figure_lengths(speed: pd.DataFrame) -> Figure | None:
+    """Time of forward + backward over the reference's by length, at two head dimensions: the timer's, then calls'."""
+    rows = ok_rows(results(speed), name="forward_backward")
+    rows = _with_ours(select(rows, precision="bf16" if "bf16" in set(rows["precision"]) else "fp32"))
+    base = next((impl for impl in REFERENCES if impl in set(rows["impl"])), None)
+    if base is None:
         return None
-    shapes = list(dict.fromkeys(_shape_names(rows)))
-    figure, axes = figures.panels(2, width=5.2, height=0.9 + 0.42 * len(shapes))
+    dims = [d for d in (64, 128) if d in set(rows["d_head"])] or [rows["d_head"].max()]
+    kinds = {"median_ms": kinds_of_time([rows]), "host_median_ms": "call time"}
+    columns = [(column, d) for column in kinds if column in rows for d in dims]
+    shown = [(f"d {d}, {kinds[column]}", select(rows, d_head=d), column, base) for column, d in columns]
+    title = f"Forward + backward of one causal head, {rows['precision'].iloc[0]}, {speed.attrs['device']}"
+    return _figure_over(shown, "time", title)
+
+
+def table_lengths(speed: pd.DataFrame) -> pd.DataFrame:
+    """Returns how ours stands against each other implementation, apart where the host and where the device binds."""
+    rows, lines = select(compared(speed), name="forward_backward"), []
+    for precision, impl in itertools.product(PRECISIONS, NAMES):
+        group = select(rows, precision=precision, impl=impl)
+        if len(group) and impl not in CSV_ONLY[precision]:
+            host, device = select(group, host_bound=True), select(group, host_bound=False)
+            line = {"precision": precision, "against": NAMES[impl], "host-bound: call time": _tally(host, "call_")}
+            kind = kinds_of_time([group])
+            lines.append(line | {f"host-bound: {kind}": _tally(host), f"device-bound: {kind}": _tally(device)})
+    return pd.DataFrame(lines)
+
+
+def findings_lengths(speed: pd.DataFrame) -> list[str]:
+    """Says where the host binds, how ours stands against the reference by kind of time, and what fp32 gains."""
+    both, sentences = select(compared(speed), precision="bf16", name="forward_backward"), []
+    rival = next((impl for impl in REFERENCES if len(both) and impl in set(both["impl"])), None)
+    of_rival = select(both, impl=rival)
+    bound = {who: select(of_rival, host_bound=who == "host") for who in ("host", "device") if rival}
+    if bound and len(calls := bound["host"][bound["host"]["call_verdict"] != ""]):
+        calls = calls.assign(ratio=calls["call_ratio"], verdict=calls["call_verdict"])
+        sentences.append(
+            f"In {len(bound['host'])} of {count(len(of_rival), 'case')}, up to length {calls['length'].max():,}, issuing "
+            f"forward + backward takes longer than running it. In call time ours is there {forms.summary(calls, _at)} "
+            f"against {NAMES[rival]}; a CUDA graph, or more heads per call, makes the device's time the caller's."
+        )
+    if parts := [f"where the {who} binds {forms.summary(rows, _at)}" for who, rows in bound.items() if len(rows)]:
+        chosen = [seen.get("backward") for seen in ok_rows(results(speed), impl="gluon", name="backward")["observed"]]
+        sentences.append(
+            f"In {kinds_of_time([of_rival])} against {NAMES[rival]}, ours is {'; '.join(parts)}: one short head has few "
+            "tiles of queries, and ours splits its keys among programs."
+        )
+        if any(chosen):
+            sentences[-1] += f" {chosen.count('triton')} of {len(chosen)} Gluon backwards ran the Triton kernels."
+    return sentences + findings_products(speed)
+
+
+def findings_products(speed: pd.DataFrame) -> list[str]:
+    """Says what several products on tensor cores gain over one of fp32 on CUDA cores, and how exact they are."""
+    rows, keys = ok_rows(results(speed)), [*SHAPE, "name"]
+    fp32 = select(rows, precision="fp32", impl=["triton", "triton_ieee"])
+    pairs = forms.pairs(fp32, "impl", "triton_ieee", keys=keys) if len(fp32) else fp32
+    if pairs.empty:
+        return []
+    errors = fp32.pivot_table(index=keys, columns="impl", values="relative_error").dropna()
+    text = (
+        f"In fp32, three products of TF32 or six of bf16 on tensor cores are {forms.summary(pairs, _pass_at)} against one "
+        f"on CUDA cores, {kinds_of_time([fp32])}, with {span(errors['triton'] / errors['triton_ieee'])} its error"
+    )
+    six = fp32[[seen.get("products") == "bf16x6" for seen in fp32["observed"]]]["achieved_tflops"].max()
+    share = six / (select(rows, precision="bf16").get("ceiling", pd.Series(dtype=float)).median() / 6)
+    return [text + (f"; six reach {number(six)} TFLOP/s, {percent(share)} of a sixth of bf16's." if share > 0 else ".")]
+
+
+def figure_rivals(rivals: pd.DataFrame) -> Figure | None:
+    """Two panels, forward and backward: achieved TFLOP/s of every implementation on every shape."""
+    rows = ok_rows(results(rivals))
+    shapes = list(dict.fromkeys(map(shape_name, rivals.to_dict("records"))))
+    figure, axes = figures.panels(2, width=4.5, height=1.0 + 0.34 * len(shapes))
     for axis, name in zip(axes, ("forward", "backward"), strict=True):
-        of_pass = ok_rows(rows, name=name)
-        for impl in _tried(rows):
-            mine = select(of_pass, impl=impl)
-            heights = [shapes.index(name) for name in _shape_names(mine)]
-            axis.scatter(
-                mine["achieved_tflops"],
-                heights,
-                color=figures.COLOURS[impl],
-                label=NAMES[impl],
-                s=46 if impl in OURS else 22,
-                marker="D" if impl in OURS else "o",
-                zorder=3,
-            )
-        ceiling = of_pass["ceiling"].dropna()
-        if len(ceiling):
-            axis.axvline(ceiling.iloc[-1], color="0.2", linestyle="--", linewidth=1, label="measured matrix product")
+        of_pass = select(rows, name=name)
+        if name == "forward":  # the same kernels as without
+            of_pass = of_pass[~of_pass["impl"].isin(SAME_FORWARD)]
+        for impl in [impl for impl in NAMES if impl in set(of_pass["impl"])]:
+            mine, style = select(of_pass, impl=impl), figures.STYLES[impl]
+            heights = [shapes.index(shape_name(row)) for row in mine.to_dict("records")]
+            axis.scatter(mine["achieved_tflops"], heights, color=style.colour, marker=style.marker, label=NAMES[impl],
+                         s=50 if impl in OURS else 26, zorder=3)  # fmt: skip
+        if len(roof := of_pass.get("ceiling", pd.Series(dtype=float)).dropna()):
+            axis.axvline(roof.median(), color="0.2", linestyle="--", linewidth=1, label="measured matrix product")
         axis.set_yticks(range(len(shapes)), shapes if name == "forward" else [""] * len(shapes))
-        axis.invert_yaxis()
+        axis.set_ylim(len(shapes) - 0.5, -0.5)
         axis.set_xlim(left=0)
         axis.set_xlabel("achieved rate (TFLOP/s)")
         axis.set_title(PHASE_NAMES[name])
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    figure.suptitle(f"Every implementation on every shape (B,H,S,D), bf16, {frame.attrs['device']}", fontsize=10)
-    return figure
+    title = f"Batch, heads, length, d: {rivals['precision'].iloc[0]}, {kinds_of_time([rows])}, {rivals.attrs['device']}"
+    figures.finish(figure, axes[::-1], title, num_columns=4)
+    return figure if len(rows) else None
 
 
-def findings_rivals(frame: pd.DataFrame) -> list[str]:
-    """Says, for every rival and pass, where ours is ahead, behind, or not told apart from it."""
-    rows = ok_rows(_rivals(frame))
-    if rows.empty or "ratio_to_ours" not in rows:
+def strongest(rivals: pd.DataFrame) -> tuple[str | None, pd.DataFrame]:
+    """Returns the other implementation with the smallest time over ours by the median over the shapes, and its rows."""
+    rows = compared(rivals)
+    both = select(rows, name="forward_backward")
+    rival = both.groupby("impl")["ratio"].median().idxmin() if len(both) else None
+    return rival, select(rows, impl=rival)
+
+
+def table_rivals(rivals: pd.DataFrame) -> pd.DataFrame:
+    """Returns by shape the verdict on ours against the strongest other, with its time over ours, by pass and kind."""
+    rival, rows = strongest(rivals)
+    by_shape = {}
+    for row in rows.to_dict("records"):
+        line = by_shape.setdefault(shape_name(row), {f"against {NAMES[rival]}": shape_name(row)})
+        if row["name"] == "forward_backward":
+            line |= {"ours, both (ms)": number(row["ours_ms"]), "both": _verdict(row)}
+            line |= {f"both, {kind}": _verdict(row, f"{kind}_") for kind in ("flush", "call")}
+        else:
+            line |= {row["name"]: _verdict(row)}
+    return pd.DataFrame(by_shape.values()).fillna("–")
+
+
+def findings_rivals(rivals: pd.DataFrame) -> list[str]:
+    """Says how ours stands against the strongest, against it at equal repeatability, and against all others."""
+    both, (rival, of_rival) = select(compared(rivals), name="forward_backward"), strongest(rivals)
+    if rival is None:
         return []
-    others = rows[~rows["impl"].isin(OURS)].dropna(subset=["ratio_to_ours"])
-    sentences = []
-    for impl in [impl for impl in NAMES if impl in set(others["impl"])]:
-        for name in PASSES:
-            mine = select(others, impl=impl, name=name)
-            if mine.empty:
-                continue
-            ahead, behind = mine[mine["ratio_to_ours_low"] > 1], mine[mine["ratio_to_ours_high"] < 1]
-            text = (
-                f"{PHASE_NAMES[name].capitalize()}: ours is ahead of {NAMES[impl]} on {len(ahead)} of "
-                f"{count(len(mine), 'shape')}"
-            )
-            if len(ahead):
-                text += f" ({span(ahead['ratio_to_ours'])} as fast)"
-            if len(behind):
-                names = [f"{_shape_name(row)} ({times(row['ratio_to_ours'])})" for _, row in behind.iterrows()]
-                text += f", behind on {len(behind)}: {listing(names, 8)}"
-            unclear = len(mine) - len(ahead) - len(behind)
-            if unclear:
-                text += f"; {unclear} not told apart"
-            sentences.append(text + ".")
-    return sentences + _gradients_by(rows)
-
-
-GRADIENTS_BY = {
-    "one pass": "one pass over the tiles, whose shares of ∂Q are added in order",
-    "two passes": "two passes over the tiles",
-    "triton": "the Triton kernels, which share a walk among programs where tiles are few",
-}
-
-
-def _gradients_by(rows: pd.DataFrame) -> list[str]:
-    """Says which kernels computed the gradients after the Gluon forward: that depends on the shape."""
-    mine = ok_rows(rows, impl="gluon", name="backward")
-    chosen = [row["observed"].get("backward") for row in mine.to_dict("records")]
-    parts = [f"{text} ({count(chosen.count(name), 'shape')})" for name, text in GRADIENTS_BY.items() if name in chosen]
-    return [f"The gradients of {NAMES['gluon']} are those of {listing(parts)}."] if parts else []
-
-
-def table_leaderboard(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns the leaderboard's row, forward and backward together, by implementation, beside the best entry."""
-    rows = _leaderboard(frame)
-    if rows.empty:
-        return rows
-    entries = _published_entries(LEADERBOARD.length, LEADERBOARD.d_head, "forward_backward")
-    lines = [
-        {
-            "implementation": NAMES[row["impl"]],
-            "GPU": frame.attrs["device"],
-            "forward + backward (ms)": number(row["median_ms"]),
-            "TFLOP/s": number(row["achieved_tflops"]),
-            "of measured product": percent(row["ceiling_fraction"]),
-        }
-        for row in rows.sort_values("median_ms", kind="stable").to_dict("records")
-    ]
-    for entry in entries:
-        lines.append(
-            {
-                "implementation": f"published: {entry['implementation']}",
-                "GPU": entry["gpu"],
-                "forward + backward (ms)": number(entry["time_ms"]),
-                "TFLOP/s": "–",
-                "of measured product": "–",
-            }
+    passes = [(PHASE_NAMES[name], select(of_rival, name=name)) for name in ("forward", "forward_backward")]
+    parts = [f"{name} {forms.summary(part, shape_name)}" for name, part in passes if len(part)]
+    text = f"Against {NAMES[rival]} in {kinds_of_time([both])}, ours is: {'; '.join(parts)}."
+    for row in passes[-1][1].to_dict("records"):
+        if (row["verdict"], row["call_verdict"]) == (verdicts.AHEAD, verdicts.BEHIND):
+            text += f" In call time {shape_name(row)} is {_verdict(row, 'call_')}: issuing ours takes longer."
+    sentences = [text]
+    if len(other := select(both, impl="fa3_deterministic")):
+        sentences.append(
+            f"Our gradients are the same bit for bit in every run, {NAMES['fa3']}'s only in its deterministic form, which "
+            f"forward + backward is {forms.summary(other, shape_name)} against: a fixed order of sums costs time."
         )
-    return pd.DataFrame(lines)
+    rest = [impl for impl in NAMES if impl in set(both["impl"]) - {"fa3", "fa3_deterministic", rival}]
+    parts = [f"{NAMES[impl]} {_tally(select(both, impl=impl))}" for impl in rest]
+    return sentences + ([f"Forward + backward against the others: {'; '.join(parts)}."] if parts else [])
 
 
-def _leaderboard(frame: pd.DataFrame) -> pd.DataFrame:
-    rows = ok_rows(_rivals(frame), name="forward_backward")
-    return select(
-        rows,
-        batch=LEADERBOARD.batch,
-        heads=LEADERBOARD.heads,
-        length=LEADERBOARD.length,
-        d_head=LEADERBOARD.d_head,
-        causal=LEADERBOARD.causal,
-    )
+def peaks(memory: pd.DataFrame, precision: str) -> tuple[pd.DataFrame, str]:
+    """Returns the peaks of forward + backward, ours as "auto", and the other implementation that needs least."""
+    rows = select(memory, phase="forward_backward", precision=precision)
+    ours = next((impl for impl in OURS if impl in set(ok_rows(rows)["impl"])), None)
+    rows = _with_ours(rows.assign(is_auto=rows["impl"] == ours))
+    others = ok_rows(rows)[lambda r: r["impl"] != "auto"]
+    over = others["peak_bytes"] / others.groupby("length")["peak_bytes"].transform("min") if ours else others["impl"]
+    return (rows, over.groupby(others["impl"]).mean().round(2).idxmin()) if ours and len(over) else (rows.iloc[:0], "")
 
 
-def _published_entries(length: int, d_head: int, phase: str) -> list[dict]:
-    entries = published.load("attention_kernels")
-    return ok_rows(entries, seq_len=length, d_head=d_head, phase=phase).to_dict("records")
+def figure_memory(memory: pd.DataFrame) -> Figure | None:
+    """One panel per precision: peak memory over that of the leanest other implementation, × where it ran out."""
+    found = [(precision, *peaks(memory, precision)) for precision in PRECISIONS]
+    shown = [(precision, rows, "peak_bytes", base) for precision, rows, base in found if base]
+    title = f"Peak memory, forward + backward of one head, {memory.attrs['device']} (× out of memory)"
+    return _figure_over(shown, "peak", title) if shown else None
 
 
-def findings_leaderboard(frame: pd.DataFrame) -> list[str]:
-    """Says which implementation is fastest on the leaderboard's row, and how ours compares with the best entry."""
-    rows = _leaderboard(frame)
-    if rows.empty:
-        return []
-    best = rows.loc[rows["median_ms"].idxmin()]
-    sentences = [
-        f"On the leaderboard's shape {NAMES[best['impl']]} is the fastest here, {number(best['median_ms'])} ms."
-    ]
-    ours = _ours(rows)
-    for entry in _published_entries(LEADERBOARD.length, LEADERBOARD.d_head, "forward_backward") if len(ours) else []:
-        speedup = entry["time_ms"] / ours["median_ms"].iloc[0]
-        word = speed_word(speedup)
-        comparison = "takes about the same time as" if word == "about the same" else f"is {word} than"
-        factor = "" if word == "about the same" else f" ({times(max(speedup, 1 / speedup))})"
-        theirs = f"{number(entry['time_ms'])} ms on an {entry['gpu']}"
-        sentences.append(f"Ours {comparison} the {entry['implementation']}, {theirs}{factor}.")
-    return sentences
+def table_memory(memory: pd.DataFrame) -> pd.DataFrame:
+    """Returns peaks of forward + backward in MiB by length: ours, the leanest other and eager, by precision."""
+    found = [(precision, *peaks(memory, precision)) for precision in PRECISIONS]
+    shown = [select(rows, impl=["auto", base, "eager"]).assign(who=precision) for precision, rows, base in found]
+    rows = pd.concat(shown)
+    rows["who"] += ": " + rows["impl"].map(NAMES)
+    return pivot(rows, ["length"], "who", lambda row: cell(row, "peak_bytes", lambda size: number(size / 2**20)))
 
 
-# ---- the versions ---------------------------------------------------------------------------------------------
+def findings_memory(memory: pd.DataFrame) -> list[str]:
+    """Says where others run out of memory, how our peak grows from length to length, and where it is too large."""
+    lost, growth = [], []
+    for precision, (rows, base) in ((precision, peaks(memory, precision)) for precision in PRECISIONS):
+        ours, lowest = (ok_rows(rows, impl=impl).set_index("length")["peak_bytes"] for impl in ("auto", base))
+        for row in forms.out_of_memory(rows, ["impl"], x="length").dropna(subset=["out_of_memory"]).to_dict("records"):
+            has = f", ours needs {number(ours.get(row['out_of_memory'], math.nan) / 2**20)} MiB"
+            lost.append(f"{NAMES[row['impl']]} in {precision} at {int(row['out_of_memory']):,}{has}")
+        steps, over = (ours.sort_index() / ours.sort_index().shift()).dropna(), (ours / lowest).dropna()
+        if len(steps) and len(over):
+            exact = [verdicts.exact(ours[length], lowest[length]) for length in over.index]
+            counts = listing(f"{word} at {exact.count(word)}" for word in verdicts.VERDICTS if word in exact)
+            growth.append(
+                f"in {precision} it grows {span(steps)} from one length to the next, most to {steps.idxmax():,}, and is "
+                f"{counts} of {len(exact)} beside {NAMES[base]}, at worst {times(over.max())} it at {over.idxmax():,}"
+            )
+    sentences = [f"Out of memory: {'; '.join(lost)}. The scores grow with the square of the length."] if lost else []
+    why = "Where tiles are few, programs share a walk, and each share keeps results of its own in fp32."
+    return sentences + ([f"Our peak does not grow evenly: {'; '.join(growth)}. {why}"] if growth else [])
 
 
 def versions() -> pd.DataFrame:
-    """Returns what was tried on the kernels: see the README beside the file."""
+    """Returns what was tried on the kernels, noted while they were written: see the README beside the file."""
     file = resources.files("labkit") / "data" / "development" / "flash_attention_versions.csv"
-    with file.open(encoding="utf-8") as lines:
-        return pd.read_csv(lines, keep_default_na=False, na_values={"gained_percent": [""]})
+    return pd.read_csv(str(file), keep_default_na=False, na_values={"gained_percent": [""]})
 
 
 def table_versions(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns every change with the gain in speed that it was predicted to bring and the one that it brought."""
-    return pd.DataFrame(
-        {
-            "pass": row["pass"],
-            "change": row["change"],
-            "B,H,S,D mask": row["shape"],
-            "predicted": f"{row['predicted_percent']:+d} %",
-            "gained": "–" if math.isnan(row["gained_percent"]) else f"{row['gained_percent']:+.0f} %",
-            "kept": row["kept"],
-            "compared in": row["compared"],
-            "note": row["note"],
-        }
-        for row in frame.to_dict("records")
-    )
+    """Returns the ten kept changes that gained most, with the gain in speed predicted and measured."""
+    best = frame[frame["kept"] == "yes"].nlargest(10, "gained_percent")
+    gains = {"predicted": "predicted_percent", "measured": "gained_percent"}
+    rows = best[["pass", "change", "shape"]].rename(columns={"shape": "B,H,S,D"})
+    return rows.assign(**{name: [f"{value:+.0f} %" for value in best[column]] for name, column in gains.items()})
 
 
 def findings_versions(frame: pd.DataFrame) -> list[str]:
-    """Says how good the predictions were, and which was furthest off to either side."""
-    if frame.empty or frame["gained_percent"].isna().all():
-        return []
+    """Says how good the predictions were, and which was furthest off."""
     timed = frame.dropna(subset="gained_percent")
     excess = timed["gained_percent"] - timed["predicted_percent"]
-    reached, lost = int((excess >= 0).sum()), int((timed["gained_percent"] <= 0).sum())
-    sentences = [
-        f"Of {count(len(timed), 'change')} that were timed {reached} gained what was predicted or more, {lost} gained "
-        f"nothing or lost; {int((frame['kept'] == 'yes').sum())} of {len(frame)} were kept."
+    reached, lost, kept = (excess >= 0).sum(), (timed["gained_percent"] <= 0).sum(), (frame["kept"] == "yes").sum()
+    return [
+        f"Of {count(len(timed), 'change')} timed, {reached} gained what was predicted or more, {lost} nothing or lost; "
+        f"{kept} of {len(frame)} were kept. Worst forecast: {row['change']} ({row['shape']}), "
+        f"{row['predicted_percent']:+d} % predicted, {row['gained_percent']:+.0f} % measured."
+        for row in timed.loc[excess.abs().nlargest(1).index].to_dict("records")
     ]
-    for end, word in ((excess.idxmin(), "least"), (excess.idxmax(), "most")):
-        row = timed.loc[end]
-        sentences.append(
-            f"Beside its prediction {word} was gained by “{row['change']}” ({row['shape']}): "
-            f"{row['gained_percent']:+.0f} % for {row['predicted_percent']:+d} %."
-        )
-    return sentences
 
 
-# ---- memory ---------------------------------------------------------------------------------------------------
+def published_times(speed: pd.DataFrame) -> pd.DataFrame:
+    """Returns published times beside ours of the same shape, precision and pass, where the device binds here.
 
-
-def _memory(frame: pd.DataFrame, precision: str) -> pd.DataFrame:
-    """Returns the peaks of a forward and a backward pass."""
-    return select(frame, precision=precision, phase="forward_backward").copy() if not frame.empty else frame
-
-
-def table_memory(frame: pd.DataFrame, precision: str) -> pd.DataFrame:
-    """Returns the peak of a forward and a backward pass in MiB, by length and implementation."""
-    rows = _memory(frame, precision)
-    if rows.empty or _tried(rows) == []:
-        return pd.DataFrame()
-    return _matrix(
-        rows.sort_values("length", kind="stable"), "length", lambda row: _cell(row, "peak_bytes", _mebibytes)
-    )
-
-
-def _mebibytes(num_bytes: float) -> str:
-    return number(num_bytes / 2**20)
-
-
-def figure_memory(frame: pd.DataFrame) -> Figure | None:
-    """One panel per precision: peak memory over length by implementation, × where it ran out."""
-    precisions = [precision for precision in PRECISIONS if len(ok_rows(_memory(frame, precision)))]
-    if not precisions:
-        return None
-    figure, axes = figures.panels(len(precisions), width=4.6, height=3.2)
-    for axis, precision in zip(axes, precisions, strict=True):
-        rows = _memory(frame, precision)
-        for impl in _tried(rows):
-            of_impl = select(rows, impl=impl).sort_values("length")
-            measured = ok_rows(of_impl)
-            axis.plot(
-                measured["length"],
-                measured["peak_bytes"] / 2**20,
-                color=figures.COLOURS[impl],
-                label=NAMES[impl],
-                linewidth=2 if impl in OURS else 1.2,
-                marker="o",
-                markersize=3,
-            )
-            figures.mark_failures(axis, of_impl, "length", colour=figures.COLOURS[impl])
-        figures.context_axis(axis, rows["length"].unique())
-        axis.tick_params(axis="x", labelrotation=60)
-        axis.set_xlabel("length (queries and keys)")
-        _log_axis(axis, "peak memory (MiB)")
-        axis.set_title(precision)
-    _shared_legend(figure, axes, num_columns=4)
-    row = ok_rows(_memory(frame, precisions[0])).iloc[0]
-    figure.suptitle(
-        f"Peak memory of forward and backward, batch 1, one head, d = {row['d_head']}, {frame.attrs['device']} "
-        "(× out of memory)",
-        fontsize=10,
-    )
-    return figure
-
-
-def findings_memory(frame: pd.DataFrame) -> list[str]:
-    """Says how the peaks grow with the length, what ran out of memory, and what ours saves."""
-    sentences = []
-    for precision in PRECISIONS:
-        rows = _memory(frame, precision)
-        measured = ok_rows(rows)
-        if measured.empty:
-            continue
-        growth: dict[str, list[str]] = {}
-        for impl in _tried(rows):
-            mine = select(measured, impl=impl)
-            if len(mine) >= 3:
-                exponent = power_law_exponent(mine["length"], mine["peak_bytes"])
-                word = "quadratically" if exponent >= QUADRATIC else "in between"
-                word = "at most linearly" if exponent <= LINEAR else word
-                growth.setdefault(word, []).append(f"{NAMES[impl]} (exponent {number(exponent)})")
-        for word, names in growth.items():
-            sentences.append(f"In {precision}, peak memory grows {word} with the length for {listing(names, 9)}.")
-        for impl, failed in rows[rows["status"] == "oom"].groupby("impl", sort=False):
-            text = f"{NAMES[impl]} in {precision} runs out of memory at length {failed['length'].min()}"
-            ours = measured[(measured["length"] == failed["length"].min()) & measured["impl"].isin(OURS)]
-            if len(ours):
-                text += f", where ours needs {span(ours['peak_bytes'], _mebibytes)} MiB"
-            sentences.append(text + ".")
-    return sentences
-
-
-# ---- what others published --------------------------------------------------------------------------------------
-
-_PUBLISHED_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
-_PUBLISHED_PASSES = {"forward": "fwd", "backward": "bwd", "forward_backward": "e2e"}
-
-
-def published_matches(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns published times with ours of the same shape, precision and pass; the ratio is theirs over ours.
-
-    Their Triton kernel stands beside ours, their compiled formula beside the formula compiled here.
+    Their Triton kernel stands beside ours, their compiled formula beside the one compiled here. Where the host binds
+    a call nothing is set beside: the published kind of time is unknown, and device and call time differ most there.
     """
-    rows = ok_rows(_contest(frame))
-    if rows.empty:
-        return rows
-    table = published.load("flash_attention")
-    keys = ["length", "d_head", "precision", "name"]
-    matched = []
-    for theirs, ours in (("triton", _ours(rows)), ("pytorch", rows[rows["impl"] == "compiled"])):
-        for name, column in _PUBLISHED_PASSES.items():
-            others = pd.DataFrame(
-                {
-                    "gpu": table["gpu"],
-                    "variant": {"triton": "Triton", "pytorch": "compiled"}[theirs],
-                    "length": table["seq_len"],
-                    "d_head": table["d_model"],
-                    "precision": table["dtype"].map(_PUBLISHED_PRECISIONS),
-                    "name": name,
-                    "published_ms": table[f"{column}_{theirs}_ms"],
-                }
-            )
-            matched.append(others[table["status"] == "ok"].merge(ours[[*keys, "median_ms"]], on=keys))
-    result = pd.concat(matched, ignore_index=True)
-    return result.assign(ratio=result["published_ms"] / result["median_ms"])
+    rows = ok_rows(results(speed)).assign(phase=lambda r: r["name"])
+    rows = rows[[not host_bound(row) for row in rows.to_dict("records")]]
+    table, parts = published.load("flash_attention").rename(columns={"seq_len": "length", "d_model": "d_head"}), []
+    table["precision"] = table["dtype"].map({"float32": "fp32", "bfloat16": "bf16"})
+    table["caveat"] = table["precision"].map({"fp32": "TF32 allowed there", "bf16": ""})
+    kernels = {"Triton": ("triton", select(rows, is_auto=1)), "compiled": ("pytorch", select(rows, impl="compiled"))}
+    keys = ["length", "d_head", "precision", "phase"]
+    for (kernel, (column, ours)), phase in itertools.product(kernels.items(), ("forward", "forward_backward")):
+        theirs = table.assign(kernel=kernel, phase=phase)
+        theirs["published_ms"] = theirs[f"{'fwd' if phase == 'forward' else 'e2e'}_{column}_ms"]
+        if (kernel, phase) == ("Triton", "forward_backward"):
+            theirs["caveat"] = (theirs["caveat"] + "; backward compiled there").str.strip("; ")
+        theirs = ok_rows(theirs)[["gpu", "kernel", *keys, "published_ms", "caveat"]]
+        parts.append(forms.matched(theirs, ours, keys))
+    return pd.concat([part for part in parts if len(part)] or parts[:1], ignore_index=True)
 
 
-def table_published(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns every published time beside ours, one row per case: theirs → ours (their time over ours)."""
-    matched = published_matches(frame)
-    if matched.empty:
-        return pd.DataFrame()
-    keys = {"GPU": "gpu", "theirs": "variant", "precision": "precision", "d": "d_head", "length": "length"}
-    lines: dict[tuple, dict[str, str]] = {}
-    for row in matched.sort_values(list(keys.values())[1:], kind="stable").to_dict("records"):
-        line = lines.setdefault(tuple(row[name] for name in keys.values()), {})
-        line[row["name"]] = theirs_and_ours(row)
-    return pd.DataFrame(
-        {
-            **dict(zip(keys, key, strict=True)),
-            **{f"{PHASE_NAMES[name]} (ms)": line.get(name, "–") for name in PASSES},
-        }
-        for key, line in lines.items()
-    )
+def table_published(speed: pd.DataFrame) -> pd.DataFrame:
+    """Returns the longest published cases of the widest head dimension beside ours."""
+    rows = published_times(speed)
+    rows = rows[rows["d_head"] == rows["d_head"].max()].sort_values(["length", "precision"], ascending=[False, True])
+    return forms.published_table(rows.head(12), lambda row: f"{row['kernel']}, {row['precision']}, {_at(row)}")
 
 
-def table_published_summary(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns the ratio published / ours by variant, precision and pass."""
-    matched = published_matches(frame)
-    if matched.empty:
-        return pd.DataFrame()
-    keys = ["gpu", "variant", "precision", "name"]
-    return pd.DataFrame(
-        {
-            "GPU": key[0],
-            "theirs": key[1],
-            "precision": key[2],
-            "pass": PHASE_NAMES[key[3]],
-            "rows": len(group),
-            "published / ours, geometric mean": times(geometric_mean(group["ratio"])),
-            "range": span(group["ratio"]),
-        }
-        for key, group in matched.groupby(keys, sort=False)
-    )
-
-
-def table_published_rates(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns published rates beside the rates here of the same length, head dimension, mask and pass, in bf16."""
-    rows = ok_rows(_rivals(frame))
-    entries = published.load("attention_kernels")
-    lines = []
-    for entry in entries[entries["rate_tflops"].notna()].to_dict("records"):
-        here = select(
-            rows, length=entry["seq_len"], d_head=entry["d_head"], causal=entry["causal"], name=entry["phase"]
-        )
-        if len(here):
-            best = _ours(here)
-            lines.append(
-                {
-                    "published": f"{entry['implementation']}, {entry['gpu']}",
-                    "S,D mask": f"{entry['seq_len']},{entry['d_head']} {'causal' if entry['causal'] else 'full'}",
-                    "pass": PHASE_NAMES[entry["phase"]],
-                    "published (TFLOP/s)": number(entry["rate_tflops"]),
-                    "cuDNN here (TFLOP/s)": _rate_of(here, "sdpa_cudnn"),
-                    "ours (TFLOP/s)": number(best["achieved_tflops"].max()) if len(best) else "–",
-                }
-            )
-    return pd.DataFrame(lines)
-
-
-def _rate_of(rows: pd.DataFrame, impl: str) -> str:
-    mine = select(rows, impl=impl)
-    return number(mine["achieved_tflops"].max()) if len(mine) else "–"
-
-
-def findings_published(frame: pd.DataFrame) -> list[str]:
-    """Says how this device compares with the published one, pass by pass."""
-    matched = published_matches(frame)
-    sentences = []
-    if matched.empty:
-        return []
-    for (gpu, variant, precision), group in matched.groupby(["gpu", "variant", "precision"], sort=False):
-        parts = []
-        for name in PASSES:
-            of_pass = select(group, name=name)
-            if len(of_pass):
-                mean = geometric_mean(of_pass["ratio"])
-                word = speed_word(mean)
-                factor = "" if word == "about the same" else f" ({times(max(mean, 1 / mean))})"
-                parts.append(f"{PHASE_NAMES[name]} {word}{factor}")
-        subject = "ours" if variant == "Triton" else "the compiled formula"
-        shapes = count(len(group.drop_duplicates(["d_head", "length"])), "shape")
+def findings_published(speed: pd.DataFrame, rivals: pd.DataFrame) -> list[str]:
+    """Says how ours stands beside a public report's kernels and a leaderboard's entry."""
+    groups = published_times(speed).groupby(["kernel", "phase", "precision"])
+    parts = [
+        f"{kernel} {PHASE_NAMES[name]} {precision} {span(rows['ratio'])}" for (kernel, name, precision), rows in groups
+    ]
+    sentences = [f"Published over ours, where the device binds here: {listing(parts, 8)}."] if parts else []
+    keys = ["batch", "heads", "length", "d_head", "causal", "name"]
+    board = published.load("attention_kernels").dropna(subset=["time_ms", "heads"])
+    board = board.rename(columns={"batch_size": "batch", "seq_len": "length", "phase": "name"})
+    for row in board[[*keys, "gpu", "implementation", "time_ms"]].merge(_ours(rivals), on=keys).to_dict("records"):
         sentences.append(
-            f"In {precision}, over {shapes} in common with the published {variant} figures of an {gpu}, "
-            f"{subject} on this {frame.attrs['device']} is: "
-            f"{listing(parts)}."
+            f"The course leaderboard's {row['implementation']}, forward + backward: {number(row['time_ms'])} ms on an "
+            f"{row['gpu']}, kind of time unknown; ours here {number(row['median_ms'])} ms in {kinds_of_time([rivals])}, "
+            f"{number(row.get('host_median_ms'))} ms in call time."
         )
     return sentences
+
+
+def front(chapter) -> list[tuple[str, str]]:
+    """Returns the findings of this chapter for the front page, each with the heading that it links to."""
+    rivals, speed, found = chapter.records("rivals"), chapter.records("speed"), []
+    rival, rows = strongest(rivals) if len(rivals) else (None, rivals)
+    for best in _ours(rivals).nlargest(1, "achieved_tflops").to_dict("records") if rival else []:
+        text = (
+            f"**Our attention reaches {number(best['achieved_tflops'])} TFLOP/s ({best['name']}, {shape_name(best)}); against "
+            f"{NAMES[rival]}, forward + backward is {_tally(select(rows, name='forward_backward'))}** "
+            f"({kinds_of_time([rows])}, full shapes)."
+        )
+        found.append((text, "Full shapes against the best"))
+    calls = select(_ours(speed), name="forward_backward").to_dict("records") if len(speed) else []
+    if bound := [row["launch_median_ms"] / row["median_ms"] for row in calls if host_bound(row)]:
+        text = (
+            f"**A single head is bound by the host:** in {len(bound)} of {count(len(calls), 'case')}, issuing attention's "
+            f"forward + backward takes {span(bound)} its device time; a faster kernel changes nothing there."
+        )
+        found.append((text, "One head at every length"))
+    return found
