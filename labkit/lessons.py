@@ -5,6 +5,8 @@ The lessons run live, on any machine, and leave no record.
 
 import importlib
 import inspect
+import os
+import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,6 +35,19 @@ def show_source(function: Any, start: str = "", lines: int = 20) -> Markdown:
         raise ValueError(f"no line of {getattr(function, '__name__', function)!r} holds {start!r}")
     text = textwrap.dedent("\n".join(source[first : first + lines]))
     return Markdown(f"```python\n{text}\n```")
+
+
+def interpret_kernels() -> None:
+    """Makes Triton run kernels in Python, on the CPU, where there is no GPU.
+
+    Raises:
+        RuntimeError: Triton is loaded already and compiles.
+    """
+    if hardware.detect().kind == "cuda":
+        return
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError("Triton is loaded already: restart the kernel and call interpret_kernels before its import")
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def measure_here(notebook: str, section: str, phase: str, **changes: Any) -> pd.DataFrame:

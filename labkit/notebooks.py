@@ -215,7 +215,7 @@ def execute(
     Args:
         name: of the notebook; its file is not changed.
         values: parameters to set, as `parse_parameters` returns them.
-        kernel: to execute it in, from one thread only; None for one of its own.
+        kernel: to execute it in, from one thread only; None, or with lessons, one of its own.
         lessons: execute the cells tagged "lesson" too; without them nothing but a measurement uses the device.
         show_progress: bars and messages of the notebook go to this process's stderr as they come.
 
@@ -229,7 +229,8 @@ def execute(
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # the kernel's debugger warns about frozen modules
     stream = sys.stderr if show_progress else None
     with contextlib.ExitStack() as stack:
-        kernel = kernel or stack.enter_context(Kernel())
+        # Lessons run as a reader runs them, in a process of their own: Triton's interpreter is chosen once in each.
+        kernel = (None if lessons else kernel) or stack.enter_context(Kernel())
         notebook = read(name) if lessons else without_lessons(read(name))
         try:
             return papermill.execute_notebook(
