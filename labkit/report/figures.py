@@ -206,6 +206,33 @@ def curves(
     return figure
 
 
+def over(
+    shown: Sequence[tuple[str, pd.DataFrame, str, str]],
+    x: str,
+    line: str,
+    what: str,
+    names: Mapping[str, str],
+    title: str,
+) -> Figure:
+    """Draws for each (panel title, rows, column, base) the column over that of the base's line at the same `x`.
+
+    Args:
+        shown: rows with `x`, `line` and status; failed ones become marks. x: lengths or contexts.
+        what: the quantity divided, for the label; names: what each value of `line` is called, in the order wanted.
+    """
+    figure, axes = panels(len(shown), num_columns=2, width=4.5, height=2.7)
+    for axis, (panel, rows, column, base) in zip(axes, shown, strict=True):
+        ok = rows[rows["status"] == "ok"]
+        rows = rows.assign(over=rows[column] / rows[x].map(ok[ok[line] == base].set_index(x)[column]))
+        for name in [name for name in names if name in set(ok[line])]:
+            line_with_band(axis, rows[rows[line] == name], x, label=names[name], style=STYLES[name], y="over")
+        context_axis(axis, rows[x].unique(), f"{x} (tokens)")
+        log_time_axis(axis, f"{what} / {names[base]}'s")
+        axis.set_title(panel)
+    finish(figure, axes, title, num_columns=5)
+    return figure
+
+
 def finish(figure: Figure, axes: Sequence[Axes], title: str = "", *, num_columns: int = 6) -> None:
     """Gives a figure its title and one legend for all panels, below them; × marks what ran out of memory."""
     handles: dict[str, object] = {}

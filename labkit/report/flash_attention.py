@@ -5,14 +5,13 @@ time over ours: above 1 ours is faster. Device times, call times and single call
 """
 
 import itertools
-import math
-from collections.abc import Sequence
 from importlib import resources
 
 import pandas as pd
 from matplotlib.figure import Figure
 
 from labkit import published
+from labkit.configs import LEADERBOARD
 from labkit.report import figures, forms, verdicts
 from labkit.report.chapter import kinds_of_time
 from labkit.report.findings import count, listing, number, percent, span, times
@@ -28,15 +27,10 @@ NAMES = {
 """Implementations in the order and under the names in which this chapter shows them."""
 
 OURS = ("gluon", "gluon_unordered", "triton", "triton_tf32", "triton_ieee", "tiled")
-REFERENCES = ("fa3", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "eager")
-"""What times are shown over: the first of these that was measured."""
-
+SAME_FORWARD = ("gluon_unordered", "fa3_deterministic")  # as another implementation's
+REFERENCES = ("fa3", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "eager")  # times are shown over the first measured
+# Measured on few shapes: only the CSV file shows them.
 CSV_ONLY = {"bf16": ("sdpa", "sdpa_math", "compiled"), "fp32": ("sdpa", "sdpa_math", "flex"), "tf32": ()}
-"""Measured on few shapes: only the CSV file shows them."""
-
-SAME_FORWARD = ("gluon_unordered", "fa3_deterministic")
-"""Differ from another implementation in their backward alone."""
-
 SHAPE = ["batch", "heads", "length", "d_head", "causal"]
 PRECISIONS = ("bf16", "fp32", "tf32")
 
@@ -54,8 +48,8 @@ def results(frame: pd.DataFrame) -> pd.DataFrame:
 def compared(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns the others' measured results, each beside ours of the same shape, precision and pass.
 
-    Adds ours_ms; ratio and verdict of the timer's medians, call_ratio and call_verdict of whole calls, flush_ratio and
-    flush_verdict of single calls with a flushed cache (NaN and "" where not measured); host_bound: one side is.
+    Adds ours_ms, host_bound (one side is), ratio and verdict; of calls and of single calls with a flushed cache
+    call_ratio, call_verdict, flush_ratio, flush_verdict: NaN and "" where not measured.
     """
     rows, keys, found = ok_rows(results(frame)), [*SHAPE, "precision", "name"], []
     ours = {tuple(row[key] for key in keys): row for row in select(rows, is_auto=1).to_dict("records")}
@@ -66,25 +60,12 @@ def compared(frame: pd.DataFrame) -> pd.DataFrame:
         line = {"ours_ms": mine["median_ms"], "ratio": ratio.mid, "verdict": ratio.verdict}
         for kind, column in (("call", "host_median_ms"), ("flush", "flush_median_ms")):
             both = pd.notna(row.get(column)) and pd.notna(mine.get(column))
-            mid = row[column] / mine[column] if both else math.nan
+            mid = row[column] / mine[column] if both else float("nan")
             # Not timed in turn: the noise of two sessions.
             word = verdicts.widened(mid, mid, mid, "call", False).verdict if both else ""
             line |= {f"{kind}_ratio": mid, f"{kind}_verdict": word}
-        found.append(row | line | {"host_bound": host_bound(row) or host_bound(mine)})
+        found.append(row | line | {"host_bound": verdicts.host_bound(row) or verdicts.host_bound(mine)})
     return pd.DataFrame(found)
-
-
-def host_bound(row: dict) -> bool:
-    """Returns whether issuing a call takes longer than running it; False where issuing was not measured."""
-    return pd.notna(row.get("launch_median_ms")) and row["launch_median_ms"] > row["median_ms"]
-
-
-def _tally(rows: pd.DataFrame, kind: str = "") -> str:
-    """Returns "6 ahead, 1 level, 3 behind: 0.82× to 1.30×"; "–" where nothing was measured."""
-    rows = rows[rows[f"{kind}verdict"] != ""]
-    counts = rows[f"{kind}verdict"].value_counts()
-    words = ", ".join(f"{counts[word]} {word}" for word in verdicts.VERDICTS if word in counts)
-    return f"{words}: {span(rows[f'{kind}ratio'])}" if words else "–"
 
 
 def _verdict(row: dict, kind: str = "") -> str:
@@ -100,10 +81,6 @@ def _at(row: dict) -> str:
     return f"d {row['d_head']} at {row['length']:,}"
 
 
-def _pass_at(row: dict) -> str:
-    return f"{PHASE_NAMES[row['name']]}, {_at(row)}"
-
-
 def figure_online_softmax(algorithm: pd.DataFrame) -> Figure | None:
     """Three panels over the tiles of keys: running maximum, running denominator, distance to the final output."""
     rows = ok_rows(algorithm, phase="trace").sort_values("tile").head(1)
@@ -114,9 +91,8 @@ def figure_online_softmax(algorithm: pd.DataFrame) -> Figure | None:
         for index, key in enumerate(key for key in sorted(row["samples"]) if key.endswith(name)):
             values, style = row["samples"][key], {"color": figures.SERIES[index], "marker": "osD^v"[index % 5]}
             axis.plot(range(1, len(values) + 1), values, markersize=3, label=key.removesuffix(f" {name}"), **style)
-        axis.set_xlabel(f"tiles of {row['tile']} keys seen")
-        axis.set_ylabel(label)
-        axis.set_title("distance to the final output" if name == "distance" else f"running {name}")
+        title = "distance to the final output" if name == "distance" else f"running {name}"
+        axis.set(xlabel=f"tiles of {row['tile']} keys seen", ylabel=label, title=title)
     figures.finish(figure, axes, f"Online softmax, fp32, {algorithm.attrs['device']}")
     return figure if len(rows) else None
 
@@ -137,27 +113,22 @@ def table_errors(*contests: pd.DataFrame) -> pd.DataFrame:
 
 
 def findings_errors(algorithm: pd.DataFrame, *contests: pd.DataFrame) -> list[str]:
-    """Says how exact the algorithm is, that everything timed was right first, and what was wrong."""
+    """Says how exact the algorithm is, and that everything timed was right first."""
     errors, sentences = ok_rows(algorithm, phase="errors"), []
     for row in ok_rows(algorithm, phase="trace").sort_values("tile").head(1).to_dict("records"):
         maxima = [values for key, values in row["samples"].items() if key.endswith("maximum")]
         moves = [sum(later > earlier for earlier, later in itertools.pairwise(values)) for values in maxima]
         ratio = span(errors["out_relative_error"] / errors["out_eager_relative_error"]) if len(errors) else "–"
         sentences.append(
-            f"Tile by tile in plain PyTorch, the output has {ratio} the error of the untiled formula. {span(moves, str)} of "
+            f"Tile by tile, the output has {ratio} the error of the untiled formula. {span(moves, str)} of "
             f"{len(maxima[0]) - 1} later tiles raise a query's maximum; only then is what it holds rescaled."
         )
     rows = pd.concat([results(frame) for frame in contests], ignore_index=True)
-    passed, wrong = ok_rows(rows), rows[rows["reason"].str.contains("wrong:")]
-    for row in passed.nlargest(1, "budget_fraction").to_dict("records"):
-        case = f"{NAMES[row['impl']]}, {row['precision']}, {_pass_at(row)}"
-        share = percent(row["budget_fraction"])
-        sentences.append(
-            f"All {len(passed):,} timed results had passed the gate, the worst with {share} of the error ({case})."
-        )
-    for impl, group in wrong.groupby("impl"):
-        sentences.append(f"{NAMES[impl]} was wrong in {count(len(group), 'result')}, which have no time.")
-    return sentences + forms.failures(rows.drop(wrong.index))
+    for row in ok_rows(rows).nlargest(1, "budget_fraction").to_dict("records"):
+        case = f"{NAMES[row['impl']]}, {row['precision']}, {PHASE_NAMES[row['name']]}, {_at(row)}"
+        share, passed = percent(row["budget_fraction"]), f"All {len(ok_rows(rows)):,} timed results had passed the gate"
+        sentences.append(f"{passed}, at worst with {share} of the error allowed ({case}).")
+    return sentences + forms.failures(rows)
 
 
 def table_tiles(tiles: pd.DataFrame) -> pd.DataFrame:
@@ -170,17 +141,19 @@ def table_tiles(tiles: pd.DataFrame) -> pd.DataFrame:
 
 def findings_tiles(tiles: pd.DataFrame) -> list[str]:
     """Says how much the tiles matter, and whether the shipped ones are the fastest."""
-    rows = ok_rows(tiles).sort_values("median_ms").to_dict("records")
+    if (measured := ok_rows(tiles)).empty:
+        return forms.failures(tiles)
+    rows = measured.sort_values("median_ms").to_dict("records")
     names = [f"{row['block_q']} × {row['block_k']}" for row in rows]
-    text = [
-        f"Tiles of {names[0]} are the fastest of {len(rows)}; {names[-1]} takes {times(rows[-1]['median_ms'] / row['median_ms'])} "
-        f"their {kinds_of_time([tiles])}: larger tiles read less and compute more per byte, until registers run out."
-        for row in rows[:1]
-    ]
-    for name, row in list(zip(names, rows, strict=True))[1:]:
+    slowest, kind = times(rows[-1]["median_ms"] / rows[0]["median_ms"]), kinds_of_time([tiles])
+    text = (
+        f"Tiles of {names[0]} are the fastest of {len(rows)}; {names[-1]} takes {slowest} their {kind}: larger tiles "
+        "read less and compute more per byte, until registers run out."
+    )
+    for name, row in zip(names[1:], rows[1:], strict=True):
         if row.get("is_shipped") == 1:
-            text[0] += f" The shipped {name} is {verdicts.ratio(rows[0], row).verdict} with them."
-    return text + forms.failures(tiles)
+            text += f" The shipped {name} is {verdicts.ratio(rows[0], row).verdict} with them."
+    return [text, *forms.failures(tiles)]
 
 
 def findings_weighted_sum(frame: pd.DataFrame) -> list[str]:
@@ -195,45 +168,23 @@ def findings_weighted_sum(frame: pd.DataFrame) -> list[str]:
     return [f"The weighted sum's kernel is {'; '.join(parts)}, {kinds_of_time([rows])}: {why}."] if parts else []
 
 
-def _ours(contest: pd.DataFrame) -> pd.DataFrame:
-    return ok_rows(results(contest), is_auto=1)
-
-
 def _with_ours(rows: pd.DataFrame) -> pd.DataFrame:
     """Returns the rows with what `auto` runs as "auto", without our other implementations."""
     rows = rows.assign(impl=rows["impl"].mask(rows["is_auto"] == 1, "auto"))
     return rows[~rows["impl"].isin([*OURS, "sdpa", "sdpa_math"])]
 
 
-def _figure_over(shown: Sequence[tuple], label: str, title: str) -> Figure:
-    """Draws a panel for each (title, rows, column, base): the column over the base's of the same length, by impl."""
-    figure, axes = figures.panels(len(shown), num_columns=2, width=4.5, height=2.7)
-    for axis, (name, rows, column, base) in zip(axes, shown, strict=True):
-        of_base = ok_rows(rows, impl=base).set_index("length")[column]
-        rows = rows.assign(over=rows[column] / rows["length"].map(of_base))
-        for impl in [impl for impl in NAMES if impl in set(ok_rows(rows)["impl"])]:
-            line = select(rows, impl=impl)
-            figures.line_with_band(axis, line, "length", label=NAMES[impl], style=figures.STYLES[impl], y="over")
-        figures.context_axis(axis, rows["length"].unique(), "length (queries and keys)")
-        figures.log_time_axis(axis, f"{label} / {label} of {NAMES[base]}")
-        axis.set_title(name)
-    figures.finish(figure, axes, title, num_columns=5)
-    return figure
-
-
 def figure_lengths(speed: pd.DataFrame) -> Figure | None:
     """Time of forward + backward over the reference's by length, at two head dimensions: the timer's, then calls'."""
     rows = ok_rows(results(speed), name="forward_backward")
     rows = _with_ours(select(rows, precision="bf16" if "bf16" in set(rows["precision"]) else "fp32"))
-    base = next((impl for impl in REFERENCES if impl in set(rows["impl"])), None)
-    if base is None:
-        return None
-    dims = [d for d in (64, 128) if d in set(rows["d_head"])] or [rows["d_head"].max()]
+    dims = [d for d in (64, 128) if d in set(rows["d_head"])] or sorted(set(rows["d_head"]))[-1:]
     kinds = {"median_ms": kinds_of_time([rows]), "host_median_ms": "call time"}
-    columns = [(column, d) for column in kinds if column in rows for d in dims]
+    base = next((impl for impl in REFERENCES if impl in set(rows["impl"])), None)
+    columns = [(column, d) for column in kinds if column in rows and base for d in dims]
     shown = [(f"d {d}, {kinds[column]}", select(rows, d_head=d), column, base) for column, d in columns]
-    title = f"Forward + backward of one causal head, {rows['precision'].iloc[0]}, {speed.attrs['device']}"
-    return _figure_over(shown, "time", title)
+    title = f"Forward + backward of one causal head, {'/'.join(set(rows['precision']))}, {speed.attrs['device']}"
+    return figures.over(shown, "length", "impl", "time", NAMES, title) if shown else None
 
 
 def table_lengths(speed: pd.DataFrame) -> pd.DataFrame:
@@ -242,10 +193,11 @@ def table_lengths(speed: pd.DataFrame) -> pd.DataFrame:
     for precision, impl in itertools.product(PRECISIONS, NAMES):
         group = select(rows, precision=precision, impl=impl)
         if len(group) and impl not in CSV_ONLY[precision]:
-            host, device = select(group, host_bound=True), select(group, host_bound=False)
-            line = {"precision": precision, "against": NAMES[impl], "host-bound: call time": _tally(host, "call_")}
-            kind = kinds_of_time([group])
-            lines.append(line | {f"host-bound: {kind}": _tally(host), f"device-bound: {kind}": _tally(device)})
+            host, device, kind = group[group["host_bound"]], group[~group["host_bound"]], kinds_of_time([group])
+            line = {"precision": precision, "against": NAMES[impl], "host-bound: call time": forms.tally(host, "call_")}
+            lines.append(
+                line | {f"host-bound: {kind}": forms.tally(host), f"device-bound: {kind}": forms.tally(device)}
+            )
     return pd.DataFrame(lines)
 
 
@@ -258,18 +210,17 @@ def findings_lengths(speed: pd.DataFrame) -> list[str]:
     if bound and len(calls := bound["host"][bound["host"]["call_verdict"] != ""]):
         calls = calls.assign(ratio=calls["call_ratio"], verdict=calls["call_verdict"])
         sentences.append(
-            f"In {len(bound['host'])} of {count(len(of_rival), 'case')}, up to length {calls['length'].max():,}, issuing "
-            f"forward + backward takes longer than running it. In call time ours is there {forms.summary(calls, _at)} "
+            f"In {len(bound['host'])} of {count(len(of_rival), 'case')}, up to length {calls['length'].max():,}, "
+            f"issuing a call takes longer than running it. In call time ours is there {forms.summary(calls, _at)} "
             f"against {NAMES[rival]}; a CUDA graph, or more heads per call, makes the device's time the caller's."
         )
     if parts := [f"where the {who} binds {forms.summary(rows, _at)}" for who, rows in bound.items() if len(rows)]:
         chosen = [seen.get("backward") for seen in ok_rows(results(speed), impl="gluon", name="backward")["observed"]]
-        sentences.append(
-            f"In {kinds_of_time([of_rival])} against {NAMES[rival]}, ours is {'; '.join(parts)}: one short head has few "
-            "tiles of queries, and ours splits its keys among programs."
-        )
-        if any(chosen):
-            sentences[-1] += f" {chosen.count('triton')} of {len(chosen)} Gluon backwards ran the Triton kernels."
+        text = f"In {kinds_of_time([of_rival])} against {NAMES[rival]}, ours is {'; '.join(parts)}."
+        if verdicts.AHEAD in set(bound["host"]["verdict"]):
+            text += " One short head has few tiles of queries, and ours splits its keys among programs."
+        walks = f" {chosen.count('triton')} of {len(chosen)} Gluon backwards ran the Triton kernels." if chosen else ""
+        sentences.append(text + walks)
     return sentences + findings_products(speed)
 
 
@@ -281,13 +232,15 @@ def findings_products(speed: pd.DataFrame) -> list[str]:
     if pairs.empty:
         return []
     errors = fp32.pivot_table(index=keys, columns="impl", values="relative_error").dropna()
-    text = (
-        f"In fp32, three products of TF32 or six of bf16 on tensor cores are {forms.summary(pairs, _pass_at)} against one "
-        f"on CUDA cores, {kinds_of_time([fp32])}, with {span(errors['triton'] / errors['triton_ieee'])} its error"
-    )
+    ratio, kind = span(errors["triton"] / errors["triton_ieee"]), kinds_of_time([fp32])
+    gain = forms.summary(pairs, lambda row: f"{PHASE_NAMES[row['name']]}, {_at(row)}")
     six = fp32[[seen.get("products") == "bf16x6" for seen in fp32["observed"]]]["achieved_tflops"].max()
-    share = six / (select(rows, precision="bf16").get("ceiling", pd.Series(dtype=float)).median() / 6)
-    return [text + (f"; six reach {number(six)} TFLOP/s, {percent(share)} of a sixth of bf16's." if share > 0 else ".")]
+    sixth = select(rows, precision="bf16").get("ceiling", pd.Series(dtype=float)).median() / 6
+    rate = f"; six reach {number(six)} TFLOP/s, {percent(six / sixth)} of a sixth of bf16's" if six / sixth > 0 else ""
+    return [
+        f"In fp32, three products of TF32 or six of bf16 on tensor cores are {gain} against one on CUDA cores, {kind}, "
+        f"with {ratio} its error{rate}."
+    ]
 
 
 def figure_rivals(rivals: pd.DataFrame) -> Figure | None:
@@ -297,9 +250,8 @@ def figure_rivals(rivals: pd.DataFrame) -> Figure | None:
     figure, axes = figures.panels(2, width=4.5, height=1.0 + 0.34 * len(shapes))
     for axis, name in zip(axes, ("forward", "backward"), strict=True):
         of_pass = select(rows, name=name)
-        if name == "forward":  # the same kernels as without
-            of_pass = of_pass[~of_pass["impl"].isin(SAME_FORWARD)]
-        for impl in [impl for impl in NAMES if impl in set(of_pass["impl"])]:
+        hidden = SAME_FORWARD if name == "forward" else ()
+        for impl in [impl for impl in NAMES if impl in set(of_pass["impl"]) and impl not in hidden]:
             mine, style = select(of_pass, impl=impl), figures.STYLES[impl]
             heights = [shapes.index(shape_name(row)) for row in mine.to_dict("records")]
             axis.scatter(mine["achieved_tflops"], heights, color=style.colour, marker=style.marker, label=NAMES[impl],
@@ -307,12 +259,10 @@ def figure_rivals(rivals: pd.DataFrame) -> Figure | None:
         if len(roof := of_pass.get("ceiling", pd.Series(dtype=float)).dropna()):
             axis.axvline(roof.median(), color="0.2", linestyle="--", linewidth=1, label="measured matrix product")
         axis.set_yticks(range(len(shapes)), shapes if name == "forward" else [""] * len(shapes))
-        axis.set_ylim(len(shapes) - 0.5, -0.5)
         axis.set_xlim(left=0)
-        axis.set_xlabel("achieved rate (TFLOP/s)")
-        axis.set_title(PHASE_NAMES[name])
-    title = f"Batch, heads, length, d: {rivals['precision'].iloc[0]}, {kinds_of_time([rows])}, {rivals.attrs['device']}"
-    figures.finish(figure, axes[::-1], title, num_columns=4)
+        axis.set(ylim=(len(shapes) - 0.5, -0.5), xlabel="achieved rate (TFLOP/s)", title=PHASE_NAMES[name])
+    title = f"Batch, heads, length, d: {'/'.join(set(rows['precision']))}, {kinds_of_time([rows])}"
+    figures.finish(figure, axes[::-1], f"{title}, {rivals.attrs['device']}", num_columns=4)
     return figure if len(rows) else None
 
 
@@ -352,60 +302,64 @@ def findings_rivals(rivals: pd.DataFrame) -> list[str]:
     sentences = [text]
     if len(other := select(both, impl="fa3_deterministic")):
         sentences.append(
-            f"Our gradients are the same bit for bit in every run, {NAMES['fa3']}'s only in its deterministic form, which "
-            f"forward + backward is {forms.summary(other, shape_name)} against: a fixed order of sums costs time."
+            f"Our gradients are bitwise repeatable, {NAMES['fa3']}'s only in its deterministic form; against that, "
+            f"forward + backward is {forms.summary(other, shape_name)}: a fixed order of sums costs time."
         )
     rest = [impl for impl in NAMES if impl in set(both["impl"]) - {"fa3", "fa3_deterministic", rival}]
-    parts = [f"{NAMES[impl]} {_tally(select(both, impl=impl))}" for impl in rest]
+    parts = [f"{NAMES[impl]} {forms.tally(select(both, impl=impl))}" for impl in rest]
     return sentences + ([f"Forward + backward against the others: {'; '.join(parts)}."] if parts else [])
 
 
-def peaks(memory: pd.DataFrame, precision: str) -> tuple[pd.DataFrame, str]:
-    """Returns the peaks of forward + backward, ours as "auto", and the other implementation that needs least."""
-    rows = select(memory, phase="forward_backward", precision=precision)
-    ours = next((impl for impl in OURS if impl in set(ok_rows(rows)["impl"])), None)
-    rows = _with_ours(rows.assign(is_auto=rows["impl"] == ours))
-    others = ok_rows(rows)[lambda r: r["impl"] != "auto"]
-    over = others["peak_bytes"] / others.groupby("length")["peak_bytes"].transform("min") if ours else others["impl"]
-    return (rows, over.groupby(others["impl"]).mean().round(2).idxmin()) if ours and len(over) else (rows.iloc[:0], "")
+def peaks(memory: pd.DataFrame) -> list[tuple[str, pd.DataFrame, str]]:
+    """Returns by precision the peaks of forward + backward, ours as "auto", and the other that needs least."""
+    found = []
+    for precision in PRECISIONS:
+        rows = select(memory, phase="forward_backward", precision=precision)
+        ours = next((impl for impl in OURS if impl in set(ok_rows(rows)["impl"])), None)
+        rows = _with_ours(rows.assign(is_auto=rows["impl"] == ours))
+        others = ok_rows(rows)[lambda r: r["impl"] != "auto"]
+        if ours and len(others):
+            over = others["peak_bytes"] / others.groupby("length")["peak_bytes"].transform("min")
+            found.append((precision, rows, over.groupby(others["impl"]).mean().round(2).idxmin()))
+    return found
 
 
 def figure_memory(memory: pd.DataFrame) -> Figure | None:
     """One panel per precision: peak memory over that of the leanest other implementation, × where it ran out."""
-    found = [(precision, *peaks(memory, precision)) for precision in PRECISIONS]
-    shown = [(precision, rows, "peak_bytes", base) for precision, rows, base in found if base]
+    shown = [(precision, rows, "peak_bytes", base) for precision, rows, base in peaks(memory)]
     title = f"Peak memory, forward + backward of one head, {memory.attrs['device']} (× out of memory)"
-    return _figure_over(shown, "peak", title) if shown else None
+    return figures.over(shown, "length", "impl", "peak", NAMES, title) if shown else None
 
 
 def table_memory(memory: pd.DataFrame) -> pd.DataFrame:
     """Returns peaks of forward + backward in MiB by length: ours, the leanest other and eager, by precision."""
-    found = [(precision, *peaks(memory, precision)) for precision in PRECISIONS]
-    shown = [select(rows, impl=["auto", base, "eager"]).assign(who=precision) for precision, rows, base in found]
-    rows = pd.concat(shown)
-    rows["who"] += ": " + rows["impl"].map(NAMES)
+    shown = [
+        select(rows, impl=["auto", base, "eager"]).assign(who=lambda r, of=precision: of + ": " + r["impl"].map(NAMES))
+        for precision, rows, base in peaks(memory)
+    ]
+    rows = pd.concat(shown) if shown else memory.iloc[:0].assign(who="")
     return pivot(rows, ["length"], "who", lambda row: cell(row, "peak_bytes", lambda size: number(size / 2**20)))
 
 
 def findings_memory(memory: pd.DataFrame) -> list[str]:
     """Says where others run out of memory, how our peak grows from length to length, and where it is too large."""
     lost, growth = [], []
-    for precision, (rows, base) in ((precision, peaks(memory, precision)) for precision in PRECISIONS):
+    for precision, rows, base in peaks(memory):
         ours, lowest = (ok_rows(rows, impl=impl).set_index("length")["peak_bytes"] for impl in ("auto", base))
         for row in forms.out_of_memory(rows, ["impl"], x="length").dropna(subset=["out_of_memory"]).to_dict("records"):
-            has = f", ours needs {number(ours.get(row['out_of_memory'], math.nan) / 2**20)} MiB"
-            lost.append(f"{NAMES[row['impl']]} in {precision} at {int(row['out_of_memory']):,}{has}")
+            need = number(ours.get(row["out_of_memory"], float("nan")) / 2**20)
+            lost.append(f"{NAMES[row['impl']]} in {precision} at {int(row['out_of_memory']):,}, ours needs {need} MiB")
         steps, over = (ours.sort_index() / ours.sort_index().shift()).dropna(), (ours / lowest).dropna()
         if len(steps) and len(over):
             exact = [verdicts.exact(ours[length], lowest[length]) for length in over.index]
             counts = listing(f"{word} at {exact.count(word)}" for word in verdicts.VERDICTS if word in exact)
             growth.append(
-                f"in {precision} it grows {span(steps)} from one length to the next, most to {steps.idxmax():,}, and is "
-                f"{counts} of {len(exact)} beside {NAMES[base]}, at worst {times(over.max())} it at {over.idxmax():,}"
+                f"in {precision} {span(steps)} from one length to the next, most to {steps.idxmax():,}; "
+                f"beside {NAMES[base]} {counts} of {len(exact)} lengths, at worst {times(over.max())} at {over.idxmax():,}"
             )
-    sentences = [f"Out of memory: {'; '.join(lost)}. The scores grow with the square of the length."] if lost else []
+    sentences = [f"Out of memory: {'; '.join(lost)}. Scores grow with the square of the length."] if lost else []
     why = "Where tiles are few, programs share a walk, and each share keeps results of its own in fp32."
-    return sentences + ([f"Our peak does not grow evenly: {'; '.join(growth)}. {why}"] if growth else [])
+    return sentences + ([f"Our peak grows unevenly, {'; '.join(growth)}. {why}"] if growth else [])
 
 
 def versions() -> pd.DataFrame:
@@ -438,11 +392,10 @@ def findings_versions(frame: pd.DataFrame) -> list[str]:
 def published_times(speed: pd.DataFrame) -> pd.DataFrame:
     """Returns published times beside ours of the same shape, precision and pass, where the device binds here.
 
-    Their Triton kernel stands beside ours, their compiled formula beside the one compiled here. Where the host binds
-    a call nothing is set beside: the published kind of time is unknown, and device and call time differ most there.
+    The published kind of time is unknown, and where the host binds, device and call time are far apart.
     """
     rows = ok_rows(results(speed)).assign(phase=lambda r: r["name"])
-    rows = rows[[not host_bound(row) for row in rows.to_dict("records")]]
+    rows = rows[[not verdicts.host_bound(row) for row in rows.to_dict("records")]]
     table, parts = published.load("flash_attention").rename(columns={"seq_len": "length", "d_model": "d_head"}), []
     table["precision"] = table["dtype"].map({"float32": "fp32", "bfloat16": "bf16"})
     table["caveat"] = table["precision"].map({"fp32": "TF32 allowed there", "bf16": ""})
@@ -468,18 +421,15 @@ def table_published(speed: pd.DataFrame) -> pd.DataFrame:
 def findings_published(speed: pd.DataFrame, rivals: pd.DataFrame) -> list[str]:
     """Says how ours stands beside a public report's kernels and a leaderboard's entry."""
     groups = published_times(speed).groupby(["kernel", "phase", "precision"])
-    parts = [
-        f"{kernel} {PHASE_NAMES[name]} {precision} {span(rows['ratio'])}" for (kernel, name, precision), rows in groups
-    ]
+    parts = [f"{kernel} {PHASE_NAMES[name]} {dtype} {span(rows['ratio'])}" for (kernel, name, dtype), rows in groups]
     sentences = [f"Published over ours, where the device binds here: {listing(parts, 8)}."] if parts else []
-    keys = ["batch", "heads", "length", "d_head", "causal", "name"]
-    board = published.load("attention_kernels").dropna(subset=["time_ms", "heads"])
-    board = board.rename(columns={"batch_size": "batch", "seq_len": "length", "phase": "name"})
-    for row in board[[*keys, "gpu", "implementation", "time_ms"]].merge(_ours(rivals), on=keys).to_dict("records"):
+    board = ok_rows(results(rivals), is_auto=1, name="forward_backward", **vars(LEADERBOARD))
+    entries = published.load("attention_kernels").dropna(subset="time_ms").to_dict("records")
+    for entry, row in itertools.product(entries, board.to_dict("records")):
         sentences.append(
-            f"The course leaderboard's {row['implementation']}, forward + backward: {number(row['time_ms'])} ms on an "
-            f"{row['gpu']}, kind of time unknown; ours here {number(row['median_ms'])} ms in {kinds_of_time([rivals])}, "
-            f"{number(row.get('host_median_ms'))} ms in call time."
+            f"The course leaderboard's {entry['implementation']}, forward + backward: {number(entry['time_ms'])} ms on "
+            f"an {entry['gpu']}, kind of time unknown; ours here {number(row['median_ms'])} ms in "
+            f"{kinds_of_time([board])}, {number(row.get('host_median_ms'))} ms in call time."
         )
     return sentences
 
@@ -488,18 +438,13 @@ def front(chapter) -> list[tuple[str, str]]:
     """Returns the findings of this chapter for the front page, each with the heading that it links to."""
     rivals, speed, found = chapter.records("rivals"), chapter.records("speed"), []
     rival, rows = strongest(rivals) if len(rivals) else (None, rivals)
-    for best in _ours(rivals).nlargest(1, "achieved_tflops").to_dict("records") if rival else []:
-        text = (
-            f"**Our attention reaches {number(best['achieved_tflops'])} TFLOP/s ({best['name']}, {shape_name(best)}); against "
-            f"{NAMES[rival]}, forward + backward is {_tally(select(rows, name='forward_backward'))}** "
-            f"({kinds_of_time([rows])}, full shapes)."
-        )
-        found.append((text, "Full shapes against the best"))
-    calls = select(_ours(speed), name="forward_backward").to_dict("records") if len(speed) else []
-    if bound := [row["launch_median_ms"] / row["median_ms"] for row in calls if host_bound(row)]:
-        text = (
-            f"**A single head is bound by the host:** in {len(bound)} of {count(len(calls), 'case')}, issuing attention's "
-            f"forward + backward takes {span(bound)} its device time; a faster kernel changes nothing there."
-        )
+    for best in ok_rows(results(rivals), is_auto=1).nlargest(1, "achieved_tflops").to_dict("records") if rival else []:
+        text = f"**Our attention's {best['name']} reaches {number(best['achieved_tflops'])} TFLOP/s; against "
+        text += f"{NAMES[rival]}, forward + backward is {forms.tally(select(rows, name='forward_backward'))}**"
+        found.append((f"{text} ({kinds_of_time([rows])}, full shapes).", "Full shapes against the best"))
+    calls = ok_rows(results(speed), is_auto=1, name="forward_backward").to_dict("records") if len(speed) else []
+    if bound := [row["launch_median_ms"] / row["median_ms"] for row in calls if verdicts.host_bound(row)]:
+        text = f"**One head is bound by the host:** in {len(bound)} of {count(len(calls), 'case')}, issuing attention's"
+        text += f" forward + backward takes {span(bound)} its device time; a faster kernel changes nothing there."
         found.append((text, "One head at every length"))
     return found

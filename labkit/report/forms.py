@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pandas as pd
 
 from labkit.report import verdicts
-from labkit.report.findings import count, listing, number, percent, times
+from labkit.report.findings import count, listing, number, percent, span, times
 from labkit.report.tables import PHASE_NAMES, in_order, ok_rows
 
 
@@ -92,6 +92,18 @@ def summary(pairs: pd.DataFrame, name: Callable[[dict], str], limit: int = 3) ->
             named = "; ".join(f"{times(row['ratio'])}, {name(row)}" for row in rows.to_dict("records"))
             parts.append(f"{place} ({named})")
     return ", ".join(parts)
+
+
+def tally(rows: pd.DataFrame, kind: str = "") -> str:
+    """Returns "6 ahead, 1 level, 3 behind: 0.82× to 1.30×", for a cell; "–" where nothing was compared.
+
+    Args:
+        rows: rows with the columns <kind>ratio and <kind>verdict; a verdict "" is none.
+    """
+    rows = rows[rows[f"{kind}verdict"] != ""]
+    counts = rows[f"{kind}verdict"].value_counts()
+    words = ", ".join(f"{counts[word]} {word}" for word in verdicts.VERDICTS if word in counts)
+    return f"{words}: {span(rows[f'{kind}ratio'])}" if words else "–"
 
 
 def case_name(row: dict) -> str:

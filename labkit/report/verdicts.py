@@ -71,6 +71,12 @@ def launch_bound(row: Mapping[str, Any]) -> bool:
     return bool(issued and waited and issued >= LAUNCH_BOUND * waited)
 
 
+def host_bound(row: Mapping[str, Any]) -> bool:
+    """Returns whether issuing a call takes longer than its device time; False where that was not measured."""
+    issued = row.get("launch_median_ms")
+    return kind_of_time(row) == "device" and bool(issued) and issued > row["median_ms"]
+
+
 def ratio(theirs: Mapping[str, Any], ours: Mapping[str, Any], value: str = "median_ms") -> Ratio:
     """Returns their time over ours.
 
