@@ -29,8 +29,8 @@ NAMES = {
 OURS = ("gluon", "gluon_unordered", "triton", "triton_tf32", "triton_ieee", "tiled")
 SAME_FORWARD = ("gluon_unordered", "fa3_deterministic")  # as another implementation's
 REFERENCES = ("fa3", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "eager")  # times are shown over the first measured
-# Measured on few shapes: only the CSV file shows them.
-CSV_ONLY = {"bf16": ("sdpa", "sdpa_math", "compiled"), "fp32": ("sdpa", "sdpa_math", "flex"), "tf32": ()}
+# Of few shapes, or in the figure: the CSV file has the rest.
+CSV_ONLY = {"bf16": ("sdpa", "sdpa_math", "compiled", "eager"), "fp32": ("sdpa", "sdpa_math", "flex")}
 SHAPE = ["batch", "heads", "length", "d_head", "causal"]
 PRECISIONS = ("bf16", "fp32", "tf32")
 
@@ -107,8 +107,6 @@ def table_errors(*contests: pd.DataFrame) -> pd.DataFrame:
             line = lines.setdefault(impl, {"implementation": NAMES[impl]})
             line[precision] = f"{number(passed['budget_fraction'].max(), 2)} of {len(passed)}"
             line[precision] += f", {wrong} wrong" if wrong else ""
-            ratio = (passed["relative_error"] / passed["eager_relative_error"]).median()
-            line[f"{precision}: error over eager's, median"] = times(ratio)
     return pd.DataFrame([lines[impl] for impl in NAMES if impl in lines]).fillna("–")
 
 
@@ -161,11 +159,9 @@ def findings_weighted_sum(frame: pd.DataFrame) -> list[str]:
     rows, parts = results(frame), []
     for impl in ("eager", "compiled"):
         pairs = forms.pairs(select(rows, impl=[impl, "triton"]), "impl", impl, keys=["rows", "dim", "name"])
-        if len(pairs):
-            summary = forms.summary(pairs, lambda row: f"{PHASE_NAMES[row['name']]}, {row['rows']:,} × {row['dim']}")
-            parts.append(f"{summary} against {impl}")
-    why = "eager writes the products and reads them again, which the compiler's fusion avoids as the kernel does"
-    return [f"The weighted sum's kernel is {'; '.join(parts)}, {kinds_of_time([rows])}: {why}."] if parts else []
+        parts += [f"{forms.tally(pairs)} against {impl}"] if len(pairs) else []
+    why = "eager writes the products and reads them again; fusing avoids that"
+    return [f"The weighted sum's kernel: {'; '.join(parts)}, {kinds_of_time([rows])}; {why}."] if parts else []
 
 
 def _with_ours(rows: pd.DataFrame) -> pd.DataFrame:
@@ -192,7 +188,7 @@ def table_lengths(speed: pd.DataFrame) -> pd.DataFrame:
     rows, lines = select(compared(speed), name="forward_backward"), []
     for precision, impl in itertools.product(PRECISIONS, NAMES):
         group = select(rows, precision=precision, impl=impl)
-        if len(group) and impl not in CSV_ONLY[precision]:
+        if len(group) and impl not in CSV_ONLY.get(precision, ("compiled", "eager")):
             host, device, kind = group[group["host_bound"]], group[~group["host_bound"]], kinds_of_time([group])
             line = {"precision": precision, "against": NAMES[impl], "host-bound: call time": forms.tally(host, "call_")}
             lines.append(
@@ -206,21 +202,23 @@ def findings_lengths(speed: pd.DataFrame) -> list[str]:
     both, sentences = select(compared(speed), precision="bf16", name="forward_backward"), []
     rival = next((impl for impl in REFERENCES if len(both) and impl in set(both["impl"])), None)
     of_rival = select(both, impl=rival)
-    bound = {who: select(of_rival, host_bound=who == "host") for who in ("host", "device") if rival}
-    if bound and len(calls := bound["host"][bound["host"]["call_verdict"] != ""]):
-        calls = calls.assign(ratio=calls["call_ratio"], verdict=calls["call_verdict"])
+    host, device = (select(of_rival, host_bound=bound) if rival else of_rival.iloc[:0] for bound in (True, False))
+    if len(host):
         sentences.append(
-            f"In {len(bound['host'])} of {count(len(of_rival), 'case')}, up to length {calls['length'].max():,}, "
-            f"issuing a call takes longer than running it. In call time ours is there {forms.summary(calls, _at)} "
-            f"against {NAMES[rival]}; a CUDA graph, or more heads per call, makes the device's time the caller's."
+            f"In {len(host)} of {count(len(of_rival), 'case')}, up to length {host['length'].max():,}, issuing a call "
+            f"takes longer than running it. In call time, ours against {NAMES[rival]}: {forms.tally(host, 'call_')}. A "
+            "CUDA graph, or more heads per call, makes the device's time the caller's."
         )
-    if parts := [f"where the {who} binds {forms.summary(rows, _at)}" for who, rows in bound.items() if len(rows)]:
+    if rival:
+        text = f"In {kinds_of_time([of_rival])} against {NAMES[rival]}: {forms.tally(device)} where the device binds"
+        if verdicts.AHEAD in set(host.get("verdict", ())):
+            text += (
+                f", {forms.tally(host)} where the host does: one short head has few tiles of queries, and ours splits "
+            )
+            text += "its keys among programs"
         chosen = [seen.get("backward") for seen in ok_rows(results(speed), impl="gluon", name="backward")["observed"]]
-        text = f"In {kinds_of_time([of_rival])} against {NAMES[rival]}, ours is {'; '.join(parts)}."
-        if verdicts.AHEAD in set(bound["host"]["verdict"]):
-            text += " One short head has few tiles of queries, and ours splits its keys among programs."
         walks = f" {chosen.count('triton')} of {len(chosen)} Gluon backwards ran the Triton kernels." if chosen else ""
-        sentences.append(text + walks)
+        sentences.append(f"{text}.{walks}")
     return sentences + findings_products(speed)
 
 
@@ -233,13 +231,12 @@ def findings_products(speed: pd.DataFrame) -> list[str]:
         return []
     errors = fp32.pivot_table(index=keys, columns="impl", values="relative_error").dropna()
     ratio, kind = span(errors["triton"] / errors["triton_ieee"]), kinds_of_time([fp32])
-    gain = forms.summary(pairs, lambda row: f"{PHASE_NAMES[row['name']]}, {_at(row)}")
     six = fp32[[seen.get("products") == "bf16x6" for seen in fp32["observed"]]]["achieved_tflops"].max()
     sixth = select(rows, precision="bf16").get("ceiling", pd.Series(dtype=float)).median() / 6
     rate = f"; six reach {number(six)} TFLOP/s, {percent(six / sixth)} of a sixth of bf16's" if six / sixth > 0 else ""
     return [
-        f"In fp32, three products of TF32 or six of bf16 on tensor cores are {gain} against one on CUDA cores, {kind}, "
-        f"with {ratio} its error{rate}."
+        f"In fp32, three TF32 products or six of bf16 on tensor cores against one on CUDA cores: {forms.tally(pairs)}"
+        f", {kind}, with {ratio} its error{rate}."
     ]
 
 
@@ -293,17 +290,17 @@ def findings_rivals(rivals: pd.DataFrame) -> list[str]:
     both, (rival, of_rival) = select(compared(rivals), name="forward_backward"), strongest(rivals)
     if rival is None:
         return []
-    passes = [(PHASE_NAMES[name], select(of_rival, name=name)) for name in ("forward", "forward_backward")]
-    parts = [f"{name} {forms.summary(part, shape_name)}" for name, part in passes if len(part)]
-    text = f"Against {NAMES[rival]} in {kinds_of_time([both])}, ours is: {'; '.join(parts)}."
-    for row in passes[-1][1].to_dict("records"):
+    forward, own = (select(of_rival, name=name) for name in ("forward", "forward_backward"))
+    text = f"Against {NAMES[rival]} in {kinds_of_time([both])}, forward: {forms.tally(forward)}; forward + backward: "
+    text += f"{forms.tally(own)}."
+    for row in own.to_dict("records"):
         if (row["verdict"], row["call_verdict"]) == (verdicts.AHEAD, verdicts.BEHIND):
             text += f" In call time {shape_name(row)} is {_verdict(row, 'call_')}: issuing ours takes longer."
     sentences = [text]
     if len(other := select(both, impl="fa3_deterministic")):
         sentences.append(
             f"Our gradients are bitwise repeatable, {NAMES['fa3']}'s only in its deterministic form; against that, "
-            f"forward + backward is {forms.summary(other, shape_name)}: a fixed order of sums costs time."
+            f"forward + backward: {forms.tally(other)}. A fixed order of sums costs time."
         )
     rest = [impl for impl in NAMES if impl in set(both["impl"]) - {"fa3", "fa3_deterministic", rival}]
     parts = [f"{NAMES[impl]} {forms.tally(select(both, impl=impl))}" for impl in rest]
@@ -354,8 +351,8 @@ def findings_memory(memory: pd.DataFrame) -> list[str]:
             exact = [verdicts.exact(ours[length], lowest[length]) for length in over.index]
             counts = listing(f"{word} at {exact.count(word)}" for word in verdicts.VERDICTS if word in exact)
             growth.append(
-                f"in {precision} {span(steps)} from one length to the next, most to {steps.idxmax():,}; "
-                f"beside {NAMES[base]} {counts} of {len(exact)} lengths, at worst {times(over.max())} at {over.idxmax():,}"
+                f"in {precision} {span(steps)} from length to length, most to {steps.idxmax():,}; against {NAMES[base]}"
+                f" {counts} of {len(exact)} lengths, at worst {times(over.max())} at {over.idxmax():,}"
             )
     sentences = [f"Out of memory: {'; '.join(lost)}. Scores grow with the square of the length."] if lost else []
     why = "Where tiles are few, programs share a walk, and each share keeps results of its own in fp32."
@@ -370,7 +367,7 @@ def versions() -> pd.DataFrame:
 
 def table_versions(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns the ten kept changes that gained most, with the gain in speed predicted and measured."""
-    best = frame[frame["kept"] == "yes"].nlargest(10, "gained_percent")
+    best = frame[frame["kept"] == "yes"].nlargest(8, "gained_percent").drop_duplicates(["pass", "change"])
     gains = {"predicted": "predicted_percent", "measured": "gained_percent"}
     rows = best[["pass", "change", "shape"]].rename(columns={"shape": "B,H,S,D"})
     return rows.assign(**{name: [f"{value:+.0f} %" for value in best[column]] for name, column in gains.items()})
@@ -412,16 +409,16 @@ def published_times(speed: pd.DataFrame) -> pd.DataFrame:
 
 
 def table_published(speed: pd.DataFrame) -> pd.DataFrame:
-    """Returns the longest published cases of the widest head dimension beside ours."""
+    """Returns the published cases of the widest head dimension and the longest length beside ours."""
     rows = published_times(speed)
-    rows = rows[rows["d_head"] == rows["d_head"].max()].sort_values(["length", "precision"], ascending=[False, True])
-    return forms.published_table(rows.head(12), lambda row: f"{row['kernel']}, {row['precision']}, {_at(row)}")
+    rows = select(rows, phase="forward_backward", d_head=rows["d_head"].max(), length=rows["length"].max())
+    return forms.published_table(rows, lambda row: f"{row['kernel']}, {row['precision']}, {_at(row)}")
 
 
 def findings_published(speed: pd.DataFrame, rivals: pd.DataFrame) -> list[str]:
     """Says how ours stands beside a public report's kernels and a leaderboard's entry."""
-    groups = published_times(speed).groupby(["kernel", "phase", "precision"])
-    parts = [f"{kernel} {PHASE_NAMES[name]} {dtype} {span(rows['ratio'])}" for (kernel, name, dtype), rows in groups]
+    groups = published_times(speed).groupby(["kernel", "precision"])
+    parts = [f"{kernel} {precision} {span(rows['ratio'])}" for (kernel, precision), rows in groups]
     sentences = [f"Published over ours, where the device binds here: {listing(parts, 8)}."] if parts else []
     board = ok_rows(results(rivals), is_auto=1, name="forward_backward", **vars(LEADERBOARD))
     entries = published.load("attention_kernels").dropna(subset="time_ms").to_dict("records")
@@ -440,7 +437,7 @@ def front(chapter) -> list[tuple[str, str]]:
     rival, rows = strongest(rivals) if len(rivals) else (None, rivals)
     for best in ok_rows(results(rivals), is_auto=1).nlargest(1, "achieved_tflops").to_dict("records") if rival else []:
         text = f"**Our attention's {best['name']} reaches {number(best['achieved_tflops'])} TFLOP/s; against "
-        text += f"{NAMES[rival]}, forward + backward is {forms.tally(select(rows, name='forward_backward'))}**"
+        text += f"{NAMES[rival]}, forward + backward: {forms.tally(select(rows, name='forward_backward'))}**"
         found.append((f"{text} ({kinds_of_time([rows])}, full shapes).", "Full shapes against the best"))
     calls = ok_rows(results(speed), is_auto=1, name="forward_backward").to_dict("records") if len(speed) else []
     if bound := [row["launch_median_ms"] / row["median_ms"] for row in calls if verdicts.host_bound(row)]:

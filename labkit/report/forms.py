@@ -95,7 +95,7 @@ def summary(pairs: pd.DataFrame, name: Callable[[dict], str], limit: int = 3) ->
 
 
 def tally(rows: pd.DataFrame, kind: str = "") -> str:
-    """Returns "6 ahead, 1 level, 3 behind: 0.82× to 1.30×", for a cell; "–" where nothing was compared.
+    """Returns "6 ahead, 1 level, 3 behind (0.82–1.30×)", for a cell; "–" where nothing was compared.
 
     Args:
         rows: rows with the columns <kind>ratio and <kind>verdict; a verdict "" is none.
@@ -103,7 +103,7 @@ def tally(rows: pd.DataFrame, kind: str = "") -> str:
     rows = rows[rows[f"{kind}verdict"] != ""]
     counts = rows[f"{kind}verdict"].value_counts()
     words = ", ".join(f"{counts[word]} {word}" for word in verdicts.VERDICTS if word in counts)
-    return f"{words}: {span(rows[f'{kind}ratio'])}" if words else "–"
+    return f"{words} ({span(rows[f'{kind}ratio']).replace('× to ', '–')})" if words else "–"
 
 
 def case_name(row: dict) -> str:
