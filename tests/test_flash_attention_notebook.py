@@ -611,10 +611,8 @@ def change(chapter: Chapter, match, **fields) -> None:
     changed = [record for record in newest(store.load()) if match(record)]
     assert changed
     for record in changed:
-        if "status" in fields:
-            store.append(dataclasses.replace(record, metrics={}, **fields))
-        elif "observed" in fields:
-            store.append(dataclasses.replace(record, **fields))
+        if {"status", "samples", "observed"} & fields.keys():
+            store.append(dataclasses.replace(record, **({"metrics": {}} if "status" in fields else {}), **fields))
         else:
             around = dict.fromkeys(("min_ms", "p20_ms", "p80_ms"), fields["median_ms"]) if "median_ms" in fields else {}
             store.append(dataclasses.replace(record, metrics={**record.metrics, **around, **fields}))
@@ -624,314 +622,223 @@ def is_case(record: Record, section: str, phase: str, **case) -> bool:
     return record.section == section and record.phase == phase and case.items() <= record.case.items()
 
 
-def differing(old, new) -> int:
-    return int((old != new).to_numpy().sum())
+def lines_of(table) -> dict[str, dict]:
+    """Returns a table's rows by the text of their first column."""
+    return {row[table.columns[0]]: row for row in table.to_dict("records")}
 
 
-def test_a_changed_time_changes_table_figure_and_finding(chapter):
-    before = chapter.records("speed")
-    change(
-        chapter,
-        lambda r: is_case(r, "speed", "gluon forward", length=4096, d_head=64, precision="bf16"),
-        median_ms=77.7, p20_ms=77.7, p80_ms=77.7,
-    )  # fmt: skip
-    after = chapter.records("speed")
-    old, new = (report.table_times(frame, "bf16", 64, "forward") for frame in (before, after))
-    assert differing(old, new) == 1 and "77.7" in new.to_string()
-    old, new = (figures.svg(report.figure_times(frame, "bf16", "forward")) for frame in (before, after))
-    assert old != new
-    old, new = (" ".join(report.findings_speed(frame, "bf16")) for frame in (before, after))
-    assert "slower in 1: d 64 at 4096" not in old and "slower in 1: d 64 at 4096" in new
-    assert differing(report.table_speedups(before, "bf16"), report.table_speedups(after, "bf16")) > 0
-    assert differing(report.table_everything(before, "bf16"), report.table_everything(after, "bf16")) == 1
+FA3_AT_4096 = functools.partial(is_case, section="rivals", phase="fa3 forward_backward", length=4096, d_head=128)
+SHAPE_NAME = "4,16,4096,128 causal"
 
 
-def test_every_timed_result_has_its_error_beside_it(chapter):
-    frame = chapter.records("speed")
-    table = report.table_everything(frame, "bf16")
-    assert set(table.columns) >= {"forward (ms)", "forward TFLOP/s", "output error", "gradient error"}
-    change(
-        chapter,
-        lambda r: is_case(r, "speed", "fa3 forward", length=128, d_head=16, precision="bf16"),
-        relative_error=0.0123,
+@pytest.mark.parametrize(
+    ("ratio", "low", "high", "verdict"),
+    [
+        (1.2, 1.18, 1.22, "ahead"),
+        (1.01, 1.005, 1.015, "level"),  # the whole interval is above one, and within what sessions differ by
+        (1.03, 0.95, 1.1, "undecided"),
+        (0.9, 0.88, 0.92, "behind"),
+    ],
+)
+def test_a_verdict_follows_the_paired_interval(chapter, ratio, low, high, verdict):
+    change(chapter, FA3_AT_4096, ratio_to_ours=ratio, ratio_to_ours_low=low, ratio_to_ours_high=high)
+    rivals = chapter.records("rivals")
+    assert lines_of(report.table_rivals(rivals))[SHAPE_NAME]["both"] == f"{verdict} {ratio:.2f}×".replace(
+        "0.90", "0.900"
     )
-    assert "1.2e-2" in report.table_everything(chapter.records("speed"), "bf16").to_string()
-    assert "1.2e-2" not in table.to_string()
+    fa3 = report.strongest(rivals)[1]
+    counted = int((fa3[fa3["name"] == "forward_backward"]["verdict"] == verdict).sum())
+    assert f"{counted} {verdict}" in report.findings_rivals(rivals)[0]
+    assert f"{counted} {verdict}" in report.front(chapter)[0][0]
+
+
+def test_a_call_and_a_flushed_cache_are_compared_with_their_like(chapter):
+    before = lines_of(report.table_rivals(chapter.records("rivals")))[SHAPE_NAME]
+    ours = functools.partial(is_case, section="rivals", phase="gluon forward_backward", length=4096, d_head=128)
+    change(chapter, ours, host_median_ms=1e3)
+    change(chapter, FA3_AT_4096, ratio_to_ours=1.2, ratio_to_ours_low=1.19, ratio_to_ours_high=1.21)
+    rivals = chapter.records("rivals")
+    after = lines_of(report.table_rivals(rivals))[SHAPE_NAME]
+    assert after["both"].startswith("ahead") and after["both, call"].startswith("behind 0.00")
+    assert after["both, flush"] == before["both, flush"]
+    assert f"In call time {SHAPE_NAME} is behind" in report.findings_rivals(rivals)[0]
+    change(chapter, ours, flush_median_ms=1e3)
+    after = lines_of(report.table_rivals(chapter.records("rivals")))[SHAPE_NAME]
+    assert after["both, flush"].startswith("behind 0.00") and after["both"].startswith("ahead")
+
+
+def test_host_bound_and_device_bound_cases_are_never_counted_together(chapter):
+    def cells() -> dict:
+        table = report.table_lengths(chapter.records("speed"))
+        return table[(table["precision"] == "bf16") & (table["against"] == "SDPA cuDNN")].to_dict("records")[0]
+
+    before = cells()
+    assert all(text != "–" for text in before.values())
+    cudnn = functools.partial(
+        is_case, section="speed", phase="sdpa_cudnn forward_backward", precision="bf16", d_head=64
+    )
+    change(chapter, lambda r: cudnn(r, length=128), ratio_to_ours=9.0, ratio_to_ours_low=9.0, ratio_to_ours_high=9.0)
+    after = cells()
+    assert "9.00×" in after["host-bound: device time"] and "9.00×" not in before["host-bound: device time"]
+    assert after["device-bound: device time"] == before["device-bound: device time"]
+    change(chapter, lambda r: cudnn(r, length=65536), ratio_to_ours=0.5, ratio_to_ours_low=0.5, ratio_to_ours_high=0.5)
+    assert "1 behind (0.500" in cells()["device-bound: device time"]
+    assert "issuing a call takes longer" in report.findings_lengths(chapter.records("speed"))[0]
+    assert len(report.front(chapter)) == 2
+    change(chapter, lambda r: r.section == "speed" and "launch_median_ms" in r.metrics, launch_median_ms=1e-4)
+    assert cells()["host-bound: call time"] == "–"
+    assert "issuing" not in " ".join(report.findings_lengths(chapter.records("speed")))
+    assert len(report.front(chapter)) == 1
 
 
 def test_ours_is_what_auto_runs(chapter):
-    assert "8 of 8" in " ".join(report.findings_rivals(chapter.records("rivals")))
-    change(chapter, lambda r: is_case(r, "rivals", "gluon forward", length=256), is_auto=0)
-    change(chapter, lambda r: is_case(r, "rivals", "triton forward", length=256), is_auto=1)
-    ratios = report.table_rival_ratios(chapter.records("rivals"), "forward").set_index("B,H,S,D mask")
-    assert ratios.loc["64,16,256,72 full", "Triton (ours)"] == "ours"
-    assert ratios.loc["4,32,4096,64 causal", "Gluon (ours)"] == "ours"
+    both = functools.partial(is_case, section="rivals", length=256)
+    change(chapter, lambda r: both(r, phase="gluon forward_backward"), is_auto=0)
+    change(chapter, lambda r: both(r, phase="triton forward_backward"), is_auto=1, median_ms=77.7)
+    change(chapter, lambda r: is_case(r, "rivals", "fa3 forward_backward", length=256), status="ok", reason="")
+    compared = report.compared(chapter.records("rivals"))
+    assert set(compared[(compared["length"] == 256) & (compared["name"] == "forward_backward")]["ours_ms"]) == {77.7}
 
 
-def test_ahead_behind_and_not_told_apart_follow_the_interval(chapter):
-    def sentence() -> str:
-        (found,) = [
-            text
-            for text in report.findings_rivals(chapter.records("rivals"))
-            if text.startswith("Forward: ours is ahead of SDPA cuDNN")
-        ]
-        return found
-
-    assert "ahead of SDPA cuDNN on 8 of 8 shapes" in sentence()
-    cudnn = functools.partial(is_case, section="rivals", phase="sdpa_cudnn forward", length=4096, d_head=128)
-    change(chapter, cudnn, ratio_to_ours=1.02, ratio_to_ours_low=0.99, ratio_to_ours_high=1.04)
-    assert "on 7 of 8 shapes" in sentence() and "1 not told apart" in sentence()
-    change(chapter, cudnn, ratio_to_ours=0.9, ratio_to_ours_low=0.88, ratio_to_ours_high=0.92)
-    assert "behind on 1: 4,16,4096,128 causal (0.900×)" in sentence()
-
-
-def test_what_computed_the_gradients_is_said(chapter):
-    assert "gradients of" not in " ".join(report.findings_rivals(chapter.records("rivals")))
-    for length, kernels in ((4096, "one pass"), (256, "two passes")):
-        of_length = functools.partial(is_case, section="rivals", phase="gluon backward", length=length)
-        change(chapter, of_length, observed={"backward": kernels})
-    (sentence,) = [text for text in report.findings_rivals(chapter.records("rivals")) if "gradients of" in text]
-    assert "added in order (2 shapes) and two passes over the tiles (1 shape)" in sentence
-    assert "Triton" not in sentence
-    change(chapter, lambda r: is_case(r, "speed", "gluon backward", d_head=64), observed={"backward": "triton"})
-    assert "share a walk among programs where tiles are few (10 shapes)" in " ".join(
-        report.findings_speed(chapter.records("speed"), "bf16")
-    )
+def test_errors_and_what_was_wrong_are_counted(chapter):
+    names = ("algorithm", "speed", "rivals")
+    table = lines_of(report.table_errors(*(chapter.records(name) for name in names[1:])))
+    assert table["SDPA efficient"]["bf16"].endswith(", 1 wrong") and table["Gluon (ours)"]["fp32"] == "–"
+    flex = functools.partial(is_case, section="speed", phase="flex backward", precision="bf16")
+    change(chapter, lambda r: flex(r, length=1024, d_head=64), budget_fraction=0.97)
+    frames = [chapter.records(name) for name in names]
+    assert lines_of(report.table_errors(*frames[1:]))["FlexAttention"]["bf16"].startswith("0.97 of ")
+    found = " ".join(report.findings_errors(*frames))
+    assert "97 % of the error allowed (FlexAttention, bf16, backward, d 64 at 1,024)" in found
+    assert "2.00× the error" in found and "2 measurements of" in found and "wrong:" in found
+    trace = functools.partial(is_case, section="algorithm", phase="trace", tile=8)
+    before = figures.svg(report.figure_online_softmax(frames[0]))
+    change(chapter, trace, samples={"query 0 maximum": [float(step) for step in range(12)]})
+    frames[0] = chapter.records("algorithm")
+    assert "11 of 11 later tiles" in report.findings_errors(*frames)[0]
+    assert figures.svg(report.figure_online_softmax(frames[0])) != before
 
 
-def test_rows_of_the_rivals_keep_the_order_of_the_shapes(chapter):
-    table = report.table_rivals(chapter.records("rivals"), "forward")
-    assert list(table["B,H,S,D mask"])[-2:] == ["1,16,16384,64 causal", "64,16,256,72 full"]
-    assert table.columns[1] == "Gluon (ours)"
-    assert list(table["FlashAttention-3"])[-1] == "skipped"
+def test_tiles_name_the_fastest_and_the_verdict_on_the_shipped(chapter):
+    assert "128 × 128 are the fastest of 19" in report.findings_tiles(chapter.records("tiles"))[0]
+    fastest = functools.partial(is_case, section="tiles", phase="forward", block_q=64, block_k=64)
+    for time_ms, word in ((0.995, "level"), (0.5, "behind")):
+        change(chapter, fastest, median_ms=time_ms, achieved_tflops=555.0)
+        tiles = chapter.records("tiles")
+        assert f"The shipped 128 × 128 is {word}" in report.findings_tiles(tiles)[0]
+        table = lines_of(report.table_tiles(tiles))
+        assert table[64][64] == "555" and table[128][128].endswith("(shipped)") and table[256][128] == "skipped"
 
 
-def test_the_leaderboards_row_is_set_beside_the_best_entry(chapter):
-    leaderboard = functools.partial(is_case, section="rivals", length=16384, d_head=64, heads=16)
-    table = report.table_leaderboard(chapter.records("rivals"))
-    assert table.iloc[0]["implementation"] == "FlashAttention-3" and "5.36" in table.iloc[-1].to_string()
-    change(chapter, lambda r: leaderboard(r, phase="gluon forward_backward"), median_ms=1.234)
-    frame = chapter.records("rivals")
-    assert report.table_leaderboard(frame).iloc[0]["forward + backward (ms)"] == "1.23"
-    fastest, entry = report.findings_leaderboard(frame)
-    assert "Gluon (ours) is the fastest here, 1.23 ms" in fastest and "is faster than" in entry
-    change(chapter, lambda r: leaderboard(r, phase="gluon forward_backward"), median_ms=5.4)
-    assert "takes about the same time as" in report.findings_leaderboard(chapter.records("rivals"))[1]
-    change(chapter, lambda r: leaderboard(r, phase="gluon forward_backward"), median_ms=6.0)
-    assert "is slower than" in report.findings_leaderboard(chapter.records("rivals"))[1]
+def test_the_first_kernel_is_compared_with_the_formula(chapter):
+    assert "6 ahead (3.50×) against eager" in report.findings_weighted_sum(chapter.records("weighted_sum"))[0]
+    change(chapter, lambda r: is_case(r, "weighted_sum", "triton backward", rows=65536), median_ms=100.0)
+    assert "5 ahead, 1 behind" in report.findings_weighted_sum(chapter.records("weighted_sum"))[0]
 
 
-def test_an_out_of_memory_is_a_word_a_mark_and_a_sentence(chapter):
-    frame = chapter.records("speed")
-    table = report.table_times(frame, "fp32", 64, "forward").set_index("length")
-    assert table.loc[65536, "eager"] == "oom" and table.loc[32768, "eager"] != "oom"
-    assert "eager runs out of memory in fp32: backward from length 65536" in " ".join(
-        report.findings_speed(frame, "fp32")
-    )
-    before = figures.svg(report.figure_times(frame, "fp32"))
-    change(
-        chapter,
-        lambda r: is_case(r, "speed", "eager forward_backward", length=32768, d_head=16, precision="fp32"),
-        status="oom", reason="OutOfMemoryError",
-    )  # fmt: skip
-    frame = chapter.records("speed")
-    assert figures.svg(report.figure_times(frame, "fp32")) != before
-    text = " ".join(report.findings_speed(frame, "fp32"))
-    assert "forward + backward from length 32768 (d 16)" in text
-
-
-def test_skipped_and_wrong_results_are_named_with_their_reason(chapter):
-    frames = chapter.records("speed"), chapter.records("rivals")
-    reasons = report.table_not_run(*frames).set_index("reason")["results"]
-    assert reasons["FlashAttention-3 is not installed"] == 30 + 3
-    gate = report.table_gate(*frames).set_index(["implementation", "precision"])
-    assert gate.loc[("SDPA efficient", "bf16"), "wrong"] == 1 and gate.loc[("eager", "fp32"), "out of memory"] == 18
-    text = " ".join(report.findings_gate(*frames))
-    assert "SDPA efficient was **not** right in 2 results" in text and "worst error is 40 %" in text
-    change(
-        chapter,
-        lambda r: is_case(r, "speed", "flex backward", length=1024, d_head=64, precision="bf16"),
-        budget_fraction=0.97,
-    )
-    text = " ".join(report.findings_gate(chapter.records("speed"), frames[1]))
-    assert "worst error is 97 % of what is allowed (FlexAttention, bf16, backward, 1,1,1024,64 causal)" in text
-
-
-def test_an_implementation_that_was_skipped_everywhere_has_no_column(chapter):
-    change(chapter, lambda r: r.section == "rivals" and r.phase.startswith("fa3"), status="skipped", reason="absent")
-    assert "FlashAttention-3" not in report.table_rivals(chapter.records("rivals"), "forward")
-    assert "FlashAttention-3" not in " ".join(report.findings_rivals(chapter.records("rivals")))
-
-
-def test_methods_of_the_timer_are_counted_and_cross_checked(chapter):
-    frames = chapter.records("speed"), chapter.records("rivals")
-    counted, agreed = report.findings_timer(*frames)
-    assert re.fullmatch(r"Timed by graph: [\d,]+ results.", counted)
-    assert "agree within 5.0 %" in agreed and "1.0 %" in agreed
-    change(
-        chapter,
-        lambda r: is_case(r, "rivals", "triton forward", length=256),
-        flush_median_ms=1.0,
-    )
-    assert "do **not** agree within 5.0 %" in report.findings_timer(frames[0], chapter.records("rivals"))[1]
-    store = RecordStore(chapter.folder / "records" / f"{NOTEBOOK}.jsonl")
-    (record,) = [r for r in newest(store.load()) if is_case(r, "rivals", "flex forward", length=256)]
-    store.append(dataclasses.replace(record, timer={"method": "flush"}))
-    counted = report.findings_timer(frames[0], chapter.records("rivals"))[0]
-    assert counted.endswith("; by flush: 1 result (FlexAttention).")
-
-
-def test_launch_bound_calls_are_named_and_shaded(chapter):
-    frame = chapter.records("speed")
-    text = " ".join(report.findings_speed(frame, "bf16"))
-    assert re.search(
-        r"Forward of ours is launch-bound in \d+ of 60 cases, up to length \d+: the host takes 40.0 µs", text
-    )
-    shaded = figures.svg(report.figure_times(frame, "bf16", "forward"))
-    change(chapter, lambda r: r.section == "speed" and r.phase.startswith("gluon"), launch_median_ms=0.001)
-    frame = chapter.records("speed")
-    assert "Forward of ours is launch-bound" not in " ".join(report.findings_speed(frame, "bf16"))
-    assert figures.svg(report.figure_times(frame, "bf16", "forward")) != shaded
-
-
-def test_short_calls_are_compared_with_the_launch_included(chapter):
-    def sentence() -> str:
-        (found,) = [
-            text
-            for text in report.findings_speed(chapter.records("speed"), "bf16")
-            if text.startswith("Against SDPA's default, launch included, at length 128–512 (forward),")
-        ]
-        return found
-
-    assert "faster in 0 of 18" in sentence() and "slower" not in sentence()
-    change(
-        chapter,
-        lambda r: is_case(r, "speed", "gluon forward", precision="bf16", d_head=16) and r.case["length"] <= 512,
-        host_median_ms=1.0,
-    )
-    assert "slower in 3: d 16 at 128" in sentence()
-
-
-def test_memory_is_said_to_grow_as_it_does(chapter):
-    frame = chapter.records("memory")
-    text = " ".join(report.findings_memory(frame))
-    assert "grows at most linearly with the length for Gluon (ours) (exponent 1.00)" in text
-    assert "grows quadratically with the length for SDPA math" in text
-    assert "eager in bf16 runs out of memory at length 131072, where ours needs 160 MiB" in text
-    old = figures.svg(report.figure_memory(frame))
-    change(chapter, lambda r: is_case(r, "memory", "forward_backward", impl="gluon", length=65536), peak_bytes=2**34)
-    frame = chapter.records("memory")
-    text = " ".join(report.findings_memory(frame))
-    assert re.search(r"grows in between with the length for Gluon", text)
-    assert (
-        "16,384" in report.table_memory(frame, "bf16").to_string() and figures.svg(report.figure_memory(frame)) != old
-    )
-
-
-def test_tiles_say_which_is_fastest_and_what_did_not_fit(chapter):
-    frame = chapter.records("tiles")
-    text = " ".join(report.findings_tiles(frame))
-    assert "Of 19 tile configurations the fastest is 128 × 128" in text and "is the fastest." in text
-    assert "1 configuration ended skipped: 256 × 128" in text
-    old = figures.svg(report.figure_tiles(frame))
-    change(chapter, lambda r: is_case(r, "tiles", "forward", block_q=64, block_k=64), median_ms=0.5)
-    frame = chapter.records("tiles")
-    text = " ".join(report.findings_tiles(frame))
-    assert "the fastest is 64 × 64" in text and "is **not** the fastest (100 % more time)" in text
-    assert figures.svg(report.figure_tiles(frame)) != old
-    table = report.table_tiles(frame)
-    assert table.iloc[0]["tile"] == "64 × 64" and table.iloc[-1]["tile"] == "256 × 128"
-    assert "shared memory" in table.iloc[-1]["reason"]
-    change(
-        chapter, lambda r: is_case(r, "tiles", "forward", block_q=32), status="error", reason="AssertionError: wrong:"
-    )
-    assert "4 configurations ended error: 32 × 16" in " ".join(report.findings_tiles(chapter.records("tiles")))
-
-
-def test_the_shipped_tiles_are_shown(chapter):
-    table = report.table_tiles_chosen(chapter.records("speed"))
-    names = [report.NAMES[impl] for impl in ("triton", "triton_ieee", "triton_tf32")]
-    assert table["kernels"].value_counts().reindex(names).tolist() == [2 * 6, 2, 2]
-    assert set(table["forward"]) == {"128 × 128"}
-
-
-def test_several_products_are_compared_with_the_cuda_cores(chapter):
-    short, short_errors, long, long_errors = report.findings_products(chapter.records("speed"))
-    assert "at length 1024, a kernel of three products of TF32 on the tensor cores" in short
-    assert "at length 4096–16384, a kernel of six products of bf16 on the tensor cores" in long
-    assert "faster in 6 of 6 cases" in short and "faster in 12 of 12 cases" in long
-    assert short_errors == long_errors == "Its errors against fp64 are 1.00× those of the other."
+def test_products_in_fp32_are_held_against_their_own_roof(chapter):
+    six = functools.partial(is_case, section="speed", phase="triton forward", precision="fp32")
+    change(chapter, lambda r: six(r, length=65536, d_head=128), achieved_tflops=0.5 * CEILING["bf16"] / 6)
+    change(chapter, lambda r: six(r, length=16384, d_head=64), median_ms=1e5)
+    (text,) = report.findings_products(chapter.records("speed"))
+    assert "17 ahead, 1 behind" in text and "50 % of a sixth of bf16's" in text
     change(chapter, lambda r: r.section == "speed" and r.phase.startswith("triton_ieee"), status="skipped", reason="-")
     assert report.findings_products(chapter.records("speed")) == []
 
 
-def test_the_first_kernel_is_compared_with_the_formula(chapter):
-    text = " ".join(report.findings_weighted_sum(chapter.records("weighted_sum")))
-    assert "Against eager, the kernel is 3.50× as fast: faster in 6 of 6 cases." in text and "88 %" in text
-    change(chapter, lambda r: is_case(r, "weighted_sum", "triton backward", rows=65536), median_ms=100.0)
-    frame = chapter.records("weighted_sum")
-    text = " ".join(report.findings_weighted_sum(frame))
-    assert "slower in 1: backward" in text and "100" in report.table_weighted_sum(frame).to_string()
+def test_peaks_are_compared_by_the_byte_and_an_out_of_memory_is_a_word_and_a_mark(chapter):
+    def shown() -> tuple[str, str, bytes]:
+        memory = chapter.records("memory")
+        return " ".join(report.findings_memory(memory)), report.table_memory(memory).to_string(), figures.svg(
+            report.figure_memory(memory)
+        )  # fmt: skip
+
+    text, table, figure = shown()
+    assert (
+        "level at 8 of 8 lengths" in text and "eager in bf16 at 131,072, ours needs 160 MiB" in text and "oom" in table
+    )
+    ours = functools.partial(is_case, section="memory", phase="forward_backward", impl="gluon", length=65536)
+    one_more = 10 * 65536 * 64 * 2 + 1
+    change(chapter, ours, peak_bytes=one_more)
+    assert "level at 7 and behind at 1 of 8 lengths" in shown()[0], "one byte more is more"
+    change(chapter, ours, peak_bytes=100 * one_more)
+    text, table, other = shown()
+    assert "at worst 100× at 65,536" in text and "8,000" in table and other != figure
 
 
-def test_the_algorithm_is_said_to_be_as_exact_as_it_is(chapter):
-    frame = chapter.records("algorithm")
-    text = " ".join(report.findings_algorithm(frame))
-    assert "2.00× the eager formula's error" in text and "no error is above 50 %" in text
-    old = figures.svg(report.figure_online_softmax(frame))
-    store = RecordStore(chapter.folder / "records" / f"{NOTEBOOK}.jsonl")
-    (record,) = [r for r in newest(store.load()) if is_case(r, "algorithm", "trace", tile=8)]
-    samples = {**record.samples, "query 0 maximum": [float(step) for step in range(12)]}
-    store.append(dataclasses.replace(record, samples=samples))
-    frame = chapter.records("algorithm")
-    assert "moves 1 to 11 times" in " ".join(report.findings_algorithm(frame)), "eleven of twelve tiles raise it now"
-    assert figures.svg(report.figure_online_softmax(frame)) != old
+def test_published_times_stand_beside_the_device_bound_ones_only(chapter):
+    matches = report.published_times(chapter.records("speed"))
+    assert len(matches) and set(matches["timer_method"]) == {"graph"}
+    assert not ((matches["length"] <= 512) & (matches["precision"] == "bf16")).any(), "the host binds these"
+    row = matches[(matches["length"] == 65536) & (matches["d_head"] == 64) & (matches["precision"] == "bf16")]
+    row = row[(row["kernel"] == "Triton") & (row["phase"] == "forward")].iloc[0]
+    assert row["published_ms"] == 6.297 and row["ratio"] == pytest.approx(6.297 / row["median_ms"])
+    change(chapter, lambda r: is_case(r, "rivals", "gluon forward_backward", heads=16, length=16384), median_ms=1.234)
+    text = report.findings_published(chapter.records("speed"), chapter.records("rivals"))[-1]
+    assert "5.36 ms on an H100, kind of time unknown; ours here 1.23 ms in device time" in text
+    assert "×" not in text, "no ratio of two kinds of time"
 
 
-def test_published_times_stand_beside_the_same_shape(chapter):
-    matches = report.published_matches(chapter.records("speed"))
-    ours = contest_metrics(
-        {"batch": 1, "heads": 1, "length": 16384, "d_head": 64, "causal": True, "precision": "bf16"},
-        "gluon", "forward", "gluon",
-    )  # fmt: skip
-    row = matches[
-        (matches["length"] == 16384) & (matches["d_head"] == 64) & (matches["precision"] == "bf16")
-        & (matches["name"] == "forward") & (matches["variant"] == "Triton")
-    ].iloc[0]  # fmt: skip
-    assert row["published_ms"] == 0.409 and row["ratio"] == pytest.approx(0.409 / ours["median_ms"])
-    assert len(matches[matches["variant"] == "Triton"]) == 3 * 68
-    change(chapter, lambda r: r.section == "speed" and r.phase == "gluon forward", median_ms=1e6)
-    text = " ".join(report.findings_published(chapter.records("speed")))
-    assert re.search(r"In bf16, over 36 shapes .*Triton.*: forward slower", text)
-    rates = report.table_published_rates(chapter.records("rivals"))
-    assert list(rates["published (TFLOP/s)"]) == ["673", "579", "702", "612"]
+def test_versions_are_data_and_their_findings_follow_them():
+    frame = report.versions()
+    assert set(frame["kept"]) == {"yes", "no"} and set(frame.dropna()["compared"]) == {"one process", "two processes"}
+    table = report.table_versions(frame)
+    assert not table.duplicated(["pass", "change"]).any() and set(table["change"]) <= set(frame["change"])
+    assert f"timed, 0 gained what was predicted or more, {len(frame)} nothing" in " ".join(
+        report.findings_versions(frame.assign(gained_percent=-1.0))
+    )
+    assert report.findings_versions(frame.assign(gained_percent=float("nan"))) == []
+
+
+EVIDENCE = {
+    "algorithm": [report.figure_online_softmax],
+    "tiles": [report.table_tiles, report.findings_tiles],
+    "weighted_sum": [report.findings_weighted_sum],
+    "speed": [report.table_errors, report.figure_lengths, report.table_lengths, report.findings_lengths,
+              report.published_times, report.table_published],
+    "rivals": [report.table_errors, report.figure_rivals, report.table_rivals, report.findings_rivals],
+    "memory": [report.figure_memory, report.table_memory, report.findings_memory],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kept", ["as on a CPU", "nothing ok", "bf16 alone"])
+def test_records_of_another_device_are_shown_without_what_they_lack(chapter, kept):
+    """A CPU has no launch, no ceiling, no graph; all may have failed; a precision may be missing."""
+    for section, functions in EVIDENCE.items():
+        frame = chapter.records(section)
+        if kept == "as on a CPU":
+            missing = [name for name in frame if re.match("launch_|host_|flush_|ceiling|ratio_to", name)]
+            frame = frame[~frame["phase"].str.startswith(("gluon", "fa3"))].drop(columns=missing)
+            frame = frame.assign(timer_method="host", is_auto=frame["phase"].str.startswith("triton ").astype(int))
+        elif kept == "nothing ok":
+            case = [name for record in chapter.all_records() if record.section == section for name in record.case]
+            columns = dict.fromkeys(["section", "phase", "status", "reason", "observed", *case])
+            frame = frame.assign(status="skipped", reason="no")[list(columns)]
+        elif "precision" in frame and "bf16" in set(frame["precision"]):
+            frame = frame[frame["precision"] == "bf16"]
+        frame.attrs |= {"device": "abacus", "device_kind": "cpu"}
+        for function in functions:
+            shown = function(frame)
+            assert "nan" not in str(shown if isinstance(shown, list) else ""), function.__name__
+            if kept == "as on a CPU" and isinstance(shown, list):
+                assert "device time" not in " ".join(shown), function.__name__
 
 
 def test_without_records_every_section_says_so(tmp_path):
-    empty = Chapter(NOTEBOOK, device="abacus", output=str(tmp_path)).records("speed")
-    arguments = {
-        "table_times": ("bf16", 64, "forward"),
-        "table_everything": ("bf16",),
-        "table_speedups": ("bf16",),
-        "figure_times": ("bf16",),
-        "figure_rates": ("bf16",),
-        "findings_speed": ("bf16",),
-        "table_rivals": ("forward",),
-        "table_rival_ratios": ("forward",),
-        "table_memory": ("bf16",),
-    }
-    names = [name for name in dir(report) if name.startswith(("table_", "figure_", "findings_"))]
-    assert set(arguments) <= set(names) and len(names) >= 30
-    for name in names:
-        result = getattr(report, name)(empty, *arguments.get(name, ()))
-        assert result is None if name.startswith("figure_") else len(result) == 0, name
+    empty = Chapter(NOTEBOOK, device="abacus", output=str(tmp_path))
+    for functions in EVIDENCE.values():
+        for function in functions:
+            assert "ot measured on abacus" in empty.table(function, empty.records("speed"), caption="it").data
+    assert report.front(empty) == []
 
 
-def test_figures_are_the_same_bytes_twice_and_every_colour_is_its_own(chapter):
-    for make, section in ((report.figure_rivals, "rivals"), (report.figure_memory, "memory")):
-        frame = chapter.records(section)
-        assert figures.svg(make(frame)) == figures.svg(make(frame))
-    assert len({figures.COLOURS[impl] for impl in report.NAMES}) == len(report.NAMES)
+def test_figures_are_the_same_bytes_twice_and_follow_their_records(chapter):
+    makers = {"speed": report.figure_lengths, "rivals": report.figure_rivals}
+    before = {name: figures.svg(make(chapter.records(name))) for name, make in makers.items()}
+    assert before == {name: figures.svg(make(chapter.records(name))) for name, make in makers.items()}
+    change(chapter, lambda r: r.phase == "sdpa_cudnn forward_backward", median_ms=50.0)
+    change(chapter, lambda r: r.phase == "sdpa_cudnn forward", achieved_tflops=50.0)
+    assert all(figures.svg(make(chapter.records(name))) != before[name] for name, make in makers.items())
 
 
 # ---- an execution here ----------------------------------------------------------------------------------------
@@ -954,18 +861,7 @@ def test_the_smoke_profile_runs_through(tmp_path):
     skipped = {record.phase.split(" ")[0]: record.reason for record in records if record.status == "skipped"}
     assert all(skipped[impl] for impl in ("triton", "gluon", "fa3", "flex", "sdpa_cudnn", "sdpa_efficient"))
     text = (folder / "report.md").read_text(encoding="utf-8")
-    for heading in ("The algorithm on a small case", "A first kernel", "The gate", "Rivals", "Memory"):
+    for heading in ("Softmax without the row", "The kernel in tiles", "Full shapes against the best"):
         assert f"### {heading}" in text
-    for name in ("06_online_softmax.svg", "06_times_bf16.svg", "06_rivals.svg"):
+    for name in ("06_online_softmax.svg", "06_lengths.svg", "06_rivals.svg"):
         assert f"({name})" in text and (folder / name).exists()
-
-
-def test_versions_are_data_and_their_findings_follow_them():
-    frame = report.versions()
-    assert set(frame["kept"]) == {"yes", "no"}
-    assert set(frame.dropna()["compared"]) == {"one process", "two processes"}
-    assert len(report.table_versions(frame)) == len(frame)
-    lost = frame.assign(gained_percent=-1.0)
-    found = " ".join(report.findings_versions(lost))
-    assert f"timed 0 gained what was predicted or more, {len(frame)} gained" in found
-    assert report.findings_versions(frame.assign(gained_percent=float("nan"))) == []

@@ -105,7 +105,7 @@ def table_errors(*contests: pd.DataFrame) -> pd.DataFrame:
         passed, wrong = ok_rows(group), int(group["reason"].str.contains("wrong:").sum())
         if len(passed) + wrong:
             line = lines.setdefault(impl, {"implementation": NAMES[impl]})
-            line[precision] = f"{number(passed['budget_fraction'].max(), 2)} of {len(passed)}"
+            line[precision] = f"{number(passed['budget_fraction'].max(), 2)} of {len(passed)}" if len(passed) else "–"
             line[precision] += f", {wrong} wrong" if wrong else ""
     return pd.DataFrame([lines[impl] for impl in NAMES if impl in lines]).fillna("–")
 
@@ -122,7 +122,7 @@ def findings_errors(algorithm: pd.DataFrame, *contests: pd.DataFrame) -> list[st
             f"{len(maxima[0]) - 1} later tiles raise a query's maximum; only then is what it holds rescaled."
         )
     rows = pd.concat([results(frame) for frame in contests], ignore_index=True)
-    for row in ok_rows(rows).nlargest(1, "budget_fraction").to_dict("records"):
+    for row in ok_rows(rows).nlargest(1, "budget_fraction").to_dict("records") if len(ok_rows(rows)) else []:
         case = f"{NAMES[row['impl']]}, {row['precision']}, {PHASE_NAMES[row['name']]}, {_at(row)}"
         share, passed = percent(row["budget_fraction"]), f"All {len(ok_rows(rows)):,} timed results had passed the gate"
         sentences.append(f"{passed}, at worst with {share} of the error allowed ({case}).")
@@ -166,7 +166,7 @@ def findings_weighted_sum(frame: pd.DataFrame) -> list[str]:
 
 def _with_ours(rows: pd.DataFrame) -> pd.DataFrame:
     """Returns the rows with what `auto` runs as "auto", without our other implementations."""
-    rows = rows.assign(impl=rows["impl"].mask(rows["is_auto"] == 1, "auto"))
+    rows = rows.assign(impl=rows["impl"].mask(rows.reindex(columns=["is_auto"])["is_auto"] == 1, "auto"))
     return rows[~rows["impl"].isin([*OURS, "sdpa", "sdpa_math"])]
 
 
