@@ -20,7 +20,7 @@ import pytest
 import torch
 from chapters import CPU, on_a_cpu
 
-from labkit import accounting, hardware
+from labkit import accounting, hardware, lessons
 from labkit.configs import LEADERBOARD, MATERIALISING, PASSES
 from labkit.experiments import contest as contests
 from labkit.experiments import flash_attention as experiment
@@ -50,109 +50,64 @@ RATES = {
 FLOOR_MS, LAUNCH_MS, CEILING = 0.005, 0.04, {"bf16": 700.0, "fp32": 50.0, "tf32": 350.0}
 
 
-def statistics_of(time_ms: float) -> dict:
-    return {
-        "median_ms": time_ms,
-        "p20_ms": 0.99 * time_ms,
-        "p80_ms": 1.01 * time_ms,
-        "mean_ms": time_ms,
-        "std_ms": 0.0,
-        "min_ms": 0.98 * time_ms,
-        "n": 10,
-        "half_width_fraction": 0.002,
-    }
+def timed(time_ms: float, **metrics) -> dict:
+    ends = {"median_ms": time_ms, "p20_ms": 0.99 * time_ms, "p80_ms": 1.01 * time_ms, "half_width_fraction": 0.002}
+    return {"metrics": {**ends, **metrics}}
 
 
-def contest_metrics(parameters: dict, impl: str, name: str, auto: str) -> dict:
-    """Returns what a contest of attention would have recorded."""
-    precision = parameters["precision"]
-    batch, length, d_head = parameters["batch"] * parameters["heads"], parameters["length"], parameters["d_head"]
-    flops = accounting.attention_call_flops(name, batch, length, d_head, causal=parameters["causal"])
-
-    def time_of(one: str) -> float:
-        rate = RATES[one] * (1 if precision == "bf16" else 0.1)
-        return FLOOR_MS + flops / (rate * 1e12) * 1e3
-
-    time_ms = time_of(impl)
-    ratio = time_ms / time_of(auto)
-    metrics = {
-        **statistics_of(time_ms),
-        "flops": flops,
-        "achieved_tflops": flops / (time_ms * 1e-3) / 1e12,
-        "ceiling": CEILING[precision],
-        "ceiling_fraction": flops / (time_ms * 1e-3) / 1e12 / CEILING[precision],
-        "is_auto": int(impl == auto),
+def contest(p: dict, impl: str, name: str) -> dict:
+    """Returns what a contest of attention would have recorded, by a fixed rate and a floor."""
+    share = 1 if p["precision"] == "bf16" else 0.1
+    auto = {"bf16": "gluon", "fp32": "triton", "tf32": "triton_tf32"}[p["precision"]]
+    flops = accounting.attention_call_flops(name, p["batch"] * p["heads"], p["length"], p["d_head"], causal=p["causal"])
+    time_ms, ours_ms = (FLOOR_MS + flops / (RATES[one] * share * 1e9) for one in (impl, auto))
+    ratios = {f"ratio_to_ours{end}": by * time_ms / ours_ms for end, by in (("", 1), ("_low", 0.99), ("_high", 1.01))}
+    calls = {"launch_median_ms": LAUNCH_MS, "host_median_ms": max(LAUNCH_MS, time_ms) + 0.01}
+    calls |= {"flush_median_ms": 1.01 * time_ms}
+    return timed(
+        time_ms,
+        achieved_tflops=flops / time_ms / 1e9,
+        ceiling=CEILING[p["precision"]],
+        is_auto=int(impl == auto),
         **Verdict(2e-3, 2e-3, 0.4).metrics(),
-        "ratio_to_ours": ratio,
-        "ratio_to_ours_low": 0.99 * ratio,
-        "ratio_to_ours_high": 1.01 * ratio,
-    }
-    if name != "backward":
-        metrics |= {"launch_median_ms": LAUNCH_MS, "host_median_ms": max(LAUNCH_MS, time_ms) + 0.01}
-        metrics["flush_median_ms"] = 1.01 * time_ms
-    if impl.startswith("triton"):
-        metrics |= {f"{kernel}_block_{side}": 128 for kernel in ("forward", "dkdv", "dq") for side in "qk"}
-    return metrics
+        **ratios,
+        **(calls if name != "backward" else {}),
+    )
 
 
-def invented(case: Case) -> dict[str, dict]:
-    """Returns the fields of a record for every phase of a case."""
+def invented(case: Case, phase: str) -> dict:
+    """Returns the fields of a record of the case."""
     p = case.parameters
     if case.section == "ceilings":
-        if p["kind"] == "copy":
-            return {"rate": {"metrics": {**statistics_of(1.0), "achieved_gb_per_s": 4000.0}}}
-        return {"rate": {"metrics": {**statistics_of(1.0), "achieved_tflops": CEILING[p["precision"]]}}}
-    if case.section == "algorithm":
-        errors = {}
-        for name in ("out", "dq", "dk", "dv"):
-            errors |= {f"{name}_{key}": value for key, value in Verdict(2e-7, 1e-7, 0.5).metrics().items()}
-        num_tiles = p["length"] // p["tile"]
-        samples = {
-            f"query {query} {name}": [0.5 + query + (step >= query) for step in range(num_tiles)]
-            for query in range(3)
-            for name in ("maximum", "denominator", "distance")
-        }
-        return {"errors": {"metrics": errors}, "trace": {"metrics": {"num_tiles": num_tiles}, "samples": samples}}
+        return timed(1.0)
+    if phase == "errors":
+        found = {name: Verdict(2e-7, 1e-7, 0.5).metrics() for name in ("out", "dq", "dk", "dv")}
+        return {"metrics": {f"{name}_{key}": value for name, values in found.items() for key, value in values.items()}}
+    if phase == "trace":
+        names = [f"query {query} {name}" for query in range(3) for name in ("maximum", "denominator", "distance")]
+        return {"samples": {name: [float(step >= 1) for step in range(p["length"] // p["tile"])] for name in names}}
     if case.section == "memory":
-        shape = (p["batch"] * p["heads"], p["length"], p["d_head"], 2 if p["precision"] == "bf16" else 4)
-        linear = 10 * math.prod(shape)
-        peak = linear + (3 * shape[0] * shape[1] ** 2 * shape[3] if p["impl"] in MATERIALISING else 0)
-        if p["impl"] in MATERIALISING and p["length"] > 65536:
-            return {phase: {"status": "oom", "reason": "OutOfMemoryError: no room"} for phase in case.phases}
-        return {phase: {"metrics": {"peak_bytes": peak}} for phase in case.phases}
+        size = 2 if p["precision"] == "bf16" else 4
+        scores = 3 * p["length"] ** 2 * size if p["impl"] in MATERIALISING else 0
+        if scores and p["length"] > 65536:
+            return {"status": "oom", "reason": "OutOfMemoryError: no room"}
+        return {"metrics": {"peak_bytes": 10 * p["length"] * p["d_head"] * size + scores}}
     if case.section == "tiles":
         if (p["block_q"], p["block_k"]) == (256, 128):
-            return {"forward": {"status": "skipped", "reason": "OutOfResources: out of resource: shared memory"}}
+            return {"status": "skipped", "reason": "OutOfResources: out of resource: shared memory"}
         time_ms = 1 + abs(math.log2(p["block_q"] / 128)) + abs(math.log2(p["block_k"] / 128))
-        shipped = int((p["block_q"], p["block_k"]) == (128, 128))
-        metrics = {**statistics_of(time_ms), "achieved_tflops": 100.0, "budget_fraction": 0.3, "is_shipped": shipped}
-        return {"forward": {"metrics": metrics}}
-    found = {}
-    for phase in case.phases:
-        impl, name = phase.split(" ")
-        if case.section == "weighted_sum":
-            rates = {"eager": 1000.0, "compiled": 3000.0, "triton": 3500.0}
-            num_bytes = accounting.weighted_sum_bytes(name, p["rows"], p["dim"], 4)
-            time_ms = num_bytes / (rates[impl] * 1e9) * 1e3
-            metrics = {
-                **statistics_of(time_ms),
-                "achieved_gb_per_s": rates[impl],
-                "ceiling_fraction": rates[impl] / 4e3,
-            }
-            found[phase] = {"metrics": {**metrics, **Verdict(1e-7, 1e-7, 0.3).metrics()}}
-        elif impl == "eager" and p["precision"] != "bf16" and p["length"] == 65536:
-            found[phase] = {"status": "oom", "reason": "OutOfMemoryError: CUDA out of memory"}
-        elif impl == "fa3" and p["d_head"] == 72:
-            found[phase] = {"status": "skipped", "reason": "FlashAttention-3 is not installed"}
-        elif impl == "sdpa_efficient" and p["d_head"] == 80 and p["length"] == 128 and name == "backward":
-            reason = "AssertionError: wrong: the error of dq is 7.5 times what is allowed"
-            found[phase] = {"status": "error", "reason": reason}
-        else:
-            auto = {"bf16": "gluon", "fp32": "triton", "tf32": "triton_tf32"}[p["precision"]]
-            found[phase] = {"metrics": contest_metrics(p, impl, name, auto)}
-            if impl == "triton" and p["precision"] == "fp32":
-                found[phase]["observed"] = {"products": "tf32x3" if p["length"] < 4096 else "bf16x6"}
-    return found
+        return timed(time_ms, achieved_tflops=100.0, is_shipped=int((p["block_q"], p["block_k"]) == (128, 128)))
+    impl, name = phase.split(" ")
+    if case.section == "weighted_sum":
+        return timed({"eager": 3.5, "compiled": 1.2, "triton": 1.0}[impl])
+    if impl == "eager" and p["precision"] != "bf16" and p["length"] == 65536:
+        return {"status": "oom", "reason": "OutOfMemoryError: CUDA out of memory"}
+    if impl == "fa3" and p["d_head"] == 72:
+        return {"status": "skipped", "reason": "FlashAttention-3 is not installed"}
+    if impl == "sdpa_efficient" and p["d_head"] == 80 and p["length"] == 128 and name == "backward":
+        return {"status": "error", "reason": "AssertionError: wrong: the error of dq is 7.5 times what is allowed"}
+    products = {"products": "tf32x3" if p["length"] < 4096 else "bf16x6"} if impl == "triton" else {}
+    return {**contest(p, impl, name), "observed": products}
 
 
 @pytest.fixture
@@ -161,22 +116,13 @@ def chapter(tmp_path):
     folder = tmp_path / DEVICE
     (folder / "records").mkdir(parents=True)
     (folder / "environment.json").write_text(json.dumps({"device": {"name": "an invented device"}}))
-    path = folder / "records" / f"{NOTEBOOK}.jsonl"
     lines = []
-    for case in cases("full", "cuda"):
-        fields = invented(case)
-        for phase in case.phases:
-            record = Record(
-                notebook=NOTEBOOK,
-                section=case.section,
-                case=case.parameters,
-                phase=phase,
-                device=DEVICE,
-                measurement_version=experiment.MEASUREMENT_VERSION,
-                **{"status": "ok", "timer": {"method": "graph"}, **fields[phase]},
-            )
-            lines.append(json.dumps(dataclasses.asdict(record)) + "\n")
-    path.write_text("".join(lines))
+    for case, phase in ((one, phase) for one in cases("full", "cuda") for phase in one.phases):
+        fields = {"status": "ok", "timer": {"method": "graph"}, **invented(case, phase)}
+        record = Record(NOTEBOOK, case.section, case.parameters, phase, device=DEVICE,
+                        measurement_version=experiment.MEASUREMENT_VERSION, **fields)  # fmt: skip
+        lines.append(json.dumps(dataclasses.asdict(record)) + "\n")
+    (folder / "records" / f"{NOTEBOOK}.jsonl").write_text("".join(lines))
     return Chapter(NOTEBOOK, device=DEVICE, output=str(tmp_path))
 
 
@@ -839,6 +785,19 @@ def test_figures_are_the_same_bytes_twice_and_follow_their_records(chapter):
     change(chapter, lambda r: r.phase == "sdpa_cudnn forward_backward", median_ms=50.0)
     change(chapter, lambda r: r.phase == "sdpa_cudnn forward", achieved_tflops=50.0)
     assert all(figures.svg(make(chapter.records(name))) != before[name] for name, make in makers.items())
+
+
+def test_kernels_are_interpreted_only_where_triton_is_not_loaded_yet(monkeypatch):
+    monkeypatch.setattr(lessons.hardware, "detect", lambda: CPU)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(RuntimeError, match="restart the kernel"):
+        lessons.interpret_kernels()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    lessons.interpret_kernels()
+    monkeypatch.setattr(lessons.hardware, "detect", lambda: dataclasses.replace(CPU, kind="cuda"))
+    monkeypatch.delenv("TRITON_INTERPRET")
+    lessons.interpret_kernels()
+    assert "TRITON_INTERPRET" not in os.environ
 
 
 # ---- an execution here ----------------------------------------------------------------------------------------

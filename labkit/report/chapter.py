@@ -149,7 +149,7 @@ class Chapter:
         sentences = list(self._built(build, arguments, options) or [])[:MAX_FINDINGS]
         if not sentences:
             return Markdown(f"*Not measured on {self.device}.*")
-        frames = [argument for argument in arguments if isinstance(argument, pd.DataFrame)]
+        frames = [x for x in arguments if isinstance(x, pd.DataFrame) and "disturbed" in x]
         busy = [f"{tables.DISTURBED}{note}" for note in disturbed_note(pd.concat(frames))] if frames else []
         return Markdown("\n".join(f"- {sentence}" for sentence in [*sentences, *busy]))
 
