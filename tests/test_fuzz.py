@@ -12,6 +12,7 @@ import sqlite3
 import warnings
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +20,8 @@ from labkit import records
 from labkit.measure.profiling import ProfileError, launches, read_chrome_trace, read_nsys, statistics_by
 from labkit.measure.snapshots import SnapshotError, read_history
 from labkit.records import Record, RecordError, RecordStore, newest, to_frame
-from labkit.report.chapter import environment_table
+from labkit.report import front
+from labkit.report.tables import to_markdown
 
 FIXTURE = Path(__file__).parent / "fixtures" / "nsys_2025.3.1_h200.sqlite"
 NOTEBOOK = "01_benchmarking"
@@ -218,6 +220,12 @@ def genuine_record() -> Record:
     )
 
 
+def render_environment(environment: dict, loaded: list[Record]) -> None:
+    """Renders what the first page of the report shows of an environment and of records."""
+    chapter = SimpleNamespace(device_name="a-device", environment=environment, all_records=lambda: loaded)
+    to_markdown(front.environment({NOTEBOOK: chapter})).encode("utf-8")
+
+
 def test_damaged_records(tmp_path):
     generator = random.Random(3)
     line = as_json(asdict(genuine_record())) + b"\n"
@@ -227,7 +235,7 @@ def test_damaged_records(tmp_path):
     def use():
         loaded = newest(RecordStore(path).load())
         to_frame(loaded).to_markdown()
-        environment_table({}, loaded, "a-device").encode("utf-8")
+        render_environment({}, loaded)
         for record in loaded:
             record.resume_key()
             RecordStore(tmp_path / "copy.jsonl").append(record)
@@ -265,7 +273,7 @@ def test_damaged_environments_and_done_files(tmp_path, name, genuine, seed):
 
     def use():
         if name == "environment":
-            environment_table(records.read_environment(tmp_path), [genuine_record()], "a-device").encode("utf-8")
+            render_environment(records.read_environment(tmp_path), [genuine_record()])
         else:
             done = records.read_done(tmp_path, NOTEBOOK)
             assert done["num_missing"] >= 0 and done["profile"].encode("utf-8") is not None
