@@ -251,9 +251,6 @@ def environment(device: Device) -> dict[str, Any]:
     return record
 
 
-# ---- NVML -----------------------------------------------------------------------------------------------
-
-
 class _nvml:  # noqa: N801 - used like a function: `with _nvml() as nvml`
     """Gives pynvml initialised, or None where there is no NVIDIA driver or no nvidia-ml-py."""
 

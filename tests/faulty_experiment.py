@@ -38,9 +38,6 @@ MARK = "LABKIT_TEST_MARK"
 """Environment variable that the server gives to a session: every process the session starts inherits it."""
 
 
-# ---- what a case can do wrong ------------------------------------------------------------------------------
-
-
 def _raise(error: BaseException) -> None:
     raise error
 
@@ -165,9 +162,6 @@ CPU_WAITS = {"quiet": (0.0,), "busy_once": (0.5, 0.0), "busy": (0.5, 0.2, 0.4), 
 WATCHED_MS = 300
 
 
-# ---- the experiment, as a session expects it ---------------------------------------------------------------
-
-
 def make_case(
     name: str,
     log: Path | str,
@@ -245,9 +239,6 @@ def _note(case: Case, step: str, **more: float) -> None:
     }
     with open(case.parameters["log"], "a", encoding="utf-8") as file:
         file.write(json.dumps(entry) + "\n")
-
-
-# ---- sessions of it ----------------------------------------------------------------------------------------
 
 
 class FaultySession(Session):

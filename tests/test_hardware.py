@@ -25,9 +25,6 @@ H200 = Device("cuda", "NVIDIA H200", "nvidia-h200")
 SOME_CPU = Device("cpu", "AMD EPYC 7763 64-Core Processor", "cpu-amd-epyc-7763")
 
 
-# ---- names --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "slug"),
     [
@@ -79,9 +76,6 @@ def test_without_a_driver_the_device_is_the_same_and_torch_is_not_imported_for_i
     slug, imported = result.stdout.split()
     assert slug == hardware.detect().slug
     assert imported == str(hardware.has_gpu_driver())
-
-
-# ---- datasheets ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -170,8 +164,6 @@ def test_an_unknown_precision_is_refused_with_the_accepted_ones():
         datasheet("NVIDIA H200").tflops("fp8")
 
 
-# ---- what is recorded of the machine ------------------------------------------------------------------------
-
 CANARY = "canary-9f3a61"
 
 
@@ -230,9 +222,6 @@ def test_versions_are_texts_and_empty_where_there_is_nothing(monkeypatch):
     assert versions["driver"] == ""
     if torch.version.cuda is None:
         assert versions["cuda"] == ""
-
-
-# ---- which code ran -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -312,9 +301,6 @@ def test_a_tree_that_git_cannot_read_is_not_called_clean(repository):
     assert source_state() == {"commit": "unknown", "dirty": None}
 
 
-# ---- what the machine lacks ---------------------------------------------------------------------------------
-
-
 def assert_complete(results: list[Check]) -> None:
     assert len({result.name for result in results}) == len(results)
     for result in results:
@@ -353,9 +339,6 @@ def test_without_torch_only_that_is_said(monkeypatch):
     (only,) = checks()
     assert only.name == "torch" and not only.present
     assert "labkit report" in only.disables
-
-
-# ---- the monitor --------------------------------------------------------------------------------------------
 
 
 LOAD = {"other_cpu_cores", "cpu_wait_fraction", "cpu_pressure", "disturbed", "disturbed_by"}

@@ -52,9 +52,6 @@ def one_thread():
     torch.set_num_threads(num_threads)
 
 
-# ---- histories -------------------------------------------------------------------------------------------------------
-
-
 def test_a_history_adds_up():
     history = History(pair_events([(10, 100, "a"), (20, 50, "b"), (10, -100, ""), (10, 30, "c")], {5: 1000}), 4)
     assert history.totals().tolist() == [1000, 1100, 1150, 1050, 1080]
@@ -215,9 +212,6 @@ def test_the_frame_is_the_innermost_outside_pytorch():
     assert frame_text([{"filename": "??", "line": 0, "name": "start"}]) == ""
 
 
-# ---- recording -------------------------------------------------------------------------------------------------------
-
-
 def test_usage_is_the_peak_and_what_stays():
     def work():
         scratch = torch.empty(1000, dtype=torch.uint8)
@@ -327,9 +321,6 @@ def test_a_snapshot_that_pytorch_dumps_is_read(tmp_path):
     assert read_history(tmp_path / "snapshot.pickle").peak_bytes == expected
 
 
-# ---- residuals -------------------------------------------------------------------------------------------------------
-
-
 def test_an_rms_norm_keeps_six_residuals_four_of_them_distinct():
     norm, x = RMSNorm(8), torch.randn(2, 3, 8, requires_grad=True)
     found, out = residuals(lambda: norm(x), norm, list(norm.parameters()), is_compiled=False)
@@ -350,8 +341,6 @@ def test_residuals_know_their_module():
     ]  # fmt: skip
     assert not found[-1].is_new, "the input of the second matrix is the exponential, kept once"
 
-
-# ---- closed forms ----------------------------------------------------------------------------------------------------
 
 # One in which the scores weigh most, one the feed-forward part, one the logits.
 SHAPES = {
@@ -497,9 +486,6 @@ def test_what_the_accounting_does_not_know_is_refused():
         accounting.peak_moments(config, 1, 8, "sideways", **known)
 
 
-# ---- recomputing -----------------------------------------------------------------------------------------------------
-
-
 FOUR_BLOCKS = ModelConfig("four blocks", "test", 64, 128, 4, 4, vocab_size=50)
 
 
@@ -568,9 +554,6 @@ def test_every_plan_of_the_grids_can_be_run():
         for plans in grid.checkpoint_plans.values():
             for plan in plans:
                 accounting.checkpoint_plan(plan, model_config(grid.checkpoint_size).num_layers)
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
 
 
 class Payload:

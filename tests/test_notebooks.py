@@ -31,9 +31,6 @@ def code_cells(name):
     return [cell for cell in notebooks.read(name).cells if cell.cell_type == "code"]
 
 
-# ---- rules ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_cells_are_thin(name):
     for cell in code_cells(name):
@@ -86,9 +83,6 @@ def test_committed_report_holds_what_the_notebook_shows(name):
             text = output.get("data", {}).get("text/markdown")
             if text:
                 assert text.strip() in report, "run `labkit report --save-notebooks`"
-
-
-# ---- names and parameters --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["01", "1", "benchmarking", "01_benchmarking", "01_benchmarking.ipynb"])
@@ -165,9 +159,6 @@ def test_a_notebook_that_does_not_complete_is_an_error(written, monkeypatch, sou
         assert shown.startswith("RequestError: size 'xl'") and "\n" not in shown
 
 
-# ---- what is asked of a session ---------------------------------------------------------------------------------
-
-
 def session_of(output, **changes):
     arguments = {"device": "this", "profile": "smoke", "output": str(output), "fresh": False, "measure": True}
     return open_session("01_benchmarking", **arguments | changes)
@@ -203,9 +194,6 @@ def test_this_device_and_the_profile_auto_are_those_of_the_machine(tmp_path):
     assert (session.slug, session.profile) == (HERE, hardware.detect().default_profile)
     session.store.path.touch()
     assert session_of(tmp_path, measure=False).slug == HERE
-
-
-# ---- an execution here -----------------------------------------------------------------------------------------
 
 
 def labkit(*arguments, **options):
@@ -364,9 +352,6 @@ def _kernel_of(pid: int) -> int | None:
         if "ipykernel" in Path(f"/proc/{child}/cmdline").read_text(encoding="utf-8"):
             return int(child)
     return None
-
-
-# ---- the command line's refusals ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

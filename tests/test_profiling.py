@@ -97,9 +97,6 @@ def paths(path: Path) -> list[tuple]:
     return launches(read_nsys(path), PHASES)["path"].tolist()
 
 
-# ---- a real export -----------------------------------------------------------------------------------------------
-
-
 def test_the_fixture_has_five_steps_each_one_matmul_and_one_softmax_and_three_matmuls_outside():
     trace = read_nsys(FIXTURE, "2025.3.1")
     table = launches(trace, ("mm", "softmax"))
@@ -136,9 +133,6 @@ def test_reading_changes_nothing():
     read_nsys(FIXTURE)
     assert FIXTURE.read_bytes() == before
     assert b"PATH=" not in before and b"HOME" not in before
-
-
-# ---- which range a launch belongs to -------------------------------------------------------------------------------
 
 
 def test_what_autograds_thread_launches_belongs_to_the_backward_that_the_main_thread_holds_open(export):
@@ -249,9 +243,6 @@ def test_paths_are_what_looking_at_every_range_gives(export, seed):
     assert any(len(path) >= 3 for path in got) and () in got
 
 
-# ---- captures that cannot be read -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("table", "lack"),
     [
@@ -323,8 +314,6 @@ def test_corrupt_foreign_and_absent_files_are_errors_that_name_the_file(tmp_path
     with pytest.raises(ProfileError, match="is no export of Nsight Systems: its table StringIds has no column id"):
         read_nsys(foreign)
 
-
-# ---- names ---------------------------------------------------------------------------------------------------------
 
 ELEMENTWISE = "void at::native::{}<4, at::native::{}, std::array<char*, 2ul> >(int, T2, T3)"
 
@@ -451,9 +440,6 @@ def test_casts_are_told_from_other_copies():
     assert found == [True, True, False, True, False, False]
 
 
-# ---- torch.profiler ------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def kineto():
     """A forward and a backward pass on the CPU, captured."""
@@ -547,9 +533,6 @@ def test_unknown_kinds_of_ranges_are_refused_and_none_marks_nothing():
         pass
 
 
-# ---- sums ----------------------------------------------------------------------------------------------------------
-
-
 def test_busy_time_counts_what_overlaps_once():
     def table(*spans):
         return pd.DataFrame(spans, columns=["start_ns", "end_ns"])
@@ -568,8 +551,6 @@ def test_statistics_of_a_group_by_hand():
     assert (a["launches"], a["total_us"], a["mean_us"], a["median_us"], a["min_us"], a["max_us"]) == (2, 4, 2, 2, 1, 3)
     assert a["std_us"] == pytest.approx(2**0.5)
 
-
-# ---- processes -----------------------------------------------------------------------------------------------------
 
 DAEMON = """
 import os, subprocess, sys, time
@@ -608,8 +589,6 @@ def test_a_program_that_cannot_be_started_is_an_error():
     with pytest.raises(ProfileError, match="no-such-nsys cannot be started: No such file"):
         run_bounded(["/nowhere/no-such-nsys"], {}, 5.0)
 
-
-# ---- nsys ----------------------------------------------------------------------------------------------------------
 
 FAKE_NSYS = """#!{python}
 import json, os, pathlib, shutil, subprocess, sys

@@ -56,9 +56,6 @@ def store(tmp_path) -> RecordStore:
     return RecordStore(tmp_path / "01_benchmarking.jsonl")
 
 
-# ---- round trip ---------------------------------------------------------------------------------------------
-
-
 def test_records_come_back_equal_and_in_order(store):
     written = [
         make_record(),
@@ -161,9 +158,6 @@ def test_append_returns_after_the_whole_line_was_synced(store, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: contents_at_sync.append(store.path.read_bytes()))
     store.append(make_record())
     assert contents_at_sync == [store.path.read_bytes()]
-
-
-# ---- damage -------------------------------------------------------------------------------------------------
 
 
 def test_a_last_line_torn_at_any_byte_costs_only_itself(store, monkeypatch):
@@ -361,9 +355,6 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-# ---- which record counts ------------------------------------------------------------------------------------
-
-
 def test_newest_keeps_the_last_of_each_identity_in_order_of_first_appearance():
     first, other = make_record(metrics={"median_ms": 1.0}), make_record(phase="backward")
     again = make_record(metrics={"median_ms": 2.0}, device="elsewhere", recorded_at="later")
@@ -442,9 +433,6 @@ def test_a_frame_has_one_row_per_record_and_a_column_per_number():
     assert list(frame["timer_method"]) == ["window", "window"]
 
 
-# ---- numbers that cannot be -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("metrics", "complaint"),
     [
@@ -469,8 +457,6 @@ def test_possible_numbers_pass():
     check_plausible({"datasheet_fraction": 1.0, "other_datasheet_fraction": None})
     check_plausible({})
 
-
-# ---- one writer -----------------------------------------------------------------------------------------------
 
 HOLDER = """
 import sys

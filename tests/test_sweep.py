@@ -125,8 +125,6 @@ def run(output: Path, plan: list[sweep.Case], *, fresh: bool = False) -> None:
         session.measure(section)
 
 
-# ---- one case misbehaves ------------------------------------------------------------------------------------
-
 ENDED = {
     "torch_out_of_memory": ("oom", "OutOfMemoryError: Tried to allocate 2.00 GiB"),
     "memory_error": ("oom", "MemoryError: no room for the list"),
@@ -313,9 +311,6 @@ def test_the_session_says_how_many_phases_ended_how(output, log, capsys):
     assert capsys.readouterr().out == "steps: 2 error, 7 ok\n"
 
 
-# ---- time ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("at", "lost"), [("second", ("second",)), ("build", PHASES)])
 def test_a_hang_ends_at_the_timeout(output, log, at, lost):
     run_between_others(output, log, "hang", at)
@@ -332,9 +327,6 @@ def test_the_timeout_is_of_one_phase_not_of_the_case(output, log):
     assert outcome(output, "patient") == dict.fromkeys(PHASES, ("ok", ""))
     noted = [step["time_s"] for step in taken(log)]
     assert noted[-1] - noted[0] + 0.8 > 2.0
-
-
-# ---- workers ------------------------------------------------------------------------------------------------
 
 
 def test_a_worker_is_kept_while_all_goes_well(output, log):
@@ -403,9 +395,6 @@ assert "torch" not in sys.modules, "by the session"
     assert [path.name for path in output.rglob("*") if path.is_file()] == ["01_benchmarking.jsonl"]
 
 
-# ---- ceilings -----------------------------------------------------------------------------------------------
-
-
 def ceiling(name: str, log: Path, behaviour: str = "none") -> sweep.Case:
     return make_case(name, log, behaviour, section="ceilings", phases=("rate",))
 
@@ -458,9 +447,6 @@ def test_ceilings_are_measured_anew_with_what_is_pending_and_not_without(output,
     assert [record.observed["ceilings"] for record in records_of(output, "a").values()] == [first] * 3
     assert [record.observed["ceilings"] for record in records_of(output, "b").values()] == [second] * 3
     assert started(log, "a") == started(log, "b") == list(PHASES)
-
-
-# ---- a busy machine ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -546,9 +532,6 @@ def test_with_a_busy_core_a_time_is_near_the_idle_one_or_marked(tmp_path):
     for identity, record in busy.items():
         slower = record.metrics["median_ms"] / idle[identity].metrics["median_ms"]
         assert slower < 4 or record.telemetry["disturbed"], f"{slower:.1f} times slower: {record}"
-
-
-# ---- taking up what is recorded -----------------------------------------------------------------------------
 
 
 def test_what_is_recorded_is_not_run_again_whatever_its_status(output, log):
@@ -659,9 +642,6 @@ def test_finish_counts_what_of_the_grid_has_no_record(output, log, monkeypatch):
         assert (content["session"], content["num_missing"]) == (session.id, missing)
 
 
-# ---- requests that cannot be met ----------------------------------------------------------------------------
-
-
 def request_session(output: Path, **changes):
     arguments = {"device": hardware.detect().slug, "profile": "smoke", "output": str(output), "fresh": False} | changes
     return labkit.experiments.open_session("01_benchmarking", measure=True, **arguments)
@@ -692,9 +672,6 @@ def test_a_request_that_cannot_be_met_names_what_is_accepted(output, changes, ac
 def test_an_unknown_option_names_what_is_accepted(output):
     with pytest.raises(ValueError, match=r"colour.*accepted.*sizes.*contexts"):
         request_session(output, colour="red")
-
-
-# ---- the session itself is killed ---------------------------------------------------------------------------
 
 
 class Server:

@@ -57,9 +57,6 @@ def approximately(values):
     return pytest.approx(values, rel=1e-6, abs=1e-6)
 
 
-# ---- statistics ---------------------------------------------------------------------------------------------
-
-
 def make_timing(samples, **changes) -> Timing:
     return Timing(samples_ms=tuple(samples), method="host", num_warmup=0, stop_reason="fixed count", **changes)
 
@@ -166,9 +163,6 @@ def test_launch_bound_is_a_host_that_issues_for_nine_tenths_of_the_window(launch
     assert make_timing([10.0] * 3, host_ms=host_ms, launch_ms=launch_ms).is_launch_bound is expected
 
 
-# ---- what a sample holds ------------------------------------------------------------------------------------
-
-
 def test_warmup_calls_come_first_and_are_not_samples(clock):
     calls = []
 
@@ -261,9 +255,6 @@ def test_a_sleep_is_measured_by_the_clock_on_the_wall():
     assert statistics.median(around_ms) < 0.1
 
 
-# ---- when sampling stops ------------------------------------------------------------------------------------
-
-
 def costs_with_spread(clock):
     costs = random.Random(0)
     return lambda: clock.spend(costs.uniform(1.0, 3.0))
@@ -323,9 +314,6 @@ def test_the_making_of_inputs_counts_towards_the_limit(clock):
 
     timed = time_callable(lambda: clock.spend(1.0), device_kind="cpu", inputs=make_inputs, time_limit_s=1.0)
     assert (timed.stop_reason, timed.n) == ("time limit", 3)
-
-
-# ---- refusals, and what stays behind ------------------------------------------------------------------------
 
 
 def must_not_run(*_):
@@ -409,9 +397,6 @@ def test_the_garbage_collector_rests_during_a_comparison(collector):
     compare({"a": function, "b": function}, baseline="a", device_kind="cpu", num_rounds=2)
     assert gc.isenabled()
     assert not any(seen)
-
-
-# ---- comparisons --------------------------------------------------------------------------------------------
 
 
 def run_comparison(clock, costs, **options):
@@ -534,9 +519,6 @@ def test_the_bootstrap_interval_holds_the_true_median_as_often_as_it_says():
     # 95 % of 200 with a standard deviation of three: outside of four of these it would not be a 95 % interval.
     assert 178 <= num_held <= 200
     assert bootstrap_median([2.0] * 5, generator) == (2.0, 2.0, 2.0)
-
-
-# ---- on a GPU -----------------------------------------------------------------------------------------------
 
 
 def negate(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -105,9 +105,6 @@ PhaseRun = tuple[str, Callable[[], Measured]]
 """A phase's name and the function that measures it; `run_case` of an experiment yields these."""
 
 
-# ---- the worker process ------------------------------------------------------------------------------------
-
-
 # How allocation failures read that come as a plain RuntimeError.
 _OUT_OF_MEMORY_TEXTS = (
     "CUDA error: out of memory",
@@ -244,9 +241,6 @@ class _Worker:
         _kill_group(self.process.pid)
         self.process.join()
         self.connection.close()
-
-
-# ---- a session -------------------------------------------------------------------------------------------
 
 
 def _lock_path(key: str) -> Path:

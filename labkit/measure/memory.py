@@ -31,9 +31,6 @@ DEVICE_KINDS = ("cuda", "cpu")
 _POSITION = "labkit position "
 
 
-# ---- bytes in use ----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Usage:
     """Bytes that a call took beyond what was in use before it.
@@ -88,9 +85,6 @@ def _requested_bytes() -> int:
 def _check(device_kind: str) -> None:
     if device_kind not in DEVICE_KINDS:
         raise ValueError(f"memory of device {device_kind!r} cannot be followed; accepted: {', '.join(DEVICE_KINDS)}")
-
-
-# ---- the history -----------------------------------------------------------------------------------------------------
 
 
 class Recorder:
@@ -209,9 +203,6 @@ def _start_ns(event) -> int:
     return event.start_time_ns
 
 
-# ---- who allocates ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Owner:
     """Who made an allocation.
@@ -298,9 +289,6 @@ def _calling_line() -> tuple[str, str]:
             return where, linecache.getline(code.co_filename, frame.f_lineno).strip()
         frame = frame.f_back
     return "", ""
-
-
-# ---- what autograd keeps ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,6 @@ class ProfileError(Exception):
     """A capture that could not be made or cannot be read; the message names the file and what it lacks."""
 
 
-# ---- names -----------------------------------------------------------------------------------------------------
-
 # The first pattern that occurs decides, so an order matters: cuBLAS reduces split products, FlashAttention-3 is built
 # on CUTLASS, and a kernel that the compiler fused is called after everything that went into it.
 _KERNEL_PATTERNS = (
@@ -153,8 +151,6 @@ def _mangled_identifiers(name: str) -> list[str]:
         position = begin + length
     return found
 
-
-# ---- a capture, as read ------------------------------------------------------------------------------------------
 
 _OPERATION_COLUMNS = ["name", "kind", "start_ns", "end_ns", "duration_ns", "stream", "process", "thread", "launched_ns"]
 _RANGE_COLUMNS = ["name", "start_ns", "end_ns", "process", "thread"]
@@ -434,9 +430,6 @@ def _cpu_operators(events: pd.DataFrame) -> pd.DataFrame:
     )[[*_OPERATION_COLUMNS, "depth"]].reset_index(drop=True)  # fmt: skip
 
 
-# ---- the table ---------------------------------------------------------------------------------------------------
-
-
 def launches(trace: Trace, phases: Sequence[str]) -> pd.DataFrame:
     """Returns the table of the module's docstring, in order of start.
 
@@ -531,9 +524,6 @@ def statistics_by(table: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
     return result.sort_values("total_us", ascending=False, kind="stable").reset_index()
 
 
-# ---- marking ranges ----------------------------------------------------------------------------------------------
-
-
 class RangeMarker:
     """Opens and closes ranges on the calling thread.
 
@@ -576,9 +566,6 @@ class RangeMarker:
             self.close()
 
 
-# ---- capturing by torch.profiler -----------------------------------------------------------------------------------
-
-
 def capture_with_kineto(function: Callable[[], None], device_kind: str) -> Trace:
     """Calls `function` under torch.profiler and returns what it captured.
 
@@ -610,8 +597,6 @@ def _without_folder(folder: str) -> Iterator[None]:
     except ProfileError as error:
         raise ProfileError(str(error).replace(f"{folder}{os.sep}", "")) from error
 
-
-# ---- capturing by Nsight Systems -----------------------------------------------------------------------------------
 
 ALLOWED_ENVIRONMENT = (
     "PATH",

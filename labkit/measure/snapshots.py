@@ -33,9 +33,6 @@ class SnapshotError(Exception):
     """A file that is no snapshot, or a snapshot that does not add up; the message names the file and what was found."""
 
 
-# ---- histories -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Allocation:
     """One block of memory.
@@ -161,9 +158,6 @@ def in_use_before(events: Sequence[tuple[int, int, str]], in_use: Mapping[int, i
         else:
             before[address] = -num_bytes
     return before
-
-
-# ---- CUDA's allocator ------------------------------------------------------------------------------------------------
 
 
 class _Layout:
@@ -341,9 +335,6 @@ def _shown(value: Any) -> str:
     if isinstance(value, int) and abs(value) >= 2**128:
         return f"an integer of {value.bit_length()} bits"
     return f"{value!r:.60}" if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
-
-
-# ---- reading a file that may be hostile ------------------------------------------------------------------------------
 
 
 class _PlainUnpickler(pickle.Unpickler):

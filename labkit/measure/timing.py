@@ -266,8 +266,6 @@ def _sample(sampler, min_samples, max_samples, target_half_width, time_limit_s) 
             return samples, "time limit"
 
 
-# ---- one sample by each method: (device ms, host ms or None, launch ms or None) ---------------------------
-
 _Sampler = Callable[[], tuple[float, float | None, float | None]]
 
 
@@ -384,9 +382,6 @@ def _graph_sampler(function: Callable, inputs: Inputs, device_kind: str) -> _Sam
 
 
 _SAMPLERS = {"window": _window_sampler, "graph": _graph_sampler, "flush": _flush_sampler, "host": _host_sampler}
-
-
-# ---- two or more callables against each other --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
