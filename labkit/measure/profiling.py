@@ -31,6 +31,7 @@ import tempfile
 import threading
 import time
 import urllib.parse
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,27 +45,17 @@ from labkit import hardware
 OUTSIDE = "outside"
 """Range and phase of what was launched in none."""
 
-CLASSES = (
-    "matmul",
-    "attention",
-    "softmax",
-    "normalisation",
-    "elementwise",
-    "reduction",
-    "copy",
-    "optimizer",
-    "communication",
-    "other",
-)
-"""Classes of kernels; "other" is what no pattern of the classifier knows."""
+CLASSES = ("matmul", "attention", "softmax", "normalisation", "elementwise", "reduction", "copy", "optimizer",
+           "communication", "other")  # fmt: skip
+"""Classes of kernels; "other" is what no pattern matches."""
 
 
 class ProfileError(Exception):
     """A capture that could not be made or cannot be read; the message names the file and what it lacks."""
 
 
-# The first pattern that occurs decides, so an order matters: cuBLAS reduces split products, FlashAttention-3 is built
-# on CUTLASS, and a kernel that the compiler fused is called after everything that went into it.
+# The first pattern that matches decides, so the order matters: cuBLAS reduces split products, FlashAttention-3 is built
+# on CUTLASS, and a kernel that the compiler fused is named after everything that went into it.
 _KERNEL_PATTERNS = (
     ("communication", r"nccl|all_?reduce|all_?gather|reduce_?scatter"),
     ("attention", r"flash|fmha|attention|sdpa|^hopper_(fwd|bwd)_"),
@@ -97,19 +88,19 @@ _OPERATOR_PATTERNS = (
 _KERNELS = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in _KERNEL_PATTERNS)
 _OPERATORS = tuple((name, re.compile(pattern)) for name, pattern in _OPERATOR_PATTERNS)
 
-# How PyTorch names the copies that change the dtype: to 16 bits by kernels of their own, from 16 bits by the general
-# copy with a cast on loading.
+# Copies that change the dtype: PyTorch casts to 16 bits by kernels of their own, from 16 bits by its general copy
+# with a cast on load.
 _CAST = re.compile(r"float\w*_copy_kernel|direct_copy.*LoadWithCast|templated.*direct_copy|^aten::_to_copy$", re.DOTALL)
 
 
 def classify(name: str, kind: str = "kernel") -> str:
-    """Returns the class, one of CLASSES, of a kernel's name, or of a CPU operator's ("aten::mm") if that is its kind.
+    """Returns the class, one of CLASSES, of a kernel or of a CPU operator ("aten::mm") by its name.
 
-    An operator that only makes a view or allocates is "other", and so is what autograd does around the operators.
+    Operators that only make a view or allocate are "other", like autograd's own bookkeeping.
     """
+    patterns = _KERNELS
     if kind == "operator":
-        name = name.removeprefix("aten::")
-    patterns = _OPERATORS if kind == "operator" else _KERNELS
+        name, patterns = name.removeprefix("aten::"), _OPERATORS
     return next((kernel_class for kernel_class, pattern in patterns if pattern.search(name)), "other")
 
 
@@ -119,7 +110,7 @@ def is_cast(name: str) -> bool:
 
 
 def short_name(name: str) -> str:
-    """Returns a readable name: no return type, namespaces or template arguments but for what is computed.
+    """Returns a readable name: no return type or namespace, and of the template arguments only what is computed.
 
     >>> short_name("void at::native::vectorized_elementwise_kernel<4, at::native::BinaryFunctor<float, float, float, "
     ...            "at::native::binary_internal::MulFunctor<float> >, std::array<char*, 3ul> >(int, T2, T3)")
@@ -134,16 +125,12 @@ def short_name(name: str) -> str:
     base, _, arguments = name.partition("<")
     base = base.partition("(")[0].rstrip(":").rpartition("::")[2]
     computed = re.findall(r"\w*Functor\w*|\w+_functor\b|\w+Ops\b|\w+_kernel(?:_cuda|_impl|_gpu)?\b", arguments)
-    told = [word for word in dict.fromkeys(computed) if word != base and not re.match("gpu_kernel|launch_", word)]
-    return (f"{base}[{':'.join(told[:2])}]" if told else base)[:96]
-
-
-def _shown(name: str, kind: str) -> str:
-    return name[:96] if kind == "operator" else short_name(name)
+    kept = [word for word in dict.fromkeys(computed) if word != base and not re.match("gpu_kernel|launch_", word)]
+    return (f"{base}[{':'.join(kept[:2])}]" if kept else base)[:96]
 
 
 def _mangled_identifiers(name: str) -> list[str]:
-    """Returns the identifiers of a mangled C++ name's own nesting: its template arguments are not read."""
+    """Returns the namespaces and the function of a mangled C++ name, without template arguments."""
     found, position = [], len("_ZN") if name.startswith("_ZN") else len("_Z")
     while match := re.compile(r"\d+").match(name, position):
         begin, length = match.end(), int(match.group())
@@ -162,10 +149,10 @@ class Trace:
 
     Attributes:
         source: "nsys", "kineto" (CUDA kernels by torch.profiler) or "kineto cpu" (its CPU operators).
-        version: of what captured.
+        version: of the profiler.
         operations: one row per kernel, copy or CPU operator; `launched_ns` (host) is NaN where no launch is known.
         ranges: name, start, end, process, thread.
-        total_ns: the kernels' (operators') time as the capture itself adds it up, to hold the table against.
+        total_ns: sum of the kernels' (operators') times in the capture, to check the table against.
     """
 
     source: str
@@ -175,19 +162,14 @@ class Trace:
     total_ns: int
 
 
-# Tables of an export with the columns that are read: what each may hold in the rows that are read, as SQL. A trace
-# longer than 2^53 ns (104 days) would not be exact in floating point.
+# The tables and columns read from an export, each with a condition on its values in SQL. Times beyond 2^53 ns
+# (104 days) would not be exact in floating point.
 _TIME = f"typeof({{0}}) = 'integer' AND {{0}} BETWEEN {-(1 << 53)} AND {1 << 53}"
 _INTEGER, _TEXT = "typeof({0}) = 'integer'", "typeof({0}) = 'text'"
 _OR_NULL = "({0} IS NULL OR %s)"
 _END = f'{_TIME} AND "end" >= start'
-_OF_DEVICE = {
-    "start": _TIME,
-    "end": _END,
-    "streamId": _INTEGER,
-    "correlationId": _OR_NULL % _INTEGER,
-    "globalPid": _INTEGER,
-}
+_OF_DEVICE = {"start": _TIME, "end": _END, "streamId": _INTEGER, "correlationId": _OR_NULL % _INTEGER,
+              "globalPid": _INTEGER}  # fmt: skip
 _IN_STRINGS = "({0} IS NULL OR {0} IN (SELECT id FROM StringIds))"
 _NSYS_TABLES = {
     "StringIds": {"id": _INTEGER, "value": _TEXT},
@@ -204,7 +186,7 @@ _NSYS_TABLES = {
     "CUPTI_ACTIVITY_KIND_MEMCPY": _OF_DEVICE,
     "CUPTI_ACTIVITY_KIND_MEMSET": _OF_DEVICE,
 }
-_NSYS_LACK = {
+_MISSING_TABLE = {
     "StringIds": "is no export of Nsight Systems",
     "CUPTI_ACTIVITY_KIND_KERNEL": "holds no kernel",
     "CUPTI_ACTIVITY_KIND_RUNTIME": "holds no launch of a kernel",
@@ -215,7 +197,7 @@ _READ_ROWS = {
     "CUPTI_ACTIVITY_KIND_RUNTIME": "correlationId IS NOT NULL",
     "NVTX_EVENTS": f"(eventType IN ({_PUSH_POP_RANGE}, {_START_END_RANGE}) OR typeof(eventType) <> 'integer')",
 }
-_THREADS_PER_PROCESS = 1 << 24  # a global thread id is that of its process with the thread's in the lowest 24 bits
+_THREADS_PER_PROCESS = 1 << 24  # a global thread id is the process's with the thread's in the lowest 24 bits
 
 
 def read_nsys(path: Path | str, version: str = "") -> Trace:
@@ -226,8 +208,8 @@ def read_nsys(path: Path | str, version: str = "") -> Trace:
         version: of nsys, for the Trace.
 
     Raises:
-        ProfileError: no SQLite file, not of nsys, without kernels, launches or ranges, or with a row that cannot be
-            (a missing time, an end before its start, a string id given twice); names the file and what is wrong.
+        ProfileError: not an SQLite file of nsys, no kernels, launches or ranges, or an impossible row (a missing time,
+            an end before its start, a string id given twice); names the file and what is wrong.
     """
     path = Path(path)
     uri = f"file:{urllib.parse.quote(str(path))}?mode=ro"
@@ -235,32 +217,30 @@ def read_nsys(path: Path | str, version: str = "") -> Trace:
         with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
             tables = _checked_tables(connection, path)
             return Trace("nsys", version, *_read_tables(connection, path, tables))
-    except (sqlite3.Error, UnicodeError, MemoryError) as error:  # of a damaged length or text
+    except (sqlite3.Error, UnicodeError, MemoryError) as error:  # the last two: a damaged text or length
         raise ProfileError(f"{path} cannot be read as SQLite: {_one_line(error)}") from error
 
 
 def _one_line(said: object) -> str:
-    """Returns what SQLite said of a file, without the text of a whole table's schema."""
+    """Returns SQLite's message in one short line; it may quote a whole schema."""
     return " ".join(str(said).split())[:200] or type(said).__name__
 
 
 def _checked_tables(connection: sqlite3.Connection, path: Path) -> set[str]:
-    """Returns the names of the export's tables; tables that saw no event are absent from one."""
+    """Returns the names of the export's tables, their rows checked; nsys omits tables without events."""
     state = connection.execute("PRAGMA quick_check(1)").fetchone()
     if state != ("ok",):
         raise ProfileError(f"{path} cannot be read as SQLite: {_one_line(state)}")
     tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     for table, columns in _NSYS_TABLES.items():
         if table not in tables:
-            if table not in _NSYS_LACK:
-                continue
-            raise ProfileError(f"{path} {_NSYS_LACK[table]}: it has no table {table}")
+            if table in _MISSING_TABLE:
+                raise ProfileError(f"{path} {_MISSING_TABLE[table]}: it has no table {table}")
+            continue
         present = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
         if missing := [column for column in columns if column not in present]:
             raise ProfileError(f"{path} is no export of Nsight Systems: its table {table} has no column {missing[0]}")
-    for table, columns in _NSYS_TABLES.items():
-        if table in tables:
-            _check_rows(connection, path, table, columns)
+        _check_rows(connection, path, table, columns)
     twice = connection.execute("SELECT id FROM StringIds GROUP BY id HAVING COUNT(*) > 1 LIMIT 1").fetchone()
     if twice:
         raise ProfileError(f"{path}: its table StringIds has the id {twice[0]} more than once")
@@ -268,19 +248,17 @@ def _checked_tables(connection: sqlite3.Connection, path: Path) -> set[str]:
 
 
 def _check_rows(connection: sqlite3.Connection, path: Path, table: str, columns: Mapping[str, str]) -> None:
-    """Raises ProfileError for the first row of a table that holds what no capture can."""
-    fit = {column: condition.format(f'"{column}"') for column, condition in columns.items()}
-    names = ", ".join(f'"{column}"' for column in columns)
-    flags = ", ".join(f"({condition}) IS TRUE" for condition in fit.values())
-    rows = connection.execute(
-        f"SELECT {names}, {flags} FROM {table} WHERE {_READ_ROWS.get(table, 'TRUE')} "
-        f"AND NOT ({' AND '.join(fit.values())}) IS TRUE LIMIT 1"
-    ).fetchall()
-    for row in rows:
-        values = dict(zip(columns, row, strict=False))
-        wrong = next(column for column, is_fit in zip(columns, row[len(columns) :], strict=True) if not is_fit)
-        also = f" and start {values['start']}" if wrong == "end" else ""
-        raise ProfileError(f"{path}: a row of its table {table} cannot be: it has {wrong} {values[wrong]!r:.60}{also}")
+    """Raises ProfileError for the first impossible value that is read from a table."""
+    for column, condition in columns.items():
+        condition = condition.format(f'"{column}"')
+        start = "start" if column == "end" else "NULL"
+        row = connection.execute(
+            f'SELECT "{column}", {start} FROM {table} '
+            f"WHERE {_READ_ROWS.get(table, 'TRUE')} AND ({condition}) IS NOT TRUE LIMIT 1"
+        ).fetchone()
+        if row:
+            also = f" and start {row[1]}" if column == "end" else ""
+            raise ProfileError(f"{path}: a row of its table {table} has {column} {row[0]!r:.60}{also}")
 
 
 def _read_tables(
@@ -438,67 +416,49 @@ def launches(trace: Trace, phases: Sequence[str]) -> pd.DataFrame:
         phases: names of the ranges that are phases; the outermost one of a path counts.
     """
     table = trace.operations.sort_values("start_ns", kind="stable").reset_index(drop=True)
-    distinct = table[["name", "kind"]].drop_duplicates()
     known = {
-        (name, kind): (_shown(name, kind), classify(name, kind)) for name, kind in distinct.itertuples(index=False)
+        (name, kind): (name[:96] if kind == "operator" else short_name(name), classify(name, kind))
+        for name, kind in table[["name", "kind"]].drop_duplicates().itertuples(index=False)
     }
-    told = [known[key] for key in zip(table["name"], table["kind"], strict=True)]
-    table["short_name"] = [short for short, _ in told]
-    table["kernel_class"] = [kernel_class for _, kernel_class in told]
+    keys = list(zip(table["name"], table["kind"], strict=True))
+    table["short_name"] = [known[key][0] for key in keys]
+    table["kernel_class"] = [known[key][1] for key in keys]
     table["path"] = _paths(table, trace.ranges)
     table["range"] = [path[-1] if path else OUTSIDE for path in table["path"]]
-    wanted = set(phases)
-    by_path = {path: next((name for name in path if name in wanted), OUTSIDE) for path in table["path"].unique()}
-    table["phase"] = table["path"].map(by_path)
+    table["phase"] = [next((name for name in path if name in phases), OUTSIDE) for path in table["path"]]
     return table
 
 
 def _paths(operations: pd.DataFrame, ranges: pd.DataFrame) -> list[tuple[str, ...]]:
     """Returns the names of the ranges that each operation was launched in, outermost first."""
     names, starts = ranges["name"].tolist(), ranges["start_ns"].tolist()
+    owners = list(zip(ranges["process"], ranges["thread"], strict=True))
+    launches_of = list(zip(operations["process"], operations["thread"], strict=True))
+    # At the same moment ranges close before others open, outer ones first, and launches come last.
+    events = []
+    for number, (start, end) in enumerate(zip(starts, ranges["end_ns"], strict=True)):
+        if end > start:
+            events += [(end, 0, 0, number), (start, 1, -end, number)]
+    events += [(moment, 2, 0, row) for row, moment in operations["launched_ns"].dropna().items()]
     paths: list[tuple[str, ...]] = [()] * len(operations)
-    for process, launched in operations.dropna(subset=["launched_ns"]).groupby("process"):
-        of_process = ranges[ranges["process"] == process]
-        threads = {thread: _open_ranges(rows) for thread, rows in of_process.groupby("thread")}
-        moments = launched["launched_ns"].to_numpy(dtype=float)
-        positions = [np.searchsorted(times, moments, side="right") for times, _ in threads.values()]
-        known: dict[tuple, tuple[str, ...]] = {}  # by thread and by which ranges all threads have open
-        for row, *key in zip(launched.index, launched["thread"], *positions, strict=True):
-            if (path := known.get(tuple(key))) is None:
-                thread, *at = key
-                is_open = {other: threads[other][1][number] for other, number in zip(threads, at, strict=True)}
-                path = tuple(names[number] for number in _enclosing(is_open, thread, starts))
-                known[tuple(key)] = path
-            paths[row] = path
+    is_open: dict = defaultdict(lambda: defaultdict(list))  # by process and thread: numbers of ranges
+    for _, kind, _, number in sorted(events):
+        if kind == 2:
+            process, thread = launches_of[number]
+            paths[number] = tuple(names[n] for n in _enclosing(is_open[process], thread, starts))
+        else:
+            process, thread = owners[number]
+            stack = is_open[process][thread]
+            stack.append(number) if kind == 1 else stack.remove(number)
     return paths
 
 
-def _enclosing(is_open: Mapping[int, tuple[int, ...]], thread: int, starts: Sequence[int]) -> list[int]:
-    """Returns the numbers of the ranges that a launch of `thread` is in: its own, inside earlier ones of others."""
-    own = is_open.get(thread, ())
+def _enclosing(is_open: Mapping[int, list[int]], thread: int, starts: Sequence[int]) -> list[int]:
+    """Returns the numbers of the ranges around a launch of `thread`: its own, inside earlier ones of other threads."""
+    own = is_open.get(thread, [])
     outermost = starts[own[0]] if own else np.inf
     others = [n for other, numbers in is_open.items() if other != thread for n in numbers if starts[n] < outermost]
     return [*sorted(others, key=starts.__getitem__), *own]
-
-
-def _open_ranges(ranges: pd.DataFrame) -> tuple[np.ndarray, list[tuple[int, ...]]]:
-    """Returns the times at which a thread opens or closes a range, and the numbers of those open before each and after.
-
-    There is one more state than there are times: the first is that before all of them.
-    """
-    lasting = ranges[ranges["end_ns"] > ranges["start_ns"]]
-    events = [(start, 1, -end, number) for number, start, end in zip(
-        lasting.index, lasting["start_ns"], lasting["end_ns"], strict=True)]  # fmt: skip
-    events += [(-minus_end, 0, 0, number) for _, _, minus_end, number in events]
-    times, states, current = [], [()], []
-    for moment, opens, _, number in sorted(events):
-        if opens:
-            current.append(number)
-        else:
-            current.remove(number)
-        times.append(moment)
-        states.append(tuple(current))
-    return np.array(times, dtype=float), states
 
 
 def busy_ns(table: pd.DataFrame) -> int:
@@ -591,36 +551,23 @@ def capture_with_kineto(function: Callable[[], None], device_kind: str) -> Trace
 
 @contextlib.contextmanager
 def _without_folder(folder: str) -> Iterator[None]:
-    """Takes the name of a temporary folder out of errors: it says nothing, and records hold no paths."""
+    """Removes the name of a temporary folder from errors, since records hold no paths."""
     try:
         yield
     except ProfileError as error:
         raise ProfileError(str(error).replace(f"{folder}{os.sep}", "")) from error
 
 
-ALLOWED_ENVIRONMENT = (
-    "PATH",
-    "HOME",
-    "LANG",
-    "LD_LIBRARY_PATH",
-    "PYTHONPATH",
-    "VIRTUAL_ENV",
-    "CC",
-    "CXX",
-    "CUDA_HOME",
-    "CUDA_VISIBLE_DEVICES",
-    "OMP_NUM_THREADS",
-    "TRITON_CACHE_DIR",
-    "TORCHINDUCTOR_CACHE_DIR",
-)
-"""What of the environment a captured process gets: a capture stores every variable with its value."""
+ALLOWED_ENVIRONMENT = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CC", "CXX", "CUDA_HOME",
+                       "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TRITON_CACHE_DIR",
+                       "TORCHINDUCTOR_CACHE_DIR")  # fmt: skip
+"""The variables that a captured process gets: a capture stores each with its value."""
 
 LIBRARIES = "LABKIT_NSYS_LIBRARIES"
-"""Variable that names folders (separated as in PATH) of libraries that the report importer lacks, such as libdw."""
+"""Variable with folders, separated as in PATH, of libraries that nsys's importer lacks, such as libdw."""
 
 NEWER_OPTIONS = ("--cuda-event-trace=false",)
-"""What nsys must be told to leave alone, since some releases trace it unasked, which costs the host time.
-What else costs it (memory usage, every call, backtraces, page faults, Python's stacks) is traced when asked for only.
+"""Turns off what some releases trace by default and what costs host time; all else that does is off by default.
 Source: https://docs.nvidia.com/nsight-systems/UserGuide/index.html, options of the profile command."""
 
 _UNKNOWN_OPTION = re.compile(r"unrecogni[sz]ed option", re.IGNORECASE)
@@ -628,7 +575,7 @@ _UNKNOWN_OPTION = re.compile(r"unrecogni[sz]ed option", re.IGNORECASE)
 _TOKEN = "LABKIT_CAPTURE"
 
 MAX_ENDING_S = 30.0
-"""A process that the kernel cannot end within this time (it waits for a device) is not waited for any longer."""
+"""How long to wait for a killed process to end; one that waits for a device may not."""
 
 
 def allowed_environment() -> dict[str, str]:
@@ -654,10 +601,10 @@ class Nsys:
             answer = subprocess.run(
                 [path, "--version"], capture_output=True, text=True, timeout=60, check=True, env=allowed_environment()
             )
-        except (OSError, subprocess.SubprocessError):  # CUDA puts a script of this name on PATH that only looks for it
+        except (OSError, subprocess.SubprocessError):  # CUDA's script of this name only looks for nsys
             return None
         version = re.search(r"\d+(\.\d+)+", answer.stdout)
-        # The command line is a file in target-linux-x64; the importer lies in a folder beside that one.
+        # nsys lies in target-linux-x64, the importer in a folder beside that one.
         importers = sorted(Path(path).resolve().parent.parent.glob("*/QdstrmImporter"))
         return cls(path, version.group() if version else "", str(importers[0]) if importers else None)
 
@@ -675,7 +622,7 @@ class Nsys:
         """
         deadline = _Deadline(timeout_s)
         with tempfile.TemporaryDirectory(prefix="labkit-nsys-") as folder, _without_folder(folder):
-            # What nsys leaves elsewhere would stay: raw captures go to the folder of temporary files first.
+            # nsys writes raw captures to TMPDIR first, and may leave them there.
             environment = {**allowed_environment(), **(variables or {}), "TMPDIR": folder}
             report = Path(folder) / "capture.nsys-rep"
             export = report.with_suffix(".sqlite")
@@ -701,7 +648,7 @@ class Nsys:
             return read_nsys(export, self.version)
 
     def _with_libraries(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Adds the folders of LIBRARIES for nsys's own tools alone: other programs have libraries of their own."""
+        """Adds the folders of LIBRARIES, for nsys's own tools alone."""
         folders = [os.environ.get(LIBRARIES, ""), environment.get("LD_LIBRARY_PATH", "")]
         return {**environment, "LD_LIBRARY_PATH": os.pathsep.join(folder for folder in folders if folder)}
 
@@ -715,13 +662,14 @@ class _Deadline:
 
 
 def _last_line(text: str) -> str:
-    """Returns the last line that a program said, without folders: they say nothing here."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return re.sub(r"\S*/(?=\S)", "", lines[-1])[:300] if lines else "it said nothing"
+    """Returns the last line of a program's output, without folders."""
+    lines = text.split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+    return re.sub(r"\S*/(?=\S)", "", last)[:300]
 
 
 def run_bounded(command: Sequence[str], environment: Mapping[str, str], deadline: "_Deadline | float") -> str:
-    """Runs a program to its end and returns what it said; when it returns or raises, nothing that it started lives.
+    """Runs a program and returns its output; afterwards, even on an error, no process that it started is left.
 
     Args:
         command: program and arguments.
@@ -753,9 +701,9 @@ def run_bounded(command: Sequence[str], environment: Mapping[str, str], deadline
 
 
 def _end_all(process: subprocess.Popen, token: str) -> None:
-    """Kills a program and all that it started, known by the variable that they inherit: some leave its group.
+    """Kills a program and all that it started, known by the variable they inherit, since some leave its group.
 
-    What does not leave stays in this process's group, so that whoever ends that ends it too.
+    The others stay in this process's group and end with it.
     """
     begin, killed = time.monotonic(), set()
     while time.monotonic() - begin < MAX_ENDING_S:
@@ -770,7 +718,7 @@ def _end_all(process: subprocess.Popen, token: str) -> None:
 
 
 def _is_ending(pid: int) -> bool:
-    """Returns whether a killed process still holds what it had: its environment is the first thing to go."""
+    """Returns whether a killed process still holds resources; its environment is gone first."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0]
     except OSError:
@@ -779,7 +727,7 @@ def _is_ending(pid: int) -> bool:
 
 
 def _processes_with(token: str) -> list[int]:
-    """Returns the processes that were started with this token in their environment (only where there is /proc)."""
+    """Returns the processes with this token in their environment (only where there is /proc)."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
