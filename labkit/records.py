@@ -1,8 +1,7 @@
 """The measurements: one JSON line per measured phase, appended and fsynced, loaded for the report.
 
-A record is written once and never changed. Measuring something again appends a newer record of the same
-identity, and readers take the newest. Nothing here imports torch, and pandas only what makes a frame: whoever measures
-spares its half a second.
+A record is written once and never changed. Measuring something again appends a newer record of the same identity, and
+readers take the newest. Nothing here imports torch, and only `to_frame` imports pandas, which takes half a second.
 """
 
 import contextlib
@@ -13,11 +12,11 @@ import re
 import reprlib
 import secrets
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_origin
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,13 +24,12 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 STATUSES = ("ok", "oom", "error", "skipped", "timeout")
 
-
 MAX_DEPTH = 16
-"""Dicts and lists inside one another that a recorded value may have."""
+"""How deeply dicts and lists of a recorded value may be nested."""
 
 
 class RecordError(Exception):
-    """A file of a device's folder that cannot be read or written; the message names it and, of records, the line."""
+    """A file in a device's folder that cannot be read or written; the message names it, and the line of a record."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +93,10 @@ def software_key(software: dict[str, str]) -> list[str]:
 
 
 def check_plausible(metrics: dict[str, float | int | None]) -> None:
-    """Raises ValueError for a number that cannot be.
+    """Raises ValueError for an impossible number, which shows that the measurement is broken.
 
-    These are a time that is not positive, a negative count, an efficiency above 100 % of the datasheet peak, and a
-    minimum, p20, median and p80 out of order. Each says that the measurement is broken, so it must not become a row.
+    These are a time that is not positive, a negative count, more than the datasheet's peak, and a minimum, p20, median
+    and p80 out of order.
     """
     for name, value in metrics.items():
         if value is None:
@@ -118,57 +116,96 @@ def check_plausible(metrics: dict[str, float | int | None]) -> None:
 
 
 _ORDERED = ("min_ms", "p20_ms", "median_ms", "p80_ms")
-_TYPES = {f.name: get_origin(f.type) or f.type for f in fields(Record)}
-_REQUIRED = [f.name for f in fields(Record) if f.default is MISSING and f.default_factory is MISSING]
-_NUMBERS_OR_NULL = {int, float, type(None)}
+
+
+class Kind(NamedTuple):
+    """What a value in a file must be: a test, and how an error describes what it accepts."""
+
+    fits: Callable[[Any], bool]
+    accepted: str
+
+
+_NUMBER_TYPES = {int, float, type(None)}
+TEXT = Kind(lambda value: type(value) is str, "a text")
+NAME = Kind(lambda value: type(value) is str and value != "", "a non-empty text")
+LIST = Kind(lambda value: type(value) is list, "a list")
+OBJECT = Kind(lambda value: type(value) is dict, "an object")
+COUNT = Kind(lambda value: type(value) is int and value >= 0, "a whole number from 0")
+AMOUNT = Kind(lambda value: type(value) in (int, float) and value >= 0, "a number from 0")
+NUMBER = Kind(lambda value: type(value) in _NUMBER_TYPES, "a number or null")
+
+
+def list_of(types: set[type], accepted: str) -> Kind:
+    return Kind(lambda values: type(values) is list and types.issuperset(map(type, values)), accepted)
+
+
+_RECORD = {
+    **dict.fromkeys(("notebook", "section", "phase", "device"), NAME),
+    **dict.fromkeys(("reason?", "session?", "recorded_at?", "software.*", "source.commit?"), TEXT),
+    **dict.fromkeys(("case", "observed?", "metrics?", "samples?", "timer?", "telemetry?"), OBJECT),
+    "status": Kind(STATUSES.__contains__, ", ".join(STATUSES)),
+    "measurement_version": COUNT,
+    "metrics.*": NUMBER,
+    "samples.*": list_of(_NUMBER_TYPES, "a list of numbers and null"),
+    "telemetry.throttle_reasons?": list_of({str}, "a list of texts"),
+}
+_FIELDS = {f.name for f in fields(Record)}
+
+# What the report reads of environment.json.
+_ENVIRONMENT = {
+    "device.name?": TEXT,
+    "device.kind?": TEXT,
+    "gpu.num_multiprocessors": COUNT,
+    "gpu.memory_bytes": COUNT,
+    "gpu.compute_capability": TEXT,
+    "gpu.power_limit_w?": AMOUNT,
+    "gpu.max_sm_clock_mhz?": COUNT,
+    "cpu.name": TEXT,
+    "cpu.num_cores": COUNT,
+}
+_DONE = {"num_missing": COUNT, "profile": TEXT}
+
+
+def check_fields(content: Any, kinds: Mapping[str, Kind]) -> None:
+    """Raises ValueError, naming the field, where parsed content is not a dict with fields of these kinds.
+
+    Args:
+        kinds: by name of the field: "a", "a.b" for the entry b of a dict a, "a.*" for all entries of a. A field may be
+            absent if its name ends with "?", or if the dict that it belongs to is absent or empty.
+    """
+    if type(content) is not dict:
+        raise ValueError(f"not an object but {type(content).__name__}")
+    for name, kind in kinds.items():
+        outer, _, last = name.rstrip("?").rpartition(".")
+        holder = content.get(outer, {}) if outer else content
+        if type(holder) is not dict:
+            raise _unfit(outer, holder, "an object")
+        if last != "*" and last not in holder and not name.endswith("?") and (holder or not outer):
+            raise ValueError(f"no field {name}")
+        for key in holder if last == "*" else [last]:
+            if key in holder and not kind.fits(holder[key]):
+                raise _unfit(f"{outer}.{key}".lstrip("."), holder[key], kind.accepted)
 
 
 def validate(content: Any) -> None:
     """Raises ValueError, naming the field, where parsed JSON is not a record as `Record` describes it."""
-    if not isinstance(content, dict):
-        raise ValueError(f"not a record but {type(content).__name__}")
-    version = content.get("schema_version")
-    if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
-        raise ValueError(f"schema version {_shown(version)}; this labkit reads up to {SCHEMA_VERSION}")
-    if unknown := content.keys() - _TYPES.keys():
-        raise ValueError(f"unknown fields {', '.join(sorted(name[:40] for name in unknown))}")
-    if missing := [name for name in _REQUIRED if name not in content]:
-        raise ValueError(f"no field {missing[0]}")
+    if type(content) is dict:
+        version = content.get("schema_version")
+        if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
+            raise ValueError(f"schema version {_shown(version)}; this labkit reads up to {SCHEMA_VERSION}")
+        if unknown := content.keys() - _FIELDS:
+            raise ValueError(f"unknown fields {', '.join(sorted(name[:40] for name in unknown))}")
+    check_fields(content, _RECORD)
     for name, value in content.items():
-        if type(value) is not _TYPES[name]:
-            raise _unfit(name, value, _JSON_NAMES[_TYPES[name]])
-        if value == "" and name in _REQUIRED:
-            raise _unfit(name, value, "a name")
         if type(value) is dict:
             _check_values(name, value)
-    if content["status"] not in STATUSES:
-        raise _unfit("status", content["status"], ", ".join(STATUSES))
-    if content["measurement_version"] < 0:
-        raise _unfit("measurement_version", content["measurement_version"], "0 and above")
     metrics = content.get("metrics", {})
-    for name, value in metrics.items():
-        if type(value) not in _NUMBERS_OR_NULL:
-            raise _unfit(f"metrics.{name}", value, "a number or null")
-    for name, values in content.get("samples", {}).items():
-        if type(values) is not list or not _NUMBERS_OR_NULL.issuperset(map(type, values)):
-            raise _unfit(f"samples.{name}", values, "a list of numbers and null")
-    for name, value in content.get("software", {}).items():
-        if type(value) is not str:
-            raise _unfit(f"software.{name}", value, "a text")
-    if type(commit := content.get("source", {}).get("commit", "")) is not str:
-        raise _unfit("source.commit", commit, "a text")
-    reasons = content.get("telemetry", {}).get("throttle_reasons", [])
-    if type(reasons) is not list or not {str}.issuperset(map(type, reasons)):
-        raise _unfit("telemetry.throttle_reasons", reasons, "a list of texts")
     if metrics and content["status"] != "ok":
         raise _unfit("metrics", metrics, f"{{}} where the status is {content['status']}")
     try:
         check_plausible(metrics)
     except ValueError as error:
         raise ValueError(f"field metrics.{error}") from None
-
-
-_JSON_NAMES = {str: "a text", int: "a whole number", float: "a number", dict: "an object"}
 
 
 def _unfit(field_name: str, value: Any, accepted: str) -> ValueError:
@@ -180,9 +217,9 @@ def _shown(value: Any) -> str:
 
 
 def _check_values(name: str, value: Any) -> None:
-    """Raises ValueError for numbers that are not finite or need more than 64 bits, and for what is nested too deeply.
+    """Raises ValueError for numbers that are not finite or need more than 64 bits, and for too deep nesting.
 
-    Python's parser makes infinity of 1e999, and a frame has no column for 2^80.
+    Python parses 1e999 as infinity, and no column of a frame holds 2^80.
     """
     inside = [value]
     for _ in range(MAX_DEPTH):
@@ -202,30 +239,17 @@ def _parse(text: bytes) -> Any:
     """Returns the JSON value in UTF-8 `text`; raises ValueError where there is none."""
     try:
         content = json.loads(text.decode("utf-8"))
+        if re.search(rb"\\u[dD][89a-fA-F]", text):  # half a surrogate pair parses, but cannot be written
+            json.dumps(content, ensure_ascii=False).encode("utf-8")
     except RecursionError:
-        raise ValueError("nested too deeply") from None
-    if re.search(rb"\\u[dD][89a-fA-F]", text):  # half of a surrogate pair: parsed, but no file takes it
-        json.dumps(content, ensure_ascii=False).encode("utf-8")
+        raise ValueError("not JSON: nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from None
     return content
 
 
-# What the report reads of environment.json: with "?" it may be absent where its part is present.
-_ENVIRONMENT = {
-    "device.name?": str,
-    "device.kind?": str,
-    "gpu.num_multiprocessors": int,
-    "gpu.memory_bytes": int,
-    "gpu.compute_capability": str,
-    "gpu.power_limit_w?": float,
-    "gpu.max_sm_clock_mhz?": int,
-    "cpu.name": str,
-    "cpu.num_cores": int,
-}
-_DONE = {"num_missing": int, "profile": str}
-
-
 def read_environment(folder: Path) -> dict[str, Any]:
-    """Returns the environment.json of a device's folder; {} if there is none. Raises RecordError if it is damaged."""
+    """Returns the environment.json in a device's folder; {} if there is none. Raises RecordError if it is damaged."""
     path = folder / "environment.json"
     content = _read_object(path, _ENVIRONMENT) or {}
     gpu = content.get("gpu", {})
@@ -235,43 +259,26 @@ def read_environment(folder: Path) -> dict[str, Any]:
 
 
 def done_path(folder: Path, notebook: str) -> Path:
-    """Returns the file that says a notebook reached its end, in the folder of a device."""
+    """Returns the file in a device's folder that is written when a notebook reaches its end."""
     return folder / "records" / f"{notebook}.done.json"
 
 
 def read_done(folder: Path, notebook: str) -> dict[str, Any] | None:
-    """Returns what a notebook wrote at its end: "num_missing", "profile" and more; None if it did not get there.
+    """Returns what a notebook wrote at its end ("num_missing", "profile", …); None if it did not reach it.
 
     Raises RecordError if the file is damaged.
     """
     return _read_object(done_path(folder, notebook), _DONE)
 
 
-def _read_object(path: Path, types: dict[str, type]) -> dict[str, Any] | None:
-    """Returns the JSON object in a file, None without a file; raises RecordError where a field is not of its type."""
+def _read_object(path: Path, kinds: Mapping[str, Kind]) -> dict[str, Any] | None:
+    """Returns the JSON object in a file, None without a file; raises RecordError where a field is not of its kind."""
     if (text := _read_bytes(path)) is None:
         return None
     try:
         content = _parse(text)
-        if not isinstance(content, dict):
-            raise ValueError(f"not an object but {type(content).__name__}")
+        check_fields(content, kinds)
         _check_values("at the top", content)
-        for name, kind in types.items():
-            *parts, last = name.rstrip("?").split(".")
-            holder = content
-            for part in parts:
-                holder = holder.get(part, {})
-                if type(holder) is not dict:
-                    raise _unfit(part, holder, "an object")
-            if last not in holder:
-                if name.endswith("?") or (parts and not holder):
-                    continue
-                raise ValueError(f"no field {name}")
-            value = holder[last]
-            if type(value) is not kind and not (kind is float and type(value) is int):
-                raise _unfit(name.rstrip("?"), value, _JSON_NAMES[kind])
-            if kind is not str and value < 0:
-                raise _unfit(name.rstrip("?"), value, "0 and above")
     except ValueError as error:
         raise RecordError(f"{path}: {error}") from error
     return content
@@ -287,9 +294,9 @@ def _read_bytes(path: Path) -> bytes | None:
 
 
 def check(folder: Path) -> dict[str, list[Record]]:
-    """Returns the newest records of a device's folder by notebook, having read all that a report reads there.
+    """Reads every file of a device's folder that a report needs; returns the newest records by notebook.
 
-    Raises RecordError for the first file that is damaged.
+    Raises RecordError for the first damaged file.
     """
     read_environment(folder)
     found = {}
@@ -336,7 +343,7 @@ class RecordStore:
         Raises ValueError or TypeError, before anything is written, for a record that `load` would refuse.
         """
         content = asdict(record)
-        # An error may quote a file name that is not UTF-8.
+        # The reason may quote a file name that is not UTF-8.
         content["reason"] = record.reason.encode("utf-8", "backslashreplace").decode("utf-8")
         line = json.dumps(content, sort_keys=True, allow_nan=False) + "\n"
         validate(_parse(line.encode("utf-8")))
@@ -348,17 +355,14 @@ class RecordStore:
     def load(self) -> list[Record]:
         """Returns every record, oldest first.
 
-        A last line without its newline is what a killed run leaves behind: it is left out. Anything else
-        that does not parse raises RecordError with file and line, and nothing is changed.
+        A killed run may leave a last line without its newline, which is skipped. Any other line that is not a record
+        raises RecordError with file and line.
         """
         lines = (_read_bytes(self.path) or b"").split(b"\n")
         records = []
         for number, line in enumerate(lines[:-1], start=1):
             try:
                 content = _parse(line)
-            except ValueError as error:
-                raise RecordError(f"{self.path}, line {number}: not a JSON record ({error})") from error
-            try:
                 validate(content)
             except ValueError as error:
                 raise RecordError(f"{self.path}, line {number}: {error}") from error
@@ -366,7 +370,7 @@ class RecordStore:
         return records
 
     def repair(self) -> None:
-        """Cuts off a last line without its newline, so that the next append starts a line of its own."""
+        """Cuts off a last line without its newline, so that the next append starts a new line."""
         if not self.path.exists():
             return
         content = self.path.read_bytes()
@@ -378,13 +382,13 @@ class RecordStore:
 
     @contextlib.contextmanager
     def locked(self, wait_s: float = 30.0) -> Iterator[None]:
-        """Holds the file for one writing process; raises RecordError if another one keeps it for `wait_s`.
+        """Locks the file for this process; raises RecordError if another one holds it for `wait_s`.
 
-        The wait covers the moments in which the processes of a killed run are still ending.
+        The wait gives the processes of a killed run time to end.
         """
         try:
             import fcntl
-        except ImportError:  # not a POSIX system: no advisory locks, one writer is the user's care
+        except ImportError:  # no advisory locks outside of POSIX: the user must not start two writers
             yield
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)

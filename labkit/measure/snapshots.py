@@ -1,10 +1,11 @@
 """The history of an allocator: every allocation with its lifetime, what is in use over time, where it peaks.
 
 A history comes from live recording (`memory.Recorder`) or from a snapshot file of PyTorch's CUDA allocator, which is
-read without executing anything from it. Nothing here imports torch, so a snapshot can be looked at without it.
+read without executing anything from it. Nothing here imports torch.
 """
 
 import pickle
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from labkit.records import COUNT, LIST, TEXT, Kind, check_fields, list_of
+
 ROUNDING = 512
 """CUDA's allocator hands out multiples of this many bytes."""
 
@@ -22,15 +25,15 @@ MAX_BYTES = 2**48
 
 SMALL_SEGMENT = 2**21
 SMALL_SPLIT, LARGE_SPLIT = 512, 2**20 + 1
-"""A cached block is cut when at least this much of it would be left: SMALL_SPLIT in segments of SMALL_SEGMENT bytes,
-LARGE_SPLIT in larger ones. What is not cut off counts as in use. Source: PyTorch, c10/cuda/CUDACachingAllocator.cpp."""
+"""A cached block is split when at least this many bytes would remain: SMALL_SPLIT in segments of SMALL_SEGMENT bytes,
+LARGE_SPLIT in larger ones. Otherwise all of it counts as in use. Source: PyTorch, c10/cuda/CUDACachingAllocator.cpp."""
 
 BEFORE = -1
 """Position of what was allocated before the recording began."""
 
 
-class SnapshotError(Exception):
-    """A file that is no snapshot, or a snapshot that does not add up; the message names the file and what was found."""
+class SnapshotError(ValueError):
+    """A file that is not a snapshot, or an inconsistent one; the message names the file and what was found."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,13 @@ class Allocation:
 
 @dataclass
 class History:
-    """What an allocator did: its allocations, and named moments between its events.
+    """An allocator's allocations, and named moments between its events.
 
     Attributes:
         allocations: in the order in which they were made; those from before come first.
         num_events: how many allocations and frees were recorded.
-        marks: (name, position): the event at `position` is the first after the moment; in order.
-        reported_peak_bytes: the most bytes in use by the allocator's own account; None where it gives none.
+        marks: (name, position of the first event after the moment), in order.
+        reported_peak_bytes: the peak as the allocator itself reports it; None where it does not.
     """
 
     allocations: list[Allocation]
@@ -95,18 +98,15 @@ class History:
         return [(name, begin, end) for (name, begin), end in zip(self.marks, ends, strict=True)]
 
     def phase_at(self, position: int) -> str:
-        """Returns the phase of the event at `position`; "before" for what was there already."""
-        for name, begin, end in self.phases():
-            if begin <= position < end:
-                return name
-        return "before"
+        """Returns the phase of the event at `position`; "before" if it precedes the first mark."""
+        return next((name for name, begin, end in self.phases() if begin <= position < end), "before")
 
     def series(self, category: Callable[[Allocation], str], num_points: int) -> tuple[list[int], dict[str, list[int]]]:
         """Returns the bytes in use by category over the history, thinned so that every peak stays.
 
         Args:
             category: the name under which an allocation counts.
-            num_points: at most so many events are kept: of each stretch of equal length the one with most in use.
+            num_points: the most points kept; of each stretch of equal length the one with the most bytes in use.
 
         Returns:
             Numbers of events before each point, and bytes of each category at each point.
@@ -270,92 +270,76 @@ def frame_text(frames: Sequence[dict]) -> str:
 def read_history(path: Path | str) -> History:
     """Returns the history in a snapshot file, of the device on which most happened.
 
-    Bytes are those that were asked for; a file does not tell what the allocator rounded them to. Without a recorded
-    trace the history has no events, only what was in use.
+    Bytes are those requested, since a file does not say what the allocator rounded them to. Without a recorded trace
+    the history has no events, only what was in use.
 
     Raises SnapshotError as `load_snapshot` does.
     """
     snapshot = load_snapshot(path)
     try:
-        traces = [_typed(trace, list, "a trace") for trace in snapshot["device_traces"]]
+        check_fields(snapshot, {"device_traces": _TRACES})
+        traces = snapshot["device_traces"]
         device = max(range(len(traces)), key=lambda number: len(traces[number]), default=0)
         events = []
         for entry in traces[device] if traces else []:
-            if _entry(entry, "action", str) in ("alloc", "free_requested"):
-                num_bytes = _num_bytes(entry, "size", least=1)
+            check_fields(entry, {"action": TEXT})
+            if entry["action"] in ("alloc", "free_requested"):
+                check_fields(entry, _EVENT)
                 sign = 1 if entry["action"] == "alloc" else -1
-                frames = entry.get("frames", [])
-                events.append((_entry(entry, "addr", int), sign * num_bytes, _checked_frame(frames)))
+                events.append((entry["addr"], sign * entry["size"], frame_text(entry.get("frames", []))))
         in_use = {}
         for segment in snapshot["segments"]:
-            address = _entry(segment, "address", int)
-            for block in _entry(segment, "blocks", list):
-                num_bytes = _num_bytes(block, "size")
-                if _entry(block, "state", str) == "active_allocated" and segment.get("device", device) == device:
-                    in_use[address] = _num_bytes(block, "requested_size") if "requested_size" in block else num_bytes
-                address += num_bytes
+            check_fields(segment, {"address": COUNT, "blocks": LIST})
+            address = segment["address"]
+            for block in segment["blocks"]:
+                check_fields(block, _BLOCK)
+                if block["state"] == "active_allocated" and segment.get("device", device) == device:
+                    in_use[address] = block.get("requested_size", block["size"])
+                address += block["size"]
         history = History(pair_events(events, in_use_before(events, in_use)), len(events))
         if sum(allocation.num_bytes for allocation in history.allocations) >= 2**63:
             raise SnapshotError("its allocations add up to 2^63 bytes or more")
         return history
-    except SnapshotError as error:
+    except ValueError as error:
         raise SnapshotError(f"{path}: not an allocator snapshot: {error}") from None
 
 
-def _typed(value: Any, kind: type, what: str) -> Any:
-    if type(value) is not kind:
-        raise SnapshotError(f"{what} is {_shown(value)}, not of type {kind.__name__}")
-    return value
-
-
-def _entry(holder: Any, name: str, kind: type) -> Any:
-    """Returns an entry of a dict in a snapshot; raises SnapshotError where it is missing or of another type."""
-    if name not in _typed(holder, dict, "an entry"):
-        raise SnapshotError(f"an entry has no {name!r}")
-    return _typed(holder[name], kind, repr(name))
-
-
-def _num_bytes(holder: Any, name: str, least: int = 0) -> int:
-    value = _entry(holder, name, int)
-    if not least <= value < MAX_BYTES:
-        raise SnapshotError(f"{name!r} is {_shown(value)}; accepted: {least} to {MAX_BYTES - 1} bytes")
-    return value
-
-
-def _checked_frame(frames: Any) -> str:
-    types = {"filename": str, "line": int, "name": str}
-    for frame in _typed(frames, list, "'frames'"):
-        if type(frame) is not dict or any(type(frame.get(name)) is not kind for name, kind in types.items()):
-            raise SnapshotError(f"a frame is {_shown(frame)} without a file name, a line and a function")
-    return frame_text(frames)
-
-
-def _shown(value: Any) -> str:
-    """Returns a value of a file in at most 60 characters; one that is nested or very long only by its type."""
-    if isinstance(value, int) and abs(value) >= 2**128:
-        return f"an integer of {value.bit_length()} bits"
-    return f"{value!r:.60}" if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+_SIZE = Kind(lambda value: type(value) is int and 0 <= value < MAX_BYTES, f"0 to {MAX_BYTES - 1} bytes")
+_FRAME = {"filename": str, "line": int, "name": str}
+_FRAMES = Kind(
+    lambda frames: type(frames) is list and all(
+        type(frame) is dict and all(type(frame.get(name)) is kind for name, kind in _FRAME.items()) for frame in frames
+    ),
+    f"a list of frames, each with {', '.join(_FRAME)}",
+)  # fmt: skip
+_TRACES = list_of({list}, "a list of traces")
+_EVENT = {
+    "addr": COUNT,
+    "size": Kind(lambda value: _SIZE.fits(value) and value > 0, f"1 to {MAX_BYTES - 1} bytes"),
+    "frames?": _FRAMES,
+}
+_BLOCK = {"size": _SIZE, "state": TEXT, "requested_size?": _SIZE}
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Builds containers, strings and numbers; refuses everything that could call code.
+    """Builds containers, strings and numbers; refuses all else.
 
-    Whatever a pickle executes it must first name, and every name goes through `find_class` or `persistent_load`.
+    A pickle must name what it executes, and every name goes through `find_class` or `persistent_load`.
     """
 
     def find_class(self, module: str, name: str) -> Any:
         raise SnapshotError(f"it names {module}.{name}, and a snapshot holds no code")
 
     def persistent_load(self, pid: Any) -> Any:
-        raise SnapshotError(f"it refers to an object outside itself ({pid!r:.40}), and a snapshot holds no such thing")
+        raise SnapshotError(f"it refers to an external object ({pid!r:.40})")
 
 
 def load_snapshot(path: Path | str) -> dict:
     """Returns the snapshot in a file that `torch.cuda.memory._dump_snapshot` wrote; nothing in it is executed.
 
     Raises:
-        SnapshotError: the file cannot be read, is no pickle, names anything but containers, strings and numbers, or is
-            not a snapshot; the message names the file and what was found.
+        SnapshotError: the file cannot be read, is not a pickle of containers, strings and numbers alone, or not a
+            snapshot; the message names the file and what was found.
     """
     try:
         with open(path, "rb") as file:
@@ -370,6 +354,6 @@ def load_snapshot(path: Path | str) -> dict:
         raise SnapshotError(f"{path}: not a snapshot but a {type(content).__name__}")
     for key in ("segments", "device_traces"):
         if not isinstance(content.get(key), list):
-            found = ", ".join(_shown(name) for name in list(content)[:5]) or "nothing"
+            found = ", ".join(reprlib.repr(name) for name in content if isinstance(name, str)) or "nothing"
             raise SnapshotError(f"{path}: not a snapshot: no list {key!r}; found {found}")
     return content
