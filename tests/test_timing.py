@@ -15,20 +15,17 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from labkit import hardware
+from labkit.configs import LAUNCH_BOUND
 from labkit.measure import timing
 from labkit.measure.timing import (
     METHODS,
     MIN_SAMPLES_AT_LIMIT,
-    Comparison,
     Timing,
     bootstrap_median,
     compare,
     median_half_width,
-    quantile,
     time_callable,
 )
 
@@ -65,14 +62,6 @@ def test_median_and_count():
     assert make_timing([3.0, 1.0, 2.0]).median_ms == 2.0
     assert make_timing([4.0, 1.0, 2.0, 3.0]).median_ms == 2.5
     assert make_timing([4.0, 1.0, 2.0, 3.0]).n == 4
-
-
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(samples=st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=60), q=st.floats(0, 1))
-def test_quantiles_are_those_of_numpy(samples, q):
-    # The position between two samples is rounded at the size of n, the samples at their own.
-    rounding = 4 * len(samples) * np.finfo(float).eps * max(samples)
-    assert quantile(samples, q) == pytest.approx(np.quantile(samples, q), rel=0, abs=rounding)
 
 
 def test_metrics_name_their_unit_and_are_what_they_say():
@@ -151,16 +140,6 @@ def test_the_interval_holds_the_true_median_95_times_in_100(n):
     outside = num_outside(n)
     held = (draws[:, outside] <= math.log(2)) & (math.log(2) <= draws[:, -1 - outside])
     assert held.mean() >= 0.95
-
-
-@pytest.mark.parametrize(
-    ("launch_ms", "expected"),
-    [((9.5, 9.5, 1.0), True), ((9.0, 9.0, 9.0), True), ((8.9, 8.9, 10.0), False), ((), False)],
-)
-def test_launch_bound_is_a_host_that_issues_for_nine_tenths_of_the_window(launch_ms, expected):
-    # One window that the host was interrupted in decides nothing: medians do.
-    host_ms = (10.0, 10.0, 90.0)
-    assert make_timing([10.0] * 3, host_ms=host_ms, launch_ms=launch_ms).is_launch_bound is expected
 
 
 def test_warmup_calls_come_first_and_are_not_samples(clock):
@@ -434,10 +413,10 @@ def test_every_round_times_every_candidate_in_an_order_of_its_own(clock):
 def test_the_ratio_of_twice_the_time_is_two(clock):
     costs = {"base": lambda call: 1.0, "twice": lambda call: 2.0}
     result, _ = run_comparison(clock, costs, baseline="base")
-    assert result.ratio["twice"] == approximately((2.0, 2.0, 2.0)) and result.verdict("twice") == "slower"
-    assert result.ratio["base"] == (1.0, 1.0, 1.0) and result.verdict("base") == "not separated"
+    assert result.ratio["twice"] == approximately((2.0, 2.0, 2.0))
+    assert result.ratio["base"] == (1.0, 1.0, 1.0)
     result, _ = run_comparison(clock, costs, baseline="twice")
-    assert result.ratio["base"] == approximately((0.5, 0.5, 0.5)) and result.verdict("base") == "faster"
+    assert result.ratio["base"] == approximately((0.5, 0.5, 0.5))
 
 
 def test_the_interval_of_a_noisy_ratio_holds_the_true_one(clock):
@@ -450,7 +429,7 @@ def test_the_interval_of_a_noisy_ratio_holds_the_true_one(clock):
         assert low <= median <= high
         # A ratio scatters by √2/10 of itself, the median of 30 by a quarter of that, the interval by four times it.
         assert 0.05 < high - low < 0.8
-        assert result.verdict("twice") == "slower"
+        assert low > 1
         num_held += low <= 2.0 <= high
     # 38 of 40 are expected, with a standard deviation of 1.4; four of these below is no 95 % interval.
     assert num_held >= 33
@@ -461,10 +440,9 @@ def test_a_drifting_clock_separates_nothing(clock, seed):
     # Every call is a hundredth slower than the one before: in a fixed order the second would always lose.
     costs = dict.fromkeys("ab", lambda call: 1.01**call)
     result, _ = run_comparison(clock, costs, baseline="a", num_warmup=0, num_rounds=40, seed=seed)
-    assert result.verdict("b") == "not separated"
     _, low, high = result.ratio["b"]
     # Unpaired, the times range over a factor of two; paired, over one call's drift either way.
-    assert 1 / 1.0101 <= low <= high <= 1.0101
+    assert 1 / 1.0101 <= low <= 1 <= high <= 1.0101
 
 
 def test_a_ratio_is_the_median_of_paired_ratios_and_not_of_medians(clock):
@@ -484,24 +462,8 @@ def test_candidates_get_the_same_inputs_in_the_same_round(clock):
 def test_a_sleep_of_twice_the_length_is_slower():
     candidates = {"short": lambda: time.sleep(0.002), "long": lambda: time.sleep(0.004)}
     result = compare(candidates, baseline="short", device_kind="cpu", num_warmup=1, num_rounds=15)
-    assert result.verdict("long") == "slower"
+    assert result.ratio["long"][1] > 1
     assert min(result.timings["short"].samples_ms) >= 2.0 and min(result.timings["long"].samples_ms) >= 4.0
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "verdict"),
-    [
-        (0.8, 0.9, "faster"),
-        (1.1, 1.2, "slower"),
-        (0.9, 1.1, "not separated"),
-        (0.9, 1.0, "not separated"),
-        (1.0, 1.1, "not separated"),
-    ],
-)
-def test_a_verdict_is_an_interval_without_one(low, high, verdict):
-    # The median alone never decides.
-    for median in (low, high):
-        assert Comparison({}, "base", {"other": (median, low, high)}).verdict("other") == verdict
 
 
 def test_an_unknown_baseline_is_refused_with_the_candidates():
@@ -530,6 +492,10 @@ def negate(target: torch.Tensor, source: torch.Tensor) -> None:
     torch.neg(source, out=target)
 
 
+def launch_bound(timed: Timing) -> bool:
+    return statistics.median(timed.launch_ms) >= LAUNCH_BOUND * statistics.median(timed.host_ms)
+
+
 def gpu_pairs(num_pairs: int = 1) -> tuple[int, list]:
     """Returns a number of bytes well beyond any L2 cache, and pairs of target and source of that size."""
     free_bytes, _ = torch.cuda.mem_get_info()
@@ -554,7 +520,7 @@ def test_the_methods_agree_on_known_bytes():
         medians[method] = timed.median_ms
         if method == "window":
             assert len(timed.host_ms) == len(timed.launch_ms) == timed.n
-            assert not timed.is_launch_bound
+            assert not launch_bound(timed)
             assert all(host >= launch for host, launch in zip(timed.host_ms, timed.launch_ms, strict=True))
         else:
             assert timed.host_ms == timed.launch_ms == ()
@@ -625,7 +591,7 @@ def test_small_operations_are_launch_bound_and_a_graph_takes_the_launches_out():
 
     window = time_callable(function, device_kind="cuda")
     graph = time_callable(function, device_kind="cuda", method="graph")
-    assert window.is_launch_bound
+    assert launch_bound(window)
     assert graph.median_ms < window.median_ms
 
 

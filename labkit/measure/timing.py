@@ -1,6 +1,6 @@
-"""How long a callable takes: every sample, the method that gave it, and why sampling stopped.
+"""How long a callable takes: every sample, the method, and why sampling stopped.
 
-Four methods, because "the time of a GPU function" is four different quantities:
+"The time of a GPU function" is four different quantities, hence four methods:
 
 | method | what a sample is | use it for |
 |---|---|---|
@@ -15,6 +15,7 @@ needs. They disagree for launch-bound work, and the disagreement is a result, no
 
 import contextlib
 import gc
+import itertools
 import math
 import random
 import statistics
@@ -24,18 +25,17 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 
-from labkit.configs import LAUNCH_BOUND
-
 INTERVAL = 0.95
-"""Probability with which the stated interval of a median holds the true one."""
+"""Probability that the stated interval of a median holds the true one."""
 
 MIN_SAMPLES_AT_LIMIT = 3
 METHODS = ("window", "graph", "flush", "host")
 
-# Calls of one graph replay are repeated until a replay lasts this long, well above the events' resolution
-# (half a microsecond) and the cost of starting a replay.
+# A replay repeats the calls until it lasts this long, well above the events' resolution (half a microsecond) and the
+# cost of starting a replay.
 GRAPH_REPLAY_MS = 2.0
 
 Inputs = Callable[[], tuple] | Sequence[tuple]
@@ -90,16 +90,9 @@ class Timing:
         """Half of the median's 95 % interval as a fraction of the median."""
         return median_half_width(self.samples_ms)
 
-    @property
-    def is_launch_bound(self) -> bool:
-        """Whether the host needed at least LAUNCH_BOUND of the window to issue the work."""
-        if not self.launch_ms:
-            return False
-        return statistics.median(self.launch_ms) >= LAUNCH_BOUND * statistics.median(self.host_ms)
-
     def metrics(self) -> dict[str, float | int | None]:
-        """Returns the summary that a record carries, units in the names; None where one sample cannot say."""
-        low, high = (quantile(self.samples_ms, q) for q in (0.2, 0.8))
+        """Returns a record's metrics, units in the names; None for a spread of one sample."""
+        low, high = np.quantile(self.samples_ms, (0.2, 0.8)).tolist()
         summary: dict[str, float | int | None] = {
             "median_ms": self.median_ms,
             "p20_ms": low,
@@ -117,22 +110,9 @@ class Timing:
         return summary
 
     def description(self) -> dict[str, Any]:
-        """Returns what a record says of the timer; `interval` is the coverage that `half_width_fraction` speaks of."""
-        return {
-            "method": self.method,
-            "num_warmup": self.num_warmup,
-            "stop_reason": self.stop_reason,
-            "interval": INTERVAL,
-        }
-
-
-def quantile(samples: Sequence[float], q: float) -> float:
-    """Returns the q-quantile of the samples, linear between order statistics (numpy's default)."""
-    ordered = sorted(samples)
-    position = q * (len(ordered) - 1)
-    low = math.floor(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (position - low) * (ordered[high] - ordered[low])
+        """Returns a record's `timer`; `interval` is the coverage of `half_width_fraction`."""
+        description = {"method": self.method, "num_warmup": self.num_warmup, "stop_reason": self.stop_reason}
+        return {**description, "interval": INTERVAL}
 
 
 @cache
@@ -140,22 +120,18 @@ def _median_interval_rank(n: int) -> int:
     """Returns how many samples lie outside the median's 95 % interval on each side (0 for n below 6).
 
     The interval between the order statistics l and n + 1 − l covers the median with probability
-    1 − 2·P(Binomial(n, ½) ≤ l − 1): the second and the ninth of ten.
+    1 − 2·P(Binomial(n, ½) ≤ l − 1): for ten samples, from the second to the ninth.
     """
-    tail, order = 0, 0
-    while order < n // 2:
-        tail += math.comb(n, order)
-        if 2 * tail / 2**n > 1 - INTERVAL:
-            break
-        order += 1
-    return max(order - 1, 0)
+    tails = itertools.accumulate(math.comb(n, order) for order in range(n // 2))
+    num_outside = sum(2 * tail / 2**n <= 1 - INTERVAL for tail in tails)
+    return max(num_outside - 1, 0)
 
 
 def median_half_width(samples: Sequence[float]) -> float:
     """Returns half of the median's distribution-free 95 % interval, as a fraction of the median.
 
-    The interval runs between two order statistics chosen by the binomial distribution; below six samples no
-    pair reaches 95 % and the whole range stands in. A single sample says nothing of its spread: infinity.
+    The interval runs between two order statistics chosen by the binomial distribution. Below six samples no pair
+    reaches 95 % and the whole range is taken; for a single sample it is infinite.
     """
     if len(samples) < 2:
         return math.inf
@@ -187,17 +163,16 @@ def time_callable(
     """Returns the times of `function(*inputs)`, sampled until the median is known well enough.
 
     Args:
-        function: what is timed. Its result is dropped after the sample.
+        function: what is timed; its result is dropped.
         device_kind: "cuda", "mps" or "cpu".
         inputs: argument tuples, used in turn; or a function that makes a fresh one before each sample,
             outside the timed region ("window" and "host" only).
         method: one of METHODS; default "window" on CUDA, "host" elsewhere.
-        num_warmup: untimed calls first; fewer, but at least one (unless 0 is asked for), once they have
-            taken `time_limit_s`.
+        num_warmup: untimed calls first. They end after `time_limit_s`, but one is always made unless this is 0.
         min_samples, max_samples: bounds on the number of samples.
         target_half_width: sampling stops once half of the median's 95 % interval is below this fraction.
-        time_limit_s: sampling stops after this time too; while there are fewer than `min_samples`, after
-            three times it, with at least three samples.
+        time_limit_s: sampling stops after this time; with fewer than `min_samples`, after three times as long and at
+            least three samples.
 
     Raises:
         ValueError: unknown method; a method that needs CUDA elsewhere; fresh inputs for a graph or flush; no inputs.
@@ -238,7 +213,7 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _warm_up(sampler: "_Sampler", num_warmup: int, time_limit_s: float) -> list[float]:
-    """Returns the warm-up calls' times: the host's clock where the sampler has it, else the device's."""
+    """Returns the times of the warm-up calls, by the host's clock where the sampler has it."""
     warmup: list[float] = []
     begin = time.perf_counter()
     while len(warmup) < num_warmup and (not warmup or time.perf_counter() - begin < time_limit_s):
@@ -270,16 +245,7 @@ _Sampler = Callable[[], tuple[float, float | None, float | None]]
 
 
 def _rotation(inputs: Inputs) -> Callable[[], tuple]:
-    if callable(inputs):
-        return inputs
-    position = -1
-
-    def rotate() -> tuple:
-        nonlocal position
-        position = (position + 1) % len(inputs)
-        return inputs[position]
-
-    return rotate
+    return inputs if callable(inputs) else itertools.cycle(inputs).__next__
 
 
 def _window_sampler(function: Callable, inputs: Inputs, device_kind: str) -> _Sampler:
@@ -336,10 +302,10 @@ def _flush_sampler(function: Callable, inputs: Inputs, device_kind: str) -> _Sam
 
 @contextlib.contextmanager
 def on_capture_stream() -> Iterator[None]:
-    """Runs its block on the stream that PyTorch captures graphs on, between the work of the current stream.
+    """Runs its block on the stream on which PyTorch captures graphs, in order with the current stream.
 
-    It is one stream for the whole process: PyTorch keeps 32 MiB for cuBLAS on every stream and thread that has
-    multiplied matrices, and where those lie in a block that was cached, the rest of it serves no large tensor again.
+    It is one stream for the whole process, because PyTorch keeps 32 MiB for cuBLAS on every stream and thread that has
+    multiplied matrices, and may cut them from a cached block whose rest then fits no large tensor.
     """
     stream = torch.cuda.graph(torch.cuda.CUDAGraph()).capture_stream
     stream.wait_stream(torch.cuda.current_stream())
@@ -366,7 +332,7 @@ def _graph_sampler(function: Callable, inputs: Inputs, device_kind: str) -> _Sam
         synchronize(device_kind)
         return start.elapsed_time(end)
 
-    with on_capture_stream():  # work must run once beside the default stream before it can be captured
+    with on_capture_stream():  # before its capture, work must have run once on another stream than the default one
         for arguments in inputs:
             function(*arguments)
     once = capture(1)
@@ -395,13 +361,7 @@ class Comparison:
     """
 
     timings: dict[str, Timing]
-    baseline: str
     ratio: dict[str, tuple[float, float, float]]
-
-    def verdict(self, name: str) -> str:
-        """Returns "faster", "slower" or "not separated" (the interval of the ratio holds 1)."""
-        _, low, high = self.ratio[name]
-        return "faster" if high < 1 else "slower" if low > 1 else "not separated"
 
 
 def compare(
@@ -417,7 +377,7 @@ def compare(
 ) -> Comparison:
     """Times every candidate once per round, in a new random order each round, and pairs the rounds.
 
-    Interleaving puts a drift of the clocks on all of them alike; pairing then takes it out of the ratio.
+    A drift of the clocks then affects all candidates alike, and pairing removes it from the ratio.
 
     Args:
         candidates: callables that take the same `inputs`.
@@ -448,12 +408,12 @@ def compare(
         name: bootstrap_median([ours / theirs for ours, theirs in zip(timing.samples_ms, base, strict=True)], generator)
         for name, timing in timings.items()
     }
-    return Comparison(timings, baseline, ratio)
+    return Comparison(timings, ratio)
 
 
 def bootstrap_median(
     values: Sequence[float], generator: random.Random, num_resamples: int = 2000
 ) -> tuple[float, float, float]:
     """Returns the median of `values` and its bootstrap 95 % interval (Efron 1979, percentile method)."""
-    medians = sorted(statistics.median(generator.choices(values, k=len(values))) for _ in range(num_resamples))
-    return statistics.median(values), quantile(medians, 0.025), quantile(medians, 0.975)
+    medians = [statistics.median(generator.choices(values, k=len(values))) for _ in range(num_resamples)]
+    return statistics.median(values), *np.quantile(medians, (0.025, 0.975)).tolist()
