@@ -470,9 +470,6 @@ class Monitor:
         }
 
 
-GpuMonitor = Monitor  # the name that the experiments use
-
-
 def foreign_processes(nvml: Any, handle: Any) -> int | None:
     """Returns how many processes use the GPU that this session has not started, None where NVML does not say."""
     try:
@@ -534,7 +531,7 @@ def checks() -> list[Check]:
     nccl = cuda and torch.distributed.is_available() and torch.distributed.is_nccl_available()
     check("NCCL", nccl, "available" if nccl else "not available", "collectives between GPUs; gloo on the CPU remains")
     if cuda:
-        with GpuMonitor("cuda") as monitor:
+        with Monitor("cuda") as monitor:
             pass
         state = monitor.summary
         reasons = state.get("throttle_reasons", [])

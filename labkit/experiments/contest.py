@@ -202,7 +202,7 @@ def _time_in_turn(
     max_rounds = MAX_RANKING_ROUNDS if contest.is_ranking else MAX_ROUNDS
     num_rounds = max(MIN_ROUNDS, min(max_rounds, int(1e3 * time_limit_s / round_ms)))
     limits = {"baseline": baseline or impls[0], "device_kind": kind, "num_warmup": 1, "num_rounds": num_rounds}
-    with hardware.GpuMonitor(kind) as monitor:
+    with hardware.Monitor(kind) as monitor:
         try:
             comparison = compare(calls, method="graph" if kind == "cuda" else "host", **limits)
         except torch.OutOfMemoryError:

@@ -156,7 +156,7 @@ def _capture_here(workload: Workload, case: Case, phase: str) -> Measured:
     device, marker, steps = workload.device, RangeMarker("kineto"), []
     require_room(device, case.parameters, phase)
     warm_up(workload, phase)
-    with hardware.GpuMonitor(device.kind) as monitor:
+    with hardware.Monitor(device.kind) as monitor:
         trace = profiling.capture_with_kineto(
             lambda: steps.extend(capture_steps(workload, phase, marker, "case")), device.kind
         )
@@ -233,7 +233,7 @@ def _capture_group(nsys: Nsys, device: hardware.Device, group: Sequence, timeout
         paths = [str(REPOSITORY), profiling.allowed_environment().get("PYTHONPATH", "")]
         variables = {"PYTHONPATH": ":".join(path for path in paths if path)}
         trace, failure = None, ""
-        with hardware.GpuMonitor(device.kind) as monitor:
+        with hardware.Monitor(device.kind) as monitor:
             try:
                 trace = nsys.capture(command, timeout_s=timeout_s - CAPTURE_MARGIN_S, variables=variables)
             except ProfileError as error:

@@ -71,7 +71,7 @@ class Timed:
 
 def timed(device: hardware.Device, time: Callable[..., Timing], *args: Any, **options: Any) -> Timed:
     """Returns what `time(*args, **options)` gives, with the GPU watched while it runs."""
-    with hardware.GpuMonitor(device.kind) as monitor:
+    with hardware.Monitor(device.kind) as monitor:
         timing = time(*args, **options)
     return Timed(timing, monitor.summary)
 
