@@ -47,7 +47,7 @@ class Datasheet:
         return getattr(self, f"{precision}_tflops")
 
 
-# The first pattern that occurs in the device's name counts, so the longer names come first.
+# The first pattern found in the device's name decides, so the longer names come first.
 DATASHEETS = (
     Datasheet(r"H200 NVL", 60.0, 417.5, 835.5, 4800, "NVIDIA H200 datasheet, H200 NVL"),
     Datasheet(r"H200", 66.9, 494.7, 989.4, 4800, "NVIDIA H200 datasheet, H200 SXM"),
@@ -73,15 +73,12 @@ DATASHEETS = (
 def datasheet(device_name: str) -> Datasheet | None:
     """Returns the peaks of the product called `device_name`, None if it is not in the table.
 
-    There is no default: a number divided by another GPU's peak is worse than no number. So a laptop's part, a
-    slice of a GPU (MIG) and a product whose name only contains another's have none either.
+    Laptop parts, slices of a GPU (MIG) and products whose name only contains another's have none: no number is better
+    than one divided by another GPU's peak.
     """
     if re.search(r"\bMIG\b|Laptop|Max-Q|\d D$", device_name):
         return None
-    for sheet in DATASHEETS:
-        if re.search(rf"\b(?:{sheet.pattern})\b", device_name):
-            return sheet
-    return None
+    return next((sheet for sheet in DATASHEETS if re.search(rf"\b(?:{sheet.pattern})\b", device_name)), None)
 
 
 @dataclass(frozen=True)
@@ -102,7 +99,7 @@ class Device:
 
 
 def slugify(name: str) -> str:
-    """Returns `name` in lower case with every run of other characters than letters and digits as one dash.
+    """Returns `name` in lower case, with every run of characters other than letters and digits as one dash.
 
     >>> slugify("NVIDIA A100-SXM4-40GB")
     'nvidia-a100-sxm4-40gb'
@@ -113,21 +110,20 @@ def slugify(name: str) -> str:
 
 def detect() -> Device:
     """Returns the device labkit measures here: the first CUDA GPU, else Apple's mps, else the CPU."""
-    if "torch" in sys.modules or has_gpu_driver():  # importing torch only to hear that there is none takes seconds
+    kind = "cpu"
+    if "torch" in sys.modules or has_gpu_driver():  # importing torch just to learn that there is no GPU takes seconds
         import torch
 
         if torch.cuda.is_available():
             name = torch.cuda.get_device_name(0)
             return Device("cuda", name, slugify(name))
-        if torch.backends.mps.is_available():
-            name = cpu_name()
-            return Device("mps", name, f"mps-{slugify(name)}")
+        kind = "mps" if torch.backends.mps.is_available() else "cpu"
     name = cpu_name()
-    return Device("cpu", name, f"cpu-{slugify(name)}")
+    return Device(kind, name, f"{kind}-{slugify(name)}")
 
 
 def device_key(device: Device) -> str:
-    """Returns what tells this physical device from others of the machine: a GPU's UUID, else "cpu" or "mps"."""
+    """Returns an identifier of this physical device: a GPU's UUID, else "cpu" or "mps"."""
     if device.kind != "cuda":
         return device.kind
     import torch
@@ -136,7 +132,7 @@ def device_key(device: Device) -> str:
 
 
 def num_usable_cores() -> int:
-    """Returns how many physical cores this process may use, of those that its container's quota allows (Linux)."""
+    """Returns how many physical cores this process may use, its container's quota included (Linux only)."""
     cores = set()
     for cpu in os.sched_getaffinity(0):
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
@@ -149,7 +145,7 @@ def num_usable_cores() -> int:
 
 
 def has_gpu_driver() -> bool:
-    """Returns False only where torch can have no GPU: on Linux without NVIDIA's driver library and AMD's device."""
+    """Returns False only where torch cannot have a GPU: on Linux without NVIDIA's driver library and AMD's device."""
     if sys.platform != "linux" or os.path.exists("/dev/kfd"):
         return True
     try:
@@ -163,16 +159,11 @@ def has_gpu_driver() -> bool:
 def cpu_name() -> str:
     """Returns the processor's product name as the operating system gives it."""
     if sys.platform == "darwin":
-        return subprocess.run(
-            ["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=False
-        ).stdout.strip()
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^model name\s*:(.*)$", Path("/proc/cpuinfo").read_text("utf-8"), re.MULTILINE):
+            return found[1].strip()
     return platform.processor() or platform.machine()
 
 
@@ -206,8 +197,8 @@ def driver_version() -> str:
 def source_state() -> dict[str, Any]:
     """Returns {"commit", "dirty"} of the code that runs.
 
-    LABKIT_COMMIT and LABKIT_DIRTY ("0" or "1") stand in where the history is not at hand; without either,
-    commit is "unknown" and dirty None.
+    Where there is no git history, LABKIT_COMMIT and LABKIT_DIRTY ("0" or "1") give them; without these, commit is
+    "unknown" and dirty None.
     """
     if commit := os.environ.get("LABKIT_COMMIT"):
         return {"commit": commit, "dirty": os.environ.get("LABKIT_DIRTY", "0") != "0"}
@@ -227,7 +218,7 @@ def source_state() -> dict[str, Any]:
 
 
 def environment(device: Device) -> dict[str, Any]:
-    """Returns what a reader needs to judge and repeat a measurement made here; no host names, no paths."""
+    """Returns what a reader needs to judge and repeat a measurement; no host names, no paths."""
     import torch
 
     record: dict[str, Any] = {
@@ -251,36 +242,30 @@ def environment(device: Device) -> dict[str, Any]:
     return record
 
 
-class _nvml:  # noqa: N801 - used like a function: `with _nvml() as nvml`
+@contextlib.contextmanager
+def _nvml() -> Iterator[Any]:
     """Gives pynvml initialised, or None where there is no NVIDIA driver or no nvidia-ml-py."""
+    try:
+        import pynvml
 
-    def __enter__(self) -> Any:
-        self.module = None
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
-            self.module = pynvml
-        except Exception:  # no package, no driver, no permission: each means "no NVML here"
-            pass
-        return self.module
-
-    def __exit__(self, *_: object) -> None:
-        if self.module:
-            self.module.nvmlShutdown()
+        pynvml.nvmlInit()
+    except Exception:  # no package, no driver, no permission
+        yield None
+        return
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
 
 
 def _nvml_handle(nvml: Any) -> Any:
-    """Returns NVML's handle of the GPU that torch calls cuda:0 (CUDA_VISIBLE_DEVICES reorders torch's only)."""
+    """Returns NVML's handle of torch's cuda:0 (CUDA_VISIBLE_DEVICES does not affect NVML's order)."""
     import torch
 
     if torch.cuda.is_available():
         uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None)
-        if uuid is not None:
-            try:
-                return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-            except nvml.NVMLError:
-                pass
+        with contextlib.suppress(nvml.NVMLError):  # an older torch has no UUID
+            return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
     return nvml.nvmlDeviceGetHandleByIndex(0)
 
 
@@ -304,16 +289,15 @@ THROTTLE_REASONS = {
     0x40: "hardware thermal slowdown",
     0x80: "hardware power brake",
 }
-"""NVML's nvmlClocksEventReason bits that mean the GPU ran slower than asked (idle and user settings do not)."""
-
+"""NVML's nvmlClocksEventReason bits that mean throttling (idling and clocks set by the user do not)."""
 
 PROC = Path("/proc")
 
 BUSY_FRACTION = 0.05
-"""A window is disturbed from here on: others used so many cores, and our threads waited for so much of its length."""
+"""A window is disturbed if others used this many cores and our threads waited for this fraction of it."""
 
 SHORTEST_WAIT_S = 0.002
-"""Shorter waits in a whole window are those of waking up, which an idle machine has too. A time slice is longer."""
+"""Shorter waits in a whole window come from waking up, even on an idle machine. A time slice is longer."""
 
 
 @dataclass(frozen=True)
@@ -338,7 +322,7 @@ class _HostReading:
 
 
 def _host_reading() -> _HostReading | None:
-    """Returns the counters as they are now; None where the system has none (anything but Linux)."""
+    """Returns the current counters; None where the system has none (anything but Linux)."""
     own_s, waited_s, pressure_s = time.process_time() + sum(os.times()[2:4]), {}, None
     try:
         ticks_per_s = os.sysconf("SC_CLK_TCK")
@@ -362,7 +346,7 @@ def _add_waits(pid: str, waited_s: dict[str, float]) -> None:
 
 
 def _descendants(pid: str = "self") -> Iterator[str]:
-    """Yields the processes that `pid` has started and that have not ended, and what these started."""
+    """Yields the living descendants of process `pid`."""
     with contextlib.suppress(OSError):  # it has ended meanwhile
         for task in (PROC / pid / "task").iterdir():
             for child in (task / "children").read_text().split():
@@ -371,11 +355,10 @@ def _descendants(pid: str = "self") -> Iterator[str]:
 
 
 def _host_load(begin: _HostReading, end: _HostReading) -> tuple[dict[str, Any], list[str]]:
-    """Returns the host's load between two readings, and what of it slowed down this process.
+    """Returns the host's load between two readings, and what slowed this process down.
 
-    Another process disturbs only where it takes a core that a thread of ours is ready to run on: one busy core of 16
-    does nothing to a thread that has its own. A thread also waits a little when it wakes up on an idle machine,
-    and long where this process has more threads than there are cores; so others must have run as well.
+    Another process disturbs only if a thread of ours waits for its core: one busy core of 16 does not. Threads also
+    wait a little on waking up, and long where this process has more threads than cores, so others must have run too.
     """
     window_s = max(end.time_s - begin.time_s, 1e-9)
     other_s = max(0.0, (end.used_s - begin.used_s) - (end.own_s - begin.own_s))
@@ -384,7 +367,7 @@ def _host_load(begin: _HostReading, end: _HostReading) -> tuple[dict[str, Any], 
     load = {"other_cpu_cores": other_s / window_s, "cpu_wait_fraction": waited_s / window_s}
     if begin.pressure_s is not None and end.pressure_s is not None:
         load["cpu_pressure"] = (end.pressure_s - begin.pressure_s) / window_s
-    # The machine's CPU time is counted in ticks: in a short window others may have run and not have been seen.
+    # CPU time is counted in ticks, so in a short window the time of others may not show.
     others_ran = other_s + 1 / os.sysconf("SC_CLK_TCK") >= BUSY_FRACTION * window_s
     if not others_ran or waited_s < max(SHORTEST_WAIT_S, BUSY_FRACTION * window_s):
         return load, []
@@ -395,11 +378,11 @@ def _host_load(begin: _HostReading, end: _HostReading) -> tuple[dict[str, Any], 
 
 
 class Monitor:
-    """Samples the load of the host and, on a GPU, its SM clock, power, temperature and throttle reasons in a block.
+    """Samples the host's load and, on a GPU, its SM clock, power, temperature and throttle reasons during a block.
 
-    `summary` holds them afterwards: without what this machine does not tell. The sampling thread sleeps between two
-    readings of a millisecond or so, and NVML's calls release the interpreter. `disturbed` says whether others
-    slowed down what ran in the block, `disturbed_by` who.
+    Afterwards `summary` holds what this machine reports of them, `disturbed` (whether other processes slowed the block
+    down) and `disturbed_by` (which). The sampling thread sleeps between readings of about a millisecond, and NVML's
+    calls release the interpreter.
     """
 
     def __init__(self, device_kind: str, interval_s: float = 0.1):
@@ -408,10 +391,10 @@ class Monitor:
         self.summary: dict[str, Any] = {}
         self._samples: list[tuple[int, float, int, int]] = []
         self._stop = threading.Event()
+        self._opened = contextlib.ExitStack()
 
     def __enter__(self) -> "Monitor":
-        self._nvml = _nvml()
-        self._module = self._nvml.__enter__() if self.enabled else None
+        self._module = self._opened.enter_context(_nvml()) if self.enabled else None
         if self._module:
             self._handle = _nvml_handle(self._module)
             self._thread = threading.Thread(target=self._run, daemon=True)
@@ -429,7 +412,7 @@ class Monitor:
             if not self._samples:
                 self._read()
             gpu = self._summarise()
-            self._nvml.__exit__()
+            self._opened.close()
         if others := gpu.get("foreign_processes"):
             causes.append(f"{others} other process{'' if others == 1 else 'es'} on the GPU")
         self.summary = gpu | load
@@ -442,7 +425,7 @@ class Monitor:
 
     def _read(self) -> None:
         nvml, handle = self._module, self._handle
-        try:
+        with contextlib.suppress(nvml.NVMLError):
             self._samples.append(
                 (
                     nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
@@ -451,8 +434,6 @@ class Monitor:
                     nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
                 )
             )
-        except nvml.NVMLError:
-            pass
 
     def _summarise(self) -> dict[str, Any]:
         if not self._samples:
@@ -471,7 +452,7 @@ class Monitor:
 
 
 def foreign_processes(nvml: Any, handle: Any) -> int | None:
-    """Returns how many processes use the GPU that this session has not started, None where NVML does not say."""
+    """Returns how many processes of others use the GPU, None where NVML does not say."""
     try:
         running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except nvml.NVMLError:
@@ -482,7 +463,7 @@ def foreign_processes(nvml: Any, handle: Any) -> int | None:
 
 
 def find_nsys() -> str | None:
-    """Returns the path of Nsight Systems' command line, from PATH or from beside Nsight Compute; else None."""
+    """Returns the path of nsys, from PATH, an install of Nsight Systems or of Nsight Compute; else None."""
     if found := shutil.which("nsys"):
         return found
     for root in ("/opt/nvidia/nsight-systems", "/opt/nvidia/nsight-compute"):
@@ -494,7 +475,7 @@ def find_nsys() -> str | None:
 
 @dataclass(frozen=True)
 class Check:
-    """One line of `labkit doctor`: what was looked for, whether it is there, what its lack disables."""
+    """One line of `labkit doctor`: what was looked for, whether it is present, what its absence disables."""
 
     name: str
     present: bool

@@ -232,7 +232,7 @@ def test_freeing_what_was_made_in_an_earlier_recording_is_negative():
 
 
 def test_a_device_whose_allocations_are_not_recorded_is_refused():
-    with pytest.raises(ValueError, match="memory of device 'abacus' cannot be followed; accepted: cuda, cpu"):
+    with pytest.raises(ValueError, match="memory of device 'abacus' cannot be recorded; accepted: cuda, cpu"):
         measure_usage(lambda: None, "abacus")
 
 

@@ -1,4 +1,4 @@
-"""What memory a callable takes: its peak, every allocation with who made it, what autograd keeps for backward.
+"""The memory a callable takes: its peak, every allocation and its origin, what autograd keeps for backward.
 
 | device | bytes in use come from |
 |---|---|
@@ -37,9 +37,9 @@ class Usage:
 
     Attributes:
         peak_bytes: the most at any moment of the call.
-        kept_bytes: still in use after it, its result alive; negative if the call freed more than it made.
-        requested_bytes: of kept_bytes, what tensors asked for. The rest is what CUDA's caching allocator gives beyond
-            it: sizes are rounded up to 512 bytes, and up to 1 MiB of a cached block is left unsplit.
+        kept_bytes: still in use after it, with its result; negative if the call freed more than it allocated.
+        requested_bytes: the part of kept_bytes that tensors asked for. CUDA's caching allocator adds to it: it rounds
+            sizes up to 512 bytes and leaves up to 1 MiB of a cached block unsplit.
         result: what it returned.
     """
 
@@ -84,22 +84,22 @@ def _requested_bytes() -> int:
 
 def _check(device_kind: str) -> None:
     if device_kind not in DEVICE_KINDS:
-        raise ValueError(f"memory of device {device_kind!r} cannot be followed; accepted: {', '.join(DEVICE_KINDS)}")
+        raise ValueError(f"memory of device {device_kind!r} cannot be recorded; accepted: {', '.join(DEVICE_KINDS)}")
 
 
 class Recorder:
     """Records every allocation and free while a `with` block runs; `history` holds them afterwards.
 
-    On CUDA `history.reported_peak_bytes` is `max_memory_allocated` of the block, and all that was in use before is part
-    of the history. On the CPU it comes from the running total that the profiler gives, and of what was in use before
-    the history has `resident` and whatever was freed in the block.
+    On CUDA `history.reported_peak_bytes` is `max_memory_allocated` of the block, and the history includes all that was
+    in use before. On the CPU it comes from the profiler's running total, and of what was in use before the history
+    includes `resident` and whatever was freed in the block.
 
     Args:
         device_kind: "cuda" or "cpu".
-        resident: tensors that are there before the block and stay (CPU only).
+        resident: tensors that exist before the block and stay (CPU only).
 
     Raises:
-        ValueError: a kind of device that cannot be followed.
+        ValueError: another kind of device.
         SnapshotError: at the end of the block, if the allocator's events contradict one another.
     """
 
@@ -116,7 +116,7 @@ class Recorder:
         self._marks.append((name, self.position()))
 
     def position(self) -> int:
-        """Returns a number for this moment, which `position_of` turns into a position in the history afterwards."""
+        """Returns a number for this moment, which `position_of` later turns into a position in the history."""
         if self.device_kind == "cuda":
             return self._num_allocator_events()
         with record_function(f"{_POSITION}{self._num_positions}"):
@@ -133,7 +133,8 @@ class Recorder:
             torch.cuda.synchronize()
             torch.cuda.memory._record_memory_history(None)
             torch.cuda.memory._record_memory_history(context="alloc", stacks="python")
-            self._segments = self._own(torch.cuda.memory._snapshot()["segments"])
+            segments = torch.cuda.memory._snapshot()["segments"]
+            self._segments = [segment for segment in segments if segment["device"] == torch.cuda.current_device()]
             self._first_event = self._num_allocator_events()
             torch.cuda.reset_peak_memory_stats()
         else:
@@ -165,7 +166,8 @@ class Recorder:
 
     def _end_cpu(self) -> None:
         events, moments, reported = [], {}, []
-        for event in sorted(_flat(self._profile.kineto_results.experimental_event_tree()), key=_start_ns):
+        tree = self._profile.kineto_results.experimental_event_tree()
+        for event in sorted(_flat(tree), key=lambda event: event.start_time_ns):
             if event.name.startswith(_POSITION):
                 moments[int(event.name.removeprefix(_POSITION))] = len(events)
             elif event.name == "[memory]" and event.extra_fields.device.type == "cpu":
@@ -175,17 +177,13 @@ class Recorder:
         self._events_before = moments
         before = self._resident | in_use_before(events, {})
         self.history = History(pair_events(events, before), len(events))
-        # The running total has an offset: it starts with the process's first profile, not with this one.
+        # The running total starts with the process's first profile, not with this one.
         offset = sum(before.values()) - (reported[0] - events[0][1] if events else 0)
         self.history.reported_peak_bytes = offset + max(reported, default=0)
 
     @staticmethod
-    def _own(segments: Sequence[dict]) -> list[dict]:
-        return [segment for segment in segments if segment["device"] == torch.cuda.current_device()]
-
-    @staticmethod
     def _num_allocator_events() -> int:
-        """Allocations and frees that CUDA's allocator has seen: its position in its own history."""
+        """Returns how many allocations and frees CUDA's allocator has seen."""
         counts = torch._C._cuda_memoryStats(torch.cuda.current_device())["allocation"]["all"]
         return counts["allocated"] + counts["freed"]
 
@@ -199,18 +197,14 @@ def _flat(events: Sequence) -> Iterator:
         pending += reversed(event.children)
 
 
-def _start_ns(event) -> int:
-    return event.start_time_ns
-
-
 @dataclass(frozen=True)
 class Owner:
-    """Who made an allocation.
+    """What made an allocation.
 
     Attributes:
         operator: PyTorch's operator, "aten.mm"; "" outside of any.
-        module: path of the innermost module in whose forward pass it was made, or whose backward pass it belongs to.
-        frame: "file.py:line function" of the line of the forward pass; code: its text.
+        module: path of the innermost module whose forward or backward pass made it.
+        frame: "file.py:line function" in the forward pass; code: the text of that line.
     """
 
     operator: str = ""
@@ -219,48 +213,50 @@ class Owner:
     code: str = ""
 
 
-class OwnerLog(TorchDispatchMode):
-    """Notes at each operator which module and line it works for, so that allocations can be told whose they are.
+@contextlib.contextmanager
+def _module_path(model: nn.Module) -> Iterator[list[str]]:
+    """Gives a list whose last entry is the path of the innermost module in its forward pass, "" for the model."""
+    path = [""]
 
-    A backward operator works for the line that made its autograd node; nodes are known by their sequence number.
+    def leave(*_) -> None:  # a hook's result would replace the module's output
+        path.pop()
+
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            enter = module.register_forward_pre_hook(lambda *_, name=name: path.append(name))
+            hooks.callback(enter.remove)
+            hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+        yield path
+
+
+class OwnerLog(TorchDispatchMode):
+    """Notes the module and line behind each operator, so that allocations have an owner.
+
+    A backward operator belongs to the line that made its autograd node, known by the node's sequence number.
 
     Args:
         recorder: gives the positions; the log is used inside its block.
-        model: whose modules are told apart.
+        model: the model whose modules are named.
     """
 
     def __init__(self, recorder: Recorder, model: nn.Module):
         super().__init__()
         self._recorder = recorder
         self._notes: list[tuple[int, Owner]] = []
-        self._path: list[str] = []
         self._by_node: dict[int, Owner] = {}
-        self._hooks = []
-        for name, module in model.named_modules():
-            if name:
-                self._hooks.append(module.register_forward_pre_hook(self._entering(name)))
-                self._hooks.append(module.register_forward_hook(self._leaving, always_call=True))
+        self._hooks = contextlib.ExitStack()
+        self._path = self._hooks.enter_context(_module_path(model))
 
     def close(self) -> None:
-        """Takes the hooks off the model."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _entering(self, name: str) -> Callable:
-        def hook(_module, _arguments) -> None:
-            self._path.append(name)
-
-        return hook
-
-    def _leaving(self, _module, _arguments, _result) -> None:
-        self._path.pop()
+        """Removes the hooks from the model."""
+        self._hooks.close()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         operator = str(function).rsplit(".", 1)[0]
         node = torch._C._current_autograd_node()
         if node is None:
-            owner = Owner(operator, self._path[-1] if self._path else "", *_calling_line())
-            # An operator's node exists when the operator gets here; those after it may make none.
+            owner = Owner(operator, self._path[-1], *_calling_line())
+            # The operator's node exists by now; later operators may make none.
             self._by_node.setdefault(torch._C._autograd._get_sequence_nr() - 1, owner)
         else:
             owner = replace(self._by_node.get(node._sequence_nr(), Owner()), operator=operator)
@@ -293,14 +289,14 @@ def _calling_line() -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Residual:
-    """One tensor that an operator packs for its backward pass.
+    """One tensor that an operator saves for its backward pass.
 
     Attributes:
-        operator: the function as Python calls it, "linear", "softmax"; "" inside a compiled graph.
+        operator: the Python function, "linear", "softmax"; "" inside a compiled graph.
         module: path of the innermost module; "" inside a compiled graph.
         shape, dtype: of the tensor. num_bytes: of its storage.
-        is_new: no residual before it had this storage.
-        is_resident: its storage is kept anyway: a parameter's or a table's.
+        is_new: no earlier residual has this storage.
+        is_resident: the storage is kept anyway, as a parameter's or a table's.
     """
 
     operator: str
@@ -313,7 +309,7 @@ class Residual:
 
 
 class _CurrentFunction(TorchFunctionMode):
-    """Knows which of PyTorch's functions is running."""
+    """Its `name` is that of PyTorch's running function."""
 
     def __init__(self):
         super().__init__()
@@ -330,14 +326,13 @@ class _CurrentFunction(TorchFunctionMode):
 def residuals(
     function: Callable[[], Any], module: nn.Module, resident: Sequence[Tensor], *, is_compiled: bool
 ) -> tuple[list[Residual], Any]:
-    """Returns what autograd packs during `function`, in order, and the result of it.
+    """Returns what autograd saves during `function`, in order, and the function's result.
 
     Args:
         function: a forward pass with gradient.
-        module: whose parts are named.
+        module: the module whose parts are named.
         resident: what is kept anyway: parameters and tables.
-        is_compiled: `function` runs compiled code, whose parts have no names; it is not looked into, since a mode that
-            did would make it compile again.
+        is_compiled: `function` runs compiled code, whose parts have no names: looking into it would compile it again.
     """
     kept_anyway = {x.untyped_storage()._cdata for x in resident}
     path, seen, found = [""], {}, []
@@ -356,34 +351,25 @@ def residuals(
                 is_resident=storage._cdata in kept_anyway,
             )
         )
-        seen.setdefault(storage._cdata, tensor)  # kept alive, so that no storage comes up twice
+        seen.setdefault(storage._cdata, tensor)  # kept alive, so that its storage is not used again
         return tensor
-
-    def leave(*_) -> None:  # what a hook returns would take the place of the module's output
-        path.pop()
 
     with contextlib.ExitStack() as stack:
         if not is_compiled:
             stack.enter_context(current)
-            for name, part in module.named_modules():
-                hooks = (
-                    part.register_forward_pre_hook(lambda *_, name=name: path.append(name)),
-                    part.register_forward_hook(leave, always_call=True),
-                )
-                for hook in hooks:
-                    stack.callback(hook.remove)
+            path = stack.enter_context(_module_path(module))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             result = function()
     return found, result
 
 
 def saved_bytes(found: Sequence[Residual]) -> int:
-    """Returns bytes of the distinct storages among residuals, without what is kept anyway."""
+    """Returns the bytes of the distinct storages among residuals, without those that are kept anyway."""
     return sum(residual.num_bytes for residual in found if residual.is_new and not residual.is_resident)
 
 
 def packed_bytes(found: Sequence[Residual]) -> int:
-    """Returns bytes of all residuals, without what is kept anyway, each counted as often as it is packed."""
+    """Returns the bytes of all residuals that are not kept anyway, each counted as often as it is saved."""
     return sum(
         math.prod(residual.shape) * getattr(torch, residual.dtype).itemsize
         for residual in found
