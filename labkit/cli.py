@@ -28,7 +28,7 @@ OTHER_WAYS = {
     "profile": "use --profile NAME",
     "fresh": "use --fresh",
 }
-"""Notebook parameters that `labkit run -p` does not take, and what there is in their place."""
+"""Notebook parameters that `labkit run -p` does not take, and what to use instead."""
 
 app = typer.Typer(
     add_completion=False,
@@ -46,22 +46,14 @@ OutputOption = Annotated[
 
 def main() -> None:
     """Runs the command line; every expected error is one line on stderr."""
+    from labkit.notebooks import NotebookError
+    from labkit.records import RecordError
+
     try:
         app()
-    except RequestError as error:
-        _fail(str(error), USAGE_ERROR)
-    except Exception as error:
-        from labkit.notebooks import NotebookError
-        from labkit.records import RecordError
-
-        if not isinstance(error, RecordError | NotebookError):
-            raise
-        _fail(str(error), 1)
-
-
-def _fail(message: str, code: int) -> None:
-    print(f"labkit: {message}", file=sys.stderr)
-    sys.exit(code)
+    except (RequestError, NotebookError, RecordError) as error:
+        print(f"labkit: {error}", file=sys.stderr)
+        sys.exit(USAGE_ERROR if isinstance(error, RequestError) else 1)
 
 
 def _version(wanted: bool) -> None:
@@ -103,8 +95,8 @@ def run(
 ) -> None:
     """Measure this device: execute the notebooks in order and write its report.
 
-    What is already recorded for this device, software and way of measuring is kept, so a run that was
-    interrupted goes on where it stopped.
+    What is already recorded for this device, software and way of measuring is kept, so an interrupted run continues
+    where it stopped.
     """
     from labkit import hardware, notebooks, records
 
@@ -118,7 +110,7 @@ def run(
     for name in names:
         notebooks.narrowing(name, profile, parameters[name])
     folder = _writable(output) / device.slug
-    records.check(folder)  # what the report cannot read is told now, not after hours of measuring
+    records.check(folder)  # fails now, not after hours of measuring, if the report could not read something
     _hold(context, device, names, folder, wait=not no_wait)
     print(f"Measuring {device.name} with the {profile} profile into {folder}", file=sys.stderr)
     start = time.monotonic()
@@ -156,7 +148,7 @@ def run(
 
 
 def _hold(context: typer.Context, device, names: list[str], folder: Path, *, wait: bool) -> None:
-    """Keeps other runs off the device until this command ends, so that none is disturbed by what this one renders."""
+    """Locks the device until this command ends, so that its rendering disturbs no other run."""
     from labkit.experiments.sweep import measuring_lock
 
     try:
@@ -168,8 +160,7 @@ def _hold(context: typer.Context, device, names: list[str], folder: Path, *, wai
 def _run_notebook(name: str, values: dict, folder: Path, kernel):
     """Executes one notebook in `kernel` and returns it; raises NotebookError if it did not run to its end.
 
-    The notebook's last cell writes a file, and only that file counts as the end: a saved notebook of a killed
-    kernel looks complete.
+    Only the file that the last cell writes counts as the end, since the notebook of a killed kernel looks complete.
     """
     from labkit import notebooks, records
 
@@ -187,7 +178,7 @@ def _rebuild(slug: str, output: Path | None, executed: dict) -> list[Path]:
     root = output.resolve() if output else None
     try:
         return render.rebuild(slug, output=root, top_level=slug == REFERENCE_DEVICE, measured=executed)
-    except ValueError:  # nothing was recorded, so there is nothing to report
+    except ValueError:  # nothing was recorded
         return []
 
 
@@ -209,7 +200,7 @@ def _summary(folder: Path, names: list[str], failures: dict[str, str], seconds: 
 
 
 def _headlines(executed: Mapping[str, Any]) -> list[str]:
-    """Returns up to three findings without Markdown marks: the first of each notebook, then the second of each."""
+    """Returns up to NUM_HEADLINES findings without Markdown: the first of each notebook, then the second of each."""
     found = []
     for notebook in executed.values():
         outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
@@ -229,7 +220,7 @@ def _progress(names: list[str]):
 
 
 def _writable(output: Path | None) -> Path:
-    """Returns the folder of the results, made if need be; raises RequestError if it cannot be written."""
+    """Returns the folder of the results, created if needed; raises RequestError if it cannot be written."""
     root = (output or FIGURES).resolve()
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -294,7 +285,7 @@ def devices(output: OutputOption = None) -> None:
 
 @app.command()
 def doctor() -> None:
-    """Say what this machine has and lacks, and what each lack disables."""
+    """Show what this machine has and lacks, and what each lack disables."""
     from labkit import hardware
 
     for check in hardware.checks():

@@ -15,14 +15,13 @@ from typing import Any
 from labkit.configs import GRIDS, NARROWED, NOTEBOOKS, RequestError, narrowed
 
 CELL_TIMEOUT_S = 6 * 3600
-"""A dead kernel is noticed at once; this bounds a cell that hangs, beyond every case's own timeout."""
+"""For a cell that hangs beyond every case's own timeout; a dead kernel is noticed at once."""
 
 KERNEL_TIMEOUT_S = 60
 """For a kernel to answer between two notebooks."""
 
-
 LESSON = "lesson"
-"""Tag of the cells that teach: predictions, live examples, things to try. The report does without them."""
+"""Tag of the cells that teach: predictions, live examples, things to try. The report leaves them out."""
 
 
 class NotebookError(Exception):
@@ -35,9 +34,9 @@ def names() -> list[str]:
 
 
 def resolve(name: str) -> str:
-    """Returns the notebook that a number ("01", "1"), a name ("benchmarking") or both ("01_benchmarking") means.
+    """Returns the notebook with this number ("01", "1"), name ("benchmarking") or both ("01_benchmarking").
 
-    Raises RequestError that names the accepted ones.
+    Raises RequestError for another one.
     """
     available = names()
     for candidate in available:
@@ -72,9 +71,9 @@ def without_lessons(notebook):
 
 
 def _spare_grammars() -> None:
-    """Keeps jsonschema, which nbformat imports, from building 38 grammars of web addresses: four seconds for nothing.
+    """Keeps jsonschema, which nbformat imports, from building 38 grammars of web addresses, which takes four seconds.
 
-    It builds them where it finds this package, which jupyterlab brings, and does without where it does not.
+    It does so only where this package, a dependency of jupyterlab, can be imported.
     """
     sys.modules.setdefault("rfc3987_syntax", None)
 
@@ -102,10 +101,8 @@ def parameters(name: str) -> dict[str, Any]:
 def parse_parameters(name: str, assignments: Sequence[str]) -> dict[str, Any]:
     """Returns the typed values of `KEY=VALUE` texts, checked against the notebook's parameters cell.
 
-    A text parameter takes VALUE as it is; a list takes comma-separated items; every other takes a Python
-    literal of the default's type, so a bool is True or False.
-
-    Raises RequestError naming the bad key or value and what is accepted.
+    A text parameter takes VALUE as it is, a list comma-separated items, every other a Python literal of the default's
+    type. Raises RequestError naming the bad key or value and what is accepted.
     """
     defaults = parameters(name)
     values = {}
@@ -162,10 +159,10 @@ def _literal(text: str) -> Any:
 
 
 class Kernel:
-    """A process of this Python in which notebooks are executed one after another, each in an empty namespace.
+    """A process of this Python that executes notebooks one after another, each in an empty namespace.
 
-    Its start and what the notebooks import, seconds of each, are paid once. After a notebook that failed it is started
-    anew. Ends with its `with` block.
+    So it starts and imports torch, seconds of each, only once. It is restarted after a notebook that failed, and ends
+    with its `with` block.
     """
 
     def __init__(self):
@@ -178,7 +175,7 @@ class Kernel:
         self.end()
 
     def manager(self):
-        """Returns the manager of the process, running or about to be started, with nothing left of another notebook."""
+        """Returns the manager of the process, started or not, with an empty namespace."""
         import jupyter_client
 
         if self._manager is None:
@@ -194,7 +191,7 @@ class Kernel:
         return self._manager
 
     def end(self) -> None:
-        """Ends the process; it has nothing to save."""
+        """Ends the process."""
         from jupyter_core.utils import run_sync
 
         manager, self._manager = self._manager, None
@@ -215,9 +212,9 @@ def execute(
     Args:
         name: of the notebook; its file is not changed.
         values: parameters to set, as `parse_parameters` returns them.
-        kernel: to execute it in, from one thread only; None, or with lessons, one of its own.
-        lessons: execute the cells tagged "lesson" too; without them nothing but a measurement uses the device.
-        show_progress: bars and messages of the notebook go to this process's stderr as they come.
+        kernel: to execute it in, from one thread only; None, or with lessons, a new one.
+        lessons: execute the cells tagged "lesson" too; without them only measurements use the device.
+        show_progress: show the notebook's progress bars and messages on stderr.
 
     Raises:
         NotebookError: a cell raised, the kernel died, or a cell exceeded CELL_TIMEOUT_S.
@@ -243,7 +240,7 @@ def execute(
                 stdout_file=stream,
                 stderr_file=stream,
                 km=kernel.manager(),
-                # Nothing of its transport; and that it was interrupted, as it is before its end, is logged as an error.
+                # Silences its transport, and the interrupt before its end, which it logs as an error.
                 extra_arguments=["--IPKernelApp.log_level=50"],
             )
         except papermill.PapermillExecutionError as error:

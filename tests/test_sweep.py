@@ -488,7 +488,7 @@ def test_a_run_starts_no_process_beside_the_notebooks(output, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", lambda command, **_: started.append(command))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: types.SimpleNamespace(cached="not there"))
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    monkeypatch.setattr(cli, "_run_notebook", lambda *_: None)
+    monkeypatch.setattr(cli, "_run_notebook", lambda *_: types.SimpleNamespace(cells=[]))
     result = CliRunner().invoke(cli.app, ["run", "01", "--output", str(output)])
     assert result.exit_code == 0, result.output
     assert started == []

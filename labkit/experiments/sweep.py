@@ -1,10 +1,10 @@
 """Any grid of cases through an isolated worker process, with progress, timeouts and resume.
 
-A case is run phase by phase in a worker, which is replaced after an out-of-memory, an error, a crash or a
-timeout, so that one case cannot harm the next. Each phase becomes a record as soon as it is measured.
+A worker runs a case phase by phase, and each phase becomes a record as soon as it is measured. After an out-of-memory,
+an error, a crash or a timeout the worker is replaced, so that one case cannot harm the next.
 
-The worker is forked from a server that has the experiment's module imported and has never touched the
-device: a new worker costs a fork and a device context instead of importing torch anew.
+Workers are forked from a server that has imported the experiment's module and never touched the device: a new one
+costs a fork and a device context instead of importing torch again.
 """
 
 import contextlib
@@ -36,27 +36,26 @@ from labkit.configs import FIGURES, THIS_DEVICE, RequestError, chosen_profile
 from labkit.records import Record, RecordStore, check_plausible, done_path, write_text_atomic
 
 SESSION_SECTION = "ceilings"
-"""Section that every session measures anew, since what it gives is divided into that session's other results."""
-
+"""Section that every session measures again, since the session's other results are divided by its own."""
 
 MAX_REPEATS = 2
-"""How often a phase is measured again, each time in a fresh process, while other processes disturb it."""
+"""How often a phase that other processes disturb is measured again, each time in a fresh process."""
 
 MOST_IN_VAIN = 2
-"""After so many phases in a row that stayed disturbed, none is repeated until one has been measured undisturbed."""
+"""After this many phases in a row that stayed disturbed, none is repeated until one was measured undisturbed."""
 
 LOCK_HELD = "LABKIT_LOCK_HELD"
-"""Environment variable by which a process tells those it starts which device's lock it holds for them."""
+"""Environment variable that tells child processes which device's lock this process holds for them."""
 
 THREAD_POLICY = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
-"""For GNU's and for LLVM's OpenMP. A thread that spins while it waits for another takes the core that the other one
-needs where a process of somebody else occupies one, and a step then takes a hundred times as long."""
+"""For GNU's and for LLVM's OpenMP. Where another process occupies a core, threads that spin while they wait take the
+core that the others need, and a step takes a hundred times as long."""
 
 COMPILER = "torch._inductor.compile_fx"
 
 PRELOADED = ("torch._dynamo", COMPILER)
-"""What the server imports beside the experiment: the first optimizer of a worker would, or what it compiles first, and
-takes seconds for it. The compiler only where there is no GPU, which the server must not touch."""
+"""What the server imports beside the experiment; each worker would take seconds to import it for its first optimizer or
+compilation. The compiler only without a GPU, which the server must not touch."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +63,12 @@ class Case:
     """A unit of work for the worker: the phases share what building the case costs.
 
     Attributes:
-        section: the question it belongs to; parameters: JSON values that tell it from the section's others.
+        section: the question it belongs to; parameters: JSON values that identify it within the section.
         phases: what is measured, in order.
         time_limit_s: for the timed samples of one phase, see `time_callable`.
-        timeout_s: the longest that building the case, or one phase of it, may take.
-        fresh_process: run in a process that has done nothing before.
-        stop_at_failure: when a phase fails, skip those after it (they need what it makes).
+        timeout_s: limit for building the case, and for each phase.
+        fresh_process: run in a new process.
+        stop_at_failure: when a phase fails, skip those after it, which need its result.
     """
 
     section: str
@@ -105,7 +104,7 @@ PhaseRun = tuple[str, Callable[[], Measured]]
 """A phase's name and the function that measures it; `run_case` of an experiment yields these."""
 
 
-# How allocation failures read that come as a plain RuntimeError.
+# Allocation failures that are raised as a plain RuntimeError.
 _OUT_OF_MEMORY_TEXTS = (
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -116,7 +115,7 @@ _OUT_OF_MEMORY_TEXTS = (
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Only a real out-of-memory: of the caching allocator, the driver, a library's workspace, the host or Python."""
+    """Returns whether an allocation failed: of the caching allocator, the driver, a library, the host or Python."""
     import torch
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -124,14 +123,23 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)
 
 
+def _status(error: BaseException) -> str:
+    """Returns the status of a record whose measurement raised `error`."""
+    if isinstance(error, Skip):
+        return "skipped"
+    if _is_out_of_memory(error):
+        return "oom"
+    return "timeout" if isinstance(error, TimeoutError) else "error"
+
+
 def _worker_main(connection: Connection, module_name: str) -> None:
     """Runs cases until the connection closes; ends after the first failure."""
     os.setpgrp()  # so that whatever a case starts is ended together with the worker
     _end_with_parent(connection)
     experiment = importlib.import_module(module_name)
-    # Where compiling is timed, the caches are off on purpose; torch says so once for each of its own.
+    # Where compiling is timed the caches are off on purpose; torch warns of each.
     warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
-    gc.freeze()  # modules are no garbage, and the collections between phases would walk through them each time
+    gc.freeze()  # otherwise each collection between phases would walk through all modules
     while True:
         try:
             case, ceilings = connection.recv()
@@ -143,25 +151,21 @@ def _worker_main(connection: Connection, module_name: str) -> None:
                 connection.send(("phase", phase))
                 connection.send(("measured", run()))
         except BaseException as error:
-            if isinstance(error, Skip):
-                status = "skipped"
-            else:
-                is_late = isinstance(error, TimeoutError)
-                status = "oom" if _is_out_of_memory(error) else "timeout" if is_late else "error"
-            text = f"{type(error).__name__}: {error}" if status != "skipped" else str(error)
+            status = _status(error)
+            text = str(error) if status == "skipped" else f"{type(error).__name__}: {error}"
             if status == "error":
                 print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
             connection.send(("failed", status, text.strip().split("\n")[0][:500]))
-            if not isinstance(error, Skip):
-                os._exit(0)  # a failed device context must not run destructors, nor another case
+            if status != "skipped":
+                os._exit(0)  # a failed device context must run no destructors and no other case
         else:
             connection.send(("done",))
 
 
 def _end_with_parent(connection: Connection) -> None:
-    """Forks a process that kills this one, and whatever it starts, as soon as the session has ended.
+    """Forks a process that kills this one and its descendants as soon as the session has ended.
 
-    A thread could not: it gets no turn while a case holds the interpreter.
+    A thread could not run while a case holds the interpreter.
     """
     worker = os.getpid()
     if os.fork() == 0:
@@ -180,25 +184,22 @@ def _kill_group(pid: int) -> None:
 
 
 def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
-    """Returns what workers are started by; where that is a fork server, it runs and is loading the experiment.
+    """Returns the context that starts workers. On Linux it is a fork server that is loading the experiment.
 
     Sets how OpenMP waits and how many threads it starts, for this process too if it has not loaded torch yet.
     """
     for name, value in THREAD_POLICY.items():
         os.environ.setdefault(name, value)
-    if sys.platform == "linux":
-        os.environ.setdefault("OMP_NUM_THREADS", str(hardware.num_usable_cores()))
-    else:
+    if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
+    os.environ.setdefault("OMP_NUM_THREADS", str(hardware.num_usable_cores()))
     context = multiprocessing.get_context("forkserver")
-    preloaded = PRELOADED
-    if hardware.has_gpu_driver():
-        preloaded = [name for name in PRELOADED if name != COMPILER]
-    else:
-        # The compiler would first compile something for each instruction set of the processor, seconds each, to find
-        # builds of PyTorch by compilers that are older than any it is built with today.
+    has_gpu = hardware.has_gpu_driver()
+    if not has_gpu:
+        # Otherwise the compiler test-compiles for each instruction set of the processor, seconds each, to detect builds
+        # of PyTorch by compilers that nobody uses today.
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-    context.set_forkserver_preload([module_name, *preloaded])
+    context.set_forkserver_preload([module_name, *(name for name in PRELOADED if name != COMPILER or not has_gpu)])
     forkserver.ensure_running()
     return context
 
@@ -215,16 +216,16 @@ class _Worker:
         self.used = False
 
     def send(self, case: Case, ceilings: dict[str, float]) -> None:
-        """Hands over a case; if the process has ended, `receive` says so."""
+        """Sends a case; if the process has ended, `receive` will tell."""
         with contextlib.suppress(OSError):
             self.connection.send((case, ceilings))
 
     def receive(self, timeout_s: float) -> tuple:
-        """Returns the next message; ("failed", …) when it kept silent for `timeout_s`, ("ended", …) when it ended."""
+        """Returns the worker's next message; ("failed", …) after `timeout_s` without one, ("ended", …) if it ended."""
         if not wait([self.connection, self.process.sentinel], timeout_s):
             return ("failed", "timeout", f"no result within {timeout_s:g} s")
         try:
-            if self.connection.poll():  # what it sent before it ended counts first
+            if self.connection.poll():  # what it sent before it ended comes first
                 return self.connection.recv()
         except (EOFError, ConnectionResetError):
             pass
@@ -244,25 +245,25 @@ class _Worker:
 
 
 def _lock_path(key: str) -> Path:
-    """Returns the file of a device's lock, the same one for all processes of this user."""
+    """Returns a device's lock file, the same one for all processes of this user."""
     user = os.getuid()
-    for folder in (os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{user}"):
-        if os.path.isdir(folder) and os.access(folder, os.W_OK):
-            return Path(folder) / f"labkit-{key}.lock"
-    folder = Path(tempfile.gettempdir()) / f"labkit-{user}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return folder / f"labkit-{key}.lock"
+    candidates = (os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{user}")
+    folder = next((name for name in candidates if os.path.isdir(name) and os.access(name, os.W_OK)), None)
+    if folder is None:
+        folder = Path(tempfile.gettempdir()) / f"labkit-{user}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+    return Path(folder) / f"labkit-{key}.lock"
 
 
 @contextlib.contextmanager
 def measuring_lock(device: hardware.Device, notebook: str, folder: Path, *, wait: bool = True) -> Iterator[None]:
-    """Holds the user's one lock of a physical device, so that no two runs measure on it at a time.
+    """Holds this user's lock of a physical device, so that only one run measures on it at a time.
 
-    Says once on stderr what it waits for. The lock ends with the process, however that ends. Processes started while
-    it is held need not wait for it.
+    If it must wait, it says once on stderr for what. The lock ends with the process, however that ends, and is shared
+    with the processes that this one starts.
 
     Args:
-        device: what is measured; notebook, folder: what another run is told of this one.
+        device: what is measured; notebook, folder: what a waiting run says about this one.
         wait: False to raise instead.
 
     Raises:
@@ -308,14 +309,13 @@ def _lock_holder(file: TextIO) -> str:
 class Session:
     """One run of a notebook's measurements on this device.
 
-    `measure(section)` runs what is not yet recorded; a session that is not enabled does nothing, so that a
-    notebook reads the same whether it measures or shows committed records.
+    `measure(section)` runs what is not yet recorded.
     """
 
     def __init__(self, notebook: str, *, device: str, profile: str, output: str | Path, fresh: bool, options: dict):
         self.notebook = notebook
         self.module_name = f"labkit.experiments.{notebook.split('_', 1)[1]}"
-        _worker_context(self.module_name)  # the server loads the experiment while this process does
+        _worker_context(self.module_name)  # starts loading the experiment in the server
         self.experiment = importlib.import_module(self.module_name)
         self.device = hardware.detect()
         self.slug = self.device.slug
@@ -341,12 +341,12 @@ class Session:
         self._software = hardware.software_versions()
         self._source = hardware.source_state()
         with self.store.locked():
-            self.store.load()  # an unreadable file stops here, before anything is written
+            self.store.load()  # raises for an unreadable file before anything is written
             self.store.repair()
         write_json(self.folder / "environment.json", hardware.environment(self.device))
 
     def measure(self, section: str) -> None:
-        """Measures the section's cases that are not recorded yet, one record per phase; alone on this device."""
+        """Measures the section's cases that are not recorded yet, one record per phase, under the device's lock."""
         if not self._pending(section):
             return
         with measuring_lock(self.device, self.notebook, self.folder), self.store.locked():
@@ -362,10 +362,7 @@ class Session:
         return [replace(case, phases=missing) for case in wanted if (missing := self._missing(case, recorded))]
 
     def finish(self) -> None:
-        """Writes that the notebook reached its end, and what of the profile's grid has no record yet.
-
-        Whoever started the notebook judges by this file: a saved notebook looks complete when it is not.
-        """
+        """Writes the file that says that the notebook reached its end, and how much of its grid has no record yet."""
         recorded = self._recorded()
         grid = self.experiment.cases(self.profile, self.device.kind)
         content = {
@@ -378,7 +375,7 @@ class Session:
         write_json(done_path(self.folder, self.notebook), content)
 
     def _recorded(self) -> set[str]:
-        """Returns the resume keys of the records, those of a version that stands beside today's under today's."""
+        """Returns the resume keys of the records; versions that still stand count as the current one."""
         standing = getattr(self.experiment, "STANDING_VERSIONS", ())
         return {
             replace(record, measurement_version=self.experiment.MEASUREMENT_VERSION).resume_key()
@@ -421,13 +418,13 @@ class Session:
     def _run_once(
         self, worker: _Worker, case: Case, counts: Counter, disturbed: dict[str, list[Measured]]
     ) -> tuple[bool, tuple[str, ...]]:
-        """Runs a case in a worker until it is done or fails; returns whether the worker lives, and what is left.
+        """Runs a case in a worker until it is done or fails; returns whether the worker is usable, and the phases left.
 
-        A phase that is to be measured again comes into `disturbed`, with what it gave so far, instead of the records.
+        A phase that must be measured again goes into `disturbed`, with its measurements so far, instead of the records.
         """
 
         def append_failure(phase: str, status: str, reason: str) -> None:
-            if phase in disturbed:  # it has been measured before, if on a busy machine
+            if phase in disturbed:  # a disturbed measurement is better than none
                 self._append_measured(case, phase, _least_disturbed(disturbed.pop(phase)), counts)
             else:
                 self._append(self._record(case, phase, status, reason=reason), counts)
@@ -438,19 +435,19 @@ class Session:
         current: str | None = None
         worker.send(case, self.ceilings)
         while True:
-            message = worker.receive(case.timeout_s)
-            if message[0] == "begun":
+            kind, *content = worker.receive(case.timeout_s)
+            if kind == "begun":
                 begun = True
                 continue
-            if message[0] == "phase":
-                current = message[1]
+            if kind == "phase":
+                (current,) = content
                 continue
-            if message[0] == "done":
+            if kind == "done":
                 for phase in remaining:
                     append_failure(phase, "error", "the experiment gave no such phase")
                 return True, ()
-            if message[0] == "measured":
-                attempts = [*disturbed.pop(current, []), message[1]]
+            if kind == "measured":
+                attempts = [*disturbed.pop(current, []), *content]
                 if self._is_to_repeat(attempts):
                     disturbed[current], status = attempts, "ok"
                 else:
@@ -459,12 +456,12 @@ class Session:
                 failed, current = [current], None
                 if status == "ok" or not case.stop_at_failure:
                     continue
-                healthy = False  # it is measuring the phases that are to be skipped
-            elif message[0] == "ended" and reused and not begun:
-                return False, tuple(remaining)  # it ended on account of the case before: this one goes to another
+                healthy = False  # it is measuring the phases that must be skipped
+            elif kind == "ended" and reused and not begun:
+                return False, tuple(remaining)  # the case before it ended the worker: run this one in another
             else:
-                status, reason = message[1:] if message[0] == "failed" else ("error", message[1])
-                # Without a current phase it failed while building the case: none of its phases can be had.
+                status, reason = content if kind == "failed" else ("error", *content)
+                # Without a current phase, building the case failed: it has no phases at all.
                 failed = [current] if current else remaining[:]
                 for phase in failed:
                     append_failure(phase, status, reason)
@@ -477,7 +474,7 @@ class Session:
             return healthy, tuple(remaining)
 
     def _is_to_repeat(self, attempts: Sequence[Measured]) -> bool:
-        """Returns whether a phase that was measured so often was disturbed each time, and may still be quiet later."""
+        """Returns whether to measure a phase again after these attempts, all of them disturbed."""
         disturbed = attempts[-1].telemetry.get("disturbed")
         if not disturbed:
             self._num_in_vain = self._num_in_vain if disturbed is None else 0
@@ -488,25 +485,15 @@ class Session:
         return False
 
     def _append_measured(self, case: Case, phase: str, measured: Measured, counts: Counter) -> str:
-        """Records a measurement, as an error if it cannot be true or is of another case; returns the status."""
-        record = self._record(
-            case,
-            phase,
-            "ok",
-            metrics=measured.metrics,
-            samples=measured.samples,
-            timer=measured.timer,
-            telemetry=measured.telemetry,
-            observed=measured.observed,
-        )
+        """Records a measurement, as an error if it is impossible or of another case; returns the status."""
+        content = {name: value for name, value in vars(measured).items() if name != "case"}
         try:
             if measured.case != case.parameters:
                 raise ValueError(f"asked for {case.parameters}, ran {measured.case}")
             check_plausible(measured.metrics)
-            self.store.append(record)
-        except (ValueError, TypeError) as error:  # TypeError: something that JSON has no form for
-            refused = self._record(case, phase, "error", reason=f"refused: {error}")
-            self._append(refused, counts)
+            self.store.append(self._record(case, phase, "ok", **content))
+        except (ValueError, TypeError) as error:  # TypeError: a value that JSON cannot hold
+            self._append(self._record(case, phase, "error", reason=f"refused: {error}"), counts)
             return "error"
         counts["ok"] += 1
         if case.section == SESSION_SECTION:
@@ -543,13 +530,13 @@ def _least_disturbed(attempts: Sequence[Measured]) -> Measured:
 
 
 class _NoSession:
-    """What a notebook holds when it only shows the records of the device `slug`."""
+    """A notebook's session when it only shows the records of the device `slug`."""
 
     def __init__(self, slug: str):
         self.slug = slug
 
     def measure(self, section: str) -> None:
-        """Does nothing: the records are there already."""
+        """Does nothing."""
 
     def finish(self) -> None:
         """Does nothing."""
@@ -560,13 +547,12 @@ def open_session(notebook: str, *, measure: bool, device: str, profile: str, out
 
     Args:
         notebook: its file name without the ending.
-        device: slug, or "this" for this machine's; when measuring it must mean this machine, so that no result gets
-            another device's name. The session's `slug` is the one meant.
+        device: slug, or "this" for this machine's, as the session's `slug` then says. When measuring it must be this
+            machine's, so that no result gets another device's name.
         profile: "smoke", "full", or "auto" for full on a GPU and smoke elsewhere.
         output: folder that holds one folder per device; "" for the repository's figures/.
         fresh: measure again what is recorded already.
-        options: narrow the grid, as the notebook's module takes them; lists may be given as `notebooks.listed` reads
-            them.
+        options: narrow the grid, as the module's `cases` takes them; lists as `notebooks.listed` reads them.
 
     Raises:
         RequestError: an unknown notebook, another device than this machine, a device without records to show, an
@@ -584,7 +570,7 @@ def open_session(notebook: str, *, measure: bool, device: str, profile: str, out
 
 
 def _shown_device(device: str, root: Path) -> str:
-    """Returns the slug of a device whose records are to be shown; raises RequestError if it has none under `root`."""
+    """Returns the slug of the device to show; raises RequestError if it has no records under `root`."""
     slug = hardware.detect().slug if device == THIS_DEVICE else device
     known = sorted({path.parent.parent.name for path in root.glob("*/records/*.jsonl")})
     if slug not in known:
@@ -600,5 +586,5 @@ def _now() -> str:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes `content` so that a reader sees the old file or the new one, never a part."""
+    """Writes `content` as JSON; readers see the old file or the new one, never a part."""
     write_text_atomic(path, json.dumps(content, indent=1, sort_keys=True) + "\n")
