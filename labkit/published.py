@@ -1,7 +1,7 @@
-"""Figures published elsewhere, as data with their source: what our own measurements are set beside.
+"""Figures published elsewhere, as data with their source, to set our own measurements beside.
 
-The tables lie in `labkit/data/published/`; the README there says where each came from and which errors are known.
-Nothing in them was measured by this project.
+The tables are in `labkit/data/published/`; the README there gives each one's origin and known errors. Nothing in them
+was measured by this project.
 """
 
 from importlib import resources
@@ -25,7 +25,7 @@ SOURCES: dict[str, str] = {
 # The reports' "xl" has the dimensions that labkit calls "xl-2025": "xl" alone would not say which edition it is.
 _SIZES = {"small": "small", "medium": "medium", "large": "large", "xl": "xl-2025", "2.7b": "2.7b"}
 
-# A pair that is missing here must fail: a default would label a time with a precision that was not run.
+# A missing pair must fail: a default would label a time with a precision that was not run.
 _PRECISION_AND_COMPILE = {
     ("float32", "none"): ("fp32", "none"),
     ("float32", "compile"): ("fp32", "whole"),
@@ -59,32 +59,12 @@ _DISPUTE_OF_NOTE = {
 # Above half of the mean the spread is outliers, not noise: only one case reaches it once there is a warm-up step.
 _LARGE_RELATIVE_STD = 0.5
 
-_COLUMNS = [
-    "source",
-    "gpu",
-    "size",
-    "context",
-    "batch",
-    "precision",
-    "compile",
-    "warmup_steps",
-    "phase",
-    "statistic",
-    "published_ms",
-    "std_ms",
-    "status",
-    "caveat",
-]
-
 
 def load(table: str) -> pd.DataFrame:
     """Return one published table as printed, one row per reported figure.
 
     Args:
-        table: a CSV's name without its ending: "all_reduce", "attention_kernels", "attention_pytorch",
-            "attention_scores_precision", "end_to_end", "flash_attention", "gemm_fraction", "kernels_nsys",
-            "memory_peaks", "mixed_precision", "nsys_forward", "nvtx_fwd_bwd",
-            "saved_for_backward", "siglip2" or "softmax_vs_matmul".
+        table: name of a CSV file in `labkit/data/published/` without its ending, such as "end_to_end".
 
     Returns:
         The CSV's columns, each with its unit as suffix (`_ms`, `_us`, `_mib`, `_gib`, `_percent`); `source` is a key of
@@ -107,8 +87,8 @@ def load(table: str) -> pd.DataFrame:
 def step_times(*, include_disputed: bool = False) -> pd.DataFrame:
     """Return the published end-to-end step times in labkit's vocabulary, to be merged with our own measurements.
 
-    A case may come twice: a report that also studied warm-up repeats its cases at other `warmup_steps`, and one repeats
-    the same case at the same count. Choose by `warmup_steps` and `caveat` before merging one to one.
+    A case may occur twice: one report's warm-up study repeats its cases at other `warmup_steps`, another repeats a case
+    at the same count. Choose by `warmup_steps` and `caveat` before merging one to one.
 
     Args:
         include_disputed: also return the rows that must not be used: quotes contradicted by the report's own data,
@@ -135,7 +115,7 @@ def step_times(*, include_disputed: bool = False) -> pd.DataFrame:
     rows = rows.astype({"context": "Int64", "batch": "Int64", "warmup_steps": "Int64"})
     if not include_disputed:
         rows = rows[~rows["disputed"]].reset_index(drop=True)
-    return rows[_COLUMNS]
+    return rows.drop(columns="disputed")
 
 
 def _row_in_labkit_vocabulary(row: dict) -> dict:
@@ -166,21 +146,20 @@ def _row_in_labkit_vocabulary(row: dict) -> dict:
 
 
 def _caveats_from_known_errors(row: dict, notes: list[str]) -> list[str]:
-    timed = row["status"] == "ok"
     # NaN where there is no time or no spread, and then above no threshold.
     relative_std = row["std_ms"] / row["mean_ms"]
+    steps_optimizer = _OPTIMIZER_STEP_INCLUDED in notes
     caveats = []
     if row["source"] == "a2-report-rtx5090" and row["phase"] == "forward":
         caveats.append("the published script runs the forward pass with autograd on")
-    if row["source"] == "a2-report-rtx5090" and row["phase"] == "forward_backward":
-        if _OPTIMIZER_STEP_INCLUDED not in notes:
-            caveats.append("may include an optimizer step")
+    if row["source"] == "a2-report-rtx5090" and row["phase"] == "forward_backward" and not steps_optimizer:
+        caveats.append("may include an optimizer step")
     if row["source"] == "a2-report-macbook-rtxpro6000":
         caveats.append("model dimensions not stated, taken as the canonical ones")
         if "RTX PRO" in row["gpu"] and row["dtype"] == "float32":
             caveats.append("so near the fp32 peak that TF32 is likely")
-    if timed and row["warmup_steps"] == 0:
-        # The first iteration's excess falls in the forward timing, so it lowers a backward obtained by subtraction.
+    if row["status"] == "ok" and row["warmup_steps"] == 0:
+        # The slow first iteration is a forward pass, so it lowers a backward time obtained by subtraction.
         part = "what is subtracted" if _DIFFERENCE in notes else "the mean"
         caveats.append(f"no warm-up, {part} includes the first iteration")
     elif relative_std > _LARGE_RELATIVE_STD:

@@ -124,10 +124,10 @@ def pair_events(events: Sequence[tuple[int, int, str]], before: Mapping[int, int
     """Returns the allocations behind a sequence of events.
 
     Args:
-        events: (address, bytes, frame); bytes are negative where the block at the address is given back.
+        events: (address, bytes, frame); bytes are negative where the block is freed.
         before: bytes by address of what was in use when the recording began.
 
-    Raises SnapshotError for a block that is made twice, or given back with another size or without having been made.
+    Raises SnapshotError for a block allocated twice, or freed with another size or without having been allocated.
     """
     alive = {address: (num_bytes, BEFORE, "") for address, num_bytes in before.items()}
     found: list[Allocation] = []
@@ -150,7 +150,7 @@ def pair_events(events: Sequence[tuple[int, int, str]], before: Mapping[int, int
 
 
 def in_use_before(events: Sequence[tuple[int, int, str]], in_use: Mapping[int, int]) -> dict[int, int]:
-    """Returns bytes by address of what was in use before the events, from that after them: each is undone."""
+    """Returns bytes by address of what was in use before the events, given the same after them."""
     before = dict(in_use)
     for address, num_bytes, _ in reversed(events):
         if num_bytes >= 0:
@@ -161,68 +161,59 @@ def in_use_before(events: Sequence[tuple[int, int, str]], in_use: Mapping[int, i
 
 
 class _Layout:
-    """The blocks of a caching allocator's segments, by address, as they are cut and joined.
+    """The blocks of a caching allocator's segments by address, as they are split and merged.
 
-    A trace tells the bytes that were asked for; what the allocator counts as in use are those of the block it gave.
+    A trace holds the bytes requested; the allocator counts those of the block it returned as in use.
     """
 
     def __init__(self, segments: Sequence[dict]):
-        self.blocks: dict[int, list] = {}  # address: [bytes, address of the segment, is free]
+        self.blocks: dict[int, tuple[int, int, bool]] = {}  # by address: bytes, address of the segment, is free
+        self.ends: dict[int, int] = {}  # address of the block that ends there
         self.segment_bytes: dict[int, int] = {}
-        self.free_ends: dict[int, int] = {}
         for segment in segments:
-            start = segment["address"]
-            self.segment_bytes[start] = segment["total_size"]
-            address = start
+            address = segment["address"]
+            self.segment_bytes[address] = segment["total_size"]
             for block in segment["blocks"]:
-                is_free = block["state"] == "inactive"
-                self._put(address, block["size"], start, is_free)
+                self._put(address, block["size"], segment["address"], block["state"] == "inactive")
                 address += block["size"]
 
     def _put(self, address: int, num_bytes: int, segment: int, is_free: bool) -> None:
-        self.blocks[address] = [num_bytes, segment, is_free]
-        if is_free:
-            self.free_ends[address + num_bytes] = address
+        self.blocks[address] = (num_bytes, segment, is_free)
+        self.ends[address + num_bytes] = address
+
+    def _take(self, address: int) -> tuple[int, int, bool]:
+        num_bytes, segment, is_free = self.blocks.pop(address)
+        del self.ends[address + num_bytes]
+        return num_bytes, segment, is_free
 
     def add_segment(self, address: int, num_bytes: int) -> None:
         self.segment_bytes[address] = num_bytes
         self._put(address, num_bytes, address, True)
 
     def remove_segment(self, address: int) -> None:
-        num_bytes, _, _ = self.blocks.pop(address)
+        self._take(address)
         del self.segment_bytes[address]
-        self.free_ends.pop(address + num_bytes, None)
 
-    def allocate(self, address: int, asked_bytes: int) -> int:
-        """Returns the bytes of the block that is given for `asked_bytes`."""
+    def allocate(self, address: int, requested_bytes: int) -> int:
+        """Returns the bytes of the block given for `requested_bytes`; raises KeyError where none is free."""
         num_bytes, segment, is_free = self.blocks[address]
-        if not is_free:
-            raise KeyError(address)
-        del self.free_ends[address + num_bytes]
-        wanted = max(ROUNDING, -(-asked_bytes // ROUNDING) * ROUNDING)
-        remaining = num_bytes - wanted
-        if remaining < 0:
+        rounded = max(ROUNDING, -(-requested_bytes // ROUNDING) * ROUNDING)
+        if not is_free or rounded > num_bytes:
             raise KeyError(address)
         least = SMALL_SPLIT if self.segment_bytes[segment] == SMALL_SEGMENT else LARGE_SPLIT
-        given = wanted if remaining >= least else num_bytes
+        given = rounded if num_bytes - rounded >= least else num_bytes
         self._put(address, given, segment, False)
         if given < num_bytes:
             self._put(address + given, num_bytes - given, segment, True)
         return given
 
     def release(self, address: int) -> None:
-        """Gives a block back and joins it with free neighbours in its segment."""
-        num_bytes, segment, _ = self.blocks.pop(address)
-        following = self.blocks.get(address + num_bytes)
-        if following and following[2] and following[1] == segment:
-            del self.blocks[address + num_bytes]
-            del self.free_ends[address + num_bytes + following[0]]
-            num_bytes += following[0]
-        before = self.free_ends.get(address)
-        if before is not None and self.blocks[before][1] == segment:
-            del self.free_ends[address]
-            num_bytes += self.blocks.pop(before)[0]
-            address = before
+        """Frees a block and merges it with free neighbours in its segment."""
+        num_bytes, segment, _ = self._take(address)
+        for neighbour in (address + num_bytes, self.ends.get(address)):
+            if self.blocks.get(neighbour, (0, None, False))[1:] == (segment, True):
+                num_bytes += self._take(neighbour)[0]
+                address = min(address, neighbour)
         self._put(address, num_bytes, segment, True)
 
 
@@ -230,8 +221,8 @@ def history_since(segments: Sequence[dict], trace: Sequence[dict]) -> History:
     """Returns the history of CUDA's caching allocator with the bytes that it counts as in use.
 
     Args:
-        segments: of a snapshot taken when the recording began.
-        trace: the events after it, in order, as a snapshot's "device_traces" hold them.
+        segments: those of a snapshot taken when the recording began.
+        trace: the events since, in order, as in a snapshot's "device_traces".
 
     Raises SnapshotError where the events do not fit the segments.
     """
@@ -247,7 +238,7 @@ def history_since(segments: Sequence[dict], trace: Sequence[dict]) -> History:
                 layout.remove_segment(address)
             elif action == "alloc":
                 events.append((address, layout.allocate(address, num_bytes), frame_text(entry.get("frames", ()))))
-            elif action == "free_requested":  # from here on the allocator does not count it, see `memory_allocated`
+            elif action == "free_requested":  # from here on `memory_allocated` does not count it
                 events.append((address, -layout.blocks[address][0], ""))
             elif action == "free_completed":
                 layout.release(address)
@@ -259,7 +250,7 @@ def history_since(segments: Sequence[dict], trace: Sequence[dict]) -> History:
 
 
 def frame_text(frames: Sequence[dict]) -> str:
-    """Returns "file.py:line function" of the innermost frame that is Python and not PyTorch's; "" without one."""
+    """Returns "file.py:line function" of the innermost Python frame outside PyTorch; "" without one."""
     for frame in frames:
         name = frame["filename"].replace("\\", "/")
         if name.endswith(".py") and "/torch/" not in name:
