@@ -58,12 +58,6 @@ def make_timing(samples, **changes) -> Timing:
     return Timing(samples_ms=tuple(samples), method="host", num_warmup=0, stop_reason="fixed count", **changes)
 
 
-def test_median_and_count():
-    assert make_timing([3.0, 1.0, 2.0]).median_ms == 2.0
-    assert make_timing([4.0, 1.0, 2.0, 3.0]).median_ms == 2.5
-    assert make_timing([4.0, 1.0, 2.0, 3.0]).n == 4
-
-
 def test_metrics_name_their_unit_and_are_what_they_say():
     samples = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
     metrics = make_timing(samples, host_ms=(3.0, 5.0), launch_ms=(1.0, 2.0)).metrics()
@@ -167,15 +161,12 @@ def test_without_warmup_the_first_call_is_the_first_sample(clock):
     assert timed.num_warmup == 0 and timed.warmup_ms == ()
 
 
-@pytest.mark.parametrize(("cost_ms", "expected"), [(5000.0, 1), (600.0, 2), (1.0, 5)])
-def test_warmup_ends_early_when_it_takes_the_time_limit_but_happens(clock, cost_ms, expected):
-    timed = time_callable(lambda: clock.spend(cost_ms), device_kind="cpu", num_warmup=5, time_limit_s=1.0)
+@pytest.mark.parametrize(
+    ("cost_ms", "limit_s", "expected"), [(5000.0, 1.0, 1), (600.0, 1.0, 2), (1.0, 1.0, 5), (1.0, 0.0, 1)]
+)
+def test_warmup_ends_early_when_it_takes_the_time_limit_but_happens(clock, cost_ms, limit_s, expected):
+    timed = time_callable(lambda: clock.spend(cost_ms), device_kind="cpu", num_warmup=5, time_limit_s=limit_s)
     assert timed.num_warmup == len(timed.warmup_ms) == expected
-
-
-def test_one_warmup_call_happens_even_without_time_for_it(clock):
-    timed = time_callable(lambda: clock.spend(1.0), device_kind="cpu", num_warmup=5, time_limit_s=0.0)
-    assert timed.num_warmup == 1
 
 
 def test_making_fresh_inputs_is_outside_the_sample(clock):
@@ -193,16 +184,8 @@ def test_making_fresh_inputs_is_outside_the_sample(clock):
 
     timed = time_callable(function, device_kind="cpu", inputs=make_inputs, num_warmup=2, min_samples=5, max_samples=5)
     assert timed.samples_ms == timed.host_ms == approximately([1.0] * 5)
+    assert timed.warmup_ms == approximately([1.0] * 2)
     assert seen == made and len(made) == 7, "each call gets inputs of its own"
-
-
-def test_making_fresh_inputs_is_outside_the_warmup_times_too(clock):
-    def make_inputs():
-        clock.spend(50.0)
-        return ()
-
-    timed = time_callable(lambda: clock.spend(1.0), device_kind="cpu", inputs=make_inputs, num_warmup=3)
-    assert timed.warmup_ms == approximately([1.0] * 3)
 
 
 def test_inputs_are_used_in_turn_from_the_first(clock):
@@ -257,25 +240,25 @@ def test_sampling_goes_on_until_the_median_is_known_that_well(clock):
     assert median_half_width(timed.samples_ms[:10]) > 0.08
 
 
-def test_a_target_of_zero_never_converges(clock):
-    timed = time_callable(lambda: clock.spend(2.0), device_kind="cpu", target_half_width=0, max_samples=50)
-    assert (timed.stop_reason, timed.n) == ("sample limit", 50)
-
-
-def test_sampling_stops_at_the_sample_limit(clock):
-    timed = time_callable(costs_with_spread(clock), device_kind="cpu", max_samples=30, time_limit_s=1e6)
-    assert (timed.stop_reason, timed.n) == ("sample limit", 30)
+@pytest.mark.parametrize(
+    ("options", "reason", "num_samples"),
+    [
+        ({"max_samples": 50, "target_half_width": 0}, "sample limit", 50),  # a target of zero never converges
+        ({"max_samples": 30, "time_limit_s": 1e6}, "sample limit", 30),
+        ({"min_samples": 12, "max_samples": 12}, "fixed count", 12),
+    ],
+)
+@pytest.mark.parametrize("spread", [False, True])
+def test_sampling_stops_at_the_sample_limit(clock, options, reason, num_samples, spread):
+    function = costs_with_spread(clock) if spread or "time_limit_s" in options else lambda: clock.spend(2.0)
+    timed = time_callable(function, device_kind="cpu", **options)
+    assert (timed.stop_reason, timed.n) == (reason, num_samples)
 
 
 def test_sampling_stops_at_the_time_limit(clock):
     timed = time_callable(costs_with_spread(clock), device_kind="cpu", max_samples=500, time_limit_s=0.1)
     assert timed.stop_reason == "time limit"
     assert sum(timed.samples_ms[:-1]) < 100.0 <= sum(timed.samples_ms) + 1e-6
-
-
-def test_a_fixed_count_is_called_so(clock):
-    timed = time_callable(costs_with_spread(clock), device_kind="cpu", min_samples=12, max_samples=12)
-    assert (timed.stop_reason, timed.n) == ("fixed count", 12)
 
 
 @pytest.mark.parametrize(("cost_ms", "expected"), [(100_000.0, 3), (1000.5, 3), (500.5, 6), (300.5, 10)])

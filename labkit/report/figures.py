@@ -1,7 +1,6 @@
 """What the chapters' figures share: style, one fixed colour per thing shown, gaps for what ran out of memory."""
 
 import io
-import math
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
@@ -261,21 +260,6 @@ def stack(axis: Axes, x: Sequence[float], layers: Mapping[str, Sequence[float]],
         below += values
 
 
-def label_ends(axis: Axes, ends: Sequence[tuple[float, float, str, str]]) -> None:
-    """Writes each line's name beside its last point, moved apart so that no two overlap; y must be logarithmic.
-
-    Args:
-        ends: x, y, text and colour of each line's last point.
-    """
-    low, high = (math.log(limit) for limit in axis.get_ylim())
-    gap = 0.065 * (high - low)
-    at = -math.inf
-    for x, y, text, colour in sorted(ends, key=itemgetter(1)):
-        at = max(math.log(y), at + gap)
-        axis.annotate(text, (x, y), xytext=(x * 1.12, math.exp(at)), color=colour, fontsize=7.5, va="center",
-                      annotation_clip=False)  # fmt: skip
-
-
 def mark_failures(axis: Axes, rows: pd.DataFrame, x: str, *, colour: str) -> None:
     """Marks where there is no number: × for out of memory, ? for any other failure, on the upper edge."""
     _mark(axis, list(zip(rows[x].tolist(), rows["status"].tolist(), strict=True)), colour)
@@ -302,9 +286,9 @@ def svg(figure: Figure) -> bytes:
     return _saved(figure, format="svg", metadata={"Date": None, "Creator": None})
 
 
-def png(figure: Figure, dpi: int = 100) -> bytes:
+def png(figure: Figure) -> bytes:
     """Returns the figure as PNG, for the outputs kept in a notebook."""
-    return _saved(figure, format="png", dpi=dpi, metadata={"Software": None})
+    return _saved(figure, format="png", dpi=100, metadata={"Software": None})
 
 
 def _saved(figure: Figure, **options) -> bytes:

@@ -47,12 +47,12 @@ def title(chapter: Chapter) -> str:
     return f"A transformer measured on {chapter.device_name}"
 
 
-def findings(chapters: Mapping[str, Chapter], *, linked: bool = True) -> list[str]:
+def findings(chapters: Mapping[str, Chapter]) -> list[str]:
     """Returns the chapters' findings for the first page, each with a link to its section."""
     found = []
     for chapter, module in _modules(chapters, "front"):
         for text, section in module.front(chapter):
-            found.append(f"{text} → [{section}](#{anchor(section)})" if linked else text)
+            found.append(f"{text} → [{section}](#{anchor(section)})")
     return found[:MAX_FINDINGS]
 
 
