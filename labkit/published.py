@@ -46,14 +46,12 @@ _CAVEAT_OF_NOTE = {
     _WARMUP_STUDY: "from the warm-up study, a run apart from the main table",
 }
 
-# Notes whose rows must not be used. Both bf16 times of the A100 40GB are quotes that the report's own data contradicts.
-_DISPUTE_OF_NOTE = {
-    "companion_data_says_77.4_ms": "the data published beside the report says 77.4 ms",
-    "disputed_companion_data_oom_at_256_and_439.2_ms_at_128": (
-        "the data published beside the report is out of memory at context 256 and has 439.2 ms at 128"
-    ),
-    "profiled_under_nsys": "labelled a median, but the mean of host ranges under nsys, first iteration included",
-    "context_not_stated_matches_128": "context not stated, probably 128",
+# Notes whose rows must not be used.
+_DISPUTED_NOTES = {
+    "companion_data_says_77.4_ms",  # the data published beside the report contradicts this quote and the next
+    "disputed_companion_data_oom_at_256_and_439.2_ms_at_128",
+    "profiled_under_nsys",  # labelled a median, but the mean of host ranges under nsys, first iteration included
+    "context_not_stated_matches_128",
 }
 
 # Above half of the mean the spread is outliers, not noise: only one case reaches it once there is a warm-up step.
@@ -84,16 +82,13 @@ def load(table: str) -> pd.DataFrame:
         return pd.read_csv(file, keep_default_na=False, na_values=[""])
 
 
-def step_times(*, include_disputed: bool = False) -> pd.DataFrame:
+def step_times() -> pd.DataFrame:
     """Return the published end-to-end step times in labkit's vocabulary, to be merged with our own measurements.
 
     A case may occur twice: one report's warm-up study repeats its cases at other `warmup_steps`, another repeats a case
-    at the same count. Choose by `warmup_steps` and `caveat` before merging one to one.
-
-    Args:
-        include_disputed: also return the rows that must not be used: quotes contradicted by the report's own data,
-            times taken under a profiler with the first iteration included, rows without a context length, and
-            negative times. Their caveat starts with "disputed: ".
+    at the same count. Choose by `warmup_steps` and `caveat` before merging one to one. Left out are quotes that the
+    report's own data contradicts, times taken under a profiler with the first iteration included, rows without a
+    context length, and negative times.
 
     Returns:
         One row per published figure, with the columns
@@ -113,17 +108,12 @@ def step_times(*, include_disputed: bool = False) -> pd.DataFrame:
     """
     rows = pd.DataFrame([_row_in_labkit_vocabulary(row) for row in load("end_to_end").to_dict("records")])
     rows = rows.astype({"context": "Int64", "batch": "Int64", "warmup_steps": "Int64"})
-    if not include_disputed:
-        rows = rows[~rows["disputed"]].reset_index(drop=True)
-    return rows.drop(columns="disputed")
+    return rows[~rows["disputed"]].reset_index(drop=True).drop(columns="disputed")
 
 
 def _row_in_labkit_vocabulary(row: dict) -> dict:
     notes = row["note"].split(";") if isinstance(row["note"], str) else []
-    disputes = [_DISPUTE_OF_NOTE[note] for note in notes if note in _DISPUTE_OF_NOTE]
-    if row["mean_ms"] < 0:
-        disputes.append("negative time")
-    caveats = [_CAVEAT_OF_NOTE[note] for note in notes if note not in _DISPUTE_OF_NOTE]
+    caveats = [_CAVEAT_OF_NOTE[note] for note in notes if note not in _DISPUTED_NOTES]
     caveats += _caveats_from_known_errors(row, notes)
     precision, compile_mode = _PRECISION_AND_COMPILE[row["dtype"], row["compiled"]]
     return {
@@ -140,8 +130,8 @@ def _row_in_labkit_vocabulary(row: dict) -> dict:
         "published_ms": row["mean_ms"],
         "std_ms": row["std_ms"],
         "status": row["status"],
-        "caveat": "; ".join([f"disputed: {reason}" for reason in disputes] + caveats),
-        "disputed": bool(disputes),
+        "caveat": "; ".join(caveats),
+        "disputed": row["mean_ms"] < 0 or not _DISPUTED_NOTES.isdisjoint(notes),
     }
 
 

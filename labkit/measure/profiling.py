@@ -620,7 +620,11 @@ class Nsys:
             TimeoutError: it took longer; every process that it started has been ended.
             ProfileError: nsys, the importer or the export failed, or what they left cannot be read.
         """
-        deadline = _Deadline(timeout_s)
+        end_s = time.monotonic() + timeout_s
+
+        def bounded(command: Sequence[str], environment: Mapping[str, str]) -> str:
+            return run_bounded(command, environment, timeout_s, end_s)
+
         with tempfile.TemporaryDirectory(prefix="labkit-nsys-") as folder, _without_folder(folder):
             # nsys writes raw captures to TMPDIR first, and may leave them there.
             environment = {**allowed_environment(), **(variables or {}), "TMPDIR": folder}
@@ -630,7 +634,7 @@ class Nsys:
                        "--stats=false", "--force-overwrite=true", f"--output={folder}/capture"]  # fmt: skip
             tools = self._with_libraries(environment)
             for newer in (NEWER_OPTIONS, ()):
-                said = run_bounded([self.path, "profile", *options, *newer, *command], environment, deadline)
+                said = bounded([self.path, "profile", *options, *newer, *command], environment)
                 raw = sorted(Path(folder).rglob("*.qdstrm"))
                 if report.exists() or raw or not _UNKNOWN_OPTION.search(said):
                     break  # an older release that is given a newer option starts nothing
@@ -638,11 +642,11 @@ class Nsys:
                 if self.importer is None:
                     raise ProfileError("nsys left a raw capture, and there is no QdstrmImporter beside it")
                 command = [self.importer, "--input-file", str(raw[0]), "--output-file", str(report)]
-                said = run_bounded(command, tools, deadline)
+                said = bounded(command, tools)
             if not report.exists():
                 raise ProfileError(f"nsys left no report: {_last_line(said)}")
             arguments = ["export", "--type=sqlite", "--force-overwrite=true", f"--output={export}", str(report)]
-            said = run_bounded([self.path, *arguments], tools, deadline)
+            said = bounded([self.path, *arguments], tools)
             if not export.exists():
                 raise ProfileError(f"nsys export left no SQLite file: {_last_line(said)}")
             return read_nsys(export, self.version)
@@ -653,14 +657,6 @@ class Nsys:
         return {**environment, "LD_LIBRARY_PATH": os.pathsep.join(folder for folder in folders if folder)}
 
 
-class _Deadline:
-    def __init__(self, timeout_s: float):
-        self.timeout_s, self._end = timeout_s, time.monotonic() + timeout_s
-
-    def left_s(self) -> float:
-        return max(0.1, self._end - time.monotonic())
-
-
 def _last_line(text: str) -> str:
     """Returns the last line of a program's output, without folders."""
     lines = text.split("\n")
@@ -668,19 +664,21 @@ def _last_line(text: str) -> str:
     return re.sub(r"\S*/(?=\S)", "", last)[:300]
 
 
-def run_bounded(command: Sequence[str], environment: Mapping[str, str], deadline: "_Deadline | float") -> str:
+def run_bounded(
+    command: Sequence[str], environment: Mapping[str, str], timeout_s: float, end_s: float | None = None
+) -> str:
     """Runs a program and returns its output; afterwards, even on an error, no process that it started is left.
 
     Args:
         command: program and arguments.
         environment: the program's whole environment.
-        deadline: seconds.
+        timeout_s: limit in seconds; end_s: when it ends, by time.monotonic(), if it has begun before.
 
     Raises:
         TimeoutError: the program took longer.
         ProfileError: it cannot be started.
     """
-    deadline = deadline if isinstance(deadline, _Deadline) else _Deadline(deadline)
+    end_s = end_s or time.monotonic() + timeout_s
     token = secrets.token_hex(8)
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
         try:
@@ -690,10 +688,10 @@ def run_bounded(command: Sequence[str], environment: Mapping[str, str], deadline
         except OSError as error:
             raise ProfileError(f"{Path(command[0]).name} cannot be started: {error.strerror}") from error
         try:
-            process.wait(deadline.left_s())
+            process.wait(max(0.1, end_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             name = Path(command[0]).name
-            raise TimeoutError(f"{name} was stopped: the capture took longer than {deadline.timeout_s:g} s") from None
+            raise TimeoutError(f"{name} was stopped: the capture took longer than {timeout_s:g} s") from None
         finally:
             _end_all(process, token)
         said.seek(0)
