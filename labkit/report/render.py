@@ -41,8 +41,7 @@ def rebuild(
         top_level: without `output`, write the top-level report.md too.
         html: also write DIR/<device>/report.html, one page that needs no other file.
         save_notebooks: also store the outputs in the notebooks themselves (the reference device's only).
-        measured: notebooks by name that were just executed with `save_figures` to measure: their outputs are of the
-            same records, and are taken as they are.
+        measured: notebooks by name that were just executed with `save_figures` to measure, and need no second run.
 
     Raises:
         ValueError: nothing has been measured on `device`; names the devices there are. Or `save_notebooks` with
@@ -116,15 +115,12 @@ def devices_table(root: Path) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-# Stands for the folder of the figures until it is known where the report will lie.
+# Placeholder for the path to the figures, which depends on where the report is written.
 _FIGURES_FOLDER = "labkit-figures-folder/"
 
 
 def _execute_all(names: Sequence[str], values: Mapping[str, Any], *, lessons: bool = False) -> dict[str, Any]:
-    """Returns the executed notebooks by name, several at a time, each thread in a kernel of its own.
-
-    Raises NotebookError for the first one that failed.
-    """
+    """Executes notebooks in parallel and returns them by name; raises NotebookError for the first that failed."""
     num_kernels = max(1, min(MOST_AT_ONCE, os.cpu_count() or 1, len(names)))
     kernel = threading.local()
     with contextlib.ExitStack() as kernels:
@@ -151,7 +147,7 @@ def _save_roofline(chapters: Mapping[str, Chapter], folder: Path) -> str | None:
 
 
 def _not_finished(folder: Path, notebook: str) -> str:
-    """Says that a notebook's measurements were interrupted or do not cover its grid; empty when they do."""
+    """Returns a warning if a notebook's measurements were interrupted or do not cover its grid, else ""."""
     done = read_done(folder, notebook)
     if done is None:
         return f"**{notebook} did not run to its end: what follows is what was recorded before it stopped.**"
@@ -161,7 +157,7 @@ def _not_finished(folder: Path, notebook: str) -> str:
 
 
 def _unmeasured_chapter(name: str, device: str) -> str:
-    """Returns the title and the question of a notebook, and that there is no answer on this device."""
+    """Returns the chapter of a notebook that was not measured on this device."""
     number = name.split("_")[0]
     question = _as_chapter(notebooks.read(name).cells[0].source)
     return f"{question}\n\n*Not measured on {device}; `labkit run {number}` measures it.*"
@@ -173,7 +169,7 @@ def _chapter_markdown(executed, device: str) -> str:
     from traitlets.config import Config
 
     for cell in executed.cells:
-        if "outputs" in cell:  # what a notebook prints while it measures is no part of the report
+        if "outputs" in cell:  # the report leaves out what is printed during measurements
             cell["outputs"] = [output for output in cell["outputs"] if output["output_type"] != "stream"]
         for output in cell.get("outputs", []):
             if figure := output.get("metadata", {}).get(FIGURE_METADATA):
