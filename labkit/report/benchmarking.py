@@ -12,26 +12,12 @@ from labkit import accounting, published
 from labkit.configs import COMPILE_MODES, LAUNCH_BOUND, PRECISIONS, SIZES, WARMUP_COUNTS, WARMUP_MEASURED_STEPS
 from labkit.report import figures, forms, verdicts
 from labkit.report.findings import count, listing, number, percent, span, times
-from labkit.report.forms import case_name
+from labkit.report.forms import case_name, name, shown
 from labkit.report.tables import PHASE_NAMES, cell, in_order, ok_rows, pivot, select
 
 CASE = ("size", "context", "precision")
 TIMER_AGREEMENT = 0.02
 """The timer's methods should agree this well on one kernel."""
-
-SHOWN_CONTEXT = 512
-"""The context that tables show where it was measured; the figures and the CSV files have all."""
-
-
-def shown(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns the rows at SHOWN_CONTEXT, or at the longest measured context where that was not measured."""
-    contexts = set(frame["context"].dropna())
-    return select(frame, context=SHOWN_CONTEXT if SHOWN_CONTEXT in contexts else max(contexts, default=0))
-
-
-def name(row: dict) -> str:
-    """Returns "small at 128 in bf16"."""
-    return f"{case_name(row)} in {row['precision']}"
 
 
 def table_sizes(frame: pd.DataFrame) -> pd.DataFrame:

@@ -9,7 +9,7 @@ import pandas as pd
 
 from labkit.report import verdicts
 from labkit.report.findings import count, listing, number, percent, span, times
-from labkit.report.tables import PHASE_NAMES, in_order, ok_rows
+from labkit.report.tables import PHASE_NAMES, in_order, ok_rows, select
 
 
 def pairs(
@@ -104,6 +104,23 @@ def tally(rows: pd.DataFrame, kind: str = "") -> str:
     counts = rows[f"{kind}verdict"].value_counts()
     words = ", ".join(f"{counts[word]} {word}" for word in verdicts.VERDICTS if word in counts)
     return f"{words} ({span(rows[f'{kind}ratio']).replace('× to ', '–')})" if words else "–"
+
+
+SHOWN_CONTEXT = 512
+"""The context that tables show where it was measured; the figures and the CSV files have all."""
+
+
+def shown(frame: pd.DataFrame) -> pd.DataFrame:
+    """Returns the rows at SHOWN_CONTEXT, or at the longest measured context where that was not measured."""
+    if frame.empty:
+        return frame
+    contexts = set(frame["context"].dropna())
+    return select(frame, context=SHOWN_CONTEXT if SHOWN_CONTEXT in contexts else max(contexts))
+
+
+def name(row: dict) -> str:
+    """Returns "small at 128 in bf16"."""
+    return f"{case_name(row)} in {row['precision']}"
 
 
 def case_name(row: dict) -> str:

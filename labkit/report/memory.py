@@ -13,10 +13,9 @@ from matplotlib.figure import Figure
 from labkit import accounting, published
 from labkit.configs import SIZES, ModelConfig, model_config
 from labkit.report import figures, forms, verdicts
-from labkit.report.benchmarking import shown
 from labkit.report.chapter import Chapter
 from labkit.report.findings import count, gib, listing, mib, number, percent, span, times
-from labkit.report.forms import case_name
+from labkit.report.forms import case_name, shown
 from labkit.report.tables import PHASE_NAMES, cell, in_order, ok_rows, once_per_frame, pivot, select
 
 MIB, GIB = 2**20, 2**30

@@ -15,9 +15,8 @@ from matplotlib.patches import Patch
 from labkit import published
 from labkit.configs import BATCH_SIZE, SIZES
 from labkit.report import figures, forms, verdicts
-from labkit.report.benchmarking import name, shown
 from labkit.report.findings import count, listing, number, percent, span, times
-from labkit.report.forms import case_name
+from labkit.report.forms import case_name, name, shown
 from labkit.report.profiles import (
     CASE,
     CLASSES,
