@@ -47,7 +47,7 @@ class Chapter:
         self.device = device
         self.folder = Path(output or FIGURES) / device
         self.save_figures = save_figures
-        self._loaded: tuple[tuple, list[Record]] | None = None
+        self._loaded: tuple[tuple, list[Record], list[Record]] | None = None
 
     @property
     def environment(self) -> dict:
@@ -70,15 +70,22 @@ class Chapter:
         path = self.folder / "records" / f"{self.notebook}.jsonl"
         state = (path.stat().st_size, path.stat().st_mtime_ns) if path.exists() else ()
         if self._loaded is None or self._loaded[0] != state:
-            records = newest(RecordStore(path).load())
+            records = RecordStore(path).load()
             if records and single_device(records) != self.device:
                 raise ValueError(f"{self.folder} holds records of {records[0].device!r}, not of {self.device!r}")
-            self._loaded = (state, records)
+            self._loaded = (state, newest(records), records)
         return self._loaded[1]
 
-    def records(self, *sections: str) -> pd.DataFrame:
-        """Returns the newest records of these sections, one row each; `attrs` has the device's name and its kind."""
-        frame = to_frame(record for record in self.all_records() if record.section in sections)
+    def records(self, *sections: str, every_session: bool = False) -> pd.DataFrame:
+        """Returns the newest records of these sections, one row each; `attrs` has the device's name and its kind.
+
+        Args:
+            every_session: also the older records of each measurement, such as the ceilings of earlier sessions.
+        """
+        records = self.all_records()
+        if every_session and self._loaded:
+            records = self._loaded[2]
+        frame = to_frame(record for record in records if record.section in sections)
         frame.attrs |= {"device": self.device_name, "device_kind": self.device_kind}
         return frame
 

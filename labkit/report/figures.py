@@ -72,6 +72,7 @@ STYLES = {
         size: Style(colour, marker, dash)
         for size, colour, marker, dash in zip(SIZES, _SIZE_COLOURS, _MARKERS, ["-", "--"] * 4, strict=True)
     },
+    "compiled_tf32": Style("#e6ab02", "v", "-."),
 }
 """One style per precision, phase, implementation and size, the same in every figure of the report."""
 

@@ -29,6 +29,7 @@ ORDER = {
     "precision": list(PRECISIONS),
     "compile": list(COMPILE_MODES),
     "phase": ["compile", *PHASES],
+    "impl": ["eager", "compiled", "compiled_heads", "sdpa_math", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient"],
 }
 """Order of the values of each column that is not numeric."""
 
