@@ -1,13 +1,19 @@
 """The closed forms against what PyTorch itself counts: parameters, FLOPs, saved bytes, optimizer state."""
 
 import dataclasses
+import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from labkit import accounting
 from labkit.configs import PHASES, SIZES, ModelConfig
+from labkit.experiments.attention import saved_tensors, storage_bytes
+from labkit.kernels.attention import attention
+from labkit.kernels.reference import attention_reference
 from labkit.models.transformer import TransformerLM, language_model_loss
 
 # Dimensions without common factors, so that no two terms of a formula can stand in for one another.
@@ -177,3 +183,137 @@ def test_block_activation_bytes_are_what_one_block_keeps(config, batch, context)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept = saved_bytes(lambda: block(x_BTC, model.rotary), parameters | tables)
     assert kept == accounting.block_activation_bytes(config, batch, context)
+
+
+# ---- one attention call -------------------------------------------------------------------------------------
+
+
+SHAPES = [(8, 32, 16), (3, 7, 5), (1, 64, 8), (2, 1, 16)]
+
+
+def hooked_bytes(function) -> tuple[int, torch.Tensor]:
+    """Returns the bytes of the distinct storages that autograd packs during `function`, by hooks, and its result."""
+    packed = []
+
+    def pack(tensor):
+        packed.append(tensor)  # also keeps the storage alive, so that no address comes up twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = function()
+    arrays = [tensor for tensor in packed if tensor.dim()]  # a scale is a number, not an array
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in arrays}.values()), out
+
+
+def random_inputs(shape, dtype):
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("impl", "kind"), [("eager", "eager"), ("sdpa_math", "math"), ("sdpa_flash", "fused")])
+def test_saved_bytes_are_what_hooks_count_and_what_the_graph_holds(shape, dtype, impl, kind):
+    q, k, v = random_inputs(shape, dtype)
+    function = attention_reference if impl == "eager" else lambda q, k, v: attention(q, k, v, impl=impl)
+    counted, out = hooked_bytes(lambda: function(q, k, v))
+    predicted = accounting.attention_saved_bytes(kind, *shape, q.element_size())
+    assert counted == predicted
+    assert storage_bytes(saved_tensors(function(q, k, v))) == predicted
+    in_use = storage_bytes([*saved_tensors(out), q, k, v, out])
+    assert in_use == accounting.attention_in_use_bytes(kind, *shape, q.element_size())
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows the bytes of all storages that are alive, beside those of `known` tensors."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.storages = {tensor.untyped_storage()._cdata for tensor in known}
+        self.now = self.peak = sum(tensor.nbytes for tensor in known)
+
+    def _gone(self, key, num_bytes):
+        self.storages.discard(key)
+        self.now -= num_bytes
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.dim():
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.storages:
+                    self.storages.add(storage._cdata)
+                    self.now += storage.nbytes()
+                    self.peak = max(self.peak, self.now)
+                    weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        return result
+
+
+@pytest.mark.parametrize("shape", [(8, 32, 16), (3, 40, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_peak_bytes_are_those_of_the_tensors_alive_at_once(shape, dtype):
+    inputs = random_inputs(shape, dtype)
+    grad_out = torch.randn(shape, dtype=dtype)
+    element_bytes = grad_out.element_size()
+    live = LiveBytes(inputs)
+    live.storages.add(grad_out.untyped_storage()._cdata)
+    with live:
+        out = attention_reference(*inputs)
+    assert live.peak == accounting.attention_peak_bytes("forward", *shape, element_bytes, device_kind="cpu")
+    assert live.now == accounting.attention_in_use_bytes("eager", *shape, element_bytes)
+    live.peak = live.now
+    with live:
+        out.backward(grad_out)
+    assert live.peak == accounting.attention_peak_bytes("backward", *shape, element_bytes, device_kind="cpu")
+    assert live.peak == accounting.attention_reserved_bytes("backward", *shape, element_bytes, device_kind="cpu")
+
+
+@pytest.mark.parametrize(("d_head", "is_cut"), [(8, False), (9, True)])
+def test_only_what_is_larger_than_a_mebibyte_is_cut_from_the_block_of_the_scores(d_head, is_cut):
+    """8 · 4096 · 8 · 4 B are 1 MiB, which has a block for small tensors."""
+    shape = (8, 4096, d_head, 4)
+    peak = accounting.attention_peak_bytes("backward", *shape, device_kind="cuda")
+    held = accounting.attention_reserved_bytes("backward", *shape, device_kind="cuda")
+    assert held - peak == (4 * 8 * 4096 * (4096 - d_head) if is_cut else 0)
+
+
+def test_score_passes_are_the_matrices_that_the_operations_touch():
+    """Counted as the operands and results of every operation that are as large as all score matrices."""
+    shape = (2, 64, 4)
+    inputs, grad_out = random_inputs(shape, torch.float32), torch.randn(shape)
+    counted = {"forward": 0, "backward": 0}
+
+    class Touched(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            touched = [
+                t for t in tree_leaves((args, result)) if isinstance(t, torch.Tensor) and t.numel() == 2 * 64 * 64
+            ]
+            operands = [t.untyped_storage()._cdata for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
+            if result.untyped_storage()._cdata not in operands:  # a view touches nothing
+                counted[phase] += len(touched)
+            return result
+
+    phase = "forward"
+    with Touched():
+        out = attention_reference(*inputs)
+    phase = "backward"
+    with Touched():
+        out.backward(grad_out)
+    assert counted == {phase: accounting.attention_score_passes(phase, device_kind="cpu") for phase in counted}
+    on_cuda = {phase: accounting.attention_score_passes(phase, device_kind="cuda") for phase in counted}
+    # One product more, of two matrices into a third.
+    assert on_cuda == {"forward": counted["forward"], "backward": counted["backward"] + 3}
+
+
+def test_what_the_accounting_does_not_know_is_refused():
+    with pytest.raises(ValueError, match="unknown kind of attention 'magic'; accepted: eager, math, fused"):
+        accounting.attention_saved_bytes("magic", 1, 1, 1, 4)
+    for function in (
+        accounting.attention_score_passes,
+        lambda phase, device_kind: accounting.attention_peak_bytes(phase, 1, 1, 1, 4, device_kind=device_kind),
+        lambda phase, device_kind: accounting.attention_reserved_bytes(phase, 1, 1, 1, 4, device_kind=device_kind),
+    ):
+        with pytest.raises(ValueError, match="unknown phase 'sideways'; accepted: forward, backward"):
+            function("sideways", device_kind="cuda")
+        with pytest.raises(ValueError, match="unknown kind of device 'abacus'; accepted: cuda, cpu, mps"):
+            function("forward", device_kind="abacus")

@@ -270,8 +270,8 @@ def table_memory(calls: pd.DataFrame) -> pd.DataFrame:
         result.append(
             {"precision": row["precision"], "implementation": NAMES[row["impl"]], "length": f"{row['length']:,}"}
             | {"kept (MiB)": mib(row["saved_bytes"]), "in use (MiB)": mib(row["in_use_bytes"])}
-            | {"kept − predicted (bytes)": number(row["saved_bytes"] - row["predicted_saved"], 4)}
-            | {"in use − predicted (bytes)": number(row["in_use_bytes"] - row["predicted_in_use"], 4)}
+            | {"kept − predicted (bytes)": f"{row['saved_bytes'] - row['predicted_saved']:,.0f}"}
+            | {"in use − predicted (bytes)": f"{row['in_use_bytes'] - row['predicted_in_use']:,.0f}"}
             | {f"{phase} peak (MiB)": mib(row[f"peak_{phase}"]) for phase in PHASES}
             | {"out of memory at": oom}
         )
@@ -353,7 +353,7 @@ def findings_compile(calls: pd.DataFrame) -> list[str]:
     """Says where the compiler finds SDPA and what it gains without, each in one precision."""
     sentences, pairs = [], over_eager(calls)
     heads, both = ok_rows(calls, impl="compiled_heads", phase="forward"), found(calls)
-    if len(heads):
+    if len(heads) and "num_replacements" in heads:
         of_precision = (heads["num_replacements"] > 0).groupby(heads["precision"])
         parts = [f"{seen.sum()} of {count(len(seen), 'case')} in {precision}" for precision, seen in of_precision]
         text = f"With a dimension of heads, the compiler puts SDPA in the formula's place in {listing(parts)}"
