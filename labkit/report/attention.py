@@ -125,8 +125,8 @@ def findings_times(calls: pd.DataFrame) -> list[str]:
     bound = measured[[verdicts.launch_bound(row) for row in measured.to_dict("records")]]
     if len(bound):
         sentences.append(
-            f"{len(bound)} of {len(measured)} passes are launch-bound, at lengths up to "
-            f"{bound['length'].max():,}: their time is the host's, and a faster kernel does not change it."
+            f"{len(bound)} of {len(measured)} passes are launch-bound, up to length "
+            f"{bound['length'].max():,}: their time is the host's, and no faster kernel shortens it."
         )
     return forms.failures(calls) + sentences
 
@@ -264,6 +264,7 @@ def table_memory(calls: pd.DataFrame) -> pd.DataFrame:
     """Returns measured bytes, their difference from the closed form and where memory ran out, at the shown length."""
     at = shown(calls).iloc[0]
     rows = select(memory(calls), d_head=at["d_head"], length=at["length"], precision=["fp32", "bf16"])
+    rows = rows[rows["impl"] != "compiled_heads"]  # in the table of what compiling finds
     result = []
     for row in rows.merge(limits(calls), on=SERIES, how="left").to_dict("records"):
         oom = f"{row['oom_length']:,.0f}, {row['oom_phase']}" if pd.notna(row["oom_length"]) else "–"
@@ -357,7 +358,7 @@ def findings_compile(calls: pd.DataFrame) -> list[str]:
         of_precision = (heads["num_replacements"] > 0).groupby(heads["precision"])
         parts = [f"{seen.sum()} of {count(len(seen), 'case')} in {precision}" for precision, seen in of_precision]
         text = f"With a dimension of heads, the compiler puts SDPA in the formula's place in {listing(parts)}"
-        text += f", where it finds none without: {found_text(both.iloc[-1].to_dict())}" if len(both) else ""
+        text += f". One call without and with it: {found_text(both.iloc[-1].to_dict())}" if len(both) else ""
         sentences.append(f"{text}.")
     busy = pairs[(pairs["impl"] == "compiled") & ~pairs["launch_bound"]]
     gains = [f"{forms.tally(group)} in {precision}" for precision, group in busy.groupby("precision", sort=False)]
@@ -373,7 +374,7 @@ def findings_compile(calls: pd.DataFrame) -> list[str]:
 
 def model_pairs(models: pd.DataFrame, backward: pd.DataFrame) -> pd.DataFrame:
     """Returns the model's eager over its compiled times in one precision; `models` are notebook 01's steps."""
-    rows = select(pd.concat([models, backward]), phase=["forward", "backward", "forward_backward", "train_step"])
+    rows = select(pd.concat([models, backward]), phase=["forward", "backward", "train_step"])
     return forms.pairs(rows, "compile", "none", keys=["precision", "size", "context", "phase"])
 
 
@@ -392,17 +393,16 @@ def table_transformer(models: pd.DataFrame, backward: pd.DataFrame) -> pd.DataFr
 def findings_transformer(models: pd.DataFrame, backward: pd.DataFrame) -> list[str]:
     """Says what compiling gives a training step and the backward pass alone, apart for what the host bounds."""
     pairs = model_pairs(models, backward)
+    # The times of launch-bound rows are the host's, whatever the precision.
+    pairs["kind"] = pairs["precision"].mask(pairs["launch_bound"], "launch-bound")
     sentences = []
     for mode, phase, what in (
         ("regional", "train_step", "Eager's training step over that with each block compiled"),
-        ("regional", "backward", "Eager's backward pass alone over that with each block compiled"),
-        ("whole", "train_step", "Eager's training step over that of the model compiled as one graph"),
+        ("regional", "backward", "Backward alone, likewise"),
+        ("whole", "train_step", "Training step, the whole model compiled"),
     ):
         rows = select(pairs, compile=mode, phase=phase)
-        parts = [
-            f"{precision}{', launch-bound,' if bound else ''} {forms.tally(group)}"
-            for (bound, precision), group in rows.groupby(["launch_bound", "precision"])
-        ]
+        parts = [f"{kind} {forms.tally(group)}" for kind, group in rows.groupby("kind", sort=False)]
         if parts:
             sentences.append(f"{what} ({listing(dict.fromkeys(rows['size']))}): {'; '.join(parts)}.")
     return sentences
@@ -420,9 +420,9 @@ def published_calls(calls: pd.DataFrame) -> pd.DataFrame:
 
 
 def table_published(calls: pd.DataFrame) -> pd.DataFrame:
-    """Returns published times beside ours of the shown head dimension, at the two longest lengths in common."""
+    """Returns published times beside ours of the shown head dimension, at the longest length in common."""
     rows = published_calls(calls)
-    rows = select(rows, d_head=shown_d_head(calls), length=sorted(set(rows["length"]))[-2:])
+    rows = select(rows, d_head=shown_d_head(calls), length=rows["length"].max())
     case = "{impl}, {precision}, d {d_head}, length {length:,}".format
     return forms.published_table(rows, lambda row: case(**row | {"impl": NAMES[row["impl"]]}))
 
