@@ -309,7 +309,8 @@ def findings_memory(calls: pd.DataFrame) -> list[str]:
         told = (group["oom_length"] == group["told_length"]) & (group["oom_phase"] == group["told_phase"])
         place = f"{span(group['oom_length'], '{:,.0f}'.format)} in {listing(dict.fromkeys(group['oom_phase']))}"
         held = span(group["held"] / 2**30, number)
-        parts.append(f"{precision} at {place} ({held} GiB to hold), as predicted for {told.sum()} of {len(group)} d")
+        heads = f"{told.sum()} of {count(len(group), 'head dimension')}"
+        parts.append(f"{precision} at {place} ({held} GiB to hold), as predicted for {heads}")
     if parts:
         limit = number(calls["device_bytes"].max() / 2**30)
         sentences.append(f"Eager runs out of the device's {limit} GiB in {'; in '.join(parts)}.")
@@ -367,7 +368,7 @@ def findings_compile(calls: pd.DataFrame) -> list[str]:
     if gains:
         text = f"Without that dimension, eager's time over compiled, device busy: {listing(gains)}."
         if len(tf32):
-            text += f" TF32 makes compiled fp32 {forms.tally(tf32)} as fast: that is precision, not compiling."
+            text += f" TF32 against fp32, both compiled: {forms.tally(tf32)}, for precision, not for compiling."
         sentences.append(text)
     return sentences
 
