@@ -1,3 +1,8 @@
 """labkit: a transformer-systems laboratory. Importing it loads neither torch nor triton."""
 
+import os
+
+# PyTorch's profiler announces every start and stop on stderr unless told before torch is imported.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
 __version__ = "0.1.0"

@@ -355,12 +355,13 @@ class Comparison:
     """Candidates timed in turn in one process.
 
     Attributes:
-        timings: by candidate.
+        timings: by candidate; baseline: the one that the ratios divide by.
         ratio: candidate's time over the baseline's, by candidate: (median, low, high) of the paired ratios'
             bootstrap 95 % interval. Below 1 the candidate is faster.
     """
 
     timings: dict[str, Timing]
+    baseline: str
     ratio: dict[str, tuple[float, float, float]]
 
 
@@ -408,7 +409,7 @@ def compare(
         name: bootstrap_median([ours / theirs for ours, theirs in zip(timing.samples_ms, base, strict=True)], generator)
         for name, timing in timings.items()
     }
-    return Comparison(timings, ratio)
+    return Comparison(timings, baseline, ratio)
 
 
 def bootstrap_median(
