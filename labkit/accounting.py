@@ -6,18 +6,14 @@ key, what an implementation that masks after the product executes) or causal (th
 masked); every function that depends on it says which by `causal`.
 """
 
-import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from labkit.configs import ModelConfig
 
 PHASE_FORWARDS = {"inference": 1, "forward": 1, "backward": 2, "forward_backward": 3, "train_step": 3}
 """FLOPs of a phase in units of one forward pass. The optimizer step is bound by bytes, not FLOPs."""
-
-ADAMW_BYTES_PER_PARAMETER = 28
-"""fp32 AdamW reads p, g, m, v and writes p, m, v: seven transfers of four bytes."""
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -27,14 +23,16 @@ def num_parameters(config: ModelConfig) -> int:
 
 def num_block_parameters(config: ModelConfig) -> int:
     """Returns the parameters of all blocks: four attention and three SwiGLU matrices, two norm gains each."""
-    d, f = config.d_model, config.d_ff
-    return config.num_layers * (4 * d * d + 3 * d * f + 2 * d)
+    return config.num_layers * (_block_matrix_parameters(config) + 2 * config.d_model)
+
+
+def _block_matrix_parameters(config: ModelConfig) -> int:
+    return config.d_model * (4 * config.d_model + 3 * config.d_ff)
 
 
 def num_matmul_parameters(config: ModelConfig) -> int:
     """Returns the parameters that multiply every token: no embedding table (a gather), no norm gains."""
-    d, f = config.d_model, config.d_ff
-    return config.num_layers * (4 * d * d + 3 * d * f) + config.vocab_size * d
+    return config.num_layers * _block_matrix_parameters(config) + config.vocab_size * config.d_model
 
 
 def attention_flops(config: ModelConfig, batch: int, context: int, *, causal: bool) -> int:
@@ -53,101 +51,23 @@ def phase_flops(config: ModelConfig, batch: int, context: int, phase: str, *, ca
     """Returns FLOPs of a phase, None for the optimizer step; raises ValueError for an unknown phase."""
     if phase == "optimizer_step":
         return None
-    if phase not in PHASE_FORWARDS:
-        raise ValueError(f"unknown phase {phase!r}; accepted: {', '.join([*PHASE_FORWARDS, 'optimizer_step'])}")
+    _check("phase", phase, [*PHASE_FORWARDS, "optimizer_step"])
     return PHASE_FORWARDS[phase] * forward_flops(config, batch, context, causal=causal)
 
 
-def parameter_bytes(config: ModelConfig, bytes_per_element: int = 4) -> int:
-    """Returns bytes of the parameters; the gradients take as much."""
-    return num_parameters(config) * bytes_per_element
+def parameter_bytes(config: ModelConfig) -> int:
+    """Returns bytes of the fp32 parameters; the gradients take as much."""
+    return 4 * num_parameters(config)
 
 
 def optimizer_state_bytes(config: ModelConfig) -> int:
     """Returns bytes of AdamW's two fp32 moments."""
-    return num_parameters(config) * 8
+    return 8 * num_parameters(config)
 
 
 def optimizer_step_bytes(config: ModelConfig) -> int:
-    """Returns the fewest bytes a fused fp32 AdamW step moves."""
-    return num_parameters(config) * ADAMW_BYTES_PER_PARAMETER
-
-
-def block_activation_bytes(
-    config: ModelConfig,
-    batch: int,
-    context: int,
-    *,
-    precision: str = "fp32",
-    attention: str = "eager",
-    device_kind: str = "cpu",
-) -> int:
-    """Returns bytes one block keeps for its backward pass, its input included and its parameters not.
-
-    fp32, per token: ten tensors of width d (the residual before each norm, each norm's normalised and scaled
-    output, rotated q and k, v, and the heads' output), four of width d_ff (gate, up, silu(gate) and their
-    product) and two of width 1 (the norms' reciprocal root mean squares).
-    bf16 is autocast over fp32 parameters: residuals and norms stay fp32 and the scaled output is not kept, but each
-    of the five projections that read it keeps a copy of its own in bf16, as all the rest is; so are copies of the
-    block's matrices and of the rotary tables, two for q and two for k.
-    Eager attention keeps a row of probabilities per head and query and, once for all heads, a row of the causal mask
-    (one byte an element). On CUDA, autocast computes the softmax in fp32 and the product with v in bf16, and both
-    copies are kept; on the CPU there is only the one in bf16. Fused attention keeps the log-sum-exp (fp32) instead.
-
-    Args:
-        config: dimensions; batch, context: of the tokens.
-        precision: "fp32" (also for TF32) or "bf16".
-        attention: "eager" or "fused".
-        device_kind: one of DEVICE_KINDS.
-
-    Raises ValueError for another precision, attention or kind of device.
-    """
-    element = _element_bytes(precision)
-    tokens, d, f = batch * context, config.d_model, config.d_ff
-    norms = _norm_kept_bytes(config, batch, context, precision)
-    if precision == "bf16":
-        copies = 5 * 2 * d * tokens + 2 * (4 * d * d + 3 * d * f) + 4 * 2 * context * config.d_head
-    else:
-        copies = 0
-    heads, feed_forward = element * 4 * d * tokens, element * 4 * f * tokens
-    kept = _attention_kept_bytes(config, batch, context, precision, attention, device_kind)
-    return 2 * norms + copies + heads + feed_forward + kept
-
-
-def activation_bytes(
-    config: ModelConfig,
-    batch: int,
-    context: int,
-    *,
-    precision: str = "fp32",
-    attention: str = "eager",
-    device_kind: str = "cpu",
-) -> int:
-    """Returns bytes the whole model and the loss keep for the backward pass, inputs included and parameters not.
-
-    Beside the blocks: token and target indices (int64), the final norm's input, normalised and scaled
-    output and reciprocal root mean square, the log-probabilities that cross-entropy keeps (fp32) and the count
-    that it divides by, and in fp32 the rotary tables (cosine and sine of d_head values each). With bf16 autocast, the
-    head has copies in bf16 of its input and its matrix.
-
-    Args and Raises as in `block_activation_bytes`.
-    """
-    tables = rotary_table_bytes(config, context) if precision == "fp32" else 0
-    made = forward_made_bytes(config, batch, context, precision=precision, attention=attention, device_kind=device_kind)
-    return made - 4 + input_bytes(batch, context) + tables
-
-
-def forward_made_bytes(
-    config: ModelConfig, batch: int, context: int, *, precision: str, attention: str, device_kind: str
-) -> int:
-    """Returns bytes that a forward pass with gradient adds: what it keeps for the backward pass, and the loss.
-
-    Args and Raises as in `block_activation_bytes`.
-    """
-    block = block_activation_bytes(
-        config, batch, context, precision=precision, attention=attention, device_kind=device_kind
-    )
-    return config.num_layers * block + _head_kept_bytes(config, batch, context, precision) + 4
+    """Returns the fewest bytes a fused fp32 AdamW step moves: it reads p, g, m, v and writes p, m, v."""
+    return 7 * 4 * num_parameters(config)
 
 
 def input_bytes(batch: int, context: int) -> int:
@@ -170,38 +90,174 @@ def block_gradient_bytes(config: ModelConfig) -> int:
     return 4 * num_block_parameters(config) // config.num_layers
 
 
-def _element_bytes(precision: str) -> int:
-    if precision not in ("fp32", "tf32", "bf16"):
-        raise ValueError(f"unknown precision {precision!r}; accepted: fp32, tf32, bf16")
-    return 2 if precision == "bf16" else 4
+def _check(what: str, value: str, accepted: Iterable[str]) -> None:
+    if value not in accepted:
+        raise ValueError(f"unknown {what} {value!r}; accepted: {', '.join(accepted)}")
 
 
-def _norm_kept_bytes(config: ModelConfig, batch: int, context: int, precision: str) -> int:
-    """Input, normalised output and reciprocal root mean square; without autocast the scaled output, which is used."""
-    widths = 2 if precision == "bf16" else 3
-    return batch * context * (4 * widths * config.d_model + 4)
+DEVICE_KINDS = ("cuda", "cpu", "mps")
+"""Kinds of device: what a pass holds depends on PyTorch's implementation there. mps is taken to be like the CPU."""
 
 
-def _attention_kept_bytes(
-    config: ModelConfig, batch: int, context: int, precision: str, attention: str, device_kind: str
-) -> int:
-    """What attention keeps beside q, k, v and its output."""
-    _check_device_kind(device_kind)
-    if attention == "fused":
-        return 4 * batch * config.num_heads * context
-    if attention != "eager":
-        raise ValueError(f"unknown attention {attention!r}; accepted: eager, fused")
-    per_score = 4 if precision != "bf16" else 6 if device_kind == "cuda" else 2
-    return per_score * batch * config.num_heads * context**2 + context**2
+@dataclass(frozen=True)
+class _Pass:
+    """A pass over batch × context tokens, and the bytes of its parts.
+
+    Attributes:
+        precision: "fp32", "tf32" (the same bytes) or "bf16" (autocast over fp32 parameters).
+        attention: "eager" or "fused".
+        device_kind: one of DEVICE_KINDS.
+
+    Raises ValueError for another precision, attention or kind of device.
+    """
+
+    config: ModelConfig
+    batch: int
+    context: int
+    precision: str = "fp32"
+    attention: str = "eager"
+    device_kind: str = "cpu"
+
+    def __post_init__(self):
+        _check("precision", self.precision, ("fp32", "tf32", "bf16"))
+        _check("attention", self.attention, ("eager", "fused"))
+        _check("kind of device", self.device_kind, DEVICE_KINDS)
+
+    @property
+    def is_bf16(self) -> bool:
+        return self.precision == "bf16"
+
+    @property
+    def casts_softmax(self) -> bool:
+        """Whether autocast computes the softmax in fp32, as it does on CUDA alone."""
+        return self.is_bf16 and self.device_kind == "cuda"
+
+    @property
+    def element(self) -> int:
+        """Bytes of an element of the matrix products' inputs and results."""
+        return 2 if self.is_bf16 else 4
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.context
+
+    @property
+    def stream(self) -> int:
+        """Elements of a tensor of width d_model."""
+        return self.tokens * self.config.d_model
+
+    @property
+    def logits(self) -> int:
+        """Elements."""
+        return self.tokens * self.config.vocab_size
+
+    @property
+    def scores(self) -> int:
+        """Elements of one block's attention scores."""
+        return self.batch * self.config.num_heads * self.context**2
+
+    @property
+    def log_sum_exp_bytes(self) -> int:
+        return 4 * self.config.num_heads * self.tokens
+
+    @property
+    def cast_bytes(self) -> int:
+        """Autocast's copies of all blocks' matrices, which it keeps until it is left."""
+        return 2 * self.config.num_layers * _block_matrix_parameters(self.config) if self.is_bf16 else 0
+
+    @property
+    def norm_bytes(self) -> int:
+        """A norm's input, normalized output, reciprocal rms and, where the matrices read it uncast, scaled output."""
+        return 4 * ((2 if self.is_bf16 else 3) * self.stream + self.tokens)
+
+    @property
+    def scores_bytes(self) -> int:
+        """What attention keeps besides q, k, v and its output."""
+        if self.attention == "fused":
+            return self.log_sum_exp_bytes
+        return (6 if self.casts_softmax else self.element) * self.scores + self.context**2
+
+    @property
+    def block_bytes(self) -> int:
+        copies = 0
+        if self.is_bf16:
+            tables = 4 * self.context * self.config.d_head
+            copies = 2 * (5 * self.stream + _block_matrix_parameters(self.config) + tables)
+        widths = self.element * 4 * self.tokens * (self.config.d_model + self.config.d_ff)
+        return 2 * self.norm_bytes + copies + widths + self.scores_bytes
+
+    @property
+    def head_bytes(self) -> int:
+        """Final norm, log-probabilities, loss and its count; under autocast copies of the head's input and matrix."""
+        copies = 2 * (self.tokens + self.config.vocab_size) * self.config.d_model if self.is_bf16 else 0
+        return self.norm_bytes + 4 * self.logits + copies + 8
+
+    @property
+    def made_bytes(self) -> int:
+        return self.config.num_layers * self.block_bytes + self.head_bytes
+
+    @property
+    def earlier_bytes(self) -> int:
+        """What all blocks but the last keep."""
+        return (self.config.num_layers - 1) * self.block_bytes
+
+    @property
+    def attention_part_bytes(self) -> int:
+        """What a block keeps up to the scores: the norm, q, k and v, under autocast the copies they were made from."""
+        copies = 0
+        if self.is_bf16:
+            copies = 2 * (3 * self.stream + 3 * self.config.d_model**2 + 4 * self.context * self.config.d_head)
+        return self.norm_bytes + 3 * self.element * self.stream + copies
+
+    @property
+    def resident_bytes(self) -> int:
+        inputs = input_bytes(self.batch, self.context)
+        return parameter_bytes(self.config) + inputs + rotary_table_bytes(self.config, self.context)
 
 
-def _head_kept_bytes(config: ModelConfig, batch: int, context: int, precision: str) -> int:
-    """Final norm, log-probabilities, the loss's count; under autocast the head's copies of its input and matrix."""
-    tokens = batch * context
-    kept = _norm_kept_bytes(config, batch, context, precision) + 4 * tokens * config.vocab_size + 4
-    if precision == "bf16":
-        kept += 2 * (tokens + config.vocab_size) * config.d_model
-    return kept
+def block_activation_bytes(config: ModelConfig, batch: int, context: int, **known: str) -> int:
+    """Returns bytes one block keeps for its backward pass, its input included and its parameters not.
+
+    fp32, per token: ten tensors of width d (the residual before each norm, each norm's normalized and scaled
+    output, rotated q and k, v, and the heads' output), four of width d_ff (gate, up, silu(gate) and their
+    product) and two of width 1 (the norms' reciprocal root mean squares).
+    bf16 is autocast over fp32 parameters: residuals and norms stay fp32. The scaled output is not kept, but each of
+    the five projections that read it keeps its own bf16 copy. All the rest is bf16, and there are copies of the
+    block's matrices and of the rotary tables, two for q and two for k.
+    Eager attention keeps a row of probabilities per head and query and, once for all heads, a row of the causal mask
+    (one byte an element). On CUDA, autocast computes the softmax in fp32 and the product with v in bf16, and both
+    copies are kept; on the CPU there is only the one in bf16. Fused attention keeps the log-sum-exp (fp32) instead.
+
+    Args:
+        known: precision, "fp32" (default), "tf32" or "bf16"; attention, "eager" (default) or "fused"; device_kind, one
+            of DEVICE_KINDS (default "cpu").
+
+    Raises ValueError for another precision, attention or kind of device.
+    """
+    return _Pass(config, batch, context, **known).block_bytes
+
+
+def activation_bytes(config: ModelConfig, batch: int, context: int, **known: str) -> int:
+    """Returns bytes the whole model and the loss keep for the backward pass, inputs included and parameters not.
+
+    Beside the blocks: token and target indices (int64), the final norm's input, normalized and scaled
+    output and reciprocal root mean square, the log-probabilities that cross-entropy keeps (fp32) and the count
+    that it divides by, and in fp32 the rotary tables (cosine and sine of d_head values each). With bf16 autocast, the
+    head has copies in bf16 of its input and its matrix.
+
+    Args and Raises as in `block_activation_bytes`.
+    """
+    run = _Pass(config, batch, context, **known)
+    tables = rotary_table_bytes(config, context) if run.precision == "fp32" else 0
+    return run.made_bytes - 4 + input_bytes(batch, context) + tables
+
+
+def forward_made_bytes(config: ModelConfig, batch: int, context: int, **known: str) -> int:
+    """Returns bytes that a forward pass with gradient adds: what it keeps for the backward pass, and the loss.
+
+    Args and Raises as in `block_activation_bytes`.
+    """
+    return _Pass(config, batch, context, **known).made_bytes
 
 
 PEAK_PHASES = ("inference", "forward", "train_step")
@@ -209,9 +265,7 @@ PEAK_PHASES = ("inference", "forward", "train_step")
 backward and a fused AdamW step, the optimizer's state made before, the gradients during it."""
 
 
-def peak_moments(
-    config: ModelConfig, batch: int, context: int, phase: str, *, precision: str, attention: str, device_kind: str
-) -> dict[str, int]:
+def peak_moments(config: ModelConfig, batch: int, context: int, phase: str, **known: str) -> dict[str, int]:
     """Returns the bytes in use at each moment of a phase that can be its peak; the largest of them is the prediction.
 
     Counted are parameters, optimizer state, gradients, inputs, what autograd keeps, and the tensors that live at that
@@ -225,19 +279,11 @@ def peak_moments(
     Source: the model's code, read line by line for what each local name still holds; PyTorch's backward formulas, and
     its softmax's backward on CUDA, which writes one matrix more (see `attention_peak_bytes`).
     """
-    known = {"precision": precision, "attention": attention, "device_kind": device_kind}
-    if phase == "inference":
-        moments = _inference_moments(config, batch, context, **known)
-    elif phase == "forward":
-        moments = _forward_moments(config, batch, context, **known)
-    elif phase == "train_step":
-        moments = _train_step_moments(config, batch, context, **known)
-    else:
-        raise ValueError(f"unknown phase {phase!r}; accepted: {', '.join(PEAK_PHASES)}")
-    resident = parameter_bytes(config) + input_bytes(batch, context) + rotary_table_bytes(config, context)
-    if phase == "train_step":
-        resident += optimizer_state_bytes(config)
-    return {name: resident + num_bytes for name, num_bytes in moments.items()}
+    _check("phase", phase, PEAK_PHASES)
+    run = _Pass(config, batch, context, **known)
+    moments = {"inference": _inference_moments, "forward": _forward_moments, "train_step": _train_step_moments}
+    resident = run.resident_bytes + (optimizer_state_bytes(config) if phase == "train_step" else 0)
+    return {name: resident + num_bytes for name, num_bytes in moments[phase](run).items()}
 
 
 def peak_bytes(config: ModelConfig, batch: int, context: int, phase: str, **known: str) -> int:
@@ -245,119 +291,76 @@ def peak_bytes(config: ModelConfig, batch: int, context: int, phase: str, **know
     return max(peak_moments(config, batch, context, phase, **known).values())
 
 
-def _attention_scratch_bytes(
-    config: ModelConfig, batch: int, context: int, precision: str, attention: str, device_kind: str
-) -> int:
+def _attention_scratch_bytes(run: _Pass) -> int:
     """Most bytes of a forward pass that live inside attention: x, the norm's output, q, k, v before and after rotation.
 
     Eager in fp32: two score matrices (masked scores and probabilities) while v is copied and the output made. Under
     autocast on CUDA: scores in bf16 and, around the softmax, in fp32, and its result, before v is copied.
     """
-    tokens, d, element = batch * context, config.d_model, _element_bytes(precision)
-    scores = batch * config.num_heads * context**2
-    streams = tokens * d * (2 * 4 + 5 * element)
-    if attention == "fused":
-        return streams + tokens * (element * d + 4 * config.num_heads)
-    product = streams + 2 * element * d * tokens + context**2
-    if precision == "bf16" and device_kind == "cuda":
-        return max(streams + context**2 + 10 * scores, product + 8 * scores)
-    return product + 2 * element * scores
+    streams, mask = run.stream * (2 * 4 + 5 * run.element), run.context**2
+    if run.attention == "fused":
+        return streams + run.element * run.stream + run.log_sum_exp_bytes
+    product = streams + 2 * run.element * run.stream + mask
+    if run.casts_softmax:
+        return max(streams + mask + 10 * run.scores, product + 8 * run.scores)
+    return product + 2 * run.element * run.scores
 
 
-def _inference_moments(
-    config: ModelConfig, batch: int, context: int, *, precision: str, attention: str, device_kind: str
-) -> dict[str, int]:
-    tokens, d, f, v = batch * context, config.d_model, config.d_ff, config.vocab_size
-    element = _element_bytes(precision)
+def _inference_moments(run: _Pass) -> dict[str, int]:
+    d, f, stream = run.config.d_model, run.config.d_ff, run.stream
     # Autocast keeps a copy of every matrix that it has cast until it is left, so the last block has most of them.
-    matrices = 2 * config.num_layers * (4 * d * d + 3 * d * f) if precision == "bf16" else 0
-    later = 2 * (3 * d * f + d * d) if precision == "bf16" else 0
-    head = 2 * v * d + 2 * d * tokens if precision == "bf16" else 0
-    attention_bytes = _attention_scratch_bytes(config, batch, context, precision, attention, device_kind)
+    later = 2 * d * (3 * f + d) if run.is_bf16 else 0
+    head = 2 * run.config.vocab_size * d + 2 * stream if run.is_bf16 else 0
+    feed_forward = 3 * 4 * stream + 3 * run.element * f * run.tokens
     return {
-        "attention, last block": matrices - later + attention_bytes,
-        "feed-forward, last block": matrices - min(later, 2 * d * f) + tokens * (3 * 4 * d + 3 * element * f),
-        "logits": matrices + head + tokens * (2 * 4 * d + element * v),
+        "attention, last block": run.cast_bytes - later + _attention_scratch_bytes(run),
+        "feed-forward, last block": run.cast_bytes - min(later, 2 * d * f) + feed_forward,
+        "logits": run.cast_bytes + head + 2 * 4 * stream + run.element * run.logits,
     }
 
 
-def _forward_moments(
-    config: ModelConfig, batch: int, context: int, *, precision: str, attention: str, device_kind: str
-) -> dict[str, int]:
-    known = {"precision": precision, "attention": attention, "device_kind": device_kind}
-    tokens, v = batch * context, config.vocab_size
-    logits = 4 * v * tokens + (2 * v * tokens if precision == "bf16" else 0)
+def _forward_moments(run: _Pass) -> dict[str, int]:
     return {
-        "attention, last block": _attention_forward_bytes(config, batch, context, **known),
-        "loss": forward_made_bytes(config, batch, context, **known) + logits,
+        "attention, last block": _attention_forward_bytes(run),
+        "loss": run.made_bytes + (6 if run.is_bf16 else 4) * run.logits,
     }
 
 
-def _attention_forward_bytes(
-    config: ModelConfig, batch: int, context: int, *, precision: str, attention: str, device_kind: str
-) -> int:
+def _attention_forward_bytes(run: _Pass) -> int:
     """All blocks but the last as kept, and of the last what its attention keeps and needs while it runs.
 
     Eager: q, k and v as projected, q and k as rotated (the product keeps copies of these), the output; masked scores
     and probabilities; the mask and its complement. Under autocast also the norm's output, and on CUDA, around the
     softmax, before v is copied and the output made, the scores in fp32 beside those in bf16.
     """
-    known = {"precision": precision, "attention": attention, "device_kind": device_kind}
-    stream, element = batch * context * config.d_model, _element_bytes(precision)
-    scores = batch * config.num_heads * context**2
-    earlier = (config.num_layers - 1) * block_activation_bytes(config, batch, context, **known)
-    part = _attention_part_bytes(config, batch, context, precision)
-    norm_output = 4 * stream if precision == "bf16" else 0
-    before = earlier + part + norm_output
-    if attention == "fused":
-        return before + 3 * element * stream + 4 * batch * config.num_heads * context
-    product = before + 6 * element * stream + 2 * context**2
-    if precision == "bf16" and device_kind == "cuda":
-        return max(product - 2 * element * stream + 10 * scores, product + 8 * scores)
-    return product + 2 * element * scores
+    before = run.earlier_bytes + run.attention_part_bytes + (4 * run.stream if run.is_bf16 else 0)
+    if run.attention == "fused":
+        return before + 3 * run.element * run.stream + run.log_sum_exp_bytes
+    product = before + 6 * run.element * run.stream + 2 * run.context**2
+    if run.casts_softmax:
+        return max(product - 2 * run.element * run.stream + 10 * run.scores, product + 8 * run.scores)
+    return product + 2 * run.element * run.scores
 
 
-def _attention_part_bytes(config: ModelConfig, batch: int, context: int, precision: str) -> int:
-    """What a block keeps up to the scores: the norm, q, k and v, with autocast the copies that they were made from."""
-    tokens, d = batch * context, config.d_model
-    part = _norm_kept_bytes(config, batch, context, precision) + 3 * _element_bytes(precision) * d * tokens
-    if precision == "bf16":
-        part += 3 * 2 * d * tokens + 2 * 3 * d * d + 4 * 2 * context * config.d_head
-    return part
-
-
-def _train_step_moments(
-    config: ModelConfig, batch: int, context: int, *, precision: str, attention: str, device_kind: str
-) -> dict[str, int]:
+def _train_step_moments(run: _Pass) -> dict[str, int]:
     """The backward pass frees a block's activations as it makes its gradients, so a peak is at one of its ends."""
-    known = {"precision": precision, "attention": attention, "device_kind": device_kind}
-    tokens, d, f, v = batch * context, config.d_model, config.d_ff, config.vocab_size
-    element = _element_bytes(precision)
-    block = block_activation_bytes(config, batch, context, **known)
-    earlier = (config.num_layers - 1) * block
-    later_gradients = (config.num_layers - 1) * block_gradient_bytes(config)
-    head_gradients = 4 * (v * d + d)
-    residual_gradient = residual_stream_bytes(config, batch, context)
-    feed_forward = block + residual_gradient + 2 * element * f * tokens + head_gradients + 4 * d * f
-    scores = batch * config.num_heads * context**2
+    d, f = run.config.d_model, run.config.d_ff
+    later_gradients = (run.config.num_layers - 1) * block_gradient_bytes(run.config)
+    # What every moment of a block has: the residual's gradient and those of the head and the final norm.
+    gradients = 4 * (run.stream + run.config.vocab_size * d + d)
+    feed_forward = run.block_bytes + gradients + 2 * run.element * f * run.tokens + 4 * d * f
     # Probabilities, their gradient and the scores' gradient; on CUDA one product more. Autocast casts to fp32 there.
-    per_score = 3 * element if device_kind != "cuda" else 16
-    attention_bytes = (
-        _attention_part_bytes(config, batch, context, precision)
-        + residual_gradient
-        + (per_score * scores + context**2 if attention == "eager" else 4 * element * d * tokens)
-        + head_gradients
-        + 4 * (3 * d * f + d + d * d)
-    )
-    forward = _forward_moments(config, batch, context, **known)
+    per_score = 16 if run.device_kind == "cuda" else 3 * run.element
+    scratch = per_score * run.scores + run.context**2 if run.attention == "eager" else 4 * run.element * run.stream
+    attention = run.attention_part_bytes + gradients + scratch + 4 * (3 * d * f + d + d * d)
     return {
-        **{f"forward: {name}": num_bytes for name, num_bytes in forward.items()},
-        "backward: loss": forward_made_bytes(config, batch, context, **known) + 2 * 4 * v * tokens,
-        "backward: feed-forward, last block": earlier + feed_forward,
-        "backward: attention, last block": earlier + attention_bytes,
+        **{f"forward: {name}": num_bytes for name, num_bytes in _forward_moments(run).items()},
+        "backward: loss": run.made_bytes + 2 * 4 * run.logits,
+        "backward: feed-forward, last block": run.earlier_bytes + feed_forward,
+        "backward: attention, last block": run.earlier_bytes + attention,
         "backward: feed-forward, first block": later_gradients + feed_forward,
-        "backward: attention, first block": later_gradients + attention_bytes,
-        "backward: embedding": parameter_bytes(config) + residual_gradient,
+        "backward: attention, first block": later_gradients + attention,
+        "backward: embedding": parameter_bytes(run.config) + 4 * run.stream,
     }
 
 
@@ -407,14 +410,7 @@ def _group_sizes(num_blocks: int, size: int) -> list[int]:
 
 
 def checkpoint_moments(
-    config: ModelConfig,
-    batch: int,
-    context: int,
-    plan: Sequence[int],
-    *,
-    precision: str,
-    attention: str,
-    device_kind: str,
+    config: ModelConfig, batch: int, context: int, plan: Sequence[int], **known: str
 ) -> dict[str, int]:
     """Returns the bytes in use at each moment of a training step with recomputed blocks that can be its peak.
 
@@ -426,43 +422,33 @@ def checkpoint_moments(
 
     Raises ValueError as `peak_moments` does.
     """
-    known = {"precision": precision, "attention": attention, "device_kind": device_kind}
     if not plan:
         return peak_moments(config, batch, context, "train_step", **known)
-    layers, d, f = config.num_layers, config.d_model, config.d_ff
+    run = _Pass(config, batch, context, **known)
     stream, gradients = residual_stream_bytes(config, batch, context), block_gradient_bytes(config)
-    group_inputs = len(_group_sizes(layers, plan[0])) * stream
-    resident = (
-        parameter_bytes(config)
-        + optimizer_state_bytes(config)
-        + input_bytes(batch, context)
-        + rotary_table_bytes(config, context)
-    )
-    head = _head_kept_bytes(config, batch, context, precision) + 4
-    logits = (4 + (2 if precision == "bf16" else 0)) * batch * context * config.vocab_size
-    cast_bytes = 2 * layers * (4 * d * d + 3 * d * f) if precision == "bf16" else 0
+    inputs = len(_group_sizes(config.num_layers, plan[0])) * stream
     found = {
-        "forward: attention, last block": group_inputs
-        + cast_bytes
-        + _attention_scratch_bytes(config, batch, context, precision, attention, device_kind),
-        "forward: loss": group_inputs + cast_bytes + head + logits,
-        "backward: loss": group_inputs + head + 2 * 4 * config.vocab_size * batch * context,
+        "forward: attention, last block": inputs + run.cast_bytes + _attention_scratch_bytes(run),
+        "forward: loss": inputs + run.cast_bytes + run.head_bytes + (6 if run.is_bf16 else 4) * run.logits,
+        "backward: loss": inputs + run.head_bytes + 2 * 4 * run.logits,
         "backward: embedding": parameter_bytes(config) + stream,
     }
-    of_size = {}
-    for size, num_later, num_inputs in _recomputed_groups(layers, plan):
-        if size not in of_size:
-            of_size[size] = _train_step_moments(replace(config, num_layers=size), batch, context, **known)
-        for name in ("feed-forward, last block", "attention, last block", "feed-forward, first block",
-                     "attention, first block"):  # fmt: skip
-            num_bytes = num_inputs * stream + num_later * gradients + of_size[size][f"backward: {name}"]
-            key = f"backward: {name} of a group"
-            found[key] = max(num_bytes, found.get(key, 0))
+    groups = _recomputed_groups(config.num_layers, plan)
+    of_size = {
+        size: _train_step_moments(replace(run, config=replace(config, num_layers=size)))
+        for size in {size for size, _, _ in groups}
+    }
+    for moment in ("feed-forward, last", "attention, last", "feed-forward, first", "attention, first"):
+        name = f"backward: {moment} block"
+        found[f"{name} of a group"] = max(
+            num_inputs * stream + num_later * gradients + of_size[size][name] for size, num_later, num_inputs in groups
+        )
+    resident = run.resident_bytes + optimizer_state_bytes(config)
     return {name: resident + num_bytes for name, num_bytes in found.items()}
 
 
 def _recomputed_groups(num_blocks: int, plan: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Returns (blocks, blocks behind it in the model, inputs held beside its own) of each group that is recomputed.
+    """Returns (blocks, blocks behind it in the model, inputs held besides its own) of each group that is recomputed.
 
     Groups are gone through from the last to the first, so those in front still hold their input. The first group
     within a group has that group's input, which counts once.
@@ -478,36 +464,9 @@ def _recomputed_groups(num_blocks: int, plan: Sequence[int]) -> list[tuple[int, 
     ]
 
 
-def best_checkpoint_interval(config: ModelConfig, batch: int, context: int, **known: str) -> int:
-    """Returns the number of blocks k for which recomputing every k blocks is predicted to peak lowest.
-
-    Args and Raises as in `peak_moments`.
-    """
-    return min(
-        range(1, config.num_layers + 1),
-        key=lambda k: max(checkpoint_moments(config, batch, context, (k,), **known).values()),
-    )
-
-
-def balanced_checkpoint_interval(config: ModelConfig, batch: int, context: int, **known: str) -> float:
-    """Returns the k that makes (N/k)·R + k·A least: √(N·R/A), which is √N where a block keeps no more than its input.
-
-    N blocks, R bytes of the residual stream, A bytes that a block keeps.
-
-    Args and Raises as in `block_activation_bytes`. Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory
-    Cost", section 4.1.
-    """
-    kept = block_activation_bytes(config, batch, context, **known)
-    return math.sqrt(config.num_layers * residual_stream_bytes(config, batch, context) / kept)
-
-
 ATTENTION_KINDS = ("eager", "math", "fused")
 """eager: the formula as it reads. math: SDPA's math backend, which scales copies of q and k and computes in fp32.
 fused: a kernel that keeps the log-sum-exp (fp32) in place of the scores."""
-
-DEVICE_KINDS = ("cuda", "cpu", "mps")
-"""Kinds of device, since what a pass holds depends on how PyTorch implements it there. What is known of the CPU is
-taken for mps too."""
 
 
 def attention_saved_bytes(kind: str, batch: int, length: int, d_head: int, element_bytes: int) -> int:
@@ -520,14 +479,11 @@ def attention_saved_bytes(kind: str, batch: int, length: int, d_head: int, eleme
 
     Raises ValueError for another kind.
     """
+    _check("kind of attention", kind, ATTENTION_KINDS)
     row, scores = batch * length * d_head, batch * length * length
-    if kind == "eager":
-        return element_bytes * (3 * row + scores)
-    if kind == "math":
-        return 4 * (3 * row + scores)
     if kind == "fused":
         return element_bytes * 4 * row + 4 * batch * length
-    raise ValueError(f"unknown kind of attention {kind!r}; accepted: {', '.join(ATTENTION_KINDS)}")
+    return (4 if kind == "math" else element_bytes) * (3 * row + scores)
 
 
 def attention_in_use_bytes(kind: str, batch: int, length: int, d_head: int, element_bytes: int) -> int:
@@ -535,14 +491,10 @@ def attention_in_use_bytes(kind: str, batch: int, length: int, d_head: int, elem
 
     Args and Raises as in `attention_saved_bytes`.
     """
-    row = element_bytes * batch * length * d_head
     saved = attention_saved_bytes(kind, batch, length, d_head, element_bytes)
-    if kind == "fused":  # the output is kept
-        return saved
-    if kind == "eager":  # the inputs are kept
-        return saved + row
-    num_kept_inputs = 1 if element_bytes == 4 else 0  # v needs no scaling, so in fp32 it is not copied
-    return saved + row + (3 - num_kept_inputs) * row
+    # Of inputs and output, fused keeps all and eager the inputs; math in fp32 keeps v, which needs no scaling.
+    not_kept = {"fused": 0, "eager": 1, "math": 3 if element_bytes == 4 else 4}
+    return saved + not_kept[kind] * element_bytes * batch * length * d_head
 
 
 def attention_peak_bytes(
@@ -562,13 +514,10 @@ def attention_peak_bytes(
 
     Source: PyTorch, aten/src/ATen/native/cuda/SoftMax.cu, `softmax_backward_cuda_out`.
     """
-    row, scores = batch * length * d_head, batch * length * length
-    extra = _extra_matrices(device_kind)
-    if phase == "forward":
-        return element_bytes * (4 * row + 2 * scores)
-    if phase == "backward":
-        return element_bytes * (5 * row + (3 + extra) * scores)
-    raise ValueError(f"unknown phase {phase!r}; accepted: forward, backward")
+    _check("kind of device", device_kind, DEVICE_KINDS)
+    _check("phase", phase, ("forward", "backward"))
+    num_rows, num_scores = (4, 2) if phase == "forward" else (5, 4 if device_kind == "cuda" else 3)
+    return element_bytes * batch * length * (num_rows * d_head + num_scores * length)
 
 
 def attention_reserved_bytes(
@@ -598,28 +547,11 @@ def attention_score_passes(phase: str, *, device_kind: str) -> int:
     and writes one; the scaling reads and writes one; the products for q and k read one each. On CUDA the softmax's
     backward first multiplies gradient and probabilities: two matrices read and one written more.
 
-    Args:
-        phase: "forward" or "backward".
-        device_kind: one of DEVICE_KINDS.
-
-    Raises ValueError for another phase or kind of device.
+    Args and Raises as in `attention_peak_bytes`.
     """
-    extra = _extra_matrices(device_kind)
-    try:
-        return {"forward": 6, "backward": 9 + 3 * extra}[phase]
-    except KeyError:
-        raise ValueError(f"unknown phase {phase!r}; accepted: forward, backward") from None
-
-
-def _extra_matrices(device_kind: str) -> int:
-    """Returns how many matrices the softmax's backward makes beside its result."""
-    _check_device_kind(device_kind)
-    return 1 if device_kind == "cuda" else 0
-
-
-def _check_device_kind(device_kind: str) -> None:
-    if device_kind not in DEVICE_KINDS:
-        raise ValueError(f"unknown kind of device {device_kind!r}; accepted: {', '.join(DEVICE_KINDS)}")
+    _check("kind of device", device_kind, DEVICE_KINDS)
+    _check("phase", phase, ("forward", "backward"))
+    return 6 if phase == "forward" else 12 if device_kind == "cuda" else 9
 
 
 def attention_call_flops(phase: str, batch: int, length: int, d_head: int, *, causal: bool) -> int:
@@ -635,8 +567,7 @@ def attention_call_flops(phase: str, batch: int, length: int, d_head: int, *, ca
     Raises ValueError for another phase.
     """
     factor = {"forward": 4, "backward": 10, "forward_backward": 14}
-    if phase not in factor:
-        raise ValueError(f"unknown phase {phase!r}; accepted: {', '.join(factor)}")
+    _check("phase", phase, factor)
     full = factor[phase] * batch * length * length * d_head
     return full // 2 if causal else full
 
@@ -649,9 +580,7 @@ def weighted_sum_bytes(phase: str, rows: int, dim: int, element_bytes: int) -> i
 
     Args and Raises as in `attention_call_flops`.
     """
-    forward = rows * dim + dim + rows
-    backward = 2 * rows * dim + 2 * dim + rows
+    forward, backward = rows * dim + dim + rows, 2 * rows * dim + 2 * dim + rows
     elements = {"forward": forward, "backward": backward, "forward_backward": forward + backward}
-    if phase not in elements:
-        raise ValueError(f"unknown phase {phase!r}; accepted: {', '.join(elements)}")
+    _check("phase", phase, elements)
     return element_bytes * elements[phase]

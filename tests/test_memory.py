@@ -538,17 +538,6 @@ def test_a_plan_that_is_none_is_refused(text, message):
         accounting.checkpoint_plan(text, 8)
 
 
-def test_the_balanced_interval_is_the_root_where_a_block_keeps_its_input_alone(monkeypatch):
-    config = model_config("2.7b")
-    known = {"precision": "fp32", "attention": "eager", "device_kind": "cuda"}
-    assert accounting.balanced_checkpoint_interval(config, 4, 2048, **known) < 1
-    assert accounting.best_checkpoint_interval(config, 4, 2048, **known) == 1
-    stream = accounting.residual_stream_bytes(config, 4, 2048)
-    assert stream == 80 * MIB
-    monkeypatch.setattr(accounting, "block_activation_bytes", lambda *_, **__: stream)
-    assert accounting.balanced_checkpoint_interval(config, 4, 2048, **known) == pytest.approx(32**0.5)
-
-
 def test_every_plan_of_the_grids_can_be_run():
     for grid in MEMORY.values():
         for plans in grid.checkpoint_plans.values():
