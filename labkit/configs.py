@@ -35,8 +35,8 @@ class RequestError(ValueError):
 class ModelConfig:
     """Dimensions of a decoder-only language model.
 
-    `edition` says which public list of sizes the name comes from: "xl" is a 1.998 B model in the
-    2025 list and a 3.407 B model in the 2026 list, so a bare "xl" is not accepted anywhere.
+    `edition` says which public list of sizes the name comes from: "xl" is a 1.998 B model in the 2025 list and a
+    3.407 B model in the 2026 list, so a bare "xl" is not accepted anywhere.
     """
 
     name: str
@@ -51,10 +51,6 @@ class ModelConfig:
     @property
     def d_head(self) -> int:
         return self.d_model // self.num_heads
-
-    @property
-    def label(self) -> str:
-        return f"{self.name} ({self.edition})"
 
 
 SIZES: dict[str, ModelConfig] = {
@@ -80,8 +76,7 @@ def model_config(name: str) -> ModelConfig:
     try:
         return SIZES[SIZE_ALIASES.get(name, name)]
     except KeyError:
-        accepted = ", ".join([*SIZES, *SIZE_ALIASES])
-        raise RequestError(f"unknown size {name!r}; accepted: {accepted}") from None
+        raise RequestError(f"unknown size {name!r}; accepted: {', '.join([*SIZES, *SIZE_ALIASES])}") from None
 
 
 PRECISIONS = ("fp32", "tf32", "bf16")
@@ -109,9 +104,8 @@ class BenchmarkingGrid:
     """The cases of notebook 01 in one profile. Of this grid and all others the defaults are the full profile.
 
     `warmup_contexts`: of `contexts` those whose steps are traced from a fresh process.
-    `whole_compile_sizes`: sizes for which the whole model is compiled; the time of that grows with the
-    number of layers (one graph of all of them), so the deep sizes are compiled block by block only. None where a
-    compiler for the CPU takes longer for it than all the rest does.
+    `whole_compile_sizes`: sizes whose whole model is compiled as one graph. That takes longer the more layers there
+    are, so the deep sizes are compiled block by block only; on the CPU all are.
     `time_limit_s` bounds the timed steps of one phase, `case_timeout_s` everything one case does.
     """
 
@@ -155,27 +149,28 @@ ATTENTION_PASSES = 100
 _SDPA = ("sdpa_math", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient")
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 @dataclass(frozen=True)
 class AttentionGrid:
     """The cases of notebook 05 in one profile.
 
-    `series`: implementations by precision. `lengths` are run with every one of `d_heads`; `long_lengths`, which
-    look for the first out-of-memory of each precision, with all of them for eager attention only, since the score
-    matrices decide it whatever the head dimension is, and with `long_d_head` for the others.
+    `series`: implementations by precision. `lengths` are run with every one of `d_heads`. `long_lengths`, by
+    precision, look for the first out-of-memory: eager with all `d_heads`, the others with `long_d_head`.
     `compiled_lengths`: of `lengths` those that are also compiled.
     `heads_lengths`: for which, with `long_d_head`, the formula is also compiled with a dimension of heads in front.
-    `model_sizes`, `model_contexts`: of the compiled transformer whose backward pass is timed; none where compiling it,
-    for the CPU, would take longer than all the rest.
+    `model_sizes`, `model_contexts`: of the compiled transformer whose backward pass is timed; none on the CPU, where
+    compiling it takes too long.
     `time_limit_s` and `case_timeout_s` are as in notebook 01.
     """
 
     series: dict[str, tuple[str, ...]] = field(
         default_factory=lambda: {
-            "fp32": ("eager", "compiled", *_SDPA),
-            "tf32": ("compiled",),
-            "bf16": ("eager", "compiled", *_SDPA),
+            "fp32": ("eager", "compiled", *_SDPA), "tf32": ("compiled",), "bf16": ("eager", "compiled", *_SDPA),
         }
-    )
+    )  # fmt: skip
     lengths: tuple[int, ...] = (256, 1024, 4096, 8192, 16384)
     d_heads: tuple[int, ...] = (16, 32, 64, 128)
     long_lengths: dict[str, tuple[int, ...]] = field(
@@ -214,8 +209,7 @@ PASSES = ("forward", "backward", "forward_backward")
 """What is timed of an operation in notebook 06; each directly, none by subtraction."""
 
 MATERIALISING = ("eager", "compiled", "sdpa_math")
-"""Implementations that write the scores to memory. Each is timed alone, so that the matrices of one are not in the
-way of another; all others are timed in turn in one process."""
+"""Implementations that write the scores to memory. Each is timed alone; all others in turn, in one process."""
 
 
 @dataclass(frozen=True)
@@ -241,36 +235,23 @@ class FlashAttentionGrid:
     """The cases of notebook 06 in one profile.
 
     `impls`: implementations by precision, run for every one of `lengths` and `d_heads` at batch 1, one head, causal
-    (the shapes of the published figures), but for two sorts: those that compile or materialise for a shape, or are
-    there to be compared with another, take the lengths that `by_shape` gives them, by head dimension (its keys are
-    "precision implementation", an implementation or a precision, of which the first that is there counts); and
-    PyTorch's own choice of backend ("sdpa", which is one of the others) takes `short_lengths`, where choosing is what
-    could cost. SDPA's flash and cuDNN backends, FlashAttention-3 and the Hopper kernel take 16-bit tensors only.
+    (the shapes of the published figures), with two exceptions. `by_shape` gives some their lengths by head dimension;
+    of its keys "precision implementation", "implementation" and "precision" the first that is there counts. PyTorch's
+    own choice of backend ("sdpa") takes `short_lengths`, where choosing is what could cost.
+    SDPA's flash and cuDNN backends, FlashAttention-3 and the Hopper kernel take 16-bit tensors only.
     `rivalries`, `rivals`: the shapes on which `rivals` are ranked.
     `memory_lengths`, `memory_impls` (by precision), `memory_d_head`: of the peaks of memory.
     `tiles`: (rows of the query tile, rows of the key tile, warps, stages) tried on `tiles_shape`.
     `weighted_sums`: (rows, summed elements) of the first kernel. `algorithm_tiles`: tiles of the small case.
-    `time_limit_s`: for the samples of one pass of everything that is timed in turn, `rivals_time_limit_s` the same for
-    the rivals; `case_timeout_s` as in notebook 01.
+    `time_limit_s`: of one pass of everything that is timed in turn, `rivals_time_limit_s` the same for the rivals;
+    `case_timeout_s` as in notebook 01.
     """
 
     impls: dict[str, tuple[str, ...]] = field(
         default_factory=lambda: {
-            "bf16": (
-                "gluon",
-                "triton",
-                "eager",
-                "compiled",
-                "sdpa",
-                "sdpa_math",
-                "sdpa_flash",
-                "sdpa_efficient",
-                "sdpa_cudnn",
-                "flex",
-                "fa3",
-            ),
-            "fp32": ("triton", "triton_ieee", "eager", "compiled", "sdpa", "sdpa_math", "sdpa_efficient", "flex"),
-            "tf32": ("triton_tf32", "eager", "compiled", "sdpa_efficient"),
+            "bf16": _names("gluon triton eager compiled sdpa sdpa_math sdpa_flash sdpa_efficient sdpa_cudnn flex fa3"),
+            "fp32": _names("triton triton_ieee eager compiled sdpa sdpa_math sdpa_efficient flex"),
+            "tf32": _names("triton_tf32 eager compiled sdpa_efficient"),
         }
     )
     lengths: tuple[int, ...] = _ALL_LENGTHS
@@ -292,15 +273,14 @@ class FlashAttentionGrid:
         LEADERBOARD,
         Rivalry(64, 16, 256, 72, False),
     )
-    rivals: tuple[str, ...] = (
-        *("gluon", "gluon_unordered", "triton", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient"),
-        *("flex", "fa3", "fa3_deterministic"),
+    rivals: tuple[str, ...] = _names(
+        "gluon gluon_unordered triton sdpa_flash sdpa_cudnn sdpa_efficient flex fa3 fa3_deterministic"
     )
     memory_lengths: tuple[int, ...] = tuple(2**exponent for exponent in range(10, 18))
     memory_impls: dict[str, tuple[str, ...]] = field(
         default_factory=lambda: {
-            "bf16": ("gluon", "triton", "eager", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "fa3"),
-            "fp32": ("triton", "eager", "sdpa_efficient"),
+            "bf16": _names("gluon triton eager sdpa_math sdpa_flash sdpa_efficient sdpa_cudnn fa3"),
+            "fp32": _names("triton eager sdpa_efficient"),
         }
     )
     memory_d_head: int = 64
@@ -320,17 +300,16 @@ class FlashAttentionGrid:
 FLASH_ATTENTION: dict[str, FlashAttentionGrid] = {
     "smoke": FlashAttentionGrid(
         impls={
-            "fp32": (
-                *("tiled", "triton", "gluon", "eager", "compiled", "sdpa", "sdpa_math", "sdpa_flash"),
-                *("sdpa_efficient", "sdpa_cudnn", "flex", "fa3"),
+            "fp32": _names(
+                "tiled triton gluon eager compiled sdpa sdpa_math sdpa_flash sdpa_efficient sdpa_cudnn flex fa3"
             ),
-            "bf16": ("tiled", "triton", "gluon", "eager", "sdpa_math", "sdpa_flash"),
+            "bf16": _names("tiled triton gluon eager sdpa_math sdpa_flash"),
         },
         lengths=(128, 256, 512),
         d_heads=(16, 64),
         by_shape={"compiled": {16: (128,)}, "flex": {16: (128,)}},
         rivalries=(Rivalry(1, 2, 256, 64, True), Rivalry(2, 1, 128, 16, False)),
-        rivals=("tiled", "triton", "gluon", "gluon_unordered", "sdpa_flash", "sdpa_cudnn", "fa3"),
+        rivals=_names("tiled triton gluon gluon_unordered sdpa_flash sdpa_cudnn fa3"),
         memory_lengths=(128, 256),
         memory_impls={"fp32": ("eager", "tiled")},
         memory_d_head=16,
@@ -346,9 +325,8 @@ FLASH_ATTENTION: dict[str, FlashAttentionGrid] = {
 
 
 MIXED_PRECISIONS = ("bf16", "fp16", "bf16_pure")
-"""What notebook 03 times, one directly after the other. bf16: as in PRECISIONS, once more, since times are compared
-within a session alone. fp16: autocast to float16 over fp32 parameters, the loss scaled.
-bf16_pure: parameters, gradients and optimizer state in bfloat16, no autocast."""
+"""What notebook 03 times in one session. bf16: as in PRECISIONS. fp16: autocast to float16 over fp32 parameters, the
+loss scaled. bf16_pure: parameters, gradients and optimizer state in bfloat16, no autocast."""
 
 MIXED_PHASES = ("forward", "backward", "train_step")
 
@@ -360,10 +338,7 @@ _DECADES = tuple(10.0**exponent for exponent in range(-4, 5))
 
 @dataclass(frozen=True)
 class Task:
-    """A synthetic training task: every token is followed by the same other one, and the model learns the table.
-
-    `num_tokens`: how many tokens of the model's vocabulary the task uses.
-    """
+    """A synthetic task: each of `num_tokens` tokens is always followed by the same one, and the model learns which."""
 
     size: str
     vocab_size: int
@@ -472,10 +447,9 @@ _CHECKPOINT_PLANS = ("none", "1", "2", "4", "6", "8", "16", "32", "6/1")
 class MemoryGrid:
     """The cases of notebook 04 in one profile.
 
-    `timelines`: (size, context, precision) whose every allocation is recorded.
-    `block`: the block whose residuals are listed.
-    `checkpoint_plans`, by implementation of attention: "none"; "4", every four blocks recomputed from their input;
-    "8/1", nested: every eight, and every one of these while they are recomputed.
+    `timelines`: (size, context, precision) of the steps whose every allocation is recorded.
+    `block`: whose residuals are listed. `checkpointed`: (size, context, precision) of the steps with recomputed blocks.
+    `checkpoint_plans`, by implementation of attention: see `accounting.checkpoint_plan`.
     `time_limit_s` and `case_timeout_s` are as in notebook 01.
     """
 
@@ -484,9 +458,7 @@ class MemoryGrid:
     precisions: tuple[str, ...] = ("fp32", "bf16")
     timelines: tuple[tuple[str, int, str], ...] = (("2.7b", 512, "fp32"), ("2.7b", 512, "bf16"))
     block: BlockShape = BlockShape(2560, 10240, 16, 2048, 4)
-    checkpoint_size: str = "2.7b"
-    checkpoint_contexts: tuple[int, ...] = (2048,)
-    checkpoint_precision: str = "bf16"
+    checkpointed: tuple[str, int, str] = ("2.7b", 2048, "bf16")
     checkpoint_plans: dict[str, tuple[str, ...]] = field(
         default_factory=lambda: {"eager": _CHECKPOINT_PLANS, "sdpa_flash": _CHECKPOINT_PLANS}
     )
@@ -500,9 +472,7 @@ MEMORY: dict[str, MemoryGrid] = {
         contexts=(32, 64),
         timelines=(("nano", 64, "fp32"),),
         block=BlockShape(64, 256, 4, 128, 2),
-        checkpoint_size="nano",
-        checkpoint_contexts=(64,),
-        checkpoint_precision="fp32",
+        checkpointed=("nano", 64, "fp32"),
         checkpoint_plans={"eager": ("none", "1", "2/1"), "sdpa_flash": ("none",)},
         time_limit_s=0.05,
         case_timeout_s=120.0,
@@ -533,26 +503,23 @@ def chosen_profile(profile: str, default: str) -> str:
 
 
 def narrowed(grids: dict, profile: str, parameter: str, wanted: Sequence = ()) -> list:
-    """Returns the values of a grid that are wanted, in the grid's order; all of them where none is named.
+    """Returns the `wanted` values of `grids[profile]` in the grid's order; all of them where none is named.
 
     Args:
-        grids: a notebook's grid by profile.
-        profile: one of them.
         parameter: one of NARROWED.
         wanted: values; a size may be an alias.
 
-    Raises RequestError for a value that the profile does not have; names the profile that has it, if one does.
+    Raises RequestError for a value that the profile does not have; it names the profile that has it, if one does.
     """
     accepted = _values(grids[profile], parameter)
     if parameter == "sizes":
         wanted = [model_config(str(name)).name for name in wanted]
     for value in wanted:
         if value not in accepted:
-            known = ", ".join(map(str, accepted))
+            text = f"{NARROWED[parameter]} {value!r} is not in profile {profile!r}"
             others = [name for name, grid in grids.items() if value in _values(grid, parameter)]
             hint = f'; set profile = "{others[0]}"' if others else ""
-            what = NARROWED[parameter]
-            raise RequestError(f"{what} {value!r} is not in profile {profile!r}; accepted: {known}{hint}")
+            raise RequestError(f"{text}; accepted: {', '.join(map(str, accepted))}{hint}")
     return [value for value in accepted if not wanted or value in wanted]
 
 

@@ -40,7 +40,6 @@ def test_every_size_is_a_model_that_can_be_built(size):
     assert SIZES[size.name] is size
     assert size.d_head * size.num_heads == size.d_model
     assert size.d_head % 2 == 0, "rotary positions pair the dimensions of a head"
-    assert size.label == f"{size.name} ({size.edition})"
 
 
 def test_sizes_differ_in_dimensions():

@@ -60,10 +60,8 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts
     wanted_sizes = narrowed(MEMORY, profile, "sizes", sizes)
     wanted_contexts = narrowed(MEMORY, profile, "contexts", contexts)
     timeout_s = grid.case_timeout_s
-    size, precision = grid.checkpoint_size, grid.checkpoint_precision
     recomputed = [
-        {**step_parameters(size, context, precision, attention=attention), "plan": plan}
-        for context in grid.checkpoint_contexts
+        {**step_parameters(*grid.checkpointed, attention=attention), "plan": plan}
         for attention, plans in grid.checkpoint_plans.items()
         for plan in plans
     ]
