@@ -1,4 +1,4 @@
-"""What the notebooks' lesson cells call: a kernel's source, one case measured on this machine, a control to turn.
+"""What the notebooks' lesson cells call: a kernel's source, one case measured on this machine.
 
 The lessons run live, on any machine, and leave no record.
 """
@@ -8,7 +8,6 @@ import inspect
 import os
 import sys
 import textwrap
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -80,16 +79,3 @@ def measure_here(notebook: str, section: str, phase: str, **changes: Any) -> pd.
             told = {"observed": measured.observed, "phase": phase, "status": "ok"}
             return pd.DataFrame([{**measured.case, **measured.metrics, **told}])
     raise ValueError(f"{section} gave no phase {phase!r}")
-
-
-def explore(function: Callable[..., Any], **choices: Any) -> Any:
-    """Calls `function` with a control for each of `choices` where ipywidgets is installed, else once with the first.
-
-    Args:
-        choices: the values of each argument, a sequence.
-    """
-    try:
-        import ipywidgets
-    except ImportError:
-        return function(**{name: values[0] for name, values in choices.items()})
-    return ipywidgets.interact_manual(function, **{name: list(values) for name, values in choices.items()})

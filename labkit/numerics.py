@@ -20,8 +20,7 @@ OUTPUT_BUDGET, GRADIENT_BUDGET = 2, 3
 """Largest error against fp64, as a multiple of the eager error in the same dtype plus the rounding of the result."""
 
 NUM_BLOCKS = 16
-"""Blocks of rows whose errors are judged separately: behind a causal mask rows shrink as 1/√position, and one largest
-difference over all of them would see the first ones only."""
+"""Blocks of rows judged separately: rows shrink as 1/√position under a causal mask, so the first would hide others."""
 
 
 def tensor_dtype(precision: str) -> torch.dtype:
@@ -47,10 +46,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def spacing(value: float, dtype: torch.dtype) -> float:
-    """Returns the distance between neighbouring numbers of `dtype` in the binade of `value` (positive, finite).
-
-    Raises ValueError for a value that has no binade in `dtype`.
-    """
+    """Returns the distance between neighbouring numbers of `dtype` in the binade of `value`; ValueError without one."""
     limits = torch.finfo(dtype)
     if not 0 < value <= limits.max:
         raise ValueError(f"value {value!r} has no binade in {dtype}; accepted: above 0, up to {limits.max:g}")
@@ -65,8 +61,7 @@ def binade(value: float) -> float:
 def stall_value(term: float, dtype: torch.dtype) -> float:
     """Returns the sum from which adding `term` (positive, a number of `dtype`) changes nothing.
 
-    It is the first power of two whose neighbours are so far apart that the term is at most half of the distance: the
-    exact sum then rounds back, a tie too, since a power of two is even.
+    It is the first power of two whose spacing is at least twice the term: the exact sum then rounds back, even a tie.
     """
     return 2.0 ** math.ceil(math.log2(2 * term / torch.finfo(dtype).eps))
 
@@ -104,8 +99,7 @@ METHODS: dict[str, Callable[[Tensor, int, torch.dtype, int], list[Tensor]]] = {
     "kahan": _kahan,
     "pairwise": _pairwise,
 }
-"""Ways to add, by name. kahan: what an addition loses is carried to the next one. pairwise: neighbours are added, then
-neighbouring sums."""
+"""Ways to add. kahan: carries what an addition loses to the next. pairwise: adds neighbours, then neighbouring sums."""
 
 
 def running_sums(term: Tensor, num_terms: int, accumulator: torch.dtype, method: str, *, every: int = 1) -> Tensor:
@@ -164,12 +158,9 @@ def relative_error(result: Tensor, exact: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How far a result is from fp64.
+    """How far a result, and eager's in the same dtype, is from fp64: error norm over result norm.
 
-    Attributes:
-        relative_error: norm of the error over the norm of the result.
-        eager_relative_error: the same for the eager formula in the same dtype.
-        budget_fraction: the error over what is allowed; above 1 the result is wrong.
+    `budget_fraction`: the error over what is allowed; above 1 the result is wrong.
     """
 
     relative_error: float

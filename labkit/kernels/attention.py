@@ -14,8 +14,7 @@
 | triton_ieee, triton_tf32 | the same as triton, fp32 products on the CUDA cores, or as one of TF32 (`precision=`) |
 | gluon_unordered | the same as gluon, gradients in one pass, added in no fixed order (`deterministic=False`) |
 
-A rival is imported when it is first asked for, never before, and nothing here depends on one being there. What cannot
-run raises; nothing stands in for it.
+A rival is imported when it is first asked for. What cannot run raises; nothing stands in for it.
 
 Shape suffixes: B batch, H heads, S length, D head dimension.
 """
@@ -59,8 +58,6 @@ IMPLS = ("eager", "compiled", "sdpa", *SDPA_BACKENDS, "flex", *FA3, *OURS)
 MAX_COMPILED_SHAPES = 256
 """Shapes that one process may compile a function for; PyTorch's own limit of eight stops a grid of lengths."""
 
-# ---- PyTorch's ------------------------------------------------------------------------------------------------
-
 
 @functools.cache
 def _compiled(function: Callable) -> Callable:
@@ -69,10 +66,6 @@ def _compiled(function: Callable) -> Callable:
     config.recompile_limit = max(config.recompile_limit, MAX_COMPILED_SHAPES)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, MAX_COMPILED_SHAPES)
     return torch.compile(function, dynamic=False, fullgraph=True)
-
-
-def _compiled_eager(q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, causal: bool) -> Tensor:
-    return _compiled(attention_reference)(q_BHSD, k_BHSD, v_BHSD, causal=causal)
 
 
 def _sdpa(q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, causal: bool) -> Tensor:
@@ -101,7 +94,7 @@ def _sdpa_unavailable(impl: str, q: Tensor, k: Tensor, causal: bool) -> str | No
         try:
             torch._fused_sdp_choice(q, k, k, None, 0.0, causal)
         except RuntimeError as error:
-            # The reasons come as warnings, among them that the other backends were disabled, which is our doing.
+            # The reasons come as warnings. One is that the other backends are disabled, which we did.
             texts = [re.sub(r"\s*\(Triggered internally.*", "", str(warning.message)) for warning in caught]
             reasons = [text for text in texts if "not used because" not in text and "runtime disabled" not in text]
             return " ".join(reasons or [str(error).split("\n")[0]])
@@ -128,15 +121,9 @@ def _flex(q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, causal: bool) -> Tenso
     return _compiled(flex_attention)(q_BHSD, k_BHSD, v_BHSD, block_mask=mask)
 
 
-# ---- FlashAttention-3 -----------------------------------------------------------------------------------------
-
-
 @functools.cache
 def _fa3() -> Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor] | str:
-    """Loads FlashAttention-3; returns it as a function of (B, S, H, D) tensors, or why there is none.
-
-    Its flags: causal, and whether gradients are the same bit for bit between runs.
-    """
+    """Loads FlashAttention-3; returns its function of (B, S, H, D) tensors, causal and deterministic, or why not."""
     try:
         if importlib.util.find_spec("flash_attn_interface"):
             from flash_attn_interface import flash_attn_func
@@ -162,7 +149,7 @@ def _xformers_library() -> Path | None:
 
 
 def _load_cuda_12_runtime() -> None:
-    """Makes the symbols of libcudart.so.12 known: the library is built for it, whatever CUDA torch is built for."""
+    """Loads libcudart.so.12, for which the library is built whatever CUDA torch is built for."""
     # By path: of the wheels that share the folder "nvidia", some make it a package that hides the others.
     paths = [Path(folder) / "nvidia" / "cuda_runtime" / "lib" / "libcudart.so.12" for folder in sys.path]
     path = next((path for path in paths if path.exists()), "libcudart.so.12")
@@ -177,7 +164,7 @@ def _fa3_official(
 
 
 class FlashAttention3Function(torch.autograd.Function):
-    """The operators of FlashAttention-3's library as one differentiable function of (B, S, H, D) tensors."""
+    """FlashAttention-3's operators as one differentiable function of (B, S, H, D) tensors."""
 
     @staticmethod
     def forward(ctx, q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, causal: bool, deterministic: bool) -> Tensor:
@@ -222,9 +209,6 @@ def _fa3_unavailable(q: Tensor) -> str | None:
     return f"FlashAttention-3 is {function}" if isinstance(function, str) else None
 
 
-# ---- ours -----------------------------------------------------------------------------------------------------
-
-
 def _ours(impl: str, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, causal: bool) -> Tensor:
     return labkit_flash.flash_attention(q_BHSD, k_BHSD, v_BHSD, causal=causal, **OUR_OPTIONS[impl])
 
@@ -253,11 +237,9 @@ def _ours_unavailable(impl: str, q: Tensor, k: Tensor) -> str | None:
     return None if impl in ("auto", resolved) else f"flash_attention runs {resolved!r} in place of {impl!r} here"
 
 
-# ---- by name --------------------------------------------------------------------------------------------------
-
 _RUN: dict[str, Callable[[Tensor, Tensor, Tensor, bool], Tensor]] = {
     "eager": lambda q, k, v, causal: attention_reference(q, k, v, causal=causal),
-    "compiled": _compiled_eager,
+    "compiled": lambda q, k, v, causal: _compiled(attention_reference)(q, k, v, causal=causal),
     "sdpa": _sdpa,
     **{name: functools.partial(_sdpa_on, backend) for name, backend in SDPA_BACKENDS.items()},
     "flex": _flex,
@@ -298,12 +280,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, impl: st
 def unavailable_reason(impl: str, q: Tensor, k: Tensor, *, causal: bool) -> str | None:
     """Returns why `impl` cannot run here for tensors like these (v like k), or None if it can.
 
-    Args:
-        q, k: as in `attention`; their values do not matter, and nothing is computed.
-        causal: as in `attention`.
-
-    Raises:
-        ValueError: an unknown name.
+    Args as in `attention`; nothing is computed, so values do not matter. Raises ValueError for an unknown name.
     """
     _check(impl)
     if q.dim() == 3:
@@ -320,8 +297,7 @@ def unavailable_reason(impl: str, q: Tensor, k: Tensor, *, causal: bool) -> str 
 def what_runs(impl: str, q: Tensor, k: Tensor, *, causal: bool) -> str:
     """Returns the name, one of IMPLS, of what `attention` runs: its own, except for "sdpa" and "auto", which choose.
 
-    Args:
-        q, k, causal: as in `unavailable_reason`, which must have no objection.
+    Args as in `unavailable_reason`, which must have returned None.
     """
     _check(impl)
     if q.dim() == 3:
