@@ -5,7 +5,7 @@ in that dtype. Library reductions do not: they add in fp32 and round once.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -166,10 +166,6 @@ class Verdict:
     relative_error: float
     eager_relative_error: float
     budget_fraction: float
-
-    @staticmethod
-    def worst(verdicts: Sequence["Verdict"]) -> "Verdict":
-        return max(verdicts, key=lambda verdict: verdict.budget_fraction)
 
     def metrics(self) -> dict[str, float]:
         return asdict(self)

@@ -102,8 +102,8 @@ class Contest(abc.ABC):
         """Returns the worst verdict on what a pass gives; raises AssertionError for a wrong result."""
         if name == "forward":
             return self.verdict("out", self.forward(impl))
-        gradients = zip(self.gradient_names, self.both(impl), strict=True)
-        return Verdict.worst([self.verdict(key, value) for key, value in gradients])
+        verdicts = [self.verdict(*each) for each in zip(self.gradient_names, self.both(impl), strict=True)]
+        return max(verdicts, key=lambda verdict: verdict.budget_fraction)
 
     def call(self, impl: str, name: str) -> Callable:
         """Returns a pass as a function of nothing."""

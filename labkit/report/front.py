@@ -49,11 +49,8 @@ def title(chapter: Chapter) -> str:
 
 def findings(chapters: Mapping[str, Chapter]) -> list[str]:
     """Returns the chapters' findings for the first page, each with a link to its section."""
-    found = []
-    for chapter, module in _modules(chapters, "front"):
-        for text, section in module.front(chapter):
-            found.append(f"{text} → [{section}](#{anchor(section)})")
-    return found[:MAX_FINDINGS]
+    found = [line for chapter, module in _modules(chapters, "front") for line in module.front(chapter)]
+    return [f"{text} → [{section}](#{anchor(section)})" for text, section in found[:MAX_FINDINGS]]
 
 
 def environment(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
@@ -68,11 +65,11 @@ def environment(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
             rows["device"] += f", {gpu['power_limit_w']:.0f} W, SM clock up to {gpu['max_sm_clock_mhz']:,} MHz"
     if cpu := recorded.get("cpu"):
         rows["host"] = f"{cpu['name']}, {cpu['num_cores']} cores"
-    rows["software"] = ", ".join(
-        f"{package} {versions}"
+    versions = {
+        package: sorted({str(record.software[package]) for record in records if record.software.get(package)})
         for package in ("torch", "triton", "cuda", "driver", "python")
-        if (versions := _seen(record.software.get(package) for record in records))
-    )
+    }
+    rows["software"] = ", ".join(f"{package} {', '.join(seen)}" for package, seen in versions.items() if seen)
     sessions = {record.session for record in records if record.session}
     rows["measured"] = f"{_dates(records)}, {len(sessions)} sessions"
     rows["conditions"] = _throttled(records)
@@ -115,10 +112,6 @@ def _dates(records: Sequence[Record]) -> str:
     return " to ".join(dict.fromkeys([dates[0], dates[-1]])) if dates else "–"
 
 
-def _seen(values) -> str:
-    return ", ".join(sorted({str(value) for value in values if value}))
-
-
 def _modules(chapters: Mapping[str, Chapter], function: str):
     """Gives each chapter with its report module, where the module has the function."""
     for name, chapter in chapters.items():
@@ -130,62 +123,49 @@ def _modules(chapters: Mapping[str, Chapter], function: str):
 ROOFLINE = ("eager", "compiled", "sdpa_efficient", "sdpa_cudnn", "flex", "fa3", "triton", "gluon")
 
 
-def figure_roofline(kernels: pd.DataFrame, ceilings: pd.DataFrame) -> Figure | None:
-    """Achieved FLOP rate over arithmetic intensity of chapter 06's kernels, under the measured roofs.
+def roofline(chapters: Mapping[str, Chapter]) -> Figure | None:
+    """Returns chapter 06's forward kernels, achieved FLOP rate over arithmetic intensity, under the measured roofs.
 
-    Args:
-        kernels: records of 06's "rivals" (attention) and "weighted_sum" sections, device times; ceilings: of its
-            "ceilings" section.
-
-    The intensity counts the bytes that must move: each input and output once.
+    The intensity counts the bytes that must move: each input and output once. None without the records.
     """
-    rows = ok_rows(kernels)
-    rows = rows[rows["phase"].str.endswith(" forward")]
-    roofs = ok_rows(ceilings, precision=["bf16", "fp32"])
-    if rows.empty or roofs.empty:
+    if not (chapter := chapters.get("06_flash_attention")):
         return None
-    figure, (axis,) = figures.panels(1, width=8.0, height=3.8)
-    seen: dict[str, list[tuple[float, float]]] = {}
-    for row in rows.to_dict("records"):
-        impl = row["phase"].removesuffix(" forward")
-        if impl not in ROOFLINE:
+    kernels = chapter.records("rivals", "weighted_sum")
+    roofs = ok_rows(chapter.records("ceilings"), precision=["bf16", "fp32"])
+    points = []
+    for row in ok_rows(kernels).to_dict("records"):
+        impl, _, phase = row["phase"].rpartition(" ")
+        if phase != "forward" or impl not in ROOFLINE:
             continue
         if row["section"] == "weighted_sum":
-            flops, moved = 2 * row["rows"] * row["dim"], row["num_bytes"]
+            name, flops, moved = "weighted sum", 2 * row["rows"] * row["dim"], row["num_bytes"]
         else:
-            flops = row["flops"]
+            name, flops = "attention", row["flops"]
             moved = 4 * row["batch"] * row["heads"] * row["length"] * row["d_head"] * 2  # q, k, v, out in bf16
-        style = figures.STYLES[impl]
-        axis.plot([flops / moved], [flops / row["median_ms"] / 1e9], color=style.colour, marker=style.marker,
-                  markersize=6, linestyle="", label=impl)  # fmt: skip
-        seen.setdefault(row["section"], []).append((flops / moved, flops / row["median_ms"] / 1e9))
-    points = [point for group in seen.values() for point in group]
-    if not points:
+        points.append((name, impl, flops / moved, flops / row["median_ms"] / 1e9))
+    if roofs.empty or not points:
         return None
-    low, high = min(x for x, _ in points) / 2, max(x for x, _ in points) * 2
+    figure, (axis,) = figures.panels(1, width=8.0, height=3.8)
+    names, _, intensities, rates = zip(*points, strict=True)
+    for _, impl, intensity, rate in points:
+        style = figures.STYLES[impl]
+        axis.plot([intensity], [rate], color=style.colour, marker=style.marker, markersize=6, linestyle="", label=impl)
+    low, high = min(intensities) / 2, max(intensities) * 2
     figures.log_scale(axis, "x", base=2)
     figures.log_time_axis(axis, "achieved rate (TFLOP/s)")
     copy = select(roofs, kind="copy")["achieved_gb_per_s"].max() / 1e3
-    for row in select(roofs, kind="gemm").to_dict("records"):
-        peak = row["achieved_tflops"]
+    products = select(roofs, kind="gemm")
+    for precision, peak in zip(products["precision"], products["achieved_tflops"], strict=True):
         axis.plot([peak / copy, high], [peak, peak], color="0.3", linewidth=1, linestyle="--")
-        axis.annotate(f"matrix product, {row['precision']}", (low * 1.1, peak), fontsize=8, va="center")
-        if row["precision"] == "bf16":
+        axis.annotate(f"matrix product, {precision}", (low * 1.1, peak), fontsize=8, va="center")
+        if precision == "bf16":
             axis.plot([low, peak / copy], [copy * low, peak], color="0.3", linewidth=1, linestyle="--")
             axis.annotate("copy rate", (low * 1.5, copy * low * 2), fontsize=8, rotation=28)
-    for section, group in seen.items():
-        name = {"rivals": "attention", "weighted_sum": "weighted sum"}[section]
-        axis.annotate(name, min(group), xytext=(10, -4), textcoords="offset points", fontsize=8, style="italic")
-    axis.set_xlim(low, high)
-    axis.set_ylim(min(y for _, y in points) / 2, 1.6 * select(roofs, kind="gemm")["achieved_tflops"].max())
+    for name in dict.fromkeys(names):
+        first = min(point[2:] for point in points if point[0] == name)
+        axis.annotate(name, first, xytext=(10, -4), textcoords="offset points", fontsize=8, style="italic")
+    axis.set(xlim=(low, high), ylim=(min(rates) / 2, 1.6 * products["achieved_tflops"].max()))
     axis.set_xlabel("arithmetic intensity (FLOPs per byte that must move)")
-    figures.finish(
-        figure, [axis], f"Forward kernels under the roofs, device time, {kernels.attrs['device']}", num_columns=8
-    )
+    title = f"Forward kernels under the roofs, device time, {kernels.attrs['device']}"
+    figures.finish(figure, [axis], title, num_columns=8)
     return figure
-
-
-def roofline(chapters: Mapping[str, Chapter]) -> Figure | None:
-    """Returns the roofline of the kernels of chapter 06, None without its records."""
-    chapter = chapters.get("06_flash_attention")
-    return figure_roofline(chapter.records("rivals", "weighted_sum"), chapter.records("ceilings")) if chapter else None

@@ -18,12 +18,8 @@ _OWN_TAGS = re.compile(r"(</?(?:details|summary|br|sub|sup)>)")
 _ALLOWED_TAGS = set("a blockquote br code div em h1 h2 h3 h4 h5 h6 hr img li ol p pre strong sub sup".split())
 _ALLOWED_TAGS |= set("details summary table thead tbody tr th td ul".split())
 _ALLOWED_ATTRIBUTES = {
-    "*": ["class", "id"],
-    "a": ["href"],
-    "img": ["alt", "src"],
-    "ol": ["start"],
-    "th": ["scope"],
-}
+    "*": ["class", "id"], "a": ["href"], "img": ["alt", "src"], "ol": ["start"], "th": ["scope"],
+}  # fmt: skip
 
 # Only a tag of the page can match: text holds no "<", an attribute no quotation mark.
 _FIGURE = re.compile(r'(<img alt="[^"]*" src=")([^"]+)')
@@ -90,7 +86,7 @@ nav .section { padding-left: 0.9rem; }
 def html(markdown: str, folder: Path, title: str) -> str:
     """Returns a report as one page with its figures inside, contents beside it, and everything else escaped.
 
-    Headings keep the anchors that GitHub gives them; the first is the page's only <h1>, those of a chapter lie below.
+    Headings keep GitHub's anchors; the first is the page's only <h1>.
 
     Args:
         markdown: GitHub's Markdown; of raw HTML only <details>, <summary>, <br>, <sub> and <sup> have an effect.
@@ -101,7 +97,8 @@ def html(markdown: str, folder: Path, title: str) -> str:
     renderer = _Renderer(figures)
     body = mistune.create_markdown(renderer=renderer, plugins=["table"])(markdown)
     body = bleach.clean(body, _ALLOWED_TAGS, _ALLOWED_ATTRIBUTES, protocols=["http", "https"])
-    body = _FIGURE.sub(lambda match: f"{match[1]}{_data_url(figures[match[2]])}", body)
+    images = {url: base64.b64encode(path.read_bytes()).decode() for url, path in figures.items() if url in body}
+    body = _FIGURE.sub(lambda match: f"{match[1]}data:image/svg+xml;base64,{images[match[2]]}", body)
     contents = "".join(
         f'<li class="{"chapter" if level == 2 else "section"}"><a href="#{name}">{text}</a></li>\n'
         for level, name, text in renderer.headings
@@ -128,14 +125,11 @@ class _Renderer(mistune.HTMLRenderer):
     def heading(self, text: str, level: int, **attrs) -> str:
         # The first heading is above all others, and each is one level below the heading that it belongs to.
         level = level if self._open else 0
-        while self._open and self._open[-1] >= level:
-            self._open.pop()
-        self._open.append(level)
+        self._open = [above for above in self._open if above < level] + [level]
         plain = entities.unescape(re.sub(r"<[^>]*>", "", text))
         name = anchor(plain)
-        count = self._used[name]
+        identity = f"{name}-{self._used[name]}" if self._used[name] else name
         self._used[name] += 1
-        identity = f"{name}-{count}" if count else name
         self.headings.append((len(self._open), identity, entities.escape(plain)))
         return f'<h{len(self._open)} id="{identity}">{text}</h{len(self._open)}>\n'
 
@@ -167,7 +161,3 @@ class _Renderer(mistune.HTMLRenderer):
     def table_cell(self, text: str, align: str | None = None, head: bool = False) -> str:
         number = ' class="number"' if align == "right" else ""
         return f'<th scope="col"{number}>{text}</th>' if head else f"<td{number}>{text}</td>"
-
-
-def _data_url(path: Path) -> str:
-    return f"data:image/svg+xml;base64,{base64.b64encode(path.read_bytes()).decode()}"
