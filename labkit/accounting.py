@@ -1,9 +1,8 @@
 """Closed forms: parameters, FLOPs, bytes and the bounds that follow from them. No torch.
 
-Conventions: 2 FLOPs per multiply-add; a backward pass costs twice its forward; elementwise work, norms,
-softmax and the embedding gather are not counted. Attention is counted in full (every query against every
-key, what an implementation that masks after the product executes) or causal (the half that is not
-masked); every function that depends on it says which by `causal`.
+Conventions: 2 FLOPs per multiply-add; a backward pass costs twice its forward; elementwise work, norms, softmax and the
+embedding gather are not counted. Attention is counted in full (every query against every key, which an implementation
+that masks after the product executes) or, with `causal`, by the half that is not masked.
 """
 
 from collections.abc import Iterable, Sequence
@@ -101,14 +100,9 @@ DEVICE_KINDS = ("cuda", "cpu", "mps")
 
 @dataclass(frozen=True)
 class _Pass:
-    """A pass over batch × context tokens, and the bytes of its parts.
+    """A pass over batch × context tokens and the bytes of its parts; options as in `block_activation_bytes`.
 
-    Attributes:
-        precision: "fp32", "tf32" (the same bytes) or "bf16" (autocast over fp32 parameters).
-        attention: "eager" or "fused".
-        device_kind: one of DEVICE_KINDS.
-
-    Raises ValueError for another precision, attention or kind of device.
+    `stream` (the residual), `logits` and `scores` (of one block) are numbers of elements.
     """
 
     config: ModelConfig
@@ -143,17 +137,14 @@ class _Pass:
 
     @property
     def stream(self) -> int:
-        """Elements of a tensor of width d_model."""
         return self.tokens * self.config.d_model
 
     @property
     def logits(self) -> int:
-        """Elements."""
         return self.tokens * self.config.vocab_size
 
     @property
     def scores(self) -> int:
-        """Elements of one block's attention scores."""
         return self.batch * self.config.num_heads * self.context**2
 
     @property
@@ -229,8 +220,8 @@ def block_activation_bytes(config: ModelConfig, batch: int, context: int, **know
     copies are kept; on the CPU there is only the one in bf16. Fused attention keeps the log-sum-exp (fp32) instead.
 
     Args:
-        known: precision, "fp32" (default), "tf32" or "bf16"; attention, "eager" (default) or "fused"; device_kind, one
-            of DEVICE_KINDS (default "cpu").
+        known: precision ("fp32", the default, "tf32" or "bf16"), attention ("eager", the default, or "fused") and
+            device_kind (one of DEVICE_KINDS, by default "cpu").
 
     Raises ValueError for another precision, attention or kind of device.
     """
@@ -240,10 +231,8 @@ def block_activation_bytes(config: ModelConfig, batch: int, context: int, **know
 def activation_bytes(config: ModelConfig, batch: int, context: int, **known: str) -> int:
     """Returns bytes the whole model and the loss keep for the backward pass, inputs included and parameters not.
 
-    Beside the blocks: token and target indices (int64), the final norm's input, normalized and scaled
-    output and reciprocal root mean square, the log-probabilities that cross-entropy keeps (fp32) and the count
-    that it divides by, and in fp32 the rotary tables (cosine and sine of d_head values each). With bf16 autocast, the
-    head has copies in bf16 of its input and its matrix.
+    Besides the blocks: token and target indices (int64), what the final norm keeps, cross-entropy's log-probabilities
+    (fp32) and count, in fp32 the rotary tables, under autocast bf16 copies of the head's input and matrix.
 
     Args and Raises as in `block_activation_bytes`.
     """
@@ -388,8 +377,8 @@ def checkpoint_plan(text: str, num_layers: int) -> tuple[int, ...]:
 def checkpoint_forwards(num_layers: int, plan: Sequence[int]) -> float:
     """Returns how often a block's forward pass runs in one training step, on average over the blocks.
 
-    Once, and once more for each level of the plan; but recomputing stops when it has all that the backward pass asks
-    for, so a group that is itself grouped is recomputed without its last part.
+    Once, and once more for each level of the plan, but a group that is itself grouped is recomputed without its last
+    part: recomputing stops when it has all that the backward pass asks for.
     """
     return 1 + _num_recomputed(num_layers, plan) / num_layers
 
@@ -398,11 +387,9 @@ def _num_recomputed(num_blocks: int, plan: Sequence[int]) -> int:
     if not plan:
         return 0
     size, *rest = plan
-    recomputed = 0
-    for group in _group_sizes(num_blocks, size):
-        left_out = _group_sizes(group, rest[0])[-1] if rest else 0
-        recomputed += group - left_out + _num_recomputed(group, rest)
-    return recomputed
+    groups = _group_sizes(num_blocks, size)
+    left_out = sum(_group_sizes(group, rest[0])[-1] for group in groups) if rest else 0
+    return num_blocks - left_out + sum(_num_recomputed(group, rest) for group in groups)
 
 
 def _group_sizes(num_blocks: int, size: int) -> list[int]:
@@ -417,10 +404,7 @@ def checkpoint_moments(
     At the end of the forward pass there is one residual tensor for each group of blocks. In the backward pass the
     group at hand has one for each group within it and, for the innermost, all that its blocks keep.
 
-    Args:
-        plan: as `checkpoint_plan` gives it; the others as in `peak_moments`.
-
-    Raises ValueError as `peak_moments` does.
+    Args and Raises as in `peak_moments`; plan as `checkpoint_plan` gives it.
     """
     if not plan:
         return peak_moments(config, batch, context, "train_step", **known)
@@ -448,10 +432,9 @@ def checkpoint_moments(
 
 
 def _recomputed_groups(num_blocks: int, plan: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Returns (blocks, blocks behind it in the model, inputs held besides its own) of each group that is recomputed.
+    """Returns (blocks, blocks behind it, inputs held besides its own) of each recomputed group.
 
-    Groups are gone through from the last to the first, so those in front still hold their input. The first group
-    within a group has that group's input, which counts once.
+    The last group comes first, so those in front still hold their input. The first within a group shares its input.
     """
     if not plan:
         return [(num_blocks, 0, 0)]
@@ -502,9 +485,9 @@ def attention_peak_bytes(
 ) -> int:
     """Returns the most bytes in use during a pass of eager attention, inputs and output included.
 
-    Forward: the scaled scores and the probabilities together, while the output is made. Backward: the
-    probabilities, their gradient and the scores' gradient together, beside the gradient of v. On CUDA there is a
-    fourth matrix then, which the softmax's backward writes before it calls its kernel: gradient times probabilities.
+    Forward: scaled scores and probabilities, while the output is made. Backward: probabilities, their gradient and the
+    scores' gradient, beside the gradient of v; on CUDA also gradient times probabilities, which the softmax's backward
+    writes before it calls its kernel.
 
     Args:
         phase: "forward" or "backward"; batch to element_bytes as in `attention_saved_bytes`.
@@ -525,9 +508,8 @@ def attention_reserved_bytes(
 ) -> int:
     """Returns the most device memory that a pass of eager attention makes the allocator hold, inputs included.
 
-    It is the peak of `attention_peak_bytes`, but for CUDA's backward pass one matrix more: the caching allocator cuts
-    the gradient of v from the smallest cached block that is large enough, that of the freed scaled scores. A block
-    that is cut holds no other matrix, and does not go back to the device while a part of it is in use.
+    It is `attention_peak_bytes`, but for CUDA's backward pass one matrix more: the caching allocator cuts the gradient
+    of v from the freed block of the scaled scores, which then holds no other matrix and cannot be returned.
 
     Args and Raises as in `attention_peak_bytes`.
 
@@ -543,9 +525,9 @@ def attention_score_passes(phase: str, *, device_kind: str) -> int:
     """Returns how often a pass of eager attention reads or writes all score matrices.
 
     Forward: written by the product, read and written by the scaling and by the softmax, read by the product with v.
-    Backward: the probabilities read for the gradient of v; their gradient written; the softmax's backward reads both
-    and writes one; the scaling reads and writes one; the products for q and k read one each. On CUDA the softmax's
-    backward first multiplies gradient and probabilities: two matrices read and one written more.
+    Backward: the product for v reads one, the next writes one, the softmax's backward reads two and writes one, the
+    scaling reads and writes one, the products for q and k read one each. On CUDA the softmax's backward first
+    multiplies gradient and probabilities: two more are read and one written.
 
     Args and Raises as in `attention_peak_bytes`.
     """
@@ -555,10 +537,9 @@ def attention_score_passes(phase: str, *, device_kind: str) -> int:
 
 
 def attention_call_flops(phase: str, batch: int, length: int, d_head: int, *, causal: bool) -> int:
-    """Returns FLOPs of one attention call by the usual convention: 4·S²·D forward, 2.5 times that backward.
+    """Returns FLOPs of one attention call: 4·S²·D forward, 2.5 times that backward, half of it when causal.
 
-    The backward pass has five products where the forward has two; what a kernel recomputes beyond them does not
-    count. Halved when causal, whatever the length.
+    The backward pass has five products where the forward has two; what a kernel recomputes does not count.
 
     Args:
         phase: "forward", "backward" or "forward_backward".

@@ -1,6 +1,6 @@
 """What is measured: model sizes, and the grid of cases that each profile of each notebook covers.
 
-Nothing here imports torch, so that the command line and the report can name sizes without it.
+Nothing here imports torch, so the command line and the report can name sizes without it.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,7 @@ NOTEBOOKS = REPOSITORY / "notebooks"
 class RequestError(ValueError):
     """The user asked for something that is not possible: one line, on the command line and in a notebook."""
 
-    def _render_traceback_(self) -> list[str]:
-        """Returns what IPython shows in place of a traceback."""
+    def _render_traceback_(self) -> list[str]:  # what IPython shows in place of a traceback
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -285,9 +284,7 @@ class FlashAttentionGrid:
     )
     memory_d_head: int = 64
     tiles: tuple[tuple[int, int, int, int], ...] = tuple(
-        (block_q, block_k, 4 if block_q <= 64 else 8, 3)
-        for block_q in (16, 32, 64, 128, 256)
-        for block_k in (16, 32, 64, 128)
+        (q, k, 4 if q <= 64 else 8, 3) for q in (16, 32, 64, 128, 256) for k in (16, 32, 64, 128)
     )
     tiles_shape: Rivalry = LEADERBOARD
     weighted_sums: tuple[tuple[int, int], ...] = ((65536, 1024), (50001, 999))
@@ -353,8 +350,8 @@ class Task:
 class MixedPrecisionGrid:
     """The cases of notebook 03 in one profile.
 
-    `sizes`, `contexts`: of the timed steps, which notebook 01 times in its precisions too. `operator_sizes`: whose
-    operators are counted, at `operator_context`. `transformer`: whose dtypes are read.
+    `sizes`, `contexts`: of the timed steps. `operator_sizes`: whose operators are counted, at `operator_context`.
+    `transformer`: whose dtypes are read.
     `norm_shape`: (rows, features); `norm_scales`: standard deviations of the input. `epilogue_shape`: (rows, columns)
     of a product, `epilogue_depths`: the lengths of its sums.
     `time_limit_s` and `case_timeout_s` are as in notebook 01.
@@ -400,7 +397,6 @@ class NsysAnalysisGrid:
     `contexts`: with eager attention, in every precision. `flash_contexts`: by precision, with FlashAttention.
     `without_optimizer`: sizes whose AdamW state fits no GPU of today, so that forward and backward are captured alone.
     `timelines`: (size, context, precision, attention) of the training steps that are kept launch by launch.
-    `case_timeout_s`: of one capture, which may hold several cases of a size.
     """
 
     sizes: tuple[str, ...] = _PUBLIC_SIZES

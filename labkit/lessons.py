@@ -18,15 +18,12 @@ from labkit import hardware
 
 
 def show_source(function: Any, start: str = "", lines: int = 20) -> Markdown:
-    """Shows the source of a function or kernel as it runs.
+    """Shows `lines` lines of the source of a Python function, class or Triton kernel.
 
     Args:
-        function: a Python function, class or Triton kernel.
         start: text in the first line shown; "" for the definition.
-        lines: number of lines.
 
-    Raises:
-        ValueError: no line holds `start`.
+    Raises ValueError if no line holds `start`.
     """
     source = inspect.getsource(getattr(function, "fn", function)).splitlines()
     first = next((number for number, line in enumerate(source) if start in line), None)
@@ -37,11 +34,7 @@ def show_source(function: Any, start: str = "", lines: int = 20) -> Markdown:
 
 
 def interpret_kernels() -> None:
-    """Makes Triton run kernels in Python, on the CPU, where there is no GPU.
-
-    Raises:
-        RuntimeError: Triton is loaded already and compiles.
-    """
+    """Makes Triton run kernels in Python, on the CPU, where there is no GPU; RuntimeError if it is loaded already."""
     if hardware.detect().kind == "cuda":
         return
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":

@@ -175,8 +175,8 @@ def judge(name: str, value: Tensor, reference: Tensor, eager: Tensor, *, dtype: 
     """Returns the verdict on one output or gradient.
 
     Judged are the largest difference, and the norm of the difference in each of up to NUM_BLOCKS blocks of rows.
-    Allowed is a multiple of eager's own error plus the rounding of the result to its dtype plus the rounding of its
-    sum: n terms added in fp32, in any order, are off by √n roundings where their signs are random.
+    Allowed is a multiple of eager's own error plus the roundings of the result to its dtype and of its sum: n terms
+    added in fp32 in any order are off by √n roundings where their signs are random.
 
     Args:
         name: "out", or anything else for a gradient.

@@ -254,21 +254,16 @@ def _check(impl: str) -> None:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, impl: str) -> Tensor:
-    """Returns softmax(q kᵀ / √D) v by the implementation called `impl`, differentiable.
+    """Returns softmax(q kᵀ / √D) v, shaped as q, by the implementation called `impl`, differentiable.
 
     Args:
-        q: (batch, heads, n_queries, D), or (batch, n_queries, D), which is taken as one head; dtypes and D as the
-            implementation takes them, see `unavailable_reason`.
+        q: (batch, heads, n_queries, D), or (batch, n_queries, D) of one head; `unavailable_reason` checks dtypes and D.
         k, v: as q, with n_keys rows.
         causal: query i sees keys up to i + (n_keys − n_queries).
         impl: one of IMPLS.
 
-    Returns:
-        The output, shaped as q.
-
     Raises:
-        ValueError: an unknown name; FlashAttention-3 where it is not installed; a causal mask that SDPA would align
-            otherwise.
+        ValueError: an unknown name; no FlashAttention-3; a causal mask that SDPA would align otherwise.
         RuntimeError: the SDPA backend asked for does not take these tensors; none other is tried.
     """
     _check(impl)

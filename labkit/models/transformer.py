@@ -103,9 +103,8 @@ class TransformerLM(nn.Module):
     """The language model of `config`; maps token ids (B, T) int64 to logits (B, T, V).
 
     Args:
-        config: dimensions.
         max_context: the longest T it accepts.
-        attention: implementation of attention, a key of ATTENTION.
+        attention: a key of ATTENTION.
         device, dtype: of the parameters.
 
     Raises:
@@ -118,9 +117,8 @@ class TransformerLM(nn.Module):
         if attention not in ATTENTION:
             raise ValueError(f"unknown attention {attention!r}; accepted: {', '.join(ATTENTION)}")
         if config.d_model % config.num_heads or config.d_head % 2:
-            raise ValueError(
-                f"d_model {config.d_model} must be num_heads {config.num_heads} times an even head dimension"
-            )
+            text = f"d_model {config.d_model} must be num_heads {config.num_heads} times an even head dimension"
+            raise ValueError(text)
         factory = {"device": device, "dtype": dtype}
         self.config = config
         self.max_context = max_context
@@ -129,10 +127,7 @@ class TransformerLM(nn.Module):
         self.norm = RMSNorm(config.d_model, **factory)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False, **factory)
         self.rotary = RotaryEmbedding(config.d_head, max_context, config.rope_theta, device=device)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws every matrix from N(0, 0.02²), as GPT-2 does; norm gains stay 1."""
+        # Every matrix is drawn from N(0, 0.02²), as GPT-2 does; norm gains stay 1.
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)

@@ -22,11 +22,7 @@ GiB 2³⁰ bytes; a multiply-add counts as two FLOPs."""
 
 
 def page(chapters: Mapping[str, Chapter], figure: str | None) -> str:
-    """Returns the first page in Markdown.
-
-    Args:
-        chapters: by notebook, those with records; figure: Markdown of the roofline figure, None without one.
-    """
+    """Returns the first page in Markdown: of the notebooks with records, and the Markdown of the roofline figure."""
     first = next(iter(chapters.values()))
     parts = [
         f"# {tables.plain(title(first))}",
