@@ -14,7 +14,6 @@ from torch import nn
 from labkit import accounting
 from labkit.configs import MEMORY, ModelConfig, model_config
 from labkit.experiments import memory as experiment
-from labkit.experiments import snapshot_files
 from labkit.experiments import workload as workloads
 from labkit.measure.memory import (
     OwnerLog,
@@ -317,8 +316,17 @@ def test_on_cuda_what_was_asked_for_is_told_from_the_blocks_given():
 def test_a_snapshot_that_pytorch_dumps_is_read(tmp_path):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
-    expected = snapshot_files.write_genuine(experiment.hardware.detect(), tmp_path / "snapshot.pickle")
-    assert read_history(tmp_path / "snapshot.pickle").peak_bytes == expected
+    in_use = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    torch.cuda.memory._record_memory_history(context="alloc", stacks="python")
+    try:
+        first, second = (torch.empty(size * MIB, dtype=torch.uint8, device="cuda") for size in (1, 3))
+        del first
+        third = torch.empty(2 * MIB, dtype=torch.uint8, device="cuda")
+        torch.cuda.memory._dump_snapshot(str(tmp_path / "snapshot.pickle"))
+        del second, third
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+    assert read_history(tmp_path / "snapshot.pickle").peak_bytes == in_use + 5 * MIB
 
 
 def test_an_rms_norm_keeps_six_residuals_four_of_them_distinct():

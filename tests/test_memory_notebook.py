@@ -106,7 +106,7 @@ def synthetic_records() -> list[Record]:
     """Records of the full grid on a device of the H200's memory on which every prediction is exact."""
     makers = {
         "peaks": synthetic_peak, "timeline": synthetic_timeline, "block": synthetic_part,
-        "checkpointing": synthetic_plan, "snapshot": synthetic_file,
+        "checkpointing": synthetic_plan,
     }  # fmt: skip
     return [makers[one.section](one, phase) for one in cases("full", "cuda") for phase in one.phases]
 
@@ -198,13 +198,6 @@ def synthetic_plan(one: Case, phase: str) -> Record:
     )  # fmt: skip
 
 
-def synthetic_file(one: Case, phase: str) -> Record:
-    is_genuine = one.parameters["file"] == "genuine"
-    metrics = {"accepted": int(is_genuine), "executed": 0, "expected_peak_bytes": 5 if is_genuine else None}
-    return record(one, phase, metrics=metrics | ({"peak_bytes": 5} if is_genuine else {}),
-                  observed={"message": "" if is_genuine else "snapshot.pickle: refused"})  # fmt: skip
-
-
 SYNTHETIC = synthetic_records()
 
 
@@ -228,7 +221,7 @@ def frames(tmp_path):
         assert match is None or num_changed
         path.write_text("\n".join(lines) + "\n")
         chapter = Chapter(NOTEBOOK, device="abacus", output=str(tmp_path))
-        return {name: chapter.records(name) for name in ("peaks", "timeline", "block", "checkpointing", "snapshot")}
+        return {name: chapter.records(name) for name in ("peaks", "timeline", "block", "checkpointing")}
 
     return make
 
@@ -413,7 +406,7 @@ def test_with_one_record_of_each_section_everything_renders(frames, status):
 
 
 RENDERED = {
-    "peaks": {"peaks", "autocast", "published"}, "timeline": {"timeline", "timelines"}, "snapshot": set(),
+    "peaks": {"peaks", "autocast", "published"}, "timeline": {"timeline", "timelines"},
     "block": {"blocks", "residuals"}, "checkpointing": {"checkpointing"},
 }  # fmt: skip
 
@@ -466,8 +459,5 @@ def test_smoke_holds_what_the_chapter_promises(measured):
     assert counts["four_blocks_by_pairs", "compiled"] == 2
     plans = report.checkpointing(chapter.records("checkpointing"))
     assert ((plans["peak_bytes"] / plans["predicted_bytes"] - 1).abs() < 1e-3).all()
-    files = chapter.records("snapshot").set_index("file")
-    assert files["accepted"].to_dict() == {name: int(name == "genuine") for name in experiment.SNAPSHOT_FILES}
-    assert not files["executed"].any()
     assert len(report.table_residuals(chapter.records("block"))) > 5
     assert MEMORY["smoke"].timelines[0][0] == timelines["size"].iloc[0]

@@ -1,7 +1,7 @@
 """Notebook 04: where memory goes in a training step, what autograd keeps, and what recomputing it saves.
 
 Sections: "peaks" (every size, context and precision), "timeline" (every allocation of a step, with its owner), "block"
-(what one block keeps for its backward pass), "checkpointing" (blocks recomputed), "snapshot" (files read safely).
+(what one block keeps for its backward pass), "checkpointing" (blocks recomputed).
 """
 
 import contextlib
@@ -27,7 +27,6 @@ from labkit.experiments.sections import (
     section,
     timed,
 )
-from labkit.experiments.snapshot_files import SNAPSHOT_FILES, measure_snapshot
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
 from labkit.experiments.workload import RecomputingWorkload, step_parameters
 from labkit.measure.memory import DEVICE_KINDS, Owner, OwnerLog, Recorder, Usage, measure_usage
@@ -78,7 +77,6 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts
             for part, code in PARTS
         ),
         *(Case("checkpointing", each, ("train_step",), timeout_s, grid.time_limit_s) for each in recomputed),
-        *(Case("snapshot", {"file": file}, ("load",), timeout_s) for file in SNAPSHOT_FILES),
     ]
 
 
@@ -372,7 +370,6 @@ SECTIONS = {
     "timeline": section(_measure_timeline, _recomputing),
     "block": section(measure_part),
     "checkpointing": section(_measure_checkpointing, _recomputing),
-    "snapshot": section(measure_snapshot),
 }
 
 
