@@ -404,7 +404,7 @@ def test_what_cannot_be_captured_is_timed_with_events_and_its_launch_apart(monke
         return "compared"
 
     monkeypatch.setattr(contests, "compare", compare)
-    monkeypatch.setattr(contests, "_time_once", lambda *_: 1.0)
+    monkeypatch.setattr(contests, "time_once_ms", lambda *_: 1.0)
     monkeypatch.setattr(contests, "time_callable", lambda *_, method, **__: method)
     error = RuntimeError("operation not permitted when stream is capturing")
     results = contests._time_in_turn(Contest(), "forward", ["flex", "fa3"], None, 0.1)
@@ -413,7 +413,7 @@ def test_what_cannot_be_captured_is_timed_with_events_and_its_launch_apart(monke
     assert results.flushed == {} and contests._time_in_turn(Contest(), "backward", ["flex"], None, 0.1).launches == {}
     monkeypatch.setattr(Contest, "is_ranking", True)
     assert contests._time_in_turn(Contest(), "forward", ["flex"], None, 0.1).flushed == {"flex": "flush"}
-    monkeypatch.setattr(contests, "_time_once", lambda *_: 2 * contests.LAUNCH_LIMIT_MS)
+    monkeypatch.setattr(contests, "time_once_ms", lambda *_: 2 * contests.LAUNCH_LIMIT_MS)
     assert contests._time_in_turn(Contest(), "forward", ["flex"], None, 0.1).launches == {}
     error = torch.OutOfMemoryError("no room")
     with pytest.raises(torch.OutOfMemoryError):

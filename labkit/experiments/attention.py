@@ -6,8 +6,7 @@ implementation), "transformer" (the backward pass of compiled models, which note
 
 import contextlib
 import functools
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +16,15 @@ from labkit.configs import ATTENTION, ATTENTION_BATCH, ATTENTION_PASSES, MATERIA
 from labkit.experiments.benchmarking import run_steps
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_name, ceiling_value
 from labkit.experiments.oracle import by_formula, fp64_device
-from labkit.experiments.sections import empty_cache, freeze_modules, memory_bytes, run_section, section, timed
+from labkit.experiments.sections import (
+    empty_cache,
+    freeze_modules,
+    memory_bytes,
+    run_section,
+    section,
+    time_once_ms,
+    timed,
+)
 from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.experiments.workload import load_compiler, step_parameters
 from labkit.kernels.attention import SDPA_BACKENDS, attention, unavailable_reason
@@ -51,40 +58,30 @@ ORACLE_SCORES = 2**25
 
 
 def cases(profile: str, device_kind: str, *, lengths: Sequence[int] = (), d_heads: Sequence[int] = ()) -> list[Case]:
-    """Returns the cases of `profile`, narrowed to `lengths` and `d_heads` where these are given.
-
-    Raises ValueError for a length or head dimension that the profile does not have.
-    """
+    """Returns the cases of `profile`, narrowed where asked; ValueError for a value that it does not have."""
     grid = ATTENTION[profile]
     wanted_lengths = narrowed(ATTENTION, profile, "lengths", lengths)
     wanted_d_heads = narrowed(ATTENTION, profile, "d_heads", d_heads)
     calls = [
-        parameters
-        for parameters in _calls(grid)
-        if parameters["length"] in wanted_lengths and parameters["d_head"] in wanted_d_heads
+        {"impl": impl, "precision": precision, "d_head": d_head, "length": length, "batch": ATTENTION_BATCH}
+        for impl, precision, d_head, length in _calls(grid)
+        if length in wanted_lengths and d_head in wanted_d_heads
     ]
+    models = [
+        step_parameters(size, context, "fp32", compile="regional")
+        for size in grid.model_sizes
+        for context in grid.model_contexts
+    ]
+    limits = (grid.case_timeout_s, grid.time_limit_s)
     return [
         *ceiling_cases(tuple(grid.series), grid.case_timeout_s),
-        *(
-            Case("attention", parameters, PHASES, grid.case_timeout_s, grid.time_limit_s, stop_at_failure=True)
-            for parameters in calls
-        ),
-        *(
-            Case("transformer", parameters, ("backward",), grid.case_timeout_s, grid.time_limit_s)
-            for size in grid.model_sizes
-            for context in grid.model_contexts
-            for parameters in [step_parameters(size, context, "fp32", compile="regional")]
-        ),
+        *(Case("attention", each, PHASES, *limits, stop_at_failure=True) for each in calls),
+        *(Case("transformer", each, ("backward",), *limits) for each in models),
     ]
 
 
-def _calls(grid: AttentionGrid) -> Iterator[dict]:
-    """Yields the parameters of every attention call, a series of rising lengths after the other."""
-
-    def call(impl: str, precision: str, d_head: int, length: int) -> dict:
-        names = {"impl": impl, "precision": precision, "d_head": d_head, "length": length}
-        return {**names, "batch": ATTENTION_BATCH}
-
+def _calls(grid: AttentionGrid) -> Iterator[tuple[str, str, int, int]]:
+    """Yields (implementation, precision, d_head, length), a series of rising lengths after the other."""
     for precision, impls in grid.series.items():
         for impl in impls:
             for d_head in grid.d_heads:
@@ -92,10 +89,10 @@ def _calls(grid: AttentionGrid) -> Iterator[dict]:
                 if impl == "eager" or d_head == grid.long_d_head:
                     lengths = (*lengths, *grid.long_lengths.get(precision, ()))
                 for length in lengths:
-                    yield call(impl, precision, d_head, length)
+                    yield impl, precision, d_head, length
         if "compiled" in impls and precision != "tf32":
             for length in grid.heads_lengths:
-                yield call("compiled_heads", precision, grid.long_d_head, length)
+                yield "compiled_heads", precision, grid.long_d_head, length
 
 
 def _require_room(device: hardware.Device, parameters: dict) -> None:
@@ -109,46 +106,32 @@ def _require_room(device: hardware.Device, parameters: dict) -> None:
 
 
 class AttentionCall:
-    """The live objects of one case: q, k, v and the gradient of the output, and what is done with them.
+    """The live objects of one case: q, k, v and the gradient of the output, all (batch, length, d_head).
 
-    No heads: tensors of (batch, length, d_head), as in the published grid. "compiled_heads" alone has a dimension of
-    one head in front of the length, which is what lets the compiler recognise attention.
+    "compiled_heads" alone has one head in front of the length, which lets the compiler recognise attention.
     """
 
     def __init__(self, device: hardware.Device, parameters: dict):
-        self.device = device
-        self.impl = parameters["impl"]
+        self.device, self.impl = device, parameters["impl"]
+        self.is_compiled = self.impl.startswith("compiled")
         if self.impl not in IMPLS:
             raise ValueError(f"unknown implementation {self.impl!r}; accepted: {', '.join(IMPLS)}")
         torch.manual_seed(0)
         numerics.set_precision(parameters["precision"])
-        shape = (parameters["batch"], parameters["length"], parameters["d_head"])
-        if self.impl == "compiled_heads":
-            shape = (shape[0], 1, *shape[1:])
+        heads = [1] if self.impl == "compiled_heads" else []
+        shape = (parameters["batch"], *heads, parameters["length"], parameters["d_head"])
         dtype = numerics.tensor_dtype(parameters["precision"])
         self.inputs = [torch.randn(shape, dtype=dtype, device=device.kind, requires_grad=True) for _ in range(3)]
         self.grad_out = torch.randn(shape, dtype=dtype, device=device.kind)
-        self.function = self._function()
-
-    def _function(self) -> Callable[..., Tensor]:
+        self.function = attention_reference
         if self.impl in SDPA_BACKENDS:
-            return functools.partial(attention, impl=self.impl)
-        if self.impl == "eager":
-            return attention_reference
-        load_compiler(self.device)
-        freeze_modules()
-        torch.compiler.config.force_disable_caches = True
-        torch._dynamo.utils.counters.clear()
-        return torch.compile(attention_reference, dynamic=False, fullgraph=True)
-
-    @property
-    def is_compiled(self) -> bool:
-        return self.impl.startswith("compiled")
-
-    def require_available(self) -> None:
-        """Raises Skip, with PyTorch's own reason, for an SDPA backend that does not take these tensors."""
-        if self.impl in SDPA_BACKENDS and (reason := unavailable_reason(self.impl, *self.inputs[:2], causal=False)):
-            raise Skip(reason)
+            self.function = functools.partial(attention, impl=self.impl)
+        if self.is_compiled:
+            load_compiler(self.device)
+            freeze_modules()
+            torch.compiler.config.force_disable_caches = True
+            torch._dynamo.utils.counters.clear()
+            self.function = torch.compile(attention_reference, dynamic=False, fullgraph=True)
 
     def close(self) -> None:
         """Frees what the case holds."""
@@ -166,21 +149,10 @@ class AttentionCall:
             x.grad = None
         return self.forward(), self.grad_out
 
-    def time_first_call(self, phase: str) -> float:
-        """Returns the time (ms) of the first call of a compiled pass, which compiles it; no cache counts."""
-        arguments = self.forward_for_backward() if phase == "backward" else ()
-        function = torch.Tensor.backward if phase == "backward" else self.forward
-        synchronize(self.device.kind)
-        begin = time.perf_counter()
-        function(*arguments)
-        synchronize(self.device.kind)
-        return 1e3 * (time.perf_counter() - begin)
-
     def memory(self, phase: str) -> dict[str, int]:
         """Returns the bytes of one pass, inputs included: in use before the backward pass, kept for it, at the peak.
 
-        What is kept is counted in the autograd graph. In use is what CUDA's allocator says it has given out; on other
-        devices it is counted too, and there is no peak.
+        Without CUDA, what is in use is counted in the autograd graph, as what is kept always is; there is no peak.
         """
         for x in self.inputs:
             x.grad = None
@@ -219,14 +191,12 @@ class AttentionCall:
         if phase == "backward":
             out.backward(grad_out)
             results = dict(zip(("dq", "dk", "dv"), (x.grad for x in self.inputs), strict=True))
-        errors = {
-            f"{'output' if name == 'out' else name}_relative_error": numerics.relative_error(x[-1], exact[name])
-            for name, x in results.items()
-        }
-        bound = LARGEST_ERROR[self.described()["precision"]]
-        for name, error in errors.items():
+        errors, bound = {}, LARGEST_ERROR[self.described()["precision"]]
+        for name, x in results.items():
+            key = f"{'output' if name == 'out' else name}_relative_error"
+            errors[key] = error = numerics.relative_error(x[-1], exact[name])
             if not error <= bound:
-                raise AssertionError(f"{self.impl}: {name} is {error:.2g}, more than {bound:g}")
+                raise AssertionError(f"{self.impl}: {key} is {error:.2g}, more than {bound:g}")
         return errors
 
     @functools.cached_property
@@ -234,16 +204,14 @@ class AttentionCall:
         """Output and gradients of the batch's last sequence in fp64, by the formula, some queries at a time."""
         place = fp64_device(self.device.kind)
         tensors = (x.detach()[-1].to(place).double() for x in (*self.inputs, self.grad_out))
-        exact = by_formula(*tensors, num_scores=ORACLE_SCORES)
-        return {name: x.cpu() for name, x in exact.items()}
+        return {name: x.cpu() for name, x in by_formula(*tensors, num_scores=ORACLE_SCORES).items()}
 
     def described(self) -> dict:
         """Returns the case as read back from the live objects, the implementation from the graph that it left."""
         q = self.inputs[0]
         has_heads = q.dim() == 4 and q.shape[1] == 1
-        is_right = any(_NODES[self.impl] in name for name in self.nodes) and has_heads == (
-            self.impl == "compiled_heads"
-        )
+        has_node = any(_NODES[self.impl] in name for name in self.nodes)
+        is_right = has_node and has_heads == (self.impl == "compiled_heads")
         return {
             "impl": self.impl if is_right else " and ".join(self.nodes),
             "precision": numerics.live_precision(q.dtype),
@@ -272,31 +240,24 @@ class AttentionCall:
 @contextlib.contextmanager
 def _attention_call(device: hardware.Device, case: Case) -> Iterator[AttentionCall]:
     _require_room(device, case.parameters)
-    call = AttentionCall(device, case.parameters)
-    try:
-        call.require_available()
+    with contextlib.closing(AttentionCall(device, case.parameters)) as call:
+        if call.impl in SDPA_BACKENDS and (reason := unavailable_reason(call.impl, *call.inputs[:2], causal=False)):
+            raise Skip(reason)
         yield call
-    finally:
-        call.close()
 
 
 def _measure(call: AttentionCall, case: Case, phase: str) -> Measured:
     metrics: dict = {}
+    is_backward = phase == "backward"
     if call.is_compiled:
-        metrics["first_call_ms"] = call.time_first_call(phase)
+        first = functools.partial(Tensor.backward, *call.forward_for_backward()) if is_backward else call.forward
+        metrics["first_call_ms"] = time_once_ms(first, call.device.kind)  # it compiles; no cache counts
+        del first
         # How many times the compiler put SDPA in the place of the formula.
         metrics["num_replacements"] = torch._dynamo.utils.counters["inductor"]["fuse_attention"]
-    is_backward = phase == "backward"
-    found = timed(
-        call.device,
-        time_callable,
-        torch.Tensor.backward if is_backward else call.forward,
-        inputs=call.forward_for_backward if is_backward else ((),),
-        device_kind=call.device.kind,
-        max_samples=ATTENTION_PASSES,
-        target_half_width=0.0,
-        time_limit_s=case.time_limit_s,
-    )
+    function, inputs = (Tensor.backward, call.forward_for_backward) if is_backward else (call.forward, ((),))
+    limits = {"max_samples": ATTENTION_PASSES, "target_half_width": 0.0, "time_limit_s": case.time_limit_s}
+    found = timed(call.device, time_callable, function, inputs=inputs, device_kind=call.device.kind, **limits)
     metrics |= {**call.memory(phase), **call.errors(phase)}
     return found.measured(metrics, call.described(), call.observed(), keep="pass_ms")
 

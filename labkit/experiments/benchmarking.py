@@ -6,6 +6,7 @@ precision, eager), "warmup" (every step from a fresh process), "compile" (torch.
 """
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -24,42 +25,43 @@ from labkit.configs import (
     narrowed,
 )
 from labkit.experiments.ceilings import (
-    CEILING_TIME_S,
     CEILINGS,
     ceiling_cases,
     ceiling_name,
     ceiling_value,
     copy_buffers,
     copy_rate,
+    timed_call,
 )
-from labkit.experiments.sections import KEPT_SAMPLES, empty_cache, fractions, run_section, section, timed
+from labkit.experiments.sections import (
+    KEPT_SAMPLES,
+    fractions,
+    run_section,
+    section,
+    time_once_ms,
+    timed,
+    timed_with_peak,
+)
 from labkit.experiments.sweep import Case, Measured, PhaseRun
 from labkit.experiments.workload import Workload, load_compiler, step_parameters, workload
-from labkit.measure.timing import Timing, synchronize, time_callable
+from labkit.measure.timing import Timing, synchronize
 
 __all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_name", "ceiling_value", "run_case", "run_steps"]
 
 MEASUREMENT_VERSION = 2
-"""2: the timer's interval of the median has the 95 % it states; in version 1 it was one order statistic too
-narrow on each side and held at least 88 %."""
+"""2: the timer's interval of the median has the 95 % it states; in version 1 it held at least 88 %."""
 
 STANDING_VERSIONS = (1,)
-"""Versions that a resumed run need not measure again: their times were taken in the same way, and the report
-states the interval that they reach."""
-
-TIMER_PHASES = {"cuda": ("window", "graph", "flush", "independent"), "mps": ("host", "independent"),
-                "cpu": ("host", "independent")}  # fmt: skip
+"""Versions that a resumed run need not measure again: the report states the interval that they reach."""
 
 
 def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts: Sequence[int] = ()) -> list[Case]:
-    """Returns the cases of `profile`, narrowed to `sizes` and `contexts` where these are given.
-
-    Raises ValueError for a size or context that the profile does not have.
-    """
+    """Returns the cases of `profile`, narrowed where asked; ValueError for a value that it does not have."""
     grid = BENCHMARKING[profile]
     wanted_sizes = narrowed(BENCHMARKING, profile, "sizes", sizes)
     wanted_contexts = narrowed(BENCHMARKING, profile, "contexts", contexts)
     limit, time_limit = grid.case_timeout_s, grid.time_limit_s
+    methods = ("window", "graph", "flush") if device_kind == "cuda" else ("host",)
     warmup = [
         Case("warmup", step_parameters(size, context, "fp32"), (phase,), limit, fresh_process=True)
         for size in wanted_sizes
@@ -67,12 +69,7 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts
         if context in wanted_contexts
         for phase in WARMUP_PHASES
     ]
-    steps = [
-        Case("steps", step_parameters(size, context, precision), PHASES, limit, time_limit)
-        for size in wanted_sizes
-        for context in wanted_contexts
-        for precision in grid.precisions
-    ]
+    steps = itertools.product(wanted_sizes, wanted_contexts, grid.precisions)
     compiled = [
         step_parameters(size, context, precision, compile=mode)
         for size in grid.compile_sizes
@@ -85,9 +82,9 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts
     ]
     return [
         *ceiling_cases(grid.precisions, limit),
-        Case("timer", {"kind": "negate"}, TIMER_PHASES[device_kind], limit),
+        Case("timer", {"kind": "negate"}, (*methods, "independent"), limit),
         *warmup,
-        *steps,
+        *(Case("steps", step_parameters(*step), PHASES, limit, time_limit) for step in steps),
         *(Case("compile", each, COMPILE_PHASES, limit, time_limit, stop_at_failure=True) for each in compiled),
     ]
 
@@ -106,16 +103,11 @@ def _measure_phase(workload: Workload, case: Case, phase: str, ceilings: dict[st
         num_steps = max(WARMUP_COUNTS) + WARMUP_MEASURED_STEPS
         limits = {"num_warmup": 0, "min_samples": num_steps, "max_samples": num_steps, "time_limit_s": 5.0}
     workload.model.zero_grad()
-    empty_cache(device)
-    if device.kind == "cuda":
-        torch.cuda.reset_peak_memory_stats()
     if phase == "compile":
-        found = timed(device, _time_first_call, workload)
+        found, metrics = timed_with_peak(device, _time_first_call, workload)
     else:
-        found = timed(device, workload.time_phase, phase, **limits)
-    metrics = _efficiency(workload, case, phase, found.timing, ceilings)
-    if device.kind == "cuda":
-        metrics["peak_bytes"] = torch.cuda.max_memory_allocated()
+        found, metrics = timed_with_peak(device, workload.time_phase, phase, **limits)
+        metrics |= _efficiency(workload, case, phase, found.timing, ceilings)
     samples = {}
     if case.section == "warmup" or found.timing.n <= KEPT_SAMPLES:
         samples["step_ms"] = list(found.timing.samples_ms)
@@ -128,10 +120,7 @@ def _time_first_call(workload: Workload) -> Timing:
     """Returns the time of the first forward and backward, which compiles both; no cache of an earlier run counts."""
     load_compiler(workload.device)
     torch.compiler.config.force_disable_caches = True
-    begin = time.perf_counter()
-    workload.forward_backward()
-    synchronize(workload.device.kind)
-    return Timing((1e3 * (time.perf_counter() - begin),), "host", 0, "fixed count")
+    return Timing((time_once_ms(workload.forward_backward, workload.device.kind),), "host", 0, "fixed count")
 
 
 def _efficiency(workload: Workload, case: Case, phase: str, timing: Timing, ceilings: dict[str, float]) -> dict:
@@ -141,8 +130,6 @@ def _efficiency(workload: Workload, case: Case, phase: str, timing: Timing, ceil
     batch, context, precision = parameters["batch"], parameters["context"], parameters["precision"]
     seconds = timing.median_ms * 1e-3
     peaks = workload.device.peaks
-    if phase == "compile":
-        return {}
     if phase == "optimizer_step":
         rate = accounting.optimizer_step_bytes(config) / seconds / 1e9
         ceiling, peak = ceilings.get("copy"), peaks.memory_gb_per_s if peaks else None
@@ -163,11 +150,7 @@ def _efficiency(workload: Workload, case: Case, phase: str, timing: Timing, ceil
 def _measure_timer(device: hardware.Device, case: Case, method: str) -> Measured:
     """A kernel of known bytes by each method of the timer; "independent" shares no code with any of them.
 
-    The kernel reads one buffer and writes its negative to another. It is not `copy_`: that becomes a memcpy
-    node in a CUDA graph, which runs on another engine and is another operation to time.
-
-    Independent: thirty calls queued one behind another between two events (or two readings of the host
-    clock), divided by thirty. Every method's result is checked bit by bit afterwards.
+    The kernel is no `copy_`: that becomes a memcpy node in a CUDA graph, which runs on another engine.
     """
     target, source = copy_buffers(device)
     target.fill_(float("nan"))
@@ -175,10 +158,7 @@ def _measure_timer(device: hardware.Device, case: Case, method: str) -> Measured
     if method == "independent":
         found = timed(device, _time_independently, device, negate, source)
     else:
-        found = timed(
-            device, time_callable, negate, device_kind=device.kind, inputs=[(source,)], method=method,
-            time_limit_s=CEILING_TIME_S[device.kind],
-        )  # fmt: skip
+        found = timed_call(device, negate, source, method=method)
     if not torch.equal(target, -source):
         raise AssertionError("the timed kernel's result is wrong")
     rate = copy_rate(device, source, found.timing.median_ms)
@@ -191,6 +171,7 @@ def _time_independently(device: hardware.Device, function: Callable, source: tor
 
 
 def _time_queued_calls(device: hardware.Device, function: Callable, source: torch.Tensor, num_calls: int) -> float:
+    """Returns the time (ms) of one of so many calls that are queued between two events, or readings of the clock."""
     function(source)
     synchronize(device.kind)
     if device.kind == "cuda":

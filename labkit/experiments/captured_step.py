@@ -26,16 +26,11 @@ _LAUNCHES_NOTHING = ("transpose", "dim", "__get__", "size")
 
 
 class _AttentionParts(TorchFunctionMode):
-    """Opens a range around each function of the attention formula while it is active.
-
-    The first product and the scaling make the scores, the second product is that with the values; what is neither
-    product, scaling nor softmax is the mask's.
-    """
+    """Opens a range around each function of the attention formula: scores, mask, softmax or value product."""
 
     def __init__(self, marker: RangeMarker):
         super().__init__()
-        self.marker = marker
-        self.after_softmax = False
+        self.marker, self.after_softmax = marker, False
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = func.__name__
@@ -49,19 +44,12 @@ class _AttentionParts(TorchFunctionMode):
 
 @contextlib.contextmanager
 def marked(workload: Workload, marker: RangeMarker) -> Iterator[None]:
-    """Marks blocks, norms, attention and its parts, feed-forward, embedding and head while the block runs.
-
-    Attention is wrapped under the name by which the model finds it, so what is computed stays the same functions.
-    """
+    """Marks blocks, norms, attention and its parts, feed-forward, embedding and head in this context."""
     model, handles = workload.model, []
 
     def around(module: torch.nn.Module, name: str) -> None:
         handles.append(module.register_forward_pre_hook(lambda *_: marker.open(name)))
         handles.append(module.register_forward_hook(lambda *_: marker.close(), always_call=True))
-
-    def around_backward(module: torch.nn.Module, name: str) -> None:
-        handles.append(module.register_full_backward_pre_hook(lambda *_: marker.open(name)))
-        handles.append(module.register_full_backward_hook(lambda *_: marker.close()))
 
     def attention(*tensors: torch.Tensor, causal: bool) -> torch.Tensor:
         parts = _AttentionParts(marker) if impl == "eager" else contextlib.nullcontext()
@@ -69,8 +57,9 @@ def marked(workload: Workload, marker: RangeMarker) -> Iterator[None]:
             return original(*tensors, causal=causal)
 
     for number, block in enumerate(model.blocks):
-        around(block, f"block {number}")
-        around_backward(block, f"block {number}")
+        around(block, name := f"block {number}")
+        handles.append(block.register_full_backward_pre_hook(lambda *_, name=name: marker.open(name)))
+        handles.append(block.register_full_backward_hook(lambda *_: marker.close()))
         around(block.attention, "attention")
         around(block.feed_forward, "feed-forward")
         around(block.attention_norm, "norm")
@@ -78,6 +67,7 @@ def marked(workload: Workload, marker: RangeMarker) -> Iterator[None]:
     around(model.embedding, "embedding")
     around(model.norm, "norm")
     around(model.head, "head")
+    # Wrapped under the name by which the model finds it: the same functions compute.
     impl = model.blocks[0].attention.attention
     original, transformer.ATTENTION[impl] = transformer.ATTENTION[impl], attention
     try:
@@ -90,11 +80,9 @@ def marked(workload: Workload, marker: RangeMarker) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Step:
-    """What the host saw of one captured step.
+    """What the host saw of one captured step: when all was issued and done (its clock), and what came out.
 
-    Attributes:
-        issued_ms, done_ms: from the start of the step until all work was issued and until all was done, host clock.
-        outcome: mean and root mean square of the logits, or the loss.
+    `outcome`: mean and root mean square of the logits, or the loss.
     """
 
     issued_ms: float
@@ -152,18 +140,15 @@ def warm_up(workload: Workload, phase: str) -> None:
 
 
 def _summary(result: torch.Tensor) -> list[float]:
-    if result.dim() == 0:
-        return [float(result)]
-    return [float(result.float().mean()), float(result.float().square().mean().sqrt())]
+    values = result.float()
+    return [float(values.mean()), float(values.square().mean().sqrt())] if result.dim() else [float(result)]
 
 
 def _check(steps: Sequence[Step], phase: str) -> None:
     values = [value for step in steps for value in step.outcome]
     if not all(math.isfinite(value) for value in values):
         raise AssertionError(f"{phase}: the result is {values}")
-    if phase == "train_step":  # the weights differ between its steps
-        return
-    scale = max(abs(value) for value in values)
+    bound = LARGEST_DIFFERENCE * max(abs(value) for value in values)
     for with_ranges, without in zip(steps[0].outcome, steps[1].outcome, strict=True):
-        if abs(with_ranges - without) > LARGEST_DIFFERENCE * scale:
+        if phase != "train_step" and abs(with_ranges - without) > bound:  # whose steps differ in their weights
             raise AssertionError(f"{phase}: marking ranges changed the result from {without:g} to {with_ranges:g}")

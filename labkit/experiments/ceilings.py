@@ -1,7 +1,6 @@
-"""What a device can do at best: the rates of a matrix product and of a copy, measured in every session.
+"""What a device can do at best: the rates of a matrix product and of a copy, by which a session's results are divided.
 
-The other results of a session are divided by these. An experiment takes its "ceilings" section, and the two functions
-that a session asks of it (`ceiling_name`, `ceiling_value`), from here.
+An experiment takes its "ceilings" section, `ceiling_name` and `ceiling_value` from here.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,20 +41,16 @@ def ceiling_value(measured: Measured) -> float:
 
 
 def _measure(device: hardware.Device, case: Case, phase: str) -> Measured:
-    measure = _measure_gemm if case.parameters["kind"] == "gemm" else _measure_copy
-    return measure(device, case)
-
-
-CEILINGS = {SESSION_SECTION: section(_measure)}
-"""The section, as an experiment's table takes it."""
-
-
-def _measure_gemm(device: hardware.Device, case: Case) -> Measured:
-    """C = A·B, all n × n, random normal data: zeros would draw less power and clock higher."""
+    """C = A·B, all n × n, of random normal data (zeros would draw less power), or a copy inside the device."""
+    if case.parameters["kind"] == "copy":
+        target, source = copy_buffers(device)
+        found = timed_call(device, target.copy_, source)
+        rate = copy_rate(device, source, found.timing.median_ms)
+        return found.measured(rate, case.parameters, {"num_bytes": source.nbytes})
     precision, n = case.parameters["precision"], CEILING_SIZES[device.kind]
     numerics.set_precision(precision)
     a, b = (torch.randn(n, n, device=device.kind, dtype=numerics.tensor_dtype(precision)) for _ in range(2))
-    found = _timed(device, torch.matmul, a, b)
+    found = timed_call(device, torch.matmul, a, b)
     tflops = 2 * n**3 / (found.timing.median_ms * 1e-3) / 1e12
     peak = device.peaks.tflops(precision) if device.peaks else None
     return found.measured(
@@ -65,17 +60,14 @@ def _measure_gemm(device: hardware.Device, case: Case) -> Measured:
     )
 
 
-def _measure_copy(device: hardware.Device, case: Case) -> Measured:
-    """A copy inside the device, counting the bytes read and the bytes written."""
-    target, source = copy_buffers(device)
-    found = _timed(device, target.copy_, source)
-    rate = copy_rate(device, source, found.timing.median_ms)
-    return found.measured(rate, case.parameters, {"num_bytes": source.nbytes})
+CEILINGS = {SESSION_SECTION: section(_measure)}
+"""The section, as an experiment's table takes it."""
 
 
-def _timed(device: hardware.Device, function: Callable, *inputs: torch.Tensor) -> Timed:
-    limit = CEILING_TIME_S[device.kind]
-    return timed(device, time_callable, function, device_kind=device.kind, inputs=[inputs], time_limit_s=limit)
+def timed_call(device: hardware.Device, function: Callable, *inputs: torch.Tensor, **options) -> Timed:
+    """Returns the times of `function(*inputs)` within the limit of a ceiling."""
+    options |= {"device_kind": device.kind, "time_limit_s": CEILING_TIME_S[device.kind]}
+    return timed(device, time_callable, function, inputs=[inputs], **options)
 
 
 def copy_buffers(device: hardware.Device) -> tuple[torch.Tensor, torch.Tensor]:

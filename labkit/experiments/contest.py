@@ -10,7 +10,6 @@ import contextlib
 import functools
 import gc
 import importlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,17 +18,10 @@ from torch import Tensor
 
 from labkit import hardware
 from labkit.configs import PASSES
-from labkit.experiments.sections import Runner, Timed, empty_cache
+from labkit.experiments.sections import Runner, Timed, empty_cache, time_once_ms
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
-from labkit.measure.timing import (
-    GRAPH_REPLAY_MS,
-    Comparison,
-    Timing,
-    compare,
-    on_capture_stream,
-    synchronize,
-    time_callable,
-)
+from labkit.measure import timing as timer
+from labkit.measure.timing import Comparison, Timing, compare, on_capture_stream, time_callable
 from labkit.numerics import Verdict
 
 LAUNCH_LIMIT_MS = 10.0
@@ -49,18 +41,15 @@ class Results:
     launches: dict[str, Timing]
     flushed: dict[str, Timing]
     telemetry: dict
-    num_candidates: int
 
 
 class Contest(abc.ABC):
     """One problem and those who solve it.
 
     Attributes:
-        device: where it runs.
         baseline: the implementation that the ratios divide by; None for none in particular.
-        is_ranking: whether it is there to rank: more samples, and the times once more by another method of the timer.
-        gradient_names: of the gradients, in the order of `inputs`.
-        inputs, grad_out: tensors that need gradients, and the gradient of the output.
+        is_ranking: more samples, and the times once more by another method of the timer.
+        gradient_names: in the order of `inputs`.
     """
 
     baseline: str | None = None
@@ -107,28 +96,26 @@ class Contest(abc.ABC):
 
     def call(self, impl: str, name: str) -> Callable:
         """Returns a pass as a function of nothing."""
-        if name == "forward":
-            return functools.partial(self.forward, impl)
-        if name == "forward_backward":
-            return functools.partial(self.both, impl)
+        if name != "backward":
+            return functools.partial(self.forward if name == "forward" else self.both, impl)
         # A backward pass runs on the stream of its forward pass, which must be the one that is captured.
         with on_capture_stream() if self.device.kind == "cuda" else contextlib.nullcontext():
             out = self.forward(impl)
         return functools.partial(torch.autograd.grad, out, self.inputs, self.grad_out, retain_graph=True)
 
     def measured(self, impl: str, name: str, results: Results, verdict: Verdict) -> Measured:
-        """Returns the record's content of one implementation's pass."""
-        timing, launch = results.comparison.timings[impl], results.launches.get(impl)
+        """Returns the measurement of one implementation's pass."""
+        timing = results.comparison.timings[impl]
         metrics = {**self.rates(impl, name, timing.median_ms), **verdict.metrics()}
-        if launch:
-            metrics["launch_median_ms"] = launch.metrics()["launch_median_ms"]
-            metrics["host_median_ms"] = launch.metrics()["host_median_ms"]
+        if impl in results.launches:
+            launch = results.launches[impl].metrics()
+            metrics |= {key: launch[key] for key in ("launch_median_ms", "host_median_ms")}
         if impl in results.flushed:
             metrics["flush_median_ms"] = results.flushed[impl].median_ms
         if results.comparison.baseline == self.baseline:
-            ratio, low, high = results.comparison.ratio[impl]
-            metrics |= {"ratio_to_ours": ratio, "ratio_to_ours_low": low, "ratio_to_ours_high": high}
-        observed = {**self.observed(impl), "num_candidates": results.num_candidates}
+            keys = ("ratio_to_ours", "ratio_to_ours_low", "ratio_to_ours_high")
+            metrics |= dict(zip(keys, results.comparison.ratio[impl], strict=True))
+        observed = {**self.observed(impl), "num_candidates": len(results.comparison.timings)}
         return Timed(timing, results.telemetry).measured(metrics, self.described(), observed)
 
 
@@ -171,20 +158,14 @@ def _run_contest(contest: Contest, case: Case) -> Iterator[PhaseRun]:
             # searched each time, which takes longer than most samplings.
             gc.freeze()
             baseline = contest.baseline
-            if baseline not in entrants and not (baseline and _passes(contest, baseline, name)):
-                baseline = None
+            if baseline and baseline not in entrants:  # it has been measured, or has failed
+                try:
+                    contest.judge(baseline, name)
+                except Exception:
+                    baseline = None
             results = _time_in_turn(contest, name, entrants, baseline, case.time_limit_s)
             for impl in entrants:
                 yield f"{impl} {name}", functools.partial(contest.measured, impl, name, results, verdicts[impl])
-
-
-def _passes(contest: Contest, impl: str, name: str) -> bool:
-    """Whether one that is not among the entrants (it has been measured, or has failed) is right all the same."""
-    try:
-        contest.judge(impl, name)
-    except Exception:
-        return False
-    return True
 
 
 def _raise(error: Exception):
@@ -197,18 +178,16 @@ def _time_in_turn(
     """Returns the device's times of one pass, all implementations in turn, and the host's of issuing it."""
     kind = contest.device.kind
     calls = {impl: contest.call(impl, name) for impl in dict.fromkeys([*impls, baseline or impls[0]])}
-    once_ms = {impl: _time_once(call, kind) for impl, call in calls.items()}
-    round_ms = sum(max(time_ms, GRAPH_REPLAY_MS if kind == "cuda" else 0) for time_ms in once_ms.values())
+    once_ms = {impl: time_once_ms(call, kind) for impl, call in calls.items()}
+    round_ms = sum(max(time_ms, timer.GRAPH_REPLAY_MS if kind == "cuda" else 0) for time_ms in once_ms.values())
     max_rounds = MAX_RANKING_ROUNDS if contest.is_ranking else MAX_ROUNDS
     num_rounds = max(MIN_ROUNDS, min(max_rounds, int(1e3 * time_limit_s / round_ms)))
     limits = {"baseline": baseline or impls[0], "device_kind": kind, "num_warmup": 1, "num_rounds": num_rounds}
     with hardware.Monitor(kind) as monitor:
         try:
             comparison = compare(calls, method="graph" if kind == "cuda" else "host", **limits)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:
-            if kind != "cuda":
+        except RuntimeError as error:
+            if kind != "cuda" or isinstance(error, torch.OutOfMemoryError):
                 raise
             # What cannot be captured into a graph is timed call by call; the record names the method.
             comparison = compare(calls, method="flush", **limits)
@@ -220,13 +199,4 @@ def _time_in_turn(
                 launches[impl] = time_callable(calls[impl], method="window", **few)
             if contest.is_ranking:
                 flushed[impl] = time_callable(calls[impl], method="flush", **few)
-    return Results(comparison, launches, flushed, monitor.summary, len(calls))
-
-
-def _time_once(call: Callable, device_kind: str) -> float:
-    """Returns the host's time of one call, which the calls that passed the gate have warmed up, in ms."""
-    synchronize(device_kind)
-    begin = time.perf_counter()
-    call()
-    synchronize(device_kind)
-    return (time.perf_counter() - begin) * 1e3
+    return Results(comparison, launches, flushed, monitor.summary)

@@ -4,9 +4,7 @@ Sections: "ceilings" (measured anew each session), "algorithm" (online softmax o
 first Triton kernel), "speed" (the grid of lengths and head dimensions), "tiles" (the forward kernel over its tile
 sizes), "rivals" (the shapes on which everything is ranked), "memory" (peaks).
 
-A case of "weighted_sum", "speed" and "rivals" is a contest.
-
-Shape suffixes: B batch, H heads, S length, D head dimension.
+A case of "weighted_sum", "speed" and "rivals" is a contest. Shapes: B batch, H heads, S length, D head dimension.
 """
 
 import contextlib
@@ -44,57 +42,37 @@ TILE_FIELDS = ("block_q", "block_k", "num_warps", "num_stages")
 
 
 def cases(profile: str, device_kind: str, *, lengths: Sequence[int] = (), d_heads: Sequence[int] = ()) -> list[Case]:
-    """Returns the cases of `profile`, narrowed to `lengths` and `d_heads` where these are given.
-
-    Raises ValueError for a length or head dimension that the profile does not have.
-    """
+    """Returns the cases of `profile`, narrowed where asked; ValueError for a value that it does not have."""
     grid = FLASH_ATTENTION[profile]
     for parameter, wanted in (("lengths", lengths), ("d_heads", d_heads)):
         narrowed(FLASH_ATTENTION, profile, parameter, wanted)  # rivals and memory have values beside these
-    limit, time_limit = grid.case_timeout_s, grid.time_limit_s
-    algorithm = [
-        Case(
-            "algorithm",
-            {**ALGORITHM, "tile": tile, "causal": causal, "precision": "fp32"},
-            ("errors",) if causal else ("errors", "trace"),
-            limit,
-        )
-        for tile in grid.algorithm_tiles
-        for causal in (False, True)
-    ]
-    weighted_sums = [
-        _contest_case(grid, "weighted_sum", {"rows": rows, "dim": dim, "precision": "fp32"}, tuple(_WEIGHTED_SUMS))
-        for rows, dim in grid.weighted_sums
-    ]
+    limit = grid.case_timeout_s
     tiles_shape = _shape(grid.tiles_shape, "bf16")
-    tiles = [
-        Case("tiles", {**tiles_shape, **dict(zip(TILE_FIELDS, tile, strict=True))}, ("forward",), limit, time_limit)
-        for tile in grid.tiles
-    ]
-    rivals = [
-        dataclasses.replace(
-            _contest_case(grid, "rivals", _shape(rivalry, "bf16"), grid.rivals), time_limit_s=grid.rivals_time_limit_s
-        )
-        for rivalry in grid.rivalries
-    ]
     memory = [
-        Case(
-            "memory",
-            {**_shape(Rivalry(1, 1, length, grid.memory_d_head, True), precision), "impl": impl},
-            ("forward", "forward_backward"),
-            limit,
-        )
+        {**_shape(Rivalry(1, 1, length, grid.memory_d_head, True), precision), "impl": impl}
         for precision, impls in grid.memory_impls.items()
         for impl in impls
         for length in grid.memory_lengths
     ]
+    found = [Case("algorithm", {**ALGORITHM, "tile": tile, "causal": causal, "precision": "fp32"},
+                  ("errors",) if causal else ("errors", "trace"), limit)
+             for tile in grid.algorithm_tiles for causal in (False, True)]  # fmt: skip
+    for rows, dim in grid.weighted_sums:
+        parameters = {"rows": rows, "dim": dim, "precision": "fp32"}
+        found.append(_contest_case(grid, "weighted_sum", parameters, tuple(_WEIGHTED_SUMS)))
+    for tile in grid.tiles:
+        parameters = {**tiles_shape, **dict(zip(TILE_FIELDS, tile, strict=True))}
+        found.append(Case("tiles", parameters, ("forward",), limit, grid.time_limit_s))
     narrowable = [
-        case
-        for case in (*rivals, *_speed_cases(grid), *memory)
-        if (not lengths or case.parameters["length"] in lengths)
-        and (not d_heads or case.parameters["d_head"] in d_heads)
+        *(_contest_case(grid, "rivals", _shape(rivalry, "bf16"), grid.rivals) for rivalry in grid.rivalries),
+        *_speed_cases(grid),
+        *(Case("memory", each, ("forward", "forward_backward"), limit) for each in memory),
     ]
-    return [*ceiling_cases(tuple(grid.impls), limit), *algorithm, *weighted_sums, *tiles, *narrowable]
+    for case in narrowable:
+        p = case.parameters
+        if (not lengths or p["length"] in lengths) and (not d_heads or p["d_head"] in d_heads):
+            found.append(case)
+    return [*ceiling_cases(tuple(grid.impls), limit), *found]
 
 
 def _shape(shape: Rivalry, precision: str) -> dict:
@@ -112,7 +90,8 @@ def _rivalry(parameters: dict) -> Rivalry:
 
 def _contest_case(grid: FlashAttentionGrid, section: str, parameters: dict, impls: Sequence[str]) -> Case:
     phases = tuple(f"{impl} {name}" for name in PASSES for impl in impls)
-    return Case(section, parameters, phases, grid.case_timeout_s, grid.time_limit_s)
+    time_limit_s = grid.rivals_time_limit_s if section == "rivals" else grid.time_limit_s
+    return Case(section, parameters, phases, grid.case_timeout_s, time_limit_s)
 
 
 def _speed_cases(grid: FlashAttentionGrid) -> Iterator[Case]:
@@ -120,13 +99,13 @@ def _speed_cases(grid: FlashAttentionGrid) -> Iterator[Case]:
     for precision, impls in grid.impls.items():
         for d_head, length in itertools.product(grid.d_heads, grid.lengths):
             here = [impl for impl in impls if _is_measured(grid, impl, precision, length, d_head)]
+            alone = [impl for impl in here if impl in MATERIALISING]
             shape = _shape(Rivalry(1, 1, length, d_head, True), precision)
             if here:
-                in_turn = [impl for impl in here if impl not in MATERIALISING]
+                in_turn = [impl for impl in here if impl not in alone]
                 yield _contest_case(grid, "speed", {**shape, "timed": "in turn"}, in_turn)
-            for impl in here:
-                if impl in MATERIALISING:
-                    yield _contest_case(grid, "speed", {**shape, "timed": f"alone: {impl}"}, [impl])
+            for impl in alone:
+                yield _contest_case(grid, "speed", {**shape, "timed": f"alone: {impl}"}, [impl])
 
 
 def _is_measured(grid: FlashAttentionGrid, impl: str, precision: str, length: int, d_head: int) -> bool:
@@ -137,8 +116,7 @@ def _is_measured(grid: FlashAttentionGrid, impl: str, precision: str, length: in
 
 
 class AttentionContest(Contest):
-    """Attention on one shape. Ratios are to what "auto" runs there, in TF32 to the kernel that is told to, where those
-    take part."""
+    """Attention on one shape; ratios are to what "auto" runs there, in TF32 to the kernel that is told to."""
 
     gradient_names = ("dq", "dk", "dv")
 
@@ -150,8 +128,7 @@ class AttentionContest(Contest):
         self.auto = what_runs("auto", self.like, self.like, causal=self.shape.causal)
         if self.precision == "tf32" and self.auto == "triton":
             self.auto = "triton_tf32"
-        is_alone = self.parameters.get("timed", "in turn") != "in turn"
-        self.baseline = None if is_alone else self.auto
+        self.baseline = self.auto if self.parameters.get("timed", "in turn") == "in turn" else None
         self.is_ranking = case.section == "rivals"
 
     @functools.cached_property
@@ -184,9 +161,10 @@ class AttentionContest(Contest):
         if (products := _products(impl, self.like)) and self.like.dtype == torch.float32:
             observed["products"] = products
         if observed["ran"].startswith("gluon"):
-            deterministic = OUR_OPTIONS[impl].get("deterministic", True)
-            options = {"causal": self.shape.causal, "deterministic": deterministic}
-            observed["backward"] = labkit_flash.resolve_backward(self.like, self.like, "gluon", **options)
+            observed["backward"] = labkit_flash.resolve_backward(
+                self.like, self.like, "gluon", causal=self.shape.causal,
+                deterministic=OUR_OPTIONS[impl].get("deterministic", True),
+            )  # fmt: skip
         return observed
 
     def rates(self, impl: str, name: str, median_ms: float) -> dict:
@@ -211,34 +189,27 @@ def _flop_rates(
 def _products(impl: str, like: Tensor) -> str | None:
     """Returns which products of fp32 the Triton kernels are told to run; None for an implementation without them."""
     options = OUR_OPTIONS.get(impl, {})
-    if options.get("impl") != "triton":
-        return None
-    return labkit_flash.resolve_precision(like, options.get("precision", "auto"))
+    is_ours = options.get("impl") == "triton"
+    return labkit_flash.resolve_precision(like, options.get("precision", "auto")) if is_ours else None
 
 
 def _tile_metrics(impl: str, like: Tensor, causal: bool) -> dict[str, int]:
     """Returns rows of the query and key tiles of the three Triton kernels."""
     precision = OUR_OPTIONS[impl].get("precision", "auto")
     tiles = labkit_flash.resolve_tiles(like, like, causal=causal, precision=precision)
-    return {
-        f"{kernel}_{side}": getattr(getattr(tiles, kernel), side)
-        for kernel in ("forward", "dkdv", "dq")
-        for side in ("block_q", "block_k")
-    }
+    sides = itertools.product(("forward", "dkdv", "dq"), ("block_q", "block_k"))
+    return {f"{kernel}_{side}": getattr(getattr(tiles, kernel), side) for kernel, side in sides}
 
 
 class WeightedSumContest(Contest):
     """Σ_d x_nd w_d: the first kernel against the formula, eager and compiled; ratios are to the kernel."""
 
-    baseline = "triton"
     gradient_names = ("dx", "dweight")
 
     def __init__(self, device: hardware.Device, case: Case, ceilings: dict[str, float]):
         super().__init__(device, case, ceilings)
-        self.rows, self.dim = self.parameters["rows"], self.parameters["dim"]
-        self.precision = self.parameters["precision"]
-        if self.unavailable("triton"):
-            self.baseline = None
+        self.rows, self.dim, self.precision = (self.parameters[name] for name in ("rows", "dim", "precision"))
+        self.baseline = None if self.unavailable("triton") else "triton"
         x, weight, self.grad_out = draw(device.kind, self.precision, (self.rows, self.dim), (self.dim,), (self.rows,))
         self.inputs = (x.requires_grad_(), weight.requires_grad_())
 
@@ -250,11 +221,11 @@ class WeightedSumContest(Contest):
 
     @functools.cached_property
     def _expected(self) -> list[dict[str, Tensor]]:
+        """Results of the formula in fp64 and in the inputs' dtype."""
         place, found = fp64_device(self.device.kind), []
         for dtype in (torch.float64, self.inputs[0].dtype):
-            x, weight, grad_out = (x.detach().to(place, dtype) for x in (*self.inputs, self.grad_out))
-            leaves = [x.requires_grad_(), weight.requires_grad_()]
-            out = _weighted_sum_formula(*leaves)
+            *leaves, grad_out = (x.detach().to(place, dtype) for x in (*self.inputs, self.grad_out))
+            out = _weighted_sum_formula(*(x.requires_grad_() for x in leaves))
             values = (out.detach(), *torch.autograd.grad(out, leaves, grad_out))
             found.append({n: value.double() for n, value in zip(("out", *self.gradient_names), values, strict=True)})
         return found
@@ -295,10 +266,8 @@ def _compiled() -> Callable[[Tensor, Tensor], Tensor]:
 
 
 _WEIGHTED_SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "eager": _weighted_sum_formula,
-    "compiled": lambda x, weight: _compiled()(x, weight),
-    "triton": weighted_sum,
-}
+    "eager": _weighted_sum_formula, "compiled": lambda *inputs: _compiled()(*inputs), "triton": weighted_sum
+}  # fmt: skip
 
 
 def _measure_algorithm(device: hardware.Device, case: Case, phase: str) -> Measured:
@@ -324,10 +293,7 @@ def _measure_algorithm(device: hardware.Device, case: Case, phase: str) -> Measu
 
 
 def _online_softmax(q: Tensor, k: Tensor, v: Tensor, options: dict) -> dict[str, list[float]]:
-    """Returns the statistics of some queries after each tile of keys.
-
-    What the algorithm holds after j tiles is what it returns for the keys of those tiles alone.
-    """
+    """Returns some queries' statistics after each tile of keys: what it returns for the keys up to there alone."""
     tile, num_keys = options["tile_k"], k.shape[-2]
     q = q[..., :TRACED_QUERIES, :]
     scores = (q @ k.transpose(-2, -1))[0, 0].double() * options["scale"]
@@ -351,8 +317,7 @@ def _measure_tile(device: hardware.Device, case: Case, ceilings: dict[str, float
     """The forward kernel with other tiles than the shipped ones, held to the same gate."""
     if reason := _triton_unavailable(device):
         raise Skip(reason)
-    p = case.parameters
-    shape = _rivalry(p)
+    p, shape = case.parameters, _rivalry(case.parameters)
     problem = attention_problem(device, shape, p["precision"])
     q_BHSD, k_BHSD, v_BHSD = (x.detach() for x in problem.inputs)
     shipped = labkit_flash.resolve_tiles(q_BHSD, k_BHSD, causal=shape.causal)
@@ -365,9 +330,9 @@ def _measure_tile(device: hardware.Device, case: Case, ceilings: dict[str, float
     except triton.errors.TritonError as error:
         raise Skip(f"{type(error).__name__}: {error}".split("\n")[0]) from None
     verdict = problem.judge("out", out)
+    limits = {"num_warmup": 1, "time_limit_s": case.time_limit_s}
     method = "graph" if device.kind == "cuda" else "host"
-    limits = {"method": method, "num_warmup": 1, "time_limit_s": case.time_limit_s}
-    found = timed(device, time_callable, run, device_kind=device.kind, **limits)
+    found = timed(device, time_callable, run, device_kind=device.kind, method=method, **limits)
     return found.measured(
         {
             **_flop_rates(device, shape, p["precision"], "forward", found.timing.median_ms, ceilings),

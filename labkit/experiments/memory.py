@@ -7,6 +7,7 @@ Sections: "peaks" (every size, context and precision), "timeline" (every allocat
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -51,10 +52,7 @@ LARGEST_DIFFERENCE = {"fp32": 1e-4, "bf16": 5e-2}
 
 
 def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts: Sequence[int] = ()) -> list[Case]:
-    """Returns the cases of `profile`, those of the peaks narrowed to `sizes` and `contexts` where these are given.
-
-    Raises ValueError for a size or context that the profile does not have.
-    """
+    """Returns the cases of `profile`, those of the peaks narrowed; ValueError for a value that it does not have."""
     grid = MEMORY[profile]
     wanted_sizes = narrowed(MEMORY, profile, "sizes", sizes)
     wanted_contexts = narrowed(MEMORY, profile, "contexts", contexts)
@@ -64,18 +62,12 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts
         for attention, plans in grid.checkpoint_plans.items()
         for plan in plans
     ]
+    steps = itertools.product(wanted_sizes, wanted_contexts, grid.precisions)
+    parts = [{"part": part, "code": code, **vars(grid.block), "precision": "fp32"} for part, code in PARTS]
     return [
-        *(
-            Case("peaks", step_parameters(size, context, precision), PEAK_PHASES, timeout_s)
-            for size in wanted_sizes
-            for context in wanted_contexts
-            for precision in grid.precisions
-        ),
-        *(Case("timeline", step_parameters(*timeline), TIMELINE_PHASES, timeout_s) for timeline in grid.timelines),
-        *(
-            Case("block", {"part": part, "code": code, **vars(grid.block), "precision": "fp32"}, ("saved",), timeout_s)
-            for part, code in PARTS
-        ),
+        *(Case("peaks", step_parameters(*step), PEAK_PHASES, timeout_s) for step in steps),
+        *(Case("timeline", step_parameters(*step), TIMELINE_PHASES, timeout_s) for step in grid.timelines),
+        *(Case("block", part, ("saved",), timeout_s) for part in parts),
         *(Case("checkpointing", each, ("train_step",), timeout_s, grid.time_limit_s) for each in recomputed),
     ]
 
@@ -96,61 +88,46 @@ def _device_bytes(device: hardware.Device) -> int | None:
 
 
 def _measure_peak(workload: RecomputingWorkload, case: Case, phase: str) -> Measured:
-    """Runs a phase once, the training step once more with the optimizer's state in place; returns its bytes.
+    """Runs a phase once, a training step first part by part and then whole; returns its bytes.
 
     `resident_bytes` are of the tensors that were there before; `other_bytes` what the allocator counts beside tensors:
     workspaces of libraries, and what it rounds sizes up to.
     """
     _require_room(workload.device, case.parameters, phase)
     kind = workload.device.kind
-    _make_workspaces(workload)
-    metrics: dict[str, int | None] = {}
-    if phase == "train_step":
-        metrics |= _measure_parts_of_step(workload)
-        workload.model.zero_grad()
-        usage = measure_usage(workload.train_step, kind)
-    elif phase == "forward":
-        usage = measure_usage(workload.forward, kind)
-        metrics |= _left_behind("made", usage)
-        loss = usage.result
-        if not torch.isfinite(loss):
-            raise AssertionError(f"the loss is {loss.item()}")
-        del loss
-    else:
-        usage = measure_usage(workload.inference, kind)
-    metrics["added_bytes"] = usage.peak_bytes
-    del usage
-    workload.model.zero_grad()
-    metrics["resident_bytes"] = num_bytes(workload.resident())
-    if kind == "cuda":
-        metrics["other_bytes"] = torch.cuda.memory_allocated() - metrics["resident_bytes"]
-        metrics["peak_bytes"] = torch.cuda.max_memory_allocated()
-    else:
-        metrics["other_bytes"] = 0
-        metrics["peak_bytes"] = metrics["resident_bytes"] + metrics["added_bytes"]
-    return Measured(
-        metrics={**metrics, "device_bytes": _device_bytes(workload.device)},
-        case=workload.described(),
-        observed=_observed(workload),
-    )
-
-
-def _make_workspaces(workload: RecomputingWorkload) -> None:
-    """Runs a few tokens forward and backward: libraries take their workspaces at their first call in each thread."""
+    # Libraries take their workspaces at their first call in each thread.
     few = slice(0, 16)
     workload.loss(workload.tokens[:1, few], workload.targets[:1, few], ()).backward()
     workload.model.zero_grad()
     empty_cache(workload.device)
+    metrics: dict[str, int | None] = {}
+    if phase == "train_step":
+        workload.__dict__.pop("optimizer", None)
+        metrics |= _left_behind("parameter", workload.built, beside=num_bytes(workload.inputs()))
+        metrics |= _left_behind("gradient", measure_usage(workload.forward_backward, kind))
+        metrics |= _left_behind("optimizer", measure_usage(workload.optimizer.step, kind))
+        workload.model.zero_grad()
+    usage = measure_usage(getattr(workload, phase), kind)
+    if phase == "forward":
+        metrics |= _left_behind("made", usage)
+        if not torch.isfinite(usage.result):
+            raise AssertionError(f"the loss is {usage.result.item()}")
+    metrics["added_bytes"] = added = usage.peak_bytes
+    del usage
+    metrics |= _peak_bytes(workload, added)
+    return Measured(metrics, workload.described(), _observed(workload))
 
 
-def _measure_parts_of_step(workload: RecomputingWorkload) -> dict[str, int]:
-    """Runs the first training step part by part; returns what each leaves behind by the allocator's account."""
-    kind = workload.device.kind
-    workload.__dict__.pop("optimizer", None)
+def _peak_bytes(workload: RecomputingWorkload, added: int) -> dict[str, int | None]:
+    """Returns the peak of the phase that has just run and took `added` bytes, and what stays from step to step."""
+    workload.model.zero_grad()
+    resident = num_bytes(workload.resident())
+    is_cuda = workload.device.kind == "cuda"
     return {
-        **_left_behind("parameter", workload.built, beside=num_bytes(workload.inputs())),
-        **_left_behind("gradient", measure_usage(workload.forward_backward, kind)),
-        **_left_behind("optimizer", measure_usage(workload.optimizer.step, kind)),
+        "resident_bytes": resident,
+        "other_bytes": torch.cuda.memory_allocated() - resident if is_cuda else 0,
+        "peak_bytes": torch.cuda.max_memory_allocated() if is_cuda else resident + added,
+        "device_bytes": _device_bytes(workload.device),
     }
 
 
@@ -180,10 +157,7 @@ def _observed(workload: RecomputingWorkload) -> dict:
 
 
 def _measure_timeline(workload: RecomputingWorkload, case: Case, phase: str) -> Measured:
-    """Records every allocation of one step that is like all later ones, and says whose each is.
-
-    A step without any recording comes before it, so that a peak that the recording itself changes is seen.
-    """
+    """Records every allocation of a step that is like all later ones, after one that is not recorded, as a check."""
     kind = workload.device.kind
     if phase == "train_step":
         workload.train_step()  # makes the optimizer's state
@@ -193,19 +167,18 @@ def _measure_timeline(workload: RecomputingWorkload, case: Case, phase: str) -> 
     del plain
     workload.model.zero_grad()
     resident = workload.resident()
-    with Recorder(kind, resident) as recorder:
-        log = OwnerLog(recorder, workload.model)
-        try:
-            with log:
-                gradients = _recorded_step(workload, recorder, phase)
-        finally:
-            log.close()
+    with Recorder(kind, resident) as recorder, contextlib.closing(OwnerLog(recorder, workload.model)) as log, log:
+        gradients = _recorded_step(workload, recorder, phase)
     history = recorder.history
     if kind != "cuda":
         plain_bytes += int(history.totals()[0])
     owners = log.owners()
     owner = owners[history.peak_position] if history.peak_position >= 0 else None
     category = _categories(workload, history, gradients)
+    at_peak: Counter[str] = Counter()
+    for allocation in history.allocations:
+        if allocation.is_alive(history.peak_position):
+            at_peak[category(allocation)] += allocation.num_bytes
     kept, series = history.series(category, TIMELINE_POINTS)
     return Measured(
         metrics={
@@ -214,7 +187,7 @@ def _measure_timeline(workload: RecomputingWorkload, case: Case, phase: str) -> 
             "plain_peak_bytes": plain_bytes,
             "num_events": history.num_events,
             "num_allocations": sum(allocation.begin != BEFORE for allocation in history.allocations),
-            **{f"{name.replace(' ', '_')}_at_peak_bytes": n for name, n in _at_peak(history, category).items()},
+            **{f"{name.replace(' ', '_')}_at_peak_bytes": n for name, n in at_peak.items()},
         },
         case=workload.described(),
         observed={
@@ -250,8 +223,7 @@ def _categories(
 ) -> Callable[[Allocation], str]:
     """Returns the function that says what an allocation is.
 
-    Parameters, gradients and optimizer state are known by their address; activations are what the forward pass leaves
-    for the backward pass; the rest of what the step makes is temporary.
+    Activations are what the forward pass leaves for the backward pass; temporary is what else the step makes.
     """
     known = {x.untyped_storage().data_ptr(): "parameters" for x in workload.model.parameters()}
     known |= {x.untyped_storage().data_ptr(): "optimizer state" for x in workload.optimizer_state()}
@@ -273,14 +245,6 @@ def _categories(
     return category
 
 
-def _at_peak(history: History, category: Callable[[Allocation], str]) -> dict[str, int]:
-    found: Counter[str] = Counter()
-    for allocation in history.allocations:
-        if allocation.is_alive(history.peak_position):
-            found[category(allocation)] += allocation.num_bytes
-    return found
-
-
 def _largest(history: History, owners: Sequence[Owner], category: Callable[[Allocation], str]) -> list[dict]:
     """Returns groups of like allocations that the step made, those of the largest single size first."""
     groups: dict[tuple, list[Allocation]] = {}
@@ -289,39 +253,30 @@ def _largest(history: History, owners: Sequence[Owner], category: Callable[[Allo
             owner, phase = owners[allocation.begin], history.phase_at(allocation.begin)
             key = (allocation.num_bytes, owner.operator, owner.frame or allocation.frame, category(allocation), phase)
             groups.setdefault(key, []).append(allocation)
-    largest = sorted(groups, key=lambda key: (-key[0], -len(groups[key]), key[1:]))[:LARGEST]
-    found = []
-    for key in largest:
-        group, first = groups[key], owners[groups[key][0].begin]
-        count_at_peak = sum(allocation.is_alive(history.peak_position) for allocation in group)
-        names = ("num_bytes", "operator", "frame", "category", "phase")
-        more = {"module": first.module, "code": first.code, "count": len(group), "count_at_peak": count_at_peak}
-        found.append({**dict(zip(names, key, strict=True)), **more})
-    return found
+    names = ("num_bytes", "operator", "frame", "category", "phase")
+    return [
+        {
+            **dict(zip(names, key, strict=True)),
+            "module": owners[group[0].begin].module,
+            "code": owners[group[0].begin].code,
+            "count": len(group),
+            "count_at_peak": sum(allocation.is_alive(history.peak_position) for allocation in group),
+        }
+        for key, group in sorted(groups.items(), key=lambda item: (-item[0][0], -len(item[1]), item[0][1:]))[:LARGEST]
+    ]
 
 
 def _measure_checkpointing(workload: RecomputingWorkload, case: Case, phase: str) -> Measured:
-    """Times a training step and takes its peak; before that, the gradients are held against those kept whole."""
+    """Times a training step and takes its peak; before that, its gradients are held to those without recomputing."""
     kind = workload.device.kind
     difference = _gradient_difference(workload)
     num_forwards = _count_block_forwards(workload)  # also the first step, which makes the optimizer's state
     workload.model.zero_grad()
-    resident = num_bytes(workload.resident())
-    added = measure_usage(workload.train_step, kind).peak_bytes
-    peak = torch.cuda.max_memory_allocated() if kind == "cuda" else resident + added
-    workload.model.zero_grad()
-    other = torch.cuda.memory_allocated() - resident if kind == "cuda" else 0
+    memory = _peak_bytes(workload, measure_usage(workload.train_step, kind).peak_bytes)
     # Two steps have run: there is nothing left to warm up.
     limits = {"num_warmup": 0, "min_samples": 3, "max_samples": 20, "time_limit_s": case.time_limit_s}
     found = timed(workload.device, time_callable, workload.train_step, device_kind=kind, **limits)
-    metrics = {
-        "peak_bytes": peak,
-        "resident_bytes": resident,
-        "other_bytes": other,
-        "device_bytes": _device_bytes(workload.device),
-        "forwards_per_block": num_forwards,
-        "gradient_relative_difference": difference,
-    }
+    metrics = {**memory, "forwards_per_block": num_forwards, "gradient_relative_difference": difference}
     described = {**workload.described(), "plan": _plan_text(workload, num_forwards)}
     return found.measured(metrics, described, _observed(workload), keep="step_ms")
 
@@ -346,7 +301,7 @@ def _count_block_forwards(workload: RecomputingWorkload) -> float:
 def _gradient_difference(workload: RecomputingWorkload) -> float:
     """Returns the largest relative difference of a gradient's norm from that without recomputation, on a short batch.
 
-    Norms, since two sets of gradients of a large model need not fit. Raises AssertionError for a wrong one.
+    Raises AssertionError for a wrong one.
     """
     tokens, targets = workload.tokens[:1, :128], workload.targets[:1, :128]
 

@@ -9,6 +9,7 @@ and GELU), "steps" (time and memory in the precisions that notebook 01 does not 
 import functools
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -21,7 +22,7 @@ from labkit import hardware, numerics
 from labkit.configs import MIXED_PHASES, MIXED_PRECISION, MIXED_PRECISIONS, NORM_SETTINGS, model_config, narrowed
 from labkit.experiments.recipes import RECIPES, PrecisionWorkload, Recipe, require_recipe
 from labkit.experiments.rounding import NUM_TERMS, measure_epilogue, measure_normalisation, measure_sum
-from labkit.experiments.sections import Runner, empty_cache, run_section, section, timed
+from labkit.experiments.sections import Runner, run_section, section, timed_with_peak
 from labkit.experiments.sweep import Case, Measured, PhaseRun
 from labkit.experiments.training import measure_training
 from labkit.experiments.workload import step_parameters, workload
@@ -33,29 +34,16 @@ MEASUREMENT_VERSION = 2
 session; in version 1 there was only notebook 01's, of other sessions and other hosts."""
 
 SERIES = (
-    ("sequential", "fp32", "fp32", "none"),
-    ("sequential", "fp16", "fp16", "none"),
+    *((method, dtype, dtype, "none") for method in ("sequential", "kahan", "pairwise") for dtype in DTYPES),
     ("sequential", "fp32", "fp16", "implicit"),
     ("sequential", "fp32", "fp16", "explicit"),
-    ("sequential", "bf16", "bf16", "none"),
     ("sequential", "fp32", "bf16", "implicit"),
-    ("kahan", "fp32", "fp32", "none"),
-    ("kahan", "fp16", "fp16", "none"),
-    ("kahan", "bf16", "bf16", "none"),
-    ("pairwise", "fp32", "fp32", "none"),
-    ("pairwise", "fp16", "fp16", "none"),
-    ("pairwise", "bf16", "bf16", "none"),
 )
 """(method, accumulator, term, cast of the term to the accumulator). implicit: by type promotion in the addition."""
 
 NORM_VARIANTS = (
     ("fp32", "fp32"),
-    ("fp16", "fp16"),
-    ("fp16", "fp32"),
-    ("fp16", "library"),
-    ("bf16", "bf16"),
-    ("bf16", "fp32"),
-    ("bf16", "library"),
+    *((dtype, statistics) for dtype in ("fp16", "bf16") for statistics in (dtype, "fp32", "library")),
 )
 """(dtype of input and output, dtype of the statistics). library: PyTorch's own function, which chooses."""
 
@@ -71,10 +59,7 @@ OPERATOR_PRECISIONS = ("fp32", "bf16", "fp16", "bf16_pure")
 
 
 def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts: Sequence[int] = ()) -> list[Case]:
-    """Returns the cases of `profile`, the steps narrowed to `sizes` and `contexts` where these are given.
-
-    Raises ValueError for a size or context that the profile does not have.
-    """
+    """Returns the cases of `profile`, the steps narrowed where asked; ValueError for a value that it does not have."""
     grid = MIXED_PRECISION[profile]
     wanted_sizes = narrowed(MIXED_PRECISION, profile, "sizes", sizes)
     wanted_contexts = narrowed(MIXED_PRECISION, profile, "contexts", contexts)
@@ -83,10 +68,9 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts
     models = itertools.product(("toy", grid.transformer), ("fp16", "bf16"))
     normalisations = [
         {"norm": norm, "setting": setting, "input": dtype, "statistics": statistics, "scale": scale}
-        for norm in NORMS
-        for setting in NORM_SETTINGS
-        for dtype, statistics in NORM_VARIANTS
-        for scale in grid.norm_scales
+        for norm, setting, (dtype, statistics), scale in itertools.product(
+            NORMS, NORM_SETTINGS, NORM_VARIANTS, grid.norm_scales
+        )
     ]
     norm_shape = dict(zip(("rows", "features"), grid.norm_shape, strict=True))
     epilogue_shape = dict(zip(("rows", "columns"), grid.epilogue_shape, strict=True))
@@ -126,8 +110,7 @@ class ToyModel(nn.Module):
 def read_dtypes(model: nn.Module, forward: Callable[[], tuple[Tensor, Tensor]]) -> tuple[dict[str, str], float]:
     """Returns (dtypes by component, loss) of one forward and backward pass, read by hooks where tensors pass.
 
-    Components: the parameters, every module's output (the modules of all blocks under one name, their dtypes joined if
-    they differ), the logits, the loss and the parameters' gradients.
+    Components: the parameters, every module's output (those of all blocks under one name), logits, loss, gradients.
 
     Args:
         forward: runs the model under autocast and returns (loss, logits).
@@ -139,14 +122,13 @@ def read_dtypes(model: nn.Module, forward: Callable[[], tuple[Tensor, Tensor]]) 
         if (text := str(tensor.dtype).removeprefix("torch.")) not in dtypes:
             dtypes.append(text)
 
-    def hook(name: str, module: nn.Module, inputs: tuple, output: Tensor) -> None:
-        note(name, output)
-
-    handles = [
-        module.register_forward_hook(functools.partial(hook, f"{_without_index(name)}_output"))
-        for name, module in model.named_modules()
-        if name and not isinstance(module, nn.ModuleList)
-    ]
+    handles = []
+    for name, module in model.named_modules():
+        if name and not isinstance(module, nn.ModuleList):
+            shared = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+            handles.append(
+                module.register_forward_hook(lambda *passed, name=f"{shared}_output": note(name, passed[-1]))
+            )
     try:
         loss, logits = forward()
         loss.backward()
@@ -161,10 +143,6 @@ def read_dtypes(model: nn.Module, forward: Callable[[], tuple[Tensor, Tensor]]) 
         parameter.grad = None
     ends = {name: seen.pop(name) for name in ("logits", "loss", "gradients")}
     return {name: " and ".join(dtypes) for name, dtypes in (seen | ends).items()}, float(loss.detach())
-
-
-def _without_index(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def measure_dtypes(device: hardware.Device, parameters: dict) -> Measured:
@@ -209,12 +187,8 @@ def _measure_step(workload: PrecisionWorkload, case: Case, phase: str) -> Measur
         workload.settle()
     scale = workload.scaler.get_scale()
     workload.model.zero_grad()
-    empty_cache(device)
-    if device.kind == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    found = timed(device, workload.time_phase, phase, time_limit_s=case.time_limit_s)
-    if device.kind == "cuda":
-        metrics["peak_bytes"] = torch.cuda.max_memory_allocated()
+    found, peak = timed_with_peak(device, workload.time_phase, phase, time_limit_s=case.time_limit_s)
+    metrics |= peak
     if phase == "train_step":
         if not all(parameter.isfinite().all() for parameter in workload.model.parameters()):
             raise AssertionError(f"training in {workload.precision} has made a parameter inf or NaN")
@@ -226,10 +200,7 @@ def _measure_step(workload: PrecisionWorkload, case: Case, phase: str) -> Measur
 
 
 class OperatorCounter(TorchDispatchMode):
-    """Counts the operators that reach the device below autocast, and among them the casts to another dtype.
-
-    Views are left out, since they start no kernel.
-    """
+    """Counts the operators that reach the device below autocast, and casts among them; views start no kernel."""
 
     def __init__(self):
         super().__init__()
@@ -241,8 +212,7 @@ class OperatorCounter(TorchDispatchMode):
             return result
         self.num_operators += 1
         if function in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
-            tensors = [tensor for tensor in tree_leaves(args) if isinstance(tensor, Tensor)]
-            source = tensors[-1]
+            source = [tensor for tensor in tree_leaves(args) if isinstance(tensor, Tensor)][-1]
             if source.dtype != result.dtype:
                 self.num_casts += 1
                 self.cast_bytes += source.nbytes + result.nbytes

@@ -1,9 +1,8 @@
 """Notebook 02: where a step's time goes, kernel by kernel, from captures of Nsight Systems or torch.profiler.
 
 Section "profiles": per size, context, precision and attention one capture of an inference and of a training step.
-Under nsys cases of one size share a capture, since starting and reading one costs more than most cases, but no more
-than run in about a minute: of a capture that is cut off nothing is recorded. With torch.profiler each phase is
-captured in the worker itself.
+Under nsys cases of one size share a capture, which costs more than most cases, but no more than run in about a minute:
+of a capture that is cut off nothing is recorded. With torch.profiler the worker itself captures each phase.
 
 A step is captured twice, after one step that warms up: first with ranges around every block, norm and part of
 attention, then with the phases' ranges alone. Times and launches come from the second, which runs as it would
@@ -25,7 +24,7 @@ import pandas as pd
 import torch
 
 from labkit import accounting, hardware, numerics
-from labkit.configs import NSYS_ANALYSIS, REPOSITORY, NsysAnalysisGrid, model_config, narrowed
+from labkit.configs import NSYS_ANALYSIS, REPOSITORY, model_config, narrowed
 from labkit.experiments.captured_step import NUM_CAPTURED, NUM_WARMUP, Step, capture_steps, warm_up
 from labkit.experiments.sections import freeze_modules, memory_bytes, run_section
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
@@ -57,10 +56,8 @@ LONGEST_CAPTURE_S = 45.0
 """Estimated time of a capture's cases above which it takes no further one along."""
 
 ESTIMATED_TFLOPS = {"fp32": 35.0, "bf16": 200.0}
-"""Rates below what captured steps of the largest sizes reached on an H200, for that estimate alone."""
-
 ESTIMATED_CASE_S, ESTIMATED_BYTES_PER_S = 1.5, 25e9
-"""What a case took there beside its steps: so long, and the bytes of its parameters at so many a second."""
+"""For that estimate, from an H200: rate of the steps; time beside them, and at which rate parameters were made."""
 
 
 @dataclass(frozen=True)
@@ -71,31 +68,24 @@ class ProfiledCase(Case):
 
 
 def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts: Sequence[int] = ()) -> list[Case]:
-    """Returns the cases of `profile`, narrowed to `sizes` and `contexts` where these are given.
-
-    Raises ValueError for a size or context that the profile does not have.
-    """
+    """Returns the cases of `profile`, narrowed where asked; ValueError for a value that it does not have."""
     grid = NSYS_ANALYSIS[profile]
     wanted_sizes = narrowed(NSYS_ANALYSIS, profile, "sizes", sizes)
     wanted_contexts = narrowed(NSYS_ANALYSIS, profile, "contexts", contexts)
-    return [case for size in wanted_sizes for case in _cases_of(grid, size, wanted_contexts)]
-
-
-def _cases_of(grid: NsysAnalysisGrid, size: str, contexts: Sequence[int]) -> list[Case]:
-    phases = ("inference", "forward_backward" if size in grid.without_optimizer else "train_step")
-    found = [
-        step_parameters(size, context, precision, attention=attention)
-        for context in contexts
-        for precision in grid.precisions
-        for attention in ("eager", FLASH)
-        if attention == "eager" or context in grid.flash_contexts.get(precision, ())
-    ]
-    rest = [(parameters, phases) for parameters in found]
     options = {"timeout_s": grid.case_timeout_s, "stop_at_failure": True}
-    return [
-        ProfiledCase("profiles", parameters, phases, together=tuple(rest[number + 1 :]), **options)
-        for number, parameters in enumerate(found)
-    ]
+    found = []
+    for size in wanted_sizes:
+        phases = ("inference", "forward_backward" if size in grid.without_optimizer else "train_step")
+        group = [
+            (step_parameters(size, context, precision, attention=attention), phases)
+            for context in wanted_contexts
+            for precision in grid.precisions
+            for attention in ("eager", FLASH)
+            if attention == "eager" or context in grid.flash_contexts.get(precision, ())
+        ]
+        for number, one in enumerate(group, start=1):
+            found.append(ProfiledCase("profiles", *one, together=tuple(group[number:]), **options))
+    return found
 
 
 def is_timeline(parameters: dict) -> bool:
@@ -108,22 +98,19 @@ def _run_profiles(device: hardware.Device, case: ProfiledCase, ceilings: dict[st
     freeze_modules()
     nsys = Nsys.find() if device.kind == "cuda" else None
     with contextlib.nullcontext() if nsys else workload(device, case) as live:
+        measure, *first = (_from_shared_capture, nsys, device) if nsys else (_capture_here, live)
         for phase in case.phases:
-            if nsys:
-                yield phase, functools.partial(_from_shared_capture, nsys, device, case, phase)
-            else:
-                yield phase, functools.partial(_capture_here, live, case, phase)
+            yield phase, functools.partial(measure, *first, case, phase)
 
 
 run_case = functools.partial(run_section, {"profiles": _run_profiles})
 
 
 def require_room(device: hardware.Device, parameters: dict, phase: str) -> None:
-    """Raises Skip for what cannot fit: parameters, gradients, optimizer state and what backward needs are too much.
+    """Raises Skip for what cannot fit, by a lower bound on its bytes, so that what might fit is tried.
 
-    A lower bound, so that what might fit is tried: of the activations' closed form (fp32, eager) bf16 autocast keeps
-    at least half, but one and a half times the probabilities, in fp32 for the softmax and in bf16 for the product;
-    FlashAttention keeps none.
+    Of the activations' closed form (fp32, eager) bf16 autocast keeps at least half, but one and a half times the
+    probabilities, in fp32 for the softmax and in bf16 for the product; FlashAttention keeps none.
     """
     if device.kind != "cuda" or phase == "inference":
         return
@@ -153,13 +140,12 @@ def _observed(workload: Workload) -> dict:
 
 def _capture_here(workload: Workload, case: Case, phase: str) -> Measured:
     """Captures one phase by torch.profiler."""
-    device, marker, steps = workload.device, RangeMarker("kineto"), []
+    device, steps = workload.device, []
+    capture = functools.partial(capture_steps, workload, phase, RangeMarker("kineto"), "case")
     require_room(device, case.parameters, phase)
     warm_up(workload, phase)
     with hardware.Monitor(device.kind) as monitor:
-        trace = profiling.capture_with_kineto(
-            lambda: steps.extend(capture_steps(workload, phase, marker, "case")), device.kind
-        )
+        trace = profiling.capture_with_kineto(lambda: steps.extend(capture()), device.kind)
     answer = {"case": workload.described(), "observed": _observed(workload), "steps": [vars(step) for step in steps]}
     return replace(_measured(_Capture.of(trace), "case", answer), telemetry=monitor.summary)
 
@@ -184,48 +170,37 @@ def _from_shared_capture(nsys: Nsys, device: hardware.Device, case: ProfiledCase
 
 
 def group_to_capture(device: hardware.Device, group: Sequence[tuple[dict, tuple[str, ...]]]) -> list:
-    """Returns the first of these cases, and those after it while the estimate stays within LONGEST_CAPTURE_S.
-
-    Phases that cannot fit are left out, and so are cases that have no other.
-    """
+    """Returns those cases that a capture of the first takes along, without the phases that cannot fit."""
     taken, total = [], 0.0
     for parameters, phases in group:
-        fitting = tuple(phase for phase in phases if _has_room(device, parameters, phase))
-        if not fitting:
-            continue
-        total += estimated_s(parameters, fitting)
-        if taken and total > LONGEST_CAPTURE_S:
-            break
-        taken.append((parameters, fitting))
+        if fitting := tuple(phase for phase in phases if _has_room(device, parameters, phase)):
+            total += estimated_s(parameters, fitting)
+            if taken and total > LONGEST_CAPTURE_S:
+                break
+            taken.append((parameters, fitting))
     return taken
 
 
 def _has_room(device: hardware.Device, parameters: dict, phase: str) -> bool:
-    try:
+    with contextlib.suppress(Skip):
         require_room(device, parameters, phase)
-    except Skip:
-        return False
-    return True
+        return True
+    return False
 
 
 def estimated_s(parameters: dict, phases: Sequence[str]) -> float:
     """Returns about how long a case takes in a capture: to build it, and each phase's warm-up and captured steps."""
     config = model_config(parameters["size"])
-    flops = sum(
-        accounting.phase_flops(config, parameters["batch"], parameters["context"], phase, causal=False)
-        for phase in phases
-    )
+    batch, context = parameters["batch"], parameters["context"]
+    flops = sum(accounting.phase_flops(config, batch, context, phase, causal=False) for phase in phases)
     steps_s = (NUM_WARMUP + NUM_CAPTURED) * flops / (1e12 * ESTIMATED_TFLOPS[parameters["precision"]])
     return ESTIMATED_CASE_S + accounting.parameter_bytes(config) / ESTIMATED_BYTES_PER_S + steps_s
 
 
 def _capture_group(nsys: Nsys, device: hardware.Device, group: Sequence, timeout_s: float) -> dict[str, Callable]:
     """Captures the steps of many cases in one process; returns what gives each measurement, or raises its failure."""
-    asked_for = [(parameters, phase) for parameters, phases in group for phase in phases]
-    requests = [
-        {"label": f"case {number}", "parameters": parameters, "phase": phase}
-        for number, (parameters, phase) in enumerate(asked_for)
-    ]
+    requests = [{"parameters": parameters, "phase": phase} for parameters, phases in group for phase in phases]
+    requests = [{"label": f"case {number}", **request} for number, request in enumerate(requests)]
     with tempfile.TemporaryDirectory(prefix="labkit-requests-") as folder:
         asked, answered = Path(folder) / "requests.json", Path(folder) / "answers.jsonl"
         asked.write_text(json.dumps(requests), encoding="utf-8")
@@ -261,12 +236,10 @@ def _outcome(capture: "_Capture | None", answer: dict, telemetry: dict) -> Measu
 
 
 def serve(requests: Sequence[dict], answer: Callable[[dict], None], device: hardware.Device) -> None:
-    """Runs the requested steps one after the other with NVTX ranges; ends after the first failure.
+    """Runs the requested steps with NVTX ranges, and calls `answer` after each; ends after the first failure.
 
     Args:
         requests: label, parameters and phase of each; those of one case follow one another.
-        answer: called with each request's answer as soon as there is one.
-        device: to run on.
     """
     marker = RangeMarker("nvtx" if device.kind == "cuda" else "none")
     parameters, stack = None, contextlib.ExitStack()
@@ -290,13 +263,7 @@ def serve(requests: Sequence[dict], answer: Callable[[dict], None], device: hard
 
 @dataclass(frozen=True)
 class _Capture:
-    """A capture by its steps.
-
-    Attributes:
-        source, version: as of the Trace.
-        totals: kernel time of the whole capture: as it adds it up itself, in any range by the table, outside of all.
-        steps: rows of `profiling.launches` by the outermost range.
-    """
+    """A capture by its steps: the kernel time of all of it, and rows of `profiling.launches` by the outermost range."""
 
     source: str
     version: str
@@ -393,10 +360,7 @@ def _by_range(rows: pd.DataFrame, label: str) -> pd.DataFrame:
 
 
 def _timeline(rows: pd.DataFrame) -> dict[str, list]:
-    """Returns every launch of a step: start and duration (µs), class, stream, phase and block (−1 for none).
-
-    Classes and phases are numbers; `class_names` and `phase_names` say of what.
-    """
+    """Returns every launch of a step: start and duration (µs), numbers of class, stream, phase and block (−1: none)."""
     blocks = {path: next((int(n[6:]) for n in path if n.startswith("block ")), -1) for path in rows["path"].unique()}
     start = rows["start_ns"].min()
     return {

@@ -63,11 +63,9 @@ def fp64_device(device_kind: str) -> str:
 def by_formula(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, *, causal: bool = False, num_scores: int = ORACLE_SCORES
 ) -> dict[str, Tensor]:
-    """Returns "out", "dq", "dk" and "dv" by the eager formula, as fp64, some queries at a time so that any length fits.
+    """Returns "out", "dq", "dk" and "dv" by the eager formula, as fp64, at most `num_scores` scores at once.
 
-    Args:
-        q, k, v, grad_out: (..., length, D), of the dtype to compute in.
-        num_scores: the most scores held at once.
+    q, k, v, grad_out: (..., length, D), of the dtype to compute in.
     """
     length = q.shape[-2]
     num_rows = max(1, num_scores // (q.shape[:-2].numel() * length))

@@ -1,6 +1,5 @@
 """What one transformer block, or a part of it, keeps for its backward pass, compiled or not."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,8 +24,7 @@ PARTS = (
 """What is looked into, and whether it is compiled."""
 
 COMPILERS = {"cuda": "inductor", "cpu": "aot_eager_decomp_partition"}
-"""The compiler by kind of device. What is kept for the backward pass is decided before code is generated, in the same
-way by both, and generating code for a CPU takes longer than all the rest."""
+"""The compiler by kind of device. What is kept is decided before code is generated, in the same way by both."""
 
 LARGEST_DIFFERENCE = 1e-4
 """Relative difference of a compiled result from the eager one above which it is wrong."""
@@ -34,27 +32,19 @@ LARGEST_DIFFERENCE = 1e-4
 
 def measure_part(device: hardware.Device, case: Case, phase: str) -> Measured:
     """Lists what a part keeps for its backward pass; a compiled one is held against the eager one."""
-    torch.manual_seed(0)
-    numerics.set_precision(case.parameters["precision"])
     part = PartOfBlock(device, case.parameters)
-    metrics = part.measure()
-    measured = Measured(metrics, part.described(), part.observed())
+    measured = Measured(part.measure(), part.described(), part.observed())
     del part
     empty_cache(device)
     return measured
-
-
-def _difference(results: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    worst = max(float((x - reference).norm() / reference.norm()) for x, reference in zip(results, exact, strict=True))
-    if not worst <= LARGEST_DIFFERENCE:
-        raise AssertionError(f"compiled and eager differ by {worst:.2g}, more than {LARGEST_DIFFERENCE:g}")
-    return worst
 
 
 class PartOfBlock:
     """The live objects of one case: an RMSNorm, a block, or four of them; their input and its gradient."""
 
     def __init__(self, device: hardware.Device, parameters: dict):
+        torch.manual_seed(0)
+        numerics.set_precision(parameters["precision"])
         self.device, self.name = device, parameters["part"]
         self.is_compiled = parameters["code"] == "compiled"
         d_model, context = parameters["d_model"], parameters["context"]
@@ -86,8 +76,12 @@ class PartOfBlock:
             exact = [self.forward().detach(), *self.gradients()]
             for module in self.modules:
                 module.compile(backend=COMPILERS[self.device.kind], dynamic=False)
-            metrics["relative_difference"] = _difference([self.forward().detach(), *self.gradients()], exact)
-            del exact
+            pairs = zip([self.forward().detach(), *self.gradients()], exact, strict=True)
+            worst = max(float((x - reference).norm() / reference.norm()) for x, reference in pairs)
+            if not worst <= LARGEST_DIFFERENCE:
+                raise AssertionError(f"compiled and eager differ by {worst:.2g}, more than {LARGEST_DIFFERENCE:g}")
+            metrics["relative_difference"] = worst
+            del exact, pairs
         resident = [*self.modules.parameters(), *self.rotary.buffers()]
         self.found, out = residuals(self.forward, self.modules, resident, is_compiled=self.is_compiled)
         metrics |= {
@@ -104,8 +98,7 @@ class PartOfBlock:
         metrics["gradient_bytes"] = num_bytes([parameter.grad for parameter in self.modules.parameters()])
         self.modules.zero_grad()
         self.x_BTC.grad = None
-        usage = measure_usage(self.forward, self.device.kind)
-        metrics["made_bytes"] = usage.kept_bytes
+        metrics["made_bytes"] = measure_usage(self.forward, self.device.kind).kept_bytes
         return metrics
 
     def described(self) -> dict[str, Any]:
@@ -135,20 +128,12 @@ class PartOfBlock:
             key = (residual.operator, where, shape, residual.dtype, residual.is_resident)
             groups.setdefault(key, []).append(residual)
         names = ("operator", "module", "shape", "dtype", "is_resident")
-        seen: dict[str, Any] = {
-            "memory_source": memory_source(self.device),
-            "residuals": [
-                {
-                    **dict(zip(names, key, strict=True)),
-                    "count": len(group),
-                    "num_distinct": sum(residual.is_new for residual in group),
-                    "saved_bytes": saved_bytes(group),
-                }
-                for key, group in groups.items()
-            ],
-        }
+        seen: dict[str, Any] = {"memory_source": memory_source(self.device), "residuals": []}
+        for key, group in groups.items():
+            num_distinct = sum(residual.is_new for residual in group)
+            counts = {"count": len(group), "num_distinct": num_distinct, "saved_bytes": saved_bytes(group)}
+            seen["residuals"].append({**dict(zip(names, key, strict=True)), **counts})
         if self.is_compiled:
-            counters = torch._dynamo.utils.counters
             seen["compiler"] = COMPILERS[self.device.kind]
-            seen["num_replacements"] = counters["inductor"]["fuse_attention"]
+            seen["num_replacements"] = torch._dynamo.utils.counters["inductor"]["fuse_attention"]
         return seen

@@ -13,7 +13,7 @@ from labkit.experiments.sweep import Skip
 from labkit.experiments.workload import Workload
 
 LARGEST_LOSS_DEVIATION = 0.05
-"""A step's loss at initialisation may be this fraction off its closed form; beyond, the step is wrong and not timed."""
+"""A step whose loss at initialisation is further off its closed form than this fraction is not timed."""
 
 MAX_HALVINGS = 24
 """Halvings of the loss scale within which the gradients must become finite (2¹⁶ to 2⁻⁸)."""
@@ -105,10 +105,7 @@ class PrecisionWorkload(Workload):
         self.optimize()
 
     def settle(self) -> None:
-        """Halves the loss scale until the gradients are finite, as the first training steps would.
-
-        Raises AssertionError when they do not become so, or are not without a scale.
-        """
+        """Halves the loss scale until the gradients are finite; raises AssertionError if they do not become so."""
         for _ in range(MAX_HALVINGS):
             self.model.zero_grad()
             self.forward_backward()
@@ -123,8 +120,8 @@ class PrecisionWorkload(Workload):
     def check_loss(self) -> float:
         """Returns the loss at initialisation; raises AssertionError where it is not near its closed form.
 
-        The head's rows are N(0, 0.02²) and the normalised hidden state has d features of mean square 1, so logits have
-        a variance of 0.0004·d, and the mean cross-entropy is ln V plus half of it.
+        The head's rows are N(0, 0.02²) and the hidden state has d features of mean square 1, so logits have a variance
+        of 0.0004·d, and the mean cross-entropy is ln V plus half of it.
         """
         with torch.no_grad():
             loss = float(self.forward())

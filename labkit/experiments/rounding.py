@@ -34,10 +34,8 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
 def measure_sum(device: hardware.Device, parameters: dict) -> Measured:
     """Returns 0.01 added a thousand times: the running sum, the rounding of its binades, where it comes to a halt."""
     term = torch.tensor(TERM, dtype=DTYPES[parameters["term"]], device=device.kind)
-    accumulator = DTYPES[parameters["accumulator"]]
-    is_explicit = parameters["cast"] == "explicit"
-    method, num_terms = parameters["method"], parameters["num_terms"]
-    added = term.to(accumulator) if is_explicit else term
+    accumulator, method, num_terms = DTYPES[parameters["accumulator"]], parameters["method"], parameters["num_terms"]
+    added = term.to(accumulator) if parameters["cast"] == "explicit" else term
     is_sequential = method == "sequential"
     every = 1 if is_sequential else TRACE_EVERY
     sums = running_sums(added, LONG_SUM if is_sequential else num_terms, accumulator, method, every=every)
@@ -74,24 +72,20 @@ def binades(sums: Tensor, accumulator: torch.dtype) -> dict[str, list[float]]:
     `binade_start`; `binade_spacing` of the accumulator's numbers; `binade_additions`: sums in it that another follows;
     `binade_mean_step`: what an addition added there.
     """
-    steps = sums.diff()
     starts = torch.tensor([binade(value) for value in sums[:-1].tolist()], dtype=sums.dtype)
-    rows: dict[str, list[float]] = {"binade_start": [], "binade_spacing": [], "binade_additions": []}
-    rows["binade_mean_step"] = []
-    for start in starts.unique().tolist():
-        inside = steps[starts == start]
-        rows["binade_start"].append(start)
-        rows["binade_spacing"].append(spacing(start, accumulator))
-        rows["binade_additions"].append(len(inside))
-        rows["binade_mean_step"].append(float(inside.mean()))
-    return rows
+    inside = {start: sums.diff()[starts == start] for start in starts.unique().tolist()}
+    return {
+        "binade_start": list(inside),
+        "binade_spacing": [spacing(start, accumulator) for start in inside],
+        "binade_additions": [len(steps) for steps in inside.values()],
+        "binade_mean_step": [float(steps.mean()) for steps in inside.values()],
+    }
 
 
 def measure_normalisation(device: hardware.Device, parameters: dict) -> Measured:
     """Returns the error of a normalisation against fp64 on the same, already rounded, input.
 
-    `relative_error` is over the rows whose results are finite; `rounding_error` that of the exact result rounded once
-    to the output's dtype, which no implementation can beat.
+    `relative_error` is over finite rows; `rounding_error` that of the exact result rounded once, which none can beat.
     """
     norm, shape = parameters["norm"], (parameters["rows"], parameters["features"])
     offset, epsilon = NORM_SETTINGS[parameters["setting"]]
@@ -119,15 +113,15 @@ def measure_normalisation(device: hardware.Device, parameters: dict) -> Measured
         "relative_error": relative_error(result[finite], exact[finite]) if finite.any() else None,
         "rounding_error": relative_error(exact.to(dtype), exact),
     }
-    names = {
-        "norm": norm,
-        "setting": parameters["setting"],
+    described = {
         "input": dtype_name(x.dtype),
         "statistics": statistics_name,
+        "rows": x.shape[0],
+        "features": x.shape[1],
     }
     return Measured(
         metrics=metrics,
-        case={**names, "scale": parameters["scale"], "rows": x.shape[0], "features": x.shape[1]},
+        case={**{name: parameters[name] for name in ("norm", "setting", "scale")}, **described},
         observed={"output": dtype_name(result.dtype), "oracle": "fp64"},
     )
 
@@ -145,7 +139,8 @@ def measure_epilogue(device: hardware.Device, parameters: dict) -> Measured:
     gelu = functools.partial(F.gelu, approximate="none" if form == "erf" else "tanh")
     preactivation = F.linear(x.float(), w.float())
     reference = gelu(preactivation)
-    exact = gelu(F.linear(x.to(fp64_device(device.kind)).double(), w.to(fp64_device(device.kind)).double()))
+    place = fp64_device(device.kind)
+    exact = gelu(F.linear(x.to(place).double(), w.to(place).double()))
     if epilogue == "rounded":
         result = gelu(F.linear(x, w))
     elif epilogue == "carried":
@@ -154,31 +149,23 @@ def measure_epilogue(device: hardware.Device, parameters: dict) -> Measured:
         if not hasattr(torch, "_addmm_activation"):
             raise Skip("this PyTorch has no _addmm_activation")
         result = torch._addmm_activation(x.new_zeros(columns), x, w.t(), use_gelu=True)
-    place = preactivation.to(fp64_device(device.kind))
-    norms = reference.to(place.device).double()
-    difference = result.to(place.device).double() - norms
+    preactivation, references = preactivation.to(place), reference.to(place).double()
+    difference = result.to(place).double() - references
     samples: dict[str, list] = {"bin_low": [], "bin_high": [], "bin_error": [], "bin_elements": []}
     for low, high in itertools.pairwise(PREACTIVATION_EDGES):
-        inside = (place >= low) & (place < high)
+        inside = (preactivation >= low) & (preactivation < high)
         if inside.any():
-            samples["bin_low"].append(low)
-            samples["bin_high"].append(high)
-            samples["bin_error"].append(float(difference[inside].norm() / norms[inside].norm()))
-            samples["bin_elements"].append(int(inside.sum()))
+            error = float(difference[inside].norm() / references[inside].norm())
+            for name, value in zip(samples, (low, high, error, int(inside.sum())), strict=True):
+                samples[name].append(value)
+    sizes = {"rows": result.shape[0], "columns": result.shape[1], "depth": w.shape[1]}
     return Measured(
         metrics={
             "relative_error": relative_error(result, reference),
             "largest_error": float(difference.abs().max()),
             "fp32_error": relative_error(reference, exact),
         },
-        case={
-            "dtype": dtype_name(result.dtype),
-            "epilogue": epilogue,
-            "gelu": form,
-            "rows": result.shape[0],
-            "columns": result.shape[1],
-            "depth": w.shape[1],
-        },
+        case={"dtype": dtype_name(result.dtype), "epilogue": epilogue, "gelu": form, **sizes},
         observed={"product": dtype_name(x.dtype), "matmul_precision": torch.get_float32_matmul_precision()},
         samples=samples,
     )

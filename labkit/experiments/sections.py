@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from labkit import hardware
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
-from labkit.measure.timing import Timing
+from labkit.measure.timing import Timing, synchronize
 
 Runner = Callable[[hardware.Device, Case, dict[str, float]], Iterator[PhaseRun]]
 """Yields the phases of a case on a device; the session's ceilings are by `ceiling_name`."""
@@ -22,10 +23,9 @@ KEPT_SAMPLES = 20
 
 
 def section(measure: Callable[[Any, Case, str], Measured], live: Callable | None = None) -> Runner:
-    """Returns the usual runner: what `live` gives for a case is there while its phases are measured.
+    """Returns the usual runner: `measure` gets (live object, case, phase), and returns the phase's measurement.
 
     Args:
-        measure: returns the measurement of one phase, from (live object, case, phase).
         live: context manager of (device, case) around the live object; without it, that is the device.
     """
 
@@ -38,10 +38,7 @@ def section(measure: Callable[[Any, Case, str], Measured], live: Callable | None
 
 
 def run_section(sections: Mapping[str, Runner], case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
-    """Yields each phase of `case` with the function that measures it. Runs in the worker process.
-
-    Raises Skip for a precision that the device lacks.
-    """
+    """Yields each phase of `case` with the function that measures it; raises Skip for a precision that is not there."""
     device = hardware.detect()
     require_precision(device, case.parameters.get("precision", "fp32"))
     yield from sections[case.section](device, case, ceilings)
@@ -57,11 +54,7 @@ class Timed:
     def measured(
         self, metrics: dict, case: dict, observed: dict | None = None, samples: dict | None = None, *, keep: str = ""
     ) -> Measured:
-        """Returns a measurement with the timer's own metrics before `metrics`.
-
-        Args:
-            samples: as in Measured; keep: name under which the times are kept too where they are few.
-        """
+        """Returns a measurement with the timer's own metrics before `metrics`; few times are kept under `keep`."""
         samples = dict(samples or {})
         if keep and self.timing.n <= KEPT_SAMPLES:
             samples[keep] = list(self.timing.samples_ms)
@@ -69,11 +62,20 @@ class Timed:
         return Measured(metrics, case, observed or {}, samples, self.timing.description(), self.telemetry)
 
 
-def timed(device: hardware.Device, time: Callable[..., Timing], *args: Any, **options: Any) -> Timed:
-    """Returns what `time(*args, **options)` gives, with the GPU watched while it runs."""
+def timed(device: hardware.Device, timer: Callable[..., Timing], *args: Any, **options: Any) -> Timed:
+    """Returns what `timer(*args, **options)` gives, with the GPU watched while it runs."""
     with hardware.Monitor(device.kind) as monitor:
-        timing = time(*args, **options)
+        timing = timer(*args, **options)
     return Timed(timing, monitor.summary)
+
+
+def time_once_ms(call: Callable, device_kind: str) -> float:
+    """Returns the host's time (ms) of one call, until the device has done what it issued."""
+    synchronize(device_kind)
+    begin = time.perf_counter()
+    call()
+    synchronize(device_kind)
+    return (time.perf_counter() - begin) * 1e3
 
 
 def fractions(rate: float, ceiling: float | None, peak: float | None) -> dict[str, float | None]:
@@ -83,6 +85,16 @@ def fractions(rate: float, ceiling: float | None, peak: float | None) -> dict[st
         "ceiling_fraction": rate / ceiling if ceiling else None,
         "datasheet_fraction": rate / peak if peak else None,
     }
+
+
+def timed_with_peak(device: hardware.Device, timer: Callable[..., Timing], *args, **options) -> tuple[Timed, dict]:
+    """Returns what `timed` gives, and on CUDA the peak of memory meanwhile; unused memory is given back before."""
+    empty_cache(device)
+    if device.kind != "cuda":
+        return timed(device, timer, *args, **options), {}
+    torch.cuda.reset_peak_memory_stats()
+    found = timed(device, timer, *args, **options)
+    return found, {"peak_bytes": torch.cuda.max_memory_allocated()}
 
 
 def require_precision(device: hardware.Device, precision: str) -> None:

@@ -19,11 +19,8 @@ from labkit.models.transformer import TransformerLM, language_model_loss
 NUM_LOOKS = 10
 """How often during a training run the gradients are looked at."""
 
-FP16_VANISHES = 2.0**-25
-"""Half of fp16's smallest number: what is not larger rounds to zero."""
-
-FP16_SUBNORMAL = 2.0**-14
-"""fp16's smallest number with all its digits."""
+FP16_VANISHES, FP16_SUBNORMAL = 2.0**-25, 2.0**-14
+"""Half of fp16's smallest number, up to which all rounds to zero; its smallest number with all its digits."""
 
 LAST_STEPS = 0.1
 """The final loss is the mean over this share of the steps."""
@@ -58,10 +55,7 @@ class Training:
         self.initial = [parameter.detach().clone() for parameter in self.model.parameters()]
 
     def matrices(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Returns those of `tensors`, one per parameter, that belong to a matrix.
-
-        The embedding's is left out: its rows of unseen tokens have no gradient.
-        """
+        """Returns those of `tensors`, one per parameter, of a matrix but the embedding, whose rows are not all seen."""
         pairs = zip(self.model.parameters(), tensors, strict=True)
         return [x for p, x in pairs if p.dim() == 2 and p is not self.model.embedding.weight]
 
@@ -109,12 +103,11 @@ class Training:
         last = losses[-max(1, round(LAST_STEPS * len(losses))) :]
         nonfinite = [step for step, loss in enumerate(losses) if not math.isfinite(loss)]
         columns = {name: [look[name] for look in looks.values()] for name in next(iter(looks.values()))}
-        norms = [norm if math.isfinite(norm) else None for norm in columns.pop("gradient_norm")]
         samples: dict[str, list] = {
             "loss": [loss if math.isfinite(loss) else None for loss in losses],
             "look_step": list(looks),
             **{name: columns[name] for name in ("zero_weight_gradients", "zero_logit_gradients")},
-            "gradient_norm": norms,
+            "gradient_norm": [norm if math.isfinite(norm) else None for norm in columns.pop("gradient_norm")],
         }
         if nonfinite:
             samples["nonfinite_steps"] = nonfinite

@@ -20,10 +20,7 @@ from labkit.models.transformer import RotaryEmbedding, TransformerLM, language_m
 def step_parameters(
     size: str, context: int, precision: str, *, compile: str = "none", attention: str = "eager"
 ) -> dict[str, str | int]:
-    """Returns the parameters of a step's case, the same in every notebook so that their records share a table.
-
-    By default attention materialises its scores, as in the published figures that stand beside ours.
-    """
+    """Returns the parameters of a step's case, the same in every notebook so that their records share a table."""
     return {
         "size": size,
         "context": context,
@@ -43,11 +40,7 @@ def adamw(parameters, **options) -> torch.optim.Optimizer:
 
 
 class Workload:
-    """The live objects of one case of `step_parameters`.
-
-    `described` and `observed` read back what runs from the objects themselves, so that a record says what
-    ran and not what was asked for.
-    """
+    """The live objects of a case of `step_parameters`, from which a record's case is read back."""
 
     def __init__(self, device: hardware.Device, parameters: dict):
         self.device, self.precision = device, parameters["precision"]
@@ -100,21 +93,15 @@ class Workload:
 
     def time_phase(self, phase: str, **limits) -> Timing:
         """Returns the times of one phase. Only the phase itself is timed: what it needs is made before."""
-        measure = functools.partial(time_callable, device_kind=self.device.kind, **limits)
-        if phase == "inference":
-            return measure(self.inference)
-        if phase == "forward":
-            return measure(self.forward)
-        if phase == "backward":
-            return measure(Tensor.backward, inputs=self.forward_for_backward)
-        if phase == "forward_backward":
-            return measure(self.forward_backward, inputs=self.zero_grad)
+        if phase not in PHASES:
+            raise ValueError(f"unknown phase {phase!r}; accepted: {', '.join(PHASES)}")
         if phase == "optimizer_step":
             self.forward_for_backward()[0].backward()
-            return measure(self.optimizer.step)
-        if phase == "train_step":
-            return measure(self.train_step)
-        raise ValueError(f"unknown phase {phase!r}; accepted: {', '.join(PHASES)}")
+            function = self.optimizer.step
+        else:
+            function = Tensor.backward if phase == "backward" else getattr(self, phase)
+        inputs = {"backward": self.forward_for_backward, "forward_backward": self.zero_grad}.get(phase, ((),))
+        return time_callable(function, inputs=inputs, device_kind=self.device.kind, **limits)
 
     def live_precision(self) -> str:
         """Returns the precision as autocast and the setting of matrix products have it."""
@@ -126,12 +113,8 @@ class Workload:
     def described(self) -> dict:
         """Returns the case as read back from the live objects."""
         model, (batch, context) = self.model, self.tokens.shape
-        dims = (
-            model.embedding.weight.shape[1],
-            model.blocks[0].feed_forward.up_proj.weight.shape[0],
-            len(model.blocks),
-            model.blocks[0].attention.num_heads,
-        )
+        d_ff, d_model = model.blocks[0].feed_forward.up_proj.weight.shape
+        dims = (d_model, d_ff, len(model.blocks), model.blocks[0].attention.num_heads)
         names = [c.name for c in SIZES.values() if (c.d_model, c.d_ff, c.num_layers, c.num_heads) == dims]
         whole_compiled = model._compiled_call_impl is not None
         num_compiled = sum(block._compiled_call_impl is not None for block in model.blocks)
@@ -148,10 +131,9 @@ class Workload:
 
     def observed(self) -> dict:
         """Returns what else there is to know of the live objects."""
-        seen = {
-            "num_parameters": sum(parameter.numel() for parameter in self.model.parameters()),
-            "parameter_dtype": str(self.model.head.weight.dtype).removeprefix("torch."),
-        }
+        num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        dtype = str(self.model.head.weight.dtype).removeprefix("torch.")
+        seen = {"num_parameters": num_parameters, "parameter_dtype": dtype}
         if "optimizer" in self.__dict__:
             seen["optimizer"] = type(self.optimizer).__name__
             seen["optimizer_fused"] = bool(self.optimizer.defaults.get("fused"))
@@ -229,10 +211,7 @@ class RecomputingWorkload(Workload):
 
 
 def load_compiler(device: hardware.Device) -> None:
-    """Imports the compiler and, on a CPU, lets it try the instruction sets: neither is compiling.
-
-    What it finds is kept on this machine, as long as its caches have not been disabled before.
-    """
+    """Imports the compiler and, on a CPU, lets it try the instruction sets, before its caches are disabled."""
     importlib.import_module("torch._inductor.compile_fx")
     if device.kind == "cpu":
         importlib.import_module("torch._inductor.cpu_vec_isa").valid_vec_isa_list()
