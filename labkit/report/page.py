@@ -5,6 +5,7 @@ import html as entities
 import re
 from collections import Counter
 from collections.abc import Collection
+from importlib import resources
 from pathlib import Path
 
 import bleach
@@ -26,61 +27,7 @@ _FIGURE = re.compile(r'(<img alt="[^"]*" src=")([^"]+)')
 
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
-_STYLE_SHEET = """
-:root { color-scheme: light dark; --text: #1f2328; --muted: #59636e; --page: #fff; --shade: #f6f8fa; --line: #d1d9e0;
-  --link: #0757b5; }
-@media (prefers-color-scheme: dark) {
-  :root { --text: #e6e8eb; --muted: #a0a9b3; --page: #15181c; --shade: #1f242a; --line: #3a424b; --link: #7ab7ff; }
-}
-* { box-sizing: border-box; }
-html { -webkit-text-size-adjust: 100%; text-size-adjust: 100%; }
-body { margin: 0; font: 1rem/1.6 system-ui, sans-serif; color: var(--text); background: var(--page); }
-main { padding: 0 1rem 4rem; max-width: 64rem; overflow-wrap: break-word; }
-a { color: var(--link); }
-h1, h2, h3, h4, h5, h6 { line-height: 1.25; margin: 2.2em 0 0.6em; scroll-margin-top: 1rem; text-wrap: balance; }
-h1 { font-size: 1.7rem; margin-top: 1.2rem; }
-h2 { font-size: 1.45rem; border-top: 1px solid var(--line); padding-top: 1.2rem; }
-h3 { font-size: 1.15rem; }
-h4, h5, h6 { font-size: 1rem; }
-hr { display: none; }
-img { display: block; max-width: 100%; height: auto; margin: 1rem 0; padding: 0.4rem; background: #fff;
-  border-radius: 4px; }
-pre, .table { overflow-x: auto; margin: 0.6rem 0 1.4rem; }
-pre { padding: 0.8rem; background: var(--shade); }
-code { font-size: 0.9em; }
-table { border-collapse: collapse; font-size: 0.875rem; line-height: 1.45; }
-th, td { padding: 0.3rem 0.7rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
-th { background: var(--shade); vertical-align: bottom; }
-th.number, td.number { text-align: right; font-variant-numeric: tabular-nums; }
-td.number { white-space: nowrap; }
-thead:not(:has(th:not(:empty))) { display: none; }
-ul, ol { padding-left: 1.4rem; }
-summary { cursor: pointer; padding: 0.3rem 0; }
-nav { font-size: 0.9rem; background: var(--shade); padding: 0.6rem 1rem; border-bottom: 1px solid var(--line); }
-nav ul { list-style: none; margin: 0; padding: 0; }
-nav a { display: block; padding: 0.25rem 0; color: var(--text); text-decoration: none; }
-nav a:hover { text-decoration: underline; }
-nav .chapter { font-weight: 600; margin-top: 0.5rem; }
-nav .section { padding-left: 0.9rem; }
-@media (min-width: 64rem) {
-  body { display: grid; grid-template-columns: 17rem minmax(0, 1fr); }
-  nav { position: sticky; top: 0; height: 100vh; overflow-y: auto; border: 0; border-right: 1px solid var(--line); }
-  main { padding: 0 2.5rem 6rem; }
-  /* Beside the text the contents are always open, where the browser can do that without a script. */
-  @supports selector(::details-content) {
-    nav details::details-content { content-visibility: visible; block-size: auto; }
-    nav summary { list-style: none; pointer-events: none; font-weight: 600; }
-  }
-}
-@media (max-width: 40rem) {
-  th, td { padding: 0.3rem 0.5rem; }
-  table { font-size: 0.8125rem; }
-  /* As wide as its text needs to be read, in a box that scrolls. */
-  p:has(> img) { overflow-x: auto; }
-  img { max-width: none; width: 40rem; }
-}
-@media print { nav { display: none; } body { display: block; } }
-"""
+_STYLE_SHEET = (resources.files("labkit") / "data" / "report.css").read_text(encoding="utf-8")
 
 
 def html(markdown: str, folder: Path, title: str) -> str:
