@@ -341,11 +341,6 @@ def test_scientific(value, text):
     assert findings.scientific(value) == text
 
 
-def test_power_law_exponent_is_exact_on_a_power_law():
-    x = [128, 256, 512, 1024]
-    assert findings.power_law_exponent(x, [3 * value**1.7 for value in x]) == pytest.approx(1.7, abs=1e-12)
-
-
 def test_listing_and_count():
     assert findings.listing("abc") == "a, b and c"
     assert findings.listing("abcdefgh", limit=3) == "a, b, c and 5 more"

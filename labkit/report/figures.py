@@ -76,8 +76,6 @@ STYLES = {
 }
 """One style per precision, phase, implementation and size, the same in every figure of the report."""
 
-COLOURS = {name: style.colour for name, style in STYLES.items()}
-
 SERIES = ["#0072b2", "#e69f00", "#009e73", "#d55e00", "#5d3a9b", "#7f7f7f", "#56b4e9", "#cc79a7", "#8c6d31", "#000000"]
 """Colours, by number, of what has no style of its own."""
 
@@ -147,22 +145,18 @@ def log_scale(axes: Axes, which: str, base: int = 10) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def line_with_band(
-    axis: Axes, rows: pd.DataFrame, x: str, *, label: str, style: Style, y: str = "median_ms", scale: float = 1.0
-) -> None:
+def line_with_band(axis: Axes, rows: pd.DataFrame, x: str, *, label: str, style: Style, y: str = "median_ms") -> None:
     """Draws `y` over x, the median with its p20–p80 band; x values that ran out of memory become crosses at the top."""
     band = [name for name in ("p20_ms", "p80_ms") if name in rows and y == "median_ms"]
     points = sorted(zip(*(rows[name].tolist() for name in (x, "status", y, *band)), strict=True), key=itemgetter(0))
     measured = [point for point in points if point[1] == "ok" and point[2] == point[2]]
     if measured:
         at, _, median, *ends = zip(*measured, strict=True)
-        axis.plot(at, [value * scale for value in median], color=style.colour, linestyle=style.dash,
-                  label=label, marker=style.marker, markersize=4, linewidth=1.4)  # fmt: skip
+        look = {"color": style.colour, "linestyle": style.dash, "marker": style.marker}
+        axis.plot(at, median, label=label, markersize=4, linewidth=1.4, **look)
         if ends:
-            axis.fill_between(
-                at, *([v * scale for v in end] for end in ends), color=style.colour, alpha=0.2, linewidth=0
-            )
-    _mark(axis, points, style.colour)
+            axis.fill_between(at, *ends, color=style.colour, alpha=0.2, linewidth=0)
+    mark_failures(axis, rows, x, colour=style.colour)
 
 
 def curves(
@@ -173,36 +167,31 @@ def curves(
     panel: str | None = None,
     y: str = "median_ms",
     label: str = "time (ms)",
-    names: Callable[[str], str] = str,
-    scale: float = 1.0,
     x_label: str = "context (tokens)",
-    title: str = "",
-    num_columns: int = 3,
+    title: str,
 ) -> Figure | None:
     """Returns one panel per value of `panel`, one styled line per value of `line`, `y` over `x` on log axes.
 
+    None when nothing was measured.
+
     Args:
         frame: rows in the order in which panels and lines are wanted, failed ones included; they become marks.
-        label: of the y axis, with its unit; names: what a value of `line` or `panel` is called; scale: factor on `y`.
-        title: what is shown; the device's name is added.
-
-    Returns:
-        The figure, or None when nothing was measured.
+        label: of the y axis, with its unit; title: what is shown, to which the device's name is added.
     """
     if frame.empty or not (frame["status"] == "ok").any():
         return None
     shown = list(dict.fromkeys(frame[panel])) if panel else [None]
-    figure, axes = panels(len(shown), num_columns=num_columns)
+    figure, axes = panels(len(shown))
     for axis, value in zip(axes, shown, strict=True):
         rows = frame if panel is None else frame[frame[panel] == value]
         for number, name in enumerate(dict.fromkeys(rows[line])):
             style = STYLES.get(name, Style(SERIES[number % len(SERIES)], _MARKERS[number % len(_MARKERS)]))
-            line_with_band(axis, rows[rows[line] == name], x, label=names(name), style=style, y=y, scale=scale)
+            line_with_band(axis, rows[rows[line] == name], x, label=str(name), style=style, y=y)
         context_axis(axis, rows[x].unique(), x_label)
         log_time_axis(axis, label)
         if panel:
-            axis.set_title(names(value))
-    finish(figure, axes, f"{title}, {frame.attrs['device']}" if title else "")
+            axis.set_title(value)
+    finish(figure, axes, f"{title}, {frame.attrs['device']}")
     return figure
 
 
@@ -233,7 +222,7 @@ def over(
     return figure
 
 
-def finish(figure: Figure, axes: Sequence[Axes], title: str = "", *, num_columns: int = 6) -> None:
+def finish(figure: Figure, axes: Sequence[Axes], title: str, *, num_columns: int = 6) -> None:
     """Gives a figure its title and one legend for all panels, below them; × marks what ran out of memory."""
     handles: dict[str, object] = {}
     for axis in axes:
@@ -242,15 +231,13 @@ def finish(figure: Figure, axes: Sequence[Axes], title: str = "", *, num_columns
     if handles:
         columns = min(len(handles), num_columns)
         figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=columns)
-    if title:
-        figure.suptitle(title, fontsize=10)
+    figure.suptitle(title, fontsize=10)
 
 
 def stack(axis: Axes, x: Sequence[float], layers: Mapping[str, Sequence[float]], colours: Mapping[str, str]) -> None:
     """Draws layers over one another, from the bottom to the top, and writes its name into each thick one."""
-    axis.stackplot(
-        x, list(layers.values()), colors=[colours[name] for name in layers], labels=list(layers), linewidth=0
-    )
+    colors = [colours[name] for name in layers]
+    axis.stackplot(x, list(layers.values()), colors=colors, labels=list(layers), linewidth=0)
     below = pd.Series(0.0, index=range(len(x)))
     for name, values in layers.items():
         room = pd.Series(values).rolling(max(3, len(x) // 5), center=True).min()  # over about the text's width
@@ -263,23 +250,10 @@ def stack(axis: Axes, x: Sequence[float], layers: Mapping[str, Sequence[float]],
 
 def mark_failures(axis: Axes, rows: pd.DataFrame, x: str, *, colour: str) -> None:
     """Marks where there is no number: × for out of memory, ? for any other failure, on the upper edge."""
-    _mark(axis, list(zip(rows[x].tolist(), rows["status"].tolist(), strict=True)), colour)
-
-
-def _mark(axis: Axes, points: Sequence[tuple], colour: str) -> None:
-    """Marks the failed ones of points whose first two values are x and the status."""
-    for marker, statuses in (("$?$", ("error", "timeout")), ("x", ("oom",))):
-        if failed := [point[0] for point in points if point[1] in statuses]:
-            axis.scatter(
-                failed,
-                [0.97] * len(failed),
-                transform=axis.get_xaxis_transform(),
-                marker=marker,
-                color=colour,
-                s=22,
-                zorder=3,
-                clip_on=False,
-            )
+    look = {"transform": axis.get_xaxis_transform(), "color": colour, "s": 22, "zorder": 3, "clip_on": False}
+    for marker, statuses in (("$?$", ["error", "timeout"]), ("x", ["oom"])):
+        if failed := sorted(rows[x][rows["status"].isin(statuses)]):
+            axis.scatter(failed, [0.97] * len(failed), marker=marker, **look)
 
 
 def svg(figure: Figure) -> bytes:

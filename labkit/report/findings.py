@@ -93,11 +93,3 @@ def disturbed_note(frame) -> list[str]:
         return []
     num_measured, num_disturbed = (frame["status"] == "ok").sum(), frame["disturbed"].sum()
     return [f"The machine was busy during {num_disturbed:,} of {count(num_measured, 'measurement')}."]
-
-
-def power_law_exponent(x: Iterable[float], y: Iterable[float]) -> float:
-    """Returns the slope of log y against log x by least squares: y grows as x to that power."""
-    log_x, log_y = [math.log(v) for v in x], [math.log(v) for v in y]
-    mean_x, mean_y = sum(log_x) / len(log_x), sum(log_y) / len(log_y)
-    covariance = sum((a - mean_x) * (b - mean_y) for a, b in zip(log_x, log_y, strict=True))
-    return covariance / sum((a - mean_x) ** 2 for a in log_x)

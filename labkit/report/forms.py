@@ -9,7 +9,7 @@ import pandas as pd
 
 from labkit.report import verdicts
 from labkit.report.findings import count, listing, number, percent, span, times
-from labkit.report.tables import PHASE_NAMES, in_order, ok_rows, select
+from labkit.report.tables import MAX_ROWS, PHASE_NAMES, in_order, ok_rows, select
 
 
 def pairs(
@@ -18,53 +18,32 @@ def pairs(
     """Returns one row per case and other value of `column`, with the ratio of the base's time to its own.
 
     Args:
-        frame: records; column: what the two sides differ in, e.g. "precision"; base: its value on the one side.
+        column: what the two sides differ in, e.g. "precision"; base: its value on the one side.
         keys: columns that tell the cases apart; value: the time compared.
 
     Returns:
         Columns `keys`, `column`, base_<value>, <value>, ratio, low, high, verdict, launch_bound. Above 1 the other is
         faster than the base.
     """
-    rows = {}
-    for row in ok_rows(frame).to_dict("records"):
-        rows.setdefault(tuple(row[key] for key in keys), {})[row[column]] = row
-    result = []
-    for key, sides in rows.items():
-        if base not in sides:
-            continue
-        for name, row in sides.items():
-            if name == base:
-                continue
-            ratio = verdicts.ratio(sides[base], row, value)
-            result.append(
-                {
-                    **dict(zip(keys, key, strict=True)),
-                    column: name,
-                    f"base_{value}": sides[base][value],
-                    value: row[value],
-                    "ratio": ratio.mid,
-                    "low": ratio.low,
-                    "high": ratio.high,
-                    "verdict": ratio.verdict,
-                    "launch_bound": verdicts.launch_bound(row) or verdicts.launch_bound(sides[base]),
-                }
-            )
+    rows, found = ok_rows(frame).to_dict("records"), []
+    bases = {tuple(row[key] for key in keys): row for row in rows if row[column] == base}
+    for row in rows:
+        case = tuple(row[key] for key in keys)
+        if row[column] != base and case in bases:
+            ratio = verdicts.ratio(bases[case], row, value)
+            is_bound = verdicts.launch_bound(row) or verdicts.launch_bound(bases[case])
+            found.append((*case, row[column], bases[case][value], row[value], *ratio, ratio.verdict, is_bound))
     columns = [*keys, column, f"base_{value}", value, "ratio", "low", "high", "verdict", "launch_bound"]
-    return in_order(pd.DataFrame(result, columns=columns).astype({"launch_bound": bool}), [column, *keys])
+    return in_order(pd.DataFrame(found, columns=columns).astype({"launch_bound": bool}), [column, *keys])
 
 
-def exact_pairs(
-    frame: pd.DataFrame, column: str, base: str, *, keys: Sequence[str], value: str = "peak_bytes"
-) -> pd.DataFrame:
-    """Returns one row per case and other value of `column` with base_<value>, `ratio` to it and the exact `verdict`.
-
-    Args: as of `pairs`, but of bytes or counts. Above 1 the other takes more than the base, which is "behind".
-    """
+def exact_pairs(frame: pd.DataFrame, column: str, base: str, *, keys: Sequence[str]) -> pd.DataFrame:
+    """Returns pairs as `pairs` does, of peak_bytes: above a `ratio` of 1 the other takes more and is "behind"."""
     rows = ok_rows(frame)
-    others, bases = rows[rows[column] != base], rows[rows[column] == base][[*keys, value]]
-    both = others.merge(bases.rename(columns={value: f"base_{value}"}), on=list(keys))
-    verdict = [verdicts.exact(*pair) for pair in zip(both[value], both[f"base_{value}"], strict=True)]
-    return in_order(both.assign(ratio=both[value] / both[f"base_{value}"], verdict=verdict), [column, *keys])
+    bases = select(rows, **{column: base})[[*keys, "peak_bytes"]].rename(columns={"peak_bytes": "base_peak_bytes"})
+    both = rows[rows[column] != base].merge(bases, on=list(keys))
+    verdict = [verdicts.exact(*pair) for pair in zip(both["peak_bytes"], both["base_peak_bytes"], strict=True)]
+    return in_order(both.assign(ratio=both["peak_bytes"] / both["base_peak_bytes"], verdict=verdict), [column, *keys])
 
 
 def summary(pairs: pd.DataFrame, name: Callable[[dict], str], limit: int = 3) -> str:
@@ -157,32 +136,27 @@ def failures(frame: pd.DataFrame) -> list[str]:
     return [f"{count(len(failed), 'measurement')} of {len(frame):,} failed: {named}."]
 
 
-def matched(theirs: pd.DataFrame, ours: pd.DataFrame, keys: Sequence[str], value: str = "median_ms") -> pd.DataFrame:
-    """Returns published rows beside ours of the same `keys`; `ratio` is theirs over ours.
-
-    Args:
-        theirs: columns `keys`, gpu, published_ms, caveat; ours: records.
-    """
+def matched(theirs: pd.DataFrame, ours: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
+    """Returns published rows (columns `keys`, gpu, published_ms, caveat) beside ours; `ratio` is theirs over ours."""
     own = ok_rows(ours)
     if own.empty or theirs.empty:
-        return pd.DataFrame(columns=[*theirs.columns, value, "timer_method", "ratio"])
-    joined = theirs.merge(own[[*keys, value, "timer_method"]], on=list(keys))
-    return joined.assign(ratio=joined["published_ms"] / joined[value])
+        return pd.DataFrame(columns=[*theirs.columns, "median_ms", "timer_method", "ratio"])
+    joined = theirs.merge(own[[*keys, "median_ms", "timer_method"]], on=list(keys))
+    return joined.assign(ratio=joined["published_ms"] / joined["median_ms"])
 
 
 def published_table(
-    matched: pd.DataFrame, case: Callable[[dict], str], limit: int = 12, *, name: str = "ms", value: str = "median_ms"
+    matched: pd.DataFrame, case: Callable[[dict], str], *, name: str = "ms", value: str = "median_ms"
 ) -> pd.DataFrame:
-    """Returns the published figures beside ours, at most `limit` rows spread over the GPUs; the CSV has all.
+    """Returns the published figures beside ours, at most MAX_ROWS of them spread over the GPUs; the CSV has all.
 
     Args:
         matched: rows with gpu, phase, published_<name>, `value`, ratio and caveat; case: how a row's case is called.
         name: the unit in which both are given.
     """
-    if len(matched) > limit:
+    if len(matched) > MAX_ROWS:
         position = matched.groupby("gpu").cumcount() / matched.groupby("gpu")["gpu"].transform("size")
-        chosen = position.sort_values(kind="stable").index[:limit]
-        matched = matched.loc[sorted(chosen)]
+        matched = matched.loc[sorted(position.sort_values(kind="stable").index[:MAX_ROWS])]
     unit = {"gib": "GiB"}.get(name, name)
     return pd.DataFrame(
         {
