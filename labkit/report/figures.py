@@ -1,8 +1,7 @@
 """What the chapters' figures share: style, one fixed colour per thing shown, gaps for what ran out of memory."""
 
 import io
-from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import matplotlib as mpl
@@ -68,10 +67,7 @@ STYLES = {
     "time": Style("#d55e00", "o"),
     "bytes": Style("#0072b2", "s", "--"),
     "FLOPs": Style("#000000", "^", ":"),
-    **{
-        size: Style(colour, marker, dash)
-        for size, colour, marker, dash in zip(SIZES, _SIZE_COLOURS, _MARKERS, ["-", "--"] * 4, strict=True)
-    },
+    **{size: Style(*look) for size, *look in zip(SIZES, _SIZE_COLOURS, _MARKERS, ["-", "--"] * 4, strict=True)},
     "compiled_tf32": Style("#e6ab02", "v", "-."),
 }
 """One style per precision, phase, implementation and size, the same in every figure of the report."""
@@ -80,7 +76,7 @@ SERIES = ["#0072b2", "#e69f00", "#009e73", "#d55e00", "#5d3a9b", "#7f7f7f", "#56
 """Colours, by number, of what has no style of its own."""
 
 # Set once for the process: a text takes its size when it is made, wherever that happens.
-_STYLE = {
+mpl.rcParams |= {
     **sns.axes_style("whitegrid"),
     "font.size": 9,
     "axes.titlesize": 9,
@@ -93,7 +89,6 @@ _STYLE = {
     "svg.fonttype": "path",  # looks the same without this machine's fonts
     "font.family": "DejaVu Sans",
 }
-mpl.rcParams.update(_STYLE)
 
 
 def panels(num_panels: int, *, num_columns: int = 3, width: float = 3.0, height: float = 2.6) -> tuple[Figure, list]:
@@ -148,14 +143,13 @@ def log_scale(axes: Axes, which: str, base: int = 10) -> None:
 def line_with_band(axis: Axes, rows: pd.DataFrame, x: str, *, label: str, style: Style, y: str = "median_ms") -> None:
     """Draws `y` over x, the median with its p20–p80 band; x values that ran out of memory become crosses at the top."""
     band = [name for name in ("p20_ms", "p80_ms") if name in rows and y == "median_ms"]
-    points = sorted(zip(*(rows[name].tolist() for name in (x, "status", y, *band)), strict=True), key=itemgetter(0))
-    measured = [point for point in points if point[1] == "ok" and point[2] == point[2]]
-    if measured:
-        at, _, median, *ends = zip(*measured, strict=True)
+    measured = rows[(rows["status"] == "ok") & rows[y].notna()].sort_values(x, kind="stable")
+    if len(measured):
         look = {"color": style.colour, "linestyle": style.dash, "marker": style.marker}
-        axis.plot(at, median, label=label, markersize=4, linewidth=1.4, **look)
-        if ends:
-            axis.fill_between(at, *ends, color=style.colour, alpha=0.2, linewidth=0)
+        axis.plot(measured[x], measured[y], label=label, markersize=4, linewidth=1.4, **look)
+        if band:
+            ends = (measured[end] for end in band)
+            axis.fill_between(measured[x], *ends, color=style.colour, alpha=0.2, linewidth=0)
     mark_failures(axis, rows, x, colour=style.colour)
 
 

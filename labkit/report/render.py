@@ -64,13 +64,14 @@ def rebuild(
     if save_notebooks:
         for name, shown in _execute_all(notebooks.names(), {}, lessons=True).items():
             _save_outputs(name, shown, notebooks.path(name))
-    measured_chapters = {
-        name: Chapter(name, device=device, output=str(output or "")) for name in notebooks.names() if records.get(name)
-    }
+    chapters = {name: Chapter(name, device=device, output=str(output or "")) for name in notebooks.names()}
     bodies = [
-        _chapter_markdown(executed[name], device) if records.get(name) else _unmeasured_chapter(name, device)
-        for name in notebooks.names()
+        _chapter_markdown(executed[name], device)
+        if records.get(name)
+        else f"{_as_chapter(notebooks.read(name).cells[0].source)}\n\n{chapter.source().data}"
+        for name, chapter in chapters.items()
     ]
+    measured_chapters = {name: chapter for name, chapter in chapters.items() if records.get(name)}
     first = front.page(measured_chapters, _save_roofline(measured_chapters, folder))
     unfinished = filter(None, (_not_finished(folder, notebook) for notebook in records))
     text = "\n\n".join([first, *unfinished, *bodies]) + "\n"
@@ -101,17 +102,13 @@ def devices_table(root: Path) -> pd.DataFrame:
         for notebook, records in check(root / device).items():
             dates = sorted(record.recorded_at[:10] for record in records)
             counts = Counter(record.status for record in records)
-            rows.append(
-                {
-                    "device": device,
-                    "notebook": notebook,
-                    "records": ", ".join(f"{count} {status}" for status, count in sorted(counts.items())),
-                    "complete": "no" if _not_finished(root / device, notebook) else "yes",
-                    "measured": f"{dates[0]} to {dates[-1]}" if dates else "–",
-                    "torch": ", ".join(sorted({record.software.get("torch", "?") for record in records})),
-                    "triton": ", ".join(sorted({record.software.get("triton", "?") for record in records})),
-                }
-            )
+            row = {"device": device, "notebook": notebook}
+            row["records"] = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
+            row["complete"] = "no" if _not_finished(root / device, notebook) else "yes"
+            row["measured"] = f"{dates[0]} to {dates[-1]}" if dates else "–"
+            for library in ("torch", "triton"):
+                row[library] = ", ".join(sorted({record.software.get(library, "?") for record in records}))
+            rows.append(row)
     return pd.DataFrame(rows)
 
 
@@ -138,8 +135,7 @@ def _execute_all(names: Sequence[str], values: Mapping[str, Any], *, lessons: bo
 
 def _save_roofline(chapters: Mapping[str, Chapter], folder: Path) -> str | None:
     """Saves the front page's figure and returns its Markdown; None without the records for it."""
-    figure = front.roofline(chapters)
-    if figure is None:
+    if (figure := front.roofline(chapters)) is None:
         return None
     write_bytes_atomic(folder / "front_roofline.svg", figures.svg(figure))
     description = "Attention's achieved FLOP rate over arithmetic intensity, under the measured roofs"
@@ -156,13 +152,6 @@ def _not_finished(folder: Path, notebook: str) -> str:
     return ""
 
 
-def _unmeasured_chapter(name: str, device: str) -> str:
-    """Returns the chapter of a notebook that was not measured on this device."""
-    number = name.split("_")[0]
-    question = _as_chapter(notebooks.read(name).cells[0].source)
-    return f"{question}\n\n*Not measured on {device}; `labkit run {number}` measures it.*"
-
-
 def _chapter_markdown(executed, device: str) -> str:
     from nbconvert import MarkdownExporter
     from nbconvert.preprocessors import TagRemovePreprocessor
@@ -173,9 +162,7 @@ def _chapter_markdown(executed, device: str) -> str:
             cell["outputs"] = [output for output in cell["outputs"] if output["output_type"] != "stream"]
         for output in cell.get("outputs", []):
             if figure := output.get("metadata", {}).get(FIGURE_METADATA):
-                output["data"] = {
-                    "text/markdown": f"![{figure['description']}]({_FIGURES_FOLDER}{figure['file']})",
-                }
+                output["data"] = {"text/markdown": f"![{figure['description']}]({_FIGURES_FOLDER}{figure['file']})"}
     config = Config()
     config.TagRemovePreprocessor.remove_cell_tags = {"remove_cell", "parameters", "injected-parameters"}
     config.TagRemovePreprocessor.enabled = True

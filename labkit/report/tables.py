@@ -97,23 +97,20 @@ def cell(row: dict, name: str = "median_ms", form: Callable[[float], str] = numb
 
 def pivot(frame: pd.DataFrame, index: Sequence[str], columns: str, text: Callable[[dict], str] = cell) -> pd.DataFrame:
     """Returns a table with one row per `index` and one column per value of `columns`; "–" where not measured."""
-    names = list(dict.fromkeys(in_order(frame[[columns]], [columns])[columns]))
+    names = dict.fromkeys(in_order(frame[[columns]], [columns])[columns], "–")
     rows = {}
     for row in in_order(frame, [*index, columns]).to_dict("records"):
-        rows.setdefault(tuple(row[name] for name in index), {})[row[columns]] = text(row)
-    return pd.DataFrame(
-        [
-            {**dict(zip(index, key, strict=True)), **{name: values.get(name, "–") for name in names}}
-            for key, values in rows.items()
-        ]
-    )
+        line = rows.setdefault(tuple(row[name] for name in index), {name: row[name] for name in index} | names)
+        line[row[columns]] = text(row)
+    return pd.DataFrame(rows.values())
 
 
 def unfolded(frame: pd.DataFrame, keys: Sequence[str], samples: Sequence[str]) -> pd.DataFrame:
     """Returns the samples of these names, one row per element, beside the columns `keys` of the rows that have them."""
-    rows = [row for row in ok_rows(frame).to_dict("records") if set(samples) <= row["samples"].keys()]
     parts = [
-        pd.DataFrame({key: row[key] for key in keys} | {key: row["samples"][key] for key in samples}) for row in rows
+        pd.DataFrame({key: row[key] for key in keys} | {key: row["samples"][key] for key in samples})
+        for row in ok_rows(frame).to_dict("records")
+        if set(samples) <= row["samples"].keys()
     ]
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 

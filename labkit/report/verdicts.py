@@ -90,10 +90,10 @@ def ratio(theirs: Mapping[str, Any], ours: Mapping[str, Any], value: str = "medi
     if len(kinds) > 1:
         raise ValueError(f"a ratio of a {' and a '.join(sorted(kinds))} time: compare times of one kind")
     mid = theirs[value] / ours[value]
-    spread = _half_width(theirs) + _half_width(ours)
-    return widened(
-        mid, mid * (1 - spread), mid * (1 + spread), kinds.pop(), theirs.get("session") == ours.get("session")
-    )
+    # One sample says nothing of its own spread.
+    spread = sum(float(half) for row in (theirs, ours) if (half := row.get("half_width_fraction")) and half == half)
+    is_one_session = theirs.get("session") == ours.get("session")
+    return widened(mid, mid * (1 - spread), mid * (1 + spread), kinds.pop(), is_one_session)
 
 
 def paired(row: Mapping[str, Any]) -> Ratio:
@@ -111,9 +111,3 @@ def widened(mid: float, low: float, high: float, kind: str, same_session: bool) 
 def exact(ours: float, theirs: float) -> str:
     """Returns the verdict on counts or bytes, of which fewer is ahead; equal is level."""
     return LEVEL if ours == theirs else AHEAD if ours < theirs else BEHIND
-
-
-def _half_width(row: Mapping[str, Any]) -> float:
-    """Returns half of the median's interval as a fraction; one sample says nothing of its own spread."""
-    half = row.get("half_width_fraction")
-    return float(half) if half is not None and half == half else 0.0
