@@ -3,6 +3,7 @@
 Every function takes frames of records as `Chapter.records` returns them; those on time and memory take `steps`.
 """
 
+import itertools
 import math
 
 import numpy as np
@@ -78,17 +79,14 @@ def merged(table: pd.DataFrame, column: str) -> pd.DataFrame:
 def table_accumulation(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns the sum of every series beside the published one, the sum of its rounded terms and the spacing there."""
     rows = sums(frame)
-    table = {
-        "added": rows["method"].map(METHODS),
-        "accumulator": rows["accumulator"],
-        "terms": rows["term"] + rows["cast"].map({"none": ""}).fillna(", " + rows["cast"] + " cast"),
-        "sum": rows["sum"],
-        "published": rows["published"],
-        "error": rows["error"].map("{:+.1e}".format),
-        "rounded terms, exact sum": rows["rounded_terms"].map("{:.4f}".format),
-        "spacing there": rows["spacing"].map(scientific),
-    }
-    return merged(pd.DataFrame(table), "added")
+    table = rows.assign(
+        added=rows["method"].map(METHODS),
+        terms=rows["term"] + rows["cast"].map({"none": ""}).fillna(", " + rows["cast"] + " cast"),
+        error=rows["error"].map("{:+.1e}".format),
+    )[["added", "accumulator", "terms", "sum", "published", "error"]]
+    table["rounded terms, exact sum"] = rows["rounded_terms"].map("{:.4f}".format)
+    table["spacing there"] = rows["spacing"].map(scientific)
+    return merged(table, "added")
 
 
 def figure_accumulation(frame: pd.DataFrame) -> Figure | None:
@@ -110,15 +108,11 @@ def figure_accumulation(frame: pd.DataFrame) -> Figure | None:
             gaps.annotate(f"{name} stops", (edges[-1], term), (0, -50), textcoords="offset points", ha="center",
                           fontsize=8, arrowprops={"arrowstyle": "->", "color": style.colour})  # fmt: skip
             gaps.axhline(term, color="0.2", linewidth=1)
-    for axis, base in ((errors, 10), (gaps, 2)):
-        figures.log_scale(axis, "x", base)
-        figures.log_scale(axis, "y", base)
+    for axis, which in itertools.product((errors, gaps), "xy"):
+        figures.log_scale(axis, which, 10 if axis is errors else 2)
     errors.set(xlabel="terms added", ylabel="largest error so far")
-    gaps.set(
-        xlabel="running sum",
-        ylabel="half of the spacing",
-        title="where it is below the term (black), the term is added",
-    )
+    gaps.set(xlabel="running sum", ylabel="half of the spacing")
+    gaps.set_title("where it is below the term (black), the term is added")
     figures.finish(figure, [errors, gaps], f"One hundredth added one by one, {frame.attrs['device']}", num_columns=3)
     return figure if len(rows) else None
 
@@ -168,9 +162,9 @@ def table_dtypes(frame: pd.DataFrame) -> pd.DataFrame:
         others = select(theirs, component=row["part"])
         ours = others["autocast_dtype"].map({"float16": row.get("fp16"), "bfloat16": row.get("bf16")}).dropna()
         same = (ours == others["reported_dtype"][ours.index]).sum()
-        line = {"part": f"`{row['part']}`"} | {f"under {short}": row.get(short, "–") for short in ("fp16", "bf16")}
-        result.append({**line, "published dtypes that agree": f"{same} of {len(ours)}"})
-    return pd.DataFrame(result)
+        dtypes_here = (row.get(short, "–") for short in ("fp16", "bf16"))
+        result.append((f"`{row['part']}`", *dtypes_here, f"{same} of {len(ours)}"))
+    return pd.DataFrame(result, columns=["part", "under fp16", "under bf16", "published dtypes that agree"])
 
 
 def findings_dtypes(frame: pd.DataFrame) -> list[str]:
@@ -228,8 +222,8 @@ def figure_normalisation(frame: pd.DataFrame) -> Figure | None:
             figures.mark_failures(axis, line[~line["is_sound"]].assign(status="oom"), "scale", colour=style.colour)
         figures.log_scale(axis, "x")
         figures.log_scale(axis, "y")
-        title = f"{NORMS[norm]}, {SETTINGS[setting]}"
-        axis.set(xlabel="standard deviation of the input", ylabel="relative error", title=title)
+        axis.set(xlabel="standard deviation of the input", ylabel="relative error")
+        axis.set_title(f"{NORMS[norm]}, {SETTINGS[setting]}")
     title = f"Error of a normalisation against fp64, {frame.attrs['device']} (× overflow or no finite result)"
     figures.finish(figure, axes, title, num_columns=3)
     return figure
@@ -278,8 +272,7 @@ def steps(benchmarking: pd.DataFrame, own: pd.DataFrame) -> pd.DataFrame:
 def gains(steps: pd.DataFrame, origin: str) -> pd.DataFrame:
     """Returns notebook 01's precisions against its fp32, or 03's against bf16 autocast of the same session."""
     base, keys = {"01": ("fp32", []), "03": ("bf16", ["session"])}[origin]
-    pairs = forms.pairs(select(steps, origin=origin), "precision", base, keys=["size", "context", "phase", *keys])
-    return pairs.astype({"launch_bound": bool})  # where there is no pair, too
+    return forms.pairs(select(steps, origin=origin), "precision", base, keys=["size", "context", "phase", *keys])
 
 
 def case_name(row: dict) -> str:
@@ -375,15 +368,11 @@ def findings_casts(operators: pd.DataFrame, steps: pd.DataFrame) -> list[str]:
 def table_training(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns the final loss, the gradients that are 0 at the first and last look, and what never moved."""
     return pd.DataFrame(
-        {
-            "precision": NAMES[precision],
-            "final loss (nats)": number(row["final_loss"]),
-            "over fp32's": times(row["over_fp32"]),
-            "logits' gradients that are 0 (first → last look)": " → ".join(zero_ends(row)),
-            "norm gains never moved": percent(row["unmoved_gains"]),
-            "skipped steps": int(row["num_skipped_steps"]),
-            "loss scale": f"{row['final_loss_scale']:g}",
-        }
+        {"precision": NAMES[precision], "final loss (nats)": number(row["final_loss"])}
+        | {"over fp32's": times(row["over_fp32"])}
+        | {"logits' gradients that are 0 (first → last look)": " → ".join(zero_ends(row))}
+        | {"norm gains never moved": percent(row["unmoved_gains"]), "skipped steps": int(row["num_skipped_steps"])}
+        | {"loss scale": f"{row['final_loss_scale']:g}"}
         for precision, row in by_precision(frame).items()
     )
 
@@ -419,9 +408,7 @@ def findings_training(frame: pd.DataFrame) -> list[str]:
     if over := {name: row["over_fp32"] for name, row in rows.items() if name != "fp32" and row["over_fp32"] > 0}:
         parts = listing(f"{NAMES[name]} {times(over[name])}" for name in sorted(over, key=over.get))
         base = number(rows["fp32"]["final_loss"])
-        sentences.append(
-            f"Final loss over fp32's {base} nats: {parts}. One run each, so small differences say nothing."
-        )
+        sentences = [f"Final loss over fp32's {base} nats: {parts}. One run each, so small differences say nothing."]
     if {"fp16", "fp16_unscaled"} <= rows.keys():
         (first, last), scaled = zero_ends(rows["fp16_unscaled"]), rows["fp16"]
         sentences.append(

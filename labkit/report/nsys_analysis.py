@@ -5,7 +5,7 @@ the host's times are those under the profiler.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import pandas as pd
 from matplotlib.collections import PolyCollection
@@ -14,28 +14,15 @@ from matplotlib.patches import Patch
 
 from labkit import published
 from labkit.configs import BATCH_SIZE, SIZES
-from labkit.report import figures, forms, verdicts
+from labkit.report import figures, forms, profiles, verdicts
 from labkit.report.findings import count, listing, number, percent, span, times
 from labkit.report.forms import case_name, name, shown
-from labkit.report.profiles import (
-    CASE,
-    CLASSES,
-    COMMON_NAME,
-    STEPS,
-    attention_times,
-    classes,
-    flash_steps,
-    kernels,
-    tables_of,
-    top_kernels,
-    whole_steps,
-)
+from labkit.report.profiles import CASE, CLASSES, COMMON_NAME, STEPS, attention_times, classes, tables_of, whole_steps
 from labkit.report.tables import PHASE_NAMES, in_order, ok_rows, once_per_frame, select
 
-CLASS_COLOURS = "#0072b2 #8a1c20 #f0e442 #009e73 #56b4e9 #000000 #e69f00 #8c6d31 #5d3a9b #b0b0b0".split()
+_COLOURS = "#0072b2 #8a1c20 #f0e442 #009e73 #56b4e9 #000000 #e69f00 #8c6d31 #5d3a9b #b0b0b0".split()
+CLASS_COLOURS = dict(zip(CLASSES, _COLOURS, strict=True))
 CLASS_HATCHES = {"elementwise": "///", "copy": "...", "optimizer": "\\\\\\"}
-CLASS_STYLES = {c: (colour, CLASS_HATCHES.get(c, "")) for c, colour in zip(CLASSES, CLASS_COLOURS, strict=True)}
-"""Colour and hatch of each class of kernels."""
 
 IDLE, AGREEMENT = 0.1, 0.05
 """A device is called idle from a tenth of a step on; kernel times are called the same within 5 %."""
@@ -43,8 +30,7 @@ IDLE, AGREEMENT = 0.1, 0.05
 
 def columns(rows: pd.DataFrame, **shown_as: tuple[str, Callable]) -> pd.DataFrame:
     """Returns size, context and precision of each row, and for each title a column's values by its form."""
-    told = {title: [form(value) for value in rows[column]] for title, (column, form) in shown_as.items()}
-    return rows[CASE[:3]].assign(**told)
+    return rows[CASE[:3]].assign(**{title: rows[column].map(form) for title, (column, form) in shown_as.items()})
 
 
 def milliseconds(value: float) -> str:
@@ -92,15 +78,12 @@ def table_classes(frame: pd.DataFrame) -> pd.DataFrame:
     inference = select(classes(frame), view="inference").drop(columns="view")
     rows = steps.merge(classes(frame), on=[*CASE, "view"]).merge(inference, "left", CASE, suffixes=("", "_before"))
     named = ("matmul", "elementwise", "copy", "softmax", "reduction")
-    shares = {c: _hundredths(rows[f"{c}_share_before"]) + " → " + _hundredths(rows[f"{c}_share"]) for c in named}
     rest = 1 - sum(rows[f"{c}_share"] for c in (*named, "optimizer"))
-    last = {"AdamW": _hundredths(rows["optimizer_share"].replace(0, math.nan))}
-    last |= {"rest": _hundredths(rest)} if rest.max() >= 0.001 else {}
-    return columns(rows, **{"step (ms)": ("total_us", milliseconds)}).assign(**shares, **last)
-
-
-def _hundredths(shares: pd.Series) -> pd.Series:
-    return (100 * shares).map("{:.1f}".format).astype(str).replace("nan", "–")
+    shares = rows.assign(rest_share=rest, optimizer_share=rows["optimizer_share"].replace(0, math.nan))
+    text = (100 * shares.filter(like="_share")).map("{:.1f}".format).replace("nan", "–")
+    told = {c: text[f"{c}_share_before"] + " → " + text[f"{c}_share"] for c in named}
+    told |= {"AdamW": text["optimizer_share"]} | ({"rest": text["rest_share"]} if rest.max() >= 0.001 else {})
+    return columns(rows, **{"step (ms)": ("total_us", milliseconds)}).assign(**told)
 
 
 def findings_classes(frame: pd.DataFrame) -> list[str]:
@@ -142,15 +125,15 @@ def figure_classes(frame: pd.DataFrame) -> Figure | None:
     asked = select(frame, phase=STEPS, precision=precision)[[*CASE, "phase"]].rename(columns={"phase": "view"})
     rows = asked.merge(classes(frame), "left", [*CASE, "view"])
     rows = rows.sort_values(["context", "attention"], ascending=[True, False])
-    present = [c for c in CLASS_STYLES if rows[f"{c}_share"].max() > 0.001]
+    present = [c for c in CLASSES if rows[f"{c}_share"].max() > 0.001]
     figure, axes = figures.panels(len(sizes), height=3.0)
     for axis, size in zip(axes, sizes, strict=True):
         bars = select(rows, size=size)
         bottom = pd.Series(0.0, index=bars.index)
         for kernel_class in present:
-            colour, hatch = CLASS_STYLES[kernel_class]
             height = bars[f"{kernel_class}_share"] * bars["total_us"] / BATCH_SIZE / bars["context"]  # µs a token
-            axis.bar(range(len(bars)), height, 0.85, bottom, color=colour, hatch=hatch, edgecolor="white", linewidth=0)
+            look = {"color": CLASS_COLOURS[kernel_class], "hatch": CLASS_HATCHES.get(kernel_class, "")}
+            axis.bar(range(len(bars)), height, 0.85, bottom, edgecolor="white", linewidth=0, **look)
             bottom += height
         for place in [place for place, time in enumerate(bars["total_us"]) if time != time]:
             axis.text(place, 0, "×", ha="center", va="bottom")
@@ -158,15 +141,15 @@ def figure_classes(frame: pd.DataFrame) -> Figure | None:
         axis.set_xticks(range(len(bars)), labels, fontsize=7, rotation=90)
         axis.set(xlabel="context (tokens)", ylabel="ms per 1,000 tokens", title=size)
         axis.grid(axis="x", visible=False)
-    _class_legend(figure, present)
+    _class_legend(figure, present, CLASS_HATCHES)
     title = f"Kernel time of a step by class, {precision}, device time, {frame.attrs['device']}"
     figure.suptitle(f"{title} (F: our FlashAttention, ×: not captured)", fontsize=10)
     return figure
 
 
-def _class_legend(figure: Figure, present: list[str], hatched: bool = True) -> None:
-    styles = [(c, CLASS_STYLES[c][0], CLASS_STYLES[c][1] if hatched else "") for c in CLASSES if c in present]
-    handles = [Patch(fc=colour, hatch=hatch, label=c, ec="white", lw=0) for c, colour, hatch in styles]
+def _class_legend(figure: Figure, present: Sequence[str], hatches: Mapping[str, str]) -> None:
+    looks = {c: {"fc": CLASS_COLOURS[c], "hatch": hatches.get(c, "")} for c in CLASS_COLOURS if c in present}
+    handles = [Patch(label=c, ec="white", lw=0, **look) for c, look in looks.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 8))
 
 
@@ -176,22 +159,22 @@ def shown_case(frame: pd.DataFrame) -> dict:
     return rows.iloc[-1][CASE].to_dict() if len(rows) else {}
 
 
-def table_kernels(frame: pd.DataFrame, num_kernels: int = 10) -> pd.DataFrame:
+def table_kernels(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns the kernels with most time in forward and backward together, and the same ones in forward alone."""
-    rows = select(kernels(frame), **shown_case(frame)).drop_duplicates(["view", "short_name"])
-    both = select(rows, view="forward_backward").sort_values("total_us", ascending=False).head(num_kernels)
-    forward = select(rows, view="forward").set_index("short_name").reindex(both["short_name"]).reset_index()
-    told = {"kernel": both["kernel"].tolist(), "what it does": both["role"].tolist()}
+    rows = select(profiles.kernels(frame), **shown_case(frame)).drop_duplicates(["view", "short_name"])
+    both = select(rows, view="forward_backward").sort_values("total_us", ascending=False).head(10)
+    forward = select(rows, view="forward").set_index("short_name").reindex(both["short_name"])
+    table = both[["kernel", "role"]].rename(columns={"role": "what it does"})
     for title, of_view in (("forward", forward), ("both", both)):
-        told[f"{title} (ms)"] = [milliseconds(value) for value in of_view["total_us"]]
-        told[f"launches, {title}"] = [f"{value:,.0f}" if value == value else "–" for value in of_view["launches"]]
-        told[f"share, {title}"] = [percent(value) for value in of_view["share"]]
-    return pd.DataFrame(told)
+        table[f"{title} (ms)"] = of_view["total_us"].map(milliseconds).tolist()
+        table[f"launches, {title}"] = of_view["launches"].map("{:,.0f}".format).replace("nan", "–").tolist()
+        table[f"share, {title}"] = of_view["share"].map(percent).tolist()
+    return table
 
 
 def findings_kernels(frame: pd.DataFrame) -> list[str]:
     """Says which kernel leads the forward pass, whether it leads with backward too, and which names cover several."""
-    best, case, sentences = top_kernels(frame), shown_case(frame), []
+    best, case, sentences = profiles.top_kernels(frame), shown_case(frame), []
     leads = [
         f"{row['kernel']} in {row['precision']} ({row['launches']:,} launches, {percent(row['share'])} of the pass)"
         for row in select(best, view="forward").to_dict("records")
@@ -219,11 +202,11 @@ def findings_idle(frame: pd.DataFrame) -> list[str]:
     """Says when the device idles under the profiler, and what was not tried."""
     sentences, rows = [], whole_steps(frame)
     if len(rows):
-        idle = rows["step_idle_fraction"] >= IDLE
+        idle, means = rows["step_idle_fraction"] >= IDLE, ""
         mean = 1e3 * rows["step_kernel_ms"] / rows["num_launches"]
-        apart = idle.any() and not idle.all()
-        means = f"; the mean kernel takes {span(mean[idle], number)} µs in these" if apart else ""
-        means += f" and {span(mean[~idle], number)} µs in the others" if apart else ""
+        if idle.any() and not idle.all():
+            means = f"; the mean kernel takes {span(mean[idle], number)} µs in these and "
+            means += f"{span(mean[~idle], number)} µs in the others"
         sentences.append(
             f"Under the profiler the device idles for {percent(IDLE)} or more of {idle.sum()} of {len(rows)} "
             f"steps{means}. It idles when a kernel ends before the host launches the next "
@@ -237,17 +220,13 @@ def findings_idle(frame: pd.DataFrame) -> list[str]:
     return sentences
 
 
-def _timeline_case(frame: pd.DataFrame) -> dict | None:
-    """Returns the record whose launches were kept: an eager one, in bf16 where there is one."""
-    rows = ok_rows(frame, attention="eager").to_dict("records")
-    kept = [row for row in rows if "timeline" in row["observed"]["tables"]]
-    return min(kept, key=lambda row: row["precision"] != "bf16") if kept else None
-
-
 def figure_timeline(frame: pd.DataFrame) -> Figure | None:
     """A training step from its first launch to its last, kernels above phases and blocks, then one block closer."""
-    if not (row := _timeline_case(frame)):
+    rows = ok_rows(frame, attention="eager").to_dict("records")
+    kept = [row for row in rows if "timeline" in row["observed"]["tables"]]
+    if not kept:
         return None
+    row = min(kept, key=lambda row: row["precision"] != "bf16")
     table = dict(row["observed"]["tables"]["timeline"])
     names, phases = table.pop("class_names"), [*table.pop("phase_names"), "outside"]
     told = pd.DataFrame(table).assign(end_us=lambda t: t["start_us"] + t["duration_us"])
@@ -255,7 +234,7 @@ def figure_timeline(frame: pd.DataFrame) -> Figure | None:
     forward = select(told, phase="forward")
     block = select(forward, block=forward["block"].max() // 2)
     corners = [[(a, 1.6), (b, 1.6), (b, 2.4), (a, 2.4)] for a, b in told[["start_us", "end_us"]].to_numpy() / 1e3]
-    colours = [CLASS_STYLES[names[n]][0] for n in told["kernel_class"]]
+    colours = [CLASS_COLOURS[names[n]] for n in told["kernel_class"]]
     ranges = [(1, phase, rows) for phase, rows in told.groupby("phase", sort=False) if phase != "outside"]
     ranges += [(0, n, rows) for (_, n), rows in told[told["block"] >= 0].groupby(["phase", "block"], sort=False)]
     figure, axes = figures.panels(2, num_columns=1, width=9, height=1.6)
@@ -273,7 +252,7 @@ def figure_timeline(frame: pd.DataFrame) -> Figure | None:
         axis.set(xlim=(low, high), ylim=(-0.5, 2.5), xlabel="time on the device, profiled (ms)", title=title)
         axis.set_yticks([2, 1, 0], ["kernels", "phase", "block"])
         axis.grid(visible=False)
-    _class_legend(figure, [names[n] for n in set(told["kernel_class"])], hatched=False)
+    _class_legend(figure, [names[n] for n in set(told["kernel_class"])], {})
     figure.suptitle(f"{name(row)}, eager attention, {frame.attrs['device']}", fontsize=10)
     return figure
 
@@ -293,11 +272,11 @@ def table_attention(frame: pd.DataFrame) -> pd.DataFrame:
 def findings_attention(frame: pd.DataFrame) -> list[str]:
     """Says how softmax compares with the products, what attention's core is made of, what FlashAttention changes."""
     eager = attention_times(frame).dropna(subset=["time_ratio"])
-    sentences, parts, gains = [], [], []
-    for precision, rows in eager.groupby("precision", sort=False):
-        ratios = span(rows["time_ratio"]), span(rows["bytes_ratio"])
-        parts.append(f"{ratios[0]} their time and {ratios[1]} their bytes in {precision}")
-    if parts:
+    sentences, gains = [], []
+    if parts := [
+        f"{span(rows['time_ratio'])} their time and {span(rows['bytes_ratio'])} their bytes in {precision}"
+        for precision, rows in eager.groupby("precision", sort=False)
+    ]:
         by_bytes, by_flops = ((eager["time_ratio"] / eager[of]).apply(math.log) for of in ("bytes_ratio", "flop_ratio"))
         is_near = by_bytes.abs().median() < by_flops.abs().median()
         cause = "It does few operations a byte: memory, not arithmetic, sets its time. " if is_near else ""
@@ -306,7 +285,7 @@ def findings_attention(frame: pd.DataFrame) -> list[str]:
             f"{cause}Here it is one kernel; the course's softmax of several operators moves the scores several times.",
             f"Between the projections, at context {eager['context'].max():,}, {core_shares(eager)} of the kernel time.",
         ]
-    for precision, rows in flash_steps(frame).groupby("precision", sort=False):
+    for precision, rows in profiles.flash_steps(frame).groupby("precision", sort=False):
         flash = whole_steps(frame, attention="auto", precision=precision)
         runs = listing(sorted({seen["attention_runs"] for seen in flash["observed"]}))
         gains.append(f"in {precision} ({runs}) {forms.summary(rows, case_name)}")
@@ -360,7 +339,7 @@ def published_profiles(frame: pd.DataFrame) -> pd.DataFrame:
     softmax = softmax.query("matmul_scope == 'attention_matmuls'")
     shares["note"] = shares["qualifier"].replace({"equal": ""}) + ";" + shares["note"]
     ranked, passes = published.load("kernels_nsys"), published.load("nsys_forward")
-    top, result = top_kernels(frame), []
+    top, result = profiles.top_kernels(frame), []
     for quantity, theirs, value, ours, column in (
         ("matmuls (%)", shares, shares["gemm_percent"],
          classes(frame).assign(percent=lambda t: 100 * t["matmul_share"]), "percent"),
@@ -380,16 +359,15 @@ def published_profiles(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(result, ignore_index=True).dropna(subset=["published", "ours"])
 
 
-def table_published(frame: pd.DataFrame, num_rows: int = 9) -> pd.DataFrame:
+def table_published(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns published figures beside ours, the rows spread over the quantities and GPUs; the CSV file has all."""
     rows = published_profiles(frame)
     rank = rows.groupby(["quantity", "gpu", "view"], sort=False).cumcount()
-    rows = rows.loc[sorted(rank.sort_values(kind="stable").index[:num_rows])]
-    told = {"quantity": rows["quantity"], "of": rows["view"].map(PHASE_NAMES), "published on": rows["gpu"]}
-    told["case"] = [case_name(row) for row in rows.to_dict("records")]
+    rows = rows.loc[sorted(rank.sort_values(kind="stable").index[:9])]
     caveat = rows["note"].fillna("–").str.strip(";").replace({"_": " ", ";": "; "}, regex=True)
-    told |= {"published": rows["published"].map(number), "here": rows["ours"].map(number), "caveat": caveat}
-    return pd.DataFrame(told)
+    told = {"quantity": rows["quantity"], "of": rows["view"].map(PHASE_NAMES), "published on": rows["gpu"]}
+    told |= {"case": [case_name(row) for row in rows.to_dict("records")], "published": rows["published"].map(number)}
+    return pd.DataFrame(told | {"here": rows["ours"].map(number), "caveat": caveat})
 
 
 def findings_published(frame: pd.DataFrame) -> list[str]:
@@ -427,7 +405,7 @@ def front(chapter) -> list[tuple[str, str]]:
     if len(steps) and steps["matmul_share"].max() < 0.5:
         text = f"**In bf16 most of a step's kernel time is not matrix products.** {findings_classes(frame)[0]}"
         found.append((text, "Where a step's kernel time goes"))
-    gains = select(flash_steps(frame), precision="bf16")
+    gains = select(profiles.flash_steps(frame), precision="bf16")
     if len(gains) and len(eager) and (eager["matmul_us"] / eager["core_us"]).max() < 0.5:
         text = (
             f"**Eager attention moves scores rather than multiplying:** at context {eager['context'].max():,}, "
@@ -440,10 +418,10 @@ def front(chapter) -> list[tuple[str, str]]:
 
 def symptoms(chapter) -> list[dict[str, str]]:
     """Returns a row for the front page's table of symptoms, with what the remedy gave here."""
-    gains = flash_steps(chapter.records("profiles")) if chapter.all_records() else pd.DataFrame()
+    gains = profiles.flash_steps(chapter.records("profiles")) if chapter.all_records() else pd.DataFrame()
     gains = select(gains, precision="bf16", verdict=verdicts.AHEAD)
     if gains.empty:
         return []
     told = {"what you see": "masks, casts and softmax take most of attention's time", "what to do": "FlashAttention"}
-    told |= {"what it gave here": f"{span(gains['ratio'])} over eager in bf16 (device time of a step)"}
+    told["what it gave here"] = f"{span(gains['ratio'])} over eager in bf16 (device time of a step)"
     return [told | {"what bounds it": "memory: every score is written and read several times"}]

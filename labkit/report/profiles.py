@@ -94,11 +94,11 @@ def kernels(frame: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(kernel="`" + kernel + "`", role=role, share=rows["total_us"] / rows["view_us"])
 
 
-def largest_kernels(frame: pd.DataFrame, num_kernels: int = 10) -> pd.DataFrame:
+def largest_kernels(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns the kernels with most time in each forward pass, alone and with backward."""
     rows = select(kernels(frame), view=["forward", "forward_backward"]).sort_values("total_us", ascending=False)
     kept = [*CASE, "view", "kernel", "kernel_class", "role", "launches", "total_us", "min_us", "max_us", "share"]
-    rows = rows.groupby([*CASE, "view"]).head(num_kernels).reindex(columns=kept)
+    rows = rows.groupby([*CASE, "view"]).head(10).reindex(columns=kept)
     return in_order(rows, ["precision", "size", "context", "attention", "view"])
 
 
@@ -136,13 +136,9 @@ def attention_times(frame: pd.DataFrame) -> pd.DataFrame:
     return in_order(found, ["precision", "size", "context", "attention"])
 
 
-SOFTMAX_FLOPS = 5
-"""Operations per score that are counted for softmax: compare, subtract, exponentiate, add, divide."""
-
-
 def flop_ratio(size: str) -> float:
-    """Returns FLOPs of softmax over those of the two products: SOFTMAX_FLOPS to 4·D a score, whatever the context."""
-    return SOFTMAX_FLOPS / (4 * SIZES[size].d_head)
+    """Returns FLOPs of softmax (compare, subtract, exponentiate, add, divide: 5 a score) over the products' 4·D."""
+    return 5 / (4 * SIZES[size].d_head)
 
 
 def bytes_ratio(size: str, context: int, precision: str) -> float:
