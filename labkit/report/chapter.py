@@ -61,8 +61,7 @@ class Chapter:
     @property
     def device_kind(self) -> str:
         """Returns "cuda", "cpu" or "mps" as recorded; without an environment, as the slug begins."""
-        prefix = self.device.split("-")[0]
-        by_slug = prefix if prefix in ("cpu", "mps") else "cuda"
+        by_slug = {"cpu": "cpu", "mps": "mps"}.get(self.device.split("-")[0], "cuda")
         return self.environment.get("device", {}).get("kind", by_slug)
 
     def all_records(self) -> list[Record]:
@@ -79,8 +78,7 @@ class Chapter:
     def records(self, *sections: str, every_session: bool = False) -> pd.DataFrame:
         """Returns the newest records of these sections, one row each; `attrs` has the device's name and its kind.
 
-        Args:
-            every_session: also the older records of each measurement, such as the ceilings of earlier sessions.
+        With `every_session` also the older records of each measurement, such as the ceilings of earlier sessions.
         """
         records = self.all_records()
         if every_session and self._loaded:
@@ -95,21 +93,16 @@ class Chapter:
         if not records:
             return Markdown(f"*Not measured on {self.device}; `labkit run {self.number}` measures it.*")
         dates = sorted(record.recorded_at[:10] for record in records if record.recorded_at)
-        commits = sorted({record.source.get("commit", "")[:8] for record in records} - {""})
+        commits = ", ".join(sorted({record.source.get("commit", "")[:8] for record in records} - {""}))
         torch = ", ".join(sorted({record.software.get("torch", "") for record in records} - {""}))
-        parts = [
-            self.device_name,
-            f"torch {torch}" if torch else "",
-            " to ".join(dict.fromkeys(dates[:: len(dates) - 1 or 1])),
-        ]
-        return Markdown(f"*{' · '.join(filter(None, [*parts, 'commit ' + ', '.join(commits) if commits else '']))}*")
+        parts = [self.device_name, f"torch {torch}" if torch else "", " to ".join(sorted({*dates[:1], *dates[-1:]}))]
+        return Markdown(f"*{' · '.join(filter(None, [*parts, f'commit {commits}' if commits else '']))}*")
 
     def table(self, build: Callable[..., pd.DataFrame], *arguments, caption: str, **options) -> Markdown:
         """Shows the table `build(*arguments, **options)` under its caption, with at most MAX_ROWS rows.
 
-        Args:
-            build: a function of frames of records. It is not called when one of them is empty.
-            caption: "{time}" in it becomes the kind of time that the first frame holds.
+        Neither this nor `figure` and `findings` call `build` when a frame among `arguments` is empty. "{time}" in the
+        caption becomes the kind of time that the first frame holds.
         """
         frame = self._built(build, arguments, options)
         caption = caption.replace("{time}", kinds_of_time(arguments))
@@ -131,9 +124,7 @@ class Chapter:
     ):
         """Shows the figure `build(*arguments, **options)` and, where wanted, saves it as NN_name.svg.
 
-        Args:
-            description: becomes the alternative text.
-            here: rows measured on this machine, drawn as stars into the panels (see `figures.mark_here`).
+        `description` is its alternative text; `here` has rows of this machine for `figures.mark_here`.
         """
         figure = self._built(build, arguments, options)
         if figure is None:
@@ -147,7 +138,7 @@ class Chapter:
             image = {"image/svg+xml": content.decode()}
         else:
             image = {"image/png": figures.png(figure)}
-        metadata = {} if here is not None else {FIGURE_METADATA: {"file": file_name, "description": description}}
+        metadata = {FIGURE_METADATA: {"file": file_name, "description": description}} if here is None else {}
         display({**image, "text/plain": description}, raw=True, metadata=metadata)
         return None
 
@@ -169,9 +160,8 @@ class Chapter:
                 continue
             file_name = f"{self.number}_{name}.csv"
             if self.save_figures:
-                path = self.folder / "tables" / file_name
-                path.parent.mkdir(exist_ok=True)
-                write_text_atomic(path, tables.to_csv(frame))
+                (self.folder / "tables").mkdir(exist_ok=True)
+                write_text_atomic(self.folder / "tables" / file_name, tables.to_csv(frame))
             links.append(f"[{name}](../figures/{self.device}/tables/{file_name})")
         return Markdown(f"Full tables (CSV): {', '.join(links)}." if links else f"*Not measured on {self.device}.*")
 

@@ -190,17 +190,11 @@ def curves(
 
 
 def over(
-    shown: Sequence[tuple[str, pd.DataFrame, str, str]],
-    x: str,
-    line: str,
-    what: str,
-    names: Mapping[str, str],
-    title: str,
+    shown: Sequence[tuple[str, pd.DataFrame, str, str]], x: str, line: str, what: str, names: Mapping, title: str
 ) -> Figure:
     """Draws for each (panel title, rows, column, base) the column over that of the base's line at the same `x`.
 
     Args:
-        shown: rows with `x`, `line` and status; failed ones become marks. x: lengths or contexts.
         what: the quantity divided, for the label; names: what each value of `line` is called, in the order wanted.
     """
     figure, axes = panels(len(shown), num_columns=2, width=4.5, height=2.7)
@@ -252,15 +246,11 @@ def mark_failures(axis: Axes, rows: pd.DataFrame, x: str, *, colour: str) -> Non
 
 def svg(figure: Figure) -> bytes:
     """Returns the figure as SVG; the same figure gives the same bytes."""
-    return _saved(figure, format="svg", metadata={"Date": None, "Creator": None})
+    figure.savefig(buffer := io.BytesIO(), format="svg", metadata={"Date": None, "Creator": None})
+    return buffer.getvalue()
 
 
 def png(figure: Figure) -> bytes:
     """Returns the figure as PNG, for the outputs kept in a notebook."""
-    return _saved(figure, format="png", dpi=100, metadata={"Software": None})
-
-
-def _saved(figure: Figure, **options) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, **options)
+    figure.savefig(buffer := io.BytesIO(), format="png", dpi=100, metadata={"Software": None})
     return buffer.getvalue()

@@ -6,6 +6,7 @@ time over ours: above 1 ours is faster. Device times, call times and single call
 
 import itertools
 from importlib import resources
+from operator import itemgetter
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -51,10 +52,10 @@ def compared(frame: pd.DataFrame) -> pd.DataFrame:
     Adds ours_ms, host_bound (one side is), ratio and verdict; of calls and of single calls with a flushed cache
     call_ratio, call_verdict, flush_ratio, flush_verdict: NaN and "" where not measured.
     """
-    rows, keys, found = ok_rows(results(frame)), [*SHAPE, "precision", "name"], []
-    ours = {tuple(row[key] for key in keys): row for row in select(rows, is_auto=1).to_dict("records")}
+    rows, case, found = ok_rows(results(frame)), itemgetter(*SHAPE, "precision", "name"), []
+    ours = {case(row): row for row in select(rows, is_auto=1).to_dict("records")}
     for row in rows[~rows["impl"].isin(OURS)].to_dict("records"):
-        if (mine := ours.get(tuple(row[key] for key in keys))) is None:
+        if (mine := ours.get(case(row))) is None:
             continue
         ratio = verdicts.paired(row) if pd.notna(row.get("ratio_to_ours")) else verdicts.ratio(row, mine)
         line = {"ours_ms": mine["median_ms"], "ratio": ratio.mid, "verdict": ratio.verdict}
@@ -139,15 +140,12 @@ def table_tiles(tiles: pd.DataFrame) -> pd.DataFrame:
 
 def findings_tiles(tiles: pd.DataFrame) -> list[str]:
     """Says how much the tiles matter, and whether the shipped ones are the fastest."""
-    if (measured := ok_rows(tiles)).empty:
+    if not (rows := ok_rows(tiles).sort_values("median_ms").to_dict("records")):
         return forms.failures(tiles)
-    rows = measured.sort_values("median_ms").to_dict("records")
     names = [f"{row['block_q']} × {row['block_k']}" for row in rows]
     slowest, kind = times(rows[-1]["median_ms"] / rows[0]["median_ms"]), kinds_of_time([tiles])
-    text = (
-        f"Tiles of {names[0]} are the fastest of {len(rows)}; {names[-1]} takes {slowest} their {kind}: larger tiles "
-        "read less and compute more per byte, until registers run out."
-    )
+    text = f"Tiles of {names[0]} are the fastest of {len(rows)}; {names[-1]} takes {slowest} their {kind}: larger "
+    text += "tiles read less and compute more per byte, until registers run out."
     for name, row in zip(names[1:], rows[1:], strict=True):
         if row.get("is_shipped") == 1:
             text += f" The shipped {name} is {verdicts.ratio(rows[0], row).verdict} with them."
@@ -191,9 +189,8 @@ def table_lengths(speed: pd.DataFrame) -> pd.DataFrame:
         if len(group) and impl not in CSV_ONLY.get(precision, ("compiled", "eager")):
             host, device, kind = group[group["host_bound"]], group[~group["host_bound"]], kinds_of_time([group])
             line = {"precision": precision, "against": NAMES[impl], "host-bound: call time": forms.tally(host, "call_")}
-            lines.append(
-                line | {f"host-bound: {kind}": forms.tally(host), f"device-bound: {kind}": forms.tally(device)}
-            )
+            line |= {f"host-bound: {kind}": forms.tally(host), f"device-bound: {kind}": forms.tally(device)}
+            lines.append(line)
     return pd.DataFrame(lines)
 
 
@@ -212,10 +209,8 @@ def findings_lengths(speed: pd.DataFrame) -> list[str]:
     if rival:
         text = f"In {kinds_of_time([of_rival])} against {NAMES[rival]}: {forms.tally(device)} where the device binds"
         if verdicts.AHEAD in set(host.get("verdict", ())):
-            text += (
-                f", {forms.tally(host)} where the host does: one short head has few tiles of queries, and ours splits "
-            )
-            text += "its keys among programs"
+            text += f", {forms.tally(host)} where the host does: one short head has few tiles of queries, and ours "
+            text += "splits its keys among programs"
         chosen = [seen.get("backward") for seen in ok_rows(results(speed), impl="gluon", name="backward")["observed"]]
         walks = f" {chosen.count('triton')} of {len(chosen)} Gluon backwards ran the Triton kernels." if chosen else ""
         sentences.append(f"{text}.{walks}")
@@ -302,8 +297,8 @@ def findings_rivals(rivals: pd.DataFrame) -> list[str]:
             f"Our gradients are bitwise repeatable, {NAMES['fa3']}'s only in its deterministic form; against that, "
             f"forward + backward: {forms.tally(other)}. A fixed order of sums costs time."
         )
-    rest = [impl for impl in NAMES if impl in set(both["impl"]) - {"fa3", "fa3_deterministic", rival}]
-    parts = [f"{NAMES[impl]} {forms.tally(select(both, impl=impl))}" for impl in rest]
+    rest = set(both["impl"]) - {"fa3", "fa3_deterministic", rival}
+    parts = [f"{NAMES[impl]} {forms.tally(select(both, impl=impl))}" for impl in NAMES if impl in rest]
     return sentences + ([f"Forward + backward against the others: {'; '.join(parts)}."] if parts else [])
 
 
@@ -399,12 +394,11 @@ def published_times(speed: pd.DataFrame) -> pd.DataFrame:
     kernels = {"Triton": ("triton", select(rows, is_auto=1)), "compiled": ("pytorch", select(rows, impl="compiled"))}
     keys = ["length", "d_head", "precision", "phase"]
     for (kernel, (column, ours)), phase in itertools.product(kernels.items(), ("forward", "forward_backward")):
-        theirs = table.assign(kernel=kernel, phase=phase)
-        theirs["published_ms"] = theirs[f"{'fwd' if phase == 'forward' else 'e2e'}_{column}_ms"]
+        times_there = table[f"{'fwd' if phase == 'forward' else 'e2e'}_{column}_ms"]
+        theirs = table.assign(kernel=kernel, phase=phase, published_ms=times_there)
         if (kernel, phase) == ("Triton", "forward_backward"):
             theirs["caveat"] = (theirs["caveat"] + "; backward compiled there").str.strip("; ")
-        theirs = ok_rows(theirs)[["gpu", "kernel", *keys, "published_ms", "caveat"]]
-        parts.append(forms.matched(theirs, ours, keys))
+        parts.append(forms.matched(ok_rows(theirs)[["gpu", "kernel", *keys, "published_ms", "caveat"]], ours, keys))
     return pd.concat([part for part in parts if len(part)] or parts[:1], ignore_index=True)
 
 
