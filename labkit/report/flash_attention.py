@@ -140,7 +140,7 @@ def table_tiles(tiles: pd.DataFrame) -> pd.DataFrame:
 
 def findings_tiles(tiles: pd.DataFrame) -> list[str]:
     """Says how much the tiles matter, and whether the shipped ones are the fastest."""
-    if not (rows := ok_rows(tiles).sort_values("median_ms").to_dict("records")):
+    if not (rows := sorted(ok_rows(tiles).to_dict("records"), key=itemgetter("median_ms"))):
         return forms.failures(tiles)
     names = [f"{row['block_q']} × {row['block_k']}" for row in rows]
     slowest, kind = times(rows[-1]["median_ms"] / rows[0]["median_ms"]), kinds_of_time([tiles])

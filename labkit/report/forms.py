@@ -47,13 +47,9 @@ def exact_pairs(frame: pd.DataFrame, column: str, base: str, *, keys: Sequence[s
 
 
 def summary(pairs: pd.DataFrame, name: Callable[[dict], str], limit: int = 3) -> str:
-    """Returns how often the one side is ahead, level, behind or undecided, with the range and the cases that are not.
+    """Returns "ahead in 12 of 14 cases (1.31× to 5.64×, most for 2.7b at 512), behind in 2 (0.88×, small at 128; …)".
 
-    "ahead in 12 of 14 cases (1.31× to 5.64×, most for 2.7b at 512), behind in 2 (0.88×, small at 128; …)". No average:
-    the cases are of different kinds.
-
-    Args:
-        pairs: rows with ratio and verdict, at least one; name: how a case is called; limit: cases named per verdict.
+    No average: the cases are of different kinds. `name` says how a case is called; `limit` are named per verdict.
     """
     parts = []
     for verdict in verdicts.VERDICTS:
@@ -74,11 +70,7 @@ def summary(pairs: pd.DataFrame, name: Callable[[dict], str], limit: int = 3) ->
 
 
 def tally(rows: pd.DataFrame, kind: str = "") -> str:
-    """Returns "6 ahead, 1 level, 3 behind (0.82–1.30×)", for a cell; "–" where nothing was compared.
-
-    Args:
-        rows: rows with the columns <kind>ratio and <kind>verdict; a verdict "" is none.
-    """
+    """Returns "6 ahead, 1 level, 3 behind (0.82–1.30×)" of <kind>ratio and <kind>verdict, "–" for none compared."""
     rows = rows[rows[f"{kind}verdict"] != ""]
     counts = rows[f"{kind}verdict"].value_counts()
     words = ", ".join(f"{counts[word]} {word}" for word in verdicts.VERDICTS if word in counts)
@@ -151,8 +143,8 @@ def published_table(
     """Returns the published figures beside ours, at most MAX_ROWS of them spread over the GPUs; the CSV has all.
 
     Args:
-        matched: rows with gpu, phase, published_<name>, `value`, ratio and caveat; case: how a row's case is called.
-        name: the unit in which both are given.
+        matched: rows with gpu, phase, published_<name>, `value`, ratio and caveat; `name` is "ms" or "gib".
+        case: how a row's case is called.
     """
     if len(matched) > MAX_ROWS:
         position = matched.groupby("gpu").cumcount() / matched.groupby("gpu")["gpu"].transform("size")

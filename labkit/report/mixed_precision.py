@@ -328,9 +328,9 @@ def findings_memory(steps: pd.DataFrame) -> list[str]:
     if not parts:
         return []
     alone = [size for size in SIZES if set(select(rows, size=size)["precision"]) == {"bf16_pure"}]
-    fits = f" {listing(alone)} trains in pure bf16 alone." if alone else ""
     why = "Autocast keeps parameters, gradients and AdamW's state in fp32 and adds 16-bit weights."
-    return [f"Peak memory of a training step over fp32's: {listing(parts)}. {why}{fits}"]
+    why += f" {listing(alone)} trains in pure bf16 alone." if alone else ""
+    return [f"Peak memory of a training step over fp32's: {listing(parts)}. {why}"]
 
 
 def table_casts(operators: pd.DataFrame) -> pd.DataFrame:

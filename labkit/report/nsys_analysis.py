@@ -80,7 +80,7 @@ def table_classes(frame: pd.DataFrame) -> pd.DataFrame:
     named = ("matmul", "elementwise", "copy", "softmax", "reduction")
     rest = 1 - sum(rows[f"{c}_share"] for c in (*named, "optimizer"))
     shares = rows.assign(rest_share=rest, optimizer_share=rows["optimizer_share"].replace(0, math.nan))
-    text = (100 * shares.filter(like="_share")).map("{:.1f}".format).replace("nan", "–")
+    text = (100 * shares.filter(like="_share")).map("{:.1f}".format).astype(str).replace("nan", "–")
     told = {c: text[f"{c}_share_before"] + " → " + text[f"{c}_share"] for c in named}
     told |= {"AdamW": text["optimizer_share"]} | ({"rest": text["rest_share"]} if rest.max() >= 0.001 else {})
     return columns(rows, **{"step (ms)": ("total_us", milliseconds)}).assign(**told)

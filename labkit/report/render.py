@@ -44,8 +44,7 @@ def rebuild(
         measured: notebooks by name that were just executed with `save_figures` to measure, and need no second run.
 
     Raises:
-        ValueError: nothing has been measured on `device`; names the devices there are. Or `save_notebooks` with
-            another device than the one that the notebooks show.
+        ValueError: nothing has been measured on `device`, or `save_notebooks` is not for the notebooks' device.
         RecordError: a record file cannot be read.
         NotebookError: a notebook failed.
     """
@@ -82,8 +81,8 @@ def rebuild(
         for name, notebook in executed.items():
             _save_outputs(name, notebook, folder / f"{name}.ipynb")
     if output is None and top_level:
-        prefix = f"{folder.relative_to(REPOSITORY).as_posix()}/"
-        written.append(write_text_atomic(REPOSITORY / "report.md", text.replace(_FIGURES_FOLDER, prefix)))
+        text = text.replace(_FIGURES_FOLDER, f"{folder.relative_to(REPOSITORY).as_posix()}/")
+        written.append(write_text_atomic(REPOSITORY / "report.md", text))
     if html:
         title = front.title(next(iter(measured_chapters.values())))
         written.append(write_text_atomic(folder / "report.html", page.html(device_text, folder, title)))
