@@ -15,14 +15,22 @@ from labkit.report.findings import count, listing, number, percent, span, times
 from labkit.report.forms import case_name, name, shown
 from labkit.report.tables import PHASE_NAMES, cell, in_order, ok_rows, pivot, select
 
-CASE = ("size", "context", "precision")
+SHOWN_PHASES = ["train_step", "backward", "forward", "optimizer_step"]
+TRACE = ["size", "context", "phase"]
+MODES = {f"{p} {mode}".removesuffix(" none"): (p, mode) for mode in COMPILE_MODES for p in PRECISIONS}
+"""Precision and compile mode by name: "bf16", "bf16 regional"."""
+
 TIMER_AGREEMENT = 0.02
 """The timer's methods should agree this well on one kernel."""
 
 
+def sizes_in(frame: pd.DataFrame) -> list[str]:
+    """Returns the sizes in `frame`, in the order in which this project lists them."""
+    return [size for size in SIZES if size in set(frame["size"])]
+
+
 def table_sizes(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns the dimensions and parameters of the sizes in `frame`."""
-    sizes = [SIZES[size] for size in SIZES if size in set(frame["size"])]
     return pd.DataFrame(
         {
             "size": config.name,
@@ -33,22 +41,22 @@ def table_sizes(frame: pd.DataFrame) -> pd.DataFrame:
             "heads": config.num_heads,
             "parameters": f"{accounting.num_parameters(config) / 1e6:,.1f} M",
         }
-        for config in sizes
+        for config in map(SIZES.get, sizes_in(frame))
     )
 
 
 def table_roofs(ceilings: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     """Returns the rates measured beside the datasheet's, and the range over the sessions that divide other rows."""
     rows = []
+    is_bandwidth = steps["phase"] == "optimizer_step"
     for row in ceilings.to_dict("records"):
         is_copy = row["kind"] == "copy"
-        rate = row.get("achieved_gb_per_s" if is_copy else "achieved_tflops")
-        used = steps if is_copy else select(steps, precision=row["precision"])
-        used = used[(used["phase"] == "optimizer_step") == is_copy]["ceiling"].dropna() if "ceiling" in used else used
+        divided = steps[is_bandwidth] if is_copy else select(steps[~is_bandwidth], precision=row["precision"])
+        used = divided["ceiling"].dropna()
         rows.append(
             {
                 "roof": "copy, read + write (GB/s)" if is_copy else f"matrix product, {row['precision']} (TFLOP/s)",
-                "measured": cell({**row, "rate": rate}, "rate"),
+                "measured": cell(row, "achieved_gb_per_s" if is_copy else "achieved_tflops"),
                 "datasheet": cell(row, "datasheet"),
                 "measured / datasheet": cell(row, "datasheet_fraction", percent),
                 "over all sessions": span(used, number) if len(used) else "–",
@@ -74,13 +82,13 @@ def findings_roofs(timer: pd.DataFrame, steps: pd.DataFrame) -> list[str]:
 
 def figure_phases(steps: pd.DataFrame) -> Figure | None:
     """One panel per size: forward, backward, optimizer step and training step over the context, in bf16 and fp32."""
-    rows = select(steps, precision=["fp32", "bf16"], phase=["forward", "backward", "optimizer_step", "train_step"])
+    rows = select(steps, precision=["fp32", "bf16"], phase=SHOWN_PHASES)
     if ok_rows(rows).empty:
         return None
-    sizes = [size for size in SIZES if size in set(rows["size"])]
+    sizes = sizes_in(rows)
     figure, axes = figures.panels(len(sizes))
     for axis, size in zip(axes, sizes, strict=True):
-        for phase in ("train_step", "backward", "forward", "optimizer_step"):
+        for phase in SHOWN_PHASES:
             of_phase = select(rows, size=size, phase=phase)
             line = select(of_phase, precision="bf16" if "bf16" in set(of_phase["precision"]) else "fp32")
             figures.line_with_band(axis, line, "context", label=PHASE_NAMES[phase], style=figures.STYLES[phase])
@@ -90,45 +98,42 @@ def figure_phases(steps: pd.DataFrame) -> Figure | None:
         figures.context_axis(axis, rows["context"].unique())
         figures.log_time_axis(axis, "call time (ms)")
         axis.set_title(size)
-    figures.finish(
-        figure, axes, f"Phases of a step, bf16 autocast and eager, {steps.attrs['device']} (× out of memory)"
-    )
+    title = f"Phases of a step, bf16 autocast and eager, {steps.attrs['device']} (× out of memory)"
+    figures.finish(figure, axes, title)
     return figure
+
+
+def backward_over_forward(steps: pd.DataFrame) -> pd.Series:
+    """Returns the time of backward over that of forward by size, precision and context, where both were measured."""
+    index = ["size", "precision", "context"]
+    wide = ok_rows(steps).pivot_table(index=index, columns="phase", values="median_ms", sort=False)
+    wide = wide.reindex(columns=["forward", "backward"])
+    return (wide["backward"] / wide["forward"]).dropna()
 
 
 def table_phases(steps: pd.DataFrame) -> pd.DataFrame:
     """Returns the median of each phase by size, in fp32 and bf16, at the shown context."""
-    rows = select(shown(steps), precision=["fp32", "bf16"])
-    phases = select(rows, phase=["forward", "backward", "optimizer_step", "train_step"])
-    table = pivot(phases, ["size", "precision"], "phase").rename(columns=PHASE_NAMES)
-    wide = ok_rows(rows).pivot_table(index=["size", "precision"], columns="phase", values="median_ms")
-    if {"backward", "forward"} <= set(wide):
-        ratio = (wide["backward"] / wide["forward"]).to_dict()
-        keys = zip(table["size"], table["precision"], strict=True)
-        table["backward / forward"] = [times(ratio.get(key)) for key in keys]
-    table.insert(1, "context", rows["context"].iloc[0])
+    rows = select(shown(steps), precision=["fp32", "bf16"], phase=SHOWN_PHASES)
+    table = pivot(rows, ["size", "precision", "context"], "phase").rename(columns=PHASE_NAMES)
+    ratio = backward_over_forward(rows).map(times)
+    if len(ratio):
+        keys = table[ratio.index.names].itertuples(index=False, name=None)
+        table["backward / forward"] = [ratio.get(key, "–") for key in keys]
+    table.insert(1, "context", table.pop("context"))
     return table
 
 
 def findings_phases(steps: pd.DataFrame) -> list[str]:
     """Says what backward costs where the device is busy, how near AdamW is to the copy rate, and what fits."""
     sentences = []
-    wide = {key: group.set_index("phase") for key, group in ok_rows(steps).groupby(list(CASE))}
-    for precision in ("fp32", "bf16"):
-        ratios = [
-            rows["median_ms"]["backward"] / rows["median_ms"]["forward"]
-            for key, rows in wide.items()
-            if key[2] == precision and {"forward", "backward"} <= set(rows.index)
-            and not any(verdicts.launch_bound(rows.loc[phase].to_dict()) for phase in ("forward", "backward"))
-        ]  # fmt: skip
-        if ratios:
-            sentences.append((precision, span(ratios), len(ratios)))
-    if sentences:
-        parts = [
-            f"{ratio} the time of forward in {precision} ({count(n, 'case')})" for precision, ratio, n in sentences
-        ]
-        text = f"Where the device is busy, backward takes {' and '.join(parts)}; it has twice the FLOPs."
-        sentences = [text]
+    passes = ok_rows(steps, phase=["forward", "backward"], precision=["fp32", "bf16"])
+    busy = passes.loc[[not verdicts.launch_bound(row) for row in passes.to_dict("records")]]
+    parts = [
+        f"{span(ratio)} the time of forward in {precision} ({count(len(ratio), 'case')})"
+        for precision, ratio in backward_over_forward(busy).groupby("precision", sort=False)
+    ]
+    if parts:
+        sentences.append(f"Where the device is busy, backward takes {' and '.join(parts)}; it has twice the FLOPs.")
     adamw = ok_rows(steps, phase="optimizer_step").dropna(subset=["ceiling_fraction"])
     if len(adamw):
         largest = adamw.loc[adamw["achieved_gb_per_s"].idxmax()]
@@ -150,13 +155,13 @@ def warmup_statistics(warmup: pd.DataFrame) -> pd.DataFrame:
     deviation over the ten steps after the warm-up.
     """
     rows = []
-    for record in in_order(ok_rows(warmup), ["size", "context", "phase"]).to_dict("records"):
+    for record in in_order(ok_rows(warmup), TRACE).to_dict("records"):
         trace = record["samples"].get("step_ms", [])
         for num_warmup in WARMUP_COUNTS:
             window = trace[num_warmup : num_warmup + WARMUP_MEASURED_STEPS]
             if len(window) > 1:
                 rows.append(
-                    {name: record[name] for name in ("size", "context", "phase")}
+                    {name: record[name] for name in TRACE}
                     | {"warmup": num_warmup, "mean_ms": statistics.fmean(window), "std_ms": statistics.stdev(window)}
                     | {"first_ms": trace[0], "second_ms": trace[1], "steady_ms": statistics.median(trace[5:] or trace)}
                     | {"n": len(window)}
@@ -167,15 +172,12 @@ def warmup_statistics(warmup: pd.DataFrame) -> pd.DataFrame:
 def table_warmup(warmup: pd.DataFrame) -> pd.DataFrame:
     """Returns mean ± std of ten steps after each warm-up count, forward + backward, one row per size."""
     rows = warmup_statistics(shown(select(warmup, phase="forward_backward")))
-    result = []
-    for size, group in rows.groupby("size", sort=False) if len(rows) else []:
-        first = group.iloc[0]
-        cells = dict.fromkeys((f"after {num_warmup}" for num_warmup in WARMUP_COUNTS), "–") | {
-            f"after {row['warmup']}": f"{number(row['mean_ms'])} ± {number(row['std_ms'], 2)}"
-            for row in group.to_dict("records")
-        }
-        result.append({"size": size, "context": first["context"], "first step": number(first["first_ms"]), **cells})
-    return pd.DataFrame(result)
+    if rows.empty:
+        return rows
+    rows["first step"] = rows["first_ms"].map(number)
+    rows["column"] = "after " + rows["warmup"].astype(str)
+    mean_and_std = lambda row: f"{number(row['mean_ms'])} ± {number(row['std_ms'], 2)}"  # noqa: E731
+    return pivot(rows, ["size", "context", "first step"], "column", mean_and_std)
 
 
 def findings_warmup(warmup: pd.DataFrame) -> list[str]:
@@ -191,11 +193,11 @@ def findings_warmup(warmup: pd.DataFrame) -> list[str]:
         f"{case_name(worst)}, {number(worst['first_ms'])} ms against {number(worst['steady_ms'])} ms): the library "
         "handles are made, kernels are loaded onto the device and the allocator asks the driver for memory."
     ]
-    wide = rows.pivot_table(index=["size", "context", "phase"], columns="warmup", values="mean_ms")
-    last = max(WARMUP_COUNTS)
+    wide = rows.pivot_table(index=TRACE, columns="warmup", values="mean_ms")
+    *fewer, last = WARMUP_COUNTS
     if {1, last} <= set(wide):
-        off = {n: int(((wide[n] / wide[last] - 1).abs() > verdicts.LEVEL_BAND).sum()) for n in wide if n != last}
-        text = listing(f"{off[n]} with {n}" for n in off)
+        off = wide[fewer].div(wide[last], axis=0).sub(1).abs() > verdicts.LEVEL_BAND
+        text = listing(f"{num_off} with {n}" for n, num_off in off.sum().items())
         sentences.append(
             f"Against {last} warm-up steps the mean is off by more than {percent(verdicts.LEVEL_BAND)} in {text} "
             f"warm-up steps, of {len(wide)} traces: what one or two steps leave is autotuning and clocks that settle."
@@ -227,11 +229,10 @@ def findings_pace(steps: pd.DataFrame) -> list[str]:
     if bound.empty:
         return [f"None of {count(len(rows), 'training step')} is launch-bound: the device always has work waiting."]
     widest = max(bound.groupby(["size", "precision"]), key=lambda item: len(item[1]))[1].sort_values("context")
-    sizes = listing(size for size in SIZES if size in set(bound["size"]))
     sentences = [
         f"{len(bound)} of {count(len(rows), 'training step')} are launch-bound: the host needs {percent(LAUNCH_BOUND)} "
-        f"or more of the time to issue the kernels. They are {sizes}, up to context {bound['context'].max():,}; their "
-        "times are those of this host and come out differently on another one."
+        f"or more of the time to issue the kernels. They are {listing(sizes_in(bound))}, up to context "
+        f"{bound['context'].max():,}; their times are those of this host and come out differently on another one."
     ]
     if len(widest) > 1:
         low, high = widest.iloc[0], widest.iloc[-1]
@@ -244,10 +245,9 @@ def findings_pace(steps: pd.DataFrame) -> list[str]:
 
 
 def modes(steps: pd.DataFrame) -> pd.DataFrame:
-    """Returns training steps by `mode`: precision, and how much of the model is compiled ("bf16", "bf16 regional")."""
+    """Returns training steps by `mode`, a key of MODES."""
     rows = select(steps, phase="train_step")
-    compiled = rows["compile"].where(rows["compile"] != "none", "")
-    return rows.assign(mode=(rows["precision"] + " " + compiled).str.strip())
+    return rows.assign(mode=(rows["precision"] + " " + rows["compile"]).str.removesuffix(" none"))
 
 
 def figure_modes(steps: pd.DataFrame) -> Figure | None:
@@ -256,56 +256,57 @@ def figure_modes(steps: pd.DataFrame) -> Figure | None:
     ratio = forms.pairs(rows, "mode", "fp32", keys=["size"])
     if ratio.empty:
         return None
-    sizes_of = {
-        mode: set(ratio[ratio["mode"].isin([_mode(p, mode) for p in PRECISIONS])]["size"]) for mode in COMPILE_MODES
-    }
-    present = [mode for mode, measured in sizes_of.items() if len(measured) > 1] or ["none"]
+    ratio["precision"], ratio["compile"] = zip(*ratio["mode"].map(MODES), strict=True)
+    num_sizes = ratio.groupby("compile")["size"].nunique()
+    present = [mode for mode in COMPILE_MODES if num_sizes.get(mode, 0) > 1] or ["none"]
     figure, axes = figures.panels(len(present), width=4.5 if len(present) < 3 else 3.0)
-    sizes = [size for size in SIZES if size in set(ratio["size"])]
+    sizes = sizes_in(ratio)
     for axis, mode in zip(axes, present, strict=True):
         for precision in PRECISIONS:
-            line = ratio[ratio["mode"] == _mode(precision, mode)]
+            line = select(ratio, precision=precision, compile=mode)
             at = [sizes.index(size) for size in line["size"]]
             style = figures.STYLES[precision]
             axis.plot(at, line["ratio"], color=style.colour, marker=style.marker, linestyle=style.dash, label=precision)
-            for x, row in zip(at, line.to_dict("records"), strict=True):
-                axis.plot([x, x], [row["low"], row["high"]], color=style.colour, linewidth=3, alpha=0.3)
+            for x, low, high in zip(at, line["low"], line["high"], strict=True):
+                axis.plot([x, x], [low, high], color=style.colour, linewidth=3, alpha=0.3)
         axis.axhline(1, color="0.4", linewidth=0.8)
         axis.set_xticks(range(len(sizes)), sizes, rotation=30)
-        axis.set_title({"none": "eager", "regional": "blocks compiled", "whole": "whole model compiled"}[mode])
-        axis.set_ylabel("fp32 eager time / time")
-        axis.set_ylim(0, 1.08 * ratio["high"].max())
-    context = rows["context"].iloc[0]
-    figures.finish(
-        figure, axes, f"Speed of a training step over fp32 eager, call time, context {context}, {steps.attrs['device']}"
-    )
+        title = {"none": "eager", "regional": "blocks compiled", "whole": "whole model compiled"}[mode]
+        axis.set(title=title, ylabel="fp32 eager time / time", ylim=(0, 1.08 * ratio["high"].max()))
+    title = f"Speed of a training step over fp32 eager, call time, context {rows['context'].iloc[0]}"
+    figures.finish(figure, axes, f"{title}, {steps.attrs['device']}")
     return figure
-
-
-def _mode(precision: str, compile_mode: str) -> str:
-    return precision if compile_mode == "none" else f"{precision} {compile_mode}"
 
 
 def table_modes(steps: pd.DataFrame) -> pd.DataFrame:
     """Returns the training step by size in every precision and compile mode, at the shown context."""
     table = pivot(modes(shown(steps)), ["size"], "mode")
-    order = [_mode(precision, mode) for mode in COMPILE_MODES for precision in PRECISIONS]
-    return table[["size", *[mode for mode in order if mode in table]]]
+    return table[["size", *[mode for mode in MODES if mode in table]]]
+
+
+def gains(steps: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Returns a training step's eager fp32 time over its bf16 time, and in bf16 eager's over that of each compile mode.
+
+    Columns as of `forms.pairs`, one row per size and context.
+    """
+    rows, keys = select(steps, phase="train_step"), ["size", "context"]
+    eager, bf16 = select(rows, compile="none", precision=["fp32", "bf16"]), select(rows, precision="bf16")
+    return forms.pairs(eager, "precision", "fp32", keys=keys), forms.pairs(bf16, "compile", "none", keys=keys)
 
 
 def findings_modes(steps: pd.DataFrame) -> list[str]:
     """Says where bf16 and compiling are ahead, apart for launch-bound and device-bound rows."""
     sentences = []
-    rows = modes(steps)
-    precision = forms.pairs(rows, "mode", "fp32", keys=["size", "context"])
-    bf16 = precision[precision["mode"] == "bf16"]
-    for bound, text in ((False, "Where the device is busy"), (True, "Where launches bind")):
-        part = bf16[bf16["launch_bound"] == bound]
+    over_fp32, over_eager = gains(steps)
+    for bound, where, why in (
+        (False, "Where the device is busy", ""),
+        (True, "Where launches bind", "; each cast is one more launch, and faster matrix products save nothing"),
+    ):
+        part = over_fp32[over_fp32["launch_bound"] == bound]
         if len(part):
-            why = "" if not bound else "; each cast is one more launch, and faster matrix products save nothing"
-            sentences.append(f"{text}, bf16 autocast is {forms.summary(part, case_name)} against fp32, call time{why}.")
-    eager = forms.pairs(select(rows, precision="bf16"), "compile", "none", keys=["size", "context"])
-    regional = eager[eager["compile"] == "regional"]
+            told = forms.summary(part, case_name)
+            sentences.append(f"{where}, bf16 autocast is {told} against fp32, call time{why}.")
+    regional = select(over_eager, compile="regional")
     first = select(steps, phase="compile", compile="regional", status="ok")["median_ms"] / 1e3
     if len(regional):
         cost = f"; the first call takes {span(first, lambda s: f'{number(s)} s')}" if len(first) else ""
@@ -318,14 +319,14 @@ def findings_modes(steps: pd.DataFrame) -> list[str]:
 
 def figure_utilisation(steps: pd.DataFrame) -> Figure | None:
     """One panel per precision: achieved TFLOP/s of a training step over context, a line per size, and the roofs."""
-    rows = select(steps, phase="train_step", compile=["none", "regional"])
-    if ok_rows(rows).empty:
+    rows = ok_rows(steps, phase="train_step", compile=["none", "regional"])
+    if rows.empty:
         return None
-    precisions = [precision for precision in PRECISIONS if precision in set(ok_rows(rows)["precision"])]
+    precisions = [precision for precision in PRECISIONS if precision in set(rows["precision"])]
     figure, axes = figures.panels(len(precisions))
     for axis, precision in zip(axes, precisions, strict=True):
-        measured = ok_rows(rows, precision=precision)
-        for size in [size for size in SIZES if size in set(measured["size"])]:
+        measured = select(rows, precision=precision)
+        for size in sizes_in(measured):
             style = figures.STYLES[size]
             for mode, label, fill in (("none", size, style.colour), ("regional", "blocks compiled", "white")):
                 line = select(measured, size=size, compile=mode).sort_values("context")
@@ -338,49 +339,43 @@ def figure_utilisation(steps: pd.DataFrame) -> Figure | None:
             axis.axhline(peak, color="0.2", linestyle=":", linewidth=1, label="datasheet")
         figures.context_axis(axis, measured["context"].unique())
         axis.set_ylim(bottom=0)
-        axis.set_ylabel("model FLOP rate (TFLOP/s)")
-        axis.set_title(precision)
-    figures.finish(
-        figure, axes, f"Model FLOP rate of a training step, call time, {steps.attrs['device']}", num_columns=5
-    )
+        axis.set(ylabel="model FLOP rate (TFLOP/s)", title=precision)
+    title = f"Model FLOP rate of a training step, call time, {steps.attrs['device']}"
+    figures.finish(figure, axes, title, num_columns=5)
     return figure
+
+
+def nearest_roof(steps: pd.DataFrame) -> pd.DataFrame:
+    """Returns the training step nearest to its measured roof in each precision, eager and with compiled blocks."""
+    rows = ok_rows(steps, phase="train_step", compile=["none", "regional"]).dropna(subset=["ceiling_fraction"])
+    best = rows.groupby(["precision", "compile"])["ceiling_fraction"].idxmax()
+    return in_order(rows.loc[best], ["precision", "compile"])
 
 
 def table_utilisation(steps: pd.DataFrame) -> pd.DataFrame:
     """Returns the best utilisation per precision and compile mode, and the convention that halves causal attention."""
-    rows = ok_rows(steps, phase="train_step", compile=["none", "regional"]).dropna(subset=["ceiling_fraction"])
-    result = []
-    for (precision, mode), group in rows.groupby(["precision", "compile"]):
-        row = group.loc[group["ceiling_fraction"].idxmax()]
-        result.append(
-            {
-                "precision": precision,
-                "compile": mode,
-                "best case": case_name(row),
-                "tokens/s": number(row["tokens_per_s"]),
-                "TFLOP/s": number(row["achieved_tflops"]),
-                "of measured roof": percent(row["ceiling_fraction"]),
-                "of datasheet": percent(row["datasheet_fraction"]),
-                "of measured roof, causal FLOPs": percent(row["ceiling_fraction"] * row["flops_causal"] / row["flops"]),
-            }
-        )
-    return in_order(pd.DataFrame(result), ["precision", "compile"]) if result else pd.DataFrame()
+    return pd.DataFrame(
+        {
+            "precision": row["precision"],
+            "compile": row["compile"],
+            "best case": case_name(row),
+            "tokens/s": number(row["tokens_per_s"]),
+            "TFLOP/s": number(row["achieved_tflops"]),
+            "of measured roof": percent(row["ceiling_fraction"]),
+            "of datasheet": percent(row["datasheet_fraction"]),
+            "of measured roof, causal FLOPs": percent(row["ceiling_fraction"] * row["flops_causal"] / row["flops"]),
+        }
+        for row in nearest_roof(steps).to_dict("records")
+    )
 
 
 def findings_utilisation(steps: pd.DataFrame) -> list[str]:
     """Says which step comes nearest to its roof, eager and compiled."""
-    rows = ok_rows(steps, phase="train_step").dropna(subset=["ceiling_fraction"])
-    parts = []
-    for precision in PRECISIONS:
-        of_precision = select(rows, precision=precision)
-        best = {
-            mode: of_precision[of_precision["compile"] == mode]["ceiling_fraction"].max()
-            for mode in ("none", "regional")
-            if mode in set(of_precision["compile"])
-        }
-        if best:
-            words = [f"{percent(value)} {'eager' if mode == 'none' else 'compiled'}" for mode, value in best.items()]
-            parts.append(f"{' and '.join(words)} in {precision}")
+    best = nearest_roof(steps)
+    best["words"] = best["ceiling_fraction"].map(percent) + best["compile"].map(
+        {"none": " eager", "regional": " compiled"}
+    )
+    parts = [f"{' and '.join(words)} in {p}" for p, words in best.groupby("precision", sort=False)["words"]]
     if not parts:
         return []
     return [
@@ -406,18 +401,14 @@ def published_steps(steps: pd.DataFrame) -> pd.DataFrame:
 def table_published(steps: pd.DataFrame) -> pd.DataFrame:
     """Returns published training times beside ours, spread over the GPUs."""
     rows = published_steps(steps).sort_values(["gpu", "context"], ascending=[True, False], kind="stable")
-    compiled = rows["compile"].map({"none": "", "regional": ", blocks compiled", "whole": ", compiled"})
+    compiled = rows["compile"].map({"none": "", "whole": ", compiled"})
     return forms.published_table(rows.assign(compiled=compiled), lambda row: name(row) + row["compiled"])
 
 
 def findings_published(steps: pd.DataFrame) -> list[str]:
     """Says what separates the published times from ours, over the training phases of one GPU."""
-    rows = published_steps(steps)
-    parts = [
-        f"{gpu} {span(group['ratio'])} ({count(len(group), 'time')})"
-        for gpu, group in rows.groupby("gpu")
-        if len(group) > 2
-    ]
+    by_gpu = published_steps(steps).groupby("gpu")["ratio"]
+    parts = [f"{gpu} {span(ratio)} ({count(len(ratio), 'time')})" for gpu, ratio in by_gpu if len(ratio) > 2]
     if not parts:
         return []
     return [
@@ -430,47 +421,34 @@ def findings_published(steps: pd.DataFrame) -> list[str]:
 def front(chapter) -> list[tuple[str, str]]:
     """Returns the findings of this chapter for the front page, each with the heading that it links to."""
     steps = modes(shown(chapter.records("steps", "compile")))
-    largest = [size for size in SIZES if size in set(ok_rows(steps)["size"])]
     found = []
-    if largest:
-        row = ok_rows(steps, size=largest[-1]).set_index("mode")["median_ms"]
+    for size in sizes_in(ok_rows(steps))[-1:]:
+        row = ok_rows(steps, size=size).set_index("mode")["median_ms"]
         if {"fp32", "bf16", "bf16 regional"} <= set(row.index):
-            context = steps["context"].iloc[0]
-            found.append(
-                f"**A training step of {largest[-1]} at {context} tokens takes {number(row['fp32'])} ms in fp32, "
-                f"{number(row['bf16'])} ms in bf16 autocast and {number(row['bf16 regional'])} ms with its blocks "
-                f"compiled** (call time), {times(row['fp32'] / row['bf16 regional'])} faster in all."
+            text = (
+                f"**A training step of {size} at {steps['context'].iloc[0]} tokens takes {number(row['fp32'])} ms in "
+                f"fp32, {number(row['bf16'])} ms in bf16 autocast and {number(row['bf16 regional'])} ms with its "
+                f"blocks compiled** (call time), {times(row['fp32'] / row['bf16 regional'])} faster in all."
             )
-    sentences = [(text, "Precision and compilation") for text in found]
+            found.append((text, "Precision and compilation"))
     pace = findings_pace(chapter.records("steps")) if len(steps) else []
-    return sentences + [(f"**Small models wait for the host.** {text}", "Who sets the pace") for text in pace[:1]]
+    return found + [(f"**Small models wait for the host.** {text}", "Who sets the pace") for text in pace[:1]]
 
 
 def symptoms(chapter) -> list[dict[str, str]]:
     """Returns rows for the front page's table of symptoms, with what each remedy gave here."""
-    rows = modes(chapter.records("steps", "compile"))
-    if ok_rows(rows).empty:
+    steps = chapter.records("steps", "compile")
+    if ok_rows(steps, phase="train_step").empty:
         return []
-    gains = forms.pairs(select(rows, precision="bf16"), "compile", "none", keys=["size", "context"])
-    precision = forms.pairs(rows, "mode", "fp32", keys=["size", "context"])
-    busy = precision[(precision["mode"] == "bf16") & ~precision["launch_bound"]]
+    over_fp32, over_eager = gains(steps)
     found = []
-    if len(bound := gains[gains["launch_bound"]]):
-        found.append(
-            {
-                "what you see": "the device idles between kernels; the time does not follow the context",
-                "what bounds it": "the host, which launches kernels too slowly",
-                "what to do": "compile; a larger batch; a CUDA graph",
-                "what it gave here": f"compiled: {span(bound['ratio'])} (call time)",
-            }
-        )
-    if len(busy):
-        found.append(
-            {
-                "what you see": "matrix products take most of the kernel time",
-                "what bounds it": "the tensor cores, at the rate of the precision",
-                "what to do": "bf16 autocast",
-                "what it gave here": f"{span(busy['ratio'])} over fp32 (call time)",
-            }
-        )
-    return found
+    if len(bound := over_eager[over_eager["launch_bound"]]):
+        symptom = "the device idles between kernels; the time does not follow the context"
+        cause, remedy = "the host, which launches kernels too slowly", "compile; a larger batch; a CUDA graph"
+        found.append((symptom, cause, remedy, f"compiled: {span(bound['ratio'])} (call time)"))
+    if len(busy := over_fp32[~over_fp32["launch_bound"]]):
+        cause = "the tensor cores, at the rate of the precision"
+        gave = f"{span(busy['ratio'])} over fp32 (call time)"
+        found.append(("matrix products take most of the kernel time", cause, "bf16 autocast", gave))
+    columns = ["what you see", "what bounds it", "what to do", "what it gave here"]
+    return pd.DataFrame(found, columns=columns).to_dict("records")
