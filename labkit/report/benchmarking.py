@@ -4,6 +4,7 @@ Every function takes frames of records as `Chapter.records` returns them.
 """
 
 import statistics
+from operator import itemgetter
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -15,6 +16,7 @@ from labkit.report.findings import count, listing, number, percent, span, times
 from labkit.report.forms import case_name, name, shown
 from labkit.report.tables import PHASE_NAMES, cell, in_order, ok_rows, pivot, select
 
+CASE = ["size", "context", "precision"]
 SHOWN_PHASES = ["train_step", "backward", "forward", "optimizer_step"]
 TRACE = ["size", "context", "phase"]
 MODES = {f"{p} {mode}".removesuffix(" none"): (p, mode) for mode in COMPILE_MODES for p in PRECISIONS}
@@ -31,17 +33,13 @@ def sizes_in(frame: pd.DataFrame) -> list[str]:
 
 def table_sizes(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns the dimensions and parameters of the sizes in `frame`."""
-    return pd.DataFrame(
-        {
-            "size": config.name,
-            "list of sizes": config.edition,
-            "d_model": f"{config.d_model:,}",
-            "d_ff": f"{config.d_ff:,}",
-            "layers": config.num_layers,
-            "heads": config.num_heads,
-            "parameters": f"{accounting.num_parameters(config) / 1e6:,.1f} M",
-        }
-        for config in map(SIZES.get, sizes_in(frame))
+    rows = [
+        (c.name, c.edition, f"{c.d_model:,}", f"{c.d_ff:,}", c.num_layers, c.num_heads, accounting.num_parameters(c))
+        for c in map(SIZES.get, sizes_in(frame))
+    ]
+    columns = ["size", "list of sizes", "d_model", "d_ff", "layers", "heads", "parameters"]
+    return pd.DataFrame(rows, columns=columns).assign(
+        parameters=lambda t: (t["parameters"] / 1e6).map("{:,.1f} M".format)
     )
 
 
@@ -50,17 +48,16 @@ def table_roofs(ceilings: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     rows = []
     is_bandwidth = steps["phase"] == "optimizer_step"
     for row in ceilings.to_dict("records"):
-        is_copy = row["kind"] == "copy"
-        divided = steps[is_bandwidth] if is_copy else select(steps[~is_bandwidth], precision=row["precision"])
+        if row["kind"] == "copy":
+            roof, rate, divided = "copy, read + write (GB/s)", "achieved_gb_per_s", steps[is_bandwidth]
+        else:
+            roof, rate = f"matrix product, {row['precision']} (TFLOP/s)", "achieved_tflops"
+            divided = select(steps[~is_bandwidth], precision=row["precision"])
         used = divided["ceiling"].dropna()
         rows.append(
-            {
-                "roof": "copy, read + write (GB/s)" if is_copy else f"matrix product, {row['precision']} (TFLOP/s)",
-                "measured": cell(row, "achieved_gb_per_s" if is_copy else "achieved_tflops"),
-                "datasheet": cell(row, "datasheet"),
-                "measured / datasheet": cell(row, "datasheet_fraction", percent),
-                "over all sessions": span(used, number) if len(used) else "–",
-            }
+            {"roof": roof, "measured": cell(row, rate), "datasheet": cell(row, "datasheet")}
+            | {"measured / datasheet": cell(row, "datasheet_fraction", percent)}
+            | {"over all sessions": span(used, number) if len(used) else "–"}
         )
     return pd.DataFrame(rows)
 
@@ -70,12 +67,11 @@ def findings_roofs(timer: pd.DataFrame, steps: pd.DataFrame) -> list[str]:
     medians = ok_rows(timer).set_index("phase")["median_ms"]
     if "independent" not in medians:
         return []
-    deviation = (medians / medians.pop("independent") - 1).dropna()
-    worst = deviation.abs().idxmax()
-    word = "agree" if abs(deviation[worst]) <= TIMER_AGREEMENT else "do not agree"
+    deviation = (medians / medians.pop("independent") - 1).dropna().abs()
+    word = "agree" if deviation.max() <= TIMER_AGREEMENT else "do not agree"
     return [
         f"The timer's methods {word} with an independent measurement of one memory-bound kernel to within "
-        f"{percent(TIMER_AGREEMENT)}: the largest difference is {percent(abs(deviation[worst]))} ({worst}).",
+        f"{percent(TIMER_AGREEMENT)}: the largest difference is {percent(deviation.max())} ({deviation.idxmax()}).",
         "Each utilisation below divides by the rate measured in its own session, not by the newest one.",
     ]
 
@@ -104,9 +100,8 @@ def figure_phases(steps: pd.DataFrame) -> Figure | None:
 
 
 def backward_over_forward(steps: pd.DataFrame) -> pd.Series:
-    """Returns the time of backward over that of forward by size, precision and context, where both were measured."""
-    index = ["size", "precision", "context"]
-    wide = ok_rows(steps).pivot_table(index=index, columns="phase", values="median_ms", sort=False)
+    """Returns the time of backward over that of forward of each case, where both were measured."""
+    wide = in_order(ok_rows(steps), CASE).pivot_table("median_ms", CASE, "phase", sort=False)
     wide = wide.reindex(columns=["forward", "backward"])
     return (wide["backward"] / wide["forward"]).dropna()
 
@@ -114,12 +109,10 @@ def backward_over_forward(steps: pd.DataFrame) -> pd.Series:
 def table_phases(steps: pd.DataFrame) -> pd.DataFrame:
     """Returns the median of each phase by size, in fp32 and bf16, at the shown context."""
     rows = select(shown(steps), precision=["fp32", "bf16"], phase=SHOWN_PHASES)
-    table = pivot(rows, ["size", "precision", "context"], "phase").rename(columns=PHASE_NAMES)
-    ratio = backward_over_forward(rows).map(times)
-    if len(ratio):
-        keys = table[ratio.index.names].itertuples(index=False, name=None)
+    table = pivot(rows, CASE, "phase").rename(columns=PHASE_NAMES)
+    if len(ratio := backward_over_forward(rows).map(times)):
+        keys = table[CASE].itertuples(index=False, name=None)
         table["backward / forward"] = [ratio.get(key, "–") for key in keys]
-    table.insert(1, "context", table.pop("context"))
     return table
 
 
@@ -142,8 +135,10 @@ def findings_phases(steps: pd.DataFrame) -> list[str]:
             f"({largest['size']}): its time follows the parameters, not the context."
         )
     lost = forms.out_of_memory(select(steps, phase="train_step"), ["size"]).dropna(subset=["out_of_memory"])
-    parts = [f"{row['size']} from {int(row['out_of_memory']):,} tokens on" for row in lost.to_dict("records")]
-    if parts:
+    if len(lost):
+        parts = [
+            f"{size} from {int(n):,} tokens on" for size, n in zip(lost["size"], lost["out_of_memory"], strict=True)
+        ]
         sentences.append(f"A training step runs out of memory for {listing(parts)}; every other measured one fits.")
     return sentences + forms.failures(steps)
 
@@ -151,8 +146,7 @@ def findings_phases(steps: pd.DataFrame) -> list[str]:
 def warmup_statistics(warmup: pd.DataFrame) -> pd.DataFrame:
     """Returns one row per size, context, phase and warm-up count, read off the trace of a fresh process.
 
-    Columns: size, context, phase, warmup, mean_ms, std_ms, first_ms, second_ms, steady_ms, n; mean and standard
-    deviation over the ten steps after the warm-up.
+    Mean and standard deviation are over the ten steps after the warm-up.
     """
     rows = []
     for record in in_order(ok_rows(warmup), TRACE).to_dict("records"):
@@ -160,24 +154,19 @@ def warmup_statistics(warmup: pd.DataFrame) -> pd.DataFrame:
         for num_warmup in WARMUP_COUNTS:
             window = trace[num_warmup : num_warmup + WARMUP_MEASURED_STEPS]
             if len(window) > 1:
-                rows.append(
-                    {name: record[name] for name in TRACE}
-                    | {"warmup": num_warmup, "mean_ms": statistics.fmean(window), "std_ms": statistics.stdev(window)}
-                    | {"first_ms": trace[0], "second_ms": trace[1], "steady_ms": statistics.median(trace[5:] or trace)}
-                    | {"n": len(window)}
-                )
-    return pd.DataFrame(rows)
+                moments = (statistics.fmean(window), statistics.stdev(window))
+                steady = statistics.median(trace[5:] or trace)
+                rows.append((*(record[key] for key in TRACE), num_warmup, *moments, *trace[:2], steady, len(window)))
+    names = ["warmup", "mean_ms", "std_ms", "first_ms", "second_ms", "steady_ms", "n"]
+    return pd.DataFrame(rows, columns=[*TRACE, *names])
 
 
 def table_warmup(warmup: pd.DataFrame) -> pd.DataFrame:
     """Returns mean ± std of ten steps after each warm-up count, forward + backward, one row per size."""
     rows = warmup_statistics(shown(select(warmup, phase="forward_backward")))
-    if rows.empty:
-        return rows
-    rows["first step"] = rows["first_ms"].map(number)
-    rows["column"] = "after " + rows["warmup"].astype(str)
-    mean_and_std = lambda row: f"{number(row['mean_ms'])} ± {number(row['std_ms'], 2)}"  # noqa: E731
-    return pivot(rows, ["size", "context", "first step"], "column", mean_and_std)
+    rows["first step"], rows["after"] = rows["first_ms"].map(number), "after " + rows["warmup"].astype(str)
+    rows["text"] = rows["mean_ms"].map(number) + " ± " + rows["std_ms"].map(lambda std: number(std, 2))
+    return pivot(rows, ["size", "context", "first step"], "after", itemgetter("text"))
 
 
 def findings_warmup(warmup: pd.DataFrame) -> list[str]:
@@ -207,18 +196,13 @@ def findings_warmup(warmup: pd.DataFrame) -> list[str]:
 
 def table_pace(steps: pd.DataFrame) -> pd.DataFrame:
     """Returns for each size and precision how much of a training step the host needs to issue it."""
-    rows = ok_rows(shown(steps), phase="train_step", precision=["fp32", "bf16"])
+    rows = in_order(ok_rows(shown(steps), phase="train_step", precision=["fp32", "bf16"]), ["precision", "size"])
     return pd.DataFrame(
-        {
-            "size": row["size"],
-            "context": row["context"],
-            "precision": row["precision"],
-            "step (ms)": number(row["median_ms"]),
-            "issued after (ms)": number(row.get("launch_median_ms")),
-            "share": percent(row["launch_median_ms"] / row["host_median_ms"]) if row.get("launch_median_ms") else "–",
-            "bound by": "host" if verdicts.launch_bound(row) else "device",
-        }
-        for row in in_order(rows, ["precision", "size"]).to_dict("records")
+        {key: row[key] for key in CASE}
+        | {"step (ms)": number(row["median_ms"]), "issued after (ms)": number(row.get("launch_median_ms"))}
+        | {"share": percent(row["launch_median_ms"] / row["host_median_ms"]) if row.get("launch_median_ms") else "–"}
+        | {"bound by": "host" if verdicts.launch_bound(row) else "device"}
+        for row in rows.to_dict("records")
     )
 
 
@@ -285,10 +269,7 @@ def table_modes(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def gains(steps: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Returns a training step's eager fp32 time over its bf16 time, and in bf16 eager's over that of each compile mode.
-
-    Columns as of `forms.pairs`, one row per size and context.
-    """
+    """Returns what a training step gains from bf16, both sides eager, and from compiling, both in bf16; see `pairs`."""
     rows, keys = select(steps, phase="train_step"), ["size", "context"]
     eager, bf16 = select(rows, compile="none", precision=["fp32", "bf16"]), select(rows, precision="bf16")
     return forms.pairs(eager, "precision", "fp32", keys=keys), forms.pairs(bf16, "compile", "none", keys=keys)
@@ -302,13 +283,11 @@ def findings_modes(steps: pd.DataFrame) -> list[str]:
         (False, "Where the device is busy", ""),
         (True, "Where launches bind", "; each cast is one more launch, and faster matrix products save nothing"),
     ):
-        part = over_fp32[over_fp32["launch_bound"] == bound]
-        if len(part):
+        if len(part := select(over_fp32, launch_bound=bound)):
             told = forms.summary(part, case_name)
             sentences.append(f"{where}, bf16 autocast is {told} against fp32, call time{why}.")
-    regional = select(over_eager, compile="regional")
-    first = select(steps, phase="compile", compile="regional", status="ok")["median_ms"] / 1e3
-    if len(regional):
+    if len(regional := select(over_eager, compile="regional")):
+        first = ok_rows(steps, phase="compile", compile="regional")["median_ms"] / 1e3
         cost = f"; the first call takes {span(first, lambda s: f'{number(s)} s')}" if len(first) else ""
         sentences.append(
             f"Compiling each block in bf16 is {forms.summary(regional, case_name)} against eager, call time: "
@@ -355,16 +334,10 @@ def nearest_roof(steps: pd.DataFrame) -> pd.DataFrame:
 def table_utilisation(steps: pd.DataFrame) -> pd.DataFrame:
     """Returns the best utilisation per precision and compile mode, and the convention that halves causal attention."""
     return pd.DataFrame(
-        {
-            "precision": row["precision"],
-            "compile": row["compile"],
-            "best case": case_name(row),
-            "tokens/s": number(row["tokens_per_s"]),
-            "TFLOP/s": number(row["achieved_tflops"]),
-            "of measured roof": percent(row["ceiling_fraction"]),
-            "of datasheet": percent(row["datasheet_fraction"]),
-            "of measured roof, causal FLOPs": percent(row["ceiling_fraction"] * row["flops_causal"] / row["flops"]),
-        }
+        {"precision": row["precision"], "compile": row["compile"], "best case": case_name(row)}
+        | {"tokens/s": number(row["tokens_per_s"]), "TFLOP/s": number(row["achieved_tflops"])}
+        | {"of measured roof": percent(row["ceiling_fraction"]), "of datasheet": percent(row["datasheet_fraction"])}
+        | {"of measured roof, causal FLOPs": percent(row["ceiling_fraction"] * row["flops_causal"] / row["flops"])}
         for row in nearest_roof(steps).to_dict("records")
     )
 
@@ -372,10 +345,8 @@ def table_utilisation(steps: pd.DataFrame) -> pd.DataFrame:
 def findings_utilisation(steps: pd.DataFrame) -> list[str]:
     """Says which step comes nearest to its roof, eager and compiled."""
     best = nearest_roof(steps)
-    best["words"] = best["ceiling_fraction"].map(percent) + best["compile"].map(
-        {"none": " eager", "regional": " compiled"}
-    )
-    parts = [f"{' and '.join(words)} in {p}" for p, words in best.groupby("precision", sort=False)["words"]]
+    words = best["ceiling_fraction"].map(percent) + best["compile"].map({"none": " eager", "regional": " compiled"})
+    parts = [f"{' and '.join(group)} in {p}" for p, group in words.groupby(best["precision"], sort=False)]
     if not parts:
         return []
     return [
@@ -389,12 +360,10 @@ def published_steps(steps: pd.DataFrame) -> pd.DataFrame:
 
     Of a source's warm-up study only the rows with most warm-up steps count.
     """
-    theirs = published.step_times()
-    theirs = theirs[theirs["status"] == "ok"]
+    theirs = published.step_times().query("status == 'ok'").dropna(subset=["context", "batch"])
     keys = ["size", "context", "batch", "precision", "compile", "phase"]
-    warm = theirs["warmup_steps"].fillna(99)
-    theirs = theirs.assign(warm=warm).sort_values("warm").drop_duplicates(["source", "gpu", *keys], keep="last")
-    theirs = theirs[theirs["context"].notna() & theirs["batch"].notna()].astype({"context": int, "batch": int})
+    theirs = theirs.assign(warm=theirs["warmup_steps"].fillna(99)).astype({"context": int, "batch": int})
+    theirs = theirs.sort_values("warm").drop_duplicates(["source", "gpu", *keys], keep="last")
     return in_order(forms.matched(theirs, steps, keys), ["gpu", "size", "context", "phase"])
 
 
@@ -437,16 +406,13 @@ def front(chapter) -> list[tuple[str, str]]:
 
 def symptoms(chapter) -> list[dict[str, str]]:
     """Returns rows for the front page's table of symptoms, with what each remedy gave here."""
-    steps = chapter.records("steps", "compile")
-    if ok_rows(steps, phase="train_step").empty:
-        return []
-    over_fp32, over_eager = gains(steps)
+    over_fp32, over_eager = gains(chapter.records("steps", "compile"))
     found = []
-    if len(bound := over_eager[over_eager["launch_bound"]]):
+    if len(bound := select(over_eager, launch_bound=True)):
         symptom = "the device idles between kernels; the time does not follow the context"
         cause, remedy = "the host, which launches kernels too slowly", "compile; a larger batch; a CUDA graph"
         found.append((symptom, cause, remedy, f"compiled: {span(bound['ratio'])} (call time)"))
-    if len(busy := over_fp32[~over_fp32["launch_bound"]]):
+    if len(busy := select(over_fp32, launch_bound=False)):
         cause = "the tensor cores, at the rate of the precision"
         gave = f"{span(busy['ratio'])} over fp32 (call time)"
         found.append(("matrix products take most of the kernel time", cause, "bf16 autocast", gave))
