@@ -247,7 +247,7 @@ def test_on_cuda_the_peaks_are_those_that_were_measured(recorded):
 def test_on_cuda_memory_runs_out_where_it_was_measured_to(recorded):
     rows = report.limits(recorded["attention"]).query("impl == 'eager'")
     assert len(rows) == 2 * len(ATTENTION["full"].d_heads)
-    assert (rows["told_length"] == rows["oom_length"]).all() and (rows["told_phase"] == rows["oom_phase"]).all()
+    assert (rows["length_told"] == rows["length_oom"]).all() and (rows["phase_told"] == rows["phase_oom"]).all()
     # By the bytes given out alone the backward pass in fp32 would have fitted.
     shape = (8, 32768, 64, 4)
     peak = accounting.attention_peak_bytes("backward", *shape, device_kind="cuda")

@@ -1,7 +1,4 @@
-"""Notebook 05 from its records: one attention call's time, memory and error, and what compiling changes.
-
-Every function takes frames of records as `Chapter.records` returns them.
-"""
+"""Notebook 05 from frames of its records: one attention call's time, memory and error, and what compiling changes."""
 
 import itertools
 
@@ -10,7 +7,6 @@ from matplotlib.figure import Figure
 
 from labkit import accounting, published
 from labkit.report import figures, forms, verdicts
-from labkit.report.benchmarking import shown as shown_context
 from labkit.report.findings import count, listing, number, scientific, span, times
 from labkit.report.tables import PHASE_NAMES, cell, in_order, ok_rows, once_per_frame, pivot, select
 
@@ -21,7 +17,7 @@ NAMES = {
 
 FUSED = ["sdpa_flash", "sdpa_cudnn", "sdpa_efficient"]
 KINDS = dict.fromkeys(NAMES, "eager") | dict.fromkeys(FUSED, "fused") | {"sdpa_math": "math"}
-"""The closed form of `accounting` that each implementation's memory is held against; see `closed_form`."""
+"""The closed form of `accounting` that each implementation's memory is held against."""
 
 PHASES = ("forward", "backward")
 ELEMENT_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2}
@@ -36,9 +32,9 @@ for v; their gradient written; both read and one written by the softmax's backwa
 """
 
 
-def closed_form(row: dict) -> str:
-    """Returns which closed form holds for what ran: a fused kernel's where the compiler put SDPA in its place."""
-    return "fused" if row.get("num_replacements", 0) > 0 else KINDS[row["impl"]]
+def shape(row: dict) -> tuple[int, int, int, int]:
+    """Returns batch, length, head dimension and bytes per element."""
+    return row["batch"], row["length"], row["d_head"], ELEMENT_BYTES[row["precision"]]
 
 
 def name(row: dict) -> str:
@@ -77,16 +73,15 @@ def over_eager(calls: pd.DataFrame) -> pd.DataFrame:
 def table_times(calls: pd.DataFrame) -> pd.DataFrame:
     """Returns both passes of every implementation at the shown length, beside eager in the same precision."""
     rows = shown(calls[calls["impl"] != "compiled_heads"])
-    ratios = over_eager(calls).set_index([*CASE, "phase"])[["ratio", "verdict"]].T.to_dict("list")
+    ratios = over_eager(calls)[[*CASE, "phase", "ratio", "verdict"]]
+    rows = rows[rows["status"] != "skipped"].merge(ratios, on=[*CASE, "phase"], how="left").fillna({"verdict": ""})
     result = []
-    for key, group in rows[rows["status"] != "skipped"].groupby(CASE, sort=False):
-        line = {"precision": key[0], "implementation": NAMES[key[1]], "d": key[2], "length": f"{key[3]:,}"}
-        errors = group.filter(like="_relative_error").stack()
+    for (precision, impl, d_head, length), group in rows.groupby(CASE, sort=False):
+        line = {"precision": precision, "implementation": NAMES[impl], "d": d_head, "length": f"{length:,}"}
         for row in group.to_dict("records"):
-            ratio, verdict = ratios.get((*key, row["phase"]), (None, ""))
             line[f"{row['phase']} (ms)"] = cell(row)
-            line[f"eager / it, {row['phase']}"] = f"{times(ratio)} {verdict}".strip()
-        line["largest error"] = scientific(errors.max())
+            line[f"eager / it, {row['phase']}"] = f"{times(row['ratio'])} {row['verdict']}".strip()
+        line["largest error"] = scientific(group.filter(like="_relative_error").stack().max())
         result.append(line)
     return pd.DataFrame(result).fillna("–")
 
@@ -149,15 +144,15 @@ def predicted_times(calls: pd.DataFrame, ceilings: pd.DataFrame) -> pd.DataFrame
         copy, product = (rates.get((row["session"], key)) for key in ("copy", row["precision"]))
         if verdicts.launch_bound(row) or not copy or not product:
             continue
-        phase, shape = row["phase"], (row["batch"], row["length"], row["d_head"])
+        phase, (batch, length, d_head, element_bytes) = row["phase"], shape(row)
         eager_passes = accounting.attention_score_passes(phase, device_kind=calls.attrs["device_kind"])
         num_passes = {"eager": eager_passes, "compiled": COMPILED_PASSES[phase]}.get(row["impl"], 0)
         # A fused backward pass computes the scores again.
         num_products = 2 if phase == "forward" else 4 if num_passes else 5
-        pass_ms = ELEMENT_BYTES[row["precision"]] * row["batch"] * row["length"] ** 2 / copy / 1e6
-        flops = accounting.attention_call_flops("forward", *shape, causal=False) / 2
+        pass_ms = element_bytes * batch * length**2 / copy / 1e6
+        product_ms = accounting.attention_call_flops("forward", batch, length, d_head, causal=False) / 2 / product / 1e9
         row["elementwise_ms"] = max(0, num_passes - num_products) * pass_ms
-        row["products_ms"] = num_products * max(flops / product / 1e9, pass_ms if num_passes else 0)
+        row["products_ms"] = num_products * max(product_ms, pass_ms if num_passes else 0)
         row["predicted_ms"] = row["elementwise_ms"] + row["products_ms"]
         result.append(row | {"passes": num_passes, "moved_gb": num_passes * pass_ms * copy / 1e3})
     columns = ["passes", "moved_gb", "elementwise_ms", "products_ms", "predicted_ms", "median_ms"]
@@ -203,12 +198,11 @@ def findings_traffic(calls: pd.DataFrame, ceilings: pd.DataFrame) -> list[str]:
             f"At length {length:,} the measured over the predicted time of eager and compiled attention is "
             f"{listing(parts)}, the most for {NAMES[worst['impl']]} {name(worst)} in {worst['precision']}."
         )
-    at = shown_predictions(calls, ceilings).set_index(["precision", "phase", "impl"])
-    for (precision, phase), _ in at.groupby(["precision", "phase"], sort=False):
-        sides = [at.loc[key] for impl in ("eager", "compiled") if (key := (precision, phase, impl)) in at.index]
-        if len(sides) == 2:
-            speed = [times(sides[0][column] / sides[1][column]) for column in ("predicted_ms", "median_ms")]
-            fewer = " to ".join(f"{side['passes']:.0f}" for side in sides)
+    at = select(shown_predictions(calls, ceilings), impl=["eager", "compiled"])
+    for (precision, phase), group in at.groupby(["precision", "phase"], sort=False):
+        if len(group) == 2:
+            speed = [times(group[column].iloc[0] / group[column].iloc[1]) for column in ("predicted_ms", "median_ms")]
+            fewer = " to ".join(map("{:.0f}".format, group["passes"]))
             gains.append(f"{phase} in {precision} from {fewer}: {speed[0]} predicted, {speed[1]} measured")
     if gains:
         sentences.append(f"Compiling fuses the kernels between the products. Passes and speed: {'; '.join(gains)}.")
@@ -219,21 +213,21 @@ def findings_traffic(calls: pd.DataFrame, ceilings: pd.DataFrame) -> list[str]:
 def memory(calls: pd.DataFrame) -> pd.DataFrame:
     """Returns predicted beside measured bytes of every measured forward pass, with its backward's peak.
 
-    Columns: CASE, kind (the closed form), batch, saved_bytes, in_use_bytes, peak_forward, peak_backward (NaN where the
-    device does not say), and predicted_saved, _in_use, _forward, _backward; peaks are predicted for eager.
+    Columns: CASE, kind (the closed form: a fused kernel's where the compiler put SDPA in place of what was called),
+    batch, saved_bytes, in_use_bytes, peak_forward, peak_backward (NaN where the device does not say), and
+    predicted_saved, _in_use, _forward, _backward; peaks are predicted for eager.
     """
     rows = ordered(ok_rows(calls))
-    if "peak_bytes" not in rows:
-        rows["peak_bytes"] = float("nan")
+    rows["peak_bytes"] = rows.get("peak_bytes", float("nan"))
     peaks = rows.pivot(index=CASE, columns="phase", values="peak_bytes").add_prefix("peak_").reset_index()
     result = []
     for row in select(rows, phase="forward").merge(peaks, on=CASE).to_dict("records"):
-        kind, shape = closed_form(row), (row["batch"], row["length"], row["d_head"], ELEMENT_BYTES[row["precision"]])
-        row |= {"kind": kind, "predicted_saved": accounting.attention_saved_bytes(kind, *shape)}
-        row["predicted_in_use"] = accounting.attention_in_use_bytes(kind, *shape)
+        row["kind"] = "fused" if row.get("num_replacements", 0) > 0 else KINDS[row["impl"]]
+        row["predicted_saved"] = accounting.attention_saved_bytes(row["kind"], *shape(row))
+        row["predicted_in_use"] = accounting.attention_in_use_bytes(row["kind"], *shape(row))
         for phase in PHASES if row["impl"] == "eager" else ():
             known = {"device_kind": calls.attrs["device_kind"]}
-            row[f"predicted_{phase}"] = accounting.attention_peak_bytes(phase, *shape, **known)
+            row[f"predicted_{phase}"] = accounting.attention_peak_bytes(phase, *shape(row), **known)
         result.append(row)
     columns = [f"peak_{phase}" for phase in PHASES] + [f"predicted_{what}" for what in ("saved", "in_use", *PHASES)]
     return pd.DataFrame(result, columns=[*CASE, "kind", "batch", "saved_bytes", "in_use_bytes", *columns])
@@ -243,58 +237,49 @@ def memory(calls: pd.DataFrame) -> pd.DataFrame:
 def limits(calls: pd.DataFrame) -> pd.DataFrame:
     """Returns the first length and pass that ran out of memory, one row per series that did or should have.
 
-    Columns: SERIES, oom_length, oom_phase; for eager told_length, told_phase, held: the first predicted to run out.
+    Columns: SERIES, length_oom, phase_oom; for eager length_told, phase_told, held: the first predicted to run out.
     """
     rows = ordered(calls).assign(held=0)
-    known = {"device_kind": calls.attrs["device_kind"]}
     for at, row in select(rows, impl="eager").iterrows():
-        shape = (row["batch"], row["length"], row["d_head"], ELEMENT_BYTES[row["precision"]])
-        rows.loc[at, "held"] = accounting.attention_reserved_bytes(row["phase"], *shape, **known)
+        known = {"device_kind": calls.attrs["device_kind"]}
+        rows.loc[at, "held"] = accounting.attention_reserved_bytes(row["phase"], *shape(row), **known)
     has = calls["device_bytes"].max() if "device_bytes" in calls else float("inf")
-    lost, told = select(rows, status="oom"), rows[rows["held"] > has]
+    lost, told = (part.drop_duplicates(SERIES) for part in (select(rows, status="oom"), rows[rows["held"] > has]))
     columns = [*SERIES, "length", "phase"]
-    lost = lost.drop_duplicates(SERIES)[columns].set_axis([*SERIES, "oom_length", "oom_phase"], axis=1)
-    told = told.drop_duplicates(SERIES)[[*columns, "held"]].set_axis(
-        [*SERIES, "told_length", "told_phase", "held"], axis=1
-    )
-    return lost.merge(told, on=SERIES, how="outer")
+    return lost[columns].merge(told[[*columns, "held"]], on=SERIES, how="outer", suffixes=("_oom", "_told"))
 
 
 def table_memory(calls: pd.DataFrame) -> pd.DataFrame:
     """Returns measured bytes, their difference from the closed form and where memory ran out, at the shown length."""
-    at = shown(calls).iloc[0]
-    rows = select(memory(calls), d_head=at["d_head"], length=at["length"], precision=["fp32", "bf16"])
-    rows = rows[rows["impl"] != "compiled_heads"]  # in the table of what compiling finds
-    result = []
-    for row in rows.merge(limits(calls), on=SERIES, how="left").to_dict("records"):
-        oom = f"{row['oom_length']:,.0f}, {row['oom_phase']}" if pd.notna(row["oom_length"]) else "–"
-        result.append(
-            {"precision": row["precision"], "implementation": NAMES[row["impl"]], "length": f"{row['length']:,}"}
-            | {"kept (MiB)": mib(row["saved_bytes"]), "in use (MiB)": mib(row["in_use_bytes"])}
-            | {"kept − predicted (bytes)": f"{row['saved_bytes'] - row['predicted_saved']:,.0f}"}
-            | {"in use − predicted (bytes)": f"{row['in_use_bytes'] - row['predicted_in_use']:,.0f}"}
-            | {f"{phase} peak (MiB)": mib(row[f"peak_{phase}"]) for phase in PHASES}
-            | {"out of memory at": oom}
-        )
-    return pd.DataFrame(result)
+    at = shown(calls).iloc[0][["d_head", "length"]].to_dict()
+    rows = select(memory(calls), precision=["fp32", "bf16"], **at).merge(
+        limits(calls), on=SERIES, how="left", suffixes=("", "_limit")
+    )
+    return pd.DataFrame(
+        {"precision": row["precision"], "implementation": NAMES[row["impl"]], "length": f"{row['length']:,}"}
+        | {"kept (MiB)": mib(row["saved_bytes"]), "in use (MiB)": mib(row["in_use_bytes"])}
+        | {"kept − predicted (bytes)": f"{row['saved_bytes'] - row['predicted_saved']:,.0f}"}
+        | {"in use − predicted (bytes)": f"{row['in_use_bytes'] - row['predicted_in_use']:,.0f}"}
+        | {f"{phase} peak (MiB)": mib(row[f"peak_{phase}"]) for phase in PHASES}
+        | {"out of memory at": "–" if pd.isna(row["length_oom"]) else f"{row['length_oom']:,.0f}, {row['phase_oom']}"}
+        for row in rows.to_dict("records")
+        if row["impl"] != "compiled_heads"  # in the table of what compiling finds
+    )
 
 
 def findings_memory(calls: pd.DataFrame) -> list[str]:
     """Says whether the closed forms hold to the byte, how what is kept grows, and where memory runs out."""
-    rows = memory(calls)
-    parts, sentences = [], []
+    rows, parts, sentences = memory(calls), [], []
     for measured, predicted, text in (
         ("saved_bytes", "predicted_saved", "kept for backward"), ("in_use_bytes", "predicted_in_use", "in use"),
         *((f"peak_{phase}", f"predicted_{phase}", f"at eager's {phase} peak") for phase in PHASES),
     ):  # fmt: skip
-        known = rows.dropna(subset=[measured, predicted])
-        off = known[measured] - known[predicted]
-        wrong = known[off != 0]
-        if len(wrong):
-            most = off.loc[off.abs().idxmax()]
-            text += f" (else by up to {most:+,.0f}: {listing(NAMES[impl] for impl in wrong['impl'].unique())})"
-        if len(known):
-            parts.append(f"{len(known) - len(wrong)} of {len(known)} {text}")
+        off = (rows[measured] - rows[predicted]).dropna()
+        if (off != 0).any():
+            impls = listing(NAMES[impl] for impl in rows["impl"][off.index[off != 0]].unique())
+            text += f" (else by up to {off.loc[off.abs().idxmax()]:+,.0f}: {impls})"
+        if len(off):
+            parts.append(f"{(off == 0).sum()} of {len(off)} {text}")
     if parts:
         sentences.append(f"Measured bytes equal the closed form exactly in {'; '.join(parts)}.")
     twice = rows.merge(rows.assign(length=2 * rows["length"]), on=[*CASE, "kind"], suffixes=("", "_half"))
@@ -305,12 +290,11 @@ def findings_memory(calls: pd.DataFrame) -> list[str]:
             f"length², and {span(factor[fused])} in a fused kernel, which keeps one number per query instead."
         )
     parts = []
-    for precision, group in limits(calls).dropna(subset=["oom_length", "held"]).groupby("precision", sort=False):
-        told = (group["oom_length"] == group["told_length"]) & (group["oom_phase"] == group["told_phase"])
-        place = f"{span(group['oom_length'], '{:,.0f}'.format)} in {listing(dict.fromkeys(group['oom_phase']))}"
-        held = span(group["held"] / 2**30, number)
-        heads = f"{told.sum()} of {count(len(group), 'head dimension')}"
-        parts.append(f"{precision} at {place} ({held} GiB to hold), as predicted for {heads}")
+    for precision, group in limits(calls).dropna(subset=["length_oom", "held"]).groupby("precision", sort=False):
+        told = (group["length_oom"] == group["length_told"]) & (group["phase_oom"] == group["phase_told"])
+        place = f"{span(group['length_oom'], '{:,.0f}'.format)} in {listing(dict.fromkeys(group['phase_oom']))}"
+        held, heads = span(group["held"] / 2**30, number), count(len(group), "head dimension")
+        parts.append(f"{precision} at {place} ({held} GiB to hold), as predicted for {told.sum()} of {heads}")
     if parts:
         limit = number(calls["device_bytes"].max() / 2**30)
         sentences.append(f"Eager runs out of the device's {limit} GiB in {'; in '.join(parts)}.")
@@ -319,10 +303,9 @@ def findings_memory(calls: pd.DataFrame) -> list[str]:
 
 def found(calls: pd.DataFrame) -> pd.DataFrame:
     """Returns the cases where the compiler found SDPA only with a dimension of heads, whose columns end in _heads."""
-    columns = ["precision", "d_head", "length", "phase", "median_ms", "in_use_bytes", "num_replacements"]
-    rows = ordered(ok_rows(calls, phase="forward")).reindex(columns=["impl", *columns])
-    sides = [select(rows, impl=impl)[columns] for impl in ("compiled", "compiled_heads")]
-    both = sides[0].merge(sides[1], on=columns[:4], suffixes=("", "_heads"))
+    keys, values = ["precision", "d_head", "length", "phase"], ["median_ms", "in_use_bytes", "num_replacements"]
+    rows = ordered(ok_rows(calls, phase="forward")).reindex(columns=["impl", *keys, *values])
+    both = select(rows, impl="compiled").merge(select(rows, impl="compiled_heads"), on=keys, suffixes=("", "_heads"))
     return both[(both["num_replacements"] == 0) & (both["num_replacements_heads"] > 0)]
 
 
@@ -353,21 +336,20 @@ def table_compile(calls: pd.DataFrame) -> pd.DataFrame:
 
 def findings_compile(calls: pd.DataFrame) -> list[str]:
     """Says where the compiler finds SDPA and what it gains without, each in one precision."""
-    sentences, pairs = [], over_eager(calls)
+    sentences = []
     heads, both = ok_rows(calls, impl="compiled_heads", phase="forward"), found(calls)
     if len(heads) and "num_replacements" in heads:
         of_precision = (heads["num_replacements"] > 0).groupby(heads["precision"])
         parts = [f"{seen.sum()} of {count(len(seen), 'case')} in {precision}" for precision, seen in of_precision]
-        text = f"With a dimension of heads, the compiler puts SDPA in the formula's place in {listing(parts)}"
-        text += f". One call without and with it: {found_text(both.iloc[-1].to_dict())}" if len(both) else ""
-        sentences.append(f"{text}.")
-    busy = pairs[(pairs["impl"] == "compiled") & ~pairs["launch_bound"]]
+        one = f". One call without and with it: {found_text(both.iloc[-1].to_dict())}" if len(both) else ""
+        text = f"With a dimension of heads, the compiler puts SDPA in the formula's place in {listing(parts)}{one}."
+        sentences.append(text)
+    busy = select(over_eager(calls), impl="compiled", launch_bound=False)
     gains = [f"{forms.tally(group)} in {precision}" for precision, group in busy.groupby("precision", sort=False)]
     tf32 = forms.pairs(select(calls, impl="compiled"), "precision", "fp32", keys=["d_head", "length", "phase"])
-    tf32 = tf32[(tf32["precision"] == "tf32") & ~tf32["launch_bound"]]
     if gains:
         text = f"Without that dimension, eager's time over compiled, device busy: {listing(gains)}."
-        if len(tf32):
+        if len(tf32 := select(tf32, precision="tf32", launch_bound=False)):
             text += f" TF32 against fp32, both compiled: {forms.tally(tf32)}, for precision, not for compiling."
         sentences.append(text)
     return sentences
@@ -384,7 +366,7 @@ def table_transformer(models: pd.DataFrame, backward: pd.DataFrame) -> pd.DataFr
     rows = select(model_pairs(models, backward), compile="regional", precision=["fp32", "bf16"])
     if rows.empty:
         return rows
-    rows = shown_context(rows).assign(phase=lambda frame: frame["phase"].map(PHASE_NAMES))
+    rows = forms.shown(rows).assign(phase=lambda frame: frame["phase"].map(PHASE_NAMES))
     text = "{} → {} ({})".format
     return pivot(rows, ["precision", "size", "context"], "phase", lambda row: (
         text(number(row["base_median_ms"]), number(row["median_ms"]), times(row["ratio"]))
@@ -424,8 +406,9 @@ def table_published(calls: pd.DataFrame) -> pd.DataFrame:
     """Returns published times beside ours of the shown head dimension, at the longest length in common."""
     rows = published_calls(calls)
     rows = select(rows, d_head=shown_d_head(calls), length=rows["length"].max())
-    case = "{impl}, {precision}, d {d_head}, length {length:,}".format
-    return forms.published_table(rows, lambda row: case(**row | {"impl": NAMES[row["impl"]]}))
+    return forms.published_table(
+        rows, lambda row: f"{NAMES[row['impl']]}, {row['precision']}, d {row['d_head']}, length {row['length']:,}"
+    )
 
 
 def findings_published(calls: pd.DataFrame) -> list[str]:

@@ -1,7 +1,4 @@
-"""Notebook 01 from its records: the roofs, the phases of a step, warm-up, precision, compilation, utilisation.
-
-Every function takes frames of records as `Chapter.records` returns them.
-"""
+"""Notebook 01 from frames of its records: roofs, phases of a step, warm-up, precision, compilation, utilisation."""
 
 import statistics
 from operator import itemgetter
@@ -33,13 +30,11 @@ def sizes_in(frame: pd.DataFrame) -> list[str]:
 
 def table_sizes(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns the dimensions and parameters of the sizes in `frame`."""
-    rows = [
-        (c.name, c.edition, f"{c.d_model:,}", f"{c.d_ff:,}", c.num_layers, c.num_heads, accounting.num_parameters(c))
-        for c in map(SIZES.get, sizes_in(frame))
-    ]
-    columns = ["size", "list of sizes", "d_model", "d_ff", "layers", "heads", "parameters"]
-    return pd.DataFrame(rows, columns=columns).assign(
-        parameters=lambda t: (t["parameters"] / 1e6).map("{:,.1f} M".format)
+    return pd.DataFrame(
+        {"size": config.name, "list of sizes": config.edition, "d_model": f"{config.d_model:,}"}
+        | {"d_ff": f"{config.d_ff:,}", "layers": config.num_layers, "heads": config.num_heads}
+        | {"parameters": f"{accounting.num_parameters(config) / 1e6:,.1f} M"}
+        for config in map(SIZES.get, sizes_in(frame))
     )
 
 
@@ -81,14 +76,13 @@ def figure_phases(steps: pd.DataFrame) -> Figure | None:
     rows = select(steps, precision=["fp32", "bf16"], phase=SHOWN_PHASES)
     if ok_rows(rows).empty:
         return None
-    sizes = sizes_in(rows)
-    figure, axes = figures.panels(len(sizes))
-    for axis, size in zip(axes, sizes, strict=True):
+    figure, axes = figures.panels(rows["size"].nunique())
+    for axis, (size, of_size) in zip(axes, in_order(rows, ["size"]).groupby("size", sort=False), strict=True):
         for phase in SHOWN_PHASES:
-            of_phase = select(rows, size=size, phase=phase)
+            of_phase = select(of_size, phase=phase)
             line = select(of_phase, precision="bf16" if "bf16" in set(of_phase["precision"]) else "fp32")
             figures.line_with_band(axis, line, "context", label=PHASE_NAMES[phase], style=figures.STYLES[phase])
-        fp32 = select(rows, size=size, phase="train_step", precision="fp32")
+        fp32 = select(of_size, phase="train_step", precision="fp32")
         style = figures.Style("0.5", "x", "--")
         figures.line_with_band(axis, fp32, "context", label="training step, fp32", style=style)
         figures.context_axis(axis, rows["context"].unique())
@@ -99,31 +93,27 @@ def figure_phases(steps: pd.DataFrame) -> Figure | None:
     return figure
 
 
-def backward_over_forward(steps: pd.DataFrame) -> pd.Series:
-    """Returns the time of backward over that of forward of each case, where both were measured."""
-    wide = in_order(ok_rows(steps), CASE).pivot_table("median_ms", CASE, "phase", sort=False)
-    wide = wide.reindex(columns=["forward", "backward"])
-    return (wide["backward"] / wide["forward"]).dropna()
+def passes(steps: pd.DataFrame) -> pd.DataFrame:
+    """Returns the time of backward over that of forward of each case; columns as of `forms.pairs`."""
+    return forms.pairs(select(steps, phase=["forward", "backward"]), "phase", "backward", keys=CASE)
 
 
 def table_phases(steps: pd.DataFrame) -> pd.DataFrame:
     """Returns the median of each phase by size, in fp32 and bf16, at the shown context."""
     rows = select(shown(steps), precision=["fp32", "bf16"], phase=SHOWN_PHASES)
     table = pivot(rows, CASE, "phase").rename(columns=PHASE_NAMES)
-    if len(ratio := backward_over_forward(rows).map(times)):
-        keys = table[CASE].itertuples(index=False, name=None)
-        table["backward / forward"] = [ratio.get(key, "–") for key in keys]
+    if len(ratio := passes(rows).set_index(CASE)["ratio"].map(times)):
+        table["backward / forward"] = [ratio.get(key, "–") for key in table[CASE].itertuples(index=False, name=None)]
     return table
 
 
 def findings_phases(steps: pd.DataFrame) -> list[str]:
     """Says what backward costs where the device is busy, how near AdamW is to the copy rate, and what fits."""
     sentences = []
-    passes = ok_rows(steps, phase=["forward", "backward"], precision=["fp32", "bf16"])
-    busy = passes.loc[[not verdicts.launch_bound(row) for row in passes.to_dict("records")]]
+    busy = in_order(select(passes(steps), launch_bound=False, precision=["fp32", "bf16"]), ["precision"])
     parts = [
-        f"{span(ratio)} the time of forward in {precision} ({count(len(ratio), 'case')})"
-        for precision, ratio in backward_over_forward(busy).groupby("precision", sort=False)
+        f"{span(group['ratio'])} the time of forward in {precision} ({count(len(group), 'case')})"
+        for precision, group in busy.groupby("precision", sort=False)
     ]
     if parts:
         sentences.append(f"Where the device is busy, backward takes {' and '.join(parts)}; it has twice the FLOPs.")
@@ -136,18 +126,13 @@ def findings_phases(steps: pd.DataFrame) -> list[str]:
         )
     lost = forms.out_of_memory(select(steps, phase="train_step"), ["size"]).dropna(subset=["out_of_memory"])
     if len(lost):
-        parts = [
-            f"{size} from {int(n):,} tokens on" for size, n in zip(lost["size"], lost["out_of_memory"], strict=True)
-        ]
-        sentences.append(f"A training step runs out of memory for {listing(parts)}; every other measured one fits.")
+        parts = listing(lost["size"] + lost["out_of_memory"].map(" from {:,.0f} tokens on".format))
+        sentences.append(f"A training step runs out of memory for {parts}; every other measured one fits.")
     return sentences + forms.failures(steps)
 
 
 def warmup_statistics(warmup: pd.DataFrame) -> pd.DataFrame:
-    """Returns one row per size, context, phase and warm-up count, read off the trace of a fresh process.
-
-    Mean and standard deviation are over the ten steps after the warm-up.
-    """
+    """Returns per size, context, phase and warm-up count how long the next ten steps of a fresh process take."""
     rows = []
     for record in in_order(ok_rows(warmup), TRACE).to_dict("records"):
         trace = record["samples"].get("step_ms", [])
@@ -182,10 +167,9 @@ def findings_warmup(warmup: pd.DataFrame) -> list[str]:
         f"{case_name(worst)}, {number(worst['first_ms'])} ms against {number(worst['steady_ms'])} ms): the library "
         "handles are made, kernels are loaded onto the device and the allocator asks the driver for memory."
     ]
-    wide = rows.pivot_table(index=TRACE, columns="warmup", values="mean_ms")
-    *fewer, last = WARMUP_COUNTS
+    wide, last = rows.pivot_table("mean_ms", TRACE, "warmup"), max(WARMUP_COUNTS)
     if {1, last} <= set(wide):
-        off = wide[fewer].div(wide[last], axis=0).sub(1).abs() > verdicts.LEVEL_BAND
+        off = wide.drop(columns=last).div(wide[last], axis=0).sub(1).abs() > verdicts.LEVEL_BAND
         text = listing(f"{num_off} with {n}" for n, num_off in off.sum().items())
         sentences.append(
             f"Against {last} warm-up steps the mean is off by more than {percent(verdicts.LEVEL_BAND)} in {text} "
@@ -277,15 +261,13 @@ def gains(steps: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 def findings_modes(steps: pd.DataFrame) -> list[str]:
     """Says where bf16 and compiling are ahead, apart for launch-bound and device-bound rows."""
-    sentences = []
     over_fp32, over_eager = gains(steps)
-    for bound, where, why in (
-        (False, "Where the device is busy", ""),
-        (True, "Where launches bind", "; each cast is one more launch, and faster matrix products save nothing"),
-    ):
-        if len(part := select(over_fp32, launch_bound=bound)):
-            told = forms.summary(part, case_name)
-            sentences.append(f"{where}, bf16 autocast is {told} against fp32, call time{why}.")
+    why = "; each cast is one more launch, and faster matrix products save nothing"
+    sentences = [
+        f"{where}, bf16 autocast is {forms.summary(part, case_name)} against fp32, call time{why if bound else ''}."
+        for bound, where in ((False, "Where the device is busy"), (True, "Where launches bind"))
+        if len(part := select(over_fp32, launch_bound=bound))
+    ]
     if len(regional := select(over_eager, compile="regional")):
         first = ok_rows(steps, phase="compile", compile="regional")["median_ms"] / 1e3
         cost = f"; the first call takes {span(first, lambda s: f'{number(s)} s')}" if len(first) else ""
@@ -301,10 +283,9 @@ def figure_utilisation(steps: pd.DataFrame) -> Figure | None:
     rows = ok_rows(steps, phase="train_step", compile=["none", "regional"])
     if rows.empty:
         return None
-    precisions = [precision for precision in PRECISIONS if precision in set(rows["precision"])]
-    figure, axes = figures.panels(len(precisions))
-    for axis, precision in zip(axes, precisions, strict=True):
-        measured = select(rows, precision=precision)
+    figure, axes = figures.panels(rows["precision"].nunique())
+    by_precision = in_order(rows, ["precision"]).groupby("precision", sort=False)
+    for axis, (precision, measured) in zip(axes, by_precision, strict=True):
         for size in sizes_in(measured):
             style = figures.STYLES[size]
             for mode, label, fill in (("none", size, style.colour), ("regional", "blocks compiled", "white")):
@@ -317,8 +298,7 @@ def figure_utilisation(steps: pd.DataFrame) -> Figure | None:
             peak = (known["achieved_tflops"] / known["datasheet_fraction"]).iloc[-1]
             axis.axhline(peak, color="0.2", linestyle=":", linewidth=1, label="datasheet")
         figures.context_axis(axis, measured["context"].unique())
-        axis.set_ylim(bottom=0)
-        axis.set(ylabel="model FLOP rate (TFLOP/s)", title=precision)
+        axis.set(ylim=(0, None), ylabel="model FLOP rate (TFLOP/s)", title=precision)
     title = f"Model FLOP rate of a training step, call time, {steps.attrs['device']}"
     figures.finish(figure, axes, title, num_columns=5)
     return figure
@@ -356,13 +336,11 @@ def findings_utilisation(steps: pd.DataFrame) -> list[str]:
 
 
 def published_steps(steps: pd.DataFrame) -> pd.DataFrame:
-    """Returns published step times beside ours of the same size, context, batch, precision, compile mode and phase.
-
-    Of a source's warm-up study only the rows with most warm-up steps count.
-    """
+    """Returns published step times beside ours of the same size, context, batch, precision, compile mode and phase."""
     theirs = published.step_times().query("status == 'ok'").dropna(subset=["context", "batch"])
     keys = ["size", "context", "batch", "precision", "compile", "phase"]
     theirs = theirs.assign(warm=theirs["warmup_steps"].fillna(99)).astype({"context": int, "batch": int})
+    # Of a source's warm-up study the rows with most warm-up steps count.
     theirs = theirs.sort_values("warm").drop_duplicates(["source", "gpu", *keys], keep="last")
     return in_order(forms.matched(theirs, steps, keys), ["gpu", "size", "context", "phase"])
 
@@ -413,8 +391,10 @@ def symptoms(chapter) -> list[dict[str, str]]:
         cause, remedy = "the host, which launches kernels too slowly", "compile; a larger batch; a CUDA graph"
         found.append((symptom, cause, remedy, f"compiled: {span(bound['ratio'])} (call time)"))
     if len(busy := select(over_fp32, launch_bound=False)):
-        cause = "the tensor cores, at the rate of the precision"
-        gave = f"{span(busy['ratio'])} over fp32 (call time)"
-        found.append(("matrix products take most of the kernel time", cause, "bf16 autocast", gave))
+        symptom, cause = (
+            "matrix products take most of the kernel time",
+            "the tensor cores, at the rate of the precision",
+        )
+        found.append((symptom, cause, "bf16 autocast", f"{span(busy['ratio'])} over fp32 (call time)"))
     columns = ["what you see", "what bounds it", "what to do", "what it gave here"]
     return pd.DataFrame(found, columns=columns).to_dict("records")

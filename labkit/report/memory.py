@@ -1,7 +1,4 @@
-"""Notebook 04 from its records: what a peak is made of, what autograd keeps, what recomputing and autocast change.
-
-Every function takes frames of records as `Chapter.records` returns them. Bytes are exact and compared exactly.
-"""
+"""Notebook 04 from frames of its records: what a peak is made of, what autograd keeps, recomputing and autocast."""
 
 import math
 from collections.abc import Callable
@@ -11,8 +8,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from labkit import accounting, published
-from labkit.configs import SIZES, ModelConfig, model_config
+from labkit.configs import ModelConfig, model_config
 from labkit.report import figures, forms, verdicts
+from labkit.report.benchmarking import CASE, sizes_in
 from labkit.report.chapter import Chapter
 from labkit.report.findings import count, gib, listing, mib, number, percent, span, times
 from labkit.report.forms import case_name, shown
@@ -20,7 +18,6 @@ from labkit.report.tables import PHASE_NAMES, cell, in_order, ok_rows, once_per_
 
 MIB, GIB = 2**20, 2**30
 PHASES = ("inference", "forward", "train_step")
-CASE = ["size", "context", "precision"]
 WITHIN = 0.03
 """Relative error up to which a predicted peak counts as met."""
 
@@ -54,15 +51,17 @@ def predicted(form: Callable, row: dict, frame: pd.DataFrame, *arguments):
     return form(*shape(row), *arguments, **known)
 
 
+def highest(row: dict, moments: dict[str, int]) -> dict:
+    """Returns a record with the `moment` that is predicted to hold most, and its `predicted_bytes`."""
+    moment = max(moments, key=moments.get)
+    return {"peak_bytes": math.nan, **row, "predicted_bytes": moments[moment], "moment": moment}
+
+
 @once_per_frame
 def peaks(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns the peaks in order, with `predicted_bytes` of the tensors and the `moment` at which they are reached."""
-    rows = []
-    for row in in_order(frame, [*CASE, "phase"]).to_dict("records"):
-        moments = predicted(accounting.peak_moments, row, frame, row["phase"])
-        moment = max(moments, key=moments.get)
-        rows.append({"peak_bytes": math.nan, **row, "predicted_bytes": moments[moment], "moment": moment})
-    return pd.DataFrame(rows)
+    rows = in_order(frame, [*CASE, "phase"]).to_dict("records")
+    return pd.DataFrame(highest(row, predicted(accounting.peak_moments, row, frame, row["phase"])) for row in rows)
 
 
 def parts(frame: pd.DataFrame) -> pd.DataFrame:
@@ -72,11 +71,9 @@ def parts(frame: pd.DataFrame) -> pd.DataFrame:
         config = model_config(row["size"])
         weights, moments = accounting.parameter_bytes(config), accounting.optimizer_state_bytes(config)
         forms_of_parts = (weights, weights, moments, predicted(accounting.forward_made_bytes, row, frame))
-        for part, num_bytes in zip(PARTS, forms_of_parts, strict=True):
-            measured = row.get(f"{PARTS[part]}_requested_bytes")
-            if measured is not None and measured == measured:
-                rows.append((*(row[key] for key in CASE), part, measured, num_bytes))
-    return pd.DataFrame(rows, columns=[*CASE, "part", "measured", "predicted"])
+        for (part, metric), num_bytes in zip(PARTS.items(), forms_of_parts, strict=True):
+            rows.append((*(row[key] for key in CASE), part, row.get(f"{metric}_requested_bytes"), num_bytes))
+    return pd.DataFrame(rows, columns=[*CASE, "part", "measured", "predicted"]).dropna()
 
 
 def table_peaks(frame: pd.DataFrame) -> pd.DataFrame:
@@ -98,10 +95,8 @@ def figure_peaks(frame: pd.DataFrame) -> Figure | None:
     if ok_rows(rows).empty:
         return None
     figure, axes = figures.panels(len(PHASES), height=3.6)
-    sizes = [size for size in SIZES if size in set(rows["size"])]
-    memory = rows["device_bytes"].max() if "device_bytes" in rows else None
     for axis, phase in zip(axes, PHASES, strict=True):
-        for size in sizes:
+        for size in sizes_in(rows):
             style = figures.STYLES[size]
             for precision, dash, fill in (("fp32", "-", style.colour), ("bf16", ":", "white")):
                 line = select(rows, size=size, phase=phase, precision=precision).sort_values("context")
@@ -112,8 +107,9 @@ def figure_peaks(frame: pd.DataFrame) -> Figure | None:
             axis.plot([], [], color=style.colour, marker=style.marker, markersize=4, label=size)
         for label, dash, fill in (("fp32 (line: predicted)", "-", "0.4"), ("bf16 autocast", ":", "white")):
             axis.plot([], [], color="0.4", marker="o", linestyle=dash, markerfacecolor=fill, markersize=4, label=label)
-        if memory:
-            axis.axhline(memory / GIB, color="0.2", linestyle="--", linewidth=1, label="the device's memory")
+        if "device_bytes" in rows:
+            memory = rows["device_bytes"].max() / GIB
+            axis.axhline(memory, color="0.2", linestyle="--", linewidth=1, label="the device's memory")
         figures.context_axis(axis, rows["context"].unique())
         figures.log_time_axis(axis, "peak memory (GiB)")
         axis.set_title(PHASE_NAMES[phase])
@@ -153,13 +149,11 @@ def findings_peaks(frame: pd.DataFrame) -> list[str]:
 
 
 def recordings(frame: pd.DataFrame) -> list[dict]:
-    """Returns the recorded phases in order."""
-    return in_order(ok_rows(frame), ["precision", *CASE[:2], "phase"]).to_dict("records") if len(frame) else []
-
-
-def at_peak(row: dict, category: str) -> float:
-    value = row.get(f"{category.replace(' ', '_')}_at_peak_bytes")
-    return 0 if value is None or pd.isna(value) else value
+    """Returns the recorded phases in order, with the bytes of each category at the peak."""
+    rows = in_order(ok_rows(frame), ["precision", *CASE[:2], "phase"]) if len(frame) else frame
+    held = {c: f"{c.replace(' ', '_')}_at_peak_bytes" for c in CATEGORIES}
+    at_peak = rows.reindex(columns=held.values()).fillna(0).set_axis([f"{c} at peak" for c in held], axis=1)
+    return rows.join(at_peak).to_dict("records")
 
 
 def figure_timeline(frame: pd.DataFrame) -> Figure | None:
@@ -188,15 +182,15 @@ def findings_timelines(frame: pd.DataFrame) -> list[str]:
     """Says where a step peaks and what autocast's weight cache adds, and names the largest allocation."""
     rows, sentences = recordings(frame), []
     for row in [row for row in rows if row["phase"] == "train_step"][:1]:
-        shares = {category: at_peak(row, category) / row["peak_bytes"] for category in CATEGORIES}
+        shares = {category: row[f"{category} at peak"] / row["peak_bytes"] for category in CATEGORIES}
         made_of = [f"{percent(shares[c])} {c}" for c in sorted(shares, key=shares.get, reverse=True) if shares[c]]
-        text = f"The {name(row)} peaks at {gib(row['peak_bytes'])} GiB, in {row['observed']['peak_phase']}: "
-        early = row["observed"]["peak_phase"] == "backward" and shares["activations"] > shares["gradients"]
-        why = "; most activations are still kept, few gradients made." if early else "."
-        sentences.append(text + listing(made_of) + why)
+        phase = row["observed"]["peak_phase"]
+        early = phase == "backward" and shares["activations"] > shares["gradients"]
+        why = "; most activations are still kept, few gradients made" if early else ""
+        sentences.append(f"The {name(row)} peaks at {gib(row['peak_bytes'])} GiB, in {phase}: {listing(made_of)}{why}.")
     inference = {row["precision"]: row for row in rows if row["phase"] == "inference"}
     if {"fp32", "bf16"} <= set(inference):
-        fp32, bf16 = (gib(at_peak(inference[precision], "temporary")) for precision in ("fp32", "bf16"))
+        fp32, bf16 = (gib(inference[precision]["temporary at peak"]) for precision in ("fp32", "bf16"))
         copies = 2 * accounting.num_matmul_parameters(model_config(inference["bf16"]["size"]))
         sentences.append(
             f"At its peak inference holds {fp32} GiB of temporaries in fp32, {bf16} under autocast. The orange ramp "
@@ -225,13 +219,15 @@ def largest(frame: pd.DataFrame) -> pd.DataFrame:
 def residuals(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns what each operator of a part keeps, of compiled code what each shape does, most bytes first."""
     rows = [(row, group) for row in ok_rows(frame).to_dict("records") for group in row["observed"]["residuals"]]
-    kept = pd.DataFrame({"part": row["part"], "code": row["code"], **group} for row, group in rows)
+    kept = pd.DataFrame(
+        {**group, "part": row["part"], "code": row["code"], "operator": group["operator"] or group["shape"]}
+        for row, group in rows
+    )
     if kept.empty:
         return kept
-    kept["operator"] = kept["operator"].where(kept["operator"] != "", kept["shape"])
-    kept = kept.rename(columns={"count": "residuals", "num_distinct": "distinct"})
-    kept = kept.groupby(["part", "code", "operator", "module"], sort=False)[["residuals", "distinct", "saved_bytes"]]
-    return kept.sum().reset_index().sort_values("saved_bytes", ascending=False, kind="stable")
+    sums = {"residuals": ("count", "sum"), "distinct": ("num_distinct", "sum"), "saved_bytes": ("saved_bytes", "sum")}
+    kept = kept.groupby(["part", "code", "operator", "module"], sort=False).agg(**sums).reset_index()
+    return kept.sort_values("saved_bytes", ascending=False, kind="stable")
 
 
 def table_residuals(frame: pd.DataFrame) -> pd.DataFrame:
@@ -284,10 +280,9 @@ def checkpointing(frame: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for row in frame.to_dict("records"):
         plan = accounting.checkpoint_plan(row["plan"], model_config(row["size"]).num_layers)
-        moments = predicted(accounting.checkpoint_moments, row, frame, plan)
+        row = highest({"median_ms": math.nan, **row}, predicted(accounting.checkpoint_moments, row, frame, plan))
         ratio = slower.get(tuple(row[key] for key in keys), math.nan)
-        rows.append({"peak_bytes": math.nan, "median_ms": math.nan, **row, "level": len(plan), "slowdown": 1 / ratio})
-        rows[-1] |= {"predicted_bytes": max(moments.values()), "moment": max(moments, key=moments.get)}
+        rows.append(row | {"level": len(plan), "slowdown": 1 / ratio})
     return pd.DataFrame(rows)
 
 
@@ -343,8 +338,8 @@ def findings_checkpointing(frame: pd.DataFrame) -> list[str]:
             layers, kept = config.num_layers, predicted(accounting.block_activation_bytes, row, frame) / stream
             without = f"{plain['status']}, {gib(plain['predicted_bytes'])} GiB predicted"
             if plain["status"] == "ok":
-                without = f"{gib(plain['peak_bytes'])} GiB and {number(plain['median_ms'])} ms"
-                without += f", so {times(row['slowdown'])} the time"
+                time = f"{number(plain['median_ms'])} ms, so {times(row['slowdown'])} the time"
+                without = f"{gib(plain['peak_bytes'])} GiB and {time}"
             sentences.append(
                 f"With {who} ({case_name(row)}, {row['precision']}) the peak is lowest at k = {row['plan']}: "
                 f"{gib(row['peak_bytes'])} GiB and {number(row['median_ms'])} ms a step, call time (without "
@@ -359,10 +354,8 @@ def findings_checkpointing(frame: pd.DataFrame) -> list[str]:
     if deeper:
         text = f"Beside the lowest peak of a single level, that of a nested one is {listing(deeper)}."
         if grows and all(part.startswith("equal") for part in deeper):
-            text += (
-                " A block's gradients are larger than its input, so the peak lies at the end of backward, where the "
-            )
-            text += "inputs are gone: keeping fewer of them cannot lower it."
+            text += " A block's gradients are larger than its input, so the peak lies at the end of backward, where "
+            text += "the inputs are gone: keeping fewer of them cannot lower it."
         sentences.append(text)
     return sentences
 
@@ -370,12 +363,11 @@ def findings_checkpointing(frame: pd.DataFrame) -> list[str]:
 def table_autocast(frame: pd.DataFrame, *, pure: pd.DataFrame) -> pd.DataFrame:
     """Returns the peaks of each context, phase and precision (GiB), of the largest size with a measured training step.
 
-    Args:
-        pure: chapter 03's records of steps, for pure bf16; may be empty.
+    `pure` are chapter 03's records of steps, for pure bf16; may be empty.
     """
-    trained = set(ok_rows(frame, phase="train_step")["size"]) or set(frame["size"])
+    trained = ok_rows(frame, phase="train_step")
     rows = pd.concat([frame, select(pure, precision="bf16_pure", phase="train_step")])
-    rows = select(rows, size=[size for size in SIZES if size in trained][-1])
+    rows = select(rows, size=sizes_in(trained if len(trained) else frame)[-1])
     cases = rows["phase"].map(PHASE_NAMES) + ", " + rows["precision"].map(PRECISION_NAMES)
     return pivot(rows.assign(case=cases), ["size", "context"], "case", lambda row: cell(row, "peak_bytes", gib))
 
