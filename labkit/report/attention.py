@@ -213,9 +213,8 @@ def findings_traffic(calls: pd.DataFrame, ceilings: pd.DataFrame) -> list[str]:
 def memory(calls: pd.DataFrame) -> pd.DataFrame:
     """Returns predicted beside measured bytes of every measured forward pass, with its backward's peak.
 
-    Columns: CASE, kind (the closed form: a fused kernel's where the compiler put SDPA in place of what was called),
-    batch, saved_bytes, in_use_bytes, peak_forward, peak_backward (NaN where the device does not say), and
-    predicted_saved, _in_use, _forward, _backward; peaks are predicted for eager.
+    Columns: CASE, kind (of KINDS; "fused" where the compiler put SDPA in place), batch, saved_bytes, in_use_bytes,
+    peak_<phase> (NaN where the device does not say), predicted_saved, _in_use, and for eager _forward, _backward.
     """
     rows = ordered(ok_rows(calls))
     rows["peak_bytes"] = rows.get("peak_bytes", float("nan"))

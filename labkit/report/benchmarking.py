@@ -19,6 +19,7 @@ TRACE = ["size", "context", "phase"]
 MODES = {f"{p} {mode}".removesuffix(" none"): (p, mode) for mode in COMPILE_MODES for p in PRECISIONS}
 """Precision and compile mode by name: "bf16", "bf16 regional"."""
 
+SYMPTOM = ("what you see", "what bounds it", "what to do", "what it gave here")
 TIMER_AGREEMENT = 0.02
 """The timer's methods should agree this well on one kernel."""
 
@@ -396,5 +397,4 @@ def symptoms(chapter) -> list[dict[str, str]]:
             "the tensor cores, at the rate of the precision",
         )
         found.append((symptom, cause, "bf16 autocast", f"{span(busy['ratio'])} over fp32 (call time)"))
-    columns = ["what you see", "what bounds it", "what to do", "what it gave here"]
-    return pd.DataFrame(found, columns=columns).to_dict("records")
+    return [dict(zip(SYMPTOM, texts, strict=True)) for texts in found]

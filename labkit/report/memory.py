@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from labkit import accounting, published
 from labkit.configs import ModelConfig, model_config
 from labkit.report import figures, forms, verdicts
-from labkit.report.benchmarking import CASE, sizes_in
+from labkit.report.benchmarking import CASE, SYMPTOM, sizes_in
 from labkit.report.chapter import Chapter
 from labkit.report.findings import count, gib, listing, mib, number, percent, span, times
 from labkit.report.forms import case_name, shown
@@ -151,9 +151,8 @@ def findings_peaks(frame: pd.DataFrame) -> list[str]:
 def recordings(frame: pd.DataFrame) -> list[dict]:
     """Returns the recorded phases in order, with the bytes of each category at the peak."""
     rows = in_order(ok_rows(frame), ["precision", *CASE[:2], "phase"]) if len(frame) else frame
-    held = {c: f"{c.replace(' ', '_')}_at_peak_bytes" for c in CATEGORIES}
-    at_peak = rows.reindex(columns=held.values()).fillna(0).set_axis([f"{c} at peak" for c in held], axis=1)
-    return rows.join(at_peak).to_dict("records")
+    held = [f"{category.replace(' ', '_')}_at_peak_bytes" for category in CATEGORIES]
+    return rows.assign(**rows.reindex(columns=held).fillna(0)).to_dict("records")
 
 
 def figure_timeline(frame: pd.DataFrame) -> Figure | None:
@@ -182,7 +181,7 @@ def findings_timelines(frame: pd.DataFrame) -> list[str]:
     """Says where a step peaks and what autocast's weight cache adds, and names the largest allocation."""
     rows, sentences = recordings(frame), []
     for row in [row for row in rows if row["phase"] == "train_step"][:1]:
-        shares = {category: row[f"{category} at peak"] / row["peak_bytes"] for category in CATEGORIES}
+        shares = {c: row[f"{c.replace(' ', '_')}_at_peak_bytes"] / row["peak_bytes"] for c in CATEGORIES}
         made_of = [f"{percent(shares[c])} {c}" for c in sorted(shares, key=shares.get, reverse=True) if shares[c]]
         phase = row["observed"]["peak_phase"]
         early = phase == "backward" and shares["activations"] > shares["gradients"]
@@ -190,7 +189,7 @@ def findings_timelines(frame: pd.DataFrame) -> list[str]:
         sentences.append(f"The {name(row)} peaks at {gib(row['peak_bytes'])} GiB, in {phase}: {listing(made_of)}{why}.")
     inference = {row["precision"]: row for row in rows if row["phase"] == "inference"}
     if {"fp32", "bf16"} <= set(inference):
-        fp32, bf16 = (gib(inference[precision]["temporary at peak"]) for precision in ("fp32", "bf16"))
+        fp32, bf16 = (gib(inference[precision]["temporary_at_peak_bytes"]) for precision in ("fp32", "bf16"))
         copies = 2 * accounting.num_matmul_parameters(model_config(inference["bf16"]["size"]))
         sentences.append(
             f"At its peak inference holds {fp32} GiB of temporaries in fp32, {bf16} under autocast. The orange ramp "
@@ -313,8 +312,8 @@ def figure_checkpointing(frame: pd.DataFrame) -> Figure | None:
         left.plot(line["k"], line["predicted_bytes"] / GIB, color=style.colour, linestyle=style.dash, linewidth=1)
         left.plot(line["k"], line["peak_bytes"] / GIB, **points)
         figures.mark_failures(left, line, "k", colour=style.colour)
-        label = ATTENTION_NAMES.get(attention, attention)
-        right.plot(group["peak_bytes"] / GIB, group["median_ms"], label=label, **points)
+        points["label"] = ATTENTION_NAMES.get(attention, attention)
+        right.plot(group["peak_bytes"] / GIB, group["median_ms"], **points)
         for row in ok_rows(group, plan=["none", "1", "4", "16", "32", "6/1"]).to_dict("records"):
             at = (row["peak_bytes"] / GIB, row["median_ms"])
             right.annotate(row["plan"], at, xytext=(5, 4), textcoords="offset points", fontsize=7.5)
@@ -361,10 +360,7 @@ def findings_checkpointing(frame: pd.DataFrame) -> list[str]:
 
 
 def table_autocast(frame: pd.DataFrame, *, pure: pd.DataFrame) -> pd.DataFrame:
-    """Returns the peaks of each context, phase and precision (GiB), of the largest size with a measured training step.
-
-    `pure` are chapter 03's records of steps, for pure bf16; may be empty.
-    """
+    """Returns the peaks (GiB) of the largest size with a measured training step; `pure` are the steps of chapter 03."""
     trained = ok_rows(frame, phase="train_step")
     rows = pd.concat([frame, select(pure, precision="bf16_pure", phase="train_step")])
     rows = select(rows, size=sizes_in(trained if len(trained) else frame)[-1])
@@ -437,5 +433,4 @@ def symptoms(chapter: Chapter) -> list[dict[str, str]]:
         return []
     gains = f"{gave['eager', 'none']} → {gave['sdpa_flash', 'none']} → {gave['sdpa_flash', '1']} GiB (peak)"
     bound, remedy = "the scores, then what blocks keep", "SDPA's FlashAttention, then recompute every block"
-    row = {"what you see": "out of memory at long context", "what bounds it": bound, "what to do": remedy}
-    return [row | {"what it gave here": gains}]
+    return [dict(zip(SYMPTOM, ("out of memory at long context", bound, remedy, gains), strict=True))]
