@@ -116,21 +116,20 @@ def run(
     start = time.monotonic()
     failures, executed = {}, {}
     try:
-        with notebooks.Kernel() as kernel:
-            for name in _progress(names):
-                values = {
-                    **parameters[name],
-                    "device": device.slug,
-                    "measure": True,
-                    "profile": profile,
-                    "output": str(output.resolve()) if output else "",
-                    "fresh": fresh,
-                    "save_figures": True,
-                }
-                try:
-                    executed[name] = _run_notebook(name, values, folder, kernel)
-                except notebooks.NotebookError as error:
-                    failures[name] = str(error)
+        for name in _progress(names):
+            values = {
+                **parameters[name],
+                "device": device.slug,
+                "measure": True,
+                "profile": profile,
+                "output": str(output.resolve()) if output else "",
+                "fresh": fresh,
+                "save_figures": True,
+            }
+            try:
+                executed[name] = _run_notebook(name, values, folder)
+            except notebooks.NotebookError as error:
+                failures[name] = str(error)
     except KeyboardInterrupt:
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # it would print the interrupted cell's traceback
         print(
@@ -157,8 +156,8 @@ def _hold(context: typer.Context, device, names: list[str], folder: Path, *, wai
         raise RequestError(str(error)) from None
 
 
-def _run_notebook(name: str, values: dict, folder: Path, kernel):
-    """Executes one notebook in `kernel` and returns it; raises NotebookError if it did not run to its end.
+def _run_notebook(name: str, values: dict, folder: Path):
+    """Executes one notebook and returns it; raises NotebookError if it did not run to its end.
 
     Only the file that the last cell writes counts as the end, since the notebook of a killed kernel looks complete.
     """
@@ -166,7 +165,7 @@ def _run_notebook(name: str, values: dict, folder: Path, kernel):
 
     done = records.done_path(folder, name)
     done.unlink(missing_ok=True)
-    executed = notebooks.execute(name, values, kernel=kernel, show_progress=True)
+    executed = notebooks.execute(name, values, show_progress=True)
     if not done.exists():
         raise notebooks.NotebookError(f"{name}: ended without reaching its last cell")
     return executed

@@ -5,7 +5,6 @@ their defaults. Nothing here imports torch.
 """
 
 import ast
-import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,11 +13,11 @@ from typing import Any
 
 from labkit.configs import GRIDS, NARROWED, NOTEBOOKS, RequestError, narrowed
 
+# Where jsonschema, which nbformat imports, finds this package, it takes four seconds to build 38 grammars of addresses.
+sys.modules.setdefault("rfc3987_syntax", None)
+
 CELL_TIMEOUT_S = 6 * 3600
 """For a cell that hangs beyond every case's own timeout; a dead kernel is noticed at once."""
-
-KERNEL_TIMEOUT_S = 60
-"""For a kernel to answer between two notebooks."""
 
 LESSON = "lesson"
 """Tag of the cells that teach: predictions, live examples, things to try. The report leaves them out."""
@@ -53,7 +52,6 @@ def path(name: str) -> Path:
 
 def read(name: str):
     """Returns the notebook as an nbformat node."""
-    _spare_grammars()
     import nbformat
 
     return nbformat.read(path(name), as_version=4)
@@ -68,14 +66,6 @@ def without_lessons(notebook):
     """Returns the notebook without the cells tagged "lesson", which run live examples and hold no result."""
     kept = {**notebook, "cells": [cell for cell in notebook.cells if LESSON not in cell.metadata.get("tags", [])]}
     return type(notebook)(kept)
-
-
-def _spare_grammars() -> None:
-    """Keeps jsonschema, which nbformat imports, from building 38 grammars of web addresses, which takes four seconds.
-
-    It does so only where this package, a dependency of jupyterlab, can be imported.
-    """
-    sys.modules.setdefault("rfc3987_syntax", None)
 
 
 def parameters(name: str) -> dict[str, Any]:
@@ -158,95 +148,38 @@ def _literal(text: str) -> Any:
         return text
 
 
-class Kernel:
-    """A process of this Python that executes notebooks one after another, each in an empty namespace.
-
-    So it starts and imports torch, seconds of each, only once. It is restarted after a notebook that failed, and ends
-    with its `with` block.
-    """
-
-    def __init__(self):
-        self._manager = None
-
-    def __enter__(self) -> "Kernel":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def manager(self):
-        """Returns the manager of the process, started or not, with an empty namespace."""
-        import jupyter_client
-
-        if self._manager is None:
-            self._manager = jupyter_client.AsyncKernelManager(kernel_name="python3")
-        else:
-            client = jupyter_client.BlockingKernelClient(connection_file=self._manager.connection_file)
-            client.load_connection_file()
-            client.start_channels()
-            try:
-                client.execute("%reset_selective -f .", silent=True, reply=True, timeout=KERNEL_TIMEOUT_S)
-            finally:
-                client.stop_channels()
-        return self._manager
-
-    def end(self) -> None:
-        """Ends the process."""
-        from jupyter_core.utils import run_sync
-
-        manager, self._manager = self._manager, None
-        if manager is not None and manager.has_kernel:
-            run_sync(manager.shutdown_kernel)(now=True)
-
-
-def execute(
-    name: str,
-    values: Mapping[str, Any],
-    *,
-    kernel: Kernel | None = None,
-    lessons: bool = False,
-    show_progress: bool = False,
-):
-    """Executes a notebook in a kernel of this Python and returns it with its outputs.
+def execute(name: str, values: Mapping[str, Any], *, lessons: bool = False, show_progress: bool = False):
+    """Executes a notebook in a new kernel of this Python and returns it with its outputs.
 
     Args:
         name: of the notebook; its file is not changed.
         values: parameters to set, as `parse_parameters` returns them.
-        kernel: to execute it in, from one thread only; None, or with lessons, a new one.
         lessons: execute the cells tagged "lesson" too; without them only measurements use the device.
         show_progress: show the notebook's progress bars and messages on stderr.
 
     Raises:
         NotebookError: a cell raised, the kernel died, or a cell exceeded CELL_TIMEOUT_S.
     """
-    _spare_grammars()
     import nbclient.exceptions
     import papermill
 
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # the kernel's debugger warns about frozen modules
     stream = sys.stderr if show_progress else None
-    with contextlib.ExitStack() as stack:
-        # Lessons run as a reader runs them, in a process of their own: Triton's interpreter is chosen once in each.
-        kernel = (None if lessons else kernel) or stack.enter_context(Kernel())
-        notebook = read(name) if lessons else without_lessons(read(name))
-        try:
-            return papermill.execute_notebook(
-                notebook,
-                None,  # no file: papermill would write all of it before and after every cell
-                parameters=dict(values),
-                kernel_name="python3",
-                progress_bar=False,
-                execution_timeout=CELL_TIMEOUT_S,
-                stdout_file=stream,
-                stderr_file=stream,
-                km=kernel.manager(),
-                # Silences its transport, and the interrupt before its end, which it logs as an error.
-                extra_arguments=["--IPKernelApp.log_level=50"],
-            )
-        except papermill.PapermillExecutionError as error:
-            kernel.end()
-            kind = "" if error.ename == RequestError.__name__ else f"{error.ename}: "
-            raise NotebookError(f"{name}: {kind}{error.evalue}") from error
-        except (nbclient.exceptions.DeadKernelError, RuntimeError, TimeoutError) as error:
-            kernel.end()
-            raise NotebookError(f"{name}: {type(error).__name__}: {error}") from error
+    try:
+        return papermill.execute_notebook(
+            read(name) if lessons else without_lessons(read(name)),
+            None,  # no file: papermill would write all of it before and after every cell
+            parameters=dict(values),
+            kernel_name="python3",
+            progress_bar=False,
+            execution_timeout=CELL_TIMEOUT_S,
+            stdout_file=stream,
+            stderr_file=stream,
+            # Silences its transport, and the interrupt before its end, which it logs as an error.
+            extra_arguments=["--IPKernelApp.log_level=50"],
+        )
+    except papermill.PapermillExecutionError as error:
+        kind = "" if error.ename == RequestError.__name__ else f"{error.ename}: "
+        raise NotebookError(f"{name}: {kind}{error.evalue}") from error
+    except (nbclient.exceptions.DeadKernelError, RuntimeError, TimeoutError) as error:
+        raise NotebookError(f"{name}: {type(error).__name__}: {error}") from error

@@ -464,7 +464,7 @@ def test_rebuild_refuses_to_store_another_devices_outputs(tmp_path):
 
 
 def test_notebooks_executed_together_give_what_each_gives_and_the_first_failure_is_told(monkeypatch):
-    def execute(name, values, kernel):
+    def execute(name, values, lessons):
         time.sleep({"a": 0.2, "b": 0.1}.get(name, 0))
         if name in values["broken"]:
             raise notebooks.NotebookError(f"{name}: broken")

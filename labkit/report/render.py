@@ -1,9 +1,7 @@
 """report.md: a front page, then the executed notebooks without their code and lessons, one chapter each."""
 
-import contextlib
 import os
 import re
-import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -118,18 +116,12 @@ _FIGURES_FOLDER = "labkit-figures-folder/"
 def _execute_all(names: Sequence[str], values: Mapping[str, Any], *, lessons: bool = False) -> dict[str, Any]:
     """Executes notebooks in parallel and returns them by name; raises NotebookError for the first that failed."""
     num_kernels = max(1, min(MOST_AT_ONCE, os.cpu_count() or 1, len(names)))
-    kernel = threading.local()
-    with contextlib.ExitStack() as kernels:
-
-        def start() -> None:
-            kernel.own = kernels.enter_context(notebooks.Kernel())
-
-        pool = ThreadPoolExecutor(num_kernels, initializer=start)
-        try:
-            done = pool.map(lambda name: notebooks.execute(name, values, kernel=kernel.own, lessons=lessons), names)
-            return dict(zip(names, done, strict=True))
-        finally:
-            pool.shutdown(cancel_futures=True)
+    pool = ThreadPoolExecutor(num_kernels)
+    try:
+        done = pool.map(lambda name: notebooks.execute(name, values, lessons=lessons), names)
+        return dict(zip(names, done, strict=True))
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _save_roofline(chapters: Mapping[str, Chapter], folder: Path) -> str | None:
