@@ -52,7 +52,6 @@ class Timing:
         stop_reason: "converged", "time limit", "sample limit" or "fixed count".
         host_ms: host clock around the same samples, synchronised (methods "window" and "host").
         launch_ms: host time until the call returned, before the device had finished ("window").
-        warmup_ms: the warm-up calls' own times, host clock where there is one.
     """
 
     samples_ms: tuple[float, ...]
@@ -61,21 +60,12 @@ class Timing:
     stop_reason: str
     host_ms: tuple[float, ...] = ()
     launch_ms: tuple[float, ...] = ()
-    warmup_ms: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, samples: Sequence[tuple], method: str, num_warmup: int, stop_reason: str, warmup_ms=()) -> "Timing":
-        """Returns the Timing of samples as the samplers give them: (device, host or None, launch or None)."""
-        device_ms, host_ms, launch_ms = zip(*samples, strict=True)
-        return cls(
-            samples_ms=device_ms,
-            method=method,
-            num_warmup=num_warmup,
-            stop_reason=stop_reason,
-            host_ms=() if host_ms[0] is None else host_ms,
-            launch_ms=() if launch_ms[0] is None else launch_ms,
-            warmup_ms=tuple(warmup_ms),
-        )
+    def of(cls, samples: Sequence[tuple], method: str, num_warmup: int, stop_reason: str) -> "Timing":
+        """Returns the Timing of samples as the samplers give them: device time, host's and launch's where known."""
+        device_ms, *others = zip(*samples, strict=True)
+        return cls(device_ms, method, num_warmup, stop_reason, *others)
 
     @property
     def n(self) -> int:
@@ -84,11 +74,6 @@ class Timing:
     @property
     def median_ms(self) -> float:
         return statistics.median(self.samples_ms)
-
-    @property
-    def half_width(self) -> float:
-        """Half of the median's 95 % interval as a fraction of the median."""
-        return median_half_width(self.samples_ms)
 
     def metrics(self) -> dict[str, float | int | None]:
         """Returns a record's metrics, units in the names; None for a spread of one sample."""
@@ -101,7 +86,7 @@ class Timing:
             "std_ms": statistics.stdev(self.samples_ms) if self.n > 1 else None,
             "min_ms": min(self.samples_ms),
             "n": self.n,
-            "half_width_fraction": self.half_width if self.n > 1 else None,
+            "half_width_fraction": median_half_width(self.samples_ms) if self.n > 1 else None,
         }
         if self.host_ms:
             summary["host_median_ms"] = statistics.median(self.host_ms)
@@ -180,9 +165,9 @@ def time_callable(
     method = _checked_method(method, device_kind, inputs)
     sampler = _SAMPLERS[method](function, inputs, device_kind)
     with _collector_paused():
-        warmup = _warm_up(sampler, num_warmup, time_limit_s)
+        num_warmup = _warm_up(sampler, num_warmup, time_limit_s)
         samples, reason = _sample(sampler, min_samples, max_samples, target_half_width, time_limit_s)
-    return Timing.of(samples, method, len(warmup), reason, warmup)
+    return Timing.of(samples, method, num_warmup, reason)
 
 
 def _checked_method(method: str | None, device_kind: str, inputs: Inputs) -> str:
@@ -212,14 +197,13 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _warm_up(sampler: "_Sampler", num_warmup: int, time_limit_s: float) -> list[float]:
-    """Returns the times of the warm-up calls, by the host's clock where the sampler has it."""
-    warmup: list[float] = []
-    begin = time.perf_counter()
-    while len(warmup) < num_warmup and (not warmup or time.perf_counter() - begin < time_limit_s):
-        device_ms, host_ms, _ = sampler()
-        warmup.append(device_ms if host_ms is None else host_ms)
-    return warmup
+def _warm_up(sampler: "_Sampler", num_warmup: int, time_limit_s: float) -> int:
+    """Returns how many warm-up calls were made."""
+    begin, made = time.perf_counter(), 0
+    while made < num_warmup and (not made or time.perf_counter() - begin < time_limit_s):
+        sampler()
+        made += 1
+    return made
 
 
 def _sample(sampler, min_samples, max_samples, target_half_width, time_limit_s) -> tuple[list[tuple], str]:
@@ -241,7 +225,9 @@ def _sample(sampler, min_samples, max_samples, target_half_width, time_limit_s) 
             return samples, "time limit"
 
 
-_Sampler = Callable[[], tuple[float, float | None, float | None]]
+_Sampler = Callable[[], tuple[float, ...]]
+"""Takes one sample: device time, the host's clock around it, host time until the call returned; the last may be absent.
+"""
 
 
 def _rotation(inputs: Inputs) -> Callable[[], tuple]:
@@ -270,14 +256,14 @@ def _window_sampler(function: Callable, inputs: Inputs, device_kind: str) -> _Sa
 def _host_sampler(function: Callable, inputs: Inputs, device_kind: str) -> _Sampler:
     next_inputs = _rotation(inputs)
 
-    def sample() -> tuple[float, float, None]:
+    def sample() -> tuple[float, float]:
         arguments = next_inputs()
         synchronize(device_kind)
         begin = time.perf_counter()
         function(*arguments)
         synchronize(device_kind)
         elapsed = (time.perf_counter() - begin) * 1e3
-        return elapsed, elapsed, None
+        return elapsed, elapsed
 
     return sample
 
@@ -288,14 +274,14 @@ def _flush_sampler(function: Callable, inputs: Inputs, device_kind: str) -> _Sam
     # Twice the L2 cache, so that nothing of the inputs stays in it.
     flush = torch.empty(2 * torch.cuda.get_device_properties(0).L2_cache_size, dtype=torch.int8, device="cuda")
 
-    def sample() -> tuple[float, None, None]:
+    def sample() -> tuple[float]:
         arguments = next_inputs()
         flush.zero_()
         start.record()
         function(*arguments)
         end.record()
         synchronize(device_kind)
-        return start.elapsed_time(end), None, None
+        return (start.elapsed_time(end),)
 
     return sample
 
@@ -340,11 +326,7 @@ def _graph_sampler(function: Callable, inputs: Inputs, device_kind: str) -> _Sam
     num_rounds = max(1, math.ceil(GRAPH_REPLAY_MS / max(replay(once), 1e-3)))
     graph = capture(num_rounds) if num_rounds > 1 else once
     num_calls = num_rounds * len(inputs)
-
-    def sample() -> tuple[float, None, None]:
-        return replay(graph) / num_calls, None, None
-
-    return sample
+    return lambda: (replay(graph) / num_calls,)
 
 
 _SAMPLERS = {"window": _window_sampler, "graph": _graph_sampler, "flush": _flush_sampler, "host": _host_sampler}
