@@ -1,5 +1,6 @@
 """The command line: run, report, devices, doctor. Heavy packages load only inside the command that needs them."""
 
+import contextlib
 import logging
 import os
 import re
@@ -99,6 +100,7 @@ def run(
     where it stopped.
     """
     from labkit import hardware, notebooks, records
+    from labkit.experiments.sweep import measuring_lock
 
     names = [notebooks.resolve(name) for name in notebook or notebooks.names()]
     for key in (assignment.split("=")[0] for assignment in parameter or []):
@@ -111,7 +113,8 @@ def run(
         notebooks.narrowing(name, profile, parameters[name])
     folder = _writable(output) / device.slug
     records.check(folder)  # fails now, not after hours of measuring, if the report could not read something
-    _hold(context, device, names, folder, wait=not no_wait)
+    # Until this command ends, so that its rendering disturbs no other run.
+    context.with_resource(measuring_lock(device, ", ".join(names), folder, wait=not no_wait))
     print(f"Measuring {device.name} with the {profile} profile into {folder}", file=sys.stderr)
     start = time.monotonic()
     failures, executed = {}, {}
@@ -136,7 +139,11 @@ def run(
             "\nInterrupted. Finished measurements are recorded; the same command goes on from there.", file=sys.stderr
         )
         sys.exit(INTERRUPTED)
-    written = _rebuild(device.slug, output, executed)
+    from labkit.report import render
+
+    written, root = [], output.resolve() if output else None
+    with contextlib.suppress(ValueError):  # nothing was recorded
+        written = render.rebuild(device.slug, output=root, top_level=device.slug == REFERENCE_DEVICE, measured=executed)
     _summary(folder, names, failures, time.monotonic() - start)
     for headline in _headlines(executed):
         print(headline)
@@ -144,16 +151,6 @@ def run(
         print(f"Report: {written[0]}")
     if failures:
         sys.exit(1)
-
-
-def _hold(context: typer.Context, device, names: list[str], folder: Path, *, wait: bool) -> None:
-    """Locks the device until this command ends, so that its rendering disturbs no other run."""
-    from labkit.experiments.sweep import measuring_lock
-
-    try:
-        context.with_resource(measuring_lock(device, ", ".join(names), folder, wait=wait))
-    except BlockingIOError as error:
-        raise RequestError(str(error)) from None
 
 
 def _run_notebook(name: str, values: dict, folder: Path):
@@ -169,16 +166,6 @@ def _run_notebook(name: str, values: dict, folder: Path):
     if not done.exists():
         raise notebooks.NotebookError(f"{name}: ended without reaching its last cell")
     return executed
-
-
-def _rebuild(slug: str, output: Path | None, executed: dict) -> list[Path]:
-    from labkit.report import render
-
-    root = output.resolve() if output else None
-    try:
-        return render.rebuild(slug, output=root, top_level=slug == REFERENCE_DEVICE, measured=executed)
-    except ValueError:  # nothing was recorded
-        return []
 
 
 def _summary(folder: Path, names: list[str], failures: dict[str, str], seconds: float) -> None:
@@ -253,16 +240,10 @@ def report(
         device = hardware.detect().slug
     if top_level and output:
         raise RequestError("--top-level writes the report of a device in figures/: leave out --output")
-    root = (output or FIGURES).resolve()
-    known = render.measured_devices(root)
-    if device not in known:
-        raise RequestError(
-            f"nothing has been measured on {device[:80]!r} in {root}; measured: {', '.join(known) or 'none'}"
-        )
     try:
         written = render.rebuild(
             device,
-            output=root if output else None,
+            output=output.resolve() if output else None,
             top_level=top_level or device == REFERENCE_DEVICE,
             html=html,
             save_notebooks=save_notebooks,

@@ -79,17 +79,13 @@ class Record:
         return json.dumps([self.notebook, self.section, self.case, self.phase], sort_keys=True)
 
     def resume_key(self) -> str:
-        """Identity together with what a measurement must share to be taken over by a resumed run."""
-        return json.dumps([self.identity, self.device, software_key(self.software), self.measurement_version])
+        """Identity together with what a measurement must share to be taken over by a resumed run.
 
-
-def software_key(software: dict[str, str]) -> list[str]:
-    """The versions that decide whether an earlier measurement still stands.
-
-    Of the driver only the branch counts (580 of 580.159.04): its patch releases do not invalidate timings.
-    """
-    branch = software.get("driver", "").split(".")[0]
-    return [software.get("torch", ""), software.get("triton", ""), software.get("cuda", ""), branch]
+        Of the driver only the branch counts (580 of 580.159.04): its patch releases do not invalidate timings.
+        """
+        versions = [self.software.get(name, "") for name in ("torch", "triton", "cuda", "driver")]
+        versions[-1] = versions[-1].split(".")[0]
+        return json.dumps([self.identity, self.device, versions, self.measurement_version])
 
 
 def check_plausible(metrics: dict[str, float | int | None]) -> None:
@@ -192,7 +188,7 @@ def validate(content: Any) -> None:
     if type(content) is dict:
         version = content.get("schema_version")
         if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
-            raise ValueError(f"schema version {_shown(version)}; this labkit reads up to {SCHEMA_VERSION}")
+            raise ValueError(f"schema version {reprlib.repr(version)}; this labkit reads up to {SCHEMA_VERSION}")
         if unknown := content.keys() - _FIELDS:
             raise ValueError(f"unknown fields {', '.join(sorted(name[:40] for name in unknown))}")
     check_fields(content, _RECORD)
@@ -209,11 +205,7 @@ def validate(content: Any) -> None:
 
 
 def _unfit(field_name: str, value: Any, accepted: str) -> ValueError:
-    return ValueError(f"field {field_name[:80]} is {_shown(value)}; accepted: {accepted}")
-
-
-def _shown(value: Any) -> str:
-    return reprlib.repr(value)
+    return ValueError(f"field {field_name[:80]} is {reprlib.repr(value)}; accepted: {accepted}")
 
 
 def _check_values(name: str, value: Any) -> None:
@@ -306,6 +298,11 @@ def check(folder: Path) -> dict[str, list[Record]]:
     return found
 
 
+def measured_devices(root: Path) -> list[str]:
+    """Returns the slugs of the devices that have records under `root`."""
+    return sorted({path.parent.parent.name for path in root.glob("*/records/*.jsonl")})
+
+
 def write_bytes_atomic(path: Path, content: bytes) -> Path:
     """Writes a file so that a reader, or a killed run, sees the old content or the new one; returns `path`.
 
@@ -386,11 +383,8 @@ class RecordStore:
 
         The wait gives the processes of a killed run time to end.
         """
-        try:
-            import fcntl
-        except ImportError:  # no advisory locks outside of POSIX: the user must not start two writers
-            yield
-            return
+        import fcntl
+
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path.with_suffix(".lock"), "w") as lock:
             deadline = time.monotonic() + wait_s
@@ -410,33 +404,20 @@ def newest(records: Iterable[Record]) -> list[Record]:
     return list({record.identity: record for record in records}.values())
 
 
-def single_device(records: Iterable[Record]) -> str:
-    """Returns the device slug that all records share; raises RecordError when there are several or none."""
-    devices = sorted({record.device for record in records})
-    if len(devices) != 1:
-        raise RecordError(f"records of one device are needed, these are of: {', '.join(devices) or 'none'}")
-    return devices[0]
-
-
 def to_frame(records: Iterable[Record]) -> "pd.DataFrame":
-    """Returns one row per record: section, phase, status, reason, disturbed, samples, observed, session; then the
+    """Returns one row per record: section, phase, status, reason, samples, observed, session, disturbed; then the
     columns of case, metrics and timer.
 
     "disturbed" is True where other processes slowed a measurement down, False where they did not or nobody looked.
     """
     import pandas as pd
 
+    columns = ("section", "phase", "status", "reason", "samples", "observed", "session")
     return pd.DataFrame(
         [
             {
-                "section": record.section,
-                "phase": record.phase,
-                "status": record.status,
-                "reason": record.reason,
+                **{name: getattr(record, name) for name in columns},
                 "disturbed": bool(record.telemetry.get("disturbed", False)),
-                "samples": record.samples,
-                "observed": record.observed,
-                "session": record.session,
                 **record.case,
                 **record.metrics,
                 **{f"timer_{name}": value for name, value in record.timer.items()},

@@ -24,7 +24,6 @@ from labkit.records import (
     RecordStore,
     check_plausible,
     newest,
-    single_device,
     to_frame,
 )
 from labkit.report import render
@@ -274,7 +273,7 @@ def test_run_and_report_stop_at_a_damaged_file_before_any_kernel_starts(tmp_path
     (folder / "records").mkdir(parents=True)
     RecordStore(folder / "records" / "01_benchmarking.jsonl").append(make_record())
     (folder / name).write_bytes(b"{]\n")
-    monkeypatch.setattr(notebooks, "Kernel", lambda: pytest.fail("a kernel was started"))
+    monkeypatch.setattr(notebooks, "execute", lambda *_, **__: pytest.fail("a kernel was started"))
     for command in (lambda: cli.run(["01"], profile="smoke", output=tmp_path),
                     lambda: render.rebuild(folder.name, output=tmp_path)):  # fmt: skip
         with pytest.raises(RecordError) as caught:
@@ -415,14 +414,6 @@ def test_a_run_does_not_take_over_what_was_measured_otherwise(changes):
 )
 def test_a_run_takes_over_what_stands(changes):
     assert make_record(**changes).resume_key() == make_record().resume_key()
-
-
-def test_single_device_is_the_slug_all_share():
-    assert single_device([make_record(), make_record(phase="backward")]) == "nvidia-h200"
-    with pytest.raises(RecordError, match="nvidia-h100, nvidia-h200"):
-        single_device([make_record(), make_record(device="nvidia-h100")])
-    with pytest.raises(RecordError, match="none"):
-        single_device([])
 
 
 def test_a_frame_has_one_row_per_record_and_a_column_per_number():

@@ -196,13 +196,13 @@ def test_without_records_every_form_says_so(tmp_path):
 def test_records_of_two_devices_are_refused(folder):
     store = RecordStore(folder / "records" / f"{NOTEBOOK}.jsonl")
     store.append(dataclasses.replace(store.load()[0], device="abacus", phase="other"))
-    with pytest.raises(RecordError, match=f"abacus, {REFERENCE_DEVICE}"):
+    with pytest.raises(RecordError, match=f"holds records of abacus, {REFERENCE_DEVICE}, not of"):
         chapter(folder).records("steps")
 
 
 def test_records_in_another_devices_folder_are_refused(folder):
     other = folder.rename(folder.parent / "abacus")
-    with pytest.raises(ValueError, match=f"holds records of '{REFERENCE_DEVICE}'"):
+    with pytest.raises(RecordError, match=f"holds records of {REFERENCE_DEVICE}, not of 'abacus'"):
         chapter(other).records("steps")
 
 

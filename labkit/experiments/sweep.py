@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from labkit import hardware, notebooks
 from labkit.configs import FIGURES, THIS_DEVICE, RequestError, chosen_profile
-from labkit.records import Record, RecordStore, check_plausible, done_path, write_text_atomic
+from labkit.records import Record, RecordStore, check_plausible, done_path, measured_devices, write_text_atomic
 
 SESSION_SECTION = "ceilings"
 """Section that every session measures again, since the session's other results are divided by its own."""
@@ -114,20 +114,15 @@ _OUT_OF_MEMORY_TEXTS = (
 )
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an allocation failed: of the caching allocator, the driver, a library, the host or Python."""
-    import torch
-
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS)
-
-
 def _status(error: BaseException) -> str:
     """Returns the status of a record whose measurement raised `error`."""
+    import torch
+
     if isinstance(error, Skip):
         return "skipped"
-    if _is_out_of_memory(error):
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return "oom"
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_TEXTS):
         return "oom"
     return "timeout" if isinstance(error, TimeoutError) else "error"
 
@@ -267,14 +262,12 @@ def measuring_lock(device: hardware.Device, notebook: str, folder: Path, *, wait
         wait: False to raise instead.
 
     Raises:
-        BlockingIOError: another run holds the lock, and `wait` is False.
+        RequestError: another run holds the lock, and `wait` is False.
     """
+    import fcntl
+
     key = hardware.device_key(device)
-    try:
-        import fcntl
-    except ImportError:  # not a POSIX system: no advisory locks
-        fcntl = None
-    if fcntl is None or os.environ.get(LOCK_HELD) == key:
+    if os.environ.get(LOCK_HELD) == key:
         yield
         return
     with open(_lock_path(key), "a+", encoding="utf-8") as file:
@@ -283,7 +276,7 @@ def measuring_lock(device: hardware.Device, notebook: str, folder: Path, *, wait
         except OSError:
             message = f"another labkit run{_lock_holder(file)} to finish measuring on {device.name}"
             if not wait:
-                raise BlockingIOError(f"not waiting for {message}") from None
+                raise RequestError(f"not waiting for {message}") from None
             print(f"labkit: waiting for {message}", file=sys.stderr, flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
         file.truncate(0)
@@ -529,11 +522,11 @@ def _least_disturbed(attempts: Sequence[Measured]) -> Measured:
     return min(attempts, key=disturbance)
 
 
+@dataclass
 class _NoSession:
     """A notebook's session when it only shows the records of the device `slug`."""
 
-    def __init__(self, slug: str):
-        self.slug = slug
+    slug: str
 
     def measure(self, section: str) -> None:
         """Does nothing."""
@@ -572,7 +565,7 @@ def open_session(notebook: str, *, measure: bool, device: str, profile: str, out
 def _shown_device(device: str, root: Path) -> str:
     """Returns the slug of the device to show; raises RequestError if it has no records under `root`."""
     slug = hardware.detect().slug if device == THIS_DEVICE else device
-    known = sorted({path.parent.parent.name for path in root.glob("*/records/*.jsonl")})
+    known = measured_devices(root)
     if slug not in known:
         raise RequestError(
             f"no records of device {str(slug)[:80]!r} in {root}; recorded: {', '.join(known) or 'none'}; "

@@ -57,7 +57,6 @@ def measure_usage(function: Callable[[], Any], device_kind: str) -> Usage:
 
     Raises ValueError for another kind of device.
     """
-    _check(device_kind)
     gc.collect()
     if device_kind == "cuda":
         torch.cuda.synchronize()
@@ -65,26 +64,17 @@ def measure_usage(function: Callable[[], Any], device_kind: str) -> Usage:
         torch.cuda.reset_peak_memory_stats()
         result = function()
         torch.cuda.synchronize()
-        return Usage(
-            peak_bytes=torch.cuda.max_memory_allocated() - before,
-            kept_bytes=torch.cuda.memory_allocated() - before,
-            requested_bytes=_requested_bytes() - requested_before,
-            result=result,
-        )
-    with Recorder("cpu") as recorder:
+        peak_bytes, kept_bytes = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
+        return Usage(peak_bytes, kept_bytes, _requested_bytes() - requested_before, result)
+    with Recorder(device_kind) as recorder:
         result = function()
     totals = recorder.history.totals() - recorder.history.totals()[0]
     kept_bytes = int(totals[-1])
-    return Usage(peak_bytes=int(totals.max()), kept_bytes=kept_bytes, requested_bytes=kept_bytes, result=result)
+    return Usage(int(totals.max()), kept_bytes, kept_bytes, result)
 
 
 def _requested_bytes() -> int:
     return torch.cuda.memory_stats()["requested_bytes.all.current"]
-
-
-def _check(device_kind: str) -> None:
-    if device_kind not in DEVICE_KINDS:
-        raise ValueError(f"memory of device {device_kind!r} cannot be recorded; accepted: {', '.join(DEVICE_KINDS)}")
 
 
 class Recorder:
@@ -104,7 +94,9 @@ class Recorder:
     """
 
     def __init__(self, device_kind: str, resident: Sequence[Tensor] = ()):
-        _check(device_kind)
+        if device_kind not in DEVICE_KINDS:
+            accepted = ", ".join(DEVICE_KINDS)
+            raise ValueError(f"memory of device {device_kind!r} cannot be recorded; accepted: {accepted}")
         self.device_kind = device_kind
         self._resident = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in resident}
         self.history = History([], 0)
@@ -370,8 +362,5 @@ def saved_bytes(found: Sequence[Residual]) -> int:
 
 def packed_bytes(found: Sequence[Residual]) -> int:
     """Returns the bytes of all residuals that are not kept anyway, each counted as often as it is saved."""
-    return sum(
-        math.prod(residual.shape) * getattr(torch, residual.dtype).itemsize
-        for residual in found
-        if not residual.is_resident
-    )
+    kept = (residual for residual in found if not residual.is_resident)
+    return sum(math.prod(residual.shape) * getattr(torch, residual.dtype).itemsize for residual in kept)

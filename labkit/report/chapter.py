@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 from labkit.configs import FIGURES
 from labkit.records import (
     Record,
+    RecordError,
     RecordStore,
     newest,
     read_environment,
-    single_device,
     to_frame,
     write_bytes_atomic,
     write_text_atomic,
@@ -70,8 +70,8 @@ class Chapter:
         state = (path.stat().st_size, path.stat().st_mtime_ns) if path.exists() else ()
         if self._loaded is None or self._loaded[0] != state:
             records = RecordStore(path).load()
-            if records and single_device(records) != self.device:
-                raise ValueError(f"{self.folder} holds records of {records[0].device!r}, not of {self.device!r}")
+            if (devices := sorted({record.device for record in records})) not in ([], [self.device]):
+                raise RecordError(f"{self.folder} holds records of {', '.join(devices)}, not of {self.device!r} alone")
             self._loaded = (state, newest(records), records)
         return self._loaded[1]
 

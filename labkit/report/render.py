@@ -12,7 +12,7 @@ import pandas as pd
 
 from labkit import notebooks
 from labkit.configs import FIGURES, REFERENCE_DEVICE, REPOSITORY
-from labkit.records import check, read_done, write_bytes_atomic, write_text_atomic
+from labkit.records import check, measured_devices, read_done, write_bytes_atomic, write_text_atomic
 from labkit.report import figures, front, page
 from labkit.report.chapter import FIGURE_METADATA, Chapter
 
@@ -48,10 +48,12 @@ def rebuild(
     """
     root = output or FIGURES
     folder = root / device
-    records = check(folder)
+    known = measured_devices(root)
+    records = check(folder) if device in known else {}
     if not any(records.values()):
-        known = ", ".join(measured_devices(root)) or "none"
-        raise ValueError(f"nothing has been measured on {device!r} in {root}; measured: {known}")
+        raise ValueError(
+            f"nothing has been measured on {device[:80]!r} in {root}; measured: {', '.join(known) or 'none'}"
+        )
     if save_notebooks and device != REFERENCE_DEVICE:
         raise ValueError(f"the notebooks show {REFERENCE_DEVICE!r}; their outputs cannot be of {device!r}")
     executed = dict(measured or {})
@@ -85,11 +87,6 @@ def rebuild(
         title = front.title(next(iter(measured_chapters.values())))
         written.append(write_text_atomic(folder / "report.html", page.html(device_text, folder, title)))
     return written
-
-
-def measured_devices(root: Path) -> list[str]:
-    """Returns the slugs of the devices that have records under `root`."""
-    return sorted({path.parent.parent.name for path in root.glob("*/records/*.jsonl")})
 
 
 def devices_table(root: Path) -> pd.DataFrame:
