@@ -386,15 +386,14 @@ class Monitor:
     """
 
     def __init__(self, device_kind: str, interval_s: float = 0.1):
-        self.interval_s = interval_s
-        self.enabled = device_kind == "cuda"
+        self.device_kind, self.interval_s = device_kind, interval_s
         self.summary: dict[str, Any] = {}
         self._samples: list[tuple[int, float, int, int]] = []
         self._stop = threading.Event()
         self._opened = contextlib.ExitStack()
 
     def __enter__(self) -> "Monitor":
-        self._module = self._opened.enter_context(_nvml()) if self.enabled else None
+        self._module = self._opened.enter_context(_nvml()) if self.device_kind == "cuda" else None
         if self._module:
             self._handle = _nvml_handle(self._module)
             self._thread = threading.Thread(target=self._run, daemon=True)
@@ -485,39 +484,34 @@ class Check:
 
 def checks() -> list[Check]:
     """Returns what this machine has and lacks."""
-    results = []
-
-    def check(name: str, present: bool, detail: str, disables: str) -> None:
-        results.append(Check(name, present, detail, "" if present else disables))
-
     try:
         import torch
     except ImportError as error:
         return [Check("torch", False, str(error), "measuring anything; `labkit report` still works")]
-    device = detect()
-    check("torch", True, torch.__version__, "")
-    cuda = device.kind == "cuda"
-    check("device", True, f"{device.name} ({device.kind}), figures/{device.slug}/", "")
-    check("GPU", cuda, device.name if cuda else "no CUDA GPU", "the full profile; the smoke profile runs on the CPU")
-    driver = driver_version()
-    check("NVIDIA driver and NVML", bool(driver), driver or "not found", "clocks, power and throttling in the records")
-    triton = software_versions()["triton"]
-    check("triton", bool(triton), triton or "not installed", "Triton kernels, torch.compile on a GPU")
+    device, driver, triton, nsys = detect(), driver_version(), software_versions()["triton"], find_nsys()
+    cuda, peaks = device.kind == "cuda", device.peaks
     compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
-    check("C++ compiler", bool(compiler), "found" if compiler else "not found", "torch.compile on the CPU")
-    check("datasheet peaks", device.peaks is not None, device.peaks.source if device.peaks else "not in the table",
-          "utilisation against the datasheet; the measured ceiling remains")  # fmt: skip
-    nsys = find_nsys()
-    check("nsys", bool(nsys), "found" if nsys else "not found", "Nsight Systems captures; torch.profiler is used")
     nccl = cuda and torch.distributed.is_available() and torch.distributed.is_nccl_available()
-    check("NCCL", nccl, "available" if nccl else "not available", "collectives between GPUs; gloo on the CPU remains")
+    found = [
+        ("torch", True, torch.__version__, ""),
+        ("device", True, f"{device.name} ({device.kind}), figures/{device.slug}/", ""),
+        ("GPU", cuda, device.name if cuda else "no CUDA GPU", "the full profile; the smoke profile runs on the CPU"),
+        ("NVIDIA driver and NVML", driver, driver or "not found", "clocks, power and throttling in the records"),
+        ("triton", triton, triton or "not installed", "Triton kernels, torch.compile on a GPU"),
+        ("C++ compiler", compiler, "found" if compiler else "not found", "torch.compile on the CPU"),
+        ("datasheet peaks", peaks, peaks.source if peaks else "not in the table",
+         "utilisation against the datasheet; the measured ceiling remains"),
+        ("nsys", nsys, "found" if nsys else "not found", "Nsight Systems captures; torch.profiler is used"),
+        ("NCCL", nccl, "available" if nccl else "not available",
+         "collectives between GPUs; gloo on the CPU remains"),
+    ]  # fmt: skip
     if cuda:
         with Monitor("cuda") as monitor:
             pass
-        state = monitor.summary
-        reasons = state.get("throttle_reasons", [])
-        check("not throttled", not reasons, ", ".join(reasons) or f"SM clock {state.get('sm_clock_mhz_median')} MHz",
-              "trust in timings made now")  # fmt: skip
-        others = state.get("foreign_processes")
-        check("GPU to itself", not others, f"{others or 0} other processes on the GPU", "trust in timings made now")
-    return results
+        reasons, others = monitor.summary.get("throttle_reasons"), monitor.summary.get("foreign_processes")
+        clock = f"SM clock {monitor.summary.get('sm_clock_mhz_median')} MHz"
+        found += [
+            ("not throttled", not reasons, ", ".join(reasons or []) or clock, "trust in timings made now"),
+            ("GPU to itself", not others, f"{others or 0} other processes on the GPU", "trust in timings made now"),
+        ]
+    return [Check(name, bool(has), detail, "" if has else disables) for name, has, detail, disables in found]
