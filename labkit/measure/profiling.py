@@ -20,6 +20,7 @@ were launched in it (its "projection"), since on the host a range ends when the 
 """
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -564,7 +565,7 @@ ALLOWED_ENVIRONMENT = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", 
 """The variables that a captured process gets: a capture stores each with its value."""
 
 LIBRARIES = "LABKIT_NSYS_LIBRARIES"
-"""Variable with folders, separated as in PATH, of libraries that nsys's importer lacks, such as libdw."""
+"""Variable with folders, separated as in PATH, of libraries that nsys's own tools lack, such as libdw."""
 
 NEWER_OPTIONS = ("--cuda-event-trace=false",)
 """Turns off what some releases trace by default and what costs host time; all else that does is off by default.
@@ -620,11 +621,7 @@ class Nsys:
             TimeoutError: it took longer; every process that it started has been ended.
             ProfileError: nsys, the importer or the export failed, or what they left cannot be read.
         """
-        end_s = time.monotonic() + timeout_s
-
-        def bounded(command: Sequence[str], environment: Mapping[str, str]) -> str:
-            return run_bounded(command, environment, timeout_s, end_s)
-
+        bounded = functools.partial(run_bounded, timeout_s=timeout_s, end_s=time.monotonic() + timeout_s)
         with tempfile.TemporaryDirectory(prefix="labkit-nsys-") as folder, _without_folder(folder):
             # nsys writes raw captures to TMPDIR first, and may leave them there.
             environment = {**allowed_environment(), **(variables or {}), "TMPDIR": folder}
@@ -632,7 +629,8 @@ class Nsys:
             export = report.with_suffix(".sqlite")
             options = ["--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", "--cuda-graph-trace=node",
                        "--stats=false", "--force-overwrite=true", f"--output={folder}/capture"]  # fmt: skip
-            tools = self._with_libraries(environment)
+            folders = [os.environ.get(LIBRARIES, ""), environment.get("LD_LIBRARY_PATH", "")]
+            tools = {**environment, "LD_LIBRARY_PATH": os.pathsep.join(filter(None, folders))}
             for newer in (NEWER_OPTIONS, ()):
                 said = bounded([self.path, "profile", *options, *newer, *command], environment)
                 raw = sorted(Path(folder).rglob("*.qdstrm"))
@@ -650,11 +648,6 @@ class Nsys:
             if not export.exists():
                 raise ProfileError(f"nsys export left no SQLite file: {_last_line(said)}")
             return read_nsys(export, self.version)
-
-    def _with_libraries(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Adds the folders of LIBRARIES, for nsys's own tools alone."""
-        folders = [os.environ.get(LIBRARIES, ""), environment.get("LD_LIBRARY_PATH", "")]
-        return {**environment, "LD_LIBRARY_PATH": os.pathsep.join(folder for folder in folders if folder)}
 
 
 def _last_line(text: str) -> str:
