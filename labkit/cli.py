@@ -142,7 +142,7 @@ def run(
     from labkit.report import render
 
     written, root = [], output.resolve() if output else None
-    with contextlib.suppress(ValueError):  # nothing was recorded
+    with contextlib.suppress(RequestError):  # nothing was recorded
         written = render.rebuild(device.slug, output=root, top_level=device.slug == REFERENCE_DEVICE, measured=executed)
     _summary(folder, names, failures, time.monotonic() - start)
     for headline in _headlines(executed):
@@ -240,16 +240,13 @@ def report(
         device = hardware.detect().slug
     if top_level and output:
         raise RequestError("--top-level writes the report of a device in figures/: leave out --output")
-    try:
-        written = render.rebuild(
-            device,
-            output=output.resolve() if output else None,
-            top_level=top_level or device == REFERENCE_DEVICE,
-            html=html,
-            save_notebooks=save_notebooks,
-        )
-    except ValueError as error:
-        raise RequestError(str(error)) from None
+    written = render.rebuild(
+        device,
+        output=output.resolve() if output else None,
+        top_level=top_level or device == REFERENCE_DEVICE,
+        html=html,
+        save_notebooks=save_notebooks,
+    )
     for path in written:
         print(path)
 

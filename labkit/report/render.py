@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from labkit import notebooks
-from labkit.configs import FIGURES, REFERENCE_DEVICE, REPOSITORY
+from labkit.configs import FIGURES, REFERENCE_DEVICE, REPOSITORY, RequestError
 from labkit.records import check, measured_devices, read_done, write_bytes_atomic, write_text_atomic
 from labkit.report import figures, front, page
 from labkit.report.chapter import FIGURE_METADATA, Chapter
@@ -42,7 +42,7 @@ def rebuild(
         measured: notebooks by name that were just executed with `save_figures` to measure, and need no second run.
 
     Raises:
-        ValueError: nothing has been measured on `device`, or `save_notebooks` is not for the notebooks' device.
+        RequestError: nothing has been measured on `device`, or `save_notebooks` is not for the notebooks' device.
         RecordError: a record file cannot be read.
         NotebookError: a notebook failed.
     """
@@ -51,11 +51,10 @@ def rebuild(
     known = measured_devices(root)
     records = check(folder) if device in known else {}
     if not any(records.values()):
-        raise ValueError(
-            f"nothing has been measured on {device[:80]!r} in {root}; measured: {', '.join(known) or 'none'}"
-        )
+        measured_here = ", ".join(known) or "none"
+        raise RequestError(f"nothing has been measured on {device[:80]!r} in {root}; measured: {measured_here}")
     if save_notebooks and device != REFERENCE_DEVICE:
-        raise ValueError(f"the notebooks show {REFERENCE_DEVICE!r}; their outputs cannot be of {device!r}")
+        raise RequestError(f"the notebooks show {REFERENCE_DEVICE!r}; their outputs cannot be of {device!r}")
     executed = dict(measured or {})
     values = {"device": device, "output": str(output or ""), "save_figures": True}
     missing = [name for name in notebooks.names() if records.get(name) and name not in executed]
