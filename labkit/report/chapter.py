@@ -104,7 +104,7 @@ class Chapter:
         Neither this nor `figure` and `findings` call `build` when a frame among `arguments` is empty. "{time}" in the
         caption becomes the kind of time that the first frame holds.
         """
-        frame = self._built(build, arguments, options)
+        frame = self._built(build, *arguments, **options)
         caption = caption.replace("{time}", kinds_of_time(arguments))
         if frame is None or frame.empty:
             return Markdown(f"*{caption}: not measured on {self.device}.*")
@@ -126,7 +126,7 @@ class Chapter:
 
         `description` is its alternative text; `here` has rows of this machine for `figures.mark_here`.
         """
-        figure = self._built(build, arguments, options)
+        figure = self._built(build, *arguments, **options)
         if figure is None:
             return Markdown(f"*{description}: not measured on {self.device}.*")
         if here is not None:
@@ -144,19 +144,23 @@ class Chapter:
 
     def findings(self, build: Callable[..., Sequence[str]], *arguments, **options) -> Markdown:
         """Shows at most MAX_FINDINGS computed sentences as a list, and how often the machine was busy."""
-        sentences = list(self._built(build, arguments, options) or [])[:MAX_FINDINGS]
+        sentences = list(self._built(build, *arguments, **options) or [])[:MAX_FINDINGS]
         if not sentences:
             return Markdown(f"*Not measured on {self.device}.*")
         frames = [x for x in arguments if isinstance(x, pd.DataFrame) and "disturbed" in x]
         busy = [f"{tables.DISTURBED}{note}" for note in disturbed_note(pd.concat(frames))] if frames else []
         return Markdown("\n".join(f"- {sentence}" for sentence in [*sentences, *busy]))
 
-    def full_tables(self, **derived: pd.DataFrame) -> Markdown:
-        """Links the CSV files of all sections, and of `derived` frames by name; writes them where wanted."""
+    def full_tables(self, **derived: tuple) -> Markdown:
+        """Links the CSV files of all sections and of `derived`, and writes them where wanted.
+
+        Args:
+            derived: by name a function and its arguments; it is not called when a frame among these is empty.
+        """
         frames = {section: self.records(section) for section in dict.fromkeys(r.section for r in self.all_records())}
         links = []
-        for name, frame in {**frames, **derived}.items():
-            if frame.empty:
+        for name, frame in {**frames, **{name: self._built(*made) for name, made in derived.items()}}.items():
+            if frame is None or frame.empty:
                 continue
             file_name = f"{self.number}_{name}.csv"
             if self.save_figures:
@@ -166,7 +170,7 @@ class Chapter:
         return Markdown(f"Full tables (CSV): {', '.join(links)}." if links else f"*Not measured on {self.device}.*")
 
     @staticmethod
-    def _built(build: Callable, arguments: Sequence, options: dict):
+    def _built(build: Callable, *arguments, **options):
         if any(isinstance(argument, pd.DataFrame) and argument.empty for argument in arguments):
             return None
         return build(*arguments, **options)
