@@ -2,10 +2,11 @@
 
 import re
 from dataclasses import FrozenInstanceError
+from pathlib import Path
 
 import pytest
 
-from labkit import accounting, configs, notebooks
+from labkit import accounting, configs, experiments, notebooks
 from labkit.configs import BENCHMARKING, PRECISIONS, SIZE_ALIASES, SIZES, model_config
 
 # edition, d_model, d_ff, num_layers, num_heads, as printed in the two public lists
@@ -124,6 +125,53 @@ def test_compile_and_warmup_phases_are_phases():
 def test_every_notebook_has_a_grid_for_each_profile():
     assert list(configs.GRIDS) == notebooks.names()
     assert all(tuple(grids) == configs.PROFILES for grids in configs.GRIDS.values())
+
+
+def shape_of(value):
+    """Returns the types of a grid's value, those of the items of a tuple and of a table each once."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ()
+    return type(value), *sorted({type(item).__name__ for item in items})
+
+
+@pytest.mark.parametrize("notebook", configs.GRIDS)
+def test_both_profiles_have_the_same_keys_and_types(notebook):
+    full, smoke = (vars(configs.GRIDS[notebook][profile]) for profile in ("full", "smoke"))
+    assert list(full) == list(smoke)
+    for key, value in full.items():
+        assert type(smoke[key]) is type(value), key
+        if value and smoke[key]:
+            assert shape_of(smoke[key]) == shape_of(value), key
+
+
+@pytest.mark.parametrize("notebook", configs.GRIDS)
+def test_every_key_of_a_grid_is_used(notebook):
+    path = Path(experiments.__file__).parent / f"{notebook.split('_', 1)[1]}.py"
+    used = {*re.findall(r"\bgrid\.(\w+)", path.read_text(encoding="utf-8")), *configs.NARROWED}
+    assert set(vars(configs.GRIDS[notebook]["full"])) <= used
+
+
+def test_grids_cannot_be_changed_and_hold_tuples_integer_keys_and_shapes():
+    grid = configs.FLASH_ATTENTION["full"]
+    with pytest.raises(FrozenInstanceError):
+        grid.lengths = ()
+    assert grid.by_shape["flex"][128] == (1024, 4096, 16384, 65536)
+    assert configs.LEADERBOARD in grid.rivalries and grid.tiles_shape == configs.LEADERBOARD
+    assert configs.MEMORY["smoke"].block == configs.BlockShape(64, 256, 4, 128, 2)
+    assert configs.MIXED_PRECISION["smoke"].task.size == "nano"
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("full.sizes = []\nsmoke.size = []", ValueError, "09_x.smoke: unknown size; accepted: sizes"),
+        ("full.sizes = []", ValueError, "09_x has the tables full; required: smoke, full"),
+        ("full.sizes = []\nsmoke = {}\nfast = {}", ValueError, "tables full, smoke, fast; required: smoke, full"),
+        ("full.task.steps = 1\nsmoke = {}", TypeError, "Task.* unexpected keyword argument 'steps'"),
+    ],
+)
+def test_a_mistake_in_the_file_of_grids_is_named(text, error, message):
+    with pytest.raises(error, match=message):
+        configs.read_grids(f"[09_x]\n{text}")
 
 
 def test_a_grid_is_narrowed_in_its_own_order():

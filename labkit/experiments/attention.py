@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from labkit import hardware, numerics
-from labkit.configs import ATTENTION, ATTENTION_BATCH, ATTENTION_PASSES, MATERIALISING, AttentionGrid, narrowed
+from labkit.configs import ATTENTION, MATERIALISING, Grid, narrowed
 from labkit.experiments.benchmarking import run_steps
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_name, ceiling_value
 from labkit.experiments.oracle import by_formula, fp64_device
@@ -36,6 +36,12 @@ __all__ = ["MEASUREMENT_VERSION", "AttentionCall", "cases", "ceiling_name", "cei
 MEASUREMENT_VERSION = 1
 
 PHASES = ("forward", "backward")
+
+ATTENTION_BATCH = 8
+"""Sequences of one attention call, as in the published grid: no heads, so eight score matrices."""
+
+ATTENTION_PASSES = 100
+"""Timed passes of one case, as published; a case that takes long is ended by its time limit before."""
 
 # Part of the name of the autograd node that each implementation must leave behind: the label is what ran.
 _NODES = {
@@ -80,7 +86,7 @@ def cases(profile: str, device_kind: str, *, lengths: Sequence[int] = (), d_head
     ]
 
 
-def _calls(grid: AttentionGrid) -> Iterator[tuple[str, str, int, int]]:
+def _calls(grid: Grid) -> Iterator[tuple[str, str, int, int]]:
     """Yields (implementation, precision, d_head, length), a series of rising lengths after the other."""
     for precision, impls in grid.series.items():
         for impl in impls:

@@ -18,7 +18,7 @@ import triton.errors
 from torch import Tensor
 
 from labkit import accounting, hardware, numerics
-from labkit.configs import FLASH_ATTENTION, MATERIALISING, PASSES, FlashAttentionGrid, Rivalry, narrowed
+from labkit.configs import FLASH_ATTENTION, MATERIALISING, PASSES, Grid, Rivalry, narrowed
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_name, ceiling_value
 from labkit.experiments.contest import Contest, contest_section
 from labkit.experiments.oracle import Problem, attention_problem, draw, expected, fp64_device
@@ -88,13 +88,13 @@ def _rivalry(parameters: dict) -> Rivalry:
     return Rivalry(**{field.name: parameters[field.name] for field in dataclasses.fields(Rivalry)})
 
 
-def _contest_case(grid: FlashAttentionGrid, section: str, parameters: dict, impls: Sequence[str]) -> Case:
+def _contest_case(grid: Grid, section: str, parameters: dict, impls: Sequence[str]) -> Case:
     phases = tuple(f"{impl} {name}" for name in PASSES for impl in impls)
     time_limit_s = grid.rivals_time_limit_s if section == "rivals" else grid.time_limit_s
     return Case(section, parameters, phases, grid.case_timeout_s, time_limit_s)
 
 
-def _speed_cases(grid: FlashAttentionGrid) -> Iterator[Case]:
+def _speed_cases(grid: Grid) -> Iterator[Case]:
     """Yields shape by shape, so that one oracle serves what is timed in turn and what is timed alone."""
     for precision, impls in grid.impls.items():
         for d_head, length in itertools.product(grid.d_heads, grid.lengths):
@@ -108,7 +108,7 @@ def _speed_cases(grid: FlashAttentionGrid) -> Iterator[Case]:
                 yield _contest_case(grid, "speed", {**shape, "timed": f"alone: {impl}"}, [impl])
 
 
-def _is_measured(grid: FlashAttentionGrid, impl: str, precision: str, length: int, d_head: int) -> bool:
+def _is_measured(grid: Grid, impl: str, precision: str, length: int, d_head: int) -> bool:
     for key in (f"{precision} {impl}", impl, precision):
         if key in grid.by_shape:
             return length in grid.by_shape[key].get(d_head, ())
