@@ -376,7 +376,7 @@ def front(chapter) -> list[tuple[str, str]]:
             text = (
                 f"**A training step of {size} at {steps['context'].iloc[0]} tokens takes {number(row['fp32'])} ms in "
                 f"fp32, {number(row['bf16'])} ms in bf16 autocast and {number(row['bf16 regional'])} ms with its "
-                f"blocks compiled** (call time), {times(row['fp32'] / row['bf16 regional'])} faster in all."
+                f"blocks compiled** (call time), {times(row['fp32'] / row['bf16 regional'])} as fast in all."
             )
             found.append((text, "Precision and compilation"))
     pace = findings_pace(chapter.records("steps")) if len(steps) else []
