@@ -527,10 +527,6 @@ def test_a_gpu_without_the_unit_has_no_fraction_of_its_peak():
     assert efficiency("forward", 1.0, precision="fp32", device=V100)["datasheet_fraction"] is not None
 
 
-def test_compiling_has_no_rate():
-    assert efficiency("compile", 1.0, ceilings={"gemm fp32": 50.0}) == {}
-
-
 def test_ceilings_reach_the_rates_of_a_case():
     case = Case("steps", parameters(), ("forward", "optimizer_step"), 60.0, 0.05)
     measured = measure(case, {"gemm fp32": 2.0, "copy": 5.0})

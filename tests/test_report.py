@@ -1,6 +1,7 @@
 """The report says what the records say: a changed record changes the table, the CSV, the figure and the finding."""
 
 import dataclasses
+import importlib
 import itertools
 import json
 import math
@@ -191,6 +192,30 @@ def test_without_records_every_form_says_so(tmp_path):
     assert "not measured on abacus" in empty.figure(report.figure_phases, frame, name="a", description="Times").data
     assert "Not measured on abacus" in empty.full_tables().data
     assert "labkit run 01" in empty.source().data
+
+
+@pytest.mark.parametrize("name", notebooks.names())
+def test_a_chapter_is_shown_from_the_records_of_any_one_section(tmp_path, monkeypatch, name):
+    """What a run leaves that was interrupted: the other sections are said not to be measured, and nothing raises."""
+    monkeypatch.setattr("labkit.report.chapter.display", lambda *_, **__: None)
+    report = importlib.import_module(f"labkit.report.{name.split('_', 1)[1]}")
+    folder = tmp_path / REFERENCE_DEVICE
+    (folder / "records").mkdir(parents=True)
+    shutil.copy(FIGURES / REFERENCE_DEVICE / "environment.json", folder)
+    lines = (FIGURES / REFERENCE_DEVICE / "records" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines(True)
+    sections = [json.loads(line)["section"] for line in lines]
+    for kept in dict.fromkeys(sections):
+        of_section = [line for line, section in zip(lines, sections, strict=True) if section == kept]
+        (folder / "records" / f"{name}.jsonl").write_text("".join(of_section), encoding="utf-8")
+        variables = {}
+        for cell in notebooks.without_lessons(notebooks.read(name)).cells:
+            if cell.cell_type == "code":
+                exec(cell.source, variables)
+                if "parameters" in cell.metadata.get("tags", []):
+                    variables["output"] = str(tmp_path)
+        chapter = Chapter(name, device=REFERENCE_DEVICE, output=str(tmp_path))
+        for function in ("front", "symptoms"):
+            getattr(report, function, lambda _: [])(chapter)
 
 
 def test_records_of_two_devices_are_refused(folder):

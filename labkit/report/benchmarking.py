@@ -216,6 +216,8 @@ def findings_pace(steps: pd.DataFrame) -> list[str]:
 def modes(steps: pd.DataFrame) -> pd.DataFrame:
     """Returns training steps by `mode`, a key of MODES."""
     rows = select(steps, phase="train_step")
+    if rows.empty:
+        return rows
     return rows.assign(mode=(rows["precision"] + " " + rows["compile"]).str.removesuffix(" none"))
 
 
@@ -369,6 +371,8 @@ def findings_published(steps: pd.DataFrame) -> list[str]:
 def front(chapter) -> list[tuple[str, str]]:
     """Returns the findings of this chapter for the front page, each with the heading that it links to."""
     steps = modes(shown(chapter.records("steps", "compile")))
+    if steps.empty:
+        return []
     found = []
     for size in sizes_in(ok_rows(steps))[-1:]:
         row = ok_rows(steps, size=size).set_index("mode")["median_ms"]

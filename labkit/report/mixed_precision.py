@@ -319,6 +319,8 @@ def findings_gains(steps: pd.DataFrame) -> list[str]:
 def findings_memory(steps: pd.DataFrame) -> list[str]:
     """Says what a training step takes of fp32's peak memory, in exact bytes, and what fits in pure bf16 alone."""
     rows, parts, fp32 = ok_rows(steps, phase="train_step"), [], ("01", "fp32")
+    if rows.empty:
+        return []
     rows = rows.dropna(subset=["peak_bytes"]) if "peak_bytes" in rows else rows.assign(peak_bytes=math.nan).iloc[:0]
     wide = rows.set_index(["size", "context", "origin", "precision"])["peak_bytes"].unstack(["origin", "precision"])
     for key in [key for key in (("01", "bf16"), ("03", "bf16_pure")) if {key, fp32} <= set(wide)]:
