@@ -302,15 +302,11 @@ SHORTEST_WAIT_S = 0.002
 
 @dataclass(frozen=True)
 class _HostReading:
-    """Counters of the kernel's scheduler, in seconds.
+    """Counters of the kernel's scheduler at `time_s`, in seconds.
 
-    Attributes:
-        time_s: monotonic clock.
-        used_s: CPU time of all processes, and what the hypervisor took from this machine.
-        stolen_s: the hypervisor's part of that, per core.
-        own_s: CPU time of this process and its descendants.
-        waited_s: how long each of their threads was ready to run and had no core, by thread.
-        pressure_s: how long any process of the machine waited for a core; None where the kernel does not say.
+    CPU time of all processes and the hypervisor (`used_s`), of the hypervisor per core (`stolen_s`), of this process
+    and its descendants (`own_s`); how long each of their threads (`waited_s`), or any of the machine (`pressure_s`),
+    was ready to run and had no core.
     """
 
     time_s: float

@@ -216,7 +216,7 @@ def findings_pace(steps: pd.DataFrame) -> list[str]:
 def modes(steps: pd.DataFrame) -> pd.DataFrame:
     """Returns training steps by `mode`, a key of MODES."""
     rows = select(steps, phase="train_step")
-    if rows.empty:
+    if "precision" not in rows:
         return rows
     return rows.assign(mode=(rows["precision"] + " " + rows["compile"]).str.removesuffix(" none"))
 
@@ -252,7 +252,7 @@ def figure_modes(steps: pd.DataFrame) -> Figure | None:
 def table_modes(steps: pd.DataFrame) -> pd.DataFrame:
     """Returns the training step by size in every precision and compile mode, at the shown context."""
     table = pivot(modes(shown(steps)), ["size"], "mode")
-    return table[["size", *[mode for mode in MODES if mode in table]]]
+    return table.reindex(columns=["size", *[mode for mode in MODES if mode in table]])
 
 
 def gains(steps: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -370,10 +370,9 @@ def findings_published(steps: pd.DataFrame) -> list[str]:
 
 def front(chapter) -> list[tuple[str, str]]:
     """Returns the findings of this chapter for the front page, each with the heading that it links to."""
-    steps = modes(shown(chapter.records("steps", "compile")))
+    steps, found = modes(shown(chapter.records("steps", "compile"))), []
     if steps.empty:
         return []
-    found = []
     for size in sizes_in(ok_rows(steps))[-1:]:
         row = ok_rows(steps, size=size).set_index("mode")["median_ms"]
         if {"fp32", "bf16", "bf16 regional"} <= set(row.index):

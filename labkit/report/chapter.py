@@ -80,9 +80,8 @@ class Chapter:
 
         With `every_session` also the older records of each measurement, such as the ceilings of earlier sessions.
         """
-        records = self.all_records()
-        if every_session and self._loaded:
-            records = self._loaded[2]
+        newest_records = self.all_records()
+        records = self._loaded[2] if every_session else newest_records
         frame = to_frame(record for record in records if record.section in sections)
         frame.attrs |= {"device": self.device_name, "device_kind": self.device_kind}
         return frame

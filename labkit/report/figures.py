@@ -117,7 +117,7 @@ def context_axis(axis: Axes, contexts: Sequence[int], label: str = "context (tok
     """Makes x a log2 axis of lengths with a tick at each measured one, every other one where they are many."""
     lengths = sorted(contexts)
     axis.set_xscale("log", base=2)
-    ticks = lengths[:: -(-len(lengths) // 6)]
+    ticks = lengths[:: len(lengths) // 7 + 1]
     axis.set_xticks(ticks, [f"{n // 1024}k" if n >= 8192 and n % 1024 == 0 else str(n) for n in ticks])
     axis.minorticks_off()
     axis.set_xlabel(label)
