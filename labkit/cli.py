@@ -191,7 +191,7 @@ def _headlines(executed: Mapping[str, Any]) -> list[str]:
     for notebook in executed.values():
         outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
         texts = [output.get("data", {}).get("text/markdown", "") for output in outputs]
-        lines = [line for text in texts for line in text.splitlines() if line.startswith("- ")]
+        lines = [line for text in texts for line in text.splitlines() if re.match(r"- (?!⚠)", line)]
         found.append([re.sub(r"\*\*|`", "", line[2:]) for line in lines])
     return [line for rank in zip_longest(*found) for line in rank if line][:NUM_HEADLINES]
 
