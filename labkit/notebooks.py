@@ -177,6 +177,7 @@ def execute(name: str, values: Mapping[str, Any], *, lessons: bool = False, show
             stderr_file=stream,
             # Silences its transport, and the interrupt before its end, which it logs as an error.
             extra_arguments=["--IPKernelApp.log_level=50"],
+            shutdown_kernel="immediate",  # asked to end, it would warn of what its event loop still holds
         )
     except papermill.PapermillExecutionError as error:
         kind = "" if error.ename == RequestError.__name__ else f"{error.ename}: "
