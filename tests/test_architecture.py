@@ -20,7 +20,7 @@ LAYERS = [
     ["report", "experiments"],
     ["parallel", "models"],
     ["kernels", "measure"],
-    ["accounting", "numerics", "published", "hardware", "records", "notebooks"],
+    ["accounting", "communication", "numerics", "published", "hardware", "records", "notebooks"],
     ["configs"],
     ["__init__"],
 ]
@@ -31,6 +31,7 @@ WITHOUT_TORCH = (
     "configs",
     "records",
     "accounting",
+    "communication",
     "published",
     "notebooks",
     "hardware",
