@@ -1,0 +1,1 @@
+"""Many ranks: launch a function on them, time collectives, train data parallel, sharded and fully sharded."""

@@ -1,0 +1,210 @@
+"""Times the collectives of torch.distributed, checks their results and fits a latency and a bandwidth to them.
+
+Sizes and rates as nccl-tests (doc/PERFORMANCE.md) defines them: the size S is that of the larger of a rank's input and
+output; the algorithm bandwidth is S/t, the bus bandwidth that times `bus_factor`. GB/s = 10⁹ bytes a second.
+
+Transports: "default" is the process group's own (NCCL or gloo). "ctas_N" is NCCL with at most N thread blocks.
+"zero_cta" is NCCL 2.28 and later on its own symmetric memory, which has copy engines move the data where it can. "copy"
+is `PeerCopy`. A process can use one kind of symmetric memory: do not mix "zero_cta" and "copy" in a launch.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+from torch import Tensor
+
+from labkit.communication import OPERATIONS, bus_factor
+from labkit.parallel.launch import rank_device
+
+# Their names until torch 2.12, of which later versions warn.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_groups: dict[str, dist.ProcessGroup] = {}
+
+
+class PeerCopy:
+    """All-gather and reduce-scatter by copies between the GPUs' symmetric memories: no multiprocessor communicates.
+
+    Holds a buffer of `num_elements` on every rank, in equal shards, one for each rank. Both operations run on the
+    current stream, between barriers of all ranks, which are kernels of one small block.
+    """
+
+    def __init__(self, num_elements: int, dtype: torch.dtype):
+        # Multicast can put a host's GPUs out of service, and a copy needs none.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        world_size = dist.get_world_size()
+        if num_elements % world_size:
+            raise ValueError(f"{num_elements} elements for {world_size} ranks; accepted: a multiple")
+        self.buffer = symmetric_memory.empty(num_elements, dtype=dtype, device=rank_device())
+        self.memory = symmetric_memory.rendezvous(self.buffer, dist.group.WORLD)
+        self.rank, self.world_size = dist.get_rank(), world_size
+        buffers = [self.memory.get_buffer(peer, (num_elements,), dtype) for peer in range(world_size)]
+        self.shards = [buffer.chunk(world_size) for buffer in buffers]
+
+    def all_gather(self, output: Tensor) -> None:
+        """Copies the peers' shards out of their buffers to their places in `output`, which may be the own buffer.
+
+        A rank's own shard must be at its place in the buffer; its copy in another `output` is the caller's to make.
+        """
+        self.memory.barrier()
+        for step in range(1, self.world_size):
+            # Each rank reads from another peer at a time.
+            peer = (self.rank + step) % self.world_size
+            output.chunk(self.world_size)[peer].copy_(self.shards[peer][peer])
+        self.memory.barrier()
+
+    def reduce_scatter(self, shard: Tensor, source: Tensor) -> None:
+        """Writes this rank's share of the sum of all `source` to `shard`: copies to the peers, then additions."""
+        mine = source.chunk(self.world_size)
+        self.memory.barrier()
+        for step in range(1, self.world_size):
+            peer = (self.rank + step) % self.world_size
+            self.shards[peer][self.rank].copy_(mine[peer])
+        self.memory.barrier()
+        total = mine[self.rank]
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                total = torch.add(total, self.shards[self.rank][peer], out=shard)
+
+
+def time_collective(
+    operation: str,
+    num_bytes: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    transport: str = "default",
+    num_samples: int = 20,
+) -> dict[str, Any]:
+    """Returns what a collective of size `num_bytes` takes, the same dict on every rank. Collective.
+
+    A sample is one call after all ranks have met: seconds on the slowest of them, by CUDA events or the host's clock.
+    On CUDA several calls are queued behind one another, so that the host's part does not count.
+
+    Args:
+        operation: one of OPERATIONS; num_bytes: nccl-tests' size, rounded down to whole elements a rank.
+        dtype: of the elements; transport: see the module's text.
+
+    Returns:
+        dict of operation, transport, dtype, world_size, num_bytes; times_s (one a sample), seconds (their median),
+        algorithm_gbs, bus_gbs; num_wrong, the elements over all ranks that are not exactly what they must be.
+
+    Raises ValueError for an unknown operation or transport, and fewer bytes than an element for each rank.
+    """
+    world_size, device = dist.get_world_size(), rank_device()
+    if operation not in OPERATIONS:
+        raise ValueError(f"unknown operation {operation!r}; accepted: {', '.join(OPERATIONS)}")
+    shard = num_bytes // (dtype.itemsize * world_size)
+    if shard < 1:
+        raise ValueError(f"{num_bytes} bytes of {dtype}; accepted: {dtype.itemsize * world_size} bytes and more")
+    call, output, expected = _prepared(operation, shard, dtype, transport)
+    call()
+    wrong = (output != expected).sum()
+    dist.all_reduce(wrong)
+    # On the slowest rank of each sample, since the others wait for it.
+    times = torch.tensor([_sample(call, device) for _ in range(num_samples + 2)][2:], device=device)
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    seconds = times.median().item()
+    num_bytes = shard * world_size * dtype.itemsize
+    return {
+        "operation": operation,
+        "transport": transport,
+        "dtype": str(dtype).removeprefix("torch."),
+        "world_size": world_size,
+        "num_bytes": num_bytes,
+        "times_s": times.tolist(),
+        "seconds": seconds,
+        "algorithm_gbs": num_bytes / seconds / 1e9,
+        "bus_gbs": num_bytes / seconds / 1e9 * bus_factor(operation, world_size),
+        "num_wrong": int(wrong),
+    }
+
+
+def _sample(call: Callable[[], Any], device: torch.device, calls: int = 5) -> float:
+    dist.barrier()
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        call()
+        return time.perf_counter() - begin
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / calls
+
+
+def _prepared(
+    operation: str, shard: int, dtype: torch.dtype, transport: str
+) -> tuple[Callable[[], Any], Tensor, Tensor]:
+    """Returns the call, its output and the output that is right: small whole numbers, which any order sums exactly."""
+    rank, n, device = dist.get_rank(), dist.get_world_size(), rank_device()
+    group, empty, peers = _transport(transport, operation, n * shard, dtype)
+    num_inputs = shard if operation == "all_gather" else n * shard
+
+    def values(of_rank: int) -> Tensor:
+        # At most 10, so that even bf16 holds the sum over 25 ranks.
+        return (torch.arange(num_inputs, device=device) % 8 + of_rank % 4).to(dtype)
+
+    given = empty(num_inputs)
+    given.copy_(values(rank))
+    everyone = [values(of_rank) for of_rank in range(n)]
+    if operation in ("all_reduce", "broadcast"):
+        # In place; only the first call's result is checked.
+        in_place = {"all_reduce": dist.all_reduce, "broadcast": lambda x, group: dist.broadcast(x, 0, group=group)}
+        expected = sum(everyone) if operation == "all_reduce" else everyone[0]
+        return lambda: in_place[operation](given, group=group), given, expected
+    if operation == "all_gather":
+        output, expected = peers.buffer if peers else empty(n * shard), torch.cat(everyone)
+        output.chunk(n)[rank].copy_(given)
+        return lambda: peers.all_gather(output) if peers else all_gather(output, given, group=group), output, expected
+    if operation == "reduce_scatter":
+        output, expected = empty(shard), sum(everyone).chunk(n)[rank]
+        reduce = peers.reduce_scatter if peers else lambda *tensors: reduce_scatter(*tensors, group=group)
+        return lambda: reduce(output, given), output, expected
+    output, expected = empty(n * shard), torch.cat([source.chunk(n)[rank] for source in everyone])
+    return lambda: dist.all_to_all_single(output, given, group=group), output, expected
+
+
+def _transport(
+    transport: str, operation: str, num_elements: int, dtype: torch.dtype
+) -> tuple[dist.ProcessGroup | None, Callable[[int], Tensor], PeerCopy | None]:
+    """Returns the process group, what allocates its tensors, and the peer copy, None but for "copy"."""
+
+    def empty(num_elements: int) -> Tensor:
+        return torch.empty(num_elements, dtype=dtype, device=rank_device())
+
+    def symmetric_empty(num_elements: int) -> Tensor:
+        tensor = symmetric_memory.empty(num_elements, dtype=dtype, device=rank_device())
+        symmetric_memory.rendezvous(tensor, _groups[transport])
+        return tensor
+
+    if transport == "default":
+        return None, empty, None
+    count = transport.removeprefix("ctas_")
+    accepted = "default" + (", ctas_N (N above 0), zero_cta, copy" if dist.get_backend() == "nccl" else "")
+    if transport not in ("zero_cta", "copy") and not (count != transport and count.isdigit() and int(count)):
+        raise ValueError(f"unknown transport {transport!r}; accepted here: {accepted}")
+    if dist.get_backend() != "nccl":
+        raise ValueError(f"transport {transport!r} with {dist.get_backend()}; accepted here: {accepted}")
+    if transport == "copy":
+        if operation not in ("all_gather", "reduce_scatter"):
+            raise ValueError(f"{operation} by copy; accepted: all_gather, reduce_scatter")
+        return None, empty, PeerCopy(num_elements, dtype)
+    if transport not in _groups:
+        options = dist.ProcessGroupNCCL.Options()
+        if transport == "zero_cta":
+            if not hasattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO"):
+                raise ValueError("transport 'zero_cta' needs NCCL 2.28; accepted here: default, ctas_N, copy")
+            options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
+            symmetric_memory.set_backend("NCCL")
+        else:
+            options.config.min_ctas, options.config.max_ctas = 1, int(count)
+        _groups[transport] = dist.new_group(backend="nccl", pg_options=options, device_id=rank_device())
+    return _groups[transport], symmetric_empty if transport == "zero_cta" else empty, None

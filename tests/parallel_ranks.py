@@ -1,0 +1,398 @@
+"""What test_parallel.py runs on ranks; each function yields what the test then looks at."""
+
+import contextlib
+import copy
+import os
+import signal
+import time
+import warnings
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from labkit.configs import ModelConfig
+from labkit.models.transformer import TransformerLM, language_model_loss
+from labkit.parallel import collectives, fully_sharded
+from labkit.parallel.data_parallel import (
+    BucketedDataParallel,
+    FlatDataParallel,
+    NaiveDataParallel,
+    OverlappedDataParallel,
+)
+from labkit.parallel.fully_sharded import FullyShardedDataParallel
+from labkit.parallel.sharded_optimizer import ShardedOptimizer
+
+WRAPPERS = {
+    "naive": NaiveDataParallel,
+    "flat": FlatDataParallel,
+    "overlapped": OverlappedDataParallel,
+    "bucketed, tiny": lambda module: BucketedDataParallel(module, 0.0005),
+    "bucketed, one": lambda module: BucketedDataParallel(module, 1000),
+    "fully sharded": FullyShardedDataParallel,
+    "torch's": DistributedDataParallel,
+}
+STEPS, BATCH = 3, 4
+
+
+class Perceptron(nn.Module):
+    """Odd widths, biases, a norm, a buffer, and a weight with fewer elements than four ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(7, 11), nn.LayerNorm(11), nn.Linear(11, 3, bias=False)
+        self.last = nn.Linear(3, 1)
+        self.register_buffer("shift", torch.randn(7))
+
+    def forward(self, x):
+        return self.last(self.second(F.relu(self.norm(self.first(x + self.shift)))))
+
+
+class Tied(nn.Module):
+    """An embedding that is also the head, a frozen layer in the middle, a frozen bias, a layer used for no input."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.frozen, self.middle = nn.Embedding(13, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.head, self.unused = nn.Linear(6, 13, bias=False), nn.Linear(6, 6)
+        self.head.weight = self.embedding.weight
+        self.frozen.requires_grad_(False)
+        self.middle.bias.requires_grad_(False)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        return self.head(x + self.middle(torch.tanh(self.frozen(x))))
+
+
+def batches(model: nn.Module, seed: int) -> torch.Tensor:
+    """(steps, ranks, batch, …) inputs, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    lead = (STEPS, dist.get_world_size(), BATCH)
+    if isinstance(model, Perceptron):
+        return torch.randn(*lead, 7, generator=generator)
+    return torch.randint(13, (*lead, 5), generator=generator)
+
+
+def made(kind: type[nn.Module], seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return kind()
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def mean_gradient(model: nn.Module, inputs: torch.Tensor, parts: int = 1) -> None:
+    """One process's gradient as the ranks' is defined: each rank's batch by itself, then their sum over the ranks."""
+    totals = {p: None for p in model.parameters()}
+    for batch in inputs:
+        model.zero_grad()
+        for part in batch.chunk(parts):
+            model(part).square().mean().backward()
+        for p in totals:
+            if p.grad is not None:
+                totals[p] = p.grad.clone() if totals[p] is None else totals[p] + p.grad
+    for p, total in totals.items():
+        p.grad = None if total is None else total / len(inputs)
+
+
+def difference(model: nn.Module, expected: nn.Module) -> float:
+    """Largest difference of a parameter relative to the largest value, 0.0 where every bit is the same."""
+    found = model.gather_full_params() if isinstance(model, FullyShardedDataParallel) else None
+    found = found or dict(model.module.named_parameters(remove_duplicate=False))
+    wanted = dict(expected.named_parameters(remove_duplicate=False))
+    assert found.keys() == wanted.keys()
+    return max(((found[n] - p).abs().max() / p.abs().max().clamp(min=1)).item() for n, p in wanted.items())
+
+
+def trained(name: str, kind: type[nn.Module], seed: int, parts: int = 1) -> tuple[float, bool]:
+    """Returns the difference from one process after three steps, and whether unused parameters kept no gradient."""
+    rank = dist.get_rank()
+    expected, mine = made(kind, seed), made(kind, seed + rank)
+    extra = dict(find_unused_parameters=kind is Tied) if name == "torch's" else {}
+    model = WRAPPERS[name](mine, **extra)
+    optimizers = optimizer_of(expected), optimizer_of(model)
+    for inputs in batches(expected, seed):
+        mean_gradient(expected, inputs, parts)
+        for p in model.parameters():
+            p.grad = None
+        for number, part in enumerate(inputs[rank].chunk(parts)):
+            last = number == parts - 1
+            hold = contextlib.nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync()
+            with hold:
+                model(part).square().mean().backward()
+                if isinstance(model, FullyShardedDataParallel) or (last and name != "torch's"):
+                    model.finish_gradient_synchronization()
+        for optimizer in optimizers:
+            optimizer.step()
+    unused = getattr(model.module, "unused", None)
+    return difference(model, expected), unused is None or all(p.grad is None for p in unused.parameters())
+
+
+def wrappers(repeats: int):
+    warnings.simplefilter("error")
+    torch.use_deterministic_algorithms(True)
+    for kind in (Perceptron, Tied):
+        for name in WRAPPERS:
+            with warnings.catch_warnings():
+                if name == "torch's":
+                    warnings.simplefilter("ignore")
+                for seed in range(repeats):
+                    yield f"{name}, {kind.__name__}, {seed}", *trained(name, kind, 10 * seed)
+                if name != "torch's":
+                    yield f"{name}, {kind.__name__}, accumulated", *trained(name, kind, 7, parts=2)
+    yield from uneven_use()
+
+
+class Branches(nn.Module):
+    """Rank 0 uses one branch and the others the other; no rank the third."""
+
+    def __init__(self):
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        return self.branches[min(dist.get_rank(), 1)](x)
+
+
+def uneven_use():
+    for name in ("naive", "flat", "overlapped", "bucketed, tiny"):
+        model = WRAPPERS[name](made(Branches, 0))
+        model(torch.ones(2, 4)).sum().backward()
+        model.finish_gradient_synchronization()
+        grads = [branch.bias.grad for branch in model.module.branches]
+        n = dist.get_world_size()
+        right = grads[2] is None and torch.equal(grads[0], torch.full((4,), 2 / n))
+        yield f"{name}, uneven use", 0.0 if torch.equal(grads[1], torch.full((4,), 2 * (n - 1) / n)) else 1.0, right
+
+
+def sharded_optimizer():
+    """Yields (name, whether it is bit for bit what the unsharded optimizer gives)."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    for cls, settings in ((torch.optim.AdamW, dict(lr=0.01)), (torch.optim.SGD, dict(lr=0.1, momentum=0.9))):
+        expected, mine = made(Tied, 3), made(Tied, 3)
+        late = [list(model.middle.parameters()) for model in (expected, mine)]
+        # Tied parameters twice, as in a list made module by module.
+        early = [[*m.embedding.parameters(), *m.unused.parameters()] for m in (expected, mine)]
+        sharded = ShardedOptimizer([*early[1], *mine.head.parameters()], cls, **settings)
+        optimizers = [cls(early[0], **settings), sharded]
+        for optimizer, group in zip(optimizers, late, strict=True):
+            optimizer.add_param_group({"params": group, "lr": 0.05})
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in optimizers]
+
+        def steps(number, optimizers=optimizers, schedulers=schedulers, models=(expected, mine)):
+            for seed in range(number):
+                tokens = batches(models[0], seed)[0].flatten(0, 1)
+                for model, optimizer, scheduler in zip(models, optimizers, schedulers, strict=True):
+
+                    def closure(model=model, optimizer=optimizer, tokens=tokens):
+                        optimizer.zero_grad()
+                        loss = model(tokens).square().mean()
+                        loss.backward()
+                        return loss
+
+                    loss = optimizer.step(closure)
+                    scheduler.step()
+                    assert loss.item() > 0
+
+        steps(3)
+        same = all(torch.equal(a, b) for a, b in zip(expected.parameters(), mine.parameters(), strict=True))
+        yield f"{cls.__name__}, three steps", same
+        held = sum(p.nbytes for p in sharded.state)
+        total = sum(p.nbytes for group in sharded.param_groups for p in group["params"])
+        largest = max(p.nbytes for group in sharded.param_groups for p in group["params"])
+        yield f"{cls.__name__}, at most a fair share and one parameter", held <= total / n + largest
+        full, wanted = sharded.state_dict(), optimizers[0].state_dict()
+        same = full["param_groups"] == wanted["param_groups"] and full["state"].keys() == wanted["state"].keys()
+        for number, values in wanted["state"].items():
+            same &= all(torch.equal(torch.as_tensor(v), torch.as_tensor(full["state"][number][k]))
+                        for k, v in values.items())  # fmt: skip
+        yield f"{cls.__name__}, consolidated state", same
+        again = ShardedOptimizer([{"params": early[1]}, {"params": late[1]}], cls, lr=1.0)
+        again.load_state_dict(copy.deepcopy(wanted))
+        optimizers[1] = again
+        schedulers[1] = torch.optim.lr_scheduler.ExponentialLR(again, 0.5, last_epoch=2)
+        schedulers[1].base_lrs = schedulers[0].base_lrs
+        for group, other in zip(again.param_groups, optimizers[0].param_groups, strict=True):
+            group["lr"] = other["lr"]
+        steps(2)
+        same = all(torch.equal(a, b) for a, b in zip(expected.parameters(), mine.parameters(), strict=True))
+        yield f"{cls.__name__}, two steps after loading", same
+        yield f"{cls.__name__}, wrong groups", refused(again.load_state_dict, {"param_groups": [], "state": {}})
+    yield "empty", refused(lambda: ShardedOptimizer([], torch.optim.SGD, lr=0.1))
+    # What was saved here is loaded by another number of ranks, in the test.
+    yield "saved", (full, [p.detach().clone() for p in mine.parameters()]) if rank == 0 else None
+
+
+def refused(call, *args) -> str:
+    try:
+        call(*args)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def resharded(saved):
+    """Takes one step from a state that another number of ranks saved; returns whether one process gets the same."""
+    state, values = saved
+    models = made(Tied, 0), made(Tied, 0)
+    for model in models:
+        for p, value in zip(model.parameters(), values, strict=True):
+            p.data.copy_(value)
+    groups = [[{"params": [*m.embedding.parameters(), *m.unused.parameters()]}, {"params": [*m.middle.parameters()]}]
+              for m in models]  # fmt: skip
+    for model, optimizer in zip(models, (torch.optim.SGD(groups[0]), ShardedOptimizer(groups[1], torch.optim.SGD)),
+                                strict=True):  # fmt: skip
+        optimizer.load_state_dict(copy.deepcopy(state))
+        model(batches(model, 1)[0].flatten(0, 1)).square().mean().backward()
+        optimizer.step()
+    return all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
+
+
+TOY = ModelConfig("toy", "tests", 16, 24, 3, 2, vocab_size=17)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x, rotary):
+        return checkpoint(self.block, x, rotary, use_reentrant=False)
+
+
+def transformer(seed: int, variant: str = "plain", wrap: bool = False, compute_dtype=None):
+    torch.manual_seed(seed)
+    model = TransformerLM(TOY, max_context=8)
+    for i, block in enumerate(model.blocks):
+        if "compiled" in variant:
+            block = torch.compile(block, backend="aot_eager")
+        if "in place" in variant:
+            block.compile(backend="aot_eager")
+        model.blocks[i] = Checkpointed(block) if "checkpointed" in variant else block
+    return FullyShardedDataParallel(model, compute_dtype) if wrap else model
+
+
+def lm_loss(model, tokens):
+    return language_model_loss(model(tokens).float(), tokens)
+
+
+def fully_sharded_transformer():
+    """Yields (variant, difference from one process, whether shards and gradients are right, bytes left gathered)."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    variants = {name: None for name in ("plain", "checkpointed", "compiled", "in place", "checkpointed compiled")}
+    for variant, dtype in (variants | {"plain, bf16": torch.bfloat16, "plain, fp16": torch.float16}).items():
+        # The compiler warns of its own doings.
+        warnings.simplefilter("ignore" if "compiled" in variant or "place" in variant else "error")
+        expected, model = transformer(0), transformer(rank, variant, wrap=True, compute_dtype=dtype)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (expected, model)]
+        for step in range(STEPS):
+            torch.manual_seed(step)
+            tokens = torch.randint(17, (n, 2, 8))
+            total = {p: 0 for p in expected.parameters()}
+            for batch in tokens:
+                expected.zero_grad()
+                lm_loss(expected, batch).backward()
+                total = {p: grad + p.grad for p, grad in total.items()}
+            for p, grad in total.items():
+                p.grad = grad / n
+            optimizers[1].zero_grad()
+            lm_loss(model, tokens[rank]).backward()
+            model.finish_gradient_synchronization()
+            with torch.no_grad():
+                model(tokens[rank])
+            for optimizer in optimizers:
+                optimizer.step()
+        right = all(p.grad.shape == p.shape and p.grad.dtype == p.dtype == torch.float32 for p in model.parameters())
+        right &= (
+            sum(p.numel() for p in model.parameters() if p.ndim == 1)
+            < sum(p.numel() for p in expected.parameters()) / n + 200
+        )
+        found = {
+            name.replace("_orig_mod.", "").replace("block.", ""): p for name, p in model.gather_full_params().items()
+        }
+        wanted = dict(expected.named_parameters())
+        assert found.keys() == wanted.keys()
+        worst = max(((found[name] - p).abs().max() / p.abs().max()).item() for name, p in wanted.items())
+        yield variant, worst, right, sum(w.flat.untyped_storage().nbytes() for w in model._weights.values())
+
+
+def schedule():
+    """Yields, for forward and for backward of a second iteration, when layers' gathers began and layers ended."""
+    events = []
+    model = transformer(0, wrap=True)
+    weight, wrapper = fully_sharded._Weight, FullyShardedDataParallel
+    start, free = weight.start_gather, weight.free
+
+    def started(self):
+        if not self.is_gathered:
+            events.append(("gather", self.name))
+        start(self)
+
+    def freed(self):
+        if self.is_gathered:
+            events.append(("free", self.name))
+        free(self)
+
+    weight.start_gather, weight.free = started, freed
+    model.waits = []
+    for _ in range(2):
+        events.clear()
+        loss = lm_loss(model, torch.zeros(2, 8, dtype=torch.long))
+        forward = list(events)
+        events.clear()
+        loss.backward()
+        model.finish_gradient_synchronization()
+    assert isinstance(model, wrapper)
+    yield forward
+    yield list(events)
+    yield [name for name, begin, end in model.waits if end >= begin]
+
+
+def bad_input():
+    """Yields the message of each error that must be one."""
+    linear = nn.Linear(2, 2)
+    yield refused(lambda: BucketedDataParallel(linear, 0))
+    yield refused(lambda: BucketedDataParallel(linear, -1))
+    yield refused(lambda: FullyShardedDataParallel(linear, torch.int32))
+    yield refused(lambda: FullyShardedDataParallel(linear, "bf16"))
+    yield refused(lambda: NaiveDataParallel(nn.ReLU()))
+    yield refused(lambda: FullyShardedDataParallel(nn.ReLU()))
+    yield refused(lambda: FlatDataParallel(nn.Sequential(linear, nn.Linear(2, 2, device="meta"))))
+    yield refused(lambda: OverlappedDataParallel(nn.Linear(2 + dist.get_rank(), 2)))
+    yield refused(lambda: collectives.time_collective("all_ruduce", 1000))
+    yield refused(lambda: collectives.time_collective("all_reduce", 3))
+    yield refused(lambda: collectives.time_collective("all_reduce", 1000, transport="carrier pigeon"))
+    yield refused(lambda: collectives.time_collective("all_reduce", 1000, transport="ctas_4"))
+    model = OverlappedDataParallel(linear)
+    model(torch.ones(1, 2)).sum().backward()
+    try:
+        model(torch.ones(1, 2)).sum().backward()
+    except RuntimeError as error:
+        yield str(error)
+
+
+def timed_collectives(sizes: list[int]):
+    for operation in collectives.OPERATIONS:
+        for num_bytes in sizes:
+            for dtype in (torch.float32, torch.bfloat16):
+                yield collectives.time_collective(operation, num_bytes, dtype, num_samples=3)
+
+
+def fault(kind: str):
+    """Yields the rank's process, then rank 1 fails in the way that is asked for."""
+    yield os.getpid()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        if kind == "crash":
+            raise ZeroDivisionError("of rank 1")
+        if kind == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "hang":
+            time.sleep(600)
+    size = 4 + 1000 * dist.get_rank() if kind == "shape" else 4
+    dist.all_reduce(torch.ones(size))
+    yield "after"

@@ -1,0 +1,164 @@
+"""Training on two and four gloo ranks against one process, the launcher's faults, and bad input."""
+
+import os
+import re
+import time
+
+import pytest
+import torch
+
+from labkit.communication import OPERATIONS, bus_factor
+from labkit.parallel.launch import RankError, launch
+
+
+def on_ranks(function, nproc: int, *args, **options):
+    return launch(f"parallel_ranks:{function}", nproc, *args, device="cpu", timeout_s=150, **options)
+
+
+@pytest.mark.parametrize("nproc, repeats", [(2, 5), (4, 5)])
+def test_every_wrapper_trains_as_one_process(nproc, repeats):
+    """One process adds up each rank's own gradient, in rank order: a batch taken at once would round differently.
+
+    Two ranks' sum is the same in either order, so there every bit agrees. gloo adds four in an order of its own.
+    """
+    for results in on_ranks("wrappers", nproc, repeats):
+        assert len(results) == 2 * (7 * repeats + 6) + 4
+        for name, difference, unused_without_gradient in results:
+            assert unused_without_gradient, name
+            # Fully sharded, each backward pass is reduced by itself.
+            exact = nproc == 2 and not re.match("fully sharded.*accumulated", name)
+            assert difference <= (0 if exact else 1e-6), f"{name}: {difference}"
+
+
+@pytest.mark.parametrize("nproc", [2, 4])
+def test_fully_sharded_transformer_with_checkpointing_and_compiled_blocks(nproc):
+    # bf16 keeps 8 bits and fp16 11; three steps move the parameters by a small part of their size.
+    tolerance = {"plain, bf16": 0.02, "plain, fp16": 0.004}
+    for results in on_ranks("fully_sharded_transformer", nproc):
+        for variant, difference, right, bytes_left in results:
+            exact = nproc == 2 and variant in ("plain", "checkpointed")
+            assert difference <= (0 if exact else tolerance.get(variant, 2e-6)), (variant, difference)
+            assert variant not in tolerance or difference > 1e-5, f"{variant} computed in fp32"
+            assert right and bytes_left == 0, variant
+
+
+def test_a_layer_is_gathered_when_the_one_but_last_before_it_is_done():
+    forward, backward, waits = on_ranks("schedule", 2)[0]
+    # The head is gathered in forward and freed in backward.
+    for events, held_before, held_after in ((forward, 0, 1), (backward, 1, 0)):
+        gathered = [name for what, name in events if what == "gather"]
+        assert len(gathered) > 20 and len(set(gathered)) == len(gathered)
+        for i in range(2, len(gathered)):
+            assert events.index(("free", gathered[i - 2])) < events.index(("gather", gathered[i]))
+        held = most = held_before
+        for what, _ in events:
+            held += 1 if what == "gather" else -1
+            most = max(most, held)
+        assert most == 2 and held == held_after
+    assert forward[-1][1] == "blocks.2.feed_forward.down_proj.weight" and waits
+
+
+def test_sharded_optimizer_steps_as_the_unsharded_and_moves_to_other_ranks():
+    two = on_ranks("sharded_optimizer", 2)
+    saved = two[0].pop()[1]
+    two[1].pop()
+    four = on_ranks("sharded_optimizer", 4)
+    for results in (*two, *(result[:-1] for result in four)):
+        assert len(results) == 11
+        for name, result in results:
+            assert "accepted" in result or "empty" in result if isinstance(result, str) else result, name
+    assert on_ranks("resharded", 3, saved) == [True] * 3
+
+
+def test_collectives_move_the_right_elements_and_count_as_nccl_tests_does():
+    for world_size in (2, 4):
+        results = on_ranks("timed_collectives", world_size, [1000, 100_003])
+        assert all(result == results[0] for result in results)
+        assert [r["operation"] for r in results[0][::4]] == list(OPERATIONS)
+        for result in results[0]:
+            assert result["num_wrong"] == 0 and result["world_size"] == world_size and len(result["times_s"]) == 3
+            assert result["seconds"] == sorted(result["times_s"])[1]
+            assert result["algorithm_gbs"] == pytest.approx(result["num_bytes"] / result["seconds"] / 1e9)
+            factor = bus_factor(result["operation"], world_size)
+            assert result["bus_gbs"] == pytest.approx(factor * result["algorithm_gbs"])
+
+
+def test_bad_input_is_refused_with_the_value_and_the_accepted_ones():
+    patterns = [
+        "bucket_size_mb is 0; accepted",
+        "bucket_size_mb is -1; accepted",
+        "compute_dtype is torch.int32; accepted",
+        "compute_dtype is bf16; accepted",
+        "ReLU has no parameters",
+        "ReLU has no parameters",
+        "on cpu, meta; accepted: one device",
+        r"rank 1 has \('weight', \(2, 3\).*rank 0 has, \('weight', \(2, 2\)",
+        "'all_ruduce'; accepted: all_reduce",
+        "3 bytes of torch.float32; accepted: 8",
+        "'carrier pigeon'; accepted here: default",
+        "'ctas_4' with gloo; accepted here: default",
+        r"second backward before finish_gradient_synchronization\(\)",
+    ]
+    for messages in on_ranks("bad_input", 2):
+        assert len(messages) == len(patterns)
+        for pattern, message in zip(patterns, messages, strict=True):
+            assert re.search(pattern, message), message
+            assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "arguments, options, message",
+    [
+        (("parallel_ranks:fault", 0), {}, "0 ranks with gloo; accepted: 1 and more"),
+        (("parallel_ranks:fault", 2), {"device": "tpu"}, "device 'tpu'; accepted here: "),
+        (("parallel_ranks:fault", 2), {"backend": "nccl"}, "backend 'nccl' on cpu; accepted: gloo"),
+        ((lambda: None, 2), {}, "cannot start"),
+    ],
+    ids=["ranks", "device", "backend", "function"],
+)
+def test_launch_refuses_what_cannot_start(arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        launch(*arguments, **{"device": "cpu"} | options)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_more_ranks_than_gpus_are_refused():
+    with pytest.raises(ValueError, match=f"{torch.cuda.device_count() + 1} ranks with nccl; accepted: 1 to"):
+        launch("parallel_ranks:fault", torch.cuda.device_count() + 1, device="cuda")
+
+
+@pytest.mark.parametrize(
+    "kind, rank, said, bound_s",
+    [
+        ("crash", 1, "ZeroDivisionError: of rank 1", 40),
+        ("killed", 1, "killed by SIGKILL", 40),
+        ("hang", 0, "in all_reduce", 40),
+        ("shape", 0, "Received data size doesn't match expected size", 40),
+    ],
+)
+def test_a_failing_rank_ends_the_run_with_its_error(kind, rank, said, bound_s):
+    begin = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        on_ranks("fault", 2, kind, collective_timeout_s=4)
+    assert time.monotonic() - begin < bound_s
+    message = str(caught.value)
+    assert caught.value.rank == rank and f"rank {rank} of 2 failed first" in message and said in message
+    if kind == "hang":
+        # Where the rank stood for which the failing one waited.
+        assert re.search(r"rank 1 was at:(\n.*)*in fault", message)
+    assert [len(items) for items in caught.value.finished] == [1, 1]
+    assert not any(is_running(items[0]) for items in caught.value.finished)
+
+
+def test_a_deadline_ends_ranks_that_never_communicate():
+    with pytest.raises(RankError, match=r"(?s)exit status 1.*in fault") as caught:
+        launch("parallel_ranks:fault", 2, "hang", device="cpu", timeout_s=6)
+    assert not any(is_running(items[0]) for items in caught.value.finished)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
