@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from labkit.configs import ModelConfig
-from labkit.models.transformer import TransformerLM, language_model_loss
+from labkit.models.transformer import Block, TransformerLM, language_model_loss
 from labkit.parallel import collectives, fully_sharded
 from labkit.parallel.data_parallel import (
     BucketedDataParallel,
@@ -169,8 +169,10 @@ def uneven_use():
         yield f"{name}, uneven use", 0.0 if torch.equal(grads[1], torch.full((4,), 2 * (n - 1) / n)) else 1.0, right
 
 
-def sharded_optimizer():
-    """Yields (name, whether it is bit for bit what the unsharded optimizer gives)."""
+def sharded_optimizer(saved=None):
+    """Yields (name, whether it is bit for bit what the unsharded optimizer gives); last what another world can load."""
+    if saved:
+        yield "state of another number of ranks", resharded(saved)
     rank, n = dist.get_rank(), dist.get_world_size()
     for cls, settings in ((torch.optim.AdamW, dict(lr=0.01)), (torch.optim.SGD, dict(lr=0.1, momentum=0.9))):
         expected, mine = made(Tied, 3), made(Tied, 3)
@@ -223,7 +225,6 @@ def sharded_optimizer():
         yield f"{cls.__name__}, two steps after loading", same
         yield f"{cls.__name__}, wrong groups", refused(again.load_state_dict, {"param_groups": [], "state": {}})
     yield "empty", refused(lambda: ShardedOptimizer([], torch.optim.SGD, lr=0.1))
-    # What was saved here is loaded by another number of ranks, in the test.
     yield "saved", (full, [p.detach().clone() for p in mine.parameters()]) if rank == 0 else None
 
 
@@ -273,7 +274,8 @@ def transformer(seed: int, variant: str = "plain", wrap: bool = False, compute_d
         if "in place" in variant:
             block.compile(backend="aot_eager")
         model.blocks[i] = Checkpointed(block) if "checkpointed" in variant else block
-    return FullyShardedDataParallel(model, compute_dtype) if wrap else model
+    units = (Block,) if "units" in variant else ()
+    return FullyShardedDataParallel(model, compute_dtype, units=units) if wrap else model
 
 
 def lm_loss(model, tokens):
@@ -283,8 +285,11 @@ def lm_loss(model, tokens):
 def fully_sharded_transformer():
     """Yields (variant, difference from one process, whether shards and gradients are right, bytes left gathered)."""
     rank, n = dist.get_rank(), dist.get_world_size()
-    variants = {name: None for name in ("plain", "checkpointed", "compiled", "in place", "checkpointed compiled")}
-    for variant, dtype in (variants | {"plain, bf16": torch.bfloat16, "plain, fp16": torch.float16}).items():
+    variants = {"plain": None, "units": None, "checkpointed": None}
+    variants |= {"plain, bf16": torch.bfloat16, "plain, fp16": torch.float16}
+    if n == 2:
+        variants |= {"compiled": None, "in place": None, "checkpointed compiled": None}
+    for variant, dtype in variants.items():
         # The compiler warns of its own doings.
         warnings.simplefilter("ignore" if "compiled" in variant or "place" in variant else "error")
         expected, model = transformer(0), transformer(rank, variant, wrap=True, compute_dtype=dtype)
@@ -317,27 +322,26 @@ def fully_sharded_transformer():
         wanted = dict(expected.named_parameters())
         assert found.keys() == wanted.keys()
         worst = max(((found[name] - p).abs().max() / p.abs().max()).item() for name, p in wanted.items())
-        yield variant, worst, right, sum(w.flat.untyped_storage().nbytes() for w in model._weights.values())
+        layers = len({weight.layer for weight in model._weights.values()})
+        yield variant, worst, right, layers, sum(w.flat.untyped_storage().nbytes() for w in model._weights.values())
 
 
 def schedule():
     """Yields, for forward and for backward of a second iteration, when layers' gathers began and layers ended."""
     events = []
     model = transformer(0, wrap=True)
-    weight, wrapper = fully_sharded._Weight, FullyShardedDataParallel
-    start, free = weight.start_gather, weight.free
+    layer, weight = fully_sharded._Layer, fully_sharded._Weight
+    start, free = layer.start_gather, weight.free
 
     def started(self):
-        if not self.is_gathered:
-            events.append(("gather", self.name))
+        events.extend(("gather", weight.name) for weight in self.weights if not weight.is_gathered)
         start(self)
 
     def freed(self):
-        if self.is_gathered:
-            events.append(("free", self.name))
+        events.extend([("free", self.name)] if self.is_gathered else [])
         free(self)
 
-    weight.start_gather, weight.free = started, freed
+    layer.start_gather, weight.free = started, freed
     model.waits = []
     for _ in range(2):
         events.clear()
@@ -346,7 +350,6 @@ def schedule():
         events.clear()
         loss.backward()
         model.finish_gradient_synchronization()
-    assert isinstance(model, wrapper)
     yield forward
     yield list(events)
     yield [name for name, begin, end in model.waits if end >= begin]

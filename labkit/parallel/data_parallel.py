@@ -105,7 +105,7 @@ class GradientBuckets:
             bucket.work.wait()
         if self._average == dist.ReduceOp.SUM:
             torch._foreach_div_([bucket.tensor() for bucket in self._buckets], dist.get_world_size())
-        if unused or used.device.type == "cpu":
+        if unused or self._average == dist.ReduceOp.SUM:
             work.wait()
         if unused:
             for p, is_used in zip(self._params, used.tolist(), strict=True):

@@ -21,7 +21,7 @@ from labkit.parallel.collectives import all_gather, reduce_scatter
 from labkit.parallel.data_parallel import MB, GradientBuckets, check_and_broadcast
 
 NUM_REDUCING = 2
-"""Full gradients that may be on their way at once. Backward waits for the oldest before it sends one more."""
+"""Layers whose full gradients may be on their way at once. With one more, backward waits for the oldest."""
 
 
 class _Weight:
@@ -39,17 +39,10 @@ class _Weight:
         # `.data`: another version counter, so that refilling the memory is no change of what autograd has saved.
         full = self.flat[: self.num_elements].view(self.shape).data
         self.full = nn.Parameter(full, requires_grad=parameter.requires_grad)
-        self.work: dist.Work | None = None
+        self.layer: _Layer | None = None
+        self.work: Any = None
         self.is_gathered = True
         self.free()
-
-    @torch.no_grad()
-    def start_gather(self) -> None:
-        if not self.is_gathered:
-            self.flat.untyped_storage().resize_(self.flat.nbytes)
-            self.own.copy_(self.shard)
-            self.work = all_gather(self.flat, self.own, async_op=True)
-            self.is_gathered = True
 
     def wait(self) -> None:
         if self.work is not None:
@@ -65,7 +58,7 @@ class _Weight:
 
 
 class _Layer:
-    """What is gathered together: a module's own weight, or all weights inside a compiled module."""
+    """What is gathered together: a module's own weight, or all weights inside a compiled module or a unit."""
 
     def __init__(self, name: str, owners: list[tuple[nn.Module, _Weight]]):
         self.name, self.owners = name, owners
@@ -73,6 +66,24 @@ class _Layer:
         self.masters: list[tuple[nn.Module, str, nn.Parameter]] = []
         # The gradient of a lookup does not read the table.
         self.backward_reads = not all(isinstance(owner, nn.Embedding) for owner, _ in owners)
+        for weight in self.weights:
+            weight.layer = self
+
+    @torch.no_grad()
+    def start_gather(self) -> None:
+        """Sends for all of the weights that are not here in one operation; `_Weight.wait` waits for it."""
+        missing = [weight for weight in self.weights if not weight.is_gathered]
+        if not missing:
+            return
+        for weight in missing:
+            weight.flat.untyped_storage().resize_(weight.flat.nbytes)
+            weight.own.copy_(weight.shard)
+            weight.is_gathered = True
+        with dist._coalescing_manager(async_ops=True) as work:
+            for weight in missing:
+                all_gather(weight.flat, weight.own)
+        for weight in missing:
+            weight.work = work
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -88,6 +99,8 @@ class FullyShardedDataParallel(nn.Module):
         compute_dtype: a floating dtype that weights are cast to before they are gathered and in which gradients are
             reduced; layers with such a weight cast their inputs and biases to it. None leaves everything as it is.
             Layers without one compute in what they are given, torch's own norms in their parameters' dtype.
+        units: classes of modules, blocks for example, whose weights are gathered together: fewer and larger transfers,
+            more memory. What is inside a unit or a compiled module is otherwise a layer by itself.
 
     Attributes:
         waits: None, or a list that collects (layer, begin, end) of each wait for a gather: CUDA events, or seconds.
@@ -95,14 +108,20 @@ class FullyShardedDataParallel(nn.Module):
     Raises ValueError for another compute_dtype and as `check_and_broadcast`.
     """
 
-    def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        module: nn.Module,
+        compute_dtype: torch.dtype | None = None,
+        *,
+        units: tuple[type[nn.Module], ...] = (),
+    ):
         super().__init__()
         if compute_dtype is not None and not (
             isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point
         ):
             raise ValueError(f"compute_dtype is {compute_dtype}; accepted: None or a floating dtype")
         check_and_broadcast(module)
-        self.module, self.compute_dtype = module, compute_dtype
+        self.module, self.compute_dtype, self._units = module, compute_dtype, units
         self.waits: list[tuple[str, Any, Any]] | None = None
         self._average = dist.ReduceOp.AVG if dist.get_backend() == "nccl" else dist.ReduceOp.SUM
         self._plan: list[_Layer] = []
@@ -132,7 +151,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def _hook(self, module: nn.Module, name: str, owners: dict[nn.Module, _Weight]) -> None:
         compiled = module._compiled_call_impl
-        if compiled is not None or hasattr(module, "_orig_mod"):
+        if compiled is not None or hasattr(module, "_orig_mod") or isinstance(module, self._units):
             inside = [(owner, owners[owner]) for owner in module.modules() if owner in owners]
         else:
             inside = [(module, owners[module])] if module in owners else []
@@ -194,18 +213,17 @@ class FullyShardedDataParallel(nn.Module):
 
     def _use(self, layer: _Layer) -> None:
         """Makes the layer's weights whole, and starts to gather those that came next in the iteration before."""
-        for weight in layer.weights:
-            weight.start_gather()
+        layer.start_gather()
         self._uses.append(layer)
         following = self._plan[self._position : self._position + 2]
         self._position = self._position + 1 if following[:1] == [layer] else len(self._plan)
-        for weight in following[1].weights if len(following) == 2 and following[0] is layer else ():
-            weight.start_gather()
-        begin = self._moment() if self.waits is not None else None
+        if len(following) == 2 and following[0] is layer:
+            following[1].start_gather()
+        begin = _moment(layer) if self.waits is not None else None
         for weight in layer.weights:
             weight.wait()
         if begin is not None:
-            self.waits.append((layer.name, begin, self._moment()))
+            self.waits.append((layer.name, begin, _moment(layer)))
 
     def _before_forward(self, layer: _Layer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         self._use(layer)
@@ -253,7 +271,7 @@ class FullyShardedDataParallel(nn.Module):
         shard = torch.empty_like(weight.shard, dtype=gradient.dtype)
         work = reduce_scatter(shard, gradient, self._average, async_op=True)
         self._reducing.append((weight, shard, gradient, work))
-        if len(self._reducing) > NUM_REDUCING:
+        while len({entry[0].layer for entry in self._reducing}) > NUM_REDUCING:
             self._finish_oldest()
 
     @torch.no_grad()
@@ -270,13 +288,6 @@ class FullyShardedDataParallel(nn.Module):
         for weight in self._weights.values():
             weight.free()
 
-    def _moment(self) -> Any:
-        if not torch.cuda.is_available():
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     @staticmethod
     def _cast_to_parameters(module: nn.Module, args: tuple) -> tuple:
         return _cast(args, module.weight.dtype) if module.weight is not None else args
@@ -284,3 +295,11 @@ class FullyShardedDataParallel(nn.Module):
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
     return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, values)
+
+
+def _moment(layer: _Layer) -> Any:
+    if layer.weights[0].flat.device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
