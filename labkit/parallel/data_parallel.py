@@ -167,14 +167,15 @@ class _DataParallel(nn.Module):
     Raises ValueError as `check_and_broadcast`.
     """
 
+    _bucket_bytes: float = 0
     _overlap = False
     _one_by_one = False
 
-    def __init__(self, module: nn.Module, bucket_bytes: float):
+    def __init__(self, module: nn.Module):
         super().__init__()
         check_and_broadcast(module)
         self.module = module
-        self._buckets = GradientBuckets(module.parameters(), bucket_bytes, overlap=self._overlap)
+        self._buckets = GradientBuckets(module.parameters(), self._bucket_bytes, overlap=self._overlap)
 
     def forward(self, *args, **kwargs):
         """Returns what `module` returns."""
@@ -199,24 +200,17 @@ class NaiveDataParallel(_DataParallel):
 
     _one_by_one = True
 
-    def __init__(self, module: nn.Module):
-        super().__init__(module, bucket_bytes=0)
-
 
 class FlatDataParallel(_DataParallel):
     """One all-reduce of all gradients in one buffer (one a dtype), after backward."""
 
-    def __init__(self, module: nn.Module):
-        super().__init__(module, bucket_bytes=float("inf"))
+    _bucket_bytes = float("inf")
 
 
 class OverlappedDataParallel(_DataParallel):
     """One all-reduce a parameter, during backward, as soon as its gradient and those due before it are there."""
 
     _overlap = True
-
-    def __init__(self, module: nn.Module):
-        super().__init__(module, bucket_bytes=0)
 
 
 class BucketedDataParallel(_DataParallel):
@@ -230,4 +224,5 @@ class BucketedDataParallel(_DataParallel):
     def __init__(self, module: nn.Module, bucket_size_mb: float):
         if not bucket_size_mb > 0:
             raise ValueError(f"bucket_size_mb is {bucket_size_mb}; accepted: above 0")
-        super().__init__(module, bucket_size_mb * MB)
+        self._bucket_bytes = bucket_size_mb * MB
+        super().__init__(module)

@@ -265,7 +265,9 @@ class FullyShardedDataParallel(nn.Module):
 
     def _reduce(self, weight: _Weight) -> None:
         """Sends a full gradient, once autograd has it, and frees the full weight."""
-        gradient = F.pad(weight.full.grad.reshape(-1), (0, weight.padding))
+        gradient = weight.full.grad.reshape(-1)
+        if weight.padding:
+            gradient = F.pad(gradient, (0, weight.padding))
         weight.full.grad = None
         weight.free()
         shard = torch.empty_like(weight.shard, dtype=gradient.dtype)
