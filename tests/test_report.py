@@ -300,10 +300,10 @@ def test_the_report_is_short():
 def test_the_package_is_small():
     package = Path(labkit.__file__).parent
     lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in package.rglob("*.py")}
-    total = sum(lines.values())
-    print(f"labkit: {total:,} lines")
-    num_chapters = len(notebooks.names())
-    assert total <= 9_500 + 1_500 * num_chapters
+    coming = {path: n for path, n in lines.items() if path.parent.name == "parallel" or path.stem == "communication"}
+    total = sum(lines.values()) - sum(coming.values())
+    print(f"labkit: {total:,} lines, and {sum(coming.values()):,} of the chapter on many GPUs, whose notebook is to come")
+    assert total <= 9_500 + 1_500 * len(notebooks.names()) and sum(coming.values()) <= 1_500
     for name in notebooks.names():
         for room in ("report", "experiments"):
             assert lines[package / room / f"{name.split('_', 1)[1]}.py"] <= 450, f"{room} of {name}"
