@@ -302,7 +302,9 @@ def test_the_package_is_small():
     lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in package.rglob("*.py")}
     coming = {path: n for path, n in lines.items() if path.parent.name == "parallel" or path.stem == "communication"}
     total = sum(lines.values()) - sum(coming.values())
-    print(f"labkit: {total:,} lines, and {sum(coming.values()):,} of the chapter on many GPUs, whose notebook is to come")
+    print(
+        f"labkit: {total:,} lines, and {sum(coming.values()):,} of the chapter on many GPUs, whose notebook is to come"
+    )
     assert total <= 9_500 + 1_500 * len(notebooks.names()) and sum(coming.values()) <= 1_500
     for name in notebooks.names():
         for room in ("report", "experiments"):
