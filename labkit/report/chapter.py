@@ -91,10 +91,9 @@ class Chapter:
         records = self.all_records()
         if not records:
             return Markdown(f"*Not measured on {self.device}; `labkit run {self.number}` measures it.*")
-        dates = sorted(record.recorded_at[:10] for record in records if record.recorded_at)
-        commits = ", ".join(sorted({record.source.get("commit", "")[:8] for record in records} - {""}))
+        commits = commits_of(records)
         torch = ", ".join(sorted({record.software.get("torch", "") for record in records} - {""}))
-        parts = [self.device_name, f"torch {torch}" if torch else "", " to ".join(sorted({*dates[:1], *dates[-1:]}))]
+        parts = [self.device_name, f"torch {torch}" if torch else "", dates_of(records)]
         return Markdown(f"*{' · '.join(filter(None, [*parts, f'commit {commits}' if commits else '']))}*")
 
     def table(self, build: Callable[..., pd.DataFrame], *arguments, caption: str, **options) -> Markdown:
@@ -173,6 +172,17 @@ class Chapter:
         if any(isinstance(argument, pd.DataFrame) and argument.empty for argument in arguments):
             return None
         return build(*arguments, **options)
+
+
+def dates_of(records: Sequence[Record]) -> str:
+    """Returns "2026-11-21 to 2026-11-23", one date where both are the same, "" where none is recorded."""
+    dates = sorted(record.recorded_at[:10] for record in records if record.recorded_at)
+    return " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]]))
+
+
+def commits_of(records: Sequence[Record]) -> str:
+    """Returns the first eight digits of the commits that the records were measured with."""
+    return ", ".join(sorted({record.source.get("commit", "")[:8] for record in records} - {""}))
 
 
 def kinds_of_time(arguments: Sequence) -> str:

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from labkit import notebooks
 from labkit.records import Record, to_frame
 from labkit.report import figures, tables
-from labkit.report.chapter import Chapter
+from labkit.report.chapter import Chapter, commits_of, dates_of
 from labkit.report.findings import anchor, disturbed_note, listing
 from labkit.report.tables import ok_rows, select
 
@@ -51,9 +51,8 @@ def findings(chapters: Mapping[str, Chapter]) -> list[str]:
 
 def environment(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
     """Returns device, host, software and the conditions of the measurements, one row each."""
-    first = next(iter(chapters.values()))
+    first, records = next(iter(chapters.values())), _records(chapters)
     recorded = first.environment
-    records = _records(chapters)
     rows = {"device": first.device_name}
     if gpu := recorded.get("gpu"):
         rows["device"] += f", {gpu['memory_bytes'] / 2**30:.0f} GiB, {gpu['num_multiprocessors']} multiprocessors"
@@ -66,8 +65,7 @@ def environment(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
         for package in ("torch", "triton", "cuda", "driver", "python")
     }
     rows["software"] = ", ".join(f"{package} {', '.join(seen)}" for package, seen in versions.items() if seen)
-    sessions = {record.session for record in records if record.session}
-    rows["measured"] = f"{_dates(records)}, {len(sessions)} sessions"
+    rows["measured"] = f"{dates_of(records) or '–'}, {len({r.session for r in records if r.session})} sessions"
     rows["conditions"] = _throttled(records)
     return pd.DataFrame([(name, tables.plain(value)) for name, value in rows.items()], columns=["", "value"])
 
@@ -79,13 +77,12 @@ def table_chapters(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
         records = chapter.all_records()
         title = notebooks.title(name)
         counts = pd.Series([record.status for record in records]).value_counts().sort_index()
-        commits = sorted({record.source.get("commit", "")[:8] for record in records} - {""})
         rows.append(
             {
                 "chapter": f"[{title}](#{anchor(title)})",
                 "records": ", ".join(f"{count:,} {status}" for status, count in counts.items()),
-                "measured": _dates(records),
-                "commit": ", ".join(commits) + (" +changes" if any(r.source.get("dirty") for r in records) else ""),
+                "measured": dates_of(records) or "–",
+                "commit": commits_of(records) + (" +changes" if any(r.source.get("dirty") for r in records) else ""),
             }
         )
     return pd.DataFrame(rows)
@@ -101,11 +98,6 @@ def _throttled(records: Sequence[Record]) -> str:
     if not names:
         return "no throttling seen"
     return f"{listing(names)} during {sum(map(bool, reasons)):,} of {len(reasons):,} timed records"
-
-
-def _dates(records: Sequence[Record]) -> str:
-    dates = sorted(record.recorded_at[:10] for record in records if record.recorded_at)
-    return " to ".join(dict.fromkeys([dates[0], dates[-1]])) if dates else "–"
 
 
 def _modules(chapters: Mapping[str, Chapter], function: str):
