@@ -111,11 +111,13 @@ def run(
     profile = chosen_profile(profile, device.default_profile)
     for name in names:
         notebooks.narrowing(name, profile, parameters[name])
-    folder = _writable(output) / device.slug
-    records.check(folder)  # fails now, not after hours of measuring, if the report could not read something
+    root = _writable(output)
+    folders = {name: root / hardware.measured_by(name).slug for name in names}
+    for folder in {root / device.slug, *folders.values()}:
+        records.check(folder)  # fails now, not after hours of measuring, if the report could not read something
     # Until this command ends, so that its rendering disturbs no other run.
-    context.with_resource(measuring_lock(device, ", ".join(names), folder, wait=not no_wait))
-    print(f"Measuring {device.name} with the {profile} profile into {folder}", file=sys.stderr)
+    context.with_resource(measuring_lock(device, ", ".join(names), root / device.slug, wait=not no_wait))
+    print(f"Measuring {device.name} with the {profile} profile into {root / device.slug}", file=sys.stderr)
     start = time.monotonic()
     failures, executed = {}, {}
     try:
@@ -130,7 +132,7 @@ def run(
                 "save_figures": True,
             }
             try:
-                executed[name] = _run_notebook(name, values, folder)
+                executed[name] = _run_notebook(name, values, folders[name])
             except notebooks.NotebookError as error:
                 failures[name] = str(error)
     except KeyboardInterrupt:
@@ -141,10 +143,10 @@ def run(
         sys.exit(INTERRUPTED)
     from labkit.report import render
 
-    written, root = [], output.resolve() if output else None
+    written, to = [], output.resolve() if output else None
     with contextlib.suppress(RequestError):  # nothing was recorded
-        written = render.rebuild(device.slug, output=root, top_level=device.slug == REFERENCE_DEVICE, measured=executed)
-    _summary(folder, names, failures, time.monotonic() - start)
+        written = render.rebuild(device.slug, output=to, top_level=device.slug == REFERENCE_DEVICE, measured=executed)
+    _summary(folders, failures, time.monotonic() - start)
     for headline in _headlines(executed):
         print(headline)
     if written:
@@ -168,19 +170,19 @@ def _run_notebook(name: str, values: dict, folder: Path):
     return executed
 
 
-def _summary(folder: Path, names: list[str], failures: dict[str, str], seconds: float) -> None:
+def _summary(folders: Mapping[str, Path], failures: dict[str, str], seconds: float) -> None:
     from labkit.records import check, to_frame
     from labkit.report.findings import disturbed_note
 
-    records = check(folder)
+    records = {name: check(folder).get(name, []) for name, folder in folders.items()}
     print(file=sys.stderr)
-    for name in names:
+    for name in folders:
         counts = Counter(record.status for record in records.get(name, []))
         states = ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "no records"
         print(f"{name}: {states}{'  FAILED' if name in failures else ''}")
     for error in failures.values():
         print(f"labkit: {error}", file=sys.stderr)
-    for sentence in disturbed_note(to_frame(record for name in names for record in records.get(name, []))):
+    for sentence in disturbed_note(to_frame(record for of_notebook in records.values() for record in of_notebook)):
         print(sentence)
     print(f"{seconds / 60:.1f} minutes")
 

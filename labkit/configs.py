@@ -18,6 +18,9 @@ REFERENCE_DEVICE = "nvidia-h200"
 THIS_DEVICE = "this"
 """Stands for the slug of the machine that it is used on."""
 
+ALL_DEVICES = ("07_distributed",)
+"""Notebooks that measure all GPUs of a machine together. Their records lie in a folder such as "2x-nvidia-h200"."""
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 FIGURES = REPOSITORY / "figures"
 NOTEBOOKS = REPOSITORY / "notebooks"
@@ -193,8 +196,10 @@ MIXED_PRECISION = GRIDS["03_mixed_precision"]
 MEMORY = GRIDS["04_memory"]
 ATTENTION = GRIDS["05_attention"]
 FLASH_ATTENTION = GRIDS["06_flash_attention"]
+DISTRIBUTED = GRIDS["07_distributed"]
 
-NARROWED = {"sizes": "size", "contexts": "context", "lengths": "length", "d_heads": "head dimension"}
+NARROWED = {"sizes": "size", "contexts": "context", "lengths": "length", "d_heads": "head dimension",
+            "world_sizes": "number of ranks"}  # fmt: skip
 """Parameters of notebooks that name the values of a grid to be measured, and what one such value is called."""
 
 

@@ -16,13 +16,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from labkit import __version__
-from labkit.configs import REPOSITORY
+from labkit.configs import ALL_DEVICES, REPOSITORY
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,29 @@ def detect() -> Device:
         kind = "mps" if torch.backends.mps.is_available() else "cpu"
     name = cpu_name()
     return Device(kind, name, f"{kind}-{slugify(name)}")
+
+
+def measured_by(notebook: str) -> Device:
+    """Returns what `notebook` measures here: `detect()`, of ALL_DEVICES all GPUs as one device, "2x-nvidia-h200"."""
+    device = detect()
+    if device.kind != "cuda" or notebook not in ALL_DEVICES:
+        return device
+    import torch
+
+    count = torch.cuda.device_count()
+    return replace(device, name=f"{count} × {device.name}", slug=f"{count}x-{device.slug}") if count > 1 else device
+
+
+def gpu_links() -> str:
+    """Returns how the first GPU is linked to others, "NVLink, 18 links" or "PCIe"; "unknown" without NVML."""
+    with _nvml() as nvml:
+        if nvml is None:
+            return "unknown"
+        handle, num_links = _nvml_handle(nvml), 0
+        with contextlib.suppress(nvml.NVMLError):  # past the last link
+            while nvml.nvmlDeviceGetNvLinkState(handle, num_links):
+                num_links += 1
+        return f"NVLink, {num_links} links" if num_links else "PCIe"
 
 
 def device_key(device: Device) -> str:

@@ -298,6 +298,19 @@ def check(folder: Path) -> dict[str, list[Record]]:
     return found
 
 
+def folder_of(root: Path, device: str, notebook: str) -> Path:
+    """Returns the folder with the notebook's records of `device`: its own, or that of several in one machine.
+
+    What is measured on all GPUs of a machine lies in "2x-<device>"; where there are several, the most GPUs count.
+    """
+    if not (root / device / "records" / f"{notebook}.jsonl").exists():
+        several = [path.parent.parent for path in root.glob(f"*x-{device}/records/{notebook}.jsonl")]
+        several = [folder for folder in several if folder.name.split("x-")[0].isdigit()]
+        if several:
+            return max(several, key=lambda folder: int(folder.name.split("x-")[0]))
+    return root / device
+
+
 def measured_devices(root: Path) -> list[str]:
     """Returns the slugs of the devices that have records under `root`."""
     return sorted({path.parent.parent.name for path in root.glob("*/records/*.jsonl")})

@@ -310,9 +310,9 @@ class Session:
         self.module_name = f"labkit.experiments.{notebook.split('_', 1)[1]}"
         _worker_context(self.module_name)  # starts loading the experiment in the server
         self.experiment = importlib.import_module(self.module_name)
-        self.device = hardware.detect()
+        self.device = hardware.measured_by(notebook)
         self.slug = self.device.slug
-        if device not in (THIS_DEVICE, self.slug):
+        if device not in (THIS_DEVICE, self.slug, hardware.detect().slug):
             raise RequestError(
                 f"device {str(device)[:80]!r} is not this machine, which is {self.slug!r}; "
                 f'to measure here, set device = "{THIS_DEVICE}"'

@@ -7,13 +7,29 @@ Sources: Li et al. 2020, PyTorch Distributed (buckets, overlap, no_sync); Stanfo
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 MB = 10**6
+
+
+def weakly(method: Callable) -> Callable:
+    """Returns a function that calls `method`, a bound one, as long as its object lives, and does nothing afterwards.
+
+    For hooks of tensors: the garbage collector does not see them, so what they hold would live for ever.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        if (alive := reference()) is not None:
+            alive(*args)
+
+    return call
 
 
 class _Bucket:
@@ -61,13 +77,15 @@ class GradientBuckets:
         self._average = dist.ReduceOp.AVG if dist.get_backend() == "nccl" else dist.ReduceOp.SUM
         self._buckets = [_Bucket(group) for group in _grouped(self._params, bucket_bytes)]
         if overlap:
-            for bucket in self._buckets:
+            for number, bucket in enumerate(self._buckets):
                 for p in bucket.params:
-                    p.register_post_accumulate_grad_hook(lambda p, bucket=bucket: self._arrived(p, bucket))
+                    hook = weakly(self._arrived)
+                    p.register_post_accumulate_grad_hook(lambda p, hook=hook, number=number: hook(p, number))
 
-    def _arrived(self, p: nn.Parameter, bucket: _Bucket) -> None:
+    def _arrived(self, p: nn.Parameter, number: int) -> None:
         if not self.enabled:
             return
+        bucket = self._buckets[number]
         if id(p) not in bucket.waiting_for:
             raise RuntimeError(
                 "a second backward before finish_gradient_synchronization(); to accumulate, run all but the last "

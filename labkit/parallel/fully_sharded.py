@@ -7,18 +7,22 @@ layer i−2 has finished and layer i−1 is about to run. Ranks must run the sam
 Sources: Rajbhandari et al. 2020, ZeRO stage 3; Zhao et al. 2023, PyTorch FSDP; Stanford CS336 assignment 2.
 """
 
+import os
 import time
+import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from labkit.parallel.collectives import all_gather, reduce_scatter
-from labkit.parallel.data_parallel import MB, GradientBuckets, check_and_broadcast
+from labkit.parallel.data_parallel import MB, GradientBuckets, check_and_broadcast, weakly
 
 NUM_REDUCING = 2
 """Layers whose full gradients may be on their way at once. With one more, backward waits for the oldest."""
@@ -41,6 +45,7 @@ class _Weight:
         self.full = nn.Parameter(full, requires_grad=parameter.requires_grad)
         self.layer: _Layer | None = None
         self.work: Any = None
+        self.sources: list[Tensor] = []  # each rank's shard, where they are copied
         self.is_gathered = True
         self.free()
 
@@ -57,11 +62,55 @@ class _Weight:
             self.is_gathered = False
 
 
+class _PeerShards:
+    """The shards of all ranks in symmetric memory, from which each copies what it lacks.
+
+    Copy engines move the data while the multiprocessors compute. A barrier before and after `refresh` keeps a shard
+    as it is while another rank reads it.
+    """
+
+    def __init__(self, weights: Sequence[_Weight]):
+        # Multicast can put a host's GPUs out of service, and a copy needs none.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        sizes, (dtype,) = [weight.shard.numel() for weight in weights], {weight.flat.dtype for weight in weights}
+        own = symmetric_memory.empty(sum(sizes), dtype=dtype, device=weights[0].shard.device)
+        self.memory = symmetric_memory.rendezvous(own, dist.group.WORLD)
+        buffers = [self.memory.get_buffer(rank, own.shape, dtype) for rank in range(dist.get_world_size())]
+        for weight, *sources in zip(weights, *(buffer.split(sizes) for buffer in buffers), strict=True):
+            weight.sources = sources
+        self.stream = torch.cuda.Stream()
+        self.shards, self.copies = [w.shard for w in weights], [w.sources[dist.get_rank()] for w in weights]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Publishes this rank's shards as they are now."""
+        self.memory.barrier()
+        torch._foreach_copy_(self.copies, self.shards)
+        self.memory.barrier()
+
+    def gather(self, weights: Sequence[_Weight]) -> "_Copied":
+        """Starts the copies behind what the current stream has to do; returns what waits for them."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for weight in weights:
+                for target, source in zip(weight.flat.chunk(len(weight.sources)), weight.sources, strict=True):
+                    target.copy_(source)
+        return _Copied(self.stream.record_event())
+
+
+class _Copied:
+    def __init__(self, event: torch.cuda.Event):
+        self.event = event
+
+    def wait(self) -> None:
+        self.event.wait()
+
+
 class _Layer:
     """What is gathered together: a module's own weight, or all weights inside a compiled module or a unit."""
 
     def __init__(self, name: str, owners: list[tuple[nn.Module, _Weight]]):
-        self.name, self.owners = name, owners
+        self.name, self.owners, self.peers = name, owners, None
         self.weights = list(dict.fromkeys(weight for _, weight in owners))
         self.masters: list[tuple[nn.Module, str, nn.Parameter]] = []
         # The gradient of a lookup does not read the table.
@@ -77,11 +126,15 @@ class _Layer:
             return
         for weight in missing:
             weight.flat.untyped_storage().resize_(weight.flat.nbytes)
-            weight.own.copy_(weight.shard)
             weight.is_gathered = True
-        with dist._coalescing_manager(async_ops=True) as work:
+        if self.peers is not None:
+            work = self.peers.gather(missing)
+        else:
             for weight in missing:
-                all_gather(weight.flat, weight.own)
+                weight.own.copy_(weight.shard)
+            with dist._coalescing_manager(async_ops=True) as work:
+                for weight in missing:
+                    all_gather(weight.flat, weight.own)
         for weight in missing:
             weight.work = work
 
@@ -101,11 +154,13 @@ class FullyShardedDataParallel(nn.Module):
             Layers without one compute in what they are given, torch's own norms in their parameters' dtype.
         units: classes of modules, blocks for example, whose weights are gathered together: fewer and larger transfers,
             more memory. What is inside a unit or a compiled module is otherwise a layer by itself.
+        gather: "collective", or "copy": copy engines read the peers' shards from symmetric memory, which holds every
+            shard once more in the dtype that is gathered. NCCL and weights of one dtype only.
 
     Attributes:
         waits: None, or a list that collects (layer, begin, end) of each wait for a gather: CUDA events, or seconds.
 
-    Raises ValueError for another compute_dtype and as `check_and_broadcast`.
+    Raises ValueError for another compute_dtype or gather and as `check_and_broadcast`.
     """
 
     def __init__(
@@ -114,8 +169,11 @@ class FullyShardedDataParallel(nn.Module):
         compute_dtype: torch.dtype | None = None,
         *,
         units: tuple[type[nn.Module], ...] = (),
+        gather: str = "collective",
     ):
         super().__init__()
+        if gather not in (accepted := ("collective", *(["copy"] if dist.get_backend() == "nccl" else []))):
+            raise ValueError(f"gather is {gather!r}; accepted with {dist.get_backend()}: {', '.join(accepted)}")
         if compute_dtype is not None and not (
             isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point
         ):
@@ -139,11 +197,13 @@ class FullyShardedDataParallel(nn.Module):
                     weight = by_parameter[parameter] = _Weight(f"{name}.weight", parameter, compute_dtype)
                     self._weights[weight.shard] = weight
                     if parameter.requires_grad:
-                        weight.full.register_post_accumulate_grad_hook(lambda _, weight=weight: self._reduce(weight))
+                        hook, of = weakly(self._reduce), weakref.ref(weight)
+                        weight.full.register_post_accumulate_grad_hook(lambda _, hook=hook, of=of: hook(of()))
                 owners[owner] = by_parameter[parameter]
                 owner._parameters["weight"] = owners[owner].shard
             elif compute_dtype is not None and isinstance(owner, nn.LayerNorm | nn.GroupNorm | nn.RMSNorm):
                 owner.register_forward_pre_hook(self._cast_to_parameters)
+        self._peers = _PeerShards(list(self._weights.values())) if gather == "copy" else None
         self._hook(module, "", owners)
         self._replicated = GradientBuckets(
             [p for p in module.parameters() if p not in self._weights], bucket_bytes=25 * MB, overlap=True
@@ -160,6 +220,7 @@ class FullyShardedDataParallel(nn.Module):
         if not inside:
             return
         layer = _Layer(name, inside)
+        layer.peers = self._peers
 
         def before(_, args, kwargs):
             return self._before_forward(layer, args, kwargs)
@@ -182,12 +243,19 @@ class FullyShardedDataParallel(nn.Module):
             module.register_forward_pre_hook(before, with_kwargs=True)
             module.register_forward_hook(after, always_call=True)
 
+    @property
+    def symmetric_bytes(self) -> int:
+        """Bytes of symmetric memory that copies are read from; torch's allocator does not count them."""
+        return sum(copy.nbytes for copy in self._peers.copies) if self._peers else 0
+
     def forward(self, *args, **kwargs):
         """Returns what `module` returns."""
         # A forward pass alone, for validation, follows the same plan and leaves it as it is.
         if self._uses != self._plan[: len(self._uses)]:
             self._plan = self._uses
         self._uses, self._position, self._in_backward = [], 0, False
+        if self._peers is not None:
+            self._peers.refresh()
         output = self.module(*args, **kwargs)
         if not torch.is_grad_enabled():
             self._free_all()

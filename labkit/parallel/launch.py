@@ -39,12 +39,15 @@ class RankError(RuntimeError):
 
     Fields:
         rank: the first rank that failed, None where no rank started.
+        summary: one line, with the last line of its traceback.
         finished: for each rank, what its function had yielded before the end.
     """
 
     def __init__(self, message: str, rank: int | None, finished: list[list[Any]]):
         super().__init__(message)
         self.rank, self.finished = rank, finished
+        lines = [line for line in message.split("\nrank ")[0].splitlines() if line.strip()]
+        self.summary = " ".join(dict.fromkeys([lines[0], lines[-1].strip()]))
 
 
 def launch(

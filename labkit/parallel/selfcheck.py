@@ -35,6 +35,8 @@ WRAPPERS: dict[str, tuple[Callable[[nn.Module], nn.Module], float]] = {
     "Bucketed, 1 MB": (partial(data_parallel.BucketedDataParallel, bucket_size_mb=1), 1e-4),
     "FullySharded": (FullyShardedDataParallel, 1e-4),
     "FullySharded, blocks": (partial(FullyShardedDataParallel, units=(_Block,)), 1e-4),
+    "FullySharded, copy": (partial(FullyShardedDataParallel, gather="copy"), 1e-4),
+    "FullySharded, bf16, copy": (partial(FullyShardedDataParallel, compute_dtype=torch.bfloat16, gather="copy"), 0.05),
     "FullySharded, compiled": (FullyShardedDataParallel, 1e-3),
     "FullySharded, bf16": (partial(FullyShardedDataParallel, compute_dtype=torch.bfloat16), 0.05),
 }
@@ -52,6 +54,8 @@ def run(*transports: str) -> None:
                     f"{transport} {operation} {num_bytes:.0e} B", _collective, transport, operation, num_bytes
                 )
     for name, (wrap, tolerance) in WRAPPERS.items() if not transports else ():
+        if "copy" in name and not on_nccl:
+            continue
         # gloo gathers CPU tensors only.
         if on_nccl or rank_device().type == "cpu" or "Fully" not in name:
             failed += _check(name, _training, wrap, tolerance, compiled="compiled" in name)

@@ -12,6 +12,7 @@ from labkit.records import (
     Record,
     RecordError,
     RecordStore,
+    folder_of,
     newest,
     read_environment,
     to_frame,
@@ -44,8 +45,8 @@ class Chapter:
     def __init__(self, notebook: str, *, device: str, output: str = "", save_figures: bool = False):
         self.notebook = notebook
         self.number = notebook.split("_")[0]
-        self.device = device
-        self.folder = Path(output or FIGURES) / device
+        self.folder = folder_of(Path(output or FIGURES), device, notebook)
+        self.device = self.folder.name
         self.save_figures = save_figures
         self._loaded: tuple[tuple, list[Record], list[Record]] | None = None
 

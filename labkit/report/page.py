@@ -37,10 +37,12 @@ def html(markdown: str, folder: Path, title: str) -> str:
 
     Args:
         markdown: GitHub's Markdown; of raw HTML only <details>, <summary>, <br>, <sub> and <sup> have an effect.
-        folder: where the figures lie. Only an SVG inside it is shown; another image is left as its Markdown.
+        folder: where the figures lie. Only an SVG inside it, or in a folder of several such devices, is shown;
+            another image is left as its Markdown.
         title: plain text.
     """
     figures = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.svg")}
+    figures |= {f"../{path.parent.name}/{path.name}": path for path in folder.parent.glob(f"*x-{folder.name}/*.svg")}
     renderer = _Renderer(figures)
     body = mistune.create_markdown(renderer=renderer, plugins=["table"])(markdown)
     body = bleach.clean(body, _ALLOWED_TAGS, _ALLOWED_ATTRIBUTES, protocols=["http", "https"])

@@ -12,7 +12,7 @@ import pandas as pd
 
 from labkit import notebooks
 from labkit.configs import FIGURES, REFERENCE_DEVICE, REPOSITORY, RequestError
-from labkit.records import check, measured_devices, read_done, write_bytes_atomic, write_text_atomic
+from labkit.records import check, folder_of, measured_devices, read_done, write_bytes_atomic, write_text_atomic
 from labkit.report import figures, front, page
 from labkit.report.chapter import FIGURE_METADATA, Chapter
 
@@ -48,10 +48,11 @@ def rebuild(
     """
     root = output or FIGURES
     folder = root / device
-    known = measured_devices(root)
-    records = check(folder) if device in known else {}
+    folders = {name: folder_of(root, device, name) for name in notebooks.names()}
+    read = {each: check(each) for each in {folder, *folders.values()}}
+    records = read[folder] | {name: read[each][name] for name, each in folders.items() if name in read[each]}
     if not any(records.values()):
-        measured_here = ", ".join(known) or "none"
+        measured_here = ", ".join(measured_devices(root)) or "none"
         raise RequestError(f"nothing has been measured on {device[:80]!r} in {root}; measured: {measured_here}")
     if save_notebooks and device != REFERENCE_DEVICE:
         raise RequestError(f"the notebooks show {REFERENCE_DEVICE!r}; their outputs cannot be of {device!r}")
@@ -64,23 +65,23 @@ def rebuild(
             _save_outputs(name, shown, notebooks.path(name))
     chapters = {name: Chapter(name, device=device, output=str(output or "")) for name in notebooks.names()}
     bodies = [
-        _chapter_markdown(executed[name], device)
+        _chapter_markdown(executed[name], folders[name].name)
         if records.get(name)
         else f"{_as_chapter(notebooks.read(name).cells[0].source)}\n\n{chapter.source().data}"
         for name, chapter in chapters.items()
     ]
     measured_chapters = {name: chapter for name, chapter in chapters.items() if records.get(name)}
     first = front.page(measured_chapters, _save_roofline(measured_chapters, folder))
-    unfinished = filter(None, (_not_finished(folder, notebook) for notebook in records))
+    unfinished = filter(None, (_not_finished(folders.get(name, folder), name) for name in records))
     text = "\n\n".join([first, *unfinished, *bodies]) + "\n"
 
-    device_text = text.replace(_FIGURES_FOLDER, "")
+    device_text = text.replace(f"{_FIGURES_FOLDER}{device}/", "").replace(_FIGURES_FOLDER, "../")
     written = [write_text_atomic(folder / "report.md", device_text)]
     if device != REFERENCE_DEVICE:  # the reference device's executed notebooks are those in notebooks/
         for name, notebook in executed.items():
-            _save_outputs(name, notebook, folder / f"{name}.ipynb")
+            _save_outputs(name, notebook, folders[name] / f"{name}.ipynb")
     if output is None and top_level:
-        text = text.replace(_FIGURES_FOLDER, f"{folder.relative_to(REPOSITORY).as_posix()}/")
+        text = text.replace(_FIGURES_FOLDER, f"{root.relative_to(REPOSITORY).as_posix()}/")
         written.append(write_text_atomic(REPOSITORY / "report.md", text))
     if html:
         title = front.title(next(iter(measured_chapters.values())))
@@ -105,7 +106,7 @@ def devices_table(root: Path) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-# Placeholder for the path to the figures, which depends on where the report is written.
+# Placeholder for the path to the devices' folders, which depends on where the report is written.
 _FIGURES_FOLDER = "labkit-figures-folder/"
 
 
@@ -126,7 +127,7 @@ def _save_roofline(chapters: Mapping[str, Chapter], folder: Path) -> str | None:
         return None
     write_bytes_atomic(folder / "front_roofline.svg", figures.svg(figure))
     description = "Attention's achieved FLOP rate over arithmetic intensity, under the measured roofs"
-    return f"![{description}]({_FIGURES_FOLDER}front_roofline.svg)"
+    return f"![{description}]({_FIGURES_FOLDER}{folder.name}/front_roofline.svg)"
 
 
 def _not_finished(folder: Path, notebook: str) -> str:
@@ -149,7 +150,9 @@ def _chapter_markdown(executed, device: str) -> str:
             cell["outputs"] = [output for output in cell["outputs"] if output["output_type"] != "stream"]
         for output in cell.get("outputs", []):
             if figure := output.get("metadata", {}).get(FIGURE_METADATA):
-                output["data"] = {"text/markdown": f"![{figure['description']}]({_FIGURES_FOLDER}{figure['file']})"}
+                output["data"] = {
+                    "text/markdown": f"![{figure['description']}]({_FIGURES_FOLDER}{device}/{figure['file']})"
+                }
     config = Config()
     config.TagRemovePreprocessor.remove_cell_tags = {"remove_cell", "parameters", "injected-parameters"}
     config.TagRemovePreprocessor.enabled = True
@@ -158,7 +161,7 @@ def _chapter_markdown(executed, device: str) -> str:
     exporter = MarkdownExporter(config=config)
     exporter.register_preprocessor(TagRemovePreprocessor(config=config), enabled=True)
     text, _ = exporter.from_notebook_node(executed)
-    return _as_chapter(text).replace(f"../figures/{device}/", _FIGURES_FOLDER)
+    return _as_chapter(text).replace("../figures/", _FIGURES_FOLDER)
 
 
 def _as_chapter(text: str) -> str:
