@@ -95,10 +95,12 @@ def launch(
 
 def rank_device() -> torch.device:
     """Returns the device of this rank; on CUDA it is also the current device."""
-    return torch.device("cuda", torch.cuda.current_device()) if _device_type == "cuda" else torch.device("cpu")
+    device_type = _device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
 
 
-_device_type = "cuda" if torch.cuda.is_available() else "cpu"
+# Asked for at first use: a process that has asked for GPUs when this module was imported could not fork.
+_device_type = ""
 
 
 def _check(nproc: int, device: str, backend: str) -> None:
