@@ -31,7 +31,7 @@ from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_name, c
 from labkit.experiments.sections import run_section
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
 from labkit.measure.profiling import busy_ns, capture_with_kineto
-from labkit.measure.timing import Timing, synchronize
+from labkit.measure.timing import Timing, collector_paused, synchronize
 from labkit.models.transformer import Block, TransformerLM, language_model_loss
 from labkit.parallel import data_parallel
 from labkit.parallel.collectives import time_collective
@@ -247,17 +247,23 @@ class _Run:
         self.tokens, self.targets = tokens
         numerics.set_precision(parameters["precision"])
         self.dtype = torch.bfloat16 if parameters["precision"] == "bf16" else None
-        if parameters["compile"] == "regional":
+        self.config, self.compile = config, parameters["compile"]
+        if self.compile != "none":
             for block in model.blocks:
                 block.compile()
         self.model = way.wrap(model, self.dtype)
         self.optimizer = way.optimizer(list(self.model.parameters()))
+        for group in self.optimizer.param_groups:
+            group["capturable"] = self.compile == "graph"
         self.losses: list[torch.Tensor] = []
-        self.config, self.compile = config, parameters["compile"]
         self.memory = {"init_bytes": _allocated()}
+        self.graph: torch.cuda.CUDAGraph | None = None
 
     def step(self, *, before: Callable[[], None] | None = None) -> None:
         """Runs one training step; `before` is called between its backward pass and the optimizer."""
+        if self.graph is not None:
+            self.graph.replay()
+            return
         self.optimizer.zero_grad()
         with torch.autocast(rank_device().type, torch.bfloat16, enabled=self.way.autocast and self.dtype is not None):
             loss = language_model_loss(self.model(self.tokens).float(), self.targets)
@@ -278,9 +284,23 @@ class _Run:
         self.memory["symmetric_bytes"] = getattr(self.model, "symmetric_bytes", None)
         self.memory |= {"after_step_bytes": _allocated(), "peak_bytes": _peak()} | self._components()
         self.memory = {name: value for name, value in self.memory.items() if value is not None}
+        if self.compile == "graph":
+            self._capture()
+            self.step()
         loss = self.losses[-1].clone()
         dist.all_reduce(loss)
         return loss.item() / dist.get_world_size()
+
+    def _capture(self) -> None:
+        """Makes a CUDA graph of a whole step, collectives and optimizer included, that every later step replays."""
+        self.optimizer.zero_grad()
+        gc.collect()
+        torch.cuda.empty_cache()
+        graph = torch.cuda.CUDAGraph()
+        # NCCL's own threads may ask for events meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self.step()
+        self.graph = graph
 
     def _components(self) -> dict[str, int]:
         local = [getattr(p, "_local_tensor", p) for p in self.model.parameters()]
@@ -294,11 +314,12 @@ class _Run:
         """Returns milliseconds of each of `num_steps` steps, one right after the other."""
         dist.barrier()
         synchronize(rank_device().type)
-        moments = [_moment()]
-        for _ in range(num_steps):
-            self.step()
-            moments.append(_moment())
-        synchronize(rank_device().type)
+        with collector_paused():
+            moments = [_moment()]
+            for _ in range(num_steps):
+                self.step()
+                moments.append(_moment())
+            synchronize(rank_device().type)
         if rank_device().type != "cuda":
             return [1e3 * (end - begin) for begin, end in pairwise(moments)]
         return [begin.elapsed_time(end) for begin, end in pairwise(moments)]
@@ -308,8 +329,9 @@ class _Run:
         if not isinstance(self.model, FullyShardedDataParallel) or rank_device().type != "cuda":
             return []
         self.model.waits = []
-        self.step()
-        torch.cuda.synchronize()
+        with collector_paused():
+            self.step()
+            torch.cuda.synchronize()
         waits, self.model.waits = self.model.waits, None
         return [begin.elapsed_time(end) for _, begin, end in waits]
 
@@ -322,7 +344,8 @@ class _Run:
                     self.step()
 
         dist.barrier()
-        table = capture_with_kineto(steps, "cuda").operations
+        with collector_paused():
+            table = capture_with_kineto(steps, "cuda").operations
         by_name, is_copy = table["name"].str.contains(COMMUNICATION), table["kind"] == "memcpy"
         computing_stream = table[~by_name].groupby("stream")["duration_ns"].sum().idxmax()
         is_communication = by_name | (is_copy & (table["stream"] != computing_stream))
@@ -349,7 +372,7 @@ class _Run:
         return {"case": {**case, "batch": batch}, "observed": seen}
 
     def close(self) -> None:
-        del self.model, self.optimizer, self.losses
+        del self.model, self.optimizer, self.losses, self.graph
         gc.collect()
         if rank_device().type == "cuda":
             torch.cuda.empty_cache()

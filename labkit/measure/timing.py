@@ -164,7 +164,7 @@ def time_callable(
     """
     method = _checked_method(method, device_kind, inputs)
     sampler = _SAMPLERS[method](function, inputs, device_kind)
-    with _collector_paused():
+    with collector_paused():
         num_warmup = _warm_up(sampler, num_warmup, time_limit_s)
         samples, reason = _sample(sampler, min_samples, max_samples, target_half_width, time_limit_s)
     return Timing.of(samples, method, num_warmup, reason)
@@ -185,7 +185,7 @@ def _checked_method(method: str | None, device_kind: str, inputs: Inputs) -> str
 
 
 @contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
+def collector_paused() -> Iterator[None]:
     """Keeps Python's garbage collector out of the samples, and leaves it as it was."""
     was_enabled = gc.isenabled()
     gc.collect()
@@ -378,7 +378,7 @@ def compare(
     samplers = {name: _SAMPLERS[method](function, inputs, device_kind) for name, function in candidates.items()}
     generator = random.Random(seed)
     samples: dict[str, list[tuple]] = {name: [] for name in samplers}
-    with _collector_paused():
+    with collector_paused():
         for sampler in samplers.values():
             for _ in range(num_warmup):
                 sampler()
