@@ -49,7 +49,7 @@ LEARNING_RATE = 1e-4
 LARGEST_DIFFERENCE = {"fp32": 1e-4, "bf16": 3e-3}
 """Relative difference of the loss after the warm-up's steps from the naive wrapper's above which a step is wrong."""
 
-TIMELINES = ("naive", "bucketed 100 MB", "fsdp")
+TIMELINES = ("naive", "bucketed 100 MB", "bucketed copy")
 """Ways whose intervals of computing and communicating are kept, for one step of every rank."""
 
 SHORTEST_GAP_NS = 100_000
@@ -93,7 +93,7 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), world_si
 
 
 def _runs(way: str, device_kind: str) -> bool:
-    return device_kind == "cuda" or way != "fsdp copy"
+    return device_kind == "cuda" or way not in ("bucketed copy", "fsdp copy")
 
 
 def _launched(function: Callable, device: hardware.Device, case: Case, *args: Any) -> Iterator[PhaseRun]:
@@ -223,15 +223,16 @@ WAYS = {
     "flat": Way(_ours(data_parallel.FlatDataParallel), _adamw),
     "overlapped": Way(_ours(data_parallel.OverlappedDataParallel), _adamw),
     **{f"bucketed {mb} MB": Way(wrap, _adamw) for mb, wrap in _BUCKETED.items()},
+    "bucketed copy": Way(_ours(data_parallel.BucketedDataParallel, bucket_size_mb=100, transport="copy"), _adamw),
     "ddp": Way(_ddp, _adamw),
     "sharded optimizer": Way(_BUCKETED[100], _sharded_adamw),
     "zero redundancy": Way(_ddp, _zero_adamw),
     "fsdp": Way(_fsdp(), _adamw, autocast=False),
-    "fsdp copy": Way(_fsdp(gather="copy"), _adamw, autocast=False),
+    "fsdp copy": Way(_fsdp(transport="copy"), _adamw, autocast=False),
     "fully_shard": Way(_fully_shard, _adamw, autocast=False),
 }
-"""The ways to run a step. "alone": every rank by itself, at the same time, with no communication. "ddp",
-"zero redundancy" and "fully_shard" are torch's."""
+"""The ways to run a step. "alone": every rank by itself, at the same time, with no communication. "copy": by copy
+engines instead of NCCL. "ddp", "zero redundancy" and "fully_shard" are torch's."""
 
 
 class _Run:

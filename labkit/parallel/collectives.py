@@ -59,18 +59,36 @@ class PeerCopy:
             output.chunk(self.world_size)[peer].copy_(self.shards[peer][peer])
         self.memory.barrier()
 
+    def all_reduce(self, staging: "PeerCopy") -> None:
+        """Replaces the buffer by its average over the ranks; `staging` is as large and holds nothing that lasts."""
+        shard = self.buffer.chunk(self.world_size)[self.rank]
+        staging.reduce_scatter(shard, self.buffer)
+        shard.div_(self.world_size)
+        self.all_gather(self.buffer)
+
     def reduce_scatter(self, shard: Tensor, source: Tensor) -> None:
         """Writes this rank's share of the sum of all `source` to `shard`: copies to the peers, then additions."""
         mine = source.chunk(self.world_size)
+        size = len(mine[0])
         self.memory.barrier()
         for step in range(1, self.world_size):
             peer = (self.rank + step) % self.world_size
-            self.shards[peer][self.rank].copy_(mine[peer])
+            self.shards[peer][self.rank][:size].copy_(mine[peer])
         self.memory.barrier()
         total = mine[self.rank]
         for peer in range(self.world_size):
             if peer != self.rank:
-                total = torch.add(total, self.shards[self.rank][peer], out=shard)
+                total = torch.add(total, self.shards[self.rank][peer][:size], out=shard)
+
+
+class CopyWork:
+    """What was started on another stream; `wait` has the current stream wait for it."""
+
+    def __init__(self, stream: torch.cuda.Stream):
+        self._event = stream.record_event()
+
+    def wait(self) -> None:
+        self._event.wait()
 
 
 def time_collective(

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from labkit.parallel.collectives import CopyWork, PeerCopy
+
 MB = 10**6
 
 
@@ -32,18 +34,31 @@ def weakly(method: Callable) -> Callable:
     return call
 
 
+def check_transport(transport: str) -> None:
+    """Raises ValueError unless `transport` is "collective" or, with NCCL, "copy"."""
+    accepted = ("collective", "copy") if dist.get_backend() == "nccl" else ("collective",)
+    if transport not in accepted:
+        raise ValueError(f"transport is {transport!r}; accepted with {dist.get_backend()}: {', '.join(accepted)}")
+
+
 class _Bucket:
     """Parameters whose gradients travel together: in a flat buffer, or in place where there is only one."""
 
-    def __init__(self, params: list[nn.Parameter]):
+    def __init__(self, params: list[nn.Parameter], *, copied: bool):
         self.params = params
         self.waiting_for = {id(p) for p in params}
         self.work: dist.Work | None = None
         self.buffer: Tensor | None = None
         self.views: list[Tensor] = []
-        if len(params) > 1:
-            self.buffer = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
-            pieces = self.buffer.split([p.numel() for p in params])
+        self.peers: PeerCopy | None = None
+        num_elements, world_size = sum(p.numel() for p in params), dist.get_world_size()
+        if copied:
+            self.peers = PeerCopy(-(-num_elements // world_size) * world_size, params[0].dtype)
+            self.buffer = self.peers.buffer.zero_()
+        elif len(params) > 1:
+            self.buffer = torch.zeros(num_elements, dtype=params[0].dtype, device=params[0].device)
+        if self.buffer is not None:
+            pieces = self.buffer[:num_elements].split([p.numel() for p in params])
             self.views = [piece.view(p.shape) for piece, p in zip(pieces, params, strict=True)]
 
     def tensor(self) -> Tensor:
@@ -69,13 +84,21 @@ class GradientBuckets:
         params: parameters of one device; those without requires_grad are left out.
         bucket_bytes: a bucket is closed before it would grow beyond this; 0 for one parameter each.
         overlap: whether a bucket goes out during backward, as soon as its gradients are there.
+        copied: whether gradients are copied between the GPUs' symmetric memories by copy engines, on a stream of
+            their own, and added, instead of being all-reduced by NCCL.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], bucket_bytes: float, *, overlap: bool):
+    def __init__(self, params: Iterable[nn.Parameter], bucket_bytes: float, *, overlap: bool, copied: bool = False):
         self._params = [p for p in params if p.requires_grad][::-1]
         self.num_params, self.enabled, self._next = len(self._params), True, 0
         self._average = dist.ReduceOp.AVG if dist.get_backend() == "nccl" else dist.ReduceOp.SUM
-        self._buckets = [_Bucket(group) for group in _grouped(self._params, bucket_bytes)]
+        self._buckets = [_Bucket(group, copied=copied) for group in _grouped(self._params, bucket_bytes)]
+        self._staging: dict[torch.dtype, PeerCopy] = {}
+        if copied:
+            self._stream = torch.cuda.Stream()
+            for dtype in dict.fromkeys(p.dtype for p in self._params):
+                largest = max(len(bucket.buffer) for bucket in self._buckets if bucket.buffer.dtype == dtype)
+                self._staging[dtype] = PeerCopy(largest, dtype)
         if overlap:
             for number, bucket in enumerate(self._buckets):
                 for p in bucket.params:
@@ -97,7 +120,14 @@ class GradientBuckets:
             self._next += 1
 
     def _send(self, bucket: _Bucket) -> None:
-        bucket.work = dist.all_reduce(bucket.tensor(), self._average, async_op=True)
+        if bucket.peers is None:
+            bucket.work = dist.all_reduce(bucket.tensor(), self._average, async_op=True)
+            return
+        gradients = bucket.tensor()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            bucket.peers.all_reduce(self._staging[gradients.dtype])
+        bucket.work = CopyWork(self._stream)
 
     def finish(self, *, one_by_one: bool = False) -> None:
         """Sends what is left and waits (on CUDA: has the current stream wait) until all gradients are averages.
@@ -123,8 +153,7 @@ class GradientBuckets:
             bucket.work.wait()
         if self._average == dist.ReduceOp.SUM:
             torch._foreach_div_([bucket.tensor() for bucket in self._buckets], dist.get_world_size())
-        if unused or self._average == dist.ReduceOp.SUM:
-            work.wait()
+        work.wait()
         if unused:
             for p, is_used in zip(self._params, used.tolist(), strict=True):
                 p.grad = p.grad if is_used else None
@@ -187,13 +216,15 @@ class _DataParallel(nn.Module):
 
     _bucket_bytes: float = 0
     _overlap = False
+    _copied = False
     _one_by_one = False
 
     def __init__(self, module: nn.Module):
         super().__init__()
         check_and_broadcast(module)
         self.module = module
-        self._buckets = GradientBuckets(module.parameters(), self._bucket_bytes, overlap=self._overlap)
+        options = {"overlap": self._overlap, "copied": self._copied}
+        self._buckets = GradientBuckets(module.parameters(), self._bucket_bytes, **options)
 
     def forward(self, *args, **kwargs):
         """Returns what `module` returns."""
@@ -234,13 +265,18 @@ class OverlappedDataParallel(_DataParallel):
 class BucketedDataParallel(_DataParallel):
     """One all-reduce a bucket of about `bucket_size_mb` MB (10⁶ bytes), during backward, from the last parameter on.
 
-    A parameter larger than that has a bucket of its own. Raises ValueError for a size of 0 and below.
+    A parameter larger than that has a bucket of its own. With `transport` "copy" no multiprocessor but for the
+    additions communicates: copy engines move buckets that lie in symmetric memory (NCCL's GPUs only).
+
+    Raises ValueError for a size of 0 and below, or another transport.
     """
 
     _overlap = True
 
-    def __init__(self, module: nn.Module, bucket_size_mb: float):
+    def __init__(self, module: nn.Module, bucket_size_mb: float, transport: str = "collective"):
         if not bucket_size_mb > 0:
             raise ValueError(f"bucket_size_mb is {bucket_size_mb}; accepted: above 0")
+        check_transport(transport)
+        self._copied = transport == "copy"
         self._bucket_bytes = bucket_size_mb * MB
         super().__init__(module)

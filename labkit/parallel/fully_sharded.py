@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from labkit.parallel.collectives import all_gather, reduce_scatter
-from labkit.parallel.data_parallel import MB, GradientBuckets, check_and_broadcast, weakly
+from labkit.parallel.collectives import CopyWork, all_gather, reduce_scatter
+from labkit.parallel.data_parallel import MB, GradientBuckets, check_and_broadcast, check_transport, weakly
 
 NUM_REDUCING = 2
 """Layers whose full gradients may be on their way at once. With one more, backward waits for the oldest."""
@@ -88,22 +88,14 @@ class _PeerShards:
         torch._foreach_copy_(self.copies, self.shards)
         self.memory.barrier()
 
-    def gather(self, weights: Sequence[_Weight]) -> "_Copied":
+    def gather(self, weights: Sequence[_Weight]) -> CopyWork:
         """Starts the copies behind what the current stream has to do; returns what waits for them."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             for weight in weights:
                 for target, source in zip(weight.flat.chunk(len(weight.sources)), weight.sources, strict=True):
                     target.copy_(source)
-        return _Copied(self.stream.record_event())
-
-
-class _Copied:
-    def __init__(self, event: torch.cuda.Event):
-        self.event = event
-
-    def wait(self) -> None:
-        self.event.wait()
+        return CopyWork(self.stream)
 
 
 class _Layer:
@@ -154,13 +146,13 @@ class FullyShardedDataParallel(nn.Module):
             Layers without one compute in what they are given, torch's own norms in their parameters' dtype.
         units: classes of modules, blocks for example, whose weights are gathered together: fewer and larger transfers,
             more memory. What is inside a unit or a compiled module is otherwise a layer by itself.
-        gather: "collective", or "copy": copy engines read the peers' shards from symmetric memory, which holds every
-            shard once more in the dtype that is gathered. NCCL and weights of one dtype only.
+        transport: "collective", or "copy": copy engines gather weights from the peers' symmetric memory, which holds
+            every shard once more in the dtype that is gathered. NCCL's GPUs and weights of one dtype only.
 
     Attributes:
         waits: None, or a list that collects (layer, begin, end) of each wait for a gather: CUDA events, or seconds.
 
-    Raises ValueError for another compute_dtype or gather and as `check_and_broadcast`.
+    Raises ValueError for another compute_dtype or transport and as `check_and_broadcast`.
     """
 
     def __init__(
@@ -169,11 +161,10 @@ class FullyShardedDataParallel(nn.Module):
         compute_dtype: torch.dtype | None = None,
         *,
         units: tuple[type[nn.Module], ...] = (),
-        gather: str = "collective",
+        transport: str = "collective",
     ):
         super().__init__()
-        if gather not in (accepted := ("collective", *(["copy"] if dist.get_backend() == "nccl" else []))):
-            raise ValueError(f"gather is {gather!r}; accepted with {dist.get_backend()}: {', '.join(accepted)}")
+        check_transport(transport)
         if compute_dtype is not None and not (
             isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point
         ):
@@ -203,7 +194,7 @@ class FullyShardedDataParallel(nn.Module):
                 owner._parameters["weight"] = owners[owner].shard
             elif compute_dtype is not None and isinstance(owner, nn.LayerNorm | nn.GroupNorm | nn.RMSNorm):
                 owner.register_forward_pre_hook(self._cast_to_parameters)
-        self._peers = _PeerShards(list(self._weights.values())) if gather == "copy" else None
+        self._peers = _PeerShards(list(self._weights.values())) if transport == "copy" else None
         self._hook(module, "", owners)
         self._replicated = GradientBuckets(
             [p for p in module.parameters() if p not in self._weights], bucket_bytes=25 * MB, overlap=True

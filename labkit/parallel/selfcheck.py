@@ -33,10 +33,14 @@ class _Block(nn.Sequential):
 WRAPPERS: dict[str, tuple[Callable[[nn.Module], nn.Module], float]] = {
     **{name: (getattr(data_parallel, f"{name}DataParallel"), 1e-4) for name in ("Naive", "Flat", "Overlapped")},
     "Bucketed, 1 MB": (partial(data_parallel.BucketedDataParallel, bucket_size_mb=1), 1e-4),
+    "Bucketed, 1 MB, copy": (partial(data_parallel.BucketedDataParallel, bucket_size_mb=1, transport="copy"), 1e-4),
     "FullySharded": (FullyShardedDataParallel, 1e-4),
     "FullySharded, blocks": (partial(FullyShardedDataParallel, units=(_Block,)), 1e-4),
-    "FullySharded, copy": (partial(FullyShardedDataParallel, gather="copy"), 1e-4),
-    "FullySharded, bf16, copy": (partial(FullyShardedDataParallel, compute_dtype=torch.bfloat16, gather="copy"), 0.05),
+    "FullySharded, copy": (partial(FullyShardedDataParallel, transport="copy"), 1e-4),
+    "FullySharded, bf16, copy": (
+        partial(FullyShardedDataParallel, compute_dtype=torch.bfloat16, transport="copy"),
+        0.05,
+    ),
     "FullySharded, compiled": (FullyShardedDataParallel, 1e-3),
     "FullySharded, bf16": (partial(FullyShardedDataParallel, compute_dtype=torch.bfloat16), 0.05),
 }
