@@ -24,6 +24,7 @@ from labkit.parallel.data_parallel import (
     OverlappedDataParallel,
 )
 from labkit.parallel.fully_sharded import FullyShardedDataParallel
+from labkit.parallel.launch import rank_device
 from labkit.parallel.sharded_optimizer import ShardedOptimizer
 
 WRAPPERS = {
@@ -397,5 +398,7 @@ def fault(kind: str):
         if kind == "hang":
             time.sleep(600)
     size = 4 + 1000 * dist.get_rank() if kind == "shape" else 4
-    dist.all_reduce(torch.ones(size))
+    x = torch.ones(size, device=rank_device())
+    dist.all_reduce(x)
+    x.sum().item()  # waits for it
     yield "after"

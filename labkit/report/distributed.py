@@ -16,10 +16,13 @@ TRANSPORTS = {
 CASE = ["size", "precision", "compile", "batch", "context", "world_size"]
 DATA_PARALLEL = [
     "alone", "naive", "flat", "overlapped", "bucketed 1 MB", "bucketed 10 MB", "bucketed 100 MB", "bucketed 1000 MB",
-    "ddp",
+    "bucketed copy", "ddp",
 ]  # fmt: skip
-NAMES = {"alone": "alone, no communication", "ddp": "torch DDP", "zero redundancy": "torch ZeroRedundancyOptimizer",
-         "fsdp": "FSDP", "fsdp copy": "FSDP, copied gathers", "fully_shard": "torch fully_shard"}  # fmt: skip
+NAMES = {
+    "alone": "alone, no communication", "bucketed copy": "bucketed 100 MB, copied", "ddp": "torch DDP",
+    "zero redundancy": "torch ZeroRedundancyOptimizer", "fsdp": "FSDP", "fsdp copy": "FSDP, copied gathers",
+    "fully_shard": "torch fully_shard",
+}  # fmt: skip
 BUCKETED = "bucketed 100 MB"
 STAGE = {"sharded optimizer": 1, "zero redundancy": 1, "fsdp": 3, "fsdp copy": 3, "fully_shard": 3}
 """ZeRO stage of each way that shards; every other holds everything."""
