@@ -1,10 +1,13 @@
 """Notebook 07 from frames of its records: what a collective costs, how much shows, what sharding saves, limits."""
 
+import math
+
 import pandas as pd
 from matplotlib.figure import Figure
 
-from labkit import communication, published
+from labkit import accounting, communication, published
 from labkit.communication import OPERATIONS, fit_line
+from labkit.configs import model_config
 from labkit.report import figures, forms
 from labkit.report.findings import count, gib, listing, number, percent, span
 from labkit.report.tables import cell, ok_rows, once_per_frame, select
@@ -32,9 +35,15 @@ def called(way: str) -> str:
     return NAMES.get(way, way)
 
 
+def mode(row: dict) -> str:
+    """Returns "bf16, CUDA graph"."""
+    how = {"graph": ", CUDA graph", "regional": ", blocks compiled"}
+    return f"{row['precision']}{how.get(row['compile'], '')}"
+
+
 def case_name(row: dict) -> str:
-    """Returns "xl-2025 in bf16, batch 4 a rank"."""
-    return f"{row['size']} in {row['precision']}, batch {row['batch']} a rank"
+    """Returns "xl-2025 in bf16, CUDA graph, batch 4 a rank"."""
+    return f"{row['size']} in {mode(row)}, batch {row['batch']} a rank"
 
 
 # --- collectives ---
@@ -53,31 +62,25 @@ def shown_collectives(collectives: pd.DataFrame) -> pd.DataFrame:
     return select(rows, world_size=rows["world_size"].max(), dtype=rows["dtype"].mode()[0])
 
 
-def base_transport(rows: pd.DataFrame) -> str:
-    return "nccl" if "nccl" in set(rows["transport"]) else "gloo"
-
-
 @once_per_frame
 def fits(collectives: pd.DataFrame) -> pd.DataFrame:
     """Returns the α–β line of each operation, transport and number of ranks: latency_us, bandwidth and bus GB/s."""
     result = []
     keys = ["world_size", "transport", "operation", "dtype"]
     for key, group in measured(collectives).groupby(keys, sort=False):
-        if len(group) < 2:
-            continue
-        line = fit_line(group["num_bytes"].tolist(), (group["median_ms"] / 1e3).tolist())
-        row = dict(zip(keys, key, strict=True))
-        factor = communication.bus_factor(row["operation"], row["world_size"])
-        row |= {"latency_us": 1e6 * line.latency_s, "bandwidth_gbs": line.bandwidth / 1e9}
-        row |= {"bus_gbs": factor * line.bandwidth / 1e9, "worst_residual": max(map(abs, line.residuals))}
-        result.append(row)
+        if len(group) > 1:
+            line = fit_line(group["num_bytes"].tolist(), (group["median_ms"] / 1e3).tolist())
+            row = dict(zip(keys, key, strict=True)) | {"latency_us": 1e6 * line.latency_s}
+            row |= {"bandwidth_gbs": line.bandwidth / 1e9, "worst_residual": max(map(abs, line.residuals))}
+            factor = communication.bus_factor(row["operation"], row["world_size"])
+            result.append(row | {"bus_gbs": factor * row["bandwidth_gbs"]})
     return pd.DataFrame(result)
 
 
 def table_collectives(collectives: pd.DataFrame) -> pd.DataFrame:
     """Returns per operation the fitted latency and bandwidth, and bus GB/s at sizes, NCCL's beside a copy's."""
     rows = shown_collectives(collectives)
-    base, lines = base_transport(rows), fits(collectives)
+    base, lines = rows["transport"].iloc[0], fits(collectives)
     sizes = sorted(rows["num_bytes"].map(lambda n: 10 ** round(len(str(int(n))) - 1)).unique())[-4:]
     result = []
     for operation in OPERATIONS:
@@ -98,10 +101,8 @@ def table_collectives(collectives: pd.DataFrame) -> pd.DataFrame:
 
 def size_name(num_bytes: float) -> str:
     """Returns "100 MB"; MB are 10⁶ bytes."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= 0.9 * scale:
-            return f"{number(num_bytes / scale)} {unit}"
-    return f"{num_bytes:.0f} B"
+    unit, scale = next((pair for pair in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if num_bytes >= pair[1]), ("B", 1))
+    return f"{float(number(num_bytes / scale)):g} {unit}"
 
 
 def figure_collectives(collectives: pd.DataFrame) -> Figure | None:
@@ -109,18 +110,18 @@ def figure_collectives(collectives: pd.DataFrame) -> Figure | None:
     rows = shown_collectives(collectives)
     if rows.empty:
         return None
-    base, lines = base_transport(rows), fits(collectives)
+    base, lines = rows["transport"].iloc[0], fits(collectives)
     figure, axes = figures.panels(2, num_columns=2, width=4.5, height=3.0)
     for axis, operation in zip(axes, ("all_reduce", "all_gather"), strict=True):
         of = select(rows, operation=operation)
-        for number_, transport in enumerate(name for name in TRANSPORTS if name in set(of["transport"])):
-            line = select(of, transport=transport).sort_values("num_bytes")
+        for number_, transport in enumerate(TRANSPORTS):
+            if (line := select(of, transport=transport).sort_values("num_bytes")).empty:
+                continue
             axis.plot(line["num_bytes"], line["median_ms"], label=TRANSPORTS[transport], marker="osD^vP"[number_],
                       color=figures.SERIES[number_], markersize=4, linewidth=1.4)  # fmt: skip
-        fit = select(lines, operation=operation, transport=base, dtype=rows["dtype"].iloc[0])
-        if len(fit):
+        for fit in select(lines, operation=operation, transport=base).head(1).to_dict("records"):
             x = sorted(of["num_bytes"])
-            y = [fit["latency_us"].iloc[-1] / 1e3 + n / fit["bandwidth_gbs"].iloc[-1] / 1e6 for n in x]
+            y = [fit["latency_us"] / 1e3 + n / fit["bandwidth_gbs"] / 1e6 for n in x]
             axis.plot(x, y, color="black", linestyle=":", linewidth=1.2, label=f"α–β line of {TRANSPORTS[base]}")
         figures.log_scale(axis, "x")
         figures.log_time_axis(axis, "call time (ms)")
@@ -132,11 +133,11 @@ def figure_collectives(collectives: pd.DataFrame) -> Figure | None:
 
 def findings_collectives(collectives: pd.DataFrame) -> list[str]:
     """Says what latency and bandwidth are, what fewer blocks and a copy give, and how a published table compares."""
-    sentences, rows, lines = forms.failures(collectives), shown_collectives(collectives), fits(collectives)
-    base = base_transport(rows)
-    line = select(lines, transport=base, operation="all_reduce", world_size=rows["world_size"].max())
-    if len(line):
-        fit = line.iloc[0]
+    sentences, rows, lines = [], shown_collectives(collectives), fits(collectives)
+    base = rows["transport"].iloc[0]
+    for fit in (
+        select(lines, transport=base, operation="all_reduce", dtype=rows["dtype"].iloc[0]).tail(1).to_dict("records")
+    ):
         small = fit["latency_us"] * 1e-6 * fit["bandwidth_gbs"] * 1e9
         sentences.append(
             f"An all-reduce by {TRANSPORTS[base]} costs {number(fit['latency_us'])} µs and then "
@@ -145,24 +146,25 @@ def findings_collectives(collectives: pd.DataFrame) -> list[str]:
         )
     parts = []
     for operation in ("all_gather", "reduce_scatter"):
-        largest = {
-            name: select(rows, operation=operation, transport=name)["bus_gbs"].max() for name in ("nccl", "copy")
-        }
+        of = select(rows, operation=operation)
+        largest = {name: select(of, transport=name)["bus_gbs"].max() for name in ("nccl", "copy")}
         if all(value == value for value in largest.values()):
             parts.append(f"{operation.replace('_', '-')} {number(largest['copy'])} against {number(largest['nccl'])}")
+    failed = select(collectives, status=["error", "timeout"])
+    text = [
+        f"{TRANSPORTS[t]} failed ({of['reason'].iloc[0].rpartition(') ')[2]})" for t, of in failed.groupby("transport")
+    ]
     if parts:
-        sentences.append(
-            f"Copies between the GPUs' memories occupy no multiprocessor. In GB/s they reach {listing(parts)} by NCCL."
-        )
-    theirs = published.load("all_reduce")
+        text.insert(0, f"Copies from the peer occupy no multiprocessor; in GB/s, {listing(parts)} by NCCL")
+    sentences += [". ".join(text) + "."] if text else []
+    theirs = published.load("all_reduce").query("world_size == 2 and size_mb == 1")
     gloo = select(measured(collectives), transport="gloo", operation="all_reduce", world_size=2)
-    if len(gloo) and len(theirs := theirs[(theirs["world_size"] == 2) & (theirs["size_mb"] == 1)]):
+    if len(gloo):
         ours = gloo.loc[(gloo["num_bytes"] - 2**20).abs().idxmin()]
-        seconds = theirs["seconds"].iloc[0]
+        theirs, ours = number(1e3 * theirs["seconds"].iloc[0]), number(ours["median_ms"])
         sentences.append(
-            f"Published for gloo on 2 CPU ranks and 1 MiB: {number(1e3 * seconds)} ms; here, for 1 MB, "
-            f"{number(ours['median_ms'])} ms. The published table is uncertain tenfold: its times probably are those "
-            "of ten calls."
+            f"Published for gloo on 2 CPU ranks and 1 MiB: {theirs} ms; here, for 1 MB, {ours} ms. The published table is "
+            "uncertain tenfold: its times probably are those of ten calls."
         )
     return sentences
 
@@ -172,72 +174,75 @@ def findings_collectives(collectives: pd.DataFrame) -> list[str]:
 
 @once_per_frame
 def over_alone(steps: pd.DataFrame) -> pd.DataFrame:
-    """Returns each way's step beside that of the ranks alone: exposed_ms by difference, and its parts where profiled.
+    """Returns each way's step beside that of the ranks alone in the same session, and where the added time goes.
 
-    exposed_ms = communication that shows in the profile + contention (the same kernels run longer) + the rest.
+    added_ms = shows_ms (communication beside no kernel) + contention_ms (the step's own kernels take longer) + rest_ms.
     """
     rows = ok_rows(steps)
-    alone = select(rows, phase="alone").set_index(CASE)
+    keys = [*CASE, "session"]
+    alone = select(rows, phase="alone").drop_duplicates(keys).set_index(keys)
     result = []
     for row in rows[rows["phase"] != "alone"].to_dict("records"):
-        key = tuple(row[name] for name in CASE)
+        key = tuple(row[name] for name in keys)
         if key not in alone.index:
             continue
         base = alone.loc[key]
-        row |= {"alone_ms": base["median_ms"], "exposed_ms": row["median_ms"] - base["median_ms"]}
-        row["exposed_fraction"] = row["exposed_ms"] / row["median_ms"]
-        row["shows_ms"] = row.get("exposed_us", float("nan")) / 1e3
-        row["contention_ms"] = (row.get("compute_us", float("nan")) - base.get("compute_us", float("nan"))) / 1e3
-        row["rest_ms"] = row["exposed_ms"] - row["shows_ms"] - row["contention_ms"]
+        added = row["median_ms"] - base["median_ms"]
+        shows = row.get("exposed_us", math.nan) / 1e3
+        contention = (row.get("compute_us", math.nan) - base.get("compute_us", math.nan)) / 1e3
+        row |= {"alone_ms": base["median_ms"], "added_ms": added, "added_fraction": added / row["median_ms"]}
+        row |= {"shows_ms": shows, "contention_ms": contention, "rest_ms": added - shows - contention}
         result.append(row)
-    return pd.DataFrame(result)
+    columns = [*steps.columns, "alone_ms", "added_ms", "added_fraction", "shows_ms", "contention_ms", "rest_ms"]
+    return pd.DataFrame(result, columns=columns)
 
 
-def shown_case(steps: pd.DataFrame) -> dict:
-    """Returns the case that tables show: the largest model that ran with most ways, in bf16 where it was measured."""
-    counts = ok_rows(steps).groupby(CASE, sort=False).size()
-    most = counts[counts == counts.max()]
-    return dict(zip(CASE, most.index[-1], strict=True))
-
-
-def shown(steps: pd.DataFrame) -> pd.DataFrame:
-    return select(steps, **shown_case(steps))
+def shown_case(steps: pd.DataFrame, compile: str = "") -> dict:
+    """Returns the case that tables show: that with most ways, of those the last; of one `compile` where it is there."""
+    rows = ok_rows(steps)
+    rows = select(rows, compile=compile) if compile in set(rows["compile"]) else rows
+    counts = rows.groupby(CASE, sort=False).size()
+    return dict(zip(CASE, counts[counts == counts.max()].index[-1], strict=True))
 
 
 def table_steps(steps: pd.DataFrame) -> pd.DataFrame:
-    """Returns the data parallel ways of the shown case: step, what communication adds to it, and where that goes."""
-    compared = over_alone(shown(steps)).set_index("phase") if len(ok_rows(shown(steps))) else pd.DataFrame()
+    """Returns the data parallel ways, in a CUDA graph where there is one: what is added and where that goes."""
+    case, launched = shown_case(steps, "graph"), shown_case(steps)
+    rows, pairs = select(steps, **case), over_alone(steps)
     result = []
-    for row in shown(steps).to_dict("records"):
-        if row["phase"] not in DATA_PARALLEL:
-            continue
-        line = {"way": called(row["phase"]), "step (ms)": cell(row)}
-        extra = compared.loc[row["phase"]] if row["phase"] in compared.index else {}
-        line["added (ms)"] = number(extra["exposed_ms"]) if len(extra) else "–"
-        line["of the step"] = percent(extra["exposed_fraction"]) if len(extra) else "–"
-        line["communication (ms)"] = number(row.get("communication_us", float("nan")) / 1e3)
-        for column, name in (("shows", "shows_ms"), ("contention", "contention_ms"), ("rest", "rest_ms")):
-            line[f"{column} (ms)"] = number(extra[name]) if len(extra) else "–"
-        result.append(line)
-    order = {called(name): position for position, name in enumerate(DATA_PARALLEL)}
-    return pd.DataFrame(sorted(result, key=lambda line: order[line["way"]]))
+    for way in DATA_PARALLEL:
+        of, by_host = (select(steps, phase=way, **each) for each in (case, launched))
+        line = {"way": called(way), f"step, {mode(case)} (ms)": cell(of.iloc[0].to_dict()) if len(of) else "–"}
+        parts = select(pairs, phase=way, **case)
+        for column, name in (("added", "added_ms"), ("shows", "shows_ms"), ("contention", "contention_ms"),
+                             ("rest", "rest_ms")):  # fmt: skip
+            line[f"{column} (ms)"] = number(parts[name].iloc[0]) if len(parts) else "–"
+        line["added, of the step"] = percent(parts["added_fraction"].iloc[0]) if len(parts) else "–"
+        if case != launched:
+            line[f"step, {mode(launched)} (ms)"] = cell(by_host.iloc[0].to_dict()) if len(by_host) else "–"
+        if len(of) or len(by_host):
+            result.append(line)
+    return pd.DataFrame(result) if len(rows) else pd.DataFrame()
 
 
 def figure_steps(steps: pd.DataFrame) -> Figure | None:
-    """One panel per model and batch: the step of each way over that of the ranks alone, one marker per precision."""
+    """One panel per model: the step of each way over that of the ranks alone, one marker per mode, the larger batch."""
     pairs = over_alone(steps)
     if pairs.empty:
         return None
-    groups = list(pairs.groupby(["size", "batch"], sort=False))
-    figure, axes = figures.panels(len(groups), num_columns=2, width=4.5, height=3.2)
+    pairs = select(pairs, batch=pairs["batch"].max())
+    pairs = pairs.assign(mode=[mode(row) for row in pairs.to_dict("records")])
+    groups, modes = list(pairs.groupby("size", sort=False)), list(dict.fromkeys(pairs["mode"]))
+    figure, axes = figures.panels(len(groups), num_columns=2, width=4.5, height=3.0)
     order = [name for name in (*DATA_PARALLEL, *STAGE) if name in set(pairs["phase"])][::-1]
-    for axis, ((size, batch), of) in zip(axes, groups, strict=True):
-        for precision, line in of.groupby("precision", sort=False):
-            style = figures.STYLES[precision]
+    for axis, (size, of) in zip(axes, groups, strict=True):
+        for name, line in of.groupby("mode", sort=False):
+            position = modes.index(name)
             y = [order.index(way) for way in line["phase"]]
-            axis.plot(line["median_ms"] / line["alone_ms"], y, style.marker, color=style.colour, label=precision)
+            look = {"color": figures.SERIES[position], "markersize": 5, "alpha": 0.8}
+            axis.plot(line["median_ms"] / line["alone_ms"], y, "osD^"[position], label=name, **look)
         axis.axvline(1, color="black", linewidth=1)
-        axis.set(title=f"{size}, batch {batch} a rank", xlabel="step / step alone (call time)")
+        axis.set(title=f"{size}, batch {of['batch'].iloc[0]} a rank", xlabel="step / step alone (call time)")
         axis.set_yticks(range(len(order)), [called(way) for way in order])
     figures.finish(figure, axes, f"What communication adds to a step, {steps.attrs['device']}")
     return figure
@@ -245,7 +250,8 @@ def figure_steps(steps: pd.DataFrame) -> Figure | None:
 
 def figure_timeline(steps: pd.DataFrame) -> Figure | None:
     """When each rank computes and communicates in a step, one panel per way."""
-    rows = [row for row in shown(steps).to_dict("records") if any(" computing_" in name for name in row["samples"])]
+    rows = select(steps, **shown_case(steps, "graph")).to_dict("records") if len(ok_rows(steps)) else []
+    rows = [row for row in rows if any(" computing_" in name for name in row["samples"])]
     if not rows:
         return None
     figure, axes = figures.panels(len(rows), num_columns=1, width=9.0, height=1.5)
@@ -266,25 +272,30 @@ def figure_timeline(steps: pd.DataFrame) -> Figure | None:
 
 
 def findings_steps(steps: pd.DataFrame) -> list[str]:
-    """Says what naive and bucketed cost, how ours stand to torch's, and where the added time goes."""
+    """Says what communication adds by way, where that goes, and how ours stand to torch's."""
     sentences, pairs = forms.failures(steps), over_alone(steps)
+    graph = select(pairs, compile="graph") if "graph" in set(pairs["compile"]) else pairs
     parts = []
-    for way in ("naive", "flat", "overlapped", BUCKETED):
-        if len(of := select(pairs, phase=way)):
-            parts.append(f"{way} {span(of['exposed_fraction'], percent)} ({count(len(of), 'case')})")
+    for _, of in graph.groupby(CASE, sort=False):
+        ways = [f"{called(way)} {percent(of[of['phase'] == way]['added_fraction'].iloc[0])}"
+                for way in ("naive", "flat", BUCKETED, "bucketed copy") if way in set(of["phase"])]  # fmt: skip
+        if ways:
+            parts.append(f"{case_name(of.iloc[0].to_dict())}: {listing(ways)}")
     if parts:
-        sentences.append(f"Of a step, communication adds by way: {listing(parts)}.")
-    against = forms.pairs(steps, "phase", "ddp", keys=CASE)
-    if len(against := select(against, phase=BUCKETED)):
-        sentences.append(f"Our buckets of 100 MB against torch's DDP, step: {forms.summary(against, case_name)}.")
-    profiled = pairs[pairs["shows_ms"].notna()] if len(pairs) else pairs
+        sentences.append(f"Communication adds to a step, as a share of it: {'; '.join(parts)}.")
+    profiled = graph[graph["shows_ms"].notna()]
     if len(of := select(profiled, phase=BUCKETED)):
         row = of.iloc[-1].to_dict()
+        flat = select(graph, phase="flat", **{name: row[name] for name in CASE})["contention_ms"].max()
+        copies = f", {number(flat)} of them at most for copies into buckets (as flat copies)" if flat == flat else ""
         sentences.append(
-            f"Overlapped is not free: for {case_name(row)} with buckets of 100 MB, {number(row['shows_ms'])} ms of "
-            f"communication run beside no kernel, and the step's own kernels take {number(row['contention_ms'])} ms "
-            "longer beside NCCL, which needs multiprocessors and memory bandwidth too."
+            f"Hidden is not free: of the {number(row['added_ms'])} ms that buckets of 100 MB add for {case_name(row)}, "
+            f"{number(row['shows_ms'])} show. The step's own kernels take {number(row['contention_ms'])} ms longer"
+            f"{copies}: NCCL's take multiprocessors, memory bandwidth and power from them."
         )
+    against = select(forms.pairs(steps, "phase", "ddp", keys=CASE), phase=BUCKETED)
+    if text := forms.summary(against, case_name):
+        sentences.append(f"Our buckets of 100 MB against torch's DDP, its step over ours: {text}.")
     return sentences
 
 
@@ -301,44 +312,31 @@ def memory(steps: pd.DataFrame) -> pd.DataFrame:
     for row in rows[rows["after_step_bytes"].notna()].to_dict("records"):
         stage = STAGE.get(row["phase"], 0)
         parts = communication.zero_bytes(row["observed"]["num_parameters"], row["world_size"], stage, compute_bytes=0)
-        row |= {"predicted_bytes": sum(parts.values()), "stage": stage}
-        row["held_bytes"] = row["parameter_bytes"] + row["gradient_bytes"] + row["state_bytes"]
-        result.append(row)
+        result.append({**row, "predicted_bytes": sum(parts.values()), "stage": stage})
     return pd.DataFrame(result)
 
 
 def table_memory(steps: pd.DataFrame, ways: tuple[str, ...]) -> pd.DataFrame:
     """Returns for these ways what memory holds at each moment, in GiB, beside the prediction, and the step's time."""
-    rows = select(memory(steps), **shown_case(steps))
-    result = []
-    for way in ways:
-        for row in select(rows, phase=way).to_dict("records"):
-            line = {
-                "way": called(way),
-                "after init": gib(row["init_bytes"]),
-                "before step": gib(row["before_step_bytes"]),
-            }
-            line |= {"after step": gib(row["after_step_bytes"]), "predicted": gib(row["predicted_bytes"])}
-            line |= {"parameters": gib(row["parameter_bytes"]), "gradients": gib(row["gradient_bytes"])}
-            line |= {"state": gib(row["state_bytes"]), "peak": gib(row["peak_bytes"]), "step (ms)": cell(row)}
-            result.append(line)
+    rows, result = select(memory(steps), **shown_case(steps)), []
+    moments = ("init", "before_step", "after_step", "predicted", "parameter", "gradient", "state", "peak")
+    for row in (row for way in ways for row in select(rows, phase=way).to_dict("records")):
+        held = {name.replace("_", " "): gib(row[f"{name}_bytes"]) for name in moments}
+        result.append({"way": called(row["phase"]), **held, "step (ms)": cell(row)})
     return pd.DataFrame(result)
 
 
 def findings_memory(steps: pd.DataFrame, way: str, peer: str) -> list[str]:
     """Says what a sharding way saves, how far the prediction holds, and how it stands to torch's."""
     sentences, rows = [], memory(steps)
-    ours, base = select(rows, phase=way), select(rows, phase=BUCKETED)
-    for row in ours.to_dict("records")[-1:]:
-        whole = base[(base[CASE] == pd.Series({name: row[name] for name in CASE})).all(axis=1)]
-        if len(whole):
-            whole = whole.iloc[0]
-            saved, predicted = (whole[name] - row[name] for name in ("after_step_bytes", "predicted_bytes"))
-            sentences.append(
-                f"For {case_name(row)}, {called(way)} holds {gib(row['after_step_bytes'])} GiB after a step; with "
-                f"everything on every rank it is {gib(whole['after_step_bytes'])}. That saves {gib(saved)} GiB, "
-                f"{gib(predicted)} predicted."
-            )
+    ours, case = select(rows, phase=way), shown_case(steps)
+    for row, whole in zip(*(select(rows, phase=p, **case).to_dict("records") for p in (way, BUCKETED)), strict=False):
+        saved, predicted = (whole[name] - row[name] for name in ("after_step_bytes", "predicted_bytes"))
+        sentences.append(
+            f"For {case_name(row)}, {called(way)} holds {gib(row['after_step_bytes'])} GiB after a step, "
+            f"{gib(whole['after_step_bytes'])} with everything on every rank: {gib(saved)} less ({gib(predicted)} "
+            "predicted)."
+        )
     if len(ours):
         off = ours["after_step_bytes"] / ours["predicted_bytes"] - 1
         sentences.append(
@@ -346,29 +344,25 @@ def findings_memory(steps: pd.DataFrame, way: str, peer: str) -> list[str]:
             f"({count(len(ours), 'case')}): position tables, tokens, and weights that are not sharded."
         )
     for rival, what in ((peer, called(peer)), (BUCKETED, "the unsharded step")):
-        pairs = select(forms.pairs(steps, "phase", rival, keys=CASE), phase=way)
-        if len(pairs):
-            sentences.append(f"Its step against {what}: {forms.summary(pairs, case_name)}.")
+        if text := forms.summary(select(forms.pairs(steps, "phase", rival, keys=CASE), phase=way), case_name):
+            sentences.append(f"The step of {what} over its own: {text}.")
     return sentences
 
 
 def table_gathers(steps: pd.DataFrame) -> pd.DataFrame:
-    """Returns per case and fully sharded way the step and how long its gathers made the computation wait."""
+    """Returns per case of ours how long its gathers made the computation wait in one step."""
     result = []
-    for row in ok_rows(steps, phase=["fsdp", "fsdp copy", "fully_shard"]).to_dict("records"):
-        waits = row["samples"].get("gather_wait_ms", [])
-        line = {"case": case_name(row), "way": called(row["phase"]), "step (ms)": cell(row)}
-        line["gathers"] = str(len(waits)) if waits else "–"
-        line["waits in all (ms)"] = number(sum(waits)) if waits else "–"
-        line["longest (ms)"] = number(max(waits)) if waits else "–"
-        result.append(line)
+    for row in ok_rows(steps, phase=["fsdp", "fsdp copy"]).to_dict("records"):
+        if waits := row["samples"].get("gather_wait_ms"):
+            line = {"case": case_name(row), "way": called(row["phase"]), "step (ms)": cell(row)}
+            line |= {"gathers": str(len(waits)), "waits in all (ms)": number(sum(waits))}
+            result.append(line | {"longest (ms)": number(max(waits))})
     return pd.DataFrame(result)
 
 
 # --- limits ---
 
 
-@once_per_frame
 def rates(collectives: pd.DataFrame, ceilings: pd.DataFrame) -> pd.DataFrame:
     """Returns compute and link rate of this machine, as measured, and of published hardware, with what follows.
 
@@ -378,14 +372,11 @@ def rates(collectives: pd.DataFrame, ceilings: pd.DataFrame) -> pd.DataFrame:
     product = ok_rows(ceilings, kind="gemm", precision="bf16")
     line = select(fits(collectives), transport="nccl", operation="all_gather")
     if len(product) and len(line):
-        rows.append({"hardware": f"{collectives.attrs['device']}, measured", "link": "NCCL all-gather",
-                     "tflops": product["achieved_tflops"].iloc[-1], "gbs": line["bus_gbs"].max()})  # fmt: skip
-    sheets = published.load("interconnects")
-    rows += [
-        {"hardware": f"{row['gpu']}, datasheet", "link": row["link"], "tflops": row["bf16_tflops"],
-         "gbs": row["link_gb_per_s"]}
-        for row in sheets.to_dict("records")
-    ]  # fmt: skip
+        known = {"tflops": product["achieved_tflops"].iloc[-1], "gbs": line["bus_gbs"].max()}
+        rows.append({"hardware": f"{collectives.attrs['device']}, measured", "link": "NCCL all-gather", **known})
+    for row in published.load("interconnects").to_dict("records"):
+        known = {"link": row["link"], "tflops": row["bf16_tflops"], "gbs": row["link_gb_per_s"]}
+        rows.append({"hardware": f"{row['gpu']}, datasheet", **known})
     frame = pd.DataFrame(rows)
     return frame.assign(tokens=frame["tflops"] * 1e3 / frame["gbs"])
 
@@ -398,13 +389,12 @@ def table_limits(collectives: pd.DataFrame, ceilings: pd.DataFrame) -> pd.DataFr
     """Returns for each hardware the tokens a rank needs, and the ranks up to which tensor parallelism hides."""
     result = []
     for row in rates(collectives, ceilings).to_dict("records"):
-        flops, bandwidth = row["tflops"] * 1e12, row["gbs"] * 1e9
-        forward, backward = (
-            communication.max_tensor_ranks(D_FF, bandwidth, flops, backward=backward) for backward in (False, True)
-        )
-        result.append({"hardware": row["hardware"], "link": row["link"], "bf16 (TFLOP/s)": number(row["tflops"], 4),
-                       "one way (GB/s)": number(row["gbs"]), "tokens a rank": number(row["tokens"], 4),
-                       "tensor parallel ranks, forward": number(forward), "backward": number(backward)})  # fmt: skip
+        rank_rates = (row["gbs"] * 1e9, row["tflops"] * 1e12)
+        ranks = [communication.max_tensor_ranks(D_FF, *rank_rates, backward=backward) for backward in (False, True)]
+        line = {"hardware": row["hardware"], "link": row["link"], "bf16 (TFLOP/s)": number(row["tflops"], 4)}
+        line |= {"one way (GB/s)": number(row["gbs"]), "tokens a rank": number(row["tokens"], 4)}
+        line |= {"tensor parallel ranks, forward": number(ranks[0]), "backward": number(ranks[1])}
+        result.append(line)
     return pd.DataFrame(result)
 
 
@@ -429,35 +419,36 @@ def findings_limits(collectives: pd.DataFrame, ceilings: pd.DataFrame, steps: pd
     if here.empty:
         return []
     row, world_size = here.iloc[0], int(steps["world_size"].max())
-    needed = row["tokens"] * (world_size - 1) / world_size
+    share, rate = (world_size - 1) / world_size, row["gbs"]
     sentences = [
-        f"At {number(row['tflops'])} TFLOP/s and {number(row['gbs'])} GB/s a rank needs {number(needed)} tokens in a "
-        f"step on {world_size} ranks, {number(row['tokens'])} on many, for its products to take as long as gradients "
-        "in bf16 do to travel; gradients in fp32, which the wrappers above send, need twice as many."
+        f"At {number(row['tflops'])} TFLOP/s and {number(rate)} GB/s each of {world_size} ranks needs "
+        f"{number(row['tokens'] * share)} tokens in a step, of many {number(row['tokens'])}, for its products to last "
+        "as long as gradients travel in bf16; gradients in fp32, which the wrappers above send, need twice as many."
     ]
-    pairs = select(over_alone(steps), phase=BUCKETED, precision="bf16")
-    parts = [
-        f"{case_name(each)} ({each['batch'] * each['context']:,} tokens) {percent(each['exposed_fraction'])}"
-        for each in pairs.to_dict("records")
-    ]
-    if parts:
-        sentences.append(f"What buckets of 100 MB, in fp32, added to the measured steps: {listing(parts)}.")
+    pairs = select(over_alone(steps), phase=BUCKETED, size=shown_case(steps)["size"], compile=["graph", "none"])
+    for each in pairs.to_dict("records"):
+        shape = (each["batch"], each["context"])
+        flops = accounting.phase_flops(model_config(each["size"]), *shape, "forward_backward", causal=True)
+        tflops = flops / each["alone_ms"] / 1e9
+        shows = f", {percent(each['shows_ms'] / each['median_ms'])} shows" if each["shows_ms"] > 0 else ""
+        sentences.append(
+            f"{case_name(each)} computes at {number(tflops)} TFLOP/s and needs {number(2e3 * share * tflops / rate)} "
+            f"tokens; it has {math.prod(shape):,}. Buckets of 100 MB add {percent(each['added_fraction'])}{shows}."
+        )
     return sentences
 
 
 def front(chapter) -> list[tuple[str, str]]:
     """Returns the finding of this chapter for the front page, with the heading that it links to."""
     steps = chapter.records("steps")
-    pairs = over_alone(steps) if not steps.empty else steps
-    both = [select(pairs, phase=way) for way in ("naive", BUCKETED)] if not pairs.empty else []
-    if not both or any(rows.empty for rows in both) or chapter.device_kind != "cuda":
+    pairs = select(over_alone(steps), compile="graph") if not steps.empty else steps
+    found = [select(pairs, phase=way).to_dict("records")[-1:] for way in ("naive", BUCKETED, "fsdp copy")]
+    if not all(found):
         return []
-    naive, bucketed = (rows.iloc[-1].to_dict() for rows in both)
-    return [
-        (
-            f"**Gradients can travel while backward runs**: for {case_name(bucketed)}, {bucketed['world_size']} ranks, "
-            f"communication adds {percent(bucketed['exposed_fraction'])} to a step in buckets, "
-            f"{percent(naive['exposed_fraction'])} when each gradient is sent afterwards, call time.",
-            "How much of it shows",
-        )
-    ]
+    added, row = [percent(rows[0]["added_fraction"]) for rows in found], found[1][0]
+    text = (
+        f"**Gradients can travel while backward runs, though not for free**: for {case_name(row)}, {row['world_size']} "
+        f"ranks, communication adds {added[0]} to a step that sends each gradient afterwards, {added[1]} in overlapped "
+        f"buckets and {added[2]} fully sharded with copied gathers, call time."
+    )
+    return [(text, "How much of it shows")]

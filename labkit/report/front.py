@@ -44,9 +44,11 @@ def title(chapter: Chapter) -> str:
 
 
 def findings(chapters: Mapping[str, Chapter]) -> list[str]:
-    """Returns the chapters' findings for the first page, each with a link to its section."""
-    found = [line for chapter, module in _modules(chapters, "front") for line in module.front(chapter)]
-    return [f"{text} → [{section}](#{anchor(section)})" for text, section in found[:MAX_FINDINGS]]
+    """Returns findings for the first page with links to their sections: every chapter's first, then the second ones."""
+    found = [list(enumerate(module.front(chapter))) for chapter, module in _modules(chapters, "front")]
+    ranked = sorted((rank, number) for number, lines in enumerate(found) for rank, _ in lines)[:MAX_FINDINGS]
+    kept = [found[number][rank][1] for number, rank in sorted((number, rank) for rank, number in ranked)]
+    return [f"{text} → [{section}](#{anchor(section)})" for text, section in kept]
 
 
 def environment(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
