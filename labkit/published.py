@@ -19,6 +19,7 @@ SOURCES: dict[str, str] = {
     "a2-report-a100-sxm4-40gb": "transformer report: A100-SXM4-40GB",
     "course-leaderboard": "best verified entry of a public course's leaderboard for attention, on an H100",
     "course-handout": "figures printed with a public course's exercise on what autograd keeps for the backward pass",
+    "datasheets": "makers' datasheets: dense bf16 rates, and links in one direction",
     "cudnn-9.19": "figures known of cuDNN 9.19's attention on an H200",
 }
 

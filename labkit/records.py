@@ -303,12 +303,9 @@ def folder_of(root: Path, device: str, notebook: str) -> Path:
 
     What is measured on all GPUs of a machine lies in "2x-<device>"; where there are several, the most GPUs count.
     """
-    if not (root / device / "records" / f"{notebook}.jsonl").exists():
-        several = [path.parent.parent for path in root.glob(f"*x-{device}/records/{notebook}.jsonl")]
-        several = [folder for folder in several if folder.name.split("x-")[0].isdigit()]
-        if several:
-            return max(several, key=lambda folder: int(folder.name.split("x-")[0]))
-    return root / device
+    holders = {path.parent.parent.name for path in root.glob(f"*/records/{notebook}.jsonl")}
+    counts = [int(name.split("x-")[0]) for name in holders if re.fullmatch(rf"\d+x-{re.escape(device)}", name)]
+    return root / (device if device in holders or not counts else f"{max(counts)}x-{device}")
 
 
 def measured_devices(root: Path) -> list[str]:

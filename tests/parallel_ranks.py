@@ -2,10 +2,12 @@
 
 import contextlib
 import copy
+import gc
 import os
 import signal
 import time
 import warnings
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -361,6 +363,8 @@ def bad_input():
     linear = nn.Linear(2, 2)
     yield refused(lambda: BucketedDataParallel(linear, 0))
     yield refused(lambda: BucketedDataParallel(linear, -1))
+    yield refused(lambda: BucketedDataParallel(linear, 1, transport="copy"))
+    yield refused(lambda: FullyShardedDataParallel(linear, transport="pigeon"))
     yield refused(lambda: FullyShardedDataParallel(linear, torch.int32))
     yield refused(lambda: FullyShardedDataParallel(linear, "bf16"))
     yield refused(lambda: NaiveDataParallel(nn.ReLU()))
@@ -402,3 +406,24 @@ def fault(kind: str):
     dist.all_reduce(x)
     x.sum().item()  # waits for it
     yield "after"
+
+
+def outlived() -> list[str]:
+    """Returns the wrappers that keep a parameter alive, or whose hooks act on a backward pass after them."""
+    failed = []
+    for wrapper in (NaiveDataParallel, OverlappedDataParallel, FullyShardedDataParallel):
+        module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        wrapped = wrapper(module)
+        wrapped(torch.ones(1, 4)).sum().backward()
+        wrapped.finish_gradient_synchronization()
+        parameter = weakref.ref(next(wrapped.parameters()))
+        if wrapper is OverlappedDataParallel:
+            del wrapped
+            gc.collect()
+            for _ in range(2):  # with the hooks at work, the second would be refused
+                module(torch.ones(1, 4)).sum().backward()
+            wrapped = None
+        del wrapped, module
+        gc.collect()
+        failed += [wrapper.__name__] if parameter() is not None else []
+    return failed

@@ -89,6 +89,8 @@ def test_bad_input_is_refused_with_the_value_and_the_accepted_ones():
     patterns = [
         "bucket_size_mb is 0; accepted",
         "bucket_size_mb is -1; accepted",
+        "transport is 'copy'; accepted with gloo: collective",
+        "transport is 'pigeon'; accepted with gloo: collective",
         "compute_dtype is torch.int32; accepted",
         "compute_dtype is bf16; accepted",
         "ReLU has no parameters",
@@ -156,6 +158,20 @@ def test_a_deadline_ends_ranks_that_never_communicate():
     with pytest.raises(RankError, match=r"(?s)exit status 1.*in fault") as caught:
         launch("parallel_ranks:fault", 2, "hang", device="cpu", timeout_s=6)
     assert not any(is_running(items[0]) for items in caught.value.finished)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+@pytest.mark.parametrize("kind, said", [("crash", "ZeroDivisionError: of rank 1"), ("killed", "killed by SIGKILL")])
+def test_a_rank_failing_on_a_gpu_ends_the_run_with_its_error(kind, said):
+    with pytest.raises(RankError) as caught:
+        launch("parallel_ranks:fault", 2, kind, device="cuda", timeout_s=60, collective_timeout_s=10)
+    assert caught.value.rank == 1 and said in caught.value.summary
+    assert not any(is_running(items[0]) for items in caught.value.finished)
+
+
+def test_wrappers_keep_no_module_alive_and_their_hooks_end_with_them():
+    assert on_ranks("outlived", 2) == [[], []]
 
 
 def is_running(pid: int) -> bool:

@@ -55,6 +55,7 @@ TABLES = {
         3,
         "source part code d_model d_ff num_heads context_length batch_size dtype attention saved_mib status",
     ),
+    "interconnects": (5, "source gpu link bf16_tflops link_gb_per_s status note"),
     "siglip2": (
         2,
         "source gpu variant dtype batch_size max_patches mini_batch_size forward_ms backward_ms peak_mib status note",

@@ -9,6 +9,7 @@ is `PeerCopy`. A process can use one kind of symmetric memory: do not mix "zero_
 """
 
 import os
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -127,7 +128,7 @@ def time_collective(
     # On the slowest rank of each sample, since the others wait for it.
     times = torch.tensor([_sample(call, device) for _ in range(num_samples + 2)][2:], device=device)
     dist.all_reduce(times, dist.ReduceOp.MAX)
-    seconds = times.median().item()
+    seconds = statistics.median(times.tolist())
     num_bytes = shard * world_size * dtype.itemsize
     return {
         "operation": operation,

@@ -163,8 +163,8 @@ def findings_collectives(collectives: pd.DataFrame) -> list[str]:
         ours = gloo.loc[(gloo["num_bytes"] - 2**20).abs().idxmin()]
         theirs, ours = number(1e3 * theirs["seconds"].iloc[0]), number(ours["median_ms"])
         sentences.append(
-            f"Published for gloo on 2 CPU ranks and 1 MiB: {theirs} ms; here, for 1 MB, {ours} ms. The published table is "
-            "uncertain tenfold: its times probably are those of ten calls."
+            f"Published for gloo on 2 CPU ranks and 1 MiB: {theirs} ms; here, for 1 MB, {ours} ms. The published table "
+            "is uncertain tenfold: its times probably are those of ten calls."
         )
     return sentences
 
@@ -449,6 +449,6 @@ def front(chapter) -> list[tuple[str, str]]:
     text = (
         f"**Gradients can travel while backward runs, though not for free**: for {case_name(row)}, {row['world_size']} "
         f"ranks, communication adds {added[0]} to a step that sends each gradient afterwards, {added[1]} in overlapped "
-        f"buckets and {added[2]} fully sharded with copied gathers, call time."
+        f"buckets and {added[2]} fully sharded with copied gathers (bf16 travels, a rank updates its share), call time."
     )
     return [(text, "How much of it shows")]

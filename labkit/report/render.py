@@ -49,10 +49,11 @@ def rebuild(
     root = output or FIGURES
     folder = root / device
     folders = {name: folder_of(root, device, name) for name in notebooks.names()}
-    read = {each: check(each) for each in {folder, *folders.values()}}
+    known = measured_devices(root)
+    read = {each: check(each) if each.name in known else {} for each in {folder, *folders.values()}}
     records = read[folder] | {name: read[each][name] for name, each in folders.items() if name in read[each]}
     if not any(records.values()):
-        measured_here = ", ".join(measured_devices(root)) or "none"
+        measured_here = ", ".join(known) or "none"
         raise RequestError(f"nothing has been measured on {device[:80]!r} in {root}; measured: {measured_here}")
     if save_notebooks and device != REFERENCE_DEVICE:
         raise RequestError(f"the notebooks show {REFERENCE_DEVICE!r}; their outputs cannot be of {device!r}")
