@@ -15,11 +15,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from labkit import __version__
 from labkit.configs import ALL_DEVICES, REPOSITORY
@@ -396,18 +396,35 @@ def _host_load(begin: _HostReading, end: _HostReading) -> tuple[dict[str, Any], 
     ]
 
 
+class Reading(NamedTuple):
+    """What a GPU says of itself at `time_s` of `time.perf_counter`, in NVML's units; None for what it does not say."""
+
+    time_s: float
+    energy_mj: int | None
+    sm_clock_mhz: int | None
+    power_mw: int | None
+    temperature_c: int | None
+    throttle_mask: int | None
+
+
+def throttle_reasons(readings: Iterable[Reading]) -> list[str]:
+    """Returns why the GPU throttled at any of these readings."""
+    masks = [reading.throttle_mask or 0 for reading in readings]
+    return sorted(text for bit, text in THROTTLE_REASONS.items() if any(mask & bit for mask in masks))
+
+
 class Monitor:
     """Samples the host's load and, on a GPU, its SM clock, power, temperature and throttle reasons during a block.
 
     Afterwards `summary` holds what this machine reports of them, `disturbed` (whether other processes slowed the block
-    down) and `disturbed_by` (which). The sampling thread sleeps between readings of about a millisecond, and NVML's
-    calls release the interpreter.
+    down) and `disturbed_by` (which); `readings` has the samples. The sampling thread sleeps between readings of about a
+    millisecond, and NVML's calls release the interpreter.
     """
 
     def __init__(self, device_kind: str, interval_s: float = 0.1):
         self.device_kind, self.interval_s = device_kind, interval_s
         self.summary: dict[str, Any] = {}
-        self._samples: list[tuple[int, float, int, int]] = []
+        self.readings: list[Reading] = []
         self._stop = threading.Event()
         self._opened = contextlib.ExitStack()
 
@@ -427,7 +444,7 @@ class Monitor:
         if self._module:
             self._stop.set()
             self._thread.join()
-            if not self._samples:
+            if not self.readings:
                 self._read()
             gpu = self._summarise()
             self._opened.close()
@@ -442,31 +459,39 @@ class Monitor:
             self._read()
 
     def _read(self) -> None:
-        nvml, handle = self._module, self._handle
-        with contextlib.suppress(nvml.NVMLError):
-            self._samples.append(
-                (
-                    nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
-                    nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
-                    nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
-                    nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),
-                )
-            )
+        nvml, time_s = self._module, time.perf_counter()
+
+        def ask(query: Callable[..., int], *which: int) -> int | None:
+            try:
+                return query(self._handle, *which)
+            except nvml.NVMLError:
+                return None
+
+        values = (
+            ask(nvml.nvmlDeviceGetTotalEnergyConsumption),
+            ask(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
+            ask(nvml.nvmlDeviceGetPowerUsage),
+            ask(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
+            ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons),
+        )
+        if any(value is not None for value in values):
+            self.readings.append(Reading(time_s, *values))
 
     def _summarise(self) -> dict[str, Any]:
-        if not self._samples:
+        if not self.readings:
             return {}
-        clocks, powers, temperatures, reasons = zip(*self._samples, strict=True)
-        throttled = sorted({text for bit, text in THROTTLE_REASONS.items() for mask in reasons if mask & bit})
-        return {
-            "num_samples": len(clocks),
-            "sm_clock_mhz_min": min(clocks),
-            "sm_clock_mhz_median": sorted(clocks)[len(clocks) // 2],
-            "power_w_max": max(powers),
-            "temperature_c_max": max(temperatures),
-            "throttle_reasons": throttled,
-            "foreign_processes": foreign_processes(self._module, self._handle),
+        columns = (sorted(x for x in column if x is not None) or [None] for column in zip(*self.readings, strict=True))
+        _, _, clocks, powers, temperatures, masks = columns
+        summary = {
+            "num_samples": len(self.readings),
+            "sm_clock_mhz_min": clocks[0],
+            "sm_clock_mhz_median": clocks[len(clocks) // 2],
+            "power_w_max": powers[-1] and powers[-1] / 1000,
+            "temperature_c_max": temperatures[-1],
+            "throttle_reasons": None if masks == [None] else throttle_reasons(self.readings),
         }
+        known = {name: value for name, value in summary.items() if value is not None}
+        return known | {"foreign_processes": foreign_processes(self._module, self._handle)}
 
 
 def foreign_processes(nvml: Any, handle: Any) -> int | None:

@@ -374,6 +374,9 @@ class FakeNvml(types.ModuleType):
 
     nvmlDeviceGetHandleByUUID = nvmlDeviceGetHandleByIndex  # noqa: N815
 
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle):  # noqa: N802
+        return 1000 * self.position
+
     def nvmlDeviceGetClockInfo(self, handle, which):  # noqa: N802
         return self.readings[self.position][0]
 
@@ -393,6 +396,24 @@ class FakeNvml(types.ModuleType):
     def nvmlDeviceGetComputeRunningProcesses(self, handle):  # noqa: N802
         return [types.SimpleNamespace(pid=pid) for pid in self.pids]
 
+    def refuses(self, *names):
+        """Lets these queries fail, as on a GPU or in a container that does not offer them."""
+
+        def refuse(*_):
+            raise self.NVMLError
+
+        for name in names:
+            setattr(self, name, refuse)
+
+
+QUERIES = (
+    "nvmlDeviceGetTotalEnergyConsumption",
+    "nvmlDeviceGetClockInfo",
+    "nvmlDeviceGetPowerUsage",
+    "nvmlDeviceGetTemperature",
+    "nvmlDeviceGetCurrentClocksThrottleReasons",
+)
+
 
 def test_the_monitor_sums_up_what_the_gpu_did(monkeypatch):
     idle, power_cap, hot, application_setting = 0x1, 0x4, 0x40, 0x2
@@ -408,7 +429,8 @@ def test_the_monitor_sums_up_what_the_gpu_did(monkeypatch):
     assert nvml.open == 0, "NVML stays open"
     assert threading.active_count() == before, "the thread goes on"
     summary = monitor.summary
-    assert summary["num_samples"] >= 2
+    assert summary["num_samples"] == len(monitor.readings) >= 2
+    assert monitor.readings == sorted(monitor.readings) and monitor.readings[0][1:4] == (0, 1980, 650_000)
     assert summary["sm_clock_mhz_min"] == 1700
     assert summary["power_w_max"] == 700.5
     assert summary["temperature_c_max"] == 71
@@ -445,15 +467,41 @@ def test_the_monitor_ends_with_a_block_that_fails(monkeypatch):
 
 def test_a_gpu_that_answers_nothing_leaves_an_empty_summary(monkeypatch):
     nvml = FakeNvml([(0, 0, 0, 0)])
-
-    def refuse(handle):
-        raise nvml.NVMLError
-
-    nvml.nvmlDeviceGetPowerUsage = refuse
+    nvml.refuses(*QUERIES)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     with Monitor("cuda", interval_s=60.0) as monitor:
         pass
-    assert of_the_gpu(monitor.summary) == {} and nvml.open == 0
+    assert of_the_gpu(monitor.summary) == {} and monitor.readings == [] and nvml.open == 0
+
+
+@pytest.mark.parametrize(
+    ("query", "lacks"),
+    [
+        (QUERIES[0], set()),
+        (QUERIES[1], {"sm_clock_mhz_min", "sm_clock_mhz_median"}),
+        (QUERIES[2], {"power_w_max"}),
+        (QUERIES[3], {"temperature_c_max"}),
+        (QUERIES[4], {"throttle_reasons"}),
+    ],
+)
+def test_what_a_gpu_does_not_say_is_left_out_and_the_rest_is_kept(monkeypatch, query, lacks):
+    nvml = FakeNvml([(1980, 100_000, 40, 0x80)])
+    nvml.refuses(query)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    with Monitor("cuda", interval_s=60.0) as monitor:
+        pass
+    everything = {
+        "num_samples": 1,
+        "sm_clock_mhz_min": 1980,
+        "sm_clock_mhz_median": 1980,
+        "power_w_max": 100.0,
+        "temperature_c_max": 40,
+        "throttle_reasons": ["hardware power brake"],
+        "foreign_processes": 0,
+    }
+    assert of_the_gpu(monitor.summary) == {name: everything[name] for name in everything.keys() - lacks}
+    (reading,) = monitor.readings
+    assert reading[1:].count(None) == 1 and reading[1 + QUERIES.index(query)] is None
 
 
 class FakeHost:

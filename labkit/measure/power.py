@@ -1,0 +1,179 @@
+"""What a GPU does under load that lasts: time per call at the clocks that its power limit leaves, watts, joules.
+
+A timer's samples are bursts, between which the power budget recovers. Back to back for seconds a GPU is at its power
+limit, and the same kernels are slower, in another order.
+
+Energy is NVML's count of the millijoules used since the driver was loaded. It advances in steps of 10 to 100 ms, so
+readings at a window's ends are wrong by up to a step. Power is therefore taken between the first and the last step seen
+inside the window, in which the GPU does nothing but the same calls.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from labkit.hardware import Monitor, Reading, throttle_reasons
+from labkit.measure.timing import synchronize
+
+BATCH_S = 0.02
+"""Calls are issued in batches of about this length, at most two of them in the queue."""
+
+READING_INTERVAL_S = 0.02
+
+STEADY = 0.02
+"""Both halves of a steady window have the same time per call and the same SM clock, within this fraction."""
+
+
+@dataclass(frozen=True)
+class Sustained:
+    """Calls back to back over a window of `window_s`, after `warmup_s` of the same.
+
+    Attributes:
+        drift: by which fraction the time per call or the SM clock, where it can be read, changed from the window's
+            first half to its second, whichever changed more.
+        watts: mean power; None where `no_energy` says why there is none.
+        sm_clock_mhz: median; temperature_c: highest; None where they cannot be read.
+        load: `Monitor.summary` of window and warm-up.
+    """
+
+    num_calls: int
+    ms_per_call: float
+    window_s: float
+    warmup_s: float
+    drift: float
+    watts: float | None
+    no_energy: str
+    sm_clock_mhz: float | None
+    temperature_c: int | None
+    throttle_reasons: list[str]
+    load: dict[str, Any]
+
+    def metrics(self, *, flops: float | None = None, num_bytes: float | None = None) -> dict[str, float | int]:
+        """Returns a record's metrics, without those that could not be measured.
+
+        Args:
+            flops, num_bytes: what one call computes and moves.
+        """
+        joules = self.watts * self.ms_per_call * 1e-3 if self.watts else None
+        found = {
+            "sustained_ms": self.ms_per_call,
+            "steady": int(self.drift <= STEADY),
+            "sustained_tflops": flops / self.ms_per_call / 1e9 if flops else None,
+            "sustained_gb_per_s": num_bytes / self.ms_per_call / 1e6 if num_bytes else None,
+            "joules": joules,
+            "watts": self.watts,
+            "tflop_per_joule": flops / joules / 1e12 if flops and joules else None,
+            "sm_clock_mhz": self.sm_clock_mhz,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+    def telemetry(self) -> dict[str, Any]:
+        """Returns what else a record keeps of the window, `no_energy` where there is no energy."""
+        names = ("num_calls", "window_s", "warmup_s", "drift", "temperature_c", "throttle_reasons", "no_energy")
+        return {name: value for name in names if (value := getattr(self, name)) not in (None, "")}
+
+
+def sustained(
+    function: Callable[[], Any],
+    *,
+    device_kind: str,
+    warmup_s: float = 1.0,
+    window_s: float = 1.0,
+    calls_per_function: int = 1,
+) -> Sustained:
+    """Returns what `function` takes when it is called back to back, without waiting for one call before the next.
+
+    Args:
+        function: what is run, as often as it takes; it must have run before.
+        device_kind: "cuda", "mps" or "cpu".
+        warmup_s, window_s: shortest time of the calls before the window, and of the window, which has two at least.
+        calls_per_function: how many calls one is, for the replay of a graph of several.
+
+    Raises:
+        ValueError: a time or a number of calls that is not positive.
+    """
+    for name, value in {"warmup_s": warmup_s, "window_s": window_s, "calls_per_function": calls_per_function}.items():
+        if not value > 0:
+            raise ValueError(f"{name} is {value}; accepted: a number above 0")
+    # NVML is opened before the warm-up: the GPU must not idle between that and the window.
+    with Monitor(device_kind, READING_INTERVAL_S) as monitor:
+        begin, batch, batch_s = time.perf_counter(), 1, 0.0
+        while batch_s < BATCH_S and time.perf_counter() - begin < warmup_s:
+            batch *= 2 if batch_s else 1
+            batch_s = min(_batches_s(function, batch, 0.0, device_kind))
+        if (left_s := warmup_s - (time.perf_counter() - begin)) > 0:
+            _batches_s(function, batch, left_s, device_kind)
+        start = time.perf_counter()
+        batches_s = _batches_s(function, batch, window_s, device_kind)
+        end = time.perf_counter()
+    readings = [reading for reading in monitor.readings if start <= reading.time_s <= end]
+    clocks = [reading.sm_clock_mhz for reading in readings if reading.sm_clock_mhz]
+    watts, no_energy = _power(readings, end - start, device_kind)
+    num_calls = batch * calls_per_function * len(batches_s)
+    return Sustained(
+        num_calls=num_calls,
+        ms_per_call=1e3 * sum(batches_s) / num_calls,
+        window_s=sum(batches_s),
+        warmup_s=start - begin,
+        drift=max(_drift(batches_s), _drift(clocks)),
+        watts=watts,
+        no_energy=no_energy,
+        sm_clock_mhz=statistics.median(clocks) if clocks else None,
+        temperature_c=max((one.temperature_c for one in readings if one.temperature_c is not None), default=None),
+        throttle_reasons=throttle_reasons(readings),
+        load=monitor.summary,
+    )
+
+
+def _batches_s(function: Callable, num_calls: int, at_least_s: float, device_kind: str) -> list[float]:
+    """Returns the times of two or more batches of calls, all issued one after another; ends synchronised."""
+    marks, begin = [_mark(device_kind)], time.perf_counter()
+    while len(marks) <= 2 or time.perf_counter() - begin < at_least_s:
+        for _ in itertools.repeat(None, num_calls):
+            function()
+        marks.append(_mark(device_kind))
+        if device_kind == "cuda":
+            marks[-2].synchronize()
+    synchronize(device_kind)
+    if device_kind == "cuda":
+        return [1e-3 * one.elapsed_time(other) for one, other in itertools.pairwise(marks)]
+    return [other - one for one, other in itertools.pairwise(marks)]
+
+
+def _mark(device_kind: str) -> Any:
+    """Returns a point in the device's time: an event, or without CUDA the clock once the device is done."""
+    if device_kind == "cuda":
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # a wait leaves the core to the sampling thread
+        event.record()
+        return event
+    synchronize(device_kind)
+    return time.perf_counter()
+
+
+def _drift(values: Sequence[float]) -> float:
+    """Returns by which fraction the mean of the second half differs from that of the first; 0 for less than two."""
+    half = len(values) // 2
+    return abs(statistics.fmean(values[half:]) / statistics.fmean(values[:half]) - 1) if half else 0.0
+
+
+def _power(readings: Sequence[Reading], window_s: float, device_kind: str) -> tuple[float | None, str]:
+    """Returns the mean watts between the first and the last step of the energy counter, or None and why."""
+    if device_kind != "cuda":
+        return None, f"no energy counter is read on {device_kind}"
+    if "MIG" in torch.cuda.get_device_name(0).split():
+        return None, "the energy counter is of the whole GPU, not of its MIG slice"
+    if not readings:
+        return None, "NVML gave no readings"
+    counts = [reading for reading in readings if reading.energy_mj is not None]
+    if not counts:
+        return None, "this GPU or driver has no energy counter"
+    steps = [other for one, other in itertools.pairwise(counts) if other.energy_mj != one.energy_mj]
+    if not steps or steps[-1].time_s - steps[0].time_s < window_s / 2:
+        return None, "the energy counter advanced too seldom"
+    watts = 1e-3 * (steps[-1].energy_mj - steps[0].energy_mj) / (steps[-1].time_s - steps[0].time_s)
+    return (watts, "") if watts > 0 else (None, "the energy counter went backwards")

@@ -1,0 +1,257 @@
+"""Sustained times are of calls back to back, power is the counter's; what there is not is absent with its reason."""
+
+import itertools
+import json
+import types
+
+import pytest
+import torch
+
+from labkit.hardware import Reading
+from labkit.measure import power
+from labkit.measure.power import sustained
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+CALL_S = 0.004
+WATTS, STEP_S = 250.0, 0.05
+
+
+class Clock:
+    """A clock that only calls move."""
+
+    def __init__(self, call_s=CALL_S):
+        self.now_s, self.call_s, self.calls, self.waits = 1000.0, call_s, 0, 0
+
+    def call(self) -> None:
+        self.calls += 1
+        self.now_s += self.call_s(self.calls) if callable(self.call_s) else self.call_s
+
+
+def readings(begin_s, end_s, watts=WATTS, step_s=STEP_S, clocks=None, mask=0, energy=True):
+    """Returns what a GPU says every 20 ms whose counter is brought up to date every `step_s`."""
+    times = [begin_s + 0.02 * number for number in range(1, int((end_s - begin_s) / 0.02))]
+    return [
+        Reading(
+            time_s,
+            round(1e3 * watts * (time_s // step_s) * step_s) if energy else None,
+            clock,
+            690_000,
+            60 + i % 5,
+            mask,
+        )
+        for i, (time_s, clock) in enumerate(zip(times, clocks or itertools.repeat(1500), strict=False))
+    ]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU whose time is that of a `Clock`, and whose NVML says what `says` returns of begin and end."""
+    clock = Clock()
+    fake = types.SimpleNamespace(clock=clock, says=readings, name="NVIDIA H200", most_queued=0)
+
+    class Event:
+        queued = 0
+
+        def __init__(self, **options):
+            assert options == {"enable_timing": True, "blocking": True}
+
+        def record(self):
+            self.time_s = clock.now_s
+            Event.queued += 1
+            fake.most_queued = max(fake.most_queued, Event.queued)
+
+        def synchronize(self):
+            Event.queued = 1
+
+        def elapsed_time(self, other):
+            return 1e3 * (other.time_s - self.time_s)
+
+    class Monitor:
+        def __init__(self, device_kind, interval_s):
+            assert device_kind == "cuda" and interval_s <= 0.02
+            self.summary = {"disturbed": False}
+
+        def __enter__(self):
+            self.begin_s = clock.now_s
+            return self
+
+        def __exit__(self, *_):
+            self.readings = fake.says(self.begin_s, clock.now_s)
+
+    def synchronize(device_kind):
+        clock.waits += 1
+
+    cuda = types.SimpleNamespace(Event=Event, get_device_name=lambda index: fake.name)
+    monkeypatch.setattr(power, "torch", types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(power, "time", types.SimpleNamespace(perf_counter=lambda: clock.now_s))
+    monkeypatch.setattr(power, "Monitor", Monitor)
+    monkeypatch.setattr(power, "synchronize", synchronize)
+    return fake
+
+
+def test_a_window_holds_calls_back_to_back_and_no_more_than_that(gpu):
+    found = sustained(gpu.clock.call, device_kind="cuda", warmup_s=1.0, window_s=2.0)
+    assert found.ms_per_call == pytest.approx(4.0) and found.window_s == pytest.approx(found.num_calls * CALL_S)
+    assert 2.0 <= found.window_s < 2.1 and 1.0 <= found.warmup_s < 1.1
+    assert gpu.clock.calls == pytest.approx((found.warmup_s + found.window_s) / CALL_S)
+    assert gpu.most_queued <= 3, "the host runs away from the device"
+    assert gpu.clock.waits < 20, "the device is waited for between calls"
+    assert found.drift == pytest.approx(0, abs=1e-9) and found.metrics()["steady"] == 1
+
+
+def test_energy_is_power_between_steps_of_the_counter_times_the_time_of_a_call(gpu):
+    found = sustained(gpu.clock.call, device_kind="cuda")
+    assert found.watts == pytest.approx(WATTS, rel=0.03) and found.no_energy == ""
+    metrics = found.metrics(flops=8e12)
+    assert metrics == {
+        "sustained_ms": pytest.approx(4.0),
+        "steady": 1,
+        "sustained_tflops": pytest.approx(2000.0),
+        "joules": pytest.approx(found.watts * CALL_S),
+        "watts": found.watts,
+        "tflop_per_joule": pytest.approx(8 / (found.watts * CALL_S)),
+        "sm_clock_mhz": 1500,
+    }
+    assert found.metrics(num_bytes=4e9)["sustained_gb_per_s"] == pytest.approx(1000.0)
+    assert json.loads(json.dumps([metrics, found.telemetry()]))
+
+
+@pytest.mark.parametrize("step_s", [0.001, 0.01, 0.05, 0.1])
+def test_a_counter_that_advances_in_steps_gives_the_same_power_for_every_step(gpu, step_s):
+    gpu.says = lambda begin_s, end_s: readings(begin_s, end_s, step_s=step_s)
+    for window_s in (1.0, 1.02, 1.04, 1.06, 1.08):
+        # Read at the ends of the worst of these windows, steps of 0.1 s would give several percent too little or much.
+        found = sustained(gpu.clock.call, device_kind="cuda", window_s=window_s)
+        assert found.watts == pytest.approx(WATTS, rel=0.03)
+
+
+def test_the_power_before_the_window_does_not_count(gpu):
+    def says(begin_s, end_s):
+        early = readings(begin_s, begin_s + 1.0, watts=100.0)
+        late = [one._replace(energy_mj=one.energy_mj + 10**9) for one in readings(begin_s + 1.0, end_s)]
+        return [*early, *late]
+
+    gpu.says = says
+    assert sustained(gpu.clock.call, device_kind="cuda").watts == pytest.approx(WATTS, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("says", "reason"),
+    [
+        (lambda *_: [], "NVML gave no readings"),
+        (lambda *ends: readings(*ends, energy=False), "this GPU or driver has no energy counter"),
+        (lambda *ends: readings(*ends, step_s=10.0), "the energy counter advanced too seldom"),
+        (lambda *ends: readings(*ends, watts=-5.0), "the energy counter went backwards"),
+    ],
+    ids=["no NVML", "no counter", "a counter that stands still", "a counter that is reset"],
+)
+def test_without_energy_the_reason_is_given_and_the_time_is_measured(gpu, says, reason):
+    gpu.says = says
+    found = sustained(gpu.clock.call, device_kind="cuda")
+    assert (found.watts, found.no_energy) == (None, reason)
+    metrics = found.metrics(flops=8e12)
+    assert metrics["sustained_ms"] == pytest.approx(4.0) and metrics["sustained_tflops"] == pytest.approx(2000.0)
+    assert not {"joules", "watts", "tflop_per_joule"} & metrics.keys()
+    assert found.telemetry()["no_energy"] == reason
+
+
+def test_a_slice_of_a_gpu_is_not_given_the_whole_gpus_energy(gpu):
+    gpu.name = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
+    found = sustained(gpu.clock.call, device_kind="cuda")
+    assert found.watts is None and "MIG" in found.no_energy
+
+
+def test_a_clock_that_cannot_be_read_is_absent(gpu):
+    gpu.says = lambda *ends: readings(*ends, clocks=itertools.repeat(None))
+    found = sustained(gpu.clock.call, device_kind="cuda")
+    assert found.sm_clock_mhz is None and "sm_clock_mhz" not in found.metrics()
+    assert found.metrics()["steady"] == 1 and found.watts is not None
+
+
+def test_a_clock_that_falls_is_not_steady(gpu):
+    gpu.says = lambda *ends: readings(*ends, clocks=itertools.count(1980, -5), mask=0x4)
+    found = sustained(gpu.clock.call, device_kind="cuda")
+    assert found.drift > power.STEADY and found.metrics()["steady"] == 0
+    assert found.telemetry()["throttle_reasons"] == ["software power cap"] and found.temperature_c == 64
+
+
+def test_calls_that_slow_down_are_not_steady_at_one_clock(gpu):
+    gpu.clock.call_s = lambda number: 0.004 if number < 400 else 0.0043
+    found = sustained(gpu.clock.call, device_kind="cuda", warmup_s=1.0, window_s=1.0)
+    assert found.drift > power.STEADY and found.metrics()["steady"] == 0
+
+
+def test_a_replay_counts_as_the_calls_that_it_holds(gpu):
+    found = sustained(gpu.clock.call, device_kind="cuda", calls_per_function=8)
+    assert found.ms_per_call == pytest.approx(0.5) and found.num_calls % 8 == 0
+
+
+def test_a_call_longer_than_the_window_is_made_twice(gpu):
+    gpu.clock.call_s = 5.0
+    found = sustained(gpu.clock.call, device_kind="cuda")
+    assert found.num_calls == 2 and found.ms_per_call == pytest.approx(5000.0) and gpu.clock.calls == 4
+
+
+@pytest.mark.parametrize("option", ["warmup_s", "window_s", "calls_per_function"])
+def test_no_time_is_refused(option):
+    with pytest.raises(ValueError, match=f"{option} is 0; accepted: a number above 0"):
+        sustained(lambda: None, device_kind="cpu", **{option: 0})
+
+
+def test_an_error_of_the_call_is_not_swallowed():
+    with pytest.raises(KeyError):
+        sustained({}.popitem, device_kind="cpu", warmup_s=0.01, window_s=0.01)
+
+
+def test_a_cpu_has_times_and_no_energy():
+    a = torch.randn(64, 64)
+    found = sustained(lambda: a @ a, device_kind="cpu", warmup_s=0.03, window_s=0.05)
+    assert found.num_calls >= 2 and found.ms_per_call == pytest.approx(1e3 * found.window_s / found.num_calls)
+    assert (found.watts, found.sm_clock_mhz) == (None, None)
+    assert found.no_energy == "no energy counter is read on cpu"
+    assert set(found.metrics(flops=2 * 64**3)) == {"sustained_ms", "steady", "sustained_tflops"}
+
+
+@needs_cuda
+@pytest.mark.gpu
+def test_joules_of_a_matrix_product_agree_with_the_counter_read_by_hand():
+    import time
+
+    from labkit import hardware
+
+    n = 8192
+    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    with hardware._nvml() as nvml:
+        if nvml is None:
+            pytest.skip("needs NVML")
+        handle = hardware._nvml_handle(nvml)
+        try:
+            nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+        except nvml.NVMLError:
+            pytest.skip("needs an energy counter")
+        found = sustained(lambda: torch.matmul(a, b), device_kind="cuda", warmup_s=2.0)
+        torch.cuda.synchronize()
+        before, begin, num_calls = nvml.nvmlDeviceGetTotalEnergyConsumption(handle), time.perf_counter(), 0
+        while time.perf_counter() - begin < 3.0:
+            for _ in range(50):
+                torch.matmul(a, b)
+            torch.cuda.synchronize()
+            num_calls += 50
+        joules = (nvml.nvmlDeviceGetTotalEnergyConsumption(handle) - before) * 1e-3
+    by_hand = 2 * n**3 * num_calls / joules / 1e12
+    print(f"TFLOP/J {found.metrics(flops=2 * n**3)['tflop_per_joule']:.4f}, by hand {by_hand:.4f}; {found}")
+    assert found.metrics(flops=2 * n**3)["tflop_per_joule"] == pytest.approx(by_hand, rel=0.05)
+    assert found.window_s >= 1.0 and found.sm_clock_mhz > 0
+
+
+@needs_cuda
+@pytest.mark.gpu
+def test_watching_the_gpu_does_not_slow_the_host_down(monkeypatch):
+    """Small operators are issued as fast with the readings as without."""
+    x = torch.zeros(64, device="cuda")
+    watched = min(sustained(lambda: x.add_(1), device_kind="cuda").ms_per_call for _ in range(2))
+    monkeypatch.setattr(power, "READING_INTERVAL_S", 100.0)
+    alone = min(sustained(lambda: x.add_(1), device_kind="cuda").ms_per_call for _ in range(2))
+    print(f"{1e3 * watched:.3f} µs watched, {1e3 * alone:.3f} µs alone")
+    assert watched < 1.05 * alone
