@@ -1,0 +1,91 @@
+"""What the host takes to issue work: microseconds for an operator, a kernel launch, an autograd function, a plain loop.
+
+Call times of small work are the host's more than the device's, and two machines with the same GPU differ by up to 2×.
+These four times say which host a session had.
+"""
+
+import itertools
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from labkit.measure.timing import Timing, synchronize, time_callable
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # Triton is on Linux only
+    triton = None
+
+NUM_CALLS = 100
+"""Calls per sample, few enough that the device's queue never fills and holds the host up."""
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x
+
+
+if triton:
+
+    @triton.jit
+    def _store_zero_kernel(x_ptr, num_elements, BLOCK: tl.constexpr):
+        offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(x_ptr + offsets, 0.0, mask=offsets < num_elements)
+
+
+def _loop() -> int:
+    total = 0
+    for number in range(1000):
+        total += number * number
+    return total
+
+
+_CALLS = {
+    "operator": lambda x: torch.add(x, x),
+    "triton_launch": lambda x: _store_zero_kernel[(1,)](x, x.numel(), BLOCK=64),
+    "autograd_function": _Nothing.apply,
+    "python_loop": lambda x: _loop(),
+}
+
+PROBES = tuple(_CALLS)
+"""operator: one addition of 64 elements. triton_launch: one kernel of one block. autograd_function: the forward pass of
+a torch.autograd.Function that does nothing. python_loop: 1,000 multiplications and additions in plain Python."""
+
+
+def unavailable(name: str, device_kind: str) -> str | None:
+    """Returns why a probe cannot be taken on this device, None if it can."""
+    if name == "triton_launch" and (triton is None or device_kind != "cuda"):
+        return "Triton is not installed" if triton is None else f"Triton launches on CUDA only; this is {device_kind}"
+    return None
+
+
+def probe(name: str, device_kind: str) -> Timing:
+    """Returns the host's time of one call, the device not waited for; a sample is the mean of NUM_CALLS in a row.
+
+    Args:
+        name: one of PROBES; device_kind: where the operand is.
+
+    Raises:
+        ValueError: an unknown name, or a probe that cannot be taken here.
+    """
+    if name not in PROBES:
+        raise ValueError(f"unknown probe {name!r}; accepted: {', '.join(PROBES)}")
+    if reason := unavailable(name, device_kind):
+        raise ValueError(f"{name}: {reason}")
+    call, x = _CALLS[name], torch.ones(64, device=device_kind, requires_grad=name == "autograd_function")
+
+    def calls() -> None:
+        for _ in itertools.repeat(None, NUM_CALLS):
+            call(x)
+
+    def drained() -> tuple:
+        synchronize(device_kind)
+        return ()
+
+    # To the timer this is work of the CPU, so it does not wait for the device; `drained` does, before each sample.
+    timing = time_callable(calls, inputs=drained, device_kind="cpu", method="host", time_limit_s=0.2)
+    one = tuple(sample_ms / NUM_CALLS for sample_ms in timing.samples_ms)
+    return replace(timing, samples_ms=one, host_ms=one)

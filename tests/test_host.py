@@ -1,0 +1,76 @@
+"""The host's probes time the issuing of one call each, in microseconds, and say where they cannot be taken."""
+
+import types
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from labkit.measure import host, timing
+from labkit.measure.host import NUM_CALLS, PROBES, probe, unavailable
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+@pytest.mark.parametrize("name", [name for name in PROBES if name != "triton_launch"])
+def test_a_probe_is_the_time_of_one_call_with_its_spread(name):
+    found = probe(name, "cpu")
+    assert found.samples_ms == found.host_ms and found.n >= 10
+    assert 1e-5 < found.median_ms < 10, "a call takes microseconds"
+    assert found.metrics()["half_width_fraction"] >= 0
+
+
+def test_a_sample_is_many_calls_and_the_device_is_waited_for_outside_of_it(monkeypatch):
+    clock = types.SimpleNamespace(now_s=0.0, waits=0)
+
+    def call(x):
+        clock.now_s += 2e-6
+
+    def synchronize(device_kind):
+        assert device_kind == "cuda"
+        clock.waits += 1
+        clock.now_s += 1.0
+
+    monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: clock.now_s))
+    monkeypatch.setattr(host, "synchronize", synchronize)
+    monkeypatch.setattr(host.torch, "ones", lambda *shape, **options: None)
+    monkeypatch.setitem(host._CALLS, "operator", call)
+    found = probe("operator", "cuda")
+    assert found.median_ms == pytest.approx(2e-3) and clock.waits == found.n + found.num_warmup
+    assert clock.now_s == pytest.approx(clock.waits * (1 + NUM_CALLS * 2e-6))
+
+
+def test_the_probes_do_what_they_say():
+    x = torch.ones(64, requires_grad=True)
+    assert torch.equal(host._CALLS["operator"](x), 2 * x)
+    assert host._CALLS["python_loop"](x) == sum(number**2 for number in range(1000))
+    out = host._CALLS["autograd_function"](x)
+    assert torch.equal(out, x) and type(out.grad_fn).__name__ == "_NothingBackward"
+
+
+def test_what_cannot_be_taken_says_why(monkeypatch):
+    assert unavailable("triton_launch", "cpu") == "Triton launches on CUDA only; this is cpu"
+    assert unavailable("triton_launch", "cuda") is None and unavailable("operator", "cpu") is None
+    with pytest.raises(ValueError, match="triton_launch: Triton launches on CUDA only"):
+        probe("triton_launch", "cpu")
+    with pytest.raises(ValueError, match="unknown probe 'sundial'; accepted: operator, triton_launch"):
+        probe("sundial", "cpu")
+    monkeypatch.setattr(host, "triton", None)
+    assert unavailable("triton_launch", "cuda") == "Triton is not installed"
+
+
+@pytest.mark.skipif(hasattr(host._store_zero_kernel, "rewrite"), reason="interpreted kernels are not compiled")
+def test_the_launched_kernel_compiles():
+    signature = {"x_ptr": "*fp32", "num_elements": "i32", "BLOCK": "constexpr"}
+    source = ASTSource(host._store_zero_kernel, signature, {"BLOCK": 64})
+    assert "st.global" in compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+
+@needs_cuda
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PROBES)
+def test_every_probe_can_be_taken_on_a_gpu(name):
+    found = probe(name, "cuda")
+    print(f"{name}: {1e3 * found.median_ms:.2f} µs ± {100 * found.metrics()['half_width_fraction']:.1f} %")
+    assert 1e-5 < found.median_ms < 1
