@@ -1,14 +1,25 @@
 """What the tests of several chapters share."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
 from labkit import hardware
+from labkit.experiments.sweep import HOST_SECTION
+from labkit.records import Record, RecordStore
 
 CPU = hardware.Device("cpu", "a processor", "cpu-a-processor")
 H200 = hardware.Device("cuda", "NVIDIA H200", "nvidia-h200")
 H200_BYTES = 150_109_880_320
+
+
+def of_the_chapter(folder: Path, notebook: str) -> list[Record]:
+    """Returns a device's records of a notebook without those of the session's host, of which a CPU skips one."""
+    records = RecordStore(folder / "records" / f"{notebook}.jsonl").load()
+    host = [record for record in records if record.section == HOST_SECTION]
+    assert {record.phase for record in host if record.status == "skipped"} <= {"triton_launch"} and len(host) >= 4
+    return [record for record in records if record.section != HOST_SECTION]
 
 
 def on_a_cpu(monkeypatch, *, is_detected: bool = True) -> Iterator[None]:

@@ -192,12 +192,8 @@ def run_case(case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
         FAULTS[case.parameters["behaviour"]](case)
 
 
-def ceiling_name(case: Case) -> str:
-    return case.parameters["name"]
-
-
-def ceiling_value(measured: Measured) -> float:
-    return measured.metrics["rate"]
+def ceiling_rates(case: Case, measured: Measured) -> dict[str, float]:
+    return {case.parameters["name"]: measured.metrics["rate"]}
 
 
 def _measure(case: Case, phase: str, ceilings: dict[str, float]) -> Measured:
@@ -257,7 +253,9 @@ def open_session(output: Path | str, plan: Sequence[Case], *, fresh: bool = Fals
     """Returns a session of `plan` on this machine that records under `output`."""
     device = hardware.detect().slug
     options = {"plan": plan}
-    return FaultySession(NOTEBOOK, device=device, profile="smoke", output=output, fresh=fresh, options=options)
+    session = FaultySession(NOTEBOOK, device=device, profile="smoke", output=output, fresh=fresh, options=options)
+    session.cases = list(plan)  # without the host, which this experiment cannot measure
+    return session
 
 
 def serve() -> None:

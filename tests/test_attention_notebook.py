@@ -11,7 +11,7 @@ import sys
 import pandas as pd
 import pytest
 import torch
-from chapters import CPU, H200_BYTES, on_a_cpu
+from chapters import CPU, H200_BYTES, of_the_chapter, on_a_cpu
 
 from labkit import accounting, notebooks, published
 from labkit.configs import ATTENTION, MATERIALISING, REFERENCE_DEVICE
@@ -20,7 +20,6 @@ from labkit.experiments.attention import AttentionCall, cases, run_case
 from labkit.experiments.sweep import Case, Skip
 from labkit.kernels.attention import attention
 from labkit.kernels.reference import attention_reference
-from labkit.records import RecordStore
 from labkit.report import attention as report
 from labkit.report import figures
 from labkit.report.chapter import Chapter
@@ -415,7 +414,7 @@ def measured(tmp_path_factory):
 
 @pytest.mark.slow
 def test_smoke_measures_every_case_and_writes_figures_and_report(measured):
-    records = RecordStore(measured / "records" / f"{NOTEBOOK}.jsonl").load()
+    records = of_the_chapter(measured, NOTEBOOK)
     assert not [record for record in records if record.status in ("error", "timeout", "oom")]
     assert {record.case["impl"] for record in records if record.status == "skipped"} == {"sdpa_cudnn"}
     done = json.loads((measured / "records" / f"{NOTEBOOK}.done.json").read_text(encoding="utf-8"))

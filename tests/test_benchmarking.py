@@ -15,11 +15,13 @@ from chapters import CPU, H200, on_a_cpu
 
 from labkit import accounting, hardware
 from labkit.configs import BENCHMARKING, COMPILE_PHASES, PHASES, PRECISIONS, model_config
-from labkit.experiments import benchmarking, ceilings, open_session
-from labkit.experiments.benchmarking import cases, ceiling_name, run_case
+from labkit.experiments import benchmarking, ceilings, open_session, sections
+from labkit.experiments.benchmarking import cases, run_case
+from labkit.experiments.ceilings import ceiling_name
 from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.experiments.workload import Workload, step_parameters
 from labkit.measure import timing
+from labkit.measure.host import PROBES
 from labkit.measure.timing import Timing
 from labkit.models.transformer import TransformerLM
 
@@ -543,6 +545,7 @@ def small_ceilings(monkeypatch):
     monkeypatch.setitem(ceilings.CEILING_SIZES, "cpu", 64)
     monkeypatch.setitem(ceilings.COPY_BYTES, "cpu", 2**20)
     monkeypatch.setitem(ceilings.CEILING_TIME_S, "cpu", 0.05)
+    monkeypatch.setitem(sections.SUSTAINED_S, "cpu", 0.03)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -554,7 +557,12 @@ def test_the_ceiling_of_a_product(small_ceilings, precision):
     expected = 2 * 64**3 / (result.metrics["median_ms"] * 1e-3) / 1e12
     assert result.metrics["achieved_tflops"] == pytest.approx(expected, rel=1e-12)
     assert (result.metrics["datasheet"], result.metrics["datasheet_fraction"]) == (None, None)
-    assert benchmarking.ceiling_value(result) == result.metrics["achieved_tflops"]
+    sustained = 2 * 64**3 / (result.metrics["sustained_ms"] * 1e-3) / 1e12
+    assert result.metrics["sustained_tflops"] == pytest.approx(sustained, rel=1e-12)
+    rates = {f"gemm {precision}": expected, f"sustained gemm {precision}": sustained}
+    assert benchmarking.ceiling_rates(case, result) == pytest.approx(rates, rel=1e-12)
+    assert result.telemetry["sustained"]["no_energy"] == "no energy counter is read on cpu"
+    assert not {"joules", "watts", "tflop_per_joule", "sm_clock_mhz"} & result.metrics.keys()
 
 
 def test_the_label_of_a_product_is_read_back_from_its_operands(small_ceilings, monkeypatch):
@@ -571,7 +579,42 @@ def test_the_ceiling_of_a_copy_counts_what_is_read_and_written(small_ceilings):
     assert result.observed == {"num_bytes": 2**20}
     expected = 2 * 2**20 / (result.metrics["median_ms"] * 1e-3) / 1e9
     assert result.metrics["achieved_gb_per_s"] == pytest.approx(expected, rel=1e-12)
-    assert benchmarking.ceiling_value(result) == result.metrics["achieved_gb_per_s"]
+    sustained = 2 * 2**20 / (result.metrics["sustained_ms"] * 1e-3) / 1e9
+    assert benchmarking.ceiling_rates(case, result) == pytest.approx({"copy": expected, "sustained copy": sustained})
+
+
+def test_the_host_is_measured_probe_by_probe_and_what_it_lacks_is_skipped():
+    for phase, run in run_case(Case("host", {}, PROBES, 60.0), {}):
+        if phase == "triton_launch":
+            with pytest.raises(Skip, match="Triton launches on CUDA only; this is cpu"):
+                run()
+        else:
+            result = run()
+            assert result.case == {} and result.timer["method"] == "host"
+            assert 0 < result.metrics["median_ms"] < 10 and result.metrics["half_width_fraction"] >= 0
+
+
+@pytest.mark.parametrize(("profile", "num_steps", "num_compiled"), [("full", 4, 5), ("smoke", 1, 1)])
+def test_few_training_steps_are_also_run_back_to_back(profile, num_steps, num_compiled):
+    grid = BENCHMARKING[profile]
+    found = Counter()
+    for case in cases(profile, "cuda"):
+        if case.sustained:
+            assert case.sustained == ("train_step",) and set(case.sustained) <= set(case.phases)
+            assert tuple(case.parameters[name] for name in ("size", "context", "precision")) in grid.sustained
+            found[case.section] += 1
+    assert found == {"steps": num_steps, "compile": num_compiled}
+
+
+def test_a_step_that_is_run_back_to_back_has_columns_of_its_own(small_ceilings):
+    case = Case("steps", parameters(), ("forward", "train_step"), 60.0, 0.05, sustained=("train_step",))
+    measured = measure(case, {"gemm fp32": 3.0, "sustained gemm fp32": 2.0})
+    assert not any("sustained" in name for name in measured["forward"].metrics)
+    step, telemetry = measured["train_step"].metrics, measured["train_step"].telemetry["sustained"]
+    rate = step["flops"] / (step["sustained_ms"] * 1e-3) / 1e12
+    assert (step["sustained_tflops"], step["sustained_ceiling"]) == (pytest.approx(rate), 2.0)
+    assert step["sustained_ceiling_fraction"] == pytest.approx(rate / 2) and step["ceiling"] == 3.0
+    assert step["steady"] in (0, 1) and telemetry["window_s"] >= 0.03 and telemetry["num_calls"] >= 2
 
 
 def timer_case(method: str) -> Case:

@@ -18,13 +18,13 @@ from collections import Counter
 
 import pytest
 import torch
-from chapters import CPU, on_a_cpu
+from chapters import CPU, of_the_chapter, on_a_cpu
 
 from labkit import accounting, hardware, lessons
-from labkit.configs import LEADERBOARD, MATERIALISING, PASSES
+from labkit.configs import FLASH_ATTENTION, LEADERBOARD, MATERIALISING, PASSES
 from labkit.experiments import contest as contests
 from labkit.experiments import flash_attention as experiment
-from labkit.experiments import oracle
+from labkit.experiments import oracle, sections
 from labkit.experiments.flash_attention import AttentionContest, cases, run_case
 from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.kernels.reference import attention_reference
@@ -306,6 +306,30 @@ def measure(case: Case, ceilings: dict[str, float] | None = None) -> tuple[dict[
                 failed[phase] = error
                 break
     return measured, failed
+
+
+@pytest.mark.usefixtures("this_device_is_a_cpu")
+def test_the_named_passes_of_a_contest_are_also_run_back_to_back(monkeypatch):
+    monkeypatch.setitem(sections.SUSTAINED_S, "cpu", 0.03)
+    names = ("tiled forward", "tiled backward")
+    case = dataclasses.replace(contest_case("tiled", "sdpa_flash", section="rivals"), sustained=names)
+    measured, failed = measure(case, {"sustained gemm fp32": 0.5})
+    assert not failed and len(measured) == 6
+    assert {phase for phase, result in measured.items() if "sustained_ms" in result.metrics} == set(names)
+    for phase in names:
+        metrics, telemetry = measured[phase].metrics, measured[phase].telemetry
+        assert metrics["sustained_tflops"] == pytest.approx(metrics["flops"] / metrics["sustained_ms"] / 1e9)
+        assert metrics["sustained_ceiling_fraction"] == pytest.approx(metrics["sustained_tflops"] / 0.5)
+        assert telemetry["sustained"]["no_energy"] and not telemetry["sustained"]["is_replayed"]
+
+
+def test_the_grid_names_the_kernels_that_are_run_back_to_back():
+    for profile in ("full", "smoke"):
+        named = {phase for case in cases(profile, "cuda") for phase in case.sustained}
+        impls = FLASH_ATTENTION[profile].sustained
+        assert named == {f"{impl} {name}" for impl in impls for name in ("forward", "backward")}
+        assert all(case.section == "rivals" and set(case.sustained) <= set(case.phases)
+                   for case in cases(profile, "cuda") if case.sustained)  # fmt: skip
 
 
 @pytest.mark.usefixtures("this_device_is_a_cpu")
@@ -811,7 +835,7 @@ def test_the_smoke_profile_runs_through(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     (folder,) = tmp_path.iterdir()
-    records = RecordStore(folder / "records" / f"{NOTEBOOK}.jsonl").load()
+    records = of_the_chapter(folder, NOTEBOOK)
     sections = {"ceilings", "algorithm", "weighted_sum", "speed", "rivals", "tiles", "memory"}
     assert {record.section for record in records} == sections
     assert {record.status for record in records} == {"ok", "skipped"}

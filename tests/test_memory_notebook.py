@@ -10,14 +10,14 @@ import sys
 import pandas as pd
 import pytest
 import torch
-from chapters import CPU, H200_BYTES
+from chapters import CPU, H200_BYTES, of_the_chapter
 
 from labkit import accounting, hardware, notebooks
 from labkit.configs import MEMORY, ModelConfig, model_config
 from labkit.experiments import memory as experiment
 from labkit.experiments.memory import cases, run_case
 from labkit.experiments.sweep import Case, Skip
-from labkit.records import Record, RecordStore
+from labkit.records import Record
 from labkit.report import figures, tables
 from labkit.report import memory as report
 from labkit.report.chapter import Chapter
@@ -428,7 +428,7 @@ def measured(tmp_path_factory):
 
 @pytest.mark.slow
 def test_smoke_measures_every_case_and_writes_figures_and_report(measured):
-    records = RecordStore(measured / "records" / f"{NOTEBOOK}.jsonl").load()
+    records = of_the_chapter(measured, NOTEBOOK)
     assert {record.status for record in records} == {"ok"}
     done = json.loads((measured / "records" / f"{NOTEBOOK}.done.json").read_text(encoding="utf-8"))
     assert done["num_missing"] == 0

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from chapters import CPU, on_a_cpu
+from chapters import CPU, of_the_chapter, on_a_cpu
 
 from labkit import hardware, notebooks
 from labkit.configs import BATCH_SIZE, BENCHMARKING, FIGURES, MIXED_PHASES, REFERENCE_DEVICE
@@ -21,7 +21,6 @@ from labkit.experiments.recipes import PrecisionWorkload
 from labkit.experiments.sweep import Case, Skip
 from labkit.experiments.training import Training, successor_sequences
 from labkit.experiments.workload import step_parameters
-from labkit.records import RecordStore
 from labkit.report import figures, tables
 from labkit.report import mixed_precision as report
 from labkit.report.chapter import Chapter
@@ -434,7 +433,7 @@ def measured(tmp_path_factory):
 @pytest.mark.slow
 def test_smoke_measures_every_case_and_draws_its_figures(measured):
     folder, shown = measured
-    records = RecordStore(folder / "records" / f"{NOTEBOOK}.jsonl").load()
+    records = of_the_chapter(folder, NOTEBOOK)
     assert not [one for one in records if one.status in ("error", "timeout", "oom")]
     skipped = {
         (one.section, one.case.get("precision", one.case.get("input"))) for one in records if one.status == "skipped"

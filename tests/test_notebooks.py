@@ -202,7 +202,7 @@ def labkit(*arguments, **options):
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
-PROGRESS = r"^Measuring .*|^01_benchmarking$|\w+: +\d+%\|[^\r\n\]]*\]|\w+: \d+ ok$"
+PROGRESS = r"^Measuring .*|^01_benchmarking$|\w+: +\d+%\|[^\r\n\]]*\]|\w+: \d+ ok(, 1 skipped)?$"
 """What a run in which nothing is wrong says on stderr: what it measures, bars, and a line for each section."""
 
 SMALLEST = ("--profile", "smoke", "-p", "sizes=nano", "-p", "contexts=64")
@@ -269,7 +269,7 @@ def test_a_killed_kernel_is_a_failed_run(broken_off):
 def test_a_run_killed_twice_loses_and_doubles_nothing(measured):
     folder, _ = measured
     records = RecordStore(folder / "records" / "01_benchmarking.jsonl").load()
-    counts = Counter(record.identity for record in records if record.section != "ceilings")
+    counts = Counter(record.identity for record in records if record.section not in ("host", "ceilings"))
     assert set(counts.values()) == {1}
     phases = {section: {r.phase for r in records if r.section == section} for section in ("steps", "warmup", "compile")}
     assert phases == {"steps": set(PHASES), "warmup": set(WARMUP_PHASES), "compile": set(COMPILE_PHASES)}
@@ -280,7 +280,7 @@ def test_a_run_killed_twice_loses_and_doubles_nothing(measured):
 def test_run_writes_records_figures_and_report(measured):
     folder, result = measured
     records = RecordStore(folder / "records" / "01_benchmarking.jsonl").load()
-    assert {record.section for record in records} == {"ceilings", "timer", "steps", "warmup", "compile"}
+    assert {record.section for record in records} == {"host", "ceilings", "timer", "steps", "warmup", "compile"}
     assert not [record for record in records if record.status in ("error", "timeout")]
     assert {record.device for record in records} == {folder.name}
     assert {path.name for path in folder.glob("*.svg")} >= {"01_phases.svg", "01_modes.svg", "01_utilisation.svg"}

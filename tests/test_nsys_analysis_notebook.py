@@ -12,7 +12,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from chapters import CPU, H200, H200_BYTES, on_a_cpu
+from chapters import CPU, H200, H200_BYTES, of_the_chapter, on_a_cpu
 
 from labkit import accounting, hardware, notebooks
 from labkit.configs import NSYS_ANALYSIS, model_config
@@ -689,7 +689,7 @@ def measured(tmp_path_factory):
 @pytest.mark.slow
 def test_smoke_captures_every_case_and_writes_figures(measured):
     folder, _ = measured
-    records = RecordStore(folder / "records" / f"{NOTEBOOK}.jsonl").load()
+    records = of_the_chapter(folder, NOTEBOOK)
     assert {record.status for record in records} == {"ok"} and len(records) == 2 * len(cases("smoke", "cpu"))
     assert {record.observed["profiler"] for record in records} == {"kineto cpu"}
     done = json.loads((folder / "records" / f"{NOTEBOOK}.done.json").read_text(encoding="utf-8"))

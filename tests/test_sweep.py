@@ -414,6 +414,19 @@ def test_ceilings_reach_the_other_cases(output, log):
     assert len(reached) == 5 and all(ceilings == measured[0] for ceilings in reached)
 
 
+def test_a_session_begins_with_its_host_and_its_ceilings_whatever_is_measured_first(output, log):
+    plan = [make_case("a", log), ceiling("copy", log), make_case("host", log, section="host", phases=("rate",))]
+    session = open_session(output, plan)
+    for section in ("steps", "ceilings", "host", "steps"):
+        session.measure(section)
+    assert [record.section for record in store(output).load()] == ["host", "ceilings", "steps", "steps", "steps"]
+    assert {record.session for record in store(output).load()} == {session.id}
+    assert all(set(record.observed["ceilings"]) == {"copy"} for record in records_of(output, "a").values())
+    before = store(output).path.read_bytes()
+    run(output, plan)
+    assert store(output).path.read_bytes() == before, "with nothing to measure, a session has no need of its host"
+
+
 @pytest.mark.parametrize("behaviour", ["exit", "nan", "skip", "other_label"])
 def test_a_ceiling_that_was_not_measured_reaches_nobody(output, log, behaviour):
     run(output, [ceiling("copy", log, behaviour), ceiling("product", log), make_case("a", log)])

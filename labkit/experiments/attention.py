@@ -14,7 +14,7 @@ from torch import Tensor
 from labkit import hardware, numerics
 from labkit.configs import ATTENTION, MATERIALISING, Grid, narrowed
 from labkit.experiments.benchmarking import run_steps
-from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_name, ceiling_value
+from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
 from labkit.experiments.oracle import by_formula, fp64_device
 from labkit.experiments.sections import (
     empty_cache,
@@ -31,7 +31,7 @@ from labkit.kernels.attention import SDPA_BACKENDS, attention, unavailable_reaso
 from labkit.kernels.reference import attention_reference
 from labkit.measure.timing import synchronize, time_callable
 
-__all__ = ["MEASUREMENT_VERSION", "AttentionCall", "cases", "ceiling_name", "ceiling_value", "run_case"]
+__all__ = ["MEASUREMENT_VERSION", "AttentionCall", "cases", "ceiling_rates", "run_case"]
 
 MEASUREMENT_VERSION = 1
 

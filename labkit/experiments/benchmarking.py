@@ -2,7 +2,8 @@
 
 Sections: "ceilings" (matrix product and copy rates, measured anew each session), "timer" (the timer's
 methods against one another and an independent measurement), "steps" (every phase, size, context and
-precision, eager), "warmup" (every step from a fresh process), "compile" (torch.compile).
+precision, eager), "warmup" (every step from a fresh process), "compile" (torch.compile). Some training steps
+are also run back to back.
 """
 
 import functools
@@ -27,8 +28,7 @@ from labkit.configs import (
 from labkit.experiments.ceilings import (
     CEILINGS,
     ceiling_cases,
-    ceiling_name,
-    ceiling_value,
+    ceiling_rates,
     copy_buffers,
     copy_rate,
     timed_call,
@@ -38,6 +38,7 @@ from labkit.experiments.sections import (
     fractions,
     run_section,
     section,
+    sustained_metrics,
     time_once_ms,
     timed,
     timed_with_peak,
@@ -46,7 +47,7 @@ from labkit.experiments.sweep import Case, Measured, PhaseRun
 from labkit.experiments.workload import Workload, load_compiler, step_parameters, workload
 from labkit.measure.timing import Timing, synchronize
 
-__all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_name", "ceiling_value", "run_case", "run_steps"]
+__all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_rates", "run_case", "run_steps"]
 
 MEASUREMENT_VERSION = 2
 """2: the timer's interval of the median has the 95 % it states; in version 1 it held at least 88 %."""
@@ -69,7 +70,7 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts
         if context in wanted_contexts
         for phase in WARMUP_PHASES
     ]
-    steps = itertools.product(wanted_sizes, wanted_contexts, grid.precisions)
+    eager = [step_parameters(*step) for step in itertools.product(wanted_sizes, wanted_contexts, grid.precisions)]
     compiled = [
         step_parameters(size, context, precision, compile=mode)
         for size in grid.compile_sizes
@@ -80,12 +81,19 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts
         for mode in COMPILE_MODES[1:]
         if mode == "regional" or size in grid.whole_compile_sizes
     ]
+
+    def lasting(step: dict) -> tuple[str, ...]:
+        return ("train_step",) if (step["size"], step["context"], step["precision"]) in grid.sustained else ()
+
     return [
         *ceiling_cases(grid.precisions, limit),
         Case("timer", {"kind": "negate"}, (*methods, "independent"), limit),
         *warmup,
-        *(Case("steps", step_parameters(*step), PHASES, limit, time_limit) for step in steps),
-        *(Case("compile", each, COMPILE_PHASES, limit, time_limit, stop_at_failure=True) for each in compiled),
+        *(Case("steps", each, PHASES, limit, time_limit, sustained=lasting(each)) for each in eager),
+        *(
+            Case("compile", each, COMPILE_PHASES, limit, time_limit, stop_at_failure=True, sustained=lasting(each))
+            for each in compiled
+        ),
     ]
 
 
@@ -108,6 +116,10 @@ def _measure_phase(workload: Workload, case: Case, phase: str, ceilings: dict[st
     else:
         found, metrics = timed_with_peak(device, workload.time_phase, phase, **limits)
         metrics |= _efficiency(workload, case, phase, found.timing, ceilings)
+    if phase in case.sustained:
+        ceiling = ceilings.get(f"sustained gemm {case.parameters['precision']}")
+        step, flops = getattr(workload, phase), metrics["flops"]
+        metrics |= sustained_metrics(device, found, step, flops=flops, ceiling=ceiling)
     samples = {}
     if case.section == "warmup" or found.timing.n <= KEPT_SAMPLES:
         samples["step_ms"] = list(found.timing.samples_ms)

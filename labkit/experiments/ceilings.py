@@ -1,6 +1,6 @@
 """What a device can do at best: the rates of a matrix product and of a copy, by which a session's results are divided.
 
-An experiment takes its "ceilings" section, `ceiling_name` and `ceiling_value` from here.
+Each rate is taken in bursts and sustained. An experiment takes its "ceilings" section and `ceiling_rates` from here.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from labkit import hardware, numerics
-from labkit.experiments.sections import Timed, section, timed
+from labkit.experiments.sections import Timed, section, sustained_metrics, timed
 from labkit.experiments.sweep import SESSION_SECTION, Case, Measured
 from labkit.measure.timing import time_callable
 
@@ -35,9 +35,10 @@ def ceiling_name(case: Case) -> str:
     return "copy" if kind == "copy" else f"gemm {precision}"
 
 
-def ceiling_value(measured: Measured) -> float:
-    """Returns the rate: TFLOP/s of a matrix product, GB/s of a copy."""
-    return measured.metrics.get("achieved_tflops") or measured.metrics["achieved_gb_per_s"]
+def ceiling_rates(case: Case, measured: Measured) -> dict[str, float]:
+    """Returns the rates (TFLOP/s of a matrix product, GB/s of a copy) by name: in bursts, and "sustained <name>"."""
+    name, unit = ceiling_name(case), "gb_per_s" if case.parameters["kind"] == "copy" else "tflops"
+    return {name: measured.metrics[f"achieved_{unit}"], f"sustained {name}": measured.metrics[f"sustained_{unit}"]}
 
 
 def _measure(device: hardware.Device, case: Case, phase: str) -> Measured:
@@ -46,6 +47,7 @@ def _measure(device: hardware.Device, case: Case, phase: str) -> Measured:
         target, source = copy_buffers(device)
         found = timed_call(device, target.copy_, source)
         rate = copy_rate(device, source, found.timing.median_ms)
+        rate |= sustained_metrics(device, found, lambda: target.copy_(source), num_bytes=2 * source.nbytes)
         return found.measured(rate, case.parameters, {"num_bytes": source.nbytes})
     precision, n = case.parameters["precision"], CEILING_SIZES[device.kind]
     numerics.set_precision(precision)
@@ -53,8 +55,9 @@ def _measure(device: hardware.Device, case: Case, phase: str) -> Measured:
     found = timed_call(device, torch.matmul, a, b)
     tflops = 2 * n**3 / (found.timing.median_ms * 1e-3) / 1e12
     peak = device.peaks.tflops(precision) if device.peaks else None
+    rates = {"achieved_tflops": tflops, "datasheet": peak, "datasheet_fraction": tflops / peak if peak else None}
     return found.measured(
-        {"achieved_tflops": tflops, "datasheet": peak, "datasheet_fraction": tflops / peak if peak else None},
+        rates | sustained_metrics(device, found, lambda: torch.matmul(a, b), flops=2 * n**3),
         case={"kind": "gemm", "precision": numerics.live_precision(a.dtype)},
         observed={"m": a.shape[0], "n": b.shape[1], "k": a.shape[1]},
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from labkit import hardware
 from labkit.configs import PASSES
-from labkit.experiments.sections import Runner, Timed, empty_cache, time_once_ms
+from labkit.experiments.sections import Runner, Timed, empty_cache, sustained_metrics, time_once_ms
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
 from labkit.measure import timing as timer
 from labkit.measure.timing import Comparison, Timing, compare, on_capture_stream, time_callable
@@ -59,7 +59,7 @@ class Contest(abc.ABC):
     grad_out: Tensor
 
     def __init__(self, device: hardware.Device, case: Case, ceilings: dict[str, float]):
-        self.device, self.parameters, self.ceilings = device, case.parameters, ceilings
+        self.device, self.parameters, self.ceilings, self.sustained = device, case.parameters, ceilings, case.sustained
         # A graph whose buffers are given to the first backward pass can have no second one.
         importlib.import_module("torch._functorch.config").donated_buffer = False
 
@@ -115,8 +115,13 @@ class Contest(abc.ABC):
         if results.comparison.baseline == self.baseline:
             keys = ("ratio_to_ours", "ratio_to_ours_low", "ratio_to_ours_high")
             metrics |= dict(zip(keys, results.comparison.ratio[impl], strict=True))
+        found = Timed(timing, dict(results.telemetry))
+        if f"{impl} {name}" in self.sustained:
+            ceiling = self.ceilings.get(f"sustained gemm {self.parameters['precision']}")
+            call, flops = self.call(impl, name), metrics["flops"]
+            metrics |= sustained_metrics(self.device, found, call, flops=flops, ceiling=ceiling)
         observed = {**self.observed(impl), "num_candidates": len(results.comparison.timings)}
-        return Timed(timing, results.telemetry).measured(metrics, self.described(), observed)
+        return found.measured(metrics, self.described(), observed)
 
 
 def contest_section(kind: type[Contest]) -> Runner:

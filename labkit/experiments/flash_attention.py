@@ -19,7 +19,7 @@ from torch import Tensor
 
 from labkit import accounting, hardware, numerics
 from labkit.configs import FLASH_ATTENTION, MATERIALISING, PASSES, Grid, Rivalry, narrowed
-from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_name, ceiling_value
+from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
 from labkit.experiments.contest import Contest, contest_section
 from labkit.experiments.oracle import Problem, attention_problem, draw, expected, fp64_device
 from labkit.experiments.sections import empty_cache, fractions, run_section, section, timed
@@ -32,7 +32,7 @@ from labkit.kernels.weighted_sum import weighted_sum
 from labkit.measure.timing import time_callable
 from labkit.numerics import Verdict, judge, tensor_dtype
 
-__all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_name", "ceiling_value", "run_case"]
+__all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_rates", "run_case"]
 
 MEASUREMENT_VERSION = 2
 
@@ -90,8 +90,10 @@ def _rivalry(parameters: dict) -> Rivalry:
 
 def _contest_case(grid: Grid, section: str, parameters: dict, impls: Sequence[str]) -> Case:
     phases = tuple(f"{impl} {name}" for name in PASSES for impl in impls)
-    time_limit_s = grid.rivals_time_limit_s if section == "rivals" else grid.time_limit_s
-    return Case(section, parameters, phases, grid.case_timeout_s, time_limit_s)
+    if section != "rivals":
+        return Case(section, parameters, phases, grid.case_timeout_s, grid.time_limit_s)
+    sustained = tuple(f"{impl} {name}" for name in ("forward", "backward") for impl in grid.sustained)
+    return Case(section, parameters, phases, grid.case_timeout_s, grid.rivals_time_limit_s, sustained=sustained)
 
 
 def _speed_cases(grid: Grid) -> Iterator[Case]:
@@ -391,5 +393,5 @@ SECTIONS = {
 
 def run_case(case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
     """Yields each phase of `case` with the function that measures it. Runs in the worker process."""
-    numerics.set_precision(case.parameters["precision"])
+    numerics.set_precision(case.parameters.get("precision", "fp32"))
     return run_section(SECTIONS, case, ceilings)

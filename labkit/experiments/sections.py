@@ -12,14 +12,20 @@ from typing import Any
 import torch
 
 from labkit import hardware
-from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
-from labkit.measure.timing import Timing, synchronize
+from labkit.experiments.sweep import HOST_SECTION, Case, Measured, PhaseRun, Skip
+from labkit.measure import host
+from labkit.measure.power import sustained
+from labkit.measure.timing import Timing, captured, synchronize
 
 Runner = Callable[[hardware.Device, Case, dict[str, float]], Iterator[PhaseRun]]
-"""Yields the phases of a case on a device; the session's ceilings are by `ceiling_name`."""
+"""Yields the phases of a case on a device; the session's ceilings are as `ceiling_rates` names them."""
 
 KEPT_SAMPLES = 20
 """A record keeps its samples where there are at most this many."""
+
+SUSTAINED_S = {"cuda": 1.0, "mps": 1.0, "cpu": 0.1}
+"""Length of a sustained window and of the same calls before it. A CPU is neither metered nor at its power limit so
+soon: its windows only show that they can be had."""
 
 
 def section(measure: Callable[[Any, Case, str], Measured], live: Callable | None = None) -> Runner:
@@ -38,10 +44,19 @@ def section(measure: Callable[[Any, Case, str], Measured], live: Callable | None
 
 
 def run_section(sections: Mapping[str, Runner], case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
-    """Yields each phase of `case` with the function that measures it; raises Skip for a precision that is not there."""
+    """Yields each phase of `case` with the function that measures it; raises Skip for a precision that is not there.
+
+    A case of the section "host", which every session begins with, needs no entry in `sections`.
+    """
     device = hardware.detect()
     require_precision(device, case.parameters.get("precision", "fp32"))
-    yield from sections[case.section](device, case, ceilings)
+    yield from {HOST_SECTION: section(_measure_host), **sections}[case.section](device, case, ceilings)
+
+
+def _measure_host(device: hardware.Device, case: Case, name: str) -> Measured:
+    if reason := host.unavailable(name, device.kind):
+        raise Skip(reason)
+    return timed(device, host.probe, name, device.kind).measured({}, case.parameters)
 
 
 @dataclass(frozen=True)
@@ -67,6 +82,28 @@ def timed(device: hardware.Device, timer: Callable[..., Timing], *args: Any, **o
     with hardware.Monitor(device.kind) as monitor:
         timing = timer(*args, **options)
     return Timed(timing, monitor.summary)
+
+
+def sustained_metrics(
+    device: hardware.Device, timed: Timed, call: Callable[[], Any], *, ceiling: float | None = None, **work: float
+) -> dict:
+    """Returns the metrics of `call` run back to back, see `measure.power`; its window joins the telemetry of `timed`.
+
+    Args:
+        timed: what its timer gave. What was replayed from a CUDA graph is replayed here, and not held up by the host.
+        ceiling: the session's sustained rate in the unit of the call's; work: `flops` or `num_bytes` of a call.
+    """
+    is_replayed, length_s = timed.timing.method == "graph", SUSTAINED_S[device.kind]
+    run, num_calls = captured(call) if is_replayed else (call, 1)
+    found = sustained(run, device_kind=device.kind, warmup_s=length_s, window_s=length_s, calls_per_function=num_calls)
+    metrics = found.metrics(**work)
+    if ceiling:
+        rate = metrics["sustained_tflops" if "flops" in work else "sustained_gb_per_s"]
+        metrics |= {"sustained_ceiling": ceiling, "sustained_ceiling_fraction": rate / ceiling}
+    timed.telemetry["sustained"] = {**found.telemetry(), "is_replayed": is_replayed}
+    if found.load.get("disturbed"):
+        timed.telemetry.update(disturbed=True, disturbed_by=found.load["disturbed_by"])
+    return metrics
 
 
 def time_once_ms(call: Callable, device_kind: str) -> float:

@@ -35,8 +35,9 @@ from labkit import hardware, notebooks
 from labkit.configs import FIGURES, THIS_DEVICE, RequestError, chosen_profile
 from labkit.records import Record, RecordStore, check_plausible, done_path, measured_devices, write_text_atomic
 
-SESSION_SECTION = "ceilings"
-"""Section that every session measures again, since the session's other results are divided by its own."""
+HOST_SECTION, SESSION_SECTION = SESSION_SECTIONS = ("host", "ceilings")
+"""Sections that every session measures again, before any other: its call times are of its own host, whatever the
+experiment, and its results are divided by its own ceilings."""
 
 MAX_REPEATS = 2
 """How often a phase that other processes disturb is measured again, each time in a fresh process."""
@@ -69,6 +70,7 @@ class Case:
         timeout_s: limit for building the case, and for each phase.
         fresh_process: run in a new process.
         stop_at_failure: when a phase fails, skip those after it, which need its result.
+        sustained: phases that are also run back to back, see `sections.sustained_metrics`.
     """
 
     section: str
@@ -78,6 +80,7 @@ class Case:
     time_limit_s: float = 3.0
     fresh_process: bool = False
     stop_at_failure: bool = False
+    sustained: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -322,7 +325,10 @@ class Session:
         if unknown := options.keys() - set(accepted):
             raise RequestError(f"unknown option {sorted(unknown)[0]!r} of {notebook}; accepted: {', '.join(accepted)}")
         options = {**options, **notebooks.narrowing(notebook, profile, options)}
-        self.cases: list[Case] = self.experiment.cases(profile, self.device.kind, **options)
+        from labkit.measure.host import PROBES  # imports torch, as the experiment has
+
+        cases = self.experiment.cases(profile, self.device.kind, **options)
+        self.cases: list[Case] = [Case(HOST_SECTION, {}, PROBES, 60.0), *cases]
         self.fresh = fresh
         self.profile = profile
         self.id = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}"
@@ -330,6 +336,7 @@ class Session:
         (self.folder / "records").mkdir(parents=True, exist_ok=True)
         self.store = RecordStore(self.folder / "records" / f"{notebook}.jsonl")
         self.ceilings: dict[str, float] = {}
+        self._begun: set[str] = set()
         self._num_in_vain = 0
         self._software = hardware.software_versions()
         self._source = hardware.source_state()
@@ -339,19 +346,25 @@ class Session:
         write_json(self.folder / "environment.json", hardware.environment(self.device))
 
     def measure(self, section: str) -> None:
-        """Measures the section's cases that are not recorded yet, one record per phase, under the device's lock."""
+        """Measures the section's cases that are not recorded yet, one record per phase, under the device's lock.
+
+        Before the first of them, what the session measures of the device and of its host.
+        """
         if not self._pending(section):
             return
         with measuring_lock(self.device, self.notebook, self.folder), self.store.locked():
-            if pending := self._pending(section):  # another run may have recorded them meanwhile
-                self._run(section, pending)
+            for name in dict.fromkeys((*SESSION_SECTIONS, section)):
+                if pending := self._pending(name):  # another run may have recorded them meanwhile
+                    self._begun.add(name)
+                    self._run(name, pending)
 
     def _pending(self, section: str) -> list[Case]:
         recorded = set() if self.fresh else self._recorded()
         wanted = [case for case in self.cases if case.section == section]
-        if section == SESSION_SECTION:
-            others = (case for case in self.cases if case.section != section)
-            return wanted if any(self._missing(case, recorded) for case in others) else []
+        if section in SESSION_SECTIONS:
+            others = (case for case in self.cases if case.section not in SESSION_SECTIONS)
+            is_due = section not in self._begun and any(self._missing(case, recorded) for case in others)
+            return wanted if is_due else []
         return [replace(case, phases=missing) for case in wanted if (missing := self._missing(case, recorded))]
 
     def finish(self) -> None:
@@ -490,7 +503,7 @@ class Session:
             return "error"
         counts["ok"] += 1
         if case.section == SESSION_SECTION:
-            self.ceilings[self.experiment.ceiling_name(case)] = self.experiment.ceiling_value(measured)
+            self.ceilings |= self.experiment.ceiling_rates(case, measured)
         return "ok"
 
     def _append(self, record: Record, counts: Counter) -> None:

@@ -300,8 +300,8 @@ def on_capture_stream() -> Iterator[None]:
     torch.cuda.current_stream().wait_stream(stream)
 
 
-def _graph_sampler(function: Callable, inputs: Inputs, device_kind: str) -> _Sampler:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+def captured(function: Callable, inputs: Sequence[tuple] = ((),)) -> tuple[Callable[[], None], int]:
+    """Returns the replay of a CUDA graph of calls with these inputs in turn, GRAPH_REPLAY_MS long, and their number."""
 
     def capture(num_rounds: int) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -311,22 +311,32 @@ def _graph_sampler(function: Callable, inputs: Inputs, device_kind: str) -> _Sam
                     function(*arguments)
         return graph
 
-    def replay(graph: torch.cuda.CUDAGraph) -> float:
-        start.record()
-        graph.replay()
-        end.record()
-        synchronize(device_kind)
-        return start.elapsed_time(end)
-
     with on_capture_stream():  # before its capture, work must have run once on another stream than the default one
         for arguments in inputs:
             function(*arguments)
-    once = capture(1)
-    replay(once)
-    num_rounds = max(1, math.ceil(GRAPH_REPLAY_MS / max(replay(once), 1e-3)))
+    once, timer = capture(1), _replay_timer()
+    timer(once.replay)
+    num_rounds = max(1, math.ceil(GRAPH_REPLAY_MS / max(timer(once.replay), 1e-3)))
     graph = capture(num_rounds) if num_rounds > 1 else once
-    num_calls = num_rounds * len(inputs)
-    return lambda: (replay(graph) / num_calls,)
+    return graph.replay, num_rounds * len(inputs)
+
+
+def _replay_timer() -> Callable[[Callable[[], None]], float]:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def time_ms(replay: Callable[[], None]) -> float:
+        start.record()
+        replay()
+        end.record()
+        synchronize("cuda")
+        return start.elapsed_time(end)
+
+    return time_ms
+
+
+def _graph_sampler(function: Callable, inputs: Inputs, device_kind: str) -> _Sampler:
+    (replay, num_calls), timer = captured(function, inputs), _replay_timer()
+    return lambda: (timer(replay) / num_calls,)
 
 
 _SAMPLERS = {"window": _window_sampler, "graph": _graph_sampler, "flush": _flush_sampler, "host": _host_sampler}
