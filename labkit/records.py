@@ -144,6 +144,7 @@ _RECORD = {
     "metrics.*": NUMBER,
     "samples.*": list_of(_NUMBER_TYPES, "a list of numbers and null"),
     "telemetry.throttle_reasons?": list_of({str}, "a list of texts"),
+    "telemetry.sustained?": OBJECT,
 }
 _FIELDS = {f.name for f in fields(Record)}
 
@@ -414,11 +415,20 @@ def newest(records: Iterable[Record]) -> list[Record]:
     return list({record.identity: record for record in records}.values())
 
 
+def by_session(records: Iterable[Record]) -> dict[str, dict[str, Record]]:
+    """Returns, by resume key, the newest record of each session, the sessions oldest first."""
+    found: dict[str, dict[str, Record]] = {}
+    for record in records:
+        found.setdefault(record.resume_key(), {})[record.session] = record
+    return found
+
+
 def to_frame(records: Iterable[Record]) -> "pd.DataFrame":
     """Returns one row per record: section, phase, status, reason, samples, observed, session, disturbed; then the
     columns of case, metrics and timer.
 
     "disturbed" is True where other processes slowed a measurement down, False where they did not or nobody looked.
+    "no_energy", where there is such a column, says why a row that was run back to back has no joules.
     """
     import pandas as pd
 
@@ -431,6 +441,7 @@ def to_frame(records: Iterable[Record]) -> "pd.DataFrame":
                 **record.case,
                 **record.metrics,
                 **{f"timer_{name}": value for name, value in record.timer.items()},
+                **{key: value for key, value in record.telemetry.get("sustained", {}).items() if key == "no_energy"},
             }
             for record in records
         ]

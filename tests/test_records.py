@@ -22,6 +22,7 @@ from labkit.records import (
     Record,
     RecordError,
     RecordStore,
+    by_session,
     check_plausible,
     newest,
     to_frame,
@@ -359,6 +360,26 @@ def test_newest_keeps_the_last_of_each_identity_in_order_of_first_appearance():
     again = make_record(metrics={"median_ms": 2.0}, device="elsewhere", recorded_at="later")
     assert newest([first, other, again]) == [again, other]
     assert newest([]) == []
+
+
+def test_sessions_of_a_measurement_are_kept_apart_each_by_its_newest_record():
+    one, again, other = (
+        make_record(session=session, metrics={"median_ms": ms}) for session, ms in (("a", 1.0), ("a", 1.1), ("b", 1.2))
+    )
+    elsewhere = make_record(session="c", software={"torch": "2.99"})
+    found = by_session([one, other, elsewhere, again])
+    assert found == {one.resume_key(): {"a": again, "b": other}, elsewhere.resume_key(): {"c": elsewhere}}
+    assert [*found[one.resume_key()]] == ["a", "b"]
+
+
+def test_a_row_without_joules_says_why_and_others_have_no_such_column():
+    reason = "this GPU or driver has no energy counter"
+    plain = make_record(telemetry={"sustained": {"num_calls": 3}})
+    without = make_record(telemetry={"sustained": {"num_calls": 3, "no_energy": reason}})
+    assert to_frame([plain, without])["no_energy"].fillna("").tolist() == ["", reason]
+    assert "no_energy" not in to_frame([plain, make_record(telemetry={"disturbed": False})])
+    with pytest.raises(ValueError, match=r"field telemetry\.sustained is 3; accepted: an object"):
+        records.validate(asdict(make_record(telemetry={"sustained": 3})))
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,49 @@ def test_paired_ratios_keep_their_interval():
     assert verdicts.paired(line).verdict == "ahead"
 
 
+def sessions_of(**values):
+    """Returns the column "sessions" of a row with these times of sessions."""
+    return {name: {"median_ms": ms} if isinstance(ms, float) else ms for name, ms in values.items()}
+
+
+def test_where_sessions_were_measured_their_ratios_are_the_interval():
+    theirs = row(2.0, sessions=sessions_of(a=2.0, b=2.6))
+    ours = row(1.0, sessions=sessions_of(a=1.0, b=1.0, c=9.0))
+    assert verdicts.ratio(theirs, ours)[1:] == (2.0, 2.6)
+    # Each session's host slows both sides down: the ratio holds although the times do not.
+    ours = row(1.0, sessions=sessions_of(a=1.0, b=1.3))
+    assert verdicts.ratio(theirs, ours)[1:] == (2.0, 2.0)
+    # No session has both: the extremes.
+    ours = row(1.0, session="d", sessions=sessions_of(c=0.9, d=1.0))
+    assert verdicts.ratio(theirs, ours)[1:] == pytest.approx((2.0, 2.6 / 0.9))
+
+
+def test_the_interval_within_the_session_is_kept_where_sessions_agree_better():
+    theirs, ours = (row(ms, 0.02, sessions=sessions_of(a=ms, b=ms)) for ms in (1.04, 1.0))
+    ratio = verdicts.ratio(theirs, ours)
+    assert ratio[1:] == pytest.approx((1.04 * 0.96, 1.04 * 1.04)) and ratio.verdict == "undecided"
+
+
+@pytest.mark.parametrize("sessions", [None, math.nan, {}, sessions_of(a=2.0), sessions_of(a=2.0, b={"n": 3})])
+def test_with_one_session_the_interval_is_widened_as_before(sessions):
+    once = verdicts.ratio(row(2.0), row(1.0))
+    assert verdicts.ratio(row(2.0, sessions=sessions), row(1.0, sessions=sessions_of(a=1.0, b=1.0))) == once
+
+
+def test_paired_ratios_cover_the_intervals_of_all_sessions():
+    paired = {"ratio_to_ours": 1.2, "ratio_to_ours_low": 1.19, "ratio_to_ours_high": 1.21}
+    other = {"ratio_to_ours": 1.0, "ratio_to_ours_low": 0.98, "ratio_to_ours_high": 1.02}
+    ratio = verdicts.paired(row(1.0, sessions=sessions_of(a=paired, b=other)) | paired)
+    assert ratio == (1.2, 0.98, 1.21) and ratio.verdict == "undecided"
+
+
+def test_sustained_times_are_compared_with_sustained_times_only():
+    both = {"sustained_ms": 3.0}
+    assert verdicts.ratio(row(2.0, **both), row(1.0, method="window", **both), "sustained_ms").verdict == "level"
+    assert verdicts.kind_of_time(row(1.0), "host_median_ms") == "call"
+    assert verdicts.kind_of_time(row(1.0, method="window"), "flush_median_ms") == "device"
+
+
 def test_exact_quantities_have_no_tolerance():
     assert [verdicts.exact(99, 100), verdicts.exact(100, 100), verdicts.exact(101, 100)] == ["ahead", "level", "behind"]
 
@@ -144,6 +187,50 @@ def test_a_changed_time_changes_table_csv_figure_finding_and_front_page(folder):
     assert all(old != new for old, new in zip(before, after, strict=True))
     assert "1,000,000" in after[0] and "1e+06" in after[1] and "2.7b at 512" in after[3][0]
     assert "1,000,000 ms in bf16" in after[4][0]
+
+
+def test_a_second_session_widens_the_interval_of_its_rows_and_of_no_others(folder):
+    def bf16_over_fp32(context):
+        rows = chapter(folder).records("steps")
+        rows = tables.select(rows, size="2.7b", context=context, phase="train_step", precision=["fp32", "bf16"])
+        (pair,) = forms.pairs(rows, "precision", "fp32", keys=["size", "context"]).to_dict("records")
+        return pair["low"], pair["high"]
+
+    assert "sessions" not in chapter(folder).records("steps")
+    before = {context: bf16_over_fp32(context) for context in (256, 512)}
+    store = RecordStore(folder / "records" / f"{NOTEBOOK}.jsonl")
+    case = {"size": "2.7b", "context": 512}
+    for record in newest(store.load()):
+        if (record.section, record.phase, record.status) == ("steps", "train_step", "ok"):
+            if case.items() <= record.case.items() and record.case["precision"] in ("fp32", "bf16"):
+                factor = 0.5 if record.case["precision"] == "bf16" else 1.0
+                times = {k: v * factor for k, v in record.metrics.items() if k.endswith("_ms")}
+                store.append(dataclasses.replace(record, session="another", metrics={**record.metrics, **times}))
+    frame = chapter(folder).records("steps")
+    assert {len(sessions) for sessions in frame["sessions"]} == {0, 1, 2}
+    low, high = bf16_over_fp32(512)
+    assert high > 1.9 * low and bf16_over_fp32(256) == before[256] != before[512] != (low, high)
+    assert "another" not in tables.to_csv(frame)
+
+
+def test_sustained_roofs_stand_beside_the_bursts_where_they_were_measured(folder):
+    roofs, steps = chapter(folder).records("ceilings"), chapter(folder).records("steps")
+    assert "sustained" not in report.table_roofs(roofs, steps)
+    measured = roofs.assign(sustained_ms=1.7, steady=1.0, sustained_tflops=655.4, watts=691.0, tflop_per_joule=0.948)
+    measured = measured.assign(sm_clock_mhz=1485.0, sustained_gb_per_s=math.nan)
+    measured.loc[measured["precision"] == "tf32", ["steady", "watts"]] = (0.0, math.nan)
+    reason = "the energy counter went backwards"
+    measured["no_energy"] = [reason if precision == "tf32" else None for precision in measured["precision"]]
+    table = report.table_roofs(measured, steps).set_index("roof")
+    shown = ["sustained", "power (W)", "TFLOP/J", "SM clock (MHz)"]
+    assert table.loc["matrix product, bf16 (TFLOP/s)", shown].tolist() == ["655", "691", "0.948", "1,485"]
+    assert table.loc["matrix product, tf32 (TFLOP/s)", shown].tolist() == [
+        "~ 655",
+        reason,
+        "~ 0.948",
+        "1,485",
+    ]
+    assert table.loc["copy, read + write (GB/s)", "sustained"] == "–"
 
 
 def test_a_timer_that_disagrees_is_said_to(folder):

@@ -40,7 +40,9 @@ def table_sizes(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def table_roofs(ceilings: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """Returns the rates measured beside the datasheet's, and the range over the sessions that divide other rows."""
+    """Returns the rates measured beside the datasheet's, the range over the sessions that divide other rows, and where
+    they were also sustained what that took.
+    """
     rows = []
     is_bandwidth = steps["phase"] == "optimizer_step"
     for row in ceilings.to_dict("records"):
@@ -55,6 +57,11 @@ def table_roofs(ceilings: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
             | {"measured / datasheet": cell(row, "datasheet_fraction", percent)}
             | {"over all sessions": span(used, number) if len(used) else "–"}
         )
+        if "sustained_ms" in ceilings:
+            reason = row.get("no_energy")
+            rows[-1] |= {"sustained": cell(row, rate.replace("achieved", "sustained"))}
+            rows[-1] |= {"power (W)": reason if isinstance(reason, str) else cell(row, "watts")}
+            rows[-1] |= {"TFLOP/J": cell(row, "tflop_per_joule"), "SM clock (MHz)": cell(row, "sm_clock_mhz")}
     return pd.DataFrame(rows)
 
 

@@ -12,6 +12,7 @@ from labkit.records import (
     Record,
     RecordError,
     RecordStore,
+    by_session,
     folder_of,
     newest,
     read_environment,
@@ -48,7 +49,7 @@ class Chapter:
         self.folder = folder_of(Path(output or FIGURES), device, notebook)
         self.device = self.folder.name
         self.save_figures = save_figures
-        self._loaded: tuple[tuple, list[Record], list[Record]] | None = None
+        self._loaded: tuple | None = None  # the file's state; its newest records, all of them, and these by session
 
     @property
     def environment(self) -> dict:
@@ -73,17 +74,22 @@ class Chapter:
             records = RecordStore(path).load()
             if (devices := sorted({record.device for record in records})) not in ([], [self.device]):
                 raise RecordError(f"{self.folder} holds records of {', '.join(devices)}, not of {self.device!r} alone")
-            self._loaded = (state, newest(records), records)
+            self._loaded = (state, newest(records), records, by_session(records))
         return self._loaded[1]
 
     def records(self, *sections: str, every_session: bool = False) -> pd.DataFrame:
         """Returns the newest records of these sections, one row each; `attrs` has the device's name and its kind.
 
         With `every_session` also the older records of each measurement, such as the ceilings of earlier sessions.
+        Where a row was measured in several, the column "sessions" has its metrics by session, as `verdicts` reads them.
         """
         newest_records = self.all_records()
         records = self._loaded[2] if every_session else newest_records
-        frame = to_frame(record for record in records if record.section in sections)
+        records = [record for record in records if record.section in sections]
+        frame = to_frame(records)
+        same = [self._loaded[3][record.resume_key()].values() for record in records]
+        if any(len(others) > 1 for others in same):
+            frame["sessions"] = [{one.session: one.metrics for one in others if one.metrics} for others in same]
         frame.attrs |= {"device": self.device_name, "device_kind": self.device_kind}
         return frame
 

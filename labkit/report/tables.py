@@ -36,7 +36,9 @@ ORDER = {
 WORDS = {*ORDER, "case", "published on", "commit", "measured"}
 """Columns of a table that are set to the left though their cells may look like numbers."""
 
-NOT_IN_CSV = ("section", "samples", "observed", "session", "timer_interval", "timer_num_warmup", "timer_stop_reason")
+NOT_IN_CSV = (
+    "section", "samples", "observed", "session", "sessions", "timer_interval", "timer_num_warmup", "timer_stop_reason"
+)  # fmt: skip
 
 
 def once_per_frame(function: Callable[..., pd.DataFrame]) -> Callable[..., pd.DataFrame]:
@@ -87,12 +89,18 @@ def ok_rows(frame: pd.DataFrame, **equal) -> pd.DataFrame:
 DISTURBED = "⚠ "
 """Stands before a value that was measured while other processes kept the machine busy."""
 
+UNSTEADY = "~ "
+"""Stands before a sustained value whose window did not reach steady clocks."""
+
+SUSTAINED = ("sustained_ms", "sustained_tflops", "sustained_gb_per_s", "joules", "watts", "tflop_per_joule")
+
 
 def cell(row: dict, name: str = "median_ms", form: Callable[[float], str] = number) -> str:
-    """Returns a value as text, or the status where there is none; DISTURBED marks one measured on a busy machine."""
+    """Returns a value as text, or the status where there is none, marked where it is DISTURBED or UNSTEADY."""
     if row["status"] != "ok":
         return row["status"]
-    return (DISTURBED if row.get("disturbed", False) in (True, 1) else "") + form(row.get(name))
+    mark = DISTURBED if row.get("disturbed", False) in (True, 1) else ""
+    return mark + (UNSTEADY if name in SUSTAINED and row.get("steady") == 0 else "") + form(row.get(name))
 
 
 def pivot(frame: pd.DataFrame, index: Sequence[str], columns: str, text: Callable[[dict], str] = cell) -> pd.DataFrame:

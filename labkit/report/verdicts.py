@@ -3,10 +3,11 @@
 A comparison is a ratio with an interval. Times are compared only with times of the same kind:
 
 - device time: the kernels alone, replayed from a CUDA graph or summed from a profile;
-- call time: what the caller waits for, including the host.
+- call time: what the caller waits for, including the host;
+- sustained time: back to back for seconds, at the clocks that the power limit leaves.
 
-The interval within a session is widened by what repeated sessions were seen to differ by. Counts and bytes are exact
-and have no interval.
+Where both sides were measured in several sessions, the interval covers the ratio of each; otherwise the interval within
+the session is widened by what sessions were seen to differ by. Counts and bytes are exact and have no interval.
 """
 
 from collections.abc import Mapping
@@ -28,10 +29,16 @@ KIND_OF_METHOD = {
 }
 """What kind of time each timer method gives."""
 
+KIND_OF_VALUE = {"sustained_ms": "sustained", "host_median_ms": "call", "flush_median_ms": "device"}
+"""The kind of the times that a row has beside its timer's."""
+
 LEVEL_BAND = 0.03
 """Two times are level when the whole interval of their ratio lies within 3 % of 1."""
 
-NOISE = {("device", True): 0.01, ("call", True): 0.03, ("device", False): 0.03, ("call", False): 0.10}
+NOISE = {
+    ("device", True): 0.01, ("call", True): 0.03, ("sustained", True): 0.01,
+    ("device", False): 0.03, ("call", False): 0.10, ("sustained", False): 0.03,
+}  # fmt: skip
 """Relative widening of a ratio by kind of time and whether both sides come from one session.
 
 Device times: two entries that run the same forward kernel differ by up to 0.6 % in one session. Between sessions, call
@@ -57,8 +64,10 @@ class Ratio(NamedTuple):
         return UNDECIDED
 
 
-def kind_of_time(row: Mapping[str, Any]) -> str:
-    """Returns "device" or "call"; raises ValueError for a timer method that has no kind."""
+def kind_of_time(row: Mapping[str, Any], value: str = "median_ms") -> str:
+    """Returns the kind of a row's time; raises ValueError for a timer method that has none."""
+    if value in KIND_OF_VALUE:
+        return KIND_OF_VALUE[value]
     method = row.get("timer_method")
     if method not in KIND_OF_METHOD:
         raise ValueError(f"unknown timer method {method!r}; accepted: {', '.join(KIND_OF_METHOD)}")
@@ -81,25 +90,46 @@ def ratio(theirs: Mapping[str, Any], ours: Mapping[str, Any], value: str = "medi
     """Returns their time over ours.
 
     Args:
-        theirs, ours: rows of a frame of records, with `value`, its `half_width_fraction`, `timer_method` and `session`.
+        theirs, ours: rows of a frame of records, with `value`, its `half_width_fraction`, `timer_method` and `session`;
+            where there were several, also `sessions`.
 
     Raises:
-        ValueError: one is a device time and the other a call time.
+        ValueError: the two are times of different kinds.
     """
-    kinds = {kind_of_time(theirs), kind_of_time(ours)}
+    kinds = {kind_of_time(theirs, value), kind_of_time(ours, value)}
     if len(kinds) > 1:
         raise ValueError(f"a ratio of a {' and a '.join(sorted(kinds))} time: compare times of one kind")
     mid = theirs[value] / ours[value]
     # One sample says nothing of its own spread.
     spread = sum(float(half) for row in (theirs, ours) if (half := row.get("half_width_fraction")) and half == half)
     is_one_session = theirs.get("session") == ours.get("session")
-    return widened(mid, mid * (1 - spread), mid * (1 + spread), kinds.pop(), is_one_session)
+    low, high = mid * (1 - spread), mid * (1 + spread)
+    their_times, our_times = (by_session(row, value) for row in (theirs, ours))
+    both = their_times.keys() & our_times.keys()
+    if len(both) > 1:
+        ratios = [their_times[session] / our_times[session] for session in both]
+    elif not is_one_session and len(their_times) > 1 and len(our_times) > 1:
+        ratios = [one / other for one in their_times.values() for other in our_times.values()]
+    else:
+        return widened(mid, low, high, kinds.pop(), is_one_session)
+    return Ratio(mid, min(low, *ratios), max(high, *ratios))
+
+
+def by_session(row: Mapping[str, Any], value: str) -> dict[str, float]:
+    """Returns a row's value by session; {} where no row beside it was measured in several."""
+    sessions = row.get("sessions")
+    sessions = sessions if isinstance(sessions, dict) else {}
+    return {session: metrics[value] for session, metrics in sessions.items() if metrics.get(value)}
 
 
 def paired(row: Mapping[str, Any]) -> Ratio:
     """Returns the ratio of a row that was timed in turn with ours: `ratio_to_ours` with its bootstrap interval."""
-    values = (row[name] for name in ("ratio_to_ours", "ratio_to_ours_low", "ratio_to_ours_high"))
-    return widened(*values, kind_of_time(row), True)
+    names = ("ratio_to_ours", "ratio_to_ours_low", "ratio_to_ours_high")
+    mid, low, high = (row[name] for name in names)
+    lows, highs = (by_session(row, name).values() for name in names[1:])
+    if len(lows) > 1:
+        return Ratio(mid, min(lows), max(highs))
+    return widened(mid, low, high, kind_of_time(row), True)
 
 
 def widened(mid: float, low: float, high: float, kind: str, same_session: bool) -> Ratio:
