@@ -236,10 +236,7 @@ def report(
     """Rebuild a device's report from its records alone; the reference device's is the top-level report.md too."""
     from labkit.report import render
 
-    if device == THIS_DEVICE:
-        from labkit import hardware
-
-        device = hardware.detect().slug
+    device = _slug(device)
     if top_level and output:
         raise RequestError("--top-level writes the report of a device in figures/: leave out --output")
     written = render.rebuild(
@@ -260,6 +257,48 @@ def devices(output: OutputOption = None) -> None:
 
     table = render.devices_table((output or FIGURES).resolve())
     print("nothing measured yet: run `labkit run`" if table.empty else table.to_markdown(index=False))
+
+
+@app.command()
+def compare(
+    sessions: Annotated[
+        bool, typer.Option("--sessions", help="Compare the sessions of a device with one another.")
+    ] = False,
+    device: Annotated[
+        str, typer.Option(help="Slug of the device, as `labkit devices` lists it; this: this machine.")
+    ] = REFERENCE_DEVICE,
+    notebook: Annotated[str | None, typer.Option(help="Number or name (01, benchmarking). Default: all.")] = None,
+    output: OutputOption = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="End with exit code 1 if too few rows of a kind of time agree.")
+    ] = False,
+) -> None:
+    """Show how well what was measured in several sessions (`labkit run --fresh`) agrees, each kind of time apart."""
+    from labkit import notebooks
+    from labkit.records import RecordStore
+    from labkit.report import sessions as report
+    from labkit.report.tables import to_markdown
+
+    if not sessions:
+        raise RequestError("say what to compare: --sessions")
+    folder = (output or FIGURES).resolve() / _slug(device) / "records"
+    names = [notebooks.resolve(notebook)] if notebook else notebooks.names()
+    chapters = {name: RecordStore(folder / f"{name}.jsonl").load() for name in names}
+    found = report.differences(chapters)
+    tables = [report.table_sessions(chapters), report.table_agreement(found), report.table_worst(found)]
+    print("\n\n".join(to_markdown(table) for table in tables if len(table)))
+    if found.empty:
+        print("No row was measured in two sessions." if any(chapters.values()) else f"No records in {folder}.")
+    if check and report.failed(found):
+        sys.exit(1)
+
+
+def _slug(device: str) -> str:
+    if device != THIS_DEVICE:
+        return device
+    from labkit import hardware
+
+    return hardware.detect().slug
 
 
 @app.command()
