@@ -17,7 +17,7 @@ import torch.distributed as dist
 from labkit import hardware
 from labkit.communication import OPERATIONS
 from labkit.configs import DISTRIBUTED, narrowed
-from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_name, ceiling_value
+from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
 from labkit.experiments.sections import run_section
 from labkit.experiments.shared_step import NUM_WARMUP, WAYS, steps_rank
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
@@ -25,7 +25,7 @@ from labkit.measure.timing import Timing
 from labkit.parallel.collectives import time_collective
 from labkit.parallel.launch import RankError, launch
 
-__all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_name", "ceiling_value", "run_case"]
+__all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_rates", "run_case"]
 
 MEASUREMENT_VERSION = 1
 
