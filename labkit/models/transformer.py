@@ -15,22 +15,41 @@ from torch import Tensor, nn
 
 from labkit.configs import RMS_NORM_EPS, ModelConfig
 from labkit.kernels.attention import IMPLS, attention
+from labkit.kernels.cross_entropy import linear_cross_entropy
+from labkit.kernels.rms_norm import rms_norm
+from labkit.kernels.rotary import rotary as rotate
+from labkit.kernels.swiglu import swiglu
+
+Stream = Tensor | tuple[Tensor, Tensor]
+"""What goes from block to block, (B, T, C); with fused blocks two tensors that the next norm adds."""
 
 ATTENTION: dict[str, Callable[..., Tensor]] = {impl: functools.partial(attention, impl=impl) for impl in IMPLS}
 """Implementations of attention by the name that `TransformerLM(attention=...)` takes."""
+
+MODEL_IMPLS = ("eager", "fused")
+"""Of all but attention. fused: one kernel each for an addition and its norm, the rotation, SwiGLU's gate, the loss."""
 
 
 class RMSNorm(nn.Module):
     """x / rms(x) · weight, the statistics in fp32 whatever the input's dtype."""
 
-    def __init__(self, d_model: int, **factory):
+    def __init__(self, d_model: int, impl: str = "eager", **factory):
         super().__init__()
+        self.impl = impl
         self.weight = nn.Parameter(torch.ones(d_model, **factory))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Stream) -> Tensor:
+        if isinstance(x, tuple):
+            return self.of_sum(*x)[0]
+        if self.impl == "fused":
+            return rms_norm(x, self.weight, RMS_NORM_EPS)
         x_fp32 = x.float()
         inverse_rms = torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + RMS_NORM_EPS)
         return (x_fp32 * inverse_rms * self.weight).to(x.dtype)
+
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns x + residual normalised, and x + residual, by one kernel."""
+        return rms_norm(x, self.weight, RMS_NORM_EPS, residual)
 
 
 class RotaryEmbedding(nn.Module):
@@ -53,10 +72,10 @@ class RotaryEmbedding(nn.Module):
 class CausalSelfAttention(nn.Module):
     """Multi-head attention without biases; `attention` names the implementation, see ATTENTION."""
 
-    def __init__(self, config: ModelConfig, attention: str, **factory):
+    def __init__(self, config: ModelConfig, attention: str, impl: str = "eager", **factory):
         super().__init__()
         self.num_heads = config.num_heads
-        self.attention = attention
+        self.attention, self.impl = attention, impl
         self.q_proj = nn.Linear(config.d_model, config.d_model, bias=False, **factory)
         self.k_proj = nn.Linear(config.d_model, config.d_model, bias=False, **factory)
         self.v_proj = nn.Linear(config.d_model, config.d_model, bias=False, **factory)
@@ -67,34 +86,50 @@ class CausalSelfAttention(nn.Module):
             return y_BTC.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
         q_BHTD, k_BHTD, v_BHTD = heads(self.q_proj(x_BTC)), heads(self.k_proj(x_BTC)), heads(self.v_proj(x_BTC))
-        out_BHTD = ATTENTION[self.attention](rotary(q_BHTD), rotary(k_BHTD), v_BHTD, causal=True)
+        if self.impl == "fused":
+            q_BHTD, k_BHTD = rotate(q_BHTD, k_BHTD, rotary.cos_TD, rotary.sin_TD)
+        else:
+            q_BHTD, k_BHTD = rotary(q_BHTD), rotary(k_BHTD)
+        out_BHTD = ATTENTION[self.attention](q_BHTD, k_BHTD, v_BHTD, causal=True)
         return self.out_proj(out_BHTD.transpose(1, 2).flatten(-2))
 
 
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) · up(x)): three matrices."""
 
-    def __init__(self, config: ModelConfig, **factory):
+    def __init__(self, config: ModelConfig, impl: str = "eager", **factory):
         super().__init__()
+        self.impl = impl
         self.gate_proj = nn.Linear(config.d_model, config.d_ff, bias=False, **factory)
         self.up_proj = nn.Linear(config.d_model, config.d_ff, bias=False, **factory)
         self.down_proj = nn.Linear(config.d_ff, config.d_model, bias=False, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.impl == "fused":
+            return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + SwiGLU(norm(x))."""
+    """x + attention(norm(x)), then x + SwiGLU(norm(x)).
 
-    def __init__(self, config: ModelConfig, attention: str, **factory):
+    Fused, it leaves the last addition to the next norm.
+    """
+
+    def __init__(self, config: ModelConfig, attention: str, impl: str = "eager", **factory):
         super().__init__()
-        self.attention_norm = RMSNorm(config.d_model, **factory)
-        self.attention = CausalSelfAttention(config, attention, **factory)
-        self.feed_forward_norm = RMSNorm(config.d_model, **factory)
-        self.feed_forward = SwiGLU(config, **factory)
+        self.impl = impl
+        self.attention_norm = RMSNorm(config.d_model, impl, **factory)
+        self.attention = CausalSelfAttention(config, attention, impl, **factory)
+        self.feed_forward_norm = RMSNorm(config.d_model, impl, **factory)
+        self.feed_forward = SwiGLU(config, impl, **factory)
 
-    def forward(self, x_BTC: Tensor, rotary: RotaryEmbedding) -> Tensor:
+    def forward(self, x_BTC: Stream, rotary: RotaryEmbedding) -> Stream:
+        if self.impl == "fused":
+            norm, is_sum = self.attention_norm, isinstance(x_BTC, tuple)
+            normed_BTC, x_BTC = norm.of_sum(*x_BTC) if is_sum else (norm(x_BTC), x_BTC)
+            normed_BTC, x_BTC = self.feed_forward_norm.of_sum(self.attention(normed_BTC, rotary), x_BTC)
+            return self.feed_forward(normed_BTC), x_BTC
         x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC), rotary)
         return x_BTC + self.feed_forward(self.feed_forward_norm(x_BTC))
 
@@ -102,29 +137,43 @@ class Block(nn.Module):
 class TransformerLM(nn.Module):
     """The language model of `config`; maps token ids (B, T) int64 to logits (B, T, V).
 
+    Given also the targets (B, T), it returns their mean cross-entropy, "fused" without ever holding all logits.
+
     Args:
         max_context: the longest T it accepts.
         attention: a key of ATTENTION.
+        impl: one of MODEL_IMPLS; the parameters are the same.
         device, dtype: of the parameters.
 
     Raises:
-        ValueError: unknown attention; d_model no multiple of num_heads; an odd head dimension (the rotation
+        ValueError: unknown attention or impl; d_model no multiple of num_heads; an odd head dimension (the rotation
             pairs them); in forward, a context longer than max_context.
     """
 
-    def __init__(self, config: ModelConfig, *, max_context: int, attention: str = "eager", device=None, dtype=None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        max_context: int,
+        attention: str = "eager",
+        impl: str = "eager",
+        device=None,
+        dtype=None,
+    ):
         super().__init__()
+        if impl not in MODEL_IMPLS:
+            raise ValueError(f"unknown impl {impl!r}; accepted: {', '.join(MODEL_IMPLS)}")
         if attention not in ATTENTION:
             raise ValueError(f"unknown attention {attention!r}; accepted: {', '.join(ATTENTION)}")
         if config.d_model % config.num_heads or config.d_head % 2:
             text = f"d_model {config.d_model} must be num_heads {config.num_heads} times an even head dimension"
             raise ValueError(text)
         factory = {"device": device, "dtype": dtype}
-        self.config = config
+        self.config, self.impl = config, impl
         self.max_context = max_context
         self.embedding = nn.Embedding(config.vocab_size, config.d_model, **factory)
-        self.blocks = nn.ModuleList(Block(config, attention, **factory) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.d_model, **factory)
+        self.blocks = nn.ModuleList(Block(config, attention, impl, **factory) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.d_model, impl, **factory)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False, **factory)
         self.rotary = RotaryEmbedding(config.d_head, max_context, config.rope_theta, device=device)
         # Every matrix is drawn from N(0, 0.02²), as GPT-2 does; norm gains stay 1.
@@ -132,13 +181,18 @@ class TransformerLM(nn.Module):
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         if tokens_BT.shape[-1] > self.max_context:
             raise ValueError(f"context {tokens_BT.shape[-1]} is longer than max_context {self.max_context}")
         x_BTC = self.embedding(tokens_BT)
         for block in self.blocks:
             x_BTC = block(x_BTC, self.rotary)
-        return self.head(self.norm(x_BTC))
+        x_BTC = self.norm(x_BTC)
+        if targets_BT is None:
+            return self.head(x_BTC)
+        if self.impl == "fused":
+            return linear_cross_entropy(x_BTC, self.head.weight, targets_BT)
+        return language_model_loss(self.head(x_BTC), targets_BT)
 
 
 def language_model_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:

@@ -1,0 +1,258 @@
+"""Mean cross-entropy of logits, and of hidden states with the language-model head, whose logits are never all there.
+
+    L = log Σ_v exp x_v    loss = mean (L − x_target)    ∂x = (exp(x − L) − [v = target]) · ∂loss / N
+
+Of logits: one program reads a row once, with a running maximum and sum (online softmax); backward reads it again and
+writes ∂x, if asked over the logits. With the head, x = h Wᵀ is made for a chunk of rows at a time, one kernel turns it
+into losses and N ∂x in place, and the products N ∂h = N ∂x W and N ∂W = N ∂xᵀ h follow at once: 6·N·V·C FLOPs, the
+memory of one chunk.
+
+Shape suffixes: N rows, C d_model, V vocabulary.
+
+Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax"; chunks as in Hsu et al. 2024, "Liger
+Kernel", section 3.2.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from labkit.kernels.fused import (
+    autocast_dtype,
+    check,
+    check_shape,
+    next_power_of_2,
+    operator,
+    rows_of,
+    runs_kernel,
+    wide,
+    wrap_triton,
+)
+
+# Logits of one chunk.
+CHUNK_BYTES = 2**27
+MAX_BLOCK, NUM_WARPS = 4096, 8
+
+
+@triton.jit
+def _log_sum_exp(row_ptr, num_columns, BLOCK: tl.constexpr):
+    # Finite, so that logits of −∞ give no NaN.
+    maximum = -1e38
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, num_columns, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        x = tl.load(row_ptr + cols, mask=cols < num_columns, other=-float("inf")).to(tl.float32)
+        larger = tl.maximum(maximum, tl.max(x))
+        sums = sums * tl.exp(maximum - larger) + tl.exp(x - larger)
+        maximum = larger
+    return maximum + tl.log(tl.sum(sums))
+
+
+@triton.jit
+def _target_logit(row_ptr, target, num_columns):
+    inside = (target >= 0) & (target < num_columns)
+    return tl.load(row_ptr + target, mask=inside, other=float("nan")).to(tl.float32)
+
+
+@triton.jit
+def _write_gradient(row_ptr, grad_row_ptr, lse, target, factor, start, num_columns, BLOCK: tl.constexpr):
+    cols = start + tl.arange(0, BLOCK)
+    x = tl.load(row_ptr + cols, mask=cols < num_columns, other=0.0).to(tl.float32)
+    grad = (tl.exp(x - lse) - tl.where(cols == target, 1.0, 0.0)) * factor
+    tl.store(grad_row_ptr + cols, grad.to(grad_row_ptr.dtype.element_ty), mask=cols < num_columns)
+
+
+@triton.jit
+def cross_entropy_fwd_kernel(
+    logits_ptr, targets_ptr, loss_ptr, lse_ptr, stride, num_columns, BLOCK: tl.constexpr, INTO_GRADIENT: tl.constexpr
+):  # fmt: skip
+    """One program computes a row's loss and, INTO_GRADIENT, replaces the logits by the gradient of that loss."""
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * stride
+    target = tl.load(targets_ptr + row)
+    lse = _log_sum_exp(row_ptr, num_columns, BLOCK)
+    tl.store(loss_ptr + row, lse - _target_logit(row_ptr, target, num_columns))
+    if lse_ptr is not None:
+        tl.store(lse_ptr + row, lse)
+    if INTO_GRADIENT:
+        # Every thread has read the target's logit before one overwrites it.
+        tl.debug_barrier()
+        for start in range(0, num_columns, BLOCK):
+            _write_gradient(row_ptr, row_ptr, lse, target, 1.0, start, num_columns, BLOCK)
+
+
+@triton.jit
+def cross_entropy_bwd_kernel(
+    logits_ptr, targets_ptr, lse_ptr, grad_loss_ptr, grad_ptr, stride, num_rows, num_columns, BLOCK: tl.constexpr
+):
+    """One program computes a block of a row of ∂x; grad may be the logits."""
+    row = tl.program_id(0).to(tl.int64)
+    factor = tl.load(grad_loss_ptr).to(tl.float32) / num_rows
+    lse, target, start = tl.load(lse_ptr + row), tl.load(targets_ptr + row), tl.program_id(1) * BLOCK
+    grad_row_ptr = grad_ptr + row * num_columns
+    _write_gradient(logits_ptr + row * stride, grad_row_ptr, lse, target, factor, start, num_columns, BLOCK)
+
+
+def _constants(num_columns: int) -> dict[str, int]:
+    return {"BLOCK": min(MAX_BLOCK, next_power_of_2(num_columns)), "num_warps": NUM_WARPS}
+
+
+@operator("cross_entropy")
+def _forward(logits: Tensor, targets: Tensor, inplace: bool) -> tuple[Tensor, Tensor]:
+    """Returns the mean loss and each row's log-sum-exp; `inplace` is for backward."""
+    logits_NV = rows_of(logits)
+    loss_N, lse_N = (torch.empty(logits_NV.shape[0], dtype=torch.float32, device=logits.device) for _ in range(2))
+    if logits.numel():
+        wrap_triton(cross_entropy_fwd_kernel)[(logits_NV.shape[0],)](
+            logits_NV, targets.contiguous(), loss_N, lse_N, logits_NV.stride(0), logits_NV.shape[1],
+            INTO_GRADIENT=False, **_constants(logits_NV.shape[1]),
+        )  # fmt: skip
+    return loss_N.mean(), lse_N
+
+
+@operator("cross_entropy_backward", mutates_args=("grad",))
+def _backward(logits: Tensor, targets: Tensor, lse_N: Tensor, grad_loss: Tensor, grad: Tensor) -> None:
+    """Writes the gradient of the logits into a contiguous tensor, which may be the logits."""
+    logits_NV, constants = rows_of(logits), _constants(logits.shape[-1])
+    if logits.numel():
+        grid = logits_NV.shape[0], triton.cdiv(logits_NV.shape[1], constants["BLOCK"])
+        wrap_triton(cross_entropy_bwd_kernel)[grid](
+            logits_NV, targets.contiguous(), lse_N, grad_loss, grad, logits_NV.stride(0), *logits_NV.shape, **constants
+        )  # fmt: skip
+
+
+def _setup(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs[:2], output[1])
+    ctx.inplace = inputs[2]
+
+
+def _gradients(ctx, grad_loss, _):
+    logits, targets, lse_N = ctx.saved_tensors
+    # Detached, for a leaf that requires a gradient must not change; its version still counts the change.
+    grad = logits.detach() if ctx.inplace else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    _backward(logits.detach(), targets, lse_N, grad_loss, grad)
+    return grad, None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_setup)
+
+
+@torch.library.custom_op("labkit::linear_cross_entropy", mutates_args=())
+def _linear_forward(
+    hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, with_gradients: bool, chunk_rows: int
+) -> list[Tensor]:
+    """Returns [mean loss] or [mean loss, N ∂h, N ∂W in fp32]. Opaque, so that nothing reorders the chunks."""
+    num_rows, vocabulary = hidden_NC.shape[0], weight_VC.shape[0]
+    loss_N = torch.empty(num_rows, dtype=torch.float32, device=hidden_NC.device)
+    grad_hidden_NC, grad_weight_VC = torch.empty_like(hidden_NC), None
+    with torch.autocast(hidden_NC.device.type, enabled=False):
+        for start in range(0, max(num_rows, 1), chunk_rows):
+            rows = slice(start, start + chunk_rows)
+            logits_NV = hidden_NC[rows] @ weight_VC.T
+            if num_rows:
+                cross_entropy_fwd_kernel[(logits_NV.shape[0],)](
+                    logits_NV, targets_N[rows], loss_N[rows], None, vocabulary, vocabulary,
+                    INTO_GRADIENT=with_gradients, **_constants(vocabulary),
+                )  # fmt: skip
+            if with_gradients:
+                torch.mm(logits_NV, weight_VC, out=grad_hidden_NC[rows])
+                grad_weight_VC = _plus_product(grad_weight_VC, logits_NV.T, hidden_NC[rows])
+    return [loss_N.mean(), grad_hidden_NC, grad_weight_VC] if with_gradients else [loss_N.mean()]
+
+
+def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """Returns total + a b in fp32, in place; a b for None."""
+    if a.dtype == torch.float32 or not a.is_cuda:
+        return a.float() @ b.float() if total is None else total.addmm_(a.float(), b.float())
+    if total is None:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+
+
+@_linear_forward.register_fake
+def _(hidden_NC, weight_VC, targets_N, with_gradients, chunk_rows):
+    loss = hidden_NC.new_empty((), dtype=torch.float32)
+    gradients = [torch.empty_like(hidden_NC), torch.empty_like(weight_VC, dtype=torch.float32)]
+    return [loss, *gradients] if with_gradients else [loss]
+
+
+def _linear_setup(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*output[1:])
+    ctx.num_rows, ctx.weight_dtype = inputs[0].shape[0], inputs[1].dtype
+
+
+def _linear_gradients(ctx, grads):
+    # One element, not a scalar: the product is computed in fp32 and rounded once.
+    factor = (grads[0] / ctx.num_rows).view(1)
+    gradients = [torch.mul(x, factor, out=torch.empty_like(x, dtype=ctx.weight_dtype)) for x in ctx.saved_tensors]
+    return *gradients, None, None, None
+
+
+_linear_forward.register_autograd(_linear_gradients, setup_context=_linear_setup)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, *, inplace: bool = False) -> Tensor:
+    """Returns the mean cross-entropy in nats, a scalar in fp32 (fp64 for fp64).
+
+    Args:
+        logits: (..., V), fp32, bf16 or fp16 (without a GPU also fp64), any strides; autocast changes nothing.
+        targets: (...), int64, from 0 to V − 1. One outside makes the loss NaN: to raise, the host would have to wait
+            for the device. (In plain PyTorch it raises.)
+        inplace: backward writes the gradient over the logits, which must be contiguous and needed by nothing else;
+            going backward twice is then an error.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit; an empty last dimension.
+
+    Error budget: that of `labkit.numerics.judge` for the formula in the same dtype, against fp64.
+    """
+    check({"logits": logits})
+    _check_targets(targets, logits)
+    if inplace and not logits.is_contiguous():
+        raise ValueError(f"inplace=True needs contiguous logits, got strides {logits.stride()}")
+    return _forward(logits, targets, inplace)[0] if runs_kernel(logits) else _formula(logits, targets)
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, chunk_rows: int | None = None) -> Tensor:
+    """Returns the mean cross-entropy of the logits hidden · weightᵀ in nats, a scalar in fp32 (fp64 for fp64).
+
+    Gradients are computed on the way forward; kept are those, of the weight in fp32.
+
+    Args:
+        hidden: (..., C), weight: (V, C), one dtype of fp32, bf16, fp16 (without a GPU also fp64). Under autocast both
+            are cast to its dtype first, and may differ. Logits are rounded to their dtype, sums are in fp32.
+        targets: (...), int64, as in `cross_entropy`.
+        chunk_rows: rows whose logits are there at a time; None: as many as take 128 MiB.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit; an empty last dimension; chunk_rows below 1.
+
+    Error budget: that of `labkit.numerics.judge` for the formula in the same dtype, against fp64.
+    """
+    if dtype := autocast_dtype(hidden):
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    check({"hidden": hidden, "weight": weight})
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or not weight.shape[0]:
+        raise ValueError(f"weight must be (V, {hidden.shape[-1]}), got {tuple(weight.shape)}")
+    _check_targets(targets, hidden)
+    if chunk_rows is None:
+        chunk_rows = max(CHUNK_BYTES // (weight.shape[0] * weight.element_size()) // 128 * 128, 128)
+    if chunk_rows < 1:
+        raise ValueError(f"chunk_rows must be at least 1, got {chunk_rows}")
+    if not runs_kernel(hidden):
+        return _formula(hidden @ weight.T, targets)
+    with_gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    hidden_NC = hidden.reshape(-1, hidden.shape[-1])
+    return _linear_forward(hidden_NC, weight, targets.reshape(-1), with_gradients, chunk_rows)[0]
+
+
+def _check_targets(targets: Tensor, x: Tensor) -> None:
+    check_shape("targets", targets, *x.shape[:-1])
+    if targets.dtype != torch.int64 or targets.device != x.device:
+        raise ValueError(f"targets must be torch.int64 on {x.device}, got {targets.dtype} on {targets.device}")
+
+
+def _formula(logits: Tensor, targets: Tensor) -> Tensor:
+    logits = wide(logits)
+    return (logits.logsumexp(-1) - logits.gather(-1, targets[..., None]).squeeze(-1)).mean()

@@ -1,0 +1,130 @@
+"""Rotary positions of queries and keys in one Triton launch, forward and backward.
+
+    (a, b) → (a cos θ − b sin θ, b cos θ + a sin θ) for columns i and i + D/2 at angle θ(t, i); backward turns by −θ
+
+Shapes: q (B, H, T, D), k (B, G, T, D), tables (at least T, D) whose halves are equal. Memory bounds it: each element is
+read and written once; the tables stay in the caches.
+
+Shape suffixes: B batch, H query heads, G key heads, T tokens, D head dimension.
+
+Source: Su et al. 2021, "RoFormer", equation 34, with the halves of a head paired as in `RotaryEmbedding`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from labkit.kernels.fused import check, next_power_of_2, operator, runs_kernel, wide, wrap_triton
+
+# Pairs of a tile: 16 of a thread.
+TILE_PAIRS = 2048
+
+
+@triton.jit
+def _turn(
+    x_ptr, y_ptr, cos_ptr, sin_ptr, stride_b, stride_h, stride_t, num_rows, num_heads, num_tokens, tile,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, INVERSE: tl.constexpr,
+):  # fmt: skip
+    """Turns a tile of rows, counted as they are written: by batch, token and head."""
+    rows = tile * ROWS + tl.arange(0, ROWS)[:, None]
+    cols = tl.arange(0, BLOCK)[None, :]
+    inside = (rows < num_rows) & (cols < D // 2)
+    tokens = rows // num_heads % num_tokens
+    batches = rows // num_heads // num_tokens
+    x_ptrs = x_ptr + batches.to(tl.int64) * stride_b + tokens.to(tl.int64) * stride_t + cols
+    x_ptrs += (rows % num_heads).to(tl.int64) * stride_h
+    first = tl.load(x_ptrs, mask=inside).to(tl.float32)
+    second = tl.load(x_ptrs + D // 2, mask=inside).to(tl.float32)
+    cos = tl.load(cos_ptr + tokens * D + cols, mask=inside)
+    sin = tl.load(sin_ptr + tokens * D + cols, mask=inside)
+    if INVERSE:
+        sin = -sin
+    y_ptrs = y_ptr + rows.to(tl.int64) * D + cols
+    tl.store(y_ptrs, (first * cos - second * sin).to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptrs + D // 2, (second * cos + first * sin).to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rotary_kernel(
+    q_ptr, k_ptr, turned_q_ptr, turned_k_ptr, cos_ptr, sin_ptr,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
+    rows_q, rows_k, heads_q, heads_k, num_tokens,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, INVERSE: tl.constexpr,
+):  # fmt: skip
+    """The first programs turn queries, the others keys."""
+    tile, tiles_q = tl.program_id(0), tl.cdiv(rows_q, ROWS)
+    if tile < tiles_q:
+        _turn(q_ptr, turned_q_ptr, cos_ptr, sin_ptr, stride_qb, stride_qh, stride_qt,
+              rows_q, heads_q, num_tokens, tile, D, BLOCK, ROWS, INVERSE)  # fmt: skip
+    else:
+        _turn(k_ptr, turned_k_ptr, cos_ptr, sin_ptr, stride_kb, stride_kh, stride_kt,
+              rows_k, heads_k, num_tokens, tile - tiles_q, D, BLOCK, ROWS, INVERSE)  # fmt: skip
+
+
+@operator("rotary")
+def _rotary(q_BHTD: Tensor, k_BGTD: Tensor, cos_TD: Tensor, sin_TD: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+    """Returns turned queries and keys, the heads of a token adjacent in memory as a projection writes them."""
+    inputs = [x if x.stride(-1) == 1 else x.contiguous() for x in (q_BHTD, k_BGTD)]
+    num_tokens, d = q_BHTD.shape[-2:]
+    block = next_power_of_2(d // 2)
+    num_rows = [x.numel() // d for x in inputs]
+    per_tile = max(1, TILE_PAIRS // block)
+    turned = [
+        torch.empty((x.shape[0], num_tokens, x.shape[1], d), dtype=x.dtype, device=x.device).transpose(1, 2)
+        for x in inputs
+    ]
+    if num_rows[0]:
+        wrap_triton(rotary_kernel)[(sum(triton.cdiv(rows, per_tile) for rows in num_rows),)](
+            *inputs, *turned, cos_TD, sin_TD, *inputs[0].stride()[:3], *inputs[1].stride()[:3], *num_rows,
+            q_BHTD.shape[1], k_BGTD.shape[1], num_tokens, D=d, BLOCK=block, ROWS=per_tile, INVERSE=inverse,
+        )  # fmt: skip
+    return turned[0], turned[1]
+
+
+def _setup(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs[2:4])
+    ctx.inverse = inputs[4]
+
+
+_rotary.register_autograd(
+    lambda ctx, grad_q, grad_k: (*_rotary(grad_q, grad_k, *ctx.saved_tensors, not ctx.inverse), None, None, None),
+    setup_context=_setup,
+)
+
+
+def rotary(q_BHTD: Tensor, k_BGTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns queries and keys, each pair of columns i and i + D/2 turned by its position's angle, rounded once.
+
+    Args:
+        q_BHTD, k_BGTD: one dtype of fp32, bf16, fp16 (without a GPU also fp64), which is kept, under autocast too; the
+            keys may have fewer heads. Strides are any, best those of a projection's output, viewed.
+        cos_TD, sin_TD: cosines and sines, fp32, contiguous, at least T rows; both halves of a row are equal.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit; an odd or empty last dimension.
+
+    Error budget: that of `labkit.numerics.judge` for the formula in the same dtype, against fp64.
+    """
+    tables = {"cos": cos_TD, "sin": sin_TD}
+    check({"q": q_BHTD, "k": k_BGTD})
+    if q_BHTD.dim() != 4 or k_BGTD.dim() != 4 or q_BHTD.shape[-1] % 2:
+        raise ValueError(f"q and k must be (B, H, T, even D), got {tuple(q_BHTD.shape)} and {tuple(k_BGTD.shape)}")
+    if (k_BGTD.shape[0], *k_BGTD.shape[2:]) != (q_BHTD.shape[0], *q_BHTD.shape[2:]):
+        raise ValueError(f"k must be as q but for the heads, {tuple(q_BHTD.shape)}, got {tuple(k_BGTD.shape)}")
+    num_tokens, d = q_BHTD.shape[-2:]
+    for name, table in tables.items():
+        if table.dim() != 2 or table.shape[0] < num_tokens or table.shape[1] != d or not table.is_contiguous():
+            shape = tuple(table.shape)
+            raise ValueError(f"{name} must be contiguous with at least {num_tokens} rows of {d}, got shape {shape}")
+        if table.dtype != torch.float32 or table.device != q_BHTD.device:
+            got = f"{table.dtype} on {table.device}"
+            raise ValueError(f"{name} must be torch.float32 on {q_BHTD.device}, got {got}")
+    if runs_kernel(q_BHTD):
+        return _rotary(q_BHTD, k_BGTD, cos_TD, sin_TD, False)
+    return tuple(_formula(x, cos_TD[:num_tokens], sin_TD[:num_tokens]) for x in (q_BHTD, k_BGTD))
+
+
+def _formula(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    first, second = wide(x_BHTD).chunk(2, dim=-1)
+    return (wide(x_BHTD) * cos_TD + torch.cat((-second, first), dim=-1) * sin_TD).to(x_BHTD.dtype)

@@ -1,0 +1,392 @@
+"""The fused kernels against fp64, interpreted on the CPU in a worker process and compiled on a GPU; their operators;
+and that every kernel, as launched, compiles for three GPUs without spilling."""
+
+import contextlib
+import functools
+import math
+import re
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_kernel_compilation import SHARED_LIMIT, compile_source, spilled_bytes
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from triton.compiler import ASTSource
+
+from labkit.kernels import cross_entropy as ce
+from labkit.kernels import fused, layer_norm, norms, rms_norm, rotary, swiglu
+from labkit.models.transformer import RotaryEmbedding
+from labkit.numerics import judge
+
+EPS = 1e-5
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+not_interpreted = pytest.mark.skipif(fused.IS_INTERPRETED, reason="interpreted kernels are neither compiled nor traced")
+
+
+def is_interpreted() -> bool:
+    return fused.IS_INTERPRETED
+
+
+def rms_norm_formula(x, weight, residual=None):
+    total = x if residual is None else x + residual
+    y = fused.wide(total) * torch.rsqrt(fused.wide(total).pow(2).mean(-1, keepdim=True) + EPS) * weight
+    return y.to(total.dtype) if residual is None else (y.to(total.dtype), total)
+
+
+def layer_norm_formula(x, weight, bias, residual=None):
+    total = x if residual is None else x + residual
+    y = F.layer_norm(total, weight.shape, weight.to(total.dtype), bias.to(total.dtype), EPS)
+    return y if residual is None else (y, total)
+
+
+def cross_entropy_formula(logits, targets):
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+FUNCTIONS = {
+    "rms norm": (lambda x, w, r=None: rms_norm.rms_norm(x, w, EPS, r), rms_norm_formula),
+    "layer norm": (lambda x, w, b, r=None: layer_norm.layer_norm(x, w, b, EPS, r), layer_norm_formula),
+    "swiglu": (swiglu.swiglu, lambda gate, up: F.silu(gate) * up),
+    "rotary": (lambda q, k, by: rotary.rotary(q, k, by.cos_TD, by.sin_TD), lambda q, k, by: (by(q), by(k))),
+    "cross entropy": (ce.cross_entropy, cross_entropy_formula),
+    "cross entropy in place": (lambda x, t: ce.cross_entropy(x.clone(), t, inplace=True), cross_entropy_formula),
+    "linear cross entropy": (
+        lambda h, w, t: ce.linear_cross_entropy(h, w, t, chunk_rows=5),
+        lambda h, w, t: cross_entropy_formula(h @ w.T, t),
+    ),
+}
+"""Ours, and the formula in any dtype; a norm whose name ends in "+ sum" has a residual."""
+
+NORMS = ["rms norm", "rms norm + sum", "layer norm", "layer norm + sum"]
+NAMES = [*NORMS, *list(FUNCTIONS)[2:]]
+
+
+def shapes_of(name: str, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Returns the shapes of an operation's tensors for that of its first."""
+    if "norm" in name:
+        return [shape] + [shape[-1:]] * (2 if "layer" in name else 1) + [shape] * ("sum" in name)
+    others = {"swiglu": [shape], "rotary": [(shape[0], 1, *shape[2:])], "linear cross entropy": [(61, shape[-1])]}
+    return [shape, *others.get(name, [])]
+
+
+def draw(name: str, shape, dtype: torch.dtype, layout: str, device: str) -> tuple[list[Tensor], list]:
+    """Returns the tensors to differentiate by, and the others."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(s, generator=generator).to(dtype).to(device) for s in shapes_of(name, shape)]
+    if layout == "mixed":  # a 16-bit branch beside fp32: what autocast gives
+        tensors = [tensors[0], *(x.float() for x in tensors[1:])]
+    elif layout == "rows apart":  # columns of a wider tensor, whose others are NaN
+        wide = [torch.full((*x.shape[:-1], 2 * x.shape[-1]), math.nan, dtype=dtype, device=device) for x in tensors]
+        tensors = [w[..., : x.shape[-1]].copy_(x) for w, x in zip(wide, tensors, strict=True)]
+    elif layout == "columns apart":
+        tensors = [x.transpose(0, -1).contiguous().transpose(0, -1) for x in tensors]
+    elif layout == "heads beside":  # as a projection writes them
+        tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+    if name == "rotary":
+        return tensors, [RotaryEmbedding(shape[-1], shape[-2] + 3, 10_000.0, device=device)]
+    if "entropy" in name:
+        classes = 61 if "linear" in name else shape[-1]
+        return tensors, [torch.randint(classes, shape[:-1], generator=generator).to(device)]
+    return tensors, []
+
+
+def results(function, tensors: list[Tensor], others: list) -> list[Tensor]:
+    """Returns the outputs and, for gradients of theirs drawn at random, the gradients of the tensors."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    outputs = function(*leaves, *others)
+    outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
+    generator = torch.Generator().manual_seed(1)
+    gradients = [torch.randn(x.shape, generator=generator).to(x.dtype).to(x) for x in outputs]
+    return [x.detach() for x in outputs] + list(torch.autograd.grad(outputs, leaves, gradients))
+
+
+@contextlib.contextmanager
+def poisoned():
+    """Fills what is allocated with NaN, so that what a kernel leaves out shows."""
+
+    def filled(allocate, *args, **kwargs):
+        x = allocate(*args, **kwargs)
+        return x if isinstance(x, FakeTensor) or not x.is_floating_point() else x.fill_(math.nan)
+
+    with contextlib.ExitStack() as stack:
+        for name in ("empty", "empty_like"):
+            stack.enter_context(mock.patch.object(torch, name, functools.partial(filled, getattr(torch, name))))
+        yield
+
+
+def measure(name: str, shape, dtype: torch.dtype, layout: str = "", device: str = "cpu") -> list[float]:
+    """Returns the share of the error budget that each output and each gradient takes; above 1 it raises."""
+    ours, formula = FUNCTIONS[name.removesuffix(" + sum")]
+    tensors, others = draw(name, shape, dtype, layout, device)
+    with poisoned():
+        values = results(ours, tensors, others)
+    eager, exact = results(formula, tensors, others), results(formula, [x.double() for x in tensors], others)
+    fractions = []
+    for number, triple in enumerate(zip(values, eager, exact, strict=True)):
+        assert triple[0].shape == triple[2].shape
+        value, same, oracle = (x.double().reshape((1,) * (2 - x.dim()) + x.shape) for x in triple)
+        kind = "out" if number < len(values) - len(tensors) else "gradient"
+        verdict = judge(kind, value, oracle, same, dtype=values[number].dtype, num_terms=max(shape))
+        fractions.append(verdict.budget_fraction)
+    return fractions
+
+
+CASES = [(name, shape, "") for name in NORMS for shape in [(1, 3), (5, 7, 40), (9, 300)]]
+CASES += [(name, (9, 40), layout) for name in [*NORMS, "swiglu"] for layout in ("rows apart", "columns apart")]
+CASES += [("swiglu", shape, "") for shape in [(1, 1), (3, 5, 40), (2, 1030)]]
+CASES += [("rotary", (1, 1, 1, 2), ""), ("rotary", (2, 3, 33, 12), ""), ("rotary", (2, 3, 9, 16), "heads beside")]
+CASES += [("rotary", (2, 3, 9, 6), "columns apart"), ("rotary", (2, 3, 9, 6), "rows apart")]
+CASES += [("cross entropy", shape, "") for shape in [(2, 2), (3, 5, 61), (3, 5001)]]
+CASES += [("cross entropy", (7, 61), "rows apart"), ("cross entropy in place", (7, 61), "")]
+CASES += [("linear cross entropy", shape, "") for shape in [(1, 3), (2, 6, 24), (17, 40)]]
+ON_GPU = [(name, (4099, c), "") for name in NORMS for c in (768, 1152, 1600, 2560, 8192)]
+ON_GPU += [("swiglu", (1027, 4304), "rows apart"), ("rotary", (4, 25, 513, 64), "heads beside")]
+ON_GPU += [("cross entropy", (515, 50257), ""), ("linear cross entropy", (515, 768), "")]
+ON_GPU += [(name, (4099, 1600), "mixed") for name in NORMS[1::2]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "shape", "layout"), CASES, ids=str)
+def test_it_is_within_the_error_budget(name, shape, layout, dtype, interpreted):
+    assert max(interpreted(measure, name, shape, dtype, layout)) <= 1
+
+
+@pytest.mark.parametrize("name", NORMS[1::2])
+def test_a_16_bit_branch_is_added_to_an_fp32_residual(name, interpreted):
+    assert max(interpreted(measure, name, (5, 40), torch.bfloat16, "mixed")) <= 1
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "shape", "layout"), CASES + ON_GPU, ids=str)
+def test_compiled_it_is_within_the_error_budget(name, shape, layout, dtype):
+    assert max(measure(name, shape, dtype, layout, "cuda")) <= 1
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_without_a_gpu_it_is_the_formula(name, dtype):
+    assert max(measure(name, (2, 3, 5, 12) if name == "rotary" else (5, 12), dtype)) <= 1
+
+
+def check_operators(device: str = "cpu") -> None:
+    """Asserts of every operator that it is what its schema says: dtypes that differ, views, gradients to take."""
+
+    def x(*shape, dtype=torch.float32, grad=False):
+        return torch.randn(shape, device=device).to(dtype).requires_grad_(grad)
+
+    leaf = functools.partial(x, grad=True)
+    branch, weight, total, statistics = leaf(5, 40, dtype=torch.bfloat16), leaf(40), x(5, 40), x(5)
+    q, k = leaf(2, 9, 3, 12).transpose(1, 2), leaf(2, 9, 1, 12).transpose(1, 2)
+    by, targets = RotaryEmbedding(12, 9, 1e4, device=device), torch.randint(40, (5,), device=device)
+    grad_y, narrow = x(5, 40, dtype=torch.bfloat16), torch.bfloat16
+    for operation, arguments in (
+        (rms_norm._forward, (branch, leaf(5, 40), weight, EPS, narrow)),
+        (rms_norm._forward, (branch, None, weight, EPS, narrow)),
+        (rms_norm._backward, (total, x(40), statistics, grad_y, total, narrow)),
+        (layer_norm._forward, (branch, leaf(5, 40), weight, leaf(40), EPS, narrow)),
+        (layer_norm._backward, (total, x(40), statistics, statistics, grad_y, None, narrow)),
+        (swiglu._forward, leaf(5, 80).chunk(2, dim=-1)),
+        (swiglu._backward, (total, total, total)),
+        (rotary._rotary, (q, k, by.cos_TD, by.sin_TD, False)),
+        (ce._forward, (leaf(5, 40), targets, False)),
+        (ce._backward, (total, targets, statistics, x(), x(5, 40))),
+        (ce._linear_forward, (leaf(5, 8), leaf(40, 8), targets, True, 2)),
+    ):
+        torch.library.opcheck(operation, arguments)
+
+
+def check_compiled(autocast: bool, device: str = "cpu", backend: str = "aot_eager") -> None:
+    """Asserts that in one graph without a break the operations give what they give outside."""
+    for name in NAMES:
+        function = FUNCTIONS[name.removesuffix(" + sum")][0]
+        dtype, layout = (torch.bfloat16, "mixed") if autocast and name in NORMS else (torch.float32, "")
+        tensors, others = draw(name, (2, 3, 9, 12) if name == "rotary" else (9, 40), dtype, layout, device)
+        torch._dynamo.reset()
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            inside = results(torch.compile(function, backend=backend, fullgraph=True), tensors, others)
+            torch.testing.assert_close(inside, results(function, tensors, others))
+
+
+def test_the_operators_are_what_their_schemas_say(interpreted):
+    interpreted(check_operators)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_compiler_takes_them_whole(autocast, interpreted):
+    interpreted(check_compiled, autocast)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_on_a_gpu_operators_and_compiler_agree():
+    check_operators("cuda")
+    for autocast in (False, True):
+        check_compiled(autocast, "cuda", "inductor")
+
+
+@not_interpreted
+def test_the_compiler_sees_the_kernels_inside():
+    with FakeTensorMode(), torch.no_grad():
+        x, weight = (torch.empty(shape, device="cuda") for shape in ((64, 768), (768,)))
+        graph = make_fx(lambda x, w: rms_norm._forward._abstract_fn(x, x, w, EPS, x.dtype))(x, weight).graph
+    assert "triton_kernel_wrapper_mutation" in [str(node.target) for node in graph.nodes]
+
+
+def dtypes_under_autocast() -> list[torch.dtype]:
+    with torch.autocast("cpu", torch.bfloat16):
+        x, weight = torch.randn(3, 8), torch.randn(8)
+        y, total = rms_norm.rms_norm(x.bfloat16(), weight, EPS, residual=x)
+        loss = ce.linear_cross_entropy(x, torch.randn(5, 8).bfloat16(), torch.zeros(3, dtype=torch.int64))
+        results = (y, layer_norm.layer_norm(x, weight, weight, EPS), total, swiglu.swiglu(x, x), loss)
+        return [z.dtype for z in results]
+
+
+def test_under_autocast_a_norm_gives_what_the_next_product_takes(interpreted):
+    expected = [torch.bfloat16] * 2 + [torch.float32] * 3
+    assert interpreted(dtypes_under_autocast) == dtypes_under_autocast() == expected
+
+
+def unused_outputs() -> None:
+    x, weight, bias, residual = (torch.randn(s).requires_grad_() for s in ((3, 8), (8,), (8,), (3, 8)))
+    for name, inputs in (("rms norm", (x, weight, residual)), ("layer norm", (x, weight, bias, residual))):
+        norm = functools.partial(FUNCTIONS[name][0], *inputs)
+        of_total = torch.autograd.grad(norm()[1].sum(), (x, residual, weight), allow_unused=True)
+        assert torch.equal(of_total[0], torch.ones(3, 8)) and torch.equal(of_total[1], of_total[0])
+        assert of_total[2] is None
+        of_y, of_both = (torch.autograd.grad(z, (x, weight)) for z in (norm()[0].sum(), sum(norm()).sum()))
+        torch.testing.assert_close(of_both[0], of_y[0] + 1)
+        assert torch.equal(of_both[1], of_y[1])
+
+
+def test_an_output_that_nothing_uses_adds_no_gradient(interpreted):
+    interpreted(unused_outputs)
+
+
+def in_place_and_out_of_range() -> None:
+    logits, targets = torch.randn(4, 9, requires_grad=True).clone(), torch.tensor([0, 3, 8, 2])
+    loss = ce.cross_entropy(logits, targets, inplace=True)
+    (grad,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    assert grad.data_ptr() == logits.data_ptr()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    for shift in (-1, 1):
+        assert ce.cross_entropy(logits, targets + shift).isnan()
+    assert ce.linear_cross_entropy(torch.randn(0, 4, requires_grad=True), torch.randn(9, 4), targets[:0]).isnan()
+
+
+def test_the_gradient_in_place_is_the_logits_and_a_target_outside_gives_nan(interpreted):
+    interpreted(in_place_and_out_of_range)
+
+
+X, W, T = torch.zeros(3, 4), torch.zeros(4), torch.zeros(3, dtype=torch.int64)
+X4, TABLE = X[None, None], torch.zeros(5, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: rms_norm.rms_norm(X, torch.zeros(5), EPS), r"weight must be of shape \(4,\), got \(5,\)"),
+        (lambda: rms_norm.rms_norm(X, W.half(), EPS), "dtype of x, torch.float32, got torch.float16"),
+        (lambda: rms_norm.rms_norm(X.half(), W.bfloat16(), EPS), "torch.float16 or torch.float32, got"),
+        (lambda: rms_norm.rms_norm(X, W, EPS, X.half()), "residual must have the dtype of x"),
+        (lambda: rms_norm.rms_norm(X, W, EPS, X[:2]), r"residual must be of shape \(3, 4\), got \(2, 4\)"),
+        (lambda: rms_norm.rms_norm(X.long(), W, EPS), "x must be of torch.float32, .* on cpu, got torch.int64"),
+        (lambda: rms_norm.rms_norm(X[:, :0], W[:0], EPS), r"dimension of x must not be empty, got shape \(3, 0\)"),
+        (lambda: layer_norm.layer_norm(X, W, W.to("meta"), EPS), "bias must be on the device of x, cpu, got meta"),
+        (lambda: layer_norm.layer_norm(X.half(), W, W.half(), EPS), "weight and bias must have one dtype"),
+        (lambda: swiglu.swiglu(X, X.half()), "up must have the dtype of gate, torch.float32, got torch.float16"),
+        (lambda: swiglu.swiglu(X, X[:2]), "up must be of shape"),
+        (lambda: rotary.rotary(X, X, TABLE, TABLE), r"q and k must be \(B, H, T, even D\)"),
+        (lambda: rotary.rotary(X4, X4[..., :2, :], TABLE, TABLE), "k must be as q but for the heads"),
+        (lambda: rotary.rotary(X4, X4, TABLE[:2], TABLE), "cos must be .* at least 3 rows of 4"),
+        (lambda: rotary.rotary(X4, X4, TABLE, TABLE.half()), "sin must be torch.float32 on cpu"),
+        (lambda: ce.cross_entropy(X, T[:2]), r"targets must be of shape \(3,\), got \(2,\)"),
+        (lambda: ce.cross_entropy(X, T.int()), "targets must be torch.int64 on cpu, got torch.int32"),
+        (lambda: ce.cross_entropy(X.T, T.new_zeros(4), inplace=True), "inplace=True needs contiguous logits"),
+        (lambda: ce.linear_cross_entropy(X, X.T, T), r"weight must be \(V, 4\), got \(4, 3\)"),
+        (lambda: ce.linear_cross_entropy(X, X, T, chunk_rows=0), "chunk_rows must be at least 1, got 0"),
+    ],
+)
+def test_bad_input_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def launches(columns: int, dtype: torch.dtype, residual: torch.dtype | None) -> list[tuple]:
+    """Returns (kernel, arguments, constants) of all launches on a GPU of 132 multiprocessors, tensors being fake."""
+    recorded = []
+
+    class Recorder:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            return lambda *arguments, **constants: recorded.append((self.kernel, arguments, constants))
+
+    def x(*shape, dtype=dtype):
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+    with contextlib.ExitStack() as stack:
+        for module in (norms, rms_norm, layer_norm, swiglu, rotary, ce):
+            stack.enter_context(mock.patch.object(module, "wrap_triton", Recorder))
+        stack.enter_context(mock.patch.object(norms, "_num_multiprocessors", lambda index: 132))
+        stack.enter_context(FakeTensorMode())
+        r = None if residual is None else x(4096, columns, dtype=residual)
+        statistics, table = x(4096, dtype=torch.float32), x(512, 64, dtype=torch.float32)
+        for norm, number in ((rms_norm, 1), (layer_norm, 2)):
+            y, *_ = norm._forward(x(4096, columns), r, *[x(columns)] * number, EPS, dtype)
+            norm._backward(y if r is None else r, x(columns), *[statistics] * number, y, r, dtype)
+        gate, up = x(4096, 2 * columns).chunk(2, dim=-1)
+        swiglu._backward(gate, up, swiglu._forward(gate, up))
+        q = x(8, 512, columns // 64, 64).transpose(1, 2)
+        rotary._rotary(q, q, table, table, False)
+        logits, targets, into = x(4096, 10_000), x(4096, dtype=torch.int64), {"INTO_GRADIENT": True}
+        loss, lse = ce._forward(logits, targets, False)
+        ce._backward(logits, targets, lse, loss, logits)
+        chunk = (logits, targets, lse, None, *logits.stride()[:1], logits.shape[1])
+        recorded.append((ce.cross_entropy_fwd_kernel, chunk, into | ce._constants(logits.shape[1])))
+    return recorded
+
+
+def source_of(kernel, arguments, constants) -> tuple[ASTSource, dict]:
+    """Returns what is to be compiled for a launch, specialised as the launch is, and its options."""
+    names = {int: "i32", float: "fp32", torch.int64: "*i64"}
+    names |= {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+    values = dict(zip(kernel.arg_names, arguments, strict=False)) | constants
+    options = {"num_warps": values.pop("num_warps", 4)}
+    signature, fixed, attributes = {}, {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        value = values[name]
+        if kernel.params[index].is_constexpr or value is None:
+            signature[name], fixed[name] = "constexpr", value
+            continue
+        signature[name] = names[value.dtype if isinstance(value, Tensor) else type(value)]
+        if isinstance(value, Tensor) or value % 16 == 0:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, fixed, attributes), options
+
+
+@not_interpreted
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    ("columns", "dtype", "residual"),
+    [(768, DTYPES[1], DTYPES[1]), (1152, DTYPES[2], None), (1600, DTYPES[1], DTYPES[0])]
+    + [(8192, dtype, dtype) for dtype in DTYPES[:2]],
+)
+def test_every_launch_compiles_without_spilling(columns, dtype, residual, capability, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    sources = [source_of(*launch) for launch in launches(columns, dtype, residual)]
+    for source, options in {source.hash(): (source, options) for source, options in sources}.values():
+        compiled, log = compile_source(source, capability, options)
+        name, ptx = source.fn.fn.__name__, compiled.asm["ptx"]
+        assert spilled_bytes(log) == 0, name
+        assert compiled.metadata.shared <= SHARED_LIMIT[80], name
+        assert re.search(r"ld\.global\S*\.v4", ptx), f"{name} loads less than 16 bytes at a time"
+        if "norm_bwd" in name:
+            assert re.search(r"cp\.async\.c[ag]\S+ .*, 0x10", ptx), f"{name} has no rows on their way"
