@@ -5,6 +5,7 @@ Shape suffixes as in labkit.models.transformer: B batch, T tokens, C d_model, H 
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import pytest
@@ -145,7 +146,9 @@ def test_eager_computes_the_formulas(context):
         assert error(value, oracle[name]) <= bound, name
 
 
-def excess_errors(attention: str, dtype: torch.dtype, context: int, device: str = "cpu") -> dict[str, float]:
+def excess_errors(
+    attention: str, dtype: torch.dtype, context: int, device: str = "cpu", impl: str = "eager"
+) -> dict[str, float]:
     """Returns, for the logits and every gradient, the error against fp64 over the budget (above 1: outside it).
 
     The budget is 2 × (eager's own error in the same dtype + one rounding of the largest value + those of the softmax's
@@ -154,7 +157,7 @@ def excess_errors(attention: str, dtype: torch.dtype, context: int, device: str 
     are random. P∘D is what the gradient lacks when the normaliser is held.
     """
     tokens_BT = draw_tokens(2, context)
-    eager, other = build("eager", dtype=dtype), build(attention, dtype=dtype)
+    eager, other = build("eager", dtype=dtype), build(attention, dtype=dtype, impl=impl)
     other.load_state_dict(eager.state_dict())
     oracle, held = run_oracle(eager, tokens_BT), run_oracle(eager, tokens_BT, hold_normaliser=True)
     of_eager, of_other = (run_model(model.to(device), tokens_BT.to(device)) for model in (eager, other))
@@ -200,6 +203,56 @@ def test_the_triton_attention_is_within_the_error_budget(interpreted, context):
     """In fp32: the interpreter's own bf16 product is wrong (triton 3.9)."""
     excess = interpreted(excess_errors, "triton", torch.float32, context)
     assert all(value <= 1 for value in excess.values()), excess
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("context", [1, 33])
+def test_the_fused_model_is_within_the_error_budget(interpreted, dtype, context):
+    """Its kernels, and without a GPU its formulas; none of them holds a matrix product of the interpreter's."""
+    for call in (interpreted, lambda function, *arguments: function(*arguments)):
+        excess = call(excess_errors, "eager", dtype, context, "cpu", "fused")
+        assert all(value <= 1 for value in excess.values()), excess
+
+
+def loss_and_gradients(
+    impl: str, compiled: bool, autocast: bool, device: str, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    model, tokens_BT = build(impl=impl).to(device, dtype), draw_tokens(2, 33).to(device)
+    if compiled:
+        model.compile(backend="aot_eager" if device == "cpu" else "inductor", fullgraph=True)
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        loss = model(tokens_BT, tokens_BT.roll(-1, 1))
+    loss.backward()
+    return {"loss": loss.detach()} | {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def check_loss_and_gradients(run, device: str) -> None:
+    """Asserts that the fused model's errors against fp64 are at most thrice the eager one's and a rounding."""
+    exact = loss_and_gradients("eager", False, False, device, torch.float64)
+    for autocast, compiled in itertools.product((False, True), repeat=2):
+        eager = loss_and_gradients("eager", False, autocast, device)
+        fused = run(loss_and_gradients, "fused", compiled, autocast, device)
+        rounding = unit_roundoff(torch.bfloat16 if autocast else torch.float32)
+        for name, reference in exact.items():
+            errors = [((x[name] - reference).norm() / reference.norm()).item() for x in (fused, eager)]
+            assert errors[0] <= 3 * (errors[1] + rounding), (name, autocast, compiled, errors)
+
+
+def test_the_fused_loss_is_the_eager_one_compiled_or_not(interpreted):
+    check_loss_and_gradients(interpreted, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_on_a_gpu_the_fused_loss_is_the_eager_one_compiled_or_not():
+    check_loss_and_gradients(lambda function, *arguments: function(*arguments), "cuda")
+
+
+def test_fused_and_eager_have_the_same_parameters_and_another_impl_is_refused():
+    shapes = [{name: x.shape for name, x in build(impl=impl).state_dict().items()} for impl in ("eager", "fused")]
+    assert shapes[0] == shapes[1]
+    with pytest.raises(ValueError, match="unknown impl 'fast'; accepted: eager, fused"):
+        TransformerLM(TINY, max_context=8, impl="fast")
 
 
 @pytest.mark.parametrize("attention", FAST)
