@@ -19,10 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from labkit.kernels.fused import (
+    Launcher,
     autocast_dtype,
     check,
     check_shape,
-    next_power_of_2,
     operator,
     rows_of,
     runs_kernel,
@@ -50,12 +50,6 @@ def _log_sum_exp(row_ptr, num_columns, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _target_logit(row_ptr, target, num_columns):
-    inside = (target >= 0) & (target < num_columns)
-    return tl.load(row_ptr + target, mask=inside, other=float("nan")).to(tl.float32)
-
-
-@triton.jit
 def _write_gradient(row_ptr, grad_row_ptr, lse, target, factor, start, num_columns, BLOCK: tl.constexpr):
     cols = start + tl.arange(0, BLOCK)
     x = tl.load(row_ptr + cols, mask=cols < num_columns, other=0.0).to(tl.float32)
@@ -66,13 +60,14 @@ def _write_gradient(row_ptr, grad_row_ptr, lse, target, factor, start, num_colum
 @triton.jit
 def cross_entropy_fwd_kernel(
     logits_ptr, targets_ptr, loss_ptr, lse_ptr, stride, num_columns, BLOCK: tl.constexpr, INTO_GRADIENT: tl.constexpr
-):  # fmt: skip
+):
     """One program computes a row's loss and, INTO_GRADIENT, replaces the logits by the gradient of that loss."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride
     target = tl.load(targets_ptr + row)
     lse = _log_sum_exp(row_ptr, num_columns, BLOCK)
-    tl.store(loss_ptr + row, lse - _target_logit(row_ptr, target, num_columns))
+    exists = (target >= 0) & (target < num_columns)
+    tl.store(loss_ptr + row, lse - tl.load(row_ptr + target, mask=exists, other=float("nan")).to(tl.float32))
     if lse_ptr is not None:
         tl.store(lse_ptr + row, lse)
     if INTO_GRADIENT:
@@ -95,7 +90,7 @@ def cross_entropy_bwd_kernel(
 
 
 def _constants(num_columns: int) -> dict[str, int]:
-    return {"BLOCK": min(MAX_BLOCK, next_power_of_2(num_columns)), "num_warps": NUM_WARPS}
+    return {"BLOCK": min(MAX_BLOCK, triton.next_power_of_2(int(num_columns))), "num_warps": NUM_WARPS}
 
 
 @operator("cross_entropy")
@@ -145,13 +140,13 @@ def _linear_forward(
     """Returns [mean loss] or [mean loss, N ∂h, N ∂W in fp32]. Opaque, so that nothing reorders the chunks."""
     num_rows, vocabulary = hidden_NC.shape[0], weight_VC.shape[0]
     loss_N = torch.empty(num_rows, dtype=torch.float32, device=hidden_NC.device)
-    grad_hidden_NC, grad_weight_VC = torch.empty_like(hidden_NC), None
+    grad_hidden_NC, grad_weight_VC = torch.empty_like(hidden_NC) if with_gradients else None, None
     with torch.autocast(hidden_NC.device.type, enabled=False):
         for start in range(0, max(num_rows, 1), chunk_rows):
             rows = slice(start, start + chunk_rows)
             logits_NV = hidden_NC[rows] @ weight_VC.T
             if num_rows:
-                cross_entropy_fwd_kernel[(logits_NV.shape[0],)](
+                Launcher(cross_entropy_fwd_kernel)[(logits_NV.shape[0],)](
                     logits_NV, targets_N[rows], loss_N[rows], None, vocabulary, vocabulary,
                     INTO_GRADIENT=with_gradients, **_constants(vocabulary),
                 )  # fmt: skip
@@ -173,7 +168,7 @@ def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 @_linear_forward.register_fake
 def _(hidden_NC, weight_VC, targets_N, with_gradients, chunk_rows):
     loss = hidden_NC.new_empty((), dtype=torch.float32)
-    gradients = [torch.empty_like(hidden_NC), torch.empty_like(weight_VC, dtype=torch.float32)]
+    gradients = [torch.empty_like(hidden_NC), weight_VC.new_empty(weight_VC.shape, dtype=torch.float32)]
     return [loss, *gradients] if with_gradients else [loss]
 
 

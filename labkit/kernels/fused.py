@@ -27,24 +27,28 @@ def operator(name: str, mutates_args: tuple[str, ...] = ()) -> Callable:
     return register
 
 
-def wrap_triton(kernel):
-    """Returns what launches a kernel inside an operator; an interpreted one is left out where tensors are fake.
+class Launcher:
+    """A kernel that launches on its tensors' device, whichever is the current one; fake tensors launch nothing."""
 
-    PyTorch finds an operator's kernels, for the key of its cache, by the calls of this name in its source.
-    """
-    return _Interpreted(kernel) if IS_INTERPRETED else torch.library.wrap_triton(kernel)
-
-
-class _Interpreted:
     def __init__(self, kernel):
         self.kernel = kernel
 
     def __getitem__(self, grid):
         def launch(*arguments, **constants):
             if not any(isinstance(argument, FakeTensor) for argument in arguments):
-                self.kernel[grid](*arguments, **constants)
+                with torch.cuda.device_of(arguments[0]):
+                    self.kernel[grid](*arguments, **constants)
 
         return launch
+
+
+def wrap_triton(kernel):
+    """Returns what launches a kernel inside an operator, and is seen there by the compiler while it traces.
+
+    PyTorch finds an operator's kernels, for the key of its cache, by the calls of this name in its source.
+    """
+    wrapped = kernel if IS_INTERPRETED else torch.library.wrap_triton(kernel)
+    return Launcher(kernel) if wrapped is kernel else wrapped
 
 
 def runs_kernel(x: Tensor) -> bool:
@@ -66,9 +70,9 @@ def check(tensors: dict[str, Tensor | None], may_be_fp32: tuple[str, ...] = ()) 
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"the last dimension of {first} must not be empty, got shape {tuple(x.shape)}")
     for name, tensor in others:
+        fitting = {x.dtype: None, torch.float32: None} if name in may_be_fp32 else {x.dtype: None}
         if tensor.device != x.device:
             raise ValueError(f"{name} must be on the device of {first}, {x.device}, got {tensor.device}")
-        fitting = {x.dtype: None, torch.float32: None} if name in may_be_fp32 else {x.dtype: None}
         if tensor.dtype not in fitting:
             text = " or ".join(map(str, fitting))
             raise ValueError(f"{name} must have the dtype of {first}, {text}, got {tensor.dtype}")
@@ -86,11 +90,6 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
-
-
-def next_power_of_2(size: int) -> int:
-    """Returns the least power of two from `size` on; the compiler takes the size as fixed, not as a symbol."""
-    return triton.next_power_of_2(int(size))
 
 
 def wide(x: Tensor) -> Tensor:

@@ -15,16 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from labkit.kernels.fused import (
-    IS_INTERPRETED,
-    autocast_dtype,
-    check,
-    check_shape,
-    next_power_of_2,
-    rows_of,
-    runs_kernel,
-    wrap_triton,
-)
+from labkit.kernels.fused import IS_INTERPRETED, autocast_dtype, check, check_shape, rows_of, runs_kernel, wrap_triton
 
 # 32 elements of a row a thread, of 1,024 threads.
 MAX_COLUMNS = 32768
@@ -50,7 +41,7 @@ def column_sums_kernel(x_ptr, sums_ptr, num_rows, num_columns, ROWS: tl.constexp
 
 def row_tile(num_columns: int) -> dict[str, int]:
     """Returns the constants of a launch with a tile of whole rows a program: 16 elements of a row a thread."""
-    block = next_power_of_2(num_columns)
+    block = triton.next_power_of_2(num_columns)
     return {"C": num_columns, "BLOCK": block, "ROWS": max(1, 2048 // block), "num_warps": min(max(block // 512, 2), 32)}
 
 
@@ -60,7 +51,7 @@ def walk_tile(num_columns: int, bytes_a_column: int) -> tuple[dict[str, int], in
     Args:
         bytes_a_column: bytes that are read of a row for each of its columns.
     """
-    block = next_power_of_2(num_columns)
+    block = triton.next_power_of_2(num_columns)
     num_warps = min(max(block // 256, 4), 16 if block <= 8192 else 32)
     programs = max(1, STAYING_THREADS // (32 * num_warps))
     stages = min(1 + BYTES_AHEAD // (block * bytes_a_column * programs), MAX_STAGES)
@@ -86,7 +77,7 @@ def norm_forward(
     statistics = [torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) for _ in range(num_statistics)]
     total = None if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
     x_NC, residual_NC = rows_of(x), None if residual is None else rows_of(residual)
-    tile = row_tile(parameters[0].shape[0])
+    tile = row_tile(int(x.shape[-1]))
     if x.numel():
         strides = x_NC.stride(0), 0 if residual is None else residual_NC.stride(0)
         kernel[(triton.cdiv(x_NC.shape[0], tile["ROWS"]),)](
@@ -110,7 +101,8 @@ def norm_backward(
     grad = torch.empty(total.shape, dtype=total.dtype, device=total.device)
     grad_x = None if x_dtype == total.dtype else torch.empty(total.shape, dtype=x_dtype, device=total.device)
     read = [None if x is None else rows_of(x) for x in (total, grad_y, grad_total)]
-    tile, programs = walk_tile(weight.shape[0], sum(x.element_size() for x in read if x is not None))
+    # Columns are a constant of the kernels, no symbol of the compiler's.
+    tile, programs = walk_tile(int(weight.shape[0]), sum(x.element_size() for x in read if x is not None))
     programs = INTERPRETED_PROGRAMS if IS_INTERPRETED else programs * _num_multiprocessors(total.device.index)
     shape = programs, num_parameters * weight.shape[0]
     parts_PC = torch.empty(shape, dtype=torch.float32, device=weight.device)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from labkit.kernels.fused import check, next_power_of_2, operator, runs_kernel, wide, wrap_triton
+from labkit.kernels.fused import check, operator, runs_kernel, wide, wrap_triton
 
 # Pairs of a tile: 16 of a thread.
 TILE_PAIRS = 2048
@@ -66,8 +66,8 @@ def rotary_kernel(
 def _rotary(q_BHTD: Tensor, k_BGTD: Tensor, cos_TD: Tensor, sin_TD: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
     """Returns turned queries and keys, the heads of a token adjacent in memory as a projection writes them."""
     inputs = [x if x.stride(-1) == 1 else x.contiguous() for x in (q_BHTD, k_BGTD)]
-    num_tokens, d = q_BHTD.shape[-2:]
-    block = next_power_of_2(d // 2)
+    num_tokens, d = q_BHTD.shape[2], int(q_BHTD.shape[3])
+    block = triton.next_power_of_2(d // 2)
     num_rows = [x.numel() // d for x in inputs]
     per_tile = max(1, TILE_PAIRS // block)
     turned = [
@@ -106,20 +106,17 @@ def rotary(q_BHTD: Tensor, k_BGTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tu
 
     Error budget: that of `labkit.numerics.judge` for the formula in the same dtype, against fp64.
     """
-    tables = {"cos": cos_TD, "sin": sin_TD}
     check({"q": q_BHTD, "k": k_BGTD})
     if q_BHTD.dim() != 4 or k_BGTD.dim() != 4 or q_BHTD.shape[-1] % 2:
         raise ValueError(f"q and k must be (B, H, T, even D), got {tuple(q_BHTD.shape)} and {tuple(k_BGTD.shape)}")
     if (k_BGTD.shape[0], *k_BGTD.shape[2:]) != (q_BHTD.shape[0], *q_BHTD.shape[2:]):
         raise ValueError(f"k must be as q but for the heads, {tuple(q_BHTD.shape)}, got {tuple(k_BGTD.shape)}")
     num_tokens, d = q_BHTD.shape[-2:]
-    for name, table in tables.items():
-        if table.dim() != 2 or table.shape[0] < num_tokens or table.shape[1] != d or not table.is_contiguous():
-            shape = tuple(table.shape)
-            raise ValueError(f"{name} must be contiguous with at least {num_tokens} rows of {d}, got shape {shape}")
-        if table.dtype != torch.float32 or table.device != q_BHTD.device:
-            got = f"{table.dtype} on {table.device}"
-            raise ValueError(f"{name} must be torch.float32 on {q_BHTD.device}, got {got}")
+    for name, table in {"cos": cos_TD, "sin": sin_TD}.items():
+        fits = table.dim() == 2 and table.shape[0] >= num_tokens and table.shape[1] == d and table.is_contiguous()
+        if not fits or table.dtype != torch.float32 or table.device != q_BHTD.device:
+            wanted = f"contiguous torch.float32 on {q_BHTD.device}, at least {num_tokens} rows of {d}"
+            raise ValueError(f"{name} must be {wanted}, got {table.dtype} on {table.device}, {tuple(table.shape)}")
     if runs_kernel(q_BHTD):
         return _rotary(q_BHTD, k_BGTD, cos_TD, sin_TD, False)
     return tuple(_formula(x, cos_TD[:num_tokens], sin_TD[:num_tokens]) for x in (q_BHTD, k_BGTD))

@@ -137,7 +137,7 @@ class Block(nn.Module):
 class TransformerLM(nn.Module):
     """The language model of `config`; maps token ids (B, T) int64 to logits (B, T, V).
 
-    Given also the targets (B, T), it returns their mean cross-entropy, "fused" without ever holding all logits.
+    Given also the targets (B, T), it returns their mean cross-entropy; fused, the logits are made in parts.
 
     Args:
         max_context: the longest T it accepts.
