@@ -31,10 +31,6 @@ STAGE = {"sharded optimizer": 1, "zero redundancy": 1, "fsdp": 3, "fsdp copy": 3
 """ZeRO stage of each way that shards; every other holds everything."""
 
 
-def called(way: str) -> str:
-    return NAMES.get(way, way)
-
-
 def mode(row: dict) -> str:
     """Returns "bf16, CUDA graph"."""
     how = {"graph": ", CUDA graph", "regional": ", blocks compiled"}
@@ -212,7 +208,7 @@ def table_steps(steps: pd.DataFrame) -> pd.DataFrame:
     result = []
     for way in DATA_PARALLEL:
         of, by_host = (select(steps, phase=way, **each) for each in (case, launched))
-        line = {"way": called(way), f"step, {mode(case)} (ms)": cell(of.iloc[0].to_dict()) if len(of) else "–"}
+        line = {"way": NAMES.get(way, way), f"step, {mode(case)} (ms)": cell(of.iloc[0].to_dict()) if len(of) else "–"}
         parts = select(pairs, phase=way, **case)
         for column, name in (("added", "added_ms"), ("shows", "shows_ms"), ("contention", "contention_ms"),
                              ("rest", "rest_ms")):  # fmt: skip
@@ -243,7 +239,7 @@ def figure_steps(steps: pd.DataFrame) -> Figure | None:
             axis.plot(line["median_ms"] / line["alone_ms"], y, "osD^"[position], label=name, **look)
         axis.axvline(1, color="black", linewidth=1)
         axis.set(title=f"{size}, batch {of['batch'].iloc[0]} a rank", xlabel="step / step alone (call time)")
-        axis.set_yticks(range(len(order)), [called(way) for way in order])
+        axis.set_yticks(range(len(order)), [NAMES.get(way, way) for way in order])
     figures.finish(figure, axes, f"What communication adds to a step, {steps.attrs['device']}")
     return figure
 
@@ -265,7 +261,7 @@ def figure_timeline(steps: pd.DataFrame) -> Figure | None:
                 axis.broken_barh(spans, (-len(labels) - 0.4, 0.8), color=colour, hatch=hatch, label=kind)
                 labels.append(f"rank {rank}, {kind}")
         axis.set_yticks([-position for position in range(len(labels))], labels)
-        axis.set(title=called(row["phase"]), xlabel="time (ms)")
+        axis.set(title=NAMES.get(row["phase"], row["phase"]), xlabel="time (ms)")
     title = f"Two steps of {case_name(rows[0])}, as profiled, {steps.attrs['device']}"
     figures.finish(figure, axes, title)
     return figure
@@ -277,7 +273,7 @@ def findings_steps(steps: pd.DataFrame) -> list[str]:
     graph = select(pairs, compile="graph") if "graph" in set(pairs["compile"]) else pairs
     parts = []
     for _, of in graph.groupby(CASE, sort=False):
-        ways = [f"{called(way)} {percent(of[of['phase'] == way]['added_fraction'].iloc[0])}"
+        ways = [f"{NAMES.get(way, way)} {percent(of[of['phase'] == way]['added_fraction'].iloc[0])}"
                 for way in ("naive", "flat", BUCKETED, "bucketed copy") if way in set(of["phase"])]  # fmt: skip
         if ways:
             parts.append(f"{case_name(of.iloc[0].to_dict())}: {listing(ways)}")
@@ -322,7 +318,7 @@ def table_memory(steps: pd.DataFrame, ways: tuple[str, ...]) -> pd.DataFrame:
     moments = ("init", "before_step", "after_step", "predicted", "parameter", "gradient", "state", "peak")
     for row in (row for way in ways for row in select(rows, phase=way).to_dict("records")):
         held = {name.replace("_", " "): gib(row[f"{name}_bytes"]) for name in moments}
-        result.append({"way": called(row["phase"]), **held, "step (ms)": cell(row)})
+        result.append({"way": NAMES.get(row["phase"], row["phase"]), **held, "step (ms)": cell(row)})
     return pd.DataFrame(result)
 
 
@@ -333,7 +329,7 @@ def findings_memory(steps: pd.DataFrame, way: str, peer: str) -> list[str]:
     for row, whole in zip(*(select(rows, phase=p, **case).to_dict("records") for p in (way, BUCKETED)), strict=False):
         saved, predicted = (whole[name] - row[name] for name in ("after_step_bytes", "predicted_bytes"))
         sentences.append(
-            f"For {case_name(row)}, {called(way)} holds {gib(row['after_step_bytes'])} GiB after a step, "
+            f"For {case_name(row)}, {NAMES.get(way, way)} holds {gib(row['after_step_bytes'])} GiB after a step, "
             f"{gib(whole['after_step_bytes'])} with everything on every rank: {gib(saved)} less ({gib(predicted)} "
             "predicted)."
         )
@@ -343,7 +339,7 @@ def findings_memory(steps: pd.DataFrame, way: str, peer: str) -> list[str]:
             f"What stays after a step exceeds parameters, gradients and moments by {span(off, percent)} "
             f"({count(len(ours), 'case')}): position tables, tokens, and weights that are not sharded."
         )
-    for rival, what in ((peer, called(peer)), (BUCKETED, "the unsharded step")):
+    for rival, what in ((peer, NAMES.get(peer, peer)), (BUCKETED, "the unsharded step")):
         if text := forms.summary(select(forms.pairs(steps, "phase", rival, keys=CASE), phase=way), case_name):
             sentences.append(f"The step of {what} over its own: {text}.")
     return sentences
@@ -354,7 +350,7 @@ def table_gathers(steps: pd.DataFrame) -> pd.DataFrame:
     result = []
     for row in ok_rows(steps, phase=["fsdp", "fsdp copy"]).to_dict("records"):
         if waits := row["samples"].get("gather_wait_ms"):
-            line = {"case": case_name(row), "way": called(row["phase"]), "step (ms)": cell(row)}
+            line = {"case": case_name(row), "way": NAMES.get(row["phase"], row["phase"]), "step (ms)": cell(row)}
             line |= {"gathers": str(len(waits)), "waits in all (ms)": number(sum(waits))}
             result.append(line | {"longest (ms)": number(max(waits))})
     return pd.DataFrame(result)
