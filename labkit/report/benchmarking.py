@@ -55,7 +55,7 @@ def table_roofs(ceilings: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
         rows.append(
             {"roof": roof, "measured": cell(row, rate), "datasheet": cell(row, "datasheet")}
             | {"measured / datasheet": cell(row, "datasheet_fraction", percent)}
-            | {"over all sessions": span(used, number) if len(used) else "–"}
+            | {"in the steps' sessions": span(used, number) if len(used) else "–"}
         )
         if "sustained_ms" in ceilings:
             reason = row.get("no_energy")

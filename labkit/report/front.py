@@ -74,14 +74,15 @@ def environment(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
 
 def table_chapters(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
     """Returns for each chapter its title with a link, how many records it has, when and from which commit."""
-    rows = []
+    rows, device = [], next(iter(chapters.values())).device
     for name, chapter in chapters.items():
         records = chapter.all_records()
         title = notebooks.title(name)
         counts = pd.Series([record.status for record in records]).value_counts().sort_index()
         rows.append(
             {
-                "chapter": f"[{title}](#{anchor(title)})",
+                "chapter": f"[{title}](#{anchor(title)})"
+                + (f", {chapter.device_name}" if chapter.device != device else ""),
                 "records": ", ".join(f"{count:,} {status}" for status, count in counts.items()),
                 "measured": dates_of(records) or "–",
                 "commit": commits_of(records) + (" +changes" if any(r.source.get("dirty") for r in records) else ""),
