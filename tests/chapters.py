@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from labkit import hardware
-from labkit.experiments.sweep import HOST_SECTION
+from labkit.experiments.sweep import HOST_SECTION, Case, Measured
 from labkit.records import Record, RecordStore
 
 CPU = hardware.Device("cpu", "a processor", "cpu-a-processor")
@@ -34,3 +34,12 @@ def on_a_cpu(monkeypatch, *, is_detected: bool = True) -> Iterator[None]:
     yield
     torch.set_num_threads(num_threads)
     torch.set_float32_matmul_precision(precision)
+
+
+def in_section(found: list[Case], section: str) -> list[Case]:
+    return [case for case in found if case.section == section]
+
+
+def measure(run_case, case: Case, ceilings: dict[str, float] | None = None) -> dict[str, Measured]:
+    """Returns what the phases of a case give, measured in this process."""
+    return {phase: run() for phase, run in run_case(case, ceilings or {})}
