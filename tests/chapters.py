@@ -1,25 +1,22 @@
 """What the tests of several chapters share."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
-from labkit import hardware
+from labkit import hardware, notebooks
 from labkit.experiments.sweep import HOST_SECTION, Case, Measured
 from labkit.records import Record, RecordStore
 
 CPU = hardware.Device("cpu", "a processor", "cpu-a-processor")
 H200 = hardware.Device("cuda", "NVIDIA H200", "nvidia-h200")
 H200_BYTES = 150_109_880_320
-
-
-def of_the_chapter(folder: Path, notebook: str) -> list[Record]:
-    """Returns a device's records of a notebook without those of the session's host, of which a CPU skips one."""
-    records = RecordStore(folder / "records" / f"{notebook}.jsonl").load()
-    host = [record for record in records if record.section == HOST_SECTION]
-    assert {record.phase for record in host if record.status == "skipped"} <= {"triton_launch"} and len(host) >= 4
-    return [record for record in records if record.section != HOST_SECTION]
 
 
 def on_a_cpu(monkeypatch, *, is_detected: bool = True) -> Iterator[None]:
@@ -43,3 +40,38 @@ def in_section(found: list[Case], section: str) -> list[Case]:
 def measure(run_case, case: Case, ceilings: dict[str, float] | None = None) -> dict[str, Measured]:
     """Returns what the phases of a case give, measured in this process."""
     return {phase: run() for phase, run in run_case(case, ceilings or {})}
+
+
+def finished(notebook: str, folder: Path) -> list[Record]:
+    """Returns the records of a run of which nothing is missing, without those of its host, of which a CPU skips one."""
+    path = folder / "records" / f"{notebook}.jsonl"
+    assert json.loads(path.with_suffix(".done.json").read_text(encoding="utf-8"))["num_missing"] == 0
+    records = RecordStore(path).load()
+    host = [record for record in records if record.section == HOST_SECTION]
+    assert {record.phase for record in host if record.status == "skipped"} <= {"triton_launch"} and len(host) >= 4
+    return [record for record in records if record.section != HOST_SECTION]
+
+
+def run_smoke(notebook: str, output: Path, *parameters: str, **environment: str) -> Path:
+    """`labkit run` in the smoke profile without a GPU; returns the device's folder, whose report has all headings."""
+    narrowed = [word for parameter in parameters for word in ("-p", parameter)]
+    command = [sys.executable, "-m", "labkit", "run", notebook[:2], "--profile", "smoke", "--output", str(output)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
+    result = subprocess.run([*command, *narrowed], capture_output=True, text=True, check=False, env=environment)
+    assert result.returncode == 0, result.stderr[-3000:]
+    (folder,) = output.iterdir()
+    text = (folder / "report.md").read_text(encoding="utf-8")
+    for cell in notebooks.read(notebook).cells:
+        if cell.cell_type == "markdown" and cell.source.startswith("## "):
+            assert f"#{cell.source.splitlines()[0]}" in text
+    return folder
+
+
+def execute_smoke(notebook: str, output: Path, **environment: str):
+    """The notebook executed in the smoke profile without a GPU; returns the device's folder and what it became."""
+    slug = f"cpu-{hardware.slugify(hardware.cpu_name())}"
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"CUDA_VISIBLE_DEVICES": "", **environment}.items():
+            patch.setenv(name, value)
+        values = {"device": slug, "measure": True, "profile": "smoke", "output": str(output), "save_figures": True}
+        return output / slug, notebooks.execute(notebook, values)

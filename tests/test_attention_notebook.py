@@ -1,19 +1,18 @@
 """Notebook 05: a case is what its label says, the accounting what autograd keeps, the report what the records say."""
 
 import dataclasses
-import json
+import functools
+import itertools
 import math
-import os
 import re
-import subprocess
-import sys
 
+import chapters
 import pandas as pd
 import pytest
 import torch
-from chapters import CPU, H200_BYTES, of_the_chapter, on_a_cpu
+from chapters import CPU, H200_BYTES, finished, in_section, on_a_cpu, run_smoke
 
-from labkit import accounting, notebooks, published
+from labkit import accounting, published
 from labkit.configs import ATTENTION, MATERIALISING, REFERENCE_DEVICE
 from labkit.experiments import attention as experiment
 from labkit.experiments.attention import AttentionCall, cases, run_case
@@ -42,13 +41,11 @@ def case(**chosen) -> Case:
     return Case("attention", parameters(**chosen), ("forward", "backward"), 60.0, 0.01, stop_at_failure=True)
 
 
-def measure(one: Case) -> dict:
-    """Returns what the phases of a case give, measured in this process."""
-    return {phase: run() for phase, run in run_case(one, {})}
+measure = functools.partial(chapters.measure, run_case)
 
 
 def calls(profile: str) -> list[dict]:
-    return [one.parameters for one in cases(profile, "cuda") if one.section == "attention"]
+    return [one.parameters for one in in_section(cases(profile, "cuda"), "attention")]
 
 
 def test_full_is_every_head_dimension_and_length_of_the_published_grid_in_every_series():
@@ -57,10 +54,8 @@ def test_full_is_every_head_dimension_and_length_of_the_published_grid_in_every_
     assert len(theirs) == 20
     for precision, impls in ATTENTION["full"].series.items():
         for impl in impls:
-            ours = {
-                (c["d_head"], c["length"]) for c in calls("full") if (c["impl"], c["precision"]) == (impl, precision)
-            }
-            assert theirs <= ours, (precision, impl)
+            own = [c for c in calls("full") if (c["impl"], c["precision"]) == (impl, precision)]
+            assert theirs <= {(c["d_head"], c["length"]) for c in own}, (precision, impl)
     assert set(table["batch_size"]) == {c["batch"] for c in calls("full")} == {8}
 
 
@@ -74,29 +69,21 @@ def test_full_has_every_sdpa_backend_in_both_precisions_and_tf32_compiled_only()
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_full_goes_on_past_the_memory_of_an_h200(precision):
     """For eager with every head dimension, as the accounting has it."""
-    element_bytes = report.ELEMENT_BYTES[precision]
+    own = [c for c in calls("full") if (c["impl"], c["precision"]) == ("eager", precision)]
     for d_head in ATTENTION["full"].d_heads:
-        lengths = [
-            c["length"]
-            for c in calls("full")
-            if (c["impl"], c["precision"], c["d_head"]) == ("eager", precision, d_head)
-        ]
-        needs = [
-            accounting.attention_peak_bytes("backward", 8, length, d_head, element_bytes, device_kind="cuda")
-            for length in lengths
-        ]
+        shapes = [(8, c["length"], d_head, report.ELEMENT_BYTES[precision]) for c in own if c["d_head"] == d_head]
+        needs = [accounting.attention_peak_bytes("backward", *shape, device_kind="cuda") for shape in shapes]
         assert needs[0] < H200_BYTES < needs[-1]
 
 
 def test_a_backward_pass_is_not_tried_after_a_failed_forward_pass():
-    found = [one for one in cases("full", "cuda") if one.section == "attention"]
+    found = in_section(cases("full", "cuda"), "attention")
     assert {(one.phases, one.stop_at_failure) for one in found} == {(("forward", "backward"), True)}
 
 
 def test_a_grid_is_narrowed():
-    narrowed = [
-        one.parameters for one in cases("full", "cuda", lengths=[256], d_heads=[64]) if one.section == "attention"
-    ]
+    found = in_section(cases("full", "cuda", lengths=[256], d_heads=[64]), "attention")
+    narrowed = [one.parameters for one in found]
     assert narrowed == [c for c in calls("full") if (c["length"], c["d_head"]) == (256, 64)]
     assert len(narrowed) > 10
 
@@ -125,14 +112,12 @@ def test_a_case_gives_times_bytes_and_errors_under_its_own_label(impl, precision
 
 
 def test_a_label_that_is_not_what_ran_is_not_its_case():
-    call = AttentionCall(CPU, parameters(impl="sdpa_flash"))
-    assert call.described() == parameters(impl="sdpa_flash")
-    call = AttentionCall(CPU, parameters(impl="sdpa_flash"))
-    call.function = attention_reference
-    assert call.described() != parameters(impl="sdpa_flash")
-    call = AttentionCall(CPU, parameters(impl="eager"))
-    call.function = lambda q, k, v: attention(q, k, v, impl="sdpa_flash")
-    assert call.described() != parameters(impl="eager")
+    flash = functools.partial(attention, impl="sdpa_flash")
+    for impl, wrong in (("sdpa_flash", attention_reference), ("eager", flash)):
+        assert AttentionCall(CPU, parameters(impl=impl)).described() == parameters(impl=impl)
+        call = AttentionCall(CPU, parameters(impl=impl))
+        call.function = wrong
+        assert call.described() != parameters(impl=impl)
 
 
 @pytest.mark.parametrize("impl", ["sdpa_cudnn", "sdpa_efficient"])
@@ -153,19 +138,17 @@ def test_an_unknown_implementation_is_refused():
 
 def test_what_cannot_be_the_first_out_of_memory_is_skipped(monkeypatch):
     """The shortest length that does not fit is tried; where half of it does not fit either, nothing is."""
+    monkeypatch.setattr(experiment, "memory_bytes", lambda device: 24 * 10**9)
     tried = {}
-    for impl in MATERIALISING:
-        for precision in ("fp32", "bf16"):
-            tried[impl, precision] = []
-            for length in (4096, 8192, 16384, 32768, 65536):
-                monkeypatch.setattr(experiment, "memory_bytes", lambda device: 24 * 10**9)
-                try:
-                    experiment._require_room(CPU, parameters(impl, precision, length=length))
-                    tried[impl, precision].append(length)
-                except Skip as skip:
-                    assert f"at length {length // 2} the scores alone take" in str(skip)
+    for impl, precision in itertools.product(MATERIALISING, ("fp32", "bf16")):
+        for length in (4096, 8192, 16384, 32768, 65536):
+            try:
+                experiment._require_room(CPU, parameters(impl, precision, length=length))
+                tried[impl, precision] = length
+            except Skip as skip:
+                assert f"at length {length // 2} the scores alone take" in str(skip)
     # 8 · 32768² · 4 B are 34 GB, 8 · 32768² · 2 B are 17 GB: the math backend computes in fp32.
-    assert {key: lengths[-1] for key, lengths in tried.items()} == {
+    assert tried == {
         ("eager", "fp32"): 32768, ("eager", "bf16"): 65536, ("compiled", "fp32"): 32768, ("compiled", "bf16"): 65536,
         ("sdpa_math", "fp32"): 32768, ("sdpa_math", "bf16"): 32768,
     }  # fmt: skip
@@ -174,13 +157,11 @@ def test_what_cannot_be_the_first_out_of_memory_is_skipped(monkeypatch):
 
 def test_a_compiled_transformers_case_is_notebook_01s(monkeypatch):
     """Only what notebook 01 lacks is measured: the backward pass alone, by notebook 01's own code."""
-    found = [one for one in cases("full", "cuda") if one.section == "transformer"]
+    found = in_section(cases("full", "cuda"), "transformer")
     assert {one.phases for one in found} == {("backward",)}
     assert {one.parameters["compile"] for one in found} == {"regional"}
-    grid = ATTENTION["full"]
-    assert {(one.parameters["size"], one.parameters["context"]) for one in found} == {
-        (size, context) for size in grid.model_sizes for context in grid.model_contexts
-    }
+    shapes = itertools.product(ATTENTION["full"].model_sizes, ATTENTION["full"].model_contexts)
+    assert {(one.parameters["size"], one.parameters["context"]) for one in found} == set(shapes)
     small = {**found[0].parameters, "size": "nano", "context": 32, "compile": "none"}
     measured = measure(dataclasses.replace(found[0], parameters=small, time_limit_s=0.01))
     assert list(measured) == ["backward"]
@@ -222,9 +203,6 @@ def test_a_result_that_is_not_a_number_gives_no_time():
     call.function = lambda q, k, v: attention_reference(q, k, v) * float("nan")
     with pytest.raises(AssertionError, match="is nan, more than"):
         call.errors("forward")
-
-
-# ---- the accounting is what autograd keeps -----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -403,27 +381,15 @@ def test_records_of_a_smaller_run_are_shown(recorded, missing):
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """The smoke profile executed here, from the notebook to the report."""
-    output = tmp_path_factory.mktemp("figures")
-    command = [sys.executable, "-m", "labkit", "run", "05", "--profile", "smoke", "--output", str(output)]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert result.returncode == 0, result.stderr[-3000:]
-    (folder,) = output.iterdir()
-    return folder
+    return run_smoke(NOTEBOOK, tmp_path_factory.mktemp("figures"))
 
 
 @pytest.mark.slow
 def test_smoke_measures_every_case_and_writes_figures_and_report(measured):
-    records = of_the_chapter(measured, NOTEBOOK)
+    records = finished(NOTEBOOK, measured)
     assert not [record for record in records if record.status in ("error", "timeout", "oom")]
     assert {record.case["impl"] for record in records if record.status == "skipped"} == {"sdpa_cudnn"}
-    done = json.loads((measured / "records" / f"{NOTEBOOK}.done.json").read_text(encoding="utf-8"))
-    assert done["num_missing"] == 0
     assert {path.name for path in measured.glob("05_*.svg")} == {"05_times.svg", "05_traffic.svg"}
-    text = (measured / "report.md").read_text(encoding="utf-8")
-    for cell in notebooks.read(NOTEBOOK).cells:
-        if cell.cell_type == "markdown" and cell.source.startswith("## "):
-            assert f"#{cell.source.splitlines()[0]}" in text
 
 
 @pytest.mark.slow

@@ -12,13 +12,11 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
 import torch
-from chapters import CPU, of_the_chapter, on_a_cpu
+from chapters import CPU, in_section, on_a_cpu, run_smoke
 
 from labkit import accounting, hardware, lessons
 from labkit.configs import FLASH_ATTENTION, LEADERBOARD, MATERIALISING, PASSES
@@ -37,9 +35,6 @@ from labkit.report.chapter import Chapter
 NOTEBOOK = "06_flash_attention"
 DEVICE = "invented-device"
 
-
-# ---- invented records -----------------------------------------------------------------------------------------
-
 RATES = {
     "gluon": 500.0, "gluon_unordered": 510.0, "triton": 400.0, "fa3": 520.0, "sdpa_cudnn": 450.0, "sdpa_flash": 300.0,
     "sdpa_efficient": 150.0, "flex": 350.0, "sdpa": 300.0, "sdpa_math": 20.0, "compiled": 60.0, "eager": 30.0,
@@ -55,24 +50,22 @@ def timed(time_ms: float, **metrics) -> dict:
     return {"metrics": {**ends, **metrics}}
 
 
+def ratio_metrics(ratio: float, low: float, high: float) -> dict:
+    return {"ratio_to_ours": ratio, "ratio_to_ours_low": low, "ratio_to_ours_high": high}
+
+
 def contest(p: dict, impl: str, name: str) -> dict:
     """Returns what a contest of attention would have recorded, by a fixed rate and a floor."""
     share = 1 if p["precision"] == "bf16" else 0.1
     auto = {"bf16": "gluon", "fp32": "triton", "tf32": "triton_tf32"}[p["precision"]]
     flops = accounting.attention_call_flops(name, p["batch"] * p["heads"], p["length"], p["d_head"], causal=p["causal"])
     time_ms, ours_ms = (FLOOR_MS + flops / (RATES[one] * share * 1e9) for one in (impl, auto))
-    ratios = {f"ratio_to_ours{end}": by * time_ms / ours_ms for end, by in (("", 1), ("_low", 0.99), ("_high", 1.01))}
     calls = {"launch_median_ms": LAUNCH_MS, "host_median_ms": max(LAUNCH_MS, time_ms) + 0.01}
     calls |= {"flush_median_ms": 1.01 * time_ms}
-    return timed(
-        time_ms,
-        achieved_tflops=flops / time_ms / 1e9,
-        ceiling=CEILING[p["precision"]],
-        is_auto=int(impl == auto),
-        **Verdict(2e-3, 2e-3, 0.4).metrics(),
-        **ratios,
-        **(calls if name != "backward" else {}),
-    )
+    rates = {"achieved_tflops": flops / time_ms / 1e9, "ceiling": CEILING[p["precision"]], "is_auto": int(impl == auto)}
+    ratios = ratio_metrics(*(by * time_ms / ours_ms for by in (1, 0.99, 1.01)))
+    errors = Verdict(2e-3, 2e-3, 0.4).metrics()
+    return timed(time_ms, **rates, **errors, **ratios, **(calls if name != "backward" else {}))
 
 
 def invented(case: Case, phase: str) -> dict:
@@ -110,27 +103,25 @@ def invented(case: Case, phase: str) -> dict:
     return {**contest(p, impl, name), "observed": products}
 
 
+@functools.cache
+def full_records() -> str:
+    """Returns lines of records of every case of the full grid."""
+    known = {"device": DEVICE, "measurement_version": experiment.MEASUREMENT_VERSION}
+    fields = {"status": "ok", "timer": {"method": "graph"}}
+    records = (
+        Record(NOTEBOOK, case.section, case.parameters, phase, **known, **{**fields, **invented(case, phase)})
+        for case in cases("full", "cuda")
+        for phase in case.phases
+    )
+    return "".join(json.dumps(dataclasses.asdict(record)) + "\n" for record in records)
+
+
 @pytest.fixture
 def chapter(tmp_path):
-    """Records of every case of the full grid; returns their chapter."""
-    folder = tmp_path / DEVICE
-    (folder / "records").mkdir(parents=True)
-    (folder / "environment.json").write_text(json.dumps({"device": {"name": "an invented device"}}))
-    lines = []
-    for case, phase in ((one, phase) for one in cases("full", "cuda") for phase in one.phases):
-        fields = {"status": "ok", "timer": {"method": "graph"}, **invented(case, phase)}
-        record = Record(NOTEBOOK, case.section, case.parameters, phase, device=DEVICE,
-                        measurement_version=experiment.MEASUREMENT_VERSION, **fields)  # fmt: skip
-        lines.append(json.dumps(dataclasses.asdict(record)) + "\n")
-    (folder / "records" / f"{NOTEBOOK}.jsonl").write_text("".join(lines))
+    (tmp_path / DEVICE / "records").mkdir(parents=True)
+    (tmp_path / DEVICE / "environment.json").write_text(json.dumps({"device": {"name": "an invented device"}}))
+    (tmp_path / DEVICE / "records" / f"{NOTEBOOK}.jsonl").write_text(full_records())
     return Chapter(NOTEBOOK, device=DEVICE, output=str(tmp_path))
-
-
-# ---- the cases ------------------------------------------------------------------------------------------------
-
-
-def in_section(found: list[Case], section: str) -> list[Case]:
-    return [case for case in found if case.section == section]
 
 
 def test_the_full_grid_is_every_length_head_dimension_and_precision():
@@ -193,18 +184,9 @@ def test_the_rivals_meet_on_the_eight_shapes():
 
 def test_options_narrow_the_grid():
     found = cases("full", "cuda", lengths=[4096], d_heads=[64])
-    assert {case.parameters["length"] for case in in_section(found, "speed")} == {4096}
-    assert {case.parameters["d_head"] for case in in_section(found, "rivals")} == {64}
-    assert {case.parameters["length"] for case in in_section(found, "memory")} == {4096}
+    for section, name, value in (("speed", "length", 4096), ("rivals", "d_head", 64), ("memory", "length", 4096)):
+        assert {case.parameters[name] for case in in_section(found, section)} == {value}
     assert len(in_section(found, "ceilings")) == 4
-
-
-# ---- the gate -------------------------------------------------------------------------------------------------
-
-
-def noise(reference: torch.Tensor, size: float) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return reference + size * torch.randn(reference.shape, generator=generator, dtype=reference.dtype)
 
 
 @pytest.fixture
@@ -224,43 +206,34 @@ def test_the_gate_lets_what_is_as_exact_as_eager_pass(reference):
     assert verdict.relative_error == pytest.approx(verdict.eager_relative_error)
     assert 0 < verdict.budget_fraction < 0.5
     assert gate("out", reference, reference, eager).relative_error == 0
+    with_zeros = reference.clone()
+    with_zeros[..., :64, :] = 0
+    assert gate("dq", with_zeros.bfloat16(), with_zeros, with_zeros.bfloat16().double()).budget_fraction < 1
 
 
 @pytest.mark.parametrize(("name", "budget"), [("out", 2), ("dq", 3)])
 def test_the_gate_is_twice_the_error_of_eager_for_outputs_and_three_times_for_gradients(reference, name, budget):
-    eager = noise(reference, 0.02)
-    rounding = 2.0**-9 + 512**0.5 * 2.0**-24
-    of_blocks = [
-        ((x - y).norm() / y.norm()).item()
-        for x, y in zip(eager.split(32, dim=-2), reference.split(32, dim=-2), strict=True)
-    ]
-    just_inside = budget * (max(of_blocks) + rounding) / max(of_blocks) * 0.999
-    wrong_by = eager - reference
+    generator = torch.Generator().manual_seed(1)
+    wrong_by = 0.02 * torch.randn(reference.shape, generator=generator, dtype=reference.dtype)
+    blocks = zip(wrong_by.split(32, dim=-2), reference.split(32, dim=-2), strict=True)
+    largest, rounding = max((x.norm() / y.norm()).item() for x, y in blocks), 2.0**-9 + 512**0.5 * 2.0**-24
+    just_inside, eager = budget * (largest + rounding) / largest * 0.999, reference + wrong_by
     assert gate(name, reference + just_inside * wrong_by, reference, eager).budget_fraction == pytest.approx(1, abs=0.2)
     with pytest.raises(AssertionError, match=f"wrong: the error of {name} is"):
         gate(name, reference + 1.5 * just_inside * wrong_by, reference, eager)
 
 
-def test_the_gate_sees_late_rows_that_are_small(reference):
+LATE_ROWS, ONE_VALUE = (..., slice(480, None), slice(None)), (..., 100, 3)
+
+
+@pytest.mark.parametrize(("where", "value"), [(LATE_ROWS, 0), (ONE_VALUE, math.nan), (ONE_VALUE, math.inf)])
+def test_the_gate_sees_late_rows_that_are_small_and_what_is_no_number(reference, where, value):
     """Zeros in place of the last rows are below the rounding of the first: a largest difference would let them pass."""
-    eager = reference.bfloat16().double()
     wrong = reference.clone()
-    wrong[..., 480:, :] = 0
-    assert (wrong - reference).abs().max() < 0.2 * reference.abs().max()
+    wrong[where] = value
+    assert value != 0 or (wrong - reference).abs().max() < 0.2 * reference.abs().max()
     with pytest.raises(AssertionError, match="wrong: the error of out"):
-        gate("out", wrong, reference, eager)
-
-
-def test_the_gate_lets_no_nan_pass_and_takes_gradients_that_are_zero(reference):
-    eager = reference.bfloat16().double()
-    for bad in (math.nan, math.inf):
-        wrong = reference.clone()
-        wrong[..., 100, 3] = bad
-        with pytest.raises(AssertionError, match="wrong"):
-            gate("out", wrong, reference, eager)
-    with_zeros = reference.clone()
-    with_zeros[..., :64, :] = 0
-    assert gate("dq", with_zeros.bfloat16(), with_zeros, with_zeros.bfloat16().double()).budget_fraction < 1
+        gate("out", wrong, reference, reference.bfloat16().double())
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -274,9 +247,6 @@ def test_the_oracle_in_blocks_is_the_formula(causal):
         assert (found[name] - expected).abs().max() <= 1e-13, name
 
 
-# ---- contests -------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def this_device_is_a_cpu(monkeypatch):
     oracle.attention_problem.cache_clear()
@@ -286,12 +256,23 @@ def this_device_is_a_cpu(monkeypatch):
     gc.freeze()
 
 
-def contest_case(*impls: str, names=PASSES, section="speed", **parameters) -> Case:
-    shape = {"batch": 1, "heads": 2, "length": 64, "d_head": 16, "causal": True, "precision": "fp32", **parameters}
-    if section == "speed":
-        shape["timed"] = "in turn"
-    phases = tuple(f"{impl} {name}" for name in names for impl in impls)
-    return Case(section, shape, phases, 60.0, 0.01)
+on_cpu = pytest.mark.usefixtures("this_device_is_a_cpu")
+SHAPE = {"batch": 1, "heads": 2, "length": 64, "d_head": 16, "causal": True, "precision": "fp32"}
+
+
+def contest_case(*impls: str, names=PASSES, section="speed", time_limit_s=0.01, **parameters) -> Case:
+    shape = {**SHAPE, **({"timed": "in turn"} if section == "speed" else {}), **parameters}
+    return Case(section, shape, tuple(f"{impl} {name}" for name in names for impl in impls), 60.0, time_limit_s)
+
+
+def sum_case(*impls: str) -> Case:
+    phases = tuple(f"{impl} {name}" for name in PASSES for impl in impls)
+    return Case("weighted_sum", {"rows": 37, "dim": 11, "precision": "fp32"}, phases, 60.0, 0.01)
+
+
+def tile_case(block_q: int) -> Case:
+    tile = {"block_q": block_q, "block_k": 16, "num_warps": 4, "num_stages": 1}
+    return Case("tiles", {**SHAPE, **tile}, ("forward",), 60.0, 0.01)
 
 
 def measure(case: Case, ceilings: dict[str, float] | None = None) -> tuple[dict[str, Measured], dict[str, Exception]]:
@@ -332,29 +313,36 @@ def test_the_grid_names_the_kernels_that_are_run_back_to_back():
                    for case in cases(profile, "cuda") if case.sustained)  # fmt: skip
 
 
-@pytest.mark.usefixtures("this_device_is_a_cpu")
+def sabotage(monkeypatch, change) -> None:
+    """Every output of attention becomes `change(impl, output)`."""
+    original = experiment.attention
+
+    def sabotaged(q, k, v, *, causal, impl):
+        return change(impl, original(q, k, v, causal=causal, impl=impl))
+
+    monkeypatch.setattr(experiment, "attention", sabotaged)
+
+
+@on_cpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_contest_measures_what_its_label_says(precision):
     case = contest_case("tiled", "sdpa_flash", "sdpa", precision=precision)
     measured, failed = measure(case, {f"gemm {precision}": 0.5})
     assert not failed and set(measured) == set(case.phases)
     for phase, result in measured.items():
-        impl, name = phase.split(" ")
-        metrics = result.metrics
-        assert result.case == case.parameters
+        (impl, name), metrics = phase.split(" "), result.metrics
+        assert result.case == case.parameters and result.timer["method"] == "host"
         assert result.observed["ran"] == {"sdpa": "sdpa_flash"}.get(impl, impl)
         assert metrics["is_auto"] == (impl == "tiled") and result.observed["num_candidates"] == 3
-        factor = {"forward": 4, "backward": 10, "forward_backward": 14}[name]
-        assert metrics["flops"] == factor * 2 * 64 * 64 * 16 / 2
+        assert metrics["flops"] == {"forward": 4, "backward": 10, "forward_backward": 14}[name] * 2 * 64 * 64 * 16 / 2
         assert metrics["achieved_tflops"] == pytest.approx(metrics["flops"] / metrics["median_ms"] / 1e9)
         assert metrics["ceiling_fraction"] == pytest.approx(metrics["achieved_tflops"] / 0.5)
         assert 0 < metrics["budget_fraction"] <= 1 and metrics["relative_error"] > 0
-        assert metrics["n"] >= contests.MIN_ROUNDS and result.timer["method"] == "host"
-        if impl == "tiled":
-            assert metrics["ratio_to_ours"] == metrics["ratio_to_ours_low"] == metrics["ratio_to_ours_high"] == 1
+        assert metrics["n"] >= contests.MIN_ROUNDS
+        assert impl != "tiled" or {metrics[key] for key in ratio_metrics(1, 1, 1)} == {1}
 
 
-@pytest.mark.usefixtures("this_device_is_a_cpu")
+@on_cpu
 def test_what_cannot_run_here_is_skipped_with_its_reason():
     measured, failed = measure(contest_case("triton", "fa3", "tiled", "sdpa_cudnn", names=("forward",)))
     assert set(measured) == {"tiled forward"}
@@ -362,19 +350,16 @@ def test_what_cannot_run_here_is_skipped_with_its_reason():
     assert "CUDA" in str(failed["triton forward"]) and "FlashAttention-3" in str(failed["fa3 forward"])
 
 
-@pytest.mark.usefixtures("this_device_is_a_cpu")
-@pytest.mark.parametrize(("wrong", "passes"), [("output", {"forward"}), ("gradient", {"backward", "forward_backward"})])
+WRONG = {  # the output as it should be with another gradient, or the other way round
+    "gradient": (lambda out: 1.05 * out - 0.05 * out.detach(), {"backward", "forward_backward"}),
+    "output": (lambda out: out + 0.05 * out.detach(), {"forward"}),
+}
+
+
+@on_cpu
+@pytest.mark.parametrize(("wrong", "passes"), WRONG.values(), ids=WRONG)
 def test_what_is_wrong_is_not_timed_and_the_others_are(monkeypatch, wrong, passes):
-    original = experiment.attention
-
-    def sabotaged(q, k, v, *, causal, impl):
-        out = original(q, k, v, causal=causal, impl=impl)
-        if impl != "sdpa_flash":
-            return out
-        # The output as it should be with another gradient, or the other way round.
-        return 1.05 * out - 0.05 * out.detach() if wrong == "gradient" else out + 0.05 * out.detach()
-
-    monkeypatch.setattr(experiment, "attention", sabotaged)
+    sabotage(monkeypatch, lambda impl, out: wrong(out) if impl == "sdpa_flash" else out)
     case = contest_case("tiled", "sdpa_flash")
     measured, failed = measure(case)
     assert set(failed) == {f"sdpa_flash {name}" for name in passes}
@@ -382,32 +367,28 @@ def test_what_is_wrong_is_not_timed_and_the_others_are(monkeypatch, wrong, passe
     assert set(measured) == set(case.phases) - set(failed)
 
 
-@pytest.mark.usefixtures("this_device_is_a_cpu")
+@on_cpu
 def test_an_out_of_memory_of_one_timed_alone_ends_all_that_is_left_of_it(monkeypatch):
     """It is raised while nothing is current, so that the session records it for every remaining phase at once."""
-    original = experiment.attention
 
-    def exhausted(q, k, v, *, causal, impl):
-        if impl == "eager":
-            raise torch.OutOfMemoryError("no room")
-        return original(q, k, v, causal=causal, impl=impl)
+    def exhausted(impl, out):
+        raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(experiment, "attention", exhausted)
+    sabotage(monkeypatch, exhausted)
     with pytest.raises(torch.OutOfMemoryError):
         next(run_case(contest_case("eager"), {}))
 
 
-@pytest.mark.usefixtures("this_device_is_a_cpu")
+@on_cpu
 def test_rounds_end_by_the_time_limit_but_for_a_few():
-    slow = dataclasses.replace(contest_case("tiled", names=("forward",), length=512), time_limit_s=1e-4)
-    measured, _ = measure(slow)
-    assert measured["tiled forward"].metrics["n"] == contests.MIN_ROUNDS
-    fast = dataclasses.replace(contest_case("sdpa_flash", names=("forward",)), time_limit_s=10.0)
-    measured, _ = measure(fast)
-    assert measured["sdpa_flash forward"].metrics["n"] == contests.MAX_ROUNDS
-    ranked = dataclasses.replace(contest_case("sdpa_flash", names=("forward",), section="rivals"), time_limit_s=10.0)
-    measured, _ = measure(ranked)
-    assert measured["sdpa_flash forward"].metrics["n"] == contests.MAX_RANKING_ROUNDS > contests.MAX_ROUNDS
+    for impl, limit_s, options, expected in (
+        ("tiled", 1e-4, {"length": 512}, contests.MIN_ROUNDS),
+        ("sdpa_flash", 10.0, {}, contests.MAX_ROUNDS),
+        ("sdpa_flash", 10.0, {"section": "rivals"}, contests.MAX_RANKING_ROUNDS),
+    ):
+        measured, _ = measure(contest_case(impl, names=("forward",), time_limit_s=limit_s, **options))
+        assert measured[f"{impl} forward"].metrics["n"] == expected
+    assert contests.MAX_RANKING_ROUNDS > contests.MAX_ROUNDS
 
 
 def test_what_cannot_be_captured_is_timed_with_events_and_its_launch_apart(monkeypatch):
@@ -444,56 +425,39 @@ def test_what_cannot_be_captured_is_timed_with_events_and_its_launch_apart(monke
         contests._time_in_turn(Contest(), "forward", ["flex"], None, 0.1)
 
 
-@pytest.mark.usefixtures("this_device_is_a_cpu")
+@on_cpu
 def test_ratios_are_to_what_auto_runs_unless_one_is_alone():
-    parameters = contest_case("tiled").parameters
-    together = Case("speed", parameters, (), 60.0)
-    alone = Case("speed", {**parameters, "timed": "alone: eager"}, (), 60.0)
-    assert AttentionContest(CPU, together, {}).baseline == "tiled"
-    assert AttentionContest(CPU, alone, {}).baseline is None
+    for timed_how, baseline in (("in turn", "tiled"), ("alone: eager", None)):
+        assert AttentionContest(CPU, contest_case("tiled", timed=timed_how), {}).baseline == baseline
 
 
-@pytest.mark.usefixtures("this_device_is_a_cpu")
+@on_cpu
 def test_a_resumed_contest_takes_its_baseline_along_unless_that_is_wrong(monkeypatch):
-    case = contest_case("sdpa_flash", names=("forward",))
-    measured, _ = measure(case)
-    assert set(measured) == set(case.phases) and measured["sdpa_flash forward"].observed["num_candidates"] == 2
-    assert measured["sdpa_flash forward"].metrics["ratio_to_ours"] > 0
-    original = experiment.attention
-    monkeypatch.setattr(
-        experiment,
-        "attention",
-        lambda q, k, v, *, causal, impl: original(q, k, v, causal=causal, impl=impl) + (impl == "tiled"),
-    )
-    measured, _ = measure(case)
-    assert measured["sdpa_flash forward"].observed["num_candidates"] == 1
-    assert "ratio_to_ours" not in measured["sdpa_flash forward"].metrics
+    def resumed() -> Measured:
+        measured, _ = measure(contest_case("sdpa_flash", names=("forward",)))
+        (result,) = measured.values()
+        return result
+
+    assert resumed().observed["num_candidates"] == 2 and resumed().metrics["ratio_to_ours"] > 0
+    sabotage(monkeypatch, lambda impl, out: out + (impl == "tiled"))
+    assert resumed().observed["num_candidates"] == 1 and "ratio_to_ours" not in resumed().metrics
 
 
-@pytest.mark.usefixtures("this_device_is_a_cpu")
+@on_cpu
 def test_the_formula_of_the_weighted_sum_is_gated_and_timed():
-    parameters = {"rows": 37, "dim": 11, "precision": "fp32"}
-    phases = tuple(f"{impl} {name}" for name in PASSES for impl in ("eager", "triton"))
-    measured, failed = measure(Case("weighted_sum", parameters, phases, 60.0, 0.01), {"copy": 10.0})
+    case = sum_case("eager", "triton")
+    measured, failed = measure(case, {"copy": 10.0})
     assert set(measured) == {f"eager {name}" for name in PASSES}
     assert set(failed) == {f"triton {name}" for name in PASSES}
     forward = measured["eager forward"]
-    assert forward.case == parameters
-    assert forward.metrics["num_bytes"] == 4 * (37 * 11 + 11 + 37)
+    assert forward.case == case.parameters and forward.metrics["num_bytes"] == 4 * (37 * 11 + 11 + 37)
     assert forward.metrics["ceiling_fraction"] == pytest.approx(forward.metrics["achieved_gb_per_s"] / 10)
 
 
-# ---- the small case, tiles and memory -------------------------------------------------------------------------
-
-
-def algorithm_case(tile: int, causal: bool, *phases: str) -> Case:
-    parameters = {**experiment.ALGORITHM, "tile": tile, "causal": causal, "precision": "fp32"}
-    return Case("algorithm", parameters, phases, 60.0)
-
-
-@pytest.mark.usefixtures("this_device_is_a_cpu")
+@on_cpu
 def test_online_softmax_ends_at_the_softmax():
-    measured, _ = measure(algorithm_case(16, False, "errors", "trace"))
+    parameters = {**experiment.ALGORITHM, "tile": 16, "causal": False, "precision": "fp32"}
+    measured, _ = measure(Case("algorithm", parameters, ("errors", "trace"), 60.0))
     samples = measured["trace"].samples
     generator = torch.Generator().manual_seed(0)
     q, k, *_ = (torch.randn((1, 1, 96, 16), generator=generator) for _ in range(4))
@@ -519,77 +483,64 @@ def measure_here(case: Case) -> dict[str, dict]:
     return {phase: result.metrics for phase, result in measured.items()}
 
 
-@pytest.mark.parametrize(("block_q", "shipped"), [(32, 1), (16, 0)])
-def test_a_tile_is_gated_and_timed(interpreted, block_q, shipped):
-    tile = {"block_q": block_q, "block_k": 16, "num_warps": 4, "num_stages": 1}
-    case = Case("tiles", {**contest_case("triton", section="tiles").parameters, **tile}, ("forward",), 60.0, 0.01)
-    metrics = interpreted(measure_here, case)["forward"]
-    assert metrics["is_shipped"] == shipped and 0 < metrics["budget_fraction"] <= 1 and metrics["median_ms"] > 0
+INTERPRETED = {
+    "a shipped tile": (tile_case(32), {"forward": {"is_shipped": 1}}),
+    "another tile": (tile_case(16), {"forward": {"is_shipped": 0}}),
+    "weighted sum": (sum_case("triton"), {}),
+    "attention": (contest_case("triton", "tiled", heads=1, length=32),
+                  {"triton forward": {"forward_block_q": 32}, "tiled forward": {"is_auto": 1}}),
+}  # fmt: skip
 
 
-def test_the_first_kernel_takes_part_where_it_runs(interpreted):
-    phases = tuple(f"triton {name}" for name in PASSES)
-    metrics = interpreted(
-        measure_here, Case("weighted_sum", {"rows": 33, "dim": 7, "precision": "fp32"}, phases, 60.0, 0.01)
-    )
-    assert set(metrics) == set(phases) and all(0 < m["budget_fraction"] <= 1 for m in metrics.values())
+@pytest.mark.parametrize(("case", "expected"), INTERPRETED.values(), ids=INTERPRETED)
+def test_the_triton_kernels_are_gated_and_timed_where_they_run(interpreted, case, expected):
+    metrics = interpreted(measure_here, case)
+    assert set(metrics) == set(case.phases)
+    for phase, found in metrics.items():
+        assert 0 < found["budget_fraction"] <= 1 and found["median_ms"] > 0
+        assert expected.get(phase, {}).items() <= found.items()
 
 
-def test_the_triton_attention_takes_part_where_it_runs(interpreted):
-    metrics = interpreted(measure_here, contest_case("triton", "tiled", heads=1, length=32))
-    assert set(metrics) == {f"{impl} {name}" for impl in ("triton", "tiled") for name in PASSES}
-    assert metrics["triton forward"]["forward_block_q"] == 32
-    assert metrics["tiled forward"]["is_auto"] == 1
-
-
-@pytest.mark.usefixtures("this_device_is_a_cpu")
+@on_cpu
 @pytest.mark.parametrize("error", ["OutOfResources", "CompilationError"])
 def test_a_tile_that_does_not_fit_is_skipped_and_a_wrong_one_is_an_error(monkeypatch, error):
     import triton.errors
 
-    monkeypatch.setattr(experiment.labkit_flash, "IS_INTERPRETED", True)
-
     def failing(*_, **__):
         raise type(error, (triton.errors.TritonError,), {})("shared memory, Required: 1, limit: 0\nand more")
 
-    tile = {"block_q": 16, "block_k": 16, "num_warps": 4, "num_stages": 1}
-    case = Case("tiles", {**contest_case("triton", section="tiles").parameters, **tile}, ("forward",), 60.0, 0.01)
-    monkeypatch.setattr(experiment.labkit_flash, "flash_attention_forward", failing)
-    _, failed = measure(case)
-    assert isinstance(failed["forward"], Skip)
-    assert str(failed["forward"]) == f"{error}: shared memory, Required: 1, limit: 0"
-    monkeypatch.setattr(
-        experiment.labkit_flash, "flash_attention_forward", lambda q, *_, **__: (torch.full_like(q, math.nan), None)
-    )
-    _, failed = measure(case)
-    assert isinstance(failed["forward"], AssertionError)
+    monkeypatch.setattr(experiment.labkit_flash, "IS_INTERPRETED", True)
+    no_number = lambda q, *_, **__: (torch.full_like(q, math.nan), None)  # noqa: E731
+    for forward, kind, reason in (
+        (failing, Skip, f"{error}: shared memory, Required: 1, limit: 0$"),
+        (no_number, AssertionError, "wrong"),
+    ):
+        monkeypatch.setattr(experiment.labkit_flash, "flash_attention_forward", forward)
+        _, failed = measure(tile_case(16))
+        assert isinstance(failed["forward"], kind) and re.match(reason, str(failed["forward"]))
 
 
-@pytest.mark.usefixtures("this_device_is_a_cpu")
+@on_cpu
 def test_memory_is_skipped_where_nothing_counts_it():
-    case = Case("memory", {**contest_case("eager", section="memory").parameters, "impl": "eager"}, ("forward",), 60.0)
     with pytest.raises(Skip, match="CUDA's allocator"):
-        next(run_case(case, {}))
+        next(run_case(Case("memory", {**SHAPE, "impl": "eager"}, ("forward",), 60.0), {}))
 
 
-# ---- the report -----------------------------------------------------------------------------------------------
-
-
-def change(chapter: Chapter, match, **fields) -> None:
-    """Appends newer records like those that `match`, with other metrics or another status."""
+def change(chapter: Chapter, section_and_phase: str, case: dict | None = None, **fields) -> None:
+    """Appends newer records like those of a section and phase (an expression), with other metrics or another status."""
     store = RecordStore(chapter.folder / "records" / f"{NOTEBOOK}.jsonl")
-    changed = [record for record in newest(store.load()) if match(record)]
+    section, phase = section_and_phase.split(" ", 1)
+    changed = [
+        record for record in newest(store.load())
+        if record.section == section and re.fullmatch(phase, record.phase)
+        and (case or {}).items() <= record.case.items() and (record.status == "ok" or "status" in fields)
+    ]  # fmt: skip
     assert changed
+    own = {"metrics": {}, **fields} if "status" in fields else fields if "samples" in fields else None
+    if "median_ms" in fields:
+        fields |= dict.fromkeys(("min_ms", "p20_ms", "p80_ms"), fields["median_ms"])
     for record in changed:
-        if {"status", "samples", "observed"} & fields.keys():
-            store.append(dataclasses.replace(record, **({"metrics": {}} if "status" in fields else {}), **fields))
-        else:
-            around = dict.fromkeys(("min_ms", "p20_ms", "p80_ms"), fields["median_ms"]) if "median_ms" in fields else {}
-            store.append(dataclasses.replace(record, metrics={**record.metrics, **around, **fields}))
-
-
-def is_case(record: Record, section: str, phase: str, **case) -> bool:
-    return record.section == section and record.phase == phase and case.items() <= record.case.items()
+        store.append(dataclasses.replace(record, **(own or {"metrics": {**record.metrics, **fields}})))
 
 
 def lines_of(table) -> dict[str, dict]:
@@ -597,43 +548,80 @@ def lines_of(table) -> dict[str, dict]:
     return {row[table.columns[0]]: row for row in table.to_dict("records")}
 
 
-FA3_AT_4096 = functools.partial(is_case, section="rivals", phase="fa3 forward_backward", length=4096, d_head=128)
 SHAPE_NAME = "4,16,4096,128 causal"
+AT_4096, AT_65536 = {"length": 4096, "d_head": 128}, {"length": 65536, "d_head": 128}
+FLEX = ("speed flex backward", {"precision": "bf16", "length": 1024, "d_head": 64}, {"budget_fraction": 0.97})
+TRACE = ("algorithm trace", {"tile": 8}, {"samples": {"query 0 maximum": [float(step) for step in range(12)]}})
+GLUON_AT_65536 = ("memory forward_backward", {"impl": "gluon", "length": 65536})
+NUM_BYTES = 10 * 65536 * 64 * 2
+ERRORS = ("algorithm", "speed", "rivals")
+
+FINDINGS = [  # of which sections, what is changed, what must be said
+    ("errors", ERRORS, FLEX, ["97 % of the error allowed (FlexAttention, bf16, backward, d 64 at 1,024)",
+                              "2.00× the error", "2 measurements of", "wrong:"]),
+    ("errors", ERRORS, TRACE, ["11 of 11 later tiles"]),
+    ("tiles", ["tiles"], (), ["128 × 128 are the fastest of 19"]),
+    *(("tiles", ["tiles"], ("tiles forward", {"block_q": 64, "block_k": 64}, {"median_ms": time_ms}),
+       [f"The shipped 128 × 128 is {word}"]) for time_ms, word in ((0.995, "level"), (0.5, "behind"))),
+    ("weighted_sum", ["weighted_sum"], (), ["6 ahead (3.50×) against eager"]),
+    ("weighted_sum", ["weighted_sum"], ("weighted_sum triton backward", {"rows": 65536}, {"median_ms": 100.0}),
+     ["5 ahead, 1 behind"]),
+    ("products", ["speed"], ("speed triton forward", {"precision": "fp32", **AT_65536},
+                             {"achieved_tflops": 0.5 * CEILING["bf16"] / 6}), ["50 % of a sixth of bf16's"]),
+    ("products", ["speed"], ("speed triton forward", {"precision": "fp32", "length": 16384, "d_head": 64},
+                             {"median_ms": 1e5}), ["17 ahead, 1 behind"]),
+    ("products", ["speed"], ("speed triton_ieee.*", {}, {"status": "skipped", "reason": "-"}), []),
+    ("memory", ["memory"], (), ["level at 8 of 8 lengths", "eager in bf16 at 131,072, ours needs 160 MiB"]),
+    ("memory", ["memory"], (*GLUON_AT_65536, {"peak_bytes": NUM_BYTES + 1}),
+     ["level at 7 and behind at 1 of 8 lengths"]),
+    ("memory", ["memory"], (*GLUON_AT_65536, {"peak_bytes": 100 * (NUM_BYTES + 1)}), ["at worst 100× at 65,536"]),
+    ("published", ["speed", "rivals"], ("rivals gluon forward_backward", {"heads": 16, "length": 16384},
+                                        {"median_ms": 1.234}),
+     ["5.36 ms on an H100, kind of time unknown; ours here 1.23 ms in device time"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "sections", "changed", "expected"), FINDINGS)
+def test_a_finding_follows_the_records(chapter, name, sections, changed, expected):
+    if changed:
+        change(chapter, *changed[:2], **changed[2])
+    sentences = getattr(report, f"findings_{name}")(*map(chapter.records, sections))
+    assert all(any(text in sentence for sentence in sentences) for text in expected)
+    assert bool(sentences) == bool(expected)
+    assert name != "published" or "×" not in sentences[-1], "no ratio of two kinds of time"
 
 
 @pytest.mark.parametrize(
-    ("ratio", "low", "high", "verdict"),
+    ("ratio", "low", "high", "shown"),
     [
-        (1.2, 1.18, 1.22, "ahead"),
-        (1.01, 1.005, 1.015, "level"),  # the whole interval is above one, and within what sessions differ by
-        (1.03, 0.95, 1.1, "undecided"),
-        (0.9, 0.88, 0.92, "behind"),
+        (1.2, 1.18, 1.22, "ahead 1.20×"),
+        (1.01, 1.005, 1.015, "level 1.01×"),  # the whole interval is above one, and within what sessions differ by
+        (1.03, 0.95, 1.1, "undecided 1.03×"),
+        (0.9, 0.88, 0.92, "behind 0.900×"),
     ],
 )
-def test_a_verdict_follows_the_paired_interval(chapter, ratio, low, high, verdict):
-    change(chapter, FA3_AT_4096, ratio_to_ours=ratio, ratio_to_ours_low=low, ratio_to_ours_high=high)
-    rivals = chapter.records("rivals")
-    assert lines_of(report.table_rivals(rivals))[SHAPE_NAME]["both"] == f"{verdict} {ratio:.2f}×".replace(
-        "0.90", "0.900"
-    )
+def test_a_verdict_follows_the_paired_interval(chapter, ratio, low, high, shown):
+    change(chapter, "rivals fa3 forward_backward", AT_4096, **ratio_metrics(ratio, low, high))
+    rivals, verdict = chapter.records("rivals"), shown.split(" ")[0]
+    assert lines_of(report.table_rivals(rivals))[SHAPE_NAME]["both"] == shown
     fa3 = report.strongest(rivals)[1]
-    counted = int((fa3[fa3["name"] == "forward_backward"]["verdict"] == verdict).sum())
-    assert f"{counted} {verdict}" in report.findings_rivals(rivals)[0]
-    assert f"{counted} {verdict}" in report.front(chapter)[0][0]
+    counted = f"{(fa3[fa3['name'] == 'forward_backward']['verdict'] == verdict).sum()} {verdict}"
+    assert counted in report.findings_rivals(rivals)[0] and counted in report.front(chapter)[0][0]
 
 
 def test_a_call_and_a_flushed_cache_are_compared_with_their_like(chapter):
-    before = lines_of(report.table_rivals(chapter.records("rivals")))[SHAPE_NAME]
-    ours = functools.partial(is_case, section="rivals", phase="gluon forward_backward", length=4096, d_head=128)
-    change(chapter, ours, host_median_ms=1e3)
-    change(chapter, FA3_AT_4096, ratio_to_ours=1.2, ratio_to_ours_low=1.19, ratio_to_ours_high=1.21)
-    rivals = chapter.records("rivals")
-    after = lines_of(report.table_rivals(rivals))[SHAPE_NAME]
+    def line() -> dict:
+        return lines_of(report.table_rivals(chapter.records("rivals")))[SHAPE_NAME]
+
+    before = line()
+    change(chapter, "rivals gluon forward_backward", AT_4096, host_median_ms=1e3)
+    change(chapter, "rivals fa3 forward_backward", AT_4096, **ratio_metrics(1.2, 1.19, 1.21))
+    after = line()
     assert after["both"].startswith("ahead") and after["both, call"].startswith("behind 0.00")
     assert after["both, flush"] == before["both, flush"]
-    assert f"In call time {SHAPE_NAME} is behind" in report.findings_rivals(rivals)[0]
-    change(chapter, ours, flush_median_ms=1e3)
-    after = lines_of(report.table_rivals(chapter.records("rivals")))[SHAPE_NAME]
+    assert f"In call time {SHAPE_NAME} is behind" in report.findings_rivals(chapter.records("rivals"))[0]
+    change(chapter, "rivals gluon forward_backward", AT_4096, flush_median_ms=1e3)
+    after = line()
     assert after["both, flush"].startswith("behind 0.00") and after["both"].startswith("ahead")
 
 
@@ -642,98 +630,46 @@ def test_host_bound_and_device_bound_cases_are_never_counted_together(chapter):
         table = report.table_lengths(chapter.records("speed"))
         return table[(table["precision"] == "bf16") & (table["against"] == "SDPA cuDNN")].to_dict("records")[0]
 
-    before = cells()
+    def change_cudnn(length: int, ratio: float) -> None:
+        case = {"precision": "bf16", "d_head": 64, "length": length}
+        change(chapter, "speed sdpa_cudnn forward_backward", case, **ratio_metrics(ratio, ratio, ratio))
+
+    host, device, before = "host-bound: device time", "device-bound: device time", cells()
     assert all(text != "–" for text in before.values())
-    cudnn = functools.partial(
-        is_case, section="speed", phase="sdpa_cudnn forward_backward", precision="bf16", d_head=64
-    )
-    change(chapter, lambda r: cudnn(r, length=128), ratio_to_ours=9.0, ratio_to_ours_low=9.0, ratio_to_ours_high=9.0)
+    change_cudnn(128, 9.0)
     after = cells()
-    assert "9.00×" in after["host-bound: device time"] and "9.00×" not in before["host-bound: device time"]
-    assert after["device-bound: device time"] == before["device-bound: device time"]
-    change(chapter, lambda r: cudnn(r, length=65536), ratio_to_ours=0.5, ratio_to_ours_low=0.5, ratio_to_ours_high=0.5)
-    assert "1 behind (0.500" in cells()["device-bound: device time"]
+    assert "9.00×" in after[host] and "9.00×" not in before[host] and after[device] == before[device]
+    change_cudnn(65536, 0.5)
+    assert "1 behind (0.500" in cells()[device]
     assert "issuing a call takes longer" in report.findings_lengths(chapter.records("speed"))[0]
     assert len(report.front(chapter)) == 2
-    change(chapter, lambda r: r.section == "speed" and "launch_median_ms" in r.metrics, launch_median_ms=1e-4)
+    change(chapter, "speed .* forward.*", launch_median_ms=1e-4)
     assert cells()["host-bound: call time"] == "–"
     assert "issuing" not in " ".join(report.findings_lengths(chapter.records("speed")))
     assert len(report.front(chapter)) == 1
 
 
 def test_ours_is_what_auto_runs(chapter):
-    both = functools.partial(is_case, section="rivals", length=256)
-    change(chapter, lambda r: both(r, phase="gluon forward_backward"), is_auto=0)
-    change(chapter, lambda r: both(r, phase="triton forward_backward"), is_auto=1, median_ms=77.7)
-    change(chapter, lambda r: is_case(r, "rivals", "fa3 forward_backward", length=256), status="ok", reason="")
+    at = {"length": 256}
+    change(chapter, "rivals gluon forward_backward", at, is_auto=0)
+    change(chapter, "rivals triton forward_backward", at, is_auto=1, median_ms=77.7)
+    change(chapter, "rivals fa3 forward_backward", at, status="ok", reason="")
     compared = report.compared(chapter.records("rivals"))
     assert set(compared[(compared["length"] == 256) & (compared["name"] == "forward_backward")]["ours_ms"]) == {77.7}
 
 
-def test_errors_and_what_was_wrong_are_counted(chapter):
-    names = ("algorithm", "speed", "rivals")
-    table = lines_of(report.table_errors(*(chapter.records(name) for name in names[1:])))
+def test_tables_hold_words_and_figures_marks_for_what_failed(chapter):
+    contests = [chapter.records(name) for name in ERRORS[1:]]
+    table = lines_of(report.table_errors(*contests))
     assert table["SDPA efficient"]["bf16"].endswith(", 1 wrong") and table["Gluon (ours)"]["fp32"] == "–"
-    flex = functools.partial(is_case, section="speed", phase="flex backward", precision="bf16")
-    change(chapter, lambda r: flex(r, length=1024, d_head=64), budget_fraction=0.97)
-    frames = [chapter.records(name) for name in names]
-    assert lines_of(report.table_errors(*frames[1:]))["FlexAttention"]["bf16"].startswith("0.97 of ")
-    found = " ".join(report.findings_errors(*frames))
-    assert "97 % of the error allowed (FlexAttention, bf16, backward, d 64 at 1,024)" in found
-    assert "2.00× the error" in found and "2 measurements of" in found and "wrong:" in found
-    trace = functools.partial(is_case, section="algorithm", phase="trace", tile=8)
-    before = figures.svg(report.figure_online_softmax(frames[0]))
-    change(chapter, trace, samples={"query 0 maximum": [float(step) for step in range(12)]})
-    frames[0] = chapter.records("algorithm")
-    assert "11 of 11 later tiles" in report.findings_errors(*frames)[0]
-    assert figures.svg(report.figure_online_softmax(frames[0])) != before
-
-
-def test_tiles_name_the_fastest_and_the_verdict_on_the_shipped(chapter):
-    assert "128 × 128 are the fastest of 19" in report.findings_tiles(chapter.records("tiles"))[0]
-    fastest = functools.partial(is_case, section="tiles", phase="forward", block_q=64, block_k=64)
-    for time_ms, word in ((0.995, "level"), (0.5, "behind")):
-        change(chapter, fastest, median_ms=time_ms, achieved_tflops=555.0)
-        tiles = chapter.records("tiles")
-        assert f"The shipped 128 × 128 is {word}" in report.findings_tiles(tiles)[0]
-        table = lines_of(report.table_tiles(tiles))
-        assert table[64][64] == "555" and table[128][128].endswith("(shipped)") and table[256][128] == "skipped"
-
-
-def test_the_first_kernel_is_compared_with_the_formula(chapter):
-    assert "6 ahead (3.50×) against eager" in report.findings_weighted_sum(chapter.records("weighted_sum"))[0]
-    change(chapter, lambda r: is_case(r, "weighted_sum", "triton backward", rows=65536), median_ms=100.0)
-    assert "5 ahead, 1 behind" in report.findings_weighted_sum(chapter.records("weighted_sum"))[0]
-
-
-def test_products_in_fp32_are_held_against_their_own_roof(chapter):
-    six = functools.partial(is_case, section="speed", phase="triton forward", precision="fp32")
-    change(chapter, lambda r: six(r, length=65536, d_head=128), achieved_tflops=0.5 * CEILING["bf16"] / 6)
-    change(chapter, lambda r: six(r, length=16384, d_head=64), median_ms=1e5)
-    (text,) = report.findings_products(chapter.records("speed"))
-    assert "17 ahead, 1 behind" in text and "50 % of a sixth of bf16's" in text
-    change(chapter, lambda r: r.section == "speed" and r.phase.startswith("triton_ieee"), status="skipped", reason="-")
-    assert report.findings_products(chapter.records("speed")) == []
-
-
-def test_peaks_are_compared_by_the_byte_and_an_out_of_memory_is_a_word_and_a_mark(chapter):
-    def shown() -> tuple[str, str, bytes]:
-        memory = chapter.records("memory")
-        return " ".join(report.findings_memory(memory)), report.table_memory(memory).to_string(), figures.svg(
-            report.figure_memory(memory)
-        )  # fmt: skip
-
-    text, table, figure = shown()
-    assert (
-        "level at 8 of 8 lengths" in text and "eager in bf16 at 131,072, ours needs 160 MiB" in text and "oom" in table
-    )
-    ours = functools.partial(is_case, section="memory", phase="forward_backward", impl="gluon", length=65536)
-    one_more = 10 * 65536 * 64 * 2 + 1
-    change(chapter, ours, peak_bytes=one_more)
-    assert "level at 7 and behind at 1 of 8 lengths" in shown()[0], "one byte more is more"
-    change(chapter, ours, peak_bytes=100 * one_more)
-    text, table, other = shown()
-    assert "at worst 100× at 65,536" in text and "8,000" in table and other != figure
+    change(chapter, *FLEX[:2], **FLEX[2])
+    assert lines_of(report.table_errors(chapter.records("speed")))["FlexAttention"]["bf16"].startswith("0.97 of ")
+    change(chapter, "tiles forward", {"block_q": 64, "block_k": 64}, achieved_tflops=555.0)
+    tiles = lines_of(report.table_tiles(chapter.records("tiles")))
+    assert tiles[64][64] == "555" and tiles[128][128].endswith("(shipped)") and tiles[256][128] == "skipped"
+    assert "oom" in report.table_memory(chapter.records("memory")).to_string()
+    change(chapter, *GLUON_AT_65536, peak_bytes=100 * NUM_BYTES)
+    assert "8,000" in report.table_memory(chapter.records("memory")).to_string()
 
 
 def test_published_times_stand_beside_the_device_bound_ones_only(chapter):
@@ -743,10 +679,6 @@ def test_published_times_stand_beside_the_device_bound_ones_only(chapter):
     row = matches[(matches["length"] == 65536) & (matches["d_head"] == 64) & (matches["precision"] == "bf16")]
     row = row[(row["kernel"] == "Triton") & (row["phase"] == "forward")].iloc[0]
     assert row["published_ms"] == 6.297 and row["ratio"] == pytest.approx(6.297 / row["median_ms"])
-    change(chapter, lambda r: is_case(r, "rivals", "gluon forward_backward", heads=16, length=16384), median_ms=1.234)
-    text = report.findings_published(chapter.records("speed"), chapter.records("rivals"))[-1]
-    assert "5.36 ms on an H100, kind of time unknown; ours here 1.23 ms in device time" in text
-    assert "×" not in text, "no ratio of two kinds of time"
 
 
 def test_versions_are_data_and_their_findings_follow_them():
@@ -802,13 +734,20 @@ def test_without_records_every_section_says_so(tmp_path):
     assert report.front(empty) == []
 
 
-def test_figures_are_the_same_bytes_twice_and_follow_their_records(chapter):
-    makers = {"speed": report.figure_lengths, "rivals": report.figure_rivals}
-    before = {name: figures.svg(make(chapter.records(name))) for name, make in makers.items()}
-    assert before == {name: figures.svg(make(chapter.records(name))) for name, make in makers.items()}
-    change(chapter, lambda r: r.phase == "sdpa_cudnn forward_backward", median_ms=50.0)
-    change(chapter, lambda r: r.phase == "sdpa_cudnn forward", achieved_tflops=50.0)
-    assert all(figures.svg(make(chapter.records(name))) != before[name] for name, make in makers.items())
+@pytest.mark.parametrize(
+    ("make", "section", "changed"),
+    [
+        (report.figure_lengths, "speed", ("speed sdpa_cudnn forward_backward", {}, {"median_ms": 50.0})),
+        (report.figure_rivals, "rivals", ("rivals sdpa_cudnn forward", {}, {"achieved_tflops": 50.0})),
+        (report.figure_memory, "memory", (*GLUON_AT_65536, {"peak_bytes": 100 * NUM_BYTES})),
+        (report.figure_online_softmax, "algorithm", TRACE),
+    ],
+)
+def test_figures_are_the_same_bytes_twice_and_follow_their_records(chapter, make, section, changed):
+    before = figures.svg(make(chapter.records(section)))
+    assert before == figures.svg(make(chapter.records(section)))
+    change(chapter, *changed[:2], **changed[2])
+    assert figures.svg(make(chapter.records(section))) != before
 
 
 def test_kernels_are_interpreted_only_where_triton_is_not_loaded_yet(monkeypatch):
@@ -824,18 +763,11 @@ def test_kernels_are_interpreted_only_where_triton_is_not_loaded_yet(monkeypatch
     assert "TRITON_INTERPRET" not in os.environ
 
 
-# ---- an execution here ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_the_smoke_profile_runs_through(tmp_path):
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-    narrowed = ("-p", "lengths=128", "-p", "d_heads=16")
-    command = [sys.executable, "-m", "labkit", "run", "06", "--profile", "smoke", *narrowed, "--output", str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr[-3000:]
-    (folder,) = tmp_path.iterdir()
-    records = of_the_chapter(folder, NOTEBOOK)
+    folder = run_smoke(NOTEBOOK, tmp_path, "lengths=128", "d_heads=16")
+    records = RecordStore(folder / "records" / f"{NOTEBOOK}.jsonl").load()
+    text = (folder / "report.md").read_text(encoding="utf-8")
     sections = {"ceilings", "algorithm", "weighted_sum", "speed", "rivals", "tiles", "memory"}
     assert {record.section for record in records} == sections
     assert {record.status for record in records} == {"ok", "skipped"}
@@ -843,8 +775,5 @@ def test_the_smoke_profile_runs_through(tmp_path):
     assert timed == {"tiled", "eager", "compiled", "sdpa", "sdpa_math", "sdpa_flash"}
     skipped = {record.phase.split(" ")[0]: record.reason for record in records if record.status == "skipped"}
     assert all(skipped[impl] for impl in ("triton", "gluon", "fa3", "flex", "sdpa_cudnn", "sdpa_efficient"))
-    text = (folder / "report.md").read_text(encoding="utf-8")
-    for heading in ("Softmax without the row", "The kernel in tiles", "Full shapes against the best"):
-        assert f"### {heading}" in text
     for name in ("06_online_softmax.svg", "06_lengths.svg", "06_rivals.svg"):
         assert f"({name})" in text and (folder / name).exists()

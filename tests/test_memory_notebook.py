@@ -1,16 +1,14 @@
 """Notebook 04: a case is what its label says, the report what the records say, the smoke profile a whole chapter."""
 
 import dataclasses
+import itertools
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pandas as pd
 import pytest
 import torch
-from chapters import CPU, H200_BYTES, of_the_chapter
+from chapters import CPU, H200_BYTES, finished, in_section, run_smoke
 
 from labkit import accounting, hardware, notebooks
 from labkit.configs import MEMORY, ModelConfig, model_config
@@ -27,40 +25,28 @@ OTHER_BYTES = 70 * 2**20
 BLOCK_REST = 2**20
 
 
-# ---- the cases -------------------------------------------------------------------------------------------------------
-
-
 def test_full_is_every_size_and_context_in_both_precisions():
-    found = {
-        (c.parameters["size"], c.parameters["context"], c.parameters["precision"])
-        for c in cases("full", "cuda") if c.section == "peaks"
-    }  # fmt: skip
-    sizes = ("small", "medium", "large", "xl-2025", "2.7b", "10b")
-    contexts = (128, 256, 512, 1024, 2048)
-    assert found == {(size, context, p) for size in sizes for context in contexts for p in ("fp32", "bf16")}
+    names = ("size", "context", "precision")
+    found = {tuple(one.parameters[name] for name in names) for one in in_section(cases("full", "cuda"), "peaks")}
+    sizes, contexts = ("small", "medium", "large", "xl-2025", "2.7b", "10b"), (128, 256, 512, 1024, 2048)
+    assert found == set(itertools.product(sizes, contexts, ("fp32", "bf16")))
 
 
 def test_full_has_the_published_block_and_every_kind_of_plan():
     found = cases("full", "cuda")
-    (shape,) = {
-        tuple(c.parameters[n] for n in ("d_model", "d_ff", "num_heads", "context", "batch", "precision"))
-        for c in found if c.section == "block"
-    }  # fmt: skip
+    names = ("d_model", "d_ff", "num_heads", "context", "batch", "precision")
+    (shape,) = {tuple(one.parameters[name] for name in names) for one in in_section(found, "block")}
     assert shape == (2560, 10240, 16, 2048, 4, "fp32")
     for attention in ("eager", "sdpa_flash"):
-        plans = {c.parameters["plan"] for c in found if c.parameters.get("attention") == attention and
-                 c.section == "checkpointing"}  # fmt: skip
+        known = [one.parameters for one in in_section(found, "checkpointing")]
+        plans = {p["plan"] for p in known if p["attention"] == attention}
         assert {"none", "1", "32"} <= plans and any("/" in plan for plan in plans)
     assert {c.parameters["size"] for c in found if c.section in ("timeline", "checkpointing")} == {"2.7b"}
 
 
 def test_the_peaks_are_narrowed():
-    found = [c for c in cases("full", "cuda", sizes=["xl-2026"], contexts=[512]) if c.section == "peaks"]
-    assert [c.parameters["precision"] for c in found] == ["fp32", "bf16"]
-    assert {(c.parameters["size"], c.parameters["context"]) for c in found} == {("2.7b", 512)}
-
-
-# ---- running one -----------------------------------------------------------------------------------------------------
+    found = [one.parameters for one in in_section(cases("full", "cuda", sizes=["xl-2026"], contexts=[512]), "peaks")]
+    assert [(p["size"], p["context"], p["precision"]) for p in found] == [("2.7b", 512, "fp32"), ("2.7b", 512, "bf16")]
 
 
 def test_a_phase_far_beyond_the_memory_is_skipped_and_one_near_it_is_not(monkeypatch):
@@ -90,9 +76,6 @@ def test_a_compiled_part_that_computes_something_else_gives_no_bytes(monkeypatch
               and c.parameters["code"] == "compiled"]  # fmt: skip
     with pytest.raises(AssertionError, match="compiled and eager differ by"):
         dict(run_case(one, {}))["saved"]()
-
-
-# ---- the report says what the records say ----------------------------------------------------------------------------
 
 
 def record(one: Case, phase: str, status: str = "ok", **content) -> Record:
@@ -411,33 +394,17 @@ RENDERED = {
 }  # fmt: skip
 
 
-# ---- the notebook on this machine ------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """The smoke profile executed here, from the notebook to the report."""
-    output = tmp_path_factory.mktemp("figures")
-    command = [sys.executable, "-m", "labkit", "run", "04", "--profile", "smoke", "--output", str(output)]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "LABKIT_CANARY": "canary-3f1c"}
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert result.returncode == 0, result.stderr[-3000:]
-    (folder,) = output.iterdir()
-    return folder
+    return run_smoke(NOTEBOOK, tmp_path_factory.mktemp("figures"), LABKIT_CANARY="canary-3f1c")
 
 
 @pytest.mark.slow
 def test_smoke_measures_every_case_and_writes_figures_and_report(measured):
-    records = of_the_chapter(measured, NOTEBOOK)
-    assert {record.status for record in records} == {"ok"}
-    done = json.loads((measured / "records" / f"{NOTEBOOK}.done.json").read_text(encoding="utf-8"))
-    assert done["num_missing"] == 0
+    assert {record.status for record in finished(NOTEBOOK, measured)} == {"ok"}
     svgs = {path.name for path in measured.glob("04_*.svg")}
     assert svgs == {"04_peaks.svg", "04_timeline.svg", "04_checkpointing.svg"}
-    chapter = (measured / "report.md").read_text(encoding="utf-8")
-    for cell in notebooks.read(NOTEBOOK).cells:
-        if cell.cell_type == "markdown" and cell.source.startswith("## "):
-            assert f"#{cell.source.splitlines()[0]}" in chapter
     assert all("canary-3f1c" not in path.read_text(encoding="utf-8") for path in measured.rglob("*") if path.is_file())
 
 

@@ -4,13 +4,13 @@ import functools
 import itertools
 import json
 import math
-import os
 
+import chapters
 import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from chapters import CPU, of_the_chapter, on_a_cpu
+from chapters import CPU, execute_smoke, finished, in_section, on_a_cpu
 
 from labkit import hardware, notebooks
 from labkit.configs import BATCH_SIZE, BENCHMARKING, FIGURES, MIXED_PHASES, REFERENCE_DEVICE
@@ -33,13 +33,11 @@ def this_device_is_a_cpu(request, monkeypatch):
     yield from on_a_cpu(monkeypatch, is_detected="gpu" not in request.keywords)
 
 
-def measure(one: Case) -> dict:
-    """Returns what the phases of a case give, measured in this process."""
-    return {phase: run() for phase, run in run_case(one, {})}
+measure = functools.partial(chapters.measure, run_case)
 
 
 def of_section(section: str, profile: str = "full") -> list[Case]:
-    return [one for one in cases(profile, "cuda") if one.section == section]
+    return in_section(cases(profile, "cuda"), section)
 
 
 def text(sentences) -> str:
@@ -94,9 +92,8 @@ def test_every_section_covers_what_is_asked_of_it():
 
 
 def test_the_steps_are_narrowed():
-    narrowed = cases("full", "cuda", sizes=["xl-2026"], contexts=[512])
-    steps = [one.parameters for one in narrowed if one.section == "steps"]
-    assert {(p["size"], p["context"]) for p in steps} == {("2.7b", 512)} and len(steps) == 3
+    steps = in_section(cases("full", "cuda", sizes=["xl-2026"], contexts=[512]), "steps")
+    assert [(one.parameters["size"], one.parameters["context"]) for one in steps] == [("2.7b", 512)] * 3
 
 
 def step(precision: str, context: int = 8, batch: int = 1) -> dict:
@@ -415,35 +412,21 @@ def test_figures_are_the_same_bytes_twice_and_take_a_point_of_this_machine(frame
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """The smoke profile executed here, without a GPU; returns the device's folder and what the notebook showed."""
-    output = tmp_path_factory.mktemp("figures")
-    slug = f"cpu-{hardware.slugify(hardware.cpu_name())}"
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    try:
-        values = {"device": slug, "measure": True, "profile": "smoke", "output": str(output), "save_figures": True}
-        executed = notebooks.execute(NOTEBOOK, values)
-    finally:
-        del os.environ["CUDA_VISIBLE_DEVICES"]
-        if before is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
+    folder, executed = execute_smoke(NOTEBOOK, tmp_path_factory.mktemp("figures"))
     outputs = [output for cell in executed.cells for output in cell.get("outputs", [])]
-    return output / slug, "\n".join(output.get("data", {}).get("text/markdown", "") for output in outputs)
+    return folder, "\n".join(output.get("data", {}).get("text/markdown", "") for output in outputs)
 
 
 @pytest.mark.slow
 def test_smoke_measures_every_case_and_draws_its_figures(measured):
     folder, shown = measured
-    records = of_the_chapter(folder, NOTEBOOK)
+    records = finished(NOTEBOOK, folder)
     assert not [one for one in records if one.status in ("error", "timeout", "oom")]
-    skipped = {
-        (one.section, one.case.get("precision", one.case.get("input"))) for one in records if one.status == "skipped"
-    }
-    assert skipped == {("steps", "fp16"), ("training", "tf32"), ("normalisation", "fp16")}
-    done = json.loads((folder / "records" / f"{NOTEBOOK}.done.json").read_text(encoding="utf-8"))
-    assert done["num_missing"] == 0
-    assert {path.name for path in folder.glob("*.svg")} == {
-        f"03_{name}.svg" for name in ("accumulation", "normalisation", "training")
-    }
+    skipped = [(one.section, one.case) for one in records if one.status == "skipped"]
+    found = {(section, case.get("precision", case.get("input"))) for section, case in skipped}
+    assert found == {("steps", "fp16"), ("training", "tf32"), ("normalisation", "fp16")}
+    names = ("accumulation", "normalisation", "training")
+    assert {path.name for path in folder.glob("*.svg")} == {f"03_{name}.svg" for name in names}
     assert "4 of 4 published sums come out" in shown and "| `loss` | float32 | float32 | 2 of 3 |" in shown
     assert "Error" not in shown
 

@@ -51,10 +51,8 @@ def test_prose_holds_no_result(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_parameters_show_the_reference_device_without_measuring(name):
     defaults = notebooks.parameters(name)
-    assert defaults["device"] == REFERENCE_DEVICE
-    assert defaults["measure"] is False
-    assert defaults["profile"] == "auto"
-    assert defaults["save_figures"] is False
+    assert (defaults["device"], defaults["profile"]) == (REFERENCE_DEVICE, "auto")
+    assert defaults["measure"] is defaults["save_figures"] is False
     (cell,) = [cell for cell in code_cells(name) if "parameters" in cell.metadata.get("tags", [])]
     assert all("#" in line for line in cell.source.splitlines()), "every parameter says what it is"
 
@@ -287,12 +285,8 @@ def test_run_writes_records_figures_and_report(measured):
     report = (folder / "report.md").read_text(encoding="utf-8")
     for heading in ("Time per phase", "Warm-up", "Precision and compilation", "Beside published step times"):
         assert f"### {heading}" in report
-    assert (
-        "(01_phases.svg)" in report
-        and "(tables/01_steps.csv)" in report
-        and (folder / "01_benchmarking.ipynb").exists()
-        and "labkit-figures-folder" not in report
-    )
+    assert "(01_phases.svg)" in report and "(tables/01_steps.csv)" in report and "labkit-figures-folder" not in report
+    assert (folder / "01_benchmarking.ipynb").exists()
     assert f"Report: {folder / 'report.md'}" in result.stdout and "ok" in result.stdout
     headlines = [line for line in result.stdout.splitlines() if f"- {line}" in report.replace("**", "")]
     assert len(headlines) == cli.NUM_HEADLINES
@@ -363,15 +357,11 @@ def _kernel_of(pid: int) -> int | None:
         (["run", "--profile", "half"], "unknown profile 'half'; accepted: auto, smoke, full"),
         (["run", "01", "-p", "sizes=huge"], "unknown size 'huge'; accepted: nano"),
         (["run", "01", "-p", "sizes=xl"], "'xl' means two models: say 'xl-2025'"),
-        (
-            ["run", "01", "--profile", "smoke", "-p", "sizes=10b"],
-            "size '10b' is not in profile 'smoke'; accepted: nano, micro; set profile = \"full\"",
-        ),
+        (["run", "01", "--profile", "smoke", "-p", "sizes=10b"],
+         "size '10b' is not in profile 'smoke'; accepted: nano, micro; set profile = \"full\""),
         (["run", "06", "-p", "lengths=100"], "length 100 is not in profile"),
-        (
-            ["run", "05", "--profile", "full", "-p", "d_heads=8"],
-            "head dimension 8 is not in profile 'full'; accepted: 16",
-        ),
+        (["run", "05", "--profile", "full", "-p", "d_heads=8"],
+         "head dimension 8 is not in profile 'full'; accepted: 16"),
         (["run", "01", "-p", "contexts="], "parameter 'contexts' has no value"),
         (["run", "-p", "device=nvidia-h200"], "-p device= is not accepted: `labkit run` measures this machine"),
         (["run", "-p", "measure=False"], "-p measure= is not accepted: `labkit run` always measures"),
@@ -381,11 +371,10 @@ def _kernel_of(pid: int) -> int | None:
         (["run", "-p", "colour=red"], "unknown parameter 'colour' of 01_benchmarking; accepted: device"),
         (["report", "--device", "abacus"], "nothing has been measured on 'abacus'"),
     ],
-)
+)  # fmt: skip
 def test_refused_before_anything_runs(arguments, message, tmp_path):
     result = labkit(*arguments, "--output", tmp_path)
-    assert result.returncode == 2, result.stderr
-    assert message in result.stderr
+    assert result.returncode == 2 and message in result.stderr, result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert not list(tmp_path.iterdir())
 

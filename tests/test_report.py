@@ -42,12 +42,8 @@ def chapter(folder, **options):
 def change(folder, section, phase, status="ok", metrics=None, **case):
     """Appends newer records like the newest matching ones, with other metrics, as a new measurement would."""
     store = RecordStore(folder / "records" / f"{NOTEBOOK}.jsonl")
-    changed = [
-        record
-        for record in newest(store.load())
-        if (record.section, record.phase, record.status) == (section, phase, "ok")
-        and case.items() <= record.case.items()
-    ]
+    known = [r for r in newest(store.load()) if (r.section, r.phase, r.status) == (section, phase, "ok")]
+    changed = [record for record in known if case.items() <= record.case.items()]
     assert changed
     for record in changed:
         around = dict.fromkeys(("min_ms", "p20_ms", "p80_ms"), metrics["median_ms"]) if metrics else {}
@@ -140,16 +136,14 @@ def test_exact_quantities_have_no_tolerance():
 
 
 def test_pairs_skip_what_failed_and_what_has_no_partner():
-    frame = pd.DataFrame(
-        [
-            row(4.0, size="small", context=128, precision="fp32", launch_median_ms=0.95, host_median_ms=1.0),
-            row(2.0, size="small", context=128, precision="bf16"),
-            row(4.0, size="small", context=256, precision="fp32"),
-            {"status": "oom", "size": "small", "context": 256, "precision": "bf16"},
-            row(1.0, size="large", context=128, precision="bf16"),
-        ]
-    )
-    (pair,) = forms.pairs(frame, "precision", "fp32", keys=["size", "context"]).to_dict("records")
+    rows = [
+        row(4.0, size="small", context=128, precision="fp32", launch_median_ms=0.95, host_median_ms=1.0),
+        row(2.0, size="small", context=128, precision="bf16"),
+        row(4.0, size="small", context=256, precision="fp32"),
+        {"status": "oom", "size": "small", "context": 256, "precision": "bf16"},
+        row(1.0, size="large", context=128, precision="bf16"),
+    ]
+    (pair,) = forms.pairs(pd.DataFrame(rows), "precision", "fp32", keys=["size", "context"]).to_dict("records")
     assert (pair["ratio"], pair["verdict"], pair["launch_bound"]) == (2.0, "ahead", True)
 
 
@@ -173,16 +167,8 @@ def test_a_changed_time_changes_table_csv_figure_finding_and_front_page(folder):
         )
 
     before = shown()
-    change(
-        folder,
-        "steps",
-        "train_step",
-        size="2.7b",
-        context=512,
-        precision="bf16",
-        compile="none",
-        metrics={"median_ms": 1e6},
-    )
+    case = {"size": "2.7b", "context": 512, "precision": "bf16", "compile": "none"}
+    change(folder, "steps", "train_step", metrics={"median_ms": 1e6}, **case)
     after = shown()
     assert all(old != new for old, new in zip(before, after, strict=True))
     assert "1,000,000" in after[0] and "1e+06" in after[1] and "2.7b at 512" in after[3][0]
@@ -262,9 +248,8 @@ def test_a_busy_machine_is_said_in_the_cell_and_on_the_front_page(folder):
 
 
 def test_the_table_of_a_section_is_cut_and_its_csv_is_not(folder):
-    shown = chapter(folder).table(
-        lambda frame: frame[["phase", "size"]], chapter(folder).records("steps"), caption="All"
-    )
+    steps = chapter(folder).records("steps")
+    shown = chapter(folder).table(lambda frame: frame[["phase", "size"]], steps, caption="All")
     assert len(shown.data.splitlines()) == 4 + tables.MAX_ROWS and "the first 12 of 540 rows" in shown.data
     written = chapter(folder, save_figures=True).full_tables()
     assert len((folder / "tables" / "01_steps.csv").read_text().splitlines()) == 541
@@ -308,17 +293,14 @@ def test_a_chapter_is_shown_from_whatever_an_interrupted_run_left(tmp_path, monk
             getattr(report, function, lambda _: [])(chapter)
 
 
-def test_records_of_two_devices_are_refused(folder):
+def test_records_of_another_device_are_refused(folder):
+    other = shutil.copytree(folder, folder.parent / "abacus")
+    with pytest.raises(RecordError, match=f"holds records of {REFERENCE_DEVICE}, not of 'abacus'"):
+        chapter(other).records("steps")
     store = RecordStore(folder / "records" / f"{NOTEBOOK}.jsonl")
     store.append(dataclasses.replace(store.load()[0], device="abacus", phase="other"))
     with pytest.raises(RecordError, match=f"holds records of abacus, {REFERENCE_DEVICE}, not of"):
         chapter(folder).records("steps")
-
-
-def test_records_in_another_devices_folder_are_refused(folder):
-    other = folder.rename(folder.parent / "abacus")
-    with pytest.raises(RecordError, match=f"holds records of {REFERENCE_DEVICE}, not of 'abacus'"):
-        chapter(other).records("steps")
 
 
 def test_report_of_an_unknown_device_names_the_known(folder):
@@ -376,10 +358,8 @@ def test_the_report_is_short():
     print(f"report.md: {len(text.encode()):,} bytes; front page {len(first.encode()):,}; {sizes}")
     assert len(first.encode()) <= 20_000 and all(size <= 12_500 for size in sizes.values())
     assert len(text.encode()) <= 20_000 + 12_000 * len(chapters)
-    longest = max(
-        len(list(group)) for is_row, group in itertools.groupby(text.splitlines(), lambda s: s[:1] == "|") if is_row
-    )
-    assert longest - 2 <= 20
+    groups = itertools.groupby(text.splitlines(), lambda line: line[:1] == "|")
+    assert max(len(list(group)) for is_row, group in groups if is_row) - 2 <= 20
     for name in notebooks.names():
         assert len(list(folder_of(FIGURES, REFERENCE_DEVICE, name).glob(f"{name[:2]}_*.svg"))) <= 4, name
 
@@ -438,13 +418,8 @@ def lab(colour: str, deficiency: str) -> np.ndarray:
 
 
 PRECISION_NAMES = {"fp32", "tf32", "bf16", "fp16", "fp16_unscaled", "bf16_pure"}
-TOGETHER = [
-    PRECISION_NAMES,
-    set(PHASES),
-    set(COMPILE_MODES),
-    set(SIZES),
-    figures.STYLES.keys() - PRECISION_NAMES - {*PHASES} - {*COMPILE_MODES} - {*SIZES},
-]
+TOGETHER = [PRECISION_NAMES, {*PHASES}, {*COMPILE_MODES}, {*SIZES}]
+TOGETHER.append(figures.STYLES.keys() - set().union(*TOGETHER))
 """Names that may stand in one figure: precisions, phases, compile modes, sizes, implementations."""
 
 
