@@ -42,14 +42,19 @@ def measure(run_case, case: Case, ceilings: dict[str, float] | None = None) -> d
     return {phase: run() for phase, run in run_case(case, ceilings or {})}
 
 
-def finished(notebook: str, folder: Path) -> list[Record]:
-    """Returns the records of a run of which nothing is missing, without those of its host, of which a CPU skips one."""
-    path = folder / "records" / f"{notebook}.jsonl"
-    assert json.loads(path.with_suffix(".done.json").read_text(encoding="utf-8"))["num_missing"] == 0
-    records = RecordStore(path).load()
+def recorded(notebook: str, folder: Path) -> list[Record]:
+    """Returns the records of a run without those of its host, of which a CPU skips one."""
+    records = RecordStore(folder / "records" / f"{notebook}.jsonl").load()
     host = [record for record in records if record.section == HOST_SECTION]
     assert {record.phase for record in host if record.status == "skipped"} <= {"triton_launch"} and len(host) >= 4
     return [record for record in records if record.section != HOST_SECTION]
+
+
+def finished(notebook: str, folder: Path) -> list[Record]:
+    """Returns what `recorded` does, of a run of which nothing is missing."""
+    done = (folder / "records" / f"{notebook}.done.json").read_text(encoding="utf-8")
+    assert json.loads(done)["num_missing"] == 0
+    return recorded(notebook, folder)
 
 
 def run_smoke(notebook: str, output: Path, *parameters: str, **environment: str) -> Path:
