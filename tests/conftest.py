@@ -46,6 +46,20 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: order.get(item.path.name, len(LONGEST_FIRST)))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Skips a test marked `gpu` without a GPU, or without one of the `capability` that the mark asks for."""
+    if marker := item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA GPU")
+        found = torch.cuda.get_device_capability()
+        asked = marker.kwargs.get("capability", found)
+        if found != asked:
+            pytest.skip(f"needs a GPU of compute capability {asked}")
+
+
 def pytest_terminal_summary(terminalreporter):
     """Says why cases were skipped, the most frequent reason first."""
     reports = terminalreporter.stats.get("skipped", [])

@@ -75,21 +75,6 @@ def _start_child(case: Case) -> None:
     _note(case, "child", pid=child.pid)
 
 
-def _child_and_exit(case: Case) -> None:
-    _start_child(case)
-    os._exit(3)
-
-
-def _child_and_hang(case: Case) -> None:
-    _start_child(case)
-    time.sleep(600)
-
-
-def _child_and_hang_with_the_interpreter(case: Case) -> None:
-    _start_child(case)
-    _hang_with_the_interpreter(case)
-
-
 def _end_when_done(case: Case) -> None:
     send = Connection.send
 
@@ -137,12 +122,13 @@ FAULTS: dict[str, Callable[[Case], None]] = {
     "brief": lambda case: time.sleep(0.01),
     "long": lambda case: time.sleep(0.8),
     "child": _start_child,
-    "child_and_exit": _child_and_exit,
-    "child_and_hang": _child_and_hang,
-    "child_and_hang_with_the_interpreter": _child_and_hang_with_the_interpreter,
     "end_when_done": _end_when_done,
     "busy_then_exit": _fail_when_repeated,
     "watch_the_session": _watch_the_session,
+}
+FAULTS |= {
+    f"child_and_{name}": lambda case, fault=FAULTS[name]: (_start_child(case), fault(case))
+    for name in ("exit", "hang", "hang_with_the_interpreter")
 }
 
 CLAIMS: dict[str, dict] = {

@@ -7,6 +7,7 @@ read whatever the register held, which is an illegal address or, worse, another 
 
 import re
 import subprocess
+import tempfile
 from collections import deque
 
 import triton
@@ -101,9 +102,10 @@ def misread_descriptors(sass: str) -> list[str]:
     return found
 
 
-def disassemble(cubin: bytes, folder) -> str:
+def disassemble(cubin: bytes) -> str:
     """Returns the instructions of a compiled kernel, by the disassembler that Triton brings along."""
-    path = folder / "kernel.cubin"
-    path.write_bytes(cubin)
-    command = [triton.knobs.nvidia.nvdisasm.path, "-c", str(path)]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout

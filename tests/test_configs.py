@@ -34,24 +34,17 @@ def test_there_are_no_sizes_beyond_the_published_and_the_smoke_ones():
         size = SIZES[name]
         assert (size.d_model, size.d_ff, size.num_layers, size.num_heads) == dimensions
         assert "smoke" in size.edition
+    # Records tell a size by the dimensions of the live model, so no two may share them.
+    assert len({(s.d_model, s.d_ff, s.num_layers, s.num_heads) for s in SIZES.values()}) == len(SIZES)
 
 
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-def test_every_size_is_a_model_that_can_be_built(size):
+def test_every_size_is_a_model_that_can_be_built_and_not_be_changed(size):
     assert SIZES[size.name] is size
     assert size.d_head * size.num_heads == size.d_model
     assert size.d_head % 2 == 0, "rotary positions pair the dimensions of a head"
-
-
-def test_sizes_differ_in_dimensions():
-    # Records tell a size by the dimensions of the live model, so no two may share them.
-    dimensions = {(s.d_model, s.d_ff, s.num_layers, s.num_heads) for s in SIZES.values()}
-    assert len(dimensions) == len(SIZES)
-
-
-def test_a_size_cannot_be_changed():
     with pytest.raises(FrozenInstanceError):
-        SIZES["small"].d_model = 1
+        size.d_model = 1
 
 
 def test_model_config_takes_names_and_aliases():
@@ -82,13 +75,14 @@ def test_an_unknown_size_is_refused_with_every_accepted_name(name):
     assert sorted(accepted) == sorted([*SIZES, *SIZE_ALIASES])
 
 
-def test_profiles_are_the_grids():
+def test_the_profiles_are_those_of_every_notebook():
     assert configs.PROFILES == ("smoke", "full")
-    assert set(configs.PROFILES) == set(BENCHMARKING)
+    assert list(configs.GRIDS) == notebooks.names()
+    assert all(tuple(grids) == configs.PROFILES for grids in configs.GRIDS.values())
 
 
 @pytest.mark.parametrize("profile", BENCHMARKING)
-def test_a_grid_names_only_sizes_and_precisions_that_exist(profile):
+def test_a_grid_names_what_exists_repeats_nothing_and_bounds_its_time(profile):
     grid = BENCHMARKING[profile]
     # Canonical names only: an alias would make one model two cases.
     assert set(grid.sizes) <= set(SIZES)
@@ -98,11 +92,6 @@ def test_a_grid_names_only_sizes_and_precisions_that_exist(profile):
     assert set(grid.whole_compile_sizes) <= set(grid.compile_sizes)
     assert set(grid.compile_contexts) <= set(grid.contexts), "a compiled step needs its eager one beside it"
     assert set(grid.warmup_contexts) <= set(grid.contexts)
-
-
-@pytest.mark.parametrize("profile", BENCHMARKING)
-def test_a_grid_repeats_nothing_and_bounds_its_time(profile):
-    grid = BENCHMARKING[profile]
     for names in (grid.sizes, grid.precisions, grid.compile_sizes, grid.compile_precisions):
         assert names and len(set(names)) == len(names)
     assert len(set(grid.whole_compile_sizes)) == len(grid.whole_compile_sizes)
@@ -117,14 +106,8 @@ def test_the_full_profile_covers_every_published_size_and_precision():
 
 
 def test_compile_and_warmup_phases_are_phases():
-    assert set(configs.COMPILE_PHASES) - {"compile"} <= set(configs.PHASES)
-    assert set(configs.WARMUP_PHASES) <= set(configs.PHASES)
-    assert configs.WARMUP_COUNTS == (0, 1, 2, 5)
-
-
-def test_every_notebook_has_a_grid_for_each_profile():
-    assert list(configs.GRIDS) == notebooks.names()
-    assert all(tuple(grids) == configs.PROFILES for grids in configs.GRIDS.values())
+    assert {*configs.COMPILE_PHASES, *configs.WARMUP_PHASES} - {"compile"} <= set(configs.PHASES)
+    assert "compile" not in configs.WARMUP_PHASES and configs.WARMUP_COUNTS == (0, 1, 2, 5)
 
 
 def shape_of(value):
@@ -185,14 +168,10 @@ def test_a_grid_is_narrowed_in_its_own_order():
 @pytest.mark.parametrize(
     ("profile", "sizes", "message"),
     [
-        (
-            "smoke",
-            ["xl-2025"],
-            "size 'xl-2025' is not in profile 'smoke'; accepted: nano, micro; set profile = \"full\"",
-        ),
+        ("smoke", ["xl-2025"], "'xl-2025' is not in profile 'smoke'; accepted: nano, micro; set profile = \"full\""),
         ("full", ["nano"], f'accepted: {", ".join(PUBLISHED_SIZES)}; set profile = "smoke"'),
     ],
-)
+)  # fmt: skip
 def test_a_size_of_the_other_profile_says_what_to_set(profile, sizes, message):
     with pytest.raises(configs.RequestError, match=re.escape(message) + "$"):
         configs.narrowed(BENCHMARKING, profile, "sizes", sizes)

@@ -31,10 +31,7 @@ ONLY_IN_PYTHON = [2**63, 2**80, 10**400, float("nan"), float("inf"), -float("inf
 
 
 def nested(depth: int):
-    value = []
-    for _ in range(depth):
-        value = [value]
-    return value
+    return [nested(depth - 1)] if depth else []
 
 
 def damage_bytes(content: bytes, generator: random.Random) -> bytes:
@@ -92,22 +89,33 @@ def as_json(value) -> bytes:
     return json.dumps(value, default=lambda held: held.decode("latin-1")).encode()
 
 
-def outcome(error: type[Exception], path: Path, read) -> str:
-    """Reads a file and uses what is in it; returns "read" or the message, which must name the file in a few lines."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", RuntimeWarning)  # a number that overflowed on the way
-            read()
-    except error as refused:
-        message = str(refused)
-        assert str(path) in message, message
-        assert len(message) < len(str(path)) + 500, message
-        return message
-    return "read"
+def damaged(value, generator: random.Random, *, encode=as_json, bytes_share: float = 0.4) -> bytes:
+    """Returns a file of a value, of which bytes or an entry are damaged."""
+    if generator.random() < bytes_share:
+        return damage_bytes(encode(value), generator)
+    return encode(damage_value(copy.deepcopy(value), generator))
 
 
-def check_spread(outcomes: list[str], least_refused: int) -> None:
-    """Asserts that the damage was neither harmless nor all found by the first check."""
+def check_damaged(path: Path, error: type[Exception], num_files: int, least_refused: int, write, use) -> None:
+    """Asserts that a damaged file is used, or refused by a message that names it in a few lines.
+
+    And that the damage of all of them was neither harmless nor all found by the first check.
+    """
+    outcomes = []
+    for number in range(num_files):
+        path.unlink(missing_ok=True)
+        write(number)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", RuntimeWarning)  # a number that overflowed on the way
+                use()
+            outcomes.append("read")
+        except error as refused:
+            message = str(refused)
+            assert str(path) in message, message
+            assert len(message) < len(str(path)) + 500, message
+            assert path.suffix != ".jsonl" or ", line " in message, message
+            outcomes.append(message)
     refused = [message for message in outcomes if message != "read"]
     assert len(refused) >= least_refused and len(set(refused)) >= least_refused // 4
     assert "read" in outcomes
@@ -167,37 +175,30 @@ def damage_capture(path: Path, generator: random.Random) -> None:
 
 
 def test_damaged_captures(tmp_path):
-    generator = random.Random(1)
-    outcomes = []
-    for number in range(300):
-        path = tmp_path / f"{number}.sqlite"
-        damage_capture(path, generator)
-        outcomes.append(outcome(ProfileError, path, lambda path=path: use_trace(path, read_nsys)))
-        path.unlink()
-    check_spread(outcomes, least_refused=150)
+    generator, path = random.Random(1), tmp_path / "capture.sqlite"
+    damage, use = lambda _: damage_capture(path, generator), lambda: use_trace(path, read_nsys)
+    check_damaged(path, ProfileError, 300, 150, damage, use)
 
 
 def test_damaged_traces_of_torch_profiler(tmp_path):
     def event(cat, name, ts, dur, tid=1, **args):
         return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "pid": 1, "tid": tid, "args": args}
 
-    operators = [event("cpu_op", "aten::mm", 2.0, 4.0), event("cpu_op", "aten::softmax", 7.0, 2.5)]
+    launched = [
+        event("user_annotation", "forward", 1.0, 10.0),
+        event("cpu_op", "aten::mm", 2.0, 4.0),
+        event("cpu_op", "aten::softmax", 7.0, 2.5),
+    ]
     kernels = [
         event("cuda_runtime", "cudaLaunchKernel", 3.0, 1.0, correlation=5),
         event("kernel", "ampere_sgemm_128x64_tn", 20.0, 8.5, 7, stream=7, correlation=5),
     ]
-    ranges = [event("user_annotation", "forward", 1.0, 10.0)]
-    generator = random.Random(2)
-    outcomes = []
-    for number in range(100):
-        path = tmp_path / f"{number}.json"
-        genuine = {"traceEvents": [*ranges, *operators, *(kernels if number % 2 else [])]}
-        if generator.random() < 0.4:
-            path.write_bytes(damage_bytes(as_json(genuine), generator))
-        else:
-            path.write_bytes(as_json(damage_value(copy.deepcopy(genuine), generator)))
-        outcomes.append(outcome(ProfileError, path, lambda path=path: use_trace(path, read_chrome_trace)))
-    check_spread(outcomes, least_refused=40)
+    generator, path = random.Random(2), tmp_path / "trace.json"
+
+    def write(number):
+        path.write_bytes(damaged({"traceEvents": launched + (kernels if number % 2 else [])}, generator))
+
+    check_damaged(path, ProfileError, 100, 40, write, lambda: use_trace(path, read_chrome_trace))
 
 
 def genuine_record() -> Record:
@@ -227,10 +228,15 @@ def render_environment(environment: dict, loaded: list[Record]) -> None:
 
 
 def test_damaged_records(tmp_path):
-    generator = random.Random(3)
+    generator, path, copied = random.Random(3), tmp_path / f"{NOTEBOOK}.jsonl", tmp_path / "copy.jsonl"
     line = as_json(asdict(genuine_record())) + b"\n"
-    outcomes = []
-    path = tmp_path / f"{NOTEBOOK}.jsonl"
+
+    def write(_):
+        copied.unlink(missing_ok=True)
+        if generator.random() < 0.35:
+            path.write_bytes(damage_bytes(line + line, generator))
+        else:
+            path.write_bytes(line + as_json(damage_value(asdict(genuine_record()), generator)) + b"\n")
 
     def use():
         loaded = newest(RecordStore(path).load())
@@ -238,20 +244,11 @@ def test_damaged_records(tmp_path):
         render_environment({}, loaded)
         for record in loaded:
             record.resume_key()
-            RecordStore(tmp_path / "copy.jsonl").append(record)
+            RecordStore(copied).append(record)
         if loaded:
-            assert newest(RecordStore(tmp_path / "copy.jsonl").load())[-1] in loaded
+            assert newest(RecordStore(copied).load())[-1] in loaded
 
-    for _ in range(250):
-        if generator.random() < 0.35:
-            damaged = damage_bytes(line + line, generator)
-        else:
-            damaged = line + as_json(damage_value(asdict(genuine_record()), generator)) + b"\n"
-        path.write_bytes(damaged)
-        outcomes.append(outcome(RecordError, path, use))
-        (tmp_path / "copy.jsonl").unlink(missing_ok=True)
-    assert all(", line " in message for message in outcomes if message != "read")
-    check_spread(outcomes, least_refused=100)
+    check_damaged(path, RecordError, 250, 100, write, use)
 
 
 ENVIRONMENT = {
@@ -267,7 +264,6 @@ DONE = {"notebook": NOTEBOOK, "session": "x", "profile": "full", "num_missing": 
 @pytest.mark.parametrize(("name", "genuine", "seed"), [("environment", ENVIRONMENT, 4), ("done", DONE, 5)])
 def test_damaged_environments_and_done_files(tmp_path, name, genuine, seed):
     generator = random.Random(seed)
-    outcomes = []
     path = tmp_path / "environment.json" if name == "environment" else records.done_path(tmp_path, NOTEBOOK)
     path.parent.mkdir(exist_ok=True)
 
@@ -278,13 +274,7 @@ def test_damaged_environments_and_done_files(tmp_path, name, genuine, seed):
             done = records.read_done(tmp_path, NOTEBOOK)
             assert done["num_missing"] >= 0 and done["profile"].encode("utf-8") is not None
 
-    for _ in range(100):
-        if generator.random() < 0.4:
-            path.write_bytes(damage_bytes(as_json(genuine), generator))
-        else:
-            path.write_bytes(as_json(damage_value(copy.deepcopy(genuine), generator)))
-        outcomes.append(outcome(RecordError, path, use))
-    check_spread(outcomes, least_refused=40)
+    check_damaged(path, RecordError, 100, 40, lambda _: path.write_bytes(damaged(genuine, generator)), use)
 
 
 def test_damaged_snapshots(tmp_path):
@@ -304,20 +294,13 @@ def test_damaged_snapshots(tmp_path):
         ]],
     }  # fmt: skip
     generator = random.Random(8)
-    outcomes = []
-    for number in range(250):
-        path = tmp_path / f"{number}.pickle"
-        content = copy.deepcopy(genuine)
-        if generator.random() < 0.4:
-            path.write_bytes(damage_bytes(pickle.dumps(content), generator))
-        else:
-            path.write_bytes(pickle.dumps(damage_value(content, generator)))
+    generator, path = random.Random(8), tmp_path / "snapshot.pickle"
 
-        def use(path=path):
-            history = read_history(path)
-            totals = history.totals()
-            assert (totals >= 0).all() and history.peak_bytes == totals.max() < 2**63
-            history.series(lambda allocation: allocation.frame, 10)
+    def use():
+        history = read_history(path)
+        totals = history.totals()
+        assert (totals >= 0).all() and history.peak_bytes == totals.max() < 2**63
+        history.series(lambda allocation: allocation.frame, 10)
 
-        outcomes.append(outcome(SnapshotError, path, use))
-    check_spread(outcomes, least_refused=100)
+    write = lambda _: path.write_bytes(damaged(genuine, generator, encode=pickle.dumps))  # noqa: E731
+    check_damaged(path, SnapshotError, 250, 100, write, use)

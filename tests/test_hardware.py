@@ -1,5 +1,6 @@
 """The device is named once and right, no other product's peaks are lent to it, and nothing private is recorded."""
 
+import functools
 import getpass
 import json
 import os
@@ -21,29 +22,23 @@ from hypothesis import strategies as st
 from labkit import hardware
 from labkit.hardware import Check, Device, Monitor, checks, datasheet, environment, slugify, source_state
 
-H200 = Device("cuda", "NVIDIA H200", "nvidia-h200")
 SOME_CPU = Device("cpu", "AMD EPYC 7763 64-Core Processor", "cpu-amd-epyc-7763")
 
 
 @pytest.mark.parametrize(
     ("name", "slug"),
     [
-        ("NVIDIA H200", "nvidia-h200"),
-        ("NVIDIA A100-SXM4-40GB", "nvidia-a100-sxm4-40gb"),
-        ("NVIDIA A100 80GB PCIe", "nvidia-a100-80gb-pcie"),
-        ("NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3"),
-        ("NVIDIA GeForce RTX 4090", "nvidia-geforce-rtx-4090"),
-        ("Tesla T4", "tesla-t4"),
+        ("NVIDIA H200", "nvidia-h200"), ("NVIDIA A100-SXM4-40GB", "nvidia-a100-sxm4-40gb"),
+        ("NVIDIA A100 80GB PCIe", "nvidia-a100-80gb-pcie"), ("NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3"),
+        ("NVIDIA GeForce RTX 4090", "nvidia-geforce-rtx-4090"), ("Tesla T4", "tesla-t4"),
         ("Intel(R) Xeon(R) CPU @ 2.20GHz", "intel-xeon"),
         ("Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz", "intel-xeon-platinum-8481c"),
         ("13th Gen Intel(R) Core(TM) i7-1360P", "13th-gen-intel-core-i7-1360p"),
         ("AMD EPYC 7763 64-Core Processor", "amd-epyc-7763"),
-        ("AMD Ryzen 9 7950X 16-Core Processor", "amd-ryzen-9-7950x"),
-        ("Apple M2 Pro", "apple-m2-pro"),
-        ("  --odd__name--  ", "odd-name"),
-        ("", ""),
+        ("AMD Ryzen 9 7950X 16-Core Processor", "amd-ryzen-9-7950x"), ("Apple M2 Pro", "apple-m2-pro"),
+        ("  --odd__name--  ", "odd-name"), ("", ""),
     ],
-)
+)  # fmt: skip
 def test_slugs(name, slug):
     assert slugify(name) == slug
 
@@ -81,33 +76,25 @@ def test_without_a_driver_the_device_is_the_same_and_torch_is_not_imported_for_i
 @pytest.mark.parametrize(
     ("name", "memory_gb_per_s", "bf16_tflops", "source"),
     [
-        ("NVIDIA H200 NVL", 4800, 835.5, "H200 NVL"),
-        ("NVIDIA H200", 4800, 989.4, "H200 SXM"),
-        ("NVIDIA H100 PCIe", 2000, 756.0, "H100 PCIe"),
-        ("NVIDIA H100 NVL", 3900, 835.5, "H100 NVL"),
+        ("NVIDIA H200 NVL", 4800, 835.5, "H200 NVL"), ("NVIDIA H200", 4800, 989.4, "H200 SXM"),
+        ("NVIDIA H100 PCIe", 2000, 756.0, "H100 PCIe"), ("NVIDIA H100 NVL", 3900, 835.5, "H100 NVL"),
         ("NVIDIA H100 80GB HBM3", 3350, 989.4, "H100 SXM"),
-        ("NVIDIA A100 80GB PCIe", 1935, 312.0, "80GB PCIe"),
-        ("NVIDIA A100-PCIE-80GB", 1935, 312.0, "80GB PCIe"),
+        ("NVIDIA A100 80GB PCIe", 1935, 312.0, "80GB PCIe"), ("NVIDIA A100-PCIE-80GB", 1935, 312.0, "80GB PCIe"),
         ("NVIDIA A100-SXM4-80GB", 2039, 312.0, "80GB SXM"),
-        ("NVIDIA A100-SXM4-40GB", 1555, 312.0, "40GB"),
-        ("NVIDIA A100-PCIE-40GB", 1555, 312.0, "40GB"),
-        ("NVIDIA A10G", 600, 70.0, "A10G"),
-        ("NVIDIA A10", 600, 125.0, "A10 "),
-        ("NVIDIA L4", 300, 121.0, "L4 "),
-        ("NVIDIA L40S", 864, 362.05, "L40S"),
-        ("NVIDIA GeForce RTX 5090", 1792, 209.5, "Blackwell"),
-        ("NVIDIA GeForce RTX 4090", 1008, 165.2, "Ada"),
-        ("NVIDIA GeForce RTX 3090 Ti", 1008, 80.0, "GA102"),
-        ("NVIDIA GeForce RTX 3090", 936, 71.0, "GA102"),
-        ("Tesla V100-SXM2-32GB", 900, None, "V100"),
-        ("Tesla T4", 320, None, "T4"),
+        ("NVIDIA A100-SXM4-40GB", 1555, 312.0, "40GB"), ("NVIDIA A100-PCIE-40GB", 1555, 312.0, "40GB"),
+        ("NVIDIA A10G", 600, 70.0, "A10G"), ("NVIDIA A10", 600, 125.0, "A10 "),
+        ("NVIDIA L4", 300, 121.0, "L4 "), ("NVIDIA L40S", 864, 362.05, "L40S"),
+        ("NVIDIA GeForce RTX 5090", 1792, 209.5, "Blackwell"), ("NVIDIA GeForce RTX 4090", 1008, 165.2, "Ada"),
+        ("NVIDIA GeForce RTX 3090 Ti", 1008, 80.0, "GA102"), ("NVIDIA GeForce RTX 3090", 936, 71.0, "GA102"),
+        ("Tesla V100-SXM2-32GB", 900, None, "V100"), ("Tesla T4", 320, None, "T4"),
     ],
-)
+)  # fmt: skip
 def test_a_product_has_its_own_datasheet(name, memory_gb_per_s, bf16_tflops, source):
     sheet = datasheet(name)
     assert (sheet.memory_gb_per_s, sheet.bf16_tflops) == (memory_gb_per_s, bf16_tflops)
     assert source in sheet.source
     assert Device("cuda", name, slugify(name)).peaks is sheet
+    assert Device("cpu", name, "cpu-of-that-name").peaks is None, "peaks are those of a GPU only"
 
 
 @pytest.mark.parametrize(
@@ -122,10 +109,6 @@ def test_a_product_has_its_own_datasheet(name, memory_gb_per_s, bf16_tflops, sou
 )  # fmt: skip
 def test_a_product_that_is_not_in_the_table_has_no_peaks(name):
     assert datasheet(name) is None
-
-
-def test_peaks_are_those_of_a_gpu_only():
-    assert Device("cpu", "NVIDIA H200", "cpu-nvidia-h200").peaks is None
 
 
 @pytest.mark.parametrize("sheet", hardware.DATASHEETS, ids=lambda sheet: sheet.pattern)
@@ -161,14 +144,12 @@ def test_the_environment_holds_nothing_private(monkeypatch, tmp_path, fresh_sour
     """Every way to the host's, the user's and the environment's names gives a canary, which must not come up."""
     home, repository = str(Path.home()), str(hardware.REPOSITORY)
     real_uname, real_platform = os.uname(), platform.uname()
-    monkeypatch.setattr(socket, "gethostname", lambda: CANARY)
-    monkeypatch.setattr(socket, "getfqdn", lambda *_: CANARY)
-    monkeypatch.setattr(platform, "node", lambda: CANARY)
+    for module, name in ((socket, "gethostname"), (socket, "getfqdn"), (platform, "node"), (getpass, "getuser"),
+                         (os, "getlogin")):  # fmt: skip
+        monkeypatch.setattr(module, name, lambda *_: CANARY)
     monkeypatch.setattr(platform, "uname", lambda: real_platform._replace(node=CANARY))
     fields = (real_uname.sysname, CANARY, real_uname.release, real_uname.version, real_uname.machine)
     monkeypatch.setattr(os, "uname", lambda: os.uname_result(fields))
-    monkeypatch.setattr(getpass, "getuser", lambda: CANARY)
-    monkeypatch.setattr(os, "getlogin", lambda: CANARY)
     for name in ("HOME", "USER", "LOGNAME", "USERNAME", "HOSTNAME", "LABKIT_CANARY", "API_TOKEN", "VIRTUAL_ENV"):
         monkeypatch.setenv(name, f"/home/{CANARY}")
     monkeypatch.setenv(CANARY, "1")
@@ -256,25 +237,19 @@ def repository(tmp_path, monkeypatch, fresh_source_state) -> Path:
 
 
 def test_a_clean_tree_is_its_commit(repository):
-    head = subprocess.run(
-        ["git", "-C", str(repository), "rev-parse", "HEAD"], check=True, capture_output=True, text=True
-    ).stdout.strip()
+    head = subprocess.check_output(["git", "-C", str(repository), "rev-parse", "HEAD"], text=True).strip()
     assert len(head) == 40
     assert source_state() == {"commit": head, "dirty": False}
 
 
-@pytest.mark.parametrize("name", ["code.py", "new.py"])
-def test_changed_or_added_code_makes_it_dirty(repository, name):
-    (repository / name).write_text("2\n")
-    assert source_state()["dirty"] is True
-
-
-def test_what_measuring_itself_writes_does_not_make_it_dirty(repository):
-    (repository / "report.md").write_text("2\n")
-    for folder in ("figures", "notebooks"):
-        (repository / folder).mkdir()
-        (repository / folder / "new.txt").write_text("2\n")
-    assert source_state()["dirty"] is False
+@pytest.mark.parametrize(
+    ("path", "is_dirty"),
+    {"code.py": True, "new.py": True, "report.md": False, "figures/new": False, "notebooks/new": False}.items(),
+)
+def test_changed_or_added_code_makes_it_dirty_and_what_measuring_itself_writes_does_not(repository, path, is_dirty):
+    (repository / path).parent.mkdir(exist_ok=True)
+    (repository / path).write_text("2\n")
+    assert source_state()["dirty"] is is_dirty
 
 
 def test_a_tree_that_git_cannot_read_is_not_called_clean(repository):
@@ -331,10 +306,13 @@ def of_the_gpu(summary: dict) -> dict:
     return {name: value for name, value in summary.items() if name not in LOAD}
 
 
-@pytest.mark.parametrize("kind", ["cpu", "mps"])
-def test_the_monitor_opens_no_nvml_off_the_gpu(monkeypatch, kind):
+@pytest.mark.parametrize("kind", ["cpu", "mps", "cuda"])
+def test_the_monitor_off_the_gpu_or_without_nvml_starts_nothing(monkeypatch, kind):
     loaded = []
-    monkeypatch.setattr(hardware, "_nvml", lambda: types.SimpleNamespace(__enter__=lambda: loaded.append(1)))
+    if kind == "cuda":
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+    else:
+        monkeypatch.setattr(hardware, "_nvml", lambda: types.SimpleNamespace(__enter__=lambda: loaded.append(1)))
     before = threading.active_count()
     with Monitor(kind, interval_s=0.001) as monitor:
         assert threading.active_count() == before
@@ -342,86 +320,51 @@ def test_the_monitor_opens_no_nvml_off_the_gpu(monkeypatch, kind):
     assert not loaded, "NVML was opened for a device that has none"
 
 
-def test_the_monitor_of_a_gpu_without_nvml_is_empty(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    before = threading.active_count()
-    with Monitor("cuda", interval_s=0.001) as monitor:
-        assert threading.active_count() == before
-    assert of_the_gpu(monitor.summary) == {}
+QUERIES = (
+    "nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetClockInfo", "nvmlDeviceGetPowerUsage",
+    "nvmlDeviceGetTemperature", "nvmlDeviceGetCurrentClocksThrottleReasons",
+)  # fmt: skip
 
 
 class FakeNvml(types.ModuleType):
-    """NVML of a GPU with the readings given, as pynvml spells it; the last one is repeated."""
+    """NVML of a GPU with the readings given, as pynvml spells it; the last one is repeated, `refused` queries fail."""
 
-    class NVMLError(Exception):
-        pass
-
+    NVMLError = type("NVMLError", (Exception,), {})
     NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
 
-    def __init__(self, readings, pids=()):
+    def __init__(self, monkeypatch, readings, pids=(), refused=()):
         super().__init__("pynvml")
-        self.readings, self.pids, self.position, self.open = readings, pids, 0, 0
+        monkeypatch.setitem(sys.modules, "pynvml", self)
+        self.readings, self.refused, self.position, self.open = readings, refused, 0, 0
         self.all_read = threading.Event()
+        self.nvmlInit, self.nvmlShutdown = (functools.partial(self.hold, by) for by in (1, -1))
+        self.nvmlDeviceGetHandleByIndex = self.nvmlDeviceGetHandleByUUID = lambda index: f"gpu {index}"
+        self.nvmlDeviceGetComputeRunningProcesses = lambda _: [types.SimpleNamespace(pid=pid) for pid in pids]
+        for query in QUERIES:
+            setattr(self, query, functools.partial(self.answer, query))
 
-    def nvmlInit(self):  # noqa: N802 - NVML's names
-        self.open += 1
+    def hold(self, by):
+        self.open += by
 
-    def nvmlShutdown(self):  # noqa: N802
-        self.open -= 1
-
-    def nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802
-        return f"gpu {index}"
-
-    nvmlDeviceGetHandleByUUID = nvmlDeviceGetHandleByIndex  # noqa: N815
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle):  # noqa: N802
-        return 1000 * self.position
-
-    def nvmlDeviceGetClockInfo(self, handle, which):  # noqa: N802
-        return self.readings[self.position][0]
-
-    def nvmlDeviceGetPowerUsage(self, handle):  # noqa: N802
-        return self.readings[self.position][1]
-
-    def nvmlDeviceGetTemperature(self, handle, which):  # noqa: N802
-        return self.readings[self.position][2]
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle):  # noqa: N802
-        mask = self.readings[self.position][3]
-        self.position = min(self.position + 1, len(self.readings) - 1)
-        if self.position == len(self.readings) - 1:
-            self.all_read.set()
-        return mask
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle):  # noqa: N802
-        return [types.SimpleNamespace(pid=pid) for pid in self.pids]
-
-    def refuses(self, *names):
-        """Lets these queries fail, as on a GPU or in a container that does not offer them."""
-
-        def refuse(*_):
+    def answer(self, query, *_):
+        if query in self.refused:
             raise self.NVMLError
-
-        for name in names:
-            setattr(self, name, refuse)
-
-
-QUERIES = (
-    "nvmlDeviceGetTotalEnergyConsumption",
-    "nvmlDeviceGetClockInfo",
-    "nvmlDeviceGetPowerUsage",
-    "nvmlDeviceGetTemperature",
-    "nvmlDeviceGetCurrentClocksThrottleReasons",
-)
+        answers = (1000 * self.position, *self.readings[self.position])
+        if query == QUERIES[-1]:
+            self.position = min(self.position + 1, len(self.readings) - 1)
+            if self.position == len(self.readings) - 1:
+                self.all_read.set()
+        return answers[QUERIES.index(query)]
 
 
 def test_the_monitor_sums_up_what_the_gpu_did(monkeypatch):
     idle, power_cap, hot, application_setting = 0x1, 0x4, 0x40, 0x2
-    nvml = FakeNvml(
-        [(1980, 650_000, 60, idle), (1700, 700_500, 71, power_cap | hot), (1900, 690_000, 70, application_setting)],
-        pids=(os.getpid(), 1),
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    readings = [
+        (1980, 650_000, 60, idle),
+        (1700, 700_500, 71, power_cap | hot),
+        (1900, 690_000, 70, application_setting),
+    ]
+    nvml = FakeNvml(monkeypatch, readings, pids=(os.getpid(), 1))
     before = threading.active_count()
     with Monitor("cuda", interval_s=0.001) as monitor:
         assert nvml.all_read.wait(timeout=20.0)
@@ -431,77 +374,47 @@ def test_the_monitor_sums_up_what_the_gpu_did(monkeypatch):
     summary = monitor.summary
     assert summary["num_samples"] == len(monitor.readings) >= 2
     assert monitor.readings == sorted(monitor.readings) and monitor.readings[0][1:4] == (0, 1980, 650_000)
-    assert summary["sm_clock_mhz_min"] == 1700
-    assert summary["power_w_max"] == 700.5
-    assert summary["temperature_c_max"] == 71
+    assert (summary["sm_clock_mhz_min"], summary["power_w_max"], summary["temperature_c_max"]) == (1700, 700.5, 71)
     # Neither idling nor a clock that the user set is throttling.
     assert summary["throttle_reasons"] == ["hardware thermal slowdown", "software power cap"]
     assert summary["foreign_processes"] == 1
     assert summary["disturbed"] and "1 other process on the GPU" in summary["disturbed_by"]
 
 
-def test_a_window_shorter_than_the_interval_still_has_one_reading(monkeypatch):
-    nvml = FakeNvml([(1980, 100_000, 40, 0x80)], pids=(os.getpid(),))
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    with Monitor("cuda", interval_s=60.0) as monitor:
-        pass
-    assert of_the_gpu(monitor.summary) == {
-        "num_samples": 1,
-        "sm_clock_mhz_min": 1980,
-        "sm_clock_mhz_median": 1980,
-        "power_w_max": 100.0,
-        "temperature_c_max": 40,
-        "throttle_reasons": ["hardware power brake"],
-        "foreign_processes": 0,
-    }
-
-
 def test_the_monitor_ends_with_a_block_that_fails(monkeypatch):
-    nvml = FakeNvml([(1980, 100_000, 40, 0)])
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    nvml = FakeNvml(monkeypatch, [(1980, 100_000, 40, 0)])
     before = threading.active_count()
     with pytest.raises(KeyError), Monitor("cuda", interval_s=0.001):
         raise KeyError
     assert threading.active_count() == before and nvml.open == 0
 
 
-def test_a_gpu_that_answers_nothing_leaves_an_empty_summary(monkeypatch):
-    nvml = FakeNvml([(0, 0, 0, 0)])
-    nvml.refuses(*QUERIES)
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    with Monitor("cuda", interval_s=60.0) as monitor:
-        pass
-    assert of_the_gpu(monitor.summary) == {} and monitor.readings == [] and nvml.open == 0
+EVERYTHING = {
+    "num_samples": 1, "sm_clock_mhz_min": 1980, "sm_clock_mhz_median": 1980, "power_w_max": 100.0,
+    "temperature_c_max": 40, "throttle_reasons": ["hardware power brake"], "foreign_processes": 0,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("query", "lacks"),
+    ("refused", "lacks"),
     [
-        (QUERIES[0], set()),
-        (QUERIES[1], {"sm_clock_mhz_min", "sm_clock_mhz_median"}),
-        (QUERIES[2], {"power_w_max"}),
-        (QUERIES[3], {"temperature_c_max"}),
-        (QUERIES[4], {"throttle_reasons"}),
+        ((), ()),
+        (QUERIES[:1], ()),
+        (QUERIES[1:2], ("sm_clock_mhz_min", "sm_clock_mhz_median")),
+        (QUERIES[2:3], ("power_w_max",)),
+        (QUERIES[3:4], ("temperature_c_max",)),
+        (QUERIES[4:], ("throttle_reasons",)),
+        (QUERIES, EVERYTHING),
     ],
 )
-def test_what_a_gpu_does_not_say_is_left_out_and_the_rest_is_kept(monkeypatch, query, lacks):
-    nvml = FakeNvml([(1980, 100_000, 40, 0x80)])
-    nvml.refuses(query)
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+def test_a_window_shorter_than_the_interval_has_one_reading_of_what_the_gpu_says(monkeypatch, refused, lacks):
+    nvml = FakeNvml(monkeypatch, [(1980, 100_000, 40, 0x80)], (os.getpid(),), refused)
     with Monitor("cuda", interval_s=60.0) as monitor:
         pass
-    everything = {
-        "num_samples": 1,
-        "sm_clock_mhz_min": 1980,
-        "sm_clock_mhz_median": 1980,
-        "power_w_max": 100.0,
-        "temperature_c_max": 40,
-        "throttle_reasons": ["hardware power brake"],
-        "foreign_processes": 0,
-    }
-    assert of_the_gpu(monitor.summary) == {name: everything[name] for name in everything.keys() - lacks}
-    (reading,) = monitor.readings
-    assert reading[1:].count(None) == 1 and reading[1 + QUERIES.index(query)] is None
+    assert of_the_gpu(monitor.summary) == {name: value for name, value in EVERYTHING.items() if name not in lacks}
+    missing = [[value is None for value in reading[1:]] for reading in monitor.readings]
+    assert missing == ([] if refused == QUERIES else [[query in refused for query in QUERIES]])
+    assert nvml.open == 0
 
 
 class FakeHost:

@@ -6,6 +6,7 @@ Triton compiles ahead of time down to the binary; ptxas reports registers, spill
 
 import contextlib
 import io
+import itertools
 import re
 
 import pytest
@@ -43,65 +44,35 @@ FULL_SPILL_LIMIT = 0 if triton.__version__.startswith("3.6.") else 2 * 15 * 4
 # The backward in one pass holds all accumulators at once, on the edge of 240 registers. At D 64, with tiles of 128
 # queries, triton 3.6 has no register for up to 22 values (4 bytes, stored and loaded), and at D 128 for up to 10: most
 # are a walk's at its begin and end, not its loop's. The ptxas of later releases lacks up to 70 and 36.
-SINGLE_SPILL_LIMIT = {64: 2 * 22 * 4, 128: 2 * 10 * 4}
-if not triton.__version__.startswith("3.6."):
-    SINGLE_SPILL_LIMIT = {64: 2 * 70 * 4, 128: 2 * 36 * 4}
+VALUES = {64: 22, 128: 10} if triton.__version__.startswith("3.6.") else {64: 70, 128: 36}
+SINGLE_SPILL_LIMIT = {head_dim: 2 * values * 4 for head_dim, values in VALUES.items()}
 SERIALISED = re.compile(r"\(C751[0-5]\)")
 
 pytestmark = pytest.mark.skipif(kernels.IS_INTERPRETED, reason="interpreted kernels are not compiled")
 
 
-def compile_kernel(
-    kernel: str,
-    tile: kernels.TileConfig,
-    head_dim: int,
-    dtype: str,
-    capability: int,
-    *,
-    masked,
-    precision="ieee",
-    even=True,
-    split_walk=False,
-):
+def compile_kernel(kernel, tile, head_dim, dtype, capability, *, masked, precision="ieee", even=True, split_walk=False):
     """Returns (compiled kernel, what ptxas said) of one configuration, specialised as for dense tensors."""
-    function = KERNELS[kernel]
-    flags = {
-        **dense_flags(head_dim, dtype, masked, precision, even),
-        "BLOCK_Q": tile.block_q,
-        "BLOCK_K": tile.block_k,
-        "IS_PACKED": False,
-        "SPLIT_WALK": split_walk,
+    flags = dense_flags(head_dim, dtype, masked, precision, even) | {
+        "BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, "IS_PACKED": False, "SPLIT_WALK": split_walk,
         "SPLIT": tile.split and not split_walk and (kernel == "dkdv" or masked or even),
-        "cu_q_ptr": None,
-        "cu_k_ptr": None,
-        "first_program": None,
-    }
+        "cu_q_ptr": None, "cu_k_ptr": None, "first_program": None,
+    }  # fmt: skip
     in_fp32 = split_walk or precision in kernels.BF16_SLICES
-    return compile_dense(function, flags, head_dim, dtype, capability, tile.num_warps, tile.num_stages, in_fp32)
+    return compile_dense(KERNELS[kernel], flags, head_dim, dtype, capability, tile.num_warps, tile.num_stages, in_fp32)
 
 
 def dense_flags(head_dim: int, dtype: str, masked: bool, precision: str, even: bool) -> dict:
     """Returns the flags that do not depend on a tile."""
     block_d, tail_d = kernels.split_head_dim(head_dim)
     return {
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": block_d,
-        "TAIL_D": tail_d,
-        "HAS_LEFT": False,
-        "HAS_RIGHT": masked,
-        "PRECISION": precision,
-        "ALIGNMENT": 16 // TYPES[dtype].itemsize,
-        "WIDE": False,
-        "EVEN_K": even,
-        "EVEN_Q": even,
-        "PADDING": kernels.STATISTICS_PADDING,
-        "group": 1,
-    }
+        "HEAD_DIM": head_dim, "BLOCK_D": block_d, "TAIL_D": tail_d, "HAS_LEFT": False, "HAS_RIGHT": masked,
+        "PRECISION": precision, "ALIGNMENT": 16 // TYPES[dtype].itemsize, "WIDE": False, "EVEN_K": even, "EVEN_Q": even,
+        "PADDING": kernels.STATISTICS_PADDING, "group": 1,
+    }  # fmt: skip
 
 
-def compile_dense(
-    function, flags: dict, head_dim: int, dtype: str, capability: int, num_warps: int, num_stages: int, in_fp32: bool
-):
+def compile_dense(function, flags, head_dim, dtype, capability, num_warps, num_stages, in_fp32):
     """Compiles a kernel specialised as for dense tensors; `in_fp32`: its results are, whatever it loads."""
     signature, constants, attributes = {}, {}, {}
     for index, name in enumerate(function.arg_names):
@@ -162,49 +133,36 @@ def check_tuned(compiled, log: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(("head_dim", "masked"), TUNED)
-def test_tuned_tiles_on_hopper_neither_spill_nor_serialise(head_dim, kernel, masked):
-    config = kernels.select_config(head_dim, torch.bfloat16, masked, 90)
-    check_tuned(*compile_kernel(kernel, getattr(config, kernel), head_dim, "bf16", 90, masked=masked))
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(("head_dim", "masked"), [(72, False), (128, True)])
-def test_lengths_that_fill_no_tile_neither_spill_nor_serialise(head_dim, kernel, masked):
-    config = kernels.select_config(head_dim, torch.bfloat16, masked, 90)
-    tile = getattr(config, kernel)
-    check_tuned(*compile_kernel(kernel, tile, head_dim, "bf16", 90, masked=masked, even=False))
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_split_walks_neither_spill_nor_serialise(kernel):
-    """At the head dimensions that the Hopper kernels leave to these, whose bound on registers is that of 64."""
-    tile = getattr(kernels.select_config(64, torch.bfloat16, True, 90), kernel)
-    check_tuned(*compile_kernel(kernel, tile, 64, "bf16", 90, masked=True, split_walk=True))
+@pytest.mark.parametrize(
+    ("head_dim", "masked", "options"),
+    [
+        *((*tuned, {}) for tuned in TUNED),
+        # Lengths that fill no tile.
+        (72, False, {"even": False}), (128, True, {"even": False}),
+        # Shared walks, at the head dimensions that the Hopper kernels leave to these, whose bound is that of 64.
+        (64, True, {"split_walk": True}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_tuned_tiles_on_hopper_neither_spill_nor_serialise(head_dim, masked, options, kernel):
+    tile = getattr(kernels.select_config(head_dim, torch.bfloat16, masked, 90), kernel)
+    check_tuned(*compile_kernel(kernel, tile, head_dim, "bf16", 90, masked=masked, **options))
 
 
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "masked", "even"),
     [
-        (16, "bf16", True, True),
-        (64, "bf16", False, True),
-        (72, "bf16", True, False),
-        (128, "bf16", True, True),
+        (16, "bf16", True, True), (64, "bf16", False, True), (72, "bf16", True, False), (128, "bf16", True, True),
         (64, "fp32", True, True),
     ],
-)
+)  # fmt: skip
 def test_the_joint_launch_neither_spills_nor_serialises(head_dim, dtype, masked, even):
     precision = "tf32x3" if dtype == "fp32" else "ieee"
     dkdv, dq = kernels.select_joint_config(head_dim, TYPES[dtype], 90, precision)
-    flags = {
-        **dense_flags(head_dim, dtype, masked, precision, even),
-        "DKDV_BLOCK_Q": dkdv.block_q,
-        "DKDV_BLOCK_K": dkdv.block_k,
-        "DQ_BLOCK_Q": dq.block_q,
-        "DQ_BLOCK_K": dq.block_k,
-        "DKDV_SPLIT": dkdv.split,
-        "DQ_SPLIT": dq.split and (masked or even),
-    }
+    flags = dense_flags(head_dim, dtype, masked, precision, even) | {
+        "DKDV_BLOCK_Q": dkdv.block_q, "DKDV_BLOCK_K": dkdv.block_k, "DKDV_SPLIT": dkdv.split,
+        "DQ_BLOCK_Q": dq.block_q, "DQ_BLOCK_K": dq.block_k, "DQ_SPLIT": dq.split and (masked or even),
+    }  # fmt: skip
     options = (head_dim, dtype, 90, dkdv.num_warps, dkdv.num_stages, dtype == "fp32")
     compiled, log = compile_dense(kernels.flash_attention_bwd_kernel, flags, *options)
     check_limits(compiled, log, FULL_SPILL_LIMIT)
@@ -228,7 +186,7 @@ def test_tails_of_slices_are_loaded_ahead():
 
 
 def shipped() -> list[tuple]:
-    """Every (family, kind, width, kernel, tile), each once however many masks share it."""
+    """Every (family, kind, width, kernel, tile, masked), each tile once however many masks share it."""
     rows = {}
     for (family, kind, width, masked), config in kernels.CONFIGS.items():
         for kernel in KERNELS:
@@ -261,24 +219,7 @@ def test_no_warpgroup_takes_eight_columns_of_tf32():
 
 @pytest.mark.parametrize(
     ("capability", "kind"),
-    [
-        (80, "16-bit"),
-        (90, "16-bit"),
-        (100, "16-bit"),
-        (80, "tf32"),
-        (90, "tf32"),
-        (100, "tf32"),
-        (80, "tf32x3"),
-        (90, "tf32x3"),
-        (100, "tf32x3"),
-        (80, "bf16x6"),
-        (90, "bf16x6"),
-        (100, "bf16x6"),
-        (80, "bf16x3"),
-        (90, "bf16x3"),
-        (100, "bf16x3"),
-        (90, "ieee"),
-    ],
+    [*itertools.product((80, 90, 100), ("16-bit", "tf32", "tf32x3", "bf16x6", "bf16x3")), (90, "ieee")],
 )
 def test_every_shipped_tile_compiles_and_fits(capability, kind):
     # True fp32 takes no tensor core, and becomes the same on both: its tiles are compiled for one, and fit the other.
@@ -326,8 +267,6 @@ def test_the_kernels_around_them_do_not_spill(head_dim, capability):
         assert function not in combining or "cp.async" in compiled.asm["ptx"]
 
 
-# ---- Gluon ------------------------------------------------------------------------------------------------------
-
 # Every release of Triton since 3.6 loads and compiles these: a test of the one that is installed.
 HOPPER_KERNELS = {
     "forward": (forward.hopper_fwd_kernel, (forward.FORWARD, forward.FORWARD_SHORT), ("k_desc", "v_desc")),
@@ -336,28 +275,25 @@ HOPPER_KERNELS = {
 }
 
 
-def compile_single_kernel(head_dim: int, dtype: str, *, causal: bool, even: bool, ordered: bool):
-    """Returns (compiled kernel, what ptxas said) of the backward in one pass."""
-    function = single.hopper_bwd_single_kernel
-    tiles = single.SINGLE[head_dim]
-    rows = tiles["BLOCK_Q"]
-    launch = hopper.launch_options(2)
-    constants = {"D": head_dim, "CAUSAL": causal, "EVEN_K": even, "ORDERED": ordered, **tiles, **launch}
-    if not ordered:
-        constants["progress_ptr"] = None
+def compile_gluon(function, dtype, constants, consumers, *, walked, rows):
+    """Compiles a Gluon kernel: its `walked` tiles have so many `rows`, all others those of a warpgroup."""
+    launch = hopper.launch_options(consumers)
+    constants = {**constants, **launch}
 
     def kind(name: str) -> str:
         if name in constants:
             return "constexpr"
-        if name in ("progress_ptr", "drawn_ptr"):
-            return "*i32"
-        if name == "sums_desc":
-            return f"tensordesc<fp32[16, 256],{single._sums_layout()!r}>"
         if name in ("lse_desc", "delta_desc"):
             return f"tensordesc<fp32[{rows}],{hopper.row_layout()!r}>"
+        if name == "sums_desc":
+            return f"tensordesc<fp32[16, 256],{single._sums_layout()!r}>"
         if name.endswith("_desc"):
-            shape = [1, 1, rows if name in ("q_desc", "grad_out_desc") else hopper.ROWS, head_dim]
-            return f"tensordesc<{dtype}{shape},{hopper.tile_layout()!r}>"
+            is_tail = name.endswith("_tail_desc")
+            layout = hopper.tail_layout(constants["TAIL"]) if is_tail else hopper.tile_layout()
+            num_rows = rows if name.replace("_tail", "") in walked else hopper.ROWS
+            return f"tensordesc<{dtype}{[1, 1, num_rows, constants['TAIL' if is_tail else 'D']]},{layout!r}>"
+        if name.endswith("_ptr"):
+            return "*i32" if name in ("progress_ptr", "drawn_ptr") else "*fp32"
         return "fp32" if name.startswith("scale") else "i32"
 
     signature = {name: kind(name) for name in function.arg_names}
@@ -366,58 +302,38 @@ def compile_single_kernel(head_dim: int, dtype: str, *, causal: bool, even: bool
     return compile_source(source, 90, {name: launch[name] for name in ("num_warps", "maxnreg")})
 
 
-def compile_hopper_kernel(
-    kernel: str,
-    head_dim: int,
-    dtype: str,
-    *,
-    causal: bool,
-    even: bool = True,
-    grouped: bool = False,
-    short: bool = False,
-    split: bool = False,
-    dynamic: bool = True,
-):
+def compile_single(head_dim, dtype, *, causal, even, ordered):
+    """Returns (compiled kernel, what ptxas said) of the backward in one pass."""
+    tiles = single.SINGLE[head_dim]
+    constants = {"D": head_dim, "CAUSAL": causal, "EVEN_K": even, "ORDERED": ordered, **tiles}
+    constants |= {} if ordered else {"progress_ptr": None}
+    walked = ("q_desc", "grad_out_desc")
+    return compile_gluon(single.hopper_bwd_single_kernel, dtype, constants, 2, walked=walked, rows=tiles["BLOCK_Q"])
+
+
+def compile_hopper(
+    kernel, head_dim, dtype, *, causal, even=True, grouped=False, short=False, split=False, dynamic=True
+):  # fmt: skip
     """Returns (compiled kernel, what ptxas said) of a shipped configuration."""
     function, tables, walked = HOPPER_KERNELS[kernel]
     tiles = tables[short][head_dim]
     if kernel != "forward":
         tiles = backward._tiles(*tables, head_dim, backward.SHORT + (not short), causal)
-    launch = hopper.launch_options(tiles.get("CONSUMERS", 2))
     tail = hopper.TAILS[head_dim]
-    columns = {"D": 64 if tail else head_dim, "TAIL": tail}
-    constants = {**columns, "CAUSAL": causal, "EVEN_K": even, "GROUPED": grouped, **tiles, **launch}
-    constants |= {"DYNAMIC": dynamic and causal and not split, "SPLIT": split}
-    if not tail:
-        constants |= {name: None for name in function.arg_names if name.endswith("_tail_desc")}
-    if not constants["DYNAMIC"]:
-        constants["drawn_ptr"] = None
-    if not split:
-        constants["parts_ptr"] = None
+    constants = {"D": 64 if tail else head_dim, "TAIL": tail, "CAUSAL": causal, "EVEN_K": even, "GROUPED": grouped}
+    constants |= {**tiles, "DYNAMIC": dynamic and causal and not split, "SPLIT": split}
+    absent = [] if tail else [name for name in function.arg_names if name.endswith("_tail_desc")]
+    absent += ["drawn_ptr"] * (not constants["DYNAMIC"]) + ["parts_ptr"] * (not split)
+    constants |= dict.fromkeys(absent)
     rows = tiles.get("BLOCK_K") or tiles["BLOCK_Q"]
-
-    def kind(name: str) -> str:
-        if name in constants:
-            return "constexpr"
-        if name in ("lse_desc", "delta_desc"):
-            return f"tensordesc<fp32[{rows}],{hopper.row_layout()!r}>"
-        if name.endswith("_desc"):
-            is_tail = name.endswith("_tail_desc")
-            num_rows = rows if name.replace("_tail", "") in walked else hopper.ROWS
-            layout = hopper.tail_layout(tail) if is_tail else hopper.tile_layout()
-            return f"tensordesc<{dtype}{[1, 1, num_rows, tail if is_tail else columns['D']]},{layout!r}>"
-        if name.endswith("_ptr"):
-            return "*i32" if name == "drawn_ptr" else "*fp32"
-        return "fp32" if name.startswith("scale") else "i32"
-
-    signature = {name: kind(name) for name in function.arg_names}
-    indexed = {(i,): constants[name] for i, name in enumerate(function.arg_names) if name in constants}
-    source = GluonASTSource(function, signature, indexed)
-    return compile_source(source, 90, {name: launch[name] for name in ("num_warps", "maxnreg")})
+    return compile_gluon(function, dtype, constants, tiles.get("CONSUMERS", 2), walked=walked, rows=rows)
 
 
-def check_descriptors(compiled, folder) -> None:
-    assert not sass.misread_descriptors(sass.disassemble(compiled.asm["cubin"], folder))
+def check_gluon(compiled, log: str, most_spilled: int) -> None:
+    assert not sass.misread_descriptors(sass.disassemble(compiled.asm["cubin"]))
+    check_limits(compiled, log, most_spilled)
+    for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"):
+        assert instruction in compiled.asm["ptx"], instruction
 
 
 LOOPS = """
@@ -462,28 +378,18 @@ CAUSAL, FULL, OTHER = {"causal": True}, {"causal": False}, {"causal": False, "ev
 @pytest.mark.parametrize("kernel", HOPPER_KERNELS)
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "options"),
-    [
-        (64, "bf16", CAUSAL),
-        (64, "fp16", FULL),
-        (72, "bf16", CAUSAL),
-        (80, "fp16", OTHER),
-        (96, "bf16", FULL),
-        (128, "bf16", CAUSAL),
-        (128, "fp16", OTHER),
-    ],
+    [(64, "bf16", CAUSAL), (64, "fp16", FULL), (72, "bf16", CAUSAL), (80, "fp16", OTHER), (96, "bf16", FULL),
+     (128, "bf16", CAUSAL), (128, "fp16", OTHER)],
     ids=["64 causal", "64 full", "72 causal", "80 other lengths", "96 full", "128 causal", "128 other lengths"],
-)
-def test_hopper_kernels_neither_spill_nor_serialise(head_dim, dtype, options, kernel, request, tmp_path):
+)  # fmt: skip
+def test_hopper_kernels_neither_spill_nor_serialise(head_dim, dtype, options, kernel, request):
     if (kernel, head_dim) == ("forward", 64) and options is CAUSAL and not triton.__version__.startswith("3.6."):
         # A known shortfall: with tiles drawn from a counter ptxas of later releases moves 13 registers, not 12.
         request.applymarker(pytest.mark.xfail(strict=True, reason="104 bytes spilled; 96 are allowed"))
-    compiled, log = compile_hopper_kernel(kernel, head_dim, dtype, **options)
-    check_descriptors(compiled, tmp_path)
+    compiled, log = compile_hopper(kernel, head_dim, dtype, **options)
     # Of dK/dV at 64 with two sets of own rows, two values.
     limit = 16 if (kernel, head_dim, options["causal"]) == ("dkdv", 64, False) else 0
-    check_limits(compiled, log, 64 if options is OTHER else max(limit, SPILL_LIMIT))
-    for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"):
-        assert instruction in compiled.asm["ptx"], instruction
+    check_gluon(compiled, log, 64 if options is OTHER else max(limit, SPILL_LIMIT))
     # No product is padded: 64 or 128 columns, and those of the tail.
     widths = {int(n) for n in re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k16", compiled.asm["ptx"])}
     tiles, tail = HOPPER_KERNELS[kernel][1][0][head_dim], hopper.TAILS[head_dim]
@@ -491,46 +397,31 @@ def test_hopper_kernels_neither_spill_nor_serialise(head_dim, dtype, options, ke
     assert widths == columns | {tiles.get("BLOCK_K") or tiles["BLOCK_Q"]}
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_forward_of_short_sequences_neither_spills_nor_serialises(causal, tmp_path):
-    compiled, log = compile_hopper_kernel("forward", 64, "bf16", causal=causal, even=False, short=True, dynamic=False)
-    check_descriptors(compiled, tmp_path)
-    check_limits(compiled, log, 64)
+SHORT, SPLIT = {"even": False, "short": True}, {"split": True}
 
 
-@pytest.mark.parametrize("kernel", ["dkdv", "dq"])
-def test_the_backward_of_short_sequences_neither_spills_nor_serialises(kernel, tmp_path):
-    compiled, log = compile_hopper_kernel(kernel, 96, "bf16", causal=False, even=False, short=True)
-    check_descriptors(compiled, tmp_path)
-    check_limits(compiled, log, SPILL_LIMIT)
-
-
-@pytest.mark.parametrize(("head_dim", "causal"), [(64, True), (96, False)])
-def test_the_forward_with_split_keys_neither_spills_nor_serialises(head_dim, causal, tmp_path):
-    compiled, log = compile_hopper_kernel("forward", head_dim, "bf16", causal=causal, even=causal, split=True)
-    check_descriptors(compiled, tmp_path)
-    check_limits(compiled, log, SPILL_LIMIT)
+@pytest.mark.parametrize(
+    ("kernel", "head_dim", "options", "most_spilled"),
+    [
+        ("forward", 64, CAUSAL | SHORT | {"dynamic": False}, 64), ("forward", 64, FULL | SHORT, 64),
+        ("dkdv", 96, FULL | SHORT, SPILL_LIMIT), ("dq", 96, FULL | SHORT, SPILL_LIMIT),
+        ("forward", 64, CAUSAL | SPLIT, SPILL_LIMIT), ("forward", 96, FULL | SPLIT | {"even": False}, SPILL_LIMIT),
+    ],
+)  # fmt: skip
+def test_short_sequences_and_split_keys_neither_spill_nor_serialise(kernel, head_dim, options, most_spilled):
+    check_gluon(*compile_hopper(kernel, head_dim, "bf16", **options), most_spilled)
 
 
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "causal", "even", "ordered"),
-    [
-        (64, "bf16", True, True, True),
-        (64, "fp16", False, False, True),
-        (64, "bf16", True, True, False),
-        (128, "bf16", False, True, True),
-        (128, "fp16", True, True, True),
-    ],
+    [(64, "bf16", True, True, True), (64, "fp16", False, False, True), (64, "bf16", True, True, False),
+     (128, "bf16", False, True, True), (128, "fp16", True, True, True)],
     ids=["64 causal", "64 other lengths", "64 causal, unordered", "128 full", "128 causal"],
-)
-def test_the_single_pass_spills_next_to_nothing_and_does_not_serialise(
-    head_dim, dtype, causal, even, ordered, tmp_path
-):
-    compiled, log = compile_single_kernel(head_dim, dtype, causal=causal, even=even, ordered=ordered)
-    check_descriptors(compiled, tmp_path)
-    check_limits(compiled, log, SINGLE_SPILL_LIMIT[head_dim])
-    for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor", "setmaxnreg"):
-        assert instruction in compiled.asm["ptx"], instruction
+)  # fmt: skip
+def test_the_single_pass_spills_next_to_nothing_and_does_not_serialise(head_dim, dtype, causal, even, ordered):
+    compiled, log = compile_single(head_dim, dtype, causal=causal, even=even, ordered=ordered)
+    check_gluon(compiled, log, SINGLE_SPILL_LIMIT[head_dim])
+    assert "cp.reduce.async.bulk.tensor" in compiled.asm["ptx"]
 
 
 def test_the_hopper_kernels_load_with_the_installed_triton():

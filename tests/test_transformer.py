@@ -14,14 +14,7 @@ from torch import Tensor
 
 from labkit.configs import RMS_NORM_EPS, SIZES, ModelConfig
 from labkit.kernels.attention import unavailable_reason
-from labkit.models.transformer import (
-    ATTENTION,
-    RMSNorm,
-    RotaryEmbedding,
-    SwiGLU,
-    TransformerLM,
-    language_model_loss,
-)
+from labkit.models.transformer import ATTENTION, RMSNorm, RotaryEmbedding, TransformerLM, language_model_loss
 
 TINY = ModelConfig("tiny", "test", d_model=48, d_ff=80, num_layers=2, num_heads=3, vocab_size=61)
 DTYPES = [torch.float32, torch.bfloat16]
@@ -53,9 +46,6 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-# ---- the fp64 oracle ----------------------------------------------------------------------------------------
-
-
 def rotate_reference(x_BHTD: Tensor, theta: float) -> Tensor:
     """RoPE as a product of complex numbers: pair i of position t is multiplied by exp(i·t·θ^(−2i/D))."""
     num_tokens, d_head = x_BHTD.shape[-2:]
@@ -70,9 +60,7 @@ def norm_reference(x: Tensor, weight: Tensor) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + RMS_NORM_EPS) * weight
 
 
-def logits_reference(
-    weights: dict[str, Tensor], config: ModelConfig, tokens_BT: Tensor, *, hold_normaliser: bool = False
-) -> Tensor:
+def logits_reference(weights, config: ModelConfig, tokens_BT: Tensor, *, hold_normaliser: bool = False) -> Tensor:
     """The whole model from its published formulas, in the weights' dtype (fp64), sharing no code with labkit.
 
     `hold_normaliser` takes the softmax's normaliser as a constant, which changes gradients only.
@@ -99,16 +87,9 @@ def logits_reference(
 
 
 BLOCK_MATRICES = (
-    "attention_norm",
-    "attention.q_proj",
-    "attention.k_proj",
-    "attention.v_proj",
-    "attention.out_proj",
-    "feed_forward_norm",
-    "feed_forward.gate_proj",
-    "feed_forward.up_proj",
-    "feed_forward.down_proj",
-)
+    "attention_norm", "attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.out_proj",
+    "feed_forward_norm", "feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj",
+)  # fmt: skip
 
 
 def run_with_gradients(logits_of, weights: dict[str, Tensor], tokens_BT: Tensor) -> dict[str, Tensor]:
@@ -146,10 +127,8 @@ def test_eager_computes_the_formulas(context):
         assert error(value, oracle[name]) <= bound, name
 
 
-def excess_errors(
-    attention: str, dtype: torch.dtype, context: int, device: str = "cpu", impl: str = "eager"
-) -> dict[str, float]:
-    """Returns, for the logits and every gradient, the error against fp64 over the budget (above 1: outside it).
+def check_errors(attention: str, dtype: torch.dtype, context: int, device: str = "cpu", impl: str = "eager") -> None:
+    """Asserts that the logits and every gradient are within their budget of error against fp64.
 
     The budget is 2 × (eager's own error in the same dtype + one rounding of the largest value + those of the softmax's
     gradient). That is a difference, P∘(dP − D) = P∘dP − P∘D, exactly zero with a single key, whose two sides are sums
@@ -162,24 +141,20 @@ def excess_errors(
     oracle, held = run_oracle(eager, tokens_BT), run_oracle(eager, tokens_BT, hold_normaliser=True)
     of_eager, of_other = (run_model(model.to(device), tokens_BT.to(device)) for model in (eager, other))
     assert of_other["logits"].dtype == dtype
-    excess = {}
     for name, reference in oracle.items():
         difference = math.sqrt(2 * TINY.d_head) * (held[name] - reference).abs().max().item()
         band = unit_roundoff(dtype) * (reference.abs().max().item() + difference)
-        excess[name] = error(of_other[name], reference) / (2 * (error(of_eager[name], reference) + band))
-    return excess
+        assert error(of_other[name], reference) <= 2 * (error(of_eager[name], reference) + band), name
 
 
 @pytest.mark.parametrize("attention", [name for name in RUN_HERE if name != "eager"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("context", [1, 33])
 def test_every_attention_is_within_the_error_budget(attention, dtype, context):
-    excess = excess_errors(attention, dtype, context)
-    assert all(value <= 1 for value in excess.values()), excess
+    check_errors(attention, dtype, context)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_attention_of_the_gpu_is_within_the_error_budget(attention, dtype):
@@ -188,8 +163,7 @@ def test_every_attention_of_the_gpu_is_within_the_error_budget(attention, dtype)
         pytest.skip("one product of TF32 is outside the budget of fp32, as it says")
     if reason := unavailable_reason(attention, q_BHTD, q_BHTD, causal=True):
         pytest.skip(reason)
-    excess = excess_errors(attention, dtype, 33, "cuda")
-    assert all(value <= 1 for value in excess.values()), excess
+    check_errors(attention, dtype, 33, "cuda")
 
 
 def is_interpreted() -> bool:
@@ -201,21 +175,19 @@ def is_interpreted() -> bool:
 @pytest.mark.parametrize("context", [1, 33])
 def test_the_triton_attention_is_within_the_error_budget(interpreted, context):
     """In fp32: the interpreter's own bf16 product is wrong (triton 3.9)."""
-    excess = interpreted(excess_errors, "triton", torch.float32, context)
-    assert all(value <= 1 for value in excess.values()), excess
+    interpreted(check_errors, "triton", torch.float32, context)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("context", [1, 33])
 def test_the_fused_model_is_within_the_error_budget(interpreted, dtype, context):
     """Its kernels, and without a GPU its formulas; none of them holds a matrix product of the interpreter's."""
-    for call in (interpreted, lambda function, *arguments: function(*arguments)):
-        excess = call(excess_errors, "eager", dtype, context, "cpu", "fused")
-        assert all(value <= 1 for value in excess.values()), excess
+    interpreted(check_errors, "eager", dtype, context, "cpu", "fused")
+    check_errors("eager", dtype, context, "cpu", "fused")
 
 
 def loss_and_gradients(
-    impl: str, compiled: bool, autocast: bool, device: str, dtype: torch.dtype = torch.float32
+    impl: str, compiled: bool, autocast: bool, device: str, dtype=torch.float32
 ) -> dict[str, Tensor]:
     model, tokens_BT = build(impl=impl).to(device, dtype), draw_tokens(2, 33).to(device)
     if compiled:
@@ -243,7 +215,6 @@ def test_the_fused_loss_is_the_eager_one_compiled_or_not(interpreted):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_on_a_gpu_the_fused_loss_is_the_eager_one_compiled_or_not():
     check_loss_and_gradients(lambda function, *arguments: function(*arguments), "cuda")
 
@@ -256,73 +227,33 @@ def test_fused_and_eager_have_the_same_parameters_and_another_impl_is_refused():
 
 
 @pytest.mark.parametrize("attention", FAST)
-def test_a_model_holds_the_attention_it_was_asked_for(attention, monkeypatch):
+def test_a_model_holds_the_attention_it_was_asked_for_and_gives_a_row_of_logits_per_token(attention, monkeypatch):
     calls = []
     original = ATTENTION[attention]
     monkeypatch.setitem(ATTENTION, attention, lambda *args, **kwargs: calls.append(kwargs) or original(*args, **kwargs))
-    build(attention)(draw_tokens(1, 4))
-    assert calls == [{"causal": True}] * TINY.num_layers
-
-
-# ---- the whole model ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("attention", FAST)
-def test_logits_have_one_row_per_token(attention):
     logits_BTV = build(attention)(draw_tokens(3, 7))
-    assert logits_BTV.shape == (3, 7, TINY.vocab_size)
-    assert logits_BTV.dtype == torch.float32
+    assert calls == [{"causal": True}] * TINY.num_layers
+    assert logits_BTV.shape == (3, 7, TINY.vocab_size) and logits_BTV.dtype == torch.float32
 
 
 @pytest.mark.parametrize("attention", FAST)
 @pytest.mark.parametrize("position", [0, 5, 11])
-def test_a_token_changes_no_logits_before_it_and_all_from_it_on(attention, position):
+def test_a_token_changes_all_logits_of_its_sequence_from_it_on_and_no_other(attention, position):
     model, tokens_BT = build(attention), draw_tokens(2, 12)
     changed_BT = tokens_BT.clone()
-    changed_BT[:, position] = (changed_BT[:, position] + 1) % TINY.vocab_size
+    changed_BT[1, position] = (changed_BT[1, position] + 1) % TINY.vocab_size
     with torch.no_grad():
         before_BTV, after_BTV = model(tokens_BT), model(changed_BT)
-    assert torch.equal(before_BTV[:, :position], after_BTV[:, :position])
-    assert (before_BTV[:, position:] != after_BTV[:, position:]).any(dim=-1).all()
+    assert torch.equal(before_BTV[0], after_BTV[0])
+    assert torch.equal(before_BTV[1, :position], after_BTV[1, :position])
+    assert (before_BTV[1, position:] != after_BTV[1, position:]).any(dim=-1).all()
 
 
-@pytest.mark.parametrize("attention", FAST)
-def test_sequences_of_a_batch_do_not_touch(attention):
-    model, tokens_BT = build(attention), draw_tokens(2, 12)
-    changed_BT = tokens_BT.clone()
-    changed_BT[1] = (changed_BT[1] + 1) % TINY.vocab_size
-    with torch.no_grad():
-        assert torch.equal(model(tokens_BT)[0], model(changed_BT)[0])
-
-
-@pytest.mark.parametrize("attention", FAST)
-def test_gradients_reach_every_parameter(attention):
-    model = build(attention)
-    tokens_BT = draw_tokens(2, 12)
-    language_model_loss(model(tokens_BT), tokens_BT.roll(-1, 1)).backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.isfinite().all(), name
-        if parameter.dim() == 1:
-            assert (parameter.grad != 0).all(), name
-        elif name != "embedding.weight":
-            assert (parameter.grad != 0).any(dim=1).all(), f"{name}: a row without gradient"
-    reached = (model.embedding.weight.grad != 0).any(dim=1)
-    assert set(reached.nonzero().flatten().tolist()) == set(tokens_BT.unique().tolist())
-
-
-def test_there_are_no_biases_and_the_head_is_untied():
-    model = TransformerLM(SIZES["nano"], max_context=8)
-    assert not [name for name, _ in model.named_parameters() if "bias" in name]
-    assert all(getattr(module, "bias", None) is None for module in model.modules())
-    assert model.head.weight.shape == model.embedding.weight.shape
-    assert model.head.weight.untyped_storage().data_ptr() != model.embedding.weight.untyped_storage().data_ptr()
-
-
-def test_parameters_are_those_of_the_formulas_and_nothing_else_is_saved():
+def test_parameters_are_those_of_the_formulas_without_biases_and_nothing_else_is_saved():
     model = TransformerLM(TINY, max_context=8)
     blocks = {f"blocks.{layer}.{name}.weight" for layer in range(TINY.num_layers) for name in BLOCK_MATRICES}
     expected = blocks | {"embedding.weight", "norm.weight", "head.weight"}
+    # A head that is tied to the embedding would not be listed.
     assert {name for name, _ in model.named_parameters()} == expected
     assert set(model.state_dict()) == expected, "the rotary tables belong to max_context, not to a checkpoint"
 
@@ -368,16 +299,6 @@ def test_a_context_longer_than_the_model_takes_is_refused():
         model(draw_tokens(1, 9))
 
 
-def test_a_longer_table_of_positions_changes_nothing():
-    short, long = build(max_context=8), build(max_context=32)
-    long.load_state_dict(short.state_dict())
-    with torch.no_grad():
-        assert torch.equal(short(draw_tokens(2, 8)), long(draw_tokens(2, 8)))
-
-
-# ---- its parts ----------------------------------------------------------------------------------------------
-
-
 def make_rotary(d_head: int = 16, max_context: int = 64) -> RotaryEmbedding:
     return RotaryEmbedding(d_head, max_context, theta=10_000.0)
 
@@ -394,30 +315,6 @@ def test_rope_turns_pairs_by_their_angle():
     assert error(turned_BHTD, rotate_reference(x_BHTD, 10_000.0)) <= bound
 
 
-def test_rope_dot_products_depend_on_the_distance_only():
-    rotary = make_rotary()
-    q_D, k_D = randn(2, 16, dtype=torch.float64)
-    q_TD, k_TD = rotary(q_D.expand(64, 16)), rotary(k_D.expand(64, 16))
-    scores_TT = q_TD @ k_TD.T
-    # Tables rounded to fp32 move each rotated vector by at most √2·u of its length, so a dot product by 2√2·u.
-    bound = 2 * 2 * math.sqrt(2) * unit_roundoff(torch.float32) * (q_D.norm() * k_D.norm()).item()
-    diagonals = [scores_TT.diagonal(offset) for offset in range(-63, 64)]
-    for diagonal in diagonals:
-        assert (diagonal.max() - diagonal.min()).item() <= bound
-    # And on the distance they do depend, its sign included.
-    starts = torch.stack([diagonal[0] for diagonal in diagonals])
-    assert (starts.sort().values.diff() > bound).all()
-
-
-def test_rope_keeps_lengths_and_leaves_position_zero():
-    x_BHTD = randn(2, 3, 64, 16, dtype=torch.float64)
-    turned_BHTD = make_rotary()(x_BHTD)
-    ratio = turned_BHTD.norm(dim=-1) / x_BHTD.norm(dim=-1)
-    assert (ratio - 1).abs().max().item() <= math.sqrt(2) * unit_roundoff(torch.float32)
-    assert torch.equal(turned_BHTD[..., 0, :], x_BHTD[..., 0, :])
-    assert (turned_BHTD[..., 1:, :] != x_BHTD[..., 1:, :]).all()
-
-
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 def test_rope_keeps_the_dtype_and_counts_positions_from_the_first_token(dtype):
     x_BHTD = randn(1, 2, 64, 16, dtype=dtype)
@@ -426,47 +323,22 @@ def test_rope_keeps_the_dtype_and_counts_positions_from_the_first_token(dtype):
     assert torch.equal(make_rotary()(x_BHTD[..., :5, :]), turned_BHTD[..., :5, :])
 
 
-def make_norm(d_model: int = 64, dtype: torch.dtype = torch.float32) -> RMSNorm:
-    norm = RMSNorm(d_model, dtype=dtype)
-    with torch.no_grad():
-        norm.weight.copy_(1 + 0.5 * torch.rand(d_model, generator=torch.Generator().manual_seed(4)))
-    return norm
-
-
 # At 1e-3 the mean square is below the epsilon, which then decides.
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 1e4])
-def test_rms_norm_is_its_formula(scale):
-    norm, x = make_norm(), scale * randn(5, 7, 64)
-    reference = norm_reference(x.double(), norm.weight.double())
-    # The mean of 64 squares is off by at most 66 roundings, of which the root halves the effect; then three more.
-    relative = (norm(x).double() - reference).abs() / reference.abs()
-    assert relative.max().item() <= (66 / 2 + 4) * unit_roundoff(torch.float32)
-
-
-@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e4])
 @pytest.mark.parametrize("weight_dtype", DTYPES, ids=str)
-def test_rms_norm_rounds_a_bf16_result_once(scale, weight_dtype):
-    norm, x = make_norm(dtype=weight_dtype), (scale * randn(5, 7, 64)).bfloat16()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rms_norm_is_its_formula_rounded_once(scale, weight_dtype, dtype):
+    norm, x = RMSNorm(64, dtype=weight_dtype), (scale * randn(5, 7, 64)).to(dtype)
+    with torch.no_grad():
+        norm.weight.copy_(1 + 0.5 * torch.rand(64, generator=torch.Generator().manual_seed(4)))
     out = norm(x)
-    assert out.dtype == torch.bfloat16
+    assert out.dtype == dtype
     reference = norm_reference(x.double(), norm.weight.double())
-    # Statistics in bf16 would be off by several roundings; in fp32 only the last one, to bf16, is left.
     relative = (out.double() - reference).abs() / reference.abs()
-    assert relative.max().item() <= unit_roundoff(torch.bfloat16) + 40 * unit_roundoff(torch.float32)
-
-
-def test_swiglu_has_three_matrices_and_gates_with_the_first():
-    layer = SwiGLU(TINY)
-    assert {name: tuple(p.shape) for name, p in layer.named_parameters()} == {
-        "gate_proj.weight": (TINY.d_ff, TINY.d_model),
-        "up_proj.weight": (TINY.d_ff, TINY.d_model),
-        "down_proj.weight": (TINY.d_model, TINY.d_ff),
-    }
-    layer, x = layer.double(), randn(4, TINY.d_model, dtype=torch.float64)
-    gate, up = x @ layer.gate_proj.weight.T, x @ layer.up_proj.weight.T
-    expected = (gate / (1 + torch.exp(-gate)) * up) @ layer.down_proj.weight.T
-    bound = TINY.d_ff * unit_roundoff(torch.float64) * expected.abs().max().item()
-    assert error(layer(x), expected) <= bound
+    # The mean of 64 squares is off by at most 66 roundings, of which the root halves the effect; then four more, and
+    # in bf16 a last one. Statistics in bf16 would be off by several.
+    rounded = unit_roundoff(torch.bfloat16) if dtype == torch.bfloat16 else 0
+    assert relative.max().item() <= (66 / 2 + 4) * unit_roundoff(torch.float32) + rounded
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -88,9 +88,10 @@ class CausalSelfAttention(nn.Module):
         q_BHTD, k_BHTD, v_BHTD = heads(self.q_proj(x_BTC)), heads(self.k_proj(x_BTC)), heads(self.v_proj(x_BTC))
         if self.impl == "fused":
             q_BHTD, k_BHTD = rotate(q_BHTD, k_BHTD, rotary.cos_TD, rotary.sin_TD)
+            out_BHTD = ATTENTION[self.attention](q_BHTD, k_BHTD, v_BHTD, causal=True)
         else:
-            q_BHTD, k_BHTD = rotary(q_BHTD), rotary(k_BHTD)
-        out_BHTD = ATTENTION[self.attention](q_BHTD, k_BHTD, v_BHTD, causal=True)
+            # The projections are held while attention runs: the closed forms count them, and so do the records.
+            out_BHTD = ATTENTION[self.attention](rotary(q_BHTD), rotary(k_BHTD), v_BHTD, causal=True)
         return self.out_proj(out_BHTD.transpose(1, 2).flatten(-2))
 
 
@@ -187,12 +188,12 @@ class TransformerLM(nn.Module):
         x_BTC = self.embedding(tokens_BT)
         for block in self.blocks:
             x_BTC = block(x_BTC, self.rotary)
-        x_BTC = self.norm(x_BTC)
+        normed_BTC = self.norm(x_BTC)
         if targets_BT is None:
-            return self.head(x_BTC)
+            return self.head(normed_BTC)
         if self.impl == "fused":
-            return linear_cross_entropy(x_BTC, self.head.weight, targets_BT)
-        return language_model_loss(self.head(x_BTC), targets_BT)
+            return linear_cross_entropy(normed_BTC, self.head.weight, targets_BT)
+        return language_model_loss(self.head(normed_BTC), targets_BT)
 
 
 def language_model_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
