@@ -17,13 +17,12 @@ from chapters import CPU, H200, in_section, on_a_cpu
 
 from labkit import accounting, hardware
 from labkit.configs import BENCHMARKING, COMPILE_PHASES, PHASES, PRECISIONS, model_config
-from labkit.experiments import benchmarking, ceilings, open_session, sections
+from labkit.experiments import benchmarking, open_session
 from labkit.experiments.benchmarking import cases, run_case
 from labkit.experiments.ceilings import ceiling_name
 from labkit.experiments.sweep import Case, Skip
 from labkit.experiments.workload import Workload, step_parameters
 from labkit.measure import timing
-from labkit.measure.host import PROBES
 from labkit.models.transformer import TransformerLM
 
 V100 = hardware.Device("cuda", "Tesla V100-SXM2-16GB", "tesla-v100-sxm2-16gb")
@@ -375,104 +374,6 @@ def test_ceilings_reach_the_rates_of_a_case():
     for phase, work in (("forward", FORWARD_FLOPS / 2e12), ("optimizer_step", 28 * NUM_PARAMETERS / 5e9)):
         metrics = measured[phase].metrics
         assert metrics["ceiling_fraction"] == pytest.approx(work / (metrics["median_ms"] * 1e-3))
-
-
-@pytest.fixture
-def small_ceilings(monkeypatch):
-    monkeypatch.setitem(ceilings.CEILING_SIZES, "cpu", 64)
-    monkeypatch.setitem(ceilings.COPY_BYTES, "cpu", 2**20)
-    monkeypatch.setitem(ceilings.CEILING_TIME_S, "cpu", 0.05)
-    monkeypatch.setitem(sections.SUSTAINED_S, "cpu", 0.03)
-
-
-TIMER = Case("timer", {"kind": "negate"}, ("host", "independent"), 60.0)
-OF_PRODUCT = ({"m": 64, "n": 64, "k": 64}, "achieved_tflops", 2 * 64**3 / 1e12)
-OF_COPY = ({"num_bytes": 2**20}, "achieved_gb_per_s", 2 * 2**20 / 1e9)  # what is read and what is written
-
-
-@pytest.mark.parametrize(
-    ("section", "case", "phases", "expected"),
-    [
-        ("ceilings", {"kind": "gemm", "precision": "fp32"}, ["rate"], OF_PRODUCT),
-        ("ceilings", {"kind": "gemm", "precision": "bf16"}, ["rate"], OF_PRODUCT),
-        ("ceilings", {"kind": "copy", "precision": "fp32"}, ["rate"], OF_COPY),
-        ("timer", {"kind": "negate"}, ["host", "independent"], OF_COPY),
-    ],
-)
-def test_a_ceiling_and_every_method_of_the_timer_give_a_rate(small_ceilings, section, case, phases, expected):
-    (one,) = [one for one in in_section(cases("smoke", "cpu"), section) if one.parameters == case]
-    measured = measure(one)
-    assert list(measured) == phases
-    for phase, result in measured.items():
-        observed, unit, work = expected
-        assert (result.case, result.observed) == (case, observed)
-        assert result.metrics[unit] == exactly(work / (result.metrics["median_ms"] * 1e-3))
-        assert (result.metrics["datasheet"], result.metrics["datasheet_fraction"]) == (None, None)
-        if section == "ceilings":
-            burst, sustained = (work / (result.metrics[f"{kind}_ms"] * 1e-3) for kind in ("median", "sustained"))
-            name = ceiling_name(one)
-            assert benchmarking.ceiling_rates(one, result) == exactly({name: burst, f"sustained {name}": sustained})
-            assert result.telemetry["sustained"]["no_energy"] == "no energy counter is read on cpu"
-            assert not {"joules", "watts", "tflop_per_joule", "sm_clock_mhz"} & result.metrics.keys()
-        if section == "timer":
-            assert result.timer["method"] == phase and (phase == "host" or result.metrics["n"] == 5)
-
-
-def test_the_host_is_measured_probe_by_probe_and_what_it_lacks_is_skipped():
-    for phase, run in run_case(Case("host", {}, PROBES, 60.0), {}):
-        if phase == "triton_launch":
-            with pytest.raises(Skip, match="Triton launches on CUDA only; this is cpu"):
-                run()
-        else:
-            result = run()
-            assert result.case == {} and result.timer["method"] == "host"
-            assert 0 < result.metrics["median_ms"] < 10 and result.metrics["half_width_fraction"] >= 0
-
-
-@pytest.mark.parametrize(("profile", "num_steps", "num_compiled"), [("full", 4, 5), ("smoke", 1, 1)])
-def test_few_training_steps_are_also_run_back_to_back(profile, num_steps, num_compiled):
-    grid = BENCHMARKING[profile]
-    found = Counter()
-    for case in cases(profile, "cuda"):
-        if case.sustained:
-            assert case.sustained == ("train_step",) and set(case.sustained) <= set(case.phases)
-            assert tuple(case.parameters[name] for name in ("size", "context", "precision")) in grid.sustained
-            found[case.section] += 1
-    assert found == {"steps": num_steps, "compile": num_compiled}
-
-
-def test_a_step_that_is_run_back_to_back_has_columns_of_its_own(small_ceilings):
-    case = Case("steps", parameters(), ("forward", "train_step"), 60.0, 0.05, sustained=("train_step",))
-    measured = measure(case, {"gemm fp32": 3.0, "sustained gemm fp32": 2.0})
-    assert not any("sustained" in name for name in measured["forward"].metrics)
-    step, telemetry = measured["train_step"].metrics, measured["train_step"].telemetry["sustained"]
-    rate = step["flops"] / (step["sustained_ms"] * 1e-3) / 1e12
-    assert (step["sustained_tflops"], step["sustained_ceiling"]) == (pytest.approx(rate), 2.0)
-    assert step["sustained_ceiling_fraction"] == pytest.approx(rate / 2) and step["ceiling"] == 3.0
-    assert step["steady"] in (0, 1) and telemetry["window_s"] >= 0.03 and telemetry["num_calls"] >= 2
-
-
-def test_the_label_of_a_product_is_read_back_from_its_operands(small_ceilings, monkeypatch):
-    float32 = partial(torch.randn, dtype=torch.float32)
-    monkeypatch.setattr(torch, "randn", lambda *shape, dtype, **rest: float32(*shape, **rest))
-    case = Case("ceilings", {"kind": "gemm", "precision": "bf16"}, ("rate",), 60.0)
-    assert measure(case)["rate"].case == {"kind": "gemm", "precision": "fp32"}
-
-
-def test_the_independent_time_is_of_one_call(small_ceilings, monkeypatch):
-    """Thirty calls of a second each, after one that is not timed, take a second a call."""
-    clock = Clock(monkeypatch, benchmarking)
-    monkeypatch.setattr(torch, "neg", clock.wrap("kernel", torch.neg))
-    result = measure(replace(TIMER, phases=("independent",)))["independent"]
-    assert result.metrics["median_ms"] == result.metrics["min_ms"] == 1e3
-    assert clock.now == 5 * 31
-
-
-@pytest.mark.parametrize("method", ["host", "independent"])
-def test_a_kernel_that_does_nothing_is_not_timed(small_ceilings, monkeypatch, method):
-    monkeypatch.setattr(torch, "neg", lambda source, out: out)
-    with pytest.raises(AssertionError, match="wrong"):
-        measure(replace(TIMER, phases=(method,)))
 
 
 @pytest.fixture

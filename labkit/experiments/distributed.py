@@ -59,7 +59,7 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), world_si
             batch = batch if batch > 0 else max(1, -batch // here[-1])
             parameters = {"size": size, "context": grid.context, "precision": precision, "compile": compile}
             parameters |= {"batch": batch, "world_size": here[-1]}
-            phases = tuple(name for name in WAYS if name in getattr(grid, ways) and _runs(name, device_kind))
+            phases = tuple(name for name in WAYS if name in grid.ways[ways] and _runs(name, device_kind))
             result.append(Case("steps", parameters, phases, grid.case_timeout_s, grid.time_limit_s))
     return result
 
