@@ -12,7 +12,7 @@ import pytest
 from labkit import experiments
 from labkit.configs import FIGURES, GRIDS, REFERENCE_DEVICE
 from labkit.experiments.sweep import HOST_SECTION
-from labkit.records import RecordStore
+from labkit.records import RecordStore, folder_of
 
 PROFILES = ("smoke", "full")
 
@@ -44,15 +44,16 @@ def test_what_is_recorded_stays_recorded(notebook):
     """Each committed record of a version that counts is of a case of the grid: a run resumes and measures none anew."""
     experiment = experiment_of(notebook)
     versions = {experiment.MEASUREMENT_VERSION, *getattr(experiment, "STANDING_VERSIONS", ())}
-    records = RecordStore(FIGURES / REFERENCE_DEVICE / "records" / f"{notebook}.jsonl").load()
+    folder = folder_of(FIGURES, REFERENCE_DEVICE, notebook)
+    records = RecordStore(folder / "records" / f"{notebook}.jsonl").load()
     counted = [one for one in records if one.measurement_version in versions and one.section != HOST_SECTION]
     recorded = set(keys(counted))
     assert recorded and recorded <= set(keys(experiment.cases("full", "cuda")))
 
 
-VALUES = {"sizes": ("nano", "xl", "huge"), "contexts": (100, "128"), "lengths": (100, "256"), "d_heads": (65,)}
+VALUES = {"sizes": ("nano", "xl", "huge"), "contexts": (100, "128"), "lengths": (100, "256"), "d_heads": (65,),
+          "world_sizes": (3,)}  # fmt: skip
 TEXTS = {
-    "nano": "size 'nano' is not in profile 'full'; accepted: small, medium",
     "xl": "'xl' means two models: say 'xl-2025' (1.998 B) or 'xl-2026'",
     "huge": "unknown size 'huge'; accepted: nano, micro, small",
 }
@@ -62,7 +63,7 @@ TEXTS = {
 def test_what_the_grid_does_not_have_is_refused(notebook):
     cases, grid = experiment_of(notebook).cases, GRIDS[notebook]["full"]
     for option in list(inspect.signature(cases).parameters)[2:]:
-        smallest = min(getattr(grid, option)) if option != "sizes" else ""
+        smallest = min(getattr(grid, option)) if option != "sizes" else ", ".join(grid.sizes[:2])
         for value in VALUES[option]:
             accepted = f" {value!r} is not in profile 'full'; accepted: {smallest}"
             with pytest.raises(ValueError, match=re.escape(TEXTS.get(value, accepted))):

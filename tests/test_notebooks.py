@@ -20,7 +20,7 @@ import pytest
 from labkit import cli, hardware, notebooks
 from labkit.configs import COMPILE_PHASES, FIGURES, PHASES, REFERENCE_DEVICE, WARMUP_PHASES, RequestError
 from labkit.experiments import open_session
-from labkit.records import Record, RecordStore, check
+from labkit.records import Record, RecordStore, check, folder_of
 from labkit.report import render
 
 NAMES = notebooks.names()
@@ -72,7 +72,7 @@ def test_committed_report_holds_what_the_notebook_shows(name):
     report = (notebooks.NOTEBOOKS.parent / "report.md").read_text(encoding="utf-8")
     title = notebooks.read(name).cells[0].source.splitlines()[0]
     assert f"\n#{title}\n" in report
-    if not check(FIGURES / REFERENCE_DEVICE).get(name):
+    if not check(folder_of(FIGURES, REFERENCE_DEVICE, name)).get(name):
         number = name.split("_")[0]
         assert f"*Not measured on {REFERENCE_DEVICE}; `labkit run {number}` measures it.*" in report
         return

@@ -271,10 +271,11 @@ def test_a_chapter_is_shown_from_whatever_an_interrupted_run_left(tmp_path, monk
     """Any one section, or the first records of all: the rest is said not to be measured, and nothing raises."""
     monkeypatch.setattr("labkit.report.chapter.display", lambda *_, **__: None)
     report = importlib.import_module(f"labkit.report.{name.split('_', 1)[1]}")
-    folder = tmp_path / REFERENCE_DEVICE
+    source = folder_of(FIGURES, REFERENCE_DEVICE, name)
+    folder = tmp_path / source.name
     (folder / "records").mkdir(parents=True)
-    shutil.copy(FIGURES / REFERENCE_DEVICE / "environment.json", folder)
-    lines = (FIGURES / REFERENCE_DEVICE / "records" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines(True)
+    shutil.copy(source / "environment.json", folder)
+    lines = (source / "records" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines(True)
     sections = [json.loads(line)["section"] for line in lines]
     order = list(dict.fromkeys(sections))
     by_section = sorted(zip(sections, lines, strict=True), key=lambda pair: order.index(pair[0]))
@@ -318,26 +319,28 @@ def test_unfinished_and_incomplete_runs_are_said_to_be(folder):
 
 @pytest.fixture(scope="module")
 def rebuilt(tmp_path_factory):
-    """The reference device's report, figures and tables made anew from its records; returns the device's folder."""
-    target = tmp_path_factory.mktemp("figures") / REFERENCE_DEVICE
-    shutil.copytree(FIGURES / REFERENCE_DEVICE / "records", target / "records")
-    shutil.copy(FIGURES / REFERENCE_DEVICE / "environment.json", target)
-    render.rebuild(REFERENCE_DEVICE, output=target.parent)
+    """The reference device's report, figures and tables made anew from its records; returns the devices' folder."""
+    target = tmp_path_factory.mktemp("figures")
+    for source in {folder_of(FIGURES, REFERENCE_DEVICE, name) for name in notebooks.names()}:
+        shutil.copytree(source / "records", target / source.name / "records")
+        shutil.copy(source / "environment.json", target / source.name)
+    render.rebuild(REFERENCE_DEVICE, output=target)
     return target
 
 
-def made(folder: Path) -> dict[str, Path]:
-    names = [*folder.glob("*.svg"), *folder.glob("tables/*.csv"), folder / "report.md"]
-    return {str(path.relative_to(folder)): path for path in names}
+def made(root: Path) -> dict[str, Path]:
+    folders = {folder_of(root, REFERENCE_DEVICE, name) for name in notebooks.names()}
+    names = [path for folder in folders for path in (*folder.glob("*.svg"), *folder.glob("tables/*.csv"))]
+    return {str(path.relative_to(root)): path for path in (*names, root / REFERENCE_DEVICE / "report.md")}
 
 
 def test_committed_report_figures_and_tables_are_those_of_the_committed_records(rebuilt):
     """A stale sentence, figure or table is found here, and a file that nothing makes any more."""
-    committed, fresh = made(FIGURES / REFERENCE_DEVICE), made(rebuilt)
+    committed, fresh = made(FIGURES), made(rebuilt)
     assert committed.keys() == fresh.keys()
     stale = [name for name in fresh if committed[name].read_bytes() != fresh[name].read_bytes()]
     assert not stale, f"run `labkit report` (with matplotlib {matplotlib.__version__})"
-    text = fresh["report.md"].read_text(encoding="utf-8")
+    text = fresh[f"{REFERENCE_DEVICE}/report.md"].read_text(encoding="utf-8").replace("](../", "](figures/")
     top = (REPOSITORY / "report.md").read_text(encoding="utf-8")
     assert top == re.sub(r"\]\(((\d\d|front)_|tables/)", rf"](figures/{REFERENCE_DEVICE}/\1", text)
 

@@ -33,7 +33,15 @@ from tqdm import tqdm
 
 from labkit import hardware, notebooks
 from labkit.configs import FIGURES, THIS_DEVICE, RequestError, chosen_profile
-from labkit.records import Record, RecordStore, check_plausible, done_path, measured_devices, write_text_atomic
+from labkit.records import (
+    Record,
+    RecordStore,
+    check_plausible,
+    done_path,
+    folder_of,
+    measured_devices,
+    write_text_atomic,
+)
 
 HOST_SECTION, SESSION_SECTION = SESSION_SECTIONS = ("host", "ceilings")
 """Sections that every session measures again, before any other: its call times are of its own host, whatever the
@@ -571,15 +579,15 @@ def open_session(notebook: str, *, measure: bool, device: str, profile: str, out
         if not isinstance(flag, bool):  # the text "false", which papermill passes on, would count as true
             raise RequestError(f"{name} must be True or False, not {flag!r}")
     if not measure:
-        return _NoSession(_shown_device(device, Path(output or FIGURES)))
+        return _NoSession(_shown_device(device, notebook, Path(output or FIGURES)))
     return Session(notebook, device=device, profile=profile, output=output, fresh=fresh, options=options)
 
 
-def _shown_device(device: str, root: Path) -> str:
+def _shown_device(device: str, notebook: str, root: Path) -> str:
     """Returns the slug of the device to show; raises RequestError if it has no records under `root`."""
     slug = hardware.detect().slug if device == THIS_DEVICE else device
     known = measured_devices(root)
-    if slug not in known:
+    if slug not in known and folder_of(root, slug, notebook).name not in known:
         raise RequestError(
             f"no records of device {str(slug)[:80]!r} in {root}; recorded: {', '.join(known) or 'none'}; "
             f'to measure this machine, set measure = True and device = "{THIS_DEVICE}"'

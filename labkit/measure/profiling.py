@@ -67,8 +67,9 @@ _KERNEL_PATTERNS = (
     ("reduction", r"^triton_(red|per)|^weighted_sum_"),
     ("matmul", r"nvjet|gemm|gemv|xmma|cutlass|cublas|splitk|wgmma|matmul|^triton_(\w+_)?mm|^triton_tem|dot_kernel"),
     ("copy", r"copy|catarray|memcpy|memset|transpose|gather|index_?select"),
-    ("reduction", r"reduce|reduction|loss|embedding_backward|scan|cumsum|radixsort|grad_weight|partial|and_scatter"),
-    ("elementwise", r"elementwise|pointwise|fill|arange|where|triu|tril|distribution|index|vectorized"),
+    ("reduction", r"reduce|reduction|loss|embedding_backward|scan|cumsum|radixsort|grad_weight|partial|and_scatter"
+                  r"|cross_entropy|column_sums"),
+    ("elementwise", r"elementwise|pointwise|fill|arange|where|triu|tril|distribution|index|vectorized|swiglu|rotary"),
 )  # fmt: skip
 
 _OPERATOR_PATTERNS = (
