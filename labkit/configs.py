@@ -81,6 +81,39 @@ def model_config(name: str) -> ModelConfig:
         raise RequestError(f"unknown size {name!r}; accepted: {', '.join([*SIZES, *SIZE_ALIASES])}") from None
 
 
+@dataclass(frozen=True)
+class Siglip2Config:
+    """Dimensions of a SigLIP 2 vision encoder of images in patches.
+
+    `patch_dim` is the values of a patch, `position_side` the rows and columns of the table of position embeddings,
+    `dropout` the share of the attention output that is dropped in training.
+    """
+
+    name: str
+    d_model: int
+    d_ff: int
+    num_layers: int
+    num_heads: int
+    patch_dim: int = 16 * 16 * 3
+    position_side: int = 16
+    dropout: float = 0.1
+
+    @property
+    def d_head(self) -> int:
+        return self.d_model // self.num_heads
+
+
+LAYER_NORM_EPS = 1e-6
+
+SIGLIP2_SIZES: dict[str, Siglip2Config] = {
+    config.name: config
+    for config in (
+        Siglip2Config("tiny", 144, 536, 2, 2, patch_dim=48, position_side=4),
+        Siglip2Config("so400m", 1152, 4304, 27, 16),
+    )
+}
+
+
 PRECISIONS = ("fp32", "tf32", "bf16")
 """fp32: TF32 off. tf32: fp32 tensors, TF32 matmuls. bf16: autocast to bfloat16 over fp32 parameters."""
 

@@ -65,11 +65,13 @@ _KERNEL_PATTERNS = (
     ("softmax", r"soft_?max"),
     ("normalisation", r"(layer|rms|batch|group|instance)_?norm"),
     ("reduction", r"^triton_(red|per)|^weighted_sum_"),
-    ("matmul", r"nvjet|gemm|gemv|xmma|cutlass|cublas|splitk|wgmma|matmul|^triton_(\w+_)?mm|^triton_tem|dot_kernel"),
+    ("matmul", r"nvjet|gemm|gemv|xmma|cutlass|cublas|splitk|wgmma|matmul|^triton_(\w+_)?mm|^triton_tem|dot_kernel"
+               r"|linear_gelu"),
     ("copy", r"copy|catarray|memcpy|memset|transpose|gather|index_?select"),
     ("reduction", r"reduce|reduction|loss|embedding_backward|scan|cumsum|radixsort|grad_weight|partial|and_scatter"
                   r"|cross_entropy|column_sums"),
-    ("elementwise", r"elementwise|pointwise|fill|arange|where|triu|tril|distribution|index|vectorized|swiglu|rotary"),
+    ("elementwise", r"elementwise|pointwise|fill|arange|where|triu|tril|distribution|index|vectorized|swiglu|gelu"
+                    r"|rotary|dropout"),
 )  # fmt: skip
 
 _OPERATOR_PATTERNS = (

@@ -1,0 +1,285 @@
+"""The MLP of a vision transformer, W₂ gelu(W₁ x + b₁) + b₂, with the activation inside its matmuls.
+
+    z = x W₁ᵀ + b₁    h = gelu(z) = z σ(2u)    u = √(2/π) (z + 0.044715 z³)    y = h W₂ᵀ + b₂
+    ∂z = (∂y W₂) ∘ gelu'(z)    ∂W₁ = ∂zᵀ x    ∂b₁ = Σ ∂z    ∂W₂ = ∂yᵀ h    ∂b₂ = Σ ∂y    ∂x = ∂z W₁
+
+tanh-GELU is written with the logistic function, 1 + tanh u = 2 σ(2u): one exponential, and no cancellation.
+
+Two paths differ in x W₁ᵀ and ∂y W₂. "epilogue" is a persistent matmul in Triton: it applies bias and GELU to its fp32
+accumulator; in backward it multiplies the accumulator by gelu'(z), writes h again and sums ∂b₁. "separate" leaves both
+products to PyTorch: GELU is PyTorch's too, and one elementwise kernel does in backward what the epilogue does.
+
+h is never kept, since backward has to read z anyway; z is kept, or one more matmul computes it again. Ideal cost:
+4·M·C·F FLOPs forward, 8·M·C·F backward. "separate" moves 2·M·F elements forward and 4·M·F backward between its
+products; "epilogue" moves M·F (of z, where it is kept) and 3·M·F while it multiplies.
+
+Shape suffixes: M rows, C width of the residual stream, F width of the hidden layer, T tiles of rows.
+
+Source: Hendrycks & Gimpel 2016, "Gaussian Error Linear Units", section 2 (the tanh form).
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import custom_op
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from labkit.kernels.fused import check, check_shape, operator, rows_of, runs_kernel, wide, wrap_triton
+from labkit.kernels.layer_norm import layer_norm
+
+PATHS = ("auto", "epilogue", "separate")
+
+
+# Tiles of the forward and the backward matmul; GROUP of them, one below the other, go column by column, for L2.
+HOPPER = (
+    {"ROWS": 128, "COLS": 128, "DEPTH": 64, "GROUP": 8, "num_warps": 4, "num_stages": 3},
+    {"ROWS": 128, "COLS": 128, "DEPTH": 64, "GROUP": 8, "num_warps": 4, "num_stages": 2},
+)
+GENERIC = 2 * ({"ROWS": 128, "COLS": 128, "DEPTH": 32, "GROUP": 8, "num_warps": 8, "num_stages": 3},)
+INTERPRETER = 2 * ({"ROWS": 16, "COLS": 32, "DEPTH": 16, "GROUP": 2},)
+PROGRAMS = 2  # of a multiprocessor: where shared memory has room for both, one multiplies in the other's epilogue
+BLOCK_M, STEP_M, BLOCK_F = 128, 16, 128  # of a program of the elementwise kernel: rows, rows at a time, columns
+
+
+@triton.jit
+def gate(z):
+    """σ(2u), by which GELU multiplies z; the exponent is −2u · log₂ e."""
+    return 1 / (1 + tl.exp2(-2.302208198 * z * (1 + 0.044715 * z * z)))
+
+
+@triton.jit
+def gelu_and_slope(z):
+    """GELU and its derivative."""
+    g = gate(z)
+    h = z * g
+    return h, g + h * (1 - g) * (1.5957691216 + 0.2140644488 * z * z)
+
+
+@triton.jit
+def finish(acc, z_desc, h_desc, grad_z_desc, bias_ptr, sums_ptr, row, col, num_cols):
+    """The epilogue of one half of a tile: backward where there are descriptors of ∂z."""
+    cols = col + tl.arange(0, acc.shape[1])
+    if grad_z_desc is None:
+        z = acc + tl.load(bias_ptr + cols, mask=cols < num_cols, other=0.0).to(tl.float32)[None, :]
+        if z_desc is not None:
+            z_desc.store([row, col], z.to(z_desc.dtype))
+        h = z * gate(z)
+    else:
+        h, slope = gelu_and_slope(z_desc.load([row, col]).to(tl.float32))
+        grad_z = acc * slope
+        grad_z_desc.store([row, col], grad_z.to(grad_z_desc.dtype))
+        # The rows past the end are zeros in ∂y, and so in the sum.
+        tl.store(sums_ptr + cols, tl.sum(grad_z, axis=0), mask=cols < num_cols)
+    h_desc.store([row, col], h.to(h_desc.dtype))
+
+
+@triton.jit
+def linear_gelu_kernel(
+    rows_desc, weight_desc, z_desc, h_desc, grad_z_desc, bias_ptr, sums_ptr, num_rows, num_cols, depth,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Forward: tiles of h (M, F), and of z where it is kept, from x (M, C), W₁ (F, C) and b₁; grad_z_desc is None.
+
+    Backward: tiles of ∂z and h (M, F), and ∂b₁ (T, F) summed over each tile's rows, from ∂y (M, C), W₂ (C, F) and z.
+    """
+    tiles_m, tiles_f = tl.cdiv(num_rows, ROWS), tl.cdiv(num_cols, COLS)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_f, tl.num_programs(0), flatten=True):
+        first = tile // (GROUP * tiles_f) * GROUP
+        height = tl.minimum(tiles_m - first, GROUP)
+        tile_m = first + tile % height
+        row, col = tile_m * ROWS, tile % (GROUP * tiles_f) // height * COLS
+        acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
+        for k in range(0, depth, DEPTH):
+            x = rows_desc.load([row, k])
+            weight = weight_desc.load([col, k]).T if grad_z_desc is None else weight_desc.load([k, col])
+            acc = tl.dot(x, weight, acc, input_precision="ieee")
+        # An epilogue of half the columns at a time leaves the loop more shared memory.
+        left, right = tl.split(acc.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1))
+        tile_sums_ptr = sums_ptr
+        if sums_ptr is not None:
+            tile_sums_ptr = sums_ptr + tile_m.to(tl.int64) * num_cols
+        finish(left, z_desc, h_desc, grad_z_desc, bias_ptr, tile_sums_ptr, row, col, num_cols)
+        finish(right, z_desc, h_desc, grad_z_desc, bias_ptr, tile_sums_ptr, row, col + COLS // 2, num_cols)
+
+
+@triton.jit
+def gelu_bwd_kernel(
+    grad_h_ptr, z_ptr, grad_z_ptr, h_ptr, sums_ptr, num_rows, num_cols,
+    BLOCK_M: tl.constexpr, STEP_M: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    """∂z and h (M, F), and ∂b₁ (T, F) summed over each program's rows, from ∂h and z (M, F), all dense."""
+    tile = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    sums = tl.zeros((BLOCK_F,), dtype=tl.float32)
+    for step in range(0, BLOCK_M, STEP_M):
+        rows = tile * BLOCK_M + step + tl.arange(0, STEP_M)
+        inside = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+        place = rows[:, None] * num_cols + cols[None, :]
+        h, slope = gelu_and_slope(tl.load(z_ptr + place, mask=inside, other=0.0).to(tl.float32))
+        grad_z = tl.load(grad_h_ptr + place, mask=inside, other=0.0).to(tl.float32) * slope
+        tl.store(h_ptr + place, h.to(h_ptr.dtype.element_ty), mask=inside)
+        tl.store(grad_z_ptr + place, grad_z.to(grad_z_ptr.dtype.element_ty), mask=inside)
+        sums += tl.sum(grad_z, axis=0)
+    tl.store(sums_ptr + tile * num_cols + cols, sums, mask=cols < num_cols)
+
+
+# ---- operators --------------------------------------------------------------------------------------------------
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _tiles(device: torch.device) -> tuple[dict[str, int], dict[str, int]]:
+    return INTERPRETER if device.type != "cuda" else HOPPER if _is_hopper(device) else GENERIC
+
+
+def _launch(rows: Tensor, weight: Tensor, bias=None, z=None, h=None, grad_z=None, sums=None) -> None:
+    tile = _tiles(rows.device)[grad_z is not None]
+    size_m, size_f, size_k = tile["ROWS"], tile["COLS"], tile["DEPTH"]
+    num_tiles = triton.cdiv(h.shape[0], size_m) * triton.cdiv(h.shape[1], size_f)
+    multiprocessors = torch.cuda.get_device_properties(rows.device).multi_processor_count if rows.is_cuda else 1
+    describe = TensorDescriptor.from_tensor
+    operands = (
+        describe(rows, [size_m, size_k]),
+        describe(weight, [size_f, size_k] if grad_z is None else [size_k, size_f]),
+    )
+    halves = (x if x is None else describe(x, [size_m, size_f // 2]) for x in (z, h, grad_z))
+    grid = (min(num_tiles, PROGRAMS * multiprocessors),)
+    with torch.cuda.device_of(rows):
+        linear_gelu_kernel[grid](*operands, *halves, bias, sums, *h.shape, rows.shape[1], **tile)
+
+
+# Opaque to the compiler: torch.library.triton_op takes no tensor descriptors.
+@custom_op("labkit::linear_gelu", mutates_args=())
+def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+    """Returns h and z, which is empty unless it is to be kept."""
+    h, z = _empty_hidden(x, weight, bias, keep)
+    _launch(x, weight, bias, z if keep else None, h)
+    return h, z
+
+
+@_linear_gelu.register_fake
+def _empty_hidden(x, weight, _bias, keep):
+    h = x.new_empty(x.shape[0], weight.shape[0])
+    return h, torch.empty_like(h) if keep else x.new_empty(0)
+
+
+@custom_op("labkit::linear_gelu_backward", mutates_args=())
+def _linear_gelu_backward(grad_y: Tensor, weight: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns ∂z, h and ∂b₁ in fp32."""
+    grad_z, h = torch.empty_like(z), torch.empty_like(z)
+    sums = z.new_empty(triton.cdiv(z.shape[0], _tiles(z.device)[1]["ROWS"]), z.shape[1], dtype=torch.float32)
+    _launch(grad_y, weight, None, z, h, grad_z, sums)
+    return grad_z, h, sums.sum(0)
+
+
+@_linear_gelu_backward.register_fake
+def _(_grad_y, _weight, z):
+    return torch.empty_like(z), torch.empty_like(z), z.new_empty(z.shape[1], dtype=torch.float32)
+
+
+@operator("gelu_backward")
+def _gelu_backward(grad_h: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns ∂z, h and ∂b₁ in fp32 (in fp64 of fp64)."""
+    if not runs_kernel(z):
+        grad_z = torch.ops.aten.gelu_backward(grad_h, z, approximate="tanh")
+        return grad_z, F.gelu(z, approximate="tanh"), wide(grad_z).sum(0)
+    grid = triton.cdiv(z.shape[0], BLOCK_M), triton.cdiv(z.shape[1], BLOCK_F)
+    grad_z, h = torch.empty_like(z), torch.empty_like(z)
+    sums = torch.empty((grid[0], z.shape[1]), dtype=torch.float32, device=z.device)
+    blocks = {"BLOCK_M": BLOCK_M, "STEP_M": STEP_M, "BLOCK_F": BLOCK_F}
+    wrap_triton(gelu_bwd_kernel)[grid](grad_h, z, grad_z, h, sums, *z.shape, **blocks)
+    return grad_z, h, sums.sum(0)
+
+
+class GeluMLP(torch.autograd.Function):
+    """The MLP of dense (M, C) rows; see `gelu_mlp`."""
+
+    @staticmethod
+    def forward(ctx, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, path, keep, total, norm_weight, norm_bias, eps):
+        if path == "epilogue":
+            h_MF, z_MF = _linear_gelu(x, fc1_weight, fc1_bias, keep)
+        else:
+            z_MF = F.linear(x, fc1_weight, fc1_bias)
+            h_MF = F.gelu(z_MF, approximate="tanh")
+        ctx.path, ctx.eps = path, eps
+        kept = x if total is None else total, z_MF if keep else None
+        ctx.save_for_backward(*kept, fc1_weight, fc1_bias, fc2_weight, norm_weight, norm_bias)
+        return F.linear(h_MF, fc2_weight, fc2_bias)
+
+    @staticmethod
+    def backward(ctx, grad_y_MC: Tensor):
+        x_MC, z_MF, fc1_weight, fc1_bias, fc2_weight, *norm = ctx.saved_tensors
+        x_MC = x_MC if ctx.eps is None else layer_norm(x_MC, *norm, ctx.eps)
+        z_MF = F.linear(x_MC, fc1_weight, fc1_bias) if z_MF is None else z_MF
+        grad_y_MC = grad_y_MC.contiguous()
+        if ctx.path == "epilogue":
+            grad_z_MF, h_MF, grad_bias_F = _linear_gelu_backward(grad_y_MC, fc2_weight, z_MF)
+        else:
+            grad_z_MF, h_MF, grad_bias_F = _gelu_backward(grad_y_MC @ fc2_weight, z_MF)
+        grads_fc1 = grad_z_MF.T @ x_MC, grad_bias_F.to(fc1_bias.dtype)
+        return grad_z_MF @ fc1_weight, *grads_fc1, grad_y_MC.T @ h_MF, grad_y_MC.sum(0), *[None] * 6
+
+
+def resolve_path(x: Tensor, fc1_weight: Tensor, path: str = "auto") -> str:
+    """Returns the path that `gelu_mlp` takes, "epilogue" or "separate": what a record should name.
+
+    Raises ValueError for a path that is none of PATHS, and for "epilogue" where its kernels cannot run.
+    """
+    if path not in PATHS:
+        raise ValueError(f"path must be one of {', '.join(PATHS)}; got {path!r}")
+    objection = None
+    if not runs_kernel(x):
+        objection = f"takes tensors on a CUDA device; got {x.device}"
+    elif any(size * x.element_size() % 16 for size in fc1_weight.shape):  # of rows that descriptors describe
+        objection = f"takes widths of a multiple of 16 bytes; got {tuple(fc1_weight.shape)} of {x.dtype}"
+    if path == "epilogue" and objection:
+        raise ValueError(f"path='epilogue' {objection}")
+    is_fast = _is_hopper(x.device) and x.element_size() == 2 and objection is None
+    return path if path != "auto" else "epilogue" if is_fast else "separate"
+
+
+def gelu_mlp(
+    x: Tensor,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor,
+    *,
+    path: str = "auto",
+    keep: bool = True,
+    norm: tuple[Tensor, Tensor, Tensor, float] | None = None,
+) -> Tensor:
+    """Returns W₂ gelu(W₁ x + b₁) + b₂ with tanh-GELU.
+
+    Args:
+        x: (..., C), fp32, bf16 or fp16, on a CPU also fp64.
+        fc1_weight, fc1_bias: (F, C) and (F,), dtype and device of x.
+        fc2_weight, fc2_bias: (C, F) and (C,), the same.
+        path: one of PATHS; "auto" is "epilogue" for 16-bit tensors on a Hopper GPU, else "separate".
+        keep: whether z, (..., F), is kept for backward, or computed there again.
+        norm: (s, weight, bias, ε) where x is LayerNorm of a sum s that is kept anyway: then x is not, but computed
+            again. No gradient goes to s but through x.
+
+    Returns:
+        The output, (..., C), dtype of x.
+
+    Raises:
+        ValueError: arguments that do not fit, by name.
+
+    Error budget: outputs 2×, gradients 3× those of the same MLP in PyTorch and the same dtype, against fp64.
+    """
+    check({"x": x, "fc1_weight": fc1_weight, "fc1_bias": fc1_bias, "fc2_weight": fc2_weight, "fc2_bias": fc2_bias})
+    width, hidden = x.shape[-1], fc1_bias.numel()
+    check_shape("fc1_bias", fc1_bias, hidden)
+    check_shape("fc1_weight", fc1_weight, hidden, width)
+    check_shape("fc2_weight", fc2_weight, width, hidden)
+    check_shape("fc2_bias", fc2_bias, width)
+    if x.numel() == 0:
+        raise ValueError(f"x must hold at least one row; got shape {tuple(x.shape)}")
+    parameters = (p.contiguous() for p in (fc1_weight, fc1_bias, fc2_weight, fc2_bias))
+    options = resolve_path(x, fc1_weight, path), keep, *(norm or 4 * [None])
+    return GeluMLP.apply(rows_of(x).contiguous(), *parameters, *options).view(x.shape)

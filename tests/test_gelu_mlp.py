@@ -1,0 +1,169 @@
+"""The MLP with GELU inside its matmuls against fp64, its kernels interpreted, compiled on a GPU and ahead of time."""
+
+import contextlib
+import functools
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_kernel_compilation import compile_source, spilled_bytes
+from torch import Tensor
+from triton.compiler import ASTSource
+
+from labkit.kernels import fused, gelu_mlp, linear
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def is_interpreted() -> bool:
+    torch.set_num_threads(1)
+    return fused.IS_INTERPRETED
+
+
+@contextlib.contextmanager
+def poisoned_memory():
+    """While it is open, memory that is allocated without values holds NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3).isnan().all() and torch.ones(2).new_empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def draw(*shape: int, seed: int = 1, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+MLP_SHAPES = [(37, 24, 80), (1, 8, 8), (130, 40, 136)]
+
+
+def mlp_pairs(path: str, keep: bool, shape: tuple[int, int, int], dtype=torch.float32, device="cpu"):
+    """Returns (error against fp64, its budget) of the output and every gradient."""
+    num_rows, width, hidden = shape
+    shapes = ((num_rows, width), (hidden, width), (hidden,), (width, hidden), (width,))
+    tensors = [draw(*shape, seed=seed, scale=shape[-1] ** -0.5).to(dtype) for seed, shape in enumerate(shapes)]
+    tensors[0] = (draw(num_rows, width) * 4).to(dtype)  # both tails of GELU
+
+    def eager(x, w1, b1, w2, b2):
+        return F.linear(F.gelu(F.linear(x, w1, b1), approximate="tanh"), w2, b2)
+
+    def results(function, kind, device="cpu") -> list[Tensor]:
+        leaves = [tensor.to(device, kind).requires_grad_() for tensor in tensors]
+        out = function(*leaves)
+        grads = torch.autograd.grad(out, leaves, draw(num_rows, width, seed=9).to(device, kind))
+        return [x.detach().double().cpu() for x in (out, *grads)]
+
+    exact, allowed = results(eager, torch.float64), results(eager, dtype, device)
+    with poisoned_memory() if device == "cpu" else contextlib.nullcontext():
+        ours = results(functools.partial(gelu_mlp.gelu_mlp, path=path, keep=keep), dtype, device)
+    pairs = []
+    for index, (x, y, z) in enumerate(zip(ours, allowed, exact, strict=True)):
+        assert x.isfinite().all()
+        band = torch.finfo(dtype).eps / 2 * z.abs().max().item()
+        pairs.append(((x - z).abs().max().item(), (3 if index else 2) * ((y - z).abs().max().item() + band)))
+    return pairs
+
+
+@pytest.mark.parametrize("shape", MLP_SHAPES, ids=str)
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("path", ["epilogue", "separate"])
+def test_the_mlp_is_within_the_error_budget(path, keep, shape, interpreted):
+    pairs = interpreted(mlp_pairs, path, keep, shape)
+    pairs += mlp_pairs("auto", keep, shape) + mlp_pairs("separate", keep, shape, torch.bfloat16)
+    assert all(error <= budget for error, budget in pairs), pairs
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("path", ["epilogue", "separate"])
+def test_on_a_gpu_the_mlp_is_within_the_error_budget(path, dtype):
+    for shape in (*MLP_SHAPES[1:], (1000, 1152, 4304)):
+        for keep in (True, False):
+            pairs = mlp_pairs(path, keep, shape, dtype, "cuda")
+            assert all(error <= budget for error, budget in pairs), (shape, keep, pairs)
+
+
+def call_mlp(x=None, path="auto", **parameters):
+    shapes = {"fc1_weight": (8, 4), "fc1_bias": (8,), "fc2_weight": (4, 8), "fc2_bias": (4,)}
+    given = {name: parameters.get(name, torch.zeros(shape)) for name, shape in shapes.items()}
+    return gelu_mlp.gelu_mlp(torch.zeros(3, 4) if x is None else x, *given.values(), path=path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"path": "fast"}, "path must be one of auto, epilogue, separate; got 'fast'"),
+        ({"path": "epilogue"}, "path='epilogue' takes tensors on a CUDA device; got cpu"),
+        ({"x": torch.zeros(3, 5)}, r"fc1_weight must be of shape \(8, 5\), got \(8, 4\)"),
+        ({"x": torch.zeros(0, 4)}, r"x must hold at least one row; got shape \(0, 4\)"),
+        ({"x": torch.zeros(3, 4).long()}, "x must be of torch.float32, .*, got torch.int64"),
+        ({"fc2_bias": torch.zeros(3)}, r"fc2_bias must be of shape \(4,\), got \(3,\)"),
+        (
+            {"fc2_weight": torch.zeros(4, 8).half()},
+            "fc2_weight must have the dtype of x, torch.float32, got torch.float16",
+        ),
+        ({"fc1_bias": torch.zeros(8, device="meta")}, "fc1_bias must be on the device of x, cpu, got meta"),
+    ],
+)
+def test_the_mlp_refuses_bad_input(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        call_mlp(**arguments)
+
+
+def opcheck() -> None:
+    x, w1, b1, w2 = draw(20, 8), draw(24, 8), draw(24), draw(8, 24)
+    for keep in (True, False):
+        torch.library.opcheck(torch.ops.labkit.linear_gelu.default, (x, w1, b1, keep))
+    torch.library.opcheck(torch.ops.labkit.linear_gelu_backward.default, (x, w2, draw(20, 24)))
+    torch.library.opcheck(torch.ops.labkit.gelu_backward.default, (draw(20, 24), draw(20, 24, seed=2)))
+    torch.library.opcheck(torch.ops.labkit.dropout.default, (x, 0.1, torch.tensor(3)))
+
+
+def test_the_operators_pass_opcheck(interpreted):
+    interpreted(opcheck)
+
+
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch):
+    # A kernel from the cache would come without what ptxas said.
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def compile_kernel(function, constants: dict, types: dict[str, str], capability: int, options: dict):
+    """Returns (compiled kernel, what ptxas said): i32 unless `types` or `constants` name a parameter."""
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in function.arg_names}
+    names = [name for name in function.arg_names if name not in constants and "desc" not in name and name != "p"]
+    attributes = {(function.arg_names.index(name),): [["tt.divisibility", 16]] for name in names}
+    return compile_source(ASTSource(function, signature, constants, attributes), capability, options)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_the_matmuls_compile(capability, backward, empty_cache):
+    tile = dict((gelu_mlp.HOPPER if capability == 90 else gelu_mlp.GENERIC)[backward])
+    options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
+    rows, cols, depth = tile["ROWS"], tile["COLS"], tile["DEPTH"]
+    half = f"tensordesc<bf16{[rows, cols // 2]}>"
+    types = {name: half for name in ("z_desc", "h_desc", "grad_z_desc")}
+    types |= {"rows_desc": f"tensordesc<bf16{[rows, depth]}>", "bias_ptr": "*bf16", "sums_ptr": "*fp32"}
+    types["weight_desc"] = f"tensordesc<bf16{[depth, cols] if backward else [cols, depth]}>"
+    absent = {"bias_ptr": None} if backward else {"grad_z_desc": None, "sums_ptr": None}
+    compiled, log = compile_kernel(gelu_mlp.linear_gelu_kernel, tile | absent, types, capability, options)
+    if capability == 90:
+        assert spilled_bytes(log) == 0
+        # As many programs of a multiprocessor as there are to be: a KiB of each is the system's.
+        assert gelu_mlp.PROGRAMS * (compiled.metadata.shared + 1024) <= 228 * 1024
+        assert "wgmma.mma_async" in compiled.asm["ptx"] and "cp.async.bulk.tensor" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_the_elementwise_kernels_compile_without_spilling(capability, empty_cache):
+    blocks = {"BLOCK_M": gelu_mlp.BLOCK_M, "STEP_M": gelu_mlp.STEP_M, "BLOCK_F": gelu_mlp.BLOCK_F}
+    types = {name: "*bf16" for name in ("grad_h_ptr", "z_ptr", "grad_z_ptr", "h_ptr", "x_ptr", "out_ptr")}
+    types |= {"sums_ptr": "*fp32", "seed_ptr": "*i64", "p": "fp32"}
+    run = {"RUN": linear.RUN, "ROUNDS": linear.ROUNDS}
+    for function, constants in ((gelu_mlp.gelu_bwd_kernel, blocks), (linear.dropout_kernel, run)):
+        compiled, log = compile_kernel(function, constants, types, capability, {"num_warps": 4})
+        assert spilled_bytes(log) == 0
+        assert re.search(r"ld\.global(\.\w+)*\.v4\.b32", compiled.asm["ptx"])
