@@ -381,6 +381,7 @@ def bad_input():
         model(torch.ones(1, 2)).sum().backward()
     except RuntimeError as error:
         yield str(error)
+    yield f"outlived by its module: {', '.join(outlived())}"
 
 
 def timed_collectives(sizes: list[int]):

@@ -139,7 +139,7 @@ def compile_kernel(function, constants: dict, types: dict[str, str], capability:
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", [90])
 def test_the_matmuls_compile(capability, backward, empty_cache):
     tile = dict((gelu_mlp.HOPPER if capability == 90 else gelu_mlp.GENERIC)[backward])
     options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
@@ -157,7 +157,7 @@ def test_the_matmuls_compile(capability, backward, empty_cache):
         assert "wgmma.mma_async" in compiled.asm["ptx"] and "cp.async.bulk.tensor" in compiled.asm["ptx"]
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", [90])
 def test_the_elementwise_kernels_compile_without_spilling(capability, empty_cache):
     blocks = {"BLOCK_M": gelu_mlp.BLOCK_M, "STEP_M": gelu_mlp.STEP_M, "BLOCK_F": gelu_mlp.BLOCK_F}
     types = {name: "*bf16" for name in ("grad_h_ptr", "z_ptr", "grad_z_ptr", "h_ptr", "x_ptr", "out_ptr")}

@@ -124,6 +124,10 @@ class _Layer:
         else:
             for weight in missing:
                 weight.own.copy_(weight.shard)
+            if dist.get_backend() == "gloo":  # its coalesced gather was seen to write to freed memory
+                for weight in missing:
+                    weight.work = all_gather(weight.flat, weight.own, async_op=True)
+                return
             with dist._coalescing_manager(async_ops=True) as work:
                 for weight in missing:
                     all_gather(weight.flat, weight.own)
