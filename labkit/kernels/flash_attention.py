@@ -767,10 +767,11 @@ def _plan_backward(
     precision: str,
     config: AttentionConfig | None,
     num_splits: int | None,
+    grads: tuple[_Layout, ...] | None,
 ) -> _BackwardPlan:
     packed = packing is not None
     problem = _problem(q, k, left, right, packing)
-    grads = tuple(x.dense() for x in (q, k, v))
+    grads = grads or tuple(x.dense() for x in (q, k, v))
     slices = _slices((q, k, v, grad_out), precision, packed)
     inputs = slices.layouts if slices else tuple(x.as_4d(packed) for x in (q, k, v, grad_out))
     grads_4d = tuple(x.as_4d(packed) for x in grads)
@@ -861,24 +862,27 @@ def flash_attention_backward(
     num_splits: int | None = None,
     deterministic: bool = True,
     kernels: str | None = None,
+    grads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launches the backward kernels; returns the gradients of q, k and v, shaped as they are.
 
     `config` and `num_splits` as in `flash_attention_forward`; of dK and dV it is the queries that are shared. `kernels`
-    is one of GLUON_BACKWARDS in place of what `resolve_backward` finds for "gluon".
+    is one of GLUON_BACKWARDS in place of what `resolve_backward` finds for "gluon". `grads` is where the gradients are
+    written to, in place of room of their own.
     """
     if kernels is not None and kernels not in GLUON_BACKWARDS:
         raise ValueError(f"kernels must be None or one of {_names(map(repr, GLUON_BACKWARDS))}; got {kernels!r}")
     packing = _packing(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     precision = resolve_precision(q, precision, packed=packing is not None)
     layouts = (_layout(q), _layout(k), _layout(v), _layout(out), _layout(lse))
-    options = (q.device, packing, scale, left, right, precision, config, num_splits)
+    room = None if grads is None else tuple(map(_layout, grads))
+    options = (q.device, packing, scale, left, right, precision, config, num_splits, room)
     plan = _plan_backward(_layout(grad_out), *layouts, *options)
     if plan.copies_grad_out:
         # o.sum().backward() passes strides of zero: one copy costs less than loads of single elements.
         grad_out = grad_out.contiguous()
         plan = _plan_backward(_layout(grad_out), *layouts, *options)
-    grads = tuple(_empty(layout, x) for layout, x in zip(plan.grads, (q, k, v), strict=True))
+    grads = grads or tuple(_empty(layout, x) for layout, x in zip(plan.grads, (q, k, v), strict=True))
     delta, lse_log2 = torch.empty(plan.statistics, dtype=torch.float32, device=q.device).unbind()
     with _on_device_of(q):
         plan.delta(out, grad_out, lse, delta, lse_log2, cu_seqlens_q)

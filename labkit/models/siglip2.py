@@ -18,6 +18,7 @@ Sources: Tschannen et al. 2025, "SigLIP 2" (NaFlex: native aspect ratios); Dehgh
 """
 
 import functools
+import re
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from labkit.configs import LAYER_NORM_EPS, Siglip2Config
 from labkit.kernels.flash_attention import flash_attention
+from labkit.kernels.flash_attention_qkv import flash_attention_qkv
 from labkit.kernels.gelu_mlp import gelu_mlp
 from labkit.kernels.layer_norm import layer_norm
 from labkit.kernels.linear import dropout_linear, norm_linear
@@ -136,16 +138,16 @@ class Attention(nn.Module):
         if self.step >= ATTENTION:
             qkv = self.qkv_proj
             qkv_MF = norm_linear(x_MC, qkv.weight, qkv.bias, norm) if norm else qkv(x_MC)
-            q_MHD, k_MHD, v_MHD = qkv_MF.unflatten(1, (3, self.num_heads, -1)).unbind(1)
+            out_MHD = flash_attention_qkv(qkv_MF.unflatten(1, (3, self.num_heads, -1)), cu_seqlens, longest)
         else:
             projections = (self.q_proj, self.k_proj, self.v_proj)
-            q_MHD, k_MHD, v_MHD = (project(x_MC).unflatten(1, (self.num_heads, -1)) for project in projections)
-        if self.step >= CU_SEQLENS:
-            packing = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
-            packing |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
-            out_MC = flash_attention(q_MHD, k_MHD, v_MHD, **packing).flatten(1)
-        else:
-            out_MC = masked_attention(q_MHD, k_MHD, v_MHD, grids_I2).flatten(1)
+            qkv_MHD = [project(x_MC).unflatten(1, (self.num_heads, -1)) for project in projections]
+            if self.step >= CU_SEQLENS:
+                packing = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+                out_MHD = flash_attention(*qkv_MHD, **packing, max_seqlen_q=longest, max_seqlen_k=longest)
+            else:
+                out_MHD = masked_attention(*qkv_MHD, grids_I2)
+        out_MC = out_MHD.flatten(1)
         if seed is not None:
             return dropout_linear(out_MC, self.out_proj.weight, self.out_proj.bias, self.dropout, seed)
         return self.out_proj(F.dropout(out_MC, self.dropout, self.training))
@@ -218,30 +220,19 @@ class Layer(nn.Module):
 class Siglip2Encoder(nn.Module):
     """The encoder of `config`; maps the patches of all images (M, patch_dim) to as many rows (M, C).
 
-    State dicts are the same in every implementation.
-
     Args:
         impl: one of IMPLS.
         mlp_path: as `gelu_mlp` takes it, "fused" only.
         recomputed: of how many layers backward computes the MLP's hidden layer again, "fused" only: one matmul more
             for M · d_ff elements less of memory, each.
-        device, dtype: of the parameters.
+        factory: device and dtype of the parameters.
 
     Raises:
         ValueError: an unknown impl; d_model no multiple of num_heads; `recomputed` for an impl that keeps all, or not
             from 0 to num_layers.
     """
 
-    def __init__(
-        self,
-        config: Siglip2Config,
-        impl: str = "eager",
-        *,
-        mlp_path: str = "auto",
-        recomputed: int = 0,
-        device=None,
-        dtype=None,
-    ):
+    def __init__(self, config: Siglip2Config, impl="eager", *, mlp_path="auto", recomputed: int = 0, **factory):
         super().__init__()
         if impl not in IMPLS:
             raise ValueError(f"unknown impl {impl!r}; accepted: {', '.join(IMPLS)}")
@@ -250,11 +241,10 @@ class Siglip2Encoder(nn.Module):
         most = config.num_layers if impl == "fused" else 0
         if not 0 <= recomputed <= most:
             raise ValueError(f"recomputed must be from 0 to {most} with impl={impl!r}; got {recomputed}")
-        factory = {"device": device, "dtype": dtype}
         self.config, self.impl, self.step = config, impl, IMPLS.index(impl)
         self.patch_embedding = nn.Linear(config.patch_dim, config.d_model, **factory)
         self.position_embedding = nn.Embedding(config.position_side**2, config.d_model, **factory)
-        options = ({"path": mlp_path, "keep": layer >= recomputed} for layer in range(config.num_layers))
+        options = [{"path": mlp_path, "keep": layer >= recomputed} for layer in range(config.num_layers)]
         self.layers = nn.ModuleList(Layer(config, self.step, of_mlp, **factory) for of_mlp in options)
         self.post_layernorm = nn.LayerNorm(config.d_model, eps=LAYER_NORM_EPS, **factory)
         # As transformers does it; of three projections in one, each is drawn as if alone.
@@ -299,12 +289,19 @@ class Siglip2Encoder(nn.Module):
         Raises ValueError and TypeError for grids that forward does not take.
         """
         table_PC = self.position_embedding.weight
-        made_for = (grids_I2._version, self.config.position_side, table_PC.dtype, table_PC.device)
+        _check_grids(grids_I2, table_PC.device)
+        options = self.config.position_side, table_PC.dtype
+        # A tensor of inference mode counts no writes.
+        made_for = None if grids_I2.is_inference() else (grids_I2._version, table_PC.device, *options)
         packing = _packings.get(grids_I2)
-        if packing is None or packing[0] != made_for:
-            sizes = _patches_of_images(grids_I2)
-            options = (sum(sizes), self.config.position_side, table_PC.dtype, max(sizes))
-            packing = _packings[grids_I2] = made_for, pack_images(grids_I2.to(table_PC.device), *options)
+        if packing is None or made_for is None or packing[0] != made_for:
+            for image, (height, width) in enumerate(grids := grids_I2.tolist()):
+                if height < 1 or width < 1:
+                    raise ValueError(f"grids must be of sides of at least 1; image {image} has {height} x {width}")
+            sizes = [height * width for height, width in grids]
+            with torch.inference_mode(False):  # so that the kernels may remember cu_seqlens
+                packing = made_for, pack_images(grids_I2.to(table_PC.device), sum(sizes), *options, max(sizes))
+            _packings[grids_I2] = packing
         return packing[1]
 
     def _packing(self, patches_MK: Tensor, grids: Tensor | Packing) -> Packing | None:
@@ -313,21 +310,16 @@ class Siglip2Encoder(nn.Module):
         if patches_MK.dim() != 2 or patches_MK.shape[1] != weight.shape[1] or not patches_MK.shape[0]:
             got = tuple(patches_MK.shape)
             raise ValueError(f"patches must be (patches of all images, {weight.shape[1]}), at least one; got {got}")
-        if patches_MK.dtype != weight.dtype or patches_MK.device != weight.device:
-            got = f"{patches_MK.dtype} on {patches_MK.device}"
-            raise ValueError(f"patches must be as the parameters are, {weight.dtype} on {weight.device}; got {got}")
-        is_packing = isinstance(grids, Packing)
-        if is_packing and self.step < POSITIONS:
+        got, wanted = (f"{x.dtype} on {x.device}" for x in (patches_MK, weight))
+        if got != wanted:
+            raise ValueError(f"patches must be as the parameters are, {wanted}; got {got}")
+        if isinstance(grids, Packing) and self.step < POSITIONS:
             raise TypeError(f"grids must be a tensor with impl={self.impl!r}; got a packing")
-        if not is_packing:
+        if torch.compiler.is_compiling() and not isinstance(grids, Packing):  # values cannot be read in a graph
             _check_grids(grids, weight.device)
-        if is_packing:
-            packing = grids
-        elif torch.compiler.is_compiling():  # values cannot be read in a graph
-            options = (patches_MK.shape[0], self.config.position_side, weight.dtype, None)
+            options = patches_MK.shape[0], self.config.position_side, weight.dtype, None
             return pack_images(grids.to(weight.device), *options) if self.step else None
-        else:
-            packing = self.pack(grids)
+        packing = grids if isinstance(grids, Packing) else self.pack(grids)
         if packing.positions.shape[0] != patches_MK.shape[0]:
             sums = f"{packing.positions.shape[0]}, and there are {patches_MK.shape[0]}"
             raise ValueError(f"the products of the grids must sum to the number of patches; they sum to {sums}")
@@ -338,16 +330,10 @@ class Siglip2Encoder(nn.Module):
 
         Raises RuntimeError where sizes differ, naming the parameters.
         """
-        state = {}
-        for name, tensor in model.state_dict().items():
-            for prefix in ("vision_model.", "embeddings.", "encoder."):
-                name = name.removeprefix(prefix)
-            if not name.startswith("head."):
-                state[name] = tensor
-        self.load_state_dict(state)
+        prefixes = re.compile(r"^(vision_model\.)?(embeddings\.|encoder\.)?")
+        state = {prefixes.sub("", name): tensor for name, tensor in model.state_dict().items()}
+        self.load_state_dict({name: tensor for name, tensor in state.items() if not name.startswith("head.")})
 
-
-# ---- checks -----------------------------------------------------------------------------------------------------
 
 # Reading grids may wait for the device, so each tensor is read once per content (its version counts writes).
 _packings = WeakTensorKeyDictionary()
@@ -361,11 +347,3 @@ def _check_grids(grids, device: torch.device) -> None:
         raise ValueError(f"grids must be (images, 2), at least one; got shape {tuple(grids.shape)}")
     if grids.device.type != "cpu" and grids.device != device:
         raise ValueError(f"grids must be on the CPU or on {device} as the parameters are; got {grids.device}")
-
-
-def _patches_of_images(grids_I2: Tensor) -> list[int]:
-    grids = grids_I2.tolist()
-    for image, (height, width) in enumerate(grids):
-        if height < 1 or width < 1:
-            raise ValueError(f"heights and widths of grids must be at least 1; image {image} has {height} x {width}")
-    return [height * width for height, width in grids]

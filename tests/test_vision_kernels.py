@@ -1,7 +1,8 @@
-"""The MLP with GELU inside its matmuls against fp64, its kernels interpreted, compiled on a GPU and ahead of time."""
+"""The vision encoder's kernels: the MLP against fp64, dropout's mask, their operators, and that they compile."""
 
 import contextlib
 import functools
+import math
 import re
 
 import pytest
@@ -11,7 +12,7 @@ from test_kernel_compilation import compile_source, spilled_bytes
 from torch import Tensor
 from triton.compiler import ASTSource
 
-from labkit.kernels import fused, gelu_mlp, linear
+from labkit.kernels import flash_attention_qkv, fused, gelu_mlp, linear
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -111,6 +112,52 @@ def test_the_mlp_refuses_bad_input(arguments, message):
         call_mlp(**arguments)
 
 
+def dropped(shape: tuple[int, int], p: float) -> None:
+    """Asserts that the mask is the seed's, the same in backward, and drops the share p."""
+    seed = torch.tensor(2**40 + 1)
+    with poisoned_memory():
+        scaled_mask = linear.seeded_dropout(torch.ones(shape), p, seed)
+        leaves = [x.requires_grad_() for x in (draw(*shape), draw(8, shape[1], seed=3), draw(8, seed=4))]
+        out = linear.dropout_linear(*leaves, p, seed)
+        grads = torch.autograd.grad(out, leaves, direction := draw(*out.shape, seed=2))
+    x, weight, bias = leaves
+    expected = (x * scaled_mask) @ weight.T + bias
+    expected_grads = (direction @ weight * scaled_mask, direction.T @ (x * scaled_mask), direction.sum(0))
+    for ours, theirs in zip((out, *grads), (expected, *expected_grads), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert set(scaled_mask.unique().tolist()) <= {0.0, torch.tensor(1.0).div(1 - p).item()}
+    num = scaled_mask.numel()
+    assert abs((scaled_mask == 0).sum().item() - p * num) <= 5 * math.sqrt(p * (1 - p) * num)
+    other = linear.seeded_dropout(torch.ones(shape), p, seed + 1)
+    assert ((other == 0) & (scaled_mask == 0)).sum().item() <= p * p * num + 5 * p * math.sqrt(num)
+
+
+@pytest.mark.parametrize(("shape", "p"), [((301, 40), 0.1), ((64, 64), 0.5), ((1, 3), 0.0)])
+def test_the_mask_of_dropout_is_its_seeds(shape, p, interpreted):
+    interpreted(dropped, shape, p)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"p": 1.0}, "p must be from 0 up to but without 1; got 1.0"),
+        ({"x": torch.zeros(3, 5)}, r"x must be of shape \(3, 4\), got \(3, 5\)"),
+        ({"seed": torch.tensor(1.0)}, "seed must be one int64 on cpu; got .* torch.float32"),
+    ],
+)
+def test_dropout_refuses_bad_input(options, message, interpreted):
+    arguments = {"x": torch.zeros(3, 4), "weight": torch.zeros(2, 4), "bias": torch.zeros(2), "p": 0.1}
+    with pytest.raises(ValueError, match=message):
+        interpreted(functools.partial(linear.dropout_linear, **(arguments | {"seed": torch.tensor(1)} | options)))
+
+
+def test_attention_refuses_a_projection_of_another_shape():
+    with pytest.raises(
+        ValueError, match=r"qkv must be dense, of shape \(tokens, 3, heads, d\); got shape \(4, 2, 1, 8\)"
+    ):
+        flash_attention_qkv.flash_attention_qkv(torch.zeros(4, 2, 1, 8), torch.tensor([0, 4]))
+
+
 def opcheck() -> None:
     x, w1, b1, w2 = draw(20, 8), draw(24, 8), draw(24), draw(8, 24)
     for keep in (True, False):
@@ -118,6 +165,9 @@ def opcheck() -> None:
     torch.library.opcheck(torch.ops.labkit.linear_gelu_backward.default, (x, w2, draw(20, 24)))
     torch.library.opcheck(torch.ops.labkit.gelu_backward.default, (draw(20, 24), draw(20, 24, seed=2)))
     torch.library.opcheck(torch.ops.labkit.dropout.default, (x, 0.1, torch.tensor(3)))
+    qkv, cu_seqlens = draw(20, 3, 2, 8).requires_grad_(), torch.tensor([0, 7, 20], dtype=torch.int32)
+    torch.library.opcheck(torch.ops.labkit.flash_attention_qkv.default, (qkv, cu_seqlens, None))
+    torch.library.opcheck(torch.ops.labkit.flash_attention_qkv.default, (qkv, cu_seqlens, 13))
 
 
 def test_the_operators_pass_opcheck(interpreted):
@@ -139,7 +189,7 @@ def compile_kernel(function, constants: dict, types: dict[str, str], capability:
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("capability", [90])
+@pytest.mark.parametrize("capability", [80, 90, 100])
 def test_the_matmuls_compile(capability, backward, empty_cache):
     tile = dict((gelu_mlp.HOPPER if capability == 90 else gelu_mlp.GENERIC)[backward])
     options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
@@ -157,7 +207,7 @@ def test_the_matmuls_compile(capability, backward, empty_cache):
         assert "wgmma.mma_async" in compiled.asm["ptx"] and "cp.async.bulk.tensor" in compiled.asm["ptx"]
 
 
-@pytest.mark.parametrize("capability", [90])
+@pytest.mark.parametrize("capability", [80, 90, 100])
 def test_the_elementwise_kernels_compile_without_spilling(capability, empty_cache):
     blocks = {"BLOCK_M": gelu_mlp.BLOCK_M, "STEP_M": gelu_mlp.STEP_M, "BLOCK_F": gelu_mlp.BLOCK_F}
     types = {name: "*bf16" for name in ("grad_h_ptr", "z_ptr", "grad_z_ptr", "h_ptr", "x_ptr", "out_ptr")}
