@@ -7,15 +7,15 @@ one more kernel adds the parts: no atomics, so bit-equal repeats.
 Shape suffixes: N rows, C columns, P programs.
 """
 
-import functools
 from collections.abc import Sequence
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from labkit.kernels.fused import IS_INTERPRETED, autocast_dtype, check, check_shape, rows_of, runs_kernel, wrap_triton
+from labkit.kernels.column_sums import add_columns
+from labkit.kernels.fused import IS_INTERPRETED, autocast_dtype, check, check_shape, rows_of, runs_kernel
+from labkit.kernels.splits import num_multiprocessors
 
 # 32 elements of a row a thread, of 1,024 threads.
 MAX_COLUMNS = 32768
@@ -23,20 +23,6 @@ MAX_COLUMNS = 32768
 # shared memory: more than an H200 needs to hide its memory's latency, less than any device since Ampere has.
 STAYING_THREADS, BYTES_AHEAD, MAX_STAGES = 512, 98304, 4
 INTERPRETED_PROGRAMS = 3
-SUM_ROWS, SUM_COLUMNS = 64, 32
-
-
-@triton.jit
-def column_sums_kernel(x_ptr, sums_ptr, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """One program adds COLUMNS columns of all rows, in fp32."""
-    cols = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for start in range(0, num_rows, ROWS):
-        rows = start + tl.arange(0, ROWS)[:, None]
-        inside = (rows < num_rows) & (cols < num_columns)
-        sums += tl.load(x_ptr + rows * num_columns + cols, mask=inside, other=0.0)
-    sums = tl.sum(sums, axis=0, keep_dims=True)
-    tl.store(sums_ptr + cols, sums.to(sums_ptr.dtype.element_ty), mask=cols < num_columns)
 
 
 def row_tile(num_columns: int) -> dict[str, int]:
@@ -55,12 +41,7 @@ def walk_tile(num_columns: int, bytes_a_column: int) -> tuple[dict[str, int], in
     num_warps = min(max(block // 256, 4), 16 if block <= 8192 else 32)
     programs = max(1, STAYING_THREADS // (32 * num_warps))
     stages = min(1 + BYTES_AHEAD // (block * bytes_a_column * programs), MAX_STAGES)
-    return {"C": num_columns, "BLOCK": block, "STAGES": stages, "num_warps": num_warps}, programs
-
-
-@functools.cache
-def _num_multiprocessors(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
+    return {"C": num_columns, "BLOCK": block, "ROWS": 1, "STAGES": stages, "num_warps": num_warps}, programs
 
 
 def norm_forward(
@@ -103,7 +84,7 @@ def norm_backward(
     read = [None if x is None else rows_of(x) for x in (total, grad_y, grad_total)]
     # Columns are a constant of the kernels, no symbol of the compiler's.
     tile, programs = walk_tile(int(weight.shape[0]), sum(x.element_size() for x in read if x is not None))
-    programs = INTERPRETED_PROGRAMS if IS_INTERPRETED else programs * _num_multiprocessors(total.device.index)
+    programs = INTERPRETED_PROGRAMS if IS_INTERPRETED else programs * num_multiprocessors(total.device.index)
     shape = programs, num_parameters * weight.shape[0]
     parts_PC = torch.empty(shape, dtype=torch.float32, device=weight.device)
     strides = [0 if x is None else x.stride(0) for x in read]
@@ -112,10 +93,7 @@ def norm_backward(
         total_NC, weight.contiguous(), *statistics, *gradients, grad, grad_x, parts_PC, *strides, total_NC.shape[0],
         **tile,
     )  # fmt: skip
-    sums = torch.empty((num_parameters, weight.shape[0]), dtype=weight.dtype, device=weight.device)
-    wrap_triton(column_sums_kernel)[(triton.cdiv(sums.numel(), SUM_COLUMNS),)](
-        parts_PC, sums, programs, sums.numel(), ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS
-    )
+    sums = add_columns(parts_PC, weight.dtype).view(num_parameters, -1)
     return [grad, sums] if grad_x is None else [grad, sums, grad_x]
 
 
