@@ -64,9 +64,9 @@ def layer_norm_bwd_kernel(
     grad_weight, grad_bias = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
     step = tl.num_programs(0) * ROWS
     # Two numbers of a row ahead, like its elements.
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    next_mean = tl.load(mean_ptr + rows, mask=rows < num_rows, other=0.0)
-    next_scale = tl.load(scale_ptr + rows, mask=rows < num_rows, other=0.0)
+    first_rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    next_mean = tl.load(mean_ptr + first_rows, mask=first_rows < num_rows, other=0.0)
+    next_scale = tl.load(scale_ptr + first_rows, mask=first_rows < num_rows, other=0.0)
     for first in tl.range(tl.program_id(0) * ROWS, num_rows, step, num_stages=STAGES):
         rows = tl.cast(first, tl.int64) + tl.arange(0, ROWS)[:, None]
         inside = (rows < num_rows) & (cols < C)

@@ -52,8 +52,8 @@ def rms_norm_bwd_kernel(
     grad_weight = tl.zeros((BLOCK,), dtype=tl.float32)
     step = tl.num_programs(0) * ROWS
     # One number of a row ahead, like its elements.
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    next_scale = tl.load(scale_ptr + rows, mask=rows < num_rows, other=0.0)
+    first_rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    next_scale = tl.load(scale_ptr + first_rows, mask=first_rows < num_rows, other=0.0)
     for first in tl.range(tl.program_id(0) * ROWS, num_rows, step, num_stages=STAGES):
         rows = tl.cast(first, tl.int64) + tl.arange(0, ROWS)[:, None]
         inside = (rows < num_rows) & (cols < C)
