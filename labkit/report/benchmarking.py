@@ -345,33 +345,41 @@ def findings_utilisation(steps: pd.DataFrame) -> list[str]:
     ]
 
 
-def published_steps(steps: pd.DataFrame) -> pd.DataFrame:
-    """Returns published step times beside ours of the same size, context, batch, precision, compile mode and phase."""
+def published_steps(steps: pd.DataFrame, course: pd.DataFrame | None = None) -> pd.DataFrame:
+    """Returns published step times beside ours of the same size, context, batch, precision, compile mode and phase.
+
+    In place of ours stand those of `course`, the model as a course writes it, where there are any.
+    """
     theirs = published.step_times().query("status == 'ok'").dropna(subset=["context", "batch"])
     keys = ["size", "context", "batch", "precision", "compile", "phase"]
     theirs = theirs.assign(warm=theirs["warmup_steps"].fillna(99)).astype({"context": int, "batch": int})
     # Of a source's warm-up study the rows with most warm-up steps count.
     theirs = theirs.sort_values("warm").drop_duplicates(["source", "gpu", *keys], keep="last")
-    return in_order(forms.matched(theirs, steps, keys), ["gpu", "size", "context", "phase"])
+    both = forms.beside_course(forms.matched(theirs, steps, keys), course, keys)
+    return in_order(both, ["gpu", "size", "context", "phase"])
 
 
-def table_published(steps: pd.DataFrame) -> pd.DataFrame:
+def table_published(steps: pd.DataFrame, course: pd.DataFrame | None = None) -> pd.DataFrame:
     """Returns published training times beside ours, spread over the GPUs."""
-    rows = published_steps(steps).sort_values(["gpu", "context"], ascending=[True, False], kind="stable")
+    rows = published_steps(steps, course).sort_values(["gpu", "context"], ascending=[True, False], kind="stable")
     compiled = rows["compile"].map({"none": "", "whole": ", compiled"})
     return forms.published_table(rows.assign(compiled=compiled), lambda row: name(row) + row["compiled"])
 
 
-def findings_published(steps: pd.DataFrame) -> list[str]:
-    """Says what separates the published times from ours, over the training phases of one GPU."""
-    by_gpu = published_steps(steps).groupby("gpu")["ratio"]
+def findings_published(steps: pd.DataFrame, course: pd.DataFrame | None = None) -> list[str]:
+    """Says what separates the published times from ours, over the training phases of one GPU, and what code explains.
+
+    That is asked of published data-centre GPUs only.
+    """
+    by_gpu, alike = published_steps(steps).groupby("gpu")["ratio"], published_steps(steps, course)
     parts = [f"{gpu} {span(ratio)} ({count(len(ratio), 'time')})" for gpu, ratio in by_gpu if len(ratio) > 2]
     if not parts:
         return []
     return [
         f"Published time over ours: {listing(parts)}. The published kind of time is unknown, so these say that ours "
         "are plausible, not that one device is faster: an H100 and an H200 have the same tensor cores, and "
-        "what separates them here is the host and the software."
+        "what separates them here is the host and the software.",
+        *forms.explained(alike[alike["gpu"].str.contains("A100|H100")], forms.MODEL_CODE),
     ]
 
 
