@@ -335,7 +335,7 @@ def _measure_accuracy(run: Callable, case: Case, impl: str) -> Measured:
         raise AssertionError(
             f"wrong: errors {out:.2g} and {errors[worst][0]:.2g} ({worst}), eager's {errors[worst][1]:.2g}"
         )
-    return Measured(metrics, case.parameters | {"impl": impl}, {"worst": worst})
+    return Measured(metrics, case.parameters, {"worst": worst})
 
 
 SECTIONS = {
