@@ -247,6 +247,7 @@ MEMORY = GRIDS["04_memory"]
 ATTENTION = GRIDS["05_attention"]
 FLASH_ATTENTION = GRIDS["06_flash_attention"]
 DISTRIBUTED = GRIDS["07_distributed"]
+SIGLIP2 = GRIDS["08_siglip2"]
 
 NARROWED = {"sizes": "size", "contexts": "context", "lengths": "length", "d_heads": "head dimension",
             "world_sizes": "number of ranks"}  # fmt: skip

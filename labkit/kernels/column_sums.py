@@ -15,9 +15,9 @@ from labkit.kernels.fused import IS_INTERPRETED, operator, runs_kernel, wide, wr
 from labkit.kernels.splits import num_multiprocessors
 
 # Tiles of the launch that adds parts, PROGRAMS for each multiprocessor, and of the one that adds those.
-PARTS = {"ROWS": 32, "COLUMNS": 128, "num_warps": 4}
+PARTS = {"ROWS": 32, "COLUMNS": 64, "num_warps": 4}
 ONE_PART = {"ROWS": 64, "COLUMNS": 32, "num_warps": 4}
-PROGRAMS = 4
+PROGRAMS = 8
 
 
 @triton.jit

@@ -19,9 +19,9 @@ from labkit.kernels.splits import num_multiprocessors
 
 # 32 elements of a row a thread, of 1,024 threads.
 MAX_COLUMNS = 32768
-# Of programs that stay: threads of a multiprocessor, so that each may have 128 registers, and bytes on their way to its
-# shared memory: more than an H200 needs to hide its memory's latency, less than any device since Ampere has.
-STAYING_THREADS, BYTES_AHEAD, MAX_STAGES = 512, 98304, 4
+# Of programs that stay: warps of a multiprocessor where a row is long, and the most bytes that one has on their way to
+# shared memory, which every device since Ampere has.
+STAYING_WARPS, BYTES_AHEAD, MAX_STAGES = 8, 98304, 3
 INTERPRETED_PROGRAMS = 3
 
 
@@ -34,14 +34,19 @@ def row_tile(num_columns: int) -> dict[str, int]:
 def walk_tile(num_columns: int, bytes_a_column: int) -> tuple[dict[str, int], int]:
     """Returns the constants of a launch whose programs stay, and these for each multiprocessor.
 
+    A thread has 32 elements of a step, of several rows where they are short: threads wait for one another at each sum
+    along a row, and rows that are summed together wait once.
+
     Args:
         bytes_a_column: bytes that are read of a row for each of its columns.
     """
     block = triton.next_power_of_2(num_columns)
-    num_warps = min(max(block // 256, 4), 16 if block <= 8192 else 32)
-    programs = max(1, STAYING_THREADS // (32 * num_warps))
-    stages = min(1 + BYTES_AHEAD // (block * bytes_a_column * programs), MAX_STAGES)
-    return {"C": num_columns, "BLOCK": block, "ROWS": 1, "STAGES": stages, "num_warps": num_warps}, programs
+    num_warps = min(max(block // 1024, 4), 32)
+    programs = 4 if block <= 2048 else max(1, STAYING_WARPS // num_warps)
+    rows = max(1, 4096 // block)
+    stages = min(1 + BYTES_AHEAD // (rows * block * bytes_a_column), MAX_STAGES)
+    tile = {"C": num_columns, "BLOCK": block, "ROWS": rows, "STAGES": stages, "num_warps": num_warps}
+    return tile, programs
 
 
 def norm_forward(
