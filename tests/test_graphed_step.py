@@ -46,7 +46,8 @@ def test_cases_are_every_way_at_every_size_and_keep_the_labels_of_the_other_sect
     assert {(p["size"], p["compile"], p.get("impl")) for p in lasting} == {
         ("xl-2025", "none", None), ("xl-2025", "regional", None), ("xl-2025", "regional", "fused"),
     }  # fmt: skip
-    assert not any("impl" in case.parameters for case in cases("full", "cuda") if case.section != "execution")
+    others = [case for case in cases("full", "cuda") if case.section not in ("execution", "course")]
+    assert not any("impl" in case.parameters for case in others)
 
 
 def test_on_a_cpu_the_step_is_called_and_its_graph_skipped_with_the_reason():
