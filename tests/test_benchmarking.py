@@ -113,7 +113,7 @@ def test_a_grid_is_narrowed_to_sizes_and_contexts():
     assert narrowed == [case for case in cases("full", "cuda") if is_wanted(case.parameters)]
     assert Counter(case.section for case in narrowed) == {
         "ceilings": 4, "timer": 1, "warmup": 2 * 2 * 2, "steps": 2 * 2 * 3, "compile": 2 * 3 + 3,
-        "execution": 4 + 2 + 2 + 1 + 2, "course": 1,
+        "execution": 4 + 2 + 2 + 1 + 1, "course": 1,
     }  # fmt: skip
 
 
