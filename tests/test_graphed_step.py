@@ -170,10 +170,12 @@ def test_table_and_findings_say_what_launches_take():
     frame["impl"] = frame["impl"].where(frame["impl"].notna(), None)
     small, large = launches.table(frame).to_dict("records")
     assert (small["eager"], small["graph"], small["compiled"], small[launches.FASTEST]) == ("40.0", "10.0", "–", "5.00")
-    assert small[launches.LAUNCHES] == "75 %" and (large["graph"], large[launches.LAUNCHES]) == ("oom", "–")
+    assert (small[launches.ISSUED], small[launches.LAUNCHES]) == ("98 %", "75 %")
+    assert (large["graph"], large[launches.ISSUED], large[launches.LAUNCHES]) == ("oom", "–", "–")
     by_graph, fastest, alike = launches.findings(frame)
-    assert "ahead (4.00×, small at 512 in bf16)" in by_graph and "75 % of small" in by_graph
-    assert "5.00 ms, 8.00×" in fastest and "sustained time): small at 512 in bf16 6.00 ms" in fastest
+    assert "ahead (4.00×, small at 512 in bf16)" in by_graph and by_graph.endswith("In bf16 at 512 launches take 75 %.")
+    assert "ahead (8.00×, small at 512) against the same call." in fastest
+    assert fastest.endswith("Back to back: small at 512 6.00 ms (sustained time).")
     assert alike.endswith("0 % in a loss and 0.40 % in what a few steps change in the parameters.")
     assert launches.shares(frame)["launch_bound"].tolist() == [True]
     assert launches.findings(frame.iloc[:1]) == []

@@ -78,7 +78,7 @@ def tally(rows: pd.DataFrame, kind: str = "") -> str:
     return f"{words} ({span(rows[f'{kind}ratio']).replace('× to ', '–')})" if words else "–"
 
 
-COURSE_CODE = "the course's"
+COURSE_CODE = "course"
 """In a table beside published values: those here are of MODEL_CODE, or attention's softmax, from plain operators."""
 MODEL_CODE = "softmax, SwiGLU's gate, the loss and AdamW"
 
