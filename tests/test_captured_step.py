@@ -18,10 +18,11 @@ from labkit.experiments import captured_step, sweep
 from labkit.experiments import nsys_analysis as experiment
 from labkit.experiments.captured_step import capture_steps, marked, warm_up
 from labkit.experiments.nsys_analysis import cases, run_case
-from labkit.experiments.sweep import Skip
+from labkit.experiments.sweep import Measured, Skip
 from labkit.experiments.workload import Workload
 from labkit.measure import profiling
 from labkit.measure.profiling import OUTSIDE, Nsys, ProfileError, RangeMarker
+from labkit.measure.timing import Timing
 
 NOTEBOOK = "02_nsys_analysis"
 
@@ -252,6 +253,18 @@ def test_what_fails_in_the_captured_process_is_raised_where_it_is_asked_for(monk
         experiment._outcome(None, answers[1], {})
     with pytest.raises(RuntimeError, match="it broke"):
         experiment._outcome(None, {"status": "error", "reason": "it broke"}, {})
+
+
+@pytest.mark.parametrize(("idle", "is_timed"), [(0.04, False), (0.3, True)])
+def test_a_step_that_idles_under_the_profiler_is_timed_without(idle, is_timed, monkeypatch):
+    class Live:
+        def time_phase(self, phase, **limits):
+            return Timing((1.0, 2.0, 3.0), "window", 2, "time limit", (1.5, 2.5, 3.5))
+
+    found = Measured({"step_idle_fraction": idle}, parameters())
+    monkeypatch.setattr(experiment, "_capture_here", lambda *_: found)
+    metrics = experiment._profiled(None, CPU, Live(), cases("smoke", "cpu")[0], "inference").metrics
+    assert metrics == found.metrics | ({"unprofiled_ms": 2.5, "unprofiled_n": 3} if is_timed else {})
 
 
 def test_a_capture_without_the_steps_ranges_is_an_error(tmp_path):

@@ -93,9 +93,9 @@ def test_the_fixture_has_five_steps_each_one_matmul_and_one_softmax_and_three_ma
     outside = kernels[kernels["range"] == OUTSIDE]["kernel_class"].tolist()
     assert outside == ["elementwise", "matmul", "matmul", "matmul"]
     assert set(kernels["short_name"]) == {
-        "distribution_elementwise_grid_stride_kernel[normal_kernel:distribution_nullary_kernel]",
+        "distribution_elementwise_grid_stride_kernel[normal_kernel:distribution_nullary_kernel:BFloat16]",
         "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT",
-        "cunn_SoftMaxForwardReg",
+        "cunn_SoftMaxForwardReg[BFloat16]",
     }
 
 
@@ -355,6 +355,16 @@ def test_classes_are_the_agreed_ones():
 )  # fmt: skip
 def test_short_names(name, short):
     assert profiling.short_name(name) == short
+
+
+def test_two_kernels_keep_two_names():
+    xmma = "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_warpsize2x2x1_ffma_aligna4_alignc{}_execute"
+    add = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<{}> >(int)"
+    names = [xmma.format(2), xmma.format(4), add.format("float"), add.format("c10::BFloat16"), "softmax_warp<float, 9>"]
+    short = profiling.distinct_names([*names, "softmax_warp<float, 10>", *names])
+    assert len(set(short.values())) == 6 and max(map(len, short.values())) <= profiling.MAX_NAME
+    assert short[names[3]] == "vectorized_elementwise_kernel[CUDAFunctor_add:BFloat16]"
+    assert short == profiling.distinct_names(reversed(short)), "whatever the order in which they ran"
 
 
 def test_casts_are_told_from_other_copies():

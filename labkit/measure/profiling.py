@@ -21,6 +21,7 @@ were launched in it (its "projection"), since on the host a range ends when the 
 
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import re
@@ -32,8 +33,8 @@ import tempfile
 import threading
 import time
 import urllib.parse
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +46,9 @@ from labkit import hardware
 
 OUTSIDE = "outside"
 """Range and phase of what was launched in none."""
+
+MAX_NAME = 96
+"""Characters of a kernel's short name."""
 
 CLASSES = ("matmul", "attention", "softmax", "normalisation", "elementwise", "reduction", "copy", "optimizer",
            "communication", "other")  # fmt: skip
@@ -114,7 +118,7 @@ def is_cast(name: str) -> bool:
 
 
 def short_name(name: str) -> str:
-    """Returns a readable name: no return type or namespace, and of the template arguments only what is computed.
+    """Returns a readable name: no return type or namespace; of the template's arguments what is computed, in 16 bits.
 
     >>> short_name("void at::native::vectorized_elementwise_kernel<4, at::native::BinaryFunctor<float, float, float, "
     ...            "at::native::binary_internal::MulFunctor<float> >, std::array<char*, 3ul> >(int, T2, T3)")
@@ -129,8 +133,17 @@ def short_name(name: str) -> str:
     base, _, arguments = name.partition("<")
     base = base.partition("(")[0].rstrip(":").rpartition("::")[2]
     computed = re.findall(r"\w*Functor\w*|\w+_functor\b|\w+Ops\b|\w+_kernel(?:_cuda|_impl|_gpu)?\b", arguments)
-    kept = [word for word in dict.fromkeys(computed) if word != base and not re.match("gpu_kernel|launch_", word)]
-    return (f"{base}[{':'.join(kept[:2])}]" if kept else base)[:96]
+    kept = [word for word in dict.fromkeys(computed) if word != base and not re.match("gpu_kernel|launch_", word)][:2]
+    kept += dict.fromkeys(re.findall(r"\b(?:c10::)?(BFloat16|Half)\b", arguments))
+    return (f"{base}[{':'.join(kept)}]" if kept else base)[:MAX_NAME]
+
+
+def distinct_names(names: Iterable[str]) -> dict[str, str]:
+    """Returns the short name of each name; those that would share one end in "#" and four digits of their own."""
+    short = {name: short_name(name) for name in names}
+    shared = Counter(short.values())
+    ends = {name: f"#{hashlib.sha1(name.encode()).hexdigest()[:4]}" for name in short if shared[short[name]] > 1}
+    return {name: f"{text[: MAX_NAME - 5]}{ends[name]}" if name in ends else text for name, text in short.items()}
 
 
 def _mangled_identifiers(name: str) -> list[str]:
@@ -420,9 +433,11 @@ def launches(trace: Trace, phases: Sequence[str]) -> pd.DataFrame:
         phases: names of the ranges that are phases; the outermost one of a path counts.
     """
     table = trace.operations.sort_values("start_ns", kind="stable").reset_index(drop=True)
+    pairs = table[["name", "kind"]].drop_duplicates()
+    short = distinct_names(pairs["name"][pairs["kind"] != "operator"])
     known = {
-        (name, kind): (name[:96] if kind == "operator" else short_name(name), classify(name, kind))
-        for name, kind in table[["name", "kind"]].drop_duplicates().itertuples(index=False)
+        (name, kind): (name[:MAX_NAME] if kind == "operator" else short[name], classify(name, kind))
+        for name, kind in pairs.itertuples(index=False)
     }
     keys = list(zip(table["name"], table["kind"], strict=True))
     table["short_name"] = [known[key][0] for key in keys]

@@ -1,7 +1,7 @@
 """Notebook 02 from its records: what a step's kernel time goes to, kernel by kernel, and how a profile is read.
 
-Every function takes frames of records as `Chapter.records` returns them. Kernel times are device times; idleness and
-the host's times are those under the profiler.
+Every function takes frames of records as `Chapter.records` returns them. Kernel times are device times. The host's
+times are those under the profiler, except where a step is said to be without.
 """
 
 import math
@@ -24,8 +24,8 @@ _COLOURS = "#0072b2 #8a1c20 #f0e442 #009e73 #56b4e9 #000000 #e69f00 #8c6d31 #5d3
 CLASS_COLOURS = dict(zip(CLASSES, _COLOURS, strict=True))
 CLASS_HATCHES = {"elementwise": "///", "copy": "...", "optimizer": "\\\\\\"}
 
-IDLE, AGREEMENT = 0.1, 0.05
-"""A device is called idle from a tenth of a step on; kernel times are called the same within 5 %."""
+AGREEMENT = 0.05
+"""Kernel times are called the same within 5 %."""
 
 
 def columns(rows: pd.DataFrame, **shown_as: tuple[str, Callable]) -> pd.DataFrame:
@@ -43,8 +43,7 @@ def table_passes(frame: pd.DataFrame) -> pd.DataFrame:
     rows = in_order(shown(ok_rows(frame, phase="inference", attention="eager")), ["precision", "size"])
     return columns(rows, launches=("num_launches", "{:,.0f}".format), **{
         "host range": ("issued_ms", number), "host clock": ("done_ms", number),
-        "projection": ("inference_projected_ms", number), "kernels": ("inference_kernel_ms", number),
-        "idle, profiled": ("inference_idle_fraction", percent)})  # fmt: skip
+        "projection": ("inference_projected_ms", number), "kernels": ("inference_kernel_ms", number)})  # fmt: skip
 
 
 def findings_passes(frame: pd.DataFrame) -> list[str]:
@@ -198,20 +197,40 @@ def findings_kernels(frame: pd.DataFrame) -> list[str]:
     return sentences
 
 
+def table_idle(frame: pd.DataFrame) -> pd.DataFrame:
+    """Returns a step's kernels beside the step without a profiler, the device's idle share, and the profiler's cost."""
+    rows = in_order(shown(profiles.idle_steps(select(frame, attention="eager"))), ["precision", "size"])
+    rows["idle"] = [
+        percent(idle) if idle == idle else f"≤ {percent(most)}" if most < profiles.WORTH_TIMING else "not measured"
+        for idle, most in zip(rows["idle"], rows["step_idle_fraction"], strict=True)
+    ]
+    return columns(rows, launches=("num_launches", "{:,.0f}".format), **{
+        "kernels (ms)": ("step_kernel_ms", number), "step without profiler (ms)": ("unprofiled_ms", number),
+        "idle without": ("idle", str), "step under profiler (ms)": ("done_ms", number),
+        "lengthened": ("lengthened", times)})  # fmt: skip
+
+
 def findings_idle(frame: pd.DataFrame) -> list[str]:
-    """Says when the device idles under the profiler, and what was not tried."""
-    sentences, rows = [], whole_steps(frame)
+    """Says in how many steps the device waits for the host, how long the profiler makes them, what was not tried."""
+    sentences, rows = [], profiles.idle_steps(frame)
     if len(rows):
-        idle, means = rows["step_idle_fraction"] >= IDLE, ""
-        mean = 1e3 * rows["step_kernel_ms"] / rows["num_launches"]
-        if idle.any() and not idle.all():
-            means = f"; the mean kernel takes {span(mean[idle], number)} µs in these and "
-            means += f"{span(mean[~idle], number)} µs in the others"
-        sentences.append(
-            f"Under the profiler the device idles for {percent(IDLE)} or more of {idle.sum()} of {len(rows)} "
-            f"steps{means}. It idles when a kernel ends before the host launches the next "
-            "one, and profiling slows launches: chapter 01 says which steps are launch-bound without."
-        )
+        told = rows["is_idle"].value_counts().reindex(["yes", "no", "unknown"], fill_value=0)
+        text = f"Without a profiler the device idles for {percent(profiles.IDLE)} or more of {told['yes']} of "
+        text += count(told["yes"] + told["no"], "step")
+        if told["yes"]:
+            us = 1e3 * rows["step_kernel_ms"] / rows["num_launches"]
+            mean = span(us[rows["is_idle"] == "yes"], number)
+            text += f": their kernels end before the host launches the next (mean kernel {mean} µs)"
+        if told["unknown"]:
+            text += f"; of {told['unknown']} more, which idle under the profiler, it is not measured"
+        sentences.append(f"{text}.")
+        if len(longer := rows.dropna(subset=["lengthened"])):
+            most = longer.loc[longer["lengthened"].idxmax()]
+            sentences.append(
+                f"The profiler makes a step {span(longer['lengthened'])} as long (most: {name(most)}, "
+                f"{number(most['unprofiled_ms'])} → {number(most['done_ms'])} ms; {count(len(longer), 'step')} timed "
+                "both ways). It adds to each launch on the host, and nothing to a kernel."
+            )
     if len(skipped := in_order(select(frame, status="skipped"), ["size"])):
         sentences.append(
             f"{count(len(skipped), 'step')} of {len(frame):,} ({listing(dict.fromkeys(skipped['size']))}) were not "

@@ -3,6 +3,7 @@
 Every function takes frames of notebook 02's records as `Chapter.records` returns them.
 """
 
+import math
 import re
 
 import pandas as pd
@@ -90,8 +91,11 @@ def kernels(frame: pd.DataFrame) -> pd.DataFrame:
     rows = pd.concat([rows, both]).merge(totals, on=[*CASE, "view"])
     roles = {short: next((text for pattern, text in KERNEL_ROLES.items() if re.search(pattern, short)), "–")
              for short in set(rows["short_name"])}  # fmt: skip
-    kernel, role = rows["short_name"].replace(SHORTER_NAMES, regex=True), rows["short_name"].map(roles)
-    return rows.assign(kernel="`" + kernel + "`", role=role, share=rows["total_us"] / rows["view_us"])
+    short = pd.Series(list(roles), index=list(roles), dtype=str)
+    shorter = short.replace(SHORTER_NAMES, regex=True)
+    shorter = "`" + shorter.mask(shorter.duplicated(keep=False), short) + "`"  # two kernels keep two names
+    kernel, role = rows["short_name"].map(shorter), rows["short_name"].map(roles)
+    return rows.assign(kernel=kernel, role=role, share=rows["total_us"] / rows["view_us"])
 
 
 def largest_kernels(frame: pd.DataFrame) -> pd.DataFrame:
@@ -100,6 +104,35 @@ def largest_kernels(frame: pd.DataFrame) -> pd.DataFrame:
     kept = [*CASE, "view", "kernel", "kernel_class", "role", "launches", "total_us", "min_us", "max_us", "share"]
     rows = rows.groupby([*CASE, "view"]).head(10).reindex(columns=kept)
     return in_order(rows, ["precision", "size", "context", "attention", "view"])
+
+
+def other_kernels(frame: pd.DataFrame) -> pd.DataFrame:
+    """Returns the kernels beside matrix products that take 1 % or more of an eager forward pass, most time first."""
+    rows = select(kernels(frame), view="forward", attention="eager")
+    rows = rows[(rows["kernel_class"] != "matmul") & (rows["share"] >= 0.01)]
+    rows = rows.sort_values("total_us", ascending=False)[[*CASE[:3], "kernel", "role", "launches", "total_us", "share"]]
+    return in_order(rows, ["precision", "size", "context"])
+
+
+IDLE, WORTH_TIMING = 0.1, 0.05
+"""A device is called idle from a tenth of a step on; what idles less under the profiler was not timed without."""
+
+
+def idle_steps(frame: pd.DataFrame) -> pd.DataFrame:
+    """Returns the steps of `whole_steps` with what tells whether the device waits for the host.
+
+    Columns unprofiled_ms (the step without a profiler by the host's clock, NaN where not measured), idle (1 − kernel
+    time over it), lengthened (the step under the profiler over it) and is_idle: "yes", "no", or "unknown" where the
+    device idles under the profiler, which only adds to the host's work, and the step was not timed without.
+    """
+    rows = whole_steps(frame)
+    rows = rows.assign(unprofiled_ms=rows.get("unprofiled_ms", math.nan))
+    rows["idle"] = (1 - rows["step_kernel_ms"] / rows["unprofiled_ms"]).clip(lower=0)
+    rows["lengthened"] = rows["done_ms"] / rows["unprofiled_ms"]
+    known = rows["idle"].fillna(rows["step_idle_fraction"])
+    rows["is_idle"] = (known >= IDLE).map({True: "yes", False: "no"})
+    rows["is_idle"] = rows["is_idle"].mask(rows["idle"].isna() & (known >= IDLE), "unknown")
+    return rows
 
 
 def top_kernels(frame: pd.DataFrame) -> pd.DataFrame:
