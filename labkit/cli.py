@@ -1,4 +1,4 @@
-"""The command line: run, report, devices, doctor. Heavy packages load only inside the command that needs them."""
+"""The command line. Heavy packages load only inside the command that needs them."""
 
 import contextlib
 import logging
@@ -291,6 +291,49 @@ def compare(
         print("No row was measured in two sessions." if any(chapters.values()) else f"No records in {folder}.")
     if check and report.failed(found):
         sys.exit(1)
+
+
+@app.command()
+def profile(
+    size: Annotated[str, typer.Argument(help="Size of the model, as in chapter 01 (small, 2.7b).")] = "small",
+    context: Annotated[int, typer.Option(help="Context length in tokens.")] = 512,
+    precision: Annotated[str, typer.Option(help="fp32, tf32, or bf16: autocast.")] = "bf16",
+    attention: Annotated[str, typer.Option(help="eager, or auto: our FlashAttention.")] = "eager",
+    phase: Annotated[str, typer.Option(help="inference, forward_backward or train_step.")] = "train_step",
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The capture, without suffix.")] = Path(
+        "capture"
+    ),
+    stacks: Annotated[bool, typer.Option(help="With the lines of Python and C++ that launch each kernel.")] = True,
+) -> None:
+    """Capture one step with Nsight Systems (without it: torch.profiler), keep the capture, show its first kernels."""
+    from labkit.configs import PRECISIONS, model_config
+    from labkit.experiments import captured_step
+    from labkit.measure.profiling import ProfileError
+    from labkit.report.profiles import table_of_launches
+    from labkit.report.tables import to_markdown
+
+    for what, value, accepted in (
+        ("precision", precision, PRECISIONS),
+        ("attention", attention, ("eager", "auto")),
+        ("phase", phase, captured_step.PHASES),
+    ):
+        if value not in accepted:
+            raise RequestError(f"unknown {what} {value!r}; accepted: {', '.join(accepted)}")
+    if context < 1:
+        raise RequestError(f"context {context} is too short; accepted: 1 and more")
+    if not output.absolute().parent.is_dir():
+        raise RequestError(f"there is no folder {output.parent}")
+    case = (model_config(size).name, str(context), precision, attention, phase)
+    try:
+        path, launches = captured_step.keep_capture(case, output, stacks)
+    except (ProfileError, TimeoutError) as error:
+        print(f"labkit: {error}", file=sys.stderr)
+        sys.exit(1)
+    print(to_markdown(table_of_launches(launches)))
+    is_nsys = path.suffix == ".nsys-rep"
+    print(f"\nCapture: {path} (open it {'in Nsight Systems' if is_nsys else 'at ui.perfetto.dev'})")
+    print(f"By hand: {captured_step.nsys_line(case, output, stacks)}")
+    print("A capture holds every environment variable of its process: do not publish one that you made by hand.")
 
 
 def _slug(device: str) -> str:

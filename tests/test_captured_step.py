@@ -13,7 +13,10 @@ import pytest
 import torch
 from chapters import CPU, H200, H200_BYTES, on_a_cpu
 from test_nsys_analysis_notebook import committed, memory_of, parameters
+from typer.testing import CliRunner
 
+from labkit import cli
+from labkit.configs import RequestError
 from labkit.experiments import captured_step, sweep
 from labkit.experiments import nsys_analysis as experiment
 from labkit.experiments.captured_step import capture_steps, marked, warm_up
@@ -130,6 +133,20 @@ def test_a_case_is_captured_under_its_own_label():
         assert ("backward_kernel_ms" in metrics) == (phase == "train_step")
     kernels = pd.DataFrame(measured["train_step"].observed["tables"]["kernels"])
     assert {"step", "forward", "backward", "optimizer"} <= set(kernels["phase"])
+
+
+def test_a_step_is_profiled_and_its_capture_kept(tmp_path):
+    asked = ["profile", "nano", "--context", "8", "--phase", "inference", "--precision", "fp32"]
+    result = CliRunner().invoke(cli.app, [*asked, "--output", str(tmp_path / "mine")])
+    assert result.exit_code == 0 and profiling.read_chrome_trace(tmp_path / "mine.json").source == "kineto cpu"
+    assert "| `aten::mm` | matrix product |" in result.output
+    (line,) = [
+        line for line in result.output.splitlines() if line.startswith("By hand: nsys profile --trace=cuda,nvtx")
+    ]
+    assert "--python-backtrace=cuda --cudabacktrace=kernel" in line
+    assert line.endswith("python -m labkit.experiments.captured_step nano 8 fp32 eager inference")
+    for wrong in (["--phase", "all"], ["--context", "0"], ["--output", "/nowhere/x"], ["--precision", "fp8"]):
+        assert isinstance(CliRunner().invoke(cli.app, [*asked, *wrong]).exception, RequestError)
 
 
 def nsys_export(path: Path, labels: int) -> None:

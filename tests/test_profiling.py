@@ -612,6 +612,14 @@ def test_a_capture_is_made_read_and_deleted_without_the_rest_of_the_environment(
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
+def test_a_capture_is_kept_with_call_stacks_where_that_is_asked(fake, tmp_path):
+    kept = tmp_path / "kept.nsys-rep"
+    Nsys.find().capture([sys.executable, "-c", "pass"], timeout_s=60, keep=kept, stacks=True)
+    assert kept.stat().st_size > 0
+    arguments = calls(fake)[1]["arguments"]
+    assert set(profiling.STACKS) < set(arguments) and not set(profiling.NO_STACKS) & set(arguments)
+
+
 def test_an_older_release_is_asked_again_without_the_newer_options_and_the_program_runs_once(fake, tmp_path):
     note = tmp_path / "runs"
     command = [sys.executable, "-c", "import sys; open(sys.argv[1], 'a').write('x')", str(note)]

@@ -1,22 +1,37 @@
-"""A step as it is captured: once with ranges around the parts of the model, once with the phases' ranges alone."""
+"""A step as it is captured: once with ranges around the parts of the model, once with the phases' ranges alone.
+
+As a program it runs one such step: `python -m labkit.experiments.captured_step SIZE CONTEXT PRECISION ATTENTION PHASE`.
+"""
 
 import contextlib
 import math
+import shlex
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import pandas as pd
 import torch
 from torch.overrides import TorchFunctionMode
 
+from labkit import hardware
+from labkit.configs import REPOSITORY
 from labkit.experiments.sections import empty_cache
-from labkit.experiments.workload import Workload
-from labkit.measure.profiling import RangeMarker
+from labkit.experiments.workload import Workload, step_parameters
+from labkit.measure import profiling
+from labkit.measure.profiling import Nsys, RangeMarker
 from labkit.measure.timing import synchronize
 from labkit.models import transformer
 
 NUM_WARMUP = 1
 NUM_CAPTURED = 2
+
+PHASES = ("inference", "forward_backward", "train_step")
+"""What can be captured."""
+
+MAX_CAPTURE_S = 600.0
 
 LARGEST_DIFFERENCE = 1e-2
 """Relative difference of the output with and without ranges above which marking has changed what is computed."""
@@ -152,3 +167,46 @@ def _check(steps: Sequence[Step], phase: str) -> None:
     for with_ranges, without in zip(steps[0].outcome, steps[1].outcome, strict=True):
         if phase != "train_step" and abs(with_ranges - without) > bound:  # whose steps differ in their weights
             raise AssertionError(f"{phase}: marking ranges changed the result from {without:g} to {with_ranges:g}")
+
+
+def run_step(marker: RangeMarker, size: str, context: str, precision: str, attention: str, phase: str) -> None:
+    """Runs the warm-up and the two captured steps of a case, "labkit step 0" and "labkit step 1"."""
+    parameters = step_parameters(size, int(context), precision, attention=attention)
+    with contextlib.closing(Workload(hardware.detect(), parameters)) as workload:
+        warm_up(workload, phase)
+        capture_steps(workload, phase, marker, "labkit")
+
+
+def nsys_line(case: Sequence[str], output: Path, stacks: bool) -> str:
+    """Returns the command that makes the capture `output` by hand: of a case as `run_step` takes it."""
+    options = [*profiling.TRACED, *(profiling.STACKS if stacks else profiling.NO_STACKS), f"--output={output}"]
+    return shlex.join(["nsys", "profile", *options, "python", "-m", "labkit.experiments.captured_step", *case])
+
+
+def keep_capture(case: Sequence[str], output: Path, stacks: bool) -> tuple[Path, pd.DataFrame]:
+    """Captures a case as `run_step` takes it, by nsys where it is found, else by torch.profiler.
+
+    Returns:
+        The file that holds the capture, `output` with the profiler's suffix; and the rows of `profiling.launches` of
+        the second step that are kernels, or operators of a CPU.
+
+    Raises ProfileError and TimeoutError as `Nsys.capture`.
+    """
+    device = hardware.detect()
+    nsys = Nsys.find() if device.kind == "cuda" else None
+    path = output.with_name(output.name + (".nsys-rep" if nsys else ".json"))
+    if nsys:
+        command = [sys.executable, "-m", __name__, *case]
+        searched = [str(REPOSITORY), profiling.allowed_environment().get("PYTHONPATH", "")]
+        known = {"variables": {"PYTHONPATH": ":".join(filter(None, searched))}, "keep": path, "stacks": stacks}
+        trace = nsys.capture(command, timeout_s=MAX_CAPTURE_S, **known)
+    else:
+        marker = RangeMarker("kineto")
+        trace = profiling.capture_with_kineto(lambda: run_step(marker, *case), device.kind, keep=path, stacks=stacks)
+    table = profiling.launches(trace, ())
+    is_step = table["path"].map(lambda ranges: ranges[:1] == ("labkit step 1",))
+    return path, table[is_step & table["kind"].isin(("kernel", "operator"))]
+
+
+if __name__ == "__main__":
+    run_step(RangeMarker("nvtx" if torch.cuda.is_available() else "none"), *sys.argv[1:])

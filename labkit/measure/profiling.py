@@ -26,6 +26,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -545,24 +546,27 @@ class RangeMarker:
             self.close()
 
 
-def capture_with_kineto(function: Callable[[], None], device_kind: str) -> Trace:
+def capture_with_kineto(
+    function: Callable[[], None], device_kind: str, *, keep: Path | None = None, stacks: bool = False
+) -> Trace:
     """Calls `function` under torch.profiler and returns what it captured.
 
     Args:
         function: marks its ranges with a RangeMarker of kind "kineto".
         device_kind: "cuda" captures kernels, any other CPU operators.
+        keep: where the trace is kept as a file; None deletes it. stacks: with the Python lines that call.
 
     Raises ProfileError as `read_chrome_trace`.
     """
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device_kind == "cuda" else [])]
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities, with_stack=stacks) as profiler:
         function()
         if device_kind == "cuda":
             torch.cuda.synchronize()
     with tempfile.TemporaryDirectory(prefix="labkit-kineto-") as folder:
-        path = Path(folder) / "trace.json"
+        path = keep or Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         with _without_folder(folder):
             return read_chrome_trace(path, torch.__version__)
@@ -584,6 +588,11 @@ ALLOWED_ENVIRONMENT = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", 
 
 LIBRARIES = "LABKIT_NSYS_LIBRARIES"
 """Variable with folders, separated as in PATH, of libraries that nsys's own tools lack, such as libdw."""
+
+TRACED = ("--trace=cuda,nvtx", "--cuda-graph-trace=node", "--force-overwrite=true")
+NO_STACKS = ("--sample=none", "--cpuctxsw=none")
+STACKS = ("--sample=process-tree", "--python-backtrace=cuda", "--cudabacktrace=kernel")
+"""Options of `nsys profile`. With STACKS each launch has the lines of C++ and Python that made it, at a cost."""
 
 NEWER_OPTIONS = ("--cuda-event-trace=false",)
 """Turns off what some releases trace by default and what costs host time; all else that does is off by default.
@@ -627,13 +636,22 @@ class Nsys:
         importers = sorted(Path(path).resolve().parent.parent.glob("*/QdstrmImporter"))
         return cls(path, version.group() if version else "", str(importers[0]) if importers else None)
 
-    def capture(self, command: Sequence[str], *, timeout_s: float, variables: Mapping[str, str] | None = None) -> Trace:
-        """Runs `command` under nsys and returns what was captured; the capture itself is deleted.
+    def capture(
+        self,
+        command: Sequence[str],
+        *,
+        timeout_s: float,
+        variables: Mapping[str, str] | None = None,
+        keep: Path | None = None,
+        stacks: bool = False,
+    ) -> Trace:
+        """Runs `command` under nsys and returns what was captured.
 
         Args:
             command: program and arguments; it marks its ranges with NVTX.
             timeout_s: for the program, the import and the export together.
             variables: added to the allow-listed environment.
+            keep: where the capture (.nsys-rep) is kept; None deletes it. stacks: with call stacks.
 
         Raises:
             TimeoutError: it took longer; every process that it started has been ended.
@@ -645,8 +663,7 @@ class Nsys:
             environment = {**allowed_environment(), **(variables or {}), "TMPDIR": folder}
             report = Path(folder) / "capture.nsys-rep"
             export = report.with_suffix(".sqlite")
-            options = ["--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", "--cuda-graph-trace=node",
-                       "--stats=false", "--force-overwrite=true", f"--output={folder}/capture"]  # fmt: skip
+            options = [*TRACED, *(STACKS if stacks else NO_STACKS), "--stats=false", f"--output={folder}/capture"]
             folders = [os.environ.get(LIBRARIES, ""), environment.get("LD_LIBRARY_PATH", "")]
             tools = {**environment, "LD_LIBRARY_PATH": os.pathsep.join(filter(None, folders))}
             for newer in (NEWER_OPTIONS, ()):
@@ -661,6 +678,8 @@ class Nsys:
                 said = bounded(command, tools)
             if not report.exists():
                 raise ProfileError(f"nsys left no report: {_last_line(said)}")
+            if keep:
+                shutil.copyfile(report, keep)
             arguments = ["export", "--type=sqlite", "--force-overwrite=true", f"--output={export}", str(report)]
             said = bounded([self.path, *arguments], tools)
             if not export.exists():

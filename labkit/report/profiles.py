@@ -10,6 +10,7 @@ import pandas as pd
 
 from labkit.configs import SIZES
 from labkit.report import forms
+from labkit.report.findings import number, percent
 from labkit.report.tables import in_order, ok_rows, once_per_frame, select
 
 CASE = ["size", "context", "precision", "attention"]
@@ -89,13 +90,26 @@ def kernels(frame: pd.DataFrame) -> pd.DataFrame:
     both = rows[(rows["view"] == "train_step") & (rows["kernel_class"] != "optimizer")].assign(view="forward_backward")
     totals = classes(frame)[[*CASE, "view", "total_us"]].rename(columns={"total_us": "view_us"})
     rows = pd.concat([rows, both]).merge(totals, on=[*CASE, "view"])
-    roles = {short: next((text for pattern, text in KERNEL_ROLES.items() if re.search(pattern, short)), "–")
-             for short in set(rows["short_name"])}  # fmt: skip
+    roles = {short: role_of(short) for short in set(rows["short_name"])}
     short = pd.Series(list(roles), index=list(roles), dtype=str)
     shorter = short.replace(SHORTER_NAMES, regex=True)
     shorter = "`" + shorter.mask(shorter.duplicated(keep=False), short) + "`"  # two kernels keep two names
     kernel, role = rows["short_name"].map(shorter), rows["short_name"].map(roles)
     return rows.assign(kernel=kernel, role=role, share=rows["total_us"] / rows["view_us"])
+
+
+def role_of(short_name: str) -> str:
+    """Returns what a kernel does in this model, "–" where its name does not tell."""
+    return next((text for pattern, text in KERNEL_ROLES.items() if re.search(pattern, short_name)), "–")
+
+
+def table_of_launches(launches: pd.DataFrame) -> pd.DataFrame:
+    """Returns the ten kernels with most time, of rows with short_name and duration_ns."""
+    found = launches.groupby("short_name")["duration_ns"].agg(["sum", "count"]).nlargest(10, "sum").reset_index()
+    return pd.DataFrame({
+        "kernel": "`" + found["short_name"] + "`", "what it does": found["short_name"].map(role_of),
+        "total (ms)": (found["sum"] / 1e6).map(number), "launches": found["count"].map("{:,}".format),
+        "share": (found["sum"] / launches["duration_ns"].sum()).map(percent)})  # fmt: skip
 
 
 def largest_kernels(frame: pd.DataFrame) -> pd.DataFrame:
