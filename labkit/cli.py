@@ -10,12 +10,20 @@ from collections import Counter
 from collections.abc import Mapping
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from labkit import __version__
-from labkit.configs import AUTO_PROFILE, FIGURES, REFERENCE_DEVICE, THIS_DEVICE, RequestError, chosen_profile
+from labkit.configs import (
+    AUTO_PROFILE,
+    FIGURES,
+    PRECISIONS,
+    REFERENCE_DEVICE,
+    THIS_DEVICE,
+    RequestError,
+    chosen_profile,
+)
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -296,43 +304,27 @@ def compare(
 @app.command()
 def profile(
     size: Annotated[str, typer.Argument(help="Size of the model, as in chapter 01 (small, 2.7b).")] = "small",
-    context: Annotated[int, typer.Option(help="Context length in tokens.")] = 512,
-    precision: Annotated[str, typer.Option(help="fp32, tf32, or bf16: autocast.")] = "bf16",
-    attention: Annotated[str, typer.Option(help="eager, or auto: our FlashAttention.")] = "eager",
-    phase: Annotated[str, typer.Option(help="inference, forward_backward or train_step.")] = "train_step",
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The capture, without suffix.")] = Path(
-        "capture"
-    ),
-    stacks: Annotated[bool, typer.Option(help="With the lines of Python and C++ that launch each kernel.")] = True,
+    context: Annotated[int, typer.Option(min=1, help="Context length in tokens.")] = 512,
+    precision: Annotated[Literal[PRECISIONS], typer.Option(help="bf16: autocast.")] = "bf16",
+    attention: Annotated[Literal["eager", "auto"], typer.Option(help="auto: our FlashAttention.")] = "eager",
+    phase: Annotated[Literal["inference", "forward_backward", "train_step"], typer.Option()] = "train_step",
+    output: Annotated[Path, typer.Option("--output", "-o", help="The capture, without suffix.")] = Path("capture"),
 ) -> None:
-    """Capture one step with Nsight Systems (without it: torch.profiler), keep the capture, show its first kernels."""
-    from labkit.configs import PRECISIONS, model_config
+    """Capture one step and its call stacks with Nsight Systems, else torch.profiler; keep it, and say how by hand."""
+    from labkit.configs import model_config
     from labkit.experiments import captured_step
     from labkit.measure.profiling import ProfileError
-    from labkit.report.profiles import table_of_launches
-    from labkit.report.tables import to_markdown
 
-    for what, value, accepted in (
-        ("precision", precision, PRECISIONS),
-        ("attention", attention, ("eager", "auto")),
-        ("phase", phase, captured_step.PHASES),
-    ):
-        if value not in accepted:
-            raise RequestError(f"unknown {what} {value!r}; accepted: {', '.join(accepted)}")
-    if context < 1:
-        raise RequestError(f"context {context} is too short; accepted: 1 and more")
-    if not output.absolute().parent.is_dir():
-        raise RequestError(f"there is no folder {output.parent}")
     case = (model_config(size).name, str(context), precision, attention, phase)
+    _writable(output.parent)
     try:
-        path, launches = captured_step.keep_capture(case, output, stacks)
+        path = captured_step.keep_capture(case, output)
     except (ProfileError, TimeoutError) as error:
         print(f"labkit: {error}", file=sys.stderr)
         sys.exit(1)
-    print(to_markdown(table_of_launches(launches)))
-    is_nsys = path.suffix == ".nsys-rep"
-    print(f"\nCapture: {path} (open it {'in Nsight Systems' if is_nsys else 'at ui.perfetto.dev'})")
-    print(f"By hand: {captured_step.nsys_line(case, output, stacks)}")
+    print(f"Capture: {path} (open it {'at ui.perfetto.dev' if path.suffix == '.json' else 'in Nsight Systems'})")
+    print(f"By hand: {captured_step.nsys_line(case, output)}")
+    print(f"Its kernels: nsys stats --report cuda_gpu_kern_sum,nvtx_gpu_proj_sum {output}.nsys-rep")
     print("A capture holds every environment variable of its process: do not publish one that you made by hand.")
 
 

