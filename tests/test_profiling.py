@@ -539,6 +539,8 @@ if sys.argv[1] == "--version":
     print("NVIDIA Nsight Systems version 2025.3.1.90-253135822126v0")
 elif sys.argv[1] == "profile" and (here / "old").exists() and any("event-trace" in a for a in sys.argv):
     sys.exit("unrecognised option '--cuda-event-trace=false'\\n\\nusage: nsys profile [<args>] [application]")
+elif sys.argv[1] == "profile" and (here / "no stacks").exists() and any("backtrace" in a for a in sys.argv):
+    sys.exit("CPU sampling is not supported here")
 elif sys.argv[1] == "profile":
     number = next(n for n, a in enumerate(sys.argv[2:], 2) if not a.startswith("--"))
     subprocess.run(sys.argv[number:], check=False)
@@ -618,6 +620,9 @@ def test_a_capture_is_kept_with_call_stacks_where_that_is_asked(fake, tmp_path):
     assert kept.stat().st_size > 0
     arguments = calls(fake)[1]["arguments"]
     assert set(profiling.STACKS) < set(arguments) and not set(profiling.NO_STACKS) & set(arguments)
+    (fake / "no stacks").touch()
+    Nsys.find().capture([sys.executable, "-c", "pass"], timeout_s=60, stacks=True)
+    assert set(profiling.NO_STACKS) < set(calls(fake)[-2]["arguments"]), "where nsys leaves nothing with them"
 
 
 def test_an_older_release_is_asked_again_without_the_newer_options_and_the_program_runs_once(fake, tmp_path):

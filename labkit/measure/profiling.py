@@ -648,7 +648,7 @@ class Nsys:
             command: program and arguments; it marks its ranges with NVTX.
             timeout_s: for the program, the import and the export together.
             variables: added to the allow-listed environment.
-            keep: where the capture (.nsys-rep) is kept; None deletes it. stacks: with call stacks.
+            keep: where the capture (.nsys-rep) is kept; None deletes it. stacks: with call stacks if nsys can.
 
         Raises:
             TimeoutError: it took longer; every process that it started has been ended.
@@ -660,13 +660,13 @@ class Nsys:
             environment = {**allowed_environment(), **(variables or {}), "TMPDIR": folder}
             report = Path(folder) / "capture.nsys-rep"
             export = report.with_suffix(".sqlite")
-            options = [*TRACED, *(STACKS if stacks else NO_STACKS), "--stats=false", f"--output={folder}/capture"]
+            options, sampled = [*TRACED, "--stats=false", f"--output={folder}/capture"], STACKS if stacks else NO_STACKS
             folders = [os.environ.get(LIBRARIES, ""), environment.get("LD_LIBRARY_PATH", "")]
             tools = {**environment, "LD_LIBRARY_PATH": os.pathsep.join(filter(None, folders))}
-            for newer in (NEWER_OPTIONS, ()):
-                said = bounded([self.path, "profile", *options, *newer, *command], environment)
+            for others in ((*sampled, *NEWER_OPTIONS), sampled, NO_STACKS):  # a machine may allow no sampling
+                said = bounded([self.path, "profile", *options, *others, *command], environment)
                 raw = sorted(Path(folder).rglob("*.qdstrm"))
-                if report.exists() or raw or not _UNKNOWN_OPTION.search(said):
+                if report.exists() or raw or not (stacks or _UNKNOWN_OPTION.search(said)):
                     break  # an older release that is given a newer option starts nothing
             if not report.exists() and raw:
                 if self.importer is None:
