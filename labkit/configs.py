@@ -128,6 +128,9 @@ WORTH_TIMING = 0.05
 
 PHASES = ("inference", "forward", "backward", "forward_backward", "optimizer_step", "train_step")
 COMPILE_PHASES = ("compile", "forward", "forward_backward", "train_step")
+EXECUTION_PHASES = ("train_step", "graph_step")
+"""A training step as it is called, and the same replayed from one CUDA graph."""
+
 WARMUP_PHASES = ("forward", "forward_backward")
 WARMUP_COUNTS = (0, 1, 2, 5)
 WARMUP_MEASURED_STEPS = 10
@@ -187,6 +190,17 @@ class Rivalry:
     causal: bool
 
 
+@dataclass(frozen=True)
+class Execution:
+    """Training steps that are called, and run as one CUDA graph: of all of the grid's sizes, or of `sizes`."""
+
+    impl: str
+    compile: str
+    precisions: tuple[str, ...]
+    contexts: tuple[int, ...]
+    sizes: tuple[str, ...] = ()
+
+
 LEADERBOARD = Rivalry(1, 16, 16384, 64, True)
 """The shape of a public course leaderboard: the time of forward and backward together."""
 
@@ -195,14 +209,16 @@ class Grid:
     """The cases of one notebook in one profile; its attributes are the notebook's keys in `data/grids.toml`."""
 
 
-_CLASSES = {"task": Task, "block": BlockShape, "tiles_shape": Rivalry, "rivalries": Rivalry}
+_CLASSES = {"task": Task, "block": BlockShape, "tiles_shape": Rivalry, "rivalries": Rivalry,
+            "executions": Execution}  # fmt: skip
 
 
 def _grid_value(value, cls: type | None = None):
     if isinstance(value, list):
         return tuple(_grid_value(item, cls) for item in value)
     if isinstance(value, dict):
-        return cls(**value) if cls else {int(k) if k.isdigit() else k: _grid_value(v) for k, v in value.items()}
+        inner = {int(k) if k.isdigit() else k: _grid_value(v) for k, v in value.items()}
+        return cls(**inner) if cls else inner
     return value
 
 
@@ -233,6 +249,7 @@ MEMORY = GRIDS["04_memory"]
 ATTENTION = GRIDS["05_attention"]
 FLASH_ATTENTION = GRIDS["06_flash_attention"]
 DISTRIBUTED = GRIDS["07_distributed"]
+SIGLIP2 = GRIDS["08_siglip2"]
 
 NARROWED = {"sizes": "size", "contexts": "context", "lengths": "length", "d_heads": "head dimension",
             "world_sizes": "number of ranks"}  # fmt: skip

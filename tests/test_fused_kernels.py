@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from triton.compiler import ASTSource
 
+from labkit.kernels import column_sums, fused, layer_norm, norms, rms_norm, rotary, swiglu
 from labkit.kernels import cross_entropy as ce
-from labkit.kernels import fused, layer_norm, norms, rms_norm, rotary, swiglu
 from labkit.models.transformer import RotaryEmbedding
 from labkit.numerics import judge
 
@@ -339,9 +339,10 @@ def launches(columns: int, dtype: torch.dtype, residual: torch.dtype | None) -> 
         return torch.empty(shape, dtype=dtype, device="cuda")
 
     with contextlib.ExitStack() as stack:
-        for module in (norms, rms_norm, layer_norm, swiglu, rotary, ce):
+        for module in (column_sums, rms_norm, layer_norm, swiglu, rotary, ce):
             stack.enter_context(mock.patch.object(module, "wrap_triton", Recorder))
-        stack.enter_context(mock.patch.object(norms, "_num_multiprocessors", lambda index: 132))
+        for module in (norms, column_sums):
+            stack.enter_context(mock.patch.object(module, "num_multiprocessors", lambda index: 132))
         stack.enter_context(FakeTensorMode())
         r = None if residual is None else x(4096, columns, dtype=residual)
         statistics, table = x(4096, dtype=torch.float32), x(512, 64, dtype=torch.float32)
@@ -353,6 +354,7 @@ def launches(columns: int, dtype: torch.dtype, residual: torch.dtype | None) -> 
         q = x(8, 512, columns // 64, 64).transpose(1, 2)
         rotary._rotary(q, q, table, table, False)
         logits, targets, into = x(4096, 10_000), x(4096, dtype=torch.int64), {"INTO_GRADIENT": True}
+        column_sums._column_sums(x(4096, columns), dtype)
         loss, lse = ce._forward(logits, targets, False)
         ce._backward(logits, targets, lse, loss, logits)
         chunk = (logits, targets, lse, None, *logits.stride()[:1], logits.shape[1])

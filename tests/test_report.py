@@ -371,7 +371,7 @@ PARTS = {
     "many GPUs": (1_500, r"parallel/\w+|communication"),
     "fused operators and the vision encoder, whose chapter is to come": (
         2_200,
-        r"kernels/(fused|norms|rms_norm|layer_norm|swiglu|rotary|cross_entropy|linear|gelu_mlp|flash_attention_qkv)|models/siglip2",
+        r"kernels/(fused|norms|rms_norm|layer_norm|swiglu|rotary|cross_entropy|linear|gelu_mlp|flash_attention_qkv|column_sums)|models/siglip2",
     ),
     "sustained times, the host and sessions": (400, r"measure/(power|host)|report/sessions"),
 }

@@ -12,7 +12,7 @@ from test_kernel_compilation import compile_source, spilled_bytes
 from torch import Tensor
 from triton.compiler import ASTSource
 
-from labkit.kernels import flash_attention_qkv, fused, gelu_mlp, linear
+from labkit.kernels import column_sums, flash_attention_qkv, fused, gelu_mlp, linear
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -67,7 +67,7 @@ def mlp_pairs(path: str, keep: bool, shape: tuple[int, int, int], dtype=torch.fl
 
 @pytest.mark.parametrize("shape", MLP_SHAPES, ids=str)
 @pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("path", ["epilogue", "separate"])
+@pytest.mark.parametrize("path", gelu_mlp.PATHS[1:])
 def test_the_mlp_is_within_the_error_budget(path, keep, shape, interpreted):
     pairs = interpreted(mlp_pairs, path, keep, shape)
     pairs += mlp_pairs("auto", keep, shape) + mlp_pairs("separate", keep, shape, torch.bfloat16)
@@ -77,7 +77,7 @@ def test_the_mlp_is_within_the_error_budget(path, keep, shape, interpreted):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("path", ["epilogue", "separate"])
+@pytest.mark.parametrize("path", gelu_mlp.PATHS[1:])
 def test_on_a_gpu_the_mlp_is_within_the_error_budget(path, dtype):
     for shape in (*MLP_SHAPES[1:], (1000, 1152, 4304)):
         for keep in (True, False):
@@ -94,7 +94,7 @@ def call_mlp(x=None, path="auto", **parameters):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"path": "fast"}, "path must be one of auto, epilogue, separate; got 'fast'"),
+        ({"path": "fast"}, "path must be one of auto, epilogue, separate, mixed; got 'fast'"),
         ({"path": "epilogue"}, "path='epilogue' takes tensors on a CUDA device; got cpu"),
         ({"x": torch.zeros(3, 5)}, r"fc1_weight must be of shape \(8, 5\), got \(8, 4\)"),
         ({"x": torch.zeros(0, 4)}, r"x must hold at least one row; got shape \(0, 4\)"),
@@ -151,6 +151,59 @@ def test_dropout_refuses_bad_input(options, message, interpreted):
         interpreted(functools.partial(linear.dropout_linear, **(arguments | {"seed": torch.tensor(1)} | options)))
 
 
+def added(shape: tuple[int, int], dtype: torch.dtype, device: str = "cpu") -> None:
+    """Asserts that columns are added in fp32 and rounded once."""
+    x = draw(*shape).to(device, dtype)
+    with poisoned_memory():
+        sums = column_sums.column_sums(x)
+    assert sums.dtype == dtype
+    torch.testing.assert_close(
+        column_sums.column_sums(x, torch.float32).double(), x.double().sum(0), rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(sums, x.double().sum(0).to(dtype), atol=1e-5, rtol=2 * torch.finfo(dtype).eps)
+
+
+COLUMNS = [(1, 1), (301, 40), (700, 130)]
+
+
+@pytest.mark.parametrize("shape", COLUMNS, ids=str)
+def test_columns_are_added_in_fp32(shape, interpreted):
+    interpreted(added, shape, torch.float16)
+    added(shape, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("shape", [*COLUMNS, (16384, 4304)], ids=str)
+def test_on_a_gpu_columns_are_added_in_fp32(shape):
+    added(shape, torch.bfloat16, "cuda")
+
+
+def equal_sequences(dtype: torch.dtype = torch.float32, length: int = 10, d_head: int = 8, device: str = "cpu") -> None:
+    """Asserts that sequences of one length get what they get packed, forward and backward."""
+    qkv = draw(4 * length, 3, 2, d_head).to(device, dtype).requires_grad_()
+    cu_seqlens = torch.arange(0, 4 * length + 1, length, dtype=torch.int32, device=device)
+    direction = draw(4 * length, 2, d_head, seed=2).to(device, dtype)
+    assert flash_attention_qkv._are_equal(qkv, cu_seqlens, length)
+    found = []
+    for longest in (length, length + 1):  # a longest that no sequence reaches is allowed, and packs them
+        out = flash_attention_qkv.flash_attention_qkv(qkv, cu_seqlens, longest)
+        found.append((out, *torch.autograd.grad(out, qkv, direction)))
+    tolerance = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance)
+
+
+def test_equal_sequences_are_a_batch(interpreted):
+    interpreted(equal_sequences)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_on_a_gpu_equal_sequences_are_a_batch(dtype):
+    equal_sequences(dtype, 256, 72, "cuda")
+
+
 def test_attention_refuses_a_projection_of_another_shape():
     with pytest.raises(
         ValueError, match=r"qkv must be dense, of shape \(tokens, 3, heads, d\); got shape \(4, 2, 1, 8\)"
@@ -168,6 +221,9 @@ def opcheck() -> None:
     qkv, cu_seqlens = draw(20, 3, 2, 8).requires_grad_(), torch.tensor([0, 7, 20], dtype=torch.int32)
     torch.library.opcheck(torch.ops.labkit.flash_attention_qkv.default, (qkv, cu_seqlens, None))
     torch.library.opcheck(torch.ops.labkit.flash_attention_qkv.default, (qkv, cu_seqlens, 13))
+    equal = torch.tensor([0, 10, 20], dtype=torch.int32)
+    torch.library.opcheck(torch.ops.labkit.flash_attention_qkv.default, (qkv, equal, 10))
+    torch.library.opcheck(torch.ops.labkit.column_sums.default, (x, torch.float32))
 
 
 def test_the_operators_pass_opcheck(interpreted):

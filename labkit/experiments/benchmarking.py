@@ -2,8 +2,8 @@
 
 Sections: "ceilings" (matrix product and copy rates, measured anew each session), "timer" (the timer's
 methods against one another and an independent measurement), "steps" (every phase, size, context and
-precision, eager), "warmup" (every step from a fresh process), "compile" (torch.compile). Some training steps
-are also run back to back.
+precision, eager), "warmup" (every step from a fresh process), "compile" (torch.compile), "execution" (a training
+step called, and replayed from one CUDA graph). Some training steps are also run back to back.
 """
 
 import functools
@@ -18,6 +18,7 @@ from labkit.configs import (
     BENCHMARKING,
     COMPILE_MODES,
     COMPILE_PHASES,
+    EXECUTION_PHASES,
     PHASES,
     WARMUP_COUNTS,
     WARMUP_MEASURED_STEPS,
@@ -33,6 +34,8 @@ from labkit.experiments.ceilings import (
     copy_rate,
     timed_call,
 )
+from labkit.experiments.graphed_step import ATTENTION, GraphedWorkload, require_graphs
+from labkit.experiments.recipes import require_recipe
 from labkit.experiments.sections import (
     KEPT_SAMPLES,
     fractions,
@@ -45,7 +48,7 @@ from labkit.experiments.sections import (
 )
 from labkit.experiments.sweep import Case, Measured, PhaseRun
 from labkit.experiments.workload import Workload, load_compiler, step_parameters, workload
-from labkit.measure.timing import Timing, synchronize
+from labkit.measure.timing import Timing, synchronize, time_callable
 
 __all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_rates", "run_case", "run_steps"]
 
@@ -82,8 +85,19 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts
         if mode == "regional" or size in grid.whole_compile_sizes
     ]
 
+    executions = [
+        step_parameters(*step, compile=way.compile, attention=ATTENTION[way.impl], impl=way.impl)
+        for way in grid.executions
+        for step in itertools.product(way.sizes or grid.execution_sizes, way.contexts, way.precisions)
+        if step[0] in wanted_sizes and step[1] in wanted_contexts
+    ]
+
     def lasting(step: dict) -> tuple[str, ...]:
         return ("train_step",) if (step["size"], step["context"], step["precision"]) in grid.sustained else ()
+
+    def replayed(step: dict) -> tuple[str, ...]:
+        is_lasting = (step["size"], step["context"], step["precision"]) in grid.sustained_executions
+        return ("graph_step",) if is_lasting else ()
 
     return [
         *ceiling_cases(grid.precisions, limit),
@@ -93,6 +107,10 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts
         *(
             Case("compile", each, COMPILE_PHASES, limit, time_limit, stop_at_failure=True, sustained=lasting(each))
             for each in compiled
+        ),
+        *(
+            Case("execution", each, EXECUTION_PHASES, limit, grid.execution_time_limit_s, sustained=replayed(each))
+            for each in executions
         ),
     ]
 
@@ -128,6 +146,33 @@ def _measure_phase(workload: Workload, case: Case, phase: str, ceilings: dict[st
     return found.measured(metrics, workload.described(), workload.observed(), samples)
 
 
+def run_executions(device: hardware.Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
+    """Yields the training step as it is called, and as one CUDA graph that must train as the called one does."""
+    require_recipe(device, case.parameters["precision"], is_timed=True)
+    with workload(device, case, GraphedWorkload) as live:
+        for phase in case.phases:
+            yield phase, functools.partial(_measure_execution, live, case, phase, ceilings)
+
+
+def _measure_execution(live: GraphedWorkload, case: Case, phase: str, ceilings: dict[str, float]) -> Measured:
+    device, step, metrics = live.device, live.train_step, {}
+    if phase == "graph_step":
+        require_graphs(device)
+        step, metrics = live.graph()
+    limits = {"device_kind": device.kind, "num_warmup": 2, "time_limit_s": case.time_limit_s}
+    found, peak = timed_with_peak(device, time_callable, step, **limits)
+    metrics = {**peak, **metrics, **_efficiency(live, case, "train_step", found.timing, ceilings)}
+    if phase in case.sustained:
+        ceiling = ceilings.get(f"sustained gemm {numeric_format(case)}")
+        metrics |= sustained_metrics(device, found, step, flops=metrics["flops"], ceiling=ceiling)
+    return found.measured(metrics, live.described(), live.observed(), keep="step_ms")
+
+
+def numeric_format(case: Case) -> str:
+    """Returns the precision of the case's matrix products: bf16 for parameters in bf16 too."""
+    return case.parameters["precision"].removesuffix("_pure")
+
+
 def _time_first_call(workload: Workload) -> Timing:
     """Returns the time of the first forward and backward, which compiles both; no cache of an earlier run counts."""
     load_compiler(workload.device)
@@ -139,7 +184,7 @@ def _efficiency(workload: Workload, case: Case, phase: str, timing: Timing, ceil
     """Returns rates of a phase and their fractions of the session's ceilings and of the datasheet's peaks."""
     parameters = case.parameters
     config = model_config(parameters["size"])
-    batch, context, precision = parameters["batch"], parameters["context"], parameters["precision"]
+    batch, context, precision = parameters["batch"], parameters["context"], numeric_format(case)
     seconds = timing.median_ms * 1e-3
     peaks = workload.device.peaks
     if phase == "optimizer_step":
@@ -199,6 +244,13 @@ def _time_queued_calls(device: hardware.Device, function: Callable, source: torc
     return elapsed_ms / num_calls
 
 
-SECTIONS = {**CEILINGS, "timer": section(_measure_timer), "steps": run_steps, "warmup": run_steps, "compile": run_steps}
+SECTIONS = {
+    **CEILINGS,
+    "timer": section(_measure_timer),
+    "steps": run_steps,
+    "warmup": run_steps,
+    "compile": run_steps,
+    "execution": run_executions,
+}
 
 run_case = functools.partial(run_section, SECTIONS)

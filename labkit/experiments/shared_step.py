@@ -19,7 +19,7 @@ from labkit import hardware, numerics
 from labkit.accounting import num_parameters
 from labkit.configs import model_config
 from labkit.measure.profiling import busy_ns, capture_with_kineto
-from labkit.measure.timing import collector_paused, synchronize
+from labkit.measure.timing import captured_once, collector_paused, synchronize
 from labkit.models.transformer import Block, TransformerLM, language_model_loss
 from labkit.parallel import data_parallel
 from labkit.parallel.fully_sharded import FullyShardedDataParallel
@@ -166,13 +166,8 @@ class _Run:
     def _capture(self) -> None:
         """Makes a CUDA graph of a whole step, collectives and optimizer included, that every later step replays."""
         self.optimizer.zero_grad()
-        gc.collect()
-        torch.cuda.empty_cache()
-        graph = torch.cuda.CUDAGraph()
         # NCCL's own threads may ask for events meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self.step()
-        self.graph = graph
+        self.graph = captured_once(self.step, error_mode="thread_local")
 
     def _components(self) -> dict[str, int]:
         local = [getattr(p, "_local_tensor", p) for p in self.model.parameters()]

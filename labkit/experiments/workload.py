@@ -18,10 +18,13 @@ from labkit.models.transformer import RotaryEmbedding, TransformerLM, language_m
 
 
 def step_parameters(
-    size: str, context: int, precision: str, *, compile: str = "none", attention: str = "eager"
+    size: str, context: int, precision: str, *, compile: str = "none", attention: str = "eager", impl: str = "eager"
 ) -> dict[str, str | int]:
-    """Returns the parameters of a step's case, the same in every notebook so that their records share a table."""
-    return {
+    """Returns the parameters of a step's case, the same in every notebook so that their records share a table.
+
+    Those of the eager model do not name it: they were recorded before there was another.
+    """
+    parameters = {
         "size": size,
         "context": context,
         "batch": BATCH_SIZE,
@@ -29,6 +32,7 @@ def step_parameters(
         "compile": compile,
         "attention": attention,
     }
+    return parameters if impl == "eager" else {**parameters, "impl": impl}
 
 
 def adamw(parameters, **options) -> torch.optim.Optimizer:
@@ -47,7 +51,11 @@ class Workload:
         config = model_config(parameters["size"])
         torch.manual_seed(0)
         self.model = TransformerLM(
-            config, max_context=parameters["context"], attention=parameters["attention"], device=device.kind
+            config,
+            max_context=parameters["context"],
+            attention=parameters["attention"],
+            impl=parameters.get("impl", "eager"),
+            device=device.kind,
         )
         shape = (parameters["batch"], parameters["context"])
         self.tokens, self.targets = (torch.randint(config.vocab_size, shape, device=device.kind) for _ in range(2))
@@ -73,7 +81,9 @@ class Workload:
 
     def forward(self) -> Tensor:
         with self.autocast():
-            return language_model_loss(self.model(self.tokens), self.targets)
+            if self.model.impl == "eager":  # compiled whole, the model ends with its logits
+                return language_model_loss(self.model(self.tokens), self.targets)
+            return self.model(self.tokens, self.targets)
 
     def forward_backward(self) -> None:
         self.forward().backward()
@@ -120,6 +130,7 @@ class Workload:
         num_compiled = sum(block._compiled_call_impl is not None for block in model.blocks)
         regional = {0: "none", len(model.blocks): "regional"}.get(num_compiled, f"{num_compiled} blocks")
         attention = sorted({block.attention.attention for block in model.blocks})
+        impls = sorted({block.impl for block in model.blocks} | {model.impl})
         return {
             "size": names[0] if names else str(dims),
             "context": context,
@@ -127,6 +138,7 @@ class Workload:
             "precision": self.live_precision(),
             "compile": "whole" if whole_compiled else regional,
             "attention": " and ".join(attention),
+            **({} if impls == ["eager"] else {"impl": " and ".join(impls)}),
         }
 
     def observed(self) -> dict:

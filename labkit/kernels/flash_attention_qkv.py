@@ -1,7 +1,7 @@
 """FlashAttention of packed sequences whose queries, keys and values are one projection, and so are their gradients.
 
 `flash_attention` reads such q, k and v where they are, but its gradients take a copy of 6·M·H·D elements to be joined.
-Here the kernels write them beside one another.
+Here the kernels write them beside one another. Sequences of one length are a batch, and run by the kernels for that.
 
 Shape suffixes: M tokens of all sequences, H heads, D head dimension.
 """
@@ -12,34 +12,63 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from labkit.kernels.flash_attention import flash_attention, flash_attention_backward, flash_attention_forward
+from labkit.kernels.flash_attention import (
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_forward,
+    resolve_impl,
+)
 from labkit.kernels.fused import runs_kernel
 
 
-def _options(qkv: Tensor, cu_seqlens: Tensor, longest: int | None) -> dict:
-    packing = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": longest, "max_seqlen_k": longest}
-    return {"scale": 1 / math.sqrt(qkv.shape[-1]), **packing}
+def _are_equal(qkv: Tensor, cu_seqlens: Tensor, longest: int | None) -> bool:
+    """Whether all sequences must be of one length, since the longest is as long as their mean."""
+    return longest is not None and longest * (cu_seqlens.shape[0] - 1) == qkv.shape[0]
+
+
+def _as_batch(x_MHD: Tensor, length: int) -> Tensor:
+    """Returns (sequences, H, length, D), a view."""
+    return x_MHD.unflatten(0, (-1, length)).transpose(1, 2)
+
+
+def _from_batch(x_BHSD: Tensor) -> Tensor:
+    return x_BHSD.transpose(1, 2).flatten(0, 1)
+
+
+def _packing(cu_seqlens: Tensor, longest: int | None) -> dict:
+    return {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": longest, "max_seqlen_k": longest}
 
 
 @custom_op("labkit::flash_attention_qkv", mutates_args=())
 def _forward(qkv: Tensor, cu_seqlens: Tensor, longest: int | None) -> tuple[Tensor, Tensor]:
-    return flash_attention_forward(*qkv.unbind(1), **_options(qkv, cu_seqlens, longest))
+    scale, tensors = 1 / math.sqrt(qkv.shape[-1]), qkv.unbind(1)
+    if not _are_equal(qkv, cu_seqlens, longest):
+        return flash_attention_forward(*tensors, scale=scale, **_packing(cu_seqlens, longest))
+    q, k, v = (_as_batch(x, longest) for x in tensors)
+    out, lse = flash_attention_forward(q, k, v, scale=scale, impl=resolve_impl(q))
+    return _from_batch(out), lse
 
 
 @_forward.register_fake
-def _(qkv, _cu_seqlens, _longest):
+def _(qkv, cu_seqlens, longest):
     num_tokens, _, num_heads, head_dim = qkv.shape
-    lse = qkv.new_empty(num_heads, num_tokens, dtype=torch.float32)
-    return qkv.new_empty(num_tokens, num_heads, head_dim), lse
+    is_batch = _are_equal(qkv, cu_seqlens, longest)
+    statistics = (cu_seqlens.shape[0] - 1, num_heads, longest) if is_batch else (num_heads, num_tokens)
+    return qkv.new_empty(num_tokens, num_heads, head_dim), qkv.new_empty(statistics, dtype=torch.float32)
 
 
 @custom_op("labkit::flash_attention_qkv_backward", mutates_args=())
 def _backward(
     grad_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor, longest: int | None
 ) -> Tensor:
-    grad_qkv = torch.empty_like(qkv)
-    options = _options(qkv, cu_seqlens, longest)
-    flash_attention_backward(grad_out, *qkv.unbind(1), out, lse, grads=grad_qkv.unbind(1), **options)
+    grad_qkv, scale = torch.empty_like(qkv), 1 / math.sqrt(qkv.shape[-1])
+    tensors, grads = (grad_out, *qkv.unbind(1), out), grad_qkv.unbind(1)
+    if _are_equal(qkv, cu_seqlens, longest):
+        grad_out, q, k, v, out, *grads = (_as_batch(x, longest) for x in (*tensors, *grads))
+        options = {"scale": scale, "impl": resolve_impl(q), "grads": tuple(grads)}
+        flash_attention_backward(grad_out, q, k, v, out, lse, **options)
+    else:
+        flash_attention_backward(*tensors, lse, grads=grads, scale=scale, **_packing(cu_seqlens, longest))
     return grad_qkv
 
 
@@ -77,5 +106,4 @@ def flash_attention_qkv(qkv: Tensor, cu_seqlens: Tensor, longest: int | None = N
         raise ValueError(f"qkv must be dense, of shape (tokens, 3, heads, d); got {got}")
     if runs_kernel(qkv):
         return _forward(qkv, cu_seqlens, longest)[0]
-    packing = {name: value for name, value in _options(qkv, cu_seqlens, longest).items() if name != "scale"}
-    return flash_attention(*qkv.unbind(1), **packing)
+    return flash_attention(*qkv.unbind(1), **_packing(cu_seqlens, longest))

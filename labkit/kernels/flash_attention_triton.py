@@ -748,10 +748,11 @@ def flash_attention_bwd_delta_kernel(
 
     It fills the padding too, with 0 and +∞: exp2(· − ∞) = 0 then keeps what lies beyond a sequence out of every sum.
     """
-    head = tl.program_id(0) // num_tiles % num_heads
-    batch = tl.program_id(0) // num_tiles // num_heads
+    # Heads one after another: where they lie inside the rows, neighbours read the same rows.
+    head = tl.program_id(0) % num_heads
+    batch = tl.program_id(0) // num_heads // num_tiles
     first_q, num_queries = _sequence(cu_q_ptr, batch, max_queries, IS_PACKED)
-    rows = tl.program_id(0) % num_tiles * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    rows = tl.program_id(0) // num_heads % num_tiles * BLOCK_Q + tl.arange(0, BLOCK_Q)
     mask = rows < num_queries
     cols = tl.arange(0, PADDED_D)
     inside = mask[:, None] & (cols < HEAD_DIM)[None, :]

@@ -7,7 +7,8 @@ tanh-GELU is written with the logistic function, 1 + tanh u = 2 σ(2u): one expo
 
 Two paths differ in x W₁ᵀ and ∂y W₂. "epilogue" is a persistent matmul in Triton: it applies bias and GELU to its fp32
 accumulator; in backward it multiplies the accumulator by gelu'(z), writes h again and sums ∂b₁. "separate" leaves both
-products to PyTorch: GELU is PyTorch's too, and one elementwise kernel does in backward what the epilogue does.
+products to PyTorch: GELU is PyTorch's too, and one elementwise kernel does in backward what the epilogue does. "mixed"
+is "epilogue" forward and "separate" backward.
 
 h is never kept, since backward has to read z anyway; z is kept, or one more matmul computes it again. Ideal cost:
 4·M·C·F FLOPs forward, 8·M·C·F backward. "separate" moves 2·M·F elements forward and 4·M·F backward between its
@@ -26,21 +27,22 @@ from torch import Tensor
 from torch.library import custom_op
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from labkit.kernels.column_sums import column_sums
 from labkit.kernels.fused import check, check_shape, operator, rows_of, runs_kernel, wide, wrap_triton
 from labkit.kernels.layer_norm import layer_norm
 
-PATHS = ("auto", "epilogue", "separate")
+PATHS = ("auto", "epilogue", "separate", "mixed")
 
 
 # Tiles of the forward and the backward matmul; GROUP of them, one below the other, go column by column, for L2.
 HOPPER = (
     {"ROWS": 128, "COLS": 128, "DEPTH": 64, "GROUP": 8, "num_warps": 4, "num_stages": 3},
-    {"ROWS": 128, "COLS": 128, "DEPTH": 64, "GROUP": 8, "num_warps": 4, "num_stages": 2},
+    {"ROWS": 128, "COLS": 128, "DEPTH": 32, "GROUP": 8, "num_warps": 4, "num_stages": 4},
 )
 GENERIC = 2 * ({"ROWS": 128, "COLS": 128, "DEPTH": 32, "GROUP": 8, "num_warps": 8, "num_stages": 3},)
 INTERPRETER = 2 * ({"ROWS": 16, "COLS": 32, "DEPTH": 16, "GROUP": 2},)
 PROGRAMS = 2  # of a multiprocessor: where shared memory has room for both, one multiplies in the other's epilogue
-BLOCK_M, STEP_M, BLOCK_F = 128, 16, 128  # of a program of the elementwise kernel: rows, rows at a time, columns
+BLOCK_M, STEP_M, BLOCK_F = 128, 8, 256  # of a program of the elementwise kernel: rows, rows at a time, columns
 
 
 @triton.jit
@@ -112,7 +114,7 @@ def gelu_bwd_kernel(
     """∂z and h (M, F), and ∂b₁ (T, F) summed over each program's rows, from ∂h and z (M, F), all dense."""
     tile = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
-    sums = tl.zeros((BLOCK_F,), dtype=tl.float32)
+    sums = tl.zeros((STEP_M, BLOCK_F), dtype=tl.float32)  # added across threads once, at the end
     for step in range(0, BLOCK_M, STEP_M):
         rows = tile * BLOCK_M + step + tl.arange(0, STEP_M)
         inside = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
@@ -121,8 +123,8 @@ def gelu_bwd_kernel(
         grad_z = tl.load(grad_h_ptr + place, mask=inside, other=0.0).to(tl.float32) * slope
         tl.store(h_ptr + place, h.to(h_ptr.dtype.element_ty), mask=inside)
         tl.store(grad_z_ptr + place, grad_z.to(grad_z_ptr.dtype.element_ty), mask=inside)
-        sums += tl.sum(grad_z, axis=0)
-    tl.store(sums_ptr + tile * num_cols + cols, sums, mask=cols < num_cols)
+        sums += grad_z
+    tl.store(sums_ptr + tile * num_cols + cols, tl.sum(sums, axis=0), mask=cols < num_cols)
 
 
 # ---- operators --------------------------------------------------------------------------------------------------
@@ -200,7 +202,7 @@ class GeluMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, path, keep, total, norm_weight, norm_bias, eps):
-        if path == "epilogue":
+        if path != "separate":
             h_MF, z_MF = _linear_gelu(x, fc1_weight, fc1_bias, keep)
         else:
             z_MF = F.linear(x, fc1_weight, fc1_bias)
@@ -221,13 +223,13 @@ class GeluMLP(torch.autograd.Function):
         else:
             grad_z_MF, h_MF, grad_bias_F = _gelu_backward(grad_y_MC @ fc2_weight, z_MF)
         grads_fc1 = grad_z_MF.T @ x_MC, grad_bias_F.to(fc1_bias.dtype)
-        return grad_z_MF @ fc1_weight, *grads_fc1, grad_y_MC.T @ h_MF, grad_y_MC.sum(0), *[None] * 6
+        return grad_z_MF @ fc1_weight, *grads_fc1, grad_y_MC.T @ h_MF, column_sums(grad_y_MC), *[None] * 6
 
 
 def resolve_path(x: Tensor, fc1_weight: Tensor, path: str = "auto") -> str:
-    """Returns the path that `gelu_mlp` takes, "epilogue" or "separate": what a record should name.
+    """Returns the path that `gelu_mlp` takes, one of PATHS but "auto": what a record should name.
 
-    Raises ValueError for a path that is none of PATHS, and for "epilogue" where its kernels cannot run.
+    Raises ValueError for a path that is none of PATHS, and for "epilogue" and "mixed" where their kernels cannot run.
     """
     if path not in PATHS:
         raise ValueError(f"path must be one of {', '.join(PATHS)}; got {path!r}")
@@ -236,10 +238,10 @@ def resolve_path(x: Tensor, fc1_weight: Tensor, path: str = "auto") -> str:
         objection = f"takes tensors on a CUDA device; got {x.device}"
     elif any(size * x.element_size() % 16 for size in fc1_weight.shape):  # of rows that descriptors describe
         objection = f"takes widths of a multiple of 16 bytes; got {tuple(fc1_weight.shape)} of {x.dtype}"
-    if path == "epilogue" and objection:
-        raise ValueError(f"path='epilogue' {objection}")
+    if path in ("epilogue", "mixed") and objection:
+        raise ValueError(f"path={path!r} {objection}")
     is_fast = _is_hopper(x.device) and x.element_size() == 2 and objection is None
-    return path if path != "auto" else "epilogue" if is_fast else "separate"
+    return path if path != "auto" else "mixed" if is_fast else "separate"
 
 
 def gelu_mlp(
@@ -259,7 +261,7 @@ def gelu_mlp(
         x: (..., C), fp32, bf16 or fp16, on a CPU also fp64.
         fc1_weight, fc1_bias: (F, C) and (F,), dtype and device of x.
         fc2_weight, fc2_bias: (C, F) and (C,), the same.
-        path: one of PATHS; "auto" is "epilogue" for 16-bit tensors on a Hopper GPU, else "separate".
+        path: one of PATHS; "auto" is "mixed" for 16-bit tensors on a Hopper GPU, else "separate".
         keep: whether z, (..., F), is kept for backward, or computed there again.
         norm: (s, weight, bias, ε) where x is LayerNorm of a sum s that is kept anyway: then x is not, but computed
             again. No gradient goes to s but through x.

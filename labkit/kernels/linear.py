@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from labkit.kernels.column_sums import column_sums
 from labkit.kernels.fused import check, check_shape, operator, runs_kernel, wrap_triton
 from labkit.kernels.layer_norm import layer_norm
 
@@ -59,7 +60,7 @@ class DropoutLinear(torch.autograd.Function):
     def backward(ctx, grad_y: Tensor):
         x, weight, seed = ctx.saved_tensors
         grad_weight = grad_y.T @ seeded_dropout(x, ctx.p, seed)
-        return seeded_dropout(grad_y @ weight, ctx.p, seed), grad_weight, grad_y.sum(0), None, None
+        return seeded_dropout(grad_y @ weight, ctx.p, seed), grad_weight, column_sums(grad_y), None, None
 
 
 class NormLinear(torch.autograd.Function):
@@ -75,7 +76,7 @@ class NormLinear(torch.autograd.Function):
     def backward(ctx, grad_y: Tensor):
         weight, *norm = ctx.saved_tensors
         grad_weight = grad_y.T @ layer_norm(*norm, ctx.eps)
-        return grad_y @ weight, grad_weight, grad_y.sum(0), None, None, None, None
+        return grad_y @ weight, grad_weight, column_sums(grad_y), None, None, None, None
 
 
 def dropout_linear(x: Tensor, weight: Tensor, bias: Tensor, p: float, seed: Tensor) -> Tensor:

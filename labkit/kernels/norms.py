@@ -7,36 +7,22 @@ one more kernel adds the parts: no atomics, so bit-equal repeats.
 Shape suffixes: N rows, C columns, P programs.
 """
 
-import functools
 from collections.abc import Sequence
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from labkit.kernels.fused import IS_INTERPRETED, autocast_dtype, check, check_shape, rows_of, runs_kernel, wrap_triton
+from labkit.kernels.column_sums import add_columns
+from labkit.kernels.fused import IS_INTERPRETED, autocast_dtype, check, check_shape, rows_of, runs_kernel
+from labkit.kernels.splits import num_multiprocessors
 
 # 32 elements of a row a thread, of 1,024 threads.
 MAX_COLUMNS = 32768
-# Of programs that stay: threads of a multiprocessor, so that each may have 128 registers, and bytes on their way to its
-# shared memory: more than an H200 needs to hide its memory's latency, less than any device since Ampere has.
-STAYING_THREADS, BYTES_AHEAD, MAX_STAGES = 512, 98304, 4
+# Of programs that stay: warps of a multiprocessor where a row is long, and the most bytes that one has on their way to
+# shared memory, which every device since Ampere has.
+STAYING_WARPS, BYTES_AHEAD, MAX_STAGES = 8, 98304, 3
 INTERPRETED_PROGRAMS = 3
-SUM_ROWS, SUM_COLUMNS = 64, 32
-
-
-@triton.jit
-def column_sums_kernel(x_ptr, sums_ptr, num_rows, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """One program adds COLUMNS columns of all rows, in fp32."""
-    cols = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for start in range(0, num_rows, ROWS):
-        rows = start + tl.arange(0, ROWS)[:, None]
-        inside = (rows < num_rows) & (cols < num_columns)
-        sums += tl.load(x_ptr + rows * num_columns + cols, mask=inside, other=0.0)
-    sums = tl.sum(sums, axis=0, keep_dims=True)
-    tl.store(sums_ptr + cols, sums.to(sums_ptr.dtype.element_ty), mask=cols < num_columns)
 
 
 def row_tile(num_columns: int) -> dict[str, int]:
@@ -48,19 +34,19 @@ def row_tile(num_columns: int) -> dict[str, int]:
 def walk_tile(num_columns: int, bytes_a_column: int) -> tuple[dict[str, int], int]:
     """Returns the constants of a launch whose programs stay, and these for each multiprocessor.
 
+    A thread has 32 elements of a step, of several rows where they are short: threads wait for one another at each sum
+    along a row, and rows that are summed together wait once.
+
     Args:
         bytes_a_column: bytes that are read of a row for each of its columns.
     """
     block = triton.next_power_of_2(num_columns)
-    num_warps = min(max(block // 256, 4), 16 if block <= 8192 else 32)
-    programs = max(1, STAYING_THREADS // (32 * num_warps))
-    stages = min(1 + BYTES_AHEAD // (block * bytes_a_column * programs), MAX_STAGES)
-    return {"C": num_columns, "BLOCK": block, "STAGES": stages, "num_warps": num_warps}, programs
-
-
-@functools.cache
-def _num_multiprocessors(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
+    num_warps = min(max(block // 1024, 4), 32)
+    programs = 4 if block <= 2048 else max(1, STAYING_WARPS // num_warps)
+    rows = max(1, 4096 // block)
+    stages = min(1 + BYTES_AHEAD // (rows * block * bytes_a_column), MAX_STAGES)
+    tile = {"C": num_columns, "BLOCK": block, "ROWS": rows, "STAGES": stages, "num_warps": num_warps}
+    return tile, programs
 
 
 def norm_forward(
@@ -103,7 +89,7 @@ def norm_backward(
     read = [None if x is None else rows_of(x) for x in (total, grad_y, grad_total)]
     # Columns are a constant of the kernels, no symbol of the compiler's.
     tile, programs = walk_tile(int(weight.shape[0]), sum(x.element_size() for x in read if x is not None))
-    programs = INTERPRETED_PROGRAMS if IS_INTERPRETED else programs * _num_multiprocessors(total.device.index)
+    programs = INTERPRETED_PROGRAMS if IS_INTERPRETED else programs * num_multiprocessors(total.device.index)
     shape = programs, num_parameters * weight.shape[0]
     parts_PC = torch.empty(shape, dtype=torch.float32, device=weight.device)
     strides = [0 if x is None else x.stride(0) for x in read]
@@ -112,10 +98,7 @@ def norm_backward(
         total_NC, weight.contiguous(), *statistics, *gradients, grad, grad_x, parts_PC, *strides, total_NC.shape[0],
         **tile,
     )  # fmt: skip
-    sums = torch.empty((num_parameters, weight.shape[0]), dtype=weight.dtype, device=weight.device)
-    wrap_triton(column_sums_kernel)[(triton.cdiv(sums.numel(), SUM_COLUMNS),)](
-        parts_PC, sums, programs, sums.numel(), ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS
-    )
+    sums = add_columns(parts_PC, weight.dtype).view(num_parameters, -1)
     return [grad, sums] if grad_x is None else [grad, sums, grad_x]
 
 

@@ -44,31 +44,34 @@ def rms_norm_fwd_kernel(
 def rms_norm_bwd_kernel(
     sum_ptr, weight_ptr, scale_ptr, grad_y_ptr, grad_sum_ptr, grad_ptr, grad_x_ptr, parts_ptr,
     stride_s, stride_gy, stride_gs, num_rows,
-    C: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Each program walks along rows and adds its part of ∂w."""
-    cols = tl.arange(0, BLOCK)
-    inside = cols < C
-    weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    """Each program walks along the rows, ROWS at a time, and adds its part of ∂w."""
+    cols = tl.arange(0, BLOCK)[None, :]
+    weight = tl.load(weight_ptr + cols, mask=cols < C, other=0.0).to(tl.float32)
     grad_weight = tl.zeros((BLOCK,), dtype=tl.float32)
-    first, step = tl.program_id(0), tl.num_programs(0)
+    step = tl.num_programs(0) * ROWS
     # One number of a row ahead, like its elements.
-    next_scale = tl.load(scale_ptr + first, mask=first < num_rows, other=0.0)
-    for number in tl.range(first, num_rows, step, num_stages=STAGES):
-        row = tl.cast(number, tl.int64)
-        x = tl.load(sum_ptr + row * stride_s + cols, mask=inside, other=0.0).to(tl.float32)
-        grad_y = tl.load(grad_y_ptr + row * stride_gy + cols, mask=inside, other=0.0).to(tl.float32)
+    first_rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    next_scale = tl.load(scale_ptr + first_rows, mask=first_rows < num_rows, other=0.0)
+    for first in tl.range(tl.program_id(0) * ROWS, num_rows, step, num_stages=STAGES):
+        rows = tl.cast(first, tl.int64) + tl.arange(0, ROWS)[:, None]
+        inside = (rows < num_rows) & (cols < C)
+        x = tl.load(sum_ptr + rows * stride_s + cols, mask=inside, other=0.0).to(tl.float32)
+        grad_y = tl.load(grad_y_ptr + rows * stride_gy + cols, mask=inside, other=0.0).to(tl.float32)
         scale = next_scale
-        next_scale = tl.load(scale_ptr + row + step, mask=row + step < num_rows, other=0.0)
+        next_scale = tl.load(scale_ptr + rows + step, mask=rows + step < num_rows, other=0.0)
         normed = x * scale
-        grad_weight += grad_y * normed
-        grad = scale * (grad_y * weight - normed * (tl.sum(grad_y * weight * normed) / C))
+        grad_weight += tl.sum(grad_y * normed, axis=0)
+        slope = tl.sum(grad_y * weight * normed, axis=1, keep_dims=True)
+        grad = scale * (grad_y * weight - normed * (slope / C))
         if grad_sum_ptr is not None:
-            grad += tl.load(grad_sum_ptr + row * stride_gs + cols, mask=inside, other=0.0).to(tl.float32)
-        tl.store(grad_ptr + row * C + cols, grad.to(grad_ptr.dtype.element_ty), mask=inside)
+            grad += tl.load(grad_sum_ptr + rows * stride_gs + cols, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_ptr + rows * C + cols, grad.to(grad_ptr.dtype.element_ty), mask=inside)
         if grad_x_ptr is not None:
-            tl.store(grad_x_ptr + row * C + cols, grad.to(grad_x_ptr.dtype.element_ty), mask=inside)
-    tl.store(parts_ptr + first * C + cols, grad_weight, mask=inside)
+            tl.store(grad_x_ptr + rows * C + cols, grad.to(grad_x_ptr.dtype.element_ty), mask=inside)
+    cols = tl.arange(0, BLOCK)
+    tl.store(parts_ptr + tl.program_id(0) * C + cols, grad_weight, mask=cols < C)
 
 
 @operator("rms_norm")

@@ -300,6 +300,30 @@ def on_capture_stream() -> Iterator[None]:
     torch.cuda.current_stream().wait_stream(stream)
 
 
+def captured_once(function: Callable[[], Any], *, error_mode: str = "global") -> torch.cuda.CUDAGraph:
+    """Returns a CUDA graph of one call, whose tensors keep their places until the graph is gone.
+
+    Args:
+        function: has run before, so that nothing is compiled, loaded or tuned while it is captured.
+        error_mode: `capture_error_mode` of `torch.cuda.graph`.
+
+    Raises:
+        torch.OutOfMemoryError: it does not fit. CUDA's own error would be that of the capture that this broke off.
+    """
+    gc.collect()  # the graph takes none of the memory that garbage holds
+    graph, lost = torch.cuda.CUDAGraph(), None
+    try:
+        with torch.cuda.graph(graph, capture_error_mode=error_mode):
+            try:
+                function()
+            except torch.OutOfMemoryError as error:
+                lost = error
+                raise
+    except Exception as error:
+        raise (lost or error) from error.__cause__
+    return graph
+
+
 def captured(function: Callable, inputs: Sequence[tuple] = ((),)) -> tuple[Callable[[], None], int]:
     """Returns the replay of a CUDA graph of calls with these inputs in turn, GRAPH_REPLAY_MS long, and their number."""
 

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from labkit import accounting, published
 from labkit.configs import COMPILE_MODES, LAUNCH_BOUND, PRECISIONS, SIZES, WARMUP_COUNTS, WARMUP_MEASURED_STEPS
-from labkit.report import figures, forms, verdicts
+from labkit.report import figures, forms, launches, verdicts
 from labkit.report.findings import count, listing, number, percent, span, times
 from labkit.report.forms import case_name, name, shown
 from labkit.report.tables import PHASE_NAMES, cell, in_order, ok_rows, pivot, select
@@ -401,7 +401,10 @@ def symptoms(chapter) -> list[dict[str, str]]:
     if len(bound := select(over_eager, launch_bound=True)):
         symptom = "the device idles between kernels; the time does not follow the context"
         cause, remedy = "the host, which launches kernels too slowly", "compile; a larger batch; a CUDA graph"
-        found.append((symptom, cause, remedy, f"compiled: {span(bound['ratio'])} (call time)"))
+        rows = chapter.records("execution")
+        graphs = select(launches.shares(rows), launch_bound=True) if len(rows) else rows
+        by_graph = f"; one graph: {span(graphs['ratio'])}" if len(graphs) else ""
+        found.append((symptom, cause, remedy, f"compiled: {span(bound['ratio'])}{by_graph} (call time)"))
     if len(busy := select(over_fp32, launch_bound=False)):
         symptom, cause = (
             "matrix products take most of the kernel time",

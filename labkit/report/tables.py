@@ -21,6 +21,7 @@ PHASE_NAMES = {
     "forward_backward": "forward + backward",
     "optimizer_step": "optimizer step",
     "train_step": "training step",
+    "graph_step": "training step, one graph",
     "compile": "first call",
 }
 
@@ -28,7 +29,7 @@ ORDER = {
     "size": list(SIZES),
     "precision": list(PRECISIONS),
     "compile": list(COMPILE_MODES),
-    "phase": ["compile", *PHASES],
+    "phase": ["compile", *PHASES, "graph_step"],
     "impl": ["eager", "compiled", "compiled_heads", "sdpa_math", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient"],
 }
 """Order of the values of each column that is not numeric."""

@@ -1,0 +1,246 @@
+"""Each fused kernel beside what users would take instead: eager PyTorch, torch.compile, Liger.
+
+An operation is given by its tensors and its formula; the implementations are held to the formula in fp64, see
+`contest`. Ideal bytes are those that must be read and written once; the ceiling is the session's copy, or its matrix
+product where products bound the operation.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from labkit import hardware, numerics
+from labkit.configs import Grid
+from labkit.experiments.contest import Contest
+from labkit.experiments.oracle import draw
+from labkit.experiments.sections import fractions
+from labkit.experiments.sweep import Case
+from labkit.kernels.cross_entropy import cross_entropy, linear_cross_entropy
+from labkit.kernels.gelu_mlp import gelu_mlp
+from labkit.kernels.layer_norm import layer_norm
+from labkit.kernels.rms_norm import rms_norm
+from labkit.kernels.swiglu import swiglu
+from labkit.numerics import Verdict, judge
+
+PASSES = ("forward", "forward_backward")
+IN_PLACE = "ours_in_place"
+"""Ours on a copy of the logits, as Liger's is run: both overwrite them by their gradient."""
+
+EPS, VOCABULARY = 1e-6, 10_000
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What is computed, of tensors whose shapes follow from (rows, columns).
+
+    Attributes:
+        shapes: of the tensors to differentiate by; has_targets: class numbers come after them.
+        liger: the name of Liger's function, None where it has none.
+        elements: read and written of each of the first tensor's, forward and backward; flops: (rows, columns) → FLOPs
+            of a forward pass, where products bound the operation.
+        passes: without "forward" where a forward pass computes the gradients too.
+    """
+
+    ours: Callable
+    formula: Callable
+    liger: str | None
+    shapes: Callable[[int, int], Sequence[tuple[int, ...]]]
+    elements: tuple[int, int] = (0, 0)
+    flops: Callable[[int, int], int] | None = None
+    has_targets: bool = False
+    passes: tuple[str, ...] = PASSES
+
+
+def _rms_norm(x, weight, residual):
+    total = x + residual
+    wide = total if total.dtype == torch.float64 else total.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * weight).to(total.dtype), total
+
+
+def _layer_norm(x, weight, bias, residual):
+    total = x + residual
+    return F.layer_norm(total, weight.shape, weight, bias, EPS), total
+
+
+def _cross_entropy(logits, targets):
+    return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), targets)
+
+
+def _mlp(x, w1, b1, w2, b2):
+    return F.linear(F.gelu(F.linear(x, w1, b1), approximate="tanh"), w2, b2)
+
+
+def _norm_shapes(num_vectors: int) -> Callable:
+    return lambda rows, columns: [(rows, columns), *num_vectors * [(columns,)], (rows, columns)]
+
+
+HIDDEN = 4304 / 1152
+"""Of the MLP, over its width: that of SigLIP 2."""
+
+
+def _mlp_shapes(rows: int, columns: int) -> list[tuple[int, ...]]:
+    hidden = round(HIDDEN * columns) // 8 * 8
+    return [(rows, columns), (hidden, columns), (hidden,), (columns, hidden), (columns,)]
+
+
+OPERATIONS = {
+    "rms_norm": Operation(
+        lambda x, w, r: rms_norm(x, w, EPS, r), _rms_norm, "rms_norm", _norm_shapes(1), elements=(4, 4)
+    ),
+    "layer_norm": Operation(
+        lambda x, w, b, r: layer_norm(x, w, b, EPS, r), _layer_norm, None, _norm_shapes(2), elements=(4, 4)
+    ),
+    "swiglu": Operation(
+        swiglu, lambda gate, up: F.silu(gate) * up, "swiglu", lambda n, c: [(n, c), (n, c)], elements=(3, 5)
+    ),
+    "cross_entropy": Operation(
+        cross_entropy, _cross_entropy, "cross_entropy", lambda n, c: [(n, c)], elements=(1, 2), has_targets=True
+    ),
+    "linear_cross_entropy": Operation(
+        linear_cross_entropy, lambda h, w, t: _cross_entropy(h @ w.T, t), "fused_linear_cross_entropy",
+        lambda n, c: [(n, c), (VOCABULARY, c)], flops=lambda n, c: 2 * n * c * VOCABULARY, has_targets=True,
+        passes=PASSES[1:],
+    ),
+    "gelu_mlp": Operation(
+        gelu_mlp, _mlp, None, _mlp_shapes, flops=lambda n, c: 4 * n * c * _mlp_shapes(n, c)[2][0]
+    ),
+}  # fmt: skip
+
+
+def kernel_cases(grid: Grid, precision: str) -> list[Case]:
+    """Returns a case for each operation and its rows and columns in the grid."""
+    result = []
+    for name, rows, columns in grid.kernels:
+        impls = [*grid.kernel_impls, *([IN_PLACE] if name == "cross_entropy" else [])]
+        phases = tuple(f"{impl} {which}" for which in OPERATIONS[name].passes for impl in impls)
+        parameters = {"operation": name, "rows": rows, "columns": columns, "precision": precision}
+        result.append(Case("kernels", parameters, phases, grid.case_timeout_s, grid.time_limit_s))
+    return result
+
+
+class FusedContest(Contest):
+    """One operation on tensors of one shape; ratios are to ours."""
+
+    baseline = "ours"
+
+    def __init__(self, device: hardware.Device, case: Case, ceilings: dict[str, float]):
+        super().__init__(device, case, ceilings)
+        rows, columns, precision = (self.parameters[name] for name in ("rows", "columns", "precision"))
+        self.operation, self.shape = OPERATIONS[self.parameters["operation"]], (rows, columns)
+        shapes = self.operation.shapes(rows, columns)
+        self.gradient_names = tuple(f"d{number}" for number in range(len(shapes)))
+        drawn = draw(device.kind, precision, *shapes)
+        # A weight matrix as it is initialised, so that a product is of the size of its input.
+        scaled = [x * x.shape[-1] ** -0.5 if number and x.dim() == 2 and x.shape != shapes[0] else x
+                  for number, x in enumerate(drawn)]  # fmt: skip
+        self.inputs = tuple(x.requires_grad_() for x in scaled)
+        classes = columns if self.parameters["operation"] == "cross_entropy" else VOCABULARY
+        generator = torch.Generator().manual_seed(1)
+        targets = torch.randint(classes, (rows,), generator=generator).to(device.kind)
+        self.others = (targets,) if self.operation.has_targets else ()
+        with torch.no_grad():
+            out = self.operation.formula(*self.inputs, *self.others)
+        outs = out if isinstance(out, tuple) else (out,)
+        torch.manual_seed(2)
+        self.grad_out = tuple(torch.randn_like(x) if x.dim() else torch.ones_like(x) for x in outs)
+
+    def unavailable(self, impl: str) -> str | None:
+        if impl == "compiled" and self.device.kind != "cuda":
+            return "is compiled on a GPU only"
+        if impl == "liger":
+            if self.operation.liger is None:
+                return "Liger has no such operation"
+            if self.device.kind != "cuda" or importlib.util.find_spec("liger_kernel") is None:
+                return "Liger is not installed, or there is no GPU"
+        return None
+
+    @functools.cached_property
+    def _functions(self) -> dict[str, Callable]:
+        return {
+            "ours": self.operation.ours,
+            IN_PLACE: lambda logits, targets: cross_entropy(logits.clone(), targets, inplace=True),
+            "eager": self.operation.formula,
+            "compiled": torch.compile(
+                self.operation.formula, mode="max-autotune-no-cudagraphs", fullgraph=True, dynamic=False
+            ),
+        }
+
+    def forward(self, impl: str) -> Tensor | tuple[Tensor, ...]:
+        function = _liger(self.operation.liger) if impl == "liger" else self._functions[impl]
+        return function(*self.inputs, *self.others)
+
+    def both(self, impl: str) -> tuple[Tensor, ...]:
+        # A loss may come as fp32 or as its logits do.
+        out = self.forward(impl)
+        outs = out if isinstance(out, tuple) else (out,)
+        grads = [grad.to(x.dtype) for grad, x in zip(self.grad_out, outs, strict=True)]
+        return torch.autograd.grad(outs, self.inputs, grads)
+
+    @functools.cached_property
+    def _expected(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Results of the formula in fp64 and in the inputs' dtype."""
+        found = []
+        for dtype in (torch.float64, self.inputs[0].dtype):
+            leaves = [x.detach().to(dtype).requires_grad_() for x in self.inputs]
+            out = self.operation.formula(*leaves, *self.others)
+            outs = out if isinstance(out, tuple) else (out,)
+            grads = torch.autograd.grad(outs, leaves, [g.to(x.dtype) for g, x in zip(self.grad_out, outs, strict=True)])
+            values = dict(zip(self.gradient_names, grads, strict=True))
+            values |= {f"out{number}": x.detach() for number, x in enumerate(outs)}
+            found.append({name: value.double() for name, value in values.items()})
+        return tuple(found)
+
+    def verdict(self, name: str, value: Tensor | tuple[Tensor, ...]) -> Verdict:
+        if name == "out":
+            values = value if isinstance(value, tuple) else (value,)
+            named = {f"out{number}": x for number, x in enumerate(values)}
+        else:
+            named = {name: value}
+        # What is computed from numbers of 16 bits is as exact as those, whatever its own dtype.
+        verdicts = [
+            judge("out" if name == "out" else name, *(_rows(x) for x in (value, *(e[key] for e in self._expected))),
+                  dtype=self.inputs[0].dtype, num_terms=max(self.shape))
+            for key, value in named.items()
+        ]  # fmt: skip
+        return max(verdicts, key=lambda verdict: verdict.budget_fraction)
+
+    def described(self) -> dict:
+        rows, columns = self.inputs[0].shape
+        precision = numerics.live_precision(self.inputs[0].dtype)
+        return {"operation": self.parameters["operation"], "rows": rows, "columns": columns, "precision": precision}
+
+    def rates(self, impl: str, name: str, median_ms: float) -> dict:
+        seconds, (forward, backward) = median_ms * 1e-3, self.operation.elements
+        if self.operation.flops:
+            flops = self.operation.flops(*self.shape) * (1 if name == "forward" else 3)
+            rate, precision = flops / seconds / 1e12, self.parameters["precision"]
+            peak = self.device.peaks.tflops(precision) if self.device.peaks else None
+            ceiling = self.ceilings.get(f"gemm {precision}")
+            return {"flops": flops, "achieved_tflops": rate, **fractions(rate, ceiling, peak)}
+        elements = forward if name == "forward" else forward + backward
+        num_bytes = elements * self.inputs[0].nbytes
+        rate, peak = num_bytes / seconds / 1e9, self.device.peaks.memory_gb_per_s if self.device.peaks else None
+        return {"num_bytes": num_bytes, "achieved_gb_per_s": rate, **fractions(rate, self.ceilings.get("copy"), peak)}
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Returns x with two dimensions, a vector as one row, in fp64."""
+    return x.detach().double().reshape((1,) * (2 - x.dim()) + tuple(x.shape))
+
+
+@functools.cache
+def _liger(name: str) -> Callable:
+    from liger_kernel.transformers import functional as liger
+
+    if name == "rms_norm":
+        return lambda x, w, r: liger.liger_fused_add_rms_norm(x, r, w, EPS, in_place=False)
+    if name == "fused_linear_cross_entropy":
+        return liger.liger_fused_linear_cross_entropy
+    if name == "cross_entropy":  # it overwrites its logits
+        return lambda logits, targets: liger.liger_cross_entropy(logits.clone(), targets)
+    return liger.liger_swiglu

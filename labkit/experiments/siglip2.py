@@ -1,0 +1,350 @@
+"""Notebook 08: SigLIP 2's vision encoder on packed images, as first written, step by step faster, beside its peers.
+
+Sections: "ceilings", "floor" (the matrix products alone), "steps" (forward pass, and forward and backward pass, of a
+batch under every way to run the encoder), "profile" (their kernels), "accuracy" (a shallow encoder against fp64),
+"kernels" (each fused kernel beside what users would take instead, see `fused_contest`).
+
+A step is timed by replaying it from a CUDA graph, call by call, and back to back. Workload "A" is images of one size;
+"B" as many patches in images of many sizes.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from labkit import hardware
+from labkit.configs import SIGLIP2, SIGLIP2_SIZES, Siglip2Config
+from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
+from labkit.experiments.contest import contest_section
+from labkit.experiments.fused_contest import FusedContest, kernel_cases
+from labkit.experiments.sections import (
+    empty_cache,
+    fractions,
+    run_section,
+    section,
+    sustained_metrics,
+    timed,
+    timed_with_peak,
+)
+from labkit.experiments.sweep import Case, Measured, Skip
+from labkit.measure.profiling import RangeMarker, capture_with_kineto, launches
+from labkit.measure.timing import time_callable
+from labkit.models.siglip2 import IMPLS, Siglip2Encoder
+from labkit.numerics import relative_error
+
+__all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_rates", "run_case"]
+
+MEASUREMENT_VERSION = 1
+
+PASSES = ("forward", "forward_backward")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+COMPILED = " + compile"
+RECOMPUTED = "fused, recomputed"
+PEERS = ("transformers sdpa", "transformers eager")
+"""transformers' `Siglip2VisionModel` on images that are padded to the longest, by implementation of attention."""
+
+
+def cases(profile: str, device_kind: str) -> list[Case]:
+    """Returns the cases of `profile`."""
+    grid = SIGLIP2[profile]
+    limit, dtype = grid.case_timeout_s, "bf16" if device_kind == "cuda" else "fp32"
+    result = ceiling_cases((dtype,), limit)
+    for workload, ways in grid.ways.items():
+        batch = {"size": grid.size, "workload": workload, "images": grid.images, "precision": dtype}
+        timed = {"timeout_s": limit, "time_limit_s": grid.time_limit_s, "sustained": PASSES}
+        result.append(Case("floor", batch, PASSES, **timed))
+        ways = [way for way in ways if device_kind == "cuda" or COMPILED not in way]
+        # Each in a process of its own: what is compiled for one is not there for the next, nor is its memory.
+        result += [Case("steps", batch | {"way": way}, PASSES, fresh_process=True, **timed) for way in ways]
+    batch = {"size": grid.size, "workload": "A", "images": grid.images, "precision": dtype}
+    result += [Case("profile", batch | {"way": way}, PASSES[1:], limit) for way in ("eager", "fused")]
+    dtypes = grid.accuracy if device_kind == "cuda" else ("fp32",)
+    result += [Case("accuracy", {"size": grid.size, "precision": each}, IMPLS, limit) for each in dtypes]
+    return result + kernel_cases(grid, dtype)
+
+
+# ---- batches ----------------------------------------------------------------------------------------------------
+
+
+def draw_grids(workload: str, num_images: int, side: int) -> Tensor:
+    """Returns heights and widths in patches (I, 2) int64.
+
+    "A": images of side × side patches. "B": as many patches in all, an image's between 1/16 and 4 times as many, most
+    of them small (its logarithm is uniform) and of any shape; the last images fill up what is missing.
+
+    Raises ValueError for another workload.
+    """
+    if workload == "A":
+        return torch.full((num_images, 2), side)
+    if workload != "B":
+        raise ValueError(f"unknown workload {workload!r}; accepted: A, B")
+    generator, left, grids = torch.Generator().manual_seed(0), num_images * side**2, []
+    while left:
+        size, shape = torch.rand(2, generator=generator).tolist()
+        patches = min(left, side**2 * 4.0 ** (3 * size - 2))
+        height = max(1, round((patches * 2.0 ** (2 * shape - 1)) ** 0.5))
+        height = min(height, left)
+        width = max(1, min(round(patches / height), left // height))
+        grids.append((height, width))
+        left -= height * width
+    return torch.tensor(grids)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The patches of a batch of images (M, patch_dim), the images' grids, and the gradient of the output (M, C)."""
+
+    config: Siglip2Config
+    patches: Tensor
+    grids: Tensor
+    grad: Tensor
+
+    @classmethod
+    def of(cls, device: hardware.Device, parameters: dict, config: Siglip2Config | None = None) -> "Batch":
+        config = config or SIGLIP2_SIZES[parameters["size"]]
+        grids = draw_grids(parameters["workload"], parameters["images"], config.position_side)
+        num_patches, dtype = int(grids.prod(1).sum()), DTYPES[parameters["precision"]]
+        generator = torch.Generator(device.kind).manual_seed(0)
+        patches, grad = (
+            torch.randn(num_patches, width, generator=generator, device=device.kind).to(dtype)
+            for width in (config.patch_dim, config.d_model)
+        )
+        return cls(config, patches, grids, grad)
+
+    @property
+    def flops(self) -> int:
+        """Of a forward pass: two for each weight of a matrix and patch, and those of attention within images."""
+        c = self.config
+        of_patch = 2 * c.patch_dim * c.d_model + c.num_layers * (8 * c.d_model**2 + 4 * c.d_model * c.d_ff)
+        pairs = int(self.grids.prod(1).square().sum())
+        return len(self.patches) * of_patch + c.num_layers * 4 * pairs * c.d_model
+
+
+# ---- ways to run it ---------------------------------------------------------------------------------------------
+
+
+def _encoder(batch: Batch, way: str) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """Returns an encoder in training mode, and its forward pass of the batch."""
+    impl, _, compiled = way.partition(COMPILED[:2])
+    recomputed = batch.config.num_layers if impl.strip() == RECOMPUTED else 0
+    impl = "fused" if recomputed else impl.strip()
+    options = {"device": batch.patches.device, "dtype": batch.patches.dtype}
+    model = Siglip2Encoder(batch.config, impl, recomputed=recomputed, **options).train()
+    # What takes a packing gets it as it would from a loader of data; the others read the grids themselves.
+    grids = model.pack(batch.grids) if IMPLS.index(impl) >= IMPLS.index("positions") else batch.grids
+    if compiled:
+        for layer in model.layers:
+            layer.compile(fullgraph=impl != "eager", dynamic=False)
+    return model, functools.partial(model, batch.patches, grids)
+
+
+def _transformers(batch: Batch, way: str) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """Returns transformers' model, of random weights, and its forward pass of the batch, padded."""
+    if importlib.util.find_spec("transformers") is None:
+        raise Skip("transformers is not installed")
+    import transformers
+
+    attention = way.removesuffix(COMPILED).removeprefix("transformers ")
+    config = transformers.Siglip2VisionConfig(
+        hidden_size=batch.config.d_model,
+        intermediate_size=batch.config.d_ff,
+        num_hidden_layers=batch.config.num_layers,
+        num_attention_heads=batch.config.num_heads,
+        patch_size=round((batch.config.patch_dim / 3) ** 0.5),
+        num_patches=batch.config.position_side**2,
+        attention_dropout=batch.config.dropout,
+        attn_implementation=attention,
+    )
+    config.vision_use_head = False  # the pooling head has no counterpart in the encoder
+    model = transformers.Siglip2VisionModel(config).to(batch.patches.device, batch.patches.dtype).train()
+    sizes = batch.grids.prod(1)
+    images = len(sizes), int(sizes.max())
+    mask = torch.arange(images[1])[None] < sizes[:, None]
+    pixels = batch.patches.new_zeros(*images, batch.config.patch_dim)
+    inside = mask.to(pixels.device)
+    pixels[inside] = batch.patches
+    if way.endswith(COMPILED):
+        for layer in next(module for name, module in model.named_modules() if name.endswith("encoder.layers")):
+            layer.compile(dynamic=False)
+    inputs = {"pixel_values": pixels, "pixel_attention_mask": inside, "spatial_shapes": batch.grids}
+    places = inside.flatten().nonzero().squeeze(1)
+    return model, lambda: model(**inputs).last_hidden_state.flatten(0, 1)[places]
+
+
+@contextlib.contextmanager
+def _live_step(device: hardware.Device, case: Case) -> Iterator[dict]:
+    """Yields {"forward": …, "forward_backward": …, "batch": …, "model": …}, functions of nothing, of a way."""
+    torch.manual_seed(0)
+    batch, way = Batch.of(device, case.parameters), case.parameters["way"]
+    model, forward = (_transformers if way.startswith("transformers") else _encoder)(batch, way)
+
+    def forward_backward() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        forward().backward(batch.grad)
+
+    yield {"forward": forward, "forward_backward": forward_backward, "batch": batch, "model": model, "device": device}
+    model = forward = None
+    empty_cache(device)
+
+
+def _run_steps(device: hardware.Device, case: Case, ceilings: dict[str, float]):
+    with _live_step(device, case) as live:
+        for phase in case.phases:
+            yield phase, functools.partial(_measure_step, live, case, phase, ceilings)
+
+
+def _measure_step(live: dict, case: Case, phase: str, ceilings: dict[str, float]) -> Measured:
+    device, batch, call = live["device"], live["batch"], live[phase]
+    out = call()
+    if phase == "forward":
+        assert out.shape == batch.grad.shape, f"{tuple(out.shape)} in place of {tuple(batch.grad.shape)}"
+        if not out.isfinite().all():
+            raise AssertionError("the output has values that are not finite")
+        del out
+    few = {"device_kind": device.kind, "num_warmup": 2, "time_limit_s": case.time_limit_s}
+    called, metrics = timed_with_peak(device, time_callable, call, **few)
+    of_calls = called.timing.metrics()
+    metrics |= {"call_ms": of_calls["host_median_ms"] or of_calls["median_ms"]}
+    is_captured = device.kind == "cuda" and _can_be_captured(case.parameters["way"])
+    found = timed(device, time_callable, call, method="graph", **few) if is_captured else called
+    flops = batch.flops * (3 if phase == "forward_backward" else 1)
+    metrics |= {"flops": flops, "achieved_tflops": flops / found.timing.median_ms / 1e9}
+    name = f"gemm {case.parameters['precision']}"
+    peak = device.peaks.tflops(case.parameters["precision"]) if device.peaks else None
+    metrics |= fractions(metrics["achieved_tflops"], ceilings.get(name), peak)
+    metrics |= sustained_metrics(device, found, call, flops=flops, ceiling=ceilings.get(f"sustained {name}"))
+    observed = {"num_images": len(batch.grids), "num_patches": len(batch.patches), "is_replayed": is_captured}
+    observed["graph_breaks"] = _graph_breaks()
+    longest = int(batch.grids.prod(1).max())
+    metrics["padded_fraction"] = 1 - len(batch.patches) / (longest * len(batch.grids))
+    return found.measured(metrics, case.parameters, observed, keep="step_ms")
+
+
+def _can_be_captured(way: str) -> bool:
+    """Whether a way reads nothing from the device while it runs."""
+    return way.split(" +")[0] in (*IMPLS[IMPLS.index("positions") :], RECOMPUTED)
+
+
+def _graph_breaks() -> int:
+    """Returns how often the compiler gave up on a piece of what it compiled in this process."""
+    from torch._dynamo.utils import counters
+
+    return sum(counters["graph_break"].values())
+
+
+# ---- floor, profile, accuracy -----------------------------------------------------------------------------------
+
+
+def _measure_floor(device: hardware.Device, case: Case, phase: str) -> Measured:
+    """The products of all layers, one after another, on tensors of a step's shapes: nothing else."""
+    batch = Batch.of(device, case.parameters)
+    c, rows, options = batch.config, len(batch.patches), {"device": device.kind, "dtype": batch.patches.dtype}
+    shapes = ((c.d_model, 3 * c.d_model), (c.d_model, c.d_model), (c.d_model, c.d_ff), (c.d_ff, c.d_model))
+    sets = [
+        [torch.randn(*shape, **options) for shape in ((rows, before), (after, before), (rows, after))]
+        for before, after in shapes
+    ]
+
+    def products() -> None:
+        for _ in range(c.num_layers):
+            for x, weight, grad in sets:
+                F.linear(x, weight)
+                if phase == "forward_backward":
+                    grad @ weight
+                    grad.T @ x
+
+    few = {"device_kind": device.kind, "num_warmup": 2, "time_limit_s": case.time_limit_s}
+    found = timed(device, time_callable, products, method="graph" if device.kind == "cuda" else None, **few)
+    flops = sum(2 * rows * before * after for before, after in shapes) * c.num_layers
+    flops *= 3 if phase == "forward_backward" else 1
+    metrics = {"flops": flops, "achieved_tflops": flops / found.timing.median_ms / 1e9}
+    metrics |= sustained_metrics(device, found, products, flops=flops)
+    return found.measured(metrics, case.parameters)
+
+
+def _measure_profile(live: dict, case: Case, phase: str) -> Measured:
+    device, call, marker = live["device"], live[phase], RangeMarker("kineto")
+    for _ in range(2):
+        call()
+
+    def marked() -> None:
+        with marker(phase):
+            call()
+
+    trace = capture_with_kineto(marked, device.kind)
+    table = launches(trace, (phase,))
+    table = table[table["phase"] == phase]
+    of_class = table.groupby("kernel_class")["duration_ns"].sum() / 1e6
+    longest = table.groupby("short_name")["duration_ns"].agg(["sum", "count"]).sort_values("sum", ascending=False)
+    kernels = [[name, total / 1e6, int(count)] for name, total, count in longest.head(10).itertuples()]
+    metrics = {"kernels_ms": float(of_class.sum()), "num_launches": len(table)}
+    metrics |= {f"{name}_ms": float(value) for name, value in of_class.items() if value > 0}
+    return Measured(metrics, case.parameters, {"kernels": kernels, "source": trace.source})
+
+
+@contextlib.contextmanager
+def _live_accuracy(device: hardware.Device, case: Case) -> Iterator[Callable[[str, torch.dtype, str], dict]]:
+    """Yields what runs a shallow encoder: (impl, dtype, device kind) → output and gradients by name, on the CPU."""
+    config = dataclasses.replace(SIGLIP2_SIZES[case.parameters["size"]], num_layers=2)
+    dtype = DTYPES[case.parameters["precision"]]
+    grids = torch.tensor([[16, 16], [9, 13], [1, 1], [3, 30]]).clamp(max=config.position_side)
+    torch.manual_seed(0)
+    state = Siglip2Encoder(config, "eager").state_dict()
+    # Biases and gains that are not all 0 or 1, of values that the dtype has.
+    state = {name: (x + 0.1 * torch.randn_like(x) * (x.dim() == 1)).to(dtype) for name, x in state.items()}
+    num_patches = int(grids.prod(1).sum())
+    patches, grad = (torch.randn(num_patches, width).to(dtype) for width in (config.patch_dim, config.d_model))
+
+    def run(impl: str, dtype: torch.dtype, kind: str) -> dict[str, Tensor]:
+        model = Siglip2Encoder(config, impl, device=kind, dtype=dtype).eval()
+        model.load_state_dict(state)
+        out = model(patches.to(kind, dtype), grids)
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        found = dict(zip(names, torch.autograd.grad(out, parameters, grad.to(kind, dtype)), strict=True))
+        for name in [name for name in found if "qkv_proj" in name]:
+            parts = zip("qkv", found.pop(name).chunk(3), strict=True)
+            found |= {name.replace("qkv_proj", f"{letter}_proj"): part for letter, part in parts}
+        return {"out": out.detach().cpu()} | {name: value.cpu() for name, value in found.items()}
+
+    exact, eager = run("eager", torch.float64, "cpu"), run("eager", dtype, device.kind)
+    yield lambda impl: (run(impl, dtype, device.kind), eager, exact)
+    empty_cache(device)
+
+
+def _measure_accuracy(run: Callable, case: Case, impl: str) -> Measured:
+    ours, eager, exact = run(impl)
+    # The exact gradient of k's bias is zero: softmax does not see it.
+    names = [name for name in exact if not name.endswith("k_proj.bias")]
+    errors = {
+        name: (relative_error(ours[name], exact[name]), relative_error(eager[name], exact[name])) for name in names
+    }
+    out, of_eager = errors.pop("out")
+    worst = max(errors, key=lambda name: errors[name][0] / errors[name][1])
+    metrics = {"out_error": out, "eager_out_error": of_eager}
+    metrics |= {"gradient_error": errors[worst][0], "eager_gradient_error": errors[worst][1]}
+    limits = (2 * of_eager, 3 * errors[worst][1])
+    rounding = torch.finfo(DTYPES[case.parameters["precision"]]).eps / 2
+    if out > limits[0] + rounding or errors[worst][0] > limits[1] + rounding:
+        raise AssertionError(
+            f"wrong: errors {out:.2g} and {errors[worst][0]:.2g} ({worst}), eager's {errors[worst][1]:.2g}"
+        )
+    return Measured(metrics, case.parameters, {"worst": worst})
+
+
+SECTIONS = {
+    **CEILINGS,
+    "floor": section(_measure_floor),
+    "steps": _run_steps,
+    "profile": section(_measure_profile, _live_step),
+    "accuracy": section(_measure_accuracy, _live_accuracy),
+    "kernels": contest_section(FusedContest),
+}
+
+run_case = functools.partial(run_section, SECTIONS)

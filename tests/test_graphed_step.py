@@ -1,0 +1,133 @@
+"""A training step in one CUDA graph: it trains as the called step, and what it saves is computed from its records."""
+
+import itertools
+
+import pandas as pd
+import pytest
+import torch
+from chapters import CPU, in_section, on_a_cpu
+
+from labkit.configs import BENCHMARKING
+from labkit.experiments import graphed_step
+from labkit.experiments.benchmarking import cases, run_case
+from labkit.experiments.graphed_step import GraphedWorkload, compared
+from labkit.experiments.sweep import Skip
+from labkit.experiments.workload import step_parameters
+from labkit.report import launches
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+@pytest.fixture(autouse=True)
+def this_device_is_a_cpu(monkeypatch, request):
+    if "gpu" in request.node.name:
+        yield
+    else:
+        yield from on_a_cpu(monkeypatch)
+
+
+def parameters(precision="fp32", **options) -> dict:
+    return step_parameters("nano", 16, precision, **options)
+
+
+def test_cases_are_every_way_at_every_size_and_keep_the_labels_of_the_other_sections():
+    found = in_section(cases("full", "cuda"), "execution")
+    assert all(case.phases == ("train_step", "graph_step") for case in found)
+    keys = [
+        tuple(case.parameters.get(k) for k in ("impl", "compile", "size", "precision", "context")) for case in found
+    ]
+    assert len(set(keys)) == len(keys) == 59
+    sizes, grid = BENCHMARKING["full"].execution_sizes, {"fp32", "tf32", "bf16"}
+    assert {key for key in keys if key[1] == "none" and key[3] in grid} == {
+        (None, "none", *case) for case in itertools.product(sizes, grid, (128, 512))
+    }
+    assert {key for key in keys if key[0]} == {("fused", "regional", size, "bf16", 512) for size in sizes}
+    lasting = [case.parameters for case in found if case.sustained == ("graph_step",)]
+    assert {(p["size"], p["compile"], p.get("impl")) for p in lasting} == {
+        ("xl-2025", "none", None), ("xl-2025", "regional", None), ("xl-2025", "regional", "fused"),
+    }  # fmt: skip
+    assert not any("impl" in case.parameters for case in cases("full", "cuda") if case.section != "execution")
+
+
+def test_on_a_cpu_the_step_is_called_and_its_graph_skipped_with_the_reason():
+    for case in in_section(cases("smoke", "cpu"), "execution"):
+        phases = run_case(case, {})
+        assert next(phases)[1]().case == case.parameters
+        phase, graphed = next(phases)
+        with pytest.raises(Skip, match=f"^{CPU.name} has no CUDA graphs$"):
+            graphed()
+        assert phase == "graph_step"
+        phases.close()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_pure"])
+def test_steps_from_the_fixed_start_repeat_and_a_step_that_trains_otherwise_is_refused(precision):
+    live = GraphedWorkload(CPU, parameters(precision))
+    assert live.described() == parameters(precision)
+    called = live.trained(live.train_step)
+    assert compared(called, live.trained(live.train_step)) == {"loss_difference": 0, "update_difference": 0}
+    tokens = live.tokens.clone()
+
+    def without_optimizer():
+        live.forward_backward()
+        live.loss = live.forward().detach()
+
+    def with_old_gradients():
+        live.forward_backward()
+        live.optimizer.step()
+        live.loss = live.forward().detach()
+
+    def with_old_tokens():
+        live.tokens.copy_(tokens)
+        live.train_step()
+
+    for wrong in (without_optimizer, with_old_gradients, with_old_tokens):
+        live.optimizer.zero_grad()
+        with pytest.raises(AssertionError, match="the graph trains otherwise than the called step: "):
+            compared(called, live.trained(wrong))
+        losses = called[0], live.trained(wrong)[1]
+        with pytest.raises(AssertionError, match="update_difference"):
+            compared(called, losses)
+
+
+@needs_cuda
+@pytest.mark.parametrize("compile", ["none", "regional"])
+@pytest.mark.parametrize("impl", ["eager", "fused"])
+def test_a_graph_trains_as_the_called_step_on_the_gpu(compile, impl):
+    asked = parameters("bf16", compile=compile, attention=graphed_step.ATTENTION[impl], impl=impl)
+    live = GraphedWorkload(graphed_step.hardware.detect(), asked)
+    _, metrics = live.graph()
+    assert metrics["update_difference"] < 0.1 and metrics["peak_bytes"] > 0
+    assert live.described() == asked
+
+
+def execution(way: str, median_ms: float, size="small", **columns) -> dict:
+    impl, compile, phase = launches.WAYS[way]
+    named = {"impl": impl} if impl != "eager" else {}
+    return {
+        "status": "ok", "size": size, "context": 512, "precision": "bf16", "compile": compile, "phase": phase,
+        "median_ms": median_ms, "half_width_fraction": 0.0, "timer_method": "window", "session": "a", **named,
+        **columns,
+    }  # fmt: skip
+
+
+def test_table_and_findings_say_what_launches_take():
+    off = {"loss_difference": 0.0, "update_difference": 0.004}
+    rows = [
+        execution("eager", 40.0, launch_median_ms=39.0, host_median_ms=40.0),
+        execution("graph", 10.0, **off),
+        execution(launches.FASTEST, 5.0, sustained_ms=6.0, **off),
+        execution("eager", 100.0, size="large"),
+        {**execution("graph", 0.0, size="large"), "status": "oom", "median_ms": None},
+    ]
+    frame = pd.DataFrame(rows)
+    frame["impl"] = frame["impl"].where(frame["impl"].notna(), None)
+    small, large = launches.table(frame).to_dict("records")
+    assert (small["eager"], small["graph"], small["compiled"], small[launches.FASTEST]) == ("40.0", "10.0", "–", "5.00")
+    assert small[launches.LAUNCHES] == "75 %" and (large["graph"], large[launches.LAUNCHES]) == ("oom", "–")
+    by_graph, fastest, alike = launches.findings(frame)
+    assert "ahead (4.00×, small at 512 in bf16)" in by_graph and "75 % of small" in by_graph
+    assert "5.00 ms, 8.00×" in fastest and "sustained time): small at 512 in bf16 6.00 ms" in fastest
+    assert alike.endswith("0 % in a loss and 0.40 % in what a few steps change in the parameters.")
+    assert launches.shares(frame)["launch_bound"].tolist() == [True]
+    assert launches.findings(frame.iloc[:1]) == []
