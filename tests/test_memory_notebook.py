@@ -19,6 +19,7 @@ from labkit.records import Record
 from labkit.report import figures, tables
 from labkit.report import memory as report
 from labkit.report.chapter import Chapter
+from labkit.report.checkpointing import table_theory
 
 NOTEBOOK = "04_memory"
 OTHER_BYTES = 70 * 2**20
@@ -354,7 +355,7 @@ def test_the_best_interval_is_the_measured_one(frames):
 
 
 def test_the_rules_of_recomputing_stand_beside_what_was_measured(frames):
-    table = report.table_theory(frames()["checkpointing"]).set_index("k")
+    table = table_theory(frames()["checkpointing"]).set_index("k")
     assert table["forwards, rule"].tolist() == table["measured"].tolist()
     columns = ["measured", "time / none, rule", "time / none"]
     assert table.loc["16/8/4/2/1", columns].tolist() == ["4.00", "2.00×", "2.00×"]
@@ -408,7 +409,7 @@ def test_with_one_record_of_each_section_everything_renders(frames, status):
 
 RENDERED = {
     "peaks": {"peaks", "autocast", "published"}, "timeline": {"timeline", "timelines"},
-    "block": {"blocks", "residuals"}, "checkpointing": {"checkpointing", "theory"},
+    "block": {"blocks", "residuals"}, "checkpointing": {"checkpointing"},
 }  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from itertools import pairwise
 from operator import itemgetter
 
 import pandas as pd
@@ -245,11 +244,12 @@ def findings_blocks(frame: pd.DataFrame) -> list[str]:
     if eager := rows.get(("block", "eager")):
         saved, heads, context = eager["saved_bytes"], eager["num_heads"], eager["context"]
         top = select(residuals(frame), part="block", code="eager")["saved_bytes"].head(5).sum() / saved
-        kept = [predicted(accounting.block_activation_bytes, eager | {"num_heads": n * heads}, frame) for n in (1, 2)]
+        other = {**eager, "num_heads": 2 * heads}
+        by_heads = [predicted(accounting.block_activation_bytes, row, frame) for row in (eager, other)]
         quarter = accounting.residual_stream_bytes(*shape({**eager, "context": context // 4}))
         sentences += [
             f"Five operators keep {percent(top)} of the block's {mib(saved)} MiB; the closed form gives "
-            f"{mib(kept[0])}, for {2 * heads} heads {mib(kept[1])}: each head has scores of its own.",
+            f"{mib(by_heads[0])}, for {2 * heads} heads {mib(by_heads[1])}: each head has scores of its own.",
             f"The residual stream, 4·B·T·d_model bytes, is {mib(quarter)} MiB at {context // 4} tokens and "
             f"{mib(eager['stream_bytes'])} MiB at {context:,}; there the block keeps "
             f"{times(saved / eager['stream_bytes'])} as much. Gradients take {mib(eager['gradient_bytes'])} MiB.",
@@ -261,8 +261,8 @@ def findings_blocks(frame: pd.DataFrame) -> list[str]:
         if (one := rows.get((part, "eager"))) and (other := rows.get((part, "compiled")))
     ]
     if changes:
-        names = {"context_length": "context", "batch_size": "batch"}
-        theirs = published.load("saved_for_backward").drop(columns="status").rename(columns=names)
+        theirs = published.load("saved_for_backward").drop(columns="status")
+        theirs = theirs.rename(columns={"context_length": "context", "batch_size": "batch"})
         both = theirs.merge(ok_rows(frame), on=["part", "code", "d_model", "d_ff", "num_heads", "context", "batch"])
         printed = [f"{part.replace('_', ' ')} {theirs:,.2f}, here {mib(ours)}" for part, theirs, ours in
                    zip(both["part"], both["saved_mib"], both["saved_bytes"], strict=True)]  # fmt: skip
@@ -295,23 +295,6 @@ def table_checkpointing(frame: pd.DataFrame) -> pd.DataFrame:
         line[f"{who}: peak (predicted), GiB"] = f"{cell(row, 'peak_bytes', gib)} ({gib(row['predicted_bytes'])})"
         line[f"{who}: step (ms)"] = cell(row)
     return pd.DataFrame(lines.values()).fillna("–")
-
-
-def table_theory(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns by plan the rules' forwards, time (a forward is a third of a step) and bytes beside the measured ones."""
-    lines, rows = [], checkpointing(frame)
-    for row in select(rows, attention=rows["attention"].mode().iloc[-1]).to_dict("records"):
-        num_layers, stream = shape(row)[0].num_layers, accounting.residual_stream_bytes(*shape(row))
-        sizes = [num_layers, *(plan := accounting.checkpoint_plan(row["plan"], num_layers))]
-        blocks = sizes[-1] * predicted(accounting.block_activation_bytes, row, frame)
-        rule = blocks + stream * sum(outer / inner for outer, inner in pairwise(sizes))
-        forwards = accounting.checkpoint_forwards(num_layers, plan)
-        row["held"] = row["peak_bytes"] - row.get("resident_bytes", 0) - row.get("other_bytes", 0)
-        lines.append({
-            "k": row["plan"], "forwards, rule": number(forwards), "measured": cell(row, "forwards_per_block"),
-            "time / none, rule": times(1 + (forwards - 1) / 3), "time / none": cell(row, "slowdown", times),
-            "inputs + blocks, rule (GiB)": gib(rule), "held (GiB)": cell(row, "held", gib)})  # fmt: skip
-    return pd.DataFrame(lines)
 
 
 def figure_checkpointing(frame: pd.DataFrame) -> Figure | None:
@@ -364,9 +347,10 @@ def findings_checkpointing(frame: pd.DataFrame) -> list[str]:
                 verdict = verdicts.exact(nested["peak_bytes"], row["peak_bytes"])
                 word = {verdicts.AHEAD: "below", verdicts.BEHIND: "above"}.get(verdict, "equal to")
                 deeper.append(f"{word} it with {who} ({nested['plan']}, {number(nested['median_ms'])} ms)")
+            grows = accounting.block_gradient_bytes(config) > stream
     if deeper:
         text = f"Beside the lowest peak of a single level, that of a nested one is {listing(deeper)}."
-        if accounting.block_gradient_bytes(config) > stream and all(part.startswith("equal") for part in deeper):
+        if grows and all(part.startswith("equal") for part in deeper):
             text += " A block's gradients are larger than its input, so the peak lies at the end of backward, where "
             text += "the inputs are gone: keeping fewer of them cannot lower it."
         sentences.append(text)
