@@ -2,8 +2,6 @@
 
 Sections: "ceilings" (measured anew each session), "attention" (forward and backward of every
 implementation), "transformer" (the backward pass of compiled models, which notebook 01 does not time apart).
-
-Section "masked" is "attention" with a causal mask, at few lengths.
 """
 
 import contextlib
@@ -320,4 +318,5 @@ def storage_bytes(tensors: Sequence[Tensor]) -> int:
 
 SECTIONS = {**CEILINGS, "attention": section(_measure, _attention_call), "transformer": run_steps}
 
+# "masked" is "attention" with a causal mask, at few lengths.
 run_case = functools.partial(run_section, {**SECTIONS, "masked": SECTIONS["attention"]})
