@@ -114,7 +114,7 @@ def _profiled(nsys: Nsys | None, device: hardware.Device, live: Workload | None,
         return found
     # The captured process has ended: what it held is free.
     with workload(device, case) if nsys else contextlib.nullcontext(live) as step:
-        timing = step.time_phase(phase, num_warmup=2, min_samples=3, max_samples=20, time_limit_s=0.1)
+        timing = step.time_phase(phase, num_warmup=1, min_samples=3, max_samples=20, time_limit_s=0.1)
     plain = {"unprofiled_ms": statistics.median(timing.host_ms), "unprofiled_n": timing.n}  # as done_ms is read
     return replace(found, metrics=found.metrics | plain)
 
