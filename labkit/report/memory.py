@@ -417,9 +417,9 @@ def front(chapter: Chapter) -> list[tuple[str, str]]:
     """Returns the findings of this chapter for the front page, each with the heading that it links to."""
     frame, plans = chapter.records("peaks"), chapter.records("checkpointing")
     pure = Chapter("03_mixed_precision", device=chapter.device, output=str(chapter.folder.parent)).records("steps")
-    every = [text for text in findings_checkpointing(plans) if "at k = 1:" in text] if len(plans) else []
+    every = [text for text in findings_checkpointing(plans) if "at k = 1:" in text] if len(ok_rows(plans)) else []
     found = [(f"**Recompute every block, not every √N.** {text}", "Recomputing instead of keeping") for text in every]
-    told = " ".join(findings_autocast(frame, pure=pure)) if len(frame) else ""
+    told = " ".join(findings_autocast(frame, pure=pure)) if len(ok_rows(frame)) else ""
     return found[-1:] + ([(f"**{told.replace('. ', '.** ', 1)}", "Autocast and pure bf16")] if told else [])
 
 
