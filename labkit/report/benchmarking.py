@@ -359,7 +359,7 @@ def table_published(steps: pd.DataFrame, course: pd.DataFrame | None = None) -> 
     """Returns published training times beside ours, spread over the GPUs."""
     rows = comparable(steps, course).sort_values(["gpu", "context"], ascending=[True, False], kind="stable")
     compiled = rows["compile"].map({"none": "", "whole": ", compiled"})
-    return forms.published_table(rows.assign(compiled=compiled), lambda row: name(row) + row["compiled"])
+    return forms.published_table(rows.assign(compiled=compiled), lambda row: name(row) + row["compiled"], max_rows=8)
 
 
 def findings_published(steps: pd.DataFrame, course: pd.DataFrame | None = None) -> list[str]:

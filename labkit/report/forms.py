@@ -187,17 +187,22 @@ def explained(matched: pd.DataFrame, code: str) -> list[str]:
 
 
 def published_table(
-    matched: pd.DataFrame, case: Callable[[dict], str], *, name: str = "ms", value: str = "median_ms"
+    matched: pd.DataFrame,
+    case: Callable[[dict], str],
+    *,
+    name: str = "ms",
+    value: str = "median_ms",
+    max_rows: int = MAX_ROWS,
 ) -> pd.DataFrame:
-    """Returns the published figures beside ours, at most MAX_ROWS of them spread over the GPUs; the CSV has all.
+    """Returns the published figures beside ours, at most `max_rows` of them spread over the GPUs; the CSV has all.
 
     Args:
         matched: rows with gpu, phase, published_<name>, `value`, ratio and caveat; `name` is "ms" or "gib".
         case: how a row's case is called.
     """
-    if len(matched) > MAX_ROWS:
+    if len(matched) > max_rows:
         position = matched.groupby("gpu").cumcount() / matched.groupby("gpu")["gpu"].transform("size")
-        matched = matched.loc[sorted(position.sort_values(kind="stable").index[:MAX_ROWS])]
+        matched = matched.loc[sorted(position.sort_values(kind="stable").index[:max_rows])]
     unit = {"gib": "GiB"}.get(name, name)
     return pd.DataFrame(
         {
