@@ -220,9 +220,6 @@ def _measure_step(live: dict, case: Case, phase: str, ceilings: dict[str, float]
     peak = device.peaks.tflops(case.parameters["precision"]) if device.peaks else None
     metrics |= fractions(metrics["achieved_tflops"], ceilings.get(name), peak)
     metrics |= sustained_metrics(device, found, call, flops=flops, ceiling=ceilings.get(f"sustained {name}"))
-    # A graph is reported apart from what it holds: the same call by call, back to back too.
-    of_calls = sustained_metrics(device, called, call) if is_captured else metrics
-    metrics["called_sustained_ms"] = of_calls["sustained_ms"]
     observed = {"num_images": len(batch.grids), "num_patches": len(batch.patches), "is_replayed": is_captured}
     observed["graph_breaks"] = _graph_breaks()
     longest = int(batch.grids.prod(1).max())

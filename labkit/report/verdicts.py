@@ -29,12 +29,7 @@ KIND_OF_METHOD = {
 }
 """What kind of time each timer method gives."""
 
-KIND_OF_VALUE = {
-    "sustained_ms": "sustained",
-    "host_median_ms": "call",
-    "called_ms": "call",
-    "flush_median_ms": "device",
-}
+KIND_OF_VALUE = {"sustained_ms": "sustained", "host_median_ms": "call", "flush_median_ms": "device"}
 """The kind of the times that a row has beside its timer's."""
 
 LEVEL_BAND = 0.03
