@@ -1,4 +1,4 @@
-"""The command line: run, report, devices, doctor. Heavy packages load only inside the command that needs them."""
+"""The command line. Heavy packages load only inside the command that needs them."""
 
 import contextlib
 import logging
@@ -10,12 +10,20 @@ from collections import Counter
 from collections.abc import Mapping
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from labkit import __version__
-from labkit.configs import AUTO_PROFILE, FIGURES, REFERENCE_DEVICE, THIS_DEVICE, RequestError, chosen_profile
+from labkit.configs import (
+    AUTO_PROFILE,
+    FIGURES,
+    PRECISIONS,
+    REFERENCE_DEVICE,
+    THIS_DEVICE,
+    RequestError,
+    chosen_profile,
+)
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -291,6 +299,33 @@ def compare(
         print("No row was measured in two sessions." if any(chapters.values()) else f"No records in {folder}.")
     if check and report.failed(found):
         sys.exit(1)
+
+
+@app.command()
+def profile(
+    size: Annotated[str, typer.Argument(help="Size of the model, as in chapter 01 (small, 2.7b).")] = "small",
+    context: Annotated[int, typer.Option(min=1, help="Context length in tokens.")] = 512,
+    precision: Annotated[Literal[PRECISIONS], typer.Option(help="bf16: autocast.")] = "bf16",
+    attention: Annotated[Literal["eager", "auto"], typer.Option(help="auto: our FlashAttention.")] = "eager",
+    phase: Annotated[Literal["inference", "forward_backward", "train_step"], typer.Option()] = "train_step",
+    output: Annotated[Path, typer.Option("--output", "-o", help="The capture, without suffix.")] = Path("capture"),
+) -> None:
+    """Capture one step and its call stacks with Nsight Systems, else torch.profiler; keep it, and say how by hand."""
+    from labkit.configs import model_config
+    from labkit.experiments import captured_step
+    from labkit.measure.profiling import ProfileError
+
+    case = (model_config(size).name, str(context), precision, attention, phase)
+    _writable(output.parent)
+    try:
+        path = captured_step.keep_capture(case, output)
+    except (ProfileError, TimeoutError) as error:
+        print(f"labkit: {error}", file=sys.stderr)
+        sys.exit(1)
+    print(f"Capture: {path} (open it {'at ui.perfetto.dev' if path.suffix == '.json' else 'in Nsight Systems'})")
+    print(f"By hand: {captured_step.nsys_line(case, output)}")
+    print(f"Its kernels: nsys stats --report cuda_gpu_kern_sum,nvtx_gpu_proj_sum {output}.nsys-rep")
+    print("A capture holds every environment variable of its process: do not publish one that you made by hand.")
 
 
 def _slug(device: str) -> str:

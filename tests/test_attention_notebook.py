@@ -20,7 +20,7 @@ from labkit.experiments.sweep import Case, Skip
 from labkit.kernels.attention import attention
 from labkit.kernels.reference import attention_reference
 from labkit.report import attention as report
-from labkit.report import figures
+from labkit.report import figures, masks
 from labkit.report.chapter import Chapter
 from labkit.report.tables import select
 
@@ -111,6 +111,25 @@ def test_a_case_gives_times_bytes_and_errors_under_its_own_label(impl, precision
         assert all(0 < error < experiment.LARGEST_ERROR[precision] for error in errors)
 
 
+@pytest.mark.parametrize("impl", ["eager", "sdpa_flash"])
+def test_a_masked_case_is_held_to_the_masked_oracle(impl):
+    masked = dataclasses.replace(case(impl=impl), section="masked", parameters={**parameters(impl), "causal": True})
+    for phase in measure(masked).values():
+        assert phase.case == masked.parameters and phase.metrics["median_ms"] > 0
+    call = AttentionCall(CPU, {**parameters(impl), "causal": True})
+    assert torch.allclose(call.forward()[:, 0], call.inputs[2][:, 0]), "the first query sees the first key alone"
+    call.function = lambda *tensors, causal: attention_reference(*tensors)
+    with pytest.raises(AssertionError, match="output_relative_error is"):
+        call.errors("forward")
+
+
+def test_masked_cases_are_of_one_length_and_each_has_its_unmasked_one():
+    masked = [one.parameters for one in in_section(cases("full", "cuda"), "masked")]
+    assert len(masked) == 12 and {one["length"] for one in masked} == {16384}
+    assert all({k: v for k, v in one.items() if k != "causal"} in calls("full") for one in masked)
+    assert "compiled" not in {one.parameters["impl"] for one in in_section(cases("smoke", "cpu"), "masked")}
+
+
 def test_a_label_that_is_not_what_ran_is_not_its_case():
     flash = functools.partial(attention, impl="sdpa_flash")
     for impl, wrong in (("sdpa_flash", attention_reference), ("eager", flash)):
@@ -160,8 +179,10 @@ def test_a_compiled_transformers_case_is_notebook_01s(monkeypatch):
     found = in_section(cases("full", "cuda"), "transformer")
     assert {one.phases for one in found} == {("backward",)}
     assert {one.parameters["compile"] for one in found} == {"regional"}
-    shapes = itertools.product(ATTENTION["full"].model_sizes, ATTENTION["full"].model_contexts)
-    assert {(one.parameters["size"], one.parameters["context"]) for one in found} == set(shapes)
+    steps = [(n, precision) for n, those in ATTENTION["full"].model_precisions.items() for precision in those]
+    assert steps == [(128, "fp32"), (512, "fp32"), (512, "bf16")]
+    seen = {(one.parameters["size"], (one.parameters["context"], one.parameters["precision"])) for one in found}
+    assert seen == set(itertools.product(ATTENTION["full"].model_sizes, steps))
     small = {**found[0].parameters, "size": "nano", "context": 32, "compile": "none"}
     measured = measure(dataclasses.replace(found[0], parameters=small, time_limit_s=0.01))
     assert list(measured) == ["backward"]
@@ -341,6 +362,18 @@ def test_where_memory_runs_out_is_held_against_the_closed_form(recorded):
     assert "as predicted for 3 of 4" in report.findings_memory(frame)[2]
     assert report.table_memory(frame).iloc[0]["out of memory at"] == "8,192, backward"
     assert figures.svg(report.figure_times(frame)) != figures.svg(report.figure_times(calls))
+
+
+def test_a_mask_is_shown_beside_the_same_calls_without(recorded):
+    calls = select(recorded["attention"], impl=["eager", "sdpa_flash"], precision="bf16", d_head=64, length=16384)
+    masked = calls.assign(median_ms=calls["median_ms"] / calls["impl"].map({"eager": 0.8, "sdpa_flash": 1.6}))
+    table = masks.table_mask(calls, masked).set_index("impl")
+    assert "(0.800×)" in table.loc["eager", "forward (ms): none → causal"]
+    assert "(1.60×)" in table.loc["SDPA flash", "backward (ms): none → causal"]
+    (text,) = masks.findings_mask(calls, masked)
+    assert "the formula, which computes every score, 2 behind (0.800×)" in text
+    assert "fused kernels, which leave tiles out, 2 ahead (1.60×)" in text
+    assert masks.findings_mask(calls, masked.iloc[:0]) == [] and masks.table_mask(calls, masked.iloc[:0]).empty
 
 
 def test_a_replacement_by_sdpa_is_what_the_compiler_reported(recorded, monkeypatch):

@@ -13,15 +13,19 @@ import pytest
 import torch
 from chapters import CPU, H200, H200_BYTES, on_a_cpu
 from test_nsys_analysis_notebook import committed, memory_of, parameters
+from typer.testing import CliRunner
 
+from labkit import cli
+from labkit.configs import RequestError
 from labkit.experiments import captured_step, sweep
 from labkit.experiments import nsys_analysis as experiment
 from labkit.experiments.captured_step import capture_steps, marked, warm_up
 from labkit.experiments.nsys_analysis import cases, run_case
-from labkit.experiments.sweep import Skip
+from labkit.experiments.sweep import Measured, Skip
 from labkit.experiments.workload import Workload
 from labkit.measure import profiling
 from labkit.measure.profiling import OUTSIDE, Nsys, ProfileError, RangeMarker
+from labkit.measure.timing import Timing
 
 NOTEBOOK = "02_nsys_analysis"
 
@@ -129,6 +133,19 @@ def test_a_case_is_captured_under_its_own_label():
         assert ("backward_kernel_ms" in metrics) == (phase == "train_step")
     kernels = pd.DataFrame(measured["train_step"].observed["tables"]["kernels"])
     assert {"step", "forward", "backward", "optimizer"} <= set(kernels["phase"])
+
+
+def test_a_step_is_profiled_and_its_capture_kept(tmp_path):
+    asked = ["--context", "8", "--phase", "inference", "--precision", "fp32", "--output", str(tmp_path / "mine")]
+    result = CliRunner().invoke(cli.app, ["profile", "nano", *asked])
+    assert result.exit_code == 0 and profiling.read_chrome_trace(tmp_path / "mine.json").source == "kineto cpu"
+    (line,) = [line for line in result.output.splitlines() if line.startswith("By hand: nsys profile --trace=cuda")]
+    assert "--python-backtrace=cuda --cudabacktrace=kernel" in line
+    assert line.endswith("python -m labkit.experiments.captured_step nano 8 fp32 eager inference")
+    for wrong in (["--phase", "all"], ["--context", "0"], ["--precision", "fp8"]):
+        assert CliRunner().invoke(cli.app, ["profile", "nano", *asked, *wrong]).exit_code == 2
+    for wrong in (["nano", *asked, "--output", "/proc/x/y"], ["huge", *asked]):
+        assert isinstance(CliRunner().invoke(cli.app, ["profile", *wrong]).exception, RequestError)
 
 
 def nsys_export(path: Path, labels: int) -> None:
@@ -252,6 +269,18 @@ def test_what_fails_in_the_captured_process_is_raised_where_it_is_asked_for(monk
         experiment._outcome(None, answers[1], {})
     with pytest.raises(RuntimeError, match="it broke"):
         experiment._outcome(None, {"status": "error", "reason": "it broke"}, {})
+
+
+@pytest.mark.parametrize(("idle", "is_timed"), [(0.04, False), (0.3, True)])
+def test_a_step_that_idles_under_the_profiler_is_timed_without(idle, is_timed, monkeypatch):
+    class Live:
+        def time_phase(self, phase, **limits):
+            return Timing((1.0, 2.0, 3.0), "window", 2, "time limit", (1.5, 2.5, 3.5))
+
+    found = Measured({"step_idle_fraction": idle}, parameters())
+    monkeypatch.setattr(experiment, "_capture_here", lambda *_: found)
+    metrics = experiment._profiled(None, CPU, Live(), cases("smoke", "cpu")[0], "inference").metrics
+    assert metrics == found.metrics | ({"unprofiled_ms": 2.5, "unprofiled_n": 3} if is_timed else {})
 
 
 def test_a_capture_without_the_steps_ranges_is_an_error(tmp_path):

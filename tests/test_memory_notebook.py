@@ -19,6 +19,7 @@ from labkit.records import Record
 from labkit.report import figures, tables
 from labkit.report import memory as report
 from labkit.report.chapter import Chapter
+from labkit.report.checkpointing import table_theory
 
 NOTEBOOK = "04_memory"
 OTHER_BYTES = 70 * 2**20
@@ -321,7 +322,10 @@ def test_the_timeline_says_what_it_cannot_account_for(frames):
     for num_bytes, what in ((2**27, "one fp32 matrix of attention scores"), (2**27 + 512, "softmax(x)")):
         frame = frames(bf16, observed={"largest": [{**group, "num_bytes": num_bytes}]})["timeline"]
         assert what in report.findings_timelines(frame)[-1]
-    assert len(report.largest(frames()["timeline"])) == 4
+    assert len(report.largest(frames()["timeline"])) == 8
+    longer = {"section": "timeline", "phase": "inference", "context": 2048}
+    shown = report.findings_timelines(frames(longer, peak_bytes=9 * 2**30)["timeline"])
+    assert shown == report.findings_timelines(frames()["timeline"]), "of the shown context alone"
 
 
 def test_a_block_is_told_by_operator_heads_and_code(frames):
@@ -337,15 +341,30 @@ def test_a_block_is_told_by_operator_heads_and_code(frames):
 def test_the_best_interval_is_the_measured_one(frames):
     eager, flash, nested = report.findings_checkpointing(frames()["checkpointing"])
     assert "lowest at k = 1:" in eager and "without recomputing oom" in eager and "SDPA's FlashAttention" in flash
-    assert nested.count("equal to it") == 2 and "gradients are larger than its input" in nested
+    assert (
+        nested.count("equal to it") == 3
+        and "(16/8/4/2/1, 2,000 ms)" in nested
+        and "gradients are larger than its input" in nested
+    )
     one = {"section": "checkpointing", "attention": "eager", "plan": "4"}
     frame = frames(one, peak_bytes=30 * 2**30)["checkpointing"]
     sentences = report.findings_checkpointing(frame)
     assert "lowest at k = 4: 30.0 GiB" in sentences[0] and "above it with eager attention" in sentences[-1]
-    columns = " ".join(report.table_checkpointing(frame))
-    assert (
-        columns.replace("SDPA's FlashAttention", "").count("Flash") == 0 and len(report.table_checkpointing(frame)) == 9
-    )
+    table = report.table_checkpointing(frame)
+    assert " ".join(table).replace("SDPA's FlashAttention", "").count("Flash") == 0 and len(table) == 10
+
+
+def test_the_rules_of_recomputing_stand_beside_what_was_measured(frames):
+    table = table_theory(frames()["checkpointing"]).set_index("k")
+    assert table["forwards, rule"].tolist() == table["measured"].tolist()
+    columns = ["measured", "time / none, rule", "time / none"]
+    assert table.loc["16/8/4/2/1", columns].tolist() == ["4.00", "2.00×", "2.00×"]
+    # Of 32 blocks: 32 inputs of 80 MiB and a block; five levels of two inputs each and a block.
+    block, stream = 1.484, 80 / 1024
+    held = table["inputs + blocks, rule (GiB)"].astype(float)
+    assert held["1"] == pytest.approx(32 * stream + block, rel=0.01)
+    assert held["16/8/4/2/1"] == pytest.approx(5 * 2 * stream + block, rel=0.01)
+    assert held["none"] == pytest.approx(32 * block, rel=0.01)
 
 
 def test_published_peaks_stand_beside_ours(frames):

@@ -93,9 +93,9 @@ def test_the_fixture_has_five_steps_each_one_matmul_and_one_softmax_and_three_ma
     outside = kernels[kernels["range"] == OUTSIDE]["kernel_class"].tolist()
     assert outside == ["elementwise", "matmul", "matmul", "matmul"]
     assert set(kernels["short_name"]) == {
-        "distribution_elementwise_grid_stride_kernel[normal_kernel:distribution_nullary_kernel]",
+        "distribution_elementwise_grid_stride_kernel[normal_kernel:distribution_nullary_kernel:BFloat16]",
         "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT",
-        "cunn_SoftMaxForwardReg",
+        "cunn_SoftMaxForwardReg[BFloat16]",
     }
 
 
@@ -357,6 +357,16 @@ def test_short_names(name, short):
     assert profiling.short_name(name) == short
 
 
+def test_two_kernels_keep_two_names():
+    xmma = "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_warpsize2x2x1_ffma_aligna4_alignc{}_execute"
+    add = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<{}> >(int)"
+    names = [xmma.format(2), xmma.format(4), add.format("float"), add.format("c10::BFloat16"), "softmax_warp<float, 9>"]
+    short = profiling.distinct_names([*names, "softmax_warp<float, 10>", *names])
+    assert len(set(short.values())) == 6
+    assert short[names[3]] == "vectorized_elementwise_kernel[CUDAFunctor_add:BFloat16]"
+    assert short == profiling.distinct_names(reversed(short)), "whatever the order in which they ran"
+
+
 def test_casts_are_told_from_other_copies():
     copy = "direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda}"
     casts = {
@@ -529,6 +539,8 @@ if sys.argv[1] == "--version":
     print("NVIDIA Nsight Systems version 2025.3.1.90-253135822126v0")
 elif sys.argv[1] == "profile" and (here / "old").exists() and any("event-trace" in a for a in sys.argv):
     sys.exit("unrecognised option '--cuda-event-trace=false'\\n\\nusage: nsys profile [<args>] [application]")
+elif sys.argv[1] == "profile" and (here / "no stacks").exists() and any("backtrace" in a for a in sys.argv):
+    sys.exit("CPU sampling is not supported here")
 elif sys.argv[1] == "profile":
     number = next(n for n, a in enumerate(sys.argv[2:], 2) if not a.startswith("--"))
     subprocess.run(sys.argv[number:], check=False)
@@ -600,6 +612,17 @@ def test_a_capture_is_made_read_and_deleted_without_the_rest_of_the_environment(
     imported = fake.parent / "linux-desktop-glibc_2_11_3-x64" / "environment.json"
     assert imported.exists() == (leaves == ".qdstrm")
     assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_a_capture_is_kept_with_call_stacks_where_that_is_asked(fake, tmp_path):
+    kept = tmp_path / "kept.nsys-rep"
+    Nsys.find().capture([sys.executable, "-c", "pass"], timeout_s=60, keep=kept, stacks=True)
+    assert kept.stat().st_size > 0
+    arguments = calls(fake)[1]["arguments"]
+    assert set(profiling.STACKS) < set(arguments) and not set(profiling.NO_STACKS) & set(arguments)
+    (fake / "no stacks").touch()
+    Nsys.find().capture([sys.executable, "-c", "pass"], timeout_s=60, stacks=True)
+    assert set(profiling.NO_STACKS) < set(calls(fake)[-2]["arguments"]), "where nsys leaves nothing with them"
 
 
 def test_an_older_release_is_asked_again_without_the_newer_options_and_the_program_runs_once(fake, tmp_path):

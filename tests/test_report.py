@@ -268,7 +268,7 @@ def test_without_records_every_form_says_so(tmp_path):
 
 @pytest.mark.parametrize("name", notebooks.names())
 def test_a_chapter_is_shown_from_whatever_an_interrupted_run_left(tmp_path, monkeypatch, name):
-    """Any one section, or the first records of all: the rest is said not to be measured, and nothing raises."""
+    """Any one section, the first records of all, or failures: the rest is not measured, and nothing raises."""
     monkeypatch.setattr("labkit.report.chapter.display", lambda *_, **__: None)
     report = importlib.import_module(f"labkit.report.{name.split('_', 1)[1]}")
     source = folder_of(FIGURES, REFERENCE_DEVICE, name)
@@ -281,6 +281,9 @@ def test_a_chapter_is_shown_from_whatever_an_interrupted_run_left(tmp_path, monk
     by_section = sorted(zip(sections, lines, strict=True), key=lambda pair: order.index(pair[0]))
     left = [[line for section, line in by_section if section == kept] for kept in order]
     left += [[line for _, line in by_section[:number]] for number in (1, 9, 34, len(lines) // 2)]
+    nothing = {"status": "error", "reason": "it broke", "metrics": {}, "samples": {}, "timer": {}, "observed": {}}
+    broken = [json.dumps(json.loads(line) | nothing) + "\n" for line in lines]
+    left += [broken, [pair[number % 2] for number, pair in enumerate(zip(lines, broken, strict=True))]]
     for kept in left:
         (folder / "records" / f"{name}.jsonl").write_text("".join(kept), encoding="utf-8")
         variables = {}

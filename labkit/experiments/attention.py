@@ -73,16 +73,26 @@ def cases(profile: str, device_kind: str, *, lengths: Sequence[int] = (), d_head
         for impl, precision, d_head, length in _calls(grid)
         if length in wanted_lengths and d_head in wanted_d_heads
     ]
+    masked = [
+        {"impl": impl, "precision": precision, "d_head": grid.long_d_head, "length": length, "batch": ATTENTION_BATCH}
+        for precision in ("fp32", "bf16")
+        for impl in grid.series[precision]
+        for length in grid.masked_lengths
+        if length in wanted_lengths and grid.long_d_head in wanted_d_heads
+        if impl != "compiled" or length in grid.compiled_lengths
+    ]
     models = [
-        step_parameters(size, context, "fp32", compile="regional")
+        step_parameters(size, context, precision, compile="regional")
         for size in grid.model_sizes
-        for context in grid.model_contexts
+        for context, precisions in grid.model_precisions.items()
+        for precision in precisions
     ]
     limits = (grid.case_timeout_s, grid.time_limit_s)
     return [
         *ceiling_cases(tuple(grid.series), grid.case_timeout_s),
         *(Case("attention", each, PHASES, *limits, stop_at_failure=True) for each in calls),
         *(Case("transformer", each, ("backward",), *limits) for each in models),
+        *(Case("masked", {**each, "causal": True}, PHASES, *limits, stop_at_failure=True) for each in masked),
     ]
 
 
@@ -112,13 +122,14 @@ def _require_room(device: hardware.Device, parameters: dict) -> None:
 
 
 class AttentionCall:
-    """The live objects of one case: q, k, v and the gradient of the output, all (batch, length, d_head).
+    """The live objects of one case: q, k, v and the gradient of the output, all (batch, length, d_head), and the mask.
 
     "compiled_heads" alone has one head in front of the length, which lets the compiler recognise attention.
     """
 
     def __init__(self, device: hardware.Device, parameters: dict):
         self.device, self.impl = device, parameters["impl"]
+        self.mask = {"causal": True} if parameters.get("causal") else {}
         self.is_compiled = self.impl.startswith("compiled")
         if self.impl not in IMPLS:
             raise ValueError(f"unknown implementation {self.impl!r}; accepted: {', '.join(IMPLS)}")
@@ -147,7 +158,7 @@ class AttentionCall:
         empty_cache(self.device)
 
     def forward(self) -> Tensor:
-        return self.function(*self.inputs)
+        return self.function(*self.inputs, **self.mask)
 
     def forward_for_backward(self) -> tuple[Tensor, Tensor]:
         """Returns what `Tensor.backward` takes, after a forward pass of its own; earlier gradients are dropped."""
@@ -210,7 +221,7 @@ class AttentionCall:
         """Output and gradients of the batch's last sequence in fp64, by the formula, some queries at a time."""
         place = fp64_device(self.device.kind)
         tensors = (x.detach()[-1].to(place).double() for x in (*self.inputs, self.grad_out))
-        return {name: x.cpu() for name, x in by_formula(*tensors, num_scores=ORACLE_SCORES).items()}
+        return {name: x.cpu() for name, x in by_formula(*tensors, **self.mask, num_scores=ORACLE_SCORES).items()}
 
     def described(self) -> dict:
         """Returns the case as read back from the live objects, the implementation from the graph that it left."""
@@ -224,6 +235,7 @@ class AttentionCall:
             "d_head": q.shape[-1],
             "length": q.shape[-2],
             "batch": q.shape[0],
+            **self.mask,  # a result with another mask is far from the oracle's
         }
 
     @functools.cached_property
@@ -247,8 +259,9 @@ class AttentionCall:
 def _attention_call(device: hardware.Device, case: Case) -> Iterator[AttentionCall]:
     _require_room(device, case.parameters)
     with contextlib.closing(AttentionCall(device, case.parameters)) as call:
-        if call.impl in SDPA_BACKENDS and (reason := unavailable_reason(call.impl, *call.inputs[:2], causal=False)):
-            raise Skip(reason)
+        if call.impl in SDPA_BACKENDS:
+            if reason := unavailable_reason(call.impl, *call.inputs[:2], causal=bool(call.mask)):
+                raise Skip(reason)
         yield call
 
 
@@ -305,4 +318,5 @@ def storage_bytes(tensors: Sequence[Tensor]) -> int:
 
 SECTIONS = {**CEILINGS, "attention": section(_measure, _attention_call), "transformer": run_steps}
 
-run_case = functools.partial(run_section, SECTIONS)
+# "masked" is "attention" with a causal mask, at few lengths.
+run_case = functools.partial(run_section, {**SECTIONS, "masked": SECTIONS["attention"]})

@@ -1,17 +1,26 @@
-"""A step as it is captured: once with ranges around the parts of the model, once with the phases' ranges alone."""
+"""A step as it is captured: once with ranges around the parts of the model, once with the phases' ranges alone.
+
+As a program it runs one such step: `python -m labkit.experiments.captured_step SIZE CONTEXT PRECISION ATTENTION PHASE`.
+"""
 
 import contextlib
+import functools
 import math
+import shlex
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from labkit import hardware
 from labkit.experiments.sections import empty_cache
-from labkit.experiments.workload import Workload
-from labkit.measure.profiling import RangeMarker
+from labkit.experiments.workload import Workload, step_parameters
+from labkit.measure import profiling
+from labkit.measure.profiling import Nsys, RangeMarker
 from labkit.measure.timing import synchronize
 from labkit.models import transformer
 
@@ -152,3 +161,33 @@ def _check(steps: Sequence[Step], phase: str) -> None:
     for with_ranges, without in zip(steps[0].outcome, steps[1].outcome, strict=True):
         if phase != "train_step" and abs(with_ranges - without) > bound:  # whose steps differ in their weights
             raise AssertionError(f"{phase}: marking ranges changed the result from {without:g} to {with_ranges:g}")
+
+
+def run_step(marker: RangeMarker, size: str, context: str, precision: str, attention: str, phase: str) -> None:
+    """Runs the warm-up and the two captured steps of a case, "labkit step 0" and "labkit step 1"."""
+    parameters = step_parameters(size, int(context), precision, attention=attention)
+    with contextlib.closing(Workload(hardware.detect(), parameters)) as workload:
+        warm_up(workload, phase)
+        capture_steps(workload, phase, marker, "labkit")
+
+
+def nsys_line(case: Sequence[str], output: Path) -> str:
+    """Returns the command that makes the capture `output` by hand: of a case as `run_step` takes it."""
+    program = ["python", "-m", "labkit.experiments.captured_step", *case]
+    return shlex.join(["nsys", "profile", *profiling.TRACED, *profiling.STACKS, f"--output={output}", *program])
+
+
+def keep_capture(case: Sequence[str], output: Path) -> Path:
+    """Captures a case as `run_step` takes it by nsys, else by torch.profiler; returns the file. Raises as they do."""
+    device = hardware.detect()
+    nsys = Nsys.find() if device.kind == "cuda" else None
+    kept = {"keep": output.with_name(output.name + (".nsys-rep" if nsys else ".json")), "stacks": True}
+    if nsys:
+        nsys.capture([sys.executable, "-m", __name__, *case], timeout_s=600.0, **kept)
+    else:
+        profiling.capture_with_kineto(functools.partial(run_step, RangeMarker("kineto"), *case), device.kind, **kept)
+    return kept["keep"]
+
+
+if __name__ == "__main__":
+    run_step(RangeMarker("nvtx" if torch.cuda.is_available() else "none"), *sys.argv[1:])

@@ -158,6 +158,7 @@ def _observed(workload: RecomputingWorkload) -> dict:
 
 def _measure_timeline(workload: RecomputingWorkload, case: Case, phase: str) -> Measured:
     """Records every allocation of a step that is like all later ones, after one that is not recorded, as a check."""
+    _require_room(workload.device, case.parameters, phase)
     kind = workload.device.kind
     if phase == "train_step":
         workload.train_step()  # makes the optimizer's state

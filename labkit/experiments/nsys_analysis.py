@@ -6,7 +6,7 @@ of a capture that is cut off nothing is recorded. With torch.profiler the worker
 
 A step is captured twice, after one step that warms up: first with ranges around every block, norm and part of
 attention, then with the phases' ranges alone. Times and launches come from the second, which runs as it would
-unmarked; what is inside which range comes from the first.
+unmarked; what is inside which range comes from the first. Then the worker times the same step without a profiler.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import functools
 import gc
 import json
 import math
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ import pandas as pd
 import torch
 
 from labkit import accounting, hardware, numerics
-from labkit.configs import NSYS_ANALYSIS, REPOSITORY, model_config, narrowed
+from labkit.configs import NSYS_ANALYSIS, REPOSITORY, WORTH_TIMING, model_config, narrowed
 from labkit.experiments.captured_step import NUM_CAPTURED, NUM_WARMUP, Step, capture_steps, warm_up
 from labkit.experiments.sections import freeze_modules, memory_bytes, run_section
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
@@ -35,7 +36,11 @@ from labkit.measure.profiling import Nsys, ProfileError, RangeMarker, Trace
 
 __all__ = ["MEASUREMENT_VERSION", "ProfiledCase", "cases", "run_case"]
 
-MEASUREMENT_VERSION = 1
+MEASUREMENT_VERSION = 2
+"""2: the step is also timed without the profiler, and different kernels have different names."""
+
+STANDING_VERSIONS = (1,)
+"""Versions that a resumed run need not measure again: the report says what they lack."""
 
 FLASH = "auto"
 """The attention beside eager: labkit's FlashAttention, whichever implementation it takes for these tensors."""
@@ -98,9 +103,20 @@ def _run_profiles(device: hardware.Device, case: ProfiledCase, ceilings: dict[st
     freeze_modules()
     nsys = Nsys.find() if device.kind == "cuda" else None
     with contextlib.nullcontext() if nsys else workload(device, case) as live:
-        measure, *first = (_from_shared_capture, nsys, device) if nsys else (_capture_here, live)
         for phase in case.phases:
-            yield phase, functools.partial(measure, *first, case, phase)
+            yield phase, functools.partial(_profiled, nsys, device, live, case, phase)
+
+
+def _profiled(nsys: Nsys | None, device: hardware.Device, live: Workload | None, case: Case, phase: str) -> Measured:
+    """Returns what the capture of a phase gave, and the phase's time without a profiler."""
+    found = _from_shared_capture(nsys, device, case, phase) if nsys else _capture_here(live, case, phase)
+    if found.metrics["step_idle_fraction"] < WORTH_TIMING:
+        return found
+    # The captured process has ended: what it held is free.
+    with workload(device, case) if nsys else contextlib.nullcontext(live) as step:
+        timing = step.time_phase(phase, num_warmup=1, min_samples=3, max_samples=20, time_limit_s=0.1)
+    plain = {"unprofiled_ms": statistics.median(timing.host_ms), "unprofiled_n": timing.n}  # as done_ms is read
+    return replace(found, metrics=found.metrics | plain)
 
 
 run_case = functools.partial(run_section, {"profiles": _run_profiles})

@@ -21,10 +21,12 @@ were launched in it (its "projection"), since on the host a range ends when the 
 
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -32,8 +34,8 @@ import tempfile
 import threading
 import time
 import urllib.parse
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,7 +116,7 @@ def is_cast(name: str) -> bool:
 
 
 def short_name(name: str) -> str:
-    """Returns a readable name: no return type or namespace, and of the template arguments only what is computed.
+    """Returns a readable name: no return type or namespace; of the template's arguments what is computed, in 16 bits.
 
     >>> short_name("void at::native::vectorized_elementwise_kernel<4, at::native::BinaryFunctor<float, float, float, "
     ...            "at::native::binary_internal::MulFunctor<float> >, std::array<char*, 3ul> >(int, T2, T3)")
@@ -129,8 +131,17 @@ def short_name(name: str) -> str:
     base, _, arguments = name.partition("<")
     base = base.partition("(")[0].rstrip(":").rpartition("::")[2]
     computed = re.findall(r"\w*Functor\w*|\w+_functor\b|\w+Ops\b|\w+_kernel(?:_cuda|_impl|_gpu)?\b", arguments)
-    kept = [word for word in dict.fromkeys(computed) if word != base and not re.match("gpu_kernel|launch_", word)]
-    return (f"{base}[{':'.join(kept[:2])}]" if kept else base)[:96]
+    kept = [word for word in dict.fromkeys(computed) if word != base and not re.match("gpu_kernel|launch_", word)][:2]
+    kept += dict.fromkeys(re.findall(r"\b(?:c10::)?(BFloat16|Half)\b", arguments))
+    return (f"{base}[{':'.join(kept)}]" if kept else base)[:96]
+
+
+def distinct_names(names: Iterable[str]) -> dict[str, str]:
+    """Returns the short name of each name; those that would share one end in "#" and four digits of their own."""
+    short = {name: short_name(name) for name in names}
+    shared = Counter(short.values())
+    ends = {name: f"#{hashlib.sha1(name.encode()).hexdigest()[:4]}" for name in short if shared[short[name]] > 1}
+    return {name: text + ends.get(name, "") for name, text in short.items()}
 
 
 def _mangled_identifiers(name: str) -> list[str]:
@@ -420,9 +431,11 @@ def launches(trace: Trace, phases: Sequence[str]) -> pd.DataFrame:
         phases: names of the ranges that are phases; the outermost one of a path counts.
     """
     table = trace.operations.sort_values("start_ns", kind="stable").reset_index(drop=True)
+    pairs = table[["name", "kind"]].drop_duplicates()
+    short = distinct_names(pairs["name"][pairs["kind"] != "operator"])
     known = {
-        (name, kind): (name[:96] if kind == "operator" else short_name(name), classify(name, kind))
-        for name, kind in table[["name", "kind"]].drop_duplicates().itertuples(index=False)
+        (name, kind): (name[:96] if kind == "operator" else short[name], classify(name, kind))
+        for name, kind in pairs.itertuples(index=False)
     }
     keys = list(zip(table["name"], table["kind"], strict=True))
     table["short_name"] = [known[key][0] for key in keys]
@@ -530,24 +543,27 @@ class RangeMarker:
             self.close()
 
 
-def capture_with_kineto(function: Callable[[], None], device_kind: str) -> Trace:
+def capture_with_kineto(
+    function: Callable[[], None], device_kind: str, *, keep: Path | None = None, stacks: bool = False
+) -> Trace:
     """Calls `function` under torch.profiler and returns what it captured.
 
     Args:
         function: marks its ranges with a RangeMarker of kind "kineto".
         device_kind: "cuda" captures kernels, any other CPU operators.
+        keep: where the trace is kept as a file; None deletes it. stacks: with the Python lines that call.
 
     Raises ProfileError as `read_chrome_trace`.
     """
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device_kind == "cuda" else [])]
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities, with_stack=stacks) as profiler:
         function()
         if device_kind == "cuda":
             torch.cuda.synchronize()
     with tempfile.TemporaryDirectory(prefix="labkit-kineto-") as folder:
-        path = Path(folder) / "trace.json"
+        path = keep or Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         with _without_folder(folder):
             return read_chrome_trace(path, torch.__version__)
@@ -569,6 +585,11 @@ ALLOWED_ENVIRONMENT = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", 
 
 LIBRARIES = "LABKIT_NSYS_LIBRARIES"
 """Variable with folders, separated as in PATH, of libraries that nsys's own tools lack, such as libdw."""
+
+TRACED = ("--trace=cuda,nvtx", "--cuda-graph-trace=node", "--force-overwrite=true")
+NO_STACKS = ("--sample=none", "--cpuctxsw=none")
+STACKS = ("--sample=process-tree", "--python-backtrace=cuda", "--cudabacktrace=kernel")
+"""Options of `nsys profile`. With STACKS each launch has the lines of C++ and Python that made it, at a cost."""
 
 NEWER_OPTIONS = ("--cuda-event-trace=false",)
 """Turns off what some releases trace by default and what costs host time; all else that does is off by default.
@@ -612,13 +633,22 @@ class Nsys:
         importers = sorted(Path(path).resolve().parent.parent.glob("*/QdstrmImporter"))
         return cls(path, version.group() if version else "", str(importers[0]) if importers else None)
 
-    def capture(self, command: Sequence[str], *, timeout_s: float, variables: Mapping[str, str] | None = None) -> Trace:
-        """Runs `command` under nsys and returns what was captured; the capture itself is deleted.
+    def capture(
+        self,
+        command: Sequence[str],
+        *,
+        timeout_s: float,
+        variables: Mapping[str, str] | None = None,
+        keep: Path | None = None,
+        stacks: bool = False,
+    ) -> Trace:
+        """Runs `command` under nsys and returns what was captured.
 
         Args:
             command: program and arguments; it marks its ranges with NVTX.
             timeout_s: for the program, the import and the export together.
             variables: added to the allow-listed environment.
+            keep: where the capture (.nsys-rep) is kept; None deletes it. stacks: with call stacks if nsys can.
 
         Raises:
             TimeoutError: it took longer; every process that it started has been ended.
@@ -630,14 +660,13 @@ class Nsys:
             environment = {**allowed_environment(), **(variables or {}), "TMPDIR": folder}
             report = Path(folder) / "capture.nsys-rep"
             export = report.with_suffix(".sqlite")
-            options = ["--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", "--cuda-graph-trace=node",
-                       "--stats=false", "--force-overwrite=true", f"--output={folder}/capture"]  # fmt: skip
+            options, sampled = [*TRACED, "--stats=false", f"--output={folder}/capture"], STACKS if stacks else NO_STACKS
             folders = [os.environ.get(LIBRARIES, ""), environment.get("LD_LIBRARY_PATH", "")]
             tools = {**environment, "LD_LIBRARY_PATH": os.pathsep.join(filter(None, folders))}
-            for newer in (NEWER_OPTIONS, ()):
-                said = bounded([self.path, "profile", *options, *newer, *command], environment)
+            for others in ((*sampled, *NEWER_OPTIONS), sampled, NO_STACKS):  # a machine may allow no sampling
+                said = bounded([self.path, "profile", *options, *others, *command], environment)
                 raw = sorted(Path(folder).rglob("*.qdstrm"))
-                if report.exists() or raw or not _UNKNOWN_OPTION.search(said):
+                if report.exists() or raw or not (stacks or _UNKNOWN_OPTION.search(said)):
                     break  # an older release that is given a newer option starts nothing
             if not report.exists() and raw:
                 if self.importer is None:
@@ -646,6 +675,8 @@ class Nsys:
                 said = bounded(command, tools)
             if not report.exists():
                 raise ProfileError(f"nsys left no report: {_last_line(said)}")
+            if keep:
+                shutil.copyfile(report, keep)
             arguments = ["export", "--type=sqlite", "--force-overwrite=true", f"--output={export}", str(report)]
             said = bounded([self.path, *arguments], tools)
             if not export.exists():

@@ -363,13 +363,8 @@ def model_pairs(models: pd.DataFrame, backward: pd.DataFrame) -> pd.DataFrame:
 def table_transformer(models: pd.DataFrame, backward: pd.DataFrame) -> pd.DataFrame:
     """Returns eager → compiled blocks (ratio) by size in fp32 and bf16, at the shown context."""
     rows = select(model_pairs(models, backward), compile="regional", precision=["fp32", "bf16"])
-    if rows.empty:
-        return rows
     rows = forms.shown(rows).assign(phase=lambda frame: frame["phase"].map(PHASE_NAMES))
-    text = "{} → {} ({})".format
-    return pivot(rows, ["precision", "size", "context"], "phase", lambda row: (
-        text(number(row["base_median_ms"]), number(row["median_ms"]), times(row["ratio"]))
-    ))  # fmt: skip
+    return pivot(rows, ["precision", "size", "context"], "phase", forms.arrow)
 
 
 def findings_transformer(models: pd.DataFrame, backward: pd.DataFrame) -> list[str]:

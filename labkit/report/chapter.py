@@ -21,7 +21,7 @@ from labkit.records import (
     write_text_atomic,
 )
 from labkit.report import figures, tables, verdicts
-from labkit.report.findings import disturbed_note
+from labkit.report.findings import count, disturbed_note
 
 FIGURE_METADATA = "labkit_figure"
 """Key in an output's metadata under which the report finds the figure's file name and its description."""
@@ -106,13 +106,13 @@ class Chapter:
     def table(self, build: Callable[..., pd.DataFrame], *arguments, caption: str, **options) -> Markdown:
         """Shows the table `build(*arguments, **options)` under its caption, with at most MAX_ROWS rows.
 
-        Neither this nor `figure` and `findings` call `build` when a frame among `arguments` is empty. "{time}" in the
-        caption becomes the kind of time that the first frame holds.
+        Neither this nor `figure` and `findings` call `build` when nothing in a frame among `arguments` was measured.
+        "{time}" in the caption becomes the kind of time that the first frame holds.
         """
         frame = self._built(build, *arguments, **options)
         caption = caption.replace("{time}", kinds_of_time(arguments))
         if frame is None or frame.empty:
-            return Markdown(f"*{caption}: not measured on {self.device}.*")
+            return Markdown(f"*{caption}: {_why_not(self.device, arguments)}.*")
         if len(frame) > tables.MAX_ROWS:
             caption += f" (the first {tables.MAX_ROWS} of {len(frame):,} rows)"
             frame = frame.head(tables.MAX_ROWS)
@@ -133,7 +133,7 @@ class Chapter:
         """
         figure = self._built(build, *arguments, **options)
         if figure is None:
-            return Markdown(f"*{description}: not measured on {self.device}.*")
+            return Markdown(f"*{description}: {_why_not(self.device, arguments)}.*")
         if here is not None:
             figures.mark_here(figure, here)
         file_name = f"{self.number}_{name}.svg"
@@ -151,7 +151,8 @@ class Chapter:
         """Shows at most MAX_FINDINGS computed sentences as a list, and how often the machine was busy."""
         sentences = list(self._built(build, *arguments, **options) or [])[:MAX_FINDINGS]
         if not sentences:
-            return Markdown(f"*Not measured on {self.device}.*")
+            why = _why_not(self.device, arguments)
+            return Markdown(f"*{why[0].upper()}{why[1:]}.*")
         frames = [x for x in arguments if isinstance(x, pd.DataFrame) and "disturbed" in x]
         busy = [f"{tables.DISTURBED}{note}" for note in disturbed_note(pd.concat(frames))] if frames else []
         return Markdown("\n".join(f"- {sentence}" for sentence in [*sentences, *busy]))
@@ -160,7 +161,7 @@ class Chapter:
         """Links the CSV files of all sections and of `derived`, and writes them where wanted.
 
         Args:
-            derived: by name a function and its arguments; it is not called when a frame among these is empty.
+            derived: by name a function and its arguments; not called when nothing in a frame among these was measured.
         """
         frames = {section: self.records(section) for section in dict.fromkeys(r.section for r in self.all_records())}
         links = []
@@ -176,9 +177,22 @@ class Chapter:
 
     @staticmethod
     def _built(build: Callable, *arguments, **options):
-        if any(isinstance(argument, pd.DataFrame) and argument.empty for argument in arguments):
-            return None
-        return build(*arguments, **options)
+        frames = [argument for argument in arguments if isinstance(argument, pd.DataFrame)]
+        return build(*arguments, **options) if all(map(_is_measured, frames)) else None
+
+
+def _is_measured(frame: pd.DataFrame) -> bool:
+    return not frame.empty and ("status" not in frame or bool((frame["status"] == "ok").any()))
+
+
+def _why_not(device: str, arguments: Sequence) -> str:
+    """Returns "not measured on nvidia-h200", and why where all was tried and failed."""
+    for frame in arguments:
+        if isinstance(frame, pd.DataFrame) and not frame.empty and not _is_measured(frame):
+            status, reason = frame["status"].iloc[0], frame["reason"].iloc[0]
+            why = f"the first by {status} ({reason[:120]})" if reason else f"the first by {status}"
+            return f"not measured on {device}: {count(len(frame), 'attempt')} failed, {why}"
+    return f"not measured on {device}"
 
 
 def dates_of(records: Sequence[Record]) -> str:

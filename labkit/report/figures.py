@@ -125,6 +125,8 @@ def context_axis(axis: Axes, contexts: Sequence[int], label: str = "context (tok
 
 def log_time_axis(axis: Axes, label: str = "time (ms)") -> None:
     """Makes y a log axis with plain numbers at 1, 2 and 5 times each power of ten."""
+    if not axis.lines:  # all that was tried failed: there are marks alone, and no number to scale by
+        axis.set_ylim(0.1, 10)
     axis.set_yscale("log")
     axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))

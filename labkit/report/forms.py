@@ -37,6 +37,11 @@ def pairs(
     return in_order(pd.DataFrame(found, columns=columns).astype({"launch_bound": bool}), [column, *keys])
 
 
+def arrow(row: dict) -> str:
+    """Returns a row of `pairs` as "23.6 → 18.5 (1.28×)"."""
+    return f"{number(row['base_median_ms'])} → {number(row['median_ms'])} ({times(row['ratio'])})"
+
+
 def exact_pairs(frame: pd.DataFrame, column: str, base: str, *, keys: Sequence[str]) -> pd.DataFrame:
     """Returns pairs as `pairs` does, of peak_bytes: above a `ratio` of 1 the other takes more and is "behind"."""
     rows = ok_rows(frame)

@@ -179,7 +179,7 @@ def figure_timeline(frame: pd.DataFrame) -> Figure | None:
 
 def findings_timelines(frame: pd.DataFrame) -> list[str]:
     """Says where a step peaks and what autocast's weight cache adds, and names the largest allocation."""
-    rows, sentences = recordings(frame), []
+    rows, sentences = recordings(shown(frame)), []
     for row in [row for row in rows if row["phase"] == "train_step"][:1]:
         shares = {c: row[f"{c.replace(' ', '_')}_at_peak_bytes"] / row["peak_bytes"] for c in CATEGORIES}
         made_of = [f"{percent(shares[c])} {c}" for c in sorted(shares, key=shares.get, reverse=True) if shares[c]]
@@ -294,8 +294,6 @@ def table_checkpointing(frame: pd.DataFrame) -> pd.DataFrame:
         who = ATTENTION_NAMES.get(row["attention"], row["attention"])
         line[f"{who}: peak (predicted), GiB"] = f"{cell(row, 'peak_bytes', gib)} ({gib(row['predicted_bytes'])})"
         line[f"{who}: step (ms)"] = cell(row)
-        if row["status"] == "ok":
-            line["forwards per block"] = number(row["forwards_per_block"])
     return pd.DataFrame(lines.values()).fillna("–")
 
 
@@ -314,7 +312,7 @@ def figure_checkpointing(frame: pd.DataFrame) -> Figure | None:
         figures.mark_failures(left, line, "k", colour=style.colour)
         points["label"] = ATTENTION_NAMES.get(attention, attention)
         right.plot(group["peak_bytes"] / GIB, group["median_ms"], **points)
-        for row in ok_rows(group, plan=["none", "1", "4", "16", "32", "6/1"]).to_dict("records"):
+        for row in ok_rows(group, plan=["none", "1", "4", "16", "32", "6/1", "16/8/4/2/1"]).to_dict("records"):
             at = (row["peak_bytes"] / GIB, row["median_ms"])
             right.annotate(row["plan"], at, xytext=(5, 4), textcoords="offset points", fontsize=7.5)
     figures.context_axis(left, sorted(set(single["k"])) or [1], "k, blocks recomputed together")
@@ -345,10 +343,10 @@ def findings_checkpointing(frame: pd.DataFrame) -> list[str]:
                 f"recomputing {without}). A block keeps {times(kept)} its input, so N/k inputs and k blocks are least "
                 f"at k = √(N/{number(kept)}) = {number((layers / kept) ** 0.5)} rather than √N = {number(layers**0.5)}."
             )
-            for nested in ok_rows(group, level=2).to_dict("records"):
+            for nested in ok_rows(group[group["level"] > 1]).to_dict("records"):
                 verdict = verdicts.exact(nested["peak_bytes"], row["peak_bytes"])
                 word = {verdicts.AHEAD: "below", verdicts.BEHIND: "above"}.get(verdict, "equal to")
-                deeper.append(f"{word} it with {who} ({number(nested['median_ms'])} ms)")
+                deeper.append(f"{word} it with {who} ({nested['plan']}, {number(nested['median_ms'])} ms)")
             grows = accounting.block_gradient_bytes(config) > stream
     if deeper:
         text = f"Beside the lowest peak of a single level, that of a nested one is {listing(deeper)}."
@@ -419,9 +417,9 @@ def front(chapter: Chapter) -> list[tuple[str, str]]:
     """Returns the findings of this chapter for the front page, each with the heading that it links to."""
     frame, plans = chapter.records("peaks"), chapter.records("checkpointing")
     pure = Chapter("03_mixed_precision", device=chapter.device, output=str(chapter.folder.parent)).records("steps")
-    every = [text for text in findings_checkpointing(plans) if "at k = 1:" in text] if len(plans) else []
+    every = [text for text in findings_checkpointing(plans) if "at k = 1:" in text] if len(ok_rows(plans)) else []
     found = [(f"**Recompute every block, not every √N.** {text}", "Recomputing instead of keeping") for text in every]
-    told = " ".join(findings_autocast(frame, pure=pure)) if len(frame) else ""
+    told = " ".join(findings_autocast(frame, pure=pure)) if len(ok_rows(frame)) else ""
     return found[-1:] + ([(f"**{told.replace('. ', '.** ', 1)}", "Autocast and pure bf16")] if told else [])
 
 

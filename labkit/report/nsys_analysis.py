@@ -1,7 +1,7 @@
 """Notebook 02 from its records: what a step's kernel time goes to, kernel by kernel, and how a profile is read.
 
-Every function takes frames of records as `Chapter.records` returns them. Kernel times are device times; idleness and
-the host's times are those under the profiler.
+Every function takes frames of records as `Chapter.records` returns them. Kernel times are device times. The host's
+times are those under the profiler, except where a step is said to be without.
 """
 
 import math
@@ -13,19 +13,16 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from labkit import published
-from labkit.configs import BATCH_SIZE, SIZES
+from labkit.configs import BATCH_SIZE, SIZES, WORTH_TIMING
 from labkit.report import figures, forms, profiles, verdicts
 from labkit.report.findings import count, listing, number, percent, span, times
 from labkit.report.forms import case_name, name, shown
-from labkit.report.profiles import CASE, CLASSES, COMMON_NAME, STEPS, attention_times, classes, tables_of, whole_steps
+from labkit.report.profiles import CASE, CLASSES, STEPS, attention_times, classes, tables_of, whole_steps
 from labkit.report.tables import PHASE_NAMES, in_order, ok_rows, once_per_frame, select
 
 _COLOURS = "#0072b2 #8a1c20 #f0e442 #009e73 #56b4e9 #000000 #e69f00 #8c6d31 #5d3a9b #b0b0b0".split()
 CLASS_COLOURS = dict(zip(CLASSES, _COLOURS, strict=True))
 CLASS_HATCHES = {"elementwise": "///", "copy": "...", "optimizer": "\\\\\\"}
-
-IDLE, AGREEMENT = 0.1, 0.05
-"""A device is called idle from a tenth of a step on; kernel times are called the same within 5 %."""
 
 
 def columns(rows: pd.DataFrame, **shown_as: tuple[str, Callable]) -> pd.DataFrame:
@@ -43,8 +40,7 @@ def table_passes(frame: pd.DataFrame) -> pd.DataFrame:
     rows = in_order(shown(ok_rows(frame, phase="inference", attention="eager")), ["precision", "size"])
     return columns(rows, launches=("num_launches", "{:,.0f}".format), **{
         "host range": ("issued_ms", number), "host clock": ("done_ms", number),
-        "projection": ("inference_projected_ms", number), "kernels": ("inference_kernel_ms", number),
-        "idle, profiled": ("inference_idle_fraction", percent)})  # fmt: skip
+        "projection": ("inference_projected_ms", number), "kernels": ("inference_kernel_ms", number)})  # fmt: skip
 
 
 def findings_passes(frame: pd.DataFrame) -> list[str]:
@@ -61,14 +57,12 @@ def findings_passes(frame: pd.DataFrame) -> list[str]:
     if len(rows):
         marked = rows["done_with_ranges_ms"] / rows["done_ms"]
         sums = [tables_of(rows, which).groupby([*CASE, "record"])["total_us"].sum() for which in ("ranges", "classes")]
-        change = sums[0] / sums[1]
-        text = (
+        alike = (sums[0] / sums[1] - 1).abs().max() <= verdicts.LEVEL_BAND < marked.max() - 1
+        sentences.append(
             f"Marking every block and part makes a step last up to {times(marked.max())} as long on the host's clock "
-            f"({name(rows.loc[marked.idxmax()])}); its kernels take {span(change)} their time without"
+            f"({name(rows.loc[marked.idxmax()])}); its kernels take {span(sums[0] / sums[1])} their time without"
+            f"{': trust the kernel times of a profile, not its gaps' if alike else ''}."
         )
-        if (change - 1).abs().max() <= AGREEMENT < marked.max() - 1:
-            text += ": profiling lengthens the host's work. Trust a profile's kernel times, not its gaps"
-        sentences.append(f"{text}.")
     return sentences
 
 
@@ -173,14 +167,13 @@ def table_kernels(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def findings_kernels(frame: pd.DataFrame) -> list[str]:
-    """Says which kernel leads the forward pass, whether it leads with backward too, and which names cover several."""
+    """Says which kernel leads the forward pass, and whether it leads with backward too."""
     best, case, sentences = profiles.top_kernels(frame), shown_case(frame), []
     leads = [
         f"{row['kernel']} in {row['precision']} ({row['launches']:,} launches, {percent(row['share'])} of the pass)"
         for row in select(best, view="forward").to_dict("records")
         if (row["size"], row["context"]) == (case["size"], case["context"])
     ]
-    common, best = best[best["short_name"] == COMMON_NAME], best[best["short_name"] != COMMON_NAME]
     both = best.set_index([*CASE, "view"])["kernel"].unstack("view").reindex(columns=["forward", "forward_backward"])
     if leads and len(both := both.dropna()):
         sentences.append(
@@ -188,30 +181,43 @@ def findings_kernels(frame: pd.DataFrame) -> list[str]:
             f"one leads in {(both['forward'] == both['forward_backward']).sum()} of {count(len(both), 'case')}: the "
             "gradients' products have transposed operands, which other kernels serve, and more casts and copies add up."
         )
-    if len(common):
-        row = common.loc[common["share"].idxmax()]
-        sentences.append(
-            f"`{COMMON_NAME}` is the name of every CUTLASS kernel: its {row['launches']:,} launches of "
-            f"{number(row['min_us'])} to {number(row['max_us'])} µs in {PHASE_NAMES[row['view']]} of {name(row)} are "
-            f"several. The {len(common)} passes and steps that it leads are not in the count above."
-        )
     return sentences
 
 
+def table_idle(frame: pd.DataFrame) -> pd.DataFrame:
+    """Returns a step's kernels beside the step without a profiler, the device's idle share, and the profiler's cost."""
+    rows = in_order(shown(profiles.idle_steps(select(frame, attention="eager"))), ["precision", "size"])
+    rows["idle"] = [
+        percent(idle) if idle == idle else f"≤ {percent(most)}" if most < WORTH_TIMING else "not measured"
+        for idle, most in zip(rows["idle"], rows["step_idle_fraction"], strict=True)
+    ]
+    return columns(rows, launches=("num_launches", "{:,.0f}".format), **{
+        "kernels (ms)": ("step_kernel_ms", number), "step without profiler (ms)": ("unprofiled_ms", number),
+        "idle without": ("idle", str), "step under profiler (ms)": ("done_ms", number),
+        "lengthened": ("lengthened", times)})  # fmt: skip
+
+
 def findings_idle(frame: pd.DataFrame) -> list[str]:
-    """Says when the device idles under the profiler, and what was not tried."""
-    sentences, rows = [], whole_steps(frame)
+    """Says in how many steps the device waits for the host, how long the profiler makes them, what was not tried."""
+    sentences, rows = [], profiles.idle_steps(frame)
     if len(rows):
-        idle, means = rows["step_idle_fraction"] >= IDLE, ""
-        mean = 1e3 * rows["step_kernel_ms"] / rows["num_launches"]
-        if idle.any() and not idle.all():
-            means = f"; the mean kernel takes {span(mean[idle], number)} µs in these and "
-            means += f"{span(mean[~idle], number)} µs in the others"
-        sentences.append(
-            f"Under the profiler the device idles for {percent(IDLE)} or more of {idle.sum()} of {len(rows)} "
-            f"steps{means}. It idles when a kernel ends before the host launches the next "
-            "one, and profiling slows launches: chapter 01 says which steps are launch-bound without."
-        )
+        told = rows["is_idle"].value_counts().reindex(["yes", "no", "unknown"], fill_value=0)
+        text = f"Without a profiler the device idles for {percent(profiles.IDLE)} or more of {told['yes']} of "
+        text += count(told["yes"] + told["no"], "step")
+        if told["yes"]:
+            us = 1e3 * rows["step_kernel_ms"] / rows["num_launches"]
+            mean = span(us[rows["is_idle"] == "yes"], number)
+            text += f": their kernels end before the host launches the next (mean kernel {mean} µs)"
+        if told["unknown"]:
+            text += f"; of {told['unknown']} more, which idle under the profiler, it is not measured"
+        sentences.append(f"{text}.")
+        if len(longer := rows.dropna(subset=["lengthened"])):
+            most = longer.loc[longer["lengthened"].idxmax()]
+            sentences.append(
+                f"The profiler makes a step {span(longer['lengthened'])} as long (most: {name(most)}, "
+                f"{number(most['unprofiled_ms'])} → {number(most['done_ms'])} ms; {count(len(longer), 'step')} timed "
+                "both ways). It adds to each launch on the host, and nothing to a kernel."
+            )
     if len(skipped := in_order(select(frame, status="skipped"), ["size"])):
         sentences.append(
             f"{count(len(skipped), 'step')} of {len(frame):,} ({listing(dict.fromkeys(skipped['size']))}) were not "
@@ -348,7 +354,7 @@ def published_profiles(frame: pd.DataFrame) -> pd.DataFrame:
         ("forward (ms)", passes.assign(phase="forward"), passes["nsys_ms"],
          whole_steps(frame).assign(view="forward"), "forward_kernel_ms"),
         ("first kernel (%)", ranked.query("rank == 1 and ranking == 'all'"), ranked["time_percent"],
-         top[top["short_name"] != COMMON_NAME].assign(percent=lambda t: 100 * t["share"]), "percent"),
+         top.assign(percent=lambda t: 100 * t["share"]), "percent"),
     ):  # fmt: skip
         theirs = theirs.assign(published=value, context=theirs["context_length"], quantity=quantity)
         theirs = theirs.assign(size=theirs["model"].replace(_PUBLISHED), view=theirs["phase"].replace(_PUBLISHED))

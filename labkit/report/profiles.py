@@ -3,6 +3,7 @@
 Every function takes frames of notebook 02's records as `Chapter.records` returns them.
 """
 
+import math
 import re
 
 import pandas as pd
@@ -46,8 +47,9 @@ SHORTER_NAMES = {
 }
 """What the names of kernels of one kind share, and what to write for it."""
 
+IDLE = 0.1  # a device is called idle from a tenth of a step on
 COMMON_NAME = "Kernel2"
-"""The name under which several CUTLASS kernels come where a record holds no more of it."""
+"""The name of every CUTLASS kernel in records of version 1; where it leads, no kernel is known to."""
 
 
 def whole_steps(frame: pd.DataFrame, **equal) -> pd.DataFrame:
@@ -90,22 +92,42 @@ def kernels(frame: pd.DataFrame) -> pd.DataFrame:
     rows = pd.concat([rows, both]).merge(totals, on=[*CASE, "view"])
     roles = {short: next((text for pattern, text in KERNEL_ROLES.items() if re.search(pattern, short)), "–")
              for short in set(rows["short_name"])}  # fmt: skip
-    kernel, role = rows["short_name"].replace(SHORTER_NAMES, regex=True), rows["short_name"].map(roles)
-    return rows.assign(kernel="`" + kernel + "`", role=role, share=rows["total_us"] / rows["view_us"])
+    short = pd.Series(list(roles), index=list(roles), dtype=str)
+    shorter = short.replace(SHORTER_NAMES, regex=True)
+    shorter = "`" + shorter.mask(shorter.duplicated(keep=False), short) + "`"  # two kernels keep two names
+    kernel, role = rows["short_name"].map(shorter), rows["short_name"].map(roles)
+    return rows.assign(kernel=kernel, role=role, share=rows["total_us"] / rows["view_us"])
 
 
-def largest_kernels(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns the kernels with most time in each forward pass, alone and with backward."""
+def largest_kernels(frame: pd.DataFrame, *, others: bool = False) -> pd.DataFrame:
+    """Returns the kernels with most time in each forward pass, alone and with backward; `others`: no products."""
     rows = select(kernels(frame), view=["forward", "forward_backward"]).sort_values("total_us", ascending=False)
+    rows = select(rows, attention="eager")[lambda found: found["kernel_class"] != "matmul"] if others else rows
     kept = [*CASE, "view", "kernel", "kernel_class", "role", "launches", "total_us", "min_us", "max_us", "share"]
     rows = rows.groupby([*CASE, "view"]).head(10).reindex(columns=kept)
     return in_order(rows, ["precision", "size", "context", "attention", "view"])
 
 
+def idle_steps(frame: pd.DataFrame) -> pd.DataFrame:
+    """Returns the steps of `whole_steps` with what tells whether the device waits for the host.
+
+    Columns unprofiled_ms (the step without a profiler by the host's clock, NaN where not measured), idle (1 − kernel
+    time over it), lengthened (the step under the profiler over it) and is_idle: "yes", "no", or "unknown" where the
+    device idles under the profiler, which only adds to the host's work, and the step was not timed without.
+    """
+    rows = whole_steps(frame)
+    rows = rows.assign(unprofiled_ms=rows.get("unprofiled_ms", math.nan))
+    rows["idle"] = (1 - rows["step_kernel_ms"] / rows["unprofiled_ms"]).clip(lower=0)
+    rows["lengthened"] = rows["done_ms"] / rows["unprofiled_ms"]
+    is_idle = rows["idle"].fillna(rows["step_idle_fraction"]) >= IDLE
+    return rows.assign(is_idle=is_idle.map({True: "yes", False: "no"}).mask(is_idle & rows["idle"].isna(), "unknown"))
+
+
 def top_kernels(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns, of each eager case and view, the kernel with the most time; columns as of `kernels`."""
     rows = select(kernels(frame), attention="eager")
-    return in_order(rows.loc[rows.groupby([*CASE, "view"])["total_us"].idxmax()], ["precision"])
+    first = rows.loc[rows.groupby([*CASE, "view"])["total_us"].idxmax()]
+    return in_order(first[first["short_name"] != COMMON_NAME], ["precision"])
 
 
 @once_per_frame

@@ -133,8 +133,7 @@ def figure_steps(steps: pd.DataFrame, floor: pd.DataFrame) -> Figure | None:
 
 def findings_steps(steps: pd.DataFrame, floor: pd.DataFrame) -> list[str]:
     """Says what all steps give together, what each one does, and what bounds the fused encoder."""
-    failed, changes, first, ours = forms.failures(steps), saved(steps), original(steps), row_of(steps, OURS)
-    sentences = []
+    changes, first, ours, sentences = saved(steps), original(steps), row_of(steps, OURS), []
     if "way" in first and ours["status"] == "ok":
         ratio, peaks = verdicts.ratio(first, ours, "sustained_ms"), [gib(row["peak_bytes"]) for row in (first, ours)]
         peak = f", peak {peaks[0]} and {peaks[1]} GiB" if "–" not in peaks else ""
@@ -157,7 +156,8 @@ def findings_steps(steps: pd.DataFrame, floor: pd.DataFrame) -> list[str]:
         if ours["is_replayed"]:
             parts.append(f"launched from Python instead of replayed {number(ours['call_ms'])}")
         sentences.append(f"{'; '.join(parts)}.")
-    return sentences[: 3 - len(failed)] + failed
+    # What failed stands in the table as well, and takes no finding's place.
+    return [" ".join([*sentences[:1], *forms.failures(steps)]), *sentences[1:]] if sentences else forms.failures(steps)
 
 
 def memory(num_bytes: float) -> str:
@@ -204,7 +204,7 @@ def table_sizes(steps: pd.DataFrame) -> pd.DataFrame:
 def findings_sizes(steps: pd.DataFrame) -> list[str]:
     """Says where the fused encoder stands by workload, launched too, and what padding costs the peer that pads."""
     pairs, sentences = select(against(steps), phase=BOTH), []
-    pairs = pairs[~pairs["way"].isin(STEPS[1:])]
+    pairs = pairs[~pairs["way"].isin(STEPS[1:]) & ~pairs["way"].str.startswith(OURS)]
     for workload, title in (("A", "Images of one size"), ("B", "Images of many sizes")):
         of = select(pairs, workload=workload)
         if text := forms.summary(of, lambda row: NAMES.get(row["way"], row["way"])):
