@@ -9,11 +9,12 @@ import torch
 from chapters import CPU, in_section, measure, on_a_cpu
 
 from labkit import notebooks
-from labkit.configs import SIGLIP2_SIZES
+from labkit.configs import REFERENCE_DEVICE, SIGLIP2_SIZES
 from labkit.experiments import siglip2
 from labkit.experiments.sweep import Skip
 from labkit.models.siglip2 import IMPLS
 from labkit.report import siglip2 as report
+from labkit.report.chapter import Chapter
 
 
 @pytest.fixture
@@ -163,7 +164,7 @@ def test_a_table_of_steps_has_launched_and_replayed_times():
 
 def test_findings_of_steps_follow_their_records():
     whole, each, bound = report.findings_steps(steps(), FLOOR)
-    assert "eager, layers compiled 180 ms, fused 80.0 (ahead, 2.25×), peak 18.0 and 9.00 GiB" in whole
+    assert "eager, layers compiled 180 ms, fused 80.0; ahead, 2.25×; peak 18.0 and 9.00 GiB" in whole
     assert "positions level (-1.00 ms, +0 MiB)" in each and "fused ahead (+30.00 ms, -1,024 MiB)" in each
     assert "In bursts the fused encoder takes 72.0 ms; sustained 80.0 at 690 W and 1,500 MHz" in bound
     assert "the products alone need 75 %" in bound and "instead of replayed 160" in bound
@@ -172,7 +173,7 @@ def test_findings_of_steps_follow_their_records():
     # Without a compiled original the plain one stands in for it, by name.
     rest = steps()
     rest = rest[rest["way"] != "eager + compile"]
-    assert "eager 200 ms, fused 80.0 (ahead, 2.50×)" in report.findings_steps(rest, FLOOR)[0]
+    assert "eager 200 ms, fused 80.0; ahead, 2.50×" in report.findings_steps(rest, FLOOR)[0]
 
 
 def test_padding_stands_beside_the_peer_that_pads():
@@ -274,3 +275,12 @@ def test_the_front_page_tells_launched_times_from_the_graph():
     assert f"## {heading}" in headings
     assert report.front(SimpleNamespace(records=lambda _: pd.DataFrame())) == []
     assert report.front(SimpleNamespace(records=lambda _: frame(step("eager", 1.0)))) == []
+
+
+def test_the_committed_chapter_shows_what_was_measured():
+    chapter = Chapter("08_siglip2", device=REFERENCE_DEVICE)
+    found, floor = chapter.records("steps"), chapter.records("floor")
+    assert 0 < len(report.table_steps(found, floor)) <= 12 and 0 < len(report.table_sizes(found)) <= 12
+    changes = report.saved(found)
+    assert 0 < len(changes) < len(report.STEPS) and (changes["sustained_ms"] > report.floor_ms(floor)).all()
+    assert len(report.findings_steps(found, floor)) == 3 and len(report.front(chapter)) == 1

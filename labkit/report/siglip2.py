@@ -80,7 +80,7 @@ def table_steps(steps: pd.DataFrame, floor: pd.DataFrame) -> pd.DataFrame:
     for way in dict.fromkeys(select(measured(steps), workload="A")["way"]):
         forward, both = row_of(steps, way, phase="forward"), row_of(steps, way)
         line = {"way": NAMES.get(way, way), "forward (ms)": shown(forward, "sustained_ms")}
-        line |= {"both (ms)": shown(both, "sustained_ms"), "replayed": "yes" if both.get("is_replayed") else "no"}
+        line |= {"both (ms)": shown(both, "sustained_ms"), "replayed": "yes" if both.get("is_replayed") else "–"}
         line |= {"both, launched (ms)": shown(both, "call_ms"), "peak (GiB)": shown(both, "peak_bytes", gib)}
         line |= {"products' share": percent(floor_ms(floor) / both.get("sustained_ms", math.nan))}
         breaks = f"{both['graph_breaks']:.0f}" if both["status"] == "ok" else "–"
@@ -136,17 +136,17 @@ def findings_steps(steps: pd.DataFrame, floor: pd.DataFrame) -> list[str]:
     changes, first, ours, sentences = saved(steps), original(steps), row_of(steps, OURS), []
     if "way" in first and ours["status"] == "ok":
         ratio, peaks = verdicts.ratio(first, ours, "sustained_ms"), [gib(row["peak_bytes"]) for row in (first, ours)]
-        peak = f", peak {peaks[0]} and {peaks[1]} GiB" if "–" not in peaks else ""
-        sentences.append(
-            f"Forward + backward of {workload_name(steps)}, sustained: {NAMES[first['way']]} "
-            f"{number(first['sustained_ms'])} ms, fused {number(ours['sustained_ms'])} ({ratio.verdict}, "
-            f"{times(ratio.mid)}){peak}."
-        )
+        found = [f"{NAMES[first['way']]} {number(first['sustained_ms'])} ms, fused {number(ours['sustained_ms'])}"]
+        found.append(f"{ratio.verdict}, {times(ratio.mid)}")
+        found += [f"peak {peaks[0]} and {peaks[1]} GiB"] if "–" not in peaks else []
+        sentences.append(f"Forward + backward of {workload_name(steps)}, sustained: {'; '.join(found)}.")
     if len(changes):
-        parts = [
-            f"{row.way} {row.verdict} ({row.saved_ms:+.2f} ms{memory(row.saved_bytes)})" for row in changes.itertuples()
-        ]
-        sentences.append(f"Each step against the one before, and what it saves: {listing(parts)}.")
+        parts = (
+            f"{row.way} {row.verdict} ({row.saved_ms:+.2f} ms, {row.saved_bytes / 2**20:+,.0f} MiB)"
+            for row in changes.itertuples()
+        )
+        text = listing(parts).replace(", +nan MiB", "")  # a CPU has no peaks
+        sentences.append(f"Each step against the one before, and what it saves: {text}.")
     if ours["status"] == "ok":
         parts = [f"In bursts the fused encoder takes {number(ours['median_ms'])} ms"]
         power = f" at {number(ours['watts'])} W and {number(ours['sm_clock_mhz'], 4)} MHz" if ours["watts"] > 0 else ""
@@ -158,11 +158,6 @@ def findings_steps(steps: pd.DataFrame, floor: pd.DataFrame) -> list[str]:
         sentences.append(f"{'; '.join(parts)}.")
     # What failed stands in the table as well, and takes no finding's place.
     return [" ".join([*sentences[:1], *forms.failures(steps)]), *sentences[1:]] if sentences else forms.failures(steps)
-
-
-def memory(num_bytes: float) -> str:
-    """Returns ", +1,024 MiB", "" where peaks were not measured."""
-    return f", {num_bytes / 2**20:+,.0f} MiB" if num_bytes == num_bytes else ""
 
 
 # --- images of many sizes, and peers ---
@@ -240,8 +235,8 @@ def kernels_of(profile: pd.DataFrame) -> pd.DataFrame:
 def table_profile(profile: pd.DataFrame) -> pd.DataFrame:
     """Returns the longest kernels of the fused encoder's forward and backward."""
     rows = select(kernels_of(profile), way=OURS)
-    shown = {"kernel": [f"`{kernel[:60]}`" for kernel in rows["kernel"]], "launches": rows["launches"].astype(str)}
-    return pd.DataFrame(shown | {"ms": rows["ms"].map(number), "share": rows["share"].map(percent)})
+    table = {"kernel": [f"`{kernel[:60]}`" for kernel in rows["kernel"]], "launches": rows["launches"].astype(str)}
+    return pd.DataFrame(table | {"ms": rows["ms"].map(number), "share": rows["share"].map(percent)})
 
 
 def class_times(row: dict) -> dict[str, float]:
@@ -284,8 +279,8 @@ def findings_profile(profile: pd.DataFrame) -> list[str]:
             f"written, {number(last['kernels_ms'])} in {int(last['num_launches']):,} fused{gone}."
         )
     if last:
-        left = sorted(after, key=after.get, reverse=True)[:4]
-        parts = (f"{kind} {percent(after[kind] / last['kernels_ms'])}" for kind in left)
+        left = sorted(after.items(), key=lambda item: -item[1])[:4]
+        parts = (f"{kind} {percent(value / last['kernels_ms'])}" for kind, value in left)
         sentences.append(f"What is left of the fused encoder's kernel time: {listing(parts)}.")
     return sentences
 
@@ -297,15 +292,15 @@ def table_accuracy(accuracy: pd.DataFrame) -> pd.DataFrame:
     """Returns for each implementation its errors by precision, and these over those of eager in the same precision."""
     result = []
     for impl in [impl for impl in STEPS if impl in set(accuracy["phase"])]:
-        shown = {"impl": impl}
+        line = {"impl": impl}
         for precision in dict.fromkeys(accuracy["precision"]):
             row = next(iter(select(accuracy, phase=impl, precision=precision).to_dict("records")), None)
             for which, title in (("out", "output"), ("gradient", "worst gradient")):
                 text = "–" if row is None else row["status"]
                 if text == "ok":
                     text = f"{scientific(row[f'{which}_error'])} ({times(_over_eager(row, which))})"
-                shown[f"{precision}, {title}"] = text
-        result.append(shown)
+                line[f"{precision}, {title}"] = text
+        result.append(line)
     return pd.DataFrame(result)
 
 
@@ -348,8 +343,7 @@ def contests(kernels: pd.DataFrame) -> pd.DataFrame:
 @once_per_frame
 def rates(kernels: pd.DataFrame) -> pd.DataFrame:
     """Returns by shape ours' time, and what it reaches of its ceiling: backward is both passes less forward."""
-    ours = ok_rows(contests(kernels), impl="ours")
-    ours["work"] = ours["num_bytes"].fillna(ours["flops"])
+    ours = ok_rows(contests(kernels), impl="ours").assign(work=lambda rows: rows["num_bytes"].fillna(rows["flops"]))
     columns = [*SHAPE, "work", "ceiling_fraction", "median_ms"]
     both, forward = (select(ours, name=one)[columns] for one in (BOTH, "forward"))
     rows = both.merge(forward, "left", SHAPE, suffixes=("", "_forward"))
@@ -363,15 +357,15 @@ def table_kernels(kernels: pd.DataFrame) -> pd.DataFrame:
     rows, reached, result = contests(kernels), rates(kernels).set_index(SHAPE), []
     for shape, group in rows.groupby(SHAPE, sort=False):
         ours = reached.loc[shape].to_dict() if shape in reached.index else {}
-        shown = {"operation": f"{shape[0]}, {shape[1]:,} × {shape[2]:,}", "both (ms)": number(ours.get("median_ms"))}
+        line = {"operation": f"{shape[0]}, {shape[1]:,} × {shape[2]:,}", "both (ms)": number(ours.get("median_ms"))}
         for title, key in (("forward", "ceiling_fraction_forward"), ("backward", "backward_fraction")):
-            shown[f"{title}, of the ceiling"] = percent(ours.get(key))
+            line[f"{title}, of the ceiling"] = percent(ours.get(key))
         for impl, title in CONTENDERS.items():
             texts = [
                 cell(row, "ratio_to_ours", times) for row in select(group, impl=impl, name=BOTH).to_dict("records")
             ]
-            shown[f"{title} / ours"] = (texts or ["–"])[0].replace("skipped", "–")
-        result.append(shown)
+            line[f"{title} / ours"] = (texts or ["–"])[0].replace("skipped", "–")
+        result.append(line)
     return pd.DataFrame(result)
 
 
