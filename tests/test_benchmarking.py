@@ -79,7 +79,7 @@ def test_smoke_is_the_same_in_small():
     found = cases("smoke", "cpu")
     assert Counter(case.section for case in found) == {
         "ceilings": 3, "timer": 1, "warmup": 2 * 1 * 2, "steps": 2 * 3 * 2, "compile": 1,
-        "execution": 2,
+        "execution": 2, "course": 1,
     }  # fmt: skip
     grid = itertools.product(("nano", "micro"), (16, 32, 64), ("fp32", "bf16"))
     assert labels(found, "steps") == [(parameters(*one), PHASES) for one in grid]
@@ -113,7 +113,7 @@ def test_a_grid_is_narrowed_to_sizes_and_contexts():
     assert narrowed == [case for case in cases("full", "cuda") if is_wanted(case.parameters)]
     assert Counter(case.section for case in narrowed) == {
         "ceilings": 4, "timer": 1, "warmup": 2 * 2 * 2, "steps": 2 * 2 * 3, "compile": 2 * 3 + 3,
-        "execution": 4 + 4 + 2 + 1,
+        "execution": 4 + 2 + 2 + 1 + 1, "course": 1,
     }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from chapters import CPU, H200, H200_BYTES, on_a_cpu
+from chapters import CPU, H200, H200_BYTES, in_section, on_a_cpu
 from test_nsys_analysis_notebook import committed, memory_of, parameters
 from typer.testing import CliRunner
 
@@ -208,7 +208,7 @@ def test_small_sizes_take_one_capture_and_large_ones_lose_little_when_cut_off(si
     monkeypatch.setattr(experiment, "_capture_group", capture)
     monkeypatch.setattr(experiment, "_captured", {})
     expected = []
-    for one in cases("full", "cuda", sizes=[size]):
+    for one in in_section(cases("full", "cuda", sizes=[size]), "profiles"):
         fitting = [phase for phase in one.phases if experiment._has_room(H200, one.parameters, phase)]
         expected += [(one.parameters, phase) for phase in fitting]
         with contextlib.suppress(Skip):

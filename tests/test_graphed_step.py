@@ -1,29 +1,28 @@
 """A training step in one CUDA graph: it trains as the called step, and what it saves is computed from its records."""
 
+import contextlib
 import itertools
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 import torch
-from chapters import CPU, in_section, on_a_cpu
+from chapters import CPU, in_section, measure, on_a_cpu
 
 from labkit.configs import BENCHMARKING
-from labkit.experiments import graphed_step
+from labkit.experiments import benchmarking, graphed_step
 from labkit.experiments.benchmarking import cases, run_case
 from labkit.experiments.graphed_step import GraphedWorkload, compared
 from labkit.experiments.sweep import Skip
 from labkit.experiments.workload import step_parameters
+from labkit.measure.timing import captured_once
 from labkit.report import launches
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
 @pytest.fixture(autouse=True)
 def this_device_is_a_cpu(monkeypatch, request):
-    if "gpu" in request.node.name:
-        yield
-    else:
-        yield from on_a_cpu(monkeypatch)
+    yield from on_a_cpu(monkeypatch, is_detected="gpu" not in request.keywords)
 
 
 def parameters(precision="fp32", **options) -> dict:
@@ -36,7 +35,7 @@ def test_cases_are_every_way_at_every_size_and_keep_the_labels_of_the_other_sect
     keys = [
         tuple(case.parameters.get(k) for k in ("impl", "compile", "size", "precision", "context")) for case in found
     ]
-    assert len(set(keys)) == len(keys) == 59
+    assert len(set(keys)) == len(keys) == 58
     sizes, grid = BENCHMARKING["full"].execution_sizes, {"fp32", "tf32", "bf16"}
     assert {key for key in keys if key[1] == "none" and key[3] in grid} == {
         (None, "none", *case) for case in itertools.product(sizes, grid, (128, 512))
@@ -46,7 +45,8 @@ def test_cases_are_every_way_at_every_size_and_keep_the_labels_of_the_other_sect
     assert {(p["size"], p["compile"], p.get("impl")) for p in lasting} == {
         ("xl-2025", "none", None), ("xl-2025", "regional", None), ("xl-2025", "regional", "fused"),
     }  # fmt: skip
-    assert not any("impl" in case.parameters for case in cases("full", "cuda") if case.section != "execution")
+    others = [case for case in cases("full", "cuda") if case.section not in ("execution", "course")]
+    assert not any("impl" in case.parameters for case in others)
 
 
 def test_on_a_cpu_the_step_is_called_and_its_graph_skipped_with_the_reason():
@@ -90,7 +90,53 @@ def test_steps_from_the_fixed_start_repeat_and_a_step_that_trains_otherwise_is_r
             compared(called, losses)
 
 
-@needs_cuda
+@pytest.fixture
+def replayed_by_calling(monkeypatch):
+    """Lets a CPU stand in for a GPU: a graph's replay calls the captured function."""
+    monkeypatch.setattr(graphed_step, "captured_once", lambda step: step() or SimpleNamespace(replay=step))
+    monkeypatch.setattr(graphed_step, "on_capture_stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 123)
+    monkeypatch.setattr(benchmarking, "require_graphs", lambda device: None)
+
+
+def test_a_graph_is_recorded_with_its_peak_and_how_far_it_is_off(replayed_by_calling, monkeypatch):
+    (case, fused) = in_section(cases("smoke", "cpu"), "execution")
+    case = replace(case, sustained=("graph_step",))
+    for one in (case, replace(fused, phases=("graph_step",))):
+        found = measure(run_case, one)["graph_step"]
+        assert found.case == one.parameters
+        assert (found.metrics["loss_difference"], found.metrics["peak_bytes"]) == (0, 123)
+        assert ("sustained_ms" in found.metrics) == (one is case) and found.metrics["achieved_tflops"] > 0
+    monkeypatch.setattr(graphed_step, "captured_once", lambda step: SimpleNamespace(replay=lambda: None))
+    with pytest.raises(AssertionError, match="the graph trains otherwise"):
+        measure(run_case, case)
+
+
+def test_out_of_memory_in_a_capture_is_that_and_not_the_broken_capture(monkeypatch):
+    class Capture:
+        def __init__(self, graph, **options):
+            self.options = options
+
+        def __enter__(self):
+            pass
+
+        def __exit__(self, *failure):
+            raise RuntimeError("the capture was broken off")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+
+    def too_large():
+        raise torch.OutOfMemoryError("too large")
+
+    with pytest.raises(torch.OutOfMemoryError, match="too large"):
+        captured_once(too_large)
+    with pytest.raises(RuntimeError, match="broken off"):
+        captured_once(lambda: None)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("compile", ["none", "regional"])
 @pytest.mark.parametrize("impl", ["eager", "fused"])
 def test_a_graph_trains_as_the_called_step_on_the_gpu(compile, impl):
@@ -124,10 +170,12 @@ def test_table_and_findings_say_what_launches_take():
     frame["impl"] = frame["impl"].where(frame["impl"].notna(), None)
     small, large = launches.table(frame).to_dict("records")
     assert (small["eager"], small["graph"], small["compiled"], small[launches.FASTEST]) == ("40.0", "10.0", "–", "5.00")
-    assert small[launches.LAUNCHES] == "75 %" and (large["graph"], large[launches.LAUNCHES]) == ("oom", "–")
+    assert (small[launches.ISSUED], small[launches.LAUNCHES]) == ("98 %", "75 %")
+    assert (large["graph"], large[launches.ISSUED], large[launches.LAUNCHES]) == ("oom", "–", "–")
     by_graph, fastest, alike = launches.findings(frame)
-    assert "ahead (4.00×, small at 512 in bf16)" in by_graph and "75 % of small" in by_graph
-    assert "5.00 ms, 8.00×" in fastest and "sustained time): small at 512 in bf16 6.00 ms" in fastest
+    assert "ahead (4.00×, small at 512 in bf16)" in by_graph and by_graph.endswith("In bf16 at 512 launches take 75 %.")
+    assert "ahead (8.00×, small at 512) against the same call." in fastest
+    assert fastest.endswith("Back to back: small at 512 6.00 ms (sustained time).")
     assert alike.endswith("0 % in a loss and 0.40 % in what a few steps change in the parameters.")
     assert launches.shares(frame)["launch_bound"].tolist() == [True]
     assert launches.findings(frame.iloc[:1]) == []

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from labkit.configs import RMS_NORM_EPS, SIZES, ModelConfig
-from labkit.kernels.attention import unavailable_reason
+from labkit.kernels.attention import IMPLS, unavailable_reason
 from labkit.models.transformer import ATTENTION, RMSNorm, RotaryEmbedding, TransformerLM, language_model_loss
 
 TINY = ModelConfig("tiny", "test", d_model=48, d_ff=80, num_layers=2, num_heads=3, vocab_size=61)
 DTYPES = [torch.float32, torch.bfloat16]
-RUN_HERE = [name for name in ATTENTION if not unavailable_reason(name, *2 * [torch.empty(1, 1, 2, 16)], causal=True)]
+ONE_HEAD = 2 * [torch.empty(1, 1, 2, 16)]
+RUN_HERE = ["course", *(name for name in IMPLS if not unavailable_reason(name, *ONE_HEAD, causal=True))]
 """The implementations of attention that a CPU runs; those on a GPU are the `gpu` tests' and the notebooks'."""
 
 FAST = [name for name in RUN_HERE if name != "compiled"]
@@ -155,7 +156,7 @@ def test_every_attention_is_within_the_error_budget(attention, dtype, context):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize("attention", IMPLS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_attention_of_the_gpu_is_within_the_error_budget(attention, dtype):
     q_BHTD = torch.empty(2, 3, 33, TINY.d_head, dtype=dtype, device="cuda", requires_grad=True)

@@ -1,7 +1,8 @@
 """Notebook 05: one attention call, its time, its memory and its error, by implementation, head dimension and length.
 
-Sections: "ceilings" (measured anew each session), "attention" (forward and backward of every
-implementation), "transformer" (the backward pass of compiled models, which notebook 01 does not time apart).
+Sections: "ceilings" (measured anew each session), "attention" (forward and backward of every implementation), "course"
+(the formula as a course writes it), "transformer" (the backward pass of compiled models, which notebook 01 does not
+time apart).
 """
 
 import contextlib
@@ -27,6 +28,7 @@ from labkit.experiments.sections import (
 )
 from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.experiments.workload import load_compiler, step_parameters
+from labkit.kernels import course
 from labkit.kernels.attention import SDPA_BACKENDS, attention, unavailable_reason
 from labkit.kernels.reference import attention_reference
 from labkit.measure.timing import synchronize, time_callable
@@ -52,6 +54,7 @@ _NODES = {
     "sdpa_flash": "ScaledDotProductFlashAttention",
     "sdpa_cudnn": "ScaledDotProductCudnnAttention",
     "sdpa_efficient": "ScaledDotProductEfficientAttention",
+    "course": "ExpBackward",
 }
 IMPLS = tuple(_NODES)
 
@@ -88,9 +91,15 @@ def cases(profile: str, device_kind: str, *, lengths: Sequence[int] = (), d_head
         for precision in precisions
     ]
     limits = (grid.case_timeout_s, grid.time_limit_s)
+    plain = [
+        {"impl": "course", "precision": "fp32", "d_head": grid.long_d_head, "length": length, "batch": ATTENTION_BATCH}
+        for length in grid.course_lengths
+        if length in wanted_lengths and grid.long_d_head in wanted_d_heads
+    ]
     return [
         *ceiling_cases(tuple(grid.series), grid.case_timeout_s),
         *(Case("attention", each, PHASES, *limits, stop_at_failure=True) for each in calls),
+        *(Case("course", each, PHASES, *limits, stop_at_failure=True) for each in plain),
         *(Case("transformer", each, ("backward",), *limits) for each in models),
         *(Case("masked", {**each, "causal": True}, PHASES, *limits, stop_at_failure=True) for each in masked),
     ]
@@ -141,6 +150,8 @@ class AttentionCall:
         self.inputs = [torch.randn(shape, dtype=dtype, device=device.kind, requires_grad=True) for _ in range(3)]
         self.grad_out = torch.randn(shape, dtype=dtype, device=device.kind)
         self.function = attention_reference
+        if self.impl == "course":
+            self.function = course.attention
         if self.impl in SDPA_BACKENDS:
             self.function = functools.partial(attention, impl=self.impl)
         if self.is_compiled:
@@ -316,7 +327,8 @@ def storage_bytes(tensors: Sequence[Tensor]) -> int:
     return sum(storages.values())
 
 
-SECTIONS = {**CEILINGS, "attention": section(_measure, _attention_call), "transformer": run_steps}
+ATTENTION_SECTION = section(_measure, _attention_call)
+SECTIONS = {**CEILINGS, "attention": ATTENTION_SECTION, "course": ATTENTION_SECTION, "transformer": run_steps}
 
 # "masked" is "attention" with a causal mask, at few lengths.
 run_case = functools.partial(run_section, {**SECTIONS, "masked": SECTIONS["attention"]})

@@ -3,7 +3,8 @@
 Sections: "ceilings" (matrix product and copy rates, measured anew each session), "timer" (the timer's
 methods against one another and an independent measurement), "steps" (every phase, size, context and
 precision, eager), "warmup" (every step from a fresh process), "compile" (torch.compile), "execution" (a training
-step called, and replayed from one CUDA graph). Some training steps are also run back to back.
+step called, and replayed from one CUDA graph), "course" (the model as a course writes it). Some training steps are also
+run back to back.
 """
 
 import functools
@@ -18,6 +19,7 @@ from labkit.configs import (
     BENCHMARKING,
     COMPILE_MODES,
     COMPILE_PHASES,
+    COURSE_PHASES,
     EXECUTION_PHASES,
     PHASES,
     WARMUP_COUNTS,
@@ -47,7 +49,7 @@ from labkit.experiments.sections import (
     timed_with_peak,
 )
 from labkit.experiments.sweep import Case, Measured, PhaseRun
-from labkit.experiments.workload import Workload, load_compiler, step_parameters, workload
+from labkit.experiments.workload import Workload, course_parameters, load_compiler, step_parameters, workload
 from labkit.measure.timing import Timing, synchronize, time_callable
 
 __all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_rates", "run_case", "run_steps"]
@@ -109,7 +111,12 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts
             for each in compiled
         ),
         *(
-            Case("execution", each, EXECUTION_PHASES, limit, grid.execution_time_limit_s, sustained=replayed(each))
+            Case("course", course_parameters(size, context, "fp32"), COURSE_PHASES, limit, grid.short_time_limit_s)
+            for size, context in itertools.product(grid.course_sizes, grid.course_contexts)
+            if size in wanted_sizes and context in wanted_contexts
+        ),
+        *(
+            Case("execution", each, EXECUTION_PHASES, limit, grid.short_time_limit_s, sustained=replayed(each))
             for each in executions
         ),
     ]
@@ -251,6 +258,7 @@ SECTIONS = {
     "warmup": run_steps,
     "compile": run_steps,
     "execution": run_executions,
+    "course": run_steps,
 }
 
 run_case = functools.partial(run_section, SECTIONS)

@@ -30,7 +30,13 @@ NUM_CAPTURED = 2
 LARGEST_DIFFERENCE = 1e-2
 """Relative difference of the output with and without ranges above which marking has changed what is computed."""
 
-_PARTS = {"matmul": "scores", "mul": "scores", "softmax": "softmax"}
+_PARTS = {
+    **dict.fromkeys(("matmul", "mul", "div"), "scores"),
+    **dict.fromkeys(("softmax", "max", "sub", "exp", "sum"), "softmax"),
+}
+_AFTER_SOFTMAX = {"matmul": "value product", "div": "softmax"}
+"""What functions of the formula belong to, as it reads or from plain operators, if not to the mask."""
+
 _LAUNCHES_NOTHING = ("transpose", "dim", "__get__", "size")
 
 
@@ -45,7 +51,8 @@ class _AttentionParts(TorchFunctionMode):
         name = func.__name__
         if name in _LAUNCHES_NOTHING:
             return func(*args, **(kwargs or {}))
-        part = "value product" if self.after_softmax and name == "matmul" else _PARTS.get(name, "mask")
+        parts = _PARTS | _AFTER_SOFTMAX if self.after_softmax else _PARTS
+        part = parts.get(name, "mask")
         self.after_softmax |= part == "softmax"
         with self.marker(part):
             return func(*args, **(kwargs or {}))
@@ -61,7 +68,7 @@ def marked(workload: Workload, marker: RangeMarker) -> Iterator[None]:
         handles.append(module.register_forward_hook(lambda *_: marker.close(), always_call=True))
 
     def attention(*tensors: torch.Tensor, causal: bool) -> torch.Tensor:
-        parts = _AttentionParts(marker) if impl == "eager" else contextlib.nullcontext()
+        parts = _AttentionParts(marker) if impl in ("eager", "course") else contextlib.nullcontext()
         with marker("core"), parts:
             return original(*tensors, causal=causal)
 

@@ -1,7 +1,8 @@
 """Notebook 04: where memory goes in a training step, what autograd keeps, and what recomputing it saves.
 
 Sections: "peaks" (every size, context and precision), "timeline" (every allocation of a step, with its owner), "block"
-(what one block keeps for its backward pass), "checkpointing" (blocks recomputed).
+(what one block keeps for its backward pass), "checkpointing" (blocks recomputed), "course" (peaks of the model as a
+course writes it).
 """
 
 import contextlib
@@ -29,7 +30,7 @@ from labkit.experiments.sections import (
     timed,
 )
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
-from labkit.experiments.workload import RecomputingWorkload, step_parameters
+from labkit.experiments.workload import RecomputingWorkload, course_parameters, step_parameters
 from labkit.measure.memory import DEVICE_KINDS, Owner, OwnerLog, Recorder, Usage, measure_usage
 from labkit.measure.snapshots import BEFORE, Allocation, History
 from labkit.measure.timing import time_callable
@@ -39,6 +40,7 @@ __all__ = ["MEASUREMENT_VERSION", "cases", "run_case"]
 MEASUREMENT_VERSION = 2
 
 PEAK_PHASES = ("inference", "forward", "train_step")
+COURSE_PHASES = ("forward", "train_step")
 TIMELINE_PHASES = ("inference", "train_step")
 BEYOND_DOUBT = 1.1
 """A phase that is predicted to need more than 1.1 times the device's memory is not tried."""
@@ -63,9 +65,11 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts
         for plan in plans
     ]
     steps = itertools.product(wanted_sizes, wanted_contexts, grid.precisions)
+    course = [step for step in grid.course if step[0] in wanted_sizes and step[1] in wanted_contexts]
     parts = [{"part": part, "code": code, **vars(grid.block), "precision": "fp32"} for part, code in PARTS]
     return [
         *(Case("peaks", step_parameters(*step), PEAK_PHASES, timeout_s) for step in steps),
+        *(Case("course", course_parameters(*step), COURSE_PHASES, timeout_s) for step in course),
         *(Case("timeline", step_parameters(*step), TIMELINE_PHASES, timeout_s) for step in grid.timelines),
         *(Case("block", part, ("saved",), timeout_s) for part in parts),
         *(Case("checkpointing", each, ("train_step",), timeout_s, grid.time_limit_s) for each in recomputed),
@@ -145,7 +149,7 @@ def _require_room(device: hardware.Device, parameters: dict, phase: str) -> None
         parameters["context"],
         phase,
         precision=parameters["precision"],
-        attention="eager" if parameters["attention"] == "eager" else "fused",
+        attention="eager" if parameters["attention"] in ("eager", "course") else "fused",
         device_kind=device.kind,
     )
     if total and predicted > BEYOND_DOUBT * total:
@@ -323,6 +327,7 @@ def _gradient_difference(workload: RecomputingWorkload) -> float:
 
 SECTIONS = {
     "peaks": section(_measure_peak, _recomputing),
+    "course": section(_measure_peak, _recomputing),
     "timeline": section(_measure_timeline, _recomputing),
     "block": section(measure_part),
     "checkpointing": section(_measure_checkpointing, _recomputing),

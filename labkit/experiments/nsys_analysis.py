@@ -1,8 +1,9 @@
 """Notebook 02: where a step's time goes, kernel by kernel, from captures of Nsight Systems or torch.profiler.
 
-Section "profiles": per size, context, precision and attention one capture of an inference and of a training step.
-Under nsys cases of one size share a capture, which costs more than most cases, but no more than run in about a minute:
-of a capture that is cut off nothing is recorded. With torch.profiler the worker itself captures each phase.
+Sections: "profiles" and, of the model as a course writes it, "course": per size, context, precision and attention one
+capture of an inference and of a training step. Under nsys cases of one size share a capture, which costs more than
+most cases, but no more than run in about a minute: of a capture that is cut off nothing is recorded. With
+torch.profiler the worker itself captures each phase.
 
 A step is captured twice, after one step that warms up: first with ranges around every block, norm and part of
 attention, then with the phases' ranges alone. Times and launches come from the second, which runs as it would
@@ -29,7 +30,7 @@ from labkit.configs import NSYS_ANALYSIS, REPOSITORY, WORTH_TIMING, model_config
 from labkit.experiments.captured_step import NUM_CAPTURED, NUM_WARMUP, Step, capture_steps, warm_up
 from labkit.experiments.sections import freeze_modules, memory_bytes, run_section
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
-from labkit.experiments.workload import Workload, step_parameters, workload
+from labkit.experiments.workload import Workload, course_parameters, step_parameters, workload
 from labkit.kernels.attention import what_runs
 from labkit.measure import profiling
 from labkit.measure.profiling import Nsys, ProfileError, RangeMarker, Trace
@@ -90,6 +91,13 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts
         ]
         for number, one in enumerate(group, start=1):
             found.append(ProfiledCase("profiles", *one, together=tuple(group[number:]), **options))
+    course = [
+        (course_parameters(size, context, "fp32"), ("inference", "train_step"))
+        for size, context in grid.course
+        if size in wanted_sizes and context in wanted_contexts
+    ]
+    for number, one in enumerate(course, start=1):
+        found.append(ProfiledCase("course", *one, together=tuple(course[number:]), **options))
     return found
 
 
@@ -119,7 +127,7 @@ def _profiled(nsys: Nsys | None, device: hardware.Device, live: Workload | None,
     return replace(found, metrics=found.metrics | plain)
 
 
-run_case = functools.partial(run_section, {"profiles": _run_profiles})
+run_case = functools.partial(run_section, {"profiles": _run_profiles, "course": _run_profiles})
 
 
 def require_room(device: hardware.Device, parameters: dict, phase: str) -> None:
@@ -137,7 +145,7 @@ def require_room(device: hardware.Device, parameters: dict, phase: str) -> None:
     others = accounting.activation_bytes(config, batch, context) - probabilities - masks
     is_bf16 = parameters["precision"] == "bf16"
     needed = 2 * accounting.parameter_bytes(config) + others // (2 if is_bf16 else 1)
-    if parameters["attention"] == "eager":
+    if parameters["attention"] in ("eager", "course"):
         needed += masks + (probabilities * 3 // 2 if is_bf16 else probabilities)
     if phase == "train_step":
         needed += accounting.optimizer_state_bytes(config)
@@ -151,7 +159,8 @@ def _observed(workload: Workload) -> dict:
     config, impl = workload.model.config, workload.model.blocks[0].attention.attention
     dtype = numerics.tensor_dtype(workload.precision)
     like_q = torch.empty((1, 1, 1, config.d_head), dtype=dtype, device=workload.device.kind)
-    return {**workload.observed(), "attention_runs": what_runs(impl, like_q, like_q, causal=True)}
+    runs = impl if impl == "course" else what_runs(impl, like_q, like_q, causal=True)
+    return {**workload.observed(), "attention_runs": runs}
 
 
 def _capture_here(workload: Workload, case: Case, phase: str) -> Measured:

@@ -13,6 +13,7 @@ from labkit import accounting, hardware, numerics
 from labkit.configs import BATCH_SIZE, PHASES, SIZES, model_config
 from labkit.experiments.sections import empty_cache
 from labkit.experiments.sweep import Case
+from labkit.kernels import course
 from labkit.measure.timing import Timing, time_callable
 from labkit.models.transformer import RotaryEmbedding, TransformerLM, language_model_loss
 
@@ -43,6 +44,11 @@ def adamw(parameters, **options) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, **options)
 
 
+def course_parameters(*step) -> dict[str, str | int]:
+    """Returns the parameters of a step of the model as a course writes it, of size, context and precision."""
+    return step_parameters(*step, attention="course", impl="course")
+
+
 class Workload:
     """The live objects of a case of `step_parameters`, from which a record's case is read back."""
 
@@ -70,7 +76,7 @@ class Workload:
     @functools.cached_property
     def optimizer(self) -> torch.optim.Optimizer:
         """AdamW, made at first use: its state is what does not fit first."""
-        return adamw(self.model.parameters())
+        return (course.AdamW if self.model.impl == "course" else adamw)(self.model.parameters())
 
     def autocast(self) -> contextlib.AbstractContextManager:
         return torch.autocast(self.device.kind, torch.bfloat16, enabled=self.precision == "bf16")

@@ -319,8 +319,10 @@ def captured_once(function: Callable[[], Any], *, error_mode: str = "global") ->
             except torch.OutOfMemoryError as error:
                 lost = error
                 raise
-    except Exception as error:
-        raise (lost or error) from error.__cause__
+    except Exception:
+        if lost:
+            raise lost from None
+        raise
     return graph
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labkit.configs import RMS_NORM_EPS, ModelConfig
+from labkit.kernels import course
 from labkit.kernels.attention import IMPLS, attention
 from labkit.kernels.cross_entropy import linear_cross_entropy
 from labkit.kernels.rms_norm import rms_norm
@@ -23,11 +24,15 @@ from labkit.kernels.swiglu import swiglu
 Stream = Tensor | tuple[Tensor, Tensor]
 """What goes from block to block, (B, T, C); with fused blocks two tensors that the next norm adds."""
 
-ATTENTION: dict[str, Callable[..., Tensor]] = {impl: functools.partial(attention, impl=impl) for impl in IMPLS}
+ATTENTION: dict[str, Callable[..., Tensor]] = {
+    **{impl: functools.partial(attention, impl=impl) for impl in IMPLS},
+    "course": course.attention,
+}
 """Implementations of attention by the name that `TransformerLM(attention=...)` takes."""
 
-MODEL_IMPLS = ("eager", "fused")
-"""Of all but attention. fused: one kernel each for an addition and its norm, the rotation, SwiGLU's gate, the loss."""
+MODEL_IMPLS = ("eager", "fused", "course")
+"""Of all but attention. fused: one kernel each for an addition and its norm, the rotation, SwiGLU's gate, the loss.
+course: SwiGLU's gate and the loss from plain operators."""
 
 
 class RMSNorm(nn.Module):
@@ -108,7 +113,8 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.impl == "fused":
             return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        silu = course.silu if self.impl == "course" else F.silu
+        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
@@ -193,7 +199,8 @@ class TransformerLM(nn.Module):
             return self.head(normed_BTC)
         if self.impl == "fused":
             return linear_cross_entropy(normed_BTC, self.head.weight, targets_BT)
-        return language_model_loss(self.head(normed_BTC), targets_BT)
+        loss = course.cross_entropy if self.impl == "course" else language_model_loss
+        return loss(self.head(normed_BTC), targets_BT)
 
 
 def language_model_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:

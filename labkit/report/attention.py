@@ -385,27 +385,33 @@ def findings_transformer(models: pd.DataFrame, backward: pd.DataFrame) -> list[s
     return sentences
 
 
-def published_calls(calls: pd.DataFrame) -> pd.DataFrame:
-    """Returns published times beside ours of the same implementation, precision, shape and pass."""
+def published_calls(calls: pd.DataFrame, course: pd.DataFrame | None = None) -> pd.DataFrame:
+    """Returns published times beside ours of the same implementation, precision, shape and pass.
+
+    In place of eager attention stands `course`, the formula as a course writes it, where that was measured.
+    """
     names = {"batch_size": "batch", "d_model": "d_head", "seq_len": "length", "pass": "phase"}
     theirs = published.load("attention_pytorch").rename(columns=names | {"ms_per_pass": "published_ms"})
     variants = {"none": ("eager", "fp32"), "compile": ("compiled", "fp32"), "compile_tf32": ("compiled", "tf32")}
     theirs["impl"], theirs["precision"] = zip(*theirs["variant"].map(variants), strict=True)
     # The baseline is printed in two tables of the same source.
     theirs = theirs[theirs["status"] == "ok"].drop_duplicates(["gpu", *CASE, "batch", "phase"])
-    return ordered(forms.matched(theirs.assign(caveat="mask unknown"), calls, [*CASE, "batch", "phase"]))
+    keys = [*CASE, "batch", "phase"]
+    both = forms.matched(theirs.assign(caveat="mask unknown"), calls, keys)
+    eager = course.assign(impl="eager") if course is not None else None
+    return ordered(forms.beside_course(both, eager, keys))
 
 
-def table_published(calls: pd.DataFrame) -> pd.DataFrame:
+def table_published(calls: pd.DataFrame, course: pd.DataFrame | None = None) -> pd.DataFrame:
     """Returns published times beside ours of the shown head dimension, at the longest length in common."""
-    rows = published_calls(calls)
+    rows = published_calls(calls, course)
     rows = select(rows, d_head=shown_d_head(calls), length=rows["length"].max())
     return forms.published_table(
         rows, lambda row: f"{NAMES[row['impl']]}, {row['precision']}, d {row['d_head']}, length {row['length']:,}"
     )
 
 
-def findings_published(calls: pd.DataFrame) -> list[str]:
+def findings_published(calls: pd.DataFrame, course: pd.DataFrame | None = None) -> list[str]:
     """Says how far the published times are from ours, at the longest length in common and over all."""
     if (rows := published_calls(calls)).empty:
         return []
@@ -414,7 +420,8 @@ def findings_published(calls: pd.DataFrame) -> list[str]:
     return [
         f"Published time over ours at length {long['length'].iloc[0]:,}: {listing(parts)}; over all lengths "
         f"{span(rows['ratio'])}. Their kind of time and their mask are unknown, so this says that ours are plausible, "
-        "not which device is faster."
+        "not which device is faster.",
+        *forms.explained(published_calls(calls, course), "the softmax"),
     ]
 
 

@@ -112,7 +112,7 @@ def table_phases(steps: pd.DataFrame) -> pd.DataFrame:
     table = pivot(rows, CASE, "phase").rename(columns=PHASE_NAMES)
     if len(ratio := passes(rows).set_index(CASE)["ratio"].map(times)):
         table["backward / forward"] = [ratio.get(key, "–") for key in table[CASE].itertuples(index=False, name=None)]
-    return table
+    return table.drop(columns="context")
 
 
 def findings_phases(steps: pd.DataFrame) -> list[str]:
@@ -187,18 +187,6 @@ def findings_warmup(warmup: pd.DataFrame) -> list[str]:
     return sentences
 
 
-def table_pace(steps: pd.DataFrame) -> pd.DataFrame:
-    """Returns for each size and precision how much of a training step the host needs to issue it."""
-    rows = in_order(ok_rows(shown(steps), phase="train_step", precision=["fp32", "bf16"]), ["precision", "size"])
-    return pd.DataFrame(
-        {key: row[key] for key in CASE}
-        | {"step (ms)": number(row["median_ms"]), "issued after (ms)": number(row.get("launch_median_ms"))}
-        | {"share": percent(row["launch_median_ms"] / row["host_median_ms"]) if row.get("launch_median_ms") else "–"}
-        | {"bound by": "host" if verdicts.launch_bound(row) else "device"}
-        for row in rows.to_dict("records")
-    )
-
-
 def findings_pace(steps: pd.DataFrame) -> list[str]:
     """Says which steps are launch-bound, and that their time does not follow the context."""
     rows = ok_rows(steps, phase="train_step")
@@ -258,9 +246,9 @@ def figure_modes(steps: pd.DataFrame) -> Figure | None:
 
 
 def table_modes(steps: pd.DataFrame) -> pd.DataFrame:
-    """Returns the training step by size in every precision and compile mode, at the shown context."""
+    """Returns the training step by size in every precision and compile mode but "whole", at the shown context."""
     table = pivot(modes(shown(steps)), ["size"], "mode")
-    return table.reindex(columns=["size", *[mode for mode in MODES if mode in table]])
+    return table.reindex(columns=["size", *[mode for mode in MODES if mode in table and "whole" not in mode]])
 
 
 def gains(steps: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -346,33 +334,44 @@ def findings_utilisation(steps: pd.DataFrame) -> list[str]:
     ]
 
 
-def published_steps(steps: pd.DataFrame) -> pd.DataFrame:
-    """Returns published step times beside ours of the same size, context, batch, precision, compile mode and phase."""
+def published_steps(steps: pd.DataFrame, course: pd.DataFrame | None = None) -> pd.DataFrame:
+    """Returns published step times beside ours of the same size, context, batch, precision, compile mode and phase.
+
+    In place of ours stand those of `course`, the model as a course writes it, where there are any.
+    """
     theirs = published.step_times().query("status == 'ok'").dropna(subset=["context", "batch"])
     keys = ["size", "context", "batch", "precision", "compile", "phase"]
     theirs = theirs.assign(warm=theirs["warmup_steps"].fillna(99)).astype({"context": int, "batch": int})
     # Of a source's warm-up study the rows with most warm-up steps count.
     theirs = theirs.sort_values("warm").drop_duplicates(["source", "gpu", *keys], keep="last")
-    return in_order(forms.matched(theirs, steps, keys), ["gpu", "size", "context", "phase"])
+    both = forms.beside_course(forms.matched(theirs, steps, keys), course, keys)
+    return in_order(both, ["gpu", "size", "context", "phase"])
 
 
-def table_published(steps: pd.DataFrame) -> pd.DataFrame:
+def comparable(steps: pd.DataFrame, course: pd.DataFrame | None = None) -> pd.DataFrame:
+    """Returns the published steps that a device of this kind is shown beside: a GPU beside data-centre GPUs."""
+    rows = published_steps(steps, course)
+    is_near = rows["gpu"].astype(str).str.contains("A100|H100")
+    return rows[is_near] if steps.attrs.get("device_kind") == "cuda" else rows
+
+
+def table_published(steps: pd.DataFrame, course: pd.DataFrame | None = None) -> pd.DataFrame:
     """Returns published training times beside ours, spread over the GPUs."""
-    rows = published_steps(steps).sort_values(["gpu", "context"], ascending=[True, False], kind="stable")
+    rows = comparable(steps, course).sort_values(["gpu", "context"], ascending=[True, False], kind="stable")
     compiled = rows["compile"].map({"none": "", "whole": ", compiled"})
     return forms.published_table(rows.assign(compiled=compiled), lambda row: name(row) + row["compiled"])
 
 
-def findings_published(steps: pd.DataFrame) -> list[str]:
-    """Says what separates the published times from ours, over the training phases of one GPU."""
-    by_gpu = published_steps(steps).groupby("gpu")["ratio"]
+def findings_published(steps: pd.DataFrame, course: pd.DataFrame | None = None) -> list[str]:
+    """Says what separates published times from ours, over the phases of one GPU, and what the code explains."""
+    by_gpu = comparable(steps).groupby("gpu")["ratio"]
     parts = [f"{gpu} {span(ratio)} ({count(len(ratio), 'time')})" for gpu, ratio in by_gpu if len(ratio) > 2]
     if not parts:
         return []
     return [
         f"Published time over ours: {listing(parts)}. The published kind of time is unknown, so these say that ours "
-        "are plausible, not that one device is faster: an H100 and an H200 have the same tensor cores, and "
-        "what separates them here is the host and the software."
+        "are plausible, not that one device is faster: an H100 and an H200 have the same tensor cores.",
+        *forms.explained(comparable(steps, course), forms.MODEL_CODE),
     ]
 
 

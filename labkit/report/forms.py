@@ -3,6 +3,7 @@
 Each takes frames of records as `Chapter.records` gives them; rows that are not "ok" never enter a ratio.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import pandas as pd
@@ -82,6 +83,10 @@ def tally(rows: pd.DataFrame, kind: str = "") -> str:
     return f"{words} ({span(rows[f'{kind}ratio']).replace('× to ', '–')})" if words else "–"
 
 
+COURSE_CODE = "course"
+"""In a table beside published values: those here are of MODEL_CODE, or attention's softmax, from plain operators."""
+MODEL_CODE = "softmax, SwiGLU's gate, the loss and AdamW"
+
 SHOWN_CONTEXT = 512
 """The context that tables show where it was measured; the figures and the CSV files have all."""
 
@@ -142,6 +147,45 @@ def matched(theirs: pd.DataFrame, ours: pd.DataFrame, keys: Sequence[str]) -> pd
     return joined.assign(ratio=joined["published_ms"] / joined["median_ms"])
 
 
+def beside_course(
+    matched: pd.DataFrame, course: pd.DataFrame | None, keys: Sequence[str], value: str = "median_ms"
+) -> pd.DataFrame:
+    """Returns published rows beside what the course's code gave here where that was measured, else beside ours.
+
+    Args:
+        matched: as `matched` returns them; course: records of the model, or the attention, as a course writes it.
+        value: the column of ours that the course's takes the place of.
+
+    Returns:
+        The rows with `code` and `our_ratio`, the published value over ours; without both where nothing was measured.
+    """
+    own = ok_rows(course) if course is not None else pd.DataFrame()
+    if own.empty or matched.empty:
+        return matched
+    rows = matched.merge(own[[*keys, value]].rename(columns={value: "_course"}), "left", list(keys))
+    known = rows["_course"].notna()
+    rows = rows.assign(code=known.map({True: COURSE_CODE, False: "ours"}), our_ratio=rows["ratio"])
+    rows["ratio"] = rows["ratio"].where(~known, rows["ratio"] * rows[value] / rows["_course"])
+    rows[value] = rows["_course"].where(known, rows[value])
+    return rows.drop(columns="_course")
+
+
+def explained(matched: pd.DataFrame, code: str) -> list[str]:
+    """Says what of the gap between published values and ours the course's `code` explains; [] where it was not run.
+
+    The share is of the ratio's logarithm, over the cases in which ours is ahead by more than the level band.
+    """
+    rows = select(matched, code=COURSE_CODE)
+    if rows.empty or (rows := rows[rows["our_ratio"] > 1 + verdicts.LEVEL_BAND]).empty:
+        return []
+    share = 1 - rows["ratio"].map(math.log) / rows["our_ratio"].map(math.log)
+    return [
+        f"{count(len(rows), 'published value')} above ours ({span(rows['our_ratio'])}) also stand beside the course's "
+        f"code, run on this device ({span(rows['ratio'])}): {code} from plain operators accounts for "
+        f"{percent(share.median())} of the gap in the median ({span(share, percent)} of its logarithm)."
+    ]
+
+
 def published_table(
     matched: pd.DataFrame, case: Callable[[dict], str], *, name: str = "ms", value: str = "median_ms"
 ) -> pd.DataFrame:
@@ -162,6 +206,7 @@ def published_table(
             "phase": PHASE_NAMES.get(row["phase"], row["phase"]),
             f"published ({unit})": number(row[f"published_{name}"]),
             f"here ({unit})": number(row[value]),
+            **({"code": row["code"]} if "code" in row else {}),
             **({"here, kind": verdicts.kind_of_time(row)} if "timer_method" in row else {}),
             "published / here": times(row["ratio"]),
             "caveat": row["caveat"] or "–",

@@ -1,11 +1,13 @@
 """What launching kernels costs a training step: notebook 01's steps as they are called, and as one CUDA graph each."""
 
+import math
+
 import pandas as pd
 
 from labkit.report import forms
-from labkit.report.findings import listing, number, percent, times
-from labkit.report.forms import name, shown
-from labkit.report.tables import cell, in_order, ok_rows, pivot, select
+from labkit.report.findings import listing, percent, span
+from labkit.report.forms import case_name, name, shown
+from labkit.report.tables import cell, ok_rows, pivot, select
 
 CASE = ["size", "context", "precision"]
 WAYS = {
@@ -13,12 +15,11 @@ WAYS = {
     "compiled": ("eager", "regional", "train_step"),
     "graph": ("eager", "none", "graph_step"),
     "compiled, graph": ("eager", "regional", "graph_step"),
-    "fused, compiled": ("fused", "regional", "train_step"),
     (FASTEST := "fused, compiled, graph"): ("fused", "regional", "graph_step"),
 }
 """Ways to run a training step: the model's implementation, compile mode and phase."""
 
-LAUNCHES = "launches, of eager"
+ISSUED, LAUNCHES = "eager, issued after", "launches, of eager"
 DIFFERENCES = {"loss_difference": "a loss", "update_difference": "what a few steps change in the parameters"}
 
 
@@ -31,16 +32,18 @@ def by_way(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Returns the training step of each size in bf16, called and as one graph, and what of the eager call is launches.
+    """Returns the training step of each size in bf16 at the shown context, called and as one graph.
 
-    That share is 1 − graph / eager.
+    Also after which share of the eager call it is issued, and what of the call is launches: 1 − graph / eager.
     """
     ways = by_way(select(shown(rows), precision="bf16"))
-    table = pivot(ways.dropna(subset=["way"]), ["size", "context"], "way")
-    table = table.reindex(columns=["size", "context", *WAYS], fill_value="–")
-    share = shares(rows).set_index(["size", "context", "precision"])["share"]
-    cases = zip(table["size"], table["context"], strict=True)
-    return table.assign(**{LAUNCHES: [percent(share.get((*case, "bf16"))) for case in cases]})
+    table = pivot(ways.dropna(subset=["way"]), ["size"], "way").reindex(columns=["size", *WAYS], fill_value="–")
+    eager = ok_rows(ways, way="eager").reindex(columns=["size", "launch_median_ms", "host_median_ms"])
+    issued = (eager["launch_median_ms"] / eager["host_median_ms"]).set_axis(eager["size"])
+    launched = shares(select(shown(rows), precision="bf16")).set_index("size")["share"]
+    for title, share in ((ISSUED, issued), (LAUNCHES, launched)):
+        table[title] = [percent(share.get(size)) for size in table["size"]]
+    return table
 
 
 def shares(rows: pd.DataFrame) -> pd.DataFrame:
@@ -53,24 +56,23 @@ def findings(rows: pd.DataFrame) -> list[str]:
     """Says what one graph saves of an eager step, what all means together give, and that the graph trains alike."""
     graphs, sentences = shares(rows), []
     if len(graphs):
-        at_512 = in_order(select(shown(graphs), precision="bf16"), ["size"])
-        parts = [f"{percent(row['share'])} of {row['size']}" for row in at_512.to_dict("records")]
-        sentences.append(
-            f"The same kernels in one CUDA graph, launched at once, are {forms.summary(graphs, name)} against the "
-            "eager call, call time" + (f": launches take {listing(parts)} in bf16 autocast." if parts else ".")
+        part = select(shown(graphs), precision="bf16")
+        text = (
+            f"The same kernels in one CUDA graph are {forms.summary(graphs, name)} against the eager call, call time."
         )
-    ways = by_way(rows)
-    best = in_order(forms.pairs(select(ways, way=["eager", FASTEST]), "way", "eager", keys=CASE), ["size"])
-    if parts := [
-        f"{name(row)} {number(row['median_ms'])} ms, {times(row['ratio'])}" for row in best.to_dict("records")
-    ]:
-        text = f"Fused kernels, compiled blocks and one graph against the eager call, call time: {'; '.join(parts)}."
-        if "sustained_ms" in ways:
-            lasting = ok_rows(ways, way=FASTEST).dropna(subset=["sustained_ms"]).to_dict("records")
-            texts = [f"{name(row)} {cell(row, 'sustained_ms')} ms" for row in lasting]
-            text += f" Back to back (sustained time): {'; '.join(texts)}." if texts else ""
         sentences.append(text)
+        if len(part):
+            sentences[0] += f" In bf16 at {part['context'].iloc[0]} launches take {span(part['share'], percent)}."
+    ways = by_way(rows)
+    best = forms.pairs(select(ways, way=["eager", FASTEST]), "way", "eager", keys=CASE)
+    if len(best):
+        gain = forms.summary(best, case_name)
+        sentences.append(f"Fused kernels, compiled blocks and one graph are {gain} against the same call.")
+        lasting = ok_rows(ways, way=FASTEST).to_dict("records")
+        lasting = [row for row in lasting if row.get("sustained_ms", math.nan) > 0]
+        if parts := [f"{case_name(row)} {cell(row, 'sustained_ms')} ms" for row in lasting]:
+            sentences[-1] += f" Back to back: {listing(parts)} (sustained time)."
     if len(replayed := ok_rows(rows, phase="graph_step")):
         off = [f"{percent(replayed[name].max())} in {what}" for name, what in DIFFERENCES.items()]
-        sentences.append(f"Each graph trains as its called step does: the largest difference is {listing(off)}.")
+        sentences.append(f"Each graph trains as its called step does, to {listing(off)}.")
     return sentences

@@ -388,29 +388,37 @@ def findings_autocast(frame: pd.DataFrame, *, pure: pd.DataFrame) -> list[str]:
     return sentences
 
 
-def published_peaks(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns published peaks with ours of the same size, context, precision and phase; `ratio` is theirs over ours."""
+def published_peaks(frame: pd.DataFrame, course: pd.DataFrame | None = None) -> pd.DataFrame:
+    """Returns published peaks with ours of the same size, context, precision and phase; `ratio` is theirs over ours.
+
+    In place of ours stand those of `course`, the model as a course writes it, where there are any.
+    """
     theirs = published.load("memory_peaks").drop(columns="status").rename(columns={"context_length": "context"})
     theirs["precision"] = theirs["dtype"].map({"float32": "fp32", "bfloat16_autocast": "bf16"})
     theirs["size"] = theirs["model"].map({"xl": "xl-2025"})
     theirs["caveat"] = theirs["note"].fillna("").str.replace("_", " ")
     theirs.loc[theirs["approximate"].astype(str).str.lower() == "true", "caveat"] = "printed as about"
     both = theirs.rename(columns={"peak_gib": "published_gib"}).merge(ok_rows(peaks(frame)), on=[*CASE, "phase"])
-    return both.assign(here_gib=both["peak_bytes"] / GIB, ratio=both["published_gib"] * GIB / both["peak_bytes"])
+    both = both.assign(ratio=both["published_gib"] * GIB / both["peak_bytes"])
+    both = forms.beside_course(both, course, [*CASE, "phase"], "peak_bytes")
+    return both.assign(here_gib=both["peak_bytes"] / GIB)
 
 
-def table_published(frame: pd.DataFrame) -> pd.DataFrame:
+def table_published(frame: pd.DataFrame, course: pd.DataFrame | None = None) -> pd.DataFrame:
     """Returns the published peaks beside ours."""
-    rows = published_peaks(frame)
+    rows = published_peaks(frame, course)
     rows["case"] = rows["size"] + " at " + rows["context"].astype(str) + " in " + rows["precision"]
     return forms.published_table(rows, itemgetter("case"), name="gib", value="here_gib")
 
 
-def findings_published(frame: pd.DataFrame) -> list[str]:
+def findings_published(frame: pd.DataFrame, course: pd.DataFrame | None = None) -> list[str]:
     """Says how the published peaks compare, apart from those whose note says that they are of another case."""
     ratios = published_peaks(frame).query("note.isna()")["ratio"]
+    if ratios.empty:
+        return []
     text = "A peak does not depend on the GPU's speed: the model's code differs, and how often it keeps the scores."
-    return [f"{len(ratios)} published peaks without a note are {span(ratios)} ours. {text}"] if len(ratios) else []
+    told = forms.explained(published_peaks(frame, course).query("note.isna()"), forms.MODEL_CODE)
+    return [f"{len(ratios)} published peaks without a note are {span(ratios)} ours. {text}", *told]
 
 
 def front(chapter: Chapter) -> list[tuple[str, str]]:

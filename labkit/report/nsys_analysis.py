@@ -365,19 +365,30 @@ def published_profiles(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(result, ignore_index=True).dropna(subset=["published", "ours"])
 
 
-def table_published(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns published figures beside ours, the rows spread over the quantities and GPUs; the CSV file has all."""
+def with_course(frame: pd.DataFrame, course: pd.DataFrame | None) -> pd.DataFrame:
+    """Returns published figures with the column `course`, the same of the model as a course writes it; NaN for none."""
     rows = published_profiles(frame)
+    if course is None or ok_rows(course).empty:
+        return rows.assign(course=math.nan)
+    theirs = published_profiles(course.replace({"attention": "course"}, "eager")).rename(columns={"ours": "course"})
+    return rows.merge(theirs.drop(columns="note"), "left", [*rows.columns.drop(["ours", "note"])])
+
+
+def table_published(frame: pd.DataFrame, course: pd.DataFrame | None = None) -> pd.DataFrame:
+    """Returns published figures beside ours, the rows spread over the quantities and GPUs; the CSV file has all."""
+    rows = with_course(frame, course)
     rank = rows.groupby(["quantity", "gpu", "view"], sort=False).cumcount()
     rows = rows.loc[sorted(rank.sort_values(kind="stable").index[:9])]
     caveat = rows["note"].fillna("–").str.strip(";").replace({"_": " ", ";": "; "}, regex=True)
     told = {"quantity": rows["quantity"], "of": rows["view"].map(PHASE_NAMES), "published on": rows["gpu"]}
     told |= {"case": [case_name(row) for row in rows.to_dict("records")], "published": rows["published"].map(number)}
-    return pd.DataFrame(told | {"here": rows["ours"].map(number), "caveat": caveat})
+    told |= {"here": rows["ours"].map(number)}
+    told |= {"here, the course's code": rows["course"].map(number)} if rows["course"].notna().any() else {}
+    return pd.DataFrame(told | {"caveat": caveat})
 
 
-def findings_published(frame: pd.DataFrame) -> list[str]:
-    """Says how a published host range grows beside kernel time, and how the products' share moves with AdamW."""
+def findings_published(frame: pd.DataFrame, course: pd.DataFrame | None = None) -> list[str]:
+    """Says how a published host range grows, how the products' share moves with AdamW, and what `course` explains."""
     sentences = []
     hosts = published.load("nvtx_fwd_bwd").query("model == 'small'").rename(columns={"context_length": "context"})
     mine = whole_steps(frame, size="small", precision="fp32", attention="eager")
@@ -398,7 +409,7 @@ def findings_published(frame: pd.DataFrame) -> list[str]:
             f"From inference to the training step the published share of products moves by {theirs} points, ours by "
             f"{ours} ({count(len(wide), 'case')}): the course's AdamW loops over the parameters, ours is fused."
         )
-    return sentences
+    return sentences + profiles.findings_course(with_course(frame, course))
 
 
 def front(chapter) -> list[tuple[str, str]]:

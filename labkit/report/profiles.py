@@ -10,6 +10,7 @@ import pandas as pd
 
 from labkit.configs import SIZES
 from labkit.report import forms
+from labkit.report.findings import count, number, span
 from labkit.report.tables import in_order, ok_rows, once_per_frame, select
 
 CASE = ["size", "context", "precision", "attention"]
@@ -175,3 +176,17 @@ def bytes_ratio(size: str, context: int, precision: str) -> float:
 def flash_steps(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns steps with our FlashAttention beside eager ones by kernel time, as `forms.pairs` gives them."""
     return forms.pairs(whole_steps(frame), "attention", "eager", keys=CASE[:3], value="step_kernel_ms")
+
+
+def findings_course(rows: pd.DataFrame) -> list[str]:
+    """Says how far shares of the model as a course writes it (column `course`), and ours, are off published ones."""
+    both = select(rows, quantity=["matmuls (%)", "softmax / products"]).dropna(subset=["course"])
+    if both.empty:
+        return []
+    parts = [
+        f"{quantity}: published {span(group['published'], number)}, with the course's code "
+        f"{span(group['course'], number)}, ours {span(group['ours'], number)} ({count(len(group), 'figure')})"
+        for quantity, group in both.groupby("quantity", sort=False)
+    ]
+    nearer = ((both["course"] - both["published"]).abs() < (both["ours"] - both["published"]).abs()).sum()
+    return [f"{'; '.join(parts)}. The course's code is nearer to the published figure in {nearer} of {len(both)}."]
