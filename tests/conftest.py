@@ -58,7 +58,16 @@ SCATTERED_LAST = "test_kernel_compilation.py"
 """Minutes of compiling in tests that share nothing: each goes to whichever process is free, after all else is begun."""
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    # Without a GPU, of each test for one the first case says that it is skipped.
+    first = {item.nodeid.split("[")[0]: item for item in reversed(items)}
+    others = {item for item in items if item.get_closest_marker("gpu")} - set(first.values())
+    if others:
+        import torch
+
+        if not torch.cuda.is_available():
+            config.hook.pytest_deselected(items=list(others))
+            items[:] = [item for item in items if item not in others]
     order = {name: position for position, name in enumerate(LONGEST_FIRST)} | {SCATTERED_LAST: len(LONGEST_FIRST) + 1}
     items.sort(key=lambda item: order.get(item.path.name, len(LONGEST_FIRST)))
 
