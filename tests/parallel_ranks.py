@@ -3,9 +3,6 @@
 import contextlib
 import copy
 import gc
-import os
-import signal
-import time
 import warnings
 import weakref
 
@@ -26,7 +23,6 @@ from labkit.parallel.data_parallel import (
     OverlappedDataParallel,
 )
 from labkit.parallel.fully_sharded import FullyShardedDataParallel
-from labkit.parallel.launch import rank_device
 from labkit.parallel.sharded_optimizer import ShardedOptimizer
 
 WRAPPERS = {
@@ -39,6 +35,14 @@ WRAPPERS = {
     "torch's": DistributedDataParallel,
 }
 STEPS, BATCH = 3, 4
+
+
+def together(calls: list[tuple]):
+    """Yields what each of `calls`, (function, arguments…), yields, as a list: a launch takes longer than they do."""
+    for function, *arguments in calls:
+        with warnings.catch_warnings():
+            yield list(globals()[function](*arguments))
+        torch.use_deterministic_algorithms(False)
 
 
 class Perceptron(nn.Module):
@@ -389,24 +393,6 @@ def timed_collectives(sizes: list[int]):
         for num_bytes in sizes:
             for dtype in (torch.float32, torch.bfloat16):
                 yield collectives.time_collective(operation, num_bytes, dtype, num_samples=3)
-
-
-def fault(kind: str):
-    """Yields the rank's process, then rank 1 fails in the way that is asked for."""
-    yield os.getpid()
-    dist.barrier()
-    if dist.get_rank() == 1:
-        if kind == "crash":
-            raise ZeroDivisionError("of rank 1")
-        if kind == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if kind == "hang":
-            time.sleep(600)
-    size = 4 + 1000 * dist.get_rank() if kind == "shape" else 4
-    x = torch.ones(size, device=rank_device())
-    dist.all_reduce(x)
-    x.sum().item()  # waits for it
-    yield "after"
 
 
 def outlived() -> list[str]:

@@ -137,11 +137,7 @@ def test_memory_by_stage_and_traffic_by_scheme():
 
 @pytest.mark.parametrize(
     "call",
-    [
-        lambda: bus_factor("all_ruduce", 2),
-        lambda: zero_bytes(1e9, 2, 4),
-        lambda: step_sent_bytes("zero_9", 1e9, 2),
-    ],
+    [lambda: bus_factor("all_ruduce", 2), lambda: zero_bytes(1e9, 2, 4), lambda: step_sent_bytes("zero_9", 1e9, 2)],
     ids=["operation", "stage", "scheme"],
 )
 def test_unknown_names_are_refused_with_the_accepted_ones(call):

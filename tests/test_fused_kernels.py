@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import more
 from test_kernel_compilation import SHARED_LIMIT, compile_source, spilled_bytes
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -384,10 +385,9 @@ def source_of(kernel, arguments, constants) -> tuple[ASTSource, dict]:
 @pytest.mark.parametrize(
     ("columns", "dtype", "residual", "capability"),
     [
-        (768, DTYPES[1], DTYPES[1], 100),
         (1152, DTYPES[2], None, 80),
-        (1600, DTYPES[1], DTYPES[0], 90),
         (8192, DTYPES[0], DTYPES[0], 90),
+        *more((768, DTYPES[1], DTYPES[1], 100), (1600, DTYPES[1], DTYPES[0], 90)),
     ],
 )
 def test_every_launch_compiles_without_spilling(columns, dtype, residual, capability, tmp_path, monkeypatch):

@@ -366,7 +366,7 @@ def test_the_monitor_sums_up_what_the_gpu_did(monkeypatch):
     ]
     nvml = FakeNvml(monkeypatch, readings, pids=(os.getpid(), 1))
     before = threading.active_count()
-    with Monitor("cuda", interval_s=0.001) as monitor:
+    with Monitor("cuda", interval_s=0.001, wants_energy=lambda time_s: time_s > 0) as monitor:
         assert nvml.all_read.wait(timeout=20.0)
         assert nvml.open == 1
     assert nvml.open == 0, "NVML stays open"
@@ -409,8 +409,9 @@ EVERYTHING = {
 )
 def test_a_window_shorter_than_the_interval_has_one_reading_of_what_the_gpu_says(monkeypatch, refused, lacks):
     nvml = FakeNvml(monkeypatch, [(1980, 100_000, 40, 0x80)], (os.getpid(),), refused)
-    with Monitor("cuda", interval_s=60.0) as monitor:
+    with Monitor("cuda", interval_s=60.0) as unasked, Monitor("cuda", 60.0, lambda time_s: True) as monitor:
         pass
+    assert all(reading.energy_mj is None for reading in unasked.readings)
     assert of_the_gpu(monitor.summary) == {name: value for name, value in EVERYTHING.items() if name not in lacks}
     missing = [[value is None for value in reading[1:]] for reading in monitor.readings]
     assert missing == ([] if refused == QUERIES else [[query in refused for query in QUERIES]])

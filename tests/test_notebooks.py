@@ -309,15 +309,11 @@ def test_a_second_run_measures_nothing(measured):
 @pytest.mark.slow
 def test_report_is_the_same_bytes_twice_and_html_stands_alone(measured):
     folder, _ = measured
-
-    def rebuilt():
-        result = labkit("report", "--device", folder.name, "-o", folder.parent, "--html")
-        assert (result.returncode, result.stderr) == (0, "")
-        return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-
-    first = rebuilt()
-    assert first == rebuilt()
-    page = first["report.html"].decode()
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    result = labkit("report", "--device", folder.name, "-o", folder.parent, "--html")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert {path: path.read_bytes() for path in before} == before and folder / "report.md" in before
+    page = (folder / "report.html").read_text(encoding="utf-8")
     assert page.count("data:image/svg+xml;base64,") == page.count("<img") == 3
     assert not re.search(r'(src|href)="(?!data:|#|tables/01_)', page)
 
@@ -372,10 +368,13 @@ def _kernel_of(pid: int) -> int | None:
         (["report", "--device", "abacus"], "nothing has been measured on 'abacus'"),
     ],
 )  # fmt: skip
-def test_refused_before_anything_runs(arguments, message, tmp_path):
-    result = labkit(*arguments, "--output", tmp_path)
-    assert result.returncode == 2 and message in result.stderr, result.stderr
-    assert len(result.stderr.splitlines()) == 1
+def test_refused_before_anything_runs(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["labkit", *arguments, "--output", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and message in said, said
+    assert len(said.splitlines()) == 1
     assert not list(tmp_path.iterdir())
 
 

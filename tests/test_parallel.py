@@ -10,31 +10,60 @@ import torch
 from labkit.communication import OPERATIONS, bus_factor
 from labkit.parallel.launch import RankError, launch
 
-
-def on_ranks(function, nproc: int, *args, **options):
-    return launch(f"parallel_ranks:{function}", nproc, *args, device="cpu", timeout_s=150, **options)
+REPEATS = 5
 
 
-@pytest.mark.parametrize("nproc, repeats", [(2, 5), (4, 5)])
-def test_every_wrapper_trains_as_one_process(nproc, repeats):
+def on_ranks(calls: dict[str, tuple], nproc: int) -> dict[str, list[list]]:
+    """Returns, by the function's name, what each rank yielded."""
+    named = [(name, *arguments) for name, arguments in calls.items()]
+    ranks = launch("parallel_ranks:together", nproc, named, device="cpu", timeout_s=240)
+    return dict(zip(calls, zip(*ranks, strict=True), strict=True))
+
+
+@pytest.fixture(scope="module")
+def two():
+    names = ("bad_input", "sharded_optimizer", "fully_sharded_transformer", "schedule")
+    return on_ranks({"wrappers": (REPEATS,)} | dict.fromkeys(names, ()), 2)
+
+
+@pytest.fixture(scope="module")
+def four(two):
+    saved = two["sharded_optimizer"][0][-1][1]
+    calls = {"wrappers": (REPEATS,), "sharded_optimizer": (saved,), "fully_sharded_transformer": ()}
+    return on_ranks(calls | {"timed_collectives": ([1000, 100_003],)}, 4)
+
+
+@pytest.fixture
+def ranks(request):
+    """What two ranks yielded, or four: the parameter is the fixture's name."""
+    return request.getfixturevalue(request.param)
+
+
+NUM_RANKS = pytest.mark.parametrize("ranks", ["two", "four"], indirect=True)
+
+
+@NUM_RANKS
+def test_every_wrapper_trains_as_one_process(ranks):
     """One process adds up each rank's own gradient, in rank order: a batch taken at once would round differently.
 
     Two ranks' sum is the same in either order, so there every bit agrees. gloo adds four in an order of its own.
     """
-    for results in on_ranks("wrappers", nproc, repeats):
-        assert len(results) == 2 * (7 * repeats + 6) + 4
+    for results in ranks["wrappers"]:
+        assert len(results) == 2 * (7 * REPEATS + 6) + 4
         for name, difference, unused_without_gradient in results:
             assert unused_without_gradient, name
             # Fully sharded, each backward pass is reduced by itself.
-            exact = nproc == 2 and not re.match("fully sharded.*accumulated", name)
+            exact = len(ranks["wrappers"]) == 2 and not re.match("fully sharded.*accumulated", name)
             assert difference <= (0 if exact else 1e-6), f"{name}: {difference}"
 
 
-@pytest.mark.parametrize("nproc", [2, 4])
-def test_fully_sharded_transformer_with_checkpointing_and_compiled_blocks(nproc):
+@NUM_RANKS
+def test_fully_sharded_transformer_with_checkpointing_and_compiled_blocks(ranks):
     # bf16 keeps 8 bits and fp16 11; three steps move the parameters by a small part of their size.
     tolerance = {"plain, bf16": 0.02, "plain, fp16": 0.004}
-    for results in on_ranks("fully_sharded_transformer", nproc):
+    nproc = len(ranks["wrappers"])
+    for results in ranks["fully_sharded_transformer"]:
+        assert len(results) == (8 if nproc == 2 else 5)
         for variant, difference, right, num_layers, bytes_left in results:
             exact = nproc == 2 and variant in ("plain", "units", "checkpointed")
             # Three blocks of seven matrices, embedding and head.
@@ -44,8 +73,8 @@ def test_fully_sharded_transformer_with_checkpointing_and_compiled_blocks(nproc)
             assert right and bytes_left == 0, variant
 
 
-def test_a_layer_is_gathered_when_the_one_but_last_before_it_is_done():
-    forward, backward, waits = on_ranks("schedule", 2)[0]
+def test_a_layer_is_gathered_when_the_one_but_last_before_it_is_done(two):
+    forward, backward, waits = two["schedule"][0]
     # The head is gathered in forward and freed in backward.
     for events, held_before, held_after in ((forward, 0, 1), (backward, 1, 0)):
         gathered = [name for what, name in events if what == "gather"]
@@ -60,20 +89,17 @@ def test_a_layer_is_gathered_when_the_one_but_last_before_it_is_done():
     assert forward[-1][1] == "blocks.2.feed_forward.down_proj.weight" and waits
 
 
-def test_sharded_optimizer_steps_as_the_unsharded_and_moves_to_other_ranks():
-    two = on_ranks("sharded_optimizer", 2)
-    saved = two[0].pop()[1]
-    two[1].pop()
-    four = on_ranks("sharded_optimizer", 4, saved)
-    assert [results.pop(0) for results in four] == [("state of another number of ranks", True)] * 4
-    for results in (*two, *(result[:-1] for result in four)):
-        assert len(results) == 11
+def test_sharded_optimizer_steps_as_the_unsharded_and_moves_to_other_ranks(two, four):
+    assert [results[0] for results in four["sharded_optimizer"]] == [("state of another number of ranks", True)] * 4
+    for results in (*two["sharded_optimizer"], *(results[1:] for results in four["sharded_optimizer"])):
+        *results, (last, _) = results
+        assert last == "saved" and len(results) == 11
         for name, result in results:
             assert "accepted" in result or "empty" in result if isinstance(result, str) else result, name
 
 
-def test_collectives_move_the_right_elements_and_count_as_nccl_tests_does():
-    results = on_ranks("timed_collectives", 4, [1000, 100_003])
+def test_collectives_move_the_right_elements_and_count_as_nccl_tests_does(four):
+    results = four["timed_collectives"]
     assert all(result == results[0] for result in results)
     assert [r["operation"] for r in results[0][::4]] == list(OPERATIONS)
     for result in results[0]:
@@ -85,7 +111,7 @@ def test_collectives_move_the_right_elements_and_count_as_nccl_tests_does():
     assert {r["num_bytes"] for r in results[0]} == {1000, 992, 100_000}
 
 
-def test_bad_input_is_refused_with_the_value_and_the_accepted_ones():
+def test_bad_input_is_refused_with_the_value_and_the_accepted_ones(two):
     patterns = [
         "bucket_size_mb is 0; accepted",
         "bucket_size_mb is -1; accepted",
@@ -104,7 +130,7 @@ def test_bad_input_is_refused_with_the_value_and_the_accepted_ones():
         r"second backward before finish_gradient_synchronization\(\)",
         r"^outlived by its module: $",
     ]
-    for messages in on_ranks("bad_input", 2):
+    for messages in two["bad_input"]:
         assert len(messages) == len(patterns)
         for pattern, message in zip(patterns, messages, strict=True):
             assert re.search(pattern, message), message
@@ -114,9 +140,9 @@ def test_bad_input_is_refused_with_the_value_and_the_accepted_ones():
 @pytest.mark.parametrize(
     "arguments, options, message",
     [
-        (("parallel_ranks:fault", 0), {}, "0 ranks with gloo; accepted: 1 and more"),
-        (("parallel_ranks:fault", 2), {"device": "tpu"}, "device 'tpu'; accepted here: "),
-        (("parallel_ranks:fault", 2), {"backend": "nccl"}, "backend 'nccl' on cpu; accepted: gloo"),
+        (("failing_rank:fault", 0), {}, "0 ranks with gloo; accepted: 1 and more"),
+        (("failing_rank:fault", 2), {"device": "tpu"}, "device 'tpu'; accepted here: "),
+        (("failing_rank:fault", 2), {"backend": "nccl"}, "backend 'nccl' on cpu; accepted: gloo"),
         ((lambda: None, 2), {}, "cannot start"),
     ],
     ids=["ranks", "device", "backend", "function"],
@@ -129,7 +155,7 @@ def test_launch_refuses_what_cannot_start(arguments, options, message):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_more_ranks_than_gpus_are_refused():
     with pytest.raises(ValueError, match=f"{torch.cuda.device_count() + 1} ranks with nccl; accepted: 1 to"):
-        launch("parallel_ranks:fault", torch.cuda.device_count() + 1, device="cuda")
+        launch("failing_rank:fault", torch.cuda.device_count() + 1, device="cuda")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +170,7 @@ def test_more_ranks_than_gpus_are_refused():
 def test_a_failing_rank_ends_the_run_with_its_error(kind, rank, said, bound_s):
     begin = time.monotonic()
     with pytest.raises(RankError) as caught:
-        on_ranks("fault", 2, kind, collective_timeout_s=4)
+        launch("failing_rank:fault", 2, kind, device="cpu", timeout_s=60, collective_timeout_s=4)
     assert time.monotonic() - begin < bound_s
     message = str(caught.value)
     assert caught.value.rank == rank and f"rank {rank} of 2 failed first" in message and said in message
@@ -157,7 +183,7 @@ def test_a_failing_rank_ends_the_run_with_its_error(kind, rank, said, bound_s):
 
 def test_a_deadline_ends_ranks_that_never_communicate():
     with pytest.raises(RankError, match=r"(?s)exit status 1.*in fault") as caught:
-        launch("parallel_ranks:fault", 2, "hang", device="cpu", timeout_s=6)
+        launch("failing_rank:fault", 2, "hang", device="cpu", timeout_s=6)
     assert not any(is_running(items[0]) for items in caught.value.finished)
 
 
@@ -166,7 +192,7 @@ def test_a_deadline_ends_ranks_that_never_communicate():
 @pytest.mark.parametrize("kind, said", [("crash", "ZeroDivisionError: of rank 1"), ("killed", "killed by SIGKILL")])
 def test_a_rank_failing_on_a_gpu_ends_the_run_with_its_error(kind, said):
     with pytest.raises(RankError) as caught:
-        launch("parallel_ranks:fault", 2, kind, device="cuda", timeout_s=60, collective_timeout_s=10)
+        launch("failing_rank:fault", 2, kind, device="cuda", timeout_s=60, collective_timeout_s=10)
     assert caught.value.rank == 1 and said in caught.value.summary
     assert not any(is_running(items[0]) for items in caught.value.finished)
 

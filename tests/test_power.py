@@ -48,7 +48,7 @@ def readings(begin_s, end_s, watts=WATTS, step_s=STEP_S, clocks=None, mask=0, en
 def gpu(monkeypatch):
     """A GPU whose time is that of a `Clock`, and whose NVML says what `says` returns of begin and end."""
     clock = Clock()
-    fake = types.SimpleNamespace(clock=clock, says=readings, name="NVIDIA H200", most_queued=0)
+    fake = types.SimpleNamespace(clock=clock, says=readings, name="NVIDIA H200", most_queued=0, energy_reads=0)
 
     class Event:
         queued = 0
@@ -68,16 +68,18 @@ def gpu(monkeypatch):
             return 1e3 * (other.time_s - self.time_s)
 
     class Monitor:
-        def __init__(self, device_kind, interval_s):
+        def __init__(self, device_kind, interval_s, wants_energy):
             assert device_kind == "cuda" and interval_s <= 0.02
-            self.summary = {"disturbed": False}
+            self.wants_energy, self.readings, self.summary = wants_energy, [], {"disturbed": False}
 
         def __enter__(self):
             self.begin_s = clock.now_s
             return self
 
         def __exit__(self, *_):
-            self.readings = fake.says(self.begin_s, clock.now_s)
+            for one in fake.says(self.begin_s, clock.now_s):
+                fake.energy_reads += self.wants_energy(one.time_s)
+                self.readings.append(one if self.wants_energy(one.time_s) else one._replace(energy_mj=None))
 
     def synchronize(device_kind):
         clock.waits += 1
@@ -124,6 +126,8 @@ def test_a_counter_that_advances_in_steps_gives_the_same_power_for_every_step(gp
         # Read at the ends of the worst of these windows, steps of 0.1 s would give several percent too little or much.
         found = sustained(gpu.clock.call, device_kind="cuda", window_s=window_s)
         assert found.watts == pytest.approx(WATTS, rel=0.03)
+    # Each read slows a host-bound window down by more than a millisecond.
+    assert gpu.energy_reads / 5 <= 14
 
 
 def test_the_power_before_the_window_does_not_count(gpu):

@@ -144,11 +144,7 @@ def test_one_session_has_nothing_to_compare(folder):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ((), "say what to compare: --sessions"),
-        (("--sessions", "--notebook", "99"), "99"),
-    ],
+    ("arguments", "text"), [((), "say what to compare: --sessions"), (("--sessions", "--notebook", "99"), "99")]
 )
 def test_what_cannot_be_compared_is_said(arguments, text):
     result = compare(*arguments)

@@ -640,9 +640,9 @@ class Server:
         self.process.stdout.close()
 
 
-@pytest.fixture
-def server(tmp_path):
-    server = Server(tmp_path / "stderr")
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = Server(tmp_path_factory.mktemp("server") / "stderr")
     yield server
     server.close()
 

@@ -4,11 +4,12 @@ A timer's samples are bursts, between which the power budget recovers. Back to b
 limit, and the same kernels are slower, in another order.
 
 Energy is NVML's count of the millijoules used since the driver was loaded. It advances in steps of 10 to 100 ms, so
-readings at a window's ends are wrong by up to a step. Power is therefore taken between the first and the last step seen
-inside the window, in which the GPU does nothing but the same calls.
+readings at a window's ends are wrong by up to a step. Power is therefore taken between a step seen after the window's
+begin and one before its end, and the counter, which disturbs the host, is read only until each of them is seen.
 """
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,9 @@ BATCH_S = 0.02
 """Calls are issued in batches of about this length, at most two of them in the queue."""
 
 READING_INTERVAL_S = 0.02
+
+ENDS_S = 0.16
+"""How long after a window's begin and before its end a step of the energy counter is looked for."""
 
 STEADY = 0.02
 """Both halves of a steady window have the same time per call and the same SM clock, within this fraction."""
@@ -100,8 +104,15 @@ def sustained(
     for name, value in {"warmup_s": warmup_s, "window_s": window_s, "calls_per_function": calls_per_function}.items():
         if not value > 0:
             raise ValueError(f"{name} is {value}; accepted: a number above 0")
+    start = math.inf
+
+    def wants_energy(time_s: float) -> bool:
+        looks_from = start if time_s < start + ENDS_S else start + window_s - ENDS_S
+        seen = {one.energy_mj for one in monitor.readings if one.time_s >= looks_from} - {None}
+        return time_s >= looks_from and len(seen) < 2
+
     # NVML is opened before the warm-up: the GPU must not idle between that and the window.
-    with Monitor(device_kind, READING_INTERVAL_S) as monitor:
+    with Monitor(device_kind, READING_INTERVAL_S, wants_energy) as monitor:
         begin, batch, batch_s = time.perf_counter(), 1, 0.0
         while batch_s < BATCH_S and time.perf_counter() - begin < warmup_s:
             batch *= 2 if batch_s else 1
@@ -162,7 +173,7 @@ def _drift(values: Sequence[float]) -> float:
 
 
 def _power(readings: Sequence[Reading], window_s: float, device_kind: str) -> tuple[float | None, str]:
-    """Returns the mean watts between the first and the last step of the energy counter, or None and why."""
+    """Returns the mean watts between the first and the last step seen of the energy counter, or None and why."""
     if device_kind != "cuda":
         return None, f"no energy counter is read on {device_kind}"
     if "MIG" in torch.cuda.get_device_name(0).split():
@@ -172,7 +183,8 @@ def _power(readings: Sequence[Reading], window_s: float, device_kind: str) -> tu
     counts = [reading for reading in readings if reading.energy_mj is not None]
     if not counts:
         return None, "this GPU or driver has no energy counter"
-    steps = [other for one, other in itertools.pairwise(counts) if other.energy_mj != one.energy_mj]
+    pairs = [(one, other) for one, other in itertools.pairwise(counts) if other.time_s - one.time_s < ENDS_S]
+    steps = [other for one, other in pairs if other.energy_mj != one.energy_mj]
     if not steps or steps[-1].time_s - steps[0].time_s < window_s / 2:
         return None, "the energy counter advanced too seldom"
     watts = 1e-3 * (steps[-1].energy_mj - steps[0].energy_mj) / (steps[-1].time_s - steps[0].time_s)

@@ -1,0 +1,450 @@
+"""Notebook 08 from frames of its records: what each change to the encoder buys, its peers, its kernels, its errors."""
+
+import itertools
+import math
+from collections.abc import Callable
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from labkit import published
+from labkit.report import figures, forms, verdicts
+from labkit.report.findings import count, gib, listing, number, percent, scientific, span, times
+from labkit.report.nsys_analysis import CLASS_COLOURS, CLASS_HATCHES
+from labkit.report.tables import cell, ok_rows, once_per_frame, select
+
+OURS, ORIGINAL, BOTH = "fused", "eager + compile", "forward_backward"
+STEPS = ("eager", "cu_seqlens", "positions", "attention", "norm", OURS)
+NAMES = {
+    "eager": "eager", ORIGINAL: "eager, layers compiled", "cu_seqlens": "+ packed attention",
+    "positions": "+ positions at once", "attention": "+ one projection for q, k, v", "norm": "+ norm with its residual",
+    OURS: "fused (+ MLP)", "fused + compile": "fused, layers compiled", "fused, recomputed": "fused, MLP recomputed",
+}  # fmt: skip
+"""Ways to run the encoder, in the order in which tables show them; each "+" keeps the steps before it."""
+
+NUMBERS = ["sustained_ms", "median_ms", "half_width_fraction", "call_ms", "peak_bytes", "watts", "sm_clock_mhz",
+           "padded_fraction"]  # fmt: skip
+
+
+@once_per_frame
+def measured(steps: pd.DataFrame) -> pd.DataFrame:
+    """Returns the rows by way, with every column that is read here, NaN where no record has it.
+
+    sustained_ms: back to back, replayed from a CUDA graph where `is_replayed`; call_ms: launched from Python.
+    """
+    rows = steps.reindex(columns=list(dict.fromkeys([*steps.columns, *NUMBERS])))
+    rows[NUMBERS] = rows[NUMBERS].apply(pd.to_numeric)
+    rows["is_replayed"] = [bool(observed.get("is_replayed")) for observed in rows["observed"]]
+    rows["graph_breaks"] = [observed.get("graph_breaks", math.nan) for observed in rows["observed"]]
+    order = [*NAMES, *(way for way in dict.fromkeys(rows["way"]) if way not in NAMES)]
+    return rows.sort_values("way", key=lambda column: column.map(order.index), kind="stable")
+
+
+def row_of(steps: pd.DataFrame, way: str, workload: str = "A", phase: str = BOTH) -> dict:
+    """Returns a way's row; {"status": "–"} where there is none."""
+    rows = select(measured(steps), way=way, workload=workload, phase=phase).to_dict("records")
+    return rows[0] if rows else {"status": "–"}
+
+
+def original(steps: pd.DataFrame, phase: str = BOTH) -> dict:
+    """Returns the row of the encoder as first written: compiled, or where that was not measured as it is."""
+    rows = [row_of(steps, way, phase=phase) for way in (ORIGINAL, "eager")]
+    return next((row for row in rows if row.get("sustained_ms", 0) > 0), {"status": "–"})
+
+
+def shown(row: dict, value: str, form: Callable[[float], str] = number) -> str:
+    """Returns a value as `tables.cell` does, without its mark where there is none."""
+    return "–" if row["status"] == "ok" and not row[value] > 0 else cell(row, value, form)
+
+
+def floor_ms(floor: pd.DataFrame, workload: str = "A") -> float:
+    """Returns the sustained time (ms) of the matrix products of forward and backward alone, NaN without one."""
+    rows = ok_rows(floor, workload=workload, phase=BOTH)
+    return rows["sustained_ms"].iloc[0] if len(rows) and "sustained_ms" in rows else math.nan
+
+
+def workload_name(steps: pd.DataFrame) -> str:
+    """Returns "64 images of 256 patches in bf16"."""
+    for row in ok_rows(steps, workload="A").head(1).to_dict("records"):
+        patches = row["observed"]["num_patches"] // row["images"]
+        return f"{row['images']} images of {patches} patches in {row['precision']}"
+    return "images of one size"
+
+
+# --- step by step ---
+
+
+def table_steps(steps: pd.DataFrame, floor: pd.DataFrame) -> pd.DataFrame:
+    """Returns a row for each of our ways on images of one size: times, peak, the products' share, graph breaks."""
+    result = []
+    for way in dict.fromkeys(select(measured(steps), workload="A")["way"]):
+        forward, both = row_of(steps, way, phase="forward"), row_of(steps, way)
+        line = {"way": NAMES.get(way, way), "forward (ms)": shown(forward, "sustained_ms")}
+        line |= {"both (ms)": shown(both, "sustained_ms"), "replayed": "yes" if both.get("is_replayed") else "–"}
+        line |= {"both, launched (ms)": shown(both, "call_ms"), "peak (GiB)": shown(both, "peak_bytes", gib)}
+        line |= {"products' share": percent(floor_ms(floor) / both.get("sustained_ms", math.nan))}
+        breaks = f"{both['graph_breaks']:.0f}" if both["status"] == "ok" else "–"
+        result.append(line | {"graph breaks": breaks})
+    return pd.DataFrame([row for row in result if not row["way"].startswith("transformers")])
+
+
+@once_per_frame
+def saved(steps: pd.DataFrame) -> pd.DataFrame:
+    """Returns what each step changes against the measured one before it: forward and backward of images of one size.
+
+    Columns way, before_ms, sustained_ms, saved_ms, saved_bytes, ratio, verdict.
+    """
+    rows = [row for row in (row_of(steps, way) for way in STEPS) if row.get("sustained_ms", 0) > 0]
+    result = []
+    for before, after in itertools.pairwise(rows):
+        ratio, pair = verdicts.ratio(before, after, "sustained_ms"), (before["sustained_ms"], after["sustained_ms"])
+        saved_bytes = before["peak_bytes"] - after["peak_bytes"]
+        result.append((after["way"], *pair, pair[0] - pair[1], saved_bytes, ratio.mid, ratio.verdict))
+    columns = ["way", "before_ms", "sustained_ms", "saved_ms", "saved_bytes", "ratio", "verdict"]
+    return pd.DataFrame(result, columns=columns)
+
+
+def figure_steps(steps: pd.DataFrame, floor: pd.DataFrame) -> Figure | None:
+    """Forward and backward of images of one size, sustained: what each step takes off, or adds."""
+    if not (measured(steps)["sustained_ms"] > 0).any():
+        return None
+    changes, grey = saved(steps).set_index("way"), "#b0b0b0"
+    totals = {way: row_of(steps, way).get("sustained_ms", math.nan) for way in (ORIGINAL, "eager", OURS)}
+    bars = [(NAMES[way], 0.0, totals[way], grey) for way in (ORIGINAL, "eager")]
+    for way in STEPS[1:]:
+        before, change = changes.loc[way, ["before_ms", "saved_ms"]] if way in changes.index else (math.nan, math.nan)
+        bars.append((NAMES[way], before, -change, figures.SERIES[2 if change >= 0 else 3]))
+    bars.append(("the fused encoder", 0.0, totals[OURS], figures.SERIES[0]))
+    figure, (axis,) = figures.panels(1, width=9.0, height=3.6)
+    for place, (_, left, width, colour) in enumerate(bars):
+        if width == width:
+            axis.barh(place, width, left=left, color=colour)
+            text = number(width) if left == 0 else f"{'−' if width < 0 else '+'}{number(abs(width))}"
+            axis.text(max(left, left + width), place, f" {text}", va="center", fontsize=8)
+    if floor_ms(floor) > 0:
+        axis.axvline(floor_ms(floor), color="black", linestyle="--", linewidth=1, label="the matrix products alone")
+    labels = [text if width == width else f"{text}: not measured" for text, _, width, _ in bars]
+    axis.set_yticks(range(len(bars)), labels)
+    axis.set(xlabel="sustained time (ms)", ylim=(len(bars) - 0.5, -0.5))
+    axis.grid(axis="y", visible=False)
+    figures.finish(figure, [axis], f"Forward + backward, {workload_name(steps)}, {steps.attrs['device']}")
+    return figure
+
+
+def findings_steps(steps: pd.DataFrame, floor: pd.DataFrame) -> list[str]:
+    """Says what all steps give together, what each one does, and what bounds the fused encoder."""
+    changes, first, ours, sentences = saved(steps), original(steps), row_of(steps, OURS), []
+    if "way" in first and ours["status"] == "ok":
+        ratio, peaks = verdicts.ratio(first, ours, "sustained_ms"), [gib(row["peak_bytes"]) for row in (first, ours)]
+        found = [f"{NAMES[first['way']]} {number(first['sustained_ms'])} ms, fused {number(ours['sustained_ms'])}"]
+        found.append(f"{ratio.verdict}, {times(ratio.mid)}")
+        found += [f"peak {peaks[0]} and {peaks[1]} GiB"] if "–" not in peaks else []
+        sentences.append(f"Forward + backward of {workload_name(steps)}, sustained: {'; '.join(found)}.")
+    if len(changes):
+        parts = (
+            f"{row.way} {row.verdict} ({row.saved_ms:+.2f} ms, {row.saved_bytes / 2**20:+,.0f} MiB)"
+            for row in changes.itertuples()
+        )
+        text = listing(parts).replace(", +nan MiB", "")  # a CPU has no peaks
+        sentences.append(f"Each step against the one before, and what it saves: {text}.")
+    if ours["status"] == "ok":
+        parts = [f"In bursts the fused encoder takes {number(ours['median_ms'])} ms"]
+        power = f" at {number(ours['watts'])} W and {number(ours['sm_clock_mhz'], 4)} MHz" if ours["watts"] > 0 else ""
+        parts.append(f"sustained {number(ours['sustained_ms'])}{power}")
+        if floor_ms(floor) > 0:
+            parts[-1] += f", of which the products alone need {percent(floor_ms(floor) / ours['sustained_ms'])}"
+        if ours["is_replayed"]:
+            parts.append(f"launched from Python instead of replayed {number(ours['call_ms'])}")
+        sentences.append(f"{'; '.join(parts)}.")
+    # What failed stands in the table as well, and takes no finding's place.
+    return [" ".join([*sentences[:1], *forms.failures(steps)]), *sentences[1:]] if sentences else forms.failures(steps)
+
+
+# --- images of many sizes, and peers ---
+
+
+@once_per_frame
+def against(steps: pd.DataFrame) -> pd.DataFrame:
+    """Returns each other way's sustained time over that of the fused encoder; above 1 ours is ahead.
+
+    Columns workload, phase, way, ratio, low, high, verdict, launched_ratio (of call times), padded_fraction.
+    """
+    result = []
+    for row in ok_rows(measured(steps)).to_dict("records"):
+        case = {name: row[name] for name in ("way", "workload", "phase")}
+        ours = row_of(steps, **case | {"way": OURS})
+        if row["way"] != OURS and row["sustained_ms"] > 0 and ours.get("sustained_ms", 0) > 0:
+            ratio = verdicts.ratio(row, ours, "sustained_ms")
+            found = {**ratio._asdict(), "verdict": ratio.verdict, "launched_ratio": row["call_ms"] / ours["call_ms"]}
+            result.append(case | found | {"padded_fraction": row["padded_fraction"]})
+    columns = ["workload", "phase", "way", *verdicts.Ratio._fields, "verdict", "launched_ratio", "padded_fraction"]
+    return pd.DataFrame(result, columns=columns).rename(columns={"mid": "ratio"})
+
+
+def table_sizes(steps: pd.DataFrame) -> pd.DataFrame:
+    """Returns forward and backward of images of one size and of many by way, over ours, and what is padded."""
+    pairs, result = select(against(steps), phase=BOTH), []
+    for way in (way for way in dict.fromkeys(measured(steps)["way"]) if way not in STEPS[1:-1]):
+        line = {"way": NAMES.get(way, way)}
+        for workload, title in (("A", "one size"), ("B", "many sizes")):
+            row, pair = row_of(steps, way, workload), select(pairs, way=way, workload=workload)
+            line |= {f"{title} (ms)": shown(row, "sustained_ms"), f"{title}, launched (ms)": shown(row, "call_ms")}
+            line |= {f"{title}, over ours": times(pair["ratio"].iloc[0]) if len(pair) else "–"}
+        line |= {"many sizes, peak (GiB)": shown(row, "peak_bytes", gib)}
+        padded = row.get("padded_fraction", math.nan) if way.startswith("transformers") else 0.0
+        result.append(line | {"padding of many sizes": percent(padded) if row["status"] == "ok" else "–"})
+    return pd.DataFrame(result)
+
+
+def findings_sizes(steps: pd.DataFrame) -> list[str]:
+    """Says where the fused encoder stands by workload, launched too, and what padding costs the peer that pads."""
+    pairs, sentences = select(against(steps), phase=BOTH), []
+    pairs = pairs[~pairs["way"].isin(STEPS[1:]) & ~pairs["way"].str.startswith(OURS)]
+    for workload, title in (("A", "Images of one size"), ("B", "Images of many sizes")):
+        of = select(pairs, workload=workload)
+        if text := forms.summary(of, lambda row: NAMES.get(row["way"], row["way"])):
+            launched = of["launched_ratio"].dropna()
+            beside = f"; launched from Python, others take {span(launched)} our time" if len(launched) else ""
+            sentences.append(f"{title}, the fused encoder sustained against the other ways: {text}{beside}.")
+    padded = pairs[pairs["way"].str.startswith("transformers") & (pairs["workload"] == "B")]
+    for best in padded.sort_values("ratio").head(1).to_dict("records"):
+        same = select(pairs, workload="A", way=best["way"])["ratio"]
+        beside = f", {times(same.iloc[0])} where nothing is padded" if len(same) else ""
+        sentences.append(
+            f"Padded to the longest image, a batch of many sizes is {percent(best['padded_fraction'])} padding: "
+            f"{times(1 / (1 - best['padded_fraction']))} the rows. The fastest that pads, {best['way']}, takes "
+            f"{times(best['ratio'])} our time{beside}."
+        )
+    return sentences
+
+
+# --- profile ---
+
+
+@once_per_frame
+def kernels_of(profile: pd.DataFrame) -> pd.DataFrame:
+    """Returns the longest kernels of each profiled way: way, kernel, launches, ms, share of all kernels' time."""
+    rows = [
+        {"way": row["way"], "kernel": kernel, "launches": launches, "ms": ms, "share": ms / row["kernels_ms"]}
+        for row in ok_rows(profile).to_dict("records")
+        for kernel, ms, launches in row["observed"].get("kernels", [])
+    ]
+    return pd.DataFrame(rows, columns=["way", "kernel", "launches", "ms", "share"])
+
+
+def table_profile(profile: pd.DataFrame) -> pd.DataFrame:
+    """Returns the longest kernels of the fused encoder's forward and backward."""
+    rows = select(kernels_of(profile), way=OURS)
+    table = {"kernel": [f"`{kernel[:60]}`" for kernel in rows["kernel"]], "launches": rows["launches"].astype(str)}
+    return pd.DataFrame(table | {"ms": rows["ms"].map(number), "share": rows["share"].map(percent)})
+
+
+def class_times(row: dict) -> dict[str, float]:
+    """Returns the kernel time (ms) of a profiled way by class of kernels, without the classes that it has not."""
+    found = {kind: row.get(f"{kind}_ms", math.nan) for kind in CLASS_COLOURS}
+    return {kind: value for kind, value in found.items() if value is not None and value == value}
+
+
+def figure_profile(profile: pd.DataFrame) -> Figure | None:
+    """Kernel time of forward and backward by class, as first written and fused."""
+    rows = ok_rows(profile).to_dict("records")
+    if not rows:
+        return None
+    figure, (axis,) = figures.panels(1, width=9.0, height=1.2 + 0.5 * len(rows))
+    for place, row in enumerate(reversed(rows)):
+        left = 0.0
+        for kind, value in class_times(row).items():
+            look = {"color": CLASS_COLOURS[kind], "hatch": CLASS_HATCHES.get(kind, ""), "edgecolor": "white"}
+            axis.barh(place, value, left=left, label=kind, linewidth=0, **look)
+            left += value
+    axis.set_yticks(range(len(rows)), [NAMES.get(row["way"], row["way"]) for row in reversed(rows)])
+    axis.set(xlabel="kernel time (ms)")
+    axis.grid(axis="y", visible=False)
+    figures.finish(figure, [axis], f"Kernels of forward + backward by class, {profile.attrs['device']}", num_columns=8)
+    return figure
+
+
+def findings_profile(profile: pd.DataFrame) -> list[str]:
+    """Says how much kernel time and how many launches go, from which classes, and what is left."""
+    sentences = forms.failures(profile)
+    first, last = (next(iter(ok_rows(profile, way=way).to_dict("records")), None) for way in ("eager", OURS))
+    before, after = (class_times(row) if row else {} for row in (first, last))
+    if first and last:
+        change = {kind: before.get(kind, 0.0) - after.get(kind, 0.0) for kind in CLASS_COLOURS}
+        largest = [kind for kind in sorted(change, key=change.get, reverse=True)[:3] if change[kind] > 0]
+        parts = [f"{kind} {number(before.get(kind, 0.0))} to {number(after.get(kind, 0.0))}" for kind in largest]
+        gone = f"; most goes from {listing(parts)} ms" if parts else ""
+        sentences.append(
+            f"Kernels take {number(first['kernels_ms'])} ms in {int(first['num_launches']):,} launches as first "
+            f"written, {number(last['kernels_ms'])} in {int(last['num_launches']):,} fused{gone}."
+        )
+    if last:
+        left = sorted(after.items(), key=lambda item: -item[1])[:4]
+        parts = (f"{kind} {percent(value / last['kernels_ms'])}" for kind, value in left)
+        sentences.append(f"What is left of the fused encoder's kernel time: {listing(parts)}.")
+    return sentences
+
+
+# --- accuracy ---
+
+
+def table_accuracy(accuracy: pd.DataFrame) -> pd.DataFrame:
+    """Returns for each implementation its errors by precision, and these over those of eager in the same precision."""
+    result = []
+    for impl in [impl for impl in STEPS if impl in set(accuracy["phase"])]:
+        line = {"impl": impl}
+        for precision in dict.fromkeys(accuracy["precision"]):
+            row = next(iter(select(accuracy, phase=impl, precision=precision).to_dict("records")), None)
+            for which, title in (("out", "output"), ("gradient", "worst gradient")):
+                text = "–" if row is None else row["status"]
+                if text == "ok":
+                    text = f"{scientific(row[f'{which}_error'])} ({times(_over_eager(row, which))})"
+                line[f"{precision}, {title}"] = text
+        result.append(line)
+    return pd.DataFrame(result)
+
+
+def _over_eager(row: dict, which: str) -> float:
+    error, of_eager = row[f"{which}_error"], row[f"eager_{which}_error"]
+    return error / of_eager if of_eager else math.nan
+
+
+def findings_accuracy(accuracy: pd.DataFrame) -> list[str]:
+    """Says by how much the errors of our implementations differ from those of eager in the same precision."""
+    sentences, rows = forms.failures(accuracy), ok_rows(accuracy)
+    rows = rows[rows["phase"] != "eager"].to_dict("records")
+    if rows:
+        spans = [span(_over_eager(row, which) for row in rows) for which in ("out", "gradient")]
+        sentences.append(
+            f"Against fp64 on the CPU, errors are {spans[0]} those of eager in the same precision for the output and "
+            f"{spans[1]} for the gradient that is worst, in {count(len(rows), 'case')}."
+        )
+    return sentences
+
+
+# --- kernels ---
+
+CONTENDERS = {"ours_in_place": "ours, in place", "eager": "eager", "compiled": "torch.compile", "liger": "Liger"}
+SHAPE = ["operation", "rows", "columns"]
+
+
+@once_per_frame
+def contests(kernels: pd.DataFrame) -> pd.DataFrame:
+    """Returns the rows with `impl` and `name` ("forward", "forward_backward") taken from their phase, and `verdict`."""
+    keys = ("ratio_to_ours", "ratio_to_ours_low", "ratio_to_ours_high", "ceiling_fraction", "num_bytes", "timer_method")
+    rows = kernels.reindex(columns=list(dict.fromkeys([*kernels.columns, *keys, "median_ms", "ceiling", "flops"])))
+    rows[["impl", "name"]] = [phase.split(" ") for phase in rows["phase"]]
+    is_paired = (rows["status"] == "ok") & rows["ratio_to_ours"].notna()
+    verdict = [verdicts.paired(row).verdict for row in rows[is_paired].to_dict("records")]
+    rows["verdict"] = pd.Series(verdict, rows.index[is_paired], dtype=object).reindex(rows.index, fill_value="")
+    return rows.assign(ratio=rows["ratio_to_ours"])
+
+
+@once_per_frame
+def rates(kernels: pd.DataFrame) -> pd.DataFrame:
+    """Returns by shape ours' time, and what it reaches of its ceiling: backward is both passes less forward."""
+    ours = ok_rows(contests(kernels), impl="ours").assign(work=lambda rows: rows["num_bytes"].fillna(rows["flops"]))
+    columns = [*SHAPE, "work", "ceiling_fraction", "median_ms"]
+    both, forward = (select(ours, name=one)[columns] for one in (BOTH, "forward"))
+    rows = both.merge(forward, "left", SHAPE, suffixes=("", "_forward"))
+    of_ceiling = rows["ceiling_fraction"] * rows["median_ms"] / rows["work"]  # the time of a unit of work, at best
+    backward_ms = rows["median_ms"] - rows["median_ms_forward"]
+    return rows.assign(backward_fraction=of_ceiling * (rows["work"] - rows["work_forward"]) / backward_ms)
+
+
+def table_kernels(kernels: pd.DataFrame) -> pd.DataFrame:
+    """Returns for each operation and shape what ours reaches of its ceiling, and others' times over ours."""
+    rows, reached, result = contests(kernels), rates(kernels).set_index(SHAPE), []
+    for shape, group in rows.groupby(SHAPE, sort=False):
+        ours = reached.loc[shape].to_dict() if shape in reached.index else {}
+        line = {"operation": f"{shape[0]}, {shape[1]:,} × {shape[2]:,}", "both (ms)": number(ours.get("median_ms"))}
+        for title, key in (("forward", "ceiling_fraction_forward"), ("backward", "backward_fraction")):
+            line[f"{title}, of the ceiling"] = percent(ours.get(key))
+        for impl, title in CONTENDERS.items():
+            texts = [
+                cell(row, "ratio_to_ours", times) for row in select(group, impl=impl, name=BOTH).to_dict("records")
+            ]
+            line[f"{title} / ours"] = (texts or ["–"])[0].replace("skipped", "–")
+        result.append(line)
+    return pd.DataFrame(result)
+
+
+def findings_kernels(kernels: pd.DataFrame) -> list[str]:
+    """Says how near the norms come to the copy rate, and how ours stand to every other implementation."""
+    sentences, rows, reached = forms.failures(kernels), contests(kernels), rates(kernels)
+    parts = []
+    for operation, group in reached[reached["operation"].str.endswith("norm")].groupby("operation", sort=False):
+        fractions = {"forward": group["ceiling_fraction_forward"], "backward": group["backward_fraction"]}
+        spans = [f"{span(x.dropna(), percent)} {key}" for key, x in fractions.items() if x.notna().any()]
+        parts += [f"{operation} {listing(spans)}"] if spans else []
+    if parts:
+        sentences.append(f"Of the copy rate, the norms with their residual reach: {'; '.join(parts)}.")
+    others = select(rows, name=BOTH, impl=["eager", "compiled", "liger"])
+    parts = [
+        f"{CONTENDERS[impl]} {forms.tally(group)}"
+        for impl, group in others[others["verdict"] != ""].groupby("impl", sort=False)
+    ]
+    if parts:
+        sentences.append(f"Ours by verdict against each other implementation, forward + backward: {'; '.join(parts)}.")
+    return sentences
+
+
+# --- published ---
+
+MINI_BATCHES = 16
+"""The published times of 1,024 images are so many times the mean of a mini-batch of 64."""
+
+
+def published_rows(steps: pd.DataFrame) -> pd.DataFrame:
+    """Returns times (ms) and peak (MiB) of a mini-batch, published and here: variant, way, forward, backward, peak."""
+    result = []
+    for row in ok_rows(published.load("siglip2")).to_dict("records"):
+        is_original, case = row["variant"] == "original", {"variant": row["variant"], "way": row["variant"]}
+        there = {phase: row[f"{phase}_ms"] / MINI_BATCHES for phase in ("forward", "backward")}
+        result.append({**case, "on": f"{row['gpu']}, published", **there, "peak": row["peak_mib"]})
+        both = original(steps) if is_original else row_of(steps, OURS)
+        way = both.get("way", ORIGINAL if is_original else OURS)
+        forward = row_of(steps, way, phase="forward").get("sustained_ms", math.nan)
+        here = {"forward": forward, "backward": both.get("sustained_ms", math.nan) - forward}
+        here |= {"way": NAMES[way], "on": f"{steps.attrs['device']}, here"}
+        result.append(case | here | {"peak": both.get("peak_bytes", math.nan) / 2**20})
+    return pd.DataFrame(result)
+
+
+def table_published(steps: pd.DataFrame) -> pd.DataFrame:
+    """Returns forward, backward and peak as published and here, of a mini-batch and of all 1,024 images."""
+    rows = published_rows(steps)
+    table = rows[["way", "on"]].copy()
+    for phase in ("forward", "backward"):
+        table[f"{phase} (ms)"] = rows[phase].map(number)
+        table[f"{phase} × {MINI_BATCHES} (ms)"] = [number(MINI_BATCHES * value, 4) for value in rows[phase]]
+    return table.assign(**{"peak (MiB)": rows["peak"].map("{:,.0f}".format).replace("nan", "–")})
+
+
+def findings_published(steps: pd.DataFrame) -> list[str]:
+    """Says what the published change gave there, and what ours gives here."""
+    gains = {}
+    for is_here, rows in published_rows(steps).groupby(lambda place: place % 2):
+        first, last = (select(rows, variant=variant).iloc[0] for variant in ("original", "optimized"))
+        gains[is_here] = [f"{times(first[phase] / last[phase])} {phase}" for phase in ("forward", "backward")]
+    if any(gain.startswith("–") for gain in gains[1]):
+        return []
+    there, here = (listing(gains[place]) for place in (0, 1))
+    return [f"Original over optimized: published {there}, in an unknown kind of time; here {here}, sustained."]
+
+
+def front(chapter) -> list[tuple[str, str]]:
+    """Returns the finding of this chapter for the front page, with the heading that it links to."""
+    steps = chapter.records("steps")
+    first, last = (original(steps), row_of(steps, OURS)) if len(steps) else ({}, {})
+    if not (first.get("sustained_ms", 0) > 0 and last.get("sustained_ms", 0) > 0):
+        return []
+    launched = f" ({number(last['call_ms'])} launched from Python)" if last["is_replayed"] else ""
+    gain = times(first["sustained_ms"] / last["sustained_ms"])
+    text = (
+        f"**Fusing what stands between its matrix products makes a vision encoder {gain} as fast**: forward + backward "
+        f"of {workload_name(steps)}, {NAMES[first['way']]} {number(first['sustained_ms'])} ms, fused "
+        f"{number(last['sustained_ms'])}{launched}, peak {gib(first['peak_bytes'])} and {gib(last['peak_bytes'])} GiB, "
+        f"sustained."
+    )
+    return [(text, "The encoder, step by step")]
