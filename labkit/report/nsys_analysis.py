@@ -376,9 +376,9 @@ def with_course(frame: pd.DataFrame, course: pd.DataFrame | None) -> pd.DataFram
 
 def table_published(frame: pd.DataFrame, course: pd.DataFrame | None = None) -> pd.DataFrame:
     """Returns published figures beside ours, the rows spread over the quantities and GPUs; the CSV file has all."""
-    rows = with_course(frame, course)
+    rows = with_course(frame, course).sort_values("course", key=pd.isna, kind="stable")
     rank = rows.groupby(["quantity", "gpu", "view"], sort=False).cumcount()
-    rows = rows.loc[sorted(rank.sort_values(kind="stable").index[:9])]
+    rows = rows.loc[sorted(rank.sort_values(kind="stable").index[:6])]
     caveat = rows["note"].fillna("–").str.strip(";").replace({"_": " ", ";": "; "}, regex=True)
     told = {"quantity": rows["quantity"], "of": rows["view"].map(PHASE_NAMES), "published on": rows["gpu"]}
     told |= {"case": [case_name(row) for row in rows.to_dict("records")], "published": rows["published"].map(number)}
