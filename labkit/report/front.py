@@ -136,11 +136,13 @@ def roofline(chapters: Mapping[str, Chapter]) -> Figure | None:
         points.append((name, impl, flops / moved, flops / row["median_ms"] / 1e9))
     if roofs.empty or not points:
         return None
+    called = importlib.import_module("labkit.report.flash_attention").NAMES
     figure, (axis,) = figures.panels(1, width=8.0, height=3.8)
     names, _, intensities, rates = zip(*points, strict=True)
     for _, impl, intensity, rate in points:
         style = figures.STYLES[impl]
-        axis.plot([intensity], [rate], color=style.colour, marker=style.marker, markersize=6, linestyle="", label=impl)
+        look = {"color": style.colour, "marker": style.marker, "markersize": 6, "linestyle": ""}
+        axis.plot([intensity], [rate], label=called.get(impl, impl), **look)
     low, high = min(intensities) / 2, max(intensities) * 2
     figures.log_scale(axis, "x", base=2)
     figures.log_time_axis(axis, "achieved rate (TFLOP/s)")
@@ -148,7 +150,7 @@ def roofline(chapters: Mapping[str, Chapter]) -> Figure | None:
     products = select(roofs, kind="gemm")
     for precision, peak in zip(products["precision"], products["achieved_tflops"], strict=True):
         axis.plot([peak / copy, high], [peak, peak], color="0.3", linewidth=1, linestyle="--")
-        axis.annotate(f"matrix product, {precision}", (low * 1.1, peak), fontsize=8, va="center")
+        axis.annotate(f"matrix product, {precision}", (low * 1.1, peak), fontsize=8, va="bottom")
         if precision == "bf16":
             axis.plot([low, peak / copy], [copy * low, peak], color="0.3", linewidth=1, linestyle="--")
             axis.annotate("copy rate", (low * 1.5, copy * low * 2), fontsize=8, rotation=28)
@@ -158,5 +160,5 @@ def roofline(chapters: Mapping[str, Chapter]) -> Figure | None:
     axis.set(xlim=(low, high), ylim=(min(rates) / 2, 1.6 * products["achieved_tflops"].max()))
     axis.set_xlabel("arithmetic intensity (FLOPs per byte that must move)")
     title = f"Forward kernels under the roofs, device time, {kernels.attrs['device']}"
-    figures.finish(figure, [axis], title, num_columns=8)
+    figures.finish(figure, [axis], title, num_columns=4)
     return figure

@@ -73,6 +73,7 @@ def findings(rows: pd.DataFrame) -> list[str]:
         if parts := [f"{case_name(row)} {cell(row, 'sustained_ms')} ms" for row in lasting]:
             sentences[-1] += f" Back to back: {listing(parts)} (sustained time)."
     if len(replayed := ok_rows(rows, phase="graph_step")):
-        off = [f"{percent(replayed[name].max())} in {what}" for name, what in DIFFERENCES.items()]
-        sentences.append(f"Each graph trains as its called step does, to {listing(off)}.")
+        largest = {what: replayed[name].max() for name, what in DIFFERENCES.items()}
+        off = [f"{f'at most {percent(value)}' if value else 'nothing'} in {what}" for what, value in largest.items()]
+        sentences.append(f"A graph trains as its called step does; between them differs {listing(off)}.")
     return sentences
