@@ -199,7 +199,7 @@ def check_operators(device: str = "cpu") -> None:
         (ce._backward, (total, targets, statistics, x(), x(5, 40))),
         (ce._linear_forward, (leaf(5, 8), leaf(8, 40).T, targets, True, 2)),
     ):
-        torch.library.opcheck(operation, arguments)
+        torch.library.opcheck(operation.op, arguments)
 
 
 def check_compiled(autocast: bool, device: str = "cpu", backend: str = "aot_eager") -> None:
@@ -241,7 +241,7 @@ def test_the_compiler_sees_the_kernels_inside():
     with FakeTensorMode(), torch.no_grad():
         x, weight = (torch.empty(shape, device="cuda") for shape in ((64, 768), (768,)))
         for residual in (x, None):
-            graph = make_fx(lambda x, r, w: rms_norm._forward._abstract_fn(x, r, w, EPS, x.dtype))(x, residual, weight)
+            graph = make_fx(lambda x, r, w: rms_norm._forward.function(x, r, w, EPS, x.dtype))(x, residual, weight)
             assert "triton_kernel_wrapper_mutation" in [str(node.target) for node in graph.graph.nodes]
 
 

@@ -133,7 +133,7 @@ def _gradients(ctx, grad_loss, _):
 _forward.register_autograd(_gradients, setup_context=_setup)
 
 
-@torch.library.custom_op("labkit::linear_cross_entropy", mutates_args=())
+@operator("linear_cross_entropy", opaque=True)
 def _linear_forward(
     hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, with_gradients: bool, chunk_rows: int
 ) -> list[Tensor]:

@@ -10,7 +10,6 @@ import math
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from labkit.kernels.flash_attention import (
     flash_attention,
@@ -18,7 +17,7 @@ from labkit.kernels.flash_attention import (
     flash_attention_forward,
     resolve_impl,
 )
-from labkit.kernels.fused import runs_kernel
+from labkit.kernels.fused import operator, runs_kernel
 
 
 def _are_equal(qkv: Tensor, cu_seqlens: Tensor, longest: int | None) -> bool:
@@ -39,7 +38,7 @@ def _packing(cu_seqlens: Tensor, longest: int | None) -> dict:
     return {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": longest, "max_seqlen_k": longest}
 
 
-@custom_op("labkit::flash_attention_qkv", mutates_args=())
+@operator("flash_attention_qkv", opaque=True)
 def _forward(qkv: Tensor, cu_seqlens: Tensor, longest: int | None) -> tuple[Tensor, Tensor]:
     scale, tensors = 1 / math.sqrt(qkv.shape[-1]), qkv.unbind(1)
     if not _are_equal(qkv, cu_seqlens, longest):
@@ -57,7 +56,7 @@ def _(qkv, cu_seqlens, longest):
     return qkv.new_empty(num_tokens, num_heads, head_dim), qkv.new_empty(statistics, dtype=torch.float32)
 
 
-@custom_op("labkit::flash_attention_qkv_backward", mutates_args=())
+@operator("flash_attention_qkv_backward", opaque=True)
 def _backward(
     grad_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor, longest: int | None
 ) -> Tensor:

@@ -1,30 +1,83 @@
 """What the fused kernels share: how they become PyTorch operators, and what they accept."""
 
+import threading
 from collections.abc import Callable
 
 import torch
 import triton
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import once_differentiable
+from torch.nn.parameter import Parameter
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IS_INTERPRETED = triton.knobs.runtime.interpret
 
 
-def operator(name: str, mutates_args: tuple[str, ...] = ()) -> Callable:
+class Operator:
+    """The operator `labkit::name`, called past PyTorch's dispatcher where nothing looks at operators.
+
+    The dispatcher takes longer than a launch. A compiler, a mode, a transform or a subclass of tensors is shown the
+    operator, as is what the direct way could not do: writing to an argument, a gradient that nothing defines.
+    """
+
+    def __init__(self, name: str, function: Callable, mutates_args: tuple[str, ...], opaque: bool):
+        self.function, self.mutates, self.gradients, self.setup_context = function, bool(mutates_args), None, None
+        make = torch.library.custom_op if opaque or IS_INTERPRETED else torch.library.triton_op
+        self.op = make(f"labkit::{name}", function, mutates_args=mutates_args)
+        if IS_INTERPRETED and not opaque:
+            self.op.register_fake(function)
+        self.register_fake = self.op.register_fake
+
+    def register_autograd(self, gradients: Callable, *, setup_context: Callable) -> None:
+        self.gradients, self.setup_context = gradients, setup_context
+        self.op.register_autograd(gradients, setup_context=setup_context)
+
+    def __call__(self, *arguments):
+        if torch.compiler.is_compiling() or self.mutates or is_in_torch_dispatch_mode():
+            return self.op(*arguments)
+        tensors = [x for x in arguments if isinstance(x, Tensor)]
+        if torch._C._are_functorch_transforms_active() or any(type(x) not in (Tensor, Parameter) for x in tensors):
+            return self.op(*arguments)
+        if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
+            return self.run(arguments)
+        return _Direct.apply(self, *arguments) if self.gradients else self.op(*arguments)
+
+    def run(self, arguments: tuple):  # kernels are launched, not traced
+        before, _launching.directly = getattr(_launching, "directly", False), True
+        try:
+            return self.function(*arguments)
+        finally:
+            _launching.directly = before
+
+
+_launching = threading.local()
+
+
+class _Direct(torch.autograd.Function):
+    """An operator's gradient as it was registered."""
+
+    @staticmethod
+    def forward(ctx, operator: Operator, *arguments):
+        outputs = operator.run(arguments)
+        operator.setup_context(ctx, arguments, outputs)
+        ctx.operator, ctx.is_list = operator, isinstance(outputs, list)
+        return tuple(outputs) if ctx.is_list else outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        found = ctx.operator.gradients(ctx, *([list(grads)] if ctx.is_list else grads))
+        return None, *(found if isinstance(found, tuple) else (found,))
+
+
+def operator(name: str, mutates_args: tuple[str, ...] = (), *, opaque: bool = False) -> Callable:
     """Returns a decorator that makes a function of kernel launches the operator `labkit::name`.
 
-    The compiler sees the launches inside. Interpreted kernels cannot be traced: then the operator is opaque.
+    The compiler sees the launches inside, unless it is opaque, as all are where kernels are interpreted.
     """
-    if not IS_INTERPRETED:
-        return torch.library.triton_op(f"labkit::{name}", mutates_args=mutates_args)
-
-    def register(function: Callable):
-        opaque = torch.library.custom_op(f"labkit::{name}", function, mutates_args=mutates_args)
-        opaque.register_fake(function)
-        return opaque
-
-    return register
+    return lambda function: Operator(name, function, mutates_args, opaque)
 
 
 class Launcher:
@@ -47,7 +100,8 @@ def wrap_triton(kernel):
 
     PyTorch finds an operator's kernels, for the key of its cache, by the calls of this name in its source.
     """
-    wrapped = kernel if IS_INTERPRETED else torch.library.wrap_triton(kernel)
+    is_launched = IS_INTERPRETED or getattr(_launching, "directly", False)
+    wrapped = kernel if is_launched else torch.library.wrap_triton(kernel)
     return Launcher(kernel) if wrapped is kernel else wrapped
 
 

@@ -24,7 +24,6 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import custom_op
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from labkit.kernels.column_sums import column_sums
@@ -155,7 +154,7 @@ def _launch(rows: Tensor, weight: Tensor, bias=None, z=None, h=None, grad_z=None
 
 
 # Opaque to the compiler: torch.library.triton_op takes no tensor descriptors.
-@custom_op("labkit::linear_gelu", mutates_args=())
+@operator("linear_gelu", opaque=True)
 def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
     """Returns h and z, which is empty unless it is to be kept."""
     h, z = _empty_hidden(x, weight, bias, keep)
@@ -169,7 +168,7 @@ def _empty_hidden(x, weight, _bias, keep):
     return h, torch.empty_like(h) if keep else x.new_empty(0)
 
 
-@custom_op("labkit::linear_gelu_backward", mutates_args=())
+@operator("linear_gelu_backward", opaque=True)
 def _linear_gelu_backward(grad_y: Tensor, weight: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns ∂z, h and ∂b₁ in fp32."""
     grad_z, h = torch.empty_like(z), torch.empty_like(z)

@@ -35,10 +35,7 @@ def walk_tile(num_columns: int, bytes_a_column: int) -> tuple[dict[str, int], in
     """Returns the constants of a launch whose programs stay, and these for each multiprocessor.
 
     A thread has 32 elements of a step, of several rows where they are short: threads wait for one another at each sum
-    along a row, and rows that are summed together wait once.
-
-    Args:
-        bytes_a_column: bytes that are read of a row for each of its columns.
+    along a row, and rows that are summed together wait once. `bytes_a_column` are read of a row for each column.
     """
     block = triton.next_power_of_2(num_columns)
     num_warps = min(max(block // 1024, 4), 32)
