@@ -278,7 +278,7 @@ def test_a_run_killed_twice_loses_and_doubles_nothing(measured):
 def test_run_writes_records_figures_and_report(measured):
     folder, result = measured
     records = RecordStore(folder / "records" / "01_benchmarking.jsonl").load()
-    sections = {"host", "ceilings", "timer", "steps", "warmup", "compile", "execution"}
+    sections = {"host", "ceilings", "timer", "steps", "warmup", "compile", "execution", "course"}
     assert {record.section for record in records} == sections
     assert not [record for record in records if record.status in ("error", "timeout")]
     assert {record.device for record in records} == {folder.name}
