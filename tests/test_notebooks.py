@@ -200,7 +200,7 @@ def labkit(*arguments, **options):
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
-PROGRESS = r"^Measuring .*|^01_benchmarking$|\w+: +\d+%\|[^\r\n\]]*\]|\w+: \d+ ok(, 1 skipped)?$"
+PROGRESS = r"^Measuring .*|^01_benchmarking$|\w+: +\d+%\|[^\r\n\]]*\]|\w+: \d+ ok(, [12] skipped)?$"
 """What a run in which nothing is wrong says on stderr: what it measures, bars, and a line for each section."""
 
 SMALLEST = ("--profile", "smoke", "-p", "sizes=nano", "-p", "contexts=64")
@@ -278,7 +278,8 @@ def test_a_run_killed_twice_loses_and_doubles_nothing(measured):
 def test_run_writes_records_figures_and_report(measured):
     folder, result = measured
     records = RecordStore(folder / "records" / "01_benchmarking.jsonl").load()
-    assert {record.section for record in records} == {"host", "ceilings", "timer", "steps", "warmup", "compile"}
+    sections = {"host", "ceilings", "timer", "steps", "warmup", "compile", "execution", "course"}
+    assert {record.section for record in records} == sections
     assert not [record for record in records if record.status in ("error", "timeout")]
     assert {record.device for record in records} == {folder.name}
     assert {path.name for path in folder.glob("*.svg")} >= {"01_phases.svg", "01_modes.svg", "01_utilisation.svg"}

@@ -200,8 +200,8 @@ def test_a_second_session_widens_the_interval_of_its_rows_and_of_no_others(folde
 
 
 def test_sustained_roofs_stand_beside_the_bursts_where_they_were_measured(folder):
-    roofs, steps = chapter(folder).records("ceilings"), chapter(folder).records("steps")
-    roofs = roofs.drop(columns="sustained_ms", errors="ignore")
+    steps, measured = chapter(folder).records("steps"), chapter(folder).records("ceilings")
+    roofs = measured.drop(columns=[name for name in measured if name.startswith("sustained_")])
     assert "sustained" not in report.table_roofs(roofs, steps)
     measured = roofs.assign(sustained_ms=1.7, steady=1.0, sustained_tflops=655.4, watts=691.0, tflop_per_joule=0.948)
     measured = measured.assign(sm_clock_mhz=1485.0, sustained_gb_per_s=math.nan)
