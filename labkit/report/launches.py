@@ -74,6 +74,7 @@ def findings(rows: pd.DataFrame) -> list[str]:
             sentences[-1] += f" Back to back: {listing(parts)} (sustained time)."
     if len(replayed := ok_rows(rows, phase="graph_step")):
         largest = {what: replayed[name].max() for name, what in DIFFERENCES.items()}
-        off = [f"{f'at most {percent(value)}' if value else 'nothing'} in {what}" for what, value in largest.items()]
-        sentences.append(f"A graph trains as its called step does; between them differs {listing(off)}.")
+        off = listing(f"{percent(value)} in {what}" for what, value in largest.items())
+        how = f"to within {off}" if any(largest.values()) else f"with no difference in {listing(largest)}"
+        sentences.append(f"Each graph trains as its called step does, {how}.")
     return sentences
