@@ -76,16 +76,21 @@ def test_the_host_is_measured_probe_by_probe_and_what_it_lacks_is_skipped():
             assert 0 < result.metrics["median_ms"] < 10 and result.metrics["half_width_fraction"] >= 0
 
 
-@pytest.mark.parametrize(("profile", "num_steps", "num_compiled"), [("full", 4, 5), ("smoke", 1, 1)])
-def test_few_training_steps_are_also_run_back_to_back(profile, num_steps, num_compiled):
+@pytest.mark.parametrize(
+    ("profile", "counts"), [("full", {"steps": 4, "compile": 5, "execution": 3}), ("smoke", {"steps": 1, "compile": 1})]
+)
+def test_few_training_steps_are_also_run_back_to_back(profile, counts):
     grid = BENCHMARKING[profile]
     found = Counter()
     for case in cases(profile, "cuda"):
         if case.sustained:
-            assert case.sustained == ("train_step",) and set(case.sustained) <= set(case.phases)
-            assert tuple(case.parameters[name] for name in ("size", "context", "precision")) in grid.sustained
+            is_step = case.section != "execution"
+            assert case.sustained == ("train_step" if is_step else "graph_step",)
+            assert set(case.sustained) <= set(case.phases)
+            wanted = grid.sustained if is_step else grid.sustained_executions
+            assert tuple(case.parameters[name] for name in ("size", "context", "precision")) in wanted
             found[case.section] += 1
-    assert found == {"steps": num_steps, "compile": num_compiled}
+    assert found == counts
 
 
 def test_a_step_that_is_run_back_to_back_has_columns_of_its_own(small_ceilings):

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from labkit import hardware, numerics
-from labkit.configs import Grid
 from labkit.experiments.contest import Contest
 from labkit.experiments.oracle import draw
 from labkit.experiments.sections import fractions
@@ -112,14 +111,14 @@ OPERATIONS = {
 }  # fmt: skip
 
 
-def kernel_cases(grid: Grid, precision: str) -> list[Case]:
-    """Returns a case for each operation and its rows and columns in the grid."""
+def kernel_cases(kernels: Sequence[tuple], impls: Sequence[str], precision: str, limits: dict) -> list[Case]:
+    """Returns a case within these limits for each (operation, rows, columns)."""
     result = []
-    for name, rows, columns in grid.kernels:
-        impls = [*grid.kernel_impls, *([IN_PLACE] if name == "cross_entropy" else [])]
-        phases = tuple(f"{impl} {which}" for which in OPERATIONS[name].passes for impl in impls)
+    for name, rows, columns in kernels:
+        entrants = [*impls, *([IN_PLACE] if name == "cross_entropy" else [])]
+        phases = tuple(f"{impl} {which}" for which in OPERATIONS[name].passes for impl in entrants)
         parameters = {"operation": name, "rows": rows, "columns": columns, "precision": precision}
-        result.append(Case("kernels", parameters, phases, grid.case_timeout_s, grid.time_limit_s))
+        result.append(Case("kernels", parameters, phases, **limits))
     return result
 
 

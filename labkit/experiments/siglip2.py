@@ -66,7 +66,8 @@ def cases(profile: str, device_kind: str) -> list[Case]:
     result += [Case("profile", batch | {"way": way}, PASSES[1:], limit) for way in ("eager", "fused")]
     dtypes = grid.accuracy if device_kind == "cuda" else ("fp32",)
     result += [Case("accuracy", {"size": grid.size, "precision": each}, IMPLS, limit) for each in dtypes]
-    return result + kernel_cases(grid, dtype)
+    limits = {"timeout_s": limit, "time_limit_s": grid.time_limit_s}
+    return result + kernel_cases(grid.kernels, grid.kernel_impls, dtype, limits)
 
 
 # ---- batches ----------------------------------------------------------------------------------------------------

@@ -417,9 +417,9 @@ def findings_limits(collectives: pd.DataFrame, ceilings: pd.DataFrame, steps: pd
     row, world_size = here.iloc[0], int(steps["world_size"].max())
     share, rate = (world_size - 1) / world_size, row["gbs"]
     sentences = [
-        f"At {number(row['tflops'])} TFLOP/s and {number(rate)} GB/s each of {world_size} ranks needs "
-        f"{number(row['tokens'] * share)} tokens in a step, of many {number(row['tokens'])}, for its products to last "
-        "as long as gradients travel in bf16; gradients in fp32, which the wrappers above send, need twice as many."
+        f"At {number(row['tflops'])} TFLOP/s and {number(rate)} GB/s one of {world_size} ranks needs "
+        f"{number(row['tokens'] * share)} tokens a step, of many ranks {number(row['tokens'])}, for its products to "
+        "last as long as gradients travel in bf16; in fp32, as the wrappers above send them, twice as many."
     ]
     pairs = select(over_alone(steps), phase=BUCKETED, size=shown_case(steps)["size"], compile=["graph", "none"])
     for each in pairs.to_dict("records"):

@@ -16,9 +16,10 @@ from labkit.report.tables import ok_rows, select
 MAX_FINDINGS = 10
 
 TIMES = """> **What a time means here.** *Device time*: the kernels alone, replayed from a CUDA graph or summed from a \
-profile. *Call time*: what your program waits for, including the host that launches the kernels. They can differ by \
-several times, so they are never compared with each other. Times are milliseconds, GB/s means 10⁹ bytes per second, \
-GiB 2³⁰ bytes; a multiply-add counts as two FLOPs."""
+profile. *Call time*: what your program waits for, including the host that launches the kernels. *Sustained*: a second \
+of the same back to back, after a second of it, at the clocks that the power limit leaves; ~ marks one that still \
+changed by more than 2 %. They can differ by several times, so they are never compared with each other. Times are \
+milliseconds, GB/s means 10⁹ bytes per second, GiB 2³⁰ bytes; a multiply-add counts as two FLOPs."""
 
 
 def page(chapters: Mapping[str, Chapter], figure: str | None) -> str:
