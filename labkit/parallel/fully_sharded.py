@@ -124,7 +124,8 @@ class _Layer:
         else:
             for weight in missing:
                 weight.own.copy_(weight.shard)
-            if dist.get_backend() == "gloo":  # its coalesced gather was seen to write to freed memory
+            # With gloo's coalesced gather ranks aborted twice under load; why is not known.
+            if dist.get_backend() == "gloo":
                 for weight in missing:
                     weight.work = all_gather(weight.flat, weight.own, async_op=True)
                 return
