@@ -1,6 +1,7 @@
 """Notebook 05 from frames of its records: one attention call's time, memory and error, and what compiling changes."""
 
 import itertools
+import math
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -58,6 +59,8 @@ def shown_d_head(calls: pd.DataFrame) -> int:
 
 def shown(calls: pd.DataFrame) -> pd.DataFrame:
     """Returns the rows that tables show: of one head dimension, at the longest length where every eager pass ran."""
+    if calls.empty:
+        return calls
     rows = select(calls, d_head=shown_d_head(calls))
     eager = select(rows, impl="eager")
     complete = [length for length, group in eager.groupby("length") if (group["status"] == "ok").all()]
@@ -328,7 +331,7 @@ def table_compile(calls: pd.DataFrame) -> pd.DataFrame:
             line[f"{phase} (ms): eager → compiled → with heads"] = " → ".join(both)
         sides = [rows["forward", impl] for impl in impls[1:] if ("forward", impl) in rows]
         line["SDPA found"] = " → ".join("yes" if row.get("num_replacements", 0) > 0 else "no" for row in sides)
-        line["in use (MiB)"] = " → ".join(mib(row["in_use_bytes"]) for row in sides)
+        line["in use (MiB)"] = " → ".join(mib(row.get("in_use_bytes", math.nan)) for row in sides)
         result.append(line)
     return pd.DataFrame(result)
 

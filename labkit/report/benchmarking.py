@@ -11,7 +11,7 @@ from labkit.configs import COMPILE_MODES, LAUNCH_BOUND, PRECISIONS, SIZES, WARMU
 from labkit.report import figures, forms, launches, verdicts
 from labkit.report.findings import count, listing, number, percent, span, times
 from labkit.report.forms import case_name, name, shown
-from labkit.report.tables import PHASE_NAMES, cell, in_order, ok_rows, pivot, select
+from labkit.report.tables import PHASE_NAMES, cell, in_order, ok_rows, pivot, select, usable
 
 CASE = ["size", "context", "precision"]
 SHOWN_PHASES = ["train_step", "backward", "forward", "optimizer_step"]
@@ -71,6 +71,8 @@ def findings_roofs(timer: pd.DataFrame, steps: pd.DataFrame) -> list[str]:
     if "independent" not in medians:
         return []
     deviation = (medians / medians.pop("independent") - 1).dropna().abs()
+    if deviation.empty:
+        return []
     word = "agree" if deviation.max() <= TIMER_AGREEMENT else "do not agree"
     return [
         f"The timer's methods {word} with an independent measurement of one memory-bound kernel to within "
@@ -192,7 +194,8 @@ def findings_pace(steps: pd.DataFrame) -> list[str]:
     rows = ok_rows(steps, phase="train_step")
     bound = rows[[verdicts.launch_bound(row) for row in rows.to_dict("records")]]
     if bound.empty:
-        return [f"None of {count(len(rows), 'training step')} is launch-bound: the device always has work waiting."]
+        none = f"None of {count(len(rows), 'training step')} is launch-bound: the device always has work waiting."
+        return [none] if len(rows) else []
     widest = max(bound.groupby(["size", "precision"]), key=lambda item: len(item[1]))[1].sort_values("context")
     sentences = [
         f"{len(bound)} of {count(len(rows), 'training step')} are launch-bound: the host needs {percent(LAUNCH_BOUND)} "
@@ -305,7 +308,7 @@ def figure_utilisation(steps: pd.DataFrame) -> Figure | None:
 
 def nearest_roof(steps: pd.DataFrame) -> pd.DataFrame:
     """Returns the training step nearest to its measured roof in each precision, eager and with compiled blocks."""
-    rows = ok_rows(steps, phase="train_step", compile=["none", "regional"]).dropna(subset=["ceiling_fraction"])
+    rows = usable(select(steps, phase="train_step", compile=["none", "regional"]), "ceiling_fraction")
     best = rows.groupby(["precision", "compile"])["ceiling_fraction"].idxmax()
     return in_order(rows.loc[best], ["precision", "compile"])
 
@@ -389,8 +392,10 @@ def front(chapter) -> list[tuple[str, str]]:
                 f"blocks compiled** (call time), {times(row['fp32'] / row['bf16 regional'])} as fast in all."
             )
             found.append((text, "Precision and compilation"))
-    pace = findings_pace(chapter.records("steps")) if len(steps) else []
-    return found + [(f"**Small models wait for the host.** {text}", "Who sets the pace") for text in pace[:1]]
+    for text in findings_pace(chapter.records("steps"))[:1]:
+        title = "**No model waits for the host.**" if text.startswith("None") else "**Small models wait for the host.**"
+        found.append((f"{title} {text}", "Who sets the pace"))
+    return found
 
 
 def symptoms(chapter) -> list[dict[str, str]]:
@@ -402,8 +407,8 @@ def symptoms(chapter) -> list[dict[str, str]]:
         cause, remedy = "the host, which launches kernels too slowly", "compile; a larger batch; a CUDA graph"
         rows = chapter.records("execution")
         graphs = select(launches.shares(rows), launch_bound=True) if len(rows) else rows
-        by_graph = f"; one graph: {span(graphs['ratio'])}" if len(graphs) else ""
-        found.append((symptom, cause, remedy, f"compiled: {span(bound['ratio'])}{by_graph} (call time)"))
+        by_graph = f", {span(graphs['ratio'])} in one CUDA graph" if len(graphs) else ""
+        found.append((symptom, cause, remedy, f"{span(bound['ratio'])} compiled{by_graph} over eager (call time)"))
     if len(busy := select(over_fp32, launch_bound=False)):
         symptom, cause = (
             "matrix products take most of the kernel time",

@@ -435,8 +435,9 @@ def symptoms(chapter: Chapter) -> list[dict[str, str]]:
     """Returns the row for the front page's table of symptoms on running out of memory."""
     rows = select(chapter.records("checkpointing"), plan=["none", "1"]).to_dict("records")
     gave = {(row["attention"], row["plan"]): cell(row, "peak_bytes", gib) for row in rows}
-    if not {("eager", "none"), ("sdpa_flash", "none"), ("sdpa_flash", "1")} <= gave.keys():
+    wanted = [("eager", "none"), ("sdpa_flash", "none"), ("sdpa_flash", "1")]
+    if not {*wanted} <= gave.keys() or not any(row["status"] == "ok" for row in rows):
         return []
-    gains = f"{gave['eager', 'none']} → {gave['sdpa_flash', 'none']} → {gave['sdpa_flash', '1']} GiB (peak)"
+    gains = f"{' → '.join(gave[key] for key in wanted)} GiB (peak of {name(rows[0])})"
     bound, remedy = "the scores, then what blocks keep", "SDPA's FlashAttention, then recompute every block"
     return [dict(zip(SYMPTOM, ("out of memory at long context", bound, remedy, gains), strict=True))]

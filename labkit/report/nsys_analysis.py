@@ -18,7 +18,7 @@ from labkit.report import figures, forms, profiles, verdicts
 from labkit.report.findings import count, listing, number, percent, span, times
 from labkit.report.forms import case_name, name, shown
 from labkit.report.profiles import CASE, CLASSES, STEPS, attention_times, classes, tables_of, whole_steps
-from labkit.report.tables import PHASE_NAMES, in_order, ok_rows, once_per_frame, select
+from labkit.report.tables import PHASE_NAMES, in_order, ok_rows, once_per_frame, select, usable
 
 _COLOURS = "#0072b2 #8a1c20 #f0e442 #009e73 #56b4e9 #000000 #e69f00 #8c6d31 #5d3a9b #b0b0b0".split()
 CLASS_COLOURS = dict(zip(CLASSES, _COLOURS, strict=True))
@@ -27,6 +27,8 @@ CLASS_HATCHES = {"elementwise": "///", "copy": "...", "optimizer": "\\\\\\"}
 
 def columns(rows: pd.DataFrame, **shown_as: tuple[str, Callable]) -> pd.DataFrame:
     """Returns size, context and precision of each row, and for each title a column's values by its form."""
+    if rows.empty:
+        return rows
     return rows[CASE[:3]].assign(**{title: rows[column].map(form) for title, (column, form) in shown_as.items()})
 
 
@@ -37,7 +39,8 @@ def milliseconds(value: float) -> str:
 
 def table_passes(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns an inference pass (ms) as the host's range, the host's clock, the projection and the kernels give it."""
-    rows = in_order(shown(ok_rows(frame, phase="inference", attention="eager")), ["precision", "size"])
+    passes = usable(select(frame, phase="inference", attention="eager"), "inference_projected_ms")
+    rows = in_order(shown(passes), ["precision", "size"])
     return columns(rows, launches=("num_launches", "{:,.0f}".format), **{
         "host range": ("issued_ms", number), "host clock": ("done_ms", number),
         "projection": ("inference_projected_ms", number), "kernels": ("inference_kernel_ms", number)})  # fmt: skip
