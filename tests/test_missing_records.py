@@ -12,7 +12,7 @@ from labkit import notebooks
 from labkit.configs import FIGURES, REFERENCE_DEVICE
 from labkit.records import folder_of
 from labkit.report import front
-from labkit.report.chapter import Chapter
+from labkit.report.chapter import Chapter, Drawn
 
 FAILED = {"status": "error", "reason": "it broke", "metrics": {}, "samples": {}, "timer": {}, "observed": {}}
 
@@ -32,7 +32,6 @@ def show(request, tmp_path, monkeypatch) -> Callable[[list[dict]], tuple[Chapter
     lines = (source / "records" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     cells = [cell for cell in notebooks.without_lessons(notebooks.read(name)).cells if cell.cell_type == "code"]
     said: list[str] = []
-    monkeypatch.setattr("labkit.report.chapter.display", lambda *_, **__: None)
     for method in ("table", "figure", "findings"):
         monkeypatch.setattr(Chapter, method, _told(getattr(Chapter, method), said))
 
@@ -55,7 +54,7 @@ def _told(method: Callable, said: list[str]) -> Callable:
     def told(*arguments, **options):
         shown = method(*arguments, **options)
         if any(isinstance(each, pd.DataFrame) and (each.empty or "status" in each) for each in arguments):
-            said.append("" if shown is None else shown.data)
+            said.append("" if isinstance(shown, Drawn) else shown.data)
         return shown
 
     return told

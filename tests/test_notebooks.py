@@ -143,6 +143,18 @@ def written(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
+        ("1 / 0", "ZeroDivisionError: division"),
+        ("from labkit.configs import model_config; model_config('xl')", "size 'xl'"),
+    ],
+)
+def test_a_cell_that_fails_while_records_are_shown_is_an_error(written, source, message):
+    with pytest.raises(notebooks.NotebookError, match=f"^09_written: {message}"):
+        notebooks.show(written(source), {})
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
         ("1 / 0", "ZeroDivisionError"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "DeadKernelError"),
         ("import time; time.sleep(60)", "Timeout"),
@@ -454,13 +466,16 @@ def test_rebuild_refuses_to_store_another_devices_outputs(tmp_path):
 
 
 def test_notebooks_executed_together_give_what_each_gives_and_the_first_failure_is_told(monkeypatch):
+    broken = ""
+
     def execute(name, values, lessons):
         time.sleep({"a": 0.2, "b": 0.1}.get(name, 0))
-        if name in values["broken"]:
+        if name in broken:
             raise notebooks.NotebookError(f"{name}: broken")
         return name.upper()
 
     monkeypatch.setattr(notebooks, "execute", execute)
-    assert render._execute_all(["a", "b", "c"], {"broken": ""}) == {"a": "A", "b": "B", "c": "C"}
+    assert render._execute_all(["a", "b", "c"]) == {"a": "A", "b": "B", "c": "C"}
+    broken = "bc"
     with pytest.raises(notebooks.NotebookError, match="b: broken"):
-        render._execute_all(["a", "b", "c"], {"broken": "bc"})
+        render._execute_all(["a", "b", "c"])

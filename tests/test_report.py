@@ -6,6 +6,8 @@ import json
 import math
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import matplotlib
@@ -296,8 +298,24 @@ def rebuilt(tmp_path_factory):
     for source in {folder_of(FIGURES, REFERENCE_DEVICE, name) for name in notebooks.names()}:
         shutil.copytree(source / "records", target / source.name / "records")
         shutil.copy(source / "environment.json", target / source.name)
-    render.rebuild(REFERENCE_DEVICE, output=target)
+    code = (
+        "import resource, sys; from pathlib import Path; from labkit.report import render\n"
+        "render.rebuild(sys.argv[1], output=Path(sys.argv[2]))\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "print([name for name in ('torch', 'triton', 'papermill') if name in sys.modules])\n"
+        "print(f'report of all chapters: {used.ru_utime + used.ru_stime:.1f} s of CPU time')\n"
+    )
+    command = [sys.executable, "-c", code, REFERENCE_DEVICE, str(target)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    (target / "log").write_text(run.stdout)
     return target
+
+
+def test_a_report_is_rebuilt_without_torch_and_without_a_kernel(rebuilt):
+    loaded, used = (rebuilt / "log").read_text().splitlines()
+    print(used)
+    assert loaded == "[]"
 
 
 def made(root: Path) -> dict[str, Path]:

@@ -187,8 +187,7 @@ def over_alone(steps: pd.DataFrame) -> pd.DataFrame:
         shows = row.get("exposed_us", math.nan) / 1e3
         contention = (row.get("compute_us", math.nan) - base.get("compute_us", math.nan)) / 1e3
         row |= {"alone_ms": base["median_ms"], "added_ms": added, "added_fraction": added / row["median_ms"]}
-        row |= {"shows_ms": shows, "contention_ms": contention, "rest_ms": added - shows - contention}
-        result.append(row)
+        result.append(row | {"shows_ms": shows, "contention_ms": contention, "rest_ms": added - shows - contention})
     columns = [*steps.columns, "alone_ms", "added_ms", "added_fraction", "shows_ms", "contention_ms", "rest_ms"]
     return pd.DataFrame(result, columns=columns)
 
@@ -429,7 +428,8 @@ def findings_limits(collectives: pd.DataFrame, ceilings: pd.DataFrame, steps: pd
         shows = f", {percent(each['shows_ms'] / each['median_ms'])} shows" if each["shows_ms"] > 0 else ""
         sentences.append(
             f"{case_name(each)} computes at {number(tflops)} TFLOP/s and needs {number(2e3 * share * tflops / rate)} "
-            f"tokens; it has {math.prod(shape):,}. In buckets of 100 MB communication is {percent(each['added_fraction'])} of the step{shows}."
+            f"tokens; it has {math.prod(shape):,}. In buckets of 100 MB communication is "
+            f"{percent(each['added_fraction'])} of the step{shows}."
         )
     return sentences
 
