@@ -38,6 +38,8 @@ def test_cells_are_thin(name):
         defined = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Lambda)]
         assert not defined, f"a cell of {name} defines something:\n{cell.source}"
         assert len([line for line in cell.source.splitlines() if line.strip()]) <= 12, cell.source
+        earlier = [ast.unparse(line) for line in tree.body[:-1] if isinstance(line, ast.Expr)]
+        assert not any(line.startswith("chapter.") for line in earlier), f"only the last line is shown:\n{cell.source}"
 
 
 @pytest.mark.parametrize("name", NAMES)
