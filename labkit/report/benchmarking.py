@@ -389,8 +389,8 @@ def front(chapter) -> list[tuple[str, str]]:
                 f"blocks compiled** (call time), {times(row['fp32'] / row['bf16 regional'])} as fast in all."
             )
             found.append((text, "Precision and compilation"))
-    pace = findings_pace(chapter.records("steps")) if len(steps) else []
-    return found + [(f"**Small models wait for the host.** {text}", "Who sets the pace") for text in pace[:1]]
+    pace = [text for text in findings_pace(chapter.records("steps"))[:1] if not text.startswith("None")]
+    return found + [(f"**Small models wait for the host.** {text}", "Who sets the pace") for text in pace]
 
 
 def symptoms(chapter) -> list[dict[str, str]]:
