@@ -444,7 +444,7 @@ def front(chapter) -> list[tuple[str, str]]:
     added, row = [percent(rows[0]["added_fraction"]) for rows in found], found[1][0]
     text = (
         f"**Gradients can travel while backward runs, though not for free**: for {case_name(row)}, {row['world_size']} "
-        f"ranks, communication adds {added[0]} to a step that sends each gradient afterwards, {added[1]} in overlapped "
+        f"ranks, communication is {added[0]} of a step that sends each gradient afterwards, {added[1]} in overlapped "
         f"buckets and {added[2]} fully sharded with copied gathers (bf16 travels, a rank updates its share), call time."
     )
     return [(text, "How much of it shows")]
