@@ -46,27 +46,25 @@ PASSES = ("forward", "forward_backward")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 COMPILED = " + compile"
 RECOMPUTED = "fused, recomputed"
-PEERS = ("transformers sdpa", "transformers eager")
-"""transformers' `Siglip2VisionModel` on images that are padded to the longest, by implementation of attention."""
 
 
 def cases(profile: str, device_kind: str) -> list[Case]:
     """Returns the cases of `profile`."""
     grid = SIGLIP2[profile]
     limit, dtype = grid.case_timeout_s, "bf16" if device_kind == "cuda" else "fp32"
+    limits = {"timeout_s": limit, "time_limit_s": grid.time_limit_s}
     result = ceiling_cases((dtype,), limit)
     for workload, ways in grid.ways.items():
         batch = {"size": grid.size, "workload": workload, "images": grid.images, "precision": dtype}
-        timed = {"timeout_s": limit, "time_limit_s": grid.time_limit_s, "sustained": PASSES}
-        result.append(Case("floor", batch, PASSES, **timed))
+        result.append(Case("floor", batch, PASSES, sustained=PASSES, **limits))
         ways = [way for way in ways if device_kind == "cuda" or COMPILED not in way]
         # Each in a process of its own: what is compiled for one is not there for the next, nor is its memory.
-        result += [Case("steps", batch | {"way": way}, PASSES, fresh_process=True, **timed) for way in ways]
+        options = {"fresh_process": True, "sustained": PASSES, **limits}
+        result += [Case("steps", batch | {"way": way}, PASSES, **options) for way in ways]
     batch = {"size": grid.size, "workload": "A", "images": grid.images, "precision": dtype}
     result += [Case("profile", batch | {"way": way}, PASSES[1:], limit) for way in ("eager", "fused")]
     dtypes = grid.accuracy if device_kind == "cuda" else ("fp32",)
     result += [Case("accuracy", {"size": grid.size, "precision": each}, IMPLS, limit) for each in dtypes]
-    limits = {"timeout_s": limit, "time_limit_s": grid.time_limit_s}
     return result + kernel_cases(grid.kernels, grid.kernel_impls, dtype, limits)
 
 
@@ -107,8 +105,8 @@ class Batch:
     grad: Tensor
 
     @classmethod
-    def of(cls, device: hardware.Device, parameters: dict, config: Siglip2Config | None = None) -> "Batch":
-        config = config or SIGLIP2_SIZES[parameters["size"]]
+    def of(cls, device: hardware.Device, parameters: dict) -> "Batch":
+        config = SIGLIP2_SIZES[parameters["size"]]
         grids = draw_grids(parameters["workload"], parameters["images"], config.position_side)
         num_patches, dtype = int(grids.prod(1).sum()), DTYPES[parameters["precision"]]
         generator = torch.Generator(device.kind).manual_seed(0)

@@ -392,10 +392,8 @@ def front(chapter) -> list[tuple[str, str]]:
                 f"blocks compiled** (call time), {times(row['fp32'] / row['bf16 regional'])} as fast in all."
             )
             found.append((text, "Precision and compilation"))
-    for text in findings_pace(chapter.records("steps"))[:1]:
-        title = "**No model waits for the host.**" if text.startswith("None") else "**Small models wait for the host.**"
-        found.append((f"{title} {text}", "Who sets the pace"))
-    return found
+    pace = [text for text in findings_pace(chapter.records("steps"))[:1] if not text.startswith("None")]
+    return found + [(f"**Small models wait for the host.** {text}", "Who sets the pace") for text in pace]
 
 
 def symptoms(chapter) -> list[dict[str, str]]:

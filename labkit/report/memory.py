@@ -380,10 +380,10 @@ def findings_autocast(frame: pd.DataFrame, *, pure: pd.DataFrame) -> list[str]:
         )
     autocast = select(frame, phase="train_step", precision="bf16")
     steps = pd.concat([autocast, select(pure, precision="bf16_pure", phase="train_step")])
-    if len(both := forms.exact_pairs(steps, "precision", "bf16", keys=["size", "context"])):
+    if len(both := forms.exact_pairs(steps, "precision", "bf16", keys=["size", "context"]).dropna(subset="ratio")):
         alone = sorted(set(ok_rows(steps)["size"]) - set(ok_rows(frame, phase="train_step")["size"]))
-        text = f"Pure bf16 takes {span(both['ratio'])} the peak of autocast's training step in {len(both)} cases: "
-        text += "weights, gradients and moments are half the size."
+        text = f"Pure bf16 takes {span(both['ratio'])} the peak of autocast's training step in "
+        text += f"{count(len(both), 'case')}: weights, gradients and moments are half the size."
         sentences.append(text + (f" {listing(alone)} trains neither in fp32 nor under autocast." if alone else ""))
     return sentences
 
