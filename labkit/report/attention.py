@@ -343,7 +343,7 @@ def findings_compile(calls: pd.DataFrame) -> list[str]:
     if len(heads) and "num_replacements" in heads:
         of_precision = (heads["num_replacements"] > 0).groupby(heads["precision"])
         parts = [f"{seen.sum()} of {count(len(seen), 'case')} in {precision}" for precision, seen in of_precision]
-        one = f". One call without and with it: {found_text(both.iloc[-1].to_dict())}" if len(both) else ""
+        one = f". One compiled call without → with it: {found_text(both.iloc[-1].to_dict())}" if len(both) else ""
         text = f"With a dimension of heads, the compiler puts SDPA in the formula's place in {listing(parts)}{one}."
         sentences.append(text)
     busy = select(over_eager(calls), impl="compiled", launch_bound=False)
@@ -433,5 +433,6 @@ def front(chapter) -> list[tuple[str, str]]:
     calls = chapter.records("attention")
     if calls.empty or (both := found(calls)).empty:
         return []
-    text = f"**Given a dimension of heads, torch.compile finds SDPA by itself**: {found_text(both.iloc[-1].to_dict())}"
-    return [(f"{text}, call time. Without it, the compiled formula still writes its scores.", "What compiling finds")]
+    text = "**Given a dimension of heads, torch.compile finds SDPA by itself**: the compiled formula without → with it "
+    text += f"{found_text(both.iloc[-1].to_dict())}, call time. Without it, it still writes its scores."
+    return [(text, "What compiling finds")]

@@ -93,12 +93,12 @@ def figure_phases(steps: pd.DataFrame) -> Figure | None:
             line = select(of_phase, precision="bf16" if "bf16" in set(of_phase["precision"]) else "fp32")
             figures.line_with_band(axis, line, "context", label=PHASE_NAMES[phase], style=figures.STYLES[phase])
         fp32 = select(of_size, phase="train_step", precision="fp32")
-        style = figures.Style("0.5", "x", "--")
+        style = figures.Style("0.5", "D", "--")  # a cross is what ran out of memory
         figures.line_with_band(axis, fp32, "context", label="training step, fp32", style=style)
         figures.context_axis(axis, rows["context"].unique())
         figures.log_time_axis(axis, "call time (ms)")
         axis.set_title(size)
-    title = f"Phases of a step, bf16 autocast and eager, {steps.attrs['device']} (× out of memory)"
+    title = f"Phases of a step, eager, bf16 autocast unless said, {steps.attrs['device']} (× out of memory)"
     figures.finish(figure, axes, title)
     return figure
 
@@ -180,11 +180,11 @@ def findings_warmup(warmup: pd.DataFrame) -> list[str]:
     wide, last = rows.pivot_table("mean_ms", TRACE, "warmup"), max(WARMUP_COUNTS)
     if {1, last} <= set(wide):
         off = wide.drop(columns=last).div(wide[last], axis=0).sub(1).abs() > verdicts.LEVEL_BAND
-        text = listing(f"{num_off} with {n}" for n, num_off in off.sum().items())
+        text = listing(f"{num_off} after {n}" for n, num_off in off.sum().items())
         late = ": what they leave is autotuning and clocks that settle" if off[off.columns[1:]].any(axis=None) else ""
         sentences.append(
-            f"Against {last} warm-up steps the mean is off by more than {percent(verdicts.LEVEL_BAND)} in {text} "
-            f"warm-up steps, of {len(wide)} traces{late}."
+            f"The mean of ten steps differs from that after {last} warm-up steps by more than "
+            f"{percent(verdicts.LEVEL_BAND)} in {text} warm-up steps, of {count(len(wide), 'trace')}{late}."
         )
     return sentences
 
@@ -285,7 +285,7 @@ def figure_utilisation(steps: pd.DataFrame) -> Figure | None:
     rows = ok_rows(steps, phase="train_step", compile=["none", "regional"])
     if rows.empty:
         return None
-    figure, axes = figures.panels(rows["precision"].nunique())
+    figure, axes = figures.panels(rows["precision"].nunique(), height=3.2)
     by_precision = in_order(rows, ["precision"]).groupby("precision", sort=False)
     for axis, (precision, measured) in zip(axes, by_precision, strict=True):
         for size in sizes_in(measured):

@@ -326,7 +326,8 @@ def findings_memory(steps: pd.DataFrame) -> list[str]:
     for key in [key for key in (("01", "bf16"), ("03", "bf16_pure")) if {key, fp32} <= set(wide)]:
         both = wide[[key, fp32]].dropna()
         more = sum(verdicts.exact(*pair) == verdicts.BEHIND for pair in both.itertuples(index=False, name=None))
-        parts.append(f"{NAMES[key[1]]} {span(both[key] / both[fp32])} (more in {more} of {count(len(both), 'case')})")
+        how = f"(more in {more or 'none'} of {count(len(both), 'case')})"
+        parts.append(f"{NAMES[key[1]]} {span(both[key] / both[fp32])} {how}")
     if not parts:
         return []
     alone = [size for size in SIZES if set(select(rows, size=size)["precision"]) == {"bf16_pure"}]

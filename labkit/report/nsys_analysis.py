@@ -158,10 +158,10 @@ def shown_case(frame: pd.DataFrame) -> dict:
 
 def table_kernels(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns the kernels with most time in forward and backward together, and the same ones in forward alone."""
-    rows = select(profiles.kernels(frame), **shown_case(frame)).drop_duplicates(["view", "short_name"])
+    rows = select(profiles.kernels(frame), **(case := shown_case(frame))).drop_duplicates(["view", "short_name"])
     both = select(rows, view="forward_backward").sort_values("total_us", ascending=False).head(10)
     forward = select(rows, view="forward").set_index("short_name").reindex(both["short_name"])
-    table = both[["kernel", "role"]].rename(columns={"role": "what it does"})
+    table = both[["kernel", "role"]].set_axis([f"kernel of {name(case)}" if case else "kernel", "what it does"], axis=1)
     for title, of_view in (("forward", forward), ("both", both)):
         table[f"{title} (ms)"] = of_view["total_us"].map(milliseconds).tolist()
         table[f"launches, {title}"] = of_view["launches"].map("{:,.0f}".format).replace("nan", "–").tolist()
@@ -275,7 +275,7 @@ def table_attention(frame: pd.DataFrame) -> pd.DataFrame:
         "products": ("matmul_us", milliseconds), "softmax": ("softmax_us", milliseconds),
         "mask, scale, casts": ("other_us", milliseconds), "softmax / products: time": ("time_ratio", times),
         "FLOPs": ("flop_ratio", times), "bytes": ("bytes_ratio", times),
-        "our FlashAttention": ("flash_us", milliseconds), "block of pass": ("block_share", percent)})  # fmt: skip
+        "our FlashAttention": ("flash_us", milliseconds), "all / pass": ("block_share", percent)})  # fmt: skip
 
 
 def findings_attention(frame: pd.DataFrame) -> list[str]:
@@ -429,8 +429,8 @@ def front(chapter) -> list[tuple[str, str]]:
     if len(gains) and len(eager) and (eager["matmul_us"] / eager["core_us"]).max() < 0.5:
         text = (
             f"**Eager attention moves scores rather than multiplying:** at context {eager['context'].max():,}, "
-            f"{core_shares(eager)} of its kernel time. Our FlashAttention is {forms.summary(gains, case_name)} by the "
-            "kernel time of a whole bf16 step."
+            f"{core_shares(eager)} of its kernel time. Against it our FlashAttention is "
+            f"{forms.summary(gains, case_name)} by the kernel time of a whole bf16 step."
         )
         found.append((text, "Inside attention"))
     return found
