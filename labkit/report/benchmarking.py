@@ -368,7 +368,7 @@ def table_published(steps: pd.DataFrame, course: pd.DataFrame | None = None) -> 
 def findings_published(steps: pd.DataFrame, course: pd.DataFrame | None = None) -> list[str]:
     """Says what separates published times from ours, over the phases of one GPU, and what the code explains."""
     by_gpu = comparable(steps).groupby("gpu")["ratio"]
-    parts = [f"{gpu} {span(ratio)} ({count(len(ratio), 'time')})" for gpu, ratio in by_gpu if len(ratio) > 2]
+    parts = [f"{gpu} {span(ratio)} ({count(len(ratio), 'published time')})" for gpu, ratio in by_gpu if len(ratio) > 2]
     if not parts:
         return []
     return [

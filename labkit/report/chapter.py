@@ -34,13 +34,17 @@ MAX_FINDINGS = 3
 
 
 class Drawn(NamedTuple):
-    """A figure as a notebook shows it: its image and alternative text by MIME type, and its metadata."""
+    """A figure as a notebook shows it: its image by MIME type, its alternative text and its metadata."""
 
-    data: dict[str, str]
+    image: dict[str, str]
+    description: str
     metadata: dict[str, Any]
 
+    def __repr__(self) -> str:
+        return self.description
+
     def _repr_mimebundle_(self, include=None, exclude=None):
-        return self.data, self.metadata
+        return self.image, self.metadata
 
 
 class Chapter:
@@ -157,7 +161,7 @@ class Chapter:
         else:
             image = {"image/png": base64.b64encode(figures.png(figure)).decode()}
         metadata = {FIGURE_METADATA: {"file": file_name, "description": description}} if here is None else {}
-        return Drawn({**image, "text/plain": description}, metadata)
+        return Drawn(image, description, metadata)
 
     def findings(self, build: Callable[..., Sequence[str]], *arguments, **options) -> Markdown:
         """Shows at most MAX_FINDINGS computed sentences as a list, and how often the machine was busy."""
