@@ -148,6 +148,38 @@ def _literal(text: str) -> Any:
         return text
 
 
+def show(name: str, values: Mapping[str, Any]):
+    """Executes a notebook's cells but the lessons in this process and returns it with what their last lines show.
+
+    For notebooks that measure nothing: starting a kernel takes longer than running most of them.
+
+    Args:
+        name: of the notebook; its file is not changed.
+        values: parameters to set, as `parse_parameters` returns them.
+
+    Raises:
+        NotebookError: a cell raised.
+    """
+    from IPython.core.formatters import DisplayFormatter
+    from nbformat.v4 import new_output
+
+    notebook, variables, formatter = without_lessons(read(name)), {}, DisplayFormatter()
+    for cell in (cell for cell in notebook.cells if cell.cell_type == "code"):
+        body = ast.parse(cell.source).body
+        last = body.pop().value if body and isinstance(body[-1], ast.Expr) else ast.Constant(None)
+        try:
+            exec(compile(ast.Module(body, []), name, "exec"), variables)
+            shown = eval(compile(ast.Expression(ast.fix_missing_locations(last)), name, "eval"), variables)
+        except Exception as error:
+            kind = "" if isinstance(error, RequestError) else f"{type(error).__name__}: "
+            raise NotebookError(f"{name}: {kind}{error}") from error
+        if "parameters" in cell.metadata.get("tags", []):
+            variables |= values
+        bundles = [] if shown is None else [formatter.format(shown)]
+        cell["outputs"] = [new_output("execute_result", data, metadata=metadata) for data, metadata in bundles]
+    return notebook
+
+
 def execute(name: str, values: Mapping[str, Any], *, lessons: bool = False, show_progress: bool = False):
     """Executes a notebook in a new kernel of this Python and returns it with its outputs.
 

@@ -38,6 +38,8 @@ def test_cells_are_thin(name):
         defined = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Lambda)]
         assert not defined, f"a cell of {name} defines something:\n{cell.source}"
         assert len([line for line in cell.source.splitlines() if line.strip()]) <= 12, cell.source
+        earlier = [ast.unparse(line) for line in tree.body[:-1] if isinstance(line, ast.Expr)]
+        assert not any(line.startswith("chapter.") for line in earlier), f"only the last line is shown:\n{cell.source}"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -138,6 +140,18 @@ def written(tmp_path, monkeypatch):
         return "09_written"
 
     return write
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("1 / 0", "ZeroDivisionError: division"),
+        ("from labkit.configs import model_config; model_config('xl')", "size 'xl'"),
+    ],
+)
+def test_a_cell_that_fails_while_records_are_shown_is_an_error(written, source, message):
+    with pytest.raises(notebooks.NotebookError, match=f"^09_written: {message}"):
+        notebooks.show(written(source), {})
 
 
 @pytest.mark.parametrize(
@@ -454,13 +468,16 @@ def test_rebuild_refuses_to_store_another_devices_outputs(tmp_path):
 
 
 def test_notebooks_executed_together_give_what_each_gives_and_the_first_failure_is_told(monkeypatch):
+    broken = ""
+
     def execute(name, values, lessons):
         time.sleep({"a": 0.2, "b": 0.1}.get(name, 0))
-        if name in values["broken"]:
+        if name in broken:
             raise notebooks.NotebookError(f"{name}: broken")
         return name.upper()
 
     monkeypatch.setattr(notebooks, "execute", execute)
-    assert render._execute_all(["a", "b", "c"], {"broken": ""}) == {"a": "A", "b": "B", "c": "C"}
+    assert render._execute_all(["a", "b", "c"]) == {"a": "A", "b": "B", "c": "C"}
+    broken = "bc"
     with pytest.raises(notebooks.NotebookError, match="b: broken"):
-        render._execute_all(["a", "b", "c"], {"broken": "bc"})
+        render._execute_all(["a", "b", "c"])

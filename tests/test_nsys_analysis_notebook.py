@@ -280,7 +280,7 @@ def test_kernels_of_one_common_name_are_not_one_kernel():
 
 
 def test_the_largest_kernels_of_a_step_stand_beside_those_of_its_forward_pass():
-    table = report.table_kernels(profiles()).set_index("kernel")
+    table = report.table_kernels(profiles()).set_index("kernel of 2.7b at 512 in bf16")
     row = table.loc["`nvjet_tst_128x256`"]
     names = ["forward (ms)", "both (ms)", "launches, both", "share, forward", "share, both", "what it does"]
     assert row[names].tolist() == ["0.307", "0.922", "20", "60 %", "60 %", "matrix product"]

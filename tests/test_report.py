@@ -1,12 +1,13 @@
 """The report says what the records say: a changed record changes the table, the CSV, the figure and the finding."""
 
 import dataclasses
-import importlib
 import itertools
 import json
 import math
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import matplotlib
@@ -267,37 +268,6 @@ def test_without_records_every_form_says_so(tmp_path):
     assert "labkit run 01" in empty.source().data
 
 
-@pytest.mark.parametrize("name", notebooks.names())
-def test_a_chapter_is_shown_from_whatever_an_interrupted_run_left(tmp_path, monkeypatch, name):
-    """Any one section, the first records of all, or failures: the rest is not measured, and nothing raises."""
-    monkeypatch.setattr("labkit.report.chapter.display", lambda *_, **__: None)
-    report = importlib.import_module(f"labkit.report.{name.split('_', 1)[1]}")
-    source = folder_of(FIGURES, REFERENCE_DEVICE, name)
-    folder = tmp_path / source.name
-    (folder / "records").mkdir(parents=True)
-    shutil.copy(source / "environment.json", folder)
-    lines = (source / "records" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines(True)
-    sections = [json.loads(line)["section"] for line in lines]
-    order = list(dict.fromkeys(sections))
-    by_section = sorted(zip(sections, lines, strict=True), key=lambda pair: order.index(pair[0]))
-    left = [[line for section, line in by_section if section == kept] for kept in order]
-    left += [[line for _, line in by_section[:number]] for number in (1, 34)]
-    nothing = {"status": "error", "reason": "it broke", "metrics": {}, "samples": {}, "timer": {}, "observed": {}}
-    broken = [json.dumps(json.loads(line) | nothing) + "\n" for line in lines]
-    left += [broken, [pair[number % 2] for number, pair in enumerate(zip(lines, broken, strict=True))]]
-    for kept in left:
-        (folder / "records" / f"{name}.jsonl").write_text("".join(kept), encoding="utf-8")
-        variables = {}
-        for cell in notebooks.without_lessons(notebooks.read(name)).cells:
-            if cell.cell_type == "code":
-                exec(cell.source, variables)
-                if "parameters" in cell.metadata.get("tags", []):
-                    variables["output"] = str(tmp_path)
-        chapter = Chapter(name, device=REFERENCE_DEVICE, output=str(tmp_path))
-        for function in ("front", "symptoms"):
-            getattr(report, function, lambda _: [])(chapter)
-
-
 def test_records_of_another_device_are_refused(folder):
     other = shutil.copytree(folder, folder.parent / "abacus")
     with pytest.raises(RecordError, match=f"holds records of {REFERENCE_DEVICE}, not of 'abacus'"):
@@ -328,8 +298,24 @@ def rebuilt(tmp_path_factory):
     for source in {folder_of(FIGURES, REFERENCE_DEVICE, name) for name in notebooks.names()}:
         shutil.copytree(source / "records", target / source.name / "records")
         shutil.copy(source / "environment.json", target / source.name)
-    render.rebuild(REFERENCE_DEVICE, output=target)
+    code = (
+        "import resource, sys; from pathlib import Path; from labkit.report import render\n"
+        "render.rebuild(sys.argv[1], output=Path(sys.argv[2]))\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "print([name for name in ('torch', 'triton', 'papermill') if name in sys.modules])\n"
+        "print(f'report of all chapters: {used.ru_utime + used.ru_stime:.1f} s of CPU time')\n"
+    )
+    command = [sys.executable, "-c", code, REFERENCE_DEVICE, str(target)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    (target / "log").write_text(run.stdout)
     return target
+
+
+def test_a_report_is_rebuilt_without_torch_and_without_a_kernel(rebuilt):
+    loaded, used = (rebuilt / "log").read_text().splitlines()
+    print(used)
+    assert loaded == "[]"
 
 
 def made(root: Path) -> dict[str, Path]:

@@ -1,6 +1,7 @@
 """Notebook 05 from frames of its records: one attention call's time, memory and error, and what compiling changes."""
 
 import itertools
+import math
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -58,6 +59,8 @@ def shown_d_head(calls: pd.DataFrame) -> int:
 
 def shown(calls: pd.DataFrame) -> pd.DataFrame:
     """Returns the rows that tables show: of one head dimension, at the longest length where every eager pass ran."""
+    if calls.empty:
+        return calls
     rows = select(calls, d_head=shown_d_head(calls))
     eager = select(rows, impl="eager")
     complete = [length for length, group in eager.groupby("length") if (group["status"] == "ok").all()]
@@ -328,7 +331,7 @@ def table_compile(calls: pd.DataFrame) -> pd.DataFrame:
             line[f"{phase} (ms): eager → compiled → with heads"] = " → ".join(both)
         sides = [rows["forward", impl] for impl in impls[1:] if ("forward", impl) in rows]
         line["SDPA found"] = " → ".join("yes" if row.get("num_replacements", 0) > 0 else "no" for row in sides)
-        line["in use (MiB)"] = " → ".join(mib(row["in_use_bytes"]) for row in sides)
+        line["in use (MiB)"] = " → ".join(mib(row.get("in_use_bytes", math.nan)) for row in sides)
         result.append(line)
     return pd.DataFrame(result)
 
@@ -340,7 +343,7 @@ def findings_compile(calls: pd.DataFrame) -> list[str]:
     if len(heads) and "num_replacements" in heads:
         of_precision = (heads["num_replacements"] > 0).groupby(heads["precision"])
         parts = [f"{seen.sum()} of {count(len(seen), 'case')} in {precision}" for precision, seen in of_precision]
-        one = f". One call without and with it: {found_text(both.iloc[-1].to_dict())}" if len(both) else ""
+        one = f". One compiled call without → with it: {found_text(both.iloc[-1].to_dict())}" if len(both) else ""
         text = f"With a dimension of heads, the compiler puts SDPA in the formula's place in {listing(parts)}{one}."
         sentences.append(text)
     busy = select(over_eager(calls), impl="compiled", launch_bound=False)
@@ -430,5 +433,6 @@ def front(chapter) -> list[tuple[str, str]]:
     calls = chapter.records("attention")
     if calls.empty or (both := found(calls)).empty:
         return []
-    text = f"**Given a dimension of heads, torch.compile finds SDPA by itself**: {found_text(both.iloc[-1].to_dict())}"
-    return [(f"{text}, call time. Without it, the compiled formula still writes its scores.", "What compiling finds")]
+    text = "**Given a dimension of heads, torch.compile finds SDPA by itself**: the compiled formula without → with it "
+    text += f"{found_text(both.iloc[-1].to_dict())}, call time. Without it, it still writes its scores."
+    return [(text, "What compiling finds")]

@@ -11,7 +11,7 @@ from labkit.configs import COMPILE_MODES, LAUNCH_BOUND, PRECISIONS, SIZES, WARMU
 from labkit.report import figures, forms, launches, verdicts
 from labkit.report.findings import count, listing, number, percent, span, times
 from labkit.report.forms import case_name, name, shown
-from labkit.report.tables import PHASE_NAMES, cell, in_order, ok_rows, pivot, select
+from labkit.report.tables import PHASE_NAMES, cell, in_order, ok_rows, pivot, select, usable
 
 CASE = ["size", "context", "precision"]
 SHOWN_PHASES = ["train_step", "backward", "forward", "optimizer_step"]
@@ -71,6 +71,8 @@ def findings_roofs(timer: pd.DataFrame, steps: pd.DataFrame) -> list[str]:
     if "independent" not in medians:
         return []
     deviation = (medians / medians.pop("independent") - 1).dropna().abs()
+    if deviation.empty:
+        return []
     word = "agree" if deviation.max() <= TIMER_AGREEMENT else "do not agree"
     return [
         f"The timer's methods {word} with an independent measurement of one memory-bound kernel to within "
@@ -91,12 +93,12 @@ def figure_phases(steps: pd.DataFrame) -> Figure | None:
             line = select(of_phase, precision="bf16" if "bf16" in set(of_phase["precision"]) else "fp32")
             figures.line_with_band(axis, line, "context", label=PHASE_NAMES[phase], style=figures.STYLES[phase])
         fp32 = select(of_size, phase="train_step", precision="fp32")
-        style = figures.Style("0.5", "x", "--")
+        style = figures.Style("0.5", "D", "--")  # a cross is what ran out of memory
         figures.line_with_band(axis, fp32, "context", label="training step, fp32", style=style)
         figures.context_axis(axis, rows["context"].unique())
         figures.log_time_axis(axis, "call time (ms)")
         axis.set_title(size)
-    title = f"Phases of a step, bf16 autocast and eager, {steps.attrs['device']} (× out of memory)"
+    title = f"Phases of a step, eager, bf16 autocast unless said, {steps.attrs['device']} (× out of memory)"
     figures.finish(figure, axes, title)
     return figure
 
@@ -178,11 +180,11 @@ def findings_warmup(warmup: pd.DataFrame) -> list[str]:
     wide, last = rows.pivot_table("mean_ms", TRACE, "warmup"), max(WARMUP_COUNTS)
     if {1, last} <= set(wide):
         off = wide.drop(columns=last).div(wide[last], axis=0).sub(1).abs() > verdicts.LEVEL_BAND
-        text = listing(f"{num_off} with {n}" for n, num_off in off.sum().items())
+        text = listing(f"{num_off} after {n}" for n, num_off in off.sum().items())
         late = ": what they leave is autotuning and clocks that settle" if off[off.columns[1:]].any(axis=None) else ""
         sentences.append(
-            f"Against {last} warm-up steps the mean is off by more than {percent(verdicts.LEVEL_BAND)} in {text} "
-            f"warm-up steps, of {len(wide)} traces{late}."
+            f"The mean of ten steps differs from that after {last} warm-up steps by more than "
+            f"{percent(verdicts.LEVEL_BAND)} in {text} warm-up steps, of {count(len(wide), 'trace')}{late}."
         )
     return sentences
 
@@ -192,7 +194,8 @@ def findings_pace(steps: pd.DataFrame) -> list[str]:
     rows = ok_rows(steps, phase="train_step")
     bound = rows[[verdicts.launch_bound(row) for row in rows.to_dict("records")]]
     if bound.empty:
-        return [f"None of {count(len(rows), 'training step')} is launch-bound: the device always has work waiting."]
+        none = f"None of {count(len(rows), 'training step')} is launch-bound: the device always has work waiting."
+        return [none] if len(rows) else []
     widest = max(bound.groupby(["size", "precision"]), key=lambda item: len(item[1]))[1].sort_values("context")
     sentences = [
         f"{len(bound)} of {count(len(rows), 'training step')} are launch-bound: the host needs {percent(LAUNCH_BOUND)} "
@@ -282,7 +285,7 @@ def figure_utilisation(steps: pd.DataFrame) -> Figure | None:
     rows = ok_rows(steps, phase="train_step", compile=["none", "regional"])
     if rows.empty:
         return None
-    figure, axes = figures.panels(rows["precision"].nunique())
+    figure, axes = figures.panels(rows["precision"].nunique(), height=3.2)
     by_precision = in_order(rows, ["precision"]).groupby("precision", sort=False)
     for axis, (precision, measured) in zip(axes, by_precision, strict=True):
         for size in sizes_in(measured):
@@ -305,7 +308,7 @@ def figure_utilisation(steps: pd.DataFrame) -> Figure | None:
 
 def nearest_roof(steps: pd.DataFrame) -> pd.DataFrame:
     """Returns the training step nearest to its measured roof in each precision, eager and with compiled blocks."""
-    rows = ok_rows(steps, phase="train_step", compile=["none", "regional"]).dropna(subset=["ceiling_fraction"])
+    rows = usable(select(steps, phase="train_step", compile=["none", "regional"]), "ceiling_fraction")
     best = rows.groupby(["precision", "compile"])["ceiling_fraction"].idxmax()
     return in_order(rows.loc[best], ["precision", "compile"])
 
@@ -365,7 +368,7 @@ def table_published(steps: pd.DataFrame, course: pd.DataFrame | None = None) -> 
 def findings_published(steps: pd.DataFrame, course: pd.DataFrame | None = None) -> list[str]:
     """Says what separates published times from ours, over the phases of one GPU, and what the code explains."""
     by_gpu = comparable(steps).groupby("gpu")["ratio"]
-    parts = [f"{gpu} {span(ratio)} ({count(len(ratio), 'time')})" for gpu, ratio in by_gpu if len(ratio) > 2]
+    parts = [f"{gpu} {span(ratio)} ({count(len(ratio), 'published time')})" for gpu, ratio in by_gpu if len(ratio) > 2]
     if not parts:
         return []
     return [
@@ -402,8 +405,8 @@ def symptoms(chapter) -> list[dict[str, str]]:
         cause, remedy = "the host, which launches kernels too slowly", "compile; a larger batch; a CUDA graph"
         rows = chapter.records("execution")
         graphs = select(launches.shares(rows), launch_bound=True) if len(rows) else rows
-        by_graph = f"; one graph: {span(graphs['ratio'])}" if len(graphs) else ""
-        found.append((symptom, cause, remedy, f"compiled: {span(bound['ratio'])}{by_graph} (call time)"))
+        by_graph = f", {span(graphs['ratio'])} in one CUDA graph" if len(graphs) else ""
+        found.append((symptom, cause, remedy, f"{span(bound['ratio'])} compiled{by_graph} over eager (call time)"))
     if len(busy := select(over_fp32, launch_bound=False)):
         symptom, cause = (
             "matrix products take most of the kernel time",

@@ -1,10 +1,13 @@
 """What a notebook holds: the records of its device, and how tables, figures and findings are shown."""
 
+import base64
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pandas as pd
-from IPython.display import Markdown, display
+from IPython.display import Markdown
 from matplotlib.figure import Figure
 
 from labkit.configs import FIGURES
@@ -30,6 +33,20 @@ MAX_FINDINGS = 3
 """Findings shown per section."""
 
 
+class Drawn(NamedTuple):
+    """A figure as a notebook shows it: its image by MIME type, its alternative text and its metadata."""
+
+    image: dict[str, str]
+    description: str
+    metadata: dict[str, Any]
+
+    def __repr__(self) -> str:
+        return self.description
+
+    def _repr_mimebundle_(self, include=None, exclude=None):
+        return self.image, self.metadata
+
+
 class Chapter:
     """One notebook's records on one device.
 
@@ -49,7 +66,6 @@ class Chapter:
         self.folder = folder_of(Path(output or FIGURES), device, notebook)
         self.device = self.folder.name
         self.save_figures = save_figures
-        self._loaded: tuple | None = None  # the file's state; its newest records, all of them, and these by session
 
     @property
     def environment(self) -> dict:
@@ -68,14 +84,15 @@ class Chapter:
 
     def all_records(self) -> list[Record]:
         """Returns the newest record of each measurement, read again only where the file has changed."""
+        return self._loaded().newest
+
+    def _loaded(self) -> "_Loaded":
         path = self.folder / "records" / f"{self.notebook}.jsonl"
-        state = (path.stat().st_size, path.stat().st_mtime_ns) if path.exists() else ()
-        if self._loaded is None or self._loaded[0] != state:
-            records = RecordStore(path).load()
-            if (devices := sorted({record.device for record in records})) not in ([], [self.device]):
-                raise RecordError(f"{self.folder} holds records of {', '.join(devices)}, not of {self.device!r} alone")
-            self._loaded = (state, newest(records), records, by_session(records))
-        return self._loaded[1]
+        loaded = _load(path, *((path.stat().st_size, path.stat().st_mtime_ns) if path.exists() else ()))
+        if loaded.devices not in ([], [self.device]):
+            devices = ", ".join(loaded.devices)
+            raise RecordError(f"{self.folder} holds records of {devices}, not of {self.device!r} alone")
+        return loaded
 
     def records(self, *sections: str, every_session: bool = False) -> pd.DataFrame:
         """Returns the newest records of these sections, one row each; `attrs` has the device's name and its kind.
@@ -83,11 +100,11 @@ class Chapter:
         With `every_session` also the older records of each measurement, such as the ceilings of earlier sessions.
         Where a row was measured in several, the column "sessions" has its metrics by session, as `verdicts` reads them.
         """
-        newest_records = self.all_records()
-        records = self._loaded[2] if every_session else newest_records
+        loaded = self._loaded()
+        records = loaded.every if every_session else loaded.newest
         records = [record for record in records if record.section in sections]
         frame = to_frame(records)
-        same = [self._loaded[3][record.resume_key()].values() for record in records]
+        same = [loaded.by_session[record.resume_key()].values() for record in records]
         if any(len(others) > 1 for others in same):
             frame["sessions"] = [{one.session: one.metrics for one in others if one.metrics} for others in same]
         frame.attrs |= {"device": self.device_name, "device_kind": self.device_kind}
@@ -126,7 +143,7 @@ class Chapter:
         description: str,
         here: pd.DataFrame | None = None,
         **options,
-    ):
+    ) -> "Drawn | Markdown":
         """Shows the figure `build(*arguments, **options)` and, where wanted, saves it as NN_name.svg.
 
         `description` is its alternative text; `here` has rows of this machine for `figures.mark_here`.
@@ -142,10 +159,9 @@ class Chapter:
             write_bytes_atomic(self.folder / file_name, content)
             image = {"image/svg+xml": content.decode()}
         else:
-            image = {"image/png": figures.png(figure)}
+            image = {"image/png": base64.b64encode(figures.png(figure)).decode()}
         metadata = {FIGURE_METADATA: {"file": file_name, "description": description}} if here is None else {}
-        display({**image, "text/plain": description}, raw=True, metadata=metadata)
-        return None
+        return Drawn(image, description, metadata)
 
     def findings(self, build: Callable[..., Sequence[str]], *arguments, **options) -> Markdown:
         """Shows at most MAX_FINDINGS computed sentences as a list, and how often the machine was busy."""
@@ -179,6 +195,22 @@ class Chapter:
     def _built(build: Callable, *arguments, **options):
         frames = [argument for argument in arguments if isinstance(argument, pd.DataFrame)]
         return build(*arguments, **options) if all(map(_is_measured, frames)) else None
+
+
+class _Loaded(NamedTuple):
+    """A file's records: the newest of each measurement, all of them, these by session, and their devices."""
+
+    newest: list[Record]
+    every: list[Record]
+    by_session: dict[str, dict[str, Record]]
+    devices: list[str]
+
+
+@functools.lru_cache(maxsize=16)  # chapters and the front page read one another's
+def _load(path: Path, *state: int) -> _Loaded:
+    """Reads a file; `state`, its size and its time, tells its versions apart."""
+    records = RecordStore(path).load()
+    return _Loaded(newest(records), records, by_session(records), sorted({record.device for record in records}))
 
 
 def _is_measured(frame: pd.DataFrame) -> bool:

@@ -70,7 +70,7 @@ def fits(collectives: pd.DataFrame) -> pd.DataFrame:
             row |= {"bandwidth_gbs": line.bandwidth / 1e9, "worst_residual": max(map(abs, line.residuals))}
             factor = communication.bus_factor(row["operation"], row["world_size"])
             result.append(row | {"bus_gbs": factor * row["bandwidth_gbs"]})
-    return pd.DataFrame(result)
+    return pd.DataFrame(result, columns=[*keys, "latency_us", "bandwidth_gbs", "worst_residual", "bus_gbs"])
 
 
 def table_collectives(collectives: pd.DataFrame) -> pd.DataFrame:
@@ -187,8 +187,7 @@ def over_alone(steps: pd.DataFrame) -> pd.DataFrame:
         shows = row.get("exposed_us", math.nan) / 1e3
         contention = (row.get("compute_us", math.nan) - base.get("compute_us", math.nan)) / 1e3
         row |= {"alone_ms": base["median_ms"], "added_ms": added, "added_fraction": added / row["median_ms"]}
-        row |= {"shows_ms": shows, "contention_ms": contention, "rest_ms": added - shows - contention}
-        result.append(row)
+        result.append(row | {"shows_ms": shows, "contention_ms": contention, "rest_ms": added - shows - contention})
     columns = [*steps.columns, "alone_ms", "added_ms", "added_fraction", "shows_ms", "contention_ms", "rest_ms"]
     return pd.DataFrame(result, columns=columns)
 
@@ -213,7 +212,7 @@ def table_steps(steps: pd.DataFrame) -> pd.DataFrame:
         for column, name in (("added", "added_ms"), ("shows", "shows_ms"), ("contention", "contention_ms"),
                              ("rest", "rest_ms")):  # fmt: skip
             line[f"{column} (ms)"] = number(parts[name].iloc[0]) if len(parts) else "–"
-        line["added, of the step"] = percent(parts["added_fraction"].iloc[0]) if len(parts) else "–"
+        line["added / step"] = percent(parts["added_fraction"].iloc[0]) if len(parts) else "–"
         if case != launched:
             line[f"step, {mode(launched)} (ms)"] = cell(by_host.iloc[0].to_dict()) if len(by_host) else "–"
         if len(of) or len(by_host):
@@ -262,8 +261,7 @@ def figure_timeline(steps: pd.DataFrame) -> Figure | None:
                 labels.append(f"rank {rank}, {kind}")
         axis.set_yticks([-position for position in range(len(labels))], labels)
         axis.set(title=NAMES.get(row["phase"], row["phase"]), xlabel="time (ms)")
-    title = f"Two steps of {case_name(rows[0])}, as profiled, {steps.attrs['device']}"
-    figures.finish(figure, axes, title)
+    figures.finish(figure, axes, f"Two steps of {case_name(rows[0])}, as profiled, {steps.attrs['device']}")
     return figure
 
 
@@ -278,7 +276,7 @@ def findings_steps(steps: pd.DataFrame) -> list[str]:
         if ways:
             parts.append(f"{case_name(of.iloc[0].to_dict())}: {listing(ways)}")
     if parts:
-        sentences.append(f"Communication adds to a step, as a share of it: {'; '.join(parts)}.")
+        sentences.append(f"Share of a step that communication adds: {'; '.join(parts)}.")
     profiled = graph[graph["shows_ms"].notna()]
     if len(of := select(profiled, phase=BUCKETED)):
         row = of.iloc[-1].to_dict()
@@ -291,7 +289,7 @@ def findings_steps(steps: pd.DataFrame) -> list[str]:
         )
     against = select(forms.pairs(steps, "phase", "ddp", keys=CASE), phase=BUCKETED)
     if text := forms.summary(against, case_name):
-        sentences.append(f"Our buckets of 100 MB against torch's DDP, its step over ours: {text}.")
+        sentences.append(f"Our buckets of 100 MB against torch's DDP, its step over ours, call time: {text}.")
     return sentences
 
 
@@ -341,14 +339,15 @@ def findings_memory(steps: pd.DataFrame, way: str, peer: str) -> list[str]:
         )
     for rival, what in ((peer, NAMES.get(peer, peer)), (BUCKETED, "the unsharded step")):
         if text := forms.summary(select(forms.pairs(steps, "phase", rival, keys=CASE), phase=way), case_name):
-            sentences.append(f"The step of {what} over its own: {text}.")
+            sentences.append(f"Against {what}, its step over ours, call time: {text}.")
     return sentences
 
 
 def table_gathers(steps: pd.DataFrame) -> pd.DataFrame:
     """Returns per case of ours how long its gathers made the computation wait in one step."""
     result = []
-    for row in ok_rows(steps, phase=["fsdp", "fsdp copy"]).to_dict("records"):
+    rows = ok_rows(steps, phase=["fsdp", "fsdp copy"])
+    for row in rows.sort_values([*CASE, "phase"], ascending=False, kind="stable").to_dict("records"):
         if waits := row["samples"].get("gather_wait_ms"):
             line = {"case": case_name(row), "way": NAMES.get(row["phase"], row["phase"]), "step (ms)": cell(row)}
             line |= {"gathers": str(len(waits)), "waits in all (ms)": number(sum(waits))}
@@ -403,8 +402,8 @@ def figure_limits(collectives: pd.DataFrame, ceilings: pd.DataFrame) -> Figure |
         tokens = [row["tokens"] * (n - 1) / n for n in ranks]
         axis.plot(ranks, tokens, marker="osD^vP"[number_], color=figures.SERIES[number_], label=row["hardware"])
     figures.context_axis(axis, ranks, "ranks")
-    figures.log_time_axis(axis, "tokens of a rank and step")
-    figures.finish(figure, [axis], "Fewest tokens at which data parallel communication hides", num_columns=3)
+    figures.log_time_axis(axis, "tokens per rank and step")
+    figures.finish(figure, [axis], "Tokens that hide communication, data parallel, gradients in bf16", num_columns=3)
     return figure
 
 
@@ -429,7 +428,8 @@ def findings_limits(collectives: pd.DataFrame, ceilings: pd.DataFrame, steps: pd
         shows = f", {percent(each['shows_ms'] / each['median_ms'])} shows" if each["shows_ms"] > 0 else ""
         sentences.append(
             f"{case_name(each)} computes at {number(tflops)} TFLOP/s and needs {number(2e3 * share * tflops / rate)} "
-            f"tokens; it has {math.prod(shape):,}. Buckets of 100 MB add {percent(each['added_fraction'])}{shows}."
+            f"tokens; it has {math.prod(shape):,}. In buckets of 100 MB communication is "
+            f"{percent(each['added_fraction'])} of the step{shows}."
         )
     return sentences
 

@@ -10,6 +10,7 @@ from operator import itemgetter
 
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from labkit import published
 from labkit.configs import LEADERBOARD
@@ -86,7 +87,7 @@ def figure_online_softmax(algorithm: pd.DataFrame) -> Figure | None:
     """Three panels over the tiles of keys: running maximum, running denominator, distance to the final output."""
     rows = ok_rows(algorithm, phase="trace").sort_values("tile").head(1)
     figure, axes = figures.panels(3)
-    labels = {"maximum": "largest score", "denominator": "Σ exp(score − maximum)", "distance": "relative distance"}
+    labels = {"maximum": "largest score", "denominator": "Σ exp(score − maximum)", "distance": "distance / norm"}
     for (name, label), row in itertools.product(labels.items(), rows.to_dict("records")):
         axis = axes[list(labels).index(name)]
         for index, key in enumerate(key for key in sorted(row["samples"]) if key.endswith(name)):
@@ -94,6 +95,7 @@ def figure_online_softmax(algorithm: pd.DataFrame) -> Figure | None:
             axis.plot(range(1, len(values) + 1), values, markersize=3, label=key.removesuffix(f" {name}"), **style)
         title = "distance to the final output" if name == "distance" else f"running {name}"
         axis.set(xlabel=f"tiles of {row['tile']} keys seen", ylabel=label, title=title)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     figures.finish(figure, axes, f"Online softmax, fp32, {algorithm.attrs['device']}")
     return figure if len(rows) else None
 
@@ -253,7 +255,7 @@ def figure_rivals(rivals: pd.DataFrame) -> Figure | None:
         axis.set_yticks(range(len(shapes)), shapes if name == "forward" else [""] * len(shapes))
         axis.set_xlim(left=0)
         axis.set(ylim=(len(shapes) - 0.5, -0.5), xlabel="achieved rate (TFLOP/s)", title=PHASE_NAMES[name])
-    title = f"Batch, heads, length, d: {'/'.join(set(rows['precision']))}, {kinds_of_time([rows])}"
+    title = f"Attention by batch, heads, length and d, {'/'.join(set(rows['precision']))}, {kinds_of_time([rows])}"
     figures.finish(figure, axes[::-1], f"{title}, {rivals.attrs['device']}", num_columns=4)
     return figure if len(rows) else None
 
@@ -431,8 +433,8 @@ def front(chapter) -> list[tuple[str, str]]:
     rival, rows = strongest(rivals) if len(rivals) else (None, rivals)
     for best in ok_rows(results(rivals), is_auto=1).nlargest(1, "achieved_tflops").to_dict("records") if rival else []:
         text = f"**Our attention's {best['name']} reaches {number(best['achieved_tflops'])} TFLOP/s; against "
-        text += f"{NAMES[rival]}, forward + backward: {forms.tally(select(rows, name='forward_backward'))}**"
-        found.append((f"{text} ({kinds_of_time([rows])}, full shapes).", "Full shapes against the best"))
+        text += f"{NAMES[rival]}, forward + backward: {forms.tally(select(rows, name='forward_backward'))}** (its time "
+        found.append((f"{text}over ours, {kinds_of_time([rows])}, full shapes).", "Full shapes against the best"))
     calls = ok_rows(results(speed), is_auto=1, name="forward_backward").to_dict("records") if len(speed) else []
     if bound := [row["launch_median_ms"] / row["median_ms"] for row in calls if verdicts.host_bound(row)]:
         text = f"**One head is bound by the host:** in {len(bound)} of {count(len(calls), 'case')}, issuing attention's"

@@ -19,7 +19,12 @@ TIMES = """> **What a time means here.** *Device time*: the kernels alone, repla
 profile. *Call time*: what your program waits for, including the host that launches the kernels. *Sustained*: a second \
 of the same back to back, after a second of it, at the clocks that the power limit leaves; ~ marks one that still \
 changed by more than 2 %. They can differ by several times, so they are never compared with each other. Times are \
-milliseconds, GB/s means 10⁹ bytes per second, GiB 2³⁰ bytes; a multiply-add counts as two FLOPs."""
+milliseconds, GB/s means 10⁹ bytes per second, GiB 2³⁰ bytes; a multiply-add counts as two FLOPs.
+>
+> **What a comparison means.** A ratio beside *ahead* or *behind* is the other's time over that of the one named \
+first: above 1 the first is faster. It is *ahead* or *behind* where the whole interval of the ratio, over samples and \
+sessions, lies above or below 1, *level* where it lies within 3 % of 1, else *undecided*. Bytes and counts are \
+compared exactly."""
 
 
 def page(chapters: Mapping[str, Chapter], figure: str | None) -> str:
@@ -27,8 +32,8 @@ def page(chapters: Mapping[str, Chapter], figure: str | None) -> str:
     first = next(iter(chapters.values()))
     parts = [
         f"# {tables.plain(title(first))}",
-        "Every number, table, figure and comparison of a measurement below is computed from its records; figures "
-        "published elsewhere stand beside them with their source.",
+        "Every number, table, figure and comparison of a measurement below is computed from its records. Figures "
+        "published elsewhere stand beside them with their source; notes taken by hand are called notes.",
         tables.to_markdown(environment(chapters)),
         tables.to_markdown(table_chapters(chapters)),
         *(f"**{tables.DISTURBED}{sentence}**" for sentence in disturbed_note(to_frame(_records(chapters)))),
@@ -154,7 +159,7 @@ def roofline(chapters: Mapping[str, Chapter]) -> Figure | None:
         axis.annotate(f"matrix product, {precision}", (low * 1.1, peak), fontsize=8, va="bottom")
         if precision == "bf16":
             axis.plot([low, peak / copy], [copy * low, peak], color="0.3", linewidth=1, linestyle="--")
-            axis.annotate("copy rate", (low * 1.5, copy * low * 2), fontsize=8, rotation=28)
+            axis.annotate("copy rate", (low * 1.5, copy * low * 3), fontsize=8, rotation=28)
     for name in dict.fromkeys(names):
         first = min(point[2:] for point in points if point[0] == name)
         axis.annotate(name, first, xytext=(10, -4), textcoords="offset points", fontsize=8, style="italic")

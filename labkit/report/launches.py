@@ -20,7 +20,7 @@ WAYS = {
 """Ways to run a training step: the model's implementation, compile mode and phase."""
 
 ISSUED, LAUNCHES = "eager, issued after", "launches, of eager"
-DIFFERENCES = {"loss_difference": "a loss", "update_difference": "what a few steps change in the parameters"}
+DIFFERENCES = {"loss_difference": "the loss", "update_difference": "the change of the parameters over a few steps"}
 
 
 def by_way(rows: pd.DataFrame) -> pd.DataFrame:

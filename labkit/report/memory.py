@@ -139,10 +139,10 @@ def findings_peaks(frame: pd.DataFrame) -> list[str]:
     steps, tried = select(rows, phase="train_step"), select(rows, status="oom")
     if len(lost := select(steps, status=["oom", "skipped"])):
         fits = ok_rows(steps).groupby("size")["context"].max().map("up to {:,}".format)
-        limits = listing(f"{size} {fits.get(size, 'at none')}" for size in lost["size"].unique())
+        limits = listing(f"of {size} {fits.get(size, 'at none')}" for size in lost["size"].unique())
         known = (tried["predicted_bytes"] > rows["device_bytes"].max()).sum() if "device_bytes" in rows else 0
         sentences.append(
-            f"Training steps that do not always fit: {limits}. {count(len(tried), 'phase')} ran out of memory, "
+            f"Contexts at which a training step fits: {limits}. {count(len(tried), 'phase')} ran out of memory, "
             f"{known} as predicted; {len(select(rows, status='skipped'))} more were predicted to and not tried."
         )
     return sentences + forms.failures(frame)
@@ -346,10 +346,11 @@ def findings_checkpointing(frame: pd.DataFrame) -> list[str]:
             for nested in ok_rows(group[group["level"] > 1]).to_dict("records"):
                 verdict = verdicts.exact(nested["peak_bytes"], row["peak_bytes"])
                 word = {verdicts.AHEAD: "below", verdicts.BEHIND: "above"}.get(verdict, "equal to")
-                deeper.append(f"{word} it with {who} ({nested['plan']}, {number(nested['median_ms'])} ms)")
+                took = f"{nested['plan']}, {number(nested['median_ms'])} ms"
+                deeper.append(f"{word} a single level's with {who} ({took})")
             grows = accounting.block_gradient_bytes(config) > stream
     if deeper:
-        text = f"Beside the lowest peak of a single level, that of a nested one is {listing(deeper)}."
+        text = f"The lowest peak of nested recomputing is {listing(deeper)}."
         if grows and all(part.startswith("equal") for part in deeper):
             text += " A block's gradients are larger than its input, so the peak lies at the end of backward, where "
             text += "the inputs are gone: keeping fewer of them cannot lower it."
@@ -435,8 +436,9 @@ def symptoms(chapter: Chapter) -> list[dict[str, str]]:
     """Returns the row for the front page's table of symptoms on running out of memory."""
     rows = select(chapter.records("checkpointing"), plan=["none", "1"]).to_dict("records")
     gave = {(row["attention"], row["plan"]): cell(row, "peak_bytes", gib) for row in rows}
-    if not {("eager", "none"), ("sdpa_flash", "none"), ("sdpa_flash", "1")} <= gave.keys():
+    wanted = [("eager", "none"), ("sdpa_flash", "none"), ("sdpa_flash", "1")]
+    if not {*wanted} <= gave.keys() or not any(row["status"] == "ok" for row in rows):
         return []
-    gains = f"{gave['eager', 'none']} → {gave['sdpa_flash', 'none']} → {gave['sdpa_flash', '1']} GiB (peak)"
+    gains = f"{' → '.join(gave[key] for key in wanted)} GiB (peak of {name(rows[0])})"
     bound, remedy = "the scores, then what blocks keep", "SDPA's FlashAttention, then recompute every block"
     return [dict(zip(SYMPTOM, ("out of memory at long context", bound, remedy, gains), strict=True))]

@@ -16,7 +16,7 @@ from labkit.configs import MIXED_PHASES, NORM_SETTINGS, SIZES
 from labkit.report import figures, forms, verdicts
 from labkit.report.chapter import Chapter
 from labkit.report.findings import count, listing, number, percent, power, scientific, span, times
-from labkit.report.tables import PHASE_NAMES, cell, in_order, ok_rows, pivot, select
+from labkit.report.tables import PHASE_NAMES, cell, in_order, ok_rows, pivot, select, usable
 
 NAMES = {
     "fp32": "fp32",
@@ -169,17 +169,17 @@ def table_dtypes(frame: pd.DataFrame) -> pd.DataFrame:
 
 def findings_dtypes(frame: pd.DataFrame) -> list[str]:
     """Says which parts of the transformer are float32 under autocast, and what the narrow ones cost the loss."""
-    rows, losses, wide = dtypes(frame), ok_rows(frame), {}
+    rows, losses, wide = dtypes(frame), usable(frame, "loss", "loss_fp32"), {}
     parts = rows[rows["model"] != "toy"]
     names = parts["part"].str.replace("blocks.*.", "").str.replace("blocks.*_", "block_").str.removesuffix("_output")
-    for short in [short for short in ("bf16", "fp16") if short in parts]:
+    for short in [short for short in ("bf16", "fp16") if short in parts and (parts[short] == "float32").any()]:
         wide.setdefault(listing(("`" + names[parts[short] == "float32"] + "`").unique(), 12), []).append(short)
     off = (losses["loss"] / losses["loss_fp32"] - 1).abs().groupby(losses["autocast"]).max()
     return [
         *(f"In the transformer under {' and '.join(shorts)} autocast, float32 are {full}. What a product gives is "
           "narrow; the sums of the residual stream stay wide." for full, shorts in wide.items()),
-        "Relative to fp32's, the loss on the same weights and data is off by at most "
-        f"{listing(f'{scientific(value)} in {short}' for short, value in off.items())}.",
+        *(["Relative to fp32's, the loss on the same weights and data is off by at most "
+           f"{listing(f'{scientific(value)} in {short}' for short, value in off.items())}."] if len(off) else []),
     ]  # fmt: skip
 
 
@@ -326,7 +326,8 @@ def findings_memory(steps: pd.DataFrame) -> list[str]:
     for key in [key for key in (("01", "bf16"), ("03", "bf16_pure")) if {key, fp32} <= set(wide)]:
         both = wide[[key, fp32]].dropna()
         more = sum(verdicts.exact(*pair) == verdicts.BEHIND for pair in both.itertuples(index=False, name=None))
-        parts.append(f"{NAMES[key[1]]} {span(both[key] / both[fp32])} (more in {more} of {count(len(both), 'case')})")
+        how = f"(more in {more or 'none'} of {count(len(both), 'case')})"
+        parts.append(f"{NAMES[key[1]]} {span(both[key] / both[fp32])} {how}")
     if not parts:
         return []
     alone = [size for size in SIZES if set(select(rows, size=size)["precision"]) == {"bf16_pure"}]

@@ -18,7 +18,7 @@ from labkit.report import figures, forms, profiles, verdicts
 from labkit.report.findings import count, listing, number, percent, span, times
 from labkit.report.forms import case_name, name, shown
 from labkit.report.profiles import CASE, CLASSES, STEPS, attention_times, classes, tables_of, whole_steps
-from labkit.report.tables import PHASE_NAMES, in_order, ok_rows, once_per_frame, select
+from labkit.report.tables import PHASE_NAMES, in_order, ok_rows, once_per_frame, select, usable
 
 _COLOURS = "#0072b2 #8a1c20 #f0e442 #009e73 #56b4e9 #000000 #e69f00 #8c6d31 #5d3a9b #b0b0b0".split()
 CLASS_COLOURS = dict(zip(CLASSES, _COLOURS, strict=True))
@@ -27,6 +27,8 @@ CLASS_HATCHES = {"elementwise": "///", "copy": "...", "optimizer": "\\\\\\"}
 
 def columns(rows: pd.DataFrame, **shown_as: tuple[str, Callable]) -> pd.DataFrame:
     """Returns size, context and precision of each row, and for each title a column's values by its form."""
+    if rows.empty:
+        return rows
     return rows[CASE[:3]].assign(**{title: rows[column].map(form) for title, (column, form) in shown_as.items()})
 
 
@@ -37,7 +39,8 @@ def milliseconds(value: float) -> str:
 
 def table_passes(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns an inference pass (ms) as the host's range, the host's clock, the projection and the kernels give it."""
-    rows = in_order(shown(ok_rows(frame, phase="inference", attention="eager")), ["precision", "size"])
+    passes = usable(select(frame, phase="inference", attention="eager"), "inference_projected_ms")
+    rows = in_order(shown(passes), ["precision", "size"])
     return columns(rows, launches=("num_launches", "{:,.0f}".format), **{
         "host range": ("issued_ms", number), "host clock": ("done_ms", number),
         "projection": ("inference_projected_ms", number), "kernels": ("inference_kernel_ms", number)})  # fmt: skip
@@ -155,10 +158,10 @@ def shown_case(frame: pd.DataFrame) -> dict:
 
 def table_kernels(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns the kernels with most time in forward and backward together, and the same ones in forward alone."""
-    rows = select(profiles.kernels(frame), **shown_case(frame)).drop_duplicates(["view", "short_name"])
+    rows = select(profiles.kernels(frame), **(case := shown_case(frame))).drop_duplicates(["view", "short_name"])
     both = select(rows, view="forward_backward").sort_values("total_us", ascending=False).head(10)
     forward = select(rows, view="forward").set_index("short_name").reindex(both["short_name"])
-    table = both[["kernel", "role"]].rename(columns={"role": "what it does"})
+    table = both[["kernel", "role"]].set_axis([f"kernel of {name(case)}" if case else "kernel", "what it does"], axis=1)
     for title, of_view in (("forward", forward), ("both", both)):
         table[f"{title} (ms)"] = of_view["total_us"].map(milliseconds).tolist()
         table[f"launches, {title}"] = of_view["launches"].map("{:,.0f}".format).replace("nan", "–").tolist()
@@ -272,7 +275,7 @@ def table_attention(frame: pd.DataFrame) -> pd.DataFrame:
         "products": ("matmul_us", milliseconds), "softmax": ("softmax_us", milliseconds),
         "mask, scale, casts": ("other_us", milliseconds), "softmax / products: time": ("time_ratio", times),
         "FLOPs": ("flop_ratio", times), "bytes": ("bytes_ratio", times),
-        "our FlashAttention": ("flash_us", milliseconds), "block of pass": ("block_share", percent)})  # fmt: skip
+        "our FlashAttention": ("flash_us", milliseconds), "all / pass": ("block_share", percent)})  # fmt: skip
 
 
 def findings_attention(frame: pd.DataFrame) -> list[str]:
@@ -426,8 +429,8 @@ def front(chapter) -> list[tuple[str, str]]:
     if len(gains) and len(eager) and (eager["matmul_us"] / eager["core_us"]).max() < 0.5:
         text = (
             f"**Eager attention moves scores rather than multiplying:** at context {eager['context'].max():,}, "
-            f"{core_shares(eager)} of its kernel time. Our FlashAttention is {forms.summary(gains, case_name)} by the "
-            "kernel time of a whole bf16 step."
+            f"{core_shares(eager)} of its kernel time. Against it our FlashAttention is "
+            f"{forms.summary(gains, case_name)} by the kernel time of a whole bf16 step."
         )
         found.append((text, "Inside attention"))
     return found

@@ -17,7 +17,7 @@ from labkit.report import figures, front, page
 from labkit.report.chapter import FIGURE_METADATA, Chapter
 
 MOST_AT_ONCE = 4
-"""Notebooks that are executed at a time for a report, on as many cores; each needs about 300 MB."""
+"""Notebooks whose lessons are executed at a time, on as many cores; each needs about 300 MB."""
 
 
 def rebuild(
@@ -60,9 +60,9 @@ def rebuild(
     executed = dict(measured or {})
     values = {"device": device, "output": str(output or ""), "save_figures": True}
     missing = [name for name in notebooks.names() if records.get(name) and name not in executed]
-    executed |= _execute_all(missing, values)
+    executed |= {name: notebooks.show(name, values) for name in missing}
     if save_notebooks:
-        for name, shown in _execute_all(notebooks.names(), {}, lessons=True).items():
+        for name, shown in _execute_all(notebooks.names()).items():
             _save_outputs(name, shown, notebooks.path(name))
     chapters = {name: Chapter(name, device=device, output=str(output or "")) for name in notebooks.names()}
     bodies = [
@@ -111,12 +111,12 @@ def devices_table(root: Path) -> pd.DataFrame:
 _FIGURES_FOLDER = "labkit-figures-folder/"
 
 
-def _execute_all(names: Sequence[str], values: Mapping[str, Any], *, lessons: bool = False) -> dict[str, Any]:
-    """Executes notebooks in parallel and returns them by name; raises NotebookError for the first that failed."""
+def _execute_all(names: Sequence[str]) -> dict[str, Any]:
+    """Executes notebooks with their lessons, in parallel; raises NotebookError for the first that failed."""
     num_kernels = max(1, min(MOST_AT_ONCE, os.cpu_count() or 1, len(names)))
     pool = ThreadPoolExecutor(num_kernels)
     try:
-        done = pool.map(lambda name: notebooks.execute(name, values, lessons=lessons), names)
+        done = pool.map(lambda name: notebooks.execute(name, {}, lessons=True), names)
         return dict(zip(names, done, strict=True))
     finally:
         pool.shutdown(cancel_futures=True)
@@ -180,4 +180,7 @@ def _save_outputs(name: str, executed, target: Path) -> None:
     for number, cell in enumerate(code, start=1):
         cell["outputs"] = done.get(cell["id"], {}).get("outputs", [])
         cell["execution_count"] = number if cell["id"] in done else None
+        for output in cell["outputs"]:
+            if "execution_count" in output:
+                output["execution_count"] = cell["execution_count"]
     write_text_atomic(target, nbformat.writes(notebook) + "\n")

@@ -87,6 +87,12 @@ def ok_rows(frame: pd.DataFrame, **equal) -> pd.DataFrame:
     return select(frame, status="ok", **equal)
 
 
+def usable(frame: pd.DataFrame, *columns: str) -> pd.DataFrame:
+    """Returns the measured rows that have a value in each of these columns, which no row may have had."""
+    rows = ok_rows(frame)
+    return rows.reindex(columns=list(dict.fromkeys([*rows, *columns]))).dropna(subset=list(columns))
+
+
 DISTURBED = "⚠ "
 """Stands before a value that was measured while other processes kept the machine busy."""
 

@@ -1,0 +1,104 @@
+"""Every chapter is shown from whatever records there are: what is missing or failed is said, and nothing raises."""
+
+import importlib
+import json
+import shutil
+from collections.abc import Callable
+
+import pandas as pd
+import pytest
+
+from labkit import notebooks
+from labkit.configs import FIGURES, REFERENCE_DEVICE
+from labkit.records import folder_of
+from labkit.report import front
+from labkit.report.chapter import Chapter, Drawn
+
+FAILED = {"status": "error", "reason": "it broke", "metrics": {}, "samples": {}, "timer": {}, "observed": {}}
+
+
+@pytest.fixture(params=notebooks.names())
+def show(request, tmp_path, monkeypatch) -> Callable[[list[dict]], tuple[Chapter, list[str]]]:
+    """Runs a notebook's cells and the front page on the records it is given.
+
+    Returns a function that takes records and returns the chapter and what each table, figure and list of findings made
+    of them says; "" for a figure that is drawn. The function's `records` are the reference device's.
+    """
+    name = request.param
+    source = folder_of(FIGURES, REFERENCE_DEVICE, name)
+    folder = tmp_path / source.name
+    (folder / "records").mkdir(parents=True)
+    shutil.copy(source / "environment.json", folder)
+    lines = (source / "records" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    cells = [cell for cell in notebooks.without_lessons(notebooks.read(name)).cells if cell.cell_type == "code"]
+    said: list[str] = []
+    for method in ("table", "figure", "findings"):
+        monkeypatch.setattr(Chapter, method, _told(getattr(Chapter, method), said))
+
+    def run(records: list[dict]) -> tuple[Chapter, list[str]]:
+        said.clear()
+        path = folder / "records" / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+        variables: dict = {}
+        for cell in cells:
+            exec(cell.source, variables)
+            if "parameters" in cell.metadata.get("tags", []):
+                variables["output"] = str(tmp_path)
+        return Chapter(name, device=REFERENCE_DEVICE, output=str(tmp_path)), list(said)
+
+    run.records = [json.loads(line) for line in lines]
+    return run
+
+
+def _told(method: Callable, said: list[str]) -> Callable:
+    def told(*arguments, **options):
+        shown = method(*arguments, **options)
+        if any(isinstance(each, pd.DataFrame) and (each.empty or "status" in each) for each in arguments):
+            said.append("" if isinstance(shown, Drawn) else shown.data)
+        return shown
+
+    return told
+
+
+def test_where_every_record_failed_each_table_figure_and_finding_says_so(show):
+    chapter, said = show([record | FAILED for record in show.records])
+    page = front.page({chapter.notebook: chapter}, None)
+    assert f"| {len(chapter.all_records()):,} error |" in page
+    assert "What to remember" not in page and "If your step is slow" not in page
+    assert all("not measured on" in text.lower() for text in said), said
+    assert sum("failed, the first by error (it broke)" in text for text in said) >= len(said) / 2
+    assert "tables/" in chapter.full_tables().data  # the CSV files hold the failures
+
+
+def test_without_records_each_table_figure_and_finding_says_so(show):
+    chapter, said = show([])
+    assert f"labkit run {chapter.number}" in chapter.source().data
+    assert all("not measured on" in text.lower() for text in [*said, chapter.full_tables().data]), said
+    assert "What to remember" not in front.page({chapter.notebook: chapter}, None)
+
+
+def test_where_half_the_records_failed_the_rest_is_shown_and_the_failures_are_counted(show):
+    records = [record | FAILED if number % 2 else record for number, record in enumerate(show.records)]
+    chapter, said = show(records)
+    failed = sum(record.status == "error" for record in chapter.all_records())
+    assert f"{failed:,} error" in front.page({chapter.notebook: chapter}, None)
+    assert sum("not measured on" not in text.lower() for text in said) > len(said) / 3
+
+
+@pytest.mark.slow
+def test_a_chapter_is_shown_from_whatever_an_interrupted_run_left(show):
+    """Any one section, or the first records of all: the rest is not measured."""
+    sections = list(dict.fromkeys(record["section"] for record in show.records))
+    by_section = sorted(show.records, key=lambda record: sections.index(record["section"]))
+    left = [[record for record in by_section if record["section"] == section] for section in sections]
+    for records in (*left, by_section[:1], by_section[:34]):
+        chapter, _ = show(records)
+        report = importlib.import_module(f"labkit.report.{chapter.notebook.split('_', 1)[1]}")
+        for function in ("front", "symptoms"):
+            getattr(report, function, lambda _: [])(chapter)
+
+
+def test_a_case_without_the_metric_of_its_table_is_left_out(show):
+    """What is measured in one phase only has no column for the others' metrics."""
+    for phase in dict.fromkeys(record["phase"] for record in show.records[:: max(1, len(show.records) // 5)]):
+        show([record if record["phase"] == phase else record | FAILED for record in show.records])
