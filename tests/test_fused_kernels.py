@@ -211,11 +211,12 @@ def check_compiled(autocast: bool, device: str = "cpu", backend: str = "aot_eage
         dtype, layout = (torch.bfloat16, "mixed") if autocast and name in NORMS else (torch.float32, "")
         tensors, others = draw(name, (2, 3, 9, 12) if name == "rotary" else (9, 40), dtype, layout, device)
         torch._dynamo.reset()
-        # Without it the compiler leaves out a cast to 16 bits and back, which the operation makes outside.
-        inductor = torch._inductor.config.patch(emulate_precision_casts=True)
-        with inductor, torch.autocast(device, torch.bfloat16, enabled=autocast):
+        # The compiler may leave out a cast to bf16 and back, which the operation makes outside, so under autocast
+        # fp32 results differ by bf16's rounding.
+        tolerance = {"rtol": 1.6e-2, "atol": 1e-5} if autocast else {}
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
             inside = results(torch.compile(function, backend=backend, fullgraph=True), tensors, others)
-            torch.testing.assert_close(inside, results(function, tensors, others))
+            torch.testing.assert_close(inside, results(function, tensors, others), **tolerance)
 
 
 def test_the_operators_are_what_their_schemas_say(interpreted):
