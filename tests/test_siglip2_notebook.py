@@ -68,7 +68,7 @@ def test_every_way_gives_the_same_on_a_cpu(here):
     assert outs["eager"].std() > 0.1
 
 
-@pytest.mark.parametrize("section", ["floor", "steps", "profile", "accuracy", "kernels"])
+@pytest.mark.parametrize("section", ["floor", "steps", "profile", "modules", "accuracy", "kernels"])
 def test_sections_run_on_a_cpu(here, section):
     cases = in_section(siglip2.cases("smoke", "cpu"), section)
     case = next((case for case in cases if case.parameters.get("way") == "fused"), cases[0])

@@ -1,8 +1,9 @@
 """Notebook 08: SigLIP 2's vision encoder on packed images, as first written, step by step faster, beside its peers.
 
 Sections: "ceilings", "floor" (the matrix products alone), "steps" (forward pass, and forward and backward pass, of a
-batch under every way to run the encoder), "profile" (their kernels), "accuracy" (a shallow encoder against fp64),
-"kernels" (each fused kernel beside what users would take instead, see `fused_contest`).
+batch under every way to run the encoder), "profile" (their kernels), "modules" (each part of the encoder alone),
+"accuracy" (a shallow encoder against fp64), "kernels" (each fused kernel beside what users would take instead, see
+`fused_contest`).
 
 A step is timed by replaying it from a CUDA graph, call by call, and back to back. Workload "A" is images of one size;
 "B" as many patches in images of many sizes.
@@ -24,6 +25,7 @@ from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
 from labkit.experiments.contest import contest_section
 from labkit.experiments.fused_contest import FusedContest, kernel_cases
 from labkit.experiments.sections import (
+    Timed,
     empty_cache,
     fractions,
     run_section,
@@ -35,7 +37,7 @@ from labkit.experiments.sections import (
 from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.measure.profiling import RangeMarker, capture_with_kineto, launches
 from labkit.measure.timing import time_callable
-from labkit.models.siglip2 import IMPLS, Siglip2Encoder
+from labkit.models.siglip2 import ATTENTION, IMPLS, POSITIONS, Siglip2Encoder, add_and_norm
 from labkit.numerics import relative_error
 
 __all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_rates", "run_case"]
@@ -44,6 +46,10 @@ MEASUREMENT_VERSION = 1
 
 PASSES = ("forward", "forward_backward")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MODULES = ("embeddings", "LayerNorm", "attention", "MLP", "layer")
+MODULE_IMPLS = ("cu_seqlens", "fused")
+"""The first with packed attention too: that of "eager" is minutes in the compiler, for each dtype."""
+
 COMPILED = " + compile"
 RECOMPUTED = "fused, recomputed"
 
@@ -63,6 +69,10 @@ def cases(profile: str, device_kind: str) -> list[Case]:
         result += [Case("steps", batch | {"way": way}, PASSES, **options) for way in ways]
     batch = {"size": grid.size, "workload": "A", "images": grid.images, "precision": dtype}
     result += [Case("profile", batch | {"way": way}, PASSES[1:], limit) for way in ("eager", "fused")]
+    for precision in grid.modules if device_kind == "cuda" else ("fp32",):
+        phases = tuple(f"{impl} {which}" for which in PASSES for impl in MODULE_IMPLS)
+        parts = [batch | {"precision": precision, "module": module} for module in MODULES]
+        result += [Case("modules", part, phases, **limits) for part in parts]
     dtypes = grid.accuracy if device_kind == "cuda" else ("fp32",)
     result += [Case("accuracy", {"size": grid.size, "precision": each}, IMPLS, limit) for each in dtypes]
     return result + kernel_cases(grid.kernels, grid.kernel_impls, dtype, limits)
@@ -207,12 +217,8 @@ def _measure_step(live: dict, case: Case, phase: str, ceilings: dict[str, float]
         if not out.isfinite().all():
             raise AssertionError("the output has values that are not finite")
         del out
-    few = {"device_kind": device.kind, "num_warmup": 2, "time_limit_s": case.time_limit_s}
-    called, metrics = timed_with_peak(device, time_callable, call, **few)
-    of_calls = called.timing.metrics()
-    metrics |= {"call_ms": of_calls["host_median_ms"] or of_calls["median_ms"]}
     is_captured = device.kind == "cuda" and _can_be_captured(case.parameters["way"])
-    found = timed(device, time_callable, call, method="graph", **few) if is_captured else called
+    found, metrics = _timed(device, call, case, is_captured)
     flops = batch.flops * (3 if phase == "forward_backward" else 1)
     metrics |= {"flops": flops, "achieved_tflops": flops / found.timing.median_ms / 1e9}
     name = f"gemm {case.parameters['precision']}"
@@ -226,6 +232,15 @@ def _measure_step(live: dict, case: Case, phase: str, ceilings: dict[str, float]
     return found.measured(metrics, case.parameters, observed, keep="step_ms")
 
 
+def _timed(device: hardware.Device, call: Callable, case: Case, is_captured: bool) -> tuple[Timed, dict[str, float]]:
+    """Returns the times of a call, replayed if it is captured, and {"call_ms": …, "peak_bytes": …} of it launched."""
+    few = {"device_kind": device.kind, "num_warmup": 2, "time_limit_s": case.time_limit_s}
+    called, metrics = timed_with_peak(device, time_callable, call, **few)
+    of_calls = called.timing.metrics()
+    metrics |= {"call_ms": of_calls["host_median_ms"] or of_calls["median_ms"]}
+    return timed(device, time_callable, call, method="graph", **few) if is_captured else called, metrics
+
+
 def _can_be_captured(way: str) -> bool:
     """Whether a way reads nothing from the device while it runs."""
     return way.split(" +")[0] in (*IMPLS[IMPLS.index("positions") :], RECOMPUTED)
@@ -236,6 +251,56 @@ def _graph_breaks() -> int:
     from torch._dynamo.utils import counters
 
     return sum(counters["graph_break"].values())
+
+
+# ---- modules ----------------------------------------------------------------------------------------------------
+
+
+def _module(batch: Batch, module: str, impl: str, dtype=None) -> tuple[list[Tensor], Callable[[], tuple[Tensor, ...]]]:
+    """Returns the leaves of a part of the encoder, its inputs and parameters, and its forward pass.
+
+    With a dtype it does not drop out, and computes in that from the values that it has in the batch's.
+    """
+    options = {"device": batch.patches.device, "dtype": batch.patches.dtype}
+    torch.manual_seed(0)
+    model = Siglip2Encoder(dataclasses.replace(batch.config, num_layers=1), impl, **options).train(dtype is None)
+    packing, (layer,), width = model.pack(batch.grids), model.layers, batch.config.d_model
+    x, residual = (torch.randn(len(batch.patches), width, **options) for _ in range(2))
+    model, patches, x, residual = (value.to(dtype=dtype) for value in (model, batch.patches, x, residual))
+    x, residual = x.requires_grad_(), residual.requires_grad_()
+    packed = None, packing.cu_seqlens, packing.longest
+    seed = torch.tensor(0, device=x.device) if model.training and model.step >= ATTENTION else None
+    part, inputs, forward = {
+        "embeddings": (model, [], lambda: (model.embed(patches, batch.grids, packing),)),
+        "LayerNorm": (
+            layer.layer_norm2,
+            [x, residual],
+            lambda: add_and_norm(layer.layer_norm2, x, residual, model.step)[:2],
+        ),
+        "attention": (layer.self_attn, [x], lambda: (layer.self_attn(x, None, *packed, seed),)),
+        "MLP": (layer.mlp, [x], lambda: (layer.mlp(x, None),)),
+        "layer": (layer, [x, residual], lambda: layer(x, residual, *packed, seed)),
+    }[module]
+    parameters = [*model.patch_embedding.parameters(), model.position_embedding.weight]
+    return [*inputs, *(parameters if part is model else part.parameters())], forward
+
+
+def _measure_module(device: hardware.Device, case: Case, phase: str) -> Measured:
+    impl, which = phase.split()
+    batch, module = Batch.of(device, case.parameters), case.parameters["module"]
+    leaves, forward = _module(batch, module, impl)
+    grads = [torch.randn_like(out) for out in forward()]
+
+    def call() -> tuple[Tensor, ...]:
+        return forward() if which == "forward" else torch.autograd.grad(forward(), leaves, grads)
+
+    is_captured = device.kind == "cuda" and (module != "embeddings" or IMPLS.index(impl) >= POSITIONS)
+    found, metrics = _timed(device, call, case, is_captured)
+    if which == "forward":
+        kinds = ((impl, batch.patches.dtype), (MODULE_IMPLS[0], torch.float32))
+        ours, exact = (_module(batch, module, *kind)[1]() for kind in kinds)
+        metrics["out_error"] = max(relative_error(*pair) for pair in zip(ours, exact, strict=True))
+    return found.measured(metrics, case.parameters, {"is_replayed": is_captured})
 
 
 # ---- floor, profile, accuracy -----------------------------------------------------------------------------------
@@ -342,6 +407,7 @@ SECTIONS = {
     "floor": section(_measure_floor),
     "steps": _run_steps,
     "profile": section(_measure_profile, _live_step),
+    "modules": section(_measure_module),
     "accuracy": section(_measure_accuracy, _live_accuracy),
     "kernels": contest_section(FusedContest),
 }

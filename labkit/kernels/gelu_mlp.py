@@ -5,16 +5,16 @@
 
 tanh-GELU is written with the logistic function, 1 + tanh u = 2 σ(2u): one exponential, and no cancellation.
 
-Two paths differ in x W₁ᵀ and ∂y W₂. "epilogue" is a persistent matmul in Triton: it applies bias and GELU to its fp32
-accumulator; in backward it multiplies the accumulator by gelu'(z), writes h again and sums ∂b₁. "separate" leaves both
-products to PyTorch: GELU is PyTorch's too, and one elementwise kernel does in backward what the epilogue does. "mixed"
-is "epilogue" forward and "separate" backward.
+h is never kept, since backward has to read z anyway; z is kept, or one more matmul computes it again. Where z is kept,
+two paths differ in x W₁ᵀ: "epilogue" is a persistent matmul in Triton that applies bias and GELU to its accumulator and
+writes z and h; "separate" leaves the product and GELU to PyTorch. Where it is not, cuBLAS has an epilogue that writes h
+alone. In backward one elementwise kernel multiplies by gelu'(z), writes h again and sums ∂b₁. All that in the epilogue
+of ∂y W₂ was slower: cuBLAS gains more on the product than the kernel costs.
 
-h is never kept, since backward has to read z anyway; z is kept, or one more matmul computes it again. Ideal cost:
-4·M·C·F FLOPs forward, 8·M·C·F backward. "separate" moves 2·M·F elements forward and 4·M·F backward between its
-products; "epilogue" moves M·F (of z, where it is kept) and 3·M·F while it multiplies.
+Ideal cost: 4·M·C·F FLOPs forward, 8·M·C·F backward. Between its products "separate" moves 2·M·F elements forward,
+"epilogue" M·F of z; backward moves 4·M·F.
 
-Shape suffixes: M rows, C width of the residual stream, F width of the hidden layer, T tiles of rows.
+Shape suffixes: M rows, C width of the residual stream, F width of the hidden layer, T blocks of rows.
 
 Source: Hendrycks & Gimpel 2016, "Gaussian Error Linear Units", section 2 (the tanh form).
 """
@@ -30,16 +30,12 @@ from labkit.kernels.column_sums import column_sums
 from labkit.kernels.fused import check, check_shape, operator, rows_of, runs_kernel, wide, wrap_triton
 from labkit.kernels.layer_norm import layer_norm
 
-PATHS = ("auto", "epilogue", "separate", "mixed")
+PATHS = ("auto", "epilogue", "separate")
 
-
-# Tiles of the forward and the backward matmul; GROUP of them, one below the other, go column by column, for L2.
-HOPPER = (
-    {"ROWS": 128, "COLS": 128, "DEPTH": 64, "GROUP": 8, "num_warps": 4, "num_stages": 3},
-    {"ROWS": 128, "COLS": 128, "DEPTH": 32, "GROUP": 8, "num_warps": 4, "num_stages": 4},
-)
-GENERIC = 2 * ({"ROWS": 128, "COLS": 128, "DEPTH": 32, "GROUP": 8, "num_warps": 8, "num_stages": 3},)
-INTERPRETER = 2 * ({"ROWS": 16, "COLS": 32, "DEPTH": 16, "GROUP": 2},)
+# Tiles of the matmul; GROUP of them, one below the other, go column by column, for L2.
+HOPPER = {"ROWS": 128, "COLS": 128, "DEPTH": 64, "GROUP": 8, "num_warps": 4, "num_stages": 3}
+GENERIC = {"ROWS": 128, "COLS": 128, "DEPTH": 32, "GROUP": 8, "num_warps": 8, "num_stages": 3}
+INTERPRETER = {"ROWS": 16, "COLS": 32, "DEPTH": 16, "GROUP": 2}
 PROGRAMS = 2  # of a multiprocessor: where shared memory has room for both, one multiplies in the other's epilogue
 BLOCK_M, STEP_M, BLOCK_F = 128, 8, 256  # of a program of the elementwise kernel: rows, rows at a time, columns
 
@@ -59,50 +55,32 @@ def gelu_and_slope(z):
 
 
 @triton.jit
-def finish(acc, z_desc, h_desc, grad_z_desc, bias_ptr, sums_ptr, row, col, num_cols):
-    """The epilogue of one half of a tile: backward where there are descriptors of ∂z."""
+def finish(acc, z_desc, h_desc, bias_ptr, row, col, num_cols):
+    """The epilogue of one half of a tile."""
     cols = col + tl.arange(0, acc.shape[1])
-    if grad_z_desc is None:
-        z = acc + tl.load(bias_ptr + cols, mask=cols < num_cols, other=0.0).to(tl.float32)[None, :]
-        if z_desc is not None:
-            z_desc.store([row, col], z.to(z_desc.dtype))
-        h = z * gate(z)
-    else:
-        h, slope = gelu_and_slope(z_desc.load([row, col]).to(tl.float32))
-        grad_z = acc * slope
-        grad_z_desc.store([row, col], grad_z.to(grad_z_desc.dtype))
-        # The rows past the end are zeros in ∂y, and so in the sum.
-        tl.store(sums_ptr + cols, tl.sum(grad_z, axis=0), mask=cols < num_cols)
-    h_desc.store([row, col], h.to(h_desc.dtype))
+    z = acc + tl.load(bias_ptr + cols, mask=cols < num_cols, other=0.0).to(tl.float32)[None, :]
+    z_desc.store([row, col], z.to(z_desc.dtype))
+    h_desc.store([row, col], (z * gate(z)).to(h_desc.dtype))
 
 
 @triton.jit
 def linear_gelu_kernel(
-    rows_desc, weight_desc, z_desc, h_desc, grad_z_desc, bias_ptr, sums_ptr, num_rows, num_cols, depth,
+    x_desc, weight_desc, z_desc, h_desc, bias_ptr, num_rows, num_cols, depth,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Forward: tiles of h (M, F), and of z where it is kept, from x (M, C), W₁ (F, C) and b₁; grad_z_desc is None.
-
-    Backward: tiles of ∂z and h (M, F), and ∂b₁ (T, F) summed over each tile's rows, from ∂y (M, C), W₂ (C, F) and z.
-    """
+    """Tiles of z and h (M, F) from x (M, C), W₁ (F, C) and b₁."""
     tiles_m, tiles_f = tl.cdiv(num_rows, ROWS), tl.cdiv(num_cols, COLS)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_f, tl.num_programs(0), flatten=True):
         first = tile // (GROUP * tiles_f) * GROUP
         height = tl.minimum(tiles_m - first, GROUP)
-        tile_m = first + tile % height
-        row, col = tile_m * ROWS, tile % (GROUP * tiles_f) // height * COLS
+        row, col = (first + tile % height) * ROWS, tile % (GROUP * tiles_f) // height * COLS
         acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
         for k in range(0, depth, DEPTH):
-            x = rows_desc.load([row, k])
-            weight = weight_desc.load([col, k]).T if grad_z_desc is None else weight_desc.load([k, col])
-            acc = tl.dot(x, weight, acc, input_precision="ieee")
+            acc = tl.dot(x_desc.load([row, k]), weight_desc.load([col, k]).T, acc, input_precision="ieee")
         # An epilogue of half the columns at a time leaves the loop more shared memory.
         left, right = tl.split(acc.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1))
-        tile_sums_ptr = sums_ptr
-        if sums_ptr is not None:
-            tile_sums_ptr = sums_ptr + tile_m.to(tl.int64) * num_cols
-        finish(left, z_desc, h_desc, grad_z_desc, bias_ptr, tile_sums_ptr, row, col, num_cols)
-        finish(right, z_desc, h_desc, grad_z_desc, bias_ptr, tile_sums_ptr, row, col + COLS // 2, num_cols)
+        finish(left, z_desc, h_desc, bias_ptr, row, col, num_cols)
+        finish(right, z_desc, h_desc, bias_ptr, row, col + COLS // 2, num_cols)
 
 
 @triton.jit
@@ -133,53 +111,26 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def _tiles(device: torch.device) -> tuple[dict[str, int], dict[str, int]]:
-    return INTERPRETER if device.type != "cuda" else HOPPER if _is_hopper(device) else GENERIC
-
-
-def _launch(rows: Tensor, weight: Tensor, bias=None, z=None, h=None, grad_z=None, sums=None) -> None:
-    tile = _tiles(rows.device)[grad_z is not None]
-    size_m, size_f, size_k = tile["ROWS"], tile["COLS"], tile["DEPTH"]
-    num_tiles = triton.cdiv(h.shape[0], size_m) * triton.cdiv(h.shape[1], size_f)
-    multiprocessors = torch.cuda.get_device_properties(rows.device).multi_processor_count if rows.is_cuda else 1
-    describe = TensorDescriptor.from_tensor
-    operands = (
-        describe(rows, [size_m, size_k]),
-        describe(weight, [size_f, size_k] if grad_z is None else [size_k, size_f]),
-    )
-    halves = (x if x is None else describe(x, [size_m, size_f // 2]) for x in (z, h, grad_z))
-    grid = (min(num_tiles, PROGRAMS * multiprocessors),)
-    with torch.cuda.device_of(rows):
-        linear_gelu_kernel[grid](*operands, *halves, bias, sums, *h.shape, rows.shape[1], **tile)
-
-
 # Opaque to the compiler: torch.library.triton_op takes no tensor descriptors.
 @operator("linear_gelu", opaque=True)
-def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
-    """Returns h and z, which is empty unless it is to be kept."""
-    h, z = _empty_hidden(x, weight, bias, keep)
-    _launch(x, weight, bias, z if keep else None, h)
-    return h, z
+def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns z and h."""
+    z, h = _empty_hidden(x, weight, bias)
+    tile = INTERPRETER if not x.is_cuda else HOPPER if _is_hopper(x.device) else GENERIC
+    size_m, size_f, size_k = tile["ROWS"], tile["COLS"], tile["DEPTH"]
+    multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+    grid = (min(triton.cdiv(z.shape[0], size_m) * triton.cdiv(z.shape[1], size_f), PROGRAMS * multiprocessors),)
+    blocks = ((x, (size_m, size_k)), (weight, (size_f, size_k)), (z, (size_m, size_f // 2)), (h, (size_m, size_f // 2)))
+    described = (TensorDescriptor.from_tensor(tensor, list(block)) for tensor, block in blocks)
+    with torch.cuda.device_of(x):
+        linear_gelu_kernel[grid](*described, bias, *z.shape, x.shape[1], **tile)
+    return z, h
 
 
 @_linear_gelu.register_fake
-def _empty_hidden(x, weight, _bias, keep):
-    h = x.new_empty(x.shape[0], weight.shape[0])
-    return h, torch.empty_like(h) if keep else x.new_empty(0)
-
-
-@operator("linear_gelu_backward", opaque=True)
-def _linear_gelu_backward(grad_y: Tensor, weight: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns ∂z, h and ∂b₁ in fp32."""
-    grad_z, h = torch.empty_like(z), torch.empty_like(z)
-    sums = z.new_empty(triton.cdiv(z.shape[0], _tiles(z.device)[1]["ROWS"]), z.shape[1], dtype=torch.float32)
-    _launch(grad_y, weight, None, z, h, grad_z, sums)
-    return grad_z, h, sums.sum(0)
-
-
-@_linear_gelu_backward.register_fake
-def _(_grad_y, _weight, z):
-    return torch.empty_like(z), torch.empty_like(z), z.new_empty(z.shape[1], dtype=torch.float32)
+def _empty_hidden(x, weight, _bias):
+    z = x.new_empty(x.shape[0], weight.shape[0])
+    return z, torch.empty_like(z)
 
 
 @operator("gelu_backward")
@@ -201,12 +152,14 @@ class GeluMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, path, keep, total, norm_weight, norm_bias, eps):
-        if path != "separate":
-            h_MF, z_MF = _linear_gelu(x, fc1_weight, fc1_bias, keep)
+        if not keep and x.is_cuda:
+            h_MF = torch._addmm_activation(fc1_bias, x, fc1_weight.T, use_gelu=True)
+        elif path == "epilogue":
+            z_MF, h_MF = _linear_gelu(x, fc1_weight, fc1_bias)
         else:
             z_MF = F.linear(x, fc1_weight, fc1_bias)
             h_MF = F.gelu(z_MF, approximate="tanh")
-        ctx.path, ctx.eps = path, eps
+        ctx.eps = eps
         kept = x if total is None else total, z_MF if keep else None
         ctx.save_for_backward(*kept, fc1_weight, fc1_bias, fc2_weight, norm_weight, norm_bias)
         return F.linear(h_MF, fc2_weight, fc2_bias)
@@ -217,10 +170,7 @@ class GeluMLP(torch.autograd.Function):
         x_MC = x_MC if ctx.eps is None else layer_norm(x_MC, *norm, ctx.eps)
         z_MF = F.linear(x_MC, fc1_weight, fc1_bias) if z_MF is None else z_MF
         grad_y_MC = grad_y_MC.contiguous()
-        if ctx.path == "epilogue":
-            grad_z_MF, h_MF, grad_bias_F = _linear_gelu_backward(grad_y_MC, fc2_weight, z_MF)
-        else:
-            grad_z_MF, h_MF, grad_bias_F = _gelu_backward(grad_y_MC @ fc2_weight, z_MF)
+        grad_z_MF, h_MF, grad_bias_F = _gelu_backward(grad_y_MC @ fc2_weight, z_MF)
         grads_fc1 = grad_z_MF.T @ x_MC, grad_bias_F.to(fc1_bias.dtype)
         return grad_z_MF @ fc1_weight, *grads_fc1, grad_y_MC.T @ h_MF, column_sums(grad_y_MC), *[None] * 6
 
@@ -228,7 +178,7 @@ class GeluMLP(torch.autograd.Function):
 def resolve_path(x: Tensor, fc1_weight: Tensor, path: str = "auto") -> str:
     """Returns the path that `gelu_mlp` takes, one of PATHS but "auto": what a record should name.
 
-    Raises ValueError for a path that is none of PATHS, and for "epilogue" and "mixed" where their kernels cannot run.
+    Raises ValueError for a path that is none of PATHS, and for "epilogue" where its kernel cannot run.
     """
     if path not in PATHS:
         raise ValueError(f"path must be one of {', '.join(PATHS)}; got {path!r}")
@@ -237,10 +187,10 @@ def resolve_path(x: Tensor, fc1_weight: Tensor, path: str = "auto") -> str:
         objection = f"takes tensors on a CUDA device; got {x.device}"
     elif any(size * x.element_size() % 16 for size in fc1_weight.shape):  # of rows that descriptors describe
         objection = f"takes widths of a multiple of 16 bytes; got {tuple(fc1_weight.shape)} of {x.dtype}"
-    if path in ("epilogue", "mixed") and objection:
+    if path == "epilogue" and objection:
         raise ValueError(f"path={path!r} {objection}")
     is_fast = _is_hopper(x.device) and x.element_size() == 2 and objection is None
-    return path if path != "auto" else "mixed" if is_fast else "separate"
+    return path if path != "auto" else "epilogue" if is_fast else "separate"
 
 
 def gelu_mlp(
@@ -260,8 +210,8 @@ def gelu_mlp(
         x: (..., C), fp32, bf16 or fp16, on a CPU also fp64.
         fc1_weight, fc1_bias: (F, C) and (F,), dtype and device of x.
         fc2_weight, fc2_bias: (C, F) and (C,), the same.
-        path: one of PATHS; "auto" is "mixed" for 16-bit tensors on a Hopper GPU, else "separate".
-        keep: whether z, (..., F), is kept for backward, or computed there again.
+        path: one of PATHS; "auto" is "epilogue" for 16-bit tensors on a Hopper GPU, else "separate".
+        keep: whether z, (..., F), is kept for backward, or computed there again. Nothing is where no gradient is due.
         norm: (s, weight, bias, ε) where x is LayerNorm of a sum s that is kept anyway: then x is not, but computed
             again. No gradient goes to s but through x.
 
@@ -282,5 +232,6 @@ def gelu_mlp(
     if x.numel() == 0:
         raise ValueError(f"x must hold at least one row; got shape {tuple(x.shape)}")
     parameters = (p.contiguous() for p in (fc1_weight, fc1_bias, fc2_weight, fc2_bias))
+    keep = keep and torch.is_grad_enabled() and any(p.requires_grad for p in (x, fc1_weight, fc1_bias, fc2_weight))
     options = resolve_path(x, fc1_weight, path), keep, *(norm or 4 * [None])
     return GeluMLP.apply(rows_of(x).contiguous(), *parameters, *options).view(x.shape)

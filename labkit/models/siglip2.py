@@ -269,11 +269,7 @@ class Siglip2Encoder(nn.Module):
             ValueError, TypeError: arguments that do not fit, by name. Compiled, values of grids are not checked here.
         """
         packing = self._packing(patches_MK, grids)
-        x_MC, table_PC = self.patch_embedding(patches_MK), self.position_embedding.weight
-        if self.step >= POSITIONS:
-            x_MC.addmm_(packing.positions, table_PC)
-        else:
-            x_MC = x_MC + interpolated_positions(table_PC, grids, self.config.position_side)
+        x_MC = self.embed(patches_MK, grids, packing)
         seeds = [None] * len(self.layers)
         if self.training and self.config.dropout and self.step >= ATTENTION:
             seeds = torch.randint(2**63 - 1, (len(self.layers),), device=x_MC.device).unbind()
@@ -282,6 +278,13 @@ class Siglip2Encoder(nn.Module):
         for layer, seed in zip(self.layers, seeds, strict=True):
             x_MC, residual_MC = layer(x_MC, residual_MC, *packed, seed)
         return add_and_norm(self.post_layernorm, x_MC, residual_MC, self.step)[0]
+
+    def embed(self, patches_MK: Tensor, grids_I2: Tensor | None, packing: Packing | None) -> Tensor:
+        """Returns the embedded patches plus their positions (M, C), from "positions" on by the packing's weights."""
+        x_MC, table_PC = self.patch_embedding(patches_MK), self.position_embedding.weight
+        if self.step >= POSITIONS:
+            return x_MC.addmm_(packing.positions, table_PC)
+        return x_MC + interpolated_positions(table_PC, grids_I2, self.config.position_side)
 
     def pack(self, grids_I2: Tensor) -> Packing:
         """Returns the packing of images by their grids (I, 2), the same one for a tensor that has not changed.
