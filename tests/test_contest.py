@@ -225,34 +225,40 @@ def test_rounds_end_by_the_time_limit_but_for_a_few():
 
 
 def test_what_cannot_be_captured_is_timed_with_events_and_its_launch_apart(monkeypatch):
-    """On CUDA a graph is tried first; a failed capture falls back, an out-of-memory does not."""
-    asked = []
+    """On CUDA graphs are tried first; what none can hold is timed beside the baseline, out of memory ends it."""
+    asked, replayed = [], ["flex"]
 
     class Contest:
         device = hardware.Device("cuda", "a GPU", "a-gpu")
         is_ranking = False
 
         def call(self, impl, name):
-            return lambda: None
+            return lambda: impl
 
     def compare(calls, *, method, baseline, **_):
-        asked.append((method, baseline, tuple(calls)))
-        if method == "graph":
+        asked.append((method, tuple(calls)))
+        if method == "graph" and not set(calls) <= set(replayed):
             raise error
-        return "compared"
+        return contests.Comparison(dict.fromkeys(calls, method), baseline, dict.fromkeys(calls, method))
 
     monkeypatch.setattr(contests, "compare", compare)
+    monkeypatch.setattr(contests.timer, "can_be_captured", lambda call: call() in replayed)
     monkeypatch.setattr(contests, "time_once_ms", lambda *_: 1.0)
     monkeypatch.setattr(contests, "time_callable", lambda *_, method, **__: method)
     error = RuntimeError("operation not permitted when stream is capturing")
     results = contests._time_in_turn(Contest(), "forward", ["flex", "fa3"], None, 0.1)
-    assert asked == [("graph", "flex", ("flex", "fa3")), ("flush", "flex", ("flex", "fa3"))]
-    assert results.comparison == "compared" and results.launches == {"flex": "window", "fa3": "window"}
+    assert asked == [("graph", ("flex", "fa3")), ("flush", ("flex", "fa3")), ("graph", ("flex",))]
+    methods = {"flex": "graph", "fa3": "flush"}
+    assert results.comparison == contests.Comparison(methods, "flex", methods)
+    assert results.launches == {"flex": "window", "fa3": "window"}
     assert results.flushed == {} and contests._time_in_turn(Contest(), "backward", ["flex"], None, 0.1).launches == {}
     monkeypatch.setattr(Contest, "is_ranking", True)
     assert contests._time_in_turn(Contest(), "forward", ["flex"], None, 0.1).flushed == {"flex": "flush"}
     monkeypatch.setattr(contests, "time_once_ms", lambda *_: 2 * contests.LAUNCH_LIMIT_MS)
     assert contests._time_in_turn(Contest(), "forward", ["flex"], None, 0.1).launches == {}
+    replayed = []
+    comparison = contests._time_in_turn(Contest(), "forward", ["flex", "fa3"], None, 0.1).comparison
+    assert comparison.timings == {"flex": "flush", "fa3": "flush"}
     error = torch.OutOfMemoryError("no room")
     with pytest.raises(torch.OutOfMemoryError):
         contests._time_in_turn(Contest(), "forward", ["flex"], None, 0.1)

@@ -13,6 +13,7 @@ from labkit.configs import REFERENCE_DEVICE, SIGLIP2_SIZES
 from labkit.experiments import siglip2
 from labkit.experiments.sweep import Skip
 from labkit.models.siglip2 import IMPLS
+from labkit.report import encoder_parts
 from labkit.report import siglip2 as report
 from labkit.report.chapter import Chapter
 
@@ -82,6 +83,8 @@ def test_sections_run_on_a_cpu(here, section):
         both = results["forward_backward"]
         assert both.metrics["sustained_ms"] > 0 and not both.observed["is_replayed"]
         assert both.metrics["flops"] == 3 * results["forward"].metrics["flops"]
+    if section == "modules":
+        assert results["cu_seqlens forward"].metrics["out_error"] < 1e-6 > results["fused forward"].metrics["out_error"]
     if section == "accuracy":
         errors = results["fused"].metrics
         assert 0 < errors["out_error"] < 1e-5 and 0 < errors["gradient_error"] < 1e-4
@@ -199,9 +202,8 @@ def test_published_times_are_of_a_mini_batch_and_of_all_images():
 
 
 def test_profiles_stand_before_and_after():
-    kernels = [["gemm", 60.0, 100], ["norm", 8.0, 50]]
     rows = [{"way": way, "phase": "forward_backward", "kernels_ms": total, "num_launches": n, "matmul_ms": 60.0,
-             "elementwise_ms": other, "observed": {"kernels": kernels}}
+             "elementwise_ms": other, "observed": {}}
             for way, total, n, other in (("eager", 100.0, 3000, 40.0), ("fused", 75.0, 1000, 15.0))]  # fmt: skip
     profile = frame(*rows)
     before, left = report.findings_profile(profile)
@@ -210,8 +212,30 @@ def test_profiles_stand_before_and_after():
         in before
     )
     assert "matmul 80 % and elementwise 20 %" in left
-    assert report.table_profile(profile)["share"].tolist() == ["80 %", "11 %"]
     assert len(report.figure_profile(profile).axes[0].patches) == 4
+
+
+def test_parts_of_the_encoder_stand_beside_the_fused_ones():
+    rows = [
+        {"phase": f"{impl} {which}", "module": "MLP", "median_ms": ms, "peak_bytes": 2**30, "observed": {}, **more}
+        for impl, which, ms, more in (
+            ("cu_seqlens", "forward", 1.0, {"out_error": 3e-3}), ("fused", "forward", 0.8, {"out_error": 2e-3}),
+            ("cu_seqlens", "forward_backward", 3.0, {}), ("fused", "forward_backward", 2.0, {}),
+        )
+    ]  # fmt: skip
+    (row,) = encoder_parts.table(frame(*rows)).to_dict("records")
+    assert list(row.values()) == [
+        "MLP, bf16",
+        "1.00 → 0.800 (1.25×)",
+        "3.00 → 2.00 (1.50×)",
+        "1.00 → 1.00",
+        "3.0e-3 → 2.0e-3",
+    ]
+    (sentence,) = encoder_parts.findings(frame(*rows))
+    assert sentence.endswith("attention alone: ahead (1.50×, MLP in bf16).")
+    failed = frame({"phase": "fused forward", "module": "MLP", "status": "error", "reason": "boom", "observed": {}})
+    (row,) = encoder_parts.table(failed).to_dict("records")
+    assert list(row.values())[1:] == ["–", "–", "– → –", "– → –"] and "boom" in encoder_parts.findings(failed)[0]
 
 
 def test_errors_stand_beside_those_of_eager():
@@ -260,7 +284,7 @@ def test_whatever_is_missing_is_not_measured():
     lost = frame({"phase": "ours forward_backward", "operation": "swiglu", "rows": 1, "columns": 2, **nothing})
     assert report.table_kernels(lost)["eager / ours"].tolist() == ["–"] and len(report.findings_kernels(lost)) == 1
     gone = frame({"way": "fused", "phase": "forward_backward", **nothing})
-    assert report.figure_profile(gone) is None and report.table_profile(gone).empty
+    assert report.figure_profile(gone) is None
     assert len(report.findings_profile(gone)) == 1
     figure = report.figure_steps(steps(), frame({"workload": "A", "phase": "forward_backward", **nothing}))
     labels = [text.get_text() for text in figure.axes[0].get_yticklabels()]

@@ -177,6 +177,24 @@ def _raise(error: Exception):
     raise error
 
 
+def _compared(calls: dict[str, Callable], limits: dict) -> Comparison:
+    """Returns the comparison of calls on CUDA graphs; what none can hold stands beside the baseline, call by call."""
+    if limits["device_kind"] != "cuda":
+        return compare(calls, method="host", **limits)
+    try:
+        return compare(calls, method="graph", **limits)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        baseline = limits["baseline"]
+        replayed = {impl: call for impl, call in calls.items() if timer.can_be_captured(call)}
+        if baseline not in replayed:
+            return compare(calls, method="flush", **limits)
+        launched = {impl: call for impl, call in calls.items() if impl not in replayed or impl == baseline}
+        first, last = compare(launched, method="flush", **limits), compare(replayed, method="graph", **limits)
+        return Comparison(first.timings | last.timings, baseline, first.ratio | last.ratio)
+
+
 def _time_in_turn(
     contest: Contest, name: str, impls: Sequence[str], baseline: str | None, time_limit_s: float
 ) -> Results:
@@ -189,13 +207,7 @@ def _time_in_turn(
     num_rounds = max(MIN_ROUNDS, min(max_rounds, int(1e3 * time_limit_s / round_ms)))
     limits = {"baseline": baseline or impls[0], "device_kind": kind, "num_warmup": 1, "num_rounds": num_rounds}
     with hardware.Monitor(kind) as monitor:
-        try:
-            comparison = compare(calls, method="graph" if kind == "cuda" else "host", **limits)
-        except RuntimeError as error:
-            if kind != "cuda" or isinstance(error, torch.OutOfMemoryError):
-                raise
-            # What cannot be captured into a graph is timed call by call; the record names the method.
-            comparison = compare(calls, method="flush", **limits)
+        comparison = _compared(calls, limits)
     few = {"device_kind": kind, "num_warmup": 2, "min_samples": 10, "max_samples": 10}
     launches, flushed = {}, {}
     if kind == "cuda" and name != "backward":  # the host's share of a backward pass is in that of both

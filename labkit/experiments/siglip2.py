@@ -261,13 +261,13 @@ def _module(batch: Batch, module: str, impl: str, dtype=None) -> tuple[list[Tens
 
     With a dtype it does not drop out, and computes in that from the values that it has in the batch's.
     """
-    options = {"device": batch.patches.device, "dtype": batch.patches.dtype}
-    torch.manual_seed(0)
-    model = Siglip2Encoder(dataclasses.replace(batch.config, num_layers=1), impl, **options).train(dtype is None)
-    packing, (layer,), width = model.pack(batch.grids), model.layers, batch.config.d_model
-    x, residual = (torch.randn(len(batch.patches), width, **options) for _ in range(2))
-    model, patches, x, residual = (value.to(dtype=dtype) for value in (model, batch.patches, x, residual))
-    x, residual = x.requires_grad_(), residual.requires_grad_()
+    config, kind = dataclasses.replace(batch.config, num_layers=1), batch.patches.dtype
+    torch.manual_seed(0)  # on the CPU: a GPU draws other numbers for a weight of another shape
+    model = Siglip2Encoder(config, impl).to(batch.patches.device, kind).train(dtype is None)
+    packing, (layer,) = model.pack(batch.grids), model.layers
+    inputs = torch.randn(2, len(batch.patches), config.d_model).to(batch.patches)
+    model, patches, inputs = (value.to(dtype=dtype) for value in (model, batch.patches, inputs))
+    x, residual = (value.requires_grad_() for value in inputs)
     packed = None, packing.cu_seqlens, packing.longest
     seed = torch.tensor(0, device=x.device) if model.training and model.step >= ATTENTION else None
     part, inputs, forward = {

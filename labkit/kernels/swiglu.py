@@ -16,8 +16,8 @@ from torch.nn.functional import silu
 
 from labkit.kernels.fused import check, check_shape, operator, rows_of, runs_kernel, wide, wrap_triton
 
-# 4 × 1024 elements are 32 of a thread, in loads of 16 bytes.
-TILE = {"ROWS": 4, "COLUMNS": 1024}
+TILE = 4096  # elements: 32 of a thread, in loads of 16 bytes
+WIDTHS = (1024, 512, 256)  # of a tile: the first that divides the columns, else the last
 
 
 @triton.jit
@@ -53,16 +53,19 @@ def swiglu_bwd_kernel(
     tl.store(grad_up_ptr + rows * num_columns + cols, grad_up.to(grad_up_ptr.dtype.element_ty), mask=inside)
 
 
-def _grid(x_NC: Tensor) -> tuple[int, int]:
-    return triton.cdiv(x_NC.shape[0], TILE["ROWS"]), triton.cdiv(x_NC.shape[1], TILE["COLUMNS"])
+def _tiling(x_NC: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+    """Returns the grid and the tile of a program."""
+    width = next((width for width in WIDTHS if x_NC.shape[1] % width == 0), WIDTHS[-1])
+    tile = {"ROWS": TILE // width, "COLUMNS": width}
+    return tuple(map(triton.cdiv, x_NC.shape, tile.values())), tile
 
 
 @operator("swiglu")
 def _forward(gate: Tensor, up: Tensor) -> Tensor:
     y, gate_NC, up_NC = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device), rows_of(gate), rows_of(up)
     if y.numel():
-        strides = gate_NC.stride(0), up_NC.stride(0)
-        wrap_triton(swiglu_fwd_kernel)[_grid(gate_NC)](gate_NC, up_NC, y, *strides, *gate_NC.shape, **TILE)
+        (grid, tile), strides = _tiling(gate_NC), (gate_NC.stride(0), up_NC.stride(0))
+        wrap_triton(swiglu_fwd_kernel)[grid](gate_NC, up_NC, y, *strides, *gate_NC.shape, **tile)
     return y
 
 
@@ -71,8 +74,8 @@ def _backward(gate: Tensor, up: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor]
     grad_gate, grad_up = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
     read = [rows_of(x) for x in (gate, up, grad_y)]
     if gate.numel():
-        strides = [x_NC.stride(0) for x_NC in read]
-        wrap_triton(swiglu_bwd_kernel)[_grid(read[0])](*read, grad_gate, grad_up, *strides, *read[0].shape, **TILE)
+        (grid, tile), strides = _tiling(read[0]), [x_NC.stride(0) for x_NC in read]
+        wrap_triton(swiglu_bwd_kernel)[grid](*read, grad_gate, grad_up, *strides, *read[0].shape, **tile)
     return grad_gate, grad_up
 
 

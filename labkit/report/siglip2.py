@@ -221,24 +221,6 @@ def findings_sizes(steps: pd.DataFrame) -> list[str]:
 # --- profile ---
 
 
-@once_per_frame
-def kernels_of(profile: pd.DataFrame) -> pd.DataFrame:
-    """Returns the longest kernels of each profiled way: way, kernel, launches, ms, share of all kernels' time."""
-    rows = [
-        {"way": row["way"], "kernel": kernel, "launches": launches, "ms": ms, "share": ms / row["kernels_ms"]}
-        for row in ok_rows(profile).to_dict("records")
-        for kernel, ms, launches in row["observed"].get("kernels", [])
-    ]
-    return pd.DataFrame(rows, columns=["way", "kernel", "launches", "ms", "share"])
-
-
-def table_profile(profile: pd.DataFrame) -> pd.DataFrame:
-    """Returns the longest kernels of the fused encoder's forward and backward."""
-    rows = select(kernels_of(profile), way=OURS)
-    table = {"kernel": [f"`{kernel[:60]}`" for kernel in rows["kernel"]], "launches": rows["launches"].astype(str)}
-    return pd.DataFrame(table | {"ms": rows["ms"].map(number), "share": rows["share"].map(percent)})
-
-
 def class_times(row: dict) -> dict[str, float]:
     """Returns the kernel time (ms) of a profiled way by class of kernels, without the classes that it has not."""
     found = {kind: row.get(f"{kind}_ms", math.nan) for kind in CLASS_COLOURS}
