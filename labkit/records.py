@@ -1,7 +1,8 @@
 """The measurements: one JSON line per measured phase, appended and fsynced, loaded for the report.
 
 A record is written once and never changed. Measuring something again appends a newer record of the same identity, and
-readers take the newest. Nothing here imports torch, and only `to_frame` imports pandas, which takes half a second.
+readers take the newest. What all records of a session share stands in a line of its own before them. Nothing here
+imports torch, and only `to_frame` imports pandas, which takes half a second.
 """
 
 import contextlib
@@ -21,7 +22,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""1: every record in full. 2: SHARED stands once per session, and what is empty is left out."""
+
+SHARED = ("notebook", "device", "measurement_version", "software", "source", "schema_version")
+"""Fields that all records of a session and file share."""
+
+SIGNIFICANT_DIGITS = 9
+"""Of recorded floats: as many as tell any two numbers in fp32 apart."""
 STATUSES = ("ok", "oom", "error", "skipped", "timeout")
 
 MAX_DEPTH = 16
@@ -147,6 +155,8 @@ _RECORD = {
     "telemetry.sustained?": OBJECT,
 }
 _FIELDS = {f.name for f in fields(Record)}
+_NEEDED = {name for name in _RECORD if name in _FIELDS}
+_HEADER = {"session": TEXT, "shared": OBJECT}
 
 # What the report reads of environment.json.
 _ENVIRONMENT = {
@@ -239,6 +249,20 @@ def _parse(text: bytes) -> Any:
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from None
     return content
+
+
+def _line(content: Any) -> bytes:
+    """Returns a value as a line of JSON; raises ValueError for what JSON has not."""
+    return (json.dumps(content, sort_keys=True, allow_nan=False) + "\n").encode("utf-8")
+
+
+def _rounded(value: Any) -> Any:
+    """Returns a value with the floats inside it rounded to SIGNIFICANT_DIGITS."""
+    if type(value) is float:
+        return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
+    if isinstance(value, dict):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    return [_rounded(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
@@ -344,21 +368,43 @@ class RecordStore:
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
+        self._known: tuple[Any, dict[str, dict]] = None, {}  # the file's state, and what each session's records share
 
     def append(self, record: Record) -> None:
         """Writes one record as one line and returns after it has reached the disk.
 
+        The first of a session is written together with the line of what they share.
+
         Raises ValueError or TypeError, before anything is written, for a record that `load` would refuse.
         """
         content = asdict(record)
+        for name in ("metrics", "samples", "timer", "telemetry", "observed"):
+            content[name] = _rounded(content[name])
         # The reason may quote a file name that is not UTF-8.
         content["reason"] = record.reason.encode("utf-8", "backslashreplace").decode("utf-8")
-        line = json.dumps(content, sort_keys=True, allow_nan=False) + "\n"
-        validate(_parse(line.encode("utf-8")))
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(line)
+        content = _parse(_line(content))
+        validate(content)
+        shared = {name: content.pop(name) for name in SHARED}
+        session = {"session": content.pop("session")}
+        own = {name: value for name, value in content.items() if value not in ("", {}) or name in _NEEDED}
+        known = self._shared()
+        header = b"" if known.get(record.session) == shared else _line(session | {"shared": shared})
+        with open(self.path, "ab") as file:
+            file.write(header + _line(session | own))
             file.flush()
             os.fsync(file.fileno())
+        self._known = self._state(), known | {record.session: shared}
+
+    def _state(self) -> tuple[int, int] | None:
+        return (self.path.stat().st_size, self.path.stat().st_mtime_ns) if self.path.exists() else None
+
+    def _shared(self) -> dict[str, dict]:
+        """Returns what the records of each session share, as the file has it; read where others have changed it."""
+        if self._known[0] != (state := self._state()):
+            lines = (_read_bytes(self.path) or b"").split(b"\n")[:-1]
+            headers = [_parse(line) for line in lines if b'"shared": {' in line]
+            self._known = state, {line["session"]: line["shared"] for line in headers if line.keys() == _HEADER.keys()}
+        return self._known[1]
 
     def load(self) -> list[Record]:
         """Returns every record, oldest first.
@@ -367,10 +413,16 @@ class RecordStore:
         raises RecordError with file and line.
         """
         lines = (_read_bytes(self.path) or b"").split(b"\n")
-        records = []
+        records, shared = [], {}
         for number, line in enumerate(lines[:-1], start=1):
             try:
                 content = _parse(line)
+                if type(content) is dict and "shared" in content:
+                    check_fields(content, _HEADER)
+                    shared[content["session"]] = content["shared"]
+                    continue
+                if type(content) is dict and type(content.get("session")) is str:
+                    content = shared.get(content["session"], {}) | content
                 validate(content)
             except ValueError as error:
                 raise RecordError(f"{self.path}, line {number}: {error}") from error

@@ -4,13 +4,14 @@ import importlib
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 
 import pandas as pd
 import pytest
 
 from labkit import notebooks
 from labkit.configs import FIGURES, REFERENCE_DEVICE
-from labkit.records import folder_of
+from labkit.records import RecordStore, folder_of
 from labkit.report import front
 from labkit.report.chapter import Chapter, Drawn
 
@@ -29,7 +30,6 @@ def show(request, tmp_path, monkeypatch) -> Callable[[list[dict]], tuple[Chapter
     folder = tmp_path / source.name
     (folder / "records").mkdir(parents=True)
     shutil.copy(source / "environment.json", folder)
-    lines = (source / "records" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     cells = [cell for cell in notebooks.without_lessons(notebooks.read(name)).cells if cell.cell_type == "code"]
     said: list[str] = []
     for method in ("table", "figure", "findings"):
@@ -46,7 +46,7 @@ def show(request, tmp_path, monkeypatch) -> Callable[[list[dict]], tuple[Chapter
                 variables["output"] = str(tmp_path)
         return Chapter(name, device=REFERENCE_DEVICE, output=str(tmp_path)), list(said)
 
-    run.records = [json.loads(line) for line in lines]
+    run.records = [asdict(record) for record in RecordStore(source / "records" / f"{name}.jsonl").load()]
     return run
 
 

@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import math
+from dataclasses import asdict
 
 import chapters
 import pandas as pd
@@ -21,6 +22,7 @@ from labkit.experiments.recipes import PrecisionWorkload
 from labkit.experiments.sweep import Case, Skip
 from labkit.experiments.training import Training, successor_sequences
 from labkit.experiments.workload import step_parameters
+from labkit.records import RecordStore
 from labkit.report import figures, tables
 from labkit.report import mixed_precision as report
 from labkit.report.chapter import Chapter
@@ -241,7 +243,8 @@ def test_a_run_counts_zeros_and_what_did_not_move():
 @functools.cache
 def committed(notebook: str) -> tuple[str, ...]:
     """Returns the reference device's records, one line of JSON each."""
-    return tuple((FIGURES / REFERENCE_DEVICE / "records" / f"{notebook}.jsonl").read_text().splitlines())
+    records = RecordStore(FIGURES / REFERENCE_DEVICE / "records" / f"{notebook}.jsonl").load()
+    return tuple(json.dumps(asdict(record)) for record in records)
 
 
 @pytest.fixture

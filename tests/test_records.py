@@ -74,7 +74,7 @@ METRIC_VALUES = st.none() | INTEGERS | st.floats(allow_nan=False, allow_infinity
 )
 def test_any_case_and_metrics_come_back_equal(tmp_path_factory, case, metrics):
     store = RecordStore(tmp_path_factory.mktemp("any") / "records.jsonl")
-    written = [make_record(case=case, metrics=metrics), make_record()]
+    written = [make_record(case=case, metrics=records._rounded(metrics)), make_record()]
     for record in written:
         store.append(record)
     loaded = store.load()
@@ -113,19 +113,41 @@ def test_append_is_one_write_of_one_line(store, monkeypatch):
             writes.append(bytes(data))
             return super().write(data)
 
-    def counted_open(path, mode, encoding=None):
-        return io.TextIOWrapper(io.BufferedWriter(CountedFile(path, mode)), encoding=encoding)
+    def counted_open(path, mode):
+        return io.BufferedWriter(CountedFile(path, mode))
 
     monkeypatch.setattr(records, "open", counted_open, raising=False)
     # Longer than any buffer between Python and the file.
-    long_record = make_record(samples={"device_ms": [1.0 / 3] * 20_000})
+    long_record = make_record(samples={"device_ms": [0.123456789] * 20_000})
     for record in (make_record(), long_record):
         writes.clear()
         store.append(record)
         assert len(writes) == 1
-        assert writes[0].endswith(b"\n") and writes[0].count(b"\n") == 1
-        assert Record(**json.loads(writes[0])) == record
+        # With the first record of a session goes the line of what they share.
+        assert writes[0].endswith(b"\n") and writes[0].count(b"\n") == (1 if record is long_record else 2)
     assert store.load() == [make_record(), long_record]
+
+
+def test_what_a_session_shares_stands_once_and_floats_are_rounded(store):
+    other = make_record(session="b", software={"torch": "2.99"})
+    written = [make_record(session="a"), make_record(session="a", phase="backward"), other, make_record(session="a")]
+    for record in written[:2]:
+        store.append(record)
+    for record in written[2:]:  # by a process that has not written the others
+        RecordStore(store.path).append(record)
+    assert store.load() == written
+    assert [b"shared" in line for line in store.path.read_bytes().splitlines()] == [
+        True,
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
+    store.append(replace(written[0], software={"torch": "3.0"}))  # another program in the same session
+    assert store.load()[-1].software == {"torch": "3.0"} and store.load()[0].software == SOFTWARE
+    store.append(make_record(metrics={"median_ms": 1 / 3}, case={"scale": 1 / 3}))
+    assert store.load()[-1].metrics == {"median_ms": 0.333333333} and store.load()[-1].case == {"scale": 1 / 3}
 
 
 def test_append_returns_after_the_whole_line_was_synced(store, monkeypatch):
@@ -145,6 +167,8 @@ def test_a_last_line_torn_at_any_byte_costs_only_itself_and_a_whole_file_stays(s
     num_kept_bytes = store.path.stat().st_size if kept else 0
     store.append(make_record(phase="optimizer_step", reason="é"))
     whole = store.path.read_bytes()
+    if not kept:  # what the session shares is a line of its own
+        num_kept_bytes = whole.index(b"\n") + 1
     again = make_record(phase="train_step")
     for end in range(num_kept_bytes, len(whole)):
         store.path.write_bytes(whole[:end])

@@ -505,7 +505,7 @@ def test_fresh_measures_again_by_appending(output, log):
 @pytest.mark.parametrize(
     ("cut", "missing"),
     [
-        (lambda lines: lines[0] + b"".join(lines[2:]), ("a", "second")),
+        (lambda lines: b"".join(lines[:2] + lines[3:]), ("a", "second")),
         (lambda lines: b"".join(lines)[:-20], ("b", "third")),
     ],
     ids=["a line that is missing", "a last line that is torn"],
