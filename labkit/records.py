@@ -27,9 +27,6 @@ SCHEMA_VERSION = 2
 
 SHARED = ("notebook", "device", "measurement_version", "software", "source", "schema_version")
 """Fields that all records of a session and file share."""
-
-SIGNIFICANT_DIGITS = 9
-"""Of recorded floats: as many as tell any two numbers in fp32 apart."""
 STATUSES = ("ok", "oom", "error", "skipped", "timeout")
 
 MAX_DEPTH = 16
@@ -257,9 +254,9 @@ def _line(content: Any) -> bytes:
 
 
 def _rounded(value: Any) -> Any:
-    """Returns a value with the floats inside it rounded to SIGNIFICANT_DIGITS."""
+    """Returns a value with the floats in it rounded to nine digits, which tell any two numbers in fp32 apart."""
     if type(value) is float:
-        return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
+        return float(f"{value:.9g}")
     if isinstance(value, dict):
         return {key: _rounded(inner) for key, inner in value.items()}
     return [_rounded(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -188,15 +188,6 @@ def test_an_implementation_that_another_stands_in_for_is_not_available(monkeypat
     assert unavailable_reason("auto", q, k, causal=True) is None
 
 
-@pytest.mark.parametrize(("length", "reason"), [(1024, "the gradients are those of 'triton' here"), (16384, None)])
-def test_unordered_sums_take_part_where_they_are_what_runs(length, reason, monkeypatch):
-    monkeypatch.setattr(labkit_flash, "resolve_impl", lambda *_: "gluon")
-    monkeypatch.setattr(labkit_flash, "hopper_single_unavailable", lambda: None)
-    monkeypatch.setattr(labkit_flash, "num_multiprocessors", lambda _: 132)
-    q = torch.empty((1, 2, length, 64), device="meta")
-    assert unavailable_reason("gluon_unordered", q, q, causal=True) == reason
-
-
 def test_a_head_dimension_beyond_ours_is_a_reason():
     q = torch.empty(1, 1, 8, 264)
     assert "up to 256; got 264" in unavailable_reason("auto", q, q, causal=True)

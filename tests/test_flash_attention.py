@@ -441,7 +441,7 @@ def test_the_operators_pass_opcheck(impl):
 
     dense = (normal(2, 2, 18, 8), normal(2, 1, 21, 8), normal(2, 1, 21, 8), None, None, None, None)
     transposed = (*(normal(1, 18, 2, 8).detach().transpose(1, 2).requires_grad_() for _ in range(3)), *(None,) * 4)
-    cu_seqlens, options = cumulative((10, 8)), (0.3, -1, 0, "ieee", impl, False)
+    cu_seqlens, options = cumulative((10, 8)), (0.3, -1, 0, "ieee", impl)
     packed_batch = (*(normal(18, 2, 8) for _ in range(3)), cu_seqlens, cu_seqlens, None, 12)
     forward, backward = torch.ops.labkit.flash_attention_forward, torch.ops.labkit.flash_attention_backward
     for inputs in (dense, transposed, packed_batch):
@@ -499,7 +499,7 @@ def test_a_checked_call_leaves_the_next_to_be_checked():
     q = torch.randn((1, 2, 4, 8))
     flash_attention(q, q, q, scale=1.0)
     flash_attention(q, q, q, scale=1)
-    for bad in ({"scale": True}, {"deterministic": 1}, {"impl": ["tiled"]}, {"scale": torch.tensor(1.0)}):
+    for bad in ({"scale": True}, {"impl": ["tiled"]}, {"scale": torch.tensor(1.0)}):
         with pytest.raises((TypeError, ValueError), match=next(iter(bad))):
             flash_attention(q, q, q, **bad)
     with pytest.raises(ValueError, match="k must have the dtype of q"):
@@ -531,40 +531,32 @@ def test_a_descriptor_is_what_triton_makes_of_the_tensor(shape):
         hopper.tiles_of(torch.zeros((1, 1, 8, 65), dtype=torch.float16)[..., :64], 64)
 
 
-ONE, UNORDERED, TWO, TRITON = fa.GLUON_BACKWARDS
+ONE, TWO, TRITON = fa.GLUON_BACKWARDS
 
 
 @pytest.mark.parametrize(
-    ("shape", "causal", "deterministic", "expected"),
+    ("shape", "causal", "expected"),
     [
         # The measured shapes.
-        ((4, 32, 32, 4096, 64), True, True, ONE), ((1, 16, 16, 16384, 128), False, True, ONE),
-        ((1, 16, 16, 16384, 128), False, False, UNORDERED), ((64, 16, 16, 256, 72), False, False, TWO),
-        ((64, 16, 16, 256, 64), False, True, TWO), ((64, 16, 16, 256, 64), True, False, ONE),
-        ((4, 32, 32, 4096, 64), True, False, UNORDERED), ((1, 1, 1, 16384, 64), False, False, UNORDERED),
-        ((16, 16, 16, 2048, 64), False, True, ONE),
-        # Ordered programs of one head wait for one another.
-        ((1, 1, 1, 32768, 64), True, True, TWO), ((1, 2, 2, 16384, 64), True, True, TWO),
-        ((1, 1, 1, 65536, 64), True, True, ONE), ((1, 1, 1, 16384, 64), False, True, TWO),
-        ((1, 1, 1, 16384, 128), False, True, TWO), ((256, 1, 1, 256, 64), False, True, TWO),
+        ((4, 32, 32, 4096, 64), True, ONE), ((1, 16, 16, 16384, 128), False, ONE), ((16, 16, 16, 2048, 64), False, ONE),
+        ((64, 16, 16, 256, 72), False, TWO), ((64, 16, 16, 256, 64), False, TWO), ((64, 16, 16, 256, 64), True, ONE),
+        # Programs of one head wait for one another.
+        ((1, 1, 1, 32768, 64), True, TWO), ((1, 2, 2, 16384, 64), True, TWO), ((1, 1, 1, 65536, 64), True, ONE),
+        ((1, 1, 1, 16384, 64), False, TWO), ((1, 1, 1, 16384, 128), False, TWO), ((256, 1, 1, 256, 64), False, TWO),
         # Those that run at once, with the shorter a walk the longer a wait; and heads that are several.
-        ((1, 1, 1, 16384, 64), True, True, ONE), ((1, 4, 4, 8192, 64), True, True, ONE),
-        ((1, 1, 1, 32768, 128), True, True, ONE),
-        # Few tiles of keys.
-        ((1, 1, 1, 8192, 128), True, True, TRITON), ((1, 32, 4, 2048, 64), True, False, TRITON),
-        # What the single pass does not take.
-        ((1, 32, 8, 16384, 64), True, False, TWO),
+        ((1, 1, 1, 16384, 64), True, ONE), ((1, 4, 4, 8192, 64), True, ONE), ((1, 1, 1, 32768, 128), True, ONE),
+        # Few tiles of keys; and what the single pass does not take.
+        ((1, 1, 1, 8192, 128), True, TRITON), ((1, 32, 4, 2048, 64), True, TRITON), ((1, 32, 8, 16384, 64), True, TWO),
     ],
 )  # fmt: skip
-def test_the_backward_is_the_one_that_suits_the_shape(shape, causal, deterministic, expected, monkeypatch):
+def test_the_backward_is_the_one_that_suits_the_shape(shape, causal, expected, monkeypatch):
     batch, heads, key_heads, length, dim = shape
     q, k = (torch.empty((batch, number, length, dim), device="meta") for number in (heads, key_heads))
     monkeypatch.setattr(fa, "num_multiprocessors", lambda _: 132)
-    options = {"causal": causal, "deterministic": deterministic}
     for unavailable, found in ((None, expected), ("no such operation", TRITON if expected == TRITON else TWO)):
         monkeypatch.setattr(fa, "hopper_single_unavailable", lambda unavailable=unavailable: unavailable)
-        assert fa.resolve_backward(q, k, "gluon", **options) == found
-    assert fa.resolve_backward(q, k, "triton", **options) == "triton"
+        assert fa.resolve_backward(q, k, "gluon", causal=causal) == found
+    assert fa.resolve_backward(q, k, "triton", causal=causal) == "triton"
 
 
 @pytest.mark.parametrize(
@@ -579,25 +571,19 @@ def test_the_backward_is_the_one_that_suits_the_shape(shape, causal, determinist
     ],
 )  # fmt: skip
 def test_as_many_heads_take_turns_as_it_takes_to_wait_little(num_heads, length, head_dim, causal, expected):
-    assert (
-        flash_attention_hopper_single.interleave_ordered(num_heads, length, length, head_dim, causal, 132) == expected
-    )
+    assert flash_attention_hopper_single.interleave(num_heads, length, length, head_dim, causal, 132) == expected
 
 
 @pytest.mark.parametrize(
-    ("kernels", "expected"),
-    {
-        "one pass": [("_single", True)], "one pass, unordered": [("_single", False)],
-        "two passes": [("_backward", None)], "triton": [],
-    }.items(),
-)  # fmt: skip
+    ("kernels", "expected"), [("one pass", ["_single"]), ("two passes", ["_backward"]), ("triton", [])]
+)
 @runs_interpreted
 def test_the_kernels_that_are_named_are_launched(kernels, expected):
-    """Of Gluon, without a GPU to run them, and whether in order."""
+    """Of Gluon, without a GPU to run them."""
     called = []
 
     def launcher(part):
-        return types.SimpleNamespace(hopper_backward=lambda *_, ordered=None, **__: called.append((part, ordered)))
+        return types.SimpleNamespace(hopper_backward=lambda *_, **__: called.append(part))
 
     q, k, v, grad_out = draw(Case((1, 2, 2, 8, 8, 64), dtype="float16"), "cpu")
     lse = q.new_zeros((1, 2, 8), dtype=torch.float32)
@@ -752,16 +738,6 @@ def test_the_splits_of_gradients_are_added(head_dim, num_splits, many_programs):
     for grad, part, poison in zip(grads, parts, before, strict=True):
         expected = poison if part is None else part.sum(0)
         torch.testing.assert_close(grad, expected, equal_nan=True)
-
-
-@pytest.mark.parametrize(("asked", "told"), [({}, True), ({"deterministic": False}, False)])
-@runs_interpreted
-def test_deterministic_reaches_the_backward_and_is_the_default(asked, told):
-    leaves = [torch.randn((1, 2, 8, 16), requires_grad=True) for _ in range(3)]
-    with mock.patch.object(fa, "flash_attention_backward", wraps=fa.flash_attention_backward) as backward:
-        torch.autograd.grad(flash_attention(*leaves, impl="triton", **asked).sum(), leaves)
-    (call,) = backward.call_args_list
-    assert call.kwargs["deterministic"] is told
 
 
 @both_layouts
@@ -965,7 +941,6 @@ BAD_TYPES = {
     "q must be a tensor; got list": lambda: call(q=[1.0]),
     "scale must be None or a positive finite number; got Tensor": lambda: call(scale=torch.ones(())),
     "scale must be None or a positive finite number; got str": lambda: call(scale="0.5"),
-    "deterministic must be True or False; got int": lambda: call(deterministic=1),
     "cu_seqlens_q must be an int32 or int64 tensor; got list": lambda: call_packed([0, 10]),
     "cu_seqlens_q must be an int32 or int64 tensor; got ": lambda: call_packed(cu(0, 10, dtype=torch.float32)),
     "max_seqlen_k must be None or an int": lambda: call_packed(cu(0, 10), max_seqlen_k=10.0),
@@ -1072,7 +1047,7 @@ def backwards_of(case: Case) -> tuple[str, ...]:
     """Returns the Gluon backwards that take a case."""
     _, heads, key_heads, *_, dim = case.shape
     single = dim in fa.SINGLE_PASS_HEAD_DIMS and heads == key_heads
-    return ("two passes", "one pass", "one pass, unordered") if single else ("two passes",)
+    return ("two passes", "one pass") if single else ("two passes",)
 
 
 HOPPER_CASES = [

@@ -31,7 +31,7 @@ NOTEBOOK = "06_flash_attention"
 DEVICE = "invented-device"
 
 RATES = {
-    "gluon": 500.0, "gluon_unordered": 510.0, "triton": 400.0, "fa3": 520.0, "sdpa_cudnn": 450.0, "sdpa_flash": 300.0,
+    "gluon": 500.0, "triton": 400.0, "fa3": 520.0, "sdpa_cudnn": 450.0, "sdpa_flash": 300.0,
     "sdpa_efficient": 150.0, "flex": 350.0, "sdpa": 300.0, "sdpa_math": 20.0, "compiled": 60.0, "eager": 30.0,
     "fa3_deterministic": 430.0, "triton_ieee": 90.0, "triton_tf32": 800.0,
 }  # fmt: skip

@@ -164,9 +164,8 @@ class AttentionContest(Contest):
             observed["products"] = products
         if observed["ran"].startswith("gluon"):
             observed["backward"] = labkit_flash.resolve_backward(
-                self.like, self.like, "gluon", causal=self.shape.causal,
-                deterministic=OUR_OPTIONS[impl].get("deterministic", True),
-            )  # fmt: skip
+                self.like, self.like, "gluon", causal=self.shape.causal
+            )
         return observed
 
     def rates(self, impl: str, name: str, median_ms: float) -> dict:

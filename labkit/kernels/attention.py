@@ -9,10 +9,9 @@
 | sdpa_math, sdpa_flash, sdpa_cudnn, sdpa_efficient | that backend of it and no other |
 | flex | FlexAttention compiled, its causal block mask made once per pair of lengths |
 | fa3 | FlashAttention-3, from flash_attn_interface or from the library inside an installed xformers |
-| fa3_deterministic | the same, its gradients added in a fixed order, as ours are by default |
+| fa3_deterministic | the same, its gradients added in a fixed order, as ours are |
 | tiled, triton, gluon, auto | `flash_attention`; `what_runs` says which one auto is |
 | triton_ieee, triton_tf32 | the same as triton, fp32 products on the CUDA cores, or as one of TF32 (`precision=`) |
-| gluon_unordered | the same as gluon, gradients in one pass, added in no fixed order (`deterministic=False`) |
 
 A rival is imported when it is first asked for. What cannot run raises; nothing stands in for it.
 
@@ -47,7 +46,6 @@ OUR_OPTIONS: dict[str, dict] = {
     **{impl: {"impl": impl} for impl in ("tiled", "triton", "gluon", "auto")},
     "triton_ieee": {"impl": "triton", "precision": "ieee"},
     "triton_tf32": {"impl": "triton", "precision": "tf32"},
-    "gluon_unordered": {"impl": "gluon", "deterministic": False},
 }
 """What `flash_attention` is told by each of our names."""
 
@@ -214,17 +212,6 @@ def _ours(impl: str, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, causal: boo
 
 
 def _ours_unavailable(impl: str, q: Tensor, k: Tensor) -> str | None:
-    if impl == "gluon_unordered":
-        if q.shape[1] != k.shape[1] or q.shape[-1] not in labkit_flash.SINGLE_PASS_HEAD_DIMS:
-            accepted = ", ".join(map(str, labkit_flash.SINGLE_PASS_HEAD_DIMS))
-            got = f"{q.shape[1]} and {k.shape[1]} heads of dimension {q.shape[-1]}"
-            return f"gradients in one pass take as many key heads as query heads, of dimension {accepted}; got {got}"
-        reason = _ours_unavailable("gluon", q, k) or labkit_flash.hopper_single_unavailable()
-        if reason:
-            return reason
-        # Of a full mask, which at 64 takes two passes up to a length, the length is not asked here.
-        chosen = labkit_flash.resolve_backward(q, k, "gluon", causal=True, deterministic=False)
-        return None if chosen == "one pass, unordered" else f"the gradients are those of {chosen!r} here"
     if "precision" in OUR_OPTIONS[impl] and q.dtype != torch.float32:
         return f"{impl} is about products of torch.float32; got {q.dtype}"
     impl = OUR_OPTIONS[impl]["impl"]

@@ -8,7 +8,7 @@ lengths, (total length, heads, D). The plain-PyTorch statement of the same algor
 
 Ideal cost per head: 4·Q·K·D FLOPs forward and 10·Q·K·D backward (halved when causal), (2·Q + 2·K)·D elements moved
 forward. Backward runs as two kernels, dK/dV and then dQ, and so executes 14·Q·K·D, or on a Hopper GPU as one of
-10·Q·K·D. Nothing is added in an order that varies: equal bits every time, unless with deterministic=False.
+10·Q·K·D. Nothing is added in an order that varies: equal bits every time.
 
 Here is what a user calls and what stands around the kernels: checks, the choice among them, their launches, autograd.
 The kernels are those of flash_attention_triton.py and, on a Hopper GPU, of the three flash_attention_hopper files;
@@ -91,9 +91,7 @@ SINGLE_PASS_HEAD_DIMS = (64, 128)
 # up to 3 us slower, which the host gains by arguments without tile descriptors.
 SMALL, SMALL_AT_64 = 4, 32
 STAYING_UNTIL = 1024  # queries and keys at D 64, full: two passes whose programs stay take less time than one
-# Queries up to which sums in one order, the first share written and not added to zeros, take less time than others.
-ORDERED_UNTIL = 2048
-GLUON_BACKWARDS = ("one pass", "one pass, unordered", "two passes", "triton")
+GLUON_BACKWARDS = ("one pass", "two passes", "triton")
 
 # Tiles of a walk, by widest head dimension, up to which the kernel that would put shares together takes the host longer
 # to launch than the device gains.
@@ -812,14 +810,14 @@ def resolve_tiles(q: Tensor, k: Tensor, *, causal: bool, precision: str = "auto"
     return dataclasses.replace(tiles, dkdv=dkdv, dq=dq)
 
 
-def resolve_backward(q: Tensor, k: Tensor, impl: str, *, causal: bool, deterministic: bool = True) -> str:
+def resolve_backward(q: Tensor, k: Tensor, impl: str, *, causal: bool) -> str:
     """Returns which kernels compute the gradients after an `impl` as `resolve_impl` returns it: its own, or after
     "gluon" one of GLUON_BACKWARDS.
 
     "triton" where the tiles of keys are few: its kernels share their walks among programs, Gluon's do not. "one pass"
-    where the shares of q's gradient are added in one order without much waiting, "one pass, unordered" where they need
-    not be and it takes less time; "two passes" else, as always at other head dimensions than 64 and 128, with grouped
-    heads, and with short full walks at 64, one after the other in a program that stays.
+    where the shares of q's gradient are added in one order without much waiting; "two passes" else, as always at other
+    head dimensions than 64 and 128, with grouped heads, and with short full walks at 64, one after the other in a
+    program that stays.
 
     Args:
         q, k: (B, H, S, D) or (B, S, D).
@@ -835,10 +833,7 @@ def resolve_backward(q: Tensor, k: Tensor, impl: str, *, causal: bool, determini
     if stays or num_heads != num_key_heads or head_dim not in SINGLE_PASS_HEAD_DIMS or hopper_single_unavailable():
         return "two passes"
     shape = (num_batches * num_heads, num_queries, num_keys, head_dim)
-    ordering_pays = _hopper("_single").ordering_pays(*shape, causal, programs)
-    if deterministic:
-        return "one pass" if ordering_pays else "two passes"
-    return "one pass" if ordering_pays and num_queries <= ORDERED_UNTIL else "one pass, unordered"
+    return "one pass" if _hopper("_single").ordering_pays(*shape, causal, programs) else "two passes"
 
 
 def flash_attention_backward(
@@ -860,7 +855,6 @@ def flash_attention_backward(
     impl: str = "triton",
     config: AttentionConfig | None = None,
     num_splits: int | None = None,
-    deterministic: bool = True,
     kernels: str | None = None,
     grads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -888,15 +882,12 @@ def flash_attention_backward(
         plan.delta(out, grad_out, lse, delta, lse_log2, cu_seqlens_q)
         if impl == "gluon":
             causal = right == 0
-            kernels = kernels or resolve_backward(q, k, impl, causal=causal, deterministic=deterministic)
+            kernels = kernels or resolve_backward(q, k, impl, causal=causal)
             if kernels != "triton":
-                part, options = "_single", {"ordered": kernels == "one pass"}
-                if kernels == "two passes":
-                    part, options = "_backward", {}
                 tensors = (_with_heads(_tma_ready(x)) for x in (grad_out, q, k, v))
                 results = (_with_heads(x) for x in grads)
-                launcher = _hopper(part).hopper_backward
-                launcher(*tensors, lse_log2, delta, *results, scale=scale, causal=causal, **options)
+                launcher = _hopper("_single" if kernels == "one pass" else "_backward").hopper_backward
+                launcher(*tensors, lse_log2, delta, *results, scale=scale, causal=causal)
                 return grads
         inputs = (q, k, v, grad_out)
         if plan.slices:
@@ -975,7 +966,7 @@ def resolve_precision(q: Tensor, precision: str = "auto", *, packed: bool = Fals
     head_dim = q.shape[-1]
     if head_dim > PRODUCTS_HEAD_DIM:
         return "tf32" if precision in ("tf32", "bf16x3") else "ieee"
-    if q.dtype != torch.float32:
+    if q.dtype != torch.float32 or (q.is_cuda and not _is_hopper(q.device)):
         return {"auto": "tf32x3", "bf16x6": "tf32x3", "bf16x3": "tf32"}.get(precision, precision)
     if precision in ("auto", "tf32") and _is_hopper(q.device):
         num_queries = q.shape[0] if packed else q.shape[-2]
@@ -1055,16 +1046,14 @@ def _check_packing(q: Tensor, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
 
 
 def _resolve(
-    q: Tensor, k: Tensor, v: Tensor, packed: bool, causal, scale, window, precision, impl, deterministic
-) -> tuple[float, int, int, str, str, bool]:
-    """Returns (scale, left, right, precision, impl, deterministic) as the operators take them; raises for bad ones."""
+    q: Tensor, k: Tensor, v: Tensor, packed: bool, causal, scale, window, precision, impl
+) -> tuple[float, int, int, str, str]:
+    """Returns (scale, left, right, precision, impl) as the operators take them; raises for bad ones."""
     _check_tensors(q, k, v, packed)
-    if not isinstance(deterministic, bool):
-        raise TypeError(f"deterministic must be True or False; got {type(deterministic).__name__}")
     left, right = _check_window(window, causal)
     impl = resolve_impl(q, impl, left=left, right=right, packed=packed)
     precision = resolve_precision(q, precision, packed=packed)
-    return _check_scale(scale, q.shape[-1]), left, right, precision, impl, deterministic
+    return _check_scale(scale, q.shape[-1]), left, right, precision, impl
 
 
 _resolved = {}
@@ -1192,9 +1181,7 @@ def _forward(
     right: int,
     precision: str,
     impl: str,
-    deterministic: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    # `deterministic` is for the backward, which is handed all options of this operator.
     packing = {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
@@ -1232,21 +1219,7 @@ def _empty_outputs(q: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
 
 
 @_forward_op.register_fake
-def _(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    scale,
-    left,
-    right,
-    precision,
-    impl,
-    deterministic=True,
-):
+def _(q, k, v, cu_seqlens_q, *_):
     return _empty_outputs(q, cu_seqlens_q is not None)
 
 
@@ -1266,7 +1239,6 @@ def _gradients(
     right: int,
     precision: str,
     impl: str,
-    deterministic: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     mask = {"scale": scale, "left": left, "right": right}
     if impl in ("triton", "gluon"):
@@ -1283,7 +1255,6 @@ def _gradients(
             max_seqlen_k=max_seqlen_k,
             precision=precision,
             impl=impl,
-            deterministic=deterministic,
             **mask,
         )
     grads = tuple(_empty_like_layout(x) for x in (q, k, v))
@@ -1368,7 +1339,6 @@ def flash_attention(
     window: int | tuple[int, int] | None = None,
     precision: str = "auto",
     impl: str = "auto",
-    deterministic: bool = True,
 ) -> Tensor:
     """Returns softmax(scale · q kᵀ + mask) v without ever holding the scores.
 
@@ -1387,17 +1357,14 @@ def flash_attention(
         precision: of products of fp32: "ieee" on the CUDA cores; "tf32x3", three products on the tensor cores for one,
             which hold 22 bits; "bf16x6", six of bf16 between three slices of each operand, which hold 24; "tf32", one
             of 11 bits, outside the error budget of fp32; "bf16x3", three of bf16 between two slices, which hold 16;
-            "auto", "bf16x6" on Hopper where queries are many, else "tf32x3", and "tf32" is "bf16x3" there. Past d 128
-            the last two are "tf32" and all others "ieee". For slices q, k, v and the gradient of the output are copied,
-            half as large again or as large. "triton" only; nothing else changes with it.
+            "auto", "bf16x6" on Hopper where queries are many, else "tf32x3", and "tf32" is "bf16x3" there. On other GPUs
+            those of bf16 are "tf32x3" and "tf32". Past d 128 the last two are "tf32" and all others "ieee". For slices
+            q, k, v and the gradient of the output are copied, half as large again or as large. "triton" only.
         impl: "gluon" (Hopper), "triton" (CUDA), "tiled" (plain PyTorch, any device) or "auto"; see `resolve_impl`.
-        deterministic: whether gradients are equal bit for bit between runs. False lets a Hopper GPU add the shares of
-            q's gradient in the order in which they come, where that takes less time: up to 5 % less where heads are
-            many, and 28 % where they are few; see `resolve_backward`.
 
     Returns:
         The output, shaped as q and of its dtype (of the autocast dtype under autocast); zeros for a query that sees
-        no key, which gets and gives zero gradients.
+        no key, which gets and gives zero gradients. Gradients are equal bit for bit between runs.
 
     Raises:
         ValueError, TypeError: arguments that do not fit, by name.
@@ -1410,7 +1377,7 @@ def flash_attention(
     if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(dtype) if isinstance(x, Tensor) and x.dtype in TRITON_DTYPES else x for x in (q, k, v))
-    asked = (causal, scale, window, precision, impl, deterministic)
+    asked = (causal, scale, window, precision, impl)
     if packed or window is not None or torch.compiler.is_compiling():
         options = _resolve(q, k, v, packed, *asked)
     else:

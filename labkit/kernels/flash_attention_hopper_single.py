@@ -10,8 +10,8 @@ Ideal cost per head: 10·Q·K·D FLOPs (halved when causal), and that is what it
 flash_attention_hopper_backward.py compute S and ∂P twice, 14·Q·K·D. The sums that ∂Q is made of are fp32, 4·Q·D bytes
 of memory a head more, converted afterwards.
 
-The programs of a head, one for 128 keys, add their shares of a tile of ∂Q either as they get to it, or, ordered, the
-first keys' program first, and so with equal bits every time. They follow one another then, each a tile behind the one
+The programs of a head, one for 128 keys, add their shares of a tile of ∂Q in order, the first keys' program first, and
+so with equal bits every time. They follow one another then, each a tile behind the one
 before it, which it sees by a count in global memory of the tiles added: they wait where they start together or end
 together. `ordering_pays` says where they would wait longer than the two kernels take.
 
@@ -106,10 +106,9 @@ SINGLE = {
     64: {"BLOCK_Q": 128, "STAGES": 3, "STAGES_GRAD_OUT": 2},
     128: {"BLOCK_Q": 64, "STAGES": 3, "STAGES_GRAD_OUT": 2},
 }
-# Heads whose programs take turns: unordered; ordered at most, and causal always, for at the end of a head walks are
-# short; and how much of its time a multiprocessor may wait where walks are equally long and fewer heads are enough.
-INTERLEAVE = 8
-INTERLEAVE_ORDERED = {64: 64, 128: 32}
+# Heads whose programs take turns, at most and causal always, for at the end of a head walks are short; and how much of
+# its time a multiprocessor may wait where walks are equally long and fewer heads are enough.
+INTERLEAVE = {64: 64, 128: 32}
 WAITING = 0.02
 MOST_WAITING = {64: 0.16, 128: 0.3}  # see `ordering_pays`
 
@@ -235,7 +234,7 @@ def _publish(count, progress_ptr):
 def _writer(
     W: gl.constexpr, sums_desc, progress_ptr, grad_q_s, grad_q_full, grad_q_empty, walk_s, walk_full, walk_empty,
     num_heads_total, num_queries, num_keys, interleave, num_walks,
-    BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr, ORDERED: gl.constexpr,
+    BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     index = await_number(0, walk_s, walk_full)
     turn = 0
@@ -247,29 +246,24 @@ def _writer(
         parts = head_total * (last_tile + 1) * 32
         # Every other tile of all; of this walk the even ones or the odd ones.
         odd = (j + W) & 1
-        added = 0
-        mine = progress_ptr
-        if ORDERED:
-            key_tiles = (num_keys + BLOCK_K - 1) // BLOCK_K
-            mine = progress_ptr + (head_total * key_tiles + key_tile) * WRITERS + odd
-            # Those tiles of the program before; the first waits for none.
-            added = gl.where(key_tile == 0, count, 0)
+        key_tiles = (num_keys + BLOCK_K - 1) // BLOCK_K
+        mine = progress_ptr + (head_total * key_tiles + key_tile) * WRITERS + odd
+        # Those tiles of the program before; the first waits for none.
+        added = gl.where(key_tile == 0, count, 0)
         for i in range(odd, count, WRITERS):
             q_tile = last_tile - i
-            if ORDERED:
-                if i >= added:
-                    added = _await_more_than(i, mine - WRITERS)
+            if i >= added:
+                added = _await_more_than(i, mine - WRITERS)
             mbarrier.wait(grad_q_full.index(W), ((j + i) // WRITERS) & 1)
             for c in gl.static_range(2):
-                # In order, the first program writes: what it writes to needs no zeros.
-                if ORDERED and key_tile == 0:
+                # The first program writes: what it writes to needs no zeros.
+                if key_tile == 0:
                     async_store(sums_desc, [parts + (q_tile * 2 + c) * 16, 0], grad_q_s.index(c))
                 else:
                     async_add(sums_desc, [parts + (q_tile * 2 + c) * 16, 0], grad_q_s.index(c))
             tma.store_wait(0)
             mbarrier.arrive(grad_q_empty, count=1)
-            if ORDERED:
-                _publish(i + 1, mine)
+            _publish(i + 1, mine)
         j += count
         mbarrier.arrive(walk_empty.index(turn & 1), count=1)
         turn += 1
@@ -483,7 +477,7 @@ def hopper_bwd_single_kernel(
     q_desc, grad_out_desc, k_desc, v_desc, grad_k_desc, grad_v_desc, lse_desc, delta_desc, sums_desc, progress_ptr,
     drawn_ptr, num_heads, num_heads_total, num_queries, num_keys, padded_queries, interleave, num_walks, scale_log2,
     BLOCK_Q: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, STAGES_GRAD_OUT: gl.constexpr,
-    CAUSAL: gl.constexpr, EVEN_K: gl.constexpr, ORDERED: gl.constexpr, REGISTERS: gl.constexpr,
+    CAUSAL: gl.constexpr, EVEN_K: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """∂K and ∂V of 128 keys of one head after another, and their share of the sums that ∂Q is made of."""
     DTYPE: gl.constexpr = q_desc.dtype
@@ -559,9 +553,9 @@ def hopper_bwd_single_kernel(
              walk_full, walk_empty, drawn_ptr, num_heads, num_heads_total, num_queries, num_keys, padded_queries,
              interleave, num_walks, BLOCK_Q, STAGES, STAGES_GRAD_OUT, CAUSAL,)),
             (_writer, (0, sums_desc, progress_ptr, grad_q_s, grad_q_full, grad_q_empty, walk_s, walk_full, walk_empty,
-             num_heads_total, num_queries, num_keys, interleave, num_walks, BLOCK_Q, CAUSAL, ORDERED,)),
+             num_heads_total, num_queries, num_keys, interleave, num_walks, BLOCK_Q, CAUSAL)),
             (_writer, (1, sums_desc, progress_ptr, grad_q_s, grad_q_full, grad_q_empty, walk_s, walk_full, walk_empty,
-             num_heads_total, num_queries, num_keys, interleave, num_walks, BLOCK_Q, CAUSAL, ORDERED,)),
+             num_heads_total, num_queries, num_keys, interleave, num_walks, BLOCK_Q, CAUSAL)),
         ],
         [4, 1, 1, 1],
         [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -606,11 +600,11 @@ def _tiles_each(num_heads_total: int, num_queries: int, num_keys: int, head_dim:
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def interleave_ordered(
+def interleave(
     num_heads_total: int, num_queries: int, num_keys: int, head_dim: int, causal: bool, programs: int
 ) -> int:
-    """Returns how many heads' programs take turns in one ordered pass; the arguments are those of `ordering_pays`."""
-    most = INTERLEAVE_ORDERED[head_dim]
+    """Returns how many heads' programs take turns in one pass; the arguments are those of `ordering_pays`."""
+    most = INTERLEAVE[head_dim]
     if not causal:
         tiles = _tiles_each(num_heads_total, num_queries, num_keys, head_dim, causal, programs)
         most = min(most, math.ceil(programs / (WAITING * tiles)))
@@ -622,7 +616,7 @@ def interleave_ordered(
 def ordering_pays(
     num_heads_total: int, num_queries: int, num_keys: int, head_dim: int, causal: bool, programs: int
 ) -> bool:
-    """Returns whether one ordered pass is expected to take less time than the two kernels of the other module.
+    """Returns whether one pass is expected to take less time than the two kernels of the other module.
 
     Counted in tiles: the programs of a head that run at once start one tile after the other, so the last of them waits
     for as many tiles as they are. Beside all tiles that a multiprocessor walks, that is to be less than what two
@@ -641,7 +635,7 @@ def ordering_pays(
     if causal and (head_dim == 128 or num_heads_total >= 4 or num_heads_total * key_tiles <= programs):
         return True
     shape = (num_heads_total, num_queries, num_keys, head_dim, causal, programs)
-    waiting = min(key_tiles, programs / interleave_ordered(*shape))
+    waiting = min(key_tiles, programs / interleave(*shape))
     return waiting < MOST_WAITING[head_dim] * _tiles_each(*shape)
 
 
@@ -658,9 +652,8 @@ def hopper_backward(
     *,
     scale: float,
     causal: bool,
-    ordered: bool,
 ) -> None:
-    """Writes the gradients of q, k and v, whose heads are equally many; `ordered` ones with equal bits every time.
+    """Writes the gradients of q, k and v, whose heads are equally many.
 
     lse_log2 and delta are fp32 and dense, their rows padded to a multiple of 128 with +inf and 0: 2^(· − ∞) = 0 keeps
     what lies beyond the last query out of every sum.
@@ -672,36 +665,31 @@ def hopper_backward(
     block_q = tiles["BLOCK_Q"]
     num_tiles = -(-num_queries // block_q)
     # Two parts of 64 × 64 a tile, each 16 rows of 256. No program adds to a tile whose queries see no key.
-    written = ordered and not (causal and num_queries > num_keys)
-    empty = torch.empty if written else torch.zeros
+    empty = torch.zeros if causal and num_queries > num_keys else torch.empty
     sums = empty((num_heads_total * num_tiles * 32, 256), dtype=torch.float32, device=q_BHSD.device)
     key_tiles = -(-num_keys // BLOCK_K.value)
     num_walks = key_tiles * num_heads_total
     programs = num_multiprocessors(q_BHSD.device.index)
-    progress, interleave = None, INTERLEAVE
-    # The counter of walks drawn, alone on its 16 bytes.
-    drawn = torch.zeros(4 + num_walks * WRITERS.value * ordered, dtype=torch.int32, device=q_BHSD.device)
-    if ordered:
-        progress = drawn[4:]
-        interleave = interleave_ordered(num_heads_total, num_queries, num_keys, head_dim, causal, programs)
+    # The counter of walks drawn, alone on its 16 bytes; then how far each walk has come.
+    drawn = torch.zeros(4 + num_walks * WRITERS.value, dtype=torch.int32, device=q_BHSD.device)
     arguments = (
         *(tiles_of(x, block_q) for x in (q_BHSD, grad_out_BHSD)),
         *(tiles_of(x, ROWS) for x in (k_BHSD, v_BHSD, grad_k_BHSD, grad_v_BHSD)),
         *(rows_of(x, block_q) for x in (lse_log2_BHS, delta_BHS)),
         TensorDescriptor(sums, list(sums.shape), [256, 1], [16, 256], _sums_layout()),
-        progress,
+        drawn[4:],
         drawn,
         num_heads,
         num_heads_total,
         num_queries,
         num_keys,
         lse_log2_BHS.shape[-1],
-        interleave,
+        interleave(num_heads_total, num_queries, num_keys, head_dim, causal, programs),
         num_walks,
         scale * LOG2_E,
     )
     even = causal or num_keys % BLOCK_K.value == 0
-    constants = {"D": head_dim, "CAUSAL": causal, "EVEN_K": even, "ORDERED": ordered, **tiles}
+    constants = {"D": head_dim, "CAUSAL": causal, "EVEN_K": even, **tiles}
     grid = (min(num_walks, programs),)
     launch(hopper_bwd_single_kernel, grid, q_BHSD.dtype, arguments, constants, consumers=2)
     hopper_bwd_convert_kernel[num_tiles * 2, num_heads, num_batches](

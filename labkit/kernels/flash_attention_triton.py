@@ -201,24 +201,6 @@ _BF16X3_FEW = {
     (80, 96): (TileConfig(64, 64, 4, 3), TileConfig(64, 128, 8, 2), TileConfig(64, 32, 4, 3)),
     (128,): (TileConfig(64, 64, 4, 3), TileConfig(64, 64, 4, 2, split=False), TileConfig(64, 64, 4, 2)),
 }
-# Both, within 99 KiB.
-_BF16_SLICES_NARROW = {
-    (16, 32, 64): (
-        TileConfig(64, 32, 4, 1, split=False),
-        TileConfig(32, 32, 4, 1, split=False),
-        TileConfig(32, 32, 4, 1, split=False),
-    ),
-    (80, 96): (
-        TileConfig(32, 32, 4, 2, split=False),
-        TileConfig(16, 32, 4, 2, split=False),
-        TileConfig(32, 16, 4, 2, split=False),
-    ),
-    (128,): (
-        TileConfig(32, 32, 4, 1, split=False),
-        TileConfig(16, 32, 4, 1, split=False),
-        TileConfig(32, 16, 4, 1, split=False),
-    ),
-}
 
 # dK/dV and dQ in one launch, where programs are few: so are the rows that each owns, for there to be more. In fp32 the
 # kernels' spills with tails outweigh the launch.
@@ -242,10 +224,8 @@ CONFIGS: dict[tuple[str, str, int, bool], AttentionConfig] = {
     **_table("generic", "tf32x3", _TF32X3_NARROW),
     **_table("hopper", "bf16x6", _BF16X6),
     **_table("hopper, few queries", "bf16x6", _BF16X6_FEW),
-    **_table("generic", "bf16x6", _BF16_SLICES_NARROW),
     **_table("hopper", "bf16x3", _BF16X3),
     **_table("hopper, few queries", "bf16x3", _BF16X3_FEW),
-    **_table("generic", "bf16x3", _BF16_SLICES_NARROW),
     **_table("hopper", "tf32", _TF32),
     **_table("generic", "tf32", _TF32_NARROW),
 }
@@ -319,7 +299,7 @@ def select_config(
         causal: whether the mask has a diagonal.
         capability: of the device, 10 · major + minor: 90 is Hopper. Other devices take tiles that fit 99 KiB of
             shared memory, the least of those since Ampere.
-        precision: of fp32; all but "ieee" and "tf32" up to head dimension 128.
+        precision: of fp32; all but "ieee" and "tf32" up to head dimension 128, slices of bf16 on Hopper alone.
         aligned: whether every row of every tensor starts on a 16-byte boundary.
         few: whether queries are so few that Hopper has tiles of its own for them, if it has any.
     """

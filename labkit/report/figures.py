@@ -61,7 +61,6 @@ STYLES = {
     "triton_ieee": Style("#b06a6c", "v", "-."),
     "triton_tf32": Style("#f0bcbd", "^", "--"),
     "gluon": Style("#b2182b", "o"),
-    "gluon_unordered": Style("#5f1417", "*", "-."),
     "auto": Style("#8a1c20", "h"),
     # what softmax is compared by
     "time": Style("#d55e00", "o"),
