@@ -1357,7 +1357,7 @@ def flash_attention(
         precision: of products of fp32: "ieee" on the CUDA cores; "tf32x3", three products on the tensor cores for one,
             which hold 22 bits; "bf16x6", six of bf16 between three slices of each operand, which hold 24; "tf32", one
             of 11 bits, outside the error budget of fp32; "bf16x3", three of bf16 between two slices, which hold 16;
-            "auto", "bf16x6" on Hopper where queries are many, else "tf32x3", and "tf32" is "bf16x3" there. On other GPUs
+            "auto", "bf16x6" on Hopper where queries are many, else "tf32x3", and "tf32" is "bf16x3" there. Elsewhere
             those of bf16 are "tf32x3" and "tf32". Past d 128 the last two are "tf32" and all others "ieee". For slices
             q, k, v and the gradient of the output are copied, half as large again or as large. "triton" only.
         impl: "gluon" (Hopper), "triton" (CUDA), "tiled" (plain PyTorch, any device) or "auto"; see `resolve_impl`.
