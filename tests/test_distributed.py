@@ -24,8 +24,10 @@ def test_cases_run_what_the_machine_has_gpus_for(monkeypatch):
     assert [case.parameters for case in smoke if case.section == "collectives"] == [
         {"world_size": n, "transport": "gloo"} for n in (2, 4)
     ]
-    (step,) = (case for case in smoke if case.section == "steps")
-    assert step.parameters["world_size"] == 4 and not [way for way in step.phases if "copy" in way]
+    for cores, expected in ((1, 2), (3, 2), (4, 4)):
+        monkeypatch.setattr(distributed.hardware, "num_usable_cores", lambda cores=cores: cores)
+        (step,) = (case for case in distributed.cases("smoke", "cpu") if case.section == "steps")
+        assert step.parameters["world_size"] == expected and not [way for way in step.phases if "copy" in way]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     full = distributed.cases("full", "cuda", sizes=["2.7b"])
     assert {case.parameters.get("world_size") for case in full if case.section != "ceilings"} == {2, 4}
@@ -190,6 +192,10 @@ def test_a_line_is_fitted_to_each_operation():
     (line,) = report.fits(rows).to_dict("records")
     assert line["latency_us"] == pytest.approx(20) and line["bandwidth_gbs"] == pytest.approx(100)
     assert line["bus_gbs"] == pytest.approx(150) and line["worst_residual"] < 1e-9
+    rows["median_ms"] = rows["median_ms"][::-1].tolist()  # ranks that share a core: the larger, the less time
+    falling = frame(*rows.assign(bus_gbs=1.0).to_dict("records"))
+    assert report.fits(falling).empty and report.table_collectives(falling)["latency (µs)"].tolist() == ["–"]
+    assert report.findings_collectives(falling) == [] and report.figure_collectives(falling) is not None
 
 
 def test_the_committed_chapter_tells_of_two_gpus():

@@ -53,12 +53,14 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), world_si
             parameters = {"world_size": world_size, "transport": transport}
             # A transport that fails here would fail for every phase, each in a launch of its own.
             result.append(Case("collectives", parameters, phases, grid.case_timeout_s, stop_at_failure=True))
+    # Ranks that share a core mostly wait for one another: a step takes as many as there are cores.
+    ranks = max((n for n in here if device_kind == "cuda" or n <= hardware.num_usable_cores()), default=here[0])
     for size in narrowed(DISTRIBUTED, profile, "sizes", sizes):
         for precision, compile, batch, ways in grid.steps:
             # A negative batch is that of all ranks together.
-            batch = batch if batch > 0 else max(1, -batch // here[-1])
+            batch = batch if batch > 0 else max(1, -batch // ranks)
             parameters = {"size": size, "context": grid.context, "precision": precision, "compile": compile}
-            parameters |= {"batch": batch, "world_size": here[-1]}
+            parameters |= {"batch": batch, "world_size": ranks}
             phases = tuple(name for name in WAYS if name in grid.ways[ways] and _runs(name, device_kind))
             result.append(Case("steps", parameters, phases, grid.case_timeout_s, grid.time_limit_s))
     return result

@@ -60,12 +60,12 @@ def shown_collectives(collectives: pd.DataFrame) -> pd.DataFrame:
 
 @once_per_frame
 def fits(collectives: pd.DataFrame) -> pd.DataFrame:
-    """Returns the α–β line of each operation, transport and number of ranks: latency_us, bandwidth and bus GB/s."""
+    """Returns the α–β line (latency_us, bandwidth and bus GB/s) of each group of times that rise with the size."""
     result = []
     keys = ["world_size", "transport", "operation", "dtype"]
     for key, group in measured(collectives).groupby(keys, sort=False):
-        if len(group) > 1:
-            line = fit_line(group["num_bytes"].tolist(), (group["median_ms"] / 1e3).tolist())
+        line = fit_line(group["num_bytes"].tolist(), (group["median_ms"] / 1e3).tolist()) if len(group) > 1 else None
+        if line and line.latency_s > 0 and 0 < line.bandwidth < math.inf:
             row = dict(zip(keys, key, strict=True)) | {"latency_us": 1e6 * line.latency_s}
             row |= {"bandwidth_gbs": line.bandwidth / 1e9, "worst_residual": max(map(abs, line.residuals))}
             factor = communication.bus_factor(row["operation"], row["world_size"])
@@ -73,19 +73,24 @@ def fits(collectives: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(result, columns=[*keys, "latency_us", "bandwidth_gbs", "worst_residual", "bus_gbs"])
 
 
+def lines_of(shown: pd.DataFrame, collectives: pd.DataFrame) -> pd.DataFrame:
+    """Returns the lines of the shown ranks and dtype, by the group's own transport."""
+    world_size, dtype, transport = shown[["world_size", "dtype", "transport"]].iloc[0]
+    return select(fits(collectives), world_size=world_size, dtype=dtype, transport=transport)
+
+
 def table_collectives(collectives: pd.DataFrame) -> pd.DataFrame:
     """Returns per operation the fitted latency and bandwidth, and bus GB/s at sizes, NCCL's beside a copy's."""
     rows = shown_collectives(collectives)
-    base, lines = rows["transport"].iloc[0], fits(collectives)
-    sizes = sorted(rows["num_bytes"].map(lambda n: 10 ** round(len(str(int(n))) - 1)).unique())[-4:]
+    base, lines = rows["transport"].iloc[0], lines_of(rows, collectives)
+    sizes = sorted(rows["num_bytes"].map(lambda n: 10 ** round(math.log10(n))).unique())[-4:]
     result = []
     for operation in OPERATIONS:
         of = select(rows, operation=operation, transport=base)
-        line = select(lines, operation=operation, transport=base, dtype=rows["dtype"].iloc[0])
-        line = line[line["world_size"] == rows["world_size"].iloc[0]]
-        if of.empty or line.empty:
+        if of.empty:
             continue
-        row = {"operation": operation.replace("_", "-"), "latency (µs)": number(line["latency_us"].iloc[0])}
+        latency = [number(value) for value in select(lines, operation=operation)["latency_us"]]
+        row = {"operation": operation.replace("_", "-"), "latency (µs)": (latency or ["–"])[0]}
         for size in sizes:
             near = of.loc[(of["num_bytes"] - size).abs().idxmin()]
             row[f"{size_name(size)} (GB/s)"] = number(near["bus_gbs"])
@@ -106,7 +111,7 @@ def figure_collectives(collectives: pd.DataFrame) -> Figure | None:
     rows = shown_collectives(collectives)
     if rows.empty:
         return None
-    base, lines = rows["transport"].iloc[0], fits(collectives)
+    base, lines = rows["transport"].iloc[0], lines_of(rows, collectives)
     figure, axes = figures.panels(2, num_columns=2, width=4.5, height=3.0)
     for axis, operation in zip(axes, ("all_reduce", "all_gather"), strict=True):
         of = select(rows, operation=operation)
@@ -115,7 +120,7 @@ def figure_collectives(collectives: pd.DataFrame) -> Figure | None:
                 continue
             axis.plot(line["num_bytes"], line["median_ms"], label=TRANSPORTS[transport], marker="osD^vP"[number_],
                       color=figures.SERIES[number_], markersize=4, linewidth=1.4)  # fmt: skip
-        for fit in select(lines, operation=operation, transport=base).head(1).to_dict("records"):
+        for fit in select(lines, operation=operation).to_dict("records"):
             x = sorted(of["num_bytes"])
             y = [fit["latency_us"] / 1e3 + n / fit["bandwidth_gbs"] / 1e6 for n in x]
             axis.plot(x, y, color="black", linestyle=":", linewidth=1.2, label=f"α–β line of {TRANSPORTS[base]}")
@@ -129,11 +134,9 @@ def figure_collectives(collectives: pd.DataFrame) -> Figure | None:
 
 def findings_collectives(collectives: pd.DataFrame) -> list[str]:
     """Says what latency and bandwidth are, what fewer blocks and a copy give, and how a published table compares."""
-    sentences, rows, lines = [], shown_collectives(collectives), fits(collectives)
+    sentences, rows = [], shown_collectives(collectives)
     base = rows["transport"].iloc[0]
-    for fit in (
-        select(lines, transport=base, operation="all_reduce", dtype=rows["dtype"].iloc[0]).tail(1).to_dict("records")
-    ):
+    for fit in select(lines_of(rows, collectives), operation="all_reduce").to_dict("records"):
         small = fit["latency_us"] * 1e-6 * fit["bandwidth_gbs"] * 1e9
         sentences.append(
             f"An all-reduce by {TRANSPORTS[base]} costs {number(fit['latency_us'])} µs and then "
@@ -182,8 +185,7 @@ def over_alone(steps: pd.DataFrame) -> pd.DataFrame:
         key = tuple(row[name] for name in keys)
         if key not in alone.index:
             continue
-        base = alone.loc[key]
-        added = row["median_ms"] - base["median_ms"]
+        added = row["median_ms"] - (base := alone.loc[key])["median_ms"]
         shows = row.get("exposed_us", math.nan) / 1e3
         contention = (row.get("compute_us", math.nan) - base.get("compute_us", math.nan)) / 1e3
         row |= {"alone_ms": base["median_ms"], "added_ms": added, "added_fraction": added / row["median_ms"]}
@@ -209,9 +211,8 @@ def table_steps(steps: pd.DataFrame) -> pd.DataFrame:
         of, by_host = (select(steps, phase=way, **each) for each in (case, launched))
         line = {"way": NAMES.get(way, way), f"step, {mode(case)} (ms)": cell(of.iloc[0].to_dict()) if len(of) else "–"}
         parts = select(pairs, phase=way, **case)
-        for column, name in (("added", "added_ms"), ("shows", "shows_ms"), ("contention", "contention_ms"),
-                             ("rest", "rest_ms")):  # fmt: skip
-            line[f"{column} (ms)"] = number(parts[name].iloc[0]) if len(parts) else "–"
+        for name in ("added", "shows", "contention", "rest"):
+            line[f"{name} (ms)"] = number(parts[f"{name}_ms"].iloc[0]) if len(parts) else "–"
         line["added / step"] = percent(parts["added_fraction"].iloc[0]) if len(parts) else "–"
         if case != launched:
             line[f"step, {mode(launched)} (ms)"] = cell(by_host.iloc[0].to_dict()) if len(by_host) else "–"
@@ -246,8 +247,7 @@ def figure_steps(steps: pd.DataFrame) -> Figure | None:
 def figure_timeline(steps: pd.DataFrame) -> Figure | None:
     """When each rank computes and communicates in a step, one panel per way."""
     rows = select(steps, **shown_case(steps, "graph")).to_dict("records") if len(ok_rows(steps)) else []
-    rows = [row for row in rows if any(" computing_" in name for name in row["samples"])]
-    if not rows:
+    if not (rows := [row for row in rows if any(" computing_" in name for name in row["samples"])]):
         return None
     figure, axes = figures.panels(len(rows), num_columns=1, width=9.0, height=1.5)
     for axis, row in zip(axes, rows, strict=True):
