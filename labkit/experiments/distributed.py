@@ -38,7 +38,9 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), world_si
     """Returns the cases of `profile`, narrowed where asked; ValueError for a value that it does not have."""
     grid = DISTRIBUTED[profile]
     wanted = narrowed(DISTRIBUTED, profile, "world_sizes", world_sizes)
-    here = [n for n in wanted if device_kind != "cuda" or n <= torch.cuda.device_count()] or wanted[:1]
+    # Ranks that share a core mostly wait for one another.
+    places = torch.cuda.device_count() if device_kind == "cuda" else hardware.num_usable_cores()
+    here = [n for n in wanted if n <= places] or wanted[:1]
     result = ceiling_cases(tuple(grid.ceilings), grid.case_timeout_s) if device_kind == "cuda" else []
     for world_size in here:
         for transport in grid.transports if device_kind == "cuda" else ("gloo",):
@@ -53,14 +55,12 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), world_si
             parameters = {"world_size": world_size, "transport": transport}
             # A transport that fails here would fail for every phase, each in a launch of its own.
             result.append(Case("collectives", parameters, phases, grid.case_timeout_s, stop_at_failure=True))
-    # Ranks that share a core mostly wait for one another: a step takes as many as there are cores.
-    ranks = max((n for n in here if device_kind == "cuda" or n <= hardware.num_usable_cores()), default=here[0])
     for size in narrowed(DISTRIBUTED, profile, "sizes", sizes):
         for precision, compile, batch, ways in grid.steps:
             # A negative batch is that of all ranks together.
-            batch = batch if batch > 0 else max(1, -batch // ranks)
+            batch = batch if batch > 0 else max(1, -batch // here[-1])
             parameters = {"size": size, "context": grid.context, "precision": precision, "compile": compile}
-            parameters |= {"batch": batch, "world_size": ranks}
+            parameters |= {"batch": batch, "world_size": here[-1]}
             phases = tuple(name for name in WAYS if name in grid.ways[ways] and _runs(name, device_kind))
             result.append(Case("steps", parameters, phases, grid.case_timeout_s, grid.time_limit_s))
     return result
