@@ -477,7 +477,8 @@ def to_frame(records: Iterable[Record]) -> "pd.DataFrame":
     columns of case, metrics and timer.
 
     "disturbed" is True where other processes slowed a measurement down, False where they did not or nobody looked.
-    "no_energy", where there is such a column, says why a row that was run back to back has no joules.
+    Of a row that was run back to back, "drift" is the fraction by which it changed meanwhile, and "no_energy" says why
+    it has no joules.
     """
     import pandas as pd
 
@@ -490,7 +491,11 @@ def to_frame(records: Iterable[Record]) -> "pd.DataFrame":
                 **record.case,
                 **record.metrics,
                 **{f"timer_{name}": value for name, value in record.timer.items()},
-                **{key: value for key, value in record.telemetry.get("sustained", {}).items() if key == "no_energy"},
+                **{
+                    key: record.telemetry["sustained"][key]
+                    for key in ("drift", "no_energy")
+                    if key in record.telemetry.get("sustained", ())
+                },
             }
             for record in records
         ]

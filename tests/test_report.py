@@ -128,6 +128,11 @@ def test_paired_ratios_cover_the_intervals_of_all_sessions():
 def test_sustained_times_are_compared_with_sustained_times_only():
     both = {"sustained_ms": 3.0}
     assert verdicts.ratio(row(2.0, **both), row(1.0, method="window", **both), "sustained_ms").verdict == "level"
+    ahead = row(2.0, sustained_ms=3.3) | {"half_width_fraction": 0.5}  # of the timer's samples, which are not compared
+    assert verdicts.ratio(ahead, row(2.0, **both), "sustained_ms").verdict == "ahead"
+    assert verdicts.ratio(ahead | {"drift": 0.3}, row(2.0, **both), "sustained_ms").low == pytest.approx(
+        0.85 * 1.1 * 0.99
+    )
     assert verdicts.kind_of_time(row(1.0), "host_median_ms") == "call"
     assert verdicts.kind_of_time(row(1.0, method="window"), "flush_median_ms") == "device"
 

@@ -168,7 +168,9 @@ def test_a_table_of_steps_has_launched_and_replayed_times():
 def test_findings_of_steps_follow_their_records():
     whole, each, bound = report.findings_steps(steps(), FLOOR)
     assert "eager, layers compiled 180 ms, fused 80.0; ahead, 2.25×; peak 18.0 and 9.00 GiB" in whole
-    assert "positions level (-1.00 ms, +0 MiB)" in each and "fused ahead (+30.00 ms, -1,024 MiB)" in each
+    assert (
+        "positions at once level (-1.00 ms, +0 MiB)" in each and "fused (+ MLP) ahead (+30.00 ms, -1,024 MiB)" in each
+    )
     assert "In bursts the fused encoder takes 72.0 ms; sustained 80.0 at 690 W and 1,500 MHz" in bound
     assert "the products alone need 75 %" in bound and "instead of replayed 160" in bound
     failing = report.findings_steps(steps(step("attention", 1.0, status="error", reason="boom")), FLOOR)

@@ -264,7 +264,7 @@ def _module(batch: Batch, module: str, impl: str, dtype=None) -> tuple[list[Tens
     config, kind = dataclasses.replace(batch.config, num_layers=1), batch.patches.dtype
     torch.manual_seed(0)  # on the CPU: a GPU draws other numbers for a weight of another shape
     model = Siglip2Encoder(config, impl).to(batch.patches.device, kind).train(dtype is None)
-    packing, (layer,) = model.pack(batch.grids), model.layers
+    packing, layer, norm = model.pack(batch.grids), model.layers[0], model.layers[0].layer_norm2
     inputs = torch.randn(2, len(batch.patches), config.d_model).to(batch.patches)
     model, patches, inputs = (value.to(dtype=dtype) for value in (model, batch.patches, inputs))
     x, residual = (value.requires_grad_() for value in inputs)
@@ -272,11 +272,7 @@ def _module(batch: Batch, module: str, impl: str, dtype=None) -> tuple[list[Tens
     seed = torch.tensor(0, device=x.device) if model.training and model.step >= ATTENTION else None
     part, inputs, forward = {
         "embeddings": (model, [], lambda: (model.embed(patches, batch.grids, packing),)),
-        "LayerNorm": (
-            layer.layer_norm2,
-            [x, residual],
-            lambda: add_and_norm(layer.layer_norm2, x, residual, model.step)[:2],
-        ),
+        "LayerNorm": (norm, [x, residual], lambda: add_and_norm(norm, x, residual, model.step)[:2]),
         "attention": (layer.self_attn, [x], lambda: (layer.self_attn(x, None, *packed, seed),)),
         "MLP": (layer.mlp, [x], lambda: (layer.mlp(x, None),)),
         "layer": (layer, [x, residual], lambda: layer(x, residual, *packed, seed)),

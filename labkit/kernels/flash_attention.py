@@ -1182,12 +1182,8 @@ def _forward(
     precision: str,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    packing = {
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
-    }
+    packing = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    packing |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     mask = {"scale": scale, "left": left, "right": right}
     if impl in ("triton", "gluon"):
         return flash_attention_forward(q, k, v, precision=precision, impl=impl, **mask, **packing)
@@ -1242,21 +1238,9 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     mask = {"scale": scale, "left": left, "right": right}
     if impl in ("triton", "gluon"):
-        return flash_attention_backward(
-            grad_out,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
-            precision=precision,
-            impl=impl,
-            **mask,
-        )
+        packing = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        packing |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "precision": precision, "impl": impl}
+        return flash_attention_backward(grad_out, q, k, v, out, lse, **mask, **packing)
     grads = tuple(_empty_like_layout(x) for x in (q, k, v))
     if cu_seqlens_q is None:
         tiled_grads = tiled_attention_backward(grad_out, q, k, v, out, lse, **mask)

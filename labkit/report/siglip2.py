@@ -142,7 +142,8 @@ def findings_steps(steps: pd.DataFrame, floor: pd.DataFrame) -> list[str]:
         sentences.append(f"Forward + backward of {workload_name(steps)}, sustained: {'; '.join(found)}.")
     if len(changes):
         parts = (
-            f"{row.way} {row.verdict} ({row.saved_ms:+.2f} ms, {row.saved_bytes / 2**20:+,.0f} MiB)"
+            f"{NAMES[row.way].removeprefix('+ ')} {row.verdict} ({row.saved_ms:+.2f} ms, "
+            f"{row.saved_bytes / 2**20:+,.0f} MiB)"
             for row in changes.itertuples()
         )
         text = listing(parts).replace(", +nan MiB", "")  # a CPU has no peaks

@@ -90,8 +90,8 @@ def ratio(theirs: Mapping[str, Any], ours: Mapping[str, Any], value: str = "medi
     """Returns their time over ours.
 
     Args:
-        theirs, ours: rows of a frame of records, with `value`, its `half_width_fraction`, `timer_method` and `session`;
-            where there were several, also `sessions`.
+        theirs, ours: rows of a frame of records, with `value`, its `half_width_fraction` or `drift`, `timer_method` and
+            `session`; where there were several, also `sessions`.
 
     Raises:
         ValueError: the two are times of different kinds.
@@ -99,9 +99,7 @@ def ratio(theirs: Mapping[str, Any], ours: Mapping[str, Any], value: str = "medi
     kinds = {kind_of_time(theirs, value), kind_of_time(ours, value)}
     if len(kinds) > 1:
         raise ValueError(f"a ratio of a {' and a '.join(sorted(kinds))} time: compare times of one kind")
-    mid = theirs[value] / ours[value]
-    # One sample says nothing of its own spread.
-    spread = sum(float(half) for row in (theirs, ours) if (half := row.get("half_width_fraction")) and half == half)
+    mid, spread = theirs[value] / ours[value], _half_width(theirs, value) + _half_width(ours, value)
     is_one_session = theirs.get("session") == ours.get("session")
     low, high = mid * (1 - spread), mid * (1 + spread)
     their_times, our_times = (by_session(row, value) for row in (theirs, ours))
@@ -113,6 +111,14 @@ def ratio(theirs: Mapping[str, Any], ours: Mapping[str, Any], value: str = "medi
     else:
         return widened(mid, low, high, kinds.pop(), is_one_session)
     return Ratio(mid, min(low, *ratios), max(high, *ratios))
+
+
+def _half_width(row: Mapping[str, Any], value: str) -> float:
+    """Returns half of a value's relative interval: of a sustained one half of its drift, else that of the samples."""
+    is_sustained = KIND_OF_VALUE.get(value) == "sustained"
+    half = row.get("drift" if is_sustained else "half_width_fraction")
+    # One sample says nothing of its own spread.
+    return 0.0 if half is None or half != half else half / 2 if is_sustained else half
 
 
 def by_session(row: Mapping[str, Any], value: str) -> dict[str, float]:
