@@ -1,9 +1,8 @@
 """Notebook 08: SigLIP 2's vision encoder on packed images, as first written, step by step faster, beside its peers.
 
-Sections: "ceilings", "floor" (the matrix products alone), "steps" (forward pass, and forward and backward pass, of a
-batch under every way to run the encoder), "profile" (their kernels), "modules" (each part of the encoder alone),
-"accuracy" (a shallow encoder against fp64), "kernels" (each fused kernel beside what users would take instead, see
-`fused_contest`).
+Sections: "ceilings", "floor" (the matrix products alone), "steps" (forward pass, both passes, and both with AdamW, of
+a batch under every way to run the encoder), "profile" (their kernels), "modules" (each part of the encoder alone),
+"accuracy" (a shallow encoder against fp64), "kernels" (each fused kernel against others, see `fused_contest`).
 
 A step is timed by replaying it from a CUDA graph, call by call, and back to back. Workload "A" is images of one size;
 "B" as many patches in images of many sizes.
@@ -44,7 +43,8 @@ __all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_rates", "run_case"]
 
 MEASUREMENT_VERSION = 1
 
-PASSES = ("forward", "forward_backward")
+STEP_PHASES = ("forward", "forward_backward", "step")  # the last with AdamW
+PASSES = STEP_PHASES[:2]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MODULES = ("embeddings", "LayerNorm", "attention", "MLP", "layer")
 MODULE_IMPLS = ("cu_seqlens", "fused")
@@ -65,8 +65,8 @@ def cases(profile: str, device_kind: str) -> list[Case]:
         result.append(Case("floor", batch, PASSES, sustained=PASSES, **limits))
         ways = [way for way in ways if device_kind == "cuda" or COMPILED not in way]
         # Each in a process of its own: what is compiled for one is not there for the next, nor is its memory.
-        options = {"fresh_process": True, "sustained": PASSES, **limits}
-        result += [Case("steps", batch | {"way": way}, PASSES, **options) for way in ways]
+        options = {"fresh_process": True, "sustained": STEP_PHASES, **limits}
+        result += [Case("steps", batch | {"way": way}, STEP_PHASES, **options) for way in ways]
     batch = {"size": grid.size, "workload": "A", "images": grid.images, "precision": dtype}
     result += [Case("profile", batch | {"way": way}, PASSES[1:], limit) for way in ("eager", "fused")]
     for precision in grid.modules if device_kind == "cuda" else ("fp32",):
@@ -188,7 +188,7 @@ def _transformers(batch: Batch, way: str) -> tuple[nn.Module, Callable[[], Tenso
 
 @contextlib.contextmanager
 def _live_step(device: hardware.Device, case: Case) -> Iterator[dict]:
-    """Yields {"forward": …, "forward_backward": …, "batch": …, "model": …}, functions of nothing, of a way."""
+    """Yields a way's phases by name, functions of nothing, and its batch and device."""
     torch.manual_seed(0)
     batch, way = Batch.of(device, case.parameters), case.parameters["way"]
     model, forward = (_transformers if way.startswith("transformers") else _encoder)(batch, way)
@@ -198,8 +198,15 @@ def _live_step(device: hardware.Device, case: Case) -> Iterator[dict]:
             parameter.grad = None
         forward().backward(batch.grad)
 
-    yield {"forward": forward, "forward_backward": forward_backward, "batch": batch, "model": model, "device": device}
-    model = forward = None
+    # So slow that the weights stay what they are: numbers that grow or vanish change the power that products take.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True, capturable=device.kind == "cuda")
+
+    def step() -> None:
+        forward_backward()
+        optimizer.step()
+
+    yield {"forward": forward, "forward_backward": forward_backward, "step": step, "batch": batch, "device": device}
+    model = forward = optimizer = None
     empty_cache(device)
 
 
@@ -219,7 +226,7 @@ def _measure_step(live: dict, case: Case, phase: str, ceilings: dict[str, float]
         del out
     is_captured = device.kind == "cuda" and _can_be_captured(case.parameters["way"])
     found, metrics = _timed(device, call, case, is_captured)
-    flops = batch.flops * (3 if phase == "forward_backward" else 1)
+    flops = batch.flops * (1 if phase == "forward" else 3)
     metrics |= {"flops": flops, "achieved_tflops": flops / found.timing.median_ms / 1e9}
     name = f"gemm {case.parameters['precision']}"
     peak = device.peaks.tflops(case.parameters["precision"]) if device.peaks else None
@@ -227,8 +234,7 @@ def _measure_step(live: dict, case: Case, phase: str, ceilings: dict[str, float]
     metrics |= sustained_metrics(device, found, call, flops=flops, ceiling=ceilings.get(f"sustained {name}"))
     observed = {"num_images": len(batch.grids), "num_patches": len(batch.patches), "is_replayed": is_captured}
     observed["graph_breaks"] = _graph_breaks()
-    longest = int(batch.grids.prod(1).max())
-    metrics["padded_fraction"] = 1 - len(batch.patches) / (longest * len(batch.grids))
+    metrics["padded_fraction"] = 1 - len(batch.patches) / (int(batch.grids.prod(1).max()) * len(batch.grids))
     return found.measured(metrics, case.parameters, observed, keep="step_ms")
 
 
@@ -236,8 +242,7 @@ def _timed(device: hardware.Device, call: Callable, case: Case, is_captured: boo
     """Returns the times of a call, replayed if it is captured, and {"call_ms": …, "peak_bytes": …} of it launched."""
     few = {"device_kind": device.kind, "num_warmup": 2, "time_limit_s": case.time_limit_s}
     called, metrics = timed_with_peak(device, time_callable, call, **few)
-    of_calls = called.timing.metrics()
-    metrics |= {"call_ms": of_calls["host_median_ms"] or of_calls["median_ms"]}
+    metrics |= {"call_ms": called.timing.metrics()["host_median_ms"] or called.timing.median_ms}
     return timed(device, time_callable, call, method="graph", **few) if is_captured else called, metrics
 
 
@@ -261,24 +266,23 @@ def _module(batch: Batch, module: str, impl: str, dtype=None) -> tuple[list[Tens
 
     With a dtype it does not drop out, and computes in that from the values that it has in the batch's.
     """
-    config, kind = dataclasses.replace(batch.config, num_layers=1), batch.patches.dtype
     torch.manual_seed(0)  # on the CPU: a GPU draws other numbers for a weight of another shape
-    model = Siglip2Encoder(config, impl).to(batch.patches.device, kind).train(dtype is None)
+    model = Siglip2Encoder(dataclasses.replace(batch.config, num_layers=1), impl).train(dtype is None)
+    model, inputs = (x.to(batch.grad.device, batch.grad.dtype) for x in (model, torch.randn(2, *batch.grad.shape)))
     packing, layer, norm = model.pack(batch.grids), model.layers[0], model.layers[0].layer_norm2
-    inputs = torch.randn(2, len(batch.patches), config.d_model).to(batch.patches)
     model, patches, inputs = (value.to(dtype=dtype) for value in (model, batch.patches, inputs))
     x, residual = (value.requires_grad_() for value in inputs)
-    packed = None, packing.cu_seqlens, packing.longest
     seed = torch.tensor(0, device=x.device) if model.training and model.step >= ATTENTION else None
+    packed = None, packing.cu_seqlens, packing.longest, seed
+    embeddings = nn.ModuleList([model.patch_embedding, model.position_embedding])
     part, inputs, forward = {
-        "embeddings": (model, [], lambda: (model.embed(patches, batch.grids, packing),)),
+        "embeddings": (embeddings, [], lambda: (model.embed(patches, batch.grids, packing),)),
         "LayerNorm": (norm, [x, residual], lambda: add_and_norm(norm, x, residual, model.step)[:2]),
-        "attention": (layer.self_attn, [x], lambda: (layer.self_attn(x, None, *packed, seed),)),
+        "attention": (layer.self_attn, [x], lambda: (layer.self_attn(x, None, *packed),)),
         "MLP": (layer.mlp, [x], lambda: (layer.mlp(x, None),)),
-        "layer": (layer, [x, residual], lambda: layer(x, residual, *packed, seed)),
+        "layer": (layer, [x, residual], lambda: layer(x, residual, *packed)),
     }[module]
-    parameters = [*model.patch_embedding.parameters(), model.position_embedding.weight]
-    return [*inputs, *(parameters if part is model else part.parameters())], forward
+    return [*inputs, *part.parameters()], forward
 
 
 def _measure_module(device: hardware.Device, case: Case, phase: str) -> Measured:
@@ -293,8 +297,8 @@ def _measure_module(device: hardware.Device, case: Case, phase: str) -> Measured
     is_captured = device.kind == "cuda" and (module != "embeddings" or IMPLS.index(impl) >= POSITIONS)
     found, metrics = _timed(device, call, case, is_captured)
     if which == "forward":
-        kinds = ((impl, batch.patches.dtype), (MODULE_IMPLS[0], torch.float32))
-        ours, exact = (_module(batch, module, *kind)[1]() for kind in kinds)
+        ours = _module(batch, module, impl, batch.patches.dtype)[1]()
+        exact = _module(batch, module, MODULE_IMPLS[0], torch.float32)[1]()
         metrics["out_error"] = max(relative_error(*pair) for pair in zip(ours, exact, strict=True))
     return found.measured(metrics, case.parameters, {"is_replayed": is_captured})
 

@@ -80,7 +80,10 @@ def table_steps(steps: pd.DataFrame, floor: pd.DataFrame) -> pd.DataFrame:
     for way in dict.fromkeys(select(measured(steps), workload="A")["way"]):
         forward, both = row_of(steps, way, phase="forward"), row_of(steps, way)
         line = {"way": NAMES.get(way, way), "forward (ms)": shown(forward, "sustained_ms")}
-        line |= {"both (ms)": shown(both, "sustained_ms"), "replayed": "yes" if both.get("is_replayed") else "–"}
+        line |= {"both (ms)": shown(both, "sustained_ms")}
+        if "step" in set(steps["phase"]):
+            line |= {"with AdamW (ms)": shown(row_of(steps, way, phase="step"), "sustained_ms")}
+        line |= {"replayed": "yes" if both.get("is_replayed") else "–"}
         line |= {"both, launched (ms)": shown(both, "call_ms"), "peak (GiB)": shown(both, "peak_bytes", gib)}
         line |= {"products' share": percent(floor_ms(floor) / both.get("sustained_ms", math.nan))}
         breaks = f"{both['graph_breaks']:.0f}" if both["status"] == "ok" else "–"
