@@ -39,9 +39,9 @@ def column_sums_kernel(x_ptr, sums_ptr, num_rows, num_columns, rows_a_part, ROWS
 def add_columns(x_NC: Tensor, dtype: torch.dtype, num_parts: int = 1, tile: dict[str, int] = ONE_PART) -> Tensor:
     """Returns the sums (P, C) of the columns of so many parts of a dense x (N, C), in one launch of an operator."""
     num_rows, num_columns = x_NC.shape
-    rows_a_part = triton.cdiv(num_rows, num_parts)
+    rows_a_part = -(-num_rows // num_parts)
     sums_PC = torch.empty((num_parts, num_columns), dtype=dtype, device=x_NC.device)
-    grid = triton.cdiv(num_columns, tile["COLUMNS"]), num_parts
+    grid = -(-num_columns // tile["COLUMNS"]), num_parts
     wrap_triton(column_sums_kernel)[grid](x_NC, sums_PC, num_rows, num_columns, rows_a_part, **tile)
     return sums_PC
 
@@ -49,7 +49,7 @@ def add_columns(x_NC: Tensor, dtype: torch.dtype, num_parts: int = 1, tile: dict
 @operator("column_sums")
 def _column_sums(x_NC: Tensor, dtype: torch.dtype) -> Tensor:
     programs = 8 if IS_INTERPRETED else PROGRAMS * num_multiprocessors(x_NC.device.index)
-    num_parts = max(1, programs // triton.cdiv(int(x_NC.shape[1]), PARTS["COLUMNS"]))
+    num_parts = max(1, programs // -(-int(x_NC.shape[1]) // PARTS["COLUMNS"]))
     return add_columns(add_columns(x_NC, torch.float32, num_parts, PARTS), dtype).view(-1)
 
 

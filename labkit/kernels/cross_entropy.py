@@ -111,7 +111,7 @@ def _backward(logits: Tensor, targets: Tensor, lse_N: Tensor, grad_loss: Tensor,
     """Writes the gradient of the logits into a contiguous tensor, which may be the logits."""
     logits_NV, constants = rows_of(logits), _constants(logits.shape[-1])
     if logits.numel():
-        grid = logits_NV.shape[0], triton.cdiv(logits_NV.shape[1], constants["BLOCK"])
+        grid = logits_NV.shape[0], -(-logits_NV.shape[1] // constants["BLOCK"])
         wrap_triton(cross_entropy_bwd_kernel)[grid](
             logits_NV, targets.contiguous(), lse_N, grad_loss, grad, logits_NV.stride(0), *logits_NV.shape, **constants
         )  # fmt: skip

@@ -119,7 +119,7 @@ def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tenso
     tile = INTERPRETER if not x.is_cuda else HOPPER if _is_hopper(x.device) else GENERIC
     size_m, size_f, size_k = tile["ROWS"], tile["COLS"], tile["DEPTH"]
     multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
-    grid = (min(triton.cdiv(z.shape[0], size_m) * triton.cdiv(z.shape[1], size_f), PROGRAMS * multiprocessors),)
+    grid = (min(-(-z.shape[0] // size_m) * -(-z.shape[1] // size_f), PROGRAMS * multiprocessors),)
     blocks = ((x, (size_m, size_k)), (weight, (size_f, size_k)), (z, (size_m, size_f // 2)), (h, (size_m, size_f // 2)))
     described = (TensorDescriptor.from_tensor(tensor, list(block)) for tensor, block in blocks)
     with torch.cuda.device_of(x):
@@ -139,7 +139,7 @@ def _gelu_backward(grad_h: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if not runs_kernel(z):
         grad_z = torch.ops.aten.gelu_backward(grad_h, z, approximate="tanh")
         return grad_z, F.gelu(z, approximate="tanh"), wide(grad_z).sum(0)
-    grid = triton.cdiv(z.shape[0], BLOCK_M), triton.cdiv(z.shape[1], BLOCK_F)
+    grid = -(-z.shape[0] // BLOCK_M), -(-z.shape[1] // BLOCK_F)
     grad_z, h = torch.empty_like(z), torch.empty_like(z)
     sums = torch.empty((grid[0], z.shape[1]), dtype=torch.float32, device=z.device)
     blocks = {"BLOCK_M": BLOCK_M, "STEP_M": STEP_M, "BLOCK_F": BLOCK_F}

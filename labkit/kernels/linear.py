@@ -42,7 +42,7 @@ def dropout_kernel(x_ptr, out_ptr, seed_ptr, p, num_elements, RUN: tl.constexpr,
 def seeded_dropout(x: Tensor, p: float, seed: Tensor) -> Tensor:
     """Returns m ∘ x / (1 − p) for dense x; `seed` is one int64 on its device."""
     out = torch.empty_like(x)
-    grid = (triton.cdiv(x.numel(), 4 * RUN),)
+    grid = (-(-x.numel() // (4 * RUN)),)
     wrap_triton(dropout_kernel)[grid](x, out, seed, p, x.numel(), RUN=RUN, ROUNDS=ROUNDS)
     return out
 

@@ -63,7 +63,7 @@ def norm_forward(
     tile = row_tile(int(x.shape[-1]))
     if x.numel():
         strides = x_NC.stride(0), 0 if residual is None else residual_NC.stride(0)
-        kernel[(triton.cdiv(x_NC.shape[0], tile["ROWS"]),)](
+        kernel[(-(-x_NC.shape[0] // tile["ROWS"]),)](
             x_NC, residual_NC, *(p.contiguous() for p in parameters), y, total, *statistics, *strides, x_NC.shape[0],
             eps, **tile,
         )  # fmt: skip

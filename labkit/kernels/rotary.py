@@ -75,7 +75,7 @@ def _rotary(q_BHTD: Tensor, k_BGTD: Tensor, cos_TD: Tensor, sin_TD: Tensor, inve
         for x in inputs
     ]
     if num_rows[0]:
-        wrap_triton(rotary_kernel)[(sum(triton.cdiv(rows, per_tile) for rows in num_rows),)](
+        wrap_triton(rotary_kernel)[(sum(-(-rows // per_tile) for rows in num_rows),)](
             *inputs, *turned, cos_TD, sin_TD, *inputs[0].stride()[:3], *inputs[1].stride()[:3], *num_rows,
             q_BHTD.shape[1], k_BGTD.shape[1], num_tokens, D=d, BLOCK=block, ROWS=per_tile, INVERSE=inverse,
         )  # fmt: skip

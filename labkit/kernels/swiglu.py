@@ -57,7 +57,7 @@ def _tiling(x_NC: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
     """Returns the grid and the tile of a program."""
     width = next((width for width in WIDTHS if x_NC.shape[1] % width == 0), WIDTHS[-1])
     tile = {"ROWS": TILE // width, "COLUMNS": width}
-    return tuple(map(triton.cdiv, x_NC.shape, tile.values())), tile
+    return tuple(-(-size // of_tile) for size, of_tile in zip(x_NC.shape, tile.values(), strict=True)), tile
 
 
 @operator("swiglu")
