@@ -88,7 +88,11 @@ def run(
         typer.Argument(metavar="[NOTEBOOK]...", help="Number or name (01, benchmarking). Default: all."),
     ] = None,
     profile: Annotated[
-        str, typer.Option(help="Grid of cases: smoke, full, or auto: full on a GPU, smoke elsewhere.")
+        str,
+        typer.Option(
+            help="Grid of cases: smoke; full; key, the rows of full that sentences quote, to be measured in other "
+            "sessions with --fresh; or auto: full on a GPU, smoke elsewhere."
+        ),
     ] = AUTO_PROFILE,
     output: OutputOption = None,
     parameter: Annotated[

@@ -136,7 +136,7 @@ WARMUP_PHASES = ("forward", "forward_backward")
 WARMUP_COUNTS = (0, 1, 2, 5)
 WARMUP_MEASURED_STEPS = 10
 
-PROFILES = ("smoke", "full")
+PROFILES = ("smoke", "full", "key")
 AUTO_PROFILE = "auto"
 """Stands for "full" on a GPU and for "smoke" elsewhere."""
 
@@ -224,17 +224,22 @@ def _grid_value(value, cls: type | None = None):
 
 
 def read_grids(text: str) -> dict[str, dict[str, Grid]]:
-    """Returns the grids in the TOML `text` by notebook and profile; ValueError for unknown keys and tables."""
+    """Returns the grids in the TOML `text` by notebook and profile; ValueError for unknown keys and tables.
+
+    Without a table "key", the rows that sentences quote are all of "full".
+    """
     grids = {}
     for notebook, tables in tomllib.loads(text).items():
-        if set(tables) != set(PROFILES):
-            raise ValueError(f"{notebook} has the tables {', '.join(tables)}; required: {', '.join(PROFILES)}")
+        if {*tables, "key"} != set(PROFILES):
+            raise ValueError(f"{notebook} has the tables {', '.join(tables)}; required: smoke, full; accepted: key")
         full = tables["full"]
-        if unknown := tables["smoke"].keys() - full.keys():
-            raise ValueError(f"{notebook}.smoke: unknown {', '.join(sorted(unknown))}; accepted: {', '.join(full)}")
+        for profile in tables:
+            if unknown := tables[profile].keys() - full.keys():
+                accepted = f"{', '.join(sorted(unknown))}; accepted: {', '.join(full)}"
+                raise ValueError(f"{notebook}.{profile}: unknown {accepted}")
         grid = make_dataclass(notebook, full, bases=(Grid,), frozen=True)
         grids[notebook] = {
-            profile: grid(**{k: _grid_value(v, _CLASSES.get(k)) for k, v in (full | tables[profile]).items()})
+            profile: grid(**{k: _grid_value(v, _CLASSES.get(k)) for k, v in (full | tables.get(profile, {})).items()})
             for profile in PROFILES
         }
     return grids

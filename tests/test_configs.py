@@ -76,7 +76,7 @@ def test_an_unknown_size_is_refused_with_every_accepted_name(name):
 
 
 def test_the_profiles_are_those_of_every_notebook():
-    assert configs.PROFILES == ("smoke", "full")
+    assert configs.PROFILES == ("smoke", "full", "key")
     assert list(configs.GRIDS) == notebooks.names()
     assert all(tuple(grids) == configs.PROFILES for grids in configs.GRIDS.values())
 
@@ -147,7 +147,7 @@ def test_grids_cannot_be_changed_and_hold_tuples_integer_keys_and_shapes():
     ("text", "error", "message"),
     [
         ("full.sizes = []\nsmoke.size = []", ValueError, "09_x.smoke: unknown size; accepted: sizes"),
-        ("full.sizes = []", ValueError, "09_x has the tables full; required: smoke, full"),
+        ("full.sizes = []", ValueError, "09_x has the tables full; required: smoke, full; accepted: key"),
         ("full.sizes = []\nsmoke = {}\nfast = {}", ValueError, "tables full, smoke, fast; required: smoke, full"),
         ("full.task.steps = 1\nsmoke = {}", TypeError, "Task.* unexpected keyword argument 'steps'"),
     ],
@@ -181,5 +181,5 @@ def test_a_size_of_the_other_profile_says_what_to_set(profile, sizes, message):
 
 def test_the_profile_auto_is_left_to_the_device():
     assert [configs.chosen_profile(name, "full") for name in ("auto", "smoke", "full")] == ["full", "smoke", "full"]
-    with pytest.raises(configs.RequestError, match="unknown profile 'half'; accepted: auto, smoke, full"):
+    with pytest.raises(configs.RequestError, match="unknown profile 'half'; accepted: auto, smoke, full, key"):
         configs.chosen_profile("half", "full")

@@ -8,13 +8,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 from labkit import experiments
 from labkit.configs import FIGURES, GRIDS, REFERENCE_DEVICE
 from labkit.experiments.sweep import HOST_SECTION
 from labkit.records import RecordStore, folder_of
 
-PROFILES = ("smoke", "full")
+PROFILES = ("smoke", "full", "key")
 
 
 def experiment_of(notebook: str):
@@ -49,6 +50,13 @@ def test_what_is_recorded_stays_recorded(notebook):
     counted = [one for one in records if one.measurement_version in versions and one.section != HOST_SECTION]
     recorded = set(keys(counted))
     assert recorded and recorded <= set(keys(experiment.cases("full", "cuda")))
+
+
+@pytest.mark.parametrize("notebook", GRIDS)
+def test_key_rows_are_a_part_of_the_full_grid(notebook, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    key, full = (set(keys(experiment_of(notebook).cases(profile, "cuda"))) for profile in ("key", "full"))
+    assert key < full and len(key) < 0.5 * len(full)
 
 
 VALUES = {"sizes": ("nano", "xl", "huge"), "contexts": (100, "128"), "lengths": (100, "256"), "d_heads": (65,),

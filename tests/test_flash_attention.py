@@ -31,10 +31,15 @@ from labkit.kernels import flash_attention_hopper, flash_attention_hopper_single
 from labkit.kernels.flash_attention import FlashAttention, flash_attention, resolve_impl
 from labkit.kernels.flash_attention_tiled import TiledFlashAttention, tiled_attention_backward, tiled_attention_forward
 from labkit.kernels.flash_attention_triton import INTERPRETER_CONFIG, STATISTICS_PADDING, select_config, split_head_dim
-from labkit.kernels.reference import attention_lse_reference, attention_reference
+from labkit.kernels.reference import _repeat_heads, _scores, attention_reference
 
 FUNCTIONS = {"triton": FlashAttention, "tiled": TiledFlashAttention}
 NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+def attention_lse_reference(q, k, *, causal=False, scale=None, window=None):
+    """Returns log Σ exp(scale · q kᵀ) of each query; −∞ for one that sees no key."""
+    return torch.logsumexp(_scores(q, _repeat_heads(k, q), causal, scale, window)[0], dim=-1)
 
 
 @dataclasses.dataclass(frozen=True)

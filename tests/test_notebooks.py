@@ -365,7 +365,7 @@ def _kernel_of(pid: int) -> int | None:
     ("arguments", "message"),
     [
         (["run", "99"], "unknown notebook '99'; accepted: 01_benchmarking"),
-        (["run", "--profile", "half"], "unknown profile 'half'; accepted: auto, smoke, full"),
+        (["run", "--profile", "half"], "unknown profile 'half'; accepted: auto, smoke, full, key"),
         (["run", "01", "-p", "sizes=huge"], "unknown size 'huge'; accepted: nano"),
         (["run", "01", "-p", "sizes=xl"], "'xl' means two models: say 'xl-2025'"),
         (["run", "01", "--profile", "smoke", "-p", "sizes=10b"],

@@ -378,11 +378,12 @@ class Session:
     def finish(self) -> None:
         """Writes the file that says that the notebook reached its end, and how much of its grid has no record yet."""
         recorded = self._recorded()
-        grid = self.experiment.cases(self.profile, self.device.kind)
+        profile = "full" if self.profile == "key" else self.profile
+        grid = self.experiment.cases(profile, self.device.kind)
         content = {
             "notebook": self.notebook,
             "session": self.id,
-            "profile": self.profile,
+            "profile": profile,
             "num_missing": sum(len(self._missing(case, recorded)) for case in grid),
             "finished_at": _now(),
         }
@@ -563,7 +564,8 @@ def open_session(notebook: str, *, measure: bool, device: str, profile: str, out
         notebook: its file name without the ending.
         device: slug, or "this" for this machine's, as the session's `slug` then says. When measuring it must be this
             machine's, so that no result gets another device's name.
-        profile: "smoke", "full", or "auto" for full on a GPU and smoke elsewhere.
+        profile: "smoke", "full", "key" for the rows of full that sentences quote, or "auto" for full on a GPU and
+            smoke elsewhere.
         output: folder that holds one folder per device; "" for the repository's figures/.
         fresh: measure again what is recorded already.
         options: narrow the grid, as the module's `cases` takes them; lists as `notebooks.listed` reads them.

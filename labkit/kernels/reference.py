@@ -74,23 +74,3 @@ def attention_reference(
     if visible_QK is not None and (window is not None or k_BHKD.shape[-2] < q_BHQD.shape[-2]):
         probabilities_BHQK = probabilities_BHQK.masked_fill(~visible_QK.any(dim=-1, keepdim=True), 0)
     return probabilities_BHQK @ v_BHKD
-
-
-def attention_lse_reference(
-    q_BHQD: Tensor,
-    k_BHKD: Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    window: tuple[int, int] | None = None,
-) -> Tensor:
-    """Returns the natural logarithm of the softmax's denominator, log Σ exp(scale · q kᵀ), per query.
-
-    Args:
-        as in `attention_reference`.
-
-    Returns:
-        The log-sum-exp, (..., Q), dtype of the inputs; −inf for a query that sees no key.
-    """
-    scores_BHQK, _ = _scores(q_BHQD, _repeat_heads(k_BHKD, q_BHQD), causal, scale, window)
-    return torch.logsumexp(scores_BHQK, dim=-1)
