@@ -183,7 +183,7 @@ def _run_notebook(name: str, values: dict, folder: Path):
 
 
 def _summary(folders: Mapping[str, Path], failures: dict[str, str], seconds: float) -> None:
-    from labkit.records import check, to_frame
+    from labkit.records import check, read_done, to_frame
     from labkit.report.findings import disturbed_note
 
     records = {name: check(folder).get(name, []) for name, folder in folders.items()}
@@ -191,6 +191,9 @@ def _summary(folders: Mapping[str, Path], failures: dict[str, str], seconds: flo
     for name in folders:
         counts = Counter(record.status for record in records.get(name, []))
         states = ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "no records"
+        session = (read_done(folders[name], name) or {}).get("session")
+        if counts and session and session not in {record.session for record in records[name]}:
+            states += "; all recorded before, --fresh measures again"
         print(f"{name}: {states}{'  FAILED' if name in failures else ''}")
     for error in failures.values():
         print(f"labkit: {error}", file=sys.stderr)

@@ -291,6 +291,16 @@ def test_a_damaged_file_of_a_devices_folder_is_named(tmp_path, name, content, co
     assert str(tmp_path / name) in str(caught.value) and complaint in str(caught.value)
 
 
+@pytest.mark.parametrize(("session", "text"), [("this", "1 ok\n"), ("before", "1 ok; all recorded before, --fresh ")])
+def test_a_run_that_measured_nothing_says_how_to(tmp_path, capsys, session, text):
+    (tmp_path / "records").mkdir()
+    RecordStore(tmp_path / "records" / "01_benchmarking.jsonl").append(make_record(session=session))
+    done = {"num_missing": 0, "profile": "full", "session": "this"}
+    records.done_path(tmp_path, "01_benchmarking").write_text(json.dumps(done))
+    cli._summary({"01_benchmarking": tmp_path}, {}, 1.0)
+    assert f"01_benchmarking: {text}" in capsys.readouterr().out
+
+
 def test_a_folder_without_environment_and_end_is_read(tmp_path):
     assert records.read_environment(tmp_path) == {} and records.read_done(tmp_path, "01_steps") is None
     assert records.check(tmp_path) == {}
