@@ -365,7 +365,8 @@ class RecordStore:
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
-        self._known: tuple[Any, dict[str, dict]] = None, {}  # the file's state, and what each session's records share
+        # The file's state when it was last read or written, and what each session's records share.
+        self._known: tuple[tuple[int, ...], dict[str, dict]] = (), {}
 
     def append(self, record: Record) -> None:
         """Writes one record as one line and returns after it has reached the disk.
@@ -384,24 +385,19 @@ class RecordStore:
         shared = {name: content.pop(name) for name in SHARED}
         session = {"session": content.pop("session")}
         own = {name: value for name, value in content.items() if value not in ("", {}) or name in _NEEDED}
-        known = self._shared()
+        if self._known[0] != self.state():  # others have changed it
+            self.load()
+        known = self._known[1]
         header = b"" if known.get(record.session) == shared else _line(session | {"shared": shared})
         with open(self.path, "ab") as file:
             file.write(header + _line(session | own))
             file.flush()
             os.fsync(file.fileno())
-        self._known = self._state(), known | {record.session: shared}
+        self._known = self.state(), known | {record.session: shared}
 
-    def _state(self) -> tuple[int, int] | None:
-        return (self.path.stat().st_size, self.path.stat().st_mtime_ns) if self.path.exists() else None
-
-    def _shared(self) -> dict[str, dict]:
-        """Returns what the records of each session share, as the file has it; read where others have changed it."""
-        if self._known[0] != (state := self._state()):
-            lines = (_read_bytes(self.path) or b"").split(b"\n")[:-1]
-            headers = [_parse(line) for line in lines if b'"shared": {' in line]
-            self._known = state, {line["session"]: line["shared"] for line in headers if line.keys() == _HEADER.keys()}
-        return self._known[1]
+    def state(self) -> tuple[int, ...]:
+        """Returns what is another whenever the file is: its size and its time; () without a file."""
+        return (self.path.stat().st_size, self.path.stat().st_mtime_ns) if self.path.exists() else ()
 
     def load(self) -> list[Record]:
         """Returns every record, oldest first.
@@ -409,7 +405,7 @@ class RecordStore:
         A killed run may leave a last line without its newline, which is skipped. Any other line that is not a record
         raises RecordError with file and line.
         """
-        lines = (_read_bytes(self.path) or b"").split(b"\n")
+        state, lines = self.state(), (_read_bytes(self.path) or b"").split(b"\n")
         records, shared = [], {}
         for number, line in enumerate(lines[:-1], start=1):
             try:
@@ -424,6 +420,7 @@ class RecordStore:
             except ValueError as error:
                 raise RecordError(f"{self.path}, line {number}: {error}") from error
             records.append(Record(**content))
+        self._known = state, shared
         return records
 
     def repair(self) -> None:

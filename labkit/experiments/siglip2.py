@@ -36,7 +36,7 @@ from labkit.experiments.sections import (
 from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.measure.profiling import RangeMarker, capture_with_kineto, launches
 from labkit.measure.timing import time_callable
-from labkit.models.siglip2 import ATTENTION, IMPLS, POSITIONS, Siglip2Encoder, add_and_norm
+from labkit.models.siglip2 import ATTENTION, IMPLS, Siglip2Encoder, add_and_norm
 from labkit.numerics import relative_error
 
 __all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_rates", "run_case"]
@@ -294,7 +294,7 @@ def _measure_module(device: hardware.Device, case: Case, phase: str) -> Measured
     def call() -> tuple[Tensor, ...]:
         return forward() if which == "forward" else torch.autograd.grad(forward(), leaves, grads)
 
-    is_captured = device.kind == "cuda" and (module != "embeddings" or IMPLS.index(impl) >= POSITIONS)
+    is_captured = device.kind == "cuda" and (module != "embeddings" or _can_be_captured(impl))
     found, metrics = _timed(device, call, case, is_captured)
     if which == "forward":
         ours = _module(batch, module, impl, batch.patches.dtype)[1]()
@@ -346,11 +346,9 @@ def _measure_profile(live: dict, case: Case, phase: str) -> Measured:
     table = launches(trace, (phase,))
     table = table[table["phase"] == phase]
     of_class = table.groupby("kernel_class")["duration_ns"].sum() / 1e6
-    longest = table.groupby("short_name")["duration_ns"].agg(["sum", "count"]).sort_values("sum", ascending=False)
-    kernels = [[name, total / 1e6, int(count)] for name, total, count in longest.head(10).itertuples()]
     metrics = {"kernels_ms": float(of_class.sum()), "num_launches": len(table)}
     metrics |= {f"{name}_ms": float(value) for name, value in of_class.items() if value > 0}
-    return Measured(metrics, case.parameters, {"kernels": kernels, "source": trace.source})
+    return Measured(metrics, case.parameters, {"source": trace.source})
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from labkit.kernels.column_sums import column_sums
 from labkit.kernels.fused import check, check_shape, operator, rows_of, runs_kernel, wide, wrap_triton
 from labkit.kernels.layer_norm import layer_norm
+from labkit.kernels.splits import num_multiprocessors
 
 PATHS = ("auto", "epilogue", "separate")
 
@@ -118,10 +119,11 @@ def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tenso
     z, h = _empty_hidden(x, weight, bias)
     tile = INTERPRETER if not x.is_cuda else HOPPER if _is_hopper(x.device) else GENERIC
     size_m, size_f, size_k = tile["ROWS"], tile["COLS"], tile["DEPTH"]
-    multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+    multiprocessors = num_multiprocessors(x.device.index) if x.is_cuda else 1
     grid = (min(-(-z.shape[0] // size_m) * -(-z.shape[1] // size_f), PROGRAMS * multiprocessors),)
-    blocks = ((x, (size_m, size_k)), (weight, (size_f, size_k)), (z, (size_m, size_f // 2)), (h, (size_m, size_f // 2)))
-    described = (TensorDescriptor.from_tensor(tensor, list(block)) for tensor, block in blocks)
+    half = [size_m, size_f // 2]
+    blocks = ((x, [size_m, size_k]), (weight, [size_f, size_k]), (z, half), (h, half))
+    described = (TensorDescriptor.from_tensor(*pair) for pair in blocks)
     with torch.cuda.device_of(x):
         linear_gelu_kernel[grid](*described, bias, *z.shape, x.shape[1], **tile)
     return z, h

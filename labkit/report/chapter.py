@@ -88,7 +88,7 @@ class Chapter:
 
     def _loaded(self) -> "_Loaded":
         path = self.folder / "records" / f"{self.notebook}.jsonl"
-        loaded = _load(path, *((path.stat().st_size, path.stat().st_mtime_ns) if path.exists() else ()))
+        loaded = _load(path, RecordStore(path).state())
         if loaded.devices not in ([], [self.device]):
             devices = ", ".join(loaded.devices)
             raise RecordError(f"{self.folder} holds records of {devices}, not of {self.device!r} alone")
@@ -207,8 +207,8 @@ class _Loaded(NamedTuple):
 
 
 @functools.lru_cache(maxsize=16)  # chapters and the front page read one another's
-def _load(path: Path, *state: int) -> _Loaded:
-    """Reads a file; `state`, its size and its time, tells its versions apart."""
+def _load(path: Path, state: tuple[int, ...]) -> _Loaded:
+    """Reads a file of records; its `state` tells its versions apart."""
     records = RecordStore(path).load()
     return _Loaded(newest(records), records, by_session(records), sorted({record.device for record in records}))
 

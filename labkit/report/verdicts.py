@@ -115,10 +115,10 @@ def ratio(theirs: Mapping[str, Any], ours: Mapping[str, Any], value: str = "medi
 
 def _half_width(row: Mapping[str, Any], value: str) -> float:
     """Returns half of a value's relative interval: of a sustained one half of its drift, else that of the samples."""
-    is_sustained = KIND_OF_VALUE.get(value) == "sustained"
-    half = row.get("drift" if is_sustained else "half_width_fraction")
+    name, share = ("drift", 0.5) if KIND_OF_VALUE.get(value) == "sustained" else ("half_width_fraction", 1.0)
+    half = row.get(name)
     # One sample says nothing of its own spread.
-    return 0.0 if half is None or half != half else half / 2 if is_sustained else half
+    return 0.0 if half is None or half != half else share * half
 
 
 def by_session(row: Mapping[str, Any], value: str) -> dict[str, float]:
