@@ -1,4 +1,4 @@
-"""Each fused kernel beside what users would take instead: eager PyTorch, torch.compile, Liger.
+"""Each fused kernel beside what users would take instead: eager PyTorch, torch.compile, Liger, QuACK.
 
 An operation is given by its tensors and its formula; the implementations are held to the formula in fp64, see
 `contest`. Ideal bytes are those that must be read and written once; the ceiling is the session's copy, or its matrix
@@ -39,7 +39,6 @@ class Operation:
 
     Attributes:
         shapes: of the tensors to differentiate by; has_targets: class numbers come after them.
-        liger: the name of Liger's function, None where it has none.
         elements: read and written of each of the first tensor's, forward and backward; flops: (rows, columns) → FLOPs
             of a forward pass, where products bound the operation.
         passes: without "forward" where a forward pass computes the gradients too.
@@ -47,7 +46,6 @@ class Operation:
 
     ours: Callable
     formula: Callable
-    liger: str | None
     shapes: Callable[[int, int], Sequence[tuple[int, ...]]]
     elements: tuple[int, int] = (0, 0)
     flops: Callable[[int, int], int] | None = None
@@ -89,24 +87,24 @@ def _mlp_shapes(rows: int, columns: int) -> list[tuple[int, ...]]:
 
 OPERATIONS = {
     "rms_norm": Operation(
-        lambda x, w, r: rms_norm(x, w, EPS, r), _rms_norm, "rms_norm", _norm_shapes(1), elements=(4, 4)
+        lambda x, w, r: rms_norm(x, w, EPS, r), _rms_norm, _norm_shapes(1), elements=(4, 4)
     ),
     "layer_norm": Operation(
-        lambda x, w, b, r: layer_norm(x, w, b, EPS, r), _layer_norm, None, _norm_shapes(2), elements=(4, 4)
+        lambda x, w, b, r: layer_norm(x, w, b, EPS, r), _layer_norm, _norm_shapes(2), elements=(4, 4)
     ),
     "swiglu": Operation(
-        swiglu, lambda gate, up: F.silu(gate) * up, "swiglu", lambda n, c: [(n, c), (n, c)], elements=(3, 5)
+        swiglu, lambda gate, up: F.silu(gate) * up, lambda n, c: [(n, c), (n, c)], elements=(3, 5)
     ),
     "cross_entropy": Operation(
-        cross_entropy, _cross_entropy, "cross_entropy", lambda n, c: [(n, c)], elements=(1, 2), has_targets=True
+        cross_entropy, _cross_entropy, lambda n, c: [(n, c)], elements=(1, 2), has_targets=True
     ),
     "linear_cross_entropy": Operation(
-        linear_cross_entropy, lambda h, w, t: _cross_entropy(h @ w.T, t), "fused_linear_cross_entropy",
+        linear_cross_entropy, lambda h, w, t: _cross_entropy(h @ w.T, t),
         lambda n, c: [(n, c), (VOCABULARY, c)], flops=lambda n, c: 2 * n * c * VOCABULARY, has_targets=True,
         passes=PASSES[1:],
     ),
     "gelu_mlp": Operation(
-        gelu_mlp, _mlp, None, _mlp_shapes, flops=lambda n, c: 4 * n * c * _mlp_shapes(n, c)[2][0]
+        gelu_mlp, _mlp, _mlp_shapes, flops=lambda n, c: 4 * n * c * _mlp_shapes(n, c)[2][0]
     ),
 }  # fmt: skip
 
@@ -151,11 +149,12 @@ class FusedContest(Contest):
     def unavailable(self, impl: str) -> str | None:
         if impl == "compiled" and self.device.kind != "cuda":
             return "is compiled on a GPU only"
-        if impl == "liger":
-            if self.operation.liger is None:
-                return "Liger has no such operation"
-            if self.device.kind != "cuda" or importlib.util.find_spec("liger_kernel") is None:
-                return "Liger is not installed, or there is no GPU"
+        if impl in PACKAGES:
+            package, operations, _ = PACKAGES[impl]
+            if self.parameters["operation"] not in operations:
+                return f"{package} has no such operation"
+            if self.device.kind != "cuda" or importlib.util.find_spec(package) is None:
+                return f"{package} is not installed, or there is no GPU"
         return None
 
     @functools.cached_property
@@ -170,7 +169,8 @@ class FusedContest(Contest):
         }
 
     def forward(self, impl: str) -> Tensor | tuple[Tensor, ...]:
-        function = _liger(self.operation.liger) if impl == "liger" else self._functions[impl]
+        of_package = PACKAGES[impl][2](self.parameters["operation"]) if impl in PACKAGES else None
+        function = of_package or self._functions[impl]
         return function(*self.inputs, *self.others)
 
     def both(self, impl: str) -> tuple[Tensor, ...]:
@@ -238,8 +238,25 @@ def _liger(name: str) -> Callable:
 
     if name == "rms_norm":
         return lambda x, w, r: liger.liger_fused_add_rms_norm(x, r, w, EPS, in_place=False)
-    if name == "fused_linear_cross_entropy":
+    if name == "linear_cross_entropy":
         return liger.liger_fused_linear_cross_entropy
     if name == "cross_entropy":  # it overwrites its logits
         return lambda logits, targets: liger.liger_cross_entropy(logits.clone(), targets)
     return liger.liger_swiglu
+
+
+@functools.cache
+def _quack(name: str) -> Callable:
+    import quack
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    if name == "rms_norm":
+        return lambda x, w, r: quack.rmsnorm(x, w, residual=r, eps=EPS, prenorm=True)
+    return quack.cross_entropy if name == "cross_entropy" else chunked_linear_cross_entropy
+
+
+PACKAGES = {
+    "liger": ("liger_kernel", ("rms_norm", "swiglu", "cross_entropy", "linear_cross_entropy"), _liger),
+    "quack": ("quack", ("rms_norm", "cross_entropy", "linear_cross_entropy"), _quack),
+}
+"""Others' packages by implementation: what to import, the operations that it has, and what gives their functions."""

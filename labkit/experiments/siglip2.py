@@ -140,17 +140,38 @@ class Batch:
 
 def _encoder(batch: Batch, way: str) -> tuple[nn.Module, Callable[[], Tensor]]:
     """Returns an encoder in training mode, and its forward pass of the batch."""
-    impl, _, compiled = way.partition(COMPILED[:2])
-    recomputed = batch.config.num_layers if impl.strip() == RECOMPUTED else 0
-    impl = "fused" if recomputed else impl.strip()
+    impl, _, change = way.removesuffix(COMPILED).partition(", ")
+    recomputed = batch.config.num_layers if way == RECOMPUTED else 0
     options = {"device": batch.patches.device, "dtype": batch.patches.dtype}
     model = Siglip2Encoder(batch.config, impl, recomputed=recomputed, **options).train()
+    if attend := _other_attention(change):
+        for layer in model.layers:
+            layer.self_attn.attend = attend
     # What takes a packing gets it as it would from a loader of data; the others read the grids themselves.
     grids = model.pack(batch.grids) if IMPLS.index(impl) >= IMPLS.index("positions") else batch.grids
-    if compiled:
+    if way.endswith(COMPILED):
         for layer in model.layers:
             layer.compile(fullgraph=impl != "eager", dynamic=False)
     return model, functools.partial(model, batch.patches, grids)
+
+
+def _other_attention(name: str) -> Callable[[Tensor, Tensor, int], Tensor] | None:
+    """Returns what takes the place of `flash_attention_qkv`, None for another name; raises Skip if not installed."""
+    if name == "FlashAttention-2":  # PyTorch's copy of it
+        from torch.nn.attention.varlen import varlen_attn
+
+        return lambda qkv, cu_seqlens, longest: varlen_attn(*qkv.unbind(1), *2 * [cu_seqlens], *2 * [longest])
+    if name == "FlashAttention-4":
+        if importlib.util.find_spec("flash_attn") is None:
+            raise Skip("flash-attn-4 is not installed")
+        from flash_attn.cute import flash_attn_varlen_func
+
+        def attend(qkv: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+            packing = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+            return flash_attn_varlen_func(*qkv.unbind(1), **packing, max_seqlen_q=longest, max_seqlen_k=longest)[0]
+
+        return attend
+    return None
 
 
 def _transformers(batch: Batch, way: str) -> tuple[nn.Module, Callable[[], Tensor]]:
@@ -248,7 +269,7 @@ def _timed(device: hardware.Device, call: Callable, case: Case, is_captured: boo
 
 def _can_be_captured(way: str) -> bool:
     """Whether a way reads nothing from the device while it runs."""
-    return way.split(" +")[0] in (*IMPLS[IMPLS.index("positions") :], RECOMPUTED)
+    return way.removesuffix(COMPILED).split(",")[0] in IMPLS[IMPLS.index("positions") :]
 
 
 def _graph_breaks() -> int:

@@ -120,7 +120,12 @@ def masked_attention(q_MHD: Tensor, k_MHD: Tensor, v_MHD: Tensor, grids_I2: Tens
 
 
 class Attention(nn.Module):
-    """Attention within each image; from "attention" on q, k and v are one projection, in state dicts still three."""
+    """Attention within each image; from "attention" on q, k and v are one projection, in state dicts still three.
+
+    `attend` then gets that, cumulative lengths and the longest, like `flash_attention_qkv`; others may be set.
+    """
+
+    attend = staticmethod(flash_attention_qkv)
 
     def __init__(self, config: Siglip2Config, step: int, **factory):
         super().__init__()
@@ -138,7 +143,7 @@ class Attention(nn.Module):
         if self.step >= ATTENTION:
             qkv = self.qkv_proj
             qkv_MF = norm_linear(x_MC, qkv.weight, qkv.bias, norm) if norm else qkv(x_MC)
-            out_MHD = flash_attention_qkv(qkv_MF.unflatten(1, (3, self.num_heads, -1)), cu_seqlens, longest)
+            out_MHD = self.attend(qkv_MF.unflatten(1, (3, self.num_heads, -1)), cu_seqlens, longest)
         else:
             projections = (self.q_proj, self.k_proj, self.v_proj)
             qkv_MHD = [project(x_MC).unflatten(1, (self.num_heads, -1)) for project in projections]
