@@ -248,11 +248,14 @@ def _liger(name: str) -> Callable:
 @functools.cache
 def _quack(name: str) -> Callable:
     import quack
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
     if name == "rms_norm":
         return lambda x, w, r: quack.rmsnorm(x, w, residual=r, eps=EPS, prenorm=True)
-    return quack.cross_entropy if name == "cross_entropy" else chunked_linear_cross_entropy
+    if name == "cross_entropy":
+        return quack.cross_entropy
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    return chunked_linear_cross_entropy
 
 
 PACKAGES = {

@@ -60,19 +60,26 @@ def _tiling(x_NC: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
     return tuple(-(-size // of_tile) for size, of_tile in zip(x_NC.shape, tile.values(), strict=True)), tile
 
 
+def _rows(*tensors: Tensor) -> list[Tensor]:
+    """Returns the tensors as (rows, columns), dense ones in rows of a tile: its elements are then adjacent."""
+    if tensors[0].numel() % WIDTHS[0] == 0 and all(x.is_contiguous() for x in tensors):
+        return [x.view(-1, WIDTHS[0]) for x in tensors]
+    return [rows_of(x) for x in tensors]
+
+
 @operator("swiglu")
 def _forward(gate: Tensor, up: Tensor) -> Tensor:
-    y, gate_NC, up_NC = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device), rows_of(gate), rows_of(up)
+    y, read = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device), _rows(gate, up)
     if y.numel():
-        (grid, tile), strides = _tiling(gate_NC), (gate_NC.stride(0), up_NC.stride(0))
-        wrap_triton(swiglu_fwd_kernel)[grid](gate_NC, up_NC, y, *strides, *gate_NC.shape, **tile)
+        (grid, tile), strides = _tiling(read[0]), [x_NC.stride(0) for x_NC in read]
+        wrap_triton(swiglu_fwd_kernel)[grid](*read, y, *strides, *read[0].shape, **tile)
     return y
 
 
 @operator("swiglu_backward")
 def _backward(gate: Tensor, up: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor]:
     grad_gate, grad_up = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
-    read = [rows_of(x) for x in (gate, up, grad_y)]
+    read = _rows(gate, up, grad_y)
     if gate.numel():
         (grid, tile), strides = _tiling(read[0]), [x_NC.stride(0) for x_NC in read]
         wrap_triton(swiglu_bwd_kernel)[grid](*read, grad_gate, grad_up, *strides, *read[0].shape, **tile)
