@@ -1,5 +1,6 @@
 """What the fused kernels share: how they become PyTorch operators, and what they accept."""
 
+import functools
 import threading
 from collections.abc import Callable
 
@@ -10,6 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.nn.parameter import Parameter
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from labkit.kernels.launch import REMEMBERED, Launch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IS_INTERPRETED = triton.knobs.runtime.interpret
@@ -95,13 +98,51 @@ class Launcher:
         return launch
 
 
+class DirectLauncher:
+    """A kernel that launches on its tensors' device, each time but the first without looking for what to run.
+
+    Others' kernels may depend on more than a Launch allows for: here it is kept for each grid, constant, dtype, and
+    what Triton specialises a kernel for.
+    """
+
+    def __init__(self, kernel):
+        self.kernel, self.launches = kernel, {}
+
+    def __getitem__(self, grid):
+        return functools.partial(self.launch, grid)
+
+    def launch(self, grid, *arguments, **constants) -> None:
+        described = [_specialised(argument) for argument in arguments]
+        with torch.cuda.device_of(arguments[0]):
+            key = (grid, arguments[0].device, *described, *constants.items())
+            launch = self.launches.get(key)
+            if launch is None:
+                if len(self.launches) == REMEMBERED:
+                    self.launches.clear()
+                launch = self.launches[key] = Launch(self.kernel, grid, constants)
+            launch(*arguments)
+
+
+def _specialised(argument):
+    """Returns what Triton compiles a kernel anew for: a dtype, an alignment, a number's size, a 1, a None."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if type(argument) is int:
+        return argument == 1, argument % 16 == 0, argument.bit_length() // 32
+    return type(argument)
+
+
+direct_launcher = functools.cache(DirectLauncher)
+
+
 def wrap_triton(kernel):
     """Returns what launches a kernel inside an operator, and is seen there by the compiler while it traces.
 
     PyTorch finds an operator's kernels, for the key of its cache, by the calls of this name in its source.
     """
-    is_launched = IS_INTERPRETED or getattr(_launching, "directly", False)
-    wrapped = kernel if is_launched else torch.library.wrap_triton(kernel)
+    if getattr(_launching, "directly", False) and not IS_INTERPRETED:
+        return direct_launcher(kernel)
+    wrapped = kernel if IS_INTERPRETED else torch.library.wrap_triton(kernel)
     return Launcher(kernel) if wrapped is kernel else wrapped
 
 

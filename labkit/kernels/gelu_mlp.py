@@ -19,6 +19,8 @@ Shape suffixes: M rows, C width of the residual stream, F width of the hidden la
 Source: Hendrycks & Gimpel 2016, "Gaussian Error Linear Units", section 2 (the tanh form).
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -28,6 +30,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from labkit.kernels.column_sums import column_sums
 from labkit.kernels.fused import check, check_shape, operator, rows_of, runs_kernel, wide, wrap_triton
+from labkit.kernels.launch import REMEMBERED, Launch
 from labkit.kernels.layer_norm import layer_norm
 from labkit.kernels.splits import num_multiprocessors
 
@@ -117,16 +120,21 @@ def _is_hopper(device: torch.device) -> bool:
 def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Returns z and h."""
     z, h = _empty_hidden(x, weight, bias)
-    tile = INTERPRETER if not x.is_cuda else HOPPER if _is_hopper(x.device) else GENERIC
-    size_m, size_f, size_k = tile["ROWS"], tile["COLS"], tile["DEPTH"]
-    multiprocessors = num_multiprocessors(x.device.index) if x.is_cuda else 1
-    grid = (min(-(-z.shape[0] // size_m) * -(-z.shape[1] // size_f), PROGRAMS * multiprocessors),)
-    half = [size_m, size_f // 2]
-    blocks = ((x, [size_m, size_k]), (weight, [size_f, size_k]), (z, half), (h, half))
-    described = (TensorDescriptor.from_tensor(*pair) for pair in blocks)
+    launch, blocks = _linear_gelu_launch(x.device, x.dtype, (*z.shape, x.shape[1]), bias.data_ptr() % 16)
     with torch.cuda.device_of(x):
-        linear_gelu_kernel[grid](*described, bias, *z.shape, x.shape[1], **tile)
+        launch(*map(TensorDescriptor.from_tensor, (x, weight, z, h), blocks), bias)
     return z, h
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def _linear_gelu_launch(device, _dtype, sizes: tuple[int, int, int], _misalignment) -> tuple[Launch, tuple]:
+    """Returns the launch for (M, F, C), and what block of x, weight, z and h is loaded or stored at a time."""
+    tile = INTERPRETER if device.type != "cuda" else HOPPER if _is_hopper(device) else GENERIC
+    size_m, size_f, size_k = tile["ROWS"], tile["COLS"], tile["DEPTH"]
+    multiprocessors = num_multiprocessors(device.index) if device.type == "cuda" else 1
+    grid = (min(-(-sizes[0] // size_m) * -(-sizes[1] // size_f), PROGRAMS * multiprocessors),)
+    half = [size_m, size_f // 2]
+    return Launch(linear_gelu_kernel, grid, tile, sizes), ([size_m, size_k], [size_f, size_k], half, half)
 
 
 @_linear_gelu.register_fake
