@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from labkit.kernels.fused import operator, runs_kernel, wide, wrap_triton
-from labkit.kernels.norms import checked_dtype, differentiate, norm_backward, norm_forward
+from labkit.kernels.norms import checked_dtype, differentiate, norm_backward, norm_bwd_kernel, norm_forward
 
 
 @triton.jit
@@ -47,53 +47,6 @@ def layer_norm_fwd_kernel(
     tl.store(y_ptr + rows * C + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def add_pairs(a, b, other_a, other_b):
-    return a + other_a, b + other_b
-
-
-@triton.jit
-def layer_norm_bwd_kernel(
-    sum_ptr, weight_ptr, mean_ptr, scale_ptr, grad_y_ptr, grad_sum_ptr, grad_ptr, grad_x_ptr, parts_ptr,
-    stride_s, stride_gy, stride_gs, num_rows,
-    C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Each program walks along the rows, ROWS at a time, and adds its parts of ∂w and ∂b."""
-    cols = tl.arange(0, BLOCK)[None, :]
-    weight = tl.load(weight_ptr + cols, mask=cols < C, other=0.0).to(tl.float32)
-    grad_weight, grad_bias = tl.zeros((BLOCK,), dtype=tl.float32), tl.zeros((BLOCK,), dtype=tl.float32)
-    step = tl.num_programs(0) * ROWS
-    # Two numbers of a row ahead, like its elements.
-    first_rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    next_mean = tl.load(mean_ptr + first_rows, mask=first_rows < num_rows, other=0.0)
-    next_scale = tl.load(scale_ptr + first_rows, mask=first_rows < num_rows, other=0.0)
-    for first in tl.range(tl.program_id(0) * ROWS, num_rows, step, num_stages=STAGES):
-        rows = tl.cast(first, tl.int64) + tl.arange(0, ROWS)[:, None]
-        inside = (rows < num_rows) & (cols < C)
-        x = tl.load(sum_ptr + rows * stride_s + cols, mask=inside, other=0.0).to(tl.float32)
-        grad_y = tl.load(grad_y_ptr + rows * stride_gy + cols, mask=inside, other=0.0).to(tl.float32)
-        mean, scale = next_mean, next_scale
-        next_mean = tl.load(mean_ptr + rows + step, mask=rows + step < num_rows, other=0.0)
-        next_scale = tl.load(scale_ptr + rows + step, mask=rows + step < num_rows, other=0.0)
-        # Not zero beyond C, but there grad_y is.
-        normed = (x - mean) * scale
-        grad_weight += tl.sum(grad_y * normed, axis=0)
-        grad_bias += tl.sum(grad_y, axis=0)
-        grad_normed = grad_y * weight
-        # Both sums in one reduction, for it is the threads' waiting for one another that takes time.
-        slope, shift = tl.reduce((grad_normed * normed, grad_normed), 1, add_pairs, keep_dims=True)
-        grad = scale * (grad_normed - shift / C - normed * (slope / C))
-        if grad_sum_ptr is not None:
-            grad += tl.load(grad_sum_ptr + rows * stride_gs + cols, mask=inside, other=0.0).to(tl.float32)
-        tl.store(grad_ptr + rows * C + cols, grad.to(grad_ptr.dtype.element_ty), mask=inside)
-        if grad_x_ptr is not None:
-            tl.store(grad_x_ptr + rows * C + cols, grad.to(grad_x_ptr.dtype.element_ty), mask=inside)
-    cols = tl.arange(0, BLOCK)
-    parts_ptr += tl.program_id(0) * 2 * C
-    tl.store(parts_ptr + cols, grad_weight, mask=cols < C)
-    tl.store(parts_ptr + C + cols, grad_bias, mask=cols < C)
-
-
 @operator("layer_norm")
 def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
@@ -106,8 +59,7 @@ def _backward(
     total: Tensor, weight: Tensor, mean: Tensor, scale: Tensor, grad_y: Tensor, grad_total: Tensor | None,
     x_dtype: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
-    kernel = wrap_triton(layer_norm_bwd_kernel)
-    return norm_backward(kernel, total, weight, [mean, scale], grad_y, grad_total, 2, x_dtype)
+    return norm_backward(wrap_triton(norm_bwd_kernel), total, weight, mean, scale, grad_y, grad_total, x_dtype)
 
 
 differentiate(_forward, _backward, num_parameters=2)

@@ -1,8 +1,9 @@
-"""What RMSNorm and LayerNorm share around their kernels: launches, autograd, checks.
+"""What RMSNorm and LayerNorm share: the backward kernel, launches, autograd, checks.
 
-Forward, a program takes whole rows into registers. Backward, programs stay on their multiprocessor and walk along rows,
-the next ones on their way to shared memory; each adds its part of the parameters' gradients in registers, in fp32, and
-one more kernel adds the parts: no atomics, so bit-equal repeats.
+Forward, a program takes whole rows into registers. Backward, programs stay on their multiprocessor and walk from row to
+row, the next ones on their way to shared memory; each adds its part of the parameters' gradients in registers, in fp32,
+and one more kernel adds the parts: no atomics, so bit-equal repeats. There a row is read in pieces of a power of two:
+padded to one, a row of 2,560 columns would be computed as 4,096, and arithmetic would bound the kernel.
 
 Shape suffixes: N rows, C columns, P programs.
 """
@@ -11,17 +12,19 @@ from collections.abc import Sequence
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from labkit.kernels.column_sums import add_columns
 from labkit.kernels.fused import IS_INTERPRETED, autocast_dtype, check, check_shape, rows_of, runs_kernel
 from labkit.kernels.splits import num_multiprocessors
 
-# 32 elements of a row a thread, of 1,024 threads.
-MAX_COLUMNS = 32768
-# Of programs that stay: warps of a multiprocessor where a row is long, and the most bytes that one has on their way to
+MAX_COLUMNS = 32768  # 32 elements of a row a thread, of 1,024 threads
+# Of programs that stay: elements of a piece a warp; most pieces of a row; pieces that a multiprocessor has registers for
+# at once, with one parameter's gradient and with two; its most programs; most bytes that one of them has on their way to
 # shared memory, which every device since Ampere has.
-STAYING_WARPS, BYTES_AHEAD, MAX_STAGES = 8, 98304, 3
+PIECE, MAX_PIECES, PIECES_AT_ONCE, MAX_PROGRAMS = 256, 4, {1: 50, 2: 38}, 16
+BYTES_AHEAD, MAX_STAGES = 98304, 3
 INTERPRETED_PROGRAMS = 3
 
 
@@ -31,19 +34,85 @@ def row_tile(num_columns: int) -> dict[str, int]:
     return {"C": num_columns, "BLOCK": block, "ROWS": max(1, 2048 // block), "num_warps": min(max(block // 512, 2), 32)}
 
 
-def walk_tile(num_columns: int, bytes_a_column: int) -> tuple[dict[str, int], int]:
+def walk_tile(num_columns: int, bytes_a_column: int, num_parameters: int) -> tuple[dict[str, int], int]:
     """Returns the constants of a launch whose programs stay, and these for each multiprocessor.
 
-    A thread has 32 elements of a step, of several rows where they are short: threads wait for one another at each sum
-    along a row, and rows that are summed together wait once. `bytes_a_column` are read of a row for each column.
+    A program takes a row at a time, a thread 8 elements of each piece. `bytes_a_column` are read of a row for each
+    column.
     """
-    block = triton.next_power_of_2(num_columns)
-    num_warps = min(max(block // 1024, 4), 32)
-    programs = 4 if block <= 2048 else max(1, STAYING_WARPS // num_warps)
-    rows = max(1, 4096 // block)
-    stages = min(1 + BYTES_AHEAD // (rows * block * bytes_a_column), MAX_STAGES)
-    tile = {"C": num_columns, "BLOCK": block, "ROWS": rows, "STAGES": stages, "num_warps": num_warps}
+    num_warps = triton.next_power_of_2(-(-num_columns // (PIECE * MAX_PIECES)))
+    pieces = -(-num_columns // (PIECE * num_warps))
+    programs = min(max(1, PIECES_AT_ONCE[num_parameters] // (num_warps * pieces)), MAX_PROGRAMS)
+    stages = min(1 + BYTES_AHEAD // (pieces * PIECE * num_warps * bytes_a_column), MAX_STAGES)
+    tile = {"C": num_columns, "WIDTH": PIECE * num_warps, "PIECES": pieces, "STAGES": stages, "num_warps": num_warps}
     return tile, programs
+
+
+@triton.jit
+def add_pairs(a, b, other_a, other_b):
+    return a + other_a, b + other_b
+
+
+@triton.jit
+def norm_bwd_kernel(
+    sum_ptr, weight_ptr, mean_ptr, scale_ptr, grad_y_ptr, grad_sum_ptr, grad_ptr, grad_x_ptr, parts_ptr,
+    stride_s, stride_gy, stride_gs, num_rows,
+    C: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Each program walks along the rows, and adds its part of ∂w and, of LayerNorm, which has means, of ∂b."""
+    lanes = tl.arange(0, WIDTH)
+    weights, grad_weights, grad_biases = (), (), ()
+    for piece in tl.static_range(PIECES):
+        cols = piece * WIDTH + lanes
+        weights += (tl.load(weight_ptr + cols, mask=cols < C, other=0.0).to(tl.float32),)
+        grad_weights += (tl.zeros((WIDTH,), dtype=tl.float32),)
+        if mean_ptr is not None:
+            grad_biases += (tl.zeros((WIDTH,), dtype=tl.float32),)
+    step = tl.num_programs(0)
+    # Two numbers of a row ahead, like its elements.
+    next_mean = 0.0 if mean_ptr is None else tl.load(mean_ptr + tl.program_id(0), mask=tl.program_id(0) < num_rows)
+    next_scale = tl.load(scale_ptr + tl.program_id(0), mask=tl.program_id(0) < num_rows)
+    for number in tl.range(tl.program_id(0), num_rows, step, num_stages=STAGES):
+        row = tl.cast(number, tl.int64)
+        mean, scale = next_mean, next_scale
+        if mean_ptr is not None:
+            next_mean = tl.load(mean_ptr + row + step, mask=row + step < num_rows)
+        next_scale = tl.load(scale_ptr + row + step, mask=row + step < num_rows)
+        normed, grad_normed, weights_now, biases_now = (), (), (), ()
+        slopes, shifts = tl.zeros((WIDTH,), dtype=tl.float32), tl.zeros((WIDTH,), dtype=tl.float32)
+        for piece in tl.static_range(PIECES):
+            cols = piece * WIDTH + lanes
+            x = tl.load(sum_ptr + row * stride_s + cols, mask=cols < C, other=0.0).to(tl.float32)
+            grad_y = tl.load(grad_y_ptr + row * stride_gy + cols, mask=cols < C, other=0.0).to(tl.float32)
+            # Not zero beyond C, but there grad_y is.
+            normed += ((x - mean) * scale,)
+            grad_normed += (grad_y * weights[piece],)
+            weights_now += (grad_weights[piece] + grad_y * normed[piece],)
+            if mean_ptr is not None:
+                biases_now += (grad_biases[piece] + grad_y,)
+            slopes += grad_normed[piece] * normed[piece]
+            shifts += grad_normed[piece]
+        grad_weights = weights_now
+        if mean_ptr is not None:
+            grad_biases = biases_now
+        # Both sums in one reduction, for it is the threads' waiting for one another that takes time.
+        slope, shift = tl.reduce((slopes, shifts), 0, add_pairs)
+        shift = 0.0 if mean_ptr is None else shift
+        for piece in tl.static_range(PIECES):
+            cols = piece * WIDTH + lanes
+            grad = scale * (grad_normed[piece] - shift / C - normed[piece] * (slope / C))
+            if grad_sum_ptr is not None:
+                grad += tl.load(grad_sum_ptr + row * stride_gs + cols, mask=cols < C, other=0.0).to(tl.float32)
+            tl.store(grad_ptr + row * C + cols, grad.to(grad_ptr.dtype.element_ty), mask=cols < C)
+            if grad_x_ptr is not None:
+                tl.store(grad_x_ptr + row * C + cols, grad.to(grad_x_ptr.dtype.element_ty), mask=cols < C)
+    num_parameters: tl.constexpr = 1 if mean_ptr is None else 2
+    parts_ptr += tl.program_id(0) * num_parameters * C
+    for piece in tl.static_range(PIECES):
+        cols = piece * WIDTH + lanes
+        tl.store(parts_ptr + cols, grad_weights[piece], mask=cols < C)
+        if mean_ptr is not None:
+            tl.store(parts_ptr + C + cols, grad_biases[piece], mask=cols < C)
 
 
 def norm_forward(
@@ -74,10 +143,10 @@ def norm_backward(
     kernel,
     total: Tensor,
     weight: Tensor,
-    statistics: Sequence[Tensor],
+    mean: Tensor | None,
+    scale: Tensor,
     grad_y: Tensor,
     grad_total: Tensor | None,
-    num_parameters: int,
     x_dtype: torch.dtype,
 ) -> list[Tensor]:
     """Returns the gradients of the sum, of the parameters (one a row), and that of x if its dtype is another."""
@@ -85,14 +154,14 @@ def norm_backward(
     grad_x = None if x_dtype == total.dtype else torch.empty(total.shape, dtype=x_dtype, device=total.device)
     read = [None if x is None else rows_of(x) for x in (total, grad_y, grad_total)]
     # Columns are a constant of the kernels, no symbol of the compiler's.
-    tile, programs = walk_tile(int(weight.shape[0]), sum(x.element_size() for x in read if x is not None))
+    num_columns, num_parameters = int(weight.shape[0]), 1 if mean is None else 2
+    tile, programs = walk_tile(num_columns, sum(x.element_size() for x in read if x is not None), num_parameters)
     programs = INTERPRETED_PROGRAMS if IS_INTERPRETED else programs * num_multiprocessors(total.device.index)
-    shape = programs, num_parameters * weight.shape[0]
-    parts_PC = torch.empty(shape, dtype=torch.float32, device=weight.device)
+    parts_PC = torch.empty((programs, num_parameters * num_columns), dtype=torch.float32, device=weight.device)
     strides = [0 if x is None else x.stride(0) for x in read]
     total_NC, *gradients = read
     kernel[(programs,)](
-        total_NC, weight.contiguous(), *statistics, *gradients, grad, grad_x, parts_PC, *strides, total_NC.shape[0],
+        total_NC, weight.contiguous(), mean, scale, *gradients, grad, grad_x, parts_PC, *strides, total_NC.shape[0],
         **tile,
     )  # fmt: skip
     sums = add_columns(parts_PC, weight.dtype).view(num_parameters, -1)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from labkit.kernels.fused import operator, runs_kernel, wide, wrap_triton
-from labkit.kernels.norms import checked_dtype, differentiate, norm_backward, norm_forward
+from labkit.kernels.norms import checked_dtype, differentiate, norm_backward, norm_bwd_kernel, norm_forward
 
 
 @triton.jit
@@ -40,40 +40,6 @@ def rms_norm_fwd_kernel(
     tl.store(y_ptr + rows * C + cols, (x * scale * weight).to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def rms_norm_bwd_kernel(
-    sum_ptr, weight_ptr, scale_ptr, grad_y_ptr, grad_sum_ptr, grad_ptr, grad_x_ptr, parts_ptr,
-    stride_s, stride_gy, stride_gs, num_rows,
-    C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Each program walks along the rows, ROWS at a time, and adds its part of ∂w."""
-    cols = tl.arange(0, BLOCK)[None, :]
-    weight = tl.load(weight_ptr + cols, mask=cols < C, other=0.0).to(tl.float32)
-    grad_weight = tl.zeros((BLOCK,), dtype=tl.float32)
-    step = tl.num_programs(0) * ROWS
-    # One number of a row ahead, like its elements.
-    first_rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    next_scale = tl.load(scale_ptr + first_rows, mask=first_rows < num_rows, other=0.0)
-    for first in tl.range(tl.program_id(0) * ROWS, num_rows, step, num_stages=STAGES):
-        rows = tl.cast(first, tl.int64) + tl.arange(0, ROWS)[:, None]
-        inside = (rows < num_rows) & (cols < C)
-        x = tl.load(sum_ptr + rows * stride_s + cols, mask=inside, other=0.0).to(tl.float32)
-        grad_y = tl.load(grad_y_ptr + rows * stride_gy + cols, mask=inside, other=0.0).to(tl.float32)
-        scale = next_scale
-        next_scale = tl.load(scale_ptr + rows + step, mask=rows + step < num_rows, other=0.0)
-        normed = x * scale
-        grad_weight += tl.sum(grad_y * normed, axis=0)
-        slope = tl.sum(grad_y * weight * normed, axis=1, keep_dims=True)
-        grad = scale * (grad_y * weight - normed * (slope / C))
-        if grad_sum_ptr is not None:
-            grad += tl.load(grad_sum_ptr + rows * stride_gs + cols, mask=inside, other=0.0).to(tl.float32)
-        tl.store(grad_ptr + rows * C + cols, grad.to(grad_ptr.dtype.element_ty), mask=inside)
-        if grad_x_ptr is not None:
-            tl.store(grad_x_ptr + rows * C + cols, grad.to(grad_x_ptr.dtype.element_ty), mask=inside)
-    cols = tl.arange(0, BLOCK)
-    tl.store(parts_ptr + tl.program_id(0) * C + cols, grad_weight, mask=cols < C)
-
-
 @operator("rms_norm")
 def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> list[Tensor]:
     return norm_forward(wrap_triton(rms_norm_fwd_kernel), x, residual, [weight], 1, eps, dtype)
@@ -83,8 +49,7 @@ def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, dty
 def _backward(
     total: Tensor, weight: Tensor, scale: Tensor, grad_y: Tensor, grad_total: Tensor | None, x_dtype: torch.dtype
 ) -> list[Tensor]:
-    kernel = wrap_triton(rms_norm_bwd_kernel)
-    return norm_backward(kernel, total, weight, [scale], grad_y, grad_total, 1, x_dtype)
+    return norm_backward(wrap_triton(norm_bwd_kernel), total, weight, None, scale, grad_y, grad_total, x_dtype)
 
 
 differentiate(_forward, _backward, num_parameters=1)

@@ -16,7 +16,7 @@ from torch.nn.functional import silu
 
 from labkit.kernels.fused import check, check_shape, operator, rows_of, runs_kernel, wide, wrap_triton
 
-TILE = 4096  # elements: 32 of a thread, in loads of 16 bytes
+TILE = 1024  # elements: 8 of a thread, loads of 16 bytes
 WIDTHS = (1024, 512, 256)  # of a tile: the first that divides the columns, else the last
 
 
