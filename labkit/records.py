@@ -250,7 +250,7 @@ def _parse(text: bytes) -> Any:
 
 def _line(content: Any) -> bytes:
     """Returns a value as a line of JSON; raises ValueError for what JSON has not."""
-    return (json.dumps(content, sort_keys=True, allow_nan=False) + "\n").encode("utf-8")
+    return (json.dumps(content, sort_keys=True, allow_nan=False, separators=(",", ":")) + "\n").encode("utf-8")
 
 
 def _rounded(value: Any) -> Any:

@@ -189,11 +189,11 @@ def check_operators(device: str = "cpu") -> None:
     by, targets = RotaryEmbedding(12, 9, 1e4, device=device), torch.randint(40, (5,), device=device)
     grad_y, narrow = x(5, 40, dtype=torch.bfloat16), torch.bfloat16
     for operation, arguments in (
-        (rms_norm._forward, (branch, leaf(5, 40), weight, EPS, narrow)),
-        (rms_norm._forward, (branch, None, weight, EPS, narrow)),
-        (rms_norm._backward, (total, x(40), statistics, grad_y, total, narrow)),
-        (layer_norm._forward, (branch, leaf(5, 40), weight, leaf(40), EPS, narrow)),
-        (layer_norm._backward, (total, x(40), statistics, statistics, grad_y, None, narrow)),
+        (norms.norm, (branch, leaf(5, 40), weight, None, EPS, narrow)),
+        (norms.norm, (branch, None, weight, None, EPS, narrow)),
+        (norms.norm_backward, (total, x(40), statistics, None, grad_y, total, narrow)),
+        (norms.norm, (branch, leaf(5, 40), weight, leaf(40), EPS, narrow)),
+        (norms.norm_backward, (total, x(40), statistics, statistics, grad_y, None, narrow)),
         (swiglu._forward, leaf(5, 80).chunk(2, dim=-1)),
         (swiglu._backward, (total, total, total)),
         (rotary._rotary, (q, k, by.cos_TD, by.sin_TD, False)),
@@ -246,7 +246,7 @@ def test_the_compiler_sees_the_kernels_inside():
     with FakeTensorMode(), torch.no_grad():
         x, weight = (torch.empty(shape, device="cuda") for shape in ((64, 768), (768,)))
         for residual in (x, None):
-            graph = make_fx(lambda x, r, w: rms_norm._forward.function(x, r, w, EPS, x.dtype))(x, residual, weight)
+            graph = make_fx(lambda x, r, w: norms.norm.function(x, r, w, None, EPS, x.dtype))(x, residual, weight)
             assert "triton_kernel_wrapper_mutation" in [str(node.target) for node in graph.graph.nodes]
 
 
@@ -345,16 +345,16 @@ def launches(columns: int, dtype: torch.dtype, residual: torch.dtype | None) -> 
         return torch.empty(shape, dtype=dtype, device="cuda")
 
     with contextlib.ExitStack() as stack:
-        for module in (column_sums, rms_norm, layer_norm, swiglu, rotary, ce):
+        for module in (column_sums, norms, swiglu, rotary, ce):
             stack.enter_context(mock.patch.object(module, "wrap_triton", Recorder))
         for module in (norms, column_sums):
             stack.enter_context(mock.patch.object(module, "num_multiprocessors", lambda index: 132))
         stack.enter_context(FakeTensorMode())
         r = None if residual is None else x(4096, columns, dtype=residual)
         statistics, table = x(4096, dtype=torch.float32), x(512, 64, dtype=torch.float32)
-        for norm, number in ((rms_norm, 1), (layer_norm, 2)):
-            y, *_ = norm._forward(x(4096, columns), r, *[x(columns)] * number, EPS, dtype)
-            norm._backward(y if r is None else r, x(columns), *[statistics] * number, y, r, dtype)
+        for bias, mean in ((None, None), (x(columns), statistics)):
+            y, *_ = norms.norm(x(4096, columns), r, x(columns), bias, EPS, dtype)
+            norms.norm_backward(y if r is None else r, x(columns), statistics, mean, y, r, dtype)
         gate, up = x(4096, 2 * columns).chunk(2, dim=-1)
         swiglu._backward(gate, up, swiglu._forward(gate, up))
         q = x(8, 512, columns // 64, 64).transpose(1, 2)
@@ -406,3 +406,29 @@ def test_every_launch_compiles_without_spilling(columns, dtype, residual, capabi
         assert re.search(r"ld\.global\S*\.v4", ptx), f"{name} loads less than 16 bytes at a time"
         if "norm_bwd" in name:
             assert re.search(r"cp\.async\.c[ag]\S+ .*, 0x10", ptx), f"{name} has no rows on their way"
+
+
+def test_a_launch_is_kept_for_what_its_kernel_was_compiled_for():
+    class Kernel:
+        arg_names = ()
+
+        def __getitem__(self, grid):
+            return lambda *arguments, **constants: ran.append((grid[:1], arguments[1:], constants))
+
+    ran, launcher, x = [], fused.Launcher(Kernel()), torch.zeros(64)
+    calls = [
+        ((1,), (x, 32), {"BLOCK": 8}),
+        ((1,), (x + 1, 48), {"BLOCK": 8}),  # of the same dtype and alignment, and a multiple of 16 too
+        ((2,), (x, 32), {"BLOCK": 8}),
+        ((1,), (x, 32), {"BLOCK": 16}),
+        ((1,), (x.half(), 32), {"BLOCK": 8}),
+        ((1,), (x[1:], 32), {"BLOCK": 8}),
+        ((1,), (x, 33), {"BLOCK": 8}),
+        ((1,), (x, 1), {"BLOCK": 8}),
+        ((1,), (x, 2**31), {"BLOCK": 8}),
+        ((1,), (x, None), {"BLOCK": 8}),
+    ]
+    for grid, arguments, constants in calls:
+        launcher[grid](*arguments, **constants)
+    assert ran == [(grid, arguments[1:], constants) for grid, arguments, constants in calls]
+    assert len(launcher.launches) == len(calls) - 1

@@ -160,18 +160,17 @@ def _other_attention(name: str) -> Callable[[Tensor, Tensor, int], Tensor] | Non
     if name == "FlashAttention-2":  # PyTorch's copy of it
         from torch.nn.attention.varlen import varlen_attn
 
-        return lambda qkv, cu_seqlens, longest: varlen_attn(*qkv.unbind(1), *2 * [cu_seqlens], *2 * [longest])
-    if name == "FlashAttention-4":
-        if importlib.util.find_spec("flash_attn") is None:
-            raise Skip("flash-attn-4 is not installed")
-        from flash_attn.cute import flash_attn_varlen_func
+        return lambda qkv, lengths, longest: varlen_attn(*qkv.unbind(1), lengths, lengths, longest, longest)
+    if name != "FlashAttention-4":
+        return None
+    if importlib.util.find_spec("flash_attn") is None:
+        raise Skip("flash-attn-4 is not installed")
+    from flash_attn.cute import flash_attn_varlen_func
 
-        def attend(qkv: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-            packing = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
-            return flash_attn_varlen_func(*qkv.unbind(1), **packing, max_seqlen_q=longest, max_seqlen_k=longest)[0]
-
-        return attend
-    return None
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    return lambda qkv, lengths, longest: flash_attn_varlen_func(
+        *qkv.unbind(1), **dict(zip(names, (lengths, lengths, longest, longest), strict=True))
+    )[0]
 
 
 def _transformers(batch: Batch, way: str) -> tuple[nn.Module, Callable[[], Tensor]]:

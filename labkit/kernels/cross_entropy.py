@@ -19,10 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from labkit.kernels.fused import (
-    Launcher,
     autocast_dtype,
     check,
     check_shape,
+    launcher,
     operator,
     rows_of,
     runs_kernel,
@@ -146,7 +146,7 @@ def _linear_forward(
             rows = slice(start, start + chunk_rows)
             logits_NV = hidden_NC[rows] @ weight_VC.T
             if num_rows:
-                Launcher(cross_entropy_fwd_kernel)[(logits_NV.shape[0],)](
+                launcher(cross_entropy_fwd_kernel)[(logits_NV.shape[0],)](
                     logits_NV, targets_N[rows], loss_N[rows], None, vocabulary, vocabulary,
                     INTO_GRADIENT=with_gradients, **_constants(vocabulary),
                 )  # fmt: skip

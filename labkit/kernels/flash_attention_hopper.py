@@ -565,16 +565,10 @@ def hopper_forward(
         parts, parts_lse = empty_parts(num_splits, q_BHSD), empty_lse(num_splits, q_BHSD)
     group = num_heads_total // num_key_heads
     numbers = (num_heads, num_heads_total, group, num_queries, num_keys, num_splits, section)
-    constants = {
-        "BLOCK_K": block_k,
-        **columns,
-        "STAGES": tiles["STAGES"],
-        "CAUSAL": causal,
-        "EVEN_K": num_keys % block_k == 0,
-        "CONSUMERS": consumers,
-        "DYNAMIC": dynamic,
-        "SPLIT": num_splits > 1,
-    }
+    constants = columns | {
+        "BLOCK_K": block_k, "STAGES": tiles["STAGES"], "CAUSAL": causal, "EVEN_K": num_keys % block_k == 0,
+        "CONSUMERS": consumers, "DYNAMIC": dynamic, "SPLIT": num_splits > 1,
+    }  # fmt: skip
     arguments = (*described, parts, parts_lse, drawn, *numbers, scale * LOG2_E)
     launch(hopper_fwd_kernel, (num_programs, 1, 1), q_BHSD.dtype, arguments, constants, consumers)
     if num_splits > 1:

@@ -580,6 +580,16 @@ def _place(
 
 
 @triton.jit
+def _loop_of(stage: tl.constexpr, begin, full_begin, full_end, end, SPLIT: tl.constexpr):
+    """The tiles before those that are visible in full (stage 0), these (1), and those behind or, unless SPLIT, all."""
+    if stage == 0:
+        return begin, full_begin
+    if stage == 1:
+        return full_begin, full_end
+    return full_end if SPLIT else begin, end
+
+
+@triton.jit
 def _share_of(begin, full_begin, full_end, end, share, num_splits, BLOCK: tl.constexpr, SPLIT_WALK: tl.constexpr):
     """The bounds of a walk cut down to one of `num_splits` equal shares; the last ones may be empty."""
     if SPLIT_WALK:
@@ -666,14 +676,7 @@ def flash_attention_fwd_kernel(
     for stage in tl.static_range(
         2 if not SPLIT else (0 if HAS_LEFT else 1), 2 if SPLIT and EVEN_K and not HAS_RIGHT else 3
     ):
-        if stage == 0:
-            loop_begin, loop_end = begin, full_begin
-        elif stage == 1:
-            loop_begin, loop_end = full_begin, full_end
-        elif SPLIT:
-            loop_begin, loop_end = full_end, end
-        else:
-            loop_begin, loop_end = begin, end
+        loop_begin, loop_end = _loop_of(stage, begin, full_begin, full_end, end, SPLIT)
         for start in tl.range(loop_begin, loop_end, BLOCK_K):
             k_tile_ptr = k_ptr + _start_of(start, stride_ks, ALIGNMENT)
             v_tile_ptr = v_ptr + _start_of(start, stride_vs, ALIGNMENT)
@@ -842,14 +845,7 @@ def flash_attention_bwd_dkdv_kernel(
         # Queries on the diagonal, past it, and at the end of a window. Rows beyond the last query are loaded as zeros
         # and have a log-sum-exp of +∞, so that they add nothing anywhere.
         for stage in tl.static_range(0 if HAS_RIGHT and SPLIT else 1, 3 if HAS_LEFT and SPLIT else 2):
-            if not SPLIT:
-                loop_begin, loop_end = begin, end
-            elif stage == 0:
-                loop_begin, loop_end = begin, full_begin
-            elif stage == 1:
-                loop_begin, loop_end = full_begin, full_end
-            else:
-                loop_begin, loop_end = full_end, end
+            loop_begin, loop_end = _loop_of(stage if SPLIT else 2, begin, full_begin, full_end, end, SPLIT)
             for start in tl.range(loop_begin, loop_end, BLOCK_Q):
                 q_tile_ptr = q_head_ptr + _start_of(start, stride_qs, ALIGNMENT)
                 g_tile_ptr = g_head_ptr + _start_of(start, stride_gs, ALIGNMENT)
@@ -972,14 +968,7 @@ def flash_attention_bwd_dq_kernel(
     for stage in tl.static_range(
         2 if not SPLIT else (0 if HAS_LEFT else 1), 2 if SPLIT and EVEN_K and not HAS_RIGHT else 3
     ):
-        if stage == 0:
-            loop_begin, loop_end = begin, full_begin
-        elif stage == 1:
-            loop_begin, loop_end = full_begin, full_end
-        elif SPLIT:
-            loop_begin, loop_end = full_end, end
-        else:
-            loop_begin, loop_end = begin, end
+        loop_begin, loop_end = _loop_of(stage, begin, full_begin, full_end, end, SPLIT)
         for start in tl.range(loop_begin, loop_end, BLOCK_K):
             k_tile_ptr = k_ptr + _start_of(start, stride_ks, ALIGNMENT)
             v_tile_ptr = v_ptr + _start_of(start, stride_vs, ALIGNMENT)

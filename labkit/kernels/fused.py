@@ -84,25 +84,10 @@ def operator(name: str, mutates_args: tuple[str, ...] = (), *, opaque: bool = Fa
 
 
 class Launcher:
-    """A kernel that launches on its tensors' device, whichever is the current one; fake tensors launch nothing."""
+    """A kernel that launches on its tensors' device, whichever is the current one; fake tensors launch nothing.
 
-    def __init__(self, kernel):
-        self.kernel = kernel
-
-    def __getitem__(self, grid):
-        def launch(*arguments, **constants):
-            if not any(isinstance(argument, FakeTensor) for argument in arguments):
-                with torch.cuda.device_of(arguments[0]):
-                    self.kernel[grid](*arguments, **constants)
-
-        return launch
-
-
-class DirectLauncher:
-    """A kernel that launches on its tensors' device, each time but the first without looking for what to run.
-
-    Others' kernels may depend on more than a Launch allows for: here it is kept for each grid, constant, dtype, and
-    what Triton specialises a kernel for.
+    What was compiled is kept for each grid, constant and dtype, and whatever else Triton compiles anew for: to find it
+    again takes the host longer than to launch it.
     """
 
     def __init__(self, kernel):
@@ -112,9 +97,10 @@ class DirectLauncher:
         return functools.partial(self.launch, grid)
 
     def launch(self, grid, *arguments, **constants) -> None:
-        described = [_specialised(argument) for argument in arguments]
+        if isinstance(arguments[0], FakeTensor):
+            return
         with torch.cuda.device_of(arguments[0]):
-            key = (grid, arguments[0].device, *described, *constants.items())
+            key = (grid, arguments[0].device, *map(_specialised, arguments), *constants.items())
             launch = self.launches.get(key)
             if launch is None:
                 if len(self.launches) == REMEMBERED:
@@ -132,7 +118,7 @@ def _specialised(argument):
     return type(argument)
 
 
-direct_launcher = functools.cache(DirectLauncher)
+launcher = functools.cache(Launcher)
 
 
 def wrap_triton(kernel):
@@ -140,10 +126,9 @@ def wrap_triton(kernel):
 
     PyTorch finds an operator's kernels, for the key of its cache, by the calls of this name in its source.
     """
-    if getattr(_launching, "directly", False) and not IS_INTERPRETED:
-        return direct_launcher(kernel)
-    wrapped = kernel if IS_INTERPRETED else torch.library.wrap_triton(kernel)
-    return Launcher(kernel) if wrapped is kernel else wrapped
+    is_launched = IS_INTERPRETED or getattr(_launching, "directly", False)
+    wrapped = kernel if is_launched else torch.library.wrap_triton(kernel)
+    return launcher(kernel) if wrapped is kernel else wrapped
 
 
 def runs_kernel(x: Tensor) -> bool:

@@ -41,7 +41,7 @@ HOPPER = {"ROWS": 128, "COLS": 128, "DEPTH": 64, "GROUP": 8, "num_warps": 4, "nu
 GENERIC = {"ROWS": 128, "COLS": 128, "DEPTH": 32, "GROUP": 8, "num_warps": 8, "num_stages": 3}
 INTERPRETER = {"ROWS": 16, "COLS": 32, "DEPTH": 16, "GROUP": 2}
 PROGRAMS = 2  # of a multiprocessor: where shared memory has room for both, one multiplies in the other's epilogue
-BLOCK_M, STEP_M, BLOCK_F = 128, 8, 256  # of a program of the elementwise kernel: rows, rows at a time, columns
+BLOCK_M, STEP_M, BLOCK_F = 256, 2, 512  # of a program of the elementwise kernel: rows, rows at a time, columns
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def gelu_bwd_kernel(
     tile = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     sums = tl.zeros((STEP_M, BLOCK_F), dtype=tl.float32)  # added across threads once, at the end
-    for step in range(0, BLOCK_M, STEP_M):
+    for step in tl.range(0, BLOCK_M, STEP_M, num_stages=3):
         rows = tile * BLOCK_M + step + tl.arange(0, STEP_M)
         inside = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
         place = rows[:, None] * num_cols + cols[None, :]

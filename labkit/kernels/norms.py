@@ -1,4 +1,10 @@
-"""What RMSNorm and LayerNorm share: the backward kernel, launches, autograd, checks.
+"""The kernels of RMSNorm and LayerNorm in Triton, alone or after the addition of a residual, and what they accept.
+
+    s = x + r (or x)    σ = 1/√(mean (s − μ)² + ε)    n = σ (s − μ)    y = n ∘ w + b
+    g = ∂y ∘ w    ∂x = ∂r = σ (g − mean g − n · mean(g ∘ n)) + ∂s    ∂w = Σ_rows ∂y ∘ n    ∂b = Σ_rows ∂y
+
+RMSNorm has no b, its μ is 0, and mean g does not enter. Memory bounds both. Elements moved: forward 2·N·C, with a
+residual 4·N·C; backward 3·N·C, with the gradient of the sum 4·N·C. Kept for backward: s, w, and μ and σ of each row.
 
 Forward, a program takes whole rows into registers. Backward, programs stay on their multiprocessor and walk from row to
 row, the next ones on their way to shared memory; each adds its part of the parameters' gradients in registers, in fp32,
@@ -8,22 +14,29 @@ padded to one, a row of 2,560 columns would be computed as 4,096, and arithmetic
 Shape suffixes: N rows, C columns, P programs.
 """
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from labkit.kernels.column_sums import add_columns
-from labkit.kernels.fused import IS_INTERPRETED, autocast_dtype, check, check_shape, rows_of, runs_kernel
+from labkit.kernels.fused import (
+    IS_INTERPRETED,
+    autocast_dtype,
+    check,
+    check_shape,
+    operator,
+    rows_of,
+    runs_kernel,
+    wrap_triton,
+)
 from labkit.kernels.splits import num_multiprocessors
 
 MAX_COLUMNS = 32768  # 32 elements of a row a thread, of 1,024 threads
-# Of programs that stay: elements of a piece a warp; most pieces of a row; pieces that a multiprocessor has registers for
-# at once, with one parameter's gradient and with two; its most programs; most bytes that one of them has on their way to
-# shared memory, which every device since Ampere has.
-PIECE, MAX_PIECES, PIECES_AT_ONCE, MAX_PROGRAMS = 256, 4, {1: 50, 2: 38}, 16
+# Of programs that stay: elements of a piece a warp, most pieces of a row, pieces in a multiprocessor's registers (with
+# one parameter's gradient and with two), its most programs.
+PIECE, MAX_PIECES, PIECES_AT_ONCE, MAX_PROGRAMS = 256, 4, {1: 50, 2: 38}, 8
+# The most bytes that one has on their way to shared memory, which every device since Ampere has.
 BYTES_AHEAD, MAX_STAGES = 98304, 3
 INTERPRETED_PROGRAMS = 3
 
@@ -49,13 +62,43 @@ def walk_tile(num_columns: int, bytes_a_column: int, num_parameters: int) -> tup
 
 
 @triton.jit
+def norm_fwd_kernel(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, sum_ptr, scale_ptr, mean_ptr, stride_x, stride_r, num_rows, eps,
+    C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One program normalises ROWS rows, around their means if there is a bias."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    cols = tl.arange(0, BLOCK)[None, :]
+    inside = (rows < num_rows) & (cols < C)
+    x = tl.load(x_ptr + rows * stride_x + cols, mask=inside, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        x += tl.load(residual_ptr + rows * stride_r + cols, mask=inside, other=0.0).to(tl.float32)
+        # What is normalised is the sum as stored, which backward reads.
+        rounded = x.to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + rows * C + cols, rounded, mask=inside)
+        x = rounded.to(tl.float32)
+    weight = tl.load(weight_ptr + cols, mask=cols < C, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        mean = tl.sum(x, axis=1, keep_dims=True) / C
+        tl.store(mean_ptr + rows, mean, mask=rows < num_rows)
+        # Beyond C are zeros, which are not at the mean and must not count.
+        x = tl.where(cols < C, x - mean, 0.0)
+    scale = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / C + eps)
+    tl.store(scale_ptr + rows, scale, mask=rows < num_rows)
+    y = x * scale * weight
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + cols, mask=cols < C, other=0.0).to(tl.float32)
+    tl.store(y_ptr + rows * C + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def add_pairs(a, b, other_a, other_b):
     return a + other_a, b + other_b
 
 
 @triton.jit
 def norm_bwd_kernel(
-    sum_ptr, weight_ptr, mean_ptr, scale_ptr, grad_y_ptr, grad_sum_ptr, grad_ptr, grad_x_ptr, parts_ptr,
+    sum_ptr, weight_ptr, scale_ptr, mean_ptr, grad_y_ptr, grad_sum_ptr, grad_ptr, grad_x_ptr, parts_ptr,
     stride_s, stride_gy, stride_gs, num_rows,
     C: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -115,40 +158,31 @@ def norm_bwd_kernel(
             tl.store(parts_ptr + C + cols, grad_biases[piece], mask=cols < C)
 
 
-def norm_forward(
-    kernel,
-    x: Tensor,
-    residual: Tensor | None,
-    parameters: Sequence[Tensor],
-    num_statistics: int,
-    eps: float,
-    dtype: torch.dtype,
+@operator("norm")
+def norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Returns [y, statistics of the rows in fp32, sum if there is a residual] as computed by a wrapped kernel."""
+    """Returns [y, σ of each row, μ of each row with a bias, sum with a residual], σ and μ in fp32."""
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    statistics = [torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) for _ in range(num_statistics)]
+    per_row = {"size": x.shape[:-1], "dtype": torch.float32, "device": x.device}
+    statistics = [torch.empty(**per_row) for _ in range(1 if bias is None else 2)]
     total = None if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
     x_NC, residual_NC = rows_of(x), None if residual is None else rows_of(residual)
     tile = row_tile(int(x.shape[-1]))
     if x.numel():
         strides = x_NC.stride(0), 0 if residual is None else residual_NC.stride(0)
-        kernel[(-(-x_NC.shape[0] // tile["ROWS"]),)](
-            x_NC, residual_NC, *(p.contiguous() for p in parameters), y, total, *statistics, *strides, x_NC.shape[0],
-            eps, **tile,
+        wrap_triton(norm_fwd_kernel)[(-(-x_NC.shape[0] // tile["ROWS"]),)](
+            x_NC, residual_NC, weight.contiguous(), None if bias is None else bias.contiguous(), y, total,
+            *(*statistics, None)[:2], *strides, x_NC.shape[0], eps, **tile,
         )  # fmt: skip
     return [y, *statistics] if total is None else [y, *statistics, total]
 
 
+@operator("norm_backward")
 def norm_backward(
-    kernel,
-    total: Tensor,
-    weight: Tensor,
-    mean: Tensor | None,
-    scale: Tensor,
-    grad_y: Tensor,
-    grad_total: Tensor | None,
+    total: Tensor, weight: Tensor, scale: Tensor, mean: Tensor | None, grad_y: Tensor, grad_total: Tensor | None,
     x_dtype: torch.dtype,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Returns the gradients of the sum, of the parameters (one a row), and that of x if its dtype is another."""
     grad = torch.empty(total.shape, dtype=total.dtype, device=total.device)
     grad_x = None if x_dtype == total.dtype else torch.empty(total.shape, dtype=x_dtype, device=total.device)
@@ -160,39 +194,34 @@ def norm_backward(
     parts_PC = torch.empty((programs, num_parameters * num_columns), dtype=torch.float32, device=weight.device)
     strides = [0 if x is None else x.stride(0) for x in read]
     total_NC, *gradients = read
-    kernel[(programs,)](
-        total_NC, weight.contiguous(), mean, scale, *gradients, grad, grad_x, parts_PC, *strides, total_NC.shape[0],
+    wrap_triton(norm_bwd_kernel)[(programs,)](
+        total_NC, weight.contiguous(), scale, mean, *gradients, grad, grad_x, parts_PC, *strides, total_NC.shape[0],
         **tile,
     )  # fmt: skip
     sums = add_columns(parts_PC, weight.dtype).view(num_parameters, -1)
     return [grad, sums] if grad_x is None else [grad, sums, grad_x]
 
 
-def differentiate(forward, backward, num_parameters: int) -> None:
-    """Gives `forward(x, residual, *parameters, eps, dtype)` its gradient.
+def _setup(ctx, inputs, output) -> None:
+    x, residual, weight, bias = inputs[:4]
+    ctx.has_residual, ctx.x_dtype = residual is not None, x.dtype
+    ctx.save_for_backward(output[-1] if ctx.has_residual else x, weight, output[1], None if bias is None else output[2])
+    # None, not zeros to be read, for a sum or a normalised tensor that nothing used.
+    ctx.set_materialize_grads(False)
 
-    It is `backward(sum, weight, *statistics, grad_y, grad_sum, x_dtype)`.
-    """
 
-    def setup_context(ctx, inputs, output) -> None:
-        x, residual, weight = inputs[:3]
-        ctx.has_residual, ctx.x_dtype = residual is not None, x.dtype
-        _, *statistics = output[:-1] if ctx.has_residual else output
-        ctx.save_for_backward(output[-1] if ctx.has_residual else x, weight, *statistics)
-        # None, not zeros to be read, for a sum or a normalised tensor that nothing used.
-        ctx.set_materialize_grads(False)
+def _gradients(ctx, grads):
+    grad_y, grad_total, of_parameters = grads[0], grads[-1] if ctx.has_residual else None, (None, None)
+    if grad_y is None:
+        grad = grad_total
+        grad_x = None if grad is None else grad.to(ctx.x_dtype)
+    else:
+        grad, sums, *others = norm_backward(*ctx.saved_tensors, grad_y, grad_total, ctx.x_dtype)
+        grad_x, of_parameters = others[0] if others else grad, (*sums, None)[:2]
+    return grad_x, grad if ctx.has_residual else None, *of_parameters, None, None
 
-    def gradients(ctx, grads):
-        grad_y, grad_total = grads[0], grads[-1] if ctx.has_residual else None
-        if grad_y is None:
-            grad, of_parameters = grad_total, [None] * num_parameters
-            grad_x = None if grad is None else grad.to(ctx.x_dtype)
-        else:
-            grad, of_parameters, *others = backward(*ctx.saved_tensors, grad_y, grad_total, ctx.x_dtype)
-            grad_x = others[0] if others else grad
-        return grad_x, grad if ctx.has_residual else None, *of_parameters, None, None
 
-    forward.register_autograd(gradients, setup_context=setup_context)
+norm.register_autograd(_gradients, setup_context=_setup)
 
 
 def checked_dtype(x: Tensor, residual: Tensor | None, **parameters: Tensor) -> torch.dtype:

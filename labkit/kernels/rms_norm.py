@@ -1,58 +1,13 @@
-"""RMSNorm in Triton, alone or after the addition of a residual, forward and backward.
-
-    s = x + r (or x)    σ = 1/√(mean s² + ε)    n = σ s    y = n ∘ w
-    g = ∂y ∘ w    ∂x = ∂r = σ (g − n · mean(g ∘ n)) + ∂s    ∂w = Σ_rows ∂y ∘ n
-
-Shapes: x, r, s, y (N rows, C columns), w (C,). Memory bounds it. Elements moved: forward 2·N·C, with a residual 4·N·C;
-backward 3·N·C, with the gradient of the sum 4·N·C. Kept for backward: s, w, and σ of each row.
+"""RMSNorm, alone or after the addition of a residual; the kernels are in `norms`.
 
 Source: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization", equation 4.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from labkit.kernels.fused import operator, runs_kernel, wide, wrap_triton
-from labkit.kernels.norms import checked_dtype, differentiate, norm_backward, norm_bwd_kernel, norm_forward
-
-
-@triton.jit
-def rms_norm_fwd_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, scale_ptr, stride_x, stride_r, num_rows, eps,
-    C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """One program normalises ROWS rows."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    cols = tl.arange(0, BLOCK)[None, :]
-    inside = (rows < num_rows) & (cols < C)
-    x = tl.load(x_ptr + rows * stride_x + cols, mask=inside, other=0.0).to(tl.float32)
-    if residual_ptr is not None:
-        x += tl.load(residual_ptr + rows * stride_r + cols, mask=inside, other=0.0).to(tl.float32)
-        # What is normalised is the sum as stored, which backward reads.
-        rounded = x.to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + rows * C + cols, rounded, mask=inside)
-        x = rounded.to(tl.float32)
-    weight = tl.load(weight_ptr + cols, mask=cols < C, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / C + eps)
-    tl.store(scale_ptr + rows, scale, mask=rows < num_rows)
-    tl.store(y_ptr + rows * C + cols, (x * scale * weight).to(y_ptr.dtype.element_ty), mask=inside)
-
-
-@operator("rms_norm")
-def _forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype) -> list[Tensor]:
-    return norm_forward(wrap_triton(rms_norm_fwd_kernel), x, residual, [weight], 1, eps, dtype)
-
-
-@operator("rms_norm_backward")
-def _backward(
-    total: Tensor, weight: Tensor, scale: Tensor, grad_y: Tensor, grad_total: Tensor | None, x_dtype: torch.dtype
-) -> list[Tensor]:
-    return norm_backward(wrap_triton(norm_bwd_kernel), total, weight, None, scale, grad_y, grad_total, x_dtype)
-
-
-differentiate(_forward, _backward, num_parameters=1)
+from labkit.kernels.fused import runs_kernel, wide
+from labkit.kernels.norms import checked_dtype, norm
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -73,7 +28,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     """
     dtype = checked_dtype(x, residual, weight=weight)
     if runs_kernel(x):
-        y, _, *total = _forward(x, residual, weight, eps, dtype)
+        y, _, *total = norm(x, residual, weight, None, eps, dtype)
         return (y, *total) if total else y
     total = x if residual is None else x + residual
     y = (wide(total) * torch.rsqrt(wide(total).square().mean(-1, keepdim=True) + eps) * weight).to(dtype)

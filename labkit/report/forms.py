@@ -5,6 +5,7 @@ Each takes frames of records as `Chapter.records` gives them; rows that are not 
 
 import math
 from collections.abc import Callable, Sequence
+from textwrap import shorten
 
 import pandas as pd
 
@@ -133,8 +134,8 @@ def failures(frame: pd.DataFrame) -> list[str]:
     failed = frame[frame["status"].isin(["error", "timeout"])] if not frame.empty else frame
     if failed.empty:
         return []
-    reasons = failed["reason"].value_counts()
-    named = listing((f"{reason} ({number})" for reason, number in reasons.items()), 2)
+    reasons = failed["reason"].str.rstrip(": ").value_counts()
+    named = listing((f"{shorten(reason, 80, placeholder='…')} ({number})" for reason, number in reasons.items()), 2)
     return [f"{count(len(failed), 'measurement')} of {len(frame):,} failed: {named}."]
 
 

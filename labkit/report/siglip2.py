@@ -159,9 +159,19 @@ def findings_steps(steps: pd.DataFrame, floor: pd.DataFrame) -> list[str]:
             parts[-1] += f", of which the products alone need {percent(floor_ms(floor) / ours['sustained_ms'])}"
         if ours["is_replayed"]:
             parts.append(f"launched from Python instead of replayed {number(ours['call_ms'])}")
-        sentences.append(f"{'; '.join(parts)}.")
+        sentences.append(f"{'; '.join(parts)}.{_other_attention(steps)}")
     # What failed stands in the table as well, and takes no finding's place.
     return [" ".join([*sentences[:1], *forms.failures(steps)]), *sentences[1:]] if sentences else forms.failures(steps)
+
+
+def _other_attention(steps: pd.DataFrame) -> str:
+    """Returns a sentence on the fused encoder with others' attention, " …", or nothing."""
+    pairs = select(against(steps), phase=BOTH, workload="A")
+    pairs = pairs[pairs["way"].str.startswith("fused, Flash")]
+    parts = (
+        f"{times(row.ratio)} ({row.way.removeprefix('fused, ')}, ours {row.verdict})" for row in pairs.itertuples()
+    )
+    return f" With others' attention in place of ours it takes {listing(parts)} the time." if len(pairs) else ""
 
 
 # --- images of many sizes, and peers ---
@@ -188,7 +198,8 @@ def against(steps: pd.DataFrame) -> pd.DataFrame:
 def table_sizes(steps: pd.DataFrame) -> pd.DataFrame:
     """Returns forward and backward of images of one size and of many by way, over ours, and what is padded."""
     pairs, result = select(against(steps), phase=BOTH), []
-    for way in (way for way in dict.fromkeys(measured(steps)["way"]) if way not in STEPS[1:-1]):
+    ways = [way for way in dict.fromkeys(measured(steps)["way"]) if way not in STEPS[1:-1]]
+    for way in (way for way in ways if not way.startswith("fused, ")):
         line = {"way": NAMES.get(way, way)}
         for workload, title in (("A", "one size"), ("B", "many sizes")):
             row, pair = row_of(steps, way, workload), select(pairs, way=way, workload=workload)
@@ -310,7 +321,8 @@ def findings_accuracy(accuracy: pd.DataFrame) -> list[str]:
 
 # --- kernels ---
 
-CONTENDERS = {"ours_in_place": "ours, in place", "eager": "eager", "compiled": "torch.compile", "liger": "Liger"}
+CONTENDERS = {"eager": "eager", "compiled": "torch.compile", "liger": "Liger", "quack": "QuACK"}
+COLUMNS = {"ours_in_place": "ours, in place", **CONTENDERS}
 SHAPE = ["operation", "rows", "columns"]
 
 
@@ -346,7 +358,7 @@ def table_kernels(kernels: pd.DataFrame) -> pd.DataFrame:
         line = {"operation": f"{shape[0]}, {shape[1]:,} × {shape[2]:,}", "both (ms)": number(ours.get("median_ms"))}
         for title, key in (("forward", "ceiling_fraction_forward"), ("backward", "backward_fraction")):
             line[f"{title}, of the ceiling"] = percent(ours.get(key))
-        for impl, title in CONTENDERS.items():
+        for impl, title in COLUMNS.items():
             texts = [
                 cell(row, "ratio_to_ours", times) for row in select(group, impl=impl, name=BOTH).to_dict("records")
             ]
@@ -365,7 +377,7 @@ def findings_kernels(kernels: pd.DataFrame) -> list[str]:
         parts += [f"{operation} {listing(spans)}"] if spans else []
     if parts:
         sentences.append(f"Of the copy rate, the norms with their residual reach: {'; '.join(parts)}.")
-    others = select(rows, name=BOTH, impl=["eager", "compiled", "liger"])
+    others = select(rows, name=BOTH, impl=list(CONTENDERS))
     parts = [
         f"{CONTENDERS[impl]} {forms.tally(group)}"
         for impl, group in others[others["verdict"] != ""].groupby("impl", sort=False)
