@@ -474,7 +474,7 @@ def to_frame(records: Iterable[Record]) -> "pd.DataFrame":
     columns of case, metrics and timer.
 
     "disturbed" is True where other processes slowed a measurement down, False where they did not or nobody looked.
-    Of a row that was run back to back, "drift" is the fraction by which it changed meanwhile, and "no_energy" says why
+    Of a row that was run back to back, "drift" is the fraction by which its time changed meanwhile, "no_energy" why
     it has no joules.
     """
     import pandas as pd

@@ -484,12 +484,8 @@ def _slices(tensors: tuple[_Layout, ...], precision: str, packed: bool) -> _Slic
     # Without grad_out, whose place is the last, the strides there are anything.
     strides = _strides(*(*whole, whole[0])[:4])
     numbers = (*strides, num_heads, num_key_heads, num_queries, num_keys, *rows[:2])
-    flags = {
-        "HEAD_DIM": head_dim,
-        "PADDED_D": triton.next_power_of_2(head_dim),
-        "BLOCK": SLICES_BLOCK,
-        "SLICES": num_slices,
-    }
+    flags = {"HEAD_DIM": head_dim, "PADDED_D": triton.next_power_of_2(head_dim)}
+    flags |= {"BLOCK": SLICES_BLOCK, "SLICES": num_slices}
     grid = (triton.cdiv(max(rows), SLICES_BLOCK), len(tensors))
     launch = Launch(attention_slices_kernel, grid, flags, numbers)
     return _Slices(launch, tuple(layouts), tuple(n * row for n in rows))
@@ -542,10 +538,7 @@ def _plan_forward(
         problem.right,
         num_splits,
     )
-    flags = {
-        **_kernel_flags(operands, problem, tile, precision, num_splits),
-        **_key_walk_flags(problem, tile, num_splits),
-    }
+    flags = _kernel_flags(operands, problem, tile, precision, num_splits) | _key_walk_flags(problem, tile, num_splits)
     launch = Launch(flash_attention_fwd_kernel, (num_walks * num_splits,), flags, numbers)
     lse_shape = (problem.num_heads, num_rows) if packed else q.shape[:-1]
     combine = output_launch(layouts[3].shape, layouts[3].strides, num_splits)

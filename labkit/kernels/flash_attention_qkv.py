@@ -27,7 +27,7 @@ def _are_equal(qkv: Tensor, cu_seqlens: Tensor, longest: int | None) -> bool:
 
 def _as_batch(x_MHD: Tensor, length: int) -> Tensor:
     """Returns (sequences, H, length, D), a view."""
-    return x_MHD.unflatten(0, (-1, length)).transpose(1, 2)
+    return x_MHD.view(-1, length, *x_MHD.shape[1:]).transpose(1, 2)
 
 
 def _from_batch(x_BHSD: Tensor) -> Tensor:

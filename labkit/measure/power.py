@@ -38,8 +38,8 @@ class Sustained:
     """Calls back to back over a window of `window_s`, after `warmup_s` of the same.
 
     Attributes:
-        drift: by which fraction the time per call or the SM clock, where it can be read, changed from the window's
-            first half to its second, whichever changed more.
+        drift, clock_drift: by which fraction the time per call, and the SM clock where it can be read, changed from
+            the window's first half to its second.
         watts: mean power; None where `no_energy` says why there is none.
         sm_clock_mhz: median; temperature_c: highest; None where they cannot be read.
         load: `Monitor.summary` of window and warm-up.
@@ -50,6 +50,7 @@ class Sustained:
     window_s: float
     warmup_s: float
     drift: float
+    clock_drift: float
     watts: float | None
     no_energy: str
     sm_clock_mhz: float | None
@@ -66,7 +67,7 @@ class Sustained:
         joules = self.watts * self.ms_per_call * 1e-3 if self.watts else None
         found = {
             "sustained_ms": self.ms_per_call,
-            "steady": int(self.drift <= STEADY),
+            "steady": int(max(self.drift, self.clock_drift) <= STEADY),
             "sustained_tflops": flops / self.ms_per_call / 1e9 if flops else None,
             "sustained_gb_per_s": num_bytes / self.ms_per_call / 1e6 if num_bytes else None,
             "joules": joules,
@@ -78,8 +79,8 @@ class Sustained:
 
     def telemetry(self) -> dict[str, Any]:
         """Returns what else a record keeps of the window, `no_energy` where there is no energy."""
-        names = ("num_calls", "window_s", "warmup_s", "drift", "temperature_c", "throttle_reasons", "no_energy")
-        return {name: value for name in names if (value := getattr(self, name)) not in (None, "")}
+        names = ("num_calls", "window_s", "warmup_s", "drift", "clock_drift", "temperature_c", "throttle_reasons")
+        return {name: value for name in (*names, "no_energy") if (value := getattr(self, name)) not in (None, "")}
 
 
 def sustained(
@@ -131,7 +132,8 @@ def sustained(
         ms_per_call=1e3 * sum(batches_s) / num_calls,
         window_s=sum(batches_s),
         warmup_s=start - begin,
-        drift=max(_drift(batches_s), _drift(clocks)),
+        drift=_drift(batches_s),
+        clock_drift=_drift(clocks),
         watts=watts,
         no_energy=no_energy,
         sm_clock_mhz=statistics.median(clocks) if clocks else None,
