@@ -108,7 +108,7 @@ def run(
 ) -> None:
     """Measure this device: execute the notebooks in order and write its report.
 
-    What is already recorded for this device, software and way of measuring is kept, so an interrupted run continues
+    What this machine has recorded with the same software and way of measuring is kept, so an interrupted run continues
     where it stopped.
     """
     from labkit import hardware, notebooks, records

@@ -5,6 +5,7 @@ torch is imported inside the functions that need it, so that reading a committed
 
 import contextlib
 import ctypes
+import hashlib
 import importlib.metadata
 import multiprocessing
 import os
@@ -214,6 +215,20 @@ def driver_version() -> str:
     """Returns the NVIDIA driver's version, "" without one."""
     with _nvml() as nvml:
         return nvml.nvmlSystemGetDriverVersion() if nvml else ""
+
+
+@cache
+def machine_id() -> str:
+    """Returns eight hexadecimal digits that tell this machine from others of its device's name.
+
+    They follow from the number of the operating system's installation, without one from the host's name. LABKIT_MACHINE
+    takes their place where both change between runs, as in containers.
+    """
+    if given := os.environ.get("LABKIT_MACHINE"):
+        return given
+    number = Path("/etc/machine-id")
+    own = number.read_text(encoding="utf-8") if number.exists() else ""
+    return hashlib.sha256((own.strip() or platform.node()).encode()).hexdigest()[:8]
 
 
 @cache

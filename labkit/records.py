@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 2
 """1: every record in full. 2: SHARED stands once per session, and what is empty is left out."""
 
-SHARED = ("notebook", "device", "measurement_version", "software", "source", "schema_version")
+SHARED = ("notebook", "device", "machine", "measurement_version", "software", "source", "schema_version")
 """Fields that all records of a session and file share."""
 STATUSES = ("ok", "oom", "error", "skipped", "timeout")
 
@@ -54,7 +54,8 @@ class Record:
         timer: method, number of warm-up steps, why it stopped.
         telemetry: clocks, power, temperature and throttle reasons during the timed window, load of the host, and
             whether other processes disturbed it.
-        device: slug; software: versions; source: commit and dirty flag; session: one `labkit run`.
+        device: slug; machine: which one of that name, see `hardware.machine_id`; software: versions; source: commit and
+            dirty flag; session: one `labkit run`.
         measurement_version: raised whenever how something is measured changes.
         recorded_at: UTC, ISO 8601.
     """
@@ -74,6 +75,7 @@ class Record:
     observed: dict[str, Any] = field(default_factory=dict)
     software: dict[str, str] = field(default_factory=dict)
     source: dict[str, Any] = field(default_factory=dict)
+    machine: str = ""
     session: str = ""
     recorded_at: str = ""
     schema_version: int = SCHEMA_VERSION
@@ -142,7 +144,7 @@ def list_of(types: set[type], accepted: str) -> Kind:
 
 _RECORD = {
     **dict.fromkeys(("notebook", "section", "phase", "device"), NAME),
-    **dict.fromkeys(("reason?", "session?", "recorded_at?", "software.*", "source.commit?"), TEXT),
+    **dict.fromkeys(("reason?", "machine?", "session?", "recorded_at?", "software.*", "source.commit?"), TEXT),
     **dict.fromkeys(("case", "observed?", "metrics?", "samples?", "timer?", "telemetry?"), OBJECT),
     "status": Kind(STATUSES.__contains__, ", ".join(STATUSES)),
     "measurement_version": COUNT,

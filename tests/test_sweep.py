@@ -490,6 +490,18 @@ def test_what_is_recorded_is_not_run_again_whatever_its_status(output, log):
     assert log.read_bytes() == steps
 
 
+def test_another_machine_of_the_same_name_measures_again(output, log, monkeypatch):
+    plan = [make_case("a", log)]
+    run(output, plan)
+    monkeypatch.setattr(hardware, "machine_id", lambda: "another")
+    run(output, plan)
+    run(output, plan)
+    assert len(started(log, "a")) == 2 * len(PHASES)
+    records = RecordStore(output / hardware.detect().slug / "records" / f"{NOTEBOOK}.jsonl").load()
+    machines = [record.machine for record in records if record.section == plan[0].section]
+    assert len(machines) == 2 * len(PHASES) and machines.count("another") == len(PHASES) and "" not in machines
+
+
 def test_fresh_measures_again_by_appending(output, log):
     plan = [ceiling("copy", log), make_case("a", log)]
     run(output, plan)

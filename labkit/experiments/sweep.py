@@ -367,7 +367,7 @@ class Session:
                     self._run(name, pending)
 
     def _pending(self, section: str) -> list[Case]:
-        recorded = set() if self.fresh else self._recorded()
+        recorded = set() if self.fresh else self._recorded(hardware.machine_id())
         wanted = [case for case in self.cases if case.section == section]
         if section in SESSION_SECTIONS:
             others = (case for case in self.cases if case.section not in SESSION_SECTIONS)
@@ -389,14 +389,15 @@ class Session:
         }
         write_json(done_path(self.folder, self.notebook), content)
 
-    def _recorded(self) -> set[str]:
-        """Returns the resume keys of the records; versions that still stand count as the current one."""
+    def _recorded(self, machine: str | None = None) -> set[str]:
+        """Returns the resume keys of the records, or of one machine's; versions that still stand count as current."""
         standing = getattr(self.experiment, "STANDING_VERSIONS", ())
         return {
             replace(record, measurement_version=self.experiment.MEASUREMENT_VERSION).resume_key()
             if record.measurement_version in standing
             else record.resume_key()
             for record in self.store.load()
+            if machine in (None, record.machine)
         }
 
     def _missing(self, case: Case, recorded: set[str]) -> tuple[str, ...]:
@@ -527,6 +528,7 @@ class Session:
             phase=phase,
             status=status,
             device=self.device.slug,
+            machine=hardware.machine_id(),
             measurement_version=self.experiment.MEASUREMENT_VERSION,
             software=self._software,
             source=self._source,
