@@ -1162,19 +1162,9 @@ def _rows(x: Tensor, rows: slice) -> Tensor:
 
 
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    scale: float,
-    left: int,
-    right: int,
-    precision: str,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None, max_seqlen_k: int | None, scale: float, left: int, right: int, precision: str, impl: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     packing = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     packing |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     mask = {"scale": scale, "left": left, "right": right}
@@ -1213,22 +1203,10 @@ def _(q, k, v, cu_seqlens_q, *_):
 
 
 def _gradients(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    scale: float,
-    left: int,
-    right: int,
-    precision: str,
-    impl: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None, scale: float, left: int,
+    right: int, precision: str, impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     mask = {"scale": scale, "left": left, "right": right}
     if impl in ("triton", "gluon"):
         packing = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
