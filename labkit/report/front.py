@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from labkit import notebooks
 from labkit.records import Record, to_frame
 from labkit.report import figures, tables
-from labkit.report.chapter import Chapter, commits_of, dates_of
+from labkit.report.chapter import Chapter, commits_of, dates_of, kinds_of_time
 from labkit.report.findings import anchor, disturbed_note, listing
 from labkit.report.tables import ok_rows, select
 
@@ -123,7 +123,7 @@ ROOFLINE = ("eager", "compiled", "sdpa_efficient", "sdpa_cudnn", "flex", "fa3", 
 def roofline(chapters: Mapping[str, Chapter]) -> Figure | None:
     """Returns chapter 06's forward kernels, achieved FLOP rate over arithmetic intensity, under the measured roofs.
 
-    The intensity counts the bytes that must move: each input and output once. None without the records.
+    The intensity counts the bytes that must move: each input and output once. None without attention's records.
     """
     if not (chapter := chapters.get("06_flash_attention")):
         return None
@@ -140,7 +140,7 @@ def roofline(chapters: Mapping[str, Chapter]) -> Figure | None:
             name, flops = "attention", row["flops"]
             moved = 4 * row["batch"] * row["heads"] * row["length"] * row["d_head"] * 2  # q, k, v, out in bf16
         points.append((name, impl, flops / moved, flops / row["median_ms"] / 1e9))
-    if roofs.empty or not points:
+    if roofs.empty or "attention" not in {name for name, *_ in points}:
         return None
     called = importlib.import_module("labkit.report.flash_attention").NAMES
     figure, (axis,) = figures.panels(1, width=8.0, height=3.8)
@@ -165,6 +165,6 @@ def roofline(chapters: Mapping[str, Chapter]) -> Figure | None:
         axis.annotate(name, first, xytext=(10, -4), textcoords="offset points", fontsize=8, style="italic")
     axis.set(xlim=(low, high), ylim=(min(rates) / 2, 1.6 * products["achieved_tflops"].max()))
     axis.set_xlabel("arithmetic intensity (FLOPs per byte that must move)")
-    title = f"Forward kernels under the roofs, device time, {kernels.attrs['device']}"
+    title = f"Forward kernels under the roofs, {kinds_of_time([kernels])}, {kernels.attrs['device']}"
     figures.finish(figure, [axis], title, num_columns=4)
     return figure
