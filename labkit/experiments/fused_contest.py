@@ -169,8 +169,8 @@ class FusedContest(Contest):
         }
 
     def forward(self, impl: str) -> Tensor | tuple[Tensor, ...]:
-        of_package = PACKAGES[impl][2](self.parameters["operation"]) if impl in PACKAGES else None
-        function = of_package or self._functions[impl]
+        of_package = impl in PACKAGES
+        function = PACKAGES[impl][2](self.parameters["operation"]) if of_package else self._functions[impl]
         return function(*self.inputs, *self.others)
 
     def both(self, impl: str) -> tuple[Tensor, ...]:

@@ -65,7 +65,7 @@ _KERNEL_PATTERNS = (
     ("optimizer", r"adam|multi_tensor_apply|fused_?optimizer|fused_?sgd"),
     ("elementwise", r"^triton_poi"),
     ("softmax", r"soft_?max"),
-    ("normalisation", r"(layer|rms|batch|group|instance)_?norm"),
+    ("normalisation", r"(layer|rms|batch|group|instance)_?norm|^norm_(fwd|bwd)_kernel"),
     ("reduction", r"^triton_(red|per)|^weighted_sum_"),
     ("matmul", r"nvjet|gemm|gemv|xmma|cutlass|cublas|splitk|wgmma|matmul|^triton_(\w+_)?mm|^triton_tem|dot_kernel"
                r"|linear_gelu"),
