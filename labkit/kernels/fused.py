@@ -99,23 +99,23 @@ class Launcher:
     def launch(self, grid, *arguments, **constants) -> None:
         if isinstance(arguments[0], FakeTensor):
             return
+        # What Triton compiles a kernel anew for: a dtype, an alignment, a number's size, a 1, a None.
+        specialised = [
+            (x.dtype, x.data_ptr() % 16 == 0)
+            if isinstance(x, Tensor)
+            else (x == 1, x % 16 == 0, x.bit_length() // 32)
+            if type(x) is int
+            else type(x)
+            for x in arguments
+        ]
         with torch.cuda.device_of(arguments[0]):
-            key = (grid, arguments[0].device, *map(_specialised, arguments), *constants.items())
+            key = (grid, arguments[0].device, *specialised, *constants.items())
             launch = self.launches.get(key)
             if launch is None:
                 if len(self.launches) == REMEMBERED:
                     self.launches.clear()
                 launch = self.launches[key] = Launch(self.kernel, grid, constants)
             launch(*arguments)
-
-
-def _specialised(argument):
-    """Returns what Triton compiles a kernel anew for: a dtype, an alignment, a number's size, a 1, a None."""
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if type(argument) is int:
-        return argument == 1, argument % 16 == 0, argument.bit_length() // 32
-    return type(argument)
 
 
 launcher = functools.cache(Launcher)
@@ -179,5 +179,5 @@ def wide(x: Tensor) -> Tensor:
 
 def rows_of(x: Tensor) -> Tensor:
     """Returns x as (rows, columns) with adjacent columns, a view where its strides allow."""
-    x = x.reshape(-1, x.shape[-1])
+    x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -14,6 +14,8 @@ padded to one, a row of 2,560 columns would be computed as 4,096, and arithmetic
 Shape suffixes: N rows, C columns, P programs.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -41,12 +43,14 @@ BYTES_AHEAD, MAX_STAGES = 98304, 3
 INTERPRETED_PROGRAMS = 3
 
 
+@functools.cache
 def row_tile(num_columns: int) -> dict[str, int]:
     """Returns the constants of a launch with a tile of whole rows a program: 16 elements of a row a thread."""
     block = triton.next_power_of_2(num_columns)
     return {"C": num_columns, "BLOCK": block, "ROWS": max(1, 2048 // block), "num_warps": min(max(block // 512, 2), 32)}
 
 
+@functools.cache
 def walk_tile(num_columns: int, bytes_a_column: int, num_parameters: int) -> tuple[dict[str, int], int]:
     """Returns the constants of a launch whose programs stay, and these for each multiprocessor.
 
