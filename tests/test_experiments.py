@@ -52,6 +52,18 @@ def test_what_is_recorded_stays_recorded(notebook):
     assert recorded and recorded <= set(keys(experiment.cases("full", "cuda")))
 
 
+DONE = sorted(FIGURES.glob("*/records/*.done.json"))
+
+
+@pytest.mark.parametrize("path", DONE, ids=lambda path: f"{path.parts[-3]} {path.name}")
+def test_a_committed_chapter_says_how_much_of_its_grid_is_missing(path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    done, kind = json.loads(path.read_text()), "cpu" if path.parts[-3].startswith("cpu") else "cuda"
+    records = RecordStore(path.with_name(f"{done['notebook']}.jsonl")).load()
+    grid = set(keys(experiment_of(done["notebook"]).cases(done["profile"], kind)))
+    assert grid and done["num_missing"] == len(grid - set(keys(records)))
+
+
 @pytest.mark.parametrize("notebook", GRIDS)
 def test_key_rows_are_a_part_of_the_full_grid(notebook, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
