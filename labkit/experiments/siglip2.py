@@ -151,7 +151,8 @@ def _encoder(batch: Batch, way: str) -> tuple[nn.Module, Callable[[], Tensor]]:
     grids = model.pack(batch.grids) if IMPLS.index(impl) >= IMPLS.index("positions") else batch.grids
     if way.endswith(COMPILED):
         for layer in model.layers:
-            layer.compile(fullgraph=impl != "eager", dynamic=False)
+            fast = {"use_fast_math": True} if change == "fast math" else None
+            layer.compile(fullgraph=impl != "eager", dynamic=False, options=fast)
     return model, functools.partial(model, batch.patches, grids)
 
 

@@ -19,6 +19,7 @@ NAMES = {
     "eager": "eager", ORIGINAL: "eager, layers compiled", "cu_seqlens": "+ packed attention",
     "positions": "+ positions at once", "attention": "+ one projection for q, k, v", "norm": "+ norm with its residual",
     OURS: "fused (+ MLP)", "fused + compile": "fused, layers compiled", "fused, recomputed": "fused, MLP recomputed",
+    "fused, fast math + compile": "fused, compiled, fast math",
 }  # fmt: skip
 """Ways to run the encoder, in the order in which tables show them; each "+" keeps the steps before it."""
 
