@@ -492,6 +492,7 @@ def test_a_system_without_counters_says_nothing_of_its_load(tmp_path, monkeypatc
 
 
 def test_a_machine_is_told_from_others_of_its_kind(monkeypatch):
+    monkeypatch.delenv("LABKIT_MACHINE", raising=False)
     own = hardware.machine_id.__wrapped__()
     assert re.fullmatch("[0-9a-f]{8}", own) and hardware.machine_id.__wrapped__() == own
     monkeypatch.setenv("LABKIT_MACHINE", "lab-2")

@@ -263,10 +263,9 @@ def test_the_elementwise_kernels_compile_without_spilling(capability, empty_cach
     types = {name: "*bf16" for name in ("grad_h_ptr", "z_ptr", "grad_z_ptr", "h_ptr", "x_ptr", "out_ptr")}
     types |= {"sums_ptr": "*fp32", "seed_ptr": "*i64", "p": "fp32"}
     run = {"RUN": linear.RUN, "ROUNDS": linear.ROUNDS}
-    for function, constants in ((gelu_mlp.gelu_bwd_kernel, blocks), (linear.dropout_kernel, run)):
+    # 16 bytes a thread, steps ahead to shared memory or to registers.
+    ahead, now = r"cp\.async\.cg\.shared\.global \[.*\], \[.*\], 0x10", r"ld\.global(\.\w+)*\.v4\.b32"
+    for function, constants, load in ((gelu_mlp.gelu_bwd_kernel, blocks, ahead), (linear.dropout_kernel, run, now)):
         compiled, log = compile_kernel(function, constants, types, capability, {"num_warps": 4})
         assert spilled_bytes(log) == 0
-        # 16 bytes a thread, on their way to registers or, steps ahead, to shared memory.
-        assert re.search(
-            r"ld\.global(\.\w+)*\.v4\.b32|cp\.async\.cg\.shared\.global \[.*\], \[.*\], 0x10", compiled.asm["ptx"]
-        )
+        assert re.search(load, compiled.asm["ptx"])

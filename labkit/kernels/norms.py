@@ -58,10 +58,11 @@ def walk_tile(num_columns: int, bytes_a_column: int, num_parameters: int) -> tup
     column.
     """
     num_warps = triton.next_power_of_2(-(-num_columns // (PIECE * MAX_PIECES)))
-    pieces = -(-num_columns // (PIECE * num_warps))
+    width = PIECE * num_warps
+    pieces = -(-num_columns // width)
     programs = min(max(1, PIECES_AT_ONCE[num_parameters] // (num_warps * pieces)), MAX_PROGRAMS)
-    stages = min(1 + BYTES_AHEAD // (pieces * PIECE * num_warps * bytes_a_column), MAX_STAGES)
-    tile = {"C": num_columns, "WIDTH": PIECE * num_warps, "PIECES": pieces, "STAGES": stages, "num_warps": num_warps}
+    stages = min(1 + BYTES_AHEAD // (pieces * width * bytes_a_column), MAX_STAGES)
+    tile = {"C": num_columns, "WIDTH": width, "PIECES": pieces, "STAGES": stages, "num_warps": num_warps}
     return tile, programs
 
 
