@@ -184,16 +184,28 @@ def test_a_failing_rank_ends_the_run_with_its_error(kind, rank, said, bound_s):
 def test_a_deadline_ends_ranks_that_never_communicate():
     with pytest.raises(RankError, match=r"(?s)exit status 1.*in fault") as caught:
         launch("failing_rank:fault", 2, "hang", device="cpu", timeout_s=6)
+    assert caught.value.summary.endswith("Timeout (0:00:06)!")
     assert not any(is_running(items[0]) for items in caught.value.finished)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
-@pytest.mark.parametrize("kind, said", [("crash", "ZeroDivisionError: of rank 1"), ("killed", "killed by SIGKILL")])
-def test_a_rank_failing_on_a_gpu_ends_the_run_with_its_error(kind, said):
+@pytest.mark.parametrize(
+    "kind, rank, said",
+    [
+        ("crash", 1, "ZeroDivisionError: of rank 1"),
+        ("killed", 1, "killed by SIGKILL"),
+        ("hang", 0, r"ALLREDUCE, NumelIn=4,.*timing out"),
+        # A rank that needs no more elements than it has been sent goes on; the other waits for the rest of its own.
+        ("shape", 1, r"ALLREDUCE, NumelIn=1004,.*timing out"),
+    ],
+)
+def test_a_rank_failing_on_a_gpu_ends_the_run_with_its_error(kind, rank, said):
+    begin = time.monotonic()
     with pytest.raises(RankError) as caught:
-        launch("failing_rank:fault", 2, kind, device="cuda", timeout_s=60, collective_timeout_s=10)
-    assert caught.value.rank == 1 and said in caught.value.summary
+        launch("failing_rank:fault", 2, kind, device="cuda", timeout_s=60, collective_timeout_s=6)
+    assert time.monotonic() - begin < 45
+    assert caught.value.rank == rank and re.search(said, caught.value.summary)
     assert not any(is_running(items[0]) for items in caught.value.finished)
 
 

@@ -63,12 +63,14 @@ class PeerCopy:
     def all_reduce(self, staging: "PeerCopy") -> None:
         """Replaces the buffer by its average over the ranks; `staging` is as large and holds nothing that lasts."""
         shard = self.buffer.chunk(self.world_size)[self.rank]
-        staging.reduce_scatter(shard, self.buffer)
-        shard.div_(self.world_size)
+        staging.reduce_scatter(shard, self.buffer, average=True)
         self.all_gather(self.buffer)
 
-    def reduce_scatter(self, shard: Tensor, source: Tensor) -> None:
-        """Writes this rank's share of the sum of all `source` to `shard`: copies to the peers, then additions."""
+    def reduce_scatter(self, shard: Tensor, source: Tensor, *, average: bool = False) -> None:
+        """Writes this rank's share of the sum (or average) of all `source` to `shard`.
+
+        Each rank copies to its peers what is theirs, then adds what it got. `source` may be shorter than the buffer.
+        """
         mine = source.chunk(self.world_size)
         size = len(mine[0])
         self.memory.barrier()
@@ -80,6 +82,8 @@ class PeerCopy:
         for peer in range(self.world_size):
             if peer != self.rank:
                 total = torch.add(total, self.shards[self.rank][peer][:size], out=shard)
+        if average:
+            shard.div_(self.world_size)
 
 
 class CopyWork:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from labkit.parallel.collectives import CopyWork, all_gather, reduce_scatter
+from labkit.parallel.collectives import CopyWork, PeerCopy, all_gather, reduce_scatter
 from labkit.parallel.data_parallel import MB, GradientBuckets, check_and_broadcast, check_transport, weakly
 
 NUM_REDUCING = 2
@@ -152,7 +152,8 @@ class FullyShardedDataParallel(nn.Module):
         units: classes of modules, blocks for example, whose weights are gathered together: fewer and larger transfers,
             more memory. What is inside a unit or a compiled module is otherwise a layer by itself.
         transport: "collective", or "copy": copy engines gather weights from the peers' symmetric memory, which holds
-            every shard once more in the dtype that is gathered. NCCL's GPUs and weights of one dtype only.
+            every shard once more in the dtype that is gathered, and bring a gradient's pieces to the ranks that add
+            them, through memory as large as the largest weight. NCCL's GPUs and weights of one dtype only.
 
     Attributes:
         waits: None, or a list that collects (layer, begin, end) of each wait for a gather: CUDA events, or seconds.
@@ -199,7 +200,12 @@ class FullyShardedDataParallel(nn.Module):
                 owner._parameters["weight"] = owners[owner].shard
             elif compute_dtype is not None and isinstance(owner, nn.LayerNorm | nn.GroupNorm | nn.RMSNorm):
                 owner.register_forward_pre_hook(self._cast_to_parameters)
-        self._peers = _PeerShards(list(self._weights.values())) if transport == "copy" else None
+        self._peers = self._staging = None
+        if transport == "copy":
+            weights = list(self._weights.values())
+            self._peers = _PeerShards(weights)
+            self._staging = PeerCopy(max(weight.flat.numel() for weight in weights), weights[0].flat.dtype)
+            self._reducing_stream = torch.cuda.Stream()
         self._hook(module, "", owners)
         self._replicated = GradientBuckets(
             [p for p in module.parameters() if p not in self._weights], bucket_bytes=25 * MB, overlap=True
@@ -242,7 +248,7 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def symmetric_bytes(self) -> int:
         """Bytes of symmetric memory that copies are read from; torch's allocator does not count them."""
-        return sum(copy.nbytes for copy in self._peers.copies) if self._peers else 0
+        return sum(copy.nbytes for copy in [*self._peers.copies, self._staging.buffer]) if self._peers else 0
 
     def forward(self, *args, **kwargs):
         """Returns what `module` returns."""
@@ -335,7 +341,13 @@ class FullyShardedDataParallel(nn.Module):
         weight.full.grad = None
         weight.free()
         shard = torch.empty_like(weight.shard, dtype=gradient.dtype)
-        work = reduce_scatter(shard, gradient, self._average, async_op=True)
+        if self._staging is None:
+            work = reduce_scatter(shard, gradient, self._average, async_op=True)
+        else:
+            self._reducing_stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._reducing_stream):
+                self._staging.reduce_scatter(shard, gradient, average=True)
+            work = CopyWork(self._reducing_stream)
         self._reducing.append((weight, shard, gradient, work))
         while len({entry[0].layer for entry in self._reducing}) > NUM_REDUCING:
             self._finish_oldest()

@@ -16,6 +16,7 @@ import inspect
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -39,14 +40,15 @@ class RankError(RuntimeError):
 
     Fields:
         rank: the first rank that failed, None where no rank started.
-        summary: one line, with the last line of its traceback.
+        summary: one line, with the last one of its message that is no stack frame.
         finished: for each rank, what its function had yielded before the end.
     """
 
     def __init__(self, message: str, rank: int | None, finished: list[list[Any]]):
         super().__init__(message)
         self.rank, self.finished = rank, finished
-        lines = [line for line in message.split("\nrank ")[0].splitlines() if line.strip()]
+        lines = message.split("\nrank ")[0].splitlines()
+        lines = [line for line in lines if line.strip() and not re.match(r'\s*(File "|Thread 0x|frame #|#\d)', line)]
         self.summary = " ".join(dict.fromkeys([lines[0], lines[-1].strip()]))
 
 
@@ -116,6 +118,8 @@ def _check(nproc: int, device: str, backend: str) -> None:
 def _wait_for_agent(folder: Path, nproc: int, timeout_s: float) -> int | None:
     """Returns the launcher's exit status, None where it had to be killed."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    # Before NCCL's watchdog ends a rank that hangs, it waits four times this long, a minute if left alone.
+    environment = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", **environment}
     environment = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5", **environment}
     command = [sys.executable, "-m", __spec__.name, "--agent", str(folder), str(nproc)]
     with open(folder / "agent", "wb") as log:
@@ -246,6 +250,8 @@ def _failure(folder: Path, nproc: int, name: str, timeout_s: float, finished: li
     code = exits.get(first, 1)
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
     said = errors[first][1] if first in errors else tail(folder / f"{first}.stderr", 40)
+    if watchdog := re.search(r"Watchdog caught .*", tail(folder / f"{first}.stderr", 1000)):
+        said += f"\n{watchdog[0]}"
     others = [(rank, tail(folder / f"{rank}.stderr")) for rank in range(nproc) if rank != first]
     where = "".join(f"\nrank {rank} was at:\n{text}" for rank, text in others if text)
     return RankError(f"{name}: rank {first} of {nproc} failed first ({how})\n{said}{where}", first, finished)
