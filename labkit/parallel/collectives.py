@@ -8,10 +8,11 @@ Transports: "default" is the process group's own (NCCL or gloo). "ctas_N" is NCC
 is `PeerCopy`. A process can use one kind of symmetric memory: do not mix "zero_cta" and "copy" in a launch.
 """
 
+import functools
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -63,27 +64,34 @@ class PeerCopy:
     def all_reduce(self, staging: "PeerCopy") -> None:
         """Replaces the buffer by its average over the ranks; `staging` is as large and holds nothing that lasts."""
         shard = self.buffer.chunk(self.world_size)[self.rank]
-        staging.reduce_scatter(shard, self.buffer, average=True)
+        staging.reduce_scatter([shard], [self.buffer], average=True)
         self.all_gather(self.buffer)
 
-    def reduce_scatter(self, shard: Tensor, source: Tensor, *, average: bool = False) -> None:
-        """Writes this rank's share of the sum (or average) of all `source` to `shard`.
+    def reduce_scatter(self, shards: Sequence[Tensor], sources: Sequence[Tensor], *, average: bool = False) -> None:
+        """Writes this rank's share of the sum (or average) over the ranks of each of `sources` to its shard.
 
-        Each rank copies to its peers what is theirs, then adds what it got. `source` may be shorter than the buffer.
+        Each rank copies to its peers what is theirs, then adds what it got. All `sources` together may be shorter than
+        the buffer.
         """
-        mine = source.chunk(self.world_size)
-        size = len(mine[0])
+        pieces = [source.chunk(self.world_size) for source in sources]
+        sizes = [len(shard) for shard in shards]
+
+        def staged(on: int, by: int) -> Sequence[Tensor]:
+            return self.shards[on][by][: sum(sizes)].split(sizes)
+
         self.memory.barrier()
         for step in range(1, self.world_size):
             peer = (self.rank + step) % self.world_size
-            self.shards[peer][self.rank][:size].copy_(mine[peer])
+            for target, source in zip(staged(peer, self.rank), pieces, strict=True):
+                target.copy_(source[peer])
         self.memory.barrier()
-        total = mine[self.rank]
+        totals: Sequence[Tensor] = [source[self.rank] for source in pieces]
         for peer in range(self.world_size):
             if peer != self.rank:
-                total = torch.add(total, self.shards[self.rank][peer][:size], out=shard)
+                parts = zip(totals, staged(self.rank, peer), shards, strict=True)
+                totals = [torch.add(total, part, out=shard) for total, part, shard in parts]
         if average:
-            shard.div_(self.world_size)
+            torch._foreach_div_(shards, self.world_size)
 
 
 class CopyWork:
@@ -189,8 +197,8 @@ def _prepared(
         return lambda: peers.all_gather(output) if peers else all_gather(output, given, group=group), output, expected
     if operation == "reduce_scatter":
         output, expected = empty(shard), sum(everyone).chunk(n)[rank]
-        reduce = peers.reduce_scatter if peers else lambda *tensors: reduce_scatter(*tensors, group=group)
-        return lambda: reduce(output, given), output, expected
+        by_copy = functools.partial(peers.reduce_scatter, [output], [given]) if peers else None
+        return by_copy or (lambda: reduce_scatter(output, given, group=group)), output, expected
     output, expected = empty(n * shard), torch.cat([source.chunk(n)[rank] for source in everyone])
     return lambda: dist.all_to_all_single(output, given, group=group), output, expected
 

@@ -105,6 +105,7 @@ class _Layer:
         self.name, self.owners, self.peers = name, owners, None
         self.weights = list(dict.fromkeys(weight for _, weight in owners))
         self.masters: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self.arrived: list[_Weight] = []  # those with a gradient to be sent
         # The gradient of a lookup does not read the table.
         self.backward_reads = not all(isinstance(owner, nn.Embedding) for owner, _ in owners)
         for weight in self.weights:
@@ -153,7 +154,7 @@ class FullyShardedDataParallel(nn.Module):
             more memory. What is inside a unit or a compiled module is otherwise a layer by itself.
         transport: "collective", or "copy": copy engines gather weights from the peers' symmetric memory, which holds
             every shard once more in the dtype that is gathered, and bring a gradient's pieces to the ranks that add
-            them, through memory as large as the largest weight. NCCL's GPUs and weights of one dtype only.
+            them, through memory as large as the largest layer. NCCL's GPUs and weights of one dtype only.
 
     Attributes:
         waits: None, or a list that collects (layer, begin, end) of each wait for a gather: CUDA events, or seconds.
@@ -183,7 +184,7 @@ class FullyShardedDataParallel(nn.Module):
         self._uses: list[_Layer] = []
         self._position, self._in_backward = 0, False
         self._frozen: list[_Weight] = []
-        self._reducing: deque[tuple[_Weight, Tensor, Tensor, dist.Work]] = deque()
+        self._reducing: deque[tuple[list[_Weight], list[Tensor], list[Tensor], list[Any]]] = deque()
         self._weights: dict[nn.Parameter, _Weight] = {}
         by_parameter: dict[nn.Parameter, _Weight] = {}
         owners: dict[nn.Module, _Weight] = {}
@@ -194,19 +195,20 @@ class FullyShardedDataParallel(nn.Module):
                     weight = by_parameter[parameter] = _Weight(f"{name}.weight", parameter, compute_dtype)
                     self._weights[weight.shard] = weight
                     if parameter.requires_grad:
-                        hook, of = weakly(self._reduce), weakref.ref(weight)
+                        hook, of = weakly(self._arrived), weakref.ref(weight)
                         weight.full.register_post_accumulate_grad_hook(lambda _, hook=hook, of=of: hook(of()))
                 owners[owner] = by_parameter[parameter]
                 owner._parameters["weight"] = owners[owner].shard
             elif compute_dtype is not None and isinstance(owner, nn.LayerNorm | nn.GroupNorm | nn.RMSNorm):
                 owner.register_forward_pre_hook(self._cast_to_parameters)
-        self._peers = self._staging = None
-        if transport == "copy":
-            weights = list(self._weights.values())
-            self._peers = _PeerShards(weights)
-            self._staging = PeerCopy(max(weight.flat.numel() for weight in weights), weights[0].flat.dtype)
-            self._reducing_stream = torch.cuda.Stream()
+        weights = list(self._weights.values())
+        self._peers = _PeerShards(weights) if transport == "copy" else None
+        self._staging: PeerCopy | None = None
         self._hook(module, "", owners)
+        if transport == "copy":
+            most = max(sum(w.flat.numel() for w in weight.layer.weights) for weight in weights)
+            self._staging = PeerCopy(most, weights[0].flat.dtype)
+            self._reducing_stream = torch.cuda.Stream()
         self._replicated = GradientBuckets(
             [p for p in module.parameters() if p not in self._weights], bucket_bytes=25 * MB, overlap=True
         )
@@ -265,6 +267,9 @@ class FullyShardedDataParallel(nn.Module):
 
     def finish_gradient_synchronization(self) -> None:
         """To call after backward and before the optimizer: from then on every `grad` is the ranks' average."""
+        for weight in self._weights.values():
+            if weight.layer.arrived:  # others of its layer were not used
+                self._reduce(weight.layer)
         while self._reducing:
             self._finish_oldest()
         self._replicated.finish()
@@ -333,33 +338,48 @@ class FullyShardedDataParallel(nn.Module):
         self._frozen = [weight for weight in layer.weights if not weight.full.requires_grad]
         self._use(layer)
 
-    def _reduce(self, weight: _Weight) -> None:
-        """Sends a full gradient, once autograd has it, and frees the full weight."""
-        gradient = weight.full.grad.reshape(-1)
-        if weight.padding:
-            gradient = F.pad(gradient, (0, weight.padding))
-        weight.full.grad = None
+    def _arrived(self, weight: _Weight) -> None:
+        """Frees a weight that has its gradient; sends the layer's gradients once all of them are there."""
         weight.free()
-        shard = torch.empty_like(weight.shard, dtype=gradient.dtype)
-        if self._staging is None:
-            work = reduce_scatter(shard, gradient, self._average, async_op=True)
-        else:
+        layer = weight.layer
+        layer.arrived.append(weight)
+        if len(layer.arrived) == sum(w.layer is layer and w.full.requires_grad for w in layer.weights):
+            self._reduce(layer)
+
+    def _reduce(self, layer: _Layer) -> None:
+        weights, layer.arrived = layer.arrived, []
+        shards, gradients = [], []
+        for weight in weights:
+            gradient, weight.full.grad = weight.full.grad.reshape(-1), None
+            gradients.append(F.pad(gradient, (0, weight.padding)) if weight.padding else gradient)
+            shards.append(torch.empty_like(weight.shard, dtype=gradient.dtype))
+        pairs = list(zip(shards, gradients, strict=True))
+        if self._staging is not None:
             self._reducing_stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._reducing_stream):
-                self._staging.reduce_scatter(shard, gradient, average=True)
-            work = CopyWork(self._reducing_stream)
-        self._reducing.append((weight, shard, gradient, work))
-        while len({entry[0].layer for entry in self._reducing}) > NUM_REDUCING:
+                self._staging.reduce_scatter(shards, gradients, average=True)
+            works = [CopyWork(self._reducing_stream)]
+        elif dist.get_backend() == "gloo":
+            works = [reduce_scatter(*pair, self._average, async_op=True) for pair in pairs]
+        else:
+            with dist._coalescing_manager(async_ops=True) as work:
+                for pair in pairs:
+                    reduce_scatter(*pair, self._average)
+            works = [work]
+        self._reducing.append((weights, shards, gradients, works))
+        if len(self._reducing) > NUM_REDUCING:
             self._finish_oldest()
 
     @torch.no_grad()
     def _finish_oldest(self) -> None:
-        weight, shard, _, work = self._reducing.popleft()
-        work.wait()
-        gradient = shard.to(weight.shard.dtype)
-        if self._average == dist.ReduceOp.SUM:
-            gradient.div_(dist.get_world_size())
-        weight.shard.grad = gradient if weight.shard.grad is None else weight.shard.grad + gradient
+        weights, shards, _, works = self._reducing.popleft()
+        for work in works:
+            work.wait()
+        for weight, shard in zip(weights, shards, strict=True):
+            gradient = shard.to(weight.shard.dtype)
+            if self._average == dist.ReduceOp.SUM:
+                gradient.div_(dist.get_world_size())
+            weight.shard.grad = gradient if weight.shard.grad is None else weight.shard.grad + gradient
 
     def _free_all(self) -> None:
         self._frozen = []

@@ -23,7 +23,7 @@ DATA_PARALLEL = [
 ]  # fmt: skip
 NAMES = {
     "alone": "alone, no communication", "bucketed copy": "bucketed 100 MB, copied", "ddp": "torch DDP",
-    "zero redundancy": "torch ZeroRedundancyOptimizer", "fsdp": "FSDP", "fsdp copy": "FSDP, copied gathers",
+    "zero redundancy": "torch ZeroRedundancyOptimizer", "fsdp": "FSDP", "fsdp copy": "FSDP, copied",
     "fully_shard": "torch fully_shard",
 }  # fmt: skip
 BUCKETED = "bucketed 100 MB"
