@@ -9,6 +9,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 
 
@@ -41,16 +43,9 @@ def fit_line(num_bytes: Sequence[float], seconds: Sequence[float]) -> Line:
     """Returns the α–β line of least squared relative residuals; ValueError below two different sizes."""
     if len(set(num_bytes)) < 2 or len(num_bytes) != len(seconds):
         raise ValueError(f"{len(set(num_bytes))} sizes for {len(seconds)} times; accepted: 2 and more, one time each")
-    weights = [1 / t**2 for t in seconds]
-    mean_x, mean_t = (
-        sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights) for values in (num_bytes, seconds)
-    )
-    points = list(zip(weights, num_bytes, seconds, strict=True))
-    slope = sum(w * (x - mean_x) * (t - mean_t) for w, x, t in points) / sum(
-        w * (x - mean_x) ** 2 for w, x, _ in points
-    )
-    alpha = mean_t - slope * mean_x
-    residuals = tuple((t - alpha - slope * x) / t for _, x, t in points)
+    x, t = np.asarray(num_bytes), np.asarray(seconds)
+    slope, alpha = np.polyfit(x, t, 1, w=1 / t).tolist()
+    residuals = tuple(((t - alpha - slope * x) / t).tolist())
     return Line(alpha, 1 / slope if slope else math.inf, residuals)
 
 
@@ -117,10 +112,8 @@ def max_grid_ranks(
     sum without the −1; for three matrices and large grids it is about ⅜·B·D_FF·(W/C)².
     """
     if overlapped:
-        return (
-            max_data_ranks(tokens, bandwidth, flops),
-            max_tensor_ranks(d_ff, bandwidth, flops, num_matrices=num_matrices),
-        )
+        tensor = max_tensor_ranks(d_ff, bandwidth, flops, num_matrices=num_matrices)
+        return max_data_ranks(tokens, bandwidth, flops), tensor
     weights, activations = num_matrices * d_ff, 2 * tokens
     half = (num_matrices * tokens * d_ff * bandwidth / flops + weights + activations) / 2
     return half / weights, half / activations
@@ -184,10 +177,3 @@ STEP_TRANSFERS = {"data_parallel": 2, "zero_1": 2, "sharded_optimizer": 3, "full
 """How often (N−1)/N of the parameters' bytes leave a rank in a step. ZeRO-1 reduce-scatters gradients and gathers
 parameters; our sharded optimizer all-reduces gradients (twice) and broadcasts parameters; fully sharded, weights are
 gathered in forward and backward and gradients reduce-scattered."""
-
-
-def step_sent_bytes(scheme: str, num_bytes: float, world_size: int) -> float:
-    """Returns bytes a rank sends in a step of a scheme of STEP_TRANSFERS for parameters of `num_bytes`."""
-    if scheme not in STEP_TRANSFERS:
-        raise ValueError(f"unknown scheme {scheme!r}; accepted: {', '.join(STEP_TRANSFERS)}")
-    return STEP_TRANSFERS[scheme] * num_bytes * (world_size - 1) / world_size

@@ -30,7 +30,31 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 _groups: dict[str, dist.ProcessGroup] = {}
 
 
-class PeerCopy:
+def start(operation: Callable, pairs: Sequence[tuple[Tensor, Tensor]], *options: Any) -> list[Any]:
+    """Starts a collective for each (output, input), by NCCL all of them in one launch; returns what to wait for."""
+    # With gloo's coalesced gather ranks aborted twice under load; why is not known.
+    if dist.get_backend() == "gloo":
+        return [operation(*pair, *options, async_op=True) for pair in pairs]
+    with dist._coalescing_manager(async_ops=True) as work:
+        for pair in pairs:
+            operation(*pair, *options)
+    return [work]
+
+
+class PeerMemory:
+    """A buffer of `num_elements` on every rank, which all ranks can read and write: `buffers`, by rank."""
+
+    def __init__(self, num_elements: int, dtype: torch.dtype):
+        # Multicast can put a host's GPUs out of service, and a copy needs none.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        own = symmetric_memory.empty(num_elements, dtype=dtype, device=rank_device())
+        self.memory = symmetric_memory.rendezvous(own, dist.group.WORLD)
+        self.buffers = [self.memory.get_buffer(peer, own.shape, dtype) for peer in range(self.world_size)]
+        self.buffers[self.rank] = self.buffer = own
+
+
+class PeerCopy(PeerMemory):
     """All-gather and reduce-scatter by copies between the GPUs' symmetric memories: no multiprocessor communicates.
 
     Holds a buffer of `num_elements` on every rank, in equal shards, one for each rank. Both operations run on the
@@ -38,16 +62,10 @@ class PeerCopy:
     """
 
     def __init__(self, num_elements: int, dtype: torch.dtype):
-        # Multicast can put a host's GPUs out of service, and a copy needs none.
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        world_size = dist.get_world_size()
-        if num_elements % world_size:
-            raise ValueError(f"{num_elements} elements for {world_size} ranks; accepted: a multiple")
-        self.buffer = symmetric_memory.empty(num_elements, dtype=dtype, device=rank_device())
-        self.memory = symmetric_memory.rendezvous(self.buffer, dist.group.WORLD)
-        self.rank, self.world_size = dist.get_rank(), world_size
-        buffers = [self.memory.get_buffer(peer, (num_elements,), dtype) for peer in range(world_size)]
-        self.shards = [buffer.chunk(world_size) for buffer in buffers]
+        if num_elements % dist.get_world_size():
+            raise ValueError(f"{num_elements} elements for {dist.get_world_size()} ranks; accepted: a multiple")
+        super().__init__(num_elements, dtype)
+        self.shards = [buffer.chunk(self.world_size) for buffer in self.buffers]
 
     def all_gather(self, output: Tensor) -> None:
         """Copies the peers' shards out of their buffers to their places in `output`, which may be the own buffer.
@@ -64,11 +82,16 @@ class PeerCopy:
     def all_reduce(self, staging: "PeerCopy") -> None:
         """Replaces the buffer by its average over the ranks; `staging` is as large and holds nothing that lasts."""
         shard = self.buffer.chunk(self.world_size)[self.rank]
-        staging.reduce_scatter([shard], [self.buffer], average=True)
+        staging.average_scatter([shard], [self.buffer])
         self.all_gather(self.buffer)
 
-    def reduce_scatter(self, shards: Sequence[Tensor], sources: Sequence[Tensor], *, average: bool = False) -> None:
-        """Writes this rank's share of the sum (or average) over the ranks of each of `sources` to its shard.
+    def average_scatter(self, shards: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Is `reduce_scatter`, but for averages."""
+        self.reduce_scatter(shards, sources)
+        torch._foreach_div_(shards, self.world_size)
+
+    def reduce_scatter(self, shards: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Writes this rank's share of the sum over the ranks of each of `sources` to its shard.
 
         Each rank copies to its peers what is theirs, then adds what it got. All `sources` together may be shorter than
         the buffer.
@@ -90,15 +113,16 @@ class PeerCopy:
             if peer != self.rank:
                 parts = zip(totals, staged(self.rank, peer), shards, strict=True)
                 totals = [torch.add(total, part, out=shard) for total, part, shard in parts]
-        if average:
-            torch._foreach_div_(shards, self.world_size)
 
 
 class CopyWork:
-    """What was started on another stream; `wait` has the current stream wait for it."""
+    """Calls a function on another stream, behind what the current one has to do; `wait` has the current one wait."""
 
-    def __init__(self, stream: torch.cuda.Stream):
-        self._event = stream.record_event()
+    def __init__(self, stream: torch.cuda.Stream, function: Callable, *args: Any):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            function(*args)
+            self._event = stream.record_event()
 
     def wait(self) -> None:
         self._event.wait()

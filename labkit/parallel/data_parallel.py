@@ -110,10 +110,8 @@ class GradientBuckets:
             return
         bucket = self._buckets[number]
         if id(p) not in bucket.waiting_for:
-            raise RuntimeError(
-                "a second backward before finish_gradient_synchronization(); to accumulate, run all but the last "
-                "backward inside no_sync()"
-            )
+            how = "to accumulate, run all but the last backward inside no_sync()"
+            raise RuntimeError(f"a second backward before finish_gradient_synchronization(); {how}")
         bucket.waiting_for.discard(id(p))
         while self._next < len(self._buckets) and not self._buckets[self._next].waiting_for:
             self._send(self._buckets[self._next])
@@ -124,10 +122,7 @@ class GradientBuckets:
             bucket.work = dist.all_reduce(bucket.tensor(), self._average, async_op=True)
             return
         gradients = bucket.tensor()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            bucket.peers.all_reduce(self._staging[gradients.dtype])
-        bucket.work = CopyWork(self._stream)
+        bucket.work = CopyWork(self._stream, bucket.peers.all_reduce, self._staging[gradients.dtype])
 
     def finish(self, *, one_by_one: bool = False) -> None:
         """Sends what is left and waits (on CUDA: has the current stream wait) until all gradients are averages.

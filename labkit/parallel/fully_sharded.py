@@ -7,7 +7,7 @@ layer i−2 has finished and layer i−1 is about to run. Ranks must run the sam
 Sources: Rajbhandari et al. 2020, ZeRO stage 3; Zhao et al. 2023, PyTorch FSDP; Stanford CS336 assignment 2.
 """
 
-import os
+import functools
 import time
 import weakref
 from collections import deque
@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from labkit.parallel.collectives import CopyWork, PeerCopy, all_gather, reduce_scatter
+from labkit.parallel.collectives import CopyWork, PeerCopy, PeerMemory, all_gather, reduce_scatter, start
 from labkit.parallel.data_parallel import MB, GradientBuckets, check_and_broadcast, check_transport, weakly
 
 NUM_REDUCING = 2
@@ -44,15 +43,14 @@ class _Weight:
         full = self.flat[: self.num_elements].view(self.shape).data
         self.full = nn.Parameter(full, requires_grad=parameter.requires_grad)
         self.layer: _Layer | None = None
-        self.work: Any = None
+        self.works: list[Any] = []
         self.sources: list[Tensor] = []  # each rank's shard, where they are copied
         self.is_gathered = True
         self.free()
 
     def wait(self) -> None:
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
+        while self.works:
+            self.works.pop().wait()
 
     def free(self) -> None:
         """Gives the memory back; its next user on the current stream comes after this weight's last one."""
@@ -70,32 +68,24 @@ class _PeerShards:
     """
 
     def __init__(self, weights: Sequence[_Weight]):
-        # Multicast can put a host's GPUs out of service, and a copy needs none.
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         sizes, (dtype,) = [weight.shard.numel() for weight in weights], {weight.flat.dtype for weight in weights}
-        own = symmetric_memory.empty(sum(sizes), dtype=dtype, device=weights[0].shard.device)
-        self.memory = symmetric_memory.rendezvous(own, dist.group.WORLD)
-        buffers = [self.memory.get_buffer(rank, own.shape, dtype) for rank in range(dist.get_world_size())]
-        for weight, *sources in zip(weights, *(buffer.split(sizes) for buffer in buffers), strict=True):
+        self.peers, self.stream = PeerMemory(sum(sizes), dtype), torch.cuda.Stream()
+        for weight, *sources in zip(weights, *(buffer.split(sizes) for buffer in self.peers.buffers), strict=True):
             weight.sources = sources
-        self.stream = torch.cuda.Stream()
-        self.shards, self.copies = [w.shard for w in weights], [w.sources[dist.get_rank()] for w in weights]
+        self.shards, self.copies = [w.shard for w in weights], [w.sources[self.peers.rank] for w in weights]
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Publishes this rank's shards as they are now."""
-        self.memory.barrier()
+        self.peers.memory.barrier()
         torch._foreach_copy_(self.copies, self.shards)
-        self.memory.barrier()
+        self.peers.memory.barrier()
 
-    def gather(self, weights: Sequence[_Weight]) -> CopyWork:
-        """Starts the copies behind what the current stream has to do; returns what waits for them."""
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            for weight in weights:
-                for target, source in zip(weight.flat.chunk(len(weight.sources)), weight.sources, strict=True):
-                    target.copy_(source)
-        return CopyWork(self.stream)
+    def copy(self, weights: Sequence[_Weight]) -> None:
+        """Fills the weights from all ranks' shards."""
+        for weight in weights:
+            for target, source in zip(weight.flat.chunk(len(weight.sources)), weight.sources, strict=True):
+                target.copy_(source)
 
 
 class _Layer:
@@ -121,20 +111,13 @@ class _Layer:
             weight.flat.untyped_storage().resize_(weight.flat.nbytes)
             weight.is_gathered = True
         if self.peers is not None:
-            work = self.peers.gather(missing)
+            works = [CopyWork(self.peers.stream, self.peers.copy, missing)]
         else:
             for weight in missing:
                 weight.own.copy_(weight.shard)
-            # With gloo's coalesced gather ranks aborted twice under load; why is not known.
-            if dist.get_backend() == "gloo":
-                for weight in missing:
-                    weight.work = all_gather(weight.flat, weight.own, async_op=True)
-                return
-            with dist._coalescing_manager(async_ops=True) as work:
-                for weight in missing:
-                    all_gather(weight.flat, weight.own)
+            works = start(all_gather, [(weight.flat, weight.own) for weight in missing])
         for weight in missing:
-            weight.work = work
+            weight.works = list(works)
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -172,9 +155,8 @@ class FullyShardedDataParallel(nn.Module):
     ):
         super().__init__()
         check_transport(transport)
-        if compute_dtype is not None and not (
-            isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point
-        ):
+        is_floating = isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point
+        if compute_dtype is not None and not is_floating:
             raise ValueError(f"compute_dtype is {compute_dtype}; accepted: None or a floating dtype")
         check_and_broadcast(module)
         self.module, self.compute_dtype, self._units = module, compute_dtype, units
@@ -226,11 +208,7 @@ class FullyShardedDataParallel(nn.Module):
         layer = _Layer(name, inside)
         layer.peers = self._peers
 
-        def before(_, args, kwargs):
-            return self._before_forward(layer, args, kwargs)
-
-        def after(_, args, output):
-            self._after_forward(layer, output)
+        before, after = (functools.partial(f, layer) for f in (self._before_forward, self._after_forward))
 
         def around(*args, **kwargs):
             args, kwargs = before(module, args, kwargs)
@@ -300,7 +278,7 @@ class FullyShardedDataParallel(nn.Module):
         if begin is not None:
             self.waits.append((layer.name, begin, _moment(layer)))
 
-    def _before_forward(self, layer: _Layer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def _before_forward(self, layer: _Layer, _: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         self._use(layer)
         for owner, weight in layer.owners:
             owner._parameters["weight"] = weight.full
@@ -311,7 +289,7 @@ class FullyShardedDataParallel(nn.Module):
                         layer.masters.append((owner, name, parameter))
         return _cast((args, kwargs), self.compute_dtype) if self.compute_dtype is not None else (args, kwargs)
 
-    def _after_forward(self, layer: _Layer, output: Any) -> None:
+    def _after_forward(self, layer: _Layer, _: nn.Module, args: tuple, output: Any) -> None:
         for owner, weight in layer.owners:
             owner._parameters["weight"] = weight.shard
         while layer.masters:
@@ -353,19 +331,10 @@ class FullyShardedDataParallel(nn.Module):
             gradient, weight.full.grad = weight.full.grad.reshape(-1), None
             gradients.append(F.pad(gradient, (0, weight.padding)) if weight.padding else gradient)
             shards.append(torch.empty_like(weight.shard, dtype=gradient.dtype))
-        pairs = list(zip(shards, gradients, strict=True))
         if self._staging is not None:
-            self._reducing_stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._reducing_stream):
-                self._staging.reduce_scatter(shards, gradients, average=True)
-            works = [CopyWork(self._reducing_stream)]
-        elif dist.get_backend() == "gloo":
-            works = [reduce_scatter(*pair, self._average, async_op=True) for pair in pairs]
+            works = [CopyWork(self._reducing_stream, self._staging.average_scatter, shards, gradients)]
         else:
-            with dist._coalescing_manager(async_ops=True) as work:
-                for pair in pairs:
-                    reduce_scatter(*pair, self._average)
-            works = [work]
+            works = start(reduce_scatter, list(zip(shards, gradients, strict=True)), self._average)
         self._reducing.append((weights, shards, gradients, works))
         if len(self._reducing) > NUM_REDUCING:
             self._finish_oldest()

@@ -71,16 +71,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Collective: every rank calls it. It loads into `optimizer_cls` and into any number of ranks.
         """
         positions = {p: i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        mine = {positions[p]: _described(values) for p, values in self._local.state.items()}
-        everyone: list = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
         state = {}
         for p, position in positions.items():
-            owner = self._owners[p]
-            if position in everyone[owner]:
-                state[position] = {}
-                for name, value in everyone[owner][position].items():
-                    state[position][name] = self._shared(p, name, value) if isinstance(value, _Shape) else value
+            own = self._local.state.get(p, {})
+            shared = [{name: x.to("cpu", copy=True) if isinstance(x, Tensor) else x for name, x in own.items()}]
+            dist.broadcast_object_list(shared, src=self._owners[p])
+            if shared[0]:
+                state[position] = shared[0]
         groups = []
         for group in self.param_groups:
             groups.append({**group, "params": [positions[p] for p in group["params"]]})
@@ -117,23 +114,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _copy_settings(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
         for given, taken in zip(source, target, strict=True):
             taken.update({name: value for name, value in given.items() if name != "params"})
-
-    def _shared(self, p: Tensor, name: str, shape: "_Shape") -> Tensor:
-        """Returns the owner's tensor `name` of `p` on the CPU; through the parameter's device, as NCCL wants it."""
-        if self._owners[p] == dist.get_rank():
-            value = self._local.state[p][name].detach().to(p.device).contiguous()
-        else:
-            value = torch.empty(shape.size, dtype=shape.dtype, device=p.device)
-        dist.broadcast(value.view(-1).view(torch.uint8), src=self._owners[p])
-        return value.to("cpu", copy=True)
-
-
-class _Shape:
-    """What another rank has to know to receive a tensor."""
-
-    def __init__(self, tensor: Tensor):
-        self.size, self.dtype = tuple(tensor.shape), tensor.dtype
-
-
-def _described(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: _Shape(value) if isinstance(value, Tensor) else value for name, value in values.items()}

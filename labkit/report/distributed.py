@@ -9,7 +9,7 @@ from labkit import accounting, communication, published
 from labkit.communication import OPERATIONS, fit_line
 from labkit.configs import model_config
 from labkit.report import figures, forms
-from labkit.report.findings import count, gib, listing, number, percent, span
+from labkit.report.findings import count, gib, listing, number, percent, span, times
 from labkit.report.tables import cell, ok_rows, once_per_frame, select
 
 TRANSPORTS = {
@@ -202,23 +202,25 @@ def shown_case(steps: pd.DataFrame, compile: str = "") -> dict:
     return dict(zip(CASE, counts[counts == counts.max()].index[-1], strict=True))
 
 
+def _times(steps: pd.DataFrame, way: str, *cases: dict) -> dict[str, str]:
+    """Returns the step of a way in each of `cases`, by the title of its column."""
+    found = {f"step, {mode(case)} (ms)": select(steps, phase=way, **case).to_dict("records")[:1] for case in cases}
+    return {title: cell(rows[0]) if rows else "–" for title, rows in found.items()}
+
+
 def table_steps(steps: pd.DataFrame) -> pd.DataFrame:
     """Returns the data parallel ways, in a CUDA graph where there is one: what is added and where that goes."""
     case, launched = shown_case(steps, "graph"), shown_case(steps)
-    rows, pairs = select(steps, **case), over_alone(steps)
-    result = []
+    pairs, result = over_alone(steps), []
     for way in DATA_PARALLEL:
-        of, by_host = (select(steps, phase=way, **each) for each in (case, launched))
-        line = {"way": NAMES.get(way, way), f"step, {mode(case)} (ms)": cell(of.iloc[0].to_dict()) if len(of) else "–"}
-        parts = select(pairs, phase=way, **case)
+        shown, parts = _times(steps, way, launched, case), select(pairs, phase=way, **case)
+        line = {"way": NAMES.get(way, way), **shown}
         for name in ("added", "shows", "contention", "rest"):
             line[f"{name} (ms)"] = number(parts[f"{name}_ms"].iloc[0]) if len(parts) else "–"
         line["added / step"] = percent(parts["added_fraction"].iloc[0]) if len(parts) else "–"
-        if case != launched:
-            line[f"step, {mode(launched)} (ms)"] = cell(by_host.iloc[0].to_dict()) if len(by_host) else "–"
-        if len(of) or len(by_host):
+        if set(shown.values()) != {"–"}:
             result.append(line)
-    return pd.DataFrame(result) if len(rows) else pd.DataFrame()
+    return pd.DataFrame(result)
 
 
 def figure_steps(steps: pd.DataFrame) -> Figure | None:
@@ -311,34 +313,34 @@ def memory(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def table_memory(steps: pd.DataFrame, ways: tuple[str, ...]) -> pd.DataFrame:
-    """Returns for these ways what memory holds at each moment, in GiB, beside the prediction, and the step's time."""
-    rows, result = select(memory(steps), **shown_case(steps)), []
+    """Returns for these ways what memory holds at each moment, in GiB, beside the prediction, and the step's times."""
+    cases, result = (shown_case(steps), shown_case(steps, "graph")), []
+    rows = select(memory(steps), **cases[0])
     moments = ("init", "before_step", "after_step", "predicted", "parameter", "gradient", "state", "peak")
     for row in (row for way in ways for row in select(rows, phase=way).to_dict("records")):
         held = {name.replace("_", " "): gib(row[f"{name}_bytes"]) for name in moments}
-        result.append({"way": NAMES.get(row["phase"], row["phase"]), **held, "step (ms)": cell(row)})
+        result.append({"way": NAMES.get(row["phase"], row["phase"]), **held, **_times(steps, row["phase"], *cases)})
     return pd.DataFrame(result)
 
 
-def findings_memory(steps: pd.DataFrame, way: str, peer: str) -> list[str]:
-    """Says what a sharding way saves, how far the prediction holds, and how it stands to torch's."""
+def findings_memory(steps: pd.DataFrame, ways: tuple[str, ...], peer: str) -> list[str]:
+    """Says what the first of these ways saves and how far the prediction holds, and how all stand to other steps."""
     sentences, rows = [], memory(steps)
-    ours, case = select(rows, phase=way), shown_case(steps)
-    for row, whole in zip(*(select(rows, phase=p, **case).to_dict("records") for p in (way, BUCKETED)), strict=False):
+    ours, case = select(rows, phase=ways[0]), shown_case(steps)
+    for row, whole in zip(
+        *(select(rows, phase=p, **case).to_dict("records") for p in (ways[0], BUCKETED)), strict=False
+    ):
         saved, predicted = (whole[name] - row[name] for name in ("after_step_bytes", "predicted_bytes"))
-        sentences.append(
-            f"For {case_name(row)}, {NAMES.get(way, way)} holds {gib(row['after_step_bytes'])} GiB after a step, "
-            f"{gib(whole['after_step_bytes'])} with everything on every rank: {gib(saved)} less ({gib(predicted)} "
-            "predicted)."
-        )
-    if len(ours):
         off = ours["after_step_bytes"] / ours["predicted_bytes"] - 1
         sentences.append(
-            f"What stays after a step exceeds parameters, gradients and moments by {span(off, percent)} "
-            f"({count(len(ours), 'case')}): position tables, tokens, and weights that are not sharded."
+            f"For {case_name(row)}, {NAMES.get(ways[0], ways[0])} holds {gib(row['after_step_bytes'])} GiB after a "
+            f"step, {gib(whole['after_step_bytes'])} with everything on every rank: {gib(saved)} less "
+            f"({gib(predicted)} predicted). Position tables, tokens, and weights that are not sharded make it "
+            f"{span(off, percent)} more than parameters, gradients and moments ({count(len(ours), 'case')})."
         )
-    for rival, what in ((peer, NAMES.get(peer, peer)), (BUCKETED, "the unsharded step")):
-        if text := forms.summary(select(forms.pairs(steps, "phase", rival, keys=CASE), phase=way), case_name):
+    for rival, what in ((peer, NAMES.get(peer, peer)), ("alone", "a rank alone, which updates every parameter")):
+        pairs = select(forms.pairs(steps, "phase", rival, keys=CASE), phase=list(ways))
+        if text := forms.summary(pairs, lambda row: f"{NAMES.get(row['phase'], row['phase'])}, {case_name(row)}"):
             sentences.append(f"Against {what}, its step over ours, call time: {text}.")
     return sentences
 
@@ -350,8 +352,7 @@ def table_gathers(steps: pd.DataFrame) -> pd.DataFrame:
     for row in rows.sort_values([*CASE, "phase"], ascending=False, kind="stable").to_dict("records"):
         if waits := row["samples"].get("gather_wait_ms"):
             line = {"case": case_name(row), "way": NAMES.get(row["phase"], row["phase"]), "step (ms)": cell(row)}
-            line |= {"gathers": str(len(waits)), "waits in all (ms)": number(sum(waits))}
-            result.append(line | {"longest (ms)": number(max(waits))})
+            result.append(line | {"waits in all (ms)": number(sum(waits)), "longest (ms)": number(max(waits))})
     return pd.DataFrame(result)
 
 
@@ -367,7 +368,7 @@ def rates(collectives: pd.DataFrame, ceilings: pd.DataFrame) -> pd.DataFrame:
     product = ok_rows(ceilings, kind="gemm", precision="bf16")
     line = select(fits(collectives), transport="nccl", operation="all_gather")
     if len(product) and len(line):
-        known = {"tflops": product["achieved_tflops"].iloc[-1], "gbs": line["bus_gbs"].max()}
+        known = {"tflops": product["achieved_tflops"].median(), "gbs": line["bus_gbs"].max()}
         rows.append({"hardware": f"{collectives.attrs['device']}, measured", "link": "NCCL all-gather", **known})
     for row in published.load("interconnects").to_dict("records"):
         known = {"link": row["link"], "tflops": row["bf16_tflops"], "gbs": row["link_gb_per_s"]}
@@ -376,8 +377,7 @@ def rates(collectives: pd.DataFrame, ceilings: pd.DataFrame) -> pd.DataFrame:
     return frame.assign(tokens=frame["tflops"] * 1e3 / frame["gbs"])
 
 
-D_FF = 10240
-"""Width of the feed-forward layer for which limits of tensor parallelism are stated: that of 2.7b."""
+D_FF = 10240  # of 2.7b: the feed-forward layer for which limits of tensor parallelism are stated
 
 
 def table_limits(collectives: pd.DataFrame, ceilings: pd.DataFrame) -> pd.DataFrame:
@@ -388,8 +388,7 @@ def table_limits(collectives: pd.DataFrame, ceilings: pd.DataFrame) -> pd.DataFr
         ranks = [communication.max_tensor_ranks(D_FF, *rank_rates, backward=backward) for backward in (False, True)]
         line = {"hardware": row["hardware"], "link": row["link"], "bf16 (TFLOP/s)": number(row["tflops"], 4)}
         line |= {"one way (GB/s)": number(row["gbs"]), "tokens a rank": number(row["tokens"], 4)}
-        line |= {"tensor parallel ranks, forward": number(ranks[0]), "backward": number(ranks[1])}
-        result.append(line)
+        result.append(line | {"tensor parallel ranks, forward": number(ranks[0]), "backward": number(ranks[1])})
     return pd.DataFrame(result)
 
 
@@ -441,10 +440,11 @@ def front(chapter) -> list[tuple[str, str]]:
     found = [select(pairs, phase=way).to_dict("records")[-1:] for way in ("naive", BUCKETED, "fsdp copy")]
     if not all(found):
         return []
-    added, row = [percent(rows[0]["added_fraction"]) for rows in found], found[1][0]
+    added, (row, copied) = [percent(rows[0]["added_fraction"]) for rows in found], [rows[0] for rows in found[1:]]
     text = (
         f"**Gradients can travel while backward runs, though not for free**: for {case_name(row)}, {row['world_size']} "
-        f"ranks, communication is {added[0]} of a step that sends each gradient afterwards, {added[1]} in overlapped "
-        f"buckets and {added[2]} fully sharded with copied gathers (bf16 travels, a rank updates its share), call time."
+        f"ranks, communication is {added[0]} of a step that sends each gradient afterwards, and {added[1]} in "
+        f"overlapped buckets. Fully sharded, with bf16 moved by copy engines, a step takes "
+        f"{times(copied['median_ms'] / copied['alone_ms'])} that of a rank alone: a rank updates only its share."
     )
     return [(text, "How much of it shows")]
