@@ -222,15 +222,6 @@ def findings_sizes(steps: pd.DataFrame) -> list[str]:
             launched = of["launched_ratio"].dropna()
             beside = f"; launched from Python, others take {span(launched)} our time" if len(launched) else ""
             sentences.append(f"{title}, the fused encoder sustained against the other ways: {text}{beside}.")
-    padded = pairs[pairs["way"].str.startswith("transformers") & (pairs["workload"] == "B")]
-    for best in padded.sort_values("ratio").head(1).to_dict("records"):
-        same = select(pairs, workload="A", way=best["way"])["ratio"]
-        beside = f", {times(same.iloc[0])} where nothing is padded" if len(same) else ""
-        sentences.append(
-            f"Padded to the longest image, a batch of many sizes is {percent(best['padded_fraction'])} padding: "
-            f"{times(1 / (1 - best['padded_fraction']))} the rows. The fastest that pads, {best['way']}, takes "
-            f"{times(best['ratio'])} our time{beside}."
-        )
     return sentences
 
 
