@@ -1,5 +1,6 @@
 """A training step on this rank under every way to share it out: its times, memory and kernels, for notebook 07."""
 
+import functools
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -204,7 +205,7 @@ class _Run:
 
     def profile(self, *, timeline: bool) -> tuple[dict[str, float], dict[str, list[float]]]:
         """Returns (µs a step, timeline in ms) of this rank's kernels and copies, from torch.profiler."""
-        host = dist.new_group(backend="gloo")
+        host = _host_group()
 
         def steps() -> None:
             # Profilers take their time to start; a rank that waits for another would seem to communicate.
@@ -245,6 +246,12 @@ class _Run:
         gc.collect()
         if rank_device().type == "cuda":
             torch.cuda.empty_cache()
+
+
+@functools.cache
+def _host_group() -> dist.ProcessGroup:
+    """Returns the group of all ranks in which they meet without a kernel."""
+    return dist.new_group(backend="gloo")
 
 
 def _allocated() -> int | None:

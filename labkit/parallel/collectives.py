@@ -8,7 +8,6 @@ Transports: "default" is the process group's own (NCCL or gloo). "ctas_N" is NCC
 is `PeerCopy`. A process can use one kind of symmetric memory: do not mix "zero_cta" and "copy" in a launch.
 """
 
-import functools
 import os
 import statistics
 import time
@@ -81,8 +80,7 @@ class PeerCopy(PeerMemory):
 
     def all_reduce(self, staging: "PeerCopy") -> None:
         """Replaces the buffer by its average over the ranks; `staging` is as large and holds nothing that lasts."""
-        shard = self.buffer.chunk(self.world_size)[self.rank]
-        staging.average_scatter([shard], [self.buffer])
+        staging.average_scatter([self.shards[self.rank][self.rank]], [self.buffer])
         self.all_gather(self.buffer)
 
     def average_scatter(self, shards: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -93,8 +91,7 @@ class PeerCopy(PeerMemory):
     def reduce_scatter(self, shards: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Writes this rank's share of the sum over the ranks of each of `sources` to its shard.
 
-        Each rank copies to its peers what is theirs, then adds what it got. All `sources` together may be shorter than
-        the buffer.
+        Each rank copies to its peers what is theirs, then adds what it got. The buffer holds all `sources` together.
         """
         pieces = [source.chunk(self.world_size) for source in sources]
         sizes = [len(shard) for shard in shards]
@@ -221,8 +218,9 @@ def _prepared(
         return lambda: peers.all_gather(output) if peers else all_gather(output, given, group=group), output, expected
     if operation == "reduce_scatter":
         output, expected = empty(shard), sum(everyone).chunk(n)[rank]
-        by_copy = functools.partial(peers.reduce_scatter, [output], [given]) if peers else None
-        return by_copy or (lambda: reduce_scatter(output, given, group=group)), output, expected
+        if peers:
+            return lambda: peers.reduce_scatter([output], [given]), output, expected
+        return lambda: reduce_scatter(output, given, group=group), output, expected
     output, expected = empty(n * shard), torch.cat([source.chunk(n)[rank] for source in everyone])
     return lambda: dist.all_to_all_single(output, given, group=group), output, expected
 

@@ -49,8 +49,9 @@ class _Weight:
         self.free()
 
     def wait(self) -> None:
-        while self.works:
-            self.works.pop().wait()
+        for work in self.works:
+            work.wait()
+        self.works = []
 
     def free(self) -> None:
         """Gives the memory back; its next user on the current stream comes after this weight's last one."""
@@ -60,7 +61,7 @@ class _Weight:
             self.is_gathered = False
 
 
-class _PeerShards:
+class _PeerShards(PeerMemory):
     """The shards of all ranks in symmetric memory, from which each copies what it lacks.
 
     Copy engines move the data while the multiprocessors compute. A barrier before and after `refresh` keeps a shard
@@ -69,17 +70,18 @@ class _PeerShards:
 
     def __init__(self, weights: Sequence[_Weight]):
         sizes, (dtype,) = [weight.shard.numel() for weight in weights], {weight.flat.dtype for weight in weights}
-        self.peers, self.stream = PeerMemory(sum(sizes), dtype), torch.cuda.Stream()
-        for weight, *sources in zip(weights, *(buffer.split(sizes) for buffer in self.peers.buffers), strict=True):
+        super().__init__(sum(sizes), dtype)
+        self.stream = torch.cuda.Stream()
+        for weight, *sources in zip(weights, *(buffer.split(sizes) for buffer in self.buffers), strict=True):
             weight.sources = sources
-        self.shards, self.copies = [w.shard for w in weights], [w.sources[self.peers.rank] for w in weights]
+        self.shards, self.copies = [w.shard for w in weights], [w.sources[self.rank] for w in weights]
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Publishes this rank's shards as they are now."""
-        self.peers.memory.barrier()
+        self.memory.barrier()
         torch._foreach_copy_(self.copies, self.shards)
-        self.peers.memory.barrier()
+        self.memory.barrier()
 
     def copy(self, weights: Sequence[_Weight]) -> None:
         """Fills the weights from all ranks' shards."""
@@ -117,7 +119,7 @@ class _Layer:
                 weight.own.copy_(weight.shard)
             works = start(all_gather, [(weight.flat, weight.own) for weight in missing])
         for weight in missing:
-            weight.works = list(works)
+            weight.works = works
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -228,7 +230,7 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def symmetric_bytes(self) -> int:
         """Bytes of symmetric memory that copies are read from; torch's allocator does not count them."""
-        return sum(copy.nbytes for copy in [*self._peers.copies, self._staging.buffer]) if self._peers else 0
+        return self._peers.buffer.nbytes + self._staging.buffer.nbytes if self._peers else 0
 
     def forward(self, *args, **kwargs):
         """Returns what `module` returns."""

@@ -289,8 +289,7 @@ def findings_steps(steps: pd.DataFrame) -> list[str]:
             f"{number(row['shows_ms'])} show. The step's own kernels take {number(row['contention_ms'])} ms longer"
             f"{copies}: NCCL's take multiprocessors, memory bandwidth and power from them."
         )
-    against = select(forms.pairs(steps, "phase", "ddp", keys=CASE), phase=BUCKETED)
-    if text := forms.summary(against, case_name):
+    if text := forms.summary(select(forms.pairs(steps, "phase", "ddp", keys=CASE), phase=BUCKETED), case_name):
         sentences.append(f"Our buckets of 100 MB against torch's DDP, its step over ours, call time: {text}.")
     return sentences
 
@@ -440,11 +439,12 @@ def front(chapter) -> list[tuple[str, str]]:
     found = [select(pairs, phase=way).to_dict("records")[-1:] for way in ("naive", BUCKETED, "fsdp copy")]
     if not all(found):
         return []
-    added, (row, copied) = [percent(rows[0]["added_fraction"]) for rows in found], [rows[0] for rows in found[1:]]
+    naive, row, copied = (rows[0] for rows in found)
     text = (
         f"**Gradients can travel while backward runs, though not for free**: for {case_name(row)}, {row['world_size']} "
-        f"ranks, communication is {added[0]} of a step that sends each gradient afterwards, and {added[1]} in "
-        f"overlapped buckets. Fully sharded, with bf16 moved by copy engines, a step takes "
-        f"{times(copied['median_ms'] / copied['alone_ms'])} that of a rank alone: a rank updates only its share."
+        f"ranks, communication is {percent(naive['added_fraction'])} of a step that sends each gradient afterwards, "
+        f"and {percent(row['added_fraction'])} in overlapped buckets. Fully sharded, with bf16 moved by copy engines, "
+        f"a step takes {times(copied['median_ms'] / copied['alone_ms'])} that of a rank alone: a rank updates only its "
+        "share."
     )
     return [(text, "How much of it shows")]
