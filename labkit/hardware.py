@@ -16,9 +16,11 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,18 +30,14 @@ from labkit.configs import ALL_DEVICES, REPOSITORY
 
 @dataclass(frozen=True)
 class Datasheet:
-    """Dense peaks of one product as its maker prints them.
-
-    Rates in TFLOP/s without sparsity, fp32 without tensor cores, bf16 with fp32 accumulation;
-    bandwidth in GB/s (1e9 B/s). None where the product has no such unit.
-    """
+    """Dense peaks of one product, as data/datasheets.toml says: TFLOP/s, and GB/s (1e9 B/s) of its memory."""
 
     pattern: str
     fp32_tflops: float
-    tf32_tflops: float | None
-    bf16_tflops: float | None
     memory_gb_per_s: float
     source: str
+    tf32_tflops: float | None = None
+    bf16_tflops: float | None = None
 
     def tflops(self, precision: str) -> float | None:
         """Returns the peak for "fp32", "tf32" or "bf16"; raises ValueError for another precision."""
@@ -48,27 +46,10 @@ class Datasheet:
         return getattr(self, f"{precision}_tflops")
 
 
-# The first pattern found in the device's name decides, so the longer names come first.
-DATASHEETS = (
-    Datasheet(r"H200 NVL", 60.0, 417.5, 835.5, 4800, "NVIDIA H200 datasheet, H200 NVL"),
-    Datasheet(r"H200", 66.9, 494.7, 989.4, 4800, "NVIDIA H200 datasheet, H200 SXM"),
-    Datasheet(r"H100 PCIe", 51.2, 378.0, 756.0, 2000, "NVIDIA H100 PCIe product brief"),
-    Datasheet(r"H100 NVL", 60.0, 417.5, 835.5, 3900, "NVIDIA H100 datasheet, H100 NVL"),
-    Datasheet(r"H100", 66.9, 494.7, 989.4, 3350, "NVIDIA H100 datasheet, H100 SXM"),
-    Datasheet(r"A100.*80GB.*PCIe|A100-PCIE-80GB", 19.5, 156.0, 312.0, 1935, "NVIDIA A100 datasheet, 80GB PCIe"),
-    Datasheet(r"A100.*80GB", 19.5, 156.0, 312.0, 2039, "NVIDIA A100 datasheet, 80GB SXM"),
-    Datasheet(r"A100", 19.5, 156.0, 312.0, 1555, "NVIDIA A100 datasheet, 40GB"),
-    Datasheet(r"A10G", 35.0, 35.0, 70.0, 600, "NVIDIA A10G datasheet"),
-    Datasheet(r"A10", 31.2, 62.5, 125.0, 600, "NVIDIA A10 datasheet"),
-    Datasheet(r"L40S", 91.6, 183.0, 362.05, 864, "NVIDIA L40S datasheet"),
-    Datasheet(r"L4", 30.3, 60.0, 121.0, 300, "NVIDIA L4 datasheet"),
-    Datasheet(r"RTX 5090", 104.8, 104.8, 209.5, 1792, "NVIDIA RTX Blackwell GPU architecture whitepaper"),
-    Datasheet(r"RTX 4090", 82.6, 82.6, 165.2, 1008, "NVIDIA Ada GPU architecture whitepaper"),
-    Datasheet(r"RTX 3090 Ti", 40.0, 40.0, 80.0, 1008, "NVIDIA Ampere GA102 GPU architecture whitepaper"),
-    Datasheet(r"RTX 3090", 35.6, 35.6, 71.0, 936, "NVIDIA Ampere GA102 GPU architecture whitepaper"),
-    Datasheet(r"V100-SXM2", 15.7, None, None, 900, "NVIDIA V100 datasheet, SXM2"),
-    Datasheet(r"T4", 8.1, None, None, 320, "NVIDIA T4 datasheet"),
-)
+DATASHEETS = [
+    Datasheet(**row)
+    for row in tomllib.loads((resources.files("labkit") / "data" / "datasheets.toml").read_text("utf-8"))["datasheets"]
+]
 
 
 def datasheet(device_name: str) -> Datasheet | None:
@@ -195,16 +176,14 @@ def software_versions() -> dict[str, str]:
     """Returns the versions a measurement depends on; "" for what is not there."""
     import torch
 
-    def version(package: str) -> str:
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            return ""
-
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = ""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": version("triton"),
+        "triton": triton,
         "cuda": torch.version.cuda or "",
         "driver": driver_version(),
         "labkit": __version__,

@@ -25,9 +25,13 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 2
 """1: every record in full. 2: SHARED stands once per session, and what is empty is left out."""
 
-SHARED = ("notebook", "device", "machine", "measurement_version", "software", "source", "schema_version")
+SHARED = ("notebook", "profile", "device", "machine", "measurement_version", "software", "source", "schema_version")
 """Fields that all records of a session and file share."""
 STATUSES = ("ok", "oom", "error", "skipped", "timeout")
+
+STANDING_VERSIONS = {("01_benchmarking", 1): 2, ("02_nsys_analysis", 1): 2}
+"""Of a notebook's measurement versions, those whose times stand: as which they count. In 01 the interval of version 1
+held at least 88 %; in 02 it lacked the unprofiled step, and some kernels shared a name."""
 
 MAX_DEPTH = 16
 """How deeply dicts and lists of a recorded value may be nested."""
@@ -55,7 +59,7 @@ class Record:
         telemetry: clocks, power, temperature and throttle reasons during the timed window, load of the host, and
             whether other processes disturbed it.
         device: slug; machine: which one of that name, see `hardware.machine_id`; software: versions; source: commit and
-            dirty flag; session: one `labkit run`.
+            dirty flag; session: one `labkit run`; profile: which grid it ran.
         measurement_version: raised whenever how something is measured changes.
         recorded_at: UTC, ISO 8601.
     """
@@ -76,6 +80,7 @@ class Record:
     software: dict[str, str] = field(default_factory=dict)
     source: dict[str, Any] = field(default_factory=dict)
     machine: str = ""
+    profile: str = ""
     session: str = ""
     recorded_at: str = ""
     schema_version: int = SCHEMA_VERSION
@@ -86,13 +91,14 @@ class Record:
         return json.dumps([self.notebook, self.section, self.case, self.phase], sort_keys=True)
 
     def resume_key(self) -> str:
-        """Identity together with what a measurement must share to be taken over by a resumed run.
+        """Identity together with what a measurement must share to be taken over by a resumed run, or compared.
 
         Of the driver only the branch counts (580 of 580.159.04): its patch releases do not invalidate timings.
         """
         versions = [self.software.get(name, "") for name in ("torch", "triton", "cuda", "driver")]
         versions[-1] = versions[-1].split(".")[0]
-        return json.dumps([self.identity, self.device, versions, self.measurement_version])
+        measured_as = STANDING_VERSIONS.get((self.notebook, self.measurement_version), self.measurement_version)
+        return json.dumps([self.identity, self.device, versions, measured_as])
 
 
 def check_plausible(metrics: dict[str, float | int | None]) -> None:
@@ -144,7 +150,9 @@ def list_of(types: set[type], accepted: str) -> Kind:
 
 _RECORD = {
     **dict.fromkeys(("notebook", "section", "phase", "device"), NAME),
-    **dict.fromkeys(("reason?", "machine?", "session?", "recorded_at?", "software.*", "source.commit?"), TEXT),
+    **dict.fromkeys(
+        ("reason?", "machine?", "profile?", "session?", "recorded_at?", "software.*", "source.commit?"), TEXT
+    ),
     **dict.fromkeys(("case", "observed?", "metrics?", "samples?", "timer?", "telemetry?"), OBJECT),
     "status": Kind(STATUSES.__contains__, ", ".join(STATUSES)),
     "measurement_version": COUNT,
@@ -459,8 +467,16 @@ class RecordStore:
 
 
 def newest(records: Iterable[Record]) -> list[Record]:
-    """Returns the newest record of each identity, in the order in which the identities first appeared."""
-    return list({record.identity: record for record in records}.values())
+    """Returns the newest record of each identity, in the order in which the identities first appeared.
+
+    Records of profile "key" repeat others, to see whether they come back, and count only where there is no other.
+    """
+    found: dict[str, Record] = {}
+    for record in records:
+        known = found.setdefault(record.identity, record)
+        if record.profile != "key" or known.profile == "key":
+            found[record.identity] = record
+    return list(found.values())
 
 
 def by_session(records: Iterable[Record]) -> dict[str, dict[str, Record]]:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from labkit.configs import ModelConfig
+from labkit.kernels import course
 from labkit.models.transformer import Block, TransformerLM, language_model_loss
 from labkit.parallel import collectives, fully_sharded
 from labkit.parallel.data_parallel import (
@@ -181,7 +182,8 @@ def sharded_optimizer(saved=None):
     if saved:
         yield "state of another number of ranks", resharded(saved)
     rank, n = dist.get_rank(), dist.get_world_size()
-    for cls, settings in ((torch.optim.AdamW, dict(lr=0.01)), (torch.optim.SGD, dict(lr=0.1, momentum=0.9))):
+    adamw, momentum = dict(lr=0.01), dict(lr=0.1, momentum=0.9)
+    for cls, settings in ((course.AdamW, adamw), (torch.optim.AdamW, adamw), (torch.optim.SGD, momentum)):
         expected, mine = made(Tied, 3), made(Tied, 3)
         late = [list(model.middle.parameters()) for model in (expected, mine)]
         # Tied parameters twice, as in a list made module by module.

@@ -431,5 +431,6 @@ def test_a_session_measures_the_narrowed_steps_on_this_machine(tmp_path, monkeyp
         (r.case["precision"], r.phase, r.status, r.reason, r.device, r.metrics["median_ms"] > 0)
         for r in session.store.load()
     ]
-    assert found == [(precision, phase, "ok", "", device.slug, True) for precision in ("fp32", "bf16")
-                     for phase in phases]  # fmt: skip
+    # In any order: a phase that others disturb is measured again after the rest of its case.
+    assert sorted(found) == [(precision, phase, "ok", "", device.slug, True) for precision in ("bf16", "fp32")
+                             for phase in phases]  # fmt: skip

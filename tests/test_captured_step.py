@@ -224,7 +224,7 @@ def test_the_estimate_of_a_capture_is_near_the_time_of_its_steps():
     """Against the committed captures: the host's clock of two steps and a warm-up, as long as the plain one."""
     measured, estimated = Counter(), Counter()
     for one in committed(NOTEBOOK):
-        if one.status == "ok" and one.case["size"] in ("xl-2025", "2.7b", "10b"):
+        if one.status == "ok" and one.case.get("size") in ("xl-2025", "2.7b", "10b"):
             key = (one.case["size"], one.case["precision"])
             measured[key] += (2 * one.metrics["done_ms"] + one.metrics["done_with_ranges_ms"]) / 1e3
             estimated[key] += experiment.estimated_s(one.case, [one.phase]) - experiment.estimated_s(one.case, [])

@@ -13,7 +13,7 @@ import torch
 from labkit import experiments
 from labkit.configs import FIGURES, GRIDS, REFERENCE_DEVICE
 from labkit.experiments.sweep import HOST_SECTION
-from labkit.records import RecordStore, folder_of
+from labkit.records import STANDING_VERSIONS, RecordStore, folder_of
 
 PROFILES = ("smoke", "full", "key")
 
@@ -44,7 +44,8 @@ def test_no_phase_is_measured_twice_and_every_case_survives_json(notebook, profi
 def test_what_is_recorded_stays_recorded(notebook):
     """Each committed record of a version that counts is of a case of the grid: a run resumes and measures none anew."""
     experiment = experiment_of(notebook)
-    versions = {experiment.MEASUREMENT_VERSION, *getattr(experiment, "STANDING_VERSIONS", ())}
+    standing = {version for name, version in STANDING_VERSIONS if name == notebook}
+    versions = {experiment.MEASUREMENT_VERSION} | standing
     folder = folder_of(FIGURES, REFERENCE_DEVICE, notebook)
     records = RecordStore(folder / "records" / f"{notebook}.jsonl").load()
     counted = [one for one in records if one.measurement_version in versions and one.section != HOST_SECTION]

@@ -55,13 +55,11 @@ MARKDOWN = """# A transformer measured on {device}
 
 {table}
 
-<details><summary>All statistics of {device}</summary>
+All statistics of {device}
 
 {table}
 
-</details>
-
-- `a_kernel_name<{long}>` takes 2<sup>10</sup> calls; all of them: [table](tables/01_phases.csv)
+- `a_kernel_name<{long}>` takes 2¹⁰ calls; all of them: [table](tables/01_phases.csv)
 
 ### Environment
 
@@ -127,12 +125,11 @@ def test_headings_are_in_order_and_every_link_arrives(report, browser):
 @needs_chromium
 def test_hostile_names_are_text(report, browser):
     browser.open(report.as_uri(), 1400)
-    browser.value("document.querySelectorAll('main details').forEach(details => details.open = true)")
     shown = browser.value("document.querySelector('main').innerText")
     for text in HOSTILE:
         assert shown.count(text.strip("<>") if text.startswith("<javascript") else text) >= 24, text
     assert browser.value("document.title") == f"A transformer measured on {HOSTILE[0]}"
-    assert browser.value("document.querySelector('summary:not(nav *)').innerText").endswith(HOSTILE[0])
+    assert browser.value("document.querySelectorAll('main details').length") == 0
     assert browser.value("document.querySelectorAll('script, iframe, object, main style, [style]').length") == 0
     attributes = browser.value("[...document.querySelectorAll('body *')].flatMap(tag => tag.getAttributeNames())")
     assert set(attributes) <= {"alt", "aria-label", "class", "href", "id", "open", "scope", "src"}

@@ -93,7 +93,7 @@ def test_sharded_optimizer_steps_as_the_unsharded_and_moves_to_other_ranks(two, 
     assert [results[0] for results in four["sharded_optimizer"]] == [("state of another number of ranks", True)] * 4
     for results in (*two["sharded_optimizer"], *(results[1:] for results in four["sharded_optimizer"])):
         *results, (last, _) = results
-        assert last == "saved" and len(results) == 11
+        assert last == "saved" and len(results) == 16
         for name, result in results:
             assert "accepted" in result or "empty" in result if isinstance(result, str) else result, name
 

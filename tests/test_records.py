@@ -340,6 +340,23 @@ def test_newest_keeps_the_last_of_each_identity_in_order_of_first_appearance():
     assert newest([]) == []
 
 
+def test_a_session_that_repeats_rows_does_not_replace_them():
+    first, repeated = make_record(session="a"), make_record(session="b", profile="key")
+    assert newest([first, repeated]) == newest([repeated, first]) == [first]
+    again = make_record(session="c", profile="key")
+    assert newest([repeated, again]) == [again], "there is no other"
+    assert newest([first, repeated, later := make_record(session="d")]) == [later]
+
+
+def test_a_version_that_stands_counts_as_the_newest():
+    old, new = (make_record(measurement_version=version) for version in (1, 2))
+    assert old.resume_key() == new.resume_key() != make_record(measurement_version=3).resume_key()
+    assert (
+        make_record(notebook="05_attention").resume_key()
+        != make_record(notebook="05_attention", measurement_version=2).resume_key()
+    )
+
+
 def test_sessions_of_a_measurement_are_kept_apart_each_by_its_newest_record():
     one, again, other = (
         make_record(session=session, metrics={"median_ms": ms}) for session, ms in (("a", 1.0), ("a", 1.1), ("b", 1.2))
@@ -380,7 +397,7 @@ def test_identity_does_not_depend_on_the_order_of_the_parameters():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"device": "nvidia-h100"}, {"measurement_version": 2}, {"software": {}},
+        {"device": "nvidia-h100"}, {"measurement_version": 3}, {"software": {}},
         *({"software": {**SOFTWARE, name: version}} for name, version in (
             ("torch", "2.13.0"), ("triton", "3.7.0"), ("cuda", "13.1"), ("driver", "590.159.04"), ("driver", ""))),
     ],

@@ -131,7 +131,7 @@ def test_sustained_times_are_compared_with_sustained_times_only():
     ahead = row(2.0, sustained_ms=3.3) | {"half_width_fraction": 0.5}  # of the timer's samples, which are not compared
     assert verdicts.ratio(ahead, row(2.0, **both), "sustained_ms").verdict == "ahead"
     assert verdicts.ratio(ahead | {"drift": 0.3}, row(2.0, **both), "sustained_ms").low == pytest.approx(
-        0.85 * 1.1 * 0.99
+        0.85 * 1.1 / 1.01
     )
     assert verdicts.kind_of_time(row(1.0), "host_median_ms") == "call"
     assert verdicts.kind_of_time(row(1.0, method="window"), "flush_median_ms") == "device"
@@ -188,9 +188,13 @@ def test_a_second_session_widens_the_interval_of_its_rows_and_of_no_others(folde
         (pair,) = forms.pairs(rows, "precision", "fp32", keys=["size", "context"]).to_dict("records")
         return pair["low"], pair["high"]
 
+    store = RecordStore(folder / "records" / f"{NOTEBOOK}.jsonl")
+    once = [record for record in store.load() if record.profile != "key"]
+    store.path.unlink()
+    for record in once:
+        store.append(record)
     assert "sessions" not in chapter(folder).records("steps")
     before = {context: bf16_over_fp32(context) for context in (256, 512)}
-    store = RecordStore(folder / "records" / f"{NOTEBOOK}.jsonl")
     case = {"size": "2.7b", "context": 512}
     for record in newest(store.load()):
         if (record.section, record.phase, record.status) == ("steps", "train_step", "ok"):

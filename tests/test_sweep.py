@@ -25,7 +25,7 @@ import faulty_experiment
 from faulty_experiment import MARK, NOTEBOOK, PHASES, make_case, open_session
 
 import labkit.experiments
-from labkit import cli, configs, hardware
+from labkit import cli, configs, hardware, records
 from labkit.experiments import sweep
 from labkit.records import Record, RecordError, RecordStore, newest
 
@@ -538,9 +538,9 @@ def test_only_what_the_file_lacks_is_run_again(output, log, cut, missing):
 def test_only_a_version_that_still_stands_is_taken_over(output, log, monkeypatch):
     run(output, [make_case("a", log)])
     monkeypatch.setattr(faulty_experiment, "MEASUREMENT_VERSION", 2)
-    monkeypatch.setattr(faulty_experiment, "STANDING_VERSIONS", (1,), raising=False)
+    monkeypatch.setitem(records.STANDING_VERSIONS, (faulty_experiment.NOTEBOOK, 1), 2)
     run(output, [make_case("a", log), make_case("b", log)])
-    monkeypatch.setattr(faulty_experiment, "STANDING_VERSIONS", ())
+    monkeypatch.delitem(records.STANDING_VERSIONS, (faulty_experiment.NOTEBOOK, 1))
     run(output, [make_case("a", log)])
     found = [(record.case["name"], record.measurement_version) for record in store(output).load()]
     assert found == [("a", 1)] * 3 + [("b", 2)] * 3 + [("a", 2)] * 3

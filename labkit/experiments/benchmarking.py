@@ -57,9 +57,6 @@ __all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_rates", "run_case", "run_ste
 MEASUREMENT_VERSION = 2
 """2: the timer's interval of the median has the 95 % it states; in version 1 it held at least 88 %."""
 
-STANDING_VERSIONS = (1,)
-"""Versions that a resumed run need not measure again: the report states the interval that they reach."""
-
 
 def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts: Sequence[int] = ()) -> list[Case]:
     """Returns the cases of `profile`, narrowed where asked; ValueError for a value that it does not have."""

@@ -40,9 +40,6 @@ __all__ = ["MEASUREMENT_VERSION", "ProfiledCase", "cases", "run_case"]
 MEASUREMENT_VERSION = 2
 """2: the step is also timed without the profiler, and different kernels have different names."""
 
-STANDING_VERSIONS = (1,)
-"""Versions that a resumed run need not measure again: the report says what they lack."""
-
 FLASH = "auto"
 """The attention beside eager: labkit's FlashAttention, whichever implementation it takes for these tensors."""
 

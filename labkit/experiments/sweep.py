@@ -378,8 +378,7 @@ class Session:
     def finish(self) -> None:
         """Writes the file that says that the notebook reached its end, and how much of its grid has no record yet."""
         recorded = self._recorded()
-        profile = "full" if self.profile == "key" else self.profile
-        grid = self.experiment.cases(profile, self.device.kind)
+        grid = self.experiment.cases(profile := self.profile.replace("key", "full"), self.device.kind)
         content = {
             "notebook": self.notebook,
             "session": self.id,
@@ -390,15 +389,8 @@ class Session:
         write_json(done_path(self.folder, self.notebook), content)
 
     def _recorded(self, machine: str | None = None) -> set[str]:
-        """Returns the resume keys of the records, or of one machine's; versions that still stand count as current."""
-        standing = getattr(self.experiment, "STANDING_VERSIONS", ())
-        return {
-            replace(record, measurement_version=self.experiment.MEASUREMENT_VERSION).resume_key()
-            if record.measurement_version in standing
-            else record.resume_key()
-            for record in self.store.load()
-            if machine in (None, record.machine)
-        }
+        """Returns the resume keys of the records, or of one machine's."""
+        return {record.resume_key() for record in self.store.load() if machine in (None, record.machine)}
 
     def _missing(self, case: Case, recorded: set[str]) -> tuple[str, ...]:
         return tuple(
@@ -532,6 +524,7 @@ class Session:
             measurement_version=self.experiment.MEASUREMENT_VERSION,
             software=self._software,
             source=self._source,
+            profile=self.profile,
             session=self.id,
             recorded_at=_now(),
             **content,

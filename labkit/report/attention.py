@@ -376,12 +376,11 @@ def findings_transformer(models: pd.DataFrame, backward: pd.DataFrame) -> list[s
     # The times of launch-bound rows are the host's, whatever the precision.
     pairs["kind"] = pairs["precision"].mask(pairs["launch_bound"], "launch-bound")
     sentences = []
-    for mode, phase, what in (
-        ("regional", "train_step", "Eager's training step over that with each block compiled"),
-        ("regional", "backward", "Backward alone, likewise"),
-        ("whole", "train_step", "Training step, the whole model compiled"),
+    for phase, what in (
+        ("train_step", "Eager's training step over that with each block compiled"),
+        ("backward", "Backward alone, likewise"),
     ):
-        rows = select(pairs, compile=mode, phase=phase)
+        rows = select(pairs, compile="regional", phase=phase)
         parts = [f"{kind} {forms.tally(group)}" for kind, group in rows.groupby("kind", sort=False)]
         if parts:
             sentences.append(f"{what} ({listing(dict.fromkeys(rows['size']))}): {'; '.join(parts)}.")
@@ -422,8 +421,7 @@ def findings_published(calls: pd.DataFrame, course: pd.DataFrame | None = None) 
     parts = [f"{NAMES[i]} in {p} {span(group['ratio'])}" for (i, p), group in long.groupby(["impl", "precision"])]
     return [
         f"Published time over ours at length {long['length'].iloc[0]:,}: {listing(parts)}; over all lengths "
-        f"{span(rows['ratio'])}. Their kind of time and their mask are unknown, so this says that ours are plausible, "
-        "not which device is faster.",
+        f"{span(rows['ratio'])}. Their kind of time is unknown.",
         *forms.explained(published_calls(calls, course), "the softmax"),
     ]
 

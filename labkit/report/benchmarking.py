@@ -66,7 +66,7 @@ def table_roofs(ceilings: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def findings_roofs(timer: pd.DataFrame, steps: pd.DataFrame) -> list[str]:
-    """Says whether the timer's methods agree with an independent measurement, and what utilisation is divided by."""
+    """Says whether the timer's methods agree with an independent measurement."""
     medians = ok_rows(timer).set_index("phase")["median_ms"]
     if "independent" not in medians:
         return []
@@ -77,7 +77,6 @@ def findings_roofs(timer: pd.DataFrame, steps: pd.DataFrame) -> list[str]:
     return [
         f"The timer's methods {word} with an independent measurement of one memory-bound kernel to within "
         f"{percent(TIMER_AGREEMENT)}: the largest difference is {percent(deviation.max())} ({deviation.idxmax()}).",
-        "Each utilisation below divides by the rate measured in its own session, not by the newest one.",
     ]
 
 
@@ -200,7 +199,7 @@ def findings_pace(steps: pd.DataFrame) -> list[str]:
     sentences = [
         f"{len(bound)} of {count(len(rows), 'training step')} are launch-bound: the host needs {percent(LAUNCH_BOUND)} "
         f"or more of the time to issue the kernels. They are {listing(sizes_in(bound))}, up to context "
-        f"{bound['context'].max():,}; their times are those of this host and come out differently on another one."
+        f"{bound['context'].max():,}; their times are those of this host{_come_back(rows)}."
     ]
     if len(widest) > 1:
         low, high = widest.iloc[0], widest.iloc[-1]
@@ -210,6 +209,19 @@ def findings_pace(steps: pd.DataFrame) -> list[str]:
             "longer context or a larger batch is free until the device is busy."
         )
     return sentences
+
+
+def _come_back(rows: pd.DataFrame) -> str:
+    """Returns how call times change from session to session, of steps that are launch-bound in any and of others."""
+    changes: dict[bool, list[float]] = {True: [], False: []}
+    for row in rows.to_dict("records"):
+        if len(medians := verdicts.by_session(row, "median_ms").values()) > 1:
+            changes[any(map(verdicts.launch_bound, row["sessions"].values()))].append(max(medians) / min(medians))
+    if not all(changes.values()):
+        return " and come out differently on another one"
+    return (
+        f": from session to session they change by {span(changes[True])}, those of the others by {span(changes[False])}"
+    )
 
 
 def modes(steps: pd.DataFrame) -> pd.DataFrame:

@@ -124,7 +124,7 @@ class Chapter:
         """Shows the table `build(*arguments, **options)` under its caption, with at most MAX_ROWS rows.
 
         Neither this nor `figure` and `findings` call `build` when nothing in a frame among `arguments` was measured.
-        "{time}" in the caption becomes the kind of time that the first frame holds.
+        "{time}" in the caption becomes the kind of time that the first frame holds; what all rows share is added to it.
         """
         frame = self._built(build, *arguments, **options)
         caption = caption.replace("{time}", kinds_of_time(arguments))
@@ -133,6 +133,8 @@ class Chapter:
         if len(frame) > tables.MAX_ROWS:
             caption += f" (the first {tables.MAX_ROWS} of {len(frame):,} rows)"
             frame = frame.head(tables.MAX_ROWS)
+        frame, same = tables.without_constants(frame)
+        caption += f"; all rows: {same}" if same else ""
         return Markdown(f"*{caption}*\n\n{tables.to_markdown(frame)}")
 
     def figure(

@@ -1,6 +1,7 @@
 """Notebook 07 from frames of its records: what a collective costs, how much shows, what sharding saves, limits."""
 
 import math
+from operator import itemgetter
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -8,7 +9,7 @@ from matplotlib.figure import Figure
 from labkit import accounting, communication, published
 from labkit.communication import OPERATIONS, fit_line
 from labkit.configs import model_config
-from labkit.report import figures, forms
+from labkit.report import figures, forms, verdicts
 from labkit.report.findings import count, gib, listing, number, percent, span, times
 from labkit.report.tables import cell, ok_rows, once_per_frame, select
 
@@ -177,15 +178,12 @@ def over_alone(steps: pd.DataFrame) -> pd.DataFrame:
 
     added_ms = shows_ms (communication beside no kernel) + contention_ms (the step's own kernels take longer) + rest_ms.
     """
-    rows = ok_rows(steps)
-    keys = [*CASE, "session"]
-    alone = select(rows, phase="alone").drop_duplicates(keys).set_index(keys)
-    result = []
+    rows, result, key = ok_rows(steps), [], itemgetter(*CASE)
+    alone = {key(row): verdicts.sessions(row) for row in select(rows, phase="alone").to_dict("records")}
     for row in rows[rows["phase"] != "alone"].to_dict("records"):
-        key = tuple(row[name] for name in keys)
-        if key not in alone.index:
+        if (base := alone.get(key(row), {}).get(row["session"])) is None:
             continue
-        added = row["median_ms"] - (base := alone.loc[key])["median_ms"]
+        added = row["median_ms"] - base["median_ms"]
         shows = row.get("exposed_us", math.nan) / 1e3
         contention = (row.get("compute_us", math.nan) - base.get("compute_us", math.nan)) / 1e3
         row |= {"alone_ms": base["median_ms"], "added_ms": added, "added_fraction": added / row["median_ms"]}

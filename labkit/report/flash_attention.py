@@ -64,7 +64,7 @@ def compared(frame: pd.DataFrame) -> pd.DataFrame:
             both = pd.notna(row.get(column)) and pd.notna(mine.get(column))
             mid = row[column] / mine[column] if both else float("nan")
             # Not timed in turn: the noise of two sessions.
-            word = verdicts.widened(mid, mid, mid, "call", False).verdict if both else ""
+            word = verdicts.widened(mid, mid, mid, verdicts.NOISE["call", False]).verdict if both else ""
             line |= {f"{kind}_ratio": mid, f"{kind}_verdict": word}
         found.append(row | line | {"host_bound": verdicts.host_bound(row) or verdicts.host_bound(mine)})
     return pd.DataFrame(found)

@@ -34,7 +34,8 @@ def pairs(
         if row[column] != base and case in bases:
             ratio = verdicts.ratio(bases[case], row, value)
             is_bound = verdicts.launch_bound(row) or verdicts.launch_bound(bases[case])
-            found.append((*case, row[column], bases[case][value], row[value], *ratio, ratio.verdict, is_bound))
+            both = verdicts.side_by_side(bases[case], row, value)[:2]
+            found.append((*case, row[column], *both, *ratio, ratio.verdict, is_bound))
     columns = [*keys, column, f"base_{value}", value, "ratio", "low", "high", "verdict", "launch_bound"]
     return in_order(pd.DataFrame(found, columns=columns).astype({"launch_bound": bool}), [column, *keys])
 
@@ -213,7 +214,7 @@ def published_table(
             f"published ({unit})": number(row[f"published_{name}"]),
             f"here ({unit})": number(row[value]),
             **({"code": row["code"]} if "code" in row else {}),
-            **({"here, kind": verdicts.kind_of_time(row)} if "timer_method" in row else {}),
+            **({"kind of time": verdicts.kind_of_time(row)} if "timer_method" in row else {}),
             "published / here": times(row["ratio"]),
             "caveat": row["caveat"] or "–",
         }

@@ -23,8 +23,8 @@ other. Times are milliseconds, GB/s means 10⁹ bytes per second, GiB 2³⁰ byt
 >
 > **What a comparison means.** A ratio beside *ahead* or *behind* is the other's time over that of the one named \
 first: above 1 the first is faster. It is *ahead* or *behind* where the whole interval of the ratio, over samples and \
-sessions, lies above or below 1, *level* where it lies within 3 % of 1, else *undecided*. Bytes and counts are \
-compared exactly."""
+sessions, lies above or below 1, *level* where it lies within 3 % of 1, else *undecided*. Calls depend on the host and \
+are compared within a session where one has both. Bytes and counts are compared exactly."""
 
 
 def page(chapters: Mapping[str, Chapter], figure: str | None) -> str:

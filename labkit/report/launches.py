@@ -5,7 +5,7 @@ import math
 import pandas as pd
 
 from labkit.report import forms
-from labkit.report.findings import listing, percent, span
+from labkit.report.findings import listing, percent, scientific, span
 from labkit.report.forms import case_name, name, shown
 from labkit.report.tables import cell, ok_rows, pivot, select
 
@@ -57,10 +57,8 @@ def findings(rows: pd.DataFrame) -> list[str]:
     graphs, sentences = shares(rows), []
     if len(graphs):
         part = select(shown(graphs), precision="bf16")
-        text = (
-            f"The same kernels in one CUDA graph are {forms.summary(graphs, name)} against the eager call, call time."
-        )
-        sentences.append(text)
+        gain = forms.summary(graphs, name)
+        sentences.append(f"The same kernels in one CUDA graph are {gain} against the eager call, call time.")
         if len(part):
             sentences[0] += f" In bf16 at {part['context'].iloc[0]} launches take {span(part['share'], percent)}."
     ways = by_way(rows)
@@ -74,7 +72,6 @@ def findings(rows: pd.DataFrame) -> list[str]:
             sentences[-1] += f" Back to back: {listing(parts)} (sustained time)."
     if len(replayed := ok_rows(rows, phase="graph_step")):
         largest = {what: replayed[name].max() for name, what in DIFFERENCES.items()}
-        off = listing(f"{percent(value)} in {what}" for what, value in largest.items())
-        how = f"to within {off}" if any(largest.values()) else f"with no difference in {listing(largest)}"
-        sentences.append(f"Each graph trains as its called step does, {how}.")
+        off = [f"{f'at most {scientific(value)}' if value else 'none'} in {what}" for what, value in largest.items()]
+        sentences.append(f"A graph trains as its called step does; relative differences: {listing(off)}.")
     return sentences

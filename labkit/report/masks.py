@@ -21,9 +21,7 @@ def table_mask(calls: pd.DataFrame, masked: pd.DataFrame) -> pd.DataFrame:
 
 def findings_mask(calls: pd.DataFrame, masked: pd.DataFrame) -> list[str]:
     """Says what a causal mask changes for fused kernels, and for the formula, which computes the hidden scores too."""
-    rows, what = (
-        masking(calls, masked),
-        ("the formula, which computes every score", "fused kernels, which leave tiles out"),
-    )
+    rows = masking(calls, masked)
+    what = ("the formula, which computes every score", "fused kernels, which leave tiles out")
     parts = [f"{what[fused]}, {forms.tally(group)}" for fused, group in rows.groupby(rows["impl"].isin(FUSED))]
     return [f"Time without a mask over that with a causal one: {'; '.join(parts)}."] if parts else []

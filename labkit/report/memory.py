@@ -344,14 +344,13 @@ def findings_checkpointing(frame: pd.DataFrame) -> list[str]:
                 f"at k = √(N/{number(kept)}) = {number((layers / kept) ** 0.5)} rather than √N = {number(layers**0.5)}."
             )
             for nested in ok_rows(group[group["level"] > 1]).to_dict("records"):
-                verdict = verdicts.exact(nested["peak_bytes"], row["peak_bytes"])
-                word = {verdicts.AHEAD: "below", verdicts.BEHIND: "above"}.get(verdict, "equal to")
-                took = f"{nested['plan']}, {number(nested['median_ms'])} ms"
-                deeper.append(f"{word} a single level's with {who} ({took})")
+                more = nested["peak_bytes"] - row["peak_bytes"]
+                word = f"{mib(abs(more))} MiB {'above' if more > 0 else 'below'}" if more else "equal to"
+                deeper.append(f"{word} it with {who} ({nested['plan']}, {number(nested['median_ms'])} ms)")
             grows = accounting.block_gradient_bytes(config) > stream
     if deeper:
-        text = f"The lowest peak of nested recomputing is {listing(deeper)}."
-        if grows and all(part.startswith("equal") for part in deeper):
+        text = f"Beside a single level's lowest peak, that of nested recomputing is {listing(deeper)}."
+        if grows and not any(" below it" in part for part in deeper):
             text += " A block's gradients are larger than its input, so the peak lies at the end of backward, where "
             text += "the inputs are gone: keeping fewer of them cannot lower it."
         sentences.append(text)

@@ -391,7 +391,7 @@ def table_published(frame: pd.DataFrame, course: pd.DataFrame | None = None) -> 
 
 
 def findings_published(frame: pd.DataFrame, course: pd.DataFrame | None = None) -> list[str]:
-    """Says how a published host range grows, how the products' share moves with AdamW, and what `course` explains."""
+    """Says how a published host range grows, and what `course` explains."""
     sentences = []
     hosts = published.load("nvtx_fwd_bwd").query("model == 'small'").rename(columns={"context_length": "context"})
     mine = whole_steps(frame, size="small", precision="fp32", attention="eager")
@@ -402,15 +402,6 @@ def findings_published(frame: pd.DataFrame, course: pd.DataFrame | None = None) 
             f"From context {first['context']} to {last['context']:,} a host range published as the forward pass of "
             f"small ({last['gpu']}) grows {times(last['forward_ms'] / first['forward_ms'])}, our kernel time "
             f"{times(last['forward_kernel_ms'] / first['forward_kernel_ms'])}: the range measures launches."
-        )
-    shares = select(published_profiles(frame), quantity="matmuls (%)", view=["inference", "train_step"])
-    wide = shares.pivot_table(index=["gpu", "size", "context"], columns="view", values=["published", "ours"]).dropna()
-    if len(wide) and wide.shape[1] == 4:
-        moves = (wide[who, "train_step"] - wide[who, "inference"] for who in ("published", "ours"))
-        theirs, ours = (span(move, "{:+.1f}".format) for move in moves)
-        sentences.append(
-            f"From inference to the training step the published share of products moves by {theirs} points, ours by "
-            f"{ours} ({count(len(wide), 'case')}): the course's AdamW loops over the parameters, ours is fused."
         )
     return sentences + profiles.findings_course(with_course(frame, course))
 
@@ -438,7 +429,7 @@ def front(chapter) -> list[tuple[str, str]]:
 
 def symptoms(chapter) -> list[dict[str, str]]:
     """Returns a row for the front page's table of symptoms, with what the remedy gave here."""
-    gains = profiles.flash_steps(chapter.records("profiles")) if chapter.all_records() else pd.DataFrame()
+    gains = profiles.flash_steps(frame) if len(frame := chapter.records("profiles")) else pd.DataFrame()
     gains = select(gains, precision="bf16", verdict=verdicts.AHEAD)
     if gains.empty:
         return []

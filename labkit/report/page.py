@@ -13,11 +13,8 @@ import mistune
 
 from labkit.report.findings import anchor
 
-_OWN_TAGS = re.compile(r"(</?(?:details|summary|br|sub|sup)>)")
-"""Raw HTML that a report writes itself. All other raw HTML comes from a record and is shown as text."""
-
-_ALLOWED_TAGS = set("a blockquote br code div em h1 h2 h3 h4 h5 h6 hr img li ol p pre strong sub sup".split())
-_ALLOWED_TAGS |= set("details summary table thead tbody tr th td ul".split())
+_ALLOWED_TAGS = set("a blockquote br code div em h1 h2 h3 h4 h5 h6 hr img li ol p pre strong".split())
+_ALLOWED_TAGS |= set("table thead tbody tr th td ul".split())
 _ALLOWED_ATTRIBUTES = {
     "*": ["class", "id"], "a": ["href"], "img": ["alt", "src"], "ol": ["start"], "th": ["scope"],
 }  # fmt: skip
@@ -36,7 +33,7 @@ def html(markdown: str, folder: Path, title: str) -> str:
     Headings keep GitHub's anchors; the first is the page's only <h1>.
 
     Args:
-        markdown: GitHub's Markdown; of raw HTML only <details>, <summary>, <br>, <sub> and <sup> have an effect.
+        markdown: GitHub's Markdown; raw HTML, which only a record can hold, is shown as text.
         folder: where the figures lie. Only an SVG inside it, or in a folder of several such devices, is shown;
             another image is left as its Markdown.
         title: plain text.
@@ -96,13 +93,6 @@ class _Renderer(mistune.HTMLRenderer):
 
     def text(self, text: str) -> str:
         return mistune.util.safe_entity(text)
-
-    def inline_html(self, html: str) -> str:
-        parts = _OWN_TAGS.split(html)
-        return "".join(part if index % 2 else mistune.util.safe_entity(part) for index, part in enumerate(parts))
-
-    def block_html(self, html: str) -> str:
-        return self.inline_html(html)
 
     def table(self, text: str) -> str:
         return f'<div class="table"><table>\n{text}</table></div>\n'

@@ -143,7 +143,7 @@ def attention_times(frame: pd.DataFrame) -> pd.DataFrame:
     path, of_class = rows["path"].astype(str), rows["kernel_class"]
     parts = {
         "matmul_us": path.str.endswith(("/core/scores", "/core/value product")) & (of_class == "matmul"),
-        "softmax_us": path.str.endswith("/core/softmax") & (of_class == "softmax"),
+        "softmax_us": path.str.endswith("/core/softmax") & (of_class != "copy"),
         "core_us": path.str.startswith("inference/block/attention/core"),
         "block_us": path.str.startswith("inference/block/attention"),
         "forward_us": path.str.startswith("inference"),

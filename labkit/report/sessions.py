@@ -42,7 +42,7 @@ def differences(chapters: Mapping[str, Sequence[Record]]) -> pd.DataFrame:
                 if value == "host_median_ms" and verdicts.kind_of_time(rows[0]) == "call":
                     continue  # the call's time once more, by the other clock
                 (low, low_half), (high, high_half) = times[0], times[-1]
-                allowed = (1 + verdicts.NOISE[kind, False]) * (1 + low_half + high_half) - 1
+                allowed = (1 + verdicts.noise(kind, False, *rows)) * (1 + low_half + high_half) - 1
                 place = name if value == "median_ms" else f"{name}, {value}"
                 found.append((chapter, place, kind, low, high, high / low - 1, allowed))
     columns = ["chapter", "row", "kind", "lowest_ms", "highest_ms", "difference", "allowed"]

@@ -107,7 +107,8 @@ def cell(row: dict, name: str = "median_ms", form: Callable[[float], str] = numb
     if row["status"] != "ok":
         return row["status"]
     mark = DISTURBED if row.get("disturbed", False) in (True, 1) else ""
-    return mark + (UNSTEADY if name in SUSTAINED and row.get("steady") == 0 else "") + form(row.get(name))
+    text = form(row.get(name))
+    return mark + (UNSTEADY if name in SUSTAINED and row.get("steady") == 0 and text != "–" else "") + text
 
 
 def pivot(frame: pd.DataFrame, index: Sequence[str], columns: str, text: Callable[[dict], str] = cell) -> pd.DataFrame:
@@ -128,6 +129,16 @@ def unfolded(frame: pd.DataFrame, keys: Sequence[str], samples: Sequence[str]) -
         if set(samples) <= row["samples"].keys()
     ]
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+
+
+def without_constants(frame: pd.DataFrame) -> tuple[pd.DataFrame, str]:
+    """Returns a table of three rows or more without the columns that say the same in each, and what these say.
+
+    A decimal stays: it was measured.
+    """
+    same = {name: str(frame[name].iloc[0]) for name in frame if len(frame) > 2 and frame[name].nunique() == 1}
+    same = {name: text for name, text in same.items() if not re.fullmatch(r"–|oom|skipped|[\d,]*\.\d+( %|×)?", text)}
+    return frame.drop(columns=list(same)), ", ".join(f"{name} {plain(text)}" for name, text in same.items())
 
 
 def to_markdown(frame: pd.DataFrame) -> str:

@@ -45,6 +45,10 @@ Device times: two entries that run the same forward kernel differ by up to 0.6 %
 times differ most, since each machine's host launches kernels at its own speed.
 """
 
+HOST_NOISE = 1.2
+"""That of call times in two sessions where the host sets one of them: on another host steps of notebook 01 took up to
+2.2 times as long."""
+
 
 class Ratio(NamedTuple):
     """Their time over ours with its interval: above 1, ours is ahead."""
@@ -87,7 +91,7 @@ def host_bound(row: Mapping[str, Any]) -> bool:
 
 
 def ratio(theirs: Mapping[str, Any], ours: Mapping[str, Any], value: str = "median_ms") -> Ratio:
-    """Returns their time over ours.
+    """Returns their time over ours, see `side_by_side`.
 
     Args:
         theirs, ours: rows of a frame of records, with `value`, its `half_width_fraction` or `drift`, `timer_method` and
@@ -99,8 +103,8 @@ def ratio(theirs: Mapping[str, Any], ours: Mapping[str, Any], value: str = "medi
     kinds = {kind_of_time(theirs, value), kind_of_time(ours, value)}
     if len(kinds) > 1:
         raise ValueError(f"a ratio of a {' and a '.join(sorted(kinds))} time: compare times of one kind")
-    mid, spread = theirs[value] / ours[value], _half_width(theirs, value) + _half_width(ours, value)
-    is_one_session = theirs.get("session") == ours.get("session")
+    their_time, our_time, is_one_session = side_by_side(theirs, ours, value)
+    mid, spread = their_time / our_time, _half_width(theirs, value) + _half_width(ours, value)
     low, high = mid * (1 - spread), mid * (1 + spread)
     their_times, our_times = (by_session(row, value) for row in (theirs, ours))
     both = their_times.keys() & our_times.keys()
@@ -109,8 +113,18 @@ def ratio(theirs: Mapping[str, Any], ours: Mapping[str, Any], value: str = "medi
     elif not is_one_session and len(their_times) > 1 and len(our_times) > 1:
         ratios = [one / other for one in their_times.values() for other in our_times.values()]
     else:
-        return widened(mid, low, high, kinds.pop(), is_one_session)
+        return widened(mid, low, high, noise(kinds.pop(), is_one_session, theirs, ours))
     return Ratio(mid, min(low, *ratios), max(high, *ratios))
+
+
+def side_by_side(theirs: Mapping[str, Any], ours: Mapping[str, Any], value: str) -> tuple[float, float, bool]:
+    """Returns both times, and whether of one session: where the rows' differ, calls are of the newest that has both."""
+    is_one_session = theirs.get("session") == ours.get("session")
+    if kind_of_time(theirs, value) == "call" and not is_one_session:
+        their_times, our_times = (by_session(row, value) for row in (theirs, ours))
+        if both := [session for session in their_times if session in our_times]:
+            return their_times[both[-1]], our_times[both[-1]], True
+    return theirs[value], ours[value], is_one_session
 
 
 def _half_width(row: Mapping[str, Any], value: str) -> float:
@@ -121,11 +135,15 @@ def _half_width(row: Mapping[str, Any], value: str) -> float:
     return 0.0 if half is None or half != half else share * half
 
 
+def sessions(row: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Returns a row's metrics by session, the oldest first."""
+    found = row.get("sessions")
+    return found if isinstance(found, dict) and found else {row.get("session"): row}
+
+
 def by_session(row: Mapping[str, Any], value: str) -> dict[str, float]:
-    """Returns a row's value by session; {} where no row beside it was measured in several."""
-    sessions = row.get("sessions")
-    sessions = sessions if isinstance(sessions, dict) else {}
-    return {session: metrics[value] for session, metrics in sessions.items() if metrics.get(value)}
+    """Returns a row's value by session."""
+    return {session: metrics[value] for session, metrics in sessions(row).items() if metrics.get(value)}
 
 
 def paired(row: Mapping[str, Any]) -> Ratio:
@@ -135,13 +153,19 @@ def paired(row: Mapping[str, Any]) -> Ratio:
     lows, highs = (by_session(row, name).values() for name in names[1:])
     if len(lows) > 1:
         return Ratio(mid, min(lows), max(highs))
-    return widened(mid, low, high, kind_of_time(row), True)
+    return widened(mid, low, high, noise(kind_of_time(row), True))
 
 
-def widened(mid: float, low: float, high: float, kind: str, same_session: bool) -> Ratio:
-    """Returns the interval widened by NOISE."""
-    noise = NOISE[kind, same_session]
-    return Ratio(mid, low * (1 - noise), high * (1 + noise))
+def noise(kind: str, is_one_session: bool, *rows: Mapping[str, Any]) -> float:
+    """Returns by what a ratio of times of this kind is widened: NOISE, for launch-bound `rows` HOST_NOISE."""
+    if kind == "call" and not is_one_session and any(map(launch_bound, rows)):
+        return HOST_NOISE
+    return NOISE[kind, is_one_session]
+
+
+def widened(mid: float, low: float, high: float, noise: float) -> Ratio:
+    """Returns the interval widened by `noise` on either side."""
+    return Ratio(mid, low / (1 + noise), high * (1 + noise))
 
 
 def exact(ours: float, theirs: float) -> str:
