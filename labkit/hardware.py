@@ -377,9 +377,9 @@ def _host_load(begin: _HostReading, end: _HostReading) -> tuple[dict[str, Any], 
     other_s = max(0.0, (end.used_s - begin.used_s) - (end.own_s - begin.own_s))
     waited_s = max(waited_s - begin.waited_s.get(task, 0.0) for task, waited_s in end.waited_s.items())
     waited_s += end.stolen_s - begin.stolen_s
-    load = {"other_cpu_cores": other_s / window_s, "cpu_wait_fraction": waited_s / window_s}
+    load = {"other_cpu_cores": round(other_s / window_s, 4), "cpu_wait_fraction": round(waited_s / window_s, 4)}
     if begin.pressure_s is not None and end.pressure_s is not None:
-        load["cpu_pressure"] = (end.pressure_s - begin.pressure_s) / window_s
+        load["cpu_pressure"] = round((end.pressure_s - begin.pressure_s) / window_s, 4)
     # CPU time is counted in ticks, so in a short window the time of others may not show.
     others_ran = other_s + 1 / os.sysconf("SC_CLK_TCK") >= BUSY_FRACTION * window_s
     if not others_ran or waited_s < max(SHORTEST_WAIT_S, BUSY_FRACTION * window_s):
@@ -449,7 +449,7 @@ class Monitor:
             causes.append(f"{others} other process{'' if others == 1 else 'es'} on the GPU")
         self.summary = gpu | load
         if self.summary:
-            self.summary |= {"disturbed": bool(causes), "disturbed_by": "; ".join(causes)}
+            self.summary |= {"disturbed": bool(causes)} | ({"disturbed_by": "; ".join(causes)} if causes else {})
 
     def _run(self) -> None:
         while not self._stop.wait(self.interval_s):
@@ -480,15 +480,14 @@ class Monitor:
         columns = (sorted(x for x in column if x is not None) or [None] for column in zip(*self.readings, strict=True))
         _, _, clocks, powers, temperatures, masks = columns
         summary = {
-            "num_samples": len(self.readings),
-            "sm_clock_mhz_min": clocks[0],
             "sm_clock_mhz_median": clocks[len(clocks) // 2],
             "power_w_max": powers[-1] and powers[-1] / 1000,
             "temperature_c_max": temperatures[-1],
             "throttle_reasons": None if masks == [None] else throttle_reasons(self.readings),
         }
         known = {name: value for name, value in summary.items() if value is not None}
-        return known | {"foreign_processes": foreign_processes(self._module, self._handle)}
+        others = foreign_processes(self._module, self._handle)
+        return known | ({"foreign_processes": others} if others else {})
 
 
 def foreign_processes(nvml: Any, handle: Any) -> int | None:

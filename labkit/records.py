@@ -14,7 +14,7 @@ import reprlib
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SCHEMA_VERSION = 2
-"""1: every record in full. 2: SHARED stands once per session, and what is empty is left out."""
+"""1: every record in full. 2: SHARED stands once per session, and what has its default is left out; a record that names
+no session is of the one whose line stands before it."""
 
 SHARED = ("notebook", "profile", "device", "machine", "measurement_version", "software", "source", "schema_version")
 """Fields that all records of a session and file share."""
@@ -68,9 +69,9 @@ class Record:
     section: str
     case: dict[str, Any]
     phase: str
-    status: str
     device: str
     measurement_version: int
+    status: str = "ok"
     reason: str = ""
     metrics: dict[str, float | int | None] = field(default_factory=dict)
     samples: dict[str, list[float | None]] = field(default_factory=dict)
@@ -154,15 +155,14 @@ _RECORD = {
         ("reason?", "machine?", "profile?", "session?", "recorded_at?", "software.*", "source.commit?"), TEXT
     ),
     **dict.fromkeys(("case", "observed?", "metrics?", "samples?", "timer?", "telemetry?"), OBJECT),
-    "status": Kind(STATUSES.__contains__, ", ".join(STATUSES)),
+    "status?": Kind(STATUSES.__contains__, ", ".join(STATUSES)),
     "measurement_version": COUNT,
     "metrics.*": NUMBER,
     "samples.*": list_of(_NUMBER_TYPES, "a list of numbers and null"),
     "telemetry.throttle_reasons?": list_of({str}, "a list of texts"),
     "telemetry.sustained?": OBJECT,
 }
-_FIELDS = {f.name for f in fields(Record)}
-_NEEDED = {name for name in _RECORD if name in _FIELDS}
+_DEFAULTS = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(Record)}
 _HEADER = {"session": TEXT, "shared": OBJECT}
 
 # What the report reads of environment.json.
@@ -207,15 +207,15 @@ def validate(content: Any) -> None:
         version = content.get("schema_version")
         if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
             raise ValueError(f"schema version {reprlib.repr(version)}; this labkit reads up to {SCHEMA_VERSION}")
-        if unknown := content.keys() - _FIELDS:
+        if unknown := content.keys() - _DEFAULTS.keys():
             raise ValueError(f"unknown fields {', '.join(sorted(name[:40] for name in unknown))}")
     check_fields(content, _RECORD)
     for name, value in content.items():
         if type(value) is dict:
             _check_values(name, value)
     metrics = content.get("metrics", {})
-    if metrics and content["status"] != "ok":
-        raise _unfit("metrics", metrics, f"{{}} where the status is {content['status']}")
+    if metrics and (status := content.get("status", "ok")) != "ok":
+        raise _unfit("metrics", metrics, f"{{}} where the status is {status}")
     try:
         check_plausible(metrics)
     except ValueError as error:
@@ -264,9 +264,9 @@ def _line(content: Any) -> bytes:
 
 
 def _rounded(value: Any) -> Any:
-    """Returns a value with the floats in it rounded to nine digits, which tell any two numbers in fp32 apart."""
+    """Returns a value with the floats in it rounded to seven digits: no clock and no counter knows more."""
     if type(value) is float:
-        return float(f"{value:.9g}")
+        return float(f"{value:.7g}")
     if isinstance(value, dict):
         return {key: _rounded(inner) for key, inner in value.items()}
     return [_rounded(inner) for inner in value] if isinstance(value, list | tuple) else value
@@ -375,8 +375,8 @@ class RecordStore:
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
-        # The file's state when it was last read or written, and what each session's records share.
-        self._known: tuple[tuple[int, ...], dict[str, dict]] = (), {}
+        # The file's state when it was last read or written, and the session of its last line with what it shares.
+        self._known: tuple[tuple[int, ...], dict[str, Any]] = (), {}
 
     def append(self, record: Record) -> None:
         """Writes one record as one line and returns after it has reached the disk.
@@ -393,17 +393,15 @@ class RecordStore:
         content = _parse(_line(content))
         validate(content)
         shared = {name: content.pop(name) for name in SHARED}
-        session = {"session": content.pop("session")}
-        own = {name: value for name, value in content.items() if value not in ("", {}) or name in _NEEDED}
+        header = {"session": content.pop("session"), "shared": shared}
+        own = {name: value for name, value in content.items() if value != _DEFAULTS[name]}
         if self._known[0] != self.state():  # others have changed it
             self.load()
-        known = self._known[1]
-        header = b"" if known.get(record.session) == shared else _line(session | {"shared": shared})
         with open(self.path, "ab") as file:
-            file.write(header + _line(session | own))
+            file.write((b"" if self._known[1] == header else _line(header)) + _line(own))
             file.flush()
             os.fsync(file.fileno())
-        self._known = self.state(), known | {record.session: shared}
+        self._known = self.state(), header
 
     def state(self) -> tuple[int, ...]:
         """Returns what is another whenever the file is: its size and its time; () without a file."""
@@ -416,21 +414,22 @@ class RecordStore:
         raises RecordError with file and line.
         """
         state, lines = self.state(), (_read_bytes(self.path) or b"").split(b"\n")
-        records, shared = [], {}
+        records, shared, header = [], {}, {}
         for number, line in enumerate(lines[:-1], start=1):
             try:
                 content = _parse(line)
                 if type(content) is dict and "shared" in content:
                     check_fields(content, _HEADER)
-                    shared[content["session"]] = content["shared"]
+                    shared[content["session"]], header = content["shared"], content
                     continue
-                if type(content) is dict and type(content.get("session")) is str:
-                    content = shared.get(content["session"], {}) | content
+                if type(content) is dict:
+                    content = {"session": header.get("session", "")} | content
+                    content = shared.get(str(content["session"]), {}) | content
                 validate(content)
             except ValueError as error:
                 raise RecordError(f"{self.path}, line {number}: {error}") from error
             records.append(Record(**content))
-        self._known = state, shared
+        self._known = state, header
         return records
 
     def repair(self) -> None:

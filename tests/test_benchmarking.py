@@ -59,7 +59,8 @@ def test_full_is_every_size_context_and_precision_and_warms_up_one_phase_a_proce
     for case in in_section(found, "steps"):
         assert (case.fresh_process, case.stop_at_failure, case.timeout_s) == (False, False, 300.0)
     phases = ("forward", "forward_backward")
-    assert labels(found, "warmup") == [(parameters(*shape), (phase,)) for shape in FULL_SHAPES for phase in phases]
+    traced = [shape for shape in FULL_SHAPES if shape[1] in (128, 512, 2048)]
+    assert labels(found, "warmup") == [(parameters(*shape), (phase,)) for shape in traced for phase in phases]
     assert all(case.fresh_process for case in in_section(found, "warmup"))
 
 
@@ -67,7 +68,7 @@ def test_full_compile_is_whole_only_for_the_sizes_that_the_grid_names():
     compiled, whole_sizes = in_section(cases("full", "cuda"), "compile"), BENCHMARKING["full"].whole_compile_sizes
     assert set() < set(whole_sizes) < set(FULL_SIZES)
     wanted = [*((size, "regional") for size in FULL_SIZES), *((size, "whole") for size in whole_sizes)]
-    grid = itertools.product((128, 256, 512), PRECISIONS, wanted)
+    grid = itertools.product((128, 512), PRECISIONS, wanted)
     keys = [tuple(c.parameters[name] for name in ("context", "precision", "size", "compile")) for c in compiled]
     assert Counter(keys) == Counter((context, precision, *mode) for context, precision, mode in grid)
     assert {case.phases for case in compiled} == {("compile", "forward", "forward_backward", "train_step")}
@@ -413,7 +414,7 @@ def test_compiling_is_timed_as_a_phase_of_its_own_and_only_there(counted_compile
     compiling = measured["compile"]
     assert compiling.metrics["n"] == 1 and len(compiling.samples["step_ms"]) == 1
     assert compiling.metrics["median_ms"] >= 300 * num_graphs["compile"]
-    assert compiling.timer == {"method": "host", "num_warmup": 0, "stop_reason": "fixed count", "interval": 0.95}
+    assert compiling.timer == {"method": "host", "num_warmup": 0, "stop_reason": "fixed count"}
     assert "achieved_tflops" not in compiling.metrics
     assert all(measured[phase].metrics["achieved_tflops"] > 0 for phase in case.phases[1:])
 

@@ -166,7 +166,7 @@ def test_a_contest_measures_what_its_label_says(precision):
         (impl, name), metrics = phase.split(" "), result.metrics
         assert result.case == case.parameters and result.timer["method"] == "host"
         assert result.observed["ran"] == {"sdpa": "sdpa_flash"}.get(impl, impl)
-        assert metrics["is_auto"] == (impl == "tiled") and result.observed["num_candidates"] == 3
+        assert metrics["is_auto"] == (impl == "tiled")
         assert metrics["flops"] == {"forward": 4, "backward": 10, "forward_backward": 14}[name] * 2 * 64 * 64 * 16 / 2
         assert metrics["achieved_tflops"] == pytest.approx(metrics["flops"] / metrics["median_ms"] / 1e9)
         assert metrics["ceiling_fraction"] == pytest.approx(metrics["achieved_tflops"] / 0.5)
@@ -277,9 +277,9 @@ def test_a_resumed_contest_takes_its_baseline_along_unless_that_is_wrong(monkeyp
         (result,) = measured.values()
         return result
 
-    assert resumed().observed["num_candidates"] == 2 and resumed().metrics["ratio_to_ours"] > 0
+    assert resumed().metrics["ratio_to_ours"] > 0
     sabotage(monkeypatch, lambda impl, out: out + (impl == "tiled"))
-    assert resumed().observed["num_candidates"] == 1 and "ratio_to_ours" not in resumed().metrics
+    assert "ratio_to_ours" not in resumed().metrics
 
 
 @on_cpu

@@ -92,7 +92,7 @@ def invented(case: Case, phase: str) -> dict:
         return {"status": "oom", "reason": "OutOfMemoryError: CUDA out of memory"}
     if impl == "fa3" and p["d_head"] == 72:
         return {"status": "skipped", "reason": "FlashAttention-3 is not installed"}
-    if impl == "sdpa_efficient" and p["d_head"] == 80 and p["length"] == 128 and name == "backward":
+    if impl == "sdpa_efficient" and p["d_head"] == 80 and p["length"] == 256 and name == "backward":
         return {"status": "error", "reason": "AssertionError: wrong: the error of dq is 7.5 times what is allowed"}
     products = {"products": "tf32x3" if p["length"] < 4096 else "bf16x6"} if impl == "triton" else {}
     return {**contest(p, impl, name), "observed": products}
@@ -124,7 +124,9 @@ def test_the_full_grid_is_every_length_head_dimension_and_precision():
     in_turn = [case for case in speed if case.parameters["timed"] == "in turn"]
     shapes = [(p["precision"], p["d_head"], p["length"]) for p in (case.parameters for case in in_turn)]
     lengths = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
-    expected = [(p, d, length) for p in ("bf16", "fp32") for d in (16, 32, 64, 72, 80, 128) for length in lengths]
+    few = {d: (256, 1024, 4096, 16384) for d in (72, 80)}
+    wanted = [(d, length) for d in (16, 32, 64, 72, 80, 128) for length in few.get(d, lengths)]
+    expected = [(p, *shape) for p in ("bf16", "fp32") for shape in wanted]
     by_shape = [*((64, length) for length in lengths), *((128, length) for length in (1024, 4096, 16384, 65536))]
     assert shapes == expected + [("tf32", *shape) for shape in by_shape]
     assert {(p["batch"], p["heads"], p["causal"]) for p in (case.parameters for case in speed)} == {(1, 1, True)}
@@ -133,13 +135,13 @@ def test_the_full_grid_is_every_length_head_dimension_and_precision():
         "gluon", "triton", "triton_ieee", "triton_tf32", "eager", "compiled", "sdpa", "sdpa_math", "sdpa_flash",
         "sdpa_efficient", "sdpa_cudnn", "flex", "fa3",
     }  # fmt: skip
-    assert measured["triton"] == 3 * 120 and measured["eager"] == 3 * (120 + len(by_shape))
+    assert measured["triton"] == 3 * 96 and measured["eager"] == 3 * (96 + len(by_shape))
     assert measured["triton_tf32"] == 3 * len(by_shape) and measured["triton_ieee"] == 3 * 2 * 3
     # Every length in bf16 and TF32 where they compile for a shape, but three of each head dimension in fp32.
     assert measured["flex"] == 3 * (len(by_shape) + 2 * 3)
     # One of each smaller head dimension in fp32 and bf16 besides.
     assert measured["compiled"] == 3 * (3 * len(by_shape) + 2 * 2)
-    assert measured["gluon"] == measured["fa3"] == 3 * 60, "16-bit only"
+    assert measured["gluon"] == measured["fa3"] == 3 * 48, "16-bit only"
 
 
 def test_what_materialises_the_scores_is_timed_alone_and_the_rest_in_turn():

@@ -298,7 +298,7 @@ def test_without_torch_only_that_is_said(monkeypatch):
     assert "labkit report" in only.disables
 
 
-LOAD = {"other_cpu_cores", "cpu_wait_fraction", "cpu_pressure", "disturbed", "disturbed_by"}
+LOAD = {"other_cpu_cores", "cpu_wait_fraction", "cpu_pressure", "disturbed"}
 """What a monitor says of the host, in the measure in which the system tells."""
 
 
@@ -372,9 +372,9 @@ def test_the_monitor_sums_up_what_the_gpu_did(monkeypatch):
     assert nvml.open == 0, "NVML stays open"
     assert threading.active_count() == before, "the thread goes on"
     summary = monitor.summary
-    assert summary["num_samples"] == len(monitor.readings) >= 2
+    assert len(monitor.readings) >= 2
     assert monitor.readings == sorted(monitor.readings) and monitor.readings[0][1:4] == (0, 1980, 650_000)
-    assert (summary["sm_clock_mhz_min"], summary["power_w_max"], summary["temperature_c_max"]) == (1700, 700.5, 71)
+    assert (summary["power_w_max"], summary["temperature_c_max"]) == (700.5, 71)
     # Neither idling nor a clock that the user set is throttling.
     assert summary["throttle_reasons"] == ["hardware thermal slowdown", "software power cap"]
     assert summary["foreign_processes"] == 1
@@ -390,8 +390,8 @@ def test_the_monitor_ends_with_a_block_that_fails(monkeypatch):
 
 
 EVERYTHING = {
-    "num_samples": 1, "sm_clock_mhz_min": 1980, "sm_clock_mhz_median": 1980, "power_w_max": 100.0,
-    "temperature_c_max": 40, "throttle_reasons": ["hardware power brake"], "foreign_processes": 0,
+    "sm_clock_mhz_median": 1980, "power_w_max": 100.0, "temperature_c_max": 40,
+    "throttle_reasons": ["hardware power brake"],
 }  # fmt: skip
 
 
@@ -400,7 +400,7 @@ EVERYTHING = {
     [
         ((), ()),
         (QUERIES[:1], ()),
-        (QUERIES[1:2], ("sm_clock_mhz_min", "sm_clock_mhz_median")),
+        (QUERIES[1:2], ("sm_clock_mhz_median",)),
         (QUERIES[2:3], ("power_w_max",)),
         (QUERIES[3:4], ("temperature_c_max",)),
         (QUERIES[4:], ("throttle_reasons",)),
@@ -478,7 +478,7 @@ def test_a_window_is_disturbed_where_our_threads_wait_for_other_processes(window
     with Monitor("cpu") as monitor:
         host.passes(**window)
     summary = monitor.summary
-    assert summary["disturbed"] is disturbed and bool(summary["disturbed_by"]) is disturbed
+    assert summary["disturbed"] is disturbed and ("disturbed_by" in summary) is disturbed
     other_s = window.get("other_s", 0) + window.get("stolen_s", 0)
     assert summary["other_cpu_cores"] == pytest.approx(other_s / window["window_s"], abs=0.011 / window["window_s"])
     assert summary["cpu_pressure"] == pytest.approx(window.get("waited_s", 0) / window["window_s"], abs=1e-3)

@@ -462,7 +462,7 @@ def test_corrupt_records_stop_the_report_and_the_run(tmp_path):
 def test_rebuild_refuses_to_store_another_devices_outputs(tmp_path):
     (tmp_path / "abacus" / "records").mkdir(parents=True)
     store = RecordStore(tmp_path / "abacus" / "records" / "01_benchmarking.jsonl")
-    store.append(Record("01_benchmarking", "steps", {}, "forward", "oom", "abacus", 1))
+    store.append(Record("01_benchmarking", "steps", {}, "forward", "abacus", 1, status="oom"))
     with pytest.raises(ValueError, match=REFERENCE_DEVICE):
         render.rebuild("abacus", output=tmp_path, save_notebooks=True)
 

@@ -486,8 +486,7 @@ def test_statistics_of_a_group_by_hand():
     found = profiling.statistics_by(table, ["name"])
     assert found["name"].tolist() == ["b", "a"]
     a = found.iloc[1]
-    assert (a["launches"], a["total_us"], a["mean_us"], a["median_us"], a["min_us"], a["max_us"]) == (2, 4, 2, 2, 1, 3)
-    assert a["std_us"] == pytest.approx(2**0.5)
+    assert (a["launches"], a["total_us"], a["min_us"], a["max_us"]) == (2, 4, 1, 3)
 
 
 DAEMON = """

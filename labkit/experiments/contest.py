@@ -120,7 +120,7 @@ class Contest(abc.ABC):
             ceiling = self.ceilings.get(f"sustained gemm {self.parameters['precision']}")
             call, flops = self.call(impl, name), metrics["flops"]
             metrics |= sustained_metrics(self.device, found, call, flops=flops, ceiling=ceiling)
-        observed = {**self.observed(impl), "num_candidates": len(results.comparison.timings)}
+        observed = self.observed(impl)
         return found.measured(metrics, self.described(), observed)
 
 

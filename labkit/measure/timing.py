@@ -82,8 +82,6 @@ class Timing:
             "median_ms": self.median_ms,
             "p20_ms": low,
             "p80_ms": high,
-            "mean_ms": statistics.fmean(self.samples_ms),
-            "std_ms": statistics.stdev(self.samples_ms) if self.n > 1 else None,
             "min_ms": min(self.samples_ms),
             "n": self.n,
             "half_width_fraction": median_half_width(self.samples_ms) if self.n > 1 else None,
@@ -95,9 +93,8 @@ class Timing:
         return summary
 
     def description(self) -> dict[str, Any]:
-        """Returns a record's `timer`; `interval` is the coverage of `half_width_fraction`."""
-        description = {"method": self.method, "num_warmup": self.num_warmup, "stop_reason": self.stop_reason}
-        return {**description, "interval": INTERVAL}
+        """Returns a record's `timer`."""
+        return {"method": self.method, "num_warmup": self.num_warmup, "stop_reason": self.stop_reason}
 
 
 @cache

@@ -204,7 +204,8 @@ def table_sizes(steps: pd.DataFrame) -> pd.DataFrame:
         line = {"way": NAMES.get(way, way)}
         for workload, title in (("A", "one size"), ("B", "many sizes")):
             row, pair = row_of(steps, way, workload), select(pairs, way=way, workload=workload)
-            line |= {f"{title} (ms)": shown(row, "sustained_ms"), f"{title}, launched (ms)": shown(row, "call_ms")}
+            line |= {f"{title} (ms)": shown(row, "sustained_ms")}
+            line |= {f"{title}, launched (ms)": shown(row, "call_ms")} if workload == "A" else {}
             line |= {f"{title}, over ours": times(pair["ratio"].iloc[0]) if len(pair) else "–"}
         line |= {"many sizes, peak (GiB)": shown(row, "peak_bytes", gib)}
         padded = row.get("padded_fraction", math.nan) if way.startswith("transformers") else 0.0
@@ -222,6 +223,8 @@ def findings_sizes(steps: pd.DataFrame) -> list[str]:
             launched = of["launched_ratio"].dropna()
             beside = f"; launched from Python, others take {span(launched)} our time" if len(launched) else ""
             sentences.append(f"{title}, the fused encoder sustained against the other ways: {text}{beside}.")
+        for padded in of["padded_fraction"][of["padded_fraction"] > 0][:1]:
+            sentences[-1] += f" Padding, {percent(padded)}, makes it {times(1 / (1 - padded))} the rows."
     return sentences
 
 

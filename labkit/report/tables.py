@@ -38,7 +38,7 @@ WORDS = {*ORDER, "case", "published on", "commit", "measured"}
 """Columns of a table that are set to the left though their cells may look like numbers."""
 
 NOT_IN_CSV = (
-    "section", "samples", "observed", "session", "sessions", "timer_interval", "timer_num_warmup", "timer_stop_reason"
+    "section", "samples", "observed", "session", "sessions", "timer_num_warmup", "timer_stop_reason"
 )  # fmt: skip
 
 
