@@ -179,3 +179,17 @@ def test_table_and_findings_say_what_launches_take():
     assert "none in the loss and at most 4.0e-3 in the change of the parameters" in alike
     assert launches.shares(frame)["launch_bound"].tolist() == [True]
     assert launches.findings(frame.iloc[:1]) == []
+
+
+def test_a_sizes_times_are_of_the_session_that_has_most_of_its_ways():
+    """Calls of two hosts do not belong side by side."""
+    both = {"a": {"median_ms": 40.0}, "b": {"median_ms": 60.0}}
+    rows = [
+        execution("eager", 40.0) | {"session": "a", "sessions": both},
+        execution("graph", 15.0) | {"session": "b", "sessions": {"b": {"median_ms": 15.0}}},
+        execution("compiled", 25.0)
+        | {"session": "c", "sessions": {"c": {"median_ms": 25.0}, "b": {"median_ms": 21.0}}},
+    ]
+    (line,) = launches.table(pd.DataFrame(rows)).to_dict("records")
+    assert (line["eager"], line["graph"], line["compiled"]) == ("60.0", "15.0", "21.0")
+    assert launches.table(pd.DataFrame(rows).assign(precision="fp32")).empty

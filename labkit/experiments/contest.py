@@ -120,8 +120,7 @@ class Contest(abc.ABC):
             ceiling = self.ceilings.get(f"sustained gemm {self.parameters['precision']}")
             call, flops = self.call(impl, name), metrics["flops"]
             metrics |= sustained_metrics(self.device, found, call, flops=flops, ceiling=ceiling)
-        observed = self.observed(impl)
-        return found.measured(metrics, self.described(), observed)
+        return found.measured(metrics, self.described(), self.observed(impl))
 
 
 def contest_section(kind: type[Contest]) -> Runner:

@@ -40,9 +40,7 @@ def table_sizes(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def table_roofs(ceilings: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """Returns the rates measured beside the datasheet's, the range over the sessions that divide other rows, and where
-    they were also sustained what that took.
-    """
+    """Returns the rates beside the datasheet's, their range over the steps' sessions, and what sustaining them took."""
     rows = []
     is_bandwidth = steps["phase"] == "optimizer_step"
     for row in ceilings.to_dict("records"):

@@ -1,10 +1,10 @@
 """What launching kernels costs a training step: notebook 01's steps as they are called, and as one CUDA graph each."""
 
-import math
+from collections import Counter
 
 import pandas as pd
 
-from labkit.report import forms
+from labkit.report import forms, verdicts
 from labkit.report.findings import listing, percent, scientific, span
 from labkit.report.forms import case_name, name, shown
 from labkit.report.tables import cell, ok_rows, pivot, select
@@ -31,16 +31,25 @@ def by_way(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(way=[names.get(key) for key in keys])
 
 
+def _shown_ways(frame: pd.DataFrame) -> pd.DataFrame:
+    """Returns the ways in bf16 at the shown context, a size's all of the session that measured most of them."""
+    ways = by_way(select(shown(frame), precision="bf16")).dropna(subset=["way"])
+    rows = ways.to_dict("records")
+    votes = Counter((row["size"], session) for row in rows for session in verdicts.sessions(row))
+    best = dict(sorted(votes, key=lambda vote: (votes[vote], vote[1])))
+    return pd.DataFrame([row | verdicts.sessions(row).get(best[row["size"]], {}) for row in rows], columns=ways.columns)
+
+
 def table(rows: pd.DataFrame) -> pd.DataFrame:
     """Returns the training step of each size in bf16 at the shown context, called and as one graph.
 
     Also after which share of the eager call it is issued, and what of the call is launches: 1 − graph / eager.
     """
-    ways = by_way(select(shown(rows), precision="bf16"))
-    table = pivot(ways.dropna(subset=["way"]), ["size"], "way").reindex(columns=["size", *WAYS], fill_value="–")
+    ways = _shown_ways(rows)
+    table = pivot(ways, ["size"], "way").reindex(columns=["size", *WAYS], fill_value="–")
     eager = ok_rows(ways, way="eager").reindex(columns=["size", "launch_median_ms", "host_median_ms"])
     issued = (eager["launch_median_ms"] / eager["host_median_ms"]).set_axis(eager["size"])
-    launched = shares(select(shown(rows), precision="bf16")).set_index("size")["share"]
+    launched = shares(ways).set_index("size")["share"]
     for title, share in ((ISSUED, issued), (LAUNCHES, launched)):
         table[title] = [percent(share.get(size)) for size in table["size"]]
     return table
@@ -56,7 +65,7 @@ def findings(rows: pd.DataFrame) -> list[str]:
     """Says what one graph saves of an eager step, what all means together give, and that the graph trains alike."""
     graphs, sentences = shares(rows), []
     if len(graphs):
-        part = select(shown(graphs), precision="bf16")
+        part = shares(_shown_ways(rows))
         gain = forms.summary(graphs, name)
         sentences.append(f"The same kernels in one CUDA graph are {gain} against the eager call, call time.")
         if len(part):
@@ -66,9 +75,8 @@ def findings(rows: pd.DataFrame) -> list[str]:
     if len(best):
         gain = forms.summary(best, case_name)
         sentences.append(f"Fused kernels, compiled blocks and one graph are {gain} against the same call.")
-        lasting = ok_rows(ways, way=FASTEST).to_dict("records")
-        lasting = [row for row in lasting if row.get("sustained_ms", math.nan) > 0]
-        if parts := [f"{case_name(row)} {cell(row, 'sustained_ms')} ms" for row in lasting]:
+        lasting = ok_rows(ways, way=FASTEST).query("sustained_ms > 0") if "sustained_ms" in ways else ways.iloc[:0]
+        if parts := [f"{case_name(row)} {cell(row, 'sustained_ms')} ms" for row in lasting.to_dict("records")]:
             sentences[-1] += f" Back to back: {listing(parts)} (sustained time)."
     if len(replayed := ok_rows(rows, phase="graph_step")):
         largest = {what: replayed[name].max() for name, what in DIFFERENCES.items()}

@@ -37,9 +37,7 @@ ORDER = {
 WORDS = {*ORDER, "case", "published on", "commit", "measured"}
 """Columns of a table that are set to the left though their cells may look like numbers."""
 
-NOT_IN_CSV = (
-    "section", "samples", "observed", "session", "sessions", "timer_num_warmup", "timer_stop_reason"
-)  # fmt: skip
+NOT_IN_CSV = ("section", "samples", "observed", "session", "sessions", "timer_num_warmup", "timer_stop_reason")
 
 
 def once_per_frame(function: Callable[..., pd.DataFrame]) -> Callable[..., pd.DataFrame]:
