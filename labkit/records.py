@@ -151,9 +151,8 @@ def list_of(types: set[type], accepted: str) -> Kind:
 
 _RECORD = {
     **dict.fromkeys(("notebook", "section", "phase", "device"), NAME),
-    **dict.fromkeys(
-        ("reason?", "machine?", "profile?", "session?", "recorded_at?", "software.*", "source.commit?"), TEXT
-    ),
+    **dict.fromkeys(("reason?", "machine?", "profile?", "session?", "recorded_at?"), TEXT),
+    **dict.fromkeys(("software.*", "source.commit?"), TEXT),
     **dict.fromkeys(("case", "observed?", "metrics?", "samples?", "timer?", "telemetry?"), OBJECT),
     "status?": Kind(STATUSES.__contains__, ", ".join(STATUSES)),
     "measurement_version": COUNT,

@@ -378,7 +378,8 @@ class Session:
     def finish(self) -> None:
         """Writes the file that says that the notebook reached its end, and how much of its grid has no record yet."""
         recorded = self._recorded()
-        grid = self.experiment.cases(profile := self.profile.replace("key", "full"), self.device.kind)
+        profile = "full" if self.profile == "key" else self.profile
+        grid = self.experiment.cases(profile, self.device.kind)
         content = {
             "notebook": self.notebook,
             "session": self.id,
