@@ -483,3 +483,12 @@ def test_a_selection_is_made_once_for_a_frame():
     assert doubled(frame, "a")["twice"].tolist() == [2, 4] and doubled(frame, "b")["twice"].tolist() == [6, 8]
     assert calls == ["a", "b"]
     assert doubled(frame.copy(), "a")["twice"].tolist() == [2, 4] and calls == ["a", "b", "a"]
+
+
+def test_a_column_that_says_the_same_in_all_rows_is_said_once():
+    frame = pd.DataFrame({"case": ["a", "b", "c"], "kind": "call", "peak": "1.50", "share": ["–"] * 3})
+    table, same = tables.without_constants(frame)
+    assert (list(table), same) == (["case", "peak", "share"], "kind call")
+    holes = frame.assign(kind=["call", math.nan, math.nan])
+    assert list(tables.without_constants(holes)[0]) == list(frame), "a row that says nothing does not say the same"
+    assert tables.without_constants(frame.head(2))[1] == ""

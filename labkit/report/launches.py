@@ -7,7 +7,7 @@ import pandas as pd
 from labkit.report import forms, verdicts
 from labkit.report.findings import listing, percent, scientific, span
 from labkit.report.forms import case_name, name, shown
-from labkit.report.tables import cell, ok_rows, pivot, select
+from labkit.report.tables import cell, ok_rows, pivot, select, usable
 
 CASE = ["size", "context", "precision"]
 WAYS = {
@@ -75,8 +75,8 @@ def findings(rows: pd.DataFrame) -> list[str]:
     if len(best):
         gain = forms.summary(best, case_name)
         sentences.append(f"Fused kernels, compiled blocks and one graph are {gain} against the same call.")
-        lasting = ok_rows(ways, way=FASTEST).query("sustained_ms > 0") if "sustained_ms" in ways else ways.iloc[:0]
-        if parts := [f"{case_name(row)} {cell(row, 'sustained_ms')} ms" for row in lasting.to_dict("records")]:
+        lasting = usable(select(ways, way=FASTEST), "sustained_ms").to_dict("records")
+        if parts := [f"{case_name(row)} {cell(row, 'sustained_ms')} ms" for row in lasting]:
             sentences[-1] += f" Back to back: {listing(parts)} (sustained time)."
     if len(replayed := ok_rows(rows, phase="graph_step")):
         largest = {what: replayed[name].max() for name, what in DIFFERENCES.items()}

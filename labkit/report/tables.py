@@ -134,7 +134,7 @@ def without_constants(frame: pd.DataFrame) -> tuple[pd.DataFrame, str]:
 
     A decimal stays: it was measured.
     """
-    same = {name: str(frame[name].iloc[0]) for name in frame if len(frame) > 2 and frame[name].nunique() == 1}
+    same = {name: str(frame[name].iloc[0]) for name in frame if len(frame) > 2 and frame[name].map(str).nunique() == 1}
     same = {name: text for name, text in same.items() if not re.fullmatch(r"–|oom|skipped|[\d,]*\.\d+( %|×)?", text)}
     return frame.drop(columns=list(same)), ", ".join(f"{name} {plain(text)}" for name, text in same.items())
 

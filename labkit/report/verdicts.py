@@ -153,7 +153,7 @@ def paired(row: Mapping[str, Any]) -> Ratio:
     lows, highs = (by_session(row, name).values() for name in names[1:])
     if len(lows) > 1:
         return Ratio(mid, min(lows), max(highs))
-    return widened(mid, low, high, noise(kind_of_time(row), True))
+    return widened(mid, low, high, NOISE[kind_of_time(row), True])
 
 
 def noise(kind: str, is_one_session: bool, *rows: Mapping[str, Any]) -> float:
