@@ -11,6 +11,7 @@ from labkit.experiments.recipes import PrecisionWorkload
 from labkit.experiments.sections import empty_cache
 from labkit.experiments.sweep import Skip
 from labkit.experiments.workload import adamw
+from labkit.kernels.adamw import FusedAdamW
 from labkit.measure.timing import captured_once, on_capture_stream
 
 ATTENTION = {"eager": "eager", "fused": "auto"}
@@ -34,13 +35,25 @@ def require_graphs(device: hardware.Device) -> None:
 
 
 class GraphedWorkload(PrecisionWorkload):
-    """The workload whose training step can become one CUDA graph; its `loss` stays where the graph writes it."""
+    """The workload whose training step can become one CUDA graph; its `loss` stays where the graph writes it.
+
+    The fused model's blocks keep their matrices in autocast's dtype, of which `FusedAdamW` has fp32 masters.
+    """
 
     captured: torch.cuda.CUDAGraph | None = None
+
+    def __init__(self, device: hardware.Device, parameters: dict):
+        super().__init__(device, parameters)
+        if self.model.impl == "fused" and self.recipe.autocast:
+            for module in self.model.blocks.modules():
+                if isinstance(module, torch.nn.Linear):
+                    module.to(self.recipe.autocast)
 
     @functools.cached_property
     def optimizer(self) -> torch.optim.Optimizer:
         """AdamW; on CUDA its count of steps is on the device too, so that a graph can hold it."""
+        if self.model.impl == "fused":
+            return FusedAdamW(self.model.parameters())
         return adamw(self.model.parameters(), capturable=self.device.kind == "cuda")
 
     def train_step(self) -> None:
@@ -75,9 +88,9 @@ class GraphedWorkload(PrecisionWorkload):
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.normal_(std=0.02, generator=generator) if parameter.dim() > 1 else parameter.fill_(1)
-            for state in self.optimizer.state.values():
-                for tensor in state.values():
-                    tensor.zero_()
+            for parameter, state in self.optimizer.state.items():
+                for name, tensor in state.items():
+                    tensor.copy_(parameter) if name == "master" else tensor.zero_()
         begin, losses = self._samples(), []
         for _ in range(NUM_COMPARED):
             for ids in (self.tokens, self.targets):
@@ -88,7 +101,8 @@ class GraphedWorkload(PrecisionWorkload):
         return torch.stack(losses), updates
 
     def _samples(self) -> list[Tensor]:
-        flat = [parameter.detach().flatten() for parameter in self.model.parameters()]
+        trained = (self.optimizer.state[p].get("master", p) for p in self.model.parameters())
+        flat = [parameter.detach().flatten() for parameter in trained]
         return [x[:: -(-x.numel() // COMPARED_ELEMENTS)].clone() for x in flat]
 
     def close(self) -> None:
