@@ -127,6 +127,9 @@ WORTH_TIMING = 0.05
 """Idle share under the profiler from which a step is timed without it: below, it idles even less without."""
 
 PHASES = ("inference", "forward", "backward", "forward_backward", "optimizer_step", "train_step")
+STEP_PHASES = ("forward", "backward", "optimizer_step", "train_step")
+"""Of PHASES, what notebook 01 times of every size, context and precision."""
+
 COMPILE_PHASES = ("compile", "forward", "forward_backward", "train_step")
 EXECUTION_PHASES = ("train_step", "graph_step")
 """A training step as it is called, and the same replayed from one CUDA graph."""

@@ -21,7 +21,7 @@ from labkit.configs import (
     COMPILE_PHASES,
     COURSE_PHASES,
     EXECUTION_PHASES,
-    PHASES,
+    STEP_PHASES,
     WARMUP_COUNTS,
     WARMUP_MEASURED_STEPS,
     WARMUP_PHASES,
@@ -72,7 +72,11 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts
         if context in wanted_contexts
         for phase in WARMUP_PHASES
     ]
-    eager = [step_parameters(*step) for step in itertools.product(wanted_sizes, wanted_contexts, grid.precisions)]
+    eager = [
+        step_parameters(size, context, precision)
+        for size, context, precision in itertools.product(wanted_sizes, wanted_contexts, grid.precisions)
+        if context in grid.precision_contexts.get(precision, wanted_contexts)
+    ]
     compiled = [
         step_parameters(size, context, precision, compile=mode)
         for size in grid.compile_sizes
@@ -102,18 +106,18 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts
         *ceiling_cases(grid.precisions, limit),
         Case("timer", {"kind": "negate"}, (*methods, "independent"), limit),
         *warmup,
-        *(Case("steps", each, PHASES, limit, time_limit, sustained=lasting(each)) for each in eager),
+        *(Case("steps", each, STEP_PHASES, limit, time_limit, sustained=lasting(each)) for each in eager),
         *(
             Case("compile", each, COMPILE_PHASES, limit, time_limit, stop_at_failure=True, sustained=lasting(each))
             for each in compiled
         ),
         *(
-            Case("course", course_parameters(size, context, "fp32"), COURSE_PHASES, limit, grid.short_time_limit_s)
+            Case("course", course_parameters(size, context, "fp32"), COURSE_PHASES, limit, time_limit)
             for size, context in itertools.product(grid.course_sizes, grid.course_contexts)
             if size in wanted_sizes and context in wanted_contexts
         ),
         *(
-            Case("execution", each, EXECUTION_PHASES, limit, grid.short_time_limit_s, sustained=replayed(each))
+            Case("execution", each, EXECUTION_PHASES, limit, time_limit, sustained=replayed(each))
             for each in executions
         ),
     ]
