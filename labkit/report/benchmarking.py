@@ -197,7 +197,7 @@ def findings_pace(steps: pd.DataFrame) -> list[str]:
     sentences = [
         f"{len(bound)} of {count(len(rows), 'training step')} are launch-bound: the host needs {percent(LAUNCH_BOUND)} "
         f"or more of the time to issue the kernels. They are {listing(sizes_in(bound))}, up to context "
-        f"{bound['context'].max():,}; their times are those of this host{_come_back(rows)}."
+        f"{bound['context'].max():,}; their times are the host's{_come_back(rows)}."
     ]
     if len(widest) > 1:
         low, high = widest.iloc[0], widest.iloc[-1]

@@ -2,7 +2,7 @@
 
 import base64
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,8 +83,8 @@ class Chapter:
         return self.environment.get("device", {}).get("kind", by_slug)
 
     def all_records(self) -> list[Record]:
-        """Returns the newest record of each measurement, read again only where the file has changed."""
-        return self._loaded().newest
+        """Returns the shown record of each measurement, read again only where the file has changed."""
+        return self._loaded().shown
 
     def _loaded(self) -> "_Loaded":
         path = self.folder / "records" / f"{self.notebook}.jsonl"
@@ -95,13 +95,14 @@ class Chapter:
         return loaded
 
     def records(self, *sections: str, every_session: bool = False) -> pd.DataFrame:
-        """Returns the newest records of these sections, one row each; `attrs` has the device's name and its kind.
+        """Returns the shown records of these sections, one row each; `attrs` has the device's name and its kind.
 
+        Shown is the newest record of a measurement, of a launch-bound call that of the session with the fastest host.
         With `every_session` also the older records of each measurement, such as the ceilings of earlier sessions.
         Where a row was measured in several, the column "sessions" has its metrics by session, as `verdicts` reads them.
         """
         loaded = self._loaded()
-        records = loaded.every if every_session else loaded.newest
+        records = loaded.every if every_session else loaded.shown
         records = [record for record in records if record.section in sections]
         frame = to_frame(records)
         same = [loaded.by_session[record.resume_key()].values() for record in records]
@@ -200,9 +201,9 @@ class Chapter:
 
 
 class _Loaded(NamedTuple):
-    """A file's records: the newest of each measurement, all of them, these by session, and their devices."""
+    """A file's records: the shown one of each measurement, all of them, these by session, and their devices."""
 
-    newest: list[Record]
+    shown: list[Record]
     every: list[Record]
     by_session: dict[str, dict[str, Record]]
     devices: list[str]
@@ -212,7 +213,17 @@ class _Loaded(NamedTuple):
 def _load(path: Path, state: tuple[int, ...]) -> _Loaded:
     """Reads a file of records; its `state` tells its versions apart."""
     records = RecordStore(path).load()
-    return _Loaded(newest(records), records, by_session(records), sorted({record.device for record in records}))
+    sessions = by_session(records)
+    shown = [_least_held_up(record, sessions[record.resume_key()]) for record in newest(records)]
+    return _Loaded(shown, records, sessions, sorted({record.device for record in records}))
+
+
+def _least_held_up(newest: Record, sessions: Mapping[str, Record]) -> Record:
+    """Returns the newest record of a measurement, of a launch-bound call that of the session with the fastest host."""
+    measured = [record for record in sessions.values() if record.metrics]
+    if not any(verdicts.launch_bound(record.metrics) for record in measured):
+        return newest
+    return min(measured, key=lambda record: record.metrics["median_ms"])
 
 
 def _is_measured(frame: pd.DataFrame) -> bool:

@@ -1,9 +1,11 @@
 """Notebook 08's parts of the encoder alone, as first written but for packed attention, beside the fused ones."""
 
+from importlib import resources
+
 import pandas as pd
 
 from labkit.report import forms
-from labkit.report.findings import gib, scientific
+from labkit.report.findings import gib, number, scientific
 from labkit.report.siglip2 import BOTH, OURS
 from labkit.report.tables import ok_rows, once_per_frame, select
 
@@ -40,3 +42,16 @@ def findings(modules: pd.DataFrame) -> list[str]:
     text = forms.summary(pairs, lambda row: f"{row['module']} in {row['precision']}")
     sentence = f"Forward + backward of a part, fused against the same with packed attention alone: {text}."
     return ([sentence] if text else []) + forms.failures(modules)
+
+
+def versions() -> pd.DataFrame:
+    """Returns what was tried on the encoder's products and not kept: see the README beside the file."""
+    return pd.read_csv(str(resources.files("labkit") / "data" / "development" / "encoder_versions.csv"))
+
+
+def table_versions(frame: pd.DataFrame) -> pd.DataFrame:
+    """Returns what was tried on the encoder's products beside what is kept."""
+    return pd.DataFrame(
+        {"tried": row["change"], "on": row["product"], "µs": number(row["tried_us"]), "kept": number(row["kept_us"])}
+        for row in frame.to_dict("records")
+    )

@@ -37,7 +37,10 @@ def _shown_ways(frame: pd.DataFrame) -> pd.DataFrame:
     rows = ways.to_dict("records")
     votes = Counter((row["size"], session) for row in rows for session in verdicts.sessions(row))
     best = dict(sorted(votes, key=lambda vote: (votes[vote], vote[1])))
-    return pd.DataFrame([row | verdicts.sessions(row).get(best[row["size"]], {}) for row in rows], columns=ways.columns)
+    for row in rows:
+        if metrics := verdicts.sessions(row).get(session := best[row["size"]]):
+            row |= metrics | {"session": session, "sessions": {session: metrics}}
+    return pd.DataFrame(rows, columns=ways.columns)
 
 
 def table(rows: pd.DataFrame) -> pd.DataFrame:

@@ -423,7 +423,7 @@ def findings_published(steps: pd.DataFrame) -> list[str]:
     if any(gain.startswith("–") for gain in gains[1]):
         return []
     there, here = (listing(gains[place]) for place in (0, 1))
-    return [f"Original over optimized: published {there}, in an unknown kind of time; here {here}, sustained."]
+    return [f"Original over optimized: published {there}; here {here}, sustained."]
 
 
 def front(chapter) -> list[tuple[str, str]]:

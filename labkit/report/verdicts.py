@@ -118,12 +118,12 @@ def ratio(theirs: Mapping[str, Any], ours: Mapping[str, Any], value: str = "medi
 
 
 def side_by_side(theirs: Mapping[str, Any], ours: Mapping[str, Any], value: str) -> tuple[float, float, bool]:
-    """Returns both times, and whether of one session: where the rows' differ, calls are of the newest that has both."""
+    """Returns both times, and whether of one session: where the rows' differ, calls are of the fastest with both."""
     is_one_session = theirs.get("session") == ours.get("session")
     if kind_of_time(theirs, value) == "call" and not is_one_session:
         their_times, our_times = (by_session(row, value) for row in (theirs, ours))
-        if both := [session for session in their_times if session in our_times]:
-            return their_times[both[-1]], our_times[both[-1]], True
+        if both := [(time, our_times[session]) for session, time in their_times.items() if session in our_times]:
+            return *min(both, key=sum), True
     return theirs[value], ours[value], is_one_session
 
 
