@@ -20,7 +20,7 @@ from labkit.experiments.sweep import Case, Skip
 from labkit.kernels.attention import attention
 from labkit.kernels.reference import attention_reference
 from labkit.report import attention as report
-from labkit.report import figures, masks
+from labkit.report import figures
 from labkit.report.chapter import Chapter
 from labkit.report.tables import select
 
@@ -371,13 +371,13 @@ def test_where_memory_runs_out_is_held_against_the_closed_form(recorded):
 def test_a_mask_is_shown_beside_the_same_calls_without(recorded):
     calls = select(recorded["attention"], impl=["eager", "sdpa_flash"], precision="bf16", d_head=64, length=16384)
     masked = calls.assign(median_ms=calls["median_ms"] / calls["impl"].map({"eager": 0.8, "sdpa_flash": 1.6}))
-    table = masks.table_mask(calls, masked).set_index("impl")
+    table = report.table_mask(calls, masked).set_index("impl")
     assert "(0.800×)" in table.loc["eager", "forward (ms): none → causal"]
     assert "(1.60×)" in table.loc["SDPA flash", "backward (ms): none → causal"]
-    (text,) = masks.findings_mask(calls, masked)
+    (text,) = report.findings_mask(calls, masked)
     assert "the formula, which computes every score, 2 behind (0.800×)" in text
     assert "fused kernels, which leave tiles out, 2 ahead (1.60×)" in text
-    assert masks.findings_mask(calls, masked.iloc[:0]) == [] and masks.table_mask(calls, masked.iloc[:0]).empty
+    assert report.findings_mask(calls, masked.iloc[:0]) == [] and report.table_mask(calls, masked.iloc[:0]).empty
 
 
 def test_a_replacement_by_sdpa_is_what_the_compiler_reported(recorded, monkeypatch):
@@ -408,7 +408,7 @@ def test_records_of_a_smaller_run_are_shown(recorded, missing):
     calls = recorded["attention"]
     fewer = select(calls, impl="eager", d_head=16) if missing == "impls" else calls.drop(columns=missing)
     shown = everything(fewer, recorded["ceilings"].iloc[:1], recorded["models"], recorded["transformer"].iloc[:0])
-    assert len(shown) == 13 and "eager" in shown["table_times"]
+    assert len(shown) == 12 and "eager" in shown["table_times"]
     empty = everything(
         changed(calls, {"status": "error"}), *(recorded[name] for name in ("ceilings", "models", "transformer"))
     )

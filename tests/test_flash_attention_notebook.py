@@ -92,7 +92,7 @@ def invented(case: Case, phase: str) -> dict:
         return {"status": "oom", "reason": "OutOfMemoryError: CUDA out of memory"}
     if impl == "fa3" and p["d_head"] == 72:
         return {"status": "skipped", "reason": "FlashAttention-3 is not installed"}
-    if impl == "sdpa_efficient" and p["d_head"] == 80 and p["length"] == 256 and name == "backward":
+    if impl == "sdpa_efficient" and p["d_head"] == 80 and p["length"] == 1024 and name == "backward":
         return {"status": "error", "reason": "AssertionError: wrong: the error of dq is 7.5 times what is allowed"}
     products = {"products": "tf32x3" if p["length"] < 4096 else "bf16x6"} if impl == "triton" else {}
     return {**contest(p, impl, name), "observed": products}
@@ -124,10 +124,10 @@ def test_the_full_grid_is_every_length_head_dimension_and_precision():
     in_turn = [case for case in speed if case.parameters["timed"] == "in turn"]
     shapes = [(p["precision"], p["d_head"], p["length"]) for p in (case.parameters for case in in_turn)]
     lengths = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
-    few = {d: (256, 1024, 4096, 16384) for d in (72, 80)}
+    few = {d: (1024, 4096, 16384) for d in (72, 80)}
     wanted = [(d, length) for d in (16, 32, 64, 72, 80, 128) for length in few.get(d, lengths)]
     expected = [(p, *shape) for p in ("bf16", "fp32") for shape in wanted]
-    by_shape = [*((64, length) for length in lengths), *((128, length) for length in (1024, 4096, 16384, 65536))]
+    by_shape = [*((64, length) for length in (1024, 4096, 16384, 65536)), (128, 4096), (128, 16384)]
     assert shapes == expected + [("tf32", *shape) for shape in by_shape]
     assert {(p["batch"], p["heads"], p["causal"]) for p in (case.parameters for case in speed)} == {(1, 1, True)}
     measured = Counter(phase.split(" ")[0] for case in speed for phase in case.phases)
@@ -135,13 +135,12 @@ def test_the_full_grid_is_every_length_head_dimension_and_precision():
         "gluon", "triton", "triton_ieee", "triton_tf32", "eager", "compiled", "sdpa", "sdpa_math", "sdpa_flash",
         "sdpa_efficient", "sdpa_cudnn", "flex", "fa3",
     }  # fmt: skip
-    assert measured["triton"] == 3 * 96 and measured["eager"] == 3 * (96 + len(by_shape))
-    assert measured["triton_tf32"] == 3 * len(by_shape) and measured["triton_ieee"] == 3 * 2 * 3
-    # Every length in bf16 and TF32 where they compile for a shape, but three of each head dimension in fp32.
-    assert measured["flex"] == 3 * (len(by_shape) + 2 * 3)
-    # One of each smaller head dimension in fp32 and bf16 besides.
-    assert measured["compiled"] == 3 * (3 * len(by_shape) + 2 * 2)
-    assert measured["gluon"] == measured["fa3"] == 3 * 48, "16-bit only"
+    assert measured["triton"] == 3 * 2 * 46 and measured["eager"] == 3 * (2 * 46 + len(by_shape))
+    assert measured["triton_tf32"] == 3 * len(by_shape) and measured["triton_ieee"] == 3 * (3 + 1)
+    # What compiles for a shape has few: FlexAttention fewer in fp32, the formula one of each smaller head dimension.
+    assert measured["flex"] == 3 * (len(by_shape) + 3 + 1)
+    assert measured["compiled"] == 3 * (2 * (len(by_shape) + 2) + 5)
+    assert measured["gluon"] == measured["fa3"] == 3 * 46, "16-bit only"
 
 
 def test_what_materialises_the_scores_is_timed_alone_and_the_rest_in_turn():
@@ -222,7 +221,7 @@ FINDINGS = [  # of which sections, what is changed, what must be said
     ("errors", ERRORS, FLEX, ["97 % of the error allowed (FlexAttention, bf16, backward, d 64 at 1,024)",
                               "2.00× the error", "2 measurements of", "wrong:"]),
     ("errors", ERRORS, TRACE, ["11 of 11 later tiles"]),
-    ("tiles", ["tiles"], (), ["128 × 128 are the fastest of 19"]),
+    ("tiles", ["tiles"], (), ["128 × 128 are the fastest of 11"]),
     *(("tiles", ["tiles"], ("tiles forward", {"block_q": 64, "block_k": 64}, {"median_ms": time_ms}),
        [f"The shipped 128 × 128 is {word}"]) for time_ms, word in ((0.995, "level"), (0.5, "behind"))),
     ("weighted_sum", ["weighted_sum"], (), ["6 ahead (3.50×) against eager"]),
@@ -231,7 +230,7 @@ FINDINGS = [  # of which sections, what is changed, what must be said
     ("products", ["speed"], ("speed triton forward", {"precision": "fp32", **AT_65536},
                              {"achieved_tflops": 0.5 * CEILING["bf16"] / 6}), ["50 % of a sixth of bf16's"]),
     ("products", ["speed"], ("speed triton forward", {"precision": "fp32", "length": 16384, "d_head": 64},
-                             {"median_ms": 1e5}), ["17 ahead, 1 behind"]),
+                             {"median_ms": 1e5}), ["11 ahead, 1 behind"]),
     ("products", ["speed"], ("speed triton_ieee.*", {}, {"status": "skipped", "reason": "-"}), []),
     ("memory", ["memory"], (), ["level at 8 of 8 lengths", "eager in bf16 at 131,072, ours needs 160 MiB"]),
     ("memory", ["memory"], (*GLUON_AT_65536, {"peak_bytes": NUM_BYTES + 1}),
@@ -343,15 +342,11 @@ def test_published_times_stand_beside_the_device_bound_ones_only(chapter):
     assert row["published_ms"] == 6.297 and row["ratio"] == pytest.approx(6.297 / row["median_ms"])
 
 
-def test_versions_are_data_and_their_findings_follow_them():
+def test_versions_are_data():
     frame = report.versions()
     assert set(frame["kept"]) == {"yes", "no"} and set(frame.dropna()["compared"]) == {"one process", "two processes"}
     table = report.table_versions(frame)
     assert not table.duplicated(["pass", "change"]).any() and set(table["change"]) <= set(frame["change"])
-    assert f"timed, 0 gained what was predicted or more, {len(frame)} nothing" in " ".join(
-        report.findings_versions(frame.assign(gained_percent=-1.0))
-    )
-    assert report.findings_versions(frame.assign(gained_percent=float("nan"))) == []
 
 
 EVIDENCE = {

@@ -62,7 +62,7 @@ def _told(method: Callable, said: list[str]) -> Callable:
 
 def test_where_every_record_failed_each_table_figure_and_finding_says_so(show):
     chapter, said = show([record | FAILED for record in show.records])
-    page = front.page({chapter.notebook: chapter}, None)
+    page = front.page({chapter.notebook: chapter})
     assert f"| {len(chapter.all_records()):,} error |" in page
     assert "What to remember" not in page and "If your step is slow" not in page
     assert all("not measured on" in text.lower() for text in said), said
@@ -74,14 +74,14 @@ def test_without_records_each_table_figure_and_finding_says_so(show):
     chapter, said = show([])
     assert f"labkit run {chapter.number}" in chapter.source().data
     assert all("not measured on" in text.lower() for text in [*said, chapter.full_tables().data]), said
-    assert "What to remember" not in front.page({chapter.notebook: chapter}, None)
+    assert "What to remember" not in front.page({chapter.notebook: chapter})
 
 
 def test_where_half_the_records_failed_the_rest_is_shown_and_the_failures_are_counted(show):
     records = [record | FAILED if number % 2 else record for number, record in enumerate(show.records)]
     chapter, said = show(records)
     failed = sum(record.status == "error" for record in chapter.all_records())
-    assert f"{failed:,} error" in front.page({chapter.notebook: chapter}, None)
+    assert f"{failed:,} error" in front.page({chapter.notebook: chapter})
     assert sum("not measured on" not in text.lower() for text in said) > len(said) / 3
 
 

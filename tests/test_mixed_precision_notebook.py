@@ -50,7 +50,7 @@ def test_full_times_each_step_in_the_precisions_that_notebook_01_lacks_directly_
     steps = of_section("steps")
     found = [(c.parameters["size"], c.parameters["context"], c.parameters["precision"]) for c in steps]
     sizes, precisions = BENCHMARKING["full"].sizes, ("bf16", "fp16", "bf16_pure")
-    assert found == [(s, c, p) for s in sizes for c in (128, 256, 512, 1024) for p in precisions]
+    assert found == [(s, c, p) for s in sizes for c in (128, 512) for p in precisions]
     assert {one.phases for one in steps} == {("forward", "backward", "train_step")}
     assert not any(one.fresh_process for one in steps), "the three share a worker"
 
@@ -60,7 +60,7 @@ def test_notebook_01_measures_the_same_steps_in_its_precisions(profile):
     """So that its records can stand in the same table: the parameters differ in the precision alone."""
     theirs = [c.parameters for c in benchmarking.cases(profile, "cuda") if c.section == "steps"]
     for one in of_section("steps", profile):
-        for precision in BENCHMARKING[profile].precisions:
+        for precision in ("fp32", "bf16"):
             assert {**one.parameters, "precision": precision} in theirs
 
 
@@ -312,18 +312,16 @@ def num_marks(figure) -> int:
 
 
 def test_statistics_that_break_are_counted_and_marked(frame):
-    whole, epilogue = frame("normalisation"), frame("epilogue")
-    fp16, bf16, between = report.findings_normalisation(whole, epilogue)
-    assert "ε = 10⁻⁸ rounds to 0" in fp16 and "break in 0 of 54 cases" in bf16 and "1.44×" in between
+    whole = frame("normalisation")
+    fp16, bf16 = report.findings_normalisation(whole)
+    assert "ε = 10⁻⁸ rounds to 0" in fp16 and "break in 0 of 54 cases" in bf16
     one = {"input": "bf16", "statistics": "bf16", "scale": 1.0, "norm": "layer_norm", "setting": "offset"}
     broken = frame("normalisation", one, overflowed_fraction=0.5)
-    assert "break in 1 of 54 cases" in report.findings_normalisation(broken, epilogue)[1]
+    assert "break in 1 of 54 cases" in report.findings_normalisation(broken)[1]
     assert num_marks(report.figure_normalisation(broken)) == num_marks(report.figure_normalisation(whole)) + 1
     sound = {"overflowed_fraction": 0.0, "nonfinite_fraction": 0.0}
     kept = frame("normalisation", {"statistics": "fp16"}, **sound)
-    assert "lack range" not in text(report.findings_normalisation(kept, epilogue))
-    coarse = frame("epilogue", {"epilogue": "rounded"}, relative_error=1.0)
-    assert "1.44×" not in report.findings_normalisation(whole, coarse)[2]
+    assert "lack range" not in text(report.findings_normalisation(kept))
 
 
 def steps_of(frame, **own):
@@ -331,14 +329,13 @@ def steps_of(frame, **own):
 
 
 def test_a_ratio_within_the_noise_is_not_ahead(frame):
-    steps = steps_of(frame)
-    case = (steps["size"] == "2.7b") & (steps["context"] == 1024) & (steps["phase"] == "forward")
+    steps = steps_of(frame).drop(columns="sessions")
+    case = (steps["size"] == "2.7b") & (steps["context"] == 512) & (steps["phase"] == "forward")
     fp32, bf16 = (case & (steps["origin"] == "01") & (steps["precision"] == name) for name in ("fp32", "bf16"))
     steps.loc[fp32, "median_ms"] = 1.01 * steps.loc[bf16, "median_ms"].item()
     pairs = report.gains(steps, "01")
     (verdict,) = pairs[(pairs["precision"] == "bf16") & ((pairs["ratio"] - 1.01).abs() < 1e-9)]["verdict"]
     assert verdict in ("level", "undecided")
-    assert "forward of 2.7b at 1024" in report.findings_casts(frame("operators"), steps)[1]
 
 
 def test_times_of_two_sessions_are_never_compared(frame):
@@ -353,12 +350,12 @@ def test_times_of_two_sessions_are_never_compared(frame):
 
 
 def test_one_byte_more_is_more(frame):
-    """Bytes are exact: a tolerance of 3 % once made 3 cases of these 15."""
-    assert "bf16 autocast 0.961× to 1.04× (more in 15 of 20 cases)" in report.findings_memory(steps_of(frame))[0]
+    """Bytes are exact: no tolerance makes fewer cases of these."""
+    assert "bf16 autocast 0.961× to 1.04× (more in 6 of 10 cases)" in report.findings_memory(steps_of(frame))[0]
     steps = steps_of(frame)
     is_step = (steps["phase"] == "train_step") & (steps["status"] == "ok") & (steps["origin"] == "01")
     fp32, bf16 = (is_step & (steps["precision"] == name) for name in ("fp32", "bf16"))
-    for more, expected in ((1, "(more in 20 of 20 cases)"), (0, "(more in none of 20 cases)")):
+    for more, expected in ((1, "(more in 10 of 10 cases)"), (0, "(more in none of 10 cases)")):
         steps.loc[bf16, "peak_bytes"] = steps.loc[fp32, "peak_bytes"].to_numpy() + more
         assert f"bf16 autocast 1.00× {expected}" in report.findings_memory(steps)[0].replace("1.000×", "1.00×")
     fits = frame("steps", {"size": "10b", "precision": "fp16", "phase": "train_step"}, status="ok", peak_bytes=2.0**36)
@@ -376,7 +373,7 @@ def test_casts_follow_the_counts(frame):
     match = {"size": "small", "precision": "bf16", "phase": "forward"}
     counted = frame("operators", match, num_operators=586 * 2, num_casts=293)
     assert report.table_casts(counted).set_index("phase").loc["forward", "bf16 autocast"] == "1,172 (293, 969 MiB)"
-    assert "37 % to 100 % to forward (50 % to 100 % casts)" in report.findings_casts(counted, steps_of(frame))[0]
+    assert "37 % to 100 % to forward (50 % to 100 % casts)" in report.findings_casts(counted)[0]
 
 
 def test_training_is_judged_by_the_ratio_of_losses_and_by_the_last_look(frame):
@@ -400,7 +397,7 @@ def test_the_front_page_follows_the_records(frame, tmp_path):
     for changes, expected in (({}, "2.90×"), ({"match": {"precision": "bf16_pure"}, "final_loss": 0.004}, "1.59×")):
         frame("training", **changes)
         ((claim, heading),) = report.front(Chapter(NOTEBOOK, device=REFERENCE_DEVICE, output=str(tmp_path)))
-        assert f"ends at {expected} fp32's" in claim and "more in 15 of 20 cases" in claim
+        assert f"ends at {expected} fp32's" in claim and "more in 6 of 10 cases" in claim
         assert f"## {heading}" in [cell.source.split("\n")[0] for cell in notebooks.read(NOTEBOOK).cells]
 
 
@@ -440,10 +437,7 @@ def test_smoke_finds_what_the_formats_imply(measured):
     chapter = Chapter(NOTEBOOK, device=folder.name, output=str(folder.parent))
     sums = chapter.records("accumulation").dropna(subset=["stall_measured"])
     assert len(sums) == 2 and (sums["stall_measured"] == sums["stall_predicted"]).all()
-    normalisation, epilogue = chapter.records("normalisation"), chapter.records("epilogue")
-    assert "break in 0 of 18 cases" in report.findings_normalisation(normalisation, epilogue)[1]
-    errors = epilogue.set_index(["dtype", "gelu", "depth", "epilogue"])["relative_error"].unstack()
-    assert (errors["rounded"] > errors["carried"]).all()
+    assert "break in 0 of 18 cases" in report.findings_normalisation(chapter.records("normalisation"))[1]
     training = chapter.records("training")
     ended = training[training["status"] == "ok"]
     assert len(ended) == 5 and (ended["final_loss"] < ended["first_loss"] + 1).all()

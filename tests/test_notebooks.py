@@ -296,7 +296,7 @@ def test_run_writes_records_figures_and_report(measured):
     assert {record.section for record in records} == sections
     assert not [record for record in records if record.status in ("error", "timeout")]
     assert {record.device for record in records} == {folder.name}
-    assert {path.name for path in folder.glob("*.svg")} >= {"01_phases.svg", "01_modes.svg", "01_utilisation.svg"}
+    assert {path.name for path in folder.glob("*.svg")} >= {"01_phases.svg", "01_utilisation.svg"}
     report = (folder / "report.md").read_text(encoding="utf-8")
     for heading in ("Time per phase", "Warm-up", "Precision and compilation", "Beside published step times"):
         assert f"### {heading}" in report

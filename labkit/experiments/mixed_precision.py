@@ -1,9 +1,9 @@
-"""Notebook 03: what low precision does to sums, dtypes, normalisations and epilogues, and what a step gains by it.
+"""Notebook 03: what low precision does to sums, dtypes and normalisations, and what a step gains by it.
 
 Sections: "accumulation" (one term added many times), "dtypes" (under autocast, read by hooks from live modules),
-"normalisation" (LayerNorm and RMSNorm by the dtype of their statistics), "epilogue" (a rounding between matrix product
-and GELU), "steps" (time and memory in the precisions that notebook 01 does not have, beside one that it has),
-"operators" (what autocast issues beside the work), "training" (loss and gradients of a synthetic task).
+"normalisation" (LayerNorm and RMSNorm by the dtype of their statistics), "steps" (time and memory in the precisions
+that notebook 01 does not have, beside one that it has), "operators" (what autocast issues), "training" (loss
+and gradients of a synthetic task).
 """
 
 import functools
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from labkit import hardware, numerics
 from labkit.configs import MIXED_PHASES, MIXED_PRECISION, MIXED_PRECISIONS, NORM_SETTINGS, model_config, narrowed
 from labkit.experiments.recipes import RECIPES, PrecisionWorkload, Recipe, require_recipe
-from labkit.experiments.rounding import NUM_TERMS, measure_epilogue, measure_normalisation, measure_sum
+from labkit.experiments.rounding import NUM_TERMS, measure_normalisation, measure_sum
 from labkit.experiments.sections import Runner, run_section, section, timed_with_peak
 from labkit.experiments.sweep import Case, Measured, PhaseRun
 from labkit.experiments.training import measure_training
@@ -47,10 +47,6 @@ NORM_VARIANTS = (
 )
 """(dtype of input and output, dtype of the statistics). library: PyTorch's own function, which chooses."""
 
-EPILOGUES = (("rounded", "erf"), ("carried", "erf"), ("rounded", "tanh"), ("carried", "tanh"), ("library", "tanh"))
-"""(what happens between the product and GELU, form of GELU). library: `torch._addmm_activation`, on CUDA the epilogue
-of cuBLASLt, which has the tanh form only."""
-
 LARGEST_DTYPE_DEVIATION = 0.05
 """The loss under autocast may be this fraction off that in fp32, on the same model and data."""
 
@@ -73,20 +69,12 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts
         )
     ]
     norm_shape = dict(zip(("rows", "features"), grid.norm_shape, strict=True))
-    epilogue_shape = dict(zip(("rows", "columns"), grid.epilogue_shape, strict=True))
-    epilogues = [
-        {"dtype": dtype, "epilogue": epilogue, "gelu": form, **epilogue_shape, "depth": depth}
-        for dtype in ("bf16", "fp16")
-        for depth in grid.epilogue_depths
-        for epilogue, form in EPILOGUES
-    ]
     steps = itertools.product(wanted_sizes, wanted_contexts, MIXED_PRECISIONS)
     counted = itertools.product(grid.operator_sizes, (grid.operator_context,), OPERATOR_PRECISIONS)
     return [
         *(Case("accumulation", {**each, "num_terms": NUM_TERMS}, ("sum",), limit) for each in sums),
         *(Case("dtypes", {"model": model, "autocast": dtype}, ("read",), limit) for model, dtype in models),
         *(Case("normalisation", {**each, **norm_shape}, ("error",), limit) for each in normalisations),
-        *(Case("epilogue", each, ("error",), limit) for each in epilogues),
         *(Case("steps", step_parameters(*step), MIXED_PHASES, limit, grid.time_limit_s) for step in steps),
         *(Case("operators", step_parameters(*step), OPERATOR_PHASES, limit) for step in counted),
         *(Case("training", {"precision": each, **vars(grid.task)}, ("training",), limit) for each in RECIPES),
@@ -256,7 +244,6 @@ SECTIONS = {
     "accumulation": _probe(measure_sum),
     "dtypes": _probe(measure_dtypes),
     "normalisation": _probe(measure_normalisation),
-    "epilogue": _probe(measure_epilogue),
     "steps": section(_measure_step, functools.partial(workload, kind=PrecisionWorkload)),
     "operators": _run_operators,
     "training": _probe(measure_training),

@@ -1,14 +1,10 @@
-"""What rounding does to long sums, to normalisations by the dtype of their statistics, and before a product's GELU."""
-
-import functools
-import itertools
-import math
+"""What rounding does to long sums, and to normalisations by the dtype of their statistics."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from labkit import hardware, numerics
+from labkit import hardware
 from labkit.configs import NORM_SETTINGS
 from labkit.experiments.oracle import fp64_device
 from labkit.experiments.sweep import Measured, Skip
@@ -21,9 +17,6 @@ LONG_SUM = 10_000
 
 TRACE_EVERY = 10
 """Additions between two recorded running sums."""
-
-PREACTIVATION_STD = 1.5
-PREACTIVATION_EDGES = (-5.0, -4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 5.0)
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
@@ -123,49 +116,4 @@ def measure_normalisation(device: hardware.Device, parameters: dict) -> Measured
         metrics=metrics,
         case={**{name: parameters[name] for name in ("norm", "setting", "scale")}, **described},
         observed={"output": dtype_name(result.dtype), "oracle": "fp64"},
-    )
-
-
-def measure_epilogue(device: hardware.Device, parameters: dict) -> Measured:
-    """Returns the error of GELU(x·wᵀ) in 16 bits against fp32 on the same rounded operands, by pre-activation.
-
-    `fp32_error` is that of the fp32 result itself, against fp64.
-    """
-    dtype, form, epilogue = DTYPES[parameters["dtype"]], parameters["gelu"], parameters["epilogue"]
-    rows, columns, depth = (parameters[name] for name in ("rows", "columns", "depth"))
-    numerics.set_precision("fp32")
-    x = _random(rows, depth).to(dtype).to(device.kind)
-    w = (_random(columns, depth, seed=1) * PREACTIVATION_STD / math.sqrt(depth)).to(dtype).to(device.kind)
-    gelu = functools.partial(F.gelu, approximate="none" if form == "erf" else "tanh")
-    preactivation = F.linear(x.float(), w.float())
-    reference = gelu(preactivation)
-    place = fp64_device(device.kind)
-    exact = gelu(F.linear(x.to(place).double(), w.to(place).double()))
-    if epilogue == "rounded":
-        result = gelu(F.linear(x, w))
-    elif epilogue == "carried":
-        result = reference.to(dtype)
-    else:
-        if not hasattr(torch, "_addmm_activation"):
-            raise Skip("this PyTorch has no _addmm_activation")
-        result = torch._addmm_activation(x.new_zeros(columns), x, w.t(), use_gelu=True)
-    preactivation, references = preactivation.to(place), reference.to(place).double()
-    difference = result.to(place).double() - references
-    samples: dict[str, list] = {"bin_low": [], "bin_high": [], "bin_error": [], "bin_elements": []}
-    for low, high in itertools.pairwise(PREACTIVATION_EDGES):
-        inside = (preactivation >= low) & (preactivation < high)
-        if inside.any():
-            error = float(difference[inside].norm() / references[inside].norm())
-            for name, value in zip(samples, (low, high, error, int(inside.sum())), strict=True):
-                samples[name].append(value)
-    sizes = {"rows": result.shape[0], "columns": result.shape[1], "depth": w.shape[1]}
-    return Measured(
-        metrics={
-            "relative_error": relative_error(result, reference),
-            "largest_error": float(difference.abs().max()),
-            "fp32_error": relative_error(reference, exact),
-        },
-        case={"dtype": dtype_name(result.dtype), "epilogue": epilogue, "gelu": form, **sizes},
-        observed={"product": dtype_name(x.dtype), "matmul_precision": torch.get_float32_matmul_precision()},
-        samples=samples,
     )

@@ -172,7 +172,8 @@ class FusedAdamW(torch.optim.Optimizer):
                 loss = closure()
         for bucket in self.buckets:
             if runs_kernel(bucket.exp_avg):
-                bucket.update()
+                with torch.cuda.device_of(bucket.exp_avg):
+                    bucket.update()
             else:
                 self._update_plainly(bucket)
         return loss

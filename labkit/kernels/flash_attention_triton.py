@@ -19,6 +19,7 @@ Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2.
 """
 
 import dataclasses
+import functools
 import math
 
 import torch
@@ -41,6 +42,9 @@ class TileConfig:
     num_warps: int
     num_stages: int
     split: bool = True
+
+
+_one_loop = functools.partial(TileConfig, split=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +82,11 @@ def _table(family: str, kind: str, rows: dict[tuple[int, ...], tuple[TileConfig,
 # - dQ: 64 keys leave it below 128 registers up to D 64, so that programs share an SM and hide each other's waits.
 # - D 192 and 256 run but are not tuned: 32 × 32 tiles are the largest whose dK/dV stays near the register file.
 _HOPPER_WIDE = {
-    (192, 256): (TileConfig(128, 64, 8, 2), TileConfig(32, 32, 4, 2, split=False), TileConfig(64, 32, 8, 2)),
+    (192, 256): (TileConfig(128, 64, 8, 2), _one_loop(32, 32, 4, 2), TileConfig(64, 32, 8, 2)),
 }
 _HOPPER_16_BIT = {
     (16,): (TileConfig(64, 128, 4, 3), TileConfig(64, 128, 4, 2), TileConfig(64, 64, 4, 3)),
-    (32,): (TileConfig(64, 128, 4, 3), TileConfig(32, 64, 4, 3, split=False), TileConfig(64, 64, 4, 3)),
+    (32,): (TileConfig(64, 128, 4, 3), _one_loop(32, 64, 4, 3), TileConfig(64, 64, 4, 3)),
     (64,): (TileConfig(64, 64, 4, 3), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
 }
 _HOPPER_16_BIT_FULL = {
@@ -91,83 +95,47 @@ _HOPPER_16_BIT_FULL = {
 }
 _HOPPER_16_BIT_CAUSAL = {
     (80,): (TileConfig(128, 128, 8, 2), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
-    (96, 128): (TileConfig(128, 128, 8, 2), TileConfig(64, 128, 8, 3, split=False), TileConfig(128, 64, 8, 2)),
+    (96, 128): (TileConfig(128, 128, 8, 2), _one_loop(64, 128, 8, 3), TileConfig(128, 64, 8, 2)),
 }
 # Ampere and after, 16 bits: 99 KiB of shared memory, the least of that family (8.6, 8.9, 12.0), bound the tiles.
 _GENERIC_16_BIT = {
-    (16, 32, 64): (TileConfig(64, 64, 4, 2), TileConfig(32, 64, 4, 2, split=False), TileConfig(64, 32, 4, 2)),
-    (80, 96, 128): (TileConfig(64, 32, 4, 2), TileConfig(32, 64, 8, 2, split=False), TileConfig(64, 32, 8, 2)),
-    (192, 256): (TileConfig(64, 32, 8, 1), TileConfig(16, 32, 4, 1, split=False), TileConfig(32, 32, 4, 1)),
+    (16, 32, 64): (TileConfig(64, 64, 4, 2), _one_loop(32, 64, 4, 2), TileConfig(64, 32, 4, 2)),
+    (80, 96, 128): (TileConfig(64, 32, 4, 2), _one_loop(32, 64, 8, 2), TileConfig(64, 32, 8, 2)),
+    (192, 256): (TileConfig(64, 32, 8, 1), _one_loop(16, 32, 4, 1), TileConfig(32, 32, 4, 1)),
 }
 # True fp32 runs on the CUDA cores, where a product keeps whole rows of both operands in registers: more warps and fewer
 # keys, or D 128 spills kilobytes.
 _IEEE = {
-    (16, 32, 64): (TileConfig(64, 32, 8, 2), TileConfig(32, 64, 8, 2, split=False), TileConfig(64, 16, 8, 2)),
-    (80, 96, 128): (TileConfig(64, 16, 8, 2), TileConfig(16, 64, 8, 2, split=False), TileConfig(64, 16, 8, 2)),
-    (192, 256): (TileConfig(32, 16, 8, 1), TileConfig(16, 32, 8, 1, split=False), TileConfig(32, 16, 8, 1)),
+    (16, 32, 64): (TileConfig(64, 32, 8, 2), _one_loop(32, 64, 8, 2), TileConfig(64, 16, 8, 2)),
+    (80, 96, 128): (TileConfig(64, 16, 8, 2), _one_loop(16, 64, 8, 2), TileConfig(64, 16, 8, 2)),
+    (192, 256): (TileConfig(32, 16, 8, 1), _one_loop(16, 32, 8, 1), TileConfig(32, 16, 8, 1)),
 }
 # TF32 runs on the tensor cores with operands twice as wide, so that tiles are half those of 16 bits; with the registers
 # that rounding takes, one loop is faster than two. 64 rows by 16 columns, a tail's for example, are for 4 warps: of 8,
 # each four would take 8 columns, and triton 3.6 reads beyond its shared memory.
 _TF32 = {
-    (16, 32, 64): (
-        TileConfig(128, 32, 8, 2, split=False),
-        TileConfig(32, 128, 8, 2, split=False),
-        TileConfig(64, 32, 4, 2, split=False),
-    ),
-    (80, 96): (
-        TileConfig(64, 32, 4, 2, split=False),
-        TileConfig(16, 128, 8, 2, split=False),
-        TileConfig(64, 32, 4, 2, split=False),
-    ),
-    (128,): (
-        TileConfig(128, 32, 8, 2),
-        TileConfig(32, 32, 8, 1, split=False),
-        TileConfig(128, 32, 8, 1, split=False),
-    ),
-    (192, 256): (TileConfig(32, 16, 8, 1), TileConfig(16, 32, 8, 1, split=False), TileConfig(32, 16, 8, 1)),
+    (16, 32, 64): (_one_loop(128, 32, 8, 2), _one_loop(32, 128, 8, 2), _one_loop(64, 32, 4, 2)),
+    (80, 96): (_one_loop(64, 32, 4, 2), _one_loop(16, 128, 8, 2), _one_loop(64, 32, 4, 2)),
+    (128,): (TileConfig(128, 32, 8, 2), _one_loop(32, 32, 8, 1), _one_loop(128, 32, 8, 1)),
+    (192, 256): (TileConfig(32, 16, 8, 1), _one_loop(16, 32, 8, 1), TileConfig(32, 16, 8, 1)),
 }
 # Within 99 KiB, D 256 leaves 16 rows of everything.
 _TF32_NARROW = {
-    (16, 32, 64): (TileConfig(64, 32, 4, 2), TileConfig(32, 32, 8, 1, split=False), TileConfig(64, 32, 8, 2)),
-    (80, 96, 128): (TileConfig(32, 32, 4, 1), TileConfig(16, 32, 4, 1, split=False), TileConfig(32, 16, 4, 1)),
-    (192, 256): (TileConfig(16, 16, 4, 1), TileConfig(16, 16, 4, 1, split=False), TileConfig(16, 16, 4, 1)),
+    (16, 32, 64): (TileConfig(64, 32, 4, 2), _one_loop(32, 32, 8, 1), TileConfig(64, 32, 8, 2)),
+    (80, 96, 128): (TileConfig(32, 32, 4, 1), _one_loop(16, 32, 4, 1), TileConfig(32, 16, 4, 1)),
+    (192, 256): (TileConfig(16, 16, 4, 1), _one_loop(16, 16, 4, 1), TileConfig(16, 16, 4, 1)),
 }
 # Three TF32 products for one: the halves of every operand take registers beside the accumulators, so that one loop is
 # all that fits, and dK/dV from D 80 on spill up to a kilobyte. Past D 128 they are 22 kilobytes, and true fp32 runs.
 _TF32X3 = {
-    (16, 32): (
-        TileConfig(64, 32, 4, 2, split=False),
-        TileConfig(32, 64, 4, 1, split=False),
-        TileConfig(64, 32, 4, 1, split=False),
-    ),
-    (64,): (
-        TileConfig(64, 32, 4, 2, split=False),
-        TileConfig(32, 128, 8, 2, split=False),
-        TileConfig(64, 32, 4, 1, split=False),
-    ),
-    (80, 96): (
-        TileConfig(128, 32, 8, 2),
-        TileConfig(32, 128, 8, 1, split=False),
-        TileConfig(64, 32, 4, 1, split=False),
-    ),
-    (128,): (
-        TileConfig(128, 32, 8, 1, split=False),
-        TileConfig(32, 64, 8, 1, split=False),
-        TileConfig(64, 32, 8, 1, split=False),
-    ),
+    (16, 32): (_one_loop(64, 32, 4, 2), _one_loop(32, 64, 4, 1), _one_loop(64, 32, 4, 1)),
+    (64,): (_one_loop(64, 32, 4, 2), _one_loop(32, 128, 8, 2), _one_loop(64, 32, 4, 1)),
+    (80, 96): (TileConfig(128, 32, 8, 2), _one_loop(32, 128, 8, 1), _one_loop(64, 32, 4, 1)),
+    (128,): (_one_loop(128, 32, 8, 1), _one_loop(32, 64, 8, 1), _one_loop(64, 32, 8, 1)),
 }
 _TF32X3_NARROW = {
-    (16, 32, 64): (
-        TileConfig(64, 32, 4, 2, split=False),
-        TileConfig(32, 32, 8, 1, split=False),
-        TileConfig(64, 16, 8, 2, split=False),
-    ),
-    (80, 96, 128): (
-        TileConfig(32, 32, 4, 1, split=False),
-        TileConfig(16, 32, 8, 1, split=False),
-        TileConfig(32, 16, 4, 1, split=False),
-    ),
+    (16, 32, 64): (_one_loop(64, 32, 4, 2), _one_loop(32, 32, 8, 1), _one_loop(64, 16, 8, 2)),
+    (80, 96, 128): (_one_loop(32, 32, 4, 1), _one_loop(16, 32, 8, 1), _one_loop(32, 16, 4, 1)),
 }
 
 # Six bf16 products for one: three slices of every operand, cut beforehand, take 1.5 times the shared memory of fp32,
@@ -178,11 +146,7 @@ _BF16X6 = {
     (16, 32): (TileConfig(64, 64, 4, 3), TileConfig(64, 64, 4, 2), TileConfig(64, 64, 4, 2)),
     (64,): (TileConfig(128, 64, 8, 2), TileConfig(32, 64, 4, 2), TileConfig(128, 64, 8, 2)),
     (80, 96): (TileConfig(128, 64, 8, 2), TileConfig(32, 128, 8, 2), TileConfig(128, 32, 8, 2)),
-    (128,): (
-        TileConfig(128, 64, 8, 1),
-        TileConfig(32, 64, 4, 2, split=False),
-        TileConfig(64, 32, 4, 2, split=False),
-    ),
+    (128,): (TileConfig(128, 64, 8, 1), _one_loop(32, 64, 4, 2), _one_loop(64, 32, 4, 2)),
 }
 # Three for one: two slices, as large as fp32.
 _BF16X3 = {
@@ -195,23 +159,23 @@ _BF16X3 = {
 _BF16X6_FEW = {
     (64,): (TileConfig(64, 64, 4, 3), TileConfig(32, 64, 4, 2), TileConfig(64, 64, 4, 2)),
     (80, 96): (TileConfig(64, 64, 4, 2), TileConfig(32, 64, 4, 2), TileConfig(64, 64, 4, 2)),
-    (128,): (TileConfig(64, 32, 4, 3), TileConfig(32, 32, 4, 2, split=False), TileConfig(64, 64, 4, 1, split=False)),
+    (128,): (TileConfig(64, 32, 4, 3), _one_loop(32, 32, 4, 2), _one_loop(64, 64, 4, 1)),
 }
 _BF16X3_FEW = {
     (80, 96): (TileConfig(64, 64, 4, 3), TileConfig(64, 128, 8, 2), TileConfig(64, 32, 4, 3)),
-    (128,): (TileConfig(64, 64, 4, 3), TileConfig(64, 64, 4, 2, split=False), TileConfig(64, 64, 4, 2)),
+    (128,): (TileConfig(64, 64, 4, 3), _one_loop(64, 64, 4, 2), TileConfig(64, 64, 4, 2)),
 }
 
 # dK/dV and dQ in one launch, where programs are few: so are the rows that each owns, for there to be more. In fp32 the
 # kernels' spills with tails outweigh the launch.
 _JOINT_16_BIT = {
-    (16, 64): (TileConfig(128, 32, 4, 2, split=False), TileConfig(32, 64, 4, 2, split=False)),
-    (32,): (TileConfig(64, 32, 4, 2, split=False), TileConfig(32, 64, 4, 2)),
-    (80, 96): (TileConfig(64, 64, 4, 2, split=False), TileConfig(64, 64, 4, 2, split=False)),
-    (128,): (TileConfig(64, 32, 4, 2, split=False), TileConfig(64, 64, 4, 2, split=False)),
+    (16, 64): (_one_loop(128, 32, 4, 2), _one_loop(32, 64, 4, 2)),
+    (32,): (_one_loop(64, 32, 4, 2), TileConfig(32, 64, 4, 2)),
+    (80, 96): (_one_loop(64, 64, 4, 2), _one_loop(64, 64, 4, 2)),
+    (128,): (_one_loop(64, 32, 4, 2), _one_loop(64, 64, 4, 2)),
 }
 _JOINT_TF32X3 = {
-    (16, 32, 64, 128): (TileConfig(32, 32, 4, 1, split=False), TileConfig(32, 32, 4, 1, split=False)),
+    (16, 32, 64, 128): (_one_loop(32, 32, 4, 1), _one_loop(32, 32, 4, 1)),
 }
 
 CONFIGS: dict[tuple[str, str, int, bool], AttentionConfig] = {

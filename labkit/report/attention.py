@@ -357,6 +357,26 @@ def findings_compile(calls: pd.DataFrame) -> list[str]:
     return sentences
 
 
+def masking(calls: pd.DataFrame, masked: pd.DataFrame) -> pd.DataFrame:
+    """Returns the ratio of each pass's time without a mask to that with a causal one, as `forms.pairs` does."""
+    rows = pd.concat([calls.assign(mask="none"), masked.assign(mask="causal")])
+    return forms.pairs(rows, "mask", "none", keys=[*CASE, "phase"])
+
+
+def table_mask(calls: pd.DataFrame, masked: pd.DataFrame) -> pd.DataFrame:
+    """Returns the time without → with a causal mask (ratio) of every implementation."""
+    rows = masking(calls, masked).assign(phase=lambda frame: frame["phase"].map(PHASE_NAMES) + " (ms): none → causal")
+    return pivot(rows.replace({"impl": NAMES}), CASE, "phase", forms.arrow).rename(columns={"d_head": "d"})
+
+
+def findings_mask(calls: pd.DataFrame, masked: pd.DataFrame) -> list[str]:
+    """Says what a causal mask changes for fused kernels, and for the formula, which computes the hidden scores too."""
+    rows = masking(calls, masked)
+    what = ("the formula, which computes every score", "fused kernels, which leave tiles out")
+    parts = [f"{what[fused]}, {forms.tally(group)}" for fused, group in rows.groupby(rows["impl"].isin(FUSED))]
+    return [f"Time without a mask over that with a causal one: {'; '.join(parts)}."] if parts else []
+
+
 def model_pairs(models: pd.DataFrame, backward: pd.DataFrame) -> pd.DataFrame:
     """Returns the model's eager over its compiled times in one precision; `models` are notebook 01's steps."""
     rows = select(pd.concat([models, backward]), phase=["forward", "backward", "train_step"])
@@ -368,23 +388,6 @@ def table_transformer(models: pd.DataFrame, backward: pd.DataFrame) -> pd.DataFr
     rows = select(model_pairs(models, backward), compile="regional", precision=["fp32", "bf16"])
     rows = forms.shown(rows).assign(phase=lambda frame: frame["phase"].map(PHASE_NAMES))
     return pivot(rows, ["precision", "size", "context"], "phase", forms.arrow)
-
-
-def findings_transformer(models: pd.DataFrame, backward: pd.DataFrame) -> list[str]:
-    """Says what compiling gives a training step and the backward pass alone, apart for what the host bounds."""
-    pairs = model_pairs(models, backward)
-    # The times of launch-bound rows are the host's, whatever the precision.
-    pairs["kind"] = pairs["precision"].mask(pairs["launch_bound"], "launch-bound")
-    sentences = []
-    for phase, what in (
-        ("train_step", "Eager's training step over that with each block compiled"),
-        ("backward", "Backward alone, likewise"),
-    ):
-        rows = select(pairs, compile="regional", phase=phase)
-        parts = [f"{kind} {forms.tally(group)}" for kind, group in rows.groupby("kind", sort=False)]
-        if parts:
-            sentences.append(f"{what} ({listing(dict.fromkeys(rows['size']))}): {'; '.join(parts)}.")
-    return sentences
 
 
 def published_calls(calls: pd.DataFrame, course: pd.DataFrame | None = None) -> pd.DataFrame:

@@ -230,34 +230,6 @@ def modes(steps: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(mode=(rows["precision"] + " " + rows["compile"]).str.removesuffix(" none"))
 
 
-def figure_modes(steps: pd.DataFrame) -> Figure | None:
-    """Training step over fp32 eager by size, one panel per compile mode, one line per precision."""
-    rows = modes(shown(steps))
-    ratio = forms.pairs(rows, "mode", "fp32", keys=["size"])
-    if ratio.empty:
-        return None
-    ratio["precision"], ratio["compile"] = zip(*ratio["mode"].map(MODES), strict=True)
-    num_sizes = ratio.groupby("compile")["size"].nunique()
-    present = [mode for mode in COMPILE_MODES if num_sizes.get(mode, 0) > 1] or ["none"]
-    figure, axes = figures.panels(len(present), width=4.5 if len(present) < 3 else 3.0)
-    sizes = sizes_in(ratio)
-    for axis, mode in zip(axes, present, strict=True):
-        for precision in PRECISIONS:
-            line = select(ratio, precision=precision, compile=mode)
-            at = [sizes.index(size) for size in line["size"]]
-            style = figures.STYLES[precision]
-            axis.plot(at, line["ratio"], color=style.colour, marker=style.marker, linestyle=style.dash, label=precision)
-            for x, low, high in zip(at, line["low"], line["high"], strict=True):
-                axis.plot([x, x], [low, high], color=style.colour, linewidth=3, alpha=0.3)
-        axis.axhline(1, color="0.4", linewidth=0.8)
-        axis.set_xticks(range(len(sizes)), sizes, rotation=30)
-        title = {"none": "eager", "regional": "blocks compiled", "whole": "whole model compiled"}[mode]
-        axis.set(title=title, ylabel="fp32 eager time / time", ylim=(0, 1.08 * ratio["high"].max()))
-    title = f"Speed of a training step over fp32 eager, call time, context {rows['context'].iloc[0]}"
-    figures.finish(figure, axes, f"{title}, {steps.attrs['device']}")
-    return figure
-
-
 def table_modes(steps: pd.DataFrame) -> pd.DataFrame:
     """Returns the training step by size in every precision and compile mode but "whole", at the shown context."""
     table = pivot(modes(shown(steps)), ["size"], "mode")
@@ -290,11 +262,16 @@ def findings_modes(steps: pd.DataFrame) -> list[str]:
     return sentences
 
 
-def figure_utilisation(steps: pd.DataFrame) -> Figure | None:
-    """One panel per precision: achieved TFLOP/s of a training step over context, a line per size, and the roofs."""
+def figure_utilisation(steps: pd.DataFrame, executions: pd.DataFrame) -> Figure | None:
+    """A panel per precision with several contexts: achieved TFLOP/s over context, a line per size, and the roofs.
+
+    Hollow marks are compiled blocks, stars `executions` by fused kernels, compiled, in one CUDA graph.
+    """
     rows = ok_rows(steps, phase="train_step", compile=["none", "regional"])
+    rows = rows[rows.groupby("precision")["context"].transform("nunique") > 1] if len(rows) else rows
     if rows.empty:
         return None
+    fastest = ok_rows(launches.by_way(executions), way=launches.FASTEST) if len(executions) else executions
     figure, axes = figures.panels(rows["precision"].nunique(), height=3.2)
     by_precision = in_order(rows, ["precision"]).groupby("precision", sort=False)
     for axis, (precision, measured) in zip(axes, by_precision, strict=True):
@@ -304,6 +281,8 @@ def figure_utilisation(steps: pd.DataFrame) -> Figure | None:
                 line = select(measured, size=size, compile=mode).sort_values("context")
                 axis.plot(line["context"], line["achieved_tflops"], c=style.colour, marker=style.marker, label=label,
                           markersize=4, linestyle="-" if mode == "none" else ":", markerfacecolor=fill)  # fmt: skip
+            stars = select(fastest, size=size, precision=precision)
+            axis.plot(stars["context"], stars["achieved_tflops"], "*", c=style.colour, label="fused, compiled, graph")
         if len(roof := measured["ceiling"].dropna()):
             axis.axhline(roof.median(), color="0.2", linestyle="--", linewidth=1, label="measured matrix product")
         if len(known := measured.dropna(subset=["datasheet_fraction"])):

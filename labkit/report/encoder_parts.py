@@ -44,13 +44,9 @@ def findings(modules: pd.DataFrame) -> list[str]:
     return ([sentence] if text else []) + forms.failures(modules)
 
 
-def versions() -> pd.DataFrame:
-    """Returns what was tried on the encoder's products and not kept: see the README beside the file."""
-    return pd.read_csv(str(resources.files("labkit") / "data" / "development" / "encoder_versions.csv"))
-
-
-def table_versions(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns what was tried on the encoder's products beside what is kept."""
+def table_versions() -> pd.DataFrame:
+    """Returns what was tried on the encoder's products beside what is kept: see the README beside the file."""
+    frame = pd.read_csv(str(resources.files("labkit") / "data" / "development" / "encoder_versions.csv"))
     return pd.DataFrame(
         {"tried": row["change"], "on": row["product"], "µs": number(row["tried_us"]), "kept": number(row["kept_us"])}
         for row in frame.to_dict("records")

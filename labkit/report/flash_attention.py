@@ -370,19 +370,6 @@ def table_versions(frame: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(**{name: [f"{value:+.0f} %" for value in best[column]] for name, column in gains.items()})
 
 
-def findings_versions(frame: pd.DataFrame) -> list[str]:
-    """Says how good the predictions were, and which was furthest off."""
-    timed = frame.dropna(subset="gained_percent")
-    excess = timed["gained_percent"] - timed["predicted_percent"]
-    reached, lost, kept = (excess >= 0).sum(), (timed["gained_percent"] <= 0).sum(), (frame["kept"] == "yes").sum()
-    return [
-        f"Of {count(len(timed), 'change')} timed, {reached} gained what was predicted or more, {lost} nothing or lost; "
-        f"{kept} of {len(frame)} were kept. Worst forecast: {row['change']} ({row['shape']}), "
-        f"{row['predicted_percent']:+d} % predicted, {row['gained_percent']:+.0f} % measured."
-        for row in timed.loc[excess.abs().nlargest(1).index].to_dict("records")
-    ]
-
-
 def published_times(speed: pd.DataFrame) -> pd.DataFrame:
     """Returns published times beside ours of the same shape, precision and pass, where the device binds here.
 

@@ -1,17 +1,15 @@
-"""The report's first page: what was measured on, the findings to remember, symptoms and remedies, the roofline."""
+"""The report's first page: what was measured on, the findings to remember, symptoms and remedies."""
 
 import importlib
 from collections.abc import Mapping, Sequence
 
 import pandas as pd
-from matplotlib.figure import Figure
 
 from labkit import notebooks
 from labkit.records import Record, to_frame
-from labkit.report import figures, tables
-from labkit.report.chapter import Chapter, commits_of, dates_of, kinds_of_time
+from labkit.report import tables
+from labkit.report.chapter import Chapter, commits_of, dates_of
 from labkit.report.findings import anchor, disturbed_note, listing
-from labkit.report.tables import ok_rows, select
 
 MAX_FINDINGS = 10
 
@@ -28,8 +26,8 @@ sessions, lies above or below 1, *level* where it lies within 3 % of 1, else *un
 are compared within a session where one has both. Bytes and counts are compared exactly."""
 
 
-def page(chapters: Mapping[str, Chapter], figure: str | None) -> str:
-    """Returns the first page in Markdown: of the notebooks with records, and the Markdown of the roofline figure."""
+def page(chapters: Mapping[str, Chapter]) -> str:
+    """Returns the first page in Markdown, of the notebooks with records."""
     first = next(iter(chapters.values()))
     parts = [
         f"# {tables.plain(title(first))}",
@@ -43,7 +41,7 @@ def page(chapters: Mapping[str, Chapter], figure: str | None) -> str:
         parts += ["## What to remember", "\n".join(f"{i}. {text}" for i, text in enumerate(found, start=1))]
     if rows := [row for chapter, module in _modules(chapters, "symptoms") for row in module.symptoms(chapter)]:
         parts += ["## If your step is slow", tables.to_markdown(pd.DataFrame(rows))]
-    return "\n\n".join([*parts, *([figure] if figure else []), TIMES])
+    return "\n\n".join([*parts, TIMES])
 
 
 def title(chapter: Chapter) -> str:
@@ -116,56 +114,3 @@ def _modules(chapters: Mapping[str, Chapter], function: str):
         module = importlib.import_module(f"labkit.report.{name.split('_', 1)[1]}")
         if hasattr(module, function):
             yield chapter, module
-
-
-ROOFLINE = ("eager", "compiled", "sdpa_efficient", "sdpa_cudnn", "flex", "fa3", "triton", "gluon")
-
-
-def roofline(chapters: Mapping[str, Chapter]) -> Figure | None:
-    """Returns chapter 06's forward kernels, achieved FLOP rate over arithmetic intensity, under the measured roofs.
-
-    The intensity counts the bytes that must move: each input and output once. None without attention's records.
-    """
-    if not (chapter := chapters.get("06_flash_attention")):
-        return None
-    kernels = chapter.records("rivals", "weighted_sum")
-    roofs = ok_rows(chapter.records("ceilings"), precision=["bf16", "fp32"])
-    points = []
-    for row in ok_rows(kernels).to_dict("records"):
-        impl, _, phase = row["phase"].rpartition(" ")
-        if phase != "forward" or impl not in ROOFLINE:
-            continue
-        if row["section"] == "weighted_sum":
-            name, flops, moved = "weighted sum", 2 * row["rows"] * row["dim"], row["num_bytes"]
-        else:
-            name, flops = "attention", row["flops"]
-            moved = 4 * row["batch"] * row["heads"] * row["length"] * row["d_head"] * 2  # q, k, v, out in bf16
-        points.append((name, impl, flops / moved, flops / row["median_ms"] / 1e9))
-    if roofs.empty or "attention" not in {name for name, *_ in points}:
-        return None
-    called = importlib.import_module("labkit.report.flash_attention").NAMES
-    figure, (axis,) = figures.panels(1, width=8.0, height=3.8)
-    names, _, intensities, rates = zip(*points, strict=True)
-    for _, impl, intensity, rate in points:
-        style = figures.STYLES[impl]
-        look = {"color": style.colour, "marker": style.marker, "markersize": 6, "linestyle": ""}
-        axis.plot([intensity], [rate], label=called.get(impl, impl), **look)
-    low, high = min(intensities) / 2, max(intensities) * 2
-    figures.log_scale(axis, "x", base=2)
-    figures.log_time_axis(axis, "achieved rate (TFLOP/s)")
-    copy = select(roofs, kind="copy")["achieved_gb_per_s"].max() / 1e3
-    products = select(roofs, kind="gemm")
-    for precision, peak in zip(products["precision"], products["achieved_tflops"], strict=True):
-        axis.plot([peak / copy, high], [peak, peak], color="0.3", linewidth=1, linestyle="--")
-        axis.annotate(f"matrix product, {precision}", (low * 1.1, peak), fontsize=8, va="bottom")
-        if precision == "bf16":
-            axis.plot([low, peak / copy], [copy * low, peak], color="0.3", linewidth=1, linestyle="--")
-            axis.annotate("copy rate", (low * 1.5, copy * low * 3), fontsize=8, rotation=28)
-    for name in dict.fromkeys(names):
-        first = min(point[2:] for point in points if point[0] == name)
-        axis.annotate(name, first, xytext=(10, -4), textcoords="offset points", fontsize=8, style="italic")
-    axis.set(xlim=(low, high), ylim=(min(rates) / 2, 1.6 * products["achieved_tflops"].max()))
-    axis.set_xlabel("arithmetic intensity (FLOPs per byte that must move)")
-    title = f"Forward kernels under the roofs, {kinds_of_time([kernels])}, {kernels.attrs['device']}"
-    figures.finish(figure, [axis], title, num_columns=4)
-    return figure

@@ -229,8 +229,8 @@ def figure_normalisation(frame: pd.DataFrame) -> Figure | None:
     return figure
 
 
-def findings_normalisation(frame: pd.DataFrame, epilogue: pd.DataFrame) -> list[str]:
-    """Says what fp16 statistics lack, what bf16's lack, and what a rounding between product and GELU costs."""
+def findings_normalisation(frame: pd.DataFrame) -> list[str]:
+    """Says what fp16 statistics lack, and what bf16's lack."""
     rows, sentences = normalisation_costs(frame), []
     fp16, bf16, library = (select(rows, statistics=name) for name in ("fp16", "bf16", "library"))
     if len(over := fp16[fp16["overflowed_fraction"] > 0]):
@@ -247,12 +247,6 @@ def findings_normalisation(frame: pd.DataFrame, epilogue: pd.DataFrame) -> list[
             f"{times(worst['cost'])} the error of fp32 statistics on the same input ({NORMS[worst['norm']]}, "
             f"{SETTINGS[worst['setting']]}): they lack digits, so a norm's statistics belong in fp32 in bf16 too{text}."
         )
-    errors = ok_rows(epilogue).set_index(["dtype", "gelu", "depth", "epilogue"])["relative_error"].unstack()
-    if {"rounded", "carried"} <= set(errors):
-        text = f"{span(errors['rounded'] / errors['carried'])} the error of one rounding after both"
-        own = (errors["library"] / errors["carried"]).dropna() if "library" in errors else []
-        text += f"; PyTorch's fused call, `torch._addmm_activation`, has {span(own)}" if len(own) else ""
-        sentences.append(f"A 16-bit rounding between a product and its GELU gives {text}.")
     return sentences
 
 
@@ -348,8 +342,8 @@ def table_casts(operators: pd.DataFrame) -> pd.DataFrame:
     return table.replace({"phase": PHASE_NAMES}).rename(columns=NAMES)
 
 
-def findings_casts(operators: pd.DataFrame, steps: pd.DataFrame) -> list[str]:
-    """Says how many operators autocast adds, how many of them are casts, and where that makes a step slower."""
+def findings_casts(operators: pd.DataFrame) -> list[str]:
+    """Says how many operators autocast adds, and how many of them are casts."""
     rows, sentences, parts = ok_rows(operators), [], []
     for phase, passes in rows.groupby("phase", sort=False):
         num = passes.pivot_table(index="size", columns="precision", values=["num_operators", "num_casts"])
@@ -360,11 +354,6 @@ def findings_casts(operators: pd.DataFrame, steps: pd.DataFrame) -> list[str]:
     if parts:
         why = "a weight is cast once a pass, an activation wherever an operator in fp32 and a product meet"
         sentences.append(f"bf16 autocast adds operators to fp32's: {listing(parts)}; {why}.")
-    if len(over := select(gains(steps, "01"), precision="bf16")):
-        slow = over[over["verdict"] != verdicts.AHEAD]
-        text = f"bf16 autocast is not ahead of fp32 in {len(slow)} of {count(len(over), 'case')}, call time"
-        why = f"{slow['launch_bound'].sum()} launch-bound, where a cast costs time and a faster product saves none"
-        sentences.append(f"{text}: {forms.summary(slow, case_name, 6)}; {why}." if len(slow) else f"{text}.")
     return sentences
 
 

@@ -12,8 +12,8 @@ import pandas as pd
 
 from labkit import notebooks
 from labkit.configs import FIGURES, REFERENCE_DEVICE, REPOSITORY, RequestError
-from labkit.records import check, folder_of, measured_devices, read_done, write_bytes_atomic, write_text_atomic
-from labkit.report import figures, front, page
+from labkit.records import check, folder_of, measured_devices, read_done, write_text_atomic
+from labkit.report import front, page
 from labkit.report.chapter import FIGURE_METADATA, Chapter
 
 MOST_AT_ONCE = 4
@@ -72,7 +72,7 @@ def rebuild(
         for name, chapter in chapters.items()
     ]
     measured_chapters = {name: chapter for name, chapter in chapters.items() if records.get(name)}
-    first = front.page(measured_chapters, _save_roofline(measured_chapters, folder))
+    first = front.page(measured_chapters)
     unfinished = filter(None, (_not_finished(folders.get(name, folder), name) for name in records))
     text = "\n\n".join([first, *unfinished, *bodies]) + "\n"
 
@@ -120,15 +120,6 @@ def _execute_all(names: Sequence[str]) -> dict[str, Any]:
         return dict(zip(names, done, strict=True))
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _save_roofline(chapters: Mapping[str, Chapter], folder: Path) -> str | None:
-    """Saves the front page's figure and returns its Markdown; None without the records for it."""
-    if (figure := front.roofline(chapters)) is None:
-        return None
-    write_bytes_atomic(folder / "front_roofline.svg", figures.svg(figure))
-    description = "Attention's achieved FLOP rate over arithmetic intensity, under the measured roofs"
-    return f"![{description}]({_FIGURES_FOLDER}{folder.name}/front_roofline.svg)"
 
 
 def _not_finished(folder: Path, notebook: str) -> str:
