@@ -18,7 +18,7 @@ import pytest
 import labkit
 from labkit import notebooks
 from labkit.configs import COMPILE_MODES, FIGURES, PHASES, REFERENCE_DEVICE, REPOSITORY, SIZES
-from labkit.records import RecordError, RecordStore, folder_of, newest
+from labkit.records import Record, RecordError, RecordStore, folder_of, newest
 from labkit.report import benchmarking as report
 from labkit.report import figures, findings, forms, front, render, tables, verdicts
 from labkit.report.chapter import Chapter
@@ -161,6 +161,33 @@ def test_a_summary_names_the_exceptions():
     assert text == "ahead in 2 of 3 cases (1.50× to 3.00×, most for small at 256), behind in 1 (0.800×, small at 512)"
 
 
+def test_a_launch_bound_call_is_shown_in_its_fastest_session_and_any_other_row_in_its_last(tmp_path):
+    (tmp_path / "abacus" / "records").mkdir(parents=True)
+    store = RecordStore(tmp_path / "abacus" / "records" / f"{NOTEBOOK}.jsonl")
+    for session, factor in (("first", 1.0), ("slow host", 3.0)):
+        for size, launch in (("small", 0.95), ("2.7b", 0.5)):
+            times = {"median_ms": factor, "host_median_ms": factor, "launch_median_ms": launch * factor}
+            store.append(Record(NOTEBOOK, "steps", {"size": size}, "forward", "abacus", 2, metrics=times,
+                                timer={"method": "window"}, session=session))  # fmt: skip
+    rows = Chapter(NOTEBOOK, device="abacus", output=str(tmp_path)).records("steps")
+    assert rows[["size", "session"]].to_numpy().tolist() == [["small", "first"], ["2.7b", "slow host"]]
+
+
+def test_calls_are_compared_in_the_fastest_session_that_has_both():
+    def both(a, b):
+        return {"sessions": {"a": {"median_ms": a}, "b": {"median_ms": b}}}
+
+    theirs, ours = row(6.0, method="window", session="c") | both(4.0, 9.0), row(9.0, method="window") | both(2.0, 9.0)
+    assert verdicts.ratio(theirs, ours) == (2.0, 1.0, 2.0)
+
+
+@pytest.mark.parametrize(("share", "widening"), [(0.1, 0.2), (0.5, 0.7), (1.0, 2.4)])
+def test_calls_on_two_hosts_may_differ_by_what_issuing_them_takes(share, widening):
+    line = {"launch_median_ms": share, "host_median_ms": 1.0}
+    assert verdicts.noise("call", False, line, {}) == pytest.approx(widening)
+    assert verdicts.noise("call", True, line) == verdicts.NOISE["call", True]
+
+
 def test_a_changed_time_changes_table_csv_figure_finding_and_front_page(folder):
     def shown():
         frame, both = chapter(folder).records("steps"), chapter(folder).records("steps", "compile")
@@ -168,7 +195,7 @@ def test_a_changed_time_changes_table_csv_figure_finding_and_front_page(folder):
             report.table_modes(both).to_string(),
             tables.to_csv(frame),
             figures.svg(report.figure_phases(frame)),
-            report.findings_modes(both),
+            report.findings_modes(both, chapter(folder).records("execution")),
             front.findings({NOTEBOOK: chapter(folder)}),
         )
 

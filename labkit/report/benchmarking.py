@@ -236,27 +236,31 @@ def table_modes(steps: pd.DataFrame) -> pd.DataFrame:
     return table.reindex(columns=["size", *[mode for mode in MODES if mode in table and "whole" not in mode]])
 
 
-def gains(steps: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Returns what a training step gains from bf16, both sides eager, and from compiling, both in bf16; see `pairs`."""
-    rows, keys = select(steps, phase="train_step"), ["size", "context"]
-    eager, bf16 = select(rows, compile="none", precision=["fp32", "bf16"]), select(rows, precision="bf16")
-    return forms.pairs(eager, "precision", "fp32", keys=keys), forms.pairs(bf16, "compile", "none", keys=keys)
+def gains(steps: pd.DataFrame, executions: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Returns what a training step gains from bf16, both sides eager, and from compiling blocks, both in bf16.
+
+    As `forms.pairs` does. Compiling is compared by `executions`, which time both sides in one session.
+    """
+    eager = select(steps, phase="train_step", compile="none", precision=["fp32", "bf16"])
+    rows, keys = select(executions, precision="bf16", phase="train_step"), ["size", "context"]
+    rows = select(launches.by_way(rows), way=["eager", "compiled"]) if len(rows) else rows
+    return forms.pairs(eager, "precision", "fp32", keys=keys), forms.pairs(rows, "way", "eager", keys=keys)
 
 
-def findings_modes(steps: pd.DataFrame) -> list[str]:
+def findings_modes(steps: pd.DataFrame, executions: pd.DataFrame) -> list[str]:
     """Says where bf16 and compiling are ahead, apart for launch-bound and device-bound rows."""
-    over_fp32, over_eager = gains(steps)
+    over_fp32, over_eager = gains(steps, executions)
     why = "; each cast is one more launch, and faster matrix products save nothing"
     sentences = [
         f"{where}, bf16 autocast is {forms.summary(part, case_name)} against fp32, call time{why if bound else ''}."
         for bound, where in ((False, "Where the device is busy"), (True, "Where launches bind"))
         if len(part := select(over_fp32, launch_bound=bound))
     ]
-    if len(regional := select(over_eager, compile="regional")):
+    if len(over_eager):
         first = ok_rows(steps, phase="compile", compile="regional")["median_ms"] / 1e3
         cost = f"; the first call takes {span(first, lambda s: f'{number(s)} s')}" if len(first) else ""
         sentences.append(
-            f"Compiling each block in bf16 is {forms.summary(regional, case_name)} against eager, call time: "
+            f"Compiling each block in bf16 is {forms.summary(over_eager, case_name)} against eager, call time: "
             f"elementwise kernels are fused and fewer are launched{cost}."
         )
     return sentences
@@ -387,19 +391,15 @@ def front(chapter) -> list[tuple[str, str]]:
 
 def symptoms(chapter) -> list[dict[str, str]]:
     """Returns rows for the front page's table of symptoms, with what each remedy gave here."""
-    over_fp32, over_eager = gains(chapter.records("steps", "compile"))
-    found = []
+    rows, found = chapter.records("execution"), []
+    over_fp32, over_eager = gains(chapter.records("steps"), rows)
     if len(bound := select(over_eager, launch_bound=True)):
         symptom = "the device idles between kernels; the time does not follow the context"
         cause, remedy = "the host, which launches kernels too slowly", "compile; a larger batch; a CUDA graph"
-        rows = chapter.records("execution")
         graphs = select(launches.shares(rows), launch_bound=True) if len(rows) else rows
         by_graph = f", {span(graphs['ratio'])} in one CUDA graph" if len(graphs) else ""
         found.append((symptom, cause, remedy, f"{span(bound['ratio'])} compiled{by_graph} over eager (call time)"))
     if len(busy := select(over_fp32, launch_bound=False)):
-        symptom, cause = (
-            "matrix products take most of the kernel time",
-            "the tensor cores, at the rate of the precision",
-        )
+        symptom, cause = "matrix products take most of the kernel time", "the tensor cores, at the precision's rate"
         found.append((symptom, cause, "bf16 autocast", f"{span(busy['ratio'])} over fp32 (call time)"))
     return [dict(zip(SYMPTOM, texts, strict=True)) for texts in found]
