@@ -15,7 +15,7 @@ from conftest import ALL_TESTS, more
 from labkit import notebooks
 from labkit.configs import FIGURES, REFERENCE_DEVICE
 from labkit.records import RecordStore, folder_of
-from labkit.report import front
+from labkit.report import figures, front
 from labkit.report.chapter import Chapter, Drawn
 
 FAILED = {"status": "error", "reason": "it broke", "metrics": {}, "samples": {}, "timer": {}, "observed": {}}
@@ -58,6 +58,13 @@ def _records(path: Path) -> list[dict]:
     return [asdict(record) for record in RecordStore(path).load()]
 
 
+@pytest.fixture
+def not_drawn(monkeypatch) -> None:
+    """Figures are built, and by default not drawn: the test of half the records draws all that there is."""
+    if not ALL_TESTS:
+        monkeypatch.setattr(figures, "png", lambda figure: b"")
+
+
 def _told(method: Callable, said: list[str]) -> Callable:
     def told(*arguments, **options):
         shown = method(*arguments, **options)
@@ -94,6 +101,7 @@ def test_where_half_the_records_failed_the_rest_is_shown_and_the_failures_are_co
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("not_drawn")
 def test_a_chapter_is_shown_from_whatever_an_interrupted_run_left(show):
     """Every other section, or the first records of all: the rest is not measured."""
     sections = list(dict.fromkeys(record["section"] for record in show.records))
@@ -107,6 +115,7 @@ def test_a_chapter_is_shown_from_whatever_an_interrupted_run_left(show):
             getattr(report, function, lambda _: [])(chapter)
 
 
+@pytest.mark.usefixtures("not_drawn")
 def test_a_case_without_the_metric_of_its_table_is_left_out(show):
     """What is measured in one phase only has no column for the others' metrics."""
     num_phases = 5 if ALL_TESTS else 2
