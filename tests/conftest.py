@@ -58,7 +58,18 @@ SCATTERED_LAST = "test_kernel_compilation.py"
 """Minutes of compiling in tests that share nothing: each goes to whichever process is free, after all else is begun."""
 
 
+def only_shows_records(item) -> bool:
+    """Whether it is a notebook's cell that does nothing else.
+
+    test_report makes all that they show anew, and test_notebooks compares it with what the notebooks hold.
+    """
+    return hasattr(item, "cell") and item.cell.source.startswith("chapter.")
+
+
 def pytest_collection_modifyitems(config, items):
+    if not ALL_TESTS:
+        config.hook.pytest_deselected(items=[item for item in items if only_shows_records(item)])
+        items[:] = [item for item in items if not only_shows_records(item)]
     # Without a GPU, of each test for one the first case says that it is skipped.
     first = {item.nodeid.split("[")[0]: item for item in reversed(items)}
     others = {item for item in items if item.get_closest_marker("gpu")} - set(first.values())

@@ -10,6 +10,7 @@ import types
 
 import pytest
 import torch
+from conftest import more
 from torch import Tensor
 
 from labkit.kernels import attention as module
@@ -77,7 +78,7 @@ def test_every_implementation_is_the_same_function(impl, dtype, causal, shape):
     check_errors(impl, shape, dtype, causal)
 
 
-@pytest.mark.parametrize("shape", ["odd", "fewer queries"])
+@pytest.mark.parametrize("shape", ["odd", *more("fewer queries")])
 def test_the_compiled_formula_is_the_same_function(shape):
     check_errors("compiled", shape, torch.float32, causal=True)
 
@@ -96,15 +97,6 @@ def test_every_implementation_of_the_gpu_is_the_same_function(impl, dtype):
             check_errors(impl, shape, dtype, causal, "cuda")
     if len(reasons) == 2 * len(SHAPES):
         pytest.skip(reasons[0])
-
-
-def is_interpreted() -> bool:
-    return labkit_flash.IS_INTERPRETED
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_triton_kernel_is_the_same_function(interpreted, shape):
-    interpreted(check_errors, "triton", shape, torch.float32, True)
 
 
 def test_what_runs_on_a_cpu_is_known_and_the_others_give_a_reason():

@@ -10,7 +10,8 @@ import chapters
 import pandas as pd
 import pytest
 import torch
-from chapters import CPU, H200_BYTES, finished, in_section, on_a_cpu, run_smoke
+from chapters import CPU, H200_BYTES, execute_smoke, finished, in_section, on_a_cpu
+from conftest import more
 
 from labkit import accounting, published
 from labkit.configs import ATTENTION, MATERIALISING, REFERENCE_DEVICE
@@ -287,6 +288,11 @@ def everything(calls, ceilings, models, backward) -> dict[str, str]:
     return shown
 
 
+@pytest.fixture(scope="module")
+def unchanged(recorded) -> dict[str, str]:
+    return everything(*(recorded[name] for name in ("attention", "ceilings", "models", "transformer")))
+
+
 @pytest.mark.parametrize(
     ("impl", "precision", "follow"),
     [
@@ -294,13 +300,12 @@ def everything(calls, ceilings, models, backward) -> dict[str, str]:
         ("compiled", "fp32", "figure_times figure_traffic table_compile findings_compile table_published"),
     ],
 )
-def test_a_changed_time_changes_all_that_shows_it(recorded, impl, precision, follow):
-    calls, ceilings, backward = (recorded[name] for name in ("attention", "ceilings", "transformer"))
+def test_a_changed_time_changes_all_that_shows_it(recorded, unchanged, impl, precision, follow):
     slower = {name: lambda old: 1.7 * old + 20 for name in ("median_ms", "p20_ms", "p80_ms")}
-    others = changed(calls, slower, **CASE_64 | {"impl": impl, "precision": precision})
-    old, new = (everything(frame, ceilings, recorded["models"], backward) for frame in (calls, others))
-    assert {name for name in old if old[name] != new[name]} >= set(follow.split())
-    assert old["table_memory"] == new["table_memory"] and old["table_transformer"] == new["table_transformer"]
+    others = changed(recorded["attention"], slower, **CASE_64 | {"impl": impl, "precision": precision})
+    new = everything(others, *(recorded[name] for name in ("ceilings", "models", "transformer")))
+    assert {name for name in new if unchanged[name] != new[name]} >= set(follow.split())
+    assert all(unchanged[name] == new[name] for name in ("table_memory", "table_transformer"))
 
 
 def test_tf32_is_never_held_against_fp32_eager(recorded):
@@ -402,27 +407,33 @@ def test_published_rows_stand_beside_ours_as_times_of_unknown_kind(recorded):
     assert set(table["kind of time"]) == {"call"} and set(table["caveat"]) == {"mask unknown"}
 
 
-@pytest.mark.parametrize("missing", ["launch_median_ms", "peak_bytes", "device_bytes", "num_replacements", "impls"])
+COLUMNS = ["launch_median_ms", "peak_bytes", "device_bytes", "num_replacements"]
+
+
+@pytest.mark.parametrize("missing", [[], COLUMNS, *more(*([column] for column in COLUMNS))], ids=str)
 def test_records_of_a_smaller_run_are_shown(recorded, missing):
     """As of a CPU: some columns, implementations and the ceilings' other sessions are not there."""
     calls = recorded["attention"]
-    fewer = select(calls, impl="eager", d_head=16) if missing == "impls" else calls.drop(columns=missing)
+    fewer = calls.drop(columns=missing) if missing else select(calls, impl="eager", d_head=16)
     shown = everything(fewer, recorded["ceilings"].iloc[:1], recorded["models"], recorded["transformer"].iloc[:0])
     assert len(shown) == 12 and "eager" in shown["table_times"]
-    empty = everything(
-        changed(calls, {"status": "error"}), *(recorded[name] for name in ("ceilings", "models", "transformer"))
-    )
+
+
+def test_where_every_call_failed_no_figure_is_shown(recorded):
+    failed = changed(recorded["attention"], {"status": "error"})
+    empty = everything(failed, *(recorded[name] for name in ("ceilings", "models", "transformer")))
     assert empty["figure_times"] == empty["figure_traffic"] == "None" and "failed" in empty["findings_times"]
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """The smoke profile executed here, from the notebook to the report."""
-    return run_smoke(NOTEBOOK, tmp_path_factory.mktemp("figures"))
+    """The smoke profile executed here."""
+    folder, _ = execute_smoke(NOTEBOOK, tmp_path_factory.mktemp("figures"))
+    return folder
 
 
 @pytest.mark.slow
-def test_smoke_measures_every_case_and_writes_figures_and_report(measured):
+def test_smoke_measures_every_case_and_writes_figures(measured):
     records = finished(NOTEBOOK, measured)
     assert not [record for record in records if record.status in ("error", "timeout", "oom")]
     assert {record.case["impl"] for record in records if record.status == "skipped"} == {"sdpa_cudnn"}

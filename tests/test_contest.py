@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import gc
 import math
 import re
 
@@ -84,9 +83,6 @@ def test_the_oracle_in_blocks_is_the_formula(causal):
 def this_device_is_a_cpu(monkeypatch):
     oracle.attention_problem.cache_clear()
     yield from on_a_cpu(monkeypatch)
-    gc.unfreeze()  # what the experiment has frozen, tensors among it
-    gc.collect()
-    gc.freeze()
 
 
 on_cpu = pytest.mark.usefixtures("this_device_is_a_cpu")

@@ -22,7 +22,7 @@ from labkit.experiments import flash_attention as experiment
 from labkit.experiments.flash_attention import cases
 from labkit.experiments.sweep import Case
 from labkit.numerics import Verdict
-from labkit.records import Record, RecordStore, newest
+from labkit.records import Record, RecordStore
 from labkit.report import figures
 from labkit.report import flash_attention as report
 from labkit.report.chapter import Chapter
@@ -192,7 +192,7 @@ def change(chapter: Chapter, section_and_phase: str, case: dict | None = None, *
     store = RecordStore(chapter.folder / "records" / f"{NOTEBOOK}.jsonl")
     section, phase = section_and_phase.split(" ", 1)
     changed = [
-        record for record in newest(store.load())
+        record for record in chapter.all_records()
         if record.section == section and re.fullmatch(phase, record.phase)
         and (case or {}).items() <= record.case.items() and (record.status == "ok" or "status" in fields)
     ]  # fmt: skip

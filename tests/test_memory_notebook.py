@@ -1,6 +1,7 @@
 """Notebook 04: a case is what its label says, the report what the records say, the smoke profile a whole chapter."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import re
@@ -8,7 +9,7 @@ import re
 import pandas as pd
 import pytest
 import torch
-from chapters import CPU, H200_BYTES, finished, in_section, run_smoke
+from chapters import CPU, H200_BYTES, execute_smoke, finished, in_section
 
 from labkit import accounting, hardware, notebooks
 from labkit.configs import MEMORY, ModelConfig, model_config
@@ -186,29 +187,35 @@ def synthetic_plan(one: Case, phase: str) -> Record:
 SYNTHETIC = synthetic_records()
 
 
+def frames_of(output, match=None, status="ok", observed=None, **metrics) -> dict[str, pd.DataFrame]:
+    """Returns the sections' frames of the synthetic records, some of them changed, which it writes."""
+    path = output / "abacus" / "records" / f"{NOTEBOOK}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines, num_changed = [], 0
+    for one in SYNTHETIC:
+        if match is not None and match.items() <= {**one.case, "phase": one.phase, "section": one.section}.items():
+            changed = {name: f(one.metrics.get(name)) if callable(f) else f for name, f in metrics.items()}
+            one = dataclasses.replace(
+                one, status=status, metrics={**one.metrics, **changed} if status == "ok" else {},
+                observed=one.observed | (observed or {}),
+            )  # fmt: skip
+            num_changed += 1
+        lines.append(json.dumps(dataclasses.asdict(one)))
+    assert match is None or num_changed
+    path.write_text("\n".join(lines) + "\n")
+    chapter = Chapter(NOTEBOOK, device="abacus", output=str(output))
+    return {name: chapter.records(name) for name in ("peaks", "timeline", "block", "checkpointing")}
+
+
 @pytest.fixture
 def frames(tmp_path):
-    """Returns a function that gives the sections' frames of the synthetic records, some of them changed."""
+    return functools.partial(frames_of, tmp_path)
 
-    def make(match=None, status="ok", observed=None, **metrics):
-        path = tmp_path / "abacus" / "records" / f"{NOTEBOOK}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines, num_changed = [], 0
-        for one in SYNTHETIC:
-            if match is not None and match.items() <= {**one.case, "phase": one.phase, "section": one.section}.items():
-                changed = {name: f(one.metrics.get(name)) if callable(f) else f for name, f in metrics.items()}
-                one = dataclasses.replace(
-                    one, status=status, metrics={**one.metrics, **changed} if status == "ok" else {},
-                    observed=one.observed | (observed or {}),
-                )  # fmt: skip
-                num_changed += 1
-            lines.append(json.dumps(dataclasses.asdict(one)))
-        assert match is None or num_changed
-        path.write_text("\n".join(lines) + "\n")
-        chapter = Chapter(NOTEBOOK, device="abacus", output=str(tmp_path))
-        return {name: chapter.records(name) for name in ("peaks", "timeline", "block", "checkpointing")}
 
-    return make
+@pytest.fixture(scope="module")
+def unchanged(tmp_path_factory):
+    """What is shown of the synthetic records as they are."""
+    return shown(frames_of(tmp_path_factory.mktemp("unchanged")))
 
 
 def shown(frames) -> dict:
@@ -254,9 +261,9 @@ PEAK = {"section": "peaks", "size": "2.7b", "context": 512}
          {"plans", "plans figure", "plans findings", "csv"}),
     ],
 )  # fmt: skip
-def test_a_changed_record_changes_what_shows_it_and_nothing_else(frames, match, metrics, changed):
-    before, after = shown(frames()), shown(frames(match, **metrics))
-    assert {name for name in before if before[name] != after[name]} == changed
+def test_a_changed_record_changes_what_shows_it_and_nothing_else(frames, unchanged, match, metrics, changed):
+    after = shown(frames(match, **metrics))
+    assert {name for name in after if unchanged[name] != after[name]} == changed
 
 
 def test_exact_predictions_are_counted_to_the_byte(frames):
@@ -417,12 +424,13 @@ RENDERED = {
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """The smoke profile executed here, from the notebook to the report."""
-    return run_smoke(NOTEBOOK, tmp_path_factory.mktemp("figures"), LABKIT_CANARY="canary-3f1c")
+    """The smoke profile executed here."""
+    folder, _ = execute_smoke(NOTEBOOK, tmp_path_factory.mktemp("figures"), LABKIT_CANARY="canary-3f1c")
+    return folder
 
 
 @pytest.mark.slow
-def test_smoke_measures_every_case_and_writes_figures_and_report(measured):
+def test_smoke_measures_every_case_and_writes_figures(measured):
     assert {record.status for record in finished(NOTEBOOK, measured)} == {"ok"}
     svgs = {path.name for path in measured.glob("04_*.svg")}
     assert svgs == {"04_peaks.svg", "04_timeline.svg", "04_checkpointing.svg"}

@@ -6,11 +6,12 @@ import time
 
 import pytest
 import torch
+from conftest import ALL_TESTS, more
 
 from labkit.communication import OPERATIONS, bus_factor
 from labkit.parallel.launch import RankError, launch
 
-REPEATS = 5
+REPEATS = 5 if ALL_TESTS else 1
 
 
 def on_ranks(calls: dict[str, tuple], nproc: int) -> dict[str, list[list]]:
@@ -63,7 +64,7 @@ def test_fully_sharded_transformer_with_checkpointing_and_compiled_blocks(ranks)
     tolerance = {"plain, bf16": 0.02, "plain, fp16": 0.004}
     nproc = len(ranks["wrappers"])
     for results in ranks["fully_sharded_transformer"]:
-        assert len(results) == (8 if nproc == 2 else 5)
+        assert len(results) == (8 if nproc == 2 else 2)
         for variant, difference, right, num_layers, bytes_left in results:
             exact = nproc == 2 and variant in ("plain", "units", "checkpointed")
             # Three blocks of seven matrices, embedding and head.
@@ -164,7 +165,7 @@ def test_more_ranks_than_gpus_are_refused():
         ("crash", 1, "ZeroDivisionError: of rank 1", 40),
         ("killed", 1, "killed by SIGKILL", 40),
         ("hang", 0, "in all_reduce", 40),
-        ("shape", 0, "Received data size doesn't match expected size", 40),
+        *more(("shape", 0, "Received data size doesn't match expected size", 40)),
     ],
 )
 def test_a_failing_rank_ends_the_run_with_its_error(kind, rank, said, bound_s):

@@ -16,6 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from conftest import ALL_TESTS
 from typer.testing import CliRunner
 
 if not sys.platform.startswith("linux"):
@@ -451,7 +452,7 @@ def measure(folder):
     session = open_session("01_benchmarking", measure=True, device=hardware.detect().slug, profile="smoke",
                            output=folder, fresh=True, sizes=["nano"], contexts=[64])
     session.cases = [replace(case, phases=("forward", "train_step"), time_limit_s=0.2)
-                     for case in session.cases if case.section == "steps"]
+                     for case in session.cases if case.section == "steps"][:1]
     session.measure("steps")
 
 measure(sys.argv[1])
@@ -474,7 +475,7 @@ def test_with_a_busy_core_a_time_is_near_the_idle_one_or_marked(tmp_path):
         {record.identity: record for path in (tmp_path / name).glob("*/records/*.jsonl")
          for record in RecordStore(path).load()} for name in ("idle", "busy")
     )  # fmt: skip
-    assert len(idle) == len(busy) == 4 and all(record.status == "ok" for record in busy.values())
+    assert len(idle) == len(busy) == 2 and all(record.status == "ok" for record in busy.values())
     for identity, record in busy.items():
         slower = record.metrics["median_ms"] / idle[identity].metrics["median_ms"]
         assert slower < 4 or record.telemetry["disturbed"], f"{slower:.1f} times slower: {record}"
@@ -674,7 +675,8 @@ def lines(output: Path) -> bytes:
 @pytest.mark.slow
 def test_a_session_killed_at_random_points_is_resumed_exactly(output, log, server):
     generator = random.Random(20)
-    num_kills, num_cases = 20, 240
+    num_kills = 20 if ALL_TESTS else 8
+    num_cases = 12 * num_kills
     plan = [
         {"name": f"case {i}", "log": str(log), "phases": ["first", "second"]}
         # A worker's death now and then, so that the session is also killed while it replaces one.
@@ -715,13 +717,13 @@ def test_a_session_killed_at_random_points_is_resumed_exactly(output, log, serve
         assert len({name for name, _ in in_flight}) <= 1, "more than the case in flight was lost"
         num_in_flight += len(in_flight)
         num_measuring += bool(ran)
-    assert num_measuring >= 15 and num_in_flight >= 5
+    assert num_measuring >= num_kills * 3 // 4 and num_in_flight >= num_kills // 4
 
     server.start(mark="last", **request)
     assert server.end() == 0
     assert recorded(output) == dict.fromkeys(grid, 1)
     statuses = Counter(record.status for record in store(output).load() if record.section == "steps")
-    assert statuses == {"ok": 2 * num_cases - 15, "error": 15}
+    assert statuses == {"ok": 2 * num_cases - num_cases // 16, "error": num_cases // 16}
     assert wait_until(lambda: not marked("last")) and not left_of(log)
 
 
