@@ -434,7 +434,7 @@ def test_on_an_h200_the_peaks_of_notebook_01_are_predicted():
             )  # fmt: skip
             assert abs(record.metrics["peak_bytes"] - predicted) <= 0.03 * predicted + 96 * MIB, record.case
             compared += 1
-    assert compared > 100
+    assert compared > 90
 
 
 @pytest.mark.parametrize(

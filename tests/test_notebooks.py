@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from labkit import cli, hardware, notebooks
-from labkit.configs import COMPILE_PHASES, FIGURES, PHASES, REFERENCE_DEVICE, WARMUP_PHASES, RequestError
+from labkit.configs import COMPILE_PHASES, FIGURES, REFERENCE_DEVICE, STEP_PHASES, WARMUP_PHASES, RequestError
 from labkit.experiments import open_session
 from labkit.records import Record, RecordStore, check, folder_of
 from labkit.report import render
@@ -285,7 +285,7 @@ def test_a_run_killed_twice_loses_and_doubles_nothing(measured):
     counts = Counter(record.identity for record in records if record.section not in ("host", "ceilings"))
     assert set(counts.values()) == {1}
     phases = {section: {r.phase for r in records if r.section == section} for section in ("steps", "warmup", "compile")}
-    assert phases == {"steps": set(PHASES), "warmup": set(WARMUP_PHASES), "compile": set(COMPILE_PHASES)}
+    assert phases == {"steps": set(STEP_PHASES), "warmup": set(WARMUP_PHASES), "compile": set(COMPILE_PHASES)}
     assert len({record.session for record in records}) == 3
 
 

@@ -62,7 +62,7 @@ class ProfileError(Exception):
 _KERNEL_PATTERNS = (
     ("communication", r"nccl|all_?reduce|all_?gather|reduce_?scatter"),
     ("attention", r"flash|fmha|attention|sdpa|^hopper_(fwd|bwd)_"),
-    ("optimizer", r"adam|multi_tensor_apply|fused_?optimizer|fused_?sgd"),
+    ("optimizer", r"adam|write_addresses|multi_tensor_apply|fused_?optimizer|fused_?sgd"),
     ("elementwise", r"^triton_poi"),
     ("softmax", r"soft_?max"),
     ("normalisation", r"(layer|rms|batch|group|instance)_?norm|^norm_(fwd|bwd)_kernel"),

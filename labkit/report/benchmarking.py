@@ -272,9 +272,10 @@ def figure_utilisation(steps: pd.DataFrame, executions: pd.DataFrame) -> Figure 
     Hollow marks are compiled blocks, stars `executions` by fused kernels, compiled, in one CUDA graph.
     """
     rows = ok_rows(steps, phase="train_step", compile=["none", "regional"])
-    rows = rows[rows.groupby("precision")["context"].transform("nunique") > 1] if len(rows) else rows
     if rows.empty:
         return None
+    num_contexts = rows.groupby("precision")["context"].transform("nunique")
+    rows = rows[(num_contexts > 1) | (num_contexts.max() == 1)]
     fastest = ok_rows(launches.by_way(executions), way=launches.FASTEST) if len(executions) else executions
     figure, axes = figures.panels(rows["precision"].nunique(), height=3.2)
     by_precision = in_order(rows, ["precision"]).groupby("precision", sort=False)
