@@ -67,7 +67,8 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts
     methods = ("window", "graph", "flush") if device_kind == "cuda" else ("host",)
     warmup = [
         Case("warmup", step_parameters(size, context, "fp32"), (phase,), limit, fresh_process=True)
-        for size in wanted_sizes
+        for size in grid.warmup_sizes
+        if size in wanted_sizes
         for context in grid.warmup_contexts
         if context in wanted_contexts
         for phase in WARMUP_PHASES
