@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -168,12 +169,22 @@ def cases(profile: str, device_kind: str, *, plan: Sequence[Case] = ()) -> list[
     return list(plan)
 
 
+class Subject:
+    """What a case builds for its phases, as others build tensors."""
+
+    alive: weakref.WeakSet = weakref.WeakSet()
+
+    def __init__(self):
+        self.alive.add(self)
+
+
 def run_case(case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
-    _note(case, "build")
+    _note(case, "build", num_alive=len(Subject.alive))
+    subject = Subject()
     if case.parameters["at"] == "build":
         FAULTS[case.parameters["behaviour"]](case)
     for phase in case.phases:
-        yield phase, partial(_measure, case, phase, ceilings)
+        yield phase, partial(_measure, case, phase, ceilings, subject)
     if case.parameters["at"] == "after":
         FAULTS[case.parameters["behaviour"]](case)
 
@@ -182,7 +193,7 @@ def ceiling_rates(case: Case, measured: Measured) -> dict[str, float]:
     return {case.parameters["name"]: measured.metrics["rate"]}
 
 
-def _measure(case: Case, phase: str, ceilings: dict[str, float]) -> Measured:
+def _measure(case: Case, phase: str, ceilings: dict[str, float], subject: Subject) -> Measured:
     _note(case, phase)
     measured = Measured(
         metrics={"median_ms": 1.5, "rate": time.monotonic()},
