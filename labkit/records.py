@@ -30,9 +30,9 @@ SHARED = ("notebook", "profile", "device", "machine", "measurement_version", "so
 """Fields that all records of a session and file share."""
 STATUSES = ("ok", "oom", "error", "skipped", "timeout")
 
-STANDING_VERSIONS = {("01_benchmarking", 1): 2, ("02_nsys_analysis", 1): 2}
+STANDING_VERSIONS = {("01_benchmarking", 1): 2}
 """Of a notebook's measurement versions, those whose times stand: as which they count. In 01 the interval of version 1
-held at least 88 %; in 02 it lacked the unprofiled step, and some kernels shared a name."""
+held at least 88 %."""
 
 MAX_DEPTH = 16
 """How deeply dicts and lists of a recorded value may be nested."""

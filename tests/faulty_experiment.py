@@ -172,15 +172,13 @@ def cases(profile: str, device_kind: str, *, plan: Sequence[Case] = ()) -> list[
 class Subject:
     """What a case builds for its phases, as others build tensors."""
 
-    alive: weakref.WeakSet = weakref.WeakSet()
 
-    def __init__(self):
-        self.alive.add(self)
+ALIVE: weakref.WeakSet[Subject] = weakref.WeakSet()
 
 
 def run_case(case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
-    _note(case, "build", num_alive=len(Subject.alive))
-    subject = Subject()
+    _note(case, "build", num_alive=len(ALIVE))
+    ALIVE.add(subject := Subject())
     if case.parameters["at"] == "build":
         FAULTS[case.parameters["behaviour"]](case)
     for phase in case.phases:

@@ -63,15 +63,16 @@ def test_full_is_every_size_context_and_precision_and_warms_up_one_phase_a_proce
     for case in in_section(found, "steps"):
         assert (case.fresh_process, case.stop_at_failure, case.timeout_s) == (False, False, 300.0)
     phases = ("forward", "forward_backward")
-    traced = [shape for shape in FULL_SHAPES if shape[1] == 512]
+    traced = [("small", 512), ("large", 512), ("2.7b", 512)]
     assert labels(found, "warmup") == [(parameters(*shape), (phase,)) for shape in traced for phase in phases]
     assert all(case.fresh_process for case in in_section(found, "warmup"))
 
 
 def test_full_compile_is_whole_only_for_the_sizes_that_the_grid_names():
     compiled, whole_sizes = in_section(cases("full", "cuda"), "compile"), BENCHMARKING["full"].whole_compile_sizes
-    assert set() < set(whole_sizes) < set(FULL_SIZES)
-    wanted = [*((size, "regional") for size in FULL_SIZES), *((size, "whole") for size in whole_sizes)]
+    sizes = ("small", "large", "xl-2025")
+    assert set() < set(whole_sizes) < set(sizes)
+    wanted = [*((size, "regional") for size in sizes), *((size, "whole") for size in whole_sizes)]
     grid = itertools.product((512,), PRECISIONS, wanted)
     keys = [tuple(c.parameters[name] for name in ("context", "precision", "size", "compile")) for c in compiled]
     assert Counter(keys) == Counter((context, precision, *mode) for context, precision, mode in grid)
@@ -117,7 +118,7 @@ def test_a_grid_is_narrowed_to_sizes_and_contexts():
     narrowed = cases("full", "cuda", sizes=["small", "10b"], contexts=[512, 2048])
     assert narrowed == [case for case in cases("full", "cuda") if is_wanted(case.parameters)]
     assert Counter(case.section for case in narrowed) == {
-        "ceilings": 4, "timer": 1, "warmup": 2 * 2, "steps": 2 * (2 + 1 + 2), "compile": 2 * 3 + 3,
+        "ceilings": 4, "timer": 1, "warmup": 2, "steps": 2 * (2 + 1 + 2), "compile": 3 + 3,
         "execution": 4 + 1 + 1 + 1, "course": 1,
     }  # fmt: skip
 

@@ -12,8 +12,6 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit import hardware, numerics
@@ -44,6 +42,8 @@ NUM_ROUNDS = 2
 
 
 def _fully_shard(model: TransformerLM, dtype: torch.dtype | None) -> nn.Module:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes seconds, as the one below
+
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
     for module in (*model.blocks, model):
         fully_shard(module, mp_policy=policy)
@@ -85,6 +85,8 @@ def _sharded_adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _zero_adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
     return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, **ADAMW)
 
 

@@ -16,10 +16,6 @@ from torch import Tensor, nn
 from labkit.configs import RMS_NORM_EPS, ModelConfig
 from labkit.kernels import course
 from labkit.kernels.attention import IMPLS, attention
-from labkit.kernels.cross_entropy import linear_cross_entropy
-from labkit.kernels.rms_norm import rms_norm
-from labkit.kernels.rotary import rotary as rotate
-from labkit.kernels.swiglu import swiglu
 
 Stream = Tensor | tuple[Tensor, Tensor]
 """What goes from block to block, (B, T, C); with fused blocks two tensors that the next norm adds."""
@@ -35,11 +31,22 @@ MODEL_IMPLS = ("eager", "fused", "course")
 course: SwiGLU's gate and the loss from plain operators."""
 
 
+def import_fused_kernels() -> None:
+    """Imports what impl="fused" calls, and PyTorch's compiler with it: seconds that the other models spare."""
+    global linear_cross_entropy, rms_norm, rotate, swiglu
+    from labkit.kernels.cross_entropy import linear_cross_entropy
+    from labkit.kernels.rms_norm import rms_norm
+    from labkit.kernels.rotary import rotary as rotate
+    from labkit.kernels.swiglu import swiglu
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) · weight, the statistics in fp32 whatever the input's dtype."""
 
     def __init__(self, d_model: int, impl: str = "eager", **factory):
         super().__init__()
+        if impl == "fused":  # each part of a fused model has a norm, or is beside one
+            import_fused_kernels()
         self.impl = impl
         self.weight = nn.Parameter(torch.ones(d_model, **factory))
 

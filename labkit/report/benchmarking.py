@@ -377,9 +377,9 @@ def front(chapter) -> list[tuple[str, str]]:
     steps, found = modes(shown(chapter.records("steps", "compile"))), []
     if steps.empty:
         return []
-    for size in sizes_in(ok_rows(steps))[-1:]:
+    for size in sizes_in(ok_rows(steps, mode="bf16 regional"))[-1:]:
         row = ok_rows(steps, size=size).set_index("mode")["median_ms"]
-        if {"fp32", "bf16", "bf16 regional"} <= set(row.index):
+        if {"fp32", "bf16"} <= set(row.index):
             text = (
                 f"**A training step of {size} at {steps['context'].iloc[0]} tokens takes {number(row['fp32'])} ms in "
                 f"fp32, {number(row['bf16'])} ms in bf16 autocast and {number(row['bf16 regional'])} ms with its "

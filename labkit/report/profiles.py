@@ -49,8 +49,6 @@ SHORTER_NAMES = {
 """What the names of kernels of one kind share, and what to write for it."""
 
 IDLE = 0.1  # a device is called idle from a tenth of a step on
-COMMON_NAME = "Kernel2"
-"""The name of every CUTLASS kernel in records of version 1; where it leads, no kernel is known to."""
 
 
 def whole_steps(frame: pd.DataFrame, **equal) -> pd.DataFrame:
@@ -128,7 +126,7 @@ def top_kernels(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns, of each eager case and view, the kernel with the most time; columns as of `kernels`."""
     rows = select(kernels(frame), attention="eager")
     first = rows.loc[rows.groupby([*CASE, "view"])["total_us"].idxmax()]
-    return in_order(first[first["short_name"] != COMMON_NAME], ["precision"])
+    return in_order(first, ["precision"])
 
 
 @once_per_frame
