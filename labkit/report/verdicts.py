@@ -29,8 +29,9 @@ KIND_OF_METHOD = {
 }
 """What kind of time each timer method gives."""
 
-KIND_OF_VALUE = {"sustained_ms": "sustained", "host_median_ms": "call", "flush_median_ms": "device"}
-"""The kind of the times that a row has beside its timer's."""
+KIND_OF_VALUE = {"sustained_ms": "sustained", "host_median_ms": "call", "flush_median_ms": "call"}
+"""The kind of the times that a row has beside its timer's. The host issues each flushed call anew: one that it issues
+more slowly than the cache is overwritten waits for it."""
 
 LEVEL_BAND = 0.03
 """Two times are level when the whole interval of their ratio lies within 3 % of 1."""
