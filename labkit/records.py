@@ -31,8 +31,7 @@ SHARED = ("notebook", "profile", "device", "machine", "measurement_version", "so
 STATUSES = ("ok", "oom", "error", "skipped", "timeout")
 
 STANDING_VERSIONS = {("01_benchmarking", 1): 2}
-"""Of a notebook's measurement versions, those whose times stand: as which they count. In 01 the interval of version 1
-held at least 88 %."""
+"""Of a notebook's measurement versions, those whose times stand, as which they count: only the interval is narrower."""
 
 MAX_DEPTH = 16
 """How deeply dicts and lists of a recorded value may be nested."""

@@ -155,7 +155,8 @@ def _observed(workload: Workload) -> dict:
     """Returns what else there is to know of the live objects, among it which attention "auto" is here."""
     config, impl = workload.model.config, workload.model.blocks[0].attention.attention
     dtype = numerics.tensor_dtype(workload.precision)
-    like_q = torch.empty((1, 1, 1, config.d_head), dtype=dtype, device=workload.device.kind)
+    batch, context = workload.tokens.shape  # few queries run other kernels
+    like_q = torch.empty((batch, config.num_heads, context, config.d_head), dtype=dtype, device=workload.device.kind)
     runs = impl if impl == "course" else what_runs(impl, like_q, like_q, causal=True)
     return {**workload.observed(), "attention_runs": runs}
 

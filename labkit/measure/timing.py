@@ -9,8 +9,8 @@
 | flush  | events around one call after the L2 cache was overwritten | cross-check of graph |
 | host   | host clock around one synchronised call | CPU and mps |
 
-`window` measures what a user waits for, launch cost included; `graph` what the device alone needs, as `flush` does where
-the host issues the call while the cache is overwritten. They disagree for launch-bound work: a result, not noise.
+`window` measures what a user waits for, launch cost included; `graph` what the device alone needs, and so does `flush`
+where the host issues the call while the cache is overwritten. They disagree for launch-bound work: a result, not noise.
 """
 
 import contextlib

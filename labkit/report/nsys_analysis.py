@@ -13,11 +13,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from labkit import published
-from labkit.configs import BATCH_SIZE, SIZES, WORTH_TIMING
+from labkit.configs import BATCH_SIZE, SIZES
 from labkit.report import figures, forms, profiles, verdicts
 from labkit.report.findings import count, listing, number, percent, span, times
 from labkit.report.forms import case_name, name, shown
-from labkit.report.profiles import CASE, CLASSES, STEPS, attention_times, classes, tables_of, whole_steps
+from labkit.report.profiles import CASE, CLASSES, IDLE, STEPS, attention_times, classes, tables_of, whole_steps
 from labkit.report.tables import PHASE_NAMES, in_order, ok_rows, once_per_frame, select, usable
 
 _COLOURS = "#0072b2 #8a1c20 #f0e442 #009e73 #56b4e9 #000000 #e69f00 #8c6d31 #5d3a9b #b0b0b0".split()
@@ -191,7 +191,7 @@ def table_idle(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns a step's kernels beside the step without a profiler, the device's idle share, and the profiler's cost."""
     rows = in_order(shown(profiles.idle_steps(select(frame, attention="eager"))), ["precision", "size"])
     rows["idle"] = [
-        percent(idle) if idle == idle else f"≤ {percent(most)}" if most < WORTH_TIMING else "not measured"
+        percent(idle) if idle == idle else f"≤ {percent(most)}"
         for idle, most in zip(rows["idle"], rows["step_idle_fraction"], strict=True)
     ]
     return columns(rows, launches=("num_launches", "{:,.0f}".format), **{
@@ -204,15 +204,11 @@ def findings_idle(frame: pd.DataFrame) -> list[str]:
     """Says in how many steps the device waits for the host, how long the profiler makes them, what was not tried."""
     sentences, rows = [], profiles.idle_steps(frame)
     if len(rows):
-        told = rows["is_idle"].value_counts().reindex(["yes", "no", "unknown"], fill_value=0)
-        text = f"Without a profiler the device idles for {percent(profiles.IDLE)} or more of {told['yes']} of "
-        text += count(told["yes"] + told["no"], "step")
-        if told["yes"]:
-            us = 1e3 * rows["step_kernel_ms"] / rows["num_launches"]
-            mean = span(us[rows["is_idle"] == "yes"], number)
-            text += f": their kernels end before the host launches the next (mean kernel {mean} µs)"
-        if told["unknown"]:
-            text += f"; of {told['unknown']} more, which idle under the profiler, it is not measured"
+        idle = rows[rows["idle"] >= IDLE]
+        text = f"Without a profiler {len(idle)} of {len(rows)} steps leave the device idle {percent(IDLE)} or more"
+        if len(idle):
+            us = span(1e3 * idle["step_kernel_ms"] / idle["num_launches"], number)
+            text += f": their kernels end before the host launches the next (mean kernel {us} µs)"
         sentences.append(f"{text}.")
         if len(longer := rows.dropna(subset=["lengthened"])):
             most = longer.loc[longer["lengthened"].idxmax()]
@@ -300,8 +296,8 @@ def findings_attention(frame: pd.DataFrame) -> list[str]:
         gains.append(f"in {precision} ({runs}) {forms.summary(rows, case_name)}")
     if gains:
         sentences.append(
-            f"By a step's kernel time, our FlashAttention (the kernels of this chapter's commit) is {'; '.join(gains)} "
-            "against eager attention. It saves the scores' bytes and pays with products recomputed in backward."
+            f"By a step's kernel time, our FlashAttention is {'; '.join(gains)} against eager attention. It saves the "
+            "scores' bytes and pays with products recomputed in backward."
         )
     return sentences
 

@@ -44,7 +44,7 @@ KERNEL_ROLES = {
 SHORTER_NAMES = {
     r"_kernel(_cuda|_impl)?\b(?=.*\])|_(cuda|impl)\b|(?<=^nvjet)_sm\d+|(?<=_)(tilesize|stage|warpsize)(?=\d)": "",
     r"_gemm_(\w)(\d+)\1\2_\1\2\1\2_\1\2_": r"_\1\2_",
-    r"_(ffma_|hmma_|tensor\d+x\d+x\d+_)?align\w*$": "",
+    r"_(ffma_|hmma_|tensor\d+x\d+x\d+_)?align\w*(?=#|$)": "",
 }
 """What the names of kernels of one kind share, and what to write for it."""
 
@@ -108,18 +108,11 @@ def largest_kernels(frame: pd.DataFrame, *, others: bool = False) -> pd.DataFram
 
 
 def idle_steps(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns the steps of `whole_steps` with what tells whether the device waits for the host.
-
-    Columns unprofiled_ms (the step without a profiler by the host's clock, NaN where not measured), idle (1 − kernel
-    time over it), lengthened (the step under the profiler over it) and is_idle: "yes", "no", or "unknown" where the
-    device idles under the profiler, which only adds to the host's work, and the step was not timed without.
-    """
+    """Returns `whole_steps` with idle (1 − kernel time over unprofiled_ms; NaN if untimed), lengthened (by profiling)."""
     rows = whole_steps(frame)
     rows = rows.assign(unprofiled_ms=rows.get("unprofiled_ms", math.nan))
     rows["idle"] = (1 - rows["step_kernel_ms"] / rows["unprofiled_ms"]).clip(lower=0)
-    rows["lengthened"] = rows["done_ms"] / rows["unprofiled_ms"]
-    is_idle = rows["idle"].fillna(rows["step_idle_fraction"]) >= IDLE
-    return rows.assign(is_idle=is_idle.map({True: "yes", False: "no"}).mask(is_idle & rows["idle"].isna(), "unknown"))
+    return rows.assign(lengthened=rows["done_ms"] / rows["unprofiled_ms"])
 
 
 def top_kernels(frame: pd.DataFrame) -> pd.DataFrame:
