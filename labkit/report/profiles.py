@@ -108,7 +108,7 @@ def largest_kernels(frame: pd.DataFrame, *, others: bool = False) -> pd.DataFram
 
 
 def idle_steps(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns `whole_steps` with idle (1 − kernel time over unprofiled_ms; NaN if untimed), lengthened (by profiling)."""
+    """Returns `whole_steps` with idle (1 − kernel time over unprofiled_ms; NaN: untimed), lengthened (by profiling)."""
     rows = whole_steps(frame)
     rows = rows.assign(unprofiled_ms=rows.get("unprofiled_ms", math.nan))
     rows["idle"] = (1 - rows["step_kernel_ms"] / rows["unprofiled_ms"]).clip(lower=0)
