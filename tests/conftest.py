@@ -25,9 +25,6 @@ os.environ["XDG_RUNTIME_DIR"] = LOCKS.name
 ALL_TESTS = "LABKIT_ALL_TESTS" in os.environ
 """Set before a release and where kernels change. Without it the tests end within ten minutes on two cores."""
 
-# What is not used by a chapter yet.
-collect_ignore = [] if ALL_TESTS else ["test_siglip2.py", "test_vision_kernels.py"]
-
 
 def more(*cases):
     """Returns the cases with LABKIT_ALL_TESTS=1, else none: of each branch that they take another case is kept."""

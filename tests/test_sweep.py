@@ -475,6 +475,7 @@ with subprocess.Popen([sys.executable, "-c", spin]) as other:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not ALL_TESTS, reason="takes a core from all others; LABKIT_ALL_TESTS=1 runs it")
 def test_with_a_busy_core_a_time_is_near_the_idle_one_or_marked(tmp_path):
     command = [sys.executable, "-c", BUSY_CORE, str(tmp_path / "idle"), str(tmp_path / "busy")]
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
