@@ -191,9 +191,9 @@ def curves(
 
 
 def over(
-    shown: Sequence[tuple[str, pd.DataFrame, str, str]], x: str, line: str, what: str, names: Mapping, title: str
+    shown: Sequence[tuple[str, pd.DataFrame, str, str | None]], x: str, line: str, what: str, names: Mapping, title: str
 ) -> Figure:
-    """Draws for each (panel title, rows, column, base) the column over that of the base's line at the same `x`.
+    """Draws for each (panel title, rows, column, base) the column, in ms, or over the base's at the same `x` if named.
 
     Args:
         what: the quantity divided, for the label; names: what each value of `line` is called, in the order wanted.
@@ -201,11 +201,11 @@ def over(
     figure, axes = panels(len(shown), num_columns=2, width=4.5, height=2.7)
     for axis, (panel, rows, column, base) in zip(axes, shown, strict=True):
         ok = rows[rows["status"] == "ok"]
-        rows = rows.assign(over=rows[column] / rows[x].map(ok[ok[line] == base].set_index(x)[column]))
+        rows = rows.assign(over=rows[column] / (rows[x].map(ok[ok[line] == base].set_index(x)[column]) if base else 1))
         for name in [name for name in names if name in set(ok[line])]:
             line_with_band(axis, rows[rows[line] == name], x, label=names[name], style=STYLES[name], y="over")
         context_axis(axis, rows[x].unique(), f"{x} (tokens)")
-        log_time_axis(axis, f"{what} / {names[base]}'s")
+        log_time_axis(axis, f"{what} / {names[base]}'s" if base else f"{what} (ms)")
         axis.set_title(panel)
     finish(figure, axes, title, num_columns=5)
     return figure
