@@ -282,7 +282,7 @@ def checkpointing(frame: pd.DataFrame) -> pd.DataFrame:
         row = highest({"median_ms": math.nan, **row}, predicted(accounting.checkpoint_moments, row, frame, plan))
         ratio = slower.get(tuple(row[key] for key in keys), math.nan)
         rows.append(row | {"level": len(plan), "slowdown": 1 / ratio})
-    return in_order(pd.DataFrame(rows), ["level"])
+    return in_order(pd.DataFrame(rows), ["level", "attention"])
 
 
 def table_checkpointing(frame: pd.DataFrame) -> pd.DataFrame:
