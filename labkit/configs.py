@@ -123,9 +123,6 @@ COMPILE_MODES = ("none", "regional", "whole")
 LAUNCH_BOUND = 0.9
 """Share of the time until work is done above which issuing it sets the pace: the device waits for the host."""
 
-WORTH_TIMING = 0.05
-"""Idle share under the profiler from which a step is timed without it: below, it idles even less without."""
-
 PHASES = ("inference", "forward", "backward", "forward_backward", "optimizer_step", "train_step")
 STEP_PHASES = ("forward", "backward", "optimizer_step", "train_step")
 """Of PHASES, what notebook 01 times of every size, context and precision."""

@@ -43,6 +43,10 @@ def _raise(error: BaseException) -> None:
     raise error
 
 
+def _skip(case: Case) -> None:
+    raise Skip("this device has no such unit")  # here: `_raise` would hold the error, and with it all frames
+
+
 def _torch_out_of_memory(case: Case) -> None:
     import torch
 
@@ -119,7 +123,7 @@ FAULTS: dict[str, Callable[[Case], None]] = {
     "hang": lambda case: time.sleep(600),
     "deaf_hang": _deaf_hang,
     "hang_with_the_interpreter": _hang_with_the_interpreter,
-    "skip": lambda case: _raise(Skip("this device has no such unit")),
+    "skip": _skip,
     "brief": lambda case: time.sleep(0.01),
     "long": lambda case: time.sleep(0.8),
     "child": _start_child,

@@ -1,6 +1,5 @@
 """A case that fails harms no other, nothing outlives a session, and a killed session is resumed exactly."""
 
-import importlib
 import importlib.util
 import itertools
 import json
@@ -431,8 +430,9 @@ def test_nothing_of_the_session_runs_beside_a_measurement(output, log):
     assert watched["cpu_ms"] < 0.05 * faulty_experiment.WATCHED_MS
 
 
-def test_nothing_of_a_case_lies_beside_the_next(output, log):
-    run(output, [make_case("a", log), make_case("b", log)])
+@pytest.mark.parametrize("behaviour", ["none", "skip"])
+def test_nothing_of_a_case_lies_beside_the_next(output, log, behaviour):
+    run(output, [make_case("a", log, behaviour, "third"), make_case("b", log)])
     builds = [step for step in taken(log) if step["step"] == "build"]
     assert len({step["worker"] for step in builds}) == 1 and [step["num_alive"] for step in builds] == [0, 0]
 

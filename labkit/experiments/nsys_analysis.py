@@ -26,7 +26,7 @@ import pandas as pd
 import torch
 
 from labkit import accounting, hardware, numerics
-from labkit.configs import NSYS_ANALYSIS, REPOSITORY, WORTH_TIMING, model_config, narrowed
+from labkit.configs import NSYS_ANALYSIS, REPOSITORY, model_config, narrowed
 from labkit.experiments.captured_step import NUM_CAPTURED, NUM_WARMUP, Step, capture_steps, warm_up
 from labkit.experiments.sections import freeze_modules, memory_bytes, run_section
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
@@ -48,6 +48,9 @@ STEP_PHASES = ("inference", "forward", "backward", "optimizer")
 
 KERNEL_KINDS = ("kernel", "operator")
 """Kinds of launches whose time is kernel time: no copies by the copy engine, no memsets."""
+
+WORTH_TIMING = 0.05
+"""Idle share under the profiler from which a step is timed without it: below, it idles even less without."""
 
 KEPT_KERNELS = 12
 """Kernels that a record keeps of each phase: those with most time, and as many of those that are no matmul."""

@@ -155,8 +155,10 @@ def _worker_main(connection: Connection, module_name: str) -> None:
         try:
             for phase, run in experiment.run_case(case, ceilings):
                 connection.send(("phase", phase))
-                connection.send(("measured", run()))
-                del run  # it holds the case's tensors, which would lie beside the next case's
+                try:
+                    connection.send(("measured", run()))
+                finally:
+                    del run  # it holds the case's tensors, which would lie beside the next case's
         except BaseException as error:
             status = _status(error)
             text = str(error) if status == "skipped" else f"{type(error).__name__}: {error}"

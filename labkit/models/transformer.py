@@ -31,23 +31,25 @@ MODEL_IMPLS = ("eager", "fused", "course")
 course: SwiGLU's gate and the loss from plain operators."""
 
 
-def import_fused_kernels() -> None:
-    """Imports what impl="fused" calls, and PyTorch's compiler with it: seconds that the other models spare."""
-    global linear_cross_entropy, rms_norm, rotate, swiglu
-    from labkit.kernels.cross_entropy import linear_cross_entropy
-    from labkit.kernels.rms_norm import rms_norm
-    from labkit.kernels.rotary import rotary as rotate
-    from labkit.kernels.swiglu import swiglu
+class Part(nn.Module):
+    """A part of the model that is another by `impl`, one of MODEL_IMPLS."""
+
+    def __init__(self, impl: str):
+        super().__init__()
+        self.impl = impl
+        if impl == "fused":  # PyTorch's compiler is imported with them: seconds that the other models spare
+            global linear_cross_entropy, rms_norm, rotate, swiglu
+            from labkit.kernels.cross_entropy import linear_cross_entropy
+            from labkit.kernels.rms_norm import rms_norm
+            from labkit.kernels.rotary import rotary as rotate
+            from labkit.kernels.swiglu import swiglu
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Part):
     """x / rms(x) · weight, the statistics in fp32 whatever the input's dtype."""
 
     def __init__(self, d_model: int, impl: str = "eager", **factory):
-        super().__init__()
-        if impl == "fused":  # each part of a fused model has a norm, or is beside one
-            import_fused_kernels()
-        self.impl = impl
+        super().__init__(impl)
         self.weight = nn.Parameter(torch.ones(d_model, **factory))
 
     def forward(self, x: Stream) -> Tensor:
@@ -81,13 +83,12 @@ class RotaryEmbedding(nn.Module):
         return x_BHTD * cos_TD + torch.cat((-second, first), dim=-1) * sin_TD
 
 
-class CausalSelfAttention(nn.Module):
+class CausalSelfAttention(Part):
     """Multi-head attention without biases; `attention` names the implementation, see ATTENTION."""
 
     def __init__(self, config: ModelConfig, attention: str, impl: str = "eager", **factory):
-        super().__init__()
-        self.num_heads = config.num_heads
-        self.attention, self.impl = attention, impl
+        super().__init__(impl)
+        self.num_heads, self.attention = config.num_heads, attention
         self.q_proj = nn.Linear(config.d_model, config.d_model, bias=False, **factory)
         self.k_proj = nn.Linear(config.d_model, config.d_model, bias=False, **factory)
         self.v_proj = nn.Linear(config.d_model, config.d_model, bias=False, **factory)
@@ -107,12 +108,11 @@ class CausalSelfAttention(nn.Module):
         return self.out_proj(out_BHTD.transpose(1, 2).flatten(-2))
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(Part):
     """down(silu(gate(x)) · up(x)): three matrices."""
 
     def __init__(self, config: ModelConfig, impl: str = "eager", **factory):
-        super().__init__()
-        self.impl = impl
+        super().__init__(impl)
         self.gate_proj = nn.Linear(config.d_model, config.d_ff, bias=False, **factory)
         self.up_proj = nn.Linear(config.d_model, config.d_ff, bias=False, **factory)
         self.down_proj = nn.Linear(config.d_ff, config.d_model, bias=False, **factory)
@@ -124,15 +124,14 @@ class SwiGLU(nn.Module):
         return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Block(nn.Module):
+class Block(Part):
     """x + attention(norm(x)), then x + SwiGLU(norm(x)).
 
     Fused, it leaves the last addition to the next norm.
     """
 
     def __init__(self, config: ModelConfig, attention: str, impl: str = "eager", **factory):
-        super().__init__()
-        self.impl = impl
+        super().__init__(impl)
         self.attention_norm = RMSNorm(config.d_model, impl, **factory)
         self.attention = CausalSelfAttention(config, attention, impl, **factory)
         self.feed_forward_norm = RMSNorm(config.d_model, impl, **factory)

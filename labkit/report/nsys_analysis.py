@@ -17,11 +17,12 @@ from labkit.configs import BATCH_SIZE, SIZES
 from labkit.report import figures, forms, profiles, verdicts
 from labkit.report.findings import count, listing, number, percent, span, times
 from labkit.report.forms import case_name, name, shown
-from labkit.report.profiles import CASE, CLASSES, IDLE, STEPS, attention_times, classes, tables_of, whole_steps
+from labkit.report.profiles import CASE, CLASSES, STEPS, attention_times, classes, tables_of, whole_steps
 from labkit.report.tables import PHASE_NAMES, in_order, ok_rows, once_per_frame, select, usable
 
 _COLOURS = "#0072b2 #8a1c20 #f0e442 #009e73 #56b4e9 #000000 #e69f00 #8c6d31 #5d3a9b #b0b0b0".split()
 CLASS_COLOURS = dict(zip(CLASSES, _COLOURS, strict=True))
+IDLE = 0.1  # a device is called idle from a tenth of a step on
 CLASS_HATCHES = {"elementwise": "///", "copy": "...", "optimizer": "\\\\\\"}
 
 

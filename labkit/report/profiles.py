@@ -48,8 +48,6 @@ SHORTER_NAMES = {
 }
 """What the names of kernels of one kind share, and what to write for it."""
 
-IDLE = 0.1  # a device is called idle from a tenth of a step on
-
 
 def whole_steps(frame: pd.DataFrame, **equal) -> pd.DataFrame:
     """Returns the measured steps with a backward pass, in order: with AdamW, or without where only that fits."""
