@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
+import triton
 from conftest import ALL_TESTS, more
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -27,10 +28,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from labkit.kernels import flash_attention as fa
-from labkit.kernels import flash_attention_hopper, flash_attention_hopper_single, hopper, launch, splits
-from labkit.kernels.flash_attention import FlashAttention, flash_attention, resolve_impl
-from labkit.kernels.flash_attention_tiled import TiledFlashAttention, tiled_attention_backward, tiled_attention_forward
-from labkit.kernels.flash_attention_triton import INTERPRETER_CONFIG, STATISTICS_PADDING, select_config, split_head_dim
+from labkit.kernels import launch
+from labkit.kernels.flash_attention import (
+    FlashAttention,
+    choice,
+    flash_attention,
+    launches,
+    op,
+    resolve_impl,
+    shapes,
+    splits,
+)
+from labkit.kernels.flash_attention import triton as triton_kernels
+from labkit.kernels.flash_attention.choice import INTERPRETER_CONFIG, select_config
+from labkit.kernels.flash_attention.hopper import forward, one_pass
+from labkit.kernels.flash_attention.hopper import tiles as hopper_tiles
+from labkit.kernels.flash_attention.tiled import TiledFlashAttention, tiled_attention_backward, tiled_attention_forward
+from labkit.kernels.flash_attention.triton import STATISTICS_PADDING, split_head_dim
 from labkit.kernels.reference import _repeat_heads, _scores, attention_reference
 
 FUNCTIONS = {"triton": FlashAttention, "tiled": TiledFlashAttention}
@@ -124,8 +138,8 @@ def poisoned_outputs():
 
 
 def mask_of(case: Case) -> dict:
-    left, right = fa._check_window(case.window, case.causal)
-    return {"scale": fa._check_scale(case.scale, case.shape[-1]), "left": left, "right": right}
+    left, right = op._check_window(case.window, case.causal)
+    return {"scale": op._check_scale(case.scale, case.shape[-1]), "left": left, "right": right}
 
 
 class RoundedProducts(TorchDispatchMode):
@@ -224,7 +238,7 @@ def check(measured: dict[str, tuple[float, float]]) -> None:
 
 def is_interpreted() -> bool:
     torch.set_num_threads(1)
-    return type(fa.flash_attention_fwd_kernel).__name__ == "InterpretedFunction"
+    return type(triton_kernels.flash_attention_fwd_kernel).__name__ == "InterpretedFunction"
 
 
 def runs_interpreted(test):
@@ -519,8 +533,11 @@ def test_a_checked_call_leaves_the_next_to_be_checked():
 def test_a_launch_is_another_where_a_tensor_starts_off_a_boundary():
     storage = torch.zeros(65)
     on, off = storage[:64].view(1, 8, 8), storage[1:].view(1, 8, 8)
-    assert fa._layout(on) == fa._layout(on.clone()) != fa._layout(off)
-    assert fa._alignment(fa._layout(on)) == 4 and fa._alignment(fa._layout(on), fa._layout(off)) == 1
+    assert shapes.layout_of(on) == shapes.layout_of(on.clone()) != shapes.layout_of(off)
+    assert (
+        shapes.alignment_of(shapes.layout_of(on)) == 4
+        and shapes.alignment_of(shapes.layout_of(on), shapes.layout_of(off)) == 1
+    )
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 40, 64), (1, 1, 1, 72), (1, 4, 7, 128)])
@@ -528,20 +545,91 @@ def test_a_descriptor_is_what_triton_makes_of_the_tensor(shape):
     dim = shape[-1]
     for x in (torch.zeros(shape, dtype=torch.float16), torch.zeros((*shape[:-1], 2 * dim), dtype=torch.float16)):
         x = x[..., :dim]
-        for _ in range(2):  # made, and made again from what is remembered
-            got = hopper.tiles_of(x, 64)
-            strides = [dim if size == 1 else stride for size, stride in zip(shape, x.stride(), strict=True)]
-            block = [1, 1, 64, 128 if dim == 128 else 64]
-            expected = TensorDescriptor(x, list(shape), strides, block, hopper.tile_layout())
-            assert got.base is x and vars(got) == vars(expected)
-    statistics = torch.zeros((2, 256))
-    got, expected = hopper.rows_of(statistics, 64), TensorDescriptor(statistics, [512], [1], [64], hopper.row_layout())
+        strides = [dim if size == 1 else stride for size, stride in zip(shape, x.stride(), strict=True)]
+        block = [1, 1, 64, 128 if dim == 128 else 64]
+        got = hopper_tiles._of(hopper_tiles.tiles_of(shapes.layout_of(x), 64), x)
+        expected = TensorDescriptor(x, list(shape), strides, block, hopper_tiles.tile_layout())
+        assert got.base is x and vars(got) == vars(expected)
+    statistics, layout = torch.zeros((2, 256)), hopper_tiles.row_layout()
+    got, expected = hopper_tiles.rows_of(512, 64), TensorDescriptor(statistics, [512], [1], [64], layout)
     assert vars(got) | {"base": None} == vars(expected) | {"base": None}
     with pytest.raises(AssertionError, match="16-byte"):
-        hopper.tiles_of(torch.zeros((1, 1, 8, 65), dtype=torch.float16)[..., :64], 64)
+        hopper_tiles.tiles_of(shapes.Layout((1, 1, 8, 64), (520, 520, 65, 1), torch.float16, True), 64)
 
 
-ONE, TWO, TRITON = fa.GLUON_BACKWARDS
+@pytest.fixture
+def cuda_launcher(monkeypatch):
+    """What the installed Triton launches a kernel of two tiles by, and lists of what was launched and encoded."""
+    from triton.backends.nvidia import driver as nvidia
+
+    launched, encoded = [], []
+
+    def encode(address, *facts):
+        encoded.append(address)
+        return (address, *map(str, facts))
+
+    utils = types.SimpleNamespace(fill_tma_descriptor=encode, fill_tma_descriptor_tiled=encode)
+    active = types.SimpleNamespace(
+        utils=utils, get_current_device=lambda: 0, get_current_stream=lambda device: 77,
+        allocate_default_profile_scratch=None,
+    )  # fmt: skip
+    monkeypatch.setattr(triton.runtime.driver, "_active", active)
+    monkeypatch.setattr(triton.runtime.driver, "_default", active, raising=False)
+    tiles = "tensordesc<fp16[1, 1, 64, 64]>"
+    signature = dict(enumerate([tiles, "constexpr", tiles, "*fp32", "i32", "constexpr"]))
+    facts = {"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": [1, 1, 64, 64], "fp4_padded": False}
+    launcher = object.__new__(nvidia.CudaLauncher)
+    launcher.__dict__ = {
+        "launch": nvidia.wrap_handle_tensordesc(lambda *x: launched.append(x), signature, [facts, facts]),
+        "num_ctas": 1, "global_scratch_size": 0, "global_scratch_align": 1, "profile_scratch_size": 0,
+        "profile_scratch_align": 1, "launch_cooperative_grid": False, "launch_pdl": False, "gsan_enabled": False,
+        "arg_annotations": (), "kernel_signature": b"",
+    }  # fmt: skip
+    return launcher, launched, encoded
+
+
+def flat(values) -> list:
+    return [y for x in values for y in (flat(x) if isinstance(x, tuple | list) else [x])]
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_tensor_maps_are_encoded_once_for_an_address(cuda_launcher, monkeypatch, knows):
+    """What reaches the driver is what Triton hands it, by way of its own code, in the first call."""
+    launcher, launched, encoded = cuda_launcher
+    compiled = types.SimpleNamespace(run=launcher, function=2**40, packed_metadata=(4, 1, 0))
+
+    class Compiled(types.SimpleNamespace):
+        def __getitem__(self, grid):
+            return functools.partial(launcher, *grid, 77, self.function, self.packed_metadata, None, None, None)
+
+    class Kernel:
+        arg_names = ("x", "x_tail", "y", "sums", "length", "BLOCK")
+
+        def __getitem__(self, grid):
+            def look_up(*arguments, BLOCK, **_):
+                Compiled(**vars(compiled))[grid](*arguments, BLOCK)
+                return Compiled(**vars(compiled))
+
+            return look_up
+
+    monkeypatch.setattr(launch, "JITFunction", Kernel)
+    if not knows:  # a release that has its own elsewhere
+        monkeypatch.setattr(hopper_tiles.inspect, "getclosurevars", lambda _: inspect.ClosureVars({}, {}, {}, set()))
+    x, y, other, sums = (torch.zeros((1, 2, 70, 64), dtype=torch.float16) for _ in range(4))
+    described = hopper_tiles.with_tails([(shapes.layout_of(x), 64)], 0)
+    described.append((1, hopper_tiles.tiles_of(shapes.layout_of(y), 64)))
+    tile_launch = hopper_tiles.TileLaunch(Kernel(), (5,), described, (70,), {"BLOCK": 64}, consumers=2)
+    for pair in ((x, y), (x, y), (x, other), (y, x), (x, y)):
+        tile_launch(pair, sums)
+    same, again, with_other, turned, last = map(flat, launched)
+    assert same == again == last and len({len(launch) for launch in (same, with_other, turned)}) == 1
+    names = {tensor.data_ptr(): name for name, tensor in (("x", x), ("y", y), ("other", other))}
+    found = [[names[v] for v in one if type(v) is int and v in names] for one in (same, with_other, turned)]
+    assert found == [["x", "y"], ["x", "other"], ["y", "x"]]
+    assert len(encoded) == (2 + 2 + 1 + 2 if knows else 10)
+
+
+ONE, TWO, TRITON = choice.GLUON_BACKWARDS
 
 
 @pytest.mark.parametrize(
@@ -562,9 +650,9 @@ ONE, TWO, TRITON = fa.GLUON_BACKWARDS
 def test_the_backward_is_the_one_that_suits_the_shape(shape, causal, expected, monkeypatch):
     batch, heads, key_heads, length, dim = shape
     q, k = (torch.empty((batch, number, length, dim), device="meta") for number in (heads, key_heads))
-    monkeypatch.setattr(fa, "num_multiprocessors", lambda _: 132)
+    monkeypatch.setattr(choice, "num_multiprocessors", lambda _: 132)
     for unavailable, found in ((None, expected), ("no such operation", TRITON if expected == TRITON else TWO)):
-        monkeypatch.setattr(fa, "hopper_single_unavailable", lambda unavailable=unavailable: unavailable)
+        monkeypatch.setattr(choice, "hopper_single_unavailable", lambda unavailable=unavailable: unavailable)
         assert fa.resolve_backward(q, k, "gluon", causal=causal) == found
     assert fa.resolve_backward(q, k, "triton", causal=causal) == "triton"
 
@@ -581,11 +669,11 @@ def test_the_backward_is_the_one_that_suits_the_shape(shape, causal, expected, m
     ],
 )  # fmt: skip
 def test_as_many_heads_take_turns_as_it_takes_to_wait_little(num_heads, length, head_dim, causal, expected):
-    assert flash_attention_hopper_single.interleave(num_heads, length, length, head_dim, causal, 132) == expected
+    assert one_pass.interleave(num_heads, length, length, head_dim, causal, 132) == expected
 
 
 @pytest.mark.parametrize(
-    ("kernels", "expected"), [("one pass", ["_single"]), ("two passes", ["_backward"]), ("triton", [])]
+    ("kernels", "expected"), [("one pass", ["one_pass"]), ("two passes", ["two_passes"]), ("triton", [])]
 )
 @runs_interpreted
 def test_the_kernels_that_are_named_are_launched(kernels, expected):
@@ -593,12 +681,14 @@ def test_the_kernels_that_are_named_are_launched(kernels, expected):
     called = []
 
     def launcher(part):
-        return types.SimpleNamespace(hopper_backward=lambda *_, **__: called.append(part))
+        return types.SimpleNamespace(plan_backward=lambda *_, **__: lambda *_: called.append(part))
 
     q, k, v, grad_out = draw(Case((1, 2, 2, 8, 8, 64), dtype="float16"), "cpu")
     lse = q.new_zeros((1, 2, 8), dtype=torch.float32)
-    with mock.patch.object(fa, "_hopper", launcher):
+    launches._plan_backward.cache_clear()
+    with mock.patch.object(launches, "hopper_kernels", launcher):
         fa.flash_attention_backward(grad_out, q, k, v, q, lse, scale=1.0, impl="gluon", kernels=kernels)
+    launches._plan_backward.cache_clear()
     assert called == expected
 
 
@@ -606,9 +696,9 @@ def test_a_triton_without_the_single_pass_is_logged(monkeypatch, caplog):
     def missing(part):
         raise AttributeError("create_async_tma_reduce")
 
-    monkeypatch.setattr(fa, "_hopper", missing)
+    monkeypatch.setattr(choice, "hopper_kernels", missing)
     # The undecorated function: what the installed Triton gives stays in the cache.
-    reason = fa.hopper_single_unavailable.__wrapped__()
+    reason = choice.hopper_single_unavailable.__wrapped__()
     assert "AttributeError: create_async_tma_reduce" in reason
     assert "gradients take two passes" in caplog.text
 
@@ -661,28 +751,28 @@ def test_keys_are_split_where_splitting_was_seen_to_pay(num_tiles, num_key_tiles
     ],
 )
 def test_walks_are_split_where_splitting_was_seen_to_pay(kernel, dtype, shape, causal, fewest, most, monkeypatch):
-    monkeypatch.setattr(fa, "num_multiprocessors", lambda _: 132)
+    monkeypatch.setattr(choice, "num_multiprocessors", lambda _: 132)
     batch, heads, key_heads, num_queries, num_keys, dim = shape
     q = torch.empty((batch, heads, num_queries, dim), dtype=getattr(torch, dtype), device="meta")
     k = torch.empty((batch, key_heads, num_keys, dim), dtype=q.dtype, device="meta")
-    q_layout, k_layout = (fa._Layout(x.shape, x.stride(), x.dtype, True) for x in (q, k))
-    problem = fa._problem(q_layout, k_layout, -1, 0 if causal else -1, None)
+    q_layout, k_layout = (shapes.Layout(x.shape, x.stride(), x.dtype, True) for x in (q, k))
+    problem = shapes.problem_of(q_layout, k_layout, -1, 0 if causal else -1, None)
     tile = getattr(select_config(dim, q.dtype, causal, 90, fa.resolve_precision(q)), kernel)
     given = (problem, tile, kernel, torch.device("cuda", 0), q.dtype, fa.resolve_precision(q))
-    num_walks, num_splits = fa._walks(*given, None)
+    num_walks, num_splits = choice.walks_of(*given, None)
     rows = num_keys if kernel == "dkdv" else num_queries
     assert num_walks == -(-rows // (tile.block_k if kernel == "dkdv" else tile.block_q)) * heads * batch
     assert fewest <= num_splits <= most
-    assert fa._walks(*given, 5)[1] == 5
+    assert choice.walks_of(*given, 5)[1] == 5
 
 
 def test_packed_sequences_are_not_split_and_whole_gradients_not_put_together():
     q = torch.empty((100, 2, 16))
     cu_seqlens = torch.tensor([0, 40, 100])
-    packing = fa._packing(q, q, cu_seqlens, cu_seqlens, None, None)
-    problem = fa._problem(fa._layout(q), fa._layout(q), -1, 0, packing)
+    packing = shapes.packing_of(q, q, cu_seqlens, cu_seqlens, None, None)
+    problem = shapes.problem_of(shapes.layout_of(q), shapes.layout_of(q), -1, 0, packing)
     tile = INTERPRETER_CONFIG.forward
-    assert fa._walks(problem, tile, "forward", q.device, q.dtype, "ieee", 3) == (2 * 2 * 2, 1)
+    assert choice.walks_of(problem, tile, "forward", q.device, q.dtype, "ieee", 3) == (2 * 2 * 2, 1)
     assert splits.gradients_launch(((1, 1, 8, 16),) * 3, ((128, 128, 16, 1),) * 3, (1, 1)) is None
 
 
@@ -719,7 +809,8 @@ def test_the_splits_of_the_keys_make_the_output_of_all(head_dim, transposed):
     with poisoned_outputs():
         out = room((batch, heads, num_queries, head_dim), transposed)
         lse = torch.empty((batch, heads, num_queries), dtype=torch.float32, device="cpu")
-        splits.combine(padded.float()[..., :head_dim], torch.stack(parts_lse).float(), out, lse)
+        launch_of_all = splits.output_launch(out.shape, out.stride(), len(parts_lse))
+        launch_of_all(padded.float()[..., :head_dim], torch.stack(parts_lse).float(), out, lse)
     expected_lse = scores.logsumexp(-1)
     expected = torch.exp(scores - expected_lse.nan_to_num(neginf=0.0)[..., None]) @ v
     torch.testing.assert_close(lse, expected_lse.float(), rtol=0, atol=1e-5)
@@ -752,18 +843,18 @@ def test_the_splits_of_gradients_are_added(head_dim, num_splits, many_programs):
 
 @both_layouts
 @pytest.mark.parametrize("num_queries", [1, 128, 300])
-@pytest.mark.parametrize("head_dim", fa.SINGLE_PASS_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", choice.SINGLE_PASS_HEAD_DIMS)
 @runs_interpreted
 def test_the_sums_of_the_single_pass_are_put_in_order(head_dim, num_queries, transposed):
     """Scaled, in place and at every stride; they lie as the kernel adds them."""
-    batch, heads, block_q = 2, 3, flash_attention_hopper_single.SINGLE[head_dim]["BLOCK_Q"]
+    batch, heads, block_q = 2, 3, one_pass.SINGLE[head_dim]["BLOCK_Q"]
     num_tiles = -(-num_queries // block_q)
     exact = torch.randn((batch, heads, num_tiles * block_q, head_dim), generator=torch.Generator().manual_seed(0))
     parts = exact.unflatten(2, (-1, 64)).unflatten(4, (-1, 64)).transpose(3, 4).reshape(-1, 64, 64)
     sums = parts.reshape(-1, 4, 2, 8, 8, 4, 2).permute(0, 4, 1, 3, 5, 2, 6).reshape(-1, 256).contiguous()
     with poisoned_outputs():
         grad_q = room((batch, heads, num_queries, head_dim), transposed)
-        flash_attention_hopper_single.hopper_bwd_convert_kernel[num_tiles * 2, heads, batch](
+        one_pass.hopper_bwd_convert_kernel[num_tiles * 2, heads, batch](
             sums, grad_q, *grad_q.stride()[:3], num_queries, num_tiles, 0.3, D=head_dim, BLOCK_Q=block_q
         )  # fmt: skip
     torch.testing.assert_close(grad_q, (exact[:, :, :num_queries] * 0.3).half(), rtol=0, atol=0)
@@ -781,21 +872,24 @@ def test_the_sums_of_the_single_pass_are_put_in_order(head_dim, num_queries, tra
 @runs_interpreted
 def test_few_programs_are_launched_at_once(case):
     """dK/dV and dQ, with the same bits as by two launches."""
-    tensors, whole = draw(case, "cpu"), fa.Launch.__call__
+    tensors, whole = draw(case, "cpu"), launches.Launch.__call__
     results, launched = [], []
 
     def noted(launch, *arguments):
         launched[-1].append(launch.kernel)
         whole(launch, *arguments)
 
-    for most in (fa.INTERPRETED_PROGRAMS, 0):
-        fa._plan_backward.cache_clear()
+    for most in (choice.INTERPRETED_PROGRAMS, 0):
+        launches._plan_backward.cache_clear()
         launched.append([])
-        with mock.patch.object(fa, "INTERPRETED_PROGRAMS", most), mock.patch.object(fa.Launch, "__call__", noted):
+        with (
+            mock.patch.object(choice, "INTERPRETED_PROGRAMS", most),
+            mock.patch.object(launches.Launch, "__call__", noted),
+        ):
             results.append(ours(case, "triton", tensors))
-    fa._plan_backward.cache_clear()
-    apart = [fa.flash_attention_bwd_dkdv_kernel, fa.flash_attention_bwd_dq_kernel]
-    assert launched[0][-1:] == [fa.flash_attention_bwd_kernel] and launched[1][-2:] == apart
+    launches._plan_backward.cache_clear()
+    apart = [triton_kernels.flash_attention_bwd_dkdv_kernel, triton_kernels.flash_attention_bwd_dq_kernel]
+    assert launched[0][-1:] == [triton_kernels.flash_attention_bwd_kernel] and launched[1][-2:] == apart
     assert all(torch.equal(results[0][name], results[1][name]) for name in ("dq", "dk", "dv"))
 
 
@@ -822,14 +916,14 @@ def test_slices_are_the_whole(view, precision):
     tensors = [drawn(shape) for shape in (query_shape, key_shape, key_shape, query_shape)]
     packed = len(query_shape) == 3
     for count in (3, 4):
-        cut = fa._slices(tuple(map(fa._layout, tensors[:count])), precision, packed)
+        cut = launches._slices(tuple(map(shapes.layout_of, tensors[:count])), precision, packed)
         with poisoned_outputs():
             slices = cut(*tensors[:count], *(None,) * (4 - count))
         assert slices[count:] == (None,) * (4 - count)
         for x, room, layout in zip(tensors, slices, cut.layouts, strict=False):
             row = layout.strides[2]
             of_row = room.as_strided((*layout.shape[:3], row), layout.strides)
-            of_row = of_row.unflatten(-1, (fa.BF16_SLICES[precision], -1))[..., : x.shape[-1]]
+            of_row = of_row.unflatten(-1, (triton_kernels.BF16_SLICES[precision], -1))[..., : x.shape[-1]]
             assert torch.equal(of_row.bfloat16().float(), of_row), "a slice does not fit in bf16"
             whole = (x.transpose(0, 1).unsqueeze(0) if packed else x).double()
             missing = (of_row.double().sum(-2) - whole).abs()
@@ -920,7 +1014,7 @@ def test_every_head_dimension_is_cut_into_tiles_that_hold_it(head_dim):
     assert (block, tail) == UNPADDED.get(head_dim, (block, tail))
     # Never more than the next power of two.
     assert block + tail <= max(16, 2 ** math.ceil(math.log2(head_dim)))
-    for dtype, causal, capability in itertools.product(fa.TRITON_DTYPES, (False, True), (80, 90)):
+    for dtype, causal, capability in itertools.product(choice.TRITON_DTYPES, (False, True), (80, 90)):
         assert select_config(head_dim, dtype, causal, capability).forward.block_q <= STATISTICS_PADDING
 
 
@@ -994,7 +1088,7 @@ BAD_VALUES = {
     "max_seqlen_q must be at least": lambda: call_packed(cu(0, 7, 10), max_seqlen_q=6),
     "on a CUDA device; got cpu": lambda: FlashAttention.apply(*[zeros(2, 6, 8)] * 3),
     "must be 1 to 256": lambda: FlashAttention.apply(*[zeros(2, 6, 300)] * 3),
-    f"kernels must be None or one of {str(fa.GLUON_BACKWARDS)[1:-1]}; got 'single'": lambda: (
+    f"kernels must be None or one of {str(choice.GLUON_BACKWARDS)[1:-1]}; got 'single'": lambda: (
         fa.flash_attention_backward(*[zeros(*Q)] * 5, zeros(*Q[:3]), scale=1.0, impl="gluon", kernels="single")
     ),
     "q must be (batch, n_queries, d)": lambda: TiledFlashAttention.apply(*[zeros(2, 6, 8)] * 2, zeros(2, 5, 8)),
@@ -1056,14 +1150,14 @@ on_hopper = pytest.mark.gpu(capability=(9, 0))
 def backwards_of(case: Case) -> tuple[str, ...]:
     """Returns the Gluon backwards that take a case."""
     _, heads, key_heads, *_, dim = case.shape
-    single = dim in fa.SINGLE_PASS_HEAD_DIMS and heads == key_heads
+    single = dim in choice.SINGLE_PASS_HEAD_DIMS and heads == key_heads
     return ("two passes", "one pass") if single else ("two passes",)
 
 
 HOPPER_CASES = [
     *(
         Case((2, 2, 2, num_queries, num_keys, dim), causal=causal)
-        for dim in fa.GLUON_HEAD_DIMS
+        for dim in choice.GLUON_HEAD_DIMS
         for num_queries, num_keys in (
             (1, 1), (64, 64), (65, 65), (128, 384), (300, 127), (127, 300), (1, 257), (640, 64),
         )
@@ -1074,17 +1168,17 @@ HOPPER_CASES = [
     *(Case((2, 4, 2, 257, 257, 64), causal=True, layout=layout) for layout in LAYOUTS[1:]),
     Case((1, 2, 2, 400, 400, 128), causal=True, scale=1.5),
     # The tiles of long sequences, few enough that the hardware gives each to the next free multiprocessor.
-    *(Case((1, heads, heads, 2100, 2100, dim), causal=True) for dim in fa.GLUON_HEAD_DIMS for heads in (1, 11)),
-    *(Case((1, 3, 1, 2048, 2048, dim), causal=causal) for dim in fa.GLUON_HEAD_DIMS for causal in BOTH),
+    *(Case((1, heads, heads, 2100, 2100, dim), causal=True) for dim in choice.GLUON_HEAD_DIMS for heads in (1, 11)),
+    *(Case((1, 3, 1, 2048, 2048, dim), causal=causal) for dim in choice.GLUON_HEAD_DIMS for causal in BOTH),
     # So few tiles of queries that their keys are split, also where some splits have none that a query sees.
     *(
         Case((batch, 2, 1, num_queries, num_keys, dim), causal=causal)
-        for dim in fa.GLUON_HEAD_DIMS
+        for dim in choice.GLUON_HEAD_DIMS
         for batch, num_queries, num_keys in ((1, 1, 3000), (2, 257, 1111), (1, 1500, 700), (1, 1024, 1024))
         for causal in BOTH
     ),
     # Enough tiles that the programs draw theirs from a counter.
-    *(Case((1, 64, 8, 1300, 2100, dim), causal=True) for dim in fa.GLUON_HEAD_DIMS),
+    *(Case((1, 64, 8, 1300, 2100, dim), causal=True) for dim in choice.GLUON_HEAD_DIMS),
 ]  # fmt: skip
 
 
@@ -1096,9 +1190,9 @@ def test_hopper_kernels_are_within_the_budget(case, dtype, kernels):
 
 
 @on_hopper
-@pytest.mark.parametrize("dim", fa.GLUON_HEAD_DIMS)
+@pytest.mark.parametrize("dim", choice.GLUON_HEAD_DIMS)
 def test_splits_drawn_from_a_counter_are_within_the_budget(dim, monkeypatch):
-    monkeypatch.setattr(flash_attention_hopper, "DRAWN_FROM", 0)
+    monkeypatch.setattr(forward, "DRAWN_FROM", 0)
     check(measure(Case((1, 4, 1, 2048, 2048, dim), causal=True, dtype="bfloat16"), "gluon", "cuda"))
 
 
@@ -1107,9 +1201,9 @@ def test_splits_drawn_from_a_counter_are_within_the_budget(dim, monkeypatch):
 @pytest.mark.parametrize("fitting", [1, 2, 4])
 def test_heads_in_sections_are_within_the_budget(shape, fitting, monkeypatch):
     num_keys, dim = 1300, 128
-    monkeypatch.setattr(flash_attention_hopper, "DRAWN_FROM", 0)
-    monkeypatch.setattr(flash_attention_hopper, "SECTIONS_FROM", 0)
-    monkeypatch.setattr(flash_attention_hopper, "SECTION_BYTES", fitting * 4 * num_keys * dim)
+    monkeypatch.setattr(forward, "DRAWN_FROM", 0)
+    monkeypatch.setattr(forward, "SECTIONS_FROM", 0)
+    monkeypatch.setattr(forward, "SECTION_BYTES", fitting * 4 * num_keys * dim)
     check(measure(Case((*shape, 1200, num_keys, dim), causal=True, dtype="bfloat16"), "gluon", "cuda"))
 
 
@@ -1126,12 +1220,12 @@ def test_heads_in_sections_are_within_the_budget(shape, fitting, monkeypatch):
     ],
 )
 def test_sections_are_as_many_heads_as_fit(heads, key_heads, num_keys, expected):
-    assert flash_attention_hopper._section(heads, key_heads, 4 * num_keys * 128, programs=132) == expected
+    assert forward._section(heads, key_heads, 4 * num_keys * 128, programs=132) == expected
 
 
 @on_hopper
 @settings(random_shapes, max_examples=2000)
-@given(case=cases(700, ("float16", "bfloat16"), fa.GLUON_HEAD_DIMS), which=st.integers(0, 2))
+@given(case=cases(700, ("float16", "bfloat16"), choice.GLUON_HEAD_DIMS), which=st.integers(0, 2))
 def test_hopper_kernels_on_random_shapes(case, which):
     backwards = backwards_of(case)
     kernels = backwards[which % len(backwards)]
@@ -1167,7 +1261,7 @@ def test_compiled_kernels_on_random_shapes(case):
 def test_a_thousand_forwards_and_250_backwards_are_bit_equal(case, impl):
     q, k, v, grad_out = draw(case, "cuda")
     options = mask_of(case) | {"impl": resolve_impl(q, impl)}
-    if case.shape[1] == 32 and case.shape[-1] in fa.SINGLE_PASS_HEAD_DIMS and options["impl"] == "gluon":
+    if case.shape[1] == 32 and case.shape[-1] in choice.SINGLE_PASS_HEAD_DIMS and options["impl"] == "gluon":
         assert fa.resolve_backward(q, k, "gluon", causal=case.causal) == "one pass"
     out, lse = fa.flash_attention_forward(q, k, v, **options)
     for _ in range(1000):

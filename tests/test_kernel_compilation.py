@@ -19,12 +19,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from labkit.kernels import flash_attention as fa
-from labkit.kernels import flash_attention_hopper as forward
-from labkit.kernels import flash_attention_hopper_backward as backward
-from labkit.kernels import flash_attention_hopper_single as single
-from labkit.kernels import flash_attention_triton as kernels
-from labkit.kernels import hopper, splits
+from labkit.kernels.flash_attention import choice, launches, splits
+from labkit.kernels.flash_attention import triton as kernels
+from labkit.kernels.flash_attention.hopper import forward, one_pass, two_passes
+from labkit.kernels.flash_attention.hopper import tiles as hopper_tiles
 
 KERNELS = {
     "forward": kernels.flash_attention_fwd_kernel,
@@ -147,7 +145,7 @@ def check_tuned(compiled, log: str) -> None:
     ids=str,
 )  # fmt: skip
 def test_tuned_tiles_on_hopper_neither_spill_nor_serialise(head_dim, masked, options, kernel):
-    tile = getattr(kernels.select_config(head_dim, torch.bfloat16, masked, 90), kernel)
+    tile = getattr(choice.select_config(head_dim, torch.bfloat16, masked, 90), kernel)
     check_tuned(*compile_kernel(kernel, tile, head_dim, "bf16", 90, masked=masked, **options))
 
 
@@ -160,7 +158,7 @@ def test_tuned_tiles_on_hopper_neither_spill_nor_serialise(head_dim, masked, opt
 )  # fmt: skip
 def test_the_joint_launch_neither_spills_nor_serialises(head_dim, dtype, masked, even):
     precision = "tf32x3" if dtype == "fp32" else "ieee"
-    dkdv, dq = kernels.select_joint_config(head_dim, TYPES[dtype], 90, precision)
+    dkdv, dq = choice.select_joint_config(head_dim, TYPES[dtype], 90, precision)
     flags = dense_flags(head_dim, dtype, masked, precision, even) | {
         "DKDV_BLOCK_Q": dkdv.block_q, "DKDV_BLOCK_K": dkdv.block_k, "DKDV_SPLIT": dkdv.split,
         "DQ_BLOCK_Q": dq.block_q, "DQ_BLOCK_K": dq.block_k, "DQ_SPLIT": dq.split and (masked or even),
@@ -173,14 +171,14 @@ def test_the_joint_launch_neither_spills_nor_serialises(head_dim, dtype, masked,
 
 
 def test_tiles_of_the_joint_launch_have_one_number_of_warps_and_stages():
-    for dkdv, dq in kernels.JOINT_CONFIGS.values():
+    for dkdv, dq in choice.JOINT_CONFIGS.values():
         assert (dkdv.num_warps, dkdv.num_stages) == (dq.num_warps, dq.num_stages)
 
 
 def test_tails_of_slices_are_loaded_ahead():
     tailed = [
         tile
-        for (_, kind, width, _), config in kernels.CONFIGS.items()
+        for (_, kind, width, _), config in choice.CONFIGS.items()
         if kind in kernels.BF16_SLICES and width in (80, 96)
         for tile in (config.forward, config.dkdv, config.dq)
     ]
@@ -190,7 +188,7 @@ def test_tails_of_slices_are_loaded_ahead():
 def shipped() -> list[tuple]:
     """Every (family, kind, width, kernel, tile, masked), each tile once however many masks share it."""
     rows = {}
-    for (family, kind, width, masked), config in kernels.CONFIGS.items():
+    for (family, kind, width, masked), config in choice.CONFIGS.items():
         for kernel in KERNELS:
             rows.setdefault((family, kind, width, kernel, getattr(config, kernel)), masked)
     return [(*row, masked) for row, masked in rows.items()]
@@ -201,7 +199,7 @@ SHIPPED = shipped()
 
 def test_the_tuned_tiles_are_all_that_are_shipped_for_them():
     tuned = {
-        (kernel, getattr(kernels.select_config(head_dim, torch.bfloat16, masked, 90), kernel))
+        (kernel, getattr(choice.select_config(head_dim, torch.bfloat16, masked, 90), kernel))
         for head_dim, masked in TUNED
         for kernel in KERNELS
     }
@@ -268,10 +266,10 @@ def test_every_shipped_tile_compiles_and_fits(capability, kind):
 def test_the_kernels_around_them_do_not_spill(head_dim, capability):
     padded = triton.next_power_of_2(head_dim)
     shape = {"HEAD_DIM": head_dim, "PADDED_D": padded}
-    delta = {**shape, "BLOCK_Q": fa.DELTA_BLOCK_Q, "IS_PACKED": False, "PADDING": kernels.STATISTICS_PADDING}
+    delta = {**shape, "BLOCK_Q": kernels.DELTA_BLOCK_Q, "IS_PACKED": False, "PADDING": kernels.STATISTICS_PADDING}
     around = [(kernels.flash_attention_bwd_delta_kernel, delta | {"cu_q_ptr": None})]
     for slices in kernels.BF16_SLICES.values():
-        around.append((kernels.attention_slices_kernel, {**shape, "BLOCK": fa.SLICES_BLOCK, "SLICES": slices}))
+        around.append((kernels.attention_slices_kernel, {**shape, "BLOCK": launches.SLICES_BLOCK, "SLICES": slices}))
     combining = (splits.attention_combine_kernel, splits.attention_combine_gradients_kernel)
     blocks = [splits._flags(head_dim, num_rows) for num_rows in (128, 2**20)]
     assert blocks[0]["BLOCK"] * 2 == blocks[1]["BLOCK"]
@@ -286,27 +284,27 @@ def test_the_kernels_around_them_do_not_spill(head_dim, capability):
 # Every release of Triton since 3.6 loads and compiles these: a test of the one that is installed.
 HOPPER_KERNELS = {
     "forward": (forward.hopper_fwd_kernel, (forward.FORWARD, forward.FORWARD_SHORT), ("k_desc", "v_desc")),
-    "dkdv": (backward.hopper_bwd_dkdv_kernel, (backward.DKDV, backward.DKDV_SHORT), ("q_desc", "grad_out_desc")),
-    "dq": (backward.hopper_bwd_dq_kernel, (backward.DQ, backward.DQ_SHORT), ("k_desc", "v_desc")),
+    "dkdv": (two_passes.hopper_bwd_dkdv_kernel, (two_passes.DKDV, two_passes.DKDV_SHORT), ("q_desc", "grad_out_desc")),
+    "dq": (two_passes.hopper_bwd_dq_kernel, (two_passes.DQ, two_passes.DQ_SHORT), ("k_desc", "v_desc")),
 }
 
 
 def compile_gluon(function, dtype, constants, consumers, *, walked, rows):
     """Compiles a Gluon kernel: its `walked` tiles have so many `rows`, all others those of a warpgroup."""
-    launch = hopper.launch_options(consumers)
+    launch = hopper_tiles.launch_options(consumers)
     constants = {**constants, **launch}
 
     def kind(name: str) -> str:
         if name in constants:
             return "constexpr"
         if name in ("lse_desc", "delta_desc"):
-            return f"tensordesc<fp32[{rows}],{hopper.row_layout()!r}>"
+            return f"tensordesc<fp32[{rows}],{hopper_tiles.row_layout()!r}>"
         if name == "sums_desc":
-            return f"tensordesc<fp32[16, 256],{single._sums_layout()!r}>"
+            return f"tensordesc<fp32[16, 256],{one_pass._sums_layout()!r}>"
         if name.endswith("_desc"):
             is_tail = name.endswith("_tail_desc")
-            layout = hopper.tail_layout(constants["TAIL"]) if is_tail else hopper.tile_layout()
-            num_rows = rows if name.replace("_tail", "") in walked else hopper.ROWS
+            layout = hopper_tiles.tail_layout(constants["TAIL"]) if is_tail else hopper_tiles.tile_layout()
+            num_rows = rows if name.replace("_tail", "") in walked else hopper_tiles.ROWS
             return f"tensordesc<{dtype}{[1, 1, num_rows, constants['TAIL' if is_tail else 'D']]},{layout!r}>"
         if name.endswith("_ptr"):
             return "*i32" if name in ("progress_ptr", "drawn_ptr") else "*fp32"
@@ -320,10 +318,10 @@ def compile_gluon(function, dtype, constants, consumers, *, walked, rows):
 
 def compile_single(head_dim, dtype, *, causal, even):
     """Returns (compiled kernel, what ptxas said) of the backward in one pass."""
-    tiles = single.SINGLE[head_dim]
+    tiles = one_pass.SINGLE[head_dim]
     constants = {"D": head_dim, "CAUSAL": causal, "EVEN_K": even, **tiles}
     walked = ("q_desc", "grad_out_desc")
-    return compile_gluon(single.hopper_bwd_single_kernel, dtype, constants, 2, walked=walked, rows=tiles["BLOCK_Q"])
+    return compile_gluon(one_pass.hopper_bwd_single_kernel, dtype, constants, 2, walked=walked, rows=tiles["BLOCK_Q"])
 
 
 def compile_hopper(
@@ -333,8 +331,8 @@ def compile_hopper(
     function, tables, walked = HOPPER_KERNELS[kernel]
     tiles = tables[short][head_dim]
     if kernel != "forward":
-        tiles = backward._tiles(*tables, head_dim, backward.SHORT + (not short), causal)
-    tail = hopper.TAILS[head_dim]
+        tiles = two_passes._tiles(*tables, head_dim, two_passes.SHORT + (not short), causal)
+    tail = hopper_tiles.TAILS[head_dim]
     constants = {"D": 64 if tail else head_dim, "TAIL": tail, "CAUSAL": causal, "EVEN_K": even, "GROUPED": grouped}
     constants |= {**tiles, "DYNAMIC": dynamic and causal and not split, "SPLIT": split}
     absent = [] if tail else [name for name in function.arg_names if name.endswith("_tail_desc")]
@@ -410,7 +408,7 @@ def test_hopper_kernels_neither_spill_nor_serialise(head_dim, dtype, options, ke
     check_gluon(compiled, log, 64 if options is OTHER else max(limit, SPILL_LIMIT))
     # No product is padded: 64 or 128 columns, and those of the tail.
     widths = {int(n) for n in re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k16", compiled.asm["ptx"])}
-    tiles, tail = HOPPER_KERNELS[kernel][1][0][head_dim], hopper.TAILS[head_dim]
+    tiles, tail = HOPPER_KERNELS[kernel][1][0][head_dim], hopper_tiles.TAILS[head_dim]
     columns = {64, tail} if tail else {head_dim}
     assert widths == columns | {tiles.get("BLOCK_K") or tiles["BLOCK_Q"]}
 
@@ -447,15 +445,15 @@ def test_the_single_pass_spills_next_to_nothing_and_does_not_serialise(head_dim,
 
 
 def test_the_hopper_kernels_load_with_the_installed_triton():
-    assert fa.hopper_unavailable() is None
-    assert fa.hopper_single_unavailable() is None
-    assert set(fa.SINGLE_PASS_HEAD_DIMS) == set(single.SINGLE)
-    tables = (forward.FORWARD, forward.FORWARD_SHORT, backward.DKDV, backward.DQ, hopper.TAILS)
-    assert all(set(table) == set(fa.GLUON_HEAD_DIMS) for table in tables)
+    assert choice.hopper_unavailable() is None
+    assert choice.hopper_single_unavailable() is None
+    assert set(choice.SINGLE_PASS_HEAD_DIMS) == set(one_pass.SINGLE)
+    tables = (forward.FORWARD, forward.FORWARD_SHORT, two_passes.DKDV, two_passes.DQ, hopper_tiles.TAILS)
+    assert all(set(table) == set(choice.GLUON_HEAD_DIMS) for table in tables)
 
 
 def test_the_limits_refuse_a_tile_that_is_too_large():
-    tile = kernels.TileConfig(128, 128, 4, 2)
+    tile = choice.TileConfig(128, 128, 4, 2)
     compiled, log = compile_kernel("forward", tile, 128, "bf16", 90, masked=True)
     assert spilled_bytes(log) > SPILL_LIMIT
     with pytest.raises(AssertionError):

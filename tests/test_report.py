@@ -403,7 +403,7 @@ PARTS = {
     "many GPUs": (1_500, r"parallel/\w+|communication"),
     "fused operators, their contest and the vision encoder": (
         2_200,
-        r"experiments/fused_contest|report/encoder_parts|kernels/(fused|norms|rms_norm|layer_norm|swiglu|rotary|cross_entropy|linear|gelu_mlp|flash_attention_qkv|column_sums)|models/siglip2",
+        r"experiments/fused_contest|report/encoder_parts|kernels/(fused|norms|rms_norm|layer_norm|swiglu|rotary|cross_entropy|linear|gelu_mlp|flash_attention/qkv|column_sums)|models/siglip2",
     ),
     "sustained times, the host and sessions": (400, r"measure/(power|host)|report/sessions"),
 }

@@ -12,7 +12,8 @@ from test_kernel_compilation import compile_source, spilled_bytes
 from torch import Tensor
 from triton.compiler import ASTSource
 
-from labkit.kernels import column_sums, flash_attention_qkv, fused, gelu_mlp, linear
+from labkit.kernels import column_sums, fused, gelu_mlp, linear
+from labkit.kernels.flash_attention import qkv as qkv_attention
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -184,10 +185,10 @@ def equal_sequences(dtype: torch.dtype = torch.float32, length: int = 10, d_head
     qkv = draw(4 * length, 3, 2, d_head).to(device, dtype).requires_grad_()
     cu_seqlens = torch.arange(0, 4 * length + 1, length, dtype=torch.int32, device=device)
     direction = draw(4 * length, 2, d_head, seed=2).to(device, dtype)
-    assert flash_attention_qkv._are_equal(qkv, cu_seqlens, length)
+    assert qkv_attention._are_equal(qkv, cu_seqlens, length)
     found = []
     for longest in (length, length + 1):  # a longest that no sequence reaches is allowed, and packs them
-        out = flash_attention_qkv.flash_attention_qkv(qkv, cu_seqlens, longest)
+        out = qkv_attention.flash_attention_qkv(qkv, cu_seqlens, longest)
         found.append((out, *torch.autograd.grad(out, qkv, direction)))
     tolerance = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance)
@@ -208,7 +209,7 @@ def test_attention_refuses_a_projection_of_another_shape():
     with pytest.raises(
         ValueError, match=r"qkv must be dense, of shape \(tokens, 3, heads, d\); got shape \(4, 2, 1, 8\)"
     ):
-        flash_attention_qkv.flash_attention_qkv(torch.zeros(4, 2, 1, 8), torch.tensor([0, 4]))
+        qkv_attention.flash_attention_qkv(torch.zeros(4, 2, 1, 8), torch.tensor([0, 4]))
 
 
 def opcheck() -> None:

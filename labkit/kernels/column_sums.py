@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from labkit.kernels.fused import IS_INTERPRETED, operator, runs_kernel, wide, wrap_triton
-from labkit.kernels.splits import num_multiprocessors
+from labkit.kernels.launch import num_multiprocessors
 
 # Tiles of the launch that adds parts, PROGRAMS for each multiprocessor, and of the one that adds those.
 PARTS = {"ROWS": 32, "COLUMNS": 64, "num_warps": 4}

@@ -30,9 +30,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from labkit.kernels.column_sums import column_sums
 from labkit.kernels.fused import check, check_shape, operator, rows_of, runs_kernel, wide, wrap_triton
-from labkit.kernels.launch import REMEMBERED, Launch
+from labkit.kernels.launch import REMEMBERED, Launch, num_multiprocessors
 from labkit.kernels.layer_norm import layer_norm
-from labkit.kernels.splits import num_multiprocessors
 
 PATHS = ("auto", "epilogue", "separate")
 

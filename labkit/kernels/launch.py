@@ -1,10 +1,20 @@
 """Launching a kernel once more without finding out again which one it is."""
 
+import functools
+from collections.abc import Callable
+
+import torch
 from triton import JITFunction, knobs
 from triton.runtime import driver
 
 REMEMBERED = 1024
 """Shapes and layouts whose launches each kind of call keeps."""
+
+
+@functools.cache
+def num_multiprocessors(device_index: int) -> int:
+    """Returns how many multiprocessors a CUDA device has."""
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
 class Launch:
@@ -21,7 +31,7 @@ class Launch:
         self.kernel, self.grid, self.constants, self.numbers = kernel, (*grid, 1, 1)[:3], constants, numbers
         # A compiled kernel takes the constants in their place among the parameters, which is the last.
         self.last = (*numbers, *(constants[name] for name in kernel.arg_names if name in constants))
-        self.run = None
+        self.run = self.compiled = None
 
     def __call__(self, *arguments) -> None:
         if self.run is not None:
@@ -29,18 +39,25 @@ class Launch:
             return
         compiled = self.kernel[self.grid](*arguments, *self.numbers, **self.constants)
         if isinstance(self.kernel, JITFunction):  # not where kernels are interpreted
-            self.run = _runner(compiled, self.grid)
+            self.compiled, self.run = compiled, runner(compiled, self.grid, compiled.run)
 
 
-def _runner(compiled, grid: tuple[int, ...]):
-    """Returns what launches a compiled kernel like `compiled[grid]`, but gathers nothing for hooks that are not set."""
-    with_hooks, launch, function, metadata = compiled[grid], compiled.run, compiled.function, compiled.packed_metadata
+def is_hooked() -> bool:
+    """Returns whether someone, a profiler say, wants to be told of launches."""
+    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+    return any(getattr(hook, "calls", hook) for hook in hooks)  # a chain of hooks, which may be empty, or a hook
+
+
+def runner(compiled, grid: tuple[int, ...], launch: Callable[..., None]) -> Callable[..., None]:
+    """Returns what launches a compiled kernel like `compiled[grid]`, but gathers nothing for hooks that are not set.
+
+    `launch` is `compiled.run`, or the same for arguments in another form.
+    """
+    with_hooks, function, metadata = compiled[grid], compiled.function, compiled.packed_metadata
     device, stream = driver.active.get_current_device, driver.active.get_current_stream
 
     def run(*arguments) -> None:
-        on_entry, on_exit = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        # A chain of hooks, which may be empty, or a hook.
-        if getattr(on_entry, "calls", on_entry) or getattr(on_exit, "calls", on_exit):
+        if is_hooked():
             with_hooks(*arguments)
         else:
             launch(*grid, stream(device()), function, metadata, None, None, None, *arguments)

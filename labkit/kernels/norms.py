@@ -32,7 +32,7 @@ from labkit.kernels.fused import (
     runs_kernel,
     wrap_triton,
 )
-from labkit.kernels.splits import num_multiprocessors
+from labkit.kernels.launch import num_multiprocessors
 
 MAX_COLUMNS = 32768  # 32 elements of a row a thread, of 1,024 threads
 # Of programs that stay: elements of a piece a warp, most pieces of a row, pieces in a multiprocessor's registers (with

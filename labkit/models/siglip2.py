@@ -28,7 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from labkit.configs import LAYER_NORM_EPS, Siglip2Config
 from labkit.kernels.flash_attention import flash_attention
-from labkit.kernels.flash_attention_qkv import flash_attention_qkv
+from labkit.kernels.flash_attention.qkv import flash_attention_qkv
 from labkit.kernels.gelu_mlp import gelu_mlp
 from labkit.kernels.layer_norm import layer_norm
 from labkit.kernels.linear import dropout_linear, norm_linear

@@ -11,12 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from labkit.kernels.flash_attention import (
-    flash_attention,
-    flash_attention_backward,
-    flash_attention_forward,
-    resolve_impl,
-)
+from labkit.kernels.flash_attention.choice import resolve_impl
+from labkit.kernels.flash_attention.launches import flash_attention_backward, flash_attention_forward
+from labkit.kernels.flash_attention.op import flash_attention
 from labkit.kernels.fused import operator, runs_kernel
 
 

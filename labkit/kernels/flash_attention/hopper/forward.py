@@ -23,6 +23,8 @@ and one for "empty"; consumer warpgroups of 64 rows each multiply. The producer 
 Sources: Shah et al. 2024, "FlashAttention-3"; Dao 2023, "FlashAttention-2".
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -35,24 +37,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from labkit.kernels.hopper import (
+from labkit.kernels.flash_attention.hopper.tiles import (
     LN_2,
     LOG2_E,
     PRODUCER_REGISTERS,
     ROWS,
     TAILS,
+    TileLaunch,
     async_load,
     async_store,
     await_number,
-    described_with_tails,
     hand_number,
-    launch,
     place_of,
     to_low,
+    with_tails,
 )
-from labkit.kernels.splits import combine, empty_lse, empty_parts, num_multiprocessors, num_splits_of, row_elements
-
-# ---- tile configurations --------------------------------------------------------------------------------------
+from labkit.kernels.flash_attention.shapes import Layout, with_heads
+from labkit.kernels.flash_attention.splits import empty_lse, empty_parts, num_splits_of, output_launch, row_elements
+from labkit.kernels.launch import num_multiprocessors
 
 # Keys of a tile, how many tiles are in flight, and warpgroups of 64 queries. Bounds: 160 or 240 registers a thread of
 # a consumer (scores 64 × BLOCK_K and the accumulator of 64 rows · D); 227 KiB of shared memory, of which 128 rows take
@@ -90,8 +92,6 @@ SECTIONS_FROM = 2 / 3
 
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them anew.
 LENGTHS = ("num_heads", "num_heads_total", "group", "num_queries", "num_keys", "num_splits", "section")
-
-# ---- forward --------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -521,9 +521,6 @@ def hopper_fwd_kernel(
         )  # fmt: skip
 
 
-# ---- launchers ------------------------------------------------------------------------------------------------
-
-
 def _section(num_heads: int, num_key_heads: int, key_head_bytes: int, programs: int) -> int:
     """Returns of how many heads (of all batches) the causal tiles come first, before those of as many others: all, or
     what fits in SECTION_BYTES, if possible a divisor, for a small last section would leave programs idle at the end.
@@ -534,19 +531,22 @@ def _section(num_heads: int, num_key_heads: int, key_head_bytes: int, programs: 
     return next((n for n in range(fit, fit // 2, -1) if num_heads % n == 0), fit)
 
 
-def hopper_forward(
-    q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, out_BHSD: Tensor, lse_BHS: Tensor, *, scale: float, causal: bool
-) -> None:
-    """Writes the output and the log-sum-exp (fp32, natural units, dense) of q, k and v; G divides H."""
-    num_batches, num_heads, num_queries, head_dim = q_BHSD.shape
-    num_keys = k_BGSD.shape[2]
+def plan_forward(
+    q: Layout, k: Layout, v: Layout, out: Layout, device_index: int, *, scale: float, causal: bool
+) -> Callable[..., None]:
+    """Returns what writes the output and the log-sum-exp (fp32, natural units, dense), called with (q, k, v, out, lse).
+
+    The layouts are 4D; the heads of k and v divide those of q.
+    """
+    num_batches, num_heads, num_queries, head_dim = q.shape
+    num_keys = k.shape[2]
     tail = TAILS[head_dim]
     tiles = (FORWARD_SHORT if num_queries <= SHORT else FORWARD)[head_dim]
     block_k, consumers = tiles["BLOCK_K"], tiles["CONSUMERS"]
     rows = ROWS * consumers
-    num_heads_total, num_key_heads = num_heads * num_batches, k_BGSD.shape[1] * num_batches
+    num_heads_total, num_key_heads = num_heads * num_batches, k.shape[1] * num_batches
     num_tiles = -(-num_queries // rows) * num_heads_total
-    programs = num_multiprocessors(q_BHSD.device.index)
+    programs = num_multiprocessors(device_index)
     part_kib = rows * row_elements(head_dim) * 4 / 1024
     num_splits = num_splits_of(num_tiles, -(-num_keys // block_k), programs, causal, part_kib=part_kib)
     num_tiles *= num_splits
@@ -557,19 +557,24 @@ def hopper_forward(
         section = _section(section, num_key_heads, 4 * num_keys * head_dim, programs)
     persistent = dynamic or (num_keys <= PERSISTENT_UNTIL and not queue)
     num_programs = min(num_tiles, programs) if persistent else num_tiles
-    drawn = torch.zeros(1, dtype=torch.int32, device=q_BHSD.device) if dynamic else None
-    described = described_with_tails([(q_BHSD, ROWS), (k_BGSD, block_k), (v_BGSD, block_k), (out_BHSD, ROWS)], tail)
-    columns = {"D": 64 if tail else head_dim, "TAIL": tail}
-    parts, parts_lse = None, lse_BHS
-    if num_splits > 1:
-        parts, parts_lse = empty_parts(num_splits, q_BHSD), empty_lse(num_splits, q_BHSD)
     group = num_heads_total // num_key_heads
-    numbers = (num_heads, num_heads_total, group, num_queries, num_keys, num_splits, section)
-    constants = columns | {
-        "BLOCK_K": block_k, "STAGES": tiles["STAGES"], "CAUSAL": causal, "EVEN_K": num_keys % block_k == 0,
-        "CONSUMERS": consumers, "DYNAMIC": dynamic, "SPLIT": num_splits > 1,
+    numbers = (num_heads, num_heads_total, group, num_queries, num_keys, num_splits, section, scale * LOG2_E)
+    constants = {
+        "D": 64 if tail else head_dim, "TAIL": tail, "BLOCK_K": block_k, "STAGES": tiles["STAGES"], "CAUSAL": causal,
+        "EVEN_K": num_keys % block_k == 0, "CONSUMERS": consumers, "DYNAMIC": dynamic, "SPLIT": num_splits > 1,
     }  # fmt: skip
-    arguments = (*described, parts, parts_lse, drawn, *numbers, scale * LOG2_E)
-    launch(hopper_fwd_kernel, (num_programs, 1, 1), q_BHSD.dtype, arguments, constants, consumers)
-    if num_splits > 1:
-        combine(parts, parts_lse, out_BHSD, lse_BHS)
+    described = with_tails([(q, ROWS), (k, block_k), (v, block_k), (out, ROWS)], tail)
+    launch = TileLaunch(hopper_fwd_kernel, (num_programs,), described, numbers, constants, consumers)
+    combine = output_launch(out.shape, out.strides, num_splits)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        drawn = torch.zeros(1, dtype=torch.int32, device=q.device) if dynamic else None
+        if combine is None:
+            launch((q, k, v, out), None, lse, drawn)
+        else:
+            whole = with_heads(q)
+            parts, parts_lse = empty_parts(num_splits, whole), empty_lse(num_splits, whole)
+            launch((q, k, v, out), parts, parts_lse, drawn)
+            combine(parts, parts_lse, out, lse)
+
+    return run

@@ -8,7 +8,7 @@ in base 2 and D come padded from the Triton kernels of `flash_attention`.
 
 Ideal cost per head: 10·Q·K·D FLOPs (halved when causal); two kernels execute 14·Q·K·D, without atomics.
 
-How a program is laid out: as in flash_attention_hopper.py, with two consumers of 64 rows.
+How a program is laid out: as in forward.py, with two consumers of 64 rows.
 - dK/dV: 128 keys walk the queries; Sᵀ and ∂Pᵀ are computed themselves, so that Pᵀ and ∂Sᵀ are register operands.
 - dQ: 128 queries walk the keys; ∂S is the register operand.
 - A head dimension between 64 and 128 comes in two parts, 64 columns and a tail of 16 or 32, each with its descriptors,
@@ -20,7 +20,8 @@ How a program is laid out: as in flash_attention_hopper.py, with two consumers o
 Sources: Shah et al. 2024, "FlashAttention-3"; Dao 2023, "FlashAttention-2".
 """
 
-from torch import Tensor
+from collections.abc import Callable
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -31,24 +32,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from labkit.kernels.hopper import (
+from labkit.kernels.flash_attention.hopper.tiles import (
     LN_2,
     LOG2_E,
     PRODUCER_REGISTERS,
     ROWS,
     TAILS,
+    TileLaunch,
     async_load,
     async_store,
-    described_with_tails,
-    launch,
     rows_of,
     to_low,
+    with_tails,
 )
-from labkit.kernels.splits import num_multiprocessors
+from labkit.kernels.flash_attention.shapes import Layout
+from labkit.kernels.launch import num_multiprocessors
 
 BLOCK = 2 * ROWS  # of a program's own rows: two consumers
-
-# ---- tile configurations --------------------------------------------------------------------------------------
 
 # Rows of the tiles that are walked, and how many of them are in flight. Bounds: 240 registers a thread of a consumer
 # (scores 64 × the tile's rows, the accumulators of 64 rows · D, two for dK/dV); 227 KiB of shared memory, of which 128
@@ -76,8 +76,6 @@ DQ_SHORT = DQ | {96: {"BLOCK_K": 64, "STAGES": 3, "SETS": 2}}
 
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them anew.
 LENGTHS = ("num_tiles_total", "num_heads", "group", "num_queries", "num_keys", "padded_queries")
-
-# ---- parts of the columns -------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -158,9 +156,6 @@ def _put(acc, factor, tile, TAIL: gl.constexpr):
     tile[0].store((acc[0] * factor).to(tile[0].dtype))
     if TAIL:
         tile[1].store((acc[1] * factor).to(tile[1].dtype))
-
-
-# ---- dK and dV --------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -398,9 +393,6 @@ def hopper_bwd_dkdv_kernel(
     )  # fmt: skip
 
 
-# ---- dQ ---------------------------------------------------------------------------------------------------------
-
-
 @gluon.jit
 def _dq_place(t, num_queries, num_heads, SETS: gl.constexpr, CAUSAL: gl.constexpr):
     """The first query, the head and the batch of the t-th tile of all."""
@@ -588,16 +580,13 @@ def hopper_bwd_dq_kernel(
     )  # fmt: skip
 
 
-# ---- launcher ------------------------------------------------------------------------------------------------
-
-
-def _grid(num_rows: int, num_heads: int, num_batches: int, sets: int, device) -> tuple[tuple, int]:
+def _grid(num_rows: int, num_heads: int, num_batches: int, sets: int, device_index: int) -> tuple[tuple, int]:
     """Returns the grid and the number of tiles: a program for a tile, or where programs stay as many as run at once."""
     tiles = -(-num_rows // BLOCK)
     total = tiles * num_heads * num_batches
     if sets == 1:
         return (tiles, num_heads, num_batches), total
-    return (min(total, num_multiprocessors(device.index)), 1, 1), total
+    return (min(total, num_multiprocessors(device_index)), 1, 1), total
 
 
 def _tiles(long: dict, short: dict, head_dim: int, walked: int, causal: bool) -> dict[str, int]:
@@ -609,59 +598,38 @@ def _tiles(long: dict, short: dict, head_dim: int, walked: int, causal: bool) ->
     return long[head_dim] | {"SETS": 1} if causal else (short if walked <= SHORT else long)[head_dim]
 
 
-def hopper_backward(
-    grad_out_BHSD: Tensor,
-    q_BHSD: Tensor,
-    k_BGSD: Tensor,
-    v_BGSD: Tensor,
-    lse_log2_BHS: Tensor,
-    delta_BHS: Tensor,
-    grad_q_BHSD: Tensor,
-    grad_k_BGSD: Tensor,
-    grad_v_BGSD: Tensor,
-    *,
-    scale: float,
-    causal: bool,
-) -> None:
-    """Writes the gradients of q, k and v.
+def plan_backward(
+    q: Layout, k: Layout, v: Layout, grad_out: Layout, grads: tuple[Layout, ...], padded_queries: int,
+    device_index: int, *, scale: float, causal: bool,
+) -> Callable[..., None]:  # fmt: skip
+    """Returns what writes the gradients, called with (q, k, v, grad_out, lse_log2, delta, grad_q, grad_k, grad_v).
 
-    lse_log2 and delta are fp32 and dense, their rows padded to a multiple of 128 with +inf and 0: 2^(· − ∞) = 0 keeps
-    what lies beyond the last query out of every sum.
+    The layouts are 4D. lse_log2 and delta are fp32 and dense, their rows padded to a multiple of 128 with +inf and 0:
+    2^(· − ∞) = 0 keeps what lies beyond the last query out of every sum.
     """
-    num_batches, num_heads, num_queries, head_dim = q_BHSD.shape
-    num_key_heads, num_keys = k_BGSD.shape[1:3]
+    num_batches, num_heads, num_queries, head_dim = q.shape
+    num_key_heads, num_keys = k.shape[1:3]
     group = num_heads // num_key_heads
-    numbers = (group, num_queries, num_keys, lse_log2_BHS.shape[-1], scale * LOG2_E)
-    device = q_BHSD.device
+    numbers = (group, num_queries, num_keys, padded_queries, scale * LOG2_E)
     tail = TAILS[head_dim]
-    columns = {"D": 64 if tail else head_dim, "TAIL": tail}
+    columns = {"D": 64 if tail else head_dim, "TAIL": tail, "CAUSAL": causal}
     tiles = _tiles(DKDV, DKDV_SHORT, head_dim, num_queries, causal)
     walked = tiles["BLOCK_Q"]
-    described = described_with_tails(
-        [(q_BHSD, walked), (grad_out_BHSD, walked), *((x, ROWS) for x in (k_BGSD, v_BGSD, grad_k_BGSD, grad_v_BGSD))],
-        tail,
-    )
-    statistics = (rows_of(lse_log2_BHS, walked), rows_of(delta_BHS, walked))
-    grid, key_tiles = _grid(num_keys, num_key_heads, num_batches, tiles["SETS"], device)
-    launch(
-        hopper_bwd_dkdv_kernel,
-        grid,
-        q_BHSD.dtype,
-        (*described, *statistics, key_tiles, num_key_heads, *numbers),
-        {**tiles, **columns, "CAUSAL": causal, "GROUPED": group > 1},
-        consumers=2,
-    )
+    statistics = rows_of(num_batches * num_heads * padded_queries, walked)
+    own = [(x, ROWS) for x in (k, v, *grads[1:])]
+    described = [*with_tails([(q, walked), (grad_out, walked), *own], tail), (6, statistics), (7, statistics)]
+    grid, key_tiles = _grid(num_keys, num_key_heads, num_batches, tiles["SETS"], device_index)
+    constants = {**tiles, **columns, "GROUPED": group > 1}
+    dkdv = TileLaunch(hopper_bwd_dkdv_kernel, grid, described, (key_tiles, num_key_heads, *numbers), constants, 2)
     tiles = _tiles(DQ, DQ_SHORT, head_dim, num_keys, causal)
     walked = tiles["BLOCK_K"]
-    described = described_with_tails(
-        [(q_BHSD, ROWS), (grad_out_BHSD, ROWS), (k_BGSD, walked), (v_BGSD, walked), (grad_q_BHSD, ROWS)], tail
-    )
-    grid, query_tiles = _grid(num_queries, num_heads, num_batches, tiles["SETS"], device)
-    launch(
-        hopper_bwd_dq_kernel,
-        grid,
-        q_BHSD.dtype,
-        (*described, lse_log2_BHS, delta_BHS, query_tiles, num_heads, *numbers),
-        {**tiles, **columns, "CAUSAL": causal},
-        consumers=2,
-    )
+    described = with_tails([(q, ROWS), (grad_out, ROWS), (k, walked), (v, walked), (grads[0], ROWS)], tail)
+    grid, query_tiles = _grid(num_queries, num_heads, num_batches, tiles["SETS"], device_index)
+    constants = {**tiles, **columns}
+    dq = TileLaunch(hopper_bwd_dq_kernel, grid, described, (query_tiles, num_heads, *numbers), constants, 2)
+
+    def run(q, k, v, grad_out, lse_log2, delta, grad_q, grad_k, grad_v) -> None:
+        dkdv((q, grad_out, k, v, grad_k, grad_v, lse_log2, delta))
+        dq((q, grad_out, k, v, grad_q), lse_log2, delta)
+
+    return run

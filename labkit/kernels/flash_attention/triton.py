@@ -1,4 +1,4 @@
-"""The kernels of FlashAttention-2 in Triton and the tiles they run with; `flash_attention` launches them.
+"""The kernels of FlashAttention-2 in Triton; launches.py launches them, choice.py has their tiles.
 
 How they are laid out:
 - A program owns a tile of rows and walks along the other length, or along one of several shares of it; tiles that every
@@ -11,202 +11,20 @@ How they are laid out:
 - fp32 is several products on the tensor cores for one: three of TF32, whose operands are split in registers, or six of
   bf16 between three slices of each, which a kernel cuts beforehand; and TF32 is three of bf16 between two slices.
 
-Formulas, shapes and ideal costs stand in flash_attention.py. Backward is two kernels, dK/dV and then dQ, 14·Q·K·D FLOPs
+Formulas, shapes and ideal costs stand in op.py. Backward is two kernels, dK/dV and then dQ, 14·Q·K·D FLOPs
 a head: nothing is added from several programs, so that bits are equal every time. Where programs are few, the two are
 one launch.
 
 Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2.
 """
 
-import dataclasses
-import functools
 import math
 
-import torch
 import triton
 import triton.language as tl
 
-# ---- tile configurations --------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class TileConfig:
-    """Rows of a query tile and of a key tile, warps of a program, tiles in flight of the pipelined loads.
-
-    `split` gives the tiles that every query sees in full a loop of their own, without masks; it pays unless the
-    registers of a second loop are missing, for what both loops need is held through both.
-    """
-
-    block_q: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    split: bool = True
-
-
-_one_loop = functools.partial(TileConfig, split=False)
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionConfig:
-    """The tiles of the three kernels."""
-
-    forward: TileConfig
-    dkdv: TileConfig
-    dq: TileConfig
-
-
-WIDTHS = (16, 32, 64, 80, 96, 128, 192, 256)
-"""Widths of the tables: a head dimension takes the first that holds the tiles it is cut into."""
-
-
-def _table(family: str, kind: str, rows: dict[tuple[int, ...], tuple[TileConfig, TileConfig, TileConfig]], causal=None):
-    """Spreads rows of (forward, dK/dV, dQ) tiles over their widths, and over both masks or the named one."""
-    masks = (False, True) if causal is None else (causal,)
-    return {
-        (family, kind, width, mask): AttentionConfig(*tiles)
-        for widths, tiles in rows.items()
-        for width in widths
-        for mask in masks
-    }
-
-
-# Hopper, 16 bits. Bounds: 255 registers per thread, of which 128 rows · D accumulators take D/2 at 8 warps (and as many
-# again for the second accumulator of dK/dV); 227 KiB of shared memory; no spills and no serialised wgmma, which
-# tests/test_kernel_compilation.py compiles for. 128 rows are two warpgroups of 64, the rows of one wgmma.
-# - Forward: up to D 64 one warpgroup a program, of which several share an SM and hide each other's waits; past it 128
-#   queries and 128 keys keep wgmma at its widest, and a third stage no longer fits in shared memory.
-# - dK/dV: S^T and dP^T of 128 keys × 64 queries are what the registers leave room for; fewer let several programs of
-#   one warpgroup share an SM at D 32. When causal, the masks of a second loop no longer fit in them at D 96 and 128:
-#   one loop, every tile masked.
-# - dQ: 64 keys leave it below 128 registers up to D 64, so that programs share an SM and hide each other's waits.
-# - D 192 and 256 run but are not tuned: 32 × 32 tiles are the largest whose dK/dV stays near the register file.
-_HOPPER_WIDE = {
-    (192, 256): (TileConfig(128, 64, 8, 2), _one_loop(32, 32, 4, 2), TileConfig(64, 32, 8, 2)),
-}
-_HOPPER_16_BIT = {
-    (16,): (TileConfig(64, 128, 4, 3), TileConfig(64, 128, 4, 2), TileConfig(64, 64, 4, 3)),
-    (32,): (TileConfig(64, 128, 4, 3), _one_loop(32, 64, 4, 3), TileConfig(64, 64, 4, 3)),
-    (64,): (TileConfig(64, 64, 4, 3), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
-}
-_HOPPER_16_BIT_FULL = {
-    (80, 96): (TileConfig(128, 128, 8, 2), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
-    (128,): (TileConfig(128, 128, 8, 2), TileConfig(64, 128, 8, 3), TileConfig(128, 64, 8, 2)),
-}
-_HOPPER_16_BIT_CAUSAL = {
-    (80,): (TileConfig(128, 128, 8, 2), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
-    (96, 128): (TileConfig(128, 128, 8, 2), _one_loop(64, 128, 8, 3), TileConfig(128, 64, 8, 2)),
-}
-# Ampere and after, 16 bits: 99 KiB of shared memory, the least of that family (8.6, 8.9, 12.0), bound the tiles.
-_GENERIC_16_BIT = {
-    (16, 32, 64): (TileConfig(64, 64, 4, 2), _one_loop(32, 64, 4, 2), TileConfig(64, 32, 4, 2)),
-    (80, 96, 128): (TileConfig(64, 32, 4, 2), _one_loop(32, 64, 8, 2), TileConfig(64, 32, 8, 2)),
-    (192, 256): (TileConfig(64, 32, 8, 1), _one_loop(16, 32, 4, 1), TileConfig(32, 32, 4, 1)),
-}
-# True fp32 runs on the CUDA cores, where a product keeps whole rows of both operands in registers: more warps and fewer
-# keys, or D 128 spills kilobytes.
-_IEEE = {
-    (16, 32, 64): (TileConfig(64, 32, 8, 2), _one_loop(32, 64, 8, 2), TileConfig(64, 16, 8, 2)),
-    (80, 96, 128): (TileConfig(64, 16, 8, 2), _one_loop(16, 64, 8, 2), TileConfig(64, 16, 8, 2)),
-    (192, 256): (TileConfig(32, 16, 8, 1), _one_loop(16, 32, 8, 1), TileConfig(32, 16, 8, 1)),
-}
-# TF32 runs on the tensor cores with operands twice as wide, so that tiles are half those of 16 bits; with the registers
-# that rounding takes, one loop is faster than two. 64 rows by 16 columns, a tail's for example, are for 4 warps: of 8,
-# each four would take 8 columns, and triton 3.6 reads beyond its shared memory.
-_TF32 = {
-    (16, 32, 64): (_one_loop(128, 32, 8, 2), _one_loop(32, 128, 8, 2), _one_loop(64, 32, 4, 2)),
-    (80, 96): (_one_loop(64, 32, 4, 2), _one_loop(16, 128, 8, 2), _one_loop(64, 32, 4, 2)),
-    (128,): (TileConfig(128, 32, 8, 2), _one_loop(32, 32, 8, 1), _one_loop(128, 32, 8, 1)),
-    (192, 256): (TileConfig(32, 16, 8, 1), _one_loop(16, 32, 8, 1), TileConfig(32, 16, 8, 1)),
-}
-# Within 99 KiB, D 256 leaves 16 rows of everything.
-_TF32_NARROW = {
-    (16, 32, 64): (TileConfig(64, 32, 4, 2), _one_loop(32, 32, 8, 1), TileConfig(64, 32, 8, 2)),
-    (80, 96, 128): (TileConfig(32, 32, 4, 1), _one_loop(16, 32, 4, 1), TileConfig(32, 16, 4, 1)),
-    (192, 256): (TileConfig(16, 16, 4, 1), _one_loop(16, 16, 4, 1), TileConfig(16, 16, 4, 1)),
-}
-# Three TF32 products for one: the halves of every operand take registers beside the accumulators, so that one loop is
-# all that fits, and dK/dV from D 80 on spill up to a kilobyte. Past D 128 they are 22 kilobytes, and true fp32 runs.
-_TF32X3 = {
-    (16, 32): (_one_loop(64, 32, 4, 2), _one_loop(32, 64, 4, 1), _one_loop(64, 32, 4, 1)),
-    (64,): (_one_loop(64, 32, 4, 2), _one_loop(32, 128, 8, 2), _one_loop(64, 32, 4, 1)),
-    (80, 96): (TileConfig(128, 32, 8, 2), _one_loop(32, 128, 8, 1), _one_loop(64, 32, 4, 1)),
-    (128,): (_one_loop(128, 32, 8, 1), _one_loop(32, 64, 8, 1), _one_loop(64, 32, 8, 1)),
-}
-_TF32X3_NARROW = {
-    (16, 32, 64): (_one_loop(64, 32, 4, 2), _one_loop(32, 32, 8, 1), _one_loop(64, 16, 8, 2)),
-    (80, 96, 128): (_one_loop(32, 32, 4, 1), _one_loop(16, 32, 8, 1), _one_loop(32, 16, 4, 1)),
-}
-
-# Six bf16 products for one: three slices of every operand, cut beforehand, take 1.5 times the shared memory of fp32,
-# and P and dS alone are cut in registers. A tail's loads are in flight (two stages): with one stage it is put into
-# shared memory from registers, and triton 3.6 computes wrongly with it (seen at 72 and 80). Past D 80 kernels spill,
-# dK/dV at 128 up to 1.4 kilobytes, and are faster than tiles that do not.
-_BF16X6 = {
-    (16, 32): (TileConfig(64, 64, 4, 3), TileConfig(64, 64, 4, 2), TileConfig(64, 64, 4, 2)),
-    (64,): (TileConfig(128, 64, 8, 2), TileConfig(32, 64, 4, 2), TileConfig(128, 64, 8, 2)),
-    (80, 96): (TileConfig(128, 64, 8, 2), TileConfig(32, 128, 8, 2), TileConfig(128, 32, 8, 2)),
-    (128,): (TileConfig(128, 64, 8, 1), _one_loop(32, 64, 4, 2), _one_loop(64, 32, 4, 2)),
-}
-# Three for one: two slices, as large as fp32.
-_BF16X3 = {
-    (16, 32, 64): (TileConfig(64, 64, 4, 3), TileConfig(64, 64, 4, 2), TileConfig(64, 64, 4, 2)),
-    (80,): (TileConfig(128, 64, 8, 3), TileConfig(64, 128, 8, 2), TileConfig(64, 32, 4, 3)),
-    (96,): (TileConfig(128, 64, 8, 3), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
-    (128,): (TileConfig(128, 64, 8, 2), TileConfig(32, 128, 8, 2), TileConfig(128, 64, 8, 1)),
-}
-# Both, of so few queries that walks are shared: smaller tiles make more of them.
-_BF16X6_FEW = {
-    (64,): (TileConfig(64, 64, 4, 3), TileConfig(32, 64, 4, 2), TileConfig(64, 64, 4, 2)),
-    (80, 96): (TileConfig(64, 64, 4, 2), TileConfig(32, 64, 4, 2), TileConfig(64, 64, 4, 2)),
-    (128,): (TileConfig(64, 32, 4, 3), _one_loop(32, 32, 4, 2), _one_loop(64, 64, 4, 1)),
-}
-_BF16X3_FEW = {
-    (80, 96): (TileConfig(64, 64, 4, 3), TileConfig(64, 128, 8, 2), TileConfig(64, 32, 4, 3)),
-    (128,): (TileConfig(64, 64, 4, 3), _one_loop(64, 64, 4, 2), TileConfig(64, 64, 4, 2)),
-}
-
-# dK/dV and dQ in one launch, where programs are few: so are the rows that each owns, for there to be more. In fp32 the
-# kernels' spills with tails outweigh the launch.
-_JOINT_16_BIT = {
-    (16, 64): (_one_loop(128, 32, 4, 2), _one_loop(32, 64, 4, 2)),
-    (32,): (_one_loop(64, 32, 4, 2), TileConfig(32, 64, 4, 2)),
-    (80, 96): (_one_loop(64, 64, 4, 2), _one_loop(64, 64, 4, 2)),
-    (128,): (_one_loop(64, 32, 4, 2), _one_loop(64, 64, 4, 2)),
-}
-_JOINT_TF32X3 = {
-    (16, 32, 64, 128): (_one_loop(32, 32, 4, 1), _one_loop(32, 32, 4, 1)),
-}
-
-CONFIGS: dict[tuple[str, str, int, bool], AttentionConfig] = {
-    **_table("hopper", "16-bit", _HOPPER_16_BIT | _HOPPER_16_BIT_FULL | _HOPPER_WIDE, causal=False),
-    **_table("hopper", "16-bit", _HOPPER_16_BIT | _HOPPER_16_BIT_CAUSAL | _HOPPER_WIDE, causal=True),
-    **_table("generic", "16-bit", _GENERIC_16_BIT),
-    **_table("hopper", "ieee", _IEEE),
-    **_table("generic", "ieee", _IEEE),
-    **_table("hopper", "tf32x3", _TF32X3),
-    **_table("generic", "tf32x3", _TF32X3_NARROW),
-    **_table("hopper", "bf16x6", _BF16X6),
-    **_table("hopper, few queries", "bf16x6", _BF16X6_FEW),
-    **_table("hopper", "bf16x3", _BF16X3),
-    **_table("hopper, few queries", "bf16x3", _BF16X3_FEW),
-    **_table("hopper", "tf32", _TF32),
-    **_table("generic", "tf32", _TF32_NARROW),
-}
-"""The shipped tiles by (family of devices, kind of arithmetic, width, causal); see `select_config`."""
-
-JOINT_CONFIGS: dict[tuple[str, int], tuple[TileConfig, TileConfig]] = {
-    (kind, width): tiles
-    for kind, rows in (("16-bit", _JOINT_16_BIT), ("tf32x3", _JOINT_TF32X3))
-    for widths, tiles in rows.items()
-    for width in widths
-}
-"""The shipped tiles of dK/dV and dQ in one launch on Hopper, by (kind of arithmetic, width)."""
-
-# Several tiles and every loop within lengths that the interpreter gets through.
-INTERPRETER_CONFIG = AttentionConfig(TileConfig(32, 16, 4, 1), TileConfig(16, 32, 4, 1), TileConfig(32, 16, 4, 1))
-
 DELTA_BLOCK_Q = 32
+
 # No query tile is longer, so that the statistics of a whole tile are always there to load.
 STATISTICS_PADDING = 128
 
@@ -234,56 +52,6 @@ def slice_elements(head_dim: int) -> int:
     """Returns how many elements lie between the slices of a row: each starts on a 16-byte boundary."""
     return -(-head_dim // 8) * 8
 
-
-def tile_width(head_dim: int, aligned: bool = True) -> int:
-    """Returns the width of the tables, one of WIDTHS, that a head dimension belongs to."""
-    block, tail = split_head_dim(head_dim, aligned)
-    return next(width for width in WIDTHS if width >= block + tail)
-
-
-def _kind(dtype: torch.dtype, precision: str) -> str:
-    """Slices are 16 bits wide, but several products are not one."""
-    return "16-bit" if dtype.itemsize == 2 and precision not in BF16_SLICES else precision
-
-
-def select_config(
-    head_dim: int,
-    dtype: torch.dtype,
-    causal: bool,
-    capability: int,
-    precision: str = "ieee",
-    aligned: bool = True,
-    few: bool = False,
-) -> AttentionConfig:
-    """Returns the shipped tiles of the three kernels.
-
-    Args:
-        head_dim: 1 to 256.
-        dtype: fp32, bf16 or fp16, of the operands that the kernels load.
-        causal: whether the mask has a diagonal.
-        capability: of the device, 10 · major + minor: 90 is Hopper. Other devices take tiles that fit 99 KiB of
-            shared memory, the least of those since Ampere.
-        precision: of fp32; all but "ieee" and "tf32" up to head dimension 128, slices of bf16 on Hopper alone.
-        aligned: whether every row of every tensor starts on a 16-byte boundary.
-        few: whether queries are so few that Hopper has tiles of its own for them, if it has any.
-    """
-    key = (_kind(dtype, precision), tile_width(head_dim, aligned), causal)
-    if capability != 90:
-        return CONFIGS["generic", *key]
-    of_few = CONFIGS.get(("hopper, few queries", *key)) if few else None
-    return of_few or CONFIGS["hopper", *key]
-
-
-def select_joint_config(
-    head_dim: int, dtype: torch.dtype, capability: int, precision: str = "ieee", aligned: bool = True
-) -> tuple[TileConfig, TileConfig] | None:
-    """Returns the shipped tiles of dK/dV and dQ in one launch, None where there are none; arguments as above."""
-    if capability != 90:
-        return None
-    return JOINT_CONFIGS.get((_kind(dtype, precision), tile_width(head_dim, aligned)))
-
-
-# ---- kernels --------------------------------------------------------------------------------------------------
 
 LOG2_E = math.log2(math.e)
 

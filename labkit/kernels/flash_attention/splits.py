@@ -74,12 +74,6 @@ def num_splits_of(
     return min((-(-num_tiles // share) for share in shares), key=cost)
 
 
-@functools.cache
-def num_multiprocessors(device_index: int) -> int:
-    """Returns how many multiprocessors a CUDA device has."""
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
-
-
 @triton.jit(do_not_specialize=["num_rows", "length", "num_heads", "num_splits"])
 def attention_combine_kernel(
     parts_ptr, parts_lse_ptr, out_ptr, lse_ptr, stride_ob, stride_oh, stride_os, stride_od,
@@ -193,25 +187,10 @@ def _flags(head_dim: int, num_rows: int) -> dict[str, int]:
     }
 
 
-def combine(parts: Tensor, parts_lse: Tensor, out_BHSD: Tensor, lse_BHS: Tensor) -> None:
-    """Writes the output and the log-sum-exp of all splits.
-
-    Args:
-        parts, parts_lse: what each split found, as `empty_parts` and `empty_lse` have room for; natural units.
-        out_BHSD: any strides; lse_BHS: fp32, dense.
-    """
-    out = (out_BHSD.dtype, out_BHSD.data_ptr() % 16, out_BHSD.device)
-    _combining(out_BHSD.shape, out_BHSD.stride(), parts.shape[0], *out)(parts, parts_lse, out_BHSD, lse_BHS)
-
-
-@functools.lru_cache(maxsize=REMEMBERED)
-def _combining(shape: tuple[int, ...], strides: tuple[int, ...], num_splits: int, *_) -> Launch:
-    """Returns the launch of `combine`; the rest only tells one from another."""
-    return output_launch(shape, strides, num_splits)
-
-
 def output_launch(shape: tuple[int, ...], strides: tuple[int, ...], num_splits: int) -> Launch | None:
-    """Returns what `combine` launches, None of one split.
+    """Returns what writes the output and the log-sum-exp of all splits, None of one split.
+
+    It is called with what each split found, as `empty_parts` and `empty_lse` have room for, and the two results.
 
     Args:
         shape, strides: of the output, (B, H, S, D).

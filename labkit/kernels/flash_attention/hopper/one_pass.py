@@ -7,7 +7,7 @@ Shapes: (batch, heads, length, D), D 64 or 128, bf16 or fp16, as many key heads 
 bottom right) or not. L in base 2 and D come padded from the Triton kernels of `flash_attention`.
 
 Ideal cost per head: 10·Q·K·D FLOPs (halved when causal), and that is what it executes. The two kernels of
-flash_attention_hopper_backward.py compute S and ∂P twice, 14·Q·K·D. The sums that ∂Q is made of are fp32, 4·Q·D bytes
+two_passes.py compute S and ∂P twice, 14·Q·K·D. The sums that ∂Q is made of are fp32, 4·Q·D bytes
 of memory a head more, converted afterwards.
 
 The programs of a head, one for 128 keys, add their shares of a tile of ∂Q in order, the first keys' program first, and
@@ -42,11 +42,11 @@ Sources: Dao 2023, "FlashAttention-2"; Shah et al. 2024, "FlashAttention-3".
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -56,25 +56,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from labkit.kernels.hopper import (
+from labkit.kernels.flash_attention.hopper.tiles import (
     LN_2,
     LOG2_E,
     PRODUCER_REGISTERS,
     ROWS,
+    TileLaunch,
     async_load,
     async_store,
     await_number,
+    described_as,
     hand_number,
     handed_number,
-    launch,
     place_of,
     rows_of,
     tiles_of,
 )
-from labkit.kernels.launch import REMEMBERED
-from labkit.kernels.splits import num_multiprocessors
+from labkit.kernels.flash_attention.shapes import Layout
+from labkit.kernels.launch import REMEMBERED, Launch, num_multiprocessors
 
 # Releases of Triton before 3.8 have these operations under other names.
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
@@ -93,8 +93,6 @@ if async_add is None:
         coord = _semantic._convert_to_ir_values(coord, require_i64=False)
         CREATE_REDUCE(_semantic.builder, REDUCE_KIND, tensor_desc.handle, coord, src.handle)
 
-
-# ---- tile configurations --------------------------------------------------------------------------------------
 
 BLOCK_K = gl.constexpr(2 * ROWS)  # keys of a program
 WRITERS = gl.constexpr(2)  # warps that add to ∂Q
@@ -118,9 +116,6 @@ LENGTHS = (
 )  # fmt: skip
 
 
-# ---- schedule ---------------------------------------------------------------------------------------------------
-
-
 @gluon.jit
 def _place(index, num_heads_total, num_keys, interleave):
     """A walk's head, counted over the batch, and its tile of keys; `interleave` heads take turns."""
@@ -135,9 +130,6 @@ def _walk(key_tile, num_queries, num_keys, BLOCK_Q: gl.constexpr, CAUSAL: gl.con
     if CAUSAL:
         low = gl.maximum(key_tile * BLOCK_K - (num_keys - num_queries), 0) // BLOCK_Q
     return last, last + 1 - low
-
-
-# ---- warps ------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -562,9 +554,6 @@ def hopper_bwd_single_kernel(
     )  # fmt: skip
 
 
-# ---- conversion -----------------------------------------------------------------------------------------------
-
-
 @triton.jit(do_not_specialize=LENGTHS)
 def hopper_bwd_convert_kernel(
     sums_ptr, grad_q_ptr, stride_b, stride_h, stride_s, num_queries, num_tiles, scale,
@@ -584,9 +573,6 @@ def hopper_bwd_convert_kernel(
     rows = first + tl.arange(0, 64)
     to = grad_q_ptr + batch * stride_b + head * stride_h + rows.to(tl.int64)[:, None] * stride_s + cols
     tl.store(to, (total * scale).to(grad_q_ptr.dtype.element_ty), mask=(rows < num_queries)[:, None])
-
-
-# ---- launcher -------------------------------------------------------------------------------------------------
 
 
 def _sums_layout() -> gl.NVMMASharedLayout:
@@ -639,66 +625,39 @@ def ordering_pays(
     return waiting < MOST_WAITING[head_dim] * _tiles_each(*shape)
 
 
-def hopper_backward(
-    grad_out_BHSD: Tensor,
-    q_BHSD: Tensor,
-    k_BHSD: Tensor,
-    v_BHSD: Tensor,
-    lse_log2_BHS: Tensor,
-    delta_BHS: Tensor,
-    grad_q_BHSD: Tensor,
-    grad_k_BHSD: Tensor,
-    grad_v_BHSD: Tensor,
-    *,
-    scale: float,
-    causal: bool,
-) -> None:
-    """Writes the gradients of q, k and v, whose heads are equally many.
-
-    lse_log2 and delta are fp32 and dense, their rows padded to a multiple of 128 with +inf and 0: 2^(· − ∞) = 0 keeps
-    what lies beyond the last query out of every sum.
-    """
-    num_batches, num_heads, num_queries, head_dim = q_BHSD.shape
-    num_keys = k_BHSD.shape[2]
+def plan_backward(
+    q: Layout, k: Layout, v: Layout, grad_out: Layout, grads: tuple[Layout, ...], padded_queries: int,
+    device_index: int, *, scale: float, causal: bool,
+) -> Callable[..., None]:  # fmt: skip
+    """Returns what writes the gradients, as `two_passes.plan_backward` does; q and k have as many heads."""
+    num_batches, num_heads, num_queries, head_dim = q.shape
+    num_keys = k.shape[2]
     num_heads_total = num_batches * num_heads
     tiles = SINGLE[head_dim]
     block_q = tiles["BLOCK_Q"]
     num_tiles = -(-num_queries // block_q)
     # Two parts of 64 × 64 a tile, each 16 rows of 256. No program adds to a tile whose queries see no key.
     empty = torch.zeros if causal and num_queries > num_keys else torch.empty
-    sums = empty((num_heads_total * num_tiles * 32, 256), dtype=torch.float32, device=q_BHSD.device)
-    key_tiles = -(-num_keys // BLOCK_K.value)
-    num_walks = key_tiles * num_heads_total
-    programs = num_multiprocessors(q_BHSD.device.index)
-    # The counter of walks drawn, alone on its 16 bytes; then how far each walk has come.
-    drawn = torch.zeros(4 + num_walks * WRITERS.value, dtype=torch.int32, device=q_BHSD.device)
-    arguments = (
-        *(tiles_of(x, block_q) for x in (q_BHSD, grad_out_BHSD)),
-        *(tiles_of(x, ROWS) for x in (k_BHSD, v_BHSD, grad_k_BHSD, grad_v_BHSD)),
-        *(rows_of(x, block_q) for x in (lse_log2_BHS, delta_BHS)),
-        TensorDescriptor(sums, list(sums.shape), [256, 1], [16, 256], _sums_layout()),
-        drawn[4:],
-        drawn,
-        num_heads,
-        num_heads_total,
-        num_queries,
-        num_keys,
-        lse_log2_BHS.shape[-1],
-        interleave(num_heads_total, num_queries, num_keys, head_dim, causal, programs),
-        num_walks,
-        scale * LOG2_E,
-    )
-    even = causal or num_keys % BLOCK_K.value == 0
-    constants = {"D": head_dim, "CAUSAL": causal, "EVEN_K": even, **tiles}
-    grid = (min(num_walks, programs),)
-    launch(hopper_bwd_single_kernel, grid, q_BHSD.dtype, arguments, constants, consumers=2)
-    hopper_bwd_convert_kernel[num_tiles * 2, num_heads, num_batches](
-        sums,
-        grad_q_BHSD,
-        *grad_q_BHSD.stride()[:3],
-        num_queries,
-        num_tiles,
-        scale,
-        D=head_dim,
-        BLOCK_Q=block_q,
-    )
+    sums_shape = (num_heads_total * num_tiles * 32, 256)
+    num_walks = -(-num_keys // BLOCK_K.value) * num_heads_total
+    programs = num_multiprocessors(device_index)
+    statistics = rows_of(num_heads_total * padded_queries, block_q)
+    walked, own = ((q, block_q), (grad_out, block_q)), ((x, ROWS) for x in (k, v, *grads[1:]))
+    described = [*((n, tiles_of(*each)) for n, each in enumerate((*walked, *own))), (6, statistics), (7, statistics)]
+    described.append((8, described_as(sums_shape, (256, 1), torch.float32, (16, 256), _sums_layout())))
+    turns = interleave(num_heads_total, num_queries, num_keys, head_dim, causal, programs)
+    lengths = (num_heads, num_heads_total, num_queries, num_keys, padded_queries)
+    constants = {"D": head_dim, "CAUSAL": causal, "EVEN_K": causal or num_keys % BLOCK_K.value == 0, **tiles}
+    numbers, grid = (*lengths, turns, num_walks, scale * LOG2_E), (min(num_walks, programs),)
+    launch = TileLaunch(hopper_bwd_single_kernel, grid, described, numbers, constants, 2)
+    numbers, constants = (*grads[0].strides[:3], num_queries, num_tiles, scale), {"D": head_dim, "BLOCK_Q": block_q}
+    convert = Launch(hopper_bwd_convert_kernel, (num_tiles * 2, num_heads, num_batches), constants, numbers)
+
+    def run(q, k, v, grad_out, lse_log2, delta, grad_q, grad_k, grad_v) -> None:
+        sums = empty(sums_shape, dtype=torch.float32, device=q.device)
+        # The counter of walks drawn, alone on its 16 bytes; then how far each walk has come.
+        drawn = torch.zeros(4 + num_walks * WRITERS.value, dtype=torch.int32, device=q.device)
+        launch((q, grad_out, k, v, grad_k, grad_v, lse_log2, delta, sums), drawn[4:], drawn)
+        convert(sums, grad_q)
+
+    return run

@@ -1,0 +1,21 @@
+"""FlashAttention: read op.py (what a user calls), choice.py (what runs), launches.py, and then the kernels.
+
+tiled.py states the algorithm in plain PyTorch, triton.py has it as kernels, hopper/ as kernels for that architecture;
+splits.py shares long walks among programs, and qkv.py takes queries, keys and values as one projection.
+"""
+
+from labkit.kernels.flash_attention.choice import (
+    MAX_HEAD_DIM,
+    resolve_backward,
+    resolve_impl,
+    resolve_precision,
+    resolve_tiles,
+)
+from labkit.kernels.flash_attention.launches import flash_attention_backward, flash_attention_forward
+from labkit.kernels.flash_attention.op import FlashAttention, flash_attention
+from labkit.kernels.flash_attention.triton import IS_INTERPRETED
+
+__all__ = [
+    "IS_INTERPRETED", "MAX_HEAD_DIM", "FlashAttention", "flash_attention", "flash_attention_backward",
+    "flash_attention_forward", "resolve_backward", "resolve_impl", "resolve_precision", "resolve_tiles",
+]  # fmt: skip

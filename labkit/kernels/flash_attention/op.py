@@ -1,0 +1,385 @@
+"""FlashAttention-2, forward and backward: attention whose memory is linear in the lengths.
+
+    S = scale · Q Kᵀ    P = softmax(S)    O = P V    L = log Σ exp S  (natural units, kept for backward)
+    D = rowsum(∂O ∘ O)    ∂V = Pᵀ ∂O    ∂S = P ∘ (∂O Vᵀ − D)    ∂Q = scale · ∂S K    ∂K = scale · ∂Sᵀ Q
+
+Shapes: q (B, H, Q, D), k and v (B, G, K, D) with H a multiple of G; or (B, length, D); or, packed with cumulative
+lengths, (total length, heads, D). The plain-PyTorch statement of the same algorithm is tiled.py.
+
+Ideal cost per head: 4·Q·K·D FLOPs forward and 10·Q·K·D backward (halved when causal), (2·Q + 2·K)·D elements moved
+forward. Backward runs as two kernels, dK/dV and then dQ, and so executes 14·Q·K·D, or on a Hopper GPU as one of
+10·Q·K·D. Nothing is added in an order that varies: equal bits every time.
+
+Here is what a user calls: the checks, autograd and the operators that torch.compile sees.
+
+Shape suffixes: B batch, H query heads, G key heads, S length, Q query length, K key length, D head dimension.
+
+Source: Dao 2023, "FlashAttention-2"; Dao et al. 2022, "FlashAttention"; Ainslie et al. 2023 for grouped heads.
+"""
+
+import itertools
+import math
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from labkit.kernels.flash_attention.choice import (
+    MAX_HEAD_DIM,
+    TILED_DTYPES,
+    TRITON_DTYPES,
+    listed,
+    resolve_impl,
+    resolve_precision,
+)
+from labkit.kernels.flash_attention.launches import (
+    empty_like_layout,
+    empty_outputs,
+    flash_attention_backward,
+    flash_attention_forward,
+)
+from labkit.kernels.flash_attention.shapes import packing_of
+from labkit.kernels.flash_attention.tiled import tiled_attention_backward, tiled_attention_forward
+from labkit.kernels.launch import REMEMBERED
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
+    """Raises for q, k and v that do not fit together."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor; got {type(x).__name__}")
+        if packed and x.dim() != 3:
+            raise ValueError(f"{name} must be (total, heads, d) with cu_seqlens; got shape {tuple(x.shape)}")
+        if x.dim() not in (3, 4):
+            raise ValueError(
+                f"{name} must be (batch, length, d) or (batch, heads, length, d); got shape {tuple(x.shape)}"
+            )
+        if x.dtype not in TILED_DTYPES:
+            raise ValueError(f"{name} must be of dtype {listed(TILED_DTYPES)}; got {x.dtype}")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} must have the dtype of q, {q.dtype}; got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}; got {x.device}")
+        if x.dim() != q.dim():
+            raise ValueError(f"{name} must have as many dimensions as q, {q.dim()}; got shape {tuple(x.shape)}")
+        if x.shape[-1] != q.shape[-1]:
+            raise ValueError(f"{name} must have the head dimension of q, {q.shape[-1]}; got {x.shape[-1]}")
+    if v.shape != k.shape:
+        raise ValueError(f"v must have the shape of k, {tuple(k.shape)}; got {tuple(v.shape)}")
+    if not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
+        raise ValueError(f"the head dimension of q must be 1 to {MAX_HEAD_DIM}; got {q.shape[-1]}")
+    for name, x in (("q", q), ("k", k)):
+        if x.numel() == 0:
+            raise ValueError(f"{name} must hold at least one batch, head and row; got shape {tuple(x.shape)}")
+    if not packed and k.shape[0] != q.shape[0]:
+        raise ValueError(f"k must have the batch size of q, {q.shape[0]}; got {k.shape[0]}")
+    heads = 1 if packed else -3
+    if q.dim() == 4 or packed:
+        num_heads, num_key_heads = q.shape[heads], k.shape[heads]
+        if num_heads % num_key_heads:
+            raise ValueError(f"the heads of k must divide those of q, {num_heads}; got {num_key_heads}")
+
+
+def _check_cu_seqlens(cu_seqlens: Tensor, name: str, device: torch.device) -> None:
+    """Raises for cumulative lengths of a wrong kind; their values are `_longest`'s, which has to read them."""
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"{name} must be an int32 or int64 tensor; got {got}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        shape = tuple(cu_seqlens.shape)
+        raise ValueError(f"{name} must be of shape (batch + 1,) with a batch of at least one; got shape {shape}")
+    if cu_seqlens.device != device:
+        raise ValueError(f"{name} must be on the device of q, {device}; got {cu_seqlens.device}")
+    if not cu_seqlens.is_contiguous():
+        raise ValueError(f"{name} must be contiguous; got stride {cu_seqlens.stride(0)}")
+
+
+def _check_packing(q: Tensor, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> None:
+    """Raises for arguments of a packed batch that do not fit together, or are given without one."""
+    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    if packed:
+        for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+            if cu_seqlens is None:
+                raise ValueError(f"{name} must be given too: a packed batch takes both cu_seqlens_q and cu_seqlens_k")
+            _check_cu_seqlens(cu_seqlens, name, q.device)
+        if cu_seqlens_q.shape != cu_seqlens_k.shape:
+            shapes = f"{tuple(cu_seqlens_q.shape)}; got {tuple(cu_seqlens_k.shape)}"
+            raise ValueError(f"cu_seqlens_k must have the shape of cu_seqlens_q, {shapes}")
+    for name, max_seqlen in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if max_seqlen is not None and not packed:
+            raise ValueError(f"{name} must be None without cu_seqlens_q and cu_seqlens_k; got {max_seqlen!r}")
+        if max_seqlen is not None and (isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int)):
+            raise TypeError(f"{name} must be None or an int; got {type(max_seqlen).__name__}")
+
+
+def _resolve(
+    q: Tensor, k: Tensor, v: Tensor, packed: bool, causal, scale, window, precision, impl
+) -> tuple[float, int, int, str, str]:
+    """Returns (scale, left, right, precision, impl) as the operators take them; raises for bad ones."""
+    _check_tensors(q, k, v, packed)
+    left, right = _check_window(window, causal)
+    impl = resolve_impl(q, impl, left=left, right=right, packed=packed)
+    precision = resolve_precision(q, precision, packed=packed)
+    return _check_scale(scale, q.shape[-1]), left, right, precision, impl
+
+
+_resolved = {}
+
+
+def _resolve_once(q: Tensor, k: Tensor, v: Tensor, asked: tuple) -> tuple[float, int, int, str, str, bool]:
+    """`_resolve` without packing and window, remembered: it takes the host longer than a launch."""
+    try:
+        tensors = tuple((x.shape, x.dtype, x.device) for x in (q, k, v))
+        # With types, since 1 and True are the same to a dictionary.
+        key = (tensors, asked, tuple(map(type, asked)))
+        options = _resolved.get(key)
+    except (AttributeError, TypeError):
+        # No tensors, or what has no hash: for the checks to say so.
+        return _resolve(q, k, v, False, *asked)
+    if options is None:
+        if len(_resolved) >= REMEMBERED:
+            _resolved.clear()
+        options = _resolved[key] = _resolve(q, k, v, False, *asked)
+    return options
+
+
+def _check_window(window, causal: bool) -> tuple[int, int]:
+    """Returns (left, right), −1 without limit, of a window and the causal flag."""
+    if window is None:
+        window = (-1, -1)
+    elif isinstance(window, int) and not isinstance(window, bool):
+        window = (window, window)
+    accepted = isinstance(window, tuple | list) and len(window) == 2
+    if not accepted or any(isinstance(w, bool) or not isinstance(w, int) or w < -1 for w in window):
+        raise ValueError(
+            f"window must be None, a number of keys to each side, or (left, right) with −1 for no limit; got {window!r}"
+        )
+    left, right = window
+    return left, (0 if right < 0 else min(right, 0)) if causal else right
+
+
+def _check_scale(scale, head_dim: int) -> float:
+    if scale is None:
+        return 1 / math.sqrt(head_dim)
+    if isinstance(scale, bool) or not isinstance(scale, float | int):
+        raise TypeError(f"scale must be None or a positive finite number; got {type(scale).__name__}")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale must be None or a positive finite number; got {scale}")
+    return float(scale)
+
+
+class FlashAttention(torch.autograd.Function):
+    """Attention by the Triton kernels, `apply(q, k, v, is_causal=False)`, scale 1/√D.
+
+    q is (batch, n_queries, d) or (batch, heads, n_queries, d), k and v likewise with n_keys, on a CUDA device. Saved
+    for backward: q, k, v, the output, and one tensor of shape (batch[, heads], n_queries), the log-sum-exp in natural
+    units. `flash_attention` is the same with every option, and what torch.compile takes.
+
+    Error budget: outputs 2×, gradients 3× those of eager attention in the same dtype, against fp64.
+    """
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+        _check_tensors(q, k, v, packed=False)
+        resolve_impl(q, "triton")
+        ctx.mask = {"scale": 1 / math.sqrt(q.shape[-1]), "left": -1, "right": 0 if is_causal else -1}
+        out, lse = flash_attention_forward(q, k, v, **ctx.mask)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        return *flash_attention_backward(grad_out, *ctx.saved_tensors, **ctx.mask), None
+
+
+def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor):
+    """Yields the slices of the queries and of the keys of each sequence of a packed batch."""
+    ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for (begin_q, end_q), (begin_k, end_k) in zip(itertools.pairwise(ends_q), itertools.pairwise(ends_k), strict=True):
+        yield slice(begin_q, end_q), slice(begin_k, end_k)
+
+
+def _rows(x: Tensor, rows: slice) -> Tensor:
+    """One sequence of a packed (total, H, D) as (1, H, S, D)."""
+    return x[rows].transpose(0, 1).unsqueeze(0)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None, max_seqlen_k: int | None, scale: float, left: int, right: int, precision: str, impl: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    packing = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    packing |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    mask = {"scale": scale, "left": left, "right": right}
+    if impl in ("triton", "gluon"):
+        return flash_attention_forward(q, k, v, precision=precision, impl=impl, **mask, **packing)
+    out, lse = empty_outputs(q, cu_seqlens_q is not None)
+    if cu_seqlens_q is None:
+        tiled_out, tiled_lse = tiled_attention_forward(q, k, v, **mask)
+        return out.copy_(tiled_out), lse.copy_(tiled_lse)
+    packing_of(q, k, **packing)
+    for rows_q, rows_k in _sequences(cu_seqlens_q, cu_seqlens_k):
+        tiled_out, tiled_lse = tiled_attention_forward(_rows(q, rows_q), _rows(k, rows_k), _rows(v, rows_k), **mask)
+        out[rows_q] = tiled_out[0].transpose(0, 1)
+        lse[:, rows_q] = tiled_lse[0]
+    return out, lse
+
+
+_forward_op = torch.library.custom_op("labkit::flash_attention_forward", _forward, mutates_args=())
+
+
+@_forward_op.register_fake
+def _(q, k, v, cu_seqlens_q, *_):
+    return empty_outputs(q, cu_seqlens_q is not None)
+
+
+def _gradients(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None, scale: float, left: int,
+    right: int, precision: str, impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    mask = {"scale": scale, "left": left, "right": right}
+    if impl in ("triton", "gluon"):
+        packing = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        packing |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "precision": precision, "impl": impl}
+        return flash_attention_backward(grad_out, q, k, v, out, lse, **mask, **packing)
+    grads = tuple(empty_like_layout(x) for x in (q, k, v))
+    if cu_seqlens_q is None:
+        tiled_grads = tiled_attention_backward(grad_out, q, k, v, out, lse, **mask)
+        return tuple(grad.copy_(tiled) for grad, tiled in zip(grads, tiled_grads, strict=True))
+    for rows_q, rows_k in _sequences(cu_seqlens_q, cu_seqlens_k):
+        arguments = ((grad_out, rows_q), (q, rows_q), (k, rows_k), (v, rows_k), (out, rows_q))
+        statistics = lse[:, rows_q].unsqueeze(0)
+        tiled_grads = tiled_attention_backward(*(_rows(x, rows) for x, rows in arguments), statistics, **mask)
+        for grad, tiled, rows in zip(grads, tiled_grads, (rows_q, rows_k, rows_k), strict=True):
+            grad[rows] = tiled[0].transpose(0, 1)
+    return grads
+
+
+_backward_op = torch.library.custom_op("labkit::flash_attention_backward", _gradients, mutates_args=())
+
+
+@_backward_op.register_fake
+def _(grad_out, q, k, v, *_):
+    return empty_like_layout(q), empty_like_layout(k), empty_like_layout(v)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.options = inputs
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+
+
+def _backward(ctx, grad_out: Tensor, _grad_lse):
+    grads = _backward_op(grad_out, *ctx.saved_tensors, *ctx.options)
+    return *grads, *(None,) * (2 + len(ctx.options))
+
+
+_forward_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+class TransformedFlashAttention(torch.autograd.Function):
+    """The operators under torch.func, which takes functions whose context is set up apart, and no custom operator."""
+
+    forward = staticmethod(_forward)
+    setup_context = staticmethod(_setup_context)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out: Tensor, _grad_lse):
+        return *_gradients(grad_out, *ctx.saved_tensors, *ctx.options), *(None,) * (2 + len(ctx.options))
+
+
+class EagerFlashAttention(torch.autograd.Function):
+    """The operators without the way through the dispatcher, which takes a custom operator longer than its launch.
+
+    A context that is set up apart would cost as much: its function is bound to its signature anew in every call. The
+    options are one argument, since every argument costs time of its own.
+    """
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q, cu_seqlens_k, options: tuple) -> Tensor:
+        out, lse = _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
+        ctx.options = options
+        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out: Tensor):
+        return *_gradients(grad_out, *ctx.saved_tensors, *ctx.options), None, None, None
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    window: int | tuple[int, int] | None = None,
+    precision: str = "auto",
+    impl: str = "auto",
+) -> Tensor:
+    """Returns softmax(scale · q kᵀ + mask) v without ever holding the scores.
+
+    Args:
+        q: (batch, heads, n_queries, d) or (batch, n_queries, d), or with cu_seqlens (total, heads, d); fp32, bf16,
+            fp16, or fp64 (tiled only); any strides; d from 1 to 256.
+        k, v: as q, with n_keys rows; their heads divide those of q, and query head h reads key head
+            h // (heads / key heads).
+        causal: query i sees keys up to i + (n_keys − n_queries), aligned to the bottom right.
+        scale: positive, of the scores; None is 1/√d.
+        cu_seqlens_q, cu_seqlens_k: cumulative lengths of the sequences of a packed batch, (batch + 1,) int32 or
+            int64: from 0, increasing, to the number of rows. Both or neither.
+        max_seqlen_q, max_seqlen_k: the longest sequence, where it is known; else it is read from the device, which
+            waits for it, once per tensor.
+        window: how many keys a query sees to each side of its own on the diagonal, or (left, right); −1 is no limit.
+        precision: of products of fp32: "ieee" on the CUDA cores; "tf32x3", three products on the tensor cores for one,
+            which hold 22 bits; "bf16x6", six of bf16 between three slices of each operand, which hold 24; "tf32", one
+            of 11 bits, outside the error budget of fp32; "bf16x3", three of bf16 between two slices, which hold 16;
+            "auto", "bf16x6" on Hopper where queries are many, else "tf32x3", and "tf32" is "bf16x3" there. Elsewhere
+            those of bf16 are "tf32x3" and "tf32". Past d 128 the last two are "tf32" and all others "ieee". For slices
+            q, k, v and the gradient of the output are copied, half as large again or as large. "triton" only.
+        impl: "gluon" (Hopper), "triton" (CUDA), "tiled" (plain PyTorch, any device) or "auto"; see `resolve_impl`.
+
+    Returns:
+        The output, shaped as q and of its dtype (of the autocast dtype under autocast); zeros for a query that sees
+        no key, which gets and gives zero gradients. Gradients are equal bit for bit between runs.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit, by name.
+
+    Error budget: outputs 2×, gradients 3× those of eager attention in the same dtype, against fp64.
+
+    Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2.
+    """
+    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = (x.to(dtype) if isinstance(x, Tensor) and x.dtype in TRITON_DTYPES else x for x in (q, k, v))
+    asked = (causal, scale, window, precision, impl)
+    if packed or window is not None or torch.compiler.is_compiling():
+        options = _resolve(q, k, v, packed, *asked)
+    else:
+        options = _resolve_once(q, k, v, asked)
+    if packed or (max_seqlen_q, max_seqlen_k) != (None, None):
+        _check_packing(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k)
+    options = (max_seqlen_q, max_seqlen_k, *options)
+    # Whatever looks at operators (a compiler, a mode, a subclass of tensors) is shown one.
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or type(q) not in (Tensor, Parameter):
+        return _forward_op(*tensors, *options)[0]
+    if torch._C._are_functorch_transforms_active():
+        return TransformedFlashAttention.apply(*tensors, *options)[0]
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return EagerFlashAttention.apply(*tensors, options)
+    return _forward(*tensors, *options)[0]
