@@ -320,7 +320,7 @@ def test_cpu_operators_are_classed_by_name(names, kernel_class):
 def test_every_kernel_of_this_project_has_a_class():
     nodes = [
         node
-        for path in (Path(labkit.__file__).parent / "kernels").glob("*.py")
+        for path in (Path(labkit.__file__).parent / "kernels").rglob("*.py")
         for node in ast.parse(path.read_text(encoding="utf-8")).body
         if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
     ]
