@@ -304,7 +304,7 @@ def test_a_published_dtype_that_differs_is_counted(frame):
     assert report.table_dtypes(narrow).set_index("part").loc["`loss`", "published dtypes that agree"] == "1 of 3"
     wide = frame("dtypes", {"model": "small", "autocast": "fp16"}, observed={"dtypes": [["logits", "float32"]]})
     first, second, _ = report.findings_dtypes(wide)
-    assert "under bf16 autocast" in first and "under fp16 autocast, float32 are `logits`." in second
+    assert "bf16 autocast leaves" in first and "fp16 autocast leaves `logits` in float32." in second
 
 
 def num_marks(figure) -> int:

@@ -182,9 +182,9 @@ def explained(matched: pd.DataFrame, code: str) -> list[str]:
         return []
     share = 1 - rows["ratio"].map(math.log) / rows["our_ratio"].map(math.log)
     return [
-        f"{count(len(rows), 'published value')} above ours ({span(rows['our_ratio'])}) also stand beside the course's "
-        f"code, run on this device ({span(rows['ratio'])}): {code} from plain operators accounts for "
-        f"{percent(share.median())} of the gap in the median ({span(share, percent)} of its logarithm)."
+        f"Published over ours {span(rows['our_ratio'])} ({count(len(rows), 'value')} above ours); over the course's "
+        f"own code, run on this device, {span(rows['ratio'])}. So its plain operators for {code} explain "
+        f"{percent(share.median())} of the gap (median; {span(share, percent)}, on a logarithmic scale)."
     ]
 
 

@@ -345,11 +345,11 @@ def findings_checkpointing(frame: pd.DataFrame) -> list[str]:
             )
             for nested in ok_rows(group[group["level"] > 1]).to_dict("records"):
                 more = nested["peak_bytes"] - row["peak_bytes"]
-                word = f"{mib(abs(more))} MiB {'above' if more > 0 else 'below'}" if more else "equal to"
-                deeper.append(f"{word} it with {who} ({nested['plan']}, {number(nested['median_ms'])} ms)")
+                word = f"{mib(abs(more))} MiB {'above' if more > 0 else 'below'} it" if more else "as high"
+                deeper.append(f"{word} with {who} ({nested['plan']}, {number(nested['median_ms'])} ms)")
             grows = accounting.block_gradient_bytes(config) > stream
     if deeper:
-        text = f"Beside a single level's lowest peak, that of nested recomputing is {listing(deeper)}."
+        text = f"Against the lowest peak of a single level, nested recomputing peaks {listing(deeper)}."
         if grows and not any(" below it" in part for part in deeper):
             text += " A block's gradients are larger than its input, so the peak lies at the end of backward, where "
             text += "the inputs are gone: keeping fewer of them cannot lower it."

@@ -176,7 +176,7 @@ def findings_dtypes(frame: pd.DataFrame) -> list[str]:
         wide.setdefault(listing(("`" + names[parts[short] == "float32"] + "`").unique(), 12), []).append(short)
     off = (losses["loss"] / losses["loss_fp32"] - 1).abs().groupby(losses["autocast"]).max()
     return [
-        *(f"In the transformer under {' and '.join(shorts)} autocast, float32 are {full}. What a product gives is "
+        *(f"In the transformer, {' and '.join(shorts)} autocast leaves {full} in float32. What a product gives is "
           "narrow; the sums of the residual stream stay wide." for full, shorts in wide.items()),
         *(["Relative to fp32's, the loss on the same weights and data is off by at most "
            f"{listing(f'{scientific(value)} in {short}' for short, value in off.items())}."] if len(off) else []),
@@ -238,7 +238,7 @@ def findings_normalisation(frame: pd.DataFrame) -> list[str]:
         lost = fp16[(fp16["epsilon"] == 0) & (fp16["vanished_fraction"] > 0) & (fp16["nonfinite_fraction"] > 0)]
         for epsilon in dict.fromkeys(power(NORM_SETTINGS[setting][1]) for setting in lost["setting"]):
             text += f", and ε = {epsilon} rounds to 0, so that at {power(lost['scale'].min())} results are not finite"
-        sentences.append(f"{text}. Sensitive are the squares, their sum and ε.")
+        sentences.append(f"{text}. The squares, their sum and ε are what leaves the range.")
     if len(known := bf16.dropna(subset=["cost"])):
         worst, own = known.loc[known["cost"].idxmax()], library["cost"].dropna()
         text = f" (PyTorch's own functions have {span(own, '{:.2f}×'.format)} that error)" if len(own) else ""
