@@ -18,7 +18,7 @@ import pytest
 import labkit
 from labkit import notebooks
 from labkit.configs import COMPILE_MODES, FIGURES, PHASES, REFERENCE_DEVICE, REPOSITORY, SIZES
-from labkit.records import Record, RecordError, RecordStore, folder_of, newest
+from labkit.records import Record, RecordError, RecordStore, by_session, folder_of, newest
 from labkit.report import benchmarking as report
 from labkit.report import figures, findings, forms, front, render, tables, verdicts
 from labkit.report.chapter import Chapter
@@ -284,6 +284,24 @@ def test_a_busy_machine_is_said_in_the_cell_and_on_the_front_page(folder):
     assert re.search(rf"^\*\*{words}\*\*$", front.page({NOTEBOOK: chapter(folder)}), flags=re.MULTILINE)
     assert re.search(words, chapter(folder).findings(report.findings_phases, chapter(folder).records("steps")).data)
     assert tables.cell({"status": "ok", "median_ms": 2.0, "disturbed": True}) == "⚠ 2.00"
+
+
+def test_the_front_page_counts_what_several_sessions_timed(folder):
+    def counts() -> tuple[int, int]:
+        (text,) = front.table_chapters({NOTEBOOK: chapter(folder)})["timed in several sessions"]
+        return tuple(int(number.replace(",", "")) for number in text.split(" of "))
+
+    several, timed = counts()
+    assert 0 < several < timed
+    store = RecordStore(folder / "records" / f"{NOTEBOOK}.jsonl")
+    sessions = by_session(
+        record for record in store.load() if record.timer and record.section not in front.OF_A_SESSION
+    )
+    once = next(record for found in sessions.values() if len(found) == 1 for record in found.values())
+    for section, more in ((once.section, 1), ("host", 0)):  # the host is every session's own
+        store.append(dataclasses.replace(once, section=section, session=f"another of {section}"))
+        assert counts() == (several + more, timed)
+        several += more
 
 
 def test_the_table_of_a_section_is_cut_and_its_csv_is_not(folder):

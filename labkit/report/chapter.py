@@ -82,9 +82,9 @@ class Chapter:
         by_slug = {"cpu": "cpu", "mps": "mps"}.get(self.device.split("-")[0], "cuda")
         return self.environment.get("device", {}).get("kind", by_slug)
 
-    def all_records(self) -> list[Record]:
-        """Returns the shown record of each measurement, read again only where the file has changed."""
-        return self._loaded().shown
+    def all_records(self, *, every_session: bool = False) -> list[Record]:
+        """Returns the shown record of each measurement, or all, read again only where the file has changed."""
+        return self._loaded().every if every_session else self._loaded().shown
 
     def _loaded(self) -> "_Loaded":
         path = self.folder / "records" / f"{self.notebook}.jsonl"

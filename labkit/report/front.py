@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 
 from labkit import notebooks
-from labkit.records import Record, to_frame
+from labkit.records import Record, by_session, to_frame
 from labkit.report import tables
 from labkit.report.chapter import Chapter, commits_of, dates_of
 from labkit.report.findings import anchor, disturbed_note, listing
 
 MAX_FINDINGS = 10
+OF_A_SESSION = ("host", "ceilings")  # sections of what every session measures again
 
 TIMES = """> **What a time means here.** *Device time*: the kernels alone, replayed from a CUDA graph or summed from a \
 profile. *Call time*: what your program waits for, including the host that launches the kernels; where that sets it, \
@@ -22,8 +23,9 @@ second, GiB 2³⁰ bytes; a multiply-add counts as two FLOPs.
 >
 > **What a comparison means.** A ratio beside *ahead* or *behind* is the other's time over that of the one named \
 first: above 1 the first is faster. It is *ahead* or *behind* where the whole interval of the ratio, over samples and \
-sessions, lies above or below 1, *level* where it lies within 3 % of 1, else *undecided*. Calls depend on the host and \
-are compared within a session where one has both. Bytes and counts are compared exactly."""
+sessions, lies above or below 1, *level* where it lies within 3 % of 1, else *undecided*. A row of one session takes \
+the spread that others have between sessions. Calls depend on the host and are compared within a session where one has \
+both. Bytes and counts are compared exactly."""
 
 
 def page(chapters: Mapping[str, Chapter]) -> str:
@@ -78,17 +80,19 @@ def environment(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
 
 
 def table_chapters(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
-    """Returns for each chapter its title with a link, how many records it has, when and from which commit."""
+    """Returns for each chapter its title with a link, its records, how many several sessions timed, dates, commits."""
     rows, device = [], next(iter(chapters.values())).device
     for name, chapter in chapters.items():
-        records = chapter.all_records()
+        records, every = chapter.all_records(), chapter.all_records(every_session=True)
         title = notebooks.title(name)
         counts = pd.Series([record.status for record in records]).value_counts().sort_index()
+        timed = by_session(one for one in every if one.timer and one.section not in OF_A_SESSION)
         rows.append(
             {
                 "chapter": f"[{title}](#{anchor(title)})"
                 + (f", {chapter.device_name}" if chapter.device != device else ""),
                 "records": ", ".join(f"{count:,} {status}" for status, count in counts.items()),
+                "timed in several sessions": f"{sum(len(found) > 1 for found in timed.values()):,} of {len(timed):,}",
                 "measured": dates_of(records) or "–",
                 "commit": commits_of(records) + (" +changes" if any(r.source.get("dirty") for r in records) else ""),
             }

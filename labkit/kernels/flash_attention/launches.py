@@ -348,9 +348,7 @@ class _GradientLaunch(NamedTuple):
     launch: Launch
     num_splits: int
 
-    def __call__(
-        self, inputs: tuple[Tensor, ...], grads: tuple[Tensor, ...], cu_seqlens: tuple
-    ) -> tuple[Tensor | None, ...]:
+    def __call__(self, inputs: tuple, grads: tuple, cu_seqlens: tuple) -> tuple[Tensor | None, ...]:
         """Returns the parts, None of whole gradients."""
         if self.num_splits == 1:
             self.launch(*inputs, *grads, *cu_seqlens)
@@ -380,13 +378,13 @@ def _gradient_launch(given: _Gradients, kernel: str, tile: TileConfig) -> _Gradi
     """Returns the launch of "dkdv" or "dq"."""
     (inputs, grads, problem, _, call), is_dkdv = given, kernel == "dkdv"
     grads = grads[1:] if is_dkdv else grads[:1]
-    options = (call.device, grads[0].dtype, call.precision)
-    num_walks, num_splits = walks_of(problem, tile, kernel, *options, call.num_splits)
+    dtype, precision = grads[0].dtype, call.precision
+    num_walks, num_splits = walks_of(problem, tile, kernel, call.device, dtype, precision, call.num_splits)
     operands = (*inputs, *(_result(x, num_splits) for x in grads))
     num_heads = problem.num_key_heads if is_dkdv else problem.num_heads
     numbers = (*_strides(*operands), *given.numbers(num_heads), num_splits)
     flags = {
-        **_kernel_flags(operands, problem, tile, call.precision, num_splits),
+        **_kernel_flags(operands, problem, tile, precision, num_splits),
         **(_query_walk_flags if is_dkdv else _key_walk_flags)(problem, tile, num_splits),
         "PADDING": STATISTICS_PADDING,
         "first_program": None,
