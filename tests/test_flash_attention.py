@@ -629,6 +629,17 @@ def test_tensor_maps_are_encoded_once_for_an_address(cuda_launcher, monkeypatch,
     assert len(encoded) == (2 + 2 + 1 + 2 if knows else 10)
 
 
+@pytest.fixture
+def fresh_plans():
+    """Launches are planned anew, and those that the test has planned are forgotten."""
+    plans = (launches._plan_forward, launches._plan_backward)
+    for plan in plans:
+        plan.cache_clear()
+    yield
+    for plan in plans:
+        plan.cache_clear()
+
+
 ONE, TWO, TRITON = choice.GLUON_BACKWARDS
 
 
@@ -1191,7 +1202,7 @@ def test_hopper_kernels_are_within_the_budget(case, dtype, kernels):
 
 @on_hopper
 @pytest.mark.parametrize("dim", choice.GLUON_HEAD_DIMS)
-def test_splits_drawn_from_a_counter_are_within_the_budget(dim, monkeypatch):
+def test_splits_drawn_from_a_counter_are_within_the_budget(dim, monkeypatch, fresh_plans):
     monkeypatch.setattr(forward, "DRAWN_FROM", 0)
     check(measure(Case((1, 4, 1, 2048, 2048, dim), causal=True, dtype="bfloat16"), "gluon", "cuda"))
 
@@ -1199,7 +1210,7 @@ def test_splits_drawn_from_a_counter_are_within_the_budget(dim, monkeypatch):
 @on_hopper
 @pytest.mark.parametrize("shape", [(1, 5, 5), (3, 6, 2)], ids=str)
 @pytest.mark.parametrize("fitting", [1, 2, 4])
-def test_heads_in_sections_are_within_the_budget(shape, fitting, monkeypatch):
+def test_heads_in_sections_are_within_the_budget(shape, fitting, monkeypatch, fresh_plans):
     num_keys, dim = 1300, 128
     monkeypatch.setattr(forward, "DRAWN_FROM", 0)
     monkeypatch.setattr(forward, "SECTIONS_FROM", 0)

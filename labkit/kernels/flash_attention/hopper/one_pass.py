@@ -637,8 +637,7 @@ def plan_backward(
     block_q = tiles["BLOCK_Q"]
     num_tiles = -(-num_queries // block_q)
     # Two parts of 64 × 64 a tile, each 16 rows of 256. No program adds to a tile whose queries see no key.
-    empty = torch.zeros if causal and num_queries > num_keys else torch.empty
-    sums_shape = (num_heads_total * num_tiles * 32, 256)
+    sums_shape, sees_none = (num_heads_total * num_tiles * 32, 256), causal and num_queries > num_keys
     num_walks = -(-num_keys // BLOCK_K.value) * num_heads_total
     programs = num_multiprocessors(device_index)
     statistics = rows_of(num_heads_total * padded_queries, block_q)
@@ -654,7 +653,7 @@ def plan_backward(
     convert = Launch(hopper_bwd_convert_kernel, (num_tiles * 2, num_heads, num_batches), constants, numbers)
 
     def run(q, k, v, grad_out, lse_log2, delta, grad_q, grad_k, grad_v) -> None:
-        sums = empty(sums_shape, dtype=torch.float32, device=q.device)
+        sums = (torch.zeros if sees_none else torch.empty)(sums_shape, dtype=torch.float32, device=q.device)
         # The counter of walks drawn, alone on its 16 bytes; then how far each walk has come.
         drawn = torch.zeros(4 + num_walks * WRITERS.value, dtype=torch.int32, device=q.device)
         launch((q, grad_out, k, v, grad_k, grad_v, lse_log2, delta, sums), drawn[4:], drawn)
