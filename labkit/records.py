@@ -476,6 +476,11 @@ def newest(records: Iterable[Record]) -> list[Record]:
     return list(found.values())
 
 
+HOST_SECTION, SESSION_SECTION = SESSION_SECTIONS = ("host", "ceilings")
+"""Sections that every session measures again, before any other: its call times are of its own host, whatever the
+experiment, and its results are divided by its own ceilings."""
+
+
 def by_session(records: Iterable[Record]) -> dict[str, dict[str, Record]]:
     """Returns, by resume key, the newest record of each session, the sessions oldest first."""
     found: dict[str, dict[str, Record]] = {}

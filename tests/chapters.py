@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from labkit import hardware, notebooks
-from labkit.experiments.sweep import HOST_SECTION, Case, Measured
-from labkit.records import Record, RecordStore
+from labkit.experiments.sweep import Case, Measured
+from labkit.records import HOST_SECTION, Record, RecordStore
 
 CPU = hardware.Device("cpu", "a processor", "cpu-a-processor")
 H200 = hardware.Device("cuda", "NVIDIA H200", "nvidia-h200")

@@ -12,8 +12,7 @@ import torch
 
 from labkit import experiments
 from labkit.configs import FIGURES, GRIDS, REFERENCE_DEVICE
-from labkit.experiments.sweep import HOST_SECTION
-from labkit.records import STANDING_VERSIONS, RecordStore, folder_of
+from labkit.records import HOST_SECTION, STANDING_VERSIONS, RecordStore, folder_of
 
 PROFILES = ("smoke", "full", "key")
 

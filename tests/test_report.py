@@ -18,7 +18,7 @@ import pytest
 import labkit
 from labkit import notebooks
 from labkit.configs import COMPILE_MODES, FIGURES, PHASES, REFERENCE_DEVICE, REPOSITORY, SIZES
-from labkit.records import Record, RecordError, RecordStore, by_session, folder_of, newest
+from labkit.records import SESSION_SECTIONS, Record, RecordError, RecordStore, by_session, folder_of, newest
 from labkit.report import benchmarking as report
 from labkit.report import figures, findings, forms, front, render, tables, verdicts
 from labkit.report.chapter import Chapter
@@ -294,9 +294,7 @@ def test_the_front_page_counts_what_several_sessions_timed(folder):
     several, timed = counts()
     assert 0 < several < timed
     store = RecordStore(folder / "records" / f"{NOTEBOOK}.jsonl")
-    sessions = by_session(
-        record for record in store.load() if record.timer and record.section not in front.OF_A_SESSION
-    )
+    sessions = by_session(record for record in store.load() if record.timer and record.section not in SESSION_SECTIONS)
     once = next(record for found in sessions.values() if len(found) == 1 for record in found.values())
     for section, more in ((once.section, 1), ("host", 0)):  # the host is every session's own
         store.append(dataclasses.replace(once, section=section, session=f"another of {section}"))

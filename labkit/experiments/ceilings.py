@@ -9,8 +9,9 @@ import torch
 
 from labkit import hardware, numerics
 from labkit.experiments.sections import Timed, section, sustained_metrics, timed
-from labkit.experiments.sweep import SESSION_SECTION, Case, Measured
+from labkit.experiments.sweep import Case, Measured
 from labkit.measure.timing import time_callable
+from labkit.records import SESSION_SECTION
 
 CEILING_SIZES = {"cuda": 8192, "mps": 2048, "cpu": 1024}
 """M = N = K of the matrix product: large enough that the device, not the launch, is what is measured."""

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from labkit import hardware
-from labkit.experiments.sweep import HOST_SECTION, Case, Measured, PhaseRun, Skip
+from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
 from labkit.measure import host
 from labkit.measure.power import sustained
 from labkit.measure.timing import Timing, captured, synchronize
+from labkit.records import HOST_SECTION
 
 Runner = Callable[[hardware.Device, Case, dict[str, float]], Iterator[PhaseRun]]
 """Yields the phases of a case on a device; the session's ceilings are as `ceiling_rates` names them."""

@@ -34,6 +34,9 @@ from tqdm import tqdm
 from labkit import hardware, notebooks
 from labkit.configs import FIGURES, THIS_DEVICE, RequestError, chosen_profile
 from labkit.records import (
+    HOST_SECTION,
+    SESSION_SECTION,
+    SESSION_SECTIONS,
     Record,
     RecordStore,
     check_plausible,
@@ -42,10 +45,6 @@ from labkit.records import (
     measured_devices,
     write_text_atomic,
 )
-
-HOST_SECTION, SESSION_SECTION = SESSION_SECTIONS = ("host", "ceilings")
-"""Sections that every session measures again, before any other: its call times are of its own host, whatever the
-experiment, and its results are divided by its own ceilings."""
 
 MAX_REPEATS = 2
 """How often a phase that other processes disturb is measured again, each time in a fresh process."""

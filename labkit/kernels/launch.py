@@ -35,31 +35,26 @@ class Launch:
 
     def __call__(self, *arguments) -> None:
         if self.run is not None:
-            self.run(*arguments, *self.last)
+            run = self.compiled[self.grid] if is_hooked() else self.run
+            run(*arguments, *self.last)
             return
         compiled = self.kernel[self.grid](*arguments, *self.numbers, **self.constants)
         if isinstance(self.kernel, JITFunction):  # not where kernels are interpreted
-            self.compiled, self.run = compiled, runner(compiled, self.grid, compiled.run)
+            self.compiled, self.run = compiled, unhooked(compiled, self.grid, compiled.run)
 
 
 def is_hooked() -> bool:
     """Returns whether someone, a profiler say, wants to be told of launches."""
-    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-    return any(getattr(hook, "calls", hook) for hook in hooks)  # a chain of hooks, which may be empty, or a hook
+    on_entry, on_exit = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    # A chain of hooks, which may be empty, or a hook.
+    return bool(getattr(on_entry, "calls", on_entry) or getattr(on_exit, "calls", on_exit))
 
 
-def runner(compiled, grid: tuple[int, ...], launch: Callable[..., None]) -> Callable[..., None]:
-    """Returns what launches a compiled kernel like `compiled[grid]`, but gathers nothing for hooks that are not set.
+def unhooked(compiled, grid: tuple[int, ...], launch: Callable[..., None]) -> Callable[..., None]:
+    """Returns what launches a compiled kernel like `compiled[grid]`, but gathers nothing for hooks and calls none.
 
     `launch` is `compiled.run`, or the same for arguments in another form.
     """
-    with_hooks, function, metadata = compiled[grid], compiled.function, compiled.packed_metadata
+    function, metadata = compiled.function, compiled.packed_metadata
     device, stream = driver.active.get_current_device, driver.active.get_current_stream
-
-    def run(*arguments) -> None:
-        if is_hooked():
-            with_hooks(*arguments)
-        else:
-            launch(*grid, stream(device()), function, metadata, None, None, None, *arguments)
-
-    return run
+    return lambda *arguments: launch(*grid, stream(device()), function, metadata, None, None, None, *arguments)

@@ -82,9 +82,14 @@ class Chapter:
         by_slug = {"cpu": "cpu", "mps": "mps"}.get(self.device.split("-")[0], "cuda")
         return self.environment.get("device", {}).get("kind", by_slug)
 
-    def all_records(self, *, every_session: bool = False) -> list[Record]:
-        """Returns the shown record of each measurement, or all, read again only where the file has changed."""
-        return self._loaded().every if every_session else self._loaded().shown
+    def all_records(self) -> list[Record]:
+        """Returns the shown record of each measurement, read again only where the file has changed."""
+        return self._loaded().shown
+
+    def sessions(self, *without: str) -> list[list[Record]]:
+        """Returns each measurement's records, one of every session that has it, but for those of these sections."""
+        found = (list(of_sessions.values()) for of_sessions in self._loaded().by_session.values())
+        return [records for records in found if records[0].section not in without]
 
     def _loaded(self) -> "_Loaded":
         path = self.folder / "records" / f"{self.notebook}.jsonl"

@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 
 from labkit import notebooks
-from labkit.records import Record, by_session, to_frame
+from labkit.records import SESSION_SECTIONS, Record, to_frame
 from labkit.report import tables
 from labkit.report.chapter import Chapter, commits_of, dates_of
 from labkit.report.findings import anchor, disturbed_note, listing
 
 MAX_FINDINGS = 10
-OF_A_SESSION = ("host", "ceilings")  # sections of what every session measures again
 
 TIMES = """> **What a time means here.** *Device time*: the kernels alone, replayed from a CUDA graph or summed from a \
 profile. *Call time*: what your program waits for, including the host that launches the kernels; where that sets it, \
@@ -83,16 +82,16 @@ def table_chapters(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
     """Returns for each chapter its title with a link, its records, how many several sessions timed, dates, commits."""
     rows, device = [], next(iter(chapters.values())).device
     for name, chapter in chapters.items():
-        records, every = chapter.all_records(), chapter.all_records(every_session=True)
+        records = chapter.all_records()
         title = notebooks.title(name)
         counts = pd.Series([record.status for record in records]).value_counts().sort_index()
-        timed = by_session(one for one in every if one.timer and one.section not in OF_A_SESSION)
+        timed = [sum(bool(one.timer) for one in found) for found in chapter.sessions(*SESSION_SECTIONS)]
         rows.append(
             {
                 "chapter": f"[{title}](#{anchor(title)})"
                 + (f", {chapter.device_name}" if chapter.device != device else ""),
                 "records": ", ".join(f"{count:,} {status}" for status, count in counts.items()),
-                "timed in several sessions": f"{sum(len(found) > 1 for found in timed.values()):,} of {len(timed):,}",
+                "timed in several sessions": f"{sum(n > 1 for n in timed):,} of {sum(n > 0 for n in timed):,}",
                 "measured": dates_of(records) or "–",
                 "commit": commits_of(records) + (" +changes" if any(r.source.get("dirty") for r in records) else ""),
             }

@@ -4,12 +4,11 @@ from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
-from labkit.records import Record, by_session, to_frame
+from labkit.records import HOST_SECTION, Record, by_session, to_frame
 from labkit.report import verdicts
 from labkit.report.findings import number, percent
 from labkit.report.tables import ok_rows, select
 
-HOST_SECTION = "host"
 TIMES = ("median_ms", "step_kernel_ms", *verdicts.KIND_OF_VALUE)
 
 INSIDE = "inside the interval"

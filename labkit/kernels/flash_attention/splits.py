@@ -11,14 +11,12 @@ The shares are added in a fixed order, so that results are equal bit for bit bet
 Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from labkit.kernels.launch import REMEMBERED, Launch
+from labkit.kernels.launch import Launch
 
 # A share is of so many tiles at least, by bytes of an element, and there are so many at most.
 TILES_OF_A_SPLIT = {2: 2, 4: 1}
@@ -39,7 +37,6 @@ MANY_PROGRAMS = 1024
 SPLITS_AT_ONCE = 4
 
 
-@functools.lru_cache(maxsize=REMEMBERED)
 def num_splits_of(
     num_walks: int, num_tiles: int, programs: int, causal: bool, *, part_kib: float, itemsize: int = 2
 ) -> int:

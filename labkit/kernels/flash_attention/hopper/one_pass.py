@@ -40,7 +40,6 @@ read the same tiles from the cache while they are there. When causal, the longes
 Sources: Dao 2023, "FlashAttention-2"; Shah et al. 2024, "FlashAttention-3".
 """
 
-import functools
 import math
 from collections.abc import Callable
 
@@ -74,7 +73,7 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     tiles_of,
 )
 from labkit.kernels.flash_attention.shapes import Layout
-from labkit.kernels.launch import REMEMBERED, Launch, num_multiprocessors
+from labkit.kernels.launch import Launch, num_multiprocessors
 
 # Releases of Triton before 3.8 have these operations under other names.
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
@@ -585,7 +584,6 @@ def _tiles_each(num_heads_total: int, num_queries: int, num_keys: int, head_dim:
     return walks * -(-num_queries // SINGLE[head_dim]["BLOCK_Q"]) / (2 if causal else 1)
 
 
-@functools.lru_cache(maxsize=REMEMBERED)
 def interleave(
     num_heads_total: int, num_queries: int, num_keys: int, head_dim: int, causal: bool, programs: int
 ) -> int:
@@ -598,7 +596,6 @@ def interleave(
     return -(-num_heads_total // -(-num_heads_total // most))
 
 
-@functools.lru_cache(maxsize=REMEMBERED)
 def ordering_pays(
     num_heads_total: int, num_queries: int, num_keys: int, head_dim: int, causal: bool, programs: int
 ) -> bool:

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from labkit.kernels.flash_attention.shapes import Layout
-from labkit.kernels.launch import Launch, is_hooked, runner
+from labkit.kernels.launch import Launch, is_hooked, unhooked
 
 ROWS = 64  # of a consumer warpgroup: those of one wgmma
 
@@ -131,9 +131,8 @@ def rows_of(num_elements: int, num_rows: int) -> TensorDescriptor:
 class TileLaunch:
     """The launch of a kernel whose first parameters are tiles: it is called with the tensors, then with what follows.
 
-    Triton describes tiles to the device by tensor maps, which it encodes anew in every call: more than 20 of them take
-    the host longer than all else. With the layout fixed a map depends on the address alone, so those of the addresses
-    seen are kept.
+    Triton describes tiles to the device by tensor maps, up to 14 of them, and encodes each anew in every call. With the
+    layout fixed a map depends on the address alone, so those of the addresses seen are kept.
     """
 
     def __init__(self, kernel, grid: tuple[int, ...], tiles: list, numbers: tuple, constants: dict, consumers: int):
@@ -191,7 +190,7 @@ def _mapped(launch: Launch) -> tuple[Callable[..., None], Callable[[int, TensorD
         return launch.run, None
     plain = copy.copy(run)
     plain.launch = launcher
-    return runner(launch.compiled, launch.grid, plain), lambda number, tiles: encode(tiles, facts[number], *unused)
+    return unhooked(launch.compiled, launch.grid, plain), lambda number, tiles: encode(tiles, facts[number], *unused)
 
 
 @gluon.jit
