@@ -92,7 +92,7 @@ def invented(case: Case, phase: str) -> dict:
         return {"status": "oom", "reason": "OutOfMemoryError: CUDA out of memory"}
     if impl == "fa3" and p["d_head"] == 72:
         return {"status": "skipped", "reason": "FlashAttention-3 is not installed"}
-    if impl == "sdpa_efficient" and p["d_head"] == 80 and p["length"] == 1024 and name == "backward":
+    if impl == "sdpa_efficient" and p["d_head"] == 16 and p["length"] == 1024 and name == "backward":
         return {"status": "error", "reason": "AssertionError: wrong: the error of dq is 7.5 times what is allowed"}
     products = {"products": "tf32x3" if p["length"] < 4096 else "bf16x6"} if impl == "triton" else {}
     return {**contest(p, impl, name), "observed": products}
@@ -124,23 +124,23 @@ def test_the_full_grid_is_every_length_head_dimension_and_precision():
     in_turn = [case for case in speed if case.parameters["timed"] == "in turn"]
     shapes = [(p["precision"], p["d_head"], p["length"]) for p in (case.parameters for case in in_turn)]
     lengths = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
-    few = {d: (1024, 4096, 16384) for d in (72, 80)}
-    wanted = [(d, length) for d in (16, 32, 64, 72, 80, 128) for length in few.get(d, lengths)]
+    few = {72: (1024, 4096, 16384)}
+    wanted = [(d, length) for d in (16, 32, 64, 72, 128) for length in few.get(d, lengths)]
     expected = [(p, *shape) for p in ("bf16", "fp32") for shape in wanted]
     by_shape = [*((64, length) for length in (1024, 4096, 16384, 65536)), (128, 4096), (128, 16384)]
     assert shapes == expected + [("tf32", *shape) for shape in by_shape]
     assert {(p["batch"], p["heads"], p["causal"]) for p in (case.parameters for case in speed)} == {(1, 1, True)}
     measured = Counter(phase.split(" ")[0] for case in speed for phase in case.phases)
     assert set(measured) == {
-        "gluon", "triton", "triton_ieee", "triton_tf32", "eager", "compiled", "sdpa", "sdpa_math", "sdpa_flash",
+        "gluon", "triton", "triton_ieee", "triton_tf32", "eager", "compiled", "sdpa_math", "sdpa_flash",
         "sdpa_efficient", "sdpa_cudnn", "flex", "fa3",
     }  # fmt: skip
-    assert measured["triton"] == 3 * 2 * 46 and measured["eager"] == 3 * (2 * 46 + len(by_shape))
+    assert measured["triton"] == 3 * 2 * 43 and measured["eager"] == 3 * (2 * 43 + len(by_shape))
     assert measured["triton_tf32"] == 3 * len(by_shape) and measured["triton_ieee"] == 3 * (3 + 1)
     # What compiles for a shape has few: FlexAttention fewer in fp32, the formula one of each smaller head dimension.
     assert measured["flex"] == 3 * (len(by_shape) + 3 + 1)
     assert measured["compiled"] == 3 * (2 * (len(by_shape) + 2) + 5)
-    assert measured["gluon"] == measured["fa3"] == 3 * 46, "16-bit only"
+    assert measured["gluon"] == measured["fa3"] == 3 * 43, "16-bit only"
 
 
 def test_what_materialises_the_scores_is_timed_alone_and_the_rest_in_turn():
@@ -429,7 +429,7 @@ def test_the_smoke_profile_runs_through(tmp_path):
     assert {record.section for record in records} == sections
     assert {record.status for record in records} == {"ok", "skipped"}
     timed = {record.phase.split(" ")[0] for record in records if record.section == "speed" and record.status == "ok"}
-    assert timed == {"tiled", "eager", "compiled", "sdpa", "sdpa_math", "sdpa_flash"}
+    assert timed == {"tiled", "eager", "compiled", "sdpa_math", "sdpa_flash"}
     skipped = {record.phase.split(" ")[0]: record.reason for record in records if record.status == "skipped"}
     assert all(skipped[impl] for impl in ("triton", "gluon", "fa3", "flex", "sdpa_cudnn", "sdpa_efficient"))
     for name in ("06_online_softmax.svg", "06_lengths.svg", "06_rivals.svg"):

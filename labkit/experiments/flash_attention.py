@@ -114,8 +114,7 @@ def _is_measured(grid: Grid, impl: str, precision: str, length: int, d_head: int
     for key in (f"{precision} {impl}", impl, precision):
         if key in grid.by_shape:
             return length in grid.by_shape[key].get(d_head, ())
-    is_wanted = length in grid.by_shape.get("any", {}).get(d_head, grid.lengths)
-    return is_wanted and (impl != "sdpa" or length in grid.short_lengths)
+    return length in grid.by_shape.get("any", {}).get(d_head, grid.lengths)
 
 
 class AttentionContest(Contest):

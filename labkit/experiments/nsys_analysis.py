@@ -52,7 +52,7 @@ KERNEL_KINDS = ("kernel", "operator")
 WORTH_TIMING = 0.05
 """Idle share under the profiler from which a step is timed without it: below, it idles even less without."""
 
-KEPT_KERNELS = 12
+KEPT_KERNELS = 10
 """Kernels that a record keeps of each phase: those with most time, and as many of those that are no matmul."""
 
 CAPTURE_MARGIN_S = 20.0
