@@ -629,15 +629,30 @@ def test_tensor_maps_are_encoded_once_for_an_address(cuda_launcher, monkeypatch,
     assert len(encoded) == (2 + 2 + 1 + 2 if knows else 10)
 
 
+@pytest.mark.parametrize("impl", ["triton", "tiled"])
+@runs_interpreted
+def test_tensors_may_come_back_from_hooks_with_another_layout(impl):
+    """As `torch.autograd.graph.save_on_cpu` returns them: dense, whatever they were."""
+    options = {"generator": torch.Generator().manual_seed(0)}
+    q, k, v = (torch.randn((1, 48, 2, 16), **options).transpose(1, 2).requires_grad_() for _ in range(3))
+    results = []
+    for hook in (lambda x: x, Tensor.contiguous):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, hook):
+            out = flash_attention(q, k, v, causal=True, impl=impl)
+        results.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
+    assert not q.is_contiguous()
+    for kept, moved in zip(*results, strict=True):
+        torch.testing.assert_close(moved, kept)
+
+
 @pytest.fixture
 def fresh_plans():
     """Launches are planned anew, and those that the test has planned are forgotten."""
-    plans = (launches._plan_forward, launches._plan_backward)
-    for plan in plans:
-        plan.cache_clear()
+    for forget in (launches._plan_of.cache_clear, op._planned.clear):
+        forget()
     yield
-    for plan in plans:
-        plan.cache_clear()
+    for forget in (launches._plan_of.cache_clear, op._planned.clear):
+        forget()
 
 
 ONE, TWO, TRITON = choice.GLUON_BACKWARDS
@@ -696,10 +711,10 @@ def test_the_kernels_that_are_named_are_launched(kernels, expected):
 
     q, k, v, grad_out = draw(Case((1, 2, 2, 8, 8, 64), dtype="float16"), "cpu")
     lse = q.new_zeros((1, 2, 8), dtype=torch.float32)
-    launches._plan_backward.cache_clear()
+    launches._plan_of.cache_clear()
     with mock.patch.object(launches, "hopper_kernels", launcher):
         fa.flash_attention_backward(grad_out, q, k, v, q, lse, scale=1.0, impl="gluon", kernels=kernels)
-    launches._plan_backward.cache_clear()
+    launches._plan_of.cache_clear()
     assert called == expected
 
 
@@ -891,14 +906,14 @@ def test_few_programs_are_launched_at_once(case):
         whole(launch, *arguments)
 
     for most in (choice.INTERPRETED_PROGRAMS, 0):
-        launches._plan_backward.cache_clear()
+        launches._plan_of.cache_clear()
         launched.append([])
         with (
             mock.patch.object(choice, "INTERPRETED_PROGRAMS", most),
             mock.patch.object(launches.Launch, "__call__", noted),
         ):
             results.append(ours(case, "triton", tensors))
-    launches._plan_backward.cache_clear()
+    launches._plan_of.cache_clear()
     apart = [triton_kernels.flash_attention_bwd_dkdv_kernel, triton_kernels.flash_attention_bwd_dq_kernel]
     assert launched[0][-1:] == [triton_kernels.flash_attention_bwd_kernel] and launched[1][-2:] == apart
     assert all(torch.equal(results[0][name], results[1][name]) for name in ("dq", "dk", "dv"))

@@ -236,7 +236,6 @@ class _ForwardPlan(NamedTuple):
     run: Callable[..., None]
 
 
-@functools.lru_cache(maxsize=REMEMBERED)
 def _plan_forward(q: Layout, k: Layout, v: Layout, call: Call) -> _ForwardPlan:
     packed, precision = call.packing is not None, call.precision
     out = q.dense()
@@ -281,29 +280,6 @@ def _plan_forward(q: Layout, k: Layout, v: Layout, call: Call) -> _ForwardPlan:
             combine(*parts, *results)
 
     return _ForwardPlan(out, lse_shape, run)
-
-
-def flash_attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, left: int = -1, right: int = -1,
-    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None, precision: str = "auto", impl: str = "triton",
-    config: AttentionConfig | None = None, num_splits: int | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Launches the forward kernel; returns the output, shaped as q, and the log-sum-exp in fp32, natural units.
-
-    The log-sum-exp is (batch[, heads], n_queries), or (heads, total) for a packed batch. `left` and `right` are how
-    many keys a query sees before and after its own on the diagonal, −1 without limit; `impl` is "triton" or "gluon";
-    `config` overrides the tiles of "triton", `num_splits` among how many programs it shares the keys of a tile.
-    """
-    packing = packing_of(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    precision = resolve_precision(q, precision, packed=packing is not None)
-    call = Call(q.device, packing, scale, left, right, precision, impl, config, num_splits)
-    plan = _plan_forward(layout_of(q), layout_of(k), layout_of(v), call)
-    out = _empty(plan.out, q)
-    lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
-    with _on_device_of(q):
-        plan.run((q, k, v), (out, lse), (cu_seqlens_q, cu_seqlens_k))
-    return out, lse
 
 
 def _statistics_shape(q: Layout, problem: Problem) -> tuple[int, int, int]:
@@ -451,10 +427,9 @@ def _gradients(given: _Gradients, slices: _Slices | None) -> Callable[..., None]
     return run
 
 
-@functools.lru_cache(maxsize=REMEMBERED)
 def _plan_backward(
     q: Layout, k: Layout, v: Layout, grad_out: Layout, out: Layout, lse: Layout, grads: tuple[Layout, ...] | None,
-    call: Call, kernels: str | None,
+    kernels: str | None, call: Call,
 ) -> _BackwardPlan:  # fmt: skip
     packed, precision, problem = call.packing is not None, call.precision, call.problem(q, k)
     grads = grads or tuple(x.dense() for x in (q, k, v))
@@ -479,6 +454,84 @@ def _plan_backward(
     return _BackwardPlan(copies_grad_out, grads, (2, num_sets, num_heads, num_rows), delta, run)
 
 
+class Plan:
+    """Attention of tensors of these layouts: what is launched forward and, for each layout of a gradient, backward."""
+
+    def __init__(self, q: Layout, k: Layout, v: Layout, call: Call):
+        self.layouts, self.call, self.backwards = (q, k, v), call, {}
+
+    @functools.cached_property
+    def launches(self) -> _ForwardPlan:
+        return _plan_forward(*self.layouts, self.call)
+
+    def of(self, q: Tensor, k: Tensor, v: Tensor) -> "Plan":
+        """Returns this plan or, of tensors that came back from a hook with other layouts, theirs."""
+        layouts = (layout_of(q), layout_of(k), layout_of(v))
+        return self if layouts == self.layouts else _plan_of(*layouts, self.call)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns the output and the log-sum-exp; `cu_seqlens` are those of the queries and of the keys."""
+        layout, lse_shape, run = self.launches
+        out = _empty(layout, q)
+        lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+        with _on_device_of(q):
+            run((q, k, v), (out, lse), cu_seqlens)
+        return out, lse
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        *cu_seqlens: Tensor | None, kernels: str | None = None, grads: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Returns the gradients of q, k and v; `kernels` and `grads` as `flash_attention_backward` takes them."""
+        room = None if grads is None else tuple(map(layout_of, grads))
+        given = (layout_of(grad_out), layout_of(out), layout_of(lse), room, kernels)
+        plan = self.backwards.get(given)
+        if plan is None:
+            plan = self.backwards[given] = _plan_backward(*self.layouts, *given, self.call)
+        if plan.copies_grad_out:
+            # o.sum().backward() passes strides of zero: one copy costs less than loads of single elements.
+            options = {"kernels": kernels, "grads": grads}
+            return self.backward(grad_out.contiguous(), q, k, v, out, lse, *cu_seqlens, **options)
+        grads = grads or tuple(_empty(layout, x) for layout, x in zip(plan.grads, (q, k, v), strict=True))
+        delta, lse_log2 = torch.empty(plan.statistics, dtype=torch.float32, device=q.device).unbind()
+        with _on_device_of(q):
+            plan.delta(out, grad_out, lse, delta, lse_log2, cu_seqlens[0])
+            plan.run((q, k, v, grad_out), (lse_log2, delta, *grads), cu_seqlens)
+        return grads
+
+
+_plan_of = functools.lru_cache(maxsize=REMEMBERED)(Plan)
+
+
+def plan_of(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None, max_seqlen_k: int | None, scale: float, left: int, right: int, precision: str, impl: str,
+    config: AttentionConfig | None = None, num_splits: int | None = None,
+) -> Plan:  # fmt: skip
+    """Returns the plan of these tensors and options, as `flash_attention_forward` takes them."""
+    packing = packing_of(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    precision = resolve_precision(q, precision, packed=packing is not None)
+    call = Call(q.device, packing, scale, left, right, precision, impl, config, num_splits)
+    return _plan_of(layout_of(q), layout_of(k), layout_of(v), call)
+
+
+def flash_attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, left: int = -1, right: int = -1,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, precision: str = "auto", impl: str = "triton",
+    config: AttentionConfig | None = None, num_splits: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Launches the forward kernel; returns the output, shaped as q, and the log-sum-exp in fp32, natural units.
+
+    The log-sum-exp is (batch[, heads], n_queries), or (heads, total) for a packed batch. `left` and `right` are how
+    many keys a query sees before and after its own on the diagonal, −1 without limit; `impl` is "triton" or "gluon";
+    `config` overrides the tiles of "triton", `num_splits` among how many programs it shares the keys of a tile.
+    """
+    packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    plan = plan_of(q, k, v, *packed, scale, left, right, precision, impl, config, num_splits)
+    return plan.forward(q, k, v, *packed[:2])
+
+
 def flash_attention_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, left: int = -1,
     right: int = -1, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
@@ -494,19 +547,6 @@ def flash_attention_backward(
     """
     if kernels is not None and kernels not in GLUON_BACKWARDS:
         raise ValueError(f"kernels must be None or one of {listed(map(repr, GLUON_BACKWARDS))}; got {kernels!r}")
-    packing = packing_of(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    precision = resolve_precision(q, precision, packed=packing is not None)
-    call = Call(q.device, packing, scale, left, right, precision, impl, config, num_splits)
-    room = None if grads is None else tuple(map(layout_of, grads))
-    q_k_v, others = tuple(map(layout_of, (q, k, v))), (layout_of(out), layout_of(lse), room, call, kernels)
-    plan = _plan_backward(*q_k_v, layout_of(grad_out), *others)
-    if plan.copies_grad_out:
-        # o.sum().backward() passes strides of zero: one copy costs less than loads of single elements.
-        grad_out = grad_out.contiguous()
-        plan = _plan_backward(*q_k_v, layout_of(grad_out), *others)
-    grads = grads or tuple(_empty(layout, x) for layout, x in zip(plan.grads, (q, k, v), strict=True))
-    delta, lse_log2 = torch.empty(plan.statistics, dtype=torch.float32, device=q.device).unbind()
-    with _on_device_of(q):
-        plan.delta(out, grad_out, lse, delta, lse_log2, cu_seqlens_q)
-        plan.run((q, k, v, grad_out), (lse_log2, delta, *grads), (cu_seqlens_q, cu_seqlens_k))
-    return grads
+    packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    plan = plan_of(q, k, v, *packed, scale, left, right, precision, impl, config, num_splits)
+    return plan.backward(grad_out, q, k, v, out, lse, *packed[:2], kernels=kernels, grads=grads)

@@ -35,10 +35,12 @@ from labkit.kernels.flash_attention.choice import (
     resolve_precision,
 )
 from labkit.kernels.flash_attention.launches import (
+    Plan,
     empty_like_layout,
     empty_outputs,
     flash_attention_backward,
     flash_attention_forward,
+    plan_of,
 )
 from labkit.kernels.flash_attention.shapes import packing_of
 from labkit.kernels.flash_attention.tiled import tiled_attention_backward, tiled_attention_forward
@@ -126,24 +128,30 @@ def _resolve(
     return _check_scale(scale, q.shape[-1]), left, right, precision, impl
 
 
-_resolved = {}
+_planned = {}
 
 
-def _resolve_once(q: Tensor, k: Tensor, v: Tensor, asked: tuple) -> tuple[float, int, int, str, str, bool]:
-    """`_resolve` without packing and window, remembered: it takes the host longer than a launch."""
+def _plan(q: Tensor, k: Tensor, v: Tensor, asked: tuple) -> tuple[tuple, Plan | None]:
+    """Returns the operators' options of tensors that are not packed, and the plan of them, None of "tiled"."""
+    options = (None, None, *_resolve(q, k, v, False, *asked))
+    return options, None if options[-1] == "tiled" else plan_of(q, k, v, None, None, *options)
+
+
+def _plan_once(q: Tensor, k: Tensor, v: Tensor, asked: tuple) -> tuple[tuple, Plan | None]:
+    """`_plan`, remembered: it takes the host longer than a launch."""
     try:
-        tensors = tuple((x.shape, x.dtype, x.device) for x in (q, k, v))
+        layouts = tuple((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in (q, k, v))
         # With types, since 1 and True are the same to a dictionary.
-        key = (tensors, asked, tuple(map(type, asked)))
-        options = _resolved.get(key)
+        key = (layouts, asked, tuple(map(type, asked)))
+        found = _planned.get(key)
     except (AttributeError, TypeError):
         # No tensors, or what has no hash: for the checks to say so.
-        return _resolve(q, k, v, False, *asked)
-    if options is None:
-        if len(_resolved) >= REMEMBERED:
-            _resolved.clear()
-        options = _resolved[key] = _resolve(q, k, v, False, *asked)
-    return options
+        return _plan(q, k, v, asked)
+    if found is None:
+        if len(_planned) >= REMEMBERED:
+            _planned.clear()
+        found = _planned[key] = _plan(q, k, v, asked)
+    return found
 
 
 def _check_window(window, causal: bool) -> tuple[int, int]:
@@ -283,7 +291,7 @@ _forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 class TransformedFlashAttention(torch.autograd.Function):
-    """The operators under torch.func, which takes functions whose context is set up apart, and no custom operator."""
+    """The operators for torch.func, which takes functions whose context is set up apart, and no custom operator."""
 
     forward = staticmethod(_forward)
     setup_context = staticmethod(_setup_context)
@@ -295,23 +303,23 @@ class TransformedFlashAttention(torch.autograd.Function):
 
 
 class EagerFlashAttention(torch.autograd.Function):
-    """The operators without the way through the dispatcher, which takes a custom operator longer than its launch.
+    """The launches of a plan, without the way through the dispatcher, which takes longer than they do.
 
-    A context that is set up apart would cost as much: its function is bound to its signature anew in every call. The
-    options are one argument, since every argument costs time of its own.
+    A context that is set up apart would cost as much: its function is bound to its signature anew in every call.
     """
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q, cu_seqlens_k, options: tuple) -> Tensor:
-        out, lse = _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, *options)
-        ctx.options = options
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q, cu_seqlens_k, plan: Plan) -> Tensor:
+        out, lse = plan.forward(q, k, v, cu_seqlens_q, cu_seqlens_k)
+        ctx.plan = plan
         ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out: Tensor):
-        return *_gradients(grad_out, *ctx.saved_tensors, *ctx.options), None, None, None
+        saved = ctx.saved_tensors
+        return *ctx.plan.of(*saved[:3]).backward(grad_out, *saved), None, None, None
 
 
 def flash_attention(
@@ -366,20 +374,21 @@ def flash_attention(
     if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(dtype) if isinstance(x, Tensor) and x.dtype in TRITON_DTYPES else x for x in (q, k, v))
-    asked = (causal, scale, window, precision, impl)
-    if packed or window is not None or torch.compiler.is_compiling():
-        options = _resolve(q, k, v, packed, *asked)
-    else:
-        options = _resolve_once(q, k, v, asked)
-    if packed or (max_seqlen_q, max_seqlen_k) != (None, None):
-        _check_packing(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    asked, lengths = (causal, scale, window, precision, impl), (max_seqlen_q, max_seqlen_k)
     tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k)
-    options = (max_seqlen_q, max_seqlen_k, *options)
     # Whatever looks at operators (a compiler, a mode, a subclass of tensors) is shown one.
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or type(q) not in (Tensor, Parameter):
-        return _forward_op(*tensors, *options)[0]
-    if torch._C._are_functorch_transforms_active():
+    is_seen = torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or type(q) not in (Tensor, Parameter)
+    is_transformed = torch._C._are_functorch_transforms_active()
+    if is_seen or is_transformed or packed or window is not None or lengths != (None, None):
+        options = (*lengths, *_resolve(q, k, v, packed, *asked))
+        _check_packing(q, cu_seqlens_q, cu_seqlens_k, *lengths)
+        if is_seen:
+            return _forward_op(*tensors, *options)[0]
+        plan = None if is_transformed or options[-1] == "tiled" else plan_of(*tensors, *options)
+    else:
+        options, plan = _plan_once(q, k, v, asked)
+    if plan is None:
         return TransformedFlashAttention.apply(*tensors, *options)[0]
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return EagerFlashAttention.apply(*tensors, options)
-    return _forward(*tensors, *options)[0]
+        return EagerFlashAttention.apply(*tensors, plan)
+    return plan.forward(*tensors)[0]
