@@ -137,7 +137,7 @@ def test_grids_cannot_be_changed_and_hold_tuples_integer_keys_and_shapes():
     grid = configs.FLASH_ATTENTION["full"]
     with pytest.raises(FrozenInstanceError):
         grid.lengths = ()
-    assert grid.by_shape["flex"][128] == (4096, 16384)
+    assert grid.by_shape["compiled"][128] == (4096, 16384)
     assert configs.LEADERBOARD in grid.rivalries and grid.tiles_shape == configs.LEADERBOARD
     assert configs.MEMORY["smoke"].block == configs.BlockShape(64, 256, 4, 128, 2)
     assert configs.MIXED_PRECISION["smoke"].task.size == "nano"

@@ -17,7 +17,7 @@ import pytest
 
 import labkit
 from labkit import notebooks
-from labkit.configs import COMPILE_MODES, FIGURES, PHASES, REFERENCE_DEVICE, REPOSITORY, SIZES
+from labkit.configs import FIGURES, PHASES, REFERENCE_DEVICE, REPOSITORY, SIZES
 from labkit.records import SESSION_SECTIONS, Record, RecordError, RecordStore, by_session, folder_of, newest
 from labkit.report import benchmarking as report
 from labkit.report import figures, findings, forms, front, render, tables, verdicts
@@ -469,13 +469,13 @@ def lab(colour: str, deficiency: str) -> np.ndarray:
 
 
 PRECISION_NAMES = {"fp32", "tf32", "bf16", "fp16", "fp16_unscaled", "bf16_pure"}
-TOGETHER = [PRECISION_NAMES, {*PHASES}, {*COMPILE_MODES}, {*SIZES}]
+TOGETHER = [PRECISION_NAMES, figures.STYLES.keys() & {*PHASES}, {*SIZES}]
 TOGETHER.append(figures.STYLES.keys() - set().union(*TOGETHER))
-"""Names that may stand in one figure: precisions, phases, compile modes, sizes, implementations."""
+"""Names that may stand in one figure: precisions, phases, sizes, implementations."""
 
 
 @pytest.mark.parametrize("deficiency", DEFICIENCIES)
-@pytest.mark.parametrize("names", TOGETHER, ids=["precisions", "phases", "modes", "sizes", "implementations"])
+@pytest.mark.parametrize("names", TOGETHER, ids=["precisions", "phases", "sizes", "implementations"])
 def test_styles_differ_for_every_eye(names, deficiency):
     for one, other in itertools.combinations(sorted(names), 2):
         a, b = figures.STYLES[one], figures.STYLES[other]

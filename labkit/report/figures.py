@@ -34,21 +34,14 @@ STYLES = {
     "fp16_unscaled": Style("#999999", "v", ":"),
     "bf16_pure": Style("#5d3a9b", "P", "--"),
     # phases
-    "inference": Style("#999999", "v", ":"),
     "forward": Style("#0072b2", "o"),
     "backward": Style("#d55e00", "s", "--"),
-    "forward_backward": Style("#5d3a9b", "D", "-."),
     "optimizer_step": Style("#e69f00", "^", ":"),
     "train_step": Style("#000000", "P"),
-    # ways to run a model
-    "none": Style("#0072b2", "o"),
-    "regional": Style("#d55e00", "s", "--"),
-    "whole": Style("#009e73", "D", ":"),
     # implementations of attention: ours in reds, solid; the rest dashed or dotted
     "eager": Style("#7f7f7f", ">"),  # a cross is what ran out of memory
     "compiled": Style("#8c6d31", "s", ":"),
     "compiled_heads": Style("#8c6d31", "D", "-."),
-    "sdpa": Style("#4d4d4d", "d", "--"),
     "sdpa_math": Style("#cc79a7", "v", ":"),
     "sdpa_flash": Style("#0072b2", "o", "--"),
     "sdpa_cudnn": Style("#009e73", "D", "--"),

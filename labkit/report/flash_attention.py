@@ -24,15 +24,15 @@ NAMES = {
     "triton": "Triton (ours)", "triton_tf32": "Triton, TF32 (ours)", "triton_ieee": "Triton, CUDA cores (ours)",
     "tiled": "tiled PyTorch (ours)", "fa3": "FlashAttention-3", "fa3_deterministic": "FlashAttention-3, deterministic",
     "sdpa_cudnn": "SDPA cuDNN", "sdpa_flash": "SDPA flash", "sdpa_efficient": "SDPA efficient",
-    "flex": "FlexAttention", "sdpa_math": "SDPA math", "compiled": "compiled", "eager": "eager",
+    "flex": "FlexAttention", "compiled": "compiled", "eager": "eager",
 }  # fmt: skip
 """Implementations in the order and under the names in which this chapter shows them."""
 
 OURS = ("gluon", "triton", "triton_tf32", "triton_ieee", "tiled")
 SAME_FORWARD = ("fa3_deterministic",)  # as another implementation's
 REFERENCES = ("fa3", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "eager")  # times are shown over the first measured
-# Of few shapes, or in the figure: the CSV file has the rest.
-CSV_ONLY = {"bf16": ("sdpa_math", "compiled", "eager"), "fp32": ("sdpa_math", "flex")}
+# Of few shapes, or in the figure: outside fp32 the CSV file alone has them.
+CSV_ONLY = ("compiled", "eager")
 SHAPE = ["batch", "heads", "length", "d_head", "causal"]
 PRECISIONS = ("bf16", "fp32", "tf32")
 
@@ -103,7 +103,7 @@ def figure_online_softmax(algorithm: pd.DataFrame) -> Figure | None:
 def table_errors(*contests: pd.DataFrame) -> pd.DataFrame:
     """Returns by implementation and precision the worst error over what is allowed, and of how many results."""
     rows, lines = pd.concat([results(frame) for frame in contests], ignore_index=True), {}
-    rows = rows[~rows["impl"].isin(["sdpa_math", *SAME_FORWARD])]
+    rows = rows[~rows["impl"].isin(SAME_FORWARD)]
     for (impl, precision), group in rows.groupby(["impl", "precision"]):
         passed, wrong = ok_rows(group), int(group["reason"].str.contains("wrong:").sum())
         if len(passed) + wrong:
@@ -167,7 +167,7 @@ def findings_weighted_sum(frame: pd.DataFrame) -> list[str]:
 def _with_ours(rows: pd.DataFrame) -> pd.DataFrame:
     """Returns the rows with what `auto` runs as "auto", without our other implementations."""
     rows = rows.assign(impl=rows["impl"].mask(rows.reindex(columns=["is_auto"])["is_auto"] == 1, "auto"))
-    return rows[~rows["impl"].isin([*OURS, "sdpa_math"])]
+    return rows[~rows["impl"].isin(OURS)]
 
 
 def figure_lengths(speed: pd.DataFrame) -> Figure | None:
@@ -189,7 +189,7 @@ def table_lengths(speed: pd.DataFrame) -> pd.DataFrame:
     rows, lines = select(compared(speed), name="forward_backward"), []
     for precision, impl in itertools.product(PRECISIONS, NAMES):
         group = select(rows, precision=precision, impl=impl)
-        if len(group) and impl not in CSV_ONLY.get(precision, ("compiled", "eager")):
+        if len(group) and (precision == "fp32" or impl not in CSV_ONLY):
             host, device, kind = group[group["host_bound"]], group[~group["host_bound"]], kinds_of_time([group])
             line = {"precision": precision, "against": NAMES[impl], "host-bound: call time": forms.tally(host, "call_")}
             line |= {f"host-bound: {kind}": forms.tally(host), f"device-bound: {kind}": forms.tally(device)}
