@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import re
+import types
 
 import pytest
 import torch
@@ -350,7 +351,8 @@ def test_a_tile_that_does_not_fit_is_skipped_and_a_wrong_one_is_an_error(monkeyp
         (failing, Skip, f"{error}: shared memory, Required: 1, limit: 0$"),
         (no_number, AssertionError, "wrong"),
     ):
-        monkeypatch.setattr(experiment.labkit_flash, "flash_attention_forward", forward)
+        plan = types.SimpleNamespace(forward=forward)
+        monkeypatch.setattr(experiment.labkit_flash, "plan_of", lambda *_, plan=plan, **__: plan)
         _, failed = measure(tile_case(16))
         assert isinstance(failed["forward"], kind) and re.match(reason, str(failed["forward"]))
 

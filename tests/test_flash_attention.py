@@ -174,9 +174,9 @@ def ours(case: Case, impl: str, tensors: tuple[Tensor, ...]) -> dict[str, Tensor
     else:
         with poisoned_outputs():
             options = {"precision": case.precision, "impl": impl, "num_splits": case.num_splits, **mask}
-            out, lse = fa.flash_attention_forward(q, k, v, **options)
-            options["kernels"] = case.kernels
-            grads = fa.flash_attention_backward(grad_out, q, k, v, out, lse, **options)
+            plan, cu_seqlens = fa.plan_of(q, k, v, **options), (mask.get("cu_seqlens_q"), mask.get("cu_seqlens_k"))
+            out, lse = plan.forward(q, k, v, *cu_seqlens)
+            grads = plan.backward(grad_out, q, k, v, out, lse, *cu_seqlens, kernels=case.kernels)
     for x, like in zip((out, *grads), (q, q, k, v), strict=True):
         assert x.dtype == like.dtype and x.shape == like.shape
     return {name: x.double() for name, x in zip(NAMES, (out, lse, *grads), strict=True)}
@@ -395,8 +395,9 @@ def test_offsets_beyond_two_to_the_31_give_the_same_bits(axis, where):
     mask = {"scale": 0.25, "left": -1, "right": 0}
     results = []
     for x in (view, dense):
-        out, lse = fa.flash_attention_forward(x, x, x, **mask)
-        results.append((out, lse, *fa.flash_attention_backward(x, x, x, x, out, lse, **mask)))
+        plan = fa.plan_of(x, x, x, **mask)
+        out, lse = plan.forward(x, x, x)
+        results.append((out, lse, *plan.backward(x, x, x, x, out, lse)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -713,7 +714,7 @@ def test_the_kernels_that_are_named_are_launched(kernels, expected):
     lse = q.new_zeros((1, 2, 8), dtype=torch.float32)
     launches._plan_of.cache_clear()
     with mock.patch.object(launches, "hopper_kernels", launcher):
-        fa.flash_attention_backward(grad_out, q, k, v, q, lse, scale=1.0, impl="gluon", kernels=kernels)
+        fa.plan_of(q, k, v, impl="gluon").backward(grad_out, q, k, v, q, lse, kernels=kernels)
     launches._plan_of.cache_clear()
     assert called == expected
 
@@ -1114,9 +1115,9 @@ BAD_VALUES = {
     "max_seqlen_q must be at least": lambda: call_packed(cu(0, 7, 10), max_seqlen_q=6),
     "on a CUDA device; got cpu": lambda: FlashAttention.apply(*[zeros(2, 6, 8)] * 3),
     "must be 1 to 256": lambda: FlashAttention.apply(*[zeros(2, 6, 300)] * 3),
-    f"kernels must be None or one of {str(choice.GLUON_BACKWARDS)[1:-1]}; got 'single'": lambda: (
-        fa.flash_attention_backward(*[zeros(*Q)] * 5, zeros(*Q[:3]), scale=1.0, impl="gluon", kernels="single")
-    ),
+    f"kernels must be None or one of {str(choice.GLUON_BACKWARDS)[1:-1]}; got 'single'": lambda: fa.plan_of(
+        *[zeros(*Q)] * 3, impl="gluon"
+    ).backward(*[zeros(*Q)] * 5, zeros(*Q[:3]), kernels="single"),
     "q must be (batch, n_queries, d)": lambda: TiledFlashAttention.apply(*[zeros(2, 6, 8)] * 2, zeros(2, 5, 8)),
 }
 
@@ -1289,11 +1290,12 @@ def test_a_thousand_forwards_and_250_backwards_are_bit_equal(case, impl):
     options = mask_of(case) | {"impl": resolve_impl(q, impl)}
     if case.shape[1] == 32 and case.shape[-1] in choice.SINGLE_PASS_HEAD_DIMS and options["impl"] == "gluon":
         assert fa.resolve_backward(q, k, "gluon", causal=case.causal) == "one pass"
-    out, lse = fa.flash_attention_forward(q, k, v, **options)
+    plan = fa.plan_of(q, k, v, **options)
+    out, lse = plan.forward(q, k, v)
     for _ in range(1000):
-        again = fa.flash_attention_forward(q, k, v, **options)
+        again = plan.forward(q, k, v)
         assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
-    grads = fa.flash_attention_backward(grad_out, q, k, v, out, lse, **options)
+    grads = plan.backward(grad_out, q, k, v, out, lse)
     for _ in range(250):
-        again = fa.flash_attention_backward(grad_out, q, k, v, out, lse, **options)
+        again = plan.backward(grad_out, q, k, v, out, lse)
         assert all(torch.equal(x, y) for x, y in zip(grads, again, strict=True))

@@ -158,7 +158,7 @@ def test_tuned_tiles_on_hopper_neither_spill_nor_serialise(head_dim, masked, opt
 )  # fmt: skip
 def test_the_joint_launch_neither_spills_nor_serialises(head_dim, dtype, masked, even):
     precision = "tf32x3" if dtype == "fp32" else "ieee"
-    dkdv, dq = choice.select_joint_config(head_dim, TYPES[dtype], 90, precision)
+    dkdv, dq = choice.JOINT_CONFIGS[choice._kind(TYPES[dtype], precision), choice.tile_width(head_dim)]
     flags = dense_flags(head_dim, dtype, masked, precision, even) | {
         "DKDV_BLOCK_Q": dkdv.block_q, "DKDV_BLOCK_K": dkdv.block_k, "DKDV_SPLIT": dkdv.split,
         "DQ_BLOCK_Q": dq.block_q, "DQ_BLOCK_K": dq.block_k, "DQ_SPLIT": dq.split and (masked or even),

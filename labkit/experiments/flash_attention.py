@@ -323,9 +323,9 @@ def _measure_tile(device: hardware.Device, case: Case, ceilings: dict[str, float
     q_BHSD, k_BHSD, v_BHSD = (x.detach() for x in problem.inputs)
     shipped = labkit_flash.resolve_tiles(q_BHSD, k_BHSD, causal=shape.causal)
     tile = TileConfig(*(p[name] for name in TILE_FIELDS))
-    options = {"scale": shape.d_head**-0.5, "right": 0 if shape.causal else -1}
-    options["config"] = dataclasses.replace(shipped, forward=tile)
-    run = functools.partial(labkit_flash.flash_attention_forward, q_BHSD, k_BHSD, v_BHSD, **options)
+    options = {"right": 0 if shape.causal else -1, "config": dataclasses.replace(shipped, forward=tile)}
+    plan = labkit_flash.plan_of(q_BHSD, k_BHSD, v_BHSD, **options)
+    run = functools.partial(plan.forward, q_BHSD, k_BHSD, v_BHSD)
     try:
         out, _ = run()
     except triton.errors.TritonError as error:

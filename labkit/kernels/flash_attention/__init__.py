@@ -11,11 +11,11 @@ from labkit.kernels.flash_attention.choice import (
     resolve_precision,
     resolve_tiles,
 )
-from labkit.kernels.flash_attention.launches import flash_attention_backward, flash_attention_forward
+from labkit.kernels.flash_attention.launches import plan_of
 from labkit.kernels.flash_attention.op import FlashAttention, flash_attention
 from labkit.kernels.flash_attention.triton import IS_INTERPRETED
 
 __all__ = [
-    "IS_INTERPRETED", "MAX_HEAD_DIM", "FlashAttention", "flash_attention", "flash_attention_backward",
-    "flash_attention_forward", "resolve_backward", "resolve_impl", "resolve_precision", "resolve_tiles",
+    "IS_INTERPRETED", "MAX_HEAD_DIM", "FlashAttention", "flash_attention", "plan_of", "resolve_backward",
+    "resolve_impl", "resolve_precision", "resolve_tiles",
 ]  # fmt: skip

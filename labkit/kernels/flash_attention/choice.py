@@ -267,15 +267,6 @@ def select_config(
     return of_few or CONFIGS["hopper", *key]
 
 
-def select_joint_config(
-    head_dim: int, dtype: torch.dtype, capability: int, precision: str = "ieee", aligned: bool = True
-) -> tuple[TileConfig, TileConfig] | None:
-    """Returns the shipped tiles of dK/dV and dQ in one launch, None where there are none; arguments as above."""
-    if capability != 90:
-        return None
-    return JOINT_CONFIGS.get((_kind(dtype, precision), tile_width(head_dim, aligned)))
-
-
 def listed(values) -> str:
     return ", ".join(str(value) for value in values)
 
@@ -448,8 +439,8 @@ def joint_tiles(
     if problem.packed or max(problem.max_queries, problem.max_keys) > longest:
         return None
     if device.type == "cuda":
-        aligned, capability = alignment_of(*layouts) > 1, _capability(device.index)
-        tiles = select_joint_config(problem.head_dim, dtype, capability, precision, aligned)
+        key = (_kind(dtype, precision), tile_width(problem.head_dim, alignment_of(*layouts) > 1))
+        tiles = JOINT_CONFIGS.get(key) if _is_hopper(device) else None
         most = JOINT_PROGRAMS * num_multiprocessors(device.index)
     else:
         tiles, most = (INTERPRETER_CONFIG.dkdv, INTERPRETER_CONFIG.dq), INTERPRETED_PROGRAMS

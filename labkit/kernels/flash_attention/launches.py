@@ -73,9 +73,6 @@ class Call(NamedTuple):
     config: AttentionConfig | None
     num_splits: int | None
 
-    def problem(self, q: Layout, k: Layout) -> Problem:
-        return problem_of(q, k, self.left, self.right, self.packing)
-
 
 def _empty(layout: Layout, like: Tensor) -> Tensor:
     """Returns room for the dense layout of a tensor, on its device; the tensor's own strides cost least."""
@@ -228,23 +225,19 @@ def _slices(tensors: tuple[Layout, ...], precision: str, packed: bool) -> _Slice
     return _Slices(launch, tuple(layouts), tuple(n * row for n in rows))
 
 
-class _ForwardPlan(NamedTuple):
-    """The room for the results of a forward, and what writes them: `run((q, k, v), (out, lse), cu_seqlens)`."""
+def _plan_forward(q: Layout, k: Layout, v: Layout, call: Call) -> tuple[Layout, tuple[int, ...], Callable[..., None]]:
+    """Returns the layout of the output, the shape of the log-sum-exp, and what writes both:
 
-    out: Layout
-    lse_shape: tuple[int, ...]
-    run: Callable[..., None]
-
-
-def _plan_forward(q: Layout, k: Layout, v: Layout, call: Call) -> _ForwardPlan:
+    `run((q, k, v), (out, lse), cu_seqlens)`.
+    """
     packed, precision = call.packing is not None, call.precision
     out = q.dense()
     if call.impl == "gluon":
         copies, loaded = _ready_for_tma(q, k, v)
         plan = hopper_kernels("forward").plan_forward
         launch = plan(*loaded, out.as_4d(packed), call.device.index, scale=call.scale, causal=call.right == 0)
-        return _ForwardPlan(out, q.shape[:-1], _on_copies(copies, launch))
-    problem = call.problem(q, k)
+        return out, q.shape[:-1], _on_copies(copies, launch)
+    problem = problem_of(q, k, call.left, call.right, call.packing)
     slices = _slices((q, k, v), precision, packed)
     loaded = slices.layouts if slices else tuple(x.as_4d(packed) for x in (q, k, v))
     layouts = (*loaded, out.as_4d(packed))
@@ -279,7 +272,7 @@ def _plan_forward(q: Layout, k: Layout, v: Layout, call: Call) -> _ForwardPlan:
             launch(*inputs, *parts, None, None)
             combine(*parts, *results)
 
-    return _ForwardPlan(out, lse_shape, run)
+    return out, lse_shape, run
 
 
 def _statistics_shape(q: Layout, problem: Problem) -> tuple[int, int, int]:
@@ -431,7 +424,13 @@ def _plan_backward(
     q: Layout, k: Layout, v: Layout, grad_out: Layout, out: Layout, lse: Layout, grads: tuple[Layout, ...] | None,
     kernels: str | None, call: Call,
 ) -> _BackwardPlan:  # fmt: skip
-    packed, precision, problem = call.packing is not None, call.precision, call.problem(q, k)
+    if kernels is not None and kernels not in GLUON_BACKWARDS:
+        raise ValueError(f"kernels must be None or one of {listed(map(repr, GLUON_BACKWARDS))}; got {kernels!r}")
+    packed, precision, problem = (
+        call.packing is not None,
+        call.precision,
+        problem_of(q, k, call.left, call.right, call.packing),
+    )
     grads = grads or tuple(x.dense() for x in (q, k, v))
     grads_4d = tuple(x.as_4d(packed) for x in grads)
     num_sets, num_heads, num_rows = _statistics_shape(q, problem)
@@ -458,31 +457,38 @@ class Plan:
     """Attention of tensors of these layouts: what is launched forward and, for each layout of a gradient, backward."""
 
     def __init__(self, q: Layout, k: Layout, v: Layout, call: Call):
-        self.layouts, self.call, self.backwards = (q, k, v), call, {}
-
-    @functools.cached_property
-    def launches(self) -> _ForwardPlan:
-        return _plan_forward(*self.layouts, self.call)
+        self.layouts, self.call, self.forwards, self.backwards = (q, k, v), call, None, {}
 
     def of(self, q: Tensor, k: Tensor, v: Tensor) -> "Plan":
         """Returns this plan or, of tensors that came back from a hook with other layouts, theirs."""
         layouts = (layout_of(q), layout_of(k), layout_of(v))
         return self if layouts == self.layouts else _plan_of(*layouts, self.call)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns the output and the log-sum-exp; `cu_seqlens` are those of the queries and of the keys."""
-        layout, lse_shape, run = self.launches
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the output, shaped as q, and the log-sum-exp in fp32, natural units.
+
+        The log-sum-exp is (batch[, heads], n_queries), or (heads, total) for a packed batch.
+        """
+        self.forwards = self.forwards or _plan_forward(*self.layouts, self.call)
+        layout, lse_shape, run = self.forwards
         out = _empty(layout, q)
         lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
         with _on_device_of(q):
-            run((q, k, v), (out, lse), cu_seqlens)
+            run((q, k, v), (out, lse), (cu_seqlens_q, cu_seqlens_k))
         return out, lse
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        *cu_seqlens: Tensor | None, kernels: str | None = None, grads: tuple[Tensor, Tensor, Tensor] | None = None,
+        cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, *, kernels: str | None = None,
+        grads: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Returns the gradients of q, k and v; `kernels` and `grads` as `flash_attention_backward` takes them."""
+        """Returns the gradients of q, k and v, shaped as they are.
+
+        `kernels` is one of GLUON_BACKWARDS in place of what `resolve_backward` finds for "gluon". `grads` is where the
+        gradients are written to, in place of room of their own.
+        """
         room = None if grads is None else tuple(map(layout_of, grads))
         given = (layout_of(grad_out), layout_of(out), layout_of(lse), room, kernels)
         plan = self.backwards.get(given)
@@ -490,13 +496,13 @@ class Plan:
             plan = self.backwards[given] = _plan_backward(*self.layouts, *given, self.call)
         if plan.copies_grad_out:
             # o.sum().backward() passes strides of zero: one copy costs less than loads of single elements.
-            options = {"kernels": kernels, "grads": grads}
-            return self.backward(grad_out.contiguous(), q, k, v, out, lse, *cu_seqlens, **options)
+            others = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+            return self.backward(grad_out.contiguous(), *others, kernels=kernels, grads=grads)
         grads = grads or tuple(_empty(layout, x) for layout, x in zip(plan.grads, (q, k, v), strict=True))
         delta, lse_log2 = torch.empty(plan.statistics, dtype=torch.float32, device=q.device).unbind()
         with _on_device_of(q):
-            plan.delta(out, grad_out, lse, delta, lse_log2, cu_seqlens[0])
-            plan.run((q, k, v, grad_out), (lse_log2, delta, *grads), cu_seqlens)
+            plan.delta(out, grad_out, lse, delta, lse_log2, cu_seqlens_q)
+            plan.run((q, k, v, grad_out), (lse_log2, delta, *grads), (cu_seqlens_q, cu_seqlens_k))
         return grads
 
 
@@ -504,49 +510,19 @@ _plan_of = functools.lru_cache(maxsize=REMEMBERED)(Plan)
 
 
 def plan_of(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | None, max_seqlen_k: int | None, scale: float, left: int, right: int, precision: str, impl: str,
-    config: AttentionConfig | None = None, num_splits: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, scale: float | None = None, left: int = -1,
+    right: int = -1, precision: str = "auto", impl: str = "triton", config: AttentionConfig | None = None,
+    num_splits: int | None = None,
 ) -> Plan:  # fmt: skip
-    """Returns the plan of these tensors and options, as `flash_attention_forward` takes them."""
+    """Returns what attention of these tensors launches, whose arguments other than these are not checked.
+
+    `scale` None is 1/√d. `left` and `right` are how many keys a query sees before and after its own on the diagonal, −1
+    without limit; `impl` is "triton" or "gluon"; `config` overrides the tiles of "triton", `num_splits` among how many
+    programs it shares the keys of a tile or, of dK and dV, the queries.
+    """
     packing = packing_of(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     precision = resolve_precision(q, precision, packed=packing is not None)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     call = Call(q.device, packing, scale, left, right, precision, impl, config, num_splits)
     return _plan_of(layout_of(q), layout_of(k), layout_of(v), call)
-
-
-def flash_attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, left: int = -1, right: int = -1,
-    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None, precision: str = "auto", impl: str = "triton",
-    config: AttentionConfig | None = None, num_splits: int | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Launches the forward kernel; returns the output, shaped as q, and the log-sum-exp in fp32, natural units.
-
-    The log-sum-exp is (batch[, heads], n_queries), or (heads, total) for a packed batch. `left` and `right` are how
-    many keys a query sees before and after its own on the diagonal, −1 without limit; `impl` is "triton" or "gluon";
-    `config` overrides the tiles of "triton", `num_splits` among how many programs it shares the keys of a tile.
-    """
-    packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    plan = plan_of(q, k, v, *packed, scale, left, right, precision, impl, config, num_splits)
-    return plan.forward(q, k, v, *packed[:2])
-
-
-def flash_attention_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, left: int = -1,
-    right: int = -1, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, precision: str = "auto", impl: str = "triton",
-    config: AttentionConfig | None = None, num_splits: int | None = None, kernels: str | None = None,
-    grads: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Launches the backward kernels; returns the gradients of q, k and v, shaped as they are.
-
-    `config` and `num_splits` as in `flash_attention_forward`; of dK and dV it is the queries that are shared. `kernels`
-    is one of GLUON_BACKWARDS in place of what `resolve_backward` finds for "gluon". `grads` is where the gradients are
-    written to, in place of room of their own.
-    """
-    if kernels is not None and kernels not in GLUON_BACKWARDS:
-        raise ValueError(f"kernels must be None or one of {listed(map(repr, GLUON_BACKWARDS))}; got {kernels!r}")
-    packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    plan = plan_of(q, k, v, *packed, scale, left, right, precision, impl, config, num_splits)
-    return plan.backward(grad_out, q, k, v, out, lse, *packed[:2], kernels=kernels, grads=grads)

@@ -38,8 +38,6 @@ from labkit.kernels.flash_attention.launches import (
     Plan,
     empty_like_layout,
     empty_outputs,
-    flash_attention_backward,
-    flash_attention_forward,
     plan_of,
 )
 from labkit.kernels.flash_attention.shapes import packing_of
@@ -133,8 +131,8 @@ _planned = {}
 
 def _plan(q: Tensor, k: Tensor, v: Tensor, asked: tuple) -> tuple[tuple, Plan | None]:
     """Returns the operators' options of tensors that are not packed, and the plan of them, None of "tiled"."""
-    options = (None, None, *_resolve(q, k, v, False, *asked))
-    return options, None if options[-1] == "tiled" else plan_of(q, k, v, None, None, *options)
+    options = (None, None, None, None, *_resolve(q, k, v, False, *asked))
+    return options, None if options[-1] == "tiled" else plan_of(q, k, v, *options)
 
 
 def _plan_once(q: Tensor, k: Tensor, v: Tensor, asked: tuple) -> tuple[tuple, Plan | None]:
@@ -179,6 +177,26 @@ def _check_scale(scale, head_dim: int) -> float:
     return float(scale)
 
 
+class EagerFlashAttention(torch.autograd.Function):
+    """The launches of a plan, without the way through the dispatcher, which takes longer than they do.
+
+    A context that is set up apart would cost as much: its function is bound to its signature anew in every call.
+    """
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *cu_seqlens: Tensor) -> Tensor:
+        out, lse = plan.forward(q, k, v, *cu_seqlens)
+        ctx.plan = plan
+        ctx.save_for_backward(q, k, v, out, lse, *cu_seqlens)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out: Tensor):
+        q, k, v, _, _, *cu_seqlens = saved = ctx.saved_tensors
+        return *ctx.plan.of(q, k, v).backward(grad_out, *saved), None, *(None for _ in cu_seqlens)
+
+
 class FlashAttention(torch.autograd.Function):
     """Attention by the Triton kernels, `apply(q, k, v, is_causal=False)`, scale 1/√D.
 
@@ -193,14 +211,9 @@ class FlashAttention(torch.autograd.Function):
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         _check_tensors(q, k, v, packed=False)
         resolve_impl(q, "triton")
-        ctx.mask = {"scale": 1 / math.sqrt(q.shape[-1]), "left": -1, "right": 0 if is_causal else -1}
-        out, lse = flash_attention_forward(q, k, v, **ctx.mask)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
+        return EagerFlashAttention.forward(ctx, q, k, v, plan_of(q, k, v, right=0 if is_causal else -1))
 
-    @staticmethod
-    def backward(ctx, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        return *flash_attention_backward(grad_out, *ctx.saved_tensors, **ctx.mask), None
+    backward = EagerFlashAttention.backward
 
 
 def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor):
@@ -219,17 +232,17 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
     max_seqlen_q: int | None, max_seqlen_k: int | None, scale: float, left: int, right: int, precision: str, impl: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    packing = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    packing |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    cu_seqlens, max_seqlens = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    if impl != "tiled":
+        plan = plan_of(q, k, v, *cu_seqlens, *max_seqlens, scale, left, right, precision, impl)
+        return plan.forward(q, k, v, *cu_seqlens)
     mask = {"scale": scale, "left": left, "right": right}
-    if impl in ("triton", "gluon"):
-        return flash_attention_forward(q, k, v, precision=precision, impl=impl, **mask, **packing)
     out, lse = empty_outputs(q, cu_seqlens_q is not None)
     if cu_seqlens_q is None:
         tiled_out, tiled_lse = tiled_attention_forward(q, k, v, **mask)
         return out.copy_(tiled_out), lse.copy_(tiled_lse)
-    packing_of(q, k, **packing)
-    for rows_q, rows_k in _sequences(cu_seqlens_q, cu_seqlens_k):
+    packing_of(q, k, *cu_seqlens, *max_seqlens)
+    for rows_q, rows_k in _sequences(*cu_seqlens):
         tiled_out, tiled_lse = tiled_attention_forward(_rows(q, rows_q), _rows(k, rows_k), _rows(v, rows_k), **mask)
         out[rows_q] = tiled_out[0].transpose(0, 1)
         lse[:, rows_q] = tiled_lse[0]
@@ -249,11 +262,11 @@ def _gradients(
     cu_seqlens_k: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None, scale: float, left: int,
     right: int, precision: str, impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if impl != "tiled":
+        packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        plan = plan_of(q, k, v, *packed, scale, left, right, precision, impl)
+        return plan.backward(grad_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
     mask = {"scale": scale, "left": left, "right": right}
-    if impl in ("triton", "gluon"):
-        packing = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-        packing |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "precision": precision, "impl": impl}
-        return flash_attention_backward(grad_out, q, k, v, out, lse, **mask, **packing)
     grads = tuple(empty_like_layout(x) for x in (q, k, v))
     if cu_seqlens_q is None:
         tiled_grads = tiled_attention_backward(grad_out, q, k, v, out, lse, **mask)
@@ -300,26 +313,6 @@ class TransformedFlashAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_out: Tensor, _grad_lse):
         return *_gradients(grad_out, *ctx.saved_tensors, *ctx.options), *(None,) * (2 + len(ctx.options))
-
-
-class EagerFlashAttention(torch.autograd.Function):
-    """The launches of a plan, without the way through the dispatcher, which takes longer than they do.
-
-    A context that is set up apart would cost as much: its function is bound to its signature anew in every call.
-    """
-
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q, cu_seqlens_k, plan: Plan) -> Tensor:
-        out, lse = plan.forward(q, k, v, cu_seqlens_q, cu_seqlens_k)
-        ctx.plan = plan
-        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_out: Tensor):
-        saved = ctx.saved_tensors
-        return *ctx.plan.of(*saved[:3]).backward(grad_out, *saved), None, None, None
 
 
 def flash_attention(
@@ -374,21 +367,21 @@ def flash_attention(
     if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(dtype) if isinstance(x, Tensor) and x.dtype in TRITON_DTYPES else x for x in (q, k, v))
-    asked, lengths = (causal, scale, window, precision, impl), (max_seqlen_q, max_seqlen_k)
-    tensors = (q, k, v, cu_seqlens_q, cu_seqlens_k)
+    asked, cu_seqlens = (causal, scale, window, precision, impl), (cu_seqlens_q, cu_seqlens_k) if packed else ()
     # Whatever looks at operators (a compiler, a mode, a subclass of tensors) is shown one.
     is_seen = torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or type(q) not in (Tensor, Parameter)
     is_transformed = torch._C._are_functorch_transforms_active()
+    lengths = (max_seqlen_q, max_seqlen_k)
     if is_seen or is_transformed or packed or window is not None or lengths != (None, None):
-        options = (*lengths, *_resolve(q, k, v, packed, *asked))
-        _check_packing(q, cu_seqlens_q, cu_seqlens_k, *lengths)
+        options = (cu_seqlens_q, cu_seqlens_k, *lengths, *_resolve(q, k, v, packed, *asked))
+        _check_packing(q, *options[:4])
         if is_seen:
-            return _forward_op(*tensors, *options)[0]
-        plan = None if is_transformed or options[-1] == "tiled" else plan_of(*tensors, *options)
+            return _forward_op(q, k, v, *options)[0]
+        plan = None if is_transformed or options[-1] == "tiled" else plan_of(q, k, v, *options)
     else:
         options, plan = _plan_once(q, k, v, asked)
     if plan is None:
-        return TransformedFlashAttention.apply(*tensors, *options)[0]
+        return TransformedFlashAttention.apply(q, k, v, *options)[0]
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return EagerFlashAttention.apply(*tensors, plan)
-    return plan.forward(*tensors)[0]
+        return EagerFlashAttention.apply(q, k, v, plan, *cu_seqlens)
+    return plan.forward(q, k, v, *cu_seqlens)[0]

@@ -6,13 +6,11 @@ Here the kernels write them beside one another. Sequences of one length are a ba
 Shape suffixes: M tokens of all sequences, H heads, D head dimension.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
 from labkit.kernels.flash_attention.choice import resolve_impl
-from labkit.kernels.flash_attention.launches import flash_attention_backward, flash_attention_forward
+from labkit.kernels.flash_attention.launches import plan_of
 from labkit.kernels.flash_attention.op import flash_attention
 from labkit.kernels.fused import operator, runs_kernel
 
@@ -37,11 +35,11 @@ def _packing(cu_seqlens: Tensor, longest: int | None) -> dict:
 
 @operator("flash_attention_qkv", opaque=True)
 def _forward(qkv: Tensor, cu_seqlens: Tensor, longest: int | None) -> tuple[Tensor, Tensor]:
-    scale, tensors = 1 / math.sqrt(qkv.shape[-1]), qkv.unbind(1)
+    tensors = qkv.unbind(1)
     if not _are_equal(qkv, cu_seqlens, longest):
-        return flash_attention_forward(*tensors, scale=scale, **_packing(cu_seqlens, longest))
+        return plan_of(*tensors, **_packing(cu_seqlens, longest)).forward(*tensors, cu_seqlens, cu_seqlens)
     q, k, v = (_as_batch(x, longest) for x in tensors)
-    out, lse = flash_attention_forward(q, k, v, scale=scale, impl=resolve_impl(q))
+    out, lse = plan_of(q, k, v, impl=resolve_impl(q)).forward(q, k, v)
     return _from_batch(out), lse
 
 
@@ -57,14 +55,14 @@ def _(qkv, cu_seqlens, longest):
 def _backward(
     grad_out: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, cu_seqlens: Tensor, longest: int | None
 ) -> Tensor:
-    grad_qkv, scale = torch.empty_like(qkv), 1 / math.sqrt(qkv.shape[-1])
-    tensors, grads = (grad_out, *qkv.unbind(1), out), grad_qkv.unbind(1)
+    grad_qkv, (q, k, v) = torch.empty_like(qkv), qkv.unbind(1)
+    grads = grad_qkv.unbind(1)
     if _are_equal(qkv, cu_seqlens, longest):
-        grad_out, q, k, v, out, *grads = (_as_batch(x, longest) for x in (*tensors, *grads))
-        options = {"scale": scale, "impl": resolve_impl(q), "grads": tuple(grads)}
-        flash_attention_backward(grad_out, q, k, v, out, lse, **options)
+        grad_out, q, k, v, out, *grads = (_as_batch(x, longest) for x in (grad_out, q, k, v, out, *grads))
+        plan_of(q, k, v, impl=resolve_impl(q)).backward(grad_out, q, k, v, out, lse, grads=tuple(grads))
     else:
-        flash_attention_backward(*tensors, lse, grads=grads, scale=scale, **_packing(cu_seqlens, longest))
+        plan = plan_of(q, k, v, **_packing(cu_seqlens, longest))
+        plan.backward(grad_out, q, k, v, out, lse, cu_seqlens, cu_seqlens, grads=grads)
     return grad_qkv
 
 
