@@ -370,7 +370,7 @@ def flash_attention(
     asked, cu_seqlens = (causal, scale, window, precision, impl), (cu_seqlens_q, cu_seqlens_k) if packed else ()
     # Whatever looks at operators (a compiler, a mode, a subclass of tensors) is shown one.
     is_seen = torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or type(q) not in (Tensor, Parameter)
-    is_transformed = torch._C._are_functorch_transforms_active()
+    is_transformed = not is_seen and torch._C._are_functorch_transforms_active()
     lengths = (max_seqlen_q, max_seqlen_k)
     if is_seen or is_transformed or packed or window is not None or lengths != (None, None):
         options = (cu_seqlens_q, cu_seqlens_k, *lengths, *_resolve(q, k, v, packed, *asked))
