@@ -656,6 +656,34 @@ def fresh_plans():
         forget()
 
 
+def off_boundary(x: Tensor) -> Tensor:
+    """Returns a dense copy that starts two or four bytes past a 16-byte boundary."""
+    return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@runs_interpreted
+def test_a_gradient_may_start_off_a_boundary(dtype):
+    q, k, v, grad_out = draw(Case((1, 2, 2, 48, 48, 16), dtype=dtype), "cpu")
+    q.requires_grad_()
+    out = flash_attention(q, k, v, impl="triton")
+    on, off = (torch.autograd.grad(out, q, x, retain_graph=True)[0] for x in (grad_out, off_boundary(grad_out)))
+    assert torch.equal(on, off)
+
+
+def test_what_tma_reads_starts_on_a_boundary(fresh_plans):
+    """A dense tensor that does not is copied, though `contiguous` would return it as it is."""
+    read = []
+
+    def launcher(part):
+        return types.SimpleNamespace(plan_forward=lambda *_, **__: lambda *tensors: read.extend(tensors[:3]))
+
+    q, k, v, _ = draw(Case((1, 2, 2, 8, 8, 64), dtype="float16"), "cpu")
+    with mock.patch.object(launches, "hopper_kernels", launcher):
+        fa.plan_of(off_boundary(q), k, v, impl="gluon").forward(off_boundary(q), k, v)
+    assert torch.equal(read[0], q) and [x.data_ptr() % 16 for x in read] == [0, 0, 0] and read[1] is k
+
+
 ONE, TWO, TRITON = choice.GLUON_BACKWARDS
 
 

@@ -93,6 +93,11 @@ def empty_outputs(q: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
     return empty_like_layout(q), torch.empty(lse_shape, dtype=lse_dtype, device=q.device)
 
 
+def _dense(x: Tensor) -> Tensor:
+    """Returns a dense copy, which starts on a boundary; `contiguous` would return a dense tensor that does not."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def _is_wide(layouts: tuple[Layout, ...], block: int, head_dim: int) -> bool:
     """Whether a single tile spans 2³¹ elements, so that offsets inside it need int64."""
     return any(block * abs(x.strides[-2]) + 2 * head_dim * abs(x.strides[-1]) >= 2**31 for x in layouts)
@@ -156,7 +161,7 @@ def _on_copies(copies: tuple[bool, ...], launch: Callable[..., None]) -> Callabl
 
     def run(inputs, results, _) -> None:
         if any(copies):
-            inputs = [x.contiguous() if copy else x for copy, x in zip(copies, inputs, strict=True)]
+            inputs = [_dense(x) if copy else x for copy, x in zip(copies, inputs, strict=True)]
         launch(*inputs, *results)
 
     return run
@@ -426,11 +431,8 @@ def _plan_backward(
 ) -> _BackwardPlan:  # fmt: skip
     if kernels is not None and kernels not in GLUON_BACKWARDS:
         raise ValueError(f"kernels must be None or one of {listed(map(repr, GLUON_BACKWARDS))}; got {kernels!r}")
-    packed, precision, problem = (
-        call.packing is not None,
-        call.precision,
-        problem_of(q, k, call.left, call.right, call.packing),
-    )
+    packed, precision = call.packing is not None, call.precision
+    problem = problem_of(q, k, call.left, call.right, call.packing)
     grads = grads or tuple(x.dense() for x in (q, k, v))
     grads_4d = tuple(x.as_4d(packed) for x in grads)
     num_sets, num_heads, num_rows = _statistics_shape(q, problem)
@@ -497,7 +499,7 @@ class Plan:
         if plan.copies_grad_out:
             # o.sum().backward() passes strides of zero: one copy costs less than loads of single elements.
             others = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
-            return self.backward(grad_out.contiguous(), *others, kernels=kernels, grads=grads)
+            return self.backward(_dense(grad_out), *others, kernels=kernels, grads=grads)
         grads = grads or tuple(_empty(layout, x) for layout, x in zip(plan.grads, (q, k, v), strict=True))
         delta, lse_log2 = torch.empty(plan.statistics, dtype=torch.float32, device=q.device).unbind()
         with _on_device_of(q):
