@@ -75,6 +75,19 @@ def test_the_mlp_is_within_the_error_budget(path, keep, shape, interpreted):
     assert all(error <= budget for error, budget in pairs), pairs
 
 
+def off_boundary(dtype) -> None:
+    shapes = ((5, 16), (24, 16), (24,), (16, 24), (16,))
+    on = [draw(*shape, seed=seed).to(dtype) for seed, shape in enumerate(shapes)]
+    off = [torch.empty(x.numel() + 1, dtype=dtype)[1:].view(x.shape).copy_(x) for x in on]
+    assert all(x.data_ptr() % 16 for x in off)
+    assert torch.equal(*(gelu_mlp.gelu_mlp(*tensors, path="epilogue") for tensors in (on, off)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_the_mlp_takes_dense_tensors_that_start_off_a_boundary(dtype, interpreted):
+    interpreted(off_boundary, dtype)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -118,6 +118,8 @@ def _is_hopper(device: torch.device) -> bool:
 @operator("linear_gelu", opaque=True)
 def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Returns z and h."""
+    # TMA reads from 16-byte boundaries, off which a dense tensor may start.
+    x, weight = (t if t.data_ptr() % 16 == 0 else t.clone() for t in (x, weight))
     z, h = _empty_hidden(x, weight, bias)
     launch, blocks = _linear_gelu_launch(x.device, x.dtype, (*z.shape, x.shape[1]), bias.data_ptr() % 16)
     with torch.cuda.device_of(x):
