@@ -31,6 +31,11 @@ def more(*cases):
     return cases if ALL_TESTS else ()
 
 
+def off_boundary(x):
+    """Returns a dense copy of a tensor that starts an element past a 16-byte boundary."""
+    return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+
+
 LONGEST_FIRST = (
     "test_notebooks.py",
     "test_sweep.py",

@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 import torch
 import triton
-from conftest import ALL_TESTS, more
+from conftest import ALL_TESTS, more, off_boundary
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -646,19 +646,17 @@ def test_tensors_may_come_back_from_hooks_with_another_layout(impl):
         torch.testing.assert_close(moved, kept)
 
 
+def forget_plans() -> None:
+    launches._plan_of.cache_clear()
+    op._planned.clear()
+
+
 @pytest.fixture
 def fresh_plans():
     """Launches are planned anew, and those that the test has planned are forgotten."""
-    for forget in (launches._plan_of.cache_clear, op._planned.clear):
-        forget()
+    forget_plans()
     yield
-    for forget in (launches._plan_of.cache_clear, op._planned.clear):
-        forget()
-
-
-def off_boundary(x: Tensor) -> Tensor:
-    """Returns a dense copy that starts two or four bytes past a 16-byte boundary."""
-    return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
+    forget_plans()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -740,10 +738,10 @@ def test_the_kernels_that_are_named_are_launched(kernels, expected):
 
     q, k, v, grad_out = draw(Case((1, 2, 2, 8, 8, 64), dtype="float16"), "cpu")
     lse = q.new_zeros((1, 2, 8), dtype=torch.float32)
-    launches._plan_of.cache_clear()
+    forget_plans()
     with mock.patch.object(launches, "hopper_kernels", launcher):
         fa.plan_of(q, k, v, impl="gluon").backward(grad_out, q, k, v, q, lse, kernels=kernels)
-    launches._plan_of.cache_clear()
+    forget_plans()
     assert called == expected
 
 
@@ -935,14 +933,14 @@ def test_few_programs_are_launched_at_once(case):
         whole(launch, *arguments)
 
     for most in (choice.INTERPRETED_PROGRAMS, 0):
-        launches._plan_of.cache_clear()
+        forget_plans()
         launched.append([])
         with (
             mock.patch.object(choice, "INTERPRETED_PROGRAMS", most),
             mock.patch.object(launches.Launch, "__call__", noted),
         ):
             results.append(ours(case, "triton", tensors))
-    launches._plan_of.cache_clear()
+    forget_plans()
     apart = [triton_kernels.flash_attention_bwd_dkdv_kernel, triton_kernels.flash_attention_bwd_dq_kernel]
     assert launched[0][-1:] == [triton_kernels.flash_attention_bwd_kernel] and launched[1][-2:] == apart
     assert all(torch.equal(results[0][name], results[1][name]) for name in ("dq", "dk", "dv"))

@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import off_boundary
 from test_kernel_compilation import compile_source, spilled_bytes
 from torch import Tensor
 from triton.compiler import ASTSource
@@ -75,17 +76,17 @@ def test_the_mlp_is_within_the_error_budget(path, keep, shape, interpreted):
     assert all(error <= budget for error, budget in pairs), pairs
 
 
-def off_boundary(dtype) -> None:
+def mlp_off_boundary(dtype) -> None:
     shapes = ((5, 16), (24, 16), (24,), (16, 24), (16,))
     on = [draw(*shape, seed=seed).to(dtype) for seed, shape in enumerate(shapes)]
-    off = [torch.empty(x.numel() + 1, dtype=dtype)[1:].view(x.shape).copy_(x) for x in on]
+    off = [off_boundary(x) for x in on]
     assert all(x.data_ptr() % 16 for x in off)
     assert torch.equal(*(gelu_mlp.gelu_mlp(*tensors, path="epilogue") for tensors in (on, off)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_the_mlp_takes_dense_tensors_that_start_off_a_boundary(dtype, interpreted):
-    interpreted(off_boundary, dtype)
+    interpreted(mlp_off_boundary, dtype)
 
 
 @pytest.mark.gpu

@@ -40,7 +40,7 @@ from labkit.kernels.flash_attention.launches import (
     empty_outputs,
     plan_of,
 )
-from labkit.kernels.flash_attention.shapes import packing_of
+from labkit.kernels.flash_attention.shapes import layout_of, packing_of
 from labkit.kernels.flash_attention.tiled import tiled_attention_backward, tiled_attention_forward
 from labkit.kernels.launch import REMEMBERED
 
@@ -138,9 +138,9 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, asked: tuple) -> tuple[tuple, Plan | 
 def _plan_once(q: Tensor, k: Tensor, v: Tensor, asked: tuple) -> tuple[tuple, Plan | None]:
     """`_plan`, remembered: it takes the host longer than a launch."""
     try:
-        layouts = tuple((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in (q, k, v))
+        tensors = tuple((layout_of(x), x.device) for x in (q, k, v))
         # With types, since 1 and True are the same to a dictionary.
-        key = (layouts, asked, tuple(map(type, asked)))
+        key = (tensors, asked, tuple(map(type, asked)))
         found = _planned.get(key)
     except (AttributeError, TypeError):
         # No tensors, or what has no hash: for the checks to say so.
