@@ -198,7 +198,7 @@ def ceiling_rates(case: Case, measured: Measured) -> dict[str, float]:
 def _measure(case: Case, phase: str, ceilings: dict[str, float], subject: Subject) -> Measured:
     _note(case, phase)
     measured = Measured(
-        metrics={"median_ms": 1.5, "rate": time.monotonic()},
+        metrics={"median_ms": 1.5, "rate": time.monotonic_ns()},  # an integer: a record rounds floats
         case=dict(case.parameters),
         observed={"pid": os.getpid(), "ceilings": dict(ceilings)},
         samples={"step_ms": [1.0, 2.0]},
