@@ -262,9 +262,9 @@ def _line(content: Any) -> bytes:
 
 
 def _rounded(value: Any) -> Any:
-    """Returns a value with the floats in it rounded to six digits: no clock and no counter knows more."""
+    """Returns a value with the floats in it rounded to seven digits: no clock and no counter knows more."""
     if type(value) is float:
-        return float(f"{value:.6g}")
+        return float(f"{value:.7g}")
     if isinstance(value, dict):
         return {key: _rounded(inner) for key, inner in value.items()}
     return [_rounded(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -118,7 +118,7 @@ def test_append_is_one_write_of_one_line(store, monkeypatch):
 
     monkeypatch.setattr(records, "open", counted_open, raising=False)
     # Longer than any buffer between Python and the file.
-    long_record = make_record(samples={"device_ms": [0.123456] * 20_000})
+    long_record = make_record(samples={"device_ms": [0.1234567] * 20_000})
     for record in (make_record(), long_record):
         writes.clear()
         store.append(record)
@@ -148,7 +148,7 @@ def test_what_a_session_shares_stands_once_and_floats_are_rounded(store):
     store.append(replace(written[0], software={"torch": "3.0"}))  # another program in the same session
     assert store.load()[-1].software == {"torch": "3.0"} and store.load()[0].software == SOFTWARE
     store.append(make_record(metrics={"median_ms": 1 / 3}, case={"scale": 1 / 3}))
-    assert store.load()[-1].metrics == {"median_ms": 0.333333} and store.load()[-1].case == {"scale": 1 / 3}
+    assert store.load()[-1].metrics == {"median_ms": 0.3333333} and store.load()[-1].case == {"scale": 1 / 3}
 
 
 def test_append_returns_after_the_whole_line_was_synced(store, monkeypatch):
