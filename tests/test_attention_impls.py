@@ -3,6 +3,7 @@
 Shape suffixes as in labkit.kernels.attention: B batch, H heads, S length, D head dimension.
 """
 
+import itertools
 import math
 import subprocess
 import sys
@@ -220,9 +221,9 @@ def test_no_rival_is_imported_before_it_is_asked_for():
 
 @pytest.fixture
 def fresh_fa3():
-    module._fa3.cache_clear()
+    module.load_fa3.cache_clear()
     yield
-    module._fa3.cache_clear()
+    module.load_fa3.cache_clear()
 
 
 def test_the_library_is_found_without_importing_its_package(tmp_path, monkeypatch, fresh_fa3):
@@ -234,20 +235,26 @@ def test_the_library_is_found_without_importing_its_package(tmp_path, monkeypatc
     library = package / "flash_attn_3" / "_C.so"
     library.write_bytes(b"no library")
     assert module._xformers_library() == library
-    reason = module._fa3()
+    reason = module.load_fa3()
     assert reason.startswith("installed, but does not load: ") and "/" not in reason
     assert "xformers" not in sys.modules
 
 
 def test_without_it_the_reason_names_both_places(monkeypatch, fresh_fa3):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda _: None)
-    assert module._fa3() == "not installed: neither flash_attn_interface nor xformers with flash_attn_3/_C.so"
+    assert module.load_fa3() == "not installed: neither flash_attn_interface nor xformers with flash_attn_3/_C.so"
     with pytest.raises(ValueError, match="impl 'fa3' cannot run: not installed"):
         attention(*draw("even", torch.float32)[:3], impl="fa3")
 
 
 def formula(q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, causal: bool) -> Tensor:
     return attention_reference(*(x.transpose(1, 2) for x in (q_BSHD, k_BSHD, v_BSHD)), causal=causal).transpose(1, 2)
+
+
+def packed_of(lengths: list[int]) -> dict:
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    values = {"cu_seqlens": starts, "max_seqlen": max(lengths)}
+    return {f"{name}_{side}": value for name, value in values.items() for side in "qk"}
 
 
 @pytest.mark.parametrize("returns_lse", [False, True])
@@ -260,12 +267,17 @@ def test_the_official_package_is_called_with_heads_inside_the_rows(monkeypatch, 
         out = formula(q_BSHD, k_BSHD, v_BSHD, causal)
         return (out, None) if returns_lse else out
 
+    def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, deterministic):
+        assert cu_seqlens_q is cu_seqlens_k and max_seqlen_q == max_seqlen_k == 3
+        return flash_attn_func(*(x[None] for x in (q, k, v)), causal, deterministic)
+
     fake = types.ModuleType("flash_attn_interface")
-    fake.flash_attn_func = flash_attn_func
+    fake.flash_attn_func, fake.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
     fake.__spec__ = types.SimpleNamespace(name="flash_attn_interface")
     monkeypatch.setitem(sys.modules, "flash_attn_interface", fake)
     check_errors(impl, "odd", torch.float32, causal=True)
-    assert calls == [((1, 77, 2, 24), True, impl == "fa3_deterministic")]
+    module.load_fa3()(*torch.randn(3, 3, 1, 8), False, True, packed_of([3]))
+    assert calls == [((1, 77, 2, 24), True, impl == "fa3_deterministic"), ((1, 3, 1, 8), False, True)]
 
 
 # The schemas of the library in xformers 0.0.34.
@@ -305,19 +317,29 @@ def library():
         schema = getattr(torch.ops.flash_attn_3, operator).default._schema
         return dict(zip((argument.name for argument in schema.arguments), given, strict=False)) | named
 
+    def computed(q, k, v, given):
+        causal, starts = given.get("is_causal", False), given.get("cu_seqlens_q")
+        if starts is None:
+            return formula(q, k, v, causal)
+        assert starts is given["cu_seqlens_k"] and starts.dtype == torch.int32 and q.dim() == 3
+        lengths = starts.diff().tolist()
+        assert given["max_seqlen_q"] == given["max_seqlen_k"] == max(lengths)
+        parts = zip(*(x[None].split(lengths, 1) for x in (q, k, v)), strict=True)
+        return torch.cat([formula(*part, causal) for part in parts], 1)[0]
+
     def forward(q, k, v, *rest, **named):
         assert all(x.stride(-1) == 1 for x in (q, k, v)), "the library takes dense rows only"
-        out = formula(q, k, v, by_name("fwd", (q, k, v, *rest), named).get("is_causal", False))
-        return out.contiguous(), q.new_zeros(q.shape[0], q.shape[2], q.shape[1]), q.new_empty(0), q.new_empty(0)
+        out = computed(q, k, v, by_name("fwd", (q, k, v, *rest), named))
+        return out.contiguous(), q.new_zeros(q.shape[:-1]).transpose(-1, -2), q.new_empty(0), q.new_empty(0)
 
     def backward(dout, q, k, v, out, lse, *rest, **named):
         given = by_name("bwd", (dout, q, k, v, out, lse, *rest), named)
         flags.append(given.get("deterministic", False))
         assert given["softmax_scale"] == 1 / math.sqrt(q.shape[-1]) and dout.stride(-1) == 1
-        assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
+        assert lse.shape == (*q.shape[:-3], q.shape[-2], q.shape[-3])
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():
-            again = formula(*leaves, given.get("is_causal", False))
+            again = computed(*leaves, given)
         return (*torch.autograd.grad(again, leaves, dout), *(q.new_empty(0) for _ in range(5)))
 
     namespace.impl("fwd", forward, "CPU")
@@ -330,7 +352,7 @@ def library():
 @pytest.mark.parametrize("shape", ["even", "no heads", "fewer queries"])
 @pytest.mark.parametrize("impl", module.FA3)
 def test_the_librarys_operators_are_called_by_their_schema(library, monkeypatch, shape, causal, impl):
-    monkeypatch.setattr(module, "_fa3", lambda: module.FlashAttention3Function.apply)
+    monkeypatch.setattr(module, "load_fa3", lambda: module.FlashAttention3Function.apply)
     library.clear()
     check_errors(impl, shape, torch.float32, causal)
     assert set(library) == {impl == "fa3_deterministic"}
@@ -338,8 +360,20 @@ def test_the_librarys_operators_are_called_by_their_schema(library, monkeypatch,
 
 def test_the_librarys_function_takes_any_strides(library, monkeypatch):
     """A transposed input and the expanded gradient of a sum have no dense rows."""
-    monkeypatch.setattr(module, "_fa3", lambda: module.FlashAttention3Function.apply)
+    monkeypatch.setattr(module, "load_fa3", lambda: module.FlashAttention3Function.apply)
     x = torch.randn(2, 3, 16, 40, dtype=torch.float64).transpose(2, 3).requires_grad_()
     (got,) = torch.autograd.grad(attention(x, x, x, causal=True, impl="fa3").sum(), x)
     (expected,) = torch.autograd.grad(attention_reference(x, x, x, causal=True).sum(), x)
     assert (got - expected).abs().max() <= 1e-12
+
+
+def test_the_library_takes_packed_sequences(library):
+    """(T, H, D) tensors that share a fused projection, and the sequences' boundaries."""
+    lengths = [5, 1, 9]
+    qkv = torch.randn(15, 3, 2, 16, dtype=torch.float64, requires_grad=True)
+    grad_out = torch.randn(15, 2, 16, dtype=torch.float64)
+    out = module.FlashAttention3Function.apply(*qkv.unbind(1), False, False, packed_of(lengths))
+    parts = [formula(*part.unsqueeze(0).unbind(2), False)[0] for part in qkv.split(lengths)]
+    results = [torch.autograd.grad(x, qkv, grad_out)[0] for x in (out, torch.cat(parts))]
+    assert (out - torch.cat(parts)).abs().max() <= 1e-12
+    assert (results[0] - results[1]).abs().max() <= 1e-12

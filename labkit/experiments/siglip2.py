@@ -34,6 +34,7 @@ from labkit.experiments.sections import (
     timed_with_peak,
 )
 from labkit.experiments.sweep import Case, Measured, Skip
+from labkit.kernels.attention import load_fa3
 from labkit.measure.profiling import RangeMarker, capture_with_kineto, launches
 from labkit.measure.timing import time_callable
 from labkit.models.siglip2 import ATTENTION, IMPLS, Siglip2Encoder, add_and_norm
@@ -162,16 +163,14 @@ def _other_attention(name: str) -> Callable[[Tensor, Tensor, int], Tensor] | Non
         from torch.nn.attention.varlen import varlen_attn
 
         return lambda qkv, lengths, longest: varlen_attn(*qkv.unbind(1), lengths, lengths, longest, longest)
-    if name != "FlashAttention-4":
+    if name != "FlashAttention-3":
         return None
-    if importlib.util.find_spec("flash_attn") is None:
-        raise Skip("flash-attn-4 is not installed")
-    from flash_attn.cute import flash_attn_varlen_func
-
+    if isinstance(function := load_fa3(), str):
+        raise Skip(f"FlashAttention-3 is {function}")
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    return lambda qkv, lengths, longest: flash_attn_varlen_func(
-        *qkv.unbind(1), **dict(zip(names, (lengths, lengths, longest, longest), strict=True))
-    )[0]
+    return lambda qkv, lengths, longest: function(
+        *qkv.unbind(1), False, False, dict(zip(names, (lengths, lengths, longest, longest), strict=True))
+    )
 
 
 def _transformers(batch: Batch, way: str) -> tuple[nn.Module, Callable[[], Tensor]]:
@@ -238,6 +237,8 @@ def _run_steps(device: hardware.Device, case: Case, ceilings: dict[str, float]):
 
 
 def _measure_step(live: dict, case: Case, phase: str, ceilings: dict[str, float]) -> Measured:
+    from torch._dynamo.utils import counters  # slow to import
+
     device, batch, call = live["device"], live["batch"], live[phase]
     out = call()
     if phase == "forward":
@@ -254,7 +255,7 @@ def _measure_step(live: dict, case: Case, phase: str, ceilings: dict[str, float]
     metrics |= fractions(metrics["achieved_tflops"], ceilings.get(name), peak)
     metrics |= sustained_metrics(device, found, call, flops=flops, ceiling=ceilings.get(f"sustained {name}"))
     observed = {"num_images": len(batch.grids), "num_patches": len(batch.patches), "is_replayed": is_captured}
-    observed["graph_breaks"] = _graph_breaks()
+    observed["graph_breaks"] = sum(counters["graph_break"].values())
     metrics["padded_fraction"] = 1 - len(batch.patches) / (int(batch.grids.prod(1).max()) * len(batch.grids))
     return found.measured(metrics, case.parameters, observed, keep="step_ms")
 
@@ -270,13 +271,6 @@ def _timed(device: hardware.Device, call: Callable, case: Case, is_captured: boo
 def _can_be_captured(way: str) -> bool:
     """Whether a way reads nothing from the device while it runs."""
     return way.removesuffix(COMPILED).split(",")[0] in IMPLS[IMPLS.index("positions") :]
-
-
-def _graph_breaks() -> int:
-    """Returns how often the compiler gave up on a piece of what it compiled in this process."""
-    from torch._dynamo.utils import counters
-
-    return sum(counters["graph_break"].values())
 
 
 # ---- modules ----------------------------------------------------------------------------------------------------

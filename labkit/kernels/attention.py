@@ -27,6 +27,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -120,13 +121,17 @@ def _flex(q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, causal: bool) -> Tenso
 
 
 @functools.cache
-def _fa3() -> Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor] | str:
-    """Loads FlashAttention-3; returns its function of (B, S, H, D) tensors, causal and deterministic, or why not."""
+def load_fa3() -> Callable[..., Tensor] | str:
+    """Loads FlashAttention-3; returns its function, or why it cannot run.
+
+    It takes q, k and v (B, S, H, D), whether it is causal, and whether gradients are added in a fixed order. With the
+    library's cu_seqlens_q and so on in a dict behind these, q, k and v are (T, H, D), of packed sequences.
+    """
     try:
         if importlib.util.find_spec("flash_attn_interface"):
-            from flash_attn_interface import flash_attn_func
+            import flash_attn_interface
 
-            return functools.partial(_fa3_official, flash_attn_func)
+            return functools.partial(_fa3_official, flash_attn_interface)
         library = _xformers_library()
         if library is None:
             return "not installed: neither flash_attn_interface nor xformers with flash_attn_3/_C.so"
@@ -155,30 +160,31 @@ def _load_cuda_12_runtime() -> None:
 
 
 def _fa3_official(
-    function: Callable, q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, causal: bool, deterministic: bool
+    module: ModuleType, q: Tensor, k: Tensor, v: Tensor, causal: bool, deterministic: bool, packed: dict | None = None
 ) -> Tensor:
-    out = function(q_BSHD, k_BSHD, v_BSHD, causal=causal, deterministic=deterministic)
+    function = module.flash_attn_varlen_func if packed else module.flash_attn_func
+    out = function(q, k, v, **(packed or {}), causal=causal, deterministic=deterministic)
     return out[0] if isinstance(out, tuple) else out  # releases differ in whether the log-sum-exp comes too
 
 
 class FlashAttention3Function(torch.autograd.Function):
-    """FlashAttention-3's operators as one differentiable function of (B, S, H, D) tensors."""
+    """FlashAttention-3's operators as one differentiable function; see `load_fa3`."""
 
     @staticmethod
-    def forward(ctx, q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, causal: bool, deterministic: bool) -> Tensor:
-        q_BSHD, k_BSHD, v_BSHD = (_with_dense_rows(x) for x in (q_BSHD, k_BSHD, v_BSHD))
-        out_BSHD, lse_BHS, *_ = torch.ops.flash_attn_3.fwd(q_BSHD, k_BSHD, v_BSHD, is_causal=causal)
-        ctx.save_for_backward(q_BSHD, k_BSHD, v_BSHD, out_BSHD, lse_BHS)
-        ctx.flags = {"is_causal": causal, "deterministic": deterministic}
-        return out_BSHD
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, causal: bool, deterministic: bool, packed: dict | None = None):
+        q, k, v = (_with_dense_rows(x) for x in (q, k, v))
+        out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, is_causal=causal, **(packed or {}))
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = {"is_causal": causal, "deterministic": deterministic, **(packed or {})}
+        return out
 
     @staticmethod
-    def backward(ctx, grad_out_BSHD: Tensor):
-        scale = 1 / math.sqrt(grad_out_BSHD.shape[-1])
+    def backward(ctx, grad_out: Tensor):
+        scale = 1 / math.sqrt(grad_out.shape[-1])
         grads = torch.ops.flash_attn_3.bwd(
-            _with_dense_rows(grad_out_BSHD), *ctx.saved_tensors, softmax_scale=scale, **ctx.flags
+            _with_dense_rows(grad_out), *ctx.saved_tensors, softmax_scale=scale, **ctx.options
         )
-        return *grads[:3], None, None
+        return *grads[:3], None, None, None
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:
@@ -186,7 +192,7 @@ def _with_dense_rows(x: Tensor) -> Tensor:
 
 
 def _run_fa3(impl: str, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, causal: bool) -> Tensor:
-    function = _fa3()
+    function = load_fa3()
     if isinstance(function, str):
         raise ValueError(f"impl {impl!r} cannot run: {function}")
     tensors_BSHD = (x.transpose(1, 2) for x in (q_BHSD, k_BHSD, v_BHSD))
@@ -203,7 +209,7 @@ def _fa3_unavailable(q: Tensor) -> str | None:
         return f"FlashAttention-3 takes torch.bfloat16 and torch.float16; got {q.dtype}"
     if q.shape[-1] > 256 or q.shape[-1] % 8:
         return f"FlashAttention-3 takes head dimensions up to 256 that 8 divides; got {q.shape[-1]}"
-    function = _fa3()
+    function = load_fa3()
     return f"FlashAttention-3 is {function}" if isinstance(function, str) else None
 
 
