@@ -165,12 +165,12 @@ def test_a_launch_bound_call_is_shown_in_its_fastest_session_and_any_other_row_i
     (tmp_path / "abacus" / "records").mkdir(parents=True)
     store = RecordStore(tmp_path / "abacus" / "records" / f"{NOTEBOOK}.jsonl")
     for session, factor in (("first", 1.0), ("slow host", 3.0)):
-        for size, launch in (("small", 0.95), ("2.7b", 0.5)):
+        for size, launch, method in (("small", 0.95, "window"), ("2.7b", 0.5, "window"), ("nano", 0.95, "graph")):
             times = {"median_ms": factor, "host_median_ms": factor, "launch_median_ms": launch * factor}
             store.append(Record(NOTEBOOK, "steps", {"size": size}, "forward", "abacus", 2, metrics=times,
-                                timer={"method": "window"}, session=session))  # fmt: skip
+                                timer={"method": method}, session=session))  # fmt: skip
     rows = Chapter(NOTEBOOK, device="abacus", output=str(tmp_path)).records("steps")
-    assert rows[["size", "session"]].to_numpy().tolist() == [["small", "first"], ["2.7b", "slow host"]]
+    assert rows[["size", "session"]].to_numpy().tolist() == [["small", "first"], ["2.7b", "slow host"], ["nano", "slow host"]]
 
 
 def test_calls_are_compared_in_the_fastest_session_that_has_both():

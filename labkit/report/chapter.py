@@ -225,10 +225,11 @@ def _load(path: Path, state: tuple[int, ...]) -> _Loaded:
 
 def _least_held_up(newest: Record, sessions: Mapping[str, Record]) -> Record:
     """Returns the newest record of a measurement, of a launch-bound call that of the session with the fastest host."""
-    measured = [record for record in sessions.values() if record.metrics]
-    if not any(verdicts.launch_bound(record.metrics) for record in measured):
+    kinds = verdicts.KIND_OF_METHOD
+    calls = [x for x in sessions.values() if x.metrics and kinds.get(x.timer.get("method")) == "call"]
+    if not any(verdicts.launch_bound(record.metrics) for record in calls):
         return newest
-    return min(measured, key=lambda record: record.metrics["median_ms"])
+    return min(calls, key=lambda record: record.metrics["median_ms"])
 
 
 def _is_measured(frame: pd.DataFrame) -> bool:
