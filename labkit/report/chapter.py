@@ -227,9 +227,8 @@ def _least_held_up(newest: Record, sessions: Mapping[str, Record]) -> Record:
     """Returns the newest record of a measurement, of a launch-bound call that of the session with the fastest host."""
     kinds = verdicts.KIND_OF_METHOD
     calls = [x for x in sessions.values() if x.metrics and kinds.get(x.timer.get("method")) == "call"]
-    if not any(verdicts.launch_bound(record.metrics) for record in calls):
-        return newest
-    return min(calls, key=lambda record: record.metrics["median_ms"])
+    is_bound = any(verdicts.launch_bound(record.metrics) for record in calls)
+    return min(calls, key=lambda record: record.metrics["median_ms"]) if is_bound else newest
 
 
 def _is_measured(frame: pd.DataFrame) -> bool:
