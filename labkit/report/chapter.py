@@ -102,7 +102,7 @@ class Chapter:
     def records(self, *sections: str, every_session: bool = False) -> pd.DataFrame:
         """Returns the shown records of these sections, one row each; `attrs` has the device's name and its kind.
 
-        Shown is the newest record of a measurement, of a launch-bound call that of the session with the fastest host.
+        Shown is the newest record of a measurement, of a call that its host held up that of the fastest session.
         With `every_session` also the older records of each measurement, such as the ceilings of earlier sessions.
         Where a row was measured in several, the column "sessions" has its metrics by session, as `verdicts` reads them.
         """
@@ -224,11 +224,11 @@ def _load(path: Path, state: tuple[int, ...]) -> _Loaded:
 
 
 def _least_held_up(newest: Record, sessions: Mapping[str, Record]) -> Record:
-    """Returns the newest record of a measurement, of a launch-bound call that of the session with the fastest host."""
-    kinds = verdicts.KIND_OF_METHOD
-    calls = [x for x in sessions.values() if x.metrics and kinds.get(x.timer.get("method")) == "call"]
-    is_bound = any(verdicts.launch_bound(record.metrics) for record in calls)
-    return min(calls, key=lambda record: record.metrics["median_ms"]) if is_bound else newest
+    """Returns the newest record; of a call issued for over half of its time the fastest, where that is a tenth less."""
+    if verdicts.KIND_OF_METHOD.get(newest.timer.get("method")) != "call" or verdicts.issued(newest.metrics) <= 0.5:
+        return newest
+    fastest = min((x for x in sessions.values() if x.metrics), key=lambda record: record.metrics["median_ms"])
+    return fastest if newest.metrics["median_ms"] > 1.1 * fastest.metrics["median_ms"] else newest
 
 
 def _is_measured(frame: pd.DataFrame) -> bool:
