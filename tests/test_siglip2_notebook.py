@@ -38,6 +38,12 @@ def test_both_workloads_have_as_many_patches(num_images, side):
         siglip2.draw_grids("C", num_images, side)
 
 
+def test_a_way_whose_attention_cannot_run_here_is_skipped_with_the_reason():
+    batch = siglip2.Batch.of(CPU, {"size": "tiny", "workload": "A", "images": 1, "precision": "fp32"})
+    with pytest.raises(Skip, match="FlashAttention-3 needs a CUDA device; the tensors are on cpu"):
+        siglip2._encoder(batch, "fused, FlashAttention-3")
+
+
 def test_work_is_counted():
     parameters = {"size": "tiny", "workload": "B", "images": 2, "precision": "fp32"}
     batch, c = siglip2.Batch.of(CPU, parameters), SIGLIP2_SIZES["tiny"]

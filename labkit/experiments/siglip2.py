@@ -34,7 +34,7 @@ from labkit.experiments.sections import (
     timed_with_peak,
 )
 from labkit.experiments.sweep import Case, Measured, Skip
-from labkit.kernels.attention import load_fa3
+from labkit.kernels.attention import load_fa3, unavailable_reason
 from labkit.measure.profiling import RangeMarker, capture_with_kineto, launches
 from labkit.measure.timing import time_callable
 from labkit.models.siglip2 import ATTENTION, IMPLS, Siglip2Encoder, add_and_norm
@@ -145,7 +145,7 @@ def _encoder(batch: Batch, way: str) -> tuple[nn.Module, Callable[[], Tensor]]:
     recomputed = batch.config.num_layers if way == RECOMPUTED else 0
     options = {"device": batch.patches.device, "dtype": batch.patches.dtype}
     model = Siglip2Encoder(batch.config, impl, recomputed=recomputed, **options).train()
-    if attend := _other_attention(change):
+    if attend := _other_attention(change, batch):
         for layer in model.layers:
             layer.self_attn.attend = attend
     # What takes a packing gets it as it would from a loader of data; the others read the grids themselves.
@@ -157,18 +157,19 @@ def _encoder(batch: Batch, way: str) -> tuple[nn.Module, Callable[[], Tensor]]:
     return model, functools.partial(model, batch.patches, grids)
 
 
-def _other_attention(name: str) -> Callable[[Tensor, Tensor, int], Tensor] | None:
-    """Returns what takes the place of `flash_attention_qkv`, None for another name; raises Skip if not installed."""
+def _other_attention(name: str, batch: Batch) -> Callable[[Tensor, Tensor, int], Tensor] | None:
+    """Returns what takes the place of `flash_attention_qkv`, None for another name; raises Skip if it cannot run."""
     if name == "FlashAttention-2":  # PyTorch's copy of it
         from torch.nn.attention.varlen import varlen_attn
 
         return lambda qkv, lengths, longest: varlen_attn(*qkv.unbind(1), lengths, lengths, longest, longest)
     if name != "FlashAttention-3":
         return None
-    if isinstance(function := load_fa3(), str):
-        raise Skip(f"FlashAttention-3 is {function}")
+    q = batch.patches.new_empty(1, batch.config.num_heads, 1, batch.config.d_head)
+    if reason := unavailable_reason("fa3", q, q, causal=False):
+        raise Skip(reason)
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    return lambda qkv, lengths, longest: function(
+    return lambda qkv, lengths, longest: load_fa3()(
         *qkv.unbind(1), False, False, dict(zip(names, (lengths, lengths, longest, longest), strict=True))
     )
 

@@ -124,8 +124,7 @@ def _flex(q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, causal: bool) -> Tenso
 def load_fa3() -> Callable[..., Tensor] | str:
     """Loads FlashAttention-3; returns its function, or why it cannot run.
 
-    It takes q, k and v (B, S, H, D), whether it is causal, and whether gradients are added in a fixed order. With the
-    library's cu_seqlens_q and so on in a dict behind these, q, k and v are (T, H, D), of packed sequences.
+    It takes q, k, v (B, S, H, D), causal, deterministic and {}; of packed sequences (T, H, D) and cu_seqlens_q etc.
     """
     try:
         if importlib.util.find_spec("flash_attn_interface"):
@@ -160,10 +159,10 @@ def _load_cuda_12_runtime() -> None:
 
 
 def _fa3_official(
-    module: ModuleType, q: Tensor, k: Tensor, v: Tensor, causal: bool, deterministic: bool, packed: dict | None = None
+    module: ModuleType, q: Tensor, k: Tensor, v: Tensor, causal: bool, deterministic: bool, packed: dict
 ) -> Tensor:
     function = module.flash_attn_varlen_func if packed else module.flash_attn_func
-    out = function(q, k, v, **(packed or {}), causal=causal, deterministic=deterministic)
+    out = function(q, k, v, **packed, causal=causal, deterministic=deterministic)
     return out[0] if isinstance(out, tuple) else out  # releases differ in whether the log-sum-exp comes too
 
 
@@ -171,11 +170,11 @@ class FlashAttention3Function(torch.autograd.Function):
     """FlashAttention-3's operators as one differentiable function; see `load_fa3`."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, causal: bool, deterministic: bool, packed: dict | None = None):
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, causal: bool, deterministic: bool, packed: dict):
         q, k, v = (_with_dense_rows(x) for x in (q, k, v))
-        out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, is_causal=causal, **(packed or {}))
+        out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, is_causal=causal, **packed)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.options = {"is_causal": causal, "deterministic": deterministic, **(packed or {})}
+        ctx.options = {"is_causal": causal, "deterministic": deterministic, **packed}
         return out
 
     @staticmethod
@@ -196,7 +195,7 @@ def _run_fa3(impl: str, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, causal: 
     if isinstance(function, str):
         raise ValueError(f"impl {impl!r} cannot run: {function}")
     tensors_BSHD = (x.transpose(1, 2) for x in (q_BHSD, k_BHSD, v_BHSD))
-    return function(*tensors_BSHD, causal, impl == "fa3_deterministic").transpose(1, 2)
+    return function(*tensors_BSHD, causal, impl == "fa3_deterministic", {}).transpose(1, 2)
 
 
 def _fa3_unavailable(q: Tensor) -> str | None:

@@ -102,7 +102,7 @@ class Chapter:
     def records(self, *sections: str, every_session: bool = False) -> pd.DataFrame:
         """Returns the shown records of these sections, one row each; `attrs` has the device's name and its kind.
 
-        Shown is the newest record of a measurement, of a call that its host held up that of the fastest session.
+        Shown is the newest record of a measurement; of a call that its host held up, that of the fastest session.
         With `every_session` also the older records of each measurement, such as the ceilings of earlier sessions.
         Where a row was measured in several, the column "sessions" has its metrics by session, as `verdicts` reads them.
         """
