@@ -96,7 +96,9 @@ def interpolated_positions(table_PC: Tensor, grids_I2: Tensor, side: int) -> Ten
 def _flex():
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    return torch.compile(create_block_mask), torch.compile(flex_attention)
+    # A sort of the mask's blocks that is a kernel of its own takes minutes to compile.
+    make_mask = torch.compile(create_block_mask, options={"triton.persistent_reductions": False})
+    return make_mask, torch.compile(flex_attention)
 
 
 def masked_attention(q_MHD: Tensor, k_MHD: Tensor, v_MHD: Tensor, grids_I2: Tensor) -> Tensor:
