@@ -261,13 +261,13 @@ def _line(content: Any) -> bytes:
     return (json.dumps(content, sort_keys=True, allow_nan=False, separators=(",", ":")) + "\n").encode("utf-8")
 
 
-def _rounded(value: Any) -> Any:
-    """Returns a value with the floats in it rounded to seven digits: no clock and no counter knows more."""
+def _rounded(value: Any, digits: int = 7) -> Any:
+    """Returns a value with its floats rounded to seven digits, as clocks and counters know, fractions to four."""
     if type(value) is float:
-        return float(f"{value:.7g}")
+        return float(f"{value:.{digits}g}")
     if isinstance(value, dict):
-        return {key: _rounded(inner) for key, inner in value.items()}
-    return [_rounded(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {k: _rounded(v, 4 if k.endswith(("_fraction", "_error")) else digits) for k, v in value.items()}
+    return [_rounded(inner, digits) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
