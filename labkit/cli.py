@@ -290,20 +290,20 @@ def compare(
 ) -> None:
     """Show how well what was measured in several sessions (`labkit run --fresh`) agrees, each kind of time apart."""
     from labkit import notebooks
-    from labkit.records import RecordStore
+    from labkit.records import RecordStore, folder_of
     from labkit.report import sessions as report
     from labkit.report.tables import to_markdown
 
     if not sessions:
         raise RequestError("say what to compare: --sessions")
-    folder = (output or FIGURES).resolve() / _slug(device) / "records"
+    root, slug = (output or FIGURES).resolve(), _slug(device)
     names = [notebooks.resolve(notebook)] if notebook else notebooks.names()
-    chapters = {name: RecordStore(folder / f"{name}.jsonl").load() for name in names}
+    chapters = {name: RecordStore(folder_of(root, slug, name) / "records" / f"{name}.jsonl").load() for name in names}
     found = report.differences(chapters)
     tables = [report.table_sessions(chapters), report.table_agreement(found), report.table_worst(found)]
     print("\n\n".join(to_markdown(table) for table in tables if len(table)))
     if found.empty:
-        print("No row was measured in two sessions." if any(chapters.values()) else f"No records in {folder}.")
+        print("No row was measured in two sessions." if any(chapters.values()) else f"No records in {root / slug}.")
     if check and report.failed(found):
         sys.exit(1)
 
