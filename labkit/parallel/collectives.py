@@ -136,7 +136,7 @@ def time_collective(
     """Returns what a collective of size `num_bytes` takes, the same dict on every rank. Collective.
 
     A sample is one call after all ranks have met: seconds on the slowest of them, by CUDA events or the host's clock.
-    On CUDA several calls are queued behind one another, so that the host's part does not count.
+    On CUDA five calls are queued behind one another: small ones take as long as the host needs to issue them.
 
     Args:
         operation: one of OPERATIONS; num_bytes: nccl-tests' size, rounded down to whole elements a rank.
