@@ -119,13 +119,6 @@ def max_grid_ranks(
     return half / weights, half / activations
 
 
-def best_split(tokens: float, d_ff: int, num_ranks: float, *, num_matrices: int = 3) -> tuple[float, float]:
-    """Returns (data, tensor) with product `num_ranks` at which both together send the fewest bytes."""
-    data = math.sqrt(num_ranks * 2 * tokens / (num_matrices * d_ff))
-    data = min(max(data, 1.0), num_ranks)
-    return data, num_ranks / data
-
-
 def min_grid_tokens(
     d_ff: int,
     flops: float,

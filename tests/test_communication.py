@@ -8,7 +8,6 @@ from labkit.communication import (
     OPERATIONS,
     STEP_TRANSFERS,
     best_bucket_bytes,
-    best_split,
     bucket_overhead_s,
     bus_factor,
     ffn_cost,
@@ -76,7 +75,7 @@ def test_tensor_limit_is_where_the_layer_stops_hiding_its_communication():
         assert (cost.backward_bytes / W <= cost.backward_flops / C) is (n <= backward)
 
 
-def test_grid_limits_and_the_best_split():
+def test_no_grid_of_as_many_ranks_sends_less_than_the_largest():
     data, tensor = max_grid_ranks(B, F, W, C, overlapped=True)
     assert data * tensor == pytest.approx((1 + B * W / C) * (1 + 1.5 * F * W / C))
     data, tensor = max_grid_ranks(B, F, W, C, overlapped=False)
@@ -86,7 +85,6 @@ def test_grid_limits_and_the_best_split():
         # Any other grid of as many ranks sends more.
         other = ffn_cost(B, D, F, data=data * factor, tensor=tensor / factor, sharded=True)
         assert other.forward_bytes > cost.forward_bytes
-    assert best_split(B, F, data * tensor) == pytest.approx((data, tensor))
     large = max_grid_ranks(1e9, 10**7, W, C, overlapped=False)
     assert math.prod(large) == pytest.approx(3 / 8 * 1e9 * 1e7 * (W / C) ** 2, rel=1e-2)
 

@@ -45,6 +45,18 @@ def test_more_ranks_than_gpus_are_skipped(monkeypatch):
         list(distributed._collectives(H200, case, {}))
 
 
+@pytest.mark.parametrize(("backend", "method", "issue_ms"), [("nccl", "queued", 0.048), ("gloo", "host", None)])
+def test_a_collective_of_gpus_is_in_device_time_and_its_issuing_beside(monkeypatch, backend, method, issue_ms):
+    monkeypatch.setattr(distributed, "_described", lambda case, backend, **more: {"backend": backend, **more})
+    found = {"times_s": [1e-5, 2e-5, 3e-5], "seconds": 2e-5, "issue_s": 4.8e-5, "num_bytes": 8, "num_wrong": 0,
+             "algorithm_gbs": 1.0, "bus_gbs": 1.0, "operation": "all_reduce", "dtype": "float32", "world_size": 2,
+             "backend": backend}  # fmt: skip
+    case = Case("collectives", {"world_size": 2, "transport": backend}, ("all_reduce float32 8",), 60.0)
+    result = distributed._collective(case, [found], {})
+    assert (result.timer["method"], result.metrics["median_ms"]) == (method, pytest.approx(0.02))
+    assert result.metrics.get("launch_median_ms") == (issue_ms and pytest.approx(issue_ms))
+
+
 def seen(way, loss, alone=9.0, naive=8.0, samples=(2.0, 2.0), **more):
     case = {name: value for name, value in STEP.items()}
     return {"way": way, "samples_ms": list(samples), "loss": loss, "losses": {"alone": alone, "naive": naive},
@@ -191,6 +203,9 @@ def test_a_line_is_fitted_to_each_operation():
     (line,) = report.fits(rows).to_dict("records")
     assert line["latency_us"] == pytest.approx(20) and line["bandwidth_gbs"] == pytest.approx(100)
     assert line["bus_gbs"] == pytest.approx(150) and line["worst_residual"] < 1e-9
+    queued = rows.assign(timer_method="queued", launch_median_ms=0.048, bus_gbs=1.0)
+    (sentence,) = report.findings_collectives(queued)
+    assert "20.0 µs and then 100.0 GB/s, device time" in sentence and "The host issues one in 48.0 µs." in sentence
     rows["median_ms"] = rows["median_ms"][::-1].tolist()  # ranks that share a core: the larger, the less time
     falling = frame(*rows.assign(bus_gbs=1.0).to_dict("records"))
     assert report.fits(falling).empty and report.table_collectives(falling)["latency (µs)"].tolist() == ["–"]

@@ -402,7 +402,7 @@ def test_links_of_the_report_lead_somewhere():
         assert (REPOSITORY / target).exists(), target
 
 
-@pytest.mark.parametrize("folder", FIGURES.glob("*/records"), ids=lambda folder: folder.parent.name)
+@pytest.mark.parametrize("folder", sorted(FIGURES.glob("*/records")), ids=lambda folder: folder.parent.name)
 def test_the_records_of_a_device_are_small(folder):
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 6_000_000
 

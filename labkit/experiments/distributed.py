@@ -131,8 +131,10 @@ def _collective(case: Case, ranks: list[dict[str, Any]], telemetry: dict[str, An
     found = ranks[0]
     if found["num_wrong"]:
         raise ValueError(f"{found['num_wrong']} wrong elements")
-    timing = Timing(tuple(1e3 * t for t in found["times_s"]), "window", 2, "fixed count")
+    on_gpus = found["backend"] == "nccl"
+    timing = Timing(tuple(1e3 * t for t in found["times_s"]), "queued" if on_gpus else "host", 2, "fixed count")
     rates = {name: found[name] for name in ("num_bytes", "num_wrong", "algorithm_gbs", "bus_gbs")}
+    rates |= {"launch_median_ms": 1e3 * found["issue_s"]} if on_gpus else {}
     seen = _described(case, found["backend"], operation=found["operation"], dtype=found["dtype"])
     parameters = {"world_size": found["world_size"], "transport": case.parameters["transport"]}
     return Measured({**timing.metrics(), **rates}, parameters, seen, {}, timing.description(), telemetry)

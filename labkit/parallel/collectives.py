@@ -135,16 +135,17 @@ def time_collective(
 ) -> dict[str, Any]:
     """Returns what a collective of size `num_bytes` takes, the same dict on every rank. Collective.
 
-    A sample is one call after all ranks have met: seconds on the slowest of them, by CUDA events or the host's clock.
-    On CUDA five calls are queued behind one another: small ones take as long as the host needs to issue them.
+    A sample is one call after all ranks have met, on the slowest of them. On CUDA it is in device time: by events
+    around five calls that the host has issued before the first begins. Elsewhere it is the host's clock around a call.
 
     Args:
         operation: one of OPERATIONS; num_bytes: nccl-tests' size, rounded down to whole elements a rank.
         dtype: of the elements; transport: see the module's text.
 
     Returns:
-        dict of operation, transport, dtype, world_size, num_bytes; times_s (one a sample), seconds (their median),
-        algorithm_gbs, bus_gbs; num_wrong, the elements over all ranks that are not exactly what they must be.
+        dict of operation, transport, dtype, world_size, num_bytes; times_s (one a sample), seconds and issue_s (medians
+        of these, and until the host had issued a call), algorithm_gbs, bus_gbs; num_wrong, the elements over all ranks
+        that are not exactly what they must be.
 
     Raises ValueError for an unknown operation or transport, and fewer bytes than an element for each rank.
     """
@@ -159,9 +160,10 @@ def time_collective(
     wrong = (output != expected).sum()
     dist.all_reduce(wrong)
     # On the slowest rank of each sample, since the others wait for it.
-    times = torch.tensor([_sample(call, device) for _ in range(num_samples + 2)][2:], device=device)
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    seconds = statistics.median(times.tolist())
+    samples = torch.tensor([_sample(call, device) for _ in range(num_samples + 2)][2:], device=device)
+    dist.all_reduce(samples, dist.ReduceOp.MAX)
+    times, issues = samples.T.tolist()
+    seconds = statistics.median(times)
     num_bytes = shard * world_size * dtype.itemsize
     return {
         "operation": operation,
@@ -169,27 +171,32 @@ def time_collective(
         "dtype": str(dtype).removeprefix("torch."),
         "world_size": world_size,
         "num_bytes": num_bytes,
-        "times_s": times.tolist(),
+        "times_s": times,
         "seconds": seconds,
+        "issue_s": statistics.median(issues),
         "algorithm_gbs": num_bytes / seconds / 1e9,
         "bus_gbs": num_bytes / seconds / 1e9 * bus_factor(operation, world_size),
         "num_wrong": int(wrong),
     }
 
 
-def _sample(call: Callable[[], Any], device: torch.device, calls: int = 5) -> float:
+def _sample(call: Callable[[], Any], device: torch.device, calls: int = 5) -> tuple[float, float]:
+    """Returns the seconds of a call, on CUDA of the device, and those until the host had issued it."""
     dist.barrier()
+    since = time.perf_counter()
     if device.type != "cuda":
-        begin = time.perf_counter()
         call()
-        return time.perf_counter() - begin
+        return 2 * (time.perf_counter() - since,)
+    torch.cuda._sleep(4_000_000)  # the device spins for two milliseconds: until the host has issued what follows
+    call()  # the ranks meet
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(calls):
         call()
     end.record()
+    issued = (time.perf_counter() - since) / (calls + 1)
     end.synchronize()
-    return begin.elapsed_time(end) / 1e3 / calls
+    return begin.elapsed_time(end) / 1e3 / calls, issued
 
 
 def _prepared(

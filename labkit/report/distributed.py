@@ -10,6 +10,7 @@ from labkit import accounting, communication, published
 from labkit.communication import OPERATIONS, fit_line
 from labkit.configs import model_config
 from labkit.report import figures, forms, verdicts
+from labkit.report.chapter import kinds_of_time
 from labkit.report.findings import count, gib, listing, number, percent, span, times
 from labkit.report.tables import cell, ok_rows, once_per_frame, select
 
@@ -126,7 +127,7 @@ def figure_collectives(collectives: pd.DataFrame) -> Figure | None:
             y = [fit["latency_us"] / 1e3 + n / fit["bandwidth_gbs"] / 1e6 for n in x]
             axis.plot(x, y, color="black", linestyle=":", linewidth=1.2, label=f"α–β line of {TRANSPORTS[base]}")
         figures.log_scale(axis, "x")
-        figures.log_time_axis(axis, "call time (ms)")
+        figures.log_time_axis(axis, f"{kinds_of_time([of])} (ms)")
         axis.set(xlabel="size (bytes)", title=operation.replace("_", "-"))
     title = f"Collectives of {rows['world_size'].iloc[0]} ranks, {rows['dtype'].iloc[0]}"
     figures.finish(figure, axes, f"{title}, {collectives.attrs['device']}", num_columns=4)
@@ -139,10 +140,13 @@ def findings_collectives(collectives: pd.DataFrame) -> list[str]:
     base = rows["transport"].iloc[0]
     for fit in select(lines_of(rows, collectives), operation="all_reduce").to_dict("records"):
         small = fit["latency_us"] * 1e-6 * fit["bandwidth_gbs"] * 1e9
+        of = select(rows, operation="all_reduce", transport=base)
+        issue_us = 1e3 * of["launch_median_ms"].median() if "launch_median_ms" in of else math.nan
         sentences.append(
             f"An all-reduce by {TRANSPORTS[base]} costs {number(fit['latency_us'])} µs and then "
-            f"{number(fit['bandwidth_gbs'])} GB/s (fit; the worst residual is {percent(fit['worst_residual'])}): below "
-            f"{size_name(small)} it is mostly latency, so small gradients should travel together."
+            f"{number(fit['bandwidth_gbs'])} GB/s, {kinds_of_time([of])} (fit; the worst residual is "
+            f"{percent(fit['worst_residual'])}): below {size_name(small)} it is mostly latency, so small gradients "
+            "should travel together." + (f" The host issues one in {number(issue_us)} µs." if issue_us > 0 else "")
         )
     parts = []
     for operation in ("all_gather", "reduce_scatter"):
@@ -387,20 +391,6 @@ def table_limits(collectives: pd.DataFrame, ceilings: pd.DataFrame) -> pd.DataFr
         line |= {"one way (GB/s)": number(row["gbs"]), "tokens a rank": number(row["tokens"], 4)}
         result.append(line | {"tensor parallel ranks, forward": number(ranks[0]), "backward": number(ranks[1])})
     return pd.DataFrame(result)
-
-
-def figure_limits(collectives: pd.DataFrame, ceilings: pd.DataFrame) -> Figure | None:
-    """The tokens that each rank needs to hide data parallel communication, over the number of ranks."""
-    rows = rates(collectives, ceilings)
-    figure, (axis,) = figures.panels(1, width=8.0, height=3.4)
-    ranks = [2**power for power in range(1, 11)]
-    for number_, row in enumerate(rows.to_dict("records")):
-        tokens = [row["tokens"] * (n - 1) / n for n in ranks]
-        axis.plot(ranks, tokens, marker="osD^vP"[number_], color=figures.SERIES[number_], label=row["hardware"])
-    figures.context_axis(axis, ranks, "ranks")
-    figures.log_time_axis(axis, "tokens per rank and step")
-    figures.finish(figure, [axis], "Tokens that hide communication, data parallel, gradients in bf16", num_columns=3)
-    return figure
 
 
 def findings_limits(collectives: pd.DataFrame, ceilings: pd.DataFrame, steps: pd.DataFrame) -> list[str]:

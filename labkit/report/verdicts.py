@@ -20,6 +20,7 @@ AHEAD, LEVEL, BEHIND, UNDECIDED = VERDICTS = ("ahead", "level", "behind", "undec
 KIND_OF_METHOD = {
     "graph": "device",
     "flush": "device",
+    "queued": "device",
     "nsys": "device",
     "kineto": "device",
     "kineto cpu": "call",
