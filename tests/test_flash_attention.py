@@ -713,16 +713,16 @@ def test_the_backward_is_the_one_that_suits_the_shape(shape, causal, expected, m
 @pytest.mark.parametrize(
     ("num_heads", "length", "head_dim", "causal", "expected"),
     [
-        # Short walks at the end of a causal head: as many heads as there may be.
+        # Short loops at the end of a causal head: as many heads as there may be.
         (128, 4096, 64, True, 64), (64, 4096, 128, True, 32), (16, 16384, 128, True, 16),
-        # Long walks that wait little, and shorter ones.
+        # Long loops that wait little, and shorter ones.
         (32, 16384, 64, False, 2), (16, 16384, 128, False, 2), (128, 2048, 64, False, 26),
         # Two rounds of 40 rather than one of 64 and one of 16.
         (80, 4096, 64, True, 40), (1, 256, 64, False, 1),
     ],
 )  # fmt: skip
 def test_as_many_heads_take_turns_as_it_takes_to_wait_little(num_heads, length, head_dim, causal, expected):
-    assert one_pass.interleave(num_heads, length, length, head_dim, causal, 132) == expected
+    assert one_pass.heads_in_flight(num_heads, length, length, head_dim, causal, 132) == expected
 
 
 @pytest.mark.parametrize(
@@ -803,7 +803,7 @@ def test_keys_are_split_where_splitting_was_seen_to_pay(num_tiles, num_key_tiles
         ("dq", "float32", (64, 16, 16, 256, 256, 72), False, 1, 1),
     ],
 )
-def test_walks_are_split_where_splitting_was_seen_to_pay(kernel, dtype, shape, causal, fewest, most, monkeypatch):
+def test_loops_are_split_where_splitting_was_seen_to_pay(kernel, dtype, shape, causal, fewest, most, monkeypatch):
     monkeypatch.setattr(choice, "num_multiprocessors", lambda _: 132)
     batch, heads, key_heads, num_queries, num_keys, dim = shape
     q = torch.empty((batch, heads, num_queries, dim), dtype=getattr(torch, dtype), device="meta")
@@ -812,11 +812,11 @@ def test_walks_are_split_where_splitting_was_seen_to_pay(kernel, dtype, shape, c
     problem = shapes.problem_of(q_layout, k_layout, -1, 0 if causal else -1, None)
     tile = getattr(select_config(dim, q.dtype, causal, 90, fa.resolve_precision(q)), kernel)
     given = (problem, tile, kernel, torch.device("cuda", 0), q.dtype, fa.resolve_precision(q))
-    num_walks, num_splits = choice.walks_of(*given, None)
+    num_work_tiles, num_splits = choice.work_tiles_of(*given, None)
     rows = num_keys if kernel == "dkdv" else num_queries
-    assert num_walks == -(-rows // (tile.block_k if kernel == "dkdv" else tile.block_q)) * heads * batch
+    assert num_work_tiles == -(-rows // (tile.block_k if kernel == "dkdv" else tile.block_q)) * heads * batch
     assert fewest <= num_splits <= most
-    assert choice.walks_of(*given, 5)[1] == 5
+    assert choice.work_tiles_of(*given, 5)[1] == 5
 
 
 def test_packed_sequences_are_not_split_and_whole_gradients_not_put_together():
@@ -825,7 +825,7 @@ def test_packed_sequences_are_not_split_and_whole_gradients_not_put_together():
     packing = shapes.packing_of(q, q, cu_seqlens, cu_seqlens, None, None)
     problem = shapes.problem_of(shapes.layout_of(q), shapes.layout_of(q), -1, 0, packing)
     tile = INTERPRETER_CONFIG.forward
-    assert choice.walks_of(problem, tile, "forward", q.device, q.dtype, "ieee", 3) == (2 * 2 * 2, 1)
+    assert choice.work_tiles_of(problem, tile, "forward", q.device, q.dtype, "ieee", 3) == (2 * 2 * 2, 1)
     assert splits.gradients_launch(((1, 1, 8, 16),) * 3, ((128, 128, 16, 1),) * 3, (1, 1)) is None
 
 
@@ -1296,7 +1296,7 @@ def test_compiled_kernels_on_random_shapes(case):
 @pytest.mark.parametrize(
     ("case", "impl"),
     [
-        # Split walks, and many tiles.
+        # Split-K, and many tiles.
         *(
             (Case((2, heads, heads, 2100, 2100, dim), causal=causal, dtype="bfloat16"), impl)
             for heads, dim in itertools.product((1, 32), (16, 64, 72, 128))

@@ -51,14 +51,14 @@ SERIALISED = re.compile(r"\(C751[0-5]\)")
 pytestmark = pytest.mark.skipif(kernels.IS_INTERPRETED, reason="interpreted kernels are not compiled")
 
 
-def compile_kernel(kernel, tile, head_dim, dtype, capability, *, masked, precision="ieee", even=True, split_walk=False):
+def compile_kernel(kernel, tile, head_dim, dtype, capability, *, masked, precision="ieee", even=True, split_k=False):
     """Returns (compiled kernel, what ptxas said) of one configuration, specialised as for dense tensors."""
     flags = dense_flags(head_dim, dtype, masked, precision, even) | {
-        "BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, "IS_PACKED": False, "SPLIT_WALK": split_walk,
-        "SPLIT": tile.split and not split_walk and (kernel == "dkdv" or masked or even),
+        "BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, "IS_PACKED": False, "SPLIT_K": split_k,
+        "UNMASKED_LOOP": tile.unmasked_loop and not split_k and (kernel == "dkdv" or masked or even),
         "cu_q_ptr": None, "cu_k_ptr": None, "first_program": None,
     }  # fmt: skip
-    in_fp32 = split_walk or precision in kernels.BF16_SLICES
+    in_fp32 = split_k or precision in kernels.BF16_SLICES
     return compile_dense(KERNELS[kernel], flags, head_dim, dtype, capability, tile.num_warps, tile.num_stages, in_fp32)
 
 
@@ -139,8 +139,8 @@ def check_tuned(compiled, log: str) -> None:
         *((*tuned, {}) for tuned in (TUNED if ALL_TESTS else [(64, True)])),
         # Lengths that fill no tile.
         (72, False, {"even": False}), *more((128, True, {"even": False})),
-        # Shared walks, at the head dimensions that the Hopper kernels leave to these, whose bound is that of 64.
-        (64, True, {"split_walk": True}),
+        # Split-K, at the head dimensions that the Hopper kernels leave to these, whose bound is that of 64.
+        (64, True, {"split_k": True}),
     ],
     ids=str,
 )  # fmt: skip
@@ -160,8 +160,8 @@ def test_the_joint_launch_neither_spills_nor_serialises(head_dim, dtype, masked,
     precision = "tf32x3" if dtype == "fp32" else "ieee"
     dkdv, dq = choice.JOINT_CONFIGS[choice._kind(TYPES[dtype], precision), choice.tile_width(head_dim)]
     flags = dense_flags(head_dim, dtype, masked, precision, even) | {
-        "DKDV_BLOCK_Q": dkdv.block_q, "DKDV_BLOCK_K": dkdv.block_k, "DKDV_SPLIT": dkdv.split,
-        "DQ_BLOCK_Q": dq.block_q, "DQ_BLOCK_K": dq.block_k, "DQ_SPLIT": dq.split and (masked or even),
+        "DKDV_BLOCK_Q": dkdv.block_q, "DKDV_BLOCK_K": dkdv.block_k, "DKDV_UNMASKED_LOOP": dkdv.unmasked_loop,
+        "DQ_BLOCK_Q": dq.block_q, "DQ_BLOCK_K": dq.block_k, "DQ_UNMASKED_LOOP": dq.unmasked_loop and (masked or even),
     }  # fmt: skip
     options = (head_dim, dtype, 90, dkdv.num_warps, dkdv.num_stages, dtype == "fp32")
     compiled, log = compile_dense(kernels.flash_attention_bwd_kernel, flags, *options)
@@ -212,8 +212,8 @@ def test_no_warpgroup_takes_eight_columns_of_tf32():
     for family, kind, width, kernel, tile, _ in SHIPPED:
         if kind in ("tf32", "tf32x3") and family == "hopper":
             block, tail = kernels.split_head_dim(width)
-            rows, walked = (tile.block_k, tile.block_q) if kernel == "dkdv" else (tile.block_q, tile.block_k)
-            columns = [n for n in (walked, block, tail) if n]
+            rows, inner = (tile.block_k, tile.block_q) if kernel == "dkdv" else (tile.block_q, tile.block_k)
+            columns = [n for n in (inner, block, tail) if n]
             assert tile.num_warps == 4 or rows != 64 or min(columns) > 16, (kind, width, kernel, tile)
 
 
@@ -289,8 +289,8 @@ HOPPER_KERNELS = {
 }
 
 
-def compile_gluon(function, dtype, constants, consumers, *, walked, rows):
-    """Compiles a Gluon kernel: its `walked` tiles have so many `rows`, all others those of a warpgroup."""
+def compile_gluon(function, dtype, constants, consumers, *, inner, rows):
+    """Compiles a Gluon kernel: its `inner` tiles have so many `rows`, all others those of a warpgroup."""
     launch = hopper_tiles.launch_options(consumers)
     constants = {**constants, **launch}
 
@@ -299,15 +299,15 @@ def compile_gluon(function, dtype, constants, consumers, *, walked, rows):
             return "constexpr"
         if name in ("lse_desc", "delta_desc"):
             return f"tensordesc<fp32[{rows}],{hopper_tiles.row_layout()!r}>"
-        if name == "sums_desc":
-            return f"tensordesc<fp32[16, 256],{one_pass._sums_layout()!r}>"
+        if name == "dq_accum_desc":
+            return f"tensordesc<fp32[16, 256],{one_pass._dq_accum_layout()!r}>"
         if name.endswith("_desc"):
             is_tail = name.endswith("_tail_desc")
             layout = hopper_tiles.tail_layout(constants["TAIL"]) if is_tail else hopper_tiles.tile_layout()
-            num_rows = rows if name.replace("_tail", "") in walked else hopper_tiles.ROWS
+            num_rows = rows if name.replace("_tail", "") in inner else hopper_tiles.ROWS
             return f"tensordesc<{dtype}{[1, 1, num_rows, constants['TAIL' if is_tail else 'D']]},{layout!r}>"
         if name.endswith("_ptr"):
-            return "*i32" if name in ("progress_ptr", "drawn_ptr") else "*fp32"
+            return "*i32" if name in ("dq_semaphore_ptr", "tile_counter_ptr") else "*fp32"
         return "fp32" if name.startswith("scale") else "i32"
 
     signature = {name: kind(name) for name in function.arg_names}
@@ -320,26 +320,26 @@ def compile_single(head_dim, dtype, *, causal, even):
     """Returns (compiled kernel, what ptxas said) of the backward in one pass."""
     tiles = one_pass.SINGLE[head_dim]
     constants = {"D": head_dim, "CAUSAL": causal, "EVEN_K": even, **tiles}
-    walked = ("q_desc", "grad_out_desc")
-    return compile_gluon(one_pass.hopper_bwd_single_kernel, dtype, constants, 2, walked=walked, rows=tiles["BLOCK_Q"])
+    inner = ("q_desc", "grad_out_desc")
+    return compile_gluon(one_pass.hopper_bwd_single_kernel, dtype, constants, 2, inner=inner, rows=tiles["BLOCK_Q"])
 
 
 def compile_hopper(
-    kernel, head_dim, dtype, *, causal, even=True, grouped=False, short=False, split=False, dynamic=True
+    kernel, head_dim, dtype, *, causal, even=True, grouped=False, short=False, split_k=False, dynamic=True
 ):  # fmt: skip
     """Returns (compiled kernel, what ptxas said) of a shipped configuration."""
-    function, tables, walked = HOPPER_KERNELS[kernel]
+    function, tables, inner = HOPPER_KERNELS[kernel]
     tiles = tables[short][head_dim]
     if kernel != "forward":
         tiles = two_passes._tiles(*tables, head_dim, two_passes.SHORT + (not short), causal)
     tail = hopper_tiles.TAILS[head_dim]
     constants = {"D": 64 if tail else head_dim, "TAIL": tail, "CAUSAL": causal, "EVEN_K": even, "GROUPED": grouped}
-    constants |= {**tiles, "DYNAMIC": dynamic and causal and not split, "SPLIT": split}
+    constants |= {**tiles, "DYNAMIC": dynamic and causal and not split_k, "SPLIT_K": split_k}
     absent = [] if tail else [name for name in function.arg_names if name.endswith("_tail_desc")]
-    absent += ["drawn_ptr"] * (not constants["DYNAMIC"]) + ["parts_ptr"] * (not split)
+    absent += ["tile_counter_ptr"] * (not constants["DYNAMIC"]) + ["parts_ptr"] * (not split_k)
     constants |= dict.fromkeys(absent)
     rows = tiles.get("BLOCK_K") or tiles["BLOCK_Q"]
-    return compile_gluon(function, dtype, constants, tiles.get("CONSUMERS", 2), walked=walked, rows=rows)
+    return compile_gluon(function, dtype, constants, tiles.get("CONSUMERS", 2), inner=inner, rows=rows)
 
 
 def check_gluon(compiled, log: str, most_spilled: int) -> None:
@@ -400,7 +400,7 @@ CAUSAL, FULL, OTHER = {"causal": True}, {"causal": False}, {"causal": False, "ev
 )  # fmt: skip
 def test_hopper_kernels_neither_spill_nor_serialise(head_dim, dtype, options, kernel, request):
     if (kernel, head_dim) == ("forward", 64) and options is CAUSAL and not triton.__version__.startswith("3.6."):
-        # A known shortfall: with tiles drawn from a counter ptxas of later releases moves 13 registers, not 12.
+        # A known shortfall: with tiles taken from a counter ptxas of later releases moves 13 registers, not 12.
         request.applymarker(pytest.mark.xfail(strict=True, reason="104 bytes spilled; 96 are allowed"))
     compiled, log = compile_hopper(kernel, head_dim, dtype, **options)
     # Of dK/dV at 64 with two sets of own rows, two values.
@@ -413,17 +413,17 @@ def test_hopper_kernels_neither_spill_nor_serialise(head_dim, dtype, options, ke
     assert widths == columns | {tiles.get("BLOCK_K") or tiles["BLOCK_Q"]}
 
 
-SHORT, SPLIT = {"even": False, "short": True}, {"split": True}
+SHORT, SPLIT_K = {"even": False, "short": True}, {"split_k": True}
 
 
 @pytest.mark.parametrize(
     ("kernel", "head_dim", "options", "most_spilled"),
     [
-        ("forward", 96, FULL | SPLIT | {"even": False}, SPILL_LIMIT),
+        ("forward", 96, FULL | SPLIT_K | {"even": False}, SPILL_LIMIT),
         *more(
             ("forward", 64, FULL | SHORT, 64), ("forward", 64, CAUSAL | SHORT | {"dynamic": False}, 64),
             ("dkdv", 96, FULL | SHORT, SPILL_LIMIT), ("dq", 96, FULL | SHORT, SPILL_LIMIT),
-            ("forward", 64, CAUSAL | SPLIT, SPILL_LIMIT),
+            ("forward", 64, CAUSAL | SPLIT_K, SPILL_LIMIT),
         ),
     ],
 )  # fmt: skip

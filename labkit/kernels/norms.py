@@ -6,8 +6,8 @@
 RMSNorm has no b, its μ is 0, and mean g does not enter. Memory bounds both. Elements moved: forward 2·N·C, with a
 residual 4·N·C; backward 3·N·C, with the gradient of the sum 4·N·C. Kept for backward: s, w, and μ and σ of each row.
 
-Forward, a program takes whole rows into registers. Backward, programs stay on their multiprocessor and walk from row to
-row, the next ones on their way to shared memory; each adds its part of the parameters' gradients in registers, in fp32,
+Forward, a program takes whole rows into registers. Backward, persistent programs loop over rows, the next ones on their
+way to shared memory; each adds its part of the parameters' gradients in registers, in fp32,
 and one more kernel adds the parts: no atomics, so bit-equal repeats. There a row is read in pieces of a power of two:
 padded to one, a row of 2,560 columns would be computed as 4,096, and arithmetic would bound the kernel.
 
@@ -51,7 +51,7 @@ def row_tile(num_columns: int) -> dict[str, int]:
 
 
 @functools.cache
-def walk_tile(num_columns: int, bytes_a_column: int, num_parameters: int) -> tuple[dict[str, int], int]:
+def persistent_tile(num_columns: int, bytes_a_column: int, num_parameters: int) -> tuple[dict[str, int], int]:
     """Returns the constants of a launch whose programs stay, and these for each multiprocessor.
 
     A program takes a row at a time, a thread 8 elements of each piece. `bytes_a_column` are read of a row for each
@@ -107,7 +107,7 @@ def norm_bwd_kernel(
     stride_s, stride_gy, stride_gs, num_rows,
     C: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Each program walks along the rows, and adds its part of ∂w and, of LayerNorm, which has means, of ∂b."""
+    """Each program loops over rows, and adds its part of ∂w and, of LayerNorm, which has means, of ∂b."""
     lanes = tl.arange(0, WIDTH)
     weights, grad_weights, grad_biases = (), (), ()
     for piece in tl.static_range(PIECES):
@@ -194,7 +194,7 @@ def norm_backward(
     read = [None if x is None else rows_of(x) for x in (total, grad_y, grad_total)]
     # Columns are a constant of the kernels, no symbol of the compiler's.
     num_columns, num_parameters = int(weight.shape[0]), 1 if mean is None else 2
-    tile, programs = walk_tile(num_columns, sum(x.element_size() for x in read if x is not None), num_parameters)
+    tile, programs = persistent_tile(num_columns, sum(x.element_size() for x in read if x is not None), num_parameters)
     programs = INTERPRETED_PROGRAMS if IS_INTERPRETED else programs * num_multiprocessors(total.device.index)
     parts_PC = torch.empty((programs, num_parameters * num_columns), dtype=torch.float32, device=weight.device)
     strides = [0 if x is None else x.stride(0) for x in read]

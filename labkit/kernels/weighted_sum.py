@@ -3,7 +3,7 @@
     y_n = Σ_d x_nd w_d        ∂x_nd = ∂y_n w_d        ∂w_d = Σ_n ∂y_n x_nd
 
 Shapes: x (..., D), w (D,), y (...). Ideal cost: 2·N·D FLOPs against N·D elements read, so memory bounds it: forward
-reads x once, backward reads x once and writes ∂x once. A program owns a tile of rows and walks along D; both
+reads x once, backward reads x once and writes ∂x once. A program owns a tile of rows and loops over D; both
 dimensions may end inside a tile, and the masks there keep what lies beyond out of every sum and every store.
 
 Shape suffixes: N rows (the leading dimensions flattened), D the summed dimension, T tiles of rows.

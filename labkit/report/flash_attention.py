@@ -215,8 +215,8 @@ def findings_lengths(speed: pd.DataFrame) -> list[str]:
             text += f", {forms.tally(host)} where the host does: one short head has few tiles of queries, and ours "
             text += "splits its keys among programs"
         chosen = [seen.get("backward") for seen in ok_rows(results(speed), impl="gluon", name="backward")["observed"]]
-        walks = f" {chosen.count('triton')} of {len(chosen)} Gluon backwards ran the Triton kernels." if chosen else ""
-        sentences.append(f"{text}.{walks}")
+        ran = f" {chosen.count('triton')} of {len(chosen)} Gluon backwards ran the Triton kernels." if chosen else ""
+        sentences.append(f"{text}.{ran}")
     return sentences + findings_products(speed)
 
 
@@ -353,7 +353,7 @@ def findings_memory(memory: pd.DataFrame) -> list[str]:
                 f" {counts} of {len(exact)} lengths, at worst {times(over.max())} at {over.idxmax():,}"
             )
     sentences = [f"Out of memory: {'; '.join(lost)}. Scores grow with the square of the length."] if lost else []
-    why = "Where tiles are few, programs share a walk, and each share keeps results of its own in fp32."
+    why = "Where tiles are few, their loops are split among programs, and each split keeps results of its own in fp32."
     return sentences + ([f"Our peak grows unevenly, {'; '.join(growth)}. {why}"] if growth else [])
 
 

@@ -1,7 +1,7 @@
 """FlashAttention: read op.py (what a user calls), choice.py (what runs), launches.py, and then the kernels.
 
 tiled.py states the algorithm in plain PyTorch, triton.py has it as kernels, hopper/ as kernels for that architecture;
-splits.py shares long walks among programs, and qkv.py takes queries, keys and values as one projection.
+splits.py splits long loops among programs, and qkv.py takes queries, keys and values as one projection.
 """
 
 from labkit.kernels.flash_attention.choice import (

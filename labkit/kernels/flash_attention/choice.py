@@ -1,4 +1,4 @@
-"""What runs: the implementation, the products, the tiles, the kernels of the gradients, the shares of a walk.
+"""What runs: the implementation, the products, the tiles, the kernels of the gradients, the number of splits.
 
 The tables are those of an H200, on which each was the fastest of what was tried, and for other GPUs tiles that fit.
 """
@@ -28,7 +28,7 @@ SLICES_FROM = ((32, 2048), (PRODUCTS_HEAD_DIM, 1024))
 SLICES_QUERIES = 256
 FEW_QUERIES = 1024  # of all heads, up to which their tiles are smaller
 # dK/dV and dQ are one launch up to so many queries and keys, by bytes of an element and widest head dimension, and so
-# many programs: of a multiprocessor, or in all where kernels are interpreted. Longer walks are shared among programs.
+# many programs: of a multiprocessor, or in all where kernels are interpreted. Longer loops are split among programs.
 JOINT_UNTIL = {2: ((MAX_HEAD_DIM, 1024),), 4: ((64, 256), (MAX_HEAD_DIM, 128))}
 JOINT_PROGRAMS, INTERPRETED_PROGRAMS = 4, 8
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,10 +39,10 @@ SINGLE_PASS_HEAD_DIMS = (64, 128)
 # Tiles of 128 queries up to which "auto" runs the Triton kernels on an H200: at D 64 those are as fast or faster, else
 # up to 3 us slower, which the host gains by arguments without tile descriptors.
 SMALL, SMALL_AT_64 = 4, 32
-STAYING_UNTIL = 1024  # queries and keys at D 64, full: two passes whose programs stay take less time than one
+PERSISTENT_UNTIL = 1024  # queries and keys at D 64, full: two passes of persistent programs take less time than one
 GLUON_BACKWARDS = ("one pass", "two passes", "triton")
-# Tiles of a walk, by widest head dimension, up to which the kernel that would put shares together takes the host longer
-# to launch than the device gains.
+# Tiles of a loop, by widest head dimension, up to which the kernel that would combine splits takes the host longer to
+# launch than the device gains.
 WHOLE = ((64, 8), (MAX_HEAD_DIM, 2))
 # Warps that run at once on a multiprocessor, as far as splitting reckons: (widest head dimension, warps) by bytes of an
 # element and kernel. Registers bound them; these gave numbers of splits near the fastest on an H200.
@@ -61,18 +61,18 @@ SHARED_KIB = 227  # of a Hopper multiprocessor, which tiles of slices fill
 class TileConfig:
     """Rows of a query tile and of a key tile, warps of a program, tiles in flight of the pipelined loads.
 
-    `split` gives the tiles that every query sees in full a loop of their own, without masks; it pays unless the
-    registers of a second loop are missing, for what both loops need is held through both.
+    `unmasked_loop`: the tiles that every query sees in full have a loop of their own, without masks. It pays unless
+    registers are short, for what both loops need is held through both.
     """
 
     block_q: int
     block_k: int
     num_warps: int
     num_stages: int
-    split: bool = True
+    unmasked_loop: bool = True
 
 
-_one_loop = functools.partial(TileConfig, split=False)
+_one_loop = functools.partial(TileConfig, unmasked_loop=False)
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ _BF16X3 = {
     (96,): (TileConfig(128, 64, 8, 3), TileConfig(64, 128, 8, 2), TileConfig(128, 64, 8, 2)),
     (128,): (TileConfig(128, 64, 8, 2), TileConfig(32, 128, 8, 2), TileConfig(128, 64, 8, 1)),
 }
-# Both, of so few queries that walks are shared: smaller tiles make more of them.
+# Both, of so few queries that loops are split: smaller tiles make more programs.
 _BF16X6_FEW = {
     (64,): (TileConfig(64, 64, 4, 3), TileConfig(32, 64, 4, 2), TileConfig(64, 64, 4, 2)),
     (80, 96): (TileConfig(64, 64, 4, 2), TileConfig(32, 64, 4, 2), TileConfig(64, 64, 4, 2)),
@@ -414,12 +414,12 @@ def config_for(layouts: tuple[Layout, ...], problem: Problem, precision: str, de
 
 
 def _blocks(tile: TileConfig, kernel: str) -> tuple[int, int]:
-    """Returns the rows that a kernel's program owns, and those of a tile along its walk."""
+    """Returns the rows that a kernel's program owns, and those of a tile of its loop."""
     return (tile.block_k, tile.block_q) if kernel == "dkdv" else (tile.block_q, tile.block_k)
 
 
-def num_walks_of(problem: Problem, tile: TileConfig, kernel: str) -> int:
-    """Returns how many tiles of own rows a kernel has, of all heads and batches; it walks along the other length."""
+def num_work_tiles_of(problem: Problem, tile: TileConfig, kernel: str) -> int:
+    """Returns how many tiles of own rows a kernel has, of all heads and batches; it loops over the other length."""
     own, _ = _blocks(tile, kernel)
     length, num_heads = problem.max_queries, problem.num_heads
     if kernel == "dkdv":
@@ -447,7 +447,7 @@ def joint_tiles(
     if tiles is None:
         return None
     dkdv, dq = tiles
-    return tiles if num_walks_of(problem, dkdv, "dkdv") + num_walks_of(problem, dq, "dq") <= most else None
+    return tiles if num_work_tiles_of(problem, dkdv, "dkdv") + num_work_tiles_of(problem, dq, "dq") <= most else None
 
 
 def resolve_tiles(q: Tensor, k: Tensor, *, causal: bool, precision: str = "auto") -> AttentionConfig:
@@ -469,10 +469,9 @@ def resolve_backward(q: Tensor, k: Tensor, impl: str, *, causal: bool) -> str:
     """Returns which kernels compute the gradients after an `impl` as `resolve_impl` returns it: its own, or after
     "gluon" one of GLUON_BACKWARDS.
 
-    "triton" where the tiles of keys are few: its kernels share their walks among programs, Gluon's do not. "one pass"
-    where the shares of q's gradient are added in one order without much waiting; "two passes" else, as always at other
-    head dimensions than 64 and 128, with grouped heads, and with short full walks at 64, one after the other in a
-    program that stays.
+    "triton" where the tiles of keys are few: its kernels split their loops among programs, Gluon's do not. "one pass"
+    where the parts of q's gradient are added in one order without much waiting; "two passes" else, as always at other
+    head dimensions than 64 and 128, with grouped heads, and with short full masks at 64, in persistent programs.
 
     Args:
         q, k: (B, H, S, D) or (B, S, D).
@@ -488,8 +487,8 @@ def backward_kernels(q_shape: tuple[int, ...], k_shape: tuple[int, ...], device_
     programs = num_multiprocessors(device_index)
     if -(-num_keys // 128) * num_key_heads * num_batches <= programs // 2:
         return "triton"
-    stays = head_dim == 64 and not causal and max(num_queries, num_keys) <= STAYING_UNTIL
-    if stays or num_heads != num_key_heads or head_dim not in SINGLE_PASS_HEAD_DIMS or hopper_single_unavailable():
+    persistent = head_dim == 64 and not causal and max(num_queries, num_keys) <= PERSISTENT_UNTIL
+    if persistent or num_heads != num_key_heads or head_dim not in SINGLE_PASS_HEAD_DIMS or hopper_single_unavailable():
         return "two passes"
     shape = (num_batches * num_heads, num_queries, num_keys, head_dim)
     return "one pass" if hopper_kernels("one_pass").ordering_pays(*shape, causal, programs) else "two passes"
@@ -499,33 +498,33 @@ def _programs_at_once(problem: Problem, tile: TileConfig, kernel: str, dtype: to
     """Returns how many programs of a kernel run on a multiprocessor at once, as far as splitting reckons."""
     programs = _by_head_dim(WARPS_AT_ONCE[dtype.itemsize, kernel], problem.head_dim) // tile.num_warps
     if precision in BF16_SLICES:
-        own, walked = _blocks(tile, kernel)
-        num_rows = own * (1 if kernel == "forward" else 2) + walked * 2 * tile.num_stages
+        own, inner = _blocks(tile, kernel)
+        num_rows = own * (1 if kernel == "forward" else 2) + inner * 2 * tile.num_stages
         shared_kib = num_rows * row_elements(problem.head_dim) * 2 * BF16_SLICES[precision] / 1024
         programs = min(programs, int(SHARED_KIB // shared_kib))
     return max(1, programs)
 
 
-def walks_of(
+def work_tiles_of(
     problem: Problem, tile: TileConfig, kernel: str, device: torch.device, dtype: torch.dtype, precision: str,
     num_splits: int | None,
 ) -> tuple[int, int]:  # fmt: skip
-    """Returns how many walks a kernel makes, one a tile of rows, and among how many programs it shares each.
+    """Returns how many tiles of rows a kernel has, and among how many programs it splits the loop of each.
 
-    `dtype` is that of q, `num_splits` is that number where it is given; packed sequences are never shared.
+    `dtype` is that of q, `num_splits` is that number where it is given; packed sequences are never split.
     """
-    num_walks = num_walks_of(problem, tile, kernel)
+    num_work_tiles = num_work_tiles_of(problem, tile, kernel)
     if problem.packed:
-        return num_walks, 1
+        return num_work_tiles, 1
     if num_splits or device.type != "cuda" or problem.left >= 0:
-        return num_walks, num_splits or 1
-    own, walked = _blocks(tile, kernel)
+        return num_work_tiles, num_splits or 1
+    own, inner = _blocks(tile, kernel)
     length, num_results = (problem.max_queries, 2) if kernel == "dkdv" else (problem.max_keys, 1)
-    num_tiles = triton.cdiv(length, walked)
+    num_tiles = triton.cdiv(length, inner)
     if num_tiles <= _by_head_dim(WHOLE, problem.head_dim):
-        return num_walks, 1
+        return num_work_tiles, 1
     programs = num_multiprocessors(device.index) * _programs_at_once(problem, tile, kernel, dtype, precision)
     part_kib = num_results * own * row_elements(problem.head_dim) * 4 / 1024
     causal = problem.right >= 0
     cost = {"part_kib": part_kib, "itemsize": dtype.itemsize}
-    return num_walks, num_splits_of(num_walks, num_tiles, programs, causal, **cost)
+    return num_work_tiles, num_splits_of(num_work_tiles, num_tiles, programs, causal, **cost)

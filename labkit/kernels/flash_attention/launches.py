@@ -19,9 +19,9 @@ from labkit.kernels.flash_attention.choice import (
     hopper_kernels,
     joint_tiles,
     listed,
-    num_walks_of,
+    num_work_tiles_of,
     resolve_precision,
-    walks_of,
+    work_tiles_of,
 )
 from labkit.kernels.flash_attention.shapes import (
     Layout,
@@ -117,7 +117,7 @@ def _kernel_flags(
         "HAS_LEFT": problem.left >= 0,
         "HAS_RIGHT": problem.right >= 0,
         "IS_PACKED": problem.packed,
-        "SPLIT_WALK": num_splits > 1,
+        "SPLIT_K": num_splits > 1,
         "PRECISION": precision,
         "ALIGNMENT": alignment,
         "WIDE": _is_wide(layouts, max(tile.block_q, tile.block_k), problem.head_dim),
@@ -126,21 +126,21 @@ def _kernel_flags(
     }
 
 
-def _query_walk_flags(problem: Problem, tile: TileConfig, num_splits: int) -> dict[str, bool]:
-    """Flags of the kernel that walks along the queries, whose statistics are padded: two loops, of a share one."""
+def _query_loop_flags(problem: Problem, tile: TileConfig, num_splits: int) -> dict[str, bool]:
+    """Flags of the kernel that loops over queries, whose statistics are padded: two loops, or one of a split."""
     even = not problem.packed and problem.max_queries % tile.block_q == 0
-    return {"EVEN_Q": even, "SPLIT": tile.split and num_splits == 1}
+    return {"EVEN_Q": even, "UNMASKED_LOOP": tile.unmasked_loop and num_splits == 1}
 
 
-def _key_walk_flags(problem: Problem, tile: TileConfig, num_splits: int) -> dict[str, bool]:
-    """Flags of the kernels that walk along the keys: two loops where the mask has an edge, one where it has none.
+def _key_loop_flags(problem: Problem, tile: TileConfig, num_splits: int) -> dict[str, bool]:
+    """Flags of the kernels that loop over keys: two loops where the mask has an edge, one where it has none.
 
-    A share is walked in one: with the ends of two, cut down to it, ptxas serialises the products of both (C7515).
+    A split has one loop: with the bounds of two, cut down to it, ptxas serialises the products of both (C7515).
     """
     even = not problem.packed and problem.max_keys % tile.block_k == 0
     has_edge = problem.left >= 0 or problem.right >= 0
-    split = tile.split and (has_edge or even) and num_splits == 1
-    return {"EVEN_K": even, "SPLIT": split}
+    unmasked_loop = tile.unmasked_loop and (has_edge or even) and num_splits == 1
+    return {"EVEN_K": even, "UNMASKED_LOOP": unmasked_loop}
 
 
 def _ready_for_tma(*layouts: Layout) -> tuple[tuple[bool, ...], list[Layout]]:
@@ -247,7 +247,8 @@ def _plan_forward(q: Layout, k: Layout, v: Layout, call: Call) -> tuple[Layout, 
     loaded = slices.layouts if slices else tuple(x.as_4d(packed) for x in (q, k, v))
     layouts = (*loaded, out.as_4d(packed))
     tile = (call.config or config_for(layouts, problem, precision, call.device)).forward
-    num_walks, num_splits = walks_of(problem, tile, "forward", call.device, q.dtype, precision, call.num_splits)
+    given = (tile, "forward", call.device, q.dtype, precision, call.num_splits)
+    num_work_tiles, num_splits = work_tiles_of(problem, *given)
     operands = (*layouts[:3], _result(layouts[3], num_splits))
     *_, num_rows, _ = layouts[0].shape
     numbers = (
@@ -262,8 +263,8 @@ def _plan_forward(q: Layout, k: Layout, v: Layout, call: Call) -> tuple[Layout, 
         problem.right,
         num_splits,
     )
-    flags = _kernel_flags(operands, problem, tile, precision, num_splits) | _key_walk_flags(problem, tile, num_splits)
-    launch = Launch(flash_attention_fwd_kernel, (num_walks * num_splits,), flags, numbers)
+    flags = _kernel_flags(operands, problem, tile, precision, num_splits) | _key_loop_flags(problem, tile, num_splits)
+    launch = Launch(flash_attention_fwd_kernel, (num_work_tiles * num_splits,), flags, numbers)
     combine = output_launch(layouts[3].shape, layouts[3].strides, num_splits)
     lse_shape = (problem.num_heads, num_rows) if packed else q.shape[:-1]
 
@@ -353,18 +354,18 @@ def _gradient_launch(given: _Gradients, kernel: str, tile: TileConfig) -> _Gradi
     (inputs, grads, problem, _, call), is_dkdv = given, kernel == "dkdv"
     grads = grads[1:] if is_dkdv else grads[:1]
     dtype, precision = grads[0].dtype, call.precision
-    num_walks, num_splits = walks_of(problem, tile, kernel, call.device, dtype, precision, call.num_splits)
+    num_work_tiles, num_splits = work_tiles_of(problem, tile, kernel, call.device, dtype, precision, call.num_splits)
     operands = (*inputs, *(_result(x, num_splits) for x in grads))
     num_heads = problem.num_key_heads if is_dkdv else problem.num_heads
     numbers = (*_strides(*operands), *given.numbers(num_heads), num_splits)
     flags = {
         **_kernel_flags(operands, problem, tile, precision, num_splits),
-        **(_query_walk_flags if is_dkdv else _key_walk_flags)(problem, tile, num_splits),
+        **(_query_loop_flags if is_dkdv else _key_loop_flags)(problem, tile, num_splits),
         "PADDING": STATISTICS_PADDING,
         "first_program": None,
     }
     function = flash_attention_bwd_dkdv_kernel if is_dkdv else flash_attention_bwd_dq_kernel
-    return _GradientLaunch(Launch(function, (num_walks * num_splits,), flags, numbers), num_splits)
+    return _GradientLaunch(Launch(function, (num_work_tiles * num_splits,), flags, numbers), num_splits)
 
 
 def _joint_launch(given: _Gradients) -> Launch | None:
@@ -375,13 +376,13 @@ def _joint_launch(given: _Gradients) -> Launch | None:
     if tiles is None:
         return None
     dkdv, dq = tiles
-    num_dkdv, num_dq = num_walks_of(problem, dkdv, "dkdv"), num_walks_of(problem, dq, "dq")
+    num_dkdv, num_dq = num_work_tiles_of(problem, dkdv, "dkdv"), num_work_tiles_of(problem, dq, "dq")
     numbers = (*_strides(*operands), *given.numbers(num_dkdv, problem.num_heads, problem.num_key_heads))
-    of_dkdv = _kernel_flags(operands, problem, dkdv, precision, 1) | _query_walk_flags(problem, dkdv, 1)
-    of_dq = _kernel_flags(operands, problem, dq, precision, 1) | _key_walk_flags(problem, dq, 1)
-    own = ("BLOCK_Q", "BLOCK_K", "SPLIT")
+    of_dkdv = _kernel_flags(operands, problem, dkdv, precision, 1) | _query_loop_flags(problem, dkdv, 1)
+    of_dq = _kernel_flags(operands, problem, dq, precision, 1) | _key_loop_flags(problem, dq, 1)
+    own = ("BLOCK_Q", "BLOCK_K", "UNMASKED_LOOP")
     flags = {
-        **{name: flag for name, flag in (of_dkdv | of_dq).items() if name not in (*own, "IS_PACKED", "SPLIT_WALK")},
+        **{name: flag for name, flag in (of_dkdv | of_dq).items() if name not in (*own, "IS_PACKED", "SPLIT_K")},
         **{f"DKDV_{name}": of_dkdv[name] for name in own},
         **{f"DQ_{name}": of_dq[name] for name in own},
         "WIDE": of_dkdv["WIDE"] or of_dq["WIDE"],

@@ -1,12 +1,12 @@
-"""Sharing a long walk among several programs, and putting what they found together.
+"""Split-K: splitting a long loop among several programs, and combining their results.
 
-A program of attention walks along the keys of its queries (or the queries of its keys). With few of them at work, most
-multiprocessors are idle: each walk is then split, every share is written in fp32, and a second kernel combines them.
+A program of attention loops over the keys of its queries (or the queries of its keys). Where programs are few, most
+multiprocessors are idle: each loop is then split, every split is written in fp32, and a second kernel combines them.
 
     O = Σ_s exp(L_s − L) O_s    L = log Σ_s exp L_s        outputs
     ∂ = Σ_s ∂_s                                            gradients
 
-The shares are added in a fixed order, so that results are equal bit for bit between runs.
+The splits are added in a fixed order, so that results are equal bit for bit between runs.
 
 Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 """
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from labkit.kernels.launch import Launch
 
-# A share is of so many tiles at least, by bytes of an element, and there are so many at most.
+# The fewest tiles of a split, by bytes of an element, and the most splits.
 TILES_OF_A_SPLIT = {2: 2, 4: 1}
 MOST_SPLITS = 32
 
-# What splitting costs, in the time of one tile of a walk (on an H200 1.4 us in 16 bits, several times that in fp32):
+# What splitting costs, in the time of one tile (on an H200 1.4 us in 16 bits, several times that in fp32):
 # the begin and end of a program; by bytes of an element, the second kernel, which takes the host longer to launch than
-# the device to run; its KiB; and a tile of a causal share, in which every tile is masked.
+# the device to run; its KiB; and a tile of a causal split, in which every tile is masked.
 COST_OF_A_PROGRAM = 4.0
 COST_OF_COMBINING = {2: 6.5, 4: 2.5}
 COST_OF_A_KIB = {2: 0.0004, 4: 0.0001}
@@ -38,37 +38,37 @@ SPLITS_AT_ONCE = 4
 
 
 def num_splits_of(
-    num_walks: int, num_tiles: int, programs: int, causal: bool, *, part_kib: float, itemsize: int = 2
+    num_work_tiles: int, num_tiles: int, programs: int, causal: bool, *, part_kib: float, itemsize: int = 2
 ) -> int:
-    """Returns among how many programs every walk is shared; no share of the longest one is empty.
+    """Returns among how many programs every loop is split; no split of the longest one is empty.
 
-    The least time by a count of tiles: causal shares, of all lengths and the longest first, end with the longest or
-    when all are shared out; full ones go in equal rounds. It is as good as `programs`: where that was right the number
+    The least time by a count of tiles: causal splits are of all lengths, begin with the longest, and end with it or
+    when all are given out; full ones run in equal waves. It is as good as `programs`: where that was right the number
     chosen was within 10 % of the fastest on an H200.
 
     Args:
-        num_walks: tiles of queries (or of keys), of all heads and batches.
-        num_tiles: of the longest walk.
+        num_work_tiles: tiles of queries (or of keys), of all heads and batches.
+        num_tiles: of the longest loop.
         programs: how many run at once.
-        causal: whether walks are of all lengths up to that, and not all as long.
+        causal: whether loops are of all lengths up to that, and not all as long.
         part_kib: what one program leaves for the second kernel, in KiB.
         itemsize: bytes of an element of q, k and v.
     """
 
     def cost(num_splits: int) -> float:
         tile = COST_OF_A_MASKED_TILE[itemsize] if causal and num_splits > 1 else 1.0
-        share = COST_OF_A_PROGRAM + tile * -(-num_tiles // num_splits)
+        longest = COST_OF_A_PROGRAM + tile * -(-num_tiles // num_splits)
         if causal:
             mean = COST_OF_A_PROGRAM + tile * (num_tiles + 1) / 2 / num_splits
-            time = max(share, num_walks * num_splits * mean / programs)
+            time = max(longest, num_work_tiles * num_splits * mean / programs)
         else:
-            time = -(-num_walks * num_splits // programs) * share
-        combining = COST_OF_COMBINING[itemsize] + COST_OF_A_KIB[itemsize] * part_kib * num_walks * num_splits
+            time = -(-num_work_tiles * num_splits // programs) * longest
+        combining = COST_OF_COMBINING[itemsize] + COST_OF_A_KIB[itemsize] * part_kib * num_work_tiles * num_splits
         return time + (combining if num_splits > 1 else 0.0)
 
     most = max(1, min(num_tiles // TILES_OF_A_SPLIT[itemsize], MOST_SPLITS))
-    shares = (-(-num_tiles // num_splits) for num_splits in range(1, most + 1))
-    return min((-(-num_tiles // share) for share in shares), key=cost)
+    tiles = (-(-num_tiles // num_splits) for num_splits in range(1, most + 1))
+    return min((-(-num_tiles // of_split) for of_split in tiles), key=cost)
 
 
 @triton.jit(do_not_specialize=["num_rows", "length", "num_heads", "num_splits"])
@@ -77,8 +77,8 @@ def attention_combine_kernel(
     num_rows, length, num_heads, num_splits,
     HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK rows of a result from those of all splits: their sum or, with log-sum-exps, weighted by the share of each
-    in Σ exp S. The next splits load while one is added."""
+    """BLOCK rows of a result from those of all splits: their sum or, with log-sum-exps, weighted by their parts
+    of Σ exp S. The next splits load while one is added."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     cols = tl.arange(0, PADDED)
     valid = rows < num_rows

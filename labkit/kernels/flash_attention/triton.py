@@ -1,7 +1,7 @@
 """The kernels of FlashAttention-2 in Triton; launches.py launches them, choice.py has their tiles.
 
 How they are laid out:
-- A program owns a tile of rows and walks along the other length, or along one of several shares of it; tiles that every
+- A program owns a tile of rows and loops over tiles of the other length, or of a part of it (split-K); tiles that every
   row sees in full take no masking.
 - exp2 with log2(e)·scale folded in: one multiply-add and one exponential per score.
 - The dK/dV kernel computes Sᵀ and ∂Pᵀ themselves: a transposed result as an operand gave wrong gradients on Hopper
@@ -55,8 +55,8 @@ def slice_elements(head_dim: int) -> int:
 
 LOG2_E = math.log2(math.e)
 
-# Whole causal walks that are put in order by their length: about two for each program that runs at once.
-SECTION_WALKS = tl.constexpr(512)
+# Causal work tiles that are ordered by the length of their loops: about two for each program that runs at once.
+SECTION_TILES = tl.constexpr(512)
 
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them anew.
 LENGTHS = (
@@ -126,7 +126,7 @@ def _product(a, b, acc, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
     """acc + a b, or acc + a bᵀ; of slices all products but the smallest, the larger the later.
 
     Tensor cores cut sums off. Six products are summed up apart from `acc`, to which they are added rounded: within it
-    the error, which three may have, would grow with the length of the walk.
+    the error, which three may have, would grow with the number of tiles.
     """
     if PRECISION == "bf16x6":
         total = None
@@ -225,7 +225,7 @@ def _key_ranges(
     q_begin, num_queries, num_keys, left, right,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Bounds of the keys that a tile of queries walks: [begin, full_begin) with masks, [full_begin, full_end) seen by
+    """Bounds of the keys that a tile of queries sees: [begin, full_begin) with masks, [full_begin, full_end) seen by
     every query, [full_end, end) with masks again. The first is empty without a window."""
     diagonal = num_keys - num_queries + q_begin
     begin = tl.cast(0, tl.int32)
@@ -251,7 +251,7 @@ def _query_ranges(
     k_begin, num_queries, num_keys, left, right,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Bounds of the queries that a tile of keys walks, as in `_key_ranges`: when causal the masked tiles come first."""
+    """Bounds of the queries that see a tile of keys, as in `_key_ranges`: when causal the masked tiles come first."""
     diagonal = k_begin - (num_keys - num_queries)
     begin = tl.cast(0, tl.int32)
     end = num_queries
@@ -270,30 +270,30 @@ def _query_ranges(
 
 
 @triton.jit
-def _place(
+def _decode_program_id(
     first_program, num_tiles, num_heads, num_splits,
-    UNEQUAL: tl.constexpr, LONGEST_LAST: tl.constexpr, SPLIT_WALK: tl.constexpr,
+    UNEQUAL: tl.constexpr, LONGEST_LAST: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
-    """A program's tile, head, batch and share of the walk, and among the results of all shares that of its batch.
+    """A program's tile, head, batch and split, and the place of its result among those of all splits.
 
-    UNEQUAL: the longest walks start first, so that they do not end last: those of a causal head's last queries
-    (LONGEST_LAST), or of its first keys. Shares of all heads are in that order; whole walks by sections of heads, whose
-    keys stay in the cache, and where programs are few (`first_program` is given) head by head.
+    UNEQUAL: the tiles with the longest loops start first, so that they do not end last: a causal head's last queries
+    (LONGEST_LAST), or its first keys. With splits that order is over all heads; without, over sections of heads whose
+    keys stay in the cache, and where programs are few (`first_program` is given) over one head after another.
     """
     program = tl.program_id(0)
     if first_program is not None:
         program -= first_program
-    if SPLIT_WALK:
-        num_walks = tl.num_programs(0) // num_tiles
-        tile = program // num_walks
-        walk = program % num_walks
-        share = walk % num_splits
-        head = walk // num_splits % num_heads
-        batch = walk // num_splits // num_heads
-        result = share * (num_walks // num_splits // num_heads) + batch
+    if SPLIT_K:
+        num_work_tiles = tl.num_programs(0) // num_tiles
+        tile = program // num_work_tiles
+        work_tile = program % num_work_tiles
+        split = work_tile % num_splits
+        head = work_tile // num_splits % num_heads
+        batch = work_tile // num_splits // num_heads
+        result = split * (num_work_tiles // num_splits // num_heads) + batch
     else:
         if UNEQUAL and first_program is None:
-            section = tl.cdiv(SECTION_WALKS, num_tiles)
+            section = tl.cdiv(SECTION_TILES, num_tiles)
             first_head = program // (section * num_tiles) * section
             heads = tl.minimum(section, tl.num_programs(0) // num_tiles - first_head)
             place = program - first_head * num_tiles
@@ -302,32 +302,32 @@ def _place(
         else:
             tile = program % num_tiles
             head_total = program // num_tiles
-        share = 0
+        split = 0
         head = head_total % num_heads
         batch = head_total // num_heads
         result = batch
     if LONGEST_LAST:
         tile = num_tiles - 1 - tile
-    return tile, head, batch, share, result
+    return tile, head, batch, split, result
 
 
 @triton.jit
-def _loop_of(stage: tl.constexpr, begin, full_begin, full_end, end, SPLIT: tl.constexpr):
-    """The tiles before those that are visible in full (stage 0), these (1), and those behind or, unless SPLIT, all."""
+def _loop_of(stage: tl.constexpr, begin, full_begin, full_end, end, UNMASKED_LOOP: tl.constexpr):
+    """Bounds of the tiles before those visible in full (stage 0), of these (1), and of those behind (2; or of all)."""
     if stage == 0:
         return begin, full_begin
     if stage == 1:
         return full_begin, full_end
-    return full_end if SPLIT else begin, end
+    return full_end if UNMASKED_LOOP else begin, end
 
 
 @triton.jit
-def _share_of(begin, full_begin, full_end, end, share, num_splits, BLOCK: tl.constexpr, SPLIT_WALK: tl.constexpr):
-    """The bounds of a walk cut down to one of `num_splits` equal shares; the last ones may be empty."""
-    if SPLIT_WALK:
+def _split_range(begin, full_begin, full_end, end, split, num_splits, BLOCK: tl.constexpr, SPLIT_K: tl.constexpr):
+    """The bounds of one of `num_splits` equal parts of a loop; the last parts may be empty."""
+    if SPLIT_K:
         num_tiles = (tl.maximum(end - begin, 0) + BLOCK - 1) // BLOCK
         length = (num_tiles + num_splits - 1) // num_splits * BLOCK
-        begin = tl.minimum(begin + share * length, end)
+        begin = tl.minimum(begin + split * length, end)
         end = tl.minimum(begin + length, end)
         full_begin = tl.maximum(tl.minimum(full_begin, end), begin)
         full_end = tl.maximum(tl.minimum(full_end, end), begin)
@@ -345,16 +345,17 @@ def flash_attention_fwd_kernel(
     num_heads, group, max_queries, max_keys, scale_log2, left, right, num_splits,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_PACKED: tl.constexpr, SPLIT_WALK: tl.constexpr,
-    PRECISION: tl.constexpr, ALIGNMENT: tl.constexpr, WIDE: tl.constexpr, SPLIT: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_PACKED: tl.constexpr, SPLIT_K: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGNMENT: tl.constexpr, WIDE: tl.constexpr, UNMASKED_LOOP: tl.constexpr,
+    EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """One program: the output and the log-sum-exp of BLOCK_Q queries of one head.
 
-    SPLIT_WALK: of one of `num_splits` shares of their keys, each share's results after the last one's.
+    SPLIT_K: over one of `num_splits` parts of their keys; the results of one split lie behind those of the last.
     """
     num_tiles = tl.cdiv(max_queries, BLOCK_Q)
-    tile, head, batch, share, result = _place(
-        None, num_tiles, num_heads, num_splits, HAS_RIGHT and not HAS_LEFT, HAS_RIGHT, SPLIT_WALK
+    tile, head, batch, split, result = _decode_program_id(
+        None, num_tiles, num_heads, num_splits, HAS_RIGHT and not HAS_LEFT, HAS_RIGHT, SPLIT_K
     )
     first_q, num_queries = _sequence(cu_q_ptr, batch, max_queries, IS_PACKED)
     first_k, num_keys = _sequence(cu_k_ptr, batch, max_keys, IS_PACKED)
@@ -398,17 +399,17 @@ def flash_attention_fwd_kernel(
     begin, full_begin, full_end, end = _key_ranges(
         q_begin, num_queries, num_keys, left, right, BLOCK_Q, BLOCK_K, HAS_LEFT, HAS_RIGHT
     )
-    begin, full_begin, full_end, end = _share_of(
-        begin, full_begin, full_end, end, share, num_splits, BLOCK_K, SPLIT_WALK
+    begin, full_begin, full_end, end = _split_range(
+        begin, full_begin, full_end, end, split, num_splits, BLOCK_K, SPLIT_K
     )
     positions = (num_keys - num_queries + q_begin + rows_q)[:, None]
     # Keys before, on and after the tiles that every query sees. A second loop behind the first makes ptxas serialise
     # the matrix products of both (C7515) where it only exists for a last partial tile, so that none is emitted then:
     # keys that fill their tiles take one loop without masks, others one loop with masks.
     for stage in tl.static_range(
-        2 if not SPLIT else (0 if HAS_LEFT else 1), 2 if SPLIT and EVEN_K and not HAS_RIGHT else 3
+        2 if not UNMASKED_LOOP else (0 if HAS_LEFT else 1), 2 if UNMASKED_LOOP and EVEN_K and not HAS_RIGHT else 3
     ):
-        loop_begin, loop_end = _loop_of(stage, begin, full_begin, full_end, end, SPLIT)
+        loop_begin, loop_end = _loop_of(stage, begin, full_begin, full_end, end, UNMASKED_LOOP)
         for start in tl.range(loop_begin, loop_end, BLOCK_K):
             k_tile_ptr = k_ptr + _start_of(start, stride_ks, ALIGNMENT)
             v_tile_ptr = v_ptr + _start_of(start, stride_vs, ALIGNMENT)
@@ -503,18 +504,18 @@ def flash_attention_bwd_dkdv_kernel(
     num_key_heads, group, max_queries, max_keys, scale_log2, scale, left, right, num_splits, first_program,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_PACKED: tl.constexpr, SPLIT_WALK: tl.constexpr,
-    PRECISION: tl.constexpr, ALIGNMENT: tl.constexpr, WIDE: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_PACKED: tl.constexpr, SPLIT_K: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGNMENT: tl.constexpr, WIDE: tl.constexpr, UNMASKED_LOOP: tl.constexpr,
     PADDING: tl.constexpr, EVEN_Q: tl.constexpr,
 ):  # fmt: skip
     """One program: ∂K and ∂V of BLOCK_K keys of one key head, over all queries of the head's group.
 
-    SPLIT_WALK: over one of `num_splits` shares of the queries, each share's results after the last one's.
+    SPLIT_K: over one of `num_splits` parts of the queries; the results of one split lie behind those of the last.
     `first_program`: where not all programs of the launch are this kernel's, the first that is; None else.
     """
     num_tiles = tl.cdiv(max_keys, BLOCK_K)
-    tile, head, batch, share, result = _place(
-        first_program, num_tiles, num_key_heads, num_splits, HAS_RIGHT and not HAS_LEFT, False, SPLIT_WALK
+    tile, head, batch, split, result = _decode_program_id(
+        first_program, num_tiles, num_key_heads, num_splits, HAS_RIGHT and not HAS_LEFT, False, SPLIT_K
     )
     first_q, num_queries = _sequence(cu_q_ptr, batch, max_queries, IS_PACKED)
     first_k, num_keys = _sequence(cu_k_ptr, batch, max_keys, IS_PACKED)
@@ -565,8 +566,8 @@ def flash_attention_bwd_dkdv_kernel(
     begin, full_begin, full_end, end = _query_ranges(
         k_begin, num_queries, num_keys, left, right, BLOCK_Q, BLOCK_K, HAS_LEFT, HAS_RIGHT
     )
-    begin, full_begin, full_end, end = _share_of(
-        begin, full_begin, full_end, end, share, num_splits, BLOCK_Q, SPLIT_WALK
+    begin, full_begin, full_end, end = _split_range(
+        begin, full_begin, full_end, end, split, num_splits, BLOCK_Q, SPLIT_K
     )
     keys = (k_begin + rows_k)[:, None]
     for member in range(group):
@@ -576,8 +577,10 @@ def flash_attention_bwd_dkdv_kernel(
         head_statistics = statistics + _start_of(query_head, stride_ph, 1)
         # Queries on the diagonal, past it, and at the end of a window. Rows beyond the last query are loaded as zeros
         # and have a log-sum-exp of +∞, so that they add nothing anywhere.
-        for stage in tl.static_range(0 if HAS_RIGHT and SPLIT else 1, 3 if HAS_LEFT and SPLIT else 2):
-            loop_begin, loop_end = _loop_of(stage if SPLIT else 2, begin, full_begin, full_end, end, SPLIT)
+        for stage in tl.static_range(0 if HAS_RIGHT and UNMASKED_LOOP else 1, 3 if HAS_LEFT and UNMASKED_LOOP else 2):
+            loop_begin, loop_end = _loop_of(
+                stage if UNMASKED_LOOP else 2, begin, full_begin, full_end, end, UNMASKED_LOOP
+            )
             for start in tl.range(loop_begin, loop_end, BLOCK_Q):
                 q_tile_ptr = q_head_ptr + _start_of(start, stride_qs, ALIGNMENT)
                 g_tile_ptr = g_head_ptr + _start_of(start, stride_gs, ALIGNMENT)
@@ -599,7 +602,7 @@ def flash_attention_bwd_dkdv_kernel(
                     grad_p_t = _product(v_tail, grad_out_tail, grad_p_t, True, PRECISION)
                 lse_log2 = tl.load(lse_log2_ptr + head_statistics + start + rows_q)
                 p_t = tl.exp2(scores_t * scale_log2 - lse_log2[None, :])
-                if (HAS_LEFT or HAS_RIGHT) and (stage != 1 or not SPLIT):
+                if (HAS_LEFT or HAS_RIGHT) and (stage != 1 or not UNMASKED_LOOP):
                     positions = (num_keys - num_queries + start + rows_q)[None, :]
                     visible = _visible(positions, keys, left, right, num_keys, HAS_LEFT, HAS_RIGHT)
                     p_t = tl.where(visible, p_t, 0.0)
@@ -634,14 +637,14 @@ def flash_attention_bwd_dq_kernel(
     num_heads, group, max_queries, max_keys, scale_log2, scale, left, right, num_splits, first_program,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_PACKED: tl.constexpr, SPLIT_WALK: tl.constexpr,
-    PRECISION: tl.constexpr, ALIGNMENT: tl.constexpr, WIDE: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_PACKED: tl.constexpr, SPLIT_K: tl.constexpr,
+    PRECISION: tl.constexpr, ALIGNMENT: tl.constexpr, WIDE: tl.constexpr, UNMASKED_LOOP: tl.constexpr,
     PADDING: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """One program: ∂Q of BLOCK_Q queries of one head; SPLIT_WALK and first_program as in the kernels above."""
+    """One program: ∂Q of BLOCK_Q queries of one head; SPLIT_K and first_program as in the kernels above."""
     num_tiles = tl.cdiv(max_queries, BLOCK_Q)
-    tile, head, batch, share, result = _place(
-        first_program, num_tiles, num_heads, num_splits, HAS_RIGHT and not HAS_LEFT, HAS_RIGHT, SPLIT_WALK
+    tile, head, batch, split, result = _decode_program_id(
+        first_program, num_tiles, num_heads, num_splits, HAS_RIGHT and not HAS_LEFT, HAS_RIGHT, SPLIT_K
     )
     first_q, num_queries = _sequence(cu_q_ptr, batch, max_queries, IS_PACKED)
     first_k, num_keys = _sequence(cu_k_ptr, batch, max_keys, IS_PACKED)
@@ -693,14 +696,14 @@ def flash_attention_bwd_dq_kernel(
     begin, full_begin, full_end, end = _key_ranges(
         q_begin, num_queries, num_keys, left, right, BLOCK_Q, BLOCK_K, HAS_LEFT, HAS_RIGHT
     )
-    begin, full_begin, full_end, end = _share_of(
-        begin, full_begin, full_end, end, share, num_splits, BLOCK_K, SPLIT_WALK
+    begin, full_begin, full_end, end = _split_range(
+        begin, full_begin, full_end, end, split, num_splits, BLOCK_K, SPLIT_K
     )
     positions = (num_keys - num_queries + q_begin + rows_q)[:, None]
     for stage in tl.static_range(
-        2 if not SPLIT else (0 if HAS_LEFT else 1), 2 if SPLIT and EVEN_K and not HAS_RIGHT else 3
+        2 if not UNMASKED_LOOP else (0 if HAS_LEFT else 1), 2 if UNMASKED_LOOP and EVEN_K and not HAS_RIGHT else 3
     ):
-        loop_begin, loop_end = _loop_of(stage, begin, full_begin, full_end, end, SPLIT)
+        loop_begin, loop_end = _loop_of(stage, begin, full_begin, full_end, end, UNMASKED_LOOP)
         for start in tl.range(loop_begin, loop_end, BLOCK_K):
             k_tile_ptr = k_ptr + _start_of(start, stride_ks, ALIGNMENT)
             v_tile_ptr = v_ptr + _start_of(start, stride_vs, ALIGNMENT)
@@ -746,7 +749,7 @@ def flash_attention_bwd_kernel(
     DKDV_BLOCK_Q: tl.constexpr, DKDV_BLOCK_K: tl.constexpr, DQ_BLOCK_Q: tl.constexpr, DQ_BLOCK_K: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     PRECISION: tl.constexpr, ALIGNMENT: tl.constexpr, WIDE: tl.constexpr,
-    DKDV_SPLIT: tl.constexpr, DQ_SPLIT: tl.constexpr, PADDING: tl.constexpr,
+    DKDV_UNMASKED_LOOP: tl.constexpr, DQ_UNMASKED_LOOP: tl.constexpr, PADDING: tl.constexpr,
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """The programs of the dK/dV kernel and after them those of the dQ kernel, which wait for none of them."""
@@ -762,7 +765,7 @@ def flash_attention_bwd_kernel(
             stride_pb, stride_ph,
             num_key_heads, group, max_queries, max_keys, scale_log2, scale, left, right, 1, 0,
             HEAD_DIM, BLOCK_D, TAIL_D, DKDV_BLOCK_Q, DKDV_BLOCK_K, HAS_LEFT, HAS_RIGHT, False, False,
-            PRECISION, ALIGNMENT, WIDE, DKDV_SPLIT, PADDING, EVEN_Q,
+            PRECISION, ALIGNMENT, WIDE, DKDV_UNMASKED_LOOP, PADDING, EVEN_Q,
         )  # fmt: skip
     else:
         flash_attention_bwd_dq_kernel(
@@ -775,7 +778,7 @@ def flash_attention_bwd_kernel(
             stride_pb, stride_ph,
             num_heads, group, max_queries, max_keys, scale_log2, scale, left, right, 1, num_dkdv_programs,
             HEAD_DIM, BLOCK_D, TAIL_D, DQ_BLOCK_Q, DQ_BLOCK_K, HAS_LEFT, HAS_RIGHT, False, False,
-            PRECISION, ALIGNMENT, WIDE, DQ_SPLIT, PADDING, EVEN_K,
+            PRECISION, ALIGNMENT, WIDE, DQ_UNMASKED_LOOP, PADDING, EVEN_K,
         )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ and one for "empty"; consumer warpgroups of 64 rows each multiply. The producer 
   theirs. Two elsewhere: the accumulators need the registers.
 - A program takes one tile of queries after another, and the next queries load under the end of the last. There are two
   buffers for them; the output leaves through the one that its queries came in.
-- With few tiles of queries each one's keys are shared among several programs, and a kernel after it combines them.
+- With few tiles of queries each one's keys are split among several programs, and a kernel after it combines them.
 - D 72, 80 and 96 are 64 columns and a tail of 16 or 32, each with its own tiles, products and accumulator.
 - A descriptor has batch, head, row and column as dimensions of their own: TMA loads zeros past a sequence's last row
   and stores nothing there.
@@ -47,8 +47,8 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     async_load,
     async_store,
     await_number,
+    decode_tile,
     hand_number,
-    place_of,
     to_low,
     with_tails,
 )
@@ -71,15 +71,15 @@ SHORT = 1024
 FORWARD_SHORT = FORWARD | {64: {"BLOCK_K": 128, "STAGES": 4, "CONSUMERS": 2}}
 
 # A program that takes several tiles of queries loads the next one under the end of the last, which pays while tiles are
-# short (18 % at 1,024 keys). Others are shared out evenly, and when long by the hardware's own queue. Causal tiles are
+# short (18 % at 1,024 keys). Others are given out evenly, and when long by the hardware's own queue. Causal tiles are
 # of all lengths and come longest first: from so many keys on the hardware gives each to the first multiprocessor that
-# is free, or, with more than so many for each, the programs draw theirs from a counter (5 % at 4,096 keys, 8 % at
-# 16,384, 9 % at 1,536). A program draws one tile ahead, which with few of them is too soon (1, 8, 4096, 128: 74 us, not
+# is free, or, with more than so many for each, programs take theirs from a counter (5 % at 4,096 keys, 8 % at 16,384,
+# 9 % at 1,536). A program takes one tile ahead, which with few of them is too soon (1, 8, 4096, 128: 74 us, not
 # 57), and the counter costs a launch, which below so many keys it does not earn.
 PERSISTENT_UNTIL = 8192
 QUEUE_FROM = 2048
-DRAWN_FROM = 3
-DRAWN_FROM_KEYS = 512
+DYNAMIC_FROM = 3
+DYNAMIC_FROM_KEYS = 512
 
 # Where there are about as many key heads as programs (SECTIONS_FROM for each), every program reads keys of its own, at
 # 128 columns faster than memory gives them. Then the tiles of so many heads come first as have their keys and values in
@@ -102,7 +102,7 @@ def _fwd_tile(t, num_q_tiles, num_heads_total, section, CAUSAL: gl.constexpr):
     come first: each program takes the next one when it is done.
     """
     if CAUSAL:
-        head, before = place_of(t, num_q_tiles, num_heads_total, section)
+        head, before = decode_tile(t, num_q_tiles, num_heads_total, section)
         tile = num_q_tiles - 1 - before
     else:
         tile = t % num_q_tiles
@@ -112,7 +112,7 @@ def _fwd_tile(t, num_q_tiles, num_heads_total, section, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _fwd_next(t, turn, tile_s, tile_full, tile_empty, DYNAMIC: gl.constexpr):
-    """The consumer's tile after t: the one that the producer has drawn, or else the next in a fixed order."""
+    """The consumer's tile after t: the one that the producer took from the counter, or the next in a fixed order."""
     if DYNAMIC:
         t = await_number(turn, tile_s, tile_full)
         mbarrier.arrive(tile_empty.index(turn & 1), count=1)
@@ -123,7 +123,7 @@ def _fwd_next(t, turn, tile_s, tile_full, tile_empty, DYNAMIC: gl.constexpr):
 
 @gluon.jit
 def _num_key_tiles(rows_end, num_queries, num_keys, BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr):
-    """How many key tiles the queries before `rows_end` walk; one at least, so that a row without keys is written."""
+    """How many key tiles the queries before `rows_end` see; one at least, so that a row without keys is written."""
     end = num_keys
     if CAUSAL:
         end = gl.maximum(gl.minimum(end, rows_end + (num_keys - num_queries)), 1)
@@ -131,13 +131,13 @@ def _num_key_tiles(rows_end, num_queries, num_keys, BLOCK_K: gl.constexpr, CAUSA
 
 
 @gluon.jit
-def _share(num_tiles, split, num_splits, SPLIT: gl.constexpr):
-    """The first key tile of a split and how many it walks; one at least, past the last key where none is left."""
+def _split_range(num_tiles, split, num_splits, SPLIT_K: gl.constexpr):
+    """The first key tile of a split and how many it has; one at least, past the last key where none is left."""
     first = 0
-    if SPLIT:
-        share = (num_tiles + num_splits - 1) // num_splits
-        first = split * share
-        num_tiles = gl.maximum(gl.minimum(num_tiles - first, share), 1)
+    if SPLIT_K:
+        length = (num_tiles + num_splits - 1) // num_splits
+        first = split * length
+        num_tiles = gl.maximum(gl.minimum(num_tiles - first, length), 1)
     return first, num_tiles
 
 
@@ -154,25 +154,25 @@ def _load(desc, tail_desc, batch, head, row, full, tile, tail, TAIL: gl.constexp
 @gluon.jit
 def _fwd_producer(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, q_s, q_tail_s, k_s, k_tail_s, v_s, v_tail_s,
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty, drawn_ptr,
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty, tile_counter_ptr,
     num_heads, num_heads_total, group, num_queries, num_keys, num_splits, section,
     BLOCK_K: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, CONSUMERS: gl.constexpr,
-    DYNAMIC: gl.constexpr, SPLIT: gl.constexpr,
+    DYNAMIC: gl.constexpr, SPLIT_K: gl.constexpr,
 ):  # fmt: skip
     num_q_tiles = (num_queries + 64 * CONSUMERS - 1) // (64 * CONSUMERS)
     j = 0
     turn = 0
     t = gl.program_id(0)
-    num_walks = num_heads_total * num_splits if SPLIT else num_heads_total
-    while t < num_q_tiles * num_walks:
+    num_work_tiles = num_heads_total * num_splits if SPLIT_K else num_heads_total
+    while t < num_q_tiles * num_work_tiles:
         following = t + gl.num_programs(0)
-        tile, head_split = _fwd_tile(t, num_q_tiles, num_walks, section, CAUSAL)
-        head_total = head_split % num_heads_total if SPLIT else head_split
+        tile, head_split = _fwd_tile(t, num_q_tiles, num_work_tiles, section, CAUSAL)
+        head_total = head_split % num_heads_total if SPLIT_K else head_split
         batch = head_total // num_heads
         head = head_total % num_heads
         q0 = tile * (64 * CONSUMERS)
         num_tiles = _num_key_tiles(q0 + 64 * CONSUMERS, num_queries, num_keys, BLOCK_K, CAUSAL)
-        first, num_tiles = _share(num_tiles, head_split // num_heads_total, num_splits, SPLIT)
+        first, num_tiles = _split_range(num_tiles, head_split // num_heads_total, num_splits, SPLIT_K)
         for i in range(num_tiles):
             stage = j % STAGES
             free = ((j // STAGES) & 1) ^ 1
@@ -190,9 +190,9 @@ def _fwd_producer(
             _load(v_desc, v_tail_desc, batch, head // group, start, v_full.index(stage), v_s.index(stage),
                   v_tail_s.index(stage), TAIL)  # fmt: skip
             if DYNAMIC:
-                # Drawn behind the first loads of this walk, which would wait for the answer.
+                # Taken behind the first loads of this tile, which would wait for the answer.
                 if i == 0:
-                    following = gl.num_programs(0) + gl.atomic_add(drawn_ptr, 1, sem="relaxed")
+                    following = gl.num_programs(0) + gl.atomic_add(tile_counter_ptr, 1, sem="relaxed")
             j += 1
         if DYNAMIC:
             mbarrier.wait(tile_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
@@ -296,7 +296,7 @@ def _fwd_consumer(
     numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty,
     num_heads, num_heads_total, num_queries, num_keys, num_splits, section, scale_log2,
     BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    EVEN_K: gl.constexpr, CONSUMERS: gl.constexpr, DYNAMIC: gl.constexpr, SPLIT: gl.constexpr,
+    EVEN_K: gl.constexpr, CONSUMERS: gl.constexpr, DYNAMIC: gl.constexpr, SPLIT_K: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_K, 16]
@@ -312,9 +312,9 @@ def _fwd_consumer(
     j = 0
     turn = 0
     t = gl.program_id(0)
-    num_walks = num_heads_total * num_splits if SPLIT else num_heads_total
-    while t < num_q_tiles * num_walks:
-        tile, head_split = _fwd_tile(t, num_q_tiles, num_walks, section, CAUSAL)
+    num_work_tiles = num_heads_total * num_splits if SPLIT_K else num_heads_total
+    while t < num_q_tiles * num_work_tiles:
+        tile, head_split = _fwd_tile(t, num_q_tiles, num_work_tiles, section, CAUSAL)
         place = (turn & 1) * CONSUMERS + C
         q = q_s.index(place).reshape([64, D])
         q_tail = q
@@ -325,14 +325,14 @@ def _fwd_consumer(
         # The first key that the first query does not see; each further query sees one more.
         diagonal = q1 + (num_keys - num_queries) + 1
         num_tiles = _num_key_tiles(q0 + 64 * CONSUMERS, num_queries, num_keys, BLOCK_K, CAUSAL)
-        first, num_tiles = _share(num_tiles, head_split // num_heads_total, num_splits, SPLIT)
-        # The number of the key tile after the first one of the walk.
+        first, num_tiles = _split_range(num_tiles, head_split // num_heads_total, num_splits, SPLIT_K)
+        # The number of the key tile after the last one of this tile of queries.
         after = j + num_tiles
         num_full = num_keys // BLOCK_K
         if CAUSAL:
-            # The walk begins at the last keys. Those that only the consumers of later queries see are passed over.
+            # The loop begins at the last keys. Those that only the consumers of later queries see are passed over.
             num_mine = _num_key_tiles(q1 + 64, num_queries, num_keys, BLOCK_K, CAUSAL)
-            if SPLIT:
+            if SPLIT_K:
                 num_mine = gl.maximum(gl.minimum(num_mine - first, num_tiles), 1)
             for _ in range(num_tiles - num_mine):
                 mbarrier.wait(k_full.index(j % STAGES), (j // STAGES) & 1)
@@ -341,7 +341,7 @@ def _fwd_consumer(
                 mbarrier.arrive(v_empty.index(j % STAGES), count=1)
                 j += 1
             num_full = gl.minimum(num_full, gl.maximum(diagonal, 0) // BLOCK_K)
-            if SPLIT:
+            if SPLIT_K:
                 num_full = gl.maximum(num_full - first, 0)
         maximum = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
         total = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, SCORES))
@@ -396,7 +396,7 @@ def _fwd_consumer(
         acc = acc * gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, OUT))[:, None]
         if TAIL:
             acc_tail = acc_tail * gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, OUT_TAIL))[:, None]
-        if SPLIT:
+        if SPLIT_K:
             parts = parts_ptr + head_split.to(gl.int64) * num_queries * (D + TAIL)
             _store_part(parts, acc, q1, num_queries, 0, D, D + TAIL, OUT)
             if TAIL:
@@ -421,15 +421,15 @@ def _fwd_consumer(
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_fwd_kernel(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, out_desc, out_tail_desc, parts_ptr,
-    lse_ptr, drawn_ptr, num_heads, num_heads_total, group, num_queries, num_keys, num_splits, section, scale_log2,
-    BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    EVEN_K: gl.constexpr, CONSUMERS: gl.constexpr, DYNAMIC: gl.constexpr, SPLIT: gl.constexpr,
+    lse_ptr, tile_counter_ptr, num_heads, num_heads_total, group, num_queries, num_keys, num_splits, section,
+    scale_log2, BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    EVEN_K: gl.constexpr, CONSUMERS: gl.constexpr, DYNAMIC: gl.constexpr, SPLIT_K: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """The output and the log-sum-exp; a program takes tiles of 64 queries a consumer, one after another.
 
-    CAUSAL: the tiles of `section` heads come before those of the next as many. DYNAMIC: programs draw tiles from the
-    counter at drawn_ptr, which begins at 0. SPLIT: of each share of the keys, the output in fp32 to parts_ptr
+    CAUSAL: the tiles of `section` heads come before those of the next as many. DYNAMIC: programs take tiles from the
+    counter at tile_counter_ptr, which begins at 0. SPLIT_K: of each split of the keys, the output in fp32 to parts_ptr
     (num_splits, heads of all batches, queries, D + TAIL), and its log-sum-exp; out_desc is not used then.
     """
     # Queries, and afterwards their output, of this tile and of the next.
@@ -463,7 +463,7 @@ def hopper_fwd_kernel(
     )
     if CAUSAL or not EVEN_K:
         numbers_s.store(gl.arange(0, BLOCK_K, layout=gl.BlockedLayout([1], [32], [4], [0])))
-    # The tile after this one, as the producer draws it. Only where one is drawn: barriers that nobody waits for
+    # The tile after this one, as the producer takes it. Only where it takes any: barriers that nobody waits for
     # share their memory with the numbers, and what initialises them may come after what is stored there.
     tile_s = numbers_s
     tile_full = k_full
@@ -483,15 +483,15 @@ def hopper_fwd_kernel(
                 (_fwd_consumer, (0, out_desc, out_tail_desc, parts_ptr, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s,
                  v_tail_s, numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty,
                  num_heads, num_heads_total, num_queries, num_keys, num_splits, section, scale_log2, BLOCK_K, D, TAIL,
-                 STAGES, CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT)),
+                 STAGES, CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT_K)),
                 (_fwd_consumer, (1, out_desc, out_tail_desc, parts_ptr, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s,
                  v_tail_s, numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty,
                  num_heads, num_heads_total, num_queries, num_keys, num_splits, section, scale_log2, BLOCK_K, D, TAIL,
-                 STAGES, CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT)),
+                 STAGES, CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT_K)),
                 (_fwd_producer, (q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, q_s, q_tail_s, k_s,
                  k_tail_s, v_s, v_tail_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full,
-                 tile_empty, drawn_ptr, num_heads, num_heads_total, group, num_queries, num_keys, num_splits, section,
-                 BLOCK_K, TAIL, STAGES, CAUSAL, CONSUMERS, DYNAMIC, SPLIT)),
+                 tile_empty, tile_counter_ptr, num_heads, num_heads_total, group, num_queries, num_keys, num_splits,
+                 section, BLOCK_K, TAIL, STAGES, CAUSAL, CONSUMERS, DYNAMIC, SPLIT_K)),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -502,19 +502,19 @@ def hopper_fwd_kernel(
                 (_fwd_consumer, (0, out_desc, out_tail_desc, parts_ptr, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s,
                  v_tail_s, numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty,
                  num_heads, num_heads_total, num_queries, num_keys, num_splits, section, scale_log2, BLOCK_K, D, TAIL,
-                 STAGES, CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT)),
+                 STAGES, CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT_K)),
                 (_fwd_consumer, (1, out_desc, out_tail_desc, parts_ptr, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s,
                  v_tail_s, numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty,
                  num_heads, num_heads_total, num_queries, num_keys, num_splits, section, scale_log2, BLOCK_K, D, TAIL,
-                 STAGES, CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT)),
+                 STAGES, CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT_K)),
                 (_fwd_consumer, (2, out_desc, out_tail_desc, parts_ptr, lse_ptr, q_s, q_tail_s, k_s, k_tail_s, v_s,
                  v_tail_s, numbers_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full, tile_empty,
                  num_heads, num_heads_total, num_queries, num_keys, num_splits, section, scale_log2, BLOCK_K, D, TAIL,
-                 STAGES, CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT)),
+                 STAGES, CAUSAL, EVEN_K, CONSUMERS, DYNAMIC, SPLIT_K)),
                 (_fwd_producer, (q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, q_s, q_tail_s, k_s,
                  k_tail_s, v_s, v_tail_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, tile_s, tile_full,
-                 tile_empty, drawn_ptr, num_heads, num_heads_total, group, num_queries, num_keys, num_splits, section,
-                 BLOCK_K, TAIL, STAGES, CAUSAL, CONSUMERS, DYNAMIC, SPLIT)),
+                 tile_empty, tile_counter_ptr, num_heads, num_heads_total, group, num_queries, num_keys, num_splits,
+                 section, BLOCK_K, TAIL, STAGES, CAUSAL, CONSUMERS, DYNAMIC, SPLIT_K)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
@@ -551,7 +551,7 @@ def plan_forward(
     num_splits = num_splits_of(num_tiles, -(-num_keys // block_k), programs, causal, part_kib=part_kib)
     num_tiles *= num_splits
     queue = causal and num_keys >= QUEUE_FROM
-    dynamic = causal and num_keys >= DRAWN_FROM_KEYS and num_tiles > DRAWN_FROM * programs
+    dynamic = causal and num_keys >= DYNAMIC_FROM_KEYS and num_tiles > DYNAMIC_FROM * programs
     section = num_heads_total * num_splits
     if dynamic and head_dim >= SECTION_COLUMNS:
         section = _section(section, num_key_heads, 4 * num_keys * head_dim, programs)
@@ -561,20 +561,20 @@ def plan_forward(
     numbers = (num_heads, num_heads_total, group, num_queries, num_keys, num_splits, section, scale * LOG2_E)
     constants = {
         "D": 64 if tail else head_dim, "TAIL": tail, "BLOCK_K": block_k, "STAGES": tiles["STAGES"], "CAUSAL": causal,
-        "EVEN_K": num_keys % block_k == 0, "CONSUMERS": consumers, "DYNAMIC": dynamic, "SPLIT": num_splits > 1,
+        "EVEN_K": num_keys % block_k == 0, "CONSUMERS": consumers, "DYNAMIC": dynamic, "SPLIT_K": num_splits > 1,
     }  # fmt: skip
     described = with_tails([(q, ROWS), (k, block_k), (v, block_k), (out, ROWS)], tail)
     launch = TileLaunch(hopper_fwd_kernel, (num_programs,), described, numbers, constants, consumers)
     combine = output_launch(out.shape, out.strides, num_splits)
 
     def run(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
-        drawn = torch.zeros(1, dtype=torch.int32, device=q.device) if dynamic else None
+        tile_counter = torch.zeros(1, dtype=torch.int32, device=q.device) if dynamic else None
         if combine is None:
-            launch((q, k, v, out), None, lse, drawn)
+            launch((q, k, v, out), None, lse, tile_counter)
         else:
             whole = with_heads(q)
             parts, parts_lse = empty_parts(num_splits, whole), empty_lse(num_splits, whole)
-            launch((q, k, v, out), parts, parts_lse, drawn)
+            launch((q, k, v, out), parts, parts_lse, tile_counter)
             combine(parts, parts_lse, out, lse)
 
     return run

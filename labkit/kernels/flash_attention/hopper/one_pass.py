@@ -1,4 +1,4 @@
-"""Attention backward on Hopper in Gluon in one pass over the tiles: five products each, the shares of ∂Q added up.
+"""Attention backward on Hopper in Gluon in one pass over the tiles: five products each, the parts of ∂Q added up.
 
     P = exp2(scale · log2(e) · Q Kᵀ − L)    ∂V = Pᵀ ∂O    ∂S = P ∘ (∂O Vᵀ − D)
     ∂Q = scale · ∂S K    ∂K = scale · ∂Sᵀ Q
@@ -7,21 +7,20 @@ Shapes: (batch, heads, length, D), D 64 or 128, bf16 or fp16, as many key heads 
 bottom right) or not. L in base 2 and D come padded from the Triton kernels of `flash_attention`.
 
 Ideal cost per head: 10·Q·K·D FLOPs (halved when causal), and that is what it executes. The two kernels of
-two_passes.py compute S and ∂P twice, 14·Q·K·D. The sums that ∂Q is made of are fp32, 4·Q·D bytes
+two_passes.py compute S and ∂P twice, 14·Q·K·D. The accumulator of ∂Q is fp32, 4·Q·D bytes
 of memory a head more, converted afterwards.
 
-The programs of a head, one for 128 keys, add their shares of a tile of ∂Q in order, the first keys' program first, and
-so with equal bits every time. They follow one another then, each a tile behind the one
-before it, which it sees by a count in global memory of the tiles added: they wait where they start together or end
-together. `ordering_pays` says where they would wait longer than the two kernels take.
+The programs of a head, one for 128 keys, add their parts of a tile of ∂Q in order, the first keys' program first, and
+so with equal bits every time. They follow one another then, each a tile behind the one before it, which it sees by a
+semaphore in global memory, the count of tiles added: they wait where they start together or end together.
+`ordering_pays` says where they would wait longer than the two kernels take.
 
-As many programs as run at once draw walks, of 128 keys of one head each, from a counter, and load the next one while
-the last ends. A walk only ever waits for one of a smaller number, and those have been drawn, so that none waits for one
-that has not begun.
+Persistent programs take work tiles, 128 keys of one head each, from a counter, and load the next one while the last
+ends. A work tile only ever waits for one of a smaller number, which some program has begun: there is no deadlock.
 
 How a program is laid out: a producer warp loads by TMA, two consumer warpgroups of 64 keys each multiply, and two
-writer warps add their tiles of ∂Q to the sums in global memory by TMA, each every other tile: in order, one tile's time
-is too short for a warp to await its turn, add, and await that what it added is there.
+writer warps add their tiles of ∂Q to the accumulator in global memory by TMA, each every other tile: in order, one
+tile's time is too short for a warp to await its turn, add, and await that what it added is there.
 Sᵀ and ∂Pᵀ are computed themselves, so that Pᵀ is a register operand of the product into ∂V; ∂Sᵀ goes through shared
 memory, from which both warpgroups compute their part of ∂S K for all 128 keys.
 
@@ -33,8 +32,8 @@ A consumer's iteration i, with the products that are in flight while it computes
 ∂K and ∂Q lag by a tile: the other warpgroup's ∂S is there before it is needed, and ∂K takes its ∂S from shared memory
 too, for in registers over the loop's back edge ptxas would serialise all products (C7512), and spill.
 
-Every program walks from the last query tile down, and the programs of several heads take turns: those that run at once
-are then spread over many sums. The more heads, the shorter the programs of a head wait for one another, and the fewer
+Every program starts at the last query tile, and the programs of several heads take turns: those that run at once then
+add to many different tiles. The more heads, the shorter the programs of a head wait for one another, and the fewer
 read the same tiles from the cache while they are there. When causal, the longest programs come first.
 
 Sources: Dao 2023, "FlashAttention-2"; Shah et al. 2024, "FlashAttention-3".
@@ -65,10 +64,10 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     async_load,
     async_store,
     await_number,
+    decode_tile,
     described_as,
     hand_number,
     handed_number,
-    place_of,
     rows_of,
     tiles_of,
 )
@@ -103,27 +102,28 @@ SINGLE = {
     64: {"BLOCK_Q": 128, "STAGES": 3, "STAGES_GRAD_OUT": 2},
     128: {"BLOCK_Q": 64, "STAGES": 3, "STAGES_GRAD_OUT": 2},
 }
-# Heads whose programs take turns, at most and causal always, for at the end of a head walks are short; and how much of
-# its time a multiprocessor may wait where walks are equally long and fewer heads are enough.
-INTERLEAVE = {64: 64, 128: 32}
+# Heads whose programs take turns, at most and causal always, for at the end of a head loops are short; and how much of
+# its time a multiprocessor may wait where loops are equally long and fewer heads are enough.
+HEADS_IN_FLIGHT = {64: 64, 128: 32}
 WAITING = 0.02
 MOST_WAITING = {64: 0.16, 128: 0.3}  # see `ordering_pays`
 
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them anew.
 LENGTHS = (
-    "num_heads", "num_heads_total", "num_queries", "num_keys", "padded_queries", "num_tiles", "interleave", "num_walks",
+    "num_heads", "num_heads_total", "num_queries", "num_keys", "padded_queries", "num_tiles", "heads_in_flight",
+    "num_work_tiles",
 )  # fmt: skip
 
 
 @gluon.jit
-def _place(index, num_heads_total, num_keys, interleave):
-    """A walk's head, counted over the batch, and its tile of keys; `interleave` heads take turns."""
-    return place_of(index, (num_keys + BLOCK_K - 1) // BLOCK_K, num_heads_total, interleave)
+def _decode_tile(index, num_heads_total, num_keys, heads_in_flight):
+    """A work tile's head, counted over the batch, and its tile of keys; `heads_in_flight` heads take turns."""
+    return decode_tile(index, (num_keys + BLOCK_K - 1) // BLOCK_K, num_heads_total, heads_in_flight)
 
 
 @gluon.jit
-def _walk(key_tile, num_queries, num_keys, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr):
-    """The last query tile, where the walk of a key tile starts, and the length of the walk, at least 1."""
+def _query_tiles(key_tile, num_queries, num_keys, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr):
+    """The last query tile, where the loop of a key tile starts, and the length of the loop, at least 1."""
     last = (num_queries + BLOCK_Q - 1) // BLOCK_Q - 1
     low = key_tile * 0
     if CAUSAL:
@@ -134,18 +134,18 @@ def _walk(key_tile, num_queries, num_keys, BLOCK_Q: gl.constexpr, CAUSAL: gl.con
 @gluon.jit
 def _producer(
     q_desc, grad_out_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, k_full,
-    v_full, k_empty, v_empty, q_full, q_empty, grad_out_full, grad_out_empty, walk_s, walk_full, walk_empty, drawn_ptr,
-    num_heads, num_heads_total, num_queries, num_keys, padded_queries, interleave, num_walks,
-    BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, STAGES_GRAD_OUT: gl.constexpr, CAUSAL: gl.constexpr,
+    v_full, k_empty, v_empty, q_full, q_empty, grad_out_full, grad_out_empty, work_s, work_full, work_empty,
+    tile_counter_ptr, num_heads, num_heads_total, num_queries, num_keys, padded_queries, heads_in_flight,
+    num_work_tiles, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, STAGES_GRAD_OUT: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    # Drawn, so that whoever waits for a walk waits for a program that runs.
-    index = gl.atomic_add(drawn_ptr, 1)
-    hand_number(index, 0, walk_s, walk_full)
+    # From a counter, so that whoever waits for a work tile waits for a program that runs.
+    index = gl.atomic_add(tile_counter_ptr, 1)
+    hand_number(index, 0, work_s, work_full)
     turn = 0
     j = 0
-    while index < num_walks:
-        head_total, key_tile = _place(index, num_heads_total, num_keys, interleave)
-        last_tile, count = _walk(key_tile, num_queries, num_keys, BLOCK_Q, CAUSAL)
+    while index < num_work_tiles:
+        head_total, key_tile = _decode_tile(index, num_heads_total, num_keys, heads_in_flight)
+        last_tile, count = _query_tiles(key_tile, num_queries, num_keys, BLOCK_Q, CAUSAL)
         batch = head_total // num_heads
         head = head_total % num_heads
         statistics = head_total * padded_queries
@@ -172,15 +172,15 @@ def _producer(
             async_load(grad_out_desc, [batch, head, row, 0], grad_out_full.index(b), grad_out_s.index(b))
             async_load(delta_desc, [statistics + row], grad_out_full.index(b), delta_s.index(b))
             j += 1
-        # Drawn while the last tiles are computed: sooner, another program would wait for a walk that has not begun.
-        index = gl.atomic_add(drawn_ptr, 1)
+        # Taken while the last tiles are computed: sooner, another program would wait for one that has not begun.
+        index = gl.atomic_add(tile_counter_ptr, 1)
         turn += 1
-        mbarrier.wait(walk_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-        hand_number(index, turn, walk_s, walk_full)
+        mbarrier.wait(work_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+        hand_number(index, turn, work_s, work_full)
 
 
 @gluon.jit
-def _await_more_than(count, progress_ptr):
+def _await_more_than(count, dq_semaphore_ptr):
     """Returns how many tiles the program has added once they are more than `count`; what it added is then there."""
     return gl.inline_asm_elementwise(
         """{
@@ -192,7 +192,7 @@ def _await_more_than(count, progress_ptr):
         fence.proxy.async.global;
         }""",
         "=r,l,r",
-        [progress_ptr, count],
+        [dq_semaphore_ptr, count],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -200,7 +200,7 @@ def _await_more_than(count, progress_ptr):
 
 
 @gluon.jit
-def _publish(count, progress_ptr):
+def _publish(count, dq_semaphore_ptr):
     """Says that `count` tiles have been added, once all that this warp has added is in global memory."""
     gl.inline_asm_elementwise(
         """{
@@ -214,7 +214,7 @@ def _publish(count, progress_ptr):
         mov.u32 $0, 0;
         }""",
         "=r,l,r",
-        [progress_ptr, count],
+        [dq_semaphore_ptr, count],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -223,22 +223,22 @@ def _publish(count, progress_ptr):
 
 @gluon.jit
 def _writer(
-    W: gl.constexpr, sums_desc, progress_ptr, grad_q_s, grad_q_full, grad_q_empty, walk_s, walk_full, walk_empty,
-    num_heads_total, num_queries, num_keys, interleave, num_walks,
+    W: gl.constexpr, dq_accum_desc, dq_semaphore_ptr, grad_q_s, grad_q_full, grad_q_empty, work_s, work_full,
+    work_empty, num_heads_total, num_queries, num_keys, heads_in_flight, num_work_tiles,
     BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    index = await_number(0, walk_s, walk_full)
+    index = await_number(0, work_s, work_full)
     turn = 0
-    # Tiles of all walks before this one.
+    # Query tiles of all work tiles before this one.
     j = 0
-    while index < num_walks:
-        head_total, key_tile = _place(index, num_heads_total, num_keys, interleave)
-        last_tile, count = _walk(key_tile, num_queries, num_keys, BLOCK_Q, CAUSAL)
+    while index < num_work_tiles:
+        head_total, key_tile = _decode_tile(index, num_heads_total, num_keys, heads_in_flight)
+        last_tile, count = _query_tiles(key_tile, num_queries, num_keys, BLOCK_Q, CAUSAL)
         parts = head_total * (last_tile + 1) * 32
-        # Every other tile of all; of this walk the even ones or the odd ones.
+        # Every other tile of all; of this work tile's the even ones or the odd ones.
         odd = (j + W) & 1
         key_tiles = (num_keys + BLOCK_K - 1) // BLOCK_K
-        mine = progress_ptr + (head_total * key_tiles + key_tile) * WRITERS + odd
+        mine = dq_semaphore_ptr + (head_total * key_tiles + key_tile) * WRITERS + odd
         # Those tiles of the program before; the first waits for none.
         added = gl.where(key_tile == 0, count, 0)
         for i in range(odd, count, WRITERS):
@@ -249,16 +249,16 @@ def _writer(
             for c in gl.static_range(2):
                 # The first program writes: what it writes to needs no zeros.
                 if key_tile == 0:
-                    async_store(sums_desc, [parts + (q_tile * 2 + c) * 16, 0], grad_q_s.index(c))
+                    async_store(dq_accum_desc, [parts + (q_tile * 2 + c) * 16, 0], grad_q_s.index(c))
                 else:
-                    async_add(sums_desc, [parts + (q_tile * 2 + c) * 16, 0], grad_q_s.index(c))
+                    async_add(dq_accum_desc, [parts + (q_tile * 2 + c) * 16, 0], grad_q_s.index(c))
             tma.store_wait(0)
             mbarrier.arrive(grad_q_empty, count=1)
             _publish(i + 1, mine)
         j += count
-        mbarrier.arrive(walk_empty.index(turn & 1), count=1)
+        mbarrier.arrive(work_empty.index(turn & 1), count=1)
         turn += 1
-        index = await_number(turn, walk_s, walk_full)
+        index = await_number(turn, work_s, work_full)
 
 
 @gluon.jit
@@ -304,8 +304,8 @@ def _in_register_order(x):
 def _consumer(
     C: gl.constexpr, grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, grad_scores_s, grad_q_s,
     numbers_s, staged_s, k_full, v_full, k_empty, v_empty, q_full, q_empty, grad_out_full, grad_out_empty,
-    grad_scores_full, grad_q_full, grad_q_empty, staged, passed, walk_s, walk_full, walk_empty,
-    num_heads, num_heads_total, num_queries, num_keys, scale_log2, interleave, num_walks,
+    grad_scores_full, grad_q_full, grad_q_empty, staged, passed, work_s, work_full, work_empty,
+    num_heads, num_heads_total, num_queries, num_keys, scale_log2, heads_in_flight, num_work_tiles,
     BLOCK_Q: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, STAGES_GRAD_OUT: gl.constexpr,
     CAUSAL: gl.constexpr, EVEN_K: gl.constexpr,
 ):  # fmt: skip
@@ -317,23 +317,23 @@ def _consumer(
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAD, k_width=2)
     NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
-    index = await_number(0, walk_s, walk_full)
+    index = await_number(0, work_s, work_full)
     turn = 0
-    # Tiles of all walks before this one.
+    # Query tiles of all work tiles before this one.
     base = 0
-    while index < num_walks:
-        head_total, key_tile = _place(index, num_heads_total, num_keys, interleave)
-        last_tile, count = _walk(key_tile, num_queries, num_keys, BLOCK_Q, CAUSAL)
+    while index < num_work_tiles:
+        head_total, key_tile = _decode_tile(index, num_heads_total, num_keys, heads_in_flight)
+        last_tile, count = _query_tiles(key_tile, num_queries, num_keys, BLOCK_Q, CAUSAL)
         after = base + count
         # The warpgroup's keys that there are; and the first query that sees its first key, from the query at which the
-        # walk would have been at the very first tile of all.
+        # loop would have been at the very first tile of all.
         present = num_keys - (key_tile * BLOCK_K + C * 64)
         diagonal = num_queries - present - (last_tile + base) * BLOCK_Q
         grad_k = gl.zeros([64, D], gl.float32, layout=GRAD)
         grad_v = gl.zeros([64, D], gl.float32, layout=GRAD)
         mbarrier.wait(k_full, turn & 1)
         mbarrier.wait(v_full, turn & 1)
-        # What the walk before left in the places of ∂S is out.
+        # What the work tile before left in the places of ∂S is out.
         mbarrier.wait(staged, (turn & 1) ^ 1)
         for j in range(base, after):
             # Always 0, but not for the compiler, which would keep the addresses of K and V in 24 registers.
@@ -402,7 +402,7 @@ def _consumer(
             grad_k, grad_q = warpgroup_mma_wait(1, deps=(grad_k_mma, grad_q_mma))
             mbarrier.arrive(grad_scores_full, count=1)
             mbarrier.arrive(q_empty.index(before), count=1, pred=j > base)
-            # ∂Q before the last one is out; what goes nowhere waits for the last one of the walk before.
+            # ∂Q before the last one is out; what goes nowhere waits for the last one of the work tile before.
             mbarrier.wait(grad_q_empty, (j & 1) ^ (j == base).to(gl.int32))
             grad_q_s.index(C).store(_in_register_order(grad_q))
             fence_async_shared()
@@ -421,7 +421,7 @@ def _consumer(
         mbarrier.wait(grad_scores_full, last & 1)
         grad_q_mma = _grad_q_product(grad_scores_s, k_s, 0, last & 1, C, BLOCK_Q, D)
         # Once more, so that none of these stay in registers through the loop.
-        head_total, key_tile = _place(handed_number(turn, walk_s), num_heads_total, num_keys, interleave)
+        head_total, key_tile = _decode_tile(handed_number(turn, work_s), num_heads_total, num_keys, heads_in_flight)
         batch = head_total // num_heads
         head = head_total % num_heads
         k1 = key_tile * BLOCK_K + C * 64
@@ -456,21 +456,22 @@ def _consumer(
         fence_async_shared()
         async_store(grad_k_desc, [batch, head, k1, 0], of_grad_k)
         base = after
-        mbarrier.arrive(walk_empty.index(turn & 1), count=1)
+        mbarrier.arrive(work_empty.index(turn & 1), count=1)
         turn += 1
         tma.store_wait(0)
         mbarrier.arrive(staged, count=1)
-        index = await_number(turn, walk_s, walk_full)
+        index = await_number(turn, work_s, work_full)
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_bwd_single_kernel(
-    q_desc, grad_out_desc, k_desc, v_desc, grad_k_desc, grad_v_desc, lse_desc, delta_desc, sums_desc, progress_ptr,
-    drawn_ptr, num_heads, num_heads_total, num_queries, num_keys, padded_queries, interleave, num_walks, scale_log2,
+    q_desc, grad_out_desc, k_desc, v_desc, grad_k_desc, grad_v_desc, lse_desc, delta_desc, dq_accum_desc,
+    dq_semaphore_ptr, tile_counter_ptr, num_heads, num_heads_total, num_queries, num_keys, padded_queries,
+    heads_in_flight, num_work_tiles, scale_log2,
     BLOCK_Q: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, STAGES_GRAD_OUT: gl.constexpr,
     CAUSAL: gl.constexpr, EVEN_K: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """∂K and ∂V of 128 keys of one head after another, and their share of the sums that ∂Q is made of."""
+    """∂K and ∂V of 128 keys of one head after another, and their part of ∂Q, added to its accumulator."""
     DTYPE: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     q_s = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_Q, D], q_desc.layout)
@@ -478,7 +479,7 @@ def hopper_bwd_single_kernel(
     k_s = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, D], k_desc.layout)
     v_s = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, D], v_desc.layout)
     grad_scores_s = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_Q], TILE)
-    grad_q_s = gl.allocate_shared_memory(gl.float32, [2, 16, 256], sums_desc.layout)
+    grad_q_s = gl.allocate_shared_memory(gl.float32, [2, 16, 256], dq_accum_desc.layout)
     staged_s = k_s
     if D == 128:
         staged_s = gl.allocate_shared_memory(DTYPE, [1, 1, 1, 64, D], grad_k_desc.layout)
@@ -495,10 +496,10 @@ def hopper_bwd_single_kernel(
     staged = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     # Nobody arrives here: whoever waits for the phase before the first passes.
     passed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    # The walk after this one, as the producer draws it.
-    walk_s = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
-    walk_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    walk_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    # The work tile after this one, as the producer takes it.
+    work_s = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    work_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    work_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     grad_scores_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -513,8 +514,8 @@ def hopper_bwd_single_kernel(
     mbarrier.init(staged, count=2)
     mbarrier.init(passed, count=1)
     for slot in gl.static_range(2):
-        mbarrier.init(walk_full.index(slot), count=1)
-        mbarrier.init(walk_empty.index(slot), count=2 + WRITERS)
+        mbarrier.init(work_full.index(slot), count=1)
+        mbarrier.init(work_empty.index(slot), count=2 + WRITERS)
     mbarrier.init(grad_scores_full, count=2)
     for b in gl.static_range(STAGES):
         mbarrier.init(q_full.index(b), count=1)
@@ -531,22 +532,22 @@ def hopper_bwd_single_kernel(
         [
             (_consumer, (0, grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, grad_scores_s,
              grad_q_s, numbers_s, staged_s, k_full, v_full, k_empty, v_empty, q_full, q_empty, grad_out_full,
-             grad_out_empty, grad_scores_full, grad_q_full, grad_q_empty, staged, passed, walk_s, walk_full, walk_empty,
-             num_heads, num_heads_total, num_queries, num_keys, scale_log2, interleave, num_walks,
+             grad_out_empty, grad_scores_full, grad_q_full, grad_q_empty, staged, passed, work_s, work_full, work_empty,
+             num_heads, num_heads_total, num_queries, num_keys, scale_log2, heads_in_flight, num_work_tiles,
              BLOCK_Q, D, STAGES, STAGES_GRAD_OUT, CAUSAL, EVEN_K,)),
             (_consumer, (1, grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, grad_scores_s,
              grad_q_s, numbers_s, staged_s, k_full, v_full, k_empty, v_empty, q_full, q_empty, grad_out_full,
-             grad_out_empty, grad_scores_full, grad_q_full, grad_q_empty, staged, passed, walk_s, walk_full, walk_empty,
-             num_heads, num_heads_total, num_queries, num_keys, scale_log2, interleave, num_walks,
+             grad_out_empty, grad_scores_full, grad_q_full, grad_q_empty, staged, passed, work_s, work_full, work_empty,
+             num_heads, num_heads_total, num_queries, num_keys, scale_log2, heads_in_flight, num_work_tiles,
              BLOCK_Q, D, STAGES, STAGES_GRAD_OUT, CAUSAL, EVEN_K,)),
             (_producer, (q_desc, grad_out_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, grad_out_s, k_s, v_s, lse_s,
-             delta_s, k_full, v_full, k_empty, v_empty, q_full, q_empty, grad_out_full, grad_out_empty, walk_s,
-             walk_full, walk_empty, drawn_ptr, num_heads, num_heads_total, num_queries, num_keys, padded_queries,
-             interleave, num_walks, BLOCK_Q, STAGES, STAGES_GRAD_OUT, CAUSAL,)),
-            (_writer, (0, sums_desc, progress_ptr, grad_q_s, grad_q_full, grad_q_empty, walk_s, walk_full, walk_empty,
-             num_heads_total, num_queries, num_keys, interleave, num_walks, BLOCK_Q, CAUSAL)),
-            (_writer, (1, sums_desc, progress_ptr, grad_q_s, grad_q_full, grad_q_empty, walk_s, walk_full, walk_empty,
-             num_heads_total, num_queries, num_keys, interleave, num_walks, BLOCK_Q, CAUSAL)),
+             delta_s, k_full, v_full, k_empty, v_empty, q_full, q_empty, grad_out_full, grad_out_empty, work_s,
+             work_full, work_empty, tile_counter_ptr, num_heads, num_heads_total, num_queries, num_keys, padded_queries,
+             heads_in_flight, num_work_tiles, BLOCK_Q, STAGES, STAGES_GRAD_OUT, CAUSAL,)),
+            (_writer, (0, dq_accum_desc, dq_semaphore_ptr, grad_q_s, grad_q_full, grad_q_empty, work_s, work_full,
+             work_empty, num_heads_total, num_queries, num_keys, heads_in_flight, num_work_tiles, BLOCK_Q, CAUSAL)),
+            (_writer, (1, dq_accum_desc, dq_semaphore_ptr, grad_q_s, grad_q_full, grad_q_empty, work_s, work_full,
+             work_empty, num_heads_total, num_queries, num_keys, heads_in_flight, num_work_tiles, BLOCK_Q, CAUSAL)),
         ],
         [4, 1, 1, 1],
         [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -555,7 +556,7 @@ def hopper_bwd_single_kernel(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def hopper_bwd_convert_kernel(
-    sums_ptr, grad_q_ptr, stride_b, stride_h, stride_s, num_queries, num_tiles, scale,
+    dq_accum_ptr, grad_q_ptr, stride_b, stride_h, stride_s, num_queries, num_tiles, scale,
     D: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
     """∂Q = scale · sum of one (64, 64) part, out of the order of `_in_register_order`."""
@@ -567,28 +568,28 @@ def hopper_bwd_convert_kernel(
     # A tile of 128 queries has two parts of 64 queries, one of 64 has two of 64 columns.
     first = tile * BLOCK_Q + (part % 2 * 64 if BLOCK_Q == 128 else 0)
     cols = tl.arange(0, 64)[None, :] + (0 if BLOCK_Q == 128 else part % 2 * 64)
-    total = tl.load(sums_ptr + (head_total * num_tiles * 2 + part) * 4096 + tl.arange(0, 4096))
+    total = tl.load(dq_accum_ptr + (head_total * num_tiles * 2 + part) * 4096 + tl.arange(0, 4096))
     total = tl.reshape(total, (8, 4, 8, 4, 2, 2)).permute((1, 4, 2, 0, 3, 5)).reshape(64, 64)
     rows = first + tl.arange(0, 64)
     to = grad_q_ptr + batch * stride_b + head * stride_h + rows.to(tl.int64)[:, None] * stride_s + cols
     tl.store(to, (total * scale).to(grad_q_ptr.dtype.element_ty), mask=(rows < num_queries)[:, None])
 
 
-def _sums_layout() -> gl.NVMMASharedLayout:
+def _dq_accum_layout() -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 def _tiles_each(num_heads_total: int, num_queries: int, num_keys: int, head_dim: int, causal: bool, programs: int):
-    """Returns how many tiles a multiprocessor walks, at least one program's."""
-    walks = max(1, num_heads_total * -(-num_keys // BLOCK_K.value) / programs)
-    return walks * -(-num_queries // SINGLE[head_dim]["BLOCK_Q"]) / (2 if causal else 1)
+    """Returns how many tiles a multiprocessor computes, at least one program's."""
+    work_tiles = max(1, num_heads_total * -(-num_keys // BLOCK_K.value) / programs)
+    return work_tiles * -(-num_queries // SINGLE[head_dim]["BLOCK_Q"]) / (2 if causal else 1)
 
 
-def interleave(
+def heads_in_flight(
     num_heads_total: int, num_queries: int, num_keys: int, head_dim: int, causal: bool, programs: int
 ) -> int:
     """Returns how many heads' programs take turns in one pass; the arguments are those of `ordering_pays`."""
-    most = INTERLEAVE[head_dim]
+    most = HEADS_IN_FLIGHT[head_dim]
     if not causal:
         tiles = _tiles_each(num_heads_total, num_queries, num_keys, head_dim, causal, programs)
         most = min(most, math.ceil(programs / (WAITING * tiles)))
@@ -602,12 +603,12 @@ def ordering_pays(
     """Returns whether one pass is expected to take less time than the two kernels of the other module.
 
     Counted in tiles: the programs of a head that run at once start one tile after the other, so the last of them waits
-    for as many tiles as they are. Beside all tiles that a multiprocessor walks, that is to be less than what two
+    for as many tiles as they are. Beside all tiles that a multiprocessor computes, that is to be less than what two
     kernels take longer than one that waits for none. Measured on an H200, full masks: 1.05 to 1.75 of that one's time
     where 0.07 to 1.0 of the tiles are waited for.
 
-    Causal, whoever waits longest has the shortest walk, and none waits in the end where all run at once; and the two
-    kernels end on the longest walks of the last head. Of the shapes measured ordering paid in 11 of 11 at D 128 and in
+    Causal, whoever waits longest has the shortest loop, and none waits in the end where all run at once; and the two
+    kernels end on the longest loops of the last head. Of the shapes measured ordering paid in 11 of 11 at D 128 and in
     12 of 16 at D 64; two of the other four were level, and two were of one and two heads.
 
     Args:
@@ -618,7 +619,7 @@ def ordering_pays(
     if causal and (head_dim == 128 or num_heads_total >= 4 or num_heads_total * key_tiles <= programs):
         return True
     shape = (num_heads_total, num_queries, num_keys, head_dim, causal, programs)
-    waiting = min(key_tiles, programs / interleave(*shape))
+    waiting = min(key_tiles, programs / heads_in_flight(*shape))
     return waiting < MOST_WAITING[head_dim] * _tiles_each(*shape)
 
 
@@ -634,26 +635,26 @@ def plan_backward(
     block_q = tiles["BLOCK_Q"]
     num_tiles = -(-num_queries // block_q)
     # Two parts of 64 × 64 a tile, each 16 rows of 256. No program adds to a tile whose queries see no key.
-    sums_shape, sees_none = (num_heads_total * num_tiles * 32, 256), causal and num_queries > num_keys
-    num_walks = -(-num_keys // BLOCK_K.value) * num_heads_total
+    dq_accum_shape, sees_none = (num_heads_total * num_tiles * 32, 256), causal and num_queries > num_keys
+    num_work_tiles = -(-num_keys // BLOCK_K.value) * num_heads_total
     programs = num_multiprocessors(device_index)
     statistics = rows_of(num_heads_total * padded_queries, block_q)
-    walked, own = ((q, block_q), (grad_out, block_q)), ((x, ROWS) for x in (k, v, *grads[1:]))
-    described = [*((n, tiles_of(*each)) for n, each in enumerate((*walked, *own))), (6, statistics), (7, statistics)]
-    described.append((8, described_as(sums_shape, (256, 1), torch.float32, (16, 256), _sums_layout())))
-    turns = interleave(num_heads_total, num_queries, num_keys, head_dim, causal, programs)
+    inner, own = ((q, block_q), (grad_out, block_q)), ((x, ROWS) for x in (k, v, *grads[1:]))
+    described = [*((n, tiles_of(*each)) for n, each in enumerate((*inner, *own))), (6, statistics), (7, statistics)]
+    described.append((8, described_as(dq_accum_shape, (256, 1), torch.float32, (16, 256), _dq_accum_layout())))
+    turns = heads_in_flight(num_heads_total, num_queries, num_keys, head_dim, causal, programs)
     lengths = (num_heads, num_heads_total, num_queries, num_keys, padded_queries)
     constants = {"D": head_dim, "CAUSAL": causal, "EVEN_K": causal or num_keys % BLOCK_K.value == 0, **tiles}
-    numbers, grid = (*lengths, turns, num_walks, scale * LOG2_E), (min(num_walks, programs),)
+    numbers, grid = (*lengths, turns, num_work_tiles, scale * LOG2_E), (min(num_work_tiles, programs),)
     launch = TileLaunch(hopper_bwd_single_kernel, grid, described, numbers, constants, 2)
     numbers, constants = (*grads[0].strides[:3], num_queries, num_tiles, scale), {"D": head_dim, "BLOCK_Q": block_q}
     convert = Launch(hopper_bwd_convert_kernel, (num_tiles * 2, num_heads, num_batches), constants, numbers)
 
     def run(q, k, v, grad_out, lse_log2, delta, grad_q, grad_k, grad_v) -> None:
-        sums = (torch.zeros if sees_none else torch.empty)(sums_shape, dtype=torch.float32, device=q.device)
-        # The counter of walks drawn, alone on its 16 bytes; then how far each walk has come.
-        drawn = torch.zeros(4 + num_walks * WRITERS.value, dtype=torch.int32, device=q.device)
-        launch((q, grad_out, k, v, grad_k, grad_v, lse_log2, delta, sums), drawn[4:], drawn)
-        convert(sums, grad_q)
+        dq_accum = (torch.zeros if sees_none else torch.empty)(dq_accum_shape, dtype=torch.float32, device=q.device)
+        # The counter of work tiles, alone on its 16 bytes; then how far each of them has come.
+        tile_counter = torch.zeros(4 + num_work_tiles * WRITERS.value, dtype=torch.int32, device=q.device)
+        launch((q, grad_out, k, v, grad_k, grad_v, lse_log2, delta, dq_accum), tile_counter[4:], tile_counter)
+        convert(dq_accum, grad_q)
 
     return run

@@ -48,7 +48,7 @@ def launch_options(consumers: int) -> dict[str, int]:
 
 
 @gluon.jit
-def place_of(index, num_tiles, num_heads, section):
+def decode_tile(index, num_tiles, num_heads, section):
     """The head (of all batches) and the tile that a number stands for.
 
     The heads of a section take turns, tile by tile; the next section follows when all of their tiles are given out.

@@ -9,13 +9,14 @@ in base 2 and D come padded from the Triton kernels of `flash_attention`.
 Ideal cost per head: 10·Q·K·D FLOPs (halved when causal); two kernels execute 14·Q·K·D, without atomics.
 
 How a program is laid out: as in forward.py, with two consumers of 64 rows.
-- dK/dV: 128 keys walk the queries; Sᵀ and ∂Pᵀ are computed themselves, so that Pᵀ and ∂Sᵀ are register operands.
-- dQ: 128 queries walk the keys; ∂S is the register operand.
+- dK/dV: a program of 128 keys loops over the queries; Sᵀ and ∂Pᵀ are computed themselves, so that Pᵀ and ∂Sᵀ are
+  register operands.
+- dQ: a program of 128 queries loops over the keys; ∂S is the register operand.
 - A head dimension between 64 and 128 comes in two parts, 64 columns and a tail of 16 or 32, each with its descriptors,
   tiles and accumulators: what has columns is a tuple of its parts, of one part where there is no tail.
-- Up to 96 there is shared memory for two sets of a program's own rows. Where walks are equally long a program stays for
-  further tiles then, and the producer loads the rows of the next while the last is computed and stored: with short
-  walks, that is most of the time.
+- Up to 96 there is shared memory for two sets of a program's own rows. Where loops are equally long programs are
+  persistent then, and the producer loads the rows of the next tile while the last is computed and stored: with short
+  loops, that is most of the time.
 
 Sources: Shah et al. 2024, "FlashAttention-3"; Dao 2023, "FlashAttention-2".
 """
@@ -50,10 +51,10 @@ from labkit.kernels.launch import num_multiprocessors
 
 BLOCK = 2 * ROWS  # of a program's own rows: two consumers
 
-# Rows of the tiles that are walked, and how many of them are in flight. Bounds: 240 registers a thread of a consumer
-# (scores 64 × the tile's rows, the accumulators of 64 rows · D, two for dK/dV); 227 KiB of shared memory, of which 128
-# rows take 256·D bytes per tensor.
-# SETS of a program's own rows: with two it may stay for further tiles.
+# Rows of the loop's tiles, and how many of them are in flight. Bounds: 240 registers a thread of a consumer (scores
+# 64 × the tile's rows, the accumulators of 64 rows · D, two for dK/dV); 227 KiB of shared memory, of which 128 rows
+# take 256·D bytes per tensor.
+# SETS of a program's own rows: with two it may be persistent.
 DKDV = {
     64: {"BLOCK_Q": 128, "STAGES": 2, "SETS": 2},
     72: {"BLOCK_Q": 64, "STAGES": 3, "SETS": 2},
@@ -69,7 +70,7 @@ DQ = {
     128: {"BLOCK_K": 128, "STAGES": 2, "SETS": 1},
 }
 
-# At 96 two sets take tiles of 64 rows, which pays with short walks.
+# At 96 two sets take tiles of 64 rows, which pays with short loops.
 SHORT = 1024
 DKDV_SHORT = DKDV | {96: {"BLOCK_Q": 64, "STAGES": 3, "SETS": 2}}
 DQ_SHORT = DQ | {96: {"BLOCK_K": 64, "STAGES": 3, "SETS": 2}}
@@ -160,7 +161,7 @@ def _put(acc, factor, tile, TAIL: gl.constexpr):
 
 @gluon.jit
 def _dkdv_tiles(k0, num_queries, num_keys, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr):
-    """The first query of the walk, on a tile boundary, and the number of query tiles."""
+    """The first query of the loop, on a tile boundary, and the number of query tiles."""
     q0 = k0 * 0
     if CAUSAL:
         q0 = gl.maximum(k0 - (num_keys - num_queries), 0) // BLOCK_Q * BLOCK_Q
@@ -173,11 +174,11 @@ def _tiles_of_program(
     BLOCK: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
     CAUSAL: gl.constexpr, GROUPED: gl.constexpr,
 ):  # fmt: skip
-    """What a warp or warpgroup C does: STEP, a load or a walk, for each tile of the program's own rows.
+    """What a warp or warpgroup C does: STEP, `_load` or `_compute`, for each tile of the program's own rows.
 
     `numbers` begin with the number of tiles of all programs.
-    One set has a branch of its own here and in `_place`: counts through a loop over tiles take registers that other
-    head dimensions have not left.
+    One set has a branch of its own here and in `_decode_tile`: counts through a loop over tiles take registers that
+    other head dimensions have not left.
     """
     # Read in each partition: what is handed over to one stays in its registers.
     t = gl.program_id(0)
@@ -193,7 +194,7 @@ def _tiles_of_program(
 
 
 @gluon.jit
-def _place(t, num_rows, num_heads, SETS: gl.constexpr):
+def _decode_tile(t, num_rows, num_heads, SETS: gl.constexpr):
     """The tile of 128 rows, the head and the batch of the t-th tile of all; with one set, of the program's only one."""
     tile = gl.program_id(0)
     head = gl.program_id(1)
@@ -212,12 +213,12 @@ def _dkdv_load(
     BLOCK_Q: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
     CAUSAL: gl.constexpr, GROUPED: gl.constexpr,
 ):  # fmt: skip
-    """Loads what the walk of one tile of keys takes; `turn` such tiles and `j` tiles of queries have been loaded."""
+    """Loads what one tile of keys takes; `turn` such tiles and `j` tiles of queries have been loaded."""
     q_desc, grad_out_desc, k_desc, v_desc, lse_desc, delta_desc = descs
     q_s, grad_out_s, k_s, v_s, lse_s, delta_s = shared
     kv_full, kv_empty, q_full, q_empty, grad_out_full, grad_out_empty = barriers
     _, num_heads, group, num_queries, num_keys, padded_queries = numbers
-    tile, head, batch = _place(t, num_keys, num_heads, SETS)
+    tile, head, batch = _decode_tile(t, num_keys, num_heads, SETS)
     k0 = tile * 128
     q0, num_tiles = _dkdv_tiles(k0, num_queries, num_keys, BLOCK_Q, CAUSAL)
     for c in gl.static_range(2):
@@ -247,7 +248,7 @@ def _dkdv_load(
 
 
 @gluon.jit
-def _dkdv_walk(
+def _dkdv_compute(
     t, turn, j, C: gl.constexpr, descs, shared, barriers, numbers,
     BLOCK_Q: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
     CAUSAL: gl.constexpr, GROUPED: gl.constexpr,
@@ -265,11 +266,11 @@ def _dkdv_walk(
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAD, k_width=2)
     PARTS: gl.constexpr = 2 if TAIL else 1
     COLS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    tile, head, batch = _place(t, num_keys, num_heads, SETS)
+    tile, head, batch = _decode_tile(t, num_keys, num_heads, SETS)
     k0 = tile * 128
     q0, num_tiles = _dkdv_tiles(k0, num_queries, num_keys, BLOCK_Q, CAUSAL)
     k1 = k0 + C * 64
-    # A key is seen by the queries from its own place on, counted here from the first query of the walk.
+    # A key is seen by the queries from its own place on, counted here from the first query of the loop.
     diagonal = k1 - (num_keys - num_queries) - q0
     grad_k = _zeros(D, TAIL)
     grad_v = _zeros(D, TAIL)
@@ -368,13 +369,13 @@ def hopper_bwd_dkdv_kernel(
     # Written out: a tuple that is first given a name loses its compile-time constants.
     gl.warp_specialize(
         [
-            (_tiles_of_program, (gl.constexpr(_dkdv_walk), 0,
+            (_tiles_of_program, (gl.constexpr(_dkdv_compute), 0,
              ((grad_k_desc, grad_k_tail_desc), (grad_v_desc, grad_v_tail_desc)),
              (q_s, grad_out_s, k_s, v_s, lse_s, delta_s, keys_s, queries_s),
              (kv_full, kv_empty, q_full, q_empty, grad_out_full, grad_out_empty),
              (num_tiles_total, num_heads, group, num_queries, num_keys, scale_log2),
              BLOCK_Q, D, TAIL, STAGES, SETS, CAUSAL, GROUPED)),
-            (_tiles_of_program, (gl.constexpr(_dkdv_walk), 1,
+            (_tiles_of_program, (gl.constexpr(_dkdv_compute), 1,
              ((grad_k_desc, grad_k_tail_desc), (grad_v_desc, grad_v_tail_desc)),
              (q_s, grad_out_s, k_s, v_s, lse_s, delta_s, keys_s, queries_s),
              (kv_full, kv_empty, q_full, q_empty, grad_out_full, grad_out_empty),
@@ -396,7 +397,7 @@ def hopper_bwd_dkdv_kernel(
 @gluon.jit
 def _dq_place(t, num_queries, num_heads, SETS: gl.constexpr, CAUSAL: gl.constexpr):
     """The first query, the head and the batch of the t-th tile of all."""
-    tile, head, batch = _place(t, num_queries, num_heads, SETS)
+    tile, head, batch = _decode_tile(t, num_queries, num_heads, SETS)
     if CAUSAL:
         # The last queries see the most keys: the longest programs of a head start first.
         tile = (num_queries + 127) // 128 - 1 - tile
@@ -405,7 +406,7 @@ def _dq_place(t, num_queries, num_heads, SETS: gl.constexpr, CAUSAL: gl.constexp
 
 @gluon.jit
 def _dq_tiles(q0, num_queries, num_keys, BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr):
-    """The number of key tiles that 128 queries walk."""
+    """The number of key tiles that 128 queries see."""
     end = num_keys
     if CAUSAL:
         end = gl.maximum(gl.minimum(end, q0 + 128 + (num_keys - num_queries)), 0)
@@ -418,7 +419,7 @@ def _dq_load(
     BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
     CAUSAL: gl.constexpr, GROUPED: gl.constexpr,
 ):  # fmt: skip
-    """Loads what the walk of one tile of queries takes, as `_dkdv_load`."""
+    """Loads what one tile of queries takes, as `_dkdv_load`."""
     q_desc, grad_out_desc, k_desc, v_desc = descs
     q_s, grad_out_s, k_s, v_s = shared
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
@@ -446,12 +447,12 @@ def _dq_load(
 
 
 @gluon.jit
-def _dq_walk(
+def _dq_compute(
     t, turn, j, C: gl.constexpr, descs, shared, barriers, numbers,
     BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
     CAUSAL: gl.constexpr, GROUPED: gl.constexpr,
 ):  # fmt: skip
-    """dQ of 64 queries, as `_dkdv_walk`."""
+    """dQ of 64 queries, as `_dkdv_compute`."""
     grad_q_desc, lse_ptr, delta_ptr = descs
     q_s, grad_out_s, k_s, v_s = shared
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
@@ -555,13 +556,13 @@ def hopper_bwd_dq_kernel(
     # Written out: a tuple that is first given a name loses its compile-time constants.
     gl.warp_specialize(
         [
-            (_tiles_of_program, (gl.constexpr(_dq_walk), 0,
+            (_tiles_of_program, (gl.constexpr(_dq_compute), 0,
              ((grad_q_desc, grad_q_tail_desc), lse_ptr, delta_ptr),
              (q_s, grad_out_s, k_s, v_s),
              (q_full, q_empty, k_full, k_empty, v_full, v_empty),
              (num_tiles_total, num_heads, num_queries, num_keys, padded_queries, scale_log2),
              BLOCK_K, D, TAIL, STAGES, SETS, CAUSAL, False)),
-            (_tiles_of_program, (gl.constexpr(_dq_walk), 1,
+            (_tiles_of_program, (gl.constexpr(_dq_compute), 1,
              ((grad_q_desc, grad_q_tail_desc), lse_ptr, delta_ptr),
              (q_s, grad_out_s, k_s, v_s),
              (q_full, q_empty, k_full, k_empty, v_full, v_empty),
@@ -581,7 +582,7 @@ def hopper_bwd_dq_kernel(
 
 
 def _grid(num_rows: int, num_heads: int, num_batches: int, sets: int, device_index: int) -> tuple[tuple, int]:
-    """Returns the grid and the number of tiles: a program for a tile, or where programs stay as many as run at once."""
+    """Returns the grid and the number of tiles: a program for a tile, or as many persistent ones as run at once."""
     tiles = -(-num_rows // BLOCK)
     total = tiles * num_heads * num_batches
     if sets == 1:
@@ -589,13 +590,13 @@ def _grid(num_rows: int, num_heads: int, num_batches: int, sets: int, device_ind
     return (min(total, num_multiprocessors(device_index)), 1, 1), total
 
 
-def _tiles(long: dict, short: dict, head_dim: int, walked: int, causal: bool) -> dict[str, int]:
-    """Returns the tiles by how many rows are walked.
+def _tiles(long: dict, short: dict, head_dim: int, inner: int, causal: bool) -> dict[str, int]:
+    """Returns the tiles by how many rows are looped over.
 
-    Causal walks are of all lengths: a program makes one, and the hardware gives the next to a multiprocessor that is
+    Causal loops are of all lengths: a program has one tile, and the hardware gives the next to a multiprocessor that is
     free.
     """
-    return long[head_dim] | {"SETS": 1} if causal else (short if walked <= SHORT else long)[head_dim]
+    return long[head_dim] | {"SETS": 1} if causal else (short if inner <= SHORT else long)[head_dim]
 
 
 def plan_backward(
@@ -614,16 +615,16 @@ def plan_backward(
     tail = TAILS[head_dim]
     columns = {"D": 64 if tail else head_dim, "TAIL": tail, "CAUSAL": causal}
     tiles = _tiles(DKDV, DKDV_SHORT, head_dim, num_queries, causal)
-    walked = tiles["BLOCK_Q"]
-    statistics = rows_of(num_batches * num_heads * padded_queries, walked)
+    inner = tiles["BLOCK_Q"]
+    statistics = rows_of(num_batches * num_heads * padded_queries, inner)
     own = [(x, ROWS) for x in (k, v, *grads[1:])]
-    described = [*with_tails([(q, walked), (grad_out, walked), *own], tail), (6, statistics), (7, statistics)]
+    described = [*with_tails([(q, inner), (grad_out, inner), *own], tail), (6, statistics), (7, statistics)]
     grid, key_tiles = _grid(num_keys, num_key_heads, num_batches, tiles["SETS"], device_index)
     constants = {**tiles, **columns, "GROUPED": group > 1}
     dkdv = TileLaunch(hopper_bwd_dkdv_kernel, grid, described, (key_tiles, num_key_heads, *numbers), constants, 2)
     tiles = _tiles(DQ, DQ_SHORT, head_dim, num_keys, causal)
-    walked = tiles["BLOCK_K"]
-    described = with_tails([(q, ROWS), (grad_out, ROWS), (k, walked), (v, walked), (grads[0], ROWS)], tail)
+    inner = tiles["BLOCK_K"]
+    described = with_tails([(q, ROWS), (grad_out, ROWS), (k, inner), (v, inner), (grads[0], ROWS)], tail)
     grid, query_tiles = _grid(num_queries, num_heads, num_batches, tiles["SETS"], device_index)
     constants = {**tiles, **columns}
     dq = TileLaunch(hopper_bwd_dq_kernel, grid, described, (query_tiles, num_heads, *numbers), constants, 2)
