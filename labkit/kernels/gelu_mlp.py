@@ -8,8 +8,8 @@ tanh-GELU is written with the logistic function, 1 + tanh u = 2 σ(2u): one expo
 h is never kept, since backward has to read z anyway; z is kept, or one more matmul computes it again. Where z is kept,
 two paths differ in x W₁ᵀ: "epilogue" is a persistent matmul in Triton that applies bias and GELU to its accumulator and
 writes z and h; "separate" leaves the product and GELU to PyTorch. Where it is not, cuBLAS has an epilogue that writes h
-alone. In backward one elementwise kernel multiplies by gelu'(z), writes h again and sums ∂b₁. All that in the epilogue
-of ∂y W₂ was slower: cuBLAS gains more on the product than the kernel costs.
+alone, exact enough for 16 bits. In backward one elementwise kernel multiplies by gelu'(z), writes h again and sums ∂b₁.
+All that in the epilogue of ∂y W₂ was slower: cuBLAS gains more on the product than the kernel costs.
 
 Ideal cost: 4·M·C·F FLOPs forward, 8·M·C·F backward. Between its products "separate" moves 2·M·F elements forward,
 "epilogue" M·F of z; backward moves 4·M·F.
@@ -163,7 +163,7 @@ class GeluMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, path, keep, total, norm_weight, norm_bias, eps):
-        if not keep and x.is_cuda:
+        if not keep and x.is_cuda and x.element_size() == 2:
             h_MF = torch._addmm_activation(fc1_bias, x, fc1_weight.T, use_gelu=True)
         elif path == "epilogue":
             z_MF, h_MF = _linear_gelu(x, fc1_weight, fc1_bias)
