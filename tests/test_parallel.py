@@ -9,6 +9,7 @@ import torch
 from conftest import ALL_TESTS, more
 
 from labkit.communication import OPERATIONS, bus_factor
+from labkit.parallel import collectives
 from labkit.parallel.launch import RankError, launch
 
 REPEATS = 5 if ALL_TESTS else 1
@@ -97,6 +98,30 @@ def test_sharded_optimizer_steps_as_the_unsharded_and_moves_to_other_ranks(two, 
         assert last == "saved" and len(results) == 16
         for name, result in results:
             assert "accepted" in result or "empty" in result if isinstance(result, str) else result, name
+
+
+def test_on_a_gpu_collectives_are_timed_once_all_are_issued(monkeypatch):
+    order = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            order.append("event")
+
+        def synchronize(self):
+            order.append("wait")
+
+        def elapsed_time(self, end):
+            return 10.0
+
+    monkeypatch.setattr(collectives.dist, "barrier", lambda: order.append("barrier"))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append("spin"))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    seconds, issue_s = collectives._sample(lambda: order.append("call"), torch.device("cuda"))
+    assert order == ["barrier", "spin", "call", "event", *5 * ["call"], "event", "wait"]
+    assert seconds == pytest.approx(10e-3 / 5) and 0 < issue_s < 1
 
 
 def test_collectives_move_the_right_elements_and_count_as_nccl_tests_does(four):
