@@ -4,7 +4,7 @@ How they are laid out:
 - A program owns a tile of rows and loops over tiles of the other length, or of a part of it (split-K); tiles that every
   row sees in full take no masking.
 - exp2 with log2(e)·scale folded in: one multiply-add and one exponential per score.
-- The dK/dV kernel computes Sᵀ and ∂Pᵀ themselves: a transposed result as an operand gave wrong gradients on Hopper
+- The dK/dV kernel computes Sᵀ and ∂Pᵀ directly: a transposed result as an operand gave wrong gradients on Hopper
   (triton issue 6124), and this way Pᵀ and ∂Sᵀ stay in registers.
 - A head dimension that is no power of two is a power of two and a narrower tail (72 = 64 + 16, 96 = 64 + 32), so
   that 72 and 80 do not pay for 128.

@@ -7,8 +7,8 @@ Shapes: (batch, heads, length, D), D 64 or 128, bf16 or fp16, as many key heads 
 bottom right) or not. L in base 2 and D come padded from the Triton kernels of `flash_attention`.
 
 Ideal cost per head: 10·Q·K·D FLOPs (halved when causal), and that is what it executes. The two kernels of
-two_passes.py compute S and ∂P twice, 14·Q·K·D. The accumulator of ∂Q is fp32, 4·Q·D bytes
-of memory a head more, converted afterwards.
+two_passes.py compute S and ∂P twice, 14·Q·K·D. The accumulator of ∂Q is fp32, 4·Q·D bytes of memory a head more,
+converted afterwards.
 
 The programs of a head, one for 128 keys, add their parts of a tile of ∂Q in order, the first keys' program first, and
 so with equal bits every time. They follow one another then, each a tile behind the one before it, which it sees by a
@@ -21,7 +21,7 @@ ends. A work tile only ever waits for one of a smaller number, which some progra
 How a program is laid out: a producer warp loads by TMA, two consumer warpgroups of 64 keys each multiply, and two
 writer warps add their tiles of ∂Q to the accumulator in global memory by TMA, each every other tile: in order, one
 tile's time is too short for a warp to await its turn, add, and await that what it added is there.
-Sᵀ and ∂Pᵀ are computed themselves, so that Pᵀ is a register operand of the product into ∂V; ∂Sᵀ goes through shared
+Sᵀ and ∂Pᵀ are computed directly, so that Pᵀ is a register operand of the product into ∂V; ∂Sᵀ goes through shared
 memory, from which both warpgroups compute their part of ∂S K for all 128 keys.
 
 A consumer's iteration i, with the products that are in flight while it computes:

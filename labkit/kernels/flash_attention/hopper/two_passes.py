@@ -9,7 +9,7 @@ in base 2 and D come padded from the Triton kernels of `flash_attention`.
 Ideal cost per head: 10·Q·K·D FLOPs (halved when causal); two kernels execute 14·Q·K·D, without atomics.
 
 How a program is laid out: as in forward.py, with two consumers of 64 rows.
-- dK/dV: a program of 128 keys loops over the queries; Sᵀ and ∂Pᵀ are computed themselves, so that Pᵀ and ∂Sᵀ are
+- dK/dV: a program of 128 keys loops over the queries; Sᵀ and ∂Pᵀ are computed directly, so that Pᵀ and ∂Sᵀ are
   register operands.
 - dQ: a program of 128 queries loops over the keys; ∂S is the register operand.
 - A head dimension between 64 and 128 comes in two parts, 64 columns and a tail of 16 or 32, each with its descriptors,
