@@ -94,6 +94,10 @@ def test_the_mlp_takes_dense_tensors_that_start_off_a_boundary(dtype, interprete
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("path", gelu_mlp.PATHS[1:])
 def test_on_a_gpu_the_mlp_is_within_the_error_budget(path, dtype):
+    if (path, dtype) == ("epilogue", torch.float32):
+        with pytest.raises(ValueError, match=r"path='epilogue' takes bf16 and fp16; got torch\.float32"):
+            mlp_pairs(path, True, MLP_SHAPES[1], dtype, "cuda")
+        return
     for shape in (*MLP_SHAPES[1:], (1000, 1152, 4304)):
         for keep in (True, False):
             pairs = mlp_pairs(path, keep, shape, dtype, "cuda")

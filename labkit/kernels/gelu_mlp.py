@@ -196,11 +196,13 @@ def resolve_path(x: Tensor, fc1_weight: Tensor, path: str = "auto") -> str:
     objection = None
     if not runs_kernel(x):
         objection = f"takes tensors on a CUDA device; got {x.device}"
+    elif x.is_cuda and x.element_size() != 2:  # its accumulators spill in fp32
+        objection = f"takes bf16 and fp16; got {x.dtype}"
     elif any(size * x.element_size() % 16 for size in fc1_weight.shape):  # of rows that descriptors describe
         objection = f"takes widths of a multiple of 16 bytes; got {tuple(fc1_weight.shape)} of {x.dtype}"
     if path == "epilogue" and objection:
         raise ValueError(f"path={path!r} {objection}")
-    is_fast = _is_hopper(x.device) and x.element_size() == 2 and objection is None
+    is_fast = _is_hopper(x.device) and objection is None
     return path if path != "auto" else "epilogue" if is_fast else "separate"
 
 
