@@ -168,8 +168,8 @@ def _other_attention(name: str, batch: Batch) -> Callable[[Tensor, Tensor, int],
     q = batch.patches.new_empty(1, batch.config.num_heads, 1, batch.config.d_head)
     if reason := unavailable_reason("fa3", q, q, causal=False):
         raise Skip(reason)
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    return lambda qkv, lengths, longest: load_fa3()(
+    function, names = load_fa3(), ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    return lambda qkv, lengths, longest: function(
         *qkv.unbind(1), False, False, dict(zip(names, (lengths, lengths, longest, longest), strict=True))
     )
 

@@ -7,9 +7,9 @@ RMSNorm has no b, its μ is 0, and mean g does not enter. Memory bounds both. El
 residual 4·N·C; backward 3·N·C, with the gradient of the sum 4·N·C. Kept for backward: s, w, and μ and σ of each row.
 
 Forward, a program takes whole rows into registers. Backward, persistent programs loop over rows, the next ones on their
-way to shared memory; each adds its part of the parameters' gradients in registers, in fp32,
-and one more kernel adds the parts: no atomics, so bit-equal repeats. There a row is read in pieces of a power of two:
-padded to one, a row of 2,560 columns would be computed as 4,096, and arithmetic would bound the kernel.
+way to shared memory; each adds its part of the parameters' gradients in registers, in fp32, and one more kernel adds
+the parts: no atomics, so bit-equal repeats. There a row is read in pieces of a power of two: padded to one, a row of
+2,560 columns would be computed as 4,096, and arithmetic would bound the kernel.
 
 Shape suffixes: N rows, C columns, P programs.
 """
@@ -35,7 +35,7 @@ from labkit.kernels.fused import (
 from labkit.kernels.launch import num_multiprocessors
 
 MAX_COLUMNS = 32768  # 32 elements of a row a thread, of 1,024 threads
-# Of programs that stay: elements of a piece a warp, most pieces of a row, pieces in a multiprocessor's registers (with
+# Of persistent programs: elements of a piece a warp, most pieces of a row, pieces in a multiprocessor's registers (with
 # one parameter's gradient and with two), its most programs.
 PIECE, MAX_PIECES, PIECES_AT_ONCE, MAX_PROGRAMS = 256, 4, {1: 50, 2: 38}, 8
 # The most bytes that one has on their way to shared memory, which every device since Ampere has.
@@ -52,7 +52,7 @@ def row_tile(num_columns: int) -> dict[str, int]:
 
 @functools.cache
 def persistent_tile(num_columns: int, bytes_a_column: int, num_parameters: int) -> tuple[dict[str, int], int]:
-    """Returns the constants of a launch whose programs stay, and these for each multiprocessor.
+    """Returns the constants of a launch of persistent programs, and how many of these a multiprocessor has.
 
     A program takes a row at a time, a thread 8 elements of each piece. `bytes_a_column` are read of a row for each
     column.

@@ -284,13 +284,13 @@ def _decode_program_id(
     if first_program is not None:
         program -= first_program
     if SPLIT_K:
-        num_work_tiles = tl.num_programs(0) // num_tiles
-        tile = program // num_work_tiles
-        work_tile = program % num_work_tiles
-        split = work_tile % num_splits
-        head = work_tile // num_splits % num_heads
-        batch = work_tile // num_splits // num_heads
-        result = split * (num_work_tiles // num_splits // num_heads) + batch
+        num_head_splits = tl.num_programs(0) // num_tiles
+        tile = program // num_head_splits
+        head_split = program % num_head_splits
+        split = head_split % num_splits
+        head = head_split // num_splits % num_heads
+        batch = head_split // num_splits // num_heads
+        result = split * (num_head_splits // num_splits // num_heads) + batch
     else:
         if UNEQUAL and first_program is None:
             section = tl.cdiv(SECTION_TILES, num_tiles)
@@ -351,7 +351,7 @@ def flash_attention_fwd_kernel(
 ):  # fmt: skip
     """One program: the output and the log-sum-exp of BLOCK_Q queries of one head.
 
-    SPLIT_K: over one of `num_splits` parts of their keys; the results of one split lie behind those of the last.
+    SPLIT_K: over one of `num_splits` parts of their keys; the results of a split lie behind those of the one before.
     """
     num_tiles = tl.cdiv(max_queries, BLOCK_Q)
     tile, head, batch, split, result = _decode_program_id(
@@ -510,7 +510,7 @@ def flash_attention_bwd_dkdv_kernel(
 ):  # fmt: skip
     """One program: ∂K and ∂V of BLOCK_K keys of one key head, over all queries of the head's group.
 
-    SPLIT_K: over one of `num_splits` parts of the queries; the results of one split lie behind those of the last.
+    SPLIT_K: over one of `num_splits` parts of the queries; the results of a split lie behind those of the one before.
     `first_program`: where not all programs of the launch are this kernel's, the first that is; None else.
     """
     num_tiles = tl.cdiv(max_keys, BLOCK_K)

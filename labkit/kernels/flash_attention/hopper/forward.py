@@ -163,10 +163,10 @@ def _fwd_producer(
     j = 0
     turn = 0
     t = gl.program_id(0)
-    num_work_tiles = num_heads_total * num_splits if SPLIT_K else num_heads_total
-    while t < num_q_tiles * num_work_tiles:
+    num_head_splits = num_heads_total * num_splits if SPLIT_K else num_heads_total
+    while t < num_q_tiles * num_head_splits:
         following = t + gl.num_programs(0)
-        tile, head_split = _fwd_tile(t, num_q_tiles, num_work_tiles, section, CAUSAL)
+        tile, head_split = _fwd_tile(t, num_q_tiles, num_head_splits, section, CAUSAL)
         head_total = head_split % num_heads_total if SPLIT_K else head_split
         batch = head_total // num_heads
         head = head_total % num_heads
@@ -312,9 +312,9 @@ def _fwd_consumer(
     j = 0
     turn = 0
     t = gl.program_id(0)
-    num_work_tiles = num_heads_total * num_splits if SPLIT_K else num_heads_total
-    while t < num_q_tiles * num_work_tiles:
-        tile, head_split = _fwd_tile(t, num_q_tiles, num_work_tiles, section, CAUSAL)
+    num_head_splits = num_heads_total * num_splits if SPLIT_K else num_heads_total
+    while t < num_q_tiles * num_head_splits:
+        tile, head_split = _fwd_tile(t, num_q_tiles, num_head_splits, section, CAUSAL)
         place = (turn & 1) * CONSUMERS + C
         q = q_s.index(place).reshape([64, D])
         q_tail = q

@@ -653,8 +653,8 @@ def plan_backward(
     def run(q, k, v, grad_out, lse_log2, delta, grad_q, grad_k, grad_v) -> None:
         dq_accum = (torch.zeros if sees_none else torch.empty)(dq_accum_shape, dtype=torch.float32, device=q.device)
         # The counter of work tiles, alone on its 16 bytes; then how far each of them has come.
-        tile_counter = torch.zeros(4 + num_work_tiles * WRITERS.value, dtype=torch.int32, device=q.device)
-        launch((q, grad_out, k, v, grad_k, grad_v, lse_log2, delta, dq_accum), tile_counter[4:], tile_counter)
+        counters = torch.zeros(4 + num_work_tiles * WRITERS.value, dtype=torch.int32, device=q.device)
+        launch((q, grad_out, k, v, grad_k, grad_v, lse_log2, delta, dq_accum), counters[4:], counters)
         convert(dq_accum, grad_q)
 
     return run

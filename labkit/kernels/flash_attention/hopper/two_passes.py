@@ -174,7 +174,7 @@ def _tiles_of_program(
     BLOCK: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
     CAUSAL: gl.constexpr, GROUPED: gl.constexpr,
 ):  # fmt: skip
-    """What a warp or warpgroup C does: STEP, `_load` or `_compute`, for each tile of the program's own rows.
+    """What a warp or warpgroup C does: STEP, which loads or computes, for each tile of the program's own rows.
 
     `numbers` begin with the number of tiles of all programs.
     One set has a branch of its own here and in `_decode_tile`: counts through a loop over tiles take registers that
@@ -395,7 +395,7 @@ def hopper_bwd_dkdv_kernel(
 
 
 @gluon.jit
-def _dq_place(t, num_queries, num_heads, SETS: gl.constexpr, CAUSAL: gl.constexpr):
+def _decode_dq_tile(t, num_queries, num_heads, SETS: gl.constexpr, CAUSAL: gl.constexpr):
     """The first query, the head and the batch of the t-th tile of all."""
     tile, head, batch = _decode_tile(t, num_queries, num_heads, SETS)
     if CAUSAL:
@@ -424,7 +424,7 @@ def _dq_load(
     q_s, grad_out_s, k_s, v_s = shared
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     _, num_heads, group, num_queries, num_keys = numbers
-    q0, head, batch = _dq_place(t, num_queries, num_heads, SETS, CAUSAL)
+    q0, head, batch = _decode_dq_tile(t, num_queries, num_heads, SETS, CAUSAL)
     num_tiles = _dq_tiles(q0, num_queries, num_keys, BLOCK_K, CAUSAL)
     for c in gl.static_range(2):
         place = (turn % SETS) * 2 + c
@@ -468,7 +468,7 @@ def _dq_compute(
     cols = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, SCORES))
     p = gl.zeros([64, BLOCK_K], gl.float32, layout=SCORES)
     grad_scores = gl.zeros([64, BLOCK_K], gl.float32, layout=SCORES)
-    q0, head, batch = _dq_place(t, num_queries, num_heads, SETS, CAUSAL)
+    q0, head, batch = _decode_dq_tile(t, num_queries, num_heads, SETS, CAUSAL)
     num_tiles = _dq_tiles(q0, num_queries, num_keys, BLOCK_K, CAUSAL)
     q1 = q0 + C * 64
     # The first key that a query does not see.
