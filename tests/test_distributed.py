@@ -197,7 +197,8 @@ def test_memory_stands_beside_what_zero_predicts():
 def test_a_line_is_fitted_to_each_operation():
     rows = frame(*(
         {"section": "collectives", "phase": "", "status": "ok", "world_size": 4, "transport": "nccl", "num_bytes": n,
-         "median_ms": 0.02 + n / 1e8, "observed": {"operation": "all_reduce", "dtype": "float32", "backend": "nccl"}}
+         "timer_method": "window", "median_ms": 0.02 + n / 1e8,
+         "observed": {"operation": "all_reduce", "dtype": "float32", "backend": "nccl"}}
         for n in (10**3, 10**6, 10**9)
     ))  # fmt: skip
     (line,) = report.fits(rows).to_dict("records")
@@ -206,6 +207,8 @@ def test_a_line_is_fitted_to_each_operation():
     queued = rows.assign(timer_method="queued", launch_median_ms=0.048, bus_gbs=1.0)
     (sentence,) = report.findings_collectives(queued)
     assert "20.0 µs and then 100.0 GB/s, device time" in sentence and "The host issues one in 48.0 µs." in sentence
+    on_cpu = queued[:1].assign(transport="gloo", timer_method="window")
+    assert set(report.shown_collectives(pd.concat([queued, on_cpu]))["transport"]) == {"nccl"}, "one kind of time"
     rows["median_ms"] = rows["median_ms"][::-1].tolist()  # ranks that share a core: the larger, the less time
     falling = frame(*rows.assign(bus_gbs=1.0).to_dict("records"))
     assert report.fits(falling).empty and report.table_collectives(falling)["latency (µs)"].tolist() == ["–"]

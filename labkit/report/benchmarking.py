@@ -40,7 +40,7 @@ def table_sizes(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def table_roofs(ceilings: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """Returns the rates beside the datasheet's, their range over the steps' sessions, and what sustaining them took."""
+    """Returns the rates beside the datasheet's, their range over the steps' sessions, and sustained, with the power."""
     rows = []
     is_bandwidth = steps["phase"] == "optimizer_step"
     for row in ceilings.to_dict("records"):
@@ -57,7 +57,9 @@ def table_roofs(ceilings: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
         )
         if "sustained_ms" in ceilings:
             reason = row.get("no_energy")
-            rows[-1] |= {"sustained": cell(row, rate.replace("achieved", "sustained"))}
+            sustained = rate.replace("achieved", "sustained")
+            every = verdicts.by_session(row, sustained).values()
+            rows[-1] |= {"sustained": cell(row, sustained), "in every session": span(every, number) if every else "–"}
             rows[-1] |= {"power (W)": reason if isinstance(reason, str) else cell(row, "watts")}
             rows[-1] |= {"TFLOP/J": cell(row, "tflop_per_joule"), "SM clock (MHz)": cell(row, "sm_clock_mhz")}
     return pd.DataFrame(rows)

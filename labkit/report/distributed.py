@@ -51,13 +51,14 @@ def case_name(row: dict) -> str:
 def measured(collectives: pd.DataFrame) -> pd.DataFrame:
     """Returns the measured rows with `operation`, `dtype` and `backend`, which records observe."""
     rows = ok_rows(collectives)
-    return rows.join(pd.DataFrame(list(rows["observed"]), index=rows.index))
+    return rows if "operation" in rows else rows.join(pd.DataFrame(list(rows["observed"]), index=rows.index))
 
 
 def shown_collectives(collectives: pd.DataFrame) -> pd.DataFrame:
-    """Returns the rows of the most ranks, in the dtype that every transport has."""
+    """Returns the rows of the most ranks, in the dtype that every transport has, timed as most are."""
     rows = measured(collectives)
-    return select(rows, world_size=rows["world_size"].max(), dtype=rows["dtype"].mode()[0])
+    method, dtype = (rows[name].mode()[0] for name in ("timer_method", "dtype"))
+    return select(rows, world_size=rows["world_size"].max(), dtype=dtype, timer_method=method)
 
 
 @once_per_frame
