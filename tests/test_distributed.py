@@ -211,7 +211,7 @@ def test_a_line_is_fitted_to_each_operation():
     assert set(report.shown_collectives(pd.concat([queued, on_cpu]))["transport"]) == {"nccl"}, "one kind of time"
     rows["median_ms"] = rows["median_ms"][::-1].tolist()  # ranks that share a core: the larger, the less time
     falling = frame(*rows.assign(bus_gbs=1.0).to_dict("records"))
-    assert report.fits(falling).empty and report.table_collectives(falling)["latency (µs)"].tolist() == ["–"]
+    assert report.fits(falling).empty and report.table_collectives(falling)["latency, call time (µs)"].tolist() == ["–"]
     assert report.findings_collectives(falling) == [] and report.figure_collectives(falling) is not None
 
 

@@ -51,7 +51,7 @@ def case_name(row: dict) -> str:
 def measured(collectives: pd.DataFrame) -> pd.DataFrame:
     """Returns the measured rows with `operation`, `dtype` and `backend`, which records observe."""
     rows = ok_rows(collectives)
-    return rows if "operation" in rows else rows.join(pd.DataFrame(list(rows["observed"]), index=rows.index))
+    return rows.join(pd.DataFrame(list(rows["observed"]), index=rows.index))
 
 
 def shown_collectives(collectives: pd.DataFrame) -> pd.DataFrame:
@@ -93,7 +93,7 @@ def table_collectives(collectives: pd.DataFrame) -> pd.DataFrame:
         if of.empty:
             continue
         latency = [number(value) for value in select(lines, operation=operation)["latency_us"]]
-        row = {"operation": operation.replace("_", "-"), "latency (µs)": (latency or ["–"])[0]}
+        row = {"operation": operation.replace("_", "-"), f"latency, {kinds_of_time([of])} (µs)": (latency or ["–"])[0]}
         for size in sizes:
             near = of.loc[(of["num_bytes"] - size).abs().idxmin()]
             row[f"{size_name(size)} (GB/s)"] = number(near["bus_gbs"])
