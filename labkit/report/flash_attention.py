@@ -416,16 +416,11 @@ def findings_published(speed: pd.DataFrame, rivals: pd.DataFrame) -> list[str]:
 
 
 def front(chapter) -> list[tuple[str, str]]:
-    """Returns the findings of this chapter for the front page, each with the heading that it links to."""
-    rivals, speed, found = chapter.records("rivals"), chapter.records("speed"), []
+    """Returns the finding of this chapter for the front page, with the heading that it links to."""
+    rivals = chapter.records("rivals")
     rival, rows = strongest(rivals) if len(rivals) else (None, rivals)
     for best in ok_rows(results(rivals), is_auto=1).nlargest(1, "achieved_tflops").to_dict("records") if rival else []:
         text = f"**Our attention's {best['name']} reaches {number(best['achieved_tflops'])} TFLOP/s; against "
         text += f"{NAMES[rival]}, forward + backward: {forms.tally(select(rows, name='forward_backward'))}** (its time "
-        found.append((f"{text}over ours, {kinds_of_time([rows])}, full shapes).", "Full shapes against the best"))
-    calls = ok_rows(results(speed), is_auto=1, name="forward_backward").to_dict("records") if len(speed) else []
-    if bound := [row["launch_median_ms"] / row["median_ms"] for row in calls if verdicts.host_bound(row)]:
-        text = f"**One head is bound by the host:** in {len(bound)} of {count(len(calls), 'case')}, issuing attention's"
-        text += f" forward + backward takes {span(bound)} its device time; a faster kernel changes nothing there."
-        found.append((text, "One head at every length"))
-    return found
+        return [(f"{text}over ours, {kinds_of_time([rows])}, full shapes).", "Full shapes against the best")]
+    return []
