@@ -166,10 +166,7 @@ class FusedAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         """Updates every parameter that has a gradient; returns what `closure` does, None without one."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = torch.enable_grad()(closure)() if closure else None
         for bucket in self.buckets:
             if runs_kernel(bucket.exp_avg):
                 with torch.cuda.device_of(bucket.exp_avg):
