@@ -59,7 +59,7 @@ def table_roofs(ceilings: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
             reason = row.get("no_energy")
             sustained = rate.replace("achieved", "sustained")
             every = verdicts.by_session(row, sustained).values()
-            rows[-1] |= {"sustained": cell(row, sustained), "in every session": span(every, number) if every else "–"}
+            rows[-1] |= {"sustained": cell(row, sustained), "all sessions": span(every, number) if every else "–"}
             rows[-1] |= {"power (W)": reason if isinstance(reason, str) else cell(row, "watts")}
             rows[-1] |= {"TFLOP/J": cell(row, "tflop_per_joule"), "SM clock (MHz)": cell(row, "sm_clock_mhz")}
     return pd.DataFrame(rows)
