@@ -175,7 +175,7 @@ def test_table_and_findings_say_what_launches_take():
     by_graph, fastest, alike = launches.findings(frame)
     assert "ahead (4.00×, small at 512 in bf16)" in by_graph and by_graph.endswith("In bf16 at 512 launches take 75 %.")
     assert "ahead (8.00×, small at 512) against the same call." in fastest
-    assert fastest.endswith("Back to back: small at 512 6.00 ms (sustained time).")
+    assert fastest.endswith("Back to back: small at 512 6.00 ms (sustained time, every session).")
     assert "none in the loss and at most 4.0e-3 in the change of the parameters" in alike
     assert launches.shares(frame)["launch_bound"].tolist() == [True]
     assert launches.findings(frame.iloc[:1]) == []

@@ -5,9 +5,9 @@ from collections import Counter
 import pandas as pd
 
 from labkit.report import forms, verdicts
-from labkit.report.findings import listing, percent, scientific, span
+from labkit.report.findings import listing, number, percent, scientific, span
 from labkit.report.forms import case_name, name, shown
-from labkit.report.tables import cell, ok_rows, pivot, select, usable
+from labkit.report.tables import ok_rows, pivot, select, usable
 
 CASE = ["size", "context", "precision"]
 WAYS = {
@@ -79,8 +79,9 @@ def findings(rows: pd.DataFrame) -> list[str]:
         gain = forms.summary(best, case_name)
         sentences.append(f"Fused kernels, compiled blocks and one graph are {gain} against the same call.")
         lasting = usable(select(ways, way=FASTEST), "sustained_ms").to_dict("records")
-        if parts := [f"{case_name(row)} {cell(row, 'sustained_ms')} ms" for row in lasting]:
-            sentences[-1] += f" Back to back: {listing(parts)} (sustained time)."
+        every = ((case_name(row), span(verdicts.by_session(row, "sustained_ms").values(), number)) for row in lasting)
+        if parts := [f"{case} {times} ms" for case, times in every]:
+            sentences[-1] += f" Back to back: {listing(parts)} (sustained time, every session)."
     if len(replayed := ok_rows(rows, phase="graph_step")):
         largest = {what: replayed[name].max() for name, what in DIFFERENCES.items()}
         off = [f"{f'at most {scientific(value)}' if value else 'none'} in {what}" for what, value in largest.items()]
