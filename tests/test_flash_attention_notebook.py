@@ -231,10 +231,11 @@ FINDINGS = [  # of which sections, what is changed, what must be said
     ("products", ["speed"], ("speed triton forward", {"precision": "fp32", "length": 16384, "d_head": 64},
                              {"median_ms": 1e5}), ["11 ahead, 1 behind"]),
     ("products", ["speed"], ("speed triton_ieee.*", {}, {"status": "skipped", "reason": "-"}), []),
-    ("memory", ["memory"], (), ["level at 8 of 8 lengths", "eager in bf16 at 131,072, ours needs 160 MiB"]),
-    ("memory", ["memory"], (*GLUON_AT_65536, {"peak_bytes": NUM_BYTES + 1}),
+    ("memory", ["memory", "speed"], (), ["level at 8 of 8 lengths", "eager in bf16 at 131,072, ours needs 160 MiB"]),
+    ("memory", ["memory", "speed"], (*GLUON_AT_65536, {"peak_bytes": NUM_BYTES + 1}),
      ["level at 7 and behind at 1 of 8 lengths"]),
-    ("memory", ["memory"], (*GLUON_AT_65536, {"peak_bytes": 100 * (NUM_BYTES + 1)}), ["at worst 100× at 65,536"]),
+    ("memory", ["memory", "speed"], (*GLUON_AT_65536, {"peak_bytes": 100 * (NUM_BYTES + 1)}),
+     ["at worst 100× at 65,536"]),
     ("published", ["speed", "rivals"], ("rivals gluon forward_backward", {"heads": 16, "length": 16384},
                                         {"median_ms": 1.234}),
      ["5.36 ms on an H100, kind of time unknown; ours here 1.23 ms in device time"]),
@@ -325,9 +326,9 @@ def test_tables_hold_words_and_figures_marks_for_what_failed(chapter):
     change(chapter, "tiles forward", {"block_q": 64, "block_k": 64}, achieved_tflops=555.0)
     tiles = lines_of(report.table_tiles(chapter.records("tiles")))
     assert tiles[64][64] == "555" and tiles[128][128].endswith("(shipped)") and tiles[256][128] == "skipped"
-    assert "oom" in report.table_memory(chapter.records("memory")).to_string()
+    assert "oom" in report.table_memory(chapter.records("memory"), chapter.records("speed")).to_string()
     change(chapter, *GLUON_AT_65536, peak_bytes=100 * NUM_BYTES)
-    assert "8,000" in report.table_memory(chapter.records("memory")).to_string()
+    assert "8,000" in report.table_memory(chapter.records("memory"), chapter.records("speed")).to_string()
 
 
 def test_published_times_stand_beside_the_device_bound_ones_only(chapter):
@@ -360,6 +361,7 @@ EVIDENCE = {
 @pytest.mark.parametrize("kept", ["as on a CPU", "nothing ok", "bf16 alone"])
 def test_records_of_another_device_are_shown_without_what_they_lack(chapter, kept):
     """A CPU has no launch, no ceiling, no graph; all may have failed; a precision may be missing."""
+    speed = []
     for section, functions in EVIDENCE.items():
         frame = chapter.records(section)
         if kept == "as on a CPU":
@@ -373,8 +375,9 @@ def test_records_of_another_device_are_shown_without_what_they_lack(chapter, kep
         elif "precision" in frame and "bf16" in set(frame["precision"]):
             frame = frame[frame["precision"] == "bf16"]
         frame.attrs |= {"device": "abacus", "device_kind": "cpu"}
+        speed = [frame] if section == "speed" else speed
         for function in functions:
-            shown = function(frame)
+            shown = function(frame, *speed) if section == "memory" else function(frame)
             assert "nan" not in str(shown if isinstance(shown, list) else ""), function.__name__
             if kept == "as on a CPU" and isinstance(shown, list):
                 assert "device time" not in " ".join(shown), function.__name__
@@ -382,9 +385,10 @@ def test_records_of_another_device_are_shown_without_what_they_lack(chapter, kep
 
 def test_without_records_every_section_says_so(tmp_path):
     empty = Chapter(NOTEBOOK, device="abacus", output=str(tmp_path))
-    for functions in EVIDENCE.values():
+    for section, functions in EVIDENCE.items():
+        frames = [empty.records("speed")] * (1 + (section == "memory"))
         for function in functions:
-            assert "ot measured on abacus" in empty.table(function, empty.records("speed"), caption="it").data
+            assert "ot measured on abacus" in empty.table(function, *frames, caption="it").data
     assert report.front(empty) == []
 
 
@@ -398,10 +402,15 @@ def test_without_records_every_section_says_so(tmp_path):
     ],
 )
 def test_figures_are_the_same_bytes_twice_and_follow_their_records(chapter, make, section, changed):
-    before = figures.svg(make(chapter.records(section)))
-    assert before == figures.svg(make(chapter.records(section)))
+    sections = [section, "speed"] if section == "memory" else [section]
+
+    def drawn() -> str:
+        return figures.svg(make(*map(chapter.records, sections)))
+
+    before = drawn()
+    assert before == drawn()
     change(chapter, *changed[:2], **changed[2])
-    assert figures.svg(make(chapter.records(section))) != before
+    assert drawn() != before
 
 
 def test_kernels_are_interpreted_only_where_triton_is_not_loaded_yet(monkeypatch):

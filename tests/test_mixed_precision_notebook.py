@@ -365,7 +365,7 @@ def test_one_byte_more_is_more(frame):
 def test_the_table_of_gains_holds_times_ratios_and_what_ran_out_of_memory(frame):
     table = report.table_gains(steps_of(frame)).set_index(["size", "context"])
     assert len(table) == 12 and table.loc[("10b", 128), "training step"] == "oom → oom"
-    assert table.loc[("small", 128), "forward"] == "7.40 → 9.21 (0.803×, †)"
+    assert table.loc[("small", 128), "forward"] == "7.40 → 9.21 (0.803×) †"
     assert report.table_gains(report.steps(frame("steps").iloc[:0], frame("steps"))).empty
 
 

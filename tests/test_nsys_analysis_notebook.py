@@ -258,9 +258,9 @@ FINDINGS = [  # what is changed, what must be said, what must not
     ("passes", NOT_CAPTURED, ["TimeoutError: nsys was stopped (2)"], []),
     ("idle", (), ["Without a profiler 0 of 24 steps leave the device idle 10 % or more."], ["as long"]),
     ("idle", [waiting(unprofiled_ms=2.0, step_kernel_ms=1.59)],
-     ["1 of 24 steps leave", "kernels end", "0.159 µs", "(most: small at 512 in bf16, 2.00 → 2.05 ms; 1 step"], []),
+     ["1 of 24 steps leave", "kernels end", "0.159 µs", "(most: small at 512 in bf16, 2.00 → 2.05 ms; 1 step)"], []),
     ("idle", [waiting(unprofiled_ms=1.6, step_kernel_ms=1.59)], [" 0 of 24 steps leave", "1.28× as long"], []),
-    ("idle", NOT_CAPTURED, ["2 steps of 48 (2.7b) were not tried"], []),
+    ("idle", NOT_CAPTURED, ["2 steps of 24 (2.7b) were not tried"], []),
     ("kernels", (), ["same one leads in 12 of 12 cases"], []),
     ("published", [GROWING], ["From context 512 to 1,024", "our kernel time 2.00×"], []),  # not the projected time
 ]  # fmt: skip

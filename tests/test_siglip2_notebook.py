@@ -239,7 +239,7 @@ def test_parts_of_the_encoder_stand_beside_the_fused_ones():
         "3.0e-3 → 2.0e-3",
     ]
     (sentence,) = encoder_parts.findings(frame(*rows))
-    assert sentence.endswith("attention alone: ahead (1.50×, MLP in bf16).")
+    assert sentence.endswith("attention alone, call time: ahead (1.50×, MLP in bf16).")
     failed = frame({"phase": "fused forward", "module": "MLP", "status": "error", "reason": "boom", "observed": {}})
     (row,) = encoder_parts.table(failed).to_dict("records")
     assert list(row.values())[1:] == ["–", "–", "– → –", "– → –"] and "boom" in encoder_parts.findings(failed)[0]
@@ -300,7 +300,7 @@ def test_whatever_is_missing_is_not_measured():
 
 def test_the_front_page_tells_launched_times_from_the_graph():
     ((text, heading),) = report.front(SimpleNamespace(records=lambda _: steps()))
-    assert "2.25× as fast" in text and "compiled 180 ms, fused 80.0 (160 launched from Python)" in text
+    assert "2.25× as fast" in text and "compiled 180 ms, fused 80.0 (both launched from Python: 180 and 160 ms)" in text
     assert "peak 18.0 and 9.00 GiB" in text
     headings = [cell.source.splitlines()[0] for cell in notebooks.read("08_siglip2").cells if cell.source]
     assert f"## {heading}" in headings

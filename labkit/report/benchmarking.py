@@ -39,21 +39,17 @@ def table_sizes(frame: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def table_roofs(ceilings: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """Returns the rates beside the datasheet's, their range over the steps' sessions, and sustained, with the power."""
+def table_roofs(ceilings: pd.DataFrame) -> pd.DataFrame:
+    """Returns the rates beside the datasheet's, and sustained, with the power."""
     rows = []
-    is_bandwidth = steps["phase"] == "optimizer_step"
     for row in ceilings.to_dict("records"):
         if row["kind"] == "copy":
-            roof, rate, divided = "copy, read + write (GB/s)", "achieved_gb_per_s", steps[is_bandwidth]
+            roof, rate = "copy, read + write (GB/s)", "achieved_gb_per_s"
         else:
             roof, rate = f"matrix product, {row['precision']} (TFLOP/s)", "achieved_tflops"
-            divided = select(steps[~is_bandwidth], precision=row["precision"])
-        used = divided["ceiling"].dropna()
         rows.append(
             {"roof": roof, "measured": cell(row, rate), "datasheet": cell(row, "datasheet")}
             | {"measured / datasheet": cell(row, "datasheet_fraction", percent)}
-            | {"in the steps' sessions": span(used, number) if len(used) else "–"}
         )
         if "sustained_ms" in ceilings:
             reason = row.get("no_energy")
@@ -212,15 +208,19 @@ def findings_pace(steps: pd.DataFrame) -> list[str]:
 
 
 def _come_back(rows: pd.DataFrame) -> str:
-    """Returns how call times change from session to session, of steps that are launch-bound in any and of others."""
+    """Returns how call times change between sessions, of steps launch-bound in that shown and of those in none."""
     changes: dict[bool, list[float]] = {True: [], False: []}
     for row in rows.to_dict("records"):
         if len(medians := verdicts.by_session(row, "median_ms").values()) > 1:
-            changes[any(map(verdicts.launch_bound, row["sessions"].values()))].append(max(medians) / min(medians))
+            if (is_bound := verdicts.launch_bound(row)) or not any(
+                map(verdicts.launch_bound, row["sessions"].values())
+            ):
+                changes[is_bound].append(max(medians) / min(medians))
     if not all(changes.values()):
         return " and come out differently on another one"
     return (
-        f": from session to session they change by {span(changes[True])}, those of the others by {span(changes[False])}"
+        f": from session to session they change by {span(changes[True])}, those that no host bound by "
+        f"{span(changes[False])}"
     )
 
 
@@ -259,7 +259,7 @@ def findings_modes(steps: pd.DataFrame, executions: pd.DataFrame) -> list[str]:
         if len(part := select(over_fp32, launch_bound=bound))
     ]
     if len(over_eager):
-        first = ok_rows(steps, phase="compile", compile="regional")["median_ms"] / 1e3
+        first = ok_rows(steps, phase="compile", compile="regional", precision="bf16")["median_ms"] / 1e3
         cost = f"; the first call takes {span(first, lambda s: f'{number(s)} s')}" if len(first) else ""
         sentences.append(
             f"Compiling each block in bf16 is {forms.summary(over_eager, case_name)} against eager, call time: "
@@ -302,34 +302,42 @@ def figure_utilisation(steps: pd.DataFrame, executions: pd.DataFrame) -> Figure 
     return figure
 
 
-def nearest_roof(steps: pd.DataFrame) -> pd.DataFrame:
-    """Returns the training step nearest to its measured roof in each precision, eager and with compiled blocks."""
-    rows = usable(select(steps, phase="train_step", compile=["none", "regional"]), "ceiling_fraction")
+HOW = {"none": "eager", "regional": "compiled", "fused": "fused in one graph"}
+
+
+def nearest_roof(steps: pd.DataFrame, executions: pd.DataFrame) -> pd.DataFrame:
+    """Returns the training step nearest to its measured roof in each precision, by `compile`, a key of HOW."""
+    rows = select(steps, phase="train_step", compile=["none", "regional"])
+    if len(executions):
+        ways = launches.by_way(executions)
+        fused = select(ways, way=launches.FASTEST).assign(compile="fused")
+        rows = pd.concat([rows, select(ways, way=["eager", "compiled"]), fused], ignore_index=True)
+    rows = usable(select(rows, precision=list(PRECISIONS)), "ceiling_fraction")
     best = rows.groupby(["precision", "compile"])["ceiling_fraction"].idxmax()
     return in_order(rows.loc[best], ["precision", "compile"])
 
 
-def table_utilisation(steps: pd.DataFrame) -> pd.DataFrame:
+def table_utilisation(steps: pd.DataFrame, executions: pd.DataFrame) -> pd.DataFrame:
     """Returns the best utilisation per precision and compile mode, and the convention that halves causal attention."""
     return pd.DataFrame(
-        {"precision": row["precision"], "compile": row["compile"], "best case": case_name(row)}
+        {"precision": row["precision"], "way": HOW[row["compile"]], "best case": case_name(row)}
         | {"tokens/s": number(row["tokens_per_s"]), "TFLOP/s": number(row["achieved_tflops"])}
+        | {"roof of its session": number(row["ceiling"])}
         | {"of measured roof": percent(row["ceiling_fraction"]), "of datasheet": percent(row["datasheet_fraction"])}
         | {"of measured roof, causal FLOPs": percent(row["ceiling_fraction"] * row["flops_causal"] / row["flops"])}
-        for row in nearest_roof(steps).to_dict("records")
+        for row in nearest_roof(steps, executions).to_dict("records")
     )
 
 
-def findings_utilisation(steps: pd.DataFrame) -> list[str]:
-    """Says which step comes nearest to its roof, eager and compiled."""
-    best = nearest_roof(steps)
-    words = best["ceiling_fraction"].map(percent) + best["compile"].map({"none": " eager", "regional": " compiled"})
-    parts = [f"{' and '.join(group)} in {p}" for p, group in words.groupby(best["precision"], sort=False)]
+def findings_utilisation(steps: pd.DataFrame, executions: pd.DataFrame) -> list[str]:
+    """Says how near steps come to their roofs."""
+    best = nearest_roof(steps, executions).groupby("precision", sort=False)["ceiling_fraction"].max()
+    parts = [f"{percent(share)} in {precision}" for precision, share in best.items()]
     if not parts:
         return []
     return [
-        f"At best a training step reaches {listing(parts)} of the matrix product's measured rate: the faster the "
-        "products, the larger the share of everything else in the step."
+        f"At best a training step reaches {listing(parts)} of its session's roof: the faster the products, the larger "
+        "the share of everything else."
     ]
 
 
@@ -376,18 +384,17 @@ def findings_published(steps: pd.DataFrame, course: pd.DataFrame | None = None) 
 
 def front(chapter) -> list[tuple[str, str]]:
     """Returns the findings of this chapter for the front page, each with the heading that it links to."""
-    steps, found = modes(shown(chapter.records("steps", "compile"))), []
-    if steps.empty:
-        return []
-    for size in sizes_in(ok_rows(steps, mode="bf16 regional"))[-1:]:
-        row = ok_rows(steps, size=size).set_index("mode")["median_ms"]
-        if {"fp32", "bf16"} <= set(row.index):
-            text = (
-                f"**A training step of {size} at {steps['context'].iloc[0]} tokens takes {number(row['fp32'])} ms in "
-                f"fp32, {number(row['bf16'])} ms in bf16 autocast and {number(row['bf16 regional'])} ms with its "
-                f"blocks compiled** (call time), {times(row['fp32'] / row['bf16 regional'])} as fast in all."
-            )
-            found.append((text, "Precision and compilation"))
+    found, both = [], gains(shown(chapter.records("steps")), shown(chapter.records("execution")))
+    ahead = [select(pairs, verdict=verdicts.AHEAD).set_index("size") for pairs in both]
+    for size in [size for size in SIZES if all(size in rows.index for rows in ahead)][-1:]:
+        bf16, blocks = (rows.loc[size].to_dict() for rows in ahead)
+        text = (
+            f"**bf16 autocast makes a training step of {size} at {bf16['context']} tokens {times(bf16['ratio'])} as "
+            f"fast as fp32, compiled blocks {times(blocks['ratio'])} as fast again** (call time: "
+            f"{number(bf16['base_median_ms'])} → {number(bf16['median_ms'])} and {number(blocks['base_median_ms'])} → "
+            f"{number(blocks['median_ms'])} ms; each pair is of one session)."
+        )
+        found.append((text, "Precision and compilation"))
     pace = [text for text in findings_pace(chapter.records("steps"))[:1] if not text.startswith("None")]
     return found + [(f"**Small models wait for the host.** {text}", "Who sets the pace") for text in pace]
 
@@ -396,13 +403,13 @@ def symptoms(chapter) -> list[dict[str, str]]:
     """Returns rows for the front page's table of symptoms, with what each remedy gave here."""
     rows, found = chapter.records("execution"), []
     over_fp32, over_eager = gains(chapter.records("steps"), rows)
-    if len(bound := select(over_eager, launch_bound=True)):
+    if len(bound := select(over_eager, launch_bound=True, verdict=verdicts.AHEAD)):
         symptom = "the device idles between kernels; the time does not follow the context"
         cause, remedy = "the host, which launches kernels too slowly", "compile; a larger batch; a CUDA graph"
-        graphs = select(launches.shares(rows), launch_bound=True) if len(rows) else rows
+        graphs = select(launches.shares(rows), launch_bound=True, verdict=verdicts.AHEAD)
         by_graph = f", {span(graphs['ratio'])} in one CUDA graph" if len(graphs) else ""
         found.append((symptom, cause, remedy, f"{span(bound['ratio'])} compiled{by_graph} over eager (call time)"))
-    if len(busy := select(over_fp32, launch_bound=False)):
+    if len(busy := select(over_fp32, launch_bound=False, verdict=verdicts.AHEAD)):
         symptom, cause = "matrix products take most of the kernel time", "the tensor cores, at the precision's rate"
         found.append((symptom, cause, "bf16 autocast", f"{span(busy['ratio'])} over fp32 (call time)"))
     return [dict(zip(SYMPTOM, texts, strict=True)) for texts in found]

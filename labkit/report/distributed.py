@@ -262,10 +262,10 @@ def figure_timeline(steps: pd.DataFrame) -> Figure | None:
             for kind, colour, hatch in kinds:
                 begins, ends = (row["samples"].get(f"rank {rank} {kind}_{end}_ms", []) for end in ("begin", "end"))
                 spans = [(begin, end - begin) for begin, end in zip(begins, ends, strict=True)]
-                axis.broken_barh(spans, (-len(labels) - 0.4, 0.8), color=colour, hatch=hatch, label=kind)
+                axis.broken_barh(spans, (-len(labels) - 0.4, 0.8), color=colour, hatch=hatch, label=kind, linewidth=0)
                 labels.append(f"rank {rank}, {kind}")
         axis.set_yticks([-position for position in range(len(labels))], labels)
-        axis.set(title=NAMES.get(row["phase"], row["phase"]), xlabel="time (ms)")
+        axis.set(title=NAMES.get(row["phase"], row["phase"]), xlabel="time in the profile (ms)")
     figures.finish(figure, axes, f"Two steps of {case_name(rows[0])}, as profiled, {steps.attrs['device']}")
     return figure
 
@@ -285,12 +285,13 @@ def findings_steps(steps: pd.DataFrame) -> list[str]:
     profiled = graph[graph["shows_ms"].notna()]
     if len(of := select(profiled, phase=BUCKETED)):
         row = of.iloc[-1].to_dict()
-        flat = select(graph, phase="flat", **{name: row[name] for name in CASE})["contention_ms"].max()
+        others = select(graph, **{name: row[name] for name in CASE}).groupby("phase")["contention_ms"].max()
+        flat, copied = others.get("flat", math.nan), others.get("bucketed copy", math.nan)
         copies = f", {number(flat)} of them at most for copies into buckets (as flat copies)" if flat == flat else ""
         sentences.append(
             f"Hidden is not free: of the {number(row['added_ms'])} ms that buckets of 100 MB add for {case_name(row)}, "
             f"{number(row['shows_ms'])} show. The step's own kernels take {number(row['contention_ms'])} ms longer"
-            f"{copies}: NCCL's take multiprocessors, memory bandwidth and power from them."
+            f"{copies}{f'; copied without NCCL, {number(copied)}' if copied == copied else ''}."
         )
     if text := forms.summary(select(forms.pairs(steps, "phase", "ddp", keys=CASE), phase=BUCKETED), case_name):
         sentences.append(f"Our buckets of 100 MB against torch's DDP, its step over ours, call time: {text}.")
@@ -348,7 +349,7 @@ def findings_memory(steps: pd.DataFrame, ways: tuple[str, ...], peer: str) -> li
 
 
 def table_gathers(steps: pd.DataFrame) -> pd.DataFrame:
-    """Returns per case of ours how long its gathers made the computation wait in one step."""
+    """Returns per case of ours how long its gathers made the computation wait in one more step."""
     result = []
     rows = ok_rows(steps, phase=["fsdp", "fsdp copy"])
     for row in rows.sort_values([*CASE, "phase"], ascending=False, kind="stable").to_dict("records"):
@@ -368,7 +369,7 @@ def rates(collectives: pd.DataFrame, ceilings: pd.DataFrame) -> pd.DataFrame:
     """
     rows = []
     product = ok_rows(ceilings, kind="gemm", precision="bf16")
-    line = select(fits(collectives), transport="nccl", operation="all_gather")
+    line = select(measured(collectives), transport="nccl", operation="all_gather") if len(product) else product
     if len(product) and len(line):
         known = {"tflops": product["achieved_tflops"].median(), "gbs": line["bus_gbs"].max()}
         rows.append({"hardware": f"{collectives.attrs['device']}, measured", "link": "NCCL all-gather", **known})
@@ -429,11 +430,14 @@ def front(chapter) -> list[tuple[str, str]]:
     if not all(found):
         return []
     naive, row, copied = (rows[0] for rows in found)
+    (alone,) = select(
+        forms.pairs(steps, "phase", "alone", keys=CASE), **{k: copied[k] for k in [*CASE, "phase"]}
+    ).to_dict("records")
     text = (
         f"**Gradients can travel while backward runs, though not for free**: for {case_name(row)}, {row['world_size']} "
-        f"ranks, communication is {percent(naive['added_fraction'])} of a step that sends each gradient afterwards, "
-        f"and {percent(row['added_fraction'])} in overlapped buckets. Fully sharded, with bf16 moved by copy engines, "
-        f"a step takes {times(copied['median_ms'] / copied['alone_ms'])} that of a rank alone: a rank updates only its "
-        "share."
+        f"ranks, what a rank alone does not need is {percent(naive['added_fraction'])} of a step that sends each "
+        f"gradient afterwards, and {percent(row['added_fraction'])} with overlapped buckets. Fully sharded, with bf16 "
+        f"moved by copy engines, against a rank alone, which updates every parameter: {alone['verdict']} "
+        f"({times(alone['ratio'])})."
     )
     return [(text, "How much of it shows")]

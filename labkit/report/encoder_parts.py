@@ -5,6 +5,7 @@ from importlib import resources
 import pandas as pd
 
 from labkit.report import forms
+from labkit.report.chapter import kinds_of_time
 from labkit.report.findings import gib, number, scientific
 from labkit.report.siglip2 import BOTH, OURS
 from labkit.report.tables import ok_rows, once_per_frame, select
@@ -38,10 +39,13 @@ def table(modules: pd.DataFrame) -> pd.DataFrame:
 
 def findings(modules: pd.DataFrame) -> list[str]:
     """Says what fusing gives for each part."""
-    pairs = select(compared(modules), **{"pass": BOTH})
-    text = forms.summary(pairs, lambda row: f"{row['module']} in {row['precision']}")
-    sentence = f"Forward + backward of a part, fused against the same with packed attention alone: {text}."
-    return ([sentence] if text else []) + forms.failures(modules)
+    texts = []
+    for _, rows in ok_rows(modules).groupby("timer_method"):
+        if len(pairs := select(compared(rows), **{"pass": BOTH})):
+            told = forms.summary(pairs, lambda row: f"{row['module']} in {row['precision']}")
+            texts.append(f"{kinds_of_time([rows])}: {told}")
+    sentence = f"Forward + backward of a part, fused against the same with packed attention alone, {'; '.join(texts)}."
+    return ([sentence] if texts else []) + forms.failures(modules)
 
 
 def table_versions() -> pd.DataFrame:

@@ -19,13 +19,21 @@ from labkit.report.chapter import kinds_of_time
 from labkit.report.findings import count, listing, number, percent, span, times
 from labkit.report.tables import PHASE_NAMES, cell, ok_rows, once_per_frame, pivot, select
 
-NAMES = {
+
+class _Names(dict):
+    """Names of implementations; one that only older records have is called as it is there."""
+
+    def __missing__(self, impl: str) -> str:
+        return impl
+
+
+NAMES = _Names({
     "auto": "ours", "gluon": "Gluon (ours)",
     "triton": "Triton (ours)", "triton_tf32": "Triton, TF32 (ours)", "triton_ieee": "Triton, CUDA cores (ours)",
     "tiled": "tiled PyTorch (ours)", "fa3": "FlashAttention-3", "fa3_deterministic": "FlashAttention-3, deterministic",
     "sdpa_cudnn": "SDPA cuDNN", "sdpa_flash": "SDPA flash", "sdpa_efficient": "SDPA efficient",
     "flex": "FlexAttention", "compiled": "compiled", "eager": "eager",
-}  # fmt: skip
+})  # fmt: skip
 """Implementations in the order and under the names in which this chapter shows them."""
 
 OURS = ("gluon", "triton", "triton_tf32", "triton_ieee", "tiled")
@@ -147,7 +155,7 @@ def findings_tiles(tiles: pd.DataFrame) -> list[str]:
     names = [f"{row['block_q']} × {row['block_k']}" for row in rows]
     slowest, kind = times(rows[-1]["median_ms"] / rows[0]["median_ms"]), kinds_of_time([tiles])
     text = f"Tiles of {names[0]} are the fastest of {len(rows)}; {names[-1]} takes {slowest} their {kind}: larger "
-    text += "tiles read less and compute more per byte, until registers run out."
+    text += "tiles read less and compute more per byte, up to a size."
     for name, row in zip(names[1:], rows[1:], strict=True):
         if row.get("is_shipped") == 1:
             text += f" The shipped {name} is {verdicts.ratio(rows[0], row).verdict} with them."
@@ -305,41 +313,47 @@ def findings_rivals(rivals: pd.DataFrame) -> list[str]:
     return sentences + ([f"Forward + backward against the others: {'; '.join(parts)}."] if parts else [])
 
 
-def peaks(memory: pd.DataFrame) -> list[tuple[str, pd.DataFrame, str]]:
-    """Returns by precision the peaks of forward + backward, ours as "auto", and the other that needs least."""
+def peaks(memory: pd.DataFrame, speed: pd.DataFrame) -> list[tuple[str, pd.DataFrame, str]]:
+    """Returns by precision the peaks of forward + backward, ours as "auto", and the other that needs least.
+
+    What "auto" runs at a length, `speed` says: beyond its lengths what it runs at the longest.
+    """
     found = []
     for precision in PRECISIONS:
         rows = select(memory, phase="forward_backward", precision=precision)
-        ours = next((impl for impl in OURS if impl in set(ok_rows(rows)["impl"])), None)
+        wanted = {"is_auto": 1, "name": "forward_backward", "precision": precision, "d_head": set(rows["d_head"])}
+        runs = select(results(speed), **wanted) if len(speed) else speed
+        auto = dict(zip(runs["length"], runs["impl"], strict=True)) if len(runs) else {}
+        ours = [auto.get(length, [*auto.values()][-1]) if auto else None for length in rows["length"]]
         rows = _with_ours(rows.assign(is_auto=rows["impl"] == ours))
         others = ok_rows(rows)[lambda r: r["impl"] != "auto"]
-        if ours and len(others):
+        if auto and len(others):
             over = others["peak_bytes"] / others.groupby("length")["peak_bytes"].transform("min")
             found.append((precision, rows, over.groupby(others["impl"]).mean().round(2).idxmin()))
     return found
 
 
-def figure_memory(memory: pd.DataFrame) -> Figure | None:
+def figure_memory(memory: pd.DataFrame, speed: pd.DataFrame) -> Figure | None:
     """One panel per precision: peak memory over that of the leanest other implementation, × where it ran out."""
-    shown = [(precision, rows, "peak_bytes", base) for precision, rows, base in peaks(memory)]
+    shown = [(precision, rows, "peak_bytes", base) for precision, rows, base in peaks(memory, speed)]
     title = f"Peak memory, forward + backward of one head, {memory.attrs['device']} (× out of memory)"
     return figures.over(shown, "length", "impl", "peak", NAMES, title) if shown else None
 
 
-def table_memory(memory: pd.DataFrame) -> pd.DataFrame:
+def table_memory(memory: pd.DataFrame, speed: pd.DataFrame) -> pd.DataFrame:
     """Returns peaks of forward + backward in MiB by length: ours, the leanest other and eager, by precision."""
     shown = [
         select(rows, impl=["auto", base, "eager"]).assign(who=lambda r, of=precision: of + ": " + r["impl"].map(NAMES))
-        for precision, rows, base in peaks(memory)
+        for precision, rows, base in peaks(memory, speed)
     ]
     rows = pd.concat(shown) if shown else memory.iloc[:0].assign(who="")
     return pivot(rows, ["length"], "who", lambda row: cell(row, "peak_bytes", lambda size: number(size / 2**20)))
 
 
-def findings_memory(memory: pd.DataFrame) -> list[str]:
+def findings_memory(memory: pd.DataFrame, speed: pd.DataFrame) -> list[str]:
     """Says where others run out of memory, how our peak grows from length to length, and where it is too large."""
     lost, growth = [], []
-    for precision, rows, base in peaks(memory):
+    for precision, rows, base in peaks(memory, speed):
         ours, lowest = (ok_rows(rows, impl=impl).set_index("length")["peak_bytes"] for impl in ("auto", base))
         for row in forms.out_of_memory(rows, ["impl"], x="length").dropna(subset=["out_of_memory"]).to_dict("records"):
             need = number(ours.get(row["out_of_memory"], float("nan")) / 2**20)

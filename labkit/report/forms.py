@@ -41,8 +41,9 @@ def pairs(
 
 
 def arrow(row: dict) -> str:
-    """Returns a row of `pairs` as "23.6 → 18.5 (1.28×)"."""
-    return f"{number(row['base_median_ms'])} → {number(row['median_ms'])} ({times(row['ratio'])})"
+    """Returns a row of `pairs` as "23.6 → 18.5 (1.28×)" or "12.8 → 15.8 (0.806×, undecided)"."""
+    doubt = f", {verdicts.UNDECIDED}" if row["verdict"] == verdicts.UNDECIDED else ""
+    return f"{number(row['base_median_ms'])} → {number(row['median_ms'])} ({times(row['ratio'])}{doubt})"
 
 
 def exact_pairs(frame: pd.DataFrame, column: str, base: str, *, keys: Sequence[str]) -> pd.DataFrame:

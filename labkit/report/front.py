@@ -13,18 +13,19 @@ from labkit.report.findings import anchor, disturbed_note, listing
 
 MAX_FINDINGS = 10
 
-TIMES = """> **What a time means here.** *Device time*: the kernels alone, replayed from a CUDA graph or summed from a \
-profile. *Call time*: what your program waits for, including the host that launches the kernels; of one \
-that a slow host held up, the fastest session is shown. *Sustained*: a second of the same back to back (on a CPU a \
-tenth), after as long of it, at the clocks that the power limit leaves; ~ marks one that still changed by more than \
-2 %. They can differ by several times, so they are never compared with each other. Times are milliseconds, GB/s means \
-10⁹ bytes per second, GiB 2³⁰ bytes; a multiply-add counts as two FLOPs.
+TIMES = """\
+> **What a time means here.** *Device time*: the kernels alone, replayed from a CUDA graph or summed from a profile. \
+*Call time*: what your program waits for, including the host that launches the kernels; of one that a slow host held \
+up, the fastest session is shown. *Sustained*: a second of the same back to back (on a CPU a tenth), after as long of \
+it, at the clocks that the power limit leaves; ~ marks one whose time or clock still changed by more than 2 %. They \
+can differ by several times, so they are never compared with each other. Times are milliseconds, GB/s means 10⁹ bytes \
+per second, GiB 2³⁰ bytes; a multiply-add counts as two FLOPs.
 >
 > **What a comparison means.** A ratio beside *ahead* or *behind* is the other's time over that of the one named \
-first: above 1 the first is faster. It is *ahead* or *behind* where the whole interval of the ratio, over samples and \
-sessions, lies above or below 1, *level* where it lies within 3 % of 1, else *undecided*. A row of one session takes \
-the spread that others have between sessions. Calls depend on the host and are compared within a session where one has \
-both. Bytes and counts are compared exactly."""
+first: above 1 the first is faster. It is *level* where the whole interval of the ratio, over samples and sessions, \
+lies within 3 % of 1, else *ahead* or *behind* where it lies above or below 1, else *undecided*. A row of one session \
+takes the spread that others have between sessions. Calls depend on the host and are compared within a session where \
+one has both. Bytes and counts are compared exactly."""
 
 
 def page(chapters: Mapping[str, Chapter]) -> str:

@@ -126,8 +126,8 @@ def findings_peaks(frame: pd.DataFrame) -> list[str]:
         worst = made.loc[off.abs().idxmax()]
         sentences.append(
             f"Closed forms give {(off == 0).sum()} of {len(made)} parts to the byte; the largest miss is "
-            f"{percent(off.abs().max())} ({worst['part']} of {case_name(worst)} in {worst['precision']}). Before the "
-            "first token a step holds 16 bytes per parameter: weight 4, gradient 4, AdamW's moments 8."
+            f"{percent(off.abs().max())} ({worst['part']} of {case_name(worst)} in {worst['precision']}). AdamW in "
+            "fp32 holds 16 bytes per parameter: weight 4, moments 8, and the gradient's 4 once backward has made it."
         )
     if len(ok := ok_rows(rows)):
         good = ((ok["predicted_bytes"] + ok["other_bytes"]) / ok["peak_bytes"] - 1).abs() <= WITHIN
@@ -142,8 +142,9 @@ def findings_peaks(frame: pd.DataFrame) -> list[str]:
         limits = listing(f"of {size} {fits.get(size, 'at none')}" for size in lost["size"].unique())
         known = (tried["predicted_bytes"] > rows["device_bytes"].max()).sum() if "device_bytes" in rows else 0
         sentences.append(
-            f"Contexts at which a training step fits: {limits}. {count(len(tried), 'phase')} ran out of memory, "
-            f"{known} as predicted; {len(select(rows, status='skipped'))} more were predicted to and not tried."
+            f"Longest contexts tried here at which a training step fits: {limits}. "
+            f"{count(len(tried), 'phase')} ran out of memory, {known} as predicted; "
+            f"{len(select(rows, status='skipped'))} more were predicted to and not tried."
         )
     return sentences + forms.failures(frame)
 

@@ -234,7 +234,9 @@ def findings_normalisation(frame: pd.DataFrame) -> list[str]:
     rows, sentences = normalisation_costs(frame), []
     fp16, bf16, library = (select(rows, statistics=name) for name in ("fp16", "bf16", "library"))
     if len(over := fp16[fp16["overflowed_fraction"] > 0]):
-        text = f"fp16 statistics lack range: a mean square overflows from a std of {power(over['scale'].min())} on"
+        first = over.loc[over["scale"].idxmin()]
+        text = f"fp16 statistics lack range: a mean square overflows from a std of {power(first['scale'])} on "
+        text += f"({NORMS[first['norm']]}, {SETTINGS[first['setting']]})"
         lost = fp16[(fp16["epsilon"] == 0) & (fp16["vanished_fraction"] > 0) & (fp16["nonfinite_fraction"] > 0)]
         for epsilon in dict.fromkeys(power(NORM_SETTINGS[setting][1]) for setting in lost["setting"]):
             text += f", and ε = {epsilon} rounds to 0, so that at {power(lost['scale'].min())} results are not finite"
@@ -284,7 +286,7 @@ def table_gains(steps: pd.DataFrame) -> pd.DataFrame:
         for phase in MIXED_PHASES:
             text = " → ".join(cell(cells.get(("01", name, phase), {"status": "–"})) for name in ("fp32", "bf16"))
             if (key := ("bf16", size, context, phase)) in ratio.index:
-                text += f" ({times(ratio['ratio'][key])}{', †' if ratio['launch_bound'][key] else ''})"
+                text = forms.arrow(ratio.loc[key]) + (" †" if ratio["launch_bound"][key] else "")
             line[PHASE_NAMES[phase]] = text
         for key in (("01", "fp32"), ("01", "bf16"), ("03", "bf16_pure")):
             row = cells.get((*key, "train_step"), {"status": "–"})
@@ -301,11 +303,10 @@ def findings_gains(steps: pd.DataFrame) -> list[str]:
         sentences.append(f"{text}: the larger the model, the more of a pass is matrix products.")
     groups = own[~own["launch_bound"]].groupby("precision")
     if parts := [f"{NAMES[precision]} is {forms.summary(rows, case_name)}" for precision, rows in groups]:
-        widest = percent(select(steps, origin="03")["half_width_fraction"].max())
         sentences.append(
             f"Against bf16 autocast of the same session, device busy, call time: {'; '.join(parts)}. Pure bf16 has few "
-            "casts and moves half the bytes; the scaler reads every gradient once more. Medians of this session are "
-            f"uncertain by up to {widest}; {count(own['launch_bound'].sum(), 'launch-bound pair')} are left out."
+            "casts and moves half the bytes; the scaler reads every gradient once more. "
+            f"{count(own['launch_bound'].sum(), 'launch-bound pair')} are left out."
         )
     return sentences + findings_memory(steps)
 

@@ -191,6 +191,7 @@ def findings_kernels(frame: pd.DataFrame) -> list[str]:
 def table_idle(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns a step's kernels beside the step without a profiler, the device's idle share, and the profiler's cost."""
     rows = in_order(shown(profiles.idle_steps(select(frame, attention="eager"))), ["precision", "size"])
+    rows["size"] += rows["phase"].map({"train_step": ""}).fillna(" (no AdamW)")
     rows["idle"] = [
         percent(idle) if idle == idle else f"≤ {percent(most)}"
         for idle, most in zip(rows["idle"], rows["step_idle_fraction"], strict=True)
@@ -212,16 +213,17 @@ def findings_idle(frame: pd.DataFrame) -> list[str]:
             text += f": their kernels end before the host launches the next (mean kernel {us} µs)"
         sentences.append(f"{text}.")
         if len(longer := rows.dropna(subset=["lengthened"])):
-            most = longer.loc[longer["lengthened"].idxmax()]
+            most, shorter = longer.loc[longer["lengthened"].idxmax()], (longer["lengthened"] < 1).sum()
             sentences.append(
                 f"The profiler makes a step {span(longer['lengthened'])} as long (most: {name(most)}, "
-                f"{number(most['unprofiled_ms'])} → {number(most['done_ms'])} ms; {count(len(longer), 'step')} timed "
-                "both ways). It adds to each launch on the host, and nothing to a kernel."
+                f"{number(most['unprofiled_ms'])} → {number(most['done_ms'])} ms; {count(len(longer), 'step')}"
+                f"{f', {shorter} of them shorter: hosts scatter' if shorter else ''}). It adds to each "
+                "launch on the host, and nothing to a kernel."
             )
     if len(skipped := in_order(select(frame, status="skipped"), ["size"])):
         sentences.append(
-            f"{count(len(skipped), 'step')} of {len(frame):,} ({listing(dict.fromkeys(skipped['size']))}) were not "
-            "tried: by closed form they exceed the device's memory."
+            f"{count(len(skipped), 'step')} of {len(rows) + len(skipped)} ({listing(dict.fromkeys(skipped['size']))}) "
+            "were not tried: by closed form they do not fit."
         )
     return sentences
 

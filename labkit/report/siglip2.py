@@ -151,7 +151,9 @@ def findings_steps(steps: pd.DataFrame, floor: pd.DataFrame) -> list[str]:
             for row in changes.itertuples()
         )
         text = listing(parts).replace(", +nan MiB", "")  # a CPU has no peaks
-        sentences.append(f"Each step against the one before, and what it saves: {text}.")
+        replayed = [NAMES[way].removeprefix("+ ") for way in STEPS if row_of(steps, way).get("is_replayed")][:1]
+        note = "".join(f" From {way} on a step is replayed, before it is launched." for way in replayed)
+        sentences.append(f"Each step against the one before, and what it saves: {text}.{note}")
     if ours["status"] == "ok":
         parts = [f"In bursts the fused encoder takes {number(ours['median_ms'])} ms"]
         power = f" at {number(ours['watts'])} W and {number(ours['sm_clock_mhz'], 4)} MHz" if ours["watts"] > 0 else ""
@@ -433,11 +435,14 @@ def front(chapter) -> list[tuple[str, str]]:
     is_timed = first.get("sustained_ms", 0) > 0 and last.get("sustained_ms", 0) > 0
     if not is_timed or verdicts.ratio(first, last, "sustained_ms").verdict != verdicts.AHEAD:
         return []
-    launched = f" ({number(last['call_ms'])} launched from Python)" if last["is_replayed"] else ""
-    gain = times(first["sustained_ms"] / last["sustained_ms"])
+    gain, how, launched = times(first["sustained_ms"] / last["sustained_ms"]), "", ""
+    if last["is_replayed"]:
+        how = ", and replaying it as one CUDA graph,"
+        launched = f" (both launched from Python: {number(first['call_ms'])} and {number(last['call_ms'])} ms)"
     text = (
-        f"**Fusing what stands between its matrix products makes a vision encoder {gain} as fast**: forward + backward "
-        f"of {workload_name(steps)}, sustained: {NAMES[first['way']]} {number(first['sustained_ms'])} ms, fused "
-        f"{number(last['sustained_ms'])}{launched}, peak {gib(first['peak_bytes'])} and {gib(last['peak_bytes'])} GiB."
+        f"**Fusing what stands between its matrix products{how} makes a vision encoder {gain} as fast**: forward + "
+        f"backward of {workload_name(steps)}, sustained: {NAMES[first['way']]} {number(first['sustained_ms'])} ms, "
+        f"fused {number(last['sustained_ms'])}{launched}, peak {gib(first['peak_bytes'])} and "
+        f"{gib(last['peak_bytes'])} GiB."
     )
     return [(text, "The encoder, step by step")]
