@@ -8,21 +8,6 @@ from importlib import resources
 
 import pandas as pd
 
-SOURCES: dict[str, str] = {
-    "siglip2-hopper": "SigLIP 2 vision encoder, original and optimized, on an unnamed Hopper-class GPU",
-    "a2-report-a100-h100": (
-        "transformer report: A100 40GB (end to end, nsys, memory), H100 80GB (attention, compile, flash) "
-        "and CPU (all-reduce)"
-    ),
-    "a2-report-rtx5090": "transformer report: RTX 5090",
-    "a2-report-macbook-rtxpro6000": "transformer report: MacBook Air (cpu and mps) and RTX PRO 6000 Workstation",
-    "a2-report-a100-sxm4-40gb": "transformer report: A100-SXM4-40GB",
-    "course-leaderboard": "best verified entry of a public course's leaderboard for attention, on an H100",
-    "course-handout": "figures printed with a public course's exercise on what autograd keeps for the backward pass",
-    "datasheets": "makers' datasheets: dense bf16 rates, and links in one direction",
-    "cudnn-9.19": "figures known of cuDNN 9.19's attention on an H200",
-}
-
 # The reports' "xl" has the dimensions that labkit calls "xl-2025": "xl" alone would not say which edition it is.
 _SIZES = {"small": "small", "medium": "medium", "large": "large", "xl": "xl-2025", "2.7b": "2.7b"}
 
@@ -66,19 +51,12 @@ def load(table: str) -> pd.DataFrame:
         table: name of a CSV file in `labkit/data/published/` without its ending, such as "end_to_end".
 
     Returns:
-        The CSV's columns, each with its unit as suffix (`_ms`, `_us`, `_mib`, `_gib`, `_percent`); `source` is a key of
-        `SOURCES`. NaN means not reported, so a column of counts with empty cells is floating point.
-
-    Raises:
-        ValueError: there is no such table.
+        The CSV's columns, each with its unit as suffix (`_ms`, `_us`, `_mib`, `_gib`, `_percent`). NaN means not
+        reported, so a column of counts with empty cells is floating point.
 
     Source: `labkit/data/published/README.md`, with the known errors of each report; none is corrected here.
     """
-    folder = resources.files("labkit") / "data" / "published"
-    accepted = sorted(entry.name.removesuffix(".csv") for entry in folder.iterdir() if entry.name.endswith(".csv"))
-    if table not in accepted:
-        raise ValueError(f"unknown published table {table!r}; accepted: {', '.join(accepted)}")
-    with (folder / f"{table}.csv").open(encoding="utf-8") as file:
+    with (resources.files("labkit") / "data" / "published" / f"{table}.csv").open(encoding="utf-8") as file:
         # Only an empty cell is missing: pandas would also swallow words such as "None" and "NA".
         return pd.read_csv(file, keep_default_na=False, na_values=[""])
 
@@ -93,7 +71,7 @@ def step_times() -> pd.DataFrame:
 
     Returns:
         One row per published figure, with the columns
-        source: key of `SOURCES`; gpu: the device as the report names it;
+        source: as the README names it; gpu: the device as the report names it;
         size: "small", "medium", "large", "xl-2025" or "2.7b"; context: tokens per sequence (Int64, NA if not stated);
         batch: sequences per step;
         precision: "fp32", "tf32" or "bf16" (autocast); compile: "none" or "whole";

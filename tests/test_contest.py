@@ -324,7 +324,7 @@ INTERPRETED = {
     "another tile": (tile_case(16), {"forward": {"is_shipped": 0}}),
     "weighted sum": (sum_case("triton"), {}),
     "attention": (contest_case("triton", "tiled", heads=1, length=32),
-                  {"triton forward": {"forward_block_q": 32}, "tiled forward": {"is_auto": 1}}),
+                  {"tiled forward": {"is_auto": 1}}),
 }  # fmt: skip
 
 

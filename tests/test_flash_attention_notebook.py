@@ -383,6 +383,20 @@ def test_records_of_another_device_are_shown_without_what_they_lack(chapter, kep
                 assert "device time" not in " ".join(shown), function.__name__
 
 
+def test_what_only_older_records_have_is_called_as_it_is_there(chapter):
+    older = {name: chapter.records(name) for name in EVIDENCE}
+    for name in ("speed", "rivals", "memory"):
+        older[name] = older[name].assign(phase=older[name]["phase"].str.replace("sdpa_flash", "gone"))
+        older[name].attrs |= chapter.records(name).attrs
+    older["memory"] = older["memory"].assign(impl=older["memory"]["impl"].replace("sdpa_flash", "gone"))
+    for section, functions in EVIDENCE.items():
+        speed = [older["speed"]] if section == "memory" else []
+        for function in functions:
+            shown = function(older[section], *speed)
+            assert "SDPA flash" not in str(shown), function.__name__
+    assert report.NAMES["gone"] == "gone"
+
+
 def test_without_records_every_section_says_so(tmp_path):
     empty = Chapter(NOTEBOOK, device="abacus", output=str(tmp_path))
     for section, functions in EVIDENCE.items():

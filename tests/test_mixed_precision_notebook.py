@@ -226,18 +226,13 @@ def test_a_run_counts_zeros_and_what_did_not_move():
     measured = training.run()
     assert measured.case == {**one.parameters, "num_steps": 4, "learning_rate": 1e-12}
     # No step reaches half of the spacing of any bf16 number that is not tiny, and all gains are 1.
-    assert measured.metrics["unmoved_gains"] == 1 and measured.metrics["unmoved_weights"] > 0.99
+    assert measured.metrics["unmoved_gains"] == 1
     assert len(measured.samples["loss"]) == 4 == len(measured.samples["look_step"])
     gradient = torch.tensor([0.0, 2.0**-26, 2.0**-25, 2.0**-15, 1.0], dtype=torch.bfloat16)
     for parameter in training.matrices(list(training.model.parameters())):
         parameter.grad = gradient.repeat(parameter.numel() // 5 + 1)[: parameter.numel()].view_as(parameter)
-    look = training.look(gradient, 1.0)
-    assert (look["zero_logit_gradients"], look["vanishing_logit_gradients"]) == (0.2, 0.6)
-    assert look["zero_weight_gradients"] == pytest.approx(0.2, abs=1e-3) and look[
-        "subnormal_weight_gradients"
-    ] == pytest.approx(0.8, abs=1e-3)
-    scaled = training.look(gradient * 1024, 1024.0)
-    assert scaled["vanishing_logit_gradients"] == 0.6, "thresholds are those of the gradients without their scale"
+    look = training.look(gradient)
+    assert look["zero_logit_gradients"] == 0.2 and look["zero_weight_gradients"] == pytest.approx(0.2, abs=1e-3)
 
 
 @functools.cache
@@ -440,7 +435,7 @@ def test_smoke_finds_what_the_formats_imply(measured):
     assert "break in 0 of 18 cases" in report.findings_normalisation(chapter.records("normalisation"))[1]
     training = chapter.records("training")
     ended = training[training["status"] == "ok"]
-    assert len(ended) == 5 and (ended["final_loss"] < ended["first_loss"] + 1).all()
+    assert len(ended) == 5 and all(row["loss"][-1] < row["loss"][0] + 1 for row in ended["samples"])
 
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

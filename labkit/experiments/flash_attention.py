@@ -172,7 +172,6 @@ class AttentionContest(Contest):
         return {
             **_flop_rates(self.device, self.shape, self.precision, name, median_ms, self.ceilings),
             "is_auto": int(impl == self.auto),
-            **(_tile_metrics(impl, self.like, self.shape.causal) if _products(impl, self.like) else {}),
         }
 
 
@@ -192,14 +191,6 @@ def _products(impl: str, like: Tensor) -> str | None:
     options = OUR_OPTIONS.get(impl, {})
     is_ours = options.get("impl") == "triton"
     return labkit_flash.resolve_precision(like, options.get("precision", "auto")) if is_ours else None
-
-
-def _tile_metrics(impl: str, like: Tensor, causal: bool) -> dict[str, int]:
-    """Returns rows of the query and key tiles of the three Triton kernels."""
-    precision = OUR_OPTIONS[impl].get("precision", "auto")
-    tiles = labkit_flash.resolve_tiles(like, like, causal=causal, precision=precision)
-    sides = itertools.product(("forward", "dkdv", "dq"), ("block_q", "block_k"))
-    return {f"{kernel}_{side}": getattr(getattr(tiles, kernel), side) for kernel, side in sides}
 
 
 class WeightedSumContest(Contest):

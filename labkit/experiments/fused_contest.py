@@ -24,7 +24,6 @@ from labkit.kernels.gelu_mlp import gelu_mlp
 from labkit.kernels.layer_norm import layer_norm
 from labkit.kernels.rms_norm import rms_norm
 from labkit.kernels.swiglu import swiglu
-from labkit.numerics import Verdict, judge
 
 PASSES = ("forward", "forward_backward")
 IN_PLACE = "ours_in_place"
@@ -194,7 +193,7 @@ class FusedContest(Contest):
             found.append({name: value.double() for name, value in values.items()})
         return tuple(found)
 
-    def verdict(self, name: str, value: Tensor | tuple[Tensor, ...]) -> Verdict:
+    def verdict(self, name: str, value: Tensor | tuple[Tensor, ...]) -> numerics.Verdict:
         if name == "out":
             values = value if isinstance(value, tuple) else (value,)
             named = {f"out{number}": x for number, x in enumerate(values)}
@@ -202,8 +201,8 @@ class FusedContest(Contest):
             named = {name: value}
         # What is computed from numbers of 16 bits is as exact as those, whatever its own dtype.
         verdicts = [
-            judge("out" if name == "out" else name, *(_rows(x) for x in (value, *(e[key] for e in self._expected))),
-                  dtype=self.inputs[0].dtype, num_terms=max(self.shape))
+            numerics.judge(name, *(_rows(x) for x in (value, *(e[key] for e in self._expected))),
+                           dtype=self.inputs[0].dtype, num_terms=max(self.shape))
             for key, value in named.items()
         ]  # fmt: skip
         return max(verdicts, key=lambda verdict: verdict.budget_fraction)

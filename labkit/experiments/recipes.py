@@ -34,9 +34,6 @@ class Recipe:
     def scaler(self, device_kind: str) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(device_kind, enabled=self.is_scaled)
 
-    def set_matmul(self) -> None:
-        torch.set_float32_matmul_precision("high" if self.is_tf32 else "highest")
-
 
 RECIPES = {
     "fp32": Recipe(),

@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,7 +21,7 @@ from labkit.measure.timing import captured_once, collector_paused, synchronize
 from labkit.models.transformer import Block, TransformerLM, language_model_loss
 from labkit.parallel import data_parallel
 from labkit.parallel.fully_sharded import FullyShardedDataParallel
-from labkit.parallel.launch import rank_device
+from labkit.parallel.launch import moment, rank_device
 from labkit.parallel.sharded_optimizer import ShardedOptimizer
 
 NUM_WARMUP, NUM_PROFILED = 2, 2
@@ -185,10 +184,10 @@ class _Run:
         dist.barrier()
         synchronize(rank_device().type)
         with collector_paused():
-            moments = [_moment()]
+            moments = [moment()]
             for _ in range(num_steps):
                 self.step()
-                moments.append(_moment())
+                moments.append(moment())
             synchronize(rank_device().type)
         if rank_device().type != "cuda":
             return [1e3 * (end - begin) for begin, end in pairwise(moments)]
@@ -262,14 +261,6 @@ def _allocated() -> int | None:
 
 def _peak() -> int | None:
     return torch.cuda.max_memory_allocated() if rank_device().type == "cuda" else None
-
-
-def _moment() -> Any:
-    if rank_device().type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 def _merged(name: str, table: pd.DataFrame) -> dict[str, list[float]]:

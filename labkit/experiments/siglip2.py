@@ -38,7 +38,7 @@ from labkit.kernels.attention import load_fa3, unavailable_reason
 from labkit.measure.profiling import RangeMarker, capture_with_kineto, launches
 from labkit.measure.timing import time_callable
 from labkit.models.siglip2 import ATTENTION, IMPLS, Siglip2Encoder, add_and_norm
-from labkit.numerics import relative_error
+from labkit.numerics import DTYPES, relative_error
 
 __all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_rates", "run_case"]
 
@@ -46,7 +46,6 @@ MEASUREMENT_VERSION = 1
 
 STEP_PHASES = ("forward", "forward_backward", "step")  # the last with AdamW
 PASSES = STEP_PHASES[:2]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MODULES = ("embeddings", "LayerNorm", "attention", "MLP", "layer")
 MODULE_IMPLS = ("cu_seqlens", "fused")
 """The first with packed attention too: that of "eager" is minutes in the compiler, for each dtype."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from labkit import hardware
+from labkit import hardware, numerics
 from labkit.configs import model_config
 from labkit.experiments.recipes import RECIPES, live_recipe, recipe_name
 from labkit.experiments.sections import empty_cache
@@ -18,9 +18,6 @@ from labkit.models.transformer import TransformerLM, language_model_loss
 
 NUM_LOOKS = 10
 """How often during a training run the gradients are looked at."""
-
-FP16_VANISHES, FP16_SUBNORMAL = 2.0**-25, 2.0**-14
-"""Half of fp16's smallest number, up to which all rounds to zero; its smallest number with all its digits."""
 
 LAST_STEPS = 0.1
 """The final loss is the mean over this share of the steps."""
@@ -42,7 +39,7 @@ class Training:
     def __init__(self, device: hardware.Device, parameters: dict):
         self.device, self.parameters = device, parameters
         self.recipe = RECIPES[parameters["precision"]]
-        self.recipe.set_matmul()
+        numerics.set_precision(parameters["precision"])
         torch.manual_seed(0)
         config = replace(model_config(parameters["size"]), vocab_size=parameters["vocab_size"])
         self.model = TransformerLM(
@@ -75,64 +72,37 @@ class Training:
             self.scaler.scale(loss).backward()
             scale = self.scaler.get_scale()
             if step in look_at:
-                looks[step] = self.look(logits.grad, scale)
+                looks[step] = self.look(logits.grad)
             self.scaler.step(self.optimizer)
             self.scaler.update()
             num_skipped += self.scaler.get_scale() < scale
             losses.append(loss.detach())
         return self._measured([float(loss) for loss in losses], looks, num_skipped)
 
-    def look(self, logit_grad: Tensor, scale: float) -> dict[str, float]:
-        """Returns the norm of the gradients, and shares of their elements that are small, as without a loss scale."""
+    def look(self, logit_grad: Tensor) -> dict[str, float]:
+        """Returns the shares of the gradients' elements that are 0."""
         gradients = self.matrices([parameter.grad for parameter in self.model.parameters()])
-
-        def share(tensors: Sequence[Tensor], limit: float) -> float:
-            small = sum(float((tensor.abs() <= limit * scale).sum()) for tensor in tensors)
-            return small / sum(tensor.numel() for tensor in tensors)
-
-        return {
-            "zero_weight_gradients": share(gradients, 0.0),
-            "zero_logit_gradients": share([logit_grad], 0.0),
-            "vanishing_weight_gradients": share(gradients, FP16_VANISHES),
-            "vanishing_logit_gradients": share([logit_grad], FP16_VANISHES),
-            "subnormal_weight_gradients": share(gradients, FP16_SUBNORMAL),
-            "gradient_norm": math.sqrt(sum(float((x.double() / scale).square().sum()) for x in gradients)),
-        }
+        groups = {"zero_weight_gradients": gradients, "zero_logit_gradients": [logit_grad]}
+        return {name: _share([x == 0 for x in group]) for name, group in groups.items()}
 
     def _measured(self, losses: list[float], looks: dict[int, dict[str, float]], num_skipped: int) -> Measured:
         last = losses[-max(1, round(LAST_STEPS * len(losses))) :]
-        nonfinite = [step for step, loss in enumerate(losses) if not math.isfinite(loss)]
         columns = {name: [look[name] for look in looks.values()] for name in next(iter(looks.values()))}
-        samples: dict[str, list] = {
-            "loss": [loss if math.isfinite(loss) else None for loss in losses],
-            "look_step": list(looks),
-            **{name: columns[name] for name in ("zero_weight_gradients", "zero_logit_gradients")},
-            "gradient_norm": [norm if math.isfinite(norm) else None for norm in columns.pop("gradient_norm")],
-        }
-        if nonfinite:
-            samples["nonfinite_steps"] = nonfinite
+        pairs = zip(self.model.parameters(), self.initial, strict=True)
         return Measured(
             metrics={
-                "first_loss": losses[0],
                 "final_loss": statistics.fmean(last) if all(map(math.isfinite, last)) else None,
-                "num_nonfinite_losses": len(nonfinite),
                 "num_skipped_steps": num_skipped,
                 "final_loss_scale": self.scaler.get_scale(),
-                **{name: statistics.fmean(values) for name, values in columns.items()},
-                **self._unmoved(),
+                "unmoved_gains": _share([now == before for now, before in pairs if now.dim() == 1]),
             },
             case=self.described(),
-            observed={"optimizer": type(self.optimizer).__name__, "loss_scale": self.scaler.is_enabled()},
-            samples=samples,
+            samples={
+                "loss": [loss if math.isfinite(loss) else None for loss in losses],
+                "look_step": list(looks),
+                **columns,
+            },
         )
-
-    def _unmoved(self) -> dict[str, float]:
-        """Returns the shares of matrix elements and of norm gains that are still the numbers that they began as."""
-        is_same = [now == before for now, before in zip(self.model.parameters(), self.initial, strict=True)]
-        groups = {"unmoved_weights": self.matrices(is_same), "unmoved_gains": [x for x in is_same if x.dim() == 1]}
-        return {
-            name: sum(float(x.sum()) for x in group) / sum(x.numel() for x in group) for name, group in groups.items()
-        }
 
     def described(self) -> dict:
         """Returns the case as read back from the live objects."""
@@ -147,6 +117,11 @@ class Training:
             "num_steps": num_steps,
             "learning_rate": self.optimizer.param_groups[0]["lr"],
         }
+
+
+def _share(marks: Sequence[Tensor]) -> float:
+    """Returns the share of all elements that are marked."""
+    return sum(int(x.sum()) for x in marks) / sum(x.numel() for x in marks)
 
 
 def measure_training(device: hardware.Device, parameters: dict) -> Measured:

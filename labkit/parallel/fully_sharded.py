@@ -8,7 +8,6 @@ Sources: Rajbhandari et al. 2020, ZeRO stage 3; Zhao et al. 2023, PyTorch FSDP; 
 """
 
 import functools
-import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from labkit.parallel.collectives import CopyWork, PeerCopy, PeerMemory, all_gather, reduce_scatter, start
 from labkit.parallel.data_parallel import MB, GradientBuckets, check_and_broadcast, check_transport, weakly
+from labkit.parallel.launch import moment
 
 NUM_REDUCING = 2
 """Layers whose full gradients may be on their way at once. With one more, backward waits for the oldest."""
@@ -274,11 +274,11 @@ class FullyShardedDataParallel(nn.Module):
         self._position = self._position + 1 if following[:1] == [layer] else len(self._plan)
         if len(following) == 2 and following[0] is layer:
             following[1].start_gather()
-        begin = _moment(layer) if self.waits is not None else None
+        begin = moment() if self.waits is not None else None
         for weight in layer.weights:
             weight.wait()
         if begin is not None:
-            self.waits.append((layer.name, begin, _moment(layer)))
+            self.waits.append((layer.name, begin, moment()))
 
     def _before_forward(self, layer: _Layer, _: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         self._use(layer)
@@ -364,11 +364,3 @@ class FullyShardedDataParallel(nn.Module):
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
     return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, values)
-
-
-def _moment(layer: _Layer) -> Any:
-    if layer.weights[0].flat.device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event

@@ -1,12 +1,9 @@
 """Runs a module-level function on N ranks of this machine and gathers what each rank returns.
 
 `torchrun`'s elastic launcher starts the ranks in a process of its own, so that a notebook keeps its signal handlers and
-can end everything at a deadline. On several nodes start the same function by torchrun itself, with its own flags:
-`torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT -m labkit.parallel.launch
-MODULE:FUNCTION`.
+can end everything at a deadline.
 """
 
-import argparse
 import contextlib
 import ctypes
 import datetime
@@ -99,6 +96,15 @@ def rank_device() -> torch.device:
     """Returns the device of this rank; on CUDA it is also the current device."""
     device_type = _device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+
+
+def moment() -> Any:
+    """Returns a point in this rank's time: an event of the current stream, without CUDA the seconds of the clock."""
+    if rank_device().type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 # Asked for at first use: a process that has asked for GPUs when this module was imported could not fork.
@@ -258,31 +264,10 @@ def _failure(folder: Path, nproc: int, name: str, timeout_s: float, finished: li
 
 
 def main() -> None:
-    """Runs a function from the command line: as launcher with --nproc, as a rank under torchrun."""
-    if sys.argv[1:2] == ["--agent"]:
+    """Is the launcher, or a rank that it started: `--agent FOLDER NPROC`, `--rank FOLDER`."""
+    if sys.argv[1] == "--agent":
         sys.exit(_run_agent(Path(sys.argv[2]), int(sys.argv[3])))
-    if sys.argv[1:2] == ["--rank"]:
-        return _run_rank(Path(sys.argv[2]))
-    parser = argparse.ArgumentParser(prog="python -m labkit.parallel.launch", description=main.__doc__)
-    parser.add_argument("function", help="module:function")
-    parser.add_argument("args", nargs="*", help="passed to the function as text")
-    parser.add_argument("--nproc", type=int, default=torch.cuda.device_count() or 2)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--backend", choices=("gloo", "nccl"))
-    parser.add_argument("--timeout-s", type=float, default=600)
-    given = parser.parse_args()
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        call = dict(name=given.function, args=given.args, device=given.device, collective_timeout_s=given.timeout_s)
-        backend = given.backend or ("nccl" if given.device == "cuda" else "gloo")
-        results = list(_results(call | {"backend": backend}))[:-1]
-        print(f"rank {os.environ['RANK']}: {results}")
-        return None
-    try:
-        options = dict(device=given.device, backend=given.backend, timeout_s=given.timeout_s)
-        for rank, result in enumerate(launch(given.function, given.nproc, *given.args, **options)):
-            print(f"rank {rank}: {result}")
-    except (RankError, ValueError) as error:
-        sys.exit(str(error))
+    _run_rank(Path(sys.argv[2]))
 
 
 if __name__ == "__main__":

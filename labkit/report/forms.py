@@ -55,10 +55,10 @@ def exact_pairs(frame: pd.DataFrame, column: str, base: str, *, keys: Sequence[s
     return in_order(both.assign(ratio=both["peak_bytes"] / both["base_peak_bytes"], verdict=verdict), [column, *keys])
 
 
-def summary(pairs: pd.DataFrame, name: Callable[[dict], str], limit: int = 3) -> str:
+def summary(pairs: pd.DataFrame, name: Callable[[dict], str]) -> str:
     """Returns "ahead in 12 of 14 cases (1.31× to 5.64×, most for 2.7b at 512), behind in 2 (0.88×, small at 128; …)".
 
-    No average: the cases are of different kinds. `name` says how a case is called; `limit` are named per verdict.
+    No average: the cases are of different kinds. `name` says how a case is called; three are named per verdict.
     """
     parts = []
     for verdict in verdicts.VERDICTS:
@@ -70,7 +70,7 @@ def summary(pairs: pd.DataFrame, name: Callable[[dict], str], limit: int = 3) ->
         low, high = times(rows["ratio"].iloc[0]), times(rows["ratio"].iloc[-1])
         if verdict == verdicts.AHEAD and len(rows) > 1:
             parts.append(f"{place} ({low} to {high}, most for {name(rows.iloc[-1].to_dict())})")
-        elif len(rows) > limit:
+        elif len(rows) > 3:
             parts.append(f"{place} ({low} to {high})")
         else:
             named = "; ".join(f"{times(row['ratio'])}, {name(row)}" for row in rows.to_dict("records"))

@@ -222,8 +222,8 @@ def findings_idle(frame: pd.DataFrame) -> list[str]:
             )
     if len(skipped := in_order(select(frame, status="skipped"), ["size"])):
         sentences.append(
-            f"{count(len(skipped), 'step')} of {len(rows) + len(skipped)} ({listing(dict.fromkeys(skipped['size']))}) "
-            "were not tried: by closed form they do not fit."
+            f"{count(len(skipped), 'step')} of {(frame['phase'] != 'inference').sum()} "
+            f"({listing(dict.fromkeys(skipped['size']))}) were not tried: by closed form they do not fit."
         )
     return sentences
 

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Callable
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -53,14 +52,9 @@ def original(steps: pd.DataFrame, phase: str = BOTH) -> dict:
     return next((row for row in rows if row.get("sustained_ms", 0) > 0), {"status": "–"})
 
 
-def shown(row: dict, value: str, form: Callable[[float], str] = number) -> str:
-    """Returns a value as `tables.cell` does, without its mark where there is none."""
-    return "–" if row["status"] == "ok" and not row[value] > 0 else cell(row, value, form)
-
-
-def floor_ms(floor: pd.DataFrame, workload: str = "A") -> float:
+def floor_ms(floor: pd.DataFrame) -> float:
     """Returns the sustained time (ms) of the matrix products of forward and backward alone, NaN without one."""
-    rows = ok_rows(floor, workload=workload, phase=BOTH)
+    rows = ok_rows(floor, workload="A", phase=BOTH)
     return rows["sustained_ms"].iloc[0] if len(rows) and "sustained_ms" in rows else math.nan
 
 
@@ -80,12 +74,12 @@ def table_steps(steps: pd.DataFrame, floor: pd.DataFrame) -> pd.DataFrame:
     result = []
     for way in dict.fromkeys(select(measured(steps), workload="A")["way"]):
         forward, both = row_of(steps, way, phase="forward"), row_of(steps, way)
-        line = {"way": NAMES.get(way, way), "forward (ms)": shown(forward, "sustained_ms")}
-        line |= {"both (ms)": shown(both, "sustained_ms")}
+        line = {"way": NAMES.get(way, way), "forward (ms)": cell(forward, "sustained_ms")}
+        line |= {"both (ms)": cell(both, "sustained_ms")}
         if "step" in set(steps["phase"]):
-            line |= {"with AdamW (ms)": shown(row_of(steps, way, phase="step"), "sustained_ms")}
+            line |= {"with AdamW (ms)": cell(row_of(steps, way, phase="step"), "sustained_ms")}
         line |= {"replayed": "yes" if both.get("is_replayed") else "–"}
-        line |= {"both, launched (ms)": shown(both, "call_ms"), "peak (GiB)": shown(both, "peak_bytes", gib)}
+        line |= {"both, launched (ms)": cell(both, "call_ms"), "peak (GiB)": cell(both, "peak_bytes", gib)}
         line |= {"products' share": percent(floor_ms(floor) / both.get("sustained_ms", math.nan))}
         breaks = f"{both['graph_breaks']:.0f}" if both["status"] == "ok" else "–"
         result.append(line | {"graph breaks": breaks})
@@ -206,10 +200,10 @@ def table_sizes(steps: pd.DataFrame) -> pd.DataFrame:
         line = {"way": NAMES.get(way, way)}
         for workload, title in (("A", "one size"), ("B", "many sizes")):
             row, pair = row_of(steps, way, workload), select(pairs, way=way, workload=workload)
-            line |= {f"{title} (ms)": shown(row, "sustained_ms")}
-            line |= {f"{title}, launched (ms)": shown(row, "call_ms")} if workload == "A" else {}
+            line |= {f"{title} (ms)": cell(row, "sustained_ms")}
+            line |= {f"{title}, launched (ms)": cell(row, "call_ms")} if workload == "A" else {}
             line |= {f"{title}, over ours": times(pair["ratio"].iloc[0]) if len(pair) else "–"}
-        line |= {"many sizes, peak (GiB)": shown(row, "peak_bytes", gib)}
+        line |= {"many sizes, peak (GiB)": cell(row, "peak_bytes", gib)}
         padded = row.get("padded_fraction", math.nan) if way.startswith("transformers") else 0.0
         result.append(line | {"padding of many sizes": percent(padded) if row["status"] == "ok" else "–"})
     return pd.DataFrame(result)

@@ -104,9 +104,10 @@ def cell(row: dict, name: str = "median_ms", form: Callable[[float], str] = numb
     """Returns a value as text, or the status where there is none, marked where it is DISTURBED or UNSTEADY."""
     if row["status"] != "ok":
         return row["status"]
+    if (text := form(row.get(name))) == "–":
+        return text
     mark = DISTURBED if row.get("disturbed", False) in (True, 1) else ""
-    text = form(row.get(name))
-    return mark + (UNSTEADY if name in SUSTAINED and row.get("steady") == 0 and text != "–" else "") + text
+    return mark + (UNSTEADY if name in SUSTAINED and row.get("steady") == 0 else "") + text
 
 
 def pivot(frame: pd.DataFrame, index: Sequence[str], columns: str, text: Callable[[dict], str] = cell) -> pd.DataFrame:
