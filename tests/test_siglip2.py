@@ -263,6 +263,7 @@ def test_a_bad_batch_is_refused(case, impl):
     [
         (TINY, {"impl": "fast"}, "unknown impl 'fast'; accepted: eager, .*fused"),
         (dataclasses.replace(TINY, num_heads=5), {}, "d_model must be a multiple of num_heads, 5; got 48"),
+        (dataclasses.replace(TINY, num_heads=0), {}, "d_model must be a multiple of num_heads, 0; got 48"),
         (TINY, {"recomputed": 1}, "recomputed must be from 0 to 0 with impl='eager'; got 1"),
         (TINY, {"impl": "fused", "recomputed": 3}, "recomputed must be from 0 to 2"),
     ],

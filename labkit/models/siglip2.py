@@ -243,7 +243,7 @@ class Siglip2Encoder(nn.Module):
         super().__init__()
         if impl not in IMPLS:
             raise ValueError(f"unknown impl {impl!r}; accepted: {', '.join(IMPLS)}")
-        if config.d_model % config.num_heads:
+        if config.num_heads < 1 or config.d_model % config.num_heads:
             raise ValueError(f"d_model must be a multiple of num_heads, {config.num_heads}; got {config.d_model}")
         most = config.num_layers if impl == "fused" else 0
         if not 0 <= recomputed <= most:

@@ -184,18 +184,23 @@ def findings_warmup(warmup: pd.DataFrame) -> list[str]:
     return sentences
 
 
-def findings_pace(steps: pd.DataFrame) -> list[str]:
-    """Says which steps are launch-bound, and that their time does not follow the context."""
+def findings_pace(steps: pd.DataFrame, hosts: pd.DataFrame) -> list[str]:
+    """Says which steps are launch-bound, by what hosts, and that their time does not follow the context.
+
+    hosts: the probes of every session, see `measure.host`.
+    """
     rows = ok_rows(steps, phase="train_step")
     bound = rows[[verdicts.launch_bound(row) for row in rows.to_dict("records")]]
     if bound.empty:
         none = f"None of {count(len(rows), 'training step')} is launch-bound: the device always has work waiting."
         return [none] if len(rows) else []
+    probed = 1e3 * ok_rows(hosts, phase="operator").get("median_ms", pd.Series(dtype=float))
+    took = f" ({span(probed, number)} µs for a torch operator, where measured)" if len(probed) else ""
     widest = max(bound.groupby(["size", "precision"]), key=lambda item: len(item[1]))[1].sort_values("context")
     sentences = [
         f"{len(bound)} of {count(len(rows), 'training step')} are launch-bound: the host needs {percent(LAUNCH_BOUND)} "
         f"or more of the time to issue the kernels. They are {listing(sizes_in(bound))}, up to context "
-        f"{bound['context'].max():,}; their times are the host's{_come_back(rows)}."
+        f"{bound['context'].max():,}; their times are the host's{took}{_come_back(rows)}."
     ]
     if len(widest) > 1:
         low, high = widest.iloc[0], widest.iloc[-1]
@@ -395,7 +400,8 @@ def front(chapter) -> list[tuple[str, str]]:
             f"{number(blocks['median_ms'])} ms; each pair is of one session)."
         )
         found.append((text, "Precision and compilation"))
-    pace = [text for text in findings_pace(chapter.records("steps"))[:1] if not text.startswith("None")]
+    pace = chapter.records("steps"), chapter.records("host", every_session=True)
+    pace = [text for text in findings_pace(*pace)[:1] if not text.startswith("None")]
     return found + [(f"**Small models wait for the host.** {text}", "Who sets the pace") for text in pace]
 
 

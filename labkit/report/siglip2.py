@@ -344,12 +344,13 @@ def rates(kernels: pd.DataFrame) -> pd.DataFrame:
 def table_kernels(kernels: pd.DataFrame) -> pd.DataFrame:
     """Returns for each operation and shape what ours reaches of its ceiling, and others' times over ours."""
     rows, reached, result = contests(kernels), rates(kernels).set_index(SHAPE), []
+    timed = set(ok_rows(rows)["impl"])
     for shape, group in rows.groupby(SHAPE, sort=False):
         ours = reached.loc[shape].to_dict() if shape in reached.index else {}
         line = {"operation": f"{shape[0]}, {shape[1]:,} × {shape[2]:,}", "both (ms)": number(ours.get("median_ms"))}
         for title, key in (("forward", "ceiling_fraction_forward"), ("backward", "backward_fraction")):
             line[f"{title}, of the ceiling"] = percent(ours.get(key))
-        for impl, title in COLUMNS.items():
+        for impl, title in [item for item in COLUMNS.items() if item[0] in timed]:
             texts = [
                 cell(row, "ratio_to_ours", times) for row in select(group, impl=impl, name=BOTH).to_dict("records")
             ]
