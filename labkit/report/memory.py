@@ -347,7 +347,7 @@ def findings_checkpointing(frame: pd.DataFrame) -> list[str]:
             for nested in ok_rows(group[group["level"] > 1]).to_dict("records"):
                 more = nested["peak_bytes"] - row["peak_bytes"]
                 word = f"{mib(abs(more))} MiB {'above' if more > 0 else 'below'} it" if more else "as high"
-                deeper.append(f"{word} with {who} ({nested['plan']}, {number(nested['median_ms'])} ms)")
+                deeper.append(f"{word} with {who} ({nested['plan']})")
             grows = accounting.block_gradient_bytes(config) > stream
     if deeper:
         text = f"Against the lowest peak of a single level, nested recomputing peaks {listing(deeper)}."
