@@ -54,9 +54,16 @@ def load(table: str) -> pd.DataFrame:
         The CSV's columns, each with its unit as suffix (`_ms`, `_us`, `_mib`, `_gib`, `_percent`). NaN means not
         reported, so a column of counts with empty cells is floating point.
 
+    Raises:
+        ValueError: there is no such table.
+
     Source: `labkit/data/published/README.md`, with the known errors of each report; none is corrected here.
     """
-    with (resources.files("labkit") / "data" / "published" / f"{table}.csv").open(encoding="utf-8") as file:
+    folder = resources.files("labkit") / "data" / "published"
+    accepted = sorted(entry.name.removesuffix(".csv") for entry in folder.iterdir() if entry.name.endswith(".csv"))
+    if table not in accepted:
+        raise ValueError(f"unknown published table {table!r}; accepted: {', '.join(accepted)}")
+    with (folder / f"{table}.csv").open(encoding="utf-8") as file:
         # Only an empty cell is missing: pandas would also swallow words such as "None" and "NA".
         return pd.read_csv(file, keep_default_na=False, na_values=[""])
 

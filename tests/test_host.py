@@ -52,6 +52,10 @@ def test_the_probes_do_what_they_say():
 def test_what_cannot_be_taken_says_why(monkeypatch):
     assert unavailable("triton_launch", "cpu") == "Triton launches on CUDA only; this is cpu"
     assert unavailable("triton_launch", "cuda") is None and unavailable("operator", "cpu") is None
+    with pytest.raises(ValueError, match="triton_launch: Triton launches on CUDA only"):
+        probe("triton_launch", "cpu")
+    with pytest.raises(ValueError, match="unknown probe 'sundial'; accepted: operator, triton_launch"):
+        probe("sundial", "cpu")
     monkeypatch.setattr(host, "triton", None)
     assert unavailable("triton_launch", "cuda") == "Triton is not installed"
 

@@ -120,6 +120,18 @@ def test_every_table_is_documented_with_its_row_count():
     assert {entry.name for entry in folder.iterdir()} == {"README.md", *(f"{table}.csv" for table in TABLES)}
 
 
+def test_every_source_is_described():
+    readme = (resources.files("labkit") / "data" / "published" / "README.md").read_text(encoding="utf-8")
+    sources = {source for table in TABLES for source in published.load(table)["source"]}
+    assert {source for source in sources if f"`{source}`" not in readme} == set()
+
+
+def test_unknown_table_names_the_value_and_the_accepted_names():
+    with pytest.raises(ValueError) as raised:
+        published.load("end_to_end.csv")
+    assert str(raised.value) == f"unknown published table 'end_to_end.csv'; accepted: {', '.join(sorted(TABLES))}"
+
+
 def test_attention_values_are_seconds_of_100_passes():
     attention = published.load("attention_pytorch")
     np.testing.assert_allclose(attention["ms_per_pass"], attention["reported_value"] * 1e3 / 100)

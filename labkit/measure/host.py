@@ -66,8 +66,15 @@ def probe(name: str, device_kind: str) -> Timing:
     """Returns the host's time of one call, the device not waited for; a sample is the mean of NUM_CALLS in a row.
 
     Args:
-        name: one of PROBES that is not `unavailable`; device_kind: where the operand is.
+        name: one of PROBES; device_kind: where the operand is.
+
+    Raises:
+        ValueError: an unknown name, or a probe that cannot be taken here.
     """
+    if name not in PROBES:
+        raise ValueError(f"unknown probe {name!r}; accepted: {', '.join(PROBES)}")
+    if reason := unavailable(name, device_kind):
+        raise ValueError(f"{name}: {reason}")
     call, x = _CALLS[name], torch.ones(64, device=device_kind, requires_grad=name == "autograd_function")
 
     def calls() -> None:

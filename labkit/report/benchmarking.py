@@ -217,9 +217,8 @@ def _come_back(rows: pd.DataFrame) -> str:
     changes: dict[bool, list[float]] = {True: [], False: []}
     for row in rows.to_dict("records"):
         if len(medians := verdicts.by_session(row, "median_ms").values()) > 1:
-            if (is_bound := verdicts.launch_bound(row)) or not any(
-                map(verdicts.launch_bound, row["sessions"].values())
-            ):
+            is_bound, in_any = verdicts.launch_bound(row), any(map(verdicts.launch_bound, row["sessions"].values()))
+            if is_bound or not in_any:
                 changes[is_bound].append(max(medians) / min(medians))
     if not all(changes.values()):
         return " and come out differently on another one"
@@ -389,7 +388,8 @@ def findings_published(steps: pd.DataFrame, course: pd.DataFrame | None = None) 
 
 def front(chapter) -> list[tuple[str, str]]:
     """Returns the findings of this chapter for the front page, each with the heading that it links to."""
-    found, both = [], gains(shown(chapter.records("steps")), shown(chapter.records("execution")))
+    steps, hosts, found = chapter.records("steps"), chapter.records("host", every_session=True), []
+    both = gains(shown(steps), shown(chapter.records("execution")))
     ahead = [select(pairs, verdict=verdicts.AHEAD).set_index("size") for pairs in both]
     for size in [size for size in SIZES if all(size in rows.index for rows in ahead)][-1:]:
         bf16, blocks = (rows.loc[size].to_dict() for rows in ahead)
@@ -400,8 +400,7 @@ def front(chapter) -> list[tuple[str, str]]:
             f"{number(blocks['median_ms'])} ms; each pair is of one session)."
         )
         found.append((text, "Precision and compilation"))
-    pace = chapter.records("steps"), chapter.records("host", every_session=True)
-    pace = [text for text in findings_pace(*pace)[:1] if not text.startswith("None")]
+    pace = [text for text in findings_pace(steps, hosts)[:1] if not text.startswith("None")]
     return found + [(f"**Small models wait for the host.** {text}", "Who sets the pace") for text in pace]
 
 

@@ -324,7 +324,7 @@ def peaks(memory: pd.DataFrame, speed: pd.DataFrame) -> list[tuple[str, pd.DataF
         wanted = {"is_auto": 1, "name": "forward_backward", "precision": precision, "d_head": set(rows["d_head"])}
         runs = select(results(speed), **wanted) if len(speed) else speed
         auto = dict(zip(runs["length"], runs["impl"], strict=True)) if len(runs) else {}
-        ours = [auto.get(length, [*auto.values()][-1]) if auto else None for length in rows["length"]]
+        ours = rows["length"].map(auto).fillna(runs["impl"].iloc[-1]) if auto else None
         rows = _with_ours(rows.assign(is_auto=rows["impl"] == ours))
         others = ok_rows(rows)[lambda r: r["impl"] != "auto"]
         if auto and len(others):
