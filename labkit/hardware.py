@@ -367,6 +367,10 @@ def _descendants(pid: str = "self") -> Iterator[str]:
                 yield from _descendants(child)
 
 
+LOAD = ("other_cpu_cores", "cpu_wait_fraction", "cpu_pressure")
+"""What a monitor says of the host beside whether that disturbed."""
+
+
 def _host_load(begin: _HostReading, end: _HostReading) -> tuple[dict[str, Any], list[str]]:
     """Returns the host's load between two readings, and what slowed this process down.
 

@@ -30,9 +30,6 @@ SHARED = ("notebook", "profile", "device", "machine", "measurement_version", "so
 """Fields that all records of a session and file share."""
 STATUSES = ("ok", "oom", "error", "skipped", "timeout")
 
-STANDING_VERSIONS = {("01_benchmarking", 1): 2}
-"""Of a notebook's measurement versions, those whose times stand, as which they count: only the interval is narrower."""
-
 MAX_DEPTH = 16
 """How deeply dicts and lists of a recorded value may be nested."""
 
@@ -97,8 +94,7 @@ class Record:
         """
         versions = [self.software.get(name, "") for name in ("torch", "triton", "cuda", "driver")]
         versions[-1] = versions[-1].split(".")[0]
-        measured_as = STANDING_VERSIONS.get((self.notebook, self.measurement_version), self.measurement_version)
-        return json.dumps([self.identity, self.device, versions, measured_as])
+        return json.dumps([self.identity, self.device, versions, self.measurement_version])
 
 
 def check_plausible(metrics: dict[str, float | int | None]) -> None:

@@ -18,7 +18,7 @@ import pytest
 import labkit
 from labkit import notebooks
 from labkit.configs import FIGURES, PHASES, REFERENCE_DEVICE, REPOSITORY, SIZES
-from labkit.records import SESSION_SECTIONS, Record, RecordError, RecordStore, by_session, folder_of, newest
+from labkit.records import Record, RecordError, RecordStore, folder_of, newest
 from labkit.report import benchmarking as report
 from labkit.report import figures, findings, forms, front, render, tables, verdicts
 from labkit.report.chapter import Chapter
@@ -161,21 +161,22 @@ def test_a_summary_names_the_exceptions():
     assert text == "ahead in 2 of 3 cases (1.50× to 3.00×, most for small at 256), behind in 1 (0.800×, small at 512)"
 
 
-def test_a_call_is_shown_in_its_fastest_session_where_its_host_held_it_up_and_else_in_its_last(tmp_path):
+def test_a_call_is_shown_in_the_fastest_session_of_its_commit_where_its_host_held_it_up_and_else_in_its_last(tmp_path):
     (tmp_path / "abacus" / "records").mkdir(parents=True)
     store = RecordStore(tmp_path / "abacus" / "records" / f"{NOTEBOOK}.jsonl")
     for session, is_slow in (("first", False), ("slow host", True)):
-        for size, factor, launch, method in (
-            ("held up", 3.0, 0.8, "window"), ("much alike", 1.05, 0.95, "window"),
-            ("the device's", 3.0, 0.4, "window"), ("replayed", 3.0, 0.95, "graph"),
+        for size, factor, launch, method, commit in (
+            ("held up", 3.0, 0.8, "window", "b"), ("much alike", 1.05, 0.95, "window", "b"),
+            ("the device's", 3.0, 0.4, "window", "b"), ("replayed", 3.0, 0.95, "graph", "b"),
+            ("of older code", 3.0, 0.8, "window", "b" if is_slow else "a"),
         ):  # fmt: skip
             time = factor if is_slow else 1.0
             times = {"median_ms": time, "host_median_ms": time, "launch_median_ms": launch * time}
-            store.append(Record(NOTEBOOK, "steps", {"size": size}, "forward", "abacus", 2, metrics=times,
-                                timer={"method": method}, session=session))  # fmt: skip
+            more = {"timer": {"method": method}, "source": {"commit": commit}, "session": f"{session} {commit}"}
+            store.append(Record(NOTEBOOK, "steps", {"size": size}, "forward", "abacus", 2, metrics=times, **more))
     rows = Chapter(NOTEBOOK, device="abacus", output=str(tmp_path)).records("steps")
     shown = dict(zip(rows["size"], rows["session"], strict=True))
-    assert [size for size, session in shown.items() if session == "first"] == ["held up"] and len(shown) == 4
+    assert [size for size, session in shown.items() if session == "first b"] == ["held up"] and len(shown) == 5
 
 
 def test_calls_are_compared_in_the_fastest_session_that_has_both():
@@ -265,11 +266,12 @@ def test_sustained_roofs_stand_beside_the_bursts_where_they_were_measured(folder
 
 def test_a_timer_that_disagrees_is_said_to(folder):
     timer, steps = chapter(folder).records("timer"), chapter(folder).records("steps")
-    assert "methods agree" in report.findings_roofs(timer, steps)[0]
     reference = timer.set_index("phase")["median_ms"]["independent"]
-    change(folder, "timer", "graph", metrics={"median_ms": 1.06 * reference})
-    sentence = report.findings_roofs(chapter(folder).records("timer"), steps)[0]
-    assert "do not agree" in sentence and "6.0 % (graph)" in sentence
+    for factor, sentence in ((1.01, "methods agree"), (1.06, "do not agree")):
+        for method in {*timer["phase"]} - {"independent"}:
+            change(folder, "timer", method, metrics={"median_ms": (factor if method == "graph" else 1.0) * reference})
+        said = report.findings_roofs(chapter(folder).records("timer"), steps)[0]
+        assert sentence in said and f"{100 * factor - 100:.1f} % (graph)" in said
 
 
 def test_out_of_memory_is_a_word_in_the_table_and_a_mark_in_the_figure(folder):
@@ -283,7 +285,7 @@ def test_out_of_memory_is_a_word_in_the_table_and_a_mark_in_the_figure(folder):
 
 def test_a_busy_machine_is_said_in_the_cell_and_on_the_front_page(folder):
     store = RecordStore(folder / "records" / f"{NOTEBOOK}.jsonl")
-    record = next(r for r in store.load() if r.status == "ok" and r.section == "steps")
+    record = next(r for r in chapter(folder).all_records() if r.status == "ok" and r.section == "steps")
     store.append(dataclasses.replace(record, telemetry={**record.telemetry, "disturbed": True}))
     words = r"⚠ The machine was busy during 1 of [\d,]+ measurements\."
     assert re.search(rf"^\*\*{words}\*\*$", front.page({NOTEBOOK: chapter(folder)}), flags=re.MULTILINE)
@@ -296,11 +298,12 @@ def test_the_front_page_counts_what_several_sessions_timed(folder):
         (text,) = front.table_chapters({NOTEBOOK: chapter(folder)})["timed in several sessions"]
         return tuple(int(number.replace(",", "")) for number in text.split(" of "))
 
+    store = RecordStore(folder / "records" / f"{NOTEBOOK}.jsonl")
+    once = next(record for record in chapter(folder).all_records() if record.timer and record.section == "steps")
+    once = dataclasses.replace(once, case={**once.case, "context": 3})
+    store.append(once)
     several, timed = counts()
     assert 0 < several < timed
-    store = RecordStore(folder / "records" / f"{NOTEBOOK}.jsonl")
-    sessions = by_session(record for record in store.load() if record.timer and record.section not in SESSION_SECTIONS)
-    once = next(record for found in sessions.values() if len(found) == 1 for record in found.values())
     for section, more in ((once.section, 1), ("host", 0)):  # the host is every session's own
         store.append(dataclasses.replace(once, section=section, session=f"another of {section}"))
         assert counts() == (several + more, timed)

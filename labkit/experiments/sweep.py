@@ -498,6 +498,8 @@ class Session:
     def _append_measured(self, case: Case, phase: str, measured: Measured, counts: Counter) -> str:
         """Records a measurement, as an error if it is impossible or of another case; returns the status."""
         content = {name: value for name, value in vars(measured).items() if name != "case"}
+        if not measured.telemetry.get("disturbed"):  # of the host's load nothing else is asked
+            content["telemetry"] = {k: v for k, v in measured.telemetry.items() if k not in hardware.LOAD}
         try:
             if measured.case != case.parameters:
                 raise ValueError(f"asked for {case.parameters}, ran {measured.case}")

@@ -224,10 +224,14 @@ def _load(path: Path, state: tuple[int, ...]) -> _Loaded:
 
 
 def _least_held_up(newest: Record, sessions: Mapping[str, Record]) -> Record:
-    """Returns the newest record; of a call issued for over half of its time the fastest, where that is a tenth less."""
+    """Returns the newest record; of a call issued for over half of its time the fastest of the same commit.
+
+    That must be a tenth less: calls of one session belong together.
+    """
     if verdicts.KIND_OF_METHOD.get(newest.timer.get("method")) != "call" or verdicts.issued(newest.metrics) <= 0.5:
         return newest
-    fastest = min((x for x in sessions.values() if x.metrics), key=lambda record: record.metrics["median_ms"])
+    same = [x for x in sessions.values() if x.metrics and x.source.get("commit") == newest.source.get("commit")]
+    fastest = min(same, key=lambda record: record.metrics["median_ms"])
     return fastest if newest.metrics["median_ms"] > 1.1 * fastest.metrics["median_ms"] else newest
 
 
