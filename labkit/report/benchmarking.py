@@ -169,8 +169,8 @@ def findings_warmup(warmup: pd.DataFrame) -> list[str]:
     worst = cold.loc[first.idxmax()]
     sentences = [
         f"The first step of a process takes {span(first)} the steady time (most: {PHASE_NAMES[worst['phase']]} of "
-        f"{case_name(worst)}, {number(worst['first_ms'])} ms against {number(worst['steady_ms'])} ms): the library "
-        "handles are made, kernels are loaded onto the device and the allocator asks the driver for memory."
+        f"{case_name(worst)}, {number(worst['first_ms'])} ms against {number(worst['steady_ms'])} ms): library "
+        "handles are made, kernels loaded and memory asked of the driver."
     ]
     wide, last = rows.pivot_table("mean_ms", TRACE, "warmup"), max(WARMUP_COUNTS)
     if {1, last} <= set(wide):
@@ -321,27 +321,32 @@ def nearest_roof(steps: pd.DataFrame, executions: pd.DataFrame) -> pd.DataFrame:
     return in_order(rows.loc[best], ["precision", "compile"])
 
 
-def table_utilisation(steps: pd.DataFrame, executions: pd.DataFrame) -> pd.DataFrame:
-    """Returns the best utilisation per precision and compile mode, and the convention that halves causal attention."""
+def table_sustained(steps: pd.DataFrame, executions: pd.DataFrame) -> pd.DataFrame:
+    """Returns the steps that were run back to back: times, rates, shares of their session's roofs, power and energy."""
+    rows = [steps.assign(way="eager"), launches.by_way(executions)] if len(executions) else [steps.assign(way="eager")]
+    rows = usable(select(pd.concat(rows, ignore_index=True), phase=["train_step", "graph_step"]), "sustained_ms")
     return pd.DataFrame(
-        {"precision": row["precision"], "way": HOW[row["compile"]], "best case": case_name(row)}
-        | {"tokens/s": number(row["tokens_per_s"]), "TFLOP/s": number(row["achieved_tflops"])}
-        | {"roof of its session": number(row["ceiling"])}
-        | {"of measured roof": percent(row["ceiling_fraction"]), "of datasheet": percent(row["datasheet_fraction"])}
-        | {"of measured roof, causal FLOPs": percent(row["ceiling_fraction"] * row["flops_causal"] / row["flops"])}
-        for row in nearest_roof(steps, executions).to_dict("records")
+        {"step": name(row), "way": row["way"], "sustained (ms)": cell(row, "sustained_ms")}
+        | {"TFLOP/s": cell(row, "sustained_tflops")}
+        | {"of sustained roof": percent(row["sustained_ceiling_fraction"])}
+        | {"call, of burst roof": percent(row["ceiling_fraction"])}
+        | {"power (W)": cell(row, "watts"), "J": cell(row, "joules"), "TFLOP/J": cell(row, "tflop_per_joule")}
+        | {"SM clock (MHz)": cell(row, "sm_clock_mhz")}
+        for row in in_order(rows, ["precision"]).to_dict("records")
     )
 
 
 def findings_utilisation(steps: pd.DataFrame, executions: pd.DataFrame) -> list[str]:
-    """Says how near steps come to their roofs."""
-    best = nearest_roof(steps, executions).groupby("precision", sort=False)["ceiling_fraction"].max()
-    parts = [f"{percent(share)} in {precision}" for precision, share in best.items()]
-    if not parts:
+    """Says which step comes nearest to its roof in each precision, also with attention halved for the causal mask."""
+    best = nearest_roof(steps, executions).sort_values("ceiling_fraction").drop_duplicates("precision", keep="last")
+    rows = in_order(best, ["precision"]).to_dict("records")
+    if not rows:
         return []
+    parts = [f"{percent(row['ceiling_fraction'])} ({name(row)}, {HOW[row['compile']]})" for row in rows]
+    causal = [percent(row["ceiling_fraction"] * row["flops_causal"] / row["flops"]) for row in rows]
     return [
-        f"At best a training step reaches {listing(parts)} of its session's roof: the faster the products, the larger "
-        "the share of everything else."
+        f"At best a step reaches {listing(parts)} of its session's burst roof, call time; with attention halved for "
+        f"the causal mask {listing(causal)}."
     ]
 
 
