@@ -287,6 +287,16 @@ def test_idle_is_shown_by_the_step_without_a_profiler():
     assert idle == {"small fp32": "≤ 2.0 %", "2.7b fp32": "≤ 2.0 %", "small bf16": "25 %", "2.7b bf16": "≤ 2.0 %"}
 
 
+def test_idle_shares_agree_with_the_launch_bound_steps_of_notebook_01():
+    found, calls = (Chapter(name, device="nvidia-h200").records(section)
+                    for name, section in ((NOTEBOOK, "profiles"), ("01_benchmarking", "steps")))  # fmt: skip
+    both = rows.idle_in_calls(rows.whole_steps(found), calls)
+    assert len(both) > 30 and (both["idle"] > 0).all(), "a step's kernels take longer than the step"
+    bound, others = (both["idle"][both["launch_bound"] == is_bound] for is_bound in (True, False))
+    assert bound.min() > report.IDLE and others.median() < report.IDLE
+    assert "By these kernel times 01's launch-bound calls idle" in report.findings_idle(found, calls)[0]
+
+
 def test_other_kernels_are_those_of_forward_that_are_no_product():
     found = rows.largest_kernels(profiles(), others=True)
     assert set(found["kernel"]) == {"`softmax_warp_forward`", "`vectorized_elementwise[AddFunctor]`"}

@@ -282,7 +282,7 @@ def figure_utilisation(steps: pd.DataFrame, executions: pd.DataFrame) -> Figure 
         return None
     num_contexts = rows.groupby("precision")["context"].transform("nunique")
     rows = rows[(num_contexts > 1) | (num_contexts.max() == 1)]
-    fastest = ok_rows(launches.by_way(executions), way=launches.FASTEST) if len(executions) else executions
+    fastest = ok_rows(by_way(steps, executions), way=launches.FASTEST)
     figure, axes = figures.panels(rows["precision"].nunique(), height=3.2)
     by_precision = in_order(rows, ["precision"]).groupby("precision", sort=False)
     for axis, (precision, measured) in zip(axes, by_precision, strict=True):
@@ -306,25 +306,14 @@ def figure_utilisation(steps: pd.DataFrame, executions: pd.DataFrame) -> Figure 
     return figure
 
 
-HOW = {"none": "eager", "regional": "compiled", "fused": "fused in one graph"}
-
-
-def nearest_roof(steps: pd.DataFrame, executions: pd.DataFrame) -> pd.DataFrame:
-    """Returns the training step nearest to its measured roof in each precision, by `compile`, a key of HOW."""
-    rows = select(steps, phase="train_step", compile=["none", "regional"])
-    if len(executions):
-        ways = launches.by_way(executions)
-        fused = select(ways, way=launches.FASTEST).assign(compile="fused")
-        rows = pd.concat([rows, select(ways, way=["eager", "compiled"]), fused], ignore_index=True)
-    rows = usable(select(rows, precision=list(PRECISIONS)), "ceiling_fraction")
-    best = rows.groupby(["precision", "compile"])["ceiling_fraction"].idxmax()
-    return in_order(rows.loc[best], ["precision", "compile"])
+def by_way(steps: pd.DataFrame, executions: pd.DataFrame) -> pd.DataFrame:
+    """Returns the training steps of both sections by `way`, a key of `launches.WAYS`."""
+    return launches.by_way(pd.concat([steps, executions], ignore_index=True)).dropna(subset=["way"])
 
 
 def table_sustained(steps: pd.DataFrame, executions: pd.DataFrame) -> pd.DataFrame:
     """Returns the steps that were run back to back: times, rates, shares of their session's roofs, power and energy."""
-    rows = [steps.assign(way="eager"), launches.by_way(executions)] if len(executions) else [steps.assign(way="eager")]
-    rows = usable(select(pd.concat(rows, ignore_index=True), phase=["train_step", "graph_step"]), "sustained_ms")
+    rows = in_order(usable(by_way(steps, executions), "sustained_ms"), ["precision"])
     return pd.DataFrame(
         {"step": name(row), "way": row["way"], "sustained (ms)": cell(row, "sustained_ms")}
         | {"TFLOP/s": cell(row, "sustained_tflops")}
@@ -332,17 +321,18 @@ def table_sustained(steps: pd.DataFrame, executions: pd.DataFrame) -> pd.DataFra
         | {"call, of burst roof": percent(row["ceiling_fraction"])}
         | {"power (W)": cell(row, "watts"), "J": cell(row, "joules"), "TFLOP/J": cell(row, "tflop_per_joule")}
         | {"SM clock (MHz)": cell(row, "sm_clock_mhz")}
-        for row in in_order(rows, ["precision"]).to_dict("records")
+        for row in rows.to_dict("records")
     )
 
 
 def findings_utilisation(steps: pd.DataFrame, executions: pd.DataFrame) -> list[str]:
     """Says which step comes nearest to its roof in each precision, also with attention halved for the causal mask."""
-    best = nearest_roof(steps, executions).sort_values("ceiling_fraction").drop_duplicates("precision", keep="last")
+    ways = usable(select(by_way(steps, executions), precision=list(PRECISIONS)), "ceiling_fraction")
+    best = ways.loc[ways.groupby("precision")["ceiling_fraction"].idxmax()]
     rows = in_order(best, ["precision"]).to_dict("records")
     if not rows:
         return []
-    parts = [f"{percent(row['ceiling_fraction'])} ({name(row)}, {HOW[row['compile']]})" for row in rows]
+    parts = [f"{percent(row['ceiling_fraction'])} ({name(row)}, {row['way']})" for row in rows]
     causal = [percent(row["ceiling_fraction"] * row["flops_causal"] / row["flops"]) for row in rows]
     return [
         f"At best a step reaches {listing(parts)} of its session's burst roof, call time; with attention halved for "

@@ -197,13 +197,29 @@ def table_idle(frame: pd.DataFrame) -> pd.DataFrame:
         for idle, most in zip(rows["idle"], rows["step_idle_fraction"], strict=True)
     ]
     return columns(rows, launches=("num_launches", "{:,.0f}".format), **{
-        "kernels (ms)": ("step_kernel_ms", number), "step without profiler (ms)": ("unprofiled_ms", number),
-        "idle without": ("idle", str), "step under profiler (ms)": ("done_ms", number),
+        "kernels (ms)": ("step_kernel_ms", number), "without profiler (ms)": ("unprofiled_ms", number),
+        "idle without": ("idle", str), "under profiler (ms)": ("done_ms", number),
         "lengthened": ("lengthened", times)})  # fmt: skip
 
 
-def findings_idle(frame: pd.DataFrame) -> list[str]:
-    """Says in how many steps the device waits for the host, how long the profiler makes them, what was not tried."""
+def _idle_in_calls(rows: pd.DataFrame, calls: pd.DataFrame | None) -> str:
+    """Returns a sentence, " …", or nothing where calls of one kind are missing."""
+    if calls is None or calls.empty:
+        return ""
+    of_kind = profiles.idle_in_calls(rows, calls).groupby("launch_bound")["idle"]
+    spans = [f"{span(idle, percent)} ({len(idle)})" for _, idle in of_kind]
+    return (
+        ""
+        if len(spans) < 2
+        else f" By these kernel times 01's launch-bound calls idle {spans[1]}, its others {spans[0]}."
+    )
+
+
+def findings_idle(frame: pd.DataFrame, calls: pd.DataFrame | None = None) -> list[str]:
+    """Says in how many steps the device waits for the host, how long the profiler makes them, what was not tried.
+
+    calls: notebook 01's steps, timed on a host of their own.
+    """
     sentences, rows = [], profiles.idle_steps(frame)
     if len(rows):
         idle = rows[rows["idle"] >= IDLE]
@@ -211,14 +227,13 @@ def findings_idle(frame: pd.DataFrame) -> list[str]:
         if len(idle):
             us = span(1e3 * idle["step_kernel_ms"] / idle["num_launches"], number)
             text += f": their kernels end before the host launches the next (mean kernel {us} µs)"
-        sentences.append(f"{text}.")
+        sentences.append(f"{text}.{_idle_in_calls(rows, calls)}")
         if len(longer := rows.dropna(subset=["lengthened"])):
             most, shorter = longer.loc[longer["lengthened"].idxmax()], (longer["lengthened"] < 1).sum()
             sentences.append(
                 f"The profiler makes a step {span(longer['lengthened'])} as long (most: {name(most)}, "
                 f"{number(most['unprofiled_ms'])} → {number(most['done_ms'])} ms; {count(len(longer), 'step')}"
-                f"{f', {shorter} of them shorter: hosts scatter' if shorter else ''}). It adds to each "
-                "launch on the host, and nothing to a kernel."
+                f"{f', {shorter} of them shorter: hosts scatter' if shorter else ''})."
             )
     if len(skipped := in_order(select(frame, status="skipped"), ["size"])):
         sentences.append(

@@ -9,7 +9,7 @@ import re
 import pandas as pd
 
 from labkit.configs import SIZES
-from labkit.report import forms
+from labkit.report import forms, verdicts
 from labkit.report.findings import count, number, span
 from labkit.report.tables import in_order, ok_rows, once_per_frame, select
 
@@ -111,6 +111,14 @@ def idle_steps(frame: pd.DataFrame) -> pd.DataFrame:
     rows = rows.assign(unprofiled_ms=rows.get("unprofiled_ms", math.nan))
     rows["idle"] = (1 - rows["step_kernel_ms"] / rows["unprofiled_ms"]).clip(lower=0)
     return rows.assign(lengthened=rows["done_ms"] / rows["unprofiled_ms"])
+
+
+def idle_in_calls(rows: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
+    """Returns notebook 01's training steps that were profiled too: launch_bound, idle (1 − kernel time / call)."""
+    kernels = select(rows, attention="eager", phase="train_step")[["size", "context", "precision", "step_kernel_ms"]]
+    both = ok_rows(calls, phase="train_step").merge(kernels, on=["size", "context", "precision"])
+    bound = [verdicts.launch_bound(row) for row in both.to_dict("records")]
+    return both.assign(launch_bound=bound, idle=1 - both["step_kernel_ms"] / both["median_ms"])
 
 
 def top_kernels(frame: pd.DataFrame) -> pd.DataFrame:
