@@ -216,10 +216,7 @@ def _idle_in_calls(rows: pd.DataFrame, calls: pd.DataFrame | None) -> str:
 
 
 def findings_idle(frame: pd.DataFrame, calls: pd.DataFrame | None = None) -> list[str]:
-    """Says in how many steps the device waits for the host, how long the profiler makes them, what was not tried.
-
-    calls: notebook 01's steps, timed on a host of their own.
-    """
+    """Says in how many steps the device waits, in 01's `calls` too, how long the profiler makes them, what was left."""
     sentences, rows = [], profiles.idle_steps(frame)
     if len(rows):
         idle = rows[rows["idle"] >= IDLE]
