@@ -7,6 +7,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
+from labkit.experiments import sections
 from labkit.measure import host, timing
 from labkit.measure.host import NUM_CALLS, PROBES, probe, unavailable
 
@@ -39,6 +40,18 @@ def test_a_sample_is_many_calls_and_the_device_is_waited_for_outside_of_it(monke
     found = probe("operator", "cuda")
     assert found.median_ms == pytest.approx(2e-3) and clock.waits == found.n + found.num_warmup
     assert clock.now_s == pytest.approx(clock.waits * (1 + NUM_CALLS * 2e-6))
+    clock.waits = 0
+    monkeypatch.setattr(host, "time", types.SimpleNamespace(perf_counter=lambda: clock.now_s))
+    assert host.operator_us("cuda") == pytest.approx(2.0) and clock.waits == 5
+
+
+@pytest.mark.parametrize(("method", "kind", "expected"),
+                         [("window", "cuda", 7.5), ("graph", "cuda", None), ("host", "cpu", None)])  # fmt: skip
+def test_a_call_of_a_gpu_is_recorded_with_what_an_operator_took_beside_it(method, kind, expected, monkeypatch):
+    monkeypatch.setattr(host, "operator_us", lambda device_kind: 7.5)
+    device = types.SimpleNamespace(kind=kind)
+    found = sections.timed(device, lambda: timing.Timing((1.0,), method, 0, "fixed count"))
+    assert found.measured({}, {}).metrics.get("operator_us") == expected
 
 
 def test_the_probes_do_what_they_say():

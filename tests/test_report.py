@@ -179,6 +179,21 @@ def test_a_call_is_shown_in_the_fastest_session_of_its_commit_where_its_host_hel
     assert [size for size, session in shown.items() if session == "first b"] == ["held up"] and len(shown) == 5
 
 
+def test_launch_bound_steps_come_back_in_torch_operators_where_these_were_timed_beside_them():
+    def step(size, share, **operators):
+        times = {"launch_median_ms": share, "host_median_ms": 1.0, "size": size, "precision": "bf16", "context": 128}
+        slow, fast = ({"median_ms": ms, "launch_median_ms": share, "host_median_ms": 1.0} for ms in (40.0, 20.0))
+        both = {"a": slow | {k: 2 * v for k, v in operators.items()}, "b": fast | operators}
+        return row(20.0, "window", session="b", phase="train_step", sessions=both, flops=1, **times, **operators)
+
+    hosts = pd.DataFrame([{"status": "ok", "phase": "operator", "median_ms": 0.006}])
+    steps = [step("large", 0.5)], [step("small", 1.0)], [step("small", 1.0, operator_us=7.0)]
+    said = [report.findings_pace(pd.DataFrame(steps[0] + rows), hosts)[0] for rows in steps[1:]]
+    assert said[0].endswith("(6.00 µs for a torch operator, where measured): from session to session they change by "
+                            "2.00×, those that no host bound by 2.00×.")  # fmt: skip
+    assert "(7.00 µs for" in said[1] and "2.00× (1.00× counted in torch operators timed beside them), those" in said[1]
+
+
 def test_calls_are_compared_in_the_fastest_session_that_has_both():
     def both(a, b):
         return {"sessions": {"a": {"median_ms": a}, "b": {"median_ms": b}}}
@@ -265,12 +280,12 @@ def test_sustained_roofs_stand_beside_the_bursts_where_they_were_measured(folder
 
 
 def test_a_timer_that_disagrees_is_said_to(folder):
-    timer, steps = chapter(folder).records("timer"), chapter(folder).records("steps")
+    timer = chapter(folder).records("timer")
     reference = timer.set_index("phase")["median_ms"]["independent"]
     for factor, sentence in ((1.01, "methods agree"), (1.06, "do not agree")):
         for method in {*timer["phase"]} - {"independent"}:
             change(folder, "timer", method, metrics={"median_ms": (factor if method == "graph" else 1.0) * reference})
-        said = report.findings_roofs(chapter(folder).records("timer"), steps)[0]
+        said = report.findings_roofs(chapter(folder).records("timer"))[0]
         assert sentence in said and f"{100 * factor - 100:.1f} % (graph)" in said
 
 

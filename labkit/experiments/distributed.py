@@ -61,13 +61,10 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), world_si
             batch = batch if batch > 0 else max(1, -batch // here[-1])
             parameters = {"size": size, "context": grid.context, "precision": precision, "compile": compile}
             parameters |= {"batch": batch, "world_size": here[-1]}
-            phases = tuple(name for name in WAYS if name in grid.ways[ways] and _runs(name, device_kind))
+            wanted = [name for name in WAYS if name in grid.ways[ways]]
+            phases = tuple(name for name in wanted if device_kind == "cuda" or not name.endswith("copy"))
             result.append(Case("steps", parameters, phases, grid.case_timeout_s, grid.time_limit_s))
     return result
-
-
-def _runs(way: str, device_kind: str) -> bool:
-    return device_kind == "cuda" or way not in ("bucketed copy", "fsdp copy")
 
 
 def _launched(function: Callable, device: hardware.Device, case: Case, *args: Any) -> Iterator[PhaseRun]:

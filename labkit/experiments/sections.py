@@ -62,10 +62,11 @@ def _measure_host(device: hardware.Device, case: Case, name: str) -> Measured:
 
 @dataclass(frozen=True)
 class Timed:
-    """What a timer gave, and what the GPU's clocks, power and temperature were meanwhile."""
+    """What a timer gave, what the GPU's clocks, power and temperature were, and of a call its host's `operator_us`."""
 
     timing: Timing
     telemetry: dict[str, Any]
+    operator_us: float | None = None
 
     def measured(
         self, metrics: dict, case: dict, observed: dict | None = None, samples: dict | None = None, *, keep: str = ""
@@ -74,7 +75,8 @@ class Timed:
         samples = dict(samples or {})
         if keep and self.timing.n <= KEPT_SAMPLES:
             samples[keep] = list(self.timing.samples_ms)
-        metrics = {**self.timing.metrics(), **metrics}
+        of_host = {"operator_us": self.operator_us} if self.operator_us else {}
+        metrics = {**self.timing.metrics(), **of_host, **metrics}
         return Measured(metrics, case, observed or {}, samples, self.timing.description(), self.telemetry)
 
 
@@ -82,7 +84,8 @@ def timed(device: hardware.Device, timer: Callable[..., Timing], *args: Any, **o
     """Returns what `timer(*args, **options)` gives, with the GPU watched while it runs."""
     with hardware.Monitor(device.kind) as monitor:
         timing = timer(*args, **options)
-    return Timed(timing, monitor.summary)
+    is_issued = device.kind != "cpu" and timing.method == "window"  # by the host, while the device runs
+    return Timed(timing, monitor.summary, host.operator_us(device.kind) if is_issued else None)
 
 
 def sustained_metrics(

@@ -156,7 +156,10 @@ class _Run:
         for _ in range(NUM_WARMUP):
             self.step(before=lambda: self.memory.update(before_step_bytes=_allocated()))
         self.memory["symmetric_bytes"] = getattr(self.model, "symmetric_bytes", None)
-        self.memory |= {"after_step_bytes": _allocated(), "peak_bytes": _peak()} | self._components()
+        self.memory |= {
+            "after_step_bytes": _allocated(),
+            "peak_bytes": torch.cuda.max_memory_allocated() or None,
+        } | self._components()
         self.memory = {name: value for name, value in self.memory.items() if value is not None}
         if self.compile == "graph":
             self._capture()
@@ -256,11 +259,7 @@ def _host_group() -> dist.ProcessGroup:
 
 
 def _allocated() -> int | None:
-    return torch.cuda.memory_allocated() if rank_device().type == "cuda" else None
-
-
-def _peak() -> int | None:
-    return torch.cuda.max_memory_allocated() if rank_device().type == "cuda" else None
+    return torch.cuda.memory_allocated() or None  # 0 without a GPU
 
 
 def _merged(name: str, table: pd.DataFrame) -> dict[str, list[float]]:

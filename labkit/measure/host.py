@@ -5,6 +5,8 @@ These four times say which host a session had.
 """
 
 import itertools
+import statistics
+import time
 from dataclasses import replace
 
 import torch
@@ -89,3 +91,15 @@ def probe(name: str, device_kind: str) -> Timing:
     timing = time_callable(calls, inputs=drained, device_kind="cpu", method="host", time_limit_s=0.2)
     one = tuple(sample_ms / NUM_CALLS for sample_ms in timing.samples_ms)
     return replace(timing, samples_ms=one, host_ms=one)
+
+
+def operator_us(device_kind: str) -> float:
+    """Returns what the probe "operator" (µs) takes now, in 5 ms: a host's speed can change within minutes."""
+    call, x, samples = _CALLS["operator"], torch.ones(64, device=device_kind), []
+    for _ in range(5):
+        synchronize(device_kind)
+        begin = time.perf_counter()
+        for _ in itertools.repeat(None, NUM_CALLS):
+            call(x)
+        samples.append((time.perf_counter() - begin) / NUM_CALLS)
+    return 1e6 * statistics.median(samples)

@@ -1,5 +1,6 @@
 """Notebook 01 from frames of its records: roofs, phases of a step, warm-up, precision, compilation, utilisation."""
 
+import math
 import statistics
 from operator import itemgetter
 
@@ -61,12 +62,11 @@ def table_roofs(ceilings: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def findings_roofs(timer: pd.DataFrame, steps: pd.DataFrame) -> list[str]:
+def findings_roofs(timer: pd.DataFrame) -> list[str]:
     """Says whether the timer's methods agree with an independent measurement."""
     medians = ok_rows(timer).set_index("phase")["median_ms"]
-    if "independent" not in medians:
-        return []
-    deviation = (medians / medians.pop("independent") - 1).dropna().abs()
+    methods = medians.drop("independent", errors="ignore")
+    deviation = (methods / medians.get("independent", math.nan) - 1).dropna().abs()
     if deviation.empty:
         return []
     word = "agree" if deviation.max() <= TIMER_AGREEMENT else "do not agree"
@@ -194,8 +194,9 @@ def findings_pace(steps: pd.DataFrame, hosts: pd.DataFrame) -> list[str]:
     if bound.empty:
         none = f"None of {count(len(rows), 'training step')} is launch-bound: the device always has work waiting."
         return [none] if len(rows) else []
-    probed = 1e3 * ok_rows(hosts, phase="operator").get("median_ms", pd.Series(dtype=float))
-    took = f" ({span(probed, number)} µs for a torch operator, where measured)" if len(probed) else ""
+    took = bound.get("operator_us", pd.Series(dtype=float)).dropna()  # beside each call; else as sessions began
+    took = took if len(took) else 1e3 * ok_rows(hosts, phase="operator").get("median_ms", took)
+    took = f" ({span(took, number)} µs for a torch operator, where measured)" if len(took) else ""
     widest = max(bound.groupby(["size", "precision"]), key=lambda item: len(item[1]))[1].sort_values("context")
     sentences = [
         f"{len(bound)} of {count(len(rows), 'training step')} are launch-bound: the host needs {percent(LAUNCH_BOUND)} "
@@ -214,16 +215,20 @@ def findings_pace(steps: pd.DataFrame, hosts: pd.DataFrame) -> list[str]:
 
 def _come_back(rows: pd.DataFrame) -> str:
     """Returns how call times change between sessions, of steps launch-bound in that shown and of those in none."""
-    changes: dict[bool, list[float]] = {True: [], False: []}
+    changes, in_operators = {True: [], False: []}, []
     for row in rows.to_dict("records"):
-        if len(medians := verdicts.by_session(row, "median_ms").values()) > 1:
+        medians, operators = (verdicts.by_session(row, name) for name in ("median_ms", "operator_us"))
+        if len(medians) > 1:
             is_bound, in_any = verdicts.launch_bound(row), any(map(verdicts.launch_bound, row["sessions"].values()))
             if is_bound or not in_any:
-                changes[is_bound].append(max(medians) / min(medians))
+                changes[is_bound].append(max(medians.values()) / min(medians.values()))
+            counts = [medians[session] / operators[session] for session in medians if session in operators]
+            in_operators += [max(counts) / min(counts)] if is_bound and len(counts) > 1 else []
     if not all(changes.values()):
         return " and come out differently on another one"
+    counted = f" ({span(in_operators)} counted in torch operators timed beside them)" if in_operators else ""
     return (
-        f": from session to session they change by {span(changes[True])}, those that no host bound by "
+        f": from session to session they change by {span(changes[True])}{counted}, those that no host bound by "
         f"{span(changes[False])}"
     )
 
