@@ -11,7 +11,7 @@ from chapters import CPU, in_section, measure, on_a_cpu
 from labkit import notebooks
 from labkit.configs import REFERENCE_DEVICE, SIGLIP2_SIZES
 from labkit.experiments import siglip2
-from labkit.experiments.sweep import Skip
+from labkit.experiments.sweep import Case, Skip
 from labkit.models.siglip2 import IMPLS
 from labkit.report import encoder_parts
 from labkit.report import siglip2 as report
@@ -42,6 +42,15 @@ def test_a_way_whose_attention_cannot_run_here_is_skipped_with_the_reason():
     batch = siglip2.Batch.of(CPU, {"size": "tiny", "workload": "A", "images": 1, "precision": "fp32"})
     with pytest.raises(Skip, match="FlashAttention-3 needs a CUDA device; the tensors are on cpu"):
         siglip2._encoder(batch, "fused, FlashAttention-3")
+
+
+def test_only_what_reads_the_grids_on_the_host_breaks_a_graph(here):
+    found = {impl: siglip2.graph_breaks(CPU, "fp32", impl) for impl in ("eager", "positions", "fused")}
+    assert found["eager"] > 0 and found["positions"] == found["fused"] == 0
+    parameters = {"size": "tiny", "workload": "A", "images": 1, "precision": "fp32", "way": "eager"}
+    case = Case("steps", parameters, ("forward", "step"), timeout_s=60.0, time_limit_s=0.01)
+    seen = {phase: run().observed.get("breaks_of_one_graph") for phase, run in siglip2.run_case(case, {})}
+    assert seen == {"forward": None, "step": found["eager"]}
 
 
 def test_work_is_counted():
@@ -127,7 +136,8 @@ def frame(*rows):
 
 def step(way, sustained, *, launched=None, workload="A", phase="forward_backward", **more):
     """A row as a step leaves it; one with a time of its launches was replayed from a graph."""
-    observed = {"is_replayed": bool(launched), "graph_breaks": more.pop("graph_breaks", 0), "num_patches": 16_384}
+    observed = {"is_replayed": bool(launched), "num_patches": 16_384}
+    observed |= {"breaks_of_one_graph": more.pop("graph_breaks")} if "graph_breaks" in more else {}
     times = {"sustained_ms": sustained, "median_ms": 0.9 * sustained, "call_ms": launched or sustained}
     row = {"way": way, "workload": workload, "phase": phase, "images": 64, "size": "so400m", "observed": observed}
     return row | times | {"peak_bytes": 8 * 2**30, "padded_fraction": 0.0} | more
@@ -140,7 +150,7 @@ def steps(*more):
         step("cu_seqlens", 150.0),
         step("positions", 151.0, launched=152.0),
         step("norm", 110.0, launched=140.0),
-        step("fused", 80.0, launched=160.0, watts=690.0, sm_clock_mhz=1500.0, peak_bytes=9 * 2**30),
+        step("fused", 80.0, launched=160.0, watts=690.0, sm_clock_mhz=1500.0, peak_bytes=9 * 2**30, graph_breaks=0),
         step("fused", 30.0, launched=50.0, phase="forward"),
         step("eager + compile", 60.0, phase="forward"),
         step("transformers sdpa", 120.0),

@@ -23,7 +23,6 @@ from labkit.experiments.sections import (
     empty_cache,
     freeze_modules,
     memory_bytes,
-    memory_source,
     num_bytes,
     run_section,
     section,
@@ -119,7 +118,7 @@ def _measure_peak(workload: RecomputingWorkload, case: Case, phase: str) -> Meas
     metrics["added_bytes"] = added = usage.peak_bytes
     del usage
     metrics |= _peak_bytes(workload, added)
-    return Measured(metrics, workload.described(), _observed(workload))
+    return Measured(metrics, workload.described(), workload.observed())
 
 
 def _peak_bytes(workload: RecomputingWorkload, added: int) -> dict[str, int | None]:
@@ -154,10 +153,6 @@ def _require_room(device: hardware.Device, parameters: dict, phase: str) -> None
     )
     if total and predicted > BEYOND_DOUBT * total:
         raise Skip(f"predicted to need {predicted / 1e9:.0f} GB of {total / 1e9:.0f} GB")
-
-
-def _observed(workload: RecomputingWorkload) -> dict:
-    return {**workload.observed(), "memory_source": memory_source(workload.device)}
 
 
 def _measure_timeline(workload: RecomputingWorkload, case: Case, phase: str) -> Measured:
@@ -196,7 +191,7 @@ def _measure_timeline(workload: RecomputingWorkload, case: Case, phase: str) -> 
         },
         case=workload.described(),
         observed={
-            **_observed(workload),
+            **workload.observed(),
             "phases": [list(part) for part in history.phases()],
             "peak_position": history.peak_position,
             "peak_phase": history.phase_at(history.peak_position),
@@ -283,7 +278,7 @@ def _measure_checkpointing(workload: RecomputingWorkload, case: Case, phase: str
     found = timed(workload.device, time_callable, workload.train_step, device_kind=kind, **limits)
     metrics = {**memory, "forwards_per_block": num_forwards, "gradient_relative_difference": difference}
     described = {**workload.described(), "plan": _plan_text(workload, num_forwards)}
-    return found.measured(metrics, described, _observed(workload), keep="step_ms")
+    return found.measured(metrics, described, workload.observed(), keep="step_ms")
 
 
 def _plan_text(workload: RecomputingWorkload, num_forwards: float) -> str:

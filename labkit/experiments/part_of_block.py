@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from labkit import hardware, numerics
 from labkit.configs import ModelConfig
-from labkit.experiments.sections import empty_cache, memory_source, num_bytes
+from labkit.experiments.sections import empty_cache, num_bytes
 from labkit.experiments.sweep import Case, Measured
 from labkit.experiments.workload import run_blocks
 from labkit.measure.memory import Residual, measure_usage, packed_bytes, residuals, saved_bytes
@@ -128,7 +128,7 @@ class PartOfBlock:
             key = (residual.operator, where, shape, residual.dtype, residual.is_resident)
             groups.setdefault(key, []).append(residual)
         names = ("operator", "module", "shape", "dtype", "is_resident")
-        seen: dict[str, Any] = {"memory_source": memory_source(self.device), "residuals": []}
+        seen: dict[str, Any] = {"residuals": []}
         for key, group in groups.items():
             num_distinct = sum(residual.is_new for residual in group)
             counts = {"count": len(group), "num_distinct": num_distinct, "saved_bytes": saved_bytes(group)}

@@ -153,11 +153,6 @@ def memory_bytes(device: hardware.Device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def memory_source(device: hardware.Device) -> str:
-    """Returns what says how much memory is in use, see `measure.memory`."""
-    return "CUDA caching allocator" if device.kind == "cuda" else "memory events of the profiler"
-
-
 def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Returns the bytes of the storages behind `tensors`, each storage as often as it comes."""
     return sum(x.untyped_storage().nbytes() for x in tensors)

@@ -156,6 +156,13 @@ def _encoder(batch: Batch, way: str) -> tuple[nn.Module, Callable[[], Tensor]]:
     return model, functools.partial(model, batch.patches, grids)
 
 
+def graph_breaks(device: hardware.Device, precision: str, impl: str) -> int:
+    """Returns where torch.compile could not keep a forward pass of a small encoder one graph."""
+    batch = Batch.of(device, {"size": "tiny", "workload": "B", "images": 2, "precision": precision})
+    forward = _encoder(batch, impl)[1]
+    return torch._dynamo.explain(forward.func)(*forward.args).graph_break_count
+
+
 def _other_attention(name: str, batch: Batch) -> Callable[[Tensor, Tensor, int], Tensor] | None:
     """Returns what takes the place of `flash_attention_qkv`, None for another name; raises Skip if it cannot run."""
     if name == "FlashAttention-2":  # PyTorch's copy of it
@@ -237,8 +244,6 @@ def _run_steps(device: hardware.Device, case: Case, ceilings: dict[str, float]):
 
 
 def _measure_step(live: dict, case: Case, phase: str, ceilings: dict[str, float]) -> Measured:
-    from torch._dynamo.utils import counters  # slow to import
-
     device, batch, call = live["device"], live["batch"], live[phase]
     out = call()
     if phase == "forward":
@@ -255,7 +260,11 @@ def _measure_step(live: dict, case: Case, phase: str, ceilings: dict[str, float]
     metrics |= fractions(metrics["achieved_tflops"], ceilings.get(name), peak)
     metrics |= sustained_metrics(device, found, call, flops=flops, ceiling=ceilings.get(f"sustained {name}"))
     observed = {"num_images": len(batch.grids), "num_patches": len(batch.patches), "is_replayed": is_captured}
-    observed["graph_breaks"] = sum(counters["graph_break"].values())
+    if phase == case.phases[-1]:  # it makes torch forget what is compiled
+        way = case.parameters["way"].removesuffix(COMPILED)
+        observed |= (
+            {"breaks_of_one_graph": graph_breaks(device, case.parameters["precision"], way)} if way in IMPLS else {}
+        )
     metrics["padded_fraction"] = 1 - len(batch.patches) / (int(batch.grids.prod(1).max()) * len(batch.grids))
     return found.measured(metrics, case.parameters, observed, keep="step_ms")
 

@@ -35,7 +35,6 @@ def measured(steps: pd.DataFrame) -> pd.DataFrame:
     rows = steps.reindex(columns=list(dict.fromkeys([*steps.columns, *NUMBERS])))
     rows[NUMBERS] = rows[NUMBERS].apply(pd.to_numeric)
     rows["is_replayed"] = [bool(observed.get("is_replayed")) for observed in rows["observed"]]
-    rows["graph_breaks"] = [observed.get("graph_breaks", math.nan) for observed in rows["observed"]]
     order = [*NAMES, *(way for way in dict.fromkeys(rows["way"]) if way not in NAMES)]
     return rows.sort_values("way", key=lambda column: column.map(order.index), kind="stable")
 
@@ -71,7 +70,8 @@ def workload_name(steps: pd.DataFrame) -> str:
 
 def table_steps(steps: pd.DataFrame, floor: pd.DataFrame) -> pd.DataFrame:
     """Returns a row for each of our ways on images of one size: times, peak, the products' share, graph breaks."""
-    result = []
+    result, seen = [], zip(steps["way"], steps["observed"], strict=True)
+    breaks = {way: str(observed["breaks_of_one_graph"]) for way, observed in seen if "breaks_of_one_graph" in observed}
     for way in dict.fromkeys(select(measured(steps), workload="A")["way"]):
         forward, both = row_of(steps, way, phase="forward"), row_of(steps, way)
         line = {"way": NAMES.get(way, way), "forward (ms)": cell(forward, "sustained_ms")}
@@ -81,8 +81,7 @@ def table_steps(steps: pd.DataFrame, floor: pd.DataFrame) -> pd.DataFrame:
         line |= {"replayed": "yes" if both.get("is_replayed") else "–"}
         line |= {"both, launched (ms)": cell(both, "call_ms"), "peak (GiB)": cell(both, "peak_bytes", gib)}
         line |= {"products' share": percent(floor_ms(floor) / both.get("sustained_ms", math.nan))}
-        breaks = f"{both['graph_breaks']:.0f}" if both["status"] == "ok" else "–"
-        result.append(line | {"graph breaks": breaks})
+        result.append(line | ({"graph breaks": breaks.get(way, "–")} if breaks else {}))
     return pd.DataFrame([row for row in result if not row["way"].startswith("transformers")])
 
 
