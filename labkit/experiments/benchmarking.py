@@ -28,14 +28,7 @@ from labkit.configs import (
     model_config,
     narrowed,
 )
-from labkit.experiments.ceilings import (
-    CEILINGS,
-    ceiling_cases,
-    ceiling_rates,
-    copy_buffers,
-    copy_rate,
-    timed_call,
-)
+from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates, copy_buffers, copy_rate, timed_call
 from labkit.experiments.graphed_step import ATTENTION, GraphedWorkload, require_graphs
 from labkit.experiments.recipes import require_recipe
 from labkit.experiments.sections import (
