@@ -333,6 +333,16 @@ def test_a_ratio_within_the_noise_is_not_ahead(frame):
     assert verdict in ("level", "undecided")
 
 
+def test_gains_are_told_by_the_kernels_alone_too(frame):
+    case = {"status": "ok", "size": "small", "context": 512, "phase": "train_step", "attention": "eager"}
+    case |= {"timer_method": "nsys", "session": "a"}
+    profiles = pd.DataFrame([case | {"precision": p, "step_kernel_ms": ms} for p, ms in (("fp32", 6.0), ("bf16", 2.0))])
+    profiles.attrs["device_kind"] = "cuda"
+    said = report.findings_gains(steps_of(frame), profiles=profiles)
+    assert "By a step's kernels alone, whatever its host, ahead (3.00×, training step of small at 512)." in said[0]
+    assert report.findings_gains(steps_of(frame), profiles=profiles.iloc[:0])[1:] == said[1:]
+
+
 def test_times_of_two_sessions_are_never_compared(frame):
     """Chapter 01's host was 1.6 times as fast: a ratio across the two would be the hosts'."""
     assert set(report.gains(steps_of(frame), "03")["precision"]) == {"fp16", "bf16_pure"}
@@ -358,9 +368,14 @@ def test_one_byte_more_is_more(frame):
 
 
 def test_the_table_of_gains_holds_times_ratios_and_what_ran_out_of_memory(frame):
-    table = report.table_gains(steps_of(frame)).set_index(["size", "context"])
+    steps = steps_of(frame).assign(sessions=None)
+    forward = (steps["size"] == "small") & (steps["context"] == 128) & (steps["phase"] == "forward")
+    for precision, ms in (("fp32", 8.0), ("bf16", 10.0)):
+        rows = forward & (steps["origin"] == "01") & (steps["precision"] == precision)
+        steps.loc[rows, ["median_ms", "host_median_ms", "launch_median_ms"]] = ms
+    table = report.table_gains(steps).set_index(["size", "context"])
     assert len(table) == 12 and table.loc[("10b", 128), "training step"] == "oom → oom"
-    assert table.loc[("small", 128), "forward"] == "7.40 → 9.21 (0.803×) †"
+    assert table.loc[("small", 128), "forward"] == "8.00 → 10.0 (0.800×) †"
     assert report.table_gains(report.steps(frame("steps").iloc[:0], frame("steps"))).empty
 
 

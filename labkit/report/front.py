@@ -16,10 +16,10 @@ MAX_FINDINGS = 10
 TIMES = """\
 > **What a time means here.** *Device time*: the kernels alone, replayed from a CUDA graph or summed from a profile. \
 *Call time*: what your program waits for, including the host that launches the kernels; of one that a slow host held \
-up, the fastest session is shown. *Sustained*: a second of the same back to back (on a CPU a tenth), after as long of \
-it, at the clocks that the power limit leaves; ~ marks one whose time or clock still changed by more than 2 %. They \
-can differ by several times, so they are never compared with each other. Times are milliseconds, GB/s means 10⁹ bytes \
-per second, GiB 2³⁰ bytes; a multiply-add counts as two FLOPs.
+up, the fastest session of its commit. *Sustained*: a second of the same back to back (on a CPU a tenth), after as \
+long of it, at the clocks that the power limit leaves; ~ marks one whose time or clock still changed by more than 2 %. \
+They can differ by several times, so they are never compared with each other. Times are milliseconds, GB/s means 10⁹ \
+bytes per second, GiB 2³⁰ bytes; a multiply-add counts as two FLOPs.
 >
 > **What a comparison means.** A ratio beside *ahead* or *behind* is the other's time over that of the one named \
 first: above 1 the first is faster. It is *level* where the whole interval of the ratio, over samples and sessions, \

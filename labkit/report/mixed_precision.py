@@ -16,16 +16,13 @@ from labkit.configs import MIXED_PHASES, NORM_SETTINGS, SIZES
 from labkit.report import figures, forms, verdicts
 from labkit.report.chapter import Chapter
 from labkit.report.findings import count, listing, number, percent, power, scientific, span, times
+from labkit.report.profiles import whole_steps
 from labkit.report.tables import PHASE_NAMES, cell, in_order, ok_rows, pivot, select, usable
 
 NAMES = {
-    "fp32": "fp32",
-    "tf32": "TF32",
-    "bf16": "bf16 autocast",
-    "fp16": "fp16 with GradScaler",
-    "fp16_unscaled": "fp16, unscaled",
-    "bf16_pure": "pure bf16",
-}
+    "fp32": "fp32", "tf32": "TF32", "bf16": "bf16 autocast", "fp16": "fp16 with GradScaler",
+    "fp16_unscaled": "fp16, unscaled", "bf16_pure": "pure bf16",
+}  # fmt: skip
 METHODS = {"sequential": "one by one", "kahan": "Kahan", "pairwise": "pairwise"}
 NORMS = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
 SETTINGS = {key: f"mean {mean:g}{' std' if mean else ''}, ε {power(eps)}" for key, (mean, eps) in NORM_SETTINGS.items()}
@@ -295,12 +292,19 @@ def table_gains(steps: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(result)
 
 
-def findings_gains(steps: pd.DataFrame) -> list[str]:
-    """Says what bf16 autocast gives in time, what fp16 and pure bf16 give beside it, and what each takes of memory."""
+def findings_gains(steps: pd.DataFrame, profiles: pd.DataFrame | None = None) -> list[str]:
+    """Says what bf16 autocast gives in time, what fp16 and pure bf16 give beside it, and what each takes of memory.
+
+    profiles: of notebook 02, whose kernel times no host holds up.
+    """
     sentences, rows, own = [], select(gains(steps, "01"), precision="bf16"), gains(steps, "03")
     if len(busy := rows[~rows["launch_bound"]]):
         text = f"Where the device is busy, bf16 autocast is {forms.summary(busy, case_name)} against fp32, call time"
         sentences.append(f"{text}: the larger the model, the more of a pass is matrix products.")
+        if profiles is not None and len(profiles) and profiles.attrs.get("device_kind") == "cuda":
+            kernels, keys = whole_steps(profiles, attention="eager"), ["size", "context", "phase"]
+            kernels = forms.pairs(kernels, "precision", "fp32", keys=keys, value="step_kernel_ms")
+            sentences[0] += f" By a step's kernels alone, whatever its host, {forms.summary(kernels, case_name)}."
     groups = own[~own["launch_bound"]].groupby("precision")
     if parts := [f"{NAMES[precision]} is {forms.summary(rows, case_name)}" for precision, rows in groups]:
         sentences.append(
