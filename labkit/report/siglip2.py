@@ -86,7 +86,7 @@ def table_steps(steps: pd.DataFrame, floor: pd.DataFrame) -> pd.DataFrame:
         line |= {"replayed": "yes" if both.get("is_replayed") else "–"}
         line |= {"both, launched (ms)": launched_ms(both), "peak (GiB)": cell(both, "peak_bytes", gib)}
         line |= {"products' share": percent(floor_ms(floor) / both.get("sustained_ms", math.nan))}
-        result.append(line | ({"graph breaks": breaks.get(way, "–")} if breaks else {}))
+        result.append(line | ({"breaks, as one graph": breaks.get(way, "–")} if breaks else {}))
     return pd.DataFrame([row for row in result if not row["way"].startswith("transformers")])
 
 
