@@ -288,7 +288,7 @@ def compare(
         bool, typer.Option("--check", help="End with exit code 1 if too few rows of a kind of time agree.")
     ] = False,
 ) -> None:
-    """Show how well what was measured in several sessions (`labkit run --fresh`) agrees, each kind of time apart."""
+    """Show how well sessions of the same commit (`labkit run --fresh`) agree, each kind of time apart."""
     from labkit import notebooks
     from labkit.records import RecordStore, folder_of
     from labkit.report import sessions as report
@@ -303,7 +303,7 @@ def compare(
     tables = [report.table_sessions(chapters), report.table_agreement(found), report.table_worst(found)]
     print("\n\n".join(to_markdown(table) for table in tables if len(table)))
     if found.empty:
-        print("No row was measured in two sessions." if any(chapters.values()) else f"No records in {root / slug}.")
+        print("No commit has a row of two sessions." if any(chapters.values()) else f"No records in {root / slug}.")
     if check and report.failed(found):
         sys.exit(1)
 

@@ -14,13 +14,22 @@ NOTEBOOK = "01_benchmarking"
 
 
 def record(
-    session, median_ms=1.0, *, row="a", method="graph", status="ok", section="steps", phase="forward", **metrics
+    session,
+    median_ms=1.0,
+    *,
+    row="a",
+    method="graph",
+    status="ok",
+    section="steps",
+    phase="forward",
+    commit="0123456",
+    **metrics,
 ):
     measured = {"median_ms": median_ms, "half_width_fraction": 0.001, **metrics} if status == "ok" else {}
     timer = {"method": method} if status == "ok" else {}
     return Record(
         notebook=NOTEBOOK, section=section, case={"size": row}, phase=phase, status=status, device="a-gpu",
-        measurement_version=2, metrics=measured, timer=timer, session=session, source={"commit": f"{session}0123456"},
+        measurement_version=2, metrics=measured, timer=timer, session=session, source={"commit": commit},
     )  # fmt: skip
 
 
@@ -48,6 +57,7 @@ def test_what_was_measured_otherwise_is_another_row():
         dataclasses.replace(other, measurement_version=3),
         dataclasses.replace(other, software={"torch": "2.99"}),
         dataclasses.replace(other, session="s1"),
+        record("s2", 2.0, commit="another"),
         record("s2", status="oom"),
         record("s2", 2.0, section="host"),
     ):
@@ -106,7 +116,9 @@ def test_a_session_names_its_host_or_says_that_it_has_none():
         record("s2", status="skipped", section="host", phase="triton_launch"),
         record("s2", 0.05, section="host", phase="python_loop", method="host"),
     ]
-    one, two = sessions.table_sessions({NOTEBOOK: [record("s1"), *probes, record("s2")]}).to_dict("records")
+    one, two = sessions.table_sessions({NOTEBOOK: [record("s1", commit="s10123456"), *probes, record("s2")]}).to_dict(
+        "records"
+    )
     assert (one["session"], one["commit"], one["records"], one["host"]) == ("s1", "s1012345", 1, "not measured")
     assert (two["records"], two["host"]) == (4, "operator 4.20 µs, python loop 50.0 µs")
 
@@ -139,7 +151,7 @@ def test_the_command_shows_the_rows_and_fails_only_when_checking(folder, second_
 def test_one_session_has_nothing_to_compare(folder):
     RecordStore(folder / f"{NOTEBOOK}.jsonl").append(record("s1"))
     common = ("--sessions", "--device", "a-gpu", "--output", str(folder.parent.parent))
-    assert "No row was measured in two sessions." in compare(*common).output
+    assert "No commit has a row of two sessions." in compare(*common).output
     assert compare(*common, "--check").exit_code == 1
 
 

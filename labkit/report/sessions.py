@@ -1,4 +1,4 @@
-"""Whether measurements come back: rows measured in several sessions, each kind of time apart."""
+"""Whether measurements come back: rows that several sessions of one commit measured, each kind of time apart."""
 
 from collections.abc import Mapping, Sequence
 
@@ -22,14 +22,17 @@ NUM_WORST = 3
 
 
 def differences(chapters: Mapping[str, Sequence[Record]]) -> pd.DataFrame:
-    """Returns one row per kind of time of each measurement that several sessions have, the host's own left out.
+    """Returns one row per kind of time of each measurement that several sessions of a commit have, the host's left out.
 
     Columns chapter, row, kind, lowest_ms, highest_ms, difference (highest over lowest less 1), allowed: by the interval
     of a row with one session, which is that between sessions and the half-widths of both.
     """
     found = []
     for chapter, records in chapters.items():
-        for sessions in by_session(one for one in records if one.section != HOST_SECTION and one.metrics).values():
+        timed = [one for one in records if one.section != HOST_SECTION and one.metrics]
+        commits = dict.fromkeys(one.source.get("commit") for one in timed)
+        alike = [by_session(one for one in timed if one.source.get("commit") == commit) for commit in commits]
+        for sessions in (sessions for of_commit in alike for sessions in of_commit.values()):
             rows = [one.metrics | {"timer_method": one.timer.get("method")} for one in sessions.values()]
             first = next(iter(sessions.values()))
             name = " ".join([first.section, *map(str, first.case.values()), first.phase])
