@@ -156,10 +156,8 @@ class _Run:
         for _ in range(NUM_WARMUP):
             self.step(before=lambda: self.memory.update(before_step_bytes=_allocated()))
         self.memory["symmetric_bytes"] = getattr(self.model, "symmetric_bytes", None)
-        self.memory |= {
-            "after_step_bytes": _allocated(),
-            "peak_bytes": torch.cuda.max_memory_allocated() or None,
-        } | self._components()
+        peak = torch.cuda.max_memory_allocated() or None
+        self.memory |= {"after_step_bytes": _allocated(), "peak_bytes": peak} | self._components()
         self.memory = {name: value for name, value in self.memory.items() if value is not None}
         if self.compile == "graph":
             self._capture()

@@ -260,11 +260,9 @@ def _measure_step(live: dict, case: Case, phase: str, ceilings: dict[str, float]
     metrics |= fractions(metrics["achieved_tflops"], ceilings.get(name), peak)
     metrics |= sustained_metrics(device, found, call, flops=flops, ceiling=ceilings.get(f"sustained {name}"))
     observed = {"num_images": len(batch.grids), "num_patches": len(batch.patches), "is_replayed": is_captured}
-    if phase == case.phases[-1]:  # it makes torch forget what is compiled
-        way = case.parameters["way"].removesuffix(COMPILED)
-        observed |= (
-            {"breaks_of_one_graph": graph_breaks(device, case.parameters["precision"], way)} if way in IMPLS else {}
-        )
+    way = case.parameters["way"].removesuffix(COMPILED)
+    if phase == case.phases[-1] and way in IMPLS:  # the last: torch then forgets what it has compiled
+        observed["breaks_of_one_graph"] = graph_breaks(device, case.parameters["precision"], way)
     metrics["padded_fraction"] = 1 - len(batch.patches) / (int(batch.grids.prod(1).max()) * len(batch.grids))
     return found.measured(metrics, case.parameters, observed, keep="step_ms")
 

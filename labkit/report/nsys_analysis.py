@@ -208,11 +208,9 @@ def _idle_in_calls(rows: pd.DataFrame, calls: pd.DataFrame | None) -> str:
         return ""
     of_kind = profiles.idle_in_calls(rows, calls).groupby("launch_bound")["idle"]
     spans = [f"{span(idle, percent)} ({len(idle)})" for _, idle in of_kind]
-    return (
-        ""
-        if len(spans) < 2
-        else f" By these kernel times 01's launch-bound calls idle {spans[1]}, its others {spans[0]}."
-    )
+    if len(spans) < 2:
+        return ""
+    return f" By these kernel times 01's launch-bound calls idle {spans[1]}, its others {spans[0]}."
 
 
 def findings_idle(frame: pd.DataFrame, calls: pd.DataFrame | None = None) -> list[str]:
