@@ -23,9 +23,10 @@ from labkit.experiments.sweep import Case, Skip
 from labkit.experiments.training import Training, successor_sequences
 from labkit.experiments.workload import step_parameters
 from labkit.records import RecordStore
-from labkit.report import figures, tables
+from labkit.report import figures, findings, tables
 from labkit.report import mixed_precision as report
 from labkit.report.chapter import Chapter
+from labkit.report.profiles import attention_times
 
 NOTEBOOK = "03_mixed_precision"
 
@@ -384,6 +385,17 @@ def test_casts_follow_the_counts(frame):
     counted = frame("operators", match, num_operators=586 * 2, num_casts=293)
     assert report.table_casts(counted).set_index("phase").loc["forward", "bf16 autocast"] == "1,172 (293, 969 MiB)"
     assert "37 % to 100 % to forward (50 % to 100 % casts)" in report.findings_casts(counted)[0]
+
+
+def test_what_autocast_saves_of_attention_stands_beside_what_was_published(frame):
+    profiles = Chapter("02_nsys_analysis", device="nvidia-h200").records("profiles")
+    _, said = report.findings_casts(frame("operators"), profiles=profiles)
+    scores = attention_times(profiles[profiles["context"] == 128]).query("attention == 'eager'")
+    wide = scores.pivot(index="size", columns="precision", values="core_us")
+    assert f"takes {findings.span(wide['fp32'] / wide['bf16'])} its time under bf16 autocast, at 128 tokens" in said
+    assert said.endswith("context not stated, 1.26× to 3.36×.")
+    profiles.attrs["device_kind"] = "cpu"
+    assert len(report.findings_casts(frame("operators"), profiles=profiles)) == 1
 
 
 def test_training_is_judged_by_the_ratio_of_losses_and_by_the_last_look(frame):

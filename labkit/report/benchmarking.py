@@ -227,10 +227,8 @@ def _come_back(rows: pd.DataFrame) -> str:
     if not all(changes.values()):
         return " and come out differently on another one"
     counted = f" ({span(in_operators)} counted in torch operators timed beside them)" if in_operators else ""
-    return (
-        f": from session to session they change by {span(changes[True])}{counted}, those that no host bound by "
-        f"{span(changes[False])}"
-    )
+    of_bound, others = (span(changes[is_bound]) for is_bound in (True, False))
+    return f": from session to session they change by {of_bound}{counted}, those that no host bound by {others}"
 
 
 def modes(steps: pd.DataFrame) -> pd.DataFrame:

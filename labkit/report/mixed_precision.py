@@ -16,7 +16,7 @@ from labkit.configs import MIXED_PHASES, NORM_SETTINGS, SIZES
 from labkit.report import figures, forms, verdicts
 from labkit.report.chapter import Chapter
 from labkit.report.findings import count, listing, number, percent, power, scientific, span, times
-from labkit.report.profiles import whole_steps
+from labkit.report.profiles import attention_times, whole_steps
 from labkit.report.tables import PHASE_NAMES, cell, in_order, ok_rows, pivot, select, usable
 
 NAMES = {
@@ -293,10 +293,7 @@ def table_gains(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def findings_gains(steps: pd.DataFrame, profiles: pd.DataFrame | None = None) -> list[str]:
-    """Says what bf16 autocast gives in time, what fp16 and pure bf16 give beside it, and what each takes of memory.
-
-    profiles: of notebook 02, whose kernel times no host holds up.
-    """
+    """Says what bf16 autocast gives in time, by 02's `profiles` too, what fp16 and pure bf16 give, and peaks."""
     sentences, rows, own = [], select(gains(steps, "01"), precision="bf16"), gains(steps, "03")
     if len(busy := rows[~rows["launch_bound"]]):
         text = f"Where the device is busy, bf16 autocast is {forms.summary(busy, case_name)} against fp32, call time"
@@ -347,8 +344,8 @@ def table_casts(operators: pd.DataFrame) -> pd.DataFrame:
     return table.replace({"phase": PHASE_NAMES}).rename(columns=NAMES)
 
 
-def findings_casts(operators: pd.DataFrame) -> list[str]:
-    """Says how many operators autocast adds, and how many of them are casts."""
+def findings_casts(operators: pd.DataFrame, profiles: pd.DataFrame | None = None) -> list[str]:
+    """Says how many operators autocast adds, how many are casts, and what it saves of attention by 02's `profiles`."""
     rows, sentences, parts = ok_rows(operators), [], []
     for phase, passes in rows.groupby("phase", sort=False):
         num = passes.pivot_table(index="size", columns="precision", values=["num_operators", "num_casts"])
@@ -359,6 +356,16 @@ def findings_casts(operators: pd.DataFrame) -> list[str]:
     if parts:
         why = "a weight is cast once a pass, an activation wherever an operator in fp32 and a product meet"
         sentences.append(f"bf16 autocast adds operators to fp32's: {listing(parts)}; {why}.")
+    if profiles is not None and len(profiles) and profiles.attrs.get("device_kind") == "cuda":
+        theirs = published.load("attention_scores_precision")
+        theirs = theirs.pivot(index="model", columns="dtype", values="attention_scores_ms")
+        ours = select(attention_times(profiles), attention="eager", context=(context := profiles["context"].min()))
+        ours = ours.pivot(index="size", columns="precision", values="core_us")
+        sentences.append(
+            f"In fp32 eager attention between its projections takes {span(ours['fp32'] / ours['bf16'])} its time under "
+            f"bf16 autocast, at {context} tokens, kernels of inference; published for an RTX 5090, context not stated, "
+            f"{span(theirs['float32'] / theirs['bfloat16_autocast'])}."
+        )
     return sentences
 
 
