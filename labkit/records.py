@@ -53,8 +53,8 @@ class Record:
         metrics: numbers with their unit in the name ("median_ms", "peak_bytes"); empty unless ok.
         samples: the raw samples behind the metrics, by name with unit, where there are few; None where not finite.
         timer: method, number of warm-up steps, why it stopped.
-        telemetry: clocks, power, temperature and throttle reasons during the timed window, load of the host, and
-            whether other processes disturbed it.
+        telemetry: clocks, power, temperature and throttle reasons during the timed window, whether other processes
+            disturbed it, and only where they did how much they loaded the host.
         device: slug; machine: which one of that name, see `hardware.machine_id`; software: versions; source: commit and
             dirty flag; session: one `labkit run`; profile: which grid it ran.
         measurement_version: raised whenever how something is measured changes.

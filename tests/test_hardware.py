@@ -298,7 +298,7 @@ def test_without_torch_only_that_is_said(monkeypatch):
     assert "labkit report" in only.disables
 
 
-LOAD = {"other_cpu_cores", "cpu_wait_fraction", "cpu_pressure", "disturbed", "disturbed_by"}
+LOAD = {*hardware.LOAD, "disturbed", "disturbed_by"}
 """What a monitor says of the host, in the measure in which the system tells."""
 
 

@@ -411,6 +411,7 @@ def test_a_disturbed_phase_is_repeated_in_fresh_processes_and_the_least_disturbe
     records = records_of(output, "faulty")
     assert {record.status for record in records.values()} == {"ok"}
     assert (records["second"].metrics["median_ms"], records["second"].telemetry["disturbed"]) == (kept, disturbed)
+    assert ("cpu_wait_fraction" in records["second"].telemetry) is disturbed
     assert started(log, "faulty") == steps
     workers = [step["worker"] for step in taken(log) if step["name"] == "faulty" and step["step"] == "second"]
     assert len(set(workers)) == len(workers)
