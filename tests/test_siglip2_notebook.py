@@ -175,7 +175,7 @@ def test_a_table_of_steps_has_launched_and_replayed_times():
     failed = step("attention", 1.0, status="error", reason="boom", observed={}, sustained_ms=None, peak_bytes=None)
     table = report.table_steps(steps(failed), FLOOR).set_index("way")
     fused = table.loc[report.NAMES["fused"]]
-    assert list(fused) == ["30.0", "80.0", "yes", "160", "9.00", "75 %", "0"]
+    assert list(fused) == ["30.0", "80.0", "yes", "160", "9.00", "82.0", "75 %", "0"]
     assert table.loc[report.NAMES["eager + compile"], "breaks, as one graph"] == "27"
     assert table.loc[report.NAMES["attention"], "both (ms)"] == "error"
     assert not [way for way in table.index if "transformers" in way]

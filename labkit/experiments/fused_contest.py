@@ -20,16 +20,19 @@ from labkit.experiments.oracle import draw
 from labkit.experiments.sections import fractions
 from labkit.experiments.sweep import Case
 from labkit.kernels.cross_entropy import cross_entropy, linear_cross_entropy
+from labkit.kernels.fused import wide
 from labkit.kernels.gelu_mlp import gelu_mlp
 from labkit.kernels.layer_norm import layer_norm
 from labkit.kernels.rms_norm import rms_norm
+from labkit.kernels.rotary import rotary
 from labkit.kernels.swiglu import swiglu
+from labkit.models.transformer import RotaryEmbedding
 
 PASSES = ("forward", "forward_backward")
 IN_PLACE = "ours_in_place"
 """Ours on a copy of the logits, as Liger's is run: both overwrite them by their gradient."""
 
-EPS, VOCABULARY = 1e-6, 10_000
+EPS, VOCABULARY, HEAD = 1e-6, 10_000, 64
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Operation:
     """What is computed, of tensors whose shapes follow from (rows, columns).
 
     Attributes:
-        shapes: of the tensors to differentiate by; has_targets: class numbers come after them.
+        shapes: of the tensors to differentiate by; others: (rows, columns, device) → what comes after them.
         elements: read and written of each of the first tensor's, forward and backward; flops: (rows, columns) → FLOPs
             of a forward pass, where products bound the operation.
         passes: without "forward" where a forward pass computes the gradients too.
@@ -48,14 +51,14 @@ class Operation:
     shapes: Callable[[int, int], Sequence[tuple[int, ...]]]
     elements: tuple[int, int] = (0, 0)
     flops: Callable[[int, int], int] | None = None
-    has_targets: bool = False
+    others: Callable[..., tuple] = lambda *_: ()
     passes: tuple[str, ...] = PASSES
 
 
 def _rms_norm(x, weight, residual):
     total = x + residual
-    wide = total if total.dtype == torch.float64 else total.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * weight).to(total.dtype), total
+    in_fp32 = wide(total)
+    return (in_fp32 * torch.rsqrt(in_fp32.square().mean(-1, keepdim=True) + EPS) * weight).to(x.dtype), total
 
 
 def _layer_norm(x, weight, bias, residual):
@@ -64,7 +67,11 @@ def _layer_norm(x, weight, bias, residual):
 
 
 def _cross_entropy(logits, targets):
-    return F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), targets)
+    return F.cross_entropy(wide(logits), targets)
+
+
+def _targets(rows: int, num_classes: int, device: str) -> tuple[Tensor]:
+    return (torch.randint(num_classes, (rows,), generator=torch.Generator().manual_seed(1)).to(device),)
 
 
 def _mlp(x, w1, b1, w2, b2):
@@ -94,13 +101,19 @@ OPERATIONS = {
     "swiglu": Operation(
         swiglu, lambda gate, up: F.silu(gate) * up, lambda n, c: [(n, c), (n, c)], elements=(3, 5)
     ),
+    "rotary": Operation(
+        lambda q, k, turn: rotary(q.transpose(1, 2), k.transpose(1, 2), turn.cos_TD, turn.sin_TD),
+        lambda q, k, turn: (turn(q.transpose(1, 2)), turn(k.transpose(1, 2))),
+        lambda n, c: 2 * [(1, n, c // HEAD, HEAD)], elements=(4, 4),
+        others=lambda n, c, device: (RotaryEmbedding(HEAD, n, 10_000.0, device),),
+    ),
     "cross_entropy": Operation(
-        cross_entropy, _cross_entropy, lambda n, c: [(n, c)], elements=(1, 2), has_targets=True
+        cross_entropy, _cross_entropy, lambda n, c: [(n, c)], elements=(1, 2), others=_targets
     ),
     "linear_cross_entropy": Operation(
         linear_cross_entropy, lambda h, w, t: _cross_entropy(h @ w.T, t),
-        lambda n, c: [(n, c), (VOCABULARY, c)], flops=lambda n, c: 2 * n * c * VOCABULARY, has_targets=True,
-        passes=PASSES[1:],
+        lambda n, c: [(n, c), (VOCABULARY, c)], flops=lambda n, c: 2 * n * c * VOCABULARY, passes=PASSES[1:],
+        others=lambda n, c, device: _targets(n, VOCABULARY, device),
     ),
     "gelu_mlp": Operation(
         gelu_mlp, _mlp, _mlp_shapes, flops=lambda n, c: 4 * n * c * _mlp_shapes(n, c)[2][0]
@@ -135,13 +148,9 @@ class FusedContest(Contest):
         scaled = [x * x.shape[-1] ** -0.5 if number and x.dim() == 2 and x.shape != shapes[0] else x
                   for number, x in enumerate(drawn)]  # fmt: skip
         self.inputs = tuple(x.requires_grad_() for x in scaled)
-        classes = columns if self.parameters["operation"] == "cross_entropy" else VOCABULARY
-        generator = torch.Generator().manual_seed(1)
-        targets = torch.randint(classes, (rows,), generator=generator).to(device.kind)
-        self.others = (targets,) if self.operation.has_targets else ()
+        self.others = self.operation.others(rows, columns, device.kind)
         with torch.no_grad():
-            out = self.operation.formula(*self.inputs, *self.others)
-        outs = out if isinstance(out, tuple) else (out,)
+            outs = _outputs(self.operation.formula(*self.inputs, *self.others))
         torch.manual_seed(2)
         self.grad_out = tuple(torch.randn_like(x) if x.dim() else torch.ones_like(x) for x in outs)
 
@@ -151,7 +160,7 @@ class FusedContest(Contest):
         if impl in PACKAGES:
             package, operations, _ = PACKAGES[impl]
             if self.parameters["operation"] not in operations:
-                return f"{package} has no such operation"
+                return f"{package} has no operation that does the same"
             if self.device.kind != "cuda" or importlib.util.find_spec(package) is None:
                 return f"{package} is not installed, or there is no GPU"
         return None
@@ -174,8 +183,7 @@ class FusedContest(Contest):
 
     def both(self, impl: str) -> tuple[Tensor, ...]:
         # A loss may come as fp32 or as its logits do.
-        out = self.forward(impl)
-        outs = out if isinstance(out, tuple) else (out,)
+        outs = _outputs(self.forward(impl))
         grads = [grad.to(x.dtype) for grad, x in zip(self.grad_out, outs, strict=True)]
         return torch.autograd.grad(outs, self.inputs, grads)
 
@@ -185,8 +193,7 @@ class FusedContest(Contest):
         found = []
         for dtype in (torch.float64, self.inputs[0].dtype):
             leaves = [x.detach().to(dtype).requires_grad_() for x in self.inputs]
-            out = self.operation.formula(*leaves, *self.others)
-            outs = out if isinstance(out, tuple) else (out,)
+            outs = _outputs(self.operation.formula(*leaves, *self.others))
             grads = torch.autograd.grad(outs, leaves, [g.to(x.dtype) for g, x in zip(self.grad_out, outs, strict=True)])
             values = dict(zip(self.gradient_names, grads, strict=True))
             values |= {f"out{number}": x.detach() for number, x in enumerate(outs)}
@@ -194,11 +201,7 @@ class FusedContest(Contest):
         return tuple(found)
 
     def verdict(self, name: str, value: Tensor | tuple[Tensor, ...]) -> numerics.Verdict:
-        if name == "out":
-            values = value if isinstance(value, tuple) else (value,)
-            named = {f"out{number}": x for number, x in enumerate(values)}
-        else:
-            named = {name: value}
+        named = {f"out{place}": x for place, x in enumerate(_outputs(value))} if name == "out" else {name: value}
         # What is computed from numbers of 16 bits is as exact as those, whatever its own dtype.
         verdicts = [
             numerics.judge(name, *(_rows(x) for x in (value, *(e[key] for e in self._expected))),
@@ -208,7 +211,7 @@ class FusedContest(Contest):
         return max(verdicts, key=lambda verdict: verdict.budget_fraction)
 
     def described(self) -> dict:
-        rows, columns = self.inputs[0].shape
+        rows, columns = self.inputs[0].reshape(self.shape[0], -1).shape
         precision = numerics.live_precision(self.inputs[0].dtype)
         return {"operation": self.parameters["operation"], "rows": rows, "columns": columns, "precision": precision}
 
@@ -220,15 +223,18 @@ class FusedContest(Contest):
             peak = self.device.peaks.tflops(precision) if self.device.peaks else None
             ceiling = self.ceilings.get(f"gemm {precision}")
             return {"flops": flops, "achieved_tflops": rate, **fractions(rate, ceiling, peak)}
-        elements = forward if name == "forward" else forward + backward
-        num_bytes = elements * self.inputs[0].nbytes
+        num_bytes = (forward + backward * (name != "forward")) * self.inputs[0].nbytes
         rate, peak = num_bytes / seconds / 1e9, self.device.peaks.memory_gb_per_s if self.device.peaks else None
         return {"num_bytes": num_bytes, "achieved_gb_per_s": rate, **fractions(rate, self.ceilings.get("copy"), peak)}
 
 
+def _outputs(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return out if isinstance(out, tuple) else (out,)
+
+
 def _rows(x: Tensor) -> Tensor:
     """Returns x with two dimensions, a vector as one row, in fp64."""
-    return x.detach().double().reshape((1,) * (2 - x.dim()) + tuple(x.shape))
+    return x.detach().double().reshape(-1, x.shape[-1] if x.dim() else 1)
 
 
 @functools.cache
@@ -245,20 +251,14 @@ def _liger(name: str) -> Callable:
 
 
 @functools.cache
-def _quack(name: str) -> Callable:
+def _quack(_name: str) -> Callable:
     import quack
 
-    if name == "rms_norm":
-        return lambda x, w, r: quack.rmsnorm(x, w, residual=r, eps=EPS, prenorm=True)
-    if name == "cross_entropy":
-        return quack.cross_entropy
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy
-
-    return chunked_linear_cross_entropy
+    return lambda x, w, r: quack.rmsnorm(x, w, residual=r, eps=EPS, prenorm=True)
 
 
 PACKAGES = {
     "liger": ("liger_kernel", ("rms_norm", "swiglu", "cross_entropy", "linear_cross_entropy"), _liger),
-    "quack": ("quack", ("rms_norm", "cross_entropy", "linear_cross_entropy"), _quack),
+    "quack": ("quack", ("rms_norm",), _quack),
 }
 """Others' packages by implementation: what to import, the operations that it has, and what gives their functions."""

@@ -74,7 +74,7 @@ def workload_name(steps: pd.DataFrame) -> str:
 
 
 def table_steps(steps: pd.DataFrame, floor: pd.DataFrame) -> pd.DataFrame:
-    """Returns a row for each of our ways on images of one size: times, peak, the products' share, graph breaks."""
+    """Returns a row for each of our ways: times on images of one size and of many, peak, products' share, breaks."""
     result, seen = [], zip(steps["way"], steps["observed"], strict=True)
     breaks = {way: str(observed["breaks_of_one_graph"]) for way, observed in seen if "breaks_of_one_graph" in observed}
     for way in dict.fromkeys(select(measured(steps), workload="A")["way"]):
@@ -85,6 +85,7 @@ def table_steps(steps: pd.DataFrame, floor: pd.DataFrame) -> pd.DataFrame:
             line |= {"with AdamW (ms)": cell(row_of(steps, way, phase="step"), "sustained_ms")}
         line |= {"replayed": "yes" if both.get("is_replayed") else "–"}
         line |= {"both, launched (ms)": launched_ms(both), "peak (GiB)": cell(both, "peak_bytes", gib)}
+        line |= {"many sizes, both (ms)": cell(row_of(steps, way, "B"), "sustained_ms")}
         line |= {"products' share": percent(floor_ms(floor) / both.get("sustained_ms", math.nan))}
         result.append(line | ({"breaks, as one graph": breaks.get(way, "–")} if breaks else {}))
     return pd.DataFrame([row for row in result if not row["way"].startswith("transformers")])
@@ -199,8 +200,8 @@ def against(steps: pd.DataFrame) -> pd.DataFrame:
 def table_sizes(steps: pd.DataFrame) -> pd.DataFrame:
     """Returns forward and backward of images of one size and of many by way, over ours, and what is padded."""
     pairs, result = select(against(steps), phase=BOTH), []
-    ways = [way for way in dict.fromkeys(measured(steps)["way"]) if way not in STEPS[1:-1]]
-    for way in (way for way in ways if not way.startswith("fused, ")):
+    ways = dict.fromkeys(measured(steps)["way"])
+    for way in (way for way in ways if way == OURS or way.startswith(("eager", "transformers"))):
         line = {"way": NAMES.get(way, way)}
         for workload, title in (("A", "one size"), ("B", "many sizes")):
             row, pair = row_of(steps, way, workload), select(pairs, way=way, workload=workload)
