@@ -251,7 +251,9 @@ def _measure_step(live: dict, case: Case, phase: str, ceilings: dict[str, float]
         if not out.isfinite().all():
             raise AssertionError("the output has values that are not finite")
         del out
-    is_captured = device.kind == "cuda" and _can_be_captured(case.parameters["way"])
+    way = case.parameters["way"].removesuffix(COMPILED)
+    # From there on it reads nothing from the device while it runs.
+    is_captured = device.kind == "cuda" and way.split(",")[0] in IMPLS[IMPLS.index("positions") :]
     found, metrics = _timed(device, call, case, is_captured)
     flops = batch.flops * (1 if phase == "forward" else 3)
     metrics |= {"flops": flops, "achieved_tflops": flops / found.timing.median_ms / 1e9}
@@ -260,7 +262,6 @@ def _measure_step(live: dict, case: Case, phase: str, ceilings: dict[str, float]
     metrics |= fractions(metrics["achieved_tflops"], ceilings.get(name), peak)
     metrics |= sustained_metrics(device, found, call, flops=flops, ceiling=ceilings.get(f"sustained {name}"))
     observed = {"num_images": len(batch.grids), "num_patches": len(batch.patches), "is_replayed": is_captured}
-    way = case.parameters["way"].removesuffix(COMPILED)
     if phase == case.phases[-1] and way in IMPLS:  # the last: torch then forgets what it has compiled
         observed["breaks_of_one_graph"] = graph_breaks(device, case.parameters["precision"], way)
     metrics["padded_fraction"] = 1 - len(batch.patches) / (int(batch.grids.prod(1).max()) * len(batch.grids))
@@ -273,11 +274,6 @@ def _timed(device: hardware.Device, call: Callable, case: Case, is_captured: boo
     called, metrics = timed_with_peak(device, time_callable, call, **few)
     metrics |= {"call_ms": called.timing.metrics()["host_median_ms"] or called.timing.median_ms}
     return timed(device, time_callable, call, method="graph", **few) if is_captured else called, metrics
-
-
-def _can_be_captured(way: str) -> bool:
-    """Whether a way reads nothing from the device while it runs."""
-    return way.removesuffix(COMPILED).split(",")[0] in IMPLS[IMPLS.index("positions") :]
 
 
 # ---- modules ----------------------------------------------------------------------------------------------------
@@ -346,8 +342,7 @@ def _measure_floor(device: hardware.Device, case: Case, phase: str) -> Measured:
                     grad @ weight
                     grad.T @ x
 
-    few = {"device_kind": device.kind, "num_warmup": 2, "time_limit_s": case.time_limit_s}
-    found = timed(device, time_callable, products, method="graph" if device.kind == "cuda" else None, **few)
+    found, _ = _timed(device, products, case, device.kind == "cuda")
     flops = sum(2 * rows * before * after for before, after in shapes) * c.num_layers
     flops *= 3 if phase == "forward_backward" else 1
     metrics = {"flops": flops, "achieved_tflops": flops / found.timing.median_ms / 1e9}

@@ -101,13 +101,6 @@ def _flex():
     return make_mask, torch.compile(flex_attention)
 
 
-@torch.compiler.disable(recursive=False)  # in the graph of a compiled layer, the mask's own options would not hold
-def block_mask(images_M: Tensor):
-    """Returns FlexAttention's mask of patches that are of one image."""
-    size = len(images_M)
-    return _flex()[0](lambda _b, _h, q, k: images_M[q] == images_M[k], None, None, size, size, device=images_M.device)
-
-
 def masked_attention(q_MHD: Tensor, k_MHD: Tensor, v_MHD: Tensor, grids_I2: Tensor) -> Tensor:
     """Returns attention within each image (M, H, D), by a mask of which patches are of one image, made here."""
     num_patches, device = q_MHD.shape[0], q_MHD.device
@@ -116,10 +109,16 @@ def masked_attention(q_MHD: Tensor, k_MHD: Tensor, v_MHD: Tensor, grids_I2: Tens
     if device.type != "cuda":
         heads = (x_MHD.transpose(0, 1) for x_MHD in (q_MHD, k_MHD, v_MHD))
         return F.scaled_dot_product_attention(*heads, attn_mask=images_M[:, None] == images_M).transpose(0, 1)
+    create_block_mask, flex_attention = _flex()
     padding = -num_patches % MASK_BLOCK
-    mask = block_mask(F.pad(images_M, (0, padding), value=-1))
+    images_M = F.pad(images_M, (0, padding), value=-1)
+
+    def of_one_image(_batch, _head, query, key):
+        return images_M[query] == images_M[key]
+
+    mask = create_block_mask(of_one_image, None, None, *2 * [num_patches + padding], device=device)
     heads = (F.pad(x, (0, 0, 0, 0, 0, padding)).transpose(0, 1).unsqueeze(0) for x in (q_MHD, k_MHD, v_MHD))
-    return _flex()[1](*heads, block_mask=mask)[0].transpose(0, 1)[:num_patches]
+    return flex_attention(*heads, block_mask=mask)[0].transpose(0, 1)[:num_patches]
 
 
 class Attention(nn.Module):
@@ -148,7 +147,8 @@ class Attention(nn.Module):
             qkv_MF = norm_linear(x_MC, qkv.weight, qkv.bias, norm) if norm else qkv(x_MC)
             out_MHD = self.attend(qkv_MF.unflatten(1, (3, self.num_heads, -1)), cu_seqlens, longest)
         else:
-            qkv_MHD = [getattr(self, f"{x}_proj")(x_MC).unflatten(1, (self.num_heads, -1)) for x in "qkv"]
+            projections = (self.q_proj, self.k_proj, self.v_proj)
+            qkv_MHD = [project(x_MC).unflatten(1, (self.num_heads, -1)) for project in projections]
             if self.step >= CU_SEQLENS:
                 packing = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
                 out_MHD = flash_attention(*qkv_MHD, **packing, max_seqlen_q=longest, max_seqlen_k=longest)
