@@ -819,6 +819,19 @@ def test_loops_are_split_where_splitting_was_seen_to_pay(kernel, dtype, shape, c
     assert choice.work_tiles_of(*given, 5)[1] == 5
 
 
+@pytest.mark.parametrize("dim", [64, 72, 128])
+def test_packed_sequences_have_tiles_of_their_own(dim, monkeypatch):
+    monkeypatch.setattr(choice, "_capability", lambda _: 90)
+    x = torch.empty((500, 2, dim), dtype=torch.bfloat16)
+    layouts, cu_seqlens = (shapes.layout_of(x),) * 3, torch.tensor([0, 100, 500], dtype=torch.int32)
+    packing = shapes.packing_of(x, x, cu_seqlens, cu_seqlens, None, None)
+    for right in (-1, 0):
+        problem = shapes.problem_of(*layouts[:2], -1, right, packing)
+        found = choice.config_for(layouts, problem, "ieee", torch.device("cuda", 0))
+        assert found == select_config(dim, x.dtype, right == 0, 90, batch="packed")
+        assert found != select_config(dim, x.dtype, right == 0, 90) and found.forward.num_warps == 4
+
+
 def test_packed_sequences_are_not_split_and_whole_gradients_not_put_together():
     q = torch.empty((100, 2, 16))
     cu_seqlens = torch.tensor([0, 40, 100])

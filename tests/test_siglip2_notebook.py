@@ -175,7 +175,7 @@ def test_a_table_of_steps_has_launched_and_replayed_times():
     failed = step("attention", 1.0, status="error", reason="boom", observed={}, sustained_ms=None, peak_bytes=None)
     table = report.table_steps(steps(failed), FLOOR).set_index("way")
     fused = table.loc[report.NAMES["fused"]]
-    assert list(fused) == ["30.0", "80.0", "yes", "160", "9.00", "82.0", "75 %", "0"]
+    assert list(fused) == ["30.0", "80.0", "160", "9.00", "82.0", "75 %", "0"]
     assert table.loc[report.NAMES["eager + compile"], "breaks, as one graph"] == "27"
     assert table.loc[report.NAMES["attention"], "both (ms)"] == "error"
     assert not [way for way in table.index if "transformers" in way]
@@ -201,11 +201,18 @@ def test_padding_stands_beside_the_peer_that_pads():
     table = report.table_sizes(steps()).set_index("way")
     peer = table.loc["transformers sdpa"]
     assert (peer["one size, over ours"], peer["many sizes, over ours"]) == ("1.50×", "3.00×")
-    assert (peer["one size, launched (ms)"], peer["padding of many sizes"]) == ("120", "60 %")
+    assert (peer["one size (ms)"], peer["many sizes (ms)"]) == ("120", "246")
     assert not {report.NAMES[way] for way in ("positions", "norm")} & set(table.index)
     same, many = report.findings_sizes(steps())
     assert "ahead in 3 of 3 cases (1.50× to 2.50×, most for eager); launched" in same and "0.750× to 1.25× our" in same
     assert "ahead (3.00×, transformers" in many and many.endswith("Padding, 60 %, makes it 2.50× the rows.")
+
+
+def test_an_encoder_with_others_attention_is_no_peer_but_is_named_where_it_is_ahead():
+    other = step("fused, FlashAttention-3", 74.0, launched=75.0, workload="B")
+    same, many = report.findings_sizes(steps(other))
+    assert "FlashAttention" not in same and "ahead (3.00×, transformers" in many
+    assert "With others' attention in place of ours it takes 0.902× (FlashAttention-3, ours behind) the time." in many
 
 
 def test_published_times_are_of_a_mini_batch_and_of_all_images():

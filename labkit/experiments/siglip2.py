@@ -198,7 +198,8 @@ def _transformers(batch: Batch, way: str) -> tuple[nn.Module, Callable[[], Tenso
         attn_implementation=attention,
     )
     config.vision_use_head = False  # the pooling head has no counterpart in the encoder
-    model = transformers.Siglip2VisionModel(config).to(batch.patches.device, batch.patches.dtype).train()
+    with batch.patches.device:  # where drawing its weights takes no seconds
+        model = transformers.Siglip2VisionModel(config).to(batch.patches.dtype).train()
     sizes = batch.grids.prod(1)
     images = len(sizes), int(sizes.max())
     mask = torch.arange(images[1])[None] < sizes[:, None]

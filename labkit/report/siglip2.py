@@ -83,7 +83,6 @@ def table_steps(steps: pd.DataFrame, floor: pd.DataFrame) -> pd.DataFrame:
         line |= {"both (ms)": cell(both, "sustained_ms")}
         if "step" in set(steps["phase"]):
             line |= {"with AdamW (ms)": cell(row_of(steps, way, phase="step"), "sustained_ms")}
-        line |= {"replayed": "yes" if both.get("is_replayed") else "–"}
         line |= {"both, launched (ms)": launched_ms(both), "peak (GiB)": cell(both, "peak_bytes", gib)}
         line |= {"many sizes, both (ms)": cell(row_of(steps, way, "B"), "sustained_ms")}
         line |= {"products' share": percent(floor_ms(floor) / both.get("sustained_ms", math.nan))}
@@ -161,15 +160,14 @@ def findings_steps(steps: pd.DataFrame, floor: pd.DataFrame) -> list[str]:
             parts[-1] += f", of which the products alone need {percent(floor_ms(floor) / ours['sustained_ms'])}"
         if ours["is_replayed"]:
             parts.append(f"launched from Python instead of replayed {launched_ms(ours)}")
-        sentences.append(f"{'; '.join(parts)}.{_other_attention(steps)}")
+        sentences.append(f"{'; '.join(parts)}.")
     # What failed stands in the table as well, and takes no finding's place.
     return [" ".join([*sentences[:1], *forms.failures(steps)]), *sentences[1:]] if sentences else forms.failures(steps)
 
 
-def _other_attention(steps: pd.DataFrame) -> str:
+def _other_attention(steps: pd.DataFrame, workload: str) -> str:
     """Returns a sentence on the fused encoder with others' attention, " …", or nothing."""
-    pairs = select(against(steps), phase=BOTH, workload="A")
-    pairs = pairs[pairs["way"].str.startswith("fused, Flash")]
+    pairs = select(against(steps), phase=BOTH, workload=workload, way=[f"{OURS}, FlashAttention-{n}" for n in (2, 3)])
     parts = (
         f"{times(row.ratio)} ({row.way.removeprefix('fused, ')}, ours {row.verdict})" for row in pairs.itertuples()
     )
@@ -198,7 +196,7 @@ def against(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def table_sizes(steps: pd.DataFrame) -> pd.DataFrame:
-    """Returns forward and backward of images of one size and of many by way, over ours, and what is padded."""
+    """Returns forward and backward of images of one size and of many by way, and over ours."""
     pairs, result = select(against(steps), phase=BOTH), []
     ways = dict.fromkeys(measured(steps)["way"])
     for way in (way for way in ways if way == OURS or way.startswith(("eager", "transformers"))):
@@ -206,11 +204,8 @@ def table_sizes(steps: pd.DataFrame) -> pd.DataFrame:
         for workload, title in (("A", "one size"), ("B", "many sizes")):
             row, pair = row_of(steps, way, workload), select(pairs, way=way, workload=workload)
             line |= {f"{title} (ms)": cell(row, "sustained_ms")}
-            line |= {f"{title}, launched (ms)": launched_ms(row)} if workload == "A" else {}
             line |= {f"{title}, over ours": times(pair["ratio"].iloc[0]) if len(pair) else "–"}
-        line |= {"many sizes, peak (GiB)": cell(row, "peak_bytes", gib)}
-        padded = row.get("padded_fraction", math.nan) if way.startswith("transformers") else 0.0
-        result.append(line | {"padding of many sizes": percent(padded) if row["status"] == "ok" else "–"})
+        result.append(line | {"many sizes, peak (GiB)": cell(row, "peak_bytes", gib)})
     return pd.DataFrame(result)
 
 
@@ -223,7 +218,8 @@ def findings_sizes(steps: pd.DataFrame) -> list[str]:
         if text := forms.summary(of, lambda row: NAMES.get(row["way"], row["way"])):
             launched = of["launched_ratio"].dropna()
             beside = f"; launched from Python, others take {span(launched)} our time" if len(launched) else ""
-            sentences.append(f"{title}, the fused encoder sustained against the other ways: {text}{beside}.")
+            text = f"the fused encoder sustained against the other ways: {text}{beside}"
+            sentences.append(f"{title}, {text}.{_other_attention(steps, workload)}")
         for padded in of["padded_fraction"][of["padded_fraction"] > 0][:1]:
             sentences[-1] += f" Padding, {percent(padded)}, makes it {times(1 / (1 - padded))} the rows."
     return sentences
