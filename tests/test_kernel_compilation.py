@@ -51,12 +51,15 @@ SERIALISED = re.compile(r"\(C751[0-5]\)")
 pytestmark = pytest.mark.skipif(kernels.IS_INTERPRETED, reason="interpreted kernels are not compiled")
 
 
-def compile_kernel(kernel, tile, head_dim, dtype, capability, *, masked, precision="ieee", even=True, split_k=False):
+def compile_kernel(
+    kernel, tile, head_dim, dtype, capability, *, masked, precision="ieee", even=True, split_k=False, packed=False
+):
     """Returns (compiled kernel, what ptxas said) of one configuration, specialised as for dense tensors."""
+    even = even and not packed
     flags = dense_flags(head_dim, dtype, masked, precision, even) | {
-        "BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, "IS_PACKED": False, "SPLIT_K": split_k,
+        "BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, "IS_PACKED": packed, "SPLIT_K": split_k,
         "UNMASKED_LOOP": tile.unmasked_loop and not split_k and (kernel == "dkdv" or masked or even),
-        "cu_q_ptr": None, "cu_k_ptr": None, "first_program": None,
+        "first_program": None, **({} if packed else {"cu_q_ptr": None, "cu_k_ptr": None}),
     }  # fmt: skip
     in_fp32 = split_k or precision in kernels.BF16_SLICES
     return compile_dense(KERNELS[kernel], flags, head_dim, dtype, capability, tile.num_warps, tile.num_stages, in_fp32)
@@ -85,6 +88,8 @@ def compile_dense(function, flags, head_dim, dtype, capability, num_warps, num_s
             signature[name] = "*fp32" if statistic or (is_result and in_fp32) else f"*{dtype}"
             if name.endswith("_slices_ptr"):
                 signature[name] = "*bf16"
+            elif name.startswith("cu_"):
+                signature[name] = "*i32"
             divisible = True
         elif name.startswith("stride_"):
             signature[name] = "i32"
@@ -141,11 +146,13 @@ def check_tuned(compiled, log: str) -> None:
         (72, False, {"even": False}), *more((128, True, {"even": False})),
         # Split-K, at the head dimensions that the Hopper kernels leave to these, whose bound is that of 64.
         (64, True, {"split_k": True}),
+        (72, False, {"packed": True}), *more(*((d, m, {"packed": True}) for d in (64, 96, 128) for m in (True, False))),
     ],
     ids=str,
 )  # fmt: skip
 def test_tuned_tiles_on_hopper_neither_spill_nor_serialise(head_dim, masked, options, kernel):
-    tile = getattr(choice.select_config(head_dim, torch.bfloat16, masked, 90), kernel)
+    batch = "packed" if "packed" in options else ""
+    tile = getattr(choice.select_config(head_dim, torch.bfloat16, masked, 90, batch=batch), kernel)
     check_tuned(*compile_kernel(kernel, tile, head_dim, "bf16", 90, masked=masked, **options))
 
 

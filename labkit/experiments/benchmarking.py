@@ -215,18 +215,14 @@ def _measure_timer(device: hardware.Device, case: Case, method: str) -> Measured
     target.fill_(float("nan"))
     negate = functools.partial(torch.neg, out=target)
     if method == "independent":
-        found = timed(device, _time_independently, device, negate, source)
+        samples = (_time_queued_calls(device, negate, source, num_calls=30) for _ in range(5))
+        found = timed(device, lambda: Timing(tuple(samples), "independent", 1, "fixed count"))
     else:
         found = timed_call(device, negate, source, method=method)
     if not torch.equal(target, -source):
         raise AssertionError("the timed kernel's result is wrong")
     rate = copy_rate(device, source, found.timing.median_ms)
     return found.measured(rate, {"kind": "negate"}, {"num_bytes": source.nbytes})
-
-
-def _time_independently(device: hardware.Device, function: Callable, source: torch.Tensor) -> Timing:
-    samples = [_time_queued_calls(device, function, source, num_calls=30) for _ in range(5)]
-    return Timing(tuple(samples), "independent", 1, "fixed count")
 
 
 def _time_queued_calls(device: hardware.Device, function: Callable, source: torch.Tensor, num_calls: int) -> float:

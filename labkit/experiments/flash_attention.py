@@ -160,8 +160,9 @@ class AttentionContest(Contest):
 
     def observed(self, impl: str) -> dict:
         observed = {"ran": what_runs(impl, self.like, self.like, causal=self.shape.causal), "auto": self.auto}
-        if (products := _products(impl, self.like)) and self.like.dtype == torch.float32:
-            observed["products"] = products
+        options = OUR_OPTIONS.get(impl, {})
+        if options.get("impl") == "triton" and self.like.dtype == torch.float32:  # several products may make one
+            observed["products"] = labkit_flash.resolve_precision(self.like, options.get("precision", "auto"))
         if observed["ran"].startswith("gluon"):
             observed["backward"] = labkit_flash.resolve_backward(
                 self.like, self.like, "gluon", causal=self.shape.causal
@@ -184,13 +185,6 @@ def _flop_rates(
     # Some kernels multiply fp32 as several products of TF32, and the peak of plain fp32 is not theirs.
     peak = device.peaks.tflops("tf32" if precision == "fp32" else precision) if device.peaks else None
     return {"flops": flops, "achieved_tflops": rate, **fractions(rate, ceilings.get(f"gemm {precision}"), peak)}
-
-
-def _products(impl: str, like: Tensor) -> str | None:
-    """Returns which products of fp32 the Triton kernels are told to run; None for an implementation without them."""
-    options = OUR_OPTIONS.get(impl, {})
-    is_ours = options.get("impl") == "triton"
-    return labkit_flash.resolve_precision(like, options.get("precision", "auto")) if is_ours else None
 
 
 class WeightedSumContest(Contest):

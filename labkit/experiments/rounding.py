@@ -19,11 +19,6 @@ TRACE_EVERY = 10
 """Additions between two recorded running sums."""
 
 
-def _random(*shape: int, seed: int = 0) -> Tensor:
-    """Returns standard normal numbers, the same on every device."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 def measure_sum(device: hardware.Device, parameters: dict) -> Measured:
     """Returns 0.01 added a thousand times: the running sum, the rounding of its binades, where it comes to a halt."""
     term = torch.tensor(TERM, dtype=DTYPES[parameters["term"]], device=device.kind)
@@ -83,7 +78,8 @@ def measure_normalisation(device: hardware.Device, parameters: dict) -> Measured
     norm, shape = parameters["norm"], (parameters["rows"], parameters["features"])
     offset, epsilon = NORM_SETTINGS[parameters["setting"]]
     dtype, statistics_name = DTYPES[parameters["input"]], parameters["statistics"]
-    x = ((_random(*shape) + offset) * parameters["scale"]).to(dtype).to(device.kind)
+    drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(0))  # the same on every device
+    x = ((drawn + offset) * parameters["scale"]).to(dtype).to(device.kind)
     if not x.isfinite().all():
         raise Skip(f"the input itself overflows {parameters['input']}")
     exact, exact_square = normalise(x.to(fp64_device(device.kind)).double(), norm, epsilon, torch.float64)

@@ -75,12 +75,7 @@ class Way:
     autocast: bool = True
 
 
-def _adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, **ADAMW)
-
-
-def _sharded_adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    return ShardedOptimizer(parameters, torch.optim.AdamW, **ADAMW)
+_adamw = functools.partial(torch.optim.AdamW, **ADAMW)
 
 
 def _zero_adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
@@ -98,7 +93,7 @@ WAYS = {
     **{f"bucketed {mb} MB": Way(wrap, _adamw) for mb, wrap in _BUCKETED.items()},
     "bucketed copy": Way(_ours(data_parallel.BucketedDataParallel, bucket_size_mb=100, transport="copy"), _adamw),
     "ddp": Way(_ddp, _adamw),
-    "sharded optimizer": Way(_BUCKETED[100], _sharded_adamw),
+    "sharded optimizer": Way(_BUCKETED[100], lambda ps: ShardedOptimizer(ps, torch.optim.AdamW, **ADAMW)),
     "zero redundancy": Way(_ddp, _zero_adamw),
     "fsdp": Way(_fsdp(), _adamw, autocast=False),
     "fsdp copy": Way(_fsdp(transport="copy"), _adamw, autocast=False),
@@ -160,17 +155,13 @@ class _Run:
         self.memory |= {"after_step_bytes": _allocated(), "peak_bytes": peak} | self._components()
         self.memory = {name: value for name, value in self.memory.items() if value is not None}
         if self.compile == "graph":
-            self._capture()
+            self.optimizer.zero_grad()
+            # The graph holds a step's collectives too, and NCCL's own threads may ask for events meanwhile.
+            self.graph = captured_once(self.step, error_mode="thread_local")
             self.step()
         loss = self.losses[-1].clone()
         dist.all_reduce(loss)
         return loss.item() / dist.get_world_size()
-
-    def _capture(self) -> None:
-        """Makes a CUDA graph of a whole step, collectives and optimizer included, that every later step replays."""
-        self.optimizer.zero_grad()
-        # NCCL's own threads may ask for events meanwhile.
-        self.graph = captured_once(self.step, error_mode="thread_local")
 
     def _components(self) -> dict[str, int]:
         local = [getattr(p, "_local_tensor", p) for p in self.model.parameters()]

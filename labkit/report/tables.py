@@ -142,7 +142,9 @@ def without_constants(frame: pd.DataFrame) -> tuple[pd.DataFrame, str]:
 
 def to_markdown(frame: pd.DataFrame) -> str:
     """Returns a Markdown table; numbers and statuses to the right, pipes and angle brackets escaped."""
-    rules = ["---" if name in WORDS or _is_text(frame[name]) else "---:" for name in frame]
+    texts = {name: [str(value) for value in frame[name].tolist()] for name in frame}
+    has_words = {name: any(re.search(r"[A-Za-z]{4}", x) and x not in STATUSES for x in texts[name]) for name in frame}
+    rules = ["---" if name in WORDS or has_words[name] else "---:" for name in frame]
     columns = [[escaped(value) for value in frame[name].tolist()] for name in frame.columns]
     rows = [[escaped(name) for name in frame.columns], *zip(*columns, strict=True)]
     head, *lines = ["".join(f"| {text} " if text else "| " for text in row) + "|" for row in rows]
@@ -168,8 +170,3 @@ def escaped(value: object) -> str:
     """Returns `value` as it may stand in a Markdown table: no column, no HTML tag comes out of it."""
     text = " ".join(str(value).split()).replace("|", "\\|")
     return text if text.startswith("`") else re.sub(r"(?<!\\)<", "&lt;", text)  # inside code, Markdown escapes it
-
-
-def _is_text(column: pd.Series) -> bool:
-    """Returns whether a column holds words rather than numbers and statuses."""
-    return any(re.search(r"[A-Za-z]{4}", text) and text not in STATUSES for text in map(str, column.tolist()))

@@ -427,9 +427,8 @@ def _blocks(tile: TileConfig, kernel: str) -> tuple[int, int]:
 def num_work_tiles_of(problem: Problem, tile: TileConfig, kernel: str) -> int:
     """Returns how many tiles of own rows a kernel has, of all heads and batches; it loops over the other length."""
     own, _ = _blocks(tile, kernel)
-    keys, queries = (problem.max_keys, problem.num_key_heads), (problem.max_queries, problem.num_heads)
-    length, num_heads = keys if kernel == "dkdv" else queries
-    return triton.cdiv(length, own) * num_heads * problem.num_batches
+    num_heads = problem.num_key_heads if kernel == "dkdv" else problem.num_heads
+    return problem.num_tiles(own, of_keys=kernel == "dkdv") * num_heads
 
 
 def joint_tiles(

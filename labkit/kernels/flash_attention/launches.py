@@ -98,16 +98,12 @@ def _dense(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _is_wide(layouts: tuple[Layout, ...], block: int, head_dim: int) -> bool:
-    """Whether a single tile spans 2³¹ elements, so that offsets inside it need int64."""
-    return any(block * abs(x.strides[-2]) + 2 * head_dim * abs(x.strides[-1]) >= 2**31 for x in layouts)
-
-
 def _kernel_flags(
     layouts: tuple[Layout, ...], problem: Problem, tile: TileConfig, precision: str, num_splits: int
 ) -> dict:
     alignment = alignment_of(*layouts)
     block_d, tail_d = split_head_dim(problem.head_dim, aligned=alignment > 1)
+    block, columns = max(tile.block_q, tile.block_k), 2 * problem.head_dim
     return {
         "HEAD_DIM": problem.head_dim,
         "BLOCK_D": block_d,
@@ -120,7 +116,8 @@ def _kernel_flags(
         "SPLIT_K": num_splits > 1,
         "PRECISION": precision,
         "ALIGNMENT": alignment,
-        "WIDE": _is_wide(layouts, max(tile.block_q, tile.block_k), problem.head_dim),
+        # A tile that spans 2³¹ elements: offsets inside it need int64.
+        "WIDE": any(block * abs(x.strides[-2]) + columns * abs(x.strides[-1]) >= 2**31 for x in layouts),
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
@@ -258,6 +255,7 @@ def _plan_forward(q: Layout, k: Layout, v: Layout, call: Call) -> tuple[Layout, 
         problem.num_heads // problem.num_key_heads,
         problem.max_queries,
         problem.max_keys,
+        problem.num_batches,
         call.scale * LOG2_E,
         problem.left,
         problem.right,
@@ -296,15 +294,13 @@ def _delta_launch(
     out: Layout, grad_out: Layout, lse: Layout, problem: Problem, statistics_strides: tuple[int, int]
 ) -> Launch:
     packed = problem.packed
-    padded_queries = triton.cdiv(problem.max_queries, STATISTICS_PADDING) * STATISTICS_PADDING
-    num_tiles = padded_queries // DELTA_BLOCK_Q
     numbers = (
         *_strides(out.as_4d(packed), grad_out.as_4d(packed)),
         *((0, lse.strides[0]) if packed else (*lse.strides[:-1], 0)[:2]),
         *statistics_strides,
         problem.num_heads,
         problem.max_queries,
-        num_tiles,
+        problem.num_batches,
     )
     flags = {
         "HEAD_DIM": problem.head_dim,
@@ -313,7 +309,8 @@ def _delta_launch(
         "IS_PACKED": packed,
         "PADDING": STATISTICS_PADDING,
     }
-    grid = (num_tiles * problem.num_heads * problem.num_batches,)
+    num_tiles = problem.num_tiles(STATISTICS_PADDING) * (STATISTICS_PADDING // DELTA_BLOCK_Q)
+    grid = (num_tiles * problem.num_heads,)
     return Launch(flash_attention_bwd_delta_kernel, grid, flags, numbers)
 
 
@@ -345,7 +342,8 @@ class _Gradients(NamedTuple):
     def numbers(self, *own: int) -> tuple[int | float, ...]:
         """Returns what follows the strides: a kernel's own numbers, then those of all."""
         problem, scale = self.problem, self.call.scale
-        group, lengths = problem.num_heads // problem.num_key_heads, (problem.max_queries, problem.max_keys)
+        group = problem.num_heads // problem.num_key_heads
+        lengths = (problem.max_queries, problem.max_keys, problem.num_batches)
         return *self.statistics_strides, *own, group, *lengths, scale * LOG2_E, scale, problem.left, problem.right
 
 

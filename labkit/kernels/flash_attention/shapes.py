@@ -66,7 +66,7 @@ def alignment_of(*layouts: Layout) -> int:
 
 @dataclass(frozen=True)
 class Problem:
-    """What the kernels are told beyond the tensors; lengths are the longest of a packed batch."""
+    """What the kernels are told beyond the tensors; lengths are the longest of a packed batch, rows all of q and k."""
 
     num_batches: int
     num_heads: int
@@ -77,6 +77,13 @@ class Problem:
     left: int
     right: int
     packed: bool
+    num_rows: tuple[int, int]
+
+    def num_tiles(self, block: int, of_keys: bool = False) -> int:
+        """Returns how many tiles of so many rows all sequences have, as `_sequence_of` counts those of packed ones."""
+        if self.packed:
+            return self.num_rows[of_keys] // block + self.num_batches
+        return -(-(self.max_keys if of_keys else self.max_queries) // block) * self.num_batches
 
 
 class Packing(NamedTuple):
@@ -135,12 +142,13 @@ def problem_of(q: Layout, k: Layout, left: int, right: int, packing: Packing | N
     packed = packing is not None
     (num_batches, num_heads, max_queries, head_dim), key_shape = q.as_4d(packed).shape, k.as_4d(packed).shape
     num_key_heads, max_keys = key_shape[1:3]
+    rows = (max_queries, max_keys)
     if packed:
         num_batches, max_queries, max_keys = packing[:3]
     # A limit that no pair of positions reaches is none, and its loop then costs nothing.
     left = -1 if left >= max_keys else left
     right = -1 if right >= max_queries else right
-    return Problem(num_batches, num_heads, num_key_heads, max_queries, max_keys, head_dim, left, right, packed)
+    return Problem(num_batches, num_heads, num_key_heads, max_queries, max_keys, head_dim, left, right, packed, rows)
 
 
 def with_heads(x: Tensor) -> Tensor:

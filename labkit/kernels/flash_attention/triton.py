@@ -60,8 +60,8 @@ SECTION_TILES = tl.constexpr(512)
 
 # Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them anew.
 LENGTHS = (
-    "max_queries", "max_keys", "num_heads", "num_key_heads", "num_tiles", "left", "right", "num_splits",
-    "num_dkdv_programs",
+    "max_queries", "max_keys", "num_heads", "num_key_heads", "left", "right", "num_splits", "num_dkdv_programs",
+    "num_sequences",
 )  # fmt: skip
 
 
@@ -212,6 +212,20 @@ def _sequence(cu_ptr, batch, max_length, IS_PACKED: tl.constexpr):
 
 
 @triton.jit
+def _sequence_of(tile, cu_ptr, num_sequences, BLOCK: tl.constexpr):
+    """The sequence that a tile of a packed batch is of, and its number there: those of b begin at cu[b] // BLOCK + b.
+
+    So a sequence has enough of them, the last perhaps past its end, and all sequences together few more than enough.
+    """
+    batch, end = tl.cast(0, tl.int32), num_sequences
+    while end - batch > 1:
+        middle = (batch + end) // 2
+        is_before = tl.load(cu_ptr + middle) // BLOCK + middle <= tile
+        batch, end = tl.where(is_before, middle, batch), tl.where(is_before, end, middle)
+    return batch, tile - (tl.load(cu_ptr + batch) // BLOCK + batch).to(tl.int32)
+
+
+@triton.jit
 def _statistics_row(first_q, batch, IS_PACKED: tl.constexpr, PADDING: tl.constexpr):
     """Where a sequence's row statistics begin: sequences are padded so that whole tiles load without a mask."""
     row = first_q
@@ -271,16 +285,18 @@ def _query_ranges(
 
 @triton.jit
 def _decode_program_id(
-    first_program, num_tiles, num_heads, num_splits,
-    UNEQUAL: tl.constexpr, LONGEST_LAST: tl.constexpr, SPLIT_K: tl.constexpr,
+    first_program, max_length, num_heads, num_splits, cu_ptr, num_sequences, BLOCK: tl.constexpr,
+    UNEQUAL: tl.constexpr, LONGEST_LAST: tl.constexpr, SPLIT_K: tl.constexpr, IS_PACKED: tl.constexpr,
 ):  # fmt: skip
-    """A program's tile, head, batch and split, and the place of its result among those of all splits.
+    """A program's tile of BLOCK rows, head, batch and split, and the place of its result among those of all splits.
 
     UNEQUAL: the tiles with the longest loops start first, so that they do not end last: a causal head's last queries
     (LONGEST_LAST), or its first keys. With splits that order is over all heads; without, over sections of heads whose
     keys stay in the cache, and where programs are few (`first_program` is given) over one head after another.
     """
-    program = tl.program_id(0)
+    program, num_tiles = tl.program_id(0), tl.cdiv(max_length, BLOCK)
+    if IS_PACKED:
+        num_tiles = tl.num_programs(0) // num_heads
     if first_program is not None:
         program -= first_program
     if SPLIT_K:
@@ -308,6 +324,8 @@ def _decode_program_id(
         result = batch
     if LONGEST_LAST:
         tile = num_tiles - 1 - tile
+    if IS_PACKED:
+        batch, tile = _sequence_of(tile, cu_ptr, num_sequences, BLOCK)
     return tile, head, batch, split, result
 
 
@@ -342,7 +360,7 @@ def flash_attention_fwd_kernel(
     stride_vb, stride_vh, stride_vs, stride_vd,
     stride_ob, stride_oh, stride_os, stride_od,
     stride_lb, stride_lh,
-    num_heads, group, max_queries, max_keys, scale_log2, left, right, num_splits,
+    num_heads, group, max_queries, max_keys, num_sequences, scale_log2, left, right, num_splits,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_PACKED: tl.constexpr, SPLIT_K: tl.constexpr,
@@ -353,10 +371,10 @@ def flash_attention_fwd_kernel(
 
     SPLIT_K: over one of `num_splits` parts of their keys; the results of a split lie behind those of the one before.
     """
-    num_tiles = tl.cdiv(max_queries, BLOCK_Q)
     tile, head, batch, split, result = _decode_program_id(
-        None, num_tiles, num_heads, num_splits, HAS_RIGHT and not HAS_LEFT, HAS_RIGHT, SPLIT_K
-    )
+        None, max_queries, num_heads, num_splits, cu_q_ptr, num_sequences, BLOCK_Q,
+        HAS_RIGHT and not HAS_LEFT, HAS_RIGHT, SPLIT_K, IS_PACKED,
+    )  # fmt: skip
     first_q, num_queries = _sequence(cu_q_ptr, batch, max_queries, IS_PACKED)
     first_k, num_keys = _sequence(cu_k_ptr, batch, max_keys, IS_PACKED)
     q_begin = tile * BLOCK_Q
@@ -456,7 +474,7 @@ def flash_attention_bwd_delta_kernel(
     stride_ob, stride_oh, stride_os, stride_od,
     stride_gb, stride_gh, stride_gs, stride_gd,
     stride_lb, stride_lh, stride_pb, stride_ph,
-    num_heads, max_queries, num_tiles,
+    num_heads, max_queries, num_sequences,
     HEAD_DIM: tl.constexpr, PADDED_D: tl.constexpr, BLOCK_Q: tl.constexpr,
     IS_PACKED: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
@@ -466,9 +484,13 @@ def flash_attention_bwd_delta_kernel(
     """
     # Heads one after another: where they lie inside the rows, neighbours read the same rows.
     head = tl.program_id(0) % num_heads
-    batch = tl.program_id(0) // num_heads // num_tiles
+    begin = tl.program_id(0) // num_heads * BLOCK_Q
+    tile, num_tiles = begin // PADDING, tl.cdiv(max_queries, PADDING)
+    batch, tile = tile // num_tiles, tile % num_tiles
+    if IS_PACKED:
+        batch, tile = _sequence_of(begin // PADDING, cu_q_ptr, num_sequences, PADDING)
     first_q, num_queries = _sequence(cu_q_ptr, batch, max_queries, IS_PACKED)
-    rows = tl.program_id(0) // num_heads % num_tiles * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    rows = tile * PADDING + begin % PADDING + tl.arange(0, BLOCK_Q)
     mask = rows < num_queries
     cols = tl.arange(0, PADDED_D)
     inside = mask[:, None] & (cols < HEAD_DIM)[None, :]
@@ -501,8 +523,8 @@ def flash_attention_bwd_dkdv_kernel(
     stride_dkb, stride_dkh, stride_dks, stride_dkd,
     stride_dvb, stride_dvh, stride_dvs, stride_dvd,
     stride_pb, stride_ph,
-    num_key_heads, group, max_queries, max_keys, scale_log2, scale, left, right, num_splits, first_program,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
+    num_key_heads, group, max_queries, max_keys, num_sequences, scale_log2, scale, left, right, num_splits,
+    first_program, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_PACKED: tl.constexpr, SPLIT_K: tl.constexpr,
     PRECISION: tl.constexpr, ALIGNMENT: tl.constexpr, WIDE: tl.constexpr, UNMASKED_LOOP: tl.constexpr,
@@ -513,10 +535,10 @@ def flash_attention_bwd_dkdv_kernel(
     SPLIT_K: over one of `num_splits` parts of the queries; the results of a split lie behind those of the one before.
     `first_program`: where not all programs of the launch are this kernel's, the first that is; None else.
     """
-    num_tiles = tl.cdiv(max_keys, BLOCK_K)
     tile, head, batch, split, result = _decode_program_id(
-        first_program, num_tiles, num_key_heads, num_splits, HAS_RIGHT and not HAS_LEFT, False, SPLIT_K
-    )
+        first_program, max_keys, num_key_heads, num_splits, cu_k_ptr, num_sequences, BLOCK_K,
+        HAS_RIGHT and not HAS_LEFT, False, SPLIT_K, IS_PACKED,
+    )  # fmt: skip
     first_q, num_queries = _sequence(cu_q_ptr, batch, max_queries, IS_PACKED)
     first_k, num_keys = _sequence(cu_k_ptr, batch, max_keys, IS_PACKED)
     k_begin = tile * BLOCK_K
@@ -634,7 +656,7 @@ def flash_attention_bwd_dq_kernel(
     stride_gb, stride_gh, stride_gs, stride_gd,
     stride_dqb, stride_dqh, stride_dqs, stride_dqd,
     stride_pb, stride_ph,
-    num_heads, group, max_queries, max_keys, scale_log2, scale, left, right, num_splits, first_program,
+    num_heads, group, max_queries, max_keys, num_sequences, scale_log2, scale, left, right, num_splits, first_program,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IS_PACKED: tl.constexpr, SPLIT_K: tl.constexpr,
@@ -642,10 +664,10 @@ def flash_attention_bwd_dq_kernel(
     PADDING: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """One program: ∂Q of BLOCK_Q queries of one head; SPLIT_K and first_program as in the kernels above."""
-    num_tiles = tl.cdiv(max_queries, BLOCK_Q)
     tile, head, batch, split, result = _decode_program_id(
-        first_program, num_tiles, num_heads, num_splits, HAS_RIGHT and not HAS_LEFT, HAS_RIGHT, SPLIT_K
-    )
+        first_program, max_queries, num_heads, num_splits, cu_q_ptr, num_sequences, BLOCK_Q,
+        HAS_RIGHT and not HAS_LEFT, HAS_RIGHT, SPLIT_K, IS_PACKED,
+    )  # fmt: skip
     first_q, num_queries = _sequence(cu_q_ptr, batch, max_queries, IS_PACKED)
     first_k, num_keys = _sequence(cu_k_ptr, batch, max_keys, IS_PACKED)
     q_begin = tile * BLOCK_Q
@@ -744,8 +766,8 @@ def flash_attention_bwd_kernel(
     stride_dvb, stride_dvh, stride_dvs, stride_dvd,
     stride_dqb, stride_dqh, stride_dqs, stride_dqd,
     stride_pb, stride_ph,
-    num_dkdv_programs, num_heads, num_key_heads, group, max_queries, max_keys, scale_log2, scale, left, right,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
+    num_dkdv_programs, num_heads, num_key_heads, group, max_queries, max_keys, num_sequences, scale_log2, scale,
+    left, right, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
     DKDV_BLOCK_Q: tl.constexpr, DKDV_BLOCK_K: tl.constexpr, DQ_BLOCK_Q: tl.constexpr, DQ_BLOCK_K: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     PRECISION: tl.constexpr, ALIGNMENT: tl.constexpr, WIDE: tl.constexpr,
@@ -763,7 +785,7 @@ def flash_attention_bwd_kernel(
             stride_dkb, stride_dkh, stride_dks, stride_dkd,
             stride_dvb, stride_dvh, stride_dvs, stride_dvd,
             stride_pb, stride_ph,
-            num_key_heads, group, max_queries, max_keys, scale_log2, scale, left, right, 1, 0,
+            num_key_heads, group, max_queries, max_keys, num_sequences, scale_log2, scale, left, right, 1, 0,
             HEAD_DIM, BLOCK_D, TAIL_D, DKDV_BLOCK_Q, DKDV_BLOCK_K, HAS_LEFT, HAS_RIGHT, False, False,
             PRECISION, ALIGNMENT, WIDE, DKDV_UNMASKED_LOOP, PADDING, EVEN_Q,
         )  # fmt: skip
@@ -776,8 +798,8 @@ def flash_attention_bwd_kernel(
             stride_gb, stride_gh, stride_gs, stride_gd,
             stride_dqb, stride_dqh, stride_dqs, stride_dqd,
             stride_pb, stride_ph,
-            num_heads, group, max_queries, max_keys, scale_log2, scale, left, right, 1, num_dkdv_programs,
-            HEAD_DIM, BLOCK_D, TAIL_D, DQ_BLOCK_Q, DQ_BLOCK_K, HAS_LEFT, HAS_RIGHT, False, False,
+            num_heads, group, max_queries, max_keys, num_sequences, scale_log2, scale, left, right, 1,
+            num_dkdv_programs, HEAD_DIM, BLOCK_D, TAIL_D, DQ_BLOCK_Q, DQ_BLOCK_K, HAS_LEFT, HAS_RIGHT, False, False,
             PRECISION, ALIGNMENT, WIDE, DQ_UNMASKED_LOOP, PADDING, EVEN_K,
         )  # fmt: skip
 
