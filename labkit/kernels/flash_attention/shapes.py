@@ -80,7 +80,7 @@ class Problem:
     num_rows: tuple[int, int]
 
     def num_tiles(self, block: int, of_keys: bool = False) -> int:
-        """Returns how many tiles of so many rows all sequences have, as `_sequence_of` counts those of packed ones."""
+        """Returns how many tiles of `block` rows all sequences have; those of packed ones are as in `_sequence_of`."""
         if self.packed:
             return self.num_rows[of_keys] // block + self.num_batches
         return -(-(self.max_keys if of_keys else self.max_queries) // block) * self.num_batches

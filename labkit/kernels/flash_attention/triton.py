@@ -213,9 +213,9 @@ def _sequence(cu_ptr, batch, max_length, IS_PACKED: tl.constexpr):
 
 @triton.jit
 def _sequence_of(tile, cu_ptr, num_sequences, BLOCK: tl.constexpr):
-    """The sequence that a tile of a packed batch is of, and its number there: those of b begin at cu[b] // BLOCK + b.
+    """The sequence that a tile of a packed batch belongs to, and the tile's number there.
 
-    So a sequence has enough of them, the last perhaps past its end, and all sequences together few more than enough.
+    The tiles of sequence b begin at cu[b] // BLOCK + b. Each has enough of them; its last may lie past its end.
     """
     batch, end = tl.cast(0, tl.int32), num_sequences
     while end - batch > 1:
