@@ -279,15 +279,10 @@ def _plan_forward(q: Layout, k: Layout, v: Layout, call: Call) -> tuple[Layout, 
     return out, lse_shape, run
 
 
-def _statistics_shape(q: Layout, problem: Problem) -> tuple[int, int, int]:
-    """Sets, heads and padded rows of the row statistics of a backward.
-
-    A packed sequence starts on a boundary of its own, at most one padding after each sequence before it.
-    """
-    num_sets, num_rows = problem.num_batches, problem.max_queries
-    if problem.packed:
-        num_sets, num_rows = 1, q.as_4d(True).shape[-2] + STATISTICS_PADDING * problem.num_batches
-    return num_sets, problem.num_heads, triton.cdiv(num_rows, STATISTICS_PADDING) * STATISTICS_PADDING
+def _statistics_shape(problem: Problem) -> tuple[int, int, int]:
+    """Sets, heads and padded rows of the row statistics of a backward; those of packed sequences are one set."""
+    num_sets = 1 if problem.packed else problem.num_batches
+    return num_sets, problem.num_heads, problem.num_tiles(STATISTICS_PADDING) // num_sets * STATISTICS_PADDING
 
 
 def _delta_launch(
@@ -434,7 +429,7 @@ def _plan_backward(
     problem = problem_of(q, k, call.left, call.right, call.packing)
     grads = grads or tuple(x.dense() for x in (q, k, v))
     grads_4d = tuple(x.as_4d(packed) for x in grads)
-    num_sets, num_heads, num_rows = _statistics_shape(q, problem)
+    num_sets, num_heads, num_rows = _statistics_shape(problem)
     # The statistics of a packed batch are one set.
     statistics_strides = (0 if packed else num_heads * num_rows, num_rows)
     copies_grad_out = precision not in BF16_SLICES and alignment_of(grad_out) == 1 and alignment_of(q, k, v) > 1

@@ -485,10 +485,11 @@ def flash_attention_bwd_delta_kernel(
     # Heads one after another: where they lie inside the rows, neighbours read the same rows.
     head = tl.program_id(0) % num_heads
     begin = tl.program_id(0) // num_heads * BLOCK_Q
-    tile, num_tiles = begin // PADDING, tl.cdiv(max_queries, PADDING)
-    batch, tile = tile // num_tiles, tile % num_tiles
     if IS_PACKED:
         batch, tile = _sequence_of(begin // PADDING, cu_q_ptr, num_sequences, PADDING)
+    else:
+        num_tiles = tl.cdiv(max_queries, PADDING)
+        batch, tile = begin // PADDING // num_tiles, begin // PADDING % num_tiles
     first_q, num_queries = _sequence(cu_q_ptr, batch, max_queries, IS_PACKED)
     rows = tile * PADDING + begin % PADDING + tl.arange(0, BLOCK_Q)
     mask = rows < num_queries
