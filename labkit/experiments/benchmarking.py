@@ -215,8 +215,8 @@ def _measure_timer(device: hardware.Device, case: Case, method: str) -> Measured
     target.fill_(float("nan"))
     negate = functools.partial(torch.neg, out=target)
     if method == "independent":
-        samples = (_time_queued_calls(device, negate, source, num_calls=30) for _ in range(5))
-        found = timed(device, lambda: Timing(tuple(samples), "independent", 1, "fixed count"))
+        call = functools.partial(_time_queued_calls, device, negate, source, num_calls=30)
+        found = timed(device, lambda: Timing(tuple(call() for _ in range(5)), "independent", 1, "fixed count"))
     else:
         found = timed_call(device, negate, source, method=method)
     if not torch.equal(target, -source):
