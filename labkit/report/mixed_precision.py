@@ -292,13 +292,17 @@ def table_gains(steps: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(result)
 
 
+def _of_gpu(profiles: pd.DataFrame | None) -> bool:
+    return profiles is not None and len(profiles) > 0 and profiles.attrs.get("device_kind") == "cuda"
+
+
 def findings_gains(steps: pd.DataFrame, profiles: pd.DataFrame | None = None) -> list[str]:
     """Says what bf16 autocast gives in time, by 02's `profiles` too, what fp16 and pure bf16 give, and peaks."""
     sentences, rows, own = [], select(gains(steps, "01"), precision="bf16"), gains(steps, "03")
     if len(busy := rows[~rows["launch_bound"]]):
         text = f"Where the device is busy, bf16 autocast is {forms.summary(busy, case_name)} against fp32, call time"
         sentences.append(f"{text}: the larger the model, the more of a pass is matrix products.")
-        if profiles is not None and len(profiles) and profiles.attrs.get("device_kind") == "cuda":
+        if _of_gpu(profiles):
             kernels, keys = whole_steps(profiles, attention="eager"), ["size", "context", "phase"]
             kernels = forms.pairs(kernels, "precision", "fp32", keys=keys, value="step_kernel_ms")
             sentences[0] += f" By a step's kernels alone, whatever its host, {forms.summary(kernels, case_name)}."
@@ -356,7 +360,7 @@ def findings_casts(operators: pd.DataFrame, profiles: pd.DataFrame | None = None
     if parts:
         why = "a weight is cast once a pass, an activation wherever an operator in fp32 and a product meet"
         sentences.append(f"bf16 autocast adds operators to fp32's: {listing(parts)}; {why}.")
-    if profiles is not None and len(profiles) and profiles.attrs.get("device_kind") == "cuda":
+    if _of_gpu(profiles):
         theirs = published.load("attention_scores_precision")
         theirs = theirs.pivot(index="model", columns="dtype", values="attention_scores_ms")
         ours = select(attention_times(profiles), attention="eager", context=(context := profiles["context"].min()))
