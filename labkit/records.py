@@ -460,14 +460,15 @@ class RecordStore:
 
 
 def newest(records: Iterable[Record]) -> list[Record]:
-    """Returns the newest record of each identity, in the order in which the identities first appeared.
+    """Returns the newest record of each identity, in the order in which these were measured.
 
     Records of profile "key" repeat others, to see whether they come back, and count only where there is no other.
     """
     found: dict[str, Record] = {}
     for record in records:
-        known = found.setdefault(record.identity, record)
+        known = found.get(record.identity, record)
         if record.profile != "key" or known.profile == "key":
+            found.pop(record.identity, None)
             found[record.identity] = record
     return list(found.values())
 

@@ -336,10 +336,10 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-def test_newest_keeps_the_last_of_each_identity_in_order_of_first_appearance():
+def test_newest_keeps_the_last_of_each_identity_in_the_order_measured():
     first, other = make_record(metrics={"median_ms": 1.0}), make_record(phase="backward")
     again = make_record(metrics={"median_ms": 2.0}, device="elsewhere", recorded_at="later")
-    assert newest([first, other, again]) == [again, other]
+    assert newest([first, other, again]) == [other, again]
     assert newest([]) == []
 
 

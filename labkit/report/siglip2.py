@@ -150,7 +150,7 @@ def findings_steps(steps: pd.DataFrame, floor: pd.DataFrame) -> list[str]:
         )
         text = listing(parts).replace(", +nan MiB", "")  # a CPU has no peaks
         replayed = [NAMES[way].removeprefix("+ ") for way in STEPS if row_of(steps, way).get("is_replayed")][:1]
-        note = "".join(f" From {way} on a step is replayed, before it is launched." for way in replayed)
+        note = "".join(f" From {way} on, steps are replayed; before, launched." for way in replayed)
         sentences.append(f"Each step against the one before, and what it saves: {text}.{note}")
     if ours["status"] == "ok":
         parts = [f"In bursts the fused encoder takes {number(ours['median_ms'])} ms"]
@@ -305,8 +305,8 @@ def findings_accuracy(accuracy: pd.DataFrame) -> list[str]:
     if rows:
         spans = [span(_over_eager(row, which) for row in rows) for which in ("out", "gradient")]
         sentences.append(
-            f"Against fp64 on the CPU, errors are {spans[0]} those of eager in the same precision for the output and "
-            f"{spans[1]} for the gradient that is worst, in {count(len(rows), 'case')}."
+            f"Errors are {spans[0]} those of eager for the output and {spans[1]} for the worst gradient, in "
+            f"{count(len(rows), 'case')}."
         )
     return sentences
 
@@ -369,7 +369,7 @@ def findings_kernels(kernels: pd.DataFrame) -> list[str]:
         spans = [f"{span(x.dropna(), percent)} {key}" for key, x in fractions.items() if x.notna().any()]
         parts += [f"{operation} {listing(spans)}"] if spans else []
     if parts:
-        sentences.append(f"Of the copy rate, the norms with their residual reach: {'; '.join(parts)}.")
+        sentences.append(f"Of the copy rate the norms reach: {'; '.join(parts)}.")
     others = select(rows, name=BOTH, impl=list(CONTENDERS))
     parts = [
         f"{CONTENDERS[impl]} {forms.tally(group)}"
