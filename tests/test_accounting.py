@@ -106,6 +106,25 @@ def test_forward_flops_hold_for_a_large_size(name):
     assert counted_flops(lambda: model(tokens)) == accounting.forward_flops(config, 4, 128, causal=False)
 
 
+def test_an_attention_call_has_the_flops_of_its_products_and_backward_two_and_a_half_times_as_many():
+    q, k, v = (torch.randn(6, 10, 14) for _ in range(3))
+    forward, backward, both = (
+        accounting.attention_call_flops(phase, 6, 10, 14, causal=False)
+        for phase in ("forward", "backward", "forward_backward")
+    )
+    assert counted_flops(lambda: attention_reference(q, k, v)) == forward
+    assert (2 * backward, both) == (5 * forward, forward + backward)
+    assert 2 * accounting.attention_call_flops("forward", 6, 10, 14, causal=True) == forward
+
+
+def test_a_weighted_sum_moves_each_of_its_tensors_once():
+    x, weight, out = torch.empty(10, 7), torch.empty(7), torch.empty(10)
+    read, gradients = x.nbytes + weight.nbytes, x.nbytes + weight.nbytes
+    expected = {"forward": read + out.nbytes, "backward": read + out.nbytes + gradients}
+    expected["forward_backward"] = sum(expected.values())
+    assert {phase: accounting.weighted_sum_bytes(phase, 10, 7, 4) for phase in expected} == expected
+
+
 def test_causal_attention_is_half_of_the_full_and_the_rest_is_untouched():
     full = accounting.attention_flops(ODD, 3, 10, causal=False)
     causal = accounting.attention_flops(ODD, 3, 10, causal=True)

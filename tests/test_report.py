@@ -17,7 +17,7 @@ import pytest
 
 import labkit
 from labkit import notebooks
-from labkit.configs import FIGURES, PHASES, REFERENCE_DEVICE, REPOSITORY, SIZES
+from labkit.configs import FIGURES, LAUNCH_BOUND, PHASES, REFERENCE_DEVICE, REPOSITORY, SIZES
 from labkit.records import Record, RecordError, RecordStore, folder_of, newest
 from labkit.report import benchmarking as report
 from labkit.report import figures, findings, forms, front, render, tables, verdicts
@@ -73,6 +73,41 @@ def row(median_ms, half_width=0.0, method="graph", session="a", **columns):
 def test_verdicts_come_from_the_interval_of_the_ratio(theirs, ours, verdict):
     ratio = verdicts.ratio(theirs, ours)
     assert ratio.verdict == verdict and ratio.low <= ratio.mid <= ratio.high
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [
+        (0.97, 1.03, "level"),
+        (0.969, 1.03, "undecided"),
+        (0.97, 1.031, "undecided"),
+        (1.0, 1.04, "undecided"),
+        (1.001, 1.04, "ahead"),
+        (0.96, 1.0, "undecided"),
+        (0.96, 0.999, "behind"),
+    ],
+)
+def test_level_is_within_three_percent_of_one_and_what_touches_one_is_undecided(low, high, verdict):
+    assert verdicts.Ratio(1.0, low, high).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("launch_ms", "method", "is_host_bound"),
+    [
+        (1.1, "graph", True),
+        (1.0, "graph", False),
+        (0.9, "graph", False),
+        (None, "graph", False),
+        (1.1, "window", False),
+    ],
+)
+def test_a_call_is_host_bound_where_issuing_it_takes_longer_than_running_it(launch_ms, method, is_host_bound):
+    assert verdicts.host_bound(row(1.0, method=method, launch_median_ms=launch_ms)) is is_host_bound
+
+
+@pytest.mark.parametrize(("launch_ms", "is_bound"), [(LAUNCH_BOUND, True), (LAUNCH_BOUND - 1e-3, False), (None, False)])
+def test_a_call_is_launch_bound_from_the_limit_on(launch_ms, is_bound):
+    assert verdicts.launch_bound({"launch_median_ms": launch_ms, "host_median_ms": 1.0}) is is_bound
 
 
 def test_a_replay_is_never_divided_by_a_call():
