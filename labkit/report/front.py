@@ -68,7 +68,7 @@ def environment(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
         if "power_limit_w" in gpu:
             rows["device"] += f", {gpu['power_limit_w']:.0f} W, SM clock up to {gpu['max_sm_clock_mhz']:,} MHz"
     if cpu := recorded.get("cpu"):
-        rows["host"] = f"{cpu['name']}, {cpu['num_cores']} cores"
+        rows["host of the newest run"] = f"{cpu['name']}, {cpu['num_cores']} cores"
     versions = {
         package: sorted({str(record.software[package]) for record in records if record.software.get(package)})
         for package in ("torch", "triton", "cuda", "driver", "python")
