@@ -466,8 +466,7 @@ def newest(records: Iterable[Record]) -> list[Record]:
     """
     found: dict[str, Record] = {}
     for record in records:
-        known = found.get(record.identity, record)
-        if record.profile != "key" or known.profile == "key":
+        if record.profile != "key" or found.get(record.identity, record).profile == "key":
             found.pop(record.identity, None)
             found[record.identity] = record
     return list(found.values())

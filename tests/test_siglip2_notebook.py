@@ -196,6 +196,15 @@ def test_a_table_of_steps_has_launched_and_replayed_times():
     assert not [way for way in table.index if "transformers" in way]
 
 
+@pytest.mark.parametrize(("way", "launch_ms", "shown"), [("eager", 95.0, "100 †"), ("eager", 80.0, "100"),
+                                                         ("norm", 95.0, "100")])  # fmt: skip
+def test_a_launch_bound_forward_is_marked_unless_it_was_replayed(way, launch_ms, shown):
+    forward = {"phase": "forward", "launch_median_ms": launch_ms, "host_median_ms": 100.0}
+    replay = {"launched": 110.0} if way == "norm" else {}
+    table = report.table_steps(steps(step(way, 100.0, **forward, **replay)), FLOOR).set_index("way")
+    assert table.loc[report.NAMES[way], "forward (ms)"] == shown
+
+
 def test_findings_of_steps_follow_their_records():
     whole, each, bound = report.findings_steps(steps(), FLOOR)
     assert "eager, layers compiled 180 ms, fused 80.0; ahead, 2.25×; peak 18.0 and 9.00 GiB" in whole
