@@ -46,6 +46,7 @@ from labkit.kernels.flash_attention.hopper import tiles as hopper_tiles
 from labkit.kernels.flash_attention.tiled import TiledFlashAttention, tiled_attention_backward, tiled_attention_forward
 from labkit.kernels.flash_attention.triton import STATISTICS_PADDING, split_head_dim
 from labkit.kernels.reference import _repeat_heads, _scores, attention_reference
+from labkit.numerics import judge
 
 FUNCTIONS = {"triton": FlashAttention, "tiled": TiledFlashAttention}
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -443,14 +444,43 @@ def test_a_packed_batch_is_its_sequences_one_by_one(impl, causal, window):
         out = flash_attention(q, k, v, causal=causal, window=window, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, impl=impl)
     grad_out = torch.randn(out.shape, generator=generator)
     grads = torch.autograd.grad(out, (q, k, v), grad_out)
-    doubles, parts = [x.detach().double().requires_grad_() for x in (q, k, v)], []
-    for rq, rk in zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()), strict=True):
-        sequence = (x[slice(*rows)].transpose(0, 1)[None] for x, rows in zip(doubles, (rq, rk, rk), strict=True))
-        parts.append(attention_reference(*sequence, causal=causal, window=window)[0].transpose(0, 1))
-    expected = torch.cat(parts)
-    expected_grads = torch.autograd.grad(expected, doubles, grad_out.double())
-    for x, y in zip((out, *grads), (expected, *expected_grads), strict=True):
+    expected = one_by_one(torch.float64, (q, k, v, grad_out), cu_q, cu_k, causal=causal, window=window)
+    for x, y in zip((out, *grads), expected, strict=True):
         assert (x - y).abs().max().item() <= 1e-5 * max(1.0, y.abs().max().item())
+
+
+def one_by_one(dtype: torch.dtype, tensors: tuple, cu_q: Tensor, cu_k: Tensor, **mask) -> list[Tensor]:
+    """Returns the output and the gradients of a packed batch by the formula in `dtype`, sequence by sequence."""
+    *packed, grad_out = (x.detach().to(dtype).requires_grad_() for x in tensors)
+    parts = []
+    for rq, rk in zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()), strict=True):
+        sequence = (x[slice(*rows)].transpose(0, 1)[None] for x, rows in zip(packed, (rq, rk, rk), strict=True))
+        parts.append(attention_reference(*sequence, **mask)[0].transpose(0, 1))
+    out = torch.cat(parts)
+    return [out, *torch.autograd.grad(out, packed, grad_out)]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        ("cpu", torch.float32),
+        *(pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in (torch.float16, torch.bfloat16)),
+    ],
+)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 72, 128])
+def test_a_packed_batch_of_long_sequences_is_within_the_budget(device, dtype, causal, dim):
+    lengths = (700, 1, 64, 256, 33, 1500)
+    cu_seqlens, generator = cumulative(lengths).to(device), torch.Generator().manual_seed(0)
+    tensors = [torch.randn((sum(lengths), 2, dim), generator=generator).to(device, dtype) for _ in range(4)]
+    *inputs, grad_out = (x.requires_grad_() for x in tensors)
+    with poisoned_outputs():
+        out = flash_attention(*inputs, causal=causal, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+    found = (out, *torch.autograd.grad(out, inputs, grad_out))
+    exact, eager = (one_by_one(each, tensors, cu_seqlens, cu_seqlens, causal=causal) for each in (torch.float64, dtype))
+    for name, *values in zip(("out", "dq", "dk", "dv"), found, exact, eager, strict=True):
+        value, *expected = (x.detach().transpose(0, 1).double() for x in values)
+        judge(name, value, *expected, dtype=dtype, num_terms=max(lengths))
 
 
 @pytest.mark.parametrize("impl", FUNCTIONS)
