@@ -37,7 +37,7 @@ from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.kernels.attention import load_fa3, unavailable_reason
 from labkit.measure.profiling import RangeMarker, capture_with_kineto, launches
 from labkit.measure.timing import time_callable
-from labkit.models.siglip2 import ATTENTION, IMPLS, Siglip2Encoder, add_and_norm
+from labkit.models.siglip2 import ATTENTION, IMPLS, POSITIONS, Siglip2Encoder, add_and_norm
 from labkit.numerics import DTYPES, relative_error
 
 __all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_rates", "run_case"]
@@ -148,7 +148,7 @@ def _encoder(batch: Batch, way: str) -> tuple[nn.Module, Callable[[], Tensor]]:
         for layer in model.layers:
             layer.self_attn.attend = attend
     # What takes a packing gets it as it would from a loader of data; the others read the grids themselves.
-    grids = model.pack(batch.grids) if IMPLS.index(impl) >= IMPLS.index("positions") else batch.grids
+    grids = model.pack(batch.grids) if model.step >= POSITIONS else batch.grids
     if way.endswith(COMPILED):
         for layer in model.layers:
             fast = {"use_fast_math": True} if change == "fast math" else None
@@ -254,7 +254,7 @@ def _measure_step(live: dict, case: Case, phase: str, ceilings: dict[str, float]
         del out
     way = case.parameters["way"].removesuffix(COMPILED)
     # From there on it reads nothing from the device while it runs.
-    is_captured = device.kind == "cuda" and way.split(",")[0] in IMPLS[IMPLS.index("positions") :]
+    is_captured = device.kind == "cuda" and way.split(",")[0] in IMPLS[POSITIONS:]
     found, metrics = _timed(device, call, case, is_captured)
     flops = batch.flops * (1 if phase == "forward" else 3)
     metrics |= {"flops": flops, "achieved_tflops": flops / found.timing.median_ms / 1e9}
