@@ -145,9 +145,8 @@ def to_markdown(frame: pd.DataFrame) -> str:
     texts = {name: [str(value) for value in frame[name].tolist()] for name in frame}
     has_words = {name: any(re.search(r"[A-Za-z]{4}", x) and x not in STATUSES for x in texts[name]) for name in frame}
     rules = ["---" if name in WORDS or has_words[name] else "---:" for name in frame]
-    columns = [[escaped(text) for text in column] for column in texts.values()]
-    rows = [[escaped(name) for name in frame.columns], *zip(*columns, strict=True)]
-    head, *lines = ["".join(f"| {text} " if text else "| " for text in row) + "|" for row in rows]
+    rows = [list(texts), *zip(*texts.values(), strict=True)]
+    head, *lines = ["".join(f"| {text} " if text else "| " for text in map(escaped, row)) + "|" for row in rows]
     return "\n".join([head, "|" + "|".join(rules) + "|", *lines])
 
 
