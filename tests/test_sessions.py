@@ -41,14 +41,15 @@ def test_a_row_is_compared_with_itself_in_other_sessions():
     found = differences(
         record("s1", 1.0),
         record("s1", 9.0, row="b"),
-        record("s2", 1.04),
-        record("s3", 1.02),
+        record("s2", 0.98),
+        record("s3", 1.04),
         record("s2", 9.9, row="c"),
     )
-    (row,) = found.to_dict("records")
-    assert row["row"] == "steps a forward" and row["kind"] == "device"
-    assert (row["lowest_ms"], row["highest_ms"]) == (1.0, 1.04)
-    assert row["difference"] == pytest.approx(0.04) and row["allowed"] == pytest.approx(1.03 * 1.002 - 1)
+    assert set(found["row"]) == {"steps a forward"} and set(found["kind"]) == {"device"}
+    assert list(zip(found["lowest_ms"], found["highest_ms"], strict=True)) == [(0.98, 1.0), (1.0, 1.04)], "to the first"
+    assert found["difference"].tolist() == pytest.approx([1 / 0.98 - 1, 0.04])
+    assert found["allowed"].tolist() == pytest.approx([1.03 * 1.002 - 1] * 2)
+    assert sessions.table_worst(found)["difference"].tolist() == ["4.0 %"], "each row once"
 
 
 def test_what_was_measured_otherwise_is_another_row():
@@ -79,6 +80,13 @@ def test_every_kind_of_time_is_a_row_of_its_own():
     }
     found = differences(both("s1", 1.0, "window"), both("s2", 1.1, "window"))
     assert found["kind"].tolist() == ["call", "sustained", "call"], "the call's time is not counted twice"
+
+
+@pytest.mark.parametrize(("launch_ms", "kinds"), [(1.79, ["call", "sustained"]), (1.81, ["call"])])
+def test_a_sustained_time_that_the_host_held_is_the_calls_once_more(launch_ms, kinds):
+    times = {"launch_median_ms": launch_ms, "host_median_ms": 3.0, "sustained_ms": 2.0}
+    found = differences(*(record(session, 3.0, method="window", **times) for session in ("s1", "s2")))
+    assert found["kind"].tolist() == kinds
 
 
 LEVEL = [*[1.02] * 19, 1.5]

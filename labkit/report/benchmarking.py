@@ -176,10 +176,9 @@ def findings_warmup(warmup: pd.DataFrame) -> list[str]:
     if {1, last} <= set(wide):
         off = wide.drop(columns=last).div(wide[last], axis=0).sub(1).abs() > verdicts.LEVEL_BAND
         text = listing(f"{num_off} after {n}" for n, num_off in off.sum().items())
-        late = ": what they leave is autotuning and clocks that settle" if off[off.columns[1:]].any(axis=None) else ""
         sentences.append(
             f"The mean of ten steps differs from that after {last} warm-up steps by more than "
-            f"{percent(verdicts.LEVEL_BAND)} in {text} warm-up steps, of {count(len(wide), 'trace')}{late}."
+            f"{percent(verdicts.LEVEL_BAND)} in {text}, of {count(len(wide), 'trace')}."
         )
     return sentences
 

@@ -13,7 +13,7 @@ TIMES = ("median_ms", "step_kernel_ms", *verdicts.KIND_OF_VALUE)
 
 INSIDE = "inside the interval"
 LIMITS = {"device": "within 5 %", "sustained": "within 3 %", "call": INSIDE}
-"""What SHARE of the rows of each kind of time must hold."""
+"""What must hold of SHARE of the comparisons of each kind of time."""
 
 SHARE = 0.95
 AGREE = f"{percent(SHARE)} are"
@@ -22,7 +22,7 @@ NUM_WORST = 3
 
 
 def differences(chapters: Mapping[str, Sequence[Record]]) -> pd.DataFrame:
-    """Returns one row per kind of time of each measurement that several sessions of a commit have, the host's left out.
+    """Returns each later session of a commit against its first: one row per measurement and kind, the host's left out.
 
     Columns chapter, row, kind, lowest_ms, highest_ms, difference (highest over lowest less 1), allowed: by the interval
     of a row with one session, which is that between sessions and the half-widths of both.
@@ -37,36 +37,37 @@ def differences(chapters: Mapping[str, Sequence[Record]]) -> pd.DataFrame:
             first = next(iter(sessions.values()))
             name = " ".join([first.section, *map(str, first.case.values()), first.phase])
             for value in TIMES:
-                times = sorted((row[value], row.get("half_width_fraction") or 0.0) for row in rows if row.get(value))
+                times = [(row[value], row.get("half_width_fraction") or 0.0) for row in rows if row.get(value)]
                 if len(times) < 2:
                     continue
                 kind = verdicts.kind_of_time(rows[0], value)
                 # The call's time once more: by the other clock, or back to back as the host issues it.
-                is_again = {"call": value == "host_median_ms", "sustained": any(map(verdicts.launch_bound, rows))}
+                held = any(verdicts.launch_bound(row, "sustained_ms") for row in rows)
+                is_again = {"call": value == "host_median_ms", "sustained": held}
                 if verdicts.kind_of_time(rows[0]) == "call" and is_again.get(kind):
                     continue
-                (low, low_half), (high, high_half) = times[0], times[-1]
-                allowed = (1 + verdicts.noise(kind, False, *rows)) * (1 + low_half + high_half) - 1
                 place = name if value == "median_ms" else f"{name}, {value}"
-                found.append((chapter, place, kind, low, high, high / low - 1, allowed))
+                for (low, low_half), (high, high_half) in (sorted((times[0], later)) for later in times[1:]):
+                    allowed = (1 + verdicts.noise(kind, False, *rows)) * (1 + low_half + high_half) - 1
+                    found.append((chapter, place, kind, low, high, high / low - 1, allowed))
     columns = ["chapter", "row", "kind", "lowest_ms", "highest_ms", "difference", "allowed"]
     return pd.DataFrame(found, columns=columns)
 
 
 def table_agreement(differences: pd.DataFrame) -> pd.DataFrame:
-    """Returns how many rows agree, per kind of time in each chapter and in all, and whether as many as they must."""
+    """Returns how many sessions agree with the first, per kind of time and chapter, and whether as many as must."""
     rows, every = [], differences.assign(chapter="all")
     for (chapter, kind), group in pd.concat([differences, every]).groupby(["chapter", "kind"], sort=False):
         bounds = {"within 5 %": 0.05, "within 3 %": 0.03, INSIDE: group["allowed"]}
         shares = {name: (group["difference"] <= bound).mean() for name, bound in bounds.items()}
         limit = f"{LIMITS[kind]}: {'yes' if shares[LIMITS[kind]] >= SHARE else 'no'}"
         texts = {name: percent(share, 3) for name, share in shares.items()}
-        rows.append({"chapter": chapter, "kind": kind, "rows": len(group), **texts, AGREE: limit})
+        rows.append({"chapter": chapter, "kind": kind, "comparisons": len(group), **texts, AGREE: limit})
     return pd.DataFrame(rows)
 
 
 def failed(differences: pd.DataFrame) -> list[str]:
-    """Returns the kinds of time of which too few rows agree over all chapters; every kind where there are no rows."""
+    """Returns the kinds of time that agree too seldom over all chapters; every kind where nothing can be compared."""
     if differences.empty:
         return list(LIMITS)
     table = select(table_agreement(differences), chapter="all")
@@ -75,7 +76,7 @@ def failed(differences: pd.DataFrame) -> list[str]:
 
 def table_worst(differences: pd.DataFrame) -> pd.DataFrame:
     """Returns the rows that differ most, of each chapter and kind of time."""
-    worst = differences.sort_values("difference", ascending=False, kind="stable")
+    worst = differences.sort_values("difference", ascending=False, kind="stable").drop_duplicates(["chapter", "row"])
     worst = worst.groupby(["chapter", "kind"]).head(NUM_WORST).sort_values(["chapter", "kind"], kind="stable")
     shown = worst[["chapter", "kind", "row"]].assign(difference=worst["difference"].map(percent))
     return shown.assign(lowest=worst["lowest_ms"].map(number) + " ms", highest=worst["highest_ms"].map(number) + " ms")

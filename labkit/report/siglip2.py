@@ -79,7 +79,7 @@ def table_steps(steps: pd.DataFrame, floor: pd.DataFrame) -> pd.DataFrame:
     breaks = {way: str(observed["breaks_of_one_graph"]) for way, observed in seen if "breaks_of_one_graph" in observed}
     for way in dict.fromkeys(select(measured(steps), workload="A")["way"]):
         forward, both = row_of(steps, way, phase="forward"), row_of(steps, way)
-        bound = " †" if verdicts.launch_bound(forward) and not forward.get("is_replayed") else ""
+        bound = " †" if verdicts.launch_bound(forward, "sustained_ms") and not forward.get("is_replayed") else ""
         line = {"way": NAMES.get(way, way), "forward (ms)": cell(forward, "sustained_ms") + bound}
         line |= {"both (ms)": cell(both, "sustained_ms")}
         if "step" in set(steps["phase"]):

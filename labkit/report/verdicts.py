@@ -79,15 +79,15 @@ def kind_of_time(row: Mapping[str, Any], value: str = "median_ms") -> str:
     return KIND_OF_METHOD[method]
 
 
-def issued(row: Mapping[str, Any]) -> float:
-    """Returns the share of a call after which the host had issued it; 0 where that was not measured."""
-    launch, waited = row.get("launch_median_ms"), row.get("host_median_ms")
+def issued(row: Mapping[str, Any], value: str = "host_median_ms") -> float:
+    """Returns the host's time to issue a call as a share of the call, or of another time; 0 where not measured."""
+    launch, waited = row.get("launch_median_ms"), row.get(value)
     return launch / waited if launch and waited and launch == launch else 0.0
 
 
-def launch_bound(row: Mapping[str, Any]) -> bool:
+def launch_bound(row: Mapping[str, Any], value: str = "host_median_ms") -> bool:
     """Returns whether the host needed LAUNCH_BOUND of the call to issue it; False where that was not measured."""
-    return issued(row) >= LAUNCH_BOUND
+    return issued(row, value) >= LAUNCH_BOUND
 
 
 def host_bound(row: Mapping[str, Any]) -> bool:
