@@ -333,6 +333,18 @@ def test_out_of_memory_is_a_word_in_the_table_and_a_mark_in_the_figure(folder):
     assert any("out of memory for small from 512 tokens" in text for text in report.findings_phases(frame))
 
 
+def test_passes_that_the_host_issued_have_no_ratio_in_the_table(folder):
+    def ratio(precision):
+        table = report.table_phases(chapter(folder).records("steps")).set_index(["size", "precision"])
+        return table.loc[("2.7b", precision), "backward / forward, device busy"]
+
+    assert ratio("fp32").endswith("×")
+    case = {"size": "2.7b", "context": 512, "precision": "fp32"}
+    times = {"launch_median_ms": 95.0, "host_median_ms": 100.0, "median_ms": 100.0}
+    change(folder, "steps", "forward", metrics=times, **case)
+    assert ratio("fp32") == "–" and ratio("bf16").endswith("×")
+
+
 def test_a_busy_machine_is_said_in_the_cell_and_on_the_front_page(folder):
     store = RecordStore(folder / "records" / f"{NOTEBOOK}.jsonl")
     record = next(r for r in chapter(folder).all_records() if r.status == "ok" and r.section == "steps")
