@@ -223,7 +223,8 @@ def genuine_record() -> Record:
 
 def render_environment(environment: dict, loaded: list[Record]) -> None:
     """Renders what the first page of the report shows of an environment and of records."""
-    chapter = SimpleNamespace(device_name="a-device", environment=environment, all_records=lambda: loaded)
+    told = {"all_records": lambda: loaded, "sessions": lambda: [[one, one] for one in loaded]}
+    chapter = SimpleNamespace(device_name="a-device", environment=environment, **told)
     to_markdown(front.environment({NOTEBOOK: chapter})).encode("utf-8")
 
 

@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 from labkit import cli
 from labkit.configs import FIGURES, REFERENCE_DEVICE
 from labkit.records import Record, RecordStore
-from labkit.report import sessions, verdicts
+from labkit.report import front, sessions, verdicts
+from labkit.report.chapter import Chapter
 
 NOTEBOOK = "01_benchmarking"
 
@@ -154,6 +155,19 @@ def test_the_command_shows_the_rows_and_fails_only_when_checking(folder, second_
     assert f"within 5 %: {verdict} |" in shown.output
     for more in ((), ("--notebook", "01")):
         assert compare(*common, "--check", *more).exit_code == code
+
+
+def test_the_first_page_says_how_near_later_sessions_came(folder):
+    def told():
+        environment = front.environment({NOTEBOOK: Chapter(NOTEBOOK, device="a-gpu", output=str(folder.parent.parent))})
+        return dict(environment.itertuples(index=False, name=None)).get("measured again")
+
+    store = RecordStore(folder / f"{NOTEBOOK}.jsonl")
+    store.append(record("s1"))
+    assert told() is None
+    for one in (record("s2", 1.04), record("s3", 2.0)):
+        store.append(one)
+    assert told() == "beside the first session of the same commit device times 50.0 % within 5 %"
 
 
 def test_one_session_has_nothing_to_compare(folder):

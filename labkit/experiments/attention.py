@@ -320,8 +320,7 @@ def saved_tensors(out: Tensor) -> list[Tensor]:
 
 def storage_bytes(tensors: Sequence[Tensor]) -> int:
     """Returns the bytes of the distinct storages behind `tensors`; several may be views of one."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
 
 ATTENTION_SECTION = section(_measure, _attention_call)

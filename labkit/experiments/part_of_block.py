@@ -67,8 +67,7 @@ class PartOfBlock:
 
     def gradients(self) -> list[Tensor]:
         """Returns the gradients of the input and the parameters after a forward and backward pass of their own."""
-        wanted = [self.x_BTC, *self.modules.parameters()]
-        return list(torch.autograd.grad(self.forward(), wanted, self.grad_out_BTC))
+        return list(torch.autograd.grad(self.forward(), [self.x_BTC, *self.modules.parameters()], self.grad_out_BTC))
 
     def measure(self) -> dict[str, Any]:
         metrics: dict[str, Any] = {}

@@ -10,6 +10,7 @@ from labkit.records import SESSION_SECTIONS, Record, to_frame
 from labkit.report import tables
 from labkit.report.chapter import Chapter, commits_of, dates_of
 from labkit.report.findings import anchor, disturbed_note, listing
+from labkit.report.sessions import LIMITS, differences, table_agreement
 
 MAX_FINDINGS = 10
 
@@ -75,6 +76,10 @@ def environment(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
     }
     rows["software"] = ", ".join(f"{package} {', '.join(seen)}" for package, seen in versions.items() if seen)
     rows["measured"] = f"{dates_of(records) or '–'}, {len({r.session for r in records if r.session})} sessions"
+    every = {name: [one for same in chapter.sessions() for one in same] for name, chapter in chapters.items()}
+    agree = tables.select(table_agreement(differences(every)), chapter="all").to_dict("records")
+    if shares := [f"{row['kind']} times {row[LIMITS[row['kind']]]} {LIMITS[row['kind']]}" for row in agree]:
+        rows["measured again"] = f"beside the first session of the same commit {', '.join(shares)}"
     rows["conditions"] = _throttled(records)
     return pd.DataFrame([(name, tables.plain(value)) for name, value in rows.items()], columns=["", "value"])
 

@@ -124,8 +124,7 @@ def idle_in_calls(rows: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
 def top_kernels(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns, of each eager case and view, the kernel with the most time; columns as of `kernels`."""
     rows = select(kernels(frame), attention="eager")
-    first = rows.loc[rows.groupby([*CASE, "view"])["total_us"].idxmax()]
-    return in_order(first, ["precision"])
+    return in_order(rows.loc[rows.groupby([*CASE, "view"])["total_us"].idxmax()], ["precision"])
 
 
 @once_per_frame

@@ -116,8 +116,7 @@ def _execute_all(names: Sequence[str]) -> dict[str, Any]:
     num_kernels = max(1, min(MOST_AT_ONCE, os.cpu_count() or 1, len(names)))
     pool = ThreadPoolExecutor(num_kernels)
     try:
-        done = pool.map(lambda name: notebooks.execute(name, {}, lessons=True), names)
-        return dict(zip(names, done, strict=True))
+        return dict(zip(names, pool.map(lambda name: notebooks.execute(name, {}, lessons=True), names), strict=True))
     finally:
         pool.shutdown(cancel_futures=True)
 
