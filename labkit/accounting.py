@@ -42,8 +42,7 @@ def attention_flops(config: ModelConfig, batch: int, context: int, *, causal: bo
 
 def forward_flops(config: ModelConfig, batch: int, context: int, *, causal: bool) -> int:
     """Returns FLOPs of one forward pass over batch × context tokens."""
-    linear = 2 * num_matmul_parameters(config) * batch * context
-    return linear + attention_flops(config, batch, context, causal=causal)
+    return 2 * num_matmul_parameters(config) * batch * context + attention_flops(config, batch, context, causal=causal)
 
 
 def phase_flops(config: ModelConfig, batch: int, context: int, phase: str, *, causal: bool) -> int | None:

@@ -583,6 +583,20 @@ def test_markdown_cells_hold_neither_columns_nor_tags():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("cell", "rule"),
+    [
+        ("1.2 → 1.1 (1.1×, undecided)", "---:"),
+        ("skipped", "---:"),
+        ("fp32", "---:"),
+        ("large", "---"),
+        ("2026-11-25", "---"),
+    ],
+)
+def test_words_and_dates_are_set_to_the_left_and_numbers_to_the_right(cell, rule):
+    assert tables.to_markdown(pd.DataFrame({"a": ["1.0", cell]})).splitlines()[1] == f"|{rule}|"
+
+
 def test_a_selection_is_made_once_for_a_frame():
     calls = []
 

@@ -34,7 +34,7 @@ ORDER = {
 }
 """Order of the values of each column that is not numeric."""
 
-WORDS = {*ORDER, "case", "published on", "commit", "measured"}
+WORDS = {*ORDER, "case", "published on", "commit", "statistics"}
 """Columns of a table that are set to the left though their cells may look like numbers."""
 
 NOT_IN_CSV = ("section", "samples", "observed", "session", "sessions", "timer_num_warmup", "timer_stop_reason")
@@ -141,10 +141,11 @@ def without_constants(frame: pd.DataFrame) -> tuple[pd.DataFrame, str]:
 
 
 def to_markdown(frame: pd.DataFrame) -> str:
-    """Returns a Markdown table; numbers and statuses to the right, pipes and angle brackets escaped."""
+    """Returns a Markdown table; numbers, also undecided ones, and statuses to the right; pipes and "<" escaped."""
     texts = {name: [str(value) for value in frame[name].tolist()] for name in frame}
-    has_words = {name: any(re.search(r"[A-Za-z]{4}", x) and x not in STATUSES for x in texts[name]) for name in frame}
-    rules = ["---" if name in WORDS or has_words[name] else "---:" for name in frame]
+    is_text = re.compile(r"\b(?!undecided)[A-Za-z]{4}|\d{4}-\d\d").search  # a word or a date
+    has_text = {name for name in frame if any(is_text(text) and text not in STATUSES for text in texts[name])}
+    rules = ["---" if name in WORDS | has_text else "---:" for name in frame]
     rows = [list(texts), *zip(*texts.values(), strict=True)]
     head, *lines = ["".join(f"| {text} " if text else "| " for text in map(escaped, row)) + "|" for row in rows]
     return "\n".join([head, "|" + "|".join(rules) + "|", *lines])
