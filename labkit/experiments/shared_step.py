@@ -276,7 +276,7 @@ def steps_rank(
         run = _Run(WAYS[way], parameters)
         losses[way] = run.warm_up()
         run.close()
-    gc.freeze()  # as `launch` does: the first optimizer imported torch's compiler
+    gc.freeze()  # otherwise each collection would walk through all modules; the first optimizer imports the compiler
     for number in range(NUM_ROUNDS):
         for way in phases:
             run = _Run(WAYS[way], parameters)

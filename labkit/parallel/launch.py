@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import datetime
 import faulthandler
-import gc
 import importlib
 import inspect
 import json
@@ -196,7 +195,6 @@ def _results(call: dict[str, Any]) -> Iterator[Any]:
     """Yields what the function yields or returns, and last which of the two it was."""
     module, name = call["name"].split(":")
     function = getattr(importlib.import_module(module), name)
-    gc.freeze()  # otherwise each collection of garbage before a sample would walk through all modules
     with _process_group(call["device"], call["backend"], call["collective_timeout_s"]):
         result = function(*call["args"])
         if inspect.isgenerator(result):
