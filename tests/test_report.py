@@ -590,6 +590,7 @@ def test_markdown_cells_hold_neither_columns_nor_tags():
         ("skipped", "---:"),
         ("fp32", "---:"),
         ("large", "---"),
+        ("01_benchmarking", "---"),
         ("2026-11-25", "---"),
     ],
 )

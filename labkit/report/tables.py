@@ -143,9 +143,9 @@ def without_constants(frame: pd.DataFrame) -> tuple[pd.DataFrame, str]:
 def to_markdown(frame: pd.DataFrame) -> str:
     """Returns a Markdown table; numbers, also undecided ones, and statuses to the right; pipes and "<" escaped."""
     texts = {name: [str(value) for value in frame[name].tolist()] for name in frame}
-    is_text = re.compile(r"\b(?!undecided)[A-Za-z]{4}|\d{4}-\d\d").search  # a word or a date
-    has_text = {name for name in frame if any(is_text(text) and text not in STATUSES for text in texts[name])}
-    rules = ["---" if name in WORDS | has_text else "---:" for name in frame]
+    is_text = re.compile(r"(?<![A-Za-z])(?!undecided)[A-Za-z]{4}|\d{4}-\d\d").search  # a word or a date
+    left = WORDS | {name for name in frame if any(is_text(text) and text not in STATUSES for text in texts[name])}
+    rules = ["---" if name in left else "---:" for name in frame]
     rows = [list(texts), *zip(*texts.values(), strict=True)]
     head, *lines = ["".join(f"| {text} " if text else "| " for text in map(escaped, row)) + "|" for row in rows]
     return "\n".join([head, "|" + "|".join(rules) + "|", *lines])
