@@ -36,13 +36,13 @@ def differences(chapters: Mapping[str, Sequence[Record]]) -> pd.DataFrame:
             rows = [one.metrics | {"timer_method": one.timer.get("method")} for one in sessions.values()]
             first = next(iter(sessions.values()))
             name = " ".join([first.section, *map(str, first.case.values()), first.phase])
+            held = any(verdicts.launch_bound(row, "sustained_ms") for row in rows)
             for value in TIMES:
                 times = [(row[value], row.get("half_width_fraction") or 0.0) for row in rows if row.get(value)]
                 if len(times) < 2:
                     continue
                 kind = verdicts.kind_of_time(rows[0], value)
                 # The call's time once more: by the other clock, or back to back as the host issues it.
-                held = any(verdicts.launch_bound(row, "sustained_ms") for row in rows)
                 is_again = {"call": value == "host_median_ms", "sustained": held}
                 if verdicts.kind_of_time(rows[0]) == "call" and is_again.get(kind):
                     continue
