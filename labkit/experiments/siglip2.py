@@ -37,7 +37,7 @@ from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.kernels.attention import load_fa3, unavailable_reason
 from labkit.measure.profiling import RangeMarker, capture_with_kineto, launches
 from labkit.measure.timing import time_callable
-from labkit.models.siglip2 import ATTENTION, IMPLS, POSITIONS, Siglip2Encoder, add_and_norm
+from labkit.models.siglip2 import ATTENTION, IMPLS, MASK_OPTIONS, POSITIONS, Siglip2Encoder, add_and_norm
 from labkit.numerics import DTYPES, relative_error
 
 __all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_rates", "run_case"]
@@ -48,7 +48,7 @@ STEP_PHASES = ("forward", "forward_backward", "step")  # the last with AdamW
 PASSES = STEP_PHASES[:2]
 MODULES = ("embeddings", "LayerNorm", "attention", "MLP", "layer")
 MODULE_IMPLS = ("cu_seqlens", "fused")
-"""The first with packed attention too: that of "eager" is minutes in the compiler, for each dtype."""
+"""Both from packed attention on: the original's FlexAttention is compared in whole steps."""
 
 COMPILED = " + compile"
 RECOMPUTED = "fused, recomputed"
@@ -150,9 +150,9 @@ def _encoder(batch: Batch, way: str) -> tuple[nn.Module, Callable[[], Tensor]]:
     # What takes a packing gets it as it would from a loader of data; the others read the grids themselves.
     grids = model.pack(batch.grids) if model.step >= POSITIONS else batch.grids
     if way.endswith(COMPILED):
+        options = MASK_OPTIONS if impl == "eager" else {"use_fast_math": change == "fast math"}
         for layer in model.layers:
-            fast = {"use_fast_math": True} if change == "fast math" else None
-            layer.compile(fullgraph=impl != "eager", dynamic=False, options=fast)
+            layer.compile(fullgraph=impl != "eager", dynamic=False, options=options)
     return model, functools.partial(model, batch.patches, grids)
 
 

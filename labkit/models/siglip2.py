@@ -36,6 +36,8 @@ from labkit.kernels.linear import dropout_linear, norm_linear
 IMPLS = ("eager", "cu_seqlens", "positions", "attention", "norm", "fused")
 EAGER, CU_SEQLENS, POSITIONS, ATTENTION, NORM, FUSED = range(len(IMPLS))
 MASK_BLOCK = 128  # FlexAttention's: the packed sequence is padded to a multiple of it
+# torch.compile's options for what makes a mask: the sort of its blocks as a kernel of its own compiles for minutes.
+MASK_OPTIONS = {"triton.persistent_reductions": False}
 
 
 class Packing(NamedTuple):
@@ -96,9 +98,7 @@ def interpolated_positions(table_PC: Tensor, grids_I2: Tensor, side: int) -> Ten
 def _flex():
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    # A sort of the mask's blocks that is a kernel of its own takes minutes to compile.
-    make_mask = torch.compile(create_block_mask, options={"triton.persistent_reductions": False})
-    return make_mask, torch.compile(flex_attention)
+    return torch.compile(create_block_mask, options=MASK_OPTIONS), torch.compile(flex_attention)
 
 
 def masked_attention(q_MHD: Tensor, k_MHD: Tensor, v_MHD: Tensor, grids_I2: Tensor) -> Tensor:
