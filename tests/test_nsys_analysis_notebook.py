@@ -294,7 +294,10 @@ def test_idle_shares_agree_with_the_launch_bound_steps_of_notebook_01():
     assert len(both) > 30 and (both["idle"] > 0).all(), "a step's kernels take longer than the step"
     bound, others = (both["idle"][both["launch_bound"] == is_bound] for is_bound in (True, False))
     assert bound.min() > report.IDLE and others.median() < report.IDLE
-    assert "By these kernel times 01's launch-bound calls idle" in report.findings_idle(found, calls)[0]
+    sentence = report.findings_idle(found, calls)[0]
+    assert "By these kernel times 01's launch-bound calls idle" in sentence
+    most = both.loc[both["idle"] == others.max()].iloc[0]
+    assert f"most: {most['size']} at {most['context']} in {most['precision']}, issued after" in sentence
 
 
 def test_other_kernels_are_those_of_forward_that_are_no_product():

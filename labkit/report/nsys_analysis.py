@@ -107,7 +107,7 @@ def findings_classes(frame: pd.DataFrame) -> list[str]:
         shares = (casts["num_casts"] / casts["num_launches"]).groupby(casts["precision"], sort=False)
         sentences.append(
             f"Of a step's launches {listing(f'{span(share, percent)} in {key}' for key, share in shares)} only "
-            "change a dtype: autocast keeps the parameters in fp32 and casts them at each use."
+            "change a dtype: autocast keeps parameters in fp32 and casts them at each use."
         )
     return sentences
 
@@ -204,13 +204,13 @@ def table_idle(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _idle_in_calls(rows: pd.DataFrame, calls: pd.DataFrame | None) -> str:
     """Returns a sentence, " …", or nothing where calls of one kind are missing."""
-    if calls is None or calls.empty:
+    calls = None if calls is None or calls.empty else profiles.idle_in_calls(rows, calls)
+    if calls is None or calls["launch_bound"].nunique() < 2:
         return ""
-    of_kind = profiles.idle_in_calls(rows, calls).groupby("launch_bound")["idle"]
-    spans = [f"{span(idle, percent)} ({len(idle)})" for _, idle in of_kind]
-    if len(spans) < 2:
-        return ""
-    return f" By these kernel times 01's launch-bound calls idle {spans[1]}, its others {spans[0]}."
+    spans = [f"{span(idle, percent)} ({len(idle)}" for _, idle in calls.groupby("launch_bound")["idle"]]
+    most = calls.loc[calls["idle"].mask(calls["launch_bound"]).idxmax()]
+    spans[0] += f"; most: {name(most)}, issued after {percent(verdicts.issued(most))}"
+    return f" By these kernel times 01's launch-bound calls idle {spans[1]}), its others {spans[0]})."
 
 
 def findings_idle(frame: pd.DataFrame, calls: pd.DataFrame | None = None) -> list[str]:
