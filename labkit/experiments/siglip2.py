@@ -142,8 +142,8 @@ def _encoder(batch: Batch, way: str) -> tuple[nn.Module, Callable[[], Tensor]]:
     """Returns an encoder in training mode, and its forward pass of the batch."""
     impl, _, change = way.removesuffix(COMPILED).partition(", ")
     recomputed = batch.config.num_layers if way == RECOMPUTED else 0
-    options = {"device": batch.patches.device, "dtype": batch.patches.dtype}
-    model = Siglip2Encoder(batch.config, impl, recomputed=recomputed, **options).train()
+    factory = {"device": batch.patches.device, "dtype": batch.patches.dtype}
+    model = Siglip2Encoder(batch.config, impl, recomputed=recomputed, **factory).train()
     if attend := _other_attention(change, batch):
         for layer in model.layers:
             layer.self_attn.attend = attend
