@@ -207,10 +207,10 @@ def _idle_in_calls(rows: pd.DataFrame, calls: pd.DataFrame | None) -> str:
     calls = None if calls is None or calls.empty else profiles.idle_in_calls(rows, calls)
     if calls is None or calls["launch_bound"].nunique() < 2:
         return ""
-    spans = [f"{span(idle, percent)} ({len(idle)}" for _, idle in calls.groupby("launch_bound")["idle"]]
     most = calls.loc[calls["idle"].mask(calls["launch_bound"]).idxmax()]
-    spans[0] += f"; most: {name(most)}, issued after {percent(verdicts.issued(most))}"
-    return f" By these kernel times 01's launch-bound calls idle {spans[1]}), its others {spans[0]})."
+    notes = {True: "", False: f"; most: {name(most)}, issued after {percent(verdicts.issued(most))}"}
+    others, bound = (f"{span(x, percent)} ({len(x)}{notes[kind]})" for kind, x in calls.groupby("launch_bound")["idle"])
+    return f" By these kernel times 01's launch-bound calls idle {bound}, its others {others}."
 
 
 def findings_idle(frame: pd.DataFrame, calls: pd.DataFrame | None = None) -> list[str]:
