@@ -1,9 +1,11 @@
 """The rules of the house: imports run one way, reading a report needs no torch, one room for everything."""
 
 import ast
+import importlib
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -133,3 +135,19 @@ def test_public_functions_say_what_they_return():
                 if not documented and not short:
                     missing.append(f"{path.name}: {node.name}")
     assert not missing
+
+
+def test_modules_have_what_tests_replace_in_them():
+    """Tests for a GPU included, which elsewhere do not run and so would not say that a name has changed."""
+    found = 0
+    for path in sorted(Path(__file__).parent.glob("test_*.py")):
+        names = vars(importlib.import_module(path.stem))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Call(
+                    ast.Attribute(attr="setattr" | "object"), [ast.Name(owner), ast.Constant(str(name)), *_], []
+                ):
+                    if isinstance(module := names.get(owner), types.ModuleType):
+                        assert hasattr(module, name), f"{path.name}:{node.lineno}: no {name} in {owner}"
+                        found += 1
+    assert found > 50

@@ -257,8 +257,10 @@ def test_joules_of_a_matrix_product_agree_with_the_counter_read_by_hand():
 def test_watching_the_gpu_does_not_slow_the_host_down(monkeypatch):
     """Small operators are issued as fast with the readings as without."""
     x = torch.zeros(64, device="cuda")
-    watched = min(sustained(lambda: x.add_(1), device_kind="cuda").ms_per_call for _ in range(2))
-    monkeypatch.setattr(power, "READING_INTERVAL_S", 100.0)
-    alone = min(sustained(lambda: x.add_(1), device_kind="cuda").ms_per_call for _ in range(2))
-    print(f"{1e3 * watched:.3f} µs watched, {1e3 * alone:.3f} µs alone")
+    found = {power.READING_INTERVAL_S: [], 100.0: []}
+    for interval_s in 4 * list(found):  # in turn: a host is not as fast in each second
+        monkeypatch.setattr(power, "READING_INTERVAL_S", interval_s)
+        found[interval_s].append(sustained(lambda: x.add_(1), device_kind="cuda", warmup_s=0.5).ms_per_call)
+    watched, alone = map(min, found.values())
+    print(f"{1e3 * watched:.3f} µs watched, {1e3 * alone:.3f} µs alone; {found}")
     assert watched < 1.05 * alone
