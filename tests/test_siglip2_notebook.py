@@ -328,6 +328,14 @@ def test_kernels_stand_under_the_copy_rate():
     assert "eager 1 ahead (3.00×)" in others and "torch.compile 1 behind (0.900×)" in others
 
 
+@pytest.mark.parametrize(("of_others", "text"), [([], "1.20×"), ([1.15], "1.20×"), ([1.08, 1.1], "1.08× to 1.20×")])
+def test_a_ratio_that_differs_between_sessions_is_shown_as_their_span(of_others, text):
+    """Their own verdict is of all sessions; the table must not show the one session that suits us."""
+    sessions = {str(place): {"ratio_to_ours": ratio} for place, ratio in enumerate([1.2, *of_others])}
+    row = kernel("compiled forward_backward", 1.0, 1.2, status="ok", **({"sessions": sessions} if of_others else {}))
+    assert report.over_ours(row) == text
+
+
 def test_whatever_is_missing_is_not_measured():
     nothing = {"status": "error", "reason": "boom", "observed": {}}
     failed = frame({"way": "fused", "workload": "A", "phase": "forward_backward", "images": 64, **nothing})

@@ -353,12 +353,16 @@ def table_kernels(kernels: pd.DataFrame) -> pd.DataFrame:
         for title, key in (("forward", "ceiling_fraction_forward"), ("backward", "backward_fraction")):
             line[f"{title}, of the ceiling"] = percent(ours.get(key))
         for impl, title in [item for item in COLUMNS.items() if item[0] in timed]:
-            texts = [
-                cell(row, "ratio_to_ours", times) for row in select(group, impl=impl, name=BOTH).to_dict("records")
-            ]
+            texts = [over_ours(row) for row in select(group, impl=impl, name=BOTH).to_dict("records")]
             line[f"{title} / ours"] = (texts or ["–"])[0].replace("skipped", "–")
         result.append(line)
     return pd.DataFrame(result)
+
+
+def over_ours(row: dict) -> str:
+    """Returns a contender's time over ours; where that differs by over 5 % between sessions, of all of them."""
+    ratios = verdicts.by_session(row, "ratio_to_ours").values()
+    return span(ratios) if ratios and max(ratios) > 1.05 * min(ratios) else cell(row, "ratio_to_ours", times)
 
 
 def findings_kernels(kernels: pd.DataFrame) -> list[str]:
@@ -371,12 +375,8 @@ def findings_kernels(kernels: pd.DataFrame) -> list[str]:
         parts += [f"{operation} {listing(spans)}"] if spans else []
     if parts:
         sentences.append(f"Of the copy rate the norms reach: {'; '.join(parts)}.")
-    others = select(rows, name=BOTH, impl=list(CONTENDERS))
-    parts = [
-        f"{CONTENDERS[impl]} {forms.tally(group)}"
-        for impl, group in others[others["verdict"] != ""].groupby("impl", sort=False)
-    ]
-    if parts:
+    others = select(rows[rows["verdict"] != ""], name=BOTH, impl=list(CONTENDERS)).groupby("impl", sort=False)
+    if parts := [f"{CONTENDERS[impl]} {forms.tally(group)}" for impl, group in others]:
         sentences.append(f"Ours by verdict against each other implementation, forward + backward: {'; '.join(parts)}.")
     return sentences
 
