@@ -160,12 +160,13 @@ def test_every_attention_is_within_the_error_budget(attention, dtype, context):
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", IMPLS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_attention_of_the_gpu_is_within_the_error_budget(attention, dtype):
+def test_every_attention_of_the_gpu_is_within_the_error_budget(attention, dtype, request):
     q_BHTD = torch.empty(2, 3, 33, TINY.d_head, dtype=dtype, device="cuda", requires_grad=True)
     if attention == "triton_tf32":
         pytest.skip("one product of TF32 is outside the budget of fp32, as it says")
     if attention in ("sdpa", "sdpa_efficient") and dtype == torch.float32:
-        pytest.skip("PyTorch's kernel for fp32 is outside: over ten draws of weights up to 3.1 times eager's error")
+        reason = "PyTorch's kernel for fp32 has up to 3.1 times eager's error over ten draws of weights"
+        request.applymarker(pytest.mark.xfail(raises=AssertionError, reason=reason))
     if reason := unavailable_reason(attention, q_BHTD, q_BHTD, causal=True):
         pytest.skip(reason)
     check_errors(attention, dtype, 33, "cuda")
