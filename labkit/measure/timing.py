@@ -105,7 +105,8 @@ def _median_interval_rank(n: int) -> int:
     1 − 2·P(Binomial(n, ½) ≤ l − 1): for ten samples, from the second to the ninth.
     """
     tails = itertools.accumulate(math.comb(n, order) for order in range(n // 2))
-    return max(sum(2 * tail / 2**n <= 1 - INTERVAL for tail in tails) - 1, 0)
+    num_outside = sum(2 * tail / 2**n <= 1 - INTERVAL for tail in tails)
+    return max(num_outside - 1, 0)
 
 
 def median_half_width(samples: Sequence[float]) -> float:

@@ -204,8 +204,7 @@ def table_idle(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _idle_in_calls(rows: pd.DataFrame, calls: pd.DataFrame | None) -> str:
     """Returns a sentence, " …", or nothing where calls of one kind are missing."""
-    calls = None if calls is None or calls.empty else profiles.idle_in_calls(rows, calls)
-    if calls is None or calls["launch_bound"].nunique() < 2:
+    if calls is None or calls.empty or (calls := profiles.idle_in_calls(rows, calls))["launch_bound"].nunique() < 2:
         return ""
     most = calls.loc[calls["idle"].mask(calls["launch_bound"]).idxmax()]
     notes = {True: "", False: f"; most: {name(most)}, issued after {percent(verdicts.issued(most))}"}
