@@ -2,9 +2,11 @@
 
 import ast
 import importlib
+import io
 import subprocess
 import sys
 import time
+import tokenize
 import types
 from pathlib import Path
 
@@ -117,6 +119,41 @@ def test_top_level_holds_only_what_was_agreed():
     agreed = {"notebooks", "labkit", "figures", "tests", "pyproject.toml", "report.md", "README.md", "LICENSE"}
     names = {line.split("/")[0] for line in tracked.stdout.splitlines()}
     assert {name for name in names if not name.startswith(".")} <= agreed
+
+
+NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+
+
+def weight(source: str) -> int:
+    """Returns the tokens of a module's code: what a reader takes in, however the lines are packed.
+
+    Strings that stand alone, which are docstrings, count for nothing.
+    """
+    docstrings = {
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    }
+    return sum(
+        token.type not in NO_CODE and not (token.type == tokenize.STRING and token.start[0] in docstrings)
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+    )
+
+
+def test_the_package_is_small():
+    """One limit for all of it, in tokens: comments are free, and fuller lines gain nothing."""
+    assert sum(weight(path.read_text(encoding="utf-8")) for path in modules()) <= 211_500
+
+
+def test_weight_counts_neither_comments_nor_docstrings():
+    assert weight('"""Says what it is."""\n\n# Why.\nx = 1\n') == weight("x = 1") == 3
 
 
 def test_no_room_for_leftovers():

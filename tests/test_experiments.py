@@ -5,12 +5,10 @@ import inspect
 import json
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 
-from labkit import experiments
 from labkit.configs import FIGURES, GRIDS, REFERENCE_DEVICE
 from labkit.records import HOST_SECTION, RecordStore, folder_of
 
@@ -86,9 +84,3 @@ def test_what_the_grid_does_not_have_is_refused(notebook):
             accepted = f" {value!r} is not in profile 'full'; accepted: {smallest}"
             with pytest.raises(ValueError, match=re.escape(TEXTS.get(value, accepted))):
                 cases("full", "cuda", **{option: [*getattr(grid, option)[:1], value]})
-
-
-def test_no_experiment_is_longer_than_450_lines():
-    paths = [path for path in Path(experiments.__file__).parent.glob("*.py") if path.stem != "sweep"]
-    lengths = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
-    assert {name: length for name, length in lengths.items() if length > 450} == {}

@@ -15,7 +15,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-import labkit
 from labkit import notebooks
 from labkit.configs import FIGURES, LAUNCH_BOUND, PHASES, REFERENCE_DEVICE, REPOSITORY, SIZES
 from labkit.records import Record, RecordError, RecordStore, folder_of, newest
@@ -483,36 +482,6 @@ def test_the_report_is_short():
     assert max(len(list(group)) for is_row, group in groups if is_row) - 2 <= 20
     for name in notebooks.names():
         assert len(list(folder_of(FIGURES, REFERENCE_DEVICE, name).glob(f"{name[:2]}_*.svg"))) <= 4, name
-
-
-PARTS = {
-    "many GPUs": (1_500, r"parallel/\w+|communication"),
-    "fused operators, their contest and the vision encoder": (
-        2_200,
-        r"experiments/fused_contest|report/encoder_parts|kernels/(fused|norms|rms_norm|layer_norm|swiglu|rotary|cross_entropy|linear|gelu_mlp|flash_attention/qkv|column_sums)|models/siglip2",
-    ),
-    "sustained times, the host and sessions": (400, r"measure/(power|host)|report/sessions"),
-}
-"""Parts of the package with a limit of their own: lines, and the modules."""
-
-
-def test_the_package_is_small():
-    package = Path(labkit.__file__).parent
-    lines = {
-        path.relative_to(package).with_suffix("").as_posix(): len(path.read_text(encoding="utf-8").splitlines())
-        for path in package.rglob("*.py")
-    }
-    rest = sum(lines.values())
-    for part, (limit, modules) in PARTS.items():
-        size = sum(n for name, n in lines.items() if re.fullmatch(modules, name))
-        rest -= size
-        print(f"{part}: {size:,} lines")
-        assert size <= limit, part
-    print(f"labkit beside these: {rest:,} lines")
-    assert rest <= 9_500 + 1_500 * len(notebooks.names())
-    for name in notebooks.names():
-        for room in ("report", "experiments"):
-            assert lines[f"{room}/{name.split('_', 1)[1]}"] <= 450, f"{room} of {name}"
 
 
 def test_report_holds_no_path_of_the_measuring_machine():
