@@ -8,7 +8,6 @@ import torch
 import triton
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import once_differentiable
 from torch.nn.parameter import Parameter
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -26,7 +25,8 @@ class Operator:
     """
 
     def __init__(self, name: str, function: Callable, mutates_args: tuple[str, ...], opaque: bool):
-        self.function, self.mutates, self.gradients, self.setup_context = function, bool(mutates_args), None, None
+        self.name, self.function, self.mutates = name, function, bool(mutates_args)
+        self.gradients, self.setup_context = None, None
         make = torch.library.custom_op if opaque or IS_INTERPRETED else torch.library.triton_op
         self.op = make(f"labkit::{name}", function, mutates_args=mutates_args)
         if IS_INTERPRETED and not opaque:
@@ -34,8 +34,8 @@ class Operator:
         self.register_fake = self.op.register_fake
 
     def register_autograd(self, gradients: Callable, *, setup_context: Callable) -> None:
-        self.gradients, self.setup_context = gradients, setup_context
-        self.op.register_autograd(gradients, setup_context=setup_context)
+        self.gradients, self.setup_context = first_order(self.name)(gradients), setup_context
+        self.op.register_autograd(self.gradients, setup_context=setup_context)
 
     def __call__(self, *arguments):
         if torch.compiler.is_compiling() or self.mutates or is_in_torch_dispatch_mode():
@@ -58,6 +58,52 @@ class Operator:
 _launching = threading.local()
 
 
+class _Undifferentiable(torch.autograd.Function):
+    """Gradients as they are, that depend on `sources` in a way no formula of ours follows."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(_name: str, num_gradients: int, *gradients_and_sources: Tensor):
+        return tuple(x.view_as(x) for x in gradients_and_sources[:num_gradients])
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.name = inputs[0]
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(f"{ctx.name} has no second derivative: differentiate the formula in plain PyTorch instead")
+
+
+def first_order(name: str) -> Callable:
+    """Returns a decorator for an autograd `backward(ctx, *grads)`, whose gradients then refuse to be differentiated.
+
+    torch's own `once_differentiable` passes on gradients without a graph where the incoming ones have none, as of a
+    sum: a gradient penalty then trains nothing, in silence.
+    """
+
+    def decorate(backward: Callable) -> Callable:
+        @functools.wraps(backward)
+        def refusing(ctx, *grads):
+            if not torch.is_grad_enabled():
+                return backward(ctx, *grads)
+            with torch.no_grad():
+                found = backward(ctx, *grads)
+            found = list(found) if isinstance(found, tuple) else [found]
+            places = [place for place, x in enumerate(found) if x is not None]
+            gradients = [found[place] for place in places]
+            sources = [x for x in (*grads, *ctx.saved_tensors) if isinstance(x, Tensor) and x.requires_grad]
+            marked = _Undifferentiable.apply(name, len(gradients), *gradients, *sources)
+            for place, gradient in zip(places, marked, strict=True):
+                found[place] = gradient
+            return tuple(found)
+
+        return refusing
+
+    return decorate
+
+
 class _Direct(torch.autograd.Function):
     """An operator's gradient as it was registered."""
 
@@ -69,7 +115,6 @@ class _Direct(torch.autograd.Function):
         return tuple(outputs) if ctx.is_list else outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *grads):
         found = ctx.operator.gradients(ctx, *([list(grads)] if ctx.is_list else grads))
         return None, *(found if isinstance(found, tuple) else (found,))

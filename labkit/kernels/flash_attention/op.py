@@ -22,7 +22,6 @@ import math
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -42,6 +41,7 @@ from labkit.kernels.flash_attention.launches import (
 )
 from labkit.kernels.flash_attention.shapes import layout_of, packing_of
 from labkit.kernels.flash_attention.tiled import tiled_attention_backward, tiled_attention_forward
+from labkit.kernels.fused import first_order
 from labkit.kernels.launch import REMEMBERED
 
 
@@ -191,7 +191,7 @@ class EagerFlashAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order("flash_attention")
     def backward(ctx, grad_out: Tensor):
         q, k, v, _, _, *cu_seqlens = saved = ctx.saved_tensors
         return *ctx.plan.of(q, k, v).backward(grad_out, *saved), None, *(None for _ in cu_seqlens)
@@ -295,6 +295,7 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
 
 
+@first_order("flash_attention")
 def _backward(ctx, grad_out: Tensor, _grad_lse):
     grads = _backward_op(grad_out, *ctx.saved_tensors, *ctx.options)
     return *grads, *(None,) * (2 + len(ctx.options))
@@ -310,7 +311,7 @@ class TransformedFlashAttention(torch.autograd.Function):
     setup_context = staticmethod(_setup_context)
 
     @staticmethod
-    @once_differentiable
+    @first_order("flash_attention")
     def backward(ctx, grad_out: Tensor, _grad_lse):
         return *_gradients(grad_out, *ctx.saved_tensors, *ctx.options), *(None,) * (2 + len(ctx.options))
 
