@@ -1,5 +1,8 @@
 """One kernel for AdamW of all parameters: the update of PyTorch's, masters, and a training step that autocast takes."""
 
+import copy
+import pickle
+import random
 import re
 
 import pytest
@@ -103,6 +106,28 @@ def test_a_graph_keeps_the_addresses_that_it_was_captured_with():
 
 
 @pytest.mark.gpu
+def test_called_steps_and_replays_read_their_own_gradients():
+    p, q = (torch.nn.Parameter(torch.ones(3000, device="cuda")) for _ in range(2))
+    called, captured = torch.randn(2, 3000, device="cuda")
+    ours, theirs = FusedAdamW([p]), torch.optim.AdamW([q])
+    p.grad = called
+    ours.step()
+    graph = torch.cuda.CUDAGraph()
+    p.grad = captured
+    with torch.cuda.graph(graph):
+        ours.step()
+    ours.step()
+    p.grad = called
+    ours.step()
+    graph.replay()
+    ours.step()
+    for q.grad in (called, captured, called, captured, called):
+        theirs.step()
+    torch.testing.assert_close(p, q, **CLOSE)
+    assert ours.state[p]["step"] == 5
+
+
+@pytest.mark.gpu
 def test_it_takes_less_time_than_pytorchs_and_the_casts_of_autocast():
     """The same update of 200 million parameters: of fp32 weights that autocast casts, and of masters beside 16 bits."""
     ours = [torch.nn.Parameter(torch.randn(2048, 4096, device="cuda", dtype=torch.bfloat16)) for _ in range(24)]
@@ -132,6 +157,7 @@ def check_without_a_gradient_nothing_changes() -> None:
     optimizer.step()
     assert torch.equal(q.detach(), torch.ones(5)) and not optimizer.state[q]["exp_avg"].any()
     assert (p < 1).all() and (optimizer.state[p]["exp_avg"] > 0).all()
+    assert (optimizer.state[p]["step"], optimizer.state[q]["step"]) == (1, 0)
 
 
 def test_without_a_gradient_nothing_changes(interpreted):
@@ -139,16 +165,300 @@ def test_without_a_gradient_nothing_changes(interpreted):
     interpreted(check_without_a_gradient_nothing_changes)
 
 
+def check_the_first_update(betas) -> None:
+    """Without decay it is −lr · sign(g), also of a parameter whose first gradient comes late."""
+    early, late = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    optimizer = FusedAdamW([early, late], lr=1.0, betas=betas, eps=0.0, weight_decay=0.0)
+    late_grad = torch.tensor([1e-3, -1.0, 1e3])
+    for step in range(5):
+        early.grad = torch.tensor([1e4, -1.0, 1.0]) * 10.0**-step
+        late.grad = late_grad if step == 4 else None
+        optimizer.step()
+    torch.testing.assert_close(late.detach(), -late_grad.sign(), rtol=5e-7, atol=0)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.0)])
+def test_the_first_update_is_the_learning_rate(interpreted, betas):
+    check_the_first_update(betas)
+    interpreted(check_the_first_update, betas)
+
+
+def check_random_events(dtype: torch.dtype, seed: int, *, is_exact: bool = False) -> None:
+    """Whatever happens between steps, the parameters train as PyTorch trains them in fp64, or bit for bit in fp32."""
+    choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    ours = [p for p, _ in pairs(dtype)]
+    theirs = [torch.nn.Parameter(p.detach().to(torch.float32 if is_exact else torch.float64)) for p in ours]
+    # With β₂ = 0 a gradient of 0 would divide by ε alone.
+    *betas, eps = choose.choice([(0.9, 0.999, 1e-8), (0.0, 0.99, 1e-8), (0.9, 0.0, 0.1)])
+    options = {"lr": 0.01, "betas": tuple(betas), "eps": eps, "weight_decay": 0.1}
+    optimizers = [FusedAdamW(ours[:-1], **options), torch.optim.AdamW(theirs[:-1], **options)]
+    events = ["step"] * 4 + ["weights", "copy", "pickle", "exchange", "rate", "group", "freeze"]
+    for number, event in enumerate([choose.choice(events) for _ in range(14)] + ["step"]):
+        if event == "step":
+            for p, q in zip(ours, theirs, strict=True):
+                grad = choose.choice([None, torch.zeros(p.shape), *3 * [torch.randn(p.shape, generator=generator)]])
+                p.grad = None if grad is None else grad.to(p.dtype)
+                q.grad = None if grad is None else p.grad.to(q.dtype)
+            for optimizer in optimizers:
+                optimizer.step()
+        elif event == "weights":
+            p, q = choose.choice(list(zip(ours, theirs, strict=True)))
+            # Far from all before: what rounds to the parameter as it is, the master may stay.
+            loaded = 16 * number + torch.randint(1, 9, p.shape, generator=generator)
+            p.data.copy_(loaded)
+            q.data.copy_(loaded)
+        elif event in ("copy", "pickle"):
+            objects = optimizers, ours, theirs
+            objects = copy.deepcopy(objects) if event == "copy" else pickle.loads(pickle.dumps(objects))
+            optimizers, ours, theirs = objects
+        elif event == "exchange":
+            states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+            for optimizer, state in zip(optimizers, reversed(states), strict=True):
+                optimizer.load_state_dict(state)
+            for p, q in zip(ours, theirs, strict=True):
+                q.data.copy_(p)  # PyTorch's has no masters
+                if "master" in optimizers[0].state.get(p, {}):
+                    optimizers[0].state[p]["master"].copy_(p.detach())
+        elif event == "rate":
+            rate = choose.choice([0.02, torch.tensor(0.005)])
+            for optimizer in optimizers:
+                optimizer.param_groups[0]["lr"] = rate
+        elif event == "group" and len(optimizers[0].param_groups) == 1:
+            optimizers[0].add_param_group({"params": ours[-1], "lr": 0.03})
+            optimizers[1].add_param_group({"params": theirs[-1], "lr": 0.03})
+        elif event == "freeze":
+            place = choose.randrange(len(ours))
+            for params in (ours, theirs):
+                params[place].requires_grad_(not params[place].requires_grad)
+    for p, q in zip(ours, theirs, strict=True):
+        state, expected = optimizers[0].state[p], optimizers[1].state[q]
+        master = state.get("master", p)
+        found = torch.where(master.to(dtype) == p, master, p).to(q.dtype)  # no step may have seen what was written last
+        torch.testing.assert_close(found, q.detach(), rtol=0 if is_exact else 2e-6, atol=0 if is_exact else 2e-7)
+        assert state.get("step", 0) == expected.get("step", 0)
+
+
+@pytest.mark.parametrize("dtype", fused.DTYPES)
+def test_random_events_train_as_pytorchs(dtype):
+    for seed in range(30):
+        check_random_events(dtype, seed, is_exact=dtype == torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_random_events_train_the_kernel_as_pytorchs(interpreted, dtype):
+    for seed in range(6):
+        interpreted(check_random_events, dtype, seed)
+
+
+def check_weights_are_loaded(dtype: torch.dtype) -> None:
+    """After the optimizer was made or trained, in ways that no version counter shows."""
+    p = torch.nn.Parameter(torch.zeros(4, dtype=dtype))
+    optimizer = FusedAdamW([p], lr=2.0**-14, weight_decay=0.0)
+    p.grad = torch.ones_like(p)
+    for _ in range(2):
+        p.data.copy_(torch.tensor([5.0, -0.0, float("nan"), 3.0]))
+        optimizer.step()
+        assert p[0] == 5 and p[2].isnan() and p[3] == 3
+    p.data[2] = 1.0
+    optimizer.step()
+    master = optimizer.state[p]["master"]
+    torch.testing.assert_close(master[2].item(), 1 - 2.0**-14, rtol=0, atol=1e-7)
+    # Three updates that the 16 bits of 1.0 do not show are not lost.
+    for _ in range(2):
+        optimizer.step()
+    torch.testing.assert_close(master[2].item(), 1 - 3 * 2.0**-14, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_loaded_later_become_the_masters(interpreted, dtype):
+    check_weights_are_loaded(dtype)
+    if dtype == torch.float16:
+        interpreted(check_weights_are_loaded, dtype)
+
+
 def test_a_loaded_state_trains_on_with_its_masters():
     first, second = pairs(torch.bfloat16), pairs(torch.bfloat16)
     saved, loaded = (FusedAdamW([p for p, _ in both], lr=lr) for both, lr in ((first, 1e-2), (second, 1.0)))
     train(first, [saved])
+    before = loaded.state[second[0][0]]["exp_avg"].data_ptr()
     loaded.load_state_dict(saved.state_dict())
     assert loaded.param_groups[0]["lr"] == 1e-2
+    assert loaded.state[second[0][0]]["exp_avg"].data_ptr() == before  # a captured graph goes on with it
+    for (p, _), (q, _) in zip(first, second, strict=True):
+        q.data.copy_(p)
     for both, optimizer in ((first, saved), (second, loaded)):
         train(both, [optimizer])
     for (p, _), (q, _) in zip(first, second, strict=True):
         assert torch.equal(p, q) and torch.equal(saved.state[p]["master"], loaded.state[q]["master"])
+
+
+def test_states_of_16_bits_move_to_pytorchs_and_back():
+    p, q = (torch.nn.Parameter(torch.full((5,), 3.0, dtype=torch.bfloat16)) for _ in range(2))
+    theirs, ours = torch.optim.AdamW([p]), FusedAdamW([q])
+    p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    theirs.step()
+    q.data.fill_(7)
+    ours.load_state_dict(theirs.state_dict())
+    assert torch.equal(ours.state[q]["master"], torch.full((5,), 7.0)) and ours.state[q]["step"] == 1
+    assert torch.equal(ours.state[q]["exp_avg"], theirs.state[p]["exp_avg"].float())
+    ours.step()
+    theirs.load_state_dict(ours.state_dict())
+    theirs.step()
+    assert theirs.state[p]["step"] == 3 and theirs.param_groups[0]["lr"] == ours.param_groups[0]["lr"]
+
+
+def trained_state(*shapes, cls=torch.optim.AdamW, dtype=torch.float32, **options) -> dict:
+    params = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
+    optimizer = cls(params, **options)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+def without(name: str) -> dict:
+    state = copy.deepcopy(trained_state((5,), (2,)))
+    del state["state"][1][name]
+    return state
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: trained_state((5,), (1,)), r"parameter 1 is .*\[1\].*accepted: .*\[2\]"),
+        (lambda: trained_state((5,)), "doesn't match the size of optimizer's group"),
+        (lambda: trained_state((5,), (2,), (2,)), "doesn't match the size of optimizer's group"),
+        (lambda: trained_state((5,), (2,), amsgrad=True), "parameter 0 is .*max_exp_avg_sq"),
+        (lambda: trained_state((5,), (2,), cls=torch.optim.SGD, momentum=0.9), "parameter 0 is .*momentum_buffer"),
+        (lambda: trained_state((5,), (2,), cls=FusedAdamW, dtype=torch.float16), "parameter 0 is .*master"),
+        (lambda: without("step"), "parameter 1 is"),
+        (lambda: without("exp_avg_sq"), "parameter 1 is"),
+    ],
+    ids=["shape", "fewer", "more", "amsgrad", "SGD", "master", "no step", "no moment"],
+)
+def test_a_state_that_does_not_fit_is_refused_whole(make, message):
+    params = [torch.nn.Parameter(torch.ones(n)) for n in (5, 2)]
+    optimizer = FusedAdamW(params, lr=0.5)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(make())
+    after = optimizer.state_dict()
+    assert before["param_groups"] == after["param_groups"]
+    for number, state in before["state"].items():
+        for name, tensor in state.items():
+            assert torch.equal(tensor, after["state"][number][name])
+
+
+def test_a_parameter_without_a_saved_state_starts_anew():
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = FusedAdamW(params)
+    for p in params:
+        p.grad = torch.ones(2)
+    optimizer.step()
+    empty = torch.optim.AdamW(params).state_dict()
+    optimizer.load_state_dict(empty)
+    assert not any(tensor.any() for state in optimizer.state.values() for tensor in state.values())
+
+
+def test_hooks_are_called_as_pytorchs():
+    called, p = [], torch.nn.Parameter(torch.ones(2))
+    optimizer = FusedAdamW([p])
+    p.grad = torch.ones(2)
+    optimizer.register_step_pre_hook(lambda *_: called.append("step"))
+    optimizer.register_step_post_hook(lambda *_: called.append("stepped"))
+    optimizer.register_state_dict_pre_hook(lambda *_: called.append("save"))
+    optimizer.register_state_dict_post_hook(lambda _, state: state | {"more": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: called.append(sorted(state["state"])))
+    optimizer.register_load_state_dict_post_hook(lambda own: called.append(float(own.state[p]["step"])))
+    assert optimizer.step(lambda: 7) == 7
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    assert called == ["step", "stepped", "save", [0], 1.0] and state["more"] == 1
+
+
+def check_what_has_changed_is_refused() -> None:
+    def refused(change, message) -> None:
+        p = torch.nn.Parameter(torch.ones(4, 4))
+        optimizer = FusedAdamW([{"params": [p]}, {"params": []}])
+        p.grad = torch.ones(4, 4)
+        optimizer.step()
+        change(p)
+        before = p.detach().clone()
+        for _ in range(2):
+            with pytest.raises(ValueError, match=message):
+                optimizer.step()
+        assert torch.equal(p, before) and optimizer.state[p]["step"] == 1
+
+    def half(p):
+        p.data = p.data.half()
+        p.grad = torch.ones(4, 4).half()
+
+    def cut(p):
+        p.data = p.data[:2]
+        p.grad = torch.ones(2, 4)
+
+    def transpose(p):
+        p.data = p.data.T
+        p.grad = p.grad.T
+
+    def widen(p):
+        p.grad = None
+        p.grad_dtype = torch.float64
+        p.grad = torch.ones(4, 4, dtype=torch.float64)
+
+    def make_sparse(p):
+        p.grad = torch.ones(4, 4).to_sparse()
+
+    refused(half, r"become \(torch.float16.*accepted: \(torch.float32")
+    refused(cut, r"become .*\[2, 4\].*accepted: .*\[4, 4\]")
+    refused(transpose, r"become .*False\).*accepted: .*True\)")
+    refused(widen, r"become \(torch.float32, torch.float64")
+    refused(make_sparse, "gradients must be dense")
+
+
+def test_what_has_changed_since_the_optimizer_was_made_is_refused(interpreted):
+    check_what_has_changed_is_refused()
+    interpreted(check_what_has_changed_is_refused)
+
+
+def check_odd_shapes_and_gradients() -> None:
+    """No element, no dimension, weights elsewhere, one listed twice, gradients that repeat their elements."""
+    ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in ((0, 3), (), (2, 3))] for _ in range(2))
+    with pytest.warns(UserWarning, match="duplicate"):
+        optimizer = FusedAdamW([*ours, ours[-1]])
+    ours[-1].data = torch.full((2, 3), 2.0)
+    theirs[-1].data.fill_(2)
+    for params, own in ((ours, optimizer), (theirs, torch.optim.AdamW(theirs))):
+        for p in params:
+            p.grad = torch.ones(()).expand(p.shape)
+        own.step()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, **CLOSE)
+
+
+def test_odd_shapes_and_gradients(interpreted):
+    check_odd_shapes_and_gradients()
+    interpreted(check_odd_shapes_and_gradients)
+
+
+def test_a_refused_group_leaves_the_optimizer_as_it_was():
+    p, q = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2).double())
+    optimizer = FusedAdamW([p])
+    with pytest.raises(ValueError, match="float64"):
+        optimizer.add_param_group({"params": q})
+    assert len(optimizer.param_groups) == 1
+    p.grad = torch.ones(2)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["amsgrad", "maximize"])
+def test_what_pytorchs_has_and_ours_has_not_is_refused(name):
+    p = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(TypeError, match=name):
+        FusedAdamW([p], **{name: True})
+    optimizer = FusedAdamW([{"params": [p], name: True}])
+    with pytest.raises(ValueError, match=f"{name}.*accepted"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize(
@@ -165,7 +475,12 @@ def test_parameters_that_do_not_fit_are_refused(make, message):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"lr": -1.0}, "lr must be at least 0, got -1.0"), ({"betas": (0.9, 1.0)}, "betas must be between 0 and 1")],
+    [
+        ({"lr": -1.0}, "Invalid learning rate: -1.0"),
+        ({"lr": torch.ones(2)}, "Tensor lr must be 1-element"),
+        ({"betas": (0.9, 1.0)}, "Invalid beta parameter at index 1: 1.0"),
+        ({"eps": float("nan")}, "Invalid epsilon value: nan"),
+    ],
 )
 def test_values_out_of_range_are_refused(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):

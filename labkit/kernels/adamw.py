@@ -4,8 +4,9 @@
     θ ← θ − η λ θ − η (m / (1 − β₁ᵗ)) / (√(v / (1 − β₂ᵗ)) + ε)
 
 Autocast casts fp32 weights to 16 bits and their gradients to fp32 in every step: 12 bytes a parameter beside AdamW's
-28. A weight that is held in 16 bits beside its fp32 master is written by the kernel, which reads the gradient as it is:
-28 bytes in all, and the same update.
+28. A weight that is held in 16 bits beside its fp32 master is read and written by the kernel, which reads the gradient
+as it is: 30 bytes in all, and the same update. Two of them tell whether somebody else has written the weight, by
+loading a checkpoint say: where the weight is not its master rounded, it becomes the master.
 
 Memory bounds it. m, v and masters lie one parameter after the other, each from the start of a program's block;
 gradients and parameters stay where they are, and the kernel is told their addresses.
@@ -15,18 +16,20 @@ Precision Training", section 3.1 (masters).
 """
 
 import math
-from itertools import accumulate
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.optim.adamw import adamw
 
-from labkit.kernels.fused import DTYPES, runs_kernel
+from labkit.kernels.fused import DTYPES, launcher, runs_kernel
 
 BLOCK = 1024  # elements of a program, 8 of a thread
 ADDRESSES_A_LAUNCH = 64
 LANGUAGE_DTYPES = dict(zip(DTYPES, (tl.float32, tl.bfloat16, tl.float16), strict=True))
+# As wide as an address and aligned as one: Triton would compile anew for a 0 among addresses.
+NO_GRADIENT = tl.constexpr(1 << 62)
 
 
 @triton.jit
@@ -37,31 +40,32 @@ def write_addresses_kernel(addresses_ptr, first, values):
 
 @triton.jit
 def adamw_kernel(
-    master_ptr, exp_avg_ptr, exp_avg_sq_ptr, addresses_ptr, blocks_ptr, spans_ptr, step_ptr,
-    num_params, lr, beta1, beta2, log2_beta1, log2_beta2, eps, weight_decay, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+    exp_avg_ptr, exp_avg_sq_ptr, master_ptr, addresses_ptr, blocks_ptr, spans_ptr, steps_ptr,
+    num_params, lr, weight1, weight2, log2_beta1, log2_beta2, eps, decay, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program updates BLOCK elements of one parameter, of DTYPE; without masters, the parameter itself."""
     block = tl.program_id(0)
     number = tl.load(blocks_ptr + block)
     grad_address = tl.load(addresses_ptr + number)
-    if grad_address != 0:
+    if grad_address != NO_GRADIENT:
         start, end = tl.load(spans_ptr + 2 * number), tl.load(spans_ptr + 2 * number + 1)
         flat = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         place, inside = flat - start, flat < end
         param_ptr = tl.load(addresses_ptr + num_params + number).to(tl.pointer_type(DTYPE))
         grad = tl.load(grad_address.to(tl.pointer_type(DTYPE)) + place, mask=inside, other=0.0).to(tl.float32)
-        if master_ptr is None:
-            theta = tl.load(param_ptr + place, mask=inside, other=0.0)
-        else:
-            theta = tl.load(master_ptr + flat)
+        theta = tl.load(param_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        if master_ptr is not None:
+            master = tl.load(master_ptr + flat)
+            theta = tl.where(master.to(DTYPE).to(tl.float32) == theta, master, theta)
         exp_avg, exp_avg_sq = tl.load(exp_avg_ptr + flat), tl.load(exp_avg_sq_ptr + flat)
-        exp_avg += (grad - exp_avg) * (1 - beta1)
-        exp_avg_sq += (grad * grad - exp_avg_sq) * (1 - beta2)
+        # The weights are 1 − β: of β in fp32, 1 − 0.999 would be off by 1.3 · 10⁻⁵. In this order β = 0 is exact.
+        exp_avg = exp_avg - weight1 * exp_avg + weight1 * grad
+        exp_avg_sq = exp_avg_sq - weight2 * exp_avg_sq + weight2 * grad * grad
         # In fp64: in fp32 the first 1 − β₂ᵗ would keep four digits.
-        step = tl.load(step_ptr).to(tl.float64)
+        step = tl.load(steps_ptr + number).to(tl.float64)
         correction1 = (1 - tl.exp2(step * log2_beta1)).to(tl.float32)
         correction2 = (1 - tl.exp2(step * log2_beta2)).to(tl.float32)
-        theta -= lr * weight_decay * theta
+        theta -= lr * decay * theta
         theta -= lr / correction1 * exp_avg / (tl.sqrt(exp_avg_sq / correction2) + eps)
         tl.store(exp_avg_ptr + flat, exp_avg)
         tl.store(exp_avg_sq_ptr + flat, exp_avg_sq)
@@ -71,120 +75,195 @@ def adamw_kernel(
 
 
 class _Bucket:
-    """Parameters of one group, device and dtype, and their state, which one launch updates."""
+    """Parameters of one group, device and dtype, which one launch updates; `views` holds the state of each."""
 
-    def __init__(self, group: dict, params: list[Tensor], state: dict):
-        self.group, self.params, self.written = group, params, []
+    def __init__(self, group_number: int, params: list[Tensor]):
+        self.group_number, self.dtype, self.seen = group_number, params[0].dtype, []
         like = {"dtype": torch.float32, "device": params[0].device}
-        num_blocks = [-(-p.numel() // BLOCK) for p in params]
-        ends = [BLOCK * number for number in accumulate(num_blocks)]
-        spans = [(end - BLOCK * number, end - BLOCK * number + p.numel())
-                 for p, number, end in zip(params, num_blocks, ends, strict=True)]  # fmt: skip
-        self.step_count = torch.zeros((), **like)
-        self.exp_avg, self.exp_avg_sq = (torch.zeros(ends[-1], **like) for _ in range(2))
-        self.master = torch.zeros(ends[-1], **like) if params[0].element_size() == 2 else None
+        sizes = torch.tensor([p.numel() for p in params])
+        num_blocks = -(-sizes // BLOCK)
+        starts = BLOCK * (num_blocks.cumsum(0) - num_blocks)
+        spans = torch.stack((starts, starts + sizes), 1)
         numbers = torch.arange(len(params), dtype=torch.int32)
-        self.blocks = numbers.repeat_interleave(torch.tensor(num_blocks)).to(params[0].device)
-        self.spans = torch.tensor(spans, device=params[0].device)
-        self.addresses = torch.zeros(2 * len(params), dtype=torch.int64, device=params[0].device)
+        self.blocks = numbers.repeat_interleave(num_blocks).to(params[0].device)
+        self.spans = spans.to(params[0].device)
+        self.steps = torch.zeros(len(params), **like)
+        num_elements = BLOCK * len(self.blocks)
+        self.exp_avg, self.exp_avg_sq = (torch.zeros(num_elements, **like) for _ in range(2))
+        self.master = torch.zeros(num_elements, **like) if self.dtype.itemsize == 2 else None
         flat = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "master": self.master}
-        for p, (start, end) in zip(params, spans, strict=True):
-            state[p] = {name: x[start:end].view(p.shape) for name, x in flat.items() if x is not None}
-            if self.master is not None:
-                state[p]["master"].copy_(p.detach())
-            state[p]["step"] = self.step_count
+        self.views = {}
+        for p, step, (start, end) in zip(params, self.steps, spans.tolist(), strict=True):
+            self.views[p] = {name: x[start:end].view(p.shape) for name, x in flat.items() if x is not None}
+            self.views[p]["step"] = step
 
-    def update(self) -> None:
-        group, (beta1, beta2) = self.group, self.group["betas"]
-        # A gradient that autograd makes is as dense as its parameter.
-        grads = [None if p.grad is None else p.grad.contiguous() for p in self.params]
-        self._write_addresses([0 if x is None else x.data_ptr() for x in (*grads, *self.params)])
-        self.step_count += 1
-        adamw_kernel[(len(self.blocks),)](
-            self.master, self.exp_avg, self.exp_avg_sq, self.addresses, self.blocks, self.spans, self.step_count,
-            len(self.params), group["lr"], beta1, beta2, math.log2(beta1), math.log2(beta2), group["eps"],
-            group["weight_decay"], DTYPE=LANGUAGE_DTYPES[self.params[0].dtype], BLOCK=BLOCK,
+    def take(self, state: dict[Tensor, dict]) -> None:
+        """Copies a state, in which its own then stands; without a value, a master is its parameter, the rest 0."""
+        for p, views in self.views.items():
+            before = state.get(p, {})
+            for name, tensor in views.items():
+                default = p.detach() if name == "master" else 0.0
+                tensor.copy_(torch.as_tensor(before.get(name, default)))
+            state[p] = views
+
+    def check(self) -> None:
+        """Raises ValueError where an updated parameter is no longer what its state and the kernel were made for."""
+        for p, state in self.views.items():
+            if p.grad is None:
+                continue
+            found = (p.dtype, p.grad.dtype, p.device, p.shape, p.is_contiguous())
+            accepted = (self.dtype, self.dtype, self.steps.device, state["exp_avg"].shape, True)
+            if found != accepted:
+                names = "dtype, gradient's dtype, device, shape, is dense"
+                raise ValueError(f"a parameter has become {found} ({names}); accepted: {accepted}")
+
+    def update(self, group: dict) -> None:
+        grads = [p.grad for p in self.views]
+        grads = [x if x is None or x.is_contiguous() else _dense(x) for x in grads]
+        addresses = [NO_GRADIENT.value if x is None else x.data_ptr() for x in grads]
+        addresses += [p.data_ptr() for p in self.views]
+        addresses_on_device, is_updated = self._on_device(addresses)
+        self.steps += is_updated
+        betas = group["betas"]
+        # β = 0 has no logarithm; 1 − 10⁻³⁰⁰ is 1.
+        log2_betas = [math.log2(max(beta, 1e-300)) for beta in betas]
+        numbers = (group["lr"], *(1 - beta for beta in betas), *log2_betas, group["eps"], group["weight_decay"])
+        launcher(adamw_kernel)[(len(self.blocks),)](
+            self.exp_avg, self.exp_avg_sq, self.master, addresses_on_device, self.blocks, self.spans, self.steps,
+            len(self.views), *map(float, numbers), DTYPE=LANGUAGE_DTYPES[self.dtype], BLOCK=BLOCK,
         )  # fmt: skip
 
-    def _write_addresses(self, addresses: list[int]) -> None:
-        """Puts addresses on the device where others stand, as arguments of launches, which a CUDA graph keeps."""
-        is_captured = self.addresses.is_cuda and torch.cuda.is_current_stream_capturing()
-        if addresses == self.written and not is_captured:
-            return
-        for first in range(0, len(addresses), ADDRESSES_A_LAUNCH):
-            part = tuple(addresses[first : first + ADDRESSES_A_LAUNCH])
-            write_addresses_kernel[(1,)](self.addresses, first, part)
-        self.written = addresses
+    def _on_device(self, addresses: list[int]) -> tuple[Tensor, Tensor]:
+        """Returns the addresses on the device and, fp32, 1 for each parameter with a gradient, 0 for the others."""
+        is_captured = self.steps.is_cuda and torch.cuda.is_current_stream_capturing()
+        # The bytes tell of a parameter that was cut where it stands.
+        seen = addresses + [p.nbytes for p in self.views]
+        if seen != self.seen or is_captured:
+            self.check()
+            # A new tensor each time: a graph's replay must not write into what a called step takes for written.
+            target = torch.empty(len(addresses), dtype=torch.int64, device=self.steps.device)
+            for first in range(0, len(addresses), ADDRESSES_A_LAUNCH):
+                # As arguments of launches, which a graph keeps.
+                write_addresses_kernel[(1,)](target, first, tuple(addresses[first : first + ADDRESSES_A_LAUNCH]))
+            self.on_device = target, (target[: len(self.views)] != NO_GRADIENT.value).float()
+            self.seen = [] if is_captured else seen
+        return self.on_device
+
+    def update_plainly(self, group: dict) -> None:
+        self.check()
+        beta1, beta2 = group["betas"]
+        options = {name: group[name] for name in ("lr", "eps", "weight_decay", "amsgrad", "maximize")}
+        for p, state in self.views.items():
+            if p.grad is None:
+                continue
+            theta = state.get("master", p)
+            theta.copy_(torch.where(theta.to(p.dtype) == p, theta, p))
+            moments = [state["exp_avg"]], [state["exp_avg_sq"]]
+            grad = _dense(p.grad).float()
+            adamw([theta], [grad], *moments, [], [state["step"]], beta1=beta1, beta2=beta2, **options)
+            p.copy_(theta)
 
 
-class FusedAdamW(torch.optim.Optimizer):
+def _dense(grad: Tensor) -> Tensor:
+    if grad.layout != torch.strided:
+        raise ValueError(f"gradients must be dense, got {grad.layout}")
+    return grad.contiguous()
+
+
+class FusedAdamW(torch.optim.AdamW):
     """AdamW that updates all parameters of a group, device and dtype in one launch; others stay without a gradient.
 
     Args:
         params: parameters or groups of them, dense, of fp32, bf16 or fp16. Those in 16 bits get an fp32 master, which
-            starts as their copy and is what trains; the parameter is the master rounded.
+            starts as their copy and is what trains; the parameter is the master rounded. Where it is not, somebody has
+            written it since the last step, and the master becomes the parameter.
         lr, betas, eps, weight_decay: as torch.optim.AdamW has them. A CUDA graph keeps the values it was captured with.
 
     Each parameter's state holds exp_avg, exp_avg_sq and master, fp32 and shaped as it, and step, one fp32 number that
-    counts the calls for all that are updated together. Without a GPU the formula runs in plain PyTorch.
+    counts its updates. All are views of tensors that hold the state of many parameters: write into them, but do not
+    replace them. Without a GPU PyTorch's own AdamW runs on them.
 
     Raises:
-        ValueError: a parameter that is not dense or of another dtype; a value out of its range.
+        ValueError: a parameter that is not dense or of another dtype; a value out of its range; in a step, a sparse
+            gradient, a parameter that is of another dtype, device or shape than before, or amsgrad or maximize in a
+            group.
 
     Error budget: an update is off by at most a few fp32 roundings of itself.
     """
 
     def __init__(self, params, lr: float = 1e-3, betas=(0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2):
-        for name, value in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
-            if not value >= 0:
-                raise ValueError(f"{name} must be at least 0, got {value}")
-        if not all(0 < beta < 1 for beta in betas):
-            raise ValueError(f"betas must be between 0 and 1, got {tuple(betas)}")
         self.buckets: list[_Bucket] = []
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(params, lr, betas, eps, weight_decay)
 
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
-        group, alike = self.param_groups[-1], {}
+        group = self.param_groups.pop()
         for p in group["params"]:
-            if p.dtype not in DTYPES or not p.is_contiguous():
+            if p.dtype not in DTYPES or not p.is_contiguous() or type(p.data) is not Tensor:
                 accepted = ", ".join(map(str, DTYPES))
-                raise ValueError(f"parameters must be dense and of {accepted}; got {p.dtype}, strides {p.stride()}")
-            if p.numel():
-                alike.setdefault((p.device, p.dtype), []).append(p)
-        self.buckets += [_Bucket(group, params, self.state) for params in alike.values()]
+                found = f"{p.dtype}, strides {p.stride()}, {type(p.data).__name__}"
+                raise ValueError(f"parameters must be dense and of {accepted}; got {found}")
+        self.param_groups.append(group)
+        self._lay_out(len(self.param_groups) - 1)
+
+    def _lay_out(self, group_number: int) -> None:
+        alike: dict[tuple, list[Tensor]] = {}
+        for p in dict.fromkeys(self.param_groups[group_number]["params"]):
+            alike.setdefault((p.device, p.dtype), []).append(p)
+        for params in alike.values():
+            self.buckets.append(_Bucket(group_number, params))
+            self.buckets[-1].take(self.state)
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Copies a state into the tensors that are there; PyTorch would round masters to their parameters' dtype."""
-        own = self.state_dict()
-        for number, saved in state_dict["state"].items():
-            for name, tensor in saved.items():
-                own["state"][number][name].copy_(tensor)
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({name: value for name, value in saved.items() if name != "params"})
+        """Copies a state, ours or torch.optim.AdamW's, into the tensors that are there.
+
+        A parameter without a saved state starts anew; a master that is not saved becomes the parameter's value.
+
+        Raises ValueError, before anything is copied, for groups of other numbers of parameters and a state of other
+        names or shapes.
+        """
+        # The last hook: the others are shown the state dict as it is.
+        hook = self.register_load_state_dict_pre_hook(FusedAdamW._by_parameter)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+
+    def _by_parameter(self, state_dict: dict) -> dict:
+        """Returns the state dict, checked, its state by parameter: by number, PyTorch would round it to their dtype."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        state = {}
+        for number, p in zip(numbers, params, strict=False):  # PyTorch refuses other numbers of parameters
+            state[p] = state_dict["state"].get(number, {})
+            found = {name: torch.as_tensor(x).shape for name, x in state[p].items()}
+            accepted = {name: x.shape for name, x in self.state[p].items()}
+            optional = {"master": p.shape} if "master" in accepted else {}
+            if found and optional | found != accepted:
+                raise ValueError(f"the state of parameter {number} is {found}; accepted: {accepted}")
+        return {**state_dict, "state": state}
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        if "buckets" in self.__dict__:  # not in a copy, or out of a pickle
+            for bucket in self.buckets:
+                bucket.take(self.state)
+        else:
+            self.buckets = []
+            for number in range(len(self.param_groups)):
+                self._lay_out(number)
 
     @torch.no_grad()
     def step(self, closure=None):
         """Updates every parameter that has a gradient; returns what `closure` does, None without one."""
         loss = torch.enable_grad()(closure)() if closure else None
         for bucket in self.buckets:
+            group = self.param_groups[bucket.group_number]
+            if group["amsgrad"] or group["maximize"]:
+                raise ValueError("amsgrad or maximize is set; accepted: neither")
             if runs_kernel(bucket.exp_avg):
                 with torch.cuda.device_of(bucket.exp_avg):
-                    bucket.update()
+                    bucket.update(group)
             else:
-                self._update_plainly(bucket)
+                bucket.update_plainly(group)
         return loss
-
-    def _update_plainly(self, bucket: _Bucket) -> None:
-        group, (beta1, beta2) = bucket.group, bucket.group["betas"]
-        bucket.step_count += 1
-        step = int(bucket.step_count)
-        for p in (p for p in bucket.params if p.grad is not None):
-            state, grad = self.state[p], p.grad.float()
-            theta = state.get("master", p)
-            state["exp_avg"].lerp_(grad, 1 - beta1)
-            state["exp_avg_sq"].lerp_(grad * grad, 1 - beta2)
-            theta.mul_(1 - group["lr"] * group["weight_decay"])
-            scale = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(group["eps"])
-            theta.addcdiv_(state["exp_avg"], scale, value=-group["lr"] / (1 - beta1**step))
-            p.copy_(theta)
