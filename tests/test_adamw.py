@@ -358,6 +358,10 @@ def test_a_parameter_without_a_saved_state_starts_anew():
     empty = torch.optim.AdamW(params).state_dict()
     optimizer.load_state_dict(empty)
     assert not any(tensor.any() for state in optimizer.state.values() for tensor in state.values())
+    optimizer.step()
+    optimizer.state.clear()
+    optimizer.step()
+    assert all(optimizer.state[p]["step"] == 1 for p in params)
 
 
 def test_hooks_are_called_as_pytorchs():

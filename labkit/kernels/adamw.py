@@ -85,17 +85,18 @@ class _Bucket:
         starts = BLOCK * (num_blocks.cumsum(0) - num_blocks)
         spans = torch.stack((starts, starts + sizes), 1)
         numbers = torch.arange(len(params), dtype=torch.int32)
+        # Of each program, the number of its parameter.
         self.blocks = numbers.repeat_interleave(num_blocks).to(params[0].device)
         self.spans = spans.to(params[0].device)
         self.steps = torch.zeros(len(params), **like)
-        num_elements = BLOCK * len(self.blocks)
-        self.exp_avg, self.exp_avg_sq = (torch.zeros(num_elements, **like) for _ in range(2))
-        self.master = torch.zeros(num_elements, **like) if self.dtype.itemsize == 2 else None
-        flat = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "master": self.master}
+        names = ["exp_avg", "exp_avg_sq"]
+        if self.dtype != torch.float32:
+            names.append("master")
+        self.flat = {name: torch.zeros(BLOCK * len(self.blocks), **like) for name in names}
         self.views = {}
         for p, step, (start, end) in zip(params, self.steps, spans.tolist(), strict=True):
-            self.views[p] = {name: x[start:end].view(p.shape) for name, x in flat.items() if x is not None}
-            self.views[p]["step"] = step
+            views = {name: x[start:end].view(p.shape) for name, x in self.flat.items()}
+            self.views[p] = {"step": step, **views}
 
     def take(self, state: dict[Tensor, dict]) -> None:
         """Copies a state, in which its own then stands; without a value, a master is its parameter, the rest 0."""
@@ -129,8 +130,9 @@ class _Bucket:
         log2_betas = [math.log2(max(beta, 1e-300)) for beta in betas]
         numbers = (group["lr"], *(1 - beta for beta in betas), *log2_betas, group["eps"], group["weight_decay"])
         launcher(adamw_kernel)[(len(self.blocks),)](
-            self.exp_avg, self.exp_avg_sq, self.master, addresses_on_device, self.blocks, self.spans, self.steps,
-            len(self.views), *map(float, numbers), DTYPE=LANGUAGE_DTYPES[self.dtype], BLOCK=BLOCK,
+            self.flat["exp_avg"], self.flat["exp_avg_sq"], self.flat.get("master"), addresses_on_device, self.blocks,
+            self.spans, self.steps, len(self.views), *map(float, numbers),
+            DTYPE=LANGUAGE_DTYPES[self.dtype], BLOCK=BLOCK,
         )  # fmt: skip
 
     def _on_device(self, addresses: list[int]) -> tuple[Tensor, Tensor]:
@@ -257,12 +259,15 @@ class FusedAdamW(torch.optim.AdamW):
     def step(self, closure=None):
         """Updates every parameter that has a gradient; returns what `closure` does, None without one."""
         loss = torch.enable_grad()(closure)() if closure else None
+        if not self.state:  # cleared, to start anew
+            for bucket in self.buckets:
+                bucket.take(self.state)
         for bucket in self.buckets:
             group = self.param_groups[bucket.group_number]
             if group["amsgrad"] or group["maximize"]:
                 raise ValueError("amsgrad or maximize is set; accepted: neither")
-            if runs_kernel(bucket.exp_avg):
-                with torch.cuda.device_of(bucket.exp_avg):
+            if runs_kernel(bucket.steps):
+                with torch.cuda.device_of(bucket.steps):
                     bucket.update(group)
             else:
                 bucket.update_plainly(group)
