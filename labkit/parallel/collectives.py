@@ -66,22 +66,19 @@ class PeerCopy(PeerMemory):
         super().__init__(num_elements, dtype)
         self.shards = [buffer.chunk(self.world_size) for buffer in self.buffers]
 
-    def all_gather(self, output: Tensor) -> None:
-        """Copies the peers' shards out of their buffers to their places in `output`, which may be the own buffer.
-
-        A rank's own shard must be at its place in the buffer; its copy in another `output` is the caller's to make.
-        """
+    def all_gather(self) -> None:
+        """Copies the peers' shards, each at its place in its rank's buffer, to their places in the own buffer."""
         self.memory.barrier()
         for step in range(1, self.world_size):
             # Each rank reads from another peer at a time.
             peer = (self.rank + step) % self.world_size
-            output.chunk(self.world_size)[peer].copy_(self.shards[peer][peer])
+            self.shards[self.rank][peer].copy_(self.shards[peer][peer])
         self.memory.barrier()
 
     def all_reduce(self, staging: "PeerCopy") -> None:
         """Replaces the buffer by its average over the ranks; `staging` is as large and holds nothing that lasts."""
         staging.average_scatter([self.shards[self.rank][self.rank]], [self.buffer])
-        self.all_gather(self.buffer)
+        self.all_gather()
 
     def average_scatter(self, shards: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Is `reduce_scatter`, but for averages."""
@@ -222,7 +219,7 @@ def _prepared(
     if operation == "all_gather":
         output, expected = peers.buffer if peers else empty(n * shard), torch.cat(everyone)
         output.chunk(n)[rank].copy_(given)
-        return lambda: peers.all_gather(output) if peers else all_gather(output, given, group=group), output, expected
+        return lambda: peers.all_gather() if peers else all_gather(output, given, group=group), output, expected
     if operation == "reduce_scatter":
         output, expected = empty(shard), sum(everyone).chunk(n)[rank]
         if peers:
