@@ -262,6 +262,247 @@ def resharded(saved):
     return all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
 
 
+class Net(nn.Module):
+    """Two layers, of which the first and its norm are frozen and unfrozen; (4,) to (4,)."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.norm(self.first(x))))
+
+
+def rows(seed: int) -> torch.Tensor:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def trained_step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, clip: float | None = None):
+    """Trains on this rank's rows; a model without a wrapper on those of all ranks. Returns the gradients' norm."""
+    optimizer.zero_grad()
+    number = dist.get_world_size()
+    if isinstance(model, Net):
+        sum(model(rows(number * seed + rank)).square().mean() for rank in range(number)).div(number).backward()
+    else:
+        model(rows(number * seed + dist.get_rank())).square().mean().backward()
+    if hasattr(model, "finish_gradient_synchronization"):
+        model.finish_gradient_synchronization()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip) if clip else None
+    optimizer.step()
+    return norm.full_tensor().item() if hasattr(norm, "full_tensor") else norm and norm.item()
+
+
+def frozen_and_unfrozen():
+    """Yields (wrapper and what, difference from one process after four steps, two before and two after it)."""
+    for name in WRAPPERS:
+        if name == "torch's":
+            continue
+        for unfreezes in (False, True):
+            expected, mine = made(Net, 0), made(Net, 0)
+            for model in (expected, mine):
+                model.first.requires_grad_(not unfreezes)
+                model.norm.requires_grad_(not unfreezes)
+            wrapped = WRAPPERS[name](mine)
+            steps = [(model, optimizer_of(model)) for model in (expected, wrapped)]
+            for seed in range(4):
+                if seed == 2:
+                    for model in (expected, mine):
+                        model.first.requires_grad_(unfreezes)
+                        model.norm.requires_grad_(unfreezes)
+                for model, optimizer in steps:
+                    trained_step(model, optimizer, seed)
+            yield f"{name}, {'unfrozen' if unfreezes else 'frozen'}", difference(wrapped, expected)
+
+
+def as_fully_shard():
+    """Yields (what is done, whether parameters and results are as under torch's `fully_shard`, the result).
+
+    The result is an error's text where there is one. Last: the difference from one process and the norms of both.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    def clipped(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        return [trained_step(model, optimizer, seed, clip=0.05) for seed in range(3)]
+
+    def scaled(model):
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(model(rows(dist.get_rank())).square().mean()).backward()
+        if isinstance(model, FullyShardedDataParallel):
+            model.finish_gradient_synchronization()
+        if dist.get_rank() == 0:
+            next(p for p in model.parameters() if p.ndim > 1).grad.to_local()[0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.get_scale()
+
+    def grouped(model):
+        matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
+        for optimizer in (torch.optim.Muon(matrices, lr=0.1), torch.optim.SGD(vectors, lr=0.1)):
+            trained_step(model, optimizer, 0)
+        return len(matrices), len(vectors)
+
+    def factored(model):
+        return trained_step(model, torch.optim.Adafactor(model.parameters(), lr=0.1), 0)
+
+    for run in (clipped, scaled, grouped, factored):
+        results, states = [], []
+        for wrap in (FullyShardedDataParallel, fully_shard):
+            model = wrap(made(Net, 0))
+            try:
+                results.append(run(model))
+            except RuntimeError as error:
+                results.append(str(error))
+            state = {name.removeprefix("module."): x.full_tensor() for name, x in model.state_dict().items()}
+            states.append(state)
+        same = states[0].keys() == states[1].keys() and all(torch.equal(states[0][n], states[1][n]) for n in states[0])
+        yield run.__name__, same and results[0] == results[1], results[0]
+    expected, model = made(Net, 0), FullyShardedDataParallel(made(Net, 0))
+    norms = clipped(expected), clipped(model)
+    yield "clipped, one process", difference(model, expected), norms
+
+
+class Normalized(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+
+def buffers():
+    """Yields (wrapper, largest difference from torch's of buffers in three steps, of outputs and of buffers after)."""
+    rank = dist.get_rank()
+
+    def mean_of(model):
+        return model.module[1].running_mean
+
+    for name, wrapper in WRAPPERS.items():
+        if name == "torch's":
+            continue
+        mine, torchs = (wrap(made(Normalized, rank)) for wrap in (wrapper, DistributedDataParallel))
+        steps = []
+        for seed in range(3):
+            for model in (mine, torchs):
+                model(rows(2 * seed + rank)).square().mean().backward()
+            mine.finish_gradient_synchronization()
+            steps.append((mean_of(mine) - mean_of(torchs)).abs().max().item())
+        with torch.no_grad():
+            outputs = [model.eval()(rows(99)) for model in (mine, torchs)]
+        after = (mean_of(mine) - mean_of(torchs)).abs().max().item()
+        yield name, max(steps), (outputs[0] - outputs[1]).abs().max().item(), after
+    alone = NaiveDataParallel(made(Normalized, rank), broadcast_buffers=False)
+    for _ in range(2):
+        alone(rows(rank))
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mean_of(alone).sum().item())
+    yield "each its own", len(set(everyone)) == len(everyone)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.scale = nn.LSTM(4, 4, 2, batch_first=True), nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.lstm(x)[0] * self.scale
+
+
+class Readout(nn.Module):
+    """Computes with its embedding's table outside of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(7, 4)
+
+    def forward(self, x):
+        return x @ self.table.weight.T
+
+
+class Repeated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4)] * 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Encoder(nn.TransformerEncoderLayer):
+    def __init__(self):
+        super().__init__(4, 2, 8, dropout=0.0, batch_first=True)
+
+
+def unusual_modules():
+    """Yields (module, difference from one process after two steps) of FSDP."""
+    x = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    cases = [(Attention, {"units": (nn.MultiheadAttention,)}), (Recurrent, {}), (Repeated, {})]
+    cases += [(Readout, {"units": (Readout,)}), (Encoder, {"units": (Encoder,)})]
+    cases += [(Encoder, {"units": (Encoder,), "compute_dtype": torch.bfloat16})]
+    for kind, options in cases:
+        expected, model = made(kind, 0), FullyShardedDataParallel(made(kind, 0), **options)
+        steps = [(one, torch.optim.SGD(one.parameters(), lr=0.1)) for one in (expected, model)]
+        for _ in range(2):
+            for one, optimizer in steps:
+                optimizer.zero_grad()
+                one(x).float().square().mean().backward()
+                if one is model:
+                    model.finish_gradient_synchronization()
+                optimizer.step()
+        yield f"{kind.__name__}{', bf16' * ('compute_dtype' in options)}", difference(model, expected)
+
+
+def misuse():
+    """Yields (wrapper and what, the error's type and message) of what must be refused."""
+
+    def twice(model):
+        for _ in range(2):
+            model(rows(0)).sum().backward()
+
+    def sparse(model):
+        model(torch.arange(4)).sum().backward()
+        model.finish_gradient_synchronization()
+
+    def extended(model):
+        model.module.append(nn.Linear(4, 4))
+        model(rows(0))
+
+    def replaced(model):
+        model.module[0].weight = nn.Parameter(torch.ones(4, 4))
+        model(rows(0))
+
+    def converted(model):
+        model.double()
+        model(rows(0).double())
+
+    def penalised(model):
+        sum(p.square().sum() for p in model.parameters()).backward()
+
+    def linear():
+        return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    calls = [(linear, twice), (lambda: nn.Sequential(nn.Embedding(8, 4, sparse=True)), sparse), (linear, extended)]
+    calls += [(linear, replaced), (linear, converted), (linear, copy.deepcopy)]
+    own = [(Attention, lambda model: model(rows(0)[None])), (Readout, lambda model: model(rows(0)))]
+    own += [(linear, penalised)]
+    for name in WRAPPERS:
+        for make, call in calls + own * (name == "fully sharded"):
+            if name != "torch's":
+                try:
+                    call(WRAPPERS[name](make()))
+                    yield name, ""
+                except (RuntimeError, TypeError) as error:
+                    yield name, f"{type(error).__name__}: {error}"
+
+
 TOY = ModelConfig("toy", "tests", 16, 24, 3, 2, vocab_size=17)
 
 
@@ -321,18 +562,16 @@ def fully_sharded_transformer():
             for optimizer in optimizers:
                 optimizer.step()
         right = all(p.grad.shape == p.shape and p.grad.dtype == p.dtype == torch.float32 for p in model.parameters())
-        right &= (
-            sum(p.numel() for p in model.parameters() if p.ndim == 1)
-            < sum(p.numel() for p in expected.parameters()) / n + 200
-        )
+        whole = sum(p.numel() for p in expected.parameters())
+        right &= sum(p.to_local().numel() for p in model.parameters()) < whole / n + 200
         found = {
             name.replace("_orig_mod.", "").replace("block.", ""): p for name, p in model.gather_full_params().items()
         }
         wanted = dict(expected.named_parameters())
         assert found.keys() == wanted.keys()
         worst = max(((found[name] - p).abs().max() / p.abs().max()).item() for name, p in wanted.items())
-        layers = len({weight.layer for weight in model._weights.values()})
-        yield variant, worst, right, layers, sum(w.flat.untyped_storage().nbytes() for w in model._weights.values())
+        layers = len({weight.layer for weight in model._weights})
+        yield variant, worst, right, layers, sum(w.flat.untyped_storage().nbytes() for w in model._weights)
 
 
 def schedule():

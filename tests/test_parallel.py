@@ -25,6 +25,7 @@ def on_ranks(calls: dict[str, tuple], nproc: int) -> dict[str, list[list]]:
 @pytest.fixture(scope="module")
 def two():
     names = ("bad_input", "sharded_optimizer", "fully_sharded_transformer", "schedule")
+    names += ("frozen_and_unfrozen", "as_fully_shard", "buffers", "unusual_modules", "misuse")
     return on_ranks({"wrappers": (REPEATS,)} | dict.fromkeys(names, ()), 2)
 
 
@@ -73,6 +74,56 @@ def test_fully_sharded_transformer_with_checkpointing_and_compiled_blocks(ranks)
             assert difference <= (0 if exact else tolerance.get(variant, 2e-6)), (variant, difference)
             assert variant not in tolerance or difference > 1e-5, f"{variant} computed in fp32"
             assert right and bytes_left == 0, variant
+
+
+def test_what_is_frozen_or_unfrozen_after_wrapping_trains_as_in_one_process(two):
+    for results in two["frozen_and_unfrozen"]:
+        assert len(results) == 12
+        for name, difference in results:
+            assert difference <= 1e-6, (name, difference)
+
+
+def test_clipping_scaling_groups_and_optimizers_do_what_they_do_under_fully_shard(two):
+    """A factored second moment needs sums over the rows of all ranks; PyTorch 2.13 refuses them."""
+    for *results, (_, difference, (norms_of_one, norms)) in two["as_fully_shard"]:
+        assert [name for name, same, _ in results if not same] == []
+        values = {name: value for name, _, value in results}
+        assert values["scaled"] == 4 and values["grouped"] == (2, 4)
+        assert difference <= 1e-6 and norms == pytest.approx(norms_of_one) and min(norms) > 0.05
+    assert two["as_fully_shard"][0][-1] == two["as_fully_shard"][1][-1]
+
+
+def test_buffers_are_rank_0s_as_in_torchs_wrapper(two):
+    for *results, own in two["buffers"]:
+        assert len(results) == 6 and own == ("each its own", True)
+        assert [result for result in results if result[1:] != (0, 0, 0)] == []
+
+
+def test_modules_that_share_or_remember_parameters_train_fully_sharded_as_in_one_process(two):
+    for results in two["unusual_modules"]:
+        assert len(results) == 6
+        for name, difference in results:
+            assert difference <= (2e-3 if "bf16" in name else 1e-6), (name, difference)
+
+
+def test_misuse_of_a_wrapper_is_refused_by_name(two):
+    patterns = [
+        r"RuntimeError: a second backward before finish_gradient_synchronization\(\); accepted: one",
+        r"RuntimeError: the gradient of 0.weight is sparse; accepted: dense",
+        r"RuntimeError: after wrapping, 2.weight, 2.bias was added, replaced or moved; accepted: before it",
+        r"RuntimeError: after wrapping, 0.weight was added, replaced or moved; accepted: before it",
+        r"RuntimeError: after wrapping, 0.weight, 0.bias was added, replaced or moved; accepted: before it",
+        r"TypeError: \w+Parallel cannot be copied or pickled; accepted: its module",
+    ]
+    sharded = [
+        r"RuntimeError: MultiheadAttention computes with a parameter of another.*units=\(MultiheadAttention,\)",
+        r"RuntimeError: Readout computes with a parameter of another.*units=\(Readout,\)",
+        r"RuntimeError: 0.bias has a gradient of this rank alone.*accepted: use in its module's forward pass",
+    ]
+    for messages in two["misuse"]:
+        assert len(messages) == 6 * len(patterns) + len(sharded)
+        for (name, message), pattern in zip(messages, 6 * patterns + sharded, strict=True):
+            assert re.match(pattern, message), (name, message)
 
 
 def test_a_layer_is_gathered_when_the_one_but_last_before_it_is_done(two):

@@ -56,11 +56,12 @@ def _ddp(model: TransformerLM, dtype: torch.dtype | None) -> nn.Module:
 
 
 def _ours(wrapper: type[nn.Module], **options: Any) -> Callable[[TransformerLM, torch.dtype | None], nn.Module]:
-    return lambda model, dtype: wrapper(model, **options)
+    return lambda model, dtype: wrapper(model, broadcast_buffers=False, **options)
 
 
 def _fsdp(**options: Any) -> Callable[[TransformerLM, torch.dtype | None], nn.Module]:
-    return lambda model, dtype: FullyShardedDataParallel(model, dtype, units=(Block,), **options)
+    options |= {"units": (Block,), "broadcast_buffers": False}
+    return lambda model, dtype: FullyShardedDataParallel(model, dtype, **options)
 
 
 ADAMW = {"lr": LEARNING_RATE, "fused": True}

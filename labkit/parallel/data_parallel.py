@@ -19,6 +19,11 @@ from labkit.parallel.collectives import CopyWork, PeerCopy
 
 MB = 10**6
 
+SECOND_BACKWARD = (
+    "a second backward before finish_gradient_synchronization(); accepted: one, or several of which all but the last "
+    "run inside no_sync() of a data parallel wrapper"
+)
+
 
 def weakly(method: Callable) -> Callable:
     """Returns a function that calls `method`, a bound one, as long as its object lives, and does nothing afterwards.
@@ -39,6 +44,12 @@ def check_transport(transport: str) -> None:
     accepted = ("collective", "copy") if dist.get_backend() == "nccl" else ("collective",)
     if transport not in accepted:
         raise ValueError(f"transport is {transport!r}; accepted with {dist.get_backend()}: {', '.join(accepted)}")
+
+
+def check_gradient(name: str, parameter: nn.Parameter) -> None:
+    """Raises RuntimeError for a sparse gradient."""
+    if parameter.grad.layout is not torch.strided:
+        raise RuntimeError(f"the gradient of {name} is sparse; accepted: dense, as of nn.Embedding(sparse=False)")
 
 
 class _Bucket:
@@ -75,45 +86,59 @@ class _Bucket:
 
 
 class GradientBuckets:
-    """Averages the gradients of `params` over the ranks, bucket by bucket, the last parameter's first.
+    """Averages the gradients of parameters over the ranks, bucket by bucket, the last parameter's first.
 
     Buckets go out in one order on every rank, whatever the order in which gradients arrive: a rank that leaves a
-    parameter unused sends zeros for it when it finishes. A parameter that no rank used keeps no gradient.
+    parameter unused sends zeros for it when it finishes. A parameter that no rank used keeps no gradient. One that is
+    frozen gets a bucket, after all others, once it is not.
 
     Args:
-        params: parameters of one device; those without requires_grad are left out.
+        named: names and parameters of one device.
         bucket_bytes: a bucket is closed before it would grow beyond this; 0 for one parameter each.
         overlap: whether a bucket goes out during backward, as soon as its gradients are there.
         copied: whether gradients are copied between the GPUs' symmetric memories by copy engines, on a stream of
             their own, and added, instead of being all-reduced by NCCL.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], bucket_bytes: float, *, overlap: bool, copied: bool = False):
-        self._params = [p for p in params if p.requires_grad][::-1]
-        self.num_params, self.enabled, self._next = len(self._params), True, 0
+    def __init__(
+        self, named: Iterable[tuple[str, nn.Parameter]], bucket_bytes: float, *, overlap: bool, copied: bool = False
+    ):
+        self._names = {p: name for name, p in named}
+        self._frozen = list(self._names)[::-1]
+        self._bucket_bytes, self._overlap, self._copied = bucket_bytes, overlap, copied
+        self.enabled, self._next = True, 0
         self._average = dist.ReduceOp.AVG if dist.get_backend() == "nccl" else dist.ReduceOp.SUM
-        self._buckets = [_Bucket(group, copied=copied) for group in _grouped(self._params, bucket_bytes)]
+        self._params: list[nn.Parameter] = []
+        self._buckets: list[_Bucket] = []
         self._staging: dict[torch.dtype, PeerCopy] = {}
-        if copied:
-            self._stream = torch.cuda.Stream()
-            for dtype in dict.fromkeys(p.dtype for p in self._params):
+        self._stream = torch.cuda.Stream() if copied else None
+        self._add_unfrozen()
+
+    def _add_unfrozen(self) -> None:
+        params = [p for p in self._frozen if p.requires_grad]
+        if not params:
+            return
+        self._frozen = [p for p in self._frozen if not p.requires_grad]
+        self._params += params
+        for number, group in enumerate(_grouped(params, self._bucket_bytes), len(self._buckets)):
+            self._buckets.append(_Bucket(group, copied=self._copied))
+            for p in group:
+                hook = weakly(self._arrived)
+                p.register_post_accumulate_grad_hook(lambda p, hook=hook, number=number: hook(p, number))
+        if self._copied:
+            for dtype in dict.fromkeys(p.dtype for p in params):
                 largest = max(len(bucket.buffer) for bucket in self._buckets if bucket.buffer.dtype == dtype)
                 self._staging[dtype] = PeerCopy(largest, dtype)
-        if overlap:
-            for number, bucket in enumerate(self._buckets):
-                for p in bucket.params:
-                    hook = weakly(self._arrived)
-                    p.register_post_accumulate_grad_hook(lambda p, hook=hook, number=number: hook(p, number))
 
     def _arrived(self, p: nn.Parameter, number: int) -> None:
         if not self.enabled:
             return
+        check_gradient(self._names[p], p)
         bucket = self._buckets[number]
         if id(p) not in bucket.waiting_for:
-            how = "to accumulate, run all but the last backward inside no_sync()"
-            raise RuntimeError(f"a second backward before finish_gradient_synchronization(); {how}")
+            raise RuntimeError(SECOND_BACKWARD)
         bucket.waiting_for.discard(id(p))
-        while self._next < len(self._buckets) and not self._buckets[self._next].waiting_for:
+        while self._overlap and self._next < len(self._buckets) and not self._buckets[self._next].waiting_for:
             self._send(self._buckets[self._next])
             self._next += 1
 
@@ -130,7 +155,10 @@ class GradientBuckets:
         Args:
             one_by_one: whether each all-reduce ends before the next one starts.
         """
-        if not self.num_params or not self.enabled:
+        if not self.enabled:
+            return
+        self._add_unfrozen()
+        if not self._params:
             return
         unused = [position for position, p in enumerate(self._params) if p.grad is None]
         for position in unused:
@@ -140,7 +168,7 @@ class GradientBuckets:
             if one_by_one:
                 bucket.work.wait()
         # Every rank takes part, but only one that lacks gradients has to wait for what the others used.
-        used = torch.ones(self.num_params, dtype=torch.uint8, device=self._params[0].device)
+        used = torch.ones(len(self._params), dtype=torch.uint8, device=self._params[0].device)
         if unused:
             used[unused] = 0
         work = dist.all_reduce(used, dist.ReduceOp.MAX, async_op=True)
@@ -189,24 +217,66 @@ def check_and_broadcast(module: nn.Module) -> None:
         for first, other in itertools.zip_longest(everyone[0][0], theirs):
             if first != other:
                 raise ValueError(f"rank {rank} has {other}; accepted: what rank 0 has, {first}")
-    for _, tensor in tensors:
-        # As bytes: gloo does not know every dtype.
-        dense = tensor.detach().contiguous()
-        dist.broadcast(dense.reshape(-1).view(torch.uint8), src=0)
+    broadcast([tensor for _, tensor in tensors])
+
+
+def broadcast(tensors: Iterable[Tensor]) -> None:
+    """Replaces the tensors' values by rank 0's. Collective."""
+    pairs = [(tensor.detach(), tensor.detach().contiguous()) for tensor in tensors]
+    # As bytes: gloo does not know every dtype.
+    values = [dense.reshape(-1).view(torch.uint8) for _, dense in pairs]
+    dist._broadcast_coalesced(dist.group.WORLD, values, 25 * MB, 0)
+    for tensor, dense in pairs:
         if dense.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(dense)
+            tensor.copy_(dense)
 
 
-class _DataParallel(nn.Module):
-    """Holds `module`; subclasses say how large the buckets are and when they go out.
+class Wrapper(nn.Module):
+    """Holds `module` with rank 0's parameters and buffers, and refuses what would make it another one.
 
-    Parameters and buffers are rank 0's from construction on. Tied parameters are averaged once, frozen ones not at
-    all; one that no rank used keeps `grad` None, one that some ranks used has their sum over the world size.
+    Every rank runs each forward pass. As in torch's DistributedDataParallel, one begins with rank 0's buffers if the
+    one before recorded a graph, as training does.
+
+    Raises RuntimeError where a parameter is added, replaced or moved after wrapping, TypeError for a copy.
+    """
+
+    def __init__(self, module: nn.Module, broadcast_buffers: bool):
+        super().__init__()
+        check_and_broadcast(module)
+        self.module = module
+        self._broadcasts = broadcast_buffers and any(True for _ in module.buffers())
+        self._buffers_differ = True
+
+    def _parameters_now(self) -> dict[str, tuple]:
+        """Returns what a parameter must stay; subclasses keep it as `_wrapped`."""
+        return {name: (id(p), p.dtype, p.device) for name, p in self.module.named_parameters()}
+
+    def _begin(self) -> None:
+        """To call before each forward pass."""
+        now = self._parameters_now()
+        if now != self._wrapped:
+            names = [name for name, value in now.items() if self._wrapped.get(name) != value]
+            raise RuntimeError(f"after wrapping, {', '.join(names)} was added, replaced or moved; accepted: before it")
+        if self._broadcasts and self._buffers_differ:
+            broadcast(self.module.buffers())
+        self._buffers_differ = torch.is_grad_enabled()
+
+    def __getstate__(self) -> None:
+        raise TypeError(f"{type(self).__name__} cannot be copied or pickled; accepted: its module before wrapping")
+
+
+class _DataParallel(Wrapper):
+    """Subclasses say how large the buckets are and when they go out.
+
+    Parameters are rank 0's from construction on. Tied parameters are averaged once, frozen ones not at all; one that
+    no rank used keeps `grad` None, one that some ranks used has their sum over the world size.
 
     Args:
         module: on this rank's device, the same on every rank but for the values.
+        broadcast_buffers: whether forward passes in training begin with rank 0's buffers.
 
-    Raises ValueError as `check_and_broadcast`.
+    Raises ValueError as `check_and_broadcast`; RuntimeError for a sparse gradient, a second backward pass before
+    `finish_gradient_synchronization()`, and as `Wrapper`.
     """
 
     _bucket_bytes: float = 0
@@ -214,15 +284,15 @@ class _DataParallel(nn.Module):
     _copied = False
     _one_by_one = False
 
-    def __init__(self, module: nn.Module):
-        super().__init__()
-        check_and_broadcast(module)
-        self.module = module
+    def __init__(self, module: nn.Module, *, broadcast_buffers: bool = True):
+        super().__init__(module, broadcast_buffers)
         options = {"overlap": self._overlap, "copied": self._copied}
-        self._buckets = GradientBuckets(module.parameters(), self._bucket_bytes, **options)
+        self._buckets = GradientBuckets(module.named_parameters(), self._bucket_bytes, **options)
+        self._wrapped = self._parameters_now()
 
     def forward(self, *args, **kwargs):
         """Returns what `module` returns."""
+        self._begin()
         return self.module(*args, **kwargs)
 
     def finish_gradient_synchronization(self) -> None:
@@ -268,10 +338,17 @@ class BucketedDataParallel(_DataParallel):
 
     _overlap = True
 
-    def __init__(self, module: nn.Module, bucket_size_mb: float, transport: str = "collective"):
+    def __init__(
+        self,
+        module: nn.Module,
+        bucket_size_mb: float,
+        transport: str = "collective",
+        *,
+        broadcast_buffers: bool = True,
+    ):
         if not bucket_size_mb > 0:
             raise ValueError(f"bucket_size_mb is {bucket_size_mb}; accepted: above 0")
         check_transport(transport)
         self._copied = transport == "copy"
         self._bucket_bytes = bucket_size_mb * MB
-        super().__init__(module)
+        super().__init__(module, broadcast_buffers=broadcast_buffers)

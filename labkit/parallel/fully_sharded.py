@@ -4,10 +4,14 @@ A layer's full weight exists only from a little before its use until just after 
 The order in which layers were used in one iteration says in the next one which gather to start ahead: layer i's when
 layer i−2 has finished and layer i−1 is about to run. Ranks must run the same layers in the same order.
 
+Layers compute with plain tensors in flat buffers. Outside of them a parameter is a DTensor of its whole shape, so that
+optimizers, gradient clipping and scaling, parameter groups and checkpoints are torch's own.
+
 Sources: Rajbhandari et al. 2020, ZeRO stage 3; Zhao et al. 2023, PyTorch FSDP; Stanford CS336 assignment 2.
 """
 
 import functools
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -17,36 +21,86 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 
 from labkit.parallel.collectives import CopyWork, PeerCopy, PeerMemory, all_gather, reduce_scatter, start
-from labkit.parallel.data_parallel import MB, GradientBuckets, check_and_broadcast, check_transport, weakly
+from labkit.parallel.data_parallel import (
+    MB,
+    SECOND_BACKWARD,
+    GradientBuckets,
+    Wrapper,
+    check_gradient,
+    check_transport,
+    weakly,
+)
 from labkit.parallel.launch import moment
+
+NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 NUM_REDUCING = 2
 """Layers whose full gradients may be on their way at once. With one more, backward waits for the oldest."""
 
 
-class _Weight:
-    """One matrix: this rank's shard, flat and padded to the same length everywhere, and the full one, mostly empty."""
+class _Parameter:
+    """A parameter: `full`, with which its layer computes, and `outer`, a DTensor, everywhere else."""
 
-    def __init__(self, name: str, parameter: nn.Parameter, compute_dtype: torch.dtype | None):
-        self.name, self.shape, self.num_elements = name, parameter.shape, parameter.numel()
-        world_size, rank = dist.get_world_size(), dist.get_rank()
-        chunk = -(-self.num_elements // world_size)
-        self.padding = chunk * world_size - self.num_elements
-        padded = F.pad(parameter.detach().reshape(-1), (0, self.padding))
-        self.shard = nn.Parameter(padded.chunk(world_size)[rank].clone(), requires_grad=parameter.requires_grad)
-        self.flat = torch.empty_like(padded, dtype=compute_dtype or parameter.dtype)
-        self.own = self.flat.chunk(world_size)[rank]
-        # `.data`: another version counter, so that refilling the memory is no change of what autograd has saved.
-        full = self.flat[: self.num_elements].view(self.shape).data
-        self.full = nn.Parameter(full, requires_grad=parameter.requires_grad)
+    def __init__(self, name: str, parameter: nn.Parameter, values: Tensor):
+        self.name, self.full, self.outer = name, parameter, nn.Parameter(values)
+        self.outer.register_post_accumulate_grad_hook(functools.partial(_refuse_use_outside, name))
+        self.outer.requires_grad_(parameter.requires_grad)
+
+    @property
+    def local(self) -> Tensor:
+        """What this rank holds."""
+        return self.outer._local_tensor
+
+    def used(self, dtype: torch.dtype | None) -> Tensor:
+        """Returns what to compute with, frozen if the parameter is by now; cast to `dtype` where there is one."""
+        if self.full.requires_grad != self.outer.requires_grad:
+            self.full.requires_grad_(self.outer.requires_grad)
+        return self.full if dtype is None else self.full.to(dtype)
+
+    def add_gradient(self, local: Tensor) -> None:
+        # `from_local` takes ten times as long.
+        gradient = type(self.outer)(local, self.outer._spec, requires_grad=False)
+        self.outer.grad = gradient if self.outer.grad is None else self.outer.grad + gradient
+
+
+def _refuse_use_outside(name: str, _: nn.Parameter) -> None:
+    how = "use in its module's forward pass"
+    raise RuntimeError(f"{name} has a gradient of this rank alone, from outside of its module; accepted: {how}")
+
+
+def _foreign_use(error: RuntimeError) -> str:
+    """Returns which module computed with a DTensor, so with a parameter of another module, and what helps."""
+    running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    kind = [type(module).__name__ for module in running if isinstance(module, nn.Module)][-1]
+    how = f"accepted: units=({kind},), or the class of a module around both"
+    return f"{kind} computes with a parameter of another module; {how}"
+
+
+class _Weight(_Parameter):
+    """A matrix sharded by rows; `full` is mostly empty. A rank sends `chunk` elements, the last one's padded."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, values: Tensor, compute_dtype: torch.dtype | None):
+        super().__init__(name, parameter, values)
+        world_size = dist.get_world_size()
+        self.chunk = -(-len(parameter) // world_size) * parameter[0].numel()
+        self.flat = self.local.new_empty(self.chunk * world_size, dtype=compute_dtype)
+        self.own = self.flat.chunk(world_size)[dist.get_rank()]
+        # `.data`: another version counter, so that refilling the memory is no change of what autograd has saved. The
+        # parameter stays the object that modules (nn.LSTM) and compiled code may remember.
+        parameter.grad = None
+        parameter.data = self.flat[: parameter.numel()].view(parameter.shape)
         self.layer: _Layer | None = None
         self.works: list[Any] = []
-        self.sources: list[Tensor] = []  # each rank's shard, where they are copied
-        self.is_gathered = True
+        self.sources: list[Tensor] = []  # each rank's chunk, where they are copied
+        self.is_gathered, self.has_gradient = True, False
         self.free()
+
+    def unpadded(self, chunk: Tensor) -> Tensor:
+        return chunk[: self.local.numel()].view(self.local.shape)
 
     def wait(self) -> None:
         for work in self.works:
@@ -69,18 +123,20 @@ class _PeerShards(PeerMemory):
     """
 
     def __init__(self, weights: Sequence[_Weight]):
-        sizes, (dtype,) = [weight.shard.numel() for weight in weights], {weight.flat.dtype for weight in weights}
-        super().__init__(sum(sizes), dtype)
+        sizes, dtypes = [weight.chunk for weight in weights], {weight.flat.dtype for weight in weights}
+        if len(dtypes) != 1:
+            raise ValueError(f"transport 'copy' of weights of {', '.join(map(str, dtypes))}; accepted: one dtype")
+        super().__init__(sum(sizes), *dtypes)
         self.stream = torch.cuda.Stream()
         for weight, *sources in zip(weights, *(buffer.split(sizes) for buffer in self.buffers), strict=True):
             weight.sources = sources
-        self.shards, self.copies = [w.shard for w in weights], [w.sources[self.rank] for w in weights]
+        self.weights, self.copies = weights, [w.unpadded(w.sources[self.rank]) for w in weights]
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Publishes this rank's shards as they are now."""
         self.memory.barrier()
-        torch._foreach_copy_(self.copies, self.shards)
+        torch._foreach_copy_(self.copies, [weight.local for weight in self.weights])
         self.memory.barrier()
 
     def copy(self, weights: Sequence[_Weight]) -> None:
@@ -91,15 +147,19 @@ class _PeerShards(PeerMemory):
 
 
 class _Layer:
-    """What is gathered together: a module's own weight, or all weights inside a compiled module or a unit."""
+    """What is gathered together: a module's own weights, or all weights inside a compiled module or a unit.
 
-    def __init__(self, name: str, owners: list[tuple[nn.Module, _Weight]]):
-        self.name, self.owners, self.peers = name, owners, None
-        self.weights = list(dict.fromkeys(weight for _, weight in owners))
-        self.masters: list[tuple[nn.Module, str, nn.Parameter]] = []
+    `uses` are modules, the names under which they use parameters, these, and the dtypes that they are cast to.
+    """
+
+    def __init__(self, name: str, uses: list[tuple[nn.Module, str, _Parameter, torch.dtype | None]]):
+        self.name, self.uses, self.peers = name, uses, None
+        owners = {parameter: owner for owner, _, parameter, _ in uses if isinstance(parameter, _Weight)}
+        self.weights = list(owners)
+        self.dtype = next((dtype for *_, dtype in uses if dtype is not None), None)
         self.arrived: list[_Weight] = []  # those with a gradient to be sent
         # The gradient of a lookup does not read the table.
-        self.backward_reads = not all(isinstance(owner, nn.Embedding) for owner, _ in owners)
+        self.backward_reads = not all(isinstance(owner, nn.Embedding) for owner in owners.values())
         for weight in self.weights:
             weight.layer = self
 
@@ -116,35 +176,38 @@ class _Layer:
             works = [CopyWork(self.peers.stream, self.peers.copy, missing)]
         else:
             for weight in missing:
-                weight.own.copy_(weight.shard)
+                weight.unpadded(weight.own).copy_(weight.local)
             works = start(all_gather, [(weight.flat, weight.own) for weight in missing])
         for weight in missing:
             weight.works = works
 
 
-class FullyShardedDataParallel(nn.Module):
-    """Trains `module` with each floating parameter named `weight` of two and more dimensions sharded over the ranks.
+class FullyShardedDataParallel(Wrapper):
+    """Trains `module` with each floating parameter of two and more dimensions sharded by rows over the ranks.
 
-    `parameters()` are the flat shards (padded with zeros to equal length, so a rank may hold padding alone) and, whole,
-    everything else, with rank 0's values. Make the optimizer afterwards. `grad` has its parameter's shape and dtype.
-    Compile blocks before wrapping them: the weights inside a compiled module are gathered together, outside of it.
-    To accumulate, call `finish_gradient_synchronization()` after each backward.
+    `parameters()` are DTensors with rank 0's values: sharded, or replicated where they are vectors or have fewer rows
+    than there are ranks. Make the optimizer afterwards. To accumulate, call `finish_gradient_synchronization()` after
+    each backward. Compile blocks before wrapping them: the weights inside a compiled module are gathered together,
+    outside of it.
 
     Args:
         module: on this rank's device, the same on every rank but for the values.
         compute_dtype: a floating dtype that weights are cast to before they are gathered and in which gradients are
-            reduced; layers with such a weight cast their inputs and biases to it. None leaves everything as it is.
-            Layers without one compute in what they are given, torch's own norms in their parameters' dtype.
+            reduced; layers with a matrix and torch's own norms cast their inputs and vectors to it. None leaves
+            everything as it is. Other layers compute in what they are given.
         units: classes of modules, blocks for example, whose weights are gathered together: fewer and larger transfers,
             more memory. What is inside a unit or a compiled module is otherwise a layer by itself.
         transport: "collective", or "copy": copy engines gather weights from the peers' symmetric memory, which holds
             every shard once more in the dtype that is gathered, and bring a gradient's pieces to the ranks that add
             them, through memory as large as the largest layer. NCCL's GPUs and weights of one dtype only.
+        broadcast_buffers: whether forward passes in training begin with rank 0's buffers.
 
     Attributes:
         waits: None, or a list that collects (layer, begin, end) of each wait for a gather: CUDA events, or seconds.
 
-    Raises ValueError for another compute_dtype or transport and as `check_and_broadcast`.
+    Raises ValueError for another compute_dtype or transport and as `check_and_broadcast`; RuntimeError for a sparse
+    gradient, a second backward pass before `finish_gradient_synchronization()`, a parameter used by another module
+    than its own outside of a unit, and as `Wrapper`.
     """
 
     def __init__(
@@ -154,14 +217,14 @@ class FullyShardedDataParallel(nn.Module):
         *,
         units: tuple[type[nn.Module], ...] = (),
         transport: str = "collective",
+        broadcast_buffers: bool = True,
     ):
-        super().__init__()
         check_transport(transport)
         is_floating = isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point
         if compute_dtype is not None and not is_floating:
             raise ValueError(f"compute_dtype is {compute_dtype}; accepted: None or a floating dtype")
-        check_and_broadcast(module)
-        self.module, self.compute_dtype, self._units = module, compute_dtype, units
+        super().__init__(module, broadcast_buffers)
+        self.compute_dtype, self._units = compute_dtype, units
         self.waits: list[tuple[str, Any, Any]] | None = None
         self._average = dist.ReduceOp.AVG if dist.get_backend() == "nccl" else dist.ReduceOp.SUM
         self._plan: list[_Layer] = []
@@ -169,45 +232,63 @@ class FullyShardedDataParallel(nn.Module):
         self._position, self._in_backward = 0, False
         self._frozen: list[_Weight] = []
         self._reducing: deque[tuple[list[_Weight], list[Tensor], list[Tensor], list[Any]]] = deque()
-        self._weights: dict[nn.Parameter, _Weight] = {}
-        by_parameter: dict[nn.Parameter, _Weight] = {}
-        owners: dict[nn.Module, _Weight] = {}
-        for name, owner in module.named_modules():
-            parameter = owner._parameters.get("weight")
-            if parameter is not None and parameter.ndim >= 2 and parameter.is_floating_point():
-                if parameter not in by_parameter:
-                    weight = by_parameter[parameter] = _Weight(f"{name}.weight", parameter, compute_dtype)
-                    self._weights[weight.shard] = weight
-                    if parameter.requires_grad:
-                        hook, of = weakly(self._arrived), weakref.ref(weight)
-                        weight.full.register_post_accumulate_grad_hook(lambda _, hook=hook, of=of: hook(of()))
-                owners[owner] = by_parameter[parameter]
-                owner._parameters["weight"] = owners[owner].shard
-            elif compute_dtype is not None and isinstance(owner, nn.LayerNorm | nn.GroupNorm | nn.RMSNorm):
-                owner.register_forward_pre_hook(self._cast_to_parameters)
-        weights = list(self._weights.values())
-        self._peers = _PeerShards(weights) if transport == "copy" else None
+        self._weights: list[_Weight] = []
+        self._vectors: list[_Parameter] = []
+        parameters = self._sharded(module)
+        self._peers = _PeerShards(self._weights) if transport == "copy" else None
         self._staging: PeerCopy | None = None
-        self._hook(module, "", owners)
+        self._hook(module, "", parameters)
         if transport == "copy":
-            most = max(sum(w.flat.numel() for w in weight.layer.weights) for weight in weights)
-            self._staging = PeerCopy(most, weights[0].flat.dtype)
+            most = max(sum(w.flat.numel() for w in weight.layer.weights) for weight in self._weights)
+            self._staging = PeerCopy(most, self._weights[0].flat.dtype)
             self._reducing_stream = torch.cuda.Stream()
-        self._replicated = GradientBuckets(
-            [p for p in module.parameters() if p not in self._weights], bucket_bytes=25 * MB, overlap=True
-        )
+        named = [(vector.name, vector.full) for vector in self._vectors]
+        self._replicated = GradientBuckets(named, bucket_bytes=25 * MB, overlap=True)
+        self._wrapped = self._parameters_now()
 
-    def _hook(self, module: nn.Module, name: str, owners: dict[nn.Module, _Weight]) -> None:
+    def _sharded(self, module: nn.Module) -> dict[nn.Parameter, _Parameter]:
+        """Returns the module's floating parameters, to be put into their places, and sorts them by kind."""
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # takes seconds
+
+        mesh = DeviceMesh.from_group(dist.group.WORLD, next(module.parameters()).device.type)
+        made: dict[nn.Parameter, _Parameter] = {}
+        for name, p in module.named_parameters():
+            if not p.is_floating_point():
+                continue
+            p.data = p.data.contiguous()
+            is_sharded = p.ndim > 1 and len(p) >= dist.get_world_size()
+            placement = Shard(0) if is_sharded else Replicate()
+            values = distribute_tensor(p.detach(), mesh, [placement], src_data_rank=None)
+            if is_sharded:
+                weight = made[p] = _Weight(name, p, values, self.compute_dtype)
+                self._weights.append(weight)
+                hook, of = weakly(self._arrived), weakref.ref(weight)
+                # A frozen parameter takes no hook; its first use freezes it again.
+                p.requires_grad_().register_post_accumulate_grad_hook(lambda _, hook=hook, of=of: hook(of()))
+            else:
+                made[p] = _Parameter(name, p, values)
+                self._vectors.append(made[p])
+        return made
+
+    def _hook(self, module: nn.Module, name: str, parameters: dict[nn.Parameter, _Parameter]) -> None:
+        """Puts DTensors in the places of the module's parameters, and hooks around what computes with these."""
         compiled = module._compiled_call_impl
-        if compiled is not None or hasattr(module, "_orig_mod") or isinstance(module, self._units):
-            inside = [(owner, owners[owner]) for owner in module.modules() if owner in owners]
-        else:
-            inside = [(module, owners[module])] if module in owners else []
+        owners = list(module.modules())
+        if compiled is None and not hasattr(module, "_orig_mod") and not isinstance(module, self._units):
+            owners = [module]
             for child_name, child in module.named_children():
-                self._hook(child, f"{name}.{child_name}".lstrip("."), owners)
-        if not inside:
+                self._hook(child, f"{name}.{child_name}".lstrip("."), parameters)
+        uses = []
+        for owner in owners:
+            held = {key: parameters[p] for key, p in owner._parameters.items() if p in parameters}
+            is_cast = isinstance(owner, NORMS) or any(parameter.full.ndim > 1 for parameter in held.values())
+            dtype = self.compute_dtype if is_cast else None
+            for key, parameter in held.items():
+                uses.append((owner, key, parameter, dtype))
+                owner._parameters[key] = parameter.outer
+        if not uses:
             return
-        layer = _Layer(name, inside)
+        layer = _Layer(name, uses)
         layer.peers = self._peers
 
         before, after = (functools.partial(f, layer) for f in (self._before_forward, self._after_forward))
@@ -234,37 +315,46 @@ class FullyShardedDataParallel(nn.Module):
 
     def forward(self, *args, **kwargs):
         """Returns what `module` returns."""
+        self._begin()
         # A forward pass alone, for validation, follows the same plan and leaves it as it is.
         if self._uses != self._plan[: len(self._uses)]:
             self._plan = self._uses
         self._uses, self._position, self._in_backward = [], 0, False
         if self._peers is not None:
             self._peers.refresh()
-        output = self.module(*args, **kwargs)
+        try:
+            output = self.module(*args, **kwargs)
+        except RuntimeError as error:
+            if "DTensor" in str(error) or "sharding" in str(error):
+                raise RuntimeError(_foreign_use(error)) from error
+            raise
         if not torch.is_grad_enabled():
             self._free_all()
         return output
 
     def finish_gradient_synchronization(self) -> None:
         """To call after backward and before the optimizer: from then on every `grad` is the ranks' average."""
-        for weight in self._weights.values():
+        for weight in self._weights:
+            weight.has_gradient = False
             if weight.layer.arrived:  # others of its layer were not used
                 self._reduce(weight.layer)
         while self._reducing:
             self._finish_oldest()
         self._replicated.finish()
+        vectors = [vector for vector in self._vectors if vector.full.grad is not None]
+        if vectors:
+            # Copies, made by one kernel, since the next backward pass writes to the buckets again.
+            gradients = torch._foreach_mul([vector.full.grad for vector in vectors], 1)
+            for vector, gradient in zip(vectors, gradients, strict=True):
+                vector.full.grad = None
+                vector.add_gradient(gradient)
         self._free_all()
 
     def gather_full_params(self) -> dict[str, Tensor]:
         """Returns a copy of every parameter, whole and in the master dtype, by its name in `module`. Collective."""
-        full = {}
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            full[name] = parameter.detach().clone()
-            if weight := self._weights.get(parameter):
-                flat = torch.empty_like(weight.flat, dtype=parameter.dtype)
-                all_gather(flat, full[name])
-                full[name] = flat[: weight.num_elements].view(weight.shape)
-        return full
+        named = self.module.named_parameters(remove_duplicate=False)
+        values = {name: parameter.detach() for name, parameter in named}
+        return {name: (x.full_tensor() if hasattr(x, "full_tensor") else x).clone() for name, x in values.items()}
 
     def _use(self, layer: _Layer) -> None:
         """Makes the layer's weights whole, and starts to gather those that came next in the iteration before."""
@@ -281,22 +371,16 @@ class FullyShardedDataParallel(nn.Module):
             self.waits.append((layer.name, begin, moment()))
 
     def _before_forward(self, layer: _Layer, _: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        self._use(layer)
-        for owner, weight in layer.owners:
-            owner._parameters["weight"] = weight.full
-            if self.compute_dtype is not None:
-                for name, parameter in owner._parameters.items():
-                    if name != "weight" and parameter is not None and parameter.is_floating_point():
-                        owner._parameters[name] = parameter.to(self.compute_dtype)
-                        layer.masters.append((owner, name, parameter))
-        return _cast((args, kwargs), self.compute_dtype) if self.compute_dtype is not None else (args, kwargs)
+        if layer.weights:
+            self._use(layer)
+        for owner, key, parameter, dtype in layer.uses:
+            # A gathered weight has the dtype already, and stays itself.
+            owner._parameters[key] = parameter.used(dtype)
+        return _cast((args, kwargs), layer.dtype) if layer.dtype is not None else (args, kwargs)
 
     def _after_forward(self, layer: _Layer, _: nn.Module, args: tuple, output: Any) -> None:
-        for owner, weight in layer.owners:
-            owner._parameters["weight"] = weight.shard
-        while layer.masters:
-            owner, name, parameter = layer.masters.pop()
-            owner._parameters[name] = parameter
+        for owner, key, parameter, _ in layer.uses:
+            owner._parameters[key] = parameter.outer
         # Recomputed in backward: its own backward comes next and frees it. Used again at once: the same.
         if not self._in_backward and self._plan[self._position : self._position + 1] != [layer]:
             for weight in layer.weights:
@@ -320,6 +404,10 @@ class FullyShardedDataParallel(nn.Module):
 
     def _arrived(self, weight: _Weight) -> None:
         """Frees a weight that has its gradient; sends the layer's gradients once all of them are there."""
+        check_gradient(weight.name, weight.full)
+        if weight.has_gradient:
+            raise RuntimeError(SECOND_BACKWARD)
+        weight.has_gradient = True
         weight.free()
         layer = weight.layer
         layer.arrived.append(weight)
@@ -331,8 +419,9 @@ class FullyShardedDataParallel(nn.Module):
         shards, gradients = [], []
         for weight in weights:
             gradient, weight.full.grad = weight.full.grad.reshape(-1), None
-            gradients.append(F.pad(gradient, (0, weight.padding)) if weight.padding else gradient)
-            shards.append(torch.empty_like(weight.shard, dtype=gradient.dtype))
+            padding = weight.flat.numel() - gradient.numel()
+            gradients.append(F.pad(gradient, (0, padding)) if padding else gradient)
+            shards.append(gradient.new_empty(weight.chunk))
         if self._staging is not None:
             works = [CopyWork(self._reducing_stream, self._staging.average_scatter, shards, gradients)]
         else:
@@ -347,19 +436,15 @@ class FullyShardedDataParallel(nn.Module):
         for work in works:
             work.wait()
         for weight, shard in zip(weights, shards, strict=True):
-            gradient = shard.to(weight.shard.dtype)
+            gradient = weight.unpadded(shard).to(weight.local.dtype)
             if self._average == dist.ReduceOp.SUM:
                 gradient.div_(dist.get_world_size())
-            weight.shard.grad = gradient if weight.shard.grad is None else weight.shard.grad + gradient
+            weight.add_gradient(gradient)
 
     def _free_all(self) -> None:
         self._frozen = []
-        for weight in self._weights.values():
+        for weight in self._weights:
             weight.free()
-
-    @staticmethod
-    def _cast_to_parameters(module: nn.Module, args: tuple) -> tuple:
-        return _cast(args, module.weight.dtype) if module.weight is not None else args
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
