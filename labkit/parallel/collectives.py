@@ -211,11 +211,11 @@ def _prepared(
     given = empty(num_inputs)
     given.copy_(values(rank))
     everyone = [values(of_rank) for of_rank in range(n)]
-    if operation in ("all_reduce", "broadcast"):
-        # In place; only the first call's result is checked.
-        in_place = {"all_reduce": dist.all_reduce, "broadcast": lambda x, group: dist.broadcast(x, 0, group=group)}
-        expected = sum(everyone) if operation == "all_reduce" else everyone[0]
-        return lambda: in_place[operation](given, group=group), given, expected
+    # In place; only the first call's result is checked.
+    if operation == "all_reduce":
+        return lambda: dist.all_reduce(given, group=group), given, sum(everyone)
+    if operation == "broadcast":
+        return lambda: dist.broadcast(given, 0, group=group), given, everyone[0]
     if operation == "all_gather":
         output, expected = peers.buffer if peers else empty(n * shard), torch.cat(everyone)
         output.chunk(n)[rank].copy_(given)

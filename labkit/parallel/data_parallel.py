@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,16 +24,16 @@ SECOND_BACKWARD = (
 )
 
 
-def weakly(method: Callable) -> Callable:
-    """Returns a function that calls `method`, a bound one, as long as its object lives, and does nothing afterwards.
+def weakly(method: Callable, number: int) -> Callable:
+    """Returns a function of a parameter that calls `method`, a bound one, with `number` and it while its object lives.
 
     For hooks of tensors: the garbage collector does not see them, so what they hold would live for ever.
     """
     reference = weakref.WeakMethod(method)
 
-    def call(*args: Any) -> None:
+    def call(p: nn.Parameter) -> None:
         if (alive := reference()) is not None:
-            alive(*args)
+            alive(number, p)
 
     return call
 
@@ -44,12 +43,6 @@ def check_transport(transport: str) -> None:
     accepted = ("collective", "copy") if dist.get_backend() == "nccl" else ("collective",)
     if transport not in accepted:
         raise ValueError(f"transport is {transport!r}; accepted with {dist.get_backend()}: {', '.join(accepted)}")
-
-
-def check_gradient(name: str, parameter: nn.Parameter) -> None:
-    """Raises RuntimeError for a sparse gradient."""
-    if parameter.grad.layout is not torch.strided:
-        raise RuntimeError(f"the gradient of {name} is sparse; accepted: dense, as of nn.Embedding(sparse=False)")
 
 
 class _Bucket:
@@ -93,21 +86,17 @@ class GradientBuckets:
     frozen gets a bucket, after all others, once it is not.
 
     Args:
-        named: names and parameters of one device.
+        params: parameters of one device.
         bucket_bytes: a bucket is closed before it would grow beyond this; 0 for one parameter each.
         overlap: whether a bucket goes out during backward, as soon as its gradients are there.
         copied: whether gradients are copied between the GPUs' symmetric memories by copy engines, on a stream of
             their own, and added, instead of being all-reduced by NCCL.
     """
 
-    def __init__(
-        self, named: Iterable[tuple[str, nn.Parameter]], bucket_bytes: float, *, overlap: bool, copied: bool = False
-    ):
-        self._names = {p: name for name, p in named}
-        self._frozen = list(self._names)[::-1]
+    def __init__(self, params: Iterable[nn.Parameter], bucket_bytes: float, *, overlap: bool, copied: bool = False):
+        self._frozen = list(params)[::-1]
         self._bucket_bytes, self._overlap, self._copied = bucket_bytes, overlap, copied
         self.enabled, self._next = True, 0
-        self._average = dist.ReduceOp.AVG if dist.get_backend() == "nccl" else dist.ReduceOp.SUM
         self._params: list[nn.Parameter] = []
         self._buckets: list[_Bucket] = []
         self._staging: dict[torch.dtype, PeerCopy] = {}
@@ -123,17 +112,15 @@ class GradientBuckets:
         for number, group in enumerate(_grouped(params, self._bucket_bytes), len(self._buckets)):
             self._buckets.append(_Bucket(group, copied=self._copied))
             for p in group:
-                hook = weakly(self._arrived)
-                p.register_post_accumulate_grad_hook(lambda p, hook=hook, number=number: hook(p, number))
+                p.register_post_accumulate_grad_hook(weakly(self._arrived, number))
         if self._copied:
             for dtype in dict.fromkeys(p.dtype for p in params):
                 largest = max(len(bucket.buffer) for bucket in self._buckets if bucket.buffer.dtype == dtype)
                 self._staging[dtype] = PeerCopy(largest, dtype)
 
-    def _arrived(self, p: nn.Parameter, number: int) -> None:
+    def _arrived(self, number: int, p: nn.Parameter) -> None:
         if not self.enabled:
             return
-        check_gradient(self._names[p], p)
         bucket = self._buckets[number]
         if id(p) not in bucket.waiting_for:
             raise RuntimeError(SECOND_BACKWARD)
@@ -144,7 +131,7 @@ class GradientBuckets:
 
     def _send(self, bucket: _Bucket) -> None:
         if bucket.peers is None:
-            bucket.work = dist.all_reduce(bucket.tensor(), self._average, async_op=True)
+            bucket.work = dist.all_reduce(bucket.tensor(), dist.ReduceOp.AVG, async_op=True)
             return
         gradients = bucket.tensor()
         bucket.work = CopyWork(self._stream, bucket.peers.all_reduce, self._staging[gradients.dtype])
@@ -174,8 +161,6 @@ class GradientBuckets:
         work = dist.all_reduce(used, dist.ReduceOp.MAX, async_op=True)
         for bucket in self._buckets:
             bucket.work.wait()
-        if self._average == dist.ReduceOp.SUM:
-            torch._foreach_div_([bucket.tensor() for bucket in self._buckets], dist.get_world_size())
         work.wait()
         if unused:
             for p, is_used in zip(self._params, used.tolist(), strict=True):
@@ -202,8 +187,12 @@ def check_and_broadcast(module: nn.Module) -> None:
     """Gives every rank rank 0's parameters and buffers.
 
     Raises ValueError, on every rank alike, for a module without parameters, tensors on more than one device, and
-    parameters or buffers whose names, shapes, dtypes or requires_grad differ from rank 0's.
+    parameters or buffers whose names, shapes, dtypes or requires_grad differ from rank 0's. Also for a module that
+    makes sparse gradients.
     """
+    for name, inside in module.named_modules():
+        if getattr(inside, "sparse", False):
+            raise ValueError(f"{name or 'the module'} makes sparse gradients; accepted: sparse=False")
     tensors = [*module.named_parameters(), *module.named_buffers()]
     devices = sorted({str(tensor.device) for _, tensor in tensors})
     mine = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
@@ -217,18 +206,17 @@ def check_and_broadcast(module: nn.Module) -> None:
         for first, other in itertools.zip_longest(everyone[0][0], theirs):
             if first != other:
                 raise ValueError(f"rank {rank} has {other}; accepted: what rank 0 has, {first}")
-    broadcast([tensor for _, tensor in tensors])
+    broadcast(tensor for _, tensor in tensors)
 
 
 def broadcast(tensors: Iterable[Tensor]) -> None:
     """Replaces the tensors' values by rank 0's. Collective."""
-    pairs = [(tensor.detach(), tensor.detach().contiguous()) for tensor in tensors]
-    # As bytes: gloo does not know every dtype.
-    values = [dense.reshape(-1).view(torch.uint8) for _, dense in pairs]
-    dist._broadcast_coalesced(dist.group.WORLD, values, 25 * MB, 0)
-    for tensor, dense in pairs:
+    for tensor in tensors:
+        # As bytes: gloo does not know every dtype.
+        dense = tensor.detach().contiguous()
+        dist.broadcast(dense.reshape(-1).view(torch.uint8), src=0)
         if dense.data_ptr() != tensor.data_ptr():
-            tensor.copy_(dense)
+            tensor.detach().copy_(dense)
 
 
 class Wrapper(nn.Module):
@@ -275,7 +263,7 @@ class _DataParallel(Wrapper):
         module: on this rank's device, the same on every rank but for the values.
         broadcast_buffers: whether forward passes in training begin with rank 0's buffers.
 
-    Raises ValueError as `check_and_broadcast`; RuntimeError for a sparse gradient, a second backward pass before
+    Raises ValueError as `check_and_broadcast`; RuntimeError for a second backward pass before
     `finish_gradient_synchronization()`, and as `Wrapper`.
     """
 
@@ -287,7 +275,7 @@ class _DataParallel(Wrapper):
     def __init__(self, module: nn.Module, *, broadcast_buffers: bool = True):
         super().__init__(module, broadcast_buffers)
         options = {"overlap": self._overlap, "copied": self._copied}
-        self._buckets = GradientBuckets(module.named_parameters(), self._bucket_bytes, **options)
+        self._buckets = GradientBuckets(module.parameters(), self._bucket_bytes, **options)
         self._wrapped = self._parameters_now()
 
     def forward(self, *args, **kwargs):

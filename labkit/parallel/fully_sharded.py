@@ -12,7 +12,6 @@ Sources: Rajbhandari et al. 2020, ZeRO stage 3; Zhao et al. 2023, PyTorch FSDP; 
 
 import functools
 import traceback
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +29,6 @@ from labkit.parallel.data_parallel import (
     SECOND_BACKWARD,
     GradientBuckets,
     Wrapper,
-    check_gradient,
     check_transport,
     weakly,
 )
@@ -205,9 +203,9 @@ class FullyShardedDataParallel(Wrapper):
     Attributes:
         waits: None, or a list that collects (layer, begin, end) of each wait for a gather: CUDA events, or seconds.
 
-    Raises ValueError for another compute_dtype or transport and as `check_and_broadcast`; RuntimeError for a sparse
-    gradient, a second backward pass before `finish_gradient_synchronization()`, a parameter used by another module
-    than its own outside of a unit, and as `Wrapper`.
+    Raises ValueError for another compute_dtype or transport and as `check_and_broadcast`; RuntimeError for a
+    second backward pass before `finish_gradient_synchronization()`, a parameter used by another module than its own
+    outside of a unit, and as `Wrapper`.
     """
 
     def __init__(
@@ -226,7 +224,6 @@ class FullyShardedDataParallel(Wrapper):
         super().__init__(module, broadcast_buffers)
         self.compute_dtype, self._units = compute_dtype, units
         self.waits: list[tuple[str, Any, Any]] | None = None
-        self._average = dist.ReduceOp.AVG if dist.get_backend() == "nccl" else dist.ReduceOp.SUM
         self._plan: list[_Layer] = []
         self._uses: list[_Layer] = []
         self._position, self._in_backward = 0, False
@@ -242,8 +239,8 @@ class FullyShardedDataParallel(Wrapper):
             most = max(sum(w.flat.numel() for w in weight.layer.weights) for weight in self._weights)
             self._staging = PeerCopy(most, self._weights[0].flat.dtype)
             self._reducing_stream = torch.cuda.Stream()
-        named = [(vector.name, vector.full) for vector in self._vectors]
-        self._replicated = GradientBuckets(named, bucket_bytes=25 * MB, overlap=True)
+        vectors = [vector.full for vector in self._vectors]
+        self._replicated = GradientBuckets(vectors, bucket_bytes=25 * MB, overlap=True)
         self._wrapped = self._parameters_now()
 
     def _sharded(self, module: nn.Module) -> dict[nn.Parameter, _Parameter]:
@@ -260,11 +257,10 @@ class FullyShardedDataParallel(Wrapper):
             placement = Shard(0) if is_sharded else Replicate()
             values = distribute_tensor(p.detach(), mesh, [placement], src_data_rank=None)
             if is_sharded:
-                weight = made[p] = _Weight(name, p, values, self.compute_dtype)
-                self._weights.append(weight)
-                hook, of = weakly(self._arrived), weakref.ref(weight)
+                made[p] = _Weight(name, p, values, self.compute_dtype)
                 # A frozen parameter takes no hook; its first use freezes it again.
-                p.requires_grad_().register_post_accumulate_grad_hook(lambda _, hook=hook, of=of: hook(of()))
+                p.requires_grad_().register_post_accumulate_grad_hook(weakly(self._arrived, len(self._weights)))
+                self._weights.append(made[p])
             else:
                 made[p] = _Parameter(name, p, values)
                 self._vectors.append(made[p])
@@ -387,11 +383,8 @@ class FullyShardedDataParallel(Wrapper):
                 weight.free()
         if layer.backward_reads:
             differentiable = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
-            if len(differentiable) == 1:
-                differentiable[0].register_hook(lambda _: self._before_backward(layer))
-            elif differentiable:
-                hook = torch.autograd.graph.register_multi_grad_hook
-                hook(differentiable, lambda _: self._before_backward(layer), mode="any")
+            hook = torch.autograd.graph.register_multi_grad_hook
+            hook(differentiable, lambda _: self._before_backward(layer), mode="any")
 
     def _before_backward(self, layer: _Layer) -> None:
         self._in_backward = True
@@ -402,9 +395,9 @@ class FullyShardedDataParallel(Wrapper):
         self._frozen = [weight for weight in layer.weights if not weight.full.requires_grad]
         self._use(layer)
 
-    def _arrived(self, weight: _Weight) -> None:
+    def _arrived(self, number: int, _: nn.Parameter) -> None:
         """Frees a weight that has its gradient; sends the layer's gradients once all of them are there."""
-        check_gradient(weight.name, weight.full)
+        weight = self._weights[number]
         if weight.has_gradient:
             raise RuntimeError(SECOND_BACKWARD)
         weight.has_gradient = True
@@ -425,7 +418,7 @@ class FullyShardedDataParallel(Wrapper):
         if self._staging is not None:
             works = [CopyWork(self._reducing_stream, self._staging.average_scatter, shards, gradients)]
         else:
-            works = start(reduce_scatter, list(zip(shards, gradients, strict=True)), self._average)
+            works = start(reduce_scatter, list(zip(shards, gradients, strict=True)), dist.ReduceOp.AVG)
         self._reducing.append((weights, shards, gradients, works))
         if len(self._reducing) > NUM_REDUCING:
             self._finish_oldest()
@@ -436,10 +429,7 @@ class FullyShardedDataParallel(Wrapper):
         for work in works:
             work.wait()
         for weight, shard in zip(weights, shards, strict=True):
-            gradient = weight.unpadded(shard).to(weight.local.dtype)
-            if self._average == dist.ReduceOp.SUM:
-                gradient.div_(dist.get_world_size())
-            weight.add_gradient(gradient)
+            weight.add_gradient(weight.unpadded(shard).to(weight.local.dtype))
 
     def _free_all(self) -> None:
         self._frozen = []
