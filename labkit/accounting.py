@@ -552,6 +552,18 @@ def attention_call_flops(phase: str, batch: int, length: int, d_head: int, *, ca
     return full // 2 if causal else full
 
 
+def attention_pairs(num_queries: int, num_keys: int, left: int, right: int) -> float:
+    """Returns how many pairs of a query and a key a mask shows, aligned to the bottom right.
+
+    `left` and `right` are how many keys a query sees before and after its own, −1 without limit. Of a causal mask
+    (right 0) a query's own key counts half: of as many queries as keys that is half of all pairs.
+    """
+    before, after = (num_queries + num_keys if limit < 0 else limit for limit in (left, right))
+    own_keys = range(num_keys - num_queries, num_keys)
+    pairs = sum(max(0, min(num_keys, own + after + 1) - max(0, own - before)) for own in own_keys)
+    return pairs - min(num_queries, num_keys) / 2 if right == 0 else pairs
+
+
 def weighted_sum_bytes(phase: str, rows: int, dim: int, element_bytes: int) -> int:
     """Returns the fewest bytes that the weighted sum of `rows` rows of `dim` elements moves.
 

@@ -494,16 +494,18 @@ def check_operators(impl: str) -> None:
     def normal(*shape):
         return torch.randn(shape, generator=generator).requires_grad_()
 
-    dense = (normal(2, 2, 18, 8), normal(2, 1, 21, 8), normal(2, 1, 21, 8), None, None, None, None)
-    transposed = (*(normal(1, 18, 2, 8).detach().transpose(1, 2).requires_grad_() for _ in range(3)), *(None,) * 4)
-    cu_seqlens, options = cumulative((10, 8)), (0.3, -1, 0, "ieee", impl)
-    packed_batch = (*(normal(18, 2, 8) for _ in range(3)), cu_seqlens, cu_seqlens, None, 12)
+    options = (0.3, -1, 0, "ieee", impl)
+    dense = (normal(2, 2, 18, 8), normal(2, 1, 21, 8), normal(2, 1, 21, 8), None, None, *options)
+    transposed = (normal(1, 18, 2, 8).detach().transpose(1, 2).requires_grad_() for _ in range(3))
+    transposed = (*transposed, None, None, *options)
+    cu_seqlens = cumulative((10, 8))
+    packed_batch = (*(normal(18, 2, 8) for _ in range(3)), cu_seqlens, cu_seqlens, *options)
     forward, backward = torch.ops.labkit.flash_attention_forward, torch.ops.labkit.flash_attention_backward
-    for inputs in (dense, transposed, packed_batch):
-        torch.library.opcheck(forward.default, (*inputs, *options), atol=1e-5, rtol=1e-5)
+    for inputs, lengths in ((dense, (None, None)), (transposed, (None, None)), (packed_batch, (None, 12))):
+        torch.library.opcheck(forward.default, (*inputs, *lengths), atol=1e-5, rtol=1e-5)
     inputs = tuple(x.detach() if isinstance(x, Tensor) else x for x in dense)
-    out, lse = forward(*inputs, *options)
-    torch.library.opcheck(backward.default, (torch.ones_like(out), *inputs[:3], out, lse, *inputs[3:], *options))
+    out, lse = forward(*inputs, None, None)
+    torch.library.opcheck(backward.default, (*inputs, torch.ones_like(out), out, lse))
 
 
 def test_a_launch_looks_its_kernel_up_once(monkeypatch):
@@ -854,7 +856,7 @@ def test_packed_sequences_have_tiles_of_their_own(dim, monkeypatch):
     monkeypatch.setattr(choice, "_capability", lambda _: 90)
     x = torch.empty((500, 2, dim), dtype=torch.bfloat16)
     layouts, cu_seqlens = (shapes.layout_of(x),) * 3, torch.tensor([0, 100, 500], dtype=torch.int32)
-    packing = shapes.packing_of(x, x, cu_seqlens, cu_seqlens, None, None)
+    packing = (shapes.layout_of(cu_seqlens),) * 2
     for right in (-1, 0):
         problem = shapes.problem_of(*layouts[:2], -1, right, packing)
         found = choice.config_for(layouts, problem, "ieee", torch.device("cuda", 0))
@@ -865,10 +867,10 @@ def test_packed_sequences_have_tiles_of_their_own(dim, monkeypatch):
 def test_packed_sequences_are_not_split_and_whole_gradients_not_put_together():
     q = torch.empty((100, 2, 16))
     cu_seqlens = torch.tensor([0, 40, 100])
-    packing = shapes.packing_of(q, q, cu_seqlens, cu_seqlens, None, None)
+    packing = (shapes.layout_of(cu_seqlens),) * 2
     problem = shapes.problem_of(shapes.layout_of(q), shapes.layout_of(q), -1, 0, packing)
     tile = INTERPRETER_CONFIG.forward
-    assert choice.work_tiles_of(problem, tile, "forward", q.device, q.dtype, "ieee", 3) == (2 * (100 // 32 + 2), 1)
+    assert choice.work_tiles_of(problem, tile, "forward", q.device, q.dtype, "ieee", 3) == (2 * (100 // 32 + 3), 1)
     assert splits.gradients_launch(((1, 1, 8, 16),) * 3, ((128, 128, 16, 1),) * 3, (1, 1)) is None
 
 

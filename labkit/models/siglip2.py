@@ -24,7 +24,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from labkit.configs import LAYER_NORM_EPS, Siglip2Config
 from labkit.kernels.flash_attention import flash_attention
@@ -44,7 +43,7 @@ class Packing(NamedTuple):
     """What the steps past "eager" know of a batch's grids; made by `Siglip2Encoder.pack`.
 
     cu_seqlens: (I + 1,) int32, each image's first patch. positions: (M, P), the share that each position of the table
-    has in a patch's. longest: patches of the largest image, None where reading it would wait for the device.
+    has in a patch's, P 0 before "positions". longest: at least the patches of the largest image, None if unknown.
     """
 
     cu_seqlens: Tensor
@@ -269,11 +268,12 @@ class Siglip2Encoder(nn.Module):
             patches_MK: the patches of all images, one image after the other, row by row, (M, patch_dim), dtype and
                 device of the parameters.
             grids: each image's height and width in patches, (I, 2) int32 or int64, on the CPU or the device of the
-                patches, on which its values are read once per tensor; or from "positions" on a packing of `pack`, of
-                which nothing is read, as the capture of a CUDA graph wants it.
+                patches, on which reading the values waits; or from "positions" on a packing of `pack`, which is not
+                made anew and of which nothing is read, as the capture of a CUDA graph wants it.
 
         Raises:
-            ValueError, TypeError: arguments that do not fit, by name. Compiled, values of grids are not checked here.
+            ValueError, TypeError: arguments that do not fit, by name. Values of grids are not checked where it is
+                compiled or on the meta device.
         """
         packing = self._packing(patches_MK, grids)
         x_MC = self.embed(patches_MK, grids, packing)
@@ -290,50 +290,49 @@ class Siglip2Encoder(nn.Module):
         """Returns the embedded patches plus their positions (M, C), from "positions" on by the packing's weights."""
         x_MC, table_PC = self.patch_embedding(patches_MK), self.position_embedding.weight
         if self.step >= POSITIONS:
-            return x_MC.addmm_(packing.positions, table_PC)
+            # Under autocast patches come in 16 bits and leave in those of the table, as the other implementations' do.
+            return x_MC.to(table_PC.dtype).addmm_(packing.positions, table_PC)
         return x_MC + interpolated_positions(table_PC, grids_I2, self.config.position_side)
 
     def pack(self, grids_I2: Tensor) -> Packing:
-        """Returns the packing of images by their grids (I, 2), the same one for a tensor that has not changed.
+        """Returns the packing of images by their grids (I, 2), whose values it reads.
 
         Raises ValueError and TypeError for grids that forward does not take.
         """
+        sizes = _read_sizes(grids_I2, self.position_embedding.weight.device)
+        return self._pack(grids_I2, sum(sizes), max(sizes))
+
+    def _pack(self, grids_I2: Tensor, num_patches: int, longest: int) -> Packing:
         table_PC = self.position_embedding.weight
-        _check_grids(grids_I2, table_PC.device)
-        options = self.config.position_side, table_PC.dtype
-        # A tensor of inference mode counts no writes.
-        made_for = None if grids_I2.is_inference() else (grids_I2._version, table_PC.device, *options)
-        packing = _packings.get(grids_I2)
-        if packing is None or made_for is None or packing[0] != made_for:
-            for image, (height, width) in enumerate(grids := grids_I2.tolist()):
-                if height < 1 or width < 1:
-                    raise ValueError(f"grids must be of sides of at least 1; image {image} has {height} x {width}")
-            sizes = [height * width for height, width in grids]
-            with torch.inference_mode(False):  # so that the kernels may remember cu_seqlens
-                packing = made_for, pack_images(grids_I2.to(table_PC.device), sum(sizes), *options, max(sizes))
-            _packings[grids_I2] = packing
-        return packing[1]
+        side = self.config.position_side if self.step >= POSITIONS else 0
+        grids_I2 = grids_I2.to(table_PC.device, non_blocking=table_PC.is_cuda)
+        return pack_images(grids_I2, num_patches, side, table_PC.dtype, longest)
 
     def _packing(self, patches_MK: Tensor, grids: Tensor | Packing) -> Packing | None:
         """Returns the packing of a batch, None for "eager", which takes grids as they are; raises for a bad batch."""
-        weight = self.patch_embedding.weight
-        if patches_MK.dim() != 2 or patches_MK.shape[1] != weight.shape[1] or not patches_MK.shape[0]:
+        weight, num_patches = self.patch_embedding.weight, patches_MK.shape[0]
+        if patches_MK.dim() != 2 or patches_MK.shape[1] != weight.shape[1] or not num_patches:
             got = tuple(patches_MK.shape)
             raise ValueError(f"patches must be (patches of all images, {weight.shape[1]}), at least one; got {got}")
         got, wanted = (f"{x.dtype} on {x.device}" for x in (patches_MK, weight))
         if got != wanted:
             raise ValueError(f"patches must be as the parameters are, {wanted}; got {got}")
-        if isinstance(grids, Packing) and self.step < POSITIONS:
+        is_packed = isinstance(grids, Packing)
+        if is_packed and self.step < POSITIONS:
             raise TypeError(f"grids must be a tensor with impl={self.impl!r}; got a packing")
-        if torch.compiler.is_compiling() and not isinstance(grids, Packing):  # values cannot be read in a graph
+        if is_packed:
+            sizes = [grids.positions.shape[0]]
+        elif torch.compiler.is_compiling() or weight.is_meta:  # there are no values to read
             _check_grids(grids, weight.device)
-            options = patches_MK.shape[0], self.config.position_side, weight.dtype, None
-            return pack_images(grids.to(weight.device), *options) if self.step else None
-        packing = grids if isinstance(grids, Packing) else self.pack(grids)
-        if packing.positions.shape[0] != patches_MK.shape[0]:
-            sums = f"{packing.positions.shape[0]}, and there are {patches_MK.shape[0]}"
+            sizes = [num_patches]
+        else:
+            sizes = _read_sizes(grids, weight.device)
+        if sum(sizes) != num_patches:
+            sums = f"{sum(sizes)}, and there are {num_patches}"
             raise ValueError(f"the products of the grids must sum to the number of patches; they sum to {sums}")
-        return packing if self.step else None
+        if is_packed or self.step == EAGER:
+            return grids if is_packed else None
+        return self._pack(grids, num_patches, max(sizes))
 
     def load_from_transformers(self, model: nn.Module) -> None:
         """Copies the weights of transformers' `Siglip2VisionModel`, whose pooling head has no counterpart here.
@@ -345,8 +344,14 @@ class Siglip2Encoder(nn.Module):
         self.load_state_dict({name: tensor for name, tensor in state.items() if not name.startswith("head.")})
 
 
-# Reading grids may wait for the device, so each tensor is read once per content (its version counts writes).
-_packings = WeakTensorKeyDictionary()
+def _read_sizes(grids, device: torch.device) -> list[int]:
+    """Returns how many patches each image has, once the grids are checked; reading them may wait for the device."""
+    _check_grids(grids, device)
+    sides = grids.tolist()
+    for image, (height, width) in enumerate(sides):
+        if height < 1 or width < 1:
+            raise ValueError(f"grids must be of sides of at least 1; image {image} has {height} x {width}")
+    return [height * width for height, width in sides]
 
 
 def _check_grids(grids, device: torch.device) -> None:

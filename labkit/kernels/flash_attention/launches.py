@@ -29,7 +29,6 @@ from labkit.kernels.flash_attention.shapes import (
     Problem,
     alignment_of,
     layout_of,
-    packing_of,
     problem_of,
     with_heads,
 )
@@ -467,6 +466,8 @@ class Plan:
 
         The log-sum-exp is (batch[, heads], n_queries), or (heads, total) for a packed batch.
         """
+        if q.is_neg() or k.is_neg() or v.is_neg():
+            raise ValueError("q, k and v must not be negated views, whose sign a kernel does not see; call resolve_neg")
         self.forwards = self.forwards or _plan_forward(*self.layouts, self.call)
         layout, lse_shape, run = self.forwards
         out = _empty(layout, q)
@@ -485,6 +486,7 @@ class Plan:
         `kernels` is one of GLUON_BACKWARDS in place of what `resolve_backward` finds for "gluon". `grads` is where the
         gradients are written to, in place of room of their own.
         """
+        grad_out = grad_out.resolve_neg()
         room = None if grads is None else tuple(map(layout_of, grads))
         given = (layout_of(grad_out), layout_of(out), layout_of(lse), room, kernels)
         plan = self.backwards.get(given)
@@ -507,9 +509,8 @@ _plan_of = functools.lru_cache(maxsize=REMEMBERED)(Plan)
 
 def plan_of(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, scale: float | None = None, left: int = -1,
-    right: int = -1, precision: str = "auto", impl: str = "triton", config: AttentionConfig | None = None,
-    num_splits: int | None = None,
+    scale: float | None = None, left: int = -1, right: int = -1, precision: str = "auto", impl: str = "triton",
+    config: AttentionConfig | None = None, num_splits: int | None = None,
 ) -> Plan:  # fmt: skip
     """Returns what attention of these tensors launches, whose arguments other than these are not checked.
 
@@ -517,7 +518,7 @@ def plan_of(
     without limit; `impl` is "triton" or "gluon"; `config` overrides the tiles of "triton", `num_splits` among how many
     programs it shares the keys of a tile or, of dK and dV, the queries.
     """
-    packing = packing_of(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    packing = None if cu_seqlens_q is None else (layout_of(cu_seqlens_q), layout_of(cu_seqlens_k))
     precision = resolve_precision(q, precision, packed=packing is not None)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     call = Call(q.device, packing, scale, left, right, precision, impl, config, num_splits)

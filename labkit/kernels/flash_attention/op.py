@@ -17,14 +17,18 @@ Shape suffixes: B batch, H query heads, G key heads, S length, Q query length, K
 Source: Dao 2023, "FlashAttention-2"; Dao et al. 2022, "FlashAttention"; Ainslie et al. 2023 for grouped heads.
 """
 
+import functools
 import itertools
 import math
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils.flop_counter import register_flop_formula
 
+from labkit.accounting import attention_pairs
 from labkit.kernels.flash_attention.choice import (
     MAX_HEAD_DIM,
     TILED_DTYPES,
@@ -39,7 +43,7 @@ from labkit.kernels.flash_attention.launches import (
     empty_outputs,
     plan_of,
 )
-from labkit.kernels.flash_attention.shapes import layout_of, packing_of
+from labkit.kernels.flash_attention.shapes import check_lengths, layout_of
 from labkit.kernels.flash_attention.tiled import tiled_attention_backward, tiled_attention_forward
 from labkit.kernels.fused import first_order
 from labkit.kernels.launch import REMEMBERED
@@ -50,6 +54,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor; got {type(x).__name__}")
+        if x.is_nested or x.layout != torch.strided:
+            raise ValueError(f"{name} must be neither sparse nor nested; got a tensor of layout {x.layout}")
         if packed and x.dim() != 3:
             raise ValueError(f"{name} must be (total, heads, d) with cu_seqlens; got shape {tuple(x.shape)}")
         if x.dim() not in (3, 4):
@@ -84,7 +90,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
 
 
 def _check_cu_seqlens(cu_seqlens: Tensor, name: str, device: torch.device) -> None:
-    """Raises for cumulative lengths of a wrong kind; their values are `_longest`'s, which has to read them."""
+    """Raises for cumulative lengths of a wrong kind; their values are `check_lengths`'s, which has to read them."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise TypeError(f"{name} must be an int32 or int64 tensor; got {got}")
@@ -131,7 +137,7 @@ _planned = {}
 
 def _plan(q: Tensor, k: Tensor, v: Tensor, asked: tuple) -> tuple[tuple, Plan | None]:
     """Returns the operators' options of tensors that are not packed, and the plan of them, None of "tiled"."""
-    options = (None, None, None, None, *_resolve(q, k, v, False, *asked))
+    options = (None, None, *_resolve(q, k, v, False, *asked))
     return options, None if options[-1] == "tiled" else plan_of(q, k, v, *options)
 
 
@@ -142,8 +148,8 @@ def _plan_once(q: Tensor, k: Tensor, v: Tensor, asked: tuple) -> tuple[tuple, Pl
         # With types, since 1 and True are the same to a dictionary.
         key = (tensors, asked, tuple(map(type, asked)))
         found = _planned.get(key)
-    except (AttributeError, TypeError):
-        # No tensors, or what has no hash: for the checks to say so.
+    except (AttributeError, TypeError, RuntimeError):
+        # No dense tensors, or what has no hash: for the checks to say so.
         return _plan(q, k, v, asked)
     if found is None:
         if len(_planned) >= REMEMBERED:
@@ -154,6 +160,8 @@ def _plan_once(q: Tensor, k: Tensor, v: Tensor, asked: tuple) -> tuple[tuple, Pl
 
 def _check_window(window, causal: bool) -> tuple[int, int]:
     """Returns (left, right), −1 without limit, of a window and the causal flag."""
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be True or False; got {type(causal).__name__}")
     if window is None:
         window = (-1, -1)
     elif isinstance(window, int) and not isinstance(window, bool):
@@ -177,6 +185,11 @@ def _check_scale(scale, head_dim: int) -> float:
     return float(scale)
 
 
+def _is_watched() -> bool:
+    """Whether a mode or a transform looks at what runs: it is shown operators."""
+    return is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active()
+
+
 class EagerFlashAttention(torch.autograd.Function):
     """The launches of a plan, without the way through the dispatcher, which takes longer than they do.
 
@@ -193,8 +206,13 @@ class EagerFlashAttention(torch.autograd.Function):
     @staticmethod
     @first_order("flash_attention")
     def backward(ctx, grad_out: Tensor):
-        q, k, v, _, _, *cu_seqlens = saved = ctx.saved_tensors
-        return *ctx.plan.of(q, k, v).backward(grad_out, *saved), None, *(None for _ in cu_seqlens)
+        q, k, v, out, lse, *cu_seqlens = saved = ctx.saved_tensors
+        if _is_watched():
+            _device, _packing, *options = ctx.plan.call[:7]
+            grads = _backward_op(q, k, v, *(cu_seqlens or (None, None)), *options, grad_out, out, lse)
+        else:
+            grads = ctx.plan.of(q, k, v).backward(grad_out, *saved)
+        return *grads, None, *(None for _ in cu_seqlens)
 
 
 class FlashAttention(torch.autograd.Function):
@@ -229,19 +247,21 @@ def _rows(x: Tensor, rows: slice) -> Tensor:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | None, max_seqlen_k: int | None, scale: float, left: int, right: int, precision: str, impl: str,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, scale: float,
+    left: int, right: int, precision: str, impl: str, max_seqlen_q: int | None, max_seqlen_k: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    cu_seqlens, max_seqlens = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
+    if cu_seqlens_q is not None:
+        check_lengths(q, k, *cu_seqlens, max_seqlen_q, max_seqlen_k)
     if impl != "tiled":
-        plan = plan_of(q, k, v, *cu_seqlens, *max_seqlens, scale, left, right, precision, impl)
-        return plan.forward(q, k, v, *cu_seqlens)
+        return plan_of(q, k, v, *cu_seqlens, scale, left, right, precision, impl).forward(q, k, v, *cu_seqlens)
     mask = {"scale": scale, "left": left, "right": right}
     out, lse = empty_outputs(q, cu_seqlens_q is not None)
     if cu_seqlens_q is None:
         tiled_out, tiled_lse = tiled_attention_forward(q, k, v, **mask)
         return out.copy_(tiled_out), lse.copy_(tiled_lse)
-    packing_of(q, k, *cu_seqlens, *max_seqlens)
+    out.zero_()
+    lse.fill_(-math.inf)
     for rows_q, rows_k in _sequences(*cu_seqlens):
         tiled_out, tiled_lse = tiled_attention_forward(_rows(q, rows_q), _rows(k, rows_k), _rows(v, rows_k), **mask)
         out[rows_q] = tiled_out[0].transpose(0, 1)
@@ -258,20 +278,19 @@ def _(q, k, v, cu_seqlens_q, *_):
 
 
 def _gradients(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None, max_seqlen_q: int | None, max_seqlen_k: int | None, scale: float, left: int,
-    right: int, precision: str, impl: str,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, scale: float,
+    left: int, right: int, precision: str, impl: str, grad_out: Tensor, out: Tensor, lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
     if impl != "tiled":
-        packed = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        plan = plan_of(q, k, v, *packed, scale, left, right, precision, impl)
-        return plan.backward(grad_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+        plan = plan_of(q, k, v, *cu_seqlens, scale, left, right, precision, impl)
+        return plan.backward(grad_out, q, k, v, out, lse, *cu_seqlens)
     mask = {"scale": scale, "left": left, "right": right}
-    grads = tuple(empty_like_layout(x) for x in (q, k, v))
+    grads = tuple(empty_like_layout(x).zero_() for x in (q, k, v))
     if cu_seqlens_q is None:
         tiled_grads = tiled_attention_backward(grad_out, q, k, v, out, lse, **mask)
         return tuple(grad.copy_(tiled) for grad, tiled in zip(grads, tiled_grads, strict=True))
-    for rows_q, rows_k in _sequences(cu_seqlens_q, cu_seqlens_k):
+    for rows_q, rows_k in _sequences(*cu_seqlens):
         arguments = ((grad_out, rows_q), (q, rows_q), (k, rows_k), (v, rows_k), (out, rows_q))
         statistics = lse[:, rows_q].unsqueeze(0)
         tiled_grads = tiled_attention_backward(*(_rows(x, rows) for x, rows in arguments), statistics, **mask)
@@ -284,36 +303,62 @@ _backward_op = torch.library.custom_op("labkit::flash_attention_backward", _grad
 
 
 @_backward_op.register_fake
-def _(grad_out, q, k, v, *_):
+def _(q, k, v, *_):
     return empty_like_layout(q), empty_like_layout(k), empty_like_layout(v)
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.options = inputs
-    out, lse = output
-    ctx.mark_non_differentiable(lse)
-    ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+    ctx.options = inputs[5:10]
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*inputs[:5], *output)
 
 
 @first_order("flash_attention")
 def _backward(ctx, grad_out: Tensor, _grad_lse):
-    grads = _backward_op(grad_out, *ctx.saved_tensors, *ctx.options)
-    return *grads, *(None,) * (2 + len(ctx.options))
+    *inputs, out, lse = ctx.saved_tensors
+    return *_backward_op(*inputs, *ctx.options, grad_out, out, lse), *(None,) * 9
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-class TransformedFlashAttention(torch.autograd.Function):
-    """The operators for torch.func, which takes functions whose context is set up apart, and no custom operator."""
+def _flops(factor: int, q, k, _v, cu_seqlens_q, cu_seqlens_k, _scale, left: int, right: int, *_, **__) -> int:
+    """Returns `factor` FLOPs for each pair of a query and a key that a mask shows, and element of a head.
 
-    forward = staticmethod(_forward)
+    Of a packed batch it reads the lengths.
+    """
+    num_heads, lengths = math.prod(q.shape[:-2]), [(q.shape[-2], k.shape[-2])]
+    if cu_seqlens_q is not None:
+        num_heads = q.shape[1]
+        lengths = zip(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist(), strict=True)
+    pairs = sum(attention_pairs(*of_sequence, left, right) for of_sequence in lengths)
+    return int(factor * num_heads * pairs * q.shape[-1])
+
+
+register_flop_formula(torch.ops.labkit.flash_attention_forward, get_raw=True)(functools.partial(_flops, 4))
+register_flop_formula(torch.ops.labkit.flash_attention_backward, get_raw=True)(functools.partial(_flops, 10))
+
+
+class TransformedFlashAttention(torch.autograd.Function):
+    """The operators for torch.func, which takes functions whose context is set up apart, and no custom operator.
+
+    Within, under vmap, it does take them, and calls them for one of what it maps over after another.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments):
+        return (_forward_op if _is_watched() else _forward)(*arguments)
+
     setup_context = staticmethod(_setup_context)
 
     @staticmethod
     @first_order("flash_attention")
     def backward(ctx, grad_out: Tensor, _grad_lse):
-        return *_gradients(grad_out, *ctx.saved_tensors, *ctx.options), *(None,) * (2 + len(ctx.options))
+        gradients = _backward_op if _is_watched() else _gradients
+        *inputs, out, lse = ctx.saved_tensors
+        return *gradients(*inputs, *ctx.options, grad_out, out, lse), *(None,) * 9
 
 
 def flash_attention(
@@ -341,9 +386,10 @@ def flash_attention(
         causal: query i sees keys up to i + (n_keys − n_queries), aligned to the bottom right.
         scale: positive, of the scores; None is 1/√d.
         cu_seqlens_q, cu_seqlens_k: cumulative lengths of the sequences of a packed batch, (batch + 1,) int32 or
-            int64: from 0, increasing, to the number of rows. Both or neither.
-        max_seqlen_q, max_seqlen_k: the longest sequence, where it is known; else it is read from the device, which
-            waits for it, once per tensor.
+            int64: from 0, increasing, to the number of rows. Both or neither. Checking them waits for the device.
+        max_seqlen_q, max_seqlen_k: at least the longest sequence. With both, lengths on a CUDA device are not read, as
+            the capture of a CUDA graph wants it, and the caller answers for them. Nothing beyond the tensors is then
+            touched, whatever they are, and rows behind the last sequence get zeros, and zero gradients.
         window: how many keys a query sees to each side of its own on the diagonal, or (left, right); −1 is no limit.
         precision: of products of fp32: "ieee" on the CUDA cores; "tf32x3", three products on the tensor cores for one,
             which hold 22 bits; "bf16x6", six of bf16 between three slices of each operand, which hold 24; "tf32", one
@@ -365,24 +411,30 @@ def flash_attention(
     Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2.
     """
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
-    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
+    is_cast = torch._C._is_any_autocast_enabled() and isinstance(q, Tensor) and not q.is_meta
+    if is_cast and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(dtype) if isinstance(x, Tensor) and x.dtype in TRITON_DTYPES else x for x in (q, k, v))
     asked, cu_seqlens = (causal, scale, window, precision, impl), (cu_seqlens_q, cu_seqlens_k) if packed else ()
-    # Whatever looks at operators (a compiler, a mode, a subclass of tensors) is shown one.
-    is_seen = torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or type(q) not in (Tensor, Parameter)
-    is_transformed = not is_seen and torch._C._are_functorch_transforms_active()
+    is_compiled = torch.compiler.is_compiling()
+    # Forward mode is refused like a transform: an operator would drop its tangents.
+    is_transformed = not is_compiled and (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0)
+    # Whatever looks at operators (a compiler, a mode, a subclass of tensors, the meta device) is shown one.
+    is_plain = type(q) in (Tensor, Parameter) and not q.is_meta and not is_in_torch_dispatch_mode()
+    is_seen = is_compiled or not (is_plain or is_transformed)
     lengths = (max_seqlen_q, max_seqlen_k)
     if is_seen or is_transformed or packed or window is not None or lengths != (None, None):
-        options = (cu_seqlens_q, cu_seqlens_k, *lengths, *_resolve(q, k, v, packed, *asked))
-        _check_packing(q, *options[:4])
+        options = (cu_seqlens_q, cu_seqlens_k, *_resolve(q, k, v, packed, *asked))
+        _check_packing(q, *options[:2], *lengths)
         if is_seen:
-            return _forward_op(q, k, v, *options)[0]
+            return _forward_op(q, k, v, *options, *lengths)[0]
         plan = None if is_transformed or options[-1] == "tiled" else plan_of(q, k, v, *options)
+        if plan is not None and packed:
+            check_lengths(q, k, *cu_seqlens, *lengths)
     else:
         options, plan = _plan_once(q, k, v, asked)
     if plan is None:
-        return TransformedFlashAttention.apply(q, k, v, *options)[0]
+        return TransformedFlashAttention.apply(q, k, v, *options, *lengths)[0]
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return EagerFlashAttention.apply(q, k, v, plan, *cu_seqlens)
     return plan.forward(q, k, v, *cu_seqlens)[0]

@@ -8,11 +8,13 @@ Shape suffixes: M tokens of all sequences, H heads, D head dimension.
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
-from labkit.kernels.flash_attention.choice import resolve_impl
+from labkit.kernels.flash_attention.choice import TRITON_DTYPES, resolve_impl
 from labkit.kernels.flash_attention.launches import plan_of
-from labkit.kernels.flash_attention.op import flash_attention
-from labkit.kernels.fused import operator, runs_kernel
+from labkit.kernels.flash_attention.op import _check_packing, _check_tensors, _flops, flash_attention
+from labkit.kernels.flash_attention.shapes import check_lengths
+from labkit.kernels.fused import autocast_dtype, operator, runs_kernel
 
 
 def _are_equal(qkv: Tensor, cu_seqlens: Tensor, longest: int | None) -> bool:
@@ -29,15 +31,12 @@ def _from_batch(x_BHSD: Tensor) -> Tensor:
     return x_BHSD.transpose(1, 2).flatten(0, 1)
 
 
-def _packing(cu_seqlens: Tensor, longest: int | None) -> dict:
-    return {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": longest, "max_seqlen_k": longest}
-
-
 @operator("flash_attention_qkv", opaque=True)
 def _forward(qkv: Tensor, cu_seqlens: Tensor, longest: int | None) -> tuple[Tensor, Tensor]:
     tensors = qkv.unbind(1)
+    check_lengths(*tensors[:2], cu_seqlens, cu_seqlens, longest, longest)
     if not _are_equal(qkv, cu_seqlens, longest):
-        return plan_of(*tensors, **_packing(cu_seqlens, longest)).forward(*tensors, cu_seqlens, cu_seqlens)
+        return plan_of(*tensors, cu_seqlens, cu_seqlens).forward(*tensors, cu_seqlens, cu_seqlens)
     q, k, v = (_as_batch(x, longest) for x in tensors)
     out, lse = plan_of(q, k, v, impl=resolve_impl(q)).forward(q, k, v)
     return _from_batch(out), lse
@@ -61,7 +60,7 @@ def _backward(
         grad_out, q, k, v, out, *grads = (_as_batch(x, longest) for x in (grad_out, q, k, v, out, *grads))
         plan_of(q, k, v, impl=resolve_impl(q)).backward(grad_out, q, k, v, out, lse, grads=tuple(grads))
     else:
-        plan = plan_of(q, k, v, **_packing(cu_seqlens, longest))
+        plan = plan_of(q, k, v, cu_seqlens, cu_seqlens)
         plan.backward(grad_out, q, k, v, out, lse, cu_seqlens, cu_seqlens, grads=grads)
     return grad_qkv
 
@@ -83,12 +82,23 @@ def _gradients(ctx, grad_out: Tensor, _grad_lse):
 _forward.register_autograd(_gradients, setup_context=_setup_context)
 
 
+@register_flop_formula(torch.ops.labkit.flash_attention_qkv, get_raw=True)
+def _(qkv, cu_seqlens, *_, **__):
+    return _flops(4, *qkv.unbind(1), cu_seqlens, cu_seqlens, None, -1, -1)
+
+
+@register_flop_formula(torch.ops.labkit.flash_attention_qkv_backward, get_raw=True)
+def _(_grad_out, qkv, _out, _lse, cu_seqlens, *_, **__):
+    return _flops(10, *qkv.unbind(1), cu_seqlens, cu_seqlens, None, -1, -1)
+
+
 def flash_attention_qkv(qkv: Tensor, cu_seqlens: Tensor, longest: int | None = None) -> Tensor:
     """Returns attention within each sequence, (M, H, D), of a projection to queries, keys and values.
 
     Args:
-        qkv: (M, 3, H, D), dense; fp32, bf16 or fp16, on a CPU also fp64.
-        cu_seqlens, longest: as `flash_attention` takes cu_seqlens_q and max_seqlen_q.
+        qkv: (M, 3, H, D), dense; fp32, bf16, fp16 or fp64; under autocast it is cast.
+        cu_seqlens, longest: as `flash_attention` takes cu_seqlens_q and max_seqlen_q. A longest that is the mean says
+            that all sequences are as long.
 
     Raises:
         ValueError, TypeError: as `flash_attention` does; a projection of another shape.
@@ -98,6 +108,11 @@ def flash_attention_qkv(qkv: Tensor, cu_seqlens: Tensor, longest: int | None = N
     if qkv.dim() != 4 or qkv.shape[1] != 3 or not qkv.is_contiguous():
         got = f"shape {tuple(qkv.shape)} and strides {qkv.stride()}"
         raise ValueError(f"qkv must be dense, of shape (tokens, 3, heads, d); got {got}")
-    if runs_kernel(qkv):
+    q, k, v = qkv.unbind(1)
+    if runs_kernel(qkv) and qkv.dtype in TRITON_DTYPES:
+        _check_tensors(q, k, v, packed=True)
+        _check_packing(q, cu_seqlens, cu_seqlens, longest, longest)
+        qkv = qkv.to(autocast_dtype(qkv) or qkv.dtype)
         return _forward(qkv, cu_seqlens, longest)[0]
-    return flash_attention(*qkv.unbind(1), **_packing(cu_seqlens, longest))
+    lengths = {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    return flash_attention(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, **lengths)

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class Layout(NamedTuple):
@@ -66,7 +65,10 @@ def alignment_of(*layouts: Layout) -> int:
 
 @dataclass(frozen=True)
 class Problem:
-    """What the kernels are told beyond the tensors; lengths are the longest of a packed batch, rows all of q and k."""
+    """What the kernels are told beyond the tensors.
+
+    Of a packed batch the lengths are all rows of q and k, and a batch is a sequence or what lies behind the last.
+    """
 
     num_batches: int
     num_heads: int
@@ -77,64 +79,41 @@ class Problem:
     left: int
     right: int
     packed: bool
-    num_rows: tuple[int, int]
 
     def num_tiles(self, block: int, of_keys: bool = False) -> int:
         """Returns how many tiles of `block` rows all sequences have; those of packed ones are as in `_sequence_of`."""
-        if self.packed:
-            return self.num_rows[of_keys] // block + self.num_batches
-        return -(-(self.max_keys if of_keys else self.max_queries) // block) * self.num_batches
+        length = self.max_keys if of_keys else self.max_queries
+        return length // block + self.num_batches if self.packed else -(-length // block) * self.num_batches
 
 
-class Packing(NamedTuple):
-    """What a launch depends on of a packed batch."""
-
-    num_sequences: int
-    max_queries: int
-    max_keys: int
-    cu_seqlens_q: Layout
-    cu_seqlens_k: Layout
+Packing = tuple[Layout, Layout]
+"""What a launch depends on of a packed batch: the layouts of its cumulative lengths, and none of their values."""
 
 
-# Reading the values waits for the device, so each tensor is read once per content (its version counts writes).
-_lengths_seen = WeakTensorKeyDictionary()
+def check_lengths(q: Tensor, k: Tensor, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> None:
+    """Raises for cumulative lengths that cannot be, which it has to read: it waits for the device.
 
-
-def _longest(cu_seqlens: Tensor, which: str, total: int, max_seqlen: int | None) -> int:
-    """Returns the longest sequence, max_seqlen where it is given; raises for cumulative lengths that cannot be."""
-    name = f"cu_seqlens_{which}"
-    key = (cu_seqlens._version, total)
-    seen = _lengths_seen.get(cu_seqlens)
-    if seen is None or seen[0] != key:
-        values = cu_seqlens.tolist()
+    On a CUDA device they are not read where both longest are given: whoever gives them answers for the lengths too.
+    """
+    if q.is_cuda:
+        if max_seqlen_q is not None and max_seqlen_k is not None:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("max_seqlen_q and max_seqlen_k must be given where a CUDA graph is captured; got None")
+    given = (("q", q.shape[0], max_seqlen_q), ("k", k.shape[0], max_seqlen_k))
+    read = torch.stack((cu_seqlens_q, cu_seqlens_k)).tolist()
+    for values, (which, total, max_seqlen) in zip(read, given, strict=True):
+        name = f"cu_seqlens_{which}"
         if values[0] != 0:
             raise ValueError(f"{name} must start at 0; got {values[0]}")
-        lengths = [end - begin for begin, end in itertools.pairwise(values)]
-        if min(lengths) <= 0:
-            index = next(index for index, length in enumerate(lengths) if length <= 0)
-            raise ValueError(f"{name} must be increasing; got {values[index]} and then {values[index + 1]}")
+        for begin, end in itertools.pairwise(values):
+            if begin >= end:
+                raise ValueError(f"{name} must be increasing; got {begin} and then {end}")
         if values[-1] != total:
             raise ValueError(f"{name} must end at the number of rows of {which}, {total}; got {values[-1]}")
-        seen = (key, max(lengths))
-        _lengths_seen[cu_seqlens] = seen
-    if max_seqlen is None:
-        return seen[1]
-    if max_seqlen < seen[1]:
-        raise ValueError(f"max_seqlen_{which} must be at least the longest sequence, {seen[1]}; got {max_seqlen}")
-    return max_seqlen
-
-
-def packing_of(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> Packing | None:
-    """Returns the longest lengths of a packed batch, checked; None of one that is not packed."""
-    if cu_seqlens_q is None:
-        return None
-    return Packing(
-        cu_seqlens_q.shape[0] - 1,
-        _longest(cu_seqlens_q, "q", q.shape[0], max_seqlen_q),
-        _longest(cu_seqlens_k, "k", k.shape[0], max_seqlen_k),
-        layout_of(cu_seqlens_q),
-        layout_of(cu_seqlens_k),
-    )
+        longest = max(end - begin for begin, end in itertools.pairwise(values))
+        if max_seqlen is not None and max_seqlen < longest:
+            raise ValueError(f"max_seqlen_{which} must be at least the longest sequence, {longest}; got {max_seqlen}")
 
 
 def problem_of(q: Layout, k: Layout, left: int, right: int, packing: Packing | None) -> Problem:
@@ -142,13 +121,12 @@ def problem_of(q: Layout, k: Layout, left: int, right: int, packing: Packing | N
     packed = packing is not None
     (num_batches, num_heads, max_queries, head_dim), key_shape = q.as_4d(packed).shape, k.as_4d(packed).shape
     num_key_heads, max_keys = key_shape[1:3]
-    rows = (max_queries, max_keys)
     if packed:
-        num_batches, max_queries, max_keys = packing[:3]
+        (num_batches,) = packing[0].shape
     # A limit that no pair of positions reaches is none, and its loop then costs nothing.
     left = -1 if left >= max_keys else left
     right = -1 if right >= max_queries else right
-    return Problem(num_batches, num_heads, num_key_heads, max_queries, max_keys, head_dim, left, right, packed, rows)
+    return Problem(num_batches, num_heads, num_key_heads, max_queries, max_keys, head_dim, left, right, packed)
 
 
 def with_heads(x: Tensor) -> Tensor:

@@ -23,6 +23,8 @@ import math
 import torch
 from torch import Tensor
 
+from labkit.kernels.fused import first_order
+
 # Long enough that a matrix product is most of a tile's work on a CPU, short enough that a tile stays in its cache.
 TILE_Q = 128
 TILE_K = 128
@@ -186,5 +188,6 @@ class TiledFlashAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @first_order("TiledFlashAttention")
     def backward(ctx, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         return *tiled_attention_backward(grad_out, *ctx.saved_tensors, **ctx.mask), None

@@ -200,19 +200,36 @@ def _visible(queries, keys, left, right, num_keys, HAS_LEFT: tl.constexpr, HAS_R
 
 
 @triton.jit
-def _sequence(cu_ptr, batch, max_length, IS_PACKED: tl.constexpr):
-    """The first row of a sequence and its number of rows."""
+def _begin_of(cu_ptr, batch, num_sequences, num_rows):
+    """Where a sequence of a packed batch begins and the one before it ends.
+
+    It lies within the rows, whatever cumulative lengths say that nobody has checked.
+    """
+    inner = (batch > 0) & (batch < num_sequences)
+    begin = tl.load(cu_ptr + batch, mask=inner, other=0)
+    return tl.minimum(tl.maximum(tl.where(batch < num_sequences, begin, num_rows), 0), num_rows)
+
+
+@triton.jit
+def _sequence(cu_ptr, batch, num_sequences, num_rows, HAS_REST: tl.constexpr, IS_PACKED: tl.constexpr):
+    """The first row of a sequence and its number of rows.
+
+    The last sequence of a packed batch is the rows behind all others (HAS_REST), which see no row of another tensor.
+    """
     if IS_PACKED:
-        first = tl.load(cu_ptr + batch).to(tl.int64)
-        length = (tl.load(cu_ptr + batch + 1).to(tl.int64) - first).to(tl.int32)
+        first = _begin_of(cu_ptr, batch, num_sequences, num_rows)
+        length = tl.maximum(_begin_of(cu_ptr, batch + 1, num_sequences, num_rows) - first, 0).to(tl.int32)
+        if not HAS_REST:
+            length = tl.where(batch + 1 < num_sequences, length, 0)
+        first = first.to(tl.int64)
     else:
         first = tl.full((), 0, tl.int64)
-        length = max_length
+        length = num_rows
     return first, length
 
 
 @triton.jit
-def _sequence_of(tile, cu_ptr, num_sequences, BLOCK: tl.constexpr):
+def _sequence_of(tile, cu_ptr, num_sequences, num_rows, BLOCK: tl.constexpr):
     """The sequence that a tile of a packed batch belongs to, and the tile's number there.
 
     The tiles of sequence b begin at cu[b] // BLOCK + b. Each has enough of them; its last may lie past its end.
@@ -220,9 +237,9 @@ def _sequence_of(tile, cu_ptr, num_sequences, BLOCK: tl.constexpr):
     batch, end = tl.cast(0, tl.int32), num_sequences
     while end - batch > 1:
         middle = (batch + end) // 2
-        is_before = tl.load(cu_ptr + middle) // BLOCK + middle <= tile
+        is_before = _begin_of(cu_ptr, middle, num_sequences, num_rows) // BLOCK + middle <= tile
         batch, end = tl.where(is_before, middle, batch), tl.where(is_before, end, middle)
-    return batch, tile - (tl.load(cu_ptr + batch) // BLOCK + batch).to(tl.int32)
+    return batch, tile - (_begin_of(cu_ptr, batch, num_sequences, num_rows) // BLOCK + batch).to(tl.int32)
 
 
 @triton.jit
@@ -325,7 +342,7 @@ def _decode_program_id(
     if LONGEST_LAST:
         tile = num_tiles - 1 - tile
     if IS_PACKED:
-        batch, tile = _sequence_of(tile, cu_ptr, num_sequences, BLOCK)
+        batch, tile = _sequence_of(tile, cu_ptr, num_sequences, max_length, BLOCK)
     return tile, head, batch, split, result
 
 
@@ -375,8 +392,8 @@ def flash_attention_fwd_kernel(
         None, max_queries, num_heads, num_splits, cu_q_ptr, num_sequences, BLOCK_Q,
         HAS_RIGHT and not HAS_LEFT, HAS_RIGHT, SPLIT_K, IS_PACKED,
     )  # fmt: skip
-    first_q, num_queries = _sequence(cu_q_ptr, batch, max_queries, IS_PACKED)
-    first_k, num_keys = _sequence(cu_k_ptr, batch, max_keys, IS_PACKED)
+    first_q, num_queries = _sequence(cu_q_ptr, batch, num_sequences, max_queries, True, IS_PACKED)
+    first_k, num_keys = _sequence(cu_k_ptr, batch, num_sequences, max_keys, False, IS_PACKED)
     q_begin = tile * BLOCK_Q
     if q_begin >= num_queries:
         return
@@ -486,11 +503,11 @@ def flash_attention_bwd_delta_kernel(
     head = tl.program_id(0) % num_heads
     begin = tl.program_id(0) // num_heads * BLOCK_Q
     if IS_PACKED:
-        batch, tile = _sequence_of(begin // PADDING, cu_q_ptr, num_sequences, PADDING)
+        batch, tile = _sequence_of(begin // PADDING, cu_q_ptr, num_sequences, max_queries, PADDING)
     else:
         num_tiles = tl.cdiv(max_queries, PADDING)
         batch, tile = begin // PADDING // num_tiles, begin // PADDING % num_tiles
-    first_q, num_queries = _sequence(cu_q_ptr, batch, max_queries, IS_PACKED)
+    first_q, num_queries = _sequence(cu_q_ptr, batch, num_sequences, max_queries, True, IS_PACKED)
     rows = tile * PADDING + begin % PADDING + tl.arange(0, BLOCK_Q)
     mask = rows < num_queries
     cols = tl.arange(0, PADDED_D)
@@ -540,8 +557,8 @@ def flash_attention_bwd_dkdv_kernel(
         first_program, max_keys, num_key_heads, num_splits, cu_k_ptr, num_sequences, BLOCK_K,
         HAS_RIGHT and not HAS_LEFT, False, SPLIT_K, IS_PACKED,
     )  # fmt: skip
-    first_q, num_queries = _sequence(cu_q_ptr, batch, max_queries, IS_PACKED)
-    first_k, num_keys = _sequence(cu_k_ptr, batch, max_keys, IS_PACKED)
+    first_q, num_queries = _sequence(cu_q_ptr, batch, num_sequences, max_queries, False, IS_PACKED)
+    first_k, num_keys = _sequence(cu_k_ptr, batch, num_sequences, max_keys, True, IS_PACKED)
     k_begin = tile * BLOCK_K
     if IS_PACKED:
         if k_begin >= num_keys:
@@ -669,8 +686,8 @@ def flash_attention_bwd_dq_kernel(
         first_program, max_queries, num_heads, num_splits, cu_q_ptr, num_sequences, BLOCK_Q,
         HAS_RIGHT and not HAS_LEFT, HAS_RIGHT, SPLIT_K, IS_PACKED,
     )  # fmt: skip
-    first_q, num_queries = _sequence(cu_q_ptr, batch, max_queries, IS_PACKED)
-    first_k, num_keys = _sequence(cu_k_ptr, batch, max_keys, IS_PACKED)
+    first_q, num_queries = _sequence(cu_q_ptr, batch, num_sequences, max_queries, True, IS_PACKED)
+    first_k, num_keys = _sequence(cu_k_ptr, batch, num_sequences, max_keys, False, IS_PACKED)
     q_begin = tile * BLOCK_Q
     if IS_PACKED:
         if q_begin >= num_queries:
