@@ -10,6 +10,7 @@ Shape suffixes as in labkit.kernels.flash_attention.
 import contextlib
 import dataclasses
 import functools
+import importlib
 import inspect
 import itertools
 import math
@@ -249,15 +250,16 @@ def runs_interpreted(test):
     def run(interpreted, **arguments):
         if arguments.get("impl") == "tiled" or arguments.get("where") == "compiled":
             return test(**arguments)
-        return interpreted(run_here, test.__name__, arguments)
+        return interpreted(run_here, test.__module__, test.__name__, arguments)
 
     parameters = [*inspect.signature(test).parameters.values()]
-    run.__signature__ = inspect.Signature([inspect.Parameter("interpreted", parameters[0].kind), *parameters])
+    fixture = inspect.Parameter("interpreted", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    run.__signature__ = inspect.Signature([fixture, *parameters])
     return run
 
 
-def run_here(name: str, arguments: dict) -> None:
-    globals()[name].__wrapped__(**arguments)
+def run_here(module: str, name: str, arguments: dict) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(**arguments)
 
 
 CASES = [

@@ -1,0 +1,306 @@
+"""Attention whose arguments are rewritten behind its back, and attention under PyTorch's modes and transforms.
+
+Shape suffixes as in labkit.kernels.flash_attention.
+"""
+
+import contextlib
+import functools
+import itertools
+import math
+import types
+
+import pytest
+import torch
+from conftest import more
+from test_flash_attention import cumulative, is_interpreted, one_by_one, poisoned_outputs, runs_interpreted  # noqa: F401
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
+
+from labkit import accounting
+from labkit.kernels import flash_attention as fa
+from labkit.kernels.flash_attention import flash_attention, shapes
+from labkit.kernels.flash_attention.qkv import flash_attention_qkv
+from labkit.kernels.reference import attention_reference
+
+IMPLS = ["triton", "tiled"]
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- what a caller rewrites -------------------------------------------------------------------------------------
+
+
+def through_numpy(x: torch.Tensor, values: list[int]) -> None:
+    x.numpy()[:] = values
+
+
+def through_data(x: torch.Tensor, values: list[int]) -> None:
+    x.data.copy_(torch.tensor(values))
+
+
+def through_dlpack(x: torch.Tensor, values: list[int]) -> None:
+    torch.from_dlpack(x.detach()).copy_(torch.tensor(values))
+
+
+@pytest.mark.parametrize("rewrite", [through_numpy, through_data, through_dlpack])
+@pytest.mark.parametrize("impl", IMPLS)
+@runs_interpreted
+def test_lengths_that_are_rewritten_are_read_again(impl, rewrite):
+    """Whether or not the tensor's version has been raised, forward and backward."""
+    tensors = [draw(12, 2, 16, seed=seed) for seed in range(4)]
+    leaves, cu_seqlens = [x.requires_grad_() for x in tensors[:3]], cumulative((6, 6))
+    options = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "window": (4, 4), "impl": impl}
+    for values in ([0, 6, 12], [0, 1, 12]):
+        rewrite(cu_seqlens, values)
+        out = flash_attention(*leaves, **options)
+        found = (out, *torch.autograd.grad(out, leaves, tensors[3]))
+        expected = one_by_one(torch.float64, tensors, cu_seqlens, cu_seqlens, window=(4, 4))
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y.float(), rtol=1e-5, atol=1e-5)
+    rewrite(cu_seqlens, [0, 1, 9])
+    with pytest.raises(ValueError, match="cu_seqlens_q must end at the number of rows of q, 12; got 9"):
+        flash_attention(*leaves, **options)
+
+
+def unchecked(cu_q: list[int], cu_k: list[int], right: int = -1, dtype=torch.int32) -> tuple:
+    """Returns tensors of 40 rows, and what the kernels make of lengths that nobody has checked, between canaries."""
+    tensors = [draw(40, heads, 16, seed=seed) for seed, heads in enumerate((2, 1, 1, 2))]
+    q, k, v, grad_out = tensors
+    cu_seqlens = [torch.tensor(values, dtype=dtype) for values in (cu_q, cu_k)]
+    with poisoned_outputs():
+        plan = fa.plan_of(q, k, v, *cu_seqlens, right=right)
+        out, lse = plan.forward(q, k, v, *cu_seqlens)
+        grads = plan.backward(grad_out, q, k, v, out, lse, *cu_seqlens)
+    return tensors, out, lse, grads
+
+
+@pytest.mark.parametrize("right", [-1, 0])
+@pytest.mark.parametrize(
+    ("cu_q", "cu_k"),
+    [([0, 17, 18, 30], [0, 17, 18, 30]), ([0, 20, 20, 40], [0, 9, 20, 35]), ([0, 0, 9, 21], [0, 9, 9, 40])],
+)
+@runs_interpreted
+def test_rows_of_no_sequence_are_zero(cu_q, cu_k, right):
+    """So are their gradients, and no sequence sees them; a sequence may be empty."""
+    tensors, out, lse, grads = unchecked(cu_q, cu_k, right)
+    expected = [torch.zeros_like(x, dtype=torch.float64) for x in (out, *grads)]
+    for rows_q, rows_k in zip(itertools.pairwise(cu_q), itertools.pairwise(cu_k), strict=True):
+        rows = [slice(*rows_q), slice(*rows_k), slice(*rows_k)]
+        if rows_q[0] < rows_q[1] and rows_k[0] < rows_k[1]:
+            leaves = [x[each].double().requires_grad_() for x, each in zip(tensors, rows, strict=False)]
+            of_one = attention_reference(*(x.transpose(0, 1)[None] for x in leaves), window=(-1, right))
+            of_one = of_one[0].transpose(0, 1)
+            found = (of_one, *torch.autograd.grad(of_one, leaves, tensors[3][rows[0]].double()))
+            for whole, part, each in zip(expected, found, (rows[0], *rows), strict=True):
+                whole[each] = part.detach()
+    for x, y in zip((out, *grads), expected, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
+    assert torch.equal(lse[:, cu_q[-1] :], torch.full((2, 40 - cu_q[-1]), -math.inf))
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        ([0, 30, 10, 40], torch.int32), ([30, 90, 35, 40], torch.int32), ([0, -500, 20, 40], torch.int64),
+        *more(([0, 20, 30, 10**12], torch.int64), ([9, 8, -(10**12), 6], torch.int64), ([0] * 4, torch.int32)),
+    ],
+    ids=str,
+)  # fmt: skip
+@runs_interpreted
+def test_lengths_of_any_values_write_nothing_beyond_a_tensor(values, dtype):
+    _, out, _, grads = unchecked(values, values, 0, dtype)
+    # What is written is made of rows, which memory around them is not.
+    assert all(x[~x.isnan()].abs().max() < 1e3 for x in (out, *grads))
+
+
+def test_lengths_on_a_gpu_are_read_unless_both_longest_are_given(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    x, bad = types.SimpleNamespace(is_cuda=True, shape=(10, 2, 8)), cumulative((4, 4))
+    shapes.check_lengths(x, x, bad, bad, 4, 4)
+    for lengths in ((None, None), (4, None), (None, 4)):
+        with pytest.raises(ValueError, match="must end at the number of rows of q, 10; got 8"):
+            shapes.check_lengths(x, x, bad, bad, *lengths)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="must be given where a CUDA graph is captured"):
+        shapes.check_lengths(x, x, bad, bad, None, 4)
+
+
+def test_lengths_and_tensors_of_inference_mode_are_taken():
+    with torch.inference_mode():
+        q, cu_seqlens = draw(12, 2, 16), cumulative((5, 7))
+        inside = flash_attention(q, q, q, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+    assert torch.equal(flash_attention(q, q, q, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens), inside)
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+        flash_attention(q, q.clone().requires_grad_(), q, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@runs_interpreted
+def test_queries_that_are_changed_before_backward_are_refused(impl):
+    q = draw(1, 2, 8, 4).requires_grad_()
+    changed = q * 1
+    out = flash_attention(changed, q, q, impl=impl)
+    changed.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@runs_interpreted
+def test_one_tensor_may_be_queries_keys_and_values(impl):
+    x = draw(2, 3, 40, 8)
+    one, three = x.clone().requires_grad_(), [x.double().requires_grad_() for _ in range(3)]
+    flash_attention(one, one, one, causal=True, impl=impl).square().sum().backward()
+    grads = torch.autograd.grad(attention_reference(*three, causal=True).square().sum(), three)
+    torch.testing.assert_close(one.grad.double(), sum(grads), rtol=1e-4, atol=1e-4)
+
+
+# ---- what is refused --------------------------------------------------------------------------------------------
+
+
+def test_a_causal_flag_is_true_or_false():
+    """The plan of a tensor would be kept for its later values."""
+    q = draw(1, 2, 8, 4)
+    for causal in (torch.tensor(True), 1, "no", None):
+        with pytest.raises(TypeError, match="causal must be True or False; got "):
+            flash_attention(q, q, q, causal=causal)
+
+
+def test_tensors_without_strides_are_refused_by_name():
+    q = draw(2, 2, 8, 4)
+    nested = torch.nested.nested_tensor([q[0], q[1]])
+    for name, tensors in (("q", (nested, q, q)), ("q", (q.to_sparse(), q, q)), ("v", (q, q, q.to_sparse()))):
+        with pytest.raises(ValueError, match=f"{name} must be neither sparse nor nested"):
+            flash_attention(*tensors)
+
+
+@runs_interpreted
+def test_a_negation_that_is_left_undone_is_refused_or_done():
+    """The tensor says that its memory holds the negative, which a kernel does not ask."""
+    q, k, grad_out = (draw(1, 2, 8, 16, seed=seed) for seed in range(3))
+    with pytest.raises(ValueError, match="must not be negated views"):
+        flash_attention(torch._neg_view(q), k, k, impl="triton")
+    k.requires_grad_()
+    found = [
+        torch.autograd.grad(flash_attention(q, k, k, impl="triton"), k, grad)[0]
+        for grad in (torch._neg_view(grad_out), -grad_out)
+    ]
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@runs_interpreted
+def test_forward_mode_is_refused(impl):
+    """No tangent is dropped, and what has none goes on."""
+    q, k = draw(1, 2, 8, 4), draw(1, 2, 8, 4, seed=1)
+    attend = functools.partial(flash_attention, impl=impl)
+    with pytest.raises(NotImplementedError, match="forward mode AD"):
+        torch.func.jvp(lambda q: attend(q, k, k), (q,), (q,))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, k)
+        for mode in (contextlib.nullcontext(), torch.no_grad(), FlopCounterMode(display=False)):
+            with mode, pytest.raises(NotImplementedError, match="forward mode AD"):
+                attend(dual, k, k)
+        assert torch.equal(attend(q, k, k), attend(q, k, k))
+
+
+# ---- transforms of functions ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@runs_interpreted
+def test_vmap_is_a_loop(impl):
+    """Of outputs, of gradients, and of the rows of a Jacobian."""
+    q, k, v = (draw(2, 1, 1, 3, 4, seed=seed) for seed in range(3))
+    attend = functools.partial(flash_attention, causal=True, impl=impl)
+    whole = torch.stack([attend(*each) for each in zip(q, k, v, strict=True)])
+    assert torch.equal(torch.func.vmap(attend)(q, k, v), whole)
+    shared = torch.stack([attend(q[0], each, v[0]) for each in k])
+    assert torch.equal(torch.func.vmap(lambda k: attend(q[0], k, v[0]))(k), shared)
+
+    def loss(q, k, v):
+        return attend(q, k, v).square().sum()
+
+    grads = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(q, k, v)
+    for index in range(2):
+        leaves = [x[index].clone().requires_grad_() for x in (q, k, v)]
+        for x, y in zip(grads, torch.autograd.grad(loss(*leaves), leaves), strict=True):
+            torch.testing.assert_close(x[index], y)
+    jacobian = torch.func.jacrev(lambda k: attend(q[0], k, v[0]).sum(-1))(k[0])
+    exact = torch.autograd.functional.jacobian(
+        lambda k: attention_reference(q[0].double(), k, v[0].double(), causal=True).sum(-1), k[0].double()
+    )
+    torch.testing.assert_close(jacobian.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+def test_the_gradient_of_a_packed_batch_is_transformed_too():
+    q, cu_seqlens = draw(12, 2, 8), cumulative((5, 7))
+
+    def loss(q):
+        return flash_attention(q, q, q, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens).square().sum()
+
+    leaf = q.clone().requires_grad_()
+    torch.testing.assert_close(torch.func.grad(loss)(q), torch.autograd.grad(loss(leaf), leaf)[0])
+
+
+# ---- the meta device --------------------------------------------------------------------------------------------
+
+
+def test_on_the_meta_device_there_are_shapes():
+    def shapes_on(device: str, mode) -> list:
+        found = []
+        with mode:
+            for shape in ((2, 4, 9, 8), (3, 9, 8)):
+                q, k = draw(*shape).to(device).requires_grad_(), draw(*shape).to(device)
+                out = flash_attention(q, k, k, causal=True, window=(3, -1))
+                out.float().sum().backward()
+                found.append((out.shape, q.grad.shape, q.grad.dtype))
+            q, cu_seqlens = draw(12, 2, 8).to(device), cumulative((5, 7)).to(device)
+            found.append(flash_attention(q, q, q, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens).shape)
+        return found
+
+    assert shapes_on("meta", torch.enable_grad()) == shapes_on("cpu", torch.enable_grad())
+    assert shapes_on("meta", torch.autocast("cpu", torch.bfloat16)) == shapes_on("cpu", torch.enable_grad())
+
+
+# ---- FLOPs ------------------------------------------------------------------------------------------------------
+
+
+def counted(attend, *inputs: torch.Tensor) -> tuple[int, int, int]:
+    """Returns the FLOPs that are counted forward, backward, and backward where the forward pass was not watched."""
+    leaves = [x.requires_grad_() for x in inputs]
+    with FlopCounterMode(display=False) as forward:
+        out = attend(*leaves)
+    with FlopCounterMode(display=False) as backward:
+        out.sum().backward()
+    out = attend(*leaves)
+    with FlopCounterMode(display=False) as alone:
+        out.sum().backward()
+    return tuple(mode.get_total_flops() for mode in (forward, backward, alone))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@runs_interpreted
+def test_flops_are_those_of_the_closed_forms(impl):
+    q, k = draw(1, 2, 16, 8), draw(1, 1, 16, 8)
+    for causal in (False, True):
+        closed = [accounting.attention_call_flops(x, 2, 16, 8, causal=causal) for x in ("forward", "backward")]
+        attend = functools.partial(flash_attention, causal=causal, impl=impl)
+        forward, backward, alone = counted(attend, q, k, k.clone())
+        # A pass that is watched from its middle on is tiled in plain PyTorch, which has products of its own.
+        assert [forward, backward] == closed and (impl == "tiled" or alone == closed[1])
+    window = functools.partial(flash_attention, window=(3, 2), impl=impl)
+    pairs = 2 * accounting.attention_pairs(16, 16, 3, 2)
+    assert counted(window, q, k, k.clone())[:2] == (4 * pairs * 8, 10 * pairs * 8)
+
+
+@runs_interpreted
+def test_flops_of_a_packed_batch_are_those_of_its_sequences():
+    cu_q, cu_k = cumulative((5, 7)), cumulative((4, 9))
+    q, k = draw(12, 2, 8), draw(13, 1, 8)
+    attend = functools.partial(flash_attention, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, impl="triton")
+    assert counted(attend, q, k, k.clone()) == (4 * 83 * 16, 10 * 83 * 16, 10 * 83 * 16)
+    attend = functools.partial(flash_attention_qkv, cu_seqlens=cu_q)
+    assert counted(attend, draw(12, 3, 2, 8))[:2] == (4 * 74 * 16, 10 * 74 * 16)
