@@ -289,3 +289,21 @@ def test_what_the_accounting_does_not_know_is_refused():
             function("sideways", *arguments, device_kind="cuda")
         with pytest.raises(ValueError, match="unknown kind of device 'abacus'; accepted: cuda, cpu, mps"):
             function("forward", *arguments, device_kind="abacus")
+
+
+@pytest.mark.parametrize("sizes", [(7, 7), (5, 9), (9, 5), (1, 6), (6, 1)], ids=str)
+@pytest.mark.parametrize("limits", [(-1, -1), (-1, 0), (2, -1), (0, 0), (3, 1), (-1, 2), (50, 50), (4, 0)], ids=str)
+def test_pairs_are_those_that_the_mask_shows(sizes, limits):
+    (num_queries, num_keys), (left, right) = sizes, limits
+    own, key = torch.arange(num_queries)[:, None] + num_keys - num_queries, torch.arange(num_keys)[None]
+    shown = (own >= key - (right if right >= 0 else 99)) & (own <= key + (left if left >= 0 else 99))
+    halves = (shown & (own == key)).sum().item() / 2 if right == 0 else 0
+    assert accounting.attention_pairs(*sizes, *limits) == shown.sum().item() - halves
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_pairs_of_a_square_are_those_of_a_call(phase):
+    factor = {"forward": 4, "backward": 10}[phase]
+    for causal in (False, True):
+        pairs = accounting.attention_pairs(64, 64, -1, 0 if causal else -1)
+        assert factor * 3 * pairs * 16 == accounting.attention_call_flops(phase, 3, 64, 16, causal=causal)

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import itertools
 import math
+import re
 import types
 
 import pytest
@@ -20,6 +21,7 @@ from labkit import accounting
 from labkit.kernels import flash_attention as fa
 from labkit.kernels.flash_attention import flash_attention, shapes
 from labkit.kernels.flash_attention.qkv import flash_attention_qkv
+from labkit.kernels.flash_attention.tiled import TiledFlashAttention
 from labkit.kernels.reference import attention_reference
 
 IMPLS = ["triton", "tiled"]
@@ -204,6 +206,63 @@ def test_forward_mode_is_refused(impl):
             with mode, pytest.raises(NotImplementedError, match="forward mode AD"):
                 attend(dual, k, k)
         assert torch.equal(attend(q, k, k), attend(q, k, k))
+
+
+@runs_interpreted
+def test_gradients_of_the_functions_and_of_a_projection_have_no_gradient():
+    x, qkv = draw(1, 6, 8).requires_grad_(), draw(6, 3, 1, 8).requires_grad_()
+    cases = {
+        "flash_attention": (fa.FlashAttention.apply(x, x, x), x),
+        "TiledFlashAttention": (TiledFlashAttention.apply(x, x, x), x),
+        "flash_attention_qkv": (flash_attention_qkv(qkv, cumulative((2, 4))), qkv),
+    }
+    for name, (out, leaf) in cases.items():
+        (grad,) = torch.autograd.grad(out.sum(), leaf, create_graph=True)
+        with pytest.raises(RuntimeError, match=f"{name} has no second derivative"):
+            grad.square().sum().backward()
+
+
+BAD_PROJECTIONS = {
+    "cu_seqlens_q must be an int32 or int64 tensor; got list": {"cu_seqlens": [0, 6]},
+    "cu_seqlens_q must end at the number of rows of q, 6; got 5": {"cu_seqlens": cumulative((2, 3))},
+    "max_seqlen_q must be at least the longest sequence, 4; got 3": {"longest": 3},
+    "max_seqlen_q must be None or an int; got float": {"longest": 4.0},
+    "head dimension of q must be 1 to 256; got 300": {"qkv": draw(6, 3, 1, 300)},
+    "q must be of dtype": {"qkv": draw(6, 3, 1, 8).int()},
+    "q must hold at least one batch, head and row": {"qkv": draw(0, 3, 1, 8)},
+}
+
+
+@pytest.mark.parametrize("message", BAD_PROJECTIONS)
+@pytest.mark.parametrize("impl", IMPLS)
+@runs_interpreted
+def test_a_bad_projection_is_refused_by_name(impl, message):
+    arguments = {"qkv": draw(6, 3, 1, 8), "cu_seqlens": cumulative((2, 4)), "longest": None}
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        flash_attention_qkv(**(arguments | BAD_PROJECTIONS[message]))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@runs_interpreted
+def test_a_projection_is_attention_of_its_parts(impl):
+    """In fp64, under autocast, and of sequences that are as long as one another, or that the longest says are."""
+    for dtype, lengths, longest, autocast in (
+        (torch.float64, (2, 4), 4, False),
+        (torch.float32, (3, 3), 3, False),
+        (torch.float32, (2, 4), None, True),
+    ):
+        qkv, cu_seqlens = draw(6, 3, 1, 8).to(dtype).requires_grad_(), cumulative(lengths)
+        with torch.autocast("cpu", torch.float16, enabled=autocast):
+            out = flash_attention_qkv(qkv, cu_seqlens, longest)
+        assert out.dtype == (torch.float16 if autocast else dtype)
+        (grad,) = torch.autograd.grad(out.sum(), qkv)
+        tensors = (*qkv.detach().unbind(1), torch.ones(6, 1, 8))
+        expected, *grads = one_by_one(torch.float64, tensors, cu_seqlens, cu_seqlens)
+        tolerance = {"rtol": 1e-2, "atol": 1e-2} if autocast else {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(out.double(), expected, **tolerance)
+        torch.testing.assert_close(grad.double(), torch.stack(grads, dim=1), **tolerance)
+    with pytest.raises(ValueError, match="max_seqlen_q must be at least the longest sequence, 4; got 3"):
+        flash_attention_qkv(draw(6, 3, 1, 8), cumulative((2, 4)), 3)
 
 
 # ---- transforms of functions ------------------------------------------------------------------------------------

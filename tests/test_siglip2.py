@@ -3,9 +3,11 @@
 Shape suffixes as in labkit.models.siglip2: I images, M patches of all images, C d_model, K values of a patch.
 """
 
+import copy
 import dataclasses
 import functools
 import math
+import pickle
 
 import pytest
 import torch
@@ -219,18 +221,73 @@ def test_no_image_sees_another(impl):
         torch.testing.assert_close(model(patches, grids_I2[image : image + 1]), rows, rtol=1e-4, atol=1e-5)
 
 
-def test_a_packing_is_made_once_for_the_values_of_grids():
+def test_a_packing_is_of_the_values_of_grids():
     model, (patches_MK, grids_I2) = build("fused"), batch()
     packing = model.pack(grids_I2)
-    assert model.pack(grids_I2) is packing
     assert packing.longest == 66 and packing.cu_seqlens.tolist() == [0, 15, 16, 32, 46, 55, 121]
     assert torch.equal(model(patches_MK, packing), model(patches_MK, grids_I2))
-    expected_MC = model(patches_MK, torch.tensor(((5, 3), *GRIDS[1:])))
-    grids_I2[0] = torch.tensor([5, 3])
-    assert torch.equal(model(patches_MK, grids_I2), expected_MC)
     with pytest.raises(TypeError, match="grids must be a tensor with impl='eager'; got a packing"):
         build("eager")(patches_MK, packing)
     assert model.double().pack(grids_I2).positions.dtype == torch.float64
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_grids_that_are_rewritten_are_read_again(impl):
+    """By what does not raise a tensor's version too."""
+    model, (patches_MK, grids_I2) = build(impl), batch()
+    before = model(patches_MK, grids_I2)
+    swapped = torch.tensor([[5, 3], *GRIDS[1:]])
+    expected = model(patches_MK, swapped)
+    grids_I2.numpy()[0] = (5, 3)
+    after = model(patches_MK, grids_I2)
+    assert torch.equal(after, expected) and not torch.equal(after, before)
+    grids_I2.data[0] = torch.tensor([5, 4])
+    with pytest.raises(ValueError, match="they sum to 126, and there are 121"):
+        model(patches_MK, grids_I2)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_autocast_is_near_what_it_casts(impl):
+    """Forward and backward; from "norm" on the last norm gives the dtype of autocast."""
+    model, (patches_MK, grids_I2) = build(impl), batch()
+    weights = dict(model.named_parameters())
+
+    def encode(patches_MK):
+        with torch.autocast("cpu", torch.bfloat16):
+            out_MC = model(patches_MK, grids_I2)
+        assert out_MC.dtype == (torch.bfloat16 if impl in IMPLS[4:] else torch.float32)
+        return out_MC
+
+    found, plain = with_gradients(encode, weights, patches_MK), run_model(model, patches_MK, grids_I2)
+    for name, value in plain.items():
+        scale = plain[name.replace("k_proj.bias", "q_proj.bias")].abs().max()
+        assert (found[name] - value).abs().max() <= 0.1 * scale, name
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_model_on_the_meta_device_gives_shapes(impl):
+    model, (patches_MK, grids_I2) = Siglip2Encoder(TINY, impl, device="meta").train(), batch()
+    patches_MK = patches_MK.to("meta")
+    model(patches_MK, grids_I2).sum().backward()
+    assert model(patches_MK, grids_I2).shape == (patches_MK.shape[0], TINY.d_model)
+    assert all(weight.grad.shape == weight.shape for weight in model.parameters())
+    if IMPLS.index(impl) > 1:  # those before interpolate image by image
+        assert model(patches_MK, grids_I2.to("meta")).shape == (patches_MK.shape[0], TINY.d_model)
+    # Filled with a state, it is the model that the state is of.
+    filled, whole = model.to_empty(device="cpu").eval(), build(impl)
+    filled.load_state_dict(whole.state_dict())
+    assert torch.equal(filled(*batch()), whole(*batch()))
+
+
+@pytest.mark.parametrize("impl", ["eager", "cu_seqlens", "fused"])
+def test_copies_and_calls_of_functions_are_the_model(impl):
+    model, (patches_MK, grids_I2) = build(impl), batch()
+    expected = model(patches_MK, grids_I2)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(patches_MK, grids_I2), expected)
+        assert other.state_dict().keys() == model.state_dict().keys()
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    assert torch.equal(torch.func.functional_call(build(impl).double(), weights, (patches_MK, grids_I2)), expected)
 
 
 ONE = torch.tensor([[2, 3]])
@@ -324,7 +381,8 @@ def kept_elements(recomputed: int) -> tuple[int, int]:
     Of a layer: two sums, q, k and v, the attention output, the hidden layer, four statistics and a log-sum-exp a head.
     """
     model, (patches_MK, grids_I2) = build("fused", recomputed=recomputed).train(), batch()
-    known = {x.untyped_storage().data_ptr() for x in (patches_MK, *model.parameters(), *model.pack(grids_I2)[:2])}
+    packing = model.pack(grids_I2)
+    known = {x.untyped_storage().data_ptr() for x in (patches_MK, *model.parameters(), *packing[:2])}
     kept = {}
 
     def keep(x: Tensor) -> Tensor:
@@ -332,7 +390,7 @@ def kept_elements(recomputed: int) -> tuple[int, int]:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        model(patches_MK, grids_I2)
+        model(patches_MK, packing)
     elements = sum(x.untyped_storage().nbytes() // 4 for address, x in kept.items() if address not in known)
     width, hidden = 6 * TINY.d_model + TINY.num_heads + 4, TINY.d_ff
     layers = TINY.num_layers * width + (TINY.num_layers - recomputed) * hidden

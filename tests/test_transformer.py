@@ -3,9 +3,13 @@
 Shape suffixes as in labkit.models.transformer: B batch, T tokens, C d_model, H heads, D head dimension, V vocabulary.
 """
 
+import concurrent.futures
+import copy
 import dataclasses
 import functools
 import math
+import multiprocessing
+import pickle
 
 import pytest
 import torch
@@ -14,7 +18,14 @@ from torch import Tensor
 
 from labkit.configs import RMS_NORM_EPS, SIZES, ModelConfig
 from labkit.kernels.attention import IMPLS, unavailable_reason
-from labkit.models.transformer import ATTENTION, RMSNorm, RotaryEmbedding, TransformerLM, language_model_loss
+from labkit.models.transformer import (
+    ATTENTION,
+    MODEL_IMPLS,
+    RMSNorm,
+    RotaryEmbedding,
+    TransformerLM,
+    language_model_loss,
+)
 
 TINY = ModelConfig("tiny", "test", d_model=48, d_ff=80, num_layers=2, num_heads=3, vocab_size=61)
 DTYPES = [torch.float32, torch.bfloat16]
@@ -374,3 +385,50 @@ def test_the_loss_of_an_untrained_model_is_near_that_of_a_guess():
     spread = logits_BTV.std().item()
     loss = language_model_loss(logits_BTV, draw_tokens(4, 32, config).flip(1)).item()
     assert abs(loss - math.log(config.vocab_size) - spread**2 / 2) <= 5 * spread / math.sqrt(128)
+
+
+# ---- modes and copies -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("impl", MODEL_IMPLS)
+def test_a_model_made_on_the_meta_device_is_filled_by_a_state(impl):
+    """The tables of the rotation are in no state: they are made again."""
+    tokens = draw_tokens(2, 9)
+    whole, bare = build(impl=impl), TransformerLM(TINY, max_context=40, impl=impl, device="meta")
+    assert bare(tokens.to("meta")).shape == whole(tokens).shape
+    bare(tokens.to("meta"), tokens.to("meta")).backward()
+    filled = bare.to_empty(device="cpu")
+    filled.load_state_dict(whole.state_dict())
+    assert torch.equal(filled(tokens), whole(tokens))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_tables_keep_their_values_when_a_model_moves(dtype):
+    table = RotaryEmbedding(8, 50, 1e4).cos_TD
+    assert torch.equal(RotaryEmbedding(8, 50, 1e4).to(dtype).cos_TD, table.to(dtype))
+
+
+def run_pickled(model: bytes, tokens: Tensor) -> Tensor:
+    return pickle.loads(model)(tokens).detach()
+
+
+@pytest.mark.parametrize("impl", MODEL_IMPLS)
+def test_copies_of_a_model_are_the_model(impl):
+    """Unpickled too, in a process that has made none."""
+    model, tokens = build(impl=impl), draw_tokens(2, 9)
+    expected = model(tokens)
+    assert torch.equal(copy.deepcopy(model)(tokens), expected)
+    if impl == "fused":
+        with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            assert torch.equal(pool.submit(run_pickled, pickle.dumps(model), tokens).result(120), expected)
+
+
+@pytest.mark.parametrize("impl", MODEL_IMPLS)
+def test_autocast_leaves_gradients_in_the_dtype_of_the_parameters(impl):
+    model, tokens = build(impl=impl), draw_tokens(2, 9)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(tokens).dtype == torch.bfloat16
+        loss = model(tokens, tokens)
+    grads, plain = (torch.autograd.grad(x, list(model.parameters())) for x in (loss.float(), model(tokens, tokens)))
+    for x, y in zip(grads, plain, strict=True):
+        assert x.dtype == torch.float32 and (x - y).abs().max() <= 0.1 * y.abs().max()

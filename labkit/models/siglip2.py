@@ -264,6 +264,9 @@ class Siglip2Encoder(nn.Module):
     def forward(self, patches_MK: Tensor, grids: Tensor | Packing) -> Tensor:
         """Returns one row per patch (M, C), after the final LayerNorm.
 
+        Its dtype is that of the parameters; under autocast, from "norm" on, that of autocast, in which `layer_norm`
+        returns it. What goes from layer to layer is of the parameters' dtype in either case.
+
         Args:
             patches_MK: the patches of all images, one image after the other, row by row, (M, patch_dim), dtype and
                 device of the parameters.
