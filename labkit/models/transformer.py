@@ -76,23 +76,18 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, d_head: int, max_context: int, theta: float, device=None):
         super().__init__()
         self.theta = theta
-        for name in ("cos_TD", "sin_TD"):
-            table_TD = torch.empty(max_context, d_head, device=device, dtype=torch.float32)
-            self.register_buffer(name, table_TD, persistent=False)
-        self._fill()
-
-    def _fill(self) -> None:
-        max_context, d_head = self.cos_TD.shape
-        exact = {"device": "cpu", "dtype": torch.float64}
-        frequency = self.theta ** (-torch.arange(0, d_head, 2, **exact) / d_head)
-        angle_TD = torch.outer(torch.arange(max_context, **exact), frequency).repeat(1, 2)
-        self.cos_TD.copy_(angle_TD.cos().float())
-        self.sin_TD.copy_(angle_TD.sin().float())
+        frequency = theta ** (-torch.arange(0, d_head, 2, device=device, dtype=torch.float64) / d_head)
+        angle_TD = torch.outer(torch.arange(max_context, device=device, dtype=torch.float64), frequency).repeat(1, 2)
+        self.register_buffer("cos_TD", angle_TD.cos().float(), persistent=False)
+        self.register_buffer("sin_TD", angle_TD.sin().float(), persistent=False)
 
     def _apply(self, fn, recurse=True):
-        # What comes from the meta device has no values, and no state dict has them.
+        # From the meta device tables come without values, and no state dict has them.
         super()._apply(fn, recurse)
-        self._fill()
+        max_context, d_head = self.cos_TD.shape
+        tables = RotaryEmbedding(d_head, max_context, self.theta, device="cpu")
+        self.cos_TD.copy_(tables.cos_TD)
+        self.sin_TD.copy_(tables.sin_TD)
         return self
 
     def forward(self, x_BHTD: Tensor) -> Tensor:
