@@ -265,6 +265,17 @@ def test_a_projection_is_attention_of_its_parts(impl):
         flash_attention_qkv(draw(6, 3, 1, 8), cumulative((2, 4)), 3)
 
 
+def test_forward_mode_is_refused_where_it_is_compiled():
+    q = draw(1, 2, 8, 4)
+
+    def tangent(q):
+        return torch.func.jvp(lambda q: flash_attention(q, q, q), (q,), (q,))[1]
+
+    for options in ({}, {"fullgraph": True}):
+        with pytest.raises(Exception, match="forward mode"):
+            torch.compile(tangent, backend="aot_eager", **options)(q)
+
+
 # ---- transforms of functions ------------------------------------------------------------------------------------
 
 

@@ -417,7 +417,9 @@ def flash_attention(
         q, k, v = (x.to(dtype) if isinstance(x, Tensor) and x.dtype in TRITON_DTYPES else x for x in (q, k, v))
     asked, cu_seqlens = (causal, scale, window, precision, impl), (cu_seqlens_q, cu_seqlens_k) if packed else ()
     is_compiled = torch.compiler.is_compiling()
-    # Forward mode is refused like a transform: an operator would drop its tangents.
+    # An operator would drop the tangents of forward mode, which a function that has none of its own refuses.
+    if is_compiled and forward_ad._current_level >= 0:
+        raise NotImplementedError("flash_attention has no derivative in forward mode")
     is_transformed = not is_compiled and (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0)
     # Whatever looks at operators (a compiler, a mode, a subclass of tensors, the meta device) is shown one.
     is_plain = type(q) in (Tensor, Parameter) and not q.is_meta and not is_in_torch_dispatch_mode()
