@@ -24,7 +24,7 @@ LAYERS = [
     ["report", "experiments"],
     ["parallel", "models"],
     ["kernels", "measure"],
-    ["accounting", "communication", "numerics", "published", "hardware", "records", "notebooks"],
+    ["accounting", "communication", "numerics", "published", "hardware", "records", "notebooks", "guard"],
     ["configs"],
     ["__init__"],
 ]

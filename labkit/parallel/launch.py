@@ -1,11 +1,10 @@
 """Runs a module-level function on N ranks of this machine and gathers what each rank returns.
 
-`torchrun`'s elastic launcher starts the ranks in a process of its own, so that a notebook keeps its signal handlers and
-can end everything at a deadline.
+The ranks are started by a guard (`labkit.guard`), so that none outlives the call, however that ends. They find one
+another through a file, and connect over the loopback interface alone: what a rank is sent, it unpickles.
 """
 
 import contextlib
-import ctypes
 import datetime
 import faulthandler
 import importlib
@@ -17,10 +16,8 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,8 +25,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from labkit.guard import guarded_folder
+from labkit.records import write_text_atomic
+
 GRACE_S = 30
-"""After the deadline ranks end themselves; this much later the launcher and all of them are killed."""
+"""Ranks end themselves when their time is over. The guard ends them after half as much more, which includes the time
+that they took to start, and is itself ended after all of it."""
+
+NO_MESSAGE = r'\s*(File "|Thread 0x|Current thread|<no Python|\.\.\.$|Extension modules:|frame #|#\d)'
+"""Lines of a stack, or about it."""
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 class RankError(RuntimeError):
@@ -45,7 +51,7 @@ class RankError(RuntimeError):
         super().__init__(message)
         self.rank, self.finished = rank, finished
         lines = message.split("\nrank ")[0].splitlines()
-        lines = [line for line in lines if line.strip() and not re.match(r'\s*(File "|Thread 0x|frame #|#\d)', line)]
+        lines = [line for line in lines if line.strip() and not re.match(NO_MESSAGE, line)]
         self.summary = " ".join(dict.fromkeys([lines[0], lines[-1].strip()]))
 
 
@@ -68,10 +74,10 @@ def launch(
         nproc: number of ranks.
         device: "cuda" or "cpu"; CUDA where there is a GPU. With gloo, ranks may share a GPU.
         backend: "nccl" or "gloo"; NCCL for CUDA and gloo for the CPU.
-        timeout_s: seconds for everything; collective_timeout_s: seconds for one collective.
+        timeout_s: seconds for everything after the ranks' imports; collective_timeout_s: seconds for one collective.
 
     Raises:
-        ValueError: a function that cannot be named, an unknown device or backend, NCCL without one GPU a rank.
+        ValueError: a function that cannot be named, an unknown device or backend, NCCL without one GPU a rank, no time.
         RankError: a rank raised, died, or did not end in time. No process outlives the call.
     """
     name = function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
@@ -80,16 +86,27 @@ def launch(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     backend = backend or ("nccl" if device == "cuda" else "gloo")
     _check(nproc, device, backend)
-    call = dict(name=name, args=args, device=device, backend=backend)
-    call |= dict(timeout_s=timeout_s, collective_timeout_s=collective_timeout_s)
-    with tempfile.TemporaryDirectory(prefix="labkit-ranks-") as directory:
-        folder = Path(directory)
+    for limit, seconds in {"timeout_s": timeout_s, "collective_timeout_s": collective_timeout_s}.items():
+        if not seconds > 0:
+            raise ValueError(f"{limit} is {seconds}; accepted: more than 0")
+    group = dict(device=device, backend=backend, timeout_s=collective_timeout_s)
+    call = dict(name=name, args=args, timeout_s=timeout_s, group=group)
+    with guarded_folder(_environment()) as (folder, guard):
         (folder / "call").write_bytes(pickle.dumps(call))
-        status = _wait_for_agent(folder, nproc, timeout_s)
+        exits = _run(guard, folder / "exits", nproc, timeout_s)
+        kinds = [_text(folder / f"{rank}.done") for rank in range(nproc)]
         results = [_read_items(folder / f"{rank}.items") for rank in range(nproc)]
-        if status != 0 or not all(done for _, done in results):
-            raise _failure(folder, nproc, name, timeout_s, [items for items, _ in results])
-    return [items if done == "generator" else items[0] for items, done in results]
+        finished = [items for items, _ in results]
+        if exits is None:
+            code = guard.poll()
+            how = f"did not answer in {timeout_s + GRACE_S} s" if code is None else f"ended first ({_how(code)})"
+            raise RankError(f"{name}: the process that guards the ranks {how}", None, finished)
+        if any(exits["codes"]) or not all(kinds):
+            raise _failure(folder, name, timeout_s, exits, kinds, finished)
+    for rank, (_, problem) in enumerate(results):
+        if problem:
+            raise RankError(f"{name}: what rank {rank} returned cannot be read here\n{problem}", rank, finished)
+    return [items if kind == "generator" else items[0] for items, kind in zip(finished, kinds, strict=True)]
 
 
 def rank_device() -> torch.device:
@@ -121,155 +138,112 @@ def _check(nproc: int, device: str, backend: str) -> None:
         raise ValueError(f"{nproc} ranks with {backend}; accepted: 1 {f'to {most} (GPUs)' if most else 'and more'}")
 
 
-def _wait_for_agent(folder: Path, nproc: int, timeout_s: float) -> int | None:
-    """Returns the launcher's exit status, None where it had to be killed."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    # Before NCCL's watchdog ends a rank that hangs, it waits four times this long, a minute if left alone.
-    environment = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", **environment}
-    environment = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5", **environment}
-    command = [sys.executable, "-m", __spec__.name, "--agent", str(folder), str(nproc)]
-    with open(folder / "agent", "wb") as log:
-        agent = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stderr=log)
-        try:
-            return agent.wait(timeout_s + GRACE_S)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            # Asked to end, the launcher ends its ranks; killed, it takes them along (`_die_with_parent`).
-            for end in (agent.terminate, agent.kill):
-                if agent.poll() is None:
-                    end()
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        agent.wait(10)
+def _environment() -> dict[str, str]:
+    """Returns the ranks' environment: this process's, and sockets that other machines do not reach."""
+    return {
+        "OMP_NUM_THREADS": "1",
+        # Before NCCL's watchdog ends a rank that hangs, it waits four times this long, a minute if left alone.
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "NCCL_SOCKET_IFNAME": LOOPBACK,
+        **os.environ,
+        "GLOO_SOCKET_IFNAME": LOOPBACK,
+        "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
+    }
 
 
-def _run_agent(folder: Path, nproc: int) -> int:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    _die_with_parent(signal.SIGTERM)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=0,
-        monitor_interval=0.05,
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
-    )
-    try:
-        elastic_launch(config, sys.executable)("-u", "-m", __spec__.name, "--rank", str(folder))
-    except ChildFailedError as error:
-        exits = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        (folder / "exits").write_text(json.dumps(exits))
-        return 1
-    return 0
+def _run(guard: subprocess.Popen, report: Path, nproc: int, timeout_s: float) -> dict[str, Any] | None:
+    """Returns what the guard reports of the ranks that it ran, None where it does not."""
+    with contextlib.suppress(BrokenPipeError):  # it has ended, as `poll` then says
+        print(json.dumps({"num_ranks": nproc, "timeout_s": timeout_s + GRACE_S / 2}), file=guard.stdin, flush=True)
+    deadline = time.monotonic() + timeout_s + GRACE_S
+    while not report.exists() and guard.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return json.loads(report.read_text()) if report.exists() else None
 
 
-def _run_rank(folder: Path) -> None:
-    _die_with_parent(signal.SIGKILL)
+def run_rank(folder: Path) -> None:
+    """Is a rank that the guard has started: writes what the function gives, and `done` or `error`, into the folder."""
     rank = os.environ["RANK"]
-    with open(folder / f"{rank}.stderr", "wb") as log:
-        os.dup2(log.fileno(), 2)
-    call = pickle.loads((folder / "call").read_bytes())
-    # Written without the interpreter's help, so a rank that hangs in a collective also says where it stands.
-    faulthandler.enable()
-    faulthandler.register(signal.SIGTERM, chain=True)
-    faulthandler.dump_traceback_later(call["timeout_s"], exit=True)
     try:
-        with open(folder / f"{rank}.items", "wb") as file:
-            for item in _results(call):
+        call = pickle.loads((folder / "call").read_bytes())
+        faulthandler.dump_traceback_later(call["timeout_s"], exit=True)
+        module, name = call["name"].split(":")
+        function = getattr(importlib.import_module(module), name)
+        with open(folder / f"{rank}.items", "wb") as file, _process_group(folder / "store", **call["group"]):
+            result = function(*call["args"])
+            kind = "generator" if inspect.isgenerator(result) else "value"
+            for item in result if kind == "generator" else [result]:
                 pickle.dump(item, file)
                 file.flush()
+        (folder / f"{rank}.done").write_text(kind)
     except BaseException:
-        (folder / f"{rank}.error").write_text(json.dumps([time.time_ns(), traceback.format_exc()]))
+        write_text_atomic(folder / f"{rank}.error", json.dumps([time.time_ns(), traceback.format_exc()]))
         # At once: destructors of a process group can wait for ranks that are gone.
         os._exit(1)
 
 
-def _results(call: dict[str, Any]) -> Iterator[Any]:
-    """Yields what the function yields or returns, and last which of the two it was."""
-    module, name = call["name"].split(":")
-    function = getattr(importlib.import_module(module), name)
-    with _process_group(call["device"], call["backend"], call["collective_timeout_s"]):
-        result = function(*call["args"])
-        if inspect.isgenerator(result):
-            yield from result
-        else:
-            yield result
-    yield _Done("generator" if inspect.isgenerator(result) else "value")
-
-
-class _Done(str):
-    """Marks the end of a rank's results, so that what was cut off is told from what ended."""
-
-
 @contextlib.contextmanager
-def _process_group(device: str, backend: str, timeout_s: float) -> Iterator[None]:
+def _process_group(path: Path, device: str, backend: str, timeout_s: float) -> Iterator[None]:
     global _device_type
     _device_type = device
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     index = None
     if device == "cuda":
-        index = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        index = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(index)
     timeout = datetime.timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, timeout=timeout, device_id=index if backend == "nccl" else None)
+    store = dist.FileStore(str(path), world_size)
+    store.set_timeout(timeout)
+    options = dict(timeout=timeout, device_id=index if backend == "nccl" else None)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
     yield
     dist.destroy_process_group()
 
 
-def _die_with_parent(with_signal: int) -> None:
-    """Has the kernel send this process a signal when its parent ends, however that ended. Linux only."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(with_signal))
-
-
 def _read_items(path: Path) -> tuple[list[Any], str]:
-    """Returns a rank's items and how it ended: "generator", "value", or "" where it did not."""
+    """Returns a rank's items, and why what follows them cannot be read, "" at the end of what it wrote."""
     items: list[Any] = []
-    with contextlib.suppress(FileNotFoundError, EOFError, pickle.UnpicklingError), open(path, "rb") as file:
-        while True:
-            items.append(pickle.load(file))
-    if items and isinstance(items[-1], _Done):
-        return items[:-1], str(items[-1])
-    return items, ""
+    try:
+        with open(path, "rb") as file:
+            while True:
+                items.append(pickle.load(file))
+    except (FileNotFoundError, EOFError):
+        return items, ""
+    except Exception as error:  # of a class that is not there, or that raises
+        return items, f"{type(error).__name__}: {error}"
 
 
-def _failure(folder: Path, nproc: int, name: str, timeout_s: float, finished: list[list[Any]]) -> RankError:
-    def tail(path: Path, lines: int = 20) -> str:
-        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else ""
+def _text(path: Path, num_lines: int = 20) -> str:
+    """Returns the last lines of a file, "" without one."""
+    return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:]) if path.exists() else ""
 
-    exits = json.loads((folder / "exits").read_text()) if (folder / "exits").exists() else {}
-    exits = {int(rank): code for rank, code in exits.items()}
+
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"exit status {code}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"killed by {names.get(-code, f'signal {-code}')}"
+
+
+def _failure(
+    folder: Path, name: str, timeout_s: float, exits: dict[str, Any], kinds: list[str], finished: list[list[Any]]
+) -> RankError:
+    codes, ended, stopped = exits["codes"], exits["first"], exits["stopped"]
     errors = {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.error")}
-    # A rank that died without a word took its peers along, and their errors say so. SIGTERM is what the launcher sends.
-    silent = [rank for rank, code in exits.items() if rank not in errors and code != -signal.SIGTERM]
+    # A rank that died without a word took its peers along, and their errors say so.
+    silent = [rank for rank in sorted(ended) if rank not in errors and (codes[rank] or not kinds[rank])]
     by_time = sorted(errors, key=lambda rank: errors[rank][0])
-    first = next(iter([*sorted(silent), *by_time, *sorted(exits)]), None)
-    if first is None:
-        return RankError(f"{name}: no rank of {nproc} ended in {timeout_s} s\n{tail(folder / 'agent')}", None, finished)
-    code = exits.get(first, 1)
-    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-    said = errors[first][1] if first in errors else tail(folder / f"{first}.stderr", 40)
-    if watchdog := re.search(r"Watchdog caught .*", tail(folder / f"{first}.stderr", 1000)):
+    first = next(iter([*silent, *by_time, *stopped, 0]))
+    log = folder / f"{first}.stderr"
+    if first in errors:
+        how, said = "exit status 1", errors[first][1]
+    else:
+        how, said = _how(codes[first]) if first in silent else f"no end in {timeout_s:g} s", _text(log, 40)
+    how += ", before it was done" * (how == "exit status 0")
+    how += "".join(f"; rank {rank} was stopped" for rank in stopped)
+    if watchdog := re.search(r"Watchdog caught .*", _text(log, 1000)):
         said += f"\n{watchdog[0]}"
-    others = [(rank, tail(folder / f"{rank}.stderr")) for rank in range(nproc) if rank != first]
+    others = [(rank, _text(folder / f"{rank}.stderr")) for rank in range(len(kinds)) if rank != first]
     where = "".join(f"\nrank {rank} was at:\n{text}" for rank, text in others if text)
-    return RankError(f"{name}: rank {first} of {nproc} failed first ({how})\n{said}{where}", first, finished)
-
-
-def main() -> None:
-    """Is the launcher, or a rank that it started: `--agent FOLDER NPROC`, `--rank FOLDER`."""
-    if sys.argv[1] == "--agent":
-        sys.exit(_run_agent(Path(sys.argv[2]), int(sys.argv[3])))
-    _run_rank(Path(sys.argv[2]))
-
-
-if __name__ == "__main__":
-    # Under its importable name, so that what is pickled here is found there.
-    importlib.import_module(__spec__.name).main()
+    return RankError(f"{name}: rank {first} of {len(kinds)} failed first ({how})\n{said}{where}", first, finished)
