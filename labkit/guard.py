@@ -1,7 +1,7 @@
 """A process that clears up after this one, however this one ends: nothing that it started goes on, no folder stays.
 
-A signal can come at any instant, during imports too, and nobody can catch SIGKILL. So another process waits for it. The
-module loads nothing that takes time.
+A signal can come at any instant, during imports too, and nobody can catch SIGKILL. So another process waits for it.
+It loads nothing that takes time.
 """
 
 import contextlib
@@ -17,18 +17,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ENDING_S = 5
-"""How long ranks have to end after SIGTERM, and as long again after SIGKILL."""
+"""How long ranks have to end after SIGTERM."""
 
 RANK = """
 from pathlib import Path
 from labkit import guard
-guard.begin_rank({parent})
+guard.begin_rank({})
 from labkit.parallel.launch import run_rank
-run_rank(Path({folder!r}))
+run_rank(Path({!r}))
 """
 
 
@@ -41,17 +41,16 @@ def guarded_folder(environment: Mapping[str, str] | None = None) -> Iterator[tup
     """
     folder = Path(tempfile.gettempdir(), f"labkit-{secrets.token_hex(8)}")
     command = [sys.executable, "-P", "-m", __spec__.name, str(os.getpid()), str(folder)]
-    # A session of its own: what a terminal or a batch system sends to all of a job's processes does not end it.
+    # A session of its own: what a terminal or a batch system sends to all processes of a job does not reach it.
     guard = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True, text=True)
     try:
         folder.mkdir(mode=0o700)
         yield folder, guard
     finally:
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
             guard.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
             guard.wait(3 * ENDING_S)
-        # There is something left to do if the guard was stopped or killed.
+        # If it was stopped or killed, there is something left to do.
         guard.kill()
         guard.wait()
         _clear(folder)
@@ -76,88 +75,78 @@ def begin_rank(parent: int) -> None:
     faulthandler.register(signal.SIGTERM, chain=True)
 
 
-def _run_ranks(folder: Path, is_wanted: Callable[[float], bool], num_ranks: int, timeout_s: float) -> None:
+def _is_wanted(parent: int, wait_s: float) -> bool:
+    """Whether the parent lives and waits still; at most `wait_s` are taken to find out.
+
+    Its end of stdin closes with it, unless a process that it forked holds that too.
+    """
+    return os.getppid() == parent and not select.select([sys.stdin], [], [], wait_s)[0]
+
+
+def _run_ranks(parent: int, folder: Path, num_ranks: int, timeout_s: float) -> None:
     """Runs ranks until all are done, one fails, or they are wanted no more; then none runs, and "exits" is written.
 
-    It holds the exit code of each rank, which ranks had ended when the first failure was seen, and which were stopped.
+    It says which had failed by then, with their exit codes, and which were stopped.
     """
-    code = RANK.format(parent=os.getpid(), folder=str(folder))
-    ranks, codes, stopped = [], {}, []
+    ranks = []
     for rank in range(num_ranks):
         environment = {**os.environ, "LABKIT_RANKS": str(folder)}
         environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
-        command = [sys.executable, "-P", "-u", "-c", code]
+        command = [sys.executable, "-P", "-u", "-c", RANK.format(os.getpid(), str(folder))]
         with open(folder / f"{rank}.stderr", "wb") as log:
             ranks.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stderr=log))
-
-    def reap(options: int = 0) -> None:
-        for rank, process in enumerate(ranks):
-            if rank not in codes:
-                pid, status = os.waitpid(process.pid, os.WNOHANG | options)
-                if pid and os.WIFSTOPPED(status):
-                    stopped.append(rank)
-                elif pid:
-                    codes[rank] = os.waitstatus_to_exitcode(status)
-
-    def is_well() -> bool:
-        """Whether those that have ended were done: one that a library ended has code 0 too."""
-        return all(code == 0 and (folder / f"{rank}.done").exists() for rank, code in codes.items())
-
-    deadline = time.monotonic() + timeout_s
-    while is_wanted(0.05) and len(codes) < num_ranks and is_well() and time.monotonic() < deadline:
-        reap()
-    reap(os.WUNTRACED)
-    first = list(codes)
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for rank, process in enumerate(ranks):
-            if rank not in codes:
-                os.kill(process.pid, number)
-                os.kill(process.pid, signal.SIGCONT)  # while it is stopped it cannot say where it stands
-        deadline = time.monotonic() + ENDING_S
-        while len(codes) < num_ranks and time.monotonic() < deadline:
-            time.sleep(0.02)
-            reap()
+    failed, deadline = {}, time.monotonic() + timeout_s
+    while not failed and _is_wanted(parent, 0.05) and time.monotonic() < deadline:
+        codes = [process.poll() for process in ranks]
+        # One that a library ends in the middle has code 0 too.
+        failed = {
+            rank: code
+            for rank, code in enumerate(codes)
+            if code or (code == 0 and not (folder / f"{rank}.done").exists())
+        }
+        if None not in codes:
+            break
+    options = os.WNOHANG | os.WUNTRACED
+    running = [process for process in ranks if process.poll() is None]
+    stopped = [ranks.index(process) for process in running if os.WIFSTOPPED(os.waitpid(process.pid, options)[1])]
+    for process in running:
+        process.terminate()
+        process.send_signal(signal.SIGCONT)  # while it is stopped it cannot say where it stands
+    deadline = time.monotonic() + ENDING_S
+    while any(process.poll() is None for process in running) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for process in running:
+        process.kill()
+        process.wait()
     part = folder / "exits.part"
-    part.write_text(
-        json.dumps({"codes": [codes.get(rank) for rank in range(num_ranks)], "first": first, "stopped": stopped})
-    )
+    part.write_text(json.dumps([list(failed.items()), stopped]))
     part.rename(folder / "exits")
 
 
 def _clear(folder: Path) -> None:
     """Kills what has the folder's path in its environment (where there is /proc) and removes the folder."""
-    deadline = time.monotonic() + ENDING_S
-    while (left := _started_in(folder)) and time.monotonic() < deadline:  # until none starts another
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)
+    for _ in range(100):  # until none is left that could start another
+        num_left = 0
+        for environment in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # it is another user's, or has ended
+                if bytes(folder) in environment.read_bytes():
+                    num_left += 1
+                    os.kill(int(environment.parent.name), signal.SIGKILL)
+        if not num_left:
+            break
+        time.sleep(0.05)
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _started_in(folder: Path) -> list[int]:
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it is another user's, or has ended
-            if str(folder).encode() in (process / "environ").read_bytes():
-                found.append(int(process.name))
-    return found
 
 
 def main() -> None:
     """Is the guard of a folder: `PARENT FOLDER`."""
     parent, folder = int(sys.argv[1]), Path(sys.argv[2])
-    # It ends when its work is done, which may be after its parent was ended by the same signal.
+    # Its work begins where the same signal may have ended its parent.
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
-
-    def is_wanted(wait_s: float) -> bool:
-        # The other end of stdin closes with the parent, unless a process that the parent forked holds it too.
-        return os.getppid() == parent and not select.select([0], [], [], wait_s)[0]
-
     if request := sys.stdin.readline():
-        _run_ranks(folder, is_wanted, **json.loads(request))
-    while is_wanted(1):
+        _run_ranks(parent, folder, **json.loads(request))
+    while _is_wanted(parent, 1):
         pass
     _clear(folder)
 

@@ -74,7 +74,7 @@ def kill_guard():
 
 
 def kill_calls(delays, names):
-    """Starts a call for each delay (s) in a process of its own, and ends that with one of the signals after the delay."""
+    """Starts a call for each delay (s) in a process of its own, and sends that one of the signals after the delay."""
     for number, delay in enumerate(delays):
         pid = os.fork()
         if pid == 0:

@@ -86,23 +86,20 @@ def launch(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     backend = backend or ("nccl" if device == "cuda" else "gloo")
     _check(nproc, device, backend)
-    for limit, seconds in {"timeout_s": timeout_s, "collective_timeout_s": collective_timeout_s}.items():
-        if not seconds > 0:
-            raise ValueError(f"{limit} is {seconds}; accepted: more than 0")
+    if not min(timeout_s, collective_timeout_s) > 0:
+        raise ValueError(f"{timeout_s} s, {collective_timeout_s} s for a collective; accepted: more than 0")
     group = dict(device=device, backend=backend, timeout_s=collective_timeout_s)
     call = dict(name=name, args=args, timeout_s=timeout_s, group=group)
     with guarded_folder(_environment()) as (folder, guard):
         (folder / "call").write_bytes(pickle.dumps(call))
-        exits = _run(guard, folder / "exits", nproc, timeout_s)
+        failed, stopped = _run(guard, folder / "exits", nproc, timeout_s)
         kinds = [_text(folder / f"{rank}.done") for rank in range(nproc)]
         results = [_read_items(folder / f"{rank}.items") for rank in range(nproc)]
         finished = [items for items, _ in results]
-        if exits is None:
-            code = guard.poll()
-            how = f"did not answer in {timeout_s + GRACE_S} s" if code is None else f"ended first ({_how(code)})"
-            raise RankError(f"{name}: the process that guards the ranks {how}", None, finished)
-        if any(exits["codes"]) or not all(kinds):
-            raise _failure(folder, name, timeout_s, exits, kinds, finished)
+        if failed is None:
+            raise RankError(f"{name}: the process that guards the ranks was ended or stopped", None, finished)
+        if failed or not all(kinds):
+            raise _failure(folder, name, timeout_s, dict(failed), stopped, finished)
     for rank, (_, problem) in enumerate(results):
         if problem:
             raise RankError(f"{name}: what rank {rank} returned cannot be read here\n{problem}", rank, finished)
@@ -152,14 +149,14 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _run(guard: subprocess.Popen, report: Path, nproc: int, timeout_s: float) -> dict[str, Any] | None:
-    """Returns what the guard reports of the ranks that it ran, None where it does not."""
-    with contextlib.suppress(BrokenPipeError):  # it has ended, as `poll` then says
+def _run(guard: subprocess.Popen, report: Path, nproc: int, timeout_s: float) -> tuple[list | None, list[int]]:
+    """Returns (rank, exit code) of the ranks that failed first and which were stopped; None if the guard ended."""
+    with contextlib.suppress(BrokenPipeError):
         print(json.dumps({"num_ranks": nproc, "timeout_s": timeout_s + GRACE_S / 2}), file=guard.stdin, flush=True)
     deadline = time.monotonic() + timeout_s + GRACE_S
     while not report.exists() and guard.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
-    return json.loads(report.read_text()) if report.exists() else None
+    return json.loads(report.read_text()) if report.exists() else (None, [])
 
 
 def run_rank(folder: Path) -> None:
@@ -219,31 +216,26 @@ def _text(path: Path, num_lines: int = 20) -> str:
     return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:]) if path.exists() else ""
 
 
-def _how(code: int) -> str:
-    if code >= 0:
-        return f"exit status {code}"
-    names = {number.value: number.name for number in signal.Signals}
-    return f"killed by {names.get(-code, f'signal {-code}')}"
-
-
 def _failure(
-    folder: Path, name: str, timeout_s: float, exits: dict[str, Any], kinds: list[str], finished: list[list[Any]]
+    folder: Path, name: str, timeout_s: float, failed: dict[int, int], stopped: list[int], finished: list[list[Any]]
 ) -> RankError:
-    codes, ended, stopped = exits["codes"], exits["first"], exits["stopped"]
     errors = {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.error")}
     # A rank that died without a word took its peers along, and their errors say so.
-    silent = [rank for rank in sorted(ended) if rank not in errors and (codes[rank] or not kinds[rank])]
+    silent = [rank for rank in failed if rank not in errors]
     by_time = sorted(errors, key=lambda rank: errors[rank][0])
     first = next(iter([*silent, *by_time, *stopped, 0]))
     log = folder / f"{first}.stderr"
+    how, said = f"no end in {timeout_s:g} s", _text(log, 40)
     if first in errors:
         how, said = "exit status 1", errors[first][1]
-    else:
-        how, said = _how(codes[first]) if first in silent else f"no end in {timeout_s:g} s", _text(log, 40)
-    how += ", before it was done" * (how == "exit status 0")
+    elif (code := failed.get(first, 0)) < 0:
+        names = {-number: number.name for number in signal.Signals}
+        how = f"killed by {names.get(code, f'signal {-code}')}"
+    elif first in failed:
+        how = f"exit status {code}" if code else "exit status 0, before it was done"
     how += "".join(f"; rank {rank} was stopped" for rank in stopped)
     if watchdog := re.search(r"Watchdog caught .*", _text(log, 1000)):
         said += f"\n{watchdog[0]}"
-    others = [(rank, _text(folder / f"{rank}.stderr")) for rank in range(len(kinds)) if rank != first]
+    others = [(rank, _text(folder / f"{rank}.stderr")) for rank in range(len(finished)) if rank != first]
     where = "".join(f"\nrank {rank} was at:\n{text}" for rank, text in others if text)
-    return RankError(f"{name}: rank {first} of {len(kinds)} failed first ({how})\n{said}{where}", first, finished)
+    return RankError(f"{name}: rank {first} of {len(finished)} failed first ({how})\n{said}{where}", first, finished)
