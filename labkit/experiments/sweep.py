@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import secrets
 import signal
+import stat
 import sys
 import tempfile
 import traceback
@@ -201,14 +202,24 @@ def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     os.environ.setdefault("OMP_NUM_THREADS", str(hardware.num_usable_cores()))
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        # PyTorch's default is a folder that another user may have made and filled, and it loads code from there.
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_own_folder() / "torchinductor")
     context = multiprocessing.get_context("forkserver")
     has_gpu = hardware.has_gpu_driver()
     if not has_gpu:
         # Otherwise the compiler test-compiles for each instruction set of the processor, seconds each, to detect builds
         # of PyTorch by compilers that nobody uses today.
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-    context.set_forkserver_preload([module_name, *(name for name in PRELOADED if name != COMPILER or not has_gpu)])
-    forkserver.ensure_running()
+    os.environ["LABKIT_SESSION"] = str(os.getpid())
+    preloaded = (name for name in PRELOADED if name != COMPILER or not has_gpu)
+    context.set_forkserver_preload(["labkit.experiments.server", module_name, *preloaded])
+    try:
+        forkserver.ensure_running()
+    except OSError as error:
+        raise RequestError(
+            f"cannot start workers: {error} ({tempfile.gettempdir()}; set TMPDIR to a folder with a short path)"
+        ) from None
     return context
 
 
@@ -252,15 +263,54 @@ class _Worker:
         self.connection.close()
 
 
+def _is_private(folder: str | Path) -> bool:
+    """Returns whether it is a folder, and no link to one, that only this user can enter."""
+    try:
+        found = os.lstat(folder)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+
+
+def _own_folder() -> Path:
+    """Returns the folder of this user's files that outlive a process; raises RequestError if another user made it."""
+    folder = Path(f"/tmp/labkit-{os.getuid()}")  # wherever TMPDIR points, which can differ between processes
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700)
+    if not _is_private(folder):
+        raise RequestError(
+            f"{folder} is not a folder of this user alone; remove it, or set XDG_RUNTIME_DIR and "
+            "TORCHINDUCTOR_CACHE_DIR to folders that are"
+        )
+    return folder
+
+
 def _lock_path(key: str) -> Path:
     """Returns a device's lock file, the same one for all processes of this user."""
-    user = os.getuid()
-    candidates = (os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{user}")
-    folder = next((name for name in candidates if os.path.isdir(name) and os.access(name, os.W_OK)), None)
-    if folder is None:
-        folder = Path(tempfile.gettempdir()) / f"labkit-{user}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-    return Path(folder) / f"labkit-{key}.lock"
+    candidates = (os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{os.getuid()}")
+    folder = next((name for name in candidates if _is_private(name)), None) or _own_folder()
+    return Path(folder, f"labkit-{key}.lock")
+
+
+def _lock(path: Path, device_name: str, wait: bool) -> TextIO:
+    """Returns a file that is locked; see `measuring_lock`."""
+    import fcntl
+
+    try:
+        file = open(
+            path, "a+", encoding="utf-8", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600)
+        )
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            message = f"another labkit run{_lock_holder(file)} to finish measuring on {device_name}"
+            if not wait:
+                raise RequestError(f"not waiting for {message}") from None
+            print(f"labkit: waiting for {message}", file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        raise RequestError(f"cannot lock {path}: {error.strerror}; set XDG_RUNTIME_DIR to another folder") from None
+    return file
 
 
 @contextlib.contextmanager
@@ -275,23 +325,13 @@ def measuring_lock(device: hardware.Device, notebook: str, folder: Path, *, wait
         wait: False to raise instead.
 
     Raises:
-        RequestError: another run holds the lock, and `wait` is False.
+        RequestError: another run holds the lock and `wait` is False, or there can be no lock.
     """
-    import fcntl
-
     key = hardware.device_key(device)
     if os.environ.get(LOCK_HELD) == key:
         yield
         return
-    with open(_lock_path(key), "a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            message = f"another labkit run{_lock_holder(file)} to finish measuring on {device.name}"
-            if not wait:
-                raise RequestError(f"not waiting for {message}") from None
-            print(f"labkit: waiting for {message}", file=sys.stderr, flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
+    with _lock(_lock_path(key), device.name, wait) as file:
         file.truncate(0)
         since = f"{datetime.datetime.now():%H:%M}"
         json.dump({"notebook": notebook, "pid": os.getpid(), "folder": str(folder), "since": since}, file)
@@ -304,11 +344,13 @@ def measuring_lock(device: hardware.Device, notebook: str, folder: Path, *, wait
 
 
 def _lock_holder(file: TextIO) -> str:
-    """Returns who holds a lock as " (05_attention, process 123, since 12:03)"; "" while it is just being written."""
+    """Returns who holds a lock as " (05_attention, process 123, since 12:03)"; "" if it has not written that yet."""
     try:
         file.seek(0)
-        return " ({notebook}, process {pid}, since {since})".format(**json.load(file))
-    except (ValueError, KeyError):
+        holder = json.load(file)
+        os.kill(holder["pid"], 0)  # what was written by a process that has ended says nothing of the holder
+        return " ({notebook}, process {pid}, since {since})".format(**holder)
+    except (ValueError, KeyError, TypeError, OSError):
         return ""
 
 
