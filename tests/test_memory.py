@@ -5,6 +5,7 @@ import os
 import pickle
 import random
 import struct
+import time
 
 import pytest
 import torch
@@ -584,6 +585,56 @@ def test_what_is_no_snapshot_is_refused_by_name(tmp_path, content, message):
     path.write_bytes(content)
     with pytest.raises(SnapshotError, match=rf"mine\.pickle: .*{message}"):
         snapshots.read_history(path)
+
+
+NESTED = b"K\x00" + b"2\x86" * 60
+"""A pair of twice the same pair, and so on: 2^60 numbers for whoever looks at all of them."""
+
+
+def shared(*, blocks=(), events=(), num_repeats=1):
+    """Returns a snapshot in which the same blocks, or the same event, stand `num_repeats` times."""
+    segments = [{"address": address, "blocks": blocks} for address in (0, 2**40) if blocks]
+    return pickle.dumps({"segments": segments, "device_traces": [list(events) * num_repeats]})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\x80\x04" + NESTED + b"Q.", "refused: it refers to an external object"),
+        (b"\x80\x04K\x00r" + struct.pack("<I", 2**31) + b".", "not a snapshot but a int"),
+        (b"\x80\x04K\x00" + b"r" + struct.pack("<I", 2**32 - 1) + b"0", "not a readable pickle"),
+        (b"\x80\x04}" + NESTED + b"K\x00s.", "not a readable pickle .TypeError: unhashable"),
+        (b"\x80\x04(" + NESTED + b"K\x00d.", "not a readable pickle .TypeError: unhashable"),
+        (b"\x80\x04(" + NESTED + b"\x91.", "not a readable pickle .TypeError: unhashable"),
+        (b"\x80\x04\x8b" + struct.pack("<I", 2**20) + b"\x01" * 2**20 + b"0" * 100, "not a readable pickle"),
+        (b"\x80\x04}(\x8c\x08segments](" + NESTED + b"e\x8c\x0ddevice_traces]u.", "not an object but list"),
+        (shared(blocks=[{"size": 0, "state": "inactive"}] * 100), "two segments have the same blocks"),
+        (shared(events=[{"action": "alloc", "addr": 0, "size": 1, "num": 0,
+                         "frames": [{"filename": "a", "line": 1, "name": "b"}] * 20_000}], num_repeats=20_000),
+         "which is in use"),
+    ],
+)  # fmt: skip
+def test_a_small_file_takes_no_long_time(tmp_path, content, message):
+    path = tmp_path / "mine.pickle"
+    path.write_bytes(content)
+    begin = time.process_time()
+    with pytest.raises(SnapshotError, match=rf"mine\.pickle: .*{message}"):
+        snapshots.read_history(path)
+    assert time.process_time() - begin < 5
+
+
+def test_without_a_trace_the_device_with_most_in_use_counts(tmp_path):
+    path = tmp_path / "snapshot.pickle"
+    block = {"size": 1024, "requested_size": 1000, "state": "active_allocated"}
+    segments = [{"device": device, "address": 0, "segment_pool_id": (0, 0), "blocks": [block] * device}
+                for device in (0, 2, 1)]  # fmt: skip
+    for traces in ([], [[], [], []]):
+        path.write_bytes(pickle.dumps({"segments": segments, "device_traces": traces}))
+        history = snapshots.read_history(path)
+        assert history.peak_bytes == 2000 and history.num_events == 0
+    event = {"action": "alloc", "addr": 4096, "size": 5}
+    path.write_bytes(pickle.dumps({"segments": segments, "device_traces": [[], [event]]}))
+    assert snapshots.read_history(path).totals().tolist() == [1000, 1005]
 
 
 def test_a_missing_file_is_named(tmp_path):

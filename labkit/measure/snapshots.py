@@ -8,7 +8,7 @@ import pickle
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -259,7 +259,7 @@ def frame_text(frames: Sequence[dict]) -> str:
 
 
 def read_history(path: Path | str) -> History:
-    """Returns the history in a snapshot file, of the device on which most happened.
+    """Returns the history in a snapshot file, of the device on which most happened, or which has most in use.
 
     Bytes are those requested, since a file does not say what the allocator rounded them to. Without a recorded trace
     the history has no events, only what was in use.
@@ -269,30 +269,41 @@ def read_history(path: Path | str) -> History:
     snapshot = load_snapshot(path)
     try:
         check_fields(snapshot, {"device_traces": _TRACES})
-        traces = snapshot["device_traces"]
-        device = max(range(len(traces)), key=lambda number: len(traces[number]), default=0)
+        traces = dict(enumerate(snapshot["device_traces"]))
+        in_use: dict[int, dict[int, int]] = {device: {} for device in traces}
+        # What a file writes once and refers to often must not take the time of as many copies.
+        seen, texts = set(), {}
+        for segment in snapshot["segments"]:
+            check_fields(segment, {"address": COUNT, "blocks": LIST, "device?": COUNT})
+            address, blocks = segment["address"], segment["blocks"]
+            if id(blocks) in seen:
+                raise SnapshotError("two segments have the same blocks")
+            seen.add(id(blocks))
+            of_device = in_use.setdefault(segment.get("device", 0), {})
+            for block in blocks:
+                check_fields(block, _BLOCK)
+                if block["state"] == "active_allocated":
+                    of_device[address] = block.get("requested_size", block["size"])
+                address += block["size"]
+        most = max(in_use, key=lambda device: (len(traces.get(device, ())), sum(in_use[device].values())), default=0)
         events = []
-        for entry in traces[device] if traces else []:
+        for entry in traces.get(most, ()):
             check_fields(entry, {"action": TEXT})
             if entry["action"] in ("alloc", "free_requested"):
                 check_fields(entry, _EVENT)
+                frames = entry.get("frames", ())
+                if id(frames) not in texts:
+                    check_fields(entry, {"frames?": _FRAMES})
+                    texts[id(frames)] = frame_text(frames)
                 sign = 1 if entry["action"] == "alloc" else -1
-                events.append((entry["addr"], sign * entry["size"], frame_text(entry.get("frames", []))))
-        in_use = {}
-        for segment in snapshot["segments"]:
-            check_fields(segment, {"address": COUNT, "blocks": LIST})
-            address = segment["address"]
-            for block in segment["blocks"]:
-                check_fields(block, _BLOCK)
-                if block["state"] == "active_allocated" and segment.get("device", device) == device:
-                    in_use[address] = block.get("requested_size", block["size"])
-                address += block["size"]
-        history = History(pair_events(events, in_use_before(events, in_use)), len(events))
+                events.append((entry["addr"], sign * entry["size"], texts[id(frames)]))
+        before = in_use_before(events, in_use.get(most, {}))
+        history = History(pair_events(events, before), len(events))
         if sum(allocation.num_bytes for allocation in history.allocations) >= 2**63:
             raise SnapshotError("its allocations add up to 2^63 bytes or more")
         return history
     except ValueError as error:
-        raise SnapshotError(f"{path}: not an allocator snapshot: {error}") from None
+        raise SnapshotError(f"{path}: not an allocator snapshot: {str(error)[:400]}") from None
 
 
 _SIZE = Kind(lambda value: type(value) is int and 0 <= value < MAX_BYTES, f"0 to {MAX_BYTES - 1} bytes")
@@ -307,22 +318,33 @@ _TRACES = list_of({list}, "a list of traces")
 _EVENT = {
     "addr": COUNT,
     "size": Kind(lambda value: _SIZE.fits(value) and value > 0, f"1 to {MAX_BYTES - 1} bytes"),
-    "frames?": _FRAMES,
 }
 _BLOCK = {"size": _SIZE, "state": TEXT, "requested_size?": _SIZE}
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Builds containers, strings and numbers; refuses all else.
+class _PlainUnpickler(pickle._Unpickler):
+    """Builds containers, strings and numbers, in time that grows with the file; refuses all else.
 
-    A pickle must name what it executes, and every name goes through `find_class` or `persistent_load`.
+    A pickle must name what it executes, and every name goes through `find_class` or `persistent_load`. The unpickler is
+    the one written in Python, which reserves nothing for a number that a file only claims. Tuples become lists, which
+    cannot be keys: to hash one that holds another twice, and so on 60 times, takes for ever.
     """
+
+    dispatch = {**pickle._Unpickler.dispatch, pickle.TUPLE[0]: pickle._Unpickler.load_list}  # noqa: RUF012
+    del dispatch[pickle.LONG4[0]]  # a number of millions of digits as a key is hashed with each use
+
+    def load_few(self, count: int) -> None:
+        self.stack[-count:] = [self.stack[-count:]]
+
+    dispatch[pickle.TUPLE1[0]] = partial(load_few, count=1)
+    dispatch[pickle.TUPLE2[0]] = partial(load_few, count=2)
+    dispatch[pickle.TUPLE3[0]] = partial(load_few, count=3)
 
     def find_class(self, module: str, name: str) -> Any:
         raise SnapshotError(f"it names {module}.{name}, and a snapshot holds no code")
 
     def persistent_load(self, pid: Any) -> Any:
-        raise SnapshotError(f"it refers to an external object ({pid!r:.40})")
+        raise SnapshotError("it refers to an external object")
 
 
 def load_snapshot(path: Path | str) -> dict:
