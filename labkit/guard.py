@@ -4,6 +4,7 @@ A signal can come at any instant, during imports too, and nobody can catch SIGKI
 It loads nothing that takes time.
 """
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 ENDING_S = 5
@@ -39,7 +41,7 @@ def guarded_folder(environment: Mapping[str, str] | None = None) -> Iterator[tup
     Whatever has the folder's path in its environment is ended first (on Linux). Asked to on its stdin, the guard starts
     ranks, see `_run_ranks`.
     """
-    folder = Path(tempfile.gettempdir(), f"labkit-{secrets.token_hex(8)}")
+    folder = Path(tempfile.gettempdir(), f"labkit-{secrets.token_hex(4)}")
     command = [sys.executable, "-P", "-m", __spec__.name, str(os.getpid()), str(folder)]
     # A session of its own: what a terminal or a batch system sends to all processes of a job does not reach it.
     guard = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True, text=True)
@@ -54,6 +56,15 @@ def guarded_folder(environment: Mapping[str, str] | None = None) -> Iterator[tup
         guard.kill()
         guard.wait()
         _clear(folder)
+
+
+@cache
+def move_temporary_files() -> None:
+    """Has this process and all that it starts from now on put temporary files into a guarded folder."""
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)
+    folder, _ = stack.enter_context(guarded_folder())
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
 
 
 def end_with(parent: int) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from labkit import guard
 from labkit.configs import GRIDS, NARROWED, NOTEBOOKS, RequestError, narrowed
-from labkit.guard import guarded_folder
 
 # Where jsonschema, which nbformat imports, finds this package, it takes four seconds to build 38 grammars of addresses.
 sys.modules.setdefault("rfc3987_syntax", None)
@@ -195,30 +195,26 @@ def execute(name: str, values: Mapping[str, Any], *, lessons: bool = False, show
     """
     import nbclient.exceptions
     import papermill
-    from traitlets.config import Config
 
+    guard.move_temporary_files()  # of the kernel: it is ended too fast to remove them
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # the kernel's debugger warns about frozen modules
     stream = sys.stderr if show_progress else None
-    with guarded_folder() as (folder, _):
-        # The kernel is ended too fast to remove its temporary files, and what goes with a signal removes none.
-        temporary = f"import os, tempfile; os.environ['TMPDIR'] = tempfile.tempdir = {str(folder)!r}"
-        try:
-            return papermill.execute_notebook(
-                read(name) if lessons else without_lessons(read(name)),
-                None,  # no file: papermill would write all of it before and after every cell
-                parameters=dict(values),
-                kernel_name="python3",
-                progress_bar=False,
-                execution_timeout=CELL_TIMEOUT_S,
-                stdout_file=stream,
-                stderr_file=stream,
-                config=Config(KernelManager={"connection_file": str(folder / "kernel.json")}),
-                # Silences its transport, and the interrupt before its end, which it logs as an error.
-                extra_arguments=["--IPKernelApp.log_level=50", f"--IPKernelApp.exec_lines={temporary}"],
-                shutdown_kernel="immediate",  # asked to end, it would warn of what its event loop still holds
-            )
-        except papermill.PapermillExecutionError as error:
-            kind = "" if error.ename == RequestError.__name__ else f"{error.ename}: "
-            raise NotebookError(f"{name}: {kind}{error.evalue}") from error
-        except (nbclient.exceptions.DeadKernelError, RuntimeError, TimeoutError) as error:
-            raise NotebookError(f"{name}: {type(error).__name__}: {error}") from error
+    try:
+        return papermill.execute_notebook(
+            read(name) if lessons else without_lessons(read(name)),
+            None,  # no file: papermill would write all of it before and after every cell
+            parameters=dict(values),
+            kernel_name="python3",
+            progress_bar=False,
+            execution_timeout=CELL_TIMEOUT_S,
+            stdout_file=stream,
+            stderr_file=stream,
+            # Silences its transport, and the interrupt before its end, which it logs as an error.
+            extra_arguments=["--IPKernelApp.log_level=50"],
+            shutdown_kernel="immediate",  # asked to end, it would warn of what its event loop still holds
+        )
+    except papermill.PapermillExecutionError as error:
+        kind = "" if error.ename == RequestError.__name__ else f"{error.ename}: "
+        raise NotebookError(f"{name}: {kind}{error.evalue}") from error
+    except (nbclient.exceptions.DeadKernelError, RuntimeError, TimeoutError) as error:
+        raise NotebookError(f"{name}: {type(error).__name__}: {error}") from error

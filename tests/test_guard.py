@@ -1,0 +1,133 @@
+"""What is left of a guarded folder and of a notebook's kernel when the process that used them is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from labkit import guard
+
+if sys.platform != "linux":
+    pytest.skip("processes are followed through /proc", allow_module_level=True)
+
+
+def started_under(folder: Path) -> list[int]:
+    """Returns the processes whose environment names the folder and that have not ended."""
+    found = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if bytes(folder) in environment.read_bytes():
+                found.append(int(environment.parent.name))
+        except OSError:
+            pass
+    return found
+
+
+def is_true_within(seconds: float, condition) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """The folder for temporary files of this process and of all that it starts."""
+    # A socket's path may have 107 characters.
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr("tempfile.tempdir", folder)
+        yield Path(folder)
+
+
+def test_the_folder_and_what_was_started_in_it_go_with_the_block(temporary):
+    with guard.guarded_folder() as (folder, process):
+        assert folder.parent == temporary and folder.stat().st_mode & 0o777 == 0o700
+        (folder / "deep").mkdir()
+        (folder / "deep" / "file").touch()
+        environment = {**os.environ, "HERE": str(folder)}
+        child = subprocess.Popen(["sleep", "600"], env=environment, start_new_session=True)
+    assert child.wait(5) == -signal.SIGKILL
+    assert process.poll() is not None and not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_guard_that_is_stopped_or_killed_is_replaced_by_its_parent(temporary, monkeypatch, number):
+    monkeypatch.setattr(guard, "ENDING_S", 0.2)
+    with guard.guarded_folder() as (_, process):
+        os.kill(process.pid, number)
+    assert process.poll() == -signal.SIGKILL and not list(temporary.iterdir())
+
+
+def test_signals_to_all_processes_leave_the_guard_to_its_work(temporary):
+    code = (
+        "import os, time; from labkit.guard import guarded_folder\n"
+        "with guarded_folder() as (folder, process):\n"
+        "    (folder / 'ready').write_text(str(process.pid))\n"
+        "    time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    assert is_true_within(20, lambda: list(temporary.glob("*/ready")))
+    (ready,) = temporary.glob("*/ready")
+    assert is_true_within(5, lambda: ready.read_text())
+    pid = int(ready.read_text())
+    status = Path(f"/proc/{pid}/status")
+    numbers = (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
+    mask = sum(1 << (number - 1) for number in numbers)
+    assert is_true_within(5, lambda: int(status.read_text().split("SigCgt:")[1].split()[0], 16) & mask == mask)
+    for number in numbers:
+        os.kill(pid, number)
+    time.sleep(0.2)
+    assert ready.exists()
+    parent.kill()
+    parent.wait()
+    assert is_true_within(5, lambda: not list(temporary.iterdir()))
+
+
+KERNEL = """
+import multiprocessing.forkserver, os
+multiprocessing.forkserver.set_forkserver_preload(["torch"])
+multiprocessing.forkserver.ensure_running()
+open(os.path.join(os.environ["TMPDIR"], "ready"), "w").write(str(os.getpid()))
+"""
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Writes a notebook of one cell and returns the program that executes it."""
+
+    def write(source: str) -> str:
+        cells = [nbformat.v4.new_code_cell("a = 1"), nbformat.v4.new_code_cell(source)]
+        cells[0].metadata["tags"] = ["parameters"]
+        nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "09_written.ipynb")
+        return (
+            f"import pathlib; from labkit import notebooks; notebooks.NOTEBOOKS = pathlib.Path({str(tmp_path)!r})\n"
+            "notebooks.execute('09_written', {})"
+        )
+
+    return write
+
+
+def test_a_notebook_leaves_no_temporary_file(temporary, written):
+    subprocess.run([sys.executable, "-c", written(KERNEL)], check=True, timeout=100)
+    assert not list(temporary.iterdir()) and not started_under(temporary)
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.5, 1.5, None])
+def test_a_notebook_that_is_killed_leaves_nothing(temporary, written, delay):
+    """After a delay (s) from the start of its guard, or once its cell waits."""
+    parent = subprocess.Popen([sys.executable, "-c", written(KERNEL + "import time; time.sleep(600)")])
+    assert is_true_within(60, lambda: list(temporary.glob("*" if delay is not None else "*/ready")))
+    time.sleep(delay or 0)
+    parent.kill()
+    parent.wait()
+    # The kernel itself, and the server of workers, have TMPDIR in their environment as well.
+    assert is_true_within(10, lambda: not list(temporary.iterdir()) and not started_under(temporary))
