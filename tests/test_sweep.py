@@ -1,5 +1,7 @@
 """A case that fails harms no other, nothing outlives a session, and a killed session is resumed exactly."""
 
+import errno
+import fcntl
 import importlib.util
 import itertools
 import json
@@ -757,6 +759,122 @@ def test_one_run_at_a_time_measures_on_a_device(tmp_path, log):
     finally:
         first.close()
         second.close()
+
+
+@pytest.fixture
+def lock(tmp_path, monkeypatch):
+    """Returns a function that takes the lock of a device of the given key without waiting."""
+
+    def take(key: str = "cpu"):
+        monkeypatch.setattr(hardware, "device_key", lambda device: key)
+        return sweep.measuring_lock(hardware.detect(), NOTEBOOK, tmp_path, wait=False)
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
+    (tmp_path / "runtime").mkdir(mode=0o700)
+    return take
+
+
+def test_the_lock_lies_in_a_folder_of_this_user_alone(lock, tmp_path, monkeypatch):
+    runtime, victim = tmp_path / "runtime", tmp_path / "victim"
+    victim.write_text("precious")
+    with lock():
+        assert json.loads((runtime / "labkit-cpu.lock").read_text())["pid"] == os.getpid()
+        assert (runtime / "labkit-cpu.lock").stat().st_mode & 0o777 == 0o600
+    # A link where the lock should be is not followed.
+    (runtime / "labkit-gpu.lock").symlink_to(victim)
+    with pytest.raises(
+        configs.RequestError, match=r"cannot lock .*labkit-gpu\.lock: Too many levels of symbolic links"
+    ):
+        lock("gpu").__enter__()
+    (runtime / "labkit-gpu.lock").unlink()
+    # A folder that others can enter, or that is a link, or a file, is passed over and at last refused.
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    own = shared / f"labkit-{os.getuid()}"
+    is_private = sweep._is_private
+    monkeypatch.setattr(sweep, "SHARED_TEMPORARY", shared)
+    monkeypatch.setattr(sweep, "_is_private", lambda folder: "/run/user" not in str(folder) and is_private(folder))
+    runtime.chmod(0o770)
+    with lock():
+        assert (own / "labkit-cpu.lock").exists() and own.stat().st_mode & 0o777 == 0o700
+    for prepare in (lambda: own.chmod(0o777), lambda: own.symlink_to(victim.parent), lambda: own.write_text("")):
+        prepare()
+        with pytest.raises(
+            configs.RequestError, match=r"labkit-\d+ is not a folder of this user alone; remove it, or set XDG"
+        ):
+            lock().__enter__()
+        if own.is_dir() and not own.is_symlink():
+            (own / "labkit-cpu.lock").unlink()
+            own.rmdir()
+        else:
+            own.unlink()
+    assert victim.read_text() == "precious"
+
+
+def test_a_folder_of_another_user_is_not_private(tmp_path, monkeypatch):
+    tmp_path.chmod(0o700)
+    assert sweep._is_private(tmp_path) and not sweep._is_private(tmp_path / "nothing")
+    other = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: other)
+    assert not sweep._is_private(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
+def test_a_file_system_without_locks_is_said(lock, monkeypatch, number):
+    def flock(file, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(configs.RequestError, match=rf"cannot lock .*labkit-cpu\.lock: {os.strerror(number)}; set XDG_"):
+        lock().__enter__()
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"notebook": "01", "pid": "x", "since": "12:00"}', None])
+def test_a_process_that_has_ended_is_not_named_as_the_lock_s_holder(lock, tmp_path, content):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    path = tmp_path / "runtime" / "labkit-cpu.lock"
+    path.write_text(content or json.dumps({"notebook": "01", "pid": ended.pid, "since": "12:00"}))
+    with open(path) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(configs.RequestError, match="not waiting for another labkit run to finish measuring on"):
+            lock().__enter__()
+
+
+SLOW_IMPORT = """
+import time
+from labkit.experiments import sweep
+sweep._worker_context("slow_to_import")
+print(sweep.forkserver._forkserver._forkserver_pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.05, 0.3, None])
+def test_the_server_ends_with_its_session_while_it_imports(tmp_path, delay):
+    """After a delay (s) from its start, or once it imports."""
+    (tmp_path / "slow_to_import.py").write_text(
+        f"import pathlib, time; pathlib.Path({str(tmp_path / 'begun')!r}).touch(); time.sleep(600)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    session = subprocess.Popen([sys.executable, "-c", SLOW_IMPORT], stdout=subprocess.PIPE, text=True, env=environment)
+    server = int(session.stdout.readline())
+    if delay is None:
+        assert wait_until((tmp_path / "begun").exists, 60)
+    time.sleep(delay or 0)
+    session.kill()
+    session.wait()
+    assert wait_until(lambda: server not in processes())
+
+
+def test_a_temporary_folder_whose_path_is_too_long_for_a_socket_is_said(tmp_path):
+    folder = tmp_path / ("x" * 130)
+    folder.mkdir()
+    code = "from labkit.experiments import sweep; sweep._worker_context('json')"
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    message = "RequestError: cannot start workers: AF_UNIX path too long"
+    assert message in result.stderr and str(folder) in result.stderr and "set TMPDIR" in result.stderr
 
 
 @pytest.mark.parametrize(

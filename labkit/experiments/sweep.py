@@ -53,6 +53,9 @@ MAX_REPEATS = 2
 MOST_IN_VAIN = 2
 """After this many phases in a row that stayed disturbed, none is repeated until one was measured undisturbed."""
 
+SHARED_TEMPORARY = Path("/tmp")
+"""Wherever TMPDIR points, which can differ between processes."""
+
 LOCK_HELD = "LABKIT_LOCK_HELD"
 """Environment variable that tells child processes which device's lock this process holds for them."""
 
@@ -274,7 +277,7 @@ def _is_private(folder: str | Path) -> bool:
 
 def _own_folder() -> Path:
     """Returns the folder of this user's files that outlive a process; raises RequestError if another user made it."""
-    folder = Path(f"/tmp/labkit-{os.getuid()}")  # wherever TMPDIR points, which can differ between processes
+    folder = SHARED_TEMPORARY / f"labkit-{os.getuid()}"
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700)
     if not _is_private(folder):
