@@ -42,7 +42,7 @@ def guarded_folder(environment: Mapping[str, str] | None = None) -> Iterator[tup
     ranks, see `_run_ranks`.
     """
     folder = Path(tempfile.gettempdir(), f"labkit-{secrets.token_hex(4)}")
-    command = [sys.executable, "-P", "-m", __spec__.name, str(os.getpid()), str(folder)]
+    command = [sys.executable, "-I", __file__, str(os.getpid()), str(folder)]
     # A session of its own: what a terminal or a batch system sends to all processes of a job does not reach it.
     guard = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True, text=True)
     try:

@@ -29,8 +29,8 @@ from labkit.guard import guarded_folder
 from labkit.records import write_text_atomic
 
 GRACE_S = 30
-"""Ranks end themselves when their time is over. The guard ends them after half as much more, which includes the time
-that they took to start, and is itself ended after all of it."""
+"""Seconds beyond the ranks' own. They end themselves when their time is over; after half of this the guard ends them,
+which bounds their imports too; after all of it the guard itself is ended."""
 
 NO_MESSAGE = r'\s*(File "|Thread 0x|Current thread|<no Python|\.\.\.$|Extension modules:|frame #|#\d)'
 """Lines of a stack, or about it."""
