@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import types
 from collections import Counter
@@ -841,6 +842,13 @@ def test_a_process_that_has_ended_is_not_named_as_the_lock_s_holder(lock, tmp_pa
             lock().__enter__()
 
 
+@pytest.fixture
+def temporary():
+    """A folder for temporary files with a short path: a socket's has at most 107 characters."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
 SLOW_IMPORT = """
 import time
 from labkit.experiments import sweep
@@ -851,7 +859,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.05, 0.3, None])
-def test_the_server_ends_with_its_session_while_it_imports(tmp_path, delay):
+def test_the_server_ends_with_its_session_while_it_imports(tmp_path, temporary, delay):
     """After a delay (s) from its start, or once it imports."""
     (tmp_path / "slow_to_import.py").write_text(
         f"import pathlib, time; pathlib.Path({str(tmp_path / 'begun')!r}).touch(); time.sleep(600)"
@@ -864,7 +872,7 @@ def test_the_server_ends_with_its_session_while_it_imports(tmp_path, delay):
     time.sleep(delay or 0)
     session.kill()
     session.wait()
-    assert wait_until(lambda: server not in processes())
+    assert wait_until(lambda: server not in processes() and not list(temporary.iterdir()))
 
 
 def test_a_temporary_folder_whose_path_is_too_long_for_a_socket_is_said(tmp_path):

@@ -32,7 +32,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from labkit import hardware, notebooks
+from labkit import guard, hardware, notebooks
 from labkit.configs import FIGURES, THIS_DEVICE, RequestError, chosen_profile
 from labkit.records import (
     HOST_SECTION,
@@ -214,9 +214,9 @@ def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
         # Otherwise the compiler test-compiles for each instruction set of the processor, seconds each, to detect builds
         # of PyTorch by compilers that nobody uses today.
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-    os.environ["LABKIT_SESSION"] = str(os.getpid())
-    preloaded = (name for name in PRELOADED if name != COMPILER or not has_gpu)
-    context.set_forkserver_preload(["labkit.experiments.server", module_name, *preloaded])
+    context.set_forkserver_preload([module_name, *(name for name in PRELOADED if name != COMPILER or not has_gpu)])
+    # The server sees that the session has ended only when it has imported all of that; the guard ends it at once.
+    guard.move_temporary_files()
     try:
         forkserver.ensure_running()
     except OSError as error:
