@@ -2,11 +2,12 @@
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 import triton
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import Parameter
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -27,6 +28,7 @@ class Operator:
     def __init__(self, name: str, function: Callable, mutates_args: tuple[str, ...], opaque: bool):
         self.name, self.function, self.mutates = name, function, bool(mutates_args)
         self.gradients, self.setup_context = None, None
+        self.is_list = function.__annotations__["return"] == list[Tensor]
         make = torch.library.custom_op if opaque or IS_INTERPRETED else torch.library.triton_op
         self.op = make(f"labkit::{name}", function, mutates_args=mutates_args)
         if IS_INTERPRETED and not opaque:
@@ -38,10 +40,13 @@ class Operator:
         self.op.register_autograd(self.gradients, setup_context=setup_context)
 
     def __call__(self, *arguments):
-        if torch.compiler.is_compiling() or self.mutates or is_in_torch_dispatch_mode():
+        if torch.compiler.is_compiling() or self.mutates:
             return self.op(*arguments)
+        # Beside torch.func the tangents of forward mode, which a launch would drop, and so would the dispatcher.
+        if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+            return _Transformed.apply(self, *arguments) if self.gradients else self.op(*arguments)
         tensors = [x for x in arguments if isinstance(x, Tensor)]
-        if torch._C._are_functorch_transforms_active() or any(type(x) not in (Tensor, Parameter) for x in tensors):
+        if is_in_torch_dispatch_mode() or any(type(x) not in (Tensor, Parameter) for x in tensors):
             return self.op(*arguments)
         if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
             return self.run(arguments)
@@ -111,13 +116,30 @@ class _Direct(torch.autograd.Function):
     def forward(ctx, operator: Operator, *arguments):
         outputs = operator.run(arguments)
         operator.setup_context(ctx, arguments, outputs)
-        ctx.operator, ctx.is_list = operator, isinstance(outputs, list)
-        return tuple(outputs) if ctx.is_list else outputs
+        ctx.operator = operator
+        return tuple(outputs) if operator.is_list else outputs
 
     @staticmethod
     def backward(ctx, *grads):
-        found = ctx.operator.gradients(ctx, *([list(grads)] if ctx.is_list else grads))
+        found = ctx.operator.gradients(ctx, *([list(grads)] if ctx.operator.is_list else grads))
         return None, *(found if isinstance(found, tuple) else (found,))
+
+
+class _Transformed(torch.autograd.Function):
+    """The same for torch.func, which wants a context that is set up apart: that takes longer than a launch."""
+
+    generate_vmap_rule = True
+    backward = _Direct.backward
+
+    @staticmethod
+    def forward(operator: Operator, *arguments):
+        outputs = operator.op(*arguments)
+        return tuple(outputs) if operator.is_list else outputs
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.operator = inputs[0]
+        ctx.operator.setup_context(ctx, inputs[1:], output)
 
 
 def operator(name: str, mutates_args: tuple[str, ...] = (), *, opaque: bool = False) -> Callable:
@@ -178,43 +200,76 @@ def wrap_triton(kernel):
 
 def runs_kernel(x: Tensor) -> bool:
     """Returns whether a kernel runs on the tensor's device; elsewhere the formula in plain PyTorch does."""
-    return x.is_cuda or IS_INTERPRETED
+    return x.is_cuda or (IS_INTERPRETED and x.is_cpu)
 
 
-def check(tensors: dict[str, Tensor | None], may_be_fp32: tuple[str, ...] = ()) -> None:
+def require_tensors(tensors: dict[str, Tensor]) -> None:
+    """Raises TypeError, by name, for what is no tensor."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+
+
+def check(tensors: dict[str, Tensor], may_be_fp32: Collection[str] = ()) -> None:
     """Raises ValueError unless all tensors are on the first one's device and of its dtype, a floating one.
 
     Args:
-        tensors: by name; None is passed over. The last dimension of the first must not be empty.
+        tensors: by name; the last dimension of the first must not be empty. What is no tensor is a TypeError.
         may_be_fp32: names of those that may be fp32 beside a 16-bit first.
     """
-    (first, x), *others = [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
+    require_tensors(tensors)
+    (first, x), *others = tensors.items()
     accepted = DTYPES if runs_kernel(x) else (*DTYPES, torch.float64)
     if x.dtype not in accepted:
         raise ValueError(f"{first} must be of {', '.join(map(str, accepted))} on {x.device.type}, got {x.dtype}")
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"the last dimension of {first} must not be empty, got shape {tuple(x.shape)}")
     for name, tensor in others:
-        fitting = {x.dtype: None, torch.float32: None} if name in may_be_fp32 else {x.dtype: None}
         if tensor.device != x.device:
             raise ValueError(f"{name} must be on the device of {first}, {x.device}, got {tensor.device}")
-        if tensor.dtype not in fitting:
-            text = " or ".join(map(str, fitting))
+        if tensor.dtype != x.dtype and not (name in may_be_fp32 and tensor.dtype == torch.float32):
+            fitting = [x.dtype, torch.float32] if name in may_be_fp32 else [x.dtype]
+            text = " or ".join(map(str, dict.fromkeys(fitting)))
             raise ValueError(f"{name} must have the dtype of {first}, {text}, got {tensor.dtype}")
 
 
-def check_shape(name: str, tensor: Tensor | None, *shape: int) -> None:
-    """Raises ValueError unless a tensor is None or of the shape."""
-    if tensor is not None and tensor.shape != shape:
+def check_shape(name: str, tensor: Tensor, *shape: int) -> None:
+    """Raises ValueError unless a tensor is of the shape."""
+    if tensor.shape != shape:
         raise ValueError(f"{name} must be of shape {tuple(shape)}, got {tuple(tensor.shape)}")
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Returns the dtype in which autocast has a product take x, None where it would not touch it."""
     kind = x.device.type
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+    # Autocast knows nothing of the meta device, and raises.
+    if x.dtype == torch.float64 or kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
+
+
+def product_inputs(**tensors: Tensor) -> list[Tensor]:
+    """Returns the tensors of a product, checked as by `check`, in the dtype in which autocast has it take them."""
+    require_tensors(tensors)
+    dtype = autocast_dtype(next(iter(tensors.values())))
+    if dtype is not None:
+        tensors = {name: x.to(dtype) if x.dtype in DTYPES else x for name, x in tensors.items()}
+    check(tensors)
+    return list(tensors.values())
+
+
+def outside_autocast(function: Callable) -> Callable:
+    """Decorates what multiplies tensors in the dtypes that it is given, which autocast would change again."""
+
+    @functools.wraps(function)
+    def wrapped(*arguments):
+        x = next(x for x in arguments if isinstance(x, Tensor))
+        if autocast_dtype(x) is None:
+            return function(*arguments)
+        with torch.autocast(x.device.type, enabled=False):
+            return function(*arguments)
+
+    return wrapped
 
 
 def wide(x: Tensor) -> Tensor:

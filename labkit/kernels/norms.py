@@ -231,8 +231,10 @@ norm.register_autograd(_gradients, setup_context=_setup)
 
 def checked_dtype(x: Tensor, residual: Tensor | None, **parameters: Tensor) -> torch.dtype:
     """Returns the dtype of the normalised tensor; raises ValueError for tensors that do not fit."""
-    check({"x": x, "residual": residual, **parameters}, may_be_fp32=("residual", *parameters))
-    check_shape("residual", residual, *x.shape)
+    others = parameters if residual is None else {"residual": residual, **parameters}
+    check({"x": x, **others}, may_be_fp32=others)
+    if residual is not None:
+        check_shape("residual", residual, *x.shape)
     for name, parameter in parameters.items():
         check_shape(name, parameter, x.shape[-1])
     if len({parameter.dtype for parameter in parameters.values()}) > 1:
