@@ -176,9 +176,6 @@ def added(shape: tuple[int, int], dtype: torch.dtype, device: str = "cpu") -> No
     with poisoned_memory():
         sums = column_sums.column_sums(x)
     assert sums.dtype == dtype
-    torch.testing.assert_close(
-        column_sums.column_sums(x, torch.float32).double(), x.double().sum(0), rtol=1e-5, atol=1e-5
-    )
     torch.testing.assert_close(sums, x.double().sum(0).to(dtype), atol=1e-5, rtol=2 * torch.finfo(dtype).eps)
 
 
@@ -187,7 +184,8 @@ COLUMNS = [(1, 1), (301, 40), (700, 130)]
 
 @pytest.mark.parametrize("shape", COLUMNS, ids=str)
 def test_columns_are_added_in_fp32(shape, interpreted):
-    interpreted(added, shape, torch.float16)
+    for dtype in (torch.float16, torch.float32):
+        interpreted(added, shape, dtype)
     added(shape, torch.bfloat16)
 
 
@@ -240,7 +238,7 @@ def opcheck() -> None:
     torch.library.opcheck(torch.ops.labkit.flash_attention_qkv.default, (qkv, cu_seqlens, 13))
     equal = torch.tensor([0, 10, 20], dtype=torch.int32)
     torch.library.opcheck(torch.ops.labkit.flash_attention_qkv.default, (qkv, equal, 10))
-    torch.library.opcheck(torch.ops.labkit.column_sums.default, (x, torch.float32))
+    torch.library.opcheck(torch.ops.labkit.column_sums.default, (x,))
 
 
 def test_the_operators_pass_opcheck(interpreted):

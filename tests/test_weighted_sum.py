@@ -113,9 +113,10 @@ def test_the_gradients_are_the_numerical_ones(interpreted):
     [
         (torch.zeros(3, 4), torch.zeros(5), r"weight must be of shape \(4,\), got \(5,\)"),
         (torch.zeros(3, 4), torch.zeros(4, 1), r"weight must be of shape \(4,\)"),
-        (torch.zeros(3, 4), torch.zeros(4).half(), "x and weight must have one dtype"),
-        (torch.zeros(3, 4).double(), torch.zeros(4).double(), "x and weight must have one dtype"),
-        (torch.zeros(3, 4), torch.zeros(4, device="meta"), "x and weight must be on one device"),
+        (torch.zeros(3, 4), torch.zeros(4).half(), "weight must have the dtype of x, torch.float32, got torch.float16"),
+        (torch.zeros(3, 4).long(), torch.zeros(4).long(), "x must be of torch.float32, .*, got torch.int64"),
+        (torch.zeros(3, 4), torch.zeros(4, device="meta"), "weight must be on the device of x, cpu, got meta"),
+        (torch.zeros(3, 0), torch.zeros(0), r"the last dimension of x must not be empty, got shape \(3, 0\)"),
         (torch.zeros(3, 4), torch.zeros(4), "x must be a CUDA tensor"),
     ],
 )

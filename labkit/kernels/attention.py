@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from labkit.kernels import flash_attention as labkit_flash
+from labkit.kernels.fused import first_order
 from labkit.kernels.reference import attention_reference
 
 SDPA_BACKENDS = {
@@ -110,7 +111,9 @@ def _causal_block_mask(num_queries: int, num_keys: int, device: torch.device):
 
     offset = num_keys - num_queries
     mask = _is_visible if offset == 0 else lambda _batch, _head, query, key: key <= query + offset
-    return create_block_mask(mask, None, None, num_queries, num_keys, device=device)
+    # Whatever mode asks first: a mask that was made in inference mode would serve no training after it.
+    with torch.inference_mode(False):
+        return create_block_mask(mask, None, None, num_queries, num_keys, device=device)
 
 
 def _flex(q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, causal: bool) -> Tensor:
@@ -178,6 +181,7 @@ class FlashAttention3Function(torch.autograd.Function):
         return out
 
     @staticmethod
+    @first_order("fa3")
     def backward(ctx, grad_out: Tensor):
         scale = 1 / math.sqrt(grad_out.shape[-1])
         grads = torch.ops.flash_attn_3.bwd(

@@ -47,18 +47,16 @@ def add_columns(x_NC: Tensor, dtype: torch.dtype, num_parts: int = 1, tile: dict
 
 
 @operator("column_sums")
-def _column_sums(x_NC: Tensor, dtype: torch.dtype) -> Tensor:
+def _column_sums(x_NC: Tensor) -> Tensor:
     programs = 8 if IS_INTERPRETED else PROGRAMS * num_multiprocessors(x_NC.device.index)
     num_parts = max(1, programs // -(-int(x_NC.shape[1]) // PARTS["COLUMNS"]))
-    return add_columns(add_columns(x_NC, torch.float32, num_parts, PARTS), dtype).view(-1)
+    return add_columns(add_columns(x_NC, torch.float32, num_parts, PARTS), x_NC.dtype).view(-1)
 
 
-def column_sums(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def column_sums(x: Tensor) -> Tensor:
     """Returns the sums (C,) of the columns of x (N, C), added in fp32 and rounded once.
 
     Args:
-        x: fp32, bf16 or fp16; without a GPU also fp64 (in plain PyTorch, with sums in fp64).
-        dtype: of the sums; None: that of x.
+        x: fp32, bf16 or fp16, whose dtype the sums have; without a GPU also fp64 (in plain PyTorch, sums in fp64).
     """
-    dtype = dtype or x.dtype
-    return _column_sums(x.contiguous(), dtype) if runs_kernel(x) else wide(x).sum(0).to(dtype)
+    return _column_sums(x.contiguous()) if runs_kernel(x) else wide(x).sum(0).to(x.dtype)

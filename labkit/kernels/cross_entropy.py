@@ -1,6 +1,9 @@
 """Mean cross-entropy of logits, and of hidden states with the language-model head, whose logits are never all there.
 
-    L = log Σ_v exp x_v    loss = mean (L − x_target)    ∂x = (exp(x − L) − [v = target]) · ∂loss / N
+    M = max_v x_v    L = log Σ_v exp(x_v − M)    loss = mean (L − (x_target − M))
+    ∂x = (exp(x − M − L) − [v = target]) · ∂loss / N
+
+M is taken off before anything is rounded, so that an offset common to all logits of a row changes nothing.
 
 Of logits: one program reads a row once, with a running maximum and sum (online softmax); backward reads it again and
 writes ∂x, if asked over the logits. With the head, x = h Wᵀ is made for a chunk of rows at a time, one kernel turns it
@@ -14,16 +17,20 @@ Kernel", section 3.2.
 """
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from labkit.kernels.fused import (
-    autocast_dtype,
     check,
     check_shape,
     launcher,
     operator,
+    outside_autocast,
+    product_inputs,
+    require_tensors,
     rows_of,
     runs_kernel,
     wide,
@@ -33,12 +40,14 @@ from labkit.kernels.fused import (
 # Logits of one chunk.
 CHUNK_BYTES = 2**27
 MAX_BLOCK, NUM_WARPS = 4096, 8
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 @triton.jit
-def _log_sum_exp(row_ptr, num_columns, BLOCK: tl.constexpr):
-    # Finite, so that logits of −∞ give no NaN.
-    maximum = -1e38
+def _statistics(row_ptr, num_columns, BLOCK: tl.constexpr):
+    """Returns M and L of a row."""
+    # Finite, so that a block of −∞ alone gives no NaN.
+    maximum = LOWEST
     sums = tl.zeros((BLOCK,), dtype=tl.float32)
     for start in range(0, num_columns, BLOCK):
         cols = start + tl.arange(0, BLOCK)
@@ -46,47 +55,50 @@ def _log_sum_exp(row_ptr, num_columns, BLOCK: tl.constexpr):
         larger = tl.maximum(maximum, tl.max(x))
         sums = sums * tl.exp(maximum - larger) + tl.exp(x - larger)
         maximum = larger
-    return maximum + tl.log(tl.sum(sums))
+    return maximum, tl.log(tl.sum(sums))
 
 
 @triton.jit
-def _write_gradient(row_ptr, grad_row_ptr, lse, target, factor, start, num_columns, BLOCK: tl.constexpr):
+def _write_gradient(row_ptr, grad_row_ptr, maximum, log_sum, target, factor, start, num_columns, BLOCK: tl.constexpr):
+    factor = tl.where((target >= 0) & (target < num_columns), factor, float("nan"))
     cols = start + tl.arange(0, BLOCK)
     x = tl.load(row_ptr + cols, mask=cols < num_columns, other=0.0).to(tl.float32)
-    grad = (tl.exp(x - lse) - tl.where(cols == target, 1.0, 0.0)) * factor
+    grad = (tl.exp(x - maximum - log_sum) - tl.where(cols == target, 1.0, 0.0)) * factor
     tl.store(grad_row_ptr + cols, grad.to(grad_row_ptr.dtype.element_ty), mask=cols < num_columns)
 
 
 @triton.jit
 def cross_entropy_fwd_kernel(
-    logits_ptr, targets_ptr, loss_ptr, lse_ptr, stride, num_columns, BLOCK: tl.constexpr, INTO_GRADIENT: tl.constexpr
+    logits_ptr, targets_ptr, rows_ptr, stride, num_columns, BLOCK: tl.constexpr, INTO_GRADIENT: tl.constexpr
 ):
-    """One program computes a row's loss and, INTO_GRADIENT, replaces the logits by the gradient of that loss."""
+    """One program computes a row's (loss, M, L) and, INTO_GRADIENT, replaces the logits by that loss's gradient."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride
     target = tl.load(targets_ptr + row)
-    lse = _log_sum_exp(row_ptr, num_columns, BLOCK)
+    maximum, log_sum = _statistics(row_ptr, num_columns, BLOCK)
     exists = (target >= 0) & (target < num_columns)
-    tl.store(loss_ptr + row, lse - tl.load(row_ptr + target, mask=exists, other=float("nan")).to(tl.float32))
-    if lse_ptr is not None:
-        tl.store(lse_ptr + row, lse)
+    chosen = tl.load(row_ptr + target, mask=exists, other=float("nan")).to(tl.float32)
+    tl.store(rows_ptr + 3 * row, log_sum - (chosen - maximum))
+    tl.store(rows_ptr + 3 * row + 1, maximum)
+    tl.store(rows_ptr + 3 * row + 2, log_sum)
     if INTO_GRADIENT:
         # Every thread has read the target's logit before one overwrites it.
         tl.debug_barrier()
         for start in range(0, num_columns, BLOCK):
-            _write_gradient(row_ptr, row_ptr, lse, target, 1.0, start, num_columns, BLOCK)
+            _write_gradient(row_ptr, row_ptr, maximum, log_sum, target, 1.0, start, num_columns, BLOCK)
 
 
 @triton.jit
 def cross_entropy_bwd_kernel(
-    logits_ptr, targets_ptr, lse_ptr, grad_loss_ptr, grad_ptr, stride, num_rows, num_columns, BLOCK: tl.constexpr
+    logits_ptr, targets_ptr, rows_ptr, grad_loss_ptr, grad_ptr, stride, num_rows, num_columns, BLOCK: tl.constexpr
 ):
     """One program computes a block of a row of ∂x; grad may be the logits."""
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(grad_loss_ptr).to(tl.float32) / num_rows
-    lse, target, start = tl.load(lse_ptr + row), tl.load(targets_ptr + row), tl.program_id(1) * BLOCK
-    grad_row_ptr = grad_ptr + row * num_columns
-    _write_gradient(logits_ptr + row * stride, grad_row_ptr, lse, target, factor, start, num_columns, BLOCK)
+    maximum, log_sum = tl.load(rows_ptr + 3 * row + 1), tl.load(rows_ptr + 3 * row + 2)
+    target, start = tl.load(targets_ptr + row), tl.program_id(1) * BLOCK
+    row_ptr, grad_row_ptr = logits_ptr + row * stride, grad_ptr + row * num_columns
+    _write_gradient(row_ptr, grad_row_ptr, maximum, log_sum, target, factor, start, num_columns, BLOCK)
 
 
 def _constants(num_columns: int) -> dict[str, int]:
@@ -95,25 +107,26 @@ def _constants(num_columns: int) -> dict[str, int]:
 
 @operator("cross_entropy")
 def _forward(logits: Tensor, targets: Tensor, inplace: bool) -> tuple[Tensor, Tensor]:
-    """Returns the mean loss and each row's log-sum-exp; `inplace` is for backward."""
+    """Returns the mean loss and each row's (loss, M, L); `inplace` is for backward."""
     logits_NV = rows_of(logits)
-    loss_N, lse_N = (torch.empty(logits_NV.shape[0], dtype=torch.float32, device=logits.device) for _ in range(2))
+    rows_N3 = torch.empty((logits_NV.shape[0], 3), dtype=torch.float32, device=logits.device)
     if logits.numel():
         wrap_triton(cross_entropy_fwd_kernel)[(logits_NV.shape[0],)](
-            logits_NV, targets.contiguous(), loss_N, lse_N, logits_NV.stride(0), logits_NV.shape[1],
+            logits_NV, targets.contiguous(), rows_N3, logits_NV.stride(0), logits_NV.shape[1],
             INTO_GRADIENT=False, **_constants(logits_NV.shape[1]),
         )  # fmt: skip
-    return loss_N.mean(), lse_N
+    return rows_N3.select(1, 0).mean(), rows_N3
 
 
 @operator("cross_entropy_backward", mutates_args=("grad",))
-def _backward(logits: Tensor, targets: Tensor, lse_N: Tensor, grad_loss: Tensor, grad: Tensor) -> None:
+def _backward(logits: Tensor, targets: Tensor, rows_N3: Tensor, grad_loss: Tensor, grad: Tensor) -> None:
     """Writes the gradient of the logits into a contiguous tensor, which may be the logits."""
     logits_NV, constants = rows_of(logits), _constants(logits.shape[-1])
     if logits.numel():
         grid = logits_NV.shape[0], -(-logits_NV.shape[1] // constants["BLOCK"])
         wrap_triton(cross_entropy_bwd_kernel)[grid](
-            logits_NV, targets.contiguous(), lse_N, grad_loss, grad, logits_NV.stride(0), *logits_NV.shape, **constants
+            logits_NV, targets.contiguous(), rows_N3, grad_loss, grad, logits_NV.stride(0), *logits_NV.shape,
+            **constants,
         )  # fmt: skip
 
 
@@ -123,10 +136,10 @@ def _setup(ctx, inputs, output) -> None:
 
 
 def _gradients(ctx, grad_loss, _):
-    logits, targets, lse_N = ctx.saved_tensors
+    logits, targets, rows_N3 = ctx.saved_tensors
     # Detached, for a leaf that requires a gradient must not change; its version still counts the change.
     grad = logits.detach() if ctx.inplace else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    _backward(logits.detach(), targets, lse_N, grad_loss, grad)
+    _backward(logits.detach(), targets, rows_N3, grad_loss, grad)
     return grad, None, None
 
 
@@ -134,26 +147,27 @@ _forward.register_autograd(_gradients, setup_context=_setup)
 
 
 @operator("linear_cross_entropy", opaque=True)
+@outside_autocast
 def _linear_forward(
     hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, with_gradients: bool, chunk_rows: int
 ) -> list[Tensor]:
     """Returns [mean loss] or [mean loss, N ∂h, N ∂W in fp32]. Opaque, so that nothing reorders the chunks."""
     num_rows, vocabulary = hidden_NC.shape[0], weight_VC.shape[0]
-    loss_N = torch.empty(num_rows, dtype=torch.float32, device=hidden_NC.device)
+    rows_N3 = torch.empty((num_rows, 3), dtype=torch.float32, device=hidden_NC.device)
     grad_hidden_NC, grad_weight_VC = torch.empty_like(hidden_NC) if with_gradients else None, None
-    with torch.autocast(hidden_NC.device.type, enabled=False):
-        for start in range(0, max(num_rows, 1), chunk_rows):
-            rows = slice(start, start + chunk_rows)
-            logits_NV = hidden_NC[rows] @ weight_VC.T
-            if num_rows:
-                launcher(cross_entropy_fwd_kernel)[(logits_NV.shape[0],)](
-                    logits_NV, targets_N[rows], loss_N[rows], None, vocabulary, vocabulary,
-                    INTO_GRADIENT=with_gradients, **_constants(vocabulary),
-                )  # fmt: skip
-            if with_gradients:
-                torch.mm(logits_NV, weight_VC, out=grad_hidden_NC[rows])
-                grad_weight_VC = _plus_product(grad_weight_VC, logits_NV.T, hidden_NC[rows])
-    return [loss_N.mean(), grad_hidden_NC, grad_weight_VC] if with_gradients else [loss_N.mean()]
+    for start in range(0, max(num_rows, 1), chunk_rows):
+        rows = slice(start, start + chunk_rows)
+        logits_NV = hidden_NC[rows] @ weight_VC.T
+        if num_rows:
+            launcher(cross_entropy_fwd_kernel)[(logits_NV.shape[0],)](
+                logits_NV, targets_N[rows], rows_N3[rows], vocabulary, vocabulary,
+                INTO_GRADIENT=with_gradients, **_constants(vocabulary),
+            )  # fmt: skip
+        if with_gradients:
+            torch.mm(logits_NV, weight_VC, out=grad_hidden_NC[rows])
+            grad_weight_VC = _plus_product(grad_weight_VC, logits_NV.T, hidden_NC[rows])
+    loss = rows_N3.select(1, 0).mean()
+    return [loss, grad_hidden_NC, grad_weight_VC] if with_gradients else [loss]
 
 
 def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
@@ -172,14 +186,19 @@ def _(hidden_NC, weight_VC, targets_N, with_gradients, chunk_rows):
     return [loss, *gradients] if with_gradients else [loss]
 
 
+register_flop_formula(torch.ops.labkit.linear_cross_entropy)(
+    lambda hidden, weight, _targets, with_gradients, *_, **__: (6 if with_gradients else 2) * hidden.numel() * weight[0]
+)
+
+
 def _linear_setup(ctx, inputs, output) -> None:
     ctx.save_for_backward(*output[1:])
     ctx.num_rows, ctx.weight_dtype = inputs[0].shape[0], inputs[1].dtype
 
 
 def _linear_gradients(ctx, grads):
-    # One element, not a scalar: the product is computed in fp32 and rounded once.
-    factor = (grads[0] / ctx.num_rows).view(1)
+    # One element, not a scalar: the product is computed in fp32 and rounded once. Of no rows, gradients are zeros.
+    factor = (grads[0] / max(ctx.num_rows, 1)).view(1)
     gradients = [torch.mul(x, factor, out=torch.empty_like(x, dtype=ctx.weight_dtype)) for x in ctx.saved_tensors]
     return *gradients, None, None, None
 
@@ -192,8 +211,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, inplace: bool = False) -> 
 
     Args:
         logits: (..., V), fp32, bf16 or fp16 (without a GPU also fp64), any strides; autocast changes nothing.
-        targets: (...), int64, from 0 to V − 1. One outside makes the loss NaN: to raise, the host would have to wait
-            for the device. (In plain PyTorch it raises.)
+        targets: (...), int64, from 0 to V − 1; none is ignored, −100 neither. One outside makes the loss and its row's
+            gradient NaN: to raise, the host would have to wait for the device. (In plain PyTorch it raises.)
         inplace: backward writes the gradient over the logits, which must be contiguous and needed by nothing else;
             going backward twice is then an error.
 
@@ -225,9 +244,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, chu
 
     Error budget: that of `labkit.numerics.judge` for the formula in the same dtype, against fp64.
     """
-    if dtype := autocast_dtype(hidden):
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-    check({"hidden": hidden, "weight": weight})
+    hidden, weight = product_inputs(hidden=hidden, weight=weight)
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or not weight.shape[0]:
         raise ValueError(f"weight must be (V, {hidden.shape[-1]}), got {tuple(weight.shape)}")
     _check_targets(targets, hidden)
@@ -243,11 +260,13 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, chu
 
 
 def _check_targets(targets: Tensor, x: Tensor) -> None:
+    require_tensors({"targets": targets})
     check_shape("targets", targets, *x.shape[:-1])
     if targets.dtype != torch.int64 or targets.device != x.device:
         raise ValueError(f"targets must be torch.int64 on {x.device}, got {targets.dtype} on {targets.device}")
 
 
 def _formula(logits: Tensor, targets: Tensor) -> Tensor:
-    logits = wide(logits)
-    return (logits.logsumexp(-1) - logits.gather(-1, targets[..., None]).squeeze(-1)).mean()
+    none_ignored = torch.iinfo(torch.int64).min
+    logits_NV = wide(logits).reshape(-1, logits.shape[-1])
+    return F.cross_entropy(logits_NV, targets.reshape(-1), ignore_index=none_ignored)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection
 import torch
 import triton
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.nn.parameter import Parameter
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -93,12 +93,14 @@ def first_order(name: str) -> Callable:
         def refusing(ctx, *grads):
             if not torch.is_grad_enabled():
                 return backward(ctx, *grads)
+            # Before backward, which may write over what it was saved. Whether one requires a gradient is not asked: a
+            # tensor that only an outer transform of torch.func differentiates by denies it.
+            sources = [x for x in (*grads, *ctx.saved_tensors) if isinstance(x, Tensor)]
             with torch.no_grad():
                 found = backward(ctx, *grads)
             found = list(found) if isinstance(found, tuple) else [found]
             places = [place for place, x in enumerate(found) if x is not None]
             gradients = [found[place] for place in places]
-            sources = [x for x in (*grads, *ctx.saved_tensors) if isinstance(x, Tensor) and x.requires_grad]
             marked = _Undifferentiable.apply(name, len(gradients), *gradients, *sources)
             for place, gradient in zip(places, marked, strict=True):
                 found[place] = gradient
@@ -227,9 +229,9 @@ def check(tensors: dict[str, Tensor], may_be_fp32: Collection[str] = ()) -> None
     for name, tensor in others:
         if tensor.device != x.device:
             raise ValueError(f"{name} must be on the device of {first}, {x.device}, got {tensor.device}")
-        if tensor.dtype != x.dtype and not (name in may_be_fp32 and tensor.dtype == torch.float32):
-            fitting = [x.dtype, torch.float32] if name in may_be_fp32 else [x.dtype]
-            text = " or ".join(map(str, dict.fromkeys(fitting)))
+        fitting = {x.dtype, torch.float32 if name in may_be_fp32 else x.dtype}
+        if tensor.dtype not in fitting:
+            text = " or ".join(sorted(map(str, fitting)))
             raise ValueError(f"{name} must have the dtype of {first}, {text}, got {tensor.dtype}")
 
 

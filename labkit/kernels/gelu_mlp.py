@@ -26,10 +26,21 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from labkit.kernels.column_sums import column_sums
-from labkit.kernels.fused import check, check_shape, operator, rows_of, runs_kernel, wide, wrap_triton
+from labkit.kernels.fused import (
+    check_shape,
+    first_order,
+    operator,
+    outside_autocast,
+    product_inputs,
+    rows_of,
+    runs_kernel,
+    wide,
+    wrap_triton,
+)
 from labkit.kernels.launch import REMEMBERED, Launch, num_multiprocessors
 from labkit.kernels.layer_norm import layer_norm
 
@@ -54,7 +65,9 @@ def gelu_and_slope(z):
     """GELU and its derivative."""
     g = gate(z)
     h = z * g
-    return h, g + h * (1 - g) * (1.5957691216 + 0.2140644488 * z * z)
+    # Past this z, 1 − g or h is 0, and 0 · ∞ would be NaN where z² overflows.
+    square = tl.minimum(z * z, 1e8)
+    return h, g + h * (1 - g) * (1.5957691216 + 0.2140644488 * square)
 
 
 @triton.jit
@@ -144,11 +157,14 @@ def _empty_hidden(x, weight, _bias):
     return z, torch.empty_like(z)
 
 
+register_flop_formula(torch.ops.labkit.linear_gelu)(lambda x, weight, *_, **__: 2 * x[0] * x[1] * weight[0])
+
+
 @operator("gelu_backward")
 def _gelu_backward(grad_h: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns ∂z, h and ∂b₁ in fp32 (in fp64 of fp64)."""
     if not runs_kernel(z):
-        grad_z = torch.ops.aten.gelu_backward(grad_h, z, approximate="tanh")
+        grad_z = torch.ops.aten.gelu_backward(grad_h, z.clamp(-1e4, 1e4), approximate="tanh")
         return grad_z, F.gelu(z, approximate="tanh"), wide(grad_z).sum(0)
     grid = -(-z.shape[0] // BLOCK_M), -(-z.shape[1] // BLOCK_F)
     grad_z, h = torch.empty_like(z), torch.empty_like(z)
@@ -162,6 +178,7 @@ class GeluMLP(torch.autograd.Function):
     """The MLP of dense (M, C) rows; see `gelu_mlp`."""
 
     @staticmethod
+    @outside_autocast
     def forward(ctx, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, path, keep, total, norm_weight, norm_bias, eps):
         if not keep and x.is_cuda and x.element_size() == 2:
             h_MF = torch._addmm_activation(fc1_bias, x, fc1_weight.T, use_gelu=True)
@@ -176,9 +193,12 @@ class GeluMLP(torch.autograd.Function):
         return F.linear(h_MF, fc2_weight, fc2_bias)
 
     @staticmethod
+    @first_order("gelu_mlp")
+    @outside_autocast
     def backward(ctx, grad_y_MC: Tensor):
         x_MC, z_MF, fc1_weight, fc1_bias, fc2_weight, *norm = ctx.saved_tensors
-        x_MC = x_MC if ctx.eps is None else layer_norm(x_MC, *norm, ctx.eps)
+        # The sum is of another dtype where autocast chose that of the products.
+        x_MC = x_MC if ctx.eps is None else rows_of(layer_norm(x_MC, *norm, ctx.eps)).to(fc1_weight.dtype)
         z_MF = F.linear(x_MC, fc1_weight, fc1_bias) if z_MF is None else z_MF
         grad_y_MC = grad_y_MC.contiguous()
         grad_z_MF, h_MF, grad_bias_F = _gelu_backward(grad_y_MC @ fc2_weight, z_MF)
@@ -222,21 +242,23 @@ def gelu_mlp(
     Args:
         x: (..., C), fp32, bf16 or fp16, on a CPU also fp64.
         fc1_weight, fc1_bias: (F, C) and (F,), dtype and device of x.
-        fc2_weight, fc2_bias: (C, F) and (C,), the same.
+        fc2_weight, fc2_bias: (C, F) and (C,), the same. Under autocast all are cast to its dtype first, and may differ.
         path: one of PATHS; "auto" is "epilogue" for 16-bit tensors on a Hopper GPU, else "separate".
         keep: whether z, (..., F), is kept for backward, or computed there again. Nothing is where no gradient is due.
         norm: (s, weight, bias, ε) where x is LayerNorm of a sum s that is kept anyway: then x is not, but computed
             again. No gradient goes to s but through x.
 
     Returns:
-        The output, (..., C), dtype of x.
+        The output, (..., C), dtype of x, under autocast that of autocast.
 
     Raises:
-        ValueError: arguments that do not fit, by name.
+        ValueError, TypeError: arguments that do not fit, by name.
 
     Error budget: outputs 2×, gradients 3× those of the same MLP in PyTorch and the same dtype, against fp64.
     """
-    check({"x": x, "fc1_weight": fc1_weight, "fc1_bias": fc1_bias, "fc2_weight": fc2_weight, "fc2_bias": fc2_bias})
+    x, fc1_weight, fc1_bias, fc2_weight, fc2_bias = product_inputs(
+        x=x, fc1_weight=fc1_weight, fc1_bias=fc1_bias, fc2_weight=fc2_weight, fc2_bias=fc2_bias
+    )
     width, hidden = x.shape[-1], fc1_bias.numel()
     check_shape("fc1_bias", fc1_bias, hidden)
     check_shape("fc1_weight", fc1_weight, hidden, width)

@@ -18,7 +18,15 @@ import triton.language as tl
 from torch import Tensor
 
 from labkit.kernels.column_sums import column_sums
-from labkit.kernels.fused import check, check_shape, operator, runs_kernel, wrap_triton
+from labkit.kernels.fused import (
+    check_shape,
+    first_order,
+    operator,
+    outside_autocast,
+    product_inputs,
+    runs_kernel,
+    wrap_triton,
+)
 from labkit.kernels.layer_norm import layer_norm
 
 # One call of Philox gives four numbers, for four runs of so many elements. Seven rounds pass every test of randomness.
@@ -51,12 +59,15 @@ class DropoutLinear(torch.autograd.Function):
     """Dropout and a linear layer of dense rows; see `dropout_linear`."""
 
     @staticmethod
+    @outside_autocast
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, p: float, seed: Tensor) -> Tensor:
         ctx.p = p
         ctx.save_for_backward(x, weight, seed)
         return F.linear(seeded_dropout(x, p, seed), weight, bias)
 
     @staticmethod
+    @first_order("dropout_linear")
+    @outside_autocast
     def backward(ctx, grad_y: Tensor):
         x, weight, seed = ctx.saved_tensors
         grad_weight = grad_y.T @ seeded_dropout(x, ctx.p, seed)
@@ -67,15 +78,19 @@ class NormLinear(torch.autograd.Function):
     """A linear layer of normalised rows; see `norm_linear`."""
 
     @staticmethod
+    @outside_autocast
     def forward(ctx, normed, weight, bias, total, norm_weight, norm_bias, eps: float) -> Tensor:
         ctx.eps = eps
         ctx.save_for_backward(weight, total, norm_weight, norm_bias)
         return F.linear(normed, weight, bias)
 
     @staticmethod
+    @first_order("norm_linear")
+    @outside_autocast
     def backward(ctx, grad_y: Tensor):
         weight, *norm = ctx.saved_tensors
-        grad_weight = grad_y.T @ layer_norm(*norm, ctx.eps)
+        # The sum is of another dtype where autocast chose that of the product.
+        grad_weight = grad_y.T @ layer_norm(*norm, ctx.eps).to(weight.dtype)
         return grad_y @ weight, grad_weight, column_sums(grad_y), None, None, None, None
 
 
@@ -83,21 +98,22 @@ def dropout_linear(x: Tensor, weight: Tensor, bias: Tensor, p: float, seed: Tens
     """Returns W dropout(x) + b.
 
     Args:
-        x: (rows, features), fp32, bf16 or fp16 on a CUDA device; on a CPU any dtype, by PyTorch's dropout, which keeps
+        x: (rows, features), fp32, bf16 or fp16 on a CUDA device; on a CPU also fp64, by PyTorch's dropout, which keeps
             a mask and takes its random numbers from PyTorch's generator, not from the seed.
-        weight, bias: (outputs, features) and (outputs,), dtype and device of x.
+        weight, bias: (outputs, features) and (outputs,), dtype and device of x. Under autocast all three are cast to
+            its dtype first, which the output has, and may differ.
         p: the share of elements that are dropped, from 0 up to but without 1.
         seed: one int64 on the device of x.
 
     Raises:
-        ValueError: arguments that do not fit, by name.
+        ValueError, TypeError: arguments that do not fit, by name.
     """
     if not 0 <= p < 1:
         raise ValueError(f"p must be from 0 up to but without 1; got {p}")
+    x, weight, bias = product_inputs(x=x, weight=weight, bias=bias)
+    check_shape("x", x, len(x), weight.shape[1])
     if not runs_kernel(x):
         return F.linear(F.dropout(x, p), weight, bias)
-    check({"x": x, "weight": weight, "bias": bias})
-    check_shape("x", x, len(x), weight.shape[1])
     if seed.shape != () or seed.dtype != torch.int64 or seed.device != x.device:
         raise ValueError(f"seed must be one int64 on {x.device}; got {tuple(seed.shape)} {seed.dtype} on {seed.device}")
     return DropoutLinear.apply(x.contiguous(), weight, bias, p, seed)
@@ -108,7 +124,10 @@ def norm_linear(normed: Tensor, weight: Tensor, bias: Tensor, norm: tuple[Tensor
 
     Args:
         normed: n, (rows, features), which is LayerNorm of the sum.
-        weight, bias: (outputs, features) and (outputs,), dtype and device of n.
+        weight, bias: (outputs, features) and (outputs,), dtype and device of n; under autocast as in `dropout_linear`.
         norm: the sum s, the norm's weight and bias, and its ε. No gradient goes to s but through n.
+
+    Raises:
+        ValueError, TypeError: arguments that do not fit, by name.
     """
-    return NormLinear.apply(normed, weight, bias, *norm)
+    return NormLinear.apply(*product_inputs(normed=normed, weight=weight, bias=bias), *norm)

@@ -1,9 +1,12 @@
 """Rotary positions of queries and keys in one Triton launch, forward and backward.
 
-    (a, b) → (a cos θ − b sin θ, b cos θ + a sin θ) for columns i and i + D/2 at angle θ(t, i); backward turns by −θ
+    y_a = a cos θ_a − b sin θ_a    y_b = b cos θ_b + a sin θ_b    for columns i and i + D/2, each with its own angle
+    ∂a = ∂y_a cos θ_a + ∂y_b sin θ_b    ∂b = ∂y_b cos θ_b − ∂y_a sin θ_a
 
-Shapes: q (B, H, T, D), k (B, G, T, D), tables (at least T, D) whose halves are equal. Memory bounds it: each element is
-read and written once; the tables stay in the caches.
+In a rotation both angles are θ(t, i); where positions have two axes, the halves of the tables may differ.
+
+Shapes: q (B, H, T, D), k (B, G, T, D), tables (at least T, D). Memory bounds it: each element is read and written once;
+the tables stay in the caches.
 
 Shape suffixes: B batch, H query heads, G key heads, T tokens, D head dimension.
 
@@ -24,7 +27,7 @@ TILE_PAIRS = 2048
 @triton.jit
 def _turn(
     x_ptr, y_ptr, cos_ptr, sin_ptr, stride_b, stride_h, stride_t, num_rows, num_heads, num_tokens, tile,
-    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, INVERSE: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """Turns a tile of rows, counted as they are written: by batch, token and head."""
     rows = tile * ROWS + tl.arange(0, ROWS)[:, None]
@@ -36,13 +39,14 @@ def _turn(
     x_ptrs += (rows % num_heads).to(tl.int64) * stride_h
     first = tl.load(x_ptrs, mask=inside).to(tl.float32)
     second = tl.load(x_ptrs + D // 2, mask=inside).to(tl.float32)
-    cos = tl.load(cos_ptr + tokens * D + cols, mask=inside)
-    sin = tl.load(sin_ptr + tokens * D + cols, mask=inside)
-    if INVERSE:
-        sin = -sin
+    angles = tokens * D + cols
+    first_cos, second_cos = tl.load(cos_ptr + angles, mask=inside), tl.load(cos_ptr + angles + D // 2, mask=inside)
+    first_sin, second_sin = tl.load(sin_ptr + angles, mask=inside), tl.load(sin_ptr + angles + D // 2, mask=inside)
+    if TRANSPOSED:
+        first_sin, second_sin = -second_sin, -first_sin
     y_ptrs = y_ptr + rows.to(tl.int64) * D + cols
-    tl.store(y_ptrs, (first * cos - second * sin).to(y_ptr.dtype.element_ty), mask=inside)
-    tl.store(y_ptrs + D // 2, (second * cos + first * sin).to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptrs, (first * first_cos - second * first_sin).to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptrs + D // 2, (second * second_cos + first * second_sin).to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -50,20 +54,20 @@ def rotary_kernel(
     q_ptr, k_ptr, turned_q_ptr, turned_k_ptr, cos_ptr, sin_ptr,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
     rows_q, rows_k, heads_q, heads_k, num_tokens,
-    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, INVERSE: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """The first programs turn queries, the others keys."""
     tile, tiles_q = tl.program_id(0), tl.cdiv(rows_q, ROWS)
     if tile < tiles_q:
         _turn(q_ptr, turned_q_ptr, cos_ptr, sin_ptr, stride_qb, stride_qh, stride_qt,
-              rows_q, heads_q, num_tokens, tile, D, BLOCK, ROWS, INVERSE)  # fmt: skip
+              rows_q, heads_q, num_tokens, tile, D, BLOCK, ROWS, TRANSPOSED)  # fmt: skip
     else:
         _turn(k_ptr, turned_k_ptr, cos_ptr, sin_ptr, stride_kb, stride_kh, stride_kt,
-              rows_k, heads_k, num_tokens, tile - tiles_q, D, BLOCK, ROWS, INVERSE)  # fmt: skip
+              rows_k, heads_k, num_tokens, tile - tiles_q, D, BLOCK, ROWS, TRANSPOSED)  # fmt: skip
 
 
 @operator("rotary")
-def _rotary(q_BHTD: Tensor, k_BGTD: Tensor, cos_TD: Tensor, sin_TD: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+def _rotary(q_BHTD: Tensor, k_BGTD: Tensor, cos_TD: Tensor, sin_TD: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
     """Returns turned queries and keys, the heads of a token adjacent in memory as a projection writes them."""
     inputs = [x if x.stride(-1) == 1 else x.contiguous() for x in (q_BHTD, k_BGTD)]
     num_tokens, d = q_BHTD.shape[2], int(q_BHTD.shape[3])
@@ -74,21 +78,21 @@ def _rotary(q_BHTD: Tensor, k_BGTD: Tensor, cos_TD: Tensor, sin_TD: Tensor, inve
         torch.empty((x.shape[0], num_tokens, x.shape[1], d), dtype=x.dtype, device=x.device).transpose(1, 2)
         for x in inputs
     ]
-    if num_rows[0]:
+    if sum(num_rows):
         wrap_triton(rotary_kernel)[(sum(-(-rows // per_tile) for rows in num_rows),)](
             *inputs, *turned, cos_TD, sin_TD, *inputs[0].stride()[:3], *inputs[1].stride()[:3], *num_rows,
-            q_BHTD.shape[1], k_BGTD.shape[1], num_tokens, D=d, BLOCK=block, ROWS=per_tile, INVERSE=inverse,
+            q_BHTD.shape[1], k_BGTD.shape[1], num_tokens, D=d, BLOCK=block, ROWS=per_tile, TRANSPOSED=transposed,
         )  # fmt: skip
     return turned[0], turned[1]
 
 
 def _setup(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs[2:4])
-    ctx.inverse = inputs[4]
+    ctx.transposed = inputs[4]
 
 
 _rotary.register_autograd(
-    lambda ctx, grad_q, grad_k: (*_rotary(grad_q, grad_k, *ctx.saved_tensors, not ctx.inverse), None, None, None),
+    lambda ctx, grad_q, grad_k: (*_rotary(grad_q, grad_k, *ctx.saved_tensors, not ctx.transposed), None, None, None),
     setup_context=_setup,
 )
 
@@ -99,7 +103,7 @@ def rotary(q_BHTD: Tensor, k_BGTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tu
     Args:
         q_BHTD, k_BGTD: one dtype of fp32, bf16, fp16 (without a GPU also fp64), which is kept, under autocast too; the
             keys may have fewer heads. Strides are any, best those of a projection's output, viewed.
-        cos_TD, sin_TD: cosines and sines, fp32, contiguous, at least T rows; both halves of a row are equal.
+        cos_TD, sin_TD: cosines and sines, fp32, contiguous, at least T rows.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; an odd or empty last dimension.

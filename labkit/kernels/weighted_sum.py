@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from labkit.kernels.fused import check, check_shape, operator, runs_kernel, wrap_triton
+
 # 16 × 256 fp32 elements are 32 registers per thread at 4 warps: enough loads in flight to fill the memory pipe, far
 # from the 255 registers of a thread. Smaller D takes one tile of the next power of two.
 BLOCK_N = 16
 MAX_BLOCK_D = 256
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit
@@ -80,33 +80,25 @@ def weighted_sum_bwd_kernel(
         tl.store(partial_grad_weight_ptr + tile * dim + cols, partial, mask=cols < dim)
 
 
-def _check(x: Tensor, weight: Tensor) -> None:
-    if weight.dim() != 1 or x.dim() < 1 or x.shape[-1] != weight.shape[0]:
-        raise ValueError(f"weight must be of shape ({x.shape[-1] if x.dim() else 'D'},), got {tuple(weight.shape)}")
-    if x.dtype not in DTYPES or weight.dtype != x.dtype:
-        accepted = ", ".join(map(str, DTYPES))
-        raise ValueError(f"x and weight must have one dtype of {accepted}, got {x.dtype} and {weight.dtype}")
-    if x.device != weight.device:
-        raise ValueError(f"x and weight must be on one device, got {x.device} and {weight.device}")
-    if not x.is_cuda and not triton.knobs.runtime.interpret:
-        raise ValueError(f"x must be a CUDA tensor, or TRITON_INTERPRET=1 set; got a tensor on {x.device}")
-
-
 def _tiles(num_rows: int, dim: int) -> tuple[tuple[int], dict[str, int]]:
-    block_d = min(MAX_BLOCK_D, triton.next_power_of_2(max(dim, 1)))
+    block_d = min(MAX_BLOCK_D, triton.next_power_of_2(int(dim)))
     return (triton.cdiv(num_rows, BLOCK_N),), {"BLOCK_N": BLOCK_N, "BLOCK_D": block_d}
 
 
+@operator("weighted_sum")
 def weighted_sum_forward(x_ND: Tensor, weight_D: Tensor) -> Tensor:
     """Returns the weighted sums (N,) of the rows of x (N, D), dtype of x, summed in fp32."""
     num_rows, dim = x_ND.shape
-    y_N = x_ND.new_empty(num_rows)
+    y_N = torch.empty(num_rows, dtype=x_ND.dtype, device=x_ND.device)
     grid, blocks = _tiles(num_rows, dim)
     if num_rows:
-        weighted_sum_fwd_kernel[grid](x_ND, weight_D, y_N, *x_ND.stride(), *weight_D.stride(), num_rows, dim, **blocks)
+        wrap_triton(weighted_sum_fwd_kernel)[grid](
+            x_ND, weight_D, y_N, *x_ND.stride(), *weight_D.stride(), num_rows, dim, **blocks
+        )
     return y_N
 
 
+@operator("weighted_sum_backward")
 def weighted_sum_backward(x_ND: Tensor, weight_D: Tensor, grad_y_N: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the gradients of x (N, D) and of the weight (D,), in their dtypes."""
     num_rows, dim = x_ND.shape
@@ -114,7 +106,7 @@ def weighted_sum_backward(x_ND: Tensor, weight_D: Tensor, grad_y_N: Tensor) -> t
     grad_x_ND = torch.empty((num_rows, dim), dtype=x_ND.dtype, device=x_ND.device)
     partial_TD = torch.empty((grid[0], dim), dtype=torch.float32, device=x_ND.device)
     if num_rows:
-        weighted_sum_bwd_kernel[grid](
+        wrap_triton(weighted_sum_bwd_kernel)[grid](
             x_ND,
             weight_D,
             grad_y_N,
@@ -130,22 +122,10 @@ def weighted_sum_backward(x_ND: Tensor, weight_D: Tensor, grad_y_N: Tensor) -> t
     return grad_x_ND, partial_TD.sum(dim=0).to(weight_D.dtype)
 
 
-class WeightedSumFunction(torch.autograd.Function):
-    """The two kernels as one differentiable operation; see `weighted_sum`."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        _check(x, weight)
-        x_ND = x.reshape(-1, x.shape[-1])
-        ctx.save_for_backward(x_ND, weight)
-        ctx.x_shape = x.shape
-        return weighted_sum_forward(x_ND, weight).view(x.shape[:-1])
-
-    @staticmethod
-    def backward(ctx, grad_y: Tensor) -> tuple[Tensor, Tensor]:
-        x_ND, weight = ctx.saved_tensors
-        grad_x_ND, grad_weight_D = weighted_sum_backward(x_ND, weight, grad_y.reshape(-1))
-        return grad_x_ND.view(ctx.x_shape), grad_weight_D
+weighted_sum_forward.register_autograd(
+    lambda ctx, grad_y_N: weighted_sum_backward(*ctx.saved_tensors, grad_y_N),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
 
 
 def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
@@ -156,11 +136,15 @@ def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
         weight: (D,), dtype and device of x.
 
     Returns:
-        The sums, (...), dtype of x.
+        The sums, (...), dtype of x, under autocast too.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; a CPU tensor without TRITON_INTERPRET=1.
+        ValueError, TypeError: arguments that do not fit, by name; a CPU tensor without TRITON_INTERPRET=1.
 
     Error budget: twice that of (x * weight).sum(-1) in the same dtype, against fp64; summed in fp32.
     """
-    return WeightedSumFunction.apply(x, weight)
+    check({"x": x, "weight": weight})
+    check_shape("weight", weight, x.shape[-1])
+    if not runs_kernel(x):
+        raise ValueError(f"x must be a CUDA tensor, or TRITON_INTERPRET=1 set; got a tensor on {x.device}")
+    return weighted_sum_forward(x.reshape(-1, x.shape[-1]), weight).view(x.shape[:-1])
