@@ -374,6 +374,21 @@ def test_the_librarys_function_takes_any_strides(library, monkeypatch):
     assert (got - expected).abs().max() <= 1e-12
 
 
+def test_the_library_refuses_second_derivatives(library):
+    q, k, v = (torch.randn(1, 4, 2, 8, requires_grad=True) for _ in range(3))
+    out = module.FlashAttention3Function.apply(q, k, v, False, False, {})
+    (slope,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="fa3 has no second derivative"):
+        torch.autograd.grad(slope.square().sum(), k)
+
+
+def test_a_block_mask_first_made_in_inference_mode_serves_training():
+    module._causal_block_mask.cache_clear()
+    with torch.inference_mode():
+        mask = module._causal_block_mask(6, 6, torch.device("cpu"))
+    assert not mask.kv_num_blocks.is_inference()
+
+
 def test_the_library_takes_packed_sequences(library):
     """(T, H, D) tensors that share a fused projection, and the sequences' boundaries."""
     lengths = [5, 1, 9]

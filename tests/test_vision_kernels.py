@@ -162,6 +162,7 @@ def test_the_mask_of_dropout_is_its_seeds(shape, p, interpreted):
         ({"p": 1.0}, "p must be from 0 up to but without 1; got 1.0"),
         ({"x": torch.zeros(3, 5)}, r"x must be of shape \(3, 4\), got \(3, 5\)"),
         ({"seed": torch.tensor(1.0)}, "seed must be one int64 on cpu; got .* torch.float32"),
+        ({"weight": torch.zeros(2, 4).half()}, "weight must have the dtype of x, torch.float32, got torch.float16"),
     ],
 )
 def test_dropout_refuses_bad_input(options, message, interpreted):

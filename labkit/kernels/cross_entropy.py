@@ -217,7 +217,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, inplace: bool = False) -> 
             going backward twice is then an error.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; an empty last dimension.
+        ValueError, TypeError: shapes, dtypes or devices that do not fit; an empty last dimension.
 
     Error budget: that of `labkit.numerics.judge` for the formula in the same dtype, against fp64.
     """
@@ -240,7 +240,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, chu
         chunk_rows: rows whose logits are there at a time; None: as many as take 128 MiB.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; an empty last dimension; chunk_rows below 1.
+        ValueError, TypeError: shapes, dtypes or devices that do not fit; an empty last dimension; chunk_rows below 1.
 
     Error budget: that of `labkit.numerics.judge` for the formula in the same dtype, against fp64.
     """

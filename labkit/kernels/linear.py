@@ -24,6 +24,7 @@ from labkit.kernels.fused import (
     operator,
     outside_autocast,
     product_inputs,
+    require_tensors,
     runs_kernel,
     wrap_triton,
 )
@@ -114,6 +115,7 @@ def dropout_linear(x: Tensor, weight: Tensor, bias: Tensor, p: float, seed: Tens
     check_shape("x", x, len(x), weight.shape[1])
     if not runs_kernel(x):
         return F.linear(F.dropout(x, p), weight, bias)
+    require_tensors({"seed": seed})
     if seed.shape != () or seed.dtype != torch.int64 or seed.device != x.device:
         raise ValueError(f"seed must be one int64 on {x.device}; got {tuple(seed.shape)} {seed.dtype} on {seed.device}")
     return DropoutLinear.apply(x.contiguous(), weight, bias, p, seed)

@@ -3,7 +3,8 @@
     s = x + r (or x)    σ = 1/√(mean (s − μ)² + ε)    n = σ (s − μ)    y = n ∘ w + b
     g = ∂y ∘ w    ∂x = ∂r = σ (g − mean g − n · mean(g ∘ n)) + ∂s    ∂w = Σ_rows ∂y ∘ n    ∂b = Σ_rows ∂y
 
-RMSNorm has no b, its μ is 0, and mean g does not enter. Memory bounds both. Elements moved: forward 2·N·C, with a
+RMSNorm has no b, its μ is 0, and mean g does not enter. Squares are fp32: of a row with elements beyond 1.8e19, RMSNorm
+gives zeros and LayerNorm zeros or NaN, as PyTorch's do. Memory bounds both. Elements moved: forward 2·N·C, with a
 residual 4·N·C; backward 3·N·C, with the gradient of the sum 4·N·C. Kept for backward: s, w, and μ and σ of each row.
 
 Forward, a program takes whole rows into registers. Backward, persistent programs loop over rows, the next ones on their

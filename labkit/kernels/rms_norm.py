@@ -22,7 +22,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
         The normalised tensor in the dtype of the sum, under autocast in autocast's; all arithmetic is fp32.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; an empty last dimension.
+        ValueError, TypeError: shapes, dtypes or devices that do not fit; an empty last dimension.
 
     Error budget: that of `labkit.numerics.judge` for the formula in the same dtype, against fp64.
     """

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from labkit.kernels.fused import check, operator, runs_kernel, wide, wrap_triton
+from labkit.kernels.fused import check, operator, require_tensors, runs_kernel, wide, wrap_triton
 
 # Pairs of a tile: 16 of a thread.
 TILE_PAIRS = 2048
@@ -106,7 +106,7 @@ def rotary(q_BHTD: Tensor, k_BGTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tu
         cos_TD, sin_TD: cosines and sines, fp32, contiguous, at least T rows.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; an odd or empty last dimension.
+        ValueError, TypeError: shapes, dtypes or devices that do not fit; an odd or empty last dimension.
 
     Error budget: that of `labkit.numerics.judge` for the formula in the same dtype, against fp64.
     """
@@ -116,7 +116,9 @@ def rotary(q_BHTD: Tensor, k_BGTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tu
     if (k_BGTD.shape[0], *k_BGTD.shape[2:]) != (q_BHTD.shape[0], *q_BHTD.shape[2:]):
         raise ValueError(f"k must be as q but for the heads, {tuple(q_BHTD.shape)}, got {tuple(k_BGTD.shape)}")
     num_tokens, d = q_BHTD.shape[-2:]
-    for name, table in {"cos": cos_TD, "sin": sin_TD}.items():
+    tables = {"cos": cos_TD, "sin": sin_TD}
+    require_tensors(tables)
+    for name, table in tables.items():
         fits = table.dim() == 2 and table.shape[0] >= num_tokens and table.shape[1] == d and table.is_contiguous()
         if not fits or table.dtype != torch.float32 or table.device != q_BHTD.device:
             wanted = f"contiguous torch.float32 on {q_BHTD.device}, at least {num_tokens} rows of {d}"

@@ -100,7 +100,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
             Any strides; views whose columns are adjacent, such as the halves of one projection, are not copied.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; an empty last dimension.
+        ValueError, TypeError: shapes, dtypes or devices that do not fit; an empty last dimension.
 
     Error budget: that of `labkit.numerics.judge` for the formula in the same dtype, against fp64.
     """
