@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import more
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -235,7 +236,8 @@ def attempt(name: str, path: str) -> dict[str, int]:
     operation, outcomes = OPERATIONS[name], {"right": 0, "refused": 0}
     dtype = torch.float32 if path == "kernel" else torch.float64
     for function in ATTEMPTS:
-        for number in range(len(operation.shapes) if function is penalty else 1):
+        numbers = range(len(operation.shapes) if function is penalty else 1)
+        for number in numbers if path == "plain" else [*numbers[:2], *more(*numbers[2:])]:
             expected = function(operation.formula, draw(operation, torch.float64), number)
             try:
                 found = function(operation.ours, draw(operation, dtype), number)
@@ -334,3 +336,30 @@ def test_a_kernel_refuses_forward_mode(name, interpreted):
 @pytest.mark.parametrize("name", cases("plain"))
 def test_forward_mode_of_a_plain_path_is_right_or_refused(name):
     tangents(name, "plain")
+
+
+UNBATCHED = re.compile("Batching rule not implemented|setup_context staticmethod|does not have vmap support|randomness")
+
+
+def mapped(name: str, path: str) -> None:
+    """Asserts that `torch.func.vmap` gives what a loop does, or is refused."""
+    operation = OPERATIONS[name]
+    tensors = [x.detach() for x in draw(operation, torch.float32 if path == "kernel" else torch.float64)]
+    batches = [torch.stack((x, 2 * x)) for x in tensors]
+    try:
+        found = torch.func.vmap(lambda *x: outputs_of(operation.ours, x))(*batches)
+    except RuntimeError as error:
+        assert UNBATCHED.search(str(error)), error
+        return
+    for index in range(2):
+        expected = outputs_of(operation.formula, [x[index].double() for x in batches])
+        for ours, right in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours[index].double(), right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", cases("kernel"))
+def test_vmap_is_a_loop_or_refused(name, interpreted):
+    if "plain" in OPERATIONS[name].paths:
+        mapped(name, "plain")
+    interpreted(mapped, name, "kernel")

@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from labkit.kernels import weighted_sum as ws
 from labkit.kernels.weighted_sum import weighted_sum
@@ -106,6 +108,28 @@ def numerical_gradients() -> bool:
 @pytest.mark.filterwarnings("ignore:Input #")
 def test_the_gradients_are_the_numerical_ones(interpreted):
     assert interpreted(numerical_gradients)
+
+
+def opcheck() -> None:
+    x, weight = torch.randn(5, 7, requires_grad=True), torch.randn(7, requires_grad=True)
+    torch.library.opcheck(ws.weighted_sum_forward.op, (x, weight))
+    torch.library.opcheck(ws.weighted_sum_backward.op, (x.detach().T, weight.detach()[:5], torch.randn(14)[::2]))
+
+
+def test_the_operators_are_what_their_schemas_say(interpreted):
+    interpreted(opcheck)
+
+
+@pytest.mark.skipif(ws.runs_kernel(torch.zeros(1)), reason="interpreted kernels are not traced")
+def test_the_compiler_sees_the_kernels_inside():
+    with FakeTensorMode(), torch.no_grad():
+        x, weight = torch.empty(64, 768, device="cuda"), torch.empty(768, device="cuda")
+        for operator, arguments in (
+            (ws.weighted_sum_forward, (x, weight)),
+            (ws.weighted_sum_backward, (x, weight, weight.new_empty(64))),
+        ):
+            graph = make_fx(operator.function)(*arguments)
+            assert "triton_kernel_wrapper_mutation" in [str(node.target) for node in graph.graph.nodes]
 
 
 @pytest.mark.parametrize(
