@@ -264,12 +264,12 @@ def outside_autocast(function: Callable) -> Callable:
     """Decorates what multiplies tensors in the dtypes that it is given, which autocast would change again."""
 
     @functools.wraps(function)
-    def wrapped(*arguments):
+    def wrapped(*arguments, **options):
         x = next(x for x in arguments if isinstance(x, Tensor))
         if autocast_dtype(x) is None:
-            return function(*arguments)
+            return function(*arguments, **options)
         with torch.autocast(x.device.type, enabled=False):
-            return function(*arguments)
+            return function(*arguments, **options)
 
     return wrapped
 
