@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import hashlib
 import importlib.metadata
+import itertools
 import multiprocessing
 import os
 import platform
@@ -137,16 +138,37 @@ def device_key(device: Device) -> str:
 
 
 def num_usable_cores() -> int:
-    """Returns how many physical cores this process may use, its container's quota included (Linux only)."""
+    """Returns how many physical cores this process may use, the whole cores of its quota included (Linux only)."""
     cores = set()
     for cpu in os.sched_getaffinity(0):
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         cores.add(siblings.read_text() if siblings.exists() else cpu)
-    try:
-        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
-    except (OSError, ValueError):  # no such file, or "max"
-        return len(cores)
-    return min(len(cores), max(1, quota // period))
+    quota = cpu_quota()
+    return min(len(cores), max(1, int(quota))) if quota else len(cores)
+
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def _cpu_files(*names: str) -> Iterator[str]:
+    """Yields the text of these files for each control group that shares out CPU time to this process, v1 and v2."""
+    with contextlib.suppress(OSError):  # no control groups
+        for line in (PROC / "self" / "cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            # A container sees its own group as the root, whatever the path says.
+            inner = [name for name in path.split("/") if name not in ("", "..")]
+            for folder in itertools.accumulate(inner, Path.joinpath, initial=CGROUPS / controllers):
+                with contextlib.suppress(OSError):  # this version or level has no such file
+                    yield " ".join((folder / name).read_text() for name in names)
+
+
+def cpu_quota() -> float | None:
+    """Returns the cores whose time the control groups of this process leave it (Linux); None without a quota."""
+    texts = [*_cpu_files("cpu.max"), *_cpu_files("cpu.cfs_quota_us", "cpu.cfs_period_us")]
+    limits = [re.match(r"(\d+)\s+(\d+)", text) for text in texts]  # "max", or -1, is none
+    return min((int(limit[1]) / int(limit[2]) for limit in limits if limit), default=None)
 
 
 def has_gpu_driver() -> bool:
@@ -316,6 +338,10 @@ BUSY_FRACTION = 0.05
 SHORTEST_WAIT_S = 0.002
 """Shorter waits in a whole window come from waking up, even on an idle machine. A time slice is longer."""
 
+SHORTEST_STOP_S = 0.1
+"""A process that shows no life for this much longer than it means to sleep was stopped: by a signal, with its virtual
+machine, or its clock was set. Busy cores and a held interpreter delay it less, or its threads compute meanwhile."""
+
 
 @dataclass(frozen=True)
 class _HostReading:
@@ -323,7 +349,7 @@ class _HostReading:
 
     CPU time of all processes and the hypervisor (`used_s`), of the hypervisor per core (`stolen_s`), of this process
     and its descendants (`own_s`); how long each of their threads (`waited_s`), or any of the machine (`pressure_s`),
-    was ready to run and had no core.
+    was ready to run and had no core; how long the quota kept cores from its group (`throttled_s`, summed over cores).
     """
 
     time_s: float
@@ -332,6 +358,7 @@ class _HostReading:
     own_s: float
     waited_s: dict[str, float]
     pressure_s: float | None
+    throttled_s: float
 
 
 def _host_reading() -> _HostReading | None:
@@ -350,7 +377,12 @@ def _host_reading() -> _HostReading | None:
     with contextlib.suppress(OSError):
         pressure_s = int((PROC / "pressure" / "cpu").read_text().split("\n", 1)[0].split("total=")[1]) / 1e6
     used_s, stolen_s = (sum(ticks) - ticks[3] - ticks[4]) / ticks_per_s, ticks[7] / ticks_per_s / (os.cpu_count() or 1)
-    return _HostReading(time.monotonic(), used_s, stolen_s, own_s, waited_s, pressure_s)
+    return _HostReading(time.monotonic(), used_s, stolen_s, own_s, waited_s, pressure_s, _throttled_s())
+
+
+def _throttled_s() -> float:
+    found = re.findall(r"\bthrottled_(usec|time) (\d+)", " ".join(_cpu_files("cpu.stat")))
+    return sum(int(number) * (1e-6 if unit == "usec" else 1e-9) for unit, number in found)  # of v2, of v1 in ns
 
 
 def _add_waits(pid: str, waited_s: dict[str, float]) -> None:
@@ -384,14 +416,17 @@ def _host_load(begin: _HostReading, end: _HostReading) -> tuple[dict[str, Any], 
     load = {"other_cpu_cores": round(other_s / window_s, 4), "cpu_wait_fraction": round(waited_s / window_s, 4)}
     if begin.pressure_s is not None and end.pressure_s is not None:
         load["cpu_pressure"] = round((end.pressure_s - begin.pressure_s) / window_s, 4)
+    causes, throttled_s = [], end.throttled_s - begin.throttled_s
     # CPU time is counted in ticks, so in a short window the time of others may not show.
     others_ran = other_s + 1 / os.sysconf("SC_CLK_TCK") >= BUSY_FRACTION * window_s
-    if not others_ran or waited_s < max(SHORTEST_WAIT_S, BUSY_FRACTION * window_s):
-        return load, []
-    return load, [
-        f"other processes used {load['other_cpu_cores']:.2g} CPU cores and a thread waited for a core "
-        f"{100 * load['cpu_wait_fraction']:.0f} % of the time"
-    ]
+    if others_ran and waited_s >= max(SHORTEST_WAIT_S, BUSY_FRACTION * window_s):
+        causes.append(
+            f"other processes used {load['other_cpu_cores']:.2g} CPU cores and a thread waited for a core "
+            f"{100 * load['cpu_wait_fraction']:.0f} % of the time"
+        )
+    if throttled_s >= BUSY_FRACTION * window_s:
+        causes.append(f"its own CPU quota stopped it {100 * throttled_s / window_s:.0f} % of the time, over all cores")
+    return load, causes
 
 
 class Reading(NamedTuple):
@@ -414,10 +449,11 @@ def throttle_reasons(readings: Iterable[Reading]) -> list[str]:
 class Monitor:
     """Samples the host's load and, on a GPU, its SM clock, power, temperature and throttle reasons during a block.
 
-    Afterwards `summary` holds what this machine reports of them, `disturbed` (whether other processes slowed the block
-    down) and `disturbed_by` (which); `readings` has the samples. The sampling thread sleeps between readings of about a
-    millisecond, and NVML's calls release the interpreter. Only the energy counter takes 7 ms, in which the host issues
-    work more slowly: it is read where `wants_energy` says so of the time.
+    Afterwards `summary` holds what this machine reports of them, `disturbed` (whether something slowed the block down)
+    and `disturbed_by` (what: other processes, a CPU quota, a stop of this process); `readings` has the samples. The
+    sampling thread sleeps between readings of about a millisecond, and NVML's calls release the interpreter. Only the
+    energy counter takes 7 ms, in which the host issues work more slowly: it is read where `wants_energy` says so of the
+    time.
     """
 
     def __init__(
@@ -428,23 +464,28 @@ class Monitor:
         self.readings: list[Reading] = []
         self._stop = threading.Event()
         self._opened = contextlib.ExitStack()
+        self._stopped_s = 0.0
 
     def __enter__(self) -> "Monitor":
         self._module = self._opened.enter_context(_nvml()) if self.device_kind == "cuda" else None
         if self._module:
             self._handle = _nvml_handle(self._module)
-            self._thread = threading.Thread(target=self._run, daemon=True)
-            self._thread.start()
+        is_linux = sys.platform == "linux"
+        self._clock = time.pthread_getcpuclockid(threading.get_ident()) if is_linux else time.CLOCK_PROCESS_CPUTIME_ID
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
         self._begin = _host_reading()
         return self
 
     def __exit__(self, *_: object) -> None:
-        end = _host_reading()
+        self._stop.set()
+        self._thread.join()
+        end = _host_reading()  # the sampling thread has ended, so that its waits do not count
         load, causes = _host_load(self._begin, end) if self._begin and end else ({}, [])
+        if self._stopped_s:
+            causes.append(f"the process was stopped for {self._stopped_s:.2g} s")
         gpu: dict[str, Any] = {}
         if self._module:
-            self._stop.set()
-            self._thread.join()
             if not self.readings:
                 self._read()
             gpu = self._summarise()
@@ -452,12 +493,23 @@ class Monitor:
         if others := gpu.get("foreign_processes"):
             causes.append(f"{others} other process{'' if others == 1 else 'es'} on the GPU")
         self.summary = gpu | load
-        if self.summary:
+        if self.summary or causes:
             self.summary |= {"disturbed": bool(causes)} | ({"disturbed_by": "; ".join(causes)} if causes else {})
 
     def _run(self) -> None:
-        while not self._stop.wait(self.interval_s):
-            self._read()
+        while self._goes_on():
+            if self._module:
+                self._read()
+
+    def _goes_on(self) -> bool:
+        """Returns after an interval whether the block still runs; counts how long the process was stopped meanwhile."""
+        begin_s, computed_s = time.perf_counter(), time.clock_gettime(self._clock)
+        is_over = self._stop.wait(self.interval_s)
+        computed_s = time.clock_gettime(self._clock) - computed_s
+        lost_s = time.perf_counter() - begin_s - max(self.interval_s, computed_s)
+        if lost_s > SHORTEST_STOP_S:
+            self._stopped_s += lost_s
+        return not is_over
 
     def _read(self) -> None:
         nvml, time_s = self._module, time.perf_counter()
@@ -533,7 +585,7 @@ def checks() -> list[Check]:
     except ImportError as error:
         return [Check("torch", False, str(error), "measuring anything; `labkit report` still works")]
     device, driver, triton, nsys = detect(), driver_version(), software_versions()["triton"], find_nsys()
-    cuda, peaks = device.kind == "cuda", device.peaks
+    cuda, peaks, quota = device.kind == "cuda", device.peaks, cpu_quota()
     compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
     nccl = cuda and torch.distributed.is_available() and torch.distributed.is_nccl_available()
     found = [
@@ -543,6 +595,8 @@ def checks() -> list[Check]:
         ("NVIDIA driver and NVML", driver, driver or "not found", "clocks, power and throttling in the records"),
         ("triton", triton, triton or "not installed", "Triton kernels, torch.compile on a GPU"),
         ("C++ compiler", compiler, "found" if compiler else "not found", "torch.compile on the CPU"),
+        ("no CPU quota", not quota, f"{quota:.2g} cores by its control group" if quota else "none in force",
+         "trust in timings of the CPU made now; what the quota stops is marked"),
         ("datasheet peaks", peaks, peaks.source if peaks else "not in the table",
          "utilisation against the datasheet; the measured ceiling remains"),
         ("nsys", nsys, "found" if nsys else "not found", "Nsight Systems captures; torch.profiler is used"),

@@ -7,10 +7,12 @@ import os
 import platform
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 import types
 from pathlib import Path
 
@@ -307,7 +309,7 @@ def of_the_gpu(summary: dict) -> dict:
 
 
 @pytest.mark.parametrize("kind", ["cpu", "mps", "cuda"])
-def test_the_monitor_off_the_gpu_or_without_nvml_starts_nothing(monkeypatch, kind):
+def test_the_monitor_off_the_gpu_or_without_nvml_asks_no_gpu(monkeypatch, kind):
     loaded = []
     if kind == "cuda":
         monkeypatch.setitem(sys.modules, "pynvml", None)
@@ -315,7 +317,8 @@ def test_the_monitor_off_the_gpu_or_without_nvml_starts_nothing(monkeypatch, kin
         monkeypatch.setattr(hardware, "_nvml", lambda: types.SimpleNamespace(__enter__=lambda: loaded.append(1)))
     before = threading.active_count()
     with Monitor(kind, interval_s=0.001) as monitor:
-        assert threading.active_count() == before
+        pass
+    assert threading.active_count() == before, "the thread goes on"
     assert of_the_gpu(monitor.summary) == {}
     assert not loaded, "NVML was opened for a device that has none"
 
@@ -423,6 +426,8 @@ class FakeHost:
 
     def __init__(self, folder: Path, monkeypatch):
         self.folder, self.clock_s, self.own_s = folder, 100.0, 50.0
+        self.groups, self.own_groups = {}, ""
+        monkeypatch.setattr(hardware, "CGROUPS", folder / "cgroup")
         monkeypatch.setattr(hardware, "PROC", folder)
         monkeypatch.setattr(hardware.time, "monotonic", lambda: self.clock_s)
         monkeypatch.setattr(hardware.time, "process_time", lambda: self.own_s)
@@ -441,6 +446,11 @@ class FakeHost:
         (self.folder / "77" / "stat").write_text(f"77 (a ) b) S 1 1 1 0 0 0 0 0 0 0 {ticks} 20 0 1\n")
         user, stolen = round(100 * self.used_s), round(100 * self.stolen_s)
         (self.folder / "stat").write_text(f"cpu  {user} 0 0 4000 50 0 0 {stolen} 0 0\ncpu0 0 0\n")
+        for folder, files in self.groups.items():
+            (self.folder / "cgroup" / folder).mkdir(parents=True, exist_ok=True)
+            for name, text in files.items():
+                (self.folder / "cgroup" / folder / name).write_text(text)
+        (self.folder / "self" / "cgroup").write_text(self.own_groups)
         (self.folder / "pressure").mkdir(exist_ok=True)
         total = round(1e6 * sum(self.waits_s.values()))
         (self.folder / "pressure" / "cpu").write_text(f"some avg10=0.00 avg60=0.00 avg300=0.00 total={total}\n")
@@ -482,6 +492,87 @@ def test_a_window_is_disturbed_where_our_threads_wait_for_other_processes(window
     other_s = window.get("other_s", 0) + window.get("stolen_s", 0)
     assert summary["other_cpu_cores"] == pytest.approx(other_s / window["window_s"], abs=0.011 / window["window_s"])
     assert summary["cpu_pressure"] == pytest.approx(window.get("waited_s", 0) / window["window_s"], abs=1e-3)
+
+
+V1 = "9:cpuset:/a\n4:cpu,cpuacct:/docker/ab\n0::/docker/ab\n"
+CONTROL_GROUPS = [
+    # v2: no group, at the root, in a nested group, above it; v1: none, its own, seen from inside a container.
+    ("", {}, None),
+    ("0::/\n", {".": {"cpu.max": "max 100000\n"}}, None),
+    ("0::/\n", {".": {"cpu.max": "50000 100000\n"}}, 0.5),
+    ("0::/a/b\n", {"a": {"cpu.max": "max 100000\n"}, "a/b": {"cpu.max": "150000 100000\n"}}, 1.5),
+    ("0::/a/b\n", {"a": {"cpu.max": "20000 10000\n"}, "a/b": {"cpu.max": "300000 100000\n"}}, 2.0),
+    ("0::/../../a\n", {"a": {"cpu.max": "250000 100000\n"}}, 2.5),
+    (V1, {"cpu,cpuacct/docker/ab": {"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}}, None),
+    (V1, {"cpu,cpuacct/docker/ab": {"cpu.cfs_quota_us": "20000\n", "cpu.cfs_period_us": "100000\n"}}, 0.2),
+    (V1, {"cpu,cpuacct": {"cpu.cfs_quota_us": "350000\n", "cpu.cfs_period_us": "100000\n"}}, 3.5),
+    (V1, {"cpuset/a": {"cpu.cfs_quota_us": "10000\n", "cpu.cfs_period_us": "100000\n"}}, None),
+]
+
+
+@pytest.mark.parametrize(("own_groups", "groups", "quota"), CONTROL_GROUPS)
+def test_a_cpu_quota_is_seen_wherever_it_is_set(own_groups, groups, quota, tmp_path, monkeypatch):
+    host = FakeHost(tmp_path, monkeypatch)
+    host.own_groups, host.groups = own_groups, groups
+    host.write()
+    assert hardware.cpu_quota() == quota
+    monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda pid: range(10**6, 10**6 + 3))
+    assert hardware.num_usable_cores() == (min(3, max(1, int(quota))) if quota else 3)
+    monkeypatch.setattr(hardware, "detect", lambda: SOME_CPU)
+    (check,) = (check for check in checks() if check.name == "no CPU quota")
+    assert check.present is (quota is None) and (quota is None or check.detail.startswith(f"{quota:.2g} cores"))
+
+
+@pytest.mark.parametrize(
+    ("own_groups", "folder", "line", "per_s"),
+    [
+        ("0::/a/b\n", "a/b", "throttled_usec", 1e6),
+        ("0::/a/b\n", "a", "throttled_usec", 1e6),
+        (V1, "cpu,cpuacct/docker/ab", "throttled_time", 1e9),
+    ],
+)
+@pytest.mark.parametrize(("throttled_s", "disturbed"), [(0.8, True), (0.04, False)])
+def test_a_window_in_which_the_own_quota_stopped_it_is_disturbed(
+    own_groups, folder, line, per_s, throttled_s, disturbed, tmp_path, monkeypatch
+):
+    host = FakeHost(tmp_path, monkeypatch)
+    host.own_groups = own_groups
+    for total_s in (7.0, 7.0 + throttled_s):
+        host.groups = {folder: {"cpu.stat": f"nr_periods 90\nnr_throttled 85\n{line} {round(per_s * total_s)}\n"}}
+        if total_s == 7.0:
+            host.write()
+            monitor = Monitor("cpu").__enter__()
+    host.passes(window_s=1.0, own_s=0.2, waited_s=throttled_s)  # nobody else runs
+    monitor.__exit__()
+    assert monitor.summary["disturbed"] is disturbed
+    if disturbed:
+        assert monitor.summary["disturbed_by"] == "its own CPU quota stopped it 80 % of the time, over all cores"
+
+
+WATCHED = """
+import sys, time
+from labkit.hardware import Monitor
+with Monitor("cpu") as monitor:
+    print("begun", flush=True)
+    sys.stdin.readline()
+    if sys.argv[1] == "computing":  # the interpreter is held, so that no other thread runs
+        sum(range(2 * 10**7))
+print(monitor.summary)
+"""
+
+
+@pytest.mark.parametrize(("what", "said"), [("stopped", "the process was stopped for "), ("computing", "")])
+def test_a_process_that_was_stopped_says_so_and_one_that_computes_does_not(what, said):
+    command = [sys.executable, "-c", WATCHED, what]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout.readline() == "begun\n"
+        if what == "stopped":
+            os.kill(child.pid, signal.SIGSTOP)
+            time.sleep(0.5)
+            os.kill(child.pid, signal.SIGCONT)
+        summary, _ = child.communicate("on\n", timeout=60)
+    assert ("was stopped" in summary) is bool(said), summary
+    assert said in summary and ("'disturbed': True" in summary or not said)
 
 
 def test_a_system_without_counters_says_nothing_of_its_load(tmp_path, monkeypatch):
