@@ -12,6 +12,7 @@ import os
 import re
 import reprlib
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SCHEMA_VERSION = 2
-"""1: every record in full. 2: SHARED stands once per session, and what has its default is left out; a record that names
-no session is of the one whose line stands before it."""
+"""1: every record in full. 2: SHARED stands once per session, and what has its default is left out. A record names its
+session, so that it is of no other, whoever writes to the file; older ones are of the one whose line stands before."""
 
 SHARED = ("notebook", "profile", "device", "machine", "measurement_version", "software", "source", "schema_version")
 """Fields that all records of a session and file share."""
@@ -303,6 +304,8 @@ def _read_object(path: Path, kinds: Mapping[str, Kind]) -> dict[str, Any] | None
 
 
 def _read_bytes(path: Path) -> bytes | None:
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise RecordError(f"{path}: is no file")
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -317,6 +320,8 @@ def check(folder: Path) -> dict[str, list[Record]]:
     Raises RecordError for the first damaged file.
     """
     read_environment(folder)
+    if (folder / "records").is_file():
+        raise RecordError(f"{folder / 'records'}: is no folder")
     found = {}
     for path in sorted((folder / "records").glob("[0-9][0-9]_*.jsonl")):
         found[path.stem] = newest(RecordStore(path).load())
@@ -369,7 +374,7 @@ class RecordStore:
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
-        # The file's state when it was last read or written, and the session of its last line with what it shares.
+        # The file's state when it was last read or written, and by session what its records share.
         self._known: tuple[tuple[int, ...], dict[str, Any]] = (), {}
 
     def append(self, record: Record) -> None:
@@ -377,7 +382,8 @@ class RecordStore:
 
         The first of a session is written together with the line of what they share.
 
-        Raises ValueError or TypeError, before anything is written, for a record that `load` would refuse.
+        Raises ValueError or TypeError, before anything is written, for a record that `load` would refuse; RecordError
+        where it cannot be written.
         """
         content = asdict(record)
         for name in ("metrics", "samples", "timer", "telemetry", "observed"):
@@ -387,15 +393,20 @@ class RecordStore:
         content = _parse(_line(content))
         validate(content)
         shared = {name: content.pop(name) for name in SHARED}
-        header = {"session": content.pop("session"), "shared": shared}
-        own = {name: value for name, value in content.items() if value != _DEFAULTS[name]}
+        session = {"session": content.pop("session")}
+        own = session | {name: value for name, value in content.items() if value != _DEFAULTS[name]}
         if self._known[0] != self.state():  # others have changed it
             self.load()
-        with open(self.path, "ab") as file:
-            file.write((b"" if self._known[1] == header else _line(header)) + _line(own))
-            file.flush()
-            os.fsync(file.fileno())
-        self._known = self.state(), header
+        known = self._known[1]
+        header = b"" if known.get(record.session) == shared else _line(session | {"shared": shared})
+        try:
+            with open(self.path, "ab") as file:
+                file.write(header + _line(own))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise RecordError(f"{self.path}: {record.identity} cannot be written ({error.strerror})") from error
+        self._known = self.state(), known | {record.session: shared}
 
     def state(self) -> tuple[int, ...]:
         """Returns what is another whenever the file is: its size and its time; () without a file."""
@@ -404,12 +415,12 @@ class RecordStore:
     def load(self) -> list[Record]:
         """Returns every record, oldest first.
 
-        A killed run may leave a last line without its newline, which is skipped. Any other line that is not a record
-        raises RecordError with file and line.
+        A killed run may leave a torn last line, which is skipped. Any other line that is not a record raises
+        RecordError with file and line.
         """
-        state, lines = self.state(), (_read_bytes(self.path) or b"").split(b"\n")
+        state, content = self.state(), _read_bytes(self.path) or b""
         records, shared, header = [], {}, {}
-        for number, line in enumerate(lines[:-1], start=1):
+        for number, line in enumerate(content[: len(content) - _num_torn(content)].splitlines(), start=1):
             try:
                 content = _parse(line)
                 if type(content) is dict and "shared" in content:
@@ -423,19 +434,20 @@ class RecordStore:
             except ValueError as error:
                 raise RecordError(f"{self.path}, line {number}: {error}") from error
             records.append(Record(**content))
-        self._known = state, header
+        self._known = state, shared
         return records
 
     def repair(self) -> None:
-        """Cuts off a last line without its newline, so that the next append starts a new line."""
-        if not self.path.exists():
-            return
-        content = self.path.read_bytes()
-        end = content.rfind(b"\n") + 1
-        if end != len(content):
-            with open(self.path, "r+b") as file:
-                file.truncate(end)
-                os.fsync(file.fileno())
+        """Makes the next append start a new line: the last one gets its newline, a torn one goes into a .torn file."""
+        content = _read_bytes(self.path) or b""
+        if num_torn := _num_torn(content):
+            kept = self.path.with_suffix(".torn")
+            print(f"labkit: {self.path} ended in {num_torn} bytes of a torn line, now in {kept.name}", file=sys.stderr)
+            write_bytes_atomic(kept, (_read_bytes(kept) or b"") + content[-num_torn:] + b"\n")
+            os.truncate(self.path, len(content) - num_torn)
+        elif content and not content.endswith((b"\n", b"\r")):
+            with open(self.path, "ab") as file:
+                file.write(b"\n")
 
     @contextlib.contextmanager
     def locked(self, wait_s: float = 30.0) -> Iterator[None]:
@@ -452,11 +464,25 @@ class RecordStore:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
-                except OSError:
+                except BlockingIOError:
                     if time.monotonic() > deadline:
                         raise RecordError(f"{self.path}: another labkit run is writing to it") from None
                     time.sleep(0.1)
+                except OSError as error:  # some network file systems lock nothing
+                    raise RecordError(f"{lock.name}: cannot be locked ({error.strerror})") from error
             yield
+
+
+def _num_torn(content: bytes) -> int:
+    """Returns how many bytes at a file's end are a line that was cut off: neither ended nor begun with a JSON value."""
+    line = [b"", *content.splitlines(keepends=True)][-1]
+    if line.endswith((b"\n", b"\r")):
+        return 0
+    try:
+        json.JSONDecoder().raw_decode(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return len(line)
+    return 0
 
 
 def newest(records: Iterable[Record]) -> list[Record]:

@@ -1,9 +1,12 @@
 """What is written comes back, a killed run costs at most its last line, and nothing damaged is read as data."""
 
+import errno
+import fcntl
 import io
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -142,9 +145,8 @@ def test_what_a_session_shares_stands_once_and_floats_are_rounded(store):
         False,
         True,
         False,
-        True,
         False,
-    ], "a record that names no session is of the one above it"
+    ]
     store.append(replace(written[0], software={"torch": "3.0"}))  # another program in the same session
     assert store.load()[-1].software == {"torch": "3.0"} and store.load()[0].software == SOFTWARE
     metrics = {"median_ms": 1 / 3, "relative_error": 1 / 3}
@@ -173,14 +175,112 @@ def test_a_last_line_torn_at_any_byte_costs_only_itself_and_a_whole_file_stays(s
     if not kept:  # what the session shares is a line of its own
         num_kept_bytes = whole.index(b"\n") + 1
     again = make_record(phase="train_step")
-    for end in range(num_kept_bytes, len(whole)):
+    torn = store.path.with_suffix(".torn")
+    for end in range(num_kept_bytes, len(whole) - 1):
+        torn.unlink(missing_ok=True)
         store.path.write_bytes(whole[:end])
         assert store.load() == kept
         assert store.path.read_bytes() == whole[:end], "reading changed the file"
         store.repair()
         assert store.path.read_bytes() == whole[:num_kept_bytes]
+        assert end == num_kept_bytes or torn.read_bytes() == whole[num_kept_bytes:end] + b"\n", "nothing is deleted"
         store.append(again)
         assert store.load() == [*kept, again]
+
+
+ENDS = {"unix": b"\n", "dos": b"\r\n", "old mac": b"\r"}
+
+
+@pytest.mark.parametrize("has_last", [True, False], ids=["last end", "no last end"])
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+def test_other_line_ends_and_a_missing_last_one_cost_no_record(store, capsys, end, has_last):
+    written = [make_record(), make_record(phase="backward", reason="é")]
+    for record in written:
+        store.append(record)
+    content = end.join(store.path.read_bytes().splitlines()) + (end if has_last else b"")
+    store.path.write_bytes(content)
+    assert RecordStore(store.path).load() == written and store.path.read_bytes() == content
+    store.repair()
+    assert store.path.read_bytes() == content + (b"" if has_last else b"\n") and not capsys.readouterr().err
+    again = make_record(phase="optimizer_step")
+    store.append(again)
+    assert store.load() == [*written, again]
+
+
+def test_what_is_no_record_at_the_end_of_a_file_is_kept_beside_it_and_said(store, capsys):
+    store.append(make_record())
+    whole = store.path.read_bytes()
+    for torn in (b'{"metrics":{"median_ms":1.', b"\x00" * 9):
+        store.path.write_bytes(whole + torn)
+        store.repair()
+        assert store.path.read_bytes() == whole
+        assert f"{store.path} ended in {len(torn)} bytes of a torn line" in capsys.readouterr().err
+    assert store.path.with_suffix(".torn").read_bytes() == b'{"metrics":{"median_ms":1.\n' + b"\x00" * 9 + b"\n"
+
+
+def test_lines_that_run_into_one_another_are_refused_and_left(store):
+    for phase in ("forward", "backward"):
+        store.append(make_record(phase=phase))
+    content = store.path.read_bytes().replace(b"\n", b"")
+    store.path.write_bytes(content)
+    store.repair()
+    for _ in range(2):
+        with pytest.raises(RecordError, match="line 1: not JSON: Extra data"):
+            store.load()
+    assert store.path.read_bytes() == content + b"\n"
+
+
+def test_two_writers_without_a_lock_keep_their_records_apart(store, monkeypatch):
+    monkeypatch.setattr(RecordStore, "state", lambda self: (0,))  # neither sees what the other has written
+    written = [
+        make_record(phase=f"{number}", session="ab"[number % 2], machine="ab"[number % 2]) for number in range(8)
+    ]
+    writers = {"a": RecordStore(store.path), "b": RecordStore(store.path)}
+    for record in written:
+        writers[record.session].append(record)
+    assert store.load() == written
+    assert store.path.read_bytes().count(b"shared") == 2
+
+
+def test_a_record_of_an_older_file_is_of_the_session_above_it(store):
+    store.append(make_record(session="a"))
+    head, line = store.path.read_bytes().splitlines(keepends=True)
+    store.path.write_bytes(head + line.replace(b'"session":"a",', b"") + head.replace(b'"a"', b'"b"')
+                           + line.replace(b'"session":"a",', b""))  # fmt: skip
+    assert [record.session for record in store.load()] == ["a", "b"] and b'"session":"a"' in line
+
+
+@pytest.mark.parametrize(("number", "said"), [(errno.ENOSPC, "No space left on device"), (errno.EDQUOT, "quota")])
+def test_a_record_that_cannot_be_written_is_named(store, monkeypatch, number, said):
+    def full(descriptor):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RecordError, match=rf"{store.path}: .*steps.*forward.* cannot be written \(.*{said}"):
+        store.append(make_record())
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
+def test_a_file_system_without_locks_is_called_that(store, monkeypatch, number):
+    def refused(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    expected = re.escape(f"01_benchmarking.lock: cannot be locked ({os.strerror(number)})")
+    with pytest.raises(RecordError, match=expected), store.locked():
+        pytest.fail("nothing is locked")
+
+
+def test_what_is_no_file_or_no_folder_is_refused_at_once(tmp_path):
+    (tmp_path / "records").write_text("")
+    with pytest.raises(RecordError, match="records: is no folder"):
+        records.check(tmp_path)
+    (tmp_path / "records").unlink()
+    (tmp_path / "records").mkdir()
+    pipe = tmp_path / "records" / "01_benchmarking.jsonl"
+    os.mkfifo(pipe)
+    with pytest.raises(RecordError, match=f"{pipe}: is no file"):
+        records.check(tmp_path)
 
 
 def _json_line(**changes) -> bytes:
