@@ -578,14 +578,15 @@ class Check:
     disables: str = ""
 
 
-def checks() -> list[Check]:
-    """Returns what this machine has and lacks."""
+def checks(nsys_failure: Callable[[], str] = str) -> list[Check]:
+    """Returns what this machine has and lacks; `nsys_failure` says why the nsys that was found is of no use."""
     try:
         import torch
     except ImportError as error:
         return [Check("torch", False, str(error), "measuring anything; `labkit report` still works")]
     device, driver, triton, nsys = detect(), driver_version(), software_versions()["triton"], find_nsys()
     cuda, peaks, quota = device.kind == "cuda", device.peaks, cpu_quota()
+    failure = nsys_failure() if nsys else ""
     compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
     nccl = cuda and torch.distributed.is_available() and torch.distributed.is_nccl_available()
     found = [
@@ -599,7 +600,8 @@ def checks() -> list[Check]:
          "trust in timings of the CPU made now; what the quota stops is marked"),
         ("datasheet peaks", peaks, peaks.source if peaks else "not in the table",
          "utilisation against the datasheet; the measured ceiling remains"),
-        ("nsys", nsys, "found" if nsys else "not found", "Nsight Systems captures; torch.profiler is used"),
+        ("nsys", nsys and not failure, failure or ("found" if nsys else "not found"),
+         "Nsight Systems captures; torch.profiler is used"),
         ("NCCL", nccl, "available" if nccl else "not available",
          "collectives between GPUs; gloo on the CPU remains"),
     ]  # fmt: skip

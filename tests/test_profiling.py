@@ -1,6 +1,7 @@
 """Captures are read as they are: every launch in its range, every kernel in its class, nothing left behind."""
 
 import ast
+import gzip
 import json
 import os
 import random
@@ -415,12 +416,19 @@ def test_operators_own_times_add_up_to_the_outermost_operators(kineto):
     assert busy_ns(table) == pytest.approx(kineto.total_ns, rel=1e-3)
 
 
-def test_a_trace_with_cuda_kernels_is_read_by_correlation(tmp_path):
+def event(cat, name, ts, dur, tid, **args):
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "pid": 1, "tid": tid, "args": args}
+
+
+def write_trace(path: Path, events: list[dict]) -> Path:
+    content = json.dumps({"traceEvents": events}).encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_a_trace_with_cuda_kernels_is_read_by_correlation(tmp_path, name):
     """Kernels launched by autograd's thread, as on a GPU; the operators that launched them are no rows then."""
-
-    def event(cat, name, ts, dur, tid, **args):
-        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "pid": 1, "tid": tid, "args": args}
-
     events = [
         {"ph": "M", "name": "process_name", "pid": 1},
         event("user_annotation", "step 0", 0.0, 100.0, 1),
@@ -435,15 +443,49 @@ def test_a_trace_with_cuda_kernels_is_read_by_correlation(tmp_path):
         event("gpu_memset", "Memset (Device)", 33.0, 1.0, 7, stream=7, correlation=99),
         event("gpu_user_annotation", "forward", 20.0, 8.0, 7),
     ]
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps({"traceEvents": events}))
-    trace = profiling.read_chrome_trace(path)
+    trace = profiling.read_chrome_trace(write_trace(tmp_path / name, events))
     table = launches(trace, PHASES)
     assert trace.source == "kineto" and trace.total_ns == 10_500
     assert table["kind"].tolist() == ["kernel", "kernel", "memset"]
     assert table["phase"].tolist() == ["forward", "backward", OUTSIDE]
     assert table["path"].tolist()[1] == ("step 0", "backward")
     assert table["start_ns"].tolist()[0] == 20_001 and table["duration_ns"].tolist() == [8500, 2000, 1000]
+
+
+@pytest.mark.parametrize("operator", ["cuda_runtime", "cpu_op"])
+def test_a_trace_of_several_ranks_merged_is_refused(tmp_path, operator):
+    """Both ranks count their launches from 1: which kernel is whose cannot be told."""
+    rank = [
+        event("user_annotation", "forward", 0.0, 10.0, 1),
+        event(operator, "launch", 1.0, 1.0, 1, correlation=1),
+        event("kernel", "gemm", 2.0, 3.0, 7, stream=7, correlation=1),
+    ]
+    assert len(profiling.read_chrome_trace(write_trace(tmp_path / "one.json", rank[: -1 if operator == "cpu_op" else 3]
+                                                       )).operations) == 1  # fmt: skip
+    other = [entry | {"pid": 2, "ts": entry["ts"] + 20} for entry in rank]
+    path = write_trace(tmp_path / "both.json", rank + other)
+    check_refused(profiling.read_chrome_trace, path, "holds events of 2 processes; accepted: the trace of one rank")
+
+
+def test_graphs_captured_as_a_whole_are_refused(export):
+    path = export([("a", 1, 15, 20, 30)], [("forward", 1, 10, 20)])
+    with sqlite3.connect(path) as connection:
+        connection.execute('CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE (start, "end", streamId, correlationId)')
+    assert len(read_nsys(path).operations) == 1
+    with sqlite3.connect(path) as connection:
+        connection.executemany("INSERT INTO CUPTI_ACTIVITY_KIND_GRAPH_TRACE VALUES (?, ?, 7, 8)", [(40, 50), (60, 70)])
+    connection.close()
+    check_refused(
+        read_nsys, path, "holds 2 CUDA graphs as a whole, .*; accepted: a capture with --cuda-graph-trace=node"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [("_Z" + "9" * 5000, "9" * 96), ("_Z99999f", "f"), *((name, name) for name in ("<lambda>", "(anonymous)", "::"))],
+)
+def test_names_that_no_compiler_made_have_a_short_name_too(name, short):
+    assert profiling.short_name(name) == short
 
 
 @pytest.mark.parametrize(
@@ -453,9 +495,10 @@ def test_a_trace_with_cuda_kernels_is_read_by_correlation(tmp_path):
         ("[]", "is no trace of torch.profiler"),
         ("{}", "is no trace of torch.profiler"),
         ('{"traceEvents": []}', "holds no event"),
-        ('{"traceEvents": [{"ph": "X", "cat": "user_annotation", "name": "a", "ts": 1, "dur": 1, "tid": 1}]}',
+        ('{"traceEvents": [{"ph": "X", "cat": "user_annotation", "name": "a", "ts": 1, "dur": 1, "pid": 1, "tid": 1}]}',
          "holds neither a CUDA kernel nor a CPU operator"),
-        ('{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "a", "ts": 1, "dur": 1, "tid": 1}]}', "holds no range"),
+        ('{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "a", "ts": 1, "dur": 1, "pid": 1, "tid": 1}]}',
+         "holds no range"),
     ],
 )  # fmt: skip
 def test_a_trace_that_is_none_is_an_error_that_names_the_file(tmp_path, content, message):
@@ -652,6 +695,23 @@ def test_a_capture_that_fails_says_what_is_missing(fake, tmp_path):
     (fake / "export.sqlite").unlink()
     with pytest.raises(ProfileError, match="nsys export left no SQLite file"):
         Nsys.find().capture(command, timeout_s=60)
+
+
+@pytest.mark.parametrize(
+    ("leaves", "failure"),
+    [(".nsys-rep", ""), ("", "nsys left no report: else: Importer error status: Importation failed.")],
+)
+def test_an_nsys_that_cannot_read_its_captures_is_not_used(fake, capsys, leaves, failure):
+    (fake / "leaves").write_text(leaves)
+    Nsys.usable.cache_clear()
+    nsys = Nsys.usable()
+    Nsys.usable.cache_clear()
+    assert Nsys.find().failure() == failure and (nsys is None) is bool(failure)
+    assert capsys.readouterr().err == (
+        f"labkit: torch.profiler takes the place of nsys: {failure}\n" if failure else ""
+    )
+    (check,) = (one for one in profiling.hardware.checks(Nsys.find().failure) if one.name == "nsys")
+    assert (check.present, check.detail) == (not failure, failure or "found")
 
 
 def test_a_capture_that_takes_too_long_is_stopped_with_all_that_it_started(fake, tmp_path):

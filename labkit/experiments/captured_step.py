@@ -187,7 +187,7 @@ def nsys_line(case: Sequence[str], output: Path) -> str:
 def keep_capture(case: Sequence[str], output: Path) -> Path:
     """Captures a case as `run_step` takes it by nsys, else by torch.profiler; returns the file. Raises as they do."""
     device = hardware.detect()
-    nsys = Nsys.find() if device.kind == "cuda" else None
+    nsys = Nsys.usable() if device.kind == "cuda" else None
     kept = {"keep": output.with_name(output.name + (".nsys-rep" if nsys else ".json")), "stacks": True}
     if nsys:
         nsys.capture([sys.executable, "-m", __name__, *case], timeout_s=600.0, **kept)

@@ -109,7 +109,7 @@ def is_timeline(parameters: dict) -> bool:
 
 def _run_profiles(device: hardware.Device, case: ProfiledCase, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
     freeze_modules()
-    nsys = Nsys.find() if device.kind == "cuda" else None
+    nsys = Nsys.usable() if device.kind == "cuda" else None
     with contextlib.nullcontext() if nsys else workload(device, case) as live:
         for phase in case.phases:
             yield phase, functools.partial(_profiled, nsys, device, live, case, phase)

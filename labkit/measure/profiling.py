@@ -21,6 +21,7 @@ were launched in it (its "projection"), since on the host a range ends when the 
 
 import contextlib
 import functools
+import gzip
 import hashlib
 import json
 import os
@@ -30,6 +31,7 @@ import shutil
 import signal
 import sqlite3
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -133,7 +135,7 @@ def short_name(name: str) -> str:
     computed = re.findall(r"\w*Functor\w*|\w+_functor\b|\w+Ops\b|\w+_kernel(?:_cuda|_impl|_gpu)?\b", arguments)
     kept = [word for word in dict.fromkeys(computed) if word != base and not re.match("gpu_kernel|launch_", word)][:2]
     kept += dict.fromkeys(re.findall(r"\b(?:c10::)?(BFloat16|Half)\b", arguments))
-    return (f"{base}[{':'.join(kept)}]" if kept else base)[:96]
+    return (f"{base}[{':'.join(kept)}]" if kept else base or name)[:96]
 
 
 def distinct_names(names: Iterable[str]) -> dict[str, str]:
@@ -147,7 +149,7 @@ def distinct_names(names: Iterable[str]) -> dict[str, str]:
 def _mangled_identifiers(name: str) -> list[str]:
     """Returns the namespaces and the function of a mangled C++ name, without template arguments."""
     found, position = [], len("_ZN") if name.startswith("_ZN") else len("_Z")
-    while match := re.compile(r"\d+").match(name, position):
+    while match := re.compile(r"\d{1,6}").match(name, position):
         begin, length = match.end(), int(match.group())
         found.append(name[begin : begin + length])
         position = begin + length
@@ -201,6 +203,7 @@ _NSYS_TABLES = {
     "CUPTI_ACTIVITY_KIND_MEMCPY": _OF_DEVICE,
     "CUPTI_ACTIVITY_KIND_MEMSET": _OF_DEVICE,
 }
+_GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
 _MISSING_TABLE = {
     "StringIds": "is no export of Nsight Systems",
     "CUPTI_ACTIVITY_KIND_KERNEL": "holds no kernel",
@@ -247,6 +250,11 @@ def _checked_tables(connection: sqlite3.Connection, path: Path) -> set[str]:
     if state != ("ok",):
         raise ProfileError(f"{path} cannot be read as SQLite: {_one_line(state)}")
     tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if _GRAPHS in tables and (num_whole := connection.execute(f"SELECT COUNT(*) FROM {_GRAPHS}").fetchone()[0]):
+        raise ProfileError(
+            f"{path} holds {num_whole} CUDA graphs as a whole, without their kernels; accepted: a capture "
+            "with --cuda-graph-trace=node"
+        )
     for table, columns in _NSYS_TABLES.items():
         if table not in tables:
             if table in _MISSING_TABLE:
@@ -325,6 +333,7 @@ def _read_tables(
 
 
 _RANGES_OF_TORCH = r"Optimizer\.|ProfilerStep#"
+_OF_A_PROCESS = ("user_annotation", "cpu_op", "cuda_runtime", "cuda_driver")
 _CHROME_KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
 
 
@@ -332,7 +341,7 @@ def read_chrome_trace(path: Path | str, version: str = "") -> Trace:
     """Returns what a trace exported by torch.profiler holds: its CUDA kernels, or its CPU operators if it has none.
 
     Args:
-        path: of the JSON file that `export_chrome_trace` wrote.
+        path: of the JSON file that `export_chrome_trace` wrote, or of a gzip of it; of one process.
         version: of torch, for the Trace.
 
     Raises:
@@ -340,18 +349,22 @@ def read_chrome_trace(path: Path | str, version: str = "") -> Trace:
     """
     path = Path(path)
     try:
-        events = json.loads(path.read_bytes())["traceEvents"]
+        content = path.read_bytes()
+        events = json.loads(gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content)["traceEvents"]
         events = pd.DataFrame([event for event in events if event.get("ph") == "X"])
         if events.empty:
             raise ProfileError(f"{path} holds no event")
         for name, thread in zip(events["name"], events["tid"], strict=True):
             if not isinstance(name, str) or not isinstance(thread, int | str):
                 raise ValueError(f"an event has the name {str(name)[:60]!r} and the thread {str(thread)[:60]!r}")
+        # Each process counts the launches anew, and no kernel says whose it is.
+        if (num_processes := events["pid"][events["cat"].isin(_OF_A_PROCESS)].nunique()) > 1:
+            raise ProfileError(f"{path} holds events of {num_processes} processes; accepted: the trace of one rank")
         ranges, operations = _chrome_ranges(events), _chrome_kernels(events)
         on_device = len(operations) > 0
         if not on_device:
             operations = _cpu_operators(events)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+    except (OSError, EOFError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise ProfileError(f"{path} is no trace of torch.profiler: {type(error).__name__}: {error}") from error
     if operations.empty:
         raise ProfileError(f"{path} holds neither a CUDA kernel nor a CPU operator")
@@ -631,6 +644,23 @@ class Nsys:
         importers = sorted(Path(path).resolve().parent.parent.glob("*/QdstrmImporter"))
         return cls(path, version.group() if version else "", str(importers[0]) if importers else None)
 
+    @classmethod
+    @functools.cache
+    def usable(cls) -> "Nsys | None":
+        """Returns what `find` does, None also where its captures cannot be read; stderr then says why."""
+        nsys = cls.find()
+        if failure := nsys and nsys.failure():
+            print(f"labkit: torch.profiler takes the place of nsys: {failure}", file=sys.stderr)
+        return None if failure else nsys
+
+    def failure(self) -> str:
+        """Returns why a capture of an empty program cannot be made, imported and exported; "" if it can."""
+        try:
+            self.capture([sys.executable, "-c", "pass"], timeout_s=60.0, reads=False)
+        except (ProfileError, TimeoutError) as error:
+            return str(error)
+        return ""
+
     def capture(
         self,
         command: Sequence[str],
@@ -639,7 +669,8 @@ class Nsys:
         variables: Mapping[str, str] | None = None,
         keep: Path | None = None,
         stacks: bool = False,
-    ) -> Trace:
+        reads: bool = True,
+    ) -> Trace | None:
         """Runs `command` under nsys and returns what was captured.
 
         Args:
@@ -647,6 +678,7 @@ class Nsys:
             timeout_s: for the program, the import and the export together.
             variables: added to the allow-listed environment.
             keep: where the capture (.nsys-rep) is kept; None deletes it. stacks: with call stacks if nsys can.
+            reads: False to return None without reading it, since an empty program launches nothing.
 
         Raises:
             TimeoutError: it took longer; every process that it started has been ended.
@@ -679,7 +711,7 @@ class Nsys:
             said = bounded([self.path, *arguments], tools)
             if not export.exists():
                 raise ProfileError(f"nsys export left no SQLite file: {_last_line(said)}")
-            return read_nsys(export, self.version)
+            return read_nsys(export, self.version) if reads else None
 
 
 def _last_line(text: str) -> str:
