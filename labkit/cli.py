@@ -1,9 +1,9 @@
 """The command line. Heavy packages load only inside the command that needs them."""
 
-import contextlib
 import logging
 import os
 import re
+import shlex
 import sys
 import time
 from collections import Counter
@@ -133,7 +133,8 @@ def run(
     start = time.monotonic()
     failures, executed = {}, {}
     try:
-        for name in _progress(names):
+        for name in names:
+            print(f"\n{name}", file=sys.stderr)
             values = {
                 **parameters[name],
                 "device": device.slug,
@@ -156,8 +157,12 @@ def run(
     from labkit.report import render
 
     written, to = [], output.resolve() if output else None
-    with contextlib.suppress(RequestError):  # nothing was recorded
+    try:
         written = render.rebuild(device.slug, output=to, top_level=device.slug == REFERENCE_DEVICE, measured=executed)
+    except RequestError:  # nothing was recorded
+        pass
+    except (notebooks.NotebookError, records.RecordError) as error:  # beside what may have failed before it
+        failures["report"] = f"no report: {error}"
     _summary(folders, failures, time.monotonic() - start)
     for headline in _headlines(executed):
         print(headline)
@@ -211,15 +216,6 @@ def _headlines(executed: Mapping[str, Any]) -> list[str]:
         lines = [line for text in texts for line in text.splitlines() if re.match(r"- (?!⚠)", line)]
         found.append([re.sub(r"\*\*|`", "", line[2:]) for line in lines])
     return [line for rank in zip_longest(*found) for line in rank if line][:NUM_HEADLINES]
-
-
-def _progress(names: list[str]):
-    from tqdm import tqdm
-
-    bar = tqdm(names, desc="notebooks", unit="notebook", file=sys.stderr, disable=len(names) < 2)
-    for name in bar:
-        print(f"\n{name}", file=sys.stderr)
-        yield name
 
 
 def _writable(output: Path | None) -> Path:
@@ -290,20 +286,21 @@ def compare(
 ) -> None:
     """Show how well sessions of the same commit (`labkit run --fresh`) agree, each kind of time apart."""
     from labkit import notebooks
-    from labkit.records import RecordStore, folder_of
+    from labkit.records import RecordStore, check_measured, folder_of
     from labkit.report import sessions as report
     from labkit.report.tables import to_markdown
 
     if not sessions:
         raise RequestError("say what to compare: --sessions")
     root, slug = (output or FIGURES).resolve(), _slug(device)
+    check_measured(slug, root)
     names = [notebooks.resolve(notebook)] if notebook else notebooks.names()
     chapters = {name: RecordStore(folder_of(root, slug, name) / "records" / f"{name}.jsonl").load() for name in names}
     found = report.differences(chapters)
     tables = [report.table_sessions(chapters), report.table_agreement(found), report.table_worst(found)]
     print("\n\n".join(to_markdown(table) for table in tables if len(table)))
     if found.empty:
-        print("No commit has a row of two sessions." if any(chapters.values()) else f"No records in {root / slug}.")
+        print("No commit has a row of two sessions.")
     if check and report.failed(found):
         sys.exit(1)
 
@@ -331,7 +328,8 @@ def profile(
         sys.exit(1)
     print(f"Capture: {path} (open it {'at ui.perfetto.dev' if path.suffix == '.json' else 'in Nsight Systems'})")
     print(f"By hand: {captured_step.nsys_line(case, output)}")
-    print(f"Its kernels: nsys stats --report cuda_gpu_kern_sum,nvtx_gpu_proj_sum {output}.nsys-rep")
+    capture = shlex.quote(f"{output}.nsys-rep")
+    print(f"Its kernels: nsys stats --report cuda_gpu_kern_sum,nvtx_gpu_proj_sum {capture}")
     print("A capture holds every environment variable of its process: do not publish one that you made by hand.")
 
 
@@ -348,6 +346,12 @@ def doctor() -> None:
     """Show what this machine has and lacks, and what each lack disables."""
     from labkit import hardware
 
-    for check in hardware.checks():
+    def nsys_failure() -> str:
+        from labkit.measure.profiling import Nsys
+
+        nsys = Nsys.find()
+        return nsys.failure() if nsys else "it does not start"
+
+    for check in hardware.checks(nsys_failure):
         line = f"{'ok  ' if check.present else 'no  '}{check.name}: {check.detail}"
         print(line + (f"  (disables: {check.disables})" if check.disables else ""))

@@ -40,9 +40,11 @@ class Line(NamedTuple):
 
 
 def fit_line(num_bytes: Sequence[float], seconds: Sequence[float]) -> Line:
-    """Returns the α–β line of least squared relative residuals; ValueError below two different sizes."""
+    """Returns the α–β line of least squared relative residuals; ValueError below two sizes, or for a time of 0."""
     if len(set(num_bytes)) < 2 or len(num_bytes) != len(seconds):
         raise ValueError(f"{len(set(num_bytes))} sizes for {len(seconds)} times; accepted: 2 and more, one time each")
+    if not np.min(seconds) > 0:
+        raise ValueError(f"{np.min(seconds)} seconds; accepted: above 0")
     x, t = np.asarray(num_bytes), np.asarray(seconds)
     slope, alpha = np.polyfit(x, t, 1, w=1 / t).tolist()
     residuals = tuple(((t - alpha - slope * x) / t).tolist())

@@ -29,8 +29,11 @@ class NotebookError(Exception):
 
 
 def names() -> list[str]:
-    """Returns the names of all notebooks, in order: ["01_benchmarking", …]."""
-    return sorted(path.stem for path in NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
+    """Returns the names of all notebooks, in order: ["01_benchmarking", …]; RequestError where they are not at hand."""
+    found = sorted(path.stem for path in NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
+    if not found:
+        raise RequestError(f"no notebooks in {NOTEBOOKS}; install a clone of labkit's repository by `pip install -e .`")
+    return found
 
 
 def resolve(name: str) -> str:
@@ -195,6 +198,14 @@ def execute(name: str, values: Mapping[str, Any], *, lessons: bool = False, show
     """
     import nbclient.exceptions
     import papermill
+    from jupyter_client.kernelspec import KernelSpecManager
+    from jupyter_client.manager import AsyncKernelManager
+
+    class ThisPython(AsyncKernelManager):
+        """Starts this Python: a kernel spec of the same name may be another environment's."""
+
+        def _kernel_spec_manager_default(self) -> KernelSpecManager:
+            return KernelSpecManager(kernel_dirs=[])
 
     guard.move_temporary_files()  # of the kernel: it is ended too fast to remove them
     os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # the kernel's debugger warns about frozen modules
@@ -205,6 +216,7 @@ def execute(name: str, values: Mapping[str, Any], *, lessons: bool = False, show
             None,  # no file: papermill would write all of it before and after every cell
             parameters=dict(values),
             kernel_name="python3",
+            kernel_manager_class=ThisPython,
             progress_bar=False,
             execution_timeout=CELL_TIMEOUT_S,
             stdout_file=stream,

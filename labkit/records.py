@@ -20,6 +20,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from labkit.configs import RequestError
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -341,7 +343,15 @@ def folder_of(root: Path, device: str, notebook: str) -> Path:
 
 def measured_devices(root: Path) -> list[str]:
     """Returns the slugs of the devices that have records under `root`."""
-    return sorted({path.parent.parent.name for path in root.glob("*/records/*.jsonl")})
+    return sorted({path.parent.parent.name for path in root.glob("*/records/*.jsonl") if path.stat().st_size})
+
+
+def check_measured(device: str, root: Path) -> None:
+    """Raises RequestError, naming those that have, where neither `device` nor several of it have records in `root`."""
+    known = measured_devices(root)
+    if not any(re.fullmatch(rf"(\d+x-)?{re.escape(str(device))}", name) for name in known):
+        measured = ", ".join(known) or "none"
+        raise RequestError(f"nothing has been measured on {str(device)[:80]!r} in {root}; measured: {measured}")
 
 
 def write_bytes_atomic(path: Path, content: bytes) -> Path:

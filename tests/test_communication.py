@@ -139,3 +139,9 @@ def test_memory_by_stage_and_traffic_by_scheme():
 def test_unknown_names_are_refused_with_the_accepted_ones(call):
     with pytest.raises(ValueError, match="accepted: "):
         call()
+
+
+@pytest.mark.parametrize("seconds", [(0.0, 1.0), (1.0, -1.0), (math.nan, 1.0), (1.0, math.nan)])
+def test_no_line_is_fitted_to_a_time_that_is_none(seconds):
+    with pytest.raises(ValueError, match="seconds; accepted: above 0"):
+        fit_line((1, 2), seconds)

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from typer.testing import CliRunner
 
 from labkit import cli, hardware, notebooks
 from labkit.configs import COMPILE_PHASES, FIGURES, REFERENCE_DEVICE, STEP_PHASES, WARMUP_PHASES, RequestError
-from labkit.experiments import open_session
+from labkit.experiments import captured_step, open_session
 from labkit.records import Record, RecordStore, check, folder_of
 from labkit.report import render
 
@@ -206,7 +207,7 @@ def test_a_session_takes_lists_as_plain_papermill_hands_them_over(tmp_path):
 def test_this_device_and_the_profile_auto_are_those_of_the_machine(tmp_path):
     session = session_of(tmp_path, profile="auto")
     assert (session.slug, session.profile) == (HERE, hardware.detect().default_profile)
-    session.store.path.touch()
+    session.store.append(session._record(session.cases[0], "operator", "skipped"))
     assert session_of(tmp_path, measure=False).slug == HERE
 
 
@@ -392,9 +393,10 @@ def refused(monkeypatch, capsys):
         (["run", "-p", "measure=False"], "-p measure= is not accepted: `labkit run` always measures"),
         (["run", "-p", "output=/tmp"], "-p output= is not accepted: use --output DIR"),
         (["run", "-p", "fresh=false"], "-p fresh= is not accepted: use --fresh"),
-        (["report", "--device", "a" * 5000], f"nothing has been measured on '{'a' * 80}' in"),
         (["run", "-p", "colour=red"], "unknown parameter 'colour' of 01_benchmarking; accepted: device"),
-        (["report", "--device", "abacus"], "nothing has been measured on 'abacus'"),
+        *(([*command, "--device", device], f"nothing has been measured on {device[:80]!r} in")
+          for command in (["report"], ["compare", "--sessions"])
+          for device in ("abacus", "", ".", "..", "../abacus", "a/../b", "/", "a" * 5000, "*", "nvidia-h20?")),
     ],
 )  # fmt: skip
 def test_refused_before_anything_runs(arguments, message, tmp_path, refused):
@@ -402,6 +404,67 @@ def test_refused_before_anything_runs(arguments, message, tmp_path, refused):
     assert code == 2 and message in said, said
     assert len(said.splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_path_to_records_elsewhere_is_no_device(tmp_path, refused):
+    outside, output = tmp_path / "outside" / "cpu-x", tmp_path / "figures"
+    for folder in (outside, output / "cpu-x"):
+        (folder / "records").mkdir(parents=True)
+        store = RecordStore(folder / "records" / "01_benchmarking.jsonl")
+        store.append(Record("01_benchmarking", "steps", {}, "forward", "cpu-x", 1, status="oom"))
+    for device in ("../outside/cpu-x", outside):
+        for command in (["report"], ["compare", "--sessions"]):
+            code, said = refused(*command, "--device", device, "--output", output)
+            assert code == 2 and said.endswith("measured: cpu-x\n") and len(said.splitlines()) == 1
+    assert [path.name for path in outside.iterdir()] == ["records"]
+
+
+def test_an_empty_file_of_records_is_no_measurement(tmp_path, refused):
+    (tmp_path / "abacus" / "records").mkdir(parents=True)
+    (tmp_path / "abacus" / "records" / "01_benchmarking.jsonl").touch()
+    code, said = refused("report", "--device", "abacus", "--output", tmp_path)
+    assert code == 2 and said.endswith("measured: none\n")
+
+
+@pytest.mark.parametrize("command", [["run"], ["report"], ["compare", "--sessions"]])
+def test_an_installation_without_notebooks_measures_nothing_and_says_so(command, tmp_path, monkeypatch, refused):
+    monkeypatch.setattr(notebooks, "NOTEBOOKS", tmp_path / "site-packages" / "notebooks")
+    code, said = refused(*command, "--output", tmp_path if command == ["run"] else FIGURES)
+    assert code == 2 and "install a clone of labkit's repository by `pip install -e .`" in said
+    assert len(said.splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
+def test_a_kernel_spec_of_the_same_name_is_not_used(written, tmp_path, monkeypatch):
+    spec = {"argv": ["/bin/false"], "display_name": "Python 3", "language": "python"}
+    (tmp_path / "kernels" / "python3").mkdir(parents=True)
+    (tmp_path / "kernels" / "python3" / "kernel.json").write_text(json.dumps(spec))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    notebook = notebooks.execute(written("import sys; sys.executable"), {})
+    (shown,) = notebook.cells[-1].outputs
+    assert shown["data"]["text/plain"] == repr(sys.executable)
+
+
+def test_what_failed_before_the_report_did_is_said_too(tmp_path, monkeypatch, refused):
+    def failing(reason):
+        def fail(*_, **__):
+            raise notebooks.NotebookError(reason)
+
+        return fail
+
+    monkeypatch.setattr(cli, "_run_notebook", failing("01_benchmarking: the first"))
+    monkeypatch.setattr(render, "rebuild", failing("the second"))
+    code, said = refused("run", "01", "--profile", "smoke", "--output", tmp_path)
+    assert code == 1
+    assert said.endswith("labkit: 01_benchmarking: the first\nlabkit: no report: the second\n")
+
+
+def test_what_is_printed_to_be_pasted_is_quoted(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(captured_step, "keep_capture", lambda case, output: output)
+    output = tmp_path / "my cap; touch x"
+    cli.profile("small", 512, "bf16", "eager", "train_step", output)
+    by_hand, kernels = (line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()[1:3])
+    assert f"--output={output}" in shlex.split(by_hand)
+    assert shlex.split(kernels)[-1] == f"{output}.nsys-rep"
 
 
 @pytest.mark.parametrize(

@@ -533,3 +533,15 @@ def test_a_graph_that_is_timed_again_keeps_no_more_memory():
 
     first = held_after_timing()
     assert [held_after_timing() for _ in range(3)] == [first] * 3
+
+
+def test_a_time_of_nothing_is_no_time(monkeypatch):
+    """As where a clock does not tell two moments apart."""
+    monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: 5.0))
+    for measure in (
+        lambda: time_callable(list, device_kind="cpu", max_samples=10),
+        lambda: compare({"a": list, "b": list}, baseline="a", device_kind="cpu", num_rounds=2),
+    ):
+        with pytest.raises(ValueError, match=r"a sample of 0\.0 ms: shorter than the clock tells"):
+            measure()
+    assert math.isnan(median_half_width([0.0, 0.0, 0.0]))

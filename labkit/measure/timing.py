@@ -63,8 +63,15 @@ class Timing:
 
     @classmethod
     def of(cls, samples: Sequence[tuple], method: str, num_warmup: int, stop_reason: str) -> "Timing":
-        """Returns the Timing of samples as the samplers give them: device time, host's and launch's where known."""
+        """Returns the Timing of samples as the samplers give them: device time, host's and launch's where known.
+
+        Raises ValueError for a time that is not positive.
+        """
         device_ms, *others = zip(*samples, strict=True)
+        if min(device_ms) <= 0:
+            raise ValueError(
+                f"a sample of {min(device_ms)} ms: shorter than the clock tells; time several calls as one"
+            )
         return cls(device_ms, method, num_warmup, stop_reason, *others)
 
     @property
@@ -113,13 +120,13 @@ def median_half_width(samples: Sequence[float]) -> float:
     """Returns half of the median's distribution-free 95 % interval, as a fraction of the median.
 
     The interval runs between two order statistics chosen by the binomial distribution. Below six samples no pair
-    reaches 95 % and the whole range is taken; for a single sample it is infinite.
+    reaches 95 % and the whole range is taken; for a single sample it is infinite, around 0 not a number.
     """
     if len(samples) < 2:
         return math.inf
     ordered = sorted(samples)
     rank = _median_interval_rank(len(ordered))
-    return (ordered[-1 - rank] - ordered[rank]) / 2 / statistics.median(ordered)
+    return (ordered[-1 - rank] - ordered[rank]) / 2 / (statistics.median(ordered) or math.nan)
 
 
 def synchronize(device_kind: str) -> None:

@@ -12,7 +12,7 @@ import pandas as pd
 
 from labkit import notebooks
 from labkit.configs import FIGURES, REFERENCE_DEVICE, REPOSITORY, RequestError
-from labkit.records import check, folder_of, measured_devices, read_done, write_text_atomic
+from labkit.records import check, check_measured, folder_of, measured_devices, read_done, write_text_atomic
 from labkit.report import front, page
 from labkit.report.chapter import FIGURE_METADATA, Chapter
 
@@ -47,14 +47,11 @@ def rebuild(
         NotebookError: a notebook failed.
     """
     root = output or FIGURES
+    check_measured(device, root)
     folder = root / device
     folders = {name: folder_of(root, device, name) for name in notebooks.names()}
-    known = measured_devices(root)
-    read = {each: check(each) if each.name in known else {} for each in {folder, *folders.values()}}
+    read = {each: check(each) for each in {folder, *folders.values()}}
     records = read[folder] | {name: read[each][name] for name, each in folders.items() if name in read[each]}
-    if not any(records.values()):
-        measured_here = ", ".join(known) or "none"
-        raise RequestError(f"nothing has been measured on {device[:80]!r} in {root}; measured: {measured_here}")
     if save_notebooks and device != REFERENCE_DEVICE:
         raise RequestError(f"the notebooks show {REFERENCE_DEVICE!r}; their outputs cannot be of {device!r}")
     executed = dict(measured or {})
