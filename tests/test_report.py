@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import conftest
 import matplotlib
 import numpy as np
 import pandas as pd
@@ -17,7 +18,7 @@ import pytest
 
 from labkit import notebooks
 from labkit.configs import FIGURES, LAUNCH_BOUND, PHASES, REFERENCE_DEVICE, REPOSITORY, SIZES
-from labkit.records import Record, RecordError, RecordStore, folder_of, newest
+from labkit.records import Record, RecordError, RecordStore, folder_of, measured_devices, newest
 from labkit.report import benchmarking as report
 from labkit.report import figures, findings, forms, front, render, tables, verdicts
 from labkit.report.chapter import Chapter
@@ -413,11 +414,15 @@ def test_unfinished_and_incomplete_runs_are_said_to_be(folder):
     assert "did not run to its end" in render._not_finished(folder, NOTEBOOK)
 
 
-@pytest.fixture(scope="module")
-def rebuilt(tmp_path_factory):
-    """The reference device's report, figures and tables made anew from its records; returns the devices' folder."""
+DEVICES = [device for device in measured_devices(FIGURES) if not re.match(r"\d+x-", device)]
+"""What several of a device measured together belongs to its report."""
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def rebuilt(request, tmp_path_factory):
+    """A device's report, figures, tables and notebooks made anew from its records; returns its slug and their folder."""
     target = tmp_path_factory.mktemp("figures")
-    for source in {folder_of(FIGURES, REFERENCE_DEVICE, name) for name in notebooks.names()}:
+    for source in {folder_of(FIGURES, request.param, name) for name in notebooks.names()}:
         shutil.copytree(source / "records", target / source.name / "records")
         shutil.copy(source / "environment.json", target / source.name)
     code = (
@@ -427,32 +432,60 @@ def rebuilt(tmp_path_factory):
         "print([name for name in ('torch', 'triton', 'papermill') if name in sys.modules])\n"
         "print(f'report of all chapters: {used.ru_utime + used.ru_stime:.1f} s of CPU time')\n"
     )
-    command = [sys.executable, "-c", code, REFERENCE_DEVICE, str(target)]
+    command = [sys.executable, "-c", code, request.param, str(target)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     (target / "log").write_text(run.stdout)
-    return target
+    return request.param, target
 
 
 def test_a_report_is_rebuilt_without_torch_and_without_a_kernel(rebuilt):
-    loaded, used = (rebuilt / "log").read_text().splitlines()
+    loaded, used = (rebuilt[1] / "log").read_text().splitlines()
     print(used)
     assert loaded == "[]"
 
 
-def made(root: Path) -> dict[str, Path]:
-    folders = {folder_of(root, REFERENCE_DEVICE, name) for name in notebooks.names()}
-    names = [path for folder in folders for path in (*folder.glob("*.svg"), *folder.glob("tables/*.csv"))]
-    return {str(path.relative_to(root)): path for path in (*names, root / REFERENCE_DEVICE / "report.md")}
+MADE = ("*.svg", "*.ipynb", "tables/*.csv", "report.md")
+
+
+def made(root: Path, device: str) -> dict[str, Path]:
+    folders = {root / device, *(folder_of(root, device, name) for name in notebooks.names())}
+    paths = [path for folder in folders for pattern in MADE for path in folder.glob(pattern)]
+    return {str(path.relative_to(root)): path for path in paths}
 
 
 def test_committed_report_figures_and_tables_are_those_of_the_committed_records(rebuilt):
     """A stale sentence, figure or table is found here, and a file that nothing makes any more."""
-    committed, fresh = made(FIGURES), made(rebuilt)
-    assert committed.keys() == fresh.keys()
+    device, folder = rebuilt
+    committed, fresh = made(FIGURES, device), made(folder, device)
+    assert committed.keys() == fresh.keys() and f"{device}/report.md" in fresh
     stale = [name for name in fresh if committed[name].read_bytes() != fresh[name].read_bytes()]
-    assert not stale, f"run `labkit report` (with matplotlib {matplotlib.__version__})"
-    text = fresh[f"{REFERENCE_DEVICE}/report.md"].read_text(encoding="utf-8").replace("](../", "](figures/")
+    assert not stale, f"run `labkit report --device {device}` (with matplotlib {matplotlib.__version__})"
+
+
+def test_every_committed_file_of_figures_is_compared_with_what_is_made():
+    compared = {name for device in DEVICES for name in made(FIGURES, device)}
+    others = {str(path.relative_to(FIGURES)) for path in FIGURES.rglob("*") if path.is_file()} - compared
+    assert {name for name in others if not re.search(r"/(records/|environment\.json$|report\.html$)", name)} == set()
+
+
+@pytest.mark.parametrize("name", notebooks.names()[:1] + list(conftest.more(*notebooks.names()[1:])))
+def test_the_images_that_a_notebook_holds_are_those_of_the_committed_records(name):
+    """The reference device's executed notebooks are those in notebooks/; nbval compares no image."""
+    held, shown = (
+        [
+            output["data"]["image/png"].strip()
+            for cell in notebooks.without_lessons(notebook).cells
+            for output in cell.get("outputs", [])
+            if "image/png" in output.get("data", {})
+        ]
+        for notebook in (notebooks.read(name), notebooks.show(name, {}))
+    )
+    assert held and held == shown, "run `labkit report --save-notebooks`"
+
+
+def test_the_top_level_report_is_that_of_the_reference_device():
+    text = (FIGURES / REFERENCE_DEVICE / "report.md").read_text(encoding="utf-8").replace("](../", "](figures/")
     top = (REPOSITORY / "report.md").read_text(encoding="utf-8")
     assert top == re.sub(r"\]\(((\d\d|front)_|tables/)", rf"](figures/{REFERENCE_DEVICE}/\1", text)
 
