@@ -242,6 +242,15 @@ def _check_values(name: str, value: Any) -> None:
     raise ValueError(f"field {name} is nested more than {MAX_DEPTH} deep")
 
 
+_MARKUP = re.compile(rb"(?i)[<>`]|\](?=\()|\\(?:u00(?:[01].|28|3[ce]|5[cd]|60)|[nrt\\])")
+"""In JSON, also written as numbers: <, >, `, a link's ](, line ends and other control characters, backslashes."""
+
+
+def _plain(text: bytes) -> bytes:
+    """Returns JSON with a quote mark for all in its texts that Markdown or HTML would not show as it is."""
+    return _MARKUP.sub(b"'", text)
+
+
 def _parse(text: bytes) -> Any:
     """Returns the JSON value in UTF-8 `text`; raises ValueError where there is none."""
     try:
@@ -297,7 +306,7 @@ def _read_object(path: Path, kinds: Mapping[str, Kind]) -> dict[str, Any] | None
     if (text := _read_bytes(path)) is None:
         return None
     try:
-        content = _parse(text)
+        content = _parse(_plain(text))
         check_fields(content, kinds)
         _check_values("at the top", content)
     except ValueError as error:
@@ -343,7 +352,8 @@ def folder_of(root: Path, device: str, notebook: str) -> Path:
 
 def measured_devices(root: Path) -> list[str]:
     """Returns the slugs of the devices that have records under `root`."""
-    return sorted({path.parent.parent.name for path in root.glob("*/records/*.jsonl") if path.stat().st_size})
+    names = {path.parent.parent.name for path in root.glob("*/records/*.jsonl") if path.stat().st_size}
+    return sorted(name for name in names if re.fullmatch(r"[\w.-]+", name))
 
 
 def check_measured(device: str, root: Path) -> None:
@@ -422,13 +432,14 @@ class RecordStore:
         """Returns what is another whenever the file is: its size and its time; () without a file."""
         return (self.path.stat().st_size, self.path.stat().st_mtime_ns) if self.path.exists() else ()
 
-    def load(self) -> list[Record]:
-        """Returns every record, oldest first.
+    def load(self, *, plain: bool = False) -> list[Record]:
+        """Returns every record, oldest first; `plain`: their texts so that Markdown shows them as text.
 
         A killed run may leave a torn last line, which is skipped. Any other line that is not a record raises
         RecordError with file and line.
         """
         state, content = self.state(), _read_bytes(self.path) or b""
+        content = _plain(content) if plain else content
         records, shared, header = [], {}, {}
         for number, line in enumerate(content[: len(content) - _num_torn(content)].splitlines(), start=1):
             try:

@@ -420,7 +420,7 @@ DEVICES = [device for device in measured_devices(FIGURES) if not re.match(r"\d+x
 
 @pytest.fixture(scope="module", params=DEVICES)
 def rebuilt(request, tmp_path_factory):
-    """A device's report, figures, tables and notebooks made anew from its records; returns its slug and their folder."""
+    """A device's report, figures, tables and notebooks made anew from its records; returns slug and folder."""
     target = tmp_path_factory.mktemp("figures")
     for source in {folder_of(FIGURES, request.param, name) for name in notebooks.names()}:
         shutil.copytree(source / "records", target / source.name / "records")
@@ -598,6 +598,45 @@ def test_markdown_cells_hold_neither_columns_nor_tags():
 )
 def test_words_and_dates_are_set_to_the_left_and_numbers_to_the_right(cell, rule):
     assert tables.to_markdown(pd.DataFrame({"a": ["1.0", cell]})).splitlines()[1] == f"|{rule}|"
+
+
+MARKUP = (
+    "<script>alert(1)</script> <img src=x onerror=alert(1)> ![a](http://evil.example/a.png) [a](javascript:alert(1))"
+    "\n\n# A heading\n\n- an item\n\n| a |\n|---|\n\n`</code><b>` a\\ $\\frac{ \x1b[31m ]\\u0028http://evil.example)"
+)
+FORMULAS = "=cmd|'/C calc'!A0", "@SUM(1)", "+1+cmd", "-1+cmd"
+
+
+def written_by(folder: Path, text: str, device: str) -> Path:
+    """Writes the CPU's records of chapter 01 as of another device, with `text` wherever any is free; their report."""
+    source = FIGURES / "cpu-intel-xeon-processor"
+    (folder / device / "records").mkdir(parents=True)
+    environment = json.loads((source / "environment.json").read_text())
+    environment["device"]["name"] = environment["cpu"]["name"] = text
+    (folder / device / "environment.json").write_text(json.dumps(environment))
+    store = RecordStore(folder / device / "records" / f"{NOTEBOOK}.jsonl")
+    hostile = {"software": dict.fromkeys(("torch", "triton"), text), "source": {"commit": text}, "device": device}
+    hostile |= dict.fromkeys(("machine", "recorded_at", "session"), text)
+    for record in RecordStore(source / "records" / f"{NOTEBOOK}.jsonl").load():
+        failed = {"status": "error", "reason": text, "metrics": {}} if record.section == "compile" else {}
+        case = record.case | ({"impl": text} if "impl" in record.case else {})
+        store.append(dataclasses.replace(record, **hostile, **failed, case=case))
+    (folder / device / "records" / f"{NOTEBOOK}.done.json").write_text(json.dumps({"num_missing": 3, "profile": text}))
+    return render.rebuild(device, output=folder)[0]
+
+
+@pytest.mark.parametrize("text", [MARKUP, *FORMULAS[:1], *conftest.more(*FORMULAS[1:])])
+def test_text_of_records_and_environments_stays_text(tmp_path, text):
+    plain, hostile = (written_by(tmp_path, *of_device) for of_device in (("words", "abacus"), (text, "sundial")))
+    said = [path.read_text(encoding="utf-8").replace("sundial", "abacus") for path in (plain, hostile)]
+    for structure in (r"^#+ .*", r"\]\([^)]*\)", r"^[|>-]", r"^\s*$"):
+        first, second = (re.findall(structure, report, flags=re.MULTILINE)[1:] for report in said)
+        assert first == second, "the text made a heading, link, list, table or paragraph"
+    assert not re.search("<[a-z/!]", re.sub("`[^`\n]*`", "", said[1])) and said[0] != said[1]
+    for path in hostile.parent.glob("tables/*.csv"):
+        cells = pd.read_csv(path, dtype=str, keep_default_na=False).to_numpy().flatten().tolist()
+        assert not [cell for cell in cells if re.match(r"[=@]|[+-](?![\d.])|[+-].*[a-z]", cell)], path
+    assert not [path for path in plain.parent.glob("tables/*.csv") if re.search("^'|,'", path.read_text())]
 
 
 def test_a_selection_is_made_once_for_a_frame():

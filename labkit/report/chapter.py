@@ -217,7 +217,7 @@ class _Loaded(NamedTuple):
 @functools.lru_cache(maxsize=16)  # chapters and the front page read one another's
 def _load(path: Path, state: tuple[int, ...]) -> _Loaded:
     """Reads a file of records; its `state` tells its versions apart."""
-    records = RecordStore(path).load()
+    records = RecordStore(path).load(plain=True)
     sessions = by_session(records)
     shown = [_least_held_up(record, sessions[record.resume_key()]) for record in newest(records)]
     return _Loaded(shown, records, sessions, sorted({record.device for record in records}))

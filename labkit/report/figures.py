@@ -78,6 +78,7 @@ mpl.rcParams |= {
     "savefig.bbox": "tight",
     "axes.titley": 1.0,  # where it is put anyway; looking for the place takes a third of the drawing
     "svg.hashsalt": "labkit",  # the same records give the same bytes
+    "text.parse_math": False,  # a "$" in a device's name is one
     "svg.fonttype": "path",  # looks the same without this machine's fonts
     "font.family": "DejaVu Sans",
 }

@@ -70,7 +70,7 @@ def rebuild(
     ]
     measured_chapters = {name: chapter for name, chapter in chapters.items() if records.get(name)}
     first = front.page(measured_chapters)
-    unfinished = filter(None, (_not_finished(folders.get(name, folder), name) for name in records))
+    unfinished = filter(None, (_not_finished(folders[name], name) for name in measured_chapters))
     text = "\n\n".join([first, *unfinished, *bodies]) + "\n"
 
     device_text = text.replace(f"{_FIGURES_FOLDER}{device}/", "").replace(_FIGURES_FOLDER, "../")

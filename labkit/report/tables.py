@@ -154,11 +154,17 @@ def to_markdown(frame: pd.DataFrame) -> str:
 def to_csv(frame: pd.DataFrame) -> str:
     """Returns the rows as CSV: case, phase, status and metrics, floats with six significant digits.
 
-    Columns that are empty throughout, nested values and what only identifies a record are left out.
+    Columns that are empty throughout, nested values and what only identifies a record are left out. A text that a
+    spreadsheet would take for a formula begins with an apostrophe.
     """
     kept = frame.drop(columns=[name for name in NOT_IN_CSV if name in frame])
     kept = kept.loc[:, [not (kept[name].isna() | (kept[name] == "")).all() for name in kept]]
+    kept = kept.rename(columns=_no_formula).map(_no_formula)
     return kept.to_csv(index=False, float_format="%.6g", lineterminator="\n")
+
+
+def _no_formula(value: object) -> object:
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value
 
 
 def plain(text: str) -> str:
