@@ -340,7 +340,7 @@ SHORTEST_WAIT_S = 0.002
 
 SHORTEST_STOP_S = 0.1
 """A process that shows no life for this much longer than it means to sleep was stopped: by a signal, with its virtual
-machine, or its clock was set. Busy cores and a held interpreter delay it less, or its threads compute meanwhile."""
+machine, or its clock was set. A thread that holds the interpreter meanwhile computes, or waits for a core."""
 
 
 @dataclass(frozen=True)
@@ -470,8 +470,7 @@ class Monitor:
         self._module = self._opened.enter_context(_nvml()) if self.device_kind == "cuda" else None
         if self._module:
             self._handle = _nvml_handle(self._module)
-        is_linux = sys.platform == "linux"
-        self._clock = time.pthread_getcpuclockid(threading.get_ident()) if is_linux else time.CLOCK_PROCESS_CPUTIME_ID
+        self._watched = PROC / "self" / "task" / str(threading.get_native_id()) / "schedstat"
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         self._begin = _host_reading()
@@ -503,13 +502,20 @@ class Monitor:
 
     def _goes_on(self) -> bool:
         """Returns after an interval whether the block still runs; counts how long the process was stopped meanwhile."""
-        begin_s, computed_s = time.perf_counter(), time.clock_gettime(self._clock)
+        begin_s, active_s = time.perf_counter(), self._active_s()
         is_over = self._stop.wait(self.interval_s)
-        computed_s = time.clock_gettime(self._clock) - computed_s
-        lost_s = time.perf_counter() - begin_s - max(self.interval_s, computed_s)
+        active_s = self._active_s() - active_s
+        lost_s = time.perf_counter() - begin_s - max(self.interval_s, active_s)
         if lost_s > SHORTEST_STOP_S:
             self._stopped_s += lost_s
         return not is_over
+
+    def _active_s(self) -> float:
+        """Returns how long the block's thread has run or waited for a core."""
+        try:
+            return sum(map(int, self._watched.read_text().split()[:2])) / 1e9
+        except OSError:  # where nothing tells work from a stop, all time counts as work
+            return time.perf_counter()
 
     def _read(self) -> None:
         nvml, time_s = self._module, time.perf_counter()

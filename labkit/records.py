@@ -100,11 +100,11 @@ class Record:
         return json.dumps([self.identity, self.device, versions, self.measurement_version])
 
 
-def check_plausible(metrics: dict[str, float | int | None]) -> None:
+def check_plausible(metrics: dict[str, float | int | None], longest_ms: float = math.inf) -> None:
     """Raises ValueError for an impossible number, which shows that the measurement is broken.
 
-    These are a time that is not positive, a negative count, more than the datasheet's peak, and a minimum, p20, median
-    and p80 out of order.
+    These are a time that is not positive or above `longest_ms`, which all of the measurement may take, a negative
+    count, more than the datasheet's peak, and a minimum, p20, median and p80 out of order.
     """
     for name, value in metrics.items():
         if value is None:
@@ -115,6 +115,8 @@ def check_plausible(metrics: dict[str, float | int | None]) -> None:
             raise ValueError(f"{name} is {value}: a count cannot be negative")
         if name.endswith("_ms") and name != "std_ms" and value <= 0:
             raise ValueError(f"{name} is {value}: a time must be positive")
+        if name.endswith("_ms") and value > longest_ms:
+            raise ValueError(f"{name} is {value}: longer than the whole measurement's limit of {longest_ms:g} ms")
         if name.endswith("datasheet_fraction") and value > 1:
             raise ValueError(f"{name} is {value:.3f}: more than the datasheet peak of this device")
     ordered = [(name, metrics[name]) for name in _ORDERED if metrics.get(name) is not None]
@@ -352,8 +354,7 @@ def folder_of(root: Path, device: str, notebook: str) -> Path:
 
 def measured_devices(root: Path) -> list[str]:
     """Returns the slugs of the devices that have records under `root`."""
-    names = {path.parent.parent.name for path in root.glob("*/records/*.jsonl") if path.stat().st_size}
-    return sorted(name for name in names if re.fullmatch(r"[\w.-]+", name))
+    return sorted({path.parent.parent.name for path in root.glob("*/records/*.jsonl") if path.stat().st_size})
 
 
 def check_measured(device: str, root: Path) -> None:

@@ -550,6 +550,15 @@ def test_an_impossible_number_is_refused_by_name(metrics, complaint):
     assert complaint in str(caught.value)
 
 
+def test_a_time_beyond_the_limit_of_the_whole_measurement_is_refused():
+    """As where the clock was set meanwhile."""
+    with pytest.raises(
+        ValueError, match="median_ms is 7200000.0: longer than the whole measurement's limit of 60000 ms"
+    ):
+        records.check_plausible({"median_ms": 7.2e6}, 6e4)
+    records.check_plausible({"median_ms": 6e4, "peak_bytes": 10**9}, 6e4)
+
+
 def test_possible_numbers_pass():
     records.check_plausible(
         {"median_ms": 1e-6, "std_ms": 0.0, "p80_ms": None, "n": 3, "peak_bytes": 0, "loss_change": -1.0}
