@@ -33,7 +33,7 @@ def page(chapters: Mapping[str, Chapter]) -> str:
     """Returns the first page in Markdown, of the notebooks with records."""
     first = next(iter(chapters.values()))
     parts = [
-        f"# {tables.plain(title(first))}",
+        f"# {title(first)}",
         "Every number, table, figure and comparison of a measurement below is computed from its records. Figures "
         "published elsewhere stand beside them with their source; notes taken by hand are called notes.",
         tables.to_markdown(environment(chapters)),
@@ -81,7 +81,7 @@ def environment(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
     if shares := [f"{row['kind']} times {row[LIMITS[row['kind']]]} {LIMITS[row['kind']]}" for row in agree]:
         rows["measured again"] = f"beside the first session of the same commit {', '.join(shares)}"
     rows["conditions"] = _throttled(records)
-    return pd.DataFrame([(name, tables.plain(value)) for name, value in rows.items()], columns=["", "value"])
+    return pd.DataFrame(list(rows.items()), columns=["", "value"])
 
 
 def table_chapters(chapters: Mapping[str, Chapter]) -> pd.DataFrame:

@@ -137,7 +137,7 @@ def without_constants(frame: pd.DataFrame) -> tuple[pd.DataFrame, str]:
     """
     same = {name: str(frame[name].iloc[0]) for name in frame if len(frame) > 2 and frame[name].map(str).nunique() == 1}
     same = {name: text for name, text in same.items() if not re.fullmatch(r"–|oom|skipped|[\d,]*\.\d+( %|×)?", text)}
-    return frame.drop(columns=list(same)), ", ".join(f"{name} {plain(text)}" for name, text in same.items())
+    return frame.drop(columns=list(same)), ", ".join(f"{name} {escaped(text)}" for name, text in same.items())
 
 
 def to_markdown(frame: pd.DataFrame) -> str:
@@ -165,11 +165,6 @@ def to_csv(frame: pd.DataFrame) -> str:
 
 def _no_formula(value: object) -> object:
     return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value
-
-
-def plain(text: str) -> str:
-    """Returns free text from a record, such as a device's name, so that Markdown shows it as it is."""
-    return re.sub(r"([\\`*_\[\]<>])", r"\\\1", " ".join(text.split()))
 
 
 def escaped(value: object) -> str:
