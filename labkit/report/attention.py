@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from labkit import accounting, published
 from labkit.report import figures, forms, verdicts
-from labkit.report.findings import count, listing, number, scientific, span, times
+from labkit.report.text import count, listing, number, scientific, span, times
 from labkit.report.tables import PHASE_NAMES, cell, in_order, ok_rows, once_per_frame, pivot, select
 
 NAMES = {

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pandas as pd
 
 from labkit import accounting
-from labkit.report.findings import gib, number, times
+from labkit.report.text import gib, number, times
 from labkit.report.memory import checkpointing, predicted, shape
 from labkit.report.tables import cell, select
 

@@ -11,7 +11,7 @@ from labkit.communication import OPERATIONS, fit_line
 from labkit.configs import model_config
 from labkit.report import figures, forms, verdicts
 from labkit.report.chapter import kinds_of_time
-from labkit.report.findings import count, gib, listing, number, percent, span, times
+from labkit.report.text import count, gib, listing, number, percent, span, times
 from labkit.report.tables import cell, ok_rows, once_per_frame, select
 
 TRANSPORTS = {

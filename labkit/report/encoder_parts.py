@@ -6,7 +6,7 @@ import pandas as pd
 
 from labkit.report import forms
 from labkit.report.chapter import kinds_of_time
-from labkit.report.findings import gib, number, scientific
+from labkit.report.text import gib, number, scientific
 from labkit.report.siglip2 import BOTH, OURS
 from labkit.report.tables import ok_rows, once_per_frame, select
 

@@ -16,7 +16,7 @@ from labkit import published
 from labkit.configs import LEADERBOARD
 from labkit.report import figures, forms, verdicts
 from labkit.report.chapter import kinds_of_time
-from labkit.report.findings import count, listing, number, percent, span, times
+from labkit.report.text import count, listing, number, percent, span, times
 from labkit.report.tables import PHASE_NAMES, cell, ok_rows, once_per_frame, pivot, select
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 import pandas as pd
 
 from labkit.report import forms, verdicts
-from labkit.report.findings import listing, number, percent, scientific, span
+from labkit.report.text import listing, number, percent, scientific, span
 from labkit.report.forms import case_name, name, shown
 from labkit.report.tables import ok_rows, pivot, select, usable
 

@@ -12,7 +12,7 @@ from labkit.configs import ModelConfig, model_config
 from labkit.report import figures, forms, verdicts
 from labkit.report.benchmarking import CASE, SYMPTOM, sizes_in
 from labkit.report.chapter import Chapter
-from labkit.report.findings import count, gib, listing, mib, number, percent, span, times
+from labkit.report.text import count, gib, listing, mib, number, percent, span, times
 from labkit.report.forms import case_name, shown
 from labkit.report.tables import PHASE_NAMES, cell, in_order, ok_rows, once_per_frame, pivot, select
 

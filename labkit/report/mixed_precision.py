@@ -15,7 +15,7 @@ from labkit import published
 from labkit.configs import MIXED_PHASES, NORM_SETTINGS, SIZES
 from labkit.report import figures, forms, verdicts
 from labkit.report.chapter import Chapter
-from labkit.report.findings import count, listing, number, percent, power, scientific, span, times
+from labkit.report.text import count, listing, number, percent, power, scientific, span, times
 from labkit.report.profiles import attention_times, whole_steps
 from labkit.report.tables import PHASE_NAMES, cell, in_order, ok_rows, pivot, select, usable
 

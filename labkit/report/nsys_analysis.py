@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 from labkit import published
 from labkit.configs import BATCH_SIZE, SIZES
 from labkit.report import figures, forms, profiles, verdicts
-from labkit.report.findings import count, listing, number, percent, span, times
+from labkit.report.text import count, listing, number, percent, span, times
 from labkit.report.forms import case_name, name, shown
 from labkit.report.profiles import CASE, CLASSES, STEPS, attention_times, classes, tables_of, whole_steps
 from labkit.report.tables import PHASE_NAMES, in_order, ok_rows, once_per_frame, select, usable

@@ -10,7 +10,7 @@ import pandas as pd
 
 from labkit.configs import SIZES
 from labkit.report import forms, verdicts
-from labkit.report.findings import count, number, span
+from labkit.report.text import count, number, span
 from labkit.report.tables import in_order, ok_rows, once_per_frame, select
 
 CASE = ["size", "context", "precision", "attention"]

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from labkit import published
 from labkit.report import figures, forms, verdicts
-from labkit.report.findings import count, gib, listing, number, percent, scientific, span, times
+from labkit.report.text import count, gib, listing, number, percent, scientific, span, times
 from labkit.report.nsys_analysis import CLASS_COLOURS, CLASS_HATCHES
 from labkit.report.tables import cell, ok_rows, once_per_frame, select
 

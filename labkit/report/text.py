@@ -22,7 +22,10 @@ def number(value: float | int | None, digits: int = 3) -> str:
 
 def percent(fraction: float | None, digits: int = 2) -> str:
     """Returns a fraction as a percentage: 0.4123 is "41 %"."""
-    return "–" if fraction is None or not math.isfinite(fraction) else f"{number(100 * fraction, digits)} %"
+    if fraction is None or not math.isfinite(fraction):
+        return "–"
+    text = number(100 * fraction, digits)
+    return f"{text.removesuffix('.0')} %"
 
 
 def gib(value: float | None) -> str:
@@ -82,7 +85,9 @@ def anchor(heading: str) -> str:
     kept = (
         letter
         for letter in heading.strip().lower()
-        if letter in " -" or unicodedata.category(letter)[0] in "LM" or unicodedata.category(letter) in ("Nd", "Pc")
+        if letter in " -"
+        or unicodedata.category(letter)[0] in "LM"
+        or unicodedata.category(letter) in ("Nd", "Pc")
     )
     return "".join(kept).replace(" ", "-")
 
@@ -92,4 +97,6 @@ def disturbed_note(frame) -> list[str]:
     if frame.empty or not frame["disturbed"].any():
         return []
     num_measured, num_disturbed = (frame["status"] == "ok").sum(), frame["disturbed"].sum()
-    return [f"The machine was busy during {num_disturbed:,} of {count(num_measured, 'measurement')}."]
+    return [
+        f"The machine was busy during {num_disturbed:,} of {count(num_measured, 'measurement')}."
+    ]
