@@ -136,7 +136,9 @@ def _steps(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
 
 
 def _rungs(steps: pd.DataFrame, size: str) -> list[dict[str, Any] | None]:
-    return [only(steps, size=size, **rung) for rung in LADDER.values()]
+    """Returns a size's row of each rung, failed ones too; None where there is none."""
+    found = [select(steps, size=size, **rung).to_dict("records") for rung in LADDER.values()]
+    return [rows[0] if rows else None for rows in found]
 
 
 def ladder_table(steps: pd.DataFrame) -> pd.DataFrame:
@@ -171,7 +173,8 @@ def ladder_figure(steps: pd.DataFrame, roof_tflops: float | None) -> Figure | No
     """Draws the ladder, a line a size; dashed what a step would take at the sustained roof of bf16."""
     figure, (axis,) = figures.panels(1, width=6.4, height=3.6)
     for size in LADDER_SIZES:
-        rungs = [(place, row) for place, row in enumerate(_rungs(steps, size)) if row]
+        rows = enumerate(_rungs(steps, size))
+        rungs = [(place, row) for place, row in rows if row and row["status"] == "ok"]
         if not rungs:
             continue
         style = figures.STYLES[size]

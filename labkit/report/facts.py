@@ -431,6 +431,8 @@ def sentence(facts: Fact | Sequence[Fact], text: str = "", because: str = "", **
     if any(fact.small for fact in several):
         return f"*Too small here to draw a conclusion: {first.case or first.plain}.*"
     chosen = texts.get(first.verdict, text if first.verdict in ("", MIXED) else "")
+    if first.verdict == MIXED and "{total}" not in chosen and "{value}" not in chosen:
+        chosen = ""  # cases that differ are a selection, which must say of how many
     if not chosen:
         return _plain(first)
     reason = next(
