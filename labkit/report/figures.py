@@ -82,6 +82,23 @@ SERIES = [
 ]
 """Colours, by number, of what has no style of its own."""
 
+CLASS_COLOURS = {
+    "matmul": "#0072b2",
+    "attention": "#8a1c20",
+    "softmax": "#f0e442",
+    "elementwise": "#009e73",
+    "copy": "#56b4e9",
+    "reduction": "#000000",
+    "optimizer": "#e69f00",
+    "normalisation": "#8c6d31",
+    "communication": "#5d3a9b",
+    "other": "#b0b0b0",
+}
+"""Colours of the classes of kernels, in the order in which they are stacked."""
+
+CLASS_HATCHES = {"elementwise": "///", "copy": "...", "optimizer": "\\\\\\"}
+"""What tells apart, besides its colour, a class that is confused with another."""
+
 # Set once for the process: a text takes its size when it is made, wherever that happens.
 mpl.rcParams |= {
     **sns.axes_style("whitegrid"),
@@ -282,6 +299,19 @@ def bars(
         )
     axis.set_xticks(range(len(groups)), [str(group) for group in groups])
     axis.grid(visible=False, axis="x")
+
+
+def class_bars(axis: Axes, table: pd.DataFrame) -> None:
+    """Draws a horizontal bar per row of `table`, the first on top, stacked of its columns, classes of kernels."""
+    left = pd.Series(0.0, index=table.index)
+    for name, colour in CLASS_COLOURS.items():
+        if name in table and table[name].sum() > 0.001 * table.sum().sum():
+            look = {"color": colour, "hatch": CLASS_HATCHES.get(name, ""), "edgecolor": "white"}
+            axis.barh(range(len(table)), table[name], left=left, label=name, linewidth=0, **look)
+            left += table[name]
+    axis.set_yticks(range(len(table)), list(table.index))
+    axis.invert_yaxis()
+    axis.grid(visible=False, axis="y")
 
 
 def heat_map(axis: Axes, table: pd.DataFrame, text: Callable[[float], str], title: str) -> None:
