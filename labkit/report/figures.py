@@ -301,17 +301,36 @@ def bars(
     axis.grid(visible=False, axis="x")
 
 
-def class_bars(axis: Axes, table: pd.DataFrame) -> None:
-    """Draws a horizontal bar per row of `table`, the first on top, stacked of its columns, classes of kernels."""
-    left = pd.Series(0.0, index=table.index)
-    for name, colour in CLASS_COLOURS.items():
-        if name in table and table[name].sum() > 0.001 * table.sum().sum():
-            look = {"color": colour, "hatch": CLASS_HATCHES.get(name, ""), "edgecolor": "white"}
-            axis.barh(range(len(table)), table[name], left=left, label=name, linewidth=0, **look)
-            left += table[name]
-    axis.set_yticks(range(len(table)), list(table.index))
-    axis.invert_yaxis()
-    axis.grid(visible=False, axis="y")
+def class_bars(
+    rows: pd.DataFrame, bar: str, suffix: str, label: str, panel: str = "", title: str = ""
+) -> Figure | None:
+    """Draws classes of kernels: a panel per value of `panel`, in it a stacked bar per value of `bar`, in order.
+
+    Args:
+        rows: columns <class><suffix>, "matmul_ms"; NaN where a class has no kernel.
+        panel: "" for one panel; label: of the x axis, with its unit.
+    """
+    if rows.empty:
+        return None
+    titles = rows[panel].unique() if panel else [""]
+    bars = rows[bar].unique()
+    figure, axes = panels(len(titles), height=max(2.0, 0.8 + 0.3 * len(bars)))
+    for axis, name in zip(axes, titles, strict=True):
+        shown = (select(rows, **{panel: name}) if panel else rows).set_index(bar).reindex(bars)
+        left = pd.Series(0.0, index=bars)
+        for kind, colour in CLASS_COLOURS.items():
+            widths = shown.get(f"{kind}{suffix}", left * 0).fillna(0.0)
+            if widths.sum() > 0.001 * rows.filter(like=suffix).max().max():
+                look = {"color": colour, "hatch": CLASS_HATCHES.get(kind, ""), "edgecolor": "white"}
+                axis.barh(range(len(bars)), widths, left=left, label=kind, linewidth=0, **look)
+                left += widths
+        axis.set_yticks(range(len(bars)), bars)
+        axis.set(title=name if isinstance(name, str) else f"{panel} {name:,}", xlabel=label)
+        axis.invert_yaxis()
+        axis.grid(visible=False, axis="y")
+        axis.label_outer()
+    finish(figure, axes, title)
+    return figure
 
 
 def heat_map(axis: Axes, table: pd.DataFrame, text: Callable[[float], str], title: str) -> None:
@@ -369,7 +388,7 @@ def stack(
             middle = below[room.idxmax()] + values[room.idxmax()] / 2
             look = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1}
             axis.text(
-                x[room.idxmax()], middle, name, fontsize=7.5, ha="center", va="center", bbox=look
+                x[room.idxmax()], middle, name, fontsize=9, ha="center", va="center", bbox=look
             )
         below += values
 
