@@ -70,6 +70,7 @@ class Fact:
         num_sessions: that its interval rests on.
         missing: why there is nothing to say; "" where there is.
         small: too small to draw a conclusion about a device.
+        plain: both sides in words, for the plain form; cases_marked: whether a case of a tally was marked.
     """
 
     case: str
@@ -81,10 +82,14 @@ class Fact:
     missing: str = ""
     small: bool = False
     plain: str = ""
+    cases_marked: bool = False
 
     @property
     def marked(self) -> bool:
-        return any(isinstance(x, Quantity) and x.mark for x in self.numbers.values())
+        """Whether a row behind it was marked: then the first page does not rest on it."""
+        return self.cases_marked or any(
+            isinstance(x, Quantity) and x.mark for x in self.numbers.values()
+        )
 
     def __getitem__(self, name: str) -> Any:
         return self.numbers[name]
@@ -277,6 +282,7 @@ def tally(facts: Mapping[str, Fact], case: str, plain: str) -> Fact:
         min(fact.num_sessions for fact in facts.values()),
         small=len(facts) < LEAST_CASES,
         plain=plain,
+        cases_marked=any(fact.marked for fact in facts.values()),
     )
 
 
