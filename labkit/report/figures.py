@@ -314,7 +314,7 @@ def class_bars(
         return None
     titles = rows[panel].unique() if panel else [""]
     bars = rows[bar].unique()
-    figure, axes = panels(len(titles), height=max(2.0, 0.8 + 0.3 * len(bars)))
+    figure, axes = panels(len(titles), height=max(2.3, 0.8 + 0.3 * len(bars)))
     for axis, name in zip(axes, titles, strict=True):
         shown = (select(rows, **{panel: name}) if panel else rows).set_index(bar).reindex(bars)
         left = pd.Series(0.0, index=bars)

@@ -3,52 +3,153 @@
 import pandas as pd
 from matplotlib.figure import Figure
 
-from labkit import published
 from labkit.configs import SIZES
-from labkit.report import facts, figures
-from labkit.report.frame import in_order, mark, ok_rows, select, size_name
-from labkit.report.text import number
+from labkit.report import figures
+from labkit.report.frame import in_order, ok_rows, only, select
 
-CASE = ["size", "context", "precision", "attention"]
-KEPT = [*CASE, "phase", "batch", "status", "session", "timer_method", "disturbed"]
-WAYS = {
-    "fp32": {"precision": "fp32", "attention": "eager"},
-    "bf16": {"precision": "bf16", "attention": "eager"},
-    "bf16, FlashAttention": {"precision": "bf16", "attention": "auto"},
+CASE = ["size", "context", "precision", "attention", "phase"]
+KEPT = [*CASE, "batch", "status", "timer_method", "disturbed"]
+NAMES = {
+    "phase": "part",
+    "short_name": "kernel",
+    "kernel_class": "class",
 }
-SHOWN = {"size": "2.7b", "context": 512, "precision": "bf16", "attention": "eager"}
 CORE = "inference/block/attention/core"
 """The range of attention between its projections."""
 
 
 def tables(frame: pd.DataFrame, name: str) -> pd.DataFrame:
-    """Returns a table of all captured steps, each row with its case; `view` is the pass within the step."""
+    """Returns a table of all captured steps, each row with its case; `part` is the pass within the step."""
     parts = []
     for row in ok_rows(frame).to_dict("records"):
-        table = pd.DataFrame(row["observed"]["tables"][name]).rename(columns={"phase": "view"})
-        case = {key: row.get(key) for key in KEPT} | {"disturbed": bool(mark(row))}
+        case = {key: row.get(key, "") for key in KEPT}
+        table = pd.DataFrame(row["observed"]["tables"][name]).rename(columns=NAMES)
         parts.append(table.assign(**case))
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+    return pd.concat(
+        parts
+        or [
+            pd.DataFrame(
+                columns=[
+                    *KEPT,
+                    *NAMES.values(),
+                    "path",
+                    "total_us",
+                ]
+            )
+        ]
+    )
 
 
 def by_class(rows: pd.DataFrame) -> pd.DataFrame:
-    """Returns the kernel time of each case and view: total_us and <class>_share; matmul_ms, rest_ms, total_ms."""
-    if rows.empty:
-        return rows
-    sums = rows.pivot_table(
-        "total_us", [*KEPT, "view"], "kernel_class", aggfunc="sum", fill_value=0
-    )
+    """Returns the kernel time of each case: by class <class>_share and <class>_ms, total_ms, rest_ms (no matmul).
+
+    "way" names precision and attention.
+    """
+    sums = rows.pivot_table("total_us", KEPT, "class", aggfunc="sum")
+    sums = sums.reindex(columns=[*figures.CLASS_COLOURS])
     total = sums.sum(axis=1)
     shares = sums.div(total, axis=0).add_suffix("_share")
+    sums["rest"] = total - sums["matmul"]
+    sums["total"] = total
     times = sums.div(1e3).add_suffix("_ms")
-    whole = {"total_us": total, "total_ms": total / 1e3, "rest_ms": total / 1e3 - times["matmul_ms"]}
-    return shares.join(times).assign(**whole).reset_index()
+    result = shares.join(times).reset_index()
+    attention = result["attention"].map({"eager": "", "auto": ", FlashAttention"})
+    result["way"] = result["precision"] + attention
+    return in_order(
+        result.sort_values("way"),
+        ["precision", "size", "context"],
+    )
 
 
-def classes(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns `by_class` of each pass of a step, and of the step as a whole, whose view is its phase."""
-    rows = tables(frame, "classes")
-    if rows.empty:
-        return rows
-    parts = rows[rows["view"] != rows["phase"]]
-    return by_class(pd.concat([parts, rows.assign(view=rows["phase"])]))
+def attention(frame: pd.DataFrame) -> pd.DataFrame:
+    """Returns `by_class` of what lies between attention's projections in all blocks of an inference pass.
+
+    softmax_gb_per_s and matmul_gb_per_s: the fewest bytes that move with the scores in memory, over the time.
+    """
+    rows = tables(frame, "ranges")
+    rows = by_class(rows[rows["path"].str.startswith(CORE)])
+    sizes = rows["size"].map(SIZES)
+    heads = sizes.map(lambda size: size.num_layers * size.num_heads)
+    scores = rows["batch"] * heads * rows["context"] ** 2 / 1e6
+    # By score: softmax reads and writes fp32; the products write and read it, and q, k, v and the output.
+    d_head = sizes.map(lambda size: size.d_head)
+    element_bytes = rows["precision"].map({"fp32": 4, "bf16": 2})
+    product_bytes = element_bytes * (2 + 4 * d_head / rows["context"])
+    return rows.assign(
+        softmax_gb_per_s=8 * scores / rows["softmax_ms"],
+        matmul_gb_per_s=product_bytes * scores / rows["matmul_ms"],
+    )
+
+
+def kernels(frame: pd.DataFrame, count: int = 10, **case) -> pd.DataFrame:
+    """Returns of each pass the recorded kernels with most time, the first first."""
+    rows = tables(frame, "kernels")
+    rows["total_ms"] = rows["total_us"] / 1e3
+    keys = [*CASE, "part"]
+    rows = select(rows, **case).sort_values([*keys, "total_us"], ascending=False)
+    return rows.groupby(keys, sort=False).head(count)
+
+
+def kernels_table(frame: pd.DataFrame, **case) -> pd.DataFrame:
+    """Returns the three kernels with most time in forward and in backward."""
+    rows = kernels(frame, 3, part=["forward", "backward"], **case)
+    rows["kernel"] = "`" + rows["kernel"] + "`"
+    rows["ms"] = rows["total_ms"].round(1)
+    return rows[["part", "kernel", "launches", "ms"]]
+
+
+def timeline(frame: pd.DataFrame, **case) -> Figure | None:
+    """Draws a training step launch by launch, kernels above phases and blocks, and one block closer."""
+    row = only(frame, **case)
+    if row is None:
+        return None
+    table = row["observed"]["tables"]["timeline"]
+    names = table["class_names"]
+    columns = [
+        "start_us",
+        "duration_us",
+        "kernel_class",
+        "phase",
+        "block",
+    ]
+    launches = pd.DataFrame({name: table[name] for name in columns})
+    launches["end_us"] = launches["start_us"] + launches["duration_us"]
+    launches = launches.replace({"phase": dict(enumerate(table["phase_names"]))})
+    blocks = launches[launches["block"] >= 0]
+    middle = blocks["block"].max() // 2
+    closer = select(blocks, phase="forward", block=middle)
+    figure, axes = figures.panels(2, num_columns=1, width=6.4, height=1.4)
+    for axis, shown in zip(axes, (launches, closer), strict=True):
+        for place, rows in shown.groupby("kernel_class"):
+            axis.broken_barh(
+                rows[["start_us", "duration_us"]].to_numpy(),
+                (-0.4, 0.8),
+                color=figures.CLASS_COLOURS[names[place]],
+                label=names[place],
+                linewidth=0,
+                rasterized=True,
+            )
+        axis.set_xlabel("time on the device, profiled (µs)")
+        axis.grid(visible=False)
+    for height, rows, column in (
+        (1, launches, "phase"),
+        (2, blocks, "block"),
+    ):
+        spans = rows.groupby(["phase", column], sort=False)
+        start = spans["start_us"].min()
+        width = spans["end_us"].max() - start
+        bars = axes[0].barh(
+            height,
+            width,
+            0.8,
+            start,
+            color="0.85",
+            edgecolor="white",
+        )
+        labels = start.index.get_level_values(1)
+        axes[0].bar_label(bars, labels, label_type="center", fontsize=8)
+    axes[0].set_yticks([0, 1, 2], ["kernels", "phase", "block"])
+    axes[0].invert_yaxis()
+    axes[1].set_yticks([0], [f"block {middle}"])
+    figures.finish(figure, axes, "")
+    return figure
