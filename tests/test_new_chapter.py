@@ -44,7 +44,7 @@ REPORT = '''
 """Notebook 90 from its records."""
 
 from labkit.report import figures
-from labkit.report.frame import in_order, pivot
+from labkit.report.frame import pivot
 
 
 def times_table(frame):
@@ -52,8 +52,13 @@ def times_table(frame):
 
 
 def times_figure(frame):
-    rows = in_order(frame, ["length"])
-    return figures.curves(rows, x="length", line="method", x_label="length", title="Sorting, call time")
+    figure, (axis,) = figures.panels(1)
+    for number, (method, rows) in enumerate(frame.groupby("method")):
+        style = figures.Style(figures.SERIES[number])
+        figures.line_with_band(axis, rows, "length", label=method, style=style)
+    figures.log_time_axis(axis, "call time (ms)")
+    figures.finish(figure, [axis], "")
+    return figure
 '''
 
 CELLS = [
