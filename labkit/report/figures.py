@@ -118,7 +118,7 @@ mpl.rcParams |= {
 def panels(
     num_panels: int, *, num_columns: int = 2, width: float = 3.2, height: float = 2.6
 ) -> tuple[Figure, list]:
-    """Returns a figure of `num_panels` axes in rows of `num_columns`; two of them are 640 px wide, legible on a phone."""
+    """Returns a figure of `num_panels` axes in rows of `num_columns`; two are 640 px wide, legible on a phone."""
     num_columns = min(num_columns, num_panels)
     num_rows = -(-num_panels // num_columns)
     figure = Figure(figsize=(width * num_columns, height * num_rows), layout="constrained")
@@ -176,9 +176,8 @@ def context_axis(axis: Axes, contexts: Sequence[int], label: str = "context (tok
 
 def log_time_axis(axis: Axes, label: str = "time (ms)") -> None:
     """Makes y a log axis with plain numbers at 1, 2 and 5 times each power of ten."""
-    if (
-        not axis.lines
-    ):  # all that was tried failed: there are marks alone, and no number to scale by
+    if not axis.lines:
+        # All that was tried failed: there are marks alone, and no number to scale by.
         axis.set_ylim(0.1, 10)
     axis.set_yscale("log")
     axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
