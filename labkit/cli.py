@@ -2,15 +2,13 @@
 
 import logging
 import os
-import re
 import shlex
 import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
-from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -27,7 +25,6 @@ from labkit.configs import (
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
-NUM_HEADLINES = 3
 
 OTHER_WAYS = {
     "device": "`labkit run` measures this machine; `labkit report --device SLUG` shows another",
@@ -154,20 +151,21 @@ def run(
             "\nInterrupted. Finished measurements are recorded; the same command goes on from there.", file=sys.stderr
         )
         sys.exit(INTERRUPTED)
-    from labkit.report import render
+    from labkit.report import card, render
 
     written, to = [], output.resolve() if output else None
+    top_level = device.slug == REFERENCE_DEVICE
     try:
-        written = render.rebuild(device.slug, output=to, top_level=device.slug == REFERENCE_DEVICE, measured=executed)
+        written = render.rebuild(device.slug, output=to, top_level=top_level, html=True, measured=executed)
     except RequestError:  # nothing was recorded
         pass
     except (notebooks.NotebookError, records.RecordError) as error:  # beside what may have failed before it
         failures["report"] = f"no report: {error}"
     _summary(folders, failures, time.monotonic() - start)
-    for headline in _headlines(executed):
-        print(headline)
     if written:
-        print(f"Report: {written[0]}")
+        for line in card.lines(render.chapters_of(device.slug, to)):
+            print(line)
+        print(f"Report: {written[0]} and, to open in a browser, {written[-1]}")
     if failures:
         sys.exit(1)
 
@@ -189,7 +187,7 @@ def _run_notebook(name: str, values: dict, folder: Path):
 
 def _summary(folders: Mapping[str, Path], failures: dict[str, str], seconds: float) -> None:
     from labkit.records import check, read_done, to_frame
-    from labkit.report.findings import disturbed_note
+    from labkit.report.text import disturbed_note
 
     records = {name: check(folder).get(name, []) for name, folder in folders.items()}
     print(file=sys.stderr)
@@ -205,17 +203,6 @@ def _summary(folders: Mapping[str, Path], failures: dict[str, str], seconds: flo
     for sentence in disturbed_note(to_frame(record for of_notebook in records.values() for record in of_notebook)):
         print(sentence)
     print(f"{seconds / 60:.1f} minutes")
-
-
-def _headlines(executed: Mapping[str, Any]) -> list[str]:
-    """Returns up to NUM_HEADLINES findings without Markdown: the first of each notebook, then the second of each."""
-    found = []
-    for notebook in executed.values():
-        outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-        texts = [output.get("data", {}).get("text/markdown", "") for output in outputs]
-        lines = [line for text in texts for line in text.splitlines() if re.match(r"- (?!⚠)", line)]
-        found.append([re.sub(r"\*\*|`", "", line[2:]) for line in lines])
-    return [line for rank in zip_longest(*found) for line in rank if line][:NUM_HEADLINES]
 
 
 def _writable(output: Path | None) -> Path:
@@ -297,10 +284,12 @@ def compare(
     names = [notebooks.resolve(notebook)] if notebook else notebooks.names()
     chapters = {name: RecordStore(folder_of(root, slug, name) / "records" / f"{name}.jsonl").load() for name in names}
     found = report.differences(chapters)
-    tables = [report.table_sessions(chapters), report.table_agreement(found), report.table_worst(found)]
-    print("\n\n".join(to_markdown(table) for table in tables if len(table)))
     if found.empty:
         print("No commit has a row of two sessions.")
+    else:
+        print(report.sentence(found))
+    tables = [report.table_worst(found), report.table_sessions(chapters)]
+    print("\n\n".join(to_markdown(table) for table in tables if len(table)))
     if check and report.failed(found):
         sys.exit(1)
 

@@ -1,4 +1,4 @@
-"""What the notebooks' lesson cells call: a kernel's source, one case measured on this machine.
+"""What the notebooks call: opening a chapter, a kernel's source, one case measured on this machine.
 
 The lessons run live, on any machine, and leave no record.
 """
@@ -14,7 +14,35 @@ from typing import Any
 import pandas as pd
 from IPython.display import Markdown
 
-from labkit import hardware
+from labkit import hardware, notebooks
+from labkit.configs import AUTO_PROFILE
+from labkit.experiments import open_session
+from labkit.records import SESSION_SECTIONS
+from labkit.report.chapter import Chapter
+
+
+def open_chapter(
+    notebook: str,
+    *,
+    device: str,
+    measure: bool = False,
+    profile: str = AUTO_PROFILE,
+    fresh: bool = False,
+    output: str = "",
+    save_figures: bool = False,
+    **options: Any,
+) -> Chapter:
+    """Returns a notebook's chapter; with `measure`, measures first what is not recorded yet, all sections in order.
+
+    Args and Raises: as `experiments.open_session`; save_figures: as Chapter.
+    """
+    arguments = {"device": device, "profile": profile, "output": output, "fresh": fresh}
+    session = open_session(notebook, measure=measure, **arguments, **options)
+    if measure:
+        for section in dict.fromkeys(case.section for case in session.cases if case.section not in SESSION_SECTIONS):
+            session.measure(section)
+    session.finish()
+    return Chapter(notebook, device=session.slug, output=output, save_figures=save_figures)
 
 
 def show_source(function: Any, start: str = "", lines: int = 20) -> Markdown:
@@ -55,6 +83,8 @@ def measure_here(notebook: str, section: str, phase: str, **changes: Any) -> pd.
     Raises:
         ValueError: an unknown section, phase or parameter; names the accepted ones.
     """
+    if notebook not in notebooks.names():
+        raise ValueError(f"unknown notebook {notebook!r}; accepted: {', '.join(notebooks.names())}")
     experiment = importlib.import_module(f"labkit.experiments.{notebook.split('_', 1)[1]}")
     cases = experiment.cases("smoke", hardware.detect().kind)
     of_section = [case for case in cases if case.section == section]
@@ -63,12 +93,23 @@ def measure_here(notebook: str, section: str, phase: str, **changes: Any) -> pd.
     case = of_section[0]
     if unknown := changes.keys() - case.parameters.keys():
         raise ValueError(f"unknown parameter {sorted(unknown)[0]!r}; accepted: {', '.join(case.parameters)}")
+    _check_values(case.parameters, changes)
     if phase not in case.phases:
         raise ValueError(f"unknown phase {phase!r}; accepted: {', '.join(case.phases)}")
     case = replace(case, parameters={**case.parameters, **changes}, phases=(phase,))
     for name, run in experiment.run_case(case, {}):
         measured = run()
         if name == phase:
+            if measured.case != case.parameters:
+                wrong = {key: value for key, value in case.parameters.items() if measured.case.get(key) != value}
+                raise ValueError(f"asked for {wrong}, which this section does not know: it ran {measured.case}")
             told = {"observed": measured.observed, "phase": phase, "status": "ok"}
             return pd.DataFrame([{**measured.case, **measured.metrics, **told}])
     raise ValueError(f"{section} gave no phase {phase!r}")
+
+
+def _check_values(parameters: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Raises ValueError for a size, a length or a count that is none."""
+    for name, value in changes.items():
+        if type(parameters[name]) is int and (type(value) is not int or value < 1):
+            raise ValueError(f"{name} must be a whole number above 0, got {value!r}")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import labkit
+from labkit import notebooks
 
 PACKAGE = Path(labkit.__file__).parent
 REPOSITORY = PACKAGE.parent
@@ -79,6 +80,16 @@ def test_imports_run_one_way(path):
         # Modules of the plain-file layer may use one another; report and experiments meet only in the records.
         sideways = LEVEL[imported] == LEVEL[room] and room in PLAIN
         assert LEVEL[imported] > LEVEL[room] or sideways, f"{path.name} imports {imported}, which is not below it"
+
+
+def test_chapters_import_nothing_from_one_another():
+    chapters = {name.split("_", 1)[1] for name in notebooks.names()}
+    for chapter in chapters:
+        path = PACKAGE / "report" / f"{chapter}.py"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("labkit.report"):
+                names = {alias.name for alias in node.names} | {node.module.removeprefix("labkit.report.")}
+                assert not names & chapters, f"{chapter} imports {names & chapters}"
 
 
 def test_import_walk_sees_a_wrong_direction(tmp_path):

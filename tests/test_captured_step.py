@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from chapters import CPU, H200, H200_BYTES, in_section, on_a_cpu
-from test_nsys_analysis_notebook import committed, memory_of, parameters
+from test_nsys_analysis import committed, memory_of, parameters
 from typer.testing import CliRunner
 
 from labkit import cli

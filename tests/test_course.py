@@ -1,15 +1,11 @@
-"""The model as a course writes it: the same results as ours, recorded apart, and what it explains."""
+"""The model as a course writes it: the same results as ours, recorded apart."""
 
-import math
-
-import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
 from chapters import CPU, in_section, measure, on_a_cpu
 
-from labkit import notebooks
-from labkit.configs import REFERENCE_DEVICE, model_config
+from labkit.configs import model_config
 from labkit.experiments import attention, benchmarking, memory, nsys_analysis
 from labkit.experiments.captured_step import capture_steps
 from labkit.experiments.workload import Workload, course_parameters
@@ -19,13 +15,6 @@ from labkit.measure import profiling
 from labkit.measure.profiling import RangeMarker
 from labkit.models.transformer import TransformerLM
 from labkit.numerics import relative_error
-from labkit.report import attention as attention_report
-from labkit.report import benchmarking as benchmarking_report
-from labkit.report import forms, profiles
-from labkit.report import memory as memory_report
-from labkit.report import nsys_analysis as nsys_report
-from labkit.report.chapter import Chapter
-from labkit.report.tables import select
 
 EXPERIMENTS = {"01": benchmarking, "02": nsys_analysis, "04": memory, "05": attention}
 
@@ -152,67 +141,3 @@ def test_the_parts_of_its_attention_are_told_apart():
         assert not any(names & by_part[other] for other in ("scores", "value product"))
     assert "aten::bmm" in by_part["scores"] & by_part["value product"] and "aten::bmm" not in by_part["softmax"]
     assert "aten::div" in by_part["scores"] & by_part["softmax"] and "aten::div" not in by_part["value product"]
-
-
-def matched(**columns) -> pd.DataFrame:
-    rows = {"gpu": "H100", "size": "small", "context": [128, 256, 512], "published_ms": [40.0, 80.0, 20.0]}
-    rows |= {"median_ms": [10.0, 10.0, 10.0], "ratio": [4.0, 8.0, 2.0], "phase": "forward", "caveat": ""}
-    return pd.DataFrame(rows | columns)
-
-
-def test_published_values_stand_beside_the_courses_code_where_it_was_measured():
-    keys = ["size", "context"]
-    ran = pd.DataFrame({"status": ["ok", "oom"], "size": "small", "context": [128, 512], "median_ms": [20.0, None]})
-    rows = forms.beside_course(matched(), ran, keys)
-    assert rows["code"].tolist() == [forms.COURSE_CODE, "ours", "ours"]
-    assert rows["median_ms"].tolist() == [20.0, 10.0, 10.0] and rows["ratio"].tolist() == [2.0, 8.0, 2.0]
-    (sentence,) = forms.explained(rows, "the softmax")
-    assert "4.00× (1 value above ours)" in sentence and "run on this device, 2.00×." in sentence
-    assert "plain operators for the softmax explain 50 % of the gap" in sentence
-    assert math.isclose(1 - math.log(2) / math.log(4), 0.5)
-    table = forms.published_table(rows, lambda row: row["size"])
-    assert table["code"].tolist() == rows["code"].tolist() and table["here (ms)"].tolist() == ["20.0", "10.0", "10.0"]
-    for missing in (None, pd.DataFrame(), ran[ran["status"] == "oom"]):
-        rows = forms.beside_course(matched(), missing, keys)
-        assert rows.equals(matched()) and forms.explained(rows, "it") == []
-        assert "code" not in forms.published_table(rows, lambda row: row["size"])
-    # Where ours is no faster than the published, there is no gap to explain.
-    assert forms.explained(forms.beside_course(matched(ratio=[1.01, 1.0, 0.5]), ran, keys), "it") == []
-
-
-def test_shares_of_the_courses_code_are_held_against_ours_and_the_published():
-    rows = {"quantity": ["matmuls (%)", "matmuls (%)", "softmax / products", "forward (ms)"]}
-    rows |= {"published": [60.0, 70.0, 0.5, 9.0], "ours": [80.0, 72.0, 0.4, 9.0], "course": [62.0, 60.0, math.nan, 9.0]}
-    (sentence,) = profiles.findings_course(pd.DataFrame(rows))
-    text = "matmuls (%): published 60.0 to 70.0, with the course's code 60.0 to 62.0, ours 72.0 to 80.0 (2 figures)."
-    assert sentence == f"{text} The course's code is nearer to the published figure in 1 of 2."
-    assert profiles.findings_course(pd.DataFrame(rows).assign(course=math.nan)) == []
-
-
-TABLES = {
-    "01": ("steps", {"compile": "none"}, "median_ms", benchmarking_report),
-    "02": ("profiles", {"attention": "eager"}, None, nsys_report),
-    "04": ("peaks", {}, "peak_bytes", memory_report),
-    "05": ("attention", {"impl": "eager"}, "median_ms", attention_report),
-}
-
-
-@pytest.mark.parametrize("number", TABLES)
-def test_committed_records_stand_alone_and_beside_the_courses(number):
-    section, kinds, value, report = TABLES[number]
-    frame = Chapter(notebooks.resolve(number), device=REFERENCE_DEVICE).records(section)
-    course = select(frame, precision="fp32", **kinds).replace({"attention": "eager", "impl": "eager"}, "course")
-    course = course[course["length"] == 4096] if number == "05" else course[course["context"] <= 512]
-    if value:
-        course = course.assign(**{value: 1.1 * course[value]})
-    before, alone = report.findings_published(frame), report.findings_published(frame, course=frame.iloc[:0])
-    assert before == alone and report.table_published(frame).equals(report.table_published(frame, frame.iloc[:0]))
-    found = report.findings_published(frame, course)
-    assert found[: len(before)] == before and len(found) == len(before) + 1 <= 3
-    assert ("The course's code is nearer" if number == "02" else "over the course's own code, run") in found[-1]
-    table = report.table_published(frame, course)
-    column = "here, the course's code" if number == "02" else "code"
-    if number == "01":
-        assert set(table[column]) == {forms.COURSE_CODE} and not set(table["published on"]) & {"RTX 5090"}
-    elif number != "05":
-        assert len(set(table[column])) > 1

@@ -1,4 +1,4 @@
-"""Notebook 07: its cases, what becomes of ranks that fail, and what its tables say of records."""
+"""Notebook 07: its cases, what becomes of ranks that fail, and whose records it shows."""
 
 import math
 
@@ -13,8 +13,6 @@ from labkit.experiments import distributed, shared_step
 from labkit.experiments.sweep import Case, Skip
 from labkit.parallel.launch import RankError
 from labkit.records import folder_of
-from labkit.report import distributed as report
-from labkit.report.chapter import Chapter
 
 STEP = {"size": "nano", "context": 32, "precision": "fp32", "compile": "none", "batch": 2}
 
@@ -145,92 +143,7 @@ def test_intervals_without_visible_gaps_are_one():
     assert shared_step._merged("x", table) == {"x_begin_ms": [0.0, 5.0], "x_end_ms": [2.0, 6.0]}
 
 
-# --- report ---
-
-
-def step(phase, median_ms, session="s", **more):
-    row = {"section": "steps", "phase": phase, "status": "ok", "session": session, "median_ms": median_ms,
-           "half_width_fraction": 0.0, "timer_method": "window", "samples": {}, "disturbed": False,
-           "observed": {"num_parameters": 1000}, **STEP, "world_size": 2} | more  # fmt: skip
-    return row
-
-
-def frame(*rows):
-    made = pd.DataFrame(rows)
-    made.attrs |= {"device": "two of them", "device_kind": "cuda"}
-    return made
-
-
-def test_what_is_added_is_told_apart():
-    rows = frame(
-        step("alone", 100.0, compute_us=90_000.0),
-        step("naive", 150.0, compute_us=92_000.0, exposed_us=40_000.0),
-        step("flat", 140.0, session="another day"),
-    )
-    (naive,) = report.over_alone(rows).to_dict("records")
-    assert (naive["phase"], naive["added_ms"], naive["added_fraction"]) == ("naive", 50.0, pytest.approx(1 / 3))
-    assert (naive["shows_ms"], naive["contention_ms"], naive["rest_ms"]) == (40.0, 2.0, 8.0)
-    table = report.table_steps(rows).set_index("way")
-    assert list(table.loc["naive"])[:5] == ["150", "50.0", "40.0", "2.00", "8.00"]
-    assert "naive 33 %" in report.findings_steps(rows)[0]
-
-
-def test_memory_stands_beside_what_zero_predicts():
-    held = {
-        "init_bytes": 1,
-        "before_step_bytes": 1,
-        "peak_bytes": 1,
-        "gradient_bytes": 1,
-        "state_bytes": 1,
-        "parameter_bytes": 1,
-    }
-    rows = frame(
-        step(report.BUCKETED, 100.0, after_step_bytes=16_160.0, **held),
-        step("sharded optimizer", 100.0, after_step_bytes=12_120.0, **held),
-        step("fsdp", 100.0, after_step_bytes=8_080.0, **held),
-    )
-    assert list(report.memory(rows)["predicted_bytes"]) == [16_000, 12_000, 8_000]
-    (sentence,) = report.findings_memory(rows, ("fsdp", "fsdp copy"), "fully_shard")
-    assert "1.0 % more than parameters, gradients and moments" in sentence
-
-
-def test_a_line_is_fitted_to_each_operation():
-    rows = frame(*(
-        {"section": "collectives", "phase": "", "status": "ok", "world_size": 4, "transport": "nccl", "num_bytes": n,
-         "timer_method": "window", "median_ms": 0.02 + n / 1e8,
-         "observed": {"operation": "all_reduce", "dtype": "float32", "backend": "nccl"}}
-        for n in (10**3, 10**6, 10**9)
-    ))  # fmt: skip
-    (line,) = report.fits(rows).to_dict("records")
-    assert line["latency_us"] == pytest.approx(20) and line["bandwidth_gbs"] == pytest.approx(100)
-    assert line["bus_gbs"] == pytest.approx(150) and line["worst_residual"] < 1e-9
-    queued = rows.assign(timer_method="queued", launch_median_ms=0.048, bus_gbs=1.0)
-    (sentence,) = report.findings_collectives(queued)
-    assert "20.0 µs and then 100.0 GB/s, device time" in sentence and "The host issues one in 48.0 µs." in sentence
-    on_cpu = queued[:1].assign(transport="gloo", timer_method="window")
-    assert set(report.shown_collectives(pd.concat([queued, on_cpu]))["transport"]) == {"nccl"}, "one kind of time"
-    rows["median_ms"] = rows["median_ms"][::-1].tolist()  # ranks that share a core: the larger, the less time
-    falling = frame(*rows.assign(bus_gbs=1.0).to_dict("records"))
-    assert report.fits(falling).empty and report.table_collectives(falling)["latency, call time (µs)"].tolist() == ["–"]
-    assert report.findings_collectives(falling) == [] and report.figure_collectives(falling) is not None
-
-
-def test_the_committed_chapter_tells_of_two_gpus():
-    chapter = Chapter("07_distributed", device=REFERENCE_DEVICE)
-    assert chapter.device == f"2x-{REFERENCE_DEVICE}" and chapter.device_kind == "cuda"
-    collectives, steps, ceilings = (chapter.records(name) for name in ("collectives", "steps", "ceilings"))
-    tables = [
-        report.table_collectives(collectives),
-        report.table_steps(steps),
-        report.table_memory(steps, (report.BUCKETED, "fsdp")),
-        report.table_gathers(steps),
-        report.table_limits(collectives, ceilings),
-    ]
-    assert all(0 < len(table) <= 12 for table in tables)
-    assert (report.measured(collectives)["num_wrong"] == 0).all()
-    assert set(report.measured(collectives)["topology"]) >= {"NVLink, 18 links"}
-    ((text, section),) = report.front(chapter)
-    assert section == "How much of it shows" and text.count(" %") == 2 and "every parameter: undecided (" in text
+# --- devices ---
 
 
 def test_records_of_several_devices_stand_in_for_those_of_one(tmp_path):

@@ -20,8 +20,7 @@ from labkit import records
 from labkit.measure.profiling import ProfileError, launches, read_chrome_trace, read_nsys, statistics_by
 from labkit.measure.snapshots import SnapshotError, read_history
 from labkit.records import Record, RecordError, RecordStore, newest, to_frame
-from labkit.report import front
-from labkit.report.tables import to_markdown
+from labkit.report import card
 
 FIXTURE = Path(__file__).parent / "fixtures" / "nsys_2025.3.1_h200.sqlite"
 NOTEBOOK = "01_benchmarking"
@@ -222,10 +221,10 @@ def genuine_record() -> Record:
 
 
 def render_environment(environment: dict, loaded: list[Record]) -> None:
-    """Renders what the first page of the report shows of an environment and of records."""
-    told = {"all_records": lambda: loaded, "sessions": lambda: [[one, one] for one in loaded]}
+    """Renders what the report shows of an environment and of records."""
+    told = {"all_records": lambda: loaded, "every_record": lambda: loaded}
     chapter = SimpleNamespace(device_name="a-device", environment=environment, **told)
-    to_markdown(front.environment({NOTEBOOK: chapter})).encode("utf-8")
+    card.provenance({NOTEBOOK: chapter}).encode("utf-8")
 
 
 def test_damaged_records(tmp_path):

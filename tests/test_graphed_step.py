@@ -5,7 +5,6 @@ import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
-import pandas as pd
 import pytest
 import torch
 from chapters import CPU, in_section, measure, on_a_cpu
@@ -17,7 +16,6 @@ from labkit.experiments.graphed_step import GraphedWorkload, compared
 from labkit.experiments.sweep import Skip
 from labkit.experiments.workload import step_parameters
 from labkit.measure.timing import captured_once
-from labkit.report import launches
 
 
 @pytest.fixture(autouse=True)
@@ -145,51 +143,3 @@ def test_a_graph_trains_as_the_called_step_on_the_gpu(compile, impl):
     _, metrics = live.graph()
     assert metrics["update_difference"] < 0.1 and metrics["peak_bytes"] > 0
     assert live.described() == asked
-
-
-def execution(way: str, median_ms: float, size="small", **columns) -> dict:
-    impl, compile, phase = launches.WAYS[way]
-    named = {"impl": impl} if impl != "eager" else {}
-    return {
-        "status": "ok", "size": size, "context": 512, "precision": "bf16", "compile": compile, "phase": phase,
-        "median_ms": median_ms, "half_width_fraction": 0.0, "timer_method": "window", "session": "a", **named,
-        **columns,
-    }  # fmt: skip
-
-
-def test_table_and_findings_say_what_launches_take():
-    off = {"loss_difference": 0.0, "update_difference": 0.004}
-    rows = [
-        execution("eager", 40.0, launch_median_ms=39.0, host_median_ms=40.0),
-        execution("graph", 10.0, **off),
-        execution(launches.FASTEST, 5.0, sustained_ms=6.0, **off),
-        execution("eager", 100.0, size="large"),
-        {**execution("graph", 0.0, size="large"), "status": "oom", "median_ms": None},
-    ]
-    frame = pd.DataFrame(rows)
-    frame["impl"] = frame["impl"].where(frame["impl"].notna(), None)
-    small, large = launches.table(frame).to_dict("records")
-    assert (small["eager"], small["graph"], small["compiled"], small[launches.FASTEST]) == ("40.0", "10.0", "–", "5.00")
-    assert (small[launches.ISSUED], small[launches.LAUNCHES]) == ("98 %", "75 %")
-    assert (large["graph"], large[launches.ISSUED], large[launches.LAUNCHES]) == ("oom", "–", "–")
-    by_graph, fastest, alike = launches.findings(frame)
-    assert "ahead (4.00×, small at 512 in bf16)" in by_graph and by_graph.endswith("In bf16 at 512 launches take 75 %.")
-    assert "ahead (8.00×, small at 512) against the same call." in fastest
-    assert fastest.endswith("Back to back: small at 512 6.00 ms (sustained time, every session).")
-    assert "none in the loss and at most 4.0e-3 in the change of the parameters" in alike
-    assert launches.shares(frame)["launch_bound"].tolist() == [True]
-    assert launches.findings(frame.iloc[:1]) == []
-
-
-def test_a_sizes_times_are_of_the_session_that_has_most_of_its_ways():
-    """Calls of two hosts do not belong side by side."""
-    both = {"a": {"median_ms": 40.0}, "b": {"median_ms": 60.0}}
-    rows = [
-        execution("eager", 40.0) | {"session": "a", "sessions": both},
-        execution("graph", 15.0) | {"session": "b", "sessions": {"b": {"median_ms": 15.0}}},
-        execution("compiled", 25.0)
-        | {"session": "c", "sessions": {"c": {"median_ms": 25.0}, "b": {"median_ms": 21.0}}},
-    ]
-    (line,) = launches.table(pd.DataFrame(rows)).to_dict("records")
-    assert (line["eager"], line["graph"], line["compiled"]) == ("60.0", "15.0", "21.0")
-    assert launches.table(pd.DataFrame(rows).assign(precision="fp32")).empty

@@ -48,7 +48,8 @@ def test_cells_are_thin(name):
 def test_prose_holds_no_result(name):
     result = re.compile(r"(?<!\w)\d[\d.,]*\s*(ms|µs|s|×|x|TFLOP/s|GB/s|GiB|MiB)\b")
     for cell in notebooks.read(name).cells:
-        if cell.cell_type == "markdown":
+        # A lesson may ask with a number: how long, if a launch takes so long?
+        if cell.cell_type == "markdown" and "lesson" not in cell.metadata.get("tags", []):
             assert not result.search(cell.source), f"{name}: a typed result in\n{cell.source}"
 
 
@@ -84,7 +85,7 @@ def test_committed_report_holds_what_the_notebook_shows(name):
         if {"remove_cell", "lesson"} & set(cell.metadata.get("tags", [])):
             continue
         for output in cell.outputs:
-            text = output.get("data", {}).get("text/markdown", "").strip().replace("](../figures/", "](figures/")
+            text = output.get("data", {}).get("text/markdown", "").strip().replace("](../", "](")
             assert text in report, "run `labkit report --save-notebooks`"
 
 
@@ -298,15 +299,13 @@ def test_run_writes_records_figures_and_report(measured):
     assert {record.section for record in records} == sections
     assert not [record for record in records if record.status in ("error", "timeout")]
     assert {record.device for record in records} == {folder.name}
-    assert {path.name for path in folder.glob("*.svg")} >= {"01_phases.svg", "01_utilisation.svg"}
+    assert (folder / "tables" / "01_steps.csv").exists()
     report = (folder / "report.md").read_text(encoding="utf-8")
-    for heading in ("Time per phase", "Warm-up", "Precision and compilation", "Beside published step times"):
-        assert f"### {heading}" in report
-    assert "(01_phases.svg)" in report and "(tables/01_steps.csv)" in report and "labkit-figures-folder" not in report
+    for heading in ("What ran", "Roofs", "A training step", "How the numbers are made"):
+        assert f"## {heading}" in report
+    assert "labkit-figures-folder" not in report and "as fast" not in report.split("## How the numbers")[0]
     assert (folder / "01_benchmarking.ipynb").exists()
     assert f"Report: {folder / 'report.md'}" in result.stdout and "ok" in result.stdout
-    headlines = [line for line in result.stdout.splitlines() if f"- {line}" in report.replace("**", "")]
-    assert len(headlines) == cli.NUM_HEADLINES
     assert not re.sub(PROGRESS, "", result.stderr, flags=re.MULTILINE).strip()
     done = json.loads((folder / "records" / "01_benchmarking.done.json").read_text(encoding="utf-8"))
     assert done["num_missing"] > 0, "the rest of the smoke grid was not asked for"
@@ -331,8 +330,7 @@ def test_report_is_the_same_bytes_twice_and_html_stands_alone(measured):
     assert (result.returncode, result.stderr) == (0, "")
     assert {path: path.read_bytes() for path in before} == before and folder / "report.md" in before
     page = (folder / "report.html").read_text(encoding="utf-8")
-    assert page.count("data:image/svg+xml;base64,") == page.count("<img") == 2
-    assert not re.search(r'(src|href)="(?!data:|#|tables/01_)', page)
+    assert not re.search(r'(src|href)="(?!data:|#)', page)
 
 
 @pytest.mark.slow
@@ -480,15 +478,6 @@ def test_only_the_reference_device_or_a_request_writes_the_top_level_report(monk
     monkeypatch.setattr(render, "rebuild", lambda device, **values: asked.append(values["top_level"]) or [])
     cli.report(**options)
     assert asked == [written]
-
-
-def test_headlines_are_the_first_findings_of_each_notebook_then_the_second():
-    def executed(*texts):
-        outputs = [nbformat.v4.new_output("display_data", {"text/markdown": text}) for text in texts]
-        return nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(outputs=outputs)])
-
-    first = executed("*a table*\n\n| - |", "- **bold** `a`\n- b")
-    assert cli._headlines({"01": first, "02": executed(), "03": executed("- c", "- d")}) == ["bold a", "c", "b"]
 
 
 SAID = {

@@ -553,7 +553,7 @@ def test_an_impossible_number_is_refused_by_name(metrics, complaint):
 def test_a_time_beyond_the_limit_of_the_whole_measurement_is_refused():
     """As where the clock was set meanwhile."""
     with pytest.raises(
-        ValueError, match="median_ms is 7200000.0: longer than the whole measurement's limit of 60000 ms"
+        ValueError, match=r"median_ms is 7200000\.0: longer than the whole measurement's limit of 60000 ms"
     ):
         records.check_plausible({"median_ms": 7.2e6}, 6e4)
     records.check_plausible({"median_ms": 6e4, "peak_bytes": 10**9}, 6e4)

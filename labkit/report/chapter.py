@@ -1,4 +1,4 @@
-"""What a notebook holds: the records of its device, and how tables, figures and findings are shown."""
+"""What a notebook holds: the records of its device, and how its facts, figures and tables are shown."""
 
 import base64
 import functools
@@ -23,25 +23,24 @@ from labkit.records import (
     write_bytes_atomic,
     write_text_atomic,
 )
-from labkit.report import figures, tables, verdicts
-from labkit.report.findings import count, disturbed_note
+from labkit.report import facts, figures, tables, verdicts
 
-FIGURE_METADATA = "labkit_figure"
-"""Key in an output's metadata under which the report finds the figure's file name and its description."""
+FIGURE = "labkit_figure"
+"""Key in an output's metadata under which the report finds a figure's file name and caption."""
 
-MAX_FINDINGS = 3
-"""Findings shown per section."""
+FACT = "labkit_fact"
+"""Key in an output's metadata that tells a fact's sentence from other text, with its key for the card."""
 
 
 class Drawn(NamedTuple):
-    """A figure as a notebook shows it: its image by MIME type, its alternative text and its metadata."""
+    """A figure as a notebook shows it: its image by MIME type, its caption and its metadata."""
 
     image: dict[str, str]
-    description: str
+    caption: str
     metadata: dict[str, Any]
 
     def __repr__(self) -> str:
-        return self.description
+        return self.caption
 
     def _repr_mimebundle_(self, include=None, exclude=None):
         return self.image, self.metadata
@@ -63,6 +62,8 @@ class Chapter:
     def __init__(self, notebook: str, *, device: str, output: str = "", save_figures: bool = False):
         self.notebook = notebook
         self.number = notebook.split("_")[0]
+        self.output = output
+        self.asked_device = device
         self.folder = folder_of(Path(output or FIGURES), device, notebook)
         self.device = self.folder.name
         self.save_figures = save_figures
@@ -82,14 +83,18 @@ class Chapter:
         by_slug = {"cpu": "cpu", "mps": "mps"}.get(self.device.split("-")[0], "cuda")
         return self.environment.get("device", {}).get("kind", by_slug)
 
+    def of(self, notebook: str) -> "Chapter":
+        """Returns another notebook's chapter on the same device."""
+        return Chapter(notebook, device=self.asked_device, output=self.output)
+
     def all_records(self) -> list[Record]:
         """Returns the shown record of each measurement, read again only where the file has changed."""
         return self._loaded().shown
 
-    def sessions(self, *without: str) -> list[list[Record]]:
-        """Returns each measurement's records, one of every session that has it, but for those of these sections."""
-        found = (list(of_sessions.values()) for of_sessions in self._loaded().by_session.values())
-        return [records for records in found if records[0].section not in without]
+    def every_record(self) -> list[Record]:
+        """Returns the records of all sessions that may enter a number: those of the shown records' own commits."""
+        loaded = self._loaded()
+        return [record for record in loaded.every if _commit(record) == loaded.commit_of.get(record.resume_key())]
 
     def _loaded(self) -> "_Loaded":
         path = self.folder / "records" / f"{self.notebook}.jsonl"
@@ -99,18 +104,17 @@ class Chapter:
             raise RecordError(f"{self.folder} holds records of {devices}, not of {self.device!r} alone")
         return loaded
 
-    def records(self, *sections: str, every_session: bool = False) -> pd.DataFrame:
+    def records(self, *sections: str) -> pd.DataFrame:
         """Returns the shown records of these sections, one row each; `attrs` has the device's name and its kind.
 
         Shown is the newest record of a measurement; of a call that its host held up, that of the fastest session.
-        With `every_session` also the older records of each measurement, such as the ceilings of earlier sessions.
-        Where a row was measured in several, the column "sessions" has its metrics by session, as `verdicts` reads them.
+        Where a row was measured in several sessions of its own commit, the column "sessions" has its metrics by
+        session, as `verdicts` reads them. Records of another commit enter nothing.
         """
         loaded = self._loaded()
-        records = loaded.every if every_session else loaded.shown
-        records = [record for record in records if record.section in sections]
+        records = [record for record in loaded.shown if record.section in sections]
         frame = to_frame(records)
-        same = [loaded.by_session[record.resume_key()].values() for record in records]
+        same = [loaded.same_commit(record) for record in records]
         if any(len(others) > 1 for others in same):
             frame["sessions"] = [{one.session: one.metrics for one in others if one.metrics} for others in same]
         frame.attrs |= {"device": self.device_name, "device_kind": self.device_kind}
@@ -124,23 +128,36 @@ class Chapter:
         commits = commits_of(records)
         torch = ", ".join(sorted({record.software.get("torch", "") for record in records} - {""}))
         parts = [self.device_name, f"torch {torch}" if torch else "", dates_of(records)]
-        return Markdown(f"*{' · '.join(filter(None, [*parts, f'commit {commits}' if commits else '']))}*")
+        parts.append(f"commit {commits}" if commits else "")
+        return Markdown(f"*{' · '.join(part for part in parts if part)}*")
+
+    def say(
+        self,
+        fact: facts.Fact | Sequence[facts.Fact],
+        text: str = "",
+        *,
+        key: str = "",
+        **texts: str,
+    ) -> Markdown:
+        """Shows a fact as a sentence, see `facts.sentence`; `key` names it for the report's first page."""
+        sentence = facts.sentence(fact, text, **texts)
+        marked = any(one.marked for one in ((fact,) if isinstance(fact, facts.Fact) else fact))
+        return Markdown(f"- {sentence}", metadata={FACT: {"key": key, "marked": marked}})
 
     def table(self, build: Callable[..., pd.DataFrame], *arguments, caption: str, **options) -> Markdown:
-        """Shows the table `build(*arguments, **options)` under its caption, with at most MAX_ROWS rows.
+        """Shows the table `build(*arguments, **options)` under its caption.
 
-        Neither this nor `figure` and `findings` call `build` when nothing in a frame among `arguments` was measured.
-        "{time}" in the caption becomes the kind of time that the first frame holds; what all rows share is added to it.
+        Neither this nor `figure` calls `build` when nothing in a frame among `arguments` was measured.
+
+        Raises:
+            ValueError: more rows or columns than a page's table has.
         """
         frame = self._built(build, *arguments, **options)
-        caption = caption.replace("{time}", kinds_of_time(arguments))
         if frame is None or frame.empty:
             return Markdown(f"*{caption}: {_why_not(self.device, arguments)}.*")
-        if len(frame) > tables.MAX_ROWS:
-            caption += f" (the first {tables.MAX_ROWS} of {len(frame):,} rows)"
-            frame = frame.head(tables.MAX_ROWS)
-        frame, same = tables.without_constants(frame)
-        caption += f"; all rows: {same}" if same else ""
+        if len(frame) > tables.MAX_ROWS or len(frame.columns) > tables.MAX_COLUMNS:
+            most = f"{tables.MAX_ROWS} × {tables.MAX_COLUMNS}"
+            raise ValueError(f"{caption!r} has {len(frame)} × {len(frame.columns)} cells; accepted: {most}")
         return Markdown(f"*{caption}*\n\n{tables.to_markdown(frame)}")
 
     def figure(
@@ -148,17 +165,17 @@ class Chapter:
         build: Callable[..., Figure | None],
         *arguments,
         name: str,
-        description: str,
+        caption: str,
         here: pd.DataFrame | None = None,
         **options,
     ) -> "Drawn | Markdown":
         """Shows the figure `build(*arguments, **options)` and, where wanted, saves it as NN_name.svg.
 
-        `description` is its alternative text; `here` has rows of this machine for `figures.mark_here`.
+        `caption` says what is drawn, with units; `here` has rows of this machine for `figures.mark_here`.
         """
         figure = self._built(build, *arguments, **options)
         if figure is None:
-            return Markdown(f"*{description}: {_why_not(self.device, arguments)}.*")
+            return Markdown(f"*{caption}: {_why_not(self.device, arguments)}.*")
         if here is not None:
             figures.mark_here(figure, here)
         file_name = f"{self.number}_{name}.svg"
@@ -168,36 +185,27 @@ class Chapter:
             image = {"image/svg+xml": content.decode()}
         else:
             image = {"image/png": base64.b64encode(figures.png(figure)).decode()}
-        metadata = {FIGURE_METADATA: {"file": file_name, "description": description}} if here is None else {}
-        return Drawn(image, description, metadata)
+        metadata = {FIGURE: {"file": file_name, "caption": caption}} if here is None else {}
+        return Drawn(image, caption, metadata)
 
-    def findings(self, build: Callable[..., Sequence[str]], *arguments, **options) -> Markdown:
-        """Shows at most MAX_FINDINGS computed sentences as a list, and how often the machine was busy."""
-        sentences = list(self._built(build, *arguments, **options) or [])[:MAX_FINDINGS]
-        if not sentences:
-            why = _why_not(self.device, arguments)
-            return Markdown(f"*{why[0].upper()}{why[1:]}.*")
-        frames = [x for x in arguments if isinstance(x, pd.DataFrame) and "disturbed" in x]
-        busy = [f"{tables.DISTURBED}{note}" for note in disturbed_note(pd.concat(frames))] if frames else []
-        return Markdown("\n".join(f"- {sentence}" for sentence in [*sentences, *busy]))
-
-    def full_tables(self, **derived: tuple) -> Markdown:
+    def more(self, **derived: tuple) -> Markdown:
         """Links the CSV files of all sections and of `derived`, and writes them where wanted.
 
         Args:
             derived: by name a function and its arguments; not called when nothing in a frame among these was measured.
         """
-        frames = {section: self.records(section) for section in dict.fromkeys(r.section for r in self.all_records())}
-        links = []
-        for name, frame in {**frames, **{name: self._built(*made) for name, made in derived.items()}}.items():
-            if frame is None or frame.empty:
-                continue
-            file_name = f"{self.number}_{name}.csv"
-            if self.save_figures:
-                (self.folder / "tables").mkdir(exist_ok=True)
-                write_text_atomic(self.folder / "tables" / file_name, tables.to_csv(frame))
-            links.append(f"[{name}](../figures/{self.device}/tables/{file_name})")
-        return Markdown(f"Full tables (CSV): {', '.join(links)}." if links else f"*Not measured on {self.device}.*")
+        sections = dict.fromkeys(record.section for record in self.all_records())
+        frames = {section: self.records(section) for section in sections}
+        frames |= {name: self._built(*made) for name, made in derived.items()}
+        frames = {name: frame for name, frame in frames.items() if frame is not None and not frame.empty}
+        if not frames:
+            return Markdown(f"*Not measured on {self.device}.*")
+        if self.save_figures:
+            (self.folder / "tables").mkdir(exist_ok=True)
+            for name, frame in frames.items():
+                write_text_atomic(self.folder / "tables" / f"{self.number}_{name}.csv", tables.to_csv(frame))
+        files = f"[{len(frames)} full tables](../figures/{self.device}/tables/#{self.number})"
+        return Markdown(f"*More:* {files}. *Try it:* [notebook {self.number}](../notebooks/{self.notebook}.ipynb).")
 
     @staticmethod
     def _built(build: Callable, *arguments, **options):
@@ -211,16 +219,27 @@ class _Loaded(NamedTuple):
     shown: list[Record]
     every: list[Record]
     by_session: dict[str, dict[str, Record]]
+    commit_of: dict[str, str]
     devices: list[str]
 
+    def same_commit(self, record: Record) -> list[Record]:
+        """Returns the records of a measurement, one a session, that are of the shown one's commit."""
+        sessions = self.by_session[record.resume_key()].values()
+        return [one for one in sessions if _commit(one) == _commit(record)]
 
-@functools.lru_cache(maxsize=16)  # chapters and the front page read one another's
+
+@functools.lru_cache(maxsize=16)  # chapters read one another's
 def _load(path: Path, state: tuple[int, ...]) -> _Loaded:
     """Reads a file of records; its `state` tells its versions apart."""
     records = RecordStore(path).load(plain=True)
     sessions = by_session(records)
     shown = [_least_held_up(record, sessions[record.resume_key()]) for record in newest(records)]
-    return _Loaded(shown, records, sessions, sorted({record.device for record in records}))
+    commits = {record.resume_key(): _commit(record) for record in shown}
+    return _Loaded(shown, records, sessions, commits, sorted({record.device for record in records}))
+
+
+def _commit(record: Record) -> str:
+    return record.source.get("commit", "")
 
 
 def _least_held_up(newest: Record, sessions: Mapping[str, Record]) -> Record:
@@ -228,9 +247,10 @@ def _least_held_up(newest: Record, sessions: Mapping[str, Record]) -> Record:
 
     That must be a tenth less: calls of one session belong together.
     """
-    if verdicts.KIND_OF_METHOD.get(newest.timer.get("method")) != "call" or verdicts.issued(newest.metrics) <= 0.5:
+    is_call = verdicts.KIND_OF_METHOD.get(newest.timer.get("method")) == verdicts.CALL
+    if not is_call or verdicts.issued(newest.metrics) <= 0.5:
         return newest
-    same = [x for x in sessions.values() if x.metrics and x.source.get("commit") == newest.source.get("commit")]
+    same = [one for one in sessions.values() if one.metrics and _commit(one) == _commit(newest)]
     fastest = min(same, key=lambda record: record.metrics["median_ms"])
     return fastest if newest.metrics["median_ms"] > 1.1 * fastest.metrics["median_ms"] else newest
 
@@ -243,9 +263,10 @@ def _why_not(device: str, arguments: Sequence) -> str:
     """Returns "not measured on nvidia-h200", and why where all was tried and failed."""
     for frame in arguments:
         if isinstance(frame, pd.DataFrame) and not frame.empty and not _is_measured(frame):
-            status, reason = frame["status"].iloc[0], frame["reason"].iloc[0]
-            why = f"the first by {status} ({reason[:120]})" if reason else f"the first by {status}"
-            return f"not measured on {device}: {count(len(frame), 'attempt')} failed, {why}"
+            reason = str(frame["reason"].iloc[0])[:120]
+            if frame["status"].iloc[0] == "skipped":
+                return f"not possible on {device}: {reason}"
+            return f"all {len(frame)} attempts on {device} failed: {reason}"
     return f"not measured on {device}"
 
 
@@ -257,14 +278,4 @@ def dates_of(records: Sequence[Record]) -> str:
 
 def commits_of(records: Sequence[Record]) -> str:
     """Returns the first eight digits of the commits that the records were measured with."""
-    return ", ".join(sorted({record.source.get("commit", "")[:8] for record in records} - {""}))
-
-
-def kinds_of_time(arguments: Sequence) -> str:
-    """Returns "call time", "device time" or both, as the first frame among `arguments` was timed."""
-    for frame in arguments:
-        if isinstance(frame, pd.DataFrame) and "timer_method" in frame:
-            methods = frame["timer_method"].dropna().unique()
-            kinds = sorted({verdicts.kind_of_time({"timer_method": method}) for method in methods})
-            return f"{' and '.join(kinds)} time"
-    return "time"
+    return ", ".join(sorted({_commit(record)[:8] for record in records} - {""}))

@@ -1,7 +1,7 @@
 """What the chapters' figures share: style, one fixed colour per thing shown, gaps for what ran out of memory."""
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import matplotlib as mpl
@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from labkit.configs import SIZES
-from labkit.report.findings import power
+from labkit.report.frame import ok_rows, select
+from labkit.report.text import power
 
 
 class Style(NamedTuple):
@@ -64,28 +65,56 @@ STYLES = {
 }
 """One style per precision, phase, implementation and size, the same in every figure of the report."""
 
-SERIES = ["#0072b2", "#e69f00", "#009e73", "#d55e00", "#5d3a9b", "#7f7f7f", "#56b4e9", "#cc79a7", "#8c6d31", "#000000"]
+SERIES = [
+    "#0072b2",
+    "#e69f00",
+    "#009e73",
+    "#d55e00",
+    "#5d3a9b",
+    "#7f7f7f",
+    "#56b4e9",
+    "#cc79a7",
+    "#8c6d31",
+    "#000000",
+]
 """Colours, by number, of what has no style of its own."""
+
+CLASS_COLOURS = {
+    "matmul": "#0072b2",
+    "attention": "#8a1c20",
+    "softmax": "#f0e442",
+    "elementwise": "#009e73",
+    "copy": "#56b4e9",
+    "reduction": "#000000",
+    "optimizer": "#e69f00",
+    "normalisation": "#8c6d31",
+    "communication": "#5d3a9b",
+    "other": "#b0b0b0",
+}
+"""Colours of the classes of kernels, in the order in which they are stacked."""
+
+CLASS_HATCHES = {"elementwise": "///", "copy": "...", "optimizer": "\\\\\\"}
+"""What tells apart, besides its colour, a class that is confused with another."""
 
 # Set once for the process: a text takes its size when it is made, wherever that happens.
 mpl.rcParams |= {
     **sns.axes_style("whitegrid"),
-    "font.size": 9,
-    "axes.titlesize": 9,
-    "axes.labelsize": 9,
-    "legend.fontsize": 8,
+    "font.size": 10,
+    "axes.titlesize": 10,
+    "axes.labelsize": 10,
+    "legend.fontsize": 9,
     "figure.dpi": 100,
     "savefig.bbox": "tight",
     "axes.titley": 1.0,  # where it is put anyway; looking for the place takes a third of the drawing
     "svg.hashsalt": "labkit",  # the same records give the same bytes
     "text.parse_math": False,  # a "$" in a device's name is one
-    "svg.fonttype": "path",  # looks the same without this machine's fonts
-    "font.family": "DejaVu Sans",
+    "svg.fonttype": "none",  # text stays text: to be selected, searched and read aloud
+    "font.family": ["DejaVu Sans", "sans-serif"],
 }
 
 
-def panels(num_panels: int, *, num_columns: int = 3, width: float = 3.0, height: float = 2.6) -> tuple[Figure, list]:
-    """Returns a figure of `num_panels` axes in rows of `num_columns`; three of them are 900 px wide."""
+def panels(num_panels: int, *, num_columns: int = 2, width: float = 3.2, height: float = 2.6) -> tuple[Figure, list]:
+    """Returns a figure of `num_panels` axes in rows of `num_columns`; two are 640 px wide, legible on a phone."""
     num_columns = min(num_columns, num_panels)
     num_rows = -(-num_panels // num_columns)
     figure = Figure(figsize=(width * num_columns, height * num_rows), layout="constrained")
@@ -99,11 +128,32 @@ def panels(num_panels: int, *, num_columns: int = 3, width: float = 3.0, height:
 
 
 def mark_here(figure: Figure, points: pd.DataFrame) -> None:
-    """Draws the rows of `points` (columns x, y and optionally panel, a number) as stars labelled "this machine"."""
+    """Draws the rows of `points` (columns x, y, label, and panel, a panel's title) as labelled stars.
+
+    A point of a size or precision that no panel shows is not drawn on another's: ValueError names the panels.
+    """
+    named = {axis.get_title(): axis for axis in figure.axes}
     for row in points.to_dict("records"):
-        axis = figure.axes[int(row.get("panel", 0))]
-        axis.plot([row["x"]], [row["y"]], marker="*", markersize=14, color="#d55e00", markeredgecolor="black", zorder=5)
-        axis.annotate("this machine", (row["x"], row["y"]), xytext=(8, 4), textcoords="offset points", fontsize=8)
+        axis = named.get(row["panel"])
+        if axis is None:
+            raise ValueError(f"no panel {row['panel']!r}; accepted: {', '.join(named)}")
+        axis.plot(
+            [row["x"]],
+            [row["y"]],
+            marker="*",
+            markersize=14,
+            color="#d55e00",
+            markeredgecolor="black",
+            zorder=5,
+        )
+        axis.annotate(
+            row["label"],
+            (row["x"], row["y"]),
+            xytext=(8, 4),
+            textcoords="offset points",
+            fontsize=9,
+        )
+        axis.autoscale_view()
 
 
 def context_axis(axis: Axes, contexts: Sequence[int], label: str = "context (tokens)") -> None:
@@ -118,7 +168,8 @@ def context_axis(axis: Axes, contexts: Sequence[int], label: str = "context (tok
 
 def log_time_axis(axis: Axes, label: str = "time (ms)") -> None:
     """Makes y a log axis with plain numbers at 1, 2 and 5 times each power of ten."""
-    if not axis.lines:  # all that was tried failed: there are marks alone, and no number to scale by
+    if not axis.lines:
+        # All that was tried failed: there are marks alone, and no number to scale by.
         axis.set_ylim(0.1, 10)
     axis.set_yscale("log")
     axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=12))
@@ -148,64 +199,79 @@ def line_with_band(axis: Axes, rows: pd.DataFrame, x: str, *, label: str, style:
     mark_failures(axis, rows, x, colour=style.colour)
 
 
-def curves(
+def bars(
+    axis: Axes,
     frame: pd.DataFrame,
-    *,
-    x: str,
-    line: str,
-    panel: str | None = None,
-    y: str = "median_ms",
-    label: str = "time (ms)",
-    x_label: str = "context (tokens)",
-    title: str,
+    index: str,
+    ways: Mapping[str, Mapping],
+    value: str,
+    colours: Sequence[str] = SERIES,
+) -> None:
+    """Draws `value` as groups of bars: a group per value of `index`, in the frame's order, a bar per way."""
+    groups = list(dict.fromkeys(frame[index]))
+    width = 0.8 / len(ways)
+    for number, (name, way) in enumerate(ways.items()):
+        rows = select(ok_rows(frame), **way)
+        offset = width * (number - (len(ways) - 1) / 2)
+        places = [groups.index(group) + offset for group in rows[index]]
+        axis.bar(places, rows[value], width=0.92 * width, label=name, color=colours[number], linewidth=0)
+    axis.set_xticks(range(len(groups)), [str(group) for group in groups])
+    axis.grid(visible=False, axis="x")
+
+
+def class_bars(
+    rows: pd.DataFrame, bar: str, suffix: str, label: str, panel: str = "", title: str = ""
 ) -> Figure | None:
-    """Returns one panel per value of `panel`, one styled line per value of `line`, `y` over `x` on log axes.
-
-    None when nothing was measured.
+    """Draws classes of kernels: a panel per value of `panel`, in it a stacked bar per value of `bar`, in order.
 
     Args:
-        frame: rows in the order in which panels and lines are wanted, failed ones included; they become marks.
-        label: of the y axis, with its unit; title: what is shown, to which the device's name is added.
+        rows: columns <class><suffix>, "matmul_ms"; NaN where a class has no kernel.
+        panel: "" for one panel; label: of the x axis, with its unit.
     """
-    if frame.empty or not (frame["status"] == "ok").any():
+    if rows.empty:
         return None
-    shown = list(dict.fromkeys(frame[panel])) if panel else [None]
-    figure, axes = panels(len(shown))
-    for axis, value in zip(axes, shown, strict=True):
-        rows = frame if panel is None else frame[frame[panel] == value]
-        for number, name in enumerate(dict.fromkeys(rows[line])):
-            style = STYLES.get(name, Style(SERIES[number % len(SERIES)], _MARKERS[number % len(_MARKERS)]))
-            line_with_band(axis, rows[rows[line] == name], x, label=str(name), style=style, y=y)
-        context_axis(axis, rows[x].unique(), x_label)
-        log_time_axis(axis, label)
-        if panel:
-            axis.set_title(value)
-    finish(figure, axes, f"{title}, {frame.attrs['device']}")
+    titles = rows[panel].unique() if panel else [""]
+    bars = rows[bar].unique()
+    figure, axes = panels(len(titles), height=max(2.3, 0.8 + 0.3 * len(bars)))
+    for axis, name in zip(axes, titles, strict=True):
+        shown = (select(rows, **{panel: name}) if panel else rows).set_index(bar).reindex(bars)
+        left = pd.Series(0.0, index=bars)
+        for kind, colour in CLASS_COLOURS.items():
+            widths = shown.get(f"{kind}{suffix}", left * 0).fillna(0.0)
+            if widths.sum() > 0.001 * rows.filter(like=suffix).max().max():
+                look = {"color": colour, "hatch": CLASS_HATCHES.get(kind, ""), "edgecolor": "white"}
+                axis.barh(range(len(bars)), widths, left=left, label=kind, linewidth=0, **look)
+                left += widths
+        axis.set_yticks(range(len(bars)), bars)
+        axis.set(title=name if isinstance(name, str) else f"{panel} {name:,}", xlabel=label)
+        axis.invert_yaxis()
+        axis.grid(visible=False, axis="y")
+        axis.label_outer()
+    finish(figure, axes, title)
     return figure
 
 
-def over(
-    shown: Sequence[tuple[str, pd.DataFrame, str, str | None]], x: str, line: str, what: str, names: Mapping, title: str
-) -> Figure:
-    """Draws for each (panel title, rows, column, base) the column, in ms, or over the base's at the same `x` if named.
+def heat_map(axis: Axes, table: pd.DataFrame, text: Callable[[float], str], title: str) -> None:
+    """Draws a table of shares, 0 to 1, as shaded cells with their text."""
+    axis.imshow(table, cmap="cividis_r", vmin=0, vmax=1, aspect="auto")
+    axis.grid(visible=False)
+    for y, values in enumerate(table.to_numpy()):
+        for x, value in enumerate(values):
+            if value == value:
+                axis.text(
+                    x,
+                    y,
+                    text(value),
+                    ha="center",
+                    va="center",
+                    color="white" if value > 0.5 else "black",
+                )
+    axis.set_xticks(range(len(table.columns)), [f"{column:,}" for column in table.columns])
+    axis.set_yticks(range(len(table)), list(table.index))
+    axis.set_title(title)
 
-    Args:
-        what: the quantity divided, for the label; names: what each value of `line` is called, in the order wanted.
-    """
-    figure, axes = panels(len(shown), num_columns=2, width=4.5, height=2.7)
-    for axis, (panel, rows, column, base) in zip(axes, shown, strict=True):
-        ok = rows[rows["status"] == "ok"]
-        rows = rows.assign(over=rows[column] / (rows[x].map(ok[ok[line] == base].set_index(x)[column]) if base else 1))
-        for name in [name for name in names if name in set(ok[line])]:
-            line_with_band(axis, rows[rows[line] == name], x, label=names[name], style=STYLES[name], y="over")
-        context_axis(axis, rows[x].unique(), f"{x} (tokens)")
-        log_time_axis(axis, f"{what} / {names[base]}'s" if base else f"{what} (ms)")
-        axis.set_title(panel)
-    finish(figure, axes, title, num_columns=5)
-    return figure
 
-
-def finish(figure: Figure, axes: Sequence[Axes], title: str, *, num_columns: int = 6) -> None:
+def finish(figure: Figure, axes: Sequence[Axes], title: str, *, num_columns: int = 4) -> None:
     """Gives a figure its title and one legend for all panels, below them; × marks what ran out of memory."""
     handles: dict[str, object] = {}
     for axis in axes:
@@ -214,10 +280,16 @@ def finish(figure: Figure, axes: Sequence[Axes], title: str, *, num_columns: int
     if handles:
         columns = min(len(handles), num_columns)
         figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=columns)
-    figure.suptitle(title, fontsize=10)
+    if title:
+        figure.suptitle(title, fontsize=10)
 
 
-def stack(axis: Axes, x: Sequence[float], layers: Mapping[str, Sequence[float]], colours: Mapping[str, str]) -> None:
+def stack(
+    axis: Axes,
+    x: Sequence[float],
+    layers: Mapping[str, Sequence[float]],
+    colours: Mapping[str, str],
+) -> None:
     """Draws layers over one another, from the bottom to the top, and writes its name into each thick one."""
     colors = [colours[name] for name in layers]
     axis.stackplot(x, list(layers.values()), colors=colors, labels=list(layers), linewidth=0)
@@ -227,13 +299,19 @@ def stack(axis: Axes, x: Sequence[float], layers: Mapping[str, Sequence[float]],
         if room.notna().any() and room.max() > 0.06 * max(map(sum, zip(*layers.values(), strict=True))):
             middle = below[room.idxmax()] + values[room.idxmax()] / 2
             look = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1}
-            axis.text(x[room.idxmax()], middle, name, fontsize=7.5, ha="center", va="center", bbox=look)
+            axis.text(x[room.idxmax()], middle, name, fontsize=9, ha="center", va="center", bbox=look)
         below += values
 
 
 def mark_failures(axis: Axes, rows: pd.DataFrame, x: str, *, colour: str) -> None:
     """Marks where there is no number: × for out of memory, ? for any other failure, on the upper edge."""
-    look = {"transform": axis.get_xaxis_transform(), "color": colour, "s": 22, "zorder": 3, "clip_on": False}
+    look = {
+        "transform": axis.get_xaxis_transform(),
+        "color": colour,
+        "s": 22,
+        "zorder": 3,
+        "clip_on": False,
+    }
     for marker, statuses in (("$?$", ["error", "timeout"]), ("x", ["oom"])):
         if failed := sorted(rows[x][rows["status"].isin(statuses)]):
             axis.scatter(failed, [0.97] * len(failed), marker=marker, **look)

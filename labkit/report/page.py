@@ -1,6 +1,7 @@
 """report.html: a report's Markdown as one page that holds its figures, loads nothing and runs no script."""
 
 import base64
+import csv
 import html as entities
 import re
 from collections import Counter
@@ -11,15 +12,25 @@ from pathlib import Path
 import bleach
 import mistune
 
-from labkit.report.findings import anchor
+from labkit.report.text import anchor
 
-_ALLOWED_TAGS = set("a blockquote br code div em h1 h2 h3 h4 h5 h6 hr img li ol p pre strong".split())
+_ALLOWED_TAGS = set("a blockquote br code div em figure figcaption h1 h2 h3 h4 h5 h6 hr img li ol p pre strong".split())
 _ALLOWED_TAGS |= set("table thead tbody tr th td ul".split())
 _ALLOWED_ATTRIBUTES = {
-    "*": ["class", "id"], "a": ["href"], "img": ["alt", "src"], "ol": ["start"], "th": ["scope"],
-}  # fmt: skip
+    "*": ["class", "id"],
+    "a": ["href"],
+    "div": ["aria-label", "role", "tabindex"],
+    "img": ["alt", "src"],
+    "ol": ["start"],
+    "th": ["scope"],
+}
 
-# Only a tag of the page can match: text holds no "<", an attribute no quotation mark.
+MOST_ROWS = 60
+"""Rows of a full table that the page shows; a longer one is a download."""
+
+_TABLES = re.compile(r'<a href="(?P<folder>(?:\.\./[^/"]+/)?)tables/#(?P<number>\d\d)">(?P<text>[^<]*)</a>')
+"""A chapter's link to its tables. Only a tag of the page can match: text holds no "<", an attribute no quote."""
+
 _FIGURE = re.compile(r'(<img alt="[^"]*" src=")([^"]+)')
 
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
@@ -45,6 +56,8 @@ def html(markdown: str, folder: Path, title: str) -> str:
     body = bleach.clean(body, _ALLOWED_TAGS, _ALLOWED_ATTRIBUTES, protocols=["http", "https"])
     images = {url: base64.b64encode(path.read_bytes()).decode() for url, path in figures.items() if url in body}
     body = _FIGURE.sub(lambda match: f"{match[1]}data:image/svg+xml;base64,{images[match[2]]}", body)
+    body = _with_tables(body, folder)
+    top = "contents"
     contents = "".join(
         f'<li class="{"chapter" if level == 2 else "section"}"><a href="#{name}">{text}</a></li>\n'
         for level, name, text in renderer.headings
@@ -55,9 +68,36 @@ def html(markdown: str, folder: Path, title: str) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{entities.escape(title)}</title>\n<style>{_STYLE_SHEET}</style>\n</head>\n<body>\n"
-        f'<nav aria-label="Contents"><details><summary>Contents</summary>\n<ul>\n{contents}</ul></details></nav>\n'
-        f"<main>\n{body}</main>\n</body>\n</html>\n"
+        f'<nav id="{top}" aria-label="Contents"><details><summary>Contents</summary>\n'
+        f"<ul>\n{contents}</ul></details></nav>\n"
+        f'<main>\n{body}<p class="top"><a href="#{top}">Contents</a></p></main>\n</body>\n</html>\n'
     )
+
+
+def _with_tables(body: str, folder: Path) -> str:
+    """Returns the page with the full tables that it links inside it, so that no link is dead where it is mailed."""
+    paragraphs = []
+    for paragraph in re.split(r"(?<=</p>)", body):
+        paragraphs.append(_TABLES.sub(lambda match: match["text"], paragraph))
+        for match in _TABLES.finditer(paragraph):
+            within = folder.parent / Path(match["folder"]).name if match["folder"] else folder
+            paragraphs += [_details(path) for path in sorted(within.glob(f"tables/{match['number']}_*.csv"))]
+    return "".join(paragraphs)
+
+
+def _details(path: Path) -> str:
+    rows = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))
+    data = base64.b64encode(path.read_bytes()).decode()
+    name = entities.escape(path.name)
+    summary = f"{name}, {len(rows) - 1:,} rows"
+    download = f'<p><a download="{name}" href="data:text/csv;base64,{data}">Download {name}</a></p>'
+    table = ""
+    if len(rows) <= MOST_ROWS:
+        head = "".join(f'<th scope="col">{entities.escape(text)}</th>' for text in rows[0])
+        lines = ("".join(f"<td>{entities.escape(text)}</td>" for text in row) for row in rows[1:])
+        inside = f"<thead><tr>{head}</tr></thead><tbody>{''.join(f'<tr>{line}</tr>' for line in lines)}</tbody>"
+        table = f'<div class="table" role="region" aria-label="{name}" tabindex="0"><table>{inside}</table></div>'
+    return f"<details><summary>{summary}</summary>{download}{table}</details>"
 
 
 class _Renderer(mistune.HTMLRenderer):
@@ -67,6 +107,7 @@ class _Renderer(mistune.HTMLRenderer):
         self.headings: list[tuple[int, str, str]] = []
         self._open: list[int] = []
         self._used: Counter[str] = Counter()
+        self._num_tables = 0
 
     def heading(self, text: str, level: int, **attrs) -> str:
         # The first heading is above all others, and each is one level below the heading that it belongs to.
@@ -83,6 +124,7 @@ class _Renderer(mistune.HTMLRenderer):
         alt = entities.escape(entities.unescape(mistune.util.striptags(text)))
         if url not in self._figures:
             return f"![{alt}]({entities.escape(url)})"
+        # The alternative text says what the figure shows; its caption follows as text.
         return f'<img alt="{alt}" src="{url}">'
 
     def link(self, text: str, url: str, title: str | None = None) -> str:
@@ -95,7 +137,11 @@ class _Renderer(mistune.HTMLRenderer):
         return mistune.util.safe_entity(text)
 
     def table(self, text: str) -> str:
-        return f'<div class="table"><table>\n{text}</table></div>\n'
+        # A box that scrolls can be reached by keyboard, and says what it is.
+        self._num_tables += 1
+        section = self.headings[-1][2] if self.headings else "report"
+        label = f"{section}, table {self._num_tables}"
+        return f'<div class="table" role="region" aria-label="{label}" tabindex="0"><table>\n{text}</table></div>\n'
 
     def table_cell(self, text: str, align: str | None = None, head: bool = False) -> str:
         number = ' class="number"' if align == "right" else ""

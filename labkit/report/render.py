@@ -1,4 +1,4 @@
-"""report.md: a front page, then the executed notebooks without their code and lessons, one chapter each."""
+"""report.md: a first page, a chapter for each executed notebook without code and lessons, then how it was made."""
 
 import os
 import re
@@ -12,9 +12,17 @@ import pandas as pd
 
 from labkit import notebooks
 from labkit.configs import FIGURES, REFERENCE_DEVICE, REPOSITORY, RequestError
-from labkit.records import check, check_measured, folder_of, measured_devices, read_done, write_text_atomic
-from labkit.report import front, page
-from labkit.report.chapter import FIGURE_METADATA, Chapter
+from labkit.records import (
+    check,
+    check_measured,
+    folder_of,
+    measured_devices,
+    read_done,
+    write_bytes_atomic,
+    write_text_atomic,
+)
+from labkit.report import card, figures, page, smoke
+from labkit.report.chapter import FACT, FIGURE, Chapter
 
 MOST_AT_ONCE = 4
 """Notebooks whose lessons are executed at a time, on as many cores; each needs about 300 MB."""
@@ -31,7 +39,7 @@ def rebuild(
 ) -> list[Path]:
     """Rebuilds the report of `device` from its records; returns the files written.
 
-    A notebook without records is not executed: its chapter says that it was not measured.
+    A notebook without records is not executed: its chapter says that it was not measured. A CPU's report is one page.
 
     Args:
         device: slug, a folder of DIR; its report.md and figures are written there.
@@ -47,44 +55,72 @@ def rebuild(
         NotebookError: a notebook failed.
     """
     root = output or FIGURES
-    check_measured(device, root)
     folder = root / device
-    folders = {name: folder_of(root, device, name) for name in notebooks.names()}
-    read = {each: check(each) for each in {folder, *folders.values()}}
-    records = read[folder] | {name: read[each][name] for name, each in folders.items() if name in read[each]}
+    chapters = chapters_of(device, output)
     if save_notebooks and device != REFERENCE_DEVICE:
         raise RequestError(f"the notebooks show {REFERENCE_DEVICE!r}; their outputs cannot be of {device!r}")
     executed = dict(measured or {})
     values = {"device": device, "output": str(output or ""), "save_figures": True}
-    missing = [name for name in notebooks.names() if records.get(name) and name not in executed]
-    executed |= {name: notebooks.show(name, values) for name in missing}
+    executed |= {name: notebooks.show(name, values) for name in chapters if name not in executed}
     if save_notebooks:
         for name, shown in _execute_all(notebooks.names()).items():
             _save_outputs(name, shown, notebooks.path(name))
-    chapters = {name: Chapter(name, device=device, output=str(output or "")) for name in notebooks.names()}
-    bodies = [
-        _chapter_markdown(executed[name], folders[name].name)
-        if records.get(name)
-        else f"{_as_chapter(notebooks.read(name).cells[0].source)}\n\n{chapter.source().data}"
-        for name, chapter in chapters.items()
-    ]
-    measured_chapters = {name: chapter for name, chapter in chapters.items() if records.get(name)}
-    first = front.page(measured_chapters)
-    unfinished = filter(None, (_not_finished(folders[name], name) for name in measured_chapters))
-    text = "\n\n".join([first, *unfinished, *bodies]) + "\n"
+    text = _report(chapters, executed, folder)
 
     device_text = text.replace(f"{_FIGURES_FOLDER}{device}/", "").replace(_FIGURES_FOLDER, "../")
+    device_text = device_text.replace("../notebooks/", "../../notebooks/")
     written = [write_text_atomic(folder / "report.md", device_text)]
-    if device != REFERENCE_DEVICE:  # the reference device's executed notebooks are those in notebooks/
+    # The reference device's executed notebooks are those in notebooks/.
+    if device != REFERENCE_DEVICE:
         for name, notebook in executed.items():
-            _save_outputs(name, notebook, folders[name] / f"{name}.ipynb")
+            _save_outputs(name, notebook, folder_of(root, device, name) / f"{name}.ipynb")
     if output is None and top_level:
         text = text.replace(_FIGURES_FOLDER, f"{root.relative_to(REPOSITORY).as_posix()}/")
-        written.append(write_text_atomic(REPOSITORY / "report.md", text))
+        written.append(write_text_atomic(REPOSITORY / "report.md", text.replace("../notebooks/", "notebooks/")))
     if html:
-        title = front.title(next(iter(measured_chapters.values())))
+        title = card.title(next(iter(chapters.values())))
         written.append(write_text_atomic(folder / "report.html", page.html(device_text, folder, title)))
     return written
+
+
+def chapters_of(device: str, output: Path | None = None) -> dict[str, Chapter]:
+    """Returns the chapters of a device that have records; raises RequestError where none has."""
+    root = output or FIGURES
+    check_measured(device, root)
+    found = {}
+    for name in notebooks.names():
+        if check(folder_of(root, device, name)).get(name):
+            found[name] = Chapter(name, device=device, output=str(output or ""))
+    if not found:
+        raise RequestError(f"{root / device} holds no record")
+    return found
+
+
+def _report(chapters: Mapping[str, Chapter], executed: Mapping[str, Any], folder: Path) -> str:
+    first = next(iter(chapters.values()))
+    warnings = [_not_finished(chapter.folder, name) for name, chapter in chapters.items()]
+    ladder = card.ladder(chapters)
+    if ladder is not None:
+        write_bytes_atomic(folder / card.LADDER_FILE, figures.svg(ladder))
+    here = f"{_FIGURES_FOLDER}{folder.name}/"
+    if first.device_kind == "cpu":
+        parts = [smoke.page(chapters), *filter(None, warnings), card.provenance(chapters)]
+        return "\n\n".join(parts).replace("{figures}", here) + "\n"
+    bodies = []
+    for name in notebooks.names():
+        if name in chapters:
+            bodies.append(_chapter_markdown(executed[name], chapters[name].folder.name))
+        else:
+            number = name.split("_")[0]
+            bodies.append(f"## {notebooks.title(name)}\n\n*Not measured; `labkit run {number}` measures it.*")
+    keyed = {key: fact for notebook in executed.values() for key, fact in _keyed(notebook).items()}
+    parts = [
+        card.page(chapters, keyed),
+        *filter(None, warnings),
+        *bodies,
+        card.provenance(chapters),
+    ]
+    return "\n\n".join(parts).replace("{figures}", here) + "\n"
 
 
 def devices_table(root: Path) -> pd.DataFrame:
@@ -97,7 +133,7 @@ def devices_table(root: Path) -> pd.DataFrame:
             row = {"device": device, "notebook": notebook}
             row["records"] = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
             row["complete"] = "no" if _not_finished(root / device, notebook) else "yes"
-            row["measured"] = f"{dates[0]} to {dates[-1]}" if dates else "–"
+            row["measured"] = " to ".join(dict.fromkeys([dates[0], dates[-1]])) if dates else "–"
             for library in ("torch", "triton"):
                 row[library] = ", ".join(sorted({record.software.get(library, "?") for record in records}))
             rows.append(row)
@@ -113,7 +149,13 @@ def _execute_all(names: Sequence[str]) -> dict[str, Any]:
     num_kernels = max(1, min(MOST_AT_ONCE, os.cpu_count() or 1, len(names)))
     pool = ThreadPoolExecutor(num_kernels)
     try:
-        return dict(zip(names, pool.map(lambda name: notebooks.execute(name, {}, lessons=True), names), strict=True))
+        return dict(
+            zip(
+                names,
+                pool.map(lambda name: notebooks.execute(name, {}, lessons=True), names),
+                strict=True,
+            )
+        )
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -128,33 +170,60 @@ def _not_finished(folder: Path, notebook: str) -> str:
     return ""
 
 
-def _chapter_markdown(executed, device: str) -> str:
-    from nbconvert import MarkdownExporter
-    from nbconvert.preprocessors import TagRemovePreprocessor
-    from traitlets.config import Config
+def _markdown_of(output: Mapping[str, Any]) -> str:
+    return output.get("data", {}).get("text/markdown", "")
 
-    for cell in executed.cells:
-        if "outputs" in cell:  # the report leaves out what is printed during measurements
-            cell["outputs"] = [output for output in cell["outputs"] if output["output_type"] != "stream"]
+
+def _fact_of(output: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    return output.get("metadata", {}).get("text/markdown", {}).get(FACT)
+
+
+def _keyed(notebook) -> dict[str, tuple[str, str]]:
+    """Returns the facts that a notebook names for the first page: sentence and heading, by key."""
+    found, heading = {}, ""
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown" and cell.source.startswith("## "):
+            heading = cell.source.splitlines()[0].removeprefix("## ")
         for output in cell.get("outputs", []):
-            if figure := output.get("metadata", {}).get(FIGURE_METADATA):
-                output["data"] = {
-                    "text/markdown": f"![{figure['description']}]({_FIGURES_FOLDER}{device}/{figure['file']})"
-                }
-    config = Config()
-    config.TagRemovePreprocessor.remove_cell_tags = {"remove_cell", "parameters", "injected-parameters"}
-    config.TagRemovePreprocessor.enabled = True
-    config.NbConvertBase.display_data_priority = ["text/markdown", "text/plain"]
-    config.MarkdownExporter.exclude_input = True
-    exporter = MarkdownExporter(config=config)
-    exporter.register_preprocessor(TagRemovePreprocessor(config=config), enabled=True)
-    text, _ = exporter.from_notebook_node(executed)
-    return _as_chapter(text).replace("../figures/", _FIGURES_FOLDER)
+            fact = _fact_of(output)
+            text = _markdown_of(output).removeprefix("- ")
+            # What was not measured, or is marked, is nothing for the first page.
+            if fact and fact["key"] and not fact["marked"] and not text.startswith("*"):
+                found[fact["key"]] = (text, heading)
+    return found
 
 
-def _as_chapter(text: str) -> str:
-    text = re.sub(r"^(#+ )", r"#\1", text, flags=re.MULTILINE)  # a notebook's title is a chapter's heading here
-    return re.sub(r"\n{3,}", "\n\n", text).strip()
+def _chapter_markdown(executed, device: str) -> str:
+    """Returns a notebook as a chapter: its text, and what its cells show but for lessons and set-up."""
+    hidden = {"remove_cell", "parameters", "injected-parameters", notebooks.LESSON}
+    parts, figure = [], None
+    for cell in executed.cells:
+        if hidden & set(cell.metadata.get("tags", [])):
+            continue
+        if cell.cell_type == "markdown":
+            # A notebook's title is a chapter's heading here.
+            parts.append(re.sub(r"^(#+ )", r"#\1", cell.source, flags=re.MULTILINE))
+        for output in cell.get("outputs", []):
+            shown = output.get("metadata", {}).get(FIGURE)
+            if shown:
+                figure = len(parts)
+                parts.append(
+                    f"![{shown['caption']}]({_FIGURES_FOLDER}{device}/{shown['file']})\n\n*{shown['caption']}*"
+                )
+            elif _fact_of(output) is not None:
+                text = _markdown_of(output)
+                if figure is not None and not text.startswith("- *"):
+                    # The section's first fact is what the figure shows: its alternative text.
+                    alternative = re.sub(r"[\[\]*`]", "", text.removeprefix("- "))
+                    parts[figure] = re.sub(r"^!\[.*?\]", lambda _, text=alternative: f"![{text}]", parts[figure])
+                    figure = None
+                joined = parts and parts[-1].startswith("- ")
+                parts[-1:] = [f"{parts[-1]}\n{text}"] if joined else [*parts[-1:], text]
+            elif _markdown_of(output):
+                parts.append(_markdown_of(output))
+        if cell.cell_type == "markdown" and cell.source.startswith("## "):
+            figure = None
+    return "\n\n".join(part.strip() for part in parts).replace("../figures/", _FIGURES_FOLDER)
 
 
 def _save_outputs(name: str, executed, target: Path) -> None:

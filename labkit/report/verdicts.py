@@ -1,58 +1,67 @@
-"""Ahead, level, behind or undecided: the one rule by which every chapter compares two measurements.
+"""Ahead, level, behind or undecided: the one rule by which two measurements are compared.
 
 A comparison is a ratio with an interval. Times are compared only with times of the same kind:
 
 - device time: the kernels alone, replayed from a CUDA graph or summed from a profile;
-- call time: what the caller waits for, including the host;
-- sustained time: back to back for seconds, at the clocks that the power limit leaves.
+- sustained time: back to back for seconds, at the clocks that the power limit leaves;
+- call time: what the caller waits for, including the host.
 
-Where both sides were measured in several sessions, the interval covers the ratio of each; otherwise the interval within
-the session is widened by what sessions were seen to differ by. Counts and bytes are exact and have no interval.
+Sessions are repetitions: where both sides were measured in several, the interval spans the ratio of each, else that of
+the samples, and either is widened by SPREAD. Only sessions of a row's own commit count. Bytes are exact.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from labkit.configs import LAUNCH_BOUND
+AHEAD = "ahead"
+LEVEL = "level"
+BEHIND = "behind"
+UNDECIDED = "undecided"
+VERDICTS = (AHEAD, LEVEL, BEHIND, UNDECIDED)
 
-AHEAD, LEVEL, BEHIND, UNDECIDED = VERDICTS = ("ahead", "level", "behind", "undecided")
+DEVICE = "device"
+SUSTAINED = "sustained"
+CALL = "call"
 
 KIND_OF_METHOD = {
-    "graph": "device",
-    "flush": "device",
-    "queued": "device",
-    "nsys": "device",
-    "kineto": "device",
-    "kineto cpu": "call",
-    "window": "call",
-    "host": "call",
-    "independent": "call",
+    "graph": DEVICE,
+    "flush": DEVICE,
+    "queued": DEVICE,
+    "nsys": DEVICE,
+    "kineto": DEVICE,
+    "kineto cpu": CALL,
+    "window": CALL,
+    "host": CALL,
+    "independent": CALL,
 }
 """What kind of time each timer method gives."""
 
-KIND_OF_VALUE = {"sustained_ms": "sustained", "host_median_ms": "call", "flush_median_ms": "call"}
-"""The kind of the times that a row has beside its timer's. The host issues each flushed call anew: one that it issues
-more slowly than the cache is overwritten waits for it."""
+KIND_OF_VALUE = {"sustained_ms": SUSTAINED, "host_median_ms": CALL, "flush_median_ms": CALL}
+"""The kind of the times that a row has beside its timer's."""
 
 LEVEL_BAND = 0.03
 """Two times are level when the whole interval of their ratio lies within 3 % of 1."""
 
-NOISE = {
-    ("device", True): 0.01, ("call", True): 0.03, ("sustained", True): 0.01,
-    ("device", False): 0.03, ("call", False): 0.20, ("sustained", False): 0.03,
-}  # fmt: skip
-"""Relative widening of a ratio by kind of time and whether both sides come from one session.
+SPREAD = {
+    (DEVICE, True): 0.01,
+    (SUSTAINED, True): 0.01,
+    (CALL, True): 0.03,
+    (DEVICE, False): 0.03,
+    (SUSTAINED, False): 0.03,
+    (CALL, False): 0.20,
+}
+"""By what a ratio's interval is widened on either side, by kind of time and whether both sides are of one session.
 
-Device times: two entries that run the same forward kernel differ by up to 0.6 % in one session. Between sessions, call
-times differ most, since each machine's host launches kernels at its own speed.
+Two entries that run the same kernel differ by up to 0.6 % in one session.
 """
 
 HOST_FACTOR = 3.4
-"""How many times as long another host took to issue the same call, at most: steps of notebook 01 on four H200."""
+"""How many times as long another host took to issue the same call, at most: training steps on four machines."""
 
 
 class Ratio(NamedTuple):
-    """Their time over ours with its interval: above 1, ours is ahead."""
+    """A ratio of two measurements with its interval; above 1 the second is faster, or smaller."""
 
     mid: float
     low: float
@@ -73,107 +82,88 @@ def kind_of_time(row: Mapping[str, Any], value: str = "median_ms") -> str:
     """Returns the kind of a row's time; raises ValueError for a timer method that has none."""
     if value in KIND_OF_VALUE:
         return KIND_OF_VALUE[value]
+    # One launch replays the whole step: the host has no part in it, whichever clock is read.
+    if row.get("phase") == "graph_step" or row.get("compile") == "graph":
+        return DEVICE
     method = row.get("timer_method")
     if method not in KIND_OF_METHOD:
         raise ValueError(f"unknown timer method {method!r}; accepted: {', '.join(KIND_OF_METHOD)}")
     return KIND_OF_METHOD[method]
 
 
-def issued(row: Mapping[str, Any], value: str = "host_median_ms") -> float:
-    """Returns the host's time to issue a call as a share of the call, or of another time; 0 where not measured."""
-    launch, waited = row.get("launch_median_ms"), row.get(value)
-    return launch / waited if launch and waited and launch == launch else 0.0
+def issued(row: Mapping[str, Any]) -> float:
+    """Returns the host's time to issue a call as a share of the call; 0 where it was not measured."""
+    launch = row.get("launch_median_ms")
+    call = row.get("host_median_ms")
+    return launch / call if launch and call and launch == launch else 0.0
 
 
-def launch_bound(row: Mapping[str, Any], value: str = "host_median_ms") -> bool:
-    """Returns whether the host needed LAUNCH_BOUND of the call to issue it; False where that was not measured."""
-    return issued(row, value) >= LAUNCH_BOUND
+def by_session(row: Mapping[str, Any], value: str) -> dict[str, float]:
+    """Returns a row's value by session, those of its own commit, the oldest first."""
+    sessions = row.get("sessions")
+    if not isinstance(sessions, dict) or not sessions:
+        sessions = {row.get("session"): row}
+    return {session: metrics[value] for session, metrics in sessions.items() if metrics.get(value)}
 
 
-def host_bound(row: Mapping[str, Any]) -> bool:
-    """Returns whether issuing a call takes longer than its device time; False where that was not measured."""
-    issued = row.get("launch_median_ms")
-    return kind_of_time(row) == "device" and bool(issued) and issued > row["median_ms"]
-
-
-def ratio(theirs: Mapping[str, Any], ours: Mapping[str, Any], value: str = "median_ms") -> Ratio:
-    """Returns their time over ours, see `side_by_side`.
+def ratio(base: Mapping[str, Any], other: Mapping[str, Any], value: str = "median_ms") -> Ratio:
+    """Returns the base's time over the other's, with its interval.
 
     Args:
-        theirs, ours: rows of a frame of records, with `value`, its `half_width_fraction` or `drift`, `timer_method` and
-            `session`; where there were several, also `sessions`.
+        base, other: rows of a frame of records, with `value`, `half_width_fraction` or `drift`, `timer_method` and
+            `session`; where there were several sessions, also `sessions`.
 
     Raises:
         ValueError: the two are times of different kinds.
     """
-    kinds = {kind_of_time(theirs, value), kind_of_time(ours, value)}
-    if len(kinds) > 1:
-        raise ValueError(f"a ratio of a {' and a '.join(sorted(kinds))} time: compare times of one kind")
-    their_time, our_time, is_one_session = side_by_side(theirs, ours, value)
-    mid, spread = their_time / our_time, _half_width(theirs, value) + _half_width(ours, value)
-    low, high = mid * (1 - spread), mid * (1 + spread)
-    their_times, our_times = (by_session(row, value) for row in (theirs, ours))
-    both = their_times.keys() & our_times.keys()
-    if len(both) > 1:
-        ratios = [their_times[session] / our_times[session] for session in both]
-    elif not is_one_session and len(their_times) > 1 and len(our_times) > 1:
-        ratios = [one / other for one in their_times.values() for other in our_times.values()]
-    else:
-        return widened(mid, low, high, noise(kinds.pop(), is_one_session, theirs, ours))
-    return Ratio(mid, min(low, *ratios), max(high, *ratios))
-
-
-def side_by_side(theirs: Mapping[str, Any], ours: Mapping[str, Any], value: str) -> tuple[float, float, bool]:
-    """Returns both times, and whether of one session: where the rows' differ, calls are of the fastest with both."""
-    is_one_session = theirs.get("session") == ours.get("session")
-    if kind_of_time(theirs, value) == "call" and not is_one_session:
-        their_times, our_times = (by_session(row, value) for row in (theirs, ours))
-        if both := [(time, our_times[session]) for session, time in their_times.items() if session in our_times]:
-            return *min(both, key=sum), True
-    return theirs[value], ours[value], is_one_session
+    kind = kind_of_time(base, value)
+    if kind != kind_of_time(other, value):
+        raise ValueError(f"a ratio of a {kind} and a {kind_of_time(other, value)} time: compare times of one kind")
+    base_times = by_session(base, value)
+    other_times = by_session(other, value)
+    common = [session for session in base_times if session in other_times]
+    same_session = base.get("session") == other.get("session")
+    mid = base[value] / other[value]
+    if kind == CALL and common and not same_session:
+        # Hosts differ: of the sessions that hold both calls, the fastest.
+        fastest = min(common, key=lambda session: base_times[session] + other_times[session])
+        mid = base_times[fastest] / other_times[fastest]
+    if len(common) > 1:
+        ratios = [base_times[session] / other_times[session] for session in common]
+        return _widened(mid, min(mid, *ratios), max(mid, *ratios), SPREAD[kind, True])
+    samples = math.hypot(_half_width(base, value), _half_width(other, value))
+    low = mid * (1 - samples)
+    high = mid * (1 + samples)
+    if same_session or (kind == CALL and common):
+        return _widened(mid, low, high, SPREAD[kind, True])
+    crossed = [one / two for one in base_times.values() for two in other_times.values()]
+    between = SPREAD[kind, False]
+    if kind == CALL:
+        between = max(between, HOST_FACTOR * max(issued(base), issued(other)) - 1)
+    return _widened(mid, min(low, *crossed), max(high, *crossed), between)
 
 
 def _half_width(row: Mapping[str, Any], value: str) -> float:
     """Returns half of a value's relative interval: of a sustained one half of its drift, else that of the samples."""
-    name, share = ("drift", 0.5) if KIND_OF_VALUE.get(value) == "sustained" else ("half_width_fraction", 1.0)
-    half = row.get(name)
-    # One sample says nothing of its own spread.
-    return 0.0 if half is None or half != half else share * half
-
-
-def sessions(row: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """Returns a row's metrics by session, the oldest first."""
-    found = row.get("sessions")
-    return found if isinstance(found, dict) and found else {row.get("session"): row}
-
-
-def by_session(row: Mapping[str, Any], value: str) -> dict[str, float]:
-    """Returns a row's value by session."""
-    return {session: metrics[value] for session, metrics in sessions(row).items() if metrics.get(value)}
+    if KIND_OF_VALUE.get(value) == SUSTAINED:
+        half = (row.get("drift") or 0.0) / 2
+    else:
+        half = row.get("half_width_fraction") or 0.0
+    return half if half == half else 0.0
 
 
 def paired(row: Mapping[str, Any]) -> Ratio:
-    """Returns the ratio of a row that was timed in turn with ours: `ratio_to_ours` with its bootstrap interval."""
-    names = ("ratio_to_ours", "ratio_to_ours_low", "ratio_to_ours_high")
-    mid, low, high = (row[name] for name in names)
-    lows, highs = (by_session(row, name).values() for name in names[1:])
-    if len(lows) > 1:
-        return Ratio(mid, min(lows), max(highs))
-    return widened(mid, low, high, NOISE[kind_of_time(row), True])
+    """Returns a rival's time over ours, of a row that was timed in turn with ours: `ratio_to_ours`, its bootstrap."""
+    lows = by_session(row, "ratio_to_ours_low").values()
+    highs = by_session(row, "ratio_to_ours_high").values()
+    return _widened(row["ratio_to_ours"], min(lows), max(highs), SPREAD[kind_of_time(row), True])
 
 
-def noise(kind: str, is_one_session: bool, *rows: Mapping[str, Any]) -> float:
-    """Returns by what a ratio of times of this kind is widened: NOISE, for calls on two hosts what issuing may take."""
-    if kind == "call" and not is_one_session:
-        return max(NOISE[kind, False], HOST_FACTOR * max(map(issued, rows), default=0.0) - 1)
-    return NOISE[kind, is_one_session]
+def exact(base: float, other: float) -> Ratio:
+    """Returns the ratio of two counts or bytes, which have no interval."""
+    mid = base / other
+    return Ratio(mid, mid, mid)
 
 
-def widened(mid: float, low: float, high: float, noise: float) -> Ratio:
-    """Returns the interval widened by `noise` on either side."""
-    return Ratio(mid, low / (1 + noise), high * (1 + noise))
-
-
-def exact(ours: float, theirs: float) -> str:
-    """Returns the verdict on counts or bytes, of which fewer is ahead; equal is level."""
-    return LEVEL if ours == theirs else AHEAD if ours < theirs else BEHIND
+def _widened(mid: float, low: float, high: float, spread: float) -> Ratio:
+    return Ratio(mid, low / (1 + spread), high * (1 + spread))

@@ -22,7 +22,10 @@ def number(value: float | int | None, digits: int = 3) -> str:
 
 def percent(fraction: float | None, digits: int = 2) -> str:
     """Returns a fraction as a percentage: 0.4123 is "41 %"."""
-    return "–" if fraction is None or not math.isfinite(fraction) else f"{number(100 * fraction, digits)} %"
+    if fraction is None or not math.isfinite(fraction):
+        return "–"
+    text = number(100 * fraction, digits)
+    return f"{text.removesuffix('.0')} %"
 
 
 def gib(value: float | None) -> str:

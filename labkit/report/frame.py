@@ -1,0 +1,168 @@
+"""Frames of records: their order, selections, and the cells of a table with the marks that a value carries."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from labkit import accounting
+from labkit.configs import COMPILE_MODES, PHASES, PRECISIONS, SIZES
+from labkit.report.text import number
+
+PHASE_NAMES = {
+    "inference": "inference",
+    "forward": "forward",
+    "backward": "backward",
+    "forward_backward": "forward + backward",
+    "optimizer_step": "optimizer step",
+    "train_step": "training step",
+    "graph_step": "training step, one graph",
+    "compile": "first call",
+}
+
+ORDER = {
+    "size": list(SIZES),
+    "precision": list(PRECISIONS),
+    "compile": list(COMPILE_MODES),
+    "phase": ["compile", *PHASES, "graph_step"],
+    "impl": [
+        "eager",
+        "compiled",
+        "compiled_heads",
+        "sdpa_math",
+        "sdpa_flash",
+        "sdpa_cudnn",
+        "sdpa_efficient",
+    ],
+}
+"""Order of the values of each column that is not numeric."""
+
+DISTURBED = "⚠ "
+"""Stands before a value that was measured while other processes kept the machine busy."""
+
+UNSTEADY = "~ "
+"""Stands before a sustained value whose window did not reach steady clocks."""
+
+SUSTAINED_VALUES = (
+    "sustained_ms",
+    "sustained_tflops",
+    "sustained_gb_per_s",
+    "joules",
+    "watts",
+    "tflop_per_joule",
+)
+
+
+def size_name(size: str) -> str:
+    """Returns a size with its parameters: "2.7b (3.4 B)"."""
+    if size not in SIZES:
+        return size
+    parameters = accounting.num_parameters(SIZES[size])
+    count = f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:.0f} M"
+    return f"{size} ({count})"
+
+
+def in_order(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
+    """Returns the rows sorted by `columns`, names in the order in which this project lists them."""
+
+    def key(column: pd.Series) -> pd.Series:
+        order = ORDER.get(column.name)
+        return column.map({name: rank for rank, name in enumerate(order)}) if order else column
+
+    return frame.sort_values(list(columns), key=key, kind="stable").reset_index(drop=True)
+
+
+def select(frame: pd.DataFrame, **equal: Any) -> pd.DataFrame:
+    """Returns the rows whose columns have the given value, or one of the given values; attributes are kept."""
+    if frame.empty:
+        return frame
+    mask = pd.Series(True, index=frame.index)
+    for column, value in equal.items():
+        values = value if isinstance(value, list | tuple | set) else [value]
+        mask &= frame[column].isin(values) if column in frame else False
+    return frame[mask]
+
+
+def ok_rows(frame: pd.DataFrame, **equal: Any) -> pd.DataFrame:
+    """Returns the measured rows whose columns have the given values."""
+    return select(frame, status="ok", **equal)
+
+
+def only(frame: pd.DataFrame, **equal: Any) -> dict[str, Any] | None:
+    """Returns the one measured row of a case, None where there is none; ValueError where the case names several."""
+    rows = ok_rows(frame, **equal).to_dict("records")
+    if len(rows) > 1:
+        differ = [name for name in rows[0] if len({str(row[name]) for row in rows}) > 1]
+        raise ValueError(f"{len(rows)} rows of {equal}: name one, they differ in {', '.join(differ[:8])}")
+    return rows[0] if rows else None
+
+
+def usable(frame: pd.DataFrame, *columns: str) -> pd.DataFrame:
+    """Returns the measured rows that have a value in each of these columns, which no row may have had."""
+    rows = ok_rows(frame)
+    return rows.reindex(columns=list(dict.fromkeys([*rows, *columns]))).dropna(subset=list(columns))
+
+
+def unfolded(frame: pd.DataFrame, keys: Sequence[str], samples: Sequence[str]) -> pd.DataFrame:
+    """Returns the samples of these names, one row per element, beside the columns `keys` of the rows that have them."""
+    parts = [
+        pd.DataFrame({key: row[key] for key in keys} | {key: row["samples"][key] for key in samples})
+        for row in ok_rows(frame).to_dict("records")
+        if set(samples) <= row["samples"].keys()
+    ]
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+
+
+def mark(row: dict[str, Any], value: str = "median_ms") -> str:
+    """Returns the mark that a row's value carries wherever it is printed, "" for none."""
+    if row.get("disturbed") in (True, 1):
+        return DISTURBED
+    return UNSTEADY if value in SUSTAINED_VALUES and row.get("steady") == 0 else ""
+
+
+def cell(row: dict[str, Any], value: str = "median_ms", form: Callable[[float], str] = number) -> str:
+    """Returns a value as text with its mark, the status where there is none; "–" where it was not measured."""
+    if row["status"] != "ok":
+        return row["status"]
+    text = form(row.get(value))
+    return text if text == "–" else mark(row, value) + text
+
+
+def pivot(
+    frame: pd.DataFrame,
+    index: Sequence[str],
+    columns: str,
+    text: Callable[[dict[str, Any]], str] = cell,
+) -> pd.DataFrame:
+    """Returns a table with one row per `index` and one column per value of `columns`; "–" where not measured."""
+    names = dict.fromkeys(in_order(frame[[columns]], [columns])[columns], "–")
+    lines: dict[tuple, dict[str, Any]] = {}
+    for row in in_order(frame, [*index, columns]).to_dict("records"):
+        key = tuple(row[name] for name in index)
+        line = lines.setdefault(key, dict(zip(index, key, strict=True)) | names)
+        line[row[columns]] = text(row)
+    return pd.DataFrame(lines.values())
+
+
+def by_way(
+    frame: pd.DataFrame,
+    index: str,
+    ways: Mapping[str, Mapping[str, Any]],
+    text: Callable[[dict[str, Any]], str] = cell,
+) -> pd.DataFrame:
+    """Returns a table with one row per value of `index`, in order, and one column per way.
+
+    Args:
+        ways: by name the columns in which one way differs from the others, with their values.
+
+    Raises:
+        ValueError: a way names several rows.
+    """
+    lines = []
+    for value in in_order(frame, [index])[index].unique() if len(frame) else ():
+        found = {name: select(frame, **{index: value}, **way).to_dict("records") for name, way in ways.items()}
+        if several := [name for name, rows in found.items() if len(rows) > 1]:
+            raise ValueError(f"{several[0]!r} names {len(found[several[0]])} rows of {index} {value}")
+        texts = {name: text(rows[0]) if rows else "–" for name, rows in found.items()}
+        lines.append({index: size_name(value) if index == "size" else value, **texts})
+    return pd.DataFrame(lines)
