@@ -354,7 +354,7 @@ def folder_of(root: Path, device: str, notebook: str) -> Path:
 
 def measured_devices(root: Path) -> list[str]:
     """Returns the slugs of the devices that have records under `root`."""
-    return sorted({path.parent.parent.name for path in root.glob("*/records/*.jsonl") if path.stat().st_size})
+    return sorted({path.parent.parent.name for path in root.glob("*/records/*.jsonl")})
 
 
 def check_measured(device: str, root: Path) -> None:

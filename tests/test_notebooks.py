@@ -421,7 +421,7 @@ def test_an_empty_file_of_records_is_no_measurement(tmp_path, refused):
     (tmp_path / "abacus" / "records").mkdir(parents=True)
     (tmp_path / "abacus" / "records" / "01_benchmarking.jsonl").touch()
     code, said = refused("report", "--device", "abacus", "--output", tmp_path)
-    assert code == 2 and said.endswith("measured: none\n")
+    assert code == 2 and said.endswith("abacus holds no record\n")
 
 
 @pytest.mark.parametrize("command", [["run"], ["report"], ["compare", "--sessions"]])
