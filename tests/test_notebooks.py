@@ -184,8 +184,8 @@ def session_of(output, **changes):
     ("changes", "message"),
     [
         ({"device": "nvidia-h9000"}, f"which is '{HERE}'; to measure here, set device = \"this\""),
-        ({"measure": False}, f"no records of device '{HERE}'"),
-        ({"measure": False, "device": "a" * 5000}, "; recorded: none; to measure this machine, set measure = True and"),
+        ({"measure": False}, f"nothing has been measured on '{HERE}'"),
+        ({"measure": False, "device": "a" * 5000}, "; measured: none; to measure this machine, set measure = True and"),
         ({"measure": "false"}, "measure must be True or False, not 'false'"),
         ({"sizes": "nano,10b"}, "size '10b' is not in profile 'smoke'; accepted: nano, micro; set profile = \"full\""),
         ({"contexts": 512}, "context 512 is not in profile 'smoke'"),

@@ -40,10 +40,9 @@ from labkit.records import (
     SESSION_SECTIONS,
     Record,
     RecordStore,
+    check_measured,
     check_plausible,
     done_path,
-    folder_of,
-    measured_devices,
     write_text_atomic,
 )
 
@@ -548,7 +547,7 @@ class Session:
         try:
             if measured.case != case.parameters:
                 raise ValueError(f"asked for {case.parameters}, ran {measured.case}")
-            check_plausible(measured.metrics)
+            check_plausible(measured.metrics, 1e3 * case.timeout_s)
             self.store.append(self._record(case, phase, "ok", **content))
         except (ValueError, TypeError) as error:  # TypeError: a value that JSON cannot hold
             self._append(self._record(case, phase, "error", reason=f"refused: {error}"), counts)
@@ -626,19 +625,18 @@ def open_session(notebook: str, *, measure: bool, device: str, profile: str, out
         if not isinstance(flag, bool):  # the text "false", which papermill passes on, would count as true
             raise RequestError(f"{name} must be True or False, not {flag!r}")
     if not measure:
-        return _NoSession(_shown_device(device, notebook, Path(output or FIGURES)))
+        return _NoSession(_shown_device(device, Path(output or FIGURES)))
     return Session(notebook, device=device, profile=profile, output=output, fresh=fresh, options=options)
 
 
-def _shown_device(device: str, notebook: str, root: Path) -> str:
+def _shown_device(device: str, root: Path) -> str:
     """Returns the slug of the device to show; raises RequestError if it has no records under `root`."""
     slug = hardware.detect().slug if device == THIS_DEVICE else device
-    known = measured_devices(root)
-    if slug not in known and folder_of(root, slug, notebook).name not in known:
-        raise RequestError(
-            f"no records of device {str(slug)[:80]!r} in {root}; recorded: {', '.join(known) or 'none'}; "
-            f'to measure this machine, set measure = True and device = "{THIS_DEVICE}"'
-        )
+    try:
+        check_measured(slug, root)
+    except RequestError as error:
+        how = f'to measure this machine, set measure = True and device = "{THIS_DEVICE}"'
+        raise RequestError(f"{error}; {how}") from None
     return slug
 
 

@@ -204,7 +204,8 @@ class FusedAdamW(torch.optim.AdamW):
             if p.dtype not in DTYPES or not p.is_contiguous() or type(p.data) is not Tensor:
                 accepted = ", ".join(map(str, DTYPES))
                 found = f"{p.dtype}, strides {p.stride()}, {type(p.data).__name__}"
-                raise ValueError(f"parameters must be dense and of {accepted}; got {found}")
+                hint = "; fully sharded: torch.optim.AdamW(fused=True)"
+                raise ValueError(f"parameters must be dense and of {accepted}; got {found}{hint}")
         self.param_groups.append(group)
         self._lay_out(len(self.param_groups) - 1)
 

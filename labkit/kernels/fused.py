@@ -41,6 +41,8 @@ class Operator:
 
     def __call__(self, *arguments):
         if torch.compiler.is_compiling() or self.mutates:
+            if forward_ad._current_level >= 0:
+                raise NotImplementedError(f"{self.name} has no derivative in forward mode")
             return self.op(*arguments)
         # Beside torch.func the tangents of forward mode, which a launch would drop, and so would the dispatcher.
         if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():

@@ -23,7 +23,9 @@ def roofs_table(ceilings: pd.DataFrame) -> pd.DataFrame:
     for row in ceilings.to_dict("records"):
         copy = row["kind"] == "copy"
         unit = "gb_per_s" if copy else "tflops"
-        name = "copy, read + write (GB/s)" if copy else f"matrix product, {row['precision']} (TFLOP/s)"
+        name = (
+            "copy, read + write (GB/s)" if copy else f"matrix product, {row['precision']} (TFLOP/s)"
+        )
         line = {
             "roof": name,
             "datasheet": cell(row, "datasheet"),
@@ -79,7 +81,7 @@ def warmup_fact(records: pd.DataFrame) -> facts.Fact:
     """Returns the cost of a first step, and in how many traces a mean after one step is off by more than WARM."""
     rows = warmup(records)
     if rows.empty:
-        return facts.Fact("", missing="the warm-up was not measured")
+        return facts.Fact("", missing="the warm-up")
     numbers = {
         "value": facts.Quantity(rows["first"].median(), "×"),
         "total": facts.Quantity(len(rows), "count"),
@@ -101,10 +103,14 @@ def every_session(chapter: Chapter) -> dict[str, list[Record]]:
 
 def call_range(*frames: pd.DataFrame, **case) -> facts.Fact:
     """Returns the least and the most call time of one step over the sessions and sections that timed it."""
-    rows = [row for frame in frames for row in ok_rows(frame, phase="train_step", **case).to_dict("records")]
+    rows = [
+        row
+        for frame in frames
+        for row in ok_rows(frame, phase="train_step", **case).to_dict("records")
+    ]
     times = [time for row in rows for time in verdicts.by_session(row, "median_ms").values()]
     if not times:
-        return facts.Fact(facts.case_name(case), missing=f"{facts.case_name(case)} was not measured")
+        return facts.Fact(facts.case_name(case), missing=f"{facts.case_name(case)}")
     marks = next((mark(row) for row in rows if mark(row)), "")
     numbers = {
         "least": facts.Quantity(min(times), "ms", marks),
@@ -120,7 +126,7 @@ def agreeing(differences: pd.DataFrame) -> list[facts.Fact]:
     return [
         facts.Fact(kind, {"value": facts.Quantity(shares[kind][0], "%")})
         if kind in shares
-        else facts.Fact(kind, missing="no row was measured in two sessions of one commit")
+        else facts.Fact(kind, missing="a row of two sessions of one commit")
         for kind in (verdicts.DEVICE, sessions.WAITING)
     ]
 
@@ -132,13 +138,17 @@ def repeats(differences: pd.DataFrame) -> Figure | None:
     kinds = [kind for kind in ("device", "sustained", sessions.OTHER_CALLS, sessions.WAITING)]
     figure, (axis,) = figures.panels(1, width=6.4, height=2.6)
     for place, kind in enumerate(kinds):
-        values = differences["difference"][differences["kind"] == kind].clip(lower=1e-3).sort_values()
+        values = (
+            differences["difference"][differences["kind"] == kind].clip(lower=1e-3).sort_values()
+        )
         # Spread in a fixed order, so that the same records give the same picture.
         spread = [place + 0.7 * ((number * 0.618) % 1 - 0.5) for number in range(len(values))]
         axis.scatter(values, spread, s=6, alpha=0.5, color=figures.SERIES[place], linewidths=0)
     axis.axvline(0.05, color="0.4", linewidth=1, linestyle=":")
     axis.set_xscale("log")
-    axis.set_xticks([0.001, 0.01, 0.05, 0.1, 0.5, 1], ["≤ 0.1 %", "1 %", "5 %", "10 %", "50 %", "100 %"])
+    axis.set_xticks(
+        [0.001, 0.01, 0.05, 0.1, 0.5, 1], ["≤ 0.1 %", "1 %", "5 %", "10 %", "50 %", "100 %"]
+    )
     axis.set_yticks(range(len(kinds)), kinds)
     axis.set_xlabel("slower than the faster of two sessions by")
     return figure

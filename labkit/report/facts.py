@@ -68,7 +68,7 @@ class Fact:
         interval: of the ratio; None of what compares nothing.
         time: the kind of its times, "" of what is no time.
         num_sessions: that its interval rests on.
-        missing: why there is nothing to say; "" where there is.
+        missing: what was not measured; "" where there is something to say.
         small: too small to draw a conclusion about a device.
         plain: both sides in words, for the plain form; cases_marked: whether a case of a tally was marked.
     """
@@ -87,7 +87,9 @@ class Fact:
     @property
     def marked(self) -> bool:
         """Whether a row behind it was marked: then the first page does not rest on it."""
-        return self.cases_marked or any(isinstance(x, Quantity) and x.mark for x in self.numbers.values())
+        return self.cases_marked or any(
+            isinstance(x, Quantity) and x.mark for x in self.numbers.values()
+        )
 
     def __getitem__(self, name: str) -> Any:
         return self.numbers[name]
@@ -175,8 +177,10 @@ def compare(
     sides = [only(frame, **{**case, **side}) for side in (base, other)]
     for side, row in zip((base, other), sides, strict=True):
         if row is None or row.get(value) is None or row[value] != row[value]:
-            return Fact(name, missing=f"{case_name({**case, **side})} was not measured")
-    return compare_rows(*sides, value=value, case=name, plain=f"{case_name(other)} against {case_name(base)}")
+            return Fact(name, missing=f"{case_name({**case, **side})}")
+    return compare_rows(
+        *sides, value=value, case=name, plain=f"{case_name(other)} against {case_name(base)}"
+    )
 
 
 def compare_rows(
@@ -189,7 +193,9 @@ def compare_rows(
 ) -> Fact:
     """Returns `compare` of two rows."""
     is_time = unit_of(value) == "ms"
-    interval = verdicts.ratio(base, other, value) if is_time else verdicts.exact(base[value], other[value])
+    interval = (
+        verdicts.ratio(base, other, value) if is_time else verdicts.exact(base[value], other[value])
+    )
     common = verdicts.by_session(base, value).keys() & verdicts.by_session(other, value).keys()
     marks = mark(base, value) or mark(other, value)
     # Of times the base is above the line, of bytes the other.
@@ -238,19 +244,26 @@ def compare_all(
         found = compare(frame, base, other, value=value, **case, **key)
         if not found.missing and not found.small:
             # In parentheses, where a size's parameters would open another pair.
-            facts[case_name({name.removesuffix("size"): value for name, value in key.items()})] = found
+            facts[case_name({name.removesuffix("size"): value for name, value in key.items()})] = (
+                found
+            )
     return tally(facts, case_name(case), f"{case_name(other)} against {case_name(base)}")
 
 
 def tally(facts: Mapping[str, Fact], case: str, plain: str) -> Fact:
     """Returns the tally of comparisons by the name of their case; see `compare_all`."""
     if not facts:
-        return Fact(case, missing=f"{plain} was not measured{f' for {case}' if case else ''}")
-    counts = {verdict: sum(fact.verdict == verdict for fact in facts.values()) for verdict in verdicts.VERDICTS}
+        return Fact(case, missing=f"{plain}{f' for {case}' if case else ''}")
+    counts = {
+        verdict: sum(fact.verdict == verdict for fact in facts.values())
+        for verdict in verdicts.VERDICTS
+    }
     ordered = sorted(facts, key=lambda name: facts[name]["ratio"].value)
     least = facts[ordered[0]]
     most = facts[ordered[-1]]
-    ends = [f"{fact['ratio']} ({name})" for fact, name in ((least, ordered[0]), (most, ordered[-1]))]
+    ends = [
+        f"{fact['ratio']} ({name})" for fact, name in ((least, ordered[0]), (most, ordered[-1]))
+    ]
     narrow = most["ratio"].value <= WIDEST_RANGE * least["ratio"].value
     uniform = [verdict for verdict, count in counts.items() if count == len(facts)]
     return Fact(
@@ -277,19 +290,23 @@ def measured(frame: pd.DataFrame, value: str, unit: str = "", **case: Any) -> Fa
     """Returns one case's value, with its unit: {value}."""
     row = only(frame, **case)
     if row is None or row.get(value) is None or row[value] != row[value]:
-        return Fact(case_name(case), missing=f"{case_name(case)} was not measured")
+        return Fact(case_name(case), missing=f"{case_name(case)}")
     times = unit_of(value) == "ms"
     kind = verdicts.kind_of_time(row, value) if times and row.get("timer_method") else ""
     sessions = len(verdicts.by_session(row, value))
     numbers = {"value": quantity(row, value, unit)}
-    return Fact(case_name(case), numbers, time=kind, num_sessions=sessions, small=_is_small(row, value))
+    return Fact(
+        case_name(case), numbers, time=kind, num_sessions=sessions, small=_is_small(row, value)
+    )
 
 
-def share_of(frame: pd.DataFrame, is_so: Callable[[Mapping[str, Any]], bool], what: str, **case: Any) -> Fact:
+def share_of(
+    frame: pd.DataFrame, is_so: Callable[[Mapping[str, Any]], bool], what: str, **case: Any
+) -> Fact:
     """Returns in how many measured rows something holds: numbers count, total, value ("26 of 64")."""
     rows = ok_rows(frame, **case).to_dict("records")
     if not rows:
-        return Fact(case_name(case), missing=f"{what} was not measured")
+        return Fact(case_name(case), missing=f"{what}")
     count = sum(map(bool, map(is_so, rows)))
     numbers = {
         "count": Quantity(count, "count"),
@@ -305,7 +322,7 @@ def growth(frame: pd.DataFrame, x: str, value: str, low: float, high: float, **c
     if any(row is None or row.get(value) is None for row in ends):
         return Fact(
             case_name(case),
-            missing=f"{case_name(case)} was not measured at {x} {low:,} and {high:,}",
+            missing=f"{case_name(case)} at {x} {low:,} and {high:,}",
         )
     exponent = math.log(ends[1][value] / ends[0][value]) / math.log(high / low)
     marks = mark(ends[0], value) or mark(ends[1], value)
@@ -323,7 +340,7 @@ def fits(frame: pd.DataFrame, x: str = "context", **case: Any) -> Fact:
     largest = rows[rows["status"] == "ok"][x].max() if len(rows) else math.nan
     lost = rows[rows["status"] == "oom"][x].min() if len(rows) else math.nan
     if largest != largest and lost != lost:
-        return Fact(case_name(case), missing=f"{case_name(case)} was not measured")
+        return Fact(case_name(case), missing=f"{case_name(case)}")
     numbers = {
         "value": Quantity(largest, "count") if largest == largest else "none measured",
         "lost": Quantity(lost, "count") if lost == lost else "none tried",
@@ -345,7 +362,7 @@ def agreement(
     """
     rows = rows.dropna(subset=[value, predicted])
     if rows.empty:
-        return Fact("", missing="no prediction was measured")
+        return Fact("", missing="what the prediction tells")
     deviation = rows[predicted] / rows[value] - 1
     worst = deviation.abs().idxmax()
     count = int((deviation.abs() <= within).sum())
@@ -360,7 +377,9 @@ def agreement(
     return Fact("", numbers)
 
 
-def published(theirs: pd.DataFrame, ours: pd.DataFrame, keys: Sequence[str], value: str = "ms") -> tuple[Fact, Any]:
+def published(
+    theirs: pd.DataFrame, ours: pd.DataFrame, keys: Sequence[str], value: str = "ms"
+) -> tuple[Fact, Any]:
     """Returns every published value that has a row of ours beside it: a tally of theirs over ours, and the frame.
 
     Args:
@@ -372,12 +391,12 @@ def published(theirs: pd.DataFrame, ours: pd.DataFrame, keys: Sequence[str], val
     """
     own = ok_rows(ours)
     if own.empty or theirs.empty:
-        return Fact("", missing="no published value has a case of this device beside it"), pd.DataFrame()
+        return Fact("", missing="a case for which a value is published"), pd.DataFrame()
     column = {"ms": "median_ms", "gib": "peak_bytes"}[value]
     kept = [*keys, column, *(["timer_method"] if "timer_method" in own else [])]
     joined = theirs.merge(own[kept], on=list(keys))
     if joined.empty:
-        return Fact("", missing="no published value has a case of this device beside it"), joined
+        return Fact("", missing="a case for which a value is published"), joined
     here = joined[column] / (2**30 if value == "gib" else 1)
     joined = joined.assign(ratio=joined[f"published_{value}"] / here)
     numbers = {
@@ -420,7 +439,9 @@ def sentence(facts: Fact | Sequence[Fact], text: str = "", because: str = "", **
         chosen = ""  # cases that differ are a selection, which must say of how many
     if not chosen:
         return _plain(first)
-    reason = next((verdict for verdict in (verdicts.AHEAD, verdicts.BEHIND) if verdict in texts), "")
+    reason = next(
+        (verdict for verdict in (verdicts.AHEAD, verdicts.BEHIND) if verdict in texts), ""
+    )
     ends = f": {because}." if because and first.verdict == reason else "."
     return chosen.format(*several, **first.numbers).rstrip(".") + ends
 
@@ -428,7 +449,9 @@ def sentence(facts: Fact | Sequence[Fact], text: str = "", because: str = "", **
 def _plain(fact: Fact) -> str:
     case = f" ({fact.case})" if fact.case else ""
     if fact.verdict == MIXED:
-        counts = [f"{verdict} in {fact[verdict]}" for verdict in verdicts.VERDICTS if fact[verdict].value]
+        counts = [
+            f"{verdict} in {fact[verdict]}" for verdict in verdicts.VERDICTS if fact[verdict].value
+        ]
         return f"{fact.plain}{case}: {', '.join(counts)} of {fact['total']} cases."
     interval = fact.numbers.get("interval", fact.numbers.get("range", ""))
     return f"{fact.plain}{case}: {fact.verdict}, {interval}."

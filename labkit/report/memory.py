@@ -45,7 +45,7 @@ def agreement(peaks: pd.DataFrame) -> facts.Fact:
     if len(rows):
         rows = rows[rows["peak_bytes"] >= facts.LEAST_BYTES]
     if rows.empty:
-        return facts.Fact("", missing="no peak above 100 MiB was measured")
+        return facts.Fact("", missing="a peak of 100 MiB or more")
     return facts.agreement(
         rows,
         "peak_bytes",
@@ -58,7 +58,7 @@ def agreement(peaks: pd.DataFrame) -> facts.Fact:
 def peak_ratio(base: dict[str, Any] | None, other: dict[str, Any] | None, plain: str) -> facts.Fact:
     """Returns the comparison of two peaks that stand in different frames."""
     if base is None or other is None:
-        return facts.Fact(plain, missing=f"{plain} was not measured")
+        return facts.Fact(plain, missing=f"{plain}")
     return facts.compare_rows(base, other, value="peak_bytes", plain=plain)
 
 
@@ -79,11 +79,15 @@ def parts(peaks: pd.DataFrame, precisions: pd.DataFrame, plans: pd.DataFrame) ->
             weights = share * accounting.parameter_bytes(config)
             moments = share * accounting.optimizer_state_bytes(config)
             rest = row["peak_bytes"] - weights - moments
-            rows.append({"way": way, "weights": weights, "moments": moments, "gradients, activations": rest})
+            rows.append(
+                {"way": way, "weights": weights, "moments": moments, "gradients, activations": rest}
+            )
     return pd.DataFrame(rows)
 
 
-def parts_figure(peaks: pd.DataFrame, precisions: pd.DataFrame, plans: pd.DataFrame) -> Figure | None:
+def parts_figure(
+    peaks: pd.DataFrame, precisions: pd.DataFrame, plans: pd.DataFrame
+) -> Figure | None:
     """Draws what the peak of one step of 2.7b is made of, a bar a way."""
     rows = parts(peaks, precisions, plans)
     if rows.empty:
@@ -95,7 +99,9 @@ def parts_figure(peaks: pd.DataFrame, precisions: pd.DataFrame, plans: pd.DataFr
         axis.bar(rows["way"], heights, bottom=below, width=0.6, label=layer, color=colour)
         below += heights
     for place, height in enumerate(below):
-        axis.annotate(number(height), (place, height), xytext=(0, 3), textcoords="offset points", ha="center")
+        axis.annotate(
+            number(height), (place, height), xytext=(0, 3), textcoords="offset points", ha="center"
+        )
     axis.set_ylabel("peak (GiB)")
     axis.margins(y=0.12)
     axis.grid(visible=False, axis="x")
@@ -105,7 +111,11 @@ def parts_figure(peaks: pd.DataFrame, precisions: pd.DataFrame, plans: pd.DataFr
 
 def recording(timelines: pd.DataFrame) -> dict[str, Any] | None:
     """Returns the recorded training step that the figure and its facts are of: the first in fp32, else in bf16."""
-    rows = in_order(ok_rows(timelines, phase="train_step"), ["precision"]).to_dict("records") if len(timelines) else []
+    rows = (
+        in_order(ok_rows(timelines, phase="train_step"), ["precision"]).to_dict("records")
+        if len(timelines)
+        else []
+    )
     return rows[0] if rows else None
 
 
@@ -133,8 +143,11 @@ def at_peak(timelines: pd.DataFrame) -> facts.Fact:
     """Returns what the recorded step holds at its peak: the peak, and the shares of activations and gradients."""
     row = recording(timelines)
     if row is None:
-        return facts.Fact("", missing="no training step was recorded")
-    shares = {part: row.get(f"{part}_at_peak_bytes", 0) / row["peak_bytes"] for part in ("activations", "gradients")}
+        return facts.Fact("", missing="a recording of a training step")
+    shares = {
+        part: row.get(f"{part}_at_peak_bytes", 0) / row["peak_bytes"]
+        for part in ("activations", "gradients")
+    }
     numbers = {part: facts.Quantity(share, "%") for part, share in shares.items()}
     case = facts.case_name({key: row[key] for key in ("size", "precision", "context")})
     small = row["peak_bytes"] < facts.LEAST_BYTES
@@ -151,14 +164,16 @@ def residuals(blocks: pd.DataFrame) -> pd.DataFrame:
         if group["saved_bytes"]
     ]
     frame = pd.DataFrame(rows)
-    return frame.sort_values(["part", "code", "saved_bytes"], ascending=False) if len(frame) else frame
+    return (
+        frame.sort_values(["part", "code", "saved_bytes"], ascending=False) if len(frame) else frame
+    )
 
 
 def kept(blocks: pd.DataFrame) -> facts.Fact:
     """Returns how many times its input an eager block keeps for backward, and the share of its five largest."""
     row = only(blocks, part="block", code="eager")
     if row is None:
-        return facts.Fact("", missing="what a block keeps was not measured")
+        return facts.Fact("", missing="what a block keeps")
     largest = select(residuals(blocks), part="block", code="eager")["saved_bytes"].head(5).sum()
     numbers = {
         "value": facts.Quantity(row["saved_bytes"] / row["stream_bytes"], "×"),
@@ -193,7 +208,9 @@ def plans_figure(plans: pd.DataFrame) -> Figure | None:
     names = {"eager": "eager attention", "sdpa_flash": "SDPA's FlashAttention"}
     for attention, rows in single.groupby("attention", sort=False):
         style = figures.STYLES[attention]
-        figures.line_with_band(axis, rows, "k", label=names.get(attention, attention), style=style, y="gib")
+        figures.line_with_band(
+            axis, rows, "k", label=names.get(attention, attention), style=style, y="gib"
+        )
     figures.context_axis(axis, sorted(set(single["k"])), "blocks recomputed together (k)")
     axis.set_ylim(0, 1.1 * single["gib"].max())
     axis.set_ylabel("peak (GiB)")
@@ -203,10 +220,14 @@ def plans_figure(plans: pd.DataFrame) -> Figure | None:
 
 def published_peaks(peaks: pd.DataFrame) -> tuple[facts.Fact, pd.DataFrame]:
     """Returns all published peaks that have a case of ours beside them."""
-    theirs = published.load("memory_peaks").rename(columns={"context_length": "context", "peak_gib": "published_gib"})
+    theirs = published.load("memory_peaks").rename(
+        columns={"context_length": "context", "peak_gib": "published_gib"}
+    )
     theirs["precision"] = theirs["dtype"].map({"float32": "fp32", "bfloat16_autocast": "bf16"})
     theirs["size"] = theirs["model"].map({"xl": "xl-2025"})
-    return facts.published(theirs.drop(columns="status"), peaks, ["size", "context", "precision", "phase"], "gib")
+    return facts.published(
+        theirs.drop(columns="status"), peaks, ["size", "context", "precision", "phase"], "gib"
+    )
 
 
 def published_frame(peaks: pd.DataFrame) -> pd.DataFrame:

@@ -49,7 +49,7 @@ def stall(accumulation: pd.DataFrame, accumulator: str) -> facts.Fact:
     rows = ok_rows(accumulation, accumulator=accumulator)
     rows = rows.dropna(subset=["stall_measured"]) if "stall_measured" in rows else rows.head(0)
     if rows.empty:
-        return facts.Fact(accumulator, missing=f"the end of a {accumulator} sum was not measured")
+        return facts.Fact(accumulator, missing=f"the end of a {accumulator} sum")
     row = rows.iloc[0]
     numbers = {"value": f"{row['stall_measured']:g}", "predicted": f"{row['stall_predicted']:g}"}
     return facts.Fact(accumulator, numbers)
@@ -60,7 +60,9 @@ def dtypes(records: pd.DataFrame) -> pd.DataFrame:
     lines: dict[tuple, dict] = {}
     for record in ok_rows(records).to_dict("records"):
         for part, dtype in record["observed"]["dtypes"]:
-            line = lines.setdefault((record["model"], part), {"model": record["model"], "part": part})
+            line = lines.setdefault(
+                (record["model"], part), {"model": record["model"], "part": part}
+            )
             line[record["autocast"]] = dtype
     return pd.DataFrame(lines.values())
 
@@ -82,7 +84,9 @@ def norm_costs(records: pd.DataFrame) -> pd.DataFrame:
     is_sound = (rows[faults].fillna(0) == 0).all(axis=1)
     base = select(rows, statistics="fp32").set_index(keys)["relative_error"].rename("base")
     rows = rows.join(base, on=keys)
-    return rows.assign(is_sound=is_sound, cost=(rows["relative_error"] / rows["base"]).where(is_sound))
+    return rows.assign(
+        is_sound=is_sound, cost=(rows["relative_error"] / rows["base"]).where(is_sound)
+    )
 
 
 def norms_figure(records: pd.DataFrame) -> Figure | None:
@@ -122,7 +126,7 @@ def overflow(records: pd.DataFrame) -> facts.Fact:
     narrow = select(rows, statistics="bf16")
     narrow = narrow.dropna(subset=["cost"]) if len(narrow) else narrow
     if broken.empty or narrow.empty:
-        return facts.Fact("", missing="norms with 16-bit statistics were not measured")
+        return facts.Fact("", missing="norms with 16-bit statistics")
     large = broken[broken["scale"] >= 1]  # at small ones ε vanishes instead
     worst = facts.Quantity(narrow["cost"].max(), "×")
     return facts.Fact("", {"value": worst, "scale": f"{large['scale'].min():,.0f}"})
@@ -136,13 +140,15 @@ def added_casts(operators: pd.DataFrame, phase: str) -> facts.Fact:
     plain = only(operators, precision="fp32", **case)
     cast = only(operators, precision="bf16", **case)
     if plain is None or cast is None:
-        return facts.Fact(phase, missing=f"the casts of {phase} were not counted")
+        return facts.Fact(phase, missing=f"the casts of {phase}")
     more = cast["num_operators"] / plain["num_operators"] - 1
+    size = facts.case_name({"size": case["size"]})
     numbers = {
         "value": facts.Quantity(more, "%"),
         "casts": facts.Quantity(cast["num_casts"], "count"),
+        "size": size,
     }
-    return facts.Fact(facts.case_name(case), numbers)
+    return facts.Fact(size, numbers)
 
 
 def training_figure(training: pd.DataFrame) -> Figure | None:
@@ -166,7 +172,7 @@ def final_loss(training: pd.DataFrame, precision: str) -> facts.Fact:
     """Returns the mean loss of the last twenty steps; of a model too small for findings none is made of it."""
     row = only(training, precision=precision)
     if row is None or row.get("final_loss") is None:
-        return facts.Fact(NAMES[precision], missing=f"training in {NAMES[precision]} was not measured")
+        return facts.Fact(NAMES[precision], missing=f"training in {NAMES[precision]}")
     numbers = {
         "value": f"{row['final_loss']:.4f}",
         "unmoved": facts.Quantity(row["unmoved_gains"], "%"),

@@ -17,28 +17,16 @@ Shape suffixes: Q queries, K keys, D head dimension, H heads; leading dimensions
 Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2.
 """
 
-import functools
 import math
 
 import torch
 from torch import Tensor
 
-from labkit.kernels.fused import first_order
+from labkit.kernels.fused import first_order, outside_autocast
 
 # Long enough that a matrix product is most of a tile's work on a CPU, short enough that a tile stays in its cache.
 TILE_Q = 128
 TILE_K = 128
-
-
-def _outside_autocast(function):
-    """Runs a function in the dtypes it was given: autocast would round the products that it takes in fp32."""
-
-    @functools.wraps(function)
-    def wrapped(first: Tensor, *arguments, **options):
-        with torch.autocast(first.device.type, enabled=False):
-            return function(first, *arguments, **options)
-
-    return wrapped
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -77,7 +65,7 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, b
     return q.unflatten(-3, (k.shape[-3], -1)), k.unsqueeze(-3), v.unsqueeze(-3), True
 
 
-@_outside_autocast
+@outside_autocast
 def tiled_attention_forward(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, left: int, right: int, tile_q: int = TILE_Q, tile_k: int = TILE_K
 ) -> tuple[Tensor, Tensor]:
@@ -117,7 +105,7 @@ def tiled_attention_forward(
     return out, lse.reshape(lse_shape)
 
 
-@_outside_autocast
+@outside_autocast
 def tiled_attention_backward(
     grad_out: Tensor,
     q: Tensor,
