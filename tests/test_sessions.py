@@ -152,7 +152,7 @@ def test_the_command_shows_the_rows_and_fails_only_when_checking(folder, second_
     shown = compare(*common)
     assert shown.exit_code == 0 and "| steps a forward |" in shown.output and "not measured" in shown.output
     share = "0 %" if code else "100 %"
-    assert shown.output.startswith(f"Measured again in another session come back: device times within 5 % in {share}")
+    assert shown.output.startswith(f"In another session come back: device times within 5 % in {share}")
     for more in ((), ("--notebook", "01")):
         assert compare(*common, "--check", *more).exit_code == code
 

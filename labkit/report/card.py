@@ -11,7 +11,7 @@ from labkit.records import Record, to_frame
 from labkit.report import facts, figures, sessions, tables, verdicts
 from labkit.report.chapter import Chapter, commits_of, dates_of
 from labkit.report.frame import cell, only, select, size_name
-from labkit.report.text import anchor, disturbed_note, listing, number, percent
+from labkit.report.text import anchor, count, disturbed_note, listing, number, percent
 
 LADDER = {
     "fp32": {"precision": "fp32", "compile": "none", "attention": "eager"},
@@ -30,9 +30,9 @@ ATTENTION = {
     "gluon": "ours",
     "triton": "ours (Triton)",
     "fa3": "FlashAttention-3",
-    "sdpa_cudnn": "SDPA, cuDNN",
-    "sdpa_flash": "SDPA, flash",
-    "sdpa_efficient": "SDPA, efficient",
+    "sdpa_cudnn": "SDPA cuDNN",
+    "sdpa_flash": "SDPA flash",
+    "sdpa_efficient": "SDPA efficient",
     "flex": "FlexAttention",
 }
 """The implementations of attention, as the page calls them."""
@@ -45,7 +45,7 @@ ATTENTION_SHAPES = (
     {"d_head": 72, "heads": 16, "length": 256, "causal": False},
 )
 
-KEYS = ("compile", "idle", "precision", "recompute", "attention", "second_gpu", "encoder")
+KEYS = ("compile", "idle", "recompute", "second_gpu", "encoder")
 """Facts of the chapters that the first page repeats, in this order."""
 
 PROVENANCE = "How the numbers are made"
@@ -54,7 +54,7 @@ DEFINITIONS = f"""\
 - *Device time*: the kernels alone, replayed from one CUDA graph or summed from a profile. *Sustained*: back to back \
 for a second, after as long of it, at the clocks that the power limit leaves; ~ marks one whose clocks still changed. \
 *Call time*: what a program waits for, the host included. They are never compared with each other.
-- *Idle*: 1 − kernel time ÷ call time. A step waits for the host where that is large.
+- *Idle*: 1 − kernel time ÷ call time.
 - A is r× as fast as B: r is B's time ÷ A's. A takes r× the memory of B: r is A's bytes ÷ B's.
 - A ratio is *level* where its whole interval lies within {percent(verdicts.LEVEL_BAND)} of 1, *ahead* or *behind* \
 where it lies above or below 1, else *undecided*. The interval spans the sessions that measured both sides, else the \
@@ -62,7 +62,7 @@ samples. It is widened by {percent(verdicts.SPREAD[verdicts.DEVICE, True])} for 
 session and {percent(verdicts.SPREAD[verdicts.CALL, True])} for calls; between sessions by \
 {percent(verdicts.SPREAD[verdicts.DEVICE, False])} and {percent(verdicts.SPREAD[verdicts.CALL, False])}, for calls \
 that the host holds up by as much as hosts were seen to differ, {verdicts.HOST_FACTOR}×.
-- ⚠ marks what was measured while other programs kept the machine busy. A marked value decides nothing on this page.
+- ⚠ marks what was measured while other programs kept the machine busy. A marked value decides nothing on the first page.
 - No finding is made of kernels under {facts.LEAST_MS:.0f} ms, memory under {facts.LEAST_BYTES / 2**20:.0f} MiB or \
 fewer than {facts.LEAST_CASES} cases.
 - GB/s are 10⁹ bytes a second, GiB 2³⁰ bytes; a multiply-add counts as two FLOPs."""
@@ -82,7 +82,11 @@ def page(chapters: Mapping[str, Chapter], keyed: Mapping[str, tuple[str, str]]) 
         *_attention_part(chapters),
     ]
     parts += [*_fits_part(chapters)]
-    answers = [f"- {keyed[key][0]} → [{keyed[key][1]}](#{anchor(keyed[key][1])})" for key in KEYS if key in keyed]
+    answers = [
+        f"- {keyed[key][0]} → [{keyed[key][1]}](#{anchor(keyed[key][1])})"
+        for key in KEYS
+        if key in keyed
+    ]
     if answers:
         parts += ["### In one line each", "\n".join(answers)]
     again = sessions.sentence(sessions.differences(_every(chapters)))
@@ -104,8 +108,12 @@ def lines(chapters: Mapping[str, Chapter]) -> list[str]:
         rungs = zip(LADDER, _rungs(steps, shown[-1]), strict=True)
         times = [f"{name} {cell(row)}" for name, row in rungs if row]
         result.append(f"A training step of {size_name(shown[-1])}, ms: {', '.join(times)}")
-    for part in attention_table(frame_of(chapters, "06_flash_attention", "rivals")).to_dict("records")[:1]:
-        result.append(f"Attention, {part['shape']}, {part['pass']}: fastest is {part['fastest']}; ours {part['ours']}")
+    for part in attention_table(frame_of(chapters, "06_flash_attention", "rivals")).to_dict(
+        "records"
+    )[:1]:
+        result.append(
+            f"Attention, {part['shape']}, {part['pass']}: fastest is {part['fastest']}; ours {part['ours']}"
+        )
     again = sessions.sentence(sessions.differences(_every(chapters)))
     return [*result, *([again] if again else [])]
 
@@ -143,7 +151,10 @@ def ladder_table(steps: pd.DataFrame) -> pd.DataFrame:
     for size in reversed(LADDER_SIZES):
         rungs = _rungs(steps, size)
         if any(rungs):
-            peaks = [cell(row, "peak_bytes", lambda x: number(x / 2**30)) if row else "–" for row in rungs]
+            peaks = [
+                cell(row, "peak_bytes", lambda x: number(x / 2**30)) if row else "–"
+                for row in rungs
+            ]
             rows.append((f"{size_name(size)}, peak GiB", peaks))
             break
     for size in reversed(LADDER_SIZES):
@@ -153,7 +164,9 @@ def ladder_table(steps: pd.DataFrame) -> pd.DataFrame:
             rows.append((f"{size_name(size)}, of the sustained bf16 roof", shares))
             break
     head = f"one training step, context {LADDER_CONTEXT}"
-    return pd.DataFrame([{head: name, **dict(zip(LADDER, texts, strict=True))} for name, texts in rows])
+    return pd.DataFrame(
+        [{head: name, **dict(zip(LADDER, texts, strict=True))} for name, texts in rows]
+    )
 
 
 def ladder_figure(steps: pd.DataFrame, roof_tflops: float | None) -> Figure | None:
@@ -183,7 +196,9 @@ def ladder_figure(steps: pd.DataFrame, roof_tflops: float | None) -> Figure | No
             axis.hlines(at_roof, 2, len(LADDER) - 1, color=style.colour, linestyle=":", linewidth=1)
     if not axis.lines:
         return None
-    axis.set_xticks(range(len(LADDER)), [name.replace(" ", "\n", 1).replace("+\n", "+ ") for name in LADDER])
+    axis.set_xticks(
+        range(len(LADDER)), [name.replace(" ", "\n", 1).replace("+\n", "+ ") for name in LADDER]
+    )
     figures.log_time_axis(axis, "device time of a step (ms)")
     axis.margins(x=0.06, y=0.15)
     figures.finish(figure, [axis], "")
@@ -213,8 +228,8 @@ def _ladder_part(chapters: Mapping[str, Chapter]) -> list[str]:
         "### One training step, from slow to fast",
         f"![{alt}]({{figures}}{LADDER_FILE})",
         tables.to_markdown(table),
-        "Batch 4; each step is one CUDA graph, so no host enters its time. The dotted lines are the sustained bf16 "
-        "roof. *bf16* is autocast over fp32 weights; *compiled* compiles each block; *pure bf16* has no fp32 weights.",
+        "Batch 4, one CUDA graph a step, so no host enters its time. Dotted: at the sustained bf16 roof. *bf16* is "
+        "autocast over fp32 weights; *compiled* compiles each block; *pure bf16* has no fp32 weights.",
     ]
 
 
@@ -236,7 +251,8 @@ def attention_table(rivals: pd.DataFrame) -> pd.DataFrame:
             level = [
                 ATTENTION[name]
                 for name, row in found.items()
-                if name == fastest or facts.compare_rows(found[fastest], row).verdict == verdicts.LEVEL
+                if name == fastest
+                or facts.compare_rows(found[fastest], row).verdict == verdicts.LEVEL
             ]
             line = {
                 "shape": words,
@@ -268,8 +284,8 @@ def _attention_part(chapters: Mapping[str, Chapter]) -> list[str]:
     return [
         "### Which attention?",
         tables.to_markdown(table),
-        f"Device time in bf16, a burst of one shape, of {listing(ATTENTION.values(), 9)}; chapter 06 has them at "
-        "the power limit, where the order can change.",
+        f"Device time in bf16, one shape in a burst, of {listing(ATTENTION.values(), 9)}. Chapter 06 has them "
+        "at the power limit, where the order can change.",
     ]
 
 
@@ -289,7 +305,9 @@ def longest(frame: pd.DataFrame, **case: Any) -> str:
     return f"{fits:,.0f}" if lost == lost else f"≥ {fits:,.0f}"
 
 
-def fits_table(steps: pd.DataFrame, profiles: pd.DataFrame, recomputed: pd.DataFrame) -> pd.DataFrame:
+def fits_table(
+    steps: pd.DataFrame, profiles: pd.DataFrame, recomputed: pd.DataFrame
+) -> pd.DataFrame:
     """Returns the longest measured context of a training step by size and what saves memory."""
     sizes = [size for size in facts.SIZES if len(steps) and size in set(steps["size"])]
     return pd.DataFrame(
@@ -305,17 +323,23 @@ def fits_table(steps: pd.DataFrame, profiles: pd.DataFrame, recomputed: pd.DataF
 
 
 def _fits_part(chapters: Mapping[str, Chapter]) -> list[str]:
-    steps = select(frame_of(chapters, "01_benchmarking", "steps"), phase="train_step", compile="none")
-    profiles = select(frame_of(chapters, "02_nsys_analysis", "profiles"), phase="train_step", attention="auto")
-    recomputed = select(frame_of(chapters, "04_memory", "checkpointing"), plan="1", attention="sdpa_flash")
+    steps = select(
+        frame_of(chapters, "01_benchmarking", "steps"), phase="train_step", compile="none"
+    )
+    profiles = select(
+        frame_of(chapters, "02_nsys_analysis", "profiles"), phase="train_step", attention="auto"
+    )
+    recomputed = select(
+        frame_of(chapters, "04_memory", "checkpointing"), plan="1", attention="sdpa_flash"
+    )
     table = fits_table(steps, profiles, recomputed)
     if table.empty:
         return []
     return [
         "### Will it fit?",
         tables.to_markdown(table),
-        "Longest context of a training step at batch 4 with AdamW; ≥: no longer one was tried, or none failed. "
-        "Recomputing was measured for one size, with SDPA's FlashAttention.",
+        "Longest measured context of a training step at batch 4 with AdamW; ≥: no longer one failed. Recomputing "
+        "is with SDPA's FlashAttention.",
     ]
 
 
@@ -367,20 +391,30 @@ def _machine(chapter: Chapter) -> str:
     text = chapter.device_name
     gpu = recorded.get("gpu")
     if gpu:
-        text += f", {gpu['memory_bytes'] / 2**30:.0f} GiB, {gpu['num_multiprocessors']} multiprocessors"
+        text += (
+            f", {gpu['memory_bytes'] / 2**30:.0f} GiB, {gpu['num_multiprocessors']} multiprocessors"
+        )
         if "power_limit_w" in gpu:
-            text += f", {gpu['power_limit_w']:.0f} W, SM clock up to {gpu['max_sm_clock_mhz']:,} MHz"
+            text += (
+                f", {gpu['power_limit_w']:.0f} W, SM clock up to {gpu['max_sm_clock_mhz']:,} MHz"
+            )
     cpu = recorded.get("cpu")
-    return text + (f"; host of the newest run {cpu['name']}, {cpu['num_cores']} cores" if cpu else "")
+    return text + (
+        f"; host of the newest run {cpu['name']}, {cpu['num_cores']} cores" if cpu else ""
+    )
 
 
 def _versions(records: Sequence[Record]) -> str:
     packages = dict.fromkeys(package for record in records for package in record.software)
     seen = {
-        package: sorted({str(record.software[package]) for record in records if record.software.get(package)})
+        package: sorted(
+            {str(record.software[package]) for record in records if record.software.get(package)}
+        )
         for package in packages
     }
-    text = ", ".join(f"{package} {' and '.join(versions)}" for package, versions in seen.items() if versions)
+    text = ", ".join(
+        f"{package} {' and '.join(versions)}" for package, versions in seen.items() if versions
+    )
     return text + "; of packages not named here no version was recorded"
 
 
@@ -411,7 +445,8 @@ def chapters_table(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
                 "records": ", ".join(f"{count:,} {status}" for status, count in counts.items()),
                 "sessions": len({record.session for record in every if record.session}),
                 "measured": dates_of(every) or "–",
-                "commit": commits_of(shown) + (" +changes" if any(one.source.get("dirty") for one in shown) else ""),
+                "commit": commits_of(shown)
+                + (" +changes" if any(one.source.get("dirty") for one in shown) else ""),
             }
         )
     return pd.DataFrame(rows)
@@ -421,13 +456,14 @@ def not_shown(shown: Sequence[Record], every: Sequence[Record]) -> list[str]:
     """Returns what the page cannot tell, one line each."""
     failed = [record for record in shown if record.status in ("error", "timeout")]
     once = len({record.resume_key() for record in every if record.timer})
-    again = sum(1 for count in pd.Series([r.resume_key() for r in every if r.timer]).value_counts() if count > 1)
+    sessions_of = pd.Series([r.resume_key() for r in every if r.timer]).value_counts()
+    again = int((sessions_of > 1).sum())
     lines = [
         "One device of its kind: two of one model differ by some percent.",
-        f"{once - again:,} of {once:,} timed rows are of one session; how far they come back is taken from the others.",
-        "Random tokens and random weights: nothing is said of what a model learns, but for the toy task of chapter 03.",
+        f"{once - again:,} of {once:,} timed rows are of one session; how far they come back is the others'.",
+        "Tokens and weights are random: nothing is said of what a model learns, but for chapter 03's toy task.",
     ]
     if failed:
         reasons = listing(dict.fromkeys(f"{r.section}: {r.reason[:80]}" for r in failed), 2)
-        lines.append(f"{len(failed)} measurements ended in an error ({reasons}).")
+        lines.append(f"{count(len(failed), 'measurement')} ended in an error ({reasons}).")
     return lines
