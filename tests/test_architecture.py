@@ -160,7 +160,7 @@ def weight(source: str) -> int:
 
 def test_the_package_is_small():
     """One limit for all of it, in tokens: comments are free, and fuller lines gain nothing."""
-    assert sum(weight(path.read_text(encoding="utf-8")) for path in modules()) <= 211_500
+    assert sum(weight(path.read_text(encoding="utf-8")) for path in modules()) <= 192_000
 
 
 def test_weight_counts_neither_comments_nor_docstrings():

@@ -124,7 +124,6 @@ class _Renderer(mistune.HTMLRenderer):
         alt = entities.escape(entities.unescape(mistune.util.striptags(text)))
         if url not in self._figures:
             return f"![{alt}]({entities.escape(url)})"
-        # The alternative text says what the figure shows; its caption follows as text.
         return f'<img alt="{alt}" src="{url}">'
 
     def link(self, text: str, url: str, title: str | None = None) -> str:
@@ -132,6 +131,14 @@ class _Renderer(mistune.HTMLRenderer):
         if scheme and scheme[1].lower() not in ("http", "https"):
             return f"[{text}]({entities.escape(url)})"
         return f'<a href="{entities.escape(url)}">{text}</a>'
+
+    def paragraph(self, text: str) -> str:
+        image = re.fullmatch(r'<img alt="([^"]*)" [^>]*>', text)
+        if not image:
+            return f"<p>{text}</p>\n"
+        # A box that scrolls on a narrow screen can be reached by keyboard.
+        label = f"Figure: {image[1]}"
+        return f'<div class="figure" role="region" aria-label="{label}" tabindex="0">{text}</div>\n'
 
     def text(self, text: str) -> str:
         return mistune.util.safe_entity(text)
