@@ -446,6 +446,14 @@ def throttle_reasons(readings: Iterable[Reading]) -> list[str]:
     return sorted(text for bit, text in THROTTLE_REASONS.items() if any(mask & bit for mask in masks))
 
 
+def _active_s(schedstat: Path) -> float:
+    """Returns how long a thread has run or waited for a core."""
+    try:
+        return sum(map(int, schedstat.read_text().split()[:2])) / 1e9
+    except OSError:  # where nothing tells work from a stop, all time counts as work
+        return time.perf_counter()
+
+
 class Monitor:
     """Samples the host's load and, on a GPU, its SM clock, power, temperature and throttle reasons during a block.
 
@@ -502,20 +510,16 @@ class Monitor:
 
     def _goes_on(self) -> bool:
         """Returns after an interval whether the block still runs; counts how long the process was stopped meanwhile."""
-        begin_s, active_s = time.perf_counter(), self._active_s()
+        own = PROC / "thread-self" / "schedstat"
+        begin_s, active_s, own_s = time.perf_counter(), _active_s(self._watched), _active_s(own)
         is_over = self._stop.wait(self.interval_s)
-        active_s = self._active_s() - active_s
-        lost_s = time.perf_counter() - begin_s - max(self.interval_s, active_s)
+        active_s = _active_s(self._watched) - active_s
+        # This thread too may wait for a core, on a machine that others keep busy.
+        asleep_s = self.interval_s + _active_s(own) - own_s
+        lost_s = time.perf_counter() - begin_s - max(asleep_s, active_s)
         if lost_s > SHORTEST_STOP_S:
             self._stopped_s += lost_s
         return not is_over
-
-    def _active_s(self) -> float:
-        """Returns how long the block's thread has run or waited for a core."""
-        try:
-            return sum(map(int, self._watched.read_text().split()[:2])) / 1e9
-        except OSError:  # where nothing tells work from a stop, all time counts as work
-            return time.perf_counter()
 
     def _read(self) -> None:
         nvml, time_s = self._module, time.perf_counter()

@@ -68,8 +68,7 @@ def only_shows_records(item) -> bool:
     """
     if not hasattr(item, "cell"):
         return False
-    last = item.cell.source.splitlines()[-1] if item.cell.source else ""
-    return last.startswith("chapter.") and "remove_cell" not in item.cell.metadata.get("tags", [])
+    return not {"remove_cell", "parameters", "lesson"} & set(item.cell.metadata.get("tags", []))
 
 
 def pytest_collection_modifyitems(config, items):

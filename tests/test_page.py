@@ -115,9 +115,8 @@ def test_headings_are_in_order_and_every_link_arrives(report, browser):
     ]
     links = browser.value("[...document.links].map(link => link.getAttribute('href'))")
     assert {link for link in links if not link.startswith("#")} == {"tables/01_phases.csv"}
-    assert {link[1:] for link in links if link.startswith("#")} == {
-        anchor for level, anchor in headings if level in ("H2", "H3")
-    }
+    sections = {anchor for level, anchor in headings if level in ("H2", "H3")}
+    assert {link[1:] for link in links if link.startswith("#")} == {"contents", *sections}
     assert browser.value("[...document.querySelectorAll('th')].every(cell => cell.scope == 'col')")
     assert browser.value("[document.documentElement.lang, document.querySelectorAll('nav, main').length]") == ["en", 2]
 
@@ -132,7 +131,7 @@ def test_hostile_names_are_text(report, browser):
     assert browser.value("document.querySelectorAll('main details').length") == 0
     assert browser.value("document.querySelectorAll('script, iframe, object, main style, [style]').length") == 0
     attributes = browser.value("[...document.querySelectorAll('body *')].flatMap(tag => tag.getAttributeNames())")
-    assert set(attributes) <= {"alt", "aria-label", "class", "href", "id", "open", "scope", "src"}
+    assert set(attributes) <= {"alt", "aria-label", "class", "href", "id", "open", "role", "scope", "src", "tabindex"}
     assert not browser.events("Page.javascriptDialogOpening")
 
 
@@ -167,11 +166,11 @@ def test_jupyterlab_shows_a_notebook_and_runs_its_first_cells(name, jupyterlab, 
     browser.value(f"{figure}.scrollIntoView()")
     browser.screenshot(f"{name}_figure")
 
-    # The title and the first three code cells: imports, parameters, the session.
+    # The title, what the lesson needs, and the first three code cells: imports, parameters, the chapter.
     browser.value(f"document.querySelector('{panel} .jp-WindowedPanel-outer').scrollTo(0, 0)")
     browser.wait_for("document.querySelector('.jp-Notebook-ExecutionIndicator')?.dataset.status == 'idle'")
     browser.click(f"{panel} .jp-MarkdownCell h1")
-    for _ in range(4):
+    for _ in range(5):
         browser.press_shift_enter()
     prompts = f"[...document.querySelectorAll('{panel} .jp-CodeCell .jp-InputPrompt')].map(prompt => prompt.innerText)"
     browser.wait_for(f"({prompts}).slice(0, 3).join() == '[1]:,[2]:,[3]:'")

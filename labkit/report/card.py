@@ -62,7 +62,7 @@ samples. It is widened by {percent(verdicts.SPREAD[verdicts.DEVICE, True])} for 
 session and {percent(verdicts.SPREAD[verdicts.CALL, True])} for calls; between sessions by \
 {percent(verdicts.SPREAD[verdicts.DEVICE, False])} and {percent(verdicts.SPREAD[verdicts.CALL, False])}, for calls \
 that the host holds up by as much as hosts were seen to differ, {verdicts.HOST_FACTOR}×.
-- ⚠ marks what was measured while other programs kept the machine busy. A marked value decides nothing on the first page.
+- ⚠ marks what was measured while other programs kept the machine busy: it decides nothing on the first page.
 - No finding is made of kernels under {facts.LEAST_MS:.0f} ms, memory under {facts.LEAST_BYTES / 2**20:.0f} MiB or \
 fewer than {facts.LEAST_CASES} cases.
 - GB/s are 10⁹ bytes a second, GiB 2³⁰ bytes; a multiply-add counts as two FLOPs."""

@@ -1,6 +1,8 @@
 """Chapter 06: its figures, and the queries that are its alone. "Ours" is what `impl="auto"` runs for a shape."""
 
 import itertools
+from collections.abc import Mapping
+from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -46,7 +48,8 @@ def rated(rivals: pd.DataFrame) -> pd.DataFrame:
     """Returns what was timed back to back, with its `shape` in words."""
     rows = usable(contest(rivals), "sustained_tflops")
     names = [
-        "×".join(str(row[name]) for name in SHAPE[:4]) + " causal" * row["causal"] for row in rows.to_dict("records")
+        "×".join(str(row[name]) for name in SHAPE[:4]) + " causal" * row["causal"]
+        for row in rows.to_dict("records")
     ]
     return rows.assign(shape=names)
 
@@ -147,3 +150,8 @@ def published_times(speed: pd.DataFrame) -> tuple[facts.Fact, pd.DataFrame]:
     ours = contest(speed)
     ours = ours.assign(phase=ours["impl"] + " " + ours["direction"])
     return facts.published(theirs, ours, [*keys, "phase"])
+
+
+def idles_half(row: Mapping[str, Any]) -> bool:
+    """Whether a call leaves the device idle for more than half of its time."""
+    return row["median_ms"] < row["host_median_ms"] / 2

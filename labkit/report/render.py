@@ -64,6 +64,13 @@ def rebuild(
     executed = dict(measured or {})
     values = {"device": device, "output": str(output or ""), "save_figures": True}
     executed |= {name: notebooks.show(name, values) for name in chapters if name not in executed}
+    for cell in (
+        cell for notebook in executed.values() for cell in notebook.cells if "outputs" in cell
+    ):
+        # What is printed while measuring is no result.
+        cell["outputs"] = [
+            output for output in cell["outputs"] if output["output_type"] != "stream"
+        ]
     if save_notebooks:
         for name, shown in _execute_all(notebooks.names()).items():
             _save_outputs(name, shown, notebooks.path(name))
