@@ -145,6 +145,8 @@ def _environment() -> dict[str, str]:
         "NCCL_SOCKET_IFNAME": LOOPBACK,
         **os.environ,
         "GLOO_SOCKET_IFNAME": LOOPBACK,
+        # A rank that never communicates must not leave while another still connects to it.
+        "TORCH_DIST_INIT_BARRIER": "1",
         "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
     }
 
