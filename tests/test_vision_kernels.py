@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import off_boundary
+from conftest import more, off_boundary
 from test_kernel_compilation import compile_source, spilled_bytes
 from torch import Tensor
 from triton.compiler import ASTSource
@@ -235,10 +235,9 @@ def opcheck() -> None:
     torch.library.opcheck(torch.ops.labkit.gelu_backward.default, (draw(20, 24), draw(20, 24, seed=2)))
     torch.library.opcheck(torch.ops.labkit.dropout.default, (x, 0.1, torch.tensor(3)))
     qkv, cu_seqlens = draw(20, 3, 2, 8).requires_grad_(), torch.tensor([0, 7, 20], dtype=torch.int32)
-    torch.library.opcheck(torch.ops.labkit.flash_attention_qkv.default, (qkv, cu_seqlens, None))
-    torch.library.opcheck(torch.ops.labkit.flash_attention_qkv.default, (qkv, cu_seqlens, 13))
     equal = torch.tensor([0, 10, 20], dtype=torch.int32)
-    torch.library.opcheck(torch.ops.labkit.flash_attention_qkv.default, (qkv, equal, 10))
+    for lengths, longest in ((cu_seqlens, 13), *more((cu_seqlens, None), (equal, 10))):
+        torch.library.opcheck(torch.ops.labkit.flash_attention_qkv.default, (qkv, lengths, longest))
     torch.library.opcheck(torch.ops.labkit.column_sums.default, (x,))
 
 
