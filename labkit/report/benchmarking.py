@@ -23,9 +23,7 @@ def roofs_table(ceilings: pd.DataFrame) -> pd.DataFrame:
     for row in ceilings.to_dict("records"):
         copy = row["kind"] == "copy"
         unit = "gb_per_s" if copy else "tflops"
-        name = (
-            "copy, read + write (GB/s)" if copy else f"matrix product, {row['precision']} (TFLOP/s)"
-        )
+        name = "copy, read + write (GB/s)" if copy else f"matrix product, {row['precision']} (TFLOP/s)"
         line = {
             "roof": name,
             "datasheet": cell(row, "datasheet"),
@@ -103,11 +101,7 @@ def every_session(chapter: Chapter) -> dict[str, list[Record]]:
 
 def call_range(*frames: pd.DataFrame, **case) -> facts.Fact:
     """Returns the least and the most call time of one step over the sessions and sections that timed it."""
-    rows = [
-        row
-        for frame in frames
-        for row in ok_rows(frame, phase="train_step", **case).to_dict("records")
-    ]
+    rows = [row for frame in frames for row in ok_rows(frame, phase="train_step", **case).to_dict("records")]
     times = [time for row in rows for time in verdicts.by_session(row, "median_ms").values()]
     if not times:
         return facts.Fact(facts.case_name(case), missing=f"{facts.case_name(case)}")
@@ -138,17 +132,13 @@ def repeats(differences: pd.DataFrame) -> Figure | None:
     kinds = [kind for kind in ("device", "sustained", sessions.OTHER_CALLS, sessions.WAITING)]
     figure, (axis,) = figures.panels(1, width=6.4, height=2.6)
     for place, kind in enumerate(kinds):
-        values = (
-            differences["difference"][differences["kind"] == kind].clip(lower=1e-3).sort_values()
-        )
+        values = differences["difference"][differences["kind"] == kind].clip(lower=1e-3).sort_values()
         # Spread in a fixed order, so that the same records give the same picture.
         spread = [place + 0.7 * ((number * 0.618) % 1 - 0.5) for number in range(len(values))]
         axis.scatter(values, spread, s=6, alpha=0.5, color=figures.SERIES[place], linewidths=0)
     axis.axvline(0.05, color="0.4", linewidth=1, linestyle=":")
     axis.set_xscale("log")
-    axis.set_xticks(
-        [0.001, 0.01, 0.05, 0.1, 0.5, 1], ["≤ 0.1 %", "1 %", "5 %", "10 %", "50 %", "100 %"]
-    )
+    axis.set_xticks([0.001, 0.01, 0.05, 0.1, 0.5, 1], ["≤ 0.1 %", "1 %", "5 %", "10 %", "50 %", "100 %"])
     axis.set_yticks(range(len(kinds)), kinds)
     axis.set_xlabel("slower than the faster of two sessions by")
     return figure

@@ -82,11 +82,7 @@ def page(chapters: Mapping[str, Chapter], keyed: Mapping[str, tuple[str, str]]) 
         *_attention_part(chapters),
     ]
     parts += [*_fits_part(chapters)]
-    answers = [
-        f"- {keyed[key][0]} → [{keyed[key][1]}](#{anchor(keyed[key][1])})"
-        for key in KEYS
-        if key in keyed
-    ]
+    answers = [f"- {keyed[key][0]} → [{keyed[key][1]}](#{anchor(keyed[key][1])})" for key in KEYS if key in keyed]
     if answers:
         parts += ["### In one line each", "\n".join(answers)]
     again = sessions.sentence(sessions.differences(_every(chapters)))
@@ -108,12 +104,8 @@ def lines(chapters: Mapping[str, Chapter]) -> list[str]:
         rungs = zip(LADDER, _rungs(steps, shown[-1]), strict=True)
         times = [f"{name} {cell(row)}" for name, row in rungs if row]
         result.append(f"A training step of {size_name(shown[-1])}, ms: {', '.join(times)}")
-    for part in attention_table(frame_of(chapters, "06_flash_attention", "rivals")).to_dict(
-        "records"
-    )[:1]:
-        result.append(
-            f"Attention, {part['shape']}, {part['pass']}: fastest is {part['fastest']}; ours {part['ours']}"
-        )
+    for part in attention_table(frame_of(chapters, "06_flash_attention", "rivals")).to_dict("records")[:1]:
+        result.append(f"Attention, {part['shape']}, {part['pass']}: fastest is {part['fastest']}; ours {part['ours']}")
     again = sessions.sentence(sessions.differences(_every(chapters)))
     return [*result, *([again] if again else [])]
 
@@ -151,10 +143,7 @@ def ladder_table(steps: pd.DataFrame) -> pd.DataFrame:
     for size in reversed(LADDER_SIZES):
         rungs = _rungs(steps, size)
         if any(rungs):
-            peaks = [
-                cell(row, "peak_bytes", lambda x: number(x / 2**30)) if row else "–"
-                for row in rungs
-            ]
+            peaks = [cell(row, "peak_bytes", lambda x: number(x / 2**30)) if row else "–" for row in rungs]
             rows.append((f"{size_name(size)}, peak GiB", peaks))
             break
     for size in reversed(LADDER_SIZES):
@@ -164,9 +153,7 @@ def ladder_table(steps: pd.DataFrame) -> pd.DataFrame:
             rows.append((f"{size_name(size)}, of the sustained bf16 roof", shares))
             break
     head = f"one training step, context {LADDER_CONTEXT}"
-    return pd.DataFrame(
-        [{head: name, **dict(zip(LADDER, texts, strict=True))} for name, texts in rows]
-    )
+    return pd.DataFrame([{head: name, **dict(zip(LADDER, texts, strict=True))} for name, texts in rows])
 
 
 def ladder_figure(steps: pd.DataFrame, roof_tflops: float | None) -> Figure | None:
@@ -196,9 +183,7 @@ def ladder_figure(steps: pd.DataFrame, roof_tflops: float | None) -> Figure | No
             axis.hlines(at_roof, 2, len(LADDER) - 1, color=style.colour, linestyle=":", linewidth=1)
     if not axis.lines:
         return None
-    axis.set_xticks(
-        range(len(LADDER)), [name.replace(" ", "\n", 1).replace("+\n", "+ ") for name in LADDER]
-    )
+    axis.set_xticks(range(len(LADDER)), [name.replace(" ", "\n", 1).replace("+\n", "+ ") for name in LADDER])
     figures.log_time_axis(axis, "device time of a step (ms)")
     axis.margins(x=0.06, y=0.15)
     figures.finish(figure, [axis], "")
@@ -251,8 +236,7 @@ def attention_table(rivals: pd.DataFrame) -> pd.DataFrame:
             level = [
                 ATTENTION[name]
                 for name, row in found.items()
-                if name == fastest
-                or facts.compare_rows(found[fastest], row).verdict == verdicts.LEVEL
+                if name == fastest or facts.compare_rows(found[fastest], row).verdict == verdicts.LEVEL
             ]
             line = {
                 "shape": words,
@@ -305,9 +289,7 @@ def longest(frame: pd.DataFrame, **case: Any) -> str:
     return f"{fits:,.0f}" if lost == lost else f"≥ {fits:,.0f}"
 
 
-def fits_table(
-    steps: pd.DataFrame, profiles: pd.DataFrame, recomputed: pd.DataFrame
-) -> pd.DataFrame:
+def fits_table(steps: pd.DataFrame, profiles: pd.DataFrame, recomputed: pd.DataFrame) -> pd.DataFrame:
     """Returns the longest measured context of a training step by size and what saves memory."""
     sizes = [size for size in facts.SIZES if len(steps) and size in set(steps["size"])]
     return pd.DataFrame(
@@ -323,15 +305,9 @@ def fits_table(
 
 
 def _fits_part(chapters: Mapping[str, Chapter]) -> list[str]:
-    steps = select(
-        frame_of(chapters, "01_benchmarking", "steps"), phase="train_step", compile="none"
-    )
-    profiles = select(
-        frame_of(chapters, "02_nsys_analysis", "profiles"), phase="train_step", attention="auto"
-    )
-    recomputed = select(
-        frame_of(chapters, "04_memory", "checkpointing"), plan="1", attention="sdpa_flash"
-    )
+    steps = select(frame_of(chapters, "01_benchmarking", "steps"), phase="train_step", compile="none")
+    profiles = select(frame_of(chapters, "02_nsys_analysis", "profiles"), phase="train_step", attention="auto")
+    recomputed = select(frame_of(chapters, "04_memory", "checkpointing"), plan="1", attention="sdpa_flash")
     table = fits_table(steps, profiles, recomputed)
     if table.empty:
         return []
@@ -391,30 +367,20 @@ def _machine(chapter: Chapter) -> str:
     text = chapter.device_name
     gpu = recorded.get("gpu")
     if gpu:
-        text += (
-            f", {gpu['memory_bytes'] / 2**30:.0f} GiB, {gpu['num_multiprocessors']} multiprocessors"
-        )
+        text += f", {gpu['memory_bytes'] / 2**30:.0f} GiB, {gpu['num_multiprocessors']} multiprocessors"
         if "power_limit_w" in gpu:
-            text += (
-                f", {gpu['power_limit_w']:.0f} W, SM clock up to {gpu['max_sm_clock_mhz']:,} MHz"
-            )
+            text += f", {gpu['power_limit_w']:.0f} W, SM clock up to {gpu['max_sm_clock_mhz']:,} MHz"
     cpu = recorded.get("cpu")
-    return text + (
-        f"; host of the newest run {cpu['name']}, {cpu['num_cores']} cores" if cpu else ""
-    )
+    return text + (f"; host of the newest run {cpu['name']}, {cpu['num_cores']} cores" if cpu else "")
 
 
 def _versions(records: Sequence[Record]) -> str:
     packages = dict.fromkeys(package for record in records for package in record.software)
     seen = {
-        package: sorted(
-            {str(record.software[package]) for record in records if record.software.get(package)}
-        )
+        package: sorted({str(record.software[package]) for record in records if record.software.get(package)})
         for package in packages
     }
-    text = ", ".join(
-        f"{package} {' and '.join(versions)}" for package, versions in seen.items() if versions
-    )
+    text = ", ".join(f"{package} {' and '.join(versions)}" for package, versions in seen.items() if versions)
     return text + "; of packages not named here no version was recorded"
 
 
@@ -445,8 +411,7 @@ def chapters_table(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
                 "records": ", ".join(f"{count:,} {status}" for status, count in counts.items()),
                 "sessions": len({record.session for record in every if record.session}),
                 "measured": dates_of(every) or "–",
-                "commit": commits_of(shown)
-                + (" +changes" if any(one.source.get("dirty") for one in shown) else ""),
+                "commit": commits_of(shown) + (" +changes" if any(one.source.get("dirty") for one in shown) else ""),
             }
         )
     return pd.DataFrame(rows)

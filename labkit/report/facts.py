@@ -87,9 +87,7 @@ class Fact:
     @property
     def marked(self) -> bool:
         """Whether a row behind it was marked: then the first page does not rest on it."""
-        return self.cases_marked or any(
-            isinstance(x, Quantity) and x.mark for x in self.numbers.values()
-        )
+        return self.cases_marked or any(isinstance(x, Quantity) and x.mark for x in self.numbers.values())
 
     def __getitem__(self, name: str) -> Any:
         return self.numbers[name]
@@ -178,9 +176,7 @@ def compare(
     for side, row in zip((base, other), sides, strict=True):
         if row is None or row.get(value) is None or row[value] != row[value]:
             return Fact(name, missing=f"{case_name({**case, **side})}")
-    return compare_rows(
-        *sides, value=value, case=name, plain=f"{case_name(other)} against {case_name(base)}"
-    )
+    return compare_rows(*sides, value=value, case=name, plain=f"{case_name(other)} against {case_name(base)}")
 
 
 def compare_rows(
@@ -193,9 +189,7 @@ def compare_rows(
 ) -> Fact:
     """Returns `compare` of two rows."""
     is_time = unit_of(value) == "ms"
-    interval = (
-        verdicts.ratio(base, other, value) if is_time else verdicts.exact(base[value], other[value])
-    )
+    interval = verdicts.ratio(base, other, value) if is_time else verdicts.exact(base[value], other[value])
     common = verdicts.by_session(base, value).keys() & verdicts.by_session(other, value).keys()
     marks = mark(base, value) or mark(other, value)
     # Of times the base is above the line, of bytes the other.
@@ -244,9 +238,7 @@ def compare_all(
         found = compare(frame, base, other, value=value, **case, **key)
         if not found.missing and not found.small:
             # In parentheses, where a size's parameters would open another pair.
-            facts[case_name({name.removesuffix("size"): value for name, value in key.items()})] = (
-                found
-            )
+            facts[case_name({name.removesuffix("size"): value for name, value in key.items()})] = found
     return tally(facts, case_name(case), f"{case_name(other)} against {case_name(base)}")
 
 
@@ -254,16 +246,11 @@ def tally(facts: Mapping[str, Fact], case: str, plain: str) -> Fact:
     """Returns the tally of comparisons by the name of their case; see `compare_all`."""
     if not facts:
         return Fact(case, missing=f"{plain}{f' for {case}' if case else ''}")
-    counts = {
-        verdict: sum(fact.verdict == verdict for fact in facts.values())
-        for verdict in verdicts.VERDICTS
-    }
+    counts = {verdict: sum(fact.verdict == verdict for fact in facts.values()) for verdict in verdicts.VERDICTS}
     ordered = sorted(facts, key=lambda name: facts[name]["ratio"].value)
     least = facts[ordered[0]]
     most = facts[ordered[-1]]
-    ends = [
-        f"{fact['ratio']} ({name})" for fact, name in ((least, ordered[0]), (most, ordered[-1]))
-    ]
+    ends = [f"{fact['ratio']} ({name})" for fact, name in ((least, ordered[0]), (most, ordered[-1]))]
     narrow = most["ratio"].value <= WIDEST_RANGE * least["ratio"].value
     uniform = [verdict for verdict, count in counts.items() if count == len(facts)]
     return Fact(
@@ -295,14 +282,10 @@ def measured(frame: pd.DataFrame, value: str, unit: str = "", **case: Any) -> Fa
     kind = verdicts.kind_of_time(row, value) if times and row.get("timer_method") else ""
     sessions = len(verdicts.by_session(row, value))
     numbers = {"value": quantity(row, value, unit)}
-    return Fact(
-        case_name(case), numbers, time=kind, num_sessions=sessions, small=_is_small(row, value)
-    )
+    return Fact(case_name(case), numbers, time=kind, num_sessions=sessions, small=_is_small(row, value))
 
 
-def share_of(
-    frame: pd.DataFrame, is_so: Callable[[Mapping[str, Any]], bool], what: str, **case: Any
-) -> Fact:
+def share_of(frame: pd.DataFrame, is_so: Callable[[Mapping[str, Any]], bool], what: str, **case: Any) -> Fact:
     """Returns in how many measured rows something holds: numbers count, total, value ("26 of 64")."""
     rows = ok_rows(frame, **case).to_dict("records")
     if not rows:
@@ -377,9 +360,7 @@ def agreement(
     return Fact("", numbers)
 
 
-def published(
-    theirs: pd.DataFrame, ours: pd.DataFrame, keys: Sequence[str], value: str = "ms"
-) -> tuple[Fact, Any]:
+def published(theirs: pd.DataFrame, ours: pd.DataFrame, keys: Sequence[str], value: str = "ms") -> tuple[Fact, Any]:
     """Returns every published value that has a row of ours beside it: a tally of theirs over ours, and the frame.
 
     Args:
@@ -439,9 +420,7 @@ def sentence(facts: Fact | Sequence[Fact], text: str = "", because: str = "", **
         chosen = ""  # cases that differ are a selection, which must say of how many
     if not chosen:
         return _plain(first)
-    reason = next(
-        (verdict for verdict in (verdicts.AHEAD, verdicts.BEHIND) if verdict in texts), ""
-    )
+    reason = next((verdict for verdict in (verdicts.AHEAD, verdicts.BEHIND) if verdict in texts), "")
     ends = f": {because}." if because and first.verdict == reason else "."
     return chosen.format(*several, **first.numbers).rstrip(".") + ends
 
@@ -449,9 +428,7 @@ def sentence(facts: Fact | Sequence[Fact], text: str = "", because: str = "", **
 def _plain(fact: Fact) -> str:
     case = f" ({fact.case})" if fact.case else ""
     if fact.verdict == MIXED:
-        counts = [
-            f"{verdict} in {fact[verdict]}" for verdict in verdicts.VERDICTS if fact[verdict].value
-        ]
+        counts = [f"{verdict} in {fact[verdict]}" for verdict in verdicts.VERDICTS if fact[verdict].value]
         return f"{fact.plain}{case}: {', '.join(counts)} of {fact['total']} cases."
     interval = fact.numbers.get("interval", fact.numbers.get("range", ""))
     return f"{fact.plain}{case}: {fact.verdict}, {interval}."

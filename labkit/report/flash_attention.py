@@ -48,8 +48,7 @@ def rated(rivals: pd.DataFrame) -> pd.DataFrame:
     """Returns what was timed back to back, with its `shape` in words."""
     rows = usable(contest(rivals), "sustained_tflops")
     names = [
-        "×".join(str(row[name]) for name in SHAPE[:4]) + " causal" * row["causal"]
-        for row in rows.to_dict("records")
+        "×".join(str(row[name]) for name in SHAPE[:4]) + " causal" * row["causal"] for row in rows.to_dict("records")
     ]
     return rows.assign(shape=names)
 

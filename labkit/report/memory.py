@@ -79,15 +79,11 @@ def parts(peaks: pd.DataFrame, precisions: pd.DataFrame, plans: pd.DataFrame) ->
             weights = share * accounting.parameter_bytes(config)
             moments = share * accounting.optimizer_state_bytes(config)
             rest = row["peak_bytes"] - weights - moments
-            rows.append(
-                {"way": way, "weights": weights, "moments": moments, "gradients, activations": rest}
-            )
+            rows.append({"way": way, "weights": weights, "moments": moments, "gradients, activations": rest})
     return pd.DataFrame(rows)
 
 
-def parts_figure(
-    peaks: pd.DataFrame, precisions: pd.DataFrame, plans: pd.DataFrame
-) -> Figure | None:
+def parts_figure(peaks: pd.DataFrame, precisions: pd.DataFrame, plans: pd.DataFrame) -> Figure | None:
     """Draws what the peak of one step of 2.7b is made of, a bar a way."""
     rows = parts(peaks, precisions, plans)
     if rows.empty:
@@ -99,9 +95,7 @@ def parts_figure(
         axis.bar(rows["way"], heights, bottom=below, width=0.6, label=layer, color=colour)
         below += heights
     for place, height in enumerate(below):
-        axis.annotate(
-            number(height), (place, height), xytext=(0, 3), textcoords="offset points", ha="center"
-        )
+        axis.annotate(number(height), (place, height), xytext=(0, 3), textcoords="offset points", ha="center")
     axis.set_ylabel("peak (GiB)")
     axis.margins(y=0.12)
     axis.grid(visible=False, axis="x")
@@ -111,11 +105,7 @@ def parts_figure(
 
 def recording(timelines: pd.DataFrame) -> dict[str, Any] | None:
     """Returns the recorded training step that the figure and its facts are of: the first in fp32, else in bf16."""
-    rows = (
-        in_order(ok_rows(timelines, phase="train_step"), ["precision"]).to_dict("records")
-        if len(timelines)
-        else []
-    )
+    rows = in_order(ok_rows(timelines, phase="train_step"), ["precision"]).to_dict("records") if len(timelines) else []
     return rows[0] if rows else None
 
 
@@ -144,10 +134,7 @@ def at_peak(timelines: pd.DataFrame) -> facts.Fact:
     row = recording(timelines)
     if row is None:
         return facts.Fact("", missing="a recording of a training step")
-    shares = {
-        part: row.get(f"{part}_at_peak_bytes", 0) / row["peak_bytes"]
-        for part in ("activations", "gradients")
-    }
+    shares = {part: row.get(f"{part}_at_peak_bytes", 0) / row["peak_bytes"] for part in ("activations", "gradients")}
     numbers = {part: facts.Quantity(share, "%") for part, share in shares.items()}
     case = facts.case_name({key: row[key] for key in ("size", "precision", "context")})
     small = row["peak_bytes"] < facts.LEAST_BYTES
@@ -164,9 +151,7 @@ def residuals(blocks: pd.DataFrame) -> pd.DataFrame:
         if group["saved_bytes"]
     ]
     frame = pd.DataFrame(rows)
-    return (
-        frame.sort_values(["part", "code", "saved_bytes"], ascending=False) if len(frame) else frame
-    )
+    return frame.sort_values(["part", "code", "saved_bytes"], ascending=False) if len(frame) else frame
 
 
 def kept(blocks: pd.DataFrame) -> facts.Fact:
@@ -208,9 +193,7 @@ def plans_figure(plans: pd.DataFrame) -> Figure | None:
     names = {"eager": "eager attention", "sdpa_flash": "SDPA's FlashAttention"}
     for attention, rows in single.groupby("attention", sort=False):
         style = figures.STYLES[attention]
-        figures.line_with_band(
-            axis, rows, "k", label=names.get(attention, attention), style=style, y="gib"
-        )
+        figures.line_with_band(axis, rows, "k", label=names.get(attention, attention), style=style, y="gib")
     figures.context_axis(axis, sorted(set(single["k"])), "blocks recomputed together (k)")
     axis.set_ylim(0, 1.1 * single["gib"].max())
     axis.set_ylabel("peak (GiB)")
@@ -220,14 +203,10 @@ def plans_figure(plans: pd.DataFrame) -> Figure | None:
 
 def published_peaks(peaks: pd.DataFrame) -> tuple[facts.Fact, pd.DataFrame]:
     """Returns all published peaks that have a case of ours beside them."""
-    theirs = published.load("memory_peaks").rename(
-        columns={"context_length": "context", "peak_gib": "published_gib"}
-    )
+    theirs = published.load("memory_peaks").rename(columns={"context_length": "context", "peak_gib": "published_gib"})
     theirs["precision"] = theirs["dtype"].map({"float32": "fp32", "bfloat16_autocast": "bf16"})
     theirs["size"] = theirs["model"].map({"xl": "xl-2025"})
-    return facts.published(
-        theirs.drop(columns="status"), peaks, ["size", "context", "precision", "phase"], "gib"
-    )
+    return facts.published(theirs.drop(columns="status"), peaks, ["size", "context", "precision", "phase"], "gib")
 
 
 def published_frame(peaks: pd.DataFrame) -> pd.DataFrame:

@@ -60,9 +60,7 @@ def dtypes(records: pd.DataFrame) -> pd.DataFrame:
     lines: dict[tuple, dict] = {}
     for record in ok_rows(records).to_dict("records"):
         for part, dtype in record["observed"]["dtypes"]:
-            line = lines.setdefault(
-                (record["model"], part), {"model": record["model"], "part": part}
-            )
+            line = lines.setdefault((record["model"], part), {"model": record["model"], "part": part})
             line[record["autocast"]] = dtype
     return pd.DataFrame(lines.values())
 
@@ -84,9 +82,7 @@ def norm_costs(records: pd.DataFrame) -> pd.DataFrame:
     is_sound = (rows[faults].fillna(0) == 0).all(axis=1)
     base = select(rows, statistics="fp32").set_index(keys)["relative_error"].rename("base")
     rows = rows.join(base, on=keys)
-    return rows.assign(
-        is_sound=is_sound, cost=(rows["relative_error"] / rows["base"]).where(is_sound)
-    )
+    return rows.assign(is_sound=is_sound, cost=(rows["relative_error"] / rows["base"]).where(is_sound))
 
 
 def norms_figure(records: pd.DataFrame) -> Figure | None:

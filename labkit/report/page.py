@@ -14,9 +14,7 @@ import mistune
 
 from labkit.report.text import anchor
 
-_ALLOWED_TAGS = set(
-    "a blockquote br code div em figure figcaption h1 h2 h3 h4 h5 h6 hr img li ol p pre strong".split()
-)
+_ALLOWED_TAGS = set("a blockquote br code div em figure figcaption h1 h2 h3 h4 h5 h6 hr img li ol p pre strong".split())
 _ALLOWED_TAGS |= set("table thead tbody tr th td ul".split())
 _ALLOWED_ATTRIBUTES = {
     "*": ["class", "id"],
@@ -30,9 +28,7 @@ _ALLOWED_ATTRIBUTES = {
 MOST_ROWS = 60
 """Rows of a full table that the page shows; a longer one is a download."""
 
-_TABLES = re.compile(
-    r'<a href="(?P<folder>(?:\.\./[^/"]+/)?)tables/#(?P<number>\d\d)">(?P<text>[^<]*)</a>'
-)
+_TABLES = re.compile(r'<a href="(?P<folder>(?:\.\./[^/"]+/)?)tables/#(?P<number>\d\d)">(?P<text>[^<]*)</a>')
 """A chapter's link to its tables. Only a tag of the page can match: text holds no "<", an attribute no quote."""
 
 _FIGURE = re.compile(r'(<img alt="[^"]*" src=")([^"]+)')
@@ -54,21 +50,12 @@ def html(markdown: str, folder: Path, title: str) -> str:
         title: plain text.
     """
     figures = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.svg")}
-    figures |= {
-        f"../{path.parent.name}/{path.name}": path
-        for path in folder.parent.glob(f"*x-{folder.name}/*.svg")
-    }
+    figures |= {f"../{path.parent.name}/{path.name}": path for path in folder.parent.glob(f"*x-{folder.name}/*.svg")}
     renderer = _Renderer(figures)
     body = mistune.create_markdown(renderer=renderer, plugins=["table"])(markdown)
     body = bleach.clean(body, _ALLOWED_TAGS, _ALLOWED_ATTRIBUTES, protocols=["http", "https"])
-    images = {
-        url: base64.b64encode(path.read_bytes()).decode()
-        for url, path in figures.items()
-        if url in body
-    }
-    body = _FIGURE.sub(
-        lambda match: f"{match[1]}data:image/svg+xml;base64,{images[match[2]]}", body
-    )
+    images = {url: base64.b64encode(path.read_bytes()).decode() for url, path in figures.items() if url in body}
+    body = _FIGURE.sub(lambda match: f"{match[1]}data:image/svg+xml;base64,{images[match[2]]}", body)
     body = _with_tables(body, folder)
     top = "contents"
     contents = "".join(
@@ -94,9 +81,7 @@ def _with_tables(body: str, folder: Path) -> str:
         paragraphs.append(_TABLES.sub(lambda match: match["text"], paragraph))
         for match in _TABLES.finditer(paragraph):
             within = folder.parent / Path(match["folder"]).name if match["folder"] else folder
-            paragraphs += [
-                _details(path) for path in sorted(within.glob(f"tables/{match['number']}_*.csv"))
-            ]
+            paragraphs += [_details(path) for path in sorted(within.glob(f"tables/{match['number']}_*.csv"))]
     return "".join(paragraphs)
 
 

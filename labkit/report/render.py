@@ -58,19 +58,13 @@ def rebuild(
     folder = root / device
     chapters = chapters_of(device, output)
     if save_notebooks and device != REFERENCE_DEVICE:
-        raise RequestError(
-            f"the notebooks show {REFERENCE_DEVICE!r}; their outputs cannot be of {device!r}"
-        )
+        raise RequestError(f"the notebooks show {REFERENCE_DEVICE!r}; their outputs cannot be of {device!r}")
     executed = dict(measured or {})
     values = {"device": device, "output": str(output or ""), "save_figures": True}
     executed |= {name: notebooks.show(name, values) for name in chapters if name not in executed}
-    for cell in (
-        cell for notebook in executed.values() for cell in notebook.cells if "outputs" in cell
-    ):
+    for cell in (cell for notebook in executed.values() for cell in notebook.cells if "outputs" in cell):
         # What is printed while measuring is no result.
-        cell["outputs"] = [
-            output for output in cell["outputs"] if output["output_type"] != "stream"
-        ]
+        cell["outputs"] = [output for output in cell["outputs"] if output["output_type"] != "stream"]
     if save_notebooks:
         for name, shown in _execute_all(notebooks.names()).items():
             _save_outputs(name, shown, notebooks.path(name))
@@ -85,14 +79,10 @@ def rebuild(
             _save_outputs(name, notebook, folder_of(root, device, name) / f"{name}.ipynb")
     if output is None and top_level:
         text = text.replace(_FIGURES_FOLDER, f"{root.relative_to(REPOSITORY).as_posix()}/")
-        written.append(
-            write_text_atomic(REPOSITORY / "report.md", text.replace("../notebooks/", "notebooks/"))
-        )
+        written.append(write_text_atomic(REPOSITORY / "report.md", text.replace("../notebooks/", "notebooks/")))
     if html:
         title = card.title(next(iter(chapters.values())))
-        written.append(
-            write_text_atomic(folder / "report.html", page.html(device_text, folder, title))
-        )
+        written.append(write_text_atomic(folder / "report.html", page.html(device_text, folder, title)))
     return written
 
 
@@ -125,9 +115,7 @@ def _report(chapters: Mapping[str, Chapter], executed: Mapping[str, Any], folder
             bodies.append(_chapter_markdown(executed[name], chapters[name].folder.name))
         else:
             number = name.split("_")[0]
-            bodies.append(
-                f"## {notebooks.title(name)}\n\n*Not measured; `labkit run {number}` measures it.*"
-            )
+            bodies.append(f"## {notebooks.title(name)}\n\n*Not measured; `labkit run {number}` measures it.*")
     keyed = {key: fact for notebook in executed.values() for key, fact in _keyed(notebook).items()}
     parts = [
         card.page(chapters, keyed),
@@ -146,15 +134,11 @@ def devices_table(root: Path) -> pd.DataFrame:
             dates = sorted(record.recorded_at[:10] for record in records)
             counts = Counter(record.status for record in records)
             row = {"device": device, "notebook": notebook}
-            row["records"] = ", ".join(
-                f"{count} {status}" for status, count in sorted(counts.items())
-            )
+            row["records"] = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
             row["complete"] = "no" if _not_finished(root / device, notebook) else "yes"
             row["measured"] = " to ".join(dict.fromkeys([dates[0], dates[-1]])) if dates else "–"
             for library in ("torch", "triton"):
-                row[library] = ", ".join(
-                    sorted({record.software.get(library, "?") for record in records})
-                )
+                row[library] = ", ".join(sorted({record.software.get(library, "?") for record in records}))
             rows.append(row)
     return pd.DataFrame(rows)
 
@@ -234,9 +218,7 @@ def _chapter_markdown(executed, device: str) -> str:
                 if figure is not None and not text.startswith("- *"):
                     # The section's first fact is what the figure shows: its alternative text.
                     alternative = re.sub(r"[\[\]*`]", "", text.removeprefix("- "))
-                    parts[figure] = re.sub(
-                        r"^!\[.*?\]", lambda _, text=alternative: f"![{text}]", parts[figure]
-                    )
+                    parts[figure] = re.sub(r"^!\[.*?\]", lambda _, text=alternative: f"![{text}]", parts[figure])
                     figure = None
                 joined = parts and parts[-1].startswith("- ")
                 parts[-1:] = [f"{parts[-1]}\n{text}"] if joined else [*parts[-1:], text]

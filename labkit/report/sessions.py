@@ -36,9 +36,7 @@ def differences(chapters: Mapping[str, Sequence[Record]]) -> pd.DataFrame:
         for commit in dict.fromkeys(one.source.get("commit") for one in timed):
             of_commit = by_session(one for one in timed if one.source.get("commit") == commit)
             for sessions in of_commit.values():
-                found += [
-                    {"chapter": chapter, **row} for row in _of_measurement(list(sessions.values()))
-                ]
+                found += [{"chapter": chapter, **row} for row in _of_measurement(list(sessions.values()))]
     columns = ["chapter", "row", "kind", "lowest_ms", "highest_ms", "difference"]
     return pd.DataFrame(found, columns=columns)
 
@@ -47,10 +45,7 @@ def _of_measurement(sessions: Sequence[Record]) -> Iterable[dict]:
     """Yields the differences of one measurement's sessions from the first."""
     first = sessions[0]
     name = " ".join([first.section, *map(str, first.case.values()), first.phase])
-    rows = [
-        one.case | one.metrics | {"phase": one.phase, "timer_method": one.timer.get("method")}
-        for one in sessions
-    ]
+    rows = [one.case | one.metrics | {"phase": one.phase, "timer_method": one.timer.get("method")} for one in sessions]
     waiting = any(verdicts.issued(row) >= LAUNCH_BOUND for row in rows)
     for value in TIMES:
         times = [row[value] for row in rows if row.get(value)]
@@ -101,21 +96,13 @@ def failed(differences: pd.DataFrame) -> list[str]:
     if differences.empty:
         return list(LIMITS)
     found = shares(differences)
-    return [
-        kind for kind in (verdicts.DEVICE, verdicts.SUSTAINED) if found.get(kind, (1.0,))[0] < SHARE
-    ]
+    return [kind for kind in (verdicts.DEVICE, verdicts.SUSTAINED) if found.get(kind, (1.0,))[0] < SHARE]
 
 
 def table_worst(differences: pd.DataFrame) -> pd.DataFrame:
     """Returns the rows that differ most, of each chapter and kind of time."""
-    worst = differences.sort_values("difference", ascending=False, kind="stable").drop_duplicates(
-        ["chapter", "row"]
-    )
-    worst = (
-        worst.groupby(["chapter", "kind"])
-        .head(NUM_WORST)
-        .sort_values(["chapter", "kind"], kind="stable")
-    )
+    worst = differences.sort_values("difference", ascending=False, kind="stable").drop_duplicates(["chapter", "row"])
+    worst = worst.groupby(["chapter", "kind"]).head(NUM_WORST).sort_values(["chapter", "kind"], kind="stable")
     shown = worst[["chapter", "kind", "row"]].assign(difference=worst["difference"].map(percent))
     return shown.assign(
         lowest=worst["lowest_ms"].map(number) + " ms",
@@ -139,7 +126,5 @@ def table_sessions(chapters: Mapping[str, Sequence[Record]]) -> pd.DataFrame:
 def host(probes: pd.DataFrame, session: str) -> str:
     """Returns "operator 4.1 µs, …" of a session, given the rows of section "host" of every session."""
     rows = ok_rows(probes, session=session).to_dict("records")
-    parts = [
-        f"{row['phase'].replace('_', ' ')} {number(1e3 * row['median_ms'])} µs" for row in rows
-    ]
+    parts = [f"{row['phase'].replace('_', ' ')} {number(1e3 * row['median_ms'])} µs" for row in rows]
     return ", ".join(parts) or "not measured"
