@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import more
+from conftest import ALL_TESTS, more
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -256,7 +256,11 @@ def cases(path: str) -> list[str]:
     return [name for name, operation in OPERATIONS.items() if path in operation.paths]
 
 
-@pytest.mark.parametrize("name", cases("kernel"))
+SLOW = ("gelu_mlp of a norm", "layer_norm of a sum", "rms_norm of a sum", "FlashAttention")
+"""Operations made of others that are tested alone."""
+
+
+@pytest.mark.parametrize("name", [name for name in cases("kernel") if ALL_TESTS or name not in SLOW])
 def test_a_kernels_second_derivatives_are_right_or_refused(name, interpreted):
     assert interpreted(attempt, name, "kernel")["refused"]
 

@@ -16,6 +16,7 @@ Precision Training", section 3.1 (masters).
 """
 
 import math
+import operator
 
 import torch
 import triton
@@ -122,7 +123,7 @@ class _Bucket:
         grads = [p.grad for p in self.views]
         grads = [x if x is None or x.is_contiguous() else _dense(x) for x in grads]
         addresses = [NO_GRADIENT.value if x is None else x.data_ptr() for x in grads]
-        addresses += [p.data_ptr() for p in self.views]
+        addresses += map(Tensor.data_ptr, self.views)
         addresses_on_device, is_updated = self._on_device(addresses)
         self.steps += is_updated
         betas = group["betas"]
@@ -139,7 +140,7 @@ class _Bucket:
         """Returns the addresses on the device and, fp32, 1 for each parameter with a gradient, 0 for the others."""
         is_captured = self.steps.is_cuda and torch.cuda.is_current_stream_capturing()
         # The bytes tell of a parameter that was cut where it stands.
-        seen = addresses + [p.nbytes for p in self.views]
+        seen = [*addresses, *map(operator.attrgetter("nbytes"), self.views)]
         if seen != self.seen or is_captured:
             self.check()
             # A new tensor each time: a graph's replay must not write into what a called step takes for written.
