@@ -10,32 +10,12 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from processes import holding, is_true_within
 
 from labkit import guard
 
 if sys.platform != "linux":
     pytest.skip("processes are followed through /proc", allow_module_level=True)
-
-
-def started_under(folder: Path) -> list[int]:
-    """Returns the processes whose environment names the folder and that have not ended."""
-    found = []
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if bytes(folder) in environment.read_bytes():
-                found.append(int(environment.parent.name))
-        except OSError:
-            pass
-    return found
-
-
-def is_true_within(seconds: float, condition) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 @pytest.fixture
@@ -118,7 +98,7 @@ def written(tmp_path):
 
 def test_a_notebook_leaves_no_temporary_file(temporary, written):
     subprocess.run([sys.executable, "-c", written(KERNEL)], check=True, timeout=100)
-    assert not list(temporary.iterdir()) and not started_under(temporary)
+    assert not list(temporary.iterdir()) and not holding(bytes(temporary))
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.5, 1.5, None])
@@ -130,4 +110,4 @@ def test_a_notebook_that_is_killed_leaves_nothing(temporary, written, delay):
     parent.kill()
     parent.wait()
     # The kernel itself, and the server of workers, have TMPDIR in their environment as well.
-    assert is_true_within(10, lambda: not list(temporary.iterdir()) and not started_under(temporary))
+    assert is_true_within(10, lambda: not list(temporary.iterdir()) and not holding(bytes(temporary)))

@@ -4,13 +4,13 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import launch_ranks
 import pytest
 from conftest import more
 from launch_ranks import MARK
+from processes import holding, is_true_within
 
 from labkit.parallel.launch import RankError, launch
 
@@ -25,27 +25,6 @@ def mark(request, monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     return f"{MARK}={request.node.name}\0".encode()
-
-
-def marked(mark: bytes) -> list[int]:
-    """Returns the processes that inherited the mark and have not ended."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark in (process / "environ").read_bytes():  # empty once it has ended
-                found.append(int(process.name))
-        except OSError:
-            pass
-    return found
-
-
-def is_true_within(seconds: float, condition) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def left_in(folder: Path) -> list[Path]:
@@ -70,7 +49,7 @@ def test_ranks_listen_on_the_loopback_interface_alone(mark, tmp_path):
         assert is_true_within(60, lambda: all(p.stat().st_size for p in tmp_path.glob("temporary/labkit-*/*.items")))
         (folder,) = left_in(tmp_path)
         assert folder.stat().st_mode & 0o77 == 0
-        pids = marked(mark)
+        pids = holding(mark)
         addresses = listening(pids)
     finally:
         path.touch()
@@ -78,7 +57,7 @@ def test_ranks_listen_on_the_loopback_interface_alone(mark, tmp_path):
     assert len(pids) == 3 and len(results) == 1
     # 127.0.0.1, or ::1: gloo's sockets.
     assert addresses and set(addresses) <= {"0100007F", "00000000000000000000000001000000"}
-    assert not left_in(tmp_path) and not marked(mark)
+    assert not left_in(tmp_path) and not holding(mark)
 
 
 @on_linux
@@ -87,7 +66,7 @@ def test_a_call_that_is_killed_leaves_nothing(mark, tmp_path, delays):
     code = f"import launch_ranks; launch_ranks.kill_calls({delays}, ['SIGKILL', 'SIGTERM', 'SIGINT', 'SIGHUP'])"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=100)
-    assert is_true_within(10, lambda: not marked(mark) and not left_in(tmp_path)), (marked(mark), left_in(tmp_path))
+    assert is_true_within(10, lambda: not holding(mark) and not left_in(tmp_path)), (holding(mark), left_in(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -116,14 +95,14 @@ def test_what_ended_first_is_said(mark, tmp_path, function, arguments, rank, mes
         launch(function, 2, *arguments, device="cpu", timeout_s=timeout_s, collective_timeout_s=3)
     assert caught.value.rank == rank and "Current thread" not in caught.value.summary
     assert [len(items) for items in caught.value.finished] == [1, 1]
-    assert not left_in(tmp_path) and not marked(mark)
+    assert not left_in(tmp_path) and not holding(mark)
 
 
 @on_linux
 def test_no_process_that_a_rank_starts_outlives_the_call(mark, tmp_path):
     pids = launch(launch_ranks.start_child, 2, device="cpu")
     assert len({pid for of_rank in pids for pid in of_rank}) == 4
-    assert not left_in(tmp_path) and not marked(mark)
+    assert not left_in(tmp_path) and not holding(mark)
 
 
 def test_what_goes_wrong_before_the_function_begins_is_said(tmp_path, monkeypatch):
