@@ -186,10 +186,10 @@ def _run_notebook(name: str, values: dict, folder: Path):
 
 
 def _summary(folders: Mapping[str, Path], failures: dict[str, str], seconds: float) -> None:
-    from labkit.records import check, read_done, to_frame
+    from labkit.records import newest_of, read_done, to_frame
     from labkit.report.text import disturbed_note
 
-    records = {name: check(folder).get(name, []) for name, folder in folders.items()}
+    records = newest_of(folders)
     print(file=sys.stderr)
     for name in folders:
         counts = Counter(record.status for record in records.get(name, []))

@@ -342,6 +342,12 @@ def check(folder: Path) -> dict[str, list[Record]]:
     return found
 
 
+def newest_of(folders: Mapping[str, Path]) -> dict[str, list[Record]]:
+    """Returns the newest records of each notebook in the folder named with it; every folder is checked once."""
+    checked = {folder: check(folder) for folder in dict.fromkeys(folders.values())}
+    return {name: checked[folder].get(name, []) for name, folder in folders.items()}
+
+
 def folder_of(root: Path, device: str, notebook: str) -> Path:
     """Returns the folder with the notebook's records of `device`: its own, or that of several in one machine.
 

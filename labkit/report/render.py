@@ -17,6 +17,7 @@ from labkit.records import (
     check_measured,
     folder_of,
     measured_devices,
+    newest_of,
     read_done,
     write_bytes_atomic,
     write_text_atomic,
@@ -90,13 +91,12 @@ def chapters_of(device: str, output: Path | None = None) -> dict[str, Chapter]:
     """Returns the chapters of a device that have records; raises RequestError where none has."""
     root = output or FIGURES
     check_measured(device, root)
-    found = {}
-    for name in notebooks.names():
-        if check(folder_of(root, device, name)).get(name):
-            found[name] = Chapter(name, device=device, output=str(output or ""))
-    if not found:
+    recorded = newest_of({name: folder_of(root, device, name) for name in notebooks.names()})
+    if not any(recorded.values()):
         raise RequestError(f"{root / device} holds no record")
-    return found
+    return {
+        name: Chapter(name, device=device, output=str(output or "")) for name, records in recorded.items() if records
+    }
 
 
 def _report(chapters: Mapping[str, Chapter], executed: Mapping[str, Any], folder: Path) -> str:
