@@ -80,8 +80,8 @@ def page(chapters: Mapping[str, Chapter], keyed: Mapping[str, tuple[str, str]]) 
         _provenance_line(chapters),
         *_ladder_part(chapters),
         *_attention_part(chapters),
+        *_fits_part(chapters),
     ]
-    parts += [*_fits_part(chapters)]
     answers = [f"- {keyed[key][0]} → [{keyed[key][1]}](#{anchor(keyed[key][1])})" for key in KEYS if key in keyed]
     if answers:
         parts += ["### In one line each", "\n".join(answers)]

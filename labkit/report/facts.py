@@ -175,7 +175,7 @@ def compare(
     sides = [only(frame, **{**case, **side}) for side in (base, other)]
     for side, row in zip((base, other), sides, strict=True):
         if row is None or row.get(value) is None or row[value] != row[value]:
-            return Fact(name, missing=f"{case_name({**case, **side})}")
+            return Fact(name, missing=case_name({**case, **side}))
     return compare_rows(*sides, value=value, case=name, plain=f"{case_name(other)} against {case_name(base)}")
 
 
@@ -277,7 +277,7 @@ def measured(frame: pd.DataFrame, value: str, unit: str = "", **case: Any) -> Fa
     """Returns one case's value, with its unit: {value}."""
     row = only(frame, **case)
     if row is None or row.get(value) is None or row[value] != row[value]:
-        return Fact(case_name(case), missing=f"{case_name(case)}")
+        return Fact(case_name(case), missing=case_name(case))
     times = unit_of(value) == "ms"
     kind = verdicts.kind_of_time(row, value) if times and row.get("timer_method") else ""
     sessions = len(verdicts.by_session(row, value))
@@ -289,7 +289,7 @@ def share_of(frame: pd.DataFrame, is_so: Callable[[Mapping[str, Any]], bool], wh
     """Returns in how many measured rows something holds: numbers count, total, value ("26 of 64")."""
     rows = ok_rows(frame, **case).to_dict("records")
     if not rows:
-        return Fact(case_name(case), missing=f"{what}")
+        return Fact(case_name(case), missing=what)
     count = sum(map(bool, map(is_so, rows)))
     numbers = {
         "count": Quantity(count, "count"),
@@ -323,7 +323,7 @@ def fits(frame: pd.DataFrame, x: str = "context", **case: Any) -> Fact:
     largest = rows[rows["status"] == "ok"][x].max() if len(rows) else math.nan
     lost = rows[rows["status"] == "oom"][x].min() if len(rows) else math.nan
     if largest != largest and lost != lost:
-        return Fact(case_name(case), missing=f"{case_name(case)}")
+        return Fact(case_name(case), missing=case_name(case))
     numbers = {
         "value": Quantity(largest, "count") if largest == largest else "none measured",
         "lost": Quantity(lost, "count") if lost == lost else "none tried",

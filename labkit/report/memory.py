@@ -58,7 +58,7 @@ def agreement(peaks: pd.DataFrame) -> facts.Fact:
 def peak_ratio(base: dict[str, Any] | None, other: dict[str, Any] | None, plain: str) -> facts.Fact:
     """Returns the comparison of two peaks that stand in different frames."""
     if base is None or other is None:
-        return facts.Fact(plain, missing=f"{plain}")
+        return facts.Fact(plain, missing=plain)
     return facts.compare_rows(base, other, value="peak_bytes", plain=plain)
 
 

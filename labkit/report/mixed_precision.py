@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from labkit.configs import NORM_SETTINGS
 from labkit.report import facts, figures
-from labkit.report.frame import ok_rows, only, select
+from labkit.report.frame import ok_rows, only, select, usable
 from labkit.report.text import power
 
 NAMES = {
@@ -46,8 +46,7 @@ def sums_figure(accumulation: pd.DataFrame) -> Figure | None:
 
 def stall(accumulation: pd.DataFrame, accumulator: str) -> facts.Fact:
     """Returns the sum at which a format's running sum stops, measured and predicted."""
-    rows = ok_rows(accumulation, accumulator=accumulator)
-    rows = rows.dropna(subset=["stall_measured"]) if "stall_measured" in rows else rows.head(0)
+    rows = usable(select(accumulation, accumulator=accumulator), "stall_measured")
     if rows.empty:
         return facts.Fact(accumulator, missing=f"the end of a {accumulator} sum")
     row = rows.iloc[0]

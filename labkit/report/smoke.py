@@ -8,10 +8,10 @@ import pandas as pd
 from labkit import notebooks
 from labkit.report import card, facts, tables
 from labkit.report.chapter import Chapter
-from labkit.report.frame import PHASE_NAMES, cell, in_order, ok_rows, pivot, select, size_name
+from labkit.report.frame import PHASE_NAMES, cell, in_order, ok_rows, pivot, select, size_name, usable
 
 EXACT = (
-    ("03_mixed_precision", "accumulation", "rounded sums that stall where predicted", "stall"),
+    ("03_mixed_precision", "accumulation", "rounded sums that stall where predicted", "stall_measured"),
     (
         "05_attention",
         "attention",
@@ -82,14 +82,10 @@ def ran(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
 
 
 def _exact(chapters: Mapping[str, Chapter], name: str, section: str, words: str, metric: str) -> str:
-    frame = card.frame_of(chapters, name, section)
-    if metric == "stall":
-        rows = ok_rows(frame)
-        rows = rows.dropna(subset=["stall_measured"]) if "stall_measured" in rows else rows.head(0)
-        found = facts.share_of(rows, lambda row: row["stall_measured"] == row["stall_predicted"], words)
+    rows = usable(card.frame_of(chapters, name, section), metric)
+    if metric == "stall_measured":
+        found = facts.share_of(rows, lambda row: row[metric] == row["stall_predicted"], words)
     else:
-        rows = ok_rows(frame)
-        rows = rows.dropna(subset=[metric]) if metric in rows else rows.head(0)
         most = {"num_wrong": 0, "output_relative_error": 1e-2}.get(metric, 1)
         found = facts.share_of(rows, lambda row: row[metric] <= most, words)
     return "" if found.missing else f"- {found['count']} of {found['total']} {words}."
