@@ -1,8 +1,9 @@
 """Closed forms: parameters, FLOPs, bytes and the bounds that follow from them. No torch.
 
-Conventions: 2 FLOPs per multiply-add; a backward pass costs twice its forward; elementwise work, norms, softmax and the
-embedding gather are not counted. Attention is counted in full (every query against every key, which an implementation
-that masks after the product executes) or, with `causal`, by the half that is not masked.
+Conventions: 2 FLOPs per multiply-add; a backward pass costs twice its forward; elementwise work,
+norms, softmax and the embedding gather are not counted. Attention is counted in full (every query
+against every key, which an implementation that masks after the product executes) or, with `causal`,
+by the half that is not masked.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,8 +12,15 @@ from itertools import pairwise
 
 from labkit.configs import ModelConfig
 
-PHASE_FORWARDS = {"inference": 1, "forward": 1, "backward": 2, "forward_backward": 3, "train_step": 3}
-"""FLOPs of a phase in units of one forward pass. The optimizer step is bound by bytes, not FLOPs."""
+PHASE_FORWARDS = {
+    "inference": 1,
+    "forward": 1,
+    "backward": 2,
+    "forward_backward": 3,
+    "train_step": 3,
+}
+"""FLOPs of a phase in units of one forward pass. The optimizer step is bound by bytes, not FLOPs.
+"""
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -21,7 +29,9 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def num_block_parameters(config: ModelConfig) -> int:
-    """Returns the parameters of all blocks: four attention and three SwiGLU matrices, two norm gains each."""
+    """Returns the parameters of all blocks: four attention and three SwiGLU matrices, two norm
+    gains each.
+    """
     return config.num_layers * (_block_matrix_parameters(config) + 2 * config.d_model)
 
 
@@ -30,23 +40,33 @@ def _block_matrix_parameters(config: ModelConfig) -> int:
 
 
 def num_matmul_parameters(config: ModelConfig) -> int:
-    """Returns the parameters that multiply every token: no embedding table (a gather), no norm gains."""
+    """Returns the parameters that multiply every token: no embedding table (a gather), no norm
+    gains.
+    """
     return config.num_layers * _block_matrix_parameters(config) + config.vocab_size * config.d_model
 
 
 def attention_flops(config: ModelConfig, batch: int, context: int, *, causal: bool) -> int:
-    """Returns FLOPs of QKᵀ and PV over all layers in one forward pass: 4·B·T²·d·L, half of it when causal."""
+    """Returns FLOPs of QKᵀ and PV over all layers in one forward pass: 4·B·T²·d·L, half of it when
+    causal.
+    """
     full = 4 * batch * context * context * config.d_model * config.num_layers
     return full // 2 if causal else full
 
 
 def forward_flops(config: ModelConfig, batch: int, context: int, *, causal: bool) -> int:
     """Returns FLOPs of one forward pass over batch × context tokens."""
-    return 2 * num_matmul_parameters(config) * batch * context + attention_flops(config, batch, context, causal=causal)
+    return 2 * num_matmul_parameters(config) * batch * context + attention_flops(
+        config, batch, context, causal=causal
+    )
 
 
-def phase_flops(config: ModelConfig, batch: int, context: int, phase: str, *, causal: bool) -> int | None:
-    """Returns FLOPs of a phase, None for the optimizer step; raises ValueError for an unknown phase."""
+def phase_flops(
+    config: ModelConfig, batch: int, context: int, phase: str, *, causal: bool
+) -> int | None:
+    """Returns FLOPs of a phase, None for the optimizer step; raises ValueError for an unknown
+    phase.
+    """
     if phase == "optimizer_step":
         return None
     _check("phase", phase, [*PHASE_FORWARDS, "optimizer_step"])
@@ -64,7 +84,9 @@ def optimizer_state_bytes(config: ModelConfig) -> int:
 
 
 def optimizer_step_bytes(config: ModelConfig) -> int:
-    """Returns the fewest bytes a fused fp32 AdamW step moves: it reads p, g, m, v and writes p, m, v."""
+    """Returns the fewest bytes a fused fp32 AdamW step moves: it reads p, g, m, v and writes p, m,
+    v.
+    """
     return 7 * 4 * num_parameters(config)
 
 
@@ -94,12 +116,15 @@ def _check(what: str, value: str, accepted: Iterable[str]) -> None:
 
 
 DEVICE_KINDS = ("cuda", "cpu", "mps")
-"""Kinds of device: what a pass holds depends on PyTorch's implementation there. mps is taken to be like the CPU."""
+"""Kinds of device: what a pass holds depends on PyTorch's implementation there. mps is taken to be
+like the CPU.
+"""
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """A pass over batch × context tokens and the bytes of its parts; options as in `block_activation_bytes`.
+    """A pass over batch × context tokens and the bytes of its parts; options as in
+    `block_activation_bytes`.
 
     `stream` (the residual), `logits` and `scores` (of one block) are numbers of elements.
     """
@@ -153,11 +178,17 @@ class _Pass:
     @property
     def cast_bytes(self) -> int:
         """Autocast's copies of all blocks' matrices, which it keeps until it is left."""
-        return 2 * self.config.num_layers * _block_matrix_parameters(self.config) if self.is_bf16 else 0
+        return (
+            2 * self.config.num_layers * _block_matrix_parameters(self.config)
+            if self.is_bf16
+            else 0
+        )
 
     @property
     def norm_bytes(self) -> int:
-        """A norm's input, normalized output, reciprocal rms and, where the matrices read it uncast, scaled output."""
+        """A norm's input, normalized output, reciprocal rms and, where the matrices read it uncast,
+        scaled output.
+        """
         return 4 * ((2 if self.is_bf16 else 3) * self.stream + self.tokens)
 
     @property
@@ -178,8 +209,12 @@ class _Pass:
 
     @property
     def head_bytes(self) -> int:
-        """Final norm, log-probabilities, loss and its count; under autocast copies of the head's input and matrix."""
-        copies = 2 * (self.tokens + self.config.vocab_size) * self.config.d_model if self.is_bf16 else 0
+        """Final norm, log-probabilities, loss and its count; under autocast copies of the head's
+        input and matrix.
+        """
+        copies = (
+            2 * (self.tokens + self.config.vocab_size) * self.config.d_model if self.is_bf16 else 0
+        )
         return self.norm_bytes + 4 * self.logits + copies + 8
 
     @property
@@ -193,10 +228,14 @@ class _Pass:
 
     @property
     def attention_part_bytes(self) -> int:
-        """What a block keeps up to the scores: the norm, q, k and v, under autocast the copies they were made from."""
+        """What a block keeps up to the scores: the norm, q, k and v, under autocast the copies they
+        were made from.
+        """
         copies = 0
         if self.is_bf16:
-            copies = 2 * (3 * self.stream + 3 * self.config.d_model**2 + 4 * self.context * self.config.d_head)
+            copies = 2 * (
+                3 * self.stream + 3 * self.config.d_model**2 + 4 * self.context * self.config.d_head
+            )
         return self.norm_bytes + 3 * self.element * self.stream + copies
 
     @property
@@ -206,21 +245,23 @@ class _Pass:
 
 
 def block_activation_bytes(config: ModelConfig, batch: int, context: int, **known: str) -> int:
-    """Returns bytes one block keeps for its backward pass, its input included and its parameters not.
+    """Returns bytes one block keeps for its backward pass, its input included and its parameters
+    not.
 
-    fp32, per token: ten tensors of width d (the residual before each norm, each norm's normalized and scaled
-    output, rotated q and k, v, and the heads' output), four of width d_ff (gate, up, silu(gate) and their
-    product) and two of width 1 (the norms' reciprocal root mean squares).
-    bf16 is autocast over fp32 parameters: residuals and norms stay fp32. The scaled output is not kept, but each of
-    the five projections that read it keeps its own bf16 copy. All the rest is bf16, and there are copies of the
-    block's matrices and of the rotary tables, two for q and two for k.
-    Eager attention keeps a row of probabilities per head and query and, once for all heads, a row of the causal mask
-    (one byte an element). On CUDA, autocast computes the softmax in fp32 and the product with v in bf16, and both
-    copies are kept; on the CPU there is only the one in bf16. Fused attention keeps the log-sum-exp (fp32) instead.
+    fp32, per token: ten tensors of width d (the residual before each norm, each norm's normalized
+    and scaled output, rotated q and k, v, and the heads' output), four of width d_ff (gate, up,
+    silu(gate) and their product) and two of width 1 (the norms' reciprocal root mean squares). bf16
+    is autocast over fp32 parameters: residuals and norms stay fp32. The scaled output is not kept,
+    but each of the five projections that read it keeps its own bf16 copy. All the rest is bf16, and
+    there are copies of the block's matrices and of the rotary tables, two for q and two for k.
+    Eager attention keeps a row of probabilities per head and query and, once for all heads, a row
+    of the causal mask (one byte an element). On CUDA, autocast computes the softmax in fp32 and the
+    product with v in bf16, and both copies are kept; on the CPU there is only the one in bf16.
+    Fused attention keeps the log-sum-exp (fp32) instead.
 
     Args:
-        known: precision ("fp32", the default, "tf32" or "bf16"), attention ("eager", the default, or "fused") and
-            device_kind (one of DEVICE_KINDS, by default "cpu").
+        known: precision ("fp32", the default, "tf32" or "bf16"), attention ("eager", the default,
+            or "fused") and device_kind (one of DEVICE_KINDS, by default "cpu").
 
     Raises ValueError for another precision, attention or kind of device.
     """
@@ -228,10 +269,12 @@ def block_activation_bytes(config: ModelConfig, batch: int, context: int, **know
 
 
 def activation_bytes(config: ModelConfig, batch: int, context: int, **known: str) -> int:
-    """Returns bytes the whole model and the loss keep for the backward pass, inputs included and parameters not.
+    """Returns bytes the whole model and the loss keep for the backward pass, inputs included and
+    parameters not.
 
-    Besides the blocks: token and target indices (int64), what the final norm keeps, cross-entropy's log-probabilities
-    (fp32) and count, in fp32 the rotary tables, under autocast bf16 copies of the head's input and matrix.
+    Besides the blocks: token and target indices (int64), what the final norm keeps, cross-entropy's
+    log-probabilities (fp32) and count, in fp32 the rotary tables, under autocast bf16 copies of the
+    head's input and matrix.
 
     Args and Raises as in `block_activation_bytes`.
     """
@@ -241,7 +284,8 @@ def activation_bytes(config: ModelConfig, batch: int, context: int, **known: str
 
 
 def forward_made_bytes(config: ModelConfig, batch: int, context: int, **known: str) -> int:
-    """Returns bytes that a forward pass with gradient adds: what it keeps for the backward pass, and the loss.
+    """Returns bytes that a forward pass with gradient adds: what it keeps for the backward pass,
+    and the loss.
 
     Args and Raises as in `block_activation_bytes`.
     """
@@ -249,27 +293,38 @@ def forward_made_bytes(config: ModelConfig, batch: int, context: int, **known: s
 
 
 PEAK_PHASES = ("inference", "forward", "train_step")
-"""inference: forward without gradient, to the logits. forward: with gradient, to the loss. train_step: forward,
-backward and a fused AdamW step, the optimizer's state made before, the gradients during it."""
+"""inference: forward without gradient, to the logits. forward: with gradient, to the loss.
+train_step: forward, backward and a fused AdamW step, the optimizer's state made before, the
+gradients during it.
+"""
 
 
-def peak_moments(config: ModelConfig, batch: int, context: int, phase: str, **known: str) -> dict[str, int]:
-    """Returns the bytes in use at each moment of a phase that can be its peak; the largest of them is the prediction.
+def peak_moments(
+    config: ModelConfig, batch: int, context: int, phase: str, **known: str
+) -> dict[str, int]:
+    """Returns the bytes in use at each moment of a phase that can be its peak; the largest of them
+    is the prediction.
 
-    Counted are parameters, optimizer state, gradients, inputs, what autograd keeps, and the tensors that live at that
-    moment besides; not the workspaces of libraries, nor what an allocator rounds up.
+    Counted are parameters, optimizer state, gradients, inputs, what autograd keeps, and the tensors
+    that live at that moment besides; not the workspaces of libraries, nor what an allocator rounds
+    up.
 
     Args:
         phase: one of PEAK_PHASES; the others as in `block_activation_bytes`.
 
     Raises ValueError for another phase, precision, attention or kind of device.
 
-    Source: the model's code, read line by line for what each local name still holds; PyTorch's backward formulas, and
-    its softmax's backward on CUDA, which writes one matrix more (see `attention_peak_bytes`).
+    Source: the model's code, read line by line for what each local name still holds; PyTorch's
+    backward formulas, and its softmax's backward on CUDA, which writes one matrix more (see
+    `attention_peak_bytes`).
     """
     _check("phase", phase, PEAK_PHASES)
     run = _Pass(config, batch, context, **known)
-    moments = {"inference": _inference_moments, "forward": _forward_moments, "train_step": _train_step_moments}
+    moments = {
+        "inference": _inference_moments,
+        "forward": _forward_moments,
+        "train_step": _train_step_moments,
+    }
     resident = run.resident_bytes + (optimizer_state_bytes(config) if phase == "train_step" else 0)
     return {name: resident + num_bytes for name, num_bytes in moments[phase](run).items()}
 
@@ -280,10 +335,12 @@ def peak_bytes(config: ModelConfig, batch: int, context: int, phase: str, **know
 
 
 def _attention_scratch_bytes(run: _Pass) -> int:
-    """Most bytes of a forward pass that live inside attention: x, the norm's output, q, k, v before and after rotation.
+    """Most bytes of a forward pass that live inside attention: x, the norm's output, q, k, v before
+    and after rotation.
 
-    Eager in fp32: two score matrices (masked scores and probabilities) while v is copied and the output made. Under
-    autocast on CUDA: scores in bf16 and, around the softmax, in fp32, and its result, before v is copied.
+    Eager in fp32: two score matrices (masked scores and probabilities) while v is copied and the
+    output made. Under autocast on CUDA: scores in bf16 and, around the softmax, in fp32, and its
+    result, before v is copied.
     """
     streams, mask = run.stream * (2 * 4 + 5 * run.element), run.context**2
     if run.attention == "fused":
@@ -296,7 +353,8 @@ def _attention_scratch_bytes(run: _Pass) -> int:
 
 def _inference_moments(run: _Pass) -> dict[str, int]:
     d, f, stream = run.config.d_model, run.config.d_ff, run.stream
-    # Autocast keeps a copy of every matrix that it has cast until it is left, so the last block has most of them.
+    # Autocast keeps a copy of every matrix that it has cast until it is left, so the last block has
+    # most of them.
     later = 2 * d * (3 * f + d) if run.is_bf16 else 0
     head = 2 * run.config.vocab_size * d + 2 * stream if run.is_bf16 else 0
     feed_forward = 3 * 4 * stream + 3 * run.element * f * run.tokens
@@ -315,31 +373,43 @@ def _forward_moments(run: _Pass) -> dict[str, int]:
 
 
 def _attention_forward_bytes(run: _Pass) -> int:
-    """All blocks but the last as kept, and of the last what its attention keeps and needs while it runs.
+    """All blocks but the last as kept, and of the last what its attention keeps and needs while it
+    runs.
 
-    Eager: q, k and v as projected, q and k as rotated (the product keeps copies of these), the output; masked scores
-    and probabilities; the mask and its complement. Under autocast also the norm's output, and on CUDA, around the
-    softmax, before v is copied and the output made, the scores in fp32 beside those in bf16.
+    Eager: q, k and v as projected, q and k as rotated (the product keeps copies of these), the
+    output; masked scores and probabilities; the mask and its complement. Under autocast also the
+    norm's output, and on CUDA, around the softmax, before v is copied and the output made, the
+    scores in fp32 beside those in bf16.
     """
     before = run.earlier_bytes + run.attention_part_bytes + (4 * run.stream if run.is_bf16 else 0)
     if run.attention == "fused":
         return before + 3 * run.element * run.stream + run.log_sum_exp_bytes
     product = before + 6 * run.element * run.stream + 2 * run.context**2
     if run.casts_softmax:
-        return max(product - 2 * run.element * run.stream + 10 * run.scores, product + 8 * run.scores)
+        return max(
+            product - 2 * run.element * run.stream + 10 * run.scores, product + 8 * run.scores
+        )
     return product + 2 * run.element * run.scores
 
 
 def _train_step_moments(run: _Pass) -> dict[str, int]:
-    """The backward pass frees a block's activations as it makes its gradients, so a peak is at one of its ends."""
+    """The backward pass frees a block's activations as it makes its gradients, so a peak is at one
+    of its ends.
+    """
     d, f = run.config.d_model, run.config.d_ff
     later_gradients = (run.config.num_layers - 1) * block_gradient_bytes(run.config)
-    # What every moment of a block has: the residual's gradient and those of the head and the final norm.
+    # What every moment of a block has: the residual's gradient and those of the head and the final
+    # norm.
     gradients = 4 * (run.stream + run.config.vocab_size * d + d)
     feed_forward = run.block_bytes + gradients + 2 * run.element * f * run.tokens + 4 * d * f
-    # Probabilities, their gradient and the scores' gradient; on CUDA one product more. Autocast casts to fp32 there.
+    # Probabilities, their gradient and the scores' gradient; on CUDA one product more. Autocast
+    # casts to fp32 there.
     per_score = 16 if run.device_kind == "cuda" else 3 * run.element
-    scratch = per_score * run.scores + run.context**2 if run.attention == "eager" else 4 * run.element * run.stream
+    scratch = (
+        per_score * run.scores + run.context**2
+        if run.attention == "eager"
+        else 4 * run.element * run.stream
+    )
     attention = run.attention_part_bytes + gradients + scratch + 4 * (3 * d * f + d + d * d)
     return {
         **{f"forward: {name}": num_bytes for name, num_bytes in _forward_moments(run).items()},
@@ -353,12 +423,14 @@ def _train_step_moments(run: _Pass) -> dict[str, int]:
 
 
 def checkpoint_plan(text: str, num_layers: int) -> tuple[int, ...]:
-    """Returns a plan of recomputation as numbers of blocks: () for "none", (4,) for "4", (8, 2) for "8/2".
+    """Returns a plan of recomputation as numbers of blocks: () for "none", (4,) for "4", (8, 2) for
+    "8/2".
 
-    The blocks are run in groups of the first number, of which only the inputs are kept; while a group is recomputed,
-    the same is done within it by the next number.
+    The blocks are run in groups of the first number, of which only the inputs are kept; while a
+    group is recomputed, the same is done within it by the next number.
 
-    Raises ValueError for a text that is no plan, and for numbers that do not fall or exceed `num_layers`.
+    Raises ValueError for a text that is no plan, and for numbers that do not fall or exceed
+    `num_layers`.
     """
     if text == "none":
         return ()
@@ -367,17 +439,21 @@ def checkpoint_plan(text: str, num_layers: int) -> tuple[int, ...]:
     except ValueError:
         plan = ()
     if not plan or any(low >= high for high, low in pairwise(plan)) or plan[-1] < 1:
-        raise ValueError(f"unknown plan {text!r}; accepted: 'none', or falling numbers of blocks such as '4' or '8/2'")
+        raise ValueError(
+            f"unknown plan {text!r}; accepted: 'none', or falling numbers of blocks such as '4' "
+            f"or '8/2'"
+        )
     if plan[0] > num_layers:
         raise ValueError(f"plan {text!r} groups {plan[0]} blocks; the model has {num_layers}")
     return plan
 
 
 def checkpoint_forwards(num_layers: int, plan: Sequence[int]) -> float:
-    """Returns how often a block's forward pass runs in one training step, on average over the blocks.
+    """Returns how often a block's forward pass runs in one training step, on average over the
+    blocks.
 
-    Once, and once more for each level of the plan, but a group that is itself grouped is recomputed without its last
-    part: recomputing stops when it has all that the backward pass asks for.
+    Once, and once more for each level of the plan, but a group that is itself grouped is recomputed
+    without its last part: recomputing stops when it has all that the backward pass asks for.
     """
     return 1 + _num_recomputed(num_layers, plan) / num_layers
 
@@ -398,10 +474,12 @@ def _group_sizes(num_blocks: int, size: int) -> list[int]:
 def checkpoint_moments(
     config: ModelConfig, batch: int, context: int, plan: Sequence[int], **known: str
 ) -> dict[str, int]:
-    """Returns the bytes in use at each moment of a training step with recomputed blocks that can be its peak.
+    """Returns the bytes in use at each moment of a training step with recomputed blocks that can be
+    its peak.
 
-    At the end of the forward pass there is one residual tensor for each group of blocks. In the backward pass the
-    group at hand has one for each group within it and, for the innermost, all that its blocks keep.
+    At the end of the forward pass there is one residual tensor for each group of blocks. In the
+    backward pass the group at hand has one for each group within it and, for the innermost, all
+    that its blocks keep.
 
     Args and Raises as in `peak_moments`; plan as `checkpoint_plan` gives it.
     """
@@ -412,7 +490,10 @@ def checkpoint_moments(
     inputs = len(_group_sizes(config.num_layers, plan[0])) * stream
     found = {
         "forward: attention, last block": inputs + run.cast_bytes + _attention_scratch_bytes(run),
-        "forward: loss": inputs + run.cast_bytes + run.head_bytes + (6 if run.is_bf16 else 4) * run.logits,
+        "forward: loss": inputs
+        + run.cast_bytes
+        + run.head_bytes
+        + (6 if run.is_bf16 else 4) * run.logits,
         "backward: loss": inputs + run.head_bytes + 2 * 4 * run.logits,
         "backward: embedding": parameter_bytes(config) + stream,
     }
@@ -421,10 +502,16 @@ def checkpoint_moments(
         size: _train_step_moments(replace(run, config=replace(config, num_layers=size)))
         for size in {size for size, _, _ in groups}
     }
-    for moment in ("feed-forward, last", "attention, last", "feed-forward, first", "attention, first"):
+    for moment in (
+        "feed-forward, last",
+        "attention, last",
+        "feed-forward, first",
+        "attention, first",
+    ):
         name = f"backward: {moment} block"
         found[f"{name} of a group"] = max(
-            num_inputs * stream + num_later * gradients + of_size[size][name] for size, num_later, num_inputs in groups
+            num_inputs * stream + num_later * gradients + of_size[size][name]
+            for size, num_later, num_inputs in groups
         )
     resident = run.resident_bytes + optimizer_state_bytes(config)
     return {name: resident + num_bytes for name, num_bytes in found.items()}
@@ -433,7 +520,8 @@ def checkpoint_moments(
 def _recomputed_groups(num_blocks: int, plan: Sequence[int]) -> list[tuple[int, int, int]]:
     """Returns (blocks, blocks behind it, inputs held besides its own) of each recomputed group.
 
-    The last group comes first, so those in front still hold their input. The first within a group shares its input.
+    The last group comes first, so those in front still hold their input. The first within a group
+    shares its input.
     """
     if not plan:
         return [(num_blocks, 0, 0)]
@@ -447,12 +535,16 @@ def _recomputed_groups(num_blocks: int, plan: Sequence[int]) -> list[tuple[int, 
 
 
 ATTENTION_KINDS = ("eager", "math", "fused")
-"""eager: the formula as it reads. math: SDPA's math backend, which scales copies of q and k and computes in fp32.
-fused: a kernel that keeps the log-sum-exp (fp32) in place of the scores."""
+"""eager: the formula as it reads. math: SDPA's math backend, which scales copies of q and k and
+computes in fp32. fused: a kernel that keeps the log-sum-exp (fp32) in place of the scores.
+"""
 
 
-def attention_saved_bytes(kind: str, batch: int, length: int, d_head: int, element_bytes: int) -> int:
-    """Returns bytes of the distinct tensors that one attention call keeps for its backward pass, inputs included.
+def attention_saved_bytes(
+    kind: str, batch: int, length: int, d_head: int, element_bytes: int
+) -> int:
+    """Returns bytes of the distinct tensors that one attention call keeps for its backward pass,
+    inputs included.
 
     Args:
         kind: one of ATTENTION_KINDS.
@@ -468,13 +560,17 @@ def attention_saved_bytes(kind: str, batch: int, length: int, d_head: int, eleme
     return (4 if kind == "math" else element_bytes) * (3 * row + scores)
 
 
-def attention_in_use_bytes(kind: str, batch: int, length: int, d_head: int, element_bytes: int) -> int:
-    """Returns bytes in use between the forward and the backward pass: inputs, what is kept, and the output.
+def attention_in_use_bytes(
+    kind: str, batch: int, length: int, d_head: int, element_bytes: int
+) -> int:
+    """Returns bytes in use between the forward and the backward pass: inputs, what is kept, and the
+    output.
 
     Args and Raises as in `attention_saved_bytes`.
     """
     saved = attention_saved_bytes(kind, batch, length, d_head, element_bytes)
-    # Of inputs and output, fused keeps all and eager the inputs; math in fp32 keeps v, which needs no scaling.
+    # Of inputs and output, fused keeps all and eager the inputs; math in fp32 keeps v, which needs
+    # no scaling.
     not_kept = {"fused": 0, "eager": 1, "math": 3 if element_bytes == 4 else 4}
     return saved + not_kept[kind] * element_bytes * batch * length * d_head
 
@@ -484,9 +580,9 @@ def attention_peak_bytes(
 ) -> int:
     """Returns the most bytes in use during a pass of eager attention, inputs and output included.
 
-    Forward: scaled scores and probabilities, while the output is made. Backward: probabilities, their gradient and the
-    scores' gradient, beside the gradient of v; on CUDA also gradient times probabilities, which the softmax's backward
-    writes before it calls its kernel.
+    Forward: scaled scores and probabilities, while the output is made. Backward: probabilities,
+    their gradient and the scores' gradient, beside the gradient of v; on CUDA also gradient times
+    probabilities, which the softmax's backward writes before it calls its kernel.
 
     Args:
         phase: "forward" or "backward"; batch to element_bytes as in `attention_saved_bytes`.
@@ -505,16 +601,21 @@ def attention_peak_bytes(
 def attention_reserved_bytes(
     phase: str, batch: int, length: int, d_head: int, element_bytes: int, *, device_kind: str
 ) -> int:
-    """Returns the most device memory that a pass of eager attention makes the allocator hold, inputs included.
+    """Returns the most device memory that a pass of eager attention makes the allocator hold,
+    inputs included.
 
-    It is `attention_peak_bytes`, but for CUDA's backward pass one matrix more: the caching allocator cuts the gradient
-    of v from the freed block of the scaled scores, which then holds no other matrix and cannot be returned.
+    It is `attention_peak_bytes`, but for CUDA's backward pass one matrix more: the caching
+    allocator cuts the gradient of v from the freed block of the scaled scores, which then holds no
+    other matrix and cannot be returned.
 
     Args and Raises as in `attention_peak_bytes`.
 
-    Source: PyTorch, c10/cuda/CUDACachingAllocator.cpp; allocations up to 1 MiB come from blocks of their own.
+    Source: PyTorch, c10/cuda/CUDACachingAllocator.cpp; allocations up to 1 MiB come from blocks of
+    their own.
     """
-    peak = attention_peak_bytes(phase, batch, length, d_head, element_bytes, device_kind=device_kind)
+    peak = attention_peak_bytes(
+        phase, batch, length, d_head, element_bytes, device_kind=device_kind
+    )
     row, scores = (element_bytes * batch * length * width for width in (d_head, length))
     is_cut = phase == "backward" and device_kind == "cuda" and 2**20 < row < scores
     return peak + scores - row if is_cut else peak
@@ -523,10 +624,12 @@ def attention_reserved_bytes(
 def attention_score_passes(phase: str, *, device_kind: str) -> int:
     """Returns how often a pass of eager attention reads or writes all score matrices.
 
-    Forward: written by the product, read and written by the scaling and by the softmax, read by the product with v.
-    Backward: the product for v reads one, the next writes one, the softmax's backward reads two and writes one, the
-    scaling reads and writes one, the products for q and k read one each. On CUDA the softmax's backward first
-    multiplies gradient and probabilities: two more are read and one written.
+    Forward: written by the product, read and written by the scaling and by the softmax, read by the
+    product with v.
+    Backward: the product for v reads one, the next writes one, the softmax's backward reads two and
+    writes one, the scaling reads and writes one, the products for q and k read one each. On CUDA
+    the softmax's backward first multiplies gradient and probabilities: two more are read and one
+    written.
 
     Args and Raises as in `attention_peak_bytes`.
     """
@@ -536,9 +639,11 @@ def attention_score_passes(phase: str, *, device_kind: str) -> int:
 
 
 def attention_call_flops(phase: str, batch: int, length: int, d_head: int, *, causal: bool) -> int:
-    """Returns FLOPs of one attention call: 4·S²·D forward, 2.5 times that backward, half of it when causal.
+    """Returns FLOPs of one attention call: 4·S²·D forward, 2.5 times that backward, half of it when
+    causal.
 
-    The backward pass has five products where the forward has two; what a kernel recomputes does not count.
+    The backward pass has five products where the forward has two; what a kernel recomputes does not
+    count.
 
     Args:
         phase: "forward", "backward" or "forward_backward".
@@ -555,8 +660,9 @@ def attention_call_flops(phase: str, batch: int, length: int, d_head: int, *, ca
 def attention_pairs(num_queries: int, num_keys: int, left: int, right: int) -> float:
     """Returns how many pairs of a query and a key a mask shows, aligned to the bottom right.
 
-    `left` and `right` are how many keys a query sees before and after its own, −1 without limit. Of a causal mask
-    (right 0) a query's own key counts half: of as many queries as keys that is half of all pairs.
+    `left` and `right` are how many keys a query sees before and after its own, −1 without limit. Of
+    a causal mask (right 0) a query's own key counts half: of as many queries as keys that is half
+    of all pairs.
     """
     before, after = (num_queries + num_keys if limit < 0 else limit for limit in (left, right))
     own_keys = range(num_keys - num_queries, num_keys)
@@ -567,8 +673,8 @@ def attention_pairs(num_queries: int, num_keys: int, left: int, right: int) -> f
 def weighted_sum_bytes(phase: str, rows: int, dim: int, element_bytes: int) -> int:
     """Returns the fewest bytes that the weighted sum of `rows` rows of `dim` elements moves.
 
-    Forward reads the rows and the weight and writes the sums; backward reads the rows, the weight and the sums'
-    gradient and writes the gradients of the rows and the weight.
+    Forward reads the rows and the weight and writes the sums; backward reads the rows, the weight
+    and the sums' gradient and writes the gradients of the rows and the weight.
 
     Args and Raises as in `attention_call_flops`.
     """

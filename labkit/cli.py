@@ -46,7 +46,12 @@ app = typer.Typer(
 
 OutputOption = Annotated[
     Path | None,
-    typer.Option("--output", "-o", metavar="DIR", help="Folder that holds one folder per device. Default: figures/."),
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="DIR",
+        help="Folder that holds one folder per device. Default: figures/.",
+    ),
 ]
 
 
@@ -82,31 +87,40 @@ def run(
     context: typer.Context,
     notebook: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NOTEBOOK]...", help="Number or name (01, benchmarking). Default: all."),
+        typer.Argument(
+            metavar="[NOTEBOOK]...", help="Number or name (01, benchmarking). Default: all."
+        ),
     ] = None,
     profile: Annotated[
         str,
         typer.Option(
-            help="Grid of cases: smoke; full; key, the rows of full that sentences quote, to be measured in other "
-            "sessions with --fresh; or auto: full on a GPU, smoke elsewhere."
+            help="Grid of cases: smoke; full; key, the rows of full that sentences quote, to be "
+            "measured in other sessions with --fresh; or auto: full on a GPU, smoke elsewhere."
         ),
     ] = AUTO_PROFILE,
     output: OutputOption = None,
     parameter: Annotated[
         list[str] | None,
         typer.Option(
-            "-p", metavar="KEY=VALUE", help="Set a notebook parameter, e.g. -p sizes=small,medium. Repeatable."
+            "-p",
+            metavar="KEY=VALUE",
+            help="Set a notebook parameter, e.g. -p sizes=small,medium. Repeatable.",
         ),
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what is recorded already.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Measure again what is recorded already.")
+    ] = False,
     no_wait: Annotated[
-        bool, typer.Option("--no-wait", help="End with exit code 2 if another run is measuring on this device.")
+        bool,
+        typer.Option(
+            "--no-wait", help="End with exit code 2 if another run is measuring on this device."
+        ),
     ] = False,
 ) -> None:
     """Measure this device: execute the notebooks in order and write its report.
 
-    What this machine has recorded with the same software and way of measuring is kept, so an interrupted run continues
-    where it stopped.
+    What this machine has recorded with the same software and way of measuring is kept, so an
+    interrupted run continues where it stopped.
     """
     from labkit import hardware, notebooks, records
     from labkit.experiments.sweep import measuring_lock
@@ -123,10 +137,17 @@ def run(
     root = _writable(output)
     folders = {name: root / hardware.measured_by(name).slug for name in names}
     for folder in {root / device.slug, *folders.values()}:
-        records.check(folder)  # fails now, not after hours of measuring, if the report could not read something
+        records.check(
+            folder
+        )  # fails now, not after hours of measuring, if the report could not read something
     # Until this command ends, so that its rendering disturbs no other run.
-    context.with_resource(measuring_lock(device, ", ".join(names), root / device.slug, wait=not no_wait))
-    print(f"Measuring {device.name} with the {profile} profile into {root / device.slug}", file=sys.stderr)
+    context.with_resource(
+        measuring_lock(device, ", ".join(names), root / device.slug, wait=not no_wait)
+    )
+    print(
+        f"Measuring {device.name} with the {profile} profile into {root / device.slug}",
+        file=sys.stderr,
+    )
     start = time.monotonic()
     failures, executed = {}, {}
     try:
@@ -146,9 +167,13 @@ def run(
             except notebooks.NotebookError as error:
                 failures[name] = str(error)
     except KeyboardInterrupt:
-        logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # it would print the interrupted cell's traceback
+        logging.getLogger("asyncio").setLevel(
+            logging.CRITICAL
+        )  # it would print the interrupted cell's traceback
         print(
-            "\nInterrupted. Finished measurements are recorded; the same command goes on from there.", file=sys.stderr
+            "\nInterrupted. Finished measurements are recorded; the same command goes on from "
+            "there.",
+            file=sys.stderr,
         )
         sys.exit(INTERRUPTED)
     from labkit.report import card, render
@@ -156,10 +181,15 @@ def run(
     written, to = [], output.resolve() if output else None
     top_level = device.slug == REFERENCE_DEVICE
     try:
-        written = render.rebuild(device.slug, output=to, top_level=top_level, html=True, measured=executed)
+        written = render.rebuild(
+            device.slug, output=to, top_level=top_level, html=True, measured=executed
+        )
     except RequestError:  # nothing was recorded
         pass
-    except (notebooks.NotebookError, records.RecordError) as error:  # beside what may have failed before it
+    except (
+        notebooks.NotebookError,
+        records.RecordError,
+    ) as error:  # beside what may have failed before it
         failures["report"] = f"no report: {error}"
     _summary(folders, failures, time.monotonic() - start)
     if written:
@@ -173,7 +203,8 @@ def run(
 def _run_notebook(name: str, values: dict, folder: Path):
     """Executes one notebook and returns it; raises NotebookError if it did not run to its end.
 
-    Only the file that the last cell writes counts as the end, since the notebook of a killed kernel looks complete.
+    Only the file that the last cell writes counts as the end, since the notebook of a killed kernel
+    looks complete.
     """
     from labkit import notebooks, records
 
@@ -193,20 +224,27 @@ def _summary(folders: Mapping[str, Path], failures: dict[str, str], seconds: flo
     print(file=sys.stderr)
     for name in folders:
         counts = Counter(record.status for record in records.get(name, []))
-        states = ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "no records"
+        states = (
+            ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
+            or "no records"
+        )
         session = (read_done(folders[name], name) or {}).get("session")
         if counts and session and session not in {record.session for record in records[name]}:
             states += "; all recorded before, --fresh measures again"
         print(f"{name}: {states}{'  FAILED' if name in failures else ''}")
     for error in failures.values():
         print(f"labkit: {error}", file=sys.stderr)
-    for sentence in disturbed_note(to_frame(record for of_notebook in records.values() for record in of_notebook)):
+    for sentence in disturbed_note(
+        to_frame(record for of_notebook in records.values() for record in of_notebook)
+    ):
         print(sentence)
     print(f"{seconds / 60:.1f} minutes")
 
 
 def _writable(output: Path | None) -> Path:
-    """Returns the folder of the results, created if needed; raises RequestError if it cannot be written."""
+    """Returns the folder of the results, created if needed; raises RequestError if it cannot be
+    written.
+    """
     root = (output or FIGURES).resolve()
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -220,23 +258,38 @@ def _writable(output: Path | None) -> Path:
 @app.command()
 def report(
     device: Annotated[
-        str, typer.Option(help="Slug of the device, as `labkit devices` lists it; this: this machine.")
+        str,
+        typer.Option(help="Slug of the device, as `labkit devices` lists it; this: this machine."),
     ] = REFERENCE_DEVICE,
     output: OutputOption = None,
-    html: Annotated[bool, typer.Option("--html", help="Also write report.html, one self-contained page.")] = False,
+    html: Annotated[
+        bool, typer.Option("--html", help="Also write report.html, one self-contained page.")
+    ] = False,
     top_level: Annotated[
-        bool, typer.Option("--top-level", help="Also write the top-level report.md, which shows the reference device.")
+        bool,
+        typer.Option(
+            "--top-level",
+            help="Also write the top-level report.md, which shows the reference device.",
+        ),
     ] = False,
     save_notebooks: Annotated[
-        bool, typer.Option("--save-notebooks", help="Also refresh the outputs stored in notebooks/ (reference device).")
+        bool,
+        typer.Option(
+            "--save-notebooks",
+            help="Also refresh the outputs stored in notebooks/ (reference device).",
+        ),
     ] = False,
 ) -> None:
-    """Rebuild a device's report from its records alone; the reference device's is the top-level report.md too."""
+    """Rebuild a device's report from its records alone; the reference device's is the top-level
+    report.md too.
+    """
     from labkit.report import render
 
     device = _slug(device)
     if top_level and output:
-        raise RequestError("--top-level writes the report of a device in figures/: leave out --output")
+        raise RequestError(
+            "--top-level writes the report of a device in figures/: leave out --output"
+        )
     written = render.rebuild(
         device,
         output=output.resolve() if output else None,
@@ -254,7 +307,9 @@ def devices(output: OutputOption = None) -> None:
     from labkit.report import render
 
     table = render.devices_table((output or FIGURES).resolve())
-    print("nothing measured yet: run `labkit run`" if table.empty else table.to_markdown(index=False))
+    print(
+        "nothing measured yet: run `labkit run`" if table.empty else table.to_markdown(index=False)
+    )
 
 
 @app.command()
@@ -263,15 +318,23 @@ def compare(
         bool, typer.Option("--sessions", help="Compare the sessions of a device with one another.")
     ] = False,
     device: Annotated[
-        str, typer.Option(help="Slug of the device, as `labkit devices` lists it; this: this machine.")
+        str,
+        typer.Option(help="Slug of the device, as `labkit devices` lists it; this: this machine."),
     ] = REFERENCE_DEVICE,
-    notebook: Annotated[str | None, typer.Option(help="Number or name (01, benchmarking). Default: all.")] = None,
+    notebook: Annotated[
+        str | None, typer.Option(help="Number or name (01, benchmarking). Default: all.")
+    ] = None,
     output: OutputOption = None,
     check: Annotated[
-        bool, typer.Option("--check", help="End with exit code 1 if too few rows of a kind of time agree.")
+        bool,
+        typer.Option(
+            "--check", help="End with exit code 1 if too few rows of a kind of time agree."
+        ),
     ] = False,
 ) -> None:
-    """Show how well sessions of the same commit (`labkit run --fresh`) agree, each kind of time apart."""
+    """Show how well sessions of the same commit (`labkit run --fresh`) agree, each kind of time
+    apart.
+    """
     from labkit import notebooks
     from labkit.records import RecordStore, check_measured, folder_of
     from labkit.report import sessions as report
@@ -282,7 +345,10 @@ def compare(
     root, slug = (output or FIGURES).resolve(), _slug(device)
     check_measured(slug, root)
     names = [notebooks.resolve(notebook)] if notebook else notebooks.names()
-    chapters = {name: RecordStore(folder_of(root, slug, name) / "records" / f"{name}.jsonl").load() for name in names}
+    chapters = {
+        name: RecordStore(folder_of(root, slug, name) / "records" / f"{name}.jsonl").load()
+        for name in names
+    }
     found = report.differences(chapters)
     if found.empty:
         print("No commit has a row of two sessions.")
@@ -296,14 +362,24 @@ def compare(
 
 @app.command()
 def profile(
-    size: Annotated[str, typer.Argument(help="Size of the model, as in chapter 01 (small, 2.7b).")] = "small",
+    size: Annotated[
+        str, typer.Argument(help="Size of the model, as in chapter 01 (small, 2.7b).")
+    ] = "small",
     context: Annotated[int, typer.Option(min=1, help="Context length in tokens.")] = 512,
     precision: Annotated[Literal[PRECISIONS], typer.Option(help="bf16: autocast.")] = "bf16",
-    attention: Annotated[Literal["eager", "auto"], typer.Option(help="auto: our FlashAttention.")] = "eager",
-    phase: Annotated[Literal["inference", "forward_backward", "train_step"], typer.Option()] = "train_step",
-    output: Annotated[Path, typer.Option("--output", "-o", help="The capture, without suffix.")] = Path("capture"),
+    attention: Annotated[
+        Literal["eager", "auto"], typer.Option(help="auto: our FlashAttention.")
+    ] = "eager",
+    phase: Annotated[
+        Literal["inference", "forward_backward", "train_step"], typer.Option()
+    ] = "train_step",
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The capture, without suffix.")
+    ] = Path("capture"),
 ) -> None:
-    """Capture one step and its call stacks with Nsight Systems, else torch.profiler; keep it, and say how by hand."""
+    """Capture one step and its call stacks with Nsight Systems, else torch.profiler; keep it, and
+    say how by hand.
+    """
     from labkit.configs import model_config
     from labkit.experiments import captured_step
     from labkit.measure.profiling import ProfileError
@@ -315,11 +391,17 @@ def profile(
     except (ProfileError, TimeoutError) as error:
         print(f"labkit: {error}", file=sys.stderr)
         sys.exit(1)
-    print(f"Capture: {path} (open it {'at ui.perfetto.dev' if path.suffix == '.json' else 'in Nsight Systems'})")
+    print(
+        f"Capture: {path} (open it "
+        f"{'at ui.perfetto.dev' if path.suffix == '.json' else 'in Nsight Systems'})"
+    )
     print(f"By hand: {captured_step.nsys_line(case, output)}")
     capture = shlex.quote(f"{output}.nsys-rep")
     print(f"Its kernels: nsys stats --report cuda_gpu_kern_sum,nvtx_gpu_proj_sum {capture}")
-    print("A capture holds every environment variable of its process: do not publish one that you made by hand.")
+    print(
+        "A capture holds every environment variable of its process: do not publish one that you "
+        "made by hand."
+    )
 
 
 def _slug(device: str) -> str:

@@ -1,4 +1,5 @@
-"""What is measured: model sizes, and the grid of cases of each notebook in each profile, from `data/grids.toml`.
+"""What is measured: model sizes, and the grid of cases of each notebook in each profile, from
+`data/grids.toml`.
 
 Nothing here imports torch, so the command line and the report can name sizes without it.
 """
@@ -19,7 +20,9 @@ THIS_DEVICE = "this"
 """Stands for the slug of the machine that it is used on."""
 
 ALL_DEVICES = ("07_distributed",)
-"""Notebooks that measure all GPUs of a machine together. Their records lie in a folder such as "2x-nvidia-h200"."""
+"""Notebooks that measure all GPUs of a machine together. Their records lie in a folder such as
+"2x-nvidia-h200".
+"""
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 FIGURES = REPOSITORY / "figures"
@@ -27,7 +30,9 @@ NOTEBOOKS = REPOSITORY / "notebooks"
 
 
 class RequestError(ValueError):
-    """The user asked for something that is not possible: one line, on the command line and in a notebook."""
+    """The user asked for something that is not possible: one line, on the command line and in a
+    notebook.
+    """
 
     def _render_traceback_(self) -> list[str]:  # what IPython shows in place of a traceback
         return [f"{type(self).__name__}: {self}"]
@@ -37,8 +42,8 @@ class RequestError(ValueError):
 class ModelConfig:
     """Dimensions of a decoder-only language model.
 
-    `edition` says which public list of sizes the name comes from: "xl" is a 1.998 B model in the 2025 list and a
-    3.407 B model in the 2026 list, so a bare "xl" is not accepted anywhere.
+    `edition` says which public list of sizes the name comes from: "xl" is a 1.998 B model in the
+    2025 list and a 3.407 B model in the 2026 list, so a bare "xl" is not accepted anywhere.
     """
 
     name: str
@@ -72,21 +77,28 @@ SIZE_ALIASES = {"xl-2026": "2.7b", "2.7b-2025": "2.7b", "10b-2026": "10b"}
 
 
 def model_config(name: str) -> ModelConfig:
-    """Returns the size called `name` (or an alias of it); raises RequestError that names the accepted ones."""
+    """Returns the size called `name` (or an alias of it); raises RequestError that names the
+    accepted ones.
+    """
     if name == "xl":
-        raise RequestError("size 'xl' means two models: say 'xl-2025' (1.998 B) or 'xl-2026' (3.407 B, also '2.7b')")
+        raise RequestError(
+            "size 'xl' means two models: say 'xl-2025' (1.998 B) or 'xl-2026' (3.407 B, also "
+            "'2.7b')"
+        )
     try:
         return SIZES[SIZE_ALIASES.get(name, name)]
     except KeyError:
-        raise RequestError(f"unknown size {name!r}; accepted: {', '.join([*SIZES, *SIZE_ALIASES])}") from None
+        raise RequestError(
+            f"unknown size {name!r}; accepted: {', '.join([*SIZES, *SIZE_ALIASES])}"
+        ) from None
 
 
 @dataclass(frozen=True)
 class Siglip2Config:
     """Dimensions of a SigLIP 2 vision encoder of images in patches.
 
-    `patch_dim` is the values of a patch, `position_side` the rows and columns of the table of position embeddings,
-    `dropout` the share of the attention output that is dropped in training.
+    `patch_dim` is the values of a patch, `position_side` the rows and columns of the table of
+    position embeddings, `dropout` the share of the attention output that is dropped in training.
     """
 
     name: str
@@ -115,13 +127,18 @@ SIGLIP2_SIZES: dict[str, Siglip2Config] = {
 
 
 PRECISIONS = ("fp32", "tf32", "bf16")
-"""fp32: TF32 off. tf32: fp32 tensors, TF32 matmuls. bf16: autocast to bfloat16 over fp32 parameters."""
+"""fp32: TF32 off. tf32: fp32 tensors, TF32 matmuls. bf16: autocast to bfloat16 over fp32
+parameters.
+"""
 
 COMPILE_MODES = ("none", "regional", "whole")
-"""none: eager. regional: each block through torch.compile. whole: the model through torch.compile."""
+"""none: eager. regional: each block through torch.compile. whole: the model through torch.compile.
+"""
 
 LAUNCH_BOUND = 0.9
-"""Share of the time until work is done above which issuing it sets the pace: the device waits for the host."""
+"""Share of the time until work is done above which issuing it sets the pace: the device waits for
+the host.
+"""
 
 PHASES = ("inference", "forward", "backward", "forward_backward", "optimizer_step", "train_step")
 STEP_PHASES = ("forward", "backward", "optimizer_step", "train_step")
@@ -144,11 +161,15 @@ PASSES = ("forward", "backward", "forward_backward")
 """What is timed of an operation in notebook 06; each directly, none by subtraction."""
 
 MATERIALISING = ("eager", "compiled", "sdpa_math")
-"""Implementations that write the scores to memory. Each is timed alone; all others in turn, in one process."""
+"""Implementations that write the scores to memory. Each is timed alone; all others in turn, in one
+process.
+"""
 
 MIXED_PRECISIONS = ("bf16", "fp16", "bf16_pure")
-"""What notebook 03 times in one session. bf16: as in PRECISIONS. fp16: autocast to float16 over fp32 parameters, the
-loss scaled. bf16_pure: parameters, gradients and optimizer state in bfloat16, no autocast."""
+"""What notebook 03 times in one session. bf16: as in PRECISIONS. fp16: autocast to float16 over
+fp32 parameters, the loss scaled. bf16_pure: parameters, gradients and optimizer state in bfloat16,
+no autocast.
+"""
 
 MIXED_PHASES = ("forward", "backward", "train_step")
 
@@ -158,7 +179,9 @@ NORM_SETTINGS = {"centred": (0.0, 1e-5), "offset": (16.0, 1e-5), "small epsilon"
 
 @dataclass(frozen=True)
 class Task:
-    """A synthetic task: each of `num_tokens` tokens is always followed by the same one, and the model learns which."""
+    """A synthetic task: each of `num_tokens` tokens is always followed by the same one, and the
+    model learns which.
+    """
 
     size: str
     vocab_size: int
@@ -182,7 +205,9 @@ class BlockShape:
 
 @dataclass(frozen=True)
 class Rivalry:
-    """A shape on which every implementation whose memory is linear is ranked: bf16, forward, backward and both."""
+    """A shape on which every implementation whose memory is linear is ranked: bf16, forward,
+    backward and both.
+    """
 
     batch: int
     heads: int
@@ -193,7 +218,9 @@ class Rivalry:
 
 @dataclass(frozen=True)
 class Execution:
-    """Training steps that are called, and run as one CUDA graph: of all of the grid's sizes, or of `sizes`."""
+    """Training steps that are called, and run as one CUDA graph: of all of the grid's sizes, or of
+    `sizes`.
+    """
 
     impl: str
     compile: str
@@ -207,11 +234,18 @@ LEADERBOARD = Rivalry(1, 16, 16384, 64, True)
 
 
 class Grid:
-    """The cases of one notebook in one profile; its attributes are the notebook's keys in `data/grids.toml`."""
+    """The cases of one notebook in one profile; its attributes are the notebook's keys in
+    `data/grids.toml`.
+    """
 
 
-_CLASSES = {"task": Task, "block": BlockShape, "tiles_shape": Rivalry, "rivalries": Rivalry,
-            "executions": Execution}  # fmt: skip
+_CLASSES = {
+    "task": Task,
+    "block": BlockShape,
+    "tiles_shape": Rivalry,
+    "rivalries": Rivalry,
+    "executions": Execution,
+}
 
 
 def _grid_value(value, cls: type | None = None):
@@ -224,14 +258,18 @@ def _grid_value(value, cls: type | None = None):
 
 
 def read_grids(text: str) -> dict[str, dict[str, Grid]]:
-    """Returns the grids in the TOML `text` by notebook and profile; ValueError for unknown keys and tables.
+    """Returns the grids in the TOML `text` by notebook and profile; ValueError for unknown keys and
+    tables.
 
     Without a table "key", the rows that sentences quote are all of "full".
     """
     grids = {}
     for notebook, tables in tomllib.loads(text).items():
         if {*tables, "key"} != set(PROFILES):
-            raise ValueError(f"{notebook} has the tables {', '.join(tables)}; required: smoke, full; accepted: key")
+            raise ValueError(
+                f"{notebook} has the tables {', '.join(tables)}; required: smoke, full; accepted: "
+                f"key"
+            )
         full = tables["full"]
         for profile in tables:
             if unknown := tables[profile].keys() - full.keys():
@@ -239,7 +277,12 @@ def read_grids(text: str) -> dict[str, dict[str, Grid]]:
                 raise ValueError(f"{notebook}.{profile}: unknown {accepted}")
         grid = make_dataclass(notebook, full, bases=(Grid,), frozen=True)
         grids[notebook] = {
-            profile: grid(**{k: _grid_value(v, _CLASSES.get(k)) for k, v in (full | tables.get(profile, {})).items()})
+            profile: grid(
+                **{
+                    k: _grid_value(v, _CLASSES.get(k))
+                    for k, v in (full | tables.get(profile, {})).items()
+                }
+            )
             for profile in PROFILES
         }
     return grids
@@ -257,23 +300,35 @@ FLASH_ATTENTION = GRIDS["06_flash_attention"]
 DISTRIBUTED = GRIDS["07_distributed"]
 SIGLIP2 = GRIDS["08_siglip2"]
 
-NARROWED = {"sizes": "size", "contexts": "context", "lengths": "length", "d_heads": "head dimension",
-            "world_sizes": "number of ranks"}  # fmt: skip
-"""Parameters of notebooks that name the values of a grid to be measured, and what one such value is called."""
+NARROWED = {
+    "sizes": "size",
+    "contexts": "context",
+    "lengths": "length",
+    "d_heads": "head dimension",
+    "world_sizes": "number of ranks",
+}
+"""Parameters of notebooks that name the values of a grid to be measured, and what one such value is
+called.
+"""
 
 
 def chosen_profile(profile: str, default: str) -> str:
-    """Returns the profile that is meant: `default` for "auto"; raises RequestError for one that does not exist."""
+    """Returns the profile that is meant: `default` for "auto"; raises RequestError for one that
+    does not exist.
+    """
     if profile not in (AUTO_PROFILE, *PROFILES):
-        raise RequestError(f"unknown profile {profile!r}; accepted: {', '.join([AUTO_PROFILE, *PROFILES])}")
+        raise RequestError(
+            f"unknown profile {profile!r}; accepted: {', '.join([AUTO_PROFILE, *PROFILES])}"
+        )
     return default if profile == AUTO_PROFILE else profile
 
 
 def narrowed(grids: dict, profile: str, parameter: str, wanted: Sequence = ()) -> list:
-    """Returns the `wanted` values of `parameter`, one of NARROWED, in the grid's order; all where none is named.
+    """Returns the `wanted` values of `parameter`, one of NARROWED, in the grid's order; all where
+    none is named.
 
-    A size may be given by an alias. Raises RequestError for a value that the profile does not have; it names the
-    profile that has it, if one does.
+    A size may be given by an alias. Raises RequestError for a value that the profile does not have;
+    it names the profile that has it, if one does.
     """
     accepted = _values(grids[profile], parameter)
     if parameter == "sizes":
@@ -290,5 +345,7 @@ def narrowed(grids: dict, profile: str, parameter: str, wanted: Sequence = ()) -
 def _values(grid, parameter: str) -> list:
     values = list(getattr(grid, parameter))
     if parameter == "lengths":
-        values += [length for longer in getattr(grid, "long_lengths", {}).values() for length in longer]
+        values += [
+            length for longer in getattr(grid, "long_lengths", {}).values() for length in longer
+        ]
     return values if parameter == "sizes" else sorted(set(values))

@@ -1,7 +1,8 @@
-"""A process that clears up after this one, however this one ends: nothing that it started goes on, no folder stays.
+"""A process that clears up after this one, however this one ends: nothing that it started goes on,
+no folder stays.
 
-A signal can come at any instant, during imports too, and nobody can catch SIGKILL. So another process waits for it.
-It loads nothing that takes time.
+A signal can come at any instant, during imports too, and nobody can catch SIGKILL. So another
+process waits for it. It loads nothing that takes time.
 """
 
 import atexit
@@ -35,16 +36,22 @@ run_rank(Path({!r}))
 
 
 @contextlib.contextmanager
-def guarded_folder(environment: Mapping[str, str] | None = None) -> Iterator[tuple[Path, subprocess.Popen]]:
-    """Gives a new folder of this user alone, and the guard that removes it when the block or this process ends.
+def guarded_folder(
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[tuple[Path, subprocess.Popen]]:
+    """Gives a new folder of this user alone, and the guard that removes it when the block or this
+    process ends.
 
-    Whatever has the folder's path in its environment is ended first (on Linux). Asked to on its stdin, the guard starts
-    ranks, see `_run_ranks`.
+    Whatever has the folder's path in its environment is ended first (on Linux). Asked to on its
+    stdin, the guard starts ranks, see `_run_ranks`.
     """
     folder = Path(tempfile.gettempdir(), f"labkit-{secrets.token_hex(4)}")
     command = [sys.executable, "-I", __file__, str(os.getpid()), str(folder)]
-    # A session of its own: what a terminal or a batch system sends to all processes of a job does not reach it.
-    guard = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True, text=True)
+    # A session of its own: what a terminal or a batch system sends to all processes of a job does
+    # not reach it.
+    guard = subprocess.Popen(
+        command, stdin=subprocess.PIPE, env=environment, start_new_session=True, text=True
+    )
     try:
         folder.mkdir(mode=0o700)
         yield folder, guard
@@ -60,7 +67,9 @@ def guarded_folder(environment: Mapping[str, str] | None = None) -> Iterator[tup
 
 @cache
 def move_temporary_files() -> None:
-    """Has this process and all that it starts from now on put temporary files into a guarded folder."""
+    """Has this process and all that it starts from now on put temporary files into a guarded
+    folder.
+    """
     stack = contextlib.ExitStack()
     atexit.register(stack.close)
     folder, _ = stack.enter_context(guarded_folder())
@@ -95,7 +104,8 @@ def _is_wanted(parent: int, wait_s: float) -> bool:
 
 
 def _run_ranks(parent: int, folder: Path, num_ranks: int, timeout_s: float) -> None:
-    """Runs ranks until all are done, one fails, or they are wanted no more; then none runs, and "exits" is written.
+    """Runs ranks until all are done, one fails, or they are wanted no more; then none runs, and
+    "exits" is written.
 
     It says which had failed by then, with their exit codes, and which were stopped.
     """
@@ -105,7 +115,9 @@ def _run_ranks(parent: int, folder: Path, num_ranks: int, timeout_s: float) -> N
         environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
         command = [sys.executable, "-P", "-u", "-c", RANK.format(os.getpid(), str(folder))]
         with open(folder / f"{rank}.stderr", "wb") as log:
-            ranks.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stderr=log))
+            ranks.append(
+                subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stderr=log)
+            )
     failed, deadline = {}, time.monotonic() + timeout_s
     while not failed and _is_wanted(parent, 0.05) and time.monotonic() < deadline:
         codes = [process.poll() for process in ranks]
@@ -119,7 +131,11 @@ def _run_ranks(parent: int, folder: Path, num_ranks: int, timeout_s: float) -> N
             break
     options = os.WNOHANG | os.WUNTRACED
     running = [process for process in ranks if process.poll() is None]
-    stopped = [ranks.index(process) for process in running if os.WIFSTOPPED(os.waitpid(process.pid, options)[1])]
+    stopped = [
+        ranks.index(process)
+        for process in running
+        if os.WIFSTOPPED(os.waitpid(process.pid, options)[1])
+    ]
     for process in running:
         process.terminate()
         process.send_signal(signal.SIGCONT)  # while it is stopped it cannot say where it stands
@@ -135,7 +151,9 @@ def _run_ranks(parent: int, folder: Path, num_ranks: int, timeout_s: float) -> N
 
 
 def _clear(folder: Path) -> None:
-    """Kills what has the folder's path in its environment (where there is /proc) and removes the folder."""
+    """Kills what has the folder's path in its environment (where there is /proc) and removes the
+    folder.
+    """
     for _ in range(100):  # until none is left that could start another
         num_left = 0
         for environment in Path("/proc").glob("[0-9]*/environ"):

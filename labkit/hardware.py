@@ -1,6 +1,8 @@
-"""Which device this is: its slug, its datasheet peaks with their source, its environment, its clocks, its load.
+"""Which device this is: its slug, its datasheet peaks with their source, its environment, its
+clocks, its load.
 
-torch is imported inside the functions that need it, so that reading a committed environment needs none.
+torch is imported inside the functions that need it, so that reading a committed environment needs
+none.
 """
 
 import contextlib
@@ -31,7 +33,9 @@ from labkit.configs import ALL_DEVICES, REPOSITORY
 
 @dataclass(frozen=True)
 class Datasheet:
-    """Dense peaks of one product, as data/datasheets.toml says: TFLOP/s, and GB/s (1e9 B/s) of its memory."""
+    """Dense peaks of one product, as data/datasheets.toml says: TFLOP/s, and GB/s (1e9 B/s) of its
+    memory.
+    """
 
     pattern: str
     fp32_tflops: float
@@ -41,7 +45,9 @@ class Datasheet:
     bf16_tflops: float | None = None
 
     def tflops(self, precision: str) -> float | None:
-        """Returns the peak for "fp32", "tf32" or "bf16"; raises ValueError for another precision."""
+        """Returns the peak for "fp32", "tf32" or "bf16"; raises ValueError for another
+        precision.
+        """
         if precision not in ("fp32", "tf32", "bf16"):
             raise ValueError(f"unknown precision {precision!r}; accepted: fp32, tf32, bf16")
         return getattr(self, f"{precision}_tflops")
@@ -49,19 +55,23 @@ class Datasheet:
 
 DATASHEETS = [
     Datasheet(**row)
-    for row in tomllib.loads((resources.files("labkit") / "data" / "datasheets.toml").read_text("utf-8"))["datasheets"]
+    for row in tomllib.loads(
+        (resources.files("labkit") / "data" / "datasheets.toml").read_text("utf-8")
+    )["datasheets"]
 ]
 
 
 def datasheet(device_name: str) -> Datasheet | None:
     """Returns the peaks of the product called `device_name`, None if it is not in the table.
 
-    Laptop parts, slices of a GPU (MIG) and products whose name only contains another's have none: no number is better
-    than one divided by another GPU's peak.
+    Laptop parts, slices of a GPU (MIG) and products whose name only contains another's have none:
+    no number is better than one divided by another GPU's peak.
     """
     if re.search(r"\bMIG\b|Laptop|Max-Q|\d D$", device_name):
         return None
-    return next((sheet for sheet in DATASHEETS if re.search(rf"\b(?:{sheet.pattern})\b", device_name)), None)
+    return next(
+        (sheet for sheet in DATASHEETS if re.search(rf"\b(?:{sheet.pattern})\b", device_name)), None
+    )
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,8 @@ class Device:
 
 
 def slugify(name: str) -> str:
-    """Returns `name` in lower case, with every run of characters other than letters and digits as one dash.
+    """Returns `name` in lower case, with every run of characters other than letters and digits as
+    one dash.
 
     >>> slugify("NVIDIA A100-SXM4-40GB")
     'nvidia-a100-sxm4-40gb'
@@ -92,9 +103,13 @@ def slugify(name: str) -> str:
 
 
 def detect() -> Device:
-    """Returns the device labkit measures here: the first CUDA GPU, else Apple's mps, else the CPU."""
+    """Returns the device labkit measures here: the first CUDA GPU, else Apple's mps, else the
+    CPU.
+    """
     kind = "cpu"
-    if "torch" in sys.modules or has_gpu_driver():  # importing torch just to learn that there is no GPU takes seconds
+    if (
+        "torch" in sys.modules or has_gpu_driver()
+    ):  # importing torch just to learn that there is no GPU takes seconds
         import torch
 
         if torch.cuda.is_available():
@@ -106,18 +121,26 @@ def detect() -> Device:
 
 
 def measured_by(notebook: str) -> Device:
-    """Returns what `notebook` measures here: `detect()`, of ALL_DEVICES all GPUs as one device, "2x-nvidia-h200"."""
+    """Returns what `notebook` measures here: `detect()`, of ALL_DEVICES all GPUs as one device,
+    "2x-nvidia-h200".
+    """
     device = detect()
     if device.kind != "cuda" or notebook not in ALL_DEVICES:
         return device
     import torch
 
     count = torch.cuda.device_count()
-    return replace(device, name=f"{count} × {device.name}", slug=f"{count}x-{device.slug}") if count > 1 else device
+    return (
+        replace(device, name=f"{count} × {device.name}", slug=f"{count}x-{device.slug}")
+        if count > 1
+        else device
+    )
 
 
 def gpu_links() -> str:
-    """Returns how the first GPU is linked to others, "NVLink, 18 links" or "PCIe"; "unknown" without NVML."""
+    """Returns how the first GPU is linked to others, "NVLink, 18 links" or "PCIe"; "unknown"
+    without NVML.
+    """
     with _nvml() as nvml:
         if nvml is None:
             return "unknown"
@@ -138,7 +161,9 @@ def device_key(device: Device) -> str:
 
 
 def num_usable_cores() -> int:
-    """Returns how many physical cores this process may use, the whole cores of its quota included (Linux only)."""
+    """Returns how many physical cores this process may use, the whole cores of its quota included
+    (Linux only).
+    """
     cores = set()
     for cpu in os.sched_getaffinity(0):
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
@@ -151,7 +176,9 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def _cpu_files(*names: str) -> Iterator[str]:
-    """Yields the text of these files for each control group that shares out CPU time to this process, v1 and v2."""
+    """Yields the text of these files for each control group that shares out CPU time to this
+    process, v1 and v2.
+    """
     with contextlib.suppress(OSError):  # no control groups
         for line in (PROC / "self" / "cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -165,14 +192,18 @@ def _cpu_files(*names: str) -> Iterator[str]:
 
 
 def cpu_quota() -> float | None:
-    """Returns the cores whose time the control groups of this process leave it (Linux); None without a quota."""
+    """Returns the cores whose time the control groups of this process leave it (Linux); None
+    without a quota.
+    """
     texts = [*_cpu_files("cpu.max"), *_cpu_files("cpu.cfs_quota_us", "cpu.cfs_period_us")]
     limits = [re.match(r"(\d+)\s+(\d+)", text) for text in texts]  # "max", or -1, is none
     return min((int(limit[1]) / int(limit[2]) for limit in limits if limit), default=None)
 
 
 def has_gpu_driver() -> bool:
-    """Returns False only where torch cannot have a GPU: on Linux without NVIDIA's driver library and AMD's device."""
+    """Returns False only where torch cannot have a GPU: on Linux without NVIDIA's driver library
+    and AMD's device.
+    """
     if sys.platform != "linux" or os.path.exists("/dev/kfd"):
         return True
     try:
@@ -189,7 +220,9 @@ def cpu_name() -> str:
         command = ["sysctl", "-n", "machdep.cpu.brand_string"]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     with contextlib.suppress(OSError):
-        if found := re.search(r"^model name\s*:(.*)$", Path("/proc/cpuinfo").read_text("utf-8"), re.MULTILINE):
+        if found := re.search(
+            r"^model name\s*:(.*)$", Path("/proc/cpuinfo").read_text("utf-8"), re.MULTILINE
+        ):
             return found[1].strip()
     return platform.processor() or platform.machine()
 
@@ -222,8 +255,8 @@ def driver_version() -> str:
 def machine_id() -> str:
     """Returns eight hexadecimal digits that tell this machine from others of its device's name.
 
-    They follow from the number of the operating system's installation, without one from the host's name. LABKIT_MACHINE
-    takes their place where both change between runs, as in containers.
+    They follow from the number of the operating system's installation, without one from the host's
+    name. LABKIT_MACHINE takes their place where both change between runs, as in containers.
     """
     if given := os.environ.get("LABKIT_MACHINE"):
         return given
@@ -236,8 +269,8 @@ def machine_id() -> str:
 def source_state() -> dict[str, Any]:
     """Returns {"commit", "dirty"} of the code that runs.
 
-    Where there is no git history, LABKIT_COMMIT and LABKIT_DIRTY ("0" or "1") give them; without these, commit is
-    "unknown" and dirty None.
+    Where there is no git history, LABKIT_COMMIT and LABKIT_DIRTY ("0" or "1") give them; without
+    these, commit is "unknown" and dirty None.
     """
     if commit := os.environ.get("LABKIT_COMMIT"):
         return {"commit": commit, "dirty": os.environ.get("LABKIT_DIRTY", "0") != "0"}
@@ -249,7 +282,8 @@ def source_state() -> dict[str, Any]:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        # Measuring writes under figures/ and re-renders the report; neither changes what is measured.
+        # Measuring writes under figures/ and re-renders the report; neither changes what is
+        # measured.
         changed = git("status", "--porcelain", "--", ".", ":!figures", ":!report.md", ":!notebooks")
         return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changed)}
     except subprocess.CalledProcessError:  # no commit yet, or a tree that git refuses to read
@@ -265,7 +299,11 @@ def environment(device: Device) -> dict[str, Any]:
         "software": software_versions(),
         "source": source_state(),
         "os": f"{platform.system()} {platform.release()}",
-        "cpu": {"name": cpu_name(), "num_cores": os.cpu_count(), "num_torch_threads": torch.get_num_threads()},
+        "cpu": {
+            "name": cpu_name(),
+            "num_cores": os.cpu_count(),
+            "num_torch_threads": torch.get_num_threads(),
+        },
     }
     if device.kind == "cuda":
         properties = torch.cuda.get_device_properties(0)
@@ -298,7 +336,9 @@ def _nvml() -> Iterator[Any]:
 
 
 def _nvml_handle(nvml: Any) -> Any:
-    """Returns NVML's handle of torch's cuda:0 (CUDA_VISIBLE_DEVICES does not affect NVML's order)."""
+    """Returns NVML's handle of torch's cuda:0 (CUDA_VISIBLE_DEVICES does not affect NVML's
+    order).
+    """
     import torch
 
     if torch.cuda.is_available():
@@ -328,28 +368,37 @@ THROTTLE_REASONS = {
     0x40: "hardware thermal slowdown",
     0x80: "hardware power brake",
 }
-"""NVML's nvmlClocksEventReason bits that mean throttling (idling and clocks set by the user do not)."""
+"""NVML's nvmlClocksEventReason bits that mean throttling (idling and clocks set by the user do
+not).
+"""
 
 PROC = Path("/proc")
 
 BUSY_FRACTION = 0.05
-"""A window is disturbed if others used this many cores and our threads waited for this fraction of it."""
+"""A window is disturbed if others used this many cores and our threads waited for this fraction of
+it.
+"""
 
 SHORTEST_WAIT_S = 0.002
-"""Shorter waits in a whole window come from waking up, even on an idle machine. A time slice is longer."""
+"""Shorter waits in a whole window come from waking up, even on an idle machine. A time slice is
+longer.
+"""
 
 SHORTEST_STOP_S = 0.1
-"""A process that shows no life for this much longer than it means to sleep was stopped: by a signal, with its virtual
-machine, or its clock was set. A thread that holds the interpreter meanwhile computes, or waits for a core."""
+"""A process that shows no life for this much longer than it means to sleep was stopped: by a
+signal, with its virtual machine, or its clock was set. A thread that holds the interpreter
+meanwhile computes, or waits for a core.
+"""
 
 
 @dataclass(frozen=True)
 class _HostReading:
     """Counters of the kernel's scheduler at `time_s`, in seconds.
 
-    CPU time of all processes and the hypervisor (`used_s`), of the hypervisor per core (`stolen_s`), of this process
-    and its descendants (`own_s`); how long each of their threads (`waited_s`), or any of the machine (`pressure_s`),
-    was ready to run and had no core; how long the quota kept cores from its group (`throttled_s`, summed over cores).
+    CPU time of all processes and the hypervisor (`used_s`), of the hypervisor per core
+    (`stolen_s`), of this process and its descendants (`own_s`); how long each of their threads
+    (`waited_s`), or any of the machine (`pressure_s`), was ready to run and had no core; how long
+    the quota kept cores from its group (`throttled_s`, summed over cores).
     """
 
     time_s: float
@@ -372,17 +421,29 @@ def _host_reading() -> _HostReading | None:
         return None
     for pid in _descendants():
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            own_s += sum(map(int, (PROC / pid / "stat").read_text().rpartition(")")[2].split()[11:15])) / ticks_per_s
+            own_s += (
+                sum(map(int, (PROC / pid / "stat").read_text().rpartition(")")[2].split()[11:15]))
+                / ticks_per_s
+            )
             _add_waits(pid, waited_s)
     with contextlib.suppress(OSError):
-        pressure_s = int((PROC / "pressure" / "cpu").read_text().split("\n", 1)[0].split("total=")[1]) / 1e6
-    used_s, stolen_s = (sum(ticks) - ticks[3] - ticks[4]) / ticks_per_s, ticks[7] / ticks_per_s / (os.cpu_count() or 1)
-    return _HostReading(time.monotonic(), used_s, stolen_s, own_s, waited_s, pressure_s, _throttled_s())
+        pressure_s = (
+            int((PROC / "pressure" / "cpu").read_text().split("\n", 1)[0].split("total=")[1]) / 1e6
+        )
+    used_s, stolen_s = (
+        (sum(ticks) - ticks[3] - ticks[4]) / ticks_per_s,
+        ticks[7] / ticks_per_s / (os.cpu_count() or 1),
+    )
+    return _HostReading(
+        time.monotonic(), used_s, stolen_s, own_s, waited_s, pressure_s, _throttled_s()
+    )
 
 
 def _throttled_s() -> float:
     found = re.findall(r"\bthrottled_(usec|time) (\d+)", " ".join(_cpu_files("cpu.stat")))
-    return sum(int(number) * (1e-6 if unit == "usec" else 1e-9) for unit, number in found)  # of v2, of v1 in ns
+    return sum(
+        int(number) * (1e-6 if unit == "usec" else 1e-9) for unit, number in found
+    )  # of v2, of v1 in ns
 
 
 def _add_waits(pid: str, waited_s: dict[str, float]) -> None:
@@ -406,14 +467,20 @@ LOAD = ("other_cpu_cores", "cpu_wait_fraction", "cpu_pressure")
 def _host_load(begin: _HostReading, end: _HostReading) -> tuple[dict[str, Any], list[str]]:
     """Returns the host's load between two readings, and what slowed this process down.
 
-    Another process disturbs only if a thread of ours waits for its core: one busy core of 16 does not. Threads also
-    wait a little on waking up, and long where this process has more threads than cores, so others must have run too.
+    Another process disturbs only if a thread of ours waits for its core: one busy core of 16 does
+    not. Threads also wait a little on waking up, and long where this process has more threads than
+    cores, so others must have run too.
     """
     window_s = max(end.time_s - begin.time_s, 1e-9)
     other_s = max(0.0, (end.used_s - begin.used_s) - (end.own_s - begin.own_s))
-    waited_s = max(waited_s - begin.waited_s.get(task, 0.0) for task, waited_s in end.waited_s.items())
+    waited_s = max(
+        waited_s - begin.waited_s.get(task, 0.0) for task, waited_s in end.waited_s.items()
+    )
     waited_s += end.stolen_s - begin.stolen_s
-    load = {"other_cpu_cores": round(other_s / window_s, 4), "cpu_wait_fraction": round(waited_s / window_s, 4)}
+    load = {
+        "other_cpu_cores": round(other_s / window_s, 4),
+        "cpu_wait_fraction": round(waited_s / window_s, 4),
+    }
     if begin.pressure_s is not None and end.pressure_s is not None:
         load["cpu_pressure"] = round((end.pressure_s - begin.pressure_s) / window_s, 4)
     causes, throttled_s = [], end.throttled_s - begin.throttled_s
@@ -421,16 +488,22 @@ def _host_load(begin: _HostReading, end: _HostReading) -> tuple[dict[str, Any], 
     others_ran = other_s + 1 / os.sysconf("SC_CLK_TCK") >= BUSY_FRACTION * window_s
     if others_ran and waited_s >= max(SHORTEST_WAIT_S, BUSY_FRACTION * window_s):
         causes.append(
-            f"other processes used {load['other_cpu_cores']:.2g} CPU cores and a thread waited for a core "
+            f"other processes used {load['other_cpu_cores']:.2g} CPU cores and a thread waited "
+            f"for a core "
             f"{100 * load['cpu_wait_fraction']:.0f} % of the time"
         )
     if throttled_s >= BUSY_FRACTION * window_s:
-        causes.append(f"its own CPU quota stopped it {100 * throttled_s / window_s:.0f} % of the time, over all cores")
+        causes.append(
+            f"its own CPU quota stopped it {100 * throttled_s / window_s:.0f} % of the time, over "
+            f"all cores"
+        )
     return load, causes
 
 
 class Reading(NamedTuple):
-    """What a GPU says of itself at `time_s` of `time.perf_counter`, in NVML's units; None for what it does not say."""
+    """What a GPU says of itself at `time_s` of `time.perf_counter`, in NVML's units; None for what
+    it does not say.
+    """
 
     time_s: float
     energy_mj: int | None
@@ -443,7 +516,9 @@ class Reading(NamedTuple):
 def throttle_reasons(readings: Iterable[Reading]) -> list[str]:
     """Returns why the GPU throttled at any of these readings."""
     masks = [reading.throttle_mask or 0 for reading in readings]
-    return sorted(text for bit, text in THROTTLE_REASONS.items() if any(mask & bit for mask in masks))
+    return sorted(
+        text for bit, text in THROTTLE_REASONS.items() if any(mask & bit for mask in masks)
+    )
 
 
 def _active_s(schedstat: Path) -> float:
@@ -455,17 +530,21 @@ def _active_s(schedstat: Path) -> float:
 
 
 class Monitor:
-    """Samples the host's load and, on a GPU, its SM clock, power, temperature and throttle reasons during a block.
+    """Samples the host's load and, on a GPU, its SM clock, power, temperature and throttle reasons
+    during a block.
 
-    Afterwards `summary` holds what this machine reports of them, `disturbed` (whether something slowed the block down)
-    and `disturbed_by` (what: other processes, a CPU quota, a stop of this process); `readings` has the samples. The
-    sampling thread sleeps between readings of about a millisecond, and NVML's calls release the interpreter. Only the
-    energy counter takes 7 ms, in which the host issues work more slowly: it is read where `wants_energy` says so of the
-    time.
+    Afterwards `summary` holds what this machine reports of them, `disturbed` (whether something
+    slowed the block down) and `disturbed_by` (what: other processes, a CPU quota, a stop of this
+    process); `readings` has the samples. The sampling thread sleeps between readings of about a
+    millisecond, and NVML's calls release the interpreter. Only the energy counter takes 7 ms, in
+    which the host issues work more slowly: it is read where `wants_energy` says so of the time.
     """
 
     def __init__(
-        self, device_kind: str, interval_s: float = 0.1, wants_energy: Callable[[float], bool] = lambda time_s: False
+        self,
+        device_kind: str,
+        interval_s: float = 0.1,
+        wants_energy: Callable[[float], bool] = lambda time_s: False,
     ):
         self.device_kind, self.interval_s, self.wants_energy = device_kind, interval_s, wants_energy
         self.summary: dict[str, Any] = {}
@@ -501,7 +580,9 @@ class Monitor:
             causes.append(f"{others} other process{'' if others == 1 else 'es'} on the GPU")
         self.summary = gpu | load
         if self.summary or causes:
-            self.summary |= {"disturbed": bool(causes)} | ({"disturbed_by": "; ".join(causes)} if causes else {})
+            self.summary |= {"disturbed": bool(causes)} | (
+                {"disturbed_by": "; ".join(causes)} if causes else {}
+            )
 
     def _run(self) -> None:
         while self._goes_on():
@@ -509,7 +590,9 @@ class Monitor:
                 self._read()
 
     def _goes_on(self) -> bool:
-        """Returns after an interval whether the block still runs; counts how long the process was stopped meanwhile."""
+        """Returns after an interval whether the block still runs; counts how long the process was
+        stopped meanwhile.
+        """
         own = PROC / "thread-self" / "schedstat"
         begin_s, active_s, own_s = time.perf_counter(), _active_s(self._watched), _active_s(own)
         is_over = self._stop.wait(self.interval_s)
@@ -543,7 +626,10 @@ class Monitor:
     def _summarise(self) -> dict[str, Any]:
         if not self.readings:
             return {}
-        columns = (sorted(x for x in column if x is not None) or [None] for column in zip(*self.readings, strict=True))
+        columns = (
+            sorted(x for x in column if x is not None) or [None]
+            for column in zip(*self.readings, strict=True)
+        )
         _, _, clocks, powers, temperatures, masks = columns
         summary = {
             "sm_clock_mhz_median": clocks[len(clocks) // 2],
@@ -568,7 +654,9 @@ def foreign_processes(nvml: Any, handle: Any) -> int | None:
 
 
 def find_nsys() -> str | None:
-    """Returns the path of nsys, from PATH, an install of Nsight Systems or of Nsight Compute; else None."""
+    """Returns the path of nsys, from PATH, an install of Nsight Systems or of Nsight Compute; else
+    None.
+    """
     if found := shutil.which("nsys"):
         return found
     for root in ("/opt/nvidia/nsight-systems", "/opt/nvidia/nsight-compute"):
@@ -580,7 +668,9 @@ def find_nsys() -> str | None:
 
 @dataclass(frozen=True)
 class Check:
-    """One line of `labkit doctor`: what was looked for, whether it is present, what its absence disables."""
+    """One line of `labkit doctor`: what was looked for, whether it is present, what its absence
+    disables.
+    """
 
     name: str
     present: bool
@@ -589,39 +679,97 @@ class Check:
 
 
 def checks(nsys_failure: Callable[[], str] = str) -> list[Check]:
-    """Returns what this machine has and lacks; `nsys_failure` says why the nsys that was found is of no use."""
+    """Returns what this machine has and lacks; `nsys_failure` says why the nsys that was found is
+    of no use.
+    """
     try:
         import torch
     except ImportError as error:
-        return [Check("torch", False, str(error), "measuring anything; `labkit report` still works")]
-    device, driver, triton, nsys = detect(), driver_version(), software_versions()["triton"], find_nsys()
+        return [
+            Check("torch", False, str(error), "measuring anything; `labkit report` still works")
+        ]
+    device, driver, triton, nsys = (
+        detect(),
+        driver_version(),
+        software_versions()["triton"],
+        find_nsys(),
+    )
     cuda, peaks, quota = device.kind == "cuda", device.peaks, cpu_quota()
     failure = nsys_failure() if nsys else ""
-    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
+    compiler = (
+        shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
+    )
     nccl = cuda and torch.distributed.is_available() and torch.distributed.is_nccl_available()
     found = [
         ("torch", True, torch.__version__, ""),
         ("device", True, f"{device.name} ({device.kind}), figures/{device.slug}/", ""),
-        ("GPU", cuda, device.name if cuda else "no CUDA GPU", "the full profile; the smoke profile runs on the CPU"),
-        ("NVIDIA driver and NVML", driver, driver or "not found", "clocks, power and throttling in the records"),
+        (
+            "GPU",
+            cuda,
+            device.name if cuda else "no CUDA GPU",
+            "the full profile; the smoke profile runs on the CPU",
+        ),
+        (
+            "NVIDIA driver and NVML",
+            driver,
+            driver or "not found",
+            "clocks, power and throttling in the records",
+        ),
         ("triton", triton, triton or "not installed", "Triton kernels, torch.compile on a GPU"),
-        ("C++ compiler", compiler, "found" if compiler else "not found", "torch.compile on the CPU"),
-        ("no CPU quota", not quota, f"{quota:.2g} cores by its control group" if quota else "none in force",
-         "trust in timings of the CPU made now; what the quota stops is marked"),
-        ("datasheet peaks", peaks, peaks.source if peaks else "not in the table",
-         "utilisation against the datasheet; the measured ceiling remains"),
-        ("nsys", nsys and not failure, failure or ("found" if nsys else "not found"),
-         "Nsight Systems captures; torch.profiler is used"),
-        ("NCCL", nccl, "available" if nccl else "not available",
-         "collectives between GPUs; gloo on the CPU remains"),
-    ]  # fmt: skip
+        (
+            "C++ compiler",
+            compiler,
+            "found" if compiler else "not found",
+            "torch.compile on the CPU",
+        ),
+        (
+            "no CPU quota",
+            not quota,
+            f"{quota:.2g} cores by its control group" if quota else "none in force",
+            "trust in timings of the CPU made now; what the quota stops is marked",
+        ),
+        (
+            "datasheet peaks",
+            peaks,
+            peaks.source if peaks else "not in the table",
+            "utilisation against the datasheet; the measured ceiling remains",
+        ),
+        (
+            "nsys",
+            nsys and not failure,
+            failure or ("found" if nsys else "not found"),
+            "Nsight Systems captures; torch.profiler is used",
+        ),
+        (
+            "NCCL",
+            nccl,
+            "available" if nccl else "not available",
+            "collectives between GPUs; gloo on the CPU remains",
+        ),
+    ]
     if cuda:
         with Monitor("cuda") as monitor:
             pass
-        reasons, others = monitor.summary.get("throttle_reasons"), monitor.summary.get("foreign_processes")
+        reasons, others = (
+            monitor.summary.get("throttle_reasons"),
+            monitor.summary.get("foreign_processes"),
+        )
         clock = f"SM clock {monitor.summary.get('sm_clock_mhz_median')} MHz"
         found += [
-            ("not throttled", not reasons, ", ".join(reasons or []) or clock, "trust in timings made now"),
-            ("GPU to itself", not others, f"{others or 0} other processes on the GPU", "trust in timings made now"),
+            (
+                "not throttled",
+                not reasons,
+                ", ".join(reasons or []) or clock,
+                "trust in timings made now",
+            ),
+            (
+                "GPU to itself",
+                not others,
+                f"{others or 0} other processes on the GPU",
+                "trust in timings made now",
+            ),
         ]
-    return [Check(name, bool(has), detail, "" if has else disables) for name, has, detail, disables in found]
+    return [
+        Check(name, bool(has), detail, "" if has else disables)
+        for name, has, detail, disables in found
+    ]

@@ -32,14 +32,17 @@ def open_chapter(
     save_figures: bool = False,
     **options: Any,
 ) -> Chapter:
-    """Returns a notebook's chapter; with `measure`, measures first what is not recorded yet, all sections in order.
+    """Returns a notebook's chapter; with `measure`, measures first what is not recorded yet, all
+    sections in order.
 
     Args and Raises: as `experiments.open_session`; save_figures: as Chapter.
     """
     arguments = {"device": device, "profile": profile, "output": output, "fresh": fresh}
     session = open_session(notebook, measure=measure, **arguments, **options)
     if measure:
-        for section in dict.fromkeys(case.section for case in session.cases if case.section not in SESSION_SECTIONS):
+        for section in dict.fromkeys(
+            case.section for case in session.cases if case.section not in SESSION_SECTIONS
+        ):
             session.measure(section)
     session.finish()
     return Chapter(notebook, device=session.slug, output=output, save_figures=save_figures)
@@ -62,11 +65,16 @@ def show_source(function: Any, start: str = "", lines: int = 20) -> Markdown:
 
 
 def interpret_kernels() -> None:
-    """Makes Triton run kernels in Python, on the CPU, where there is no GPU; RuntimeError if it is loaded already."""
+    """Makes Triton run kernels in Python, on the CPU, where there is no GPU; RuntimeError if it is
+    loaded already.
+    """
     if hardware.detect().kind == "cuda":
         return
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-        raise RuntimeError("Triton is loaded already: restart the kernel and call interpret_kernels before its import")
+        raise RuntimeError(
+            "Triton is loaded already: restart the kernel and call interpret_kernels before its "
+            "import"
+        )
     os.environ["TRITON_INTERPRET"] = "1"
 
 
@@ -75,7 +83,8 @@ def measure_here(notebook: str, section: str, phase: str, **changes: Any) -> pd.
 
     Args:
         notebook: "01_benchmarking"; section: of its records; phase: what to time.
-        changes: parameters of the case that differ from the section's first one in the smoke profile.
+        changes: parameters of the case that differ from the section's first one in the smoke
+            profile.
 
     Returns:
         The case's parameters, metrics and `observed` as columns, as `Chapter.records` names them.
@@ -89,10 +98,15 @@ def measure_here(notebook: str, section: str, phase: str, **changes: Any) -> pd.
     cases = experiment.cases("smoke", hardware.detect().kind)
     of_section = [case for case in cases if case.section == section]
     if not of_section:
-        raise ValueError(f"unknown section {section!r}; accepted: {', '.join(dict.fromkeys(c.section for c in cases))}")
+        raise ValueError(
+            f"unknown section {section!r}; accepted: "
+            f"{', '.join(dict.fromkeys(c.section for c in cases))}"
+        )
     case = of_section[0]
     if unknown := changes.keys() - case.parameters.keys():
-        raise ValueError(f"unknown parameter {sorted(unknown)[0]!r}; accepted: {', '.join(case.parameters)}")
+        raise ValueError(
+            f"unknown parameter {sorted(unknown)[0]!r}; accepted: {', '.join(case.parameters)}"
+        )
     _check_values(case.parameters, changes)
     if phase not in case.phases:
         raise ValueError(f"unknown phase {phase!r}; accepted: {', '.join(case.phases)}")
@@ -101,8 +115,14 @@ def measure_here(notebook: str, section: str, phase: str, **changes: Any) -> pd.
         measured = run()
         if name == phase:
             if measured.case != case.parameters:
-                wrong = {key: value for key, value in case.parameters.items() if measured.case.get(key) != value}
-                raise ValueError(f"asked for {wrong}, which this section does not know: it ran {measured.case}")
+                wrong = {
+                    key: value
+                    for key, value in case.parameters.items()
+                    if measured.case.get(key) != value
+                }
+                raise ValueError(
+                    f"asked for {wrong}, which this section does not know: it ran {measured.case}"
+                )
             told = {"observed": measured.observed, "phase": phase, "status": "ok"}
             return pd.DataFrame([{**measured.case, **measured.metrics, **told}])
     raise ValueError(f"{section} gave no phase {phase!r}")

@@ -1,7 +1,8 @@
-"""The notebooks as programs: finding them by number or name, checking their parameters, executing them.
+"""The notebooks as programs: finding them by number or name, checking their parameters, executing
+them.
 
-What a parameter accepts comes from the notebook's own cell tagged "parameters": its names, and the types of
-their defaults. Nothing here imports torch.
+What a parameter accepts comes from the notebook's own cell tagged "parameters": its names, and the
+types of their defaults. Nothing here imports torch.
 """
 
 import ast
@@ -14,14 +15,17 @@ from typing import Any
 from labkit import guard
 from labkit.configs import GRIDS, NARROWED, NOTEBOOKS, RequestError, narrowed
 
-# Where jsonschema, which nbformat imports, finds this package, it takes four seconds to build 38 grammars of addresses.
+# Where jsonschema, which nbformat imports, finds this package, it takes four seconds to build 38
+# grammars of addresses.
 sys.modules.setdefault("rfc3987_syntax", None)
 
 CELL_TIMEOUT_S = 6 * 3600
 """For a cell that hangs beyond every case's own timeout; a dead kernel is noticed at once."""
 
 LESSON = "lesson"
-"""Tag of the cells that teach: predictions, live examples, things to try. The report leaves them out."""
+"""Tag of the cells that teach: predictions, live examples, things to try. The report leaves them
+out.
+"""
 
 
 class NotebookError(Exception):
@@ -29,15 +33,21 @@ class NotebookError(Exception):
 
 
 def names() -> list[str]:
-    """Returns the names of all notebooks, in order: ["01_benchmarking", …]; RequestError where they are not at hand."""
+    """Returns the names of all notebooks, in order: ["01_benchmarking", …]; RequestError where they
+    are not at hand.
+    """
     found = sorted(path.stem for path in NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
     if not found:
-        raise RequestError(f"no notebooks in {NOTEBOOKS}; install a clone of labkit's repository by `pip install -e .`")
+        raise RequestError(
+            f"no notebooks in {NOTEBOOKS}; install a clone of labkit's repository by `pip install "
+            f"-e .`"
+        )
     return found
 
 
 def resolve(name: str) -> str:
-    """Returns the notebook with this number ("01", "1"), name ("benchmarking") or both ("01_benchmarking").
+    """Returns the notebook with this number ("01", "1"), name ("benchmarking") or both
+    ("01_benchmarking").
 
     Raises RequestError for another one.
     """
@@ -47,7 +57,9 @@ def resolve(name: str) -> str:
         if name in (candidate, f"{candidate}.ipynb", title, number, number.lstrip("0")):
             return candidate
     accepted = ", ".join(available)
-    raise RequestError(f"unknown notebook {name!r}; accepted: {accepted} (or the number, or the name alone)")
+    raise RequestError(
+        f"unknown notebook {name!r}; accepted: {accepted} (or the number, or the name alone)"
+    )
 
 
 def path(name: str) -> Path:
@@ -67,15 +79,21 @@ def title(name: str) -> str:
 
 
 def without_lessons(notebook):
-    """Returns the notebook without the cells tagged "lesson", which run live examples and hold no result."""
-    kept = {**notebook, "cells": [cell for cell in notebook.cells if LESSON not in cell.metadata.get("tags", [])]}
+    """Returns the notebook without the cells tagged "lesson", which run live examples and hold no
+    result.
+    """
+    kept = {
+        **notebook,
+        "cells": [cell for cell in notebook.cells if LESSON not in cell.metadata.get("tags", [])],
+    }
     return type(notebook)(kept)
 
 
 def parameters(name: str) -> dict[str, Any]:
     """Returns the defaults in the notebook's parameters cell.
 
-    Raises NotebookError if there is no such cell or a default is no literal (papermill evaluates nothing).
+    Raises NotebookError if there is no such cell or a default is no literal (papermill evaluates
+    nothing).
     """
     for cell in read(name).cells:
         if "parameters" in cell.metadata.get("tags", []):
@@ -93,10 +111,12 @@ def parameters(name: str) -> dict[str, Any]:
 
 
 def parse_parameters(name: str, assignments: Sequence[str]) -> dict[str, Any]:
-    """Returns the typed values of `KEY=VALUE` texts, checked against the notebook's parameters cell.
+    """Returns the typed values of `KEY=VALUE` texts, checked against the notebook's parameters
+    cell.
 
-    A text parameter takes VALUE as it is, a list comma-separated items, every other a Python literal of the default's
-    type. Raises RequestError naming the bad key or value and what is accepted.
+    A text parameter takes VALUE as it is, a list comma-separated items, every other a Python
+    literal of the default's type. Raises RequestError naming the bad key or value and what is
+    accepted.
     """
     defaults = parameters(name)
     values = {}
@@ -105,7 +125,9 @@ def parse_parameters(name: str, assignments: Sequence[str]) -> dict[str, Any]:
         if not separator:
             raise RequestError(f"parameter {assignment!r} is not of the form KEY=VALUE")
         if key not in defaults:
-            raise RequestError(f"unknown parameter {key!r} of {name}; accepted: {', '.join(defaults)}")
+            raise RequestError(
+                f"unknown parameter {key!r} of {name}; accepted: {', '.join(defaults)}"
+            )
         values[key] = _parse_value(key, text, defaults[key])
     return values
 
@@ -117,13 +139,18 @@ def _parse_value(key: str, text: str, default: Any) -> Any:
         return listed(key, text)
     value = _literal(text)
     if type(value) is not type(default) and not (isinstance(default, float) and type(value) is int):
-        accepted = "True or False" if isinstance(default, bool) else f"a value of type {type(default).__name__}"
+        accepted = (
+            "True or False"
+            if isinstance(default, bool)
+            else f"a value of type {type(default).__name__}"
+        )
         raise RequestError(f"parameter {key!r} takes {accepted}, got {text!r}")
     return value
 
 
 def listed(key: str, value: Any) -> list:
-    """Returns the values of the list parameter `key`, given as a list, as text with commas, or as one number.
+    """Returns the values of the list parameter `key`, given as a list, as text with commas, or as
+    one number.
 
     Plain papermill hands over text and numbers. Raises RequestError for text that holds no value.
     """
@@ -153,7 +180,8 @@ def _literal(text: str) -> Any:
 
 
 def show(name: str, values: Mapping[str, Any]):
-    """Executes a notebook's cells but the lessons in this process and returns it with what their last lines show.
+    """Executes a notebook's cells but the lessons in this process and returns it with what their
+    last lines show.
 
     For notebooks that measure nothing: starting a kernel takes longer than running most of them.
 
@@ -173,24 +201,31 @@ def show(name: str, values: Mapping[str, Any]):
         last = body.pop().value if body and isinstance(body[-1], ast.Expr) else ast.Constant(None)
         try:
             exec(compile(ast.Module(body, []), name, "exec"), variables)
-            shown = eval(compile(ast.Expression(ast.fix_missing_locations(last)), name, "eval"), variables)
+            shown = eval(
+                compile(ast.Expression(ast.fix_missing_locations(last)), name, "eval"), variables
+            )
         except Exception as error:
             kind = "" if isinstance(error, RequestError) else f"{type(error).__name__}: "
             raise NotebookError(f"{name}: {kind}{error}") from error
         if "parameters" in cell.metadata.get("tags", []):
             variables |= values
         bundles = [] if shown is None else [formatter.format(shown)]
-        cell["outputs"] = [new_output("execute_result", data, metadata=metadata) for data, metadata in bundles]
+        cell["outputs"] = [
+            new_output("execute_result", data, metadata=metadata) for data, metadata in bundles
+        ]
     return notebook
 
 
-def execute(name: str, values: Mapping[str, Any], *, lessons: bool = False, show_progress: bool = False):
+def execute(
+    name: str, values: Mapping[str, Any], *, lessons: bool = False, show_progress: bool = False
+):
     """Executes a notebook in a new kernel of this Python and returns it with its outputs.
 
     Args:
         name: of the notebook; its file is not changed.
         values: parameters to set, as `parse_parameters` returns them.
-        lessons: execute the cells tagged "lesson" too; without them only measurements use the device.
+        lessons: execute the cells tagged "lesson" too; without them only measurements use the
+            device.
         show_progress: show the notebook's progress bars and messages on stderr.
 
     Raises:
@@ -208,7 +243,9 @@ def execute(name: str, values: Mapping[str, Any], *, lessons: bool = False, show
             return KernelSpecManager(kernel_dirs=[])
 
     guard.move_temporary_files()  # of the kernel: it is ended too fast to remove them
-    os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")  # the kernel's debugger warns about frozen modules
+    os.environ.setdefault(
+        "PYDEVD_DISABLE_FILE_VALIDATION", "1"
+    )  # the kernel's debugger warns about frozen modules
     stream = sys.stderr if show_progress else None
     try:
         return papermill.execute_notebook(
@@ -223,7 +260,8 @@ def execute(name: str, values: Mapping[str, Any], *, lessons: bool = False, show
             stderr_file=stream,
             # Silences its transport, and the interrupt before its end, which it logs as an error.
             extra_arguments=["--IPKernelApp.log_level=50"],
-            shutdown_kernel="immediate",  # asked to end, it would warn of what its event loop still holds
+            # asked to end, it would warn of what its event loop still holds
+            shutdown_kernel="immediate",
         )
     except papermill.PapermillExecutionError as error:
         kind = "" if error.ename == RequestError.__name__ else f"{error.ename}: "

@@ -1,7 +1,8 @@
-"""Numerics of floating-point formats: spacing, three ways to add, normalisation, errors and the budget for them.
+"""Numerics of floating-point formats: spacing, three ways to add, normalisation, errors and the
+budget for them.
 
-Sums and normalisation round after every operation, in the dtype they are given, as a kernel does that keeps a quantity
-in that dtype. Library reductions do not: they add in fp32 and round once.
+Sums and normalisation round after every operation, in the dtype they are given, as a kernel does
+that keeps a quantity in that dtype. Library reductions do not: they add in fp32 and round once.
 """
 
 import math
@@ -17,10 +18,14 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 NORMS = ("layer_norm", "rms_norm")
 
 OUTPUT_BUDGET, GRADIENT_BUDGET = 2, 3
-"""Largest error against fp64, as a multiple of the eager error in the same dtype plus the rounding of the result."""
+"""Largest error against fp64, as a multiple of the eager error in the same dtype plus the rounding
+of the result.
+"""
 
 NUM_BLOCKS = 16
-"""Blocks of rows judged separately: rows shrink as 1/√position under a causal mask, so the first would hide others."""
+"""Blocks of rows judged separately: rows shrink as 1/√position under a causal mask, so the first
+would hide others.
+"""
 
 
 def tensor_dtype(precision: str) -> torch.dtype:
@@ -29,7 +34,9 @@ def tensor_dtype(precision: str) -> torch.dtype:
 
 
 def set_precision(precision: str) -> None:
-    """Has PyTorch multiply fp32 matrices as TF32 for "tf32", in full fp32 for any other precision."""
+    """Has PyTorch multiply fp32 matrices as TF32 for "tf32", in full fp32 for any other
+    precision.
+    """
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
 
 
@@ -41,15 +48,23 @@ def live_precision(dtype: torch.dtype) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Returns the short name of a floating-point dtype: "fp32", "fp16" or "bf16", else PyTorch's own."""
-    return {known: name for name, known in DTYPES.items()}.get(dtype, str(dtype).removeprefix("torch."))
+    """Returns the short name of a floating-point dtype: "fp32", "fp16" or "bf16", else PyTorch's
+    own.
+    """
+    return {known: name for name, known in DTYPES.items()}.get(
+        dtype, str(dtype).removeprefix("torch.")
+    )
 
 
 def spacing(value: float, dtype: torch.dtype) -> float:
-    """Returns the distance between neighbouring numbers of `dtype` in the binade of `value`; ValueError without one."""
+    """Returns the distance between neighbouring numbers of `dtype` in the binade of `value`;
+    ValueError without one.
+    """
     limits = torch.finfo(dtype)
     if not 0 < value <= limits.max:
-        raise ValueError(f"value {value!r} has no binade in {dtype}; accepted: above 0, up to {limits.max:g}")
+        raise ValueError(
+            f"value {value!r} has no binade in {dtype}; accepted: above 0, up to {limits.max:g}"
+        )
     return max(binade(value), limits.smallest_normal) * limits.eps
 
 
@@ -61,7 +76,8 @@ def binade(value: float) -> float:
 def stall_value(term: float, dtype: torch.dtype) -> float:
     """Returns the sum from which adding `term` (positive, a number of `dtype`) changes nothing.
 
-    It is the first power of two whose spacing is at least twice the term: the exact sum then rounds back, even a tie.
+    It is the first power of two whose spacing is at least twice the term: the exact sum then rounds
+    back, even a tie.
     """
     return 2.0 ** math.ceil(math.log2(2 * term / torch.finfo(dtype).eps))
 
@@ -99,10 +115,14 @@ METHODS: dict[str, Callable[[Tensor, int, torch.dtype, int], list[Tensor]]] = {
     "kahan": _kahan,
     "pairwise": _pairwise,
 }
-"""Ways to add. kahan: carries what an addition loses to the next. pairwise: adds neighbours, then neighbouring sums."""
+"""Ways to add. kahan: carries what an addition loses to the next. pairwise: adds neighbours, then
+neighbouring sums.
+"""
 
 
-def running_sums(term: Tensor, num_terms: int, accumulator: torch.dtype, method: str, *, every: int = 1) -> Tensor:
+def running_sums(
+    term: Tensor, num_terms: int, accumulator: torch.dtype, method: str, *, every: int = 1
+) -> Tensor:
     """Returns the sums of so many copies of `term` for every multiple of `every` up to `num_terms`.
 
     Args:
@@ -111,7 +131,8 @@ def running_sums(term: Tensor, num_terms: int, accumulator: torch.dtype, method:
 
     Raises ValueError for another method.
 
-    Source: Kahan 1965 (compensated summation); Higham 1993 (pairwise: the error grows with log n, not n).
+    Source: Kahan 1965 (compensated summation); Higham 1993 (pairwise: the error grows with log n,
+    not n).
     """
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}; accepted: {', '.join(METHODS)}")
@@ -119,7 +140,9 @@ def running_sums(term: Tensor, num_terms: int, accumulator: torch.dtype, method:
 
 
 def tree_sum(x: Tensor) -> Tensor:
-    """Returns the sum over the last dimension (kept, of size 1), neighbours first, every addition rounded."""
+    """Returns the sum over the last dimension (kept, of size 1), neighbours first, every addition
+    rounded.
+    """
     while x.shape[-1] > 1:
         odd = x[..., x.shape[-1] // 2 * 2 :]
         pairs = x[..., : x.shape[-1] // 2 * 2]
@@ -127,11 +150,14 @@ def tree_sum(x: Tensor) -> Tensor:
     return x
 
 
-def normalise(x: Tensor, kind: str, epsilon: float, statistics: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns (normalised x in its own dtype, mean square per row in `statistics`), without gain and bias.
+def normalise(
+    x: Tensor, kind: str, epsilon: float, statistics: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Returns (normalised x in its own dtype, mean square per row in `statistics`), without gain
+    and bias.
 
-    LayerNorm subtracts the mean first, so that its mean square is the variance; RMSNorm does not. Every operation of
-    the statistics, ε and the division by the root are in `statistics`.
+    LayerNorm subtracts the mean first, so that its mean square is the variance; RMSNorm does not.
+    Every operation of the statistics, ε and the division by the root are in `statistics`.
 
     Args:
         x: (rows, features); kind: one of NORMS; epsilon: added to the mean square.
@@ -171,12 +197,21 @@ class Verdict:
         return asdict(self)
 
 
-def judge(name: str, value: Tensor, reference: Tensor, eager: Tensor, *, dtype: torch.dtype, num_terms: int) -> Verdict:
+def judge(
+    name: str,
+    value: Tensor,
+    reference: Tensor,
+    eager: Tensor,
+    *,
+    dtype: torch.dtype,
+    num_terms: int,
+) -> Verdict:
     """Returns the verdict on one output or gradient.
 
-    Judged are the largest difference, and the norm of the difference in each of up to NUM_BLOCKS blocks of rows.
-    Allowed is a multiple of eager's own error plus the roundings of the result to its dtype and of its sum: n terms
-    added in fp32 in any order are off by √n roundings where their signs are random.
+    Judged are the largest difference, and the norm of the difference in each of up to NUM_BLOCKS
+    blocks of rows. Allowed is a multiple of eager's own error plus the roundings of the result to
+    its dtype and of its sum: n terms added in fp32 in any order are off by √n roundings where their
+    signs are random.
 
     Args:
         name: "out", or anything else for a gradient.
@@ -196,14 +231,22 @@ def judge(name: str, value: Tensor, reference: Tensor, eager: Tensor, *, dtype: 
     if not value.isfinite().all() or not fraction <= 1:
         raise AssertionError(f"wrong: the error of {name} is {fraction:.3g} times what is allowed")
     norm = reference.norm()
-    return Verdict(((value - reference).norm() / norm).item(), ((eager - reference).norm() / norm).item(), fraction)
+    return Verdict(
+        ((value - reference).norm() / norm).item(),
+        ((eager - reference).norm() / norm).item(),
+        fraction,
+    )
 
 
 def _block_errors(x: Tensor, reference: Tensor) -> list[float]:
-    """Returns the largest difference over the largest value, then the relative error of each block of rows."""
+    """Returns the largest difference over the largest value, then the relative error of each block
+    of rows.
+    """
     errors = [((x - reference).abs().max() / reference.abs().max()).item()]
     rows = -(-reference.shape[-2] // NUM_BLOCKS)
-    for block, of_reference in zip(x.split(rows, dim=-2), reference.split(rows, dim=-2), strict=True):
+    for block, of_reference in zip(
+        x.split(rows, dim=-2), reference.split(rows, dim=-2), strict=True
+    ):
         norm = of_reference.norm()
         if norm > 0:  # a gradient that is zero throughout has no relative error
             errors.append(((block - of_reference).norm() / norm).item())

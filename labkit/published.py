@@ -1,14 +1,15 @@
 """Figures published elsewhere, as data with their source, to set our own measurements beside.
 
-The tables are in `labkit/data/published/`; the README there gives each one's origin and known errors. Nothing in them
-was measured by this project.
+The tables are in `labkit/data/published/`; the README there gives each one's origin and known
+errors. Nothing in them was measured by this project.
 """
 
 from importlib import resources
 
 import pandas as pd
 
-# The reports' "xl" has the dimensions that labkit calls "xl-2025": "xl" alone would not say which edition it is.
+# The reports' "xl" has the dimensions that labkit calls "xl-2025": "xl" alone would not say which
+# edition it is.
 _SIZES = {"small": "small", "medium": "medium", "large": "large", "xl": "xl-2025", "2.7b": "2.7b"}
 
 # A missing pair must fail: a default would label a time with a precision that was not run.
@@ -28,19 +29,24 @@ _CAVEAT_OF_NOTE = {
     "batch_implied": "batch size implied, not stated",
     "dtype_implied": "float32 implied, not stated",
     _DIFFERENCE: "difference of two timings, its std their quadrature sum",
-    _OPTIMIZER_STEP_INCLUDED: "published as forward and backward, but the published script also steps the optimizer",
+    _OPTIMIZER_STEP_INCLUDED: (
+        "published as forward and backward, but the published script also steps the optimizer"
+    ),
     _WARMUP_STUDY: "from the warm-up study, a run apart from the main table",
 }
 
 # Notes whose rows must not be used.
 _DISPUTED_NOTES = {
-    "companion_data_says_77.4_ms",  # the data published beside the report contradicts this quote and the next
+    # the data published beside the report contradicts this quote and the next
+    "companion_data_says_77.4_ms",
     "disputed_companion_data_oom_at_256_and_439.2_ms_at_128",
-    "profiled_under_nsys",  # labelled a median, but the mean of host ranges under nsys, first iteration included
+    # labelled a median, but the mean of host ranges under nsys, first iteration included
+    "profiled_under_nsys",
     "context_not_stated_matches_128",
 }
 
-# Above half of the mean the spread is outliers, not noise: only one case reaches it once there is a warm-up step.
+# Above half of the mean the spread is outliers, not noise: only one case reaches it once there is a
+# warm-up step.
 _LARGE_RELATIVE_STD = 0.5
 
 
@@ -48,19 +54,23 @@ def load(table: str) -> pd.DataFrame:
     """Return one published table as printed, one row per reported figure.
 
     Args:
-        table: name of a CSV file in `labkit/data/published/` without its ending, such as "end_to_end".
+        table: name of a CSV file in `labkit/data/published/` without its ending, such as
+            "end_to_end".
 
     Returns:
-        The CSV's columns, each with its unit as suffix (`_ms`, `_us`, `_mib`, `_gib`, `_percent`). NaN means not
-        reported, so a column of counts with empty cells is floating point.
+        The CSV's columns, each with its unit as suffix (`_ms`, `_us`, `_mib`, `_gib`, `_percent`).
+        NaN means not reported, so a column of counts with empty cells is floating point.
 
     Raises:
         ValueError: there is no such table.
 
-    Source: `labkit/data/published/README.md`, with the known errors of each report; none is corrected here.
+    Source: `labkit/data/published/README.md`, with the known errors of each report; none is
+    corrected here.
     """
     folder = resources.files("labkit") / "data" / "published"
-    accepted = sorted(entry.name.removesuffix(".csv") for entry in folder.iterdir() if entry.name.endswith(".csv"))
+    accepted = sorted(
+        entry.name.removesuffix(".csv") for entry in folder.iterdir() if entry.name.endswith(".csv")
+    )
     if table not in accepted:
         raise ValueError(f"unknown published table {table!r}; accepted: {', '.join(accepted)}")
     with (folder / f"{table}.csv").open(encoding="utf-8") as file:
@@ -69,30 +79,38 @@ def load(table: str) -> pd.DataFrame:
 
 
 def step_times() -> pd.DataFrame:
-    """Return the published end-to-end step times in labkit's vocabulary, to be merged with our own measurements.
+    """Return the published end-to-end step times in labkit's vocabulary, to be merged with our own
+    measurements.
 
-    A case may occur twice: one report's warm-up study repeats its cases at other `warmup_steps`, another repeats a case
-    at the same count. Choose by `warmup_steps` and `caveat` before merging one to one. Left out are quotes that the
-    report's own data contradicts, times taken under a profiler with the first iteration included, rows without a
-    context length, and negative times.
+    A case may occur twice: one report's warm-up study repeats its cases at other `warmup_steps`,
+    another repeats a case at the same count. Choose by `warmup_steps` and `caveat` before merging
+    one to one. Left out are quotes that the report's own data contradicts, times taken under a
+    profiler with the first iteration included, rows without a context length, and negative times.
 
     Returns:
         One row per published figure, with the columns
         source: as the README names it; gpu: the device as the report names it;
-        size: "small", "medium", "large", "xl-2025" or "2.7b"; context: tokens per sequence (Int64, NA if not stated);
+        size: "small", "medium", "large", "xl-2025" or "2.7b"; context: tokens per sequence (Int64,
+            NA if not stated);
         batch: sequences per step;
         precision: "fp32", "tf32" or "bf16" (autocast); compile: "none" or "whole";
         warmup_steps: steps run before the measured ones (Int64, NA if not stated);
-        phase: "forward", "backward", "forward_backward" or "train_step", by what was run and not by its published name;
-        statistic: what `published_ms` is over the steps; published_ms, std_ms: ms, NaN if not reported or "oom";
-        status: "ok" or "oom"; caveat: fragments joined by "; ", empty where nothing is known against the figure.
+        phase: "forward", "backward", "forward_backward" or "train_step", by what was run and not by
+            its published name;
+        statistic: what `published_ms` is over the steps; published_ms, std_ms: ms, NaN if not
+            reported or "oom";
+        status: "ok" or "oom"; caveat: fragments joined by "; ", empty where nothing is known
+            against the figure.
 
     Raises:
-        KeyError: the table holds a note, a model or a dtype that this module does not know how to read.
+        KeyError: the table holds a note, a model or a dtype that this module does not know how to
+            read.
 
     Source: `end_to_end.csv` and the known errors in `labkit/data/published/README.md`.
     """
-    rows = pd.DataFrame([_row_in_labkit_vocabulary(row) for row in load("end_to_end").to_dict("records")])
+    rows = pd.DataFrame(
+        [_row_in_labkit_vocabulary(row) for row in load("end_to_end").to_dict("records")]
+    )
     rows = rows.astype({"context": "Int64", "batch": "Int64", "warmup_steps": "Int64"})
     return rows[~rows["disputed"]].reset_index(drop=True).drop(columns="disputed")
 
@@ -128,18 +146,27 @@ def _caveats_from_known_errors(row: dict, notes: list[str]) -> list[str]:
     caveats = []
     if row["source"] == "a2-report-rtx5090" and row["phase"] == "forward":
         caveats.append("the published script runs the forward pass with autograd on")
-    if row["source"] == "a2-report-rtx5090" and row["phase"] == "forward_backward" and not steps_optimizer:
+    if (
+        row["source"] == "a2-report-rtx5090"
+        and row["phase"] == "forward_backward"
+        and not steps_optimizer
+    ):
         caveats.append("may include an optimizer step")
     if row["source"] == "a2-report-macbook-rtxpro6000":
         caveats.append("model dimensions not stated, taken as the canonical ones")
         if "RTX PRO" in row["gpu"] and row["dtype"] == "float32":
             caveats.append("so near the fp32 peak that TF32 is likely")
     if row["status"] == "ok" and row["warmup_steps"] == 0:
-        # The slow first iteration is a forward pass, so it lowers a backward time obtained by subtraction.
+        # The slow first iteration is a forward pass, so it lowers a backward time obtained by
+        # subtraction.
         part = "what is subtracted" if _DIFFERENCE in notes else "the mean"
         caveats.append(f"no warm-up, {part} includes the first iteration")
     elif relative_std > _LARGE_RELATIVE_STD:
         caveats.append("std above half of the mean")
-    if row["source"] == "a2-report-a100-sxm4-40gb" and _WARMUP_STUDY not in notes and relative_std > 0.01:
+    if (
+        row["source"] == "a2-report-a100-sxm4-40gb"
+        and _WARMUP_STUDY not in notes
+        and relative_std > 0.01
+    ):
         caveats.append("std above the 1 % that the report claims")
     return caveats

@@ -1,8 +1,9 @@
 """The measurements: one JSON line per measured phase, appended and fsynced, loaded for the report.
 
-A record is written once and never changed. Measuring something again appends a newer record of the same identity, and
-readers take the newest. What all records of a session share stands in a line of its own before them. Nothing here
-imports torch, and only `to_frame` imports pandas, which takes half a second.
+A record is written once and never changed. Measuring something again appends a newer record of the
+same identity, and readers take the newest. What all records of a session share stands in a line of
+its own before them. Nothing here imports torch, and only `to_frame` imports pandas, which takes
+half a second.
 """
 
 import contextlib
@@ -26,10 +27,21 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SCHEMA_VERSION = 2
-"""1: every record in full. 2: SHARED stands once per session, and what has its default is left out. A record names its
-session, so that it is of no other, whoever writes to the file; older ones are of the one whose line stands before."""
+"""1: every record in full. 2: SHARED stands once per session, and what has its default is left out.
+A record names its session, so that it is of no other, whoever writes to the file; older ones are of
+the one whose line stands before.
+"""
 
-SHARED = ("notebook", "profile", "device", "machine", "measurement_version", "software", "source", "schema_version")
+SHARED = (
+    "notebook",
+    "profile",
+    "device",
+    "machine",
+    "measurement_version",
+    "software",
+    "source",
+    "schema_version",
+)
 """Fields that all records of a session and file share."""
 STATUSES = ("ok", "oom", "error", "skipped", "timeout")
 
@@ -38,7 +50,9 @@ MAX_DEPTH = 16
 
 
 class RecordError(Exception):
-    """A file in a device's folder that cannot be read or written; the message names it, and the line of a record."""
+    """A file in a device's folder that cannot be read or written; the message names it, and the
+    line of a record.
+    """
 
 
 @dataclass(frozen=True)
@@ -48,18 +62,21 @@ class Record:
     Fields:
         notebook: its file name without the ending, e.g. "01_benchmarking".
         section: the question inside the notebook, e.g. "steps".
-        case: the parameters that tell this case from the others of its section, as read back from the
-            live objects (as requested where the case failed before there were any).
-        observed: the rest of what ran, read back from the live objects: dimensions, dtypes, fused or not.
+        case: the parameters that tell this case from the others of its section, as read back from
+            the live objects (as requested where the case failed before there were any).
+        observed: the rest of what ran, read back from the live objects: dimensions, dtypes, fused
+            or not.
         phase: what was timed inside the case.
         status: one of STATUSES; `reason` says why when it is not "ok".
         metrics: numbers with their unit in the name ("median_ms", "peak_bytes"); empty unless ok.
-        samples: the raw samples behind the metrics, by name with unit, where there are few; None where not finite.
+        samples: the raw samples behind the metrics, by name with unit, where there are few; None
+            where not finite.
         timer: method, number of warm-up steps, why it stopped.
-        telemetry: clocks, power, temperature and throttle reasons during the timed window, whether other processes
-            disturbed it, and only where they did how much they loaded the host.
-        device: slug; machine: which one of that name, see `hardware.machine_id`; software: versions; source: commit and
-            dirty flag; session: one `labkit run`; profile: which grid it ran.
+        telemetry: clocks, power, temperature and throttle reasons during the timed window, whether
+            other processes disturbed it, and only where they did how much they loaded the host.
+        device: slug; machine: which one of that name, see `hardware.machine_id`; software:
+            versions; source: commit and dirty flag; session: one `labkit run`; profile: which grid
+            it ran.
         measurement_version: raised whenever how something is measured changes.
         recorded_at: UTC, ISO 8601.
     """
@@ -91,9 +108,11 @@ class Record:
         return json.dumps([self.notebook, self.section, self.case, self.phase], sort_keys=True)
 
     def resume_key(self) -> str:
-        """Identity together with what a measurement must share to be taken over by a resumed run, or compared.
+        """Identity together with what a measurement must share to be taken over by a resumed run,
+        or compared.
 
-        Of the driver only the branch counts (580 of 580.159.04): its patch releases do not invalidate timings.
+        Of the driver only the branch counts (580 of 580.159.04): its patch releases do not
+        invalidate timings.
         """
         versions = [self.software.get(name, "") for name in ("torch", "triton", "cuda", "driver")]
         versions[-1] = versions[-1].split(".")[0]
@@ -103,8 +122,9 @@ class Record:
 def check_plausible(metrics: dict[str, float | int | None], longest_ms: float = math.inf) -> None:
     """Raises ValueError for an impossible number, which shows that the measurement is broken.
 
-    These are a time that is not positive or above `longest_ms`, which all of the measurement may take, a negative
-    count, more than the datasheet's peak, and a minimum, p20, median and p80 out of order.
+    These are a time that is not positive or above `longest_ms`, which all of the measurement may
+    take, a negative count, more than the datasheet's peak, and a minimum, p20, median and p80 out
+    of order.
     """
     for name, value in metrics.items():
         if value is None:
@@ -116,7 +136,9 @@ def check_plausible(metrics: dict[str, float | int | None], longest_ms: float = 
         if name.endswith("_ms") and name != "std_ms" and value <= 0:
             raise ValueError(f"{name} is {value}: a time must be positive")
         if name.endswith("_ms") and value > longest_ms:
-            raise ValueError(f"{name} is {value}: longer than the whole measurement's limit of {longest_ms:g} ms")
+            raise ValueError(
+                f"{name} is {value}: longer than the whole measurement's limit of {longest_ms:g} ms"
+            )
         if name.endswith("datasheet_fraction") and value > 1:
             raise ValueError(f"{name} is {value:.3f}: more than the datasheet peak of this device")
     ordered = [(name, metrics[name]) for name in _ORDERED if metrics.get(name) is not None]
@@ -146,7 +168,9 @@ NUMBER = Kind(lambda value: type(value) in _NUMBER_TYPES, "a number or null")
 
 
 def list_of(types: set[type], accepted: str) -> Kind:
-    return Kind(lambda values: type(values) is list and types.issuperset(map(type, values)), accepted)
+    return Kind(
+        lambda values: type(values) is list and types.issuperset(map(type, values)), accepted
+    )
 
 
 _RECORD = {
@@ -161,7 +185,10 @@ _RECORD = {
     "telemetry.throttle_reasons?": list_of({str}, "a list of texts"),
     "telemetry.sustained?": OBJECT,
 }
-_DEFAULTS = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(Record)}
+_DEFAULTS = {
+    f.name: f.default if f.default_factory is MISSING else f.default_factory()
+    for f in fields(Record)
+}
 _HEADER = {"session": TEXT, "shared": OBJECT}
 
 # What the report reads of environment.json.
@@ -180,11 +207,13 @@ _DONE = {"num_missing": COUNT, "profile": TEXT}
 
 
 def check_fields(content: Any, kinds: Mapping[str, Kind]) -> None:
-    """Raises ValueError, naming the field, where parsed content is not a dict with fields of these kinds.
+    """Raises ValueError, naming the field, where parsed content is not a dict with fields of these
+    kinds.
 
     Args:
-        kinds: by name of the field: "a", "a.b" for the entry b of a dict a, "a.*" for all entries of a. A field may be
-            absent if its name ends with "?", or if the dict that it belongs to is absent or empty.
+        kinds: by name of the field: "a", "a.b" for the entry b of a dict a, "a.*" for all entries
+            of a. A field may be absent if its name ends with "?", or if the dict that it belongs to
+            is absent or empty.
     """
     if type(content) is not dict:
         raise ValueError(f"not an object but {type(content).__name__}")
@@ -201,11 +230,15 @@ def check_fields(content: Any, kinds: Mapping[str, Kind]) -> None:
 
 
 def validate(content: Any) -> None:
-    """Raises ValueError, naming the field, where parsed JSON is not a record as `Record` describes it."""
+    """Raises ValueError, naming the field, where parsed JSON is not a record as `Record` describes
+    it.
+    """
     if type(content) is dict:
         version = content.get("schema_version")
         if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
-            raise ValueError(f"schema version {reprlib.repr(version)}; this labkit reads up to {SCHEMA_VERSION}")
+            raise ValueError(
+                f"schema version {reprlib.repr(version)}; this labkit reads up to {SCHEMA_VERSION}"
+            )
         if unknown := content.keys() - _DEFAULTS.keys():
             raise ValueError(f"unknown fields {', '.join(sorted(name[:40] for name in unknown))}")
     check_fields(content, _RECORD)
@@ -226,7 +259,8 @@ def _unfit(field_name: str, value: Any, accepted: str) -> ValueError:
 
 
 def _check_values(name: str, value: Any) -> None:
-    """Raises ValueError for numbers that are not finite or need more than 64 bits, and for too deep nesting.
+    """Raises ValueError for numbers that are not finite or need more than 64 bits, and for too deep
+    nesting.
 
     Python parses 1e999 as infinity, and no column of a frame holds 2^80.
     """
@@ -235,7 +269,9 @@ def _check_values(name: str, value: Any) -> None:
         inside = [x for outer in inside for x in (outer.values() if type(outer) is dict else outer)]
         for x in inside:
             kind = type(x)
-            if (kind is float and not math.isfinite(x)) or (kind is int and not -(2**63) <= x < 2**63):
+            if (kind is float and not math.isfinite(x)) or (
+                kind is int and not -(2**63) <= x < 2**63
+            ):
                 key = next((f".{key}" for key, held in value.items() if held is x), "")
                 raise _unfit(f"{name}{key}", x, "finite numbers of at most 64 bits")
         inside = [x for x in inside if type(x) is dict or type(x) is list]
@@ -245,11 +281,15 @@ def _check_values(name: str, value: Any) -> None:
 
 
 _MARKUP = re.compile(rb"(?i)[<>`]|\](?=\()|\\(?:u00(?:[01].|28|3[ce]|5[cd]|60)|[nrt\\])")
-"""In JSON, also written as numbers: <, >, `, a link's ](, line ends and other control characters, backslashes."""
+"""In JSON, also written as numbers: <, >, `, a link's ](, line ends and other control characters,
+backslashes.
+"""
 
 
 def _plain(text: bytes) -> bytes:
-    """Returns JSON with a quote mark for all in its texts that Markdown or HTML would not show as it is."""
+    """Returns JSON with a quote mark for all in its texts that Markdown or HTML would not show as
+    it is.
+    """
     return _MARKUP.sub(b"'", text)
 
 
@@ -257,7 +297,9 @@ def _parse(text: bytes) -> Any:
     """Returns the JSON value in UTF-8 `text`; raises ValueError where there is none."""
     try:
         content = json.loads(text.decode("utf-8"))
-        if re.search(rb"\\u[dD][89a-fA-F]", text):  # half a surrogate pair parses, but cannot be written
+        if re.search(
+            rb"\\u[dD][89a-fA-F]", text
+        ):  # half a surrogate pair parses, but cannot be written
             json.dumps(content, ensure_ascii=False).encode("utf-8")
     except RecursionError:
         raise ValueError("not JSON: nested too deeply") from None
@@ -268,20 +310,31 @@ def _parse(text: bytes) -> Any:
 
 def _line(content: Any) -> bytes:
     """Returns a value as a line of JSON; raises ValueError for what JSON has not."""
-    return (json.dumps(content, sort_keys=True, allow_nan=False, separators=(",", ":")) + "\n").encode("utf-8")
+    return (
+        json.dumps(content, sort_keys=True, allow_nan=False, separators=(",", ":")) + "\n"
+    ).encode("utf-8")
 
 
 def _rounded(value: Any, digits: int = 7) -> Any:
-    """Returns a value with its floats rounded to seven digits, as clocks and counters know, fractions to four."""
+    """Returns a value with its floats rounded to seven digits, as clocks and counters know,
+    fractions to four.
+    """
     if type(value) is float:
         return float(f"{value:.{digits}g}")
     if isinstance(value, dict):
-        return {k: _rounded(v, 4 if k.endswith(("_fraction", "_error")) else digits) for k, v in value.items()}
-    return [_rounded(inner, digits) for inner in value] if isinstance(value, list | tuple) else value
+        return {
+            k: _rounded(v, 4 if k.endswith(("_fraction", "_error")) else digits)
+            for k, v in value.items()
+        }
+    return (
+        [_rounded(inner, digits) for inner in value] if isinstance(value, list | tuple) else value
+    )
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
-    """Returns the environment.json in a device's folder; {} if there is none. Raises RecordError if it is damaged."""
+    """Returns the environment.json in a device's folder; {} if there is none. Raises RecordError if
+    it is damaged.
+    """
     path = folder / "environment.json"
     content = _read_object(path, _ENVIRONMENT) or {}
     gpu = content.get("gpu", {})
@@ -296,7 +349,8 @@ def done_path(folder: Path, notebook: str) -> Path:
 
 
 def read_done(folder: Path, notebook: str) -> dict[str, Any] | None:
-    """Returns what a notebook wrote at its end ("num_missing", "profile", …); None if it did not reach it.
+    """Returns what a notebook wrote at its end ("num_missing", "profile", …); None if it did not
+    reach it.
 
     Raises RecordError if the file is damaged.
     """
@@ -304,7 +358,9 @@ def read_done(folder: Path, notebook: str) -> dict[str, Any] | None:
 
 
 def _read_object(path: Path, kinds: Mapping[str, Kind]) -> dict[str, Any] | None:
-    """Returns the JSON object in a file, None without a file; raises RecordError where a field is not of its kind."""
+    """Returns the JSON object in a file, None without a file; raises RecordError where a field is
+    not of its kind.
+    """
     if (text := _read_bytes(path)) is None:
         return None
     try:
@@ -328,7 +384,8 @@ def _read_bytes(path: Path) -> bytes | None:
 
 
 def check(folder: Path) -> dict[str, list[Record]]:
-    """Reads every file of a device's folder that a report needs; returns the newest records by notebook.
+    """Reads every file of a device's folder that a report needs; returns the newest records by
+    notebook.
 
     Raises RecordError for the first damaged file.
     """
@@ -343,18 +400,26 @@ def check(folder: Path) -> dict[str, list[Record]]:
 
 
 def newest_of(folders: Mapping[str, Path]) -> dict[str, list[Record]]:
-    """Returns the newest records of each notebook in the folder named with it; every folder is checked once."""
+    """Returns the newest records of each notebook in the folder named with it; every folder is
+    checked once.
+    """
     checked = {folder: check(folder) for folder in dict.fromkeys(folders.values())}
     return {name: checked[folder].get(name, []) for name, folder in folders.items()}
 
 
 def folder_of(root: Path, device: str, notebook: str) -> Path:
-    """Returns the folder with the notebook's records of `device`: its own, or that of several in one machine.
+    """Returns the folder with the notebook's records of `device`: its own, or that of several in
+    one machine.
 
-    What is measured on all GPUs of a machine lies in "2x-<device>"; where there are several, the most GPUs count.
+    What is measured on all GPUs of a machine lies in "2x-<device>"; where there are several, the
+    most GPUs count.
     """
     holders = {path.parent.parent.name for path in root.glob(f"*/records/{notebook}.jsonl")}
-    counts = [int(name.split("x-")[0]) for name in holders if re.fullmatch(rf"\d+x-{re.escape(device)}", name)]
+    counts = [
+        int(name.split("x-")[0])
+        for name in holders
+        if re.fullmatch(rf"\d+x-{re.escape(device)}", name)
+    ]
     return root / (device if device in holders or not counts else f"{max(counts)}x-{device}")
 
 
@@ -364,17 +429,23 @@ def measured_devices(root: Path) -> list[str]:
 
 
 def check_measured(device: str, root: Path) -> None:
-    """Raises RequestError, naming those that have, where neither `device` nor several of it have records in `root`."""
+    """Raises RequestError, naming those that have, where neither `device` nor several of it have
+    records in `root`.
+    """
     known = measured_devices(root)
     if not any(re.fullmatch(rf"(\d+x-)?{re.escape(str(device))}", name) for name in known):
         measured = ", ".join(known) or "none"
-        raise RequestError(f"nothing has been measured on {str(device)[:80]!r} in {root}; measured: {measured}")
+        raise RequestError(
+            f"nothing has been measured on {str(device)[:80]!r} in {root}; measured: {measured}"
+        )
 
 
 def write_bytes_atomic(path: Path, content: bytes) -> Path:
-    """Writes a file so that a reader, or a killed run, sees the old content or the new one; returns `path`.
+    """Writes a file so that a reader, or a killed run, sees the old content or the new one; returns
+    `path`.
 
-    The file keeps its permissions, and a link stays one. Raises RecordError where it cannot be written.
+    The file keeps its permissions, and a link stays one. Raises RecordError where it cannot be
+    written.
     """
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name[:80]}.{secrets.token_hex(4)}.part")
@@ -409,8 +480,8 @@ class RecordStore:
 
         The first of a session is written together with the line of what they share.
 
-        Raises ValueError or TypeError, before anything is written, for a record that `load` would refuse; RecordError
-        where it cannot be written.
+        Raises ValueError or TypeError, before anything is written, for a record that `load` would
+        refuse; RecordError where it cannot be written.
         """
         content = asdict(record)
         for name in ("metrics", "samples", "timer", "telemetry", "observed"):
@@ -432,23 +503,32 @@ class RecordStore:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise RecordError(f"{self.path}: {record.identity} cannot be written ({error.strerror})") from error
+            raise RecordError(
+                f"{self.path}: {record.identity} cannot be written ({error.strerror})"
+            ) from error
         self._known = self.state(), known | {record.session: shared}
 
     def state(self) -> tuple[int, ...]:
-        """Returns what is another whenever the file is: its size and its time; () without a file."""
-        return (self.path.stat().st_size, self.path.stat().st_mtime_ns) if self.path.exists() else ()
+        """Returns what is another whenever the file is: its size and its time; () without a
+        file.
+        """
+        return (
+            (self.path.stat().st_size, self.path.stat().st_mtime_ns) if self.path.exists() else ()
+        )
 
     def load(self, *, plain: bool = False) -> list[Record]:
-        """Returns every record, oldest first; `plain`: their texts so that Markdown shows them as text.
+        """Returns every record, oldest first; `plain`: their texts so that Markdown shows them as
+        text.
 
-        A killed run may leave a torn last line, which is skipped. Any other line that is not a record raises
-        RecordError with file and line.
+        A killed run may leave a torn last line, which is skipped. Any other line that is not a
+        record raises RecordError with file and line.
         """
         state, content = self.state(), _read_bytes(self.path) or b""
         content = _plain(content) if plain else content
         records, shared, header = [], {}, {}
-        for number, line in enumerate(content[: len(content) - _num_torn(content)].splitlines(), start=1):
+        for number, line in enumerate(
+            content[: len(content) - _num_torn(content)].splitlines(), start=1
+        ):
             try:
                 content = _parse(line)
                 if type(content) is dict and "shared" in content:
@@ -466,11 +546,16 @@ class RecordStore:
         return records
 
     def repair(self) -> None:
-        """Makes the next append start a new line: the last one gets its newline, a torn one goes into a .torn file."""
+        """Makes the next append start a new line: the last one gets its newline, a torn one goes
+        into a .torn file.
+        """
         content = _read_bytes(self.path) or b""
         if num_torn := _num_torn(content):
             kept = self.path.with_suffix(".torn")
-            print(f"labkit: {self.path} ended in {num_torn} bytes of a torn line, now in {kept.name}", file=sys.stderr)
+            print(
+                f"labkit: {self.path} ended in {num_torn} bytes of a torn line, now in {kept.name}",
+                file=sys.stderr,
+            )
             write_bytes_atomic(kept, (_read_bytes(kept) or b"") + content[-num_torn:] + b"\n")
             os.truncate(self.path, len(content) - num_torn)
         elif content and not content.endswith((b"\n", b"\r")):
@@ -494,15 +579,21 @@ class RecordStore:
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
-                        raise RecordError(f"{self.path}: another labkit run is writing to it") from None
+                        raise RecordError(
+                            f"{self.path}: another labkit run is writing to it"
+                        ) from None
                     time.sleep(0.1)
                 except OSError as error:  # some network file systems lock nothing
-                    raise RecordError(f"{lock.name}: cannot be locked ({error.strerror})") from error
+                    raise RecordError(
+                        f"{lock.name}: cannot be locked ({error.strerror})"
+                    ) from error
             yield
 
 
 def _num_torn(content: bytes) -> int:
-    """Returns how many bytes at a file's end are a line that was cut off: neither ended nor begun with a JSON value."""
+    """Returns how many bytes at a file's end are a line that was cut off: neither ended nor begun
+    with a JSON value.
+    """
     line = [b"", *content.splitlines(keepends=True)][-1]
     if line.endswith((b"\n", b"\r")):
         return 0
@@ -516,7 +607,8 @@ def _num_torn(content: bytes) -> int:
 def newest(records: Iterable[Record]) -> list[Record]:
     """Returns the newest record of each identity, in the order in which these were measured.
 
-    Records of profile "key" repeat others, to see whether they come back, and count only where there is no other.
+    Records of profile "key" repeat others, to see whether they come back, and count only where
+    there is no other.
     """
     found: dict[str, Record] = {}
     for record in records:
@@ -527,8 +619,9 @@ def newest(records: Iterable[Record]) -> list[Record]:
 
 
 HOST_SECTION, SESSION_SECTION = SESSION_SECTIONS = ("host", "ceilings")
-"""Sections that every session measures again, before any other: its call times are of its own host, whatever the
-experiment, and its results are divided by its own ceilings."""
+"""Sections that every session measures again, before any other: its call times are of its own host,
+whatever the experiment, and its results are divided by its own ceilings.
+"""
 
 
 def by_session(records: Iterable[Record]) -> dict[str, dict[str, Record]]:
@@ -540,12 +633,12 @@ def by_session(records: Iterable[Record]) -> dict[str, dict[str, Record]]:
 
 
 def to_frame(records: Iterable[Record]) -> "pd.DataFrame":
-    """Returns one row per record: section, phase, status, reason, samples, observed, session, disturbed; then the
-    columns of case, metrics and timer.
+    """Returns one row per record: section, phase, status, reason, samples, observed, session,
+    disturbed; then the columns of case, metrics and timer.
 
-    "disturbed" is True where other processes slowed a measurement down, False where they did not or nobody looked.
-    Of a row that was run back to back, "drift" is the fraction by which its time changed meanwhile, "no_energy" why
-    it has no joules.
+    "disturbed" is True where other processes slowed a measurement down, False where they did not or
+    nobody looked. Of a row that was run back to back, "drift" is the fraction by which its time
+    changed meanwhile, "no_energy" why it has no joules.
     """
     import pandas as pd
 

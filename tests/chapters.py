@@ -20,7 +20,8 @@ H200_BYTES = 150_109_880_320
 
 
 def on_a_cpu(monkeypatch, *, is_detected: bool = True) -> Iterator[None]:
-    """What runs meanwhile is measured on the CPU by one thread, and what it sets for the process is set back.
+    """What runs meanwhile is measured on the CPU by one thread, and what it sets for the process is
+    set back.
 
     One thread, since threads that wait for one another on a busy machine wait long.
     """
@@ -46,7 +47,9 @@ def recorded(notebook: str, folder: Path) -> list[Record]:
     """Returns the records of a run without those of its host, of which a CPU skips one."""
     records = RecordStore(folder / "records" / f"{notebook}.jsonl").load()
     host = [record for record in records if record.section == HOST_SECTION]
-    assert {record.phase for record in host if record.status == "skipped"} <= {"triton_launch"} and len(host) >= 4
+    assert {record.phase for record in host if record.status == "skipped"} <= {
+        "triton_launch"
+    } and len(host) >= 4
     return [record for record in records if record.section != HOST_SECTION]
 
 
@@ -58,11 +61,25 @@ def finished(notebook: str, folder: Path) -> list[Record]:
 
 
 def run_smoke(notebook: str, output: Path, *parameters: str, **environment: str) -> Path:
-    """`labkit run` in the smoke profile without a GPU; returns the device's folder, whose report names the notebook."""
+    """`labkit run` in the smoke profile without a GPU; returns the device's folder, whose report
+    names the notebook.
+    """
     narrowed = [word for parameter in parameters for word in ("-p", parameter)]
-    command = [sys.executable, "-m", "labkit", "run", notebook[:2], "--profile", "smoke", "--output", str(output)]
+    command = [
+        sys.executable,
+        "-m",
+        "labkit",
+        "run",
+        notebook[:2],
+        "--profile",
+        "smoke",
+        "--output",
+        str(output),
+    ]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
-    result = subprocess.run([*command, *narrowed], capture_output=True, text=True, check=False, env=environment)
+    result = subprocess.run(
+        [*command, *narrowed], capture_output=True, text=True, check=False, env=environment
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     (folder,) = output.iterdir()
     assert notebooks.title(notebook) in (folder / "report.md").read_text(encoding="utf-8")
@@ -70,10 +87,18 @@ def run_smoke(notebook: str, output: Path, *parameters: str, **environment: str)
 
 
 def execute_smoke(notebook: str, output: Path, **environment: str):
-    """The notebook executed in the smoke profile without a GPU; returns the device's folder and what it became."""
+    """The notebook executed in the smoke profile without a GPU; returns the device's folder and
+    what it became.
+    """
     slug = f"cpu-{hardware.slugify(hardware.cpu_name())}"
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"CUDA_VISIBLE_DEVICES": "", **environment}.items():
             patch.setenv(name, value)
-        values = {"device": slug, "measure": True, "profile": "smoke", "output": str(output), "save_figures": True}
+        values = {
+            "device": slug,
+            "measure": True,
+            "profile": "smoke",
+            "output": str(output),
+            "save_figures": True,
+        }
         return output / slug, notebooks.execute(notebook, values)

@@ -13,8 +13,9 @@ from collections import Counter
 
 import pytest
 
-# Before torch is imported, here or in any process that a test starts. Several files are tested at a time, and threads
-# that wait for one another on cores that others use wait many times longer than one thread works.
+# Before torch is imported, here or in any process that a test starts. Several files are tested at a
+# time, and threads that wait for one another on cores that others use wait many times longer than
+# one thread works.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # As in the processes that measure: the compiler tries no instruction sets first.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
@@ -24,11 +25,15 @@ LOCKS = tempfile.TemporaryDirectory(prefix="labkit-tests-")
 os.environ["XDG_RUNTIME_DIR"] = LOCKS.name
 
 ALL_TESTS = "LABKIT_ALL_TESTS" in os.environ
-"""Set before a release and where kernels change. Without it the tests end within ten minutes on two cores."""
+"""Set before a release and where kernels change. Without it the tests end within ten minutes on two
+cores.
+"""
 
 
 def more(*cases):
-    """Returns the cases with LABKIT_ALL_TESTS=1, else none: of each branch that they take another case is kept."""
+    """Returns the cases with LABKIT_ALL_TESTS=1, else none: of each branch that they take another
+    case is kept.
+    """
     return cases if ALL_TESTS else ()
 
 
@@ -55,22 +60,29 @@ LONGEST_FIRST = (
     "test_fused_kernels.py",
     "test_siglip2.py",
 )
-"""Files of twenty seconds and more. One of them begun late would keep one core at work and leave the others idle."""
+"""Files of twenty seconds and more. One of them begun late would keep one core at work and leave
+the others idle.
+"""
 
 SCATTERED_LAST = "test_kernel_compilation.py"
-"""Minutes of compiling in tests that share nothing: each goes to whichever process is free, after all else is begun."""
+"""Minutes of compiling in tests that share nothing: each goes to whichever process is free, after
+all else is begun.
+"""
 
 
 def only_shows_records(item) -> bool:
     """Whether it is a notebook's cell that does nothing else.
 
-    test_report makes all that they show anew, and test_notebooks compares it with what the notebooks hold.
+    test_report makes all that they show anew, and test_notebooks compares it with what the
+    notebooks hold.
     """
     if not hasattr(item, "cell"):
         return False
     tags = set(item.cell.metadata.get("tags", []))
     # A lesson's answer in facts rests on records that the cells before it read.
-    return not {"remove_cell", "parameters"} & tags and ("lesson" not in tags or "chapter.say(" in item.cell.source)
+    return not {"remove_cell", "parameters"} & tags and (
+        "lesson" not in tags or "chapter.say(" in item.cell.source
+    )
 
 
 def pytest_collection_modifyitems(config, items):
@@ -86,13 +98,17 @@ def pytest_collection_modifyitems(config, items):
         if not torch.cuda.is_available():
             config.hook.pytest_deselected(items=list(others))
             items[:] = [item for item in items if item not in others]
-    order = {name: position for position, name in enumerate(LONGEST_FIRST)} | {SCATTERED_LAST: len(LONGEST_FIRST) + 1}
+    order = {name: position for position, name in enumerate(LONGEST_FIRST)} | {
+        SCATTERED_LAST: len(LONGEST_FIRST) + 1
+    }
     items.sort(key=lambda item: order.get(item.path.name, len(LONGEST_FIRST)))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Skips a test marked `gpu` without a GPU, or without one of the `capability` that the mark asks for."""
+    """Skips a test marked `gpu` without a GPU, or without one of the `capability` that the mark
+    asks for.
+    """
     if marker := item.get_closest_marker("gpu"):
         import torch
 
@@ -114,9 +130,11 @@ def pytest_terminal_summary(terminalreporter):
 
 @atexit.register
 def _end_without_tritons_leaks():
-    """Closes stderr to what Triton's extension says while the interpreter ends, as Triton's own workers do.
+    """Closes stderr to what Triton's extension says while the interpreter ends, as Triton's own
+    workers do.
 
-    Compiling a Gluon kernel leaks references inside Triton 3.9, which its binding library, nanobind, then lists.
+    Compiling a Gluon kernel leaks references inside Triton 3.9, which its binding library,
+    nanobind, then lists.
     """
     if "triton._C.libtriton" in sys.modules:
         sys.stderr.flush()
@@ -136,9 +154,11 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(scope="module", autouse=True)
 def what_came_before_is_no_garbage():
-    """Spares each of the collections that go with a measurement the walk through all that is imported and kept.
+    """Spares each of the collections that go with a measurement the walk through all that is
+    imported and kept.
 
-    Anew for each file: the files import more, and some of what they measure thaws everything when it ends.
+    Anew for each file: the files import more, and some of what they measure thaws everything when
+    it ends.
     """
     gc.collect()
     gc.freeze()
@@ -147,7 +167,8 @@ def what_came_before_is_no_garbage():
 
 
 def patch_the_language_once() -> None:
-    """Halves the time of Triton's interpreter, which replaces all of its language again at every call of a function.
+    """Halves the time of Triton's interpreter, which replaces all of its language again at every
+    call of a function.
 
     Called inside a kernel, a function finds the language replaced already.
     """
@@ -157,7 +178,9 @@ def patch_the_language_once() -> None:
     patch = interpreter._patch_lang
 
     def patch_once(function):
-        languages = [value for value in function.__globals__.values() if value is tl or value is tl.core]
+        languages = [
+            value for value in function.__globals__.values() if value is tl or value is tl.core
+        ]
         if any(tl.core.is_builtin(language.load) for language in languages):
             return patch(function)
         return types.SimpleNamespace(restore=lambda: None)
@@ -171,7 +194,10 @@ def interpreted(request):
 
     The module's `is_interpreted` says, in that process, whether its kernels really are.
     """
-    versions = [tuple(map(int, importlib.metadata.version(name).split(".")[:2])) for name in ("triton", "numpy")]
+    versions = [
+        tuple(map(int, importlib.metadata.version(name).split(".")[:2]))
+        for name in ("triton", "numpy")
+    ]
     if versions[0] < (3, 7) and versions[1] >= (2, 4):
         pytest.skip("Triton before 3.7 interprets no kernel with NumPy 2.4 or newer")
     before = os.environ.get("TRITON_INTERPRET")

@@ -1,10 +1,13 @@
-"""An experiment whose cases misbehave on request, sessions of it, and a server that runs them in processes to kill.
+"""An experiment whose cases misbehave on request, sessions of it, and a server that runs them in
+processes to kill.
 
-A case's parameters say what it does: `behaviour`, one of CLAIMS or FAULTS, happens at `at`: in one of its
-phases, while it is built ("build") or after its last phase ("after"). Each step is noted in the file `log`
-before it is taken, so that a test sees what ran, in which process and when, whatever became of the process.
+A case's parameters say what it does: `behaviour`, one of CLAIMS or FAULTS, happens at `at`: in one
+of its phases, while it is built ("build") or after its last phase ("after"). Each step is noted in
+the file `log` before it is taken, so that a test sees what ran, in which process and when, whatever
+became of the process.
 
-torch is imported only by the faults that need it, so that a worker of this experiment starts at once.
+torch is imported only by the faults that need it, so that a worker of this experiment starts at
+once.
 """
 
 import ctypes
@@ -36,7 +39,9 @@ MEASUREMENT_VERSION = 1
 NOTEBOOK = "90_faulty_experiment"
 PHASES = ("first", "second", "third")
 MARK = "LABKIT_TEST_MARK"
-"""Environment variable that the server gives to a session: every process the session starts inherits it."""
+"""Environment variable that the server gives to a session: every process the session starts
+inherits it.
+"""
 
 
 def _raise(error: BaseException) -> None:
@@ -44,7 +49,9 @@ def _raise(error: BaseException) -> None:
 
 
 def _skip(case: Case) -> None:
-    raise Skip("this device has no such unit")  # here: `_raise` would hold the error, and with it all frames
+    raise Skip(
+        "this device has no such unit"
+    )  # here: `_raise` would hold the error, and with it all frames
 
 
 def _torch_out_of_memory(case: Case) -> None:
@@ -115,7 +122,9 @@ FAULTS: dict[str, Callable[[Case], None]] = {
     "torch_out_of_memory": _torch_out_of_memory,
     "memory_error": lambda case: _raise(MemoryError("no room for the list")),
     "cpu_out_of_memory": _cpu_out_of_memory,
-    "unrelated_text": lambda case: _raise(RuntimeError("page 3 of 'Running out of memory' was not found\nsecond line")),
+    "unrelated_text": lambda case: _raise(
+        RuntimeError("page 3 of 'Running out of memory' was not found\nsecond line")
+    ),
     "exit": lambda case: os._exit(3),
     "sys_exit": lambda case: sys.exit(3),
     "kill": lambda case: os.kill(os.getpid(), signal.SIGKILL),
@@ -147,7 +156,12 @@ CLAIMS: dict[str, dict] = {
     "unpicklable": {"observed": {"model": lambda: None}},
 }
 
-CPU_WAITS = {"quiet": (0.0,), "busy_once": (0.5, 0.0), "busy": (0.5, 0.2, 0.4), "busy_then_exit": (0.5,)}
+CPU_WAITS = {
+    "quiet": (0.0,),
+    "busy_once": (0.5, 0.0),
+    "busy": (0.5, 0.2, 0.4),
+    "busy_then_exit": (0.5,),
+}
 """How much of its window each attempt at a phase waits for a core; 0: undisturbed."""
 
 WATCHED_MS = 300
@@ -198,7 +212,10 @@ def ceiling_rates(case: Case, measured: Measured) -> dict[str, float]:
 def _measure(case: Case, phase: str, ceilings: dict[str, float], subject: Subject) -> Measured:
     _note(case, phase)
     measured = Measured(
-        metrics={"median_ms": 1.5, "rate": time.monotonic_ns()},  # an integer: a record rounds floats
+        metrics={
+            "median_ms": 1.5,
+            "rate": time.monotonic_ns(),
+        },  # an integer: a record rounds floats
         case=dict(case.parameters),
         observed={"pid": os.getpid(), "ceilings": dict(ceilings)},
         samples={"step_ms": [1.0, 2.0]},
@@ -220,7 +237,10 @@ def _measure(case: Case, phase: str, ceilings: dict[str, float], subject: Subjec
 def _num_attempts(case: Case) -> int:
     """Returns how often the phase at which the case misbehaves has begun so far, in any process."""
     entries = [json.loads(line) for line in Path(case.parameters["log"]).read_text().splitlines()]
-    return sum((entry["name"], entry["step"]) == (case.parameters["name"], case.parameters["at"]) for entry in entries)
+    return sum(
+        (entry["name"], entry["step"]) == (case.parameters["name"], case.parameters["at"])
+        for entry in entries
+    )
 
 
 def _note(case: Case, step: str, **more: float) -> None:
@@ -237,7 +257,9 @@ def _note(case: Case, step: str, **more: float) -> None:
 
 
 class FaultySession(Session):
-    """A session of this module: the name that a session makes from the notebook's is not taken over."""
+    """A session of this module: the name that a session makes from the notebook's is not taken
+    over.
+    """
 
     @property
     def module_name(self) -> str:
@@ -252,17 +274,20 @@ def open_session(output: Path | str, plan: Sequence[Case], *, fresh: bool = Fals
     """Returns a session of `plan` on this machine that records under `output`."""
     device = hardware.detect().slug
     options = {"plan": plan}
-    session = FaultySession(NOTEBOOK, device=device, profile="smoke", output=output, fresh=fresh, options=options)
+    session = FaultySession(
+        NOTEBOOK, device=device, profile="smoke", output=output, fresh=fresh, options=options
+    )
     session.cases = list(plan)  # without the host, which this experiment cannot measure
     return session
 
 
 def serve() -> None:
-    """Runs sessions as they are asked for on stdin, one JSON object a line, each in a process of its own.
+    """Runs sessions as they are asked for on stdin, one JSON object a line, each in a process of
+    its own.
 
-    Answers with the process id, and with its wait status once it has ended. The processes are forks of this
-    one, which has everything imported: that takes longer than the session itself. It must not ask for the
-    device: CUDA does not work in a fork of a process that has used it.
+    Answers with the process id, and with its wait status once it has ended. The processes are forks
+    of this one, which has everything imported: that takes longer than the session itself. It must
+    not ask for the device: CUDA does not work in a fork of a process that has used it.
     """
     import torch  # noqa: F401
 
@@ -282,7 +307,8 @@ def _serve_one(request: dict) -> None:
     code = 1
     try:
         os.environ[MARK] = request["mark"]
-        # A shell without job control starts what it puts in the background deaf to interrupts, and all that starts.
+        # A shell without job control starts what it puts in the background deaf to interrupts, and
+        # all that starts.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # stdout carries the server's answers only
         plan = [make_case(**arguments) for arguments in request["plan"]]

@@ -1,4 +1,6 @@
-"""What ranks do that are looked at from outside, and calls of `launch` that are killed at chosen instants."""
+"""What ranks do that are looked at from outside, and calls of `launch` that are killed at chosen
+instants.
+"""
 
 import ctypes
 import os
@@ -49,7 +51,9 @@ def stop_all():
 
 
 def start_child():
-    """Yields a process that the rank starts in a session of its own, then one that stays in the rank's."""
+    """Yields a process that the rank starts in a session of its own, then one that stays in the
+    rank's.
+    """
     for apart in (True, False):
         yield subprocess.Popen(["sleep", "600"], start_new_session=apart).pid
 
@@ -74,7 +78,9 @@ def kill_guard():
 
 
 def kill_calls(delays, names):
-    """Starts a call for each delay (s) in a process of its own, and sends that one of the signals after the delay."""
+    """Starts a call for each delay (s) in a process of its own, and sends that one of the signals
+    after the delay.
+    """
     for number, delay in enumerate(delays):
         pid = os.fork()
         if pid == 0:

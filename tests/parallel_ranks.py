@@ -39,7 +39,9 @@ STEPS, BATCH = 3, 4
 
 
 def together(calls: list[tuple]):
-    """Yields what each of `calls`, (function, arguments…), yields, as a list: a launch takes longer than they do."""
+    """Yields what each of `calls`, (function, arguments…), yields, as a list: a launch takes longer
+    than they do.
+    """
     for function, *arguments in calls:
         with warnings.catch_warnings():
             yield list(globals()[function](*arguments))
@@ -51,7 +53,11 @@ class Perceptron(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.norm, self.second = nn.Linear(7, 11), nn.LayerNorm(11), nn.Linear(11, 3, bias=False)
+        self.first, self.norm, self.second = (
+            nn.Linear(7, 11),
+            nn.LayerNorm(11),
+            nn.Linear(11, 3, bias=False),
+        )
         self.last = nn.Linear(3, 1)
         self.register_buffer("shift", torch.randn(7))
 
@@ -60,11 +66,17 @@ class Perceptron(nn.Module):
 
 
 class Tied(nn.Module):
-    """An embedding that is also the head, a frozen layer in the middle, a frozen bias, a layer used for no input."""
+    """An embedding that is also the head, a frozen layer in the middle, a frozen bias, a layer used
+    for no input.
+    """
 
     def __init__(self):
         super().__init__()
-        self.embedding, self.frozen, self.middle = nn.Embedding(13, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.embedding, self.frozen, self.middle = (
+            nn.Embedding(13, 6),
+            nn.Linear(6, 6),
+            nn.Linear(6, 6),
+        )
         self.head, self.unused = nn.Linear(6, 13, bias=False), nn.Linear(6, 6)
         self.head.weight = self.embedding.weight
         self.frozen.requires_grad_(False)
@@ -94,7 +106,9 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def mean_gradient(model: nn.Module, inputs: torch.Tensor, parts: int = 1) -> None:
-    """One process's gradient as the ranks' is defined: each rank's batch by itself, then their sum over the ranks."""
+    """One process's gradient as the ranks' is defined: each rank's batch by itself, then their sum
+    over the ranks.
+    """
     totals = {p: None for p in model.parameters()}
     for batch in inputs:
         model.zero_grad()
@@ -108,16 +122,22 @@ def mean_gradient(model: nn.Module, inputs: torch.Tensor, parts: int = 1) -> Non
 
 
 def difference(model: nn.Module, expected: nn.Module) -> float:
-    """Largest difference of a parameter relative to the largest value, 0.0 where every bit is the same."""
+    """Largest difference of a parameter relative to the largest value, 0.0 where every bit is the
+    same.
+    """
     found = model.gather_full_params() if isinstance(model, FullyShardedDataParallel) else None
     found = found or dict(model.module.named_parameters(remove_duplicate=False))
     wanted = dict(expected.named_parameters(remove_duplicate=False))
     assert found.keys() == wanted.keys()
-    return max(((found[n] - p).abs().max() / p.abs().max().clamp(min=1)).item() for n, p in wanted.items())
+    return max(
+        ((found[n] - p).abs().max() / p.abs().max().clamp(min=1)).item() for n, p in wanted.items()
+    )
 
 
 def trained(name: str, kind: type[nn.Module], seed: int, parts: int = 1) -> tuple[float, bool]:
-    """Returns the difference from one process after three steps, and whether unused parameters kept no gradient."""
+    """Returns the difference from one process after three steps, and whether unused parameters kept
+    no gradient.
+    """
     rank = dist.get_rank()
     expected, mine = made(kind, seed), made(kind, seed + rank)
     extra = dict(find_unused_parameters=kind is Tied) if name == "torch's" else {}
@@ -129,7 +149,11 @@ def trained(name: str, kind: type[nn.Module], seed: int, parts: int = 1) -> tupl
             p.grad = None
         for number, part in enumerate(inputs[rank].chunk(parts)):
             last = number == parts - 1
-            hold = contextlib.nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync()
+            hold = (
+                contextlib.nullcontext()
+                if last or not hasattr(model, "no_sync")
+                else model.no_sync()
+            )
             with hold:
                 model(part).square().mean().backward()
                 if isinstance(model, FullyShardedDataParallel) or (last and name != "torch's"):
@@ -137,7 +161,9 @@ def trained(name: str, kind: type[nn.Module], seed: int, parts: int = 1) -> tupl
         for optimizer in optimizers:
             optimizer.step()
     unused = getattr(model.module, "unused", None)
-    return difference(model, expected), unused is None or all(p.grad is None for p in unused.parameters())
+    return difference(model, expected), unused is None or all(
+        p.grad is None for p in unused.parameters()
+    )
 
 
 def wrappers(repeats: int):
@@ -174,16 +200,26 @@ def uneven_use():
         grads = [branch.bias.grad for branch in model.module.branches]
         n = dist.get_world_size()
         right = grads[2] is None and torch.equal(grads[0], torch.full((4,), 2 / n))
-        yield f"{name}, uneven use", 0.0 if torch.equal(grads[1], torch.full((4,), 2 * (n - 1) / n)) else 1.0, right
+        yield (
+            f"{name}, uneven use",
+            0.0 if torch.equal(grads[1], torch.full((4,), 2 * (n - 1) / n)) else 1.0,
+            right,
+        )
 
 
 def sharded_optimizer(saved=None):
-    """Yields (name, whether it is bit for bit what the unsharded optimizer gives); last what another world can load."""
+    """Yields (name, whether it is bit for bit what the unsharded optimizer gives); last what
+    another world can load.
+    """
     if saved:
         yield "state of another number of ranks", resharded(saved)
     rank, n = dist.get_rank(), dist.get_world_size()
     adamw, momentum = dict(lr=0.01), dict(lr=0.1, momentum=0.9)
-    for cls, settings in ((course.AdamW, adamw), (torch.optim.AdamW, adamw), (torch.optim.SGD, momentum)):
+    for cls, settings in (
+        (course.AdamW, adamw),
+        (torch.optim.AdamW, adamw),
+        (torch.optim.SGD, momentum),
+    ):
         expected, mine = made(Tied, 3), made(Tied, 3)
         late = [list(model.middle.parameters()) for model in (expected, mine)]
         # Tied parameters twice, as in a list made module by module.
@@ -192,7 +228,9 @@ def sharded_optimizer(saved=None):
         optimizers = [cls(early[0], **settings), sharded]
         for optimizer, group in zip(optimizers, late, strict=True):
             optimizer.add_param_group({"params": group, "lr": 0.05})
-        schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in optimizers]
+        schedulers = [
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in optimizers
+        ]
 
         def steps(number, optimizers=optimizers, schedulers=schedulers, models=(expected, mine)):
             for seed in range(number):
@@ -210,17 +248,24 @@ def sharded_optimizer(saved=None):
                     assert loss.item() > 0
 
         steps(3)
-        same = all(torch.equal(a, b) for a, b in zip(expected.parameters(), mine.parameters(), strict=True))
+        same = all(
+            torch.equal(a, b) for a, b in zip(expected.parameters(), mine.parameters(), strict=True)
+        )
         yield f"{cls.__name__}, three steps", same
         held = sum(p.nbytes for p in sharded.state)
         total = sum(p.nbytes for group in sharded.param_groups for p in group["params"])
         largest = max(p.nbytes for group in sharded.param_groups for p in group["params"])
         yield f"{cls.__name__}, at most a fair share and one parameter", held <= total / n + largest
         full, wanted = sharded.state_dict(), optimizers[0].state_dict()
-        same = full["param_groups"] == wanted["param_groups"] and full["state"].keys() == wanted["state"].keys()
+        same = (
+            full["param_groups"] == wanted["param_groups"]
+            and full["state"].keys() == wanted["state"].keys()
+        )
         for number, values in wanted["state"].items():
-            same &= all(torch.equal(torch.as_tensor(v), torch.as_tensor(full["state"][number][k]))
-                        for k, v in values.items())  # fmt: skip
+            same &= all(
+                torch.equal(torch.as_tensor(v), torch.as_tensor(full["state"][number][k]))
+                for k, v in values.items()
+            )
         yield f"{cls.__name__}, consolidated state", same
         again = ShardedOptimizer([{"params": early[1]}, {"params": late[1]}], cls, lr=1.0)
         again.load_state_dict(copy.deepcopy(wanted))
@@ -230,9 +275,14 @@ def sharded_optimizer(saved=None):
         for group, other in zip(again.param_groups, optimizers[0].param_groups, strict=True):
             group["lr"] = other["lr"]
         steps(2)
-        same = all(torch.equal(a, b) for a, b in zip(expected.parameters(), mine.parameters(), strict=True))
+        same = all(
+            torch.equal(a, b) for a, b in zip(expected.parameters(), mine.parameters(), strict=True)
+        )
         yield f"{cls.__name__}, two steps after loading", same
-        yield f"{cls.__name__}, wrong groups", refused(again.load_state_dict, {"param_groups": [], "state": {}})
+        yield (
+            f"{cls.__name__}, wrong groups",
+            refused(again.load_state_dict, {"param_groups": [], "state": {}}),
+        )
     yield "empty", refused(lambda: ShardedOptimizer([], torch.optim.SGD, lr=0.1))
     yield "saved", (full, [p.detach().clone() for p in mine.parameters()]) if rank == 0 else None
 
@@ -246,20 +296,32 @@ def refused(call, *args) -> str:
 
 
 def resharded(saved):
-    """Takes one step from a state that another number of ranks saved; returns whether one process gets the same."""
+    """Takes one step from a state that another number of ranks saved; returns whether one process
+    gets the same.
+    """
     state, values = saved
     models = made(Tied, 0), made(Tied, 0)
     for model in models:
         for p, value in zip(model.parameters(), values, strict=True):
             p.data.copy_(value)
-    groups = [[{"params": [*m.embedding.parameters(), *m.unused.parameters()]}, {"params": [*m.middle.parameters()]}]
-              for m in models]  # fmt: skip
-    for model, optimizer in zip(models, (torch.optim.SGD(groups[0]), ShardedOptimizer(groups[1], torch.optim.SGD)),
-                                strict=True):  # fmt: skip
+    groups = [
+        [
+            {"params": [*m.embedding.parameters(), *m.unused.parameters()]},
+            {"params": [*m.middle.parameters()]},
+        ]
+        for m in models
+    ]
+    for model, optimizer in zip(
+        models,
+        (torch.optim.SGD(groups[0]), ShardedOptimizer(groups[1], torch.optim.SGD)),
+        strict=True,
+    ):
         optimizer.load_state_dict(copy.deepcopy(state))
         model(batches(model, 1)[0].flatten(0, 1)).square().mean().backward()
         optimizer.step()
-    return all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
+    return all(
+        torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True)
+    )
 
 
 class Net(nn.Module):
@@ -277,12 +339,18 @@ def rows(seed: int) -> torch.Tensor:
     return torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
 
 
-def trained_step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, clip: float | None = None):
-    """Trains on this rank's rows; a model without a wrapper on those of all ranks. Returns the gradients' norm."""
+def trained_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, clip: float | None = None
+):
+    """Trains on this rank's rows; a model without a wrapper on those of all ranks. Returns the
+    gradients' norm.
+    """
     optimizer.zero_grad()
     number = dist.get_world_size()
     if isinstance(model, Net):
-        sum(model(rows(number * seed + rank)).square().mean() for rank in range(number)).div(number).backward()
+        sum(model(rows(number * seed + rank)).square().mean() for rank in range(number)).div(
+            number
+        ).backward()
     else:
         model(rows(number * seed + dist.get_rank())).square().mean().backward()
     if hasattr(model, "finish_gradient_synchronization"):
@@ -293,7 +361,9 @@ def trained_step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, 
 
 
 def frozen_and_unfrozen():
-    """Yields (wrapper and what, difference from one process after four steps, two before and two after it)."""
+    """Yields (wrapper and what, difference from one process after four steps, two before and two
+    after it).
+    """
     for name in WRAPPERS:
         if name == "torch's":
             continue
@@ -315,9 +385,11 @@ def frozen_and_unfrozen():
 
 
 def as_fully_shard():
-    """Yields (what is done, whether parameters and results are as under torch's `fully_shard`, the result).
+    """Yields (what is done, whether parameters and results are as under torch's `fully_shard`, the
+    result).
 
-    The result is an error's text where there is one. Last: the difference from one process and the norms of both.
+    The result is an error's text where there is one. Last: the difference from one process and the
+    norms of both.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -326,7 +398,10 @@ def as_fully_shard():
         return [trained_step(model, optimizer, seed, clip=0.05) for seed in range(3)]
 
     def scaled(model):
-        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+        optimizer, scaler = (
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            torch.amp.GradScaler("cpu", init_scale=8.0),
+        )
         scaler.scale(model(rows(dist.get_rank())).square().mean()).backward()
         if isinstance(model, FullyShardedDataParallel):
             model.finish_gradient_synchronization()
@@ -337,7 +412,9 @@ def as_fully_shard():
         return scaler.get_scale()
 
     def grouped(model):
-        matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
+        matrices, vectors = (
+            [p for p in model.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False)
+        )
         for optimizer in (torch.optim.Muon(matrices, lr=0.1), torch.optim.SGD(vectors, lr=0.1)):
             trained_step(model, optimizer, 0)
         return len(matrices), len(vectors)
@@ -353,9 +430,14 @@ def as_fully_shard():
                 results.append(run(model))
             except RuntimeError as error:
                 results.append(str(error))
-            state = {name.removeprefix("module."): x.full_tensor() for name, x in model.state_dict().items()}
+            state = {
+                name.removeprefix("module."): x.full_tensor()
+                for name, x in model.state_dict().items()
+            }
             states.append(state)
-        same = states[0].keys() == states[1].keys() and all(torch.equal(states[0][n], states[1][n]) for n in states[0])
+        same = states[0].keys() == states[1].keys() and all(
+            torch.equal(states[0][n], states[1][n]) for n in states[0]
+        )
         yield run.__name__, same and results[0] == results[1], results[0]
     expected, model = made(Net, 0), FullyShardedDataParallel(made(Net, 0))
     norms = clipped(expected), clipped(model)
@@ -368,7 +450,9 @@ class Normalized(nn.Sequential):
 
 
 def buffers():
-    """Yields (wrapper, largest difference from torch's of buffers in three steps, of outputs and of buffers after)."""
+    """Yields (wrapper, largest difference from torch's of buffers in three steps, of outputs and of
+    buffers after).
+    """
     rank = dist.get_rank()
 
     def mean_of(model):
@@ -457,7 +541,10 @@ def unusual_modules():
                 if one is model:
                     model.finish_gradient_synchronization()
                 optimizer.step()
-        yield f"{kind.__name__}{', bf16' * ('compute_dtype' in options)}", difference(model, expected)
+        yield (
+            f"{kind.__name__}{', bf16' * ('compute_dtype' in options)}",
+            difference(model, expected),
+        )
 
 
 def misuse():
@@ -529,11 +616,17 @@ def lm_loss(model, tokens):
 
 
 def fully_sharded_transformer():
-    """Yields (variant, difference from one process, whether shards and gradients are right, bytes left gathered)."""
+    """Yields (variant, difference from one process, whether shards and gradients are right, bytes
+    left gathered).
+    """
     rank, n = dist.get_rank(), dist.get_world_size()
     variants = {"plain": None, "units": None}
     if n == 2:
-        variants |= {"checkpointed": None, "plain, bf16": torch.bfloat16, "plain, fp16": torch.float16}
+        variants |= {
+            "checkpointed": None,
+            "plain, bf16": torch.bfloat16,
+            "plain, fp16": torch.float16,
+        }
         variants |= {"compiled": None, "in place": None, "checkpointed compiled": None}
     for variant, dtype in variants.items():
         # The compiler warns of its own doings.
@@ -557,21 +650,35 @@ def fully_sharded_transformer():
                 model(tokens[rank])
             for optimizer in optimizers:
                 optimizer.step()
-        right = all(p.grad.shape == p.shape and p.grad.dtype == p.dtype == torch.float32 for p in model.parameters())
+        right = all(
+            p.grad.shape == p.shape and p.grad.dtype == p.dtype == torch.float32
+            for p in model.parameters()
+        )
         whole = sum(p.numel() for p in expected.parameters())
         right &= sum(p.to_local().numel() for p in model.parameters()) < whole / n + 200
         found = {
-            name.replace("_orig_mod.", "").replace("block.", ""): p for name, p in model.gather_full_params().items()
+            name.replace("_orig_mod.", "").replace("block.", ""): p
+            for name, p in model.gather_full_params().items()
         }
         wanted = dict(expected.named_parameters())
         assert found.keys() == wanted.keys()
-        worst = max(((found[name] - p).abs().max() / p.abs().max()).item() for name, p in wanted.items())
+        worst = max(
+            ((found[name] - p).abs().max() / p.abs().max()).item() for name, p in wanted.items()
+        )
         layers = len({weight.layer for weight in model._weights})
-        yield variant, worst, right, layers, sum(w.flat.untyped_storage().nbytes() for w in model._weights)
+        yield (
+            variant,
+            worst,
+            right,
+            layers,
+            sum(w.flat.untyped_storage().nbytes() for w in model._weights),
+        )
 
 
 def schedule():
-    """Yields, for forward and for backward of a second iteration, when layers' gathers began and layers ended."""
+    """Yields, for forward and for backward of a second iteration, when layers' gathers began and
+    layers ended.
+    """
     events = []
     model = transformer(0, wrap=True)
     layer, weight = fully_sharded._Layer, fully_sharded._Weight
@@ -616,7 +723,9 @@ def bad_input():
     yield refused(lambda: OverlappedDataParallel(nn.Linear(2 + dist.get_rank(), 2)))
     yield refused(lambda: collectives.time_collective("all_ruduce", 1000))
     yield refused(lambda: collectives.time_collective("all_reduce", 3))
-    yield refused(lambda: collectives.time_collective("all_reduce", 1000, transport="carrier pigeon"))
+    yield refused(
+        lambda: collectives.time_collective("all_reduce", 1000, transport="carrier pigeon")
+    )
     yield refused(lambda: collectives.time_collective("all_reduce", 1000, transport="ctas_4"))
     model = OverlappedDataParallel(linear)
     model(torch.ones(1, 2)).sum().backward()
@@ -635,7 +744,9 @@ def timed_collectives(sizes: list[int]):
 
 
 def outlived() -> list[str]:
-    """Returns the wrappers that keep a parameter alive, or whose hooks act on a backward pass after them."""
+    """Returns the wrappers that keep a parameter alive, or whose hooks act on a backward pass after
+    them.
+    """
     failed = []
     for wrapper in (NaiveDataParallel, OverlappedDataParallel, FullyShardedDataParallel):
         module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))

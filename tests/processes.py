@@ -1,4 +1,6 @@
-"""Processes that tests start and look for afterwards, through /proc, and waiting for what they do."""
+"""Processes that tests start and look for afterwards, through /proc, and waiting for what they
+do.
+"""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,6 @@
-"""What test_sharded_optimizer.py runs on ranks; `found` yields (name, what the test then looks at)."""
+"""What test_sharded_optimizer.py runs on ranks; `found` yields (name, what the test then looks
+at).
+"""
 
 import copy
 import pickle
@@ -18,7 +20,10 @@ def found():
     yield "counts in its group", unlike(Warming, fp32, {"lr": 0.1})
     yield "hooks", hooks()
     yield "LBFGS", refused(ValueError, lambda: ShardedOptimizer(fp32(), torch.optim.LBFGS))
-    yield "set", refused(TypeError, lambda: ShardedOptimizer([{"params": set(fp32())}], torch.optim.SGD))
+    yield (
+        "set",
+        refused(TypeError, lambda: ShardedOptimizer([{"params": set(fp32())}], torch.optim.SGD)),
+    )
     yield "other shapes", other_shapes()
     yield "masters", masters()
 
@@ -51,19 +56,33 @@ def odd() -> list[nn.Parameter]:
     """Of several dtypes, without elements or dimensions, and not contiguous."""
     transposed = nn.Parameter(torch.arange(6.0).view(2, 3).T)
     shapes = (3, 2), (), (0, 2)
-    half = parameters(torch.bfloat16, *shapes) + parameters(torch.float16, (5,)) + parameters(torch.float64, (4,))
+    half = (
+        parameters(torch.bfloat16, *shapes)
+        + parameters(torch.float16, (5,))
+        + parameters(torch.float64, (4,))
+    )
     return [transposed, *half, *parameters(torch.complex64, (3,))]
 
 
 CASES = [
     ("AdamW", torch.optim.AdamW, fp32, {"lr": 0.1}),
-    ("AdamW, fused, odd parameters", torch.optim.AdamW, lambda: odd()[:-1], {"lr": 0.1, "fused": True}),
+    (
+        "AdamW, fused, odd parameters",
+        torch.optim.AdamW,
+        lambda: odd()[:-1],
+        {"lr": 0.1, "fused": True},
+    ),
     ("Adam, odd parameters", torch.optim.Adam, odd, {"lr": torch.tensor(0.1), "amsgrad": True}),
     ("SGD", torch.optim.SGD, odd, {"lr": 0.1, "momentum": 0.9}),
     ("Adafactor", torch.optim.Adafactor, fp32, {"lr": 0.1}),
     ("ASGD", torch.optim.ASGD, fp32, {"lr": 0.1}),
     ("ours", FusedAdamW, fp32, {"lr": 0.1}),
-    ("ours, 16 bits", FusedAdamW, lambda: parameters(torch.bfloat16, (4, 5), (5,), (3,)), {"lr": 0.1}),
+    (
+        "ours, 16 bits",
+        FusedAdamW,
+        lambda: parameters(torch.bfloat16, (4, 5), (5,), (3,)),
+        {"lr": 0.1},
+    ),
 ]
 
 
@@ -79,10 +98,24 @@ class Warming(torch.optim.SGD):
 
 
 def unlike(cls, make, options) -> list[str]:
-    """Returns at which events the parameters are no longer, bit for bit, those of one process, or differ by rank."""
+    """Returns at which events the parameters are no longer, bit for bit, those of one process, or
+    differ by rank.
+    """
     params, expected = make(), make()
     optimizers = [ShardedOptimizer(params[:-1], cls, **options), cls(expected[:-1], **options)]
-    events = ["steps", "deepcopy", "steps", "exchange", "steps", "group", "steps", "pickle", "freeze", "steps", "steps"]
+    events = [
+        "steps",
+        "deepcopy",
+        "steps",
+        "exchange",
+        "steps",
+        "group",
+        "steps",
+        "pickle",
+        "freeze",
+        "steps",
+        "steps",
+    ]
     wrong = []
     for seed, event in enumerate(events):
         generator = torch.Generator().manual_seed(seed)
@@ -107,7 +140,9 @@ def unlike(cls, make, options) -> list[str]:
         else:
             objects = params, optimizers[0]
             params, optimizers[0] = (
-                copy.deepcopy(objects) if event == "deepcopy" else pickle.loads(pickle.dumps(objects))
+                copy.deepcopy(objects)
+                if event == "deepcopy"
+                else pickle.loads(pickle.dumps(objects))
             )
         same = all(torch.equal(p, q) for p, q in zip(params, expected, strict=True))
         if not same or any(apart(p) for p in params):
@@ -116,7 +151,9 @@ def unlike(cls, make, options) -> list[str]:
 
 
 def frozen() -> list[bool]:
-    """Returns which parameters differ from one process's, or by rank, where a layer is frozen with its gradients."""
+    """Returns which parameters differ from one process's, or by rank, where a layer is frozen with
+    its gradients.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     expected = copy.deepcopy(model)
@@ -142,7 +179,9 @@ def hooks() -> list:
     optimizer.register_step_post_hook(lambda *_: called.append("stepped"))
     optimizer.register_state_dict_pre_hook(lambda own: called.append(type(own).__name__))
     optimizer.register_state_dict_post_hook(lambda own, state: state | {"more": 1})
-    optimizer.register_load_state_dict_pre_hook(lambda own, state: called.append(sorted(state["state"])))
+    optimizer.register_load_state_dict_pre_hook(
+        lambda own, state: called.append(sorted(state["state"]))
+    )
     optimizer.register_load_state_dict_pre_hook(lambda own, state: state | {"state": {}})
     optimizer.register_load_state_dict_post_hook(lambda own: called.append(len(own.state)))
     for p in params:
@@ -158,8 +197,14 @@ def other_shapes() -> list[str]:
     rank, (first, *others) = dist.get_rank(), fp32()
     optimizer = ShardedOptimizer([first], torch.optim.SGD)
     messages = []
-    for group in (others[rank : rank + 1], others[: 1 + rank], [others[0].detach().to(torch.float64)]):
-        messages.append(refused(ValueError, lambda group=group: optimizer.add_param_group({"params": group})))
+    for group in (
+        others[rank : rank + 1],
+        others[: 1 + rank],
+        [others[0].detach().to(torch.float64)],
+    ):
+        messages.append(
+            refused(ValueError, lambda group=group: optimizer.add_param_group({"params": group}))
+        )
     first.grad = torch.ones_like(first)
     optimizer.step()
     return messages
@@ -175,6 +220,8 @@ def masters() -> bool:
     full = optimizer.state_dict()
     again = ShardedOptimizer(params, FusedAdamW)
     again.load_state_dict(full)
-    kept = [torch.equal(again.state[p]["master"], optimizer.state[p]["master"]) for p in again.state]
+    kept = [
+        torch.equal(again.state[p]["master"], optimizer.state[p]["master"]) for p in again.state
+    ]
     rounded = [torch.equal(again.state[p]["master"], p.float()) for p in again.state]
     return all(kept) and not any(rounded) and len(full["state"]) == 3

@@ -1,4 +1,6 @@
-"""The closed forms against what PyTorch itself counts: parameters, FLOPs, saved bytes, optimizer state."""
+"""The closed forms against what PyTorch itself counts: parameters, FLOPs, saved bytes, optimizer
+state.
+"""
 
 import dataclasses
 import weakref
@@ -23,14 +25,20 @@ SMALL_CASES = {
     "nano": (SIZES["nano"], 2, 24),
     "one token": (dataclasses.replace(ODD, num_layers=1), 1, 1),
 }
-small_cases = pytest.mark.parametrize(("config", "batch", "context"), SMALL_CASES.values(), ids=SMALL_CASES)
+small_cases = pytest.mark.parametrize(
+    ("config", "batch", "context"), SMALL_CASES.values(), ids=SMALL_CASES
+)
 
 
 def build(config: ModelConfig, batch: int, context: int, device: str = "cpu") -> tuple:
-    """Returns a model with eager attention, tokens and targets; each of the two a tensor of its own."""
+    """Returns a model with eager attention, tokens and targets; each of the two a tensor of its
+    own.
+    """
     torch.manual_seed(0)
     model = TransformerLM(config, max_context=context, attention="eager", device=device)
-    tokens, targets = (torch.randint(config.vocab_size, (batch, context), device=device) for _ in range(2))
+    tokens, targets = (
+        torch.randint(config.vocab_size, (batch, context), device=device) for _ in range(2)
+    )
     return model, tokens, targets
 
 
@@ -58,7 +66,9 @@ def test_parameter_and_optimizer_bytes_are_those_of_the_tensors(config, batch, c
     gradient_bytes = sum(parameter.grad.nbytes for parameter in model.parameters())
     # AdamW keeps a step counter per tensor too (four bytes each), which the closed form leaves out.
     states = optimizer.state.values()
-    moment_bytes = sum(tensor.nbytes for state in states for name, tensor in state.items() if name != "step")
+    moment_bytes = sum(
+        tensor.nbytes for state in states for name, tensor in state.items() if name != "step"
+    )
     assert accounting.parameter_bytes(config) == parameter_bytes == gradient_bytes
     assert accounting.optimizer_state_bytes(config) == moment_bytes
     read, written = parameter_bytes + gradient_bytes + moment_bytes, parameter_bytes + moment_bytes
@@ -72,12 +82,14 @@ def counted_flops(function) -> int:
 
 
 @small_cases
-@pytest.mark.parametrize("phase", ["inference", "forward", "backward", "forward_backward", "train_step"])
+@pytest.mark.parametrize(
+    "phase", ["inference", "forward", "backward", "forward_backward", "train_step"]
+)
 def test_phase_flops_are_the_matrix_products_that_run(config, batch, context, phase):
     """Eager attention masks after the product, so what runs is the full count.
 
-    A backward pass is exactly two forwards: each product gives two, one per operand. The first layer is no
-    exception: what goes into it is the embedding, which has a gradient of its own.
+    A backward pass is exactly two forwards: each product gives two, one per operand. The first
+    layer is no exception: what goes into it is the embedding, which has a gradient of its own.
     """
     model, tokens, targets = build(config, batch, context)
     optimizer = torch.optim.SGD(model.parameters())
@@ -96,17 +108,21 @@ def test_phase_flops_are_the_matrix_products_that_run(config, batch, context, ph
         "forward_backward": lambda: loss().backward(),
         "train_step": train_step,
     }
-    assert counted_flops(runs[phase]) == accounting.phase_flops(config, batch, context, phase, causal=False)
+    assert counted_flops(runs[phase]) == accounting.phase_flops(
+        config, batch, context, phase, causal=False
+    )
 
 
 @pytest.mark.parametrize("name", ["xl-2025", "10b"])
 def test_forward_flops_hold_for_a_large_size(name):
     config = dataclasses.replace(SIZES[name], num_layers=2)
     model, tokens, _ = build(config, 4, 128, device="meta")
-    assert counted_flops(lambda: model(tokens)) == accounting.forward_flops(config, 4, 128, causal=False)
+    assert counted_flops(lambda: model(tokens)) == accounting.forward_flops(
+        config, 4, 128, causal=False
+    )
 
 
-def test_an_attention_call_has_the_flops_of_its_products_and_backward_two_and_a_half_times_as_many():
+def test_an_attention_call_has_its_products_flops_and_backward_two_and_a_half_times_as_many():
     q, k, v = (torch.randn(6, 10, 14) for _ in range(3))
     forward, backward, both = (
         accounting.attention_call_flops(phase, 6, 10, 14, causal=False)
@@ -145,10 +161,11 @@ def test_every_phase_has_its_flops_and_an_unknown_one_is_refused():
 
 
 def kept_bytes(function, *, excluded=(), arrays_only: bool = False) -> tuple[int, torch.Tensor]:
-    """Returns the bytes of the distinct storages that autograd keeps for the backward pass of `function`, its result.
+    """Returns the bytes of the distinct storages that autograd keeps for the backward pass of
+    `function`, its result.
 
-    Several saved tensors may be views of one storage, which takes its memory once. `excluded` tensors are kept anyway;
-    with `arrays_only` a scale, which is a number, is left out too.
+    Several saved tensors may be views of one storage, which takes its memory once. `excluded`
+    tensors are kept anyway; with `arrays_only` a scale, which is a number, is left out too.
     """
     saved = []
 
@@ -161,13 +178,17 @@ def kept_bytes(function, *, excluded=(), arrays_only: bool = False) -> tuple[int
     held = [tensor.untyped_storage() for tensor in saved if tensor.dim() or not arrays_only]
     left_out = {tensor.untyped_storage().data_ptr() for tensor in excluded}
     storages = {storage.data_ptr(): storage.nbytes() for storage in held}
-    return sum(num_bytes for address, num_bytes in storages.items() if address not in left_out), result
+    return sum(
+        num_bytes for address, num_bytes in storages.items() if address not in left_out
+    ), result
 
 
 @small_cases
 def test_activation_bytes_are_what_autograd_keeps(config, batch, context):
     model, tokens, targets = build(config, batch, context)
-    kept, _ = kept_bytes(lambda: language_model_loss(model(tokens), targets), excluded=model.parameters())
+    kept, _ = kept_bytes(
+        lambda: language_model_loss(model(tokens), targets), excluded=model.parameters()
+    )
     assert kept == accounting.activation_bytes(config, batch, context)
     x_BTC = torch.randn(batch, context, config.d_model, requires_grad=True)
     excluded = [*model.parameters(), *model.rotary.buffers()]
@@ -184,10 +205,14 @@ def random_inputs(shape, dtype):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("impl", "kind"), [("eager", "eager"), ("sdpa_math", "math"), ("sdpa_flash", "fused")])
+@pytest.mark.parametrize(
+    ("impl", "kind"), [("eager", "eager"), ("sdpa_math", "math"), ("sdpa_flash", "fused")]
+)
 def test_saved_bytes_are_what_hooks_count_and_what_the_graph_holds(shape, dtype, impl, kind):
     q, k, v = random_inputs(shape, dtype)
-    function = attention_reference if impl == "eager" else lambda q, k, v: attention(q, k, v, impl=impl)
+    function = (
+        attention_reference if impl == "eager" else lambda q, k, v: attention(q, k, v, impl=impl)
+    )
     counted, out = kept_bytes(lambda: function(q, k, v), arrays_only=True)
     predicted = accounting.attention_saved_bytes(kind, *shape, q.element_size())
     assert counted == predicted
@@ -231,13 +256,19 @@ def test_peak_bytes_are_those_of_the_tensors_alive_at_once(shape, dtype):
     live.storages.add(grad_out.untyped_storage()._cdata)
     with live:
         out = attention_reference(*inputs)
-    assert live.peak == accounting.attention_peak_bytes("forward", *shape, element_bytes, device_kind="cpu")
+    assert live.peak == accounting.attention_peak_bytes(
+        "forward", *shape, element_bytes, device_kind="cpu"
+    )
     assert live.now == accounting.attention_in_use_bytes("eager", *shape, element_bytes)
     live.peak = live.now
     with live:
         out.backward(grad_out)
-    assert live.peak == accounting.attention_peak_bytes("backward", *shape, element_bytes, device_kind="cpu")
-    assert live.peak == accounting.attention_reserved_bytes("backward", *shape, element_bytes, device_kind="cpu")
+    assert live.peak == accounting.attention_peak_bytes(
+        "backward", *shape, element_bytes, device_kind="cpu"
+    )
+    assert live.peak == accounting.attention_reserved_bytes(
+        "backward", *shape, element_bytes, device_kind="cpu"
+    )
 
 
 @pytest.mark.parametrize(("d_head", "is_cut"), [(8, False), (9, True)])
@@ -250,7 +281,9 @@ def test_only_what_is_larger_than_a_mebibyte_is_cut_from_the_block_of_the_scores
 
 
 def test_score_passes_are_the_matrices_that_the_operations_touch():
-    """Counted as the operands and results of every operation that are as large as all score matrices."""
+    """Counted as the operands and results of every operation that are as large as all score
+    matrices.
+    """
     shape = (2, 64, 4)
     inputs, grad_out = random_inputs(shape, torch.float32), torch.randn(shape)
     counted = {"forward": 0, "backward": 0}
@@ -258,8 +291,14 @@ def test_score_passes_are_the_matrices_that_the_operations_touch():
     class Touched(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             result = function(*args, **(kwargs or {}))
-            touched = [t for t in tree_leaves((args, result)) if isinstance(t, torch.Tensor) and t.numel() == 2 * 64**2]
-            operands = [t.untyped_storage()._cdata for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
+            touched = [
+                t
+                for t in tree_leaves((args, result))
+                if isinstance(t, torch.Tensor) and t.numel() == 2 * 64**2
+            ]
+            operands = [
+                t.untyped_storage()._cdata for t in tree_leaves(args) if isinstance(t, torch.Tensor)
+            ]
             if result.untyped_storage()._cdata not in operands:  # a view touches nothing
                 counted[phase] += len(touched)
             return result
@@ -270,14 +309,20 @@ def test_score_passes_are_the_matrices_that_the_operations_touch():
     phase = "backward"
     with Touched():
         out.backward(grad_out)
-    assert counted == {phase: accounting.attention_score_passes(phase, device_kind="cpu") for phase in counted}
-    on_cuda = {phase: accounting.attention_score_passes(phase, device_kind="cuda") for phase in counted}
+    assert counted == {
+        phase: accounting.attention_score_passes(phase, device_kind="cpu") for phase in counted
+    }
+    on_cuda = {
+        phase: accounting.attention_score_passes(phase, device_kind="cuda") for phase in counted
+    }
     # One product more, of two matrices into a third.
     assert on_cuda == {"forward": counted["forward"], "backward": counted["backward"] + 3}
 
 
 def test_what_the_accounting_does_not_know_is_refused():
-    with pytest.raises(ValueError, match="unknown kind of attention 'magic'; accepted: eager, math, fused"):
+    with pytest.raises(
+        ValueError, match="unknown kind of attention 'magic'; accepted: eager, math, fused"
+    ):
         accounting.attention_saved_bytes("magic", 1, 1, 1, 4)
     shape = (1, 1, 1, 4)
     for function, arguments in (
@@ -285,18 +330,29 @@ def test_what_the_accounting_does_not_know_is_refused():
         (accounting.attention_peak_bytes, shape),
         (accounting.attention_reserved_bytes, shape),
     ):
-        with pytest.raises(ValueError, match="unknown phase 'sideways'; accepted: forward, backward"):
+        with pytest.raises(
+            ValueError, match="unknown phase 'sideways'; accepted: forward, backward"
+        ):
             function("sideways", *arguments, device_kind="cuda")
-        with pytest.raises(ValueError, match="unknown kind of device 'abacus'; accepted: cuda, cpu, mps"):
+        with pytest.raises(
+            ValueError, match="unknown kind of device 'abacus'; accepted: cuda, cpu, mps"
+        ):
             function("forward", *arguments, device_kind="abacus")
 
 
 @pytest.mark.parametrize("sizes", [(7, 7), (5, 9), (9, 5), (1, 6), (6, 1)], ids=str)
-@pytest.mark.parametrize("limits", [(-1, -1), (-1, 0), (2, -1), (0, 0), (3, 1), (-1, 2), (50, 50), (4, 0)], ids=str)
+@pytest.mark.parametrize(
+    "limits", [(-1, -1), (-1, 0), (2, -1), (0, 0), (3, 1), (-1, 2), (50, 50), (4, 0)], ids=str
+)
 def test_pairs_are_those_that_the_mask_shows(sizes, limits):
     (num_queries, num_keys), (left, right) = sizes, limits
-    own, key = torch.arange(num_queries)[:, None] + num_keys - num_queries, torch.arange(num_keys)[None]
-    shown = (own >= key - (right if right >= 0 else 99)) & (own <= key + (left if left >= 0 else 99))
+    own, key = (
+        torch.arange(num_queries)[:, None] + num_keys - num_queries,
+        torch.arange(num_keys)[None],
+    )
+    shown = (own >= key - (right if right >= 0 else 99)) & (
+        own <= key + (left if left >= 0 else 99)
+    )
     halves = (shown & (own == key)).sum().item() / 2 if right == 0 else 0
     assert accounting.attention_pairs(*sizes, *limits) == shown.sum().item() - halves
 
@@ -306,4 +362,6 @@ def test_pairs_of_a_square_are_those_of_a_call(phase):
     factor = {"forward": 4, "backward": 10}[phase]
     for causal in (False, True):
         pairs = accounting.attention_pairs(64, 64, -1, 0 if causal else -1)
-        assert factor * 3 * pairs * 16 == accounting.attention_call_flops(phase, 3, 64, 16, causal=causal)
+        assert factor * 3 * pairs * 16 == accounting.attention_call_flops(
+            phase, 3, 64, 16, causal=causal
+        )

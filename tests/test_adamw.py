@@ -1,4 +1,6 @@
-"""One kernel for AdamW of all parameters: the update of PyTorch's, masters, and a training step that autocast takes."""
+"""One kernel for AdamW of all parameters: the update of PyTorch's, masters, and a training step
+that autocast takes.
+"""
 
 import copy
 import pickle
@@ -28,10 +30,14 @@ def is_interpreted() -> bool:
     return fused.IS_INTERPRETED
 
 
-def pairs(dtype: torch.dtype, device: str = "cpu") -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+def pairs(
+    dtype: torch.dtype, device: str = "cpu"
+) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
     """Returns parameters of `dtype`, each beside one of the same values in fp32."""
     generator = torch.Generator().manual_seed(0)
-    drawn = [(torch.randn(shape, generator=generator) * 0.02).to(dtype).to(device) for shape in SHAPES]
+    drawn = [
+        (torch.randn(shape, generator=generator) * 0.02).to(dtype).to(device) for shape in SHAPES
+    ]
     return [(torch.nn.Parameter(x), torch.nn.Parameter(x.float())) for x in drawn]
 
 
@@ -58,7 +64,9 @@ def check_it_updates_as_pytorchs(dtype: torch.dtype, device: str = "cpu") -> Non
     for p, q in both:
         master = optimizer.state[p].get("master", p)
         torch.testing.assert_close(master, q, **CLOSE)
-        if dtype == torch.float16 or not fused.IS_INTERPRETED:  # the interpreter cuts off what bf16 would round
+        if (
+            dtype == torch.float16 or not fused.IS_INTERPRETED
+        ):  # the interpreter cuts off what bf16 would round
             assert torch.equal(p, master.to(dtype))
 
 
@@ -98,7 +106,9 @@ def test_a_graph_keeps_the_addresses_that_it_was_captured_with():
     for name, tensor in optimizer.state[p].items():
         tensor.copy_(state[name])
     p.data.copy_(state["master"])
-    held = [torch.zeros(3000, device="cuda") for _ in range(4)]  # what the called step's gradient was is others'
+    held = [
+        torch.zeros(3000, device="cuda") for _ in range(4)
+    ]  # what the called step's gradient was is others'
     graph.replay()
     for name, tensor in optimizer.state[p].items():
         torch.testing.assert_close(tensor, expected[name], **CLOSE)
@@ -129,8 +139,13 @@ def test_called_steps_and_replays_read_their_own_gradients():
 
 @pytest.mark.gpu
 def test_it_takes_less_time_than_pytorchs_and_the_casts_of_autocast():
-    """The same update of 200 million parameters: of fp32 weights that autocast casts, and of masters beside 16 bits."""
-    ours = [torch.nn.Parameter(torch.randn(2048, 4096, device="cuda", dtype=torch.bfloat16)) for _ in range(24)]
+    """The same update of 200 million parameters: of fp32 weights that autocast casts, and of
+    masters beside 16 bits.
+    """
+    ours = [
+        torch.nn.Parameter(torch.randn(2048, 4096, device="cuda", dtype=torch.bfloat16))
+        for _ in range(24)
+    ]
     theirs = [torch.nn.Parameter(p.detach().float()) for p in ours]
     for p in ours:
         p.grad = torch.randn_like(p)
@@ -184,10 +199,15 @@ def test_the_first_update_is_the_learning_rate(interpreted, betas):
 
 
 def check_random_events(dtype: torch.dtype, seed: int, *, is_exact: bool = False) -> None:
-    """Whatever happens between steps, the parameters train as PyTorch trains them in fp64, or bit for bit in fp32."""
+    """Whatever happens between steps, the parameters train as PyTorch trains them in fp64, or bit
+    for bit in fp32.
+    """
     choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     ours = [p for p, _ in pairs(dtype)]
-    theirs = [torch.nn.Parameter(p.detach().to(torch.float32 if is_exact else torch.float64)) for p in ours]
+    theirs = [
+        torch.nn.Parameter(p.detach().to(torch.float32 if is_exact else torch.float64))
+        for p in ours
+    ]
     # With β₂ = 0 a gradient of 0 would divide by ε alone.
     *betas, eps = choose.choice([(0.9, 0.999, 1e-8), (0.0, 0.99, 1e-8), (0.9, 0.0, 0.1)])
     options = {"lr": 0.01, "betas": tuple(betas), "eps": eps, "weight_decay": 0.1}
@@ -196,7 +216,9 @@ def check_random_events(dtype: torch.dtype, seed: int, *, is_exact: bool = False
     for number, event in enumerate([choose.choice(events) for _ in range(14)] + ["step"]):
         if event == "step":
             for p, q in zip(ours, theirs, strict=True):
-                grad = choose.choice([None, torch.zeros(p.shape), *3 * [torch.randn(p.shape, generator=generator)]])
+                grad = choose.choice(
+                    [None, torch.zeros(p.shape), *3 * [torch.randn(p.shape, generator=generator)]]
+                )
                 p.grad = None if grad is None else grad.to(p.dtype)
                 q.grad = None if grad is None else p.grad.to(q.dtype)
             for optimizer in optimizers:
@@ -209,7 +231,9 @@ def check_random_events(dtype: torch.dtype, seed: int, *, is_exact: bool = False
             q.data.copy_(loaded)
         elif event in ("copy", "pickle"):
             objects = optimizers, ours, theirs
-            objects = copy.deepcopy(objects) if event == "copy" else pickle.loads(pickle.dumps(objects))
+            objects = (
+                copy.deepcopy(objects) if event == "copy" else pickle.loads(pickle.dumps(objects))
+            )
             optimizers, ours, theirs = objects
         elif event == "exchange":
             states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
@@ -233,8 +257,12 @@ def check_random_events(dtype: torch.dtype, seed: int, *, is_exact: bool = False
     for p, q in zip(ours, theirs, strict=True):
         state, expected = optimizers[0].state[p], optimizers[1].state[q]
         master = state.get("master", p)
-        found = torch.where(master.to(dtype) == p, master, p).to(q.dtype)  # no step may have seen what was written last
-        torch.testing.assert_close(found, q.detach(), rtol=0 if is_exact else 2e-6, atol=0 if is_exact else 2e-7)
+        found = torch.where(master.to(dtype) == p, master, p).to(
+            q.dtype
+        )  # no step may have seen what was written last
+        torch.testing.assert_close(
+            found, q.detach(), rtol=0 if is_exact else 2e-6, atol=0 if is_exact else 2e-7
+        )
         assert state.get("step", 0) == expected.get("step", 0)
 
 
@@ -278,18 +306,24 @@ def test_weights_loaded_later_become_the_masters(interpreted, dtype):
 
 def test_a_loaded_state_trains_on_with_its_masters():
     first, second = pairs(torch.bfloat16), pairs(torch.bfloat16)
-    saved, loaded = (FusedAdamW([p for p, _ in both], lr=lr) for both, lr in ((first, 1e-2), (second, 1.0)))
+    saved, loaded = (
+        FusedAdamW([p for p, _ in both], lr=lr) for both, lr in ((first, 1e-2), (second, 1.0))
+    )
     train(first, [saved])
     before = loaded.state[second[0][0]]["exp_avg"].data_ptr()
     loaded.load_state_dict(saved.state_dict())
     assert loaded.param_groups[0]["lr"] == 1e-2
-    assert loaded.state[second[0][0]]["exp_avg"].data_ptr() == before  # a captured graph goes on with it
+    assert (
+        loaded.state[second[0][0]]["exp_avg"].data_ptr() == before
+    )  # a captured graph goes on with it
     for (p, _), (q, _) in zip(first, second, strict=True):
         q.data.copy_(p)
     for both, optimizer in ((first, saved), (second, loaded)):
         train(both, [optimizer])
     for (p, _), (q, _) in zip(first, second, strict=True):
-        assert torch.equal(p, q) and torch.equal(saved.state[p]["master"], loaded.state[q]["master"])
+        assert torch.equal(p, q) and torch.equal(
+            saved.state[p]["master"], loaded.state[q]["master"]
+        )
 
 
 def test_states_of_16_bits_move_to_pytorchs_and_back():
@@ -299,12 +333,16 @@ def test_states_of_16_bits_move_to_pytorchs_and_back():
     theirs.step()
     q.data.fill_(7)
     ours.load_state_dict(theirs.state_dict())
-    assert torch.equal(ours.state[q]["master"], torch.full((5,), 7.0)) and ours.state[q]["step"] == 1
+    assert (
+        torch.equal(ours.state[q]["master"], torch.full((5,), 7.0)) and ours.state[q]["step"] == 1
+    )
     assert torch.equal(ours.state[q]["exp_avg"], theirs.state[p]["exp_avg"].float())
     ours.step()
     theirs.load_state_dict(ours.state_dict())
     theirs.step()
-    assert theirs.state[p]["step"] == 3 and theirs.param_groups[0]["lr"] == ours.param_groups[0]["lr"]
+    assert (
+        theirs.state[p]["step"] == 3 and theirs.param_groups[0]["lr"] == ours.param_groups[0]["lr"]
+    )
 
 
 def trained_state(*shapes, cls=torch.optim.AdamW, dtype=torch.float32, **options) -> dict:
@@ -329,8 +367,14 @@ def without(name: str) -> dict:
         (lambda: trained_state((5,)), "doesn't match the size of optimizer's group"),
         (lambda: trained_state((5,), (2,), (2,)), "doesn't match the size of optimizer's group"),
         (lambda: trained_state((5,), (2,), amsgrad=True), "parameter 0 is .*max_exp_avg_sq"),
-        (lambda: trained_state((5,), (2,), cls=torch.optim.SGD, momentum=0.9), "parameter 0 is .*momentum_buffer"),
-        (lambda: trained_state((5,), (2,), cls=FusedAdamW, dtype=torch.float16), "parameter 0 is .*master"),
+        (
+            lambda: trained_state((5,), (2,), cls=torch.optim.SGD, momentum=0.9),
+            "parameter 0 is .*momentum_buffer",
+        ),
+        (
+            lambda: trained_state((5,), (2,), cls=FusedAdamW, dtype=torch.float16),
+            "parameter 0 is .*master",
+        ),
         (lambda: without("step"), "parameter 1 is"),
         (lambda: without("exp_avg_sq"), "parameter 1 is"),
     ],
@@ -372,8 +416,12 @@ def test_hooks_are_called_as_pytorchs():
     optimizer.register_step_post_hook(lambda *_: called.append("stepped"))
     optimizer.register_state_dict_pre_hook(lambda *_: called.append("save"))
     optimizer.register_state_dict_post_hook(lambda _, state: state | {"more": 1})
-    optimizer.register_load_state_dict_pre_hook(lambda _, state: called.append(sorted(state["state"])))
-    optimizer.register_load_state_dict_post_hook(lambda own: called.append(float(own.state[p]["step"])))
+    optimizer.register_load_state_dict_pre_hook(
+        lambda _, state: called.append(sorted(state["state"]))
+    )
+    optimizer.register_load_state_dict_post_hook(
+        lambda own: called.append(float(own.state[p]["step"]))
+    )
     assert optimizer.step(lambda: 7) == 7
     state = optimizer.state_dict()
     optimizer.load_state_dict(state)
@@ -426,8 +474,12 @@ def test_what_has_changed_since_the_optimizer_was_made_is_refused(interpreted):
 
 
 def check_odd_shapes_and_gradients() -> None:
-    """No element, no dimension, weights elsewhere, one listed twice, gradients that repeat their elements."""
-    ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in ((0, 3), (), (2, 3))] for _ in range(2))
+    """No element, no dimension, weights elsewhere, one listed twice, gradients that repeat their
+    elements.
+    """
+    ours, theirs = (
+        [torch.nn.Parameter(torch.ones(shape)) for shape in ((0, 3), (), (2, 3))] for _ in range(2)
+    )
     with pytest.warns(UserWarning, match="duplicate"):
         optimizer = FusedAdamW([*ours, ours[-1]])
     ours[-1].data = torch.full((2, 3), 2.0)
@@ -468,7 +520,10 @@ def test_what_pytorchs_has_and_ours_has_not_is_refused(name):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: torch.ones(2, dtype=torch.float64), "must be dense and of torch.float32, .*; got torch.float64"),
+        (
+            lambda: torch.ones(2, dtype=torch.float64),
+            "must be dense and of torch.float32, .*; got torch.float64",
+        ),
         (lambda: torch.ones(2, 3).T, r"got torch.float32, strides \(1, 3\)"),
     ],
 )
@@ -515,13 +570,18 @@ def test_matrices_in_16_bits_beside_masters_train_as_autocast_does():
 @pytest.mark.parametrize(("dtype", "capability"), [("bf16", 90), ("fp32", 80)])
 def test_the_kernel_compiles_without_spilling(dtype, capability, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel, types = adamw.adamw_kernel, {"addresses_ptr": "*i64", "blocks_ptr": "*i32", "spans_ptr": "*i64"}
+    kernel, types = (
+        adamw.adamw_kernel,
+        {"addresses_ptr": "*i64", "blocks_ptr": "*i32", "spans_ptr": "*i64"},
+    )
     fixed = {"DTYPE": {"bf16": tl.bfloat16, "fp32": tl.float32}[dtype], "BLOCK": adamw.BLOCK}
     fixed |= {"master_ptr": None} if dtype == "fp32" else {}
     signature = {
         name: "constexpr"
         if name in fixed
-        else types.get(name, "*fp32" if name.endswith("_ptr") else "i32" if name == "num_params" else "fp32")
+        else types.get(
+            name, "*fp32" if name.endswith("_ptr") else "i32" if name == "num_params" else "fp32"
+        )
         for name in kernel.arg_names
     }
     _, log = compile_source(ASTSource(kernel, signature, fixed), capability, {"num_warps": 4})

@@ -1,4 +1,6 @@
-"""The rules of the house: imports run one way, reading a report needs no torch, one room for everything."""
+"""The rules of the house: imports run one way, reading a report needs no torch, one room for
+everything.
+"""
 
 import ast
 import importlib
@@ -18,14 +20,24 @@ from labkit import notebooks
 PACKAGE = Path(labkit.__file__).parent
 REPOSITORY = PACKAGE.parent
 
-# From the top: a module may import from its own layer only within its own folder, and from the layers below.
+# From the top: a module may import from its own layer only within its own folder, and from the
+# layers below.
 LAYERS = [
     ["__main__"],
     ["cli", "lessons"],
     ["report", "experiments"],
     ["parallel", "models"],
     ["kernels", "measure"],
-    ["accounting", "communication", "numerics", "published", "hardware", "records", "notebooks", "guard"],
+    [
+        "accounting",
+        "communication",
+        "numerics",
+        "published",
+        "hardware",
+        "records",
+        "notebooks",
+        "guard",
+    ],
     ["configs"],
     ["__init__"],
 ]
@@ -65,7 +77,9 @@ def imported_rooms(path: Path) -> set[str]:
             elif node.module and node.module.startswith("labkit."):
                 rooms.add(node.module.split(".")[1])
         elif isinstance(node, ast.Import):
-            rooms |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("labkit.")}
+            rooms |= {
+                alias.name.split(".")[1] for alias in node.names if alias.name.startswith("labkit.")
+            }
     return rooms
 
 
@@ -77,9 +91,12 @@ def test_every_room_has_a_layer():
 def test_imports_run_one_way(path):
     room = room_of(path)
     for imported in imported_rooms(path) - {room}:
-        # Modules of the plain-file layer may use one another; report and experiments meet only in the records.
+        # Modules of the plain-file layer may use one another; report and experiments meet only in
+        # the records.
         sideways = LEVEL[imported] == LEVEL[room] and room in PLAIN
-        assert LEVEL[imported] > LEVEL[room] or sideways, f"{path.name} imports {imported}, which is not below it"
+        assert LEVEL[imported] > LEVEL[room] or sideways, (
+            f"{path.name} imports {imported}, which is not below it"
+        )
 
 
 def test_chapters_import_nothing_from_one_another():
@@ -88,25 +105,35 @@ def test_chapters_import_nothing_from_one_another():
         path = PACKAGE / "report" / f"{chapter}.py"
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("labkit.report"):
-                names = {alias.name for alias in node.names} | {node.module.removeprefix("labkit.report.")}
+                names = {alias.name for alias in node.names} | {
+                    node.module.removeprefix("labkit.report.")
+                }
                 assert not names & chapters, f"{chapter} imports {names & chapters}"
 
 
 def test_import_walk_sees_a_wrong_direction(tmp_path):
     wrong = tmp_path / "wrong.py"
-    wrong.write_text("def f():\n    from labkit.experiments import sweep\n    from labkit import cli\n")
+    wrong.write_text(
+        "def f():\n    from labkit.experiments import sweep\n    from labkit import cli\n"
+    )
     assert imported_rooms(wrong) == {"experiments", "cli"}
 
 
 def test_reading_a_report_needs_neither_torch_nor_triton():
     names = [f"labkit.{room}" for room in WITHOUT_TORCH]
-    names += [f"labkit.report.{path.stem}" for path in (PACKAGE / "report").glob("*.py") if path.stem != "__init__"]
+    names += [
+        f"labkit.report.{path.stem}"
+        for path in (PACKAGE / "report").glob("*.py")
+        if path.stem != "__init__"
+    ]
     code = (
         "import sys, importlib\n"
         f"for name in {names!r}: importlib.import_module(name)\n"
         "print([name for name in ('torch', 'triton') if name in sys.modules])"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"
 
 
@@ -124,10 +151,21 @@ def test_importing_labkit_is_fast():
 
 
 def test_top_level_holds_only_what_was_agreed():
-    tracked = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
     if tracked.returncode != 0:
         pytest.skip("not a git checkout")
-    agreed = {"notebooks", "labkit", "figures", "tests", "pyproject.toml", "report.md", "README.md", "LICENSE"}
+    agreed = {
+        "notebooks",
+        "labkit",
+        "figures",
+        "tests",
+        "pyproject.toml",
+        "report.md",
+        "README.md",
+        "LICENSE",
+    }
     names = {line.split("/")[0] for line in tracked.stdout.splitlines()}
     assert {name for name in names if not name.startswith(".")} <= agreed
 
@@ -150,10 +188,13 @@ def weight(source: str) -> int:
     docstrings = {
         node.lineno
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
     }
     return sum(
-        token.type not in NO_CODE and not (token.type == tokenize.STRING and token.start[0] in docstrings)
+        token.type not in NO_CODE
+        and not (token.type == tokenize.STRING and token.start[0] in docstrings)
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
     )
 
@@ -186,16 +227,22 @@ def test_public_functions_say_what_they_return():
 
 
 def test_modules_have_what_tests_replace_in_them():
-    """Tests for a GPU included, which elsewhere do not run and so would not say that a name has changed."""
+    """Tests for a GPU included, which elsewhere do not run and so would not say that a name has
+    changed.
+    """
     found = 0
     for path in sorted(Path(__file__).parent.glob("test_*.py")):
         names = vars(importlib.import_module(path.stem))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             match node:
                 case ast.Call(
-                    ast.Attribute(attr="setattr" | "object"), [ast.Name(owner), ast.Constant(str(name)), *_], []
+                    ast.Attribute(attr="setattr" | "object"),
+                    [ast.Name(owner), ast.Constant(str(name)), *_],
+                    [],
                 ):
                     if isinstance(module := names.get(owner), types.ModuleType):
-                        assert hasattr(module, name), f"{path.name}:{node.lineno}: no {name} in {owner}"
+                        assert hasattr(module, name), (
+                            f"{path.name}:{node.lineno}: no {name} in {owner}"
+                        )
                         found += 1
     assert found > 50

@@ -1,4 +1,5 @@
-"""Every implementation of attention by name is the same function, is the one that its name says, or says why not.
+"""Every implementation of attention by name is the same function, is the one that its name says, or
+says why not.
 
 Shape suffixes as in labkit.kernels.attention: B batch, H heads, S length, D head dimension.
 """
@@ -35,7 +36,10 @@ def draw(shape: str, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
     q_shape, num_keys = SHAPES[shape]
     generator = torch.Generator().manual_seed(0)
     k_shape = (*q_shape[:-2], num_keys, q_shape[-1])
-    tensors = [torch.randn(s, generator=generator, dtype=torch.float64) for s in (q_shape, k_shape, k_shape, q_shape)]
+    tensors = [
+        torch.randn(s, generator=generator, dtype=torch.float64)
+        for s in (q_shape, k_shape, k_shape, q_shape)
+    ]
     *leaves, grad_out = (x.to(dtype).to(device) for x in tensors)
     return [*(x.requires_grad_() for x in leaves), grad_out]
 
@@ -44,7 +48,10 @@ def results(function, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> dict
     out = function(q, k, v)
     assert out.shape == q.shape and out.dtype == q.dtype
     grads = torch.autograd.grad(out, (q, k, v), grad_out)
-    return {name: x.detach().double().cpu() for name, x in zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True)}
+    return {
+        name: x.detach().double().cpu()
+        for name, x in zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True)
+    }
 
 
 def eager(dtype: torch.dtype, tensors: list[Tensor], causal: bool) -> dict[str, Tensor]:
@@ -53,11 +60,15 @@ def eager(dtype: torch.dtype, tensors: list[Tensor], causal: bool) -> dict[str, 
     return results(lambda q, k, v: attention_reference(q, k, v, causal=causal), *leaves, grad_out)
 
 
-def check_errors(impl: str, shape: str, dtype: torch.dtype, causal: bool, device: str = "cpu") -> None:
-    """Asserts errors against fp64 of at most 2 (output) or 3 (gradients) times eager's and one rounding.
+def check_errors(
+    impl: str, shape: str, dtype: torch.dtype, causal: bool, device: str = "cpu"
+) -> None:
+    """Asserts errors against fp64 of at most 2 (output) or 3 (gradients) times eager's and one
+    rounding.
 
-    On a GPU as `judge` does, with those of a sum in any order: SDPA's products there are three of TF32 each. One
-    product of TF32 is held to eager's errors in fp16, which has as many bits of mantissa.
+    On a GPU as `judge` does, with those of a sum in any order: SDPA's products there are three of
+    TF32 each. One product of TF32 is held to eager's errors in fp16, which has as many bits of
+    mantissa.
     """
     tensors = draw(shape, dtype, device)
     got = results(lambda q, k, v: attention(q, k, v, causal=causal, impl=impl), *tensors)
@@ -109,7 +120,9 @@ def test_every_implementation_of_the_gpu_is_the_same_function(impl, dtype):
 
 def test_what_runs_on_a_cpu_is_known_and_the_others_give_a_reason():
     q, k, *_ = draw("even", torch.float32)
-    assert tuple(impl for impl in IMPLS if not unavailable_reason(impl, q, k, causal=True)) == ON_A_CPU
+    assert (
+        tuple(impl for impl in IMPLS if not unavailable_reason(impl, q, k, causal=True)) == ON_A_CPU
+    )
     assert all(unavailable_reason(impl, q, k, causal=True) is None for impl in ON_A_CPU)
 
 
@@ -123,7 +136,9 @@ def test_an_unknown_name_is_refused_with_the_accepted_ones(function):
     assert all(name in str(caught.value) for name in IMPLS)
 
 
-@pytest.mark.parametrize(("impl", "node"), [("sdpa_math", "Softmax"), ("sdpa_flash", "ScaledDotProductFlashAttention")])
+@pytest.mark.parametrize(
+    ("impl", "node"), [("sdpa_math", "Softmax"), ("sdpa_flash", "ScaledDotProductFlashAttention")]
+)
 def test_a_restricted_backend_leaves_its_own_node_behind(impl, node):
     q, k, v, _ = draw("even", torch.float32)
     names, nodes = "", [attention(q, k, v, causal=True, impl=impl).grad_fn]
@@ -154,11 +169,14 @@ def test_sdpa_is_refused_where_its_mask_is_another(impl):
 
 
 def test_the_reasons_of_a_backend_are_its_own(monkeypatch):
-    """PyTorch explains by warnings, among them that the other backends were disabled and where in its source."""
+    """PyTorch explains by warnings, among them that the other backends were disabled and where in
+    its source.
+    """
     texts = [
         "Flash attention kernel not used because: (Triggered internally at /src/sdp.cpp:1.)",
         "Expected query to be bfloat16, got Float (Triggered internally at /src/sdp.cpp:2.)",
-        "Memory Efficient attention has been runtime disabled. (Triggered internally at /src/sdp.cpp:3.)",
+        "Memory Efficient attention has been runtime disabled. (Triggered internally at "
+        "/src/sdp.cpp:3.)",
     ]
 
     def refuse(*_):
@@ -168,9 +186,15 @@ def test_the_reasons_of_a_backend_are_its_own(monkeypatch):
 
     monkeypatch.setattr(torch, "_fused_sdp_choice", refuse)
     q, k, *_ = draw("even", torch.float32)
-    assert unavailable_reason("sdpa_flash", q, k, causal=True) == "Expected query to be bfloat16, got Float"
+    assert (
+        unavailable_reason("sdpa_flash", q, k, causal=True)
+        == "Expected query to be bfloat16, got Float"
+    )
     texts.clear()
-    assert unavailable_reason("sdpa_flash", q, k, causal=True) == "No available kernel. Aborting execution."
+    assert (
+        unavailable_reason("sdpa_flash", q, k, causal=True)
+        == "No available kernel. Aborting execution."
+    )
 
 
 def test_what_runs_names_the_choice():
@@ -219,10 +243,13 @@ def test_no_rival_is_imported_before_it_is_asked_for():
         "from labkit.kernels.attention import IMPLS, unavailable_reason\n"
         "q = torch.empty(1, 1, 8, 16)\n"
         "for impl in IMPLS: unavailable_reason(impl, q, q, causal=True)\n"
-        "names = ('xformers', 'flash_attn_interface', 'flash_attn_3', 'torch.nn.attention.flex_attention')\n"
+        "names = ('xformers', 'flash_attn_interface', 'flash_attn_3', "
+        "'torch.nn.attention.flex_attention')\n"
         "print([name for name in names[:3] if name in sys.modules])"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"
 
 
@@ -249,13 +276,18 @@ def test_the_library_is_found_without_importing_its_package(tmp_path, monkeypatc
 
 def test_without_it_the_reason_names_both_places(monkeypatch, fresh_fa3):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda _: None)
-    assert module.load_fa3() == "not installed: neither flash_attn_interface nor xformers with flash_attn_3/_C.so"
+    assert (
+        module.load_fa3()
+        == "not installed: neither flash_attn_interface nor xformers with flash_attn_3/_C.so"
+    )
     with pytest.raises(ValueError, match="impl 'fa3' cannot run: not installed"):
         attention(*draw("even", torch.float32)[:3], impl="fa3")
 
 
 def formula(q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, causal: bool) -> Tensor:
-    return attention_reference(*(x.transpose(1, 2) for x in (q_BSHD, k_BSHD, v_BSHD)), causal=causal).transpose(1, 2)
+    return attention_reference(
+        *(x.transpose(1, 2) for x in (q_BSHD, k_BSHD, v_BSHD)), causal=causal
+    ).transpose(1, 2)
 
 
 def packed_of(lengths: list[int]) -> dict:
@@ -266,7 +298,9 @@ def packed_of(lengths: list[int]) -> dict:
 
 @pytest.mark.parametrize("returns_lse", [False, True])
 @pytest.mark.parametrize("impl", module.FA3)
-def test_the_official_package_is_called_with_heads_inside_the_rows(monkeypatch, fresh_fa3, returns_lse, impl):
+def test_the_official_package_is_called_with_heads_inside_the_rows(
+    monkeypatch, fresh_fa3, returns_lse, impl
+):
     calls = []
 
     def flash_attn_func(q_BSHD, k_BSHD, v_BSHD, causal, deterministic):
@@ -274,7 +308,9 @@ def test_the_official_package_is_called_with_heads_inside_the_rows(monkeypatch, 
         out = formula(q_BSHD, k_BSHD, v_BSHD, causal)
         return (out, None) if returns_lse else out
 
-    def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, deterministic):
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, deterministic
+    ):
         assert cu_seqlens_q is cu_seqlens_k and max_seqlen_q == max_seqlen_k == 3
         return flash_attn_func(*(x[None] for x in (q, k, v)), causal, deterministic)
 
@@ -284,26 +320,40 @@ def test_the_official_package_is_called_with_heads_inside_the_rows(monkeypatch, 
     monkeypatch.setitem(sys.modules, "flash_attn_interface", fake)
     check_errors(impl, "odd", torch.float32, causal=True)
     module.load_fa3()(*torch.randn(3, 3, 1, 8), False, True, packed_of([3]))
-    assert calls == [((1, 77, 2, 24), True, impl == "fa3_deterministic"), ((1, 3, 1, 8), False, True)]
+    assert calls == [
+        ((1, 77, 2, 24), True, impl == "fa3_deterministic"),
+        ((1, 3, 1, 8), False, True),
+    ]
 
 
 # The schemas of the library in xformers 0.0.34.
 FORWARD_SCHEMA = (
-    "fwd(Tensor q,Tensor k,Tensor v,Tensor(k_new!)? k_new = None,Tensor(v_new!)? v_new = None,Tensor? q_v = None,"
-    "Tensor(out!)? out = None,Tensor? cu_seqlens_q = None,Tensor? cu_seqlens_k = None,Tensor? cu_seqlens_k_new = None,"
-    "Tensor? seqused_q = None,Tensor? seqused_k = None,int? max_seqlen_q = None,int? max_seqlen_k = None,"
-    "Tensor? page_table = None,Tensor? kv_batch_idx = None,Tensor? leftpad_k = None,Tensor? rotary_cos = None,"
-    "Tensor? rotary_sin = None,Tensor? seqlens_rotary = None,Tensor? q_descale = None,Tensor? k_descale = None,"
-    "Tensor? v_descale = None,float? softmax_scale = None,bool is_causal = False,int window_size_left = -1,"
-    "int window_size_right = -1,int attention_chunk = 0,float softcap = 0.0,bool is_rotary_interleaved = False,"
+    "fwd(Tensor q,Tensor k,Tensor v,Tensor(k_new!)? k_new = None,Tensor(v_new!)? v_new = "
+    "None,Tensor? q_v = None,"
+    "Tensor(out!)? out = None,Tensor? cu_seqlens_q = None,Tensor? cu_seqlens_k = None,Tensor? "
+    "cu_seqlens_k_new = None,"
+    "Tensor? seqused_q = None,Tensor? seqused_k = None,int? max_seqlen_q = None,int? max_seqlen_k "
+    "= None,"
+    "Tensor? page_table = None,Tensor? kv_batch_idx = None,Tensor? leftpad_k = None,Tensor? "
+    "rotary_cos = None,"
+    "Tensor? rotary_sin = None,Tensor? seqlens_rotary = None,Tensor? q_descale = None,Tensor? "
+    "k_descale = None,"
+    "Tensor? v_descale = None,float? softmax_scale = None,bool is_causal = False,int "
+    "window_size_left = -1,"
+    "int window_size_right = -1,int attention_chunk = 0,float softcap = 0.0,bool "
+    "is_rotary_interleaved = False,"
     "Tensor? scheduler_metadata = None,int num_splits = 0,bool? pack_gqa = None,int sm_margin = 0) "
     "-> (Tensor(out!), Tensor, Tensor, Tensor)"
 )
 BACKWARD_SCHEMA = (
-    "bwd(Tensor dout,Tensor q,Tensor k,Tensor v,Tensor out,Tensor softmax_lse,Tensor(dq!)? dq = None,"
-    "Tensor(dk!)? dk = None,Tensor(dv!)? dv = None,Tensor? cu_seqlens_q = None,Tensor? cu_seqlens_k = None,"
-    "Tensor? seqused_q = None,Tensor? seqused_k = None,int? max_seqlen_q = None,int? max_seqlen_k = None,"
-    "float? softmax_scale = None,bool is_causal = False,int window_size_left = -1,int window_size_right = -1,"
+    "bwd(Tensor dout,Tensor q,Tensor k,Tensor v,Tensor out,Tensor softmax_lse,Tensor(dq!)? dq = "
+    "None,"
+    "Tensor(dk!)? dk = None,Tensor(dv!)? dv = None,Tensor? cu_seqlens_q = None,Tensor? "
+    "cu_seqlens_k = None,"
+    "Tensor? seqused_q = None,Tensor? seqused_k = None,int? max_seqlen_q = None,int? max_seqlen_k "
+    "= None,"
+    "float? softmax_scale = None,bool is_causal = False,int window_size_left = -1,int "
+    "window_size_right = -1,"
     "float softcap = 0.0,bool deterministic = False,int sm_margin = 0) "
     "-> (Tensor(dq!), Tensor(dk!), Tensor(dv!), Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
@@ -311,7 +361,8 @@ BACKWARD_SCHEMA = (
 
 @pytest.fixture(scope="module")
 def library():
-    """Operators of the library's names and schemas, computed by the formula on a CPU; strict about their inputs.
+    """Operators of the library's names and schemas, computed by the formula on a CPU; strict about
+    their inputs.
 
     Gives the flags of every backward pass.
     """
@@ -322,7 +373,9 @@ def library():
 
     def by_name(operator, given, named):
         schema = getattr(torch.ops.flash_attn_3, operator).default._schema
-        return dict(zip((argument.name for argument in schema.arguments), given, strict=False)) | named
+        return (
+            dict(zip((argument.name for argument in schema.arguments), given, strict=False)) | named
+        )
 
     def computed(q, k, v, given):
         causal, starts = given.get("is_causal", False), given.get("cu_seqlens_q")
@@ -337,7 +390,12 @@ def library():
     def forward(q, k, v, *rest, **named):
         assert all(x.stride(-1) == 1 for x in (q, k, v)), "the library takes dense rows only"
         out = computed(q, k, v, by_name("fwd", (q, k, v, *rest), named))
-        return out.contiguous(), q.new_zeros(q.shape[:-1]).transpose(-1, -2), q.new_empty(0), q.new_empty(0)
+        return (
+            out.contiguous(),
+            q.new_zeros(q.shape[:-1]).transpose(-1, -2),
+            q.new_empty(0),
+            q.new_empty(0),
+        )
 
     def backward(dout, q, k, v, out, lse, *rest, **named):
         given = by_name("bwd", (dout, q, k, v, out, lse, *rest), named)
@@ -358,7 +416,9 @@ def library():
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("shape", ["even", "no heads", "fewer queries"])
 @pytest.mark.parametrize("impl", module.FA3)
-def test_the_librarys_operators_are_called_by_their_schema(library, monkeypatch, shape, causal, impl):
+def test_the_librarys_operators_are_called_by_their_schema(
+    library, monkeypatch, shape, causal, impl
+):
     monkeypatch.setattr(module, "load_fa3", lambda: module.FlashAttention3Function.apply)
     library.clear()
     check_errors(impl, shape, torch.float32, causal)

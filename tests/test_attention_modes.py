@@ -1,4 +1,5 @@
-"""Attention whose arguments are rewritten behind its back, and attention under PyTorch's modes and transforms.
+"""Attention whose arguments are rewritten behind its back, and attention under PyTorch's modes and
+transforms.
 
 Shape suffixes as in labkit.kernels.flash_attention.
 """
@@ -13,7 +14,12 @@ import types
 import pytest
 import torch
 from conftest import more
-from test_flash_attention import cumulative, is_interpreted, one_by_one, poisoned_outputs, runs_interpreted  # noqa: F401
+from test_flash_attention import (
+    cumulative,
+    one_by_one,
+    poisoned_outputs,
+    runs_interpreted,
+)
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -31,7 +37,7 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-# ---- what a caller rewrites -------------------------------------------------------------------------------------
+# ---- what a caller rewrites ----------------------------------------------------------------------
 
 
 def through_numpy(x: torch.Tensor, values: list[int]) -> None:
@@ -53,7 +59,12 @@ def test_lengths_that_are_rewritten_are_read_again(impl, rewrite):
     """Whether or not the tensor's version has been raised, forward and backward."""
     tensors = [draw(12, 2, 16, seed=seed) for seed in range(4)]
     leaves, cu_seqlens = [x.requires_grad_() for x in tensors[:3]], cumulative((6, 6))
-    options = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "window": (4, 4), "impl": impl}
+    options = {
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens,
+        "window": (4, 4),
+        "impl": impl,
+    }
     for values in ([0, 6, 12], [0, 1, 12]):
         rewrite(cu_seqlens, values)
         out = flash_attention(*leaves, **options)
@@ -62,12 +73,16 @@ def test_lengths_that_are_rewritten_are_read_again(impl, rewrite):
         for x, y in zip(found, expected, strict=True):
             torch.testing.assert_close(x, y.float(), rtol=1e-5, atol=1e-5)
     rewrite(cu_seqlens, [0, 1, 9])
-    with pytest.raises(ValueError, match="cu_seqlens_q must end at the number of rows of q, 12; got 9"):
+    with pytest.raises(
+        ValueError, match="cu_seqlens_q must end at the number of rows of q, 12; got 9"
+    ):
         flash_attention(*leaves, **options)
 
 
 def unchecked(cu_q: list[int], cu_k: list[int], right: int = -1, dtype=torch.int32) -> tuple:
-    """Returns tensors of 40 rows, and what the kernels make of lengths that nobody has checked, between canaries."""
+    """Returns tensors of 40 rows, and what the kernels make of lengths that nobody has checked,
+    between canaries.
+    """
     tensors = [draw(40, heads, 16, seed=seed) for seed, heads in enumerate((2, 1, 1, 2))]
     q, k, v, grad_out = tensors
     cu_seqlens = [torch.tensor(values, dtype=dtype) for values in (cu_q, cu_k)]
@@ -81,7 +96,11 @@ def unchecked(cu_q: list[int], cu_k: list[int], right: int = -1, dtype=torch.int
 @pytest.mark.parametrize("right", [-1, 0])
 @pytest.mark.parametrize(
     ("cu_q", "cu_k"),
-    [([0, 17, 18, 30], [0, 17, 18, 30]), ([0, 20, 20, 40], [0, 9, 20, 35]), ([0, 0, 9, 21], [0, 9, 9, 40])],
+    [
+        ([0, 17, 18, 30], [0, 17, 18, 30]),
+        ([0, 20, 20, 40], [0, 9, 20, 35]),
+        ([0, 0, 9, 21], [0, 9, 9, 40]),
+    ],
 )
 @runs_interpreted
 def test_rows_of_no_sequence_are_zero(cu_q, cu_k, right):
@@ -91,8 +110,12 @@ def test_rows_of_no_sequence_are_zero(cu_q, cu_k, right):
     for rows_q, rows_k in zip(itertools.pairwise(cu_q), itertools.pairwise(cu_k), strict=True):
         rows = [slice(*rows_q), slice(*rows_k), slice(*rows_k)]
         if rows_q[0] < rows_q[1] and rows_k[0] < rows_k[1]:
-            leaves = [x[each].double().requires_grad_() for x, each in zip(tensors, rows, strict=False)]
-            of_one = attention_reference(*(x.transpose(0, 1)[None] for x in leaves), window=(-1, right))
+            leaves = [
+                x[each].double().requires_grad_() for x, each in zip(tensors, rows, strict=False)
+            ]
+            of_one = attention_reference(
+                *(x.transpose(0, 1)[None] for x in leaves), window=(-1, right)
+            )
             of_one = of_one[0].transpose(0, 1)
             found = (of_one, *torch.autograd.grad(of_one, leaves, tensors[3][rows[0]].double()))
             for whole, part, each in zip(expected, found, (rows[0], *rows), strict=True):
@@ -105,11 +128,17 @@ def test_rows_of_no_sequence_are_zero(cu_q, cu_k, right):
 @pytest.mark.parametrize(
     ("values", "dtype"),
     [
-        ([0, 30, 10, 40], torch.int32), ([30, 90, 35, 40], torch.int32), ([0, -500, 20, 40], torch.int64),
-        *more(([0, 20, 30, 10**12], torch.int64), ([9, 8, -(10**12), 6], torch.int64), ([0] * 4, torch.int32)),
+        ([0, 30, 10, 40], torch.int32),
+        ([30, 90, 35, 40], torch.int32),
+        ([0, -500, 20, 40], torch.int64),
+        *more(
+            ([0, 20, 30, 10**12], torch.int64),
+            ([9, 8, -(10**12), 6], torch.int64),
+            ([0] * 4, torch.int32),
+        ),
     ],
     ids=str,
-)  # fmt: skip
+)
 @runs_interpreted
 def test_lengths_of_any_values_write_nothing_beyond_a_tensor(values, dtype):
     _, out, _, grads = unchecked(values, values, 0, dtype)
@@ -133,9 +162,13 @@ def test_lengths_and_tensors_of_inference_mode_are_taken():
     with torch.inference_mode():
         q, cu_seqlens = draw(12, 2, 16), cumulative((5, 7))
         inside = flash_attention(q, q, q, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
-    assert torch.equal(flash_attention(q, q, q, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens), inside)
+    assert torch.equal(
+        flash_attention(q, q, q, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens), inside
+    )
     with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
-        flash_attention(q, q.clone().requires_grad_(), q, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+        flash_attention(
+            q, q.clone().requires_grad_(), q, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens
+        )
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -159,7 +192,7 @@ def test_one_tensor_may_be_queries_keys_and_values(impl):
     torch.testing.assert_close(one.grad.double(), sum(grads), rtol=1e-4, atol=1e-4)
 
 
-# ---- what is refused --------------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 def test_a_causal_flag_is_true_or_false():
@@ -173,7 +206,11 @@ def test_a_causal_flag_is_true_or_false():
 def test_tensors_without_strides_are_refused_by_name():
     q = draw(2, 2, 8, 4)
     nested = torch.nested.nested_tensor([q[0], q[1]])
-    for name, tensors in (("q", (nested, q, q)), ("q", (q.to_sparse(), q, q)), ("v", (q, q, q.to_sparse()))):
+    for name, tensors in (
+        ("q", (nested, q, q)),
+        ("q", (q.to_sparse(), q, q)),
+        ("v", (q, q, q.to_sparse())),
+    ):
         with pytest.raises(ValueError, match=f"{name} must be neither sparse nor nested"):
             flash_attention(*tensors)
 
@@ -224,7 +261,9 @@ def test_gradients_of_the_functions_and_of_a_projection_have_no_gradient():
 
 BAD_PROJECTIONS = {
     "cu_seqlens_q must be an int32 or int64 tensor; got list": {"cu_seqlens": [0, 6]},
-    "cu_seqlens_q must end at the number of rows of q, 6; got 5": {"cu_seqlens": cumulative((2, 3))},
+    "cu_seqlens_q must end at the number of rows of q, 6; got 5": {
+        "cu_seqlens": cumulative((2, 3))
+    },
     "max_seqlen_q must be at least the longest sequence, 4; got 3": {"longest": 3},
     "max_seqlen_q must be None or an int; got float": {"longest": 4.0},
     "head dimension of q must be 1 to 256; got 300": {"qkv": draw(6, 3, 1, 300)},
@@ -245,7 +284,9 @@ def test_a_bad_projection_is_refused_by_name(impl, message):
 @pytest.mark.parametrize("impl", IMPLS)
 @runs_interpreted
 def test_a_projection_is_attention_of_its_parts(impl):
-    """In fp64, under autocast, and of sequences that are as long as one another, or that the longest says are."""
+    """In fp64, under autocast, and of sequences that are as long as one another, or that the
+    longest says are.
+    """
     for dtype, lengths, longest, autocast in (
         (torch.float64, (2, 4), 4, False),
         (torch.float32, (3, 3), 3, False),
@@ -261,7 +302,9 @@ def test_a_projection_is_attention_of_its_parts(impl):
         tolerance = {"rtol": 1e-2, "atol": 1e-2} if autocast else {"rtol": 1e-5, "atol": 1e-5}
         torch.testing.assert_close(out.double(), expected, **tolerance)
         torch.testing.assert_close(grad.double(), torch.stack(grads, dim=1), **tolerance)
-    with pytest.raises(ValueError, match="max_seqlen_q must be at least the longest sequence, 4; got 3"):
+    with pytest.raises(
+        ValueError, match="max_seqlen_q must be at least the longest sequence, 4; got 3"
+    ):
         flash_attention_qkv(draw(6, 3, 1, 8), cumulative((2, 4)), 3)
 
 
@@ -276,7 +319,7 @@ def test_forward_mode_is_refused_where_it_is_compiled():
             torch.compile(tangent, backend="aot_eager", **options)(q)
 
 
-# ---- transforms of functions ------------------------------------------------------------------------------------
+# ---- transforms of functions ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -300,7 +343,8 @@ def test_vmap_is_a_loop(impl):
             torch.testing.assert_close(x[index], y)
     jacobian = torch.func.jacrev(lambda k: attend(q[0], k, v[0]).sum(-1))(k[0])
     exact = torch.autograd.functional.jacobian(
-        lambda k: attention_reference(q[0].double(), k, v[0].double(), causal=True).sum(-1), k[0].double()
+        lambda k: attention_reference(q[0].double(), k, v[0].double(), causal=True).sum(-1),
+        k[0].double(),
     )
     torch.testing.assert_close(jacobian.double(), exact, rtol=1e-4, atol=1e-5)
 
@@ -309,13 +353,17 @@ def test_the_gradient_of_a_packed_batch_is_transformed_too():
     q, cu_seqlens = draw(12, 2, 8), cumulative((5, 7))
 
     def loss(q):
-        return flash_attention(q, q, q, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens).square().sum()
+        return (
+            flash_attention(q, q, q, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
+            .square()
+            .sum()
+        )
 
     leaf = q.clone().requires_grad_()
     torch.testing.assert_close(torch.func.grad(loss)(q), torch.autograd.grad(loss(leaf), leaf)[0])
 
 
-# ---- the meta device --------------------------------------------------------------------------------------------
+# ---- the meta device -----------------------------------------------------------------------------
 
 
 def test_on_the_meta_device_there_are_shapes():
@@ -328,18 +376,24 @@ def test_on_the_meta_device_there_are_shapes():
                 out.float().sum().backward()
                 found.append((out.shape, q.grad.shape, q.grad.dtype))
             q, cu_seqlens = draw(12, 2, 8).to(device), cumulative((5, 7)).to(device)
-            found.append(flash_attention(q, q, q, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens).shape)
+            found.append(
+                flash_attention(q, q, q, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens).shape
+            )
         return found
 
     assert shapes_on("meta", torch.enable_grad()) == shapes_on("cpu", torch.enable_grad())
-    assert shapes_on("meta", torch.autocast("cpu", torch.bfloat16)) == shapes_on("cpu", torch.enable_grad())
+    assert shapes_on("meta", torch.autocast("cpu", torch.bfloat16)) == shapes_on(
+        "cpu", torch.enable_grad()
+    )
 
 
-# ---- FLOPs ------------------------------------------------------------------------------------------------------
+# ---- FLOPs ---------------------------------------------------------------------------------------
 
 
 def counted(attend, *inputs: torch.Tensor) -> tuple[int, int, int]:
-    """Returns the FLOPs that are counted forward, backward, and backward where the forward pass was not watched."""
+    """Returns the FLOPs that are counted forward, backward, and backward where the forward pass was
+    not watched.
+    """
     leaves = [x.requires_grad_() for x in inputs]
     with FlopCounterMode(display=False) as forward:
         out = attend(*leaves)
@@ -356,7 +410,10 @@ def counted(attend, *inputs: torch.Tensor) -> tuple[int, int, int]:
 def test_flops_are_those_of_the_closed_forms(impl):
     q, k = draw(1, 2, 16, 8), draw(1, 1, 16, 8)
     for causal in (False, True):
-        closed = [accounting.attention_call_flops(x, 2, 16, 8, causal=causal) for x in ("forward", "backward")]
+        closed = [
+            accounting.attention_call_flops(x, 2, 16, 8, causal=causal)
+            for x in ("forward", "backward")
+        ]
         attend = functools.partial(flash_attention, causal=causal, impl=impl)
         assert counted(attend, q, k, k.clone()) == (*closed, closed[1])
     window = functools.partial(flash_attention, window=(3, 2), impl=impl)

@@ -14,10 +14,22 @@ KEPT = accounting.attention_saved_bytes("eager", 8, 16384, 64, 2)
 
 
 def call(impl="eager", phase="forward", median_ms=8.0, precision="bf16", **values) -> dict:
-    case = LONG | {"impl": impl, "phase": phase, "precision": precision, "status": "ok", "reason": ""}
+    case = LONG | {
+        "impl": impl,
+        "phase": phase,
+        "precision": precision,
+        "status": "ok",
+        "reason": "",
+    }
     host = {"host_median_ms": median_ms, "launch_median_ms": 0.1, "half_width_fraction": 0.002}
     timer = {"median_ms": median_ms, "timer_method": "window", "session": "one", "samples": {}}
-    return case | timer | host | {"saved_bytes": float(KEPT), "num_replacements": float("nan")} | values
+    return (
+        case
+        | timer
+        | host
+        | {"saved_bytes": float(KEPT), "num_replacements": float("nan")}
+        | values
+    )
 
 
 def frame(*rows: dict) -> pd.DataFrame:
@@ -33,12 +45,16 @@ ROOFS = frame(
 
 
 def test_what_is_short_or_waits_for_the_host_is_no_finding():
-    rows = frame(call(), call(median_ms=0.5), call(median_ms=2.0, launch_median_ms=1.9), call(status="oom"))
+    rows = frame(
+        call(), call(median_ms=0.5), call(median_ms=2.0, launch_median_ms=1.9), call(status="oom")
+    )
     assert report.timed(rows)["median_ms"].tolist() == [8.0]
     assert report.timed(EMPTY).empty and report.timed(frame(call(status="error"))).empty
 
 
-@pytest.mark.parametrize(("fused_ms", "verdict"), [(2.0, "ahead"), (8.0, "undecided"), (16.0, "behind")])
+@pytest.mark.parametrize(
+    ("fused_ms", "verdict"), [(2.0, "ahead"), (8.0, "undecided"), (16.0, "behind")]
+)
 def test_a_verdict_follows_the_times_and_a_mark_stays(fused_ms, verdict):
     rows = report.timed(frame(call(), call("sdpa_cudnn", median_ms=fused_ms, disturbed=True)))
     fact = facts.compare(rows, {"impl": "eager"}, {"impl": "sdpa_cudnn"}, **report.LONG)
@@ -47,7 +63,11 @@ def test_a_verdict_follows_the_times_and_a_mark_stays(fused_ms, verdict):
 
 
 def test_a_prediction_counts_passes_at_the_copy_rate_and_products_at_theirs():
-    rows = [call(impl, phase) for impl in ("eager", "compiled", "sdpa_flash") for phase in ("forward", "backward")]
+    rows = [
+        call(impl, phase)
+        for impl in ("eager", "compiled", "sdpa_flash")
+        for phase in ("forward", "backward")
+    ]
     found = report.predicted(frame(*rows), ROOFS).set_index(["impl", "phase"])
     pass_ms = 2 * 8 * 16384**2 / 4000e9 * 1e3
     product_ms = 2 * 8 * 16384**2 * 64 / 800e12 * 1e3
@@ -57,7 +77,9 @@ def test_a_prediction_counts_passes_at_the_copy_rate_and_products_at_theirs():
         assert found.loc[case, "passes"] == number
         assert found.loc[case, "predicted_ms"] == pytest.approx(number * pass_ms)
     for phase, products in (("forward", 2), ("backward", 5)):
-        assert found.loc[("sdpa_flash", phase), "predicted_ms"] == pytest.approx(products * product_ms)
+        assert found.loc[("sdpa_flash", phase), "predicted_ms"] == pytest.approx(
+            products * product_ms
+        )
         assert found.loc[("sdpa_flash", phase), "elementwise_ms"] == 0
     figure = report.passes_figure(found.reset_index())
     assert [axis.get_title() for axis in figure.axes] == ["forward", "backward"]
@@ -71,8 +93,16 @@ def test_kept_bytes_are_those_of_what_ran():
     rows = [call(), call("compiled", num_replacements=0.0), call("sdpa_flash"), call("sdpa_math")]
     rows.append(call("compiled_heads", num_replacements=2.0))
     math = accounting.attention_saved_bytes("math", 8, 16384, 64, 2)
-    assert report.counted(frame(*rows))["predicted_bytes"].tolist() == [KEPT, KEPT, fused, math, fused]
-    exact = facts.agreement(report.counted(frame(*rows)), "saved_bytes", "predicted_bytes", 0.001, lambda row: "")
+    assert report.counted(frame(*rows))["predicted_bytes"].tolist() == [
+        KEPT,
+        KEPT,
+        fused,
+        math,
+        fused,
+    ]
+    exact = facts.agreement(
+        report.counted(frame(*rows)), "saved_bytes", "predicted_bytes", 0.001, lambda row: ""
+    )
     assert str(exact) == "2 of 5"
     assert report.counted(EMPTY).empty
 
@@ -87,15 +117,26 @@ def test_lines_end_where_memory_does_and_nothing_is_drawn_of_nothing():
 
 
 def test_the_table_has_a_status_where_there_is_no_time():
-    rows = [call(precision="fp32", status="skipped"), call(), call("compiled_heads", "backward", length=256)]
+    rows = [
+        call(precision="fp32", status="skipped"),
+        call(),
+        call("compiled_heads", "backward", length=256),
+    ]
     table = report.times_table(frame(*rows))
     assert table.to_dict("list") == {
-        "impl": ["eager"], "bf16 forward": ["8.00"], "bf16 backward": ["–"], "fp32 forward": ["skipped"]
-    }  # fmt: skip
+        "impl": ["eager"],
+        "bf16 forward": ["8.00"],
+        "bf16 backward": ["–"],
+        "fp32 forward": ["skipped"],
+    }
 
 
 def test_published_times_stand_beside_timed_passes_of_their_case():
-    rows = frame(call(precision="fp32"), call("compiled", precision="tf32"), call("compiled", "backward", 0.1, "fp32"))
+    rows = frame(
+        call(precision="fp32"),
+        call("compiled", precision="tf32"),
+        call("compiled", "backward", 0.1, "fp32"),
+    )
     fact, beside = report.published_times(rows)
     assert (fact["total"].value, fact["above"].value) == (2, 2)
     assert (beside["ratio"] == beside["published_ms"] / 8).all()

@@ -1,4 +1,6 @@
-"""Notebook 01 measures the cases it says, each under the label of what really ran, and times nothing else."""
+"""Notebook 01 measures the cases it says, each under the label of what really ran, and times
+nothing else.
+"""
 
 import itertools
 import math
@@ -16,7 +18,14 @@ import torch
 from chapters import CPU, H200, in_section, on_a_cpu
 
 from labkit import accounting, hardware
-from labkit.configs import BENCHMARKING, COMPILE_PHASES, PHASES, PRECISIONS, STEP_PHASES, model_config
+from labkit.configs import (
+    BENCHMARKING,
+    COMPILE_PHASES,
+    PHASES,
+    PRECISIONS,
+    STEP_PHASES,
+    model_config,
+)
 from labkit.experiments import benchmarking, open_session
 from labkit.experiments.benchmarking import cases, run_case
 from labkit.experiments.ceilings import ceiling_name
@@ -39,8 +48,13 @@ def this_device_is_a_cpu(monkeypatch):
     yield from on_a_cpu(monkeypatch)
 
 
-def parameters(size="nano", context=32, precision="fp32", compile="none", batch=4, attention="eager") -> dict:
-    return {**step_parameters(size, context, precision, compile=compile, attention=attention), "batch": batch}
+def parameters(
+    size="nano", context=32, precision="fp32", compile="none", batch=4, attention="eager"
+) -> dict:
+    return {
+        **step_parameters(size, context, precision, compile=compile, attention=attention),
+        "batch": batch,
+    }
 
 
 def steps(*phases: str, **case) -> Case:
@@ -59,24 +73,40 @@ def test_full_is_every_size_context_and_precision_and_warms_up_one_phase_a_proce
         for precision in PRECISIONS
         if precision != "tf32" or shape[1] == 512
     ]
-    assert labels(found, "steps") == every and len(every) == 6 * (5 + 1 + 5) and PRECISIONS == ("fp32", "tf32", "bf16")
+    assert (
+        labels(found, "steps") == every
+        and len(every) == 6 * (5 + 1 + 5)
+        and PRECISIONS == ("fp32", "tf32", "bf16")
+    )
     for case in in_section(found, "steps"):
         assert (case.fresh_process, case.stop_at_failure, case.timeout_s) == (False, False, 300.0)
     phases = ("forward", "forward_backward")
     traced = [("small", 512), ("large", 512), ("2.7b", 512)]
-    assert labels(found, "warmup") == [(parameters(*shape), (phase,)) for shape in traced for phase in phases]
+    assert labels(found, "warmup") == [
+        (parameters(*shape), (phase,)) for shape in traced for phase in phases
+    ]
     assert all(case.fresh_process for case in in_section(found, "warmup"))
 
 
 def test_full_compile_is_whole_only_for_the_sizes_that_the_grid_names():
-    compiled, whole_sizes = in_section(cases("full", "cuda"), "compile"), BENCHMARKING["full"].whole_compile_sizes
+    compiled, whole_sizes = (
+        in_section(cases("full", "cuda"), "compile"),
+        BENCHMARKING["full"].whole_compile_sizes,
+    )
     sizes = ("small", "large", "xl-2025")
     assert set() < set(whole_sizes) < set(sizes)
     wanted = [*((size, "regional") for size in sizes), *((size, "whole") for size in whole_sizes)]
     grid = itertools.product((512,), PRECISIONS, wanted)
-    keys = [tuple(c.parameters[name] for name in ("context", "precision", "size", "compile")) for c in compiled]
-    assert Counter(keys) == Counter((context, precision, *mode) for context, precision, mode in grid)
-    assert {case.phases for case in compiled} == {("compile", "forward", "forward_backward", "train_step")}
+    keys = [
+        tuple(c.parameters[name] for name in ("context", "precision", "size", "compile"))
+        for c in compiled
+    ]
+    assert Counter(keys) == Counter(
+        (context, precision, *mode) for context, precision, mode in grid
+    )
+    assert {case.phases for case in compiled} == {
+        ("compile", "forward", "forward_backward", "train_step")
+    }
     # Its later phases would compile outside of any timing if the first had failed.
     assert all(case.stop_at_failure and not case.fresh_process for case in compiled)
 
@@ -84,14 +114,23 @@ def test_full_compile_is_whole_only_for_the_sizes_that_the_grid_names():
 def test_smoke_is_the_same_in_small():
     found = cases("smoke", "cpu")
     assert Counter(case.section for case in found) == {
-        "ceilings": 3, "timer": 1, "warmup": 2 * 1 * 2, "steps": 2 * 3 * 2, "compile": 1,
-        "execution": 2, "course": 1,
-    }  # fmt: skip
+        "ceilings": 3,
+        "timer": 1,
+        "warmup": 2 * 1 * 2,
+        "steps": 2 * 3 * 2,
+        "compile": 1,
+        "execution": 2,
+        "course": 1,
+    }
     grid = itertools.product(("nano", "micro"), (16, 32, 64), ("fp32", "bf16"))
     assert labels(found, "steps") == [(parameters(*one), STEP_PHASES) for one in grid]
     warmup = in_section(found, "warmup")
-    assert {(case.fresh_process, len(case.phases), case.parameters["context"]) for case in warmup} == {(True, 1, 64)}
-    assert labels(found, "compile") == [(parameters("nano", 64, compile="regional"), COMPILE_PHASES)]
+    assert {
+        (case.fresh_process, len(case.phases), case.parameters["context"]) for case in warmup
+    } == {(True, 1, 64)}
+    assert labels(found, "compile") == [
+        (parameters("nano", 64, compile="regional"), COMPILE_PHASES)
+    ]
     assert {case.timeout_s for case in found} == {120.0}
 
 
@@ -103,10 +142,14 @@ def test_smoke_is_the_same_in_small():
         ("smoke", "cpu", ("fp32", "bf16"), ("host",)),
     ],
 )
-def test_every_precision_copies_and_every_method_of_the_timer_are_measured(profile, kind, precisions, methods):
+def test_every_precision_copies_and_every_method_of_the_timer_are_measured(
+    profile, kind, precisions, methods
+):
     found = cases(profile, kind)
     names = [(ceiling_name(case), case.phases) for case in in_section(found, "ceilings")]
-    assert names == [(name, ("rate",)) for name in (*(f"gemm {precision}" for precision in precisions), "copy")]
+    assert names == [
+        (name, ("rate",)) for name in (*(f"gemm {precision}" for precision in precisions), "copy")
+    ]
     assert labels(found, "timer") == [({"kind": "negate"}, (*methods, "independent"))]
     assert set(methods) <= set(timing.METHODS)
 
@@ -118,9 +161,14 @@ def test_a_grid_is_narrowed_to_sizes_and_contexts():
     narrowed = cases("full", "cuda", sizes=["small", "10b"], contexts=[512, 2048])
     assert narrowed == [case for case in cases("full", "cuda") if is_wanted(case.parameters)]
     assert Counter(case.section for case in narrowed) == {
-        "ceilings": 4, "timer": 1, "warmup": 2, "steps": 2 * (2 + 1 + 2), "compile": 3 + 3,
-        "execution": 4 + 1 + 1 + 1, "course": 1,
-    }  # fmt: skip
+        "ceilings": 4,
+        "timer": 1,
+        "warmup": 2,
+        "steps": 2 * (2 + 1 + 2),
+        "compile": 3 + 3,
+        "execution": 4 + 1 + 1 + 1,
+        "course": 1,
+    }
 
 
 @pytest.mark.parametrize("sizes", [["xl-2026"], ["2.7b", "xl-2026"]])
@@ -134,7 +182,9 @@ def test_a_size_may_be_given_by_its_alias_and_is_measured_once(sizes):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("compile", ["none", "regional", "whole"])
 def test_a_workload_runs_what_was_asked_for(size, precision, compile):
-    asked = parameters(size, 16, precision, compile, batch=2, attention="sdpa" if compile == "whole" else "eager")
+    asked = parameters(
+        size, 16, precision, compile, batch=2, attention="sdpa" if compile == "whole" else "eager"
+    )
     assert Workload(CPU, asked).described() == asked
 
 
@@ -145,9 +195,18 @@ CHANGES = {
     "regional": (lambda w: [block.compile() for block in w.model.blocks], {"compile": "regional"}),
     "one block": (lambda w: w.model.blocks[-1].compile(), {"compile": "1 blocks"}),
     "whole": (lambda w: w.model.compile(), {"compile": "whole"}),
-    "attention": (lambda w: [_use_sdpa(block.attention) for block in w.model.blocks], {"attention": "sdpa"}),
-    "attention of one": (lambda w: _use_sdpa(w.model.blocks[-1].attention), {"attention": "eager and sdpa"}),
-    "width": (lambda w: setattr(w, "model", TransformerLM(model_config("micro"), max_context=32)), {"size": "micro"}),
+    "attention": (
+        lambda w: [_use_sdpa(block.attention) for block in w.model.blocks],
+        {"attention": "sdpa"},
+    ),
+    "attention of one": (
+        lambda w: _use_sdpa(w.model.blocks[-1].attention),
+        {"attention": "eager and sdpa"},
+    ),
+    "width": (
+        lambda w: setattr(w, "model", TransformerLM(model_config("micro"), max_context=32)),
+        {"size": "micro"},
+    ),
     "depth": (lambda w: w.model.blocks.append(w.model.blocks[0]), {"size": "(128, 512, 3, 2)"}),
     "context": (lambda w: setattr(w, "tokens", w.tokens[:, :16]), {"context": 16}),
     "batch": (lambda w: setattr(w, "tokens", w.tokens[:3]), {"batch": 3}),
@@ -178,7 +237,11 @@ def test_every_phase_gives_positive_times_and_says_what_ran(precision):
     for phase, result in measured.items():
         times = [result.metrics[f"{name}_ms"] for name in ("min", "p20", "median", "p80")]
         assert 0 < times[0] and times == sorted(times) and math.isfinite(times[-1])
-        assert result.metrics["n"] >= 3 and "peak_bytes" not in result.metrics and result.case == case.parameters
+        assert (
+            result.metrics["n"] >= 3
+            and "peak_bytes" not in result.metrics
+            and result.case == case.parameters
+        )
         assert result.timer["method"] == "host" and result.timer["num_warmup"] >= 1
         about = (result.observed["num_parameters"], result.observed["parameter_dtype"])
         assert about == (accounting.num_parameters(model_config("nano")), "float32")
@@ -186,11 +249,20 @@ def test_every_phase_gives_positive_times_and_says_what_ran(precision):
     assert measured["train_step"].observed["optimizer"] == "AdamW"
 
 
-COSTS_S = {"model": 1, "backward": 10, "optimizer": 100, "zero_grad": 1000, "build": 10_000, "kernel": 1}
+COSTS_S = {
+    "model": 1,
+    "backward": 10,
+    "optimizer": 100,
+    "zero_grad": 1000,
+    "build": 10_000,
+    "kernel": 1,
+}
 
 
 class Clock:
-    """A clock that only the instrumented parts move, each by a time that tells it from the others."""
+    """A clock that only the instrumented parts move, each by a time that tells it from the
+    others.
+    """
 
     def __init__(self, monkeypatch, module):
         self.now = 0.0
@@ -205,13 +277,19 @@ class Clock:
 
 
 TIMED_PARTS = {
-    "inference": ["model"], "forward": ["model"], "backward": ["backward"], "forward_backward": ["model", "backward"],
-    "optimizer_step": ["optimizer"], "train_step": ["model", "backward", "optimizer", "zero_grad"],
-}  # fmt: skip
+    "inference": ["model"],
+    "forward": ["model"],
+    "backward": ["backward"],
+    "forward_backward": ["model", "backward"],
+    "optimizer_step": ["optimizer"],
+    "train_step": ["model", "backward", "optimizer", "zero_grad"],
+}
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_phase_times_its_own_parts_and_neither_others_nor_the_making_of_the_optimizer(monkeypatch, phase):
+def test_a_phase_times_its_own_parts_and_neither_others_nor_the_making_of_the_optimizer(
+    monkeypatch, phase
+):
     clock = Clock(monkeypatch, timing)
     build = clock.wrap("build", torch.optim.AdamW)
 
@@ -264,17 +342,26 @@ def test_only_the_optimizer_changes_the_parameters_and_a_forward_pass_makes_no_g
     workload.time_phase(phase, **THREE)
     if phase in ("inference", "forward"):
         assert all(parameter.grad is None for parameter in workload.model.parameters())
-    changed = {not torch.equal(old, new) for old, new in zip(before, workload.model.parameters(), strict=True)}
+    changed = {
+        not torch.equal(old, new)
+        for old, new in zip(before, workload.model.parameters(), strict=True)
+    }
     assert changed == {phase in ("optimizer_step", "train_step")}
     if changed == {True}:
         # One of warm-up and three samples: each took a step, for every parameter.
-        assert [int(state["step"]) for state in workload.optimizer.state.values()] == [4] * len(before)
+        assert [int(state["step"]) for state in workload.optimizer.state.values()] == [4] * len(
+            before
+        )
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)]
+)
 def test_a_forward_pass_runs_in_its_precision_and_inference_without_autograd(precision, dtype):
     workload, seen = Workload(CPU, parameters(precision=precision)), []
-    workload.model.register_forward_hook(lambda *call: seen.append((call[-1].dtype, call[-1].requires_grad)))
+    workload.model.register_forward_hook(
+        lambda *call: seen.append((call[-1].dtype, call[-1].requires_grad))
+    )
     workload.inference()
     workload.forward()
     workload.forward_backward()
@@ -303,29 +390,42 @@ def test_a_case_lets_go_of_its_model():
 
 def test_warmup_keeps_every_step_from_the_first_that_the_model_makes(monkeypatch):
     forward, calls = TransformerLM.forward, []
-    monkeypatch.setattr(TransformerLM, "forward", lambda *arguments: calls.append(1) or forward(*arguments))
+    monkeypatch.setattr(
+        TransformerLM, "forward", lambda *arguments: calls.append(1) or forward(*arguments)
+    )
     (result,) = measure(in_section(cases("smoke", "cpu"), "warmup")[0]).values()
     step_ms = result.samples["step_ms"]
     # 0, 1, 2 or 5 steps of warm-up and ten more.
-    assert result.timer["num_warmup"] == 0 and len(calls) == len(step_ms) == result.metrics["n"] == 15
+    assert (
+        result.timer["num_warmup"] == 0 and len(calls) == len(step_ms) == result.metrics["n"] == 15
+    )
     assert min(step_ms) > 0 and statistics.median(step_ms) == result.metrics["median_ms"]
 
 
 @pytest.mark.parametrize("section", ["steps", "ceilings"])
 @pytest.mark.parametrize(("device", "precision"), [(CPU, "tf32"), (V100, "tf32"), (V100, "bf16")])
-def test_a_precision_that_a_device_lacks_is_skipped_before_a_model_is_built(monkeypatch, section, device, precision):
+def test_a_precision_that_a_device_lacks_is_skipped_before_a_model_is_built(
+    monkeypatch, section, device, precision
+):
     monkeypatch.setattr(benchmarking.hardware, "detect", lambda: device)
     monkeypatch.setattr(benchmarking, "Workload", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (7, 0))
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
+    )
     found = in_section(cases("full", device.kind), section)
-    with pytest.raises(Skip, match=f"^{device.name} has no {'TF32' if precision == 'tf32' else 'bfloat16'}$"):
+    with pytest.raises(
+        Skip, match=f"^{device.name} has no {'TF32' if precision == 'tf32' else 'bfloat16'}$"
+    ):
         measure(next(case for case in found if case.parameters["precision"] == precision))
 
 
 def efficiency(phase: str, time_ms: float, *, precision="fp32", device=H200, **ceilings) -> dict:
     """Returns the rates of nano with 4 × 32 tokens."""
-    workload, timed = SimpleNamespace(device=device), timing.Timing((time_ms,), "window", 0, "fixed count")
+    workload, timed = (
+        SimpleNamespace(device=device),
+        timing.Timing((time_ms,), "window", 0, "fixed count"),
+    )
     return benchmarking._efficiency(workload, steps(precision=precision), phase, timed, ceilings)
 
 
@@ -349,16 +449,27 @@ def fractions(*values: float) -> dict:
 )
 def test_the_rate_of_a_phase_by_hand(phase, num_forwards):
     tflops = num_forwards * 0.000466092032 / 0.0005
-    rates = {"flops": num_forwards * FORWARD_FLOPS, "flops_causal": num_forwards * FORWARD_FLOPS_CAUSAL}
+    rates = {
+        "flops": num_forwards * FORWARD_FLOPS,
+        "flops_causal": num_forwards * FORWARD_FLOPS_CAUSAL,
+    }
     rates |= {"achieved_tflops": exactly(tflops), "tokens_per_s": exactly(128 / 0.0005)}
     ceilings = {"gemm fp32": 50.0, "gemm bf16": 800.0, "copy": 4000.0}
-    assert efficiency(phase, 0.5, **ceilings) == rates | fractions(50.0, tflops / 50.0, tflops / 66.9)
+    assert efficiency(phase, 0.5, **ceilings) == rates | fractions(
+        50.0, tflops / 50.0, tflops / 66.9
+    )
     assert efficiency(phase, 0.5, device=CPU) == rates | dict.fromkeys(FRACTIONS)
 
 
 @pytest.mark.parametrize(
     ("device", "precision", "peak"),
-    [(H200, "fp32", 66.9), (H200, "tf32", 494.7), (H200, "bf16", 989.4), (V100, "fp32", 15.7), (V100, "bf16", None)],
+    [
+        (H200, "fp32", 66.9),
+        (H200, "tf32", 494.7),
+        (H200, "bf16", 989.4),
+        (V100, "fp32", 15.7),
+        (V100, "bf16", None),
+    ],
 )
 def test_a_rate_is_divided_by_the_ceiling_and_peak_of_its_precision(device, precision, peak):
     names = [ceiling_name(case) for case in in_section(cases("full", "cuda"), "ceilings")]
@@ -372,21 +483,29 @@ def test_a_rate_is_divided_by_the_ceiling_and_peak_of_its_precision(device, prec
 def test_the_optimizer_step_is_held_against_bandwidth(precision):
     ceilings = {f"gemm {precision}": 50.0, "copy": 4000.0}
     rate = 28 * NUM_PARAMETERS / 1e9 / 0.0001  # seven transfers of four bytes
-    found = [efficiency("optimizer_step", 0.1, precision=precision, **c) for c in (ceilings, {"device": CPU})]
+    found = [
+        efficiency("optimizer_step", 0.1, precision=precision, **c)
+        for c in (ceilings, {"device": CPU})
+    ]
     expected = [fractions(4000.0, rate / 4000.0, rate / 4800.0), dict.fromkeys(FRACTIONS)]
     assert found == [{"achieved_gb_per_s": exactly(rate), **each} for each in expected]
 
 
 def test_ceilings_reach_the_rates_of_a_case():
     measured = measure(steps("forward", "optimizer_step"), {"gemm fp32": 2.0, "copy": 5.0})
-    for phase, work in (("forward", FORWARD_FLOPS / 2e12), ("optimizer_step", 28 * NUM_PARAMETERS / 5e9)):
+    for phase, work in (
+        ("forward", FORWARD_FLOPS / 2e12),
+        ("optimizer_step", 28 * NUM_PARAMETERS / 5e9),
+    ):
         metrics = measured[phase].metrics
         assert metrics["ceiling_fraction"] == pytest.approx(work / (metrics["median_ms"] * 1e-3))
 
 
 @pytest.fixture
 def counted_compiler(monkeypatch):
-    """torch.compile with a compiler that takes 0.3 s and lets the graph run as it is; yields the graphs it got."""
+    """torch.compile with a compiler that takes 0.3 s and lets the graph run as it is; yields the
+    graphs it got.
+    """
     graphs = []
 
     def compiler(graph, inputs):
@@ -397,7 +516,8 @@ def counted_compiler(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compiler))
     monkeypatch.setattr(benchmarking, "load_compiler", lambda device: None)  # this one is not used
     torch.compiler.reset()
-    # Set back afterwards: compiling for real would otherwise stay without its caches in this process.
+    # Set back afterwards: compiling for real would otherwise stay without its caches in this
+    # process.
     with torch.compiler.config.patch(force_disable_caches=False):
         yield graphs
     torch.compiler.reset()
@@ -415,7 +535,9 @@ def test_compiling_is_timed_as_a_phase_of_its_own_and_only_there(counted_compile
         if phase == "compile":  # what runs backward is compiled no earlier than it is needed
             assert all(parameter.grad is not None for parameter in run.args[0].model.parameters())
     assert {result.case["compile"] for result in measured.values()} == {mode}
-    assert {max(1, num_graphs["compile"])} == set(num_graphs.values()), "compiled again after the first call"
+    assert {max(1, num_graphs["compile"])} == set(num_graphs.values()), (
+        "compiled again after the first call"
+    )
     compiling = measured["compile"]
     assert compiling.metrics["n"] == 1 and len(compiling.samples["step_ms"]) == 1
     assert compiling.metrics["median_ms"] >= 300 * num_graphs["compile"]
@@ -428,7 +550,13 @@ def test_compiling_is_timed_as_a_phase_of_its_own_and_only_there(counted_compile
 def test_a_session_measures_the_narrowed_steps_on_this_machine(tmp_path, monkeypatch):
     monkeypatch.undo()  # this one is of the machine's own device
     device = hardware.detect()
-    options = {"measure": True, "device": device.slug, "profile": "smoke", "output": str(tmp_path), "fresh": False}
+    options = {
+        "measure": True,
+        "device": device.slug,
+        "profile": "smoke",
+        "output": str(tmp_path),
+        "fresh": False,
+    }
     session = open_session("01_benchmarking", **options, sizes=["nano"], contexts=[32])
     phases = ("forward", "train_step")
     session.cases = [replace(case, phases=phases) for case in in_section(session.cases, "steps")]
@@ -438,5 +566,8 @@ def test_a_session_measures_the_narrowed_steps_on_this_machine(tmp_path, monkeyp
         for r in session.store.load()
     ]
     # In any order: a phase that others disturb is measured again after the rest of its case.
-    assert sorted(found) == [(precision, phase, "ok", "", device.slug, True) for precision in ("bf16", "fp32")
-                             for phase in phases]  # fmt: skip
+    assert sorted(found) == [
+        (precision, phase, "ok", "", device.slug, True)
+        for precision in ("bf16", "fp32")
+        for phase in phases
+    ]

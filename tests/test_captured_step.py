@@ -1,4 +1,6 @@
-"""Notebook 02's captures: ranges around a step's parts, one capture for several cases, and what fails in it."""
+"""Notebook 02's captures: ranges around a step's parts, one capture for several cases, and what
+fails in it.
+"""
 
 import contextlib
 import dataclasses
@@ -39,11 +41,15 @@ def this_device_is_a_cpu(request, monkeypatch):
 
 @pytest.fixture(scope="module")
 def captured():
-    """A training step of a small model on this machine, captured with every range and with the phases' alone."""
+    """A training step of a small model on this machine, captured with every range and with the
+    phases' alone.
+    """
     workload = Workload(CPU, parameters())
     warm_up(workload, "train_step")
     marker = RangeMarker("kineto")
-    trace = profiling.capture_with_kineto(lambda: capture_steps(workload, "train_step", marker, "case"), "cpu")
+    trace = profiling.capture_with_kineto(
+        lambda: capture_steps(workload, "train_step", marker, "case"), "cpu"
+    )
     return profiling.launches(trace, experiment.STEP_PHASES)
 
 
@@ -56,9 +62,16 @@ def test_every_part_of_the_model_has_its_range(captured):
     for number in range(2):
         block = ("forward", f"block {number}")
         parts = ("scores", "mask", "softmax", "value product")
-        assert {(*block, "attention", "core", part) for part in parts} | {("backward", f"block {number}")} <= below
+        assert {(*block, "attention", "core", part) for part in parts} | {
+            ("backward", f"block {number}")
+        } <= below
         assert {(*block, part) for part in ("norm", "feed-forward", "attention")} <= below
-    assert {("forward", "embedding"), ("forward", "head"), ("forward", "norm"), ("optimizer",)} <= below
+    assert {
+        ("forward", "embedding"),
+        ("forward", "head"),
+        ("forward", "norm"),
+        ("optimizer",),
+    } <= below
     plain = {path[1:] for path in of_step(captured, 1)["path"]}
     assert plain <= {("forward",), ("backward",), ("optimizer",), ()}
 
@@ -70,7 +83,10 @@ def test_the_parts_of_attention_hold_what_they_are_named_for(captured):
     assert "aten::bmm" in by_part["scores"] and "aten::mul" in by_part["scores"]
     assert "aten::_softmax" in by_part["softmax"] and "aten::_softmax" not in by_part["mask"]
     assert "aten::bmm" in by_part["value product"] and "aten::mul" not in by_part["value product"]
-    assert any("masked_fill" in name for name in by_part["mask"]) and "aten::bmm" not in by_part["mask"]
+    assert (
+        any("masked_fill" in name for name in by_part["mask"])
+        and "aten::bmm" not in by_part["mask"]
+    )
     products = forward[forward["short_name"] == "aten::bmm"]["range"].value_counts()
     assert products.to_dict() == {"scores": 2, "value product": 2}
 
@@ -80,7 +96,8 @@ def test_marking_adds_no_computation_and_leaves_nothing_behind(captured):
     for number in range(2):
         step = of_step(captured, number)
         computing = step[(step["kernel_class"] != "other") & (step["phase"] != OUTSIDE)]
-        # A gradient that a hook has seen is added to in a new tensor, not in place: the same kernel.
+        # A gradient that a hook has seen is added to in a new tensor, not in place: the same
+        # kernel.
         names = [name.rstrip("_") for name in computing["short_name"]]
         counts.append(Counter(zip(computing["phase"], names, strict=True)))
     assert counts[0] == counts[1]
@@ -92,7 +109,9 @@ def test_marking_adds_no_computation_and_leaves_nothing_behind(captured):
         assert torch.equal(workload.forward(), exact)
         raise ZeroDivisionError
     assert captured_step.transformer.ATTENTION == before
-    assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in workload.model.modules()]
+    assert hooks == [
+        len(m._forward_hooks) + len(m._forward_pre_hooks) for m in workload.model.modules()
+    ]
 
 
 def test_a_marked_step_that_computes_something_else_is_an_error(monkeypatch):
@@ -115,7 +134,9 @@ def test_a_marked_step_that_computes_something_else_is_an_error(monkeypatch):
 
 
 def test_a_case_is_captured_under_its_own_label():
-    one = dataclasses.replace(cases("smoke", "cpu")[0], parameters=parameters(precision="bf16", attention="auto"))
+    one = dataclasses.replace(
+        cases("smoke", "cpu")[0], parameters=parameters(precision="bf16", attention="auto")
+    )
     measured = {phase: run() for phase, run in run_case(one, {})}
     assert list(measured) == ["inference", "train_step"]
     for phase, found in measured.items():
@@ -136,10 +157,26 @@ def test_a_case_is_captured_under_its_own_label():
 
 
 def test_a_step_is_profiled_and_its_capture_kept(tmp_path):
-    asked = ["--context", "8", "--phase", "inference", "--precision", "fp32", "--output", str(tmp_path / "mine")]
+    asked = [
+        "--context",
+        "8",
+        "--phase",
+        "inference",
+        "--precision",
+        "fp32",
+        "--output",
+        str(tmp_path / "mine"),
+    ]
     result = CliRunner().invoke(cli.app, ["profile", "nano", *asked])
-    assert result.exit_code == 0 and profiling.read_chrome_trace(tmp_path / "mine.json").source == "kineto cpu"
-    (line,) = [line for line in result.output.splitlines() if line.startswith("By hand: nsys profile --trace=cuda")]
+    assert (
+        result.exit_code == 0
+        and profiling.read_chrome_trace(tmp_path / "mine.json").source == "kineto cpu"
+    )
+    (line,) = [
+        line
+        for line in result.output.splitlines()
+        if line.startswith("By hand: nsys profile --trace=cuda")
+    ]
     assert "--python-backtrace=cuda --cudabacktrace=kernel" in line
     assert line.endswith("python -m labkit.experiments.captured_step nano 8 fp32 eager inference")
     for wrong in (["--phase", "all"], ["--context", "0"], ["--precision", "fp8"]):
@@ -149,25 +186,36 @@ def test_a_step_is_profiled_and_its_capture_kept(tmp_path):
 
 
 def nsys_export(path: Path, labels: int) -> None:
-    """Writes what nsys would have captured of so many steps, twice each: 4 kernels, the backward one by a thread."""
+    """Writes what nsys would have captured of so many steps, twice each: 4 kernels, the backward
+    one by a thread.
+    """
     process, kernels, ranges, moment = 5 << 24, [], [], 1000
     for number in range(labels):
         for step in range(2):
             begin = moment
-            for phase, thread, name in (("forward", 1, "ampere_sgemm"), ("forward", 1, "softmax_warp_forward"),
-                                        ("backward", 2, "ampere_sgemm"), ("optimizer", 1, "FusedAdam")):  # fmt: skip
+            for phase, thread, name in (
+                ("forward", 1, "ampere_sgemm"),
+                ("forward", 1, "softmax_warp_forward"),
+                ("backward", 2, "ampere_sgemm"),
+                ("optimizer", 1, "FusedAdam"),
+            ):
                 ranges.append((moment, moment + 8, phase, process + 1))
                 kernels.append((name, process + thread, moment + 4, moment + 100, moment + 105))
                 moment += 10
             ranges.append((begin - 1, moment, f"case {number} step {step}", process + 1))
             moment += 10
-    runtimes = [(launched, 0, thread, number) for number, (_, thread, launched, _, _) in enumerate(kernels)]
+    runtimes = [
+        (launched, 0, thread, number) for number, (_, thread, launched, _, _) in enumerate(kernels)
+    ]
     activities = [(start, end, 7, n, process, n) for n, (_, _, _, start, end) in enumerate(kernels)]
     tables = {
         "StringIds (id, value)": [(number, name) for number, (name, *_) in enumerate(kernels)],
-        'CUPTI_ACTIVITY_KIND_KERNEL (start, "end", streamId, correlationId, globalPid, demangledName)': activities,
+        'CUPTI_ACTIVITY_KIND_KERNEL (start, "end", streamId, correlationId, globalPid, '
+        "demangledName)": activities,
         'CUPTI_ACTIVITY_KIND_RUNTIME (start, "end", globalTid, correlationId)': runtimes,
-        'NVTX_EVENTS (start, "end", text, globalTid, eventType, textId)': [(*row, 59, None) for row in ranges],
+        'NVTX_EVENTS (start, "end", text, globalTid, eventType, textId)': [
+            (*row, 59, None) for row in ranges
+        ],
     }
     with contextlib.closing(sqlite3.connect(path)) as connection, connection:
         for table, rows_of in tables.items():
@@ -183,7 +231,8 @@ def fake_nsys(tmp_path, monkeypatch):
         f"#!{sys.executable}\nimport pathlib, shutil, subprocess, sys\n"
         "output = next(a.split('=', 1)[1] for a in sys.argv if a.startswith('--output='))\n"
         "if sys.argv[1] == 'profile':\n"
-        "    command = sys.argv[next(n for n, a in enumerate(sys.argv) if n > 1 and not a.startswith('--')):]\n"
+        "    command = sys.argv[next(n for n, a in enumerate(sys.argv) if n > 1 and not "
+        "a.startswith('--')):]\n"
         "    print(subprocess.run(command, stdout=sys.stdout, stderr=sys.stderr))\n"
         "    pathlib.Path(output + '.nsys-rep').write_text('report')\n"
         f"else:\n    shutil.copy({str(tmp_path / 'export.sqlite')!r}, output)\n"
@@ -196,8 +245,12 @@ def fake_nsys(tmp_path, monkeypatch):
     return Nsys(str(path), "2025.3.1", None)
 
 
-@pytest.mark.parametrize(("size", "most"), [("small", 1), ("medium", 1), ("large", 2), ("2.7b", 3), ("10b", 5)])
-def test_small_sizes_take_one_capture_and_large_ones_lose_little_when_cut_off(size, most, monkeypatch):
+@pytest.mark.parametrize(
+    ("size", "most"), [("small", 1), ("medium", 1), ("large", 2), ("2.7b", 3), ("10b", 5)]
+)
+def test_small_sizes_take_one_capture_and_large_ones_lose_little_when_cut_off(
+    size, most, monkeypatch
+):
     captures: list[list[tuple[dict, tuple]]] = []  # of each capture the parameters and phases
 
     def capture(nsys, device, group, timeout_s):
@@ -209,25 +262,36 @@ def test_small_sizes_take_one_capture_and_large_ones_lose_little_when_cut_off(si
     monkeypatch.setattr(experiment, "_captured", {})
     expected = []
     for one in in_section(cases("full", "cuda", sizes=[size]), "profiles"):
-        fitting = [phase for phase in one.phases if experiment._has_room(H200, one.parameters, phase)]
+        fitting = [
+            phase for phase in one.phases if experiment._has_room(H200, one.parameters, phase)
+        ]
         expected += [(one.parameters, phase) for phase in fitting]
         with contextlib.suppress(Skip):
             for phase in one.phases:
                 experiment._from_shared_capture(None, H200, one, phase)
     assert len(captures) <= most
-    assert [(p, phase) for group in captures for p, phases in group for phase in phases] == expected, "none twice"
+    assert [
+        (p, phase) for group in captures for p, phases in group for phase in phases
+    ] == expected, "none twice"
     for group in captures:
-        assert len(group) == 1 or sum(experiment.estimated_s(*one) for one in group) <= experiment.LONGEST_CAPTURE_S
+        assert (
+            len(group) == 1
+            or sum(experiment.estimated_s(*one) for one in group) <= experiment.LONGEST_CAPTURE_S
+        )
 
 
 def test_the_estimate_of_a_capture_is_near_the_time_of_its_steps():
-    """Against the committed captures: the host's clock of two steps and a warm-up, as long as the plain one."""
+    """Against the committed captures: the host's clock of two steps and a warm-up, as long as the
+    plain one.
+    """
     measured, estimated = Counter(), Counter()
     for one in committed(NOTEBOOK):
         if one.status == "ok" and one.case.get("size") in ("xl-2025", "2.7b", "10b"):
             key = (one.case["size"], one.case["precision"])
             measured[key] += (2 * one.metrics["done_ms"] + one.metrics["done_with_ranges_ms"]) / 1e3
-            estimated[key] += experiment.estimated_s(one.case, [one.phase]) - experiment.estimated_s(one.case, [])
+            estimated[key] += experiment.estimated_s(
+                one.case, [one.phase]
+            ) - experiment.estimated_s(one.case, [])
     assert len(measured) >= 4
     for key, seconds in measured.items():
         assert 0.5 * seconds < estimated[key] < 2 * seconds, (key, seconds, estimated[key])
@@ -242,9 +306,14 @@ def test_cases_share_one_capture_of_labkits_own_process(fake_nsys):
     first = experiment._from_shared_capture(fake_nsys, CPU, case, "train_step")
     assert first.case == parameters(context=8) and first.observed["profiler"] == "nsys"
     assert first.observed["profiler_version"] == "2025.3.1"
-    assert first.metrics["num_launches"] == 4 and first.metrics["backward_kernel_ms"] == pytest.approx(5e-6)
+    assert first.metrics["num_launches"] == 4 and first.metrics[
+        "backward_kernel_ms"
+    ] == pytest.approx(5e-6)
     kernels = pd.DataFrame(first.observed["tables"]["kernels"])
-    assert kernels[kernels["phase"] == "step"].set_index("short_name").loc["ampere_sgemm", "launches"] == 2
+    assert (
+        kernels[kernels["phase"] == "step"].set_index("short_name").loc["ampere_sgemm", "launches"]
+        == 2
+    )
     (key,) = experiment._captured
     assert json.loads(key) == [parameters(context=16), "train_step"]
     gone = dataclasses.replace(fake_nsys, path="/nowhere/nsys")
@@ -264,8 +333,12 @@ def test_what_fails_in_the_captured_process_is_raised_where_it_is_asked_for(monk
 
     monkeypatch.setattr(experiment, "warm_up", run)
     experiment.serve(requests, answers.append, CPU)
-    assert [answer["status"] for answer in answers] == ["ok", "oom"], "it ends after the first failure"
-    with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\. Tried to allocate 20 GiB$"):
+    assert [answer["status"] for answer in answers] == ["ok", "oom"], (
+        "it ends after the first failure"
+    )
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"^CUDA out of memory\. Tried to allocate 20 GiB$"
+    ):
         experiment._outcome(None, answers[1], {})
     with pytest.raises(RuntimeError, match="it broke"):
         experiment._outcome(None, {"status": "error", "reason": "it broke"}, {})
@@ -280,15 +353,22 @@ def test_a_step_that_idles_under_the_profiler_is_timed_without(idle, is_timed, m
     found = Measured({"step_idle_fraction": idle}, parameters())
     monkeypatch.setattr(experiment, "_capture_here", lambda *_: found)
     metrics = experiment._profiled(None, CPU, Live(), cases("smoke", "cpu")[0], "inference").metrics
-    assert metrics == found.metrics | ({"unprofiled_ms": 2.5, "unprofiled_n": 3} if is_timed else {})
+    assert metrics == found.metrics | (
+        {"unprofiled_ms": 2.5, "unprofiled_n": 3} if is_timed else {}
+    )
 
 
 def test_a_capture_without_the_steps_ranges_is_an_error(tmp_path):
     nsys_export(tmp_path / "export.sqlite", 1)
     trace = profiling.read_nsys(tmp_path / "export.sqlite")
-    with pytest.raises(ProfileError, match="the capture holds no launch in the range 'case 7 step 0'"):
+    with pytest.raises(
+        ProfileError, match="the capture holds no launch in the range 'case 7 step 0'"
+    ):
         experiment._measured(experiment._Capture.of(trace), "case 7", {})
 
 
 def test_a_capture_that_is_stopped_is_a_timeout():
-    assert sweep._status(TimeoutError("nsys was stopped: the capture took longer than 280 s")) == "timeout"
+    assert (
+        sweep._status(TimeoutError("nsys was stopped: the capture took longer than 280 s"))
+        == "timeout"
+    )

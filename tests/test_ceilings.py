@@ -1,4 +1,6 @@
-"""What a device can do at best: ceilings, the timer beside another clock, the host, steps run back to back."""
+"""What a device can do at best: ceilings, the timer beside another clock, the host, steps run back
+to back.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -34,7 +36,11 @@ def small_ceilings(monkeypatch):
 
 TIMER = Case("timer", {"kind": "negate"}, ("host", "independent"), 60.0)
 OF_PRODUCT = ({"m": 64, "n": 64, "k": 64}, "achieved_tflops", 2 * 64**3 / 1e12)
-OF_COPY = ({"num_bytes": 2**20}, "achieved_gb_per_s", 2 * 2**20 / 1e9)  # what is read and what is written
+OF_COPY = (
+    {"num_bytes": 2**20},
+    "achieved_gb_per_s",
+    2 * 2**20 / 1e9,
+)  # what is read and what is written
 
 
 @pytest.mark.parametrize(
@@ -46,7 +52,9 @@ OF_COPY = ({"num_bytes": 2**20}, "achieved_gb_per_s", 2 * 2**20 / 1e9)  # what i
         ("timer", {"kind": "negate"}, ["host", "independent"], OF_COPY),
     ],
 )
-def test_a_ceiling_and_every_method_of_the_timer_give_a_rate(small_ceilings, section, case, phases, expected):
+def test_a_ceiling_and_every_method_of_the_timer_give_a_rate(
+    small_ceilings, section, case, phases, expected
+):
     (one,) = [one for one in in_section(cases("smoke", "cpu"), section) if one.parameters == case]
     measured = measure(one)
     assert list(measured) == phases
@@ -56,11 +64,17 @@ def test_a_ceiling_and_every_method_of_the_timer_give_a_rate(small_ceilings, sec
         assert result.metrics[unit] == exactly(work / (result.metrics["median_ms"] * 1e-3))
         assert (result.metrics["datasheet"], result.metrics["datasheet_fraction"]) == (None, None)
         if section == "ceilings":
-            burst, sustained = (work / (result.metrics[f"{kind}_ms"] * 1e-3) for kind in ("median", "sustained"))
+            burst, sustained = (
+                work / (result.metrics[f"{kind}_ms"] * 1e-3) for kind in ("median", "sustained")
+            )
             name = ceiling_name(one)
-            assert benchmarking.ceiling_rates(one, result) == exactly({name: burst, f"sustained {name}": sustained})
+            assert benchmarking.ceiling_rates(one, result) == exactly(
+                {name: burst, f"sustained {name}": sustained}
+            )
             assert result.telemetry["sustained"]["no_energy"] == "no energy counter is read on cpu"
-            assert not {"joules", "watts", "tflop_per_joule", "sm_clock_mhz"} & result.metrics.keys()
+            assert (
+                not {"joules", "watts", "tflop_per_joule", "sm_clock_mhz"} & result.metrics.keys()
+            )
         if section == "timer":
             assert result.timer["method"] == phase and (phase == "host" or result.metrics["n"] == 5)
 
@@ -73,11 +87,14 @@ def test_the_host_is_measured_probe_by_probe_and_what_it_lacks_is_skipped():
         else:
             result = run()
             assert result.case == {} and result.timer["method"] == "host"
-            assert 0 < result.metrics["median_ms"] < 10 and result.metrics["half_width_fraction"] >= 0
+            assert (
+                0 < result.metrics["median_ms"] < 10 and result.metrics["half_width_fraction"] >= 0
+            )
 
 
 @pytest.mark.parametrize(
-    ("profile", "counts"), [("full", {"steps": 4, "compile": 3, "execution": 3}), ("smoke", {"steps": 1, "compile": 1})]
+    ("profile", "counts"),
+    [("full", {"steps": 4, "compile": 3, "execution": 3}), ("smoke", {"steps": 1, "compile": 1})],
 )
 def test_few_training_steps_are_also_run_back_to_back(profile, counts):
     grid = BENCHMARKING[profile]
@@ -88,20 +105,26 @@ def test_few_training_steps_are_also_run_back_to_back(profile, counts):
             assert case.sustained == ("train_step" if is_step else "graph_step",)
             assert set(case.sustained) <= set(case.phases)
             wanted = grid.sustained if is_step else grid.sustained_executions
-            assert tuple(case.parameters[name] for name in ("size", "context", "precision")) in wanted
+            assert (
+                tuple(case.parameters[name] for name in ("size", "context", "precision")) in wanted
+            )
             found[case.section] += 1
     assert found == counts
 
 
 def test_a_step_that_is_run_back_to_back_has_columns_of_its_own(small_ceilings):
-    case = Case("steps", parameters(), ("forward", "train_step"), 60.0, 0.05, sustained=("train_step",))
+    case = Case(
+        "steps", parameters(), ("forward", "train_step"), 60.0, 0.05, sustained=("train_step",)
+    )
     measured = measure(case, {"gemm fp32": 3.0, "sustained gemm fp32": 2.0})
     assert not any("sustained" in name for name in measured["forward"].metrics)
     step, telemetry = measured["train_step"].metrics, measured["train_step"].telemetry["sustained"]
     rate = step["flops"] / (step["sustained_ms"] * 1e-3) / 1e12
     assert (step["sustained_tflops"], step["sustained_ceiling"]) == (pytest.approx(rate), 2.0)
     assert step["sustained_ceiling_fraction"] == pytest.approx(rate / 2) and step["ceiling"] == 3.0
-    assert step["steady"] in (0, 1) and telemetry["window_s"] >= 0.03 and telemetry["num_calls"] >= 2
+    assert (
+        step["steady"] in (0, 1) and telemetry["window_s"] >= 0.03 and telemetry["num_calls"] >= 2
+    )
 
 
 def test_the_label_of_a_product_is_read_back_from_its_operands(small_ceilings, monkeypatch):

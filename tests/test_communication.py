@@ -25,7 +25,9 @@ W, C, B, D, F = 1.8e11, 4.6e14, 2**20, 4096, 14336
 
 
 def ring_steps(operation: str, n: int) -> list[float]:
-    """What one rank sends in each step of the ring algorithm, as a share of S, by walking through the steps."""
+    """What one rank sends in each step of the ring algorithm, as a share of S, by walking through
+    the steps.
+    """
     shard = 1 / n
     if operation == "broadcast":
         return []
@@ -128,7 +130,9 @@ def test_memory_by_stage_and_traffic_by_scheme():
     ours = zero_bytes(1e9, 4, 1, compute_bytes=0)
     assert ours == {"master": 4e9, "gradients": 4e9, "moments": 2e9, "compute": 0}
     assert STEP_TRANSFERS["sharded_optimizer"] / STEP_TRANSFERS["zero_1"] == 1.5
-    assert STEP_TRANSFERS["data_parallel"] * 8e9 * 3 / 4 / W == pytest.approx(ring_seconds("all_reduce", 8e9, 4, W))
+    assert STEP_TRANSFERS["data_parallel"] * 8e9 * 3 / 4 / W == pytest.approx(
+        ring_seconds("all_reduce", 8e9, 4, W)
+    )
 
 
 @pytest.mark.parametrize(

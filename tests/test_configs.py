@@ -1,4 +1,6 @@
-"""The sizes are the published ones, no name is ambiguous, and the grids ask only for what exists."""
+"""The sizes are the published ones, no name is ambiguous, and the grids ask only for what
+exists.
+"""
 
 import re
 from dataclasses import FrozenInstanceError
@@ -24,7 +26,13 @@ SMOKE_SIZES = {"nano": (128, 512, 2, 2), "micro": (192, 768, 3, 3)}
 @pytest.mark.parametrize("name", PUBLISHED_SIZES)
 def test_a_published_size_has_its_edition_and_dimensions(name):
     size = SIZES[name]
-    assert (size.edition, size.d_model, size.d_ff, size.num_layers, size.num_heads) == PUBLISHED_SIZES[name]
+    assert (
+        size.edition,
+        size.d_model,
+        size.d_ff,
+        size.num_layers,
+        size.num_heads,
+    ) == PUBLISHED_SIZES[name]
     assert size.vocab_size == 10_000
 
 
@@ -35,7 +43,9 @@ def test_there_are_no_sizes_beyond_the_published_and_the_smoke_ones():
         assert (size.d_model, size.d_ff, size.num_layers, size.num_heads) == dimensions
         assert "smoke" in size.edition
     # Records tell a size by the dimensions of the live model, so no two may share them.
-    assert len({(s.d_model, s.d_ff, s.num_layers, s.num_heads) for s in SIZES.values()}) == len(SIZES)
+    assert len({(s.d_model, s.d_ff, s.num_layers, s.num_heads) for s in SIZES.values()}) == len(
+        SIZES
+    )
 
 
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
@@ -90,7 +100,9 @@ def test_a_grid_names_what_exists_repeats_nothing_and_bounds_its_time(profile):
     assert set(grid.compile_sizes) <= set(grid.sizes)
     assert set(grid.compile_precisions) <= set(grid.precisions)
     assert set(grid.whole_compile_sizes) <= set(grid.compile_sizes)
-    assert set(grid.compile_contexts) <= set(grid.contexts), "a compiled step needs its eager one beside it"
+    assert set(grid.compile_contexts) <= set(grid.contexts), (
+        "a compiled step needs its eager one beside it"
+    )
     assert set(grid.warmup_contexts) <= set(grid.contexts)
     for names in (grid.sizes, grid.precisions, grid.compile_sizes, grid.compile_precisions):
         assert names and len(set(names)) == len(names)
@@ -111,7 +123,9 @@ def test_compile_and_warmup_phases_are_phases():
 
 
 def shape_of(value):
-    """Returns the types of a grid's value, those of the items of a tuple and of a table each once."""
+    """Returns the types of a grid's value, those of the items of a tuple and of a table each
+    once.
+    """
     items = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ()
     return type(value), *sorted({type(item).__name__ for item in items})
 
@@ -146,10 +160,26 @@ def test_grids_cannot_be_changed_and_hold_tuples_integer_keys_and_shapes():
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        ("full.sizes = []\nsmoke.size = []", ValueError, "09_x.smoke: unknown size; accepted: sizes"),
-        ("full.sizes = []", ValueError, "09_x has the tables full; required: smoke, full; accepted: key"),
-        ("full.sizes = []\nsmoke = {}\nfast = {}", ValueError, "tables full, smoke, fast; required: smoke, full"),
-        ("full.task.steps = 1\nsmoke = {}", TypeError, "Task.* unexpected keyword argument 'steps'"),
+        (
+            "full.sizes = []\nsmoke.size = []",
+            ValueError,
+            "09_x.smoke: unknown size; accepted: sizes",
+        ),
+        (
+            "full.sizes = []",
+            ValueError,
+            "09_x has the tables full; required: smoke, full; accepted: key",
+        ),
+        (
+            "full.sizes = []\nsmoke = {}\nfast = {}",
+            ValueError,
+            "tables full, smoke, fast; required: smoke, full",
+        ),
+        (
+            "full.task.steps = 1\nsmoke = {}",
+            TypeError,
+            "Task.* unexpected keyword argument 'steps'",
+        ),
     ],
 )
 def test_a_mistake_in_the_file_of_grids_is_named(text, error, message):
@@ -168,18 +198,30 @@ def test_a_grid_is_narrowed_in_its_own_order():
 @pytest.mark.parametrize(
     ("profile", "sizes", "message"),
     [
-        ("smoke", ["xl-2025"], "'xl-2025' is not in profile 'smoke'; accepted: nano, micro; set profile = \"full\""),
+        (
+            "smoke",
+            ["xl-2025"],
+            "'xl-2025' is not in profile 'smoke'; accepted: nano, micro; set profile = \"full\"",
+        ),
         ("full", ["nano"], f'accepted: {", ".join(PUBLISHED_SIZES)}; set profile = "smoke"'),
     ],
-)  # fmt: skip
+)
 def test_a_size_of_the_other_profile_says_what_to_set(profile, sizes, message):
     with pytest.raises(configs.RequestError, match=re.escape(message) + "$"):
         configs.narrowed(BENCHMARKING, profile, "sizes", sizes)
-    with pytest.raises(configs.RequestError, match=r"context 100 is not in profile .* accepted: [0-9, ]*$"):
+    with pytest.raises(
+        configs.RequestError, match=r"context 100 is not in profile .* accepted: [0-9, ]*$"
+    ):
         configs.narrowed(BENCHMARKING, profile, "contexts", [100])
 
 
 def test_the_profile_auto_is_left_to_the_device():
-    assert [configs.chosen_profile(name, "full") for name in ("auto", "smoke", "full")] == ["full", "smoke", "full"]
-    with pytest.raises(configs.RequestError, match="unknown profile 'half'; accepted: auto, smoke, full, key"):
+    assert [configs.chosen_profile(name, "full") for name in ("auto", "smoke", "full")] == [
+        "full",
+        "smoke",
+        "full",
+    ]
+    with pytest.raises(
+        configs.RequestError, match="unknown profile 'half'; accepted: auto, smoke, full, key"
+    ):
         configs.chosen_profile("half", "full")

@@ -1,4 +1,6 @@
-"""Notebook 06's measurements: the gate, the oracle, contests, interpreted kernels, and what becomes of failures."""
+"""Notebook 06's measurements: the gate, the oracle, contests, interpreted kernels, and what becomes
+of failures.
+"""
 
 import dataclasses
 import functools
@@ -40,17 +42,29 @@ def test_the_gate_lets_what_is_as_exact_as_eager_pass(reference):
     assert gate("out", reference, reference, eager).relative_error == 0
     with_zeros = reference.clone()
     with_zeros[..., :64, :] = 0
-    assert gate("dq", with_zeros.bfloat16(), with_zeros, with_zeros.bfloat16().double()).budget_fraction < 1
+    assert (
+        gate(
+            "dq", with_zeros.bfloat16(), with_zeros, with_zeros.bfloat16().double()
+        ).budget_fraction
+        < 1
+    )
 
 
 @pytest.mark.parametrize(("name", "budget"), [("out", 2), ("dq", 3)])
-def test_the_gate_is_twice_the_error_of_eager_for_outputs_and_three_times_for_gradients(reference, name, budget):
+def test_the_gate_is_twice_the_error_of_eager_for_outputs_and_three_times_for_gradients(
+    reference, name, budget
+):
     generator = torch.Generator().manual_seed(1)
     wrong_by = 0.02 * torch.randn(reference.shape, generator=generator, dtype=reference.dtype)
     blocks = zip(wrong_by.split(32, dim=-2), reference.split(32, dim=-2), strict=True)
-    largest, rounding = max((x.norm() / y.norm()).item() for x, y in blocks), 2.0**-9 + 512**0.5 * 2.0**-24
+    largest, rounding = (
+        max((x.norm() / y.norm()).item() for x, y in blocks),
+        2.0**-9 + 512**0.5 * 2.0**-24,
+    )
     just_inside, eager = budget * (largest + rounding) / largest * 0.999, reference + wrong_by
-    assert gate(name, reference + just_inside * wrong_by, reference, eager).budget_fraction == pytest.approx(1, abs=0.2)
+    assert gate(
+        name, reference + just_inside * wrong_by, reference, eager
+    ).budget_fraction == pytest.approx(1, abs=0.2)
     with pytest.raises(AssertionError, match=f"wrong: the error of {name} is"):
         gate(name, reference + 1.5 * just_inside * wrong_by, reference, eager)
 
@@ -58,9 +72,13 @@ def test_the_gate_is_twice_the_error_of_eager_for_outputs_and_three_times_for_gr
 LATE_ROWS, ONE_VALUE = (..., slice(480, None), slice(None)), (..., 100, 3)
 
 
-@pytest.mark.parametrize(("where", "value"), [(LATE_ROWS, 0), (ONE_VALUE, math.nan), (ONE_VALUE, math.inf)])
+@pytest.mark.parametrize(
+    ("where", "value"), [(LATE_ROWS, 0), (ONE_VALUE, math.nan), (ONE_VALUE, math.inf)]
+)
 def test_the_gate_sees_late_rows_that_are_small_and_what_is_no_number(reference, where, value):
-    """Zeros in place of the last rows are below the rounding of the first: a largest difference would let them pass."""
+    """Zeros in place of the last rows are below the rounding of the first: a largest difference
+    would let them pass.
+    """
     wrong = reference.clone()
     wrong[where] = value
     assert value != 0 or (wrong - reference).abs().max() < 0.2 * reference.abs().max()
@@ -89,9 +107,17 @@ on_cpu = pytest.mark.usefixtures("this_device_is_a_cpu")
 SHAPE = {"batch": 1, "heads": 2, "length": 64, "d_head": 16, "causal": True, "precision": "fp32"}
 
 
-def contest_case(*impls: str, names=PASSES, section="speed", time_limit_s=0.01, **parameters) -> Case:
+def contest_case(
+    *impls: str, names=PASSES, section="speed", time_limit_s=0.01, **parameters
+) -> Case:
     shape = {**SHAPE, **({"timed": "in turn"} if section == "speed" else {}), **parameters}
-    return Case(section, shape, tuple(f"{impl} {name}" for name in names for impl in impls), 60.0, time_limit_s)
+    return Case(
+        section,
+        shape,
+        tuple(f"{impl} {name}" for name in names for impl in impls),
+        60.0,
+        time_limit_s,
+    )
 
 
 def sum_case(*impls: str) -> Case:
@@ -104,11 +130,17 @@ def tile_case(block_q: int) -> Case:
     return Case("tiles", {**SHAPE, **tile}, ("forward",), 60.0, 0.01)
 
 
-def measure(case: Case, ceilings: dict[str, float] | None = None) -> tuple[dict[str, Measured], dict[str, Exception]]:
-    """Returns what the phases give, as the session's worker would: after a failure the rest is asked for again."""
+def measure(
+    case: Case, ceilings: dict[str, float] | None = None
+) -> tuple[dict[str, Measured], dict[str, Exception]]:
+    """Returns what the phases give, as the session's worker would: after a failure the rest is
+    asked for again.
+    """
     remaining, measured, failed = list(case.phases), {}, {}
     while remaining:
-        for phase, run in run_case(dataclasses.replace(case, phases=tuple(remaining)), ceilings or {}):
+        for phase, run in run_case(
+            dataclasses.replace(case, phases=tuple(remaining)), ceilings or {}
+        ):
             remaining.remove(phase)
             try:
                 measured[phase] = run()
@@ -122,14 +154,22 @@ def measure(case: Case, ceilings: dict[str, float] | None = None) -> tuple[dict[
 def test_the_named_passes_of_a_contest_are_also_run_back_to_back(monkeypatch):
     monkeypatch.setitem(sections.SUSTAINED_S, "cpu", 0.03)
     names = ("tiled forward", "tiled backward")
-    case = dataclasses.replace(contest_case("tiled", "sdpa_flash", section="rivals"), sustained=names)
+    case = dataclasses.replace(
+        contest_case("tiled", "sdpa_flash", section="rivals"), sustained=names
+    )
     measured, failed = measure(case, {"sustained gemm fp32": 0.5})
     assert not failed and len(measured) == 6
-    assert {phase for phase, result in measured.items() if "sustained_ms" in result.metrics} == set(names)
+    assert {phase for phase, result in measured.items() if "sustained_ms" in result.metrics} == set(
+        names
+    )
     for phase in names:
         metrics, telemetry = measured[phase].metrics, measured[phase].telemetry
-        assert metrics["sustained_tflops"] == pytest.approx(metrics["flops"] / metrics["sustained_ms"] / 1e9)
-        assert metrics["sustained_ceiling_fraction"] == pytest.approx(metrics["sustained_tflops"] / 0.5)
+        assert metrics["sustained_tflops"] == pytest.approx(
+            metrics["flops"] / metrics["sustained_ms"] / 1e9
+        )
+        assert metrics["sustained_ceiling_fraction"] == pytest.approx(
+            metrics["sustained_tflops"] / 0.5
+        )
         assert telemetry["sustained"]["no_energy"] and not telemetry["sustained"]["is_replayed"]
 
 
@@ -138,8 +178,11 @@ def test_the_grid_names_the_kernels_that_are_run_back_to_back():
         named = {phase for case in cases(profile, "cuda") for phase in case.sustained}
         impls = FLASH_ATTENTION[profile].sustained
         assert named == {f"{impl} {name}" for impl in impls for name in ("forward", "backward")}
-        assert all(case.section == "rivals" and set(case.sustained) <= set(case.phases)
-                   for case in cases(profile, "cuda") if case.sustained)  # fmt: skip
+        assert all(
+            case.section == "rivals" and set(case.sustained) <= set(case.phases)
+            for case in cases(profile, "cuda")
+            if case.sustained
+        )
 
 
 def sabotage(monkeypatch, change) -> None:
@@ -163,20 +206,31 @@ def test_a_contest_measures_what_its_label_says(precision):
         assert result.case == case.parameters and result.timer["method"] == "host"
         assert result.observed["ran"] == {"sdpa": "sdpa_flash"}.get(impl, impl)
         assert metrics["is_auto"] == (impl == "tiled")
-        assert metrics["flops"] == {"forward": 4, "backward": 10, "forward_backward": 14}[name] * 2 * 64 * 64 * 16 / 2
-        assert metrics["achieved_tflops"] == pytest.approx(metrics["flops"] / metrics["median_ms"] / 1e9)
+        assert (
+            metrics["flops"]
+            == {"forward": 4, "backward": 10, "forward_backward": 14}[name] * 2 * 64 * 64 * 16 / 2
+        )
+        assert metrics["achieved_tflops"] == pytest.approx(
+            metrics["flops"] / metrics["median_ms"] / 1e9
+        )
         assert metrics["ceiling_fraction"] == pytest.approx(metrics["achieved_tflops"] / 0.5)
         assert 0 < metrics["budget_fraction"] <= 1 and metrics["relative_error"] > 0
         assert metrics["n"] >= contests.MIN_ROUNDS
-        assert impl != "tiled" or {value for key, value in metrics.items() if key.startswith("ratio_to_ours")} == {1}
+        assert impl != "tiled" or {
+            value for key, value in metrics.items() if key.startswith("ratio_to_ours")
+        } == {1}
 
 
 @on_cpu
 def test_what_cannot_run_here_is_skipped_with_its_reason():
-    measured, failed = measure(contest_case("triton", "fa3", "tiled", "sdpa_cudnn", names=("forward",)))
+    measured, failed = measure(
+        contest_case("triton", "fa3", "tiled", "sdpa_cudnn", names=("forward",))
+    )
     assert set(measured) == {"tiled forward"}
     assert all(isinstance(error, Skip) for error in failed.values())
-    assert "CUDA" in str(failed["triton forward"]) and "FlashAttention-3" in str(failed["fa3 forward"])
+    assert "CUDA" in str(failed["triton forward"]) and "FlashAttention-3" in str(
+        failed["fa3 forward"]
+    )
 
 
 WRONG = {  # the output as it should be with another gradient, or the other way round
@@ -192,13 +246,17 @@ def test_what_is_wrong_is_not_timed_and_the_others_are(monkeypatch, wrong, passe
     case = contest_case("tiled", "sdpa_flash")
     measured, failed = measure(case)
     assert set(failed) == {f"sdpa_flash {name}" for name in passes}
-    assert all(isinstance(error, AssertionError) and "wrong:" in str(error) for error in failed.values())
+    assert all(
+        isinstance(error, AssertionError) and "wrong:" in str(error) for error in failed.values()
+    )
     assert set(measured) == set(case.phases) - set(failed)
 
 
 @on_cpu
 def test_an_out_of_memory_of_one_timed_alone_ends_all_that_is_left_of_it(monkeypatch):
-    """It is raised while nothing is current, so that the session records it for every remaining phase at once."""
+    """It is raised while nothing is current, so that the session records it for every remaining
+    phase at once.
+    """
 
     def exhausted(impl, out):
         raise torch.OutOfMemoryError("no room")
@@ -215,13 +273,17 @@ def test_rounds_end_by_the_time_limit_but_for_a_few():
         ("sdpa_flash", 10.0, {}, contests.MAX_ROUNDS),
         ("sdpa_flash", 10.0, {"section": "rivals"}, contests.MAX_RANKING_ROUNDS),
     ):
-        measured, _ = measure(contest_case(impl, names=("forward",), time_limit_s=limit_s, **options))
+        measured, _ = measure(
+            contest_case(impl, names=("forward",), time_limit_s=limit_s, **options)
+        )
         assert measured[f"{impl} forward"].metrics["n"] == expected
     assert contests.MAX_RANKING_ROUNDS > contests.MAX_ROUNDS
 
 
 def test_what_cannot_be_captured_is_timed_with_events_and_its_launch_apart(monkeypatch):
-    """On CUDA graphs are tried first; what none can hold is timed beside the baseline, out of memory ends it."""
+    """On CUDA graphs are tried first; what none can hold is timed beside the baseline, out of
+    memory ends it.
+    """
     asked, replayed = [], ["flex"]
 
     class Contest:
@@ -235,7 +297,9 @@ def test_what_cannot_be_captured_is_timed_with_events_and_its_launch_apart(monke
         asked.append((method, tuple(calls)))
         if method == "graph" and not set(calls) <= set(replayed):
             raise error
-        return contests.Comparison(dict.fromkeys(calls, method), baseline, dict.fromkeys(calls, method))
+        return contests.Comparison(
+            dict.fromkeys(calls, method), baseline, dict.fromkeys(calls, method)
+        )
 
     monkeypatch.setattr(contests, "compare", compare)
     monkeypatch.setattr(contests.timer, "can_be_captured", lambda call: call() in replayed)
@@ -247,9 +311,14 @@ def test_what_cannot_be_captured_is_timed_with_events_and_its_launch_apart(monke
     methods = {"flex": "graph", "fa3": "flush"}
     assert results.comparison == contests.Comparison(methods, "flex", methods)
     assert results.launches == {"flex": "window", "fa3": "window"}
-    assert results.flushed == {} and contests._time_in_turn(Contest(), "backward", ["flex"], None, 0.1).launches == {}
+    assert (
+        results.flushed == {}
+        and contests._time_in_turn(Contest(), "backward", ["flex"], None, 0.1).launches == {}
+    )
     monkeypatch.setattr(Contest, "is_ranking", True)
-    assert contests._time_in_turn(Contest(), "forward", ["flex"], None, 0.1).flushed == {"flex": "flush"}
+    assert contests._time_in_turn(Contest(), "forward", ["flex"], None, 0.1).flushed == {
+        "flex": "flush"
+    }
     monkeypatch.setattr(contests, "time_once_ms", lambda *_: 2 * contests.LAUNCH_LIMIT_MS)
     assert contests._time_in_turn(Contest(), "forward", ["flex"], None, 0.1).launches == {}
     replayed = []
@@ -263,7 +332,9 @@ def test_what_cannot_be_captured_is_timed_with_events_and_its_launch_apart(monke
 @on_cpu
 def test_ratios_are_to_what_auto_runs_unless_one_is_alone():
     for timed_how, baseline in (("in turn", "tiled"), ("alone: eager", None)):
-        assert AttentionContest(CPU, contest_case("tiled", timed=timed_how), {}).baseline == baseline
+        assert (
+            AttentionContest(CPU, contest_case("tiled", timed=timed_how), {}).baseline == baseline
+        )
 
 
 @on_cpu
@@ -285,8 +356,12 @@ def test_the_formula_of_the_weighted_sum_is_gated_and_timed():
     assert set(measured) == {f"eager {name}" for name in PASSES}
     assert set(failed) == {f"triton {name}" for name in PASSES}
     forward = measured["eager forward"]
-    assert forward.case == case.parameters and forward.metrics["num_bytes"] == 4 * (37 * 11 + 11 + 37)
-    assert forward.metrics["ceiling_fraction"] == pytest.approx(forward.metrics["achieved_gb_per_s"] / 10)
+    assert forward.case == case.parameters and forward.metrics["num_bytes"] == 4 * (
+        37 * 11 + 11 + 37
+    )
+    assert forward.metrics["ceiling_fraction"] == pytest.approx(
+        forward.metrics["achieved_gb_per_s"] / 10
+    )
 
 
 @on_cpu
@@ -298,7 +373,9 @@ def test_online_softmax_ends_at_the_softmax():
     q, k, *_ = (torch.randn((1, 1, 96, 16), generator=generator) for _ in range(4))
     scores = (q[0, 0, :3].double() @ k[0, 0].double().T) / 4
     for query in range(experiment.TRACED_QUERIES):
-        maxima, denominators = (samples[f"query {query} {name}"] for name in ("maximum", "denominator"))
+        maxima, denominators = (
+            samples[f"query {query} {name}"] for name in ("maximum", "denominator")
+        )
         assert len(maxima) == 6 and maxima == sorted(maxima)
         assert maxima[-1] == pytest.approx(scores[query].max().item(), rel=1e-6)
         expected = (scores[query] - scores[query].max()).exp().sum().item()
@@ -322,9 +399,11 @@ INTERPRETED = {
     "a shipped tile": (tile_case(32), {"forward": {"is_shipped": 1}}),
     "another tile": (tile_case(16), {"forward": {"is_shipped": 0}}),
     "weighted sum": (sum_case("triton"), {}),
-    "attention": (contest_case("triton", "tiled", heads=1, length=32),
-                  {"tiled forward": {"is_auto": 1}}),
-}  # fmt: skip
+    "attention": (
+        contest_case("triton", "tiled", heads=1, length=32),
+        {"tiled forward": {"is_auto": 1}},
+    ),
+}
 
 
 @pytest.mark.parametrize(("case", "expected"), INTERPRETED.values(), ids=INTERPRETED)
@@ -342,7 +421,9 @@ def test_a_tile_that_does_not_fit_is_skipped_and_a_wrong_one_is_an_error(monkeyp
     import triton.errors
 
     def failing(*_, **__):
-        raise type(error, (triton.errors.TritonError,), {})("shared memory, Required: 1, limit: 0\nand more")
+        raise type(error, (triton.errors.TritonError,), {})(
+            "shared memory, Required: 1, limit: 0\nand more"
+        )
 
     monkeypatch.setattr(experiment.labkit_flash, "IS_INTERPRETED", True)
     no_number = lambda q, *_, **__: (torch.full_like(q, math.nan), None)  # noqa: E731

@@ -48,7 +48,9 @@ OPERATIONS = {
 @pytest.mark.parametrize("scale", [1, 1000])
 def test_each_operation_gives_what_pytorchs_gives(ours, theirs, shape, scale):
     x = scale * torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    for mine, exact in zip(with_gradients(ours, x), with_gradients(theirs, x.double()), strict=True):
+    for mine, exact in zip(
+        with_gradients(ours, x), with_gradients(theirs, x.double()), strict=True
+    ):
         # Below that, probabilities vanish in fp32 and not in fp64.
         assert (mine - exact).abs().max() < 1e-6 * max(1.0, float(exact.abs().max()))
 
@@ -58,9 +60,13 @@ def test_each_operation_gives_what_pytorchs_gives(ours, theirs, shape, scale):
 )
 def test_attention_is_that_of_the_formula(causal, num_queries, num_keys):
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, 3, n, 8, generator=generator) for n in (num_queries, num_keys, num_keys))
+    q, k, v = (
+        torch.randn(2, 3, n, 8, generator=generator) for n in (num_queries, num_keys, num_keys)
+    )
     found = with_gradients(lambda *x: course.attention(*x, causal=causal), q, k, v)
-    exact = with_gradients(lambda *x: attention_reference(*x, causal=causal), q.double(), k.double(), v.double())
+    exact = with_gradients(
+        lambda *x: attention_reference(*x, causal=causal), q.double(), k.double(), v.double()
+    )
     for mine, theirs in zip(found, exact, strict=True):
         assert (mine - theirs).abs().max() < 2e-6
 
@@ -73,20 +79,29 @@ def test_adamw_is_pytorchs_step_by_step():
     options = {"lr": 0.03, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
     optimizers = course.AdamW([ours, unused], **options), torch.optim.AdamW([theirs], **options)
     for _ in range(5):
-        ours.grad = theirs.grad = torch.randn(40, generator=generator) * 10 ** torch.linspace(-7, 1, 40)
+        ours.grad = theirs.grad = torch.randn(40, generator=generator) * 10 ** torch.linspace(
+            -7, 1, 40
+        )
         for optimizer in optimizers:
             optimizer.step()
         assert relative_error(ours.detach(), theirs.detach()) < 1e-6
-    assert relative_error(ours.detach(), start) > 0.05 and torch.equal(unused.detach(), torch.ones(2))
+    assert relative_error(ours.detach(), start) > 0.05 and torch.equal(
+        unused.detach(), torch.ones(2)
+    )
     defaults = torch.optim.AdamW([theirs]).defaults
     assert course.AdamW([ours]).defaults.items() <= defaults.items()
     assert optimizers[0].step(lambda: 7) == 7
 
 
 def test_the_model_trains_as_the_eager_one_from_the_same_parameters():
-    eager = Workload(CPU, {**course_parameters("nano", 32, "fp32"), "attention": "eager", "impl": "eager"})
+    eager = Workload(
+        CPU, {**course_parameters("nano", 32, "fp32"), "attention": "eager", "impl": "eager"}
+    )
     plain = Workload(CPU, course_parameters("nano", 32, "fp32"))
-    assert plain.described() == course_parameters("nano", 32, "fp32") and "impl" not in eager.described()
+    assert (
+        plain.described() == course_parameters("nano", 32, "fp32")
+        and "impl" not in eager.described()
+    )
     assert plain.model.load_state_dict(eager.model.state_dict())
     for _ in range(3):
         losses = [live.forward() for live in (eager, plain)]
@@ -110,9 +125,21 @@ def test_autocast_and_an_unknown_impl():
 
 
 def test_full_runs_it_where_times_of_data_centre_gpus_were_published():
-    found = {number: in_section(one.cases("full", "cuda"), "course") for number, one in EXPERIMENTS.items()}
-    assert {number: len(cases) for number, cases in found.items()} == {"01": 15, "02": 3, "04": 6, "05": 5}
-    labels = {(case.parameters["attention"], case.parameters["impl"]) for n in ("01", "02", "04") for case in found[n]}
+    found = {
+        number: in_section(one.cases("full", "cuda"), "course")
+        for number, one in EXPERIMENTS.items()
+    }
+    assert {number: len(cases) for number, cases in found.items()} == {
+        "01": 15,
+        "02": 3,
+        "04": 6,
+        "05": 5,
+    }
+    labels = {
+        (case.parameters["attention"], case.parameters["impl"])
+        for n in ("01", "02", "04")
+        for case in found[n]
+    }
     assert labels == {("course", "course")}
     assert {case.parameters["impl"] for case in found["05"]} == {"course"}
     for one in EXPERIMENTS.values():
@@ -126,18 +153,31 @@ def test_smoke_measures_it_under_its_own_label(number):
     (case,) = in_section(experiment.cases("smoke", "cpu"), "course")
     for phase, found in measure(experiment.run_case, case).items():
         assert found.case == case.parameters and phase in case.phases
-        time_or_bytes = {"01": "median_ms", "02": "done_ms", "04": "peak_bytes", "05": "median_ms"}[number]
+        time_or_bytes = {"01": "median_ms", "02": "done_ms", "04": "peak_bytes", "05": "median_ms"}[
+            number
+        ]
         assert found.metrics[time_or_bytes] > 0
 
 
 def test_the_parts_of_its_attention_are_told_apart():
     live, marker = Workload(CPU, course_parameters("nano", 16, "fp32")), RangeMarker("kineto")
-    trace = profiling.capture_with_kineto(lambda: capture_steps(live, "inference", marker, "case"), "cpu")
+    trace = profiling.capture_with_kineto(
+        lambda: capture_steps(live, "inference", marker, "case"), "cpu"
+    )
     table = profiling.launches(trace, nsys_analysis.STEP_PHASES)
     by_part = {part: set(rows["short_name"]) for part, rows in table.groupby("range")}
-    only = {"softmax": {"aten::exp", "aten::sub", "aten::sum"}, "mask": {"aten::where", "aten::tril"}}
+    only = {
+        "softmax": {"aten::exp", "aten::sub", "aten::sum"},
+        "mask": {"aten::where", "aten::tril"},
+    }
     for part, names in only.items():
         assert names <= by_part[part], (part, by_part[part])
         assert not any(names & by_part[other] for other in ("scores", "value product"))
-    assert "aten::bmm" in by_part["scores"] & by_part["value product"] and "aten::bmm" not in by_part["softmax"]
-    assert "aten::div" in by_part["scores"] & by_part["softmax"] and "aten::div" not in by_part["value product"]
+    assert (
+        "aten::bmm" in by_part["scores"] & by_part["value product"]
+        and "aten::bmm" not in by_part["softmax"]
+    )
+    assert (
+        "aten::div" in by_part["scores"] & by_part["softmax"]
+        and "aten::div" not in by_part["value product"]
+    )

@@ -25,31 +25,58 @@ def test_cases_run_what_the_machine_has_gpus_for(monkeypatch):
             {"world_size": n, "transport": "gloo"} for n in expected
         ]
         (step,) = (case for case in smoke if case.section == "steps")
-        assert step.parameters["world_size"] == expected[-1] and not [way for way in step.phases if "copy" in way]
+        assert step.parameters["world_size"] == expected[-1] and not [
+            way for way in step.phases if "copy" in way
+        ]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     full = distributed.cases("full", "cuda", sizes=["2.7b"])
-    assert {case.parameters.get("world_size") for case in full if case.section != "ceilings"} == {2, 4}
+    assert {case.parameters.get("world_size") for case in full if case.section != "ceilings"} == {
+        2,
+        4,
+    }
     # Four sequences of each rank, and four of all together.
     assert {case.parameters["batch"] for case in full if case.section == "steps"} == {4, 1}
     assert all(len(case.phases) == len(set(case.phases)) for case in full)
-    with pytest.raises(RequestError, match=r"number of ranks 3 is not in profile 'smoke'; accepted: 2, 4"):
+    with pytest.raises(
+        RequestError, match=r"number of ranks 3 is not in profile 'smoke'; accepted: 2, 4"
+    ):
         distributed.cases("smoke", "cpu", world_sizes=[3])
 
 
 def test_more_ranks_than_gpus_are_skipped(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    (case, *_) = (case for case in distributed.cases("full", "cuda") if case.section == "collectives")
+    (case, *_) = (
+        case for case in distributed.cases("full", "cuda") if case.section == "collectives"
+    )
     with pytest.raises(Skip, match="2 ranks need 2 GPUs; there are 1"):
         list(distributed._collectives(H200, case, {}))
 
 
-@pytest.mark.parametrize(("backend", "method", "issue_ms"), [("nccl", "queued", 0.048), ("gloo", "host", None)])
-def test_a_collective_of_gpus_is_in_device_time_and_its_issuing_beside(monkeypatch, backend, method, issue_ms):
-    monkeypatch.setattr(distributed, "_described", lambda case, backend, **more: {"backend": backend, **more})
-    found = {"times_s": [1e-5, 2e-5, 3e-5], "seconds": 2e-5, "issue_s": 4.8e-5, "num_bytes": 8, "num_wrong": 0,
-             "algorithm_gbs": 1.0, "bus_gbs": 1.0, "operation": "all_reduce", "dtype": "float32", "world_size": 2,
-             "backend": backend}  # fmt: skip
-    case = Case("collectives", {"world_size": 2, "transport": backend}, ("all_reduce float32 8",), 60.0)
+@pytest.mark.parametrize(
+    ("backend", "method", "issue_ms"), [("nccl", "queued", 0.048), ("gloo", "host", None)]
+)
+def test_a_collective_of_gpus_is_in_device_time_and_its_issuing_beside(
+    monkeypatch, backend, method, issue_ms
+):
+    monkeypatch.setattr(
+        distributed, "_described", lambda case, backend, **more: {"backend": backend, **more}
+    )
+    found = {
+        "times_s": [1e-5, 2e-5, 3e-5],
+        "seconds": 2e-5,
+        "issue_s": 4.8e-5,
+        "num_bytes": 8,
+        "num_wrong": 0,
+        "algorithm_gbs": 1.0,
+        "bus_gbs": 1.0,
+        "operation": "all_reduce",
+        "dtype": "float32",
+        "world_size": 2,
+        "backend": backend,
+    }
+    case = Case(
+        "collectives", {"world_size": 2, "transport": backend}, ("all_reduce float32 8",), 60.0
+    )
     result = distributed._collective(case, [found], {})
     assert (result.timer["method"], result.metrics["median_ms"]) == (method, pytest.approx(0.02))
     assert result.metrics.get("launch_median_ms") == (issue_ms and pytest.approx(issue_ms))
@@ -57,9 +84,19 @@ def test_a_collective_of_gpus_is_in_device_time_and_its_issuing_beside(monkeypat
 
 def seen(way, loss, alone=9.0, naive=8.0, samples=(2.0, 2.0), **more):
     case = {name: value for name, value in STEP.items()}
-    return {"way": way, "samples_ms": list(samples), "loss": loss, "losses": {"alone": alone, "naive": naive},
-            "memory": {}, "profile": {}, "spans": {}, "waits_ms": [], "backend": "gloo", "case": case,
-            "observed": {}} | more  # fmt: skip
+    return {
+        "way": way,
+        "samples_ms": list(samples),
+        "loss": loss,
+        "losses": {"alone": alone, "naive": naive},
+        "memory": {},
+        "profile": {},
+        "spans": {},
+        "waits_ms": [],
+        "backend": "gloo",
+        "case": case,
+        "observed": {},
+    } | more
 
 
 def measured(monkeypatch, launch, phases=("alone", "naive", "fsdp")):
@@ -102,7 +139,8 @@ def test_a_step_that_learns_something_else_has_no_time(monkeypatch, way, loss, i
 
 
 @pytest.mark.parametrize(
-    ("text", "kind"), [("ValueError: odd", RuntimeError), ("torch.OutOfMemoryError: CUDA", torch.OutOfMemoryError)]
+    ("text", "kind"),
+    [("ValueError: odd", RuntimeError), ("torch.OutOfMemoryError: CUDA", torch.OutOfMemoryError)],
 )
 def test_what_all_ranks_finished_before_a_failure_counts(monkeypatch, text, kind):
     calls = []
@@ -129,7 +167,13 @@ def test_what_all_ranks_finished_before_a_failure_counts(monkeypatch, text, kind
 
 @pytest.mark.slow
 def test_ranks_measure_steps():
-    steps = Case("steps", {**STEP, "world_size": 2}, ("alone", "sharded optimizer", "fsdp"), 120.0, time_limit_s=0.01)
+    steps = Case(
+        "steps",
+        {**STEP, "world_size": 2},
+        ("alone", "sharded optimizer", "fsdp"),
+        120.0,
+        time_limit_s=0.01,
+    )
     results = {way: run() for way, run in distributed.run_case(steps, {})}
     whole, state, share = (results[way].metrics for way in steps.phases)
     assert all(result.case == steps.parameters for result in results.values())
@@ -139,7 +183,9 @@ def test_ranks_measure_steps():
 
 
 def test_intervals_without_visible_gaps_are_one():
-    table = pd.DataFrame({"start_ns": [0, 1_050_000, 5_000_000], "end_ns": [1_000_000, 2_000_000, 6_000_000]})
+    table = pd.DataFrame(
+        {"start_ns": [0, 1_050_000, 5_000_000], "end_ns": [1_000_000, 2_000_000, 6_000_000]}
+    )
     assert shared_step._merged("x", table) == {"x_begin_ms": [0.0, 5.0], "x_end_ms": [2.0, 6.0]}
 
 

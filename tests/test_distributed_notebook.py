@@ -15,8 +15,20 @@ CASE = {**LARGE, "compile": "graph", "batch": 4, "context": 512, "world_size": 2
 
 
 def step(phase, median_ms=100.0, **values):
-    row = {"status": "ok", "phase": phase, "session": "s", "timer_method": "window", "half_width_fraction": 0.0}
-    row |= {"median_ms": median_ms, "p20_ms": median_ms, "p80_ms": median_ms, "samples": {}, "disturbed": False}
+    row = {
+        "status": "ok",
+        "phase": phase,
+        "session": "s",
+        "timer_method": "window",
+        "half_width_fraction": 0.0,
+    }
+    row |= {
+        "median_ms": median_ms,
+        "p20_ms": median_ms,
+        "p80_ms": median_ms,
+        "samples": {},
+        "disturbed": False,
+    }
     row |= {"exposed_us": 0.0, "communication_us": 0.0, "compute_us": 90_000.0}
     return row | CASE | values
 
@@ -31,7 +43,13 @@ LINKS = pd.DataFrame([collective()])
 STEPS = pd.DataFrame(
     [
         step("alone"),
-        step("bucketed 100 MB", 125.0, exposed_us=4000.0, communication_us=40_000.0, compute_us=110_000.0),
+        step(
+            "bucketed 100 MB",
+            125.0,
+            exposed_us=4000.0,
+            communication_us=40_000.0,
+            compute_us=110_000.0,
+        ),
         step("fsdp", 120.0),
         step("naive", 150.0, session="another day"),
     ]
@@ -41,7 +59,9 @@ NOTHING = pd.DataFrame()
 
 def test_a_way_stands_beside_the_ranks_alone_of_its_session():
     rows = report.added(STEPS, PROFILES, LINKS).set_index("phase")
-    assert set(rows.index) == {"alone", "bucketed 100 MB", "fsdp", report.LESS}, "another session has no rank alone"
+    assert set(rows.index) == {"alone", "bucketed 100 MB", "fsdp", report.LESS}, (
+        "another session has no rank alone"
+    )
     names = ["added_ms", "added_fraction", "shows_fraction", "contention_ms"]
     assert rows.loc["bucketed 100 MB", names].tolist() == pytest.approx([25.0, 0.2, 0.1, 20.0])
 
@@ -55,11 +75,17 @@ def test_sharding_is_compared_with_a_rank_that_updates_as_little():
     pairs = report.added(STEPS, PROFILES, LINKS)
     fact = compare(pairs, {"phase": report.LESS}, {"phase": "fsdp"}, **LARGE)
     assert (fact["base"].value, fact["other"].value, fact.verdict) == (90.0, 120.0, "behind")
-    sessions = STEPS.assign(sessions=[{"s": {"median_ms": 100.0}, "t": {"median_ms": 100.0}}] * len(STEPS))
-    fact = compare(report.added(sessions, PROFILES, LINKS), {"phase": report.LESS}, {"phase": "fsdp"}, **LARGE)
+    sessions = STEPS.assign(
+        sessions=[{"s": {"median_ms": 100.0}, "t": {"median_ms": 100.0}}] * len(STEPS)
+    )
+    fact = compare(
+        report.added(sessions, PROFILES, LINKS), {"phase": report.LESS}, {"phase": "fsdp"}, **LARGE
+    )
     assert fact["ratio"].value == 0.75, "the row is no session's"
     unknown = report.added(STEPS, NOTHING, LINKS)
-    assert compare(unknown, {"phase": report.LESS}, {"phase": "fsdp"}, **LARGE).missing, "AdamW was not measured"
+    assert compare(unknown, {"phase": report.LESS}, {"phase": "fsdp"}, **LARGE).missing, (
+        "AdamW was not measured"
+    )
 
 
 def test_limits_leave_adamw_out_and_take_the_rate_of_an_all_reduce():
@@ -82,8 +108,15 @@ def test_graphs_are_shown_and_without_them_what_was_recorded_first():
 
 
 def test_collectives_are_those_of_the_most_ranks_in_fp32():
-    rows = [collective(), collective(world_size=4), collective("broadcast float32 1000", world_size=4)]
-    rows += [collective("all_gather bfloat16 1000", world_size=4), collective(world_size=8, status="error")]
+    rows = [
+        collective(),
+        collective(world_size=4),
+        collective("broadcast float32 1000", world_size=4),
+    ]
+    rows += [
+        collective("all_gather bfloat16 1000", world_size=4),
+        collective(world_size=8, status="error"),
+    ]
     found = report.most_ranks(pd.DataFrame(rows))
     assert found[["operation", "world_size"]].to_numpy().tolist() == [["all_reduce", 4]]
 
@@ -91,10 +124,14 @@ def test_collectives_are_those_of_the_most_ranks_in_fp32():
 def test_memory_is_predicted_for_the_ways_that_shard():
     observed = {"num_parameters": 1000}
     ways = {"alone": 99_999.0, "sharded optimizer": 12_000.0, "fsdp": 8_080.0}
-    found = report.held(pd.DataFrame([step(way, after_step_bytes=ways[way], observed=observed) for way in ways]))
+    found = report.held(
+        pd.DataFrame([step(way, after_step_bytes=ways[way], observed=observed) for way in ways])
+    )
     for row in found.to_dict("records")[1:]:
         stage = 3 if row["phase"] == "fsdp" else 1
-        assert row["predicted_bytes"] == sum(communication.zero_bytes(1000, 2, stage, compute_bytes=0).values())
+        assert row["predicted_bytes"] == sum(
+            communication.zero_bytes(1000, 2, stage, compute_bytes=0).values()
+        )
     fact = agreement(found, "after_step_bytes", "predicted_bytes", 0.005, lambda row: row["phase"])
     assert (fact["value"], fact["case"]) == ("1 of 2", "fsdp")
 
@@ -106,10 +143,17 @@ def test_a_table_marks_what_was_disturbed_and_says_what_ran_out_of_memory():
 
 
 def test_figures_are_drawn_from_what_there_is():
-    spans = {f"{lane}_{end}_ms": [at] for lane in report.LANES for at, end in enumerate(("begin", "end"))}
+    spans = {
+        f"{lane}_{end}_ms": [at] for lane in report.LANES for at, end in enumerate(("begin", "end"))
+    }
     assert report.timeline_figure(STEPS) is None
-    assert len(report.timeline_figure(pd.DataFrame([step("naive", samples=spans), step("flat")])).axes) == 1
-    gloo = pd.DataFrame([collective(transport="gloo"), collective("all_gather float32 1000", transport="gloo")])
+    assert (
+        len(report.timeline_figure(pd.DataFrame([step("naive", samples=spans), step("flat")])).axes)
+        == 1
+    )
+    gloo = pd.DataFrame(
+        [collective(transport="gloo"), collective("all_gather float32 1000", transport="gloo")]
+    )
     assert report.collectives_figure(report.most_ranks(gloo)) is not None
     assert report.collectives_figure(report.most_ranks(pd.concat([gloo, LINKS]))) is not None
 

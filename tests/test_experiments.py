@@ -39,7 +39,9 @@ def test_no_phase_is_measured_twice_and_every_case_survives_json(notebook, profi
 
 @pytest.mark.parametrize("notebook", GRIDS)
 def test_what_is_recorded_stays_recorded(notebook):
-    """Each committed record is of a case of the grid and measured as today: a run resumes and measures none anew."""
+    """Each committed record is of a case of the grid and measured as today: a run resumes and
+    measures none anew.
+    """
     experiment = experiment_of(notebook)
     folder = folder_of(FIGURES, REFERENCE_DEVICE, notebook)
     records = RecordStore(folder / "records" / f"{notebook}.jsonl").load()
@@ -63,12 +65,19 @@ def test_a_committed_chapter_says_how_much_of_its_grid_is_missing(path, monkeypa
 @pytest.mark.parametrize("notebook", GRIDS)
 def test_key_rows_are_a_part_of_the_full_grid(notebook, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    key, full = (set(keys(experiment_of(notebook).cases(profile, "cuda"))) for profile in ("key", "full"))
+    key, full = (
+        set(keys(experiment_of(notebook).cases(profile, "cuda"))) for profile in ("key", "full")
+    )
     assert key < full and len(key) < 0.5 * len(full)
 
 
-VALUES = {"sizes": ("nano", "xl", "huge"), "contexts": (100, "128"), "lengths": (100, "256"), "d_heads": (65,),
-          "world_sizes": (3,)}  # fmt: skip
+VALUES = {
+    "sizes": ("nano", "xl", "huge"),
+    "contexts": (100, "128"),
+    "lengths": (100, "256"),
+    "d_heads": (65,),
+    "world_sizes": (3,),
+}
 TEXTS = {
     "xl": "'xl' means two models: say 'xl-2025' (1.998 B) or 'xl-2026'",
     "huge": "unknown size 'huge'; accepted: nano, micro, small",

@@ -66,7 +66,10 @@ def test_a_reason_stands_with_the_verdict_that_it_explains_and_disappears_with_i
 
 def test_a_verdict_without_a_text_prints_the_plain_form_with_its_interval():
     slower = compare(frame(row(), row("bf16", 20.0)), BASE, OTHER, size="2.7b")
-    assert sentence(slower, ahead="Ahead") == f"bf16 against fp32 (2.7b (3.4 B)): behind, {slower['interval']}."
+    assert (
+        sentence(slower, ahead="Ahead")
+        == f"bf16 against fp32 (2.7b (3.4 B)): behind, {slower['interval']}."
+    )
 
 
 def test_an_undecided_comparison_takes_no_text_of_its_own():
@@ -99,20 +102,26 @@ def test_a_case_that_names_several_rows_is_refused():
         compare(rows, BASE, OTHER)
 
 
-@pytest.mark.parametrize(("values", "mark"), [({"disturbed": True}, DISTURBED), ({"steady": 0}, UNSTEADY)])
+@pytest.mark.parametrize(
+    ("values", "mark"), [({"disturbed": True}, DISTURBED), ({"steady": 0}, UNSTEADY)]
+)
 def test_a_mark_follows_its_value_wherever_it_is_printed(values, mark):
     marked = row(sustained_ms=10.0, **values)
     other = row("bf16", 5.0, sustained_ms=5.0, steady=1)
     fact = compare(frame(marked, other), BASE, OTHER, value="sustained_ms")
     assert cell(marked, "sustained_ms") == f"{mark}10.0"
-    assert fact.marked and str(fact["base"]).startswith(mark) and str(fact["ratio"]).startswith(mark)
+    assert (
+        fact.marked and str(fact["base"]).startswith(mark) and str(fact["ratio"]).startswith(mark)
+    )
     assert sentence(fact, **TEXTS) == f"Ahead {mark}2.00×."
     assert sentence(measured(frame(marked), "sustained_ms"), "{value}") == f"{mark}10.0 ms."
 
 
 def test_small_kernels_memory_models_and_few_cases_are_no_finding():
     fast = compare(frame(row(median_ms=0.4), row("bf16", 0.2)), BASE, OTHER)
-    light = compare(frame(row(peak_bytes=2**20), row("bf16", peak_bytes=2**19)), BASE, OTHER, value="peak_bytes")
+    light = compare(
+        frame(row(peak_bytes=2**20), row("bf16", peak_bytes=2**19)), BASE, OTHER, value="peak_bytes"
+    )
     tiny = compare(frame(row(size="nano"), row("bf16", 5.0, size="nano")), BASE, OTHER)
     few = compare_all(frame(row(), row("bf16", 5.0)), BASE, OTHER, ["size"])
     for fact in (fast, light, tiny, few):
@@ -163,7 +172,9 @@ def test_of_bytes_the_ratio_is_the_others_over_the_bases_and_less_is_ahead():
 def test_sessions_that_agree_decide_what_the_samples_of_one_could_not():
     def over(sessions, precision):
         times = {name: {"median_ms": ms} for name, ms in sessions.items()}
-        return row(precision, times["c"]["median_ms"], session="c", sessions=times, half_width_fraction=0.2)
+        return row(
+            precision, times["c"]["median_ms"], session="c", sessions=times, half_width_fraction=0.2
+        )
 
     base = over({"a": 104.4, "b": 103.6, "c": 104.8}, "fp32")
     other = over({"a": 100.0, "b": 100.0, "c": 100.0}, "bf16")
@@ -216,7 +227,9 @@ def test_a_session_of_another_commit_enters_no_number_range_or_count(tmp_path):
 
 def test_growth_fits_share_and_agreement():
     lengths = frame(*(row(context=n, median_ms=ms) for n, ms in ((512, 10.0), (2048, 160.0))))
-    assert facts.growth(lengths, "context", "median_ms", 512, 2048)["value"].value == pytest.approx(2)
+    assert facts.growth(lengths, "context", "median_ms", 512, 2048)["value"].value == pytest.approx(
+        2
+    )
     lost = frame(row(), row(context=1024, status="oom"))
     fits = facts.fits(lost, size="2.7b")
     assert (str(fits["value"]), str(fits["lost"])) == ("512", "1,024")
@@ -228,7 +241,9 @@ def test_growth_fits_share_and_agreement():
 
 
 def test_published_values_are_counted_whole():
-    theirs = frame(*({"size": "2.7b", "gpu": gpu, "published_ms": ms} for gpu, ms in (("a", 5.0), ("b", 20.0))))
+    theirs = frame(
+        *({"size": "2.7b", "gpu": gpu, "published_ms": ms} for gpu, ms in (("a", 5.0), ("b", 20.0)))
+    )
     fact, rows = facts.published(theirs, frame(row()), ["size"])
     assert (fact["total"].value, fact["above"].value, fact["gpus"].value) == (2, 1, 2)
     assert rows["ratio"].tolist() == [0.5, 2.0]
@@ -238,7 +253,9 @@ def test_published_values_are_counted_whole():
 def test_several_facts_make_one_sentence_and_one_missing_silences_it():
     one = Fact("", {"value": Quantity(0.7, "%")})
     assert sentence((one, one), "{0} and {1}") == "70 % and 70 %."
-    assert "Not measured" in sentence((one, Fact("", missing="that was not measured")), "{0} and {1}")
+    assert "Not measured" in sentence(
+        (one, Fact("", missing="that was not measured")), "{0} and {1}"
+    )
 
 
 def test_ways_make_columns_and_a_way_of_several_rows_is_refused():
@@ -253,6 +270,8 @@ def test_ways_make_columns_and_a_way_of_several_rows_is_refused():
         by_way(rows, "size", {"all": {}})
 
 
-@pytest.mark.parametrize(("size", "name"), [("2.7b", "2.7b (3.4 B)"), ("small", "small (129 M)"), ("other", "other")])
+@pytest.mark.parametrize(
+    ("size", "name"), [("2.7b", "2.7b (3.4 B)"), ("small", "small (129 M)"), ("other", "other")]
+)
 def test_a_size_is_named_with_its_parameters(size, name):
     assert size_name(size) == name

@@ -1,5 +1,6 @@
-"""The fused kernels against fp64, interpreted on the CPU in a worker process and compiled on a GPU; their operators;
-and that every kernel, as launched, compiles for three GPUs without spilling."""
+"""The fused kernels against fp64, interpreted on the CPU in a worker process and compiled on a GPU;
+their operators; and that every kernel, as launched, compiles for three GPUs without spilling.
+"""
 
 import contextlib
 import functools
@@ -26,7 +27,9 @@ from labkit.numerics import judge
 EPS = 1e-5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-not_interpreted = pytest.mark.skipif(fused.IS_INTERPRETED, reason="interpreted kernels are neither compiled nor traced")
+not_interpreted = pytest.mark.skipif(
+    fused.IS_INTERPRETED, reason="interpreted kernels are neither compiled nor traced"
+)
 
 
 def is_interpreted() -> bool:
@@ -35,7 +38,11 @@ def is_interpreted() -> bool:
 
 def rms_norm_formula(x, weight, residual=None):
     total = x if residual is None else x + residual
-    y = fused.wide(total) * torch.rsqrt(fused.wide(total).pow(2).mean(-1, keepdim=True) + EPS) * weight
+    y = (
+        fused.wide(total)
+        * torch.rsqrt(fused.wide(total).pow(2).mean(-1, keepdim=True) + EPS)
+        * weight
+    )
     return y.to(total.dtype) if residual is None else (y.to(total.dtype), total)
 
 
@@ -51,11 +58,20 @@ def cross_entropy_formula(logits, targets):
 
 FUNCTIONS = {
     "rms norm": (lambda x, w, r=None: rms_norm.rms_norm(x, w, EPS, r), rms_norm_formula),
-    "layer norm": (lambda x, w, b, r=None: layer_norm.layer_norm(x, w, b, EPS, r), layer_norm_formula),
+    "layer norm": (
+        lambda x, w, b, r=None: layer_norm.layer_norm(x, w, b, EPS, r),
+        layer_norm_formula,
+    ),
     "swiglu": (swiglu.swiglu, lambda gate, up: F.silu(gate) * up),
-    "rotary": (lambda q, k, by: rotary.rotary(q, k, by.cos_TD, by.sin_TD), lambda q, k, by: (by(q), by(k))),
+    "rotary": (
+        lambda q, k, by: rotary.rotary(q, k, by.cos_TD, by.sin_TD),
+        lambda q, k, by: (by(q), by(k)),
+    ),
     "cross entropy": (ce.cross_entropy, cross_entropy_formula),
-    "cross entropy in place": (lambda x, t: ce.cross_entropy(x.clone(), t, inplace=True), cross_entropy_formula),
+    "cross entropy in place": (
+        lambda x, t: ce.cross_entropy(x.clone(), t, inplace=True),
+        cross_entropy_formula,
+    ),
     "linear cross entropy": (
         lambda h, w, t: ce.linear_cross_entropy(h, w, t, chunk_rows=5),
         lambda h, w, t: cross_entropy_formula(h @ w.T, t),
@@ -71,18 +87,29 @@ def shapes_of(name: str, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Returns the shapes of an operation's tensors for that of its first."""
     if "norm" in name:
         return [shape] + [shape[-1:]] * (2 if "layer" in name else 1) + [shape] * ("sum" in name)
-    others = {"swiglu": [shape], "rotary": [(shape[0], 1, *shape[2:])], "linear cross entropy": [(61, shape[-1])]}
+    others = {
+        "swiglu": [shape],
+        "rotary": [(shape[0], 1, *shape[2:])],
+        "linear cross entropy": [(61, shape[-1])],
+    }
     return [shape, *others.get(name, [])]
 
 
-def draw(name: str, shape, dtype: torch.dtype, layout: str, device: str) -> tuple[list[Tensor], list]:
+def draw(
+    name: str, shape, dtype: torch.dtype, layout: str, device: str
+) -> tuple[list[Tensor], list]:
     """Returns the tensors to differentiate by, and the others."""
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(s, generator=generator).to(dtype).to(device) for s in shapes_of(name, shape)]
+    tensors = [
+        torch.randn(s, generator=generator).to(dtype).to(device) for s in shapes_of(name, shape)
+    ]
     if layout == "mixed":  # a 16-bit branch beside fp32: what autocast gives
         tensors = [tensors[0], *(x.float() for x in tensors[1:])]
     elif layout == "rows apart":  # columns of a wider tensor, whose others are NaN
-        wide = [torch.full((*x.shape[:-1], 2 * x.shape[-1]), math.nan, dtype=dtype, device=device) for x in tensors]
+        wide = [
+            torch.full((*x.shape[:-1], 2 * x.shape[-1]), math.nan, dtype=dtype, device=device)
+            for x in tensors
+        ]
         tensors = [w[..., : x.shape[-1]].copy_(x) for w, x in zip(wide, tensors, strict=True)]
     elif layout == "columns apart":
         tensors = [x.transpose(0, -1).contiguous().transpose(0, -1) for x in tensors]
@@ -97,7 +124,9 @@ def draw(name: str, shape, dtype: torch.dtype, layout: str, device: str) -> tupl
 
 
 def results(function, tensors: list[Tensor], others: list) -> list[Tensor]:
-    """Returns the outputs and, for gradients of theirs drawn at random, the gradients of the tensors."""
+    """Returns the outputs and, for gradients of theirs drawn at random, the gradients of the
+    tensors.
+    """
     leaves = [x.detach().requires_grad_() for x in tensors]
     outputs = function(*leaves, *others)
     outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
@@ -116,23 +145,33 @@ def poisoned():
 
     with contextlib.ExitStack() as stack:
         for name in ("empty", "empty_like"):
-            stack.enter_context(mock.patch.object(torch, name, functools.partial(filled, getattr(torch, name))))
+            stack.enter_context(
+                mock.patch.object(torch, name, functools.partial(filled, getattr(torch, name)))
+            )
         yield
 
 
-def measure(name: str, shape, dtype: torch.dtype, layout: str = "", device: str = "cpu") -> list[float]:
-    """Returns the share of the error budget that each output and each gradient takes; above 1 it raises."""
+def measure(
+    name: str, shape, dtype: torch.dtype, layout: str = "", device: str = "cpu"
+) -> list[float]:
+    """Returns the share of the error budget that each output and each gradient takes; above 1 it
+    raises.
+    """
     ours, formula = FUNCTIONS[name.removesuffix(" + sum")]
     tensors, others = draw(name, shape, dtype, layout, device)
     with poisoned():
         values = results(ours, tensors, others)
-    eager, exact = results(formula, tensors, others), results(formula, [x.double() for x in tensors], others)
+    eager, exact = (
+        results(formula, tensors, others),
+        results(formula, [x.double() for x in tensors], others),
+    )
     fractions = []
     for number, triple in enumerate(zip(values, eager, exact, strict=True)):
         assert triple[0].shape == triple[2].shape
         value, same, oracle = (x.double().reshape((1,) * (2 - x.dim()) + x.shape) for x in triple)
         kind = "out" if number < len(values) - len(tensors) else "gradient"
-        # Logits that are rounded to 16 bits make a loss as inexact as they are, whatever its own dtype.
+        # Logits that are rounded to 16 bits make a loss as inexact as they are, whatever its own
+        # dtype.
         of = dtype if name == "linear cross entropy" and kind == "out" else values[number].dtype
         verdict = judge(kind, value, oracle, same, dtype=of, num_terms=max(shape))
         fractions.append(verdict.budget_fraction)
@@ -140,9 +179,17 @@ def measure(name: str, shape, dtype: torch.dtype, layout: str = "", device: str 
 
 
 CASES = [(name, shape, "") for name in NORMS for shape in [(1, 3), (5, 7, 40), (9, 300)]]
-CASES += [(name, (9, 40), layout) for name in [*NORMS, "swiglu"] for layout in ("rows apart", "columns apart")]
+CASES += [
+    (name, (9, 40), layout)
+    for name in [*NORMS, "swiglu"]
+    for layout in ("rows apart", "columns apart")
+]
 CASES += [("swiglu", shape, "") for shape in [(1, 1), (3, 5, 40), (2, 1030)]]
-CASES += [("rotary", (1, 1, 1, 2), ""), ("rotary", (2, 3, 33, 12), ""), ("rotary", (2, 3, 9, 16), "heads beside")]
+CASES += [
+    ("rotary", (1, 1, 1, 2), ""),
+    ("rotary", (2, 3, 33, 12), ""),
+    ("rotary", (2, 3, 9, 16), "heads beside"),
+]
 CASES += [("rotary", (2, 3, 9, 6), "columns apart"), ("rotary", (2, 3, 9, 6), "rows apart")]
 CASES += [("cross entropy", shape, "") for shape in [(2, 2), (3, 5, 61), (3, 5001)]]
 CASES += [("cross entropy", (7, 61), "rows apart"), ("cross entropy in place", (7, 61), "")]
@@ -179,7 +226,9 @@ def test_without_a_gpu_it_is_the_formula(name, dtype):
 
 
 def check_operators(device: str = "cpu") -> None:
-    """Asserts of every operator that it is what its schema says: dtypes that differ, views, gradients to take."""
+    """Asserts of every operator that it is what its schema says: dtypes that differ, views,
+    gradients to take.
+    """
 
     def x(*shape, dtype=torch.float32, grad=False):
         return torch.randn(shape, device=device).to(dtype).requires_grad_(grad)
@@ -209,14 +258,20 @@ def check_compiled(autocast: bool, device: str = "cpu", backend: str = "aot_eage
     """Asserts that in one graph without a break the operations give what they give outside."""
     for name in NAMES:
         function = FUNCTIONS[name.removesuffix(" + sum")][0]
-        dtype, layout = (torch.bfloat16, "mixed") if autocast and name in NORMS else (torch.float32, "")
-        tensors, others = draw(name, (2, 3, 9, 12) if name == "rotary" else (9, 40), dtype, layout, device)
+        dtype, layout = (
+            (torch.bfloat16, "mixed") if autocast and name in NORMS else (torch.float32, "")
+        )
+        tensors, others = draw(
+            name, (2, 3, 9, 12) if name == "rotary" else (9, 40), dtype, layout, device
+        )
         torch._dynamo.reset()
-        # The compiler may leave out a cast to bf16 and back, which the operation makes outside, so under autocast
-        # fp32 results differ by bf16's rounding.
+        # The compiler may leave out a cast to bf16 and back, which the operation makes outside, so
+        # under autocast fp32 results differ by bf16's rounding.
         tolerance = {"rtol": 1.6e-2, "atol": 1e-5} if autocast else {}
         with torch.autocast(device, torch.bfloat16, enabled=autocast):
-            inside = results(torch.compile(function, backend=backend, fullgraph=True), tensors, others)
+            inside = results(
+                torch.compile(function, backend=backend, fullgraph=True), tensors, others
+            )
             torch.testing.assert_close(inside, results(function, tensors, others), **tolerance)
 
 
@@ -247,16 +302,28 @@ def test_the_compiler_sees_the_kernels_inside():
     with FakeTensorMode(), torch.no_grad():
         x, weight = (torch.empty(shape, device="cuda") for shape in ((64, 768), (768,)))
         for residual in (x, None):
-            graph = make_fx(lambda x, r, w: norms.norm.function(x, r, w, None, EPS, x.dtype))(x, residual, weight)
-            assert "triton_kernel_wrapper_mutation" in [str(node.target) for node in graph.graph.nodes]
+            graph = make_fx(lambda x, r, w: norms.norm.function(x, r, w, None, EPS, x.dtype))(
+                x, residual, weight
+            )
+            assert "triton_kernel_wrapper_mutation" in [
+                str(node.target) for node in graph.graph.nodes
+            ]
 
 
 def dtypes_under_autocast() -> list[torch.dtype]:
     with torch.autocast("cpu", torch.bfloat16):
         x, weight = torch.randn(3, 8), torch.randn(8)
         y, total = rms_norm.rms_norm(x.bfloat16(), weight, EPS, residual=x)
-        loss = ce.linear_cross_entropy(x, torch.randn(5, 8).bfloat16(), torch.zeros(3, dtype=torch.int64))
-        results = (y, layer_norm.layer_norm(x, weight, weight, EPS), total, swiglu.swiglu(x, x), loss)
+        loss = ce.linear_cross_entropy(
+            x, torch.randn(5, 8).bfloat16(), torch.zeros(3, dtype=torch.int64)
+        )
+        results = (
+            y,
+            layer_norm.layer_norm(x, weight, weight, EPS),
+            total,
+            swiglu.swiglu(x, x),
+            loss,
+        )
         return [z.dtype for z in results]
 
 
@@ -266,13 +333,20 @@ def test_under_autocast_a_norm_gives_what_the_next_product_takes(interpreted):
 
 
 def unused_outputs() -> None:
-    x, weight, bias, residual = (torch.randn(s).requires_grad_() for s in ((3, 8), (8,), (8,), (3, 8)))
-    for name, inputs in (("rms norm", (x, weight, residual)), ("layer norm", (x, weight, bias, residual))):
+    x, weight, bias, residual = (
+        torch.randn(s).requires_grad_() for s in ((3, 8), (8,), (8,), (3, 8))
+    )
+    for name, inputs in (
+        ("rms norm", (x, weight, residual)),
+        ("layer norm", (x, weight, bias, residual)),
+    ):
         norm = functools.partial(FUNCTIONS[name][0], *inputs)
         of_total = torch.autograd.grad(norm()[1].sum(), (x, residual, weight), allow_unused=True)
         assert torch.equal(of_total[0], torch.ones(3, 8)) and torch.equal(of_total[1], of_total[0])
         assert of_total[2] is None
-        of_y, of_both = (torch.autograd.grad(z, (x, weight)) for z in (norm()[0].sum(), sum(norm()).sum()))
+        of_y, of_both = (
+            torch.autograd.grad(z, (x, weight)) for z in (norm()[0].sum(), sum(norm()).sum())
+        )
         torch.testing.assert_close(of_both[0], of_y[0] + 1)
         assert torch.equal(of_both[1], of_y[1])
 
@@ -295,15 +369,26 @@ def test_the_gradient_in_place_is_the_logits(interpreted):
 
 
 INF, NAN = math.inf, math.nan
-LAST = torch.cat([torch.full((4096,), -INF), torch.tensor([1.0, 3.0])])  # nothing in the first block of a row
+LAST = torch.cat(
+    [torch.full((4096,), -INF), torch.tensor([1.0, 3.0])]
+)  # nothing in the first block of a row
 
 
 def edge_rows(dtype: torch.dtype) -> list[Tensor]:
     """Returns rows of logits that cost a formula without care its accuracy, or its result."""
     big = torch.finfo(dtype).max
-    offsets = [torch.tensor([2.0, -1.0, 0.5]) + offset for offset in (1e4, 1e6, -1e6, 1e30) if offset < big]
+    offsets = [
+        torch.tensor([2.0, -1.0, 0.5]) + offset for offset in (1e4, 1e6, -1e6, 1e30) if offset < big
+    ]
     rows = [[2e4, 2e4 - 8, 0.0], [big] * 3, [-big] * 3, [big, -big, big], [-big, -big / 1.25, -big]]
-    rows += [[1e9] * 4, [0.0, -INF, 1.0], [-INF, 0.0, 1.0], [-INF] * 3, [INF, 0.0, 1.0], [NAN, 0.0, 1.0]]
+    rows += [
+        [1e9] * 4,
+        [0.0, -INF, 1.0],
+        [-INF, 0.0, 1.0],
+        [-INF] * 3,
+        [INF, 0.0, 1.0],
+        [NAN, 0.0, 1.0],
+    ]
     return [row.to(dtype) for row in [*offsets, *map(torch.tensor, rows), LAST, LAST.flip(0)]]
 
 
@@ -315,7 +400,9 @@ def check_edges(dtype: torch.dtype) -> None:
         functions = [ce.cross_entropy, FUNCTIONS["cross entropy in place"][0]]
         if row.isfinite().all():  # times a 0 of the identity, infinity would be NaN
             identity = torch.eye(len(row), dtype=dtype)
-            functions.append(lambda x, t, w=identity: ce.linear_cross_entropy(x, w, t, chunk_rows=2))
+            functions.append(
+                lambda x, t, w=identity: ce.linear_cross_entropy(x, w, t, chunk_rows=2)
+            )
         for function in functions:
             ours = results(function, [logits.contiguous()], [target])
             exact = [loss.float(), grad.to(dtype)]
@@ -337,7 +424,9 @@ def check_targets_outside() -> None:
         for name in ("cross entropy", "cross entropy in place"):
             loss, grad = results(FUNCTIONS[name][0], [torch.randn(4, 7)], [targets])
             assert loss.isnan() and grad.isnan().all(1).tolist() == [False, True, False, False]
-        loss, *grads = results(FUNCTIONS["linear cross entropy"][0], [torch.randn(4, 5), torch.randn(7, 5)], [targets])
+        loss, *grads = results(
+            FUNCTIONS["linear cross entropy"][0], [torch.randn(4, 5), torch.randn(7, 5)], [targets]
+        )
         assert loss.isnan() and grads[0].isnan().all(1).tolist() == [False, True, False, False]
         assert grads[1].isnan().all()
 
@@ -345,7 +434,10 @@ def check_targets_outside() -> None:
 def test_a_target_outside_is_nan_in_a_kernel_and_an_error_without(interpreted):
     interpreted(check_targets_outside)
     for outside in (-100, -1, 7):
-        for call in (lambda t: ce.cross_entropy(X, t), lambda t: ce.linear_cross_entropy(X, torch.zeros(7, 4), t)):
+        for call in (
+            lambda t: ce.cross_entropy(X, t),
+            lambda t: ce.linear_cross_entropy(X, torch.zeros(7, 4), t),
+        ):
             with pytest.raises(IndexError, match=f"Target {outside} is out of bounds"):
                 call(torch.tensor([0, outside, 1]))
 
@@ -366,12 +458,17 @@ def test_the_loss_of_no_rows_is_nan_and_changes_no_weight(interpreted):
 def check_tables_with_two_axes() -> None:
     """Asserts that each half of a head turns by its own half of the tables, there and back."""
     generator = torch.Generator().manual_seed(0)
-    q, k = torch.randn(1, 2, 5, 8, generator=generator), torch.randn(1, 1, 5, 8, generator=generator)
+    q, k = (
+        torch.randn(1, 2, 5, 8, generator=generator),
+        torch.randn(1, 1, 5, 8, generator=generator),
+    )
     angles = torch.randn(5, 8, generator=generator, dtype=torch.float64)
 
     def formula(q, k):
         turned = [torch.cat((-x[..., 4:], x[..., :4]), -1) for x in (q, k)]
-        return tuple(x * angles.cos() + y * angles.sin() for x, y in zip((q, k), turned, strict=True))
+        return tuple(
+            x * angles.cos() + y * angles.sin() for x, y in zip((q, k), turned, strict=True)
+        )
 
     tables = angles.cos().float(), angles.sin().float()
     ours = results(lambda q, k: rotary.rotary(q, k, *tables), [q, k], [])
@@ -391,26 +488,68 @@ X4, TABLE = X[None, None], torch.zeros(5, 4)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: rms_norm.rms_norm(X, torch.zeros(5), EPS), r"weight must be of shape \(4,\), got \(5,\)"),
-        (lambda: rms_norm.rms_norm(X, W.half(), EPS), "dtype of x, torch.float32, got torch.float16"),
-        (lambda: rms_norm.rms_norm(X.half(), W.bfloat16(), EPS), "torch.float16 or torch.float32, got"),
+        (
+            lambda: rms_norm.rms_norm(X, torch.zeros(5), EPS),
+            r"weight must be of shape \(4,\), got \(5,\)",
+        ),
+        (
+            lambda: rms_norm.rms_norm(X, W.half(), EPS),
+            "dtype of x, torch.float32, got torch.float16",
+        ),
+        (
+            lambda: rms_norm.rms_norm(X.half(), W.bfloat16(), EPS),
+            "torch.float16 or torch.float32, got",
+        ),
         (lambda: rms_norm.rms_norm(X, W, EPS, X.half()), "residual must have the dtype of x"),
-        (lambda: rms_norm.rms_norm(X, W, EPS, X[:2]), r"residual must be of shape \(3, 4\), got \(2, 4\)"),
-        (lambda: rms_norm.rms_norm(X.long(), W, EPS), "x must be of torch.float32, .* on cpu, got torch.int64"),
-        (lambda: rms_norm.rms_norm(X[:, :0], W[:0], EPS), r"dimension of x must not be empty, got shape \(3, 0\)"),
-        (lambda: layer_norm.layer_norm(X, W, W.to("meta"), EPS), "bias must be on the device of x, cpu, got meta"),
-        (lambda: layer_norm.layer_norm(X.half(), W, W.half(), EPS), "weight and bias must have one dtype"),
-        (lambda: swiglu.swiglu(X, X.half()), "up must have the dtype of gate, torch.float32, got torch.float16"),
+        (
+            lambda: rms_norm.rms_norm(X, W, EPS, X[:2]),
+            r"residual must be of shape \(3, 4\), got \(2, 4\)",
+        ),
+        (
+            lambda: rms_norm.rms_norm(X.long(), W, EPS),
+            "x must be of torch.float32, .* on cpu, got torch.int64",
+        ),
+        (
+            lambda: rms_norm.rms_norm(X[:, :0], W[:0], EPS),
+            r"dimension of x must not be empty, got shape \(3, 0\)",
+        ),
+        (
+            lambda: layer_norm.layer_norm(X, W, W.to("meta"), EPS),
+            "bias must be on the device of x, cpu, got meta",
+        ),
+        (
+            lambda: layer_norm.layer_norm(X.half(), W, W.half(), EPS),
+            "weight and bias must have one dtype",
+        ),
+        (
+            lambda: swiglu.swiglu(X, X.half()),
+            "up must have the dtype of gate, torch.float32, got torch.float16",
+        ),
         (lambda: swiglu.swiglu(X, X[:2]), "up must be of shape"),
         (lambda: rotary.rotary(X, X, TABLE, TABLE), r"q and k must be \(B, H, T, even D\)"),
-        (lambda: rotary.rotary(X4, X4[..., :2, :], TABLE, TABLE), "k must be as q but for the heads"),
+        (
+            lambda: rotary.rotary(X4, X4[..., :2, :], TABLE, TABLE),
+            "k must be as q but for the heads",
+        ),
         (lambda: rotary.rotary(X4, X4, TABLE[:2], TABLE), "cos must be .* at least 3 rows of 4"),
-        (lambda: rotary.rotary(X4, X4, TABLE, TABLE.half()), "sin must be contiguous torch.float32 on cpu"),
+        (
+            lambda: rotary.rotary(X4, X4, TABLE, TABLE.half()),
+            "sin must be contiguous torch.float32 on cpu",
+        ),
         (lambda: ce.cross_entropy(X, T[:2]), r"targets must be of shape \(3,\), got \(2,\)"),
-        (lambda: ce.cross_entropy(X, T.int()), "targets must be torch.int64 on cpu, got torch.int32"),
-        (lambda: ce.cross_entropy(X.T, T.new_zeros(4), inplace=True), "inplace=True needs contiguous logits"),
+        (
+            lambda: ce.cross_entropy(X, T.int()),
+            "targets must be torch.int64 on cpu, got torch.int32",
+        ),
+        (
+            lambda: ce.cross_entropy(X.T, T.new_zeros(4), inplace=True),
+            "inplace=True needs contiguous logits",
+        ),
         (lambda: ce.linear_cross_entropy(X, X.T, T), r"weight must be \(V, 4\), got \(4, 3\)"),
-        (lambda: ce.linear_cross_entropy(X, X, T, chunk_rows=0), "chunk_rows must be at least 1, got 0"),
+        (
+            lambda: ce.linear_cross_entropy(X, X, T, chunk_rows=0),
+            "chunk_rows must be at least 1, got 0",
+        ),
     ],
 )
 def test_bad_input_is_refused(call, message):
@@ -419,7 +558,9 @@ def test_bad_input_is_refused(call, message):
 
 
 def launches(columns: int, dtype: torch.dtype, residual: torch.dtype | None) -> list[tuple]:
-    """Returns (kernel, arguments, constants) of all launches on a GPU of 132 multiprocessors, tensors being fake."""
+    """Returns (kernel, arguments, constants) of all launches on a GPU of 132 multiprocessors,
+    tensors being fake.
+    """
     recorded = []
 
     class Recorder:
@@ -427,7 +568,9 @@ def launches(columns: int, dtype: torch.dtype, residual: torch.dtype | None) -> 
             self.kernel = kernel
 
         def __getitem__(self, grid):
-            return lambda *arguments, **constants: recorded.append((self.kernel, arguments, constants))
+            return lambda *arguments, **constants: recorded.append(
+                (self.kernel, arguments, constants)
+            )
 
     def x(*shape, dtype=dtype):
         return torch.empty(shape, dtype=dtype, device="cuda")
@@ -457,7 +600,9 @@ def launches(columns: int, dtype: torch.dtype, residual: torch.dtype | None) -> 
 
 
 def source_of(kernel, arguments, constants) -> tuple[ASTSource, dict]:
-    """Returns what is to be compiled for a launch, specialised as the launch is, and its options."""
+    """Returns what is to be compiled for a launch, specialised as the launch is, and its
+    options.
+    """
     names = {int: "i32", float: "fp32", torch.int64: "*i64"}
     names |= {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
     values = dict(zip(kernel.arg_names, arguments, strict=False)) | constants
@@ -483,17 +628,23 @@ def source_of(kernel, arguments, constants) -> tuple[ASTSource, dict]:
         *more((768, DTYPES[1], DTYPES[1], 100), (1600, DTYPES[1], DTYPES[0], 90)),
     ],
 )
-def test_every_launch_compiles_without_spilling(columns, dtype, residual, capability, tmp_path, monkeypatch):
+def test_every_launch_compiles_without_spilling(
+    columns, dtype, residual, capability, tmp_path, monkeypatch
+):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     sources = [source_of(*launch) for launch in launches(columns, dtype, residual)]
-    for source, options in {source.hash(): (source, options) for source, options in sources}.values():
+    for source, options in {
+        source.hash(): (source, options) for source, options in sources
+    }.values():
         compiled, log = compile_source(source, capability, options)
         name, ptx = source.fn.fn.__name__, compiled.asm["ptx"]
         assert spilled_bytes(log) == 0, name
         assert compiled.metadata.shared <= SHARED_LIMIT[80], name
         assert re.search(r"ld\.global\S*\.v4", ptx), f"{name} loads less than 16 bytes at a time"
         if "norm_bwd" in name:
-            assert re.search(r"cp\.async\.c[ag]\S+ .*, 0x10", ptx), f"{name} has no rows on their way"
+            assert re.search(r"cp\.async\.c[ag]\S+ .*, 0x10", ptx), (
+                f"{name} has no rows on their way"
+            )
 
 
 def test_a_launch_is_kept_for_what_its_kernel_was_compiled_for():
@@ -506,7 +657,11 @@ def test_a_launch_is_kept_for_what_its_kernel_was_compiled_for():
     ran, launcher, x = [], fused.Launcher(Kernel()), torch.zeros(64)
     calls = [
         ((1,), (x, 32), {"BLOCK": 8}),
-        ((1,), (x + 1, 48), {"BLOCK": 8}),  # of the same dtype and alignment, and a multiple of 16 too
+        (
+            (1,),
+            (x + 1, 48),
+            {"BLOCK": 8},
+        ),  # of the same dtype and alignment, and a multiple of 16 too
         ((2,), (x, 32), {"BLOCK": 8}),
         ((1,), (x, 32), {"BLOCK": 16}),
         ((1,), (x.half(), 32), {"BLOCK": 8}),

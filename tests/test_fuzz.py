@@ -1,7 +1,9 @@
-"""A thousand damaged files: each is an error that names the file, or is read to a result that can be used.
+"""A thousand damaged files: each is an error that names the file, or is read to a result that can
+be used.
 
-Files of every kind are damaged byte by byte (cut, flipped, overwritten, duplicated) and value by value (another type,
-NULL, NaN, a huge number, a missing, duplicated or foreign entry). Each test draws from a seed of its own.
+Files of every kind are damaged byte by byte (cut, flipped, overwritten, duplicated) and value by
+value (another type, NULL, NaN, a huge number, a missing, duplicated or foreign entry). Each test
+draws from a seed of its own.
 """
 
 import copy
@@ -17,7 +19,13 @@ from types import SimpleNamespace
 import pytest
 
 from labkit import records
-from labkit.measure.profiling import ProfileError, launches, read_chrome_trace, read_nsys, statistics_by
+from labkit.measure.profiling import (
+    ProfileError,
+    launches,
+    read_chrome_trace,
+    read_nsys,
+    statistics_by,
+)
 from labkit.measure.snapshots import SnapshotError, read_history
 from labkit.records import Record, RecordError, RecordStore, newest, to_frame
 from labkit.report import card
@@ -25,8 +33,35 @@ from labkit.report import card
 FIXTURE = Path(__file__).parent / "fixtures" / "nsys_2025.3.1_h200.sqlite"
 NOTEBOOK = "01_benchmarking"
 
-HOSTILE = [None, True, -1, 0, 2**31, 2**63 - 1, -(2**63), 0.5, 1e300, "", "banana", "59", "é\n", b"\xff\xfe", []]
-ONLY_IN_PYTHON = [2**63, 2**80, 10**400, float("nan"), float("inf"), -float("inf"), {}, [[]], {"a": [None]}, "\ud800"]
+HOSTILE = [
+    None,
+    True,
+    -1,
+    0,
+    2**31,
+    2**63 - 1,
+    -(2**63),
+    0.5,
+    1e300,
+    "",
+    "banana",
+    "59",
+    "é\n",
+    b"\xff\xfe",
+    [],
+]
+ONLY_IN_PYTHON = [
+    2**63,
+    2**80,
+    10**400,
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+    {},
+    [[]],
+    {"a": [None]},
+    "\ud800",
+]
 
 
 def nested(depth: int):
@@ -34,7 +69,9 @@ def nested(depth: int):
 
 
 def damage_bytes(content: bytes, generator: random.Random) -> bytes:
-    """Cuts, flips, overwrites, doubles or takes out bytes; not always at random, since a header is soon hit."""
+    """Cuts, flips, overwrites, doubles or takes out bytes; not always at random, since a header is
+    soon hit.
+    """
     position = generator.randrange(len(content))
     end = min(len(content), position + generator.choice([1, 4, 64]))
     kind = generator.randrange(6)
@@ -51,11 +88,17 @@ def damage_bytes(content: bytes, generator: random.Random) -> bytes:
         return content[:end] + content[position:]
     if kind == 4:
         return content[:position] + content[end:]
-    return content[:position] + generator.choice([b"\xff", b"\0", b"\xed\xa0\x80", b"NaN", b"[" * 5000]) + content[end:]
+    return (
+        content[:position]
+        + generator.choice([b"\xff", b"\0", b"\xed\xa0\x80", b"NaN", b"[" * 5000])
+        + content[end:]
+    )
 
 
 def damage_value(value, generator: random.Random):
-    """Replaces, takes out or doubles one entry somewhere in a value made of dicts and lists, which it changes."""
+    """Replaces, takes out or doubles one entry somewhere in a value made of dicts and lists, which
+    it changes.
+    """
     holder = value
     while True:
         keys = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
@@ -95,7 +138,9 @@ def damaged(value, generator: random.Random, *, encode=as_json, bytes_share: flo
     return encode(damage_value(copy.deepcopy(value), generator))
 
 
-def check_damaged(path: Path, error: type[Exception], num_files: int, least_refused: int, write, use) -> None:
+def check_damaged(
+    path: Path, error: type[Exception], num_files: int, least_refused: int, write, use
+) -> None:
     """Asserts that a damaged file is used, or refused by a message that names it in a few lines.
 
     And that the damage of all of them was neither harmless nor all found by the first check.
@@ -106,7 +151,9 @@ def check_damaged(path: Path, error: type[Exception], num_files: int, least_refu
         write(number)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("error", RuntimeWarning)  # a number that overflowed on the way
+                warnings.simplefilter(
+                    "error", RuntimeWarning
+                )  # a number that overflowed on the way
                 use()
             outcomes.append("read")
         except error as refused:
@@ -131,21 +178,41 @@ def use_trace(path: Path, read) -> None:
 
 
 def damage_capture(path: Path, generator: random.Random) -> None:
-    """Damages bytes of an export, or cells, rows and columns of its tables without the guards of their schema."""
+    """Damages bytes of an export, or cells, rows and columns of its tables without the guards of
+    their schema.
+    """
     if generator.random() < 0.4:
         path.write_bytes(damage_bytes(FIXTURE.read_bytes(), generator))
         return
     with sqlite3.connect(FIXTURE) as source:
-        tables = [name for (name,) in source.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        tables = [
+            name
+            for (name,) in source.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+        ]
         content = {}
         for table in tables:
             cursor = source.execute(f"SELECT * FROM {table}")
-            content[table] = [column for column, *_ in cursor.description], [list(row) for row in cursor]
+            content[table] = (
+                [column for column, *_ in cursor.description],
+                [list(row) for row in cursor],
+            )
     source.close()
     table = generator.choice(tables)
     names, rows = content[table]
-    read = {"start", "end", "streamId", "correlationId", "globalPid", "globalTid", "demangledName", "eventType", "id",
-            "value", "text", "textId"}  # fmt: skip
+    read = {
+        "start",
+        "end",
+        "streamId",
+        "correlationId",
+        "globalPid",
+        "globalTid",
+        "demangledName",
+        "eventType",
+        "id",
+        "value",
+        "text",
+        "textId",
+    }
     column = names.index(generator.choice([name for name in names if name in read]))
     kind = generator.randrange(10)
     if kind == 0:
@@ -164,7 +231,9 @@ def damage_capture(path: Path, generator: random.Random) -> None:
         for table, (names, rows) in content.items():
             columns = ", ".join(f'"{name}"' for name in names)
             connection.execute(f"CREATE TABLE {table} ({columns})")
-            connection.executemany(f"INSERT INTO {table} VALUES ({', '.join('?' * len(names))})", rows)
+            connection.executemany(
+                f"INSERT INTO {table} VALUES ({', '.join('?' * len(names))})", rows
+            )
         if generator.random() < 0.2:
             text = generator.choice(["StringIds SET value", "NVTX_EVENTS SET text"])
             if text.split()[0] in content:
@@ -181,7 +250,16 @@ def test_damaged_captures(tmp_path):
 
 def test_damaged_traces_of_torch_profiler(tmp_path):
     def event(cat, name, ts, dur, tid=1, **args):
-        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "pid": 1, "tid": tid, "args": args}
+        return {
+            "ph": "X",
+            "cat": cat,
+            "name": name,
+            "ts": ts,
+            "dur": dur,
+            "pid": 1,
+            "tid": tid,
+            "args": args,
+        }
 
     launched = [
         event("user_annotation", "forward", 1.0, 10.0),
@@ -195,7 +273,9 @@ def test_damaged_traces_of_torch_profiler(tmp_path):
     generator, path = random.Random(2), tmp_path / "trace.json"
 
     def write(number):
-        path.write_bytes(damaged({"traceEvents": launched + (kernels if number % 2 else [])}, generator))
+        path.write_bytes(
+            damaged({"traceEvents": launched + (kernels if number % 2 else [])}, generator)
+        )
 
     check_damaged(path, ProfileError, 100, 40, write, lambda: use_trace(path, read_chrome_trace))
 
@@ -209,10 +289,21 @@ def genuine_record() -> Record:
         status="ok",
         device="a-device",
         measurement_version=3,
-        metrics={"min_ms": 0.9, "p20_ms": 1.0, "median_ms": 1.25, "p80_ms": 1.5, "n": 10, "peak_bytes": 4096},
+        metrics={
+            "min_ms": 0.9,
+            "p20_ms": 1.0,
+            "median_ms": 1.25,
+            "p80_ms": 1.5,
+            "n": 10,
+            "peak_bytes": 4096,
+        },
         samples={"device_ms": [1.0, 1.5, 1.25]},
         timer={"method": "window", "num_warmup": 5},
-        telemetry={"throttle_reasons": ["power"], "sm_clock_mhz_min": 1980, "disturbed_by": {"make": [1, 2.5]}},
+        telemetry={
+            "throttle_reasons": ["power"],
+            "sm_clock_mhz_min": 1980,
+            "disturbed_by": {"make": [1, 2.5]},
+        },
         observed={"dtypes": {"weight": "bf16"}, "kernels": [{"name": "mm", "us": 3.5}]},
         software={"torch": "2.11.0", "driver": "580.159.04"},
         source={"commit": "abcdef123456", "dirty": False},
@@ -228,7 +319,11 @@ def render_environment(environment: dict, loaded: list[Record]) -> None:
 
 
 def test_damaged_records(tmp_path):
-    generator, path, copied = random.Random(3), tmp_path / f"{NOTEBOOK}.jsonl", tmp_path / "copy.jsonl"
+    generator, path, copied = (
+        random.Random(3),
+        tmp_path / f"{NOTEBOOK}.jsonl",
+        tmp_path / "copy.jsonl",
+    )
     line = as_json(asdict(genuine_record())) + b"\n"
 
     def write(_):
@@ -236,7 +331,9 @@ def test_damaged_records(tmp_path):
         if generator.random() < 0.35:
             path.write_bytes(damage_bytes(line + line, generator))
         else:
-            path.write_bytes(line + as_json(damage_value(asdict(genuine_record()), generator)) + b"\n")
+            path.write_bytes(
+                line + as_json(damage_value(asdict(genuine_record()), generator)) + b"\n"
+            )
 
     def use():
         loaded = newest(RecordStore(path).load())
@@ -253,18 +350,29 @@ def test_damaged_records(tmp_path):
 
 ENVIRONMENT = {
     "device": {"name": "an H200", "kind": "cuda", "slug": "a-device"},
-    "gpu": {"num_multiprocessors": 132, "memory_bytes": 2**37, "compute_capability": "9.0", "power_limit_w": 700.0,
-            "max_sm_clock_mhz": 1980},
+    "gpu": {
+        "num_multiprocessors": 132,
+        "memory_bytes": 2**37,
+        "compute_capability": "9.0",
+        "power_limit_w": 700.0,
+        "max_sm_clock_mhz": 1980,
+    },
     "cpu": {"name": "a processor", "num_cores": 16},
     "datasheet": None,
-}  # fmt: skip
+}
 DONE = {"notebook": NOTEBOOK, "session": "x", "profile": "full", "num_missing": 0}
 
 
-@pytest.mark.parametrize(("name", "genuine", "seed"), [("environment", ENVIRONMENT, 4), ("done", DONE, 5)])
+@pytest.mark.parametrize(
+    ("name", "genuine", "seed"), [("environment", ENVIRONMENT, 4), ("done", DONE, 5)]
+)
 def test_damaged_environments_and_done_files(tmp_path, name, genuine, seed):
     generator = random.Random(seed)
-    path = tmp_path / "environment.json" if name == "environment" else records.done_path(tmp_path, NOTEBOOK)
+    path = (
+        tmp_path / "environment.json"
+        if name == "environment"
+        else records.done_path(tmp_path, NOTEBOOK)
+    )
     path.parent.mkdir(exist_ok=True)
 
     def use():
@@ -274,25 +382,35 @@ def test_damaged_environments_and_done_files(tmp_path, name, genuine, seed):
             done = records.read_done(tmp_path, NOTEBOOK)
             assert done["num_missing"] >= 0 and done["profile"].encode("utf-8") is not None
 
-    check_damaged(path, RecordError, 100, 40, lambda _: path.write_bytes(damaged(genuine, generator)), use)
+    check_damaged(
+        path, RecordError, 100, 40, lambda _: path.write_bytes(damaged(genuine, generator)), use
+    )
 
 
 def test_damaged_snapshots(tmp_path):
     frames = [{"filename": "/x/model.py", "line": 7, "name": "forward"}]
     genuine = {
         "segments": [
-            {"device": 0, "address": 0, "total_size": 8192, "blocks": [
-                {"size": 1024, "requested_size": 1000, "state": "active_allocated"},
-                {"size": 7168, "requested_size": 0, "state": "inactive"}]},
+            {
+                "device": 0,
+                "address": 0,
+                "total_size": 8192,
+                "blocks": [
+                    {"size": 1024, "requested_size": 1000, "state": "active_allocated"},
+                    {"size": 7168, "requested_size": 0, "state": "inactive"},
+                ],
+            },
         ],
-        "device_traces": [[
-            {"action": "free_requested", "addr": 4096, "size": 400, "frames": frames},
-            {"action": "free_completed", "addr": 4096, "size": 400, "frames": frames},
-            {"action": "alloc", "addr": 2048, "size": 50, "frames": frames},
-            {"action": "alloc", "addr": 0, "size": 1000, "frames": frames},
-            {"action": "free_requested", "addr": 2048, "size": 50, "frames": frames},
-        ]],
-    }  # fmt: skip
+        "device_traces": [
+            [
+                {"action": "free_requested", "addr": 4096, "size": 400, "frames": frames},
+                {"action": "free_completed", "addr": 4096, "size": 400, "frames": frames},
+                {"action": "alloc", "addr": 2048, "size": 50, "frames": frames},
+                {"action": "alloc", "addr": 0, "size": 1000, "frames": frames},
+                {"action": "free_requested", "addr": 2048, "size": 50, "frames": frames},
+            ]
+        ],
+    }
     generator = random.Random(8)
     generator, path = random.Random(8), tmp_path / "snapshot.pickle"
 

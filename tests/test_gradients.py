@@ -1,9 +1,11 @@
-"""Derivatives of every differentiable operation of labkit.kernels beyond the first gradient: right, or refused.
+"""Derivatives of every differentiable operation of labkit.kernels beyond the first gradient: right,
+or refused.
 
-A gradient that has lost its graph trains nothing and says nothing. So each operation is tried, its kernels in a worker
-process where they are interpreted, its plain path here, and what is asked for is what PyTorch computes of the formula
-in fp64, or an error: a gradient penalty for each input, a product with the Hessian, also where a mode looks at
-operators and through torch.func; and tangents of forward mode.
+A gradient that has lost its graph trains nothing and says nothing. So each operation is tried, its
+kernels in a worker process where they are interpreted, its plain path here, and what is asked for
+is what PyTorch computes of the formula in fp64, or an error: a gradient penalty for each input, a
+product with the Hessian, also where a mode looks at operators and through torch.func; and tangents
+of forward mode.
 """
 
 import importlib
@@ -22,7 +24,17 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import labkit.kernels
-from labkit.kernels import cross_entropy, flash_attention, fused, gelu_mlp, layer_norm, linear, rms_norm, rotary, swiglu
+from labkit.kernels import (
+    cross_entropy,
+    flash_attention,
+    fused,
+    gelu_mlp,
+    layer_norm,
+    linear,
+    rms_norm,
+    rotary,
+    swiglu,
+)
 from labkit.kernels.column_sums import column_sums
 from labkit.kernels.flash_attention.qkv import flash_attention_qkv
 from labkit.kernels.flash_attention.tiled import TiledFlashAttention
@@ -98,21 +110,31 @@ BY_PACK = {"cu_seqlens_q": CU_SEQLENS, "cu_seqlens_k": CU_SEQLENS}
 
 OPERATIONS = {
     "rms_norm": Operation(
-        lambda x, w: rms_norm.rms_norm(x, w, EPS), lambda x, w: F.rms_norm(x, w.shape, w, EPS), ((5, 6), (6,))
+        lambda x, w: rms_norm.rms_norm(x, w, EPS),
+        lambda x, w: F.rms_norm(x, w.shape, w, EPS),
+        ((5, 6), (6,)),
     ),
     "rms_norm of a sum": Operation(
         lambda x, w, r: rms_norm.rms_norm(x, w, EPS, r), rms_norm_formula, ((5, 6), (6,), (5, 6))
     ),
     "layer_norm": Operation(
-        lambda x, w, b: layer_norm.layer_norm(x, w, b, EPS), layer_norm_formula, ((5, 6), (6,), (6,))
+        lambda x, w, b: layer_norm.layer_norm(x, w, b, EPS),
+        layer_norm_formula,
+        ((5, 6), (6,), (6,)),
     ),
     "layer_norm of a sum": Operation(
-        lambda x, w, b, r: layer_norm.layer_norm(x, w, b, EPS, r), layer_norm_formula, ((5, 6), (6,), (6,), (5, 6))
+        lambda x, w, b, r: layer_norm.layer_norm(x, w, b, EPS, r),
+        layer_norm_formula,
+        ((5, 6), (6,), (6,), (5, 6)),
     ),
     "swiglu": Operation(swiglu.swiglu, lambda gate, up: F.silu(gate) * up, ((5, 6), (5, 6))),
-    "rotary": Operation(lambda q, k: rotary.rotary(q, k, ANGLES.cos(), ANGLES.sin()), rotate, HEADS[:2]),
+    "rotary": Operation(
+        lambda q, k: rotary.rotary(q, k, ANGLES.cos(), ANGLES.sin()), rotate, HEADS[:2]
+    ),
     "cross_entropy": Operation(
-        lambda x: cross_entropy.cross_entropy(x, TARGETS), lambda x: F.cross_entropy(x, TARGETS), ((5, 6),)
+        lambda x: cross_entropy.cross_entropy(x, TARGETS),
+        lambda x: F.cross_entropy(x, TARGETS),
+        ((5, 6),),
     ),
     "cross_entropy in place": Operation(
         lambda x: cross_entropy.cross_entropy(x * 1, TARGETS, inplace=True),
@@ -126,7 +148,9 @@ OPERATIONS = {
     ),
     "gelu_mlp": Operation(gelu_mlp.gelu_mlp, mlp, ((5, 6), *MLP_SHAPES)),
     "gelu_mlp of a norm": Operation(
-        normed_mlp, lambda x, g, s, *p: mlp(layer_norm_formula(x, g, s), *p), ((5, 6), (6,), (6,), *MLP_SHAPES)
+        normed_mlp,
+        lambda x, g, s, *p: mlp(layer_norm_formula(x, g, s), *p),
+        ((5, 6), (6,), (6,), *MLP_SHAPES),
     ),
     "norm_linear": Operation(
         normed_linear,
@@ -136,10 +160,14 @@ OPERATIONS = {
     "dropout_linear": Operation(  # of which nothing is dropped
         lambda x, w, b: linear.dropout_linear(x, w, b, 0.0, SEED), F.linear, ((5, 6), (4, 6), (4,))
     ),
-    "weighted_sum": Operation(weighted_sum, lambda x, w: (x * w).sum(-1), ((5, 6), (6,)), ("kernel",)),
+    "weighted_sum": Operation(
+        weighted_sum, lambda x, w: (x * w).sum(-1), ((5, 6), (6,)), ("kernel",)
+    ),
     "column_sums": Operation(column_sums, lambda x: x.sum(0), ((5, 6),)),
     "flash_attention": Operation(
-        lambda *qkv: flash_attention.flash_attention(*qkv, impl="triton" if is_interpreted() else "auto"),
+        lambda *qkv: flash_attention.flash_attention(
+            *qkv, impl="triton" if is_interpreted() else "auto"
+        ),
         attention_reference,
         HEADS,
     ),
@@ -149,17 +177,25 @@ OPERATIONS = {
         HEADS,
     ),
     "flash_attention, packed": Operation(
-        lambda *qkv: flash_attention.flash_attention(*qkv, **BY_PACK, impl="triton" if is_interpreted() else "auto"),
+        lambda *qkv: flash_attention.flash_attention(
+            *qkv, **BY_PACK, impl="triton" if is_interpreted() else "auto"
+        ),
         attend,
         ROWS,
     ),
     "flash_attention_qkv": Operation(
-        lambda qkv: flash_attention_qkv(qkv, CU_SEQLENS, 4), lambda qkv: attend(*qkv.unbind(1)), ((6, 3, 2, 8),)
+        lambda qkv: flash_attention_qkv(qkv, CU_SEQLENS, 4),
+        lambda qkv: attend(*qkv.unbind(1)),
+        ((6, 3, 2, 8),),
     ),
-    "FlashAttention": Operation(flash_attention.FlashAttention.apply, attention_reference, HEADS, ("kernel",)),
+    "FlashAttention": Operation(
+        flash_attention.FlashAttention.apply, attention_reference, HEADS, ("kernel",)
+    ),
     "TiledFlashAttention": Operation(TiledFlashAttention.apply, attention_reference, HEADS),
 }
-ELSEWHERE = {"FlashAttention3Function"}  # tests/test_attention_impls.py, with a stand-in for its library
+ELSEWHERE = {
+    "FlashAttention3Function"
+}  # tests/test_attention_impls.py, with a stand-in for its library
 REFUSED = re.compile(
     "has no second derivative"
     "|must override the setup_context staticmethod"  # PyTorch's line about torch.func
@@ -176,7 +212,10 @@ class Looking(TorchDispatchMode):
 
 def draw(operation: Operation, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in operation.shapes]
+    return [
+        torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+        for shape in operation.shapes
+    ]
 
 
 def outputs_of(function: Callable, tensors) -> tuple[Tensor, ...]:
@@ -193,7 +232,9 @@ def sum_of(function: Callable, tensors) -> Tensor:
 
 
 def penalty(function: Callable, tensors: list[Tensor], number: int) -> list[Tensor]:
-    """Returns the gradients, by all other inputs or the only one, of a loss with the gradient by one input in it."""
+    """Returns the gradients, by all other inputs or the only one, of a loss with the gradient by
+    one input in it.
+    """
     (slope,) = torch.autograd.grad(sum_of(function, tensors), tensors[number], create_graph=True)
     others = [x for x in tensors if x is not tensors[number]] or tensors
     loss = loss_of(function, tensors) + slope.square().sum()
@@ -232,7 +273,9 @@ ATTEMPTS = (penalty, hessian_product, double_backward, penalty_in_a_mode, transf
 
 
 def attempt(name: str, path: str) -> dict[str, int]:
-    """Asserts that all attempts at an operation's second derivatives are right or refused; returns how many are."""
+    """Asserts that all attempts at an operation's second derivatives are right or refused; returns
+    how many are.
+    """
     operation, outcomes = OPERATIONS[name], {"right": 0, "refused": 0}
     dtype = torch.float32 if path == "kernel" else torch.float64
     for function in ATTEMPTS:
@@ -247,7 +290,9 @@ def attempt(name: str, path: str) -> dict[str, int]:
                 continue
             tolerance = 1e-3 if path == "kernel" else 1e-9
             for ours, right in zip(found, expected, strict=True):
-                torch.testing.assert_close(ours.double(), right, rtol=tolerance, atol=tolerance, msg=function.__name__)
+                torch.testing.assert_close(
+                    ours.double(), right, rtol=tolerance, atol=tolerance, msg=function.__name__
+                )
             outcomes["right"] += 1
     return outcomes
 
@@ -260,7 +305,9 @@ SLOW = ("gelu_mlp of a norm", "layer_norm of a sum", "rms_norm of a sum", "Flash
 """Operations made of others that are tested alone."""
 
 
-@pytest.mark.parametrize("name", [name for name in cases("kernel") if ALL_TESTS or name not in SLOW])
+@pytest.mark.parametrize(
+    "name", [name for name in cases("kernel") if ALL_TESTS or name not in SLOW]
+)
 def test_a_kernels_second_derivatives_are_right_or_refused(name, interpreted):
     assert interpreted(attempt, name, "kernel")["refused"]
 
@@ -268,12 +315,17 @@ def test_a_kernels_second_derivatives_are_right_or_refused(name, interpreted):
 @pytest.mark.parametrize("name", cases("plain"))
 def test_a_plain_paths_second_derivatives_are_right_or_refused(name):
     outcomes = attempt(name, "plain")
-    is_formula = not re.search("linear|mlp|[fF]lash", name) or name in ("linear_cross_entropy", "dropout_linear")
+    is_formula = not re.search("linear|mlp|[fF]lash", name) or name in (
+        "linear_cross_entropy",
+        "dropout_linear",
+    )
     assert (outcomes["refused"] == 0) == is_formula
 
 
 def nodes(path: str) -> set[str]:
-    """Returns the names of the operators and autograd functions of ours in the graphs of all operations."""
+    """Returns the names of the operators and autograd functions of ours in the graphs of all
+    operations.
+    """
     names = set()
     for name in cases(path):
         outputs = outputs_of(OPERATIONS[name].ours, draw(OPERATIONS[name], torch.float32))
@@ -294,7 +346,11 @@ def test_no_differentiable_operation_is_forgotten(interpreted):
             if isinstance(value, fused.Operator) and value.gradients:
                 existing.add(value.name)
             is_function = inspect.isclass(value) and issubclass(value, torch.autograd.Function)
-            if is_function and value.__module__.startswith("labkit.kernels") and value.__module__ != fused.__name__:
+            if (
+                is_function
+                and value.__module__.startswith("labkit.kernels")
+                and value.__module__ != fused.__name__
+            ):
                 existing.add(value.__name__)
     assert len(existing) >= 12
     tried = nodes("plain") | interpreted(nodes, "kernel")
@@ -302,7 +358,9 @@ def test_no_differentiable_operation_is_forgotten(interpreted):
 
 
 def transformed_tangents(function: Callable, tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    return torch.func.jvp(lambda *inner: outputs_of(function, inner), tuple(tensors), tuple(tensors))[1]
+    return torch.func.jvp(
+        lambda *inner: outputs_of(function, inner), tuple(tensors), tuple(tensors)
+    )[1]
 
 
 def dual_tangents(function: Callable, tensors: list[Tensor]) -> tuple[Tensor, ...]:
@@ -324,7 +382,9 @@ def tangents(name: str, path: str) -> str:
                 results.append(differentiate(function, tensors))
             except (NotImplementedError, RuntimeError) as error:
                 assert function is operation.ours
-                assert re.search("implement the jvp function|setup_context staticmethod", str(error)), error
+                assert re.search(
+                    "implement the jvp function|setup_context staticmethod", str(error)
+                ), error
                 return "refused"
     for found in results[2:]:
         for ours, right in zip(found, results[0], strict=True):
@@ -342,13 +402,17 @@ def test_forward_mode_of_a_plain_path_is_right_or_refused(name):
     tangents(name, "plain")
 
 
-UNBATCHED = re.compile("Batching rule not implemented|setup_context staticmethod|does not have vmap support|randomness")
+UNBATCHED = re.compile(
+    "Batching rule not implemented|setup_context staticmethod|does not have vmap support|randomness"
+)
 
 
 def mapped(name: str, path: str) -> None:
     """Asserts that `torch.func.vmap` gives what a loop does, or is refused."""
     operation = OPERATIONS[name]
-    tensors = [x.detach() for x in draw(operation, torch.float32 if path == "kernel" else torch.float64)]
+    tensors = [
+        x.detach() for x in draw(operation, torch.float32 if path == "kernel" else torch.float64)
+    ]
     batches = [torch.stack((x, 2 * x)) for x in tensors]
     try:
         found = torch.func.vmap(lambda *x: outputs_of(operation.ours, x))(*batches)

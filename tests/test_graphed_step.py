@@ -1,4 +1,6 @@
-"""A training step in one CUDA graph: it trains as the called step, and what it saves is computed from its records."""
+"""A training step in one CUDA graph: it trains as the called step, and what it saves is computed
+from its records.
+"""
 
 import contextlib
 import itertools
@@ -31,18 +33,23 @@ def test_cases_are_every_way_at_every_size_and_keep_the_labels_of_the_other_sect
     found = in_section(cases("full", "cuda"), "execution")
     assert all(case.phases == ("train_step", "graph_step") for case in found)
     keys = [
-        tuple(case.parameters.get(k) for k in ("impl", "compile", "size", "precision", "context")) for case in found
+        tuple(case.parameters.get(k) for k in ("impl", "compile", "size", "precision", "context"))
+        for case in found
     ]
     assert len(set(keys)) == len(keys) == 42
     sizes, grid = BENCHMARKING["full"].execution_sizes, ("fp32", "tf32", "bf16", "bf16_pure")
     assert {key for key in keys if key[1] == "none" and key[4] == 512} == {
         (None, "none", *case) for case in itertools.product(sizes, grid, (512,))
     }
-    assert {key for key in keys if key[0]} == {("fused", "regional", size, "bf16", 512) for size in sizes}
+    assert {key for key in keys if key[0]} == {
+        ("fused", "regional", size, "bf16", 512) for size in sizes
+    }
     lasting = [case.parameters for case in found if case.sustained == ("graph_step",)]
     assert {(p["size"], p["compile"], p.get("impl")) for p in lasting} == {
-        ("xl-2025", "none", None), ("xl-2025", "regional", None), ("xl-2025", "regional", "fused"),
-    }  # fmt: skip
+        ("xl-2025", "none", None),
+        ("xl-2025", "regional", None),
+        ("xl-2025", "regional", "fused"),
+    }
     others = [case for case in cases("full", "cuda") if case.section not in ("execution", "course")]
     assert not any("impl" in case.parameters for case in others)
 
@@ -63,7 +70,10 @@ def test_steps_from_the_fixed_start_repeat_and_a_step_that_trains_otherwise_is_r
     live = GraphedWorkload(CPU, parameters(precision))
     assert live.described() == parameters(precision)
     called = live.trained(live.train_step)
-    assert compared(called, live.trained(live.train_step)) == {"loss_difference": 0, "update_difference": 0}
+    assert compared(called, live.trained(live.train_step)) == {
+        "loss_difference": 0,
+        "update_difference": 0,
+    }
     tokens = live.tokens.clone()
 
     def without_optimizer():
@@ -81,7 +91,9 @@ def test_steps_from_the_fixed_start_repeat_and_a_step_that_trains_otherwise_is_r
 
     for wrong in (without_optimizer, with_old_gradients, with_old_tokens):
         live.optimizer.zero_grad()
-        with pytest.raises(AssertionError, match="the graph trains otherwise than the called step: "):
+        with pytest.raises(
+            AssertionError, match="the graph trains otherwise than the called step: "
+        ):
             compared(called, live.trained(wrong))
         losses = called[0], live.trained(wrong)[1]
         with pytest.raises(AssertionError, match="update_difference"):
@@ -91,7 +103,9 @@ def test_steps_from_the_fixed_start_repeat_and_a_step_that_trains_otherwise_is_r
 @pytest.fixture
 def replayed_by_calling(monkeypatch):
     """Lets a CPU stand in for a GPU: a graph's replay calls the captured function."""
-    monkeypatch.setattr(graphed_step, "captured_once", lambda step: step() or SimpleNamespace(replay=step))
+    monkeypatch.setattr(
+        graphed_step, "captured_once", lambda step: step() or SimpleNamespace(replay=step)
+    )
     monkeypatch.setattr(graphed_step, "on_capture_stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 123)
@@ -105,8 +119,12 @@ def test_a_graph_is_recorded_with_its_peak_and_how_far_it_is_off(replayed_by_cal
         found = measure(run_case, one)["graph_step"]
         assert found.case == one.parameters
         assert (found.metrics["loss_difference"], found.metrics["peak_bytes"]) == (0, 123)
-        assert ("sustained_ms" in found.metrics) == (one is case) and found.metrics["achieved_tflops"] > 0
-    monkeypatch.setattr(graphed_step, "captured_once", lambda step: SimpleNamespace(replay=lambda: None))
+        assert ("sustained_ms" in found.metrics) == (one is case) and found.metrics[
+            "achieved_tflops"
+        ] > 0
+    monkeypatch.setattr(
+        graphed_step, "captured_once", lambda step: SimpleNamespace(replay=lambda: None)
+    )
     with pytest.raises(AssertionError, match="the graph trains otherwise"):
         measure(run_case, case)
 

@@ -1,4 +1,6 @@
-"""What is left of a guarded folder and of a notebook's kernel when the process that used them is killed."""
+"""What is left of a guarded folder and of a notebook's kernel when the process that used them is
+killed.
+"""
 
 import os
 import signal
@@ -40,7 +42,9 @@ def test_the_folder_and_what_was_started_in_it_go_with_the_block(temporary):
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_guard_that_is_stopped_or_killed_is_replaced_by_its_parent(temporary, monkeypatch, number):
+def test_a_guard_that_is_stopped_or_killed_is_replaced_by_its_parent(
+    temporary, monkeypatch, number
+):
     monkeypatch.setattr(guard, "ENDING_S", 0.2)
     with guard.guarded_folder() as (_, process):
         os.kill(process.pid, number)
@@ -62,7 +66,9 @@ def test_signals_to_all_processes_leave_the_guard_to_its_work(temporary):
     status = Path(f"/proc/{pid}/status")
     numbers = (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
     mask = sum(1 << (number - 1) for number in numbers)
-    assert is_true_within(5, lambda: int(status.read_text().split("SigCgt:")[1].split()[0], 16) & mask == mask)
+    assert is_true_within(
+        5, lambda: int(status.read_text().split("SigCgt:")[1].split()[0], 16) & mask == mask
+    )
     for number in numbers:
         os.kill(pid, number)
     time.sleep(0.2)
@@ -89,7 +95,8 @@ def written(tmp_path):
         cells[0].metadata["tags"] = ["parameters"]
         nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "09_written.ipynb")
         return (
-            f"import pathlib; from labkit import notebooks; notebooks.NOTEBOOKS = pathlib.Path({str(tmp_path)!r})\n"
+            f"import pathlib; from labkit import notebooks; notebooks.NOTEBOOKS = "
+            f"pathlib.Path({str(tmp_path)!r})\n"
             "notebooks.execute('09_written', {})"
         )
 
@@ -104,10 +111,14 @@ def test_a_notebook_leaves_no_temporary_file(temporary, written):
 @pytest.mark.parametrize("delay", [0.0, 0.5, 1.5, None])
 def test_a_notebook_that_is_killed_leaves_nothing(temporary, written, delay):
     """After a delay (s) from the start of its guard, or once its cell waits."""
-    parent = subprocess.Popen([sys.executable, "-c", written(KERNEL + "import time; time.sleep(600)")])
+    parent = subprocess.Popen(
+        [sys.executable, "-c", written(KERNEL + "import time; time.sleep(600)")]
+    )
     assert is_true_within(60, lambda: list(temporary.glob("*" if delay is not None else "*/ready")))
     time.sleep(delay or 0)
     parent.kill()
     parent.wait()
     # The kernel itself, and the server of workers, have TMPDIR in their environment as well.
-    assert is_true_within(10, lambda: not list(temporary.iterdir()) and not holding(bytes(temporary)))
+    assert is_true_within(
+        10, lambda: not list(temporary.iterdir()) and not holding(bytes(temporary))
+    )

@@ -1,4 +1,6 @@
-"""The host's probes time the issuing of one call each, in microseconds, and say where they cannot be taken."""
+"""The host's probes time the issuing of one call each, in microseconds, and say where they cannot
+be taken.
+"""
 
 import types
 
@@ -45,9 +47,13 @@ def test_a_sample_is_many_calls_and_the_device_is_waited_for_outside_of_it(monke
     assert host.operator_us("cuda") == pytest.approx(2.0) and clock.waits == 5
 
 
-@pytest.mark.parametrize(("method", "kind", "expected"),
-                         [("window", "cuda", 7.5), ("graph", "cuda", None), ("host", "cpu", None)])  # fmt: skip
-def test_a_call_of_a_gpu_is_recorded_with_what_an_operator_took_beside_it(method, kind, expected, monkeypatch):
+@pytest.mark.parametrize(
+    ("method", "kind", "expected"),
+    [("window", "cuda", 7.5), ("graph", "cuda", None), ("host", "cpu", None)],
+)
+def test_a_call_of_a_gpu_is_recorded_with_what_an_operator_took_beside_it(
+    method, kind, expected, monkeypatch
+):
     monkeypatch.setattr(host, "operator_us", lambda device_kind: 7.5)
     device = types.SimpleNamespace(kind=kind)
     found = sections.timed(device, lambda: timing.Timing((1.0,), method, 0, "fixed count"))
@@ -67,13 +73,17 @@ def test_what_cannot_be_taken_says_why(monkeypatch):
     assert unavailable("triton_launch", "cuda") is None and unavailable("operator", "cpu") is None
     with pytest.raises(ValueError, match="triton_launch: Triton launches on CUDA only"):
         probe("triton_launch", "cpu")
-    with pytest.raises(ValueError, match="unknown probe 'sundial'; accepted: operator, triton_launch"):
+    with pytest.raises(
+        ValueError, match="unknown probe 'sundial'; accepted: operator, triton_launch"
+    ):
         probe("sundial", "cpu")
     monkeypatch.setattr(host, "triton", None)
     assert unavailable("triton_launch", "cuda") == "Triton is not installed"
 
 
-@pytest.mark.skipif(hasattr(host._store_zero_kernel, "rewrite"), reason="interpreted kernels are not compiled")
+@pytest.mark.skipif(
+    hasattr(host._store_zero_kernel, "rewrite"), reason="interpreted kernels are not compiled"
+)
 def test_the_launched_kernel_compiles():
     signature = {"x_ptr": "*fp32", "num_elements": "i32", "BLOCK": "constexpr"}
     source = ASTSource(host._store_zero_kernel, signature, {"BLOCK": 64})
@@ -85,5 +95,8 @@ def test_the_launched_kernel_compiles():
 @pytest.mark.parametrize("name", PROBES)
 def test_every_probe_can_be_taken_on_a_gpu(name):
     found = probe(name, "cuda")
-    print(f"{name}: {1e3 * found.median_ms:.2f} µs ± {100 * found.metrics()['half_width_fraction']:.1f} %")
+    print(
+        f"{name}: {1e3 * found.median_ms:.2f} µs ± "
+        f"{100 * found.metrics()['half_width_fraction']:.1f} %"
+    )
     assert 1e-5 < found.median_ms < 1

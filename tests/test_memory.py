@@ -1,4 +1,6 @@
-"""Memory as measured and as predicted: bytes in use, histories and their owners, residuals, hostile files."""
+"""Memory as measured and as predicted: bytes in use, histories and their owners, residuals, hostile
+files.
+"""
 
 import math
 import os
@@ -17,15 +19,31 @@ from labkit.configs import MEMORY, ModelConfig, model_config
 from labkit.experiments import memory as experiment
 from labkit.experiments import workload as workloads
 from labkit.measure import snapshots
-from labkit.measure.memory import OwnerLog, Recorder, measure_usage, packed_bytes, residuals, saved_bytes
-from labkit.measure.snapshots import BEFORE, Allocation, History, SnapshotError, history_since, pair_events
+from labkit.measure.memory import (
+    OwnerLog,
+    Recorder,
+    measure_usage,
+    packed_bytes,
+    residuals,
+    saved_bytes,
+)
+from labkit.measure.snapshots import (
+    BEFORE,
+    Allocation,
+    History,
+    SnapshotError,
+    history_since,
+    pair_events,
+)
 from labkit.models.transformer import RMSNorm, TransformerLM, language_model_loss
 from labkit.records import RecordStore, newest
 
 MIB = 2**20
 
 SCALARS = 256
-"""The loss, its gradient and the optimizer's step counters: a few bytes each, which the closed forms leave out."""
+"""The loss, its gradient and the optimizer's step counters: a few bytes each, which the closed
+forms leave out.
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +55,9 @@ def one_thread():
 
 
 def test_a_history_adds_up():
-    history = History(pair_events([(10, 100, "a"), (20, 50, "b"), (10, -100, ""), (10, 30, "c")], {5: 1000}), 4)
+    history = History(
+        pair_events([(10, 100, "a"), (20, 50, "b"), (10, -100, ""), (10, 30, "c")], {5: 1000}), 4
+    )
     assert history.totals().tolist() == [1000, 1100, 1150, 1050, 1080]
     assert (history.peak_bytes, history.peak_position) == (1150, 1)
     assert [a.num_bytes for a in history.allocations if a.is_alive(1)] == [1000, 100, 50]
@@ -46,14 +66,26 @@ def test_a_history_adds_up():
 
 
 def test_phases_lie_between_marks():
-    history = History(pair_events([(n, 1, "") for n in range(6)], {}), 6, marks=[("one", 1), ("two", 4)])
+    history = History(
+        pair_events([(n, 1, "") for n in range(6)], {}), 6, marks=[("one", 1), ("two", 4)]
+    )
     assert history.phases() == [("one", 1, 4), ("two", 4, 6)]
-    assert [history.phase_at(n) for n in (BEFORE, 0, 1, 3, 4, 5)] == ["before", "before", "one", "one", "two", "two"]
+    assert [history.phase_at(n) for n in (BEFORE, 0, 1, 3, 4, 5)] == [
+        "before",
+        "before",
+        "one",
+        "one",
+        "two",
+        "two",
+    ]
 
 
 @pytest.mark.parametrize(
     ("events", "message"),
-    [([(1, 8, ""), (1, 8, "")], "allocates 0x1, which is in use"), ([(1, -8, "")], "frees 0x1, which is not in use")],
+    [
+        ([(1, 8, ""), (1, 8, "")], "allocates 0x1, which is in use"),
+        ([(1, -8, "")], "frees 0x1, which is not in use"),
+    ],
 )
 def test_events_that_contradict_one_another_are_refused(events, message):
     with pytest.raises(SnapshotError, match=message):
@@ -71,7 +103,9 @@ def test_a_thinned_series_keeps_the_peak_and_adds_up():
             gone = alive.pop(generator.randrange(len(alive)))
             events.append((gone, -sizes[gone], ""))
     history = History(pair_events(events, {}), len(events))
-    kept, series = history.series(lambda allocation: "even" if allocation.address % 2 == 0 else "odd", 50)
+    kept, series = history.series(
+        lambda allocation: "even" if allocation.address % 2 == 0 else "odd", 50
+    )
     assert len(kept) == len(series["even"]) == len(series["odd"]) <= 50
     sums = [even + odd for even, odd in zip(series["even"], series["odd"], strict=True)]
     assert max(sums) == history.peak_bytes and kept == sorted(set(kept))
@@ -81,19 +115,29 @@ def test_a_thinned_series_keeps_the_peak_and_adds_up():
 class CachingAllocator:
     """A caching allocator as its documentation describes it, with a trace of requests alone.
 
-    Best fit among free blocks of the pool; segments of 2 MiB for up to 1 MiB, of 20 MiB for up to 10 MiB, of multiples
-    of 2 MiB above; a block is cut if 512 bytes are left of it in a small segment, more than 1 MiB in a large one.
+    Best fit among free blocks of the pool; segments of 2 MiB for up to 1 MiB, of 20 MiB for up to
+    10 MiB, of multiples of 2 MiB above; a block is cut if 512 bytes are left of it in a small
+    segment, more than 1 MiB in a large one.
     """
 
     def __init__(self):
-        self.blocks, self.segments, self.trace = [], {}, []  # a block is [address, bytes, segment, is free]
+        self.blocks, self.segments, self.trace = (
+            [],
+            {},
+            [],
+        )  # a block is [address, bytes, segment, is free]
         self.next_address, self.in_use, self.peak = 2**30, 0, 0
 
     def segment_list(self):
         blocks = {segment: [] for segment in self.segments}
         for _, size, segment, is_free in sorted(self.blocks):
-            blocks[segment].append({"size": size, "state": "inactive" if is_free else "active_allocated"})
-        return [{"address": x, "total_size": size, "blocks": blocks[x]} for x, size in self.segments.items()]
+            blocks[segment].append(
+                {"size": size, "state": "inactive" if is_free else "active_allocated"}
+            )
+        return [
+            {"address": x, "total_size": size, "blocks": blocks[x]}
+            for x, size in self.segments.items()
+        ]
 
     def _note(self, action, address, size):
         self.trace.append({"action": action, "addr": address, "size": size})
@@ -101,11 +145,21 @@ class CachingAllocator:
     def malloc(self, asked):
         size = max(512, (asked + 511) // 512 * 512)
         is_small = size <= MIB
-        free = [b for b in self.blocks if b[3] and b[1] >= size and (self.segments[b[2]] == 2 * MIB) == is_small]
+        free = [
+            b
+            for b in self.blocks
+            if b[3] and b[1] >= size and (self.segments[b[2]] == 2 * MIB) == is_small
+        ]
         if free:
             block = min(free, key=lambda b: (b[1], b[0]))
         else:
-            segment = 2 * MIB if is_small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
+            segment = (
+                2 * MIB
+                if is_small
+                else 20 * MIB
+                if size < 10 * MIB
+                else -(-size // (2 * MIB)) * 2 * MIB
+            )
             block = [self.next_address, segment, self.next_address, True]
             self.segments[self.next_address] = segment
             self._note("segment_alloc", self.next_address, segment)
@@ -129,7 +183,12 @@ class CachingAllocator:
         block[3] = True
         for other in list(self.blocks):  # join neighbours in the segment
             low, high = sorted((block, other))
-            if other is not block and other[3] and other[2] == block[2] and low[0] + low[1] == high[0]:
+            if (
+                other is not block
+                and other[3]
+                and other[2] == block[2]
+                and low[0] + low[1] == high[0]
+            ):
                 self.blocks.remove(other)
                 block[0], block[1] = low[0], low[1] + high[1]
 
@@ -144,7 +203,21 @@ class CachingAllocator:
 def test_cutting_and_joining_of_blocks_is_followed_to_the_byte(seed):
     """A trace has the bytes asked for; the allocator counts those of the blocks that it gave."""
     generator = random.Random(seed)
-    sizes = [1, 511, 512, 513, 300_000, MIB - 5, MIB, MIB + 1, 3 * MIB, 9 * MIB, 10 * MIB, 25 * MIB, 26 * MIB + 7]
+    sizes = [
+        1,
+        511,
+        512,
+        513,
+        300_000,
+        MIB - 5,
+        MIB,
+        MIB + 1,
+        3 * MIB,
+        9 * MIB,
+        10 * MIB,
+        25 * MIB,
+        26 * MIB + 7,
+    ]
     allocator, alive = CachingAllocator(), []
 
     def run(num_steps):
@@ -152,7 +225,9 @@ def test_cutting_and_joining_of_blocks_is_followed_to_the_byte(seed):
             if alive and generator.random() < 0.47:
                 allocator.free(alive.pop(generator.randrange(len(alive))))
             else:
-                alive.append(allocator.malloc(max(1, generator.choice(sizes) - generator.randint(0, 3))))
+                alive.append(
+                    allocator.malloc(max(1, generator.choice(sizes) - generator.randint(0, 3)))
+                )
             if generator.random() < 0.02:
                 allocator.empty_cache()
 
@@ -169,7 +244,10 @@ def test_cutting_and_joining_of_blocks_is_followed_to_the_byte(seed):
 
 @pytest.mark.parametrize(
     ("action", "message"),
-    [("alloc", "event 0 of the trace, alloc at 0x10, fits no block"), ("segment_map", "expandable_segments")],
+    [
+        ("alloc", "event 0 of the trace, alloc at 0x10, fits no block"),
+        ("segment_map", "expandable_segments"),
+    ],
 )
 def test_a_trace_that_does_not_fit_its_segments_is_refused(action, message):
     with pytest.raises(SnapshotError, match=message):
@@ -206,7 +284,9 @@ def test_freeing_what_was_made_in_an_earlier_recording_is_negative():
 
 
 def test_a_device_whose_allocations_are_not_recorded_is_refused():
-    with pytest.raises(ValueError, match="memory of device 'abacus' cannot be recorded; accepted: cuda, cpu"):
+    with pytest.raises(
+        ValueError, match="memory of device 'abacus' cannot be recorded; accepted: cuda, cpu"
+    ):
         measure_usage(lambda: None, "abacus")
 
 
@@ -221,7 +301,9 @@ class Small(nn.Module):
 
 
 def recorded_small(device):
-    """Returns a recorded forward and backward pass of a small model, the owner of each event, and the model."""
+    """Returns a recorded forward and backward pass of a small model, the owner of each event, and
+    the model.
+    """
     model, x = Small(device), torch.randn(16, 32, device=device)
     model(x).sum().backward()
     model.zero_grad()
@@ -246,7 +328,9 @@ def check_small(history, owners, model):
     assert owner.frame.startswith("test_memory.py:") and owner.frame.endswith(" forward")
     assert owner.code == "return self.second(torch.exp(self.first(x)))"
     exponentials = [a for a in made if owners[a.begin].operator == "aten.exp"]
-    assert [(owners[a.begin].module, history.phase_at(a.begin)) for a in exponentials] == [("", "forward")]
+    assert [(owners[a.begin].module, history.phase_at(a.begin)) for a in exponentials] == [
+        ("", "forward")
+    ]
     assert {name for name, _, _ in history.phases()} == {"forward", "backward"}
     assert history.peak_bytes == history.reported_peak_bytes
     assert not model._forward_hooks and not model.first._forward_pre_hooks
@@ -257,7 +341,9 @@ def test_each_allocation_has_its_phase_operator_module_and_line():
     check_small(history, owners, model)
     resident = [a.num_bytes for a in history.allocations if a.begin == BEFORE]
     assert sorted(resident) == [8 * 64 * 4, 16 * 32 * 4, 32 * 64 * 4]
-    largest = {(owners[a.begin].module, a.num_bytes) for a in history.allocations if a.begin != BEFORE}
+    largest = {
+        (owners[a.begin].module, a.num_bytes) for a in history.allocations if a.begin != BEFORE
+    }
     assert ("first", 16 * 64 * 4) in largest and ("second", 16 * 8 * 4) in largest
 
 
@@ -265,13 +351,18 @@ def test_each_allocation_has_its_phase_operator_module_and_line():
 def test_on_cuda_the_history_peaks_where_the_allocator_does():
     check_small(*recorded_small("cuda"))
     generator = random.Random(0)
-    held = [torch.empty(generator.randint(1, 40 * MIB), dtype=torch.uint8, device="cuda") for _ in range(10)]
+    held = [
+        torch.empty(generator.randint(1, 40 * MIB), dtype=torch.uint8, device="cuda")
+        for _ in range(10)
+    ]
     with Recorder("cuda") as recorder:
         for _ in range(300):
             if held and generator.random() < 0.5:
                 held.pop(generator.randrange(len(held)))
             else:
-                size = generator.choice((100, 10**5, 2 * 10**6, 3 * 10**7)) + generator.randint(0, 10**4)
+                size = generator.choice((100, 10**5, 2 * 10**6, 3 * 10**7)) + generator.randint(
+                    0, 10**4
+                )
                 held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
     assert recorder.history.peak_bytes == recorder.history.reported_peak_bytes
     assert recorder.history.totals()[-1] == torch.cuda.memory_allocated()
@@ -279,7 +370,9 @@ def test_on_cuda_the_history_peaks_where_the_allocator_does():
 
 @pytest.mark.gpu
 def test_on_cuda_what_was_asked_for_is_told_from_the_blocks_given():
-    usage = measure_usage(lambda: [torch.empty(1000, dtype=torch.uint8, device="cuda") for _ in range(3)], "cuda")
+    usage = measure_usage(
+        lambda: [torch.empty(1000, dtype=torch.uint8, device="cuda") for _ in range(3)], "cuda"
+    )
     assert (usage.requested_bytes, usage.kept_bytes) == (3 * 1000, 3 * 1024)
 
 
@@ -288,7 +381,9 @@ def test_a_snapshot_that_pytorch_dumps_is_read(tmp_path):
     in_use = torch.cuda.memory_stats()["requested_bytes.all.current"]
     torch.cuda.memory._record_memory_history(context="alloc", stacks="python")
     try:
-        first, second = (torch.empty(size * MIB, dtype=torch.uint8, device="cuda") for size in (1, 3))
+        first, second = (
+            torch.empty(size * MIB, dtype=torch.uint8, device="cuda") for size in (1, 3)
+        )
         del first
         third = torch.empty(2 * MIB, dtype=torch.uint8, device="cuda")
         torch.cuda.memory._dump_snapshot(str(tmp_path / "snapshot.pickle"))
@@ -302,8 +397,13 @@ def test_an_rms_norm_keeps_six_residuals_four_of_them_distinct():
     norm, x = RMSNorm(8), torch.randn(2, 3, 8, requires_grad=True)
     found, out = residuals(lambda: norm(x), norm, list(norm.parameters()), is_compiled=False)
     assert [residual.operator for residual in found] == ["pow", "rsqrt", "mul", "mul", "mul", "mul"]
-    assert sum(residual.is_new for residual in found) == 4 and sum(residual.is_resident for residual in found) == 1
-    assert saved_bytes(found) == 4 * (2 * 48 + 6)  # the input, its normalised value, one number a token
+    assert (
+        sum(residual.is_new for residual in found) == 4
+        and sum(residual.is_resident for residual in found) == 1
+    )
+    assert saved_bytes(found) == 4 * (
+        2 * 48 + 6
+    )  # the input, its normalised value, one number a token
     assert packed_bytes(found) == 4 * (3 * 48 + 2 * 6)
     assert out.requires_grad
 
@@ -313,9 +413,12 @@ def test_residuals_know_their_module():
     x = torch.randn(16, 32, requires_grad=True)
     found, _ = residuals(lambda: model(x), model, list(model.parameters()), is_compiled=False)
     assert [(r.operator, r.module, r.is_resident) for r in found] == [
-        ("linear", "first", True), ("linear", "first", False), ("exp", "", False),
-        ("linear", "second", True), ("linear", "second", False),
-    ]  # fmt: skip
+        ("linear", "first", True),
+        ("linear", "first", False),
+        ("exp", "", False),
+        ("linear", "second", True),
+        ("linear", "second", False),
+    ]
     assert not found[-1].is_new, "the input of the second matrix is the exponential, kept once"
 
 
@@ -355,7 +458,10 @@ class Step:
             return language_model_loss(self.model(self.tokens), self.targets)
 
     def inference(self):
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bf16"):
+        with (
+            torch.no_grad(),
+            torch.autocast("cpu", torch.bfloat16, enabled=self.precision == "bf16"),
+        ):
             self.model(self.tokens)
 
     def train_step(self):
@@ -363,9 +469,13 @@ class Step:
         self.optimizer.step()
 
     def resident_bytes(self, phase):
-        num_bytes = accounting.parameter_bytes(self.config) + accounting.input_bytes(self.batch, self.context)
+        num_bytes = accounting.parameter_bytes(self.config) + accounting.input_bytes(
+            self.batch, self.context
+        )
         num_bytes += accounting.rotary_table_bytes(self.config, self.context)
-        return num_bytes + (accounting.optimizer_state_bytes(self.config) if phase == "train_step" else 0)
+        return num_bytes + (
+            accounting.optimizer_state_bytes(self.config) if phase == "train_step" else 0
+        )
 
     def peak(self, phase):
         if phase == "train_step":
@@ -380,7 +490,8 @@ class Step:
 @pytest.mark.parametrize("phase", ["inference", "forward", "train_step"])
 @pytest.mark.parametrize(
     ("shape", "precision", "device_kind"),
-    # bf16 where the scores weigh most: a CPU without bf16 of its own has scratch space in large products.
+    # bf16 where the scores weigh most: a CPU without bf16 of its own has scratch space in large
+    # products.
     [*((shape, "fp32", "cpu") for shape in SHAPES), ("scores", "bf16", "cuda")],
     indirect=["device_kind"],
 )
@@ -388,26 +499,40 @@ def test_peaks_are_predicted_to_the_byte(shape, precision, device_kind, phase):
     step = Step(shape, precision, device_kind=device_kind)
     peak = step.peak(phase)
     if (phase, device_kind) == ("train_step", "cuda"):
-        peak += 4 * step.batch * step.config.num_heads * step.context**2  # one matrix of scores more
+        peak += (
+            4 * step.batch * step.config.num_heads * step.context**2
+        )  # one matrix of scores more
     assert 0 <= peak - max(step.moments(phase).values()) < SCALARS
 
 
 def test_every_moment_is_somewhere_the_peak():
-    found = {(phase, max(m, key=m.get)) for shape in SHAPES for phase in ("inference", "forward", "train_step")
-             for m in [Step(shape).moments(phase)]}  # fmt: skip
+    found = {
+        (phase, max(m, key=m.get))
+        for shape in SHAPES
+        for phase in ("inference", "forward", "train_step")
+        for m in [Step(shape).moments(phase)]
+    }
     assert found == {
-        ("inference", "attention, last block"), ("inference", "feed-forward, last block"), ("inference", "logits"),
-        ("forward", "attention, last block"), ("forward", "loss"),
-        ("train_step", "backward: attention, last block"), ("train_step", "backward: feed-forward, last block"),
+        ("inference", "attention, last block"),
+        ("inference", "feed-forward, last block"),
+        ("inference", "logits"),
+        ("forward", "attention, last block"),
+        ("forward", "loss"),
+        ("train_step", "backward: attention, last block"),
+        ("train_step", "backward: feed-forward, last block"),
         ("train_step", "backward: loss"),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     ("precision", "attention", "device_kind"),
     [
-        *((precision, attention, "cpu") for precision in ("fp32", "bf16") for attention in ("eager", "sdpa_flash")),
+        *(
+            (precision, attention, "cpu")
+            for precision in ("fp32", "bf16")
+            for attention in ("eager", "sdpa_flash")
+        ),
         ("bf16", "eager", "cuda"),
     ],
     indirect=["device_kind"],
@@ -422,7 +547,13 @@ def test_activation_bytes_are_what_autograd_keeps(shape, precision, attention, d
 
 def test_on_an_h200_the_peaks_of_notebook_01_are_predicted():
     """Within 3 %, and 96 MiB of workspaces, which notebook 01 counts in."""
-    path = experiment.hardware.REPOSITORY / "figures" / "nvidia-h200" / "records" / "01_benchmarking.jsonl"
+    path = (
+        experiment.hardware.REPOSITORY
+        / "figures"
+        / "nvidia-h200"
+        / "records"
+        / "01_benchmarking.jsonl"
+    )
     compared = 0
     for record in newest(RecordStore(path).load()):
         case = record.case
@@ -430,10 +561,17 @@ def test_on_an_h200_the_peaks_of_notebook_01_are_predicted():
             continue
         if record.phase in ("inference", "forward", "train_step"):
             predicted = accounting.peak_bytes(
-                model_config(case["size"]), case["batch"], case["context"], record.phase,
-                precision=case["precision"], attention="eager", device_kind="cuda",
-            )  # fmt: skip
-            assert abs(record.metrics["peak_bytes"] - predicted) <= 0.03 * predicted + 96 * MIB, record.case
+                model_config(case["size"]),
+                case["batch"],
+                case["context"],
+                record.phase,
+                precision=case["precision"],
+                attention="eager",
+                device_kind="cuda",
+            )
+            assert abs(record.metrics["peak_bytes"] - predicted) <= 0.03 * predicted + 96 * MIB, (
+                record.case
+            )
             compared += 1
     assert compared > 90
 
@@ -444,7 +582,10 @@ def test_on_an_h200_the_peaks_of_notebook_01_are_predicted():
         ({"precision": "fp8"}, "unknown precision 'fp8'; accepted: fp32, tf32, bf16"),
         ({"attention": "magic"}, "unknown attention 'magic'; accepted: eager, fused"),
         ({"device_kind": "abacus"}, "unknown kind of device 'abacus'; accepted: cuda, cpu, mps"),
-        ({"phase": "sideways"}, "unknown phase 'sideways'; accepted: inference, forward, train_step"),
+        (
+            {"phase": "sideways"},
+            "unknown phase 'sideways'; accepted: inference, forward, train_step",
+        ),
     ],
 )
 def test_what_the_accounting_does_not_know_is_refused(changed, message):
@@ -458,9 +599,18 @@ FOUR_BLOCKS = ModelConfig("four blocks", "test", 64, 128, 4, 4, vocab_size=50)
 
 @pytest.fixture
 def workload(monkeypatch):
-    """Returns a function that makes a workload of four small blocks with a plan of recomputation."""
+    """Returns a function that makes a workload of four small blocks with a plan of
+    recomputation.
+    """
     monkeypatch.setattr(workloads, "model_config", lambda name: FOUR_BLOCKS)
-    parameters = {"size": "", "context": 128, "batch": 2, "precision": "fp32", "compile": "none", "attention": "eager"}
+    parameters = {
+        "size": "",
+        "context": 128,
+        "batch": 2,
+        "precision": "fp32",
+        "compile": "none",
+        "attention": "eager",
+    }
     return lambda plan: workloads.RecomputingWorkload(CPU, parameters | {"plan": plan})
 
 
@@ -468,7 +618,9 @@ def workload(monkeypatch):
 def test_recomputed_steps_peak_where_predicted_and_change_no_gradient(workload, plan):
     recomputing = workload(plan)
     assert experiment._gradient_difference(recomputing) == 0
-    assert experiment._count_block_forwards(recomputing) == accounting.checkpoint_forwards(4, recomputing.plan)
+    assert experiment._count_block_forwards(recomputing) == accounting.checkpoint_forwards(
+        4, recomputing.plan
+    )
     recomputing.model.zero_grad()
     resident = sum(x.untyped_storage().nbytes() for x in recomputing.resident())
     measured = resident + measure_usage(recomputing.train_step, "cpu").peak_bytes
@@ -485,7 +637,9 @@ def test_a_gradient_that_recomputing_changes_gives_no_time(workload, monkeypatch
         return plain(blocks, x, rotary, plan) * (2.0 if plan else 1.0)
 
     monkeypatch.setattr(workloads, "run_blocks", scaled)
-    with pytest.raises(AssertionError, match=r"gradients differ by .* from those without recomputation"):
+    with pytest.raises(
+        AssertionError, match=r"gradients differ by .* from those without recomputation"
+    ):
         experiment._gradient_difference(recomputing)
 
 
@@ -497,9 +651,15 @@ def test_blocks_that_do_not_run_as_planned_are_not_the_case(workload):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("0", "unknown plan '0'"), ("2/4", "unknown plan '2/4'"), ("all", "unknown plan 'all'; accepted: 'none'"),
-     ("4/4", "unknown plan"), ("", "unknown plan ''"), ("9", "plan '9' groups 9 blocks; the model has 8")],
-)  # fmt: skip
+    [
+        ("0", "unknown plan '0'"),
+        ("2/4", "unknown plan '2/4'"),
+        ("all", "unknown plan 'all'; accepted: 'none'"),
+        ("4/4", "unknown plan"),
+        ("", "unknown plan ''"),
+        ("9", "plan '9' groups 9 blocks; the model has 8"),
+    ],
+)
 def test_a_plan_that_is_none_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         accounting.checkpoint_plan(text, 8)
@@ -521,7 +681,9 @@ class Payload:
 
 
 def hostile(canary):
-    """Yields pickles that would leave `canary` behind, by every way that a pickle has of naming code."""
+    """Yields pickles that would leave `canary` behind, by every way that a pickle has of naming
+    code.
+    """
     path = str(canary)
     yield "reduce", pickle.dumps(Payload(os.mkdir, path))
     yield "old global", b"cos\nmkdir\n(S'" + path.encode() + b"'\ntR."
@@ -531,7 +693,10 @@ def hostile(canary):
     text = b"\x8c" + bytes([len(name)]) + name
     yield "stack global", b"\x80\x04\x8c\x02os\x8c\x05mkdir\x93" + text + b"\x85R."
     yield "builtin", pickle.dumps(Payload(exec, f"import os; os.mkdir({path!r})"))
-    yield "deep", pickle.dumps({"segments": [{"blocks": [Payload(os.mkdir, path)]}], "device_traces": []})
+    yield (
+        "deep",
+        pickle.dumps({"segments": [{"blocks": [Payload(os.mkdir, path)]}], "device_traces": []}),
+    )
     yield "in a key", pickle.dumps({("a", 1): Payload(os.mkdir, path)})
 
 
@@ -540,7 +705,9 @@ def test_nothing_in_a_hostile_file_runs(tmp_path):
     kinds = 0
     for name, content in hostile(canary):
         path.write_bytes(content)
-        with pytest.raises(SnapshotError, match=r"snapshot\.pickle: refused: it names \w+\.\w+, and") as raised:
+        with pytest.raises(
+            SnapshotError, match=r"snapshot\.pickle: refused: it names \w+\.\w+, and"
+        ) as raised:
             snapshots.load_snapshot(path)
         assert str(path) in str(raised.value), name
         assert not canary.exists(), name
@@ -560,7 +727,10 @@ def traced(*events, segments=()) -> bytes:
     ("content", "message"),
     [
         # Registered, persistent and outside objects.
-        *((b"\x80\x05" + code, "") for code in (b"\x82\x01.", b"\x83\x01\x00.", b"\x84\x01\x00\x00\x00.", b"P1\n.")),
+        *(
+            (b"\x80\x05" + code, "")
+            for code in (b"\x82\x01.", b"\x83\x01\x00.", b"\x84\x01\x00\x00\x00.", b"P1\n.")
+        ),
         (b"\x80\x05\x97.", ""),
         (b"", "not a readable pickle"),
         (b"hello", "not a readable pickle"),
@@ -571,15 +741,23 @@ def traced(*events, segments=()) -> bytes:
         (pickle.dumps({"segments": {}, "device_traces": []}), "no list 'segments'"),
         # What does not add up.
         (pickle.dumps({"segments": [], "device_traces": [3]}), ""),
-        *((traced(("alloc", *rest)), "") for rest in ((), (1, 2**80), (1, math.nan), (1, -2), (math.nan, 2))),
+        *(
+            (traced(("alloc", *rest)), "")
+            for rest in ((), (1, 2**80), (1, math.nan), (1, -2), (math.nan, 2))
+        ),
         (traced(("alloc", 1, 2), ("alloc", 1, 2)), ""),
         (traced(("alloc", 1, 2), ("free_requested", 1, 3)), ""),
         (traced(segments=[1]), ""),
-        *((traced(segments=[{"address": 0, "blocks": [block]}]), "") for block in (
-            {"state": "active_allocated"}, {"state": "active_allocated", "size": 2**80},
-            {"state": "inactive", "size": 1.5})),
+        *(
+            (traced(segments=[{"address": 0, "blocks": [block]}]), "")
+            for block in (
+                {"state": "active_allocated"},
+                {"state": "active_allocated", "size": 2**80},
+                {"state": "inactive", "size": 1.5},
+            )
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_snapshot_is_refused_by_name(tmp_path, content, message):
     path = tmp_path / "mine.pickle"
     path.write_bytes(content)
@@ -606,14 +784,35 @@ def shared(*, blocks=(), events=(), num_repeats=1):
         (b"\x80\x04}" + NESTED + b"K\x00s.", "not a readable pickle .TypeError: unhashable"),
         (b"\x80\x04(" + NESTED + b"K\x00d.", "not a readable pickle .TypeError: unhashable"),
         (b"\x80\x04(" + NESTED + b"\x91.", "not a readable pickle .TypeError: unhashable"),
-        (b"\x80\x04\x8b" + struct.pack("<I", 2**20) + b"\x01" * 2**20 + b"0" * 100, "not a readable pickle"),
-        (b"\x80\x04}(\x8c\x08segments](" + NESTED + b"e\x8c\x0ddevice_traces]u.", "not an object but list"),
-        (shared(blocks=[{"size": 0, "state": "inactive"}] * 100), "two segments have the same blocks"),
-        (shared(events=[{"action": "alloc", "addr": 0, "size": 1, "num": 0,
-                         "frames": [{"filename": "a", "line": 1, "name": "b"}] * 20_000}], num_repeats=20_000),
-         "which is in use"),
+        (
+            b"\x80\x04\x8b" + struct.pack("<I", 2**20) + b"\x01" * 2**20 + b"0" * 100,
+            "not a readable pickle",
+        ),
+        (
+            b"\x80\x04}(\x8c\x08segments](" + NESTED + b"e\x8c\x0ddevice_traces]u.",
+            "not an object but list",
+        ),
+        (
+            shared(blocks=[{"size": 0, "state": "inactive"}] * 100),
+            "two segments have the same blocks",
+        ),
+        (
+            shared(
+                events=[
+                    {
+                        "action": "alloc",
+                        "addr": 0,
+                        "size": 1,
+                        "num": 0,
+                        "frames": [{"filename": "a", "line": 1, "name": "b"}] * 20_000,
+                    }
+                ],
+                num_repeats=20_000,
+            ),
+            "which is in use",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_small_file_takes_no_long_time(tmp_path, content, message):
     path = tmp_path / "mine.pickle"
     path.write_bytes(content)
@@ -626,8 +825,10 @@ def test_a_small_file_takes_no_long_time(tmp_path, content, message):
 def test_without_a_trace_the_device_with_most_in_use_counts(tmp_path):
     path = tmp_path / "snapshot.pickle"
     block = {"size": 1024, "requested_size": 1000, "state": "active_allocated"}
-    segments = [{"device": device, "address": 0, "segment_pool_id": (0, 0), "blocks": [block] * device}
-                for device in (0, 2, 1)]  # fmt: skip
+    segments = [
+        {"device": device, "address": 0, "segment_pool_id": (0, 0), "blocks": [block] * device}
+        for device in (0, 2, 1)
+    ]
     for traces in ([], [[], [], []]):
         path.write_bytes(pickle.dumps({"segments": segments, "device_traces": traces}))
         history = snapshots.read_history(path)
@@ -647,5 +848,7 @@ def test_what_was_in_use_before_a_trace_is_told_from_its_end(tmp_path):
     free = {"size": 512, "requested_size": 0, "state": "inactive"}
     trace = [("free_requested", 1024, 400), ("alloc", 2048, 50), ("free_requested", 2048, 50)]
     path = tmp_path / "snapshot.pickle"
-    path.write_bytes(traced(*trace, segments=[{"device": 0, "address": 0, "blocks": [block, free]}]))
+    path.write_bytes(
+        traced(*trace, segments=[{"device": 0, "address": 0, "blocks": [block, free]}])
+    )
     assert snapshots.read_history(path).totals().tolist() == [1400, 1000, 1050, 1000]

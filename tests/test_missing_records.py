@@ -1,4 +1,6 @@
-"""Every chapter is shown from whatever records there are: what is missing or failed is said, and nothing raises."""
+"""Every chapter is shown from whatever records there are: what is missing or failed is said, and
+nothing raises.
+"""
 
 import functools
 import json
@@ -16,22 +18,34 @@ from labkit.records import RecordStore, folder_of
 from labkit.report import card, figures
 from labkit.report.chapter import Chapter, Drawn
 
-FAILED = {"status": "error", "reason": "it broke", "metrics": {}, "samples": {}, "timer": {}, "observed": {}}
+FAILED = {
+    "status": "error",
+    "reason": "it broke",
+    "metrics": {},
+    "samples": {},
+    "timer": {},
+    "observed": {},
+}
 
 
 @pytest.fixture(params=notebooks.names())
 def show(request, tmp_path, monkeypatch) -> Callable[[list[dict]], tuple[Chapter, list[str]]]:
     """Runs a notebook's cells on the records it is given.
 
-    Returns a function that takes records and returns the chapter and what each table, figure and fact made of them
-    says; "" for a figure that is drawn. The function's `records` are the reference device's.
+    Returns a function that takes records and returns the chapter and what each table, figure and
+    fact made of them says; "" for a figure that is drawn. The function's `records` are the
+    reference device's.
     """
     name = request.param
     source = folder_of(FIGURES, REFERENCE_DEVICE, name)
     folder = tmp_path / source.name
     (folder / "records").mkdir(parents=True)
     shutil.copy(source / "environment.json", folder)
-    cells = [cell for cell in notebooks.without_lessons(notebooks.read(name)).cells if cell.cell_type == "code"]
+    cells = [
+        cell
+        for cell in notebooks.without_lessons(notebooks.read(name)).cells
+        if cell.cell_type == "code"
+    ]
     said: list[str] = []
     for method in ("table", "figure", "say"):
         monkeypatch.setattr(Chapter, method, _told(getattr(Chapter, method), said))
@@ -58,7 +72,9 @@ def _records(path: Path) -> list[dict]:
 
 @pytest.fixture
 def not_drawn(monkeypatch) -> None:
-    """Figures are built, and by default not drawn: the test of half the records draws all that there is."""
+    """Figures are built, and by default not drawn: the test of half the records draws all that
+    there is.
+    """
     if not ALL_TESTS:
         monkeypatch.setattr(figures, "png", lambda figure: b"")
 
@@ -99,7 +115,9 @@ def test_without_records_each_table_figure_and_fact_says_so(show):
 
 
 def test_where_half_the_records_failed_the_rest_is_shown_and_the_failures_are_counted(show):
-    records = [record | FAILED if number % 2 else record for number, record in enumerate(show.records)]
+    records = [
+        record | FAILED if number % 2 else record for number, record in enumerate(show.records)
+    ]
     chapter, said = show(records)
     failed = sum(record.status == "error" for record in chapter.all_records())
     assert f"{failed:,} error" in page(chapter)
@@ -123,5 +141,7 @@ def test_a_chapter_is_shown_from_whatever_an_interrupted_run_left(show):
 def test_a_case_without_the_metric_of_its_table_is_left_out(show):
     """What is measured in one phase only has no column for the others' metrics."""
     num_phases = 5 if ALL_TESTS else 2
-    for phase in dict.fromkeys(record["phase"] for record in show.records[:: max(1, len(show.records) // num_phases)]):
+    for phase in dict.fromkeys(
+        record["phase"] for record in show.records[:: max(1, len(show.records) // num_phases)]
+    ):
         show([record if record["phase"] == phase else record | FAILED for record in show.records])

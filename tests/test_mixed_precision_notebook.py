@@ -17,12 +17,22 @@ EMPTY = pd.DataFrame()
 
 def a_sum(term="bf16", **values):
     samples = {"running_sum": [0.1, 0.2, 0.25]}
-    row = {"method": "sequential", "accumulator": term, "term": term, "exact_sum": 1.0, "num_terms": 3}
-    return row | {"samples": samples, "observed": {"trace_every": 1}, "stall_predicted": 4.0} | values
+    row = {
+        "method": "sequential",
+        "accumulator": term,
+        "term": term,
+        "exact_sum": 1.0,
+        "num_terms": 3,
+    }
+    return (
+        row | {"samples": samples, "observed": {"trace_every": 1}, "stall_predicted": 4.0} | values
+    )
 
 
 def test_a_sum_that_stops_says_where_and_one_that_does_not_is_missing():
-    fact = report.stall(frame(a_sum(stall_measured=4.0), a_sum("fp32", stall_measured=None)), "bf16")
+    fact = report.stall(
+        frame(a_sum(stall_measured=4.0), a_sum("fp32", stall_measured=None)), "bf16"
+    )
     assert (str(fact), fact["predicted"]) == ("4", "4")
     assert report.stall(frame(a_sum("fp32")), "fp32").missing
     assert report.stall(EMPTY, "bf16").missing
@@ -37,18 +47,33 @@ def test_the_error_drawn_is_the_largest_so_far():
 def test_dtypes_stand_in_the_order_of_the_pass():
     observed = {"dtypes": [["fc1", "float16"], ["loss", "float32"]]}
     rows = frame({"model": "toy", "autocast": "fp16", "observed": observed})
-    assert report.dtypes_table(rows).to_dict("list") == {"part": ["fc1", "loss"], "under fp16": ["float16", "float32"]}
+    assert report.dtypes_table(rows).to_dict("list") == {
+        "part": ["fc1", "loss"],
+        "under fp16": ["float16", "float32"],
+    }
     assert report.dtypes_table(EMPTY).empty
 
 
 def norm(statistics, scale=1.0, error=1e-4, **values):
-    row = {"norm": "rms_norm", "setting": "centred", "input": "bf16", "scale": scale, "statistics": statistics}
-    return row | {"relative_error": error, "overflowed_fraction": 0.0, "nonfinite_fraction": 0.0} | values
+    row = {
+        "norm": "rms_norm",
+        "setting": "centred",
+        "input": "bf16",
+        "scale": scale,
+        "statistics": statistics,
+    }
+    return (
+        row
+        | {"relative_error": error, "overflowed_fraction": 0.0, "nonfinite_fraction": 0.0}
+        | values
+    )
 
 
 def test_what_narrow_statistics_cost_is_over_fp32_and_overflow_is_no_cost():
     rows = [norm("fp32"), norm("bf16", error=3e-3), norm("fp32", 1e3), norm("bf16", 1e3, 2e-4)]
-    fact = report.overflow(frame(*rows, norm("fp16", 1e3, 9.0, overflowed_fraction=1.0), norm("fp16")))
+    fact = report.overflow(
+        frame(*rows, norm("fp16", 1e3, 9.0, overflowed_fraction=1.0), norm("fp16"))
+    )
     assert fact["value"].value == pytest.approx(30)
     assert fact["scale"] == "1,000"
     assert report.overflow(frame(*rows)).missing, "without an overflow there is none to tell"
@@ -75,7 +100,13 @@ def test_casts_are_counted_against_the_same_pass_in_fp32():
 
 def test_a_training_of_few_steps_is_no_finding():
     def trained(num_steps):
-        row = {"precision": "fp32", "size": "small", "num_steps": num_steps, "final_loss": 0.25, "unmoved_gains": 0.0}
+        row = {
+            "precision": "fp32",
+            "size": "small",
+            "num_steps": num_steps,
+            "final_loss": 0.25,
+            "unmoved_gains": 0.0,
+        }
         return row | {"samples": {"loss": [2.0, 1.0, None]}}
 
     assert str(report.final_loss(frame(trained(200)), "fp32")) == "0.2500"

@@ -1,5 +1,7 @@
-"""Every operation of labkit.kernels under autocast, on the meta device, in inference mode, of memory full of NaN, with
-what is no tensor, and counted by FlopCounterMode: what is documented, or one line that says what is wrong."""
+"""Every operation of labkit.kernels under autocast, on the meta device, in inference mode, of
+memory full of NaN, with what is no tensor, and counted by FlopCounterMode: what is documented, or
+one line that says what is wrong.
+"""
 
 import pytest
 import torch
@@ -33,7 +35,9 @@ def run(function, tensors: list[Tensor], backward_under_autocast: bool = False) 
 
 
 def under_autocast(name: str) -> None:
-    """Asserts dtypes, and that values are the formula's within bf16's rounding, wherever backward runs."""
+    """Asserts dtypes, and that values are the formula's within bf16's rounding, wherever backward
+    runs.
+    """
     operation = OPERATIONS[name]
     exact_tensors = draw(operation, torch.float64)
     outputs = outputs_of(operation.formula, exact_tensors)
@@ -68,9 +72,13 @@ def test_on_the_meta_device_shapes_and_dtypes_are_those_of_a_cpu(name, monkeypat
     expected = outputs_of(OPERATIONS[name].ours, draw(OPERATIONS[name], torch.float32))
     for constant in ("TARGETS", "SEED", "ANGLES"):
         monkeypatch.setattr(test_gradients, constant, getattr(test_gradients, constant).to("meta"))
-    tensors = [x.detach().to("meta").requires_grad_() for x in draw(OPERATIONS[name], torch.float32)]
+    tensors = [
+        x.detach().to("meta").requires_grad_() for x in draw(OPERATIONS[name], torch.float32)
+    ]
     outputs = outputs_of(OPERATIONS[name].ours, tensors)
-    assert [(x.shape, x.dtype, x.device.type) for x in outputs] == [(x.shape, x.dtype, "meta") for x in expected]
+    assert [(x.shape, x.dtype, x.device.type) for x in outputs] == [
+        (x.shape, x.dtype, "meta") for x in expected
+    ]
     grads = torch.autograd.grad(sum(x.sum() for x in outputs), tensors)
     assert [(x.shape, x.dtype) for x in grads] == [(x.shape, x.dtype) for x in tensors]
 
@@ -95,9 +103,14 @@ def test_tensors_of_inference_mode_are_taken(name, interpreted):
 
 
 def from_memory_full_of_nan(name: str) -> None:
-    """Asserts that no output and no gradient holds what its memory held before, nor that of a non-contiguous input."""
+    """Asserts that no output and no gradient holds what its memory held before, nor that of a
+    non-contiguous input.
+    """
     operation = OPERATIONS[name]
-    apart = [x.detach().repeat_interleave(2, -1)[..., ::2].requires_grad_() for x in draw(operation, torch.float32)]
+    apart = [
+        x.detach().repeat_interleave(2, -1)[..., ::2].requires_grad_()
+        for x in draw(operation, torch.float32)
+    ]
     with poisoned():
         outputs = outputs_of(operation.ours, apart)
         grads = torch.autograd.grad(sum(x.square().sum() for x in outputs), apart)
@@ -144,13 +157,19 @@ def test_what_is_no_tensor_is_refused_by_name(call, name, given, autocast):
 
 
 def of_no_rows() -> None:
-    """Asserts that a batch without rows has outputs and gradients without rows, and zeros for parameters."""
+    """Asserts that a batch without rows has outputs and gradients without rows, and zeros for
+    parameters.
+    """
     heads = [torch.randn(2, 0, 3, 4).requires_grad_(), torch.randn(2, 1, 3, 4).requires_grad_()]
     with poisoned():
         turned = rotary.rotary(*heads, X, X)
     assert turned[0].shape == (2, 0, 3, 4) and torch.equal(turned[1], torch.zeros(2, 1, 3, 4))
     x, weight, square = (torch.randn(s).requires_grad_() for s in ((0, 4), (4,), (4, 4)))
-    calls = [lambda: rms_norm(x, weight, 1e-5), lambda: layer_norm(x, weight, weight, 1e-5), lambda: swiglu(x, x)]
+    calls = [
+        lambda: rms_norm(x, weight, 1e-5),
+        lambda: layer_norm(x, weight, weight, 1e-5),
+        lambda: swiglu(x, x),
+    ]
     calls += [lambda: linear.norm_linear(x, square, weight, (x.detach(), weight, weight, 1e-5))]
     calls += [lambda: linear.dropout_linear(x, square, weight, 0.5, TARGETS[0])]
     if is_interpreted():
@@ -159,7 +178,9 @@ def of_no_rows() -> None:
         out = call()
         grads = torch.autograd.grad(out.sum(), (x, weight, square), allow_unused=True)
         assert out.numel() == 0 and grads[0].shape == (0, 4)
-        assert all(torch.equal(grad, torch.zeros_like(grad)) for grad in grads[1:] if grad is not None)
+        assert all(
+            torch.equal(grad, torch.zeros_like(grad)) for grad in grads[1:] if grad is not None
+        )
 
 
 def test_a_batch_may_be_empty(interpreted):
@@ -198,7 +219,9 @@ def test_the_product_inside_a_kernel_is_counted(interpreted):
 def far_from_zero(dtype: torch.dtype) -> None:
     """Asserts the limits of the activations and their gradients at the ends of a dtype's range."""
     big = torch.finfo(dtype).max
-    ends = torch.tensor([[-big, -big / 3, -1e4, -200.0, -30.0, 0.0, 30.0, 200.0, 1e4, big / 3, big]]).to(dtype)
+    ends = torch.tensor(
+        [[-big, -big / 3, -1e4, -200.0, -30.0, 0.0, 30.0, 200.0, 1e4, big / 3, big]]
+    ).to(dtype)
     slope, value, sums = gelu_mlp._gelu_backward(torch.ones_like(ends), ends)
     expected = (ends > 0).double() + 0.5 * (ends == 0)
     assert torch.equal(slope.double(), expected) and torch.equal(sums.double(), expected[0])
@@ -217,14 +240,19 @@ def test_activations_have_their_limits_far_from_zero(dtype, interpreted):
 
 
 def rows_of_any_size(dtype: torch.dtype) -> None:
-    """Asserts that norms of rows as small and as large as squares in fp32 allow are those of fp64."""
+    """Asserts that norms of rows as small and as large as squares in fp32 allow are those of
+    fp64.
+    """
     info = torch.finfo(dtype)
     for size in (0.0, max(1e-15, info.smallest_normal), 1.0, min(1e18, info.max / 4)):
         x = (torch.linspace(-1, 3, 8).expand(2, 8) * size).to(dtype)
         weight = torch.ones(8, dtype=dtype)
         for ours, right in (
             (rms_norm(x, weight, 1e-12), torch.nn.functional.rms_norm(x.double(), (8,), eps=1e-12)),
-            (layer_norm(x, weight, 0 * weight, 1e-12), torch.nn.functional.layer_norm(x.double(), (8,), eps=1e-12)),
+            (
+                layer_norm(x, weight, 0 * weight, 1e-12),
+                torch.nn.functional.layer_norm(x.double(), (8,), eps=1e-12),
+            ),
         ):
             torch.testing.assert_close(ours.double(), right, rtol=4 * info.eps, atol=4 * info.eps)
 

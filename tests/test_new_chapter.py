@@ -1,4 +1,6 @@
-"""What the README says under "Add a chapter" works: an experiment, a report and a notebook become a chapter."""
+"""What the README says under "Add a chapter" works: an experiment, a report and a notebook become a
+chapter.
+"""
 
 import os
 import shutil
@@ -27,14 +29,20 @@ METHODS = {"sort": torch.sort, "topk": lambda x: x.topk(len(x))}
 
 def cases(profile, device_kind):
     lengths = (1_000, 10_000) if profile == "smoke" else (10_000, 100_000, 1_000_000)
-    return [Case("sorting", {"method": m, "length": n}, ("forward",), 60.0, 0.1) for m in METHODS for n in lengths]
+    return [
+        Case("sorting", {"method": method, "length": length}, ("forward",), 60.0, 0.1)
+        for method in METHODS
+        for length in lengths
+    ]
 
 
 def measure(device, case, phase):
     method, length = case.parameters["method"], case.parameters["length"]
     x = torch.randn(length, device=device.kind)
-    run = timed(device, time_callable, METHODS[method], device_kind=device.kind, inputs=[(x,)], time_limit_s=0.1)
-    return run.measured({"elements_per_s": len(x) / run.timing.median_ms * 1e3}, {"method": method, "length": len(x)})
+    call = {"device_kind": device.kind, "inputs": [(x,)], "time_limit_s": 0.1}
+    run = timed(device, time_callable, METHODS[method], **call)
+    rate = {"elements_per_s": len(x) / run.timing.median_ms * 1e3}
+    return run.measured(rate, {"method": method, "length": len(x)})
 
 
 run_case = functools.partial(run_section, {"sorting": section(measure)})
@@ -63,31 +71,53 @@ def times_figure(frame):
 
 CELLS = [
     ("markdown", "# 90 · Sorting\n\n*How long does sorting take?*"),
-    ("setup", "from labkit.lessons import open_chapter\nfrom labkit.report import sorting as report\n"
-              "from labkit.report.facts import compare"),
-    ("session", 'chapter = open_chapter("90_sorting", measure=measure, device=device, profile=profile, output=output, '
-                'fresh=fresh, save_figures=save_figures)\nsorting = chapter.records("sorting")'),
+    (
+        "setup",
+        "from labkit.lessons import open_chapter\nfrom labkit.report import sorting as report\n"
+        "from labkit.report.facts import compare",
+    ),
+    (
+        "session",
+        'chapter = open_chapter("90_sorting", measure=measure, device=device, profile=profile, '
+        "output=output, "
+        'fresh=fresh, save_figures=save_figures)\nsorting = chapter.records("sorting")',
+    ),
     ("markdown", "## Which sort is faster?\n\nDoes asking for all of them cost more?"),
-    ("code", 'chapter.figure(report.times_figure, sorting, name="times", caption="Call time over length (ms)")'),
-    ("code", 'fact = compare(sorting, {"method": "topk"}, {"method": "sort"}, length=10_000)\n'
-             'chapter.say(fact, ahead="Sorting is {ratio} as fast as topk.")'),
+    (
+        "code",
+        'chapter.figure(report.times_figure, sorting, name="times", caption="Call time over '
+        'length (ms)")',
+    ),
+    (
+        "code",
+        'fact = compare(sorting, {"method": "topk"}, {"method": "sort"}, length=10_000)\n'
+        'chapter.say(fact, ahead="Sorting is {ratio} as fast as topk.")',
+    ),
     ("code", 'chapter.table(report.times_table, sorting, caption="Median in ms, call time")'),
     ("code", "chapter.more()"),
-]  # fmt: skip
+]
 
 
 def write_notebook(path):
     """Writes the toy's notebook; its parameters are those that every notebook has."""
     example = nbformat.read(NOTEBOOKS / "01_benchmarking.ipynb", as_version=4)
-    (parameters,) = [cell for cell in example.cells if "parameters" in cell.metadata.get("tags", [])]
-    kept = [line for line in parameters.source.splitlines() if line.split(" =")[0] not in ("sizes", "contexts")]
+    (parameters,) = [
+        cell for cell in example.cells if "parameters" in cell.metadata.get("tags", [])
+    ]
+    kept = [
+        line
+        for line in parameters.source.splitlines()
+        if line.split(" =")[0] not in ("sizes", "contexts")
+    ]
     parameters.source = "\n".join(kept)
     cells = []
     for kind, source in CELLS:
         if kind == "session":
             cells.append(parameters)
         make = nbformat.v4.new_markdown_cell if kind == "markdown" else nbformat.v4.new_code_cell
-        cells.append(make(source, metadata={"tags": ["remove_cell"]} if kind in ("setup", "session") else {}))
+        cells.append(
+            make(source, metadata={"tags": ["remove_cell"]} if kind in ("setup", "session") else {})
+        )
     example.cells = cells
     nbformat.write(example, path)
 
@@ -95,14 +125,28 @@ def write_notebook(path):
 @pytest.mark.slow
 def test_a_chapter_is_one_experiment_one_report_and_one_notebook(tmp_path):
     assert len((EXPERIMENT + REPORT).splitlines()) <= 60
-    shutil.copytree(REPOSITORY / "labkit", tmp_path / "labkit", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        REPOSITORY / "labkit", tmp_path / "labkit", ignore=shutil.ignore_patterns("__pycache__")
+    )
     (tmp_path / "labkit" / "experiments" / "sorting.py").write_text(EXPERIMENT)
     (tmp_path / "labkit" / "report" / "sorting.py").write_text(REPORT)
     (tmp_path / "notebooks").mkdir()
     write_notebook(tmp_path / "notebooks" / "90_sorting.ipynb")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "labkit", "run", "90", "--profile", "smoke", "--output", str(tmp_path / "out")]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    command = [
+        sys.executable,
+        "-m",
+        "labkit",
+        "run",
+        "90",
+        "--profile",
+        "smoke",
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    run = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     (folder,) = (tmp_path / "out").iterdir()
     assert "90 · Sorting" in (folder / "report.md").read_text(encoding="utf-8")

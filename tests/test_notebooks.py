@@ -1,4 +1,6 @@
-"""Notebooks: the rules of their cells, their parameters, and an execution on this machine in the smoke profile."""
+"""Notebooks: the rules of their cells, their parameters, and an execution on this machine in the
+smoke profile.
+"""
 
 import ast
 import json
@@ -20,7 +22,14 @@ import pytest
 from typer.testing import CliRunner
 
 from labkit import cli, hardware, notebooks
-from labkit.configs import COMPILE_PHASES, FIGURES, REFERENCE_DEVICE, STEP_PHASES, WARMUP_PHASES, RequestError
+from labkit.configs import (
+    COMPILE_PHASES,
+    FIGURES,
+    REFERENCE_DEVICE,
+    STEP_PHASES,
+    WARMUP_PHASES,
+    RequestError,
+)
 from labkit.experiments import captured_step, open_session
 from labkit.records import Record, RecordStore, check, folder_of
 from labkit.report import render
@@ -37,11 +46,17 @@ def code_cells(name):
 def test_cells_are_thin(name):
     for cell in code_cells(name):
         tree = ast.parse(cell.source)
-        defined = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Lambda)]
+        defined = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Lambda)
+        ]
         assert not defined, f"a cell of {name} defines something:\n{cell.source}"
         assert len([line for line in cell.source.splitlines() if line.strip()]) <= 12, cell.source
         earlier = [ast.unparse(line) for line in tree.body[:-1] if isinstance(line, ast.Expr)]
-        assert not any(line.startswith("chapter.") for line in earlier), f"only the last line is shown:\n{cell.source}"
+        assert not any(line.startswith("chapter.") for line in earlier), (
+            f"only the last line is shown:\n{cell.source}"
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -64,11 +79,17 @@ def test_parameters_show_the_reference_device_without_measuring(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_outputs_are_stored_and_none_is_an_error(name):
-    """nbval compares nothing in a notebook without outputs. Only a lesson prints, and nothing warns."""
+    """nbval compares nothing in a notebook without outputs. Only a lesson prints, and nothing
+    warns.
+    """
     outputs = [(cell, output) for cell in code_cells(name) for output in cell.outputs]
     assert len(outputs) >= 5
     for cell, output in outputs:
-        printed = output.output_type == "stream" and output.name == "stdout" and "lesson" in cell.metadata.tags
+        printed = (
+            output.output_type == "stream"
+            and output.name == "stdout"
+            and "lesson" in cell.metadata.tags
+        )
         assert printed or output.output_type not in ("error", "stream"), output
 
 
@@ -89,7 +110,9 @@ def test_committed_report_holds_what_the_notebook_shows(name):
             assert text in report, "run `labkit report --save-notebooks`"
 
 
-@pytest.mark.parametrize("name", ["01", "1", "benchmarking", "01_benchmarking", "01_benchmarking.ipynb"])
+@pytest.mark.parametrize(
+    "name", ["01", "1", "benchmarking", "01_benchmarking", "01_benchmarking.ipynb"]
+)
 def test_resolve(name):
     assert notebooks.resolve(name) == "01_benchmarking"
 
@@ -102,7 +125,8 @@ def test_resolve_names_the_accepted_ones(name):
 
 def test_parse_parameters_gives_the_types_of_the_defaults():
     values = notebooks.parse_parameters(
-        "01_benchmarking", ["fresh=True", "sizes=small,medium", "contexts=128,256", "output=/x=y", "sizes=[]"]
+        "01_benchmarking",
+        ["fresh=True", "sizes=small,medium", "contexts=128,256", "output=/x=y", "sizes=[]"],
     )
     assert values == {"fresh": True, "sizes": [], "contexts": [128, 256], "output": "/x=y"}
 
@@ -163,7 +187,10 @@ def test_a_cell_that_fails_while_records_are_shown_is_an_error(written, source, 
         ("1 / 0", "ZeroDivisionError"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "DeadKernelError"),
         ("import time; time.sleep(60)", "Timeout"),
-        ("from labkit.configs import model_config; model_config('xl')", "^09_written: size 'xl' means two models"),
+        (
+            "from labkit.configs import model_config; model_config('xl')",
+            "^09_written: size 'xl' means two models",
+        ),
     ],
 )
 def test_a_notebook_that_does_not_complete_is_an_error(written, monkeypatch, source, message):
@@ -176,7 +203,13 @@ def test_a_notebook_that_does_not_complete_is_an_error(written, monkeypatch, sou
 
 
 def session_of(output, **changes):
-    arguments = {"device": "this", "profile": "smoke", "output": str(output), "fresh": False, "measure": True}
+    arguments = {
+        "device": "this",
+        "profile": "smoke",
+        "output": str(output),
+        "fresh": False,
+        "measure": True,
+    }
     return open_session("01_benchmarking", **arguments | changes)
 
 
@@ -185,14 +218,22 @@ def session_of(output, **changes):
     [
         ({"device": "nvidia-h9000"}, f"which is '{HERE}'; to measure here, set device = \"this\""),
         ({"measure": False}, f"nothing has been measured on '{HERE}'"),
-        ({"measure": False, "device": "a" * 5000}, "; measured: none; to measure this machine, set measure = True and"),
+        (
+            {"measure": False, "device": "a" * 5000},
+            "; measured: none; to measure this machine, set measure = True and",
+        ),
         ({"measure": "false"}, "measure must be True or False, not 'false'"),
-        ({"sizes": "nano,10b"}, "size '10b' is not in profile 'smoke'; accepted: nano, micro; set profile = \"full\""),
+        (
+            {"sizes": "nano,10b"},
+            "size '10b' is not in profile 'smoke'; accepted: nano, micro; set profile = \"full\"",
+        ),
         ({"contexts": 512}, "context 512 is not in profile 'smoke'"),
         ({"contexts": ""}, "parameter 'contexts' has no value"),
     ],
 )
-def test_what_a_session_cannot_do_is_one_short_line_that_says_what_to_set(tmp_path, changes, message):
+def test_what_a_session_cannot_do_is_one_short_line_that_says_what_to_set(
+    tmp_path, changes, message
+):
     with pytest.raises(RequestError, match=re.escape(message)) as raised:
         session_of(tmp_path, **changes)
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 400
@@ -218,7 +259,9 @@ def labkit(*arguments, **options):
 
 
 PROGRESS = r"^Measuring .*|^01_benchmarking$|\w+: +\d+%\|[^\r\n\]]*\]|\w+: \d+ ok(, [12] skipped)?$"
-"""What a run in which nothing is wrong says on stderr: what it measures, bars, and a line for each section."""
+"""What a run in which nothing is wrong says on stderr: what it measures, bars, and a line for each
+section.
+"""
 
 SMALLEST = ("--profile", "smoke", "-p", "sizes=nano", "-p", "contexts=64")
 """The shortest run of the whole chain: one size and one context of the smoke profile."""
@@ -228,7 +271,8 @@ SMALLEST = ("--profile", "smoke", "-p", "sizes=nano", "-p", "contexts=64")
 def broken_off(tmp_path_factory):
     """That run on this machine's CPU, killed in the middle, gone on with and its kernel killed.
 
-    Returns the folder of the results, the ended process, what it said, and the records and the report that were left.
+    Returns the folder of the results, the ended process, what it said, and the records and the
+    report that were left.
     """
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     output = tmp_path_factory.mktemp("figures")
@@ -272,7 +316,9 @@ def _num_recorded(output: Path) -> int:
 
 @pytest.mark.slow
 def test_a_killed_kernel_is_a_failed_run(broken_off):
-    """papermill saves a killed notebook as if it had completed; the exit code must not believe it."""
+    """papermill saves a killed notebook as if it had completed; the exit code must not believe
+    it.
+    """
     _, process, errors, records, report = broken_off
     assert process.returncode == 1, errors[-2000:]
     assert "01_benchmarking" in errors and "DeadKernelError" in errors
@@ -284,10 +330,19 @@ def test_a_killed_kernel_is_a_failed_run(broken_off):
 def test_a_run_killed_twice_loses_and_doubles_nothing(measured):
     folder, _ = measured
     records = RecordStore(folder / "records" / "01_benchmarking.jsonl").load()
-    counts = Counter(record.identity for record in records if record.section not in ("host", "ceilings"))
+    counts = Counter(
+        record.identity for record in records if record.section not in ("host", "ceilings")
+    )
     assert set(counts.values()) == {1}
-    phases = {section: {r.phase for r in records if r.section == section} for section in ("steps", "warmup", "compile")}
-    assert phases == {"steps": set(STEP_PHASES), "warmup": set(WARMUP_PHASES), "compile": set(COMPILE_PHASES)}
+    phases = {
+        section: {r.phase for r in records if r.section == section}
+        for section in ("steps", "warmup", "compile")
+    }
+    assert phases == {
+        "steps": set(STEP_PHASES),
+        "warmup": set(WARMUP_PHASES),
+        "compile": set(COMPILE_PHASES),
+    }
     assert len({record.session for record in records}) == 3
 
 
@@ -303,11 +358,16 @@ def test_run_writes_records_figures_and_report(measured):
     report = (folder / "report.md").read_text(encoding="utf-8")
     for heading in ("What ran", "Roofs", "A training step", "How the numbers are made"):
         assert f"## {heading}" in report
-    assert "labkit-figures-folder" not in report and "as fast" not in report.split("## How the numbers")[0]
+    assert (
+        "labkit-figures-folder" not in report
+        and "as fast" not in report.split("## How the numbers")[0]
+    )
     assert (folder / "01_benchmarking.ipynb").exists()
     assert f"Report: {folder / 'report.md'}" in result.stdout and "ok" in result.stdout
     assert not re.sub(PROGRESS, "", result.stderr, flags=re.MULTILINE).strip()
-    done = json.loads((folder / "records" / "01_benchmarking.done.json").read_text(encoding="utf-8"))
+    done = json.loads(
+        (folder / "records" / "01_benchmarking.done.json").read_text(encoding="utf-8")
+    )
     assert done["num_missing"] > 0, "the rest of the smoke grid was not asked for"
 
 
@@ -363,7 +423,9 @@ def _kernel_of(pid: int) -> int | None:
 
 @pytest.fixture
 def refused(monkeypatch, capsys):
-    """Returns a function that runs the command line to its error: its exit code and what it said."""
+    """Returns a function that runs the command line to its error: its exit code and what it
+    said.
+    """
 
     def run(*arguments) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["labkit", *map(str, arguments)])
@@ -381,22 +443,48 @@ def refused(monkeypatch, capsys):
         (["run", "--profile", "half"], "unknown profile 'half'; accepted: auto, smoke, full, key"),
         (["run", "01", "-p", "sizes=huge"], "unknown size 'huge'; accepted: nano"),
         (["run", "01", "-p", "sizes=xl"], "'xl' means two models: say 'xl-2025'"),
-        (["run", "01", "--profile", "smoke", "-p", "sizes=10b"],
-         "size '10b' is not in profile 'smoke'; accepted: nano, micro; set profile = \"full\""),
+        (
+            ["run", "01", "--profile", "smoke", "-p", "sizes=10b"],
+            "size '10b' is not in profile 'smoke'; accepted: nano, micro; set profile = \"full\"",
+        ),
         (["run", "06", "-p", "lengths=100"], "length 100 is not in profile"),
-        (["run", "05", "--profile", "full", "-p", "d_heads=8"],
-         "head dimension 8 is not in profile 'full'; accepted: 16"),
+        (
+            ["run", "05", "--profile", "full", "-p", "d_heads=8"],
+            "head dimension 8 is not in profile 'full'; accepted: 16",
+        ),
         (["run", "01", "-p", "contexts="], "parameter 'contexts' has no value"),
-        (["run", "-p", "device=nvidia-h200"], "-p device= is not accepted: `labkit run` measures this machine"),
-        (["run", "-p", "measure=False"], "-p measure= is not accepted: `labkit run` always measures"),
+        (
+            ["run", "-p", "device=nvidia-h200"],
+            "-p device= is not accepted: `labkit run` measures this machine",
+        ),
+        (
+            ["run", "-p", "measure=False"],
+            "-p measure= is not accepted: `labkit run` always measures",
+        ),
         (["run", "-p", "output=/tmp"], "-p output= is not accepted: use --output DIR"),
         (["run", "-p", "fresh=false"], "-p fresh= is not accepted: use --fresh"),
-        (["run", "-p", "colour=red"], "unknown parameter 'colour' of 01_benchmarking; accepted: device"),
-        *(([*command, "--device", device], f"nothing has been measured on {device[:80]!r} in")
-          for command in (["report"], ["compare", "--sessions"])
-          for device in ("abacus", "", ".", "..", "../abacus", "a/../b", "/", "a" * 5000, "*", "nvidia-h20?")),
+        (
+            ["run", "-p", "colour=red"],
+            "unknown parameter 'colour' of 01_benchmarking; accepted: device",
+        ),
+        *(
+            ([*command, "--device", device], f"nothing has been measured on {device[:80]!r} in")
+            for command in (["report"], ["compare", "--sessions"])
+            for device in (
+                "abacus",
+                "",
+                ".",
+                "..",
+                "../abacus",
+                "a/../b",
+                "/",
+                "a" * 5000,
+                "*",
+                "nvidia-h20?",
+            )
+        ),
     ],
-)  # fmt: skip
+)
 def test_refused_before_anything_runs(arguments, message, tmp_path, refused):
     code, said = refused(*arguments, "--output", tmp_path)
     assert code == 2 and message in said, said
@@ -425,7 +513,9 @@ def test_an_empty_file_of_records_is_no_measurement(tmp_path, refused):
 
 
 @pytest.mark.parametrize("command", [["run"], ["report"], ["compare", "--sessions"]])
-def test_an_installation_without_notebooks_measures_nothing_and_says_so(command, tmp_path, monkeypatch, refused):
+def test_an_installation_without_notebooks_measures_nothing_and_says_so(
+    command, tmp_path, monkeypatch, refused
+):
     monkeypatch.setattr(notebooks, "NOTEBOOKS", tmp_path / "site-packages" / "notebooks")
     code, said = refused(*command, "--output", tmp_path if command == ["run"] else FIGURES)
     assert code == 2 and "install a clone of labkit's repository by `pip install -e .`" in said
@@ -460,7 +550,9 @@ def test_what_is_printed_to_be_pasted_is_quoted(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(captured_step, "keep_capture", lambda case, output: output)
     output = tmp_path / "my cap; touch x"
     cli.profile("small", 512, "bf16", "eager", "train_step", output)
-    by_hand, kernels = (line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()[1:3])
+    by_hand, kernels = (
+        line.partition(": ")[2] for line in capsys.readouterr().out.splitlines()[1:3]
+    )
     assert f"--output={output}" in shlex.split(by_hand)
     assert shlex.split(kernels)[-1] == f"{output}.nsys-rep"
 
@@ -473,15 +565,21 @@ def test_what_is_printed_to_be_pasted_is_quoted(tmp_path, monkeypatch, capsys):
         ({"device": "cpu-x", "top_level": True}, True),
     ],
 )
-def test_only_the_reference_device_or_a_request_writes_the_top_level_report(monkeypatch, options, written):
+def test_only_the_reference_device_or_a_request_writes_the_top_level_report(
+    monkeypatch, options, written
+):
     asked = []
-    monkeypatch.setattr(render, "rebuild", lambda device, **values: asked.append(values["top_level"]) or [])
+    monkeypatch.setattr(
+        render, "rebuild", lambda device, **values: asked.append(values["top_level"]) or []
+    )
     cli.report(**options)
     assert asked == [written]
 
 
 SAID = {
-    "a profiler": "import torch, labkit.measure.profiling\nwith torch.profiler.profile(): torch.ones(1)",
+    "a profiler": (
+        "import torch, labkit.measure.profiling\nwith torch.profiler.profile(): torch.ones(1)"
+    ),
     "a leak in Triton": """
 import ctypes, conftest
 from triton._C.libtriton import ir
@@ -492,7 +590,9 @@ ctypes.pythonapi.Py_IncRef(ctypes.py_object(context))""",
 
 @pytest.mark.parametrize("source", SAID.values(), ids=SAID)
 def test_libraries_say_nothing_where_nothing_is_wrong(source):
-    result = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, cwd=Path(__file__).parent)
+    result = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
     assert (result.returncode, result.stderr) == (0, "")
 
 
@@ -500,7 +600,9 @@ def test_the_summary_of_the_tests_says_why_cases_were_skipped():
     reasons = ["Skipped: needs nsys", "Skipped: needs a CUDA GPU", "Skipped: needs a CUDA GPU"]
     reports = [SimpleNamespace(longrepr=("test_x.py", 1, reason)) for reason in reasons]
     lines = []
-    conftest.pytest_terminal_summary(SimpleNamespace(stats={"skipped": reports}, write_line=lines.append))
+    conftest.pytest_terminal_summary(
+        SimpleNamespace(stats={"skipped": reports}, write_line=lines.append)
+    )
     assert lines == ["2 skipped: needs a CUDA GPU", "1 skipped: needs nsys"]
 
 
@@ -528,7 +630,9 @@ def test_rebuild_refuses_to_store_another_devices_outputs(tmp_path):
         render.rebuild("abacus", output=tmp_path, save_notebooks=True)
 
 
-def test_notebooks_executed_together_give_what_each_gives_and_the_first_failure_is_told(monkeypatch):
+def test_notebooks_executed_together_give_what_each_gives_and_the_first_failure_is_told(
+    monkeypatch,
+):
     broken = ""
 
     def execute(name, values, lessons):

@@ -41,18 +41,30 @@ def committed(notebook: str) -> list[Record]:
 
 
 def parameters(size="nano", context=16, precision="fp32", attention="eager") -> dict:
-    return {"size": size, "context": context, "batch": 4, "precision": precision, "compile": "none",
-            "attention": attention}  # fmt: skip
+    return {
+        "size": size,
+        "context": context,
+        "batch": 4,
+        "precision": precision,
+        "compile": "none",
+        "attention": attention,
+    }
 
 
 def test_full_is_every_size_and_context_in_fp32_and_bf16_and_some_with_flash_attention():
     found = [one.parameters for one in cases("full", "cuda")]
-    eager = Counter((c["size"], c["context"], c["precision"]) for c in found if c["attention"] == "eager")
+    eager = Counter(
+        (c["size"], c["context"], c["precision"]) for c in found if c["attention"] == "eager"
+    )
     sizes = ("small", "medium", "large", "xl-2025", "2.7b", "10b")
-    assert eager == Counter((s, t, p) for s in sizes for t in (128, 256, 512, 2048) for p in ("fp32", "bf16"))
+    assert eager == Counter(
+        (s, t, p) for s in sizes for t in (128, 256, 512, 2048) for p in ("fp32", "bf16")
+    )
     flash = {(c["size"], c["context"], c["precision"]) for c in found if c["attention"] == "auto"}
     assert {(s, t, "bf16") for s in sizes for t in (512, 2048)} < flash < set(eager)
-    assert all(isinstance(one.timeout_s, float) and one.stop_at_failure for one in cases("full", "cuda"))
+    assert all(
+        isinstance(one.timeout_s, float) and one.stop_at_failure for one in cases("full", "cuda")
+    )
     for profile in ("smoke", "full"):
         for key in NSYS_ANALYSIS[profile].timelines:
             assert any(experiment.is_timeline(one.parameters) for one in cases(profile, "cpu")), key
@@ -64,8 +76,13 @@ def test_a_case_brings_those_after_it_of_its_size_alone():
     for size in ("small", "10b"):
         mine = [one for one in found if one.parameters["size"] == size]
         for number, one in enumerate(mine):
-            assert [taken for taken, _ in one.together] == [later.parameters for later in mine[number + 1 :]]
-    assert {one.phases for one in found} == {("inference", "train_step"), ("inference", "forward_backward")}
+            assert [taken for taken, _ in one.together] == [
+                later.parameters for later in mine[number + 1 :]
+            ]
+    assert {one.phases for one in found} == {
+        ("inference", "train_step"),
+        ("inference", "forward_backward"),
+    }
 
 
 def test_what_fits_an_h200_is_tried_and_little_that_does_not(monkeypatch):
@@ -81,13 +98,19 @@ def test_what_fits_an_h200_is_tried_and_little_that_does_not(monkeypatch):
     assert seen["ok", True] > 100 and seen["oom", False] >= 10 and seen["oom", True] <= 2
 
 
-@pytest.mark.parametrize(("precision", "attention"), [("fp32", "eager"), ("bf16", "eager"), ("fp32", "auto")])
+@pytest.mark.parametrize(
+    ("precision", "attention"), [("fp32", "eager"), ("bf16", "eager"), ("fp32", "auto")]
+)
 def test_the_bound_of_what_backward_keeps_is_a_lower_one(precision, attention, monkeypatch):
-    """Against the bytes that autograd saves on this machine, for shapes whose probabilities weigh much or little."""
+    """Against the bytes that autograd saves on this machine, for shapes whose probabilities weigh
+    much or little.
+    """
     for context in (16, 128):
         case = parameters(context=context, precision=precision, attention=attention)
         workload, kept = Workload(CPU, case), []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.append(x) or x, lambda x: x):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x, kept=kept: kept.append(x) or x, lambda x: x
+        ):
             loss = workload.forward()
         own = {parameter.untyped_storage().data_ptr() for parameter in workload.model.parameters()}
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
@@ -114,7 +137,9 @@ def test_smoke_captures_every_case_and_writes_tables(measured):
     folder, _ = measured
     path = folder / "records" / f"{NOTEBOOK}.jsonl"
     records = finished(NOTEBOOK, folder)
-    assert {record.status for record in records} == {"ok"} and len(records) == 2 * len(cases("smoke", "cpu"))
+    assert {record.status for record in records} == {"ok"} and len(records) == 2 * len(
+        cases("smoke", "cpu")
+    )
     assert {record.observed["profiler"] for record in records} == {"kineto cpu"}
     written = {path.name for path in (folder / "tables").glob("02_*.csv")}
     assert {"02_profiles.csv", "02_classes.csv", "02_kernels.csv", "02_attention.csv"} <= written
@@ -145,7 +170,9 @@ def test_the_environment_is_in_no_file(measured):
 
 @pytest.fixture(scope="module")
 def gpu_capture():
-    """Two cases of the small model in one capture of nsys; skipped where there is no GPU or no nsys."""
+    """Two cases of the small model in one capture of nsys; skipped where there is no GPU or no
+    nsys.
+    """
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
     nsys = Nsys.find()
@@ -168,12 +195,20 @@ def test_nsys_captures_steps_whose_kernels_are_all_in_their_phases(gpu_capture):
         total = metrics["capture_in_ranges_ms"] + metrics["capture_outside_us"] / 1e3
         assert total == pytest.approx(metrics["capture_kernel_ms"], rel=1e-3)
         assert metrics["num_launches"] == metrics["num_launches_with_ranges"]
-        classes = pd.DataFrame(found.observed["tables"]["classes"]).groupby("kernel_class")["total_us"].sum()
+        classes = (
+            pd.DataFrame(found.observed["tables"]["classes"])
+            .groupby("kernel_class")["total_us"]
+            .sum()
+        )
         assert classes.get("other", 0) < 0.02 * classes.sum()
-        if "fp32" in key:  # in bf16 at this size the elementwise kernels may take longer than the matmuls
+        if (
+            "fp32" in key
+        ):  # in bf16 at this size the elementwise kernels may take longer than the matmuls
             assert classes.idxmax() == "matmul"
     step = measured[experiment._key(parameters("small", 512), "train_step")].metrics
-    assert step["backward_kernel_ms"] > 1.5 * step["forward_kernel_ms"], "backward kernels reach their range"
+    assert step["backward_kernel_ms"] > 1.5 * step["forward_kernel_ms"], (
+        "backward kernels reach their range"
+    )
 
 
 @pytest.mark.gpu
@@ -185,4 +220,6 @@ def test_torch_profiler_gives_the_same_table_as_nsys(gpu_capture):
     assert ours.observed["profiler"] == "kineto"
     assert ours.metrics["num_launches"] == theirs.metrics["num_launches"]
     for phase in ("forward", "backward", "optimizer"):
-        assert ours.metrics[f"{phase}_kernel_ms"] == pytest.approx(theirs.metrics[f"{phase}_kernel_ms"], rel=0.05)
+        assert ours.metrics[f"{phase}_kernel_ms"] == pytest.approx(
+            theirs.metrics[f"{phase}_kernel_ms"], rel=0.05
+        )

@@ -1,4 +1,6 @@
-"""Chapter 02: what its queries and figures make of invented captures; its experiment is in test_nsys_analysis.py."""
+"""Chapter 02: what its queries and figures make of invented captures; its experiment is in
+test_nsys_analysis.py.
+"""
 
 import pandas as pd
 import pytest
@@ -13,29 +15,56 @@ FP32 = {"precision": "fp32"}
 BF16 = {"precision": "bf16"}
 
 
-def captured(precision="fp32", phase="train_step", *, matmul=900.0, copies=0.0, dtype="", **changes):
-    """A step of which products take `matmul` µs in forward, twice that in backward, and all else 100 µs a pass."""
+def captured(
+    precision="fp32", phase="train_step", *, matmul=900.0, copies=0.0, dtype="", **changes
+):
+    """A step of which products take `matmul` µs in forward, twice that in backward, and all else
+    100 µs a pass.
+    """
     part = "inference" if phase == "inference" else "forward"
     classes = [(part, "matmul", matmul), (part, "softmax", 100.0)]
     classes += [(part, "copy", copies)] * (copies > 0)
-    kernels = [(part, "gemm", "matmul", 7, matmul), (part, f"mask[masked_fill_kernel{dtype}]", "elementwise", 2, 50.0)]
+    kernels = [
+        (part, "gemm", "matmul", 7, matmul),
+        (part, f"mask[masked_fill_kernel{dtype}]", "elementwise", 2, 50.0),
+    ]
     kernels += [(part, name, "elementwise", 1, us) for name, us in (("add", 9.0), ("mul", 8.0))]
     if part == "forward":
         classes.append(("backward", "matmul", 2 * matmul))
-        kernels += [("backward", "gemm_t", "matmul", 7, 2 * matmul), ("step", "gemm", "matmul", 14, 3 * matmul)]
+        kernels += [
+            ("backward", "gemm_t", "matmul", 7, 2 * matmul),
+            ("step", "gemm", "matmul", 14, 3 * matmul),
+        ]
     core = f"{part}/block/attention/core"
-    ranges = [(f"{core}/scores", "matmul", matmul), (f"{core}/softmax", "softmax", 100.0), (part, "matmul", 1.0)]
-    timeline = {"start_us": [0.0, 10.0, 30.0, 50.0], "duration_us": [8.0, 8.0, 15.0, 5.0], "phase": [1, 1, 2, 3]}
+    ranges = [
+        (f"{core}/scores", "matmul", matmul),
+        (f"{core}/softmax", "softmax", 100.0),
+        (part, "matmul", 1.0),
+    ]
+    timeline = {
+        "start_us": [0.0, 10.0, 30.0, 50.0],
+        "duration_us": [8.0, 8.0, 15.0, 5.0],
+        "phase": [1, 1, 2, 3],
+    }
     timeline |= {"kernel_class": [0, 1, 0, 2], "block": [0, 0, 0, -1], "stream": [7] * 4}
     timeline |= {"class_names": ["matmul", "softmax", "optimizer"]}
     timeline |= {"phase_names": ["inference", "forward", "backward", "optimizer"]}
     tables = {
         "classes": pd.DataFrame(classes, columns=["phase", "kernel_class", "total_us"]),
-        "kernels": pd.DataFrame(kernels, columns=["phase", "short_name", "kernel_class", "launches", "total_us"]),
+        "kernels": pd.DataFrame(
+            kernels, columns=["phase", "short_name", "kernel_class", "launches", "total_us"]
+        ),
         "ranges": pd.DataFrame(ranges, columns=["path", "kernel_class", "total_us"]),
         "timeline": timeline,
     }
-    row = {**CASE, "precision": precision, "phase": phase, "batch": 4, "status": "ok", "timer_method": "nsys"}
+    row = {
+        **CASE,
+        "precision": precision,
+        "phase": phase,
+        "batch": 4,
+        "status": "ok",
+        "timer_method": "nsys",
+    }
     return row | {"disturbed": False, "session": "a", "observed": {"tables": tables}} | changes
 
 
@@ -59,7 +88,9 @@ def test_products_and_the_rest_are_compared_each_for_itself(matmul, copies, prod
     rows = classes(captured(matmul=9e3), captured("bf16", matmul=matmul, copies=copies))
     facts = [compare(rows, FP32, BF16, value=value, **CASE) for value in ("matmul_ms", "rest_ms")]
     assert [fact.verdict for fact in facts] == [products, rest]
-    assert facts[0].time == verdicts.DEVICE and facts[0]["ratio"].value == pytest.approx(9e3 / matmul)
+    assert facts[0].time == verdicts.DEVICE and facts[0]["ratio"].value == pytest.approx(
+        9e3 / matmul
+    )
 
 
 def test_softmax_and_products_move_their_fewest_bytes_in_their_time():
@@ -72,9 +103,16 @@ def test_softmax_and_products_move_their_fewest_bytes_in_their_time():
 
 
 def test_kernels_are_ranked_within_their_pass():
-    made = report.kernels_table(pd.DataFrame([captured(), captured(phase="inference")]), **CASE, **FP32)
+    made = report.kernels_table(
+        pd.DataFrame([captured(), captured(phase="inference")]), **CASE, **FP32
+    )
     assert made["kernel"].tolist() == ["`gemm`", "`mask[masked_fill_kernel]`", "`add`", "`gemm_t`"]
-    assert made["part"].tolist() == ["forward"] * 3 + ["backward"] and made["ms"].tolist() == [0.9, 0.0, 0.0, 1.8]
+    assert made["part"].tolist() == ["forward"] * 3 + ["backward"] and made["ms"].tolist() == [
+        0.9,
+        0.0,
+        0.0,
+        1.8,
+    ]
     bf16 = captured(matmul=1.0, dtype=":BFloat16")
     (first,) = report.kernels(pd.DataFrame([bf16]), 1, part="forward").to_dict("records")
     assert (first["class"], first["kernel"]) == ("elementwise", "mask[masked_fill_kernel:BFloat16]")
@@ -82,7 +120,13 @@ def test_kernels_are_ranked_within_their_pass():
 
 def test_a_timeline_shows_every_phase_and_one_block_closer():
     whole, closer = report.timeline(pd.DataFrame([captured()]), **CASE, **FP32).axes
-    assert [text.get_text() for text in whole.texts] == ["forward", "backward", "optimizer", "0", "0"]
+    assert [text.get_text() for text in whole.texts] == [
+        "forward",
+        "backward",
+        "optimizer",
+        "0",
+        "0",
+    ]
     drawn = [axis.get_legend_handles_labels()[1] for axis in (whole, closer)]
     assert drawn == [["matmul", "softmax", "optimizer"], ["matmul", "softmax"]]
     assert report.timeline(pd.DataFrame([captured()]), **CASE, **BF16) is None
@@ -98,7 +142,9 @@ def test_bars_are_stacked_in_order_and_a_way_that_lacks_a_size_leaves_its_place(
     assert [bar.get_x() for bar in one.containers[1]] == pytest.approx([2.7, 2.7])
 
 
-@pytest.mark.parametrize("rows", [[], [captured(status="oom", observed={})], [captured(phase="inference")]])
+@pytest.mark.parametrize(
+    "rows", [[], [captured(status="oom", observed={})], [captured(phase="inference")]]
+)
 def test_what_is_missing_is_said_and_nothing_raises(rows):
     made = pd.DataFrame(rows)
     for fact in (
@@ -112,7 +158,9 @@ def test_what_is_missing_is_said_and_nothing_raises(rows):
 
 
 def test_a_disturbed_capture_marks_every_number_made_of_it():
-    made = pd.DataFrame([captured("bf16", "inference", disturbed=True), captured(phase="inference")])
+    made = pd.DataFrame(
+        [captured("bf16", "inference", disturbed=True), captured(phase="inference")]
+    )
     facts = [measured(report.attention(made), "softmax_gb_per_s", **CASE, **BF16)]
     facts += [compare(report.attention(made), FP32, BF16, value="total_ms", **CASE)]
     facts += [measured(report.kernels(made, 1, part="inference"), "total_ms", **CASE, **BF16)]

@@ -1,4 +1,6 @@
-"""The HTML report and the notebooks as a browser shows them, and what hostile names in records come to."""
+"""The HTML report and the notebooks as a browser shows them, and what hostile names in records come
+to.
+"""
 
 import base64
 import contextlib
@@ -22,7 +24,9 @@ import websocket
 from labkit.configs import REPOSITORY
 from labkit.report import page, tables
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 
 HOSTILE = [
@@ -36,7 +40,10 @@ HOSTILE = [
     "<style>* { display: none }</style>",
 ]
 
-FIGURE = '<svg xmlns="http://www.w3.org/2000/svg" width="990" height="330"><rect width="90%" height="90%"/></svg>'
+FIGURE = (
+    '<svg xmlns="http://www.w3.org/2000/svg" width="990" height="330">'
+    '<rect width="90%" height="90%"/></svg>'
+)
 
 MARKDOWN = """# A transformer measured on {device}
 
@@ -46,7 +53,8 @@ MARKDOWN = """# A transformer measured on {device}
 
 ## Things to know
 
-1. **The host sets the pace.** → [Who sets the pace?](#who-sets-the-pace) and [its second half](#environment-1)
+1. **The host sets the pace.** → [Who sets the pace?](#who-sets-the-pace) and
+   [its second half](#environment-1)
 
 ![Rates <of> "a" step](01_rates.svg)
 
@@ -77,9 +85,13 @@ def report(tmp_path) -> Path:
     (folder / "01_rates.svg").write_text(FIGURE)
     table = tables.to_markdown(pd.DataFrame({f"quantity {n} (ms)": HOSTILE for n in range(12)}))
     device = HOSTILE[0]
-    text = MARKDOWN.format(device=device, table=table, long="nothing_to_break_at, " * 20 + "x" * 200)
+    text = MARKDOWN.format(
+        device=device, table=table, long="nothing_to_break_at, " * 20 + "x" * 200
+    )
     path = folder / "report.html"
-    path.write_text(page.html(text, folder, f"A transformer measured on {device}"), encoding="utf-8")
+    path.write_text(
+        page.html(text, folder, f"A transformer measured on {device}"), encoding="utf-8"
+    )
     return path
 
 
@@ -87,15 +99,28 @@ def report(tmp_path) -> Path:
 @pytest.mark.parametrize("width", [390, 1400])
 def test_the_page_is_readable_at_this_width(report, width, browser):
     browser.open(report.as_uri(), width, mobile=width < 600)
-    seen = browser.value("[innerWidth, document.documentElement.scrollWidth, document.images.length]")
+    seen = browser.value(
+        "[innerWidth, document.documentElement.scrollWidth, document.images.length]"
+    )
     assert seen[0] == width >= seen[1] and seen[2] == 1
     assert browser.value("[...document.images].every(image => image.naturalWidth && image.alt)")
-    assert browser.value("parseFloat(getComputedStyle(document.querySelector('td')).fontSize)") >= 13
+    assert (
+        browser.value("parseFloat(getComputedStyle(document.querySelector('td')).fontSize)") >= 13
+    )
     assert browser.complaints() == []
-    requests = [event["params"]["request"]["url"] for event in browser.events("Network.requestWillBeSent")]
-    assert len(requests) == 2 and requests[0] == report.as_uri() and requests[1].startswith("data:image/svg+xml;")
+    requests = [
+        event["params"]["request"]["url"] for event in browser.events("Network.requestWillBeSent")
+    ]
+    assert (
+        len(requests) == 2
+        and requests[0] == report.as_uri()
+        and requests[1].startswith("data:image/svg+xml;")
+    )
     # A table wider than the page scrolls inside its own box.
-    assert browser.value("(box => box.scrollWidth > box.clientWidth)([...document.querySelectorAll('.table')].at(-1))")
+    assert browser.value(
+        "(box => box.scrollWidth > box.clientWidth)"
+        "([...document.querySelectorAll('.table')].at(-1))"
+    )
     # The contents are folded on a phone and open beside the text.
     assert browser.value("document.querySelector('nav a').checkVisibility()") == (width > 1000)
 
@@ -103,7 +128,9 @@ def test_the_page_is_readable_at_this_width(report, width, browser):
 @needs_chromium
 def test_headings_are_in_order_and_every_link_arrives(report, browser):
     browser.open(report.as_uri(), 1400)
-    headings = browser.value("[...document.querySelectorAll('h1,h2,h3,h4,h5,h6')].map(h => [h.tagName, h.id])")
+    headings = browser.value(
+        "[...document.querySelectorAll('h1,h2,h3,h4,h5,h6')].map(h => [h.tagName, h.id])"
+    )
     assert [level for level, _ in headings] == ["H1", "H2", "H2", "H3", "H4", "H2", "H3"]
     assert [anchor for _, anchor in headings][1:] == [
         "things-to-know",
@@ -118,7 +145,9 @@ def test_headings_are_in_order_and_every_link_arrives(report, browser):
     sections = {anchor for level, anchor in headings if level in ("H2", "H3")}
     assert {link[1:] for link in links if link.startswith("#")} == {"contents", *sections}
     assert browser.value("[...document.querySelectorAll('th')].every(cell => cell.scope == 'col')")
-    assert browser.value("[document.documentElement.lang, document.querySelectorAll('nav, main').length]") == ["en", 2]
+    assert browser.value(
+        "[document.documentElement.lang, document.querySelectorAll('nav, main').length]"
+    ) == ["en", 2]
 
 
 @needs_chromium
@@ -129,9 +158,27 @@ def test_hostile_names_are_text(report, browser):
         assert shown.count(text.strip("<>") if text.startswith("<javascript") else text) >= 24, text
     assert browser.value("document.title") == f"A transformer measured on {HOSTILE[0]}"
     assert browser.value("document.querySelectorAll('main details').length") == 0
-    assert browser.value("document.querySelectorAll('script, iframe, object, main style, [style]').length") == 0
-    attributes = browser.value("[...document.querySelectorAll('body *')].flatMap(tag => tag.getAttributeNames())")
-    assert set(attributes) <= {"alt", "aria-label", "class", "href", "id", "open", "role", "scope", "src", "tabindex"}
+    assert (
+        browser.value(
+            "document.querySelectorAll('script, iframe, object, main style, [style]').length"
+        )
+        == 0
+    )
+    attributes = browser.value(
+        "[...document.querySelectorAll('body *')].flatMap(tag => tag.getAttributeNames())"
+    )
+    assert set(attributes) <= {
+        "alt",
+        "aria-label",
+        "class",
+        "href",
+        "id",
+        "open",
+        "role",
+        "scope",
+        "src",
+        "tabindex",
+    }
     assert not browser.events("Page.javascriptDialogOpening")
 
 
@@ -156,8 +203,15 @@ def test_jupyterlab_shows_a_notebook_and_runs_its_first_cells(name, jupyterlab, 
     browser.open(f"{url}/lab/tree/{name}.ipynb?token={token}", 1400)
     panel = ".jp-NotebookPanel:not(.lm-mod-hidden)"
     browser.wait_for(f"document.querySelectorAll('{panel} .jp-CodeCell').length >= 3")
-    title = nbformat.read(REPOSITORY / "notebooks" / f"{name}.ipynb", 4).cells[0].source.split("\n")[0].lstrip("# ")
-    browser.wait_for(f"document.querySelector('{panel} h1')?.innerText.startsWith({json.dumps(title)})")
+    title = (
+        nbformat.read(REPOSITORY / "notebooks" / f"{name}.ipynb", 4)
+        .cells[0]
+        .source.split("\n")[0]
+        .lstrip("# ")
+    )
+    browser.wait_for(
+        f"document.querySelector('{panel} h1')?.innerText.startsWith({json.dumps(title)})"
+    )
 
     # Cells are drawn as they come into view.
     figure = f"document.querySelector('{panel} .jp-OutputArea img')"
@@ -166,17 +220,26 @@ def test_jupyterlab_shows_a_notebook_and_runs_its_first_cells(name, jupyterlab, 
     browser.value(f"{figure}.scrollIntoView()")
     browser.screenshot(f"{name}_figure")
 
-    # The title, what the lesson needs, and the four cells of set-up. They are collapsed: the prompt of the last
-    # one's output, the line that says where the records come from, tells that all were run.
+    # The title, what the lesson needs, and the four cells of set-up. They are collapsed: the prompt
+    # of the last one's output, the line that says where the records come from, tells that all were
+    # run.
     browser.value(f"document.querySelector('{panel} .jp-WindowedPanel-outer').scrollTo(0, 0)")
-    browser.wait_for("document.querySelector('.jp-Notebook-ExecutionIndicator')?.dataset.status == 'idle'")
+    browser.wait_for(
+        "document.querySelector('.jp-Notebook-ExecutionIndicator')?.dataset.status == 'idle'"
+    )
     browser.click(f"{panel} .jp-MarkdownCell h1")
     for _ in range(6):
         browser.press_shift_enter()
-    prompts = f"[...document.querySelectorAll('{panel} .jp-OutputPrompt')].map(prompt => prompt.innerText)"
+    prompts = (
+        f"[...document.querySelectorAll('{panel} .jp-OutputPrompt')]"
+        ".map(prompt => prompt.innerText)"
+    )
     browser.wait_for(f"({prompts}).includes('[4]:')")
     browser.screenshot(f"{name}_run")
-    error = "[data-mime-type='application/vnd.jupyter.error'], [data-mime-type='application/vnd.jupyter.stderr']"
+    error = (
+        "[data-mime-type='application/vnd.jupyter.error'], "
+        "[data-mime-type='application/vnd.jupyter.stderr']"
+    )
     assert browser.value(f"document.querySelectorAll({json.dumps(error)}).length") == 0
 
 
@@ -186,7 +249,9 @@ class Browser:
     def __init__(self, port_file: Path, screenshots: Path):
         _wait_for(lambda: port_file.exists() and len(port_file.read_text().split()) == 2)
         port, path = port_file.read_text().split()
-        self._socket = websocket.create_connection(f"ws://127.0.0.1:{port}{path}", timeout=60, suppress_origin=True)
+        self._socket = websocket.create_connection(
+            f"ws://127.0.0.1:{port}{path}", timeout=60, suppress_origin=True
+        )
         self._numbers = itertools.count()
         self._session: str | None = None
         self._events: list[dict] = []
@@ -195,22 +260,32 @@ class Browser:
     def call(self, method: str, **parameters) -> dict:
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": parameters}
-        self._socket.send(json.dumps(message | ({"sessionId": self._session} if self._session else {})))
+        self._socket.send(
+            json.dumps(message | ({"sessionId": self._session} if self._session else {}))
+        )
         while (answer := json.loads(self._socket.recv())).get("id") != number:
             self._events.append(answer)
         assert "error" not in answer, answer
         return answer["result"]
 
     def open(self, url: str, width: int, *, mobile: bool = False) -> None:
-        """Loads `url` in a new page; `mobile` lays it out as a phone does, which asks for a viewport."""
+        """Loads `url` in a new page; `mobile` lays it out as a phone does, which asks for a
+        viewport.
+        """
         self._session = None
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         self._events.clear()
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
         self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1 + mobile, mobile=mobile
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1 + mobile,
+            mobile=mobile,
         )
         self.call("Page.navigate", url=url)
         while not self.events("Page.loadEventFired"):
@@ -228,7 +303,9 @@ class Browser:
         ]
 
     def value(self, expression: str):
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
@@ -260,7 +337,10 @@ class Browser:
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory) -> Iterator[Browser]:
     profile = tmp_path_factory.mktemp("chromium")
-    options = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    options = (
+        "--headless --no-sandbox --disable-gpu --disable-quic "
+        "--no-first-run --disable-background-networking"
+    )
     options += " --disable-component-update --disable-sync --remote-debugging-port=0"
     command = [CHROMIUM, *options.split(), f"--user-data-dir={profile}", "about:blank"]
     with _ended(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)):
@@ -269,7 +349,9 @@ def browser(tmp_path_factory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def jupyterlab(tmp_path_factory) -> Iterator[tuple[str, str]]:
-    """A server started as the README says, on copies of the notebooks since JupyterLab saves what is run."""
+    """A server started as the README says, on copies of the notebooks since JupyterLab saves what
+    is run.
+    """
     folder = tmp_path_factory.mktemp("jupyterlab")
     (folder / "notebooks").mkdir()
     for path in (REPOSITORY / "notebooks").glob("*.ipynb"):
@@ -284,7 +366,9 @@ def jupyterlab(tmp_path_factory) -> Iterator[tuple[str, str]]:
     runtime = folder / "runtime"
     settings = folder / "config" / "labconfig" / "page_config.json"
     settings.parent.mkdir(parents=True)
-    settings.write_text('{"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": true}}')
+    settings.write_text(
+        '{"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": true}}'
+    )
     environment = os.environ | {
         "PYTHONPATH": str(REPOSITORY),
         "JUPYTER_RUNTIME_DIR": str(runtime),
@@ -293,9 +377,15 @@ def jupyterlab(tmp_path_factory) -> Iterator[tuple[str, str]]:
         "IPYTHONDIR": str(folder / "ipython"),
     }
     command = [sys.executable, "-m", "jupyter", "lab", "notebooks/", "--no-browser", "--allow-root"]
-    command += [f"--ServerApp.port={port}", "--ServerApp.port_retries=0", f"--IdentityProvider.token={token}"]
+    command += [
+        f"--ServerApp.port={port}",
+        "--ServerApp.port_retries=0",
+        f"--IdentityProvider.token={token}",
+    ]
     with (folder / "log").open("w") as log:
-        server = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        server = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT
+        )
     with _ended(server):
         _wait_for(lambda: list(runtime.glob("jpserver-*.json")) or server.poll() is not None)
         assert server.poll() is None, (folder / "log").read_text()

@@ -49,9 +49,11 @@ NUM_RANKS = pytest.mark.parametrize("ranks", ["two", *more("four")], indirect=Tr
 
 @NUM_RANKS
 def test_every_wrapper_trains_as_one_process(ranks):
-    """One process adds up each rank's own gradient, in rank order: a batch taken at once would round differently.
+    """One process adds up each rank's own gradient, in rank order: a batch taken at once would
+    round differently.
 
-    Two ranks' sum is the same in either order, so there every bit agrees. gloo adds four in an order of its own.
+    Two ranks' sum is the same in either order, so there every bit agrees. gloo adds four in an
+    order of its own.
     """
     for results in ranks["wrappers"]:
         assert len(results) == 2 * (7 * REPEATS + 6) + 4
@@ -72,8 +74,13 @@ def test_fully_sharded_transformer_with_checkpointing_and_compiled_blocks(ranks)
         for variant, difference, right, num_layers, bytes_left in results:
             exact = nproc == 2 and variant in ("plain", "units", "checkpointed")
             # Three blocks of seven matrices, embedding and head.
-            assert num_layers == (23 if variant.startswith(("plain", "checkpointed")) and "comp" not in variant else 5)
-            assert difference <= (0 if exact else tolerance.get(variant, 2e-6)), (variant, difference)
+            assert num_layers == (
+                23 if variant.startswith(("plain", "checkpointed")) and "comp" not in variant else 5
+            )
+            assert difference <= (0 if exact else tolerance.get(variant, 2e-6)), (
+                variant,
+                difference,
+            )
             assert variant not in tolerance or difference > 1e-5, f"{variant} computed in fp32"
             assert right and bytes_left == 0, variant
 
@@ -110,16 +117,21 @@ def test_modules_that_share_or_remember_parameters_train_fully_sharded_as_in_one
 
 def test_misuse_of_a_wrapper_is_refused_by_name(two):
     patterns = [
-        r"RuntimeError: a second backward before finish_gradient_synchronization\(\); accepted: one",
-        r"RuntimeError: after wrapping, 2.weight, 2.bias was added, replaced or moved; accepted: before it",
+        r"RuntimeError: a second backward before finish_gradient_synchronization\(\); accepted: "
+        r"one",
+        r"RuntimeError: after wrapping, 2.weight, 2.bias was added, replaced or moved; accepted: "
+        r"before it",
         r"RuntimeError: after wrapping, 0.weight was added, replaced or moved; accepted: before it",
-        r"RuntimeError: after wrapping, 0.weight, 0.bias was added, replaced or moved; accepted: before it",
+        r"RuntimeError: after wrapping, 0.weight, 0.bias was added, replaced or moved; accepted: "
+        r"before it",
         r"TypeError: \w+Parallel cannot be copied or pickled; accepted: its module",
     ]
     sharded = [
-        r"RuntimeError: MultiheadAttention computes with a parameter of another.*units=\(MultiheadAttention,\)",
+        r"RuntimeError: MultiheadAttention computes with a parameter of "
+        r"another.*units=\(MultiheadAttention,\)",
         r"RuntimeError: Readout computes with a parameter of another.*units=\(Readout,\)",
-        r"RuntimeError: 0.bias has a gradient of this rank alone.*accepted: use in its module's forward pass",
+        r"RuntimeError: 0.bias has a gradient of this rank alone.*accepted: use in its module's "
+        r"forward pass",
     ]
     for messages in two["misuse"]:
         assert len(messages) == len(6 * patterns + sharded)
@@ -144,12 +156,19 @@ def test_a_layer_is_gathered_when_the_one_but_last_before_it_is_done(two):
 
 
 def test_sharded_optimizer_steps_as_the_unsharded_and_moves_to_other_ranks(two, four):
-    assert [results[0] for results in four["sharded_optimizer"]] == [("state of another number of ranks", True)] * 4
-    for results in (*two["sharded_optimizer"], *(results[1:] for results in four["sharded_optimizer"])):
+    assert [results[0] for results in four["sharded_optimizer"]] == [
+        ("state of another number of ranks", True)
+    ] * 4
+    for results in (
+        *two["sharded_optimizer"],
+        *(results[1:] for results in four["sharded_optimizer"]),
+    ):
         *results, (last, _) = results
         assert last == "saved" and len(results) == 16
         for name, result in results:
-            assert "accepted" in result or "empty" in result if isinstance(result, str) else result, name
+            assert (
+                "accepted" in result or "empty" in result if isinstance(result, str) else result
+            ), name
 
 
 def test_on_a_gpu_collectives_are_timed_once_all_are_issued(monkeypatch):
@@ -181,11 +200,17 @@ def test_collectives_move_the_right_elements_and_count_as_nccl_tests_does(four):
     assert all(result == results[0] for result in results)
     assert [r["operation"] for r in results[0][::4]] == list(OPERATIONS)
     for result in results[0]:
-        assert result["num_wrong"] == 0 and result["world_size"] == 4 and len(result["times_s"]) == 3
+        assert (
+            result["num_wrong"] == 0 and result["world_size"] == 4 and len(result["times_s"]) == 3
+        )
         # A CPU's rank waits for what it issues.
         assert result["issue_s"] == result["seconds"] == sorted(result["times_s"])[1]
-        assert result["algorithm_gbs"] == pytest.approx(result["num_bytes"] / result["seconds"] / 1e9)
-        assert result["bus_gbs"] == pytest.approx(bus_factor(result["operation"], 4) * result["algorithm_gbs"])
+        assert result["algorithm_gbs"] == pytest.approx(
+            result["num_bytes"] / result["seconds"] / 1e9
+        )
+        assert result["bus_gbs"] == pytest.approx(
+            bus_factor(result["operation"], 4) * result["algorithm_gbs"]
+        )
     # What is no whole number of elements for each rank is left off.
     assert {r["num_bytes"] for r in results[0]} == {1000, 992, 100_000}
 
@@ -235,7 +260,9 @@ def test_launch_refuses_what_cannot_start(arguments, options, message):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_more_ranks_than_gpus_are_refused():
-    with pytest.raises(ValueError, match=f"{torch.cuda.device_count() + 1} ranks with nccl; accepted: 1 to"):
+    with pytest.raises(
+        ValueError, match=f"{torch.cuda.device_count() + 1} ranks with nccl; accepted: 1 to"
+    ):
         launch("failing_rank:fault", torch.cuda.device_count() + 1, device="cuda")
 
 
@@ -254,7 +281,11 @@ def test_a_failing_rank_ends_the_run_with_its_error(kind, rank, said, bound_s):
         launch("failing_rank:fault", 2, kind, device="cpu", timeout_s=60, collective_timeout_s=4)
     assert time.monotonic() - begin < bound_s
     message = str(caught.value)
-    assert caught.value.rank == rank and f"rank {rank} of 2 failed first" in message and said in message
+    assert (
+        caught.value.rank == rank
+        and f"rank {rank} of 2 failed first" in message
+        and said in message
+    )
     if kind == "hang":
         # Where the rank stood for which the failing one waited.
         assert re.search(r"rank 1 was at:(\n.*)*in fault", message)
@@ -277,7 +308,8 @@ def test_a_deadline_ends_ranks_that_never_communicate():
         ("crash", 1, "ZeroDivisionError: of rank 1"),
         ("killed", 1, "killed by SIGKILL"),
         ("hang", 0, r"ALLREDUCE, NumelIn=4,.*timing out"),
-        # A rank that needs no more elements than it has been sent goes on; the other waits for the rest of its own.
+        # A rank that needs no more elements than it has been sent goes on; the other waits for the
+        # rest of its own.
         ("shape", 1, r"ALLREDUCE, NumelIn=1004,.*timing out"),
     ],
 )

@@ -1,4 +1,6 @@
-"""Sustained times are of calls back to back, power is the counter's; what there is not is absent with its reason."""
+"""Sustained times are of calls back to back, power is the counter's; what there is not is absent
+with its reason.
+"""
 
 import itertools
 import json
@@ -41,15 +43,21 @@ def readings(begin_s, end_s, watts=WATTS, step_s=STEP_S, clocks=None, mask=0, en
             60 + i % 5,
             mask,
         )
-        for i, (time_s, clock) in enumerate(zip(times, clocks or itertools.repeat(1500), strict=False))
+        for i, (time_s, clock) in enumerate(
+            zip(times, clocks or itertools.repeat(1500), strict=False)
+        )
     ]
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU whose time is that of a `Clock`, and whose NVML says what `says` returns of begin and end."""
+    """A GPU whose time is that of a `Clock`, and whose NVML says what `says` returns of begin and
+    end.
+    """
     clock = Clock()
-    fake = types.SimpleNamespace(clock=clock, says=readings, name="NVIDIA H200", most_queued=0, energy_reads=0)
+    fake = types.SimpleNamespace(
+        clock=clock, says=readings, name="NVIDIA H200", most_queued=0, energy_reads=0
+    )
 
     class Event:
         queued = 0
@@ -80,7 +88,9 @@ def gpu(monkeypatch):
         def __exit__(self, *_):
             for one in fake.says(self.begin_s, clock.now_s):
                 fake.energy_reads += self.wants_energy(one.time_s)
-                self.readings.append(one if self.wants_energy(one.time_s) else one._replace(energy_mj=None))
+                self.readings.append(
+                    one if self.wants_energy(one.time_s) else one._replace(energy_mj=None)
+                )
 
     def synchronize(device_kind):
         clock.waits += 1
@@ -95,7 +105,9 @@ def gpu(monkeypatch):
 
 def test_a_window_holds_calls_back_to_back_and_no_more_than_that(gpu):
     found = sustained(gpu.clock.call, device_kind="cuda", warmup_s=1.0, window_s=2.0)
-    assert found.ms_per_call == pytest.approx(4.0) and found.window_s == pytest.approx(found.num_calls * CALL_S)
+    assert found.ms_per_call == pytest.approx(4.0) and found.window_s == pytest.approx(
+        found.num_calls * CALL_S
+    )
     assert 2.0 <= found.window_s < 2.1 and 1.0 <= found.warmup_s < 1.1
     assert gpu.clock.calls == pytest.approx((found.warmup_s + found.window_s) / CALL_S)
     assert gpu.most_queued <= 3, "the host runs away from the device"
@@ -124,7 +136,8 @@ def test_energy_is_power_between_steps_of_the_counter_times_the_time_of_a_call(g
 def test_a_counter_that_advances_in_steps_gives_the_same_power_for_every_step(gpu, step_s):
     gpu.says = lambda begin_s, end_s: readings(begin_s, end_s, step_s=step_s)
     for window_s in (1.0, 1.02, 1.04, 1.06, 1.08):
-        # Read at the ends of the worst of these windows, steps of 0.1 s would give several percent too little or much.
+        # Read at the ends of the worst of these windows, steps of 0.1 s would give several percent
+        # too little or much.
         found = sustained(gpu.clock.call, device_kind="cuda", window_s=window_s)
         assert found.watts == pytest.approx(WATTS, rel=0.03)
     # Each read slows a host-bound window down by more than a millisecond.
@@ -134,7 +147,9 @@ def test_a_counter_that_advances_in_steps_gives_the_same_power_for_every_step(gp
 def test_the_power_before_the_window_does_not_count(gpu):
     def says(begin_s, end_s):
         early = readings(begin_s, begin_s + 1.0, watts=100.0)
-        late = [one._replace(energy_mj=one.energy_mj + 10**9) for one in readings(begin_s + 1.0, end_s)]
+        late = [
+            one._replace(energy_mj=one.energy_mj + 10**9) for one in readings(begin_s + 1.0, end_s)
+        ]
         return [*early, *late]
 
     gpu.says = says
@@ -156,7 +171,9 @@ def test_without_energy_the_reason_is_given_and_the_time_is_measured(gpu, says, 
     found = sustained(gpu.clock.call, device_kind="cuda")
     assert (found.watts, found.no_energy) == (None, reason)
     metrics = found.metrics(flops=8e12)
-    assert metrics["sustained_ms"] == pytest.approx(4.0) and metrics["sustained_tflops"] == pytest.approx(2000.0)
+    assert metrics["sustained_ms"] == pytest.approx(4.0) and metrics[
+        "sustained_tflops"
+    ] == pytest.approx(2000.0)
     assert not {"joules", "watts", "tflop_per_joule"} & metrics.keys()
     assert found.telemetry()["no_energy"] == reason
 
@@ -178,7 +195,10 @@ def test_a_clock_that_falls_is_not_steady(gpu):
     gpu.says = lambda *ends: readings(*ends, clocks=itertools.count(1980, -5), mask=0x4)
     found = sustained(gpu.clock.call, device_kind="cuda")
     assert found.clock_drift > power.STEADY > found.drift and found.metrics()["steady"] == 0
-    assert found.telemetry()["throttle_reasons"] == ["software power cap"] and found.temperature_c == 64
+    assert (
+        found.telemetry()["throttle_reasons"] == ["software power cap"]
+        and found.temperature_c == 64
+    )
 
 
 def test_calls_that_slow_down_are_not_steady_at_one_clock(gpu):
@@ -195,7 +215,9 @@ def test_a_replay_counts_as_the_calls_that_it_holds(gpu):
 def test_a_call_longer_than_the_window_is_made_twice(gpu):
     gpu.clock.call_s = 5.0
     found = sustained(gpu.clock.call, device_kind="cuda")
-    assert found.num_calls == 2 and found.ms_per_call == pytest.approx(5000.0) and gpu.clock.calls == 4
+    assert (
+        found.num_calls == 2 and found.ms_per_call == pytest.approx(5000.0) and gpu.clock.calls == 4
+    )
 
 
 @pytest.mark.parametrize("option", ["warmup_s", "window_s", "calls_per_function"])
@@ -239,7 +261,11 @@ def test_joules_of_a_matrix_product_agree_with_the_counter_read_by_hand():
             pytest.skip("needs an energy counter")
         found = sustained(lambda: torch.matmul(a, b), device_kind="cuda", warmup_s=2.0)
         torch.cuda.synchronize()
-        before, begin, num_calls = nvml.nvmlDeviceGetTotalEnergyConsumption(handle), time.perf_counter(), 0
+        before, begin, num_calls = (
+            nvml.nvmlDeviceGetTotalEnergyConsumption(handle),
+            time.perf_counter(),
+            0,
+        )
         while time.perf_counter() - begin < 3.0:
             for _ in range(50):
                 torch.matmul(a, b)
@@ -247,7 +273,10 @@ def test_joules_of_a_matrix_product_agree_with_the_counter_read_by_hand():
             num_calls += 50
         joules = (nvml.nvmlDeviceGetTotalEnergyConsumption(handle) - before) * 1e-3
     by_hand = 2 * n**3 * num_calls / joules / 1e12
-    print(f"TFLOP/J {found.metrics(flops=2 * n**3)['tflop_per_joule']:.4f}, by hand {by_hand:.4f}; {found}")
+    print(
+        f"TFLOP/J {found.metrics(flops=2 * n**3)['tflop_per_joule']:.4f}, by hand {by_hand:.4f}; "
+        f"{found}"
+    )
     assert found.metrics(flops=2 * n**3)["tflop_per_joule"] == pytest.approx(by_hand, rel=0.05)
     assert found.window_s >= 1.0 and found.sm_clock_mhz > 0
 
@@ -260,7 +289,9 @@ def test_watching_the_gpu_does_not_slow_the_host_down(monkeypatch):
     found = {power.READING_INTERVAL_S: [], 100.0: []}
     for interval_s in 4 * list(found):  # in turn: a host is not as fast in each second
         monkeypatch.setattr(power, "READING_INTERVAL_S", interval_s)
-        found[interval_s].append(sustained(lambda: x.add_(1), device_kind="cuda", warmup_s=0.5).ms_per_call)
+        found[interval_s].append(
+            sustained(lambda: x.add_(1), device_kind="cuda", warmup_s=0.5).ms_per_call
+        )
     watched, alone = map(min, found.values())
     print(f"{1e3 * watched:.3f} µs watched, {1e3 * alone:.3f} µs alone; {found}")
     assert watched < 1.05 * alone

@@ -1,4 +1,6 @@
-"""Captures are read as they are: every launch in its range, every kernel in its class, nothing left behind."""
+"""Captures are read as they are: every launch in its range, every kernel in its class, nothing left
+behind.
+"""
 
 import ast
 import gzip
@@ -19,11 +21,20 @@ import torch
 
 import labkit
 from labkit.measure import profiling
-from labkit.measure.profiling import OUTSIDE, Nsys, ProfileError, busy_ns, classify, launches, read_nsys
+from labkit.measure.profiling import (
+    OUTSIDE,
+    Nsys,
+    ProfileError,
+    busy_ns,
+    classify,
+    launches,
+    read_nsys,
+)
 
 FIXTURE = Path(__file__).parent / "fixtures" / "nsys_2025.3.1_h200.sqlite"
-"""Nsight Systems 2025.3.1 on an H200, cut down to what a reader needs: three matmuls, then range "measure" with five
-"step", each with "mm" (one matmul) and "softmax" (one softmax)."""
+"""Nsight Systems 2025.3.1 on an H200, cut down to what a reader needs: three matmuls, then range
+"measure" with five "step", each with "mm" (one matmul) and "softmax" (one softmax).
+"""
 
 PHASES = ("inference", "forward", "backward", "optimizer")
 PROCESS = 77 << 24
@@ -33,8 +44,8 @@ PROCESS = 77 << 24
 def export(tmp_path):
     """Writes an export of nsys; times in ns.
 
-    Kernels are (name, launching thread, launch, start, end), ranges (name, or the number of a registered one, thread,
-    start, end), memsets (launching thread, launch, start, end).
+    Kernels are (name, launching thread, launch, start, end), ranges (name, or the number of a
+    registered one, thread, start, end), memsets (launching thread, launch, start, end).
     """
 
     def write(kernels=(), ranges=(), memsets=()) -> Path:
@@ -43,28 +54,45 @@ def export(tmp_path):
         launched = {number: kernel[1:3] for number, kernel in enumerate(kernels, start=1)}
         launched |= {number: memset[:2] for number, memset in memsets.items()}
         tables = {
-            'CUPTI_ACTIVITY_KIND_KERNEL (start, "end", streamId, correlationId, globalPid, demangledName)': [
-                (*kernel[3:], 7, number, PROCESS, number) for number, kernel in enumerate(kernels, start=1)
+            'CUPTI_ACTIVITY_KIND_KERNEL (start, "end", streamId, correlationId, globalPid, '
+            "demangledName)": [
+                (*kernel[3:], 7, number, PROCESS, number)
+                for number, kernel in enumerate(kernels, start=1)
             ],
             'CUPTI_ACTIVITY_KIND_RUNTIME (start, "end", globalTid, correlationId)': [
-                (at, at + 1, PROCESS + thread, number) for number, (thread, at) in launched.items() if at is not None
+                (at, at + 1, PROCESS + thread, number)
+                for number, (thread, at) in launched.items()
+                if at is not None
             ],
             'CUPTI_ACTIVITY_KIND_MEMSET (start, "end", streamId, correlationId, globalPid)': [
                 (*memset[2:], 7, number, PROCESS) for number, memset in memsets.items()
             ],
             'NVTX_EVENTS (start, "end", eventType, text, textId, globalTid)': [
-                *((*span, *(kind or [59]), *((None, name) if isinstance(name, int) else (name, None)), PROCESS + thread)
-                  for name, thread, *span in ranges for span, kind in [(span[:2], span[2:])]),
+                *(
+                    (
+                        *span,
+                        *(kind or [59]),
+                        *((None, name) if isinstance(name, int) else (name, None)),
+                        PROCESS + thread,
+                    )
+                    for name, thread, *span in ranges
+                    for span, kind in [(span[:2], span[2:])]
+                ),
                 (0, None, 75, "a domain", None, PROCESS + 1),
             ],
-            "StringIds (id, value)": [(900, "registered"), *enumerate((kernel[0] for kernel in kernels), start=1)],
-        }  # fmt: skip
+            "StringIds (id, value)": [
+                (900, "registered"),
+                *enumerate((kernel[0] for kernel in kernels), start=1),
+            ],
+        }
         with sqlite3.connect(path) as connection:
             for table, rows in tables.items():
                 if rows or table.startswith("CUPTI_ACTIVITY_KIND_K"):
                     connection.execute(f"CREATE TABLE {table}")
                     places = ", ".join("?" * (table.count(",") + 1))
-                    connection.executemany(f"INSERT INTO {table.split()[0]} VALUES ({places})", rows)
+                    connection.executemany(
+                        f"INSERT INTO {table.split()[0]} VALUES ({places})", rows
+                    )
         connection.close()
         return path
 
@@ -88,7 +116,9 @@ def test_the_fixture_has_five_steps_each_one_matmul_and_one_softmax_and_three_ma
     kernels = table[table["kind"] == "kernel"]
     assert len(kernels) == 14 and (trace.source, trace.version) == ("nsys", "2025.3.1")
     inside = kernels[kernels["range"] != OUTSIDE]
-    assert inside["path"].tolist() == [("measure", "step", "mm"), ("measure", "step", "softmax")] * 5
+    assert (
+        inside["path"].tolist() == [("measure", "step", "mm"), ("measure", "step", "softmax")] * 5
+    )
     assert inside["kernel_class"].tolist() == ["matmul", "softmax"] * 5
     assert inside["phase"].tolist() == ["mm", "softmax"] * 5
     outside = kernels[kernels["range"] == OUTSIDE]["kernel_class"].tolist()
@@ -108,7 +138,9 @@ def test_the_fixture_adds_up():
     assert by_range.sum() * 1e3 == pytest.approx(trace.total_ns, rel=1e-12)
     assert set(by_range.index) == {"mm", "softmax", OUTSIDE}
     with sqlite3.connect(f"file:{FIXTURE}?mode=ro", uri=True) as connection:
-        (total,) = connection.execute('SELECT SUM("end" - start) FROM CUPTI_ACTIVITY_KIND_KERNEL').fetchone()
+        (total,) = connection.execute(
+            'SELECT SUM("end" - start) FROM CUPTI_ACTIVITY_KIND_KERNEL'
+        ).fetchone()
     assert trace.total_ns == total == kernels["duration_ns"].sum()
     assert (table["kind"] == "memset").sum() == 8
 
@@ -120,19 +152,37 @@ def test_reading_changes_nothing():
     assert b"PATH=" not in before and b"HOME" not in before
 
 
-def test_what_autograds_thread_launches_belongs_to_the_backward_that_the_main_thread_holds_open(export):
+def test_what_autograds_thread_launches_belongs_to_the_backward_that_the_main_thread_holds_open(
+    export,
+):
     path = export(
         [
             ("gemm_forward", 1, 12, 100, 110),
-            ("gemm_backward", 2, 25, 110, 130),  # launched by another thread, while "backward" is open on the first
+            (
+                "gemm_backward",
+                2,
+                25,
+                110,
+                130,
+            ),  # launched by another thread, while "backward" is open on the first
             ("adam", 1, 42, 130, 131),
             ("gemm_later", 2, 60, 140, 150),  # nothing is open any more
         ],
-        [("step", 1, 5, 50), ("forward", 1, 10, 20), ("backward", 1, 22, 38), ("optimizer", 1, 40, 45)],
+        [
+            ("step", 1, 5, 50),
+            ("forward", 1, 10, 20),
+            ("backward", 1, 22, 38),
+            ("optimizer", 1, 40, 45),
+        ],
     )
     table = launches(read_nsys(path), PHASES)
     assert table["phase"].tolist() == ["forward", "backward", "optimizer", OUTSIDE]
-    assert table["path"].tolist() == [("step", "forward"), ("step", "backward"), ("step", "optimizer"), ()]
+    assert table["path"].tolist() == [
+        ("step", "forward"),
+        ("step", "backward"),
+        ("step", "optimizer"),
+        (),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -140,9 +190,18 @@ def test_what_autograds_thread_launches_belongs_to_the_backward_that_the_main_th
     [
         (
             [("a", 2, 26, 0, 1), ("b", 2, 29, 1, 2), ("c", 2, 33, 2, 3)],
-            [("step", 1, 5, 50), ("backward", 1, 22, 38), ("block 1", 2, 24, 28), ("block 0", 2, 32, 36),
-             ("mm", 2, 33, 34)],
-            [("step", "backward", "block 1"), ("step", "backward"), ("step", "backward", "block 0", "mm")],
+            [
+                ("step", 1, 5, 50),
+                ("backward", 1, 22, 38),
+                ("block 1", 2, 24, 28),
+                ("block 0", 2, 32, 36),
+                ("mm", 2, 33, 34),
+            ],
+            [
+                ("step", "backward", "block 1"),
+                ("step", "backward"),
+                ("step", "backward", "block 0", "mm"),
+            ],
         ),
         (
             [("a", 1, 15, 0, 1), ("b", 2, 15, 1, 2)],
@@ -151,16 +210,24 @@ def test_what_autograds_thread_launches_belongs_to_the_backward_that_the_main_th
         ),
         (
             [("a", 1, 15, 0, 1), ("b", 1, 25, 1, 2), ("c", 1, 70, 2, 3)],
-            [(900, 1, 10, 30), ("inner", 1, 14, 16), ("held", 1, 24, 26, 60), ("never closed", 1, 50, None),
-             ("empty", 1, 25, 25)],
+            [
+                (900, 1, 10, 30),
+                ("inner", 1, 14, 16),
+                ("held", 1, 24, 26, 60),
+                ("never closed", 1, 50, None),
+                ("empty", 1, 25, 25),
+            ],
             [("registered", "inner"), ("registered", "held"), ("never closed",)],
         ),
         ([("a", 1, None, 0, 7), ("b", 1, 5, 7, 9)], [("forward", 1, 0, 90)], [(), ("forward",)]),
     ],
-    ids=["ranges of autograd's own thread lie inside the backward",
-         "a range that another thread opens later encloses nothing of this one",
-         "registered, nested, unclosed, start-end and empty ranges", "a kernel without a known launch is outside"],
-)  # fmt: skip
+    ids=[
+        "ranges of autograd's own thread lie inside the backward",
+        "a range that another thread opens later encloses nothing of this one",
+        "registered, nested, unclosed, start-end and empty ranges",
+        "a kernel without a known launch is outside",
+    ],
+)
 def test_a_launch_lies_in_the_ranges_that_are_open(export, kernels, ranges, expected):
     assert paths(export(kernels, ranges)) == expected
 
@@ -169,13 +236,19 @@ def test_a_launch_of_another_process_is_in_no_range_of_this_one(export):
     path = export([("a", 1, 15, 0, 1)], [("forward", 1, 10, 20)])
     with sqlite3.connect(path) as connection:
         other = 78 << 24
-        connection.execute("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (5, 6, 7, 1, ?, 1)", (other,))
-        connection.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (16, 17, ?, 1)", (other + 1,))
+        connection.execute(
+            "INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (5, 6, 7, 1, ?, 1)", (other,)
+        )
+        connection.execute(
+            "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (16, 17, ?, 1)", (other + 1,)
+        )
     assert paths(path) == [("forward",), ()]
 
 
 def test_copies_and_memsets_are_rows_of_their_own_and_no_kernels(export):
-    trace = read_nsys(export([("gemm", 1, 5, 10, 20)], [("forward", 1, 0, 90)], memsets=[(1, 6, 30, 34)]))
+    trace = read_nsys(
+        export([("gemm", 1, 5, 10, 20)], [("forward", 1, 0, 90)], memsets=[(1, 6, 30, 34)])
+    )
     table = launches(trace, PHASES)
     assert table[["kind", "kernel_class", "phase"]].to_numpy().tolist() == [
         ["kernel", "matmul", "forward"],
@@ -186,7 +259,9 @@ def test_copies_and_memsets_are_rows_of_their_own_and_no_kernels(export):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_paths_are_what_looking_at_every_range_gives(export, seed):
-    """Ranges of three threads at random, nested on each; the rule is applied to every launch by brute force."""
+    """Ranges of three threads at random, nested on each; the rule is applied to every launch by
+    brute force.
+    """
     generator = random.Random(seed)
 
     def nested(thread, start, end, depth):
@@ -201,7 +276,10 @@ def test_paths_are_what_looking_at_every_range_gives(export, seed):
     found = []
     for thread in (1, 2, 3):
         nested(thread, 0, 100, 0)
-    kernels = [("k", generator.randint(1, 4), generator.randint(0, 100) * 2 + 1, n, n + 1) for n in range(60)]
+    kernels = [
+        ("k", generator.randint(1, 4), generator.randint(0, 100) * 2 + 1, n, n + 1)
+        for n in range(60)
+    ]
 
     def expected(thread, moment):
         is_open = [r for r in found if r[2] <= moment < r[3]]
@@ -220,28 +298,55 @@ def test_paths_are_what_looking_at_every_range_gives(export, seed):
     ("statement", "message"),
     [
         ("DROP TABLE StringIds", "is no export of Nsight Systems: it has no table StringIds"),
-        ("ALTER TABLE StringIds RENAME COLUMN id TO x", "is no export of .*: its table StringIds has no column id"),
-        ("DROP TABLE CUPTI_ACTIVITY_KIND_KERNEL", "holds no kernel: it has no table CUPTI_ACTIVITY_KIND_KERNEL"),
-        ("DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL", "holds no kernel: its table CUPTI_ACTIVITY_KIND_KERNEL is empty"),
-        ("DROP TABLE CUPTI_ACTIVITY_KIND_RUNTIME", "holds no launch .*: it has no table CUPTI_ACTIVITY_KIND_RUNTIME"),
+        (
+            "ALTER TABLE StringIds RENAME COLUMN id TO x",
+            "is no export of .*: its table StringIds has no column id",
+        ),
+        (
+            "DROP TABLE CUPTI_ACTIVITY_KIND_KERNEL",
+            "holds no kernel: it has no table CUPTI_ACTIVITY_KIND_KERNEL",
+        ),
+        (
+            "DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL",
+            "holds no kernel: its table CUPTI_ACTIVITY_KIND_KERNEL is empty",
+        ),
+        (
+            "DROP TABLE CUPTI_ACTIVITY_KIND_RUNTIME",
+            "holds no launch .*: it has no table CUPTI_ACTIVITY_KIND_RUNTIME",
+        ),
         ("DELETE FROM CUPTI_ACTIVITY_KIND_RUNTIME", "holds no launch of a kernel"),
         ("DROP TABLE NVTX_EVENTS", "holds no NVTX range: it has no table NVTX_EVENTS"),
-        ("DELETE FROM NVTX_EVENTS WHERE eventType = 59", "holds no NVTX range: its table NVTX_EVENTS has none"),
+        (
+            "DELETE FROM NVTX_EVENTS WHERE eventType = 59",
+            "holds no NVTX range: its table NVTX_EVENTS has none",
+        ),
         ("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = NULL", "KIND_KERNEL has start None"),
         ("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = 'now'", "KIND_KERNEL has start 'now'"),
         ('UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET "end" = 7', "KIND_KERNEL has end 7 and start 20"),
-        ('UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET "end" = 1 << 62', "has end 4611686018427387904 and start 20"),
+        (
+            'UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET "end" = 1 << 62',
+            "has end 4611686018427387904 and start 20",
+        ),
         ("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET demangledName = 5", "has demangledName 5"),
         ("UPDATE CUPTI_ACTIVITY_KIND_RUNTIME SET start = 1.5", "KIND_RUNTIME has start 1.5"),
         ("UPDATE CUPTI_ACTIVITY_KIND_MEMSET SET streamId = NULL", "KIND_MEMSET has streamId None"),
         ('UPDATE NVTX_EVENTS SET "end" = 9', "NVTX_EVENTS has end 9 and start 10"),
         ("UPDATE NVTX_EVENTS SET text = x'00'", r"NVTX_EVENTS has text b'\\x00'"),
-        ("UPDATE NVTX_EVENTS SET text = CAST(x'ff' AS TEXT)", "cannot be read as SQLite: Could not decode"),
+        (
+            "UPDATE NVTX_EVENTS SET text = CAST(x'ff' AS TEXT)",
+            "cannot be read as SQLite: Could not decode",
+        ),
         ("INSERT INTO StringIds VALUES (1, 'again')", "StringIds has the id 1 more than once"),
-        ("UPDATE CUPTI_ACTIVITY_KIND_RUNTIME SET correlationId = 77", "holds no launch of a kernel"),
-        ("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET correlationId = NULL", "holds no launch of a kernel"),
+        (
+            "UPDATE CUPTI_ACTIVITY_KIND_RUNTIME SET correlationId = 77",
+            "holds no launch of a kernel",
+        ),
+        (
+            "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET correlationId = NULL",
+            "holds no launch of a kernel",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_no_capture_can_hold_is_refused(export, statement, message):
     path = export([("a", 1, 15, 20, 30)], [("forward", 1, 10, 20)], memsets=[(1, 16, 40, 50)])
     assert len(read_nsys(path).operations) == 2
@@ -270,32 +375,98 @@ ELEMENTWISE = "void at::native::{}<4, at::native::{}, std::array<char*, 2ul> >(i
         ("nvjet_tss_128x64_64x6_4x1_v_bz_TNN", "matmul"),
         ("ampere_sgemm_128x64_tn", "matmul"),
         ("sm90_xmma_gemm_f32f32_f32f32_f32_nn_n_tilesize64x64x8_cublas", "matmul"),
-        ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x32_8x5_nt_align1>(cutlass_80_simt::Params)", "matmul"),
-        ("void gemv2T_kernel_val<int, int, float, float, float, float, 128, 16, 4, 4, false>(float)", "matmul"),
-        ("void cublasLt::splitKreduce_kernel<32, 16, int, float, float, float, float>(cublasLt::Params)", "matmul"),
+        (
+            "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x32_8x5_nt_align1>"
+            "(cutlass_80_simt::Params)",
+            "matmul",
+        ),
+        (
+            "void gemv2T_kernel_val<int, int, float, float, float, float, 128, 16, 4, 4, "
+            "false>(float)",
+            "matmul",
+        ),
+        (
+            "void cublasLt::splitKreduce_kernel<32, 16, int, float, float, float, "
+            "float>(cublasLt::Params)",
+            "matmul",
+        ),
         ("triton_tem_fused_mm_3", "matmul"),
         ("triton_mm", "matmul"),
         ("triton_poi_fused__to_copy_mm_2", "elementwise"),
         ("triton_red_fused__softmax_5", "softmax"),
         ("triton_per_fused_mean_pow_1", "reduction"),
-        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 4>>(Flash_fwd_params)", "attention"),
-        ("void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<>>>(flash::Params)", "attention"),
-        ("fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<float>)", "attention"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6_128x128x64", "attention"),
-        ("void (anonymous namespace)::softmax_warp_forward<float, float, float, 8, false, false>(float*)", "softmax"),
-        ("void at::native::(anonymous namespace)::cunn_SoftMaxBackwardSmem<4, float, float, float>(float*)", "softmax"),
-        ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float>(int)", "normalisation"),
-        (ELEMENTWISE.format("vectorized_elementwise_kernel", "BinaryFunctor<MulFunctor<float> >"), "elementwise"),
-        (ELEMENTWISE.format("unrolled_elementwise_kernel", "CUDAFunctor_add<float>"), "elementwise"),
-        (ELEMENTWISE.format("vectorized_elementwise_kernel", "bfloat16_copy_kernel_cuda(TensorIterator&)"), "copy"),
-        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<float, unsigned int, 4, 64, 64>(float*)", "copy"),
-        ("void at::native::reduce_kernel<512, 1, ReduceOp<float, at::native::MeanOps<float> > >(R)", "reduction"),
-        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>(T)", "optimizer"),
+        (
+            "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, "
+            "4>>(Flash_fwd_params)",
+            "attention",
+        ),
+        (
+            "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<>>>"
+            "(flash::Params)",
+            "attention",
+        ),
+        (
+            "fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<float>)",
+            "attention",
+        ),
+        (
+            "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6_128x128x64",
+            "attention",
+        ),
+        (
+            "void (anonymous namespace)::softmax_warp_forward<float, float, float, 8, false, "
+            "false>(float*)",
+            "softmax",
+        ),
+        (
+            "void at::native::(anonymous namespace)::cunn_SoftMaxBackwardSmem<4, float, float, "
+            "float>(float*)",
+            "softmax",
+        ),
+        (
+            "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float>(int)",
+            "normalisation",
+        ),
+        (
+            ELEMENTWISE.format(
+                "vectorized_elementwise_kernel", "BinaryFunctor<MulFunctor<float> >"
+            ),
+            "elementwise",
+        ),
+        (
+            ELEMENTWISE.format("unrolled_elementwise_kernel", "CUDAFunctor_add<float>"),
+            "elementwise",
+        ),
+        (
+            ELEMENTWISE.format(
+                "vectorized_elementwise_kernel", "bfloat16_copy_kernel_cuda(TensorIterator&)"
+            ),
+            "copy",
+        ),
+        (
+            "void at::native::(anonymous namespace)::CatArrayBatchedCopy<float, unsigned int, 4, "
+            "64, 64>(float*)",
+            "copy",
+        ),
+        (
+            "void at::native::reduce_kernel<512, 1, ReduceOp<float, at::native::MeanOps<float> > "
+            ">(R)",
+            "reduction",
+        ),
+        (
+            "void at::native::(anonymous namespace)::"
+            "multi_tensor_apply_kernel<FusedAdamMathFunctor>(T)",
+            "optimizer",
+        ),
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevComm*, unsigned long)", "communication"),
-        ("void at::native::(anonymous namespace)::distribution_elementwise_grid_kernel<float>(long)", "elementwise"),
+        (
+            "void at::native::(anonymous namespace)::"
+            "distribution_elementwise_grid_kernel<float>(long)",
+            "elementwise",
+        ),
         ("somebodys_own_kernel", "other"),
     ],
-)  # fmt: skip
+)
 def test_kernels_are_classed_by_name(name, kernel_class):
     assert classify(name) == kernel_class
 
@@ -305,17 +476,26 @@ def test_kernels_are_classed_by_name(name, kernel_class):
     [
         (("aten::mm", "aten::addmm"), "matmul"),
         (("aten::_softmax_backward_data", "aten::_log_softmax"), "softmax"),
-        (("aten::_scaled_dot_product_flash_attention_for_cpu", "labkit::flash_attention_backward",
-          "EagerFlashAttention", "EagerFlashAttentionBackward"), "attention"),
+        (
+            (
+                "aten::_scaled_dot_product_flash_attention_for_cpu",
+                "labkit::flash_attention_backward",
+                "EagerFlashAttention",
+                "EagerFlashAttentionBackward",
+            ),
+            "attention",
+        ),
         (("aten::_to_copy",), "copy"),
         (("aten::silu_backward", "aten::masked_fill_"), "elementwise"),
         (("aten::mean", "aten::nll_loss_forward"), "reduction"),
         (("aten::_fused_adamw_",), "optimizer"),
         (("aten::transpose", "autograd::engine::evaluate_function: MmBackward0"), "other"),
     ],
-)  # fmt: skip
+)
 def test_cpu_operators_are_classed_by_name(names, kernel_class):
-    assert {name: classify(name, "operator") for name in names} == dict.fromkeys(names, kernel_class)
+    assert {name: classify(name, "operator") for name in names} == dict.fromkeys(
+        names, kernel_class
+    )
 
 
 def test_every_kernel_of_this_project_has_a_class():
@@ -325,53 +505,93 @@ def test_every_kernel_of_this_project_has_a_class():
         for node in ast.parse(path.read_text(encoding="utf-8")).body
         if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
     ]
-    names = [node.name for node in nodes if any("jit" in ast.unparse(x) for x in node.decorator_list)]
+    names = [
+        node.name for node in nodes if any("jit" in ast.unparse(x) for x in node.decorator_list)
+    ]
     assert len(names) >= 8 and "hopper_fwd_kernel" in names
     assert {name: classify(name) for name in names if classify(name) == "other"} == {}
-    assert {classify(name) for name in names if "flash" in name or "hopper" in name} == {"attention"}
+    assert {classify(name) for name in names if "flash" in name or "hopper" in name} == {
+        "attention"
+    }
 
 
 def test_classes_are_the_agreed_ones():
-    named = {kernel_class for patterns in (profiling._KERNELS, profiling._OPERATORS) for kernel_class, _ in patterns}
+    named = {
+        kernel_class
+        for patterns in (profiling._KERNELS, profiling._OPERATORS)
+        for kernel_class, _ in patterns
+    }
     assert named | {"other"} == set(profiling.CLASSES)
 
 
 @pytest.mark.parametrize(
     ("name", "short"),
     [
-        (ELEMENTWISE.format("vectorized_elementwise_kernel", "BinaryFunctor<float, at::native::MulFunctor<float> >"),
-         "vectorized_elementwise_kernel[BinaryFunctor:MulFunctor]"),
-        ("void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<at::native::"
-         "direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda(float)#1}>(at::TensorIteratorBase&)>(int)",
-         "elementwise_kernel[direct_copy_kernel_cuda]"),
-        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float, float> > >(R)",
-         "reduce_kernel[MeanOps]"),
-        ("void (anonymous namespace)::softmax_warp_forward<float, 8>(float*)", "softmax_warp_forward"),
-        ("_ZN2at6native12_GLOBAL__N_122cunn_SoftMaxForwardRegIN3c108BFloat16EfS4_EEvPT1_", "cunn_SoftMaxForwardReg"),
+        (
+            ELEMENTWISE.format(
+                "vectorized_elementwise_kernel",
+                "BinaryFunctor<float, at::native::MulFunctor<float> >",
+            ),
+            "vectorized_elementwise_kernel[BinaryFunctor:MulFunctor]",
+        ),
+        (
+            "void at::native::elementwise_kernel<128, 2, "
+            "at::native::gpu_kernel_impl_nocast<at::native::"
+            "direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda(float)#1}>(at::TensorIteratorBase&)>(int)",
+            "elementwise_kernel[direct_copy_kernel_cuda]",
+        ),
+        (
+            "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, "
+            "at::native::MeanOps<float, float> > >(R)",
+            "reduce_kernel[MeanOps]",
+        ),
+        (
+            "void (anonymous namespace)::softmax_warp_forward<float, 8>(float*)",
+            "softmax_warp_forward",
+        ),
+        (
+            "_ZN2at6native12_GLOBAL__N_122cunn_SoftMaxForwardRegIN3c108BFloat16EfS4_EEvPT1_",
+            "cunn_SoftMaxForwardReg",
+        ),
         ("ampere_sgemm_128x64_tn", "ampere_sgemm_128x64_tn"),
-        ("void cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_nt_align1>(T1::Params)",
-         "cutlass_80_simt_sgemm_256x128_8x4_nt_align1"),
+        (
+            "void cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_nt_align1>(T1::Params)",
+            "cutlass_80_simt_sgemm_256x128_8x4_nt_align1",
+        ),
         ("unnamed", "unnamed"),
     ],
-)  # fmt: skip
+)
 def test_short_names(name, short):
     assert profiling.short_name(name) == short
 
 
 def test_two_kernels_keep_two_names():
-    xmma = "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_warpsize2x2x1_ffma_aligna4_alignc{}_execute"
+    xmma = (
+        "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_"
+        "warpsize2x2x1_ffma_aligna4_alignc{}_execute"
+    )
     add = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<{}> >(int)"
-    names = [xmma.format(2), xmma.format(4), add.format("float"), add.format("c10::BFloat16"), "softmax_warp<float, 9>"]
+    names = [
+        xmma.format(2),
+        xmma.format(4),
+        add.format("float"),
+        add.format("c10::BFloat16"),
+        "softmax_warp<float, 9>",
+    ]
     short = profiling.distinct_names([*names, "softmax_warp<float, 10>", *names])
     assert len(set(short.values())) == 6
     assert short[names[3]] == "vectorized_elementwise_kernel[CUDAFunctor_add:BFloat16]"
-    assert short == profiling.distinct_names(reversed(short)), "whatever the order in which they ran"
+    assert short == profiling.distinct_names(reversed(short)), (
+        "whatever the order in which they ran"
+    )
 
 
 def test_casts_are_told_from_other_copies():
     copy = "direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda}"
     casts = {
-        ELEMENTWISE.format("vectorized_elementwise_kernel", "bfloat16_copy_kernel_cuda(TensorIteratorBase&)"): True,
+        ELEMENTWISE.format(
+            "vectorized_elementwise_kernel", "bfloat16_copy_kernel_cuda(TensorIteratorBase&)"
+        ): True,
         ELEMENTWISE.format("unrolled_elementwise_kernel", f"{copy}, memory::LoadWithCast<1>"): True,
         ELEMENTWISE.format("vectorized_elementwise_kernel", copy): False,
         "aten::_to_copy": True,
@@ -417,7 +637,16 @@ def test_operators_own_times_add_up_to_the_outermost_operators(kineto):
 
 
 def event(cat, name, ts, dur, tid, **args):
-    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "pid": 1, "tid": tid, "args": args}
+    return {
+        "ph": "X",
+        "cat": cat,
+        "name": name,
+        "ts": ts,
+        "dur": dur,
+        "pid": 1,
+        "tid": tid,
+        "args": args,
+    }
 
 
 def write_trace(path: Path, events: list[dict]) -> Path:
@@ -428,7 +657,9 @@ def write_trace(path: Path, events: list[dict]) -> Path:
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 def test_a_trace_with_cuda_kernels_is_read_by_correlation(tmp_path, name):
-    """Kernels launched by autograd's thread, as on a GPU; the operators that launched them are no rows then."""
+    """Kernels launched by autograd's thread, as on a GPU; the operators that launched them are no
+    rows then.
+    """
     events = [
         {"ph": "M", "name": "process_name", "pid": 1},
         event("user_annotation", "step 0", 0.0, 100.0, 1),
@@ -449,7 +680,11 @@ def test_a_trace_with_cuda_kernels_is_read_by_correlation(tmp_path, name):
     assert table["kind"].tolist() == ["kernel", "kernel", "memset"]
     assert table["phase"].tolist() == ["forward", "backward", OUTSIDE]
     assert table["path"].tolist()[1] == ("step 0", "backward")
-    assert table["start_ns"].tolist()[0] == 20_001 and table["duration_ns"].tolist() == [8500, 2000, 1000]
+    assert table["start_ns"].tolist()[0] == 20_001 and table["duration_ns"].tolist() == [
+        8500,
+        2000,
+        1000,
+    ]
 
 
 @pytest.mark.parametrize("operator", ["cuda_runtime", "cpu_op"])
@@ -460,29 +695,49 @@ def test_a_trace_of_several_ranks_merged_is_refused(tmp_path, operator):
         event(operator, "launch", 1.0, 1.0, 1, correlation=1),
         event("kernel", "gemm", 2.0, 3.0, 7, stream=7, correlation=1),
     ]
-    assert len(profiling.read_chrome_trace(write_trace(tmp_path / "one.json", rank[: -1 if operator == "cpu_op" else 3]
-                                                       )).operations) == 1  # fmt: skip
+    assert (
+        len(
+            profiling.read_chrome_trace(
+                write_trace(tmp_path / "one.json", rank[: -1 if operator == "cpu_op" else 3])
+            ).operations
+        )
+        == 1
+    )
     other = [entry | {"pid": 2, "ts": entry["ts"] + 20} for entry in rank]
     path = write_trace(tmp_path / "both.json", rank + other)
-    check_refused(profiling.read_chrome_trace, path, "holds events of 2 processes; accepted: the trace of one rank")
+    check_refused(
+        profiling.read_chrome_trace,
+        path,
+        "holds events of 2 processes; accepted: the trace of one rank",
+    )
 
 
 def test_graphs_captured_as_a_whole_are_refused(export):
     path = export([("a", 1, 15, 20, 30)], [("forward", 1, 10, 20)])
     with sqlite3.connect(path) as connection:
-        connection.execute('CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE (start, "end", streamId, correlationId)')
+        connection.execute(
+            'CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE (start, "end", streamId, correlationId)'
+        )
     assert len(read_nsys(path).operations) == 1
     with sqlite3.connect(path) as connection:
-        connection.executemany("INSERT INTO CUPTI_ACTIVITY_KIND_GRAPH_TRACE VALUES (?, ?, 7, 8)", [(40, 50), (60, 70)])
+        connection.executemany(
+            "INSERT INTO CUPTI_ACTIVITY_KIND_GRAPH_TRACE VALUES (?, ?, 7, 8)", [(40, 50), (60, 70)]
+        )
     connection.close()
     check_refused(
-        read_nsys, path, "holds 2 CUDA graphs as a whole, .*; accepted: a capture with --cuda-graph-trace=node"
+        read_nsys,
+        path,
+        "holds 2 CUDA graphs as a whole, .*; accepted: a capture with --cuda-graph-trace=node",
     )
 
 
 @pytest.mark.parametrize(
     ("name", "short"),
-    [("_Z" + "9" * 5000, "9" * 96), ("_Z99999f", "f"), *((name, name) for name in ("<lambda>", "(anonymous)", "::"))],
+    [
+        ("_Z" + "9" * 5000, "9" * 96),
+        ("_Z99999f", "f"),
+        *((name, name) for name in ("<lambda>", "(anonymous)", "::")),
+    ],
 )
 def test_names_that_no_compiler_made_have_a_short_name_too(name, short):
     assert profiling.short_name(name) == short
@@ -495,12 +750,18 @@ def test_names_that_no_compiler_made_have_a_short_name_too(name, short):
         ("[]", "is no trace of torch.profiler"),
         ("{}", "is no trace of torch.profiler"),
         ('{"traceEvents": []}', "holds no event"),
-        ('{"traceEvents": [{"ph": "X", "cat": "user_annotation", "name": "a", "ts": 1, "dur": 1, "pid": 1, "tid": 1}]}',
-         "holds neither a CUDA kernel nor a CPU operator"),
-        ('{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "a", "ts": 1, "dur": 1, "pid": 1, "tid": 1}]}',
-         "holds no range"),
+        (
+            '{"traceEvents": [{"ph": "X", "cat": "user_annotation", "name": "a", "ts": 1, "dur": '
+            '1, "pid": 1, "tid": 1}]}',
+            "holds neither a CUDA kernel nor a CPU operator",
+        ),
+        (
+            '{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "a", "ts": 1, "dur": 1, "pid": '
+            '1, "tid": 1}]}',
+            "holds no range",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_trace_that_is_none_is_an_error_that_names_the_file(tmp_path, content, message):
     path = tmp_path / "trace.json"
     path.write_text(content)
@@ -508,7 +769,9 @@ def test_a_trace_that_is_none_is_an_error_that_names_the_file(tmp_path, content,
 
 
 def test_unknown_kinds_of_ranges_are_refused_and_none_marks_nothing():
-    with pytest.raises(ValueError, match="unknown kind of range 'emoji'; accepted: nvtx, kineto, none"):
+    with pytest.raises(
+        ValueError, match="unknown kind of range 'emoji'; accepted: nvtx, kineto, none"
+    ):
         profiling.RangeMarker("emoji")
     with profiling.RangeMarker("none")("anything"):
         pass
@@ -534,7 +797,10 @@ def test_statistics_of_a_group_by_hand():
 
 DAEMON = """
 import os, subprocess, sys, time
-code = "import os, sys, time; os.setsid(); open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
+code = (
+    "import os, sys, time; os.setsid(); "
+    "open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
+)
 subprocess.Popen([sys.executable, "-c", code, sys.argv[1]])
 while not os.path.exists(sys.argv[1]) or not open(sys.argv[1]).read():
     time.sleep(0.02)
@@ -545,7 +811,13 @@ time.sleep(float(sys.argv[2]))
 
 def is_alive(pid: int) -> bool:
     try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0]
+        return (
+            "Z"
+            not in Path(f"/proc/{pid}/stat")
+            .read_text(encoding="utf-8")
+            .rsplit(")", 1)[1]
+            .split()[0]
+        )
     except FileNotFoundError:
         return False
 
@@ -579,9 +851,10 @@ with open(here / "calls.jsonl", "a") as file:
     file.write(json.dumps({{"arguments": sys.argv[1:], "environment": dict(os.environ)}}) + "\\n")
 if sys.argv[1] == "--version":
     print("NVIDIA Nsight Systems version 2025.3.1.90-253135822126v0")
-elif sys.argv[1] == "profile" and (here / "old").exists() and any("event-trace" in a for a in sys.argv):
-    sys.exit("unrecognised option '--cuda-event-trace=false'\\n\\nusage: nsys profile [<args>] [application]")
-elif sys.argv[1] == "profile" and (here / "no stacks").exists() and any("backtrace" in a for a in sys.argv):
+elif sys.argv[1] == "profile" and (here / "old").exists() and "event-trace" in str(sys.argv):
+    usage = "usage: nsys profile [<args>] [application]"
+    sys.exit("unrecognised option '--cuda-event-trace=false'\\n\\n" + usage)
+elif sys.argv[1] == "profile" and (here / "no stacks").exists() and "backtrace" in str(sys.argv):
     sys.exit("CPU sampling is not supported here")
 elif sys.argv[1] == "profile":
     number = next(n for n, a in enumerate(sys.argv[2:], 2) if not a.startswith("--"))
@@ -604,9 +877,17 @@ pathlib.Path(__file__).with_name("environment.json").write_text(json.dumps(dict(
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
-    """An install like the one inside Nsight Compute, of scripts; `leaves` says what `nsys profile` writes."""
-    target, host = tmp_path / "host" / "target-linux-x64", tmp_path / "host" / "linux-desktop-glibc_2_11_3-x64"
-    for folder, name, text in ((target, "nsys", FAKE_NSYS), (host, "QdstrmImporter", FAKE_IMPORTER)):
+    """An install like the one inside Nsight Compute, of scripts; `leaves` says what `nsys profile`
+    writes.
+    """
+    target, host = (
+        tmp_path / "host" / "target-linux-x64",
+        tmp_path / "host" / "linux-desktop-glibc_2_11_3-x64",
+    )
+    for folder, name, text in (
+        (target, "nsys", FAKE_NSYS),
+        (host, "QdstrmImporter", FAKE_IMPORTER),
+    ):
         folder.mkdir(parents=True)
         path = folder / name
         path.write_text(textwrap.dedent(text.format(python=sys.executable)))
@@ -632,7 +913,9 @@ def test_nsys_is_found_with_its_version_and_the_importer_beside_it(fake, monkeyp
 
 
 @pytest.mark.parametrize("leaves", [".nsys-rep", ".qdstrm"])
-def test_a_capture_is_made_read_and_deleted_without_the_rest_of_the_environment(fake, monkeypatch, tmp_path, leaves):
+def test_a_capture_is_made_read_and_deleted_without_the_rest_of_the_environment(
+    fake, monkeypatch, tmp_path, leaves
+):
     (fake / "leaves").write_text(leaves)
     monkeypatch.setenv("LABKIT_CANARY", "tweet-tweet")
     monkeypatch.setenv(profiling.LIBRARIES, "/some/libraries")
@@ -641,7 +924,9 @@ def test_a_capture_is_made_read_and_deleted_without_the_rest_of_the_environment(
     monkeypatch.setattr(profiling.tempfile, "tempdir", None)
     note = tmp_path / "seen.json"
     code = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], 'w'))"
-    trace = Nsys.find().capture([sys.executable, "-c", code, str(note)], timeout_s=60, variables={"CHOSEN": "yes"})
+    trace = Nsys.find().capture(
+        [sys.executable, "-c", code, str(note)], timeout_s=60, variables={"CHOSEN": "yes"}
+    )
     assert trace.version == "2025.3.1.90" and len(trace.operations) == 22
     seen = json.loads(note.read_text())
     assert seen["CHOSEN"] == "yes" and "PATH" in seen and "LABKIT_CANARY" not in seen
@@ -664,14 +949,20 @@ def test_a_capture_is_kept_with_call_stacks_where_that_is_asked(fake, tmp_path):
     assert set(profiling.STACKS) < set(arguments) and not set(profiling.NO_STACKS) & set(arguments)
     (fake / "no stacks").touch()
     Nsys.find().capture([sys.executable, "-c", "pass"], timeout_s=60, stacks=True)
-    assert set(profiling.NO_STACKS) < set(calls(fake)[-2]["arguments"]), "where nsys leaves nothing with them"
+    assert set(profiling.NO_STACKS) < set(calls(fake)[-2]["arguments"]), (
+        "where nsys leaves nothing with them"
+    )
 
 
-def test_an_older_release_is_asked_again_without_the_newer_options_and_the_program_runs_once(fake, tmp_path):
+def test_an_older_release_is_asked_again_without_the_newer_options_and_the_program_runs_once(
+    fake, tmp_path
+):
     note = tmp_path / "runs"
     command = [sys.executable, "-c", "import sys; open(sys.argv[1], 'a').write('x')", str(note)]
     assert len(Nsys.find().capture(command, timeout_s=60).operations) == 22
-    assert set(profiling.NEWER_OPTIONS) < set(calls(fake)[1]["arguments"]) and note.read_text() == "x"
+    assert (
+        set(profiling.NEWER_OPTIONS) < set(calls(fake)[1]["arguments"]) and note.read_text() == "x"
+    )
     (fake / "old").touch()
     assert len(Nsys.find().capture(command, timeout_s=60).operations) == 22
     refused, taken, exported = (call["arguments"] for call in calls(fake)[-3:])
@@ -682,11 +973,16 @@ def test_an_older_release_is_asked_again_without_the_newer_options_and_the_progr
 def test_a_capture_that_fails_says_what_is_missing(fake, tmp_path):
     command = [sys.executable, "-c", "pass"]
     (fake / "leaves").write_text("")
-    with pytest.raises(ProfileError, match=r"^nsys left no report: else: Importer error status: Importation failed\.$"):
+    with pytest.raises(
+        ProfileError,
+        match=r"^nsys left no report: else: Importer error status: Importation failed\.$",
+    ):
         Nsys.find().capture(command, timeout_s=60)
     (fake / "leaves").write_text(".qdstrm")
     without = Nsys(str(fake / "nsys"), "1", None)
-    with pytest.raises(ProfileError, match="nsys left a raw capture, and there is no QdstrmImporter beside it"):
+    with pytest.raises(
+        ProfileError, match="nsys left a raw capture, and there is no QdstrmImporter beside it"
+    ):
         without.capture(command, timeout_s=60)
     (fake / "leaves").write_text(".nsys-rep")
     (fake / "export.sqlite").write_text("no database at all " * 100)
@@ -699,7 +995,10 @@ def test_a_capture_that_fails_says_what_is_missing(fake, tmp_path):
 
 @pytest.mark.parametrize(
     ("leaves", "failure"),
-    [(".nsys-rep", ""), ("", "nsys left no report: else: Importer error status: Importation failed.")],
+    [
+        (".nsys-rep", ""),
+        ("", "nsys left no report: else: Importer error status: Importation failed."),
+    ],
 )
 def test_an_nsys_that_cannot_read_its_captures_is_not_used(fake, capsys, leaves, failure):
     (fake / "leaves").write_text(leaves)
@@ -719,5 +1018,7 @@ def test_a_capture_that_takes_too_long_is_stopped_with_all_that_it_started(fake,
     with pytest.raises(TimeoutError, match="nsys was stopped: the capture took longer than 4 s"):
         Nsys.find().capture([sys.executable, "-c", DAEMON, str(note), "600"], timeout_s=4)
     assert not is_alive(int(note.read_text()))
-    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["ps", "-eo", "args"], capture_output=True, text=True, check=True
+    ).stdout
     assert str(note) not in listed

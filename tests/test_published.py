@@ -1,4 +1,6 @@
-"""The published tables are complete; `step_times` relabels no time wrongly and lets no disputed one through."""
+"""The published tables are complete; `step_times` relabels no time wrongly and lets no disputed one
+through.
+"""
 
 import re
 from importlib import resources
@@ -9,16 +11,20 @@ import pytest
 
 from labkit import published
 
-END_TO_END_KEYS = "source gpu model d_model d_ff num_layers num_heads batch_size context_length dtype compiled"
+END_TO_END_KEYS = (
+    "source gpu model d_model d_ff num_layers num_heads batch_size context_length dtype compiled"
+)
 TABLES = {
     "all_reduce": (12, "source device backend world_size size_mb seconds status note"),
     "attention_kernels": (
         5,
-        "source gpu implementation batch_size heads seq_len d_head causal dtype phase time_ms rate_tflops status",
+        "source gpu implementation batch_size heads seq_len d_head causal dtype phase time_ms "
+        "rate_tflops status",
     ),
     "attention_pytorch": (
         160,
-        "source gpu table variant batch_size d_model seq_len pass reported_value reported_unit_note ms_per_pass "
+        "source gpu table variant batch_size d_model seq_len pass reported_value "
+        "reported_unit_note ms_per_pass "
         "memory_mib status",
     ),
     "attention_scores_precision": (
@@ -27,43 +33,62 @@ TABLES = {
     ),
     "end_to_end": (
         295,
-        f"{END_TO_END_KEYS} warmup_steps phase mean_ms std_ms first_step_ms second_step_ms status note measure_steps "
+        f"{END_TO_END_KEYS} warmup_steps phase mean_ms std_ms first_step_ms second_step_ms status "
+        f"note measure_steps "
         "statistic total_ms warmup_total_ms",
     ),
     "flash_attention": (
         68,
-        "source gpu batch_size causal seq_len d_model dtype q_tile k_tile best fwd_pytorch_ms fwd_triton_ms "
-        "fwd_speedup bwd_pytorch_ms bwd_triton_ms bwd_speedup e2e_pytorch_ms e2e_triton_ms e2e_speedup status",
+        "source gpu batch_size causal seq_len d_model dtype q_tile k_tile best fwd_pytorch_ms "
+        "fwd_triton_ms "
+        "fwd_speedup bwd_pytorch_ms bwd_triton_ms bwd_speedup e2e_pytorch_ms e2e_triton_ms "
+        "e2e_speedup status",
     ),
-    "gemm_fraction": (52, "source gpu model context_length phase gemm_percent qualifier status note"),
+    "gemm_fraction": (
+        52,
+        "source gpu model context_length phase gemm_percent qualifier status note",
+    ),
     "kernels_nsys": (
         130,
-        "source gpu model context_length phase rank kernel time_percent total_ms instances avg_us med_us min_us max_us "
+        "source gpu model context_length phase rank kernel time_percent total_ms instances avg_us "
+        "med_us min_us max_us "
         "std_us status ranking kernel_class approximate time_percent_low time_percent_high note",
     ),
-    "memory_peaks": (10, "source gpu model batch_size context_length dtype phase peak_gib approximate status note"),
+    "memory_peaks": (
+        10,
+        "source gpu model batch_size context_length dtype phase peak_gib approximate status note",
+    ),
     "mixed_precision": (
         34,
-        "source kind component accumulator_dtype value_dtype autocast_dtype reported_dtype reported_value status note",
+        "source kind component accumulator_dtype value_dtype autocast_dtype reported_dtype "
+        "reported_value status note",
     ),
-    "nsys_forward": (40, "source gpu model context_length timeit_ms nsys_ms status timeit_origin note"),
+    "nsys_forward": (
+        40,
+        "source gpu model context_length timeit_ms nsys_ms status timeit_origin note",
+    ),
     "nvtx_fwd_bwd": (
         14,
-        "source gpu model context_length forward_ms backward_ms step_total_ms backward_to_forward status note",
+        "source gpu model context_length forward_ms backward_ms step_total_ms backward_to_forward "
+        "status note",
     ),
     "saved_for_backward": (
         3,
-        "source part code d_model d_ff num_heads context_length batch_size dtype attention saved_mib status",
+        "source part code d_model d_ff num_heads context_length batch_size dtype attention "
+        "saved_mib status",
     ),
     "interconnects": (5, "source gpu link bf16_tflops link_gb_per_s status note"),
     "siglip2": (
         2,
-        "source gpu variant dtype batch_size max_patches mini_batch_size forward_ms backward_ms peak_mib status note",
+        "source gpu variant dtype batch_size max_patches mini_batch_size forward_ms backward_ms "
+        "peak_mib status note",
     ),
     "softmax_vs_matmul": (
         26,
-        "source gpu model context_length softmax_ms matmul_ms matmul_scope attention_total_ms softmax_percent "
-        "softmax_percent_of matmul_percent softmax_to_matmul_percent matmul_approximate status note",
+        "source gpu model context_length softmax_ms matmul_ms matmul_scope attention_total_ms "
+        "softmax_percent "
+        "softmax_percent_of matmul_percent softmax_to_matmul_percent matmul_approximate status "
+        "note",
     ),
 }
 # d_model, d_ff, num_layers, num_heads
@@ -75,7 +100,8 @@ CANONICAL_DIMS = {
     "2.7b": (2560, 10240, 32, 32),
 }
 STEP_TIME_COLUMNS = (
-    "source gpu size context batch precision compile warmup_steps phase statistic published_ms std_ms status caveat"
+    "source gpu size context batch precision compile warmup_steps phase statistic published_ms "
+    "std_ms status caveat"
 ).split()
 OPTIMIZER_STEP_NOTE = "published_script_also_runs_optimizer_step"
 
@@ -87,9 +113,16 @@ def raw() -> pd.DataFrame:
 
 @pytest.fixture(scope="module")
 def everything() -> pd.DataFrame:
-    """Every row in labkit's vocabulary, with those that `step_times` leaves out marked "disputed"."""
-    rows = [published._row_in_labkit_vocabulary(row) for row in published.load("end_to_end").to_dict("records")]
-    return pd.DataFrame(rows).astype({"context": "Int64", "batch": "Int64", "warmup_steps": "Int64"})
+    """Every row in labkit's vocabulary, with those that `step_times` leaves out marked
+    "disputed".
+    """
+    rows = [
+        published._row_in_labkit_vocabulary(row)
+        for row in published.load("end_to_end").to_dict("records")
+    ]
+    return pd.DataFrame(rows).astype(
+        {"context": "Int64", "batch": "Int64", "warmup_steps": "Int64"}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -114,14 +147,20 @@ def test_every_table_is_documented_with_its_row_count():
     folder = resources.files("labkit") / "data" / "published"
     readme = (folder / "README.md").read_text(encoding="utf-8")
     documented = {
-        name: int(rows) for name, rows in re.findall(r"^\| (\w+)\.csv \| (\d+) \|", readme, flags=re.MULTILINE)
+        name: int(rows)
+        for name, rows in re.findall(r"^\| (\w+)\.csv \| (\d+) \|", readme, flags=re.MULTILINE)
     }
     assert documented == {table: rows for table, (rows, _) in TABLES.items()}
-    assert {entry.name for entry in folder.iterdir()} == {"README.md", *(f"{table}.csv" for table in TABLES)}
+    assert {entry.name for entry in folder.iterdir()} == {
+        "README.md",
+        *(f"{table}.csv" for table in TABLES),
+    }
 
 
 def test_every_source_is_described():
-    readme = (resources.files("labkit") / "data" / "published" / "README.md").read_text(encoding="utf-8")
+    readme = (resources.files("labkit") / "data" / "published" / "README.md").read_text(
+        encoding="utf-8"
+    )
     sources = {source for table in TABLES for source in published.load(table)["source"]}
     assert {source for source in sources if f"`{source}`" not in readme} == set()
 
@@ -129,7 +168,10 @@ def test_every_source_is_described():
 def test_unknown_table_names_the_value_and_the_accepted_names():
     with pytest.raises(ValueError) as raised:
         published.load("end_to_end.csv")
-    assert str(raised.value) == f"unknown published table 'end_to_end.csv'; accepted: {', '.join(sorted(TABLES))}"
+    assert (
+        str(raised.value)
+        == f"unknown published table 'end_to_end.csv'; accepted: {', '.join(sorted(TABLES))}"
+    )
 
 
 def test_attention_values_are_seconds_of_100_passes():
@@ -157,7 +199,12 @@ def test_every_row_is_read_in_order(raw, everything):
     assert len(everything) == len(raw)
     np.testing.assert_array_equal(everything["published_ms"], raw["mean_ms"])
     np.testing.assert_array_equal(everything["std_ms"], raw["std_ms"])
-    for column, raw_column in {"source": "source", "gpu": "gpu", "status": "status", "statistic": "statistic"}.items():
+    for column, raw_column in {
+        "source": "source",
+        "gpu": "gpu",
+        "status": "status",
+        "statistic": "statistic",
+    }.items():
         assert list(everything[column]) == list(raw[raw_column])
     for column, raw_column in {
         "context": "context_length",
@@ -177,7 +224,9 @@ def test_disputed_rows_are_left_out(raw, everything, usable):
     # Two quotes, sixteen profiled rows, one negative difference.
     assert disputed.sum() == 19
     assert everything["disputed"].equals(disputed.rename("disputed"))
-    pd.testing.assert_frame_equal(usable, everything[~disputed].reset_index(drop=True).drop(columns="disputed"))
+    pd.testing.assert_frame_equal(
+        usable, everything[~disputed].reset_index(drop=True).drop(columns="disputed")
+    )
     assert usable["context"].notna().all()
 
 
@@ -215,7 +264,15 @@ def test_sizes_carry_the_canonical_dimensions(raw, everything):
 
 
 def test_precision_and_compile_say_what_ran(raw, everything):
-    seen = set(zip(raw["dtype"], raw["compiled"], everything["precision"], everything["compile"], strict=True))
+    seen = set(
+        zip(
+            raw["dtype"],
+            raw["compiled"],
+            everything["precision"],
+            everything["compile"],
+            strict=True,
+        )
+    )
     assert seen == {
         ("float32", "none", "fp32", "none"),
         ("float32", "compile", "fp32", "whole"),
@@ -226,24 +283,36 @@ def test_precision_and_compile_say_what_ran(raw, everything):
 
 def test_backward_by_subtraction_says_so_and_is_one(raw, everything):
     is_backward = everything["phase"] == "backward"
-    says_so = everything["caveat"].str.contains("difference of two timings, its std their quadrature sum")
+    says_so = everything["caveat"].str.contains(
+        "difference of two timings, its std their quadrature sum"
+    )
     assert is_backward.sum() == 32
     assert says_so.equals(is_backward.rename("caveat"))
 
     case = ["gpu", "size", "precision", "compile", "warmup_steps"]
     reports = everything[everything["source"] == "a2-report-macbook-rtxpro6000"]
-    mean_ms, std_ms = (reports.pivot(index=case, columns="phase", values=value) for value in ("published_ms", "std_ms"))
-    np.testing.assert_allclose(mean_ms["forward_backward"] - mean_ms["forward"], mean_ms["backward"], atol=0.011)
-    np.testing.assert_allclose(np.hypot(std_ms["forward"], std_ms["forward_backward"]), std_ms["backward"], rtol=1e-5)
+    mean_ms, std_ms = (
+        reports.pivot(index=case, columns="phase", values=value)
+        for value in ("published_ms", "std_ms")
+    )
+    np.testing.assert_allclose(
+        mean_ms["forward_backward"] - mean_ms["forward"], mean_ms["backward"], atol=0.011
+    )
+    np.testing.assert_allclose(
+        np.hypot(std_ms["forward"], std_ms["forward_backward"]), std_ms["backward"], rtol=1e-5
+    )
 
 
 def test_runs_without_warmup_say_so(usable):
     timed_cold = (usable["warmup_steps"] == 0).fillna(False) & (usable["status"] == "ok")
     says_so = usable["caveat"].str.contains("no warm-up")
-    # RTX 5090: 20 timed cases; RTX PRO 6000: 5 sizes x 3 phases less the negative one; A100-SXM4: the warm-up study's.
+    # RTX 5090: 20 timed cases; RTX PRO 6000: 5 sizes x 3 phases less the negative one; A100-SXM4:
+    # the warm-up study's.
     assert timed_cold.sum() == 20 + 14 + 1
     assert list(says_so) == list(timed_cold)
-    assert set(usable.loc[usable["caveat"].str.contains("what is subtracted"), "phase"]) == {"backward"}
+    assert set(usable.loc[usable["caveat"].str.contains("what is subtracted"), "phase"]) == {
+        "backward"
+    }
 
 
 def test_spread_caveats_name_the_cases_they_are_about(usable):
@@ -273,17 +342,33 @@ def test_warmup_steps_are_missing_where_not_stated(usable):
 
 
 def test_merges_with_measurements_on_the_case(usable):
-    case = {"size": "xl-2025", "context": 512, "batch": 4, "phase": "train_step", "compile": "whole"}
+    case = {
+        "size": "xl-2025",
+        "context": 512,
+        "batch": 4,
+        "phase": "train_step",
+        "compile": "whole",
+    }
     ours = pd.DataFrame(
-        [case | {"precision": "tf32", "median_ms": 1.0}, case | {"precision": "fp32", "median_ms": 2.0}]
+        [
+            case | {"precision": "tf32", "median_ms": 1.0},
+            case | {"precision": "fp32", "median_ms": 2.0},
+        ]
     )
     merged = ours.merge(usable, on=[*case, "precision"])
-    assert dict(zip(merged["precision"], merged["published_ms"], strict=True)) == {"tf32": 283.5, "fp32": 749.4}
+    assert dict(zip(merged["precision"], merged["published_ms"], strict=True)) == {
+        "tf32": 283.5,
+        "fp32": 749.4,
+    }
     assert set(merged["gpu"]) == {"H100 80GB"}
 
 
 def test_an_unknown_note_model_or_dtype_is_an_error(monkeypatch, raw):
-    for column, value in {"note": "measured_on_a_tuesday", "model": "xxl", "dtype": "float8"}.items():
+    for column, value in {
+        "note": "measured_on_a_tuesday",
+        "model": "xxl",
+        "dtype": "float8",
+    }.items():
         changed = raw.copy()
         changed.loc[0, column] = value
         monkeypatch.setattr(published, "load", lambda table, changed=changed: changed)

@@ -1,4 +1,6 @@
-"""What is written comes back, a killed run costs at most its last line, and nothing damaged is read as data."""
+"""What is written comes back, a killed run costs at most its last line, and nothing damaged is read
+as data.
+"""
 
 import errno
 import fcntl
@@ -22,17 +24,31 @@ from labkit import cli, hardware, notebooks, records
 from labkit.records import Record, RecordError, RecordStore, newest, to_frame
 from labkit.report import render
 
-SOFTWARE = {"torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0", "driver": "580.159.04", "python": "3.12.3"}
+SOFTWARE = {
+    "torch": "2.11.0",
+    "triton": "3.6.0",
+    "cuda": "13.0",
+    "driver": "580.159.04",
+    "python": "3.12.3",
+}
 
 
 def make_record(**changes) -> Record:
     record = Record(
-        notebook="01_benchmarking", section="steps", case={"size": "small", "context": 128}, phase="forward",
-        status="ok", device="nvidia-h200", measurement_version=1,
-        metrics={"median_ms": 1.25, "n": 10, "std_ms": None}, samples={"device_ms": [1.0, 1.5, None]},
-        timer={"method": "window"}, software=SOFTWARE, source={"commit": "abc", "dirty": False},
+        notebook="01_benchmarking",
+        section="steps",
+        case={"size": "small", "context": 128},
+        phase="forward",
+        status="ok",
+        device="nvidia-h200",
+        measurement_version=1,
+        metrics={"median_ms": 1.25, "n": 10, "std_ms": None},
+        samples={"device_ms": [1.0, 1.5, None]},
+        timer={"method": "window"},
+        software=SOFTWARE,
+        source={"commit": "abc", "dirty": False},
         recorded_at="2026-01-02T03:04:05Z",
-    )  # fmt: skip
+    )
     return replace(record, **changes)
 
 
@@ -47,7 +63,9 @@ def test_records_come_back_equal_and_in_order(store):
         make_record(status="oom", reason="CUDA out of memory: “2 GiB”\nneeded", metrics={}),
         make_record(phase="backward"),
         # Entries of telemetry are free.
-        make_record(telemetry={"disturbed": True, "other_cpu_cores": 0.5, "disturbed_by": ["make", None]}),
+        make_record(
+            telemetry={"disturbed": True, "other_cpu_cores": 0.5, "disturbed_by": ["make", None]}
+        ),
     ]
     for record in written:
         store.append(record)
@@ -63,7 +81,11 @@ def test_a_missing_file_holds_no_records(store):
 
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
 JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | INTEGERS | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | INTEGERS
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(), values, max_size=3),
     max_leaves=6,
 )
@@ -96,12 +118,17 @@ def test_a_case_with_tuples_keeps_its_identity(store):
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"status": "failed"}, f"field status is 'failed'; accepted: {', '.join(records.STATUSES)}"),
+        (
+            {"status": "failed"},
+            f"field status is 'failed'; accepted: {', '.join(records.STATUSES)}",
+        ),
         ({"section": ""}, "field section is ''"),
         *(({"metrics": {"median_ms": value}}, "JSON") for value in (math.nan, math.inf, -math.inf)),
     ],
 )
-def test_what_would_not_be_read_again_is_refused_before_anything_is_written(store, changes, complaint):
+def test_what_would_not_be_read_again_is_refused_before_anything_is_written(
+    store, changes, complaint
+):
     with pytest.raises(ValueError, match=complaint):
         store.append(make_record(**changes))
     assert not store.path.exists()
@@ -127,13 +154,20 @@ def test_append_is_one_write_of_one_line(store, monkeypatch):
         store.append(record)
         assert len(writes) == 1
         # With the first record of a session goes the line of what they share.
-        assert writes[0].endswith(b"\n") and writes[0].count(b"\n") == (1 if record is long_record else 2)
+        assert writes[0].endswith(b"\n") and writes[0].count(b"\n") == (
+            1 if record is long_record else 2
+        )
     assert store.load() == [make_record(), long_record]
 
 
 def test_what_a_session_shares_stands_once_and_floats_are_rounded(store):
     other = make_record(session="b", software={"torch": "2.99"})
-    written = [make_record(session="a"), make_record(session="a", phase="backward"), other, make_record(session="a")]
+    written = [
+        make_record(session="a"),
+        make_record(session="a", phase="backward"),
+        other,
+        make_record(session="a"),
+    ]
     for record in written[:2]:
         store.append(record)
     for record in written[2:]:  # by a process that has not written the others
@@ -147,7 +181,9 @@ def test_what_a_session_shares_stands_once_and_floats_are_rounded(store):
         False,
         False,
     ]
-    store.append(replace(written[0], software={"torch": "3.0"}))  # another program in the same session
+    store.append(
+        replace(written[0], software={"torch": "3.0"})
+    )  # another program in the same session
     assert store.load()[-1].software == {"torch": "3.0"} and store.load()[0].software == SOFTWARE
     metrics = {"median_ms": 1 / 3, "relative_error": 1 / 3}
     store.append(make_record(metrics=metrics, case={"scale": 1 / 3}))
@@ -157,13 +193,17 @@ def test_what_a_session_shares_stands_once_and_floats_are_rounded(store):
 
 def test_append_returns_after_the_whole_line_was_synced(store, monkeypatch):
     contents_at_sync = []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: contents_at_sync.append(store.path.read_bytes()))
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: contents_at_sync.append(store.path.read_bytes())
+    )
     store.append(make_record())
     assert contents_at_sync == [store.path.read_bytes()]
 
 
 @pytest.mark.parametrize("num_kept", [0, 2])
-def test_a_last_line_torn_at_any_byte_costs_only_itself_and_a_whole_file_stays(store, monkeypatch, num_kept):
+def test_a_last_line_torn_at_any_byte_costs_only_itself_and_a_whole_file_stays(
+    store, monkeypatch, num_kept
+):
     # Hundreds of syncs would measure the disk; that appends sync is tested above.
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     kept = [make_record(), make_record(phase="backward")][:num_kept]
@@ -183,7 +223,9 @@ def test_a_last_line_torn_at_any_byte_costs_only_itself_and_a_whole_file_stays(s
         assert store.path.read_bytes() == whole[:end], "reading changed the file"
         store.repair()
         assert store.path.read_bytes() == whole[:num_kept_bytes]
-        assert end == num_kept_bytes or torn.read_bytes() == whole[num_kept_bytes:end] + b"\n", "nothing is deleted"
+        assert end == num_kept_bytes or torn.read_bytes() == whole[num_kept_bytes:end] + b"\n", (
+            "nothing is deleted"
+        )
         store.append(again)
         assert store.load() == [*kept, again]
 
@@ -201,7 +243,10 @@ def test_other_line_ends_and_a_missing_last_one_cost_no_record(store, capsys, en
     store.path.write_bytes(content)
     assert RecordStore(store.path).load() == written and store.path.read_bytes() == content
     store.repair()
-    assert store.path.read_bytes() == content + (b"" if has_last else b"\n") and not capsys.readouterr().err
+    assert (
+        store.path.read_bytes() == content + (b"" if has_last else b"\n")
+        and not capsys.readouterr().err
+    )
     again = make_record(phase="optimizer_step")
     store.append(again)
     assert store.load() == [*written, again]
@@ -215,7 +260,10 @@ def test_what_is_no_record_at_the_end_of_a_file_is_kept_beside_it_and_said(store
         store.repair()
         assert store.path.read_bytes() == whole
         assert f"{store.path} ended in {len(torn)} bytes of a torn line" in capsys.readouterr().err
-    assert store.path.with_suffix(".torn").read_bytes() == b'{"metrics":{"median_ms":1.\n' + b"\x00" * 9 + b"\n"
+    assert (
+        store.path.with_suffix(".torn").read_bytes()
+        == b'{"metrics":{"median_ms":1.\n' + b"\x00" * 9 + b"\n"
+    )
 
 
 def test_lines_that_run_into_one_another_are_refused_and_left(store):
@@ -231,9 +279,12 @@ def test_lines_that_run_into_one_another_are_refused_and_left(store):
 
 
 def test_two_writers_without_a_lock_keep_their_records_apart(store, monkeypatch):
-    monkeypatch.setattr(RecordStore, "state", lambda self: (0,))  # neither sees what the other has written
+    monkeypatch.setattr(
+        RecordStore, "state", lambda self: (0,)
+    )  # neither sees what the other has written
     written = [
-        make_record(phase=f"{number}", session="ab"[number % 2], machine="ab"[number % 2]) for number in range(8)
+        make_record(phase=f"{number}", session="ab"[number % 2], machine="ab"[number % 2])
+        for number in range(8)
     ]
     writers = {"a": RecordStore(store.path), "b": RecordStore(store.path)}
     for record in written:
@@ -245,18 +296,26 @@ def test_two_writers_without_a_lock_keep_their_records_apart(store, monkeypatch)
 def test_a_record_of_an_older_file_is_of_the_session_above_it(store):
     store.append(make_record(session="a"))
     head, line = store.path.read_bytes().splitlines(keepends=True)
-    store.path.write_bytes(head + line.replace(b'"session":"a",', b"") + head.replace(b'"a"', b'"b"')
-                           + line.replace(b'"session":"a",', b""))  # fmt: skip
+    store.path.write_bytes(
+        head
+        + line.replace(b'"session":"a",', b"")
+        + head.replace(b'"a"', b'"b"')
+        + line.replace(b'"session":"a",', b"")
+    )
     assert [record.session for record in store.load()] == ["a", "b"] and b'"session":"a"' in line
 
 
-@pytest.mark.parametrize(("number", "said"), [(errno.ENOSPC, "No space left on device"), (errno.EDQUOT, "quota")])
+@pytest.mark.parametrize(
+    ("number", "said"), [(errno.ENOSPC, "No space left on device"), (errno.EDQUOT, "quota")]
+)
 def test_a_record_that_cannot_be_written_is_named(store, monkeypatch, number, said):
     def full(descriptor):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RecordError, match=rf"{store.path}: .*steps.*forward.* cannot be written \(.*{said}"):
+    with pytest.raises(
+        RecordError, match=rf"{store.path}: .*steps.*forward.* cannot be written \(.*{said}"
+    ):
         store.append(make_record())
 
 
@@ -298,37 +357,70 @@ def _json_line(**changes) -> bytes:
         (b"\x00" * 64, "not JSON: "),
         (b"[1, 2]", "not an object but list"),
         (b"null", "not an object but NoneType"),
-        (_json_line(schema_version=records.SCHEMA_VERSION + 1), f"schema version {records.SCHEMA_VERSION + 1}"),
+        (
+            _json_line(schema_version=records.SCHEMA_VERSION + 1),
+            f"schema version {records.SCHEMA_VERSION + 1}",
+        ),
         (_json_line(schema_version="1"), "schema version '1'"),
         (_json_line(schema_version=...), "schema version None"),
         (_json_line(colour="red", shade="dark"), "unknown fields colour, shade"),
         (_json_line(phase=...), "no field phase"),
         (_json_line(phase=""), "field phase is ''; accepted: a non-empty text"),
-        (_json_line(status="banana"), "field status is 'banana'; accepted: ok, oom, error, skipped, timeout"),
+        (
+            _json_line(status="banana"),
+            "field status is 'banana'; accepted: ok, oom, error, skipped, timeout",
+        ),
         (_json_line(status="oom"), "where the status is oom"),
         (_json_line(section=None), "field section is None; accepted: a non-empty text"),
-        (_json_line(measurement_version=True), "field measurement_version is True; accepted: a whole number"),
-        (_json_line(measurement_version=-1), "field measurement_version is -1; accepted: a whole number from 0"),
+        (
+            _json_line(measurement_version=True),
+            "field measurement_version is True; accepted: a whole number",
+        ),
+        (
+            _json_line(measurement_version=-1),
+            "field measurement_version is -1; accepted: a whole number from 0",
+        ),
         (_json_line(case=[1]), "field case is [1]; accepted: an object"),
-        (_json_line(metrics={"median_ms": "1.0"}), "field metrics.median_ms is '1.0'; accepted: a number or null"),
-        (_json_line(metrics={"median_ms": math.nan}), "field metrics.median_ms is nan; accepted: finite"),
-        (_json_line(metrics={"num_bytes": -1}), "field metrics.num_bytes is -1: a count cannot be negative"),
-        (_json_line(metrics={"p20_ms": 2.0, "median_ms": 1.0, "p80_ms": 3.0}),
-         "field metrics.p20_ms is 2.0 and median_ms is 1.0: out of order"),
-        (_json_line(metrics={"p20_ms": 1.0, "median_ms": 4.0, "p80_ms": 3.0}),
-         "field metrics.median_ms is 4.0 and p80_ms is 3.0: out of order"),
-        (_json_line(samples={"device_ms": [1.0, "2"]}), "field samples.device_ms is [1.0, '2']; accepted: a list of"),
-        (_json_line(case={"context": 2**80}), "field case.context is 1208925819614629174706176; accepted: finite"),
+        (
+            _json_line(metrics={"median_ms": "1.0"}),
+            "field metrics.median_ms is '1.0'; accepted: a number or null",
+        ),
+        (
+            _json_line(metrics={"median_ms": math.nan}),
+            "field metrics.median_ms is nan; accepted: finite",
+        ),
+        (
+            _json_line(metrics={"num_bytes": -1}),
+            "field metrics.num_bytes is -1: a count cannot be negative",
+        ),
+        (
+            _json_line(metrics={"p20_ms": 2.0, "median_ms": 1.0, "p80_ms": 3.0}),
+            "field metrics.p20_ms is 2.0 and median_ms is 1.0: out of order",
+        ),
+        (
+            _json_line(metrics={"p20_ms": 1.0, "median_ms": 4.0, "p80_ms": 3.0}),
+            "field metrics.median_ms is 4.0 and p80_ms is 3.0: out of order",
+        ),
+        (
+            _json_line(samples={"device_ms": [1.0, "2"]}),
+            "field samples.device_ms is [1.0, '2']; accepted: a list of",
+        ),
+        (
+            _json_line(case={"context": 2**80}),
+            "field case.context is 1208925819614629174706176; accepted: finite",
+        ),
         (_json_line(telemetry={"other_cpu_cores": [[math.inf]]}), "field telemetry is inf"),
         (_json_line(telemetry={"throttle_reasons": 3}), "field telemetry.throttle_reasons is 3"),
         (_json_line(software={"torch": 2}), "field software.torch is 2; accepted: a text"),
         (_json_line(source={"commit": 12}), "field source.commit is 12; accepted: a text"),
         (_json_line(timer={"method": "\ud800"}), "not JSON: 'utf-8' codec"),
-        (_json_line(observed={"a": "@"}).replace(b'"@"', b"[" * 40 + b"]" * 40),
-         "field observed is nested more than 16"),
+        (
+            _json_line(observed={"a": "@"}).replace(b'"@"', b"[" * 40 + b"]" * 40),
+            "field observed is nested more than 16",
+        ),
         (b"[" * 100_000, "not JSON: nested too deeply"),
     ],
-)  # fmt: skip
+)
 def test_a_line_that_is_no_record_is_named_and_left_as_it_is(store, line, complaint):
     content = b"\n".join([_json_line(), line, _json_line(), b""])
     store.path.write_bytes(content)
@@ -346,14 +438,18 @@ def test_a_reason_that_is_no_utf_8_is_recorded(store):
 
 
 @pytest.mark.parametrize("name", ["environment.json", "records/02_nsys_analysis.jsonl"])
-def test_run_and_report_stop_at_a_damaged_file_before_any_kernel_starts(tmp_path, monkeypatch, name):
+def test_run_and_report_stop_at_a_damaged_file_before_any_kernel_starts(
+    tmp_path, monkeypatch, name
+):
     folder = tmp_path / hardware.detect().slug
     (folder / "records").mkdir(parents=True)
     RecordStore(folder / "records" / "01_benchmarking.jsonl").append(make_record())
     (folder / name).write_bytes(b"{]\n")
     monkeypatch.setattr(notebooks, "execute", lambda *_, **__: pytest.fail("a kernel was started"))
-    for command in (lambda: cli.run(["01"], profile="smoke", output=tmp_path),
-                    lambda: render.rebuild(folder.name, output=tmp_path)):  # fmt: skip
+    for command in (
+        lambda: cli.run(["01"], profile="smoke", output=tmp_path),
+        lambda: render.rebuild(folder.name, output=tmp_path),
+    ):
         with pytest.raises(RecordError) as caught:
             command()
         assert str(folder / name) in str(caught.value)
@@ -373,12 +469,28 @@ ENVIRONMENT = {
         ("environment.json", b"{", "Expecting property name"),
         ("environment.json", b"\xff{}", "can't decode byte 0xff"),
         ("environment.json", [], "not an object but list"),
-        ("environment.json", {"device": "an H200"}, "field device is 'an H200'; accepted: an object"),
-        ("environment.json", {"gpu": {**ENVIRONMENT["gpu"], "memory_bytes": "all"}}, "field gpu.memory_bytes is 'all'"),
-        ("environment.json", {"gpu": {**ENVIRONMENT["gpu"], "memory_bytes": -1}}, "field gpu.memory_bytes is -1"),
+        (
+            "environment.json",
+            {"device": "an H200"},
+            "field device is 'an H200'; accepted: an object",
+        ),
+        (
+            "environment.json",
+            {"gpu": {**ENVIRONMENT["gpu"], "memory_bytes": "all"}},
+            "field gpu.memory_bytes is 'all'",
+        ),
+        (
+            "environment.json",
+            {"gpu": {**ENVIRONMENT["gpu"], "memory_bytes": -1}},
+            "field gpu.memory_bytes is -1",
+        ),
         ("environment.json", {"cpu": {"name": "a processor"}}, "no field cpu.num_cores"),
         ("records/01_steps.done.json", {}, "no field num_missing"),
-        ("records/01_steps.done.json", {"num_missing": -2, "profile": "full"}, "num_missing is -2; accepted: a whole"),
+        (
+            "records/01_steps.done.json",
+            {"num_missing": -2, "profile": "full"},
+            "num_missing is -2; accepted: a whole",
+        ),
         ("records/01_steps.jsonl", b"{}\n", "line 1: schema version None"),
     ],
 )
@@ -386,15 +498,21 @@ def test_a_damaged_file_of_a_devices_folder_is_named(tmp_path, name, content, co
     (tmp_path / "records").mkdir()
     RecordStore(tmp_path / "records" / "01_steps.jsonl").append(make_record())
     (tmp_path / "environment.json").write_text(json.dumps(ENVIRONMENT))
-    records.done_path(tmp_path, "01_steps").write_text(json.dumps({"num_missing": 0, "profile": "full"}))
+    records.done_path(tmp_path, "01_steps").write_text(
+        json.dumps({"num_missing": 0, "profile": "full"})
+    )
     assert records.check(tmp_path) == {"01_steps": [make_record()]}
-    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    (tmp_path / name).write_bytes(
+        content if isinstance(content, bytes) else json.dumps(content).encode()
+    )
     with pytest.raises(RecordError) as caught:
         records.check(tmp_path)
     assert str(tmp_path / name) in str(caught.value) and complaint in str(caught.value)
 
 
-@pytest.mark.parametrize(("session", "text"), [("this", "1 ok\n"), ("before", "1 ok; all recorded before, --fresh ")])
+@pytest.mark.parametrize(
+    ("session", "text"), [("this", "1 ok\n"), ("before", "1 ok; all recorded before, --fresh ")]
+)
 def test_a_run_that_measured_nothing_says_how_to(tmp_path, capsys, session, text):
     (tmp_path / "records").mkdir()
     RecordStore(tmp_path / "records" / "01_benchmarking.jsonl").append(make_record(session=session))
@@ -405,7 +523,9 @@ def test_a_run_that_measured_nothing_says_how_to(tmp_path, capsys, session, text
 
 
 def test_a_folder_without_environment_and_end_is_read(tmp_path):
-    assert records.read_environment(tmp_path) == {} and records.read_done(tmp_path, "01_steps") is None
+    assert (
+        records.read_environment(tmp_path) == {} and records.read_done(tmp_path, "01_steps") is None
+    )
     assert records.check(tmp_path) == {}
 
 
@@ -428,9 +548,13 @@ def test_a_write_that_is_cut_short_leaves_the_old_file(tmp_path, monkeypatch):
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     path = tmp_path / "there is none" / "report.md"
-    with pytest.raises(RecordError, match=r"report\.md: cannot be written \(No such file or directory\)"):
+    with pytest.raises(
+        RecordError, match=r"report\.md: cannot be written \(No such file or directory\)"
+    ):
         records.write_text_atomic(path, "new")
-    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+    monkeypatch.setattr(
+        os, "replace", lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied"))
+    )
     with pytest.raises(RecordError, match=r"report\.md: cannot be written \(Permission denied\)"):
         records.write_text_atomic(tmp_path / "report.md", "new")
     assert os.listdir(tmp_path) == []
@@ -458,11 +582,15 @@ def test_what_was_measured_otherwise_is_another_measurement():
 
 def test_sessions_of_a_measurement_are_kept_apart_each_by_its_newest_record():
     one, again, other = (
-        make_record(session=session, metrics={"median_ms": ms}) for session, ms in (("a", 1.0), ("a", 1.1), ("b", 1.2))
+        make_record(session=session, metrics={"median_ms": ms})
+        for session, ms in (("a", 1.0), ("a", 1.1), ("b", 1.2))
     )
     elsewhere = make_record(session="c", software={"torch": "2.99"})
     found = records.by_session([one, other, elsewhere, again])
-    assert found == {one.resume_key(): {"a": again, "b": other}, elsewhere.resume_key(): {"c": elsewhere}}
+    assert found == {
+        one.resume_key(): {"a": again, "b": other},
+        elsewhere.resume_key(): {"c": elsewhere},
+    }
     assert [*found[one.resume_key()]] == ["a", "b"]
 
 
@@ -479,11 +607,14 @@ def test_a_row_without_joules_says_why_and_others_have_no_such_column():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"notebook": "02"}, {"section": "warmup"}, {"phase": "backward"}, {"case": {"size": "small", "context": 256}},
+        {"notebook": "02"},
+        {"section": "warmup"},
+        {"phase": "backward"},
+        {"case": {"size": "small", "context": 256}},
         {"case": {"size": "small", "context": 128, "batch": 4}},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_identity_is_notebook_section_case_and_phase(changes):
     assert make_record(**changes).identity != make_record().identity
     assert make_record(**changes).resume_key() != make_record().resume_key()
@@ -496,12 +627,22 @@ def test_identity_does_not_depend_on_the_order_of_the_parameters():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"device": "nvidia-h100"}, {"measurement_version": 3}, {"software": {}},
-        *({"software": {**SOFTWARE, name: version}} for name, version in (
-            ("torch", "2.13.0"), ("triton", "3.7.0"), ("cuda", "13.1"), ("driver", "590.159.04"), ("driver", ""))),
+        {"device": "nvidia-h100"},
+        {"measurement_version": 3},
+        {"software": {}},
+        *(
+            {"software": {**SOFTWARE, name: version}}
+            for name, version in (
+                ("torch", "2.13.0"),
+                ("triton", "3.7.0"),
+                ("cuda", "13.1"),
+                ("driver", "590.159.04"),
+                ("driver", ""),
+            )
+        ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_run_does_not_take_over_what_was_measured_otherwise(changes):
     changed = make_record(**changes)
     assert changed.resume_key() != make_record().resume_key()
@@ -515,7 +656,13 @@ def test_a_run_does_not_take_over_what_was_measured_otherwise(changes):
         {"software": {**SOFTWARE, "driver": "580"}},
         {"software": {**SOFTWARE, "python": "3.13.0", "labkit": "9"}},
         {"source": {"commit": "def", "dirty": True}},
-        {"session": "another", "recorded_at": "later", "metrics": {}, "status": "oom", "reason": "full"},
+        {
+            "session": "another",
+            "recorded_at": "later",
+            "metrics": {},
+            "status": "oom",
+            "reason": "full",
+        },
     ],
     ids=str,
 )
@@ -527,7 +674,9 @@ def test_a_frame_has_one_row_per_record_and_a_column_per_number():
     frame = to_frame([make_record(), make_record(status="oom", metrics={}, reason="full")])
     assert list(frame["status"]) == ["ok", "oom"]
     assert list(frame["size"]) == ["small", "small"]
-    assert frame["median_ms"][0] == 1.25 and math.isnan(frame["median_ms"][1]), "a failure is no number"
+    assert frame["median_ms"][0] == 1.25 and math.isnan(frame["median_ms"][1]), (
+        "a failure is no number"
+    )
     assert list(frame["timer_method"]) == ["window", "window"]
 
 
@@ -540,7 +689,10 @@ def test_a_frame_has_one_row_per_record_and_a_column_per_number():
         ({"std_ms": math.nan}, "std_ms is nan"),
         ({"median_ms": math.inf}, "median_ms is inf"),
         ({"peak_bytes": -math.inf}, "peak_bytes is -inf"),
-        ({"datasheet_fraction": 1.001}, "datasheet_fraction is 1.001: more than the datasheet peak"),
+        (
+            {"datasheet_fraction": 1.001},
+            "datasheet_fraction is 1.001: more than the datasheet peak",
+        ),
         ({"copy_datasheet_fraction": 3.0}, "copy_datasheet_fraction is 3.000"),
     ],
 )
@@ -553,7 +705,8 @@ def test_an_impossible_number_is_refused_by_name(metrics, complaint):
 def test_a_time_beyond_the_limit_of_the_whole_measurement_is_refused():
     """As where the clock was set meanwhile."""
     with pytest.raises(
-        ValueError, match=r"median_ms is 7200000\.0: longer than the whole measurement's limit of 60000 ms"
+        ValueError,
+        match=r"median_ms is 7200000\.0: longer than the whole measurement's limit of 60000 ms",
     ):
         records.check_plausible({"median_ms": 7.2e6}, 6e4)
     records.check_plausible({"median_ms": 6e4, "peak_bytes": 10**9}, 6e4)
@@ -561,7 +714,14 @@ def test_a_time_beyond_the_limit_of_the_whole_measurement_is_refused():
 
 def test_possible_numbers_pass():
     records.check_plausible(
-        {"median_ms": 1e-6, "std_ms": 0.0, "p80_ms": None, "n": 3, "peak_bytes": 0, "loss_change": -1.0}
+        {
+            "median_ms": 1e-6,
+            "std_ms": 0.0,
+            "p80_ms": None,
+            "n": 3,
+            "peak_bytes": 0,
+            "loss_change": -1.0,
+        }
     )
     records.check_plausible({"datasheet_fraction": 1.0, "other_datasheet_fraction": None})
     records.check_plausible({})
@@ -579,12 +739,18 @@ with RecordStore(sys.argv[1]).locked():
 @pytest.mark.skipif(sys.platform == "win32", reason="advisory locks and SIGKILL are POSIX")
 def test_the_lock_of_another_process_is_respected_and_ends_with_it(store):
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(store.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDER, str(store.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert holder.stdout.readline() == "locked\n"
         begin = time.monotonic()
-        with pytest.raises(RecordError, match=f"{store.path}: another labkit run"), store.locked(wait_s=0.25):
+        with (
+            pytest.raises(RecordError, match=f"{store.path}: another labkit run"),
+            store.locked(wait_s=0.25),
+        ):
             pytest.fail("two processes hold the lock")
         assert time.monotonic() - begin >= 0.25
 

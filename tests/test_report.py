@@ -1,4 +1,6 @@
-"""The report says what the records say, is short, and is the one that the committed records give."""
+"""The report says what the records say, is short, and is the one that the committed records
+give.
+"""
 
 import dataclasses
 import itertools
@@ -30,7 +32,9 @@ DEVICES = [device for device in measured_devices(FIGURES) if not re.match(r"\d+x
 
 @pytest.fixture
 def folder(tmp_path):
-    """A copy of the reference device's records of chapter 01, free to be changed; returns the device's folder."""
+    """A copy of the reference device's records of chapter 01, free to be changed; returns the
+    device's folder.
+    """
     target = tmp_path / REFERENCE_DEVICE
     (target / "records").mkdir(parents=True)
     for name in ("environment.json", f"records/{NOTEBOOK}.jsonl", f"records/{NOTEBOOK}.done.json"):
@@ -43,17 +47,25 @@ def chapter(folder, **options):
 
 
 def change(folder, section, phase, status="ok", metrics=None, telemetry=None, **case):
-    """Appends newer records like the newest matching ones, with other metrics, as a new measurement would."""
+    """Appends newer records like the newest matching ones, with other metrics, as a new measurement
+    would.
+    """
     store = RecordStore(folder / "records" / f"{NOTEBOOK}.jsonl")
-    known = [r for r in newest(store.load()) if (r.section, r.phase, r.status) == (section, phase, "ok")]
+    known = [
+        r for r in newest(store.load()) if (r.section, r.phase, r.status) == (section, phase, "ok")
+    ]
     changed = [record for record in known if case.items() <= record.case.items()]
     assert changed
     for record in changed:
-        around = dict.fromkeys(("min_ms", "p20_ms", "p80_ms"), metrics["median_ms"]) if metrics else {}
+        around = (
+            dict.fromkeys(("min_ms", "p20_ms", "p80_ms"), metrics["median_ms"]) if metrics else {}
+        )
         values = {**record.metrics, **around, **(metrics or {})} if status == "ok" else {}
         timer = record.timer if values else {}
         kept = record.telemetry if telemetry is None else telemetry
-        store.append(dataclasses.replace(record, status=status, metrics=values, timer=timer, telemetry=kept))
+        store.append(
+            dataclasses.replace(record, status=status, metrics=values, timer=timer, telemetry=kept)
+        )
 
 
 FUSED = {
@@ -70,7 +82,9 @@ def shown(folder):
     chapters = {NOTEBOOK: chapter(folder)}
     steps = chapter(folder).records("execution")
     graphs = steps[steps["phase"] == "graph_step"]
-    fact = compare(graphs, card.LADDER["fp32"], card.LADDER["+ our kernels"], size="2.7b", context=512)
+    fact = compare(
+        graphs, card.LADDER["fp32"], card.LADDER["+ our kernels"], size="2.7b", context=512
+    )
     figure = figures.svg(card.ladder(chapters))
     return (
         card.ladder_table(graphs).to_string(),
@@ -113,7 +127,10 @@ def test_without_records_every_form_says_so(tmp_path):
     frame = empty.records("steps")
     assert "not measured on abacus" in empty.table(card.ladder_table, frame, caption="Times").data
     assert "Not measured" in empty.say(compare(frame, {"a": 1}, {"a": 2}), "x").data
-    assert "not measured on abacus" in empty.figure(card.ladder_figure, frame, name="a", caption="Times").data
+    assert (
+        "not measured on abacus"
+        in empty.figure(card.ladder_figure, frame, name="a", caption="Times").data
+    )
     assert "Not measured on abacus" in empty.more().data
     assert "labkit run 01" in empty.source().data
 
@@ -144,7 +161,9 @@ def test_report_of_an_unknown_device_names_the_known(folder):
 def test_unfinished_and_incomplete_runs_are_said_to_be(folder):
     done = folder / "records" / f"{NOTEBOOK}.done.json"
     done.write_text(json.dumps({**json.loads(done.read_text()), "num_missing": 7}))
-    assert "7 measurements of the full profile are not recorded" in render._not_finished(folder, NOTEBOOK)
+    assert "7 measurements of the full profile are not recorded" in render._not_finished(
+        folder, NOTEBOOK
+    )
     done.unlink()
     assert "did not run to its end" in render._not_finished(folder, NOTEBOOK)
 
@@ -159,7 +178,9 @@ def test_a_chapter_alone_makes_a_page_that_says_what_is_missing(folder):
 
 @pytest.fixture(scope="module", params=DEVICES)
 def rebuilt(request, tmp_path_factory):
-    """A device's report, figures and tables made anew from its records; returns the device and the devices' folder."""
+    """A device's report, figures and tables made anew from its records; returns the device and the
+    devices' folder.
+    """
     device = request.param
     target = tmp_path_factory.mktemp("figures")
     for source in {folder_of(FIGURES, device, name) for name in notebooks.names()}:
@@ -201,18 +222,30 @@ def test_committed_report_figures_and_tables_are_those_of_the_committed_records(
     fresh = made(root, device)
     assert committed.keys() == fresh.keys()
     stale = [name for name in fresh if committed[name].read_bytes() != fresh[name].read_bytes()]
-    assert not stale, f"run `labkit report --device {device}` (with matplotlib {matplotlib.__version__})"
+    assert not stale, (
+        f"run `labkit report --device {device}` (with matplotlib {matplotlib.__version__})"
+    )
 
 
 def test_every_committed_file_of_figures_is_compared_with_what_is_made():
     compared = {name for device in DEVICES for name in made(FIGURES, device)}
-    others = {str(path.relative_to(FIGURES)) for path in FIGURES.rglob("*") if path.is_file()} - compared
-    assert {name for name in others if not re.search(r"/(records/|environment\.json$|report\.html$)", name)} == set()
+    others = {
+        str(path.relative_to(FIGURES)) for path in FIGURES.rglob("*") if path.is_file()
+    } - compared
+    assert {
+        name
+        for name in others
+        if not re.search(r"/(records/|environment\.json$|report\.html$)", name)
+    } == set()
 
 
-@pytest.mark.parametrize("name", notebooks.names()[:1] + list(conftest.more(*notebooks.names()[1:])))
+@pytest.mark.parametrize(
+    "name", notebooks.names()[:1] + list(conftest.more(*notebooks.names()[1:]))
+)
 def test_the_images_that_a_notebook_holds_are_those_of_the_committed_records(name):
-    """The reference device's executed notebooks are those in notebooks/; nbval compares no image."""
+    """The reference device's executed notebooks are those in notebooks/; nbval compares no
+    image.
+    """
     held, shown = (
         [
             output["data"]["image/png"].strip()
@@ -239,27 +272,38 @@ def report():
 
 def test_links_of_the_report_lead_somewhere(report):
     anchors = [text.anchor(title) for title in re.findall(r"^#+ (.*)$", report, flags=re.MULTILINE)]
-    assert len(anchors) == len(set(anchors)), "a heading stands twice: its links would lead to the first"
+    assert len(anchors) == len(set(anchors)), (
+        "a heading stands twice: its links would lead to the first"
+    )
     assert set(re.findall(r"\]\(#([^)]*)\)", report)) <= set(anchors)
     for target in re.findall(r"\]\((?!#|https?:)([^)]*)\)", report):
         assert (REPOSITORY / target.split("#")[0]).exists(), target
 
 
-@pytest.mark.parametrize("folder", sorted(FIGURES.glob("*/records")), ids=lambda folder: folder.parent.name)
+@pytest.mark.parametrize(
+    "folder", sorted(FIGURES.glob("*/records")), ids=lambda folder: folder.parent.name
+)
 def test_the_records_of_a_device_are_small(folder):
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 6_000_000
 
 
 def sentences(markdown: str) -> list[str]:
     """The sentences of a page's prose: no heading, table, figure or link target."""
-    prose = [line for line in markdown.splitlines() if line and not line.startswith(("#", "|", "!", "*More"))]
+    prose = [
+        line
+        for line in markdown.splitlines()
+        if line and not line.startswith(("#", "|", "!", "*More"))
+    ]
     plain = re.sub(r"\]\([^)]*\)|[*`\[]", "", "\n".join(prose))
     return [one for one in re.split(r"(?<=[.?!:])\s+|\n", plain) if len(one.split()) > 2]
 
 
 def test_the_report_is_read_in_ten_minutes(report):
     lengths = [len(one.split()) for one in sentences(report)]
-    print(f"{len(report.encode()):,} bytes, {len(report.split()):,} words, {np.mean(lengths):.1f} a sentence")
+    print(
+        f"{len(report.encode()):,} bytes, {len(report.split()):,} words, {np.mean(lengths):.1f} a "
+        f"sentence"
+    )
     assert len(report.encode()) <= 45_000
     assert len(report.split()) <= 7_000
     assert np.mean(lengths) <= 20
@@ -282,46 +326,70 @@ def test_facts_are_short_and_tables_and_figures_few(report):
 def test_report_holds_no_path_of_the_measuring_machine():
     for path in [REPOSITORY / "report.md", *FIGURES.glob("*/*.json"), *FIGURES.glob("*/records/*")]:
         if path.suffix != ".lock":
-            assert not re.search(r"/(home|root|tmp|work|Users)/", path.read_text(encoding="utf-8")), path
+            assert not re.search(
+                r"/(home|root|tmp|work|Users)/", path.read_text(encoding="utf-8")
+            ), path
 
 
 MARKUP = (
-    "<script>alert(1)</script> <img src=x onerror=alert(1)> ![a](http://evil.example/a.png) [a](javascript:alert(1))"
-    "\n\n# A heading\n\n- an item\n\n| a |\n|---|\n\n`</code><b>` a\\ $\\frac{ \x1b[31m ]\\u0028http://evil.example)"
+    "<script>alert(1)</script> <img src=x onerror=alert(1)> ![a](http://evil.example/a.png) "
+    "[a](javascript:alert(1))"
+    "\n\n# A heading\n\n- an item\n\n| a |\n|---|\n\n`</code><b>` a\\ $\\frac{ \x1b[31m "
+    "]\\u0028http://evil.example)"
 )
 FORMULAS = "=cmd|'/C calc'!A0", "@SUM(1)", "+1+cmd", "-1+cmd"
 
 
 def written_by(folder: Path, text: str, device: str) -> Path:
-    """Writes the CPU's records of chapter 01 as of another device, with `text` wherever any is free; their report."""
+    """Writes the CPU's records of chapter 01 as of another device, with `text` wherever any is
+    free; their report.
+    """
     source = FIGURES / "cpu-intel-xeon-processor"
     (folder / device / "records").mkdir(parents=True)
     environment = json.loads((source / "environment.json").read_text())
     environment["device"]["name"] = environment["cpu"]["name"] = text
     (folder / device / "environment.json").write_text(json.dumps(environment))
     store = RecordStore(folder / device / "records" / f"{NOTEBOOK}.jsonl")
-    hostile = {"software": dict.fromkeys(("torch", "triton"), text), "source": {"commit": text}, "device": device}
+    hostile = {
+        "software": dict.fromkeys(("torch", "triton"), text),
+        "source": {"commit": text},
+        "device": device,
+    }
     hostile |= dict.fromkeys(("machine", "recorded_at", "session"), text)
     for record in RecordStore(source / "records" / f"{NOTEBOOK}.jsonl").load():
-        failed = {"status": "error", "reason": text, "metrics": {}} if record.section == "compile" else {}
+        failed = (
+            {"status": "error", "reason": text, "metrics": {}}
+            if record.section == "compile"
+            else {}
+        )
         case = record.case | ({"impl": text} if "impl" in record.case else {})
         store.append(dataclasses.replace(record, **hostile, **failed, case=case))
-    (folder / device / "records" / f"{NOTEBOOK}.done.json").write_text(json.dumps({"num_missing": 3, "profile": text}))
+    (folder / device / "records" / f"{NOTEBOOK}.done.json").write_text(
+        json.dumps({"num_missing": 3, "profile": text})
+    )
     return render.rebuild(device, output=folder)[0]
 
 
 @pytest.mark.parametrize("text", [MARKUP, *FORMULAS[:1], *conftest.more(*FORMULAS[1:])])
 def test_text_of_records_and_environments_stays_text(tmp_path, text):
-    plain, hostile = (written_by(tmp_path, *of_device) for of_device in (("words", "abacus"), (text, "sundial")))
-    said = [path.read_text(encoding="utf-8").replace("sundial", "abacus") for path in (plain, hostile)]
+    plain, hostile = (
+        written_by(tmp_path, *of_device) for of_device in (("words", "abacus"), (text, "sundial"))
+    )
+    said = [
+        path.read_text(encoding="utf-8").replace("sundial", "abacus") for path in (plain, hostile)
+    ]
     for structure in (r"^#+ .*", r"\]\([^)]*\)", r"^[|>-]", r"^\s*$"):
         first, second = (re.findall(structure, report, flags=re.MULTILINE)[1:] for report in said)
         assert first == second, "the text made a heading, link, list, table or paragraph"
     assert not re.search("<[a-z/!]", re.sub("`[^`\n]*`", "", said[1])) and said[0] != said[1]
     for path in hostile.parent.glob("tables/*.csv"):
         cells = pd.read_csv(path, dtype=str, keep_default_na=False).to_numpy().flatten().tolist()
-        assert not [cell for cell in cells if re.match(r"[=@]|[+-](?![\d.])|[+-].*[a-z]", cell)], path
-    assert not [path for path in plain.parent.glob("tables/*.csv") if re.search("^'|,'", path.read_text())]
+        assert not [cell for cell in cells if re.match(r"[=@]|[+-](?![\d.])|[+-].*[a-z]", cell)], (
+            path
+        )
+    assert not [
+        path for path in plain.parent.glob("tables/*.csv") if re.search("^'|,'", path.read_text())
+    ]
 
 
 # Machado, Oliveira & Fernandes (2009), severity 1, applied to linear RGB.
@@ -344,7 +412,9 @@ def lab(colour: str, deficiency: str) -> np.ndarray:
     rgb = np.array(matplotlib.colors.to_rgb(colour))
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     seen = np.clip(np.array(DEFICIENCIES[deficiency]) @ linear, 0, 1)
-    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    to_xyz = np.array(
+        [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    )
     x, y, z = np.cbrt(np.maximum(to_xyz @ seen / [0.9505, 1.0, 1.089], 1e-9))
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
@@ -356,19 +426,32 @@ TOGETHER.append(figures.STYLES.keys() - set().union(*TOGETHER))
 
 
 @pytest.mark.parametrize("deficiency", DEFICIENCIES)
-@pytest.mark.parametrize("names", TOGETHER, ids=["precisions", "phases", "sizes", "implementations"])
+@pytest.mark.parametrize(
+    "names", TOGETHER, ids=["precisions", "phases", "sizes", "implementations"]
+)
 def test_styles_differ_for_every_eye(names, deficiency):
     for one, other in itertools.combinations(sorted(names), 2):
         a, b = figures.STYLES[one], figures.STYLES[other]
         distance = np.linalg.norm(lab(a.colour, deficiency) - lab(b.colour, deficiency))
-        assert distance > 15 or (a.marker, a.dash) != (b.marker, b.dash), f"{one} and {other}: {distance:.1f}"
+        assert distance > 15 or (a.marker, a.dash) != (b.marker, b.dash), (
+            f"{one} and {other}: {distance:.1f}"
+        )
 
 
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [(0.012345, "0.0123"), (1.5, "1.50"), (123.4, "123"), (12345.6, "12,346"), (0, "0"), (None, "–"), (math.nan, "–"),
-     (-2.5, "-2.50"), (1e-9, "0.000000")],
-)  # fmt: skip
+    [
+        (0.012345, "0.0123"),
+        (1.5, "1.50"),
+        (123.4, "123"),
+        (12345.6, "12,346"),
+        (0, "0"),
+        (None, "–"),
+        (math.nan, "–"),
+        (-2.5, "-2.50"),
+        (1e-9, "0.000000"),
+    ],
+)
 def test_number(value, shown):
     assert text.number(value) == shown
 
@@ -400,7 +483,12 @@ def test_listing_count_and_percent():
 
 
 def test_markdown_cells_hold_neither_columns_nor_tags():
-    frame = pd.DataFrame({"kernel|name": ["`void f<a|b>`", "<script>"], "ms": ["1.0", "oom"], "note": ["", "a"]})
+    frame = pd.DataFrame(
+        {"kernel|name": ["`void f<a|b>`", "<script>"], "ms": ["1.0", "oom"], "note": ["", "a"]}
+    )
     assert tables.to_markdown(frame).splitlines() == [
-        "| kernel\\|name | ms | note |", "|---|---:|---:|", "| `void f<a\\|b>` | 1.0 | |", "| &lt;script> | oom | a |",
-    ]  # fmt: skip
+        "| kernel\\|name | ms | note |",
+        "|---|---:|---:|",
+        "| `void f<a\\|b>` | 1.0 | |",
+        "| &lt;script> | oom | a |",
+    ]

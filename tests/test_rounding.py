@@ -1,4 +1,6 @@
-"""Rounding: spacing of a format, sums and normalisations in it, and what notebook 03 measures of them."""
+"""Rounding: spacing of a format, sums and normalisations in it, and what notebook 03 measures of
+them.
+"""
 
 import math
 
@@ -28,7 +30,9 @@ def test_a_binade_begins_at_a_power_of_two():
 
 def test_spacing_of_what_the_format_does_not_have_is_refused():
     for value in (0.0, -1.0, math.inf, 70000.0):
-        with pytest.raises(ValueError, match=r"has no binade in torch\.float16; accepted: above 0, up to 65504"):
+        with pytest.raises(
+            ValueError, match=r"has no binade in torch\.float16; accepted: above 0, up to 65504"
+        ):
             numerics.spacing(value, torch.float16)
 
 
@@ -59,7 +63,9 @@ def test_running_sums_are_those_of_every_so_many_terms():
         every = numerics.running_sums(term, 60, torch.bfloat16, method)
         some = numerics.running_sums(term, 60, torch.bfloat16, method, every=20)
         assert torch.equal(every[19::20], some) and every.dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="unknown method 'magic'; accepted: sequential, kahan, pairwise"):
+    with pytest.raises(
+        ValueError, match="unknown method 'magic'; accepted: sequential, kahan, pairwise"
+    ):
         numerics.running_sums(term, 10, torch.bfloat16, "magic")
 
 
@@ -79,7 +85,9 @@ def test_normalise_is_pytorchs_function_where_nothing_is_rounded(kind):
     torch.testing.assert_close(result, function(x, (33,), eps=1e-3), rtol=1e-12, atol=1e-12)
     centred = x - x.mean(-1, keepdim=True) if kind == "layer_norm" else x
     torch.testing.assert_close(mean_square, centred.square().mean(-1, keepdim=True))
-    with pytest.raises(ValueError, match="unknown normalisation 'batch_norm'; accepted: layer_norm, rms_norm"):
+    with pytest.raises(
+        ValueError, match="unknown normalisation 'batch_norm'; accepted: layer_norm, rms_norm"
+    ):
         numerics.normalise(x, "batch_norm", 1e-3, torch.float64)
 
 
@@ -95,7 +103,13 @@ def test_normalise_is_pytorchs_function_where_nothing_is_rounded(kind):
 )
 def test_fp16_statistics_leave_its_range_and_bf16s_do_not(dtype, scale, expected):
     """A mean square is the scale squared: 10⁸ is more than 65504, 10⁻⁸ less than half of 2⁻²⁴."""
-    names = {"norm": "rms_norm", "setting": "centred", "input": dtype, "statistics": dtype, "scale": scale}
+    names = {
+        "norm": "rms_norm",
+        "setting": "centred",
+        "input": dtype,
+        "statistics": dtype,
+        "scale": scale,
+    }
     parameters = {**names, "rows": 8, "features": 64}
     measured = measure_normalisation(CPU, parameters)
     assert measured.case == parameters
@@ -104,14 +118,32 @@ def test_fp16_statistics_leave_its_range_and_bf16s_do_not(dtype, scale, expected
 
 
 def test_an_epsilon_that_vanishes_makes_the_result_infinite():
-    names = {"norm": "rms_norm", "setting": "small epsilon", "input": "fp16", "statistics": "fp16", "scale": 1e-4}
+    names = {
+        "norm": "rms_norm",
+        "setting": "small epsilon",
+        "input": "fp16",
+        "statistics": "fp16",
+        "scale": 1e-4,
+    }
     metrics = measure_normalisation(CPU, {**names, "rows": 4, "features": 64}).metrics
-    assert metrics["epsilon"] == 0 and metrics["nonfinite_fraction"] == 1 and metrics["relative_error"] is None
-    kept = measure_normalisation(CPU, {**names, "statistics": "fp32", "rows": 4, "features": 64}).metrics
+    assert (
+        metrics["epsilon"] == 0
+        and metrics["nonfinite_fraction"] == 1
+        and metrics["relative_error"] is None
+    )
+    kept = measure_normalisation(
+        CPU, {**names, "statistics": "fp32", "rows": 4, "features": 64}
+    ).metrics
     assert kept["nonfinite_fraction"] == 0 and kept["relative_error"] < 1e-3
 
 
 def test_an_input_that_overflows_by_itself_is_skipped():
-    names = {"norm": "layer_norm", "setting": "offset", "input": "fp16", "statistics": "fp32", "scale": 1e4}
+    names = {
+        "norm": "layer_norm",
+        "setting": "offset",
+        "input": "fp16",
+        "statistics": "fp32",
+        "scale": 1e4,
+    }
     with pytest.raises(Skip, match="the input itself overflows fp16"):
         measure_normalisation(CPU, {**names, "rows": 4, "features": 64})

@@ -1,4 +1,6 @@
-"""Rows of several sessions are paired by what they measured, each kind of time apart, and the limits are the limits."""
+"""Rows of several sessions are paired by what they measured, each kind of time apart, and the
+limits are the limits.
+"""
 
 import dataclasses
 
@@ -26,12 +28,23 @@ def record(
     commit="0123456",
     **metrics,
 ):
-    measured = {"median_ms": median_ms, "half_width_fraction": 0.001, **metrics} if status == "ok" else {}
+    measured = (
+        {"median_ms": median_ms, "half_width_fraction": 0.001, **metrics} if status == "ok" else {}
+    )
     timer = {"method": method} if status == "ok" else {}
     return Record(
-        notebook=NOTEBOOK, section=section, case={"size": row}, phase=phase, status=status, device="a-gpu",
-        measurement_version=2, metrics=measured, timer=timer, session=session, source={"commit": commit},
-    )  # fmt: skip
+        notebook=NOTEBOOK,
+        section=section,
+        case={"size": row},
+        phase=phase,
+        status=status,
+        device="a-gpu",
+        measurement_version=2,
+        metrics=measured,
+        timer=timer,
+        session=session,
+        source={"commit": commit},
+    )
 
 
 def differences(*records):
@@ -47,7 +60,10 @@ def test_a_row_is_compared_with_itself_in_other_sessions():
         record("s2", 9.9, row="c"),
     )
     assert set(found["row"]) == {"steps a forward"} and set(found["kind"]) == {"device"}
-    assert list(zip(found["lowest_ms"], found["highest_ms"], strict=True)) == [(0.98, 1.0), (1.0, 1.04)], "to the first"
+    assert list(zip(found["lowest_ms"], found["highest_ms"], strict=True)) == [
+        (0.98, 1.0),
+        (1.0, 1.04),
+    ], "to the first"
     assert found["difference"].tolist() == pytest.approx([1 / 0.98 - 1, 0.04])
     assert sessions.table_worst(found)["difference"].tolist() == ["4 %"], "each row once"
 
@@ -68,7 +84,11 @@ def test_what_was_measured_otherwise_is_another_row():
 
 def test_every_kind_of_time_is_a_row_of_its_own():
     def both(session, factor, method):
-        times = {"sustained_ms": 2.0 * factor, "host_median_ms": 3.0 * factor, "flush_median_ms": 4.0 * factor}
+        times = {
+            "sustained_ms": 2.0 * factor,
+            "host_median_ms": 3.0 * factor,
+            "flush_median_ms": 4.0 * factor,
+        }
         return record(session, factor, method=method, **times)
 
     found = differences(both("s1", 1.0, "graph"), both("s2", 1.1, "graph"))
@@ -79,15 +99,22 @@ def test_every_kind_of_time_is_a_row_of_its_own():
         "steps a forward, flush_median_ms": sessions.OTHER_CALLS,
     }
     found = differences(both("s1", 1.0, "window"), both("s2", 1.1, "window"))
-    assert found["kind"].tolist() == [sessions.OTHER_CALLS, "sustained"], "the call's time is not counted twice"
+    assert found["kind"].tolist() == [sessions.OTHER_CALLS, "sustained"], (
+        "the call's time is not counted twice"
+    )
 
 
 @pytest.mark.parametrize(
-    ("launch_ms", "kinds"), [(2.69, [sessions.OTHER_CALLS, "sustained"]), (2.71, [sessions.WAITING])]
+    ("launch_ms", "kinds"),
+    [(2.69, [sessions.OTHER_CALLS, "sustained"]), (2.71, [sessions.WAITING])],
 )
-def test_a_call_that_waits_for_the_host_is_told_apart_and_its_sustained_time_is_no_other(launch_ms, kinds):
+def test_a_call_that_waits_for_the_host_is_told_apart_and_its_sustained_time_is_no_other(
+    launch_ms, kinds
+):
     times = {"launch_median_ms": launch_ms, "host_median_ms": 3.0, "sustained_ms": 2.0}
-    found = differences(*(record(session, 3.0, method="window", **times) for session in ("s1", "s2")))
+    found = differences(
+        *(record(session, 3.0, method="window", **times) for session in ("s1", "s2"))
+    )
     assert found["kind"].tolist() == kinds
 
 
@@ -109,7 +136,10 @@ LEVEL = [*[1.02] * 19, 1.5]
 def test_too_few_rows_of_a_kind_fail(method, value, times, fails):
     found = differences(
         *(record("s1", row=row, method=method, **{value: 1.0}) for row in range(20)),
-        *(record("s2", row=row, method=method, **{value: time_ms}) for row, time_ms in enumerate(times)),
+        *(
+            record("s2", row=row, method=method, **{value: time_ms})
+            for row, time_ms in enumerate(times)
+        ),
     )
     kind = "sustained" if value == "sustained_ms" else verdicts.KIND_OF_METHOD[method]
     assert sessions.failed(found) == ([kind] if fails else [])
@@ -125,10 +155,15 @@ def test_a_session_names_its_host_or_says_that_it_has_none():
         record("s2", status="skipped", section="host", phase="triton_launch"),
         record("s2", 0.05, section="host", phase="python_loop", method="host"),
     ]
-    one, two = sessions.table_sessions({NOTEBOOK: [record("s1", commit="s10123456"), *probes, record("s2")]}).to_dict(
-        "records"
+    one, two = sessions.table_sessions(
+        {NOTEBOOK: [record("s1", commit="s10123456"), *probes, record("s2")]}
+    ).to_dict("records")
+    assert (one["session"], one["commit"], one["records"], one["host"]) == (
+        "s1",
+        "s1012345",
+        1,
+        "not measured",
     )
-    assert (one["session"], one["commit"], one["records"], one["host"]) == ("s1", "s1012345", 1, "not measured")
     assert (two["records"], two["host"]) == (4, "operator 4.20 µs, python loop 50.0 µs")
 
 
@@ -150,9 +185,15 @@ def test_the_command_shows_the_rows_and_fails_only_when_checking(folder, second_
         store.append(one)
     common = ("--sessions", "--device", "a-gpu", "--output", str(folder.parent.parent))
     shown = compare(*common)
-    assert shown.exit_code == 0 and "| steps a forward |" in shown.output and "not measured" in shown.output
+    assert (
+        shown.exit_code == 0
+        and "| steps a forward |" in shown.output
+        and "not measured" in shown.output
+    )
     share = "0 %" if code else "100 %"
-    assert shown.output.startswith(f"In another session come back: device times within 5 % in {share}")
+    assert shown.output.startswith(
+        f"In another session come back: device times within 5 % in {share}"
+    )
     for more in ((), ("--notebook", "01")):
         assert compare(*common, "--check", *more).exit_code == code
 
@@ -178,7 +219,8 @@ def test_one_session_has_nothing_to_compare(folder):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"), [((), "say what to compare: --sessions"), (("--sessions", "--notebook", "99"), "99")]
+    ("arguments", "text"),
+    [((), "say what to compare: --sessions"), (("--sessions", "--notebook", "99"), "99")],
 )
 def test_what_cannot_be_compared_is_said(arguments, text):
     result = compare(*arguments)
@@ -192,7 +234,8 @@ def test_a_device_without_records_has_nothing_to_compare():
 
 def test_the_reference_devices_sessions_agree():
     chapters = {
-        path.stem: RecordStore(path).load() for path in sorted((FIGURES / REFERENCE_DEVICE / "records").glob("*.jsonl"))
+        path.stem: RecordStore(path).load()
+        for path in sorted((FIGURES / REFERENCE_DEVICE / "records").glob("*.jsonl"))
     }
     found = sessions.differences(chapters)
     assert not sessions.failed(found), sessions.sentence(found)

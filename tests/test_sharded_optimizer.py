@@ -1,4 +1,6 @@
-"""The sharded optimizer on two gloo ranks beside the unsharded one, through whatever happens between steps."""
+"""The sharded optimizer on two gloo ranks beside the unsharded one, through whatever happens
+between steps.
+"""
 
 import re
 
@@ -10,7 +12,10 @@ from labkit.parallel.launch import launch
 
 @pytest.fixture(scope="module")
 def ranks():
-    return [dict(results) for results in launch("sharded_optimizer_ranks:found", 2, device="cpu", timeout_s=240)]
+    return [
+        dict(results)
+        for results in launch("sharded_optimizer_ranks:found", 2, device="cpu", timeout_s=240)
+    ]
 
 
 def test_a_layer_frozen_with_a_gradient_stays_the_same_on_all_ranks(ranks):

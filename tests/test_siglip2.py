@@ -1,6 +1,8 @@
-"""The SigLIP 2 encoder and its kernels: every implementation against fp64 image by image, and against transformers.
+"""The SigLIP 2 encoder and its kernels: every implementation against fp64 image by image, and
+against transformers.
 
-Shape suffixes as in labkit.models.siglip2: I images, M patches of all images, C d_model, K values of a patch.
+Shape suffixes as in labkit.models.siglip2: I images, M patches of all images, C d_model, K values
+of a patch.
 """
 
 import copy
@@ -47,11 +49,13 @@ def batch(grids=GRIDS, dtype=torch.float32, config=TINY) -> tuple[Tensor, Tensor
     return draw(num_patches, config.patch_dim).to(dtype), torch.tensor(grids)
 
 
-# ---- the encoder against fp64, image by image -------------------------------------------------------------------
+# ---- the encoder against fp64, image by image ----------------------------------------------------
 
 
 def encode_reference(weights: dict[str, Tensor], config, patches_MK: Tensor, grids) -> Tensor:
-    """Every image on its own from the published formulas, in the weights' dtype, sharing no code with labkit."""
+    """Every image on its own from the published formulas, in the weights' dtype, sharing no code
+    with labkit.
+    """
 
     def linear(x: Tensor, name: str) -> Tensor:
         return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
@@ -64,13 +68,17 @@ def encode_reference(weights: dict[str, Tensor], config, patches_MK: Tensor, gri
     side = config.position_side
     table = weights["position_embedding.weight"].T.reshape(1, -1, side, side)
     outs = []
-    for (height, width), patches in zip(grids, patches_MK.split([h * w for h, w in grids]), strict=True):
+    for (height, width), patches in zip(
+        grids, patches_MK.split([h * w for h, w in grids]), strict=True
+    ):
         positions = F.interpolate(table, (height, width), mode="bilinear", antialias=True)
         x = linear(patches, "patch_embedding") + positions.flatten(2)[0].T
         for layer in (f"layers.{index}" for index in range(config.num_layers)):
             normed = norm(x, f"{layer}.layer_norm1")
             q, k, v = (
-                linear(normed, f"{layer}.self_attn.{name}_proj").view(len(x), config.num_heads, -1).transpose(0, 1)
+                linear(normed, f"{layer}.self_attn.{name}_proj")
+                .view(len(x), config.num_heads, -1)
+                .transpose(0, 1)
                 for name in "qkv"
             )
             heads = torch.softmax(q @ k.transpose(1, 2) / math.sqrt(config.d_head), dim=-1) @ v
@@ -83,11 +91,15 @@ def encode_reference(weights: dict[str, Tensor], config, patches_MK: Tensor, gri
 
 
 def with_gradients(encode, weights: dict[str, Tensor], patches_MK: Tensor) -> dict[str, Tensor]:
-    """Returns the output and the gradient of a weighted sum of it by every weight, q, k and v apart."""
+    """Returns the output and the gradient of a weighted sum of it by every weight, q, k and v
+    apart.
+    """
     patches_MK = patches_MK.detach().requires_grad_()
     out_MC = encode(patches_MK)
     leaves = {"patches": patches_MK, **weights}
-    grads = torch.autograd.grad(out_MC, list(leaves.values()), draw(*out_MC.shape, seed=2).to(out_MC))
+    grads = torch.autograd.grad(
+        out_MC, list(leaves.values()), draw(*out_MC.shape, seed=2).to(out_MC)
+    )
     results = {"out": out_MC.detach(), **dict(zip(leaves, grads, strict=True))}
     for name in [name for name in results if "qkv_proj" in name]:
         parts = zip("qkv", results.pop(name).chunk(3), strict=True)
@@ -96,7 +108,9 @@ def with_gradients(encode, weights: dict[str, Tensor], patches_MK: Tensor) -> di
 
 
 def run_model(model: Siglip2Encoder, patches_MK: Tensor, grids) -> dict[str, Tensor]:
-    return with_gradients(lambda patches: model(patches, grids), dict(model.named_parameters()), patches_MK)
+    return with_gradients(
+        lambda patches: model(patches, grids), dict(model.named_parameters()), patches_MK
+    )
 
 
 @functools.cache
@@ -109,9 +123,11 @@ def reference(dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
 def excess(results: dict[str, Tensor], dtype: torch.dtype) -> dict[str, float]:
-    """Returns each error against fp64 over the budget: 2 (gradients 3) × (eager's + a rounding of the largest value).
+    """Returns each error against fp64 over the budget: 2 (gradients 3) × (eager's + a rounding of
+    the largest value).
 
-    A softmax does not change with the bias of k, whose gradient is rounding alone: its scale is that of q's bias.
+    A softmax does not change with the bias of k, whose gradient is rounding alone: its scale is
+    that of q's bias.
     """
     exact, eager = reference(dtype)
     fractions = {}
@@ -124,7 +140,9 @@ def excess(results: dict[str, Tensor], dtype: torch.dtype) -> dict[str, float]:
 
 
 def test_eager_computes_the_formulas():
-    """A sum of n products is off by at most n·u of the sum of their magnitudes; the longest here is over d_ff."""
+    """A sum of n products is off by at most n·u of the sum of their magnitudes; the longest here is
+    over d_ff.
+    """
     exact, eager = reference(torch.float32)
     for name, value in exact.items():
         scale = exact[name.replace("k_proj.bias", "q_proj.bias")].abs().max().item()
@@ -147,7 +165,9 @@ def test_every_step_is_within_the_error_budget(impl, dtype):
 
 @pytest.mark.parametrize(
     "options",
-    more({"recomputed": 1, "mlp_path": "epilogue"}, {}, {"recomputed": 1}, {"mlp_path": "epilogue"}),
+    more(
+        {"recomputed": 1, "mlp_path": "epilogue"}, {}, {"recomputed": 1}, {"mlp_path": "epilogue"}
+    ),
     ids=str,
 )
 def test_interpreted_the_kernels_are_within_the_error_budget(options, interpreted):
@@ -217,8 +237,12 @@ def test_no_image_sees_another(impl):
     model, (patches_MK, grids_I2) = build(impl), batch()
     whole_MC = model(patches_MK, grids_I2)
     sizes = grids_I2.prod(1).tolist()
-    for image, (patches, rows) in enumerate(zip(patches_MK.split(sizes), whole_MC.split(sizes), strict=True)):
-        torch.testing.assert_close(model(patches, grids_I2[image : image + 1]), rows, rtol=1e-4, atol=1e-5)
+    for image, (patches, rows) in enumerate(
+        zip(patches_MK.split(sizes), whole_MC.split(sizes), strict=True)
+    ):
+        torch.testing.assert_close(
+            model(patches, grids_I2[image : image + 1]), rows, rtol=1e-4, atol=1e-5
+        )
 
 
 def test_a_packing_is_of_the_values_of_grids():
@@ -258,7 +282,10 @@ def test_autocast_is_near_what_it_casts(impl):
         assert out_MC.dtype == (torch.bfloat16 if impl in IMPLS[4:] else torch.float32)
         return out_MC
 
-    found, plain = with_gradients(encode, weights, patches_MK), run_model(model, patches_MK, grids_I2)
+    found, plain = (
+        with_gradients(encode, weights, patches_MK),
+        run_model(model, patches_MK, grids_I2),
+    )
     for name, value in plain.items():
         scale = plain[name.replace("k_proj.bias", "q_proj.bias")].abs().max()
         assert (found[name] - value).abs().max() <= 0.1 * scale, name
@@ -287,23 +314,57 @@ def test_copies_and_calls_of_functions_are_the_model(impl):
         assert torch.equal(other(patches_MK, grids_I2), expected)
         assert other.state_dict().keys() == model.state_dict().keys()
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    assert torch.equal(torch.func.functional_call(build(impl).double(), weights, (patches_MK, grids_I2)), expected)
+    assert torch.equal(
+        torch.func.functional_call(build(impl).double(), weights, (patches_MK, grids_I2)), expected
+    )
 
 
 ONE = torch.tensor([[2, 3]])
 BAD_INPUT = {
-    "patches missing": (draw(5, 48), ONE, "must sum to the number of patches; they sum to 6, and there are 5"),
-    "a zero side": (draw(6, 48), torch.tensor([[2, 3], [0, 4]]), "sides of at least 1; image 1 has 0 x 4"),
-    "a negative side": (draw(6, 48), torch.tensor([[-2, -3]]), "sides of at least 1; image 0 has -2 x -3"),
+    "patches missing": (
+        draw(5, 48),
+        ONE,
+        "must sum to the number of patches; they sum to 6, and there are 5",
+    ),
+    "a zero side": (
+        draw(6, 48),
+        torch.tensor([[2, 3], [0, 4]]),
+        "sides of at least 1; image 1 has 0 x 4",
+    ),
+    "a negative side": (
+        draw(6, 48),
+        torch.tensor([[-2, -3]]),
+        "sides of at least 1; image 0 has -2 x -3",
+    ),
     "no patches": (draw(0, 48), ONE, r"patches must be .* at least one; got \(0, 48\)"),
-    "no images": (draw(6, 48), torch.empty(0, 2, dtype=torch.int64), r"at least one; got shape \(0, 2\)"),
+    "no images": (
+        draw(6, 48),
+        torch.empty(0, 2, dtype=torch.int64),
+        r"at least one; got shape \(0, 2\)",
+    ),
     "a width": (draw(6, 40), ONE, r"patches must be \(patches of all images, 48\)"),
     "one side": (draw(6, 48), torch.tensor([2, 3]), r"grids must be \(images, 2\)"),
-    "dtypes": (draw(6, 48).half(), ONE, "as the parameters are, torch.float32 on cpu; got torch.float16 on cpu"),
+    "dtypes": (
+        draw(6, 48).half(),
+        ONE,
+        "as the parameters are, torch.float32 on cpu; got torch.float16 on cpu",
+    ),
     "devices": (draw(6, 48).to("meta"), ONE, "as the parameters are, .* got torch.float32 on meta"),
-    "grids elsewhere": (draw(6, 48), ONE.to("meta"), "grids must be on the CPU or on cpu .* got meta"),
-    "floats": (draw(6, 48), ONE.float(), "grids must be an int32 or int64 tensor or a packing; got torch.float32"),
-    "a list": (draw(6, 48), [[2, 3]], "grids must be an int32 or int64 tensor or a packing; got list"),
+    "grids elsewhere": (
+        draw(6, 48),
+        ONE.to("meta"),
+        "grids must be on the CPU or on cpu .* got meta",
+    ),
+    "floats": (
+        draw(6, 48),
+        ONE.float(),
+        "grids must be an int32 or int64 tensor or a packing; got torch.float32",
+    ),
+    "a list": (
+        draw(6, 48),
+        [[2, 3]],
+        "grids must be an int32 or int64 tensor or a packing; got list",
+    ),
 }
 
 
@@ -319,8 +380,16 @@ def test_a_bad_batch_is_refused(case, impl):
     ("config", "options", "message"),
     [
         (TINY, {"impl": "fast"}, "unknown impl 'fast'; accepted: eager, .*fused"),
-        (dataclasses.replace(TINY, num_heads=5), {}, "d_model must be a multiple of num_heads, 5; got 48"),
-        (dataclasses.replace(TINY, num_heads=0), {}, "d_model must be a multiple of num_heads, 0; got 48"),
+        (
+            dataclasses.replace(TINY, num_heads=5),
+            {},
+            "d_model must be a multiple of num_heads, 5; got 48",
+        ),
+        (
+            dataclasses.replace(TINY, num_heads=0),
+            {},
+            "d_model must be a multiple of num_heads, 0; got 48",
+        ),
         (TINY, {"recomputed": 1}, "recomputed must be from 0 to 0 with impl='eager'; got 1"),
         (TINY, {"impl": "fused", "recomputed": 3}, "recomputed must be from 0 to 2"),
     ],
@@ -350,12 +419,14 @@ def test_compiled_as_one_graph_it_is_the_same():
         patches_MK, grids_I2 = batch(grids)
         expected = run_model(model, patches_MK, grids_I2)
         weights = dict(model.named_parameters())
-        results = with_gradients(lambda patches, grids=grids_I2: compiled(patches, grids), weights, patches_MK)
+        results = with_gradients(
+            lambda patches, grids=grids_I2: compiled(patches, grids), weights, patches_MK
+        )
         for name, value in expected.items():
             torch.testing.assert_close(results[name], value, rtol=1e-4, atol=1e-4, msg=name)
 
 
-# ---- training ---------------------------------------------------------------------------------------------------
+# ---- training ------------------------------------------------------------------------------------
 
 
 def trained(impl: str) -> list[bool]:
@@ -366,7 +437,10 @@ def trained(impl: str) -> list[bool]:
         torch.manual_seed(seed)
         outs.append(model(patches_MK, grids_I2))
     outs += [model.eval()(patches_MK, grids_I2) for _ in range(2)]
-    return [torch.equal(a, b) for a, b in ((outs[0], outs[1]), (outs[0], outs[2]), (outs[0], outs[3]), outs[3:])]
+    return [
+        torch.equal(a, b)
+        for a, b in ((outs[0], outs[1]), (outs[0], outs[2]), (outs[0], outs[3]), outs[3:])
+    ]
 
 
 @pytest.mark.parametrize("impl", ["eager", "fused"])
@@ -376,13 +450,17 @@ def test_training_drops_what_a_seed_says(impl, interpreted):
 
 
 def kept_elements(recomputed: int) -> tuple[int, int]:
-    """Returns the elements of activations that a forward in training keeps, and how many there are to be.
+    """Returns the elements of activations that a forward in training keeps, and how many there are
+    to be.
 
-    Of a layer: two sums, q, k and v, the attention output, the hidden layer, four statistics and a log-sum-exp a head.
+    Of a layer: two sums, q, k and v, the attention output, the hidden layer, four statistics and a
+    log-sum-exp a head.
     """
     model, (patches_MK, grids_I2) = build("fused", recomputed=recomputed).train(), batch()
     packing = model.pack(grids_I2)
-    known = {x.untyped_storage().data_ptr() for x in (patches_MK, *model.parameters(), *packing[:2])}
+    known = {
+        x.untyped_storage().data_ptr() for x in (patches_MK, *model.parameters(), *packing[:2])
+    }
     kept = {}
 
     def keep(x: Tensor) -> Tensor:
@@ -391,7 +469,9 @@ def kept_elements(recomputed: int) -> tuple[int, int]:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         model(patches_MK, packing)
-    elements = sum(x.untyped_storage().nbytes() // 4 for address, x in kept.items() if address not in known)
+    elements = sum(
+        x.untyped_storage().nbytes() // 4 for address, x in kept.items() if address not in known
+    )
     width, hidden = 6 * TINY.d_model + TINY.num_heads + 4, TINY.d_ff
     layers = TINY.num_layers * width + (TINY.num_layers - recomputed) * hidden
     seeds = 2 * TINY.num_layers

@@ -12,15 +12,30 @@ EMPTY = pd.DataFrame()
 
 
 def frame(*rows):
-    made = {"status": "ok", "reason": "", "session": "s", "disturbed": False, "precision": "bf16", "steady": 1}
+    made = {
+        "status": "ok",
+        "reason": "",
+        "session": "s",
+        "disturbed": False,
+        "precision": "bf16",
+        "steady": 1,
+    }
     return pd.DataFrame([{**made, **row} for row in rows])
 
 
 def step(way, sustained, *, launched=None, workload="A", phase=report.BOTH, **more):
     """A row as a step leaves it; one with a time of its launches was replayed from a graph."""
     case = {"way": way, "workload": workload, "phase": phase, "size": "so400m", "images": 64}
-    times = {"sustained_ms": sustained, "median_ms": 0.9 * sustained, "call_ms": launched or sustained}
-    timer = {"timer_method": "graph" if launched else "window", "half_width_fraction": 0.0, "drift": 0.0}
+    times = {
+        "sustained_ms": sustained,
+        "median_ms": 0.9 * sustained,
+        "call_ms": launched or sustained,
+    }
+    timer = {
+        "timer_method": "graph" if launched else "window",
+        "half_width_fraction": 0.0,
+        "drift": 0.0,
+    }
     return {**case, **times, **timer, "peak_bytes": 8 * GIB, "padded_fraction": 0.0, **more}
 
 
@@ -51,10 +66,18 @@ def test_sustained_and_launched_times_are_compared_each_with_its_own_kind():
     sides = [{"way": report.STOCK}, {"way": report.FUSED}]
     sustained = facts.compare(rows, *sides, value="sustained_ms", **CASE)
     launched = facts.compare(rows, *sides, value="host_median_ms", **CASE)
-    assert (sustained.verdict, sustained.time, str(sustained["ratio"])) == ("ahead", "sustained", "1.50×")
+    assert (sustained.verdict, sustained.time, str(sustained["ratio"])) == (
+        "ahead",
+        "sustained",
+        "1.50×",
+    )
     assert (launched.verdict, launched.time, str(launched["ratio"])) == ("behind", "call", "0.750×")
     products = facts.compare(rows, {"way": report.PRODUCTS}, {"way": report.FUSED}, **CASE)
-    assert (products.time, str(products["base"]), str(products["other"])) == ("device", "54.0 ms", "72.0 ms")
+    assert (products.time, str(products["base"]), str(products["other"])) == (
+        "device",
+        "54.0 ms",
+        "72.0 ms",
+    )
     marked = facts.compare(rows, *sides, value="sustained_ms", **{**CASE, "batch": "many sizes"})
     assert marked.marked and str(marked["ratio"]) == "~ 3.00×"
 
@@ -76,7 +99,12 @@ def test_the_waterfall_says_what_each_change_saves_and_its_verdict():
 
 
 def test_kernels_are_summed_by_class():
-    row = {"phase": report.BOTH, "size": "so400m", "observed": {"source": "kineto"}, "matmul_ms": 60.0}
+    row = {
+        "phase": report.BOTH,
+        "size": "so400m",
+        "observed": {"source": "kineto"},
+        "matmul_ms": 60.0,
+    }
     sums = [("eager", 110.0), ("fused", 90.0)]
     rows = [{**row, "way": way, "attention_ms": 10.0, "kernels_ms": total} for way, total in sums]
     found = report.kernel_times(frame(*rows))
@@ -95,18 +123,41 @@ def test_errors_are_ratios_to_the_first_version():
 
 def kernel(impl, ratio=1.0, low=None, **more):
     row = {"operation": "rms_norm", "rows": 100, "columns": 2560, "phase": f"{impl} {report.BOTH}"}
-    ratios = {"ratio_to_ours": ratio, "ratio_to_ours_low": low or ratio, "ratio_to_ours_high": ratio}
-    return {**row, **ratios, "median_ms": 2.0, "ceiling_fraction": 0.91, "timer_method": "graph", **more}
+    ratios = {
+        "ratio_to_ours": ratio,
+        "ratio_to_ours_low": low or ratio,
+        "ratio_to_ours_high": ratio,
+    }
+    return {
+        **row,
+        **ratios,
+        "median_ms": 2.0,
+        "ceiling_fraction": 0.91,
+        "timer_method": "graph",
+        **more,
+    }
 
 
 @pytest.mark.parametrize(
     ("ratio", "low", "text"),
-    [(0.9, None, "0.900×"), (1.0, None, "level"), (1.05, 0.98, "0.970× to 1.06×"), (1.5, 1.3, "1.29× to 1.52×")],
+    [
+        (0.9, None, "0.900×"),
+        (1.0, None, "level"),
+        (1.05, 0.98, "0.970× to 1.06×"),
+        (1.5, 1.3, "1.29× to 1.52×"),
+    ],
 )
 def test_a_kernel_stands_beside_its_peers_with_the_span_where_sessions_differ(ratio, low, text):
     rows = [kernel("ours"), kernel("eager", 3.0), kernel("compiled", ratio, low)]
-    (line,) = report.kernels_table(frame(*rows, kernel("liger", status="skipped"))).to_dict("records")
-    expected = {"kernel": "rms_norm 100×2,560", "ms": "2.00", "% of ceiling": "91", "torch.compile": text}
+    (line,) = report.kernels_table(frame(*rows, kernel("liger", status="skipped"))).to_dict(
+        "records"
+    )
+    expected = {
+        "kernel": "rms_norm 100×2,560",
+        "ms": "2.00",
+        "% of ceiling": "91",
+        "torch.compile": text,
+    }
     assert line == {**expected, "fastest of Liger, QuACK": "–"}
     rows = frame(kernel("ours"), kernel("liger", 1.8), kernel("quack", 1.2))
     assert report.kernels_table(rows)["fastest of Liger, QuACK"].tolist() == ["1.20×"]

@@ -1,4 +1,6 @@
-"""A case that fails harms no other, nothing outlives a session, and a killed session is resumed exactly."""
+"""A case that fails harms no other, nothing outlives a session, and a killed session is resumed
+exactly.
+"""
 
 import errno
 import fcntl
@@ -39,7 +41,9 @@ GONE_WITHIN_S = 5.0
 
 @pytest.fixture(scope="module", autouse=True)
 def warm_fork_server():
-    """Loads torch once, so that telling an out-of-memory from another error takes no worker the time to do so."""
+    """Loads torch once, so that telling an out-of-memory from another error takes no worker the
+    time to do so.
+    """
     multiprocessing.set_forkserver_preload(["torch", "labkit.experiments.sweep"])
     multiprocessing.forkserver.ensure_running()
 
@@ -55,7 +59,9 @@ def output(tmp_path) -> Path:
 
 
 def taken(log: Path) -> list[dict]:
-    """Returns the steps that workers noted, oldest first; a line that is just being written is left out."""
+    """Returns the steps that workers noted, oldest first; a line that is just being written is left
+    out.
+    """
     return [json.loads(line) for line in log.read_text().split("\n")[:-1]] if log.exists() else []
 
 
@@ -81,11 +87,17 @@ def records_of(output: Path, name: str) -> dict[str, Record]:
 
 
 def outcome(output: Path, name: str) -> dict[str, tuple[str, str]]:
-    return {phase: (record.status, record.reason) for phase, record in records_of(output, name).items()}
+    return {
+        phase: (record.status, record.reason) for phase, record in records_of(output, name).items()
+    }
 
 
 def pids(output: Path, name: str) -> list[int]:
-    return [record.observed["pid"] for record in records_of(output, name).values() if record.status == "ok"]
+    return [
+        record.observed["pid"]
+        for record in records_of(output, name).values()
+        if record.status == "ok"
+    ]
 
 
 def processes() -> dict[int, tuple[int, bytes]]:
@@ -103,14 +115,22 @@ def processes() -> dict[int, tuple[int, bytes]]:
 
 
 def left_of(log: Path) -> list[int]:
-    """Returns the processes left of the workers that noted steps: themselves, their groups, their children."""
-    noted = {step["worker"] for step in taken(log)} | {step["pid"] for step in taken(log) if "pid" in step}
+    """Returns the processes left of the workers that noted steps: themselves, their groups, their
+    children.
+    """
+    noted = {step["worker"] for step in taken(log)} | {
+        step["pid"] for step in taken(log) if "pid" in step
+    }
     return [pid for pid, (group, _) in processes().items() if pid in noted or group in noted]
 
 
 def marked(mark: str) -> list[int]:
     """Returns every process that inherited `mark`."""
-    return [pid for pid, (_, environment) in processes().items() if f"{MARK}={mark}".encode() in environment]
+    return [
+        pid
+        for pid, (_, environment) in processes().items()
+        if f"{MARK}={mark}".encode() in environment
+    ]
 
 
 def wait_until(condition, timeout_s: float = GONE_WITHIN_S):
@@ -149,7 +169,10 @@ REFUSED = {
     "zero_time": ("error", "refused: median_ms is 0.0: a time must be positive"),
     "nan": ("error", "refused: median_ms is nan"),
     "nan_samples": ("error", "refused: median_ms is nan"),
-    "above_peak": ("error", "refused: datasheet_fraction is 1.200: more than the datasheet peak of this device"),
+    "above_peak": (
+        "error",
+        "refused: datasheet_fraction is 1.200: more than the datasheet peak of this device",
+    ),
     "other_label": ("error", "refused: asked for {asked}, ran {{'name': 'something else'}}"),
 }
 """Results that cannot be true: the worker is sound, the number is not."""
@@ -190,12 +213,16 @@ def run_between_others(output: Path, log: Path, behaviour: str, at: str, **flags
 def test_a_fault_costs_what_it_hits_and_the_worker_if_it_ends_that(output, log, behaviour, at):
     case = run_between_others(output, log, behaviour, at)
     lost = {"second": ("second",), "build": PHASES, "after": ()}[at]
-    assert outcome(output, "faulty") == ALL_OK | (dict.fromkeys(lost, expected(case)) if lost else {})
+    assert outcome(output, "faulty") == ALL_OK | (
+        dict.fromkeys(lost, expected(case)) if lost else {}
+    )
     for phase in lost if behaviour != "none" else ():
         failed = records_of(output, "faulty")[phase]
         assert (failed.metrics, failed.samples, failed.case) == ({}, {}, case.parameters)
     steps = [step for step in taken(log) if step["name"] == "faulty" and step["step"] != "child"]
-    assert [step["step"] for step in steps if step["step"] != "build"] == ([] if at == "build" else list(PHASES))
+    assert [step["step"] for step in steps if step["step"] != "build"] == (
+        [] if at == "build" else list(PHASES)
+    )
     workers = [pid for name in ("before", "faulty", "after") for pid in pids(output, name)]
     is_kept = behaviour in KEPT
     assert len(list(itertools.groupby(workers))) == (1 if is_kept else 2)
@@ -204,21 +231,30 @@ def test_a_fault_costs_what_it_hits_and_the_worker_if_it_ends_that(output, log, 
     num_builds = 2 if at == "second" and behaviour in (*ENDED, "skip") else 1
     assert len(steps) == (0 if at == "build" else 3) + num_builds
     if behaviour == "hang" and lost:
-        hung = next(i for i, step in enumerate(taken(log)) if step["name"] == "faulty" and step["step"] == at)
+        hung = next(
+            i
+            for i, step in enumerate(taken(log))
+            if step["name"] == "faulty" and step["step"] == at
+        )
         begin, end = (step["time_s"] for step in taken(log)[hung : hung + 2])
-        # The clock starts with the message before the hang, and the next worker takes a moment to start.
+        # The clock starts with the message before the hang, and the next worker takes a moment to
+        # start.
         assert TIMEOUT_S - 0.2 < end - begin < TIMEOUT_S + 3
 
 
 @pytest.mark.parametrize(
     ("behaviour", "status", "reason"),
     [
-        ("cpu_out_of_memory", "oom",
-         "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1125899906842624 bytes"),
+        (
+            "cpu_out_of_memory",
+            "oom",
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1125899906842624 "
+            "bytes",
+        ),
         ("unpicklable", "error", "pickle"),  # cannot be sent
         ("foreign_number", "error", "float32"),  # cannot be written
     ],
-)  # fmt: skip
+)
 def test_a_failed_phase_has_its_status_and_reason(output, log, behaviour, status, reason):
     run_between_others(output, log, behaviour, "second")
     found = outcome(output, "faulty")
@@ -233,7 +269,9 @@ def test_a_worker_that_ends_between_two_cases_costs_none_of_them(output, log):
 
 def test_a_worker_that_cannot_start_is_an_error(output, log, monkeypatch):
     session = open_session(output, [make_case("a", log), make_case("b", log)])
-    monkeypatch.setattr(faulty_experiment.FaultySession, "module_name", "faulty_experiment_that_is_not_there")
+    monkeypatch.setattr(
+        faulty_experiment.FaultySession, "module_name", "faulty_experiment_that_is_not_there"
+    )
     workers = iter(range(6))
 
     class CountedWorker(sweep._Worker):
@@ -263,14 +301,20 @@ def test_every_fault_at_once_leaves_the_healthy_cases_alone(output, log):
         plan.append(make_case(behaviour, log, behaviour, "only", phases=("only",)))
         plan.append(make_case(f"beside {behaviour}", log, phases=("only",)))
     run(output, plan)
-    found = [(record.case["name"], (record.status, record.reason)) for record in store(output).load()]
+    found = [
+        (record.case["name"], (record.status, record.reason)) for record in store(output).load()
+    ]
     assert sorted(found) == sorted((case.parameters["name"], expected(case)) for case in plan)
     assert len(plan) == len([step for step in taken(log) if step["step"] == "only"])
     assert wait_until(lambda: not left_of(log)), left_of(log)
 
 
 def test_the_session_says_how_many_phases_ended_how(output, log, capsys):
-    plan = [make_case("a", log), make_case("b", log, "exit", "second"), make_case("c", log, "nan", "first")]
+    plan = [
+        make_case("a", log),
+        make_case("b", log, "exit", "second"),
+        make_case("c", log, "nan", "first"),
+    ]
     run(output, plan)
     assert capsys.readouterr().out == "steps: 2 error, 7 ok\n"
 
@@ -284,11 +328,17 @@ def test_the_timeout_is_of_one_phase_not_of_the_case(output, log):
 
 def test_fresh_process_gets_a_worker_that_has_done_nothing_also_after_a_declined_phase(output, log):
     fresh = {"fresh_process": True}
-    run(output, [
-        make_case("a", log), make_case("b", log, **fresh), make_case("c", log, **fresh),
-        make_case("d", log, "exit", "second"), make_case("e", log, **fresh),
-        make_case("f", log, "skip", "first", **fresh),
-    ])  # fmt: skip
+    run(
+        output,
+        [
+            make_case("a", log),
+            make_case("b", log, **fresh),
+            make_case("c", log, **fresh),
+            make_case("d", log, "exit", "second"),
+            make_case("e", log, **fresh),
+            make_case("f", log, "skip", "first", **fresh),
+        ],
+    )
     first_worker_of = {}
     for step in taken(log):
         first_worker_of.setdefault(step["worker"], step["name"])
@@ -305,7 +355,9 @@ def test_what_a_case_started_ends_with_its_worker(output, log):
 
 
 def test_a_process_that_is_left_would_be_seen(log):
-    with subprocess.Popen(["sleep", "600"], start_new_session=True, env=os.environ | {MARK: "seen"}) as left:
+    with subprocess.Popen(
+        ["sleep", "600"], start_new_session=True, env=os.environ | {MARK: "seen"}
+    ) as left:
         try:
             log.write_text(json.dumps({"worker": left.pid}) + "\n")
             assert left_of(log) == [left.pid]
@@ -324,7 +376,8 @@ import sys
 import labkit.experiments
 assert "torch" not in sys.modules, "by the import"
 session = labkit.experiments.open_session(
-    "01_benchmarking", measure=False, device="a-device-far-away", profile="full", output={str(output)!r}, fresh=True
+    "01_benchmarking", measure=False, device="a-device-far-away", profile="full",
+    output={str(output)!r}, fresh=True,
 )
 session.measure("ceilings")
 session.measure("steps")
@@ -355,23 +408,39 @@ def test_ceilings_reach_the_other_cases(output, log):
     run(output, [*ceilings, make_case("a", log), make_case("b", log, "exit", "first")])
     measured = rates(output)
     assert len(measured) == 1 and set(measured[0]) == {"copy", "product"}
-    records = [record for record in store(output).load() if record.section == "steps" and record.observed]
+    records = [
+        record for record in store(output).load() if record.section == "steps" and record.observed
+    ]
     reached = [record.observed["ceilings"] for record in records]
     # The cases after the one that took the worker with it get them too.
     assert len(reached) == 5 and all(ceilings == measured[0] for ceilings in reached)
 
 
 def test_a_session_begins_with_its_host_and_its_ceilings_whatever_is_measured_first(output, log):
-    plan = [make_case("a", log), ceiling("copy", log), make_case("host", log, section="host", phases=("rate",))]
+    plan = [
+        make_case("a", log),
+        ceiling("copy", log),
+        make_case("host", log, section="host", phases=("rate",)),
+    ]
     session = open_session(output, plan)
     for section in ("steps", "ceilings", "host", "steps"):
         session.measure(section)
-    assert [record.section for record in store(output).load()] == ["host", "ceilings", "steps", "steps", "steps"]
+    assert [record.section for record in store(output).load()] == [
+        "host",
+        "ceilings",
+        "steps",
+        "steps",
+        "steps",
+    ]
     assert {record.session for record in store(output).load()} == {session.id}
-    assert all(set(record.observed["ceilings"]) == {"copy"} for record in records_of(output, "a").values())
+    assert all(
+        set(record.observed["ceilings"]) == {"copy"} for record in records_of(output, "a").values()
+    )
     before = store(output).path.read_bytes()
     run(output, plan)
-    assert store(output).path.read_bytes() == before, "with nothing to measure, a session has no need of its host"
+    assert store(output).path.read_bytes() == before, (
+        "with nothing to measure, a session has no need of its host"
+    )
 
 
 @pytest.mark.parametrize("behaviour", ["exit", "nan", "skip", "other_label"])
@@ -379,7 +448,9 @@ def test_a_ceiling_that_was_not_measured_reaches_nobody(output, log, behaviour):
     run(output, [ceiling("copy", log, behaviour), ceiling("product", log), make_case("a", log)])
     measured = rates(output)
     assert [set(rate) for rate in measured] == [{"product"}]
-    assert all(record.observed["ceilings"] == measured[0] for record in records_of(output, "a").values())
+    assert all(
+        record.observed["ceilings"] == measured[0] for record in records_of(output, "a").values()
+    )
 
 
 def test_ceilings_are_measured_anew_with_what_is_pending_and_not_without(output, log):
@@ -394,8 +465,12 @@ def test_ceilings_are_measured_anew_with_what_is_pending_and_not_without(output,
     run(output, [*plan, make_case("b", log)])
     first, second = rates(output)
     assert first["copy"] != second["copy"]
-    assert [record.observed["ceilings"] for record in records_of(output, "a").values()] == [first] * 3
-    assert [record.observed["ceilings"] for record in records_of(output, "b").values()] == [second] * 3
+    assert [record.observed["ceilings"] for record in records_of(output, "a").values()] == [
+        first
+    ] * 3
+    assert [record.observed["ceilings"] for record in records_of(output, "b").values()] == [
+        second
+    ] * 3
     assert started(log, "a") == started(log, "b") == list(PHASES)
 
 
@@ -413,18 +488,30 @@ def test_a_disturbed_phase_is_repeated_in_fresh_processes_and_the_least_disturbe
     run_between_others(output, log, behaviour, "second")
     records = records_of(output, "faulty")
     assert {record.status for record in records.values()} == {"ok"}
-    assert (records["second"].metrics["median_ms"], records["second"].telemetry["disturbed"]) == (kept, disturbed)
+    assert (records["second"].metrics["median_ms"], records["second"].telemetry["disturbed"]) == (
+        kept,
+        disturbed,
+    )
     assert ("cpu_wait_fraction" in records["second"].telemetry) is disturbed
     assert started(log, "faulty") == steps
-    workers = [step["worker"] for step in taken(log) if step["name"] == "faulty" and step["step"] == "second"]
+    workers = [
+        step["worker"]
+        for step in taken(log)
+        if step["name"] == "faulty" and step["step"] == "second"
+    ]
     assert len(set(workers)) == len(workers)
 
 
 def test_a_machine_that_stays_busy_is_not_waited_for(output, log):
     names = ("a", "b", "c", "quiet", "d")
-    run(output, [make_case(name, log, "quiet" if name == "quiet" else "busy", "first") for name in names])
+    run(
+        output,
+        [make_case(name, log, "quiet" if name == "quiet" else "busy", "first") for name in names],
+    )
     assert [started(log, name).count("first") for name in names] == [3, 3, 1, 1, 3]
-    disturbed = [record.case["name"] for record in store(output).load() if record.telemetry.get("disturbed")]
+    disturbed = [
+        record.case["name"] for record in store(output).load() if record.telemetry.get("disturbed")
+    ]
     assert sorted(disturbed) == ["a", "b", "c", "d"]
 
 
@@ -438,14 +525,20 @@ def test_nothing_of_the_session_runs_beside_a_measurement(output, log):
 def test_nothing_of_a_case_lies_beside_the_next(output, log, behaviour):
     run(output, [make_case("a", log, behaviour, "third"), make_case("b", log)])
     builds = [step for step in taken(log) if step["step"] == "build"]
-    assert len({step["worker"] for step in builds}) == 1 and [step["num_alive"] for step in builds] == [0, 0]
+    assert len({step["worker"] for step in builds}) == 1 and [
+        step["num_alive"] for step in builds
+    ] == [0, 0]
 
 
 def test_a_run_starts_no_process_beside_the_notebooks(output, monkeypatch):
-    importlib.import_module("labkit.report.render")  # matplotlib asks a process for the fonts, once a machine
+    importlib.import_module(
+        "labkit.report.render"
+    )  # matplotlib asks a process for the fonts, once a machine
     started = []
     monkeypatch.setattr(subprocess, "Popen", lambda command, **_: started.append(command))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: types.SimpleNamespace(cached="not there"))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: types.SimpleNamespace(cached="not there")
+    )
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     monkeypatch.setattr(cli, "_run_notebook", lambda *_: types.SimpleNamespace(cells=[]))
     result = CliRunner().invoke(cli.app, ["run", "01", "--output", str(output)])
@@ -461,7 +554,8 @@ from labkit import hardware
 from labkit.experiments import open_session
 
 def measure(folder):
-    session = open_session("01_benchmarking", measure=True, device=hardware.detect().slug, profile="smoke",
+    session = open_session("01_benchmarking", measure=True,
+                           device=hardware.detect().slug, profile="smoke",
                            output=folder, fresh=True, sizes=["nano"], contexts=[64])
     session.cases = [replace(case, phases=("forward", "train_step"), time_limit_s=0.2)
                      for case in session.cases if case.section == "steps"][:1]
@@ -479,15 +573,21 @@ with subprocess.Popen([sys.executable, "-c", spin]) as other:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not ALL_TESTS, reason="takes a core from all others; LABKIT_ALL_TESTS=1 runs it")
+@pytest.mark.skipif(
+    not ALL_TESTS, reason="takes a core from all others; LABKIT_ALL_TESTS=1 runs it"
+)
 def test_with_a_busy_core_a_time_is_near_the_idle_one_or_marked(tmp_path):
     command = [sys.executable, "-c", BUSY_CORE, str(tmp_path / "idle"), str(tmp_path / "busy")]
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     subprocess.run(command, check=True, env=environment, cwd=tmp_path)
     idle, busy = (
-        {record.identity: record for path in (tmp_path / name).glob("*/records/*.jsonl")
-         for record in RecordStore(path).load()} for name in ("idle", "busy")
-    )  # fmt: skip
+        {
+            record.identity: record
+            for path in (tmp_path / name).glob("*/records/*.jsonl")
+            for record in RecordStore(path).load()
+        }
+        for name in ("idle", "busy")
+    )
     assert len(idle) == len(busy) == 2 and all(record.status == "ok" for record in busy.values())
     for identity, record in busy.items():
         slower = record.metrics["median_ms"] / idle[identity].metrics["median_ms"]
@@ -513,7 +613,11 @@ def test_another_machine_of_the_same_name_measures_again(output, log, monkeypatc
     assert len(started(log, "a")) == 2 * len(PHASES)
     records = RecordStore(output / hardware.detect().slug / "records" / f"{NOTEBOOK}.jsonl").load()
     machines = [record.machine for record in records if record.section == plan[0].section]
-    assert len(machines) == 2 * len(PHASES) and machines.count("another") == len(PHASES) and "" not in machines
+    assert (
+        len(machines) == 2 * len(PHASES)
+        and machines.count("another") == len(PHASES)
+        and "" not in machines
+    )
 
 
 def test_fresh_measures_again_by_appending(output, log):
@@ -560,7 +664,12 @@ def test_only_the_same_way_of_measuring_is_taken_over(output, log, monkeypatch):
 
 @pytest.mark.parametrize(
     "line",
-    [b"no JSON at all", b"[]", b'{"schema_version": 1, "colour": "red"}', b'{"schema_version": 999}'],
+    [
+        b"no JSON at all",
+        b"[]",
+        b'{"schema_version": 1, "colour": "red"}',
+        b'{"schema_version": 999}',
+    ],
     ids=["no JSON", "no object", "unknown field", "schema of the future"],
 )
 def test_a_corrupt_file_stops_the_session_before_anything_is_written(output, log, line):
@@ -582,7 +691,11 @@ def test_the_records_say_what_they_came_from(output, log):
     session = open_session(output, [make_case("a", log)])
     session.measure("steps")
     for record in records_of(output, "a").values():
-        assert (record.notebook, record.section, record.device) == (NOTEBOOK, "steps", hardware.detect().slug)
+        assert (record.notebook, record.section, record.device) == (
+            NOTEBOOK,
+            "steps",
+            hardware.detect().slug,
+        )
         assert record.software == hardware.software_versions()
         assert (record.session, record.measurement_version) == (session.id, 1)
         assert (record.metrics["median_ms"], record.samples) == (1.5, {"step_ms": [1.0, 2.0]})
@@ -603,7 +716,12 @@ def test_finish_counts_what_of_the_grid_has_no_record(output, log, monkeypatch):
 
 
 def request_session(output: Path, **changes):
-    arguments = {"device": hardware.detect().slug, "profile": "smoke", "output": str(output), "fresh": False} | changes
+    arguments = {
+        "device": hardware.detect().slug,
+        "profile": "smoke",
+        "output": str(output),
+        "fresh": False,
+    } | changes
     return labkit.experiments.open_session("01_benchmarking", measure=True, **arguments)
 
 
@@ -635,7 +753,9 @@ def test_an_unknown_option_names_what_is_accepted(output):
 
 
 class Server:
-    """Runs sessions of the faulty experiment in processes of their own, see faulty_experiment.serve."""
+    """Runs sessions of the faulty experiment in processes of their own, see
+    faulty_experiment.serve.
+    """
 
     def __init__(self, stderr: Path):
         with open(stderr, "w") as file:
@@ -673,7 +793,11 @@ def server(tmp_path_factory):
 
 def recorded(output: Path) -> Counter[tuple[str, str]]:
     """Returns how often each phase of each case was recorded, ceilings left out."""
-    return Counter((record.case["name"], record.phase) for record in store(output).load() if record.section == "steps")
+    return Counter(
+        (record.case["name"], record.phase)
+        for record in store(output).load()
+        if record.section == "steps"
+    )
 
 
 def lines(output: Path) -> bytes:
@@ -699,7 +823,11 @@ def test_a_session_killed_at_random_points_is_resumed_exactly(output, log, serve
     grid = {(case["name"], phase) for case in plan for phase in case["phases"]}
 
     def started_by(mark: str) -> Counter[tuple[str, str]]:
-        steps = [step for step in taken(log) if step["mark"] == mark and (step["name"], step["step"]) in grid]
+        steps = [
+            step
+            for step in taken(log)
+            if step["mark"] == mark and (step["name"], step["step"]) in grid
+        ]
         return Counter((step["name"], step["step"]) for step in steps)
 
     num_in_flight = num_measuring = 0
@@ -715,7 +843,9 @@ def test_a_session_killed_at_random_points_is_resumed_exactly(output, log, serve
         assert len(recorded(output)) < len(grid), "the grid is too small for this machine"
         os.kill(pid, signal.SIGKILL)
         assert server.end() == -signal.SIGKILL
-        assert wait_until(lambda mark=mark: not marked(mark)), f"left of the killed session: {marked(mark)}"
+        assert wait_until(lambda mark=mark: not marked(mark)), (
+            f"left of the killed session: {marked(mark)}"
+        )
 
         ran, done = started_by(mark), recorded(output)
         assert lines(output).startswith(before), "a record was lost or changed"
@@ -733,7 +863,9 @@ def test_a_session_killed_at_random_points_is_resumed_exactly(output, log, serve
     server.start(mark="last", **request)
     assert server.end() == 0
     assert recorded(output) == dict.fromkeys(grid, 1)
-    statuses = Counter(record.status for record in store(output).load() if record.section == "steps")
+    statuses = Counter(
+        record.status for record in store(output).load() if record.section == "steps"
+    )
     assert statuses == {"ok": 2 * num_cases - num_cases // 16, "error": num_cases // 16}
     assert wait_until(lambda: not marked("last")) and not left_of(log)
 
@@ -748,11 +880,25 @@ def test_one_run_at_a_time_measures_on_a_device(tmp_path, log):
         second.start(mark="", output=str(tmp_path / "b"), plan=[waiting], sections=["steps"])
         said = tmp_path / "second"
         assert wait_until(lambda: "waiting" in said.read_text(), 30)
-        holder = rf"another labkit run \({NOTEBOOK}, process {pid}, since \d\d:\d\d\) to finish measuring on .+\n"
+        holder = (
+            rf"another labkit run \({NOTEBOOK}, process {pid}, since \d\d:\d\d\) "
+            r"to finish measuring on .+\n"
+        )
         assert re.fullmatch("labkit: waiting for " + holder, said.read_text())
-        command = [sys.executable, "-m", "labkit", "run", "01", "--no-wait", "--output", str(tmp_path / "c")]
+        command = [
+            sys.executable,
+            "-m",
+            "labkit",
+            "run",
+            "01",
+            "--no-wait",
+            "--output",
+            str(tmp_path / "c"),
+        ]
         refused = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert refused.returncode == 2 and re.fullmatch("labkit: not waiting for " + holder, refused.stderr)
+        assert refused.returncode == 2 and re.fullmatch(
+            "labkit: not waiting for " + holder, refused.stderr
+        )
         assert not taken(log) or {step["name"] for step in taken(log)} == {"held"}
         os.kill(pid, signal.SIGKILL)
         assert first.end() == -signal.SIGKILL and second.end() == 0
@@ -784,24 +930,33 @@ def test_the_lock_lies_in_a_folder_of_this_user_alone(lock, tmp_path, monkeypatc
     # A link where the lock should be is not followed.
     (runtime / "labkit-gpu.lock").symlink_to(victim)
     with pytest.raises(
-        configs.RequestError, match=r"cannot lock .*labkit-gpu\.lock: Too many levels of symbolic links"
+        configs.RequestError,
+        match=r"cannot lock .*labkit-gpu\.lock: Too many levels of symbolic links",
     ):
         lock("gpu").__enter__()
     (runtime / "labkit-gpu.lock").unlink()
-    # A folder that others can enter, or that is a link, or a file, is passed over and at last refused.
+    # A folder that others can enter, or that is a link, or a file, is passed over and at last
+    # refused.
     shared = tmp_path / "shared"
     shared.mkdir()
     own = shared / f"labkit-{os.getuid()}"
     is_private = sweep._is_private
     monkeypatch.setattr(sweep, "SHARED_TEMPORARY", shared)
-    monkeypatch.setattr(sweep, "_is_private", lambda folder: "/run/user" not in str(folder) and is_private(folder))
+    monkeypatch.setattr(
+        sweep, "_is_private", lambda folder: "/run/user" not in str(folder) and is_private(folder)
+    )
     runtime.chmod(0o770)
     with lock():
         assert (own / "labkit-cpu.lock").exists() and own.stat().st_mode & 0o777 == 0o700
-    for prepare in (lambda: own.chmod(0o777), lambda: own.symlink_to(victim.parent), lambda: own.write_text("")):
+    for prepare in (
+        lambda: own.chmod(0o777),
+        lambda: own.symlink_to(victim.parent),
+        lambda: own.write_text(""),
+    ):
         prepare()
         with pytest.raises(
-            configs.RequestError, match=r"labkit-\d+ is not a folder of this user alone; remove it, or set XDG"
+            configs.RequestError,
+            match=r"labkit-\d+ is not a folder of this user alone; remove it, or set XDG",
         ):
             lock().__enter__()
         if own.is_dir() and not own.is_symlink():
@@ -826,11 +981,16 @@ def test_a_file_system_without_locks_is_said(lock, monkeypatch, number):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("fcntl.flock", flock)
-    with pytest.raises(configs.RequestError, match=rf"cannot lock .*labkit-cpu\.lock: {os.strerror(number)}; set XDG_"):
+    with pytest.raises(
+        configs.RequestError,
+        match=rf"cannot lock .*labkit-cpu\.lock: {os.strerror(number)}; set XDG_",
+    ):
         lock().__enter__()
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"notebook": "01", "pid": "x", "since": "12:00"}', None])
+@pytest.mark.parametrize(
+    "content", ["", "{}", "[1]", '{"notebook": "01", "pid": "x", "since": "12:00"}', None]
+)
 def test_a_process_that_has_ended_is_not_named_as_the_lock_s_holder(lock, tmp_path, content):
     ended = subprocess.Popen(["true"])
     ended.wait()
@@ -838,7 +998,9 @@ def test_a_process_that_has_ended_is_not_named_as_the_lock_s_holder(lock, tmp_pa
     path.write_text(content or json.dumps({"notebook": "01", "pid": ended.pid, "since": "12:00"}))
     with open(path) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(configs.RequestError, match="not waiting for another labkit run to finish measuring on"):
+        with pytest.raises(
+            configs.RequestError, match="not waiting for another labkit run to finish measuring on"
+        ):
             lock().__enter__()
 
 
@@ -865,7 +1027,9 @@ def test_the_server_ends_with_its_session_while_it_imports(tmp_path, temporary, 
         f"import pathlib, time; pathlib.Path({str(tmp_path / 'begun')!r}).touch(); time.sleep(600)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    session = subprocess.Popen([sys.executable, "-c", SLOW_IMPORT], stdout=subprocess.PIPE, text=True, env=environment)
+    session = subprocess.Popen(
+        [sys.executable, "-c", SLOW_IMPORT], stdout=subprocess.PIPE, text=True, env=environment
+    )
     server = int(session.stdout.readline())
     if delay is None:
         assert wait_until((tmp_path / "begun").exists, 60)
@@ -880,9 +1044,13 @@ def test_a_temporary_folder_whose_path_is_too_long_for_a_socket_is_said(tmp_path
     folder.mkdir()
     code = "from labkit.experiments import sweep; sweep._worker_context('json')"
     environment = {**os.environ, "TMPDIR": str(folder)}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
     message = "RequestError: cannot start workers: AF_UNIX path too long"
-    assert message in result.stderr and str(folder) in result.stderr and "set TMPDIR" in result.stderr
+    assert (
+        message in result.stderr and str(folder) in result.stderr and "set TMPDIR" in result.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -893,7 +1061,9 @@ def test_a_temporary_folder_whose_path_is_too_long_for_a_socket_is_said(tmp_path
         ("child_and_hang_with_the_interpreter", signal.SIGKILL),
     ],
 )
-def test_nothing_outlives_a_session_that_is_ended_from_outside(output, log, server, behaviour, kill):
+def test_nothing_outlives_a_session_that_is_ended_from_outside(
+    output, log, server, behaviour, kill
+):
     mark = f"{os.getpid()}-{behaviour}-{kill.name}"
     plan = [{"name": "a", "log": str(log), "behaviour": behaviour, "at": "second"}]
     pid = server.start(mark=mark, output=str(output), plan=plan, sections=["steps"])
@@ -905,7 +1075,9 @@ def test_nothing_outlives_a_session_that_is_ended_from_outside(output, log, serv
     os.kill(pid, kill)
     assert server.end() != 0
     try:
-        assert wait_until(lambda: not marked(mark), 2.0 if "interpreter" in behaviour else GONE_WITHIN_S), marked(mark)
+        assert wait_until(
+            lambda: not marked(mark), 2.0 if "interpreter" in behaviour else GONE_WITHIN_S
+        ), marked(mark)
     finally:
         for left in marked(mark):
             os.kill(left, signal.SIGKILL)

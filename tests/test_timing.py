@@ -1,4 +1,5 @@
-"""A sample holds the call and nothing else, sampling stops for the reason it gives, and rankings are earned.
+"""A sample holds the call and nothing else, sampling stops for the reason it gives, and rankings
+are earned.
 
 Most tests run on a clock that only the timed functions advance: exact times, and no time lost.
 """
@@ -20,7 +21,14 @@ import torch
 from labkit import hardware
 from labkit.configs import LAUNCH_BOUND
 from labkit.measure import timing
-from labkit.measure.timing import METHODS, Timing, bootstrap_median, compare, median_half_width, time_callable
+from labkit.measure.timing import (
+    METHODS,
+    Timing,
+    bootstrap_median,
+    compare,
+    median_half_width,
+    time_callable,
+)
 
 
 class Clock:
@@ -41,12 +49,16 @@ def clock(monkeypatch) -> Clock:
 
 
 def approximately(values):
-    """The clock adds milliseconds to seconds: some roundings at the size of its reading, here below 1e5 s."""
+    """The clock adds milliseconds to seconds: some roundings at the size of its reading, here below
+    1e5 s.
+    """
     return pytest.approx(values, rel=1e-6, abs=1e-6)
 
 
 def make_timing(samples, **changes) -> Timing:
-    return Timing(samples_ms=tuple(samples), method="host", num_warmup=0, stop_reason="fixed count", **changes)
+    return Timing(
+        samples_ms=tuple(samples), method="host", num_warmup=0, stop_reason="fixed count", **changes
+    )
 
 
 def timed_here(function, num_samples: int | None = None, **options) -> Timing:
@@ -74,31 +86,40 @@ def test_metrics_name_their_unit_and_are_what_they_say():
 def test_one_sample_says_nothing_of_its_spread():
     metrics = make_timing([2.0]).metrics()
     assert metrics["half_width_fraction"] is None
-    assert metrics["median_ms"] == metrics["p20_ms"] == metrics["p80_ms"] == metrics["min_ms"] == 2.0
+    assert (
+        metrics["median_ms"] == metrics["p20_ms"] == metrics["p80_ms"] == metrics["min_ms"] == 2.0
+    )
     assert "host_median_ms" not in metrics and "launch_median_ms" not in metrics
     assert median_half_width([2.0]) == math.inf
     json.dumps(metrics, allow_nan=False)
 
 
 def test_the_description_says_how_it_was_timed():
-    described = Timing((1.0,), method="window", num_warmup=3, stop_reason="time limit").description()
+    described = Timing(
+        (1.0,), method="window", num_warmup=3, stop_reason="time limit"
+    ).description()
     assert described == {"method": "window", "num_warmup": 3, "stop_reason": "time limit"}
 
 
 def num_outside(n: int) -> int:
-    """Returns how many samples the interval of n samples leaves out on each side, read off its width.
+    """Returns how many samples the interval of n samples leaves out on each side, read off its
+    width.
 
     Powers of three: the distance of every two of them is another, so the width tells the two ends.
     """
     samples = [3.0**i for i in range(n)]
     width = 2 * median_half_width(samples) * statistics.median(samples)
-    fits = [k for k in range(n // 2) if math.isclose(samples[-1 - k] - samples[k], width, rel_tol=1e-9)]
+    fits = [
+        k for k in range(n // 2) if math.isclose(samples[-1 - k] - samples[k], width, rel_tol=1e-9)
+    ]
     assert len(fits) == 1
     return fits[0]
 
 
 def coverage(n: int, outside: int) -> float:
-    """Returns the probability that the median lies between the two samples: fewer than that many heads or tails."""
+    """Returns the probability that the median lies between the two samples: fewer than that many
+    heads or tails.
+    """
     return 1 - 2 * sum(math.comb(n, k) for k in range(outside + 1)) / 2**n
 
 
@@ -131,11 +152,16 @@ def test_warmup_calls_come_first_and_are_not_samples(clock, num_warmup):
 
 
 @pytest.mark.parametrize(
-    ("cost_ms", "limit_s", "expected"), [(5000.0, 1.0, 1), (600.0, 1.0, 2), (1.0, 1.0, 5), (1.0, 0.0, 1)]
+    ("cost_ms", "limit_s", "expected"),
+    [(5000.0, 1.0, 1), (600.0, 1.0, 2), (1.0, 1.0, 5), (1.0, 0.0, 1)],
 )
-def test_warmup_ends_early_when_it_takes_the_time_limit_but_happens(clock, cost_ms, limit_s, expected):
+def test_warmup_ends_early_when_it_takes_the_time_limit_but_happens(
+    clock, cost_ms, limit_s, expected
+):
     calls = []
-    timed = timed_here(lambda: calls.append(clock.spend(cost_ms)), num_warmup=5, time_limit_s=limit_s)
+    timed = timed_here(
+        lambda: calls.append(clock.spend(cost_ms)), num_warmup=5, time_limit_s=limit_s
+    )
     assert timed.num_warmup == len(calls) - timed.n == expected
 
 
@@ -178,7 +204,9 @@ def test_a_sleep_is_measured_by_the_clock_on_the_wall():
         inside_ms.append((time.perf_counter() - begin) * 1e3)
 
     timed = timed_here(sleep, 7, num_warmup=1, target_half_width=0)
-    around_ms = [around - inside for around, inside in zip(timed.samples_ms, inside_ms[1:], strict=True)]
+    around_ms = [
+        around - inside for around, inside in zip(timed.samples_ms, inside_ms[1:], strict=True)
+    ]
     assert min(timed.samples_ms) >= 10.0
     assert min(around_ms) >= 0, "a sample is shorter than what it holds"
     # Two readings of a clock and a call: microseconds, so a hundredth of the sleep is much.
@@ -198,7 +226,12 @@ def test_sampling_stops_once_the_median_is_known(clock):
 
 
 def test_sampling_goes_on_until_the_median_is_known_that_well(clock):
-    options = {"target_half_width": 0.08, "max_samples": 10_000, "time_limit_s": 1e6, "num_warmup": 0}
+    options = {
+        "target_half_width": 0.08,
+        "max_samples": 10_000,
+        "time_limit_s": 1e6,
+        "num_warmup": 0,
+    }
     timed = timed_here(costs_with_spread(clock), **options)
     assert timed.stop_reason == "converged"
     assert median_half_width(timed.samples_ms) <= 0.08
@@ -209,14 +242,22 @@ def test_sampling_goes_on_until_the_median_is_known_that_well(clock):
 @pytest.mark.parametrize(
     ("options", "reason", "num_samples"),
     [
-        ({"max_samples": 50, "target_half_width": 0}, "sample limit", 50),  # a target of zero never converges
+        (
+            {"max_samples": 50, "target_half_width": 0},
+            "sample limit",
+            50,
+        ),  # a target of zero never converges
         ({"max_samples": 30, "time_limit_s": 1e6}, "sample limit", 30),
         ({"min_samples": 12, "max_samples": 12}, "fixed count", 12),
     ],
 )
 @pytest.mark.parametrize("spread", [False, True])
 def test_sampling_stops_at_the_sample_limit(clock, options, reason, num_samples, spread):
-    function = costs_with_spread(clock) if spread or "time_limit_s" in options else lambda: clock.spend(2.0)
+    function = (
+        costs_with_spread(clock)
+        if spread or "time_limit_s" in options
+        else lambda: clock.spend(2.0)
+    )
     timed = timed_here(function, **options)
     assert (timed.stop_reason, timed.n) == (reason, num_samples)
 
@@ -227,8 +268,12 @@ def test_sampling_stops_at_the_time_limit(clock):
     assert sum(timed.samples_ms[:-1]) < 100.0 <= sum(timed.samples_ms) + 1e-6
 
 
-@pytest.mark.parametrize(("cost_ms", "expected"), [(100_000.0, 3), (1000.5, 3), (500.5, 6), (300.5, 10)])
-def test_a_slow_function_gets_three_samples_at_least_and_three_times_the_limit_at_most(clock, cost_ms, expected):
+@pytest.mark.parametrize(
+    ("cost_ms", "expected"), [(100_000.0, 3), (1000.5, 3), (500.5, 6), (300.5, 10)]
+)
+def test_a_slow_function_gets_three_samples_at_least_and_three_times_the_limit_at_most(
+    clock, cost_ms, expected
+):
     timed = timed_here(lambda: clock.spend(cost_ms), min_samples=10, time_limit_s=1.0)
     assert timing.MIN_SAMPLES_AT_LIMIT == 3
     assert (timed.stop_reason, timed.n) == ("time limit", expected)
@@ -254,21 +299,32 @@ def must_not_run(*_):
     [
         ({"method": "wallclock"}, f"unknown method 'wallclock'; accepted: {', '.join(METHODS)}"),
         *(
-            ({"method": method, "device_kind": kind}, f"method '{method}' needs CUDA, the device is '{kind}'")
+            (
+                {"method": method, "device_kind": kind},
+                f"method '{method}' needs CUDA, the device is '{kind}'",
+            )
             for method in ("window", "graph", "flush")
             for kind in ("cpu", "mps")
         ),
         # Looked at before the GPU is touched, so that these need none.
         *(
-            ({"method": method, "device_kind": "cuda", "inputs": lambda: ()}, f"method '{method}' repeats its inputs")
+            (
+                {"method": method, "device_kind": "cuda", "inputs": lambda: ()},
+                f"method '{method}' repeats its inputs",
+            )
             for method in ("graph", "flush")
         ),
-        *(({"method": method, "device_kind": "cuda", "inputs": []}, "inputs is empty") for method in METHODS),
+        *(
+            ({"method": method, "device_kind": "cuda", "inputs": []}, "inputs is empty")
+            for method in METHODS
+        ),
         ({"inputs": []}, "inputs is empty"),
     ],
 )
 def test_what_cannot_be_timed_is_refused_before_anything_runs(measure, options, message):
-    function, baseline = (must_not_run, {}) if measure is time_callable else ({"a": must_not_run}, {"baseline": "a"})
+    function, baseline = (
+        (must_not_run, {}) if measure is time_callable else ({"a": must_not_run}, {"baseline": "a"})
+    )
     with pytest.raises(ValueError, match=re.escape(message)):
         measure(function, **{"device_kind": "cpu"} | options, **baseline)
 
@@ -292,7 +348,9 @@ def test_the_garbage_collector_rests_while_sampling_and_is_then_as_before(collec
 
     timed_here(function, 3, num_warmup=1)
     assert gc.isenabled() == is_enabled
-    compare({"a": function, "b": function}, baseline="a", device_kind="cpu", num_warmup=1, num_rounds=2)
+    compare(
+        {"a": function, "b": function}, baseline="a", device_kind="cpu", num_warmup=1, num_rounds=2
+    )
     assert gc.isenabled() == is_enabled
     assert seen == [False] * (4 + 6)
 
@@ -311,7 +369,9 @@ def test_the_garbage_collector_is_back_after_a_failure(collector, failing_call):
 
 
 def run_comparison(clock, costs, **options):
-    """Returns the comparison of candidates that cost what costs[name](its call) says, and the order of the calls."""
+    """Returns the comparison of candidates that cost what costs[name](its call) says, and the order
+    of the calls.
+    """
     order = []
 
     def candidate(name):
@@ -332,7 +392,9 @@ def test_every_round_times_every_candidate_in_an_order_of_its_own(clock):
     assert len(rounds) == 20
     assert all(sorted(r) == list("abc") for r in rounds)
     assert len(set(rounds)) > 3, "one order for all rounds puts one candidate always behind another"
-    assert Counter(order[:6]) == {"a": 2, "b": 2, "c": 2}, "warm-up of all comes before the first round"
+    assert Counter(order[:6]) == {"a": 2, "b": 2, "c": 2}, (
+        "warm-up of all comes before the first round"
+    )
     assert {name: timed.n for name, timed in result.timings.items()} == {"a": 20, "b": 20, "c": 20}
     assert all(timed.num_warmup == 2 for timed in result.timings.values())
 
@@ -353,23 +415,29 @@ def test_the_ratio_of_twice_the_time_is_two(clock):
 
 def test_the_interval_of_a_noisy_ratio_holds_the_true_one(clock):
     noise = random.Random(12345)
-    costs = {"base": lambda call: noise.lognormvariate(0, 0.1), "twice": lambda call: 2 * noise.lognormvariate(0, 0.1)}
+    costs = {
+        "base": lambda call: noise.lognormvariate(0, 0.1),
+        "twice": lambda call: 2 * noise.lognormvariate(0, 0.1),
+    }
     num_held = 0
     for seed in range(40):
         result, _ = run_comparison(clock, costs, baseline="base", num_warmup=1, seed=seed)
         median, low, high = result.ratio["twice"]
         assert low <= median <= high
-        # A ratio scatters by √2/10 of itself, the median of 30 by a quarter of that, the interval by four times it.
+        # A ratio scatters by √2/10 of itself, the median of 30 by a quarter of that, the interval
+        # by four times it.
         assert 0.05 < high - low < 0.8
         assert low > 1
         num_held += low <= 2.0 <= high
-    # 38 of 40 are expected, with a standard deviation of 1.4; four of these below is no 95 % interval.
+    # 38 of 40 are expected, with a standard deviation of 1.4; four of these below is no 95 %
+    # interval.
     assert num_held >= 33
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_drifting_clock_separates_nothing(clock, seed):
-    # Every call is a hundredth slower than the one before: in a fixed order the second would always lose.
+    # Every call is a hundredth slower than the one before: in a fixed order the second would always
+    # lose.
     costs = dict.fromkeys("ab", lambda call: 1.01**call)
     result, _ = run_comparison(clock, costs, baseline="a", num_warmup=0, num_rounds=40, seed=seed)
     _, low, high = result.ratio["b"]
@@ -386,8 +454,17 @@ def test_a_ratio_is_the_median_of_paired_ratios_and_not_of_medians(clock):
 
 def test_candidates_get_the_same_inputs_in_the_same_round(clock):
     seen = {"a": [], "b": []}
-    candidates = {name: lambda value, name=name: (seen[name].append(value), clock.spend(1.0)) for name in seen}
-    compare(candidates, baseline="a", device_kind="cpu", inputs=[(1,), (2,), (3,)], num_warmup=1, num_rounds=4)
+    candidates = {
+        name: lambda value, name=name: (seen[name].append(value), clock.spend(1.0)) for name in seen
+    }
+    compare(
+        candidates,
+        baseline="a",
+        device_kind="cpu",
+        inputs=[(1,), (2,), (3,)],
+        num_warmup=1,
+        num_rounds=4,
+    )
     assert seen["a"] == seen["b"] == [1, 2, 3, 1, 2]
 
 
@@ -400,10 +477,13 @@ def test_the_bootstrap_interval_holds_the_true_median_as_often_as_it_says():
     generator = random.Random(0)
     num_held = 0
     for _ in range(200):
-        median, low, high = bootstrap_median([generator.expovariate(1.0) for _ in range(30)], generator, 200)
+        median, low, high = bootstrap_median(
+            [generator.expovariate(1.0) for _ in range(30)], generator, 200
+        )
         assert low <= median <= high
         num_held += low <= math.log(2) <= high
-    # 95 % of 200 with a standard deviation of three: outside of four of these it would not be a 95 % interval.
+    # 95 % of 200 with a standard deviation of three: outside of four of these it would not be a 95
+    # % interval.
     assert 178 <= num_held <= 200
     assert bootstrap_median([2.0] * 5, generator) == (2.0, 2.0, 2.0)
 
@@ -411,8 +491,8 @@ def test_the_bootstrap_interval_holds_the_true_median_as_often_as_it_says():
 def negate(target: torch.Tensor, source: torch.Tensor) -> None:
     """Reads every byte once and writes every byte once.
 
-    No copy_: it is a transfer, and inside a graph the driver runs it as another kernel, at two thirds of the
-    speed on an H200. The methods would then time different work.
+    No copy_: it is a transfer, and inside a graph the driver runs it as another kernel, at two
+    thirds of the speed on an H200. The methods would then time different work.
     """
     torch.neg(source, out=target)
 
@@ -422,11 +502,16 @@ def launch_bound(timed: Timing) -> bool:
 
 
 def gpu_pairs(num_pairs: int = 1) -> tuple[int, list]:
-    """Returns a number of bytes well beyond any L2 cache, and pairs of target and source of that size."""
+    """Returns a number of bytes well beyond any L2 cache, and pairs of target and source of that
+    size.
+    """
     free_bytes, _ = torch.cuda.mem_get_info()
     num_bytes = min(2**30, free_bytes // (4 * num_pairs)) // 4 * 4
     return num_bytes, [
-        (torch.full((num_bytes // 4,), math.nan, device="cuda"), torch.randn(num_bytes // 4, device="cuda"))
+        (
+            torch.full((num_bytes // 4,), math.nan, device="cuda"),
+            torch.randn(num_bytes // 4, device="cuda"),
+        )
         for _ in range(num_pairs)
     ]
 
@@ -440,7 +525,9 @@ def test_a_call_that_waits_cannot_be_captured_and_spoils_nothing():
 
 @pytest.mark.gpu
 def test_the_methods_agree_on_known_bytes():
-    """Moving two gigabytes is all device time: launch, events and a cold cache are about a hundredth of it."""
+    """Moving two gigabytes is all device time: launch, events and a cold cache are about a
+    hundredth of it.
+    """
     num_bytes, pairs = gpu_pairs()
     medians = {}
     for method in ("graph", "flush", "window"):
@@ -452,7 +539,9 @@ def test_the_methods_agree_on_known_bytes():
         if method == "window":
             assert len(timed.host_ms) == len(timed.launch_ms) == timed.n
             assert not launch_bound(timed)
-            assert all(host >= launch for host, launch in zip(timed.host_ms, timed.launch_ms, strict=True))
+            assert all(
+                host >= launch for host, launch in zip(timed.host_ms, timed.launch_ms, strict=True)
+            )
         else:
             assert timed.host_ms == timed.launch_ms == ()
     assert max(medians.values()) <= 1.05 * min(medians.values()), medians
@@ -489,7 +578,11 @@ def test_the_window_waits_for_work_on_a_side_stream():
 def test_a_graph_runs_every_input_equally_often():
     counters = [(torch.zeros((), dtype=torch.int64, device="cuda"),) for _ in range(3)]
     timed = time_callable(
-        lambda counter: counter.add_(1), device_kind="cuda", inputs=counters, method="graph", num_warmup=2
+        lambda counter: counter.add_(1),
+        device_kind="cuda",
+        inputs=counters,
+        method="graph",
+        num_warmup=2,
     )
     counts = {counter.item() for (counter,) in counters}
     assert len(counts) == 1
@@ -528,7 +621,9 @@ def test_a_graph_that_is_timed_again_keeps_no_more_memory():
     grad_out = torch.randn_like(x)
 
     def held_after_timing() -> int:
-        time_callable(lambda: torch.autograd.grad(x @ x, x, grad_out), device_kind="cuda", method="graph")
+        time_callable(
+            lambda: torch.autograd.grad(x @ x, x, grad_out), device_kind="cuda", method="graph"
+        )
         return torch.cuda.memory_allocated()
 
     first = held_after_timing()

@@ -1,6 +1,7 @@
 """The model is the one its formulas say, in every implementation of attention, with no look ahead.
 
-Shape suffixes as in labkit.models.transformer: B batch, T tokens, C d_model, H heads, D head dimension, V vocabulary.
+Shape suffixes as in labkit.models.transformer: B batch, T tokens, C d_model, H heads, D head
+dimension, V vocabulary.
 """
 
 import concurrent.futures
@@ -36,8 +37,12 @@ FAST = ["course", *(name for name in RUN_HERE if name != "compiled")]
 """The implementations of attention that a CPU runs at once; "compiled" takes twenty seconds."""
 
 
-def build(attention: str = "eager", *, config: ModelConfig = TINY, max_context: int = 40, **factory) -> TransformerLM:
-    """Returns a model with weights drawn large enough that attention is far from uniform, gains unlike one."""
+def build(
+    attention: str = "eager", *, config: ModelConfig = TINY, max_context: int = 40, **factory
+) -> TransformerLM:
+    """Returns a model with weights drawn large enough that attention is far from uniform, gains
+    unlike one.
+    """
     torch.manual_seed(0)
     model = TransformerLM(config, max_context=max_context, attention=attention, **factory)
     with torch.no_grad():
@@ -50,7 +55,9 @@ def build(attention: str = "eager", *, config: ModelConfig = TINY, max_context: 
 
 
 def draw_tokens(batch: int, context: int, config: ModelConfig = TINY) -> Tensor:
-    return torch.randint(config.vocab_size, (batch, context), generator=torch.Generator().manual_seed(1))
+    return torch.randint(
+        config.vocab_size, (batch, context), generator=torch.Generator().manual_seed(1)
+    )
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -58,7 +65,9 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def rotate_reference(x_BHTD: Tensor, theta: float) -> Tensor:
-    """RoPE as a product of complex numbers: pair i of position t is multiplied by exp(i·t·θ^(−2i/D))."""
+    """RoPE as a product of complex numbers: pair i of position t is multiplied by
+    exp(i·t·θ^(−2i/D)).
+    """
     num_tokens, d_head = x_BHTD.shape[-2:]
     position = torch.arange(num_tokens, dtype=torch.float64)[:, None]
     angle = position * theta ** (-2 * torch.arange(d_head // 2, dtype=torch.float64) / d_head)
@@ -71,8 +80,11 @@ def norm_reference(x: Tensor, weight: Tensor) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + RMS_NORM_EPS) * weight
 
 
-def logits_reference(weights, config: ModelConfig, tokens_BT: Tensor, *, hold_normaliser: bool = False) -> Tensor:
-    """The whole model from its published formulas, in the weights' dtype (fp64), sharing no code with labkit.
+def logits_reference(
+    weights, config: ModelConfig, tokens_BT: Tensor, *, hold_normaliser: bool = False
+) -> Tensor:
+    """The whole model from its published formulas, in the weights' dtype (fp64), sharing no code
+    with labkit.
 
     `hold_normaliser` takes the softmax's normaliser as a constant, which changes gradients only.
     """
@@ -83,27 +95,48 @@ def logits_reference(weights, config: ModelConfig, tokens_BT: Tensor, *, hold_no
         block = {name: weights[f"blocks.{layer}.{name}.weight"] for name in BLOCK_MATRICES}
         normed = norm_reference(x_BTC, block["attention_norm"])
         q, k, v = (
-            (normed @ block[f"attention.{name}_proj"].T).view(batch, num_tokens, config.num_heads, -1).transpose(1, 2)
+            (normed @ block[f"attention.{name}_proj"].T)
+            .view(batch, num_tokens, config.num_heads, -1)
+            .transpose(1, 2)
             for name in "qkv"
         )
         q, k = rotate_reference(q, config.rope_theta), rotate_reference(k, config.rope_theta)
-        scores = (q @ k.transpose(-1, -2) / math.sqrt(config.d_head)).masked_fill(~allowed, -math.inf)
+        scores = (q @ k.transpose(-1, -2) / math.sqrt(config.d_head)).masked_fill(
+            ~allowed, -math.inf
+        )
         log_normaliser = torch.logsumexp(scores, dim=-1, keepdim=True)
-        heads = torch.exp(scores - (log_normaliser.detach() if hold_normaliser else log_normaliser)) @ v
-        x_BTC = x_BTC + heads.transpose(1, 2).reshape(batch, num_tokens, -1) @ block["attention.out_proj"].T
+        heads = (
+            torch.exp(scores - (log_normaliser.detach() if hold_normaliser else log_normaliser)) @ v
+        )
+        x_BTC = (
+            x_BTC
+            + heads.transpose(1, 2).reshape(batch, num_tokens, -1) @ block["attention.out_proj"].T
+        )
         normed = norm_reference(x_BTC, block["feed_forward_norm"])
-        gate, up = normed @ block["feed_forward.gate_proj"].T, normed @ block["feed_forward.up_proj"].T
+        gate, up = (
+            normed @ block["feed_forward.gate_proj"].T,
+            normed @ block["feed_forward.up_proj"].T,
+        )
         x_BTC = x_BTC + (gate * torch.sigmoid(gate) * up) @ block["feed_forward.down_proj"].T
     return norm_reference(x_BTC, weights["norm.weight"]) @ weights["head.weight"].T
 
 
 BLOCK_MATRICES = (
-    "attention_norm", "attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.out_proj",
-    "feed_forward_norm", "feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj",
-)  # fmt: skip
+    "attention_norm",
+    "attention.q_proj",
+    "attention.k_proj",
+    "attention.v_proj",
+    "attention.out_proj",
+    "feed_forward_norm",
+    "feed_forward.gate_proj",
+    "feed_forward.up_proj",
+    "feed_forward.down_proj",
+)
 
 
-def run_with_gradients(logits_of, weights: dict[str, Tensor], tokens_BT: Tensor) -> dict[str, Tensor]:
+def run_with_gradients(
+    logits_of, weights: dict[str, Tensor], tokens_BT: Tensor
+) -> dict[str, Tensor]:
     """Returns the logits and the gradient of a fixed weighted sum of them by every parameter."""
     logits_BTV = logits_of(tokens_BT)
     direction = torch.randn(logits_BTV.shape, generator=torch.Generator().manual_seed(2))
@@ -127,35 +160,49 @@ def error(value: Tensor, oracle: Tensor) -> float:
 
 @pytest.mark.parametrize("context", [1, 2, 33])
 def test_eager_computes_the_formulas(context):
-    """A sum of n products is off by at most n·u of the sum of their magnitudes; the longest here has d_ff.
+    """A sum of n products is off by at most n·u of the sum of their magnitudes; the longest here
+    has d_ff.
 
-    Wrong formulas are off by the size of the values themselves, five orders of magnitude above this bound.
+    Wrong formulas are off by the size of the values themselves, five orders of magnitude above this
+    bound.
     """
     model, tokens_BT = build(), draw_tokens(2, context)
     oracle = run_oracle(model, tokens_BT)
     for name, value in run_model(model, tokens_BT).items():
-        bound = TINY.num_layers * TINY.d_ff * unit_roundoff(torch.float32) * oracle[name].abs().max().item()
+        bound = (
+            TINY.num_layers
+            * TINY.d_ff
+            * unit_roundoff(torch.float32)
+            * oracle[name].abs().max().item()
+        )
         assert error(value, oracle[name]) <= bound, name
 
 
-def check_errors(attention: str, dtype: torch.dtype, context: int, device: str = "cpu", impl: str = "eager") -> None:
+def check_errors(
+    attention: str, dtype: torch.dtype, context: int, device: str = "cpu", impl: str = "eager"
+) -> None:
     """Asserts that the logits and every gradient are within their budget of error against fp64.
 
-    The budget is 2 × (eager's own error in the same dtype + one rounding of the largest value + those of the softmax's
-    gradient). That is a difference, P∘(dP − D) = P∘dP − P∘D, exactly zero with a single key, whose two sides are sums
-    of d_head products that are rounded one by one, in whatever order: √(2·d_head) roundings of P∘D where their signs
-    are random. P∘D is what the gradient lacks when the normaliser is held.
+    The budget is 2 × (eager's own error in the same dtype + one rounding of the largest value +
+    those of the softmax's gradient). That is a difference, P∘(dP − D) = P∘dP − P∘D, exactly zero
+    with a single key, whose two sides are sums of d_head products that are rounded one by one, in
+    whatever order: √(2·d_head) roundings of P∘D where their signs are random. P∘D is what the
+    gradient lacks when the normaliser is held.
     """
     tokens_BT = draw_tokens(2, context)
     eager, other = build("eager", dtype=dtype), build(attention, dtype=dtype, impl=impl)
     other.load_state_dict(eager.state_dict())
     oracle, held = run_oracle(eager, tokens_BT), run_oracle(eager, tokens_BT, hold_normaliser=True)
-    of_eager, of_other = (run_model(model.to(device), tokens_BT.to(device)) for model in (eager, other))
+    of_eager, of_other = (
+        run_model(model.to(device), tokens_BT.to(device)) for model in (eager, other)
+    )
     assert of_other["logits"].dtype == dtype
     for name, reference in oracle.items():
         difference = math.sqrt(2 * TINY.d_head) * (held[name] - reference).abs().max().item()
         band = unit_roundoff(dtype) * (reference.abs().max().item() + difference)
-        assert error(of_other[name], reference) <= 2 * (error(of_eager[name], reference) + band), name
+        assert error(of_other[name], reference) <= 2 * (error(of_eager[name], reference) + band), (
+            name
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -175,7 +222,9 @@ def test_every_attention_of_the_gpu_is_within_the_error_budget(attention, dtype,
     if attention == "triton_tf32":
         pytest.skip("one product of TF32 is outside the budget of fp32, as it says")
     if attention in ("sdpa", "sdpa_efficient") and dtype == torch.float32:
-        reason = "PyTorch's kernel for fp32 has up to 3.1 times eager's error over ten draws of weights"
+        reason = (
+            "PyTorch's kernel for fp32 has up to 3.1 times eager's error over ten draws of weights"
+        )
         request.applymarker(pytest.mark.xfail(raises=AssertionError, reason=reason))
     if reason := unavailable_reason(attention, q_BHTD, q_BHTD, causal=True):
         pytest.skip(reason)
@@ -197,7 +246,9 @@ def test_the_triton_attention_is_within_the_error_budget(interpreted, context):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("context", [1, 9])
 def test_the_fused_model_is_within_the_error_budget(interpreted, dtype, context):
-    """Its kernels, and without a GPU its formulas; none of them holds a matrix product of the interpreter's."""
+    """Its kernels, and without a GPU its formulas; none of them holds a matrix product of the
+    interpreter's.
+    """
     interpreted(check_errors, "eager", dtype, context, "cpu", "fused")
     check_errors("eager", dtype, context, "cpu", "fused")
 
@@ -211,11 +262,15 @@ def loss_and_gradients(
     with torch.autocast(device, torch.bfloat16, enabled=autocast):
         loss = model(tokens_BT, tokens_BT.roll(-1, 1))
     loss.backward()
-    return {"loss": loss.detach()} | {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {"loss": loss.detach()} | {
+        name: parameter.grad for name, parameter in model.named_parameters()
+    }
 
 
 def check_loss_and_gradients(run, device: str) -> None:
-    """Asserts that the fused model's errors against fp64 are at most thrice the eager one's and a rounding."""
+    """Asserts that the fused model's errors against fp64 are at most thrice the eager one's and a
+    rounding.
+    """
     exact = loss_and_gradients("eager", False, False, device, torch.float64)
     # Compiled and under autocast, and neither.
     for autocast, compiled in [(False, False), (True, True), *more((False, True), (True, False))]:
@@ -223,7 +278,9 @@ def check_loss_and_gradients(run, device: str) -> None:
         fused = run(loss_and_gradients, "fused", compiled, autocast, device)
         rounding = unit_roundoff(torch.bfloat16 if autocast else torch.float32)
         for name, reference in exact.items():
-            errors = [((x[name] - reference).norm() / reference.norm()).item() for x in (fused, eager)]
+            errors = [
+                ((x[name] - reference).norm() / reference.norm()).item() for x in (fused, eager)
+            ]
             assert errors[0] <= 3 * (errors[1] + rounding), (name, autocast, compiled, errors)
 
 
@@ -237,17 +294,26 @@ def test_on_a_gpu_the_fused_loss_is_the_eager_one_compiled_or_not():
 
 
 def test_fused_and_eager_have_the_same_parameters_and_another_impl_is_refused():
-    shapes = [{name: x.shape for name, x in build(impl=impl).state_dict().items()} for impl in ("eager", "fused")]
+    shapes = [
+        {name: x.shape for name, x in build(impl=impl).state_dict().items()}
+        for impl in ("eager", "fused")
+    ]
     assert shapes[0] == shapes[1]
     with pytest.raises(ValueError, match="unknown impl 'fast'; accepted: eager, fused"):
         TransformerLM(TINY, max_context=8, impl="fast")
 
 
 @pytest.mark.parametrize("attention", FAST)
-def test_a_model_holds_the_attention_it_was_asked_for_and_gives_a_row_of_logits_per_token(attention, monkeypatch):
+def test_a_model_holds_the_attention_it_was_asked_for_and_gives_a_row_of_logits_per_token(
+    attention, monkeypatch
+):
     calls = []
     original = ATTENTION[attention]
-    monkeypatch.setitem(ATTENTION, attention, lambda *args, **kwargs: calls.append(kwargs) or original(*args, **kwargs))
+    monkeypatch.setitem(
+        ATTENTION,
+        attention,
+        lambda *args, **kwargs: calls.append(kwargs) or original(*args, **kwargs),
+    )
     logits_BTV = build(attention)(draw_tokens(3, 7))
     assert calls == [{"causal": True}] * TINY.num_layers
     assert logits_BTV.shape == (3, 7, TINY.vocab_size) and logits_BTV.dtype == torch.float32
@@ -268,11 +334,17 @@ def test_a_token_changes_all_logits_of_its_sequence_from_it_on_and_no_other(atte
 
 def test_parameters_are_those_of_the_formulas_without_biases_and_nothing_else_is_saved():
     model = TransformerLM(TINY, max_context=8)
-    blocks = {f"blocks.{layer}.{name}.weight" for layer in range(TINY.num_layers) for name in BLOCK_MATRICES}
+    blocks = {
+        f"blocks.{layer}.{name}.weight"
+        for layer in range(TINY.num_layers)
+        for name in BLOCK_MATRICES
+    }
     expected = blocks | {"embedding.weight", "norm.weight", "head.weight"}
     # A head that is tied to the embedding would not be listed.
     assert {name for name, _ in model.named_parameters()} == expected
-    assert set(model.state_dict()) == expected, "the rotary tables belong to max_context, not to a checkpoint"
+    assert set(model.state_dict()) == expected, (
+        "the rotary tables belong to max_context, not to a checkpoint"
+    )
 
 
 def test_matrices_start_at_a_standard_deviation_of_two_hundredths_and_gains_at_one():
@@ -282,7 +354,8 @@ def test_matrices_start_at_a_standard_deviation_of_two_hundredths_and_gains_at_o
         if parameter.dim() == 1:
             assert torch.equal(parameter, torch.ones_like(parameter)), name
         else:
-            # The deviation estimated from n draws scatters by 1/sqrt(2n), their mean by 1/sqrt(n): five sigmas.
+            # The deviation estimated from n draws scatters by 1/sqrt(2n), their mean by 1/sqrt(n):
+            # five sigmas.
             n = parameter.numel()
             assert abs(parameter.std().item() / 0.02 - 1) <= 5 / math.sqrt(2 * n), name
             assert abs(parameter.mean().item()) <= 5 * 0.02 / math.sqrt(n), name
@@ -302,10 +375,14 @@ def test_an_unknown_attention_is_refused_with_the_accepted_ones():
     assert all(name in str(caught.value) for name in ATTENTION)
 
 
-@pytest.mark.parametrize(("d_model", "num_heads"), [(48, 16), (49, 7), (50, 4)], ids=["odd 3", "odd 7", "no multiple"])
+@pytest.mark.parametrize(
+    ("d_model", "num_heads"), [(48, 16), (49, 7), (50, 4)], ids=["odd 3", "odd 7", "no multiple"]
+)
 def test_a_head_dimension_that_cannot_be_paired_is_refused(d_model, num_heads):
     config = dataclasses.replace(TINY, d_model=d_model, num_heads=num_heads)
-    with pytest.raises(ValueError, match=f"d_model {d_model} must be num_heads {num_heads} times an even"):
+    with pytest.raises(
+        ValueError, match=f"d_model {d_model} must be num_heads {num_heads} times an even"
+    ):
         TransformerLM(config, max_context=8)
 
 
@@ -321,7 +398,9 @@ def make_rotary(d_head: int = 16, max_context: int = 64) -> RotaryEmbedding:
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(
+        dtype
+    )
 
 
 def test_rope_turns_pairs_by_their_angle():
@@ -352,8 +431,8 @@ def test_rms_norm_is_its_formula_rounded_once(scale, weight_dtype, dtype):
     assert out.dtype == dtype
     reference = norm_reference(x.double(), norm.weight.double())
     relative = (out.double() - reference).abs() / reference.abs()
-    # The mean of 64 squares is off by at most 66 roundings, of which the root halves the effect; then four more, and
-    # in bf16 a last one. Statistics in bf16 would be off by several.
+    # The mean of 64 squares is off by at most 66 roundings, of which the root halves the effect;
+    # then four more, and in bf16 a last one. Statistics in bf16 would be off by several.
     rounded = unit_roundoff(torch.bfloat16) if dtype == torch.bfloat16 else 0
     assert relative.max().item() <= (66 / 2 + 4) * unit_roundoff(torch.float32) + rounded
 
@@ -380,13 +459,14 @@ def test_the_loss_of_an_untrained_model_is_near_that_of_a_guess():
     model, tokens_BT = TransformerLM(config, max_context=32), draw_tokens(4, 32, config)
     with torch.no_grad():
         logits_BTV = model(tokens_BT)
-    # Logits of variance s² around zero cost log V + s²/2 on average; the 128 targets scatter by s/√128.
+    # Logits of variance s² around zero cost log V + s²/2 on average; the 128 targets scatter by
+    # s/√128.
     spread = logits_BTV.std().item()
     loss = language_model_loss(logits_BTV, draw_tokens(4, 32, config).flip(1)).item()
     assert abs(loss - math.log(config.vocab_size) - spread**2 / 2) <= 5 * spread / math.sqrt(128)
 
 
-# ---- modes and copies -------------------------------------------------------------------------------------------
+# ---- modes and copies ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("impl", MODEL_IMPLS)
@@ -418,8 +498,12 @@ def test_copies_of_a_model_are_the_model(impl):
     expected = model(tokens)
     assert torch.equal(copy.deepcopy(model)(tokens), expected)
     if impl == "fused":
-        with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            assert torch.equal(pool.submit(run_pickled, pickle.dumps(model), tokens).result(120), expected)
+        with concurrent.futures.ProcessPoolExecutor(
+            1, multiprocessing.get_context("spawn")
+        ) as pool:
+            assert torch.equal(
+                pool.submit(run_pickled, pickle.dumps(model), tokens).result(120), expected
+            )
 
 
 @pytest.mark.parametrize("impl", MODEL_IMPLS)
@@ -428,6 +512,9 @@ def test_autocast_leaves_gradients_in_the_dtype_of_the_parameters(impl):
     with torch.autocast("cpu", torch.bfloat16):
         assert model(tokens).dtype == torch.bfloat16
         loss = model(tokens, tokens)
-    grads, plain = (torch.autograd.grad(x, list(model.parameters())) for x in (loss.float(), model(tokens, tokens)))
+    grads, plain = (
+        torch.autograd.grad(x, list(model.parameters()))
+        for x in (loss.float(), model(tokens, tokens))
+    )
     for x, y in zip(grads, plain, strict=True):
         assert x.dtype == torch.float32 and (x - y).abs().max() <= 0.1 * y.abs().max()

@@ -1,4 +1,6 @@
-"""The vision encoder's kernels: the MLP against fp64, dropout's mask, their operators, and that they compile."""
+"""The vision encoder's kernels: the MLP against fp64, dropout's mask, their operators, and that
+they compile.
+"""
 
 import contextlib
 import functools
@@ -40,11 +42,16 @@ def draw(*shape: int, seed: int = 1, scale: float = 1.0) -> Tensor:
 MLP_SHAPES = [(37, 24, 80), (1, 8, 8), (130, 40, 136)]
 
 
-def mlp_pairs(path: str, keep: bool, shape: tuple[int, int, int], dtype=torch.float32, device="cpu"):
+def mlp_pairs(
+    path: str, keep: bool, shape: tuple[int, int, int], dtype=torch.float32, device="cpu"
+):
     """Returns (error against fp64, its budget) of the output and every gradient."""
     num_rows, width, hidden = shape
     shapes = ((num_rows, width), (hidden, width), (hidden,), (width, hidden), (width,))
-    tensors = [draw(*shape, seed=seed, scale=shape[-1] ** -0.5).to(dtype) for seed, shape in enumerate(shapes)]
+    tensors = [
+        draw(*shape, seed=seed, scale=shape[-1] ** -0.5).to(dtype)
+        for seed, shape in enumerate(shapes)
+    ]
     tensors[0] = (draw(num_rows, width) * 4).to(dtype)  # both tails of GELU
 
     def eager(x, w1, b1, w2, b2):
@@ -63,7 +70,9 @@ def mlp_pairs(path: str, keep: bool, shape: tuple[int, int, int], dtype=torch.fl
     for index, (x, y, z) in enumerate(zip(ours, allowed, exact, strict=True)):
         assert x.isfinite().all()
         band = torch.finfo(dtype).eps / 2 * z.abs().max().item()
-        pairs.append(((x - z).abs().max().item(), (3 if index else 2) * ((y - z).abs().max().item() + band)))
+        pairs.append(
+            ((x - z).abs().max().item(), (3 if index else 2) * ((y - z).abs().max().item() + band))
+        )
     return pairs
 
 
@@ -95,7 +104,9 @@ def test_the_mlp_takes_dense_tensors_that_start_off_a_boundary(dtype, interprete
 @pytest.mark.parametrize("path", gelu_mlp.PATHS[1:])
 def test_on_a_gpu_the_mlp_is_within_the_error_budget(path, dtype):
     if (path, dtype) == ("epilogue", torch.float32):
-        with pytest.raises(ValueError, match=r"path='epilogue' takes bf16 and fp16; got torch\.float32"):
+        with pytest.raises(
+            ValueError, match=r"path='epilogue' takes bf16 and fp16; got torch\.float32"
+        ):
             mlp_pairs(path, True, MLP_SHAPES[1], dtype, "cuda")
         return
     for shape in (*MLP_SHAPES[1:], (1000, 1152, 4304)):
@@ -123,7 +134,10 @@ def call_mlp(x=None, path="auto", **parameters):
             {"fc2_weight": torch.zeros(4, 8).half()},
             "fc2_weight must have the dtype of x, torch.float32, got torch.float16",
         ),
-        ({"fc1_bias": torch.zeros(8, device="meta")}, "fc1_bias must be on the device of x, cpu, got meta"),
+        (
+            {"fc1_bias": torch.zeros(8, device="meta")},
+            "fc1_bias must be on the device of x, cpu, got meta",
+        ),
     ],
 )
 def test_the_mlp_refuses_bad_input(arguments, message):
@@ -136,12 +150,18 @@ def dropped(shape: tuple[int, int], p: float) -> None:
     seed = torch.tensor(2**40 + 1)
     with poisoned_memory():
         scaled_mask = linear.seeded_dropout(torch.ones(shape), p, seed)
-        leaves = [x.requires_grad_() for x in (draw(*shape), draw(8, shape[1], seed=3), draw(8, seed=4))]
+        leaves = [
+            x.requires_grad_() for x in (draw(*shape), draw(8, shape[1], seed=3), draw(8, seed=4))
+        ]
         out = linear.dropout_linear(*leaves, p, seed)
         grads = torch.autograd.grad(out, leaves, direction := draw(*out.shape, seed=2))
     x, weight, bias = leaves
     expected = (x * scaled_mask) @ weight.T + bias
-    expected_grads = (direction @ weight * scaled_mask, direction.T @ (x * scaled_mask), direction.sum(0))
+    expected_grads = (
+        direction @ weight * scaled_mask,
+        direction.T @ (x * scaled_mask),
+        direction.sum(0),
+    )
     for ours, theirs in zip((out, *grads), (expected, *expected_grads), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert set(scaled_mask.unique().tolist()) <= {0.0, torch.tensor(1.0).div(1 - p).item()}
@@ -162,13 +182,25 @@ def test_the_mask_of_dropout_is_its_seeds(shape, p, interpreted):
         ({"p": 1.0}, "p must be from 0 up to but without 1; got 1.0"),
         ({"x": torch.zeros(3, 5)}, r"x must be of shape \(3, 4\), got \(3, 5\)"),
         ({"seed": torch.tensor(1.0)}, "seed must be one int64 on cpu; got .* torch.float32"),
-        ({"weight": torch.zeros(2, 4).half()}, "weight must have the dtype of x, torch.float32, got torch.float16"),
+        (
+            {"weight": torch.zeros(2, 4).half()},
+            "weight must have the dtype of x, torch.float32, got torch.float16",
+        ),
     ],
 )
 def test_dropout_refuses_bad_input(options, message, interpreted):
-    arguments = {"x": torch.zeros(3, 4), "weight": torch.zeros(2, 4), "bias": torch.zeros(2), "p": 0.1}
+    arguments = {
+        "x": torch.zeros(3, 4),
+        "weight": torch.zeros(2, 4),
+        "bias": torch.zeros(2),
+        "p": 0.1,
+    }
     with pytest.raises(ValueError, match=message):
-        interpreted(functools.partial(linear.dropout_linear, **(arguments | {"seed": torch.tensor(1)} | options)))
+        interpreted(
+            functools.partial(
+                linear.dropout_linear, **(arguments | {"seed": torch.tensor(1)} | options)
+            )
+        )
 
 
 def added(shape: tuple[int, int], dtype: torch.dtype, device: str = "cpu") -> None:
@@ -177,7 +209,9 @@ def added(shape: tuple[int, int], dtype: torch.dtype, device: str = "cpu") -> No
     with poisoned_memory():
         sums = column_sums.column_sums(x)
     assert sums.dtype == dtype
-    torch.testing.assert_close(sums, x.double().sum(0).to(dtype), atol=1e-5, rtol=2 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(
+        sums, x.double().sum(0).to(dtype), atol=1e-5, rtol=2 * torch.finfo(dtype).eps
+    )
 
 
 COLUMNS = [(1, 1), (301, 40), (700, 130)]
@@ -197,14 +231,19 @@ def test_on_a_gpu_columns_are_added_in_fp32(shape):
     added(shape, torch.bfloat16, "cuda")
 
 
-def equal_sequences(dtype: torch.dtype = torch.float32, length: int = 10, d_head: int = 8, device: str = "cpu") -> None:
+def equal_sequences(
+    dtype: torch.dtype = torch.float32, length: int = 10, d_head: int = 8, device: str = "cpu"
+) -> None:
     """Asserts that sequences of one length get what they get packed, forward and backward."""
     qkv = draw(4 * length, 3, 2, d_head).to(device, dtype).requires_grad_()
     cu_seqlens = torch.arange(0, 4 * length + 1, length, dtype=torch.int32, device=device)
     direction = draw(4 * length, 2, d_head, seed=2).to(device, dtype)
     assert qkv_attention._are_equal(qkv, cu_seqlens, length)
     found = []
-    for longest in (length, length + 1):  # a longest that no sequence reaches is allowed, and packs them
+    for longest in (
+        length,
+        length + 1,
+    ):  # a longest that no sequence reaches is allowed, and packs them
         out = qkv_attention.flash_attention_qkv(qkv, cu_seqlens, longest)
         found.append((out, *torch.autograd.grad(out, qkv, direction)))
     tolerance = 4 * torch.finfo(dtype).eps
@@ -224,7 +263,8 @@ def test_on_a_gpu_equal_sequences_are_a_batch(dtype):
 
 def test_attention_refuses_a_projection_of_another_shape():
     with pytest.raises(
-        ValueError, match=r"qkv must be dense, of shape \(tokens, 3, heads, d\); got shape \(4, 2, 1, 8\)"
+        ValueError,
+        match=r"qkv must be dense, of shape \(tokens, 3, heads, d\); got shape \(4, 2, 1, 8\)",
     ):
         qkv_attention.flash_attention_qkv(torch.zeros(4, 2, 1, 8), torch.tensor([0, 4]))
 
@@ -232,9 +272,14 @@ def test_attention_refuses_a_projection_of_another_shape():
 def opcheck() -> None:
     x, w1, b1 = draw(20, 8), draw(24, 8), draw(24)
     torch.library.opcheck(torch.ops.labkit.linear_gelu.default, (x, w1, b1))
-    torch.library.opcheck(torch.ops.labkit.gelu_backward.default, (draw(20, 24), draw(20, 24, seed=2)))
+    torch.library.opcheck(
+        torch.ops.labkit.gelu_backward.default, (draw(20, 24), draw(20, 24, seed=2))
+    )
     torch.library.opcheck(torch.ops.labkit.dropout.default, (x, 0.1, torch.tensor(3)))
-    qkv, cu_seqlens = draw(20, 3, 2, 8).requires_grad_(), torch.tensor([0, 7, 20], dtype=torch.int32)
+    qkv, cu_seqlens = (
+        draw(20, 3, 2, 8).requires_grad_(),
+        torch.tensor([0, 7, 20], dtype=torch.int32),
+    )
     equal = torch.tensor([0, 10, 20], dtype=torch.int32)
     for lengths, longest in ((cu_seqlens, 13), *more((cu_seqlens, None), (equal, 10))):
         torch.library.opcheck(torch.ops.labkit.flash_attention_qkv.default, (qkv, lengths, longest))
@@ -251,12 +296,25 @@ def empty_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-def compile_kernel(function, constants: dict, types: dict[str, str], capability: int, options: dict):
-    """Returns (compiled kernel, what ptxas said): i32 unless `types` or `constants` name a parameter."""
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in function.arg_names}
-    names = [name for name in function.arg_names if name not in constants and "desc" not in name and name != "p"]
+def compile_kernel(
+    function, constants: dict, types: dict[str, str], capability: int, options: dict
+):
+    """Returns (compiled kernel, what ptxas said): i32 unless `types` or `constants` name a
+    parameter.
+    """
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32")
+        for name in function.arg_names
+    }
+    names = [
+        name
+        for name in function.arg_names
+        if name not in constants and "desc" not in name and name != "p"
+    ]
     attributes = {(function.arg_names.index(name),): [["tt.divisibility", 16]] for name in names}
-    return compile_source(ASTSource(function, signature, constants, attributes), capability, options)
+    return compile_source(
+        ASTSource(function, signature, constants, attributes), capability, options
+    )
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -264,25 +322,41 @@ def test_the_matmul_compiles(capability, empty_cache):
     tile = dict(gelu_mlp.HOPPER if capability == 90 else gelu_mlp.GENERIC)
     options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
     rows, cols, depth = tile["ROWS"], tile["COLS"], tile["DEPTH"]
-    types = dict.fromkeys(("z_desc", "h_desc"), f"tensordesc<bf16{[rows, cols // 2]}>") | {"bias_ptr": "*bf16"}
-    types |= {"x_desc": f"tensordesc<bf16{[rows, depth]}>", "weight_desc": f"tensordesc<bf16{[cols, depth]}>"}
+    types = dict.fromkeys(("z_desc", "h_desc"), f"tensordesc<bf16{[rows, cols // 2]}>") | {
+        "bias_ptr": "*bf16"
+    }
+    types |= {
+        "x_desc": f"tensordesc<bf16{[rows, depth]}>",
+        "weight_desc": f"tensordesc<bf16{[cols, depth]}>",
+    }
     compiled, log = compile_kernel(gelu_mlp.linear_gelu_kernel, tile, types, capability, options)
     if capability == 90:
         assert spilled_bytes(log) == 0
         # As many programs of a multiprocessor as there are to be: a KiB of each is the system's.
         assert gelu_mlp.PROGRAMS * (compiled.metadata.shared + 1024) <= 228 * 1024
-        assert "wgmma.mma_async" in compiled.asm["ptx"] and "cp.async.bulk.tensor" in compiled.asm["ptx"]
+        assert (
+            "wgmma.mma_async" in compiled.asm["ptx"]
+            and "cp.async.bulk.tensor" in compiled.asm["ptx"]
+        )
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_the_elementwise_kernels_compile_without_spilling(capability, empty_cache):
     blocks = {"BLOCK_M": gelu_mlp.BLOCK_M, "STEP_M": gelu_mlp.STEP_M, "BLOCK_F": gelu_mlp.BLOCK_F}
-    types = {name: "*bf16" for name in ("grad_h_ptr", "z_ptr", "grad_z_ptr", "h_ptr", "x_ptr", "out_ptr")}
+    types = {
+        name: "*bf16" for name in ("grad_h_ptr", "z_ptr", "grad_z_ptr", "h_ptr", "x_ptr", "out_ptr")
+    }
     types |= {"sums_ptr": "*fp32", "seed_ptr": "*i64", "p": "fp32"}
     run = {"RUN": linear.RUN, "ROUNDS": linear.ROUNDS}
     # 16 bytes a thread, steps ahead to shared memory or to registers.
-    ahead, now = r"cp\.async\.cg\.shared\.global \[.*\], \[.*\], 0x10", r"ld\.global(\.\w+)*\.v4\.b32"
-    for function, constants, load in ((gelu_mlp.gelu_bwd_kernel, blocks, ahead), (linear.dropout_kernel, run, now)):
+    ahead, now = (
+        r"cp\.async\.cg\.shared\.global \[.*\], \[.*\], 0x10",
+        r"ld\.global(\.\w+)*\.v4\.b32",
+    )
+    for function, constants, load in (
+        (gelu_mlp.gelu_bwd_kernel, blocks, ahead),
+        (linear.dropout_kernel, run, now),
+    ):
         compiled, log = compile_kernel(function, constants, types, capability, {"num_warps": 4})
         assert spilled_bytes(log) == 0
         assert re.search(load, compiled.asm["ptx"])

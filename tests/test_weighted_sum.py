@@ -1,4 +1,6 @@
-"""The weighted sum in Triton against fp64, interpreted on the CPU in a worker process and compiled on a GPU."""
+"""The weighted sum in Triton against fp64, interpreted on the CPU in a worker process and compiled
+on a GPU.
+"""
 
 import math
 
@@ -19,7 +21,9 @@ def is_interpreted() -> bool:
     return type(ws.weighted_sum_fwd_kernel).__name__ == "InterpretedFunction"
 
 
-def draw(shape: tuple[int, ...], dtype: torch.dtype, layout: str, device: str) -> tuple[Tensor, Tensor, Tensor]:
+def draw(
+    shape: tuple[int, ...], dtype: torch.dtype, layout: str, device: str
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(shape, generator=generator).to(dtype).to(device)
     weight = torch.randn(shape[-1], generator=generator).to(dtype).to(device)
@@ -43,8 +47,12 @@ def eager(x: Tensor, weight: Tensor) -> Tensor:
     return (x * weight).sum(-1)
 
 
-def measure(shape, dtype: torch.dtype, layout: str, device: str = "cpu") -> list[tuple[float, float]]:
-    """Returns (error, budget) of the output and both gradients: twice eager's error and a rounding of the largest."""
+def measure(
+    shape, dtype: torch.dtype, layout: str, device: str = "cpu"
+) -> list[tuple[float, float]]:
+    """Returns (error, budget) of the output and both gradients: twice eager's error and a rounding
+    of the largest.
+    """
     tensors = draw(shape, dtype, layout, device)
     ours = results(weighted_sum, *tensors)
     same_dtype = results(eager, *tensors)
@@ -65,7 +73,9 @@ def check(pairs: list[tuple[float, float]]) -> None:
 
 
 CASES = [(shape, "contiguous") for shape in SHAPES]
-CASES += [((17, 40), layout) for layout in ("transposed", "sliced", "expanded")] + [((3, 5, 40), "transposed")]
+CASES += [((17, 40), layout) for layout in ("transposed", "sliced", "expanded")] + [
+    ((3, 5, 40), "transposed")
+]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -84,7 +94,9 @@ def test_compiled_it_is_within_twice_the_error_of_eager(shape, layout, dtype):
 
 
 def outside_is_untouched() -> bool:
-    """Whether NaN beyond both tails reaches no sum, and writes stay inside, for rows and columns inside a tile."""
+    """Whether NaN beyond both tails reaches no sum, and writes stay inside, for rows and columns
+    inside a tile.
+    """
     storage = torch.full((40, 300), math.nan)
     x, weight = storage[:17, :19], torch.full((300,), math.nan)[:19]
     x.fill_(1.0)
@@ -92,7 +104,12 @@ def outside_is_untouched() -> bool:
     y = ws.weighted_sum_forward(x, weight)
     grad_x, grad_weight = ws.weighted_sum_backward(x, weight, torch.ones(17))
     inside = torch.isfinite(storage).sum().item() == 17 * 19
-    return inside and (y == 38).all().item() and (grad_x == 2).all().item() and (grad_weight == 17).all().item()
+    return (
+        inside
+        and (y == 38).all().item()
+        and (grad_x == 2).all().item()
+        and (grad_weight == 17).all().item()
+    )
 
 
 def test_nothing_beyond_the_tails_is_read_or_written(interpreted):
@@ -113,7 +130,9 @@ def test_the_gradients_are_the_numerical_ones(interpreted):
 def opcheck() -> None:
     x, weight = torch.randn(5, 7, requires_grad=True), torch.randn(7, requires_grad=True)
     torch.library.opcheck(ws.weighted_sum_forward.op, (x, weight))
-    torch.library.opcheck(ws.weighted_sum_backward.op, (x.detach().T, weight.detach()[:5], torch.randn(14)[::2]))
+    torch.library.opcheck(
+        ws.weighted_sum_backward.op, (x.detach().T, weight.detach()[:5], torch.randn(14)[::2])
+    )
 
 
 def test_the_operators_are_what_their_schemas_say(interpreted):
@@ -129,7 +148,9 @@ def test_the_compiler_sees_the_kernels_inside():
             (ws.weighted_sum_backward, (x, weight, weight.new_empty(64))),
         ):
             graph = make_fx(operator.function)(*arguments)
-            assert "triton_kernel_wrapper_mutation" in [str(node.target) for node in graph.graph.nodes]
+            assert "triton_kernel_wrapper_mutation" in [
+                str(node.target) for node in graph.graph.nodes
+            ]
 
 
 @pytest.mark.parametrize(
@@ -137,10 +158,26 @@ def test_the_compiler_sees_the_kernels_inside():
     [
         (torch.zeros(3, 4), torch.zeros(5), r"weight must be of shape \(4,\), got \(5,\)"),
         (torch.zeros(3, 4), torch.zeros(4, 1), r"weight must be of shape \(4,\)"),
-        (torch.zeros(3, 4), torch.zeros(4).half(), "weight must have the dtype of x, torch.float32, got torch.float16"),
-        (torch.zeros(3, 4).long(), torch.zeros(4).long(), "x must be of torch.float32, .*, got torch.int64"),
-        (torch.zeros(3, 4), torch.zeros(4, device="meta"), "weight must be on the device of x, cpu, got meta"),
-        (torch.zeros(3, 0), torch.zeros(0), r"the last dimension of x must not be empty, got shape \(3, 0\)"),
+        (
+            torch.zeros(3, 4),
+            torch.zeros(4).half(),
+            "weight must have the dtype of x, torch.float32, got torch.float16",
+        ),
+        (
+            torch.zeros(3, 4).long(),
+            torch.zeros(4).long(),
+            "x must be of torch.float32, .*, got torch.int64",
+        ),
+        (
+            torch.zeros(3, 4),
+            torch.zeros(4, device="meta"),
+            "weight must be on the device of x, cpu, got meta",
+        ),
+        (
+            torch.zeros(3, 0),
+            torch.zeros(0),
+            r"the last dimension of x must not be empty, got shape \(3, 0\)",
+        ),
         (torch.zeros(3, 4), torch.zeros(4), "x must be a CUDA tensor"),
     ],
 )

@@ -1,8 +1,9 @@
-"""Notebook 05: one attention call, its time, its memory and its error, by implementation, head dimension and length.
+"""Notebook 05: one attention call, its time, its memory and its error, by implementation, head
+dimension and length.
 
-Sections: "ceilings" (measured anew each session), "attention" (forward and backward of every implementation), "course"
-(the formula as a course writes it), "transformer" (the backward pass of compiled models, which notebook 01 does not
-time apart).
+Sections: "ceilings" (measured anew each session), "attention" (forward and backward of every
+implementation), "course" (the formula as a course writes it), "transformer" (the backward pass of
+compiled models, which notebook 01 does not time apart).
 """
 
 import contextlib
@@ -43,9 +44,11 @@ ATTENTION_BATCH = 8
 """Sequences of one attention call, as in the published grid: no heads, so eight score matrices."""
 
 ATTENTION_PASSES = 100
-"""Timed passes of one case, as published; a case that takes long is ended by its time limit before."""
+"""Timed passes of one case, as published; a case that takes long is ended by its time limit before.
+"""
 
-# Part of the name of the autograd node that each implementation must leave behind: the label is what ran.
+# Part of the name of the autograd node that each implementation must leave behind: the label is
+# what ran.
 _NODES = {
     "eager": "SoftmaxBackward",
     "compiled": "CompiledFunctionBackward",
@@ -59,25 +62,43 @@ _NODES = {
 IMPLS = tuple(_NODES)
 
 LARGEST_ERROR = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2}
-"""Relative error against fp64 above which a result is wrong, not imprecise: several times what the precision's
-rounding of every product gives (2⁻²⁴, 2⁻¹¹ and 2⁻⁹ an operand). Its time is then no measurement."""
+"""Relative error against fp64 above which a result is wrong, not imprecise: several times what the
+precision's rounding of every product gives (2⁻²⁴, 2⁻¹¹ and 2⁻⁹ an operand). Its time is then no
+measurement.
+"""
 
 ORACLE_SCORES = 2**25
 """fp64 scores that the oracle holds at once (256 MiB a matrix), whatever the length."""
 
 
-def cases(profile: str, device_kind: str, *, lengths: Sequence[int] = (), d_heads: Sequence[int] = ()) -> list[Case]:
-    """Returns the cases of `profile`, narrowed where asked; ValueError for a value that it does not have."""
+def cases(
+    profile: str, device_kind: str, *, lengths: Sequence[int] = (), d_heads: Sequence[int] = ()
+) -> list[Case]:
+    """Returns the cases of `profile`, narrowed where asked; ValueError for a value that it does not
+    have.
+    """
     grid = ATTENTION[profile]
     wanted_lengths = narrowed(ATTENTION, profile, "lengths", lengths)
     wanted_d_heads = narrowed(ATTENTION, profile, "d_heads", d_heads)
     calls = [
-        {"impl": impl, "precision": precision, "d_head": d_head, "length": length, "batch": ATTENTION_BATCH}
+        {
+            "impl": impl,
+            "precision": precision,
+            "d_head": d_head,
+            "length": length,
+            "batch": ATTENTION_BATCH,
+        }
         for impl, precision, d_head, length in _calls(grid)
         if length in wanted_lengths and d_head in wanted_d_heads
     ]
     masked = [
-        {"impl": impl, "precision": precision, "d_head": grid.long_d_head, "length": length, "batch": ATTENTION_BATCH}
+        {
+            "impl": impl,
+            "precision": precision,
+            "d_head": grid.long_d_head,
+            "length": length,
+            "batch": ATTENTION_BATCH,
+        }
         for precision in ("fp32", "bf16")
         for impl in grid.series[precision]
         for length in grid.masked_lengths
@@ -92,7 +113,13 @@ def cases(profile: str, device_kind: str, *, lengths: Sequence[int] = (), d_head
     ]
     limits = (grid.case_timeout_s, grid.time_limit_s)
     plain = [
-        {"impl": "course", "precision": "fp32", "d_head": grid.long_d_head, "length": length, "batch": ATTENTION_BATCH}
+        {
+            "impl": "course",
+            "precision": "fp32",
+            "d_head": grid.long_d_head,
+            "length": length,
+            "batch": ATTENTION_BATCH,
+        }
         for length in grid.course_lengths
         if length in wanted_lengths and grid.long_d_head in wanted_d_heads
     ]
@@ -101,12 +128,17 @@ def cases(profile: str, device_kind: str, *, lengths: Sequence[int] = (), d_head
         *(Case("attention", each, PHASES, *limits, stop_at_failure=True) for each in calls),
         *(Case("course", each, PHASES, *limits, stop_at_failure=True) for each in plain),
         *(Case("transformer", each, ("backward",), *limits) for each in models),
-        *(Case("masked", {**each, "causal": True}, PHASES, *limits, stop_at_failure=True) for each in masked),
+        *(
+            Case("masked", {**each, "causal": True}, PHASES, *limits, stop_at_failure=True)
+            for each in masked
+        ),
     ]
 
 
 def _calls(grid: Grid) -> Iterator[tuple[str, str, int, int]]:
-    """Yields (implementation, precision, d_head, length), a series of rising lengths after the other."""
+    """Yields (implementation, precision, d_head, length), a series of rising lengths after the
+    other.
+    """
     for precision, impls in grid.series.items():
         for impl in impls:
             for d_head in grid.d_heads:
@@ -121,19 +153,28 @@ def _calls(grid: Grid) -> Iterator[tuple[str, str, int, int]]:
 
 
 def _require_room(device: hardware.Device, parameters: dict) -> None:
-    """Raises Skip where half the length cannot fit either: this is then not the first length to run out of memory."""
+    """Raises Skip where half the length cannot fit either: this is then not the first length to run
+    out of memory.
+    """
     total = memory_bytes(device)
-    element_bytes = 2 if parameters["precision"] == "bf16" and parameters["impl"] != "sdpa_math" else 4
+    element_bytes = (
+        2 if parameters["precision"] == "bf16" and parameters["impl"] != "sdpa_math" else 4
+    )
     half = parameters["length"] // 2
     scores = element_bytes * parameters["batch"] * half * half
     if parameters["impl"] in MATERIALISING and scores > total:
-        raise Skip(f"at length {half} the scores alone take {scores / 1e9:.0f} GB; the device has {total / 1e9:.0f} GB")
+        raise Skip(
+            f"at length {half} the scores alone take {scores / 1e9:.0f} GB; the device has "
+            f"{total / 1e9:.0f} GB"
+        )
 
 
 class AttentionCall:
-    """The live objects of one case: q, k, v and the gradient of the output, all (batch, length, d_head), and the mask.
+    """The live objects of one case: q, k, v and the gradient of the output, all (batch, length,
+    d_head), and the mask.
 
-    "compiled_heads" alone has one head in front of the length, which lets the compiler recognise attention.
+    "compiled_heads" alone has one head in front of the length, which lets the compiler recognise
+    attention.
     """
 
     def __init__(self, device: hardware.Device, parameters: dict):
@@ -147,7 +188,10 @@ class AttentionCall:
         heads = [1] if self.impl == "compiled_heads" else []
         shape = (parameters["batch"], *heads, parameters["length"], parameters["d_head"])
         dtype = numerics.tensor_dtype(parameters["precision"])
-        self.inputs = [torch.randn(shape, dtype=dtype, device=device.kind, requires_grad=True) for _ in range(3)]
+        self.inputs = [
+            torch.randn(shape, dtype=dtype, device=device.kind, requires_grad=True)
+            for _ in range(3)
+        ]
         self.grad_out = torch.randn(shape, dtype=dtype, device=device.kind)
         self.function = attention_reference
         if self.impl == "course":
@@ -172,15 +216,19 @@ class AttentionCall:
         return self.function(*self.inputs, **self.mask)
 
     def forward_for_backward(self) -> tuple[Tensor, Tensor]:
-        """Returns what `Tensor.backward` takes, after a forward pass of its own; earlier gradients are dropped."""
+        """Returns what `Tensor.backward` takes, after a forward pass of its own; earlier gradients
+        are dropped.
+        """
         for x in self.inputs:
             x.grad = None
         return self.forward(), self.grad_out
 
     def memory(self, phase: str) -> dict[str, int]:
-        """Returns the bytes of one pass, inputs included: in use before the backward pass, kept for it, at the peak.
+        """Returns the bytes of one pass, inputs included: in use before the backward pass, kept for
+        it, at the peak.
 
-        Without CUDA, what is in use is counted in the autograd graph, as what is kept always is; there is no peak.
+        Without CUDA, what is in use is counted in the autograd graph, as what is kept always is;
+        there is no peak.
         """
         for x in self.inputs:
             x.grad = None
@@ -209,9 +257,11 @@ class AttentionCall:
         return {**metrics, "device_bytes": memory_bytes(self.device)}
 
     def errors(self, phase: str) -> dict[str, float]:
-        """Returns the relative errors of one pass against fp64, ‖x − x₆₄‖ / ‖x₆₄‖ over the batch's last sequence.
+        """Returns the relative errors of one pass against fp64, ‖x − x₆₄‖ / ‖x₆₄‖ over the batch's
+        last sequence.
 
-        The last one, since an offset that overflows does so at the end. Raises AssertionError for a wrong result.
+        The last one, since an offset that overflows does so at the end. Raises AssertionError for a
+        wrong result.
         """
         exact = self.oracle  # before the pass, whose memory it may need
         out, grad_out = self.forward_for_backward()
@@ -229,13 +279,20 @@ class AttentionCall:
 
     @functools.cached_property
     def oracle(self) -> dict[str, Tensor]:
-        """Output and gradients of the batch's last sequence in fp64, by the formula, some queries at a time."""
+        """Output and gradients of the batch's last sequence in fp64, by the formula, some queries
+        at a time.
+        """
         place = fp64_device(self.device.kind)
         tensors = (x.detach()[-1].to(place).double() for x in (*self.inputs, self.grad_out))
-        return {name: x.cpu() for name, x in by_formula(*tensors, **self.mask, num_scores=ORACLE_SCORES).items()}
+        return {
+            name: x.cpu()
+            for name, x in by_formula(*tensors, **self.mask, num_scores=ORACLE_SCORES).items()
+        }
 
     def described(self) -> dict:
-        """Returns the case as read back from the live objects, the implementation from the graph that it left."""
+        """Returns the case as read back from the live objects, the implementation from the graph
+        that it left.
+        """
         q = self.inputs[0]
         has_heads = q.dim() == 4 and q.shape[1] == 1
         has_node = any(_NODES[self.impl] in name for name in self.nodes)
@@ -259,7 +316,9 @@ class AttentionCall:
         is_cuda = self.device.kind == "cuda"
         return {
             "dtype": str(self.inputs[0].dtype).removeprefix("torch."),
-            "memory_source": "CUDA caching allocator" if is_cuda else "tensors of the autograd graph",
+            "memory_source": "CUDA caching allocator"
+            if is_cuda
+            else "tensors of the autograd graph",
         }
 
 
@@ -277,14 +336,28 @@ def _measure(call: AttentionCall, case: Case, phase: str) -> Measured:
     metrics: dict = {}
     is_backward = phase == "backward"
     if call.is_compiled:
-        first = functools.partial(Tensor.backward, *call.forward_for_backward()) if is_backward else call.forward
-        metrics["first_call_ms"] = time_once_ms(first, call.device.kind)  # it compiles; no cache counts
+        first = (
+            functools.partial(Tensor.backward, *call.forward_for_backward())
+            if is_backward
+            else call.forward
+        )
+        metrics["first_call_ms"] = time_once_ms(
+            first, call.device.kind
+        )  # it compiles; no cache counts
         del first
         # How many times the compiler put SDPA in the place of the formula.
         metrics["num_replacements"] = torch._dynamo.utils.counters["inductor"]["fuse_attention"]
-    function, inputs = (Tensor.backward, call.forward_for_backward) if is_backward else (call.forward, ((),))
-    limits = {"max_samples": ATTENTION_PASSES, "target_half_width": 0.0, "time_limit_s": case.time_limit_s}
-    found = timed(call.device, time_callable, function, inputs=inputs, device_kind=call.device.kind, **limits)
+    function, inputs = (
+        (Tensor.backward, call.forward_for_backward) if is_backward else (call.forward, ((),))
+    )
+    limits = {
+        "max_samples": ATTENTION_PASSES,
+        "target_half_width": 0.0,
+        "time_limit_s": case.time_limit_s,
+    }
+    found = timed(
+        call.device, time_callable, function, inputs=inputs, device_kind=call.device.kind, **limits
+    )
     metrics |= {**call.memory(phase), **call.errors(phase)}
     return found.measured(metrics, call.described(), call.observed(), keep="pass_ms")
 
@@ -306,25 +379,37 @@ def node_names(out: Tensor) -> list[str]:
 
 
 def saved_tensors(out: Tensor) -> list[Tensor]:
-    """Returns the tensors that the graph behind `out` keeps for the backward pass, plain numbers left out.
+    """Returns the tensors that the graph behind `out` keeps for the backward pass, plain numbers
+    left out.
 
-    They are read from the nodes: hooks on saved tensors would make a compiled function compile again.
+    They are read from the nodes: hooks on saved tensors would make a compiled function compile
+    again.
     """
     kept = []
     for node in _graph(out):
         values = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
-        values += [*(getattr(node, "saved_tensors", None) or ()), *(getattr(node, "_tensors_no_vc_check", None) or ())]
+        values += [
+            *(getattr(node, "saved_tensors", None) or ()),
+            *(getattr(node, "_tensors_no_vc_check", None) or ()),
+        ]
         kept += [value for value in values if isinstance(value, Tensor) and value.dim()]
     return kept
 
 
 def storage_bytes(tensors: Sequence[Tensor]) -> int:
     """Returns the bytes of the distinct storages behind `tensors`; several may be views of one."""
-    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+    return sum(
+        {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values()
+    )
 
 
 ATTENTION_SECTION = section(_measure, _attention_call)
-SECTIONS = {**CEILINGS, "attention": ATTENTION_SECTION, "course": ATTENTION_SECTION, "transformer": run_steps}
+SECTIONS = {
+    **CEILINGS,
+    "attention": ATTENTION_SECTION,
+    "course": ATTENTION_SECTION,
+    "transformer": run_steps,
+}
 
 # "masked" is "attention" with a causal mask, at few lengths.
 run_case = functools.partial(run_section, {**SECTIONS, "masked": SECTIONS["attention"]})

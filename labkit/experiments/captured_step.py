@@ -1,6 +1,8 @@
-"""A step as it is captured: once with ranges around the parts of the model, once with the phases' ranges alone.
+"""A step as it is captured: once with ranges around the parts of the model, once with the phases'
+ranges alone.
 
-As a program it runs one such step: `python -m labkit.experiments.captured_step SIZE CONTEXT PRECISION ATTENTION PHASE`.
+As a program it runs one such step: `python -m labkit.experiments.captured_step SIZE CONTEXT
+PRECISION ATTENTION PHASE`.
 """
 
 import contextlib
@@ -28,20 +30,25 @@ NUM_WARMUP = 1
 NUM_CAPTURED = 2
 
 LARGEST_DIFFERENCE = 1e-2
-"""Relative difference of the output with and without ranges above which marking has changed what is computed."""
+"""Relative difference of the output with and without ranges above which marking has changed what is
+computed.
+"""
 
 _PARTS = {
     **dict.fromkeys(("matmul", "mul", "div"), "scores"),
     **dict.fromkeys(("softmax", "max", "sub", "exp", "sum"), "softmax"),
 }
 _AFTER_SOFTMAX = {"matmul": "value product", "div": "softmax"}
-"""What functions of the formula belong to, as it reads or from plain operators, if not to the mask."""
+"""What functions of the formula belong to, as it reads or from plain operators, if not to the mask.
+"""
 
 _LAUNCHES_NOTHING = ("transpose", "dim", "__get__", "size")
 
 
 class _AttentionParts(TorchFunctionMode):
-    """Opens a range around each function of the attention formula: scores, mask, softmax or value product."""
+    """Opens a range around each function of the attention formula: scores, mask, softmax or value
+    product.
+    """
 
     def __init__(self, marker: RangeMarker):
         super().__init__()
@@ -60,7 +67,9 @@ class _AttentionParts(TorchFunctionMode):
 
 @contextlib.contextmanager
 def marked(workload: Workload, marker: RangeMarker) -> Iterator[None]:
-    """Marks blocks, norms, attention and its parts, feed-forward, embedding and head in this context."""
+    """Marks blocks, norms, attention and its parts, feed-forward, embedding and head in this
+    context.
+    """
     model, handles = workload.model, []
 
     def around(module: torch.nn.Module, name: str) -> None:
@@ -74,7 +83,9 @@ def marked(workload: Workload, marker: RangeMarker) -> Iterator[None]:
 
     for number, block in enumerate(model.blocks):
         around(block, name := f"block {number}")
-        handles.append(block.register_full_backward_pre_hook(lambda *_, name=name: marker.open(name)))
+        handles.append(
+            block.register_full_backward_pre_hook(lambda *_, name=name: marker.open(name))
+        )
         handles.append(block.register_full_backward_hook(lambda *_: marker.close()))
         around(block.attention, "attention")
         around(block.feed_forward, "feed-forward")
@@ -96,7 +107,8 @@ def marked(workload: Workload, marker: RangeMarker) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Step:
-    """What the host saw of one captured step: when all was issued and done (its clock), and what came out.
+    """What the host saw of one captured step: when all was issued and done (its clock), and what
+    came out.
 
     `outcome`: mean and root mean square of the logits, or the loss.
     """
@@ -107,7 +119,9 @@ class Step:
 
 
 def _run(workload: Workload, phase: str, marker: RangeMarker) -> torch.Tensor:
-    """Runs one step with its phases marked; returns the logits of inference, the loss of any other step."""
+    """Runs one step with its phases marked; returns the logits of inference, the loss of any other
+    step.
+    """
     if phase == "inference":
         with marker("inference"), torch.no_grad(), workload.autocast():
             return workload.model(workload.tokens)
@@ -124,9 +138,11 @@ def _run(workload: Workload, phase: str, marker: RangeMarker) -> torch.Tensor:
 
 
 def capture_steps(workload: Workload, phase: str, marker: RangeMarker, label: str) -> list[Step]:
-    """Runs the two captured steps of a phase, "<label> step 0" with every range and "<label> step 1" with the phases'.
+    """Runs the two captured steps of a phase, "<label> step 0" with every range and "<label> step
+    1" with the phases'.
 
-    Call `warm_up` first. Raises AssertionError if marking changed the output, or if that is not finite.
+    Call `warm_up` first. Raises AssertionError if marking changed the output, or if that is not
+    finite.
     """
     kind, steps = workload.device.kind, []
     for number in range(NUM_CAPTURED):
@@ -134,7 +150,10 @@ def capture_steps(workload: Workload, phase: str, marker: RangeMarker, label: st
             workload.model.zero_grad()
         synchronize(kind)
         begin = time.perf_counter()
-        with marked(workload, marker) if number == 0 else contextlib.nullcontext(), marker(f"{label} step {number}"):
+        with (
+            marked(workload, marker) if number == 0 else contextlib.nullcontext(),
+            marker(f"{label} step {number}"),
+        ):
             result = _run(workload, phase, marker)
             issued = time.perf_counter()
             synchronize(kind)
@@ -157,7 +176,11 @@ def warm_up(workload: Workload, phase: str) -> None:
 
 def _summary(result: torch.Tensor) -> list[float]:
     values = result.float()
-    return [float(values.mean()), float(values.square().mean().sqrt())] if result.dim() else [float(result)]
+    return (
+        [float(values.mean()), float(values.square().mean().sqrt())]
+        if result.dim()
+        else [float(result)]
+    )
 
 
 def _check(steps: Sequence[Step], phase: str) -> None:
@@ -166,12 +189,20 @@ def _check(steps: Sequence[Step], phase: str) -> None:
         raise AssertionError(f"{phase}: the result is {values}")
     bound = LARGEST_DIFFERENCE * max(abs(value) for value in values)
     for with_ranges, without in zip(steps[0].outcome, steps[1].outcome, strict=True):
-        if phase != "train_step" and abs(with_ranges - without) > bound:  # whose steps differ in their weights
-            raise AssertionError(f"{phase}: marking ranges changed the result from {without:g} to {with_ranges:g}")
+        if (
+            phase != "train_step" and abs(with_ranges - without) > bound
+        ):  # whose steps differ in their weights
+            raise AssertionError(
+                f"{phase}: marking ranges changed the result from {without:g} to {with_ranges:g}"
+            )
 
 
-def run_step(marker: RangeMarker, size: str, context: str, precision: str, attention: str, phase: str) -> None:
-    """Runs the warm-up and the two captured steps of a case, "labkit step 0" and "labkit step 1"."""
+def run_step(
+    marker: RangeMarker, size: str, context: str, precision: str, attention: str, phase: str
+) -> None:
+    """Runs the warm-up and the two captured steps of a case, "labkit step 0" and "labkit step
+    1".
+    """
     parameters = step_parameters(size, int(context), precision, attention=attention)
     with contextlib.closing(Workload(hardware.detect(), parameters)) as workload:
         warm_up(workload, phase)
@@ -179,20 +210,31 @@ def run_step(marker: RangeMarker, size: str, context: str, precision: str, atten
 
 
 def nsys_line(case: Sequence[str], output: Path) -> str:
-    """Returns the command that makes the capture `output` by hand: of a case as `run_step` takes it."""
+    """Returns the command that makes the capture `output` by hand: of a case as `run_step` takes
+    it.
+    """
     program = ["python", "-m", "labkit.experiments.captured_step", *case]
-    return shlex.join(["nsys", "profile", *profiling.TRACED, *profiling.STACKS, f"--output={output}", *program])
+    return shlex.join(
+        ["nsys", "profile", *profiling.TRACED, *profiling.STACKS, f"--output={output}", *program]
+    )
 
 
 def keep_capture(case: Sequence[str], output: Path) -> Path:
-    """Captures a case as `run_step` takes it by nsys, else by torch.profiler; returns the file. Raises as they do."""
+    """Captures a case as `run_step` takes it by nsys, else by torch.profiler; returns the file.
+    Raises as they do.
+    """
     device = hardware.detect()
     nsys = Nsys.usable() if device.kind == "cuda" else None
-    kept = {"keep": output.with_name(output.name + (".nsys-rep" if nsys else ".json")), "stacks": True}
+    kept = {
+        "keep": output.with_name(output.name + (".nsys-rep" if nsys else ".json")),
+        "stacks": True,
+    }
     if nsys:
         nsys.capture([sys.executable, "-m", __name__, *case], timeout_s=600.0, **kept)
     else:
-        profiling.capture_with_kineto(functools.partial(run_step, RangeMarker("kineto"), *case), device.kind, **kept)
+        profiling.capture_with_kineto(
+            functools.partial(run_step, RangeMarker("kineto"), *case), device.kind, **kept
+        )
     return kept["keep"]
 
 

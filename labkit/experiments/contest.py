@@ -1,8 +1,10 @@
-"""Implementations of one operation against each other: each is held to fp64, then all are timed in turn.
+"""Implementations of one operation against each other: each is held to fp64, then all are timed in
+turn.
 
-The phases of a contest are "<implementation> <pass>". The implementations of one pass are timed in turn, so that a
-drift of the clocks falls on all of them alike. None is timed before its output and gradients have passed the gate of
-`numerics.judge`; one that fails it has an error in place of its times.
+The phases of a contest are "<implementation> <pass>". The implementations of one pass are timed in
+turn, so that a drift of the clocks falls on all of them alike. None is timed before its output and
+gradients have passed the gate of `numerics.judge`; one that fails it has an error in place of its
+times.
 """
 
 import abc
@@ -28,7 +30,9 @@ LAUNCH_LIMIT_MS = 10.0
 """A call that takes longer has no launch to speak of, and its launch is not measured."""
 
 MIN_ROUNDS, MAX_ROUNDS, MAX_RANKING_ROUNDS = 3, 10, 15
-"""Samples of each candidate: the fewest, whatever the time limit, and the most; more where candidates are ranked."""
+"""Samples of each candidate: the fewest, whatever the time limit, and the most; more where
+candidates are ranked.
+"""
 
 COMPILED = ("compiled", "flex")
 
@@ -59,7 +63,12 @@ class Contest(abc.ABC):
     grad_out: Tensor
 
     def __init__(self, device: hardware.Device, case: Case, ceilings: dict[str, float]):
-        self.device, self.parameters, self.ceilings, self.sustained = device, case.parameters, ceilings, case.sustained
+        self.device, self.parameters, self.ceilings, self.sustained = (
+            device,
+            case.parameters,
+            ceilings,
+            case.sustained,
+        )
         # A graph whose buffers are given to the first backward pass can have no second one.
         importlib.import_module("torch._functorch.config").donated_buffer = False
 
@@ -88,20 +97,27 @@ class Contest(abc.ABC):
         return torch.autograd.grad(self.forward(impl), self.inputs, self.grad_out)
 
     def judge(self, impl: str, name: str) -> Verdict:
-        """Returns the worst verdict on what a pass gives; raises AssertionError for a wrong result."""
+        """Returns the worst verdict on what a pass gives; raises AssertionError for a wrong
+        result.
+        """
         if name == "forward":
             return self.verdict("out", self.forward(impl))
-        verdicts = [self.verdict(*each) for each in zip(self.gradient_names, self.both(impl), strict=True)]
+        verdicts = [
+            self.verdict(*each) for each in zip(self.gradient_names, self.both(impl), strict=True)
+        ]
         return max(verdicts, key=lambda verdict: verdict.budget_fraction)
 
     def call(self, impl: str, name: str) -> Callable:
         """Returns a pass as a function of nothing."""
         if name != "backward":
             return functools.partial(self.forward if name == "forward" else self.both, impl)
-        # A backward pass runs on the stream of its forward pass, which must be the one that is captured.
+        # A backward pass runs on the stream of its forward pass, which must be the one that is
+        # captured.
         with on_capture_stream() if self.device.kind == "cuda" else contextlib.nullcontext():
             out = self.forward(impl)
-        return functools.partial(torch.autograd.grad, out, self.inputs, self.grad_out, retain_graph=True)
+        return functools.partial(
+            torch.autograd.grad, out, self.inputs, self.grad_out, retain_graph=True
+        )
 
     def measured(self, impl: str, name: str, results: Results, verdict: Verdict) -> Measured:
         """Returns the measurement of one implementation's pass."""
@@ -131,7 +147,8 @@ def contest_section(kind: type[Contest]) -> Runner:
             yield from _run_contest(kind(device, case, ceilings), case)
         finally:
             if any(phase.split(" ")[0] in COMPILED for phase in case.phases):
-                # What is compiled is for one shape: kept, it would only make the look-up of the next longer.
+                # What is compiled is for one shape: kept, it would only make the look-up of the
+                # next longer.
                 torch.compiler.reset()
                 gc.unfreeze()
             empty_cache(device)
@@ -140,7 +157,9 @@ def contest_section(kind: type[Contest]) -> Runner:
 
 
 def _run_contest(contest: Contest, case: Case) -> Iterator[PhaseRun]:
-    """Yields the phases of a contest, pass by pass: those that cannot be had first, then those that were timed."""
+    """Yields the phases of a contest, pass by pass: those that cannot be had first, then those that
+    were timed.
+    """
     wanted = [tuple(phase.split(" ")) for phase in case.phases]
     impls = list(dict.fromkeys(impl for impl, _ in wanted))
     reasons = {impl: contest.unavailable(impl) for impl in impls}
@@ -156,10 +175,13 @@ def _run_contest(contest: Contest, case: Case) -> Iterator[PhaseRun]:
             except Exception as error:
                 if len(impls) == 1:
                     raise
-                yield f"{impl} {name}", functools.partial(_raise, error)  # ends the process; the next goes on
+                yield (
+                    f"{impl} {name}",
+                    functools.partial(_raise, error),
+                )  # ends the process; the next goes on
         if entrants:
-            # The timer collects garbage before every sampling; what PyTorch and its compiler keep need not be
-            # searched each time, which takes longer than most samplings.
+            # The timer collects garbage before every sampling; what PyTorch and its compiler keep
+            # need not be searched each time, which takes longer than most samplings.
             gc.freeze()
             baseline = contest.baseline
             if baseline and baseline not in entrants:  # it has been measured, or has failed
@@ -169,7 +191,10 @@ def _run_contest(contest: Contest, case: Case) -> Iterator[PhaseRun]:
                     baseline = None
             results = _time_in_turn(contest, name, entrants, baseline, case.time_limit_s)
             for impl in entrants:
-                yield f"{impl} {name}", functools.partial(contest.measured, impl, name, results, verdicts[impl])
+                yield (
+                    f"{impl} {name}",
+                    functools.partial(contest.measured, impl, name, results, verdicts[impl]),
+                )
 
 
 def _raise(error: Exception):
@@ -177,7 +202,9 @@ def _raise(error: Exception):
 
 
 def _compared(calls: dict[str, Callable], limits: dict) -> Comparison:
-    """Returns the comparison of calls on CUDA graphs; what none can hold stands beside the baseline, call by call."""
+    """Returns the comparison of calls on CUDA graphs; what none can hold stands beside the
+    baseline, call by call.
+    """
     if limits["device_kind"] != "cuda":
         return compare(calls, method="host", **limits)
     try:
@@ -189,27 +216,45 @@ def _compared(calls: dict[str, Callable], limits: dict) -> Comparison:
         replayed = {impl: call for impl, call in calls.items() if timer.can_be_captured(call)}
         if baseline not in replayed:
             return compare(calls, method="flush", **limits)
-        launched = {impl: call for impl, call in calls.items() if impl not in replayed or impl == baseline}
-        first, last = compare(launched, method="flush", **limits), compare(replayed, method="graph", **limits)
+        launched = {
+            impl: call for impl, call in calls.items() if impl not in replayed or impl == baseline
+        }
+        first, last = (
+            compare(launched, method="flush", **limits),
+            compare(replayed, method="graph", **limits),
+        )
         return Comparison(first.timings | last.timings, baseline, first.ratio | last.ratio)
 
 
 def _time_in_turn(
     contest: Contest, name: str, impls: Sequence[str], baseline: str | None, time_limit_s: float
 ) -> Results:
-    """Returns the device's times of one pass, all implementations in turn, and the host's of issuing it."""
+    """Returns the device's times of one pass, all implementations in turn, and the host's of
+    issuing it.
+    """
     kind = contest.device.kind
-    calls = {impl: contest.call(impl, name) for impl in dict.fromkeys([*impls, baseline or impls[0]])}
+    calls = {
+        impl: contest.call(impl, name) for impl in dict.fromkeys([*impls, baseline or impls[0]])
+    }
     once_ms = {impl: time_once_ms(call, kind) for impl, call in calls.items()}
-    round_ms = sum(max(time_ms, timer.GRAPH_REPLAY_MS if kind == "cuda" else 0) for time_ms in once_ms.values())
+    round_ms = sum(
+        max(time_ms, timer.GRAPH_REPLAY_MS if kind == "cuda" else 0) for time_ms in once_ms.values()
+    )
     max_rounds = MAX_RANKING_ROUNDS if contest.is_ranking else MAX_ROUNDS
     num_rounds = max(MIN_ROUNDS, min(max_rounds, int(1e3 * time_limit_s / round_ms)))
-    limits = {"baseline": baseline or impls[0], "device_kind": kind, "num_warmup": 1, "num_rounds": num_rounds}
+    limits = {
+        "baseline": baseline or impls[0],
+        "device_kind": kind,
+        "num_warmup": 1,
+        "num_rounds": num_rounds,
+    }
     with hardware.Monitor(kind) as monitor:
         comparison = _compared(calls, limits)
     few = {"device_kind": kind, "num_warmup": 2, "min_samples": 10, "max_samples": 10}
     launches, flushed = {}, {}
-    if kind == "cuda" and name != "backward":  # the host's share of a backward pass is in that of both
+    if (
+        kind == "cuda" and name != "backward"
+    ):  # the host's share of a backward pass is in that of both
         for impl in impls:
             if once_ms[impl] < LAUNCH_LIMIT_MS:
                 launches[impl] = time_callable(calls[impl], method="window", **few)

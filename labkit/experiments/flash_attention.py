@@ -1,10 +1,13 @@
-"""Notebook 06: FlashAttention against every other implementation, each held to the fp64 oracle before it is timed.
+"""Notebook 06: FlashAttention against every other implementation, each held to the fp64 oracle
+before it is timed.
 
-Sections: "ceilings" (measured anew each session), "algorithm" (online softmax on a small case), "weighted_sum" (the
-first Triton kernel), "speed" (the grid of lengths and head dimensions), "tiles" (the forward kernel over its tile
-sizes), "rivals" (the shapes on which everything is ranked), "memory" (peaks).
+Sections: "ceilings" (measured anew each session), "algorithm" (online softmax on a small case),
+"weighted_sum" (the first Triton kernel), "speed" (the grid of lengths and head dimensions), "tiles"
+(the forward kernel over its tile sizes), "rivals" (the shapes on which everything is ranked),
+"memory" (peaks).
 
-A case of "weighted_sum", "speed" and "rivals" is a contest. Shapes: B batch, H heads, S length, D head dimension.
+A case of "weighted_sum", "speed" and "rivals" is a contest. Shapes: B batch, H heads, S length, D
+head dimension.
 """
 
 import contextlib
@@ -41,11 +44,17 @@ TRACED_QUERIES = 3
 TILE_FIELDS = ("block_q", "block_k", "num_warps", "num_stages")
 
 
-def cases(profile: str, device_kind: str, *, lengths: Sequence[int] = (), d_heads: Sequence[int] = ()) -> list[Case]:
-    """Returns the cases of `profile`, narrowed where asked; ValueError for a value that it does not have."""
+def cases(
+    profile: str, device_kind: str, *, lengths: Sequence[int] = (), d_heads: Sequence[int] = ()
+) -> list[Case]:
+    """Returns the cases of `profile`, narrowed where asked; ValueError for a value that it does not
+    have.
+    """
     grid = FLASH_ATTENTION[profile]
     for parameter, wanted in (("lengths", lengths), ("d_heads", d_heads)):
-        narrowed(FLASH_ATTENTION, profile, parameter, wanted)  # rivals and memory have values beside these
+        narrowed(
+            FLASH_ATTENTION, profile, parameter, wanted
+        )  # rivals and memory have values beside these
     limit = grid.case_timeout_s
     tiles_shape = _shape(grid.tiles_shape, "bf16")
     memory = [
@@ -54,9 +63,16 @@ def cases(profile: str, device_kind: str, *, lengths: Sequence[int] = (), d_head
         for impl in impls
         for length in grid.memory_lengths
     ]
-    found = [Case("algorithm", {**ALGORITHM, "tile": tile, "causal": causal, "precision": "fp32"},
-                  ("errors",) if causal else ("errors", "trace"), limit)
-             for tile in grid.algorithm_tiles for causal in (False, True)]  # fmt: skip
+    found = [
+        Case(
+            "algorithm",
+            {**ALGORITHM, "tile": tile, "causal": causal, "precision": "fp32"},
+            ("errors",) if causal else ("errors", "trace"),
+            limit,
+        )
+        for tile in grid.algorithm_tiles
+        for causal in (False, True)
+    ]
     for rows, dim in grid.weighted_sums:
         parameters = {"rows": rows, "dim": dim, "precision": "fp32"}
         found.append(_contest_case(grid, "weighted_sum", parameters, tuple(_WEIGHTED_SUMS)))
@@ -64,7 +80,10 @@ def cases(profile: str, device_kind: str, *, lengths: Sequence[int] = (), d_head
         parameters = {**tiles_shape, **dict(zip(TILE_FIELDS, tile, strict=True))}
         found.append(Case("tiles", parameters, ("forward",), limit, grid.time_limit_s))
     narrowable = [
-        *(_contest_case(grid, "rivals", _shape(rivalry, "bf16"), grid.rivals) for rivalry in grid.rivalries),
+        *(
+            _contest_case(grid, "rivals", _shape(rivalry, "bf16"), grid.rivals)
+            for rivalry in grid.rivalries
+        ),
         *_speed_cases(grid),
         *(Case("memory", each, ("forward", "forward_backward"), limit) for each in memory),
     ]
@@ -80,7 +99,9 @@ def _shape(shape: Rivalry, precision: str) -> dict:
 
 
 def _shape_of(q_BHSD: Tensor, causal: bool) -> dict:
-    """Returns a case's shape and precision as read back from a tensor and from what PyTorch was told."""
+    """Returns a case's shape and precision as read back from a tensor and from what PyTorch was
+    told.
+    """
     return _shape(Rivalry(*q_BHSD.shape, causal), numerics.live_precision(q_BHSD.dtype))
 
 
@@ -92,12 +113,23 @@ def _contest_case(grid: Grid, section: str, parameters: dict, impls: Sequence[st
     phases = tuple(f"{impl} {name}" for name in PASSES for impl in impls)
     if section != "rivals":
         return Case(section, parameters, phases, grid.case_timeout_s, grid.time_limit_s)
-    sustained = tuple(f"{impl} {name}" for name in ("forward", "backward") for impl in grid.sustained)
-    return Case(section, parameters, phases, grid.case_timeout_s, grid.rivals_time_limit_s, sustained=sustained)
+    sustained = tuple(
+        f"{impl} {name}" for name in ("forward", "backward") for impl in grid.sustained
+    )
+    return Case(
+        section,
+        parameters,
+        phases,
+        grid.case_timeout_s,
+        grid.rivals_time_limit_s,
+        sustained=sustained,
+    )
 
 
 def _speed_cases(grid: Grid) -> Iterator[Case]:
-    """Yields shape by shape, so that one oracle serves what is timed in turn and what is timed alone."""
+    """Yields shape by shape, so that one oracle serves what is timed in turn and what is timed
+    alone.
+    """
     for precision, impls in grid.impls.items():
         for d_head, length in itertools.product(grid.d_heads, grid.lengths):
             here = [impl for impl in impls if _is_measured(grid, impl, precision, length, d_head)]
@@ -118,7 +150,9 @@ def _is_measured(grid: Grid, impl: str, precision: str, length: int, d_head: int
 
 
 class AttentionContest(Contest):
-    """Attention on one shape; ratios are to what "auto" runs there, in TF32 to the kernel that is told to."""
+    """Attention on one shape; ratios are to what "auto" runs there, in TF32 to the kernel that is
+    told to.
+    """
 
     gradient_names = ("dq", "dk", "dv")
 
@@ -126,7 +160,9 @@ class AttentionContest(Contest):
         super().__init__(device, case, ceilings)
         self.shape, self.precision = _rivalry(self.parameters), self.parameters["precision"]
         shape = (self.shape.batch, self.shape.heads, self.shape.length, self.shape.d_head)
-        self.like = torch.empty(shape, dtype=tensor_dtype(self.precision), device=device.kind, requires_grad=True)
+        self.like = torch.empty(
+            shape, dtype=tensor_dtype(self.precision), device=device.kind, requires_grad=True
+        )
         self.auto = what_runs("auto", self.like, self.like, causal=self.shape.causal)
         if self.precision == "tf32" and self.auto == "triton":
             self.auto = "triton_tf32"
@@ -159,10 +195,17 @@ class AttentionContest(Contest):
         return {**_shape_of(self.inputs[0], self.shape.causal), **timed_how}
 
     def observed(self, impl: str) -> dict:
-        observed = {"ran": what_runs(impl, self.like, self.like, causal=self.shape.causal), "auto": self.auto}
+        observed = {
+            "ran": what_runs(impl, self.like, self.like, causal=self.shape.causal),
+            "auto": self.auto,
+        }
         options = OUR_OPTIONS.get(impl, {})
-        if options.get("impl") == "triton" and self.like.dtype == torch.float32:  # several products may make one
-            observed["products"] = labkit_flash.resolve_precision(self.like, options.get("precision", "auto"))
+        if (
+            options.get("impl") == "triton" and self.like.dtype == torch.float32
+        ):  # several products may make one
+            observed["products"] = labkit_flash.resolve_precision(
+                self.like, options.get("precision", "auto")
+            )
         if observed["ran"].startswith("gluon"):
             observed["backward"] = labkit_flash.resolve_backward(
                 self.like, self.like, "gluon", causal=self.shape.causal
@@ -177,26 +220,46 @@ class AttentionContest(Contest):
 
 
 def _flop_rates(
-    device: hardware.Device, shape: Rivalry, precision: str, name: str, median_ms: float, ceilings: dict
+    device: hardware.Device,
+    shape: Rivalry,
+    precision: str,
+    name: str,
+    median_ms: float,
+    ceilings: dict,
 ) -> dict:
     heads = shape.batch * shape.heads
-    flops = accounting.attention_call_flops(name, heads, shape.length, shape.d_head, causal=shape.causal)
+    flops = accounting.attention_call_flops(
+        name, heads, shape.length, shape.d_head, causal=shape.causal
+    )
     rate = flops / (median_ms * 1e-3) / 1e12
-    # Some kernels multiply fp32 as several products of TF32, and the peak of plain fp32 is not theirs.
-    peak = device.peaks.tflops("tf32" if precision == "fp32" else precision) if device.peaks else None
-    return {"flops": flops, "achieved_tflops": rate, **fractions(rate, ceilings.get(f"gemm {precision}"), peak)}
+    # Some kernels multiply fp32 as several products of TF32, and the peak of plain fp32 is not
+    # theirs.
+    peak = (
+        device.peaks.tflops("tf32" if precision == "fp32" else precision) if device.peaks else None
+    )
+    return {
+        "flops": flops,
+        "achieved_tflops": rate,
+        **fractions(rate, ceilings.get(f"gemm {precision}"), peak),
+    }
 
 
 class WeightedSumContest(Contest):
-    """Σ_d x_nd w_d: the first kernel against the formula, eager and compiled; ratios are to the kernel."""
+    """Σ_d x_nd w_d: the first kernel against the formula, eager and compiled; ratios are to the
+    kernel.
+    """
 
     gradient_names = ("dx", "dweight")
 
     def __init__(self, device: hardware.Device, case: Case, ceilings: dict[str, float]):
         super().__init__(device, case, ceilings)
-        self.rows, self.dim, self.precision = (self.parameters[name] for name in ("rows", "dim", "precision"))
+        self.rows, self.dim, self.precision = (
+            self.parameters[name] for name in ("rows", "dim", "precision")
+        )
         self.baseline = None if self.unavailable("triton") else "triton"
-        x, weight, self.grad_out = draw(device.kind, self.precision, (self.rows, self.dim), (self.dim,), (self.rows,))
+        x, weight, self.grad_out = draw(
+            device.kind, self.precision, (self.rows, self.dim), (self.dim,), (self.rows,)
+        )
         self.inputs = (x.requires_grad_(), weight.requires_grad_())
 
     def unavailable(self, impl: str) -> str | None:
@@ -213,7 +276,12 @@ class WeightedSumContest(Contest):
             *leaves, grad_out = (x.detach().to(place, dtype) for x in (*self.inputs, self.grad_out))
             out = _weighted_sum_formula(*(x.requires_grad_() for x in leaves))
             values = (out.detach(), *torch.autograd.grad(out, leaves, grad_out))
-            found.append({n: value.double() for n, value in zip(("out", *self.gradient_names), values, strict=True)})
+            found.append(
+                {
+                    n: value.double()
+                    for n, value in zip(("out", *self.gradient_names), values, strict=True)
+                }
+            )
         return found
 
     def verdict(self, name: str, value: Tensor) -> Verdict:
@@ -227,13 +295,23 @@ class WeightedSumContest(Contest):
 
     def described(self) -> dict:
         x, _ = self.inputs
-        return {"rows": x.shape[0], "dim": x.shape[1], "precision": numerics.live_precision(x.dtype)}
+        return {
+            "rows": x.shape[0],
+            "dim": x.shape[1],
+            "precision": numerics.live_precision(x.dtype),
+        }
 
     def rates(self, impl: str, name: str, median_ms: float) -> dict:
-        num_bytes = accounting.weighted_sum_bytes(name, self.rows, self.dim, self.inputs[0].element_size())
+        num_bytes = accounting.weighted_sum_bytes(
+            name, self.rows, self.dim, self.inputs[0].element_size()
+        )
         rate = num_bytes / (median_ms * 1e-3) / 1e9
         peak = self.device.peaks.memory_gb_per_s if self.device.peaks else None
-        return {"num_bytes": num_bytes, "achieved_gb_per_s": rate, **fractions(rate, self.ceilings.get("copy"), peak)}
+        return {
+            "num_bytes": num_bytes,
+            "achieved_gb_per_s": rate,
+            **fractions(rate, self.ceilings.get("copy"), peak),
+        }
 
 
 def _triton_unavailable(device: hardware.Device) -> str | None:
@@ -252,14 +330,20 @@ def _compiled() -> Callable[[Tensor, Tensor], Tensor]:
 
 
 _WEIGHTED_SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "eager": _weighted_sum_formula, "compiled": lambda *inputs: _compiled()(*inputs), "triton": weighted_sum
-}  # fmt: skip
+    "eager": _weighted_sum_formula,
+    "compiled": lambda *inputs: _compiled()(*inputs),
+    "triton": weighted_sum,
+}
 
 
 def _measure_algorithm(device: hardware.Device, case: Case, phase: str) -> Measured:
-    """The tiled algorithm against the formula, or what its running statistics are after each tile of keys."""
+    """The tiled algorithm against the formula, or what its running statistics are after each tile
+    of keys.
+    """
     p = case.parameters
-    generator = torch.Generator().manual_seed(0)  # the host's, so that every device shows the same case
+    generator = torch.Generator().manual_seed(
+        0
+    )  # the host's, so that every device shows the same case
     shape = (1, 1, p["length"], p["d_head"])
     q, k, v, grad_out = (torch.randn(shape, generator=generator).to(device.kind) for _ in range(4))
     options = {"scale": p["d_head"] ** -0.5, "left": -1, "right": 0 if p["causal"] else -1}
@@ -273,13 +357,17 @@ def _measure_algorithm(device: hardware.Device, case: Case, phase: str) -> Measu
     reference, eager = expected((q, k, v, grad_out), p["causal"])
     metrics = {}
     for name, value in zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True):
-        verdict = judge(name, value, reference[name], eager[name], dtype=q.dtype, num_terms=p["length"])
+        verdict = judge(
+            name, value, reference[name], eager[name], dtype=q.dtype, num_terms=p["length"]
+        )
         metrics |= {f"{name}_{key}": number for key, number in verdict.metrics().items()}
     return Measured(metrics, described)
 
 
 def _online_softmax(q: Tensor, k: Tensor, v: Tensor, options: dict) -> dict[str, list[float]]:
-    """Returns some queries' statistics after each tile of keys: what it returns for the keys up to there alone."""
+    """Returns some queries' statistics after each tile of keys: what it returns for the keys up to
+    there alone.
+    """
     tile, num_keys = options["tile_k"], k.shape[-2]
     q = q[..., :TRACED_QUERIES, :]
     scores = (q @ k.transpose(-2, -1))[0, 0].double() * options["scale"]
@@ -308,7 +396,10 @@ def _measure_tile(device: hardware.Device, case: Case, ceilings: dict[str, float
     q_BHSD, k_BHSD, v_BHSD = (x.detach() for x in problem.inputs)
     shipped = labkit_flash.resolve_tiles(q_BHSD, k_BHSD, causal=shape.causal)
     tile = TileConfig(*(p[name] for name in TILE_FIELDS))
-    options = {"right": 0 if shape.causal else -1, "config": dataclasses.replace(shipped, forward=tile)}
+    options = {
+        "right": 0 if shape.causal else -1,
+        "config": dataclasses.replace(shipped, forward=tile),
+    }
     plan = labkit_flash.plan_of(q_BHSD, k_BHSD, v_BHSD, **options)
     run = functools.partial(plan.forward, q_BHSD, k_BHSD, v_BHSD)
     try:
@@ -321,7 +412,9 @@ def _measure_tile(device: hardware.Device, case: Case, ceilings: dict[str, float
     found = timed(device, time_callable, run, device_kind=device.kind, method=method, **limits)
     return found.measured(
         {
-            **_flop_rates(device, shape, p["precision"], "forward", found.timing.median_ms, ceilings),
+            **_flop_rates(
+                device, shape, p["precision"], "forward", found.timing.median_ms, ceilings
+            ),
             **verdict.metrics(),
             "is_shipped": int(tile == shipped.forward),
         },
@@ -337,7 +430,10 @@ def _memory_call(device: hardware.Device, case: Case) -> Iterator[tuple[list[Ten
     p = case.parameters
     impl, causal = p["impl"], p["causal"]
     attention_problem.cache_clear()
-    small = [x.requires_grad_() for x in draw(device.kind, p["precision"], *3 * [(1, 1, 128, p["d_head"])])]
+    small = [
+        x.requires_grad_()
+        for x in draw(device.kind, p["precision"], *3 * [(1, 1, 128, p["d_head"])])
+    ]
     if reason := unavailable_reason(impl, small[0], small[1], causal=causal):
         raise Skip(reason)
     # What a library sets aside at its first call, and keeps, is not the call's.
@@ -376,6 +472,8 @@ SECTIONS = {
 
 
 def run_case(case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
-    """Yields each phase of `case` with the function that measures it. Runs in the worker process."""
+    """Yields each phase of `case` with the function that measures it. Runs in the worker
+    process.
+    """
     numerics.set_precision(case.parameters.get("precision", "fp32"))
     return run_section(SECTIONS, case, ceilings)

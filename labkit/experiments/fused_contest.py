@@ -1,8 +1,9 @@
-"""Each fused kernel beside what users would take instead: eager PyTorch, torch.compile, Liger, QuACK.
+"""Each fused kernel beside what users would take instead: eager PyTorch, torch.compile, Liger,
+QuACK.
 
-An operation is given by its tensors and its formula; the implementations are held to the formula in fp64, see
-`contest`. Ideal bytes are those that must be read and written once; the ceiling is the session's copy, or its matrix
-product where products bound the operation.
+An operation is given by its tensors and its formula; the implementations are held to the formula in
+fp64, see `contest`. Ideal bytes are those that must be read and written once; the ceiling is the
+session's copy, or its matrix product where products bound the operation.
 """
 
 import functools
@@ -40,9 +41,10 @@ class Operation:
     """What is computed, of tensors whose shapes follow from (rows, columns).
 
     Attributes:
-        shapes: of the tensors to differentiate by; others: (rows, columns, device) → what comes after them.
-        elements: read and written of each of the first tensor's, forward and backward; flops: (rows, columns) → FLOPs
-            of a forward pass, where products bound the operation.
+        shapes: of the tensors to differentiate by; others: (rows, columns, device) → what comes
+            after them.
+        elements: read and written of each of the first tensor's, forward and backward; flops:
+            (rows, columns) → FLOPs of a forward pass, where products bound the operation.
         passes: without "forward" where a forward pass computes the gradients too.
     """
 
@@ -58,7 +60,9 @@ class Operation:
 def _rms_norm(x, weight, residual):
     total = x + residual
     in_fp32 = wide(total)
-    return (in_fp32 * torch.rsqrt(in_fp32.square().mean(-1, keepdim=True) + EPS) * weight).to(x.dtype), total
+    return (in_fp32 * torch.rsqrt(in_fp32.square().mean(-1, keepdim=True) + EPS) * weight).to(
+        x.dtype
+    ), total
 
 
 def _layer_norm(x, weight, bias, residual):
@@ -71,7 +75,9 @@ def _cross_entropy(logits, targets):
 
 
 def _targets(rows: int, num_classes: int, device: str) -> tuple[Tensor]:
-    return (torch.randint(num_classes, (rows,), generator=torch.Generator().manual_seed(1)).to(device),)
+    return (
+        torch.randint(num_classes, (rows,), generator=torch.Generator().manual_seed(1)).to(device),
+    )
 
 
 def _mlp(x, w1, b1, w2, b2):
@@ -96,7 +102,10 @@ OPERATIONS = {
         lambda x, w, r: rms_norm(x, w, EPS, r), _rms_norm, _norm_shapes(1), elements=(4, 4)
     ),
     "layer_norm": Operation(
-        lambda x, w, b, r: layer_norm(x, w, b, EPS, r), _layer_norm, _norm_shapes(2), elements=(4, 4)
+        lambda x, w, b, r: layer_norm(x, w, b, EPS, r),
+        _layer_norm,
+        _norm_shapes(2),
+        elements=(4, 4),
     ),
     "swiglu": Operation(
         swiglu, lambda gate, up: F.silu(gate) * up, lambda n, c: [(n, c), (n, c)], elements=(3, 5)
@@ -104,24 +113,30 @@ OPERATIONS = {
     "rotary": Operation(
         lambda q, k, turn: rotary(q.transpose(1, 2), k.transpose(1, 2), turn.cos_TD, turn.sin_TD),
         lambda q, k, turn: (turn(q.transpose(1, 2)), turn(k.transpose(1, 2))),
-        lambda n, c: 2 * [(1, n, c // HEAD, HEAD)], elements=(4, 4),
+        lambda n, c: 2 * [(1, n, c // HEAD, HEAD)],
+        elements=(4, 4),
         others=lambda n, c, device: (RotaryEmbedding(HEAD, n, 10_000.0, device),),
     ),
     "cross_entropy": Operation(
         cross_entropy, _cross_entropy, lambda n, c: [(n, c)], elements=(1, 2), others=_targets
     ),
     "linear_cross_entropy": Operation(
-        linear_cross_entropy, lambda h, w, t: _cross_entropy(h @ w.T, t),
-        lambda n, c: [(n, c), (VOCABULARY, c)], flops=lambda n, c: 2 * n * c * VOCABULARY, passes=PASSES[1:],
+        linear_cross_entropy,
+        lambda h, w, t: _cross_entropy(h @ w.T, t),
+        lambda n, c: [(n, c), (VOCABULARY, c)],
+        flops=lambda n, c: 2 * n * c * VOCABULARY,
+        passes=PASSES[1:],
         others=lambda n, c, device: _targets(n, VOCABULARY, device),
     ),
     "gelu_mlp": Operation(
         gelu_mlp, _mlp, _mlp_shapes, flops=lambda n, c: 4 * n * c * _mlp_shapes(n, c)[2][0]
     ),
-}  # fmt: skip
+}
 
 
-def kernel_cases(kernels: Sequence[tuple], impls: Sequence[str], precision: str, limits: dict) -> list[Case]:
+def kernel_cases(
+    kernels: Sequence[tuple], impls: Sequence[str], precision: str, limits: dict
+) -> list[Case]:
     """Returns a case within these limits for each (operation, rows, columns)."""
     result = []
     for name, rows, columns in kernels:
@@ -139,14 +154,18 @@ class FusedContest(Contest):
 
     def __init__(self, device: hardware.Device, case: Case, ceilings: dict[str, float]):
         super().__init__(device, case, ceilings)
-        rows, columns, precision = (self.parameters[name] for name in ("rows", "columns", "precision"))
+        rows, columns, precision = (
+            self.parameters[name] for name in ("rows", "columns", "precision")
+        )
         self.operation, self.shape = OPERATIONS[self.parameters["operation"]], (rows, columns)
         shapes = self.operation.shapes(rows, columns)
         self.gradient_names = tuple(f"d{number}" for number in range(len(shapes)))
         drawn = draw(device.kind, precision, *shapes)
         # A weight matrix as it is initialised, so that a product is of the size of its input.
-        scaled = [x * x.shape[-1] ** -0.5 if number and x.dim() == 2 and x.shape != shapes[0] else x
-                  for number, x in enumerate(drawn)]  # fmt: skip
+        scaled = [
+            x * x.shape[-1] ** -0.5 if number and x.dim() == 2 and x.shape != shapes[0] else x
+            for number, x in enumerate(drawn)
+        ]
         self.inputs = tuple(x.requires_grad_() for x in scaled)
         self.others = self.operation.others(rows, columns, device.kind)
         with torch.no_grad():
@@ -172,13 +191,18 @@ class FusedContest(Contest):
             IN_PLACE: lambda logits, targets: cross_entropy(logits.clone(), targets, inplace=True),
             "eager": self.operation.formula,
             "compiled": torch.compile(
-                self.operation.formula, mode="max-autotune-no-cudagraphs", fullgraph=True, dynamic=False
+                self.operation.formula,
+                mode="max-autotune-no-cudagraphs",
+                fullgraph=True,
+                dynamic=False,
             ),
         }
 
     def forward(self, impl: str) -> Tensor | tuple[Tensor, ...]:
         of_package = impl in PACKAGES
-        function = PACKAGES[impl][2](self.parameters["operation"]) if of_package else self._functions[impl]
+        function = (
+            PACKAGES[impl][2](self.parameters["operation"]) if of_package else self._functions[impl]
+        )
         return function(*self.inputs, *self.others)
 
     def both(self, impl: str) -> tuple[Tensor, ...]:
@@ -194,26 +218,41 @@ class FusedContest(Contest):
         for dtype in (torch.float64, self.inputs[0].dtype):
             leaves = [x.detach().to(dtype).requires_grad_() for x in self.inputs]
             outs = _outputs(self.operation.formula(*leaves, *self.others))
-            grads = torch.autograd.grad(outs, leaves, [g.to(x.dtype) for g, x in zip(self.grad_out, outs, strict=True)])
+            grads = torch.autograd.grad(
+                outs, leaves, [g.to(x.dtype) for g, x in zip(self.grad_out, outs, strict=True)]
+            )
             values = dict(zip(self.gradient_names, grads, strict=True))
             values |= {f"out{number}": x.detach() for number, x in enumerate(outs)}
             found.append({name: value.double() for name, value in values.items()})
         return tuple(found)
 
     def verdict(self, name: str, value: Tensor | tuple[Tensor, ...]) -> numerics.Verdict:
-        named = {f"out{place}": x for place, x in enumerate(_outputs(value))} if name == "out" else {name: value}
+        named = (
+            {f"out{place}": x for place, x in enumerate(_outputs(value))}
+            if name == "out"
+            else {name: value}
+        )
         # What is computed from numbers of 16 bits is as exact as those, whatever its own dtype.
         verdicts = [
-            numerics.judge(name, *(_rows(x) for x in (value, *(e[key] for e in self._expected))),
-                           dtype=self.inputs[0].dtype, num_terms=max(self.shape))
+            numerics.judge(
+                name,
+                *(_rows(x) for x in (value, *(e[key] for e in self._expected))),
+                dtype=self.inputs[0].dtype,
+                num_terms=max(self.shape),
+            )
             for key, value in named.items()
-        ]  # fmt: skip
+        ]
         return max(verdicts, key=lambda verdict: verdict.budget_fraction)
 
     def described(self) -> dict:
         rows, columns = self.inputs[0].reshape(self.shape[0], -1).shape
         precision = numerics.live_precision(self.inputs[0].dtype)
-        return {"operation": self.parameters["operation"], "rows": rows, "columns": columns, "precision": precision}
+        return {
+            "operation": self.parameters["operation"],
+            "rows": rows,
+            "columns": columns,
+            "precision": precision,
+        }
 
     def rates(self, impl: str, name: str, median_ms: float) -> dict:
         seconds, (forward, backward) = median_ms * 1e-3, self.operation.elements
@@ -224,8 +263,15 @@ class FusedContest(Contest):
             ceiling = self.ceilings.get(f"gemm {precision}")
             return {"flops": flops, "achieved_tflops": rate, **fractions(rate, ceiling, peak)}
         num_bytes = (forward + backward * (name != "forward")) * self.inputs[0].nbytes
-        rate, peak = num_bytes / seconds / 1e9, self.device.peaks.memory_gb_per_s if self.device.peaks else None
-        return {"num_bytes": num_bytes, "achieved_gb_per_s": rate, **fractions(rate, self.ceilings.get("copy"), peak)}
+        rate, peak = (
+            num_bytes / seconds / 1e9,
+            self.device.peaks.memory_gb_per_s if self.device.peaks else None,
+        )
+        return {
+            "num_bytes": num_bytes,
+            "achieved_gb_per_s": rate,
+            **fractions(rate, self.ceilings.get("copy"), peak),
+        }
 
 
 def _outputs(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -258,7 +304,13 @@ def _quack(_name: str) -> Callable:
 
 
 PACKAGES = {
-    "liger": ("liger_kernel", ("rms_norm", "swiglu", "cross_entropy", "linear_cross_entropy"), _liger),
+    "liger": (
+        "liger_kernel",
+        ("rms_norm", "swiglu", "cross_entropy", "linear_cross_entropy"),
+        _liger,
+    ),
     "quack": ("quack", ("rms_norm",), _quack),
 }
-"""Others' packages by implementation: what to import, the operations that it has, and what gives their functions."""
+"""Others' packages by implementation: what to import, the operations that it has, and what gives
+their functions.
+"""

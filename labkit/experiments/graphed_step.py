@@ -1,4 +1,6 @@
-"""A whole training step as one CUDA graph: zero_grad, forward, loss, backward and AdamW, replayed by one launch."""
+"""A whole training step as one CUDA graph: zero_grad, forward, loss, backward and AdamW, replayed
+by one launch.
+"""
 
 import functools
 from collections.abc import Callable
@@ -18,14 +20,20 @@ ATTENTION = {"eager": "eager", "fused": "auto"}
 """Implementation of attention by the model's: the fused model has ours."""
 
 NUM_COMPARED = 3
-"""Steps, each on its own tokens, after which losses and parameters of the graph are held against the called step's."""
+"""Steps, each on its own tokens, after which losses and parameters of the graph are held against
+the called step's.
+"""
 
 COMPARED_ELEMENTS = 65_536
-"""Of each parameter at most so many elements are compared, evenly spaced: a second copy of all might not fit."""
+"""Of each parameter at most so many elements are compared, evenly spaced: a second copy of all
+might not fit.
+"""
 
 LARGEST_DIFFERENCES = {"loss_difference": 1e-3, "update_difference": 0.1}
-"""Relative. A step whose sums come in another order flips Adam's sign where a gradient is almost nothing; one that
-leaves out the optimizer, or keeps old gradients or tokens, is off by 0.3 or more."""
+"""Relative. A step whose sums come in another order flips Adam's sign where a gradient is almost
+nothing; one that leaves out the optimizer, or keeps old gradients or tokens, is off by 0.3 or
+more.
+"""
 
 
 def require_graphs(device: hardware.Device) -> None:
@@ -35,9 +43,11 @@ def require_graphs(device: hardware.Device) -> None:
 
 
 class GraphedWorkload(PrecisionWorkload):
-    """The workload whose training step can become one CUDA graph; its `loss` stays where the graph writes it.
+    """The workload whose training step can become one CUDA graph; its `loss` stays where the graph
+    writes it.
 
-    The fused model's blocks keep their matrices in autocast's dtype, of which `FusedAdamW` has fp32 masters.
+    The fused model's blocks keep their matrices in autocast's dtype, of which `FusedAdamW` has fp32
+    masters.
     """
 
     captured: torch.cuda.CUDAGraph | None = None
@@ -64,10 +74,12 @@ class GraphedWorkload(PrecisionWorkload):
         self.loss = loss.detach()
 
     def graph(self) -> tuple[Callable[[], None], dict[str, float]]:
-        """Returns the replay of the captured step, and metrics: its peak of memory, and how far it is off.
+        """Returns the replay of the captured step, and metrics: its peak of memory, and how far it
+        is off.
 
         Raises:
-            AssertionError: after NUM_COMPARED steps it is further off the called step than LARGEST_DIFFERENCES.
+            AssertionError: after NUM_COMPARED steps it is further off the called step than
+                LARGEST_DIFFERENCES.
         """
         with on_capture_stream():
             called = self.trained(self.train_step)
@@ -80,14 +92,17 @@ class GraphedWorkload(PrecisionWorkload):
         return self.captured.replay, {"peak_bytes": peak_bytes, **differences}
 
     def trained(self, step: Callable[[], None]) -> tuple[Tensor, list[Tensor]]:
-        """Returns the losses of NUM_COMPARED steps from a fixed start, and what they changed in samples of parameters.
+        """Returns the losses of NUM_COMPARED steps from a fixed start, and what they changed in
+        samples of parameters.
 
         Everything is set in place: a graph knows tensors by their address.
         """
         generator = torch.Generator(self.device.kind).manual_seed(0)
         with torch.no_grad():
             for parameter in self.model.parameters():
-                parameter.normal_(std=0.02, generator=generator) if parameter.dim() > 1 else parameter.fill_(1)
+                parameter.normal_(
+                    std=0.02, generator=generator
+                ) if parameter.dim() > 1 else parameter.fill_(1)
             for parameter, state in self.optimizer.state.items():
                 for name, tensor in state.items():
                     tensor.copy_(parameter) if name == "master" else tensor.zero_()
@@ -97,7 +112,10 @@ class GraphedWorkload(PrecisionWorkload):
                 ids.random_(self.model.config.vocab_size, generator=generator)
             step()
             losses.append(self.loss.clone())
-        updates = [after.double() - before.double() for before, after in zip(begin, self._samples(), strict=True)]
+        updates = [
+            after.double() - before.double()
+            for before, after in zip(begin, self._samples(), strict=True)
+        ]
         return torch.stack(losses), updates
 
     def _samples(self) -> list[Tensor]:
@@ -111,11 +129,14 @@ class GraphedWorkload(PrecisionWorkload):
         super().close()
 
 
-def compared(called: tuple[Tensor, list[Tensor]], graphed: tuple[Tensor, list[Tensor]]) -> dict[str, float]:
-    """Returns the largest relative difference of a loss, and that of all updates together (root of squares).
+def compared(
+    called: tuple[Tensor, list[Tensor]], graphed: tuple[Tensor, list[Tensor]]
+) -> dict[str, float]:
+    """Returns the largest relative difference of a loss, and that of all updates together (root of
+    squares).
 
-    Raises AssertionError where one is not below its value in LARGEST_DIFFERENCES. A loss in 16 bits may also be off by
-    two roundings.
+    Raises AssertionError where one is not below its value in LARGEST_DIFFERENCES. A loss in 16 bits
+    may also be off by two roundings.
     """
     losses, updates = called[0].double(), torch.cat(called[1])
     found = {
@@ -126,5 +147,8 @@ def compared(called: tuple[Tensor, list[Tensor]], graphed: tuple[Tensor, list[Te
     limits["loss_difference"] = max(limits["loss_difference"], 2 * torch.finfo(called[0].dtype).eps)
     for name, value in found.items():
         if not value <= (limit := limits[name]):
-            raise AssertionError(f"the graph trains otherwise than the called step: {name} {value:.3g} above {limit:g}")
+            raise AssertionError(
+                f"the graph trains otherwise than the called step: {name} {value:.3g} above "
+                f"{limit:g}"
+            )
     return found

@@ -1,8 +1,9 @@
-"""Notebook 04: where memory goes in a training step, what autograd keeps, and what recomputing it saves.
+"""Notebook 04: where memory goes in a training step, what autograd keeps, and what recomputing it
+saves.
 
-Sections: "peaks" (every size, context and precision), "timeline" (every allocation of a step, with its owner), "block"
-(what one block keeps for its backward pass), "checkpointing" (blocks recomputed), "course" (peaks of the model as a
-course writes it).
+Sections: "peaks" (every size, context and precision), "timeline" (every allocation of a step, with
+its owner), "block" (what one block keeps for its backward pass), "checkpointing" (blocks
+recomputed), "course" (peaks of the model as a course writes it).
 """
 
 import contextlib
@@ -49,11 +50,16 @@ LARGEST = 14
 """Groups of equal allocations that a record names."""
 
 LARGEST_DIFFERENCE = {"fp32": 1e-4, "bf16": 5e-2}
-"""Relative difference of a recomputed gradient's norm from the plain one above which it is wrong."""
+"""Relative difference of a recomputed gradient's norm from the plain one above which it is wrong.
+"""
 
 
-def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts: Sequence[int] = ()) -> list[Case]:
-    """Returns the cases of `profile`, those of the peaks narrowed; ValueError for a value that it does not have."""
+def cases(
+    profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts: Sequence[int] = ()
+) -> list[Case]:
+    """Returns the cases of `profile`, those of the peaks narrowed; ValueError for a value that it
+    does not have.
+    """
     grid = MEMORY[profile]
     wanted_sizes = narrowed(MEMORY, profile, "sizes", sizes)
     wanted_contexts = narrowed(MEMORY, profile, "contexts", contexts)
@@ -64,21 +70,34 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts
         for plan in plans
     ]
     steps = itertools.product(wanted_sizes, wanted_contexts, grid.precisions)
-    course = [step for step in grid.course if step[0] in wanted_sizes and step[1] in wanted_contexts]
-    parts = [{"part": part, "code": code, **vars(grid.block), "precision": "fp32"} for part, code in PARTS]
+    course = [
+        step for step in grid.course if step[0] in wanted_sizes and step[1] in wanted_contexts
+    ]
+    parts = [
+        {"part": part, "code": code, **vars(grid.block), "precision": "fp32"}
+        for part, code in PARTS
+    ]
     return [
         *(Case("peaks", step_parameters(*step), PEAK_PHASES, timeout_s) for step in steps),
         *(Case("course", course_parameters(*step), COURSE_PHASES, timeout_s) for step in course),
-        *(Case("timeline", step_parameters(*step), TIMELINE_PHASES, timeout_s) for step in grid.timelines),
+        *(
+            Case("timeline", step_parameters(*step), TIMELINE_PHASES, timeout_s)
+            for step in grid.timelines
+        ),
         *(Case("block", part, ("saved",), timeout_s) for part in parts),
-        *(Case("checkpointing", each, ("train_step",), timeout_s, grid.time_limit_s) for each in recomputed),
+        *(
+            Case("checkpointing", each, ("train_step",), timeout_s, grid.time_limit_s)
+            for each in recomputed
+        ),
     ]
 
 
 @contextlib.contextmanager
 def _recomputing(device: hardware.Device, case: Case) -> Iterator[RecomputingWorkload]:
     """Gives the workload of a case, and as its `built` the memory that building it took."""
-    usage = measure_usage(functools.partial(RecomputingWorkload, device, case.parameters), device.kind)
+    usage = measure_usage(
+        functools.partial(RecomputingWorkload, device, case.parameters), device.kind
+    )
     live = usage.result
     live.built = dataclasses.replace(usage, result=None)
     del usage
@@ -93,8 +112,8 @@ def _device_bytes(device: hardware.Device) -> int | None:
 def _measure_peak(workload: RecomputingWorkload, case: Case, phase: str) -> Measured:
     """Runs a phase once, a training step first part by part and then whole; returns its bytes.
 
-    `resident_bytes` are of the tensors that were there before; `other_bytes` what the allocator counts beside tensors:
-    workspaces of libraries, and what it rounds sizes up to.
+    `resident_bytes` are of the tensors that were there before; `other_bytes` what the allocator
+    counts beside tensors: workspaces of libraries, and what it rounds sizes up to.
     """
     _require_room(workload.device, case.parameters, phase)
     kind = workload.device.kind
@@ -122,7 +141,9 @@ def _measure_peak(workload: RecomputingWorkload, case: Case, phase: str) -> Meas
 
 
 def _peak_bytes(workload: RecomputingWorkload, added: int) -> dict[str, int | None]:
-    """Returns the peak of the phase that has just run and took `added` bytes, and what stays from step to step."""
+    """Returns the peak of the phase that has just run and took `added` bytes, and what stays from
+    step to step.
+    """
     workload.model.zero_grad()
     resident = num_bytes(workload.resident())
     is_cuda = workload.device.kind == "cuda"
@@ -135,8 +156,13 @@ def _peak_bytes(workload: RecomputingWorkload, added: int) -> dict[str, int | No
 
 
 def _left_behind(part: str, usage: Usage, beside: int = 0) -> dict[str, int]:
-    """Returns the bytes of a part, without `beside` of them: the allocator's blocks, and what was asked of them."""
-    return {f"{part}_bytes": usage.kept_bytes - beside, f"{part}_requested_bytes": usage.requested_bytes - beside}
+    """Returns the bytes of a part, without `beside` of them: the allocator's blocks, and what was
+    asked of them.
+    """
+    return {
+        f"{part}_bytes": usage.kept_bytes - beside,
+        f"{part}_requested_bytes": usage.requested_bytes - beside,
+    }
 
 
 def _require_room(device: hardware.Device, parameters: dict, phase: str) -> None:
@@ -156,7 +182,9 @@ def _require_room(device: hardware.Device, parameters: dict, phase: str) -> None
 
 
 def _measure_timeline(workload: RecomputingWorkload, case: Case, phase: str) -> Measured:
-    """Records every allocation of a step that is like all later ones, after one that is not recorded, as a check."""
+    """Records every allocation of a step that is like all later ones, after one that is not
+    recorded, as a check.
+    """
     _require_room(workload.device, case.parameters, phase)
     kind = workload.device.kind
     if phase == "train_step":
@@ -167,7 +195,11 @@ def _measure_timeline(workload: RecomputingWorkload, case: Case, phase: str) -> 
     del plain
     workload.model.zero_grad()
     resident = workload.resident()
-    with Recorder(kind, resident) as recorder, contextlib.closing(OwnerLog(recorder, workload.model)) as log, log:
+    with (
+        Recorder(kind, resident) as recorder,
+        contextlib.closing(OwnerLog(recorder, workload.model)) as log,
+        log,
+    ):
         gradients = _recorded_step(workload, recorder, phase)
     history = recorder.history
     if kind != "cuda":
@@ -186,7 +218,9 @@ def _measure_timeline(workload: RecomputingWorkload, case: Case, phase: str) -> 
             "reported_peak_bytes": history.reported_peak_bytes,
             "plain_peak_bytes": plain_bytes,
             "num_events": history.num_events,
-            "num_allocations": sum(allocation.begin != BEFORE for allocation in history.allocations),
+            "num_allocations": sum(
+                allocation.begin != BEFORE for allocation in history.allocations
+            ),
             **{f"{name.replace(' ', '_')}_at_peak_bytes": n for name, n in at_peak.items()},
         },
         case=workload.described(),
@@ -195,15 +229,20 @@ def _measure_timeline(workload: RecomputingWorkload, case: Case, phase: str) -> 
             "phases": [list(part) for part in history.phases()],
             "peak_position": history.peak_position,
             "peak_phase": history.phase_at(history.peak_position),
-            "peak_owner": {name: getattr(owner, name) for name in ("operator", "module", "frame")} if owner else {},
+            "peak_owner": {name: getattr(owner, name) for name in ("operator", "module", "frame")}
+            if owner
+            else {},
             "largest": _largest(history, owners, category),
         },
-        samples={"event": kept} | {f"{name}_mib": [round(x / 2**20, 2) for x in y] for name, y in series.items()},
+        samples={"event": kept}
+        | {f"{name}_mib": [round(x / 2**20, 2) for x in y] for name, y in series.items()},
     )
 
 
 def _recorded_step(workload: RecomputingWorkload, recorder: Recorder, phase: str) -> list[int]:
-    """Runs the phase part by part under the recorder's marks; returns the addresses of the gradients."""
+    """Runs the phase part by part under the recorder's marks; returns the addresses of the
+    gradients.
+    """
     recorder.mark("forward")
     if phase == "inference":
         workload.inference()
@@ -223,7 +262,8 @@ def _categories(
 ) -> Callable[[Allocation], str]:
     """Returns the function that says what an allocation is.
 
-    Activations are what the forward pass leaves for the backward pass; temporary is what else the step makes.
+    Activations are what the forward pass leaves for the backward pass; temporary is what else the
+    step makes.
     """
     known = {x.untyped_storage().data_ptr(): "parameters" for x in workload.model.parameters()}
     known |= {x.untyped_storage().data_ptr(): "optimizer state" for x in workload.optimizer_state()}
@@ -245,13 +285,23 @@ def _categories(
     return category
 
 
-def _largest(history: History, owners: Sequence[Owner], category: Callable[[Allocation], str]) -> list[dict]:
-    """Returns groups of like allocations that the step made, those of the largest single size first."""
+def _largest(
+    history: History, owners: Sequence[Owner], category: Callable[[Allocation], str]
+) -> list[dict]:
+    """Returns groups of like allocations that the step made, those of the largest single size
+    first.
+    """
     groups: dict[tuple, list[Allocation]] = {}
     for allocation in history.allocations:
         if allocation.begin != BEFORE:
             owner, phase = owners[allocation.begin], history.phase_at(allocation.begin)
-            key = (allocation.num_bytes, owner.operator, owner.frame or allocation.frame, category(allocation), phase)
+            key = (
+                allocation.num_bytes,
+                owner.operator,
+                owner.frame or allocation.frame,
+                category(allocation),
+                phase,
+            )
             groups.setdefault(key, []).append(allocation)
     names = ("num_bytes", "operator", "frame", "category", "phase")
     return [
@@ -260,38 +310,66 @@ def _largest(history: History, owners: Sequence[Owner], category: Callable[[Allo
             "module": owners[group[0].begin].module,
             "code": owners[group[0].begin].code,
             "count": len(group),
-            "count_at_peak": sum(allocation.is_alive(history.peak_position) for allocation in group),
+            "count_at_peak": sum(
+                allocation.is_alive(history.peak_position) for allocation in group
+            ),
         }
-        for key, group in sorted(groups.items(), key=lambda item: (-item[0][0], -len(item[1]), item[0][1:]))[:LARGEST]
+        for key, group in sorted(
+            groups.items(), key=lambda item: (-item[0][0], -len(item[1]), item[0][1:])
+        )[:LARGEST]
     ]
 
 
 def _measure_checkpointing(workload: RecomputingWorkload, case: Case, phase: str) -> Measured:
-    """Times a training step and takes its peak; before that, its gradients are held to those without recomputing."""
+    """Times a training step and takes its peak; before that, its gradients are held to those
+    without recomputing.
+    """
     kind = workload.device.kind
     difference = _gradient_difference(workload)
-    num_forwards = _count_block_forwards(workload)  # also the first step, which makes the optimizer's state
+    num_forwards = _count_block_forwards(
+        workload
+    )  # also the first step, which makes the optimizer's state
     workload.model.zero_grad()
     memory = _peak_bytes(workload, measure_usage(workload.train_step, kind).peak_bytes)
     # Two steps have run: there is nothing left to warm up.
-    limits = {"num_warmup": 0, "min_samples": 3, "max_samples": 20, "time_limit_s": case.time_limit_s}
+    limits = {
+        "num_warmup": 0,
+        "min_samples": 3,
+        "max_samples": 20,
+        "time_limit_s": case.time_limit_s,
+    }
     found = timed(workload.device, time_callable, workload.train_step, device_kind=kind, **limits)
-    metrics = {**memory, "forwards_per_block": num_forwards, "gradient_relative_difference": difference}
+    metrics = {
+        **memory,
+        "forwards_per_block": num_forwards,
+        "gradient_relative_difference": difference,
+    }
     described = {**workload.described(), "plan": _plan_text(workload, num_forwards)}
     return found.measured(metrics, described, workload.observed(), keep="step_ms")
 
 
 def _plan_text(workload: RecomputingWorkload, num_forwards: float) -> str:
-    """Returns the plan under its name if the blocks ran as often as it makes them, else what was seen."""
+    """Returns the plan under its name if the blocks ran as often as it makes them, else what was
+    seen.
+    """
     text = "/".join(map(str, workload.plan)) or "none"
     expected = accounting.checkpoint_forwards(len(workload.model.blocks), workload.plan)
-    return text if math.isclose(num_forwards, expected) else f"{text}, but each block ran {num_forwards:g} times"
+    return (
+        text
+        if math.isclose(num_forwards, expected)
+        else f"{text}, but each block ran {num_forwards:g} times"
+    )
 
 
 def _count_block_forwards(workload: RecomputingWorkload) -> float:
-    """Returns how often a block's forward pass runs in a training step, on average over the blocks."""
+    """Returns how often a block's forward pass runs in a training step, on average over the
+    blocks.
+    """
     calls = []
-    hooks = [block.register_forward_pre_hook(lambda *_: calls.append(None) and None) for block in workload.model.blocks]
+    hooks = [
+        block.register_forward_pre_hook(lambda *_: calls.append(None) and None)
+        for block in workload.model.blocks
+    ]
     workload.train_step()
     for hook in hooks:
         hook.remove()
@@ -299,7 +377,8 @@ def _count_block_forwards(workload: RecomputingWorkload) -> float:
 
 
 def _gradient_difference(workload: RecomputingWorkload) -> float:
-    """Returns the largest relative difference of a gradient's norm from that without recomputation, on a short batch.
+    """Returns the largest relative difference of a gradient's norm from that without recomputation,
+    on a short batch.
 
     Raises AssertionError for a wrong one.
     """
@@ -316,7 +395,9 @@ def _gradient_difference(workload: RecomputingWorkload) -> float:
     worst = float(((norms(workload.plan) - exact).abs() / exact).max())
     bound = LARGEST_DIFFERENCE[workload.precision]
     if not worst <= bound:
-        raise AssertionError(f"gradients differ by {worst:.2g} from those without recomputation, more than {bound:g}")
+        raise AssertionError(
+            f"gradients differ by {worst:.2g} from those without recomputation, more than {bound:g}"
+        )
     return worst
 
 
@@ -330,7 +411,9 @@ SECTIONS = {
 
 
 def run_case(case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
-    """Yields each phase of `case` with the function that measures it. Runs in the worker process."""
+    """Yields each phase of `case` with the function that measures it. Runs in the worker
+    process.
+    """
     device = hardware.detect()
     freeze_modules()
     if device.kind not in DEVICE_KINDS:

@@ -1,9 +1,10 @@
-"""Notebook 03: what low precision does to sums, dtypes and normalisations, and what a step gains by it.
+"""Notebook 03: what low precision does to sums, dtypes and normalisations, and what a step gains by
+it.
 
-Sections: "accumulation" (one term added many times), "dtypes" (under autocast, read by hooks from live modules),
-"normalisation" (LayerNorm and RMSNorm by the dtype of their statistics), "steps" (time and memory in the precisions
-that notebook 01 does not have, beside one that it has), "operators" (what autocast issues), "training" (loss
-and gradients of a synthetic task).
+Sections: "accumulation" (one term added many times), "dtypes" (under autocast, read by hooks from
+live modules), "normalisation" (LayerNorm and RMSNorm by the dtype of their statistics), "steps"
+(time and memory in the precisions that notebook 01 does not have, beside one that it has),
+"operators" (what autocast issues), "training" (loss and gradients of a synthetic task).
 """
 
 import functools
@@ -19,7 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from labkit import hardware, numerics
-from labkit.configs import MIXED_PHASES, MIXED_PRECISION, MIXED_PRECISIONS, NORM_SETTINGS, model_config, narrowed
+from labkit.configs import (
+    MIXED_PHASES,
+    MIXED_PRECISION,
+    MIXED_PRECISIONS,
+    NORM_SETTINGS,
+    model_config,
+    narrowed,
+)
 from labkit.experiments.recipes import RECIPES, PrecisionWorkload, Recipe, require_recipe
 from labkit.experiments.rounding import NUM_TERMS, measure_normalisation, measure_sum
 from labkit.experiments.sections import Runner, run_section, section, timed_with_peak
@@ -30,22 +38,36 @@ from labkit.models.transformer import TransformerLM
 from labkit.numerics import DTYPES, NORMS, dtype_name
 
 MEASUREMENT_VERSION = 2
-"""2: bf16 autocast is timed too, between the other precisions of the same step, so that they are compared within a
-session; in version 1 there was only notebook 01's, of other sessions and other hosts."""
+"""2: bf16 autocast is timed too, between the other precisions of the same step, so that they are
+compared within a session; in version 1 there was only notebook 01's, of other sessions and other
+hosts.
+"""
 
 SERIES = (
-    *((method, dtype, dtype, "none") for method in ("sequential", "kahan", "pairwise") for dtype in DTYPES),
+    *(
+        (method, dtype, dtype, "none")
+        for method in ("sequential", "kahan", "pairwise")
+        for dtype in DTYPES
+    ),
     ("sequential", "fp32", "fp16", "implicit"),
     ("sequential", "fp32", "fp16", "explicit"),
     ("sequential", "fp32", "bf16", "implicit"),
 )
-"""(method, accumulator, term, cast of the term to the accumulator). implicit: by type promotion in the addition."""
+"""(method, accumulator, term, cast of the term to the accumulator). implicit: by type promotion in
+the addition.
+"""
 
 NORM_VARIANTS = (
     ("fp32", "fp32"),
-    *((dtype, statistics) for dtype in ("fp16", "bf16") for statistics in (dtype, "fp32", "library")),
+    *(
+        (dtype, statistics)
+        for dtype in ("fp16", "bf16")
+        for statistics in (dtype, "fp32", "library")
+    ),
 )
-"""(dtype of input and output, dtype of the statistics). library: PyTorch's own function, which chooses."""
+"""(dtype of input and output, dtype of the statistics). library: PyTorch's own function, which
+chooses.
+"""
 
 LARGEST_DTYPE_DEVIATION = 0.05
 """The loss under autocast may be this fraction off that in fp32, on the same model and data."""
@@ -54,13 +76,20 @@ OPERATOR_PHASES = ("forward", "backward", "optimizer_step")
 OPERATOR_PRECISIONS = ("fp32", "bf16", "fp16", "bf16_pure")
 
 
-def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts: Sequence[int] = ()) -> list[Case]:
-    """Returns the cases of `profile`, the steps narrowed where asked; ValueError for a value that it does not have."""
+def cases(
+    profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts: Sequence[int] = ()
+) -> list[Case]:
+    """Returns the cases of `profile`, the steps narrowed where asked; ValueError for a value that
+    it does not have.
+    """
     grid = MIXED_PRECISION[profile]
     wanted_sizes = narrowed(MIXED_PRECISION, profile, "sizes", sizes)
     wanted_contexts = narrowed(MIXED_PRECISION, profile, "contexts", contexts)
     limit = grid.case_timeout_s
-    sums = [dict(zip(("method", "accumulator", "term", "cast"), series, strict=True)) for series in SERIES]
+    sums = [
+        dict(zip(("method", "accumulator", "term", "cast"), series, strict=True))
+        for series in SERIES
+    ]
     models = itertools.product(("toy", grid.transformer), ("fp16", "bf16"))
     normalisations = [
         {"norm": norm, "setting": setting, "input": dtype, "statistics": statistics, "scale": scale}
@@ -73,11 +102,23 @@ def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts
     counted = itertools.product(grid.operator_sizes, (grid.operator_context,), OPERATOR_PRECISIONS)
     return [
         *(Case("accumulation", {**each, "num_terms": NUM_TERMS}, ("sum",), limit) for each in sums),
-        *(Case("dtypes", {"model": model, "autocast": dtype}, ("read",), limit) for model, dtype in models),
-        *(Case("normalisation", {**each, **norm_shape}, ("error",), limit) for each in normalisations),
-        *(Case("steps", step_parameters(*step), MIXED_PHASES, limit, grid.time_limit_s) for step in steps),
+        *(
+            Case("dtypes", {"model": model, "autocast": dtype}, ("read",), limit)
+            for model, dtype in models
+        ),
+        *(
+            Case("normalisation", {**each, **norm_shape}, ("error",), limit)
+            for each in normalisations
+        ),
+        *(
+            Case("steps", step_parameters(*step), MIXED_PHASES, limit, grid.time_limit_s)
+            for step in steps
+        ),
         *(Case("operators", step_parameters(*step), OPERATOR_PHASES, limit) for step in counted),
-        *(Case("training", {"precision": each, **vars(grid.task)}, ("training",), limit) for each in RECIPES),
+        *(
+            Case("training", {"precision": each, **vars(grid.task)}, ("training",), limit)
+            for each in RECIPES
+        ),
     ]
 
 
@@ -95,10 +136,14 @@ class ToyModel(nn.Module):
         return self.fc2(self.layer_norm(self.relu(self.fc1(x))))
 
 
-def read_dtypes(model: nn.Module, forward: Callable[[], tuple[Tensor, Tensor]]) -> tuple[dict[str, str], float]:
-    """Returns (dtypes by component, loss) of one forward and backward pass, read by hooks where tensors pass.
+def read_dtypes(
+    model: nn.Module, forward: Callable[[], tuple[Tensor, Tensor]]
+) -> tuple[dict[str, str], float]:
+    """Returns (dtypes by component, loss) of one forward and backward pass, read by hooks where
+    tensors pass.
 
-    Components: the parameters, every module's output (those of all blocks under one name), logits, loss, gradients.
+    Components: the parameters, every module's output (those of all blocks under one name), logits,
+    loss, gradients.
 
     Args:
         forward: runs the model under autocast and returns (loss, logits).
@@ -115,7 +160,9 @@ def read_dtypes(model: nn.Module, forward: Callable[[], tuple[Tensor, Tensor]]) 
         if name and not isinstance(module, nn.ModuleList):
             shared = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
             handles.append(
-                module.register_forward_hook(lambda *passed, name=f"{shared}_output": note(name, passed[-1]))
+                module.register_forward_hook(
+                    lambda *passed, name=f"{shared}_output": note(name, passed[-1])
+                )
             )
     try:
         loss, logits = forward()
@@ -130,7 +177,9 @@ def read_dtypes(model: nn.Module, forward: Callable[[], tuple[Tensor, Tensor]]) 
         note("gradients", parameter.grad)
         parameter.grad = None
     ends = {name: seen.pop(name) for name in ("logits", "loss", "gradients")}
-    return {name: " and ".join(dtypes) for name, dtypes in (seen | ends).items()}, float(loss.detach())
+    return {name: " and ".join(dtypes) for name, dtypes in (seen | ends).items()}, float(
+        loss.detach()
+    )
 
 
 def measure_dtypes(device: hardware.Device, parameters: dict) -> Measured:
@@ -139,11 +188,16 @@ def measure_dtypes(device: hardware.Device, parameters: dict) -> Measured:
     numerics.set_precision("fp32")
     if parameters["model"] == "toy":
         model = ToyModel(device=device.kind)
-        inputs, targets = torch.randn(16, 8, device=device.kind), torch.arange(16, device=device.kind) % 5
+        inputs, targets = (
+            torch.randn(16, 8, device=device.kind),
+            torch.arange(16, device=device.kind) % 5,
+        )
     else:
         config = model_config(parameters["model"])
         model = TransformerLM(config, max_context=16, attention="eager", device=device.kind)
-        inputs, targets = (torch.randint(config.vocab_size, (1, 16), device=device.kind) for _ in range(2))
+        inputs, targets = (
+            torch.randint(config.vocab_size, (1, 16), device=device.kind) for _ in range(2)
+        )
     live = []
 
     def forward(dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
@@ -161,12 +215,17 @@ def measure_dtypes(device: hardware.Device, parameters: dict) -> Measured:
     return Measured(
         metrics={"loss": loss, "loss_fp32": loss_fp32},
         case={"model": parameters["model"], "autocast": " and ".join(live)},
-        observed={"dtypes": [list(pair) for pair in dtypes.items()], "num_modules": len(list(model.modules()))},
+        observed={
+            "dtypes": [list(pair) for pair in dtypes.items()],
+            "num_modules": len(list(model.modules())),
+        },
     )
 
 
 def _measure_step(workload: PrecisionWorkload, case: Case, phase: str) -> Measured:
-    """Returns one phase's time and peak memory, after its loss (forward) or its gradients have been looked at."""
+    """Returns one phase's time and peak memory, after its loss (forward) or its gradients have been
+    looked at.
+    """
     device = workload.device
     metrics: dict = {}
     if phase == "forward":
@@ -175,11 +234,15 @@ def _measure_step(workload: PrecisionWorkload, case: Case, phase: str) -> Measur
         workload.settle()
     scale = workload.scaler.get_scale()
     workload.model.zero_grad()
-    found, peak = timed_with_peak(device, workload.time_phase, phase, time_limit_s=case.time_limit_s)
+    found, peak = timed_with_peak(
+        device, workload.time_phase, phase, time_limit_s=case.time_limit_s
+    )
     metrics |= peak
     if phase == "train_step":
         if not all(parameter.isfinite().all() for parameter in workload.model.parameters()):
-            raise AssertionError(f"training in {workload.precision} has made a parameter inf or NaN")
+            raise AssertionError(
+                f"training in {workload.precision} has made a parameter inf or NaN"
+            )
         # Each step whose gradients overflow is left out, and halves the scale.
         metrics["num_skipped_steps"] = round(math.log2(scale / workload.scaler.get_scale()))
     metrics["loss_scale"] = workload.scaler.get_scale()
@@ -188,7 +251,9 @@ def _measure_step(workload: PrecisionWorkload, case: Case, phase: str) -> Measur
 
 
 class OperatorCounter(TorchDispatchMode):
-    """Counts the operators that reach the device below autocast, and casts among them; views start no kernel."""
+    """Counts the operators that reach the device below autocast, and casts among them; views start
+    no kernel.
+    """
 
     def __init__(self):
         super().__init__()
@@ -214,7 +279,9 @@ def _is_view(function) -> bool:
 
 
 def count_operators(workload: PrecisionWorkload) -> dict[str, OperatorCounter]:
-    """Returns the operators of a forward pass, a backward pass and an optimizer step, after one step that warms up."""
+    """Returns the operators of a forward pass, a backward pass and an optimizer step, after one
+    step that warms up.
+    """
     workload.train_step()
     workload.model.zero_grad()
     counters = {phase: OperatorCounter() for phase in OPERATOR_PHASES}
@@ -228,11 +295,16 @@ def count_operators(workload: PrecisionWorkload) -> dict[str, OperatorCounter]:
     return counters
 
 
-def _run_operators(device: hardware.Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
+def _run_operators(
+    device: hardware.Device, case: Case, ceilings: dict[str, float]
+) -> Iterator[PhaseRun]:
     with workload(device, case, PrecisionWorkload) as live:
         counts = count_operators(live)
         for phase in case.phases:
-            found = {name: getattr(counts[phase], name) for name in ("num_operators", "num_casts", "cast_bytes")}
+            found = {
+                name: getattr(counts[phase], name)
+                for name in ("num_operators", "num_casts", "cast_bytes")
+            }
             yield phase, functools.partial(Measured, found, live.described(), live.observed())
 
 
@@ -251,7 +323,11 @@ SECTIONS = {
 
 
 def run_case(case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
-    """Yields each phase of `case` with the function that measures it. Runs in the worker process."""
+    """Yields each phase of `case` with the function that measures it. Runs in the worker
+    process.
+    """
     if "precision" in case.parameters:
-        require_recipe(hardware.detect(), case.parameters["precision"], is_timed=case.section == "steps")
+        require_recipe(
+            hardware.detect(), case.parameters["precision"], is_timed=case.section == "steps"
+        )
     yield from run_section(SECTIONS, case, ceilings)

@@ -1,13 +1,15 @@
-"""Notebook 02: where a step's time goes, kernel by kernel, from captures of Nsight Systems or torch.profiler.
+"""Notebook 02: where a step's time goes, kernel by kernel, from captures of Nsight Systems or
+torch.profiler.
 
-Sections: "profiles" and, of the model as a course writes it, "course": per size, context, precision and attention one
-capture of an inference and of a training step. Under nsys cases of one size share a capture, which costs more than
-most cases, but no more than run in about a minute: of a capture that is cut off nothing is recorded. With
-torch.profiler the worker itself captures each phase.
+Sections: "profiles" and, of the model as a course writes it, "course": per size, context, precision
+and attention one capture of an inference and of a training step. Under nsys cases of one size share
+a capture, which costs more than most cases, but no more than run in about a minute: of a capture
+that is cut off nothing is recorded. With torch.profiler the worker itself captures each phase.
 
-A step is captured twice, after one step that warms up: first with ranges around every block, norm and part of
-attention, then with the phases' ranges alone. Times and launches come from the second, which runs as it would
-unmarked; what is inside which range comes from the first. Then the worker times the same step without a profiler.
+A step is captured twice, after one step that warms up: first with ranges around every block, norm
+and part of attention, then with the phases' ranges alone. Times and launches come from the second,
+which runs as it would unmarked; what is inside which range comes from the first. Then the worker
+times the same step without a profiler.
 """
 
 import contextlib
@@ -41,7 +43,9 @@ MEASUREMENT_VERSION = 2
 """2: the step is also timed without the profiler, and different kernels have different names."""
 
 FLASH = "auto"
-"""The attention beside eager: labkit's FlashAttention, whichever implementation it takes for these tensors."""
+"""The attention beside eager: labkit's FlashAttention, whichever implementation it takes for these
+tensors.
+"""
 
 STEP_PHASES = ("inference", "forward", "backward", "optimizer")
 """Ranges that are phases of a step."""
@@ -50,10 +54,14 @@ KERNEL_KINDS = ("kernel", "operator")
 """Kinds of launches whose time is kernel time: no copies by the copy engine, no memsets."""
 
 WORTH_TIMING = 0.05
-"""Idle share under the profiler from which a step is timed without it: below, it idles even less without."""
+"""Idle share under the profiler from which a step is timed without it: below, it idles even less
+without.
+"""
 
 KEPT_KERNELS = 10
-"""Kernels that a record keeps of each phase: those with most time, and as many of those that are no matmul."""
+"""Kernels that a record keeps of each phase: those with most time, and as many of those that are no
+matmul.
+"""
 
 CAPTURE_MARGIN_S = 20.0
 """By how much a capture's own limit is below its case's, so that it ends its processes itself."""
@@ -63,7 +71,9 @@ LONGEST_CAPTURE_S = 45.0
 
 ESTIMATED_TFLOPS = {"fp32": 35.0, "bf16": 200.0}
 ESTIMATED_CASE_S, ESTIMATED_BYTES_PER_S = 1.5, 25e9
-"""For that estimate, from an H200: rate of the steps; time beside them, and at which rate parameters were made."""
+"""For that estimate, from an H200: rate of the steps; time beside them, and at which rate
+parameters were made.
+"""
 
 
 @dataclass(frozen=True)
@@ -73,15 +83,22 @@ class ProfiledCase(Case):
     together: tuple[tuple[dict, tuple[str, ...]], ...] = ()
 
 
-def cases(profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts: Sequence[int] = ()) -> list[Case]:
-    """Returns the cases of `profile`, narrowed where asked; ValueError for a value that it does not have."""
+def cases(
+    profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts: Sequence[int] = ()
+) -> list[Case]:
+    """Returns the cases of `profile`, narrowed where asked; ValueError for a value that it does not
+    have.
+    """
     grid = NSYS_ANALYSIS[profile]
     wanted_sizes = narrowed(NSYS_ANALYSIS, profile, "sizes", sizes)
     wanted_contexts = narrowed(NSYS_ANALYSIS, profile, "contexts", contexts)
     options = {"timeout_s": grid.case_timeout_s, "stop_at_failure": True}
     found = []
     for size in wanted_sizes:
-        phases = ("inference", "forward_backward" if size in grid.without_optimizer else "train_step")
+        phases = (
+            "inference",
+            "forward_backward" if size in grid.without_optimizer else "train_step",
+        )
         group = [
             (step_parameters(size, context, precision, attention=attention), phases)
             for context in wanted_contexts
@@ -107,7 +124,9 @@ def is_timeline(parameters: dict) -> bool:
     return any(key in grid.timelines for grid in NSYS_ANALYSIS.values())
 
 
-def _run_profiles(device: hardware.Device, case: ProfiledCase, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
+def _run_profiles(
+    device: hardware.Device, case: ProfiledCase, ceilings: dict[str, float]
+) -> Iterator[PhaseRun]:
     freeze_modules()
     nsys = Nsys.usable() if device.kind == "cuda" else None
     with contextlib.nullcontext() if nsys else workload(device, case) as live:
@@ -115,15 +134,26 @@ def _run_profiles(device: hardware.Device, case: ProfiledCase, ceilings: dict[st
             yield phase, functools.partial(_profiled, nsys, device, live, case, phase)
 
 
-def _profiled(nsys: Nsys | None, device: hardware.Device, live: Workload | None, case: Case, phase: str) -> Measured:
+def _profiled(
+    nsys: Nsys | None, device: hardware.Device, live: Workload | None, case: Case, phase: str
+) -> Measured:
     """Returns what the capture of a phase gave, and the phase's time without a profiler."""
-    found = _from_shared_capture(nsys, device, case, phase) if nsys else _capture_here(live, case, phase)
+    found = (
+        _from_shared_capture(nsys, device, case, phase)
+        if nsys
+        else _capture_here(live, case, phase)
+    )
     if found.metrics["step_idle_fraction"] < WORTH_TIMING:
         return found
     # The captured process has ended: what it held is free.
     with workload(device, case) if nsys else contextlib.nullcontext(live) as step:
-        timing = step.time_phase(phase, num_warmup=1, min_samples=3, max_samples=20, time_limit_s=0.1)
-    plain = {"unprofiled_ms": statistics.median(timing.host_ms), "unprofiled_n": timing.n}  # as done_ms is read
+        timing = step.time_phase(
+            phase, num_warmup=1, min_samples=3, max_samples=20, time_limit_s=0.1
+        )
+    plain = {
+        "unprofiled_ms": statistics.median(timing.host_ms),
+        "unprofiled_n": timing.n,
+    }  # as done_ms is read
     return replace(found, metrics=found.metrics | plain)
 
 
@@ -131,10 +161,12 @@ run_case = functools.partial(run_section, {"profiles": _run_profiles, "course": 
 
 
 def require_room(device: hardware.Device, parameters: dict, phase: str) -> None:
-    """Raises Skip for what cannot fit, by a lower bound on its bytes, so that what might fit is tried.
+    """Raises Skip for what cannot fit, by a lower bound on its bytes, so that what might fit is
+    tried.
 
-    Of the activations' closed form (fp32, eager) bf16 autocast keeps at least half, but one and a half times the
-    probabilities, in fp32 for the softmax and in bf16 for the product; FlashAttention keeps none.
+    Of the activations' closed form (fp32, eager) bf16 autocast keeps at least half, but one and a
+    half times the probabilities, in fp32 for the softmax and in bf16 for the product;
+    FlashAttention keeps none.
     """
     if device.kind != "cuda" or phase == "inference":
         return
@@ -151,15 +183,22 @@ def require_room(device: hardware.Device, parameters: dict, phase: str) -> None:
         needed += accounting.optimizer_state_bytes(config)
     total = memory_bytes(device)
     if needed > total:
-        raise Skip(f"needs at least {needed / 1e9:.0f} GB by its closed form; the device has {total / 1e9:.0f} GB")
+        raise Skip(
+            f"needs at least {needed / 1e9:.0f} GB by its closed form; the device has "
+            f"{total / 1e9:.0f} GB"
+        )
 
 
 def _observed(workload: Workload) -> dict:
-    """Returns what else there is to know of the live objects, among it which attention "auto" is here."""
+    """Returns what else there is to know of the live objects, among it which attention "auto" is
+    here.
+    """
     config, impl = workload.model.config, workload.model.blocks[0].attention.attention
     dtype = numerics.tensor_dtype(workload.precision)
     batch, context = workload.tokens.shape  # few queries run other kernels
-    like_q = torch.empty((batch, config.num_heads, context, config.d_head), dtype=dtype, device=workload.device.kind)
+    like_q = torch.empty(
+        (batch, config.num_heads, context, config.d_head), dtype=dtype, device=workload.device.kind
+    )
     runs = impl if impl == "course" else what_runs(impl, like_q, like_q, causal=True)
     return {**workload.observed(), "attention_runs": runs}
 
@@ -172,20 +211,30 @@ def _capture_here(workload: Workload, case: Case, phase: str) -> Measured:
     warm_up(workload, phase)
     with hardware.Monitor(device.kind) as monitor:
         trace = profiling.capture_with_kineto(lambda: steps.extend(capture()), device.kind)
-    answer = {"case": workload.described(), "observed": _observed(workload), "steps": [vars(step) for step in steps]}
+    answer = {
+        "case": workload.described(),
+        "observed": _observed(workload),
+        "steps": [vars(step) for step in steps],
+    }
     return replace(_measured(_Capture.of(trace), "case", answer), telemetry=monitor.summary)
 
 
 _captured: dict[str, Callable[[], Measured]] = {}
-"""Results that this worker has from a shared capture and that no case has asked for yet, by case and phase."""
+"""Results that this worker has from a shared capture and that no case has asked for yet, by case
+and phase.
+"""
 
 
 def _key(parameters: dict, phase: str) -> str:
     return json.dumps([parameters, phase], sort_keys=True)
 
 
-def _from_shared_capture(nsys: Nsys, device: hardware.Device, case: ProfiledCase, phase: str) -> Measured:
-    """Returns the measurement of a phase, from a capture of this case and of some after it if there is none yet."""
+def _from_shared_capture(
+    nsys: Nsys, device: hardware.Device, case: ProfiledCase, phase: str
+) -> Measured:
+    """Returns the measurement of a phase, from a capture of this case and of some after it if there
+    is none yet.
+    """
     require_room(device, case.parameters, phase)
     if _key(case.parameters, phase) not in _captured:
         remaining = case.phases[case.phases.index(phase) :]
@@ -195,8 +244,12 @@ def _from_shared_capture(nsys: Nsys, device: hardware.Device, case: ProfiledCase
     return _captured.pop(_key(case.parameters, phase))()
 
 
-def group_to_capture(device: hardware.Device, group: Sequence[tuple[dict, tuple[str, ...]]]) -> list:
-    """Returns those cases that a capture of the first takes along, without the phases that cannot fit."""
+def group_to_capture(
+    device: hardware.Device, group: Sequence[tuple[dict, tuple[str, ...]]]
+) -> list:
+    """Returns those cases that a capture of the first takes along, without the phases that cannot
+    fit.
+    """
     taken, total = [], 0.0
     for parameters, phases in group:
         if fitting := tuple(phase for phase in phases if _has_room(device, parameters, phase)):
@@ -215,17 +268,31 @@ def _has_room(device: hardware.Device, parameters: dict, phase: str) -> bool:
 
 
 def estimated_s(parameters: dict, phases: Sequence[str]) -> float:
-    """Returns about how long a case takes in a capture: to build it, and each phase's warm-up and captured steps."""
+    """Returns about how long a case takes in a capture: to build it, and each phase's warm-up and
+    captured steps.
+    """
     config = model_config(parameters["size"])
     batch, context = parameters["batch"], parameters["context"]
-    flops = sum(accounting.phase_flops(config, batch, context, phase, causal=False) for phase in phases)
-    steps_s = (NUM_WARMUP + NUM_CAPTURED) * flops / (1e12 * ESTIMATED_TFLOPS[parameters["precision"]])
+    flops = sum(
+        accounting.phase_flops(config, batch, context, phase, causal=False) for phase in phases
+    )
+    steps_s = (
+        (NUM_WARMUP + NUM_CAPTURED) * flops / (1e12 * ESTIMATED_TFLOPS[parameters["precision"]])
+    )
     return ESTIMATED_CASE_S + accounting.parameter_bytes(config) / ESTIMATED_BYTES_PER_S + steps_s
 
 
-def _capture_group(nsys: Nsys, device: hardware.Device, group: Sequence, timeout_s: float) -> dict[str, Callable]:
-    """Captures the steps of many cases in one process; returns what gives each measurement, or raises its failure."""
-    requests = [{"parameters": parameters, "phase": phase} for parameters, phases in group for phase in phases]
+def _capture_group(
+    nsys: Nsys, device: hardware.Device, group: Sequence, timeout_s: float
+) -> dict[str, Callable]:
+    """Captures the steps of many cases in one process; returns what gives each measurement, or
+    raises its failure.
+    """
+    requests = [
+        {"parameters": parameters, "phase": phase}
+        for parameters, phases in group
+        for phase in phases
+    ]
     requests = [{"label": f"case {number}", **request} for number, request in enumerate(requests)]
     with tempfile.TemporaryDirectory(prefix="labkit-requests-") as folder:
         asked, answered = Path(folder) / "requests.json", Path(folder) / "answers.jsonl"
@@ -236,10 +303,14 @@ def _capture_group(nsys: Nsys, device: hardware.Device, group: Sequence, timeout
         trace, failure = None, ""
         with hardware.Monitor(device.kind) as monitor:
             try:
-                trace = nsys.capture(command, timeout_s=timeout_s - CAPTURE_MARGIN_S, variables=variables)
+                trace = nsys.capture(
+                    command, timeout_s=timeout_s - CAPTURE_MARGIN_S, variables=variables
+                )
             except ProfileError as error:
                 failure = str(error)
-        telemetry = {name: value for name, value in monitor.summary.items() if name != "foreign_processes"}
+        telemetry = {
+            name: value for name, value in monitor.summary.items() if name != "foreign_processes"
+        }
         lines = answered.read_text(encoding="utf-8").splitlines() if answered.exists() else []
     answers = [json.loads(line) for line in lines]
     if not answers:
@@ -248,7 +319,9 @@ def _capture_group(nsys: Nsys, device: hardware.Device, group: Sequence, timeout
         raise ProfileError(failure)
     capture = _Capture.of(trace) if trace else None
     return {
-        _key(answer["parameters"], answer["phase"]): functools.partial(_outcome, capture, answer, telemetry)
+        _key(answer["parameters"], answer["phase"]): functools.partial(
+            _outcome, capture, answer, telemetry
+        )
         for answer in answers
     }
 
@@ -261,8 +334,11 @@ def _outcome(capture: "_Capture | None", answer: dict, telemetry: dict) -> Measu
     return replace(_measured(capture, answer["label"], answer), telemetry=telemetry)
 
 
-def serve(requests: Sequence[dict], answer: Callable[[dict], None], device: hardware.Device) -> None:
-    """Runs the requested steps with NVTX ranges, and calls `answer` after each; ends after the first failure.
+def serve(
+    requests: Sequence[dict], answer: Callable[[dict], None], device: hardware.Device
+) -> None:
+    """Runs the requested steps with NVTX ranges, and calls `answer` after each; ends after the
+    first failure.
 
     Args:
         requests: label, parameters and phase of each; those of one case follow one another.
@@ -279,7 +355,9 @@ def serve(requests: Sequence[dict], answer: Callable[[dict], None], device: hard
                 warm_up(workload, request["phase"])
                 steps = capture_steps(workload, request["phase"], marker, request["label"])
                 found = {"case": workload.described(), "observed": _observed(workload)}
-                answer({**request, **found, "status": "ok", "steps": [vars(step) for step in steps]})
+                answer(
+                    {**request, **found, "status": "ok", "steps": [vars(step) for step in steps]}
+                )
             except Exception as error:
                 status = "oom" if isinstance(error, torch.OutOfMemoryError) else "error"
                 reason = f"{error}".split("\n")[0][:500]
@@ -289,7 +367,9 @@ def serve(requests: Sequence[dict], answer: Callable[[dict], None], device: hard
 
 @dataclass(frozen=True)
 class _Capture:
-    """A capture by its steps: the kernel time of all of it, and rows of `profiling.launches` by the outermost range."""
+    """A capture by its steps: the kernel time of all of it, and rows of `profiling.launches` by the
+    outermost range.
+    """
 
     source: str
     version: str
@@ -311,7 +391,9 @@ class _Capture:
 
 
 def _measured(capture: _Capture, label: str, answer: dict) -> Measured:
-    """Returns the measurement of one phase: its metrics, and in `observed` its tables by kernel, class and range."""
+    """Returns the measurement of one phase: its metrics, and in `observed` its tables by kernel,
+    class and range.
+    """
     names = [f"{label} step {number}" for number in range(NUM_CAPTURED)]
     if missing := [name for name in names if name not in capture.steps]:
         raise ProfileError(f"the capture holds no launch in the range '{missing[0]}'")
@@ -352,7 +434,9 @@ def _measured(capture: _Capture, label: str, answer: dict) -> Measured:
 
 
 def _times(rows: pd.DataFrame, name: str) -> dict[str, float]:
-    """Returns the time of these launches' kernels, that from the first's start to the last's end, and the idle part."""
+    """Returns the time of these launches' kernels, that from the first's start to the last's end,
+    and the idle part.
+    """
     projected = rows["end_ns"].max() - rows["start_ns"].min()
     kernels = rows[rows["kind"].isin(KERNEL_KINDS)]
     return {
@@ -363,7 +447,9 @@ def _times(rows: pd.DataFrame, name: str) -> dict[str, float]:
 
 
 def _kept_kernels(kernels: pd.DataFrame) -> pd.DataFrame:
-    """Returns the kernels with most time, and with most that are no matmul, of each phase and of a step of several."""
+    """Returns the kernels with most time, and with most that are no matmul, of each phase and of a
+    step of several.
+    """
     kept = []
     by_phase = list(kernels.groupby("phase", sort=False))
     for phase, rows in by_phase if len(by_phase) == 1 else [("step", kernels), *by_phase]:
@@ -375,19 +461,31 @@ def _kept_kernels(kernels: pd.DataFrame) -> pd.DataFrame:
 
 
 def _by_range(rows: pd.DataFrame, label: str) -> pd.DataFrame:
-    """Returns the kernels' time by path of ranges below the step, the blocks together, and class."""
+    """Returns the kernels' time by path of ranges below the step, the blocks together, and
+    class.
+    """
     kernels = rows[rows["kind"].isin(KERNEL_KINDS)]
     paths = {}
     for path in kernels["path"].unique():
         below = path[path.index(f"{label} step 0") + 1 :]
-        paths[path] = "/".join("block" if name.startswith("block ") else name for name in below) or profiling.OUTSIDE
-    found = profiling.statistics_by(kernels.assign(path=kernels["path"].map(paths)), ["path", "kernel_class"])
+        paths[path] = (
+            "/".join("block" if name.startswith("block ") else name for name in below)
+            or profiling.OUTSIDE
+        )
+    found = profiling.statistics_by(
+        kernels.assign(path=kernels["path"].map(paths)), ["path", "kernel_class"]
+    )
     return found[["path", "kernel_class", "launches", "total_us"]]
 
 
 def _timeline(rows: pd.DataFrame) -> dict[str, list]:
-    """Returns every launch of a step: start and duration (µs), numbers of class, stream, phase and block (−1: none)."""
-    blocks = {path: next((int(n[6:]) for n in path if n.startswith("block ")), -1) for path in rows["path"].unique()}
+    """Returns every launch of a step: start and duration (µs), numbers of class, stream, phase and
+    block (−1: none).
+    """
+    blocks = {
+        path: next((int(n[6:]) for n in path if n.startswith("block ")), -1)
+        for path in rows["path"].unique()
+    }
     start = rows["start_ns"].min()
     return {
         "class_names": list(profiling.CLASSES),
@@ -396,7 +494,9 @@ def _timeline(rows: pd.DataFrame) -> dict[str, list]:
         "duration_us": [round(value / 1e3, 2) for value in rows["end_ns"] - rows["start_ns"]],
         "kernel_class": [profiling.CLASSES.index(name) for name in rows["kernel_class"]],
         "stream": [int(stream) for stream in rows["stream"]],
-        "phase": [STEP_PHASES.index(phase) if phase in STEP_PHASES else -1 for phase in rows["phase"]],
+        "phase": [
+            STEP_PHASES.index(phase) if phase in STEP_PHASES else -1 for phase in rows["phase"]
+        ],
         "block": [blocks[path] for path in rows["path"]],
     }
 
@@ -404,13 +504,18 @@ def _timeline(rows: pd.DataFrame) -> dict[str, list]:
 def _columns(frame: pd.DataFrame) -> dict[str, list]:
     """Returns a table by columns as JSON takes it, times to a hundredth of a microsecond."""
     return {
-        name: [None if isinstance(value, float) and math.isnan(value) else value for value in column.tolist()]
+        name: [
+            None if isinstance(value, float) and math.isnan(value) else value
+            for value in column.tolist()
+        ]
         for name, column in frame.round(2).items()
     }
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serves the requests of a file, in the process that nsys has started: requests.json answers.jsonl."""
+    """Serves the requests of a file, in the process that nsys has started: requests.json
+    answers.jsonl.
+    """
     asked, answered = map(Path, arguments)
     with answered.open("a", encoding="utf-8") as file:
 

@@ -1,4 +1,6 @@
-"""Attention calls with random tensors, and what they give in fp64, which the results of implementations are held to."""
+"""Attention calls with random tensors, and what they give in fp64, which the results of
+implementations are held to.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -19,7 +21,9 @@ ORACLE_SCORES = 2**27
 
 @dataclass(frozen=True)
 class Problem:
-    """The tensors of one attention call, and its results in fp64 and by the eager formula in their dtype."""
+    """The tensors of one attention call, and its results in fp64 and by the eager formula in their
+    dtype.
+    """
 
     inputs: tuple[Tensor, Tensor, Tensor]
     grad_out: Tensor
@@ -28,18 +32,25 @@ class Problem:
 
     def judge(self, name: str, value: Tensor) -> Verdict:
         reference, eager = self.reference[name], self.eager[name]
-        return judge(name, value, reference, eager, dtype=self.grad_out.dtype, num_terms=value.shape[-2])
+        return judge(
+            name, value, reference, eager, dtype=self.grad_out.dtype, num_terms=value.shape[-2]
+        )
 
 
 def draw(device_kind: str, precision: str, *shapes: tuple[int, ...]) -> list[Tensor]:
     """Returns random normal tensors."""
     generator = torch.Generator(device_kind).manual_seed(0)
-    return [torch.randn(shape, generator=generator, device=device_kind).to(tensor_dtype(precision)) for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator, device=device_kind).to(tensor_dtype(precision))
+        for shape in shapes
+    ]
 
 
 @functools.lru_cache(maxsize=1)
 def attention_problem(device: hardware.Device, shape: Rivalry, precision: str) -> Problem:
-    """Returns the problem of a shape; the last one is kept, for a shape's cases follow one another."""
+    """Returns the problem of a shape; the last one is kept, for a shape's cases follow one
+    another.
+    """
     empty_cache(device)
     size = (shape.batch, shape.heads, shape.length, shape.d_head)
     *inputs, grad_out = draw(device.kind, precision, *4 * [size])
@@ -47,11 +58,16 @@ def attention_problem(device: hardware.Device, shape: Rivalry, precision: str) -
     return Problem(tuple(x.requires_grad_() for x in inputs), grad_out, reference, eager)
 
 
-def expected(tensors: Sequence[Tensor], causal: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns what q, k, v and the output's gradient give in fp64 and, by the same formula, in their own dtype."""
+def expected(
+    tensors: Sequence[Tensor], causal: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns what q, k, v and the output's gradient give in fp64 and, by the same formula, in
+    their own dtype.
+    """
     place = fp64_device(tensors[0].device.type)
     return tuple(
-        by_formula(*(x.to(place, dtype) for x in tensors), causal=causal) for dtype in (torch.float64, tensors[0].dtype)
+        by_formula(*(x.to(place, dtype) for x in tensors), causal=causal)
+        for dtype in (torch.float64, tensors[0].dtype)
     )
 
 
@@ -61,20 +77,33 @@ def fp64_device(device_kind: str) -> str:
 
 
 def by_formula(
-    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, *, causal: bool = False, num_scores: int = ORACLE_SCORES
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor,
+    *,
+    causal: bool = False,
+    num_scores: int = ORACLE_SCORES,
 ) -> dict[str, Tensor]:
-    """Returns "out", "dq", "dk" and "dv" by the eager formula, as fp64, at most `num_scores` scores at once.
+    """Returns "out", "dq", "dk" and "dv" by the eager formula, as fp64, at most `num_scores` scores
+    at once.
 
     q, k, v, grad_out: (..., length, D), of the dtype to compute in.
     """
     length = q.shape[-2]
     num_rows = max(1, num_scores // (q.shape[:-2].numel() * length))
-    results = {name: torch.zeros(q.shape, dtype=torch.float64, device=q.device) for name in ("out", "dq", "dk", "dv")}
+    results = {
+        name: torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+        for name in ("out", "dq", "dk", "dv")
+    }
     for begin in range(0, length, num_rows):
         rows = slice(begin, min(begin + num_rows, length))
         # Aligned to the bottom right, the mask of the last rows over the keys up to them is theirs.
         keys = slice(0, rows.stop if causal else length)
-        leaves = [x[..., part, :].detach().requires_grad_() for x, part in ((q, rows), (k, keys), (v, keys))]
+        leaves = [
+            x[..., part, :].detach().requires_grad_()
+            for x, part in ((q, rows), (k, keys), (v, keys))
+        ]
         out = attention_reference(*leaves, causal=causal)
         grads = torch.autograd.grad(out, leaves, grad_out[..., rows, :])
         results["out"][..., rows, :] = out.detach()

@@ -1,4 +1,6 @@
-"""Precisions by name, fp16 with a scaled loss and bf16 throughout among them, and a training step in each."""
+"""Precisions by name, fp16 with a scaled loss and bf16 throughout among them, and a training step
+in each.
+"""
 
 import contextlib
 import math
@@ -13,7 +15,9 @@ from labkit.experiments.sweep import Skip
 from labkit.experiments.workload import Workload
 
 LARGEST_LOSS_DEVIATION = 0.05
-"""A step whose loss at initialisation is further off its closed form than this fraction is not timed."""
+"""A step whose loss at initialisation is further off its closed form than this fraction is not
+timed.
+"""
 
 MAX_HALVINGS = 24
 """Halvings of the loss scale within which the gradients must become finite (2¹⁶ to 2⁻⁸)."""
@@ -21,7 +25,9 @@ MAX_HALVINGS = 24
 
 @dataclass(frozen=True)
 class Recipe:
-    """What makes up a precision: autocast's dtype, the parameters', a scaled loss, TF32 products."""
+    """What makes up a precision: autocast's dtype, the parameters', a scaled loss, TF32
+    products.
+    """
 
     autocast: torch.dtype | None = None
     parameters: torch.dtype = torch.float32
@@ -29,7 +35,9 @@ class Recipe:
     is_tf32: bool = False
 
     def autocasting(self, device_kind: str) -> contextlib.AbstractContextManager:
-        return torch.autocast(device_kind, self.autocast or torch.bfloat16, enabled=self.autocast is not None)
+        return torch.autocast(
+            device_kind, self.autocast or torch.bfloat16, enabled=self.autocast is not None
+        )
 
     def scaler(self, device_kind: str) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(device_kind, enabled=self.is_scaled)
@@ -43,11 +51,15 @@ RECIPES = {
     "fp16_unscaled": Recipe(autocast=torch.float16),
     "bf16_pure": Recipe(parameters=torch.bfloat16),
 }
-"""Precisions by the name that records give them; "fp16_unscaled" is only trained in, to see what scaling does."""
+"""Precisions by the name that records give them; "fp16_unscaled" is only trained in, to see what
+scaling does.
+"""
 
 
 def live_recipe(device_kind: str, model: nn.Module, scaler: torch.amp.GradScaler) -> Recipe:
-    """Returns the recipe as read back inside an autocast context from the model, the scaler and PyTorch's settings."""
+    """Returns the recipe as read back inside an autocast context from the model, the scaler and
+    PyTorch's settings.
+    """
     enabled = torch.is_autocast_enabled(device_kind)
     return Recipe(
         autocast=torch.get_autocast_dtype(device_kind) if enabled else None,
@@ -63,7 +75,9 @@ def recipe_name(recipe: Recipe) -> str:
 
 
 def require_recipe(device: hardware.Device, precision: str, *, is_timed: bool) -> None:
-    """Raises Skip for a precision that the device lacks; where times are taken, also for one that it emulates."""
+    """Raises Skip for a precision that the device lacks; where times are taken, also for one that
+    it emulates.
+    """
     require_precision(device, "bf16" if precision == "bf16_pure" else precision)
     if is_timed and device.kind == "cpu" and RECIPES[precision].autocast == torch.float16:
         raise Skip(f"{device.name}: PyTorch emulates float16 matrix products on most processors")
@@ -102,7 +116,9 @@ class PrecisionWorkload(Workload):
         self.optimize()
 
     def settle(self) -> None:
-        """Halves the loss scale until the gradients are finite; raises AssertionError if they do not become so."""
+        """Halves the loss scale until the gradients are finite; raises AssertionError if they do
+        not become so.
+        """
         for _ in range(MAX_HALVINGS):
             self.model.zero_grad()
             self.forward_backward()
@@ -112,18 +128,23 @@ class PrecisionWorkload(Workload):
                 break
             self.scaler.update(self.scaler.get_scale() / 2)
         scale = self.scaler.get_scale()
-        raise AssertionError(f"gradients are not finite in {self.precision} at a loss scale of {scale}")
+        raise AssertionError(
+            f"gradients are not finite in {self.precision} at a loss scale of {scale}"
+        )
 
     def check_loss(self) -> float:
-        """Returns the loss at initialisation; raises AssertionError where it is not near its closed form.
+        """Returns the loss at initialisation; raises AssertionError where it is not near its closed
+        form.
 
-        The head's rows are N(0, 0.02²) and the hidden state has d features of mean square 1, so logits have a variance
-        of 0.0004·d, and the mean cross-entropy is ln V plus half of it.
+        The head's rows are N(0, 0.02²) and the hidden state has d features of mean square 1, so
+        logits have a variance of 0.0004·d, and the mean cross-entropy is ln V plus half of it.
         """
         with torch.no_grad():
             loss = float(self.forward())
         vocab_size, d_model = self.model.head.weight.shape
         expected = math.log(vocab_size) + 0.0004 * d_model / 2
         if not abs(loss / expected - 1) <= LARGEST_LOSS_DEVIATION:
-            raise AssertionError(f"the loss is {loss:.4g} in {self.precision}, {expected:.4g} was expected")
+            raise AssertionError(
+                f"the loss is {loss:.4g} in {self.precision}, {expected:.4g} was expected"
+            )
         return loss

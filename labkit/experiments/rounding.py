@@ -8,7 +8,16 @@ from labkit import hardware
 from labkit.configs import NORM_SETTINGS
 from labkit.experiments.oracle import fp64_device
 from labkit.experiments.sweep import Measured, Skip
-from labkit.numerics import DTYPES, binade, dtype_name, normalise, relative_error, running_sums, spacing, stall_value
+from labkit.numerics import (
+    DTYPES,
+    binade,
+    dtype_name,
+    normalise,
+    relative_error,
+    running_sums,
+    spacing,
+    stall_value,
+)
 
 TERM = 0.01
 NUM_TERMS = 1000
@@ -20,13 +29,21 @@ TRACE_EVERY = 10
 
 
 def measure_sum(device: hardware.Device, parameters: dict) -> Measured:
-    """Returns 0.01 added a thousand times: the running sum, the rounding of its binades, where it comes to a halt."""
+    """Returns 0.01 added a thousand times: the running sum, the rounding of its binades, where it
+    comes to a halt.
+    """
     term = torch.tensor(TERM, dtype=DTYPES[parameters["term"]], device=device.kind)
-    accumulator, method, num_terms = DTYPES[parameters["accumulator"]], parameters["method"], parameters["num_terms"]
+    accumulator, method, num_terms = (
+        DTYPES[parameters["accumulator"]],
+        parameters["method"],
+        parameters["num_terms"],
+    )
     added = term.to(accumulator) if parameters["cast"] == "explicit" else term
     is_sequential = method == "sequential"
     every = 1 if is_sequential else TRACE_EVERY
-    sums = running_sums(added, LONG_SUM if is_sequential else num_terms, accumulator, method, every=every)
+    sums = running_sums(
+        added, LONG_SUM if is_sequential else num_terms, accumulator, method, every=every
+    )
     trace = sums[: num_terms // every].double().cpu()
     final, exact = float(trace[-1]), TERM * num_terms
     metrics = {
@@ -44,8 +61,18 @@ def measure_sum(device: hardware.Device, parameters: dict) -> Measured:
             metrics["stall_measured"] = float(long_sum[-1])
             metrics["stall_terms"] = int((long_sum == long_sum[-1]).nonzero()[0]) + 1
         samples |= binades(long_sum[: metrics.get("stall_terms", num_terms)], accumulator)
-    names = {"method": method, "accumulator": dtype_name(sums.dtype), "term": dtype_name(term.dtype)}
-    cast = "none" if term.dtype == sums.dtype else "implicit" if added.dtype == term.dtype else "explicit"
+    names = {
+        "method": method,
+        "accumulator": dtype_name(sums.dtype),
+        "term": dtype_name(term.dtype),
+    }
+    cast = (
+        "none"
+        if term.dtype == sums.dtype
+        else "implicit"
+        if added.dtype == term.dtype
+        else "explicit"
+    )
     return Measured(
         metrics=metrics,
         case={**names, "cast": cast, "num_terms": len(trace) * every},
@@ -55,10 +82,11 @@ def measure_sum(device: hardware.Device, parameters: dict) -> Measured:
 
 
 def binades(sums: Tensor, accumulator: torch.dtype) -> dict[str, list[float]]:
-    """Returns for each binade [2ᵏ, 2ᵏ⁺¹) that running sums (fp64) pass through how its additions were rounded.
+    """Returns for each binade [2ᵏ, 2ᵏ⁺¹) that running sums (fp64) pass through how its additions
+    were rounded.
 
-    `binade_start`; `binade_spacing` of the accumulator's numbers; `binade_additions`: sums in it that another follows;
-    `binade_mean_step`: what an addition added there.
+    `binade_start`; `binade_spacing` of the accumulator's numbers; `binade_additions`: sums in it
+    that another follows; `binade_mean_step`: what an addition added there.
     """
     starts = torch.tensor([binade(value) for value in sums[:-1].tolist()], dtype=sums.dtype)
     inside = {start: sums.diff()[starts == start] for start in starts.unique().tolist()}
@@ -73,16 +101,21 @@ def binades(sums: Tensor, accumulator: torch.dtype) -> dict[str, list[float]]:
 def measure_normalisation(device: hardware.Device, parameters: dict) -> Measured:
     """Returns the error of a normalisation against fp64 on the same, already rounded, input.
 
-    `relative_error` is over finite rows; `rounding_error` that of the exact result rounded once, which none can beat.
+    `relative_error` is over finite rows; `rounding_error` that of the exact result rounded once,
+    which none can beat.
     """
     norm, shape = parameters["norm"], (parameters["rows"], parameters["features"])
     offset, epsilon = NORM_SETTINGS[parameters["setting"]]
     dtype, statistics_name = DTYPES[parameters["input"]], parameters["statistics"]
-    drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(0))  # the same on every device
+    drawn = torch.randn(
+        *shape, generator=torch.Generator().manual_seed(0)
+    )  # the same on every device
     x = ((drawn + offset) * parameters["scale"]).to(dtype).to(device.kind)
     if not x.isfinite().all():
         raise Skip(f"the input itself overflows {parameters['input']}")
-    exact, exact_square = normalise(x.to(fp64_device(device.kind)).double(), norm, epsilon, torch.float64)
+    exact, exact_square = normalise(
+        x.to(fp64_device(device.kind)).double(), norm, epsilon, torch.float64
+    )
     metrics: dict = {}
     if statistics_name == "library":
         function = F.layer_norm if norm == "layer_norm" else F.rms_norm
@@ -92,7 +125,9 @@ def measure_normalisation(device: hardware.Device, parameters: dict) -> Measured
         statistics_name = dtype_name(mean_square.dtype)
         metrics |= {
             "overflowed_fraction": float((~mean_square.isfinite()).double().mean()),
-            "vanished_fraction": float(((mean_square == 0).cpu() & (exact_square > 0).cpu()).double().mean()),
+            "vanished_fraction": float(
+                ((mean_square == 0).cpu() & (exact_square > 0).cpu()).double().mean()
+            ),
             "epsilon": float(torch.tensor(epsilon, dtype=mean_square.dtype)),
         }
     result, exact = result.cpu(), exact.cpu()

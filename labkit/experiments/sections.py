@@ -1,4 +1,6 @@
-"""How a case is run: its section's live objects, its phases one after another, and what all sections need for it."""
+"""How a case is run: its section's live objects, its phases one after another, and what all
+sections need for it.
+"""
 
 import contextlib
 import functools
@@ -19,21 +21,26 @@ from labkit.measure.timing import Timing, captured, synchronize
 from labkit.records import HOST_SECTION
 
 Runner = Callable[[hardware.Device, Case, dict[str, float]], Iterator[PhaseRun]]
-"""Yields the phases of a case on a device; the session's ceilings are as `ceiling_rates` names them."""
+"""Yields the phases of a case on a device; the session's ceilings are as `ceiling_rates` names
+them.
+"""
 
 KEPT_SAMPLES = 20
 """A record keeps its samples where there are at most this many."""
 
 SUSTAINED_S = {"cuda": 1.0, "mps": 1.0, "cpu": 0.1}
-"""Length of a sustained window and of the same calls before it. A CPU is neither metered nor at its power limit so
-soon: its windows only show that they can be had."""
+"""Length of a sustained window and of the same calls before it. A CPU is neither metered nor at its
+power limit so soon: its windows only show that they can be had.
+"""
 
 
 def section(measure: Callable[[Any, Case, str], Measured], live: Callable | None = None) -> Runner:
-    """Returns the usual runner: `measure` gets (live object, case, phase), and returns the phase's measurement.
+    """Returns the usual runner: `measure` gets (live object, case, phase), and returns the phase's
+    measurement.
 
     Args:
-        live: context manager of (device, case) around the live object; without it, that is the device.
+        live: context manager of (device, case) around the live object; without it, that is the
+            device.
     """
 
     def run(device: hardware.Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
@@ -44,14 +51,19 @@ def section(measure: Callable[[Any, Case, str], Measured], live: Callable | None
     return run
 
 
-def run_section(sections: Mapping[str, Runner], case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
-    """Yields each phase of `case` with the function that measures it; raises Skip for a precision that is not there.
+def run_section(
+    sections: Mapping[str, Runner], case: Case, ceilings: dict[str, float]
+) -> Iterator[PhaseRun]:
+    """Yields each phase of `case` with the function that measures it; raises Skip for a precision
+    that is not there.
 
     A case of the section "host", which every session begins with, needs no entry in `sections`.
     """
     device = hardware.detect()
     require_precision(device, case.parameters.get("precision", "fp32"))
-    yield from {HOST_SECTION: section(_measure_host), **sections}[case.section](device, case, ceilings)
+    yield from {HOST_SECTION: section(_measure_host), **sections}[case.section](
+        device, case, ceilings
+    )
 
 
 def _measure_host(device: hardware.Device, case: Case, name: str) -> Measured:
@@ -62,44 +74,73 @@ def _measure_host(device: hardware.Device, case: Case, name: str) -> Measured:
 
 @dataclass(frozen=True)
 class Timed:
-    """What a timer gave, what the GPU's clocks, power and temperature were, and of a call its host's `operator_us`."""
+    """What a timer gave, what the GPU's clocks, power and temperature were, and of a call its
+    host's `operator_us`.
+    """
 
     timing: Timing
     telemetry: dict[str, Any]
     operator_us: float | None = None
 
     def measured(
-        self, metrics: dict, case: dict, observed: dict | None = None, samples: dict | None = None, *, keep: str = ""
+        self,
+        metrics: dict,
+        case: dict,
+        observed: dict | None = None,
+        samples: dict | None = None,
+        *,
+        keep: str = "",
     ) -> Measured:
-        """Returns a measurement with the timer's own metrics before `metrics`; few times are kept under `keep`."""
+        """Returns a measurement with the timer's own metrics before `metrics`; few times are kept
+        under `keep`.
+        """
         samples = dict(samples or {})
         if keep and self.timing.n <= KEPT_SAMPLES:
             samples[keep] = list(self.timing.samples_ms)
         of_host = {"operator_us": self.operator_us} if self.operator_us else {}
         metrics = {**self.timing.metrics(), **of_host, **metrics}
-        return Measured(metrics, case, observed or {}, samples, self.timing.description(), self.telemetry)
+        return Measured(
+            metrics, case, observed or {}, samples, self.timing.description(), self.telemetry
+        )
 
 
-def timed(device: hardware.Device, timer: Callable[..., Timing], *args: Any, **options: Any) -> Timed:
+def timed(
+    device: hardware.Device, timer: Callable[..., Timing], *args: Any, **options: Any
+) -> Timed:
     """Returns what `timer(*args, **options)` gives, with the GPU watched while it runs."""
     with hardware.Monitor(device.kind) as monitor:
         timing = timer(*args, **options)
-    is_issued = device.kind != "cpu" and timing.method == "window"  # by the host, while the device runs
+    is_issued = (
+        device.kind != "cpu" and timing.method == "window"
+    )  # by the host, while the device runs
     return Timed(timing, monitor.summary, host.operator_us(device.kind) if is_issued else None)
 
 
 def sustained_metrics(
-    device: hardware.Device, timed: Timed, call: Callable[[], Any], *, ceiling: float | None = None, **work: float
+    device: hardware.Device,
+    timed: Timed,
+    call: Callable[[], Any],
+    *,
+    ceiling: float | None = None,
+    **work: float,
 ) -> dict:
-    """Returns the metrics of `call` run back to back, see `measure.power`; its window joins the telemetry of `timed`.
+    """Returns the metrics of `call` run back to back, see `measure.power`; its window joins the
+    telemetry of `timed`.
 
     Args:
-        timed: what its timer gave. What was replayed from a CUDA graph is replayed here, and not held up by the host.
-        ceiling: the session's sustained rate in the unit of the call's; work: `flops` or `num_bytes` of a call.
+        timed: what its timer gave. What was replayed from a CUDA graph is replayed here, and not
+            held up by the host. ceiling: the session's sustained rate in the unit of the call's;
+            work: `flops` or `num_bytes` of a call.
     """
     is_replayed, length_s = timed.timing.method == "graph", SUSTAINED_S[device.kind]
     run, num_calls = captured(call) if is_replayed else (call, 1)
-    found = sustained(run, device_kind=device.kind, warmup_s=length_s, window_s=length_s, calls_per_function=num_calls)
+    found = sustained(
+        run,
+        device_kind=device.kind,
+        warmup_s=length_s,
+        window_s=length_s,
+        calls_per_function=num_calls,
+    )
     metrics = found.metrics(**work)
     if ceiling:
         rate = metrics["sustained_tflops" if "flops" in work else "sustained_gb_per_s"]
@@ -120,7 +161,9 @@ def time_once_ms(call: Callable, device_kind: str) -> float:
 
 
 def fractions(rate: float, ceiling: float | None, peak: float | None) -> dict[str, float | None]:
-    """Returns a rate's share of the session's ceiling and of the datasheet's peak, in the same unit."""
+    """Returns a rate's share of the session's ceiling and of the datasheet's peak, in the same
+    unit.
+    """
     return {
         "ceiling": ceiling,
         "ceiling_fraction": rate / ceiling if ceiling else None,
@@ -128,8 +171,12 @@ def fractions(rate: float, ceiling: float | None, peak: float | None) -> dict[st
     }
 
 
-def timed_with_peak(device: hardware.Device, timer: Callable[..., Timing], *args, **options) -> tuple[Timed, dict]:
-    """Returns what `timed` gives, and on CUDA the peak of memory meanwhile; unused memory is given back before."""
+def timed_with_peak(
+    device: hardware.Device, timer: Callable[..., Timing], *args, **options
+) -> tuple[Timed, dict]:
+    """Returns what `timed` gives, and on CUDA the peak of memory meanwhile; unused memory is given
+    back before.
+    """
     empty_cache(device)
     if device.kind != "cuda":
         return timed(device, timer, *args, **options), {}
@@ -139,10 +186,18 @@ def timed_with_peak(device: hardware.Device, timer: Callable[..., Timing], *args
 
 
 def require_precision(device: hardware.Device, precision: str) -> None:
-    """Raises Skip for a precision that the device lacks, or only emulates: it would be timed as something else."""
-    if precision == "tf32" and (device.kind != "cuda" or torch.cuda.get_device_capability() < (8, 0)):
+    """Raises Skip for a precision that the device lacks, or only emulates: it would be timed as
+    something else.
+    """
+    if precision == "tf32" and (
+        device.kind != "cuda" or torch.cuda.get_device_capability() < (8, 0)
+    ):
         raise Skip(f"{device.name} has no TF32")
-    if precision == "bf16" and device.kind == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if (
+        precision == "bf16"
+        and device.kind == "cuda"
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
         raise Skip(f"{device.name} has no bfloat16")
 
 
@@ -167,6 +222,8 @@ def empty_cache(device: hardware.Device) -> None:
 
 @functools.cache
 def freeze_modules() -> None:
-    """Excludes live objects, imported modules above all, from later garbage collections: every case makes some."""
+    """Excludes live objects, imported modules above all, from later garbage collections: every case
+    makes some.
+    """
     gc.collect()
     gc.freeze()

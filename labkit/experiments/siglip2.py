@@ -1,11 +1,13 @@
-"""Notebook 08: SigLIP 2's vision encoder on packed images, as first written, step by step faster, beside its peers.
+"""Notebook 08: SigLIP 2's vision encoder on packed images, as first written, step by step faster,
+beside its peers.
 
-Sections: "ceilings", "floor" (the matrix products alone), "steps" (forward pass, both passes, and both with AdamW, of
-a batch under every way to run the encoder), "profile" (their kernels), "modules" (each part of the encoder alone),
-"accuracy" (a shallow encoder against fp64), "kernels" (each fused kernel against others, see `fused_contest`).
+Sections: "ceilings", "floor" (the matrix products alone), "steps" (forward pass, both passes, and
+both with AdamW, of a batch under every way to run the encoder), "profile" (their kernels),
+"modules" (each part of the encoder alone), "accuracy" (a shallow encoder against fp64), "kernels"
+(each fused kernel against others, see `fused_contest`).
 
-A step is timed by replaying it from a CUDA graph, call by call, and back to back. Workload "A" is images of one size;
-"B" as many patches in images of many sizes.
+A step is timed by replaying it from a CUDA graph, call by call, and back to back. Workload "A" is
+images of one size; "B" as many patches in images of many sizes.
 """
 
 import contextlib
@@ -37,7 +39,14 @@ from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.kernels.attention import load_fa3, unavailable_reason
 from labkit.measure.profiling import RangeMarker, capture_with_kineto, launches
 from labkit.measure.timing import time_callable
-from labkit.models.siglip2 import ATTENTION, IMPLS, MASK_OPTIONS, POSITIONS, Siglip2Encoder, add_and_norm
+from labkit.models.siglip2 import (
+    ATTENTION,
+    IMPLS,
+    MASK_OPTIONS,
+    POSITIONS,
+    Siglip2Encoder,
+    add_and_norm,
+)
 from labkit.numerics import DTYPES, relative_error
 
 __all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_rates", "run_case"]
@@ -64,28 +73,34 @@ def cases(profile: str, device_kind: str) -> list[Case]:
         batch = {"size": grid.size, "workload": workload, "images": grid.images, "precision": dtype}
         result.append(Case("floor", batch, PASSES, sustained=PASSES, **limits))
         ways = [way for way in ways if device_kind == "cuda" or COMPILED not in way]
-        # Each in a process of its own: what is compiled for one is not there for the next, nor is its memory.
+        # Each in a process of its own: what is compiled for one is not there for the next, nor is
+        # its memory.
         options = {"fresh_process": True, "sustained": STEP_PHASES, **limits}
         result += [Case("steps", batch | {"way": way}, STEP_PHASES, **options) for way in ways]
     batch = {"size": grid.size, "workload": "A", "images": grid.images, "precision": dtype}
-    result += [Case("profile", batch | {"way": way}, PASSES[1:], limit) for way in ("eager", "fused")]
+    result += [
+        Case("profile", batch | {"way": way}, PASSES[1:], limit) for way in ("eager", "fused")
+    ]
     for precision in grid.modules if device_kind == "cuda" else ("fp32",):
         phases = tuple(f"{impl} {which}" for which in PASSES for impl in MODULE_IMPLS)
         parts = [batch | {"precision": precision, "module": module} for module in MODULES]
         result += [Case("modules", part, phases, **limits) for part in parts]
     dtypes = grid.accuracy if device_kind == "cuda" else ("fp32",)
-    result += [Case("accuracy", {"size": grid.size, "precision": each}, IMPLS, limit) for each in dtypes]
+    result += [
+        Case("accuracy", {"size": grid.size, "precision": each}, IMPLS, limit) for each in dtypes
+    ]
     return result + kernel_cases(grid.kernels, grid.kernel_impls, dtype, limits)
 
 
-# ---- batches ----------------------------------------------------------------------------------------------------
+# ---- batches -------------------------------------------------------------------------------------
 
 
 def draw_grids(workload: str, num_images: int, side: int) -> Tensor:
     """Returns heights and widths in patches (I, 2) int64.
 
-    "A": images of side × side patches. "B": as many patches in all, an image's between 1/16 and 4 times as many, most
-    of them small (its logarithm is uniform) and of any shape; the last images fill up what is missing.
+    "A": images of side × side patches. "B": as many patches in all, an image's between 1/16 and 4
+    times as many, most of them small (its logarithm is uniform) and of any shape; the last images
+    fill up what is missing.
 
     Raises ValueError for another workload.
     """
@@ -107,7 +122,9 @@ def draw_grids(workload: str, num_images: int, side: int) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The patches of a batch of images (M, patch_dim), the images' grids, and the gradient of the output (M, C)."""
+    """The patches of a batch of images (M, patch_dim), the images' grids, and the gradient of the
+    output (M, C).
+    """
 
     config: Siglip2Config
     patches: Tensor
@@ -128,14 +145,18 @@ class Batch:
 
     @property
     def flops(self) -> int:
-        """Of a forward pass: two for each weight of a matrix and patch, and those of attention within images."""
+        """Of a forward pass: two for each weight of a matrix and patch, and those of attention
+        within images.
+        """
         c = self.config
-        of_patch = 2 * c.patch_dim * c.d_model + c.num_layers * (8 * c.d_model**2 + 4 * c.d_model * c.d_ff)
+        of_patch = 2 * c.patch_dim * c.d_model + c.num_layers * (
+            8 * c.d_model**2 + 4 * c.d_model * c.d_ff
+        )
         pairs = int(self.grids.prod(1).square().sum())
         return len(self.patches) * of_patch + c.num_layers * 4 * pairs * c.d_model
 
 
-# ---- ways to run it ---------------------------------------------------------------------------------------------
+# ---- ways to run it ------------------------------------------------------------------------------
 
 
 def _encoder(batch: Batch, way: str) -> tuple[nn.Module, Callable[[], Tensor]]:
@@ -147,7 +168,8 @@ def _encoder(batch: Batch, way: str) -> tuple[nn.Module, Callable[[], Tensor]]:
     if attend := _other_attention(change, batch):
         for layer in model.layers:
             layer.self_attn.attend = attend
-    # What takes a packing gets it as it would from a loader of data; the others read the grids themselves.
+    # What takes a packing gets it as it would from a loader of data; the others read the grids
+    # themselves.
     grids = model.pack(batch.grids) if model.step >= POSITIONS else batch.grids
     if way.endswith(COMPILED):
         options = MASK_OPTIONS if impl == "eager" else {"use_fast_math": change == "fast math"}
@@ -164,11 +186,15 @@ def graph_breaks(device: hardware.Device, precision: str, impl: str) -> int:
 
 
 def _other_attention(name: str, batch: Batch) -> Callable[[Tensor, Tensor, int], Tensor] | None:
-    """Returns what takes the place of `flash_attention_qkv`, None for another name; raises Skip if it cannot run."""
+    """Returns what takes the place of `flash_attention_qkv`, None for another name; raises Skip if
+    it cannot run.
+    """
     if name == "FlashAttention-2":  # PyTorch's copy of it
         from torch.nn.attention.varlen import varlen_attn
 
-        return lambda qkv, lengths, longest: varlen_attn(*qkv.unbind(1), lengths, lengths, longest, longest)
+        return lambda qkv, lengths, longest: varlen_attn(
+            *qkv.unbind(1), lengths, lengths, longest, longest
+        )
     if name != "FlashAttention-3":
         return None
     q = batch.patches.new_empty(1, batch.config.num_heads, 1, batch.config.d_head)
@@ -176,7 +202,10 @@ def _other_attention(name: str, batch: Batch) -> Callable[[Tensor, Tensor, int],
         raise Skip(reason)
     function, names = load_fa3(), ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     return lambda qkv, lengths, longest: function(
-        *qkv.unbind(1), False, False, dict(zip(names, (lengths, lengths, longest, longest), strict=True))
+        *qkv.unbind(1),
+        False,
+        False,
+        dict(zip(names, (lengths, lengths, longest, longest), strict=True)),
     )
 
 
@@ -207,7 +236,9 @@ def _transformers(batch: Batch, way: str) -> tuple[nn.Module, Callable[[], Tenso
     inside = mask.to(pixels.device)
     pixels[inside] = batch.patches
     if way.endswith(COMPILED):
-        for layer in next(module for name, module in model.named_modules() if name.endswith("encoder.layers")):
+        for layer in next(
+            module for name, module in model.named_modules() if name.endswith("encoder.layers")
+        ):
             layer.compile(dynamic=False)
     inputs = {"pixel_values": pixels, "pixel_attention_mask": inside, "spatial_shapes": batch.grids}
     places = inside.flatten().nonzero().squeeze(1)
@@ -226,14 +257,23 @@ def _live_step(device: hardware.Device, case: Case) -> Iterator[dict]:
             parameter.grad = None
         forward().backward(batch.grad)
 
-    # So slow that the weights stay what they are: numbers that grow or vanish change the power that products take.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True, capturable=device.kind == "cuda")
+    # So slow that the weights stay what they are: numbers that grow or vanish change the power that
+    # products take.
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-6, fused=True, capturable=device.kind == "cuda"
+    )
 
     def step() -> None:
         forward_backward()
         optimizer.step()
 
-    yield {"forward": forward, "forward_backward": forward_backward, "step": step, "batch": batch, "device": device}
+    yield {
+        "forward": forward,
+        "forward_backward": forward_backward,
+        "step": step,
+        "batch": batch,
+        "device": device,
+    }
     model = forward = optimizer = None
     empty_cache(device)
 
@@ -248,7 +288,9 @@ def _measure_step(live: dict, case: Case, phase: str, ceilings: dict[str, float]
     device, batch, call = live["device"], live["batch"], live[phase]
     out = call()
     if phase == "forward":
-        assert out.shape == batch.grad.shape, f"{tuple(out.shape)} in place of {tuple(batch.grad.shape)}"
+        assert out.shape == batch.grad.shape, (
+            f"{tuple(out.shape)} in place of {tuple(batch.grad.shape)}"
+        )
         if not out.isfinite().all():
             raise AssertionError("the output has values that are not finite")
         del out
@@ -261,33 +303,57 @@ def _measure_step(live: dict, case: Case, phase: str, ceilings: dict[str, float]
     name = f"gemm {case.parameters['precision']}"
     peak = device.peaks.tflops(case.parameters["precision"]) if device.peaks else None
     metrics |= fractions(metrics["achieved_tflops"], ceilings.get(name), peak)
-    metrics |= sustained_metrics(device, found, call, flops=flops, ceiling=ceilings.get(f"sustained {name}"))
-    observed = {"num_images": len(batch.grids), "num_patches": len(batch.patches), "is_replayed": is_captured}
-    if phase == case.phases[-1] and way in IMPLS:  # the last: torch then forgets what it has compiled
+    metrics |= sustained_metrics(
+        device, found, call, flops=flops, ceiling=ceilings.get(f"sustained {name}")
+    )
+    observed = {
+        "num_images": len(batch.grids),
+        "num_patches": len(batch.patches),
+        "is_replayed": is_captured,
+    }
+    if (
+        phase == case.phases[-1] and way in IMPLS
+    ):  # the last: torch then forgets what it has compiled
         observed["breaks_of_one_graph"] = graph_breaks(device, case.parameters["precision"], way)
-    metrics["padded_fraction"] = 1 - len(batch.patches) / (int(batch.grids.prod(1).max()) * len(batch.grids))
+    metrics["padded_fraction"] = 1 - len(batch.patches) / (
+        int(batch.grids.prod(1).max()) * len(batch.grids)
+    )
     return found.measured(metrics, case.parameters, observed, keep="step_ms")
 
 
-def _timed(device: hardware.Device, call: Callable, case: Case, is_captured: bool) -> tuple[Timed, dict[str, float]]:
-    """Returns the times of a call, replayed if it is captured, and {"call_ms": …, "peak_bytes": …} of it launched."""
+def _timed(
+    device: hardware.Device, call: Callable, case: Case, is_captured: bool
+) -> tuple[Timed, dict[str, float]]:
+    """Returns the times of a call, replayed if it is captured, and {"call_ms": …, "peak_bytes": …}
+    of it launched.
+    """
     few = {"device_kind": device.kind, "num_warmup": 2, "time_limit_s": case.time_limit_s}
     called, metrics = timed_with_peak(device, time_callable, call, **few)
     metrics |= {"call_ms": called.timing.metrics()["host_median_ms"] or called.timing.median_ms}
-    return timed(device, time_callable, call, method="graph", **few) if is_captured else called, metrics
+    return timed(
+        device, time_callable, call, method="graph", **few
+    ) if is_captured else called, metrics
 
 
-# ---- modules ----------------------------------------------------------------------------------------------------
+# ---- modules -------------------------------------------------------------------------------------
 
 
-def _module(batch: Batch, module: str, impl: str, dtype=None) -> tuple[list[Tensor], Callable[[], tuple[Tensor, ...]]]:
+def _module(
+    batch: Batch, module: str, impl: str, dtype=None
+) -> tuple[list[Tensor], Callable[[], tuple[Tensor, ...]]]:
     """Returns the leaves of a part of the encoder, its inputs and parameters, and its forward pass.
 
-    With a dtype it does not drop out, and computes in that from the values that it has in the batch's.
+    With a dtype it does not drop out, and computes in that from the values that it has in the
+    batch's.
     """
     torch.manual_seed(0)  # on the CPU: a GPU draws other numbers for a weight of another shape
-    model = Siglip2Encoder(dataclasses.replace(batch.config, num_layers=1), impl).train(dtype is None)
-    model, inputs = (x.to(batch.grad.device, batch.grad.dtype) for x in (model, torch.randn(2, *batch.grad.shape)))
+    model = Siglip2Encoder(dataclasses.replace(batch.config, num_layers=1), impl).train(
+        dtype is None
+    )
+    model, inputs = (
+        x.to(batch.grad.device, batch.grad.dtype)
+        for x in (model, torch.randn(2, *batch.grad.shape))
+    )
     packing, layer, norm = model.pack(batch.grids), model.layers[0], model.layers[0].layer_norm2
     model, patches, inputs = (value.to(dtype=dtype) for value in (model, batch.patches, inputs))
     x, residual = (value.requires_grad_() for value in inputs)
@@ -313,7 +379,9 @@ def _measure_module(device: hardware.Device, case: Case, phase: str) -> Measured
     def call() -> tuple[Tensor, ...]:
         return forward() if which == "forward" else torch.autograd.grad(forward(), leaves, grads)
 
-    is_captured = device.kind == "cuda" and module != "embeddings"  # whose first reads its grids on the host
+    is_captured = (
+        device.kind == "cuda" and module != "embeddings"
+    )  # whose first reads its grids on the host
     found, metrics = _timed(device, call, case, is_captured)
     if which == "forward":
         ours = _module(batch, module, impl, batch.patches.dtype)[1]()
@@ -322,16 +390,30 @@ def _measure_module(device: hardware.Device, case: Case, phase: str) -> Measured
     return found.measured(metrics, case.parameters, {"is_replayed": is_captured})
 
 
-# ---- floor, profile, accuracy -----------------------------------------------------------------------------------
+# ---- floor, profile, accuracy --------------------------------------------------------------------
 
 
 def _measure_floor(device: hardware.Device, case: Case, phase: str) -> Measured:
-    """The products of all layers, one after another, on tensors of a step's shapes: nothing else."""
+    """The products of all layers, one after another, on tensors of a step's shapes: nothing
+    else.
+    """
     batch = Batch.of(device, case.parameters)
-    c, rows, options = batch.config, len(batch.patches), {"device": device.kind, "dtype": batch.patches.dtype}
-    shapes = ((c.d_model, 3 * c.d_model), (c.d_model, c.d_model), (c.d_model, c.d_ff), (c.d_ff, c.d_model))
+    c, rows, options = (
+        batch.config,
+        len(batch.patches),
+        {"device": device.kind, "dtype": batch.patches.dtype},
+    )
+    shapes = (
+        (c.d_model, 3 * c.d_model),
+        (c.d_model, c.d_model),
+        (c.d_model, c.d_ff),
+        (c.d_ff, c.d_model),
+    )
     sets = [
-        [torch.randn(*shape, **options) for shape in ((rows, before), (after, before), (rows, after))]
+        [
+            torch.randn(*shape, **options)
+            for shape in ((rows, before), (after, before), (rows, after))
+        ]
         for before, after in shapes
     ]
 
@@ -344,7 +426,9 @@ def _measure_floor(device: hardware.Device, case: Case, phase: str) -> Measured:
                     grad.T @ x
 
     few = {"device_kind": device.kind, "num_warmup": 2, "time_limit_s": case.time_limit_s}
-    found = timed(device, time_callable, products, method="graph" if device.kind == "cuda" else None, **few)
+    found = timed(
+        device, time_callable, products, method="graph" if device.kind == "cuda" else None, **few
+    )
     flops = sum(2 * rows * before * after for before, after in shapes) * c.num_layers
     flops *= 3 if phase == "forward_backward" else 1
     metrics = {"flops": flops, "achieved_tflops": flops / found.timing.median_ms / 1e9}
@@ -371,24 +455,35 @@ def _measure_profile(live: dict, case: Case, phase: str) -> Measured:
 
 
 @contextlib.contextmanager
-def _live_accuracy(device: hardware.Device, case: Case) -> Iterator[Callable[[str, torch.dtype, str], dict]]:
-    """Yields what runs a shallow encoder: (impl, dtype, device kind) → output and gradients by name, on the CPU."""
+def _live_accuracy(
+    device: hardware.Device, case: Case
+) -> Iterator[Callable[[str, torch.dtype, str], dict]]:
+    """Yields what runs a shallow encoder: (impl, dtype, device kind) → output and gradients by
+    name, on the CPU.
+    """
     config = dataclasses.replace(SIGLIP2_SIZES[case.parameters["size"]], num_layers=2)
     dtype = DTYPES[case.parameters["precision"]]
     grids = torch.tensor([[16, 16], [9, 13], [1, 1], [3, 30]]).clamp(max=config.position_side)
     torch.manual_seed(0)
     state = Siglip2Encoder(config, "eager").state_dict()
     # Biases and gains that are not all 0 or 1, of values that the dtype has.
-    state = {name: (x + 0.1 * torch.randn_like(x) * (x.dim() == 1)).to(dtype) for name, x in state.items()}
+    state = {
+        name: (x + 0.1 * torch.randn_like(x) * (x.dim() == 1)).to(dtype)
+        for name, x in state.items()
+    }
     num_patches = int(grids.prod(1).sum())
-    patches, grad = (torch.randn(num_patches, width).to(dtype) for width in (config.patch_dim, config.d_model))
+    patches, grad = (
+        torch.randn(num_patches, width).to(dtype) for width in (config.patch_dim, config.d_model)
+    )
 
     def run(impl: str, dtype: torch.dtype, kind: str) -> dict[str, Tensor]:
         model = Siglip2Encoder(config, impl, device=kind, dtype=dtype).eval()
         model.load_state_dict(state)
         out = model(patches.to(kind, dtype), grids)
         names, parameters = zip(*model.named_parameters(), strict=True)
-        found = dict(zip(names, torch.autograd.grad(out, parameters, grad.to(kind, dtype)), strict=True))
+        found = dict(
+            zip(names, torch.autograd.grad(out, parameters, grad.to(kind, dtype)), strict=True)
+        )
         for name in [name for name in found if "qkv_proj" in name]:
             parts = zip("qkv", found.pop(name).chunk(3), strict=True)
             found |= {name.replace("qkv_proj", f"{letter}_proj"): part for letter, part in parts}
@@ -404,7 +499,8 @@ def _measure_accuracy(run: Callable, case: Case, impl: str) -> Measured:
     # The exact gradient of k's bias is zero: softmax does not see it.
     names = [name for name in exact if not name.endswith("k_proj.bias")]
     errors = {
-        name: (relative_error(ours[name], exact[name]), relative_error(eager[name], exact[name])) for name in names
+        name: (relative_error(ours[name], exact[name]), relative_error(eager[name], exact[name]))
+        for name in names
     }
     out, of_eager = errors.pop("out")
     worst = max(errors, key=lambda name: errors[name][0] / errors[name][1])
@@ -414,7 +510,8 @@ def _measure_accuracy(run: Callable, case: Case, impl: str) -> Measured:
     rounding = torch.finfo(DTYPES[case.parameters["precision"]]).eps / 2
     if out > limits[0] + rounding or errors[worst][0] > limits[1] + rounding:
         raise AssertionError(
-            f"wrong: errors {out:.2g} and {errors[worst][0]:.2g} ({worst}), eager's {errors[worst][1]:.2g}"
+            f"wrong: errors {out:.2g} and {errors[worst][0]:.2g} ({worst}), eager's "
+            f"{errors[worst][1]:.2g}"
         )
     return Measured(metrics, case.parameters, {"worst": worst})
 

@@ -1,10 +1,11 @@
 """Any grid of cases through an isolated worker process, with progress, timeouts and resume.
 
-A worker runs a case phase by phase, and each phase becomes a record as soon as it is measured. After an out-of-memory,
-an error, a crash or a timeout the worker is replaced, so that one case cannot harm the next.
+A worker runs a case phase by phase, and each phase becomes a record as soon as it is measured.
+After an out-of-memory, an error, a crash or a timeout the worker is replaced, so that one case
+cannot harm the next.
 
-Workers are forked from a server that has imported the experiment's module and never touched the device: a new one
-costs a fork and a device context instead of importing torch again.
+Workers are forked from a server that has imported the experiment's module and never touched the
+device: a new one costs a fork and a device context instead of importing torch again.
 """
 
 import contextlib
@@ -47,26 +48,33 @@ from labkit.records import (
 )
 
 MAX_REPEATS = 2
-"""How often a phase that other processes disturb is measured again, each time in a fresh process."""
+"""How often a phase that other processes disturb is measured again, each time in a fresh process.
+"""
 
 MOST_IN_VAIN = 2
-"""After this many phases in a row that stayed disturbed, none is repeated until one was measured undisturbed."""
+"""After this many phases in a row that stayed disturbed, none is repeated until one was measured
+undisturbed.
+"""
 
 SHARED_TEMPORARY = Path("/tmp")
 """Wherever TMPDIR points, which can differ between processes."""
 
 LOCK_HELD = "LABKIT_LOCK_HELD"
-"""Environment variable that tells child processes which device's lock this process holds for them."""
+"""Environment variable that tells child processes which device's lock this process holds for them.
+"""
 
 THREAD_POLICY = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
-"""For GNU's and for LLVM's OpenMP. Where another process occupies a core, threads that spin while they wait take the
-core that the others need, and a step takes a hundred times as long."""
+"""For GNU's and for LLVM's OpenMP. Where another process occupies a core, threads that spin while
+they wait take the core that the others need, and a step takes a hundred times as long.
+"""
 
 COMPILER = "torch._inductor.compile_fx"
 
 PRELOADED = ("torch._dynamo", COMPILER)
-"""What the server imports beside the experiment; each worker would take seconds to import it for its first optimizer or
-compilation. The compiler only without a GPU, which the server must not touch."""
+"""What the server imports beside the experiment; each worker would take seconds to import it for
+its first optimizer or compilation. The compiler only without a GPU, which the server must not
+touch.
+"""
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,8 @@ class Case:
     """A unit of work for the worker: the phases share what building the case costs.
 
     Attributes:
-        section: the question it belongs to; parameters: JSON values that identify it within the section.
+        section: the question it belongs to; parameters: JSON values that identify it within the
+            section.
         phases: what is measured, in order.
         time_limit_s: for the timed samples of one phase, see `time_callable`.
         timeout_s: limit for building the case, and for each phase.
@@ -110,7 +119,9 @@ class Measured:
 
 
 class Skip(Exception):
-    """Raised by an experiment for a case that this device or installation cannot run; the text says why."""
+    """Raised by an experiment for a case that this device or installation cannot run; the text says
+    why.
+    """
 
 
 PhaseRun = tuple[str, Callable[[], Measured]]
@@ -195,9 +206,11 @@ def _kill_group(pid: int) -> None:
 
 
 def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
-    """Returns the context that starts workers. On Linux it is a fork server that is loading the experiment.
+    """Returns the context that starts workers. On Linux it is a fork server that is loading the
+    experiment.
 
-    Sets how OpenMP waits and how many threads it starts, for this process too if it has not loaded torch yet.
+    Sets how OpenMP waits and how many threads it starts, for this process too if it has not loaded
+    torch yet.
     """
     for name, value in THREAD_POLICY.items():
         os.environ.setdefault(name, value)
@@ -205,22 +218,27 @@ def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
         return multiprocessing.get_context("spawn")
     os.environ.setdefault("OMP_NUM_THREADS", str(hardware.num_usable_cores()))
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        # PyTorch's default is a folder that another user may have made and filled, and it loads code from there.
+        # PyTorch's default is a folder that another user may have made and filled, and it loads
+        # code from there.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_own_folder() / "torchinductor")
     context = multiprocessing.get_context("forkserver")
     has_gpu = hardware.has_gpu_driver()
     if not has_gpu:
-        # Otherwise the compiler test-compiles for each instruction set of the processor, seconds each, to detect builds
-        # of PyTorch by compilers that nobody uses today.
+        # Otherwise the compiler test-compiles for each instruction set of the processor, seconds
+        # each, to detect builds of PyTorch by compilers that nobody uses today.
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-    context.set_forkserver_preload([module_name, *(name for name in PRELOADED if name != COMPILER or not has_gpu)])
-    # The server sees that the session has ended only when it has imported all of that; the guard ends it at once.
+    context.set_forkserver_preload(
+        [module_name, *(name for name in PRELOADED if name != COMPILER or not has_gpu)]
+    )
+    # The server sees that the session has ended only when it has imported all of that; the guard
+    # ends it at once.
     guard.move_temporary_files()
     try:
         forkserver.ensure_running()
     except OSError as error:
         raise RequestError(
-            f"cannot start workers: {error} ({tempfile.gettempdir()}; set TMPDIR to a folder with a short path)"
+            f"cannot start workers: {error} ({tempfile.gettempdir()}; set TMPDIR to a folder with "
+            f"a short path)"
         ) from None
     return context
 
@@ -242,7 +260,9 @@ class _Worker:
             self.connection.send((case, ceilings))
 
     def receive(self, timeout_s: float) -> tuple:
-        """Returns the worker's next message; ("failed", …) after `timeout_s` without one, ("ended", …) if it ended."""
+        """Returns the worker's next message; ("failed", …) after `timeout_s` without one, ("ended",
+        …) if it ended.
+        """
         if not wait([self.connection, self.process.sentinel], timeout_s):
             return ("failed", "timeout", f"no result within {timeout_s:g} s")
         try:
@@ -253,7 +273,11 @@ class _Worker:
         self.process.join(timeout_s)
         code = self.process.exitcode
         if code is None:
-            return ("failed", "timeout", f"the worker closed its connection and did not end within {timeout_s:g} s")
+            return (
+                "failed",
+                "timeout",
+                f"the worker closed its connection and did not end within {timeout_s:g} s",
+            )
         if code < 0:
             names = {number.value: number.name for number in signal.Signals}
             return ("ended", f"the worker was killed by {names.get(-code, f'signal {-code}')}")
@@ -275,7 +299,9 @@ def _is_private(folder: str | Path) -> bool:
 
 
 def _own_folder() -> Path:
-    """Returns the folder of this user's files that outlive a process; raises RequestError if another user made it."""
+    """Returns the folder of this user's files that outlive a process; raises RequestError if
+    another user made it.
+    """
     folder = SHARED_TEMPORARY / f"labkit-{os.getuid()}"
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700)
@@ -300,7 +326,10 @@ def _lock(path: Path, device_name: str, wait: bool) -> TextIO:
 
     try:
         file = open(
-            path, "a+", encoding="utf-8", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600)
+            path,
+            "a+",
+            encoding="utf-8",
+            opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600),
         )
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -311,16 +340,20 @@ def _lock(path: Path, device_name: str, wait: bool) -> TextIO:
             print(f"labkit: waiting for {message}", file=sys.stderr, flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
-        raise RequestError(f"cannot lock {path}: {error.strerror}; set XDG_RUNTIME_DIR to another folder") from None
+        raise RequestError(
+            f"cannot lock {path}: {error.strerror}; set XDG_RUNTIME_DIR to another folder"
+        ) from None
     return file
 
 
 @contextlib.contextmanager
-def measuring_lock(device: hardware.Device, notebook: str, folder: Path, *, wait: bool = True) -> Iterator[None]:
+def measuring_lock(
+    device: hardware.Device, notebook: str, folder: Path, *, wait: bool = True
+) -> Iterator[None]:
     """Holds this user's lock of a physical device, so that only one run measures on it at a time.
 
-    If it must wait, it says once on stderr for what. The lock ends with the process, however that ends, and is shared
-    with the processes that this one starts.
+    If it must wait, it says once on stderr for what. The lock ends with the process, however that
+    ends, and is shared with the processes that this one starts.
 
     Args:
         device: what is measured; notebook, folder: what a waiting run says about this one.
@@ -336,7 +369,9 @@ def measuring_lock(device: hardware.Device, notebook: str, folder: Path, *, wait
     with _lock(_lock_path(key), device.name, wait) as file:
         file.truncate(0)
         since = f"{datetime.datetime.now():%H:%M}"
-        json.dump({"notebook": notebook, "pid": os.getpid(), "folder": str(folder), "since": since}, file)
+        json.dump(
+            {"notebook": notebook, "pid": os.getpid(), "folder": str(folder), "since": since}, file
+        )
         file.flush()
         os.environ[LOCK_HELD] = key
         try:
@@ -346,11 +381,15 @@ def measuring_lock(device: hardware.Device, notebook: str, folder: Path, *, wait
 
 
 def _lock_holder(file: TextIO) -> str:
-    """Returns who holds a lock as " (05_attention, process 123, since 12:03)"; "" if it has not written that yet."""
+    """Returns who holds a lock as " (05_attention, process 123, since 12:03)"; "" if it has not
+    written that yet.
+    """
     try:
         file.seek(0)
         holder = json.load(file)
-        os.kill(holder["pid"], 0)  # what was written by a process that has ended says nothing of the holder
+        os.kill(
+            holder["pid"], 0
+        )  # what was written by a process that has ended says nothing of the holder
         return " ({notebook}, process {pid}, since {since})".format(**holder)
     except (ValueError, KeyError, TypeError, OSError):
         return ""
@@ -362,7 +401,16 @@ class Session:
     `measure(section)` runs what is not yet recorded.
     """
 
-    def __init__(self, notebook: str, *, device: str, profile: str, output: str | Path, fresh: bool, options: dict):
+    def __init__(
+        self,
+        notebook: str,
+        *,
+        device: str,
+        profile: str,
+        output: str | Path,
+        fresh: bool,
+        options: dict,
+    ):
         self.notebook = notebook
         self.module_name = f"labkit.experiments.{notebook.split('_', 1)[1]}"
         _worker_context(self.module_name)  # starts loading the experiment in the server
@@ -377,7 +425,10 @@ class Session:
         profile = chosen_profile(profile, self.device.default_profile)
         accepted = list(inspect.signature(self.experiment.cases).parameters)[2:]
         if unknown := options.keys() - set(accepted):
-            raise RequestError(f"unknown option {sorted(unknown)[0]!r} of {notebook}; accepted: {', '.join(accepted)}")
+            raise RequestError(
+                f"unknown option {sorted(unknown)[0]!r} of {notebook}; accepted: "
+                f"{', '.join(accepted)}"
+            )
         options = {**options, **notebooks.narrowing(notebook, profile, options)}
         from labkit.measure.host import PROBES  # imports torch, as the experiment has
 
@@ -400,7 +451,8 @@ class Session:
         write_json(self.folder / "environment.json", hardware.environment(self.device))
 
     def measure(self, section: str) -> None:
-        """Measures the section's cases that are not recorded yet, one record per phase, under the device's lock.
+        """Measures the section's cases that are not recorded yet, one record per phase, under the
+        device's lock.
 
         Before the first of them, what the session measures of the device and of its host.
         """
@@ -417,12 +469,20 @@ class Session:
         wanted = [case for case in self.cases if case.section == section]
         if section in SESSION_SECTIONS:
             others = (case for case in self.cases if case.section not in SESSION_SECTIONS)
-            is_due = section not in self._begun and any(self._missing(case, recorded) for case in others)
+            is_due = section not in self._begun and any(
+                self._missing(case, recorded) for case in others
+            )
             return wanted if is_due else []
-        return [replace(case, phases=missing) for case in wanted if (missing := self._missing(case, recorded))]
+        return [
+            replace(case, phases=missing)
+            for case in wanted
+            if (missing := self._missing(case, recorded))
+        ]
 
     def finish(self) -> None:
-        """Writes the file that says that the notebook reached its end, and how much of its grid has no record yet."""
+        """Writes the file that says that the notebook reached its end, and how much of its grid has
+        no record yet.
+        """
         recorded = self._recorded()
         profile = "full" if self.profile == "key" else self.profile
         grid = self.experiment.cases(profile, self.device.kind)
@@ -437,18 +497,24 @@ class Session:
 
     def _recorded(self, machine: str | None = None) -> set[str]:
         """Returns the resume keys of the records, or of one machine's."""
-        return {record.resume_key() for record in self.store.load() if machine in (None, record.machine)}
+        return {
+            record.resume_key() for record in self.store.load() if machine in (None, record.machine)
+        }
 
     def _missing(self, case: Case, recorded: set[str]) -> tuple[str, ...]:
         return tuple(
-            phase for phase in case.phases if self._record(case, phase, "skipped").resume_key() not in recorded
+            phase
+            for phase in case.phases
+            if self._record(case, phase, "skipped").resume_key() not in recorded
         )
 
     def _run(self, section: str, pending: Sequence[Case]) -> None:
         worker: _Worker | None = None
         counts: Counter[str] = Counter()
         try:
-            with tqdm(pending, desc=section, unit="case", file=sys.stderr, mininterval=1.0) as progress:
+            with tqdm(
+                pending, desc=section, unit="case", file=sys.stderr, mininterval=1.0
+            ) as progress:
                 for case in progress:
                     progress.set_postfix_str(case.label, refresh=True)
                     remaining, repeats = case.phases, False
@@ -458,24 +524,33 @@ class Session:
                             if worker:
                                 worker.close()
                             worker = _Worker(self.module_name)
-                        healthy, remaining = self._run_once(worker, replace(case, phases=remaining), counts, disturbed)
+                        healthy, remaining = self._run_once(
+                            worker, replace(case, phases=remaining), counts, disturbed
+                        )
                         if not healthy:
                             worker.close()
                             worker = None
                         if not remaining and disturbed:
-                            progress.set_postfix_str(f"{case.label}, again: the machine was busy", refresh=True)
+                            progress.set_postfix_str(
+                                f"{case.label}, again: the machine was busy", refresh=True
+                            )
                             remaining, repeats = tuple(disturbed), True
         finally:
             if worker:
                 worker.close()
-        print(f"{section}: " + ", ".join(f"{number} {status}" for status, number in sorted(counts.items())))
+        print(
+            f"{section}: "
+            + ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
+        )
 
     def _run_once(
         self, worker: _Worker, case: Case, counts: Counter, disturbed: dict[str, list[Measured]]
     ) -> tuple[bool, tuple[str, ...]]:
-        """Runs a case in a worker until it is done or fails; returns whether the worker is usable, and the phases left.
+        """Runs a case in a worker until it is done or fails; returns whether the worker is usable,
+        and the phases left.
 
-        A phase that must be measured again goes into `disturbed`, with its measurements so far, instead of the records.
+        A phase that must be measured again goes into `disturbed`, with its measurements so far,
+        instead of the records.
         """
 
         def append_failure(phase: str, status: str, reason: str) -> None:
@@ -506,14 +581,18 @@ class Session:
                 if self._is_to_repeat(attempts):
                     disturbed[current], status = attempts, "ok"
                 else:
-                    status = self._append_measured(case, current, _least_disturbed(attempts), counts)
+                    status = self._append_measured(
+                        case, current, _least_disturbed(attempts), counts
+                    )
                 remaining.remove(current)
                 failed, current = [current], None
                 if status == "ok" or not case.stop_at_failure:
                     continue
                 healthy = False  # it is measuring the phases that must be skipped
             elif kind == "ended" and reused and not begun:
-                return False, tuple(remaining)  # the case before it ended the worker: run this one in another
+                return False, tuple(
+                    remaining
+                )  # the case before it ended the worker: run this one in another
             else:
                 status, reason = content if kind == "failed" else ("error", *content)
                 # Without a current phase, building the case failed: it has no phases at all.
@@ -524,7 +603,9 @@ class Session:
                 healthy = status == "skipped"
             if case.stop_at_failure:
                 for phase in remaining:
-                    append_failure(phase, "skipped", f"not run: {failed[0]} before it ended {status}")
+                    append_failure(
+                        phase, "skipped", f"not run: {failed[0]} before it ended {status}"
+                    )
                 remaining = []
             return healthy, tuple(remaining)
 
@@ -540,10 +621,14 @@ class Session:
         return False
 
     def _append_measured(self, case: Case, phase: str, measured: Measured, counts: Counter) -> str:
-        """Records a measurement, as an error if it is impossible or of another case; returns the status."""
+        """Records a measurement, as an error if it is impossible or of another case; returns the
+        status.
+        """
         content = {name: value for name, value in vars(measured).items() if name != "case"}
         if not measured.telemetry.get("disturbed"):  # of the host's load nothing else is asked
-            content["telemetry"] = {k: v for k, v in measured.telemetry.items() if k not in hardware.LOAD}
+            content["telemetry"] = {
+                k: v for k, v in measured.telemetry.items() if k not in hardware.LOAD
+            }
         try:
             if measured.case != case.parameters:
                 raise ValueError(f"asked for {case.parameters}, ran {measured.case}")
@@ -601,36 +686,48 @@ class _NoSession:
         """Does nothing."""
 
 
-def open_session(notebook: str, *, measure: bool, device: str, profile: str, output: str, fresh: bool, **options):
-    """Returns the session that measures `notebook` here, or one that does nothing when `measure` is False.
+def open_session(
+    notebook: str, *, measure: bool, device: str, profile: str, output: str, fresh: bool, **options
+):
+    """Returns the session that measures `notebook` here, or one that does nothing when `measure` is
+    False.
 
     Args:
         notebook: its file name without the ending.
-        device: slug, or "this" for this machine's, as the session's `slug` then says. When measuring it must be this
-            machine's, so that no result gets another device's name.
-        profile: "smoke", "full", "key" for the rows of full that sentences quote, or "auto" for full on a GPU and
-            smoke elsewhere.
+        device: slug, or "this" for this machine's, as the session's `slug` then says. When
+            measuring it must be this machine's, so that no result gets another device's name.
+        profile: "smoke", "full", "key" for the rows of full that sentences quote, or "auto" for
+            full on a GPU and smoke elsewhere.
         output: folder that holds one folder per device; "" for the repository's figures/.
         fresh: measure again what is recorded already.
-        options: narrow the grid, as the module's `cases` takes them; lists as `notebooks.listed` reads them.
+        options: narrow the grid, as the module's `cases` takes them; lists as `notebooks.listed`
+            reads them.
 
     Raises:
-        RequestError: an unknown notebook, another device than this machine, a device without records to show, an
-            unknown profile, size or other option.
+        RequestError: an unknown notebook, another device than this machine, a device without
+            records to show, an unknown profile, size or other option.
         RecordError: the record file cannot be read, or another run is writing to it.
     """
     if notebook not in notebooks.names():
-        raise RequestError(f"unknown notebook {notebook!r}; accepted: {', '.join(notebooks.names())}")
+        raise RequestError(
+            f"unknown notebook {notebook!r}; accepted: {', '.join(notebooks.names())}"
+        )
     for name, flag in {"measure": measure, "fresh": fresh}.items():
-        if not isinstance(flag, bool):  # the text "false", which papermill passes on, would count as true
+        if not isinstance(
+            flag, bool
+        ):  # the text "false", which papermill passes on, would count as true
             raise RequestError(f"{name} must be True or False, not {flag!r}")
     if not measure:
         return _NoSession(_shown_device(device, Path(output or FIGURES)))
-    return Session(notebook, device=device, profile=profile, output=output, fresh=fresh, options=options)
+    return Session(
+        notebook, device=device, profile=profile, output=output, fresh=fresh, options=options
+    )
 
 
 def _shown_device(device: str, root: Path) -> str:
-    """Returns the slug of the device to show; raises RequestError if it has no records under `root`."""
+    """Returns the slug of the device to show; raises RequestError if it has no records under
+    `root`.
+    """
     slug = hardware.detect().slug if device == THIS_DEVICE else device
     try:
         check_measured(slug, root)

@@ -1,4 +1,6 @@
-"""A model trained on a synthetic task in one precision: its loss, which gradients vanish, what never moves."""
+"""A model trained on a synthetic task in one precision: its loss, which gradients vanish, what
+never moves.
+"""
 
 import math
 import statistics
@@ -24,7 +26,9 @@ LAST_STEPS = 0.1
 
 
 def successor_sequences(num_tokens: int, num_steps: int, batch: int, context: int) -> Tensor:
-    """Returns (steps, batch, context + 1) token ids in which each is followed by its successor in one permutation."""
+    """Returns (steps, batch, context + 1) token ids in which each is followed by its successor in
+    one permutation.
+    """
     generator = torch.Generator().manual_seed(0)
     successor = torch.randperm(num_tokens, generator=generator)
     columns = [torch.randint(num_tokens, (num_steps, batch), generator=generator)]
@@ -34,7 +38,9 @@ def successor_sequences(num_tokens: int, num_steps: int, batch: int, context: in
 
 
 class Training:
-    """A run of the synthetic task in one precision: the live objects, and what is read from them."""
+    """A run of the synthetic task in one precision: the live objects, and what is read from
+    them.
+    """
 
     def __init__(self, device: hardware.Device, parameters: dict):
         self.device, self.parameters = device, parameters
@@ -44,7 +50,7 @@ class Training:
         config = replace(model_config(parameters["size"]), vocab_size=parameters["vocab_size"])
         self.model = TransformerLM(
             config, max_context=parameters["context"], attention="eager", device=device.kind
-        ).to(self.recipe.parameters)  # fmt: skip
+        ).to(self.recipe.parameters)
         self.scaler = self.recipe.scaler(device.kind)
         self.optimizer = adamw(self.model.parameters(), lr=parameters["learning_rate"])
         shape = (parameters["num_steps"], parameters["batch"], parameters["context"])
@@ -52,12 +58,16 @@ class Training:
         self.initial = [parameter.detach().clone() for parameter in self.model.parameters()]
 
     def matrices(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Returns those of `tensors`, one per parameter, of a matrix but the embedding, whose rows are not all seen."""
+        """Returns those of `tensors`, one per parameter, of a matrix but the embedding, whose rows
+        are not all seen.
+        """
         pairs = zip(self.model.parameters(), tensors, strict=True)
         return [x for p, x in pairs if p.dim() == 2 and p is not self.model.embedding.weight]
 
     def run(self) -> Measured:
-        """Trains and returns losses, shares of the gradients and what of the parameters never moved."""
+        """Trains and returns losses, shares of the gradients and what of the parameters never
+        moved.
+        """
         num_steps = len(self.data)
         look_at = set(range(0, num_steps, max(1, num_steps // NUM_LOOKS)))
         losses, looks, num_skipped = [], {}, 0
@@ -85,9 +95,13 @@ class Training:
         groups = {"zero_weight_gradients": gradients, "zero_logit_gradients": [logit_grad]}
         return {name: _share([x == 0 for x in group]) for name, group in groups.items()}
 
-    def _measured(self, losses: list[float], looks: dict[int, dict[str, float]], num_skipped: int) -> Measured:
+    def _measured(
+        self, losses: list[float], looks: dict[int, dict[str, float]], num_skipped: int
+    ) -> Measured:
         last = losses[-max(1, round(LAST_STEPS * len(losses))) :]
-        columns = {name: [look[name] for look in looks.values()] for name in next(iter(looks.values()))}
+        columns = {
+            name: [look[name] for look in looks.values()] for name in next(iter(looks.values()))
+        }
         pairs = zip(self.model.parameters(), self.initial, strict=True)
         return Measured(
             metrics={

@@ -1,4 +1,6 @@
-"""The live objects of a training step: model, optimizer and data, and the phases of a step as callables."""
+"""The live objects of a training step: model, optimizer and data, and the phases of a step as
+callables.
+"""
 
 import contextlib
 import functools
@@ -19,9 +21,16 @@ from labkit.models.transformer import RotaryEmbedding, TransformerLM, language_m
 
 
 def step_parameters(
-    size: str, context: int, precision: str, *, compile: str = "none", attention: str = "eager", impl: str = "eager"
+    size: str,
+    context: int,
+    precision: str,
+    *,
+    compile: str = "none",
+    attention: str = "eager",
+    impl: str = "eager",
 ) -> dict[str, str | int]:
-    """Returns the parameters of a step's case, the same in every notebook so that their records share a table.
+    """Returns the parameters of a step's case, the same in every notebook so that their records
+    share a table.
 
     Those of the eager model do not name it: they were recorded before there was another.
     """
@@ -45,7 +54,9 @@ def adamw(parameters, **options) -> torch.optim.Optimizer:
 
 
 def course_parameters(*step) -> dict[str, str | int]:
-    """Returns the parameters of a step of the model as a course writes it, of size, context and precision."""
+    """Returns the parameters of a step of the model as a course writes it, of size, context and
+    precision.
+    """
     return step_parameters(*step, attention="course", impl="course")
 
 
@@ -64,7 +75,9 @@ class Workload:
             device=device.kind,
         )
         shape = (parameters["batch"], parameters["context"])
-        self.tokens, self.targets = (torch.randint(config.vocab_size, shape, device=device.kind) for _ in range(2))
+        self.tokens, self.targets = (
+            torch.randint(config.vocab_size, shape, device=device.kind) for _ in range(2)
+        )
         numerics.set_precision(self.precision)
         self.is_compiled = parameters["compile"] != "none"
         if parameters["compile"] == "whole":
@@ -108,7 +121,9 @@ class Workload:
         return (self.forward(),)
 
     def time_phase(self, phase: str, **limits) -> Timing:
-        """Returns the times of one phase. Only the phase itself is timed: what it needs is made before."""
+        """Returns the times of one phase. Only the phase itself is timed: what it needs is made
+        before.
+        """
         if phase not in PHASES:
             raise ValueError(f"unknown phase {phase!r}; accepted: {', '.join(PHASES)}")
         if phase == "optimizer_step":
@@ -116,7 +131,9 @@ class Workload:
             function = self.optimizer.step
         else:
             function = Tensor.backward if phase == "backward" else getattr(self, phase)
-        inputs = {"backward": self.forward_for_backward, "forward_backward": self.zero_grad}.get(phase, ((),))
+        inputs = {"backward": self.forward_for_backward, "forward_backward": self.zero_grad}.get(
+            phase, ((),)
+        )
         return time_callable(function, inputs=inputs, device_kind=self.device.kind, **limits)
 
     def live_precision(self) -> str:
@@ -131,10 +148,14 @@ class Workload:
         model, (batch, context) = self.model, self.tokens.shape
         d_ff, d_model = model.blocks[0].feed_forward.up_proj.weight.shape
         dims = (d_model, d_ff, len(model.blocks), model.blocks[0].attention.num_heads)
-        names = [c.name for c in SIZES.values() if (c.d_model, c.d_ff, c.num_layers, c.num_heads) == dims]
+        names = [
+            c.name for c in SIZES.values() if (c.d_model, c.d_ff, c.num_layers, c.num_heads) == dims
+        ]
         whole_compiled = model._compiled_call_impl is not None
         num_compiled = sum(block._compiled_call_impl is not None for block in model.blocks)
-        regional = {0: "none", len(model.blocks): "regional"}.get(num_compiled, f"{num_compiled} blocks")
+        regional = {0: "none", len(model.blocks): "regional"}.get(
+            num_compiled, f"{num_compiled} blocks"
+        )
         attention = sorted({block.attention.attention for block in model.blocks})
         impls = sorted({block.impl for block in model.blocks} | {model.impl})
         return {
@@ -169,16 +190,21 @@ class Workload:
 def workload(
     device: hardware.Device, case: Case, kind: type[Workload] = Workload
 ) -> contextlib.AbstractContextManager[Workload]:
-    """Returns a context that gives the live objects of a case, an instance of `kind`, and frees them at the end."""
+    """Returns a context that gives the live objects of a case, an instance of `kind`, and frees
+    them at the end.
+    """
     return contextlib.closing(kind(device, case.parameters))
 
 
-def run_blocks(blocks: Sequence[nn.Module], x_BTC: Tensor, rotary: RotaryEmbedding, plan: Sequence[int]) -> Tensor:
-    """Returns the output of `blocks`, one after another, some of them recomputed in the backward pass.
+def run_blocks(
+    blocks: Sequence[nn.Module], x_BTC: Tensor, rotary: RotaryEmbedding, plan: Sequence[int]
+) -> Tensor:
+    """Returns the output of `blocks`, one after another, some of them recomputed in the backward
+    pass.
 
     Args:
-        plan: numbers of blocks. [] keeps everything; [k, *rest] keeps the input of every k blocks, and applies `rest`
-            within those k while they are recomputed.
+        plan: numbers of blocks. [] keeps everything; [k, *rest] keeps the input of every k blocks,
+            and applies `rest` within those k while they are recomputed.
     """
     if not plan:
         for block in blocks:
@@ -188,16 +214,22 @@ def run_blocks(blocks: Sequence[nn.Module], x_BTC: Tensor, rotary: RotaryEmbeddi
     for first in range(0, len(blocks), num_blocks):
         part = blocks[first : first + num_blocks]
         # No dropout anywhere, so there is no state of random numbers to keep.
-        x_BTC = checkpoint(run_blocks, part, x_BTC, rotary, rest, use_reentrant=False, preserve_rng_state=False)
+        x_BTC = checkpoint(
+            run_blocks, part, x_BTC, rotary, rest, use_reentrant=False, preserve_rng_state=False
+        )
     return x_BTC
 
 
 class RecomputingWorkload(Workload):
-    """Notebook 01's workload whose blocks may be recomputed in the backward pass, as the case's plan says."""
+    """Notebook 01's workload whose blocks may be recomputed in the backward pass, as the case's
+    plan says.
+    """
 
     def __init__(self, device: hardware.Device, parameters: dict):
         super().__init__(device, parameters)
-        self.plan = accounting.checkpoint_plan(parameters.get("plan", "none"), len(self.model.blocks))
+        self.plan = accounting.checkpoint_plan(
+            parameters.get("plan", "none"), len(self.model.blocks)
+        )
 
     def forward(self) -> Tensor:
         return self.loss(self.tokens, self.targets, self.plan) if self.plan else super().forward()
@@ -214,22 +246,38 @@ class RecomputingWorkload(Workload):
         return [self.tokens, self.targets, *self.model.buffers()]
 
     def gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        return [
+            parameter.grad for parameter in self.model.parameters() if parameter.grad is not None
+        ]
 
     def optimizer_state(self) -> list[Tensor]:
-        """Returns the tensors of the optimizer's state on this device; none before its first step."""
+        """Returns the tensors of the optimizer's state on this device; none before its first
+        step.
+        """
         if "optimizer" not in self.__dict__:
             return []
-        tensors = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+        tensors = [
+            x
+            for state in self.optimizer.state.values()
+            for x in state.values()
+            if isinstance(x, Tensor)
+        ]
         return [x for x in tensors if x.device.type == self.device.kind]
 
     def resident(self) -> list[Tensor]:
         """Returns every tensor that stays from step to step."""
-        return [*self.model.parameters(), *self.inputs(), *self.gradients(), *self.optimizer_state()]
+        return [
+            *self.model.parameters(),
+            *self.inputs(),
+            *self.gradients(),
+            *self.optimizer_state(),
+        ]
 
 
 def load_compiler(device: hardware.Device) -> None:
-    """Imports the compiler and, on a CPU, lets it try the instruction sets, before its caches are disabled."""
+    """Imports the compiler and, on a CPU, lets it try the instruction sets, before its caches are
+    disabled.
+    """
     importlib.import_module("torch._inductor.compile_fx")
     if device.kind == "cpu":
         importlib.import_module("torch._inductor.cpu_vec_isa").valid_vec_isa_list()

@@ -3,16 +3,20 @@
     m ← β₁ m + (1 − β₁) g    v ← β₂ v + (1 − β₂) g²
     θ ← θ − η λ θ − η (m / (1 − β₁ᵗ)) / (√(v / (1 − β₂ᵗ)) + ε)
 
-Autocast casts fp32 weights to 16 bits and their gradients to fp32 in every step: 12 bytes a parameter beside AdamW's
-28. A weight that is held in 16 bits beside its fp32 master is read and written by the kernel, which reads the gradient
-as it is: 30 bytes in all, and the same update. Two of them tell whether somebody else has written the weight, by
-loading a checkpoint say: where the weight is not its master rounded, it becomes the master.
+Autocast casts fp32 weights to 16 bits and their gradients to fp32 in every step: 12 bytes a
+parameter beside AdamW's
+28. A weight that is held in 16 bits beside its fp32 master is read and written by the kernel, which
+    reads the gradient
+as it is: 30 bytes in all, and the same update. Two of them tell whether somebody else has written
+the weight, by loading a checkpoint say: where the weight is not its master rounded, it becomes the
+master.
 
-Memory bounds it. m, v and masters lie one parameter after the other, each from the start of a program's block;
-gradients and parameters stay where they are, and the kernel is told their addresses.
+Memory bounds it. m, v and masters lie one parameter after the other, each from the start of a
+program's block; gradients and parameters stay where they are, and the kernel is told their
+addresses.
 
-Source: Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2; Micikevicius et al. 2018, "Mixed
-Precision Training", section 3.1 (masters).
+Source: Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2; Micikevicius
+et al. 2018, "Mixed Precision Training", section 3.1 (masters).
 """
 
 import math
@@ -41,10 +45,27 @@ def write_addresses_kernel(addresses_ptr, first, values):
 
 @triton.jit
 def adamw_kernel(
-    exp_avg_ptr, exp_avg_sq_ptr, master_ptr, addresses_ptr, blocks_ptr, spans_ptr, steps_ptr,
-    num_params, lr, weight1, weight2, log2_beta1, log2_beta2, eps, decay, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program updates BLOCK elements of one parameter, of DTYPE; without masters, the parameter itself."""
+    exp_avg_ptr,
+    exp_avg_sq_ptr,
+    master_ptr,
+    addresses_ptr,
+    blocks_ptr,
+    spans_ptr,
+    steps_ptr,
+    num_params,
+    lr,
+    weight1,
+    weight2,
+    log2_beta1,
+    log2_beta2,
+    eps,
+    decay,
+    DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program updates BLOCK elements of one parameter, of DTYPE; without masters, the parameter
+    itself.
+    """
     block = tl.program_id(0)
     number = tl.load(blocks_ptr + block)
     grad_address = tl.load(addresses_ptr + number)
@@ -53,13 +74,16 @@ def adamw_kernel(
         flat = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         place, inside = flat - start, flat < end
         param_ptr = tl.load(addresses_ptr + num_params + number).to(tl.pointer_type(DTYPE))
-        grad = tl.load(grad_address.to(tl.pointer_type(DTYPE)) + place, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(grad_address.to(tl.pointer_type(DTYPE)) + place, mask=inside, other=0.0).to(
+            tl.float32
+        )
         theta = tl.load(param_ptr + place, mask=inside, other=0.0).to(tl.float32)
         if master_ptr is not None:
             master = tl.load(master_ptr + flat)
             theta = tl.where(master.to(DTYPE).to(tl.float32) == theta, master, theta)
         exp_avg, exp_avg_sq = tl.load(exp_avg_ptr + flat), tl.load(exp_avg_sq_ptr + flat)
-        # The weights are 1 − β: of β in fp32, 1 − 0.999 would be off by 1.3 · 10⁻⁵. In this order β = 0 is exact.
+        # The weights are 1 − β: of β in fp32, 1 − 0.999 would be off by 1.3 · 10⁻⁵. In this order β
+        # = 0 is exact.
         exp_avg = exp_avg - weight1 * exp_avg + weight1 * grad
         exp_avg_sq = exp_avg_sq - weight2 * exp_avg_sq + weight2 * grad * grad
         # In fp64: in fp32 the first 1 − β₂ᵗ would keep four digits.
@@ -76,7 +100,9 @@ def adamw_kernel(
 
 
 class _Bucket:
-    """Parameters of one group, device and dtype, which one launch updates; `views` holds the state of each."""
+    """Parameters of one group, device and dtype, which one launch updates; `views` holds the state
+    of each.
+    """
 
     def __init__(self, group_number: int, params: list[Tensor]):
         self.group_number, self.dtype, self.seen = group_number, params[0].dtype, []
@@ -100,7 +126,9 @@ class _Bucket:
             self.views[p] = {"step": step, **views}
 
     def take(self, state: dict[Tensor, dict]) -> None:
-        """Copies a state, in which its own then stands; without a value, a master is its parameter, the rest 0."""
+        """Copies a state, in which its own then stands; without a value, a master is its parameter,
+        the rest 0.
+        """
         for p, views in self.views.items():
             before = state.get(p, {})
             for name, tensor in views.items():
@@ -109,7 +137,9 @@ class _Bucket:
             state[p] = views
 
     def check(self) -> None:
-        """Raises ValueError where an updated parameter is no longer what its state and the kernel were made for."""
+        """Raises ValueError where an updated parameter is no longer what its state and the kernel
+        were made for.
+        """
         for p, state in self.views.items():
             if p.grad is None:
                 continue
@@ -129,25 +159,44 @@ class _Bucket:
         betas = group["betas"]
         # β = 0 has no logarithm; 1 − 10⁻³⁰⁰ is 1.
         log2_betas = [math.log2(max(beta, 1e-300)) for beta in betas]
-        numbers = (group["lr"], *(1 - beta for beta in betas), *log2_betas, group["eps"], group["weight_decay"])
+        numbers = (
+            group["lr"],
+            *(1 - beta for beta in betas),
+            *log2_betas,
+            group["eps"],
+            group["weight_decay"],
+        )
         launcher(adamw_kernel)[(len(self.blocks),)](
-            self.flat["exp_avg"], self.flat["exp_avg_sq"], self.flat.get("master"), addresses_on_device, self.blocks,
-            self.spans, self.steps, len(self.views), *map(float, numbers),
-            DTYPE=LANGUAGE_DTYPES[self.dtype], BLOCK=BLOCK,
-        )  # fmt: skip
+            self.flat["exp_avg"],
+            self.flat["exp_avg_sq"],
+            self.flat.get("master"),
+            addresses_on_device,
+            self.blocks,
+            self.spans,
+            self.steps,
+            len(self.views),
+            *map(float, numbers),
+            DTYPE=LANGUAGE_DTYPES[self.dtype],
+            BLOCK=BLOCK,
+        )
 
     def _on_device(self, addresses: list[int]) -> tuple[Tensor, Tensor]:
-        """Returns the addresses on the device and, fp32, 1 for each parameter with a gradient, 0 for the others."""
+        """Returns the addresses on the device and, fp32, 1 for each parameter with a gradient, 0
+        for the others.
+        """
         is_captured = self.steps.is_cuda and torch.cuda.is_current_stream_capturing()
         # The bytes tell of a parameter that was cut where it stands.
         seen = [*addresses, *map(operator.attrgetter("nbytes"), self.views)]
         if seen != self.seen or is_captured:
             self.check()
-            # A new tensor each time: a graph's replay must not write into what a called step takes for written.
+            # A new tensor each time: a graph's replay must not write into what a called step takes
+            # for written.
             target = torch.empty(len(addresses), dtype=torch.int64, device=self.steps.device)
             for first in range(0, len(addresses), ADDRESSES_A_LAUNCH):
                 # As arguments of launches, which a graph keeps.
-                write_addresses_kernel[(1,)](target, first, tuple(addresses[first : first + ADDRESSES_A_LAUNCH]))
+                write_addresses_kernel[(1,)](
+                    target, first, tuple(addresses[first : first + ADDRESSES_A_LAUNCH])
+                )
             self.on_device = target, (target[: len(self.views)] != NO_GRADIENT.value).float()
             self.seen = [] if is_captured else seen
         return self.on_device
@@ -155,7 +204,9 @@ class _Bucket:
     def update_plainly(self, group: dict) -> None:
         self.check()
         beta1, beta2 = group["betas"]
-        options = {name: group[name] for name in ("lr", "eps", "weight_decay", "amsgrad", "maximize")}
+        options = {
+            name: group[name] for name in ("lr", "eps", "weight_decay", "amsgrad", "maximize")
+        }
         for p, state in self.views.items():
             if p.grad is None:
                 continue
@@ -163,7 +214,9 @@ class _Bucket:
             theta.copy_(torch.where(theta.to(p.dtype) == p, theta, p))
             moments = [state["exp_avg"]], [state["exp_avg_sq"]]
             grad = _dense(p.grad).float()
-            adamw([theta], [grad], *moments, [], [state["step"]], beta1=beta1, beta2=beta2, **options)
+            adamw(
+                [theta], [grad], *moments, [], [state["step"]], beta1=beta1, beta2=beta2, **options
+            )
             p.copy_(theta)
 
 
@@ -174,27 +227,38 @@ def _dense(grad: Tensor) -> Tensor:
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """AdamW that updates all parameters of a group, device and dtype in one launch; others stay without a gradient.
+    """AdamW that updates all parameters of a group, device and dtype in one launch; others stay
+    without a gradient.
 
     Args:
-        params: parameters or groups of them, dense, of fp32, bf16 or fp16. Those in 16 bits get an fp32 master, which
-            starts as their copy and is what trains; the parameter is the master rounded. Where it is not, somebody has
-            written it since the last step, and the master becomes the parameter.
-        lr, betas, eps, weight_decay: as torch.optim.AdamW has them. A CUDA graph keeps the values it was captured with.
+        params: parameters or groups of them, dense, of fp32, bf16 or fp16. Those in 16 bits get an
+            fp32 master, which starts as their copy and is what trains; the parameter is the master
+            rounded. Where it is not, somebody has written it since the last step, and the master
+            becomes the parameter.
+        lr, betas, eps, weight_decay: as torch.optim.AdamW has them. A CUDA graph keeps the values
+            it was captured with.
 
-    Each parameter's state holds exp_avg, exp_avg_sq and master, fp32 and shaped as it, and step, one fp32 number that
-    counts its updates. All are views of tensors that hold the state of many parameters: write into them, but do not
-    replace them. Without a GPU PyTorch's own AdamW runs on them.
+    Each parameter's state holds exp_avg, exp_avg_sq and master, fp32 and shaped as it, and step,
+    one fp32 number that counts its updates. All are views of tensors that hold the state of many
+    parameters: write into them, but do not replace them. Without a GPU PyTorch's own AdamW runs on
+    them.
 
     Raises:
-        ValueError: a parameter that is not dense or of another dtype; a value out of its range; in a step, a sparse
-            gradient, a parameter that is of another dtype, device or shape than before, or amsgrad or maximize in a
-            group.
+        ValueError: a parameter that is not dense or of another dtype; a value out of its range; in
+            a step, a sparse gradient, a parameter that is of another dtype, device or shape than
+            before, or amsgrad or maximize in a group.
 
     Error budget: an update is off by at most a few fp32 roundings of itself.
     """
 
-    def __init__(self, params, lr: float = 1e-3, betas=(0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2):
+    def __init__(
+        self,
+        params,
+        lr: float = 1e-3,
+        betas=(0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ):
         self.buckets: list[_Bucket] = []
         super().__init__(params, lr, betas, eps, weight_decay)
 
@@ -221,10 +285,11 @@ class FusedAdamW(torch.optim.AdamW):
     def load_state_dict(self, state_dict: dict) -> None:
         """Copies a state, ours or torch.optim.AdamW's, into the tensors that are there.
 
-        A parameter without a saved state starts anew; a master that is not saved becomes the parameter's value.
+        A parameter without a saved state starts anew; a master that is not saved becomes the
+        parameter's value.
 
-        Raises ValueError, before anything is copied, for groups of other numbers of parameters and a state of other
-        names or shapes.
+        Raises ValueError, before anything is copied, for groups of other numbers of parameters and
+        a state of other names or shapes.
         """
         # The last hook: the others are shown the state dict as it is.
         hook = self.register_load_state_dict_pre_hook(FusedAdamW._by_parameter)
@@ -234,17 +299,23 @@ class FusedAdamW(torch.optim.AdamW):
             hook.remove()
 
     def _by_parameter(self, state_dict: dict) -> dict:
-        """Returns the state dict, checked, its state by parameter: by number, PyTorch would round it to their dtype."""
+        """Returns the state dict, checked, its state by parameter: by number, PyTorch would round
+        it to their dtype.
+        """
         params = [p for group in self.param_groups for p in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         state = {}
-        for number, p in zip(numbers, params, strict=False):  # PyTorch refuses other numbers of parameters
+        for number, p in zip(
+            numbers, params, strict=False
+        ):  # PyTorch refuses other numbers of parameters
             state[p] = state_dict["state"].get(number, {})
             found = {name: torch.as_tensor(x).shape for name, x in state[p].items()}
             accepted = {name: x.shape for name, x in self.state[p].items()}
             optional = {"master": p.shape} if "master" in accepted else {}
             if found and optional | found != accepted:
-                raise ValueError(f"the state of parameter {number} is {found}; accepted: {accepted}")
+                raise ValueError(
+                    f"the state of parameter {number} is {found}; accepted: {accepted}"
+                )
         return {**state_dict, "state": state}
 
     def __setstate__(self, state: dict) -> None:
@@ -259,7 +330,9 @@ class FusedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Updates every parameter that has a gradient; returns what `closure` does, None without one."""
+        """Updates every parameter that has a gradient; returns what `closure` does, None without
+        one.
+        """
         loss = torch.enable_grad()(closure)() if closure else None
         if not self.state:  # cleared, to start anew
             for bucket in self.buckets:

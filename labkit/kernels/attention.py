@@ -4,14 +4,14 @@
 
 | name | what runs |
 |---|---|
-| eager, compiled | `attention_reference`, as it reads or through torch.compile: the scores are materialised |
+| eager, compiled | `attention_reference`, as it reads or compiled: the scores are materialised |
 | sdpa | F.scaled_dot_product_attention, its backend chosen by PyTorch; `what_runs` says which |
 | sdpa_math, sdpa_flash, sdpa_cudnn, sdpa_efficient | that backend of it and no other |
 | flex | FlexAttention compiled, its causal block mask made once per pair of lengths |
-| fa3 | FlashAttention-3, from flash_attn_interface or from the library inside an installed xformers |
+| fa3 | FlashAttention-3, from flash_attn_interface or out of an installed xformers |
 | fa3_deterministic | the same, its gradients added in a fixed order, as ours are |
 | tiled, triton, gluon, auto | `flash_attention`; `what_runs` says which one auto is |
-| triton_ieee, triton_tf32 | the same as triton, fp32 products on the CUDA cores, or as one of TF32 (`precision=`) |
+| triton_ieee, triton_tf32 | as triton, fp32 products on the CUDA cores or as one of TF32 |
 
 A rival is imported when it is first asked for. What cannot run raises; nothing stands in for it.
 
@@ -56,15 +56,21 @@ FA3 = ("fa3", "fa3_deterministic")
 IMPLS = ("eager", "compiled", "sdpa", *SDPA_BACKENDS, "flex", *FA3, *OURS)
 
 MAX_COMPILED_SHAPES = 256
-"""Shapes that one process may compile a function for; PyTorch's own limit of eight stops a grid of lengths."""
+"""Shapes that one process may compile a function for; PyTorch's own limit of eight stops a grid of
+lengths.
+"""
 
 
 @functools.cache
 def _compiled(function: Callable) -> Callable:
-    """One graph per shape: with `fullgraph` a shape beyond the limit raises instead of running uncompiled."""
+    """One graph per shape: with `fullgraph` a shape beyond the limit raises instead of running
+    uncompiled.
+    """
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, MAX_COMPILED_SHAPES)
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, MAX_COMPILED_SHAPES)
+    config.accumulated_recompile_limit = max(
+        config.accumulated_recompile_limit, MAX_COMPILED_SHAPES
+    )
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
@@ -74,14 +80,19 @@ def _sdpa(q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, causal: bool) -> Tenso
     return F.scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, is_causal=causal)
 
 
-def _sdpa_on(backend: SDPBackend, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, causal: bool) -> Tensor:
+def _sdpa_on(
+    backend: SDPBackend, q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, causal: bool
+) -> Tensor:
     with sdpa_kernel(backend):
         return _sdpa(q_BHSD, k_BHSD, v_BHSD, causal)
 
 
 def _top_left(q: Tensor, k: Tensor) -> str:
     lengths = f"{q.shape[-2]} queries and {k.shape[-2]} keys"
-    return f"scaled_dot_product_attention aligns its causal mask to the top left, which differs for {lengths}"
+    return (
+        "scaled_dot_product_attention aligns its causal mask to the top left, "
+        f"which differs for {lengths}"
+    )
 
 
 def _sdpa_unavailable(impl: str, q: Tensor, k: Tensor, causal: bool) -> str | None:
@@ -94,9 +105,17 @@ def _sdpa_unavailable(impl: str, q: Tensor, k: Tensor, causal: bool) -> str | No
         try:
             torch._fused_sdp_choice(q, k, k, None, 0.0, causal)
         except RuntimeError as error:
-            # The reasons come as warnings. One is that the other backends are disabled, which we did.
-            texts = [re.sub(r"\s*\(Triggered internally.*", "", str(warning.message)) for warning in caught]
-            reasons = [text for text in texts if "not used because" not in text and "runtime disabled" not in text]
+            # The reasons come as warnings. One is that the other backends are disabled, which we
+            # did.
+            texts = [
+                re.sub(r"\s*\(Triggered internally.*", "", str(warning.message))
+                for warning in caught
+            ]
+            reasons = [
+                text
+                for text in texts
+                if "not used because" not in text and "runtime disabled" not in text
+            ]
             return " ".join(reasons or [str(error).split("\n")[0]])
     return None
 
@@ -111,7 +130,8 @@ def _causal_block_mask(num_queries: int, num_keys: int, device: torch.device):
 
     offset = num_keys - num_queries
     mask = _is_visible if offset == 0 else lambda _batch, _head, query, key: key <= query + offset
-    # Whatever mode asks first: a mask that was made in inference mode would serve no training after it.
+    # Whatever mode asks first: a mask that was made in inference mode would serve no training after
+    # it.
     with torch.inference_mode(False):
         return create_block_mask(mask, None, None, num_queries, num_keys, device=device)
 
@@ -127,7 +147,8 @@ def _flex(q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, causal: bool) -> Tenso
 def load_fa3() -> Callable[..., Tensor] | str:
     """Loads FlashAttention-3; returns its function, or why it cannot run.
 
-    It takes q, k, v (B, S, H, D), causal, deterministic and {}; of packed sequences (T, H, D) and cu_seqlens_q etc.
+    It takes q, k, v (B, S, H, D), causal, deterministic and {}; of packed sequences (T, H, D) and
+    cu_seqlens_q etc.
     """
     try:
         if importlib.util.find_spec("flash_attn_interface"):
@@ -136,17 +157,23 @@ def load_fa3() -> Callable[..., Tensor] | str:
             return functools.partial(_fa3_official, flash_attn_interface)
         library = _xformers_library()
         if library is None:
-            return "not installed: neither flash_attn_interface nor xformers with flash_attn_3/_C.so"
+            return (
+                "not installed: neither flash_attn_interface nor xformers with flash_attn_3/_C.so"
+            )
         _load_cuda_12_runtime()
         torch.ops.load_library(str(library))
     except (ImportError, OSError) as error:
-        what = re.sub(r"\S*/", "", str(error.__cause__ or error).split("\n")[0])  # its folders say nothing
+        what = re.sub(
+            r"\S*/", "", str(error.__cause__ or error).split("\n")[0]
+        )  # its folders say nothing
         return f"installed, but does not load: {what}"
     return FlashAttention3Function.apply
 
 
 def _xformers_library() -> Path | None:
-    """Returns FlashAttention-3's library inside an installed xformers, found without importing xformers."""
+    """Returns FlashAttention-3's library inside an installed xformers, found without importing
+    xformers.
+    """
     spec = importlib.util.find_spec("xformers")
     folders = spec.submodule_search_locations if spec else None
     paths = [Path(folder) / "flash_attn_3" / "_C.so" for folder in folders or ()]
@@ -155,25 +182,38 @@ def _xformers_library() -> Path | None:
 
 def _load_cuda_12_runtime() -> None:
     """Loads libcudart.so.12, for which the library is built whatever CUDA torch is built for."""
-    # By path: of the wheels that share the folder "nvidia", some make it a package that hides the others.
-    paths = [Path(folder) / "nvidia" / "cuda_runtime" / "lib" / "libcudart.so.12" for folder in sys.path]
+    # By path: of the wheels that share the folder "nvidia", some make it a package that hides the
+    # others.
+    paths = [
+        Path(folder) / "nvidia" / "cuda_runtime" / "lib" / "libcudart.so.12" for folder in sys.path
+    ]
     path = next((path for path in paths if path.exists()), "libcudart.so.12")
     ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
 def _fa3_official(
-    module: ModuleType, q: Tensor, k: Tensor, v: Tensor, causal: bool, deterministic: bool, packed: dict
+    module: ModuleType,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    deterministic: bool,
+    packed: dict,
 ) -> Tensor:
     function = module.flash_attn_varlen_func if packed else module.flash_attn_func
     out = function(q, k, v, **packed, causal=causal, deterministic=deterministic)
-    return out[0] if isinstance(out, tuple) else out  # releases differ in whether the log-sum-exp comes too
+    return (
+        out[0] if isinstance(out, tuple) else out
+    )  # releases differ in whether the log-sum-exp comes too
 
 
 class FlashAttention3Function(torch.autograd.Function):
     """FlashAttention-3's operators as one differentiable function; see `load_fa3`."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, causal: bool, deterministic: bool, packed: dict):
+    def forward(
+        ctx, q: Tensor, k: Tensor, v: Tensor, causal: bool, deterministic: bool, packed: dict
+    ):
         q, k, v = (_with_dense_rows(x) for x in (q, k, v))
         out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, is_causal=causal, **packed)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -225,12 +265,19 @@ def _ours_unavailable(impl: str, q: Tensor, k: Tensor) -> str | None:
         return f"{impl} is about products of torch.float32; got {q.dtype}"
     impl = OUR_OPTIONS[impl]["impl"]
     if q.shape[-1] > labkit_flash.MAX_HEAD_DIM:
-        return f"flash_attention takes head dimensions up to {labkit_flash.MAX_HEAD_DIM}; got {q.shape[-1]}"
+        return (
+            f"flash_attention takes head dimensions up to {labkit_flash.MAX_HEAD_DIM}; "
+            f"got {q.shape[-1]}"
+        )
     try:
         resolved = labkit_flash.resolve_impl(q, impl)
     except ValueError as error:
         return str(error)
-    return None if impl in ("auto", resolved) else f"flash_attention runs {resolved!r} in place of {impl!r} here"
+    return (
+        None
+        if impl in ("auto", resolved)
+        else f"flash_attention runs {resolved!r} in place of {impl!r} here"
+    )
 
 
 _RUN: dict[str, Callable[[Tensor, Tensor, Tensor, bool], Tensor]] = {
@@ -250,17 +297,20 @@ def _check(impl: str) -> None:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, impl: str) -> Tensor:
-    """Returns softmax(q kᵀ / √D) v, shaped as q, by the implementation called `impl`, differentiable.
+    """Returns softmax(q kᵀ / √D) v, shaped as q, by the implementation called `impl`,
+    differentiable.
 
     Args:
-        q: (batch, heads, n_queries, D), or (batch, n_queries, D) of one head; `unavailable_reason` checks dtypes and D.
+        q: (batch, heads, n_queries, D), or (batch, n_queries, D) of one head; `unavailable_reason`
+            checks dtypes and D.
         k, v: as q, with n_keys rows.
         causal: query i sees keys up to i + (n_keys − n_queries).
         impl: one of IMPLS.
 
     Raises:
-        ValueError: an unknown name; no FlashAttention-3; a causal mask that SDPA would align otherwise.
-        RuntimeError: the SDPA backend asked for does not take these tensors; none other is tried.
+        ValueError: an unknown name; no FlashAttention-3; a causal mask that SDPA would align
+            otherwise. RuntimeError: the SDPA backend asked for does not take these tensors; none
+            other is tried.
     """
     _check(impl)
     if q.dim() == 3:
@@ -271,7 +321,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, impl: st
 def unavailable_reason(impl: str, q: Tensor, k: Tensor, *, causal: bool) -> str | None:
     """Returns why `impl` cannot run here for tensors like these (v like k), or None if it can.
 
-    Args as in `attention`; nothing is computed, so values do not matter. Raises ValueError for an unknown name.
+    Args as in `attention`; nothing is computed, so values do not matter. Raises ValueError for an
+    unknown name.
     """
     _check(impl)
     if q.dim() == 3:
@@ -286,7 +337,8 @@ def unavailable_reason(impl: str, q: Tensor, k: Tensor, *, causal: bool) -> str 
 
 
 def what_runs(impl: str, q: Tensor, k: Tensor, *, causal: bool) -> str:
-    """Returns the name, one of IMPLS, of what `attention` runs: its own, except for "sdpa" and "auto", which choose.
+    """Returns the name, one of IMPLS, of what `attention` runs: its own, except for "sdpa" and
+    "auto", which choose.
 
     Args as in `unavailable_reason`, which must have returned None.
     """

@@ -1,7 +1,7 @@
 """Sums of a matrix's columns in Triton: the gradient of a bias, Σ_rows ∂y.
 
-Memory bounds it: N·C elements are read. Programs share the rows, in fp32, and a second launch adds their parts: no
-atomics, so bit-equal repeats.
+Memory bounds it: N·C elements are read. Programs share the rows, in fp32, and a second launch adds
+their parts: no atomics, so bit-equal repeats.
 
 Shape suffixes: N rows, C columns, P parts.
 """
@@ -14,15 +14,20 @@ from torch import Tensor
 from labkit.kernels.fused import IS_INTERPRETED, operator, runs_kernel, wide, wrap_triton
 from labkit.kernels.launch import num_multiprocessors
 
-# Tiles of the launch that adds parts, PROGRAMS for each multiprocessor, and of the one that adds those.
+# Tiles of the launch that adds parts, PROGRAMS for each multiprocessor, and of the one that adds
+# those.
 PARTS = {"ROWS": 32, "COLUMNS": 64, "num_warps": 4}
 ONE_PART = {"ROWS": 64, "COLUMNS": 32, "num_warps": 4}
 PROGRAMS = 8
 
 
 @triton.jit
-def column_sums_kernel(x_ptr, sums_ptr, num_rows, num_columns, rows_a_part, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """One program adds COLUMNS columns of `rows_a_part` rows, in fp32; sums are (parts, columns)."""
+def column_sums_kernel(
+    x_ptr, sums_ptr, num_rows, num_columns, rows_a_part, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """One program adds COLUMNS columns of `rows_a_part` rows, in fp32; sums are (parts,
+    columns).
+    """
     cols = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     first = tl.program_id(1) * rows_a_part
     end = tl.minimum(first + rows_a_part, num_rows)
@@ -30,14 +35,20 @@ def column_sums_kernel(x_ptr, sums_ptr, num_rows, num_columns, rows_a_part, ROWS
     for start in range(first, end, ROWS):
         rows = start + tl.arange(0, ROWS)[:, None]
         inside = (rows < end) & (cols < num_columns)
-        sums += tl.load(x_ptr + rows.to(tl.int64) * num_columns + cols, mask=inside, other=0.0).to(tl.float32)
+        sums += tl.load(x_ptr + rows.to(tl.int64) * num_columns + cols, mask=inside, other=0.0).to(
+            tl.float32
+        )
     sums = tl.sum(sums, axis=0, keep_dims=True)
     place = sums_ptr + tl.program_id(1) * num_columns + cols
     tl.store(place, sums.to(sums_ptr.dtype.element_ty), mask=cols < num_columns)
 
 
-def add_columns(x_NC: Tensor, dtype: torch.dtype, num_parts: int = 1, tile: dict[str, int] = ONE_PART) -> Tensor:
-    """Returns the sums (P, C) of the columns of so many parts of a dense x (N, C), in one launch of an operator."""
+def add_columns(
+    x_NC: Tensor, dtype: torch.dtype, num_parts: int = 1, tile: dict[str, int] = ONE_PART
+) -> Tensor:
+    """Returns the sums (P, C) of the columns of so many parts of a dense x (N, C), in one launch of
+    an operator.
+    """
     num_rows, num_columns = x_NC.shape
     rows_a_part = -(-num_rows // num_parts)
     sums_PC = torch.empty((num_parts, num_columns), dtype=dtype, device=x_NC.device)
@@ -57,6 +68,7 @@ def column_sums(x: Tensor) -> Tensor:
     """Returns the sums (C,) of the columns of x (N, C), added in fp32 and rounded once.
 
     Args:
-        x: fp32, bf16 or fp16, whose dtype the sums have; without a GPU also fp64 (in plain PyTorch, sums in fp64).
+        x: fp32, bf16 or fp16, whose dtype the sums have; without a GPU also fp64 (in plain PyTorch,
+            sums in fp64).
     """
     return _column_sums(x.contiguous()) if runs_kernel(x) else wide(x).sum(0).to(x.dtype)

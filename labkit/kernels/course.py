@@ -1,7 +1,8 @@
-"""The operations as a course has its students write them, from plain operators: what published times were taken of.
+"""The operations as a course has its students write them, from plain operators: what published
+times were taken of.
 
-Each reads and writes whole tensors several times; the results are those of PyTorch's own operations. The exercise:
-Stanford CS336, assignment 1.
+Each reads and writes whole tensors several times; the results are those of PyTorch's own
+operations. The exercise: Stanford CS336, assignment 1.
 """
 
 import math
@@ -27,7 +28,9 @@ def attention(q_BHQD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = 
     if causal:
         num_queries, num_keys = scores_BHQK.shape[-2:]
         is_visible_QK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q_BHQD.device)
-        scores_BHQK = torch.where(is_visible_QK.tril(num_keys - num_queries), scores_BHQK, -math.inf)
+        scores_BHQK = torch.where(
+            is_visible_QK.tril(num_keys - num_queries), scores_BHQK, -math.inf
+        )
     return softmax(scores_BHQK, -1) @ v_BHKD
 
 
@@ -37,7 +40,8 @@ def silu(x: Tensor) -> Tensor:
 
 
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Returns the mean of log Σ exp(logits) − logits[target], a scalar in nats; the largest logit is taken off first.
+    """Returns the mean of log Σ exp(logits) − logits[target], a scalar in nats; the largest logit
+    is taken off first.
 
     Args:
         logits_BTV: floating; targets_BT: int64.
@@ -50,15 +54,27 @@ def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 class AdamW(torch.optim.Optimizer):
     """AdamW as a loop over the parameters, about a dozen operators for each.
 
-    Source: Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2; defaults are PyTorch's.
+    Source: Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2; defaults
+    are PyTorch's.
     """
 
-    def __init__(self, params, lr: float = 1e-3, betas=(0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2):
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+    def __init__(
+        self,
+        params,
+        lr: float = 1e-3,
+        betas=(0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ):
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Updates every parameter that has a gradient; returns what `closure` does, None without one."""
+        """Updates every parameter that has a gradient; returns what `closure` does, None without
+        one.
+        """
         loss = torch.enable_grad()(closure)() if closure else None
         for group in self.param_groups:
             lr, (beta1, beta2) = group["lr"], group["betas"]
@@ -68,7 +84,9 @@ class AdamW(torch.optim.Optimizer):
                 state = self.state[p]
                 t = state["step"] = state.get("step", 0) + 1
                 m = state["exp_avg"] = beta1 * state.get("exp_avg", 0) + (1 - beta1) * p.grad
-                v = state["exp_avg_sq"] = beta2 * state.get("exp_avg_sq", 0) + (1 - beta2) * p.grad**2
+                v = state["exp_avg_sq"] = (
+                    beta2 * state.get("exp_avg_sq", 0) + (1 - beta2) * p.grad**2
+                )
                 p -= lr * group["weight_decay"] * p
                 p -= lr * (m / (1 - beta1**t)) / (torch.sqrt(v / (1 - beta2**t)) + group["eps"])
         return loss

@@ -1,19 +1,21 @@
-"""Mean cross-entropy of logits, and of hidden states with the language-model head, whose logits are never all there.
+"""Mean cross-entropy of logits, and of hidden states with the language-model head, whose logits are
+never all there.
 
     M = max_v x_v    L = log Σ_v exp(x_v − M)    loss = mean (L − (x_target − M))
     ∂x = (exp(x − M − L) − [v = target]) · ∂loss / N
 
-M is taken off before anything is rounded, so that an offset common to all logits of a row changes nothing.
+M is taken off before anything is rounded, so that an offset common to all logits of a row changes
+nothing.
 
-Of logits: one program reads a row once, with a running maximum and sum (online softmax); backward reads it again and
-writes ∂x, if asked over the logits. With the head, x = h Wᵀ is made for a chunk of rows at a time, one kernel turns it
-into losses and N ∂x in place, and the products N ∂h = N ∂x W and N ∂W = N ∂xᵀ h follow at once: 6·N·V·C FLOPs, the
-memory of one chunk.
+Of logits: one program reads a row once, with a running maximum and sum (online softmax); backward
+reads it again and writes ∂x, if asked over the logits. With the head, x = h Wᵀ is made for a chunk
+of rows at a time, one kernel turns it into losses and N ∂x in place, and the products N ∂h = N ∂x W
+and N ∂W = N ∂xᵀ h follow at once: 6·N·V·C FLOPs, the memory of one chunk.
 
 Shape suffixes: N rows, C d_model, V vocabulary.
 
-Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax"; chunks as in Hsu et al. 2024, "Liger
-Kernel", section 3.2.
+Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax"; chunks as in Hsu et
+al. 2024, "Liger Kernel", section 3.2.
 """
 
 import torch
@@ -59,7 +61,9 @@ def _statistics(row_ptr, num_columns, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _write_gradient(row_ptr, grad_row_ptr, maximum, log_sum, target, factor, start, num_columns, BLOCK: tl.constexpr):
+def _write_gradient(
+    row_ptr, grad_row_ptr, maximum, log_sum, target, factor, start, num_columns, BLOCK: tl.constexpr
+):
     factor = tl.where((target >= 0) & (target < num_columns), factor, float("nan"))
     cols = start + tl.arange(0, BLOCK)
     x = tl.load(row_ptr + cols, mask=cols < num_columns, other=0.0).to(tl.float32)
@@ -69,9 +73,17 @@ def _write_gradient(row_ptr, grad_row_ptr, maximum, log_sum, target, factor, sta
 
 @triton.jit
 def cross_entropy_fwd_kernel(
-    logits_ptr, targets_ptr, rows_ptr, stride, num_columns, BLOCK: tl.constexpr, INTO_GRADIENT: tl.constexpr
+    logits_ptr,
+    targets_ptr,
+    rows_ptr,
+    stride,
+    num_columns,
+    BLOCK: tl.constexpr,
+    INTO_GRADIENT: tl.constexpr,
 ):
-    """One program computes a row's (loss, M, L) and, INTO_GRADIENT, replaces the logits by that loss's gradient."""
+    """One program computes a row's (loss, M, L) and, INTO_GRADIENT, replaces the logits by that
+    loss's gradient.
+    """
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride
     target = tl.load(targets_ptr + row)
@@ -85,12 +97,22 @@ def cross_entropy_fwd_kernel(
         # Every thread has read the target's logit before one overwrites it.
         tl.debug_barrier()
         for start in range(0, num_columns, BLOCK):
-            _write_gradient(row_ptr, row_ptr, maximum, log_sum, target, 1.0, start, num_columns, BLOCK)
+            _write_gradient(
+                row_ptr, row_ptr, maximum, log_sum, target, 1.0, start, num_columns, BLOCK
+            )
 
 
 @triton.jit
 def cross_entropy_bwd_kernel(
-    logits_ptr, targets_ptr, rows_ptr, grad_loss_ptr, grad_ptr, stride, num_rows, num_columns, BLOCK: tl.constexpr
+    logits_ptr,
+    targets_ptr,
+    rows_ptr,
+    grad_loss_ptr,
+    grad_ptr,
+    stride,
+    num_rows,
+    num_columns,
+    BLOCK: tl.constexpr,
 ):
     """One program computes a block of a row of ∂x; grad may be the logits."""
     row = tl.program_id(0).to(tl.int64)
@@ -98,11 +120,16 @@ def cross_entropy_bwd_kernel(
     maximum, log_sum = tl.load(rows_ptr + 3 * row + 1), tl.load(rows_ptr + 3 * row + 2)
     target, start = tl.load(targets_ptr + row), tl.program_id(1) * BLOCK
     row_ptr, grad_row_ptr = logits_ptr + row * stride, grad_ptr + row * num_columns
-    _write_gradient(row_ptr, grad_row_ptr, maximum, log_sum, target, factor, start, num_columns, BLOCK)
+    _write_gradient(
+        row_ptr, grad_row_ptr, maximum, log_sum, target, factor, start, num_columns, BLOCK
+    )
 
 
 def _constants(num_columns: int) -> dict[str, int]:
-    return {"BLOCK": min(MAX_BLOCK, triton.next_power_of_2(int(num_columns))), "num_warps": NUM_WARPS}
+    return {
+        "BLOCK": min(MAX_BLOCK, triton.next_power_of_2(int(num_columns))),
+        "num_warps": NUM_WARPS,
+    }
 
 
 @operator("cross_entropy")
@@ -112,22 +139,35 @@ def _forward(logits: Tensor, targets: Tensor, inplace: bool) -> tuple[Tensor, Te
     rows_N3 = torch.empty((logits_NV.shape[0], 3), dtype=torch.float32, device=logits.device)
     if logits.numel():
         wrap_triton(cross_entropy_fwd_kernel)[(logits_NV.shape[0],)](
-            logits_NV, targets.contiguous(), rows_N3, logits_NV.stride(0), logits_NV.shape[1],
-            INTO_GRADIENT=False, **_constants(logits_NV.shape[1]),
-        )  # fmt: skip
+            logits_NV,
+            targets.contiguous(),
+            rows_N3,
+            logits_NV.stride(0),
+            logits_NV.shape[1],
+            INTO_GRADIENT=False,
+            **_constants(logits_NV.shape[1]),
+        )
     return rows_N3.select(1, 0).mean(), rows_N3
 
 
 @operator("cross_entropy_backward", mutates_args=("grad",))
-def _backward(logits: Tensor, targets: Tensor, rows_N3: Tensor, grad_loss: Tensor, grad: Tensor) -> None:
+def _backward(
+    logits: Tensor, targets: Tensor, rows_N3: Tensor, grad_loss: Tensor, grad: Tensor
+) -> None:
     """Writes the gradient of the logits into a contiguous tensor, which may be the logits."""
     logits_NV, constants = rows_of(logits), _constants(logits.shape[-1])
     if logits.numel():
         grid = logits_NV.shape[0], -(-logits_NV.shape[1] // constants["BLOCK"])
         wrap_triton(cross_entropy_bwd_kernel)[grid](
-            logits_NV, targets.contiguous(), rows_N3, grad_loss, grad, logits_NV.stride(0), *logits_NV.shape,
+            logits_NV,
+            targets.contiguous(),
+            rows_N3,
+            grad_loss,
+            grad,
+            logits_NV.stride(0),
+            *logits_NV.shape,
             **constants,
-        )  # fmt: skip
+        )
 
 
 def _setup(ctx, inputs, output) -> None:
@@ -137,8 +177,13 @@ def _setup(ctx, inputs, output) -> None:
 
 def _gradients(ctx, grad_loss, _):
     logits, targets, rows_N3 = ctx.saved_tensors
-    # Detached, for a leaf that requires a gradient must not change; its version still counts the change.
-    grad = logits.detach() if ctx.inplace else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    # Detached, for a leaf that requires a gradient must not change; its version still counts the
+    # change.
+    grad = (
+        logits.detach()
+        if ctx.inplace
+        else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    )
     _backward(logits.detach(), targets, rows_N3, grad_loss, grad)
     return grad, None, None
 
@@ -151,7 +196,9 @@ _forward.register_autograd(_gradients, setup_context=_setup)
 def _linear_forward(
     hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, with_gradients: bool, chunk_rows: int
 ) -> list[Tensor]:
-    """Returns [mean loss] or [mean loss, N ∂h, N ∂W in fp32]. Opaque, so that nothing reorders the chunks."""
+    """Returns [mean loss] or [mean loss, N ∂h, N ∂W in fp32]. Opaque, so that nothing reorders the
+    chunks.
+    """
     num_rows, vocabulary = hidden_NC.shape[0], weight_VC.shape[0]
     rows_N3 = torch.empty((num_rows, 3), dtype=torch.float32, device=hidden_NC.device)
     grad_hidden_NC, grad_weight_VC = torch.empty_like(hidden_NC) if with_gradients else None, None
@@ -160,9 +207,14 @@ def _linear_forward(
         logits_NV = hidden_NC[rows] @ weight_VC.T
         if num_rows:
             launcher(cross_entropy_fwd_kernel)[(logits_NV.shape[0],)](
-                logits_NV, targets_N[rows], rows_N3[rows], vocabulary, vocabulary,
-                INTO_GRADIENT=with_gradients, **_constants(vocabulary),
-            )  # fmt: skip
+                logits_NV,
+                targets_N[rows],
+                rows_N3[rows],
+                vocabulary,
+                vocabulary,
+                INTO_GRADIENT=with_gradients,
+                **_constants(vocabulary),
+            )
         if with_gradients:
             torch.mm(logits_NV, weight_VC, out=grad_hidden_NC[rows])
             grad_weight_VC = _plus_product(grad_weight_VC, logits_NV.T, hidden_NC[rows])
@@ -182,12 +234,17 @@ def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 @_linear_forward.register_fake
 def _(hidden_NC, weight_VC, targets_N, with_gradients, chunk_rows):
     loss = hidden_NC.new_empty((), dtype=torch.float32)
-    gradients = [torch.empty_like(hidden_NC), weight_VC.new_empty(weight_VC.shape, dtype=torch.float32)]
+    gradients = [
+        torch.empty_like(hidden_NC),
+        weight_VC.new_empty(weight_VC.shape, dtype=torch.float32),
+    ]
     return [loss, *gradients] if with_gradients else [loss]
 
 
 register_flop_formula(torch.ops.labkit.linear_cross_entropy)(
-    lambda hidden, weight, _targets, with_gradients, *_, **__: (6 if with_gradients else 2) * hidden.numel() * weight[0]
+    lambda hidden, weight, _targets, with_gradients, *_, **__: (
+        (6 if with_gradients else 2) * hidden.numel() * weight[0]
+    )
 )
 
 
@@ -197,9 +254,13 @@ def _linear_setup(ctx, inputs, output) -> None:
 
 
 def _linear_gradients(ctx, grads):
-    # One element, not a scalar: the product is computed in fp32 and rounded once. Of no rows, gradients are zeros.
+    # One element, not a scalar: the product is computed in fp32 and rounded once. Of no rows,
+    # gradients are zeros.
     factor = (grads[0] / max(ctx.num_rows, 1)).view(1)
-    gradients = [torch.mul(x, factor, out=torch.empty_like(x, dtype=ctx.weight_dtype)) for x in ctx.saved_tensors]
+    gradients = [
+        torch.mul(x, factor, out=torch.empty_like(x, dtype=ctx.weight_dtype))
+        for x in ctx.saved_tensors
+    ]
     return *gradients, None, None, None
 
 
@@ -210,11 +271,13 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, inplace: bool = False) -> 
     """Returns the mean cross-entropy in nats, a scalar in fp32 (fp64 for fp64).
 
     Args:
-        logits: (..., V), fp32, bf16 or fp16 (without a GPU also fp64), any strides; autocast changes nothing.
-        targets: (...), int64, from 0 to V − 1; none is ignored, −100 neither. One outside makes the loss and its row's
-            gradient NaN: to raise, the host would have to wait for the device. (In plain PyTorch it raises.)
-        inplace: backward writes the gradient over the logits, which must be contiguous and needed by nothing else;
-            going backward twice is then an error.
+        logits: (..., V), fp32, bf16 or fp16 (without a GPU also fp64), any strides; autocast
+            changes nothing.
+        targets: (...), int64, from 0 to V − 1; none is ignored, −100 neither. One outside makes the
+            loss and its row's gradient NaN: to raise, the host would have to wait for the device.
+            (In plain PyTorch it raises.)
+        inplace: backward writes the gradient over the logits, which must be contiguous and needed
+            by nothing else; going backward twice is then an error.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit; an empty last dimension.
@@ -225,22 +288,29 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, inplace: bool = False) -> 
     _check_targets(targets, logits)
     if inplace and not logits.is_contiguous():
         raise ValueError(f"inplace=True needs contiguous logits, got strides {logits.stride()}")
-    return _forward(logits, targets, inplace)[0] if runs_kernel(logits) else _formula(logits, targets)
+    return (
+        _forward(logits, targets, inplace)[0] if runs_kernel(logits) else _formula(logits, targets)
+    )
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, chunk_rows: int | None = None) -> Tensor:
-    """Returns the mean cross-entropy of the logits hidden · weightᵀ in nats, a scalar in fp32 (fp64 for fp64).
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, chunk_rows: int | None = None
+) -> Tensor:
+    """Returns the mean cross-entropy of the logits hidden · weightᵀ in nats, a scalar in fp32 (fp64
+    for fp64).
 
     Gradients are computed on the way forward; kept are those, of the weight in fp32.
 
     Args:
-        hidden: (..., C), weight: (V, C), one dtype of fp32, bf16, fp16 (without a GPU also fp64). Under autocast both
-            are cast to its dtype first, and may differ. Logits are rounded to their dtype, sums are in fp32.
+        hidden: (..., C), weight: (V, C), one dtype of fp32, bf16, fp16 (without a GPU also fp64).
+            Under autocast both are cast to its dtype first, and may differ. Logits are rounded to
+            their dtype, sums are in fp32.
         targets: (...), int64, as in `cross_entropy`.
         chunk_rows: rows whose logits are there at a time; None: as many as take 128 MiB.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or devices that do not fit; an empty last dimension; chunk_rows below 1.
+        ValueError, TypeError: shapes, dtypes or devices that do not fit; an empty last dimension;
+            chunk_rows below 1.
 
     Error budget: that of `labkit.numerics.judge` for the formula in the same dtype, against fp64.
     """
@@ -263,7 +333,9 @@ def _check_targets(targets: Tensor, x: Tensor) -> None:
     require_tensors({"targets": targets})
     check_shape("targets", targets, *x.shape[:-1])
     if targets.dtype != torch.int64 or targets.device != x.device:
-        raise ValueError(f"targets must be torch.int64 on {x.device}, got {targets.dtype} on {targets.device}")
+        raise ValueError(
+            f"targets must be torch.int64 on {x.device}, got {targets.dtype} on {targets.device}"
+        )
 
 
 def _formula(logits: Tensor, targets: Tensor) -> Tensor:

@@ -19,10 +19,12 @@ IS_INTERPRETED = triton.knobs.runtime.interpret
 
 
 class Operator:
-    """The operator `labkit::name`, called past PyTorch's dispatcher where nothing looks at operators.
+    """The operator `labkit::name`, called past PyTorch's dispatcher where nothing looks at
+    operators.
 
-    The dispatcher takes longer than a launch. A compiler, a mode, a transform or a subclass of tensors is shown the
-    operator, as is what the direct way could not do: writing to an argument, a gradient that nothing defines.
+    The dispatcher takes longer than a launch. A compiler, a mode, a transform or a subclass of
+    tensors is shown the operator, as is what the direct way could not do: writing to an argument, a
+    gradient that nothing defines.
     """
 
     def __init__(self, name: str, function: Callable, mutates_args: tuple[str, ...], opaque: bool):
@@ -44,7 +46,8 @@ class Operator:
             if forward_ad._current_level >= 0:
                 raise NotImplementedError(f"{self.name} has no derivative in forward mode")
             return self.op(*arguments)
-        # Beside torch.func the tangents of forward mode, which a launch would drop, and so would the dispatcher.
+        # Beside torch.func the tangents of forward mode, which a launch would drop, and so would
+        # the dispatcher.
         if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
             return _Transformed.apply(self, *arguments) if self.gradients else self.op(*arguments)
         tensors = [x for x in arguments if isinstance(x, Tensor)]
@@ -80,14 +83,18 @@ class _Undifferentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        raise RuntimeError(f"{ctx.name} has no second derivative: differentiate the formula in plain PyTorch instead")
+        raise RuntimeError(
+            f"{ctx.name} has no second derivative: differentiate the formula in plain PyTorch "
+            f"instead"
+        )
 
 
 def first_order(name: str) -> Callable:
-    """Returns a decorator for an autograd `backward(ctx, *grads)`, whose gradients then refuse to be differentiated.
+    """Returns a decorator for an autograd `backward(ctx, *grads)`, whose gradients then refuse to
+    be differentiated.
 
-    torch's own `once_differentiable` passes on gradients without a graph where the incoming ones have none, as of a
-    sum: a gradient penalty then trains nothing, in silence.
+    torch's own `once_differentiable` passes on gradients without a graph where the incoming ones
+    have none, as of a sum: a gradient penalty then trains nothing, in silence.
     """
 
     def decorate(backward: Callable) -> Callable:
@@ -95,8 +102,9 @@ def first_order(name: str) -> Callable:
         def refusing(ctx, *grads):
             if not torch.is_grad_enabled():
                 return backward(ctx, *grads)
-            # Before backward, which may write over what it was saved. Whether one requires a gradient is not asked: a
-            # tensor that only an outer transform of torch.func differentiates by denies it.
+            # Before backward, which may write over what it was saved. Whether one requires a
+            # gradient is not asked: a tensor that only an outer transform of torch.func
+            # differentiates by denies it.
             sources = [x for x in (*grads, *ctx.saved_tensors) if isinstance(x, Tensor)]
             with torch.no_grad():
                 found = backward(ctx, *grads)
@@ -130,7 +138,9 @@ class _Direct(torch.autograd.Function):
 
 
 class _Transformed(torch.autograd.Function):
-    """The same for torch.func, which wants a context that is set up apart: that takes longer than a launch."""
+    """The same for torch.func, which wants a context that is set up apart: that takes longer than a
+    launch.
+    """
 
     generate_vmap_rule = True
     backward = _Direct.backward
@@ -149,16 +159,18 @@ class _Transformed(torch.autograd.Function):
 def operator(name: str, mutates_args: tuple[str, ...] = (), *, opaque: bool = False) -> Callable:
     """Returns a decorator that makes a function of kernel launches the operator `labkit::name`.
 
-    The compiler sees the launches inside, unless it is opaque, as all are where kernels are interpreted.
+    The compiler sees the launches inside, unless it is opaque, as all are where kernels are
+    interpreted.
     """
     return lambda function: Operator(name, function, mutates_args, opaque)
 
 
 class Launcher:
-    """A kernel that launches on its tensors' device, whichever is the current one; fake tensors launch nothing.
+    """A kernel that launches on its tensors' device, whichever is the current one; fake tensors
+    launch nothing.
 
-    What was compiled is kept for each grid, constant and dtype, and whatever else Triton compiles anew for: to find it
-    again takes the host longer than to launch it.
+    What was compiled is kept for each grid, constant and dtype, and whatever else Triton compiles
+    anew for: to find it again takes the host longer than to launch it.
     """
 
     def __init__(self, kernel):
@@ -170,7 +182,8 @@ class Launcher:
     def launch(self, grid, *arguments, **constants) -> None:
         if isinstance(arguments[0], FakeTensor):
             return
-        # What Triton compiles a kernel anew for: a dtype, an alignment, a number's size, a 1, a None.
+        # What Triton compiles a kernel anew for: a dtype, an alignment, a number's size, a 1, a
+        # None.
         specialised = [
             (x.dtype, x.data_ptr() % 16 == 0)
             if isinstance(x, Tensor)
@@ -193,9 +206,11 @@ launcher = functools.cache(Launcher)
 
 
 def wrap_triton(kernel):
-    """Returns what launches a kernel inside an operator, and is seen there by the compiler while it traces.
+    """Returns what launches a kernel inside an operator, and is seen there by the compiler while it
+    traces.
 
-    PyTorch finds an operator's kernels, for the key of its cache, by the calls of this name in its source.
+    PyTorch finds an operator's kernels, for the key of its cache, by the calls of this name in its
+    source.
     """
     is_launched = IS_INTERPRETED or getattr(_launching, "directly", False)
     wrapped = kernel if is_launched else torch.library.wrap_triton(kernel)
@@ -203,7 +218,9 @@ def wrap_triton(kernel):
 
 
 def runs_kernel(x: Tensor) -> bool:
-    """Returns whether a kernel runs on the tensor's device; elsewhere the formula in plain PyTorch does."""
+    """Returns whether a kernel runs on the tensor's device; elsewhere the formula in plain PyTorch
+    does.
+    """
     return x.is_cuda or (IS_INTERPRETED and x.is_cpu)
 
 
@@ -215,22 +232,29 @@ def require_tensors(tensors: dict[str, Tensor]) -> None:
 
 
 def check(tensors: dict[str, Tensor], may_be_fp32: Collection[str] = ()) -> None:
-    """Raises ValueError unless all tensors are on the first one's device and of its dtype, a floating one.
+    """Raises ValueError unless all tensors are on the first one's device and of its dtype, a
+    floating one.
 
     Args:
-        tensors: by name; the last dimension of the first must not be empty. What is no tensor is a TypeError.
-        may_be_fp32: names of those that may be fp32 beside a 16-bit first.
+        tensors: by name; the last dimension of the first must not be empty. What is no tensor is a
+            TypeError. may_be_fp32: names of those that may be fp32 beside a 16-bit first.
     """
     require_tensors(tensors)
     (first, x), *others = tensors.items()
     accepted = DTYPES if runs_kernel(x) else (*DTYPES, torch.float64)
     if x.dtype not in accepted:
-        raise ValueError(f"{first} must be of {', '.join(map(str, accepted))} on {x.device.type}, got {x.dtype}")
+        raise ValueError(
+            f"{first} must be of {', '.join(map(str, accepted))} on {x.device.type}, got {x.dtype}"
+        )
     if x.dim() == 0 or x.shape[-1] == 0:
-        raise ValueError(f"the last dimension of {first} must not be empty, got shape {tuple(x.shape)}")
+        raise ValueError(
+            f"the last dimension of {first} must not be empty, got shape {tuple(x.shape)}"
+        )
     for name, tensor in others:
         if tensor.device != x.device:
-            raise ValueError(f"{name} must be on the device of {first}, {x.device}, got {tensor.device}")
+            raise ValueError(
+                f"{name} must be on the device of {first}, {x.device}, got {tensor.device}"
+            )
         fitting = {x.dtype, torch.float32 if name in may_be_fp32 else x.dtype}
         if tensor.dtype not in fitting:
             text = " or ".join(sorted(map(str, fitting)))
@@ -244,7 +268,9 @@ def check_shape(name: str, tensor: Tensor, *shape: int) -> None:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Returns the dtype in which autocast has a product take x, None where it would not touch it."""
+    """Returns the dtype in which autocast has a product take x, None where it would not touch
+    it.
+    """
     kind = x.device.type
     # Autocast knows nothing of the meta device, and raises.
     if x.dtype == torch.float64 or kind == "meta" or not torch.is_autocast_enabled(kind):
@@ -253,7 +279,9 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def product_inputs(**tensors: Tensor) -> list[Tensor]:
-    """Returns the tensors of a product, checked as by `check`, in the dtype in which autocast has it take them."""
+    """Returns the tensors of a product, checked as by `check`, in the dtype in which autocast has
+    it take them.
+    """
     require_tensors(tensors)
     dtype = autocast_dtype(next(iter(tensors.values())))
     if dtype is not None:
@@ -263,7 +291,9 @@ def product_inputs(**tensors: Tensor) -> list[Tensor]:
 
 
 def outside_autocast(function: Callable) -> Callable:
-    """Decorates what multiplies tensors in the dtypes that it is given, which autocast would change again."""
+    """Decorates what multiplies tensors in the dtypes that it is given, which autocast would change
+    again.
+    """
 
     @functools.wraps(function)
     def wrapped(*arguments, **options):

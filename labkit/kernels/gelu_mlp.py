@@ -3,18 +3,21 @@
     z = x W₁ᵀ + b₁    h = gelu(z) = z σ(2u)    u = √(2/π) (z + 0.044715 z³)    y = h W₂ᵀ + b₂
     ∂z = (∂y W₂) ∘ gelu'(z)    ∂W₁ = ∂zᵀ x    ∂b₁ = Σ ∂z    ∂W₂ = ∂yᵀ h    ∂b₂ = Σ ∂y    ∂x = ∂z W₁
 
-tanh-GELU is written with the logistic function, 1 + tanh u = 2 σ(2u): one exponential, and no cancellation.
+tanh-GELU is written with the logistic function, 1 + tanh u = 2 σ(2u): one exponential, and no
+cancellation.
 
-h is never kept, since backward has to read z anyway; z is kept, or one more matmul computes it again. Where z is kept,
-two paths differ in x W₁ᵀ: "epilogue" is a persistent matmul in Triton that applies bias and GELU to its accumulator and
-writes z and h; "separate" leaves the product and GELU to PyTorch. Where it is not, cuBLAS has an epilogue that writes h
-alone, exact enough for 16 bits. In backward one elementwise kernel multiplies by gelu'(z), writes h again and sums ∂b₁.
-All that in the epilogue of ∂y W₂ was slower: cuBLAS gains more on the product than the kernel costs.
+h is never kept, since backward has to read z anyway; z is kept, or one more matmul computes it
+again. Where z is kept, two paths differ in x W₁ᵀ: "epilogue" is a persistent matmul in Triton that
+applies bias and GELU to its accumulator and writes z and h; "separate" leaves the product and GELU
+to PyTorch. Where it is not, cuBLAS has an epilogue that writes h alone, exact enough for 16 bits.
+In backward one elementwise kernel multiplies by gelu'(z), writes h again and sums ∂b₁. All that in
+the epilogue of ∂y W₂ was slower: cuBLAS gains more on the product than the kernel costs.
 
-Ideal cost: 4·M·C·F FLOPs forward, 8·M·C·F backward. Between its products "separate" moves 2·M·F elements forward,
-"epilogue" M·F of z; backward moves 4·M·F.
+Ideal cost: 4·M·C·F FLOPs forward, 8·M·C·F backward. Between its products "separate" moves 2·M·F
+elements forward, "epilogue" M·F of z; backward moves 4·M·F.
 
-Shape suffixes: M rows, C width of the residual stream, F width of the hidden layer, T blocks of rows.
+Shape suffixes: M rows, C width of the residual stream, F width of the hidden layer, T blocks of
+rows.
 
 Source: Hendrycks & Gimpel 2016, "Gaussian Error Linear Units", section 2 (the tanh form).
 """
@@ -50,8 +53,13 @@ PATHS = ("auto", "epilogue", "separate")
 HOPPER = {"ROWS": 128, "COLS": 128, "DEPTH": 64, "GROUP": 8, "num_warps": 4, "num_stages": 3}
 GENERIC = {"ROWS": 128, "COLS": 128, "DEPTH": 32, "GROUP": 8, "num_warps": 8, "num_stages": 3}
 INTERPRETER = {"ROWS": 16, "COLS": 32, "DEPTH": 16, "GROUP": 2}
-PROGRAMS = 2  # of a multiprocessor: where shared memory has room for both, one multiplies in the other's epilogue
-BLOCK_M, STEP_M, BLOCK_F = 256, 2, 512  # of a program of the elementwise kernel: rows, rows at a time, columns
+# of a multiprocessor: where shared memory has room for both, one multiplies in the other's epilogue
+PROGRAMS = 2
+BLOCK_M, STEP_M, BLOCK_F = (
+    256,
+    2,
+    512,
+)  # of a program of the elementwise kernel: rows, rows at a time, columns
 
 
 @triton.jit
@@ -81,9 +89,19 @@ def finish(acc, z_desc, h_desc, bias_ptr, row, col, num_cols):
 
 @triton.jit
 def linear_gelu_kernel(
-    x_desc, weight_desc, z_desc, h_desc, bias_ptr, num_rows, num_cols, depth,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+    x_desc,
+    weight_desc,
+    z_desc,
+    h_desc,
+    bias_ptr,
+    num_rows,
+    num_cols,
+    depth,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     """Tiles of z and h (M, F) from x (M, C), W₁ (F, C) and b₁."""
     tiles_m, tiles_f = tl.cdiv(num_rows, ROWS), tl.cdiv(num_cols, COLS)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_f, tl.num_programs(0), flatten=True):
@@ -92,7 +110,9 @@ def linear_gelu_kernel(
         row, col = (first + tile % height) * ROWS, tile % (GROUP * tiles_f) // height * COLS
         acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
         for k in range(0, depth, DEPTH):
-            acc = tl.dot(x_desc.load([row, k]), weight_desc.load([col, k]).T, acc, input_precision="ieee")
+            acc = tl.dot(
+                x_desc.load([row, k]), weight_desc.load([col, k]).T, acc, input_precision="ieee"
+            )
         # An epilogue of half the columns at a time leaves the loop more shared memory.
         left, right = tl.split(acc.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1))
         finish(left, z_desc, h_desc, bias_ptr, row, col, num_cols)
@@ -101,10 +121,20 @@ def linear_gelu_kernel(
 
 @triton.jit
 def gelu_bwd_kernel(
-    grad_h_ptr, z_ptr, grad_z_ptr, h_ptr, sums_ptr, num_rows, num_cols,
-    BLOCK_M: tl.constexpr, STEP_M: tl.constexpr, BLOCK_F: tl.constexpr,
-):  # fmt: skip
-    """∂z and h (M, F), and ∂b₁ (T, F) summed over each program's rows, from ∂h and z (M, F), all dense."""
+    grad_h_ptr,
+    z_ptr,
+    grad_z_ptr,
+    h_ptr,
+    sums_ptr,
+    num_rows,
+    num_cols,
+    BLOCK_M: tl.constexpr,
+    STEP_M: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """∂z and h (M, F), and ∂b₁ (T, F) summed over each program's rows, from ∂h and z (M, F), all
+    dense.
+    """
     tile = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     sums = tl.zeros((STEP_M, BLOCK_F), dtype=tl.float32)  # added across threads once, at the end
@@ -120,7 +150,7 @@ def gelu_bwd_kernel(
     tl.store(sums_ptr + tile * num_cols + cols, tl.sum(sums, axis=0), mask=cols < num_cols)
 
 
-# ---- operators --------------------------------------------------------------------------------------------------
+# ---- operators -----------------------------------------------------------------------------------
 
 
 def _is_hopper(device: torch.device) -> bool:
@@ -134,21 +164,32 @@ def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tenso
     # TMA reads from 16-byte boundaries, off which a dense tensor may start.
     x, weight = (t if t.data_ptr() % 16 == 0 else t.clone() for t in (x, weight))
     z, h = _empty_hidden(x, weight, bias)
-    launch, blocks = _linear_gelu_launch(x.device, x.dtype, (*z.shape, x.shape[1]), bias.data_ptr() % 16)
+    launch, blocks = _linear_gelu_launch(
+        x.device, x.dtype, (*z.shape, x.shape[1]), bias.data_ptr() % 16
+    )
     with torch.cuda.device_of(x):
         launch(*map(TensorDescriptor.from_tensor, (x, weight, z, h), blocks), bias)
     return z, h
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def _linear_gelu_launch(device, _dtype, sizes: tuple[int, int, int], _misalignment) -> tuple[Launch, tuple]:
-    """Returns the launch for (M, F, C), and what block of x, weight, z and h is loaded or stored at a time."""
+def _linear_gelu_launch(
+    device, _dtype, sizes: tuple[int, int, int], _misalignment
+) -> tuple[Launch, tuple]:
+    """Returns the launch for (M, F, C), and what block of x, weight, z and h is loaded or stored at
+    a time.
+    """
     tile = INTERPRETER if device.type != "cuda" else HOPPER if _is_hopper(device) else GENERIC
     size_m, size_f, size_k = tile["ROWS"], tile["COLS"], tile["DEPTH"]
     multiprocessors = num_multiprocessors(device.index) if device.type == "cuda" else 1
     grid = (min(-(-sizes[0] // size_m) * -(-sizes[1] // size_f), PROGRAMS * multiprocessors),)
     half = [size_m, size_f // 2]
-    return Launch(linear_gelu_kernel, grid, tile, sizes), ([size_m, size_k], [size_f, size_k], half, half)
+    return Launch(linear_gelu_kernel, grid, tile, sizes), (
+        [size_m, size_k],
+        [size_f, size_k],
+        half,
+        half,
+    )
 
 
 @_linear_gelu.register_fake
@@ -157,7 +198,9 @@ def _empty_hidden(x, weight, _bias):
     return z, torch.empty_like(z)
 
 
-register_flop_formula(torch.ops.labkit.linear_gelu)(lambda x, weight, *_, **__: 2 * x[0] * x[1] * weight[0])
+register_flop_formula(torch.ops.labkit.linear_gelu)(
+    lambda x, weight, *_, **__: 2 * x[0] * x[1] * weight[0]
+)
 
 
 @operator("gelu_backward")
@@ -179,7 +222,20 @@ class GeluMLP(torch.autograd.Function):
 
     @staticmethod
     @outside_autocast
-    def forward(ctx, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, path, keep, total, norm_weight, norm_bias, eps):
+    def forward(
+        ctx,
+        x,
+        fc1_weight,
+        fc1_bias,
+        fc2_weight,
+        fc2_bias,
+        path,
+        keep,
+        total,
+        norm_weight,
+        norm_bias,
+        eps,
+    ):
         if not keep and x.is_cuda and x.element_size() == 2:
             h_MF = torch._addmm_activation(fc1_bias, x, fc1_weight.T, use_gelu=True)
         elif path == "epilogue":
@@ -198,18 +254,29 @@ class GeluMLP(torch.autograd.Function):
     def backward(ctx, grad_y_MC: Tensor):
         x_MC, z_MF, fc1_weight, fc1_bias, fc2_weight, *norm = ctx.saved_tensors
         # The sum is of another dtype where autocast chose that of the products.
-        x_MC = x_MC if ctx.eps is None else rows_of(layer_norm(x_MC, *norm, ctx.eps)).to(fc1_weight.dtype)
+        x_MC = (
+            x_MC
+            if ctx.eps is None
+            else rows_of(layer_norm(x_MC, *norm, ctx.eps)).to(fc1_weight.dtype)
+        )
         z_MF = F.linear(x_MC, fc1_weight, fc1_bias) if z_MF is None else z_MF
         grad_y_MC = grad_y_MC.contiguous()
         grad_z_MF, h_MF, grad_bias_F = _gelu_backward(grad_y_MC @ fc2_weight, z_MF)
         grads_fc1 = grad_z_MF.T @ x_MC, grad_bias_F.to(fc1_bias.dtype)
-        return grad_z_MF @ fc1_weight, *grads_fc1, grad_y_MC.T @ h_MF, column_sums(grad_y_MC), *[None] * 6
+        return (
+            grad_z_MF @ fc1_weight,
+            *grads_fc1,
+            grad_y_MC.T @ h_MF,
+            column_sums(grad_y_MC),
+            *[None] * 6,
+        )
 
 
 def resolve_path(x: Tensor, fc1_weight: Tensor, path: str = "auto") -> str:
     """Returns the path that `gelu_mlp` takes, one of PATHS but "auto": what a record should name.
 
-    Raises ValueError for a path that is none of PATHS, and for "epilogue" where its kernel cannot run.
+    Raises ValueError for a path that is none of PATHS, and for "epilogue" where its kernel cannot
+    run.
     """
     if path not in PATHS:
         raise ValueError(f"path must be one of {', '.join(PATHS)}; got {path!r}")
@@ -218,8 +285,12 @@ def resolve_path(x: Tensor, fc1_weight: Tensor, path: str = "auto") -> str:
         objection = f"takes tensors on a CUDA device; got {x.device}"
     elif x.is_cuda and x.element_size() != 2:  # its accumulators spill in fp32
         objection = f"takes bf16 and fp16; got {x.dtype}"
-    elif any(size * x.element_size() % 16 for size in fc1_weight.shape):  # of rows that descriptors describe
-        objection = f"takes widths of a multiple of 16 bytes; got {tuple(fc1_weight.shape)} of {x.dtype}"
+    elif any(
+        size * x.element_size() % 16 for size in fc1_weight.shape
+    ):  # of rows that descriptors describe
+        objection = (
+            f"takes widths of a multiple of 16 bytes; got {tuple(fc1_weight.shape)} of {x.dtype}"
+        )
     if path == "epilogue" and objection:
         raise ValueError(f"path={path!r} {objection}")
     is_fast = _is_hopper(x.device) and objection is None
@@ -242,11 +313,14 @@ def gelu_mlp(
     Args:
         x: (..., C), fp32, bf16 or fp16, on a CPU also fp64.
         fc1_weight, fc1_bias: (F, C) and (F,), dtype and device of x.
-        fc2_weight, fc2_bias: (C, F) and (C,), the same. Under autocast all are cast to its dtype first, and may differ.
-        path: one of PATHS; "auto" is "epilogue" for 16-bit tensors on a Hopper GPU, else "separate".
-        keep: whether z, (..., F), is kept for backward, or computed there again. Nothing is where no gradient is due.
-        norm: (s, weight, bias, ε) where x is LayerNorm of a sum s that is kept anyway: then x is not, but computed
-            again. No gradient goes to s but through x.
+        fc2_weight, fc2_bias: (C, F) and (C,), the same. Under autocast all are cast to its dtype
+            first, and may differ.
+        path: one of PATHS; "auto" is "epilogue" for 16-bit tensors on a Hopper GPU, else
+            "separate".
+        keep: whether z, (..., F), is kept for backward, or computed there again. Nothing is where
+            no gradient is due.
+        norm: (s, weight, bias, ε) where x is LayerNorm of a sum s that is kept anyway: then x is
+            not, but computed again. No gradient goes to s but through x.
 
     Returns:
         The output, (..., C), dtype of x, under autocast that of autocast.
@@ -254,7 +328,8 @@ def gelu_mlp(
     Raises:
         ValueError, TypeError: arguments that do not fit, by name.
 
-    Error budget: outputs 2×, gradients 3× those of the same MLP in PyTorch and the same dtype, against fp64.
+    Error budget: outputs 2×, gradients 3× those of the same MLP in PyTorch and the same dtype,
+    against fp64.
     """
     x, fc1_weight, fc1_bias, fc2_weight, fc2_bias = product_inputs(
         x=x, fc1_weight=fc1_weight, fc1_bias=fc1_bias, fc2_weight=fc2_weight, fc2_bias=fc2_bias
@@ -267,6 +342,10 @@ def gelu_mlp(
     if x.numel() == 0:
         raise ValueError(f"x must hold at least one row; got shape {tuple(x.shape)}")
     parameters = (p.contiguous() for p in (fc1_weight, fc1_bias, fc2_weight, fc2_bias))
-    keep = keep and torch.is_grad_enabled() and any(p.requires_grad for p in (x, fc1_weight, fc1_bias, fc2_weight))
+    keep = (
+        keep
+        and torch.is_grad_enabled()
+        and any(p.requires_grad for p in (x, fc1_weight, fc1_bias, fc2_weight))
+    )
     options = resolve_path(x, fc1_weight, path), keep, *(norm or 4 * [None])
     return GeluMLP.apply(rows_of(x).contiguous(), *parameters, *options).view(x.shape)

@@ -18,18 +18,26 @@ def num_multiprocessors(device_index: int) -> int:
 
 
 class Launch:
-    """A Triton or Gluon kernel with its grid, its numbers and its constants: called with the arguments before them.
+    """A Triton or Gluon kernel with its grid, its numbers and its constants: called with the
+    arguments before them.
 
-    Triton describes every argument of every call in words and looks the compiled kernel up by them, which takes the
-    host several times as long as the launch itself. From the second call on, the kernel that the first one compiled
-    runs at once: whoever makes a Launch answers for what that kernel depends on being the same in every call, i.e. the
-    device and, of every argument, its dtype, whether it is None, and, unless the kernel takes it without specialising,
-    whether it is 1 or a multiple of 16 (of a tensor: its address).
+    Triton describes every argument of every call in words and looks the compiled kernel up by them,
+    which takes the host several times as long as the launch itself. From the second call on, the
+    kernel that the first one compiled runs at once: whoever makes a Launch answers for what that
+    kernel depends on being the same in every call, i.e. the device and, of every argument, its
+    dtype, whether it is None, and, unless the kernel takes it without specialising, whether it is 1
+    or a multiple of 16 (of a tensor: its address).
     """
 
     def __init__(self, kernel, grid: tuple[int, ...], constants: dict, numbers: tuple = ()):
-        self.kernel, self.grid, self.constants, self.numbers = kernel, (*grid, 1, 1)[:3], constants, numbers
-        # A compiled kernel takes the constants in their place among the parameters, which is the last.
+        self.kernel, self.grid, self.constants, self.numbers = (
+            kernel,
+            (*grid, 1, 1)[:3],
+            constants,
+            numbers,
+        )
+        # A compiled kernel takes the constants in their place among the parameters, which is the
+        # last.
         self.last = (*numbers, *(constants[name] for name in kernel.arg_names if name in constants))
         self.run = self.compiled = None
 
@@ -51,10 +59,13 @@ def is_hooked() -> bool:
 
 
 def unhooked(compiled, grid: tuple[int, ...], launch: Callable[..., None]) -> Callable[..., None]:
-    """Returns what launches a compiled kernel like `compiled[grid]`, but gathers nothing for hooks and calls none.
+    """Returns what launches a compiled kernel like `compiled[grid]`, but gathers nothing for hooks
+    and calls none.
 
     `launch` is `compiled.run`, or the same for arguments in another form.
     """
     function, metadata = compiled.function, compiled.packed_metadata
     device, stream = driver.active.get_current_device, driver.active.get_current_stream
-    return lambda *arguments: launch(*grid, stream(device()), function, metadata, None, None, None, *arguments)
+    return lambda *arguments: launch(
+        *grid, stream(device()), function, metadata, None, None, None, *arguments
+    )

@@ -13,15 +13,19 @@ from labkit.kernels.norms import checked_dtype, norm
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Returns LayerNorm over the last dimension of x or, with a residual, (that of the sum, the sum).
+    """Returns LayerNorm over the last dimension of x or, with a residual, (that of the sum, the
+    sum).
 
     Args:
-        x: (..., C), fp32, bf16 or fp16, any strides; C up to 32768. Without a GPU also fp64 (in plain PyTorch).
+        x: (..., C), fp32, bf16 or fp16, any strides; C up to 32768. Without a GPU also fp64 (in
+            plain PyTorch).
         weight, bias: (C,), both of x's dtype or fp32.
-        residual: of x's shape, dtype of x or fp32, which the sum has; it is rounded before it is normalised.
+        residual: of x's shape, dtype of x or fp32, which the sum has; it is rounded before it is
+            normalised.
 
     Returns:
-        The normalised tensor in the dtype of the sum, under autocast in autocast's; all arithmetic is fp32.
+        The normalised tensor in the dtype of the sum, under autocast in autocast's; all arithmetic
+        is fp32.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit; an empty last dimension.

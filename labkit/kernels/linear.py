@@ -1,14 +1,17 @@
-"""Linear layers that do not keep their input, but compute it again in backward from what is kept anyway.
+"""Linear layers that do not keep their input, but compute it again in backward from what is kept
+anyway.
 
-    dropout_linear    y = W dropout(x) + b    dropout(x) = m ∘ x / (1 − p)    m = [r ≥ p], r uniform in [0, 1)
+    dropout_linear    y = W dropout(x) + b
+                      dropout(x) = m ∘ x / (1 − p)    m = [r ≥ p], r uniform in [0, 1)
                       ∂W = ∂yᵀ dropout(x)     ∂x = m ∘ (∂y W) / (1 − p)
-    norm_linear       y = W n + b             ∂W = ∂yᵀ n, n = LayerNorm(s) of a sum s that the norm keeps
+    norm_linear       y = W n + b    ∂W = ∂yᵀ n, n = LayerNorm(s) of a sum s that the norm keeps
 
-r is Philox of a seed and the element's number, so whoever has the seed has the mask: neither m nor dropout(x) is kept.
-Ideal cost beside the products, in elements of the input: dropout_linear moves 2 forward and 4 backward, norm_linear
-moves 2 backward.
+r is Philox of a seed and the element's number, so whoever has the seed has the mask: neither m nor
+dropout(x) is kept. Ideal cost beside the products, in elements of the input: dropout_linear moves 2
+forward and 4 backward, norm_linear moves 2 backward.
 
-Source: Srivastava et al. 2014, "Dropout"; Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (Philox).
+Source: Srivastava et al. 2014, "Dropout"; Salmon et al. 2011, "Parallel random numbers: as easy as
+1, 2, 3" (Philox).
 """
 
 import torch
@@ -30,12 +33,15 @@ from labkit.kernels.fused import (
 )
 from labkit.kernels.layer_norm import layer_norm
 
-# One call of Philox gives four numbers, for four runs of so many elements. Seven rounds pass every test of randomness.
+# One call of Philox gives four numbers, for four runs of so many elements. Seven rounds pass every
+# test of randomness.
 RUN, ROUNDS = 1024, 7
 
 
 @triton.jit
-def dropout_kernel(x_ptr, out_ptr, seed_ptr, p, num_elements, RUN: tl.constexpr, ROUNDS: tl.constexpr):
+def dropout_kernel(
+    x_ptr, out_ptr, seed_ptr, p, num_elements, RUN: tl.constexpr, ROUNDS: tl.constexpr
+):
     """Elements of m ∘ x / (1 − p), all dense."""
     program = tl.program_id(0).to(tl.int64)
     bits = tl.randint4x(tl.load(seed_ptr), program * RUN + tl.arange(0, RUN), n_rounds=ROUNDS)
@@ -72,7 +78,13 @@ class DropoutLinear(torch.autograd.Function):
     def backward(ctx, grad_y: Tensor):
         x, weight, seed = ctx.saved_tensors
         grad_weight = grad_y.T @ seeded_dropout(x, ctx.p, seed)
-        return seeded_dropout(grad_y @ weight, ctx.p, seed), grad_weight, column_sums(grad_y), None, None
+        return (
+            seeded_dropout(grad_y @ weight, ctx.p, seed),
+            grad_weight,
+            column_sums(grad_y),
+            None,
+            None,
+        )
 
 
 class NormLinear(torch.autograd.Function):
@@ -99,10 +111,11 @@ def dropout_linear(x: Tensor, weight: Tensor, bias: Tensor, p: float, seed: Tens
     """Returns W dropout(x) + b.
 
     Args:
-        x: (rows, features), fp32, bf16 or fp16 on a CUDA device; on a CPU also fp64, by PyTorch's dropout, which keeps
-            a mask and takes its random numbers from PyTorch's generator, not from the seed.
-        weight, bias: (outputs, features) and (outputs,), dtype and device of x. Under autocast all three are cast to
-            its dtype first, which the output has, and may differ.
+        x: (rows, features), fp32, bf16 or fp16 on a CUDA device; on a CPU also fp64, by PyTorch's
+            dropout, which keeps a mask and takes its random numbers from PyTorch's generator, not
+            from the seed.
+        weight, bias: (outputs, features) and (outputs,), dtype and device of x. Under autocast all
+            three are cast to its dtype first, which the output has, and may differ.
         p: the share of elements that are dropped, from 0 up to but without 1.
         seed: one int64 on the device of x.
 
@@ -117,16 +130,22 @@ def dropout_linear(x: Tensor, weight: Tensor, bias: Tensor, p: float, seed: Tens
         return F.linear(F.dropout(x, p), weight, bias)
     require_tensors({"seed": seed})
     if seed.shape != () or seed.dtype != torch.int64 or seed.device != x.device:
-        raise ValueError(f"seed must be one int64 on {x.device}; got {tuple(seed.shape)} {seed.dtype} on {seed.device}")
+        raise ValueError(
+            f"seed must be one int64 on {x.device}; got {tuple(seed.shape)} {seed.dtype} on "
+            f"{seed.device}"
+        )
     return DropoutLinear.apply(x.contiguous(), weight, bias, p, seed)
 
 
-def norm_linear(normed: Tensor, weight: Tensor, bias: Tensor, norm: tuple[Tensor, Tensor, Tensor, float]) -> Tensor:
+def norm_linear(
+    normed: Tensor, weight: Tensor, bias: Tensor, norm: tuple[Tensor, Tensor, Tensor, float]
+) -> Tensor:
     """Returns W n + b.
 
     Args:
         normed: n, (rows, features), which is LayerNorm of the sum.
-        weight, bias: (outputs, features) and (outputs,), dtype and device of n; under autocast as in `dropout_linear`.
+        weight, bias: (outputs, features) and (outputs,), dtype and device of n; under autocast as
+            in `dropout_linear`.
         norm: the sum s, the norm's weight and bias, and its ε. No gradient goes to s but through n.
 
     Raises:

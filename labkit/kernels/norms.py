@@ -1,16 +1,20 @@
-"""The kernels of RMSNorm and LayerNorm in Triton, alone or after the addition of a residual, and what they accept.
+"""The kernels of RMSNorm and LayerNorm in Triton, alone or after the addition of a residual, and
+what they accept.
 
     s = x + r (or x)    σ = 1/√(mean (s − μ)² + ε)    n = σ (s − μ)    y = n ∘ w + b
-    g = ∂y ∘ w    ∂x = ∂r = σ (g − mean g − n · mean(g ∘ n)) + ∂s    ∂w = Σ_rows ∂y ∘ n    ∂b = Σ_rows ∂y
+    g = ∂y ∘ w    ∂x = ∂r = σ (g − mean g − n · mean(g ∘ n)) + ∂s
+    ∂w = Σ_rows ∂y ∘ n    ∂b = Σ_rows ∂y
 
-RMSNorm has no b, its μ is 0, and mean g does not enter. Squares are fp32: of a row with elements beyond 1.8e19, RMSNorm
-gives zeros and LayerNorm zeros or NaN, as PyTorch's do. Memory bounds both. Elements moved: forward 2·N·C, with a
-residual 4·N·C; backward 3·N·C, with the gradient of the sum 4·N·C. Kept for backward: s, w, and μ and σ of each row.
+RMSNorm has no b, its μ is 0, and mean g does not enter. Squares are fp32: of a row with elements
+beyond 1.8e19, RMSNorm gives zeros and LayerNorm zeros or NaN, as PyTorch's do. Memory bounds both.
+Elements moved: forward 2·N·C, with a residual 4·N·C; backward 3·N·C, with the gradient of the sum
+4·N·C. Kept for backward: s, w, and μ and σ of each row.
 
-Forward, a program takes whole rows into registers. Backward, persistent programs loop over rows, the next ones on their
-way to shared memory; each adds its part of the parameters' gradients in registers, in fp32, and one more kernel adds
-the parts: no atomics, so bit-equal repeats. There a row is read in pieces of a power of two: padded to one, a row of
-2,560 columns would be computed as 4,096, and arithmetic would bound the kernel.
+Forward, a program takes whole rows into registers. Backward, persistent programs loop over rows,
+the next ones on their way to shared memory; each adds its part of the parameters' gradients in
+registers, in fp32, and one more kernel adds the parts: no atomics, so bit-equal repeats. There a
+row is read in pieces of a power of two: padded to one, a row of 2,560 columns would be computed as
+4,096, and arithmetic would bound the kernel.
 
 Shape suffixes: N rows, C columns, P programs.
 """
@@ -36,8 +40,8 @@ from labkit.kernels.fused import (
 from labkit.kernels.launch import num_multiprocessors
 
 MAX_COLUMNS = 32768  # 32 elements of a row a thread, of 1,024 threads
-# Of persistent programs: elements of a piece a warp, most pieces of a row, pieces in a multiprocessor's registers (with
-# one parameter's gradient and with two), its most programs.
+# Of persistent programs: elements of a piece a warp, most pieces of a row, pieces in a
+# multiprocessor's registers (with one parameter's gradient and with two), its most programs.
 PIECE, MAX_PIECES, PIECES_AT_ONCE, MAX_PROGRAMS = 256, 4, {1: 50, 2: 38}, 8
 # The most bytes that one has on their way to shared memory, which every device since Ampere has.
 BYTES_AHEAD, MAX_STAGES = 98304, 3
@@ -46,32 +50,61 @@ INTERPRETED_PROGRAMS = 3
 
 @functools.cache
 def row_tile(num_columns: int) -> dict[str, int]:
-    """Returns the constants of a launch with a tile of whole rows a program: 16 elements of a row a thread."""
+    """Returns the constants of a launch with a tile of whole rows a program: 16 elements of a row a
+    thread.
+    """
     block = triton.next_power_of_2(num_columns)
-    return {"C": num_columns, "BLOCK": block, "ROWS": max(1, 2048 // block), "num_warps": min(max(block // 512, 2), 32)}
+    return {
+        "C": num_columns,
+        "BLOCK": block,
+        "ROWS": max(1, 2048 // block),
+        "num_warps": min(max(block // 512, 2), 32),
+    }
 
 
 @functools.cache
-def persistent_tile(num_columns: int, bytes_a_column: int, num_parameters: int) -> tuple[dict[str, int], int]:
-    """Returns the constants of a launch of persistent programs, and how many of these a multiprocessor has.
+def persistent_tile(
+    num_columns: int, bytes_a_column: int, num_parameters: int
+) -> tuple[dict[str, int], int]:
+    """Returns the constants of a launch of persistent programs, and how many of these a
+    multiprocessor has.
 
-    A program takes a row at a time, a thread 8 elements of each piece. `bytes_a_column` are read of a row for each
-    column.
+    A program takes a row at a time, a thread 8 elements of each piece. `bytes_a_column` are read of
+    a row for each column.
     """
     num_warps = triton.next_power_of_2(-(-num_columns // (PIECE * MAX_PIECES)))
     width = PIECE * num_warps
     pieces = -(-num_columns // width)
     programs = min(max(1, PIECES_AT_ONCE[num_parameters] // (num_warps * pieces)), MAX_PROGRAMS)
     stages = min(1 + BYTES_AHEAD // (pieces * width * bytes_a_column), MAX_STAGES)
-    tile = {"C": num_columns, "WIDTH": width, "PIECES": pieces, "STAGES": stages, "num_warps": num_warps}
+    tile = {
+        "C": num_columns,
+        "WIDTH": width,
+        "PIECES": pieces,
+        "STAGES": stages,
+        "num_warps": num_warps,
+    }
     return tile, programs
 
 
 @triton.jit
 def norm_fwd_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, sum_ptr, scale_ptr, mean_ptr, stride_x, stride_r, num_rows, eps,
-    C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    sum_ptr,
+    scale_ptr,
+    mean_ptr,
+    stride_x,
+    stride_r,
+    num_rows,
+    eps,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """One program normalises ROWS rows, around their means if there is a bias."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, BLOCK)[None, :]
@@ -104,11 +137,27 @@ def add_pairs(a, b, other_a, other_b):
 
 @triton.jit
 def norm_bwd_kernel(
-    sum_ptr, weight_ptr, scale_ptr, mean_ptr, grad_y_ptr, grad_sum_ptr, grad_ptr, grad_x_ptr, parts_ptr,
-    stride_s, stride_gy, stride_gs, num_rows,
-    C: tl.constexpr, WIDTH: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Each program loops over rows, and adds its part of ∂w and, of LayerNorm, which has means, of ∂b."""
+    sum_ptr,
+    weight_ptr,
+    scale_ptr,
+    mean_ptr,
+    grad_y_ptr,
+    grad_sum_ptr,
+    grad_ptr,
+    grad_x_ptr,
+    parts_ptr,
+    stride_s,
+    stride_gy,
+    stride_gs,
+    num_rows,
+    C: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PIECES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Each program loops over rows, and adds its part of ∂w and, of LayerNorm, which has means, of
+    ∂b.
+    """
     lanes = tl.arange(0, WIDTH)
     weights, grad_weights, grad_biases = (), (), ()
     for piece in tl.static_range(PIECES):
@@ -119,7 +168,11 @@ def norm_bwd_kernel(
             grad_biases += (tl.zeros((WIDTH,), dtype=tl.float32),)
     step = tl.num_programs(0)
     # Two numbers of a row ahead, like its elements.
-    next_mean = 0.0 if mean_ptr is None else tl.load(mean_ptr + tl.program_id(0), mask=tl.program_id(0) < num_rows)
+    next_mean = (
+        0.0
+        if mean_ptr is None
+        else tl.load(mean_ptr + tl.program_id(0), mask=tl.program_id(0) < num_rows)
+    )
     next_scale = tl.load(scale_ptr + tl.program_id(0), mask=tl.program_id(0) < num_rows)
     for number in tl.range(tl.program_id(0), num_rows, step, num_stages=STAGES):
         row = tl.cast(number, tl.int64)
@@ -132,7 +185,9 @@ def norm_bwd_kernel(
         for piece in tl.static_range(PIECES):
             cols = piece * WIDTH + lanes
             x = tl.load(sum_ptr + row * stride_s + cols, mask=cols < C, other=0.0).to(tl.float32)
-            grad_y = tl.load(grad_y_ptr + row * stride_gy + cols, mask=cols < C, other=0.0).to(tl.float32)
+            grad_y = tl.load(grad_y_ptr + row * stride_gy + cols, mask=cols < C, other=0.0).to(
+                tl.float32
+            )
             # Not zero beyond C, but there grad_y is.
             normed += ((x - mean) * scale,)
             grad_normed += (grad_y * weights[piece],)
@@ -144,17 +199,22 @@ def norm_bwd_kernel(
         grad_weights = weights_now
         if mean_ptr is not None:
             grad_biases = biases_now
-        # Both sums in one reduction, for it is the threads' waiting for one another that takes time.
+        # Both sums in one reduction, for it is the threads' waiting for one another that takes
+        # time.
         slope, shift = tl.reduce((slopes, shifts), 0, add_pairs)
         shift = 0.0 if mean_ptr is None else shift
         for piece in tl.static_range(PIECES):
             cols = piece * WIDTH + lanes
             grad = scale * (grad_normed[piece] - shift / C - normed[piece] * (slope / C))
             if grad_sum_ptr is not None:
-                grad += tl.load(grad_sum_ptr + row * stride_gs + cols, mask=cols < C, other=0.0).to(tl.float32)
+                grad += tl.load(grad_sum_ptr + row * stride_gs + cols, mask=cols < C, other=0.0).to(
+                    tl.float32
+                )
             tl.store(grad_ptr + row * C + cols, grad.to(grad_ptr.dtype.element_ty), mask=cols < C)
             if grad_x_ptr is not None:
-                tl.store(grad_x_ptr + row * C + cols, grad.to(grad_x_ptr.dtype.element_ty), mask=cols < C)
+                tl.store(
+                    grad_x_ptr + row * C + cols, grad.to(grad_x_ptr.dtype.element_ty), mask=cols < C
+                )
     num_parameters: tl.constexpr = 1 if mean_ptr is None else 2
     parts_ptr += tl.program_id(0) * num_parameters * C
     for piece in tl.static_range(PIECES):
@@ -166,44 +226,90 @@ def norm_bwd_kernel(
 
 @operator("norm")
 def norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
 ) -> list[Tensor]:
-    """Returns [y, σ of each row, μ of each row with a bias, sum with a residual], σ and μ in fp32."""
+    """Returns [y, σ of each row, μ of each row with a bias, sum with a residual], σ and μ in
+    fp32.
+    """
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     per_row = {"size": x.shape[:-1], "dtype": torch.float32, "device": x.device}
     statistics = [torch.empty(**per_row) for _ in range(1 if bias is None else 2)]
-    total = None if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
+    total = (
+        None if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
+    )
     x_NC, residual_NC = rows_of(x), None if residual is None else rows_of(residual)
     tile = row_tile(int(x.shape[-1]))
     if x.numel():
         strides = x_NC.stride(0), 0 if residual is None else residual_NC.stride(0)
         wrap_triton(norm_fwd_kernel)[(-(-x_NC.shape[0] // tile["ROWS"]),)](
-            x_NC, residual_NC, weight.contiguous(), None if bias is None else bias.contiguous(), y, total,
-            *(*statistics, None)[:2], *strides, x_NC.shape[0], eps, **tile,
-        )  # fmt: skip
+            x_NC,
+            residual_NC,
+            weight.contiguous(),
+            None if bias is None else bias.contiguous(),
+            y,
+            total,
+            *(*statistics, None)[:2],
+            *strides,
+            x_NC.shape[0],
+            eps,
+            **tile,
+        )
     return [y, *statistics] if total is None else [y, *statistics, total]
 
 
 @operator("norm_backward")
 def norm_backward(
-    total: Tensor, weight: Tensor, scale: Tensor, mean: Tensor | None, grad_y: Tensor, grad_total: Tensor | None,
+    total: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    mean: Tensor | None,
+    grad_y: Tensor,
+    grad_total: Tensor | None,
     x_dtype: torch.dtype,
-) -> list[Tensor]:  # fmt: skip
-    """Returns the gradients of the sum, of the parameters (one a row), and that of x if its dtype is another."""
+) -> list[Tensor]:
+    """Returns the gradients of the sum, of the parameters (one a row), and that of x if its dtype
+    is another.
+    """
     grad = torch.empty(total.shape, dtype=total.dtype, device=total.device)
-    grad_x = None if x_dtype == total.dtype else torch.empty(total.shape, dtype=x_dtype, device=total.device)
+    grad_x = (
+        None
+        if x_dtype == total.dtype
+        else torch.empty(total.shape, dtype=x_dtype, device=total.device)
+    )
     read = [None if x is None else rows_of(x) for x in (total, grad_y, grad_total)]
     # Columns are a constant of the kernels, no symbol of the compiler's.
     num_columns, num_parameters = int(weight.shape[0]), 1 if mean is None else 2
-    tile, programs = persistent_tile(num_columns, sum(x.element_size() for x in read if x is not None), num_parameters)
-    programs = INTERPRETED_PROGRAMS if IS_INTERPRETED else programs * num_multiprocessors(total.device.index)
-    parts_PC = torch.empty((programs, num_parameters * num_columns), dtype=torch.float32, device=weight.device)
+    tile, programs = persistent_tile(
+        num_columns, sum(x.element_size() for x in read if x is not None), num_parameters
+    )
+    programs = (
+        INTERPRETED_PROGRAMS
+        if IS_INTERPRETED
+        else programs * num_multiprocessors(total.device.index)
+    )
+    parts_PC = torch.empty(
+        (programs, num_parameters * num_columns), dtype=torch.float32, device=weight.device
+    )
     strides = [0 if x is None else x.stride(0) for x in read]
     total_NC, *gradients = read
     wrap_triton(norm_bwd_kernel)[(programs,)](
-        total_NC, weight.contiguous(), scale, mean, *gradients, grad, grad_x, parts_PC, *strides, total_NC.shape[0],
+        total_NC,
+        weight.contiguous(),
+        scale,
+        mean,
+        *gradients,
+        grad,
+        grad_x,
+        parts_PC,
+        *strides,
+        total_NC.shape[0],
         **tile,
-    )  # fmt: skip
+    )
     sums = add_columns(parts_PC, weight.dtype).view(num_parameters, -1)
     return [grad, sums] if grad_x is None else [grad, sums, grad_x]
 
@@ -211,13 +317,22 @@ def norm_backward(
 def _setup(ctx, inputs, output) -> None:
     x, residual, weight, bias = inputs[:4]
     ctx.has_residual, ctx.x_dtype = residual is not None, x.dtype
-    ctx.save_for_backward(output[-1] if ctx.has_residual else x, weight, output[1], None if bias is None else output[2])
+    ctx.save_for_backward(
+        output[-1] if ctx.has_residual else x,
+        weight,
+        output[1],
+        None if bias is None else output[2],
+    )
     # None, not zeros to be read, for a sum or a normalised tensor that nothing used.
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx, grads):
-    grad_y, grad_total, of_parameters = grads[0], grads[-1] if ctx.has_residual else None, (None, None)
+    grad_y, grad_total, of_parameters = (
+        grads[0],
+        grads[-1] if ctx.has_residual else None,
+        (None, None),
+    )
     if grad_y is None:
         grad = grad_total
         grad_x = None if grad is None else grad.to(ctx.x_dtype)
@@ -241,5 +356,7 @@ def checked_dtype(x: Tensor, residual: Tensor | None, **parameters: Tensor) -> t
     if len({parameter.dtype for parameter in parameters.values()}) > 1:
         raise ValueError(f"{' and '.join(parameters)} must have one dtype")
     if runs_kernel(x) and x.shape[-1] > MAX_COLUMNS:
-        raise ValueError(f"the last dimension of x must be at most {MAX_COLUMNS}, got {x.shape[-1]}")
+        raise ValueError(
+            f"the last dimension of x must be at most {MAX_COLUMNS}, got {x.shape[-1]}"
+        )
     return autocast_dtype(x) or (x if residual is None else residual).dtype

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 
-def _visible(num_queries: int, num_keys: int, causal: bool, window: tuple[int, int] | None, device) -> Tensor | None:
+def _visible(
+    num_queries: int, num_keys: int, causal: bool, window: tuple[int, int] | None, device
+) -> Tensor | None:
     """Which key each query sees, (Q, K) bool, or None where every query sees every key."""
     left, right = window if window is not None else (-1, -1)
     if causal:
@@ -26,8 +28,12 @@ def _visible(num_queries: int, num_keys: int, causal: bool, window: tuple[int, i
     return visible if right < 0 else visible & (key <= query + right)
 
 
-def _scores(q_BHQD: Tensor, k_BHKD: Tensor, causal: bool, scale: float | None, window) -> tuple[Tensor, Tensor | None]:
-    """Returns the scaled scores, −inf where a query does not see a key, and the (Q, K) mask of what it sees."""
+def _scores(
+    q_BHQD: Tensor, k_BHKD: Tensor, causal: bool, scale: float | None, window
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the scaled scores, −inf where a query does not see a key, and the (Q, K) mask of what
+    it sees.
+    """
     scale = 1 / math.sqrt(q_BHQD.shape[-1]) if scale is None else scale
     scores_BHQK = q_BHQD @ k_BHKD.transpose(-2, -1) * scale
     visible_QK = _visible(q_BHQD.shape[-2], k_BHKD.shape[-2], causal, window, q_BHQD.device)
@@ -37,7 +43,9 @@ def _scores(q_BHQD: Tensor, k_BHKD: Tensor, causal: bool, scale: float | None, w
 
 
 def _repeat_heads(kv_BHKD: Tensor, like_BHQD: Tensor) -> Tensor:
-    """Repeats each key head for the query heads of its group: query head h reads key head h // group."""
+    """Repeats each key head for the query heads of its group: query head h reads key head h //
+    group.
+    """
     if kv_BHKD.dim() < 4 or kv_BHKD.shape[-3] == like_BHQD.shape[-3]:
         return kv_BHKD
     return kv_BHKD.repeat_interleave(like_BHQD.shape[-3] // kv_BHKD.shape[-3], dim=-3)
@@ -55,22 +63,27 @@ def attention_reference(
     """Returns softmax(scale · q kᵀ) v with the scores materialised.
 
     Args:
-        q_BHQD, k_BHKD, v_BHKD: queries, keys and values, (..., length, D), one floating dtype. With four dimensions
-            the keys may have fewer heads than the queries: each serves a group of consecutive query heads.
+        q_BHQD, k_BHKD, v_BHKD: queries, keys and values, (..., length, D), one floating dtype. With
+            four dimensions the keys may have fewer heads than the queries: each serves a group of
+            consecutive query heads.
         causal: query i sees keys up to i + (K − Q), that is, aligned to the bottom right.
         scale: of the scores; None is 1/√D.
-        window: (left, right): query i sees keys from i + (K − Q) − left to i + (K − Q) + right; −1 is without limit.
+        window: (left, right): query i sees keys from i + (K − Q) − left to i + (K − Q) + right; −1
+            is without limit.
 
     Returns:
         The output, (..., Q, D), dtype of the inputs; zeros for a query that sees no key.
 
-    Source: Vaswani et al. 2017, "Attention Is All You Need", equation 1; grouped heads: Ainslie et al. 2023.
+    Source: Vaswani et al. 2017, "Attention Is All You Need", equation 1; grouped heads: Ainslie et
+    al. 2023.
     """
     k_BHKD, v_BHKD = _repeat_heads(k_BHKD, q_BHQD), _repeat_heads(v_BHKD, q_BHQD)
     scores_BHQK, visible_QK = _scores(q_BHQD, k_BHKD, causal, scale, window)
     probabilities_BHQK = torch.softmax(scores_BHQK, dim=-1)
-    # A row without a key is 0/0 in the softmax. Causal or not, this happens to no row while K ≥ Q without a window,
-    # and then the mask below must not cost the plain case an operation.
+    # A row without a key is 0/0 in the softmax. Causal or not, this happens to no row while K ≥ Q
+    # without a window, and then the mask below must not cost the plain case an operation.
     if visible_QK is not None and (window is not None or k_BHKD.shape[-2] < q_BHQD.shape[-2]):
-        probabilities_BHQK = probabilities_BHQK.masked_fill(~visible_QK.any(dim=-1, keepdim=True), 0)
+        probabilities_BHQK = probabilities_BHQK.masked_fill(
+            ~visible_QK.any(dim=-1, keepdim=True), 0
+        )
     return probabilities_BHQK @ v_BHKD

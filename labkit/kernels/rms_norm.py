@@ -10,16 +10,22 @@ from labkit.kernels.fused import runs_kernel, wide
 from labkit.kernels.norms import checked_dtype, norm
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-    """Returns x / √(mean x² + eps) ∘ weight over the last dimension or, with a residual, (that of the sum, the sum).
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Returns x / √(mean x² + eps) ∘ weight over the last dimension or, with a residual, (that of
+    the sum, the sum).
 
     Args:
-        x: (..., C), fp32, bf16 or fp16, any strides; C up to 32768. Without a GPU also fp64 (in plain PyTorch).
+        x: (..., C), fp32, bf16 or fp16, any strides; C up to 32768. Without a GPU also fp64 (in
+            plain PyTorch).
         weight: (C,), dtype of x or fp32.
-        residual: of x's shape, dtype of x or fp32, which the sum has; it is rounded before it is normalised.
+        residual: of x's shape, dtype of x or fp32, which the sum has; it is rounded before it is
+            normalised.
 
     Returns:
-        The normalised tensor in the dtype of the sum, under autocast in autocast's; all arithmetic is fp32.
+        The normalised tensor in the dtype of the sum, under autocast in autocast's; all arithmetic
+        is fp32.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit; an empty last dimension.
@@ -31,5 +37,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
         y, _, *total = norm(x, residual, weight, None, eps, dtype)
         return (y, *total) if total else y
     total = x if residual is None else x + residual
-    y = (wide(total) * torch.rsqrt(wide(total).square().mean(-1, keepdim=True) + eps) * weight).to(dtype)
+    y = (wide(total) * torch.rsqrt(wide(total).square().mean(-1, keepdim=True) + eps) * weight).to(
+        dtype
+    )
     return y if residual is None else (y, total)

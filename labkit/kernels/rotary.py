@@ -1,16 +1,19 @@
 """Rotary positions of queries and keys in one Triton launch, forward and backward.
 
-    y_a = a cos θ_a − b sin θ_a    y_b = b cos θ_b + a sin θ_b    for columns i and i + D/2, each with its own angle
+    y_a = a cos θ_a − b sin θ_a    y_b = b cos θ_b + a sin θ_b
+    for columns i and i + D/2, each with its own angle
     ∂a = ∂y_a cos θ_a + ∂y_b sin θ_b    ∂b = ∂y_b cos θ_b − ∂y_a sin θ_a
 
-In a rotation both angles are θ(t, i); where positions have two axes, the halves of the tables may differ.
+In a rotation both angles are θ(t, i); where positions have two axes, the halves of the tables may
+differ.
 
-Shapes: q (B, H, T, D), k (B, G, T, D), tables (at least T, D). Memory bounds it: each element is read and written once;
-the tables stay in the caches.
+Shapes: q (B, H, T, D), k (B, G, T, D), tables (at least T, D). Memory bounds it: each element is
+read and written once; the tables stay in the caches.
 
 Shape suffixes: B batch, H query heads, G key heads, T tokens, D head dimension.
 
-Source: Su et al. 2021, "RoFormer", equation 34, with the halves of a head paired as in `RotaryEmbedding`.
+Source: Su et al. 2021, "RoFormer", equation 34, with the halves of a head paired as in
+`RotaryEmbedding`.
 """
 
 import torch
@@ -26,9 +29,22 @@ TILE_PAIRS = 2048
 
 @triton.jit
 def _turn(
-    x_ptr, y_ptr, cos_ptr, sin_ptr, stride_b, stride_h, stride_t, num_rows, num_heads, num_tokens, tile,
-    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    y_ptr,
+    cos_ptr,
+    sin_ptr,
+    stride_b,
+    stride_h,
+    stride_t,
+    num_rows,
+    num_heads,
+    num_tokens,
+    tile,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):
     """Turns a tile of rows, counted as they are written: by batch, token and head."""
     rows = tile * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, BLOCK)[None, :]
@@ -40,49 +56,126 @@ def _turn(
     first = tl.load(x_ptrs, mask=inside).to(tl.float32)
     second = tl.load(x_ptrs + D // 2, mask=inside).to(tl.float32)
     angles = tokens * D + cols
-    first_cos, second_cos = tl.load(cos_ptr + angles, mask=inside), tl.load(cos_ptr + angles + D // 2, mask=inside)
-    first_sin, second_sin = tl.load(sin_ptr + angles, mask=inside), tl.load(sin_ptr + angles + D // 2, mask=inside)
+    first_cos, second_cos = (
+        tl.load(cos_ptr + angles, mask=inside),
+        tl.load(cos_ptr + angles + D // 2, mask=inside),
+    )
+    first_sin, second_sin = (
+        tl.load(sin_ptr + angles, mask=inside),
+        tl.load(sin_ptr + angles + D // 2, mask=inside),
+    )
     if TRANSPOSED:
         first_sin, second_sin = -second_sin, -first_sin
     y_ptrs = y_ptr + rows.to(tl.int64) * D + cols
-    tl.store(y_ptrs, (first * first_cos - second * first_sin).to(y_ptr.dtype.element_ty), mask=inside)
-    tl.store(y_ptrs + D // 2, (second * second_cos + first * second_sin).to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(
+        y_ptrs, (first * first_cos - second * first_sin).to(y_ptr.dtype.element_ty), mask=inside
+    )
+    tl.store(
+        y_ptrs + D // 2,
+        (second * second_cos + first * second_sin).to(y_ptr.dtype.element_ty),
+        mask=inside,
+    )
 
 
 @triton.jit
 def rotary_kernel(
-    q_ptr, k_ptr, turned_q_ptr, turned_k_ptr, cos_ptr, sin_ptr,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
-    rows_q, rows_k, heads_q, heads_k, num_tokens,
-    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    turned_q_ptr,
+    turned_k_ptr,
+    cos_ptr,
+    sin_ptr,
+    stride_qb,
+    stride_qh,
+    stride_qt,
+    stride_kb,
+    stride_kh,
+    stride_kt,
+    rows_q,
+    rows_k,
+    heads_q,
+    heads_k,
+    num_tokens,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):
     """The first programs turn queries, the others keys."""
     tile, tiles_q = tl.program_id(0), tl.cdiv(rows_q, ROWS)
     if tile < tiles_q:
-        _turn(q_ptr, turned_q_ptr, cos_ptr, sin_ptr, stride_qb, stride_qh, stride_qt,
-              rows_q, heads_q, num_tokens, tile, D, BLOCK, ROWS, TRANSPOSED)  # fmt: skip
+        _turn(
+            q_ptr,
+            turned_q_ptr,
+            cos_ptr,
+            sin_ptr,
+            stride_qb,
+            stride_qh,
+            stride_qt,
+            rows_q,
+            heads_q,
+            num_tokens,
+            tile,
+            D,
+            BLOCK,
+            ROWS,
+            TRANSPOSED,
+        )
     else:
-        _turn(k_ptr, turned_k_ptr, cos_ptr, sin_ptr, stride_kb, stride_kh, stride_kt,
-              rows_k, heads_k, num_tokens, tile - tiles_q, D, BLOCK, ROWS, TRANSPOSED)  # fmt: skip
+        _turn(
+            k_ptr,
+            turned_k_ptr,
+            cos_ptr,
+            sin_ptr,
+            stride_kb,
+            stride_kh,
+            stride_kt,
+            rows_k,
+            heads_k,
+            num_tokens,
+            tile - tiles_q,
+            D,
+            BLOCK,
+            ROWS,
+            TRANSPOSED,
+        )
 
 
 @operator("rotary")
-def _rotary(q_BHTD: Tensor, k_BGTD: Tensor, cos_TD: Tensor, sin_TD: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
-    """Returns turned queries and keys, the heads of a token adjacent in memory as a projection writes them."""
+def _rotary(
+    q_BHTD: Tensor, k_BGTD: Tensor, cos_TD: Tensor, sin_TD: Tensor, transposed: bool
+) -> tuple[Tensor, Tensor]:
+    """Returns turned queries and keys, the heads of a token adjacent in memory as a projection
+    writes them.
+    """
     inputs = [x if x.stride(-1) == 1 else x.contiguous() for x in (q_BHTD, k_BGTD)]
     num_tokens, d = q_BHTD.shape[2], int(q_BHTD.shape[3])
     block = triton.next_power_of_2(d // 2)
     num_rows = [x.numel() // d for x in inputs]
     per_tile = max(1, TILE_PAIRS // block)
     turned = [
-        torch.empty((x.shape[0], num_tokens, x.shape[1], d), dtype=x.dtype, device=x.device).transpose(1, 2)
+        torch.empty(
+            (x.shape[0], num_tokens, x.shape[1], d), dtype=x.dtype, device=x.device
+        ).transpose(1, 2)
         for x in inputs
     ]
     if sum(num_rows):
         wrap_triton(rotary_kernel)[(sum(-(-rows // per_tile) for rows in num_rows),)](
-            *inputs, *turned, cos_TD, sin_TD, *inputs[0].stride()[:3], *inputs[1].stride()[:3], *num_rows,
-            q_BHTD.shape[1], k_BGTD.shape[1], num_tokens, D=d, BLOCK=block, ROWS=per_tile, TRANSPOSED=transposed,
-        )  # fmt: skip
+            *inputs,
+            *turned,
+            cos_TD,
+            sin_TD,
+            *inputs[0].stride()[:3],
+            *inputs[1].stride()[:3],
+            *num_rows,
+            q_BHTD.shape[1],
+            k_BGTD.shape[1],
+            num_tokens,
+            D=d,
+            BLOCK=block,
+            ROWS=per_tile,
+            TRANSPOSED=transposed,
+        )
     return turned[0], turned[1]
 
 
@@ -92,37 +185,60 @@ def _setup(ctx, inputs, output) -> None:
 
 
 _rotary.register_autograd(
-    lambda ctx, grad_q, grad_k: (*_rotary(grad_q, grad_k, *ctx.saved_tensors, not ctx.transposed), None, None, None),
+    lambda ctx, grad_q, grad_k: (
+        *_rotary(grad_q, grad_k, *ctx.saved_tensors, not ctx.transposed),
+        None,
+        None,
+        None,
+    ),
     setup_context=_setup,
 )
 
 
 def rotary(q_BHTD: Tensor, k_BGTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns queries and keys, each pair of columns i and i + D/2 turned by its position's angle, rounded once.
+    """Returns queries and keys, each pair of columns i and i + D/2 turned by its position's angle,
+    rounded once.
 
     Args:
-        q_BHTD, k_BGTD: one dtype of fp32, bf16, fp16 (without a GPU also fp64), which is kept, under autocast too; the
-            keys may have fewer heads. Strides are any, best those of a projection's output, viewed.
+        q_BHTD, k_BGTD: one dtype of fp32, bf16, fp16 (without a GPU also fp64), which is kept,
+            under autocast too; the keys may have fewer heads. Strides are any, best those of a
+            projection's output, viewed.
         cos_TD, sin_TD: cosines and sines, fp32, contiguous, at least T rows.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or devices that do not fit; an odd or empty last dimension.
+        ValueError, TypeError: shapes, dtypes or devices that do not fit; an odd or empty last
+            dimension.
 
     Error budget: that of `labkit.numerics.judge` for the formula in the same dtype, against fp64.
     """
     check({"q": q_BHTD, "k": k_BGTD})
     if q_BHTD.dim() != 4 or k_BGTD.dim() != 4 or q_BHTD.shape[-1] % 2:
-        raise ValueError(f"q and k must be (B, H, T, even D), got {tuple(q_BHTD.shape)} and {tuple(k_BGTD.shape)}")
+        raise ValueError(
+            f"q and k must be (B, H, T, even D), got {tuple(q_BHTD.shape)} and "
+            f"{tuple(k_BGTD.shape)}"
+        )
     if (k_BGTD.shape[0], *k_BGTD.shape[2:]) != (q_BHTD.shape[0], *q_BHTD.shape[2:]):
-        raise ValueError(f"k must be as q but for the heads, {tuple(q_BHTD.shape)}, got {tuple(k_BGTD.shape)}")
+        raise ValueError(
+            f"k must be as q but for the heads, {tuple(q_BHTD.shape)}, got {tuple(k_BGTD.shape)}"
+        )
     num_tokens, d = q_BHTD.shape[-2:]
     tables = {"cos": cos_TD, "sin": sin_TD}
     require_tensors(tables)
     for name, table in tables.items():
-        fits = table.dim() == 2 and table.shape[0] >= num_tokens and table.shape[1] == d and table.is_contiguous()
+        fits = (
+            table.dim() == 2
+            and table.shape[0] >= num_tokens
+            and table.shape[1] == d
+            and table.is_contiguous()
+        )
         if not fits or table.dtype != torch.float32 or table.device != q_BHTD.device:
-            wanted = f"contiguous torch.float32 on {q_BHTD.device}, at least {num_tokens} rows of {d}"
-            raise ValueError(f"{name} must be {wanted}, got {table.dtype} on {table.device}, {tuple(table.shape)}")
+            wanted = (
+                f"contiguous torch.float32 on {q_BHTD.device}, at least {num_tokens} rows of {d}"
+            )
+            raise ValueError(
+                f"{name} must be {wanted}, got {table.dtype} on {table.device}, "
+                f"{tuple(table.shape)}"
+            )
     if runs_kernel(q_BHTD):
         return _rotary(q_BHTD, k_BGTD, cos_TD, sin_TD, False)
     return tuple(_formula(x, cos_TD[:num_tokens], sin_TD[:num_tokens]) for x in (q_BHTD, k_BGTD))

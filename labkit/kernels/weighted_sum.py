@@ -1,10 +1,12 @@
-"""Weighted sum of the last dimension in Triton, forward and backward: the smallest kernel with all parts of a real one.
+"""Weighted sum of the last dimension in Triton, forward and backward: the smallest kernel with all
+parts of a real one.
 
     y_n = Σ_d x_nd w_d        ∂x_nd = ∂y_n w_d        ∂w_d = Σ_n ∂y_n x_nd
 
-Shapes: x (..., D), w (D,), y (...). Ideal cost: 2·N·D FLOPs against N·D elements read, so memory bounds it: forward
-reads x once, backward reads x once and writes ∂x once. A program owns a tile of rows and loops over D; both
-dimensions may end inside a tile, and the masks there keep what lies beyond out of every sum and every store.
+Shapes: x (..., D), w (D,), y (...). Ideal cost: 2·N·D FLOPs against N·D elements read, so memory
+bounds it: forward reads x once, backward reads x once and writes ∂x once. A program owns a tile of
+rows and loops over D; both dimensions may end inside a tile, and the masks there keep what lies
+beyond out of every sum and every store.
 
 Shape suffixes: N rows (the leading dimensions flattened), D the summed dimension, T tiles of rows.
 """
@@ -16,8 +18,9 @@ from torch import Tensor
 
 from labkit.kernels.fused import check, check_shape, operator, runs_kernel, wrap_triton
 
-# 16 × 256 fp32 elements are 32 registers per thread at 4 warps: enough loads in flight to fill the memory pipe, far
-# from the 255 registers of a thread. Smaller D takes one tile of the next power of two.
+# 16 × 256 fp32 elements are 32 registers per thread at 4 warps: enough loads in flight to fill the
+# memory pipe, far from the 255 registers of a thread. Smaller D takes one tile of the next power of
+# two.
 BLOCK_N = 16
 MAX_BLOCK_D = 256
 
@@ -42,7 +45,9 @@ def weighted_sum_fwd_kernel(
         # int64: rows · stride passes 2³¹ elements on a large x.
         cols = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_D)
         inside = (rows < num_rows)[:, None] & (cols < dim)[None, :]
-        x = tl.load(x_ptr + rows[:, None] * stride_xn + cols[None, :] * stride_xd, mask=inside, other=0.0)
+        x = tl.load(
+            x_ptr + rows[:, None] * stride_xn + cols[None, :] * stride_xd, mask=inside, other=0.0
+        )
         weight = tl.load(weight_ptr + cols * stride_wd, mask=cols < dim, other=0.0)
         y += tl.sum(x.to(tl.float32) * weight.to(tl.float32)[None, :], axis=1)
     tl.store(y_ptr + rows, y.to(y_ptr.dtype.element_ty), mask=rows < num_rows)
@@ -64,14 +69,18 @@ def weighted_sum_bwd_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One program writes its rows of ∂x and its own row of partial sums of ∂w: no atomics, so bit-equal repeats."""
+    """One program writes its rows of ∂x and its own row of partial sums of ∂w: no atomics, so
+    bit-equal repeats.
+    """
     tile = tl.program_id(0).to(tl.int64)
     rows = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     grad_y = tl.load(grad_y_ptr + rows * stride_gyn, mask=rows < num_rows, other=0.0).to(tl.float32)
     for start in range(0, dim, BLOCK_D):
         cols = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_D)
         inside = (rows < num_rows)[:, None] & (cols < dim)[None, :]
-        x = tl.load(x_ptr + rows[:, None] * stride_xn + cols[None, :] * stride_xd, mask=inside, other=0.0)
+        x = tl.load(
+            x_ptr + rows[:, None] * stride_xn + cols[None, :] * stride_xd, mask=inside, other=0.0
+        )
         weight = tl.load(weight_ptr + cols * stride_wd, mask=cols < dim, other=0.0).to(tl.float32)
         grad_x = grad_y[:, None] * weight[None, :]
         grad_x_ptrs = grad_x_ptr + rows[:, None] * dim + cols[None, :]
@@ -99,7 +108,9 @@ def weighted_sum_forward(x_ND: Tensor, weight_D: Tensor) -> Tensor:
 
 
 @operator("weighted_sum_backward")
-def weighted_sum_backward(x_ND: Tensor, weight_D: Tensor, grad_y_N: Tensor) -> tuple[Tensor, Tensor]:
+def weighted_sum_backward(
+    x_ND: Tensor, weight_D: Tensor, grad_y_N: Tensor
+) -> tuple[Tensor, Tensor]:
     """Returns the gradients of x (N, D) and of the weight (D,), in their dtypes."""
     num_rows, dim = x_ND.shape
     grid, blocks = _tiles(num_rows, dim)
@@ -139,12 +150,16 @@ def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
         The sums, (...), dtype of x, under autocast too.
 
     Raises:
-        ValueError, TypeError: arguments that do not fit, by name; a CPU tensor without TRITON_INTERPRET=1.
+        ValueError, TypeError: arguments that do not fit, by name; a CPU tensor without
+            TRITON_INTERPRET=1.
 
-    Error budget: twice that of (x * weight).sum(-1) in the same dtype, against fp64; summed in fp32.
+    Error budget: twice that of (x * weight).sum(-1) in the same dtype, against fp64; summed in
+    fp32.
     """
     check({"x": x, "weight": weight})
     check_shape("weight", weight, x.shape[-1])
     if not runs_kernel(x):
-        raise ValueError(f"x must be a CUDA tensor, or TRITON_INTERPRET=1 set; got a tensor on {x.device}")
+        raise ValueError(
+            f"x must be a CUDA tensor, or TRITON_INTERPRET=1 set; got a tensor on {x.device}"
+        )
     return weighted_sum_forward(x.reshape(-1, x.shape[-1]), weight).view(x.shape[:-1])

@@ -1,1 +1,3 @@
-"""Measuring a callable: how long it takes, what memory it needs, where its time goes. Knows nothing of models."""
+"""Measuring a callable: how long it takes, what memory it needs, where its time goes. Knows nothing
+of models.
+"""

@@ -1,7 +1,8 @@
-"""What the host takes to issue work: microseconds for an operator, a kernel launch, an autograd function, a plain loop.
+"""What the host takes to issue work: microseconds for an operator, a kernel launch, an autograd
+function, a plain loop.
 
-Call times of small work are the host's more than the device's, and two machines with the same GPU differ by up to 2×.
-These four times say which host a session had.
+Call times of small work are the host's more than the device's, and two machines with the same GPU
+differ by up to 2×. These four times say which host a session had.
 """
 
 import itertools
@@ -53,19 +54,26 @@ _CALLS = {
 }
 
 PROBES = tuple(_CALLS)
-"""operator: one addition of 64 elements. triton_launch: one kernel of one block. autograd_function: the forward pass of
-a torch.autograd.Function that does nothing. python_loop: 1,000 multiplications and additions in plain Python."""
+"""operator: one addition of 64 elements. triton_launch: one kernel of one block. autograd_function:
+the forward pass of a torch.autograd.Function that does nothing. python_loop: 1,000 multiplications
+and additions in plain Python.
+"""
 
 
 def unavailable(name: str, device_kind: str) -> str | None:
     """Returns why a probe cannot be taken on this device, None if it can."""
     if name == "triton_launch" and (triton is None or device_kind != "cuda"):
-        return "Triton is not installed" if triton is None else f"Triton launches on CUDA only; this is {device_kind}"
+        return (
+            "Triton is not installed"
+            if triton is None
+            else f"Triton launches on CUDA only; this is {device_kind}"
+        )
     return None
 
 
 def probe(name: str, device_kind: str) -> Timing:
-    """Returns the host's time of one call, the device not waited for; a sample is the mean of NUM_CALLS in a row.
+    """Returns the host's time of one call, the device not waited for; a sample is the mean of
+    NUM_CALLS in a row.
 
     Args:
         name: one of PROBES; device_kind: where the operand is.
@@ -77,7 +85,10 @@ def probe(name: str, device_kind: str) -> Timing:
         raise ValueError(f"unknown probe {name!r}; accepted: {', '.join(PROBES)}")
     if reason := unavailable(name, device_kind):
         raise ValueError(f"{name}: {reason}")
-    call, x = _CALLS[name], torch.ones(64, device=device_kind, requires_grad=name == "autograd_function")
+    call, x = (
+        _CALLS[name],
+        torch.ones(64, device=device_kind, requires_grad=name == "autograd_function"),
+    )
 
     def calls() -> None:
         for _ in itertools.repeat(None, NUM_CALLS):
@@ -87,14 +98,19 @@ def probe(name: str, device_kind: str) -> Timing:
         synchronize(device_kind)
         return ()
 
-    # To the timer this is work of the CPU, so it does not wait for the device; `drained` does, before each sample.
-    timing = time_callable(calls, inputs=drained, device_kind="cpu", method="host", time_limit_s=0.2)
+    # To the timer this is work of the CPU, so it does not wait for the device; `drained` does,
+    # before each sample.
+    timing = time_callable(
+        calls, inputs=drained, device_kind="cpu", method="host", time_limit_s=0.2
+    )
     one = tuple(sample_ms / NUM_CALLS for sample_ms in timing.samples_ms)
     return replace(timing, samples_ms=one, host_ms=one)
 
 
 def operator_us(device_kind: str) -> float:
-    """Returns what the probe "operator" (µs) takes now, in 5 ms: a host's speed can change within minutes."""
+    """Returns what the probe "operator" (µs) takes now, in 5 ms: a host's speed can change within
+    minutes.
+    """
     call, x, samples = _CALLS["operator"], torch.ones(64, device=device_kind), []
     for _ in range(5):
         synchronize(device_kind)

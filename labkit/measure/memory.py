@@ -1,11 +1,13 @@
-"""The memory a callable takes: its peak, every allocation and its origin, what autograd keeps for backward.
+"""The memory a callable takes: its peak, every allocation and its origin, what autograd keeps for
+backward.
 
 | device | bytes in use come from |
 |---|---|
 | cuda | the caching allocator: its counters, and its recorded history |
 | cpu  | the profiler's memory events: every allocation and free of PyTorch's CPU allocator |
 
-Both give every allocation and free in order; `snapshots` turns them into a history that can be drawn.
+Both give every allocation and free in order; `snapshots` turns them into a history that can be
+drawn.
 """
 
 import contextlib
@@ -37,9 +39,11 @@ class Usage:
 
     Attributes:
         peak_bytes: the most at any moment of the call.
-        kept_bytes: still in use after it, with its result; negative if the call freed more than it allocated.
-        requested_bytes: the part of kept_bytes that tensors asked for. CUDA's caching allocator adds to it: it rounds
-            sizes up to 512 bytes and leaves up to 1 MiB of a cached block unsplit.
+        kept_bytes: still in use after it, with its result; negative if the call freed more than it
+            allocated.
+        requested_bytes: the part of kept_bytes that tensors asked for. CUDA's caching allocator
+            adds to it: it rounds sizes up to 512 bytes and leaves up to 1 MiB of a cached block
+            unsplit.
         result: what it returned.
     """
 
@@ -53,7 +57,8 @@ def measure_usage(function: Callable[[], Any], device_kind: str) -> Usage:
     """Returns the bytes that one call of `function` takes.
 
     Args:
-        device_kind: "cuda" (by the caching allocator's counters) or "cpu" (by the profiler's memory events).
+        device_kind: "cuda" (by the caching allocator's counters) or "cpu" (by the profiler's memory
+            events).
 
     Raises ValueError for another kind of device.
     """
@@ -64,7 +69,10 @@ def measure_usage(function: Callable[[], Any], device_kind: str) -> Usage:
         torch.cuda.reset_peak_memory_stats()
         result = function()
         torch.cuda.synchronize()
-        peak_bytes, kept_bytes = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
+        peak_bytes, kept_bytes = (
+            torch.cuda.max_memory_allocated() - before,
+            torch.cuda.memory_allocated() - before,
+        )
         return Usage(peak_bytes, kept_bytes, _requested_bytes() - requested_before, result)
     with Recorder(device_kind) as recorder:
         result = function()
@@ -80,9 +88,9 @@ def _requested_bytes() -> int:
 class Recorder:
     """Records every allocation and free while a `with` block runs; `history` holds them afterwards.
 
-    On CUDA `history.reported_peak_bytes` is `max_memory_allocated` of the block, and the history includes all that was
-    in use before. On the CPU it comes from the profiler's running total, and of what was in use before the history
-    includes `resident` and whatever was freed in the block.
+    On CUDA `history.reported_peak_bytes` is `max_memory_allocated` of the block, and the history
+    includes all that was in use before. On the CPU it comes from the profiler's running total, and
+    of what was in use before the history includes `resident` and whatever was freed in the block.
 
     Args:
         device_kind: "cuda" or "cpu".
@@ -96,9 +104,13 @@ class Recorder:
     def __init__(self, device_kind: str, resident: Sequence[Tensor] = ()):
         if device_kind not in DEVICE_KINDS:
             accepted = ", ".join(DEVICE_KINDS)
-            raise ValueError(f"memory of device {device_kind!r} cannot be recorded; accepted: {accepted}")
+            raise ValueError(
+                f"memory of device {device_kind!r} cannot be recorded; accepted: {accepted}"
+            )
         self.device_kind = device_kind
-        self._resident = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in resident}
+        self._resident = {
+            x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in resident
+        }
         self.history = History([], 0)
         self._marks: list[tuple[str, int]] = []
         self._num_positions = 0
@@ -108,7 +120,9 @@ class Recorder:
         self._marks.append((name, self.position()))
 
     def position(self) -> int:
-        """Returns a number for this moment, which `position_of` later turns into a position in the history."""
+        """Returns a number for this moment, which `position_of` later turns into a position in the
+        history.
+        """
         if self.device_kind == "cuda":
             return self._num_allocator_events()
         with record_function(f"{_POSITION}{self._num_positions}"):
@@ -117,7 +131,11 @@ class Recorder:
 
     def position_of(self, moment: int) -> int:
         """Returns how many recorded events came before a moment that `position` gave."""
-        return moment - self._first_event if self.device_kind == "cuda" else self._events_before[moment]
+        return (
+            moment - self._first_event
+            if self.device_kind == "cuda"
+            else self._events_before[moment]
+        )
 
     def __enter__(self) -> "Recorder":
         gc.collect()
@@ -126,7 +144,9 @@ class Recorder:
             torch.cuda.memory._record_memory_history(None)
             torch.cuda.memory._record_memory_history(context="alloc", stacks="python")
             segments = torch.cuda.memory._snapshot()["segments"]
-            self._segments = [segment for segment in segments if segment["device"] == torch.cuda.current_device()]
+            self._segments = [
+                segment for segment in segments if segment["device"] == torch.cuda.current_device()
+            ]
             self._first_event = self._num_allocator_events()
             torch.cuda.reset_peak_memory_stats()
         else:
@@ -150,7 +170,10 @@ class Recorder:
                 peak = torch.cuda.max_memory_allocated()
                 trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
                 # Taking the first snapshot is an event of its own; the block begins after it.
-                begin = next((number for number, entry in enumerate(trace) if entry["action"] == "snapshot"), -1)
+                begin = next(
+                    (number for number, entry in enumerate(trace) if entry["action"] == "snapshot"),
+                    -1,
+                )
                 self.history = history_since(self._segments, trace[begin + 1 :])
                 self.history.reported_peak_bytes = peak
         finally:
@@ -207,7 +230,9 @@ class Owner:
 
 @contextlib.contextmanager
 def _module_path(model: nn.Module) -> Iterator[list[str]]:
-    """Gives a list whose last entry is the path of the innermost module in its forward pass, "" for the model."""
+    """Gives a list whose last entry is the path of the innermost module in its forward pass, "" for
+    the model.
+    """
     path = [""]
 
     def leave(*_) -> None:  # a hook's result would replace the module's output
@@ -224,7 +249,8 @@ def _module_path(model: nn.Module) -> Iterator[list[str]]:
 class OwnerLog(TorchDispatchMode):
     """Notes the module and line behind each operator, so that allocations have an owner.
 
-    A backward operator belongs to the line that made its autograd node, known by the node's sequence number.
+    A backward operator belongs to the line that made its autograd node, known by the node's
+    sequence number.
 
     Args:
         recorder: gives the positions; the log is used inside its block.
@@ -259,7 +285,9 @@ class OwnerLog(TorchDispatchMode):
         """Returns the owner of each event of the recorder's history, once it has ended."""
         positions = [self._recorder.position_of(moment) for moment, _ in self._notes]
         found = [Owner()] * self._recorder.history.num_events
-        for (_, owner), begin, end in zip(self._notes, positions, [*positions[1:], len(found)], strict=True):
+        for (_, owner), begin, end in zip(
+            self._notes, positions, [*positions[1:], len(found)], strict=True
+        ):
             found[begin:end] = [owner] * (end - begin)
         return found
 
@@ -268,12 +296,16 @@ _FRAMES_TO_PASS = (str(Path(torch.__file__).parent), __file__)
 
 
 def _calling_line() -> tuple[str, str]:
-    """Returns "file.py:line function" of the innermost frame outside PyTorch and this module, and the line's text."""
+    """Returns "file.py:line function" of the innermost frame outside PyTorch and this module, and
+    the line's text.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if not code.co_filename.startswith(_FRAMES_TO_PASS) and code.co_filename.endswith(".py"):
-            where = frame_text([{"filename": code.co_filename, "line": frame.f_lineno, "name": code.co_name}])
+            where = frame_text(
+                [{"filename": code.co_filename, "line": frame.f_lineno, "name": code.co_name}]
+            )
             return where, linecache.getline(code.co_filename, frame.f_lineno).strip()
         frame = frame.f_back
     return "", ""
@@ -308,7 +340,10 @@ class _CurrentFunction(TorchFunctionMode):
         self.name = ""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        outer, self.name = self.name, (resolve_name(function) or function.__name__).rsplit(".", 1)[-1]
+        outer, self.name = (
+            self.name,
+            (resolve_name(function) or function.__name__).rsplit(".", 1)[-1],
+        )
         try:
             return function(*args, **(kwargs or {}))
         finally:
@@ -323,8 +358,8 @@ def residuals(
     Args:
         function: a forward pass with gradient.
         module: the module whose parts are named.
-        resident: what is kept anyway: parameters and tables.
-        is_compiled: `function` runs compiled code, whose parts have no names: looking into it would compile it again.
+        resident: what is kept anyway: parameters and tables. is_compiled: `function` runs compiled
+            code, whose parts have no names: looking into it would compile it again.
     """
     kept_anyway = {x.untyped_storage()._cdata for x in resident}
     path, seen, found = [""], {}, []
@@ -356,11 +391,19 @@ def residuals(
 
 
 def saved_bytes(found: Sequence[Residual]) -> int:
-    """Returns the bytes of the distinct storages among residuals, without those that are kept anyway."""
-    return sum(residual.num_bytes for residual in found if residual.is_new and not residual.is_resident)
+    """Returns the bytes of the distinct storages among residuals, without those that are kept
+    anyway.
+    """
+    return sum(
+        residual.num_bytes for residual in found if residual.is_new and not residual.is_resident
+    )
 
 
 def packed_bytes(found: Sequence[Residual]) -> int:
-    """Returns the bytes of all residuals that are not kept anyway, each counted as often as it is saved."""
+    """Returns the bytes of all residuals that are not kept anyway, each counted as often as it is
+    saved.
+    """
     kept = (residual for residual in found if not residual.is_resident)
-    return sum(math.prod(residual.shape) * getattr(torch, residual.dtype).itemsize for residual in kept)
+    return sum(
+        math.prod(residual.shape) * getattr(torch, residual.dtype).itemsize for residual in kept
+    )

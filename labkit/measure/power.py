@@ -1,11 +1,13 @@
-"""What a GPU does under load that lasts: time per call at the clocks that its power limit leaves, watts, joules.
+"""What a GPU does under load that lasts: time per call at the clocks that its power limit leaves,
+watts, joules.
 
-A timer's samples are bursts, between which the power budget recovers. Back to back for seconds a GPU is at its power
-limit, and the same kernels are slower, in another order.
+A timer's samples are bursts, between which the power budget recovers. Back to back for seconds a
+GPU is at its power limit, and the same kernels are slower, in another order.
 
-Energy is NVML's count of the millijoules used since the driver was loaded. It advances in steps of 10 to 100 ms, so
-readings at a window's ends are wrong by up to a step. Power is therefore taken between a step seen after the window's
-begin and one before its end, and the counter, which disturbs the host, is read only until each of them is seen.
+Energy is NVML's count of the millijoules used since the driver was loaded. It advances in steps of
+10 to 100 ms, so readings at a window's ends are wrong by up to a step. Power is therefore taken
+between a step seen after the window's begin and one before its end, and the counter, which disturbs
+the host, is read only until each of them is seen.
 """
 
 import itertools
@@ -30,7 +32,9 @@ ENDS_S = 0.16
 """How long after a window's begin and before its end a step of the energy counter is looked for."""
 
 STEADY = 0.02
-"""Both halves of a steady window have the same time per call and the same SM clock, within this fraction."""
+"""Both halves of a steady window have the same time per call and the same SM clock, within this
+fraction.
+"""
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,8 @@ class Sustained:
     """Calls back to back over a window of `window_s`, after `warmup_s` of the same.
 
     Attributes:
-        drift, clock_drift: by which fraction the time per call, and the SM clock where it can be read, changed from
-            the window's first half to its second.
+        drift, clock_drift: by which fraction the time per call, and the SM clock where it can be
+            read, changed from the window's first half to its second.
         watts: mean power; None where `no_energy` says why there is none.
         sm_clock_mhz: median; temperature_c: highest; None where they cannot be read.
         load: `Monitor.summary` of window and warm-up.
@@ -58,7 +62,9 @@ class Sustained:
     throttle_reasons: list[str]
     load: dict[str, Any]
 
-    def metrics(self, *, flops: float | None = None, num_bytes: float | None = None) -> dict[str, float | int]:
+    def metrics(
+        self, *, flops: float | None = None, num_bytes: float | None = None
+    ) -> dict[str, float | int]:
         """Returns a record's metrics, without those that could not be measured.
 
         Args:
@@ -79,8 +85,20 @@ class Sustained:
 
     def telemetry(self) -> dict[str, Any]:
         """Returns what else a record keeps of the window, `no_energy` where there is no energy."""
-        names = ("num_calls", "window_s", "warmup_s", "drift", "clock_drift", "temperature_c", "throttle_reasons")
-        return {name: value for name in (*names, "no_energy") if (value := getattr(self, name)) not in (None, "")}
+        names = (
+            "num_calls",
+            "window_s",
+            "warmup_s",
+            "drift",
+            "clock_drift",
+            "temperature_c",
+            "throttle_reasons",
+        )
+        return {
+            name: value
+            for name in (*names, "no_energy")
+            if (value := getattr(self, name)) not in (None, "")
+        }
 
 
 def sustained(
@@ -91,18 +109,24 @@ def sustained(
     window_s: float = 1.0,
     calls_per_function: int = 1,
 ) -> Sustained:
-    """Returns what `function` takes when it is called back to back, without waiting for one call before the next.
+    """Returns what `function` takes when it is called back to back, without waiting for one call
+    before the next.
 
     Args:
         function: what is run, as often as it takes; it must have run before.
         device_kind: "cuda", "mps" or "cpu".
-        warmup_s, window_s: shortest time of the calls before the window, and of the window, which has two at least.
+        warmup_s, window_s: shortest time of the calls before the window, and of the window, which
+            has two at least.
         calls_per_function: how many calls one is, for the replay of a graph of several.
 
     Raises:
         ValueError: a time or a number of calls that is not positive.
     """
-    for name, value in {"warmup_s": warmup_s, "window_s": window_s, "calls_per_function": calls_per_function}.items():
+    for name, value in {
+        "warmup_s": warmup_s,
+        "window_s": window_s,
+        "calls_per_function": calls_per_function,
+    }.items():
         if not value > 0:
             raise ValueError(f"{name} is {value}; accepted: a number above 0")
     start = math.inf
@@ -137,14 +161,20 @@ def sustained(
         watts=watts,
         no_energy=no_energy,
         sm_clock_mhz=statistics.median(clocks) if clocks else None,
-        temperature_c=max((one.temperature_c for one in readings if one.temperature_c is not None), default=None),
+        temperature_c=max(
+            (one.temperature_c for one in readings if one.temperature_c is not None), default=None
+        ),
         throttle_reasons=throttle_reasons(readings),
         load=monitor.summary,
     )
 
 
-def _batches_s(function: Callable, num_calls: int, at_least_s: float, device_kind: str) -> list[float]:
-    """Returns the times of two or more batches of calls, all issued one after another; ends synchronised."""
+def _batches_s(
+    function: Callable, num_calls: int, at_least_s: float, device_kind: str
+) -> list[float]:
+    """Returns the times of two or more batches of calls, all issued one after another; ends
+    synchronised.
+    """
     marks, begin = [_mark(device_kind)], time.perf_counter()
     while len(marks) <= 2 or time.perf_counter() - begin < at_least_s:
         for _ in itertools.repeat(None, num_calls):
@@ -159,9 +189,13 @@ def _batches_s(function: Callable, num_calls: int, at_least_s: float, device_kin
 
 
 def _mark(device_kind: str) -> Any:
-    """Returns a point in the device's time: an event, or without CUDA the clock once the device is done."""
+    """Returns a point in the device's time: an event, or without CUDA the clock once the device is
+    done.
+    """
     if device_kind == "cuda":
-        event = torch.cuda.Event(enable_timing=True, blocking=True)  # a wait leaves the core to the sampling thread
+        event = torch.cuda.Event(
+            enable_timing=True, blocking=True
+        )  # a wait leaves the core to the sampling thread
         event.record()
         return event
     synchronize(device_kind)
@@ -169,13 +203,21 @@ def _mark(device_kind: str) -> Any:
 
 
 def _drift(values: Sequence[float]) -> float:
-    """Returns by which fraction the mean of the second half differs from that of the first; 0 for less than two."""
+    """Returns by which fraction the mean of the second half differs from that of the first; 0 for
+    less than two.
+    """
     half = len(values) // 2
-    return abs(statistics.fmean(values[half:]) / statistics.fmean(values[:half]) - 1) if half else 0.0
+    return (
+        abs(statistics.fmean(values[half:]) / statistics.fmean(values[:half]) - 1) if half else 0.0
+    )
 
 
-def _power(readings: Sequence[Reading], window_s: float, device_kind: str) -> tuple[float | None, str]:
-    """Returns the mean watts between the first and the last step seen of the energy counter, or None and why."""
+def _power(
+    readings: Sequence[Reading], window_s: float, device_kind: str
+) -> tuple[float | None, str]:
+    """Returns the mean watts between the first and the last step seen of the energy counter, or
+    None and why.
+    """
     if device_kind != "cuda":
         return None, f"no energy counter is read on {device_kind}"
     if "MIG" in torch.cuda.get_device_name(0).split():
@@ -185,7 +227,11 @@ def _power(readings: Sequence[Reading], window_s: float, device_kind: str) -> tu
     counts = [reading for reading in readings if reading.energy_mj is not None]
     if not counts:
         return None, "this GPU or driver has no energy counter"
-    pairs = [(one, other) for one, other in itertools.pairwise(counts) if other.time_s - one.time_s < ENDS_S]
+    pairs = [
+        (one, other)
+        for one, other in itertools.pairwise(counts)
+        if other.time_s - one.time_s < ENDS_S
+    ]
     steps = [other for one, other in pairs if other.energy_mj != one.energy_mj]
     if not steps or steps[-1].time_s - steps[0].time_s < window_s / 2:
         return None, "the energy counter advanced too seldom"

@@ -1,22 +1,25 @@
-"""Which kernel ran when, launched in which range: captures of Nsight Systems or torch.profiler, read into one table.
+"""Which kernel ran when, launched in which range: captures of Nsight Systems or torch.profiler,
+read into one table.
 
-A capture is read into a `Trace` (`read_nsys`, `read_chrome_trace`); `launches` makes the table of it, one row per
-launch, the same whatever the capture was made with:
+A capture is read into a `Trace` (`read_nsys`, `read_chrome_trace`); `launches` makes the table of
+it, one row per launch, the same whatever the capture was made with:
 
 | column | holds |
 |---|---|
-| name, short_name, kind | as captured; readable; "kernel", "memcpy", "memset", or "operator" on a CPU |
+| name, short_name, kind | as captured; readable; kernel, memcpy, memset, or operator on a CPU |
 | kernel_class | one of CLASSES, from the name |
-| start_ns, end_ns, duration_ns | on the device; an operator's duration is its own, without the operators it calls |
+| start_ns, end_ns, duration_ns | on the device; an operator's without the operators it calls |
 | stream | CUDA stream; the thread of an operator |
-| path, range, phase | names of the ranges open at its launch, outermost first; the innermost; the one in `phases` |
+| path, range, phase | ranges open at its launch, outermost first; the innermost; that in `phases` |
 
-A range belongs to a launch if it was open, in the launching process, when the host launched: on the launching thread,
-or on another thread before the launching thread opened a range of its own. The second is how kernels of a backward
-pass, launched by autograd's own thread, come to the "backward" range that the main thread holds open.
+A range belongs to a launch if it was open, in the launching process, when the host launched: on the
+launching thread, or on another thread before the launching thread opened a range of its own. The
+second is how kernels of a backward pass, launched by autograd's own thread, come to the "backward"
+range that the main thread holds open.
 
-Sources: Nsight Systems user guide, "SQLite schema reference"; a range's time on the GPU is that of the kernels that
-were launched in it (its "projection"), since on the host a range ends when the launches do.
+Sources: Nsight Systems user guide, "SQLite schema reference"; a range's time on the GPU is that of
+the kernels that were launched in it (its "projection"), since on the host a range ends when the
+launches do.
 """
 
 import contextlib
@@ -50,17 +53,30 @@ from labkit import hardware
 OUTSIDE = "outside"
 """Range and phase of what was launched in none."""
 
-CLASSES = ("matmul", "attention", "softmax", "normalisation", "elementwise", "reduction", "copy", "optimizer",
-           "communication", "other")  # fmt: skip
+CLASSES = (
+    "matmul",
+    "attention",
+    "softmax",
+    "normalisation",
+    "elementwise",
+    "reduction",
+    "copy",
+    "optimizer",
+    "communication",
+    "other",
+)
 """Classes of kernels; "other" is what no pattern matches."""
 
 
 class ProfileError(Exception):
-    """A capture that could not be made or cannot be read; the message names the file and what it lacks."""
+    """A capture that could not be made or cannot be read; the message names the file and what it
+    lacks.
+    """
 
 
-# The first pattern that matches decides, so the order matters: cuBLAS reduces split products, FlashAttention-3 is built
-# on CUTLASS, and a kernel that the compiler fused is named after everything that went into it.
+# The first pattern that matches decides, so the order matters: cuBLAS reduces split products,
+# FlashAttention-3 is built on CUTLASS, and a kernel that the compiler fused is named after
+# everything that went into it.
 _KERNEL_PATTERNS = (
     ("communication", r"nccl|all_?reduce|all_?gather|reduce_?scatter"),
     ("attention", r"flash|fmha|attention|sdpa|^hopper_(fwd|bwd)_"),
@@ -69,14 +85,23 @@ _KERNEL_PATTERNS = (
     ("softmax", r"soft_?max"),
     ("normalisation", r"(layer|rms|batch|group|instance)_?norm|^norm_(fwd|bwd)_kernel"),
     ("reduction", r"^triton_(red|per)|^weighted_sum_"),
-    ("matmul", r"nvjet|gemm|gemv|xmma|cutlass|cublas|splitk|wgmma|matmul|^triton_(\w+_)?mm|^triton_tem|dot_kernel"
-               r"|linear_gelu"),
+    (
+        "matmul",
+        r"nvjet|gemm|gemv|xmma|cutlass|cublas|splitk|wgmma|matmul|^triton_(\w+_)?mm|^triton_tem|dot_kernel"
+        r"|linear_gelu",
+    ),
     ("copy", r"copy|catarray|memcpy|memset|transpose|gather|index_?select"),
-    ("reduction", r"reduce|reduction|loss|embedding_backward|scan|cumsum|radixsort|grad_weight|partial|and_scatter"
-                  r"|cross_entropy|column_sums"),
-    ("elementwise", r"elementwise|pointwise|fill|arange|where|triu|tril|distribution|index|vectorized|swiglu|gelu"
-                    r"|rotary|dropout"),
-)  # fmt: skip
+    (
+        "reduction",
+        r"reduce|reduction|loss|embedding_backward|scan|cumsum|radixsort|grad_weight|partial|and_scatter"
+        r"|cross_entropy|column_sums",
+    ),
+    (
+        "elementwise",
+        r"elementwise|pointwise|fill|arange|where|triu|tril|distribution|index|vectorized|swiglu|gelu"
+        r"|rotary|dropout",
+    ),
+)
 
 _OPERATOR_PATTERNS = (
     ("communication", r"^(c10d|nccl|gloo)"),
@@ -84,21 +109,36 @@ _OPERATOR_PATTERNS = (
     ("optimizer", r"adam|^_foreach_|fused_sgd"),
     ("softmax", r"^_?(log_)?softmax"),
     ("normalisation", r"(layer|rms|batch|group|instance)_norm"),
-    ("matmul", r"^(mm|bmm|addmm|addmv|baddbmm|addbmm|mv|dot|linear|matmul|_?mkldnn_linear\w*|_scaled_mm)$"),
-    ("copy", r"^(copy_|_to_copy|clone|contiguous|cat|stack|repeat|embedding|index_select|gather|pad|constant_pad_nd)$"),
-    ("reduction", r"^(sum|mean|amax|amin|max|min|argmax|logsumexp|norm|all|any|cumsum|std)$|loss|embedding_\w*back"),
-    ("elementwise", r"^_?(add|sub|rsub|mul|div|neg|pow|sqrt|rsqrt|exp\d?|log\d?|abs|sin|cos|tanh|sigmoid|silu|gelu|relu"
-                    r"|where|fill|zero|masked_fill|le|lt|ge|gt|eq|ne|bitwise\w*|logical\w*|isnan|isinf|maximum|minimum"
-                    r"|clamp\w*|arange|tril|triu|addcmul|addcdiv|lerp|threshold\w*|normal|uniform|(sigmoid|silu|tanh|gelu)"
-                    r"_backward)_?$"),
-)  # fmt: skip
+    (
+        "matmul",
+        r"^(mm|bmm|addmm|addmv|baddbmm|addbmm|mv|dot|linear|matmul|_?mkldnn_linear\w*|_scaled_mm)$",
+    ),
+    (
+        "copy",
+        r"^(copy_|_to_copy|clone|contiguous|cat|stack|repeat|embedding|index_select|gather|pad|constant_pad_nd)$",
+    ),
+    (
+        "reduction",
+        r"^(sum|mean|amax|amin|max|min|argmax|logsumexp|norm|all|any|cumsum|std)$|loss|embedding_\w*back",
+    ),
+    (
+        "elementwise",
+        r"^_?(add|sub|rsub|mul|div|neg|pow|sqrt|rsqrt|exp\d?|log\d?|abs|sin|cos|tanh|sigmoid|silu|gelu|relu"
+        r"|where|fill|zero|masked_fill|le|lt|ge|gt|eq|ne|bitwise\w*|logical\w*|isnan|isinf|maximum|minimum"
+        r"|clamp\w*|arange|tril|triu|addcmul|addcdiv|lerp|threshold\w*|normal|uniform|(sigmoid|silu|tanh|gelu)"
+        r"_backward)_?$",
+    ),
+)
 
 _KERNELS = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in _KERNEL_PATTERNS)
 _OPERATORS = tuple((name, re.compile(pattern)) for name, pattern in _OPERATOR_PATTERNS)
 
-# Copies that change the dtype: PyTorch casts to 16 bits by kernels of their own, from 16 bits by its general copy
-# with a cast on load.
-_CAST = re.compile(r"float\w*_copy_kernel|direct_copy.*LoadWithCast|templated.*direct_copy|^aten::_to_copy$", re.DOTALL)
+# Copies that change the dtype: PyTorch casts to 16 bits by kernels of their own, from 16 bits by
+# its general copy with a cast on load.
+_CAST = re.compile(
+    r"float\w*_copy_kernel|direct_copy.*LoadWithCast|templated.*direct_copy|^aten::_to_copy$",
+    re.DOTALL,
+)
 
 
 def classify(name: str, kind: str = "kernel") -> str:
@@ -109,7 +149,9 @@ def classify(name: str, kind: str = "kernel") -> str:
     patterns = _KERNELS
     if kind == "operator":
         name, patterns = name.removeprefix("aten::"), _OPERATORS
-    return next((kernel_class for kernel_class, pattern in patterns if pattern.search(name)), "other")
+    return next(
+        (kernel_class for kernel_class, pattern in patterns if pattern.search(name)), "other"
+    )
 
 
 def is_cast(name: str) -> bool:
@@ -118,10 +160,12 @@ def is_cast(name: str) -> bool:
 
 
 def short_name(name: str) -> str:
-    """Returns a readable name: no return type or namespace; of the template's arguments what is computed, in 16 bits.
+    """Returns a readable name: no return type or namespace; of the template's arguments what is
+    computed, in 16 bits.
 
-    >>> short_name("void at::native::vectorized_elementwise_kernel<4, at::native::BinaryFunctor<float, float, float, "
-    ...            "at::native::binary_internal::MulFunctor<float> >, std::array<char*, 3ul> >(int, T2, T3)")
+    >>> short_name("void at::native::vectorized_elementwise_kernel<4, at::native::BinaryFunctor<"
+    ...            "float, float, float, at::native::binary_internal::MulFunctor<float> >, "
+    ...            "std::array<char*, 3ul> >(int, T2, T3)")
     'vectorized_elementwise_kernel[BinaryFunctor:MulFunctor]'
     >>> short_name("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT")
     'nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT'
@@ -129,20 +173,34 @@ def short_name(name: str) -> str:
     if name.startswith("_Z"):
         name = "::".join(_mangled_identifiers(name)) or name
     name = re.sub(r"<unnamed>|\(anonymous namespace\)|^void ", "", name)
-    name = re.sub(r"^cutlass::Kernel\d*<(\w+::)*(\w+).*", r"\2", name)  # what tells CUTLASS's kernels apart
+    name = re.sub(
+        r"^cutlass::Kernel\d*<(\w+::)*(\w+).*", r"\2", name
+    )  # what tells CUTLASS's kernels apart
     base, _, arguments = name.partition("<")
     base = base.partition("(")[0].rstrip(":").rpartition("::")[2]
-    computed = re.findall(r"\w*Functor\w*|\w+_functor\b|\w+Ops\b|\w+_kernel(?:_cuda|_impl|_gpu)?\b", arguments)
-    kept = [word for word in dict.fromkeys(computed) if word != base and not re.match("gpu_kernel|launch_", word)][:2]
+    computed = re.findall(
+        r"\w*Functor\w*|\w+_functor\b|\w+Ops\b|\w+_kernel(?:_cuda|_impl|_gpu)?\b", arguments
+    )
+    kept = [
+        word
+        for word in dict.fromkeys(computed)
+        if word != base and not re.match("gpu_kernel|launch_", word)
+    ][:2]
     kept += dict.fromkeys(re.findall(r"\b(?:c10::)?(BFloat16|Half)\b", arguments))
     return (f"{base}[{':'.join(kept)}]" if kept else base or name)[:96]
 
 
 def distinct_names(names: Iterable[str]) -> dict[str, str]:
-    """Returns the short name of each name; those that would share one end in "#" and four digits of their own."""
+    """Returns the short name of each name; those that would share one end in "#" and four digits of
+    their own.
+    """
     short = {name: short_name(name) for name in names}
     shared = Counter(short.values())
-    ends = {name: f"#{hashlib.sha1(name.encode()).hexdigest()[:4]}" for name in short if shared[short[name]] > 1}
+    ends = {
+        name: f"#{hashlib.sha1(name.encode()).hexdigest()[:4]}"
+        for name in short
+        if shared[short[name]] > 1
+    }
     return {name: text + ends.get(name, "") for name, text in short.items()}
 
 
@@ -156,7 +214,17 @@ def _mangled_identifiers(name: str) -> list[str]:
     return found
 
 
-_OPERATION_COLUMNS = ["name", "kind", "start_ns", "end_ns", "duration_ns", "stream", "process", "thread", "launched_ns"]
+_OPERATION_COLUMNS = [
+    "name",
+    "kind",
+    "start_ns",
+    "end_ns",
+    "duration_ns",
+    "stream",
+    "process",
+    "thread",
+    "launched_ns",
+]
 _RANGE_COLUMNS = ["name", "start_ns", "end_ns", "process", "thread"]
 
 
@@ -165,9 +233,11 @@ class Trace:
     """What a capture holds.
 
     Attributes:
-        source: "nsys", "kineto" (CUDA kernels by torch.profiler) or "kineto cpu" (its CPU operators).
+        source: "nsys", "kineto" (CUDA kernels by torch.profiler) or "kineto cpu" (its CPU
+            operators).
         version: of the profiler.
-        operations: one row per kernel, copy or CPU operator; `launched_ns` (host) is NaN where no launch is known.
+        operations: one row per kernel, copy or CPU operator; `launched_ns` (host) is NaN where no
+            launch is known.
         ranges: name, start, end, process, thread.
         total_ns: sum of the kernels' (operators') times in the capture, to check the table against.
     """
@@ -179,19 +249,28 @@ class Trace:
     total_ns: int
 
 
-# The tables and columns read from an export, each with a condition on its values in SQL. Times beyond 2^53 ns
-# (104 days) would not be exact in floating point.
+# The tables and columns read from an export, each with a condition on its values in SQL. Times
+# beyond 2^53 ns (104 days) would not be exact in floating point.
 _TIME = f"typeof({{0}}) = 'integer' AND {{0}} BETWEEN {-(1 << 53)} AND {1 << 53}"
 _INTEGER, _TEXT = "typeof({0}) = 'integer'", "typeof({0}) = 'text'"
 _OR_NULL = "({0} IS NULL OR %s)"
 _END = f'{_TIME} AND "end" >= start'
-_OF_DEVICE = {"start": _TIME, "end": _END, "streamId": _INTEGER, "correlationId": _OR_NULL % _INTEGER,
-              "globalPid": _INTEGER}  # fmt: skip
+_OF_DEVICE = {
+    "start": _TIME,
+    "end": _END,
+    "streamId": _INTEGER,
+    "correlationId": _OR_NULL % _INTEGER,
+    "globalPid": _INTEGER,
+}
 _IN_STRINGS = "({0} IS NULL OR {0} IN (SELECT id FROM StringIds))"
 _NSYS_TABLES = {
     "StringIds": {"id": _INTEGER, "value": _TEXT},
     "CUPTI_ACTIVITY_KIND_KERNEL": {**_OF_DEVICE, "demangledName": _IN_STRINGS},
-    "CUPTI_ACTIVITY_KIND_RUNTIME": {"start": _TIME, "globalTid": _INTEGER, "correlationId": _OR_NULL % _INTEGER},
+    "CUPTI_ACTIVITY_KIND_RUNTIME": {
+        "start": _TIME,
+        "globalTid": _INTEGER,
+        "correlationId": _OR_NULL % _INTEGER,
+    },
     "NVTX_EVENTS": {
         "eventType": _INTEGER,
         "start": _TIME,
@@ -213,9 +292,13 @@ _MISSING_TABLE = {
 _PUSH_POP_RANGE, _START_END_RANGE = 59, 60
 _READ_ROWS = {
     "CUPTI_ACTIVITY_KIND_RUNTIME": "correlationId IS NOT NULL",
-    "NVTX_EVENTS": f"(eventType IN ({_PUSH_POP_RANGE}, {_START_END_RANGE}) OR typeof(eventType) <> 'integer')",
+    "NVTX_EVENTS": (
+        f"(eventType IN ({_PUSH_POP_RANGE}, {_START_END_RANGE}) OR typeof(eventType) <> 'integer')"
+    ),
 }
-_THREADS_PER_PROCESS = 1 << 24  # a global thread id is the process's with the thread's in the lowest 24 bits
+_THREADS_PER_PROCESS = (
+    1 << 24
+)  # a global thread id is the process's with the thread's in the lowest 24 bits
 
 
 def read_nsys(path: Path | str, version: str = "") -> Trace:
@@ -226,8 +309,9 @@ def read_nsys(path: Path | str, version: str = "") -> Trace:
         version: of nsys, for the Trace.
 
     Raises:
-        ProfileError: not an SQLite file of nsys, no kernels, launches or ranges, or an impossible row (a missing time,
-            an end before its start, a string id given twice); names the file and what is wrong.
+        ProfileError: not an SQLite file of nsys, no kernels, launches or ranges, or an impossible
+            row (a missing time, an end before its start, a string id given twice); names the file
+            and what is wrong.
     """
     path = Path(path)
     uri = f"file:{urllib.parse.quote(str(path))}?mode=ro"
@@ -235,7 +319,11 @@ def read_nsys(path: Path | str, version: str = "") -> Trace:
         with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
             tables = _checked_tables(connection, path)
             return Trace("nsys", version, *_read_tables(connection, path, tables))
-    except (sqlite3.Error, UnicodeError, MemoryError) as error:  # the last two: a damaged text or length
+    except (
+        sqlite3.Error,
+        UnicodeError,
+        MemoryError,
+    ) as error:  # the last two: a damaged text or length
         raise ProfileError(f"{path} cannot be read as SQLite: {_one_line(error)}") from error
 
 
@@ -245,14 +333,22 @@ def _one_line(said: object) -> str:
 
 
 def _checked_tables(connection: sqlite3.Connection, path: Path) -> set[str]:
-    """Returns the names of the export's tables, their rows checked; nsys omits tables without events."""
+    """Returns the names of the export's tables, their rows checked; nsys omits tables without
+    events.
+    """
     state = connection.execute("PRAGMA quick_check(1)").fetchone()
     if state != ("ok",):
         raise ProfileError(f"{path} cannot be read as SQLite: {_one_line(state)}")
-    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    if _GRAPHS in tables and (num_whole := connection.execute(f"SELECT COUNT(*) FROM {_GRAPHS}").fetchone()[0]):
+    tables = {
+        name
+        for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+    }
+    if _GRAPHS in tables and (
+        num_whole := connection.execute(f"SELECT COUNT(*) FROM {_GRAPHS}").fetchone()[0]
+    ):
         raise ProfileError(
-            f"{path} holds {num_whole} CUDA graphs as a whole, without their kernels; accepted: a capture "
+            f"{path} holds {num_whole} CUDA graphs as a whole, without their kernels; accepted: a "
+            f"capture "
             "with --cuda-graph-trace=node"
         )
     for table, columns in _NSYS_TABLES.items():
@@ -262,15 +358,22 @@ def _checked_tables(connection: sqlite3.Connection, path: Path) -> set[str]:
             continue
         present = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
         if missing := [column for column in columns if column not in present]:
-            raise ProfileError(f"{path} is no export of Nsight Systems: its table {table} has no column {missing[0]}")
+            raise ProfileError(
+                f"{path} is no export of Nsight Systems: its table {table} has no column "
+                f"{missing[0]}"
+            )
         _check_rows(connection, path, table, columns)
-    twice = connection.execute("SELECT id FROM StringIds GROUP BY id HAVING COUNT(*) > 1 LIMIT 1").fetchone()
+    twice = connection.execute(
+        "SELECT id FROM StringIds GROUP BY id HAVING COUNT(*) > 1 LIMIT 1"
+    ).fetchone()
     if twice:
         raise ProfileError(f"{path}: its table StringIds has the id {twice[0]} more than once")
     return tables
 
 
-def _check_rows(connection: sqlite3.Connection, path: Path, table: str, columns: Mapping[str, str]) -> None:
+def _check_rows(
+    connection: sqlite3.Connection, path: Path, table: str, columns: Mapping[str, str]
+) -> None:
     """Raises ProfileError for the first impossible value that is read from a table."""
     for column, condition in columns.items():
         condition = condition.format(f'"{column}"')
@@ -281,7 +384,9 @@ def _check_rows(connection: sqlite3.Connection, path: Path, table: str, columns:
         ).fetchone()
         if row:
             also = f" and start {row[1]}" if column == "end" else ""
-            raise ProfileError(f"{path}: a row of its table {table} has {column} {row[0]!r:.60}{also}")
+            raise ProfileError(
+                f"{path}: a row of its table {table} has {column} {row[0]!r:.60}{also}"
+            )
 
 
 def _read_tables(
@@ -289,23 +394,30 @@ def _read_tables(
 ) -> tuple[pd.DataFrame, pd.DataFrame, int]:
     def frame(query: str) -> pd.DataFrame:
         cursor = connection.execute(query)
-        return pd.DataFrame(cursor.fetchall(), columns=[column for column, *_ in cursor.description])
+        return pd.DataFrame(
+            cursor.fetchall(), columns=[column for column, *_ in cursor.description]
+        )
 
     correlation = "COALESCE(correlationId, -1) AS correlationId"
     parts = [
-        f"SELECT names.value AS name, 'kernel' AS kind, start, end, streamId, globalPid, {correlation} "
+        f"SELECT names.value AS name, 'kernel' AS kind, start, end, streamId, globalPid, "
+        f"{correlation} "
         "FROM CUPTI_ACTIVITY_KIND_KERNEL LEFT JOIN StringIds AS names ON names.id = demangledName"
     ]
     for kind in ("memcpy", "memset"):
         if (table := f"CUPTI_ACTIVITY_KIND_{kind.upper()}") in tables:
-            parts.append(f"SELECT '{kind}', '{kind}', start, end, streamId, globalPid, {correlation} FROM {table}")
+            parts.append(
+                f"SELECT '{kind}', '{kind}', start, end, streamId, globalPid, {correlation} FROM "
+                f"{table}"
+            )
     operations = frame(" UNION ALL ".join(parts))
     is_kernel = operations["kind"] == "kernel"
     if not is_kernel.any():
         raise ProfileError(f"{path} holds no kernel: its table CUPTI_ACTIVITY_KIND_KERNEL is empty")
     total_ns = int((operations["end"] - operations["start"])[is_kernel].sum())
     runtime = frame(
-        "SELECT correlationId, globalTid AS thread, start AS launched_ns FROM CUPTI_ACTIVITY_KIND_RUNTIME "
+        "SELECT correlationId, globalTid AS thread, start AS launched_ns FROM "
+        "CUPTI_ACTIVITY_KIND_RUNTIME "
         "WHERE correlationId >= 0"
     ).astype("int64")
     # Correlation ids count from the start of each process.
@@ -313,21 +425,33 @@ def _read_tables(
     runtime["process"] = runtime["thread"] // _THREADS_PER_PROCESS
     runtime = runtime.drop_duplicates(["process", "correlationId"])
     operations = operations.merge(runtime, on=["process", "correlationId"], how="left")
-    operations = operations.rename(columns={"start": "start_ns", "end": "end_ns", "streamId": "stream"})
+    operations = operations.rename(
+        columns={"start": "start_ns", "end": "end_ns", "streamId": "stream"}
+    )
     operations["duration_ns"] = operations["end_ns"] - operations["start_ns"]
     operations["name"] = operations["name"].fillna("unnamed")
     if operations.loc[operations["kind"] == "kernel", "launched_ns"].isna().all():
-        raise ProfileError(f"{path} holds no launch of a kernel: CUPTI_ACTIVITY_KIND_RUNTIME has none of its kernels'")
+        raise ProfileError(
+            f"{path} holds no launch of a kernel: CUPTI_ACTIVITY_KIND_RUNTIME has none of its "
+            f"kernels'"
+        )
 
     ranges = frame(
-        "SELECT COALESCE(text, value) AS name, start AS start_ns, end AS end_ns, globalTid AS thread FROM NVTX_EVENTS "
-        f"LEFT JOIN StringIds ON id = textId WHERE eventType IN ({_PUSH_POP_RANGE}, {_START_END_RANGE}) "
+        "SELECT COALESCE(text, value) AS name, start AS start_ns, end AS end_ns, globalTid AS "
+        "thread FROM NVTX_EVENTS "
+        f"LEFT JOIN StringIds ON id = textId WHERE eventType IN ({_PUSH_POP_RANGE}, "
+        f"{_START_END_RANGE}) "
         "AND COALESCE(text, value) IS NOT NULL"
     )
     if ranges.empty:
         raise ProfileError(f"{path} holds no NVTX range: its table NVTX_EVENTS has none")
-    end_of_capture = max(operations["end_ns"].max(), operations["launched_ns"].max(), ranges["start_ns"].max()) + 1
-    ranges["end_ns"] = ranges["end_ns"].astype(float).fillna(end_of_capture)  # one that was never closed
+    end_of_capture = (
+        max(operations["end_ns"].max(), operations["launched_ns"].max(), ranges["start_ns"].max())
+        + 1
+    )
+    ranges["end_ns"] = (
+        ranges["end_ns"].astype(float).fillna(end_of_capture)
+    )  # one that was never closed
     ranges["process"] = ranges["thread"] // _THREADS_PER_PROCESS
     return operations[_OPERATION_COLUMNS], ranges[_RANGE_COLUMNS], total_ns
 
@@ -338,41 +462,67 @@ _CHROME_KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "mems
 
 
 def read_chrome_trace(path: Path | str, version: str = "") -> Trace:
-    """Returns what a trace exported by torch.profiler holds: its CUDA kernels, or its CPU operators if it has none.
+    """Returns what a trace exported by torch.profiler holds: its CUDA kernels, or its CPU operators
+    if it has none.
 
     Args:
         path: of the JSON file that `export_chrome_trace` wrote, or of a gzip of it; of one process.
         version: of torch, for the Trace.
 
     Raises:
-        ProfileError: no such trace, or one without operators or ranges; names the file and the lack.
+        ProfileError: no such trace, or one without operators or ranges; names the file and the
+            lack.
     """
     path = Path(path)
     try:
         content = path.read_bytes()
-        events = json.loads(gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content)["traceEvents"]
+        events = json.loads(
+            gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content
+        )["traceEvents"]
         events = pd.DataFrame([event for event in events if event.get("ph") == "X"])
         if events.empty:
             raise ProfileError(f"{path} holds no event")
         for name, thread in zip(events["name"], events["tid"], strict=True):
             if not isinstance(name, str) or not isinstance(thread, int | str):
-                raise ValueError(f"an event has the name {str(name)[:60]!r} and the thread {str(thread)[:60]!r}")
+                raise ValueError(
+                    f"an event has the name {str(name)[:60]!r} and the thread {str(thread)[:60]!r}"
+                )
         # Each process counts the launches anew, and no kernel says whose it is.
         if (num_processes := events["pid"][events["cat"].isin(_OF_A_PROCESS)].nunique()) > 1:
-            raise ProfileError(f"{path} holds events of {num_processes} processes; accepted: the trace of one rank")
+            raise ProfileError(
+                f"{path} holds events of {num_processes} processes; accepted: the trace of one rank"
+            )
         ranges, operations = _chrome_ranges(events), _chrome_kernels(events)
         on_device = len(operations) > 0
         if not on_device:
             operations = _cpu_operators(events)
-    except (OSError, EOFError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        raise ProfileError(f"{path} is no trace of torch.profiler: {type(error).__name__}: {error}") from error
+    except (
+        OSError,
+        EOFError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
+        raise ProfileError(
+            f"{path} is no trace of torch.profiler: {type(error).__name__}: {error}"
+        ) from error
     if operations.empty:
         raise ProfileError(f"{path} holds neither a CUDA kernel nor a CPU operator")
     if on_device and operations["launched_ns"].isna().all():
-        raise ProfileError(f"{path} holds no launch of a kernel: no event of CUDA's runtime has a kernel's correlation")
+        raise ProfileError(
+            f"{path} holds no launch of a kernel: no event of CUDA's runtime has a kernel's "
+            f"correlation"
+        )
     if ranges.empty:
         raise ProfileError(f"{path} holds no range: it has no event of category user_annotation")
-    counted = operations[operations["kind"] == "kernel"] if on_device else operations[operations["depth"] == 0]
+    counted = (
+        operations[operations["kind"] == "kernel"]
+        if on_device
+        else operations[operations["depth"] == 0]
+    )
     total_ns = int((counted["end_ns"] - counted["start_ns"]).sum())
     source = "kineto" if on_device else "kineto cpu"
     return Trace(source, version, operations[_OPERATION_COLUMNS], ranges, total_ns)
@@ -390,8 +540,14 @@ def _chrome_times(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _chrome_ranges(events: pd.DataFrame) -> pd.DataFrame:
-    rows = events[(events["cat"] == "user_annotation") & ~events["name"].str.match(_RANGES_OF_TORCH)]
-    return _chrome_times(rows).assign(process=0, thread=rows["tid"])[_RANGE_COLUMNS].reset_index(drop=True)
+    rows = events[
+        (events["cat"] == "user_annotation") & ~events["name"].str.match(_RANGES_OF_TORCH)
+    ]
+    return (
+        _chrome_times(rows)
+        .assign(process=0, thread=rows["tid"])[_RANGE_COLUMNS]
+        .reset_index(drop=True)
+    )
 
 
 def _chrome_kernels(events: pd.DataFrame) -> pd.DataFrame:
@@ -405,7 +561,8 @@ def _chrome_kernels(events: pd.DataFrame) -> pd.DataFrame:
     )
     calls = events[events["cat"].isin(["cuda_runtime", "cuda_driver"])]
     calls = _chrome_times(calls).assign(
-        correlation=[arguments.get("correlation", -1) for arguments in calls["args"]], thread=calls["tid"]
+        correlation=[arguments.get("correlation", -1) for arguments in calls["args"]],
+        thread=calls["tid"],
     )
     calls = calls.drop_duplicates("correlation").rename(columns={"start_ns": "launched_ns"})
     rows = rows.merge(calls[["correlation", "thread", "launched_ns"]], on="correlation", how="left")
@@ -413,15 +570,21 @@ def _chrome_kernels(events: pd.DataFrame) -> pd.DataFrame:
 
 
 def _cpu_operators(events: pd.DataFrame) -> pd.DataFrame:
-    """Returns every operator with its own time, that of the operators it calls taken off, and how deep it is called."""
+    """Returns every operator with its own time, that of the operators it calls taken off, and how
+    deep it is called.
+    """
     rows = events[events["cat"] == "cpu_op"]
     if rows.empty:
         return pd.DataFrame(columns=[*_OPERATION_COLUMNS, "depth"])
-    rows = _chrome_times(rows).sort_values(["tid", "start_ns", "end_ns"], ascending=[True, True, False])
+    rows = _chrome_times(rows).sort_values(
+        ["tid", "start_ns", "end_ns"], ascending=[True, True, False]
+    )
     own = (rows["end_ns"] - rows["start_ns"]).to_numpy().copy()
     depth = np.zeros(len(rows), dtype=int)
     thread, open_operators = None, []
-    for number, (tid, start, end) in enumerate(zip(rows["tid"], rows["start_ns"], rows["end_ns"], strict=True)):
+    for number, (tid, start, end) in enumerate(
+        zip(rows["tid"], rows["start_ns"], rows["end_ns"], strict=True)
+    ):
         if tid != thread:
             thread, open_operators = tid, []
         while open_operators and open_operators[-1][1] <= start:
@@ -431,9 +594,14 @@ def _cpu_operators(events: pd.DataFrame) -> pd.DataFrame:
         depth[number] = len(open_operators)
         open_operators.append((number, end))
     return rows.assign(
-        kind="operator", duration_ns=np.maximum(own, 0), stream=rows["tid"], process=0, thread=rows["tid"],
-        launched_ns=rows["start_ns"], depth=depth,
-    )[[*_OPERATION_COLUMNS, "depth"]].reset_index(drop=True)  # fmt: skip
+        kind="operator",
+        duration_ns=np.maximum(own, 0),
+        stream=rows["tid"],
+        process=0,
+        thread=rows["tid"],
+        launched_ns=rows["start_ns"],
+        depth=depth,
+    )[[*_OPERATION_COLUMNS, "depth"]].reset_index(drop=True)
 
 
 def launches(trace: Trace, phases: Sequence[str]) -> pd.DataFrame:
@@ -455,7 +623,9 @@ def launches(trace: Trace, phases: Sequence[str]) -> pd.DataFrame:
     table["kernel_class"] = [known[key][1] for key in keys]
     table["path"] = _paths(table, trace.ranges)
     table["range"] = [path[-1] if path else OUTSIDE for path in table["path"]]
-    table["phase"] = [next((name for name in path if name in phases), OUTSIDE) for path in table["path"]]
+    table["phase"] = [
+        next((name for name in path if name in phases), OUTSIDE) for path in table["path"]
+    ]
     return table
 
 
@@ -471,7 +641,9 @@ def _paths(operations: pd.DataFrame, ranges: pd.DataFrame) -> list[tuple[str, ..
             events += [(end, 0, 0, number), (start, 1, -end, number)]
     events += [(moment, 2, 0, row) for row, moment in operations["launched_ns"].dropna().items()]
     paths: list[tuple[str, ...]] = [()] * len(operations)
-    is_open: dict = defaultdict(lambda: defaultdict(list))  # by process and thread: numbers of ranges
+    is_open: dict = defaultdict(
+        lambda: defaultdict(list)
+    )  # by process and thread: numbers of ranges
     for _, kind, _, number in sorted(events):
         if kind == 2:
             process, thread = launches_of[number]
@@ -484,10 +656,18 @@ def _paths(operations: pd.DataFrame, ranges: pd.DataFrame) -> list[tuple[str, ..
 
 
 def _enclosing(is_open: Mapping[int, list[int]], thread: int, starts: Sequence[int]) -> list[int]:
-    """Returns the numbers of the ranges around a launch of `thread`: its own, inside earlier ones of other threads."""
+    """Returns the numbers of the ranges around a launch of `thread`: its own, inside earlier ones
+    of other threads.
+    """
     own = is_open.get(thread, [])
     outermost = starts[own[0]] if own else np.inf
-    others = [n for other, numbers in is_open.items() if other != thread for n in numbers if starts[n] < outermost]
+    others = [
+        n
+        for other, numbers in is_open.items()
+        if other != thread
+        for n in numbers
+        if starts[n] < outermost
+    ]
     return [*sorted(others, key=starts.__getitem__), *own]
 
 
@@ -507,7 +687,9 @@ def statistics_by(table: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
         table: rows of `launches`.
         columns: that make a group.
     """
-    microseconds = table.assign(us=table["duration_ns"] / 1e3).groupby(list(columns), sort=False)["us"]
+    microseconds = table.assign(us=table["duration_ns"] / 1e3).groupby(list(columns), sort=False)[
+        "us"
+    ]
     result = microseconds.agg(launches="count", total_us="sum", min_us="min", max_us="max")
     return result.sort_values("total_us", ascending=False, kind="stable").reset_index()
 
@@ -555,14 +737,19 @@ class RangeMarker:
 
 
 def capture_with_kineto(
-    function: Callable[[], None], device_kind: str, *, keep: Path | None = None, stacks: bool = False
+    function: Callable[[], None],
+    device_kind: str,
+    *,
+    keep: Path | None = None,
+    stacks: bool = False,
 ) -> Trace:
     """Calls `function` under torch.profiler and returns what it captured.
 
     Args:
         function: marks its ranges with a RangeMarker of kind "kineto".
         device_kind: "cuda" captures kernels, any other CPU operators.
-        keep: where the trace is kept as a file; None deletes it. stacks: with the Python lines that call.
+        keep: where the trace is kept as a file; None deletes it. stacks: with the Python lines that
+            call.
 
     Raises ProfileError as `read_chrome_trace`.
     """
@@ -589,22 +776,40 @@ def _without_folder(folder: str) -> Iterator[None]:
         raise ProfileError(str(error).replace(f"{folder}{os.sep}", "")) from error
 
 
-ALLOWED_ENVIRONMENT = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CC", "CXX", "CUDA_HOME",
-                       "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "TRITON_CACHE_DIR",
-                       "TORCHINDUCTOR_CACHE_DIR")  # fmt: skip
+ALLOWED_ENVIRONMENT = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "LD_LIBRARY_PATH",
+    "PYTHONPATH",
+    "VIRTUAL_ENV",
+    "CC",
+    "CXX",
+    "CUDA_HOME",
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "TRITON_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+)
 """The variables that a captured process gets: a capture stores each with its value."""
 
 LIBRARIES = "LABKIT_NSYS_LIBRARIES"
-"""Variable with folders, separated as in PATH, of libraries that nsys's own tools lack, such as libdw."""
+"""Variable with folders, separated as in PATH, of libraries that nsys's own tools lack, such as
+libdw.
+"""
 
 TRACED = ("--trace=cuda,nvtx", "--cuda-graph-trace=node", "--force-overwrite=true")
 NO_STACKS = ("--sample=none", "--cpuctxsw=none")
 STACKS = ("--sample=process-tree", "--python-backtrace=cuda", "--cudabacktrace=kernel")
-"""Options of `nsys profile`. With STACKS each launch has the lines of C++ and Python that made it, at a cost."""
+"""Options of `nsys profile`. With STACKS each launch has the lines of C++ and Python that made it,
+at a cost.
+"""
 
 NEWER_OPTIONS = ("--cuda-event-trace=false",)
-"""Turns off what some releases trace by default and what costs host time; all else that does is off by default.
-Source: https://docs.nvidia.com/nsight-systems/UserGuide/index.html, options of the profile command."""
+"""Turns off what some releases trace by default and what costs host time; all else that does is off
+by default. Source: https://docs.nvidia.com/nsight-systems/UserGuide/index.html, options of the
+profile command.
+"""
 
 _UNKNOWN_OPTION = re.compile(r"unrecogni[sz]ed option", re.IGNORECASE)
 
@@ -621,7 +826,9 @@ def allowed_environment() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Nsys:
-    """Nsight Systems as found here: the command line, its version, and the importer of raw captures if there is one."""
+    """Nsight Systems as found here: the command line, its version, and the importer of raw captures
+    if there is one.
+    """
 
     path: str
     version: str
@@ -629,32 +836,48 @@ class Nsys:
 
     @classmethod
     def find(cls) -> "Nsys | None":
-        """Returns the nsys of PATH, of an Nsight Systems install or of Nsight Compute; None where none runs."""
+        """Returns the nsys of PATH, of an Nsight Systems install or of Nsight Compute; None where
+        none runs.
+        """
         path = hardware.find_nsys()
         if path is None:
             return None
         try:
             answer = subprocess.run(
-                [path, "--version"], capture_output=True, text=True, timeout=60, check=True, env=allowed_environment()
+                [path, "--version"],
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=True,
+                env=allowed_environment(),
             )
-        except (OSError, subprocess.SubprocessError):  # CUDA's script of this name only looks for nsys
+        except (
+            OSError,
+            subprocess.SubprocessError,
+        ):  # CUDA's script of this name only looks for nsys
             return None
         version = re.search(r"\d+(\.\d+)+", answer.stdout)
         # nsys lies in target-linux-x64, the importer in a folder beside that one.
         importers = sorted(Path(path).resolve().parent.parent.glob("*/QdstrmImporter"))
-        return cls(path, version.group() if version else "", str(importers[0]) if importers else None)
+        return cls(
+            path, version.group() if version else "", str(importers[0]) if importers else None
+        )
 
     @classmethod
     @functools.cache
     def usable(cls) -> "Nsys | None":
-        """Returns what `find` does, None also where its captures cannot be read; stderr then says why."""
+        """Returns what `find` does, None also where its captures cannot be read; stderr then says
+        why.
+        """
         nsys = cls.find()
         if failure := nsys and nsys.failure():
             print(f"labkit: torch.profiler takes the place of nsys: {failure}", file=sys.stderr)
         return None if failure else nsys
 
     def failure(self) -> str:
-        """Returns why a capture of an empty program cannot be made, imported and exported; "" if it can."""
+        """Returns why a capture of an empty program cannot be made, imported and exported; "" if it
+        can.
+        """
         try:
             self.capture([sys.executable, "-c", "pass"], timeout_s=60.0, reads=False)
         except (ProfileError, TimeoutError) as error:
@@ -677,37 +900,55 @@ class Nsys:
             command: program and arguments; it marks its ranges with NVTX.
             timeout_s: for the program, the import and the export together.
             variables: added to the allow-listed environment.
-            keep: where the capture (.nsys-rep) is kept; None deletes it. stacks: with call stacks if nsys can.
+            keep: where the capture (.nsys-rep) is kept; None deletes it. stacks: with call stacks
+                if nsys can.
             reads: False to return None without reading it, since an empty program launches nothing.
 
         Raises:
             TimeoutError: it took longer; every process that it started has been ended.
             ProfileError: nsys, the importer or the export failed, or what they left cannot be read.
         """
-        bounded = functools.partial(run_bounded, timeout_s=timeout_s, end_s=time.monotonic() + timeout_s)
+        bounded = functools.partial(
+            run_bounded, timeout_s=timeout_s, end_s=time.monotonic() + timeout_s
+        )
         with tempfile.TemporaryDirectory(prefix="labkit-nsys-") as folder, _without_folder(folder):
             # nsys writes raw captures to TMPDIR first, and may leave them there.
             environment = {**allowed_environment(), **(variables or {}), "TMPDIR": folder}
             report = Path(folder) / "capture.nsys-rep"
             export = report.with_suffix(".sqlite")
-            options, sampled = [*TRACED, "--stats=false", f"--output={folder}/capture"], STACKS if stacks else NO_STACKS
+            options, sampled = (
+                [*TRACED, "--stats=false", f"--output={folder}/capture"],
+                STACKS if stacks else NO_STACKS,
+            )
             folders = [os.environ.get(LIBRARIES, ""), environment.get("LD_LIBRARY_PATH", "")]
             tools = {**environment, "LD_LIBRARY_PATH": os.pathsep.join(filter(None, folders))}
-            for others in ((*sampled, *NEWER_OPTIONS), sampled, NO_STACKS):  # a machine may allow no sampling
+            for others in (
+                (*sampled, *NEWER_OPTIONS),
+                sampled,
+                NO_STACKS,
+            ):  # a machine may allow no sampling
                 said = bounded([self.path, "profile", *options, *others, *command], environment)
                 raw = sorted(Path(folder).rglob("*.qdstrm"))
                 if report.exists() or raw or not (stacks or _UNKNOWN_OPTION.search(said)):
                     break  # an older release that is given a newer option starts nothing
             if not report.exists() and raw:
                 if self.importer is None:
-                    raise ProfileError("nsys left a raw capture, and there is no QdstrmImporter beside it")
+                    raise ProfileError(
+                        "nsys left a raw capture, and there is no QdstrmImporter beside it"
+                    )
                 command = [self.importer, "--input-file", str(raw[0]), "--output-file", str(report)]
                 said = bounded(command, tools)
             if not report.exists():
                 raise ProfileError(f"nsys left no report: {_last_line(said)}")
             if keep:
                 shutil.copyfile(report, keep)
-            arguments = ["export", "--type=sqlite", "--force-overwrite=true", f"--output={export}", str(report)]
+            arguments = [
+                "export",
+                "--type=sqlite",
+                "--force-overwrite=true",
+                f"--output={export}",
+                str(report),
+            ]
             said = bounded([self.path, *arguments], tools)
             if not export.exists():
                 raise ProfileError(f"nsys export left no SQLite file: {_last_line(said)}")
@@ -722,14 +963,19 @@ def _last_line(text: str) -> str:
 
 
 def run_bounded(
-    command: Sequence[str], environment: Mapping[str, str], timeout_s: float, end_s: float | None = None
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    timeout_s: float,
+    end_s: float | None = None,
 ) -> str:
-    """Runs a program and returns its output; afterwards, even on an error, no process that it started is left.
+    """Runs a program and returns its output; afterwards, even on an error, no process that it
+    started is left.
 
     Args:
         command: program and arguments.
         environment: the program's whole environment.
-        timeout_s: limit in seconds; end_s: when it ends, by time.monotonic(), if it has begun before.
+        timeout_s: limit in seconds; end_s: when it ends, by time.monotonic(), if it has begun
+            before.
 
     Raises:
         TimeoutError: the program took longer.
@@ -740,15 +986,23 @@ def run_bounded(
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
         try:
             process = subprocess.Popen(
-                list(command), env={**environment, _TOKEN: token}, stdin=subprocess.DEVNULL, stdout=said, stderr=said
+                list(command),
+                env={**environment, _TOKEN: token},
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
             )
         except OSError as error:
-            raise ProfileError(f"{Path(command[0]).name} cannot be started: {error.strerror}") from error
+            raise ProfileError(
+                f"{Path(command[0]).name} cannot be started: {error.strerror}"
+            ) from error
         try:
             process.wait(max(0.1, end_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             name = Path(command[0]).name
-            raise TimeoutError(f"{name} was stopped: the capture took longer than {timeout_s:g} s") from None
+            raise TimeoutError(
+                f"{name} was stopped: the capture took longer than {timeout_s:g} s"
+            ) from None
         finally:
             _end_all(process, token)
         said.seek(0)
@@ -756,7 +1010,8 @@ def run_bounded(
 
 
 def _end_all(process: subprocess.Popen, token: str) -> None:
-    """Kills a program and all that it started, known by the variable they inherit, since some leave its group.
+    """Kills a program and all that it started, known by the variable they inherit, since some leave
+    its group.
 
     The others stay in this process's group and end with it.
     """

@@ -1,7 +1,8 @@
-"""The history of an allocator: every allocation with its lifetime, what is in use over time, where it peaks.
+"""The history of an allocator: every allocation with its lifetime, what is in use over time, where
+it peaks.
 
-A history comes from live recording (`memory.Recorder`) or from a snapshot file of PyTorch's CUDA allocator, which is
-read without executing anything from it. Nothing here imports torch.
+A history comes from live recording (`memory.Recorder`) or from a snapshot file of PyTorch's CUDA
+allocator, which is read without executing anything from it. Nothing here imports torch.
 """
 
 import pickle
@@ -25,15 +26,19 @@ MAX_BYTES = 2**48
 
 SMALL_SEGMENT = 2**21
 SMALL_SPLIT, LARGE_SPLIT = 512, 2**20 + 1
-"""A cached block is split when at least this many bytes would remain: SMALL_SPLIT in segments of SMALL_SEGMENT bytes,
-LARGE_SPLIT in larger ones. Otherwise all of it counts as in use. Source: PyTorch, c10/cuda/CUDACachingAllocator.cpp."""
+"""A cached block is split when at least this many bytes would remain: SMALL_SPLIT in segments of
+SMALL_SEGMENT bytes, LARGE_SPLIT in larger ones. Otherwise all of it counts as in use. Source:
+PyTorch, c10/cuda/CUDACachingAllocator.cpp.
+"""
 
 BEFORE = -1
 """Position of what was allocated before the recording began."""
 
 
 class SnapshotError(ValueError):
-    """A file that is not a snapshot, or an inconsistent one; the message names the file and what was found."""
+    """A file that is not a snapshot, or an inconsistent one; the message names the file and what
+    was found.
+    """
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,8 @@ class Allocation:
     Attributes:
         address, num_bytes: as the allocator counts them.
         begin: position in the history of the event that made it; BEFORE if it was there already.
-        end: position of the event that gave it back; None if none did.
-        frame: "file.py:line function" of the innermost Python frame outside PyTorch; "" where unknown.
+        end: position of the event that gave it back; None if none did. frame: "file.py:line
+            function" of the innermost Python frame outside PyTorch; "" where unknown.
     """
 
     address: int
@@ -75,7 +80,9 @@ class History:
     reported_peak_bytes: int | None = None
 
     def totals(self, allocations: Sequence[Allocation] | None = None) -> np.ndarray:
-        """Returns the bytes in use at the start and after each event, by these allocations or by all of them."""
+        """Returns the bytes in use at the start and after each event, by these allocations or by
+        all of them.
+        """
         steps = np.zeros(self.num_events + 1, dtype=np.int64)
         for allocation in self.allocations if allocations is None else allocations:
             steps[allocation.begin + 1] += allocation.num_bytes
@@ -89,7 +96,9 @@ class History:
 
     @cached_property
     def peak_position(self) -> int:
-        """Position of the event after which most bytes are in use; BEFORE if that is at the start."""
+        """Position of the event after which most bytes are in use; BEFORE if that is at the
+        start.
+        """
         return int(self.totals().argmax()) - 1
 
     def phases(self) -> list[tuple[str, int, int]]:
@@ -99,14 +108,19 @@ class History:
 
     def phase_at(self, position: int) -> str:
         """Returns the phase of the event at `position`; "before" if it precedes the first mark."""
-        return next((name for name, begin, end in self.phases() if begin <= position < end), "before")
+        return next(
+            (name for name, begin, end in self.phases() if begin <= position < end), "before"
+        )
 
-    def series(self, category: Callable[[Allocation], str], num_points: int) -> tuple[list[int], dict[str, list[int]]]:
+    def series(
+        self, category: Callable[[Allocation], str], num_points: int
+    ) -> tuple[list[int], dict[str, list[int]]]:
         """Returns the bytes in use by category over the history, thinned so that every peak stays.
 
         Args:
             category: the name under which an allocation counts.
-            num_points: the most points kept; of each stretch of equal length the one with the most bytes in use.
+            num_points: the most points kept; of each stretch of equal length the one with the most
+                bytes in use.
 
         Returns:
             Numbers of events before each point, and bytes of each category at each point.
@@ -117,17 +131,22 @@ class History:
         total = self.totals()
         edges = np.unique(np.linspace(0, len(total), min(num_points, len(total)) + 1).astype(int))
         kept = [int(low + total[low:high].argmax()) for low, high in pairwise(edges)]
-        return kept, {name: self.totals(members)[kept].tolist() for name, members in grouped.items()}
+        return kept, {
+            name: self.totals(members)[kept].tolist() for name, members in grouped.items()
+        }
 
 
-def pair_events(events: Sequence[tuple[int, int, str]], before: Mapping[int, int]) -> list[Allocation]:
+def pair_events(
+    events: Sequence[tuple[int, int, str]], before: Mapping[int, int]
+) -> list[Allocation]:
     """Returns the allocations behind a sequence of events.
 
     Args:
         events: (address, bytes, frame); bytes are negative where the block is freed.
         before: bytes by address of what was in use when the recording began.
 
-    Raises SnapshotError for a block allocated twice, or freed with another size or without having been allocated.
+    Raises SnapshotError for a block allocated twice, or freed with another size or without having
+    been allocated.
     """
     alive = {address: (num_bytes, BEFORE, "") for address, num_bytes in before.items()}
     found: list[Allocation] = []
@@ -142,14 +161,20 @@ def pair_events(events: Sequence[tuple[int, int, str]], before: Mapping[int, int
             size, begin, made_in = alive.pop(address)
             if size != -num_bytes:
                 raise SnapshotError(
-                    f"event {position} frees {-num_bytes} bytes at {address:#x}, where {size} are in use"
+                    f"event {position} frees {-num_bytes} bytes at {address:#x}, where {size} are "
+                    f"in use"
                 )
             found.append(Allocation(address, size, begin, position, made_in))
-    found += [Allocation(address, size, begin, None, frame) for address, (size, begin, frame) in alive.items()]
+    found += [
+        Allocation(address, size, begin, None, frame)
+        for address, (size, begin, frame) in alive.items()
+    ]
     return sorted(found, key=lambda allocation: allocation.begin)
 
 
-def in_use_before(events: Sequence[tuple[int, int, str]], in_use: Mapping[int, int]) -> dict[int, int]:
+def in_use_before(
+    events: Sequence[tuple[int, int, str]], in_use: Mapping[int, int]
+) -> dict[int, int]:
     """Returns bytes by address of what was in use before the events, given the same after them."""
     before = dict(in_use)
     for address, num_bytes, _ in reversed(events):
@@ -163,11 +188,14 @@ def in_use_before(events: Sequence[tuple[int, int, str]], in_use: Mapping[int, i
 class _Layout:
     """The blocks of a caching allocator's segments by address, as they are split and merged.
 
-    A trace holds the bytes requested; the allocator counts those of the block it returned as in use.
+    A trace holds the bytes requested; the allocator counts those of the block it returned as in
+    use.
     """
 
     def __init__(self, segments: Sequence[dict]):
-        self.blocks: dict[int, tuple[int, int, bool]] = {}  # by address: bytes, address of the segment, is free
+        self.blocks: dict[
+            int, tuple[int, int, bool]
+        ] = {}  # by address: bytes, address of the segment, is free
         self.ends: dict[int, int] = {}  # address of the block that ends there
         self.segment_bytes: dict[int, int] = {}
         for segment in segments:
@@ -195,7 +223,9 @@ class _Layout:
         del self.segment_bytes[address]
 
     def allocate(self, address: int, requested_bytes: int) -> int:
-        """Returns the bytes of the block given for `requested_bytes`; raises KeyError where none is free."""
+        """Returns the bytes of the block given for `requested_bytes`; raises KeyError where none is
+        free.
+        """
         num_bytes, segment, is_free = self.blocks[address]
         rounded = max(ROUNDING, -(-requested_bytes // ROUNDING) * ROUNDING)
         if not is_free or rounded > num_bytes:
@@ -237,7 +267,13 @@ def history_since(segments: Sequence[dict], trace: Sequence[dict]) -> History:
             elif action == "segment_free":
                 layout.remove_segment(address)
             elif action == "alloc":
-                events.append((address, layout.allocate(address, num_bytes), frame_text(entry.get("frames", ()))))
+                events.append(
+                    (
+                        address,
+                        layout.allocate(address, num_bytes),
+                        frame_text(entry.get("frames", ())),
+                    )
+                )
             elif action == "free_requested":  # from here on `memory_allocated` does not count it
                 events.append((address, -layout.blocks[address][0], ""))
             elif action == "free_completed":
@@ -245,12 +281,16 @@ def history_since(segments: Sequence[dict], trace: Sequence[dict]) -> History:
             elif action.startswith(("segment_map", "segment_unmap")):
                 raise SnapshotError("segments that grow (expandable_segments) cannot be followed")
         except KeyError:
-            raise SnapshotError(f"event {number} of the trace, {action} at {address:#x}, fits no block") from None
+            raise SnapshotError(
+                f"event {number} of the trace, {action} at {address:#x}, fits no block"
+            ) from None
     return History(pair_events(events, before), len(events))
 
 
 def frame_text(frames: Sequence[dict]) -> str:
-    """Returns "file.py:line function" of the innermost Python frame outside PyTorch; "" without one."""
+    """Returns "file.py:line function" of the innermost Python frame outside PyTorch; "" without
+    one.
+    """
     for frame in frames:
         name = frame["filename"].replace("\\", "/")
         if name.endswith(".py") and "/torch/" not in name:
@@ -259,10 +299,11 @@ def frame_text(frames: Sequence[dict]) -> str:
 
 
 def read_history(path: Path | str) -> History:
-    """Returns the history in a snapshot file, of the device on which most happened, or which has most in use.
+    """Returns the history in a snapshot file, of the device on which most happened, or which has
+    most in use.
 
-    Bytes are those requested, since a file does not say what the allocator rounded them to. Without a recorded trace
-    the history has no events, only what was in use.
+    Bytes are those requested, since a file does not say what the allocator rounded them to. Without
+    a recorded trace the history has no events, only what was in use.
 
     Raises SnapshotError as `load_snapshot` does.
     """
@@ -285,7 +326,11 @@ def read_history(path: Path | str) -> History:
                 if block["state"] == "active_allocated":
                     of_device[address] = block.get("requested_size", block["size"])
                 address += block["size"]
-        most = max(in_use, key=lambda device: (len(traces.get(device, ())), sum(in_use[device].values())), default=0)
+        most = max(
+            in_use,
+            key=lambda device: (len(traces.get(device, ())), sum(in_use[device].values())),
+            default=0,
+        )
         events = []
         for entry in traces.get(most, ()):
             check_fields(entry, {"action": TEXT})
@@ -306,14 +351,21 @@ def read_history(path: Path | str) -> History:
         raise SnapshotError(f"{path}: not an allocator snapshot: {str(error)[:400]}") from None
 
 
-_SIZE = Kind(lambda value: type(value) is int and 0 <= value < MAX_BYTES, f"0 to {MAX_BYTES - 1} bytes")
+_SIZE = Kind(
+    lambda value: type(value) is int and 0 <= value < MAX_BYTES, f"0 to {MAX_BYTES - 1} bytes"
+)
 _FRAME = {"filename": str, "line": int, "name": str}
 _FRAMES = Kind(
-    lambda frames: type(frames) is list and all(
-        type(frame) is dict and all(type(frame.get(name)) is kind for name, kind in _FRAME.items()) for frame in frames
+    lambda frames: (
+        type(frames) is list
+        and all(
+            type(frame) is dict
+            and all(type(frame.get(name)) is kind for name, kind in _FRAME.items())
+            for frame in frames
+        )
     ),
     f"a list of frames, each with {', '.join(_FRAME)}",
-)  # fmt: skip
+)
 _TRACES = list_of({list}, "a list of traces")
 _EVENT = {
     "addr": COUNT,
@@ -325,9 +377,10 @@ _BLOCK = {"size": _SIZE, "state": TEXT, "requested_size?": _SIZE}
 class _PlainUnpickler(pickle._Unpickler):
     """Builds containers, strings and numbers, in time that grows with the file; refuses all else.
 
-    A pickle must name what it executes, and every name goes through `find_class` or `persistent_load`. The unpickler is
-    the one written in Python, which reserves nothing for a number that a file only claims. Tuples become lists, which
-    cannot be keys: to hash one that holds another twice, and so on 60 times, takes for ever.
+    A pickle must name what it executes, and every name goes through `find_class` or
+    `persistent_load`. The unpickler is the one written in Python, which reserves nothing for a
+    number that a file only claims. Tuples become lists, which cannot be keys: to hash one that
+    holds another twice, and so on 60 times, takes for ever.
     """
 
     dispatch = {**pickle._Unpickler.dispatch, pickle.TUPLE[0]: pickle._Unpickler.load_list}  # noqa: RUF012
@@ -348,11 +401,12 @@ class _PlainUnpickler(pickle._Unpickler):
 
 
 def load_snapshot(path: Path | str) -> dict:
-    """Returns the snapshot in a file that `torch.cuda.memory._dump_snapshot` wrote; nothing in it is executed.
+    """Returns the snapshot in a file that `torch.cuda.memory._dump_snapshot` wrote; nothing in it
+    is executed.
 
     Raises:
-        SnapshotError: the file cannot be read, is not a pickle of containers, strings and numbers alone, or not a
-            snapshot; the message names the file and what was found.
+        SnapshotError: the file cannot be read, is not a pickle of containers, strings and numbers
+            alone, or not a snapshot; the message names the file and what was found.
     """
     try:
         with open(path, "rb") as file:
@@ -362,11 +416,16 @@ def load_snapshot(path: Path | str) -> dict:
     except SnapshotError as error:
         raise SnapshotError(f"{path}: refused: {error}") from None
     except Exception as error:  # a broken pickle raises whatever its opcodes run into
-        raise SnapshotError(f"{path}: not a readable pickle ({type(error).__name__}: {error})") from None
+        raise SnapshotError(
+            f"{path}: not a readable pickle ({type(error).__name__}: {error})"
+        ) from None
     if not isinstance(content, dict):
         raise SnapshotError(f"{path}: not a snapshot but a {type(content).__name__}")
     for key in ("segments", "device_traces"):
         if not isinstance(content.get(key), list):
-            found = ", ".join(reprlib.repr(name) for name in content if isinstance(name, str)) or "nothing"
+            found = (
+                ", ".join(reprlib.repr(name) for name in content if isinstance(name, str))
+                or "nothing"
+            )
             raise SnapshotError(f"{path}: not a snapshot: no list {key!r}; found {found}")
     return content

@@ -4,13 +4,14 @@
 
 | method | what a sample is | use it for |
 |---|---|---|
-| window | one call between two device synchronisations: device events and host clock around it | whole steps |
-| graph  | device time of one call inside a CUDA-graph replay over rotated inputs: no launch cost | kernels |
+| window | one call between two synchronisations, by device events and host clock | whole steps |
+| graph  | device time of one call in a CUDA-graph replay over rotated inputs: no launch | kernels |
 | flush  | events around one call after the L2 cache was overwritten | cross-check of graph |
 | host   | host clock around one synchronised call | CPU and mps |
 
-`window` measures what a user waits for, launch cost included; `graph` what the device alone needs, and so does `flush`
-where the host issues the call while the cache is overwritten. They disagree for launch-bound work: a result, not noise.
+`window` measures what a user waits for, launch cost included; `graph` what the device alone needs,
+and so does `flush` where the host issues the call while the cache is overwritten. They disagree for
+launch-bound work: a result, not noise.
 """
 
 import contextlib
@@ -34,8 +35,8 @@ INTERVAL = 0.95
 MIN_SAMPLES_AT_LIMIT = 3
 METHODS = ("window", "graph", "flush", "host")
 
-# A replay repeats the calls until it lasts this long, well above the events' resolution (half a microsecond) and the
-# cost of starting a replay.
+# A replay repeats the calls until it lasts this long, well above the events' resolution (half a
+# microsecond) and the cost of starting a replay.
 GRAPH_REPLAY_MS = 2.0
 
 Inputs = Callable[[], tuple] | Sequence[tuple]
@@ -46,7 +47,8 @@ class Timing:
     """What a timer saw.
 
     Attributes:
-        samples_ms: one time per sample, in order, after the warm-up; device time except for method "host".
+        samples_ms: one time per sample, in order, after the warm-up; device time except for method
+            "host".
         method: one of METHODS.
         num_warmup: untimed calls before the first sample.
         stop_reason: "converged", "time limit", "sample limit" or "fixed count".
@@ -62,15 +64,19 @@ class Timing:
     launch_ms: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, samples: Sequence[tuple], method: str, num_warmup: int, stop_reason: str) -> "Timing":
-        """Returns the Timing of samples as the samplers give them: device time, host's and launch's where known.
+    def of(
+        cls, samples: Sequence[tuple], method: str, num_warmup: int, stop_reason: str
+    ) -> "Timing":
+        """Returns the Timing of samples as the samplers give them: device time, host's and launch's
+        where known.
 
         Raises ValueError for a time that is not positive.
         """
         device_ms, *others = zip(*samples, strict=True)
         if min(device_ms) <= 0:
             raise ValueError(
-                f"a sample of {min(device_ms)} ms: shorter than the clock tells; time several calls as one"
+                f"a sample of {min(device_ms)} ms: shorter than the clock tells; time several "
+                f"calls as one"
             )
         return cls(device_ms, method, num_warmup, stop_reason, *others)
 
@@ -101,12 +107,17 @@ class Timing:
 
     def description(self) -> dict[str, Any]:
         """Returns a record's `timer`."""
-        return {"method": self.method, "num_warmup": self.num_warmup, "stop_reason": self.stop_reason}
+        return {
+            "method": self.method,
+            "num_warmup": self.num_warmup,
+            "stop_reason": self.stop_reason,
+        }
 
 
 @cache
 def _median_interval_rank(n: int) -> int:
-    """Returns how many samples lie outside the median's 95 % interval on each side (0 for n below 6).
+    """Returns how many samples lie outside the median's 95 % interval on each side (0 for n below
+    6).
 
     The interval between the order statistics l and n + 1 − l covers the median with probability
     1 − 2·P(Binomial(n, ½) ≤ l − 1): for ten samples, from the second to the ninth.
@@ -119,8 +130,9 @@ def _median_interval_rank(n: int) -> int:
 def median_half_width(samples: Sequence[float]) -> float:
     """Returns half of the median's distribution-free 95 % interval, as a fraction of the median.
 
-    The interval runs between two order statistics chosen by the binomial distribution. Below six samples no pair
-    reaches 95 % and the whole range is taken; for a single sample it is infinite, around 0 not a number.
+    The interval runs between two order statistics chosen by the binomial distribution. Below six
+    samples no pair reaches 95 % and the whole range is taken; for a single sample it is infinite,
+    around 0 not a number.
     """
     if len(samples) < 2:
         return math.inf
@@ -154,35 +166,46 @@ def time_callable(
     Args:
         function: what is timed; its result is dropped.
         device_kind: "cuda", "mps" or "cpu".
-        inputs: argument tuples, used in turn; or a function that makes a fresh one before each sample,
-            outside the timed region ("window" and "host" only).
+        inputs: argument tuples, used in turn; or a function that makes a fresh one before each
+            sample, outside the timed region ("window" and "host" only).
         method: one of METHODS; default "window" on CUDA, "host" elsewhere.
-        num_warmup: untimed calls first. They end after `time_limit_s`, but one is always made unless this is 0.
+        num_warmup: untimed calls first. They end after `time_limit_s`, but one is always made
+            unless this is 0.
         min_samples, max_samples: bounds on the number of samples.
-        target_half_width: sampling stops once half of the median's 95 % interval is below this fraction.
-        time_limit_s: sampling stops after this time; with fewer than `min_samples`, after three times as long and at
-            least three samples.
+        target_half_width: sampling stops once half of the median's 95 % interval is below this
+            fraction.
+        time_limit_s: sampling stops after this time; with fewer than `min_samples`, after three
+            times as long and at least three samples.
 
     Raises:
-        ValueError: unknown method; a method that needs CUDA elsewhere; fresh inputs for a graph or flush; no inputs.
+        ValueError: unknown method; a method that needs CUDA elsewhere; fresh inputs for a graph or
+            flush; no inputs.
     """
     method = _checked_method(method, device_kind, inputs)
     sampler = _SAMPLERS[method](function, inputs, device_kind)
     with collector_paused():
         num_warmup = _warm_up(sampler, num_warmup, time_limit_s)
-        samples, reason = _sample(sampler, min_samples, max_samples, target_half_width, time_limit_s)
+        samples, reason = _sample(
+            sampler, min_samples, max_samples, target_half_width, time_limit_s
+        )
     return Timing.of(samples, method, num_warmup, reason)
 
 
 def _checked_method(method: str | None, device_kind: str, inputs: Inputs) -> str:
-    """Returns the method, the device's default for None; raises ValueError for one that does not fit."""
+    """Returns the method, the device's default for None; raises ValueError for one that does not
+    fit.
+    """
     method = method or ("window" if device_kind == "cuda" else "host")
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}; accepted: {', '.join(METHODS)}")
     if method != "host" and device_kind != "cuda":
-        raise ValueError(f"method {method!r} needs CUDA, the device is {device_kind!r}; accepted here: host")
+        raise ValueError(
+            f"method {method!r} needs CUDA, the device is {device_kind!r}; accepted here: host"
+        )
     if method in ("graph", "flush") and callable(inputs):
-        raise ValueError(f"method {method!r} repeats its inputs: pass a list of tuples, not a function")
+        raise ValueError(
+            f"method {method!r} repeats its inputs: pass a list of tuples, not a function"
+        )
     if not callable(inputs) and not inputs:
         raise ValueError("inputs is empty; pass at least one tuple of arguments")
     return method
@@ -210,7 +233,9 @@ def _warm_up(sampler: "_Sampler", num_warmup: int, time_limit_s: float) -> int:
     return made
 
 
-def _sample(sampler, min_samples, max_samples, target_half_width, time_limit_s) -> tuple[list[tuple], str]:
+def _sample(
+    sampler, min_samples, max_samples, target_half_width, time_limit_s
+) -> tuple[list[tuple], str]:
     """Returns the samples and why there are no more of them."""
     samples: list[tuple] = []
     begin = time.perf_counter()
@@ -230,7 +255,8 @@ def _sample(sampler, min_samples, max_samples, target_half_width, time_limit_s) 
 
 
 _Sampler = Callable[[], tuple[float, ...]]
-"""Takes one sample: device time, the host's clock around it, host time until the call returned; the last may be absent.
+"""Takes one sample: device time, the host's clock around it, host time until the call returned; the
+last may be absent.
 """
 
 
@@ -276,7 +302,9 @@ def _flush_sampler(function: Callable, inputs: Inputs, device_kind: str) -> _Sam
     next_inputs = _rotation(inputs)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     # Twice the L2 cache, so that nothing of the inputs stays in it.
-    flush = torch.empty(2 * torch.cuda.get_device_properties(0).L2_cache_size, dtype=torch.int8, device="cuda")
+    flush = torch.empty(
+        2 * torch.cuda.get_device_properties(0).L2_cache_size, dtype=torch.int8, device="cuda"
+    )
 
     def sample() -> tuple[float]:
         arguments = next_inputs()
@@ -292,10 +320,12 @@ def _flush_sampler(function: Callable, inputs: Inputs, device_kind: str) -> _Sam
 
 @contextlib.contextmanager
 def on_capture_stream() -> Iterator[None]:
-    """Runs its block on the stream on which PyTorch captures graphs, in order with the current stream.
+    """Runs its block on the stream on which PyTorch captures graphs, in order with the current
+    stream.
 
-    It is one stream for the whole process, because PyTorch keeps 32 MiB for cuBLAS on every stream and thread that has
-    multiplied matrices, and may cut them from a cached block whose rest then fits no large tensor.
+    It is one stream for the whole process, because PyTorch keeps 32 MiB for cuBLAS on every stream
+    and thread that has multiplied matrices, and may cut them from a cached block whose rest then
+    fits no large tensor.
     """
     stream = torch.cuda.graph(torch.cuda.CUDAGraph()).capture_stream
     stream.wait_stream(torch.cuda.current_stream())
@@ -304,7 +334,9 @@ def on_capture_stream() -> Iterator[None]:
     torch.cuda.current_stream().wait_stream(stream)
 
 
-def captured_once(function: Callable[[], Any], *, error_mode: str = "global") -> torch.cuda.CUDAGraph:
+def captured_once(
+    function: Callable[[], Any], *, error_mode: str = "global"
+) -> torch.cuda.CUDAGraph:
     """Returns a CUDA graph of one call, whose tensors keep their places until the graph is gone.
 
     Args:
@@ -312,7 +344,8 @@ def captured_once(function: Callable[[], Any], *, error_mode: str = "global") ->
         error_mode: `capture_error_mode` of `torch.cuda.graph`.
 
     Raises:
-        torch.OutOfMemoryError: it does not fit. CUDA's own error would be that of the capture that this broke off.
+        torch.OutOfMemoryError: it does not fit. CUDA's own error would be that of the capture that
+        this broke off.
     """
     gc.collect()  # the graph takes none of the memory that garbage holds
     graph, lost = torch.cuda.CUDAGraph(), None
@@ -331,21 +364,25 @@ def captured_once(function: Callable[[], Any], *, error_mode: str = "global") ->
 
 
 def can_be_captured(function: Callable[[], Any]) -> bool:
-    """Returns whether a CUDA graph can hold a call that has run before: not one that waits for the device."""
+    """Returns whether a CUDA graph can hold a call that has run before: not one that waits for the
+    device.
+    """
     try:
         captured_once(function)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
-        # A capture that broke off leaves PyTorch's random numbers in it, and the next to draw any fails; a whole one
-        # takes them out.
+        # A capture that broke off leaves PyTorch's random numbers in it, and the next to draw any
+        # fails; a whole one takes them out.
         captured_once(torch.zeros(1, device="cuda").zero_)
         return False
     return True
 
 
 def captured(function: Callable, inputs: Sequence[tuple] = ((),)) -> tuple[Callable[[], None], int]:
-    """Returns the replay of a CUDA graph of calls with these inputs in turn, GRAPH_REPLAY_MS long, and their number."""
+    """Returns the replay of a CUDA graph of calls with these inputs in turn, GRAPH_REPLAY_MS long,
+    and their number.
+    """
 
     def capture(num_rounds: int) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -355,7 +392,9 @@ def captured(function: Callable, inputs: Sequence[tuple] = ((),)) -> tuple[Calla
                     function(*arguments)
         return graph
 
-    with on_capture_stream():  # before its capture, work must have run once on another stream than the default one
+    with (
+        on_capture_stream()
+    ):  # before its capture, work must have run once on another stream than the default one
         for arguments in inputs:
             function(*arguments)
     once, timer = capture(1), _replay_timer()
@@ -383,7 +422,12 @@ def _graph_sampler(function: Callable, inputs: Inputs, device_kind: str) -> _Sam
     return lambda: (timer(replay) / num_calls,)
 
 
-_SAMPLERS = {"window": _window_sampler, "graph": _graph_sampler, "flush": _flush_sampler, "host": _host_sampler}
+_SAMPLERS = {
+    "window": _window_sampler,
+    "graph": _graph_sampler,
+    "flush": _flush_sampler,
+    "host": _host_sampler,
+}
 
 
 @dataclass(frozen=True)
@@ -392,8 +436,8 @@ class Comparison:
 
     Attributes:
         timings: by candidate; baseline: the one that the ratios divide by.
-        ratio: candidate's time over the baseline's, by candidate: (median, low, high) of the paired ratios'
-            bootstrap 95 % interval. Below 1 the candidate is faster.
+        ratio: candidate's time over the baseline's, by candidate: (median, low, high) of the paired
+            ratios' bootstrap 95 % interval. Below 1 the candidate is faster.
     """
 
     timings: dict[str, Timing]
@@ -429,7 +473,10 @@ def compare(
     if baseline not in candidates:
         raise ValueError(f"unknown baseline {baseline!r}; accepted: {', '.join(candidates)}")
     method = _checked_method(method, device_kind, inputs)
-    samplers = {name: _SAMPLERS[method](function, inputs, device_kind) for name, function in candidates.items()}
+    samplers = {
+        name: _SAMPLERS[method](function, inputs, device_kind)
+        for name, function in candidates.items()
+    }
     generator = random.Random(seed)
     samples: dict[str, list[tuple]] = {name: [] for name in samplers}
     with collector_paused():
@@ -439,10 +486,14 @@ def compare(
         for _ in range(num_rounds):
             for name in generator.sample(list(samplers), len(samplers)):
                 samples[name].append(samplers[name]())
-    timings = {name: Timing.of(rows, method, num_warmup, "fixed count") for name, rows in samples.items()}
+    timings = {
+        name: Timing.of(rows, method, num_warmup, "fixed count") for name, rows in samples.items()
+    }
     base = timings[baseline].samples_ms
     ratio = {
-        name: bootstrap_median([ours / theirs for ours, theirs in zip(timing.samples_ms, base, strict=True)], generator)
+        name: bootstrap_median(
+            [ours / theirs for ours, theirs in zip(timing.samples_ms, base, strict=True)], generator
+        )
         for name, timing in timings.items()
     }
     return Comparison(timings, baseline, ratio)
@@ -451,6 +502,10 @@ def compare(
 def bootstrap_median(
     values: Sequence[float], generator: random.Random, num_resamples: int = 2000
 ) -> tuple[float, float, float]:
-    """Returns the median of `values` and its bootstrap 95 % interval (Efron 1979, percentile method)."""
-    medians = [statistics.median(generator.choices(values, k=len(values))) for _ in range(num_resamples)]
+    """Returns the median of `values` and its bootstrap 95 % interval (Efron 1979, percentile
+    method).
+    """
+    medians = [
+        statistics.median(generator.choices(values, k=len(values))) for _ in range(num_resamples)
+    ]
     return statistics.median(values), *np.quantile(medians, (0.025, 0.975)).tolist()

@@ -1,9 +1,12 @@
-"""A decoder-only language model: RMSNorm, causal attention with rotary positions, SwiGLU, untied head.
+"""A decoder-only language model: RMSNorm, causal attention with rotary positions, SwiGLU, untied
+head.
 
-Shape suffixes: B batch, T tokens of the context, C d_model, H heads, D head dimension, V vocabulary.
+Shape suffixes: B batch, T tokens of the context, C d_model, H heads, D head dimension, V
+vocabulary.
 
 Sources: pre-norm blocks, RMSNorm, SwiGLU and rotary positions as in Touvron et al. 2023 (LLaMA);
-RMSNorm: Zhang & Sennrich 2019, equation 4; SwiGLU: Shazeer 2020, equation 6; RoPE: Su et al. 2021, eq. 34.
+RMSNorm: Zhang & Sennrich 2019, equation 4; SwiGLU: Shazeer 2020, equation 6; RoPE: Su et al. 2021,
+eq. 34.
 """
 
 import functools
@@ -18,7 +21,8 @@ from labkit.kernels import course
 from labkit.kernels.attention import IMPLS, attention
 
 Stream = Tensor | tuple[Tensor, Tensor]
-"""What goes from block to block, (B, T, C); with fused blocks two tensors that the next norm adds."""
+"""What goes from block to block, (B, T, C); with fused blocks two tensors that the next norm adds.
+"""
 
 ATTENTION: dict[str, Callable[..., Tensor]] = {
     **{impl: functools.partial(attention, impl=impl) for impl in IMPLS},
@@ -27,8 +31,9 @@ ATTENTION: dict[str, Callable[..., Tensor]] = {
 """Implementations of attention by the name that `TransformerLM(attention=...)` takes."""
 
 MODEL_IMPLS = ("eager", "fused", "course")
-"""Of all but attention. fused: one kernel each for an addition and its norm, the rotation, SwiGLU's gate, the loss.
-course: SwiGLU's gate and the loss from plain operators."""
+"""Of all but attention. fused: one kernel each for an addition and its norm, the rotation, SwiGLU's
+gate, the loss. course: SwiGLU's gate and the loss from plain operators.
+"""
 
 
 class Part(nn.Module):
@@ -37,14 +42,18 @@ class Part(nn.Module):
     def __init__(self, impl: str):
         super().__init__()
         self.impl = impl
-        if impl == "fused":  # PyTorch's compiler is imported with them: seconds that the other models spare
+        if (
+            impl == "fused"
+        ):  # PyTorch's compiler is imported with them: seconds that the other models spare
             global linear_cross_entropy, rms_norm, rotate, swiglu
             from labkit.kernels.cross_entropy import linear_cross_entropy
             from labkit.kernels.rms_norm import rms_norm
             from labkit.kernels.rotary import rotary as rotate
             from labkit.kernels.swiglu import swiglu
 
-    def __setstate__(self, state: dict) -> None:  # unpickled, perhaps where nothing has imported the kernels
+    def __setstate__(
+        self, state: dict
+    ) -> None:  # unpickled, perhaps where nothing has imported the kernels
         Part.__init__(self, state["impl"])
         super().__setstate__(state)
 
@@ -76,8 +85,12 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, d_head: int, max_context: int, theta: float, device=None):
         super().__init__()
         self.theta = theta
-        frequency = theta ** (-torch.arange(0, d_head, 2, device=device, dtype=torch.float64) / d_head)
-        angle_TD = torch.outer(torch.arange(max_context, device=device, dtype=torch.float64), frequency).repeat(1, 2)
+        frequency = theta ** (
+            -torch.arange(0, d_head, 2, device=device, dtype=torch.float64) / d_head
+        )
+        angle_TD = torch.outer(
+            torch.arange(max_context, device=device, dtype=torch.float64), frequency
+        ).repeat(1, 2)
         self.register_buffer("cos_TD", angle_TD.cos().float(), persistent=False)
         self.register_buffer("sin_TD", angle_TD.sin().float(), persistent=False)
 
@@ -92,7 +105,10 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, x_BHTD: Tensor) -> Tensor:
         num_tokens = x_BHTD.shape[-2]
-        cos_TD, sin_TD = self.cos_TD[:num_tokens].to(x_BHTD.dtype), self.sin_TD[:num_tokens].to(x_BHTD.dtype)
+        cos_TD, sin_TD = (
+            self.cos_TD[:num_tokens].to(x_BHTD.dtype),
+            self.sin_TD[:num_tokens].to(x_BHTD.dtype),
+        )
         first, second = x_BHTD.chunk(2, dim=-1)
         return x_BHTD * cos_TD + torch.cat((-second, first), dim=-1) * sin_TD
 
@@ -112,13 +128,20 @@ class CausalSelfAttention(Part):
         def heads(y_BTC: Tensor) -> Tensor:
             return y_BTC.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
-        q_BHTD, k_BHTD, v_BHTD = heads(self.q_proj(x_BTC)), heads(self.k_proj(x_BTC)), heads(self.v_proj(x_BTC))
+        q_BHTD, k_BHTD, v_BHTD = (
+            heads(self.q_proj(x_BTC)),
+            heads(self.k_proj(x_BTC)),
+            heads(self.v_proj(x_BTC)),
+        )
         if self.impl == "fused":
             q_BHTD, k_BHTD = rotate(q_BHTD, k_BHTD, rotary.cos_TD, rotary.sin_TD)
             out_BHTD = ATTENTION[self.attention](q_BHTD, k_BHTD, v_BHTD, causal=True)
         else:
-            # The projections are held while attention runs: the closed forms count them, and so do the records.
-            out_BHTD = ATTENTION[self.attention](rotary(q_BHTD), rotary(k_BHTD), v_BHTD, causal=True)
+            # The projections are held while attention runs: the closed forms count them, and so do
+            # the records.
+            out_BHTD = ATTENTION[self.attention](
+                rotary(q_BHTD), rotary(k_BHTD), v_BHTD, causal=True
+            )
         return self.out_proj(out_BHTD.transpose(1, 2).flatten(-2))
 
 
@@ -155,7 +178,9 @@ class Block(Part):
         if self.impl == "fused":
             norm, is_sum = self.attention_norm, isinstance(x_BTC, tuple)
             normed_BTC, x_BTC = norm.of_sum(*x_BTC) if is_sum else (norm(x_BTC), x_BTC)
-            normed_BTC, x_BTC = self.feed_forward_norm.of_sum(self.attention(normed_BTC, rotary), x_BTC)
+            normed_BTC, x_BTC = self.feed_forward_norm.of_sum(
+                self.attention(normed_BTC, rotary), x_BTC
+            )
             return self.feed_forward(normed_BTC), x_BTC
         x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC), rotary)
         return x_BTC + self.feed_forward(self.feed_forward_norm(x_BTC))
@@ -164,7 +189,8 @@ class Block(Part):
 class TransformerLM(nn.Module):
     """The language model of `config`; maps token ids (B, T) int64 to logits (B, T, V).
 
-    Given also the targets (B, T), it returns their mean cross-entropy; fused, the logits are made in parts.
+    Given also the targets (B, T), it returns their mean cross-entropy; fused, the logits are made
+    in parts.
 
     Args:
         max_context: the longest T it accepts.
@@ -173,8 +199,8 @@ class TransformerLM(nn.Module):
         device, dtype: of the parameters.
 
     Raises:
-        ValueError: unknown attention or impl; d_model no multiple of num_heads; an odd head dimension (the rotation
-            pairs them); in forward, a context longer than max_context.
+        ValueError: unknown attention or impl; d_model no multiple of num_heads; an odd head
+            dimension (the rotation pairs them); in forward, a context longer than max_context.
     """
 
     def __init__(
@@ -193,13 +219,18 @@ class TransformerLM(nn.Module):
         if attention not in ATTENTION:
             raise ValueError(f"unknown attention {attention!r}; accepted: {', '.join(ATTENTION)}")
         if config.d_model % config.num_heads or config.d_head % 2:
-            text = f"d_model {config.d_model} must be num_heads {config.num_heads} times an even head dimension"
+            text = (
+                f"d_model {config.d_model} must be num_heads {config.num_heads} "
+                "times an even head dimension"
+            )
             raise ValueError(text)
         factory = {"device": device, "dtype": dtype}
         self.config, self.impl = config, impl
         self.max_context = max_context
         self.embedding = nn.Embedding(config.vocab_size, config.d_model, **factory)
-        self.blocks = nn.ModuleList(Block(config, attention, impl, **factory) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(
+            Block(config, attention, impl, **factory) for _ in range(config.num_layers)
+        )
         self.norm = RMSNorm(config.d_model, impl, **factory)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False, **factory)
         self.rotary = RotaryEmbedding(config.d_head, max_context, config.rope_theta, device=device)
@@ -210,7 +241,9 @@ class TransformerLM(nn.Module):
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         if tokens_BT.shape[-1] > self.max_context:
-            raise ValueError(f"context {tokens_BT.shape[-1]} is longer than max_context {self.max_context}")
+            raise ValueError(
+                f"context {tokens_BT.shape[-1]} is longer than max_context {self.max_context}"
+            )
         x_BTC = self.embedding(tokens_BT)
         for block in self.blocks:
             x_BTC = block(x_BTC, self.rotary)

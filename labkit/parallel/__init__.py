@@ -1,1 +1,3 @@
-"""Many ranks: launch a function on them, time collectives, train data parallel, sharded and fully sharded."""
+"""Many ranks: launch a function on them, time collectives, train data parallel, sharded and fully
+sharded.
+"""

@@ -1,11 +1,14 @@
-"""Times the collectives of torch.distributed, checks their results and fits a latency and a bandwidth to them.
+"""Times the collectives of torch.distributed, checks their results and fits a latency and a
+bandwidth to them.
 
-Sizes and rates as nccl-tests (doc/PERFORMANCE.md) defines them: the size S is that of the larger of a rank's input and
-output; the algorithm bandwidth is S/t, the bus bandwidth that times `bus_factor`. GB/s = 10⁹ bytes a second.
+Sizes and rates as nccl-tests (doc/PERFORMANCE.md) defines them: the size S is that of the larger of
+a rank's input and output; the algorithm bandwidth is S/t, the bus bandwidth that times
+`bus_factor`. GB/s = 10⁹ bytes a second.
 
-Transports: "default" is the process group's own (NCCL or gloo). "ctas_N" is NCCL with at most N thread blocks.
-"zero_cta" is NCCL 2.28 and later on its own symmetric memory, which has copy engines move the data where it can. "copy"
-is `PeerCopy`. A process can use one kind of symmetric memory: do not mix "zero_cta" and "copy" in a launch.
+Transports: "default" is the process group's own (NCCL or gloo). "ctas_N" is NCCL with at most N
+thread blocks. "zero_cta" is NCCL 2.28 and later on its own symmetric memory, which has copy engines
+move the data where it can. "copy" is `PeerCopy`. A process can use one kind of symmetric memory: do
+not mix "zero_cta" and "copy" in a launch.
 """
 
 import os
@@ -30,7 +33,9 @@ _groups: dict[str, dist.ProcessGroup] = {}
 
 
 def start(operation: Callable, pairs: Sequence[tuple[Tensor, Tensor]], *options: Any) -> list[Any]:
-    """Starts a collective for each (output, input), by NCCL all of them in one launch; returns what to wait for."""
+    """Starts a collective for each (output, input), by NCCL all of them in one launch; returns what
+    to wait for.
+    """
     # With gloo's coalesced gather ranks aborted twice under load; why is not known.
     if dist.get_backend() == "gloo":
         return [operation(*pair, *options, async_op=True) for pair in pairs]
@@ -41,7 +46,9 @@ def start(operation: Callable, pairs: Sequence[tuple[Tensor, Tensor]], *options:
 
 
 class PeerMemory:
-    """A buffer of `num_elements` on every rank, which all ranks can read and write: `buffers`, by rank."""
+    """A buffer of `num_elements` on every rank, which all ranks can read and write: `buffers`, by
+    rank.
+    """
 
     def __init__(self, num_elements: int, dtype: torch.dtype):
         # Multicast can put a host's GPUs out of service, and a copy needs none.
@@ -49,25 +56,33 @@ class PeerMemory:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         own = symmetric_memory.empty(num_elements, dtype=dtype, device=rank_device())
         self.memory = symmetric_memory.rendezvous(own, dist.group.WORLD)
-        self.buffers = [self.memory.get_buffer(peer, own.shape, dtype) for peer in range(self.world_size)]
+        self.buffers = [
+            self.memory.get_buffer(peer, own.shape, dtype) for peer in range(self.world_size)
+        ]
         self.buffers[self.rank] = self.buffer = own
 
 
 class PeerCopy(PeerMemory):
-    """All-gather and reduce-scatter by copies between the GPUs' symmetric memories: no multiprocessor communicates.
+    """All-gather and reduce-scatter by copies between the GPUs' symmetric memories: no
+    multiprocessor communicates.
 
-    Holds a buffer of `num_elements` on every rank, in equal shards, one for each rank. Both operations run on the
-    current stream, between barriers of all ranks, which are kernels of one small block.
+    Holds a buffer of `num_elements` on every rank, in equal shards, one for each rank. Both
+    operations run on the current stream, between barriers of all ranks, which are kernels of one
+    small block.
     """
 
     def __init__(self, num_elements: int, dtype: torch.dtype):
         if num_elements % dist.get_world_size():
-            raise ValueError(f"{num_elements} elements for {dist.get_world_size()} ranks; accepted: a multiple")
+            raise ValueError(
+                f"{num_elements} elements for {dist.get_world_size()} ranks; accepted: a multiple"
+            )
         super().__init__(num_elements, dtype)
         self.shards = [buffer.chunk(self.world_size) for buffer in self.buffers]
 
     def all_gather(self) -> None:
-        """Copies the peers' shards, each at its place in its rank's buffer, to their places in the own buffer."""
+        """Copies the peers' shards, each at its place in its rank's buffer, to their places in the
+        own buffer.
+        """
         self.memory.barrier()
         for step in range(1, self.world_size):
             # Each rank reads from another peer at a time.
@@ -76,7 +91,9 @@ class PeerCopy(PeerMemory):
         self.memory.barrier()
 
     def all_reduce(self, staging: "PeerCopy") -> None:
-        """Replaces the buffer by its average over the ranks; `staging` is as large and holds nothing that lasts."""
+        """Replaces the buffer by its average over the ranks; `staging` is as large and holds
+        nothing that lasts.
+        """
         staging.average_scatter([self.shards[self.rank][self.rank]], [self.buffer])
         self.all_gather()
 
@@ -88,7 +105,8 @@ class PeerCopy(PeerMemory):
     def reduce_scatter(self, shards: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Writes this rank's share of the sum over the ranks of each of `sources` to its shard.
 
-        Each rank copies to its peers what is theirs, then adds what it got. The buffer holds all `sources` together.
+        Each rank copies to its peers what is theirs, then adds what it got. The buffer holds all
+        `sources` together.
         """
         pieces = [source.chunk(self.world_size) for source in sources]
         sizes = [len(shard) for shard in shards]
@@ -110,7 +128,9 @@ class PeerCopy(PeerMemory):
 
 
 class CopyWork:
-    """Calls a function on another stream, behind what the current one has to do; `wait` has the current one wait."""
+    """Calls a function on another stream, behind what the current one has to do; `wait` has the
+    current one wait.
+    """
 
     def __init__(self, stream: torch.cuda.Stream, function: Callable, *args: Any):
         stream.wait_stream(torch.cuda.current_stream())
@@ -132,32 +152,39 @@ def time_collective(
 ) -> dict[str, Any]:
     """Returns what a collective of size `num_bytes` takes, the same dict on every rank. Collective.
 
-    A sample is one call after all ranks have met, on the slowest of them. On CUDA it is in device time: by events
-    around five calls that the host has issued before the first begins. Elsewhere it is the host's clock around a call.
+    A sample is one call after all ranks have met, on the slowest of them. On CUDA it is in device
+    time: by events around five calls that the host has issued before the first begins. Elsewhere it
+    is the host's clock around a call.
 
     Args:
-        operation: one of OPERATIONS; num_bytes: nccl-tests' size, rounded down to whole elements a rank.
+        operation: one of OPERATIONS; num_bytes: nccl-tests' size, rounded down to whole elements a
+            rank.
         dtype: of the elements; transport: see the module's text.
 
     Returns:
-        dict of operation, transport, dtype, world_size, num_bytes; times_s (one a sample), seconds and issue_s (medians
-        of these, and until the host had issued a call), algorithm_gbs, bus_gbs; num_wrong, the elements over all ranks
-        that are not exactly what they must be.
+        dict of operation, transport, dtype, world_size, num_bytes; times_s (one a sample), seconds
+        and issue_s (medians of these, and until the host had issued a call), algorithm_gbs,
+        bus_gbs; num_wrong, the elements over all ranks that are not exactly what they must be.
 
-    Raises ValueError for an unknown operation or transport, and fewer bytes than an element for each rank.
+    Raises ValueError for an unknown operation or transport, and fewer bytes than an element for
+    each rank.
     """
     world_size, device = dist.get_world_size(), rank_device()
     if operation not in OPERATIONS:
         raise ValueError(f"unknown operation {operation!r}; accepted: {', '.join(OPERATIONS)}")
     shard = num_bytes // (dtype.itemsize * world_size)
     if shard < 1:
-        raise ValueError(f"{num_bytes} bytes of {dtype}; accepted: {dtype.itemsize * world_size} bytes and more")
+        raise ValueError(
+            f"{num_bytes} bytes of {dtype}; accepted: {dtype.itemsize * world_size} bytes and more"
+        )
     call, output, expected = _prepared(operation, shard, dtype, transport)
     call()
     wrong = (output != expected).sum()
     dist.all_reduce(wrong)
     # On the slowest rank of each sample, since the others wait for it.
-    samples = torch.tensor([_sample(call, device) for _ in range(num_samples + 2)][2:], device=device)
+    samples = torch.tensor(
+        [_sample(call, device) for _ in range(num_samples + 2)][2:], device=device
+    )
     dist.all_reduce(samples, dist.ReduceOp.MAX)
     times, issues = samples.T.tolist()
     seconds = statistics.median(times)
@@ -178,13 +205,17 @@ def time_collective(
 
 
 def _sample(call: Callable[[], Any], device: torch.device, calls: int = 5) -> tuple[float, float]:
-    """Returns the seconds of a call, on CUDA of the device, and those until the host had issued it."""
+    """Returns the seconds of a call, on CUDA of the device, and those until the host had issued
+    it.
+    """
     dist.barrier()
     since = time.perf_counter()
     if device.type != "cuda":
         call()
         return 2 * (time.perf_counter() - since,)
-    torch.cuda._sleep(4_000_000)  # the device spins for two milliseconds: until the host has issued what follows
+    torch.cuda._sleep(
+        4_000_000
+    )  # the device spins for two milliseconds: until the host has issued what follows
     call()  # the ranks meet
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
@@ -199,7 +230,9 @@ def _sample(call: Callable[[], Any], device: torch.device, calls: int = 5) -> tu
 def _prepared(
     operation: str, shard: int, dtype: torch.dtype, transport: str
 ) -> tuple[Callable[[], Any], Tensor, Tensor]:
-    """Returns the call, its output and the output that is right: small whole numbers, which any order sums exactly."""
+    """Returns the call, its output and the output that is right: small whole numbers, which any
+    order sums exactly.
+    """
     rank, n, device = dist.get_rank(), dist.get_world_size(), rank_device()
     group, empty, peers = _transport(transport, operation, n * shard, dtype)
     num_inputs = shard if operation == "all_gather" else n * shard
@@ -219,7 +252,11 @@ def _prepared(
     if operation == "all_gather":
         output, expected = peers.buffer if peers else empty(n * shard), torch.cat(everyone)
         output.chunk(n)[rank].copy_(given)
-        return lambda: peers.all_gather() if peers else all_gather(output, given, group=group), output, expected
+        return (
+            lambda: peers.all_gather() if peers else all_gather(output, given, group=group),
+            output,
+            expected,
+        )
     if operation == "reduce_scatter":
         output, expected = empty(shard), sum(everyone).chunk(n)[rank]
         if peers:
@@ -232,7 +269,9 @@ def _prepared(
 def _transport(
     transport: str, operation: str, num_elements: int, dtype: torch.dtype
 ) -> tuple[dist.ProcessGroup | None, Callable[[int], Tensor], PeerCopy | None]:
-    """Returns the process group, what allocates its tensors, and the peer copy, None but for "copy"."""
+    """Returns the process group, what allocates its tensors, and the peer copy, None but for
+    "copy".
+    """
 
     def empty(num_elements: int) -> Tensor:
         return torch.empty(num_elements, dtype=dtype, device=rank_device())
@@ -245,11 +284,17 @@ def _transport(
     if transport == "default":
         return None, empty, None
     count = transport.removeprefix("ctas_")
-    accepted = "default" + (", ctas_N (N above 0), zero_cta, copy" if dist.get_backend() == "nccl" else "")
-    if transport not in ("zero_cta", "copy") and not (count != transport and count.isdigit() and int(count)):
+    accepted = "default" + (
+        ", ctas_N (N above 0), zero_cta, copy" if dist.get_backend() == "nccl" else ""
+    )
+    if transport not in ("zero_cta", "copy") and not (
+        count != transport and count.isdigit() and int(count)
+    ):
         raise ValueError(f"unknown transport {transport!r}; accepted here: {accepted}")
     if dist.get_backend() != "nccl":
-        raise ValueError(f"transport {transport!r} with {dist.get_backend()}; accepted here: {accepted}")
+        raise ValueError(
+            f"transport {transport!r} with {dist.get_backend()}; accepted here: {accepted}"
+        )
     if transport == "copy":
         if operation not in ("all_gather", "reduce_scatter"):
             raise ValueError(f"{operation} by copy; accepted: all_gather, reduce_scatter")
@@ -258,10 +303,14 @@ def _transport(
         options = dist.ProcessGroupNCCL.Options()
         if transport == "zero_cta":
             if not hasattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO"):
-                raise ValueError("transport 'zero_cta' needs NCCL 2.28; accepted here: default, ctas_N, copy")
+                raise ValueError(
+                    "transport 'zero_cta' needs NCCL 2.28; accepted here: default, ctas_N, copy"
+                )
             options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
             symmetric_memory.set_backend("NCCL")
         else:
             options.config.min_ctas, options.config.max_ctas = 1, int(count)
-        _groups[transport] = dist.new_group(backend="nccl", pg_options=options, device_id=rank_device())
+        _groups[transport] = dist.new_group(
+            backend="nccl", pg_options=options, device_id=rank_device()
+        )
     return _groups[transport], symmetric_empty if transport == "zero_cta" else empty, None

@@ -1,8 +1,10 @@
 """Data parallel training: every rank holds the whole module, gradients are averaged over the ranks.
 
-One class an idea, all used alike: `forward`, `backward` of the loss, `finish_gradient_synchronization()`, optimizer.
+One class an idea, all used alike: `forward`, `backward` of the loss,
+`finish_gradient_synchronization()`, optimizer.
 
-Sources: Li et al. 2020, PyTorch Distributed (buckets, overlap, no_sync); Stanford CS336 assignment 2 (the interface).
+Sources: Li et al. 2020, PyTorch Distributed (buckets, overlap, no_sync); Stanford CS336 assignment
+2 (the interface).
 """
 
 import contextlib
@@ -19,15 +21,18 @@ from labkit.parallel.collectives import CopyWork, PeerCopy
 MB = 10**6
 
 SECOND_BACKWARD = (
-    "a second backward before finish_gradient_synchronization(); accepted: one, or several of which all but the last "
+    "a second backward before finish_gradient_synchronization(); accepted: one, or several of "
+    "which all but the last "
     "run inside no_sync() of a data parallel wrapper"
 )
 
 
 def weakly(method: Callable, number: int) -> Callable:
-    """Returns a function of a parameter that calls `method`, a bound one, with `number` and it while its object lives.
+    """Returns a function of a parameter that calls `method`, a bound one, with `number` and it
+    while its object lives.
 
-    For hooks of tensors: the garbage collector does not see them, so what they hold would live for ever.
+    For hooks of tensors: the garbage collector does not see them, so what they hold would live for
+    ever.
     """
     reference = weakref.WeakMethod(method)
 
@@ -42,11 +47,15 @@ def check_transport(transport: str) -> None:
     """Raises ValueError unless `transport` is "collective" or, with NCCL, "copy"."""
     accepted = ("collective", "copy") if dist.get_backend() == "nccl" else ("collective",)
     if transport not in accepted:
-        raise ValueError(f"transport is {transport!r}; accepted with {dist.get_backend()}: {', '.join(accepted)}")
+        raise ValueError(
+            f"transport is {transport!r}; accepted with {dist.get_backend()}: {', '.join(accepted)}"
+        )
 
 
 class _Bucket:
-    """Parameters whose gradients travel together: in a flat buffer, or in place where there is only one."""
+    """Parameters whose gradients travel together: in a flat buffer, or in place where there is only
+    one.
+    """
 
     def __init__(self, params: list[nn.Parameter], *, copied: bool):
         self.params = params
@@ -70,7 +79,9 @@ class _Bucket:
         if self.buffer is None:
             self.params[0].grad = self.params[0].grad.contiguous()
             return self.params[0].grad
-        moved = [(p, view) for p, view in zip(self.params, self.views, strict=True) if p.grad is not view]
+        moved = [
+            (p, view) for p, view in zip(self.params, self.views, strict=True) if p.grad is not view
+        ]
         if moved:
             torch._foreach_copy_([view for _, view in moved], [p.grad for p, _ in moved])
             for p, view in moved:
@@ -79,21 +90,29 @@ class _Bucket:
 
 
 class GradientBuckets:
-    """Averages the gradients of parameters over the ranks, bucket by bucket, the last parameter's first.
+    """Averages the gradients of parameters over the ranks, bucket by bucket, the last parameter's
+    first.
 
-    Buckets go out in one order on every rank, whatever the order in which gradients arrive: a rank that leaves a
-    parameter unused sends zeros for it when it finishes. A parameter that no rank used keeps no gradient. One that is
-    frozen gets a bucket, after all others, once it is not.
+    Buckets go out in one order on every rank, whatever the order in which gradients arrive: a rank
+    that leaves a parameter unused sends zeros for it when it finishes. A parameter that no rank
+    used keeps no gradient. One that is frozen gets a bucket, after all others, once it is not.
 
     Args:
         params: parameters of one device.
         bucket_bytes: a bucket is closed before it would grow beyond this; 0 for one parameter each.
         overlap: whether a bucket goes out during backward, as soon as its gradients are there.
-        copied: whether gradients are copied between the GPUs' symmetric memories by copy engines, on a stream of
-            their own, and added, instead of being all-reduced by NCCL.
+        copied: whether gradients are copied between the GPUs' symmetric memories by copy engines,
+            on a stream of their own, and added, instead of being all-reduced by NCCL.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], bucket_bytes: float, *, overlap: bool, copied: bool = False):
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        bucket_bytes: float,
+        *,
+        overlap: bool,
+        copied: bool = False,
+    ):
         self._frozen = list(params)[::-1]
         self._bucket_bytes, self._overlap, self._copied = bucket_bytes, overlap, copied
         self.enabled, self._next = True, 0
@@ -115,7 +134,9 @@ class GradientBuckets:
                 p.register_post_accumulate_grad_hook(weakly(self._arrived, number))
         if self._copied:
             for dtype in dict.fromkeys(p.dtype for p in params):
-                largest = max(len(bucket.buffer) for bucket in self._buckets if bucket.buffer.dtype == dtype)
+                largest = max(
+                    len(bucket.buffer) for bucket in self._buckets if bucket.buffer.dtype == dtype
+                )
                 self._staging[dtype] = PeerCopy(largest, dtype)
 
     def _arrived(self, number: int, p: nn.Parameter) -> None:
@@ -125,7 +146,11 @@ class GradientBuckets:
         if id(p) not in bucket.waiting_for:
             raise RuntimeError(SECOND_BACKWARD)
         bucket.waiting_for.discard(id(p))
-        while self._overlap and self._next < len(self._buckets) and not self._buckets[self._next].waiting_for:
+        while (
+            self._overlap
+            and self._next < len(self._buckets)
+            and not self._buckets[self._next].waiting_for
+        ):
             self._send(self._buckets[self._next])
             self._next += 1
 
@@ -134,10 +159,13 @@ class GradientBuckets:
             bucket.work = dist.all_reduce(bucket.tensor(), dist.ReduceOp.AVG, async_op=True)
             return
         gradients = bucket.tensor()
-        bucket.work = CopyWork(self._stream, bucket.peers.all_reduce, self._staging[gradients.dtype])
+        bucket.work = CopyWork(
+            self._stream, bucket.peers.all_reduce, self._staging[gradients.dtype]
+        )
 
     def finish(self, *, one_by_one: bool = False) -> None:
-        """Sends what is left and waits (on CUDA: has the current stream wait) until all gradients are averages.
+        """Sends what is left and waits (on CUDA: has the current stream wait) until all gradients
+        are averages.
 
         Args:
             one_by_one: whether each all-reduce ends before the next one starts.
@@ -154,7 +182,8 @@ class GradientBuckets:
             self._send(bucket)
             if one_by_one:
                 bucket.work.wait()
-        # Every rank takes part, but only one that lacks gradients has to wait for what the others used.
+        # Every rank takes part, but only one that lacks gradients has to wait for what the others
+        # used.
         used = torch.ones(len(self._params), dtype=torch.uint8, device=self._params[0].device)
         if unused:
             used[unused] = 0
@@ -171,7 +200,9 @@ class GradientBuckets:
 
 
 def _grouped(params: Iterable[nn.Parameter], bucket_bytes: float) -> Iterator[list[nn.Parameter]]:
-    """Yields the parameters in order, cut where a bucket would grow beyond `bucket_bytes` or the dtype changes."""
+    """Yields the parameters in order, cut where a bucket would grow beyond `bucket_bytes` or the
+    dtype changes.
+    """
     bucket: list[nn.Parameter] = []
     for p in params:
         num_bytes = sum(q.nbytes for q in bucket) + p.nbytes
@@ -186,13 +217,15 @@ def _grouped(params: Iterable[nn.Parameter], bucket_bytes: float) -> Iterator[li
 def check_and_broadcast(module: nn.Module) -> None:
     """Gives every rank rank 0's parameters and buffers.
 
-    Raises ValueError, on every rank alike, for a module without parameters, tensors on more than one device, and
-    parameters or buffers whose names, shapes, dtypes or requires_grad differ from rank 0's. Also for a module that
-    makes sparse gradients.
+    Raises ValueError, on every rank alike, for a module without parameters, tensors on more than
+    one device, and parameters or buffers whose names, shapes, dtypes or requires_grad differ from
+    rank 0's. Also for a module that makes sparse gradients.
     """
     for name, inside in module.named_modules():
         if getattr(inside, "sparse", False):
-            raise ValueError(f"{name or 'the module'} makes sparse gradients; accepted: sparse=False")
+            raise ValueError(
+                f"{name or 'the module'} makes sparse gradients; accepted: sparse=False"
+            )
     tensors = [*module.named_parameters(), *module.named_buffers()]
     devices = sorted({str(tensor.device) for _, tensor in tensors})
     mine = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
@@ -200,9 +233,13 @@ def check_and_broadcast(module: nn.Module) -> None:
     dist.all_gather_object(everyone, (mine, devices, sum(1 for _ in module.parameters())))
     for rank, (theirs, their_devices, num_params) in enumerate(everyone):
         if num_params == 0:
-            raise ValueError(f"{type(module).__name__} has no parameters on rank {rank}; accepted: 1 and more")
+            raise ValueError(
+                f"{type(module).__name__} has no parameters on rank {rank}; accepted: 1 and more"
+            )
         if len(their_devices) > 1:
-            raise ValueError(f"rank {rank} has tensors on {', '.join(their_devices)}; accepted: one device")
+            raise ValueError(
+                f"rank {rank} has tensors on {', '.join(their_devices)}; accepted: one device"
+            )
         for first, other in itertools.zip_longest(everyone[0][0], theirs):
             if first != other:
                 raise ValueError(f"rank {rank} has {other}; accepted: what rank 0 has, {first}")
@@ -220,12 +257,14 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
 
 
 class Wrapper(nn.Module):
-    """Holds `module` with rank 0's parameters and buffers, and refuses what would make it another one.
+    """Holds `module` with rank 0's parameters and buffers, and refuses what would make it another
+    one.
 
-    Every rank runs each forward pass. As in torch's DistributedDataParallel, one begins with rank 0's buffers if the
-    one before recorded a graph, as training does.
+    Every rank runs each forward pass. As in torch's DistributedDataParallel, one begins with rank
+    0's buffers if the one before recorded a graph, as training does.
 
-    Raises RuntimeError where a parameter is added, replaced or moved after wrapping, TypeError for a copy.
+    Raises RuntimeError where a parameter is added, replaced or moved after wrapping, TypeError for
+    a copy.
     """
 
     def __init__(self, module: nn.Module, broadcast_buffers: bool):
@@ -244,20 +283,27 @@ class Wrapper(nn.Module):
         now = self._parameters_now()
         if now != self._wrapped:
             names = [name for name, value in now.items() if self._wrapped.get(name) != value]
-            raise RuntimeError(f"after wrapping, {', '.join(names)} was added, replaced or moved; accepted: before it")
+            raise RuntimeError(
+                f"after wrapping, {', '.join(names)} was added, replaced or moved; accepted: "
+                f"before it"
+            )
         if self._broadcasts and self._buffers_differ:
             broadcast(self.module.buffers())
         self._buffers_differ = torch.is_grad_enabled()
 
     def __getstate__(self) -> None:
-        raise TypeError(f"{type(self).__name__} cannot be copied or pickled; accepted: its module before wrapping")
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled; accepted: its module before "
+            f"wrapping"
+        )
 
 
 class _DataParallel(Wrapper):
     """Subclasses say how large the buckets are and when they go out.
 
-    Parameters are rank 0's from construction on. Tied parameters are averaged once, frozen ones not at all; one that
-    no rank used keeps `grad` None, one that some ranks used has their sum over the world size.
+    Parameters are rank 0's from construction on. Tied parameters are averaged once, frozen ones not
+    at all; one that no rank used keeps `grad` None, one that some ranks used has their sum over the
+    world size.
 
     Args:
         module: on this rank's device, the same on every rank but for the values.
@@ -284,12 +330,16 @@ class _DataParallel(Wrapper):
         return self.module(*args, **kwargs)
 
     def finish_gradient_synchronization(self) -> None:
-        """To call after backward and before the optimizer: from then on every `grad` is the ranks' average."""
+        """To call after backward and before the optimizer: from then on every `grad` is the ranks'
+        average.
+        """
         self._buckets.finish(one_by_one=self._one_by_one)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in this context only add to the local gradients; the next one outside sends the sum."""
+        """Backward passes in this context only add to the local gradients; the next one outside
+        sends the sum.
+        """
         self._buckets.enabled, before = False, self._buckets.enabled
         try:
             yield
@@ -310,16 +360,20 @@ class FlatDataParallel(_DataParallel):
 
 
 class OverlappedDataParallel(_DataParallel):
-    """One all-reduce a parameter, during backward, as soon as its gradient and those due before it are there."""
+    """One all-reduce a parameter, during backward, as soon as its gradient and those due before it
+    are there.
+    """
 
     _overlap = True
 
 
 class BucketedDataParallel(_DataParallel):
-    """One all-reduce a bucket of about `bucket_size_mb` MB (10⁶ bytes), during backward, from the last parameter on.
+    """One all-reduce a bucket of about `bucket_size_mb` MB (10⁶ bytes), during backward, from the
+    last parameter on.
 
-    A parameter larger than that has a bucket of its own. With `transport` "copy" no multiprocessor but for the
-    additions communicates: copy engines move buckets that lie in symmetric memory (NCCL's GPUs only).
+    A parameter larger than that has a bucket of its own. With `transport` "copy" no multiprocessor
+    but for the additions communicates: copy engines move buckets that lie in symmetric memory
+    (NCCL's GPUs only).
 
     Raises ValueError for a size of 0 and below, or another transport.
     """

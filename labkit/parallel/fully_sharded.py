@@ -1,13 +1,17 @@
-"""Fully sharded data parallel training: every rank holds 1/world size of each matrix, its gradient and optimizer state.
+"""Fully sharded data parallel training: every rank holds 1/world size of each matrix, its gradient
+and optimizer state.
 
-A layer's full weight exists only from a little before its use until just after it, in forward and again in backward.
-The order in which layers were used in one iteration says in the next one which gather to start ahead: layer i's when
-layer i−2 has finished and layer i−1 is about to run. Ranks must run the same layers in the same order.
+A layer's full weight exists only from a little before its use until just after it, in forward and
+again in backward. The order in which layers were used in one iteration says in the next one which
+gather to start ahead: layer i's when layer i−2 has finished and layer i−1 is about to run. Ranks
+must run the same layers in the same order.
 
-Layers compute with plain tensors in flat buffers. Outside of them a parameter is a DTensor of its whole shape, so that
-optimizers, gradient clipping and scaling, parameter groups and checkpoints are torch's own.
+Layers compute with plain tensors in flat buffers. Outside of them a parameter is a DTensor of its
+whole shape, so that optimizers, gradient clipping and scaling, parameter groups and checkpoints are
+torch's own.
 
-Sources: Rajbhandari et al. 2020, ZeRO stage 3; Zhao et al. 2023, PyTorch FSDP; Stanford CS336 assignment 2.
+Sources: Rajbhandari et al. 2020, ZeRO stage 3; Zhao et al. 2023, PyTorch FSDP; Stanford CS336
+assignment 2.
 """
 
 import functools
@@ -23,7 +27,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 
-from labkit.parallel.collectives import CopyWork, PeerCopy, PeerMemory, all_gather, reduce_scatter, start
+from labkit.parallel.collectives import (
+    CopyWork,
+    PeerCopy,
+    PeerMemory,
+    all_gather,
+    reduce_scatter,
+    start,
+)
 from labkit.parallel.data_parallel import (
     MB,
     SECOND_BACKWARD,
@@ -37,11 +48,15 @@ from labkit.parallel.launch import moment
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 NUM_REDUCING = 2
-"""Layers whose full gradients may be on their way at once. With one more, backward waits for the oldest."""
+"""Layers whose full gradients may be on their way at once. With one more, backward waits for the
+oldest.
+"""
 
 
 class _Parameter:
-    """A parameter: `full`, with which its layer computes, and `outer`, a DTensor, everywhere else."""
+    """A parameter: `full`, with which its layer computes, and `outer`, a DTensor, everywhere
+    else.
+    """
 
     def __init__(self, name: str, parameter: nn.Parameter, values: Tensor):
         self.name, self.full, self.outer = name, parameter, nn.Parameter(values)
@@ -54,7 +69,9 @@ class _Parameter:
         return self.outer._local_tensor
 
     def used(self, dtype: torch.dtype | None) -> Tensor:
-        """Returns what to compute with, frozen if the parameter is by now; cast to `dtype` where there is one."""
+        """Returns what to compute with, frozen if the parameter is by now; cast to `dtype` where
+        there is one.
+        """
         if self.full.requires_grad != self.outer.requires_grad:
             self.full.requires_grad_(self.outer.requires_grad)
         return self.full if dtype is None else self.full.to(dtype)
@@ -67,11 +84,15 @@ class _Parameter:
 
 def _refuse_use_outside(name: str, _: nn.Parameter) -> None:
     how = "use in its module's forward pass"
-    raise RuntimeError(f"{name} has a gradient of this rank alone, from outside of its module; accepted: {how}")
+    raise RuntimeError(
+        f"{name} has a gradient of this rank alone, from outside of its module; accepted: {how}"
+    )
 
 
 def _foreign_use(error: RuntimeError) -> str:
-    """Returns which module computed with a DTensor, so with a parameter of another module, and what helps."""
+    """Returns which module computed with a DTensor, so with a parameter of another module, and what
+    helps.
+    """
     running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     kind = [type(module).__name__ for module in running if isinstance(module, nn.Module)][-1]
     how = f"accepted: units=({kind},), or the class of a module around both"
@@ -79,16 +100,21 @@ def _foreign_use(error: RuntimeError) -> str:
 
 
 class _Weight(_Parameter):
-    """A matrix sharded by rows; `full` is mostly empty. A rank sends `chunk` elements, the last one's padded."""
+    """A matrix sharded by rows; `full` is mostly empty. A rank sends `chunk` elements, the last
+    one's padded.
+    """
 
-    def __init__(self, name: str, parameter: nn.Parameter, values: Tensor, compute_dtype: torch.dtype | None):
+    def __init__(
+        self, name: str, parameter: nn.Parameter, values: Tensor, compute_dtype: torch.dtype | None
+    ):
         super().__init__(name, parameter, values)
         world_size = dist.get_world_size()
         self.chunk = -(-len(parameter) // world_size) * parameter[0].numel()
         self.flat = self.local.new_empty(self.chunk * world_size, dtype=compute_dtype)
         self.own = self.flat.chunk(world_size)[dist.get_rank()]
-        # `.data`: another version counter, so that refilling the memory is no change of what autograd has saved. The
-        # parameter stays the object that modules (nn.LSTM) and compiled code may remember.
+        # `.data`: another version counter, so that refilling the memory is no change of what
+        # autograd has saved. The parameter stays the object that modules (nn.LSTM) and compiled
+        # code may remember.
         parameter.grad = None
         parameter.data = self.flat[: parameter.numel()].view(parameter.shape)
         self.layer: _Layer | None = None
@@ -106,7 +132,9 @@ class _Weight(_Parameter):
         self.works = []
 
     def free(self) -> None:
-        """Gives the memory back; its next user on the current stream comes after this weight's last one."""
+        """Gives the memory back; its next user on the current stream comes after this weight's last
+        one.
+        """
         if self.is_gathered:
             self.wait()
             self.flat.untyped_storage().resize_(0)
@@ -116,17 +144,24 @@ class _Weight(_Parameter):
 class _PeerShards(PeerMemory):
     """The shards of all ranks in symmetric memory, from which each copies what it lacks.
 
-    Copy engines move the data while the multiprocessors compute. A barrier before and after `refresh` keeps a shard
-    as it is while another rank reads it.
+    Copy engines move the data while the multiprocessors compute. A barrier before and after
+    `refresh` keeps a shard as it is while another rank reads it.
     """
 
     def __init__(self, weights: Sequence[_Weight]):
-        sizes, dtypes = [weight.chunk for weight in weights], {weight.flat.dtype for weight in weights}
+        sizes, dtypes = (
+            [weight.chunk for weight in weights],
+            {weight.flat.dtype for weight in weights},
+        )
         if len(dtypes) != 1:
-            raise ValueError(f"transport 'copy' of weights of {', '.join(map(str, dtypes))}; accepted: one dtype")
+            raise ValueError(
+                f"transport 'copy' of weights of {', '.join(map(str, dtypes))}; accepted: one dtype"
+            )
         super().__init__(sum(sizes), *dtypes)
         self.stream = torch.cuda.Stream()
-        for weight, *sources in zip(weights, *(buffer.split(sizes) for buffer in self.buffers), strict=True):
+        for weight, *sources in zip(
+            weights, *(buffer.split(sizes) for buffer in self.buffers), strict=True
+        ):
             weight.sources = sources
         self.weights, self.copies = weights, [w.unpadded(w.sources[self.rank]) for w in weights]
 
@@ -140,19 +175,27 @@ class _PeerShards(PeerMemory):
     def copy(self, weights: Sequence[_Weight]) -> None:
         """Fills the weights from all ranks' shards."""
         for weight in weights:
-            for target, source in zip(weight.flat.chunk(len(weight.sources)), weight.sources, strict=True):
+            for target, source in zip(
+                weight.flat.chunk(len(weight.sources)), weight.sources, strict=True
+            ):
                 target.copy_(source)
 
 
 class _Layer:
-    """What is gathered together: a module's own weights, or all weights inside a compiled module or a unit.
+    """What is gathered together: a module's own weights, or all weights inside a compiled module or
+    a unit.
 
-    `uses` are modules, the names under which they use parameters, these, and the dtypes that they are cast to.
+    `uses` are modules, the names under which they use parameters, these, and the dtypes that they
+    are cast to.
     """
 
-    def __init__(self, name: str, uses: list[tuple[nn.Module, str, _Parameter, torch.dtype | None]]):
+    def __init__(
+        self, name: str, uses: list[tuple[nn.Module, str, _Parameter, torch.dtype | None]]
+    ):
         self.name, self.uses, self.peers = name, uses, None
-        owners = {parameter: owner for owner, _, parameter, _ in uses if isinstance(parameter, _Weight)}
+        owners = {
+            parameter: owner for owner, _, parameter, _ in uses if isinstance(parameter, _Weight)
+        }
         self.weights = list(owners)
         self.dtype = next((dtype for *_, dtype in uses if dtype is not None), None)
         self.arrived: list[_Weight] = []  # those with a gradient to be sent
@@ -163,7 +206,9 @@ class _Layer:
 
     @torch.no_grad()
     def start_gather(self) -> None:
-        """Sends for all of the weights that are not here in one operation; `_Weight.wait` waits for it."""
+        """Sends for all of the weights that are not here in one operation; `_Weight.wait` waits for
+        it.
+        """
         missing = [weight for weight in self.weights if not weight.is_gathered]
         if not missing:
             return
@@ -181,31 +226,36 @@ class _Layer:
 
 
 class FullyShardedDataParallel(Wrapper):
-    """Trains `module` with each floating parameter of two and more dimensions sharded by rows over the ranks.
+    """Trains `module` with each floating parameter of two and more dimensions sharded by rows over
+    the ranks.
 
-    `parameters()` are DTensors with rank 0's values: sharded, or replicated where they are vectors or have fewer rows
-    than there are ranks. Make the optimizer afterwards. To accumulate, call `finish_gradient_synchronization()` after
-    each backward. Compile blocks before wrapping them: the weights inside a compiled module are gathered together,
-    outside of it.
+    `parameters()` are DTensors with rank 0's values: sharded, or replicated where they are vectors
+    or have fewer rows than there are ranks. Make the optimizer afterwards. To accumulate, call
+    `finish_gradient_synchronization()` after each backward. Compile blocks before wrapping them:
+    the weights inside a compiled module are gathered together, outside of it.
 
     Args:
         module: on this rank's device, the same on every rank but for the values.
-        compute_dtype: a floating dtype that weights are cast to before they are gathered and in which gradients are
-            reduced; layers with a matrix and torch's own norms cast their inputs and vectors to it. None leaves
-            everything as it is. Other layers compute in what they are given.
-        units: classes of modules, blocks for example, whose weights are gathered together: fewer and larger transfers,
-            more memory. What is inside a unit or a compiled module is otherwise a layer by itself.
-        transport: "collective", or "copy": copy engines gather weights from the peers' symmetric memory, which holds
-            every shard once more in the dtype that is gathered, and bring a gradient's pieces to the ranks that add
-            them, through memory as large as the largest layer. NCCL's GPUs and weights of one dtype only.
+        compute_dtype: a floating dtype that weights are cast to before they are gathered and in
+            which gradients are reduced; layers with a matrix and torch's own norms cast their
+            inputs and vectors to it. None leaves everything as it is. Other layers compute in what
+            they are given.
+        units: classes of modules, blocks for example, whose weights are gathered together: fewer
+            and larger transfers, more memory. What is inside a unit or a compiled module is
+            otherwise a layer by itself.
+        transport: "collective", or "copy": copy engines gather weights from the peers' symmetric
+            memory, which holds every shard once more in the dtype that is gathered, and bring a
+            gradient's pieces to the ranks that add them, through memory as large as the largest
+            layer. NCCL's GPUs and weights of one dtype only.
         broadcast_buffers: whether forward passes in training begin with rank 0's buffers.
 
     Attributes:
-        waits: None, or a list that collects (layer, begin, end) of each wait for a gather: CUDA events, or seconds.
+        waits: None, or a list that collects (layer, begin, end) of each wait for a gather: CUDA
+            events, or seconds.
 
-    Raises ValueError for another compute_dtype or transport and as `check_and_broadcast`; RuntimeError for a
-    second backward pass before `finish_gradient_synchronization()`, a parameter used by another module than its own
-    outside of a unit, and as `Wrapper`.
+    Raises ValueError for another compute_dtype or transport and as `check_and_broadcast`;
+    RuntimeError for a second backward pass before `finish_gradient_synchronization()`, a parameter
+    used by another module than its own outside of a unit, and as `Wrapper`.
     """
 
     def __init__(
@@ -220,7 +270,9 @@ class FullyShardedDataParallel(Wrapper):
         check_transport(transport)
         is_floating = isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point
         if compute_dtype is not None and not is_floating:
-            raise ValueError(f"compute_dtype is {compute_dtype}; accepted: None or a floating dtype")
+            raise ValueError(
+                f"compute_dtype is {compute_dtype}; accepted: None or a floating dtype"
+            )
         super().__init__(module, broadcast_buffers)
         self.compute_dtype, self._units = compute_dtype, units
         self.waits: list[tuple[str, Any, Any]] | None = None
@@ -236,7 +288,9 @@ class FullyShardedDataParallel(Wrapper):
         self._staging: PeerCopy | None = None
         self._hook(module, "", parameters)
         if transport == "copy":
-            most = max(sum(w.flat.numel() for w in weight.layer.weights) for weight in self._weights)
+            most = max(
+                sum(w.flat.numel() for w in weight.layer.weights) for weight in self._weights
+            )
             self._staging = PeerCopy(most, self._weights[0].flat.dtype)
             self._reducing_stream = torch.cuda.Stream()
         vectors = [vector.full for vector in self._vectors]
@@ -244,7 +298,9 @@ class FullyShardedDataParallel(Wrapper):
         self._wrapped = self._parameters_now()
 
     def _sharded(self, module: nn.Module) -> dict[nn.Parameter, _Parameter]:
-        """Returns the module's floating parameters, to be put into their places, and sorts them by kind."""
+        """Returns the module's floating parameters, to be put into their places, and sorts them by
+        kind.
+        """
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # takes seconds
 
         mesh = DeviceMesh.from_group(dist.group.WORLD, next(module.parameters()).device.type)
@@ -259,25 +315,37 @@ class FullyShardedDataParallel(Wrapper):
             if is_sharded:
                 made[p] = _Weight(name, p, values, self.compute_dtype)
                 # A frozen parameter takes no hook; its first use freezes it again.
-                p.requires_grad_().register_post_accumulate_grad_hook(weakly(self._arrived, len(self._weights)))
+                p.requires_grad_().register_post_accumulate_grad_hook(
+                    weakly(self._arrived, len(self._weights))
+                )
                 self._weights.append(made[p])
             else:
                 made[p] = _Parameter(name, p, values)
                 self._vectors.append(made[p])
         return made
 
-    def _hook(self, module: nn.Module, name: str, parameters: dict[nn.Parameter, _Parameter]) -> None:
-        """Puts DTensors in the places of the module's parameters, and hooks around what computes with these."""
+    def _hook(
+        self, module: nn.Module, name: str, parameters: dict[nn.Parameter, _Parameter]
+    ) -> None:
+        """Puts DTensors in the places of the module's parameters, and hooks around what computes
+        with these.
+        """
         compiled = module._compiled_call_impl
         owners = list(module.modules())
-        if compiled is None and not hasattr(module, "_orig_mod") and not isinstance(module, self._units):
+        if (
+            compiled is None
+            and not hasattr(module, "_orig_mod")
+            and not isinstance(module, self._units)
+        ):
             owners = [module]
             for child_name, child in module.named_children():
                 self._hook(child, f"{name}.{child_name}".lstrip("."), parameters)
         uses = []
         for owner in owners:
             held = {key: parameters[p] for key, p in owner._parameters.items() if p in parameters}
-            is_cast = isinstance(owner, NORMS) or any(parameter.full.ndim > 1 for parameter in held.values())
+            is_cast = isinstance(owner, NORMS) or any(
+                parameter.full.ndim > 1 for parameter in held.values()
+            )
             dtype = self.compute_dtype if is_cast else None
             for key, parameter in held.items():
                 uses.append((owner, key, parameter, dtype))
@@ -287,7 +355,9 @@ class FullyShardedDataParallel(Wrapper):
         layer = _Layer(name, uses)
         layer.peers = self._peers
 
-        before, after = (functools.partial(f, layer) for f in (self._before_forward, self._after_forward))
+        before, after = (
+            functools.partial(f, layer) for f in (self._before_forward, self._after_forward)
+        )
 
         def around(*args, **kwargs):
             args, kwargs = before(module, args, kwargs)
@@ -306,7 +376,9 @@ class FullyShardedDataParallel(Wrapper):
 
     @property
     def symmetric_bytes(self) -> int:
-        """Bytes of symmetric memory that copies are read from; torch's allocator does not count them."""
+        """Bytes of symmetric memory that copies are read from; torch's allocator does not count
+        them.
+        """
         return self._peers.buffer.nbytes + self._staging.buffer.nbytes if self._peers else 0
 
     def forward(self, *args, **kwargs):
@@ -329,7 +401,9 @@ class FullyShardedDataParallel(Wrapper):
         return output
 
     def finish_gradient_synchronization(self) -> None:
-        """To call after backward and before the optimizer: from then on every `grad` is the ranks' average."""
+        """To call after backward and before the optimizer: from then on every `grad` is the ranks'
+        average.
+        """
         for weight in self._weights:
             weight.has_gradient = False
             if weight.layer.arrived:  # others of its layer were not used
@@ -347,13 +421,20 @@ class FullyShardedDataParallel(Wrapper):
         self._free_all()
 
     def gather_full_params(self) -> dict[str, Tensor]:
-        """Returns a copy of every parameter, whole and in the master dtype, by its name in `module`. Collective."""
+        """Returns a copy of every parameter, whole and in the master dtype, by its name in
+        `module`. Collective.
+        """
         named = self.module.named_parameters(remove_duplicate=False)
         values = {name: parameter.detach() for name, parameter in named}
-        return {name: (x.full_tensor() if hasattr(x, "full_tensor") else x).clone() for name, x in values.items()}
+        return {
+            name: (x.full_tensor() if hasattr(x, "full_tensor") else x).clone()
+            for name, x in values.items()
+        }
 
     def _use(self, layer: _Layer) -> None:
-        """Makes the layer's weights whole, and starts to gather those that came next in the iteration before."""
+        """Makes the layer's weights whole, and starts to gather those that came next in the
+        iteration before.
+        """
         layer.start_gather()
         self._uses.append(layer)
         following = self._plan[self._position : self._position + 2]
@@ -366,7 +447,9 @@ class FullyShardedDataParallel(Wrapper):
         if begin is not None:
             self.waits.append((layer.name, begin, moment()))
 
-    def _before_forward(self, layer: _Layer, _: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def _before_forward(
+        self, layer: _Layer, _: nn.Module, args: tuple, kwargs: dict
+    ) -> tuple[tuple, dict]:
         if layer.weights:
             self._use(layer)
         for owner, key, parameter, dtype in layer.uses:
@@ -377,18 +460,22 @@ class FullyShardedDataParallel(Wrapper):
     def _after_forward(self, layer: _Layer, _: nn.Module, args: tuple, output: Any) -> None:
         for owner, key, parameter, _ in layer.uses:
             owner._parameters[key] = parameter.outer
-        # Recomputed in backward: its own backward comes next and frees it. Used again at once: the same.
+        # Recomputed in backward: its own backward comes next and frees it. Used again at once: the
+        # same.
         if not self._in_backward and self._plan[self._position : self._position + 1] != [layer]:
             for weight in layer.weights:
                 weight.free()
         if layer.backward_reads:
-            differentiable = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+            differentiable = [
+                x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad
+            ]
             hook = torch.autograd.graph.register_multi_grad_hook
             hook(differentiable, lambda _: self._before_backward(layer), mode="any")
 
     def _before_backward(self, layer: _Layer) -> None:
         self._in_backward = True
-        # A frozen weight has no gradient whose arrival would say that it is done: the next layer's turn does.
+        # A frozen weight has no gradient whose arrival would say that it is done: the next layer's
+        # turn does.
         for weight in self._frozen:
             if weight not in layer.weights:
                 weight.free()
@@ -396,7 +483,9 @@ class FullyShardedDataParallel(Wrapper):
         self._use(layer)
 
     def _arrived(self, number: int, _: nn.Parameter) -> None:
-        """Frees a weight that has its gradient; sends the layer's gradients once all of them are there."""
+        """Frees a weight that has its gradient; sends the layer's gradients once all of them are
+        there.
+        """
         weight = self._weights[number]
         if weight.has_gradient:
             raise RuntimeError(SECOND_BACKWARD)
@@ -404,7 +493,9 @@ class FullyShardedDataParallel(Wrapper):
         weight.free()
         layer = weight.layer
         layer.arrived.append(weight)
-        if len(layer.arrived) == sum(w.layer is layer and w.full.requires_grad for w in layer.weights):
+        if len(layer.arrived) == sum(
+            w.layer is layer and w.full.requires_grad for w in layer.weights
+        ):
             self._reduce(layer)
 
     def _reduce(self, layer: _Layer) -> None:
@@ -416,9 +507,13 @@ class FullyShardedDataParallel(Wrapper):
             gradients.append(F.pad(gradient, (0, padding)) if padding else gradient)
             shards.append(gradient.new_empty(weight.chunk))
         if self._staging is not None:
-            works = [CopyWork(self._reducing_stream, self._staging.average_scatter, shards, gradients)]
+            works = [
+                CopyWork(self._reducing_stream, self._staging.average_scatter, shards, gradients)
+            ]
         else:
-            works = start(reduce_scatter, list(zip(shards, gradients, strict=True)), dist.ReduceOp.AVG)
+            works = start(
+                reduce_scatter, list(zip(shards, gradients, strict=True)), dist.ReduceOp.AVG
+            )
         self._reducing.append((weights, shards, gradients, works))
         if len(self._reducing) > NUM_REDUCING:
             self._finish_oldest()
@@ -438,4 +533,6 @@ class FullyShardedDataParallel(Wrapper):
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
-    return tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, values)
+    return tree_map(
+        lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, values
+    )

@@ -1,7 +1,8 @@
 """Runs a module-level function on N ranks of this machine and gathers what each rank returns.
 
-The ranks are started by a guard (`labkit.guard`), so that none outlives the call, however that ends. They find one
-another through a file, and connect over the loopback interface alone: what a rank is sent, it unpickles.
+The ranks are started by a guard (`labkit.guard`), so that none outlives the call, however that
+ends. They find one another through a file, and connect over the loopback interface alone: what a
+rank is sent, it unpickles.
 """
 
 import contextlib
@@ -29,17 +30,21 @@ from labkit.guard import guarded_folder
 from labkit.records import write_text_atomic
 
 GRACE_S = 30
-"""Seconds beyond the ranks' own. They end themselves when their time is over; after half of this the guard ends them,
-which bounds their imports too; after all of it the guard itself is ended."""
+"""Seconds beyond the ranks' own. They end themselves when their time is over; after half of this
+the guard ends them, which bounds their imports too; after all of it the guard itself is ended.
+"""
 
-NO_MESSAGE = r'\s*(File "|Thread 0x|Current thread|<no Python|\.\.\.$|Extension modules:|frame #|#\d)'
+NO_MESSAGE = (
+    r'\s*(File "|Thread 0x|Current thread|<no Python|\.\.\.$|Extension modules:|frame #|#\d)'
+)
 """Lines of a stack, or about it."""
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 class RankError(RuntimeError):
-    """A rank failed. The message holds the first failing rank's traceback and where the others were.
+    """A rank failed. The message holds the first failing rank's traceback and where the others
+    were.
 
     Fields:
         rank: the first rank that failed, None where no rank started.
@@ -66,28 +71,38 @@ def launch(
 ) -> list[Any]:
     """Returns what `function(*args)` returned on each of `nproc` ranks, in rank order.
 
-    The ranks share an initialised process group; `rank_device()` is the device of each. Where `function` is a
-    generator, a rank's result is the list of what it yielded, and what was yielded before a failure is kept.
+    The ranks share an initialised process group; `rank_device()` is the device of each. Where
+    `function` is a generator, a rank's result is the list of what it yielded, and what was yielded
+    before a failure is kept.
 
     Args:
-        function: module-level function, or its name as "module:function". Arguments and results are pickled.
+        function: module-level function, or its name as "module:function". Arguments and results are
+            pickled.
         nproc: number of ranks.
         device: "cuda" or "cpu"; CUDA where there is a GPU. With gloo, ranks may share a GPU.
         backend: "nccl" or "gloo"; NCCL for CUDA and gloo for the CPU.
-        timeout_s: seconds for everything after the ranks' imports; collective_timeout_s: seconds for one collective.
+        timeout_s: seconds for everything after the ranks' imports; collective_timeout_s: seconds
+            for one collective.
 
     Raises:
-        ValueError: a function that cannot be named, an unknown device or backend, NCCL without one GPU a rank, no time.
-        RankError: a rank raised, died, or did not end in time. No process outlives the call.
+        ValueError: a function that cannot be named, an unknown device or backend, NCCL without one
+            GPU a rank, no time. RankError: a rank raised, died, or did not end in time. No process
+            outlives the call.
     """
-    name = function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
+    name = (
+        function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
+    )
     if name.count(":") != 1 or "<" in name or name.startswith("__main__:"):
-        raise ValueError(f"cannot start {name!r} on a rank; accepted: a function of an importable module")
+        raise ValueError(
+            f"cannot start {name!r} on a rank; accepted: a function of an importable module"
+        )
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     backend = backend or ("nccl" if device == "cuda" else "gloo")
     _check(nproc, device, backend)
     if not min(timeout_s, collective_timeout_s) > 0:
-        raise ValueError(f"{timeout_s} s, {collective_timeout_s} s for a collective; accepted: more than 0")
+        raise ValueError(
+            f"{timeout_s} s, {collective_timeout_s} s for a collective; accepted: more than 0"
+        )
     group = dict(device=device, backend=backend, timeout_s=collective_timeout_s)
     call = dict(name=name, args=args, timeout_s=timeout_s, group=group)
     with guarded_folder(_environment()) as (folder, guard):
@@ -97,23 +112,36 @@ def launch(
         results = [_read_items(folder / f"{rank}.items") for rank in range(nproc)]
         finished = [items for items, _ in results]
         if failed is None:
-            raise RankError(f"{name}: the process that guards the ranks was ended or stopped", None, finished)
+            raise RankError(
+                f"{name}: the process that guards the ranks was ended or stopped", None, finished
+            )
         if failed or not all(kinds):
             raise _failure(folder, name, timeout_s, dict(failed), stopped, finished)
     for rank, (_, problem) in enumerate(results):
         if problem:
-            raise RankError(f"{name}: what rank {rank} returned cannot be read here\n{problem}", rank, finished)
-    return [items if kind == "generator" else items[0] for items, kind in zip(finished, kinds, strict=True)]
+            raise RankError(
+                f"{name}: what rank {rank} returned cannot be read here\n{problem}", rank, finished
+            )
+    return [
+        items if kind == "generator" else items[0]
+        for items, kind in zip(finished, kinds, strict=True)
+    ]
 
 
 def rank_device() -> torch.device:
     """Returns the device of this rank; on CUDA it is also the current device."""
     device_type = _device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if device_type == "cuda"
+        else torch.device("cpu")
+    )
 
 
 def moment() -> Any:
-    """Returns a point in this rank's time: an event of the current stream, without CUDA the seconds of the clock."""
+    """Returns a point in this rank's time: an event of the current stream, without CUDA the seconds
+    of the clock.
+    """
     if rank_device().type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -121,25 +149,38 @@ def moment() -> Any:
     return event
 
 
-# Asked for at first use: a process that has asked for GPUs when this module was imported could not fork.
+# Asked for at first use: a process that has asked for GPUs when this module was imported could not
+# fork.
 _device_type = ""
 
 
 def _check(nproc: int, device: str, backend: str) -> None:
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise ValueError(f"device {device!r}; accepted here: {'cpu, cuda' if torch.cuda.is_available() else 'cpu'}")
+        raise ValueError(
+            f"device {device!r}; accepted here: "
+            f"{'cpu, cuda' if torch.cuda.is_available() else 'cpu'}"
+        )
     if backend not in ("gloo", "nccl") or (backend, device) == ("nccl", "cpu"):
-        raise ValueError(f"backend {backend!r} on {device}; accepted: {'gloo' if device == 'cpu' else 'gloo, nccl'}")
+        raise ValueError(
+            f"backend {backend!r} on {device}; accepted: "
+            f"{'gloo' if device == 'cpu' else 'gloo, nccl'}"
+        )
     most = torch.cuda.device_count() if backend == "nccl" else None
     if nproc < 1 or (most is not None and nproc > most):
-        raise ValueError(f"{nproc} ranks with {backend}; accepted: 1 {f'to {most} (GPUs)' if most else 'and more'}")
+        raise ValueError(
+            f"{nproc} ranks with {backend}; accepted: 1 "
+            f"{f'to {most} (GPUs)' if most else 'and more'}"
+        )
 
 
 def _environment() -> dict[str, str]:
-    """Returns the ranks' environment: this process's, and sockets that other machines do not reach."""
+    """Returns the ranks' environment: this process's, and sockets that other machines do not
+    reach.
+    """
     return {
         "OMP_NUM_THREADS": "1",
-        # Before NCCL's watchdog ends a rank that hangs, it waits four times this long, a minute if left alone.
+        # Before NCCL's watchdog ends a rank that hangs, it waits four times this long, a minute if
+        # left alone.
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
         "NCCL_SOCKET_IFNAME": LOOPBACK,
@@ -151,10 +192,18 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _run(guard: subprocess.Popen, report: Path, nproc: int, timeout_s: float) -> tuple[list | None, list[int]]:
-    """Returns (rank, exit code) of the ranks that failed first and which were stopped; None if the guard ended."""
+def _run(
+    guard: subprocess.Popen, report: Path, nproc: int, timeout_s: float
+) -> tuple[list | None, list[int]]:
+    """Returns (rank, exit code) of the ranks that failed first and which were stopped; None if the
+    guard ended.
+    """
     with contextlib.suppress(BrokenPipeError):
-        print(json.dumps({"num_ranks": nproc, "timeout_s": timeout_s + GRACE_S / 2}), file=guard.stdin, flush=True)
+        print(
+            json.dumps({"num_ranks": nproc, "timeout_s": timeout_s + GRACE_S / 2}),
+            file=guard.stdin,
+            flush=True,
+        )
     deadline = time.monotonic() + timeout_s + GRACE_S
     while not report.exists() and guard.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -162,14 +211,19 @@ def _run(guard: subprocess.Popen, report: Path, nproc: int, timeout_s: float) ->
 
 
 def run_rank(folder: Path) -> None:
-    """Is a rank that the guard has started: writes what the function gives, and `done` or `error`, into the folder."""
+    """Is a rank that the guard has started: writes what the function gives, and `done` or `error`,
+    into the folder.
+    """
     rank = os.environ["RANK"]
     try:
         call = pickle.loads((folder / "call").read_bytes())
         faulthandler.dump_traceback_later(call["timeout_s"], exit=True)
         module, name = call["name"].split(":")
         function = getattr(importlib.import_module(module), name)
-        with open(folder / f"{rank}.items", "wb") as file, _process_group(folder / "store", **call["group"]):
+        with (
+            open(folder / f"{rank}.items", "wb") as file,
+            _process_group(folder / "store", **call["group"]),
+        ):
             result = function(*call["args"])
             kind = "generator" if inspect.isgenerator(result) else "value"
             for item in result if kind == "generator" else [result]:
@@ -177,7 +231,9 @@ def run_rank(folder: Path) -> None:
                 file.flush()
         (folder / f"{rank}.done").write_text(kind)
     except BaseException:
-        write_text_atomic(folder / f"{rank}.error", json.dumps([time.time_ns(), traceback.format_exc()]))
+        write_text_atomic(
+            folder / f"{rank}.error", json.dumps([time.time_ns(), traceback.format_exc()])
+        )
         # At once: destructors of a process group can wait for ranks that are gone.
         os._exit(1)
 
@@ -201,7 +257,9 @@ def _process_group(path: Path, device: str, backend: str, timeout_s: float) -> I
 
 
 def _read_items(path: Path) -> tuple[list[Any], str]:
-    """Returns a rank's items, and why what follows them cannot be read, "" at the end of what it wrote."""
+    """Returns a rank's items, and why what follows them cannot be read, "" at the end of what it
+    wrote.
+    """
     items: list[Any] = []
     try:
         with open(path, "rb") as file:
@@ -215,11 +273,20 @@ def _read_items(path: Path) -> tuple[list[Any], str]:
 
 def _text(path: Path, num_lines: int = 20) -> str:
     """Returns the last lines of a file, "" without one."""
-    return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:]) if path.exists() else ""
+    return (
+        "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:])
+        if path.exists()
+        else ""
+    )
 
 
 def _failure(
-    folder: Path, name: str, timeout_s: float, failed: dict[int, int], stopped: list[int], finished: list[list[Any]]
+    folder: Path,
+    name: str,
+    timeout_s: float,
+    failed: dict[int, int],
+    stopped: list[int],
+    finished: list[list[Any]],
 ) -> RankError:
     errors = {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.error")}
     # A rank that died without a word took its peers along, and their errors say so.
@@ -238,6 +305,12 @@ def _failure(
     how += "".join(f"; rank {rank} was stopped" for rank in stopped)
     if watchdog := re.search(r"Watchdog caught .*", _text(log, 1000)):
         said += f"\n{watchdog[0]}"
-    others = [(rank, _text(folder / f"{rank}.stderr")) for rank in range(len(finished)) if rank != first]
+    others = [
+        (rank, _text(folder / f"{rank}.stderr")) for rank in range(len(finished)) if rank != first
+    ]
     where = "".join(f"\nrank {rank} was at:\n{text}" for rank, text in others if text)
-    return RankError(f"{name}: rank {first} of {len(finished)} failed first ({how})\n{said}{where}", first, finished)
+    return RankError(
+        f"{name}: rank {first} of {len(finished)} failed first ({how})\n{said}{where}",
+        first,
+        finished,
+    )

@@ -1,6 +1,8 @@
-"""An optimizer whose state is spread over the ranks: each keeps and applies the state of its share of the parameters.
+"""An optimizer whose state is spread over the ranks: each keeps and applies the state of its share
+of the parameters.
 
-Source: Rajbhandari et al. 2020, ZeRO (stage 1, but whole parameters are dealt out and gradients stay all-reduced).
+Source: Rajbhandari et al. 2020, ZeRO (stage 1, but whole parameters are dealt out and gradients
+stay all-reduced).
 """
 
 import inspect
@@ -14,19 +16,23 @@ from torch import Tensor
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Steps like `optimizer_cls(params, **kwargs)`; a rank holds the state of about 1/world size of the bytes.
+    """Steps like `optimizer_cls(params, **kwargs)`; a rank holds the state of about 1/world size of
+    the bytes.
 
-    Every parameter has an owner, the rank with the fewest bytes when the larger parameters are dealt out first. A step
-    updates the owned parameters and broadcasts them all. Gradients must be averaged before. Learning-rate schedulers
-    act on `param_groups` as ever. `param_groups` holds all parameters, `state` only those of this rank.
+    Every parameter has an owner, the rank with the fewest bytes when the larger parameters are
+    dealt out first. A step updates the owned parameters and broadcasts them all. Gradients must be
+    averaged before. Learning-rate schedulers act on `param_groups` as ever. `param_groups` holds
+    all parameters, `state` only those of this rank.
 
     Args:
-        params: parameters or groups of them, the same on every rank; one given twice in a group counts once.
+        params: parameters or groups of them, the same on every rank; one given twice in a group
+            counts once.
         optimizer_cls: class of a torch optimizer that treats each parameter by itself.
         kwargs: passed to it.
 
-    Raises ValueError for an empty parameter list (as every torch optimizer), an optimizer that calls its closure
-    itself, such as LBFGS, and parameters that differ between ranks in number, shape or dtype, on every rank alike.
+    Raises ValueError for an empty parameter list (as every torch optimizer), an optimizer that
+    calls its closure itself, such as LBFGS, and parameters that differ between ranks in number,
+    shape or dtype, on every rank alike.
     """
 
     def __init__(self, params, optimizer_cls: type[torch.optim.Optimizer], **kwargs: Any):
@@ -36,17 +42,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
         closure = inspect.signature(self._local.step).parameters.get("closure")
         if closure and closure.default is closure.empty:
             name = type(self._local).__name__
-            raise ValueError(f"{name} calls its closure itself; accepted: optimizers whose step needs none")
+            raise ValueError(
+                f"{name} calls its closure itself; accepted: optimizers whose step needs none"
+            )
         self._owners: dict[Tensor, int] = {}
         self._bytes = [0] * dist.get_world_size()
         super().__init__(params, self._local.defaults)
         self.state = self._local.state
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_local": self._local, "_owners": self._owners, "_bytes": self._bytes}
+        return super().__getstate__() | {
+            "_local": self._local,
+            "_owners": self._owners,
+            "_bytes": self._bytes,
+        }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as torch's; its parameters are dealt out on top of what the ranks hold already. Collective."""
+        """Adds a group, as torch's; its parameters are dealt out on top of what the ranks hold
+        already. Collective.
+        """
         params = param_group["params"]
         if not isinstance(params, (Tensor, set)):  # a set is refused, for its order
             # Tied parameters may be listed once for each module that uses them.
@@ -62,7 +76,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.param_groups.append(group)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Updates the owned parameters, then broadcasts each from its owner; returns the closure's value."""
+        """Updates the owned parameters, then broadcasts each from its owner; returns the closure's
+        value.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -72,20 +88,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # Some optimizers count or adapt in their groups.
         self._copy_settings(self._local.param_groups, self.param_groups)
         # Frozen ones too: what has a gradient is updated, and not every rank can know.
-        works = [dist.broadcast(p.detach(), src=owner, async_op=True) for p, owner in self._owners.items()]
+        works = [
+            dist.broadcast(p.detach(), src=owner, async_op=True)
+            for p, owner in self._owners.items()
+        ]
         for work in works:
             work.wait()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of all ranks on each of them, on the CPU and as the unsharded optimizer names it.
+        """Returns the state of all ranks on each of them, on the CPU and as the unsharded optimizer
+        names it.
 
         Collective: every rank calls it. It loads into `optimizer_cls` and into any number of ranks.
         """
         gathered = {}
         for p, owner in self._owners.items():
             own = self._local.state.get(p, {})
-            shared = [{name: x.to("cpu", copy=True) if isinstance(x, Tensor) else x for name, x in own.items()}]
+            shared = [
+                {
+                    name: x.to("cpu", copy=True) if isinstance(x, Tensor) else x
+                    for name, x in own.items()
+                }
+            ]
             dist.broadcast_object_list(shared, src=owner)
             if shared[0]:
                 gathered[p] = shared[0]
@@ -96,7 +121,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.state = self._local.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes this rank's share out of a full state dict; the world size it was made with does not matter.
+        """Takes this rank's share out of a full state dict; the world size it was made with does
+        not matter.
 
         Raises ValueError where the groups have other numbers of parameters.
         """
@@ -104,16 +130,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
         given = state_dict["param_groups"]
-        sizes, accepted = ([len(group["params"]) for group in groups] for groups in (given, self.param_groups))
+        sizes, accepted = (
+            [len(group["params"]) for group in groups] for groups in (given, self.param_groups)
+        )
         if sizes != accepted:
-            raise ValueError(f"a state dict with groups of {sizes} parameters; accepted: {accepted}")
+            raise ValueError(
+                f"a state dict with groups of {sizes} parameters; accepted: {accepted}"
+            )
         groups = []
         for theirs, group in zip(given, self.param_groups, strict=True):
             own = set(self._owned(group))
-            numbers = [n for n, p in zip(theirs["params"], group["params"], strict=True) if p in own]
+            numbers = [
+                n for n, p in zip(theirs["params"], group["params"], strict=True) if p in own
+            ]
             groups.append({**theirs, "params": numbers})
         numbers = {number for group in groups for number in group["params"]}
-        state = {number: values for number, values in state_dict["state"].items() if number in numbers}
+        state = {
+            number: values for number, values in state_dict["state"].items() if number in numbers
+        }
         self._local.load_state_dict({"state": state, "param_groups": groups})
         self._copy_settings(self._local.param_groups, self.param_groups)
         self.state = self._local.state
@@ -127,7 +161,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for rank, theirs in enumerate(everyone):
             for first, other in itertools.zip_longest(everyone[0], theirs):
                 if first != other:
-                    raise ValueError(f"rank {rank} has a parameter {other}; accepted: what rank 0 has, {first}")
+                    raise ValueError(
+                        f"rank {rank} has a parameter {other}; accepted: what rank 0 has, {first}"
+                    )
 
     def _owned(self, group: dict[str, Any]) -> list[Tensor]:
         return [p for p in group["params"] if self._owners[p] == dist.get_rank()]

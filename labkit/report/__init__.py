@@ -1,1 +1,3 @@
-"""Tables, figures and sentences from records. Nothing under here imports torch or measures anything."""
+"""Tables, figures and sentences from records. Nothing under here imports torch or measures
+anything.
+"""

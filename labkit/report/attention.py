@@ -26,13 +26,16 @@ LONG = {"d_head": 64, "length": 16384}
 ELEMENT_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2}
 
 HOST_SHARE = 0.5
-"""A pass whose kernels the host issues in a smaller share of its call does not wait for the host."""
+"""A pass whose kernels the host issues in a smaller share of its call does not wait for the host.
+"""
 
 COMPILED_PASSES = {"forward": 4, "backward": 7}
-"""Passes over the scores that a compiled formula needs at least: its products' and one fused kernel's between them.
+"""Passes over the scores that a compiled formula needs at least: its products' and one fused
+kernel's between them.
 
-Forward: written by the product, read and written by the softmax, read by the product. Backward: the probabilities read
-for v; their gradient written; both read and one written by the softmax's backward; one read each for q and k.
+Forward: written by the product, read and written by the softmax, read by the product. Backward: the
+probabilities read for v; their gradient written; both read and one written by the softmax's
+backward; one read each for q and k.
 """
 
 PUBLISHED = {
@@ -44,9 +47,14 @@ PUBLISHED = {
 
 
 def timed(calls: pd.DataFrame) -> pd.DataFrame:
-    """Returns the passes whose call time is the device's: of 1 ms or more, and not waiting for the host."""
+    """Returns the passes whose call time is the device's: of 1 ms or more, and not waiting for the
+    host.
+    """
     rows = ok_rows(calls)
-    kept = [row["median_ms"] >= facts.LEAST_MS and verdicts.issued(row) < HOST_SHARE for row in rows.to_dict("records")]
+    kept = [
+        row["median_ms"] >= facts.LEAST_MS and verdicts.issued(row) < HOST_SHARE
+        for row in rows.to_dict("records")
+    ]
     return rows[kept] if kept else rows
 
 
@@ -67,7 +75,9 @@ def over_length(
     label: str,
     limit: float,
 ) -> Figure | None:
-    """Draws a value over the length: a panel per value of `panel`, a line an implementation, dotted at `limit`."""
+    """Draws a value over the length: a panel per value of `panel`, a line an implementation, dotted
+    at `limit`.
+    """
     if rows[value].isna().all():
         return None
     rows = in_order(rows, [panel, "impl"])
@@ -108,10 +118,12 @@ def times_table(calls: pd.DataFrame) -> pd.DataFrame:
 
 
 def predicted(calls: pd.DataFrame, ceilings: pd.DataFrame) -> pd.DataFrame:
-    """Returns the timed passes with the time that their passes over the scores and their products should take.
+    """Returns the timed passes with the time that their passes over the scores and their products
+    should take.
 
-    A kernel between the products takes its passes at the copy rate; a product its one pass, or its FLOPs at the matrix
-    product's rate, whichever is longer. A fused kernel makes no pass; its backward computes the scores again.
+    A kernel between the products takes its passes at the copy rate; a product its one pass, or its
+    FLOPs at the matrix product's rate, whichever is longer. A fused kernel makes no pass; its
+    backward computes the scores again.
 
     Columns added: passes, elementwise_ms, products_ms, predicted_ms.
     """
@@ -120,7 +132,10 @@ def predicted(calls: pd.DataFrame, ceilings: pd.DataFrame) -> pd.DataFrame:
     copy = usable(ceilings, "achieved_gb_per_s")["achieved_gb_per_s"].max()
     rates = usable(ceilings, "precision", "achieved_tflops").set_index("precision")
     kind = calls.attrs.get("device_kind", "cuda")
-    eager = {phase: accounting.attention_score_passes(phase, device_kind=kind) for phase in COMPILED_PASSES}
+    eager = {
+        phase: accounting.attention_score_passes(phase, device_kind=kind)
+        for phase in COMPILED_PASSES
+    }
     passes = rows["phase"].map(eager)
     passes = passes.where(rows["impl"] == "eager", rows["phase"].map(COMPILED_PASSES))
     passes = passes.mask(rows["impl"].isin(FUSED), 0)
@@ -156,7 +171,9 @@ def passes_figure(predictions: pd.DataFrame) -> Figure | None:
 
 
 def counted(calls: pd.DataFrame) -> pd.DataFrame:
-    """Returns what each forward pass keeps for backward, `saved_bytes`, with its closed form, `predicted_bytes`."""
+    """Returns what each forward pass keeps for backward, `saved_bytes`, with its closed form,
+    `predicted_bytes`.
+    """
     rows = usable(calls, "impl", "saved_bytes", *SHAPE)
     fused = rows["impl"].isin(FUSED) | (rows.get("num_replacements", 0) > 0)
     kinds = rows["impl"].map({"sdpa_math": "math"}).fillna("eager").mask(fused, "fused")
@@ -168,7 +185,9 @@ def counted(calls: pd.DataFrame) -> pd.DataFrame:
 
 
 def published_times(calls: pd.DataFrame) -> tuple[facts.Fact, pd.DataFrame]:
-    """Returns the published times that have a timed pass of the same formula, precision and shape beside them."""
+    """Returns the published times that have a timed pass of the same formula, precision and shape
+    beside them.
+    """
     theirs = published.load("attention_pytorch")
     names = {"batch_size": "batch", "d_model": "d_head", "seq_len": "length", "pass": "phase"}
     theirs = theirs.rename(columns=names | {"ms_per_pass": "published_ms"})

@@ -23,7 +23,9 @@ def roofs_table(ceilings: pd.DataFrame) -> pd.DataFrame:
     for row in ceilings.to_dict("records"):
         copy = row["kind"] == "copy"
         unit = "gb_per_s" if copy else "tflops"
-        name = "copy, read + write (GB/s)" if copy else f"matrix product, {row['precision']} (TFLOP/s)"
+        name = (
+            "copy, read + write (GB/s)" if copy else f"matrix product, {row['precision']} (TFLOP/s)"
+        )
         line = {
             "roof": name,
             "datasheet": cell(row, "datasheet"),
@@ -35,7 +37,9 @@ def roofs_table(ceilings: pd.DataFrame) -> pd.DataFrame:
 
 
 def idle(steps: pd.DataFrame, profiles: pd.DataFrame) -> pd.DataFrame:
-    """Returns eager training steps with `idle_fraction`: 1 − kernel time (chapter 02's) ÷ call time."""
+    """Returns eager training steps with `idle_fraction`: 1 − kernel time (chapter 02's) ÷ call
+    time.
+    """
     calls = ok_rows(steps, phase="train_step", compile="none", attention="eager")
     kernels = ok_rows(profiles, phase="train_step", attention="eager")
     if calls.empty or kernels.empty:
@@ -47,7 +51,9 @@ def idle(steps: pd.DataFrame, profiles: pd.DataFrame) -> pd.DataFrame:
 
 
 def idle_map(steps: pd.DataFrame, profiles: pd.DataFrame) -> Figure | None:
-    """Draws the share of a step in which the device waits, size over context, a panel a precision."""
+    """Draws the share of a step in which the device waits, size over context, a panel a
+    precision.
+    """
     rows = idle(steps, profiles)
     if rows.empty:
         return None
@@ -62,7 +68,9 @@ def idle_map(steps: pd.DataFrame, profiles: pd.DataFrame) -> Figure | None:
 
 
 def warmup(records: pd.DataFrame) -> pd.DataFrame:
-    """Returns by trace the first step, the steady one, and how far means of ten steps after 0 to 2 steps are off."""
+    """Returns by trace the first step, the steady one, and how far means of ten steps after 0 to 2
+    steps are off.
+    """
     rows = []
     for record in ok_rows(records).to_dict("records"):
         trace = record["samples"].get("step_ms", [])
@@ -76,7 +84,9 @@ def warmup(records: pd.DataFrame) -> pd.DataFrame:
 
 
 def warmup_fact(records: pd.DataFrame) -> facts.Fact:
-    """Returns the cost of a first step, and in how many traces a mean after one step is off by more than WARM."""
+    """Returns the cost of a first step, and in how many traces a mean after one step is off by more
+    than WARM.
+    """
     rows = warmup(records)
     if rows.empty:
         return facts.Fact("", missing="the warm-up")
@@ -100,8 +110,14 @@ def every_session(chapter: Chapter) -> dict[str, list[Record]]:
 
 
 def call_range(*frames: pd.DataFrame, **case) -> facts.Fact:
-    """Returns the least and the most call time of one step over the sessions and sections that timed it."""
-    rows = [row for frame in frames for row in ok_rows(frame, phase="train_step", **case).to_dict("records")]
+    """Returns the least and the most call time of one step over the sessions and sections that
+    timed it.
+    """
+    rows = [
+        row
+        for frame in frames
+        for row in ok_rows(frame, phase="train_step", **case).to_dict("records")
+    ]
     times = [time for row in rows for time in verdicts.by_session(row, "median_ms").values()]
     if not times:
         return facts.Fact(facts.case_name(case), missing=f"{facts.case_name(case)}")
@@ -115,7 +131,9 @@ def call_range(*frames: pd.DataFrame, **case) -> facts.Fact:
 
 
 def agreeing(differences: pd.DataFrame) -> list[facts.Fact]:
-    """Returns how many device times of another session agree, and how many calls that wait for the host."""
+    """Returns how many device times of another session agree, and how many calls that wait for the
+    host.
+    """
     shares = sessions.shares(differences) if len(differences) else {}
     return [
         facts.Fact(kind, {"value": facts.Quantity(shares[kind][0], "%")})
@@ -126,26 +144,34 @@ def agreeing(differences: pd.DataFrame) -> list[facts.Fact]:
 
 
 def repeats(differences: pd.DataFrame) -> Figure | None:
-    """Draws how far each row of another session lies from the first, a dot a row, by kind of time."""
+    """Draws how far each row of another session lies from the first, a dot a row, by kind of
+    time.
+    """
     if differences.empty:
         return None
     kinds = [kind for kind in ("device", "sustained", sessions.OTHER_CALLS, sessions.WAITING)]
     figure, (axis,) = figures.panels(1, width=6.4, height=2.6)
     for place, kind in enumerate(kinds):
-        values = differences["difference"][differences["kind"] == kind].clip(lower=1e-3).sort_values()
+        values = (
+            differences["difference"][differences["kind"] == kind].clip(lower=1e-3).sort_values()
+        )
         # Spread in a fixed order, so that the same records give the same picture.
         spread = [place + 0.7 * ((number * 0.618) % 1 - 0.5) for number in range(len(values))]
         axis.scatter(values, spread, s=6, alpha=0.5, color=figures.SERIES[place], linewidths=0)
     axis.axvline(0.05, color="0.4", linewidth=1, linestyle=":")
     axis.set_xscale("log")
-    axis.set_xticks([0.001, 0.01, 0.05, 0.1, 0.5, 1], ["≤ 0.1 %", "1 %", "5 %", "10 %", "50 %", "100 %"])
+    axis.set_xticks(
+        [0.001, 0.01, 0.05, 0.1, 0.5, 1], ["≤ 0.1 %", "1 %", "5 %", "10 %", "50 %", "100 %"]
+    )
     axis.set_yticks(range(len(kinds)), kinds)
     axis.set_xlabel("slower than the faster of two sessions by")
     return figure
 
 
 def utilisation(executions: pd.DataFrame, ceilings: pd.DataFrame) -> Figure | None:
-    """Draws the model's FLOP rate in a step of one CUDA graph, by size and way, under the sustained roof of bf16."""
+    """Draws the model's FLOP rate in a step of one CUDA graph, by size and way, under the sustained
+    roof of bf16.
+    """
     rows = ok_rows(executions, phase="graph_step", context=LADDER_CONTEXT)
     if rows.empty:
         return None

@@ -21,7 +21,9 @@ LADDER = {
     "+ our kernels": {"precision": "bf16", "compile": "regional", "attention": "auto"},
     "pure bf16, compiled": {"precision": "bf16_pure", "compile": "regional", "attention": "eager"},
 }
-"""A training step, from slow to fast; the last is what stock PyTorch reaches when it gives up fp32 weights."""
+"""A training step, from slow to fast; the last is what stock PyTorch reaches when it gives up fp32
+weights.
+"""
 
 LADDER_SIZES = ("small", "xl-2025", "2.7b")
 LADDER_CONTEXT = 512
@@ -51,20 +53,25 @@ KEYS = ("compile", "idle", "recompute", "second_gpu", "encoder")
 PROVENANCE = "How the numbers are made"
 
 DEFINITIONS = f"""\
-- *Device time*: the kernels alone, replayed from one CUDA graph or summed from a profile. *Sustained*: back to back \
-for a second, after as long of it, at the clocks that the power limit leaves; ~ marks one whose clocks still changed. \
-*Call time*: what a program waits for, the host included. They are never compared with each other.
+- *Device time*: the kernels alone, replayed from one CUDA graph or summed from a profile. \
+*Sustained*: back to back for a second, after as long of it, at the clocks that the power limit \
+leaves; ~ marks one whose clocks still changed. *Call time*: what a program waits for, the host \
+included. They are never compared with each other.
 - *Idle*: 1 − kernel time ÷ call time.
 - A is r× as fast as B: r is B's time ÷ A's. A takes r× the memory of B: r is A's bytes ÷ B's.
-- A ratio is *level* where its whole interval lies within {percent(verdicts.LEVEL_BAND)} of 1, *ahead* or *behind* \
-where it lies above or below 1, else *undecided*. The interval spans the sessions that measured both sides, else the \
-samples. It is widened by {percent(verdicts.SPREAD[verdicts.DEVICE, True])} for device and sustained times of one \
-session and {percent(verdicts.SPREAD[verdicts.CALL, True])} for calls; between sessions by \
-{percent(verdicts.SPREAD[verdicts.DEVICE, False])} and {percent(verdicts.SPREAD[verdicts.CALL, False])}, for calls \
-that the host holds up by as much as hosts were seen to differ, {verdicts.HOST_FACTOR}×.
-- ⚠ marks what was measured while other programs kept the machine busy: it decides nothing on the first page.
-- No finding is made of kernels under {facts.LEAST_MS:.0f} ms, memory under {facts.LEAST_BYTES / 2**20:.0f} MiB or \
-fewer than {facts.LEAST_CASES} cases.
+- A ratio is *level* where its whole interval lies within {percent(verdicts.LEVEL_BAND)} of 1, \
+*ahead* or *behind* where it lies above or below 1, else *undecided*. The interval spans the \
+sessions that measured both sides, else the samples. It is widened by \
+{percent(verdicts.SPREAD[verdicts.DEVICE, True])} for device and sustained times of one session \
+and {percent(verdicts.SPREAD[verdicts.CALL, True])} for calls; between sessions by \
+{percent(verdicts.SPREAD[verdicts.DEVICE, False])} and {
+    percent(verdicts.SPREAD[verdicts.CALL, False])
+}, for calls that the host holds up by as much as hosts were seen to differ, \
+{verdicts.HOST_FACTOR}×.
+- ⚠ marks what was measured while other programs kept the machine busy: it decides nothing on the \
+first page.
+- No finding is made of kernels under {facts.LEAST_MS:.0f} ms, memory under {
+    facts.LEAST_BYTES / 2**20:.0f} MiB or fewer than {facts.LEAST_CASES} cases.
 - GB/s are 10⁹ bytes a second, GiB 2³⁰ bytes; a multiply-add counts as two FLOPs."""
 
 
@@ -72,7 +79,8 @@ def page(chapters: Mapping[str, Chapter], keyed: Mapping[str, tuple[str, str]]) 
     """Returns the first page in Markdown.
 
     Args:
-        chapters: those with records; keyed: by key a fact's sentence and the heading of its section.
+        chapters: those with records; keyed: by key a fact's sentence and the heading of its
+            section.
     """
     first = next(iter(chapters.values()))
     parts = [
@@ -82,7 +90,11 @@ def page(chapters: Mapping[str, Chapter], keyed: Mapping[str, tuple[str, str]]) 
         *_attention_part(chapters),
         *_fits_part(chapters),
     ]
-    answers = [f"- {keyed[key][0]} → [{keyed[key][1]}](#{anchor(keyed[key][1])})" for key in KEYS if key in keyed]
+    answers = [
+        f"- {keyed[key][0]} → [{keyed[key][1]}](#{anchor(keyed[key][1])})"
+        for key in KEYS
+        if key in keyed
+    ]
     if answers:
         parts += ["### In one line each", "\n".join(answers)]
     again = sessions.sentence(sessions.differences(_every(chapters)))
@@ -96,7 +108,9 @@ def title(chapter: Chapter) -> str:
 
 
 def lines(chapters: Mapping[str, Chapter]) -> list[str]:
-    """Returns what `labkit run` ends with: at most three lines of the first page, without Markdown."""
+    """Returns what `labkit run` ends with: at most three lines of the first page, without
+    Markdown.
+    """
     steps = _steps(chapters)
     shown = [size for size in LADDER_SIZES if any(_rungs(steps, size))]
     result = []
@@ -104,14 +118,21 @@ def lines(chapters: Mapping[str, Chapter]) -> list[str]:
         rungs = zip(LADDER, _rungs(steps, shown[-1]), strict=True)
         times = [f"{name} {cell(row)}" for name, row in rungs if row]
         result.append(f"A training step of {size_name(shown[-1])}, ms: {', '.join(times)}")
-    for part in attention_table(frame_of(chapters, "06_flash_attention", "rivals")).to_dict("records")[:1]:
-        result.append(f"Attention, {part['shape']}, {part['pass']}: fastest is {part['fastest']}; ours {part['ours']}")
+    for part in attention_table(frame_of(chapters, "06_flash_attention", "rivals")).to_dict(
+        "records"
+    )[:1]:
+        result.append(
+            f"Attention, {part['shape']}, {part['pass']}: fastest is {part['fastest']}; ours "
+            f"{part['ours']}"
+        )
     again = sessions.sentence(sessions.differences(_every(chapters)))
     return [*result, *([again] if again else [])]
 
 
 def frame_of(chapters: Mapping[str, Chapter], name: str, *sections: str) -> pd.DataFrame:
-    """Returns the records of a chapter's sections, an empty frame where the chapter was not measured."""
+    """Returns the records of a chapter's sections, an empty frame where the chapter was not
+    measured.
+    """
     return chapters[name].records(*sections) if name in chapters else pd.DataFrame()
 
 
@@ -119,7 +140,7 @@ def _every(chapters: Mapping[str, Chapter]) -> dict[str, list[Record]]:
     return {name: chapter.every_record() for name, chapter in chapters.items()}
 
 
-# ---- the ladder -----------------------------------------------------------------------------------------------
+# ---- the ladder ----------------------------------------------------------------------------------
 
 
 def _steps(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
@@ -134,7 +155,9 @@ def _rungs(steps: pd.DataFrame, size: str) -> list[dict[str, Any] | None]:
 
 
 def ladder_table(steps: pd.DataFrame) -> pd.DataFrame:
-    """Returns the ladder: device time by size, peak memory of the largest and its share of the sustained roof."""
+    """Returns the ladder: device time by size, peak memory of the largest and its share of the
+    sustained roof.
+    """
     rows = []
     for size in LADDER_SIZES:
         rungs = _rungs(steps, size)
@@ -143,7 +166,10 @@ def ladder_table(steps: pd.DataFrame) -> pd.DataFrame:
     for size in reversed(LADDER_SIZES):
         rungs = _rungs(steps, size)
         if any(rungs):
-            peaks = [cell(row, "peak_bytes", lambda x: number(x / 2**30)) if row else "–" for row in rungs]
+            peaks = [
+                cell(row, "peak_bytes", lambda x: number(x / 2**30)) if row else "–"
+                for row in rungs
+            ]
             rows.append((f"{size_name(size)}, peak GiB", peaks))
             break
     for size in reversed(LADDER_SIZES):
@@ -153,11 +179,15 @@ def ladder_table(steps: pd.DataFrame) -> pd.DataFrame:
             rows.append((f"{size_name(size)}, of the sustained bf16 roof", shares))
             break
     head = f"one training step, context {LADDER_CONTEXT}"
-    return pd.DataFrame([{head: name, **dict(zip(LADDER, texts, strict=True))} for name, texts in rows])
+    return pd.DataFrame(
+        [{head: name, **dict(zip(LADDER, texts, strict=True))} for name, texts in rows]
+    )
 
 
 def ladder_figure(steps: pd.DataFrame, roof_tflops: float | None) -> Figure | None:
-    """Draws the ladder, a line a size; dashed what a step would take at the sustained roof of bf16."""
+    """Draws the ladder, a line a size; dashed what a step would take at the sustained roof of
+    bf16.
+    """
     figure, (axis,) = figures.panels(1, width=6.4, height=3.6)
     for size in LADDER_SIZES:
         rows = enumerate(_rungs(steps, size))
@@ -183,7 +213,9 @@ def ladder_figure(steps: pd.DataFrame, roof_tflops: float | None) -> Figure | No
             axis.hlines(at_roof, 2, len(LADDER) - 1, color=style.colour, linestyle=":", linewidth=1)
     if not axis.lines:
         return None
-    axis.set_xticks(range(len(LADDER)), [name.replace(" ", "\n", 1).replace("+\n", "+ ") for name in LADDER])
+    axis.set_xticks(
+        range(len(LADDER)), [name.replace(" ", "\n", 1).replace("+\n", "+ ") for name in LADDER]
+    )
     figures.log_time_axis(axis, "device time of a step (ms)")
     axis.margins(x=0.06, y=0.15)
     figures.finish(figure, [axis], "")
@@ -208,21 +240,26 @@ def _ladder_part(chapters: Mapping[str, Chapter]) -> list[str]:
     fastest = facts.compare(steps, LADDER["fp32"], LADDER["+ our kernels"], size=LADDER_SIZES[-1])
     alt = "A training step from slow to fast"
     if not fastest.missing:
-        alt = f"A training step of {size_name(LADDER_SIZES[-1])} from {fastest['base']} in fp32 to {fastest['other']}"
+        ends = f"from {fastest['base']} in fp32 to {fastest['other']}"
+        alt = f"A training step of {size_name(LADDER_SIZES[-1])} {ends}"
     return [
         "### One training step, from slow to fast",
         f"![{alt}]({{figures}}{LADDER_FILE})",
         tables.to_markdown(table),
-        "Batch 4, one CUDA graph a step, so no host enters its time. Dotted: at the sustained bf16 roof. *bf16* is "
-        "autocast over fp32 weights; *compiled* compiles each block; *pure bf16* has no fp32 weights.",
+        "Batch 4, one CUDA graph a step, so no host enters its time. Dotted: at the sustained "
+        "bf16 roof. *bf16* is "
+        "autocast over fp32 weights; *compiled* compiles each block; *pure bf16* has no fp32 "
+        "weights.",
     ]
 
 
-# ---- attention ------------------------------------------------------------------------------------------------
+# ---- attention -----------------------------------------------------------------------------------
 
 
 def attention_table(rivals: pd.DataFrame) -> pd.DataFrame:
-    """Returns by shape and pass the fastest attention, ours, and the best that comes with PyTorch, in device time."""
+    """Returns by shape and pass the fastest attention, ours, and the best that comes with PyTorch,
+    in device time.
+    """
     rows = []
     for shape in ATTENTION_SHAPES:
         for direction in ("forward", "backward"):
@@ -232,11 +269,13 @@ def attention_table(rivals: pd.DataFrame) -> pd.DataFrame:
                 continue
             fastest = min(found, key=lambda name: found[name]["median_ms"])
             in_pytorch = [name for name in PYTORCH if name in found]
-            words = f"d {shape['d_head']}, length {shape['length']:,}, {'causal' if shape['causal'] else 'no mask'}"
+            mask = "causal" if shape["causal"] else "no mask"
+            words = f"d {shape['d_head']}, length {shape['length']:,}, {mask}"
             level = [
                 ATTENTION[name]
                 for name, row in found.items()
-                if name == fastest or facts.compare_rows(found[fastest], row).verdict == verdicts.LEVEL
+                if name == fastest
+                or facts.compare_rows(found[fastest], row).verdict == verdicts.LEVEL
             ]
             line = {
                 "shape": words,
@@ -268,16 +307,19 @@ def _attention_part(chapters: Mapping[str, Chapter]) -> list[str]:
     return [
         "### Which attention?",
         tables.to_markdown(table),
-        f"Device time in bf16, one shape in a burst, of {listing(ATTENTION.values(), 9)}. Chapter 06 has them "
+        f"Device time in bf16, one shape in a burst, of {listing(ATTENTION.values(), 9)}. Chapter "
+        f"06 has them "
         "at the power limit, where the order can change.",
     ]
 
 
-# ---- memory ---------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 def longest(frame: pd.DataFrame, **case: Any) -> str:
-    """Returns the longest context that a training step was measured with, "≥" where no longer one failed."""
+    """Returns the longest context that a training step was measured with, "≥" where no longer one
+    failed.
+    """
     rows = select(frame, **case)
     if rows.empty:
         return "not measured"
@@ -289,7 +331,9 @@ def longest(frame: pd.DataFrame, **case: Any) -> str:
     return f"{fits:,.0f}" if lost == lost else f"≥ {fits:,.0f}"
 
 
-def fits_table(steps: pd.DataFrame, profiles: pd.DataFrame, recomputed: pd.DataFrame) -> pd.DataFrame:
+def fits_table(
+    steps: pd.DataFrame, profiles: pd.DataFrame, recomputed: pd.DataFrame
+) -> pd.DataFrame:
     """Returns the longest measured context of a training step by size and what saves memory."""
     sizes = [size for size in facts.SIZES if len(steps) and size in set(steps["size"])]
     return pd.DataFrame(
@@ -305,21 +349,28 @@ def fits_table(steps: pd.DataFrame, profiles: pd.DataFrame, recomputed: pd.DataF
 
 
 def _fits_part(chapters: Mapping[str, Chapter]) -> list[str]:
-    steps = select(frame_of(chapters, "01_benchmarking", "steps"), phase="train_step", compile="none")
-    profiles = select(frame_of(chapters, "02_nsys_analysis", "profiles"), phase="train_step", attention="auto")
-    recomputed = select(frame_of(chapters, "04_memory", "checkpointing"), plan="1", attention="sdpa_flash")
+    steps = select(
+        frame_of(chapters, "01_benchmarking", "steps"), phase="train_step", compile="none"
+    )
+    profiles = select(
+        frame_of(chapters, "02_nsys_analysis", "profiles"), phase="train_step", attention="auto"
+    )
+    recomputed = select(
+        frame_of(chapters, "04_memory", "checkpointing"), plan="1", attention="sdpa_flash"
+    )
     table = fits_table(steps, profiles, recomputed)
     if table.empty:
         return []
     return [
         "### Will it fit?",
         tables.to_markdown(table),
-        "Longest measured context of a training step at batch 4 with AdamW; ≥: no longer one failed. Recomputing "
+        "Longest measured context of a training step at batch 4 with AdamW; ≥: no longer one "
+        "failed. Recomputing "
         "is with SDPA's FlashAttention.",
     ]
 
 
-# ---- provenance -----------------------------------------------------------------------------------------------
+# ---- provenance ----------------------------------------------------------------------------------
 
 
 def _provenance_line(chapters: Mapping[str, Chapter]) -> str:
@@ -339,7 +390,9 @@ def _provenance_line(chapters: Mapping[str, Chapter]) -> str:
 
 
 def provenance(chapters: Mapping[str, Chapter]) -> str:
-    """Returns the last section: machine, versions, sessions and commits, definitions, and what is not shown."""
+    """Returns the last section: machine, versions, sessions and commits, definitions, and what is
+    not shown.
+    """
     first = next(iter(chapters.values()))
     every = [record for of_chapter in _every(chapters).values() for record in of_chapter]
     shown = [record for chapter in chapters.values() for record in chapter.all_records()]
@@ -367,20 +420,30 @@ def _machine(chapter: Chapter) -> str:
     text = chapter.device_name
     gpu = recorded.get("gpu")
     if gpu:
-        text += f", {gpu['memory_bytes'] / 2**30:.0f} GiB, {gpu['num_multiprocessors']} multiprocessors"
+        text += (
+            f", {gpu['memory_bytes'] / 2**30:.0f} GiB, {gpu['num_multiprocessors']} multiprocessors"
+        )
         if "power_limit_w" in gpu:
-            text += f", {gpu['power_limit_w']:.0f} W, SM clock up to {gpu['max_sm_clock_mhz']:,} MHz"
+            text += (
+                f", {gpu['power_limit_w']:.0f} W, SM clock up to {gpu['max_sm_clock_mhz']:,} MHz"
+            )
     cpu = recorded.get("cpu")
-    return text + (f"; host of the newest run {cpu['name']}, {cpu['num_cores']} cores" if cpu else "")
+    return text + (
+        f"; host of the newest run {cpu['name']}, {cpu['num_cores']} cores" if cpu else ""
+    )
 
 
 def _versions(records: Sequence[Record]) -> str:
     packages = dict.fromkeys(package for record in records for package in record.software)
     seen = {
-        package: sorted({str(record.software[package]) for record in records if record.software.get(package)})
+        package: sorted(
+            {str(record.software[package]) for record in records if record.software.get(package)}
+        )
         for package in packages
     }
-    text = ", ".join(f"{package} {' and '.join(versions)}" for package, versions in seen.items() if versions)
+    text = ", ".join(
+        f"{package} {' and '.join(versions)}" for package, versions in seen.items() if versions
+    )
     return text + "; of packages not named here no version was recorded"
 
 
@@ -397,7 +460,9 @@ def _power_note(chapter: Chapter, records: Sequence[Record]) -> list[str]:
 
 
 def chapters_table(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
-    """Returns for each chapter its records, its sessions that entered a number, dates and commits."""
+    """Returns for each chapter its records, its sessions that entered a number, dates and
+    commits.
+    """
     rows = []
     for name, chapter in chapters.items():
         shown = chapter.all_records()
@@ -411,7 +476,8 @@ def chapters_table(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
                 "records": ", ".join(f"{count:,} {status}" for status, count in counts.items()),
                 "sessions": len({record.session for record in every if record.session}),
                 "measured": dates_of(every) or "–",
-                "commit": commits_of(shown) + (" +changes" if any(one.source.get("dirty") for one in shown) else ""),
+                "commit": commits_of(shown)
+                + (" +changes" if any(one.source.get("dirty") for one in shown) else ""),
             }
         )
     return pd.DataFrame(rows)
@@ -425,8 +491,10 @@ def not_shown(shown: Sequence[Record], every: Sequence[Record]) -> list[str]:
     again = int((sessions_of > 1).sum())
     lines = [
         "One device of its kind: two of one model differ by some percent.",
-        f"{once - again:,} of {once:,} timed rows are of one session; how far they come back is the others'.",
-        "Tokens and weights are random: nothing is said of what a model learns, but for chapter 03's toy task.",
+        f"{once - again:,} of {once:,} timed rows are of one session; how far they come back is "
+        f"the others'.",
+        "Tokens and weights are random: nothing is said of what a model learns, but for chapter "
+        "03's toy task.",
     ]
     if failed:
         reasons = listing(dict.fromkeys(f"{r.section}: {r.reason[:80]}" for r in failed), 2)

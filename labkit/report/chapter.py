@@ -1,4 +1,6 @@
-"""What a notebook holds: the records of its device, and how its facts, figures and tables are shown."""
+"""What a notebook holds: the records of its device, and how its facts, figures and tables are
+shown.
+"""
 
 import base64
 import functools
@@ -29,7 +31,9 @@ FIGURE = "labkit_figure"
 """Key in an output's metadata under which the report finds a figure's file name and caption."""
 
 FACT = "labkit_fact"
-"""Key in an output's metadata that tells a fact's sentence from other text, with its key for the card."""
+"""Key in an output's metadata that tells a fact's sentence from other text, with its key for the
+card.
+"""
 
 
 class Drawn(NamedTuple):
@@ -53,7 +57,8 @@ class Chapter:
         notebook: its file name without the ending.
         device: slug of the device to show.
         output: folder that holds one folder per device; "" for the repository's figures/.
-        save_figures: write the SVG figures and CSV tables beside the records (`labkit run` and `labkit report` do).
+        save_figures: write the SVG figures and CSV tables beside the records (`labkit run` and
+            `labkit report` do).
 
     Raises:
         RecordError: the records cannot be read, or are of another device.
@@ -79,7 +84,9 @@ class Chapter:
 
     @property
     def device_kind(self) -> str:
-        """Returns "cuda", "cpu" or "mps" as recorded; without an environment, as the slug begins."""
+        """Returns "cuda", "cpu" or "mps" as recorded; without an environment, as the slug
+        begins.
+        """
         by_slug = {"cpu": "cpu", "mps": "mps"}.get(self.device.split("-")[0], "cuda")
         return self.environment.get("device", {}).get("kind", by_slug)
 
@@ -88,43 +95,61 @@ class Chapter:
         return Chapter(notebook, device=self.asked_device, output=self.output)
 
     def all_records(self) -> list[Record]:
-        """Returns the shown record of each measurement, read again only where the file has changed."""
+        """Returns the shown record of each measurement, read again only where the file has
+        changed.
+        """
         return self._loaded().shown
 
     def every_record(self) -> list[Record]:
-        """Returns the records of all sessions that may enter a number: those of the shown records' own commits."""
+        """Returns the records of all sessions that may enter a number: those of the shown records'
+        own commits.
+        """
         loaded = self._loaded()
-        return [record for record in loaded.every if _commit(record) == loaded.commit_of.get(record.resume_key())]
+        return [
+            record
+            for record in loaded.every
+            if _commit(record) == loaded.commit_of.get(record.resume_key())
+        ]
 
     def _loaded(self) -> "_Loaded":
         path = self.folder / "records" / f"{self.notebook}.jsonl"
         loaded = _load(path, RecordStore(path).state())
         if loaded.devices not in ([], [self.device]):
             devices = ", ".join(loaded.devices)
-            raise RecordError(f"{self.folder} holds records of {devices}, not of {self.device!r} alone")
+            raise RecordError(
+                f"{self.folder} holds records of {devices}, not of {self.device!r} alone"
+            )
         return loaded
 
     def records(self, *sections: str) -> pd.DataFrame:
-        """Returns the shown records of these sections, one row each; `attrs` has the device's name and its kind.
+        """Returns the shown records of these sections, one row each; `attrs` has the device's name
+        and its kind.
 
-        Shown is the newest record of a measurement; of a call that its host held up, that of the fastest session.
-        Where a row was measured in several sessions of its own commit, the column "sessions" has its metrics by
-        session, as `verdicts` reads them. Records of another commit enter nothing.
+        Shown is the newest record of a measurement; of a call that its host held up, that of the
+        fastest session. Where a row was measured in several sessions of its own commit, the column
+        "sessions" has its metrics by session, as `verdicts` reads them. Records of another commit
+        enter nothing.
         """
         loaded = self._loaded()
         records = [record for record in loaded.shown if record.section in sections]
         frame = to_frame(records)
         same = [loaded.same_commit(record) for record in records]
         if any(len(others) > 1 for others in same):
-            frame["sessions"] = [{one.session: one.metrics for one in others if one.metrics} for others in same]
+            frame["sessions"] = [
+                {one.session: one.metrics for one in others if one.metrics} for others in same
+            ]
         frame.attrs |= {"device": self.device_name, "device_kind": self.device_kind}
         return frame
 
     def source(self) -> Markdown:
-        """Shows in one line what the chapter's records are of: device, dates, software and commit."""
+        """Shows in one line what the chapter's records are of: device, dates, software and
+        commit.
+        """
         records = self.all_records()
         if not records:
-            return Markdown(f"*Not measured on {self.device}; `labkit run {self.number}` measures it.*")
+            return Markdown(
+                f"*Not measured on {self.device}; `labkit run {self.number}` measures it.*"
+            )
         commits = commits_of(records)
         torch = ", ".join(sorted({record.software.get("torch", "") for record in records} - {""}))
         parts = [self.device_name, f"torch {torch}" if torch else "", dates_of(records)]
@@ -139,15 +164,20 @@ class Chapter:
         key: str = "",
         **texts: str,
     ) -> Markdown:
-        """Shows a fact as a sentence, see `facts.sentence`; `key` names it for the report's first page."""
+        """Shows a fact as a sentence, see `facts.sentence`; `key` names it for the report's first
+        page.
+        """
         sentence = facts.sentence(fact, text, **texts)
         marked = any(one.marked for one in ((fact,) if isinstance(fact, facts.Fact) else fact))
         return Markdown(f"- {sentence}", metadata={FACT: {"key": key, "marked": marked}})
 
-    def table(self, build: Callable[..., pd.DataFrame], *arguments, caption: str, **options) -> Markdown:
+    def table(
+        self, build: Callable[..., pd.DataFrame], *arguments, caption: str, **options
+    ) -> Markdown:
         """Shows the table `build(*arguments, **options)` under its caption.
 
-        Neither this nor `figure` calls `build` when nothing in a frame among `arguments` was measured.
+        Neither this nor `figure` calls `build` when nothing in a frame among `arguments` was
+        measured.
 
         Raises:
             ValueError: more rows or columns than a page's table has.
@@ -157,7 +187,9 @@ class Chapter:
             return Markdown(f"*{caption}: {_why_not(self.device, arguments)}.*")
         if len(frame) > tables.MAX_ROWS or len(frame.columns) > tables.MAX_COLUMNS:
             most = f"{tables.MAX_ROWS} × {tables.MAX_COLUMNS}"
-            raise ValueError(f"{caption!r} has {len(frame)} × {len(frame.columns)} cells; accepted: {most}")
+            raise ValueError(
+                f"{caption!r} has {len(frame)} × {len(frame.columns)} cells; accepted: {most}"
+            )
         return Markdown(f"*{caption}*\n\n{tables.to_markdown(frame)}")
 
     def figure(
@@ -169,9 +201,11 @@ class Chapter:
         here: pd.DataFrame | None = None,
         **options,
     ) -> "Drawn | Markdown":
-        """Shows the figure `build(*arguments, **options)` and, where wanted, saves it as NN_name.svg.
+        """Shows the figure `build(*arguments, **options)` and, where wanted, saves it as
+        NN_name.svg.
 
-        `caption` says what is drawn, with units; `here` has rows of this machine for `figures.mark_here`.
+        `caption` says what is drawn, with units; `here` has rows of this machine for
+        `figures.mark_here`.
         """
         figure = self._built(build, *arguments, **options)
         if figure is None:
@@ -179,7 +213,9 @@ class Chapter:
         if here is not None:
             figures.mark_here(figure, here)
         file_name = f"{self.number}_{name}.svg"
-        if self.save_figures and here is None:  # drawing takes most of a chapter's time: what is saved is what is shown
+        if (
+            self.save_figures and here is None
+        ):  # drawing takes most of a chapter's time: what is saved is what is shown
             content = figures.svg(figure)
             write_bytes_atomic(self.folder / file_name, content)
             image = {"image/svg+xml": content.decode()}
@@ -192,20 +228,28 @@ class Chapter:
         """Links the CSV files of all sections and of `derived`, and writes them where wanted.
 
         Args:
-            derived: by name a function and its arguments; not called when nothing in a frame among these was measured.
+            derived: by name a function and its arguments; not called when nothing in a frame among
+                these was measured.
         """
         sections = dict.fromkeys(record.section for record in self.all_records())
         frames = {section: self.records(section) for section in sections}
         frames |= {name: self._built(*made) for name, made in derived.items()}
-        frames = {name: frame for name, frame in frames.items() if frame is not None and not frame.empty}
+        frames = {
+            name: frame for name, frame in frames.items() if frame is not None and not frame.empty
+        }
         if not frames:
             return Markdown(f"*Not measured on {self.device}.*")
         if self.save_figures:
             (self.folder / "tables").mkdir(exist_ok=True)
             for name, frame in frames.items():
-                write_text_atomic(self.folder / "tables" / f"{self.number}_{name}.csv", tables.to_csv(frame))
+                write_text_atomic(
+                    self.folder / "tables" / f"{self.number}_{name}.csv", tables.to_csv(frame)
+                )
         files = f"[{len(frames)} full tables](../figures/{self.device}/tables/#{self.number})"
-        return Markdown(f"*More:* {files}. *Try it:* [notebook {self.number}](../notebooks/{self.notebook}.ipynb).")
+        return Markdown(
+            f"*More:* {files}. *Try it:* [notebook "
+            f"{self.number}](../notebooks/{self.notebook}.ipynb)."
+        )
 
     @staticmethod
     def _built(build: Callable, *arguments, **options):
@@ -214,7 +258,9 @@ class Chapter:
 
 
 class _Loaded(NamedTuple):
-    """A file's records: the shown one of each measurement, all of them, these by session, and their devices."""
+    """A file's records: the shown one of each measurement, all of them, these by session, and their
+    devices.
+    """
 
     shown: list[Record]
     every: list[Record]
@@ -223,7 +269,9 @@ class _Loaded(NamedTuple):
     devices: list[str]
 
     def same_commit(self, record: Record) -> list[Record]:
-        """Returns the records of a measurement, one a session, that are of the shown one's commit."""
+        """Returns the records of a measurement, one a session, that are of the shown one's
+        commit.
+        """
         sessions = self.by_session[record.resume_key()].values()
         return [one for one in sessions if _commit(one) == _commit(record)]
 
@@ -243,7 +291,8 @@ def _commit(record: Record) -> str:
 
 
 def _least_held_up(newest: Record, sessions: Mapping[str, Record]) -> Record:
-    """Returns the newest record; of a call issued for over half of its time the fastest of the same commit.
+    """Returns the newest record; of a call issued for over half of its time the fastest of the same
+    commit.
 
     That must be a tenth less: calls of one session belong together.
     """
@@ -271,7 +320,9 @@ def _why_not(device: str, arguments: Sequence) -> str:
 
 
 def dates_of(records: Sequence[Record]) -> str:
-    """Returns "2026-11-21 to 2026-11-23", one date where both are the same, "" where none is recorded."""
+    """Returns "2026-11-21 to 2026-11-23", one date where both are the same, "" where none is
+    recorded.
+    """
     dates = sorted(record.recorded_at[:10] for record in records if record.recorded_at)
     return " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]]))
 

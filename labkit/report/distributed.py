@@ -1,4 +1,6 @@
-"""Chapter 07: its figures, and the queries that are its alone. A step is one CUDA graph where such were recorded."""
+"""Chapter 07: its figures, and the queries that are its alone. A step is one CUDA graph where such
+were recorded.
+"""
 
 import pandas as pd
 import seaborn as sns
@@ -31,7 +33,9 @@ SHARDED_BYTES = {
     "fsdp copy": 16,
     "fully_shard": 16,
 }
-"""Of 16 bytes a parameter those that a way shards: AdamW's moments, or everything. "copy": by copy engines."""
+"""Of 16 bytes a parameter those that a way shards: AdamW's moments, or everything. "copy": by copy
+engines.
+"""
 
 
 LANES = {
@@ -58,7 +62,9 @@ def most_ranks(collectives: pd.DataFrame) -> pd.DataFrame:
 
 
 def collectives_figure(rows: pd.DataFrame) -> Figure:
-    """Draws bus bandwidth over size, a colour an operation and a dash a transport; gloo where there is no other."""
+    """Draws bus bandwidth over size, a colour an operation and a dash a transport; gloo where there
+    is no other.
+    """
     of_gpus = select(rows, transport=["nccl", "ctas_4", "copy"])
     figure, (axis,) = figures.panels(1, width=6.4)
     sns.lineplot(
@@ -77,7 +83,9 @@ def collectives_figure(rows: pd.DataFrame) -> Figure:
 
 
 def shown(steps: pd.DataFrame) -> pd.DataFrame:
-    """Returns the measured steps of one mode and batch: of CUDA graphs, without any of the first recorded."""
+    """Returns the measured steps of one mode and batch: of CUDA graphs, without any of the first
+    recorded.
+    """
     rows = usable(steps, *TOGETHER)
     graphs = select(rows, compile="graph")
     rows = rows if graphs.empty else graphs
@@ -85,7 +93,9 @@ def shown(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def steps_figure(rows: pd.DataFrame) -> Figure:
-    """Draws the step of every way, median with p20 and p80, a panel a model; the line is a rank alone."""
+    """Draws the step of every way, median with p20 and p80, a panel a model; the line is a rank
+    alone.
+    """
     sizes = rows.groupby("size", sort=False)
     figure, axes = figures.panels(len(sizes), height=3.0)
     for axis, (size, ways) in zip(axes, sizes, strict=True):
@@ -100,7 +110,9 @@ def steps_figure(rows: pd.DataFrame) -> Figure:
 
 
 def timeline_figure(rows: pd.DataFrame) -> Figure | None:
-    """Draws when the first two ranks compute and communicate in two profiled steps, a panel a way."""
+    """Draws when the first two ranks compute and communicate in two profiled steps, a panel a
+    way.
+    """
     rows = rows[rows["samples"].map(lambda samples: "rank 0 computing_begin_ms" in samples)]
     if rows.empty:
         return None
@@ -122,12 +134,14 @@ def added(
     profiles: pd.DataFrame,
     collectives: pd.DataFrame,
 ) -> pd.DataFrame:
-    """Returns the profiled steps beside the ranks alone of their session: what is added, and where that goes.
+    """Returns the profiled steps beside the ranks alone of their session: what is added, and where
+    that goes.
 
-    shows_fraction: of communication, beside no other kernel; contention_ms: how much longer the others take, with
-    copies into buckets; rate_tflops: of forward and backward, without AdamW, whose kernel time is chapter 02's;
-    least_tokens: by closed form, of a rank, from which NCCL's all-reduces of 100 MB hide. The row LESS is a rank alone
-    less the AdamW that other ranks do for it.
+    shows_fraction: of communication, beside no other kernel; contention_ms: how much longer the
+    others take, with copies into buckets; rate_tflops: of forward and backward, without AdamW,
+    whose kernel time is chapter 02's;
+    least_tokens: by closed form, of a rank, from which NCCL's all-reduces of 100 MB hide. The row
+    LESS is a rank alone less the AdamW that other ranks do for it.
     """
     times = ["median_ms", "compute_us"]
     rows = usable(rows, *TOGETHER, *times, "exposed_us", "communication_us")
@@ -158,7 +172,9 @@ def added(
 
 
 def held(steps: pd.DataFrame) -> pd.DataFrame:
-    """Returns what a rank holds after a step, and `predicted_bytes` by closed form for the ways that shard."""
+    """Returns what a rank holds after a step, and `predicted_bytes` by closed form for the ways
+    that shard.
+    """
     rows = usable(steps, "phase", "observed", "world_size", "after_step_bytes")
     parameters = rows["observed"].map(lambda seen: seen["num_parameters"])
     saved = rows["phase"].map(SHARDED_BYTES) * (1 - 1 / rows["world_size"])

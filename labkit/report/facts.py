@@ -1,10 +1,12 @@
-"""Facts: comparisons, tallies, values, growths and limits, computed from records; data until a page prints them.
+"""Facts: comparisons, tallies, values, growths and limits, computed from records; data until a page
+prints them.
 
-Every query takes a frame of records as `Chapter.records` gives it and returns a Fact. The sentence stands in the
-notebook, one text a verdict; `sentence` puts a fact's numbers into it, each with its unit and its mark.
+Every query takes a frame of records as `Chapter.records` gives it and returns a Fact. The sentence
+stands in the notebook, one text a verdict; `sentence` puts a fact's numbers into it, each with its
+unit and its mark.
 
-Directions of ratios, everywhere: of times, "the other is r× as fast as the base"; of bytes, "the other takes r× the
-memory of the base".
+Directions of ratios, everywhere: of times, "the other is r× as fast as the base"; of bytes, "the
+other takes r× the memory of the base".
 """
 
 import math
@@ -69,8 +71,8 @@ class Fact:
         time: the kind of its times, "" of what is no time.
         num_sessions: that its interval rests on.
         missing: what was not measured; "" where there is something to say.
-        small: too small to draw a conclusion about a device.
-        plain: both sides in words, for the plain form; cases_marked: whether a case of a tally was marked.
+        small: too small to draw a conclusion about a device. plain: both sides in words, for the
+            plain form; cases_marked: whether a case of a tally was marked.
     """
 
     case: str
@@ -87,7 +89,9 @@ class Fact:
     @property
     def marked(self) -> bool:
         """Whether a row behind it was marked: then the first page does not rest on it."""
-        return self.cases_marked or any(isinstance(x, Quantity) and x.mark for x in self.numbers.values())
+        return self.cases_marked or any(
+            isinstance(x, Quantity) and x.mark for x in self.numbers.values()
+        )
 
     def __getitem__(self, name: str) -> Any:
         return self.numbers[name]
@@ -176,7 +180,9 @@ def compare(
     for side, row in zip((base, other), sides, strict=True):
         if row is None or row.get(value) is None or row[value] != row[value]:
             return Fact(name, missing=case_name({**case, **side}))
-    return compare_rows(*sides, value=value, case=name, plain=f"{case_name(other)} against {case_name(base)}")
+    return compare_rows(
+        *sides, value=value, case=name, plain=f"{case_name(other)} against {case_name(base)}"
+    )
 
 
 def compare_rows(
@@ -189,7 +195,9 @@ def compare_rows(
 ) -> Fact:
     """Returns `compare` of two rows."""
     is_time = unit_of(value) == "ms"
-    interval = verdicts.ratio(base, other, value) if is_time else verdicts.exact(base[value], other[value])
+    interval = (
+        verdicts.ratio(base, other, value) if is_time else verdicts.exact(base[value], other[value])
+    )
     common = verdicts.by_session(base, value).keys() & verdicts.by_session(other, value).keys()
     marks = mark(base, value) or mark(other, value)
     # Of times the base is above the line, of bytes the other.
@@ -226,11 +234,13 @@ def compare_all(
     value: str = "median_ms",
     **case: Any,
 ) -> Fact:
-    """Returns a tally of `compare` over all cases that have both sides, told apart by `keys`; small ones left out.
+    """Returns a tally of `compare` over all cases that have both sides, told apart by `keys`; small
+    ones left out.
 
     Returns:
-        numbers: total; ahead, level, behind, undecided (counts); range ("1.31× to 1.52×", or the two end cases by name
-        where they differ by more than WIDEST_RANGE), least and most (a ratio and its case).
+        numbers: total; ahead, level, behind, undecided (counts); range ("1.31× to 1.52×", or the
+            two end cases by name where they differ by more than WIDEST_RANGE), least and most (a
+            ratio and its case).
     """
     cases = ok_rows(frame, **case).reindex(columns=list(keys)).drop_duplicates().to_dict("records")
     facts = {}
@@ -238,7 +248,9 @@ def compare_all(
         found = compare(frame, base, other, value=value, **case, **key)
         if not found.missing and not found.small:
             # In parentheses, where a size's parameters would open another pair.
-            facts[case_name({name.removesuffix("size"): value for name, value in key.items()})] = found
+            facts[case_name({name.removesuffix("size"): value for name, value in key.items()})] = (
+                found
+            )
     return tally(facts, case_name(case), f"{case_name(other)} against {case_name(base)}")
 
 
@@ -246,11 +258,16 @@ def tally(facts: Mapping[str, Fact], case: str, plain: str) -> Fact:
     """Returns the tally of comparisons by the name of their case; see `compare_all`."""
     if not facts:
         return Fact(case, missing=f"{plain}{f' for {case}' if case else ''}")
-    counts = {verdict: sum(fact.verdict == verdict for fact in facts.values()) for verdict in verdicts.VERDICTS}
+    counts = {
+        verdict: sum(fact.verdict == verdict for fact in facts.values())
+        for verdict in verdicts.VERDICTS
+    }
     ordered = sorted(facts, key=lambda name: facts[name]["ratio"].value)
     least = facts[ordered[0]]
     most = facts[ordered[-1]]
-    ends = [f"{fact['ratio']} ({name})" for fact, name in ((least, ordered[0]), (most, ordered[-1]))]
+    ends = [
+        f"{fact['ratio']} ({name})" for fact, name in ((least, ordered[0]), (most, ordered[-1]))
+    ]
     narrow = most["ratio"].value <= WIDEST_RANGE * least["ratio"].value
     uniform = [verdict for verdict, count in counts.items() if count == len(facts)]
     return Fact(
@@ -282,11 +299,17 @@ def measured(frame: pd.DataFrame, value: str, unit: str = "", **case: Any) -> Fa
     kind = verdicts.kind_of_time(row, value) if times and row.get("timer_method") else ""
     sessions = len(verdicts.by_session(row, value))
     numbers = {"value": quantity(row, value, unit)}
-    return Fact(case_name(case), numbers, time=kind, num_sessions=sessions, small=_is_small(row, value))
+    return Fact(
+        case_name(case), numbers, time=kind, num_sessions=sessions, small=_is_small(row, value)
+    )
 
 
-def share_of(frame: pd.DataFrame, is_so: Callable[[Mapping[str, Any]], bool], what: str, **case: Any) -> Fact:
-    """Returns in how many measured rows something holds: numbers count, total, value ("26 of 64")."""
+def share_of(
+    frame: pd.DataFrame, is_so: Callable[[Mapping[str, Any]], bool], what: str, **case: Any
+) -> Fact:
+    """Returns in how many measured rows something holds: numbers count, total, value ("26 of
+    64").
+    """
     rows = ok_rows(frame, **case).to_dict("records")
     if not rows:
         return Fact(case_name(case), missing=what)
@@ -300,7 +323,9 @@ def share_of(frame: pd.DataFrame, is_so: Callable[[Mapping[str, Any]], bool], wh
 
 
 def growth(frame: pd.DataFrame, x: str, value: str, low: float, high: float, **case: Any) -> Fact:
-    """Returns the exponent with which a value grows between two lengths: {value}, from {low} to {high}."""
+    """Returns the exponent with which a value grows between two lengths: {value}, from {low} to
+    {high}.
+    """
     ends = [only(frame, **case, **{x: at}) for at in (low, high)]
     if any(row is None or row.get(value) is None for row in ends):
         return Fact(
@@ -318,7 +343,9 @@ def growth(frame: pd.DataFrame, x: str, value: str, low: float, high: float, **c
 
 
 def fits(frame: pd.DataFrame, x: str = "context", **case: Any) -> Fact:
-    """Returns the largest `x` of a case that was measured, {value}, and the least that ran out of memory, {lost}."""
+    """Returns the largest `x` of a case that was measured, {value}, and the least that ran out of
+    memory, {lost}.
+    """
     rows = select(frame, **case)
     largest = rows[rows["status"] == "ok"][x].max() if len(rows) else math.nan
     lost = rows[rows["status"] == "oom"][x].min() if len(rows) else math.nan
@@ -341,7 +368,8 @@ def agreement(
     """Returns how many predictions lie within a share of the measurement, and the worst.
 
     Returns:
-        numbers: count, total, value ("40 of 46"), within, worst (signed; above 0 the prediction is too high), case.
+        numbers: count, total, value ("40 of 46"), within, worst (signed; above 0 the prediction is
+            too high), case.
     """
     rows = rows.dropna(subset=[value, predicted])
     if rows.empty:
@@ -360,15 +388,20 @@ def agreement(
     return Fact("", numbers)
 
 
-def published(theirs: pd.DataFrame, ours: pd.DataFrame, keys: Sequence[str], value: str = "ms") -> tuple[Fact, Any]:
-    """Returns every published value that has a row of ours beside it: a tally of theirs over ours, and the frame.
+def published(
+    theirs: pd.DataFrame, ours: pd.DataFrame, keys: Sequence[str], value: str = "ms"
+) -> tuple[Fact, Any]:
+    """Returns every published value that has a row of ours beside it: a tally of theirs over ours,
+    and the frame.
 
     Args:
-        theirs: columns `keys`, gpu, published_<value>; ours: records; keys: columns that tell the cases apart.
+        theirs: columns `keys`, gpu, published_<value>; ours: records; keys: columns that tell the
+            cases apart.
         value: "ms", beside median_ms, or "gib", beside peak_bytes.
 
     Returns:
-        numbers: total, above (published values above ours), gpus (how many), low and high (of the ratio).
+        numbers: total, above (published values above ours), gpus (how many), low and high (of the
+            ratio).
     """
     own = ok_rows(ours)
     if own.empty or theirs.empty:
@@ -395,13 +428,17 @@ def sentence(facts: Fact | Sequence[Fact], text: str = "", because: str = "", **
     """Returns a fact as a sentence.
 
     Args:
-        facts: one, or several for one sentence without a verdict: {0}, {1} are their values, {1[base]} a number of one.
+        facts: one, or several for one sentence without a verdict: {0}, {1} are their values,
+            {1[base]} a number of one.
         text: for facts without a verdict, and for a tally whose cases differ.
-        texts: by verdict, ahead=, level=, behind=; a verdict without a text prints its plain form with the interval.
-        because: a reason, printed behind the text of the first of ahead= and behind= that is given, and nowhere else.
+        texts: by verdict, ahead=, level=, behind=; a verdict without a text prints its plain form
+            with the interval.
+        because: a reason, printed behind the text of the first of ahead= and behind= that is given,
+            and nowhere else.
 
     Raises:
-        ValueError: a text with more than MOST_NUMBERS numbers, or for an undecided comparison, which has none.
+        ValueError: a text with more than MOST_NUMBERS numbers, or for an undecided comparison,
+            which has none.
     """
     several = (facts,) if isinstance(facts, Fact) else tuple(facts)
     first = several[0]
@@ -420,7 +457,9 @@ def sentence(facts: Fact | Sequence[Fact], text: str = "", because: str = "", **
         chosen = ""  # cases that differ are a selection, which must say of how many
     if not chosen:
         return _plain(first)
-    reason = next((verdict for verdict in (verdicts.AHEAD, verdicts.BEHIND) if verdict in texts), "")
+    reason = next(
+        (verdict for verdict in (verdicts.AHEAD, verdicts.BEHIND) if verdict in texts), ""
+    )
     ends = f": {because}." if because and first.verdict == reason else "."
     return chosen.format(*several, **first.numbers).rstrip(".") + ends
 
@@ -428,7 +467,9 @@ def sentence(facts: Fact | Sequence[Fact], text: str = "", because: str = "", **
 def _plain(fact: Fact) -> str:
     case = f" ({fact.case})" if fact.case else ""
     if fact.verdict == MIXED:
-        counts = [f"{verdict} in {fact[verdict]}" for verdict in verdicts.VERDICTS if fact[verdict].value]
+        counts = [
+            f"{verdict} in {fact[verdict]}" for verdict in verdicts.VERDICTS if fact[verdict].value
+        ]
         return f"{fact.plain}{case}: {', '.join(counts)} of {fact['total']} cases."
     interval = fact.numbers.get("interval", fact.numbers.get("range", ""))
     return f"{fact.plain}{case}: {fact.verdict}, {interval}."

@@ -1,4 +1,6 @@
-"""What the chapters' figures share: style, one fixed colour per thing shown, gaps for what ran out of memory."""
+"""What the chapters' figures share: style, one fixed colour per thing shown, gaps for what ran out
+of memory.
+"""
 
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +19,9 @@ from labkit.report.text import power
 
 
 class Style(NamedTuple):
-    """How one thing is drawn in every figure. Where two colours are hard to tell apart, marker or dash differ."""
+    """How one thing is drawn in every figure. Where two colours are hard to tell apart, marker or
+    dash differ.
+    """
 
     colour: str
     marker: str = "o"
@@ -60,10 +64,14 @@ STYLES = {
     "time": Style("#d55e00", "o"),
     "bytes": Style("#0072b2", "s", "--"),
     "FLOPs": Style("#000000", "^", ":"),
-    **{size: Style(*look) for size, *look in zip(SIZES, _SIZE_COLOURS, _MARKERS, ["-", "--"] * 4, strict=True)},
+    **{
+        size: Style(*look)
+        for size, *look in zip(SIZES, _SIZE_COLOURS, _MARKERS, ["-", "--"] * 4, strict=True)
+    },
     "compiled_tf32": Style("#e6ab02", "v", "-."),
 }
-"""One style per precision, phase, implementation and size, the same in every figure of the report."""
+"""One style per precision, phase, implementation and size, the same in every figure of the report.
+"""
 
 SERIES = [
     "#0072b2",
@@ -105,7 +113,8 @@ mpl.rcParams |= {
     "legend.fontsize": 9,
     "figure.dpi": 100,
     "savefig.bbox": "tight",
-    "axes.titley": 1.0,  # where it is put anyway; looking for the place takes a third of the drawing
+    # where it is put anyway; looking for the place takes a third of the drawing
+    "axes.titley": 1.0,
     "svg.hashsalt": "labkit",  # the same records give the same bytes
     "text.parse_math": False,  # a "$" in a device's name is one
     "svg.fonttype": "none",  # text stays text: to be selected, searched and read aloud
@@ -113,8 +122,12 @@ mpl.rcParams |= {
 }
 
 
-def panels(num_panels: int, *, num_columns: int = 2, width: float = 3.2, height: float = 2.6) -> tuple[Figure, list]:
-    """Returns a figure of `num_panels` axes in rows of `num_columns`; two are 640 px wide, legible on a phone."""
+def panels(
+    num_panels: int, *, num_columns: int = 2, width: float = 3.2, height: float = 2.6
+) -> tuple[Figure, list]:
+    """Returns a figure of `num_panels` axes in rows of `num_columns`; two are 640 px wide, legible
+    on a phone.
+    """
     num_columns = min(num_columns, num_panels)
     num_rows = -(-num_panels // num_columns)
     figure = Figure(figsize=(width * num_columns, height * num_rows), layout="constrained")
@@ -123,14 +136,18 @@ def panels(num_panels: int, *, num_columns: int = 2, width: float = 3.2, height:
         unused.remove()
     for axis in axes[:num_panels]:
         for spine in axis.spines.values():
-            spine.set_in_layout(False)  # they lie on the edge of the axes, which is laid out; asking each is slow
+            spine.set_in_layout(
+                False
+            )  # they lie on the edge of the axes, which is laid out; asking each is slow
     return figure, axes[:num_panels]
 
 
 def mark_here(figure: Figure, points: pd.DataFrame) -> None:
-    """Draws the rows of `points` (columns x, y, label, and panel, a panel's title) as labelled stars.
+    """Draws the rows of `points` (columns x, y, label, and panel, a panel's title) as labelled
+    stars.
 
-    A point of a size or precision that no panel shows is not drawn on another's: ValueError names the panels.
+    A point of a size or precision that no panel shows is not drawn on another's: ValueError names
+    the panels.
     """
     named = {axis.get_title(): axis for axis in figure.axes}
     for row in points.to_dict("records"):
@@ -157,11 +174,15 @@ def mark_here(figure: Figure, points: pd.DataFrame) -> None:
 
 
 def context_axis(axis: Axes, contexts: Sequence[int], label: str = "context (tokens)") -> None:
-    """Makes x a log2 axis of lengths with a tick at each measured one, every other one where they are many."""
+    """Makes x a log2 axis of lengths with a tick at each measured one, every other one where they
+    are many.
+    """
     lengths = sorted(contexts)
     axis.set_xscale("log", base=2)
     ticks = lengths[:: len(lengths) // 7 + 1]
-    axis.set_xticks(ticks, [f"{n // 1024}k" if n >= 8192 and n % 1024 == 0 else str(n) for n in ticks])
+    axis.set_xticks(
+        ticks, [f"{n // 1024}k" if n >= 8192 and n % 1024 == 0 else str(n) for n in ticks]
+    )
     axis.minorticks_off()
     axis.set_xlabel(label)
 
@@ -179,15 +200,21 @@ def log_time_axis(axis: Axes, label: str = "time (ms)") -> None:
 
 
 def log_scale(axes: Axes, which: str, base: int = 10) -> None:
-    """Makes the "x" or "y" axis logarithmic, labelled as 10⁻³: matplotlib's own labels are formulas, slow to set."""
+    """Makes the "x" or "y" axis logarithmic, labelled as 10⁻³: matplotlib's own labels are
+    formulas, slow to set.
+    """
     getattr(axes, f"set_{which}scale")("log", base=base)
     axis = getattr(axes, f"{which}axis")
     axis.set_major_formatter(FuncFormatter(lambda value, _: power(value, base)))
     axis.set_minor_locator(NullLocator())
 
 
-def line_with_band(axis: Axes, rows: pd.DataFrame, x: str, *, label: str, style: Style, y: str = "median_ms") -> None:
-    """Draws `y` over x, the median with its p20–p80 band; x values that ran out of memory become crosses at the top."""
+def line_with_band(
+    axis: Axes, rows: pd.DataFrame, x: str, *, label: str, style: Style, y: str = "median_ms"
+) -> None:
+    """Draws `y` over x, the median with its p20–p80 band; x values that ran out of memory become
+    crosses at the top.
+    """
     band = [name for name in ("p20_ms", "p80_ms") if name in rows and y == "median_ms"]
     measured = rows[(rows["status"] == "ok") & rows[y].notna()].sort_values(x, kind="stable")
     if len(measured):
@@ -207,14 +234,18 @@ def bars(
     value: str,
     colours: Sequence[str] = SERIES,
 ) -> None:
-    """Draws `value` as groups of bars: a group per value of `index`, in the frame's order, a bar per way."""
+    """Draws `value` as groups of bars: a group per value of `index`, in the frame's order, a bar
+    per way.
+    """
     groups = list(dict.fromkeys(frame[index]))
     width = 0.8 / len(ways)
     for number, (name, way) in enumerate(ways.items()):
         rows = select(ok_rows(frame), **way)
         offset = width * (number - (len(ways) - 1) / 2)
         places = [groups.index(group) + offset for group in rows[index]]
-        axis.bar(places, rows[value], width=0.92 * width, label=name, color=colours[number], linewidth=0)
+        axis.bar(
+            places, rows[value], width=0.92 * width, label=name, color=colours[number], linewidth=0
+        )
     axis.set_xticks(range(len(groups)), [str(group) for group in groups])
     axis.grid(visible=False, axis="x")
 
@@ -222,7 +253,8 @@ def bars(
 def class_bars(
     rows: pd.DataFrame, bar: str, suffix: str, label: str, panel: str = "", title: str = ""
 ) -> Figure | None:
-    """Draws classes of kernels: a panel per value of `panel`, in it a stacked bar per value of `bar`, in order.
+    """Draws classes of kernels: a panel per value of `panel`, in it a stacked bar per value of
+    `bar`, in order.
 
     Args:
         rows: columns <class><suffix>, "matmul_ms"; NaN where a class has no kernel.
@@ -272,14 +304,18 @@ def heat_map(axis: Axes, table: pd.DataFrame, text: Callable[[float], str], titl
 
 
 def finish(figure: Figure, axes: Sequence[Axes], title: str, *, num_columns: int = 4) -> None:
-    """Gives a figure its title and one legend for all panels, below them; × marks what ran out of memory."""
+    """Gives a figure its title and one legend for all panels, below them; × marks what ran out of
+    memory.
+    """
     handles: dict[str, object] = {}
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     if handles:
         columns = min(len(handles), num_columns)
-        figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=columns)
+        figure.legend(
+            list(handles.values()), list(handles), loc="outside lower center", ncols=columns
+        )
     if title:
         figure.suptitle(title, fontsize=10)
 
@@ -290,21 +326,31 @@ def stack(
     layers: Mapping[str, Sequence[float]],
     colours: Mapping[str, str],
 ) -> None:
-    """Draws layers over one another, from the bottom to the top, and writes its name into each thick one."""
+    """Draws layers over one another, from the bottom to the top, and writes its name into each
+    thick one.
+    """
     colors = [colours[name] for name in layers]
     axis.stackplot(x, list(layers.values()), colors=colors, labels=list(layers), linewidth=0)
     below = pd.Series(0.0, index=range(len(x)))
     for name, values in layers.items():
-        room = pd.Series(values).rolling(max(3, len(x) // 5), center=True).min()  # over about the text's width
-        if room.notna().any() and room.max() > 0.06 * max(map(sum, zip(*layers.values(), strict=True))):
+        room = (
+            pd.Series(values).rolling(max(3, len(x) // 5), center=True).min()
+        )  # over about the text's width
+        if room.notna().any() and room.max() > 0.06 * max(
+            map(sum, zip(*layers.values(), strict=True))
+        ):
             middle = below[room.idxmax()] + values[room.idxmax()] / 2
             look = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1}
-            axis.text(x[room.idxmax()], middle, name, fontsize=9, ha="center", va="center", bbox=look)
+            axis.text(
+                x[room.idxmax()], middle, name, fontsize=9, ha="center", va="center", bbox=look
+            )
         below += values
 
 
 def mark_failures(axis: Axes, rows: pd.DataFrame, x: str, *, colour: str) -> None:
-    """Marks where there is no number: × for out of memory, ? for any other failure, on the upper edge."""
+    """Marks where there is no number: × for out of memory, ? for any other failure, on the upper
+    edge.
+    """
     look = {
         "transform": axis.get_xaxis_transform(),
         "color": colour,

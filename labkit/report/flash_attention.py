@@ -1,4 +1,6 @@
-"""Chapter 06: its figures, and the queries that are its alone. "Ours" is what `impl="auto"` runs for a shape."""
+"""Chapter 06: its figures, and the queries that are its alone. "Ours" is what `impl="auto"` runs
+for a shape.
+"""
 
 import itertools
 from collections.abc import Mapping
@@ -22,7 +24,8 @@ IMPLS = {
     "compiled": "compiled",
     "eager": "eager",
 }
-"""Implementations in the order of the figures, as they are called there; the CSV files have more."""
+"""Implementations in the order of the figures, as they are called there; the CSV files have more.
+"""
 
 PUBLISHED = {
     "fwd_triton_ms": "ours forward",
@@ -36,7 +39,9 @@ NAMES = {"seq_len": "length", "d_model": "d_head", "float32": "fp32", "bfloat16"
 
 
 def contest(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns the rows with `impl` and `direction`, the words of their phase; "ours" is what `auto` runs there."""
+    """Returns the rows with `impl` and `direction`, the words of their phase; "ours" is what `auto`
+    runs there.
+    """
     columns = dict.fromkeys([*frame, "phase", "is_auto"])
     frame = frame.reindex(columns=list(columns))
     words = frame["phase"].astype(str).str.split(" ")
@@ -48,13 +53,16 @@ def rated(rivals: pd.DataFrame) -> pd.DataFrame:
     """Returns what was timed back to back, with its `shape` in words."""
     rows = usable(contest(rivals), "sustained_tflops")
     names = [
-        "×".join(str(row[name]) for name in SHAPE[:4]) + " causal" * row["causal"] for row in rows.to_dict("records")
+        "×".join(str(row[name]) for name in SHAPE[:4]) + " causal" * row["causal"]
+        for row in rows.to_dict("records")
     ]
     return rows.assign(shape=names)
 
 
 def peaks(memory: pd.DataFrame, contests: pd.DataFrame) -> pd.DataFrame:
-    """Returns the peaks of forward + backward; "ours" is what `auto` runs there or at the next shorter length timed."""
+    """Returns the peaks of forward + backward; "ours" is what `auto` runs there or at the next
+    shorter length timed.
+    """
     rows = select(memory, phase="forward_backward")
     runs = ok_rows(contests, impl="ours")
     if rows.empty or runs.empty:
@@ -100,7 +108,9 @@ def by_length(frame: pd.DataFrame, value: str, label: str, unit: float = 1) -> F
 
 
 def rates(rivals: pd.DataFrame) -> Figure | None:
-    """Draws by shape the sustained rate, with a line to the burst, and the work per joule where measured."""
+    """Draws by shape the sustained rate, with a line to the burst, and the work per joule where
+    measured.
+    """
     rows = rated(rivals)
     if rows.empty:
         return None
@@ -140,7 +150,9 @@ def rates(rivals: pd.DataFrame) -> Figure | None:
 
 
 def published_times(speed: pd.DataFrame) -> tuple[facts.Fact, pd.DataFrame]:
-    """Returns all published times of one causal head that have a case of ours beside them; their fp32 allows TF32."""
+    """Returns all published times of one causal head that have a case of ours beside them; their
+    fp32 allows TF32.
+    """
     keys = ["length", "d_head", "precision"]
     theirs = published.load("flash_attention").rename(columns=NAMES)
     theirs["precision"] = theirs["dtype"].map(NAMES)

@@ -1,4 +1,6 @@
-"""Frames of records: their order, selections, and the cells of a table with the marks that a value carries."""
+"""Frames of records: their order, selections, and the cells of a table with the marks that a value
+carries.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -73,7 +75,9 @@ def in_order(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
 
 
 def select(frame: pd.DataFrame, **equal: Any) -> pd.DataFrame:
-    """Returns the rows whose columns have the given value, or one of the given values; attributes are kept."""
+    """Returns the rows whose columns have the given value, or one of the given values; attributes
+    are kept.
+    """
     if frame.empty:
         return frame
     mask = pd.Series(True, index=frame.index)
@@ -89,24 +93,34 @@ def ok_rows(frame: pd.DataFrame, **equal: Any) -> pd.DataFrame:
 
 
 def only(frame: pd.DataFrame, **equal: Any) -> dict[str, Any] | None:
-    """Returns the one measured row of a case, None where there is none; ValueError where the case names several."""
+    """Returns the one measured row of a case, None where there is none; ValueError where the case
+    names several.
+    """
     rows = ok_rows(frame, **equal).to_dict("records")
     if len(rows) > 1:
         differ = [name for name in rows[0] if len({str(row[name]) for row in rows}) > 1]
-        raise ValueError(f"{len(rows)} rows of {equal}: name one, they differ in {', '.join(differ[:8])}")
+        raise ValueError(
+            f"{len(rows)} rows of {equal}: name one, they differ in {', '.join(differ[:8])}"
+        )
     return rows[0] if rows else None
 
 
 def usable(frame: pd.DataFrame, *columns: str) -> pd.DataFrame:
-    """Returns the measured rows that have a value in each of these columns, which no row may have had."""
+    """Returns the measured rows that have a value in each of these columns, which no row may have
+    had.
+    """
     rows = ok_rows(frame)
     return rows.reindex(columns=list(dict.fromkeys([*rows, *columns]))).dropna(subset=list(columns))
 
 
 def unfolded(frame: pd.DataFrame, keys: Sequence[str], samples: Sequence[str]) -> pd.DataFrame:
-    """Returns the samples of these names, one row per element, beside the columns `keys` of the rows that have them."""
+    """Returns the samples of these names, one row per element, beside the columns `keys` of the
+    rows that have them.
+    """
     parts = [
-        pd.DataFrame({key: row[key] for key in keys} | {key: row["samples"][key] for key in samples})
+        pd.DataFrame(
+            {key: row[key] for key in keys} | {key: row["samples"][key] for key in samples}
+        )
         for row in ok_rows(frame).to_dict("records")
         if set(samples) <= row["samples"].keys()
     ]
@@ -120,8 +134,12 @@ def mark(row: dict[str, Any], value: str = "median_ms") -> str:
     return UNSTEADY if value in SUSTAINED_VALUES and row.get("steady") == 0 else ""
 
 
-def cell(row: dict[str, Any], value: str = "median_ms", form: Callable[[float], str] = number) -> str:
-    """Returns a value as text with its mark, the status where there is none; "–" where it was not measured."""
+def cell(
+    row: dict[str, Any], value: str = "median_ms", form: Callable[[float], str] = number
+) -> str:
+    """Returns a value as text with its mark, the status where there is none; "–" where it was not
+    measured.
+    """
     if row["status"] != "ok":
         return row["status"]
     text = form(row.get(value))
@@ -134,7 +152,9 @@ def pivot(
     columns: str,
     text: Callable[[dict[str, Any]], str] = cell,
 ) -> pd.DataFrame:
-    """Returns a table with one row per `index` and one column per value of `columns`; "–" where not measured."""
+    """Returns a table with one row per `index` and one column per value of `columns`; "–" where not
+    measured.
+    """
     names = dict.fromkeys(in_order(frame[[columns]], [columns])[columns], "–")
     lines: dict[tuple, dict[str, Any]] = {}
     for row in in_order(frame, [*index, columns]).to_dict("records"):
@@ -160,9 +180,14 @@ def by_way(
     """
     lines = []
     for value in in_order(frame, [index])[index].unique() if len(frame) else ():
-        found = {name: select(frame, **{index: value}, **way).to_dict("records") for name, way in ways.items()}
+        found = {
+            name: select(frame, **{index: value}, **way).to_dict("records")
+            for name, way in ways.items()
+        }
         if several := [name for name, rows in found.items() if len(rows) > 1]:
-            raise ValueError(f"{several[0]!r} names {len(found[several[0]])} rows of {index} {value}")
+            raise ValueError(
+                f"{several[0]!r} names {len(found[several[0]])} rows of {index} {value}"
+            )
         texts = {name: text(rows[0]) if rows else "–" for name, rows in found.items()}
         lines.append({index: size_name(value) if index == "size" else value, **texts})
     return pd.DataFrame(lines)

@@ -30,7 +30,9 @@ LONG = {"size": "2.7b", "context": 2048}
 
 
 def predicted(peaks: pd.DataFrame) -> pd.DataFrame:
-    """Returns the measured peaks with `predicted_bytes`, the closed form of the tensors alive at the largest moment."""
+    """Returns the measured peaks with `predicted_bytes`, the closed form of the tensors alive at
+    the largest moment.
+    """
     rows = ok_rows(peaks).to_dict("records")
     known = {"attention": "eager", "device_kind": peaks.attrs.get("device_kind", "cuda")}
     for row in rows:
@@ -40,7 +42,9 @@ def predicted(peaks: pd.DataFrame) -> pd.DataFrame:
 
 
 def agreement(peaks: pd.DataFrame) -> facts.Fact:
-    """Returns how many predictions lie within WITHIN of the allocator's peak; of models too small for findings none."""
+    """Returns how many predictions lie within WITHIN of the allocator's peak; of models too small
+    for findings none.
+    """
     rows = predicted(peaks)
     if len(rows):
         rows = rows[rows["peak_bytes"] >= facts.LEAST_BYTES]
@@ -63,7 +67,9 @@ def peak_ratio(base: dict[str, Any] | None, other: dict[str, Any] | None, plain:
 
 
 def parts(peaks: pd.DataFrame, precisions: pd.DataFrame, plans: pd.DataFrame) -> pd.DataFrame:
-    """Returns one step of 2.7b in several ways: `way`, peak, weights and moments by closed form, and the rest."""
+    """Returns one step of 2.7b in several ways: `way`, peak, weights and moments by closed form,
+    and the rest.
+    """
     config = model_config("2.7b")
     short = {"size": "2.7b", "context": 512, "phase": "train_step"}
     ways: dict[str, tuple[dict[str, Any] | None, float]] = {
@@ -79,11 +85,15 @@ def parts(peaks: pd.DataFrame, precisions: pd.DataFrame, plans: pd.DataFrame) ->
             weights = share * accounting.parameter_bytes(config)
             moments = share * accounting.optimizer_state_bytes(config)
             rest = row["peak_bytes"] - weights - moments
-            rows.append({"way": way, "weights": weights, "moments": moments, "gradients, activations": rest})
+            rows.append(
+                {"way": way, "weights": weights, "moments": moments, "gradients, activations": rest}
+            )
     return pd.DataFrame(rows)
 
 
-def parts_figure(peaks: pd.DataFrame, precisions: pd.DataFrame, plans: pd.DataFrame) -> Figure | None:
+def parts_figure(
+    peaks: pd.DataFrame, precisions: pd.DataFrame, plans: pd.DataFrame
+) -> Figure | None:
     """Draws what the peak of one step of 2.7b is made of, a bar a way."""
     rows = parts(peaks, precisions, plans)
     if rows.empty:
@@ -95,7 +105,9 @@ def parts_figure(peaks: pd.DataFrame, precisions: pd.DataFrame, plans: pd.DataFr
         axis.bar(rows["way"], heights, bottom=below, width=0.6, label=layer, color=colour)
         below += heights
     for place, height in enumerate(below):
-        axis.annotate(number(height), (place, height), xytext=(0, 3), textcoords="offset points", ha="center")
+        axis.annotate(
+            number(height), (place, height), xytext=(0, 3), textcoords="offset points", ha="center"
+        )
     axis.set_ylabel("peak (GiB)")
     axis.margins(y=0.12)
     axis.grid(visible=False, axis="x")
@@ -104,8 +116,14 @@ def parts_figure(peaks: pd.DataFrame, precisions: pd.DataFrame, plans: pd.DataFr
 
 
 def recording(timelines: pd.DataFrame) -> dict[str, Any] | None:
-    """Returns the recorded training step that the figure and its facts are of: the first in fp32, else in bf16."""
-    rows = in_order(ok_rows(timelines, phase="train_step"), ["precision"]).to_dict("records") if len(timelines) else []
+    """Returns the recorded training step that the figure and its facts are of: the first in fp32,
+    else in bf16.
+    """
+    rows = (
+        in_order(ok_rows(timelines, phase="train_step"), ["precision"]).to_dict("records")
+        if len(timelines)
+        else []
+    )
     return rows[0] if rows else None
 
 
@@ -130,11 +148,16 @@ def timeline_figure(timelines: pd.DataFrame) -> Figure | None:
 
 
 def at_peak(timelines: pd.DataFrame) -> facts.Fact:
-    """Returns what the recorded step holds at its peak: the peak, and the shares of activations and gradients."""
+    """Returns what the recorded step holds at its peak: the peak, and the shares of activations and
+    gradients.
+    """
     row = recording(timelines)
     if row is None:
         return facts.Fact("", missing="a recording of a training step")
-    shares = {part: row.get(f"{part}_at_peak_bytes", 0) / row["peak_bytes"] for part in ("activations", "gradients")}
+    shares = {
+        part: row.get(f"{part}_at_peak_bytes", 0) / row["peak_bytes"]
+        for part in ("activations", "gradients")
+    }
     numbers = {part: facts.Quantity(share, "%") for part, share in shares.items()}
     case = facts.case_name({key: row[key] for key in ("size", "precision", "context")})
     small = row["peak_bytes"] < facts.LEAST_BYTES
@@ -143,7 +166,9 @@ def at_peak(timelines: pd.DataFrame) -> facts.Fact:
 
 
 def residuals(blocks: pd.DataFrame) -> pd.DataFrame:
-    """Returns what each operator of a part of a block keeps for backward, the most first, without what stays anyway."""
+    """Returns what each operator of a part of a block keeps for backward, the most first, without
+    what stays anyway.
+    """
     rows = [
         {key: row[key] for key in ("part", "code", "context")} | group
         for row in ok_rows(blocks).to_dict("records")
@@ -151,11 +176,15 @@ def residuals(blocks: pd.DataFrame) -> pd.DataFrame:
         if group["saved_bytes"]
     ]
     frame = pd.DataFrame(rows)
-    return frame.sort_values(["part", "code", "saved_bytes"], ascending=False) if len(frame) else frame
+    return (
+        frame.sort_values(["part", "code", "saved_bytes"], ascending=False) if len(frame) else frame
+    )
 
 
 def kept(blocks: pd.DataFrame) -> facts.Fact:
-    """Returns how many times its input an eager block keeps for backward, and the share of its five largest."""
+    """Returns how many times its input an eager block keeps for backward, and the share of its five
+    largest.
+    """
     row = only(blocks, part="block", code="eager")
     if row is None:
         return facts.Fact("", missing="what a block keeps")
@@ -193,7 +222,9 @@ def plans_figure(plans: pd.DataFrame) -> Figure | None:
     names = {"eager": "eager attention", "sdpa_flash": "SDPA's FlashAttention"}
     for attention, rows in single.groupby("attention", sort=False):
         style = figures.STYLES[attention]
-        figures.line_with_band(axis, rows, "k", label=names.get(attention, attention), style=style, y="gib")
+        figures.line_with_band(
+            axis, rows, "k", label=names.get(attention, attention), style=style, y="gib"
+        )
     figures.context_axis(axis, sorted(set(single["k"])), "blocks recomputed together (k)")
     axis.set_ylim(0, 1.1 * single["gib"].max())
     axis.set_ylabel("peak (GiB)")
@@ -203,10 +234,14 @@ def plans_figure(plans: pd.DataFrame) -> Figure | None:
 
 def published_peaks(peaks: pd.DataFrame) -> tuple[facts.Fact, pd.DataFrame]:
     """Returns all published peaks that have a case of ours beside them."""
-    theirs = published.load("memory_peaks").rename(columns={"context_length": "context", "peak_gib": "published_gib"})
+    theirs = published.load("memory_peaks").rename(
+        columns={"context_length": "context", "peak_gib": "published_gib"}
+    )
     theirs["precision"] = theirs["dtype"].map({"float32": "fp32", "bfloat16_autocast": "bf16"})
     theirs["size"] = theirs["model"].map({"xl": "xl-2025"})
-    return facts.published(theirs.drop(columns="status"), peaks, ["size", "context", "precision", "phase"], "gib")
+    return facts.published(
+        theirs.drop(columns="status"), peaks, ["size", "context", "precision", "phase"], "gib"
+    )
 
 
 def published_frame(peaks: pd.DataFrame) -> pd.DataFrame:

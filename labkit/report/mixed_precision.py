@@ -21,7 +21,9 @@ NORMS = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
 
 
 def sums_figure(accumulation: pd.DataFrame) -> Figure | None:
-    """Draws the largest error so far of one hundredth added a thousand times, by format of terms and accumulator."""
+    """Draws the largest error so far of one hundredth added a thousand times, by format of terms
+    and accumulator.
+    """
     rows = ok_rows(accumulation, method="sequential").drop_duplicates(["accumulator", "term"])
     if rows.empty:
         return None
@@ -31,7 +33,8 @@ def sums_figure(accumulation: pd.DataFrame) -> Figure | None:
         own = row["term"] == row["accumulator"]
         trace = np.array(row["samples"]["running_sum"])
         terms = np.arange(1, len(trace) + 1) * row["observed"]["trace_every"]
-        # The error passes through 0, which a logarithmic axis does not have: the largest so far does not.
+        # The error passes through 0, which a logarithmic axis does not have: the largest so far
+        # does not.
         error = np.abs(trace - terms * row["exact_sum"] / row["num_terms"])
         look = {"color": style.colour, "marker": style.marker, "markevery": 0.12, "markersize": 5}
         look["markerfacecolor"] = style.colour if own else "white"
@@ -55,11 +58,15 @@ def stall(accumulation: pd.DataFrame, accumulator: str) -> facts.Fact:
 
 
 def dtypes(records: pd.DataFrame) -> pd.DataFrame:
-    """Returns one row per model and part, in the order of the forward pass, with the dtype under fp16 and bf16."""
+    """Returns one row per model and part, in the order of the forward pass, with the dtype under
+    fp16 and bf16.
+    """
     lines: dict[tuple, dict] = {}
     for record in ok_rows(records).to_dict("records"):
         for part, dtype in record["observed"]["dtypes"]:
-            line = lines.setdefault((record["model"], part), {"model": record["model"], "part": part})
+            line = lines.setdefault(
+                (record["model"], part), {"model": record["model"], "part": part}
+            )
             line[record["autocast"]] = dtype
     return pd.DataFrame(lines.values())
 
@@ -71,7 +78,9 @@ def dtypes_table(records: pd.DataFrame) -> pd.DataFrame:
 
 
 def norm_costs(records: pd.DataFrame) -> pd.DataFrame:
-    """Returns the measured norms with `is_sound` (finite, no overflow) and `cost`, the error over fp32 statistics'."""
+    """Returns the measured norms with `is_sound` (finite, no overflow) and `cost`, the error over
+    fp32 statistics'.
+    """
     keys = ["norm", "setting", "input", "scale"]
     faults = ["overflowed_fraction", "nonfinite_fraction"]
     rows = ok_rows(records)
@@ -81,11 +90,15 @@ def norm_costs(records: pd.DataFrame) -> pd.DataFrame:
     is_sound = (rows[faults].fillna(0) == 0).all(axis=1)
     base = select(rows, statistics="fp32").set_index(keys)["relative_error"].rename("base")
     rows = rows.join(base, on=keys)
-    return rows.assign(is_sound=is_sound, cost=(rows["relative_error"] / rows["base"]).where(is_sound))
+    return rows.assign(
+        is_sound=is_sound, cost=(rows["relative_error"] / rows["base"]).where(is_sound)
+    )
 
 
 def norms_figure(records: pd.DataFrame) -> Figure | None:
-    """Draws the error over the input's scale: where digits are lost (a mean far from 0), where range ends (small ε)."""
+    """Draws the error over the input's scale: where digits are lost (a mean far from 0), where
+    range ends (small ε).
+    """
     rows = norm_costs(records)
     if rows.empty:
         return None
@@ -114,7 +127,9 @@ def norms_figure(records: pd.DataFrame) -> Figure | None:
 
 
 def overflow(records: pd.DataFrame) -> facts.Fact:
-    """Returns the largest cost of bf16 statistics in error, and from which scale on fp16 ones overflow in RMSNorm."""
+    """Returns the largest cost of bf16 statistics in error, and from which scale on fp16 ones
+    overflow in RMSNorm.
+    """
     rows = norm_costs(records)
     broken = select(rows, statistics="fp16", norm="rms_norm", setting="centred")
     broken = broken[~broken["is_sound"]] if len(broken) else broken
@@ -128,7 +143,9 @@ def overflow(records: pd.DataFrame) -> facts.Fact:
 
 
 def added_casts(operators: pd.DataFrame, phase: str) -> facts.Fact:
-    """Returns by what share bf16 autocast adds operators to a pass of the smallest counted model, and its casts."""
+    """Returns by what share bf16 autocast adds operators to a pass of the smallest counted model,
+    and its casts.
+    """
     rows = ok_rows(operators, phase=phase)
     sizes = rows["size"].unique() if len(rows) else []
     case = {"size": sizes[0], "phase": phase} if len(sizes) else {"phase": phase}
@@ -164,7 +181,9 @@ def training_figure(training: pd.DataFrame) -> Figure | None:
 
 
 def final_loss(training: pd.DataFrame, precision: str) -> facts.Fact:
-    """Returns the mean loss of the last twenty steps; of a model too small for findings none is made of it."""
+    """Returns the mean loss of the last twenty steps; of a model too small for findings none is
+    made of it.
+    """
     row = only(training, precision=precision)
     if row is None or row.get("final_loss") is None:
         return facts.Fact(NAMES[precision], missing=f"training in {NAMES[precision]}")

@@ -1,4 +1,6 @@
-"""Chapter 02: its figures, and the queries that are its alone. Times of kernels are device times."""
+"""Chapter 02: its figures, and the queries that are its alone. Times of kernels are device
+times.
+"""
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -19,7 +21,9 @@ CORE = "inference/block/attention/core"
 
 
 def tables(frame: pd.DataFrame, name: str) -> pd.DataFrame:
-    """Returns a table of all captured steps, each row with its case; `part` is the pass within the step."""
+    """Returns a table of all captured steps, each row with its case; `part` is the pass within the
+    step.
+    """
     parts = []
     for row in ok_rows(frame).to_dict("records"):
         case = {key: row.get(key, "") for key in KEPT}
@@ -41,7 +45,8 @@ def tables(frame: pd.DataFrame, name: str) -> pd.DataFrame:
 
 
 def by_class(rows: pd.DataFrame) -> pd.DataFrame:
-    """Returns the kernel time of each case: by class <class>_share and <class>_ms, total_ms, rest_ms (no matmul).
+    """Returns the kernel time of each case: by class <class>_share and <class>_ms, total_ms,
+    rest_ms (no matmul).
 
     "way" names precision and attention.
     """
@@ -62,16 +67,19 @@ def by_class(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def attention(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns `by_class` of what lies between attention's projections in all blocks of an inference pass.
+    """Returns `by_class` of what lies between attention's projections in all blocks of an inference
+    pass.
 
-    softmax_gb_per_s and matmul_gb_per_s: the fewest bytes that move with the scores in memory, over the time.
+    softmax_gb_per_s and matmul_gb_per_s: the fewest bytes that move with the scores in memory, over
+    the time.
     """
     rows = tables(frame, "ranges")
     rows = by_class(rows[rows["path"].str.startswith(CORE)])
     sizes = rows["size"].map(SIZES)
     heads = sizes.map(lambda size: size.num_layers * size.num_heads)
     scores = rows["batch"] * heads * rows["context"] ** 2 / 1e6
-    # By score: softmax reads and writes fp32; the products write and read it, and q, k, v and the output.
+    # By score: softmax reads and writes fp32; the products write and read it, and q, k, v and the
+    # output.
     d_head = sizes.map(lambda size: size.d_head)
     element_bytes = rows["precision"].map({"fp32": 4, "bf16": 2})
     product_bytes = element_bytes * (2 + 4 * d_head / rows["context"])
@@ -99,7 +107,9 @@ def kernels_table(frame: pd.DataFrame, **case) -> pd.DataFrame:
 
 
 def timeline(frame: pd.DataFrame, **case) -> Figure | None:
-    """Draws a training step launch by launch, kernels above phases and blocks, and one block closer."""
+    """Draws a training step launch by launch, kernels above phases and blocks, and one block
+    closer.
+    """
     row = only(frame, **case)
     if row is None:
         return None

@@ -1,4 +1,6 @@
-"""report.html: a report's Markdown as one page that holds its figures, loads nothing and runs no script."""
+"""report.html: a report's Markdown as one page that holds its figures, loads nothing and runs no
+script.
+"""
 
 import base64
 import csv
@@ -14,7 +16,10 @@ import mistune
 
 from labkit.report.text import anchor
 
-_ALLOWED_TAGS = set("a blockquote br code div em figure figcaption h1 h2 h3 h4 h5 h6 hr img li ol p pre strong".split())
+_ALLOWED_TAGS = set(
+    "a blockquote br code div em figure figcaption h1 h2 h3 h4 h5 h6 hr img li ol p pre "
+    "strong".split()
+)
 _ALLOWED_TAGS |= set("table thead tbody tr th td ul".split())
 _ALLOWED_ATTRIBUTES = {
     "*": ["class", "id"],
@@ -28,34 +33,51 @@ _ALLOWED_ATTRIBUTES = {
 MOST_ROWS = 60
 """Rows of a full table that the page shows; a longer one is a download."""
 
-_TABLES = re.compile(r'<a href="(?P<folder>(?:\.\./[^/"]+/)?)tables/#(?P<number>\d\d)">(?P<text>[^<]*)</a>')
-"""A chapter's link to its tables. Only a tag of the page can match: text holds no "<", an attribute no quote."""
+_TABLES = re.compile(
+    r'<a href="(?P<folder>(?:\.\./[^/"]+/)?)tables/#(?P<number>\d\d)">(?P<text>[^<]*)</a>'
+)
+"""A chapter's link to its tables. Only a tag of the page can match: text holds no "<", an attribute
+no quote.
+"""
 
 _FIGURE = re.compile(r'(<img alt="[^"]*" src=")([^"]+)')
 
-_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+_POLICY = (
+    "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+    "base-uri 'none'; form-action 'none'"
+)
 
 _STYLE_SHEET = (resources.files("labkit") / "data" / "report.css").read_text(encoding="utf-8")
 
 
 def html(markdown: str, folder: Path, title: str) -> str:
-    """Returns a report as one page with its figures inside, contents beside it, and everything else escaped.
+    """Returns a report as one page with its figures inside, contents beside it, and everything else
+    escaped.
 
     Headings keep GitHub's anchors; the first is the page's only <h1>.
 
     Args:
         markdown: GitHub's Markdown; raw HTML, which only a record can hold, is shown as text.
-        folder: where the figures lie. Only an SVG inside it, or in a folder of several such devices, is shown;
-            another image is left as its Markdown.
+        folder: where the figures lie. Only an SVG inside it, or in a folder of several such
+            devices, is shown; another image is left as its Markdown.
         title: plain text.
     """
     figures = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.svg")}
-    figures |= {f"../{path.parent.name}/{path.name}": path for path in folder.parent.glob(f"*x-{folder.name}/*.svg")}
+    figures |= {
+        f"../{path.parent.name}/{path.name}": path
+        for path in folder.parent.glob(f"*x-{folder.name}/*.svg")
+    }
     renderer = _Renderer(figures)
     body = mistune.create_markdown(renderer=renderer, plugins=["table"])(markdown)
     body = bleach.clean(body, _ALLOWED_TAGS, _ALLOWED_ATTRIBUTES, protocols=["http", "https"])
-    images = {url: base64.b64encode(path.read_bytes()).decode() for url, path in figures.items() if url in body}
-    body = _FIGURE.sub(lambda match: f"{match[1]}data:image/svg+xml;base64,{images[match[2]]}", body)
+    images = {
+        url: base64.b64encode(path.read_bytes()).decode()
+        for url, path in figures.items()
+        if url in body
+    }
+    body = _FIGURE.sub(
+        lambda match: f"{match[1]}data:image/svg+xml;base64,{images[match[2]]}", body
+    )
     body = _with_tables(body, folder)
     top = "contents"
     contents = "".join(
@@ -75,13 +97,17 @@ def html(markdown: str, folder: Path, title: str) -> str:
 
 
 def _with_tables(body: str, folder: Path) -> str:
-    """Returns the page with the full tables that it links inside it, so that no link is dead where it is mailed."""
+    """Returns the page with the full tables that it links inside it, so that no link is dead where
+    it is mailed.
+    """
     paragraphs = []
     for paragraph in re.split(r"(?<=</p>)", body):
         paragraphs.append(_TABLES.sub(lambda match: match["text"], paragraph))
         for match in _TABLES.finditer(paragraph):
             within = folder.parent / Path(match["folder"]).name if match["folder"] else folder
-            paragraphs += [_details(path) for path in sorted(within.glob(f"tables/{match['number']}_*.csv"))]
+            paragraphs += [
+                _details(path) for path in sorted(within.glob(f"tables/{match['number']}_*.csv"))
+            ]
     return "".join(paragraphs)
 
 
@@ -95,9 +121,15 @@ def _details(path: Path) -> str:
     if len(rows) <= MOST_ROWS:
         head = "".join(f'<th scope="col">{entities.escape(text)}</th>' for text in rows[0])
         lines = ("".join(f"<td>{entities.escape(text)}</td>" for text in row) for row in rows[1:])
-        inside = f"<thead><tr>{head}</tr></thead><tbody>{''.join(f'<tr>{line}</tr>' for line in lines)}</tbody>"
-        table = f'<div class="table" role="region" aria-label="{name}" tabindex="0"><table>{inside}</table></div>'
+        body = "".join(f"<tr>{line}</tr>" for line in lines)
+        table = _scrolled(name, f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>")
     return f"<details><summary>{summary}</summary>{download}{table}</details>"
+
+
+def _scrolled(label: str, table: str) -> str:
+    """Returns a table in a box that scrolls, can be reached by keyboard and says what it is."""
+    box = f'<div class="table" role="region" aria-label="{label}" tabindex="0">'
+    return f"{box}<table>{table}</table></div>"
 
 
 class _Renderer(mistune.HTMLRenderer):
@@ -110,7 +142,8 @@ class _Renderer(mistune.HTMLRenderer):
         self._num_tables = 0
 
     def heading(self, text: str, level: int, **attrs) -> str:
-        # The first heading is above all others, and each is one level below the heading that it belongs to.
+        # The first heading is above all others, and each is one level below the heading that it
+        # belongs to.
         level = level if self._open else 0
         self._open = [above for above in self._open if above < level] + [level]
         plain = entities.unescape(re.sub(r"<[^>]*>", "", text))
@@ -144,11 +177,10 @@ class _Renderer(mistune.HTMLRenderer):
         return mistune.util.safe_entity(text)
 
     def table(self, text: str) -> str:
-        # A box that scrolls can be reached by keyboard, and says what it is.
         self._num_tables += 1
         section = self.headings[-1][2] if self.headings else "report"
         label = f"{section}, table {self._num_tables}"
-        return f'<div class="table" role="region" aria-label="{label}" tabindex="0"><table>\n{text}</table></div>\n'
+        return _scrolled(label, f"\n{text}") + "\n"
 
     def table_cell(self, text: str, align: str | None = None, head: bool = False) -> str:
         number = ' class="number"' if align == "right" else ""

@@ -1,4 +1,6 @@
-"""report.md: a first page, a chapter for each executed notebook without code and lessons, then how it was made."""
+"""report.md: a first page, a chapter for each executed notebook without code and lessons, then how
+it was made.
+"""
 
 import os
 import re
@@ -40,18 +42,22 @@ def rebuild(
 ) -> list[Path]:
     """Rebuilds the report of `device` from its records; returns the files written.
 
-    A notebook without records is not executed: its chapter says that it was not measured. A CPU's report is one page.
+    A notebook without records is not executed: its chapter says that it was not measured. A CPU's
+    report is one page.
 
     Args:
         device: slug, a folder of DIR; its report.md and figures are written there.
         output: DIR; None for the repository's figures/.
         top_level: without `output`, write the top-level report.md too.
         html: also write DIR/<device>/report.html, one page that needs no other file.
-        save_notebooks: also store the outputs in the notebooks themselves (the reference device's only).
-        measured: notebooks by name that were just executed with `save_figures` to measure, and need no second run.
+        save_notebooks: also store the outputs in the notebooks themselves (the reference device's
+            only).
+        measured: notebooks by name that were just executed with `save_figures` to measure, and need
+            no second run.
 
     Raises:
-        RequestError: nothing has been measured on `device`, or `save_notebooks` is not for the notebooks' device.
+        RequestError: nothing has been measured on `device`, or `save_notebooks` is not for the
+            notebooks' device.
         RecordError: a record file cannot be read.
         NotebookError: a notebook failed.
     """
@@ -59,13 +65,19 @@ def rebuild(
     folder = root / device
     chapters = chapters_of(device, output)
     if save_notebooks and device != REFERENCE_DEVICE:
-        raise RequestError(f"the notebooks show {REFERENCE_DEVICE!r}; their outputs cannot be of {device!r}")
+        raise RequestError(
+            f"the notebooks show {REFERENCE_DEVICE!r}; their outputs cannot be of {device!r}"
+        )
     executed = dict(measured or {})
     values = {"device": device, "output": str(output or ""), "save_figures": True}
     executed |= {name: notebooks.show(name, values) for name in chapters if name not in executed}
-    for cell in (cell for notebook in executed.values() for cell in notebook.cells if "outputs" in cell):
+    for cell in (
+        cell for notebook in executed.values() for cell in notebook.cells if "outputs" in cell
+    ):
         # What is printed while measuring is no result.
-        cell["outputs"] = [output for output in cell["outputs"] if output["output_type"] != "stream"]
+        cell["outputs"] = [
+            output for output in cell["outputs"] if output["output_type"] != "stream"
+        ]
     if save_notebooks:
         for name, shown in _execute_all(notebooks.names()).items():
             _save_outputs(name, shown, notebooks.path(name))
@@ -80,10 +92,14 @@ def rebuild(
             _save_outputs(name, notebook, folder_of(root, device, name) / f"{name}.ipynb")
     if output is None and top_level:
         text = text.replace(_FIGURES_FOLDER, f"{root.relative_to(REPOSITORY).as_posix()}/")
-        written.append(write_text_atomic(REPOSITORY / "report.md", text.replace("../notebooks/", "notebooks/")))
+        written.append(
+            write_text_atomic(REPOSITORY / "report.md", text.replace("../notebooks/", "notebooks/"))
+        )
     if html:
         title = card.title(next(iter(chapters.values())))
-        written.append(write_text_atomic(folder / "report.html", page.html(device_text, folder, title)))
+        written.append(
+            write_text_atomic(folder / "report.html", page.html(device_text, folder, title))
+        )
     return written
 
 
@@ -95,7 +111,9 @@ def chapters_of(device: str, output: Path | None = None) -> dict[str, Chapter]:
     if not any(recorded.values()):
         raise RequestError(f"{root / device} holds no record")
     return {
-        name: Chapter(name, device=device, output=str(output or "")) for name, records in recorded.items() if records
+        name: Chapter(name, device=device, output=str(output or ""))
+        for name, records in recorded.items()
+        if records
     }
 
 
@@ -115,7 +133,9 @@ def _report(chapters: Mapping[str, Chapter], executed: Mapping[str, Any], folder
             bodies.append(_chapter_markdown(executed[name], chapters[name].folder.name))
         else:
             number = name.split("_")[0]
-            bodies.append(f"## {notebooks.title(name)}\n\n*Not measured; `labkit run {number}` measures it.*")
+            bodies.append(
+                f"## {notebooks.title(name)}\n\n*Not measured; `labkit run {number}` measures it.*"
+            )
     keyed = {key: fact for notebook in executed.values() for key, fact in _keyed(notebook).items()}
     parts = [
         card.page(chapters, keyed),
@@ -127,18 +147,24 @@ def _report(chapters: Mapping[str, Chapter], executed: Mapping[str, Any], folder
 
 
 def devices_table(root: Path) -> pd.DataFrame:
-    """Returns one row per device and notebook: cases by status, when and with which versions measured."""
+    """Returns one row per device and notebook: cases by status, when and with which versions
+    measured.
+    """
     rows = []
     for device in measured_devices(root):
         for notebook, records in check(root / device).items():
             dates = sorted(record.recorded_at[:10] for record in records)
             counts = Counter(record.status for record in records)
             row = {"device": device, "notebook": notebook}
-            row["records"] = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
+            row["records"] = ", ".join(
+                f"{count} {status}" for status, count in sorted(counts.items())
+            )
             row["complete"] = "no" if _not_finished(root / device, notebook) else "yes"
             row["measured"] = " to ".join(dict.fromkeys([dates[0], dates[-1]])) if dates else "–"
             for library in ("torch", "triton"):
-                row[library] = ", ".join(sorted({record.software.get(library, "?") for record in records}))
+                row[library] = ", ".join(
+                    sorted({record.software.get(library, "?") for record in records})
+                )
             rows.append(row)
     return pd.DataFrame(rows)
 
@@ -148,7 +174,9 @@ _FIGURES_FOLDER = "labkit-figures-folder/"
 
 
 def _execute_all(names: Sequence[str]) -> dict[str, Any]:
-    """Executes notebooks with their lessons, in parallel; raises NotebookError for the first that failed."""
+    """Executes notebooks with their lessons, in parallel; raises NotebookError for the first that
+    failed.
+    """
     num_kernels = max(1, min(MOST_AT_ONCE, os.cpu_count() or 1, len(names)))
     pool = ThreadPoolExecutor(num_kernels)
     try:
@@ -164,12 +192,16 @@ def _execute_all(names: Sequence[str]) -> dict[str, Any]:
 
 
 def _not_finished(folder: Path, notebook: str) -> str:
-    """Returns a warning if a notebook's measurements were interrupted or do not cover its grid, else ""."""
+    """Returns a warning if a notebook's measurements were interrupted or do not cover its grid,
+    else "".
+    """
     done = read_done(folder, notebook)
     if done is None:
-        return f"**{notebook} did not run to its end: what follows is what was recorded before it stopped.**"
+        text = "did not run to its end: what follows is what was recorded before it stopped"
+        return f"**{notebook} {text}.**"
     if done["num_missing"]:
-        return f"**{notebook}: {done['num_missing']} measurements of the {done['profile']} profile are not recorded.**"
+        text = f"measurements of the {done['profile']} profile are not recorded"
+        return f"**{notebook}: {done['num_missing']} {text}.**"
     return ""
 
 
@@ -197,7 +229,9 @@ def _keyed(notebook) -> dict[str, tuple[str, str]]:
 
 
 def _chapter_markdown(executed, device: str) -> str:
-    """Returns a notebook as a chapter: its text, and what its cells show but for lessons and set-up."""
+    """Returns a notebook as a chapter: its text, and what its cells show but for lessons and
+    set-up.
+    """
     hidden = {"remove_cell", "parameters", "injected-parameters", notebooks.LESSON}
     parts, figure = [], None
     for cell in executed.cells:
@@ -218,7 +252,9 @@ def _chapter_markdown(executed, device: str) -> str:
                 if figure is not None and not text.startswith("- *"):
                     # The section's first fact is what the figure shows: its alternative text.
                     alternative = re.sub(r"[\[\]*`]", "", text.removeprefix("- "))
-                    parts[figure] = re.sub(r"^!\[.*?\]", lambda _, text=alternative: f"![{text}]", parts[figure])
+                    parts[figure] = re.sub(
+                        r"^!\[.*?\]", lambda _, text=alternative: f"![{text}]", parts[figure]
+                    )
                     figure = None
                 joined = parts and parts[-1].startswith("- ")
                 parts[-1:] = [f"{parts[-1]}\n{text}"] if joined else [*parts[-1:], text]

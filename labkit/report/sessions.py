@@ -1,4 +1,6 @@
-"""Whether measurements come back: rows that several sessions of one commit measured, each kind of time apart."""
+"""Whether measurements come back: rows that several sessions of one commit measured, each kind of
+time apart.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -16,7 +18,9 @@ LIMITS = {verdicts.DEVICE: 0.05, verdicts.SUSTAINED: 0.05, verdicts.CALL: 0.10}
 """Two sessions agree where their times differ by no more."""
 
 SHARE = 0.95
-"""Of the device and of the sustained times this share must agree; calls depend on the host, and nothing is asked."""
+"""Of the device and of the sustained times this share must agree; calls depend on the host, and
+nothing is asked.
+"""
 
 WAITING = "calls that wait for the host"
 OTHER_CALLS = "other calls"
@@ -26,7 +30,8 @@ NUM_WORST = 3
 
 
 def differences(chapters: Mapping[str, Sequence[Record]]) -> pd.DataFrame:
-    """Returns each later session of a commit against its first, one row per measurement and kind, the host's left out.
+    """Returns each later session of a commit against its first, one row per measurement and kind,
+    the host's left out.
 
     Columns chapter, row, kind, lowest_ms, highest_ms, difference (highest over lowest less 1).
     """
@@ -36,7 +41,9 @@ def differences(chapters: Mapping[str, Sequence[Record]]) -> pd.DataFrame:
         for commit in dict.fromkeys(one.source.get("commit") for one in timed):
             of_commit = by_session(one for one in timed if one.source.get("commit") == commit)
             for sessions in of_commit.values():
-                found += [{"chapter": chapter, **row} for row in _of_measurement(list(sessions.values()))]
+                found += [
+                    {"chapter": chapter, **row} for row in _of_measurement(list(sessions.values()))
+                ]
     columns = ["chapter", "row", "kind", "lowest_ms", "highest_ms", "difference"]
     return pd.DataFrame(found, columns=columns)
 
@@ -45,7 +52,10 @@ def _of_measurement(sessions: Sequence[Record]) -> Iterable[dict]:
     """Yields the differences of one measurement's sessions from the first."""
     first = sessions[0]
     name = " ".join([first.section, *map(str, first.case.values()), first.phase])
-    rows = [one.case | one.metrics | {"phase": one.phase, "timer_method": one.timer.get("method")} for one in sessions]
+    rows = [
+        one.case | one.metrics | {"phase": one.phase, "timer_method": one.timer.get("method")}
+        for one in sessions
+    ]
     waiting = any(verdicts.issued(row) >= LAUNCH_BOUND for row in rows)
     for value in TIMES:
         times = [row[value] for row in rows if row.get(value)]
@@ -71,7 +81,9 @@ def _of_measurement(sessions: Sequence[Record]) -> Iterable[dict]:
 
 
 def shares(differences: pd.DataFrame) -> dict[str, tuple[float, float, int]]:
-    """Returns by kind of time the share of comparisons that agree, within what, and how many there are."""
+    """Returns by kind of time the share of comparisons that agree, within what, and how many there
+    are.
+    """
     result = {}
     for kind, rows in differences.groupby("kind"):
         limit = LIMITS.get(kind, LIMITS[verdicts.CALL])
@@ -83,7 +95,8 @@ def sentence(differences: pd.DataFrame) -> str:
     """Returns how often times of another session come back, "" where none was measured twice."""
     found = shares(differences)
     parts = [
-        f"{kind if kind in (WAITING, OTHER_CALLS) else f'{kind} times'} within {percent(found[kind][1])} in "
+        f"{kind if kind in (WAITING, OTHER_CALLS) else f'{kind} times'} within "
+        f"{percent(found[kind][1])} in "
         f"{percent(found[kind][0])} of {found[kind][2]:,}"
         for kind in (verdicts.DEVICE, verdicts.SUSTAINED, OTHER_CALLS, WAITING)
         if kind in found
@@ -92,17 +105,27 @@ def sentence(differences: pd.DataFrame) -> str:
 
 
 def failed(differences: pd.DataFrame) -> list[str]:
-    """Returns the kinds of time that come back too seldom; every kind where nothing can be compared."""
+    """Returns the kinds of time that come back too seldom; every kind where nothing can be
+    compared.
+    """
     if differences.empty:
         return list(LIMITS)
     found = shares(differences)
-    return [kind for kind in (verdicts.DEVICE, verdicts.SUSTAINED) if found.get(kind, (1.0,))[0] < SHARE]
+    return [
+        kind for kind in (verdicts.DEVICE, verdicts.SUSTAINED) if found.get(kind, (1.0,))[0] < SHARE
+    ]
 
 
 def table_worst(differences: pd.DataFrame) -> pd.DataFrame:
     """Returns the rows that differ most, of each chapter and kind of time."""
-    worst = differences.sort_values("difference", ascending=False, kind="stable").drop_duplicates(["chapter", "row"])
-    worst = worst.groupby(["chapter", "kind"]).head(NUM_WORST).sort_values(["chapter", "kind"], kind="stable")
+    worst = differences.sort_values("difference", ascending=False, kind="stable").drop_duplicates(
+        ["chapter", "row"]
+    )
+    worst = (
+        worst.groupby(["chapter", "kind"])
+        .head(NUM_WORST)
+        .sort_values(["chapter", "kind"], kind="stable")
+    )
     shown = worst[["chapter", "kind", "row"]].assign(difference=worst["difference"].map(percent))
     return shown.assign(
         lowest=worst["lowest_ms"].map(number) + " ms",
@@ -124,7 +147,11 @@ def table_sessions(chapters: Mapping[str, Sequence[Record]]) -> pd.DataFrame:
 
 
 def host(probes: pd.DataFrame, session: str) -> str:
-    """Returns "operator 4.1 µs, …" of a session, given the rows of section "host" of every session."""
+    """Returns "operator 4.1 µs, …" of a session, given the rows of section "host" of every
+    session.
+    """
     rows = ok_rows(probes, session=session).to_dict("records")
-    parts = [f"{row['phase'].replace('_', ' ')} {number(1e3 * row['median_ms'])} µs" for row in rows]
+    parts = [
+        f"{row['phase'].replace('_', ' ')} {number(1e3 * row['median_ms'])} µs" for row in rows
+    ]
     return ", ".join(parts) or "not measured"

@@ -29,7 +29,8 @@ NAMES = {
     **CHANGES,
     "fused, recomputed": "fused, MLP recomputed",
 }
-"""Ways to run the encoder as they are called everywhere, in order; "+" keeps what stands before it."""
+"""Ways to run the encoder as they are called everywhere, in order; "+" keeps what stands before it.
+"""
 
 BATCHES = {"A": "one size", "B": "many sizes"}
 BOTH = "forward_backward"
@@ -37,7 +38,9 @@ PEERS = {"torch.compile": ["compiled"], "fastest of Liger, QuACK": ["liger", "qu
 
 
 def encoder(steps: pd.DataFrame, floor: pd.DataFrame) -> pd.DataFrame:
-    """Returns all ways by name, and the matrix products alone; host_median_ms is of a call launched from Python."""
+    """Returns all ways by name, and the matrix products alone; host_median_ms is of a call launched
+    from Python.
+    """
     parts = [part for part in (steps, floor.assign(way=PRODUCTS)) if len(part)]
     if not parts:
         return steps
@@ -54,7 +57,10 @@ def encoder(steps: pd.DataFrame, floor: pd.DataFrame) -> pd.DataFrame:
 
 
 def _launched(sessions: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {name: {**metrics, "host_median_ms": metrics.get("call_ms")} for name, metrics in sessions.items()}
+    return {
+        name: {**metrics, "host_median_ms": metrics.get("call_ms")}
+        for name, metrics in sessions.items()
+    }
 
 
 def waterfall(rows: pd.DataFrame) -> Figure | None:
@@ -115,7 +121,9 @@ def errors(accuracy: pd.DataFrame) -> pd.DataFrame:
 
 
 def kernels_table(kernels: pd.DataFrame) -> pd.DataFrame:
-    """Returns by kernel and shape, both passes: ours, its share of the ceiling, how many times as fast as each peer."""
+    """Returns by kernel and shape, both passes: ours, its share of the ceiling, how many times as
+    fast as each peer.
+    """
     lines = []
     for ours in ok_rows(kernels, phase=f"ours {BOTH}").to_dict("records"):
         shape = {key: ours[key] for key in ("operation", "rows", "columns")}
@@ -141,7 +149,9 @@ def _beside(peer: dict[str, Any]) -> str:
 
 
 def published_times(rows: pd.DataFrame) -> tuple[facts.Fact, pd.DataFrame]:
-    """Returns the published forward, and forward + backward, of a mini-batch of 64 images, beside ours."""
+    """Returns the published forward, and forward + backward, of a mini-batch of 64 images, beside
+    ours.
+    """
     theirs = published.load("siglip2")
     names = {"original": NAMES["eager + compile"], "optimized": FUSED}
     theirs["way"] = theirs["variant"].map(names)

@@ -1,4 +1,6 @@
-"""A CPU's report: one page of what ran, what is exact, and what the machine lacks. Small models teach nothing more."""
+"""A CPU's report: one page of what ran, what is exact, and what the machine lacks. Small models
+teach nothing more.
+"""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -8,10 +10,24 @@ import pandas as pd
 from labkit import notebooks
 from labkit.report import card, facts, tables
 from labkit.report.chapter import Chapter
-from labkit.report.frame import PHASE_NAMES, cell, in_order, ok_rows, pivot, select, size_name, usable
+from labkit.report.frame import (
+    PHASE_NAMES,
+    cell,
+    in_order,
+    ok_rows,
+    pivot,
+    select,
+    size_name,
+    usable,
+)
 
 EXACT = (
-    ("03_mixed_precision", "accumulation", "rounded sums that stall where predicted", "stall_measured"),
+    (
+        "03_mixed_precision",
+        "accumulation",
+        "rounded sums that stall where predicted",
+        "stall_measured",
+    ),
     (
         "05_attention",
         "attention",
@@ -43,7 +59,8 @@ def page(chapters: Mapping[str, Chapter]) -> str:
     first = next(iter(chapters.values()))
     parts = [
         f"# {card.title(first)}",
-        "A CPU runs the whole laboratory on models of a few million parameters. This page says what ran and what is "
+        "A CPU runs the whole laboratory on models of a few million parameters. This page says "
+        "what ran and what is "
         "exact; it draws no conclusion on speed or memory from models that small.",
         "## What ran",
         tables.to_markdown(ran(chapters)),
@@ -81,7 +98,9 @@ def ran(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _exact(chapters: Mapping[str, Chapter], name: str, section: str, words: str, metric: str) -> str:
+def _exact(
+    chapters: Mapping[str, Chapter], name: str, section: str, words: str, metric: str
+) -> str:
     rows = usable(card.frame_of(chapters, name, section), metric)
     if metric == "stall_measured":
         found = facts.share_of(rows, lambda row: row[metric] == row["stall_predicted"], words)
@@ -96,7 +115,11 @@ def roof_table(ceilings: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for row in ok_rows(ceilings).to_dict("records"):
         is_copy = row["kind"] == "copy"
-        name = "copy, read + write (GB/s)" if is_copy else f"matrix product, {row['precision']} (TFLOP/s)"
+        name = (
+            "copy, read + write (GB/s)"
+            if is_copy
+            else f"matrix product, {row['precision']} (TFLOP/s)"
+        )
         rows.append(
             {
                 "roof": name,
@@ -107,7 +130,9 @@ def roof_table(ceilings: pd.DataFrame) -> pd.DataFrame:
 
 
 def step_table(steps: pd.DataFrame) -> pd.DataFrame:
-    """Returns the call time of a training step at the longest context of each size, by precision."""
+    """Returns the call time of a training step at the longest context of each size, by
+    precision.
+    """
     longest = steps.groupby("size")["context"].transform("max")
     shown = in_order(steps[steps["context"] == longest], ["size"])
     table = pivot(shown, ["size", "context"], "precision")
@@ -118,7 +143,9 @@ def missing(chapters: Mapping[str, Chapter]) -> list[str]:
     """Returns why measurements were skipped, the most frequent reason first."""
     reasons: Counter[str] = Counter()
     for chapter in chapters.values():
-        reasons.update(record.reason for record in chapter.all_records() if record.status == "skipped")
+        reasons.update(
+            record.reason for record in chapter.all_records() if record.status == "skipped"
+        )
     shown = reasons.most_common(MOST_LACKS)
     lines = [f"{reason[:120]} ({count} measurements)" for reason, count in shown]
     rest = sum(reasons.values()) - sum(count for _, count in shown)

@@ -28,19 +28,27 @@ NOT_IN_CSV = (
 def to_markdown(frame: pd.DataFrame) -> str:
     """Returns a Markdown table; numbers and statuses to the right; pipes and "<" escaped."""
     texts = {name: [str(value) for value in frame[name].tolist()] for name in frame}
-    is_text = re.compile(r"(?<![A-Za-z])(?!undecided)[A-Za-z]{4}|\d{4}-\d\d").search  # a word or a date
-    left = LEFT | {name for name in frame if any(is_text(text) and text not in STATUSES for text in texts[name])}
+    is_text = re.compile(
+        r"(?<![A-Za-z])(?!undecided)[A-Za-z]{4}|\d{4}-\d\d"
+    ).search  # a word or a date
+    left = LEFT | {
+        name
+        for name in frame
+        if any(is_text(text) and text not in STATUSES for text in texts[name])
+    }
     rules = ["---" if name in left else "---:" for name in frame]
     rows = [list(texts), *zip(*texts.values(), strict=True)]
-    head, *lines = ["".join(f"| {text} " if text else "| " for text in map(escaped, row)) + "|" for row in rows]
+    head, *lines = [
+        "".join(f"| {text} " if text else "| " for text in map(escaped, row)) + "|" for row in rows
+    ]
     return "\n".join([head, "|" + "|".join(rules) + "|", *lines])
 
 
 def to_csv(frame: pd.DataFrame) -> str:
     """Returns the rows as CSV: case, phase, status and metrics, floats with six significant digits.
 
-    Columns that are empty throughout, nested values and what only identifies a record are left out. A text that a
-    spreadsheet would take for a formula begins with an apostrophe.
+    Columns that are empty throughout, nested values and what only identifies a record are left out.
+    A text that a spreadsheet would take for a formula begins with an apostrophe.
     """
     kept = frame.drop(columns=[name for name in NOT_IN_CSV if name in frame])
     kept = kept.loc[:, [not (kept[name].isna() | (kept[name] == "")).all() for name in kept]]
@@ -49,11 +57,15 @@ def to_csv(frame: pd.DataFrame) -> str:
 
 
 def _no_formula(value: object) -> object:
-    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value
+    return (
+        f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value
+    )
 
 
 def escaped(value: object) -> str:
-    """Returns `value` as it may stand in a Markdown table: no column, no HTML tag comes out of it."""
+    """Returns `value` as it may stand in a Markdown table: no column, no HTML tag comes out of
+    it.
+    """
     text = " ".join(str(value).split()).replace("|", "\\|")
     # Inside code, Markdown escapes it.
     return text if text.startswith("`") else re.sub(r"(?<!\\)<", "&lt;", text)

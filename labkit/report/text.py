@@ -77,7 +77,8 @@ def count(n: int, noun: str) -> str:
 
 
 def anchor(heading: str) -> str:
-    """Returns the anchor that GitHub gives the first heading with this text; the next ones get "-1", "-2", …
+    """Returns the anchor that GitHub gives the first heading with this text; the next ones get
+    "-1", "-2", …
 
     >>> anchor("01 · Benchmarking")
     '01--benchmarking'
@@ -85,14 +86,20 @@ def anchor(heading: str) -> str:
     kept = (
         letter
         for letter in heading.strip().lower()
-        if letter in " -" or unicodedata.category(letter)[0] in "LM" or unicodedata.category(letter) in ("Nd", "Pc")
+        if letter in " -"
+        or unicodedata.category(letter)[0] in "LM"
+        or unicodedata.category(letter) in ("Nd", "Pc")
     )
     return "".join(kept).replace(" ", "-")
 
 
 def disturbed_note(frame) -> list[str]:
-    """Returns the sentence that says how many of a frame's measurements other processes disturbed; [] for none."""
+    """Returns the sentence that says how many of a frame's measurements other processes disturbed;
+    [] for none.
+    """
     if frame.empty or not frame["disturbed"].any():
         return []
     num_measured, num_disturbed = (frame["status"] == "ok").sum(), frame["disturbed"].sum()
-    return [f"The machine was busy during {num_disturbed:,} of {count(num_measured, 'measurement')}."]
+    return [
+        f"The machine was busy during {num_disturbed:,} of {count(num_measured, 'measurement')}."
+    ]

@@ -6,8 +6,9 @@ A comparison is a ratio with an interval. Times are compared only with times of 
 - sustained time: back to back for seconds, at the clocks that the power limit leaves;
 - call time: what the caller waits for, including the host.
 
-Sessions are repetitions: where both sides were measured in several, the interval spans the ratio of each, else that of
-the samples, and either is widened by SPREAD. Only sessions of a row's own commit count. Bytes are exact.
+Sessions are repetitions: where both sides were measured in several, the interval spans the ratio of
+each, else that of the samples, and either is widened by SPREAD. Only sessions of a row's own commit
+count. Bytes are exact.
 """
 
 import math
@@ -51,13 +52,16 @@ SPREAD = {
     (SUSTAINED, False): 0.03,
     (CALL, False): 0.20,
 }
-"""By what a ratio's interval is widened on either side, by kind of time and whether both sides are of one session.
+"""By what a ratio's interval is widened on either side, by kind of time and whether both sides are
+of one session.
 
 Two entries that run the same kernel differ by up to 0.6 % in one session.
 """
 
 HOST_FACTOR = 3.4
-"""How many times as long another host took to issue the same call, at most: training steps on four machines."""
+"""How many times as long another host took to issue the same call, at most: training steps on four
+machines.
+"""
 
 
 class Ratio(NamedTuple):
@@ -92,7 +96,9 @@ def kind_of_time(row: Mapping[str, Any], value: str = "median_ms") -> str:
 
 
 def issued(row: Mapping[str, Any]) -> float:
-    """Returns the host's time to issue a call as a share of the call; 0 where it was not measured."""
+    """Returns the host's time to issue a call as a share of the call; 0 where it was not
+    measured.
+    """
     launch = row.get("launch_median_ms")
     call = row.get("host_median_ms")
     return launch / call if launch and call and launch == launch else 0.0
@@ -110,15 +116,18 @@ def ratio(base: Mapping[str, Any], other: Mapping[str, Any], value: str = "media
     """Returns the base's time over the other's, with its interval.
 
     Args:
-        base, other: rows of a frame of records, with `value`, `half_width_fraction` or `drift`, `timer_method` and
-            `session`; where there were several sessions, also `sessions`.
+        base, other: rows of a frame of records, with `value`, `half_width_fraction` or `drift`,
+            `timer_method` and `session`; where there were several sessions, also `sessions`.
 
     Raises:
         ValueError: the two are times of different kinds.
     """
     kind = kind_of_time(base, value)
     if kind != kind_of_time(other, value):
-        raise ValueError(f"a ratio of a {kind} and a {kind_of_time(other, value)} time: compare times of one kind")
+        raise ValueError(
+            f"a ratio of a {kind} and a {kind_of_time(other, value)} time: compare times of one "
+            f"kind"
+        )
     base_times = by_session(base, value)
     other_times = by_session(other, value)
     common = [session for session in base_times if session in other_times]
@@ -144,7 +153,9 @@ def ratio(base: Mapping[str, Any], other: Mapping[str, Any], value: str = "media
 
 
 def _half_width(row: Mapping[str, Any], value: str) -> float:
-    """Returns half of a value's relative interval: of a sustained one half of its drift, else that of the samples."""
+    """Returns half of a value's relative interval: of a sustained one half of its drift, else that
+    of the samples.
+    """
     if KIND_OF_VALUE.get(value) == SUSTAINED:
         half = (row.get("drift") or 0.0) / 2
     else:
@@ -153,7 +164,9 @@ def _half_width(row: Mapping[str, Any], value: str) -> float:
 
 
 def paired(row: Mapping[str, Any]) -> Ratio:
-    """Returns a rival's time over ours, of a row that was timed in turn with ours: `ratio_to_ours`, its bootstrap."""
+    """Returns a rival's time over ours, of a row that was timed in turn with ours: `ratio_to_ours`,
+    its bootstrap.
+    """
     lows = by_session(row, "ratio_to_ours_low").values()
     highs = by_session(row, "ratio_to_ours_high").values()
     return _widened(row["ratio_to_ours"], min(lows), max(highs), SPREAD[kind_of_time(row), True])

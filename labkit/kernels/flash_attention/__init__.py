@@ -1,7 +1,9 @@
-"""FlashAttention: read op.py (what a user calls), choice.py (what runs), launches.py, and then the kernels.
+"""FlashAttention: read op.py (what a user calls), choice.py (what runs), launches.py, and then the
+kernels.
 
-tiled.py states the algorithm in plain PyTorch, triton.py has it as kernels, hopper/ as kernels for that architecture;
-splits.py splits long loops among programs, and qkv.py takes queries, keys and values as one projection.
+tiled.py states the algorithm in plain PyTorch, triton.py has it as kernels, hopper/ as kernels for
+that architecture; splits.py splits long loops among programs, and qkv.py takes queries, keys and
+values as one projection.
 """
 
 from labkit.kernels.flash_attention.choice import (
@@ -16,6 +18,13 @@ from labkit.kernels.flash_attention.op import FlashAttention, flash_attention
 from labkit.kernels.flash_attention.triton import IS_INTERPRETED
 
 __all__ = [
-    "IS_INTERPRETED", "MAX_HEAD_DIM", "FlashAttention", "flash_attention", "plan_of", "resolve_backward",
-    "resolve_impl", "resolve_precision", "resolve_tiles",
-]  # fmt: skip
+    "IS_INTERPRETED",
+    "MAX_HEAD_DIM",
+    "FlashAttention",
+    "flash_attention",
+    "plan_of",
+    "resolve_backward",
+    "resolve_impl",
+    "resolve_precision",
+    "resolve_tiles",
+]

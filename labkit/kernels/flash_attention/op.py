@@ -1,20 +1,26 @@
 """FlashAttention-2, forward and backward: attention whose memory is linear in the lengths.
 
-    S = scale · Q Kᵀ    P = softmax(S)    O = P V    L = log Σ exp S  (natural units, kept for backward)
-    D = rowsum(∂O ∘ O)    ∂V = Pᵀ ∂O    ∂S = P ∘ (∂O Vᵀ − D)    ∂Q = scale · ∂S K    ∂K = scale · ∂Sᵀ Q
+    S = scale · Q Kᵀ    P = softmax(S)    O = P V
+    L = log Σ exp S  (natural units, kept for backward)
+    D = rowsum(∂O ∘ O)    ∂V = Pᵀ ∂O    ∂S = P ∘ (∂O Vᵀ − D)
+    ∂Q = scale · ∂S K    ∂K = scale · ∂Sᵀ Q
 
-Shapes: q (B, H, Q, D), k and v (B, G, K, D) with H a multiple of G; or (B, length, D); or, packed with cumulative
-lengths, (total length, heads, D). The plain-PyTorch statement of the same algorithm is tiled.py.
+Shapes: q (B, H, Q, D), k and v (B, G, K, D) with H a multiple of G; or (B, length, D); or, packed
+with cumulative lengths, (total length, heads, D). The plain-PyTorch statement of the same algorithm
+is tiled.py.
 
-Ideal cost per head: 4·Q·K·D FLOPs forward and 10·Q·K·D backward (halved when causal), (2·Q + 2·K)·D elements moved
-forward. Backward runs as two kernels, dK/dV and then dQ, and so executes 14·Q·K·D, or on a Hopper GPU as one of
-10·Q·K·D. Nothing is added in an order that varies: equal bits every time.
+Ideal cost per head: 4·Q·K·D FLOPs forward and 10·Q·K·D backward (halved when causal), (2·Q + 2·K)·D
+elements moved forward. Backward runs as two kernels, dK/dV and then dQ, and so executes 14·Q·K·D,
+or on a Hopper GPU as one of 10·Q·K·D. Nothing is added in an order that varies: equal bits every
+time.
 
 Here is what a user calls: the checks, autograd and the operators that torch.compile sees.
 
-Shape suffixes: B batch, H query heads, G key heads, S length, Q query length, K key length, D head dimension.
+Shape suffixes: B batch, H query heads, G key heads, S length, Q query length, K key length, D head
+dimension.
 
-Source: Dao 2023, "FlashAttention-2"; Dao et al. 2022, "FlashAttention"; Ainslie et al. 2023 for grouped heads.
+Source: Dao 2023, "FlashAttention-2"; Dao et al. 2022, "FlashAttention"; Ainslie et al. 2023 for
+grouped heads.
 """
 
 import functools
@@ -55,12 +61,17 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor; got {type(x).__name__}")
         if x.is_nested or x.layout != torch.strided:
-            raise ValueError(f"{name} must be neither sparse nor nested; got a tensor of layout {x.layout}")
+            raise ValueError(
+                f"{name} must be neither sparse nor nested; got a tensor of layout {x.layout}"
+            )
         if packed and x.dim() != 3:
-            raise ValueError(f"{name} must be (total, heads, d) with cu_seqlens; got shape {tuple(x.shape)}")
+            raise ValueError(
+                f"{name} must be (total, heads, d) with cu_seqlens; got shape {tuple(x.shape)}"
+            )
         if x.dim() not in (3, 4):
             raise ValueError(
-                f"{name} must be (batch, length, d) or (batch, heads, length, d); got shape {tuple(x.shape)}"
+                f"{name} must be (batch, length, d) or (batch, heads, length, d); got shape "
+                f"{tuple(x.shape)}"
             )
         if x.dtype not in TILED_DTYPES:
             raise ValueError(f"{name} must be of dtype {listed(TILED_DTYPES)}; got {x.dtype}")
@@ -70,33 +81,45 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
         if x.device != q.device:
             raise ValueError(f"{name} must be on the device of q, {q.device}; got {x.device}")
         if x.dim() != q.dim():
-            raise ValueError(f"{name} must have as many dimensions as q, {q.dim()}; got shape {tuple(x.shape)}")
+            raise ValueError(
+                f"{name} must have as many dimensions as q, {q.dim()}; got shape {tuple(x.shape)}"
+            )
         if x.shape[-1] != q.shape[-1]:
-            raise ValueError(f"{name} must have the head dimension of q, {q.shape[-1]}; got {x.shape[-1]}")
+            raise ValueError(
+                f"{name} must have the head dimension of q, {q.shape[-1]}; got {x.shape[-1]}"
+            )
     if v.shape != k.shape:
         raise ValueError(f"v must have the shape of k, {tuple(k.shape)}; got {tuple(v.shape)}")
     if not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
         raise ValueError(f"the head dimension of q must be 1 to {MAX_HEAD_DIM}; got {q.shape[-1]}")
     for name, x in (("q", q), ("k", k)):
         if x.numel() == 0:
-            raise ValueError(f"{name} must hold at least one batch, head and row; got shape {tuple(x.shape)}")
+            raise ValueError(
+                f"{name} must hold at least one batch, head and row; got shape {tuple(x.shape)}"
+            )
     if not packed and k.shape[0] != q.shape[0]:
         raise ValueError(f"k must have the batch size of q, {q.shape[0]}; got {k.shape[0]}")
     heads = 1 if packed else -3
     if q.dim() == 4 or packed:
         num_heads, num_key_heads = q.shape[heads], k.shape[heads]
         if num_heads % num_key_heads:
-            raise ValueError(f"the heads of k must divide those of q, {num_heads}; got {num_key_heads}")
+            raise ValueError(
+                f"the heads of k must divide those of q, {num_heads}; got {num_key_heads}"
+            )
 
 
 def _check_cu_seqlens(cu_seqlens: Tensor, name: str, device: torch.device) -> None:
-    """Raises for cumulative lengths of a wrong kind; their values are `check_lengths`'s, which has to read them."""
+    """Raises for cumulative lengths of a wrong kind; their values are `check_lengths`'s, which has
+    to read them.
+    """
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise TypeError(f"{name} must be an int32 or int64 tensor; got {got}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         shape = tuple(cu_seqlens.shape)
-        raise ValueError(f"{name} must be of shape (batch + 1,) with a batch of at least one; got shape {shape}")
+        raise ValueError(
+            f"{name} must be of shape (batch + 1,) with a batch of at least one; got shape {shape}"
+        )
     if cu_seqlens.device != device:
         raise ValueError(f"{name} must be on the device of q, {device}; got {cu_seqlens.device}")
     if not cu_seqlens.is_contiguous():
@@ -109,22 +132,31 @@ def _check_packing(q: Tensor, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
     if packed:
         for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
             if cu_seqlens is None:
-                raise ValueError(f"{name} must be given too: a packed batch takes both cu_seqlens_q and cu_seqlens_k")
+                raise ValueError(
+                    f"{name} must be given too: a packed batch takes both cu_seqlens_q and "
+                    f"cu_seqlens_k"
+                )
             _check_cu_seqlens(cu_seqlens, name, q.device)
         if cu_seqlens_q.shape != cu_seqlens_k.shape:
             shapes = f"{tuple(cu_seqlens_q.shape)}; got {tuple(cu_seqlens_k.shape)}"
             raise ValueError(f"cu_seqlens_k must have the shape of cu_seqlens_q, {shapes}")
     for name, max_seqlen in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if max_seqlen is not None and not packed:
-            raise ValueError(f"{name} must be None without cu_seqlens_q and cu_seqlens_k; got {max_seqlen!r}")
-        if max_seqlen is not None and (isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int)):
+            raise ValueError(
+                f"{name} must be None without cu_seqlens_q and cu_seqlens_k; got {max_seqlen!r}"
+            )
+        if max_seqlen is not None and (
+            isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int)
+        ):
             raise TypeError(f"{name} must be None or an int; got {type(max_seqlen).__name__}")
 
 
 def _resolve(
     q: Tensor, k: Tensor, v: Tensor, packed: bool, causal, scale, window, precision, impl
 ) -> tuple[float, int, int, str, str]:
-    """Returns (scale, left, right, precision, impl) as the operators take them; raises for bad ones."""
+    """Returns (scale, left, right, precision, impl) as the operators take them; raises for bad
+    ones.
+    """
     _check_tensors(q, k, v, packed)
     left, right = _check_window(window, causal)
     impl = resolve_impl(q, impl, left=left, right=right, packed=packed)
@@ -136,7 +168,9 @@ _planned = {}
 
 
 def _plan(q: Tensor, k: Tensor, v: Tensor, asked: tuple) -> tuple[tuple, Plan | None]:
-    """Returns the operators' options of tensors that are not packed, and the plan of them, None of "tiled"."""
+    """Returns the operators' options of tensors that are not packed, and the plan of them, None of
+    "tiled".
+    """
     options = (None, None, *_resolve(q, k, v, False, *asked))
     return options, None if options[-1] == "tiled" else plan_of(q, k, v, *options)
 
@@ -169,7 +203,8 @@ def _check_window(window, causal: bool) -> tuple[int, int]:
     accepted = isinstance(window, tuple | list) and len(window) == 2
     if not accepted or any(isinstance(w, bool) or not isinstance(w, int) or w < -1 for w in window):
         raise ValueError(
-            f"window must be None, a number of keys to each side, or (left, right) with −1 for no limit; got {window!r}"
+            f"window must be None, a number of keys to each side, or (left, right) with −1 for no "
+            f"limit; got {window!r}"
         )
     left, right = window
     return left, (0 if right < 0 else min(right, 0)) if causal else right
@@ -179,7 +214,9 @@ def _check_scale(scale, head_dim: int) -> float:
     if scale is None:
         return 1 / math.sqrt(head_dim)
     if isinstance(scale, bool) or not isinstance(scale, float | int):
-        raise TypeError(f"scale must be None or a positive finite number; got {type(scale).__name__}")
+        raise TypeError(
+            f"scale must be None or a positive finite number; got {type(scale).__name__}"
+        )
     if not 0 < scale < math.inf:
         raise ValueError(f"scale must be None or a positive finite number; got {scale}")
     return float(scale)
@@ -191,9 +228,11 @@ def _is_watched() -> bool:
 
 
 class EagerFlashAttention(torch.autograd.Function):
-    """The launches of a plan, without the way through the dispatcher, which takes longer than they do.
+    """The launches of a plan, without the way through the dispatcher, which takes longer than they
+    do.
 
-    A context that is set up apart would cost as much: its function is bound to its signature anew in every call.
+    A context that is set up apart would cost as much: its function is bound to its signature anew
+    in every call.
     """
 
     @staticmethod
@@ -209,7 +248,9 @@ class EagerFlashAttention(torch.autograd.Function):
         q, k, v, out, lse, *cu_seqlens = saved = ctx.saved_tensors
         if _is_watched():
             _device, _packing, *options = ctx.plan.call[:7]
-            grads = _backward_op(q, k, v, *(cu_seqlens or (None, None)), *options, grad_out, out, lse)
+            grads = _backward_op(
+                q, k, v, *(cu_seqlens or (None, None)), *options, grad_out, out, lse
+            )
         else:
             grads = ctx.plan.of(q, k, v).backward(grad_out, *saved)
         return *grads, None, *(None for _ in cu_seqlens)
@@ -218,9 +259,10 @@ class EagerFlashAttention(torch.autograd.Function):
 class FlashAttention(torch.autograd.Function):
     """Attention by the Triton kernels, `apply(q, k, v, is_causal=False)`, scale 1/√D.
 
-    q is (batch, n_queries, d) or (batch, heads, n_queries, d), k and v likewise with n_keys, on a CUDA device. Saved
-    for backward: q, k, v, the output, and one tensor of shape (batch[, heads], n_queries), the log-sum-exp in natural
-    units. `flash_attention` is the same with every option, and what torch.compile takes.
+    q is (batch, n_queries, d) or (batch, heads, n_queries, d), k and v likewise with n_keys, on a
+    CUDA device. Saved for backward: q, k, v, the output, and one tensor of shape (batch[, heads],
+    n_queries), the log-sum-exp in natural units. `flash_attention` is the same with every option,
+    and what torch.compile takes.
 
     Error budget: outputs 2×, gradients 3× those of eager attention in the same dtype, against fp64.
     """
@@ -229,7 +271,9 @@ class FlashAttention(torch.autograd.Function):
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         _check_tensors(q, k, v, packed=False)
         resolve_impl(q, "triton")
-        return EagerFlashAttention.forward(ctx, q, k, v, plan_of(q, k, v, right=0 if is_causal else -1))
+        return EagerFlashAttention.forward(
+            ctx, q, k, v, plan_of(q, k, v, right=0 if is_causal else -1)
+        )
 
     backward = EagerFlashAttention.backward
 
@@ -237,7 +281,9 @@ class FlashAttention(torch.autograd.Function):
 def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor):
     """Yields the slices of the queries and of the keys of each sequence of a packed batch."""
     ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    for (begin_q, end_q), (begin_k, end_k) in zip(itertools.pairwise(ends_q), itertools.pairwise(ends_k), strict=True):
+    for (begin_q, end_q), (begin_k, end_k) in zip(
+        itertools.pairwise(ends_q), itertools.pairwise(ends_k), strict=True
+    ):
         yield slice(begin_q, end_q), slice(begin_k, end_k)
 
 
@@ -247,14 +293,26 @@ def _rows(x: Tensor, rows: slice) -> Tensor:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, scale: float,
-    left: int, right: int, precision: str, impl: str, max_seqlen_q: int | None, max_seqlen_k: int | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    scale: float,
+    left: int,
+    right: int,
+    precision: str,
+    impl: str,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+) -> tuple[Tensor, Tensor]:
     cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
     if cu_seqlens_q is not None:
         check_lengths(q, k, *cu_seqlens, max_seqlen_q, max_seqlen_k)
     if impl != "tiled":
-        return plan_of(q, k, v, *cu_seqlens, scale, left, right, precision, impl).forward(q, k, v, *cu_seqlens)
+        return plan_of(q, k, v, *cu_seqlens, scale, left, right, precision, impl).forward(
+            q, k, v, *cu_seqlens
+        )
     mask = {"scale": scale, "left": left, "right": right}
     out, lse = empty_outputs(q, cu_seqlens_q is not None)
     if cu_seqlens_q is None:
@@ -263,7 +321,9 @@ def _forward(
     out.zero_()
     lse.fill_(-math.inf)
     for rows_q, rows_k in _sequences(*cu_seqlens):
-        tiled_out, tiled_lse = tiled_attention_forward(_rows(q, rows_q), _rows(k, rows_k), _rows(v, rows_k), **mask)
+        tiled_out, tiled_lse = tiled_attention_forward(
+            _rows(q, rows_q), _rows(k, rows_k), _rows(v, rows_k), **mask
+        )
         out[rows_q] = tiled_out[0].transpose(0, 1)
         lse[:, rows_q] = tiled_lse[0]
     return out, lse
@@ -278,9 +338,20 @@ def _(q, k, v, cu_seqlens_q, *_):
 
 
 def _gradients(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, scale: float,
-    left: int, right: int, precision: str, impl: str, grad_out: Tensor, out: Tensor, lse: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    scale: float,
+    left: int,
+    right: int,
+    precision: str,
+    impl: str,
+    grad_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
     cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
     if impl != "tiled":
         plan = plan_of(q, k, v, *cu_seqlens, scale, left, right, precision, impl)
@@ -293,13 +364,17 @@ def _gradients(
     for rows_q, rows_k in _sequences(*cu_seqlens):
         arguments = ((grad_out, rows_q), (q, rows_q), (k, rows_k), (v, rows_k), (out, rows_q))
         statistics = lse[:, rows_q].unsqueeze(0)
-        tiled_grads = tiled_attention_backward(*(_rows(x, rows) for x, rows in arguments), statistics, **mask)
+        tiled_grads = tiled_attention_backward(
+            *(_rows(x, rows) for x, rows in arguments), statistics, **mask
+        )
         for grad, tiled, rows in zip(grads, tiled_grads, (rows_q, rows_k, rows_k), strict=True):
             grad[rows] = tiled[0].transpose(0, 1)
     return grads
 
 
-_backward_op = torch.library.custom_op("labkit::flash_attention_backward", _gradients, mutates_args=())
+_backward_op = torch.library.custom_op(
+    "labkit::flash_attention_backward", _gradients, mutates_args=()
+)
 
 
 @_backward_op.register_fake
@@ -322,8 +397,11 @@ def _backward(ctx, grad_out: Tensor, _grad_lse):
 _forward_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _flops(factor: int, q, k, _v, cu_seqlens_q, cu_seqlens_k, _scale, left: int, right: int, *_, **__) -> int:
-    """Returns `factor` FLOPs for each pair of a query and a key that a mask shows, and element of a head.
+def _flops(
+    factor: int, q, k, _v, cu_seqlens_q, cu_seqlens_k, _scale, left: int, right: int, *_, **__
+) -> int:
+    """Returns `factor` FLOPs for each pair of a query and a key that a mask shows, and element of a
+    head.
 
     Of a packed batch it reads the lengths.
     """
@@ -335,14 +413,20 @@ def _flops(factor: int, q, k, _v, cu_seqlens_q, cu_seqlens_k, _scale, left: int,
     return int(factor * num_heads * pairs * q.shape[-1])
 
 
-register_flop_formula(torch.ops.labkit.flash_attention_forward, get_raw=True)(functools.partial(_flops, 4))
-register_flop_formula(torch.ops.labkit.flash_attention_backward, get_raw=True)(functools.partial(_flops, 10))
+register_flop_formula(torch.ops.labkit.flash_attention_forward, get_raw=True)(
+    functools.partial(_flops, 4)
+)
+register_flop_formula(torch.ops.labkit.flash_attention_backward, get_raw=True)(
+    functools.partial(_flops, 10)
+)
 
 
 class TransformedFlashAttention(torch.autograd.Function):
-    """The operators for torch.func, which takes functions whose context is set up apart, and no custom operator.
+    """The operators for torch.func, which takes functions whose context is set up apart, and no
+    custom operator.
 
-    Within, under vmap, it does take them, and calls them for one of what it maps over after another.
+    Within, under vmap, it does take them, and calls them for one of what it maps over after
+    another.
     """
 
     generate_vmap_rule = True
@@ -379,29 +463,36 @@ def flash_attention(
     """Returns softmax(scale · q kᵀ + mask) v without ever holding the scores.
 
     Args:
-        q: (batch, heads, n_queries, d) or (batch, n_queries, d), or with cu_seqlens (total, heads, d); fp32, bf16,
-            fp16, or fp64 (tiled only); any strides; d from 1 to 256.
+        q: (batch, heads, n_queries, d) or (batch, n_queries, d), or with cu_seqlens (total, heads,
+            d); fp32, bf16, fp16, or fp64 (tiled only); any strides; d from 1 to 256.
         k, v: as q, with n_keys rows; their heads divide those of q, and query head h reads key head
             h // (heads / key heads).
         causal: query i sees keys up to i + (n_keys − n_queries), aligned to the bottom right.
         scale: positive, of the scores; None is 1/√d.
-        cu_seqlens_q, cu_seqlens_k: cumulative lengths of the sequences of a packed batch, (batch + 1,) int32 or
-            int64: from 0, increasing, to the number of rows. Both or neither. Checking them waits for the device.
-        max_seqlen_q, max_seqlen_k: at least the longest sequence. With both, lengths on a CUDA device are not read, as
-            the capture of a CUDA graph wants it, and the caller answers for them. Nothing beyond the tensors is then
-            touched, whatever they are, and rows behind the last sequence get zeros, and zero gradients.
-        window: how many keys a query sees to each side of its own on the diagonal, or (left, right); −1 is no limit.
-        precision: of products of fp32: "ieee" on the CUDA cores; "tf32x3", three products on the tensor cores for one,
-            which hold 22 bits; "bf16x6", six of bf16 between three slices of each operand, which hold 24; "tf32", one
-            of 11 bits, outside the error budget of fp32; "bf16x3", three of bf16 between two slices, which hold 16;
-            "auto", "bf16x6" on Hopper where queries are many, else "tf32x3", and "tf32" is "bf16x3" there. Elsewhere
-            those of bf16 are "tf32x3" and "tf32". Past d 128 the last two are "tf32" and all others "ieee". For slices
-            q, k, v and the gradient of the output are copied, half as large again or as large. "triton" only.
-        impl: "gluon" (Hopper), "triton" (CUDA), "tiled" (plain PyTorch, any device) or "auto"; see `resolve_impl`.
+        cu_seqlens_q, cu_seqlens_k: cumulative lengths of the sequences of a packed batch, (batch +
+            1,) int32 or int64: from 0, increasing, to the number of rows. Both or neither. Checking
+            them waits for the device.
+        max_seqlen_q, max_seqlen_k: at least the longest sequence. With both, lengths on a CUDA
+            device are not read, as the capture of a CUDA graph wants it, and the caller answers for
+            them. Nothing beyond the tensors is then touched, whatever they are, and rows behind the
+            last sequence get zeros, and zero gradients.
+        window: how many keys a query sees to each side of its own on the diagonal, or (left,
+            right); −1 is no limit.
+        precision: of products of fp32: "ieee" on the CUDA cores; "tf32x3", three products on the
+            tensor cores for one, which hold 22 bits; "bf16x6", six of bf16 between three slices of
+            each operand, which hold 24; "tf32", one of 11 bits, outside the error budget of fp32;
+            "bf16x3", three of bf16 between two slices, which hold 16; "auto", "bf16x6" on Hopper
+            where queries are many, else "tf32x3", and "tf32" is "bf16x3" there. Elsewhere those of
+            bf16 are "tf32x3" and "tf32". Past d 128 the last two are "tf32" and all others "ieee".
+            For slices q, k, v and the gradient of the output are copied, half as large again or as
+            large. "triton" only.
+        impl: "gluon" (Hopper), "triton" (CUDA), "tiled" (plain PyTorch, any device) or "auto"; see
+            `resolve_impl`.
 
     Returns:
-        The output, shaped as q and of its dtype (of the autocast dtype under autocast); zeros for a query that sees
-        no key, which gets and gives zero gradients. Gradients are equal bit for bit between runs.
+        The output, shaped as q and of its dtype (of the autocast dtype under autocast); zeros for a
+        query that sees no key, which gets and gives zero gradients. Gradients are equal bit for bit
+        between runs.
 
     Raises:
         ValueError, TypeError: arguments that do not fit, by name.
@@ -414,14 +505,24 @@ def flash_attention(
     is_cast = torch._C._is_any_autocast_enabled() and isinstance(q, Tensor) and not q.is_meta
     if is_cast and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (x.to(dtype) if isinstance(x, Tensor) and x.dtype in TRITON_DTYPES else x for x in (q, k, v))
-    asked, cu_seqlens = (causal, scale, window, precision, impl), (cu_seqlens_q, cu_seqlens_k) if packed else ()
+        q, k, v = (
+            x.to(dtype) if isinstance(x, Tensor) and x.dtype in TRITON_DTYPES else x
+            for x in (q, k, v)
+        )
+    asked, cu_seqlens = (
+        (causal, scale, window, precision, impl),
+        (cu_seqlens_q, cu_seqlens_k) if packed else (),
+    )
     is_compiled = torch.compiler.is_compiling()
-    # An operator would drop the tangents of forward mode, which a function that has none of its own refuses.
+    # An operator would drop the tangents of forward mode, which a function that has none of its own
+    # refuses.
     if is_compiled and forward_ad._current_level >= 0:
         raise NotImplementedError("flash_attention has no derivative in forward mode")
-    is_transformed = not is_compiled and (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0)
-    # Whatever looks at operators (a compiler, a mode, a subclass of tensors, the meta device) is shown one.
+    is_transformed = not is_compiled and (
+        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    )
+    # Whatever looks at operators (a compiler, a mode, a subclass of tensors, the meta device) is
+    # shown one.
     is_plain = type(q) in (Tensor, Parameter) and not q.is_meta and not is_in_torch_dispatch_mode()
     is_seen = is_compiled or not (is_plain or is_transformed)
     lengths = (max_seqlen_q, max_seqlen_k)

@@ -1,7 +1,9 @@
-"""FlashAttention of packed sequences whose queries, keys and values are one projection, and so are their gradients.
+"""FlashAttention of packed sequences whose queries, keys and values are one projection, and so are
+their gradients.
 
-`flash_attention` reads such q, k and v where they are, but its gradients take a copy of 6·M·H·D elements to be joined.
-Here the kernels write them beside one another. Sequences of one length are a batch, and run by the kernels for that.
+`flash_attention` reads such q, k and v where they are, but its gradients take a copy of 6·M·H·D
+elements to be joined. Here the kernels write them beside one another. Sequences of one length are a
+batch, and run by the kernels for that.
 
 Shape suffixes: M tokens of all sequences, H heads, D head dimension.
 """
@@ -12,7 +14,12 @@ from torch.utils.flop_counter import register_flop_formula
 
 from labkit.kernels.flash_attention.choice import TRITON_DTYPES, resolve_impl
 from labkit.kernels.flash_attention.launches import plan_of
-from labkit.kernels.flash_attention.op import _check_packing, _check_tensors, _flops, flash_attention
+from labkit.kernels.flash_attention.op import (
+    _check_packing,
+    _check_tensors,
+    _flops,
+    flash_attention,
+)
 from labkit.kernels.flash_attention.shapes import check_lengths
 from labkit.kernels.fused import autocast_dtype, operator, runs_kernel
 
@@ -46,8 +53,12 @@ def _forward(qkv: Tensor, cu_seqlens: Tensor, longest: int | None) -> tuple[Tens
 def _(qkv, cu_seqlens, longest):
     num_tokens, _, num_heads, head_dim = qkv.shape
     is_batch = _are_equal(qkv, cu_seqlens, longest)
-    statistics = (cu_seqlens.shape[0] - 1, num_heads, longest) if is_batch else (num_heads, num_tokens)
-    return qkv.new_empty(num_tokens, num_heads, head_dim), qkv.new_empty(statistics, dtype=torch.float32)
+    statistics = (
+        (cu_seqlens.shape[0] - 1, num_heads, longest) if is_batch else (num_heads, num_tokens)
+    )
+    return qkv.new_empty(num_tokens, num_heads, head_dim), qkv.new_empty(
+        statistics, dtype=torch.float32
+    )
 
 
 @operator("flash_attention_qkv_backward", opaque=True)
@@ -57,8 +68,12 @@ def _backward(
     grad_qkv, (q, k, v) = torch.empty_like(qkv), qkv.unbind(1)
     grads = grad_qkv.unbind(1)
     if _are_equal(qkv, cu_seqlens, longest):
-        grad_out, q, k, v, out, *grads = (_as_batch(x, longest) for x in (grad_out, q, k, v, out, *grads))
-        plan_of(q, k, v, impl=resolve_impl(q)).backward(grad_out, q, k, v, out, lse, grads=tuple(grads))
+        grad_out, q, k, v, out, *grads = (
+            _as_batch(x, longest) for x in (grad_out, q, k, v, out, *grads)
+        )
+        plan_of(q, k, v, impl=resolve_impl(q)).backward(
+            grad_out, q, k, v, out, lse, grads=tuple(grads)
+        )
     else:
         plan = plan_of(q, k, v, cu_seqlens, cu_seqlens)
         plan.backward(grad_out, q, k, v, out, lse, cu_seqlens, cu_seqlens, grads=grads)
@@ -93,12 +108,13 @@ def _(_grad_out, qkv, _out, _lse, cu_seqlens, *_, **__):
 
 
 def flash_attention_qkv(qkv: Tensor, cu_seqlens: Tensor, longest: int | None = None) -> Tensor:
-    """Returns attention within each sequence, (M, H, D), of a projection to queries, keys and values.
+    """Returns attention within each sequence, (M, H, D), of a projection to queries, keys and
+    values.
 
     Args:
         qkv: (M, 3, H, D), dense; fp32, bf16, fp16 or fp64; under autocast it is cast.
-        cu_seqlens, longest: as `flash_attention` takes cu_seqlens_q and max_seqlen_q. A longest that is the mean says
-            that all sequences are as long.
+        cu_seqlens, longest: as `flash_attention` takes cu_seqlens_q and max_seqlen_q. A longest
+            that is the mean says that all sequences are as long.
 
     Raises:
         ValueError, TypeError: as `flash_attention` does; a projection of another shape.

@@ -1,7 +1,8 @@
 """Split-K: splitting a long loop among several programs, and combining their results.
 
-A program of attention loops over the keys of its queries (or the queries of its keys). Where programs are few, most
-multiprocessors are idle: each loop is then split, every split is written in fp32, and a second kernel combines them.
+A program of attention loops over the keys of its queries (or the queries of its keys). Where
+programs are few, most multiprocessors are idle: each loop is then split, every split is written in
+fp32, and a second kernel combines them.
 
     O = Σ_s exp(L_s − L) O_s    L = log Σ_s exp L_s        outputs
     ∂ = Σ_s ∂_s                                            gradients
@@ -22,29 +23,36 @@ from labkit.kernels.launch import Launch
 TILES_OF_A_SPLIT = {2: 2, 4: 1}
 MOST_SPLITS = 32
 
-# What splitting costs, in the time of one tile (on an H200 1.4 us in 16 bits, several times that in fp32):
-# the begin and end of a program; by bytes of an element, the second kernel, which takes the host longer to launch than
-# the device to run; its KiB; and a tile of a causal split, in which every tile is masked.
+# What splitting costs, in the time of one tile (on an H200 1.4 us in 16 bits, several times that in
+# fp32): the begin and end of a program; by bytes of an element, the second kernel, which takes the
+# host longer to launch than the device to run; its KiB; and a tile of a causal split, in which
+# every tile is masked.
 COST_OF_A_PROGRAM = 4.0
 COST_OF_COMBINING = {2: 6.5, 4: 2.5}
 COST_OF_A_KIB = {2: 0.0004, 4: 0.0001}
 COST_OF_A_MASKED_TILE = {2: 1.1, 4: 1.0}
 
-# What a program puts together, four elements to a thread, twice that where programs would be many, and of how many
-# splits it loads at once.
+# What a program puts together, four elements to a thread, twice that where programs would be many,
+# and of how many splits it loads at once.
 COMBINED_ELEMENTS = 512
 MANY_PROGRAMS = 1024
 SPLITS_AT_ONCE = 4
 
 
 def num_splits_of(
-    num_work_tiles: int, num_tiles: int, programs: int, causal: bool, *, part_kib: float, itemsize: int = 2
+    num_work_tiles: int,
+    num_tiles: int,
+    programs: int,
+    causal: bool,
+    *,
+    part_kib: float,
+    itemsize: int = 2,
 ) -> int:
     """Returns among how many programs every loop is split; no split of the longest one is empty.
 
-    The least time by a count of tiles: causal splits are of all lengths, begin with the longest, and end with it or
-    when all are given out; full ones run in equal waves. It is as good as `programs`: where that was right the number
-    chosen was within 10 % of the fastest on an H200.
+    The least time by a count of tiles: causal splits are of all lengths, begin with the longest,
+    and end with it or when all are given out; full ones run in equal waves. It is as good as
+    `programs`: where that was right the number chosen was within 10 % of the fastest on an H200.
 
     Args:
         num_work_tiles: tiles of queries (or of keys), of all heads and batches.
@@ -63,7 +71,10 @@ def num_splits_of(
             time = max(longest, num_work_tiles * num_splits * mean / programs)
         else:
             time = -(-num_work_tiles * num_splits // programs) * longest
-        combining = COST_OF_COMBINING[itemsize] + COST_OF_A_KIB[itemsize] * part_kib * num_work_tiles * num_splits
+        combining = (
+            COST_OF_COMBINING[itemsize]
+            + COST_OF_A_KIB[itemsize] * part_kib * num_work_tiles * num_splits
+        )
         return time + (combining if num_splits > 1 else 0.0)
 
     most = max(1, min(num_tiles // TILES_OF_A_SPLIT[itemsize], MOST_SPLITS))
@@ -73,12 +84,27 @@ def num_splits_of(
 
 @triton.jit(do_not_specialize=["num_rows", "length", "num_heads", "num_splits"])
 def attention_combine_kernel(
-    parts_ptr, parts_lse_ptr, out_ptr, lse_ptr, stride_ob, stride_oh, stride_os, stride_od,
-    num_rows, length, num_heads, num_splits,
-    HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """BLOCK rows of a result from those of all splits: their sum or, with log-sum-exps, weighted by their parts
-    of Σ exp S. The next splits load while one is added."""
+    parts_ptr,
+    parts_lse_ptr,
+    out_ptr,
+    lse_ptr,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    stride_od,
+    num_rows,
+    length,
+    num_heads,
+    num_splits,
+    HEAD_DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """BLOCK rows of a result from those of all splits: their sum or, with log-sum-exps, weighted by
+    their parts of Σ exp S. The next splits load while one is added.
+    """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     cols = tl.arange(0, PADDED)
     valid = rows < num_rows
@@ -108,7 +134,11 @@ def attention_combine_kernel(
     if parts_lse_ptr is not None:
         divisor = tl.where(total == 0.0, 1.0, total)
         out = out / divisor[:, None]
-        tl.store(lse_ptr + rows, tl.where(total == 0.0, float("-inf"), maximum + tl.log(divisor)), mask=valid)
+        tl.store(
+            lse_ptr + rows,
+            tl.where(total == 0.0, float("-inf"), maximum + tl.log(divisor)),
+            mask=valid,
+        )
     head = rows // length
     at = (head // num_heads).to(tl.int64) * stride_ob + (head % num_heads).to(tl.int64) * stride_oh
     at += (rows % length).to(tl.int64) * stride_os
@@ -118,18 +148,51 @@ def attention_combine_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "num_query_rows", "num_key_rows", "num_queries", "num_keys", "num_heads", "num_key_heads", "num_query_splits",
+        "num_query_rows",
+        "num_key_rows",
+        "num_queries",
+        "num_keys",
+        "num_heads",
+        "num_key_heads",
+        "num_query_splits",
         "num_key_splits",
     ]
-)  # fmt: skip
+)
 def attention_combine_gradients_kernel(
-    grad_q_parts_ptr, grad_k_parts_ptr, grad_v_parts_ptr, grad_q_ptr, grad_k_ptr, grad_v_ptr,
-    stride_qb, stride_qh, stride_qs, stride_qd, stride_kb, stride_kh, stride_ks, stride_kd,
-    stride_vb, stride_vh, stride_vs, stride_vd,
-    num_query_rows, num_key_rows, num_queries, num_keys, num_heads, num_key_heads, num_query_splits, num_key_splits,
-    HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """BLOCK rows of the gradient of q, k or v, the second dimension of the grid is which: the sum of all splits.
+    grad_q_parts_ptr,
+    grad_k_parts_ptr,
+    grad_v_parts_ptr,
+    grad_q_ptr,
+    grad_k_ptr,
+    grad_v_ptr,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    stride_qd,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    stride_kd,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    stride_vd,
+    num_query_rows,
+    num_key_rows,
+    num_queries,
+    num_keys,
+    num_heads,
+    num_key_heads,
+    num_query_splits,
+    num_key_splits,
+    HEAD_DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """BLOCK rows of the gradient of q, k or v, the second dimension of the grid is which: the sum
+    of all splits.
 
     Without parts a gradient is whole.
     """
@@ -137,29 +200,78 @@ def attention_combine_gradients_kernel(
     if which == 0:
         if grad_q_parts_ptr is not None:
             attention_combine_kernel(
-                grad_q_parts_ptr, None, grad_q_ptr, None, stride_qb, stride_qh, stride_qs, stride_qd,
-                num_query_rows, num_queries, num_heads, num_query_splits, HEAD_DIM, PADDED, ROW, BLOCK, STAGES,
-            )  # fmt: skip
+                grad_q_parts_ptr,
+                None,
+                grad_q_ptr,
+                None,
+                stride_qb,
+                stride_qh,
+                stride_qs,
+                stride_qd,
+                num_query_rows,
+                num_queries,
+                num_heads,
+                num_query_splits,
+                HEAD_DIM,
+                PADDED,
+                ROW,
+                BLOCK,
+                STAGES,
+            )
     elif which == 1:
         if grad_k_parts_ptr is not None:
             attention_combine_kernel(
-                grad_k_parts_ptr, None, grad_k_ptr, None, stride_kb, stride_kh, stride_ks, stride_kd,
-                num_key_rows, num_keys, num_key_heads, num_key_splits, HEAD_DIM, PADDED, ROW, BLOCK, STAGES,
-            )  # fmt: skip
+                grad_k_parts_ptr,
+                None,
+                grad_k_ptr,
+                None,
+                stride_kb,
+                stride_kh,
+                stride_ks,
+                stride_kd,
+                num_key_rows,
+                num_keys,
+                num_key_heads,
+                num_key_splits,
+                HEAD_DIM,
+                PADDED,
+                ROW,
+                BLOCK,
+                STAGES,
+            )
     elif grad_v_parts_ptr is not None:
         attention_combine_kernel(
-            grad_v_parts_ptr, None, grad_v_ptr, None, stride_vb, stride_vh, stride_vs, stride_vd,
-            num_key_rows, num_keys, num_key_heads, num_key_splits, HEAD_DIM, PADDED, ROW, BLOCK, STAGES,
-        )  # fmt: skip
+            grad_v_parts_ptr,
+            None,
+            grad_v_ptr,
+            None,
+            stride_vb,
+            stride_vh,
+            stride_vs,
+            stride_vd,
+            num_key_rows,
+            num_keys,
+            num_key_heads,
+            num_key_splits,
+            HEAD_DIM,
+            PADDED,
+            ROW,
+            BLOCK,
+            STAGES,
+        )
 
 
 def row_elements(head_dim: int) -> int:
-    """Returns how many elements lie between rows of parts: whole tiles of 16 columns are written."""
+    """Returns how many elements lie between rows of parts: whole tiles of 16 columns are
+    written.
+    """
     return -(-head_dim // 16) * 16
 
 
 def empty_parts(num_splits: int, x_BHSD: Tensor) -> Tensor:
-    """Returns room for what every split finds: fp32 (splits, B, H, S, D), a row in `row_elements` of memory."""
+    """Returns room for what every split finds: fp32 (splits, B, H, S, D), a row in `row_elements`
+    of memory.
+    """
     *shape, head_dim = x_BHSD.shape
     row = row_elements(head_dim)
     parts = torch.empty((num_splits, *shape, row), dtype=torch.float32, device=x_BHSD.device)
@@ -184,10 +296,13 @@ def _flags(head_dim: int, num_rows: int) -> dict[str, int]:
     }
 
 
-def output_launch(shape: tuple[int, ...], strides: tuple[int, ...], num_splits: int) -> Launch | None:
+def output_launch(
+    shape: tuple[int, ...], strides: tuple[int, ...], num_splits: int
+) -> Launch | None:
     """Returns what writes the output and the log-sum-exp of all splits, None of one split.
 
-    It is called with what each split found, as `empty_parts` and `empty_lse` have room for, and the two results.
+    It is called with what each split found, as `empty_parts` and `empty_lse` have room for, and the
+    two results.
 
     Args:
         shape, strides: of the output, (B, H, S, D).
@@ -198,15 +313,21 @@ def output_launch(shape: tuple[int, ...], strides: tuple[int, ...], num_splits: 
     num_rows = batch * num_heads * length
     flags = _flags(head_dim, num_rows)
     numbers = (*strides, num_rows, length, num_heads, num_splits)
-    return Launch(attention_combine_kernel, (triton.cdiv(num_rows, flags["BLOCK"]),), flags, numbers)
+    return Launch(
+        attention_combine_kernel, (triton.cdiv(num_rows, flags["BLOCK"]),), flags, numbers
+    )
 
 
 def gradients_launch(
-    shapes: tuple[tuple[int, ...], ...], strides: tuple[tuple[int, ...], ...], num_splits: tuple[int, int]
+    shapes: tuple[tuple[int, ...], ...],
+    strides: tuple[tuple[int, ...], ...],
+    num_splits: tuple[int, int],
 ) -> Launch | None:
-    """Returns what writes the gradients of q, k and v from those of all splits, None where all are whole.
+    """Returns what writes the gradients of q, k and v from those of all splits, None where all are
+    whole.
 
-    It is called with the parts of each, as `empty_parts` has room for, or None where they are whole, and the gradients.
+    It is called with the parts of each, as `empty_parts` has room for, or None where they are
+    whole, and the gradients.
 
     Args:
         shapes, strides: of the gradients, (B, H, S, D).
@@ -216,7 +337,20 @@ def gradients_launch(
         return None
     (batch, num_heads, num_queries, head_dim), (_, num_key_heads, num_keys, _), _ = shapes
     num_rows = (batch * num_heads * num_queries, batch * num_key_heads * num_keys)
-    numbers = (*sum(strides, ()), *num_rows, num_queries, num_keys, num_heads, num_key_heads, *num_splits)
+    numbers = (
+        *sum(strides, ()),
+        *num_rows,
+        num_queries,
+        num_keys,
+        num_heads,
+        num_key_heads,
+        *num_splits,
+    )
     longest = max(rows for rows, splits in zip(num_rows, num_splits, strict=True) if splits > 1)
     flags = _flags(head_dim, longest)
-    return Launch(attention_combine_gradients_kernel, (triton.cdiv(longest, flags["BLOCK"]), 3), flags, numbers)
+    return Launch(
+        attention_combine_gradients_kernel,
+        (triton.cdiv(longest, flags["BLOCK"]), 3),
+        flags,
+        numbers,
+    )

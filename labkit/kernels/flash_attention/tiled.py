@@ -8,9 +8,11 @@ Forward, for a tile of queries, over the tiles of keys, with running maximum m, 
 
 Backward, from L, with D = rowsum(∂O ∘ O), the tiles of P recomputed and never stored:
 
-    P = exp(S − L)    ∂V += Pᵀ ∂O    ∂P = ∂O Vᵀ    ∂S = P ∘ (∂P − D)    ∂Q += scale · ∂S K    ∂K += scale · ∂Sᵀ Q
+    P = exp(S − L)    ∂V += Pᵀ ∂O    ∂P = ∂O Vᵀ
+    ∂S = P ∘ (∂P − D)    ∂Q += scale · ∂S K    ∂K += scale · ∂Sᵀ Q
 
-FLOPs: 4·Q·K·D forward and 10·Q·K·D backward per head, half of it when causal; memory is linear in Q + K.
+FLOPs: 4·Q·K·D forward and 10·Q·K·D backward per head, half of it when causal; memory is linear in Q
++ K.
 
 Shape suffixes: Q queries, K keys, D head dimension, H heads; leading dimensions are written `...`.
 
@@ -24,7 +26,8 @@ from torch import Tensor
 
 from labkit.kernels.fused import first_order, outside_autocast
 
-# Long enough that a matrix product is most of a tile's work on a CPU, short enough that a tile stays in its cache.
+# Long enough that a matrix product is most of a tile's work on a CPU, short enough that a tile
+# stays in its cache.
 TILE_Q = 128
 TILE_K = 128
 
@@ -41,10 +44,15 @@ def _tile_pairs(num_queries: int, num_keys: int, left: int, right: int, tile_q: 
         k_first = 0 if left < 0 else max(0, q_begin + diagonal - left)
         k_end = num_keys if right < 0 else min(num_keys, q_end + diagonal + right)
         starts = range(k_first // tile_k * tile_k, max(k_end, 0), tile_k)
-        yield slice(q_begin, q_end), [slice(begin, min(begin + tile_k, num_keys)) for begin in starts]
+        yield (
+            slice(q_begin, q_end),
+            [slice(begin, min(begin + tile_k, num_keys)) for begin in starts],
+        )
 
 
-def _mask(scores_QK: Tensor, queries: slice, keys: slice, diagonal: int, left: int, right: int) -> Tensor:
+def _mask(
+    scores_QK: Tensor, queries: slice, keys: slice, diagonal: int, left: int, right: int
+) -> Tensor:
     """Returns the tile of scores, −inf where the query does not see the key."""
     if left < 0 and right < 0:
         return scores_QK
@@ -59,7 +67,9 @@ def _mask(scores_QK: Tensor, queries: slice, keys: slice, diagonal: int, left: i
 
 
 def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """Views q as (B, H_k, G, Q, D) and k, v as (B, H_k, 1, K, D) where the keys have fewer heads."""
+    """Views q as (B, H_k, G, Q, D) and k, v as (B, H_k, 1, K, D) where the keys have fewer
+    heads.
+    """
     if q.dim() < 4 or q.shape[-3] == k.shape[-3]:
         return q, k, v, False
     return q.unflatten(-3, (k.shape[-3], -1)), k.unsqueeze(-3), v.unsqueeze(-3), True
@@ -67,15 +77,24 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, b
 
 @outside_autocast
 def tiled_attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, left: int, right: int, tile_q: int = TILE_Q, tile_k: int = TILE_K
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    left: int,
+    right: int,
+    tile_q: int = TILE_Q,
+    tile_k: int = TILE_K,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the output, (..., Q, D) in q's dtype, and the log-sum-exp, (..., Q) in fp32 (fp64 for fp64).
+    """Returns the output, (..., Q, D) in q's dtype, and the log-sum-exp, (..., Q) in fp32 (fp64 for
+    fp64).
 
     Args:
         q, k, v: (..., length, D); with four dimensions k and v may have fewer heads than q.
         scale: of the scores.
-        left, right: how many keys each query sees before and after its own on the diagonal, which is aligned to
-            the bottom right; −1 is without limit.
+        left, right: how many keys each query sees before and after its own on the diagonal, which
+            is aligned to the bottom right; −1 is without limit.
         tile_q, tile_k: rows and columns of a tile.
     """
     out, lse_shape = torch.empty_like(q), q.shape[:-1]
@@ -100,7 +119,9 @@ def tiled_attention_forward(
             acc_QD = rescale_Q[..., None] * acc_QD + p_QK @ v[..., keys, :].to(dtype)
             maximum_Q = new_maximum_Q
         # A row without any key: zeros, and log 0 = −inf.
-        out_view[..., queries, :] = (acc_QD / sum_Q.masked_fill(sum_Q == 0, 1)[..., None]).to(q.dtype)
+        out_view[..., queries, :] = (acc_QD / sum_Q.masked_fill(sum_Q == 0, 1)[..., None]).to(
+            q.dtype
+        )
         lse[..., queries] = maximum_Q + torch.log(sum_Q)
     return out, lse.reshape(lse_shape)
 
@@ -120,7 +141,9 @@ def tiled_attention_backward(
     tile_q: int = TILE_Q,
     tile_k: int = TILE_K,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of q, k and v, in their shapes and dtypes; arguments as in `tiled_attention_forward`."""
+    """Returns the gradients of q, k and v, in their shapes and dtypes; arguments as in
+    `tiled_attention_forward`.
+    """
     q_shape, dtype = q.shape, _accumulation_dtype(q.dtype)
     delta = (grad_out.to(dtype) * out.to(dtype)).sum(dim=-1)
     q, k, v, grouped = _grouped(q, k, v)
@@ -157,20 +180,31 @@ def tiled_attention_backward(
 class TiledFlashAttention(torch.autograd.Function):
     """Tiled attention, `apply(q, k, v, is_causal=False)`, scale 1/√D; memory linear in the lengths.
 
-    q is (batch, n_queries, d) or (batch, heads, n_queries, d), k and v likewise with n_keys. Saved for backward: q, k,
-    v, the output, and one tensor of shape (batch[, heads], n_queries), the log-sum-exp in natural units.
+    q is (batch, n_queries, d) or (batch, heads, n_queries, d), k and v likewise with n_keys. Saved
+    for backward: q, k, v, the output, and one tensor of shape (batch[, heads], n_queries), the
+    log-sum-exp in natural units.
 
     Error budget: outputs 2×, gradients 3× those of eager attention in the same dtype, against fp64.
     """
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        if q.dim() not in (3, 4) or k.shape != v.shape or q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
+        if (
+            q.dim() not in (3, 4)
+            or k.shape != v.shape
+            or q.shape[:-2] != k.shape[:-2]
+            or q.shape[-1] != k.shape[-1]
+        ):
             raise ValueError(
-                "q must be (batch, n_queries, d) or (batch, heads, n_queries, d), and k and v the same with n_keys; "
+                "q must be (batch, n_queries, d) or (batch, heads, n_queries, d), and k and v the "
+                "same with n_keys; "
                 f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
             )
-        ctx.mask = {"scale": 1 / math.sqrt(q.shape[-1]), "left": -1, "right": 0 if is_causal else -1}
+        ctx.mask = {
+            "scale": 1 / math.sqrt(q.shape[-1]),
+            "left": -1,
+            "right": 0 if is_causal else -1,
+        }
         out, lse = tiled_attention_forward(q, k, v, **ctx.mask)
         ctx.save_for_backward(q, k, v, out, lse)
         return out

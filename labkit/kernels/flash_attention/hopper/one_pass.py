@@ -1,40 +1,49 @@
-"""Attention backward on Hopper in Gluon in one pass over the tiles: five products each, the parts of ∂Q added up.
+"""Attention backward on Hopper in Gluon in one pass over the tiles: five products each, the parts
+of ∂Q added up.
 
     P = exp2(scale · log2(e) · Q Kᵀ − L)    ∂V = Pᵀ ∂O    ∂S = P ∘ (∂O Vᵀ − D)
     ∂Q = scale · ∂S K    ∂K = scale · ∂Sᵀ Q
 
-Shapes: (batch, heads, length, D), D 64 or 128, bf16 or fp16, as many key heads as query heads, causal (aligned to the
-bottom right) or not. L in base 2 and D come padded from the Triton kernels of `flash_attention`.
+Shapes: (batch, heads, length, D), D 64 or 128, bf16 or fp16, as many key heads as query heads,
+causal (aligned to the bottom right) or not. L in base 2 and D come padded from the Triton kernels
+of `flash_attention`.
 
-Ideal cost per head: 10·Q·K·D FLOPs (halved when causal), and that is what it executes. The two kernels of
-two_passes.py compute S and ∂P twice, 14·Q·K·D. The accumulator of ∂Q is fp32, 4·Q·D bytes of memory a head more,
-converted afterwards.
+Ideal cost per head: 10·Q·K·D FLOPs (halved when causal), and that is what it executes. The two
+kernels of two_passes.py compute S and ∂P twice, 14·Q·K·D. The accumulator of ∂Q is fp32, 4·Q·D
+bytes of memory a head more, converted afterwards.
 
-The programs of a head, one for 128 keys, add their parts of a tile of ∂Q in order, the first keys' program first, and
-so with equal bits every time. They follow one another then, each a tile behind the one before it, which it sees by a
-semaphore in global memory, the count of tiles added: they wait where they start together or end together.
-`ordering_pays` says where they would wait longer than the two kernels take.
+The programs of a head, one for 128 keys, add their parts of a tile of ∂Q in order, the first keys'
+program first, and so with equal bits every time. They follow one another then, each a tile behind
+the one before it, which it sees by a semaphore in global memory, the count of tiles added: they
+wait where they start together or end together. `ordering_pays` says where they would wait longer
+than the two kernels take.
 
-Persistent programs take work tiles, 128 keys of one head each, from a counter, and load the next one while the last
-ends. A work tile only ever waits for one of a smaller number, which some program has begun: there is no deadlock.
+Persistent programs take work tiles, 128 keys of one head each, from a counter, and load the next
+one while the last ends. A work tile only ever waits for one of a smaller number, which some program
+has begun: there is no deadlock.
 
-How a program is laid out: a producer warp loads by TMA, two consumer warpgroups of 64 keys each multiply, and two
-writer warps add their tiles of ∂Q to the accumulator in global memory by TMA, each every other tile: in order, one
-tile's time is too short for a warp to await its turn, add, and await that what it added is there.
-Sᵀ and ∂Pᵀ are computed directly, so that Pᵀ is a register operand of the product into ∂V; ∂Sᵀ goes through shared
-memory, from which both warpgroups compute their part of ∂S K for all 128 keys.
+How a program is laid out: a producer warp loads by TMA, two consumer warpgroups of 64 keys each
+multiply, and two writer warps add their tiles of ∂Q to the accumulator in global memory by TMA,
+each every other tile: in order, one tile's time is too short for a warp to await its turn, add, and
+await that what it added is there. Sᵀ and ∂Pᵀ are computed directly, so that Pᵀ is a register
+operand of the product into ∂V; ∂Sᵀ goes through shared memory, from which both warpgroups compute
+their part of ∂S K for all 128 keys.
 
 A consumer's iteration i, with the products that are in flight while it computes:
 
-    issue S(i), ∂P(i), ∂K(i − 1)  |  P = exp2(S)  under ∂P, ∂K;  ∂S = P ∘ (∂P − D), to shared memory  under ∂K
+    issue S(i), ∂P(i), ∂K(i − 1)
+    P = exp2(S)  under ∂P, ∂K
+    ∂S = P ∘ (∂P − D), to shared memory,  under ∂K
     issue ∂Q(i − 1), ∂V(i)        |  ∂Q(i − 1) to shared memory  under ∂V
 
-∂K and ∂Q lag by a tile: the other warpgroup's ∂S is there before it is needed, and ∂K takes its ∂S from shared memory
-too, for in registers over the loop's back edge ptxas would serialise all products (C7512), and spill.
+∂K and ∂Q lag by a tile: the other warpgroup's ∂S is there before it is needed, and ∂K takes its ∂S
+from shared memory too, for in registers over the loop's back edge ptxas would serialise all
+products (C7512), and spill.
 
-Every program starts at the last query tile, and the programs of several heads take turns: those that run at once then
-add to many different tiles. The more heads, the shorter the programs of a head wait for one another, and the fewer
-read the same tiles from the cache while they are there. When causal, the longest programs come first.
+Every program starts at the last query tile, and the programs of several heads take turns: those
+that run at once then add to many different tiles. The more heads, the shorter the programs of a
+head wait for one another, and the fewer read the same tiles from the cache while they are there.
+When causal, the longest programs come first.
 
 Sources: Dao 2023, "FlashAttention-2"; Shah et al. 2024, "FlashAttention-3".
 """
@@ -75,10 +84,14 @@ from labkit.kernels.flash_attention.shapes import Layout
 from labkit.kernels.launch import Launch, num_multiprocessors
 
 # Releases of Triton before 3.8 have these operations under other names.
-reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+reinterpret = (
+    getattr(gl.shared_memory_descriptor, "reinterpret", None)
+    or gl.shared_memory_descriptor._reinterpret
+)
 async_add = getattr(tma, "async_atomic_add", None)
 if async_add is None:
-    # Nor is there a function for this one, only the operation; a release without that fails here, on import.
+    # Nor is there a function for this one, only the operation; a release without that fails here,
+    # on import.
     from triton._C.libtriton import gluon_ir, ir
     from triton.experimental.gluon.language._core import builtin
 
@@ -95,35 +108,48 @@ if async_add is None:
 BLOCK_K = gl.constexpr(2 * ROWS)  # keys of a program
 WRITERS = gl.constexpr(2)  # warps that add to ∂Q
 
-# Queries of a tile, and how many tiles of Q and of ∂O are in flight. Bounds: 240 registers a thread of a
-# consumer (scores and ∂P of 64 keys × BLOCK_Q, two accumulators of 64 rows · D, one tile of ∂Q); 227 KiB of shared
-# memory, of which K and V take 512·D bytes, a query tile 2·BLOCK_Q·D bytes per tensor, and ∂S and ∂Q 32 KiB or more.
+# Queries of a tile, and how many tiles of Q and of ∂O are in flight. Bounds: 240 registers a thread
+# of a consumer (scores and ∂P of 64 keys × BLOCK_Q, two accumulators of 64 rows · D, one tile of
+# ∂Q); 227 KiB of shared memory, of which K and V take 512·D bytes, a query tile 2·BLOCK_Q·D bytes
+# per tensor, and ∂S and ∂Q 32 KiB or more.
 SINGLE = {
     64: {"BLOCK_Q": 128, "STAGES": 3, "STAGES_GRAD_OUT": 2},
     128: {"BLOCK_Q": 64, "STAGES": 3, "STAGES_GRAD_OUT": 2},
 }
-# Heads whose programs take turns, at most and causal always, for at the end of a head loops are short; and how much of
-# its time a multiprocessor may wait where loops are equally long and fewer heads are enough.
+# Heads whose programs take turns, at most and causal always, for at the end of a head loops are
+# short; and how much of its time a multiprocessor may wait where loops are equally long and fewer
+# heads are enough.
 HEADS_IN_FLIGHT = {64: 64, 128: 32}
 WAITING = 0.02
 MOST_WAITING = {64: 0.16, 128: 0.3}  # see `ordering_pays`
 
-# Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them anew.
+# Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them
+# anew.
 LENGTHS = (
-    "num_heads", "num_heads_total", "num_queries", "num_keys", "padded_queries", "num_tiles", "heads_in_flight",
+    "num_heads",
+    "num_heads_total",
+    "num_queries",
+    "num_keys",
+    "padded_queries",
+    "num_tiles",
+    "heads_in_flight",
     "num_work_tiles",
-)  # fmt: skip
+)
 
 
 @gluon.jit
 def _decode_tile(index, num_heads_total, num_keys, heads_in_flight):
-    """A work tile's head, counted over the batch, and its tile of keys; `heads_in_flight` heads take turns."""
+    """A work tile's head, counted over the batch, and its tile of keys; `heads_in_flight` heads
+    take turns.
+    """
     return decode_tile(index, (num_keys + BLOCK_K - 1) // BLOCK_K, num_heads_total, heads_in_flight)
 
 
 @gluon.jit
 def _query_tiles(key_tile, num_queries, num_keys, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr):
-    """The last query tile, where the loop of a key tile starts, and the length of the loop, at least 1."""
+    """The last query tile, where the loop of a key tile starts, and the length of the loop, at
+    least 1.
+    """
     last = (num_queries + BLOCK_Q - 1) // BLOCK_Q - 1
     low = key_tile * 0
     if CAUSAL:
@@ -133,11 +159,42 @@ def _query_tiles(key_tile, num_queries, num_keys, BLOCK_Q: gl.constexpr, CAUSAL:
 
 @gluon.jit
 def _producer(
-    q_desc, grad_out_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, k_full,
-    v_full, k_empty, v_empty, q_full, q_empty, grad_out_full, grad_out_empty, work_s, work_full, work_empty,
-    tile_counter_ptr, num_heads, num_heads_total, num_queries, num_keys, padded_queries, heads_in_flight,
-    num_work_tiles, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, STAGES_GRAD_OUT: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
+    q_desc,
+    grad_out_desc,
+    k_desc,
+    v_desc,
+    lse_desc,
+    delta_desc,
+    q_s,
+    grad_out_s,
+    k_s,
+    v_s,
+    lse_s,
+    delta_s,
+    k_full,
+    v_full,
+    k_empty,
+    v_empty,
+    q_full,
+    q_empty,
+    grad_out_full,
+    grad_out_empty,
+    work_s,
+    work_full,
+    work_empty,
+    tile_counter_ptr,
+    num_heads,
+    num_heads_total,
+    num_queries,
+    num_keys,
+    padded_queries,
+    heads_in_flight,
+    num_work_tiles,
+    BLOCK_Q: gl.constexpr,
+    STAGES: gl.constexpr,
+    STAGES_GRAD_OUT: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):
     # From a counter, so that whoever waits for a work tile waits for a program that runs.
     index = gl.atomic_add(tile_counter_ptr, 1)
     hand_number(index, 0, work_s, work_full)
@@ -161,18 +218,28 @@ def _producer(
                 mbarrier.wait(k_empty, free)
                 mbarrier.expect(k_full, 2 * k_desc.block_type.nbytes)
                 for c in gl.static_range(2):
-                    async_load(k_desc, [batch, head, key_tile * BLOCK_K + c * 64, 0], k_full, k_s.index(c))
+                    async_load(
+                        k_desc, [batch, head, key_tile * BLOCK_K + c * 64, 0], k_full, k_s.index(c)
+                    )
                 mbarrier.wait(v_empty, free)
                 mbarrier.expect(v_full, 2 * v_desc.block_type.nbytes)
                 for c in gl.static_range(2):
-                    async_load(v_desc, [batch, head, key_tile * BLOCK_K + c * 64, 0], v_full, v_s.index(c))
+                    async_load(
+                        v_desc, [batch, head, key_tile * BLOCK_K + c * 64, 0], v_full, v_s.index(c)
+                    )
             b = j % STAGES_GRAD_OUT
             mbarrier.wait(grad_out_empty.index(b), ((j // STAGES_GRAD_OUT) & 1) ^ 1)
-            mbarrier.expect(grad_out_full.index(b), grad_out_desc.block_type.nbytes + delta_desc.block_type.nbytes)
-            async_load(grad_out_desc, [batch, head, row, 0], grad_out_full.index(b), grad_out_s.index(b))
+            mbarrier.expect(
+                grad_out_full.index(b),
+                grad_out_desc.block_type.nbytes + delta_desc.block_type.nbytes,
+            )
+            async_load(
+                grad_out_desc, [batch, head, row, 0], grad_out_full.index(b), grad_out_s.index(b)
+            )
             async_load(delta_desc, [statistics + row], grad_out_full.index(b), delta_s.index(b))
             j += 1
-        # Taken while the last tiles are computed: sooner, another program would wait for one that has not begun.
+        # Taken while the last tiles are computed: sooner, another program would wait for one that
+        # has not begun.
         index = gl.atomic_add(tile_counter_ptr, 1)
         turn += 1
         mbarrier.wait(work_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
@@ -181,7 +248,9 @@ def _producer(
 
 @gluon.jit
 def _await_more_than(count, dq_semaphore_ptr):
-    """Returns how many tiles the program has added once they are more than `count`; what it added is then there."""
+    """Returns how many tiles the program has added once they are more than `count`; what it added
+    is then there.
+    """
     return gl.inline_asm_elementwise(
         """{
         .reg .pred early;
@@ -201,7 +270,9 @@ def _await_more_than(count, dq_semaphore_ptr):
 
 @gluon.jit
 def _publish(count, dq_semaphore_ptr):
-    """Says that `count` tiles have been added, once all that this warp has added is in global memory."""
+    """Says that `count` tiles have been added, once all that this warp has added is in global
+    memory.
+    """
     gl.inline_asm_elementwise(
         """{
         .reg .pred first;
@@ -223,10 +294,23 @@ def _publish(count, dq_semaphore_ptr):
 
 @gluon.jit
 def _writer(
-    W: gl.constexpr, dq_accum_desc, dq_semaphore_ptr, grad_q_s, grad_q_full, grad_q_empty, work_s, work_full,
-    work_empty, num_heads_total, num_queries, num_keys, heads_in_flight, num_work_tiles,
-    BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
+    W: gl.constexpr,
+    dq_accum_desc,
+    dq_semaphore_ptr,
+    grad_q_s,
+    grad_q_full,
+    grad_q_empty,
+    work_s,
+    work_full,
+    work_empty,
+    num_heads_total,
+    num_queries,
+    num_keys,
+    heads_in_flight,
+    num_work_tiles,
+    BLOCK_Q: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):
     index = await_number(0, work_s, work_full)
     turn = 0
     # Query tiles of all work tiles before this one.
@@ -249,7 +333,9 @@ def _writer(
             for c in gl.static_range(2):
                 # The first program writes: what it writes to needs no zeros.
                 if key_tile == 0:
-                    async_store(dq_accum_desc, [parts + (q_tile * 2 + c) * 16, 0], grad_q_s.index(c))
+                    async_store(
+                        dq_accum_desc, [parts + (q_tile * 2 + c) * 16, 0], grad_q_s.index(c)
+                    )
                 else:
                     async_add(dq_accum_desc, [parts + (q_tile * 2 + c) * 16, 0], grad_q_s.index(c))
             tma.store_wait(0)
@@ -262,7 +348,9 @@ def _writer(
 
 
 @gluon.jit
-def _grad_q_product(grad_scores_s, k_s, zero, stage_before, C: gl.constexpr, BLOCK_Q: gl.constexpr, D: gl.constexpr):
+def _grad_q_product(
+    grad_scores_s, k_s, zero, stage_before, C: gl.constexpr, BLOCK_Q: gl.constexpr, D: gl.constexpr
+):
     """∂S K over the 128 keys, for warpgroup C's 64 × 64 part: two products in flight."""
     DTYPE: gl.constexpr = k_s.dtype
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -273,7 +361,9 @@ def _grad_q_product(grad_scores_s, k_s, zero, stage_before, C: gl.constexpr, BLO
     right = reinterpret(k_s, DTYPE, [2 * TILES_D, 64, 64], LAYOUT)
     PART_Q: gl.constexpr = C if BLOCK_Q == 128 else 0
     PART_D: gl.constexpr = 0 if BLOCK_Q == 128 else C
-    GRAD_Q: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    GRAD_Q: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
+    )
     grad_q = gl.zeros([64, 64], gl.float32, layout=GRAD_Q)
     grad_q = warpgroup_mma(
         left.index(stage_before * 2 * TILES_Q + PART_Q).permute((1, 0)),
@@ -292,28 +382,67 @@ def _grad_q_product(grad_scores_s, k_s, zero, stage_before, C: gl.constexpr, BLO
 
 @gluon.jit
 def _in_register_order(x):
-    """The (64, 64) result of a product as (16, 256): a thread's registers in groups of four, one after the other.
+    """The (64, 64) result of a product as (16, 256): a thread's registers in groups of four, one
+    after the other.
 
-    Stored like that they need one address and no swizzle; the order of the dimensions of the first view is warp, upper
-    or lower half, row, column / 8, column pair, column.
+    Stored like that they need one address and no swizzle; the order of the dimensions of the first
+    view is warp, upper or lower half, row, column / 8, column pair, column.
     """
     return x.reshape([4, 2, 8, 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([16, 256])
 
 
 @gluon.jit
 def _consumer(
-    C: gl.constexpr, grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, grad_scores_s, grad_q_s,
-    numbers_s, staged_s, k_full, v_full, k_empty, v_empty, q_full, q_empty, grad_out_full, grad_out_empty,
-    grad_scores_full, grad_q_full, grad_q_empty, staged, passed, work_s, work_full, work_empty,
-    num_heads, num_heads_total, num_queries, num_keys, scale_log2, heads_in_flight, num_work_tiles,
-    BLOCK_Q: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, STAGES_GRAD_OUT: gl.constexpr,
-    CAUSAL: gl.constexpr, EVEN_K: gl.constexpr,
-):  # fmt: skip
+    C: gl.constexpr,
+    grad_k_desc,
+    grad_v_desc,
+    q_s,
+    grad_out_s,
+    k_s,
+    v_s,
+    lse_s,
+    delta_s,
+    grad_scores_s,
+    grad_q_s,
+    numbers_s,
+    staged_s,
+    k_full,
+    v_full,
+    k_empty,
+    v_empty,
+    q_full,
+    q_empty,
+    grad_out_full,
+    grad_out_empty,
+    grad_scores_full,
+    grad_q_full,
+    grad_q_empty,
+    staged,
+    passed,
+    work_s,
+    work_full,
+    work_empty,
+    num_heads,
+    num_heads_total,
+    num_queries,
+    num_keys,
+    scale_log2,
+    heads_in_flight,
+    num_work_tiles,
+    BLOCK_Q: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+    STAGES_GRAD_OUT: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    EVEN_K: gl.constexpr,
+):
     DTYPE: gl.constexpr = grad_k_desc.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_Q, 16]
     )
-    GRAD: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    GRAD: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
+    )
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAD, k_width=2)
     NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
@@ -325,8 +454,8 @@ def _consumer(
         head_total, key_tile = _decode_tile(index, num_heads_total, num_keys, heads_in_flight)
         last_tile, count = _query_tiles(key_tile, num_queries, num_keys, BLOCK_Q, CAUSAL)
         after = base + count
-        # The warpgroup's keys that there are; and the first query that sees its first key, from the query at which the
-        # loop would have been at the very first tile of all.
+        # The warpgroup's keys that there are; and the first query that sees its first key, from the
+        # query at which the loop would have been at the very first tile of all.
         present = num_keys - (key_tile * BLOCK_K + C * 64)
         diagonal = num_queries - present - (last_tile + base) * BLOCK_Q
         grad_k = gl.zeros([64, D], gl.float32, layout=GRAD)
@@ -336,7 +465,8 @@ def _consumer(
         # What the work tile before left in the places of ∂S is out.
         mbarrier.wait(staged, (turn & 1) ^ 1)
         for j in range(base, after):
-            # Always 0, but not for the compiler, which would keep the addresses of K and V in 24 registers.
+            # Always 0, but not for the compiler, which would keep the addresses of K and V in 24
+            # registers.
             zero = (num_queries + j) >> 31
             k = k_s.index(C + zero).reshape([64, D])
             v = v_s.index(C + zero).reshape([64, D])
@@ -348,7 +478,11 @@ def _consumer(
             grad_out = grad_out_s.index(stage_grad_out).reshape([BLOCK_Q, D])
             mbarrier.wait(q_full.index(stage_q), (j // STAGES) & 1)
             scores_mma = warpgroup_mma(
-                k, q.permute((1, 0)), gl.zeros([64, BLOCK_Q], gl.float32, layout=SCORES), use_acc=False, is_async=True
+                k,
+                q.permute((1, 0)),
+                gl.zeros([64, BLOCK_Q], gl.float32, layout=SCORES),
+                use_acc=False,
+                is_async=True,
             )
             mbarrier.wait(grad_out_full.index(stage_grad_out), (j // STAGES_GRAD_OUT) & 1)
             grad_p_mma = warpgroup_mma(
@@ -358,8 +492,8 @@ def _consumer(
                 use_acc=False,
                 is_async=True,
             )
-            # The products of the tile before. For the first they are of anything: the next one into ∂K starts anew,
-            # and ∂Q goes nowhere.
+            # The products of the tile before. For the first they are of anything: the next one into
+            # ∂K starts anew, and ∂Q goes nowhere.
             grad_k_mma = warpgroup_mma(
                 grad_scores_s.index(stage_before * 2 + C),
                 q_s.index(before).reshape([BLOCK_Q, D]),
@@ -370,26 +504,30 @@ def _consumer(
             scores = warpgroup_mma_wait(2, deps=(scores_mma,))
             if CAUSAL:
                 if diagonal + j * BLOCK_Q > -63:
-                    # Passes at once; without it ptxas makes the branch into selects that every tile pays for.
+                    # Passes at once; without it ptxas makes the branch into selects that every tile
+                    # pays for.
                     mbarrier.wait(passed, 1)
-                    # From shared memory: as constants the numbers of rows and columns stay in registers through the
-                    # loop.
-                    keys = reinterpret(numbers_s, gl.int32, [64], NUMBERS).load(gl.SliceLayout(1, SCORES)) + (
-                        diagonal + j * BLOCK_Q
-                    )
+                    # From shared memory: as constants the numbers of rows and columns stay in
+                    # registers through the loop.
+                    keys = reinterpret(numbers_s, gl.int32, [64], NUMBERS).load(
+                        gl.SliceLayout(1, SCORES)
+                    ) + (diagonal + j * BLOCK_Q)
                     queries = reinterpret(numbers_s, gl.int32, [BLOCK_Q], NUMBERS).load(QUERIES)
                     scores = gl.where(keys[:, None] <= queries[None, :], scores, float("-inf"))
             elif not EVEN_K:
-                # Keys past the end are zeros, but exp2(0 - lse) may overflow, and inf * 0 would reach ∂Q.
+                # Keys past the end are zeros, but exp2(0 - lse) may overflow, and inf * 0 would
+                # reach ∂Q.
                 if present < 64:
                     mbarrier.wait(passed, 1)
-                    keys = reinterpret(numbers_s, gl.int32, [64], NUMBERS).load(gl.SliceLayout(1, SCORES))
+                    keys = reinterpret(numbers_s, gl.int32, [64], NUMBERS).load(
+                        gl.SliceLayout(1, SCORES)
+                    )
                     scores = gl.where((keys < present)[:, None], scores, float("-inf"))
             lse = lse_s.index(stage_q).load(QUERIES)
             p = gl.exp2(scores * scale_log2 - lse[None, :])
-            # The other warpgroup's ∂S(j − 1) is there, and ∂S(j − 2) has been read; passes at once at the very first.
-            # Here rather than where it is needed: without a branch between them, ptxas moves the wait for ∂P ahead of
-            # the exponentials.
+            # The other warpgroup's ∂S(j − 1) is there, and ∂S(j − 2) has been read; passes at once
+            # at the very first. Here rather than where it is needed: without a branch between them,
+            # ptxas moves the wait for ∂P ahead of the exponentials.
             mbarrier.wait(grad_scores_full, stage_before)
             p_low = gl.convert_layout(p.to(DTYPE), OPERAND)
             grad_p = warpgroup_mma_wait(1, deps=(grad_p_mma,))
@@ -402,7 +540,8 @@ def _consumer(
             grad_k, grad_q = warpgroup_mma_wait(1, deps=(grad_k_mma, grad_q_mma))
             mbarrier.arrive(grad_scores_full, count=1)
             mbarrier.arrive(q_empty.index(before), count=1, pred=j > base)
-            # ∂Q before the last one is out; what goes nowhere waits for the last one of the work tile before.
+            # ∂Q before the last one is out; what goes nowhere waits for the last one of the work
+            # tile before.
             mbarrier.wait(grad_q_empty, (j & 1) ^ (j == base).to(gl.int32))
             grad_q_s.index(C).store(_in_register_order(grad_q))
             fence_async_shared()
@@ -421,12 +560,15 @@ def _consumer(
         mbarrier.wait(grad_scores_full, last & 1)
         grad_q_mma = _grad_q_product(grad_scores_s, k_s, 0, last & 1, C, BLOCK_Q, D)
         # Once more, so that none of these stay in registers through the loop.
-        head_total, key_tile = _decode_tile(handed_number(turn, work_s), num_heads_total, num_keys, heads_in_flight)
+        head_total, key_tile = _decode_tile(
+            handed_number(turn, work_s), num_heads_total, num_keys, heads_in_flight
+        )
         batch = head_total // num_heads
         head = head_total % num_heads
         k1 = key_tile * BLOCK_K + C * 64
-        # ∂S of the tile before the last has been read: its place carries ∂V and ∂K out. At 128 columns it has room for
-        # one of the four, and another place for a second. TMA clips rows past the end.
+        # ∂S of the tile before the last has been read: its place carries ∂V and ∂K out. At 128
+        # columns it has room for one of the four, and another place for a second. TMA clips rows
+        # past the end.
         if D == 64:
             carriers = reinterpret(grad_scores_s, DTYPE, [8, 1, 1, 64, D], grad_v_desc.layout)
             of_grad_v = carriers.index((((last + 1) & 1) * 2 + C) * 2)
@@ -435,9 +577,9 @@ def _consumer(
             if C == 0:
                 of_grad_v = staged_s.index(0)
             else:
-                of_grad_v = reinterpret(grad_scores_s, DTYPE, [2, 1, 1, 64, D], grad_v_desc.layout).index(
-                    (last + 1) & 1
-                )
+                of_grad_v = reinterpret(
+                    grad_scores_s, DTYPE, [2, 1, 1, 64, D], grad_v_desc.layout
+                ).index((last + 1) & 1)
             of_grad_k = of_grad_v
         of_grad_v.reshape([64, D]).store(grad_v.to(DTYPE))
         fence_async_shared()
@@ -465,17 +607,42 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_bwd_single_kernel(
-    q_desc, grad_out_desc, k_desc, v_desc, grad_k_desc, grad_v_desc, lse_desc, delta_desc, dq_accum_desc,
-    dq_semaphore_ptr, tile_counter_ptr, num_heads, num_heads_total, num_queries, num_keys, padded_queries,
-    heads_in_flight, num_work_tiles, scale_log2,
-    BLOCK_Q: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, STAGES_GRAD_OUT: gl.constexpr,
-    CAUSAL: gl.constexpr, EVEN_K: gl.constexpr, REGISTERS: gl.constexpr,
-):  # fmt: skip
-    """∂K and ∂V of 128 keys of one head after another, and their part of ∂Q, added to its accumulator."""
+    q_desc,
+    grad_out_desc,
+    k_desc,
+    v_desc,
+    grad_k_desc,
+    grad_v_desc,
+    lse_desc,
+    delta_desc,
+    dq_accum_desc,
+    dq_semaphore_ptr,
+    tile_counter_ptr,
+    num_heads,
+    num_heads_total,
+    num_queries,
+    num_keys,
+    padded_queries,
+    heads_in_flight,
+    num_work_tiles,
+    scale_log2,
+    BLOCK_Q: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+    STAGES_GRAD_OUT: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    EVEN_K: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    """∂K and ∂V of 128 keys of one head after another, and their part of ∂Q, added to its
+    accumulator.
+    """
     DTYPE: gl.constexpr = q_desc.dtype
     TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     q_s = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, BLOCK_Q, D], q_desc.layout)
-    grad_out_s = gl.allocate_shared_memory(DTYPE, [STAGES_GRAD_OUT, 1, 1, BLOCK_Q, D], grad_out_desc.layout)
+    grad_out_s = gl.allocate_shared_memory(
+        DTYPE, [STAGES_GRAD_OUT, 1, 1, BLOCK_Q, D], grad_out_desc.layout
+    )
     k_s = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, D], k_desc.layout)
     v_s = gl.allocate_shared_memory(DTYPE, [2, 1, 1, 64, D], v_desc.layout)
     grad_scores_s = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_Q], TILE)
@@ -497,14 +664,20 @@ def hopper_bwd_single_kernel(
     # Nobody arrives here: whoever waits for the phase before the first passes.
     passed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     # The work tile after this one, as the producer takes it.
-    work_s = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    work_s = gl.allocate_shared_memory(
+        gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    )
     work_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     work_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     grad_scores_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    grad_out_full = gl.allocate_shared_memory(gl.int64, [STAGES_GRAD_OUT, 1], mbarrier.MBarrierLayout())
-    grad_out_empty = gl.allocate_shared_memory(gl.int64, [STAGES_GRAD_OUT, 1], mbarrier.MBarrierLayout())
+    grad_out_full = gl.allocate_shared_memory(
+        gl.int64, [STAGES_GRAD_OUT, 1], mbarrier.MBarrierLayout()
+    )
+    grad_out_empty = gl.allocate_shared_memory(
+        gl.int64, [STAGES_GRAD_OUT, 1], mbarrier.MBarrierLayout()
+    )
     grad_q_full = gl.allocate_shared_memory(gl.int64, [WRITERS, 1], mbarrier.MBarrierLayout())
     grad_q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(k_full, count=1)
@@ -530,35 +703,201 @@ def hopper_bwd_single_kernel(
     # Written out: a tuple that is first given a name loses its compile-time constants.
     gl.warp_specialize(
         [
-            (_consumer, (0, grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, grad_scores_s,
-             grad_q_s, numbers_s, staged_s, k_full, v_full, k_empty, v_empty, q_full, q_empty, grad_out_full,
-             grad_out_empty, grad_scores_full, grad_q_full, grad_q_empty, staged, passed, work_s, work_full, work_empty,
-             num_heads, num_heads_total, num_queries, num_keys, scale_log2, heads_in_flight, num_work_tiles,
-             BLOCK_Q, D, STAGES, STAGES_GRAD_OUT, CAUSAL, EVEN_K,)),
-            (_consumer, (1, grad_k_desc, grad_v_desc, q_s, grad_out_s, k_s, v_s, lse_s, delta_s, grad_scores_s,
-             grad_q_s, numbers_s, staged_s, k_full, v_full, k_empty, v_empty, q_full, q_empty, grad_out_full,
-             grad_out_empty, grad_scores_full, grad_q_full, grad_q_empty, staged, passed, work_s, work_full, work_empty,
-             num_heads, num_heads_total, num_queries, num_keys, scale_log2, heads_in_flight, num_work_tiles,
-             BLOCK_Q, D, STAGES, STAGES_GRAD_OUT, CAUSAL, EVEN_K,)),
-            (_producer, (q_desc, grad_out_desc, k_desc, v_desc, lse_desc, delta_desc, q_s, grad_out_s, k_s, v_s, lse_s,
-             delta_s, k_full, v_full, k_empty, v_empty, q_full, q_empty, grad_out_full, grad_out_empty, work_s,
-             work_full, work_empty, tile_counter_ptr, num_heads, num_heads_total, num_queries, num_keys, padded_queries,
-             heads_in_flight, num_work_tiles, BLOCK_Q, STAGES, STAGES_GRAD_OUT, CAUSAL,)),
-            (_writer, (0, dq_accum_desc, dq_semaphore_ptr, grad_q_s, grad_q_full, grad_q_empty, work_s, work_full,
-             work_empty, num_heads_total, num_queries, num_keys, heads_in_flight, num_work_tiles, BLOCK_Q, CAUSAL)),
-            (_writer, (1, dq_accum_desc, dq_semaphore_ptr, grad_q_s, grad_q_full, grad_q_empty, work_s, work_full,
-             work_empty, num_heads_total, num_queries, num_keys, heads_in_flight, num_work_tiles, BLOCK_Q, CAUSAL)),
+            (
+                _consumer,
+                (
+                    0,
+                    grad_k_desc,
+                    grad_v_desc,
+                    q_s,
+                    grad_out_s,
+                    k_s,
+                    v_s,
+                    lse_s,
+                    delta_s,
+                    grad_scores_s,
+                    grad_q_s,
+                    numbers_s,
+                    staged_s,
+                    k_full,
+                    v_full,
+                    k_empty,
+                    v_empty,
+                    q_full,
+                    q_empty,
+                    grad_out_full,
+                    grad_out_empty,
+                    grad_scores_full,
+                    grad_q_full,
+                    grad_q_empty,
+                    staged,
+                    passed,
+                    work_s,
+                    work_full,
+                    work_empty,
+                    num_heads,
+                    num_heads_total,
+                    num_queries,
+                    num_keys,
+                    scale_log2,
+                    heads_in_flight,
+                    num_work_tiles,
+                    BLOCK_Q,
+                    D,
+                    STAGES,
+                    STAGES_GRAD_OUT,
+                    CAUSAL,
+                    EVEN_K,
+                ),
+            ),
+            (
+                _consumer,
+                (
+                    1,
+                    grad_k_desc,
+                    grad_v_desc,
+                    q_s,
+                    grad_out_s,
+                    k_s,
+                    v_s,
+                    lse_s,
+                    delta_s,
+                    grad_scores_s,
+                    grad_q_s,
+                    numbers_s,
+                    staged_s,
+                    k_full,
+                    v_full,
+                    k_empty,
+                    v_empty,
+                    q_full,
+                    q_empty,
+                    grad_out_full,
+                    grad_out_empty,
+                    grad_scores_full,
+                    grad_q_full,
+                    grad_q_empty,
+                    staged,
+                    passed,
+                    work_s,
+                    work_full,
+                    work_empty,
+                    num_heads,
+                    num_heads_total,
+                    num_queries,
+                    num_keys,
+                    scale_log2,
+                    heads_in_flight,
+                    num_work_tiles,
+                    BLOCK_Q,
+                    D,
+                    STAGES,
+                    STAGES_GRAD_OUT,
+                    CAUSAL,
+                    EVEN_K,
+                ),
+            ),
+            (
+                _producer,
+                (
+                    q_desc,
+                    grad_out_desc,
+                    k_desc,
+                    v_desc,
+                    lse_desc,
+                    delta_desc,
+                    q_s,
+                    grad_out_s,
+                    k_s,
+                    v_s,
+                    lse_s,
+                    delta_s,
+                    k_full,
+                    v_full,
+                    k_empty,
+                    v_empty,
+                    q_full,
+                    q_empty,
+                    grad_out_full,
+                    grad_out_empty,
+                    work_s,
+                    work_full,
+                    work_empty,
+                    tile_counter_ptr,
+                    num_heads,
+                    num_heads_total,
+                    num_queries,
+                    num_keys,
+                    padded_queries,
+                    heads_in_flight,
+                    num_work_tiles,
+                    BLOCK_Q,
+                    STAGES,
+                    STAGES_GRAD_OUT,
+                    CAUSAL,
+                ),
+            ),
+            (
+                _writer,
+                (
+                    0,
+                    dq_accum_desc,
+                    dq_semaphore_ptr,
+                    grad_q_s,
+                    grad_q_full,
+                    grad_q_empty,
+                    work_s,
+                    work_full,
+                    work_empty,
+                    num_heads_total,
+                    num_queries,
+                    num_keys,
+                    heads_in_flight,
+                    num_work_tiles,
+                    BLOCK_Q,
+                    CAUSAL,
+                ),
+            ),
+            (
+                _writer,
+                (
+                    1,
+                    dq_accum_desc,
+                    dq_semaphore_ptr,
+                    grad_q_s,
+                    grad_q_full,
+                    grad_q_empty,
+                    work_s,
+                    work_full,
+                    work_empty,
+                    num_heads_total,
+                    num_queries,
+                    num_keys,
+                    heads_in_flight,
+                    num_work_tiles,
+                    BLOCK_Q,
+                    CAUSAL,
+                ),
+            ),
         ],
         [4, 1, 1, 1],
         [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    )
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def hopper_bwd_convert_kernel(
-    dq_accum_ptr, grad_q_ptr, stride_b, stride_h, stride_s, num_queries, num_tiles, scale,
-    D: tl.constexpr, BLOCK_Q: tl.constexpr,
-):  # fmt: skip
+    dq_accum_ptr,
+    grad_q_ptr,
+    stride_b,
+    stride_h,
+    stride_s,
+    num_queries,
+    num_tiles,
+    scale,
+    D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+):
     """∂Q = scale · sum of one (64, 64) part, out of the order of `_in_register_order`."""
     part = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -571,24 +910,46 @@ def hopper_bwd_convert_kernel(
     total = tl.load(dq_accum_ptr + (head_total * num_tiles * 2 + part) * 4096 + tl.arange(0, 4096))
     total = tl.reshape(total, (8, 4, 8, 4, 2, 2)).permute((1, 4, 2, 0, 3, 5)).reshape(64, 64)
     rows = first + tl.arange(0, 64)
-    to = grad_q_ptr + batch * stride_b + head * stride_h + rows.to(tl.int64)[:, None] * stride_s + cols
-    tl.store(to, (total * scale).to(grad_q_ptr.dtype.element_ty), mask=(rows < num_queries)[:, None])
+    to = (
+        grad_q_ptr
+        + batch * stride_b
+        + head * stride_h
+        + rows.to(tl.int64)[:, None] * stride_s
+        + cols
+    )
+    tl.store(
+        to, (total * scale).to(grad_q_ptr.dtype.element_ty), mask=(rows < num_queries)[:, None]
+    )
 
 
 def _dq_accum_layout() -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
-def _tiles_each(num_heads_total: int, num_queries: int, num_keys: int, head_dim: int, causal: bool, programs: int):
+def _tiles_each(
+    num_heads_total: int,
+    num_queries: int,
+    num_keys: int,
+    head_dim: int,
+    causal: bool,
+    programs: int,
+):
     """Returns how many tiles a multiprocessor computes, at least one program's."""
     work_tiles = max(1, num_heads_total * -(-num_keys // BLOCK_K.value) / programs)
     return work_tiles * -(-num_queries // SINGLE[head_dim]["BLOCK_Q"]) / (2 if causal else 1)
 
 
 def heads_in_flight(
-    num_heads_total: int, num_queries: int, num_keys: int, head_dim: int, causal: bool, programs: int
+    num_heads_total: int,
+    num_queries: int,
+    num_keys: int,
+    head_dim: int,
+    causal: bool,
+    programs: int,
 ) -> int:
-    """Returns how many heads' programs take turns in one pass; the arguments are those of `ordering_pays`."""
+    """Returns how many heads' programs take turns in one pass; the arguments are those of
+    `ordering_pays`.
+    """
     most = HEADS_IN_FLIGHT[head_dim]
     if not causal:
         tiles = _tiles_each(num_heads_total, num_queries, num_keys, head_dim, causal, programs)
@@ -598,25 +959,35 @@ def heads_in_flight(
 
 
 def ordering_pays(
-    num_heads_total: int, num_queries: int, num_keys: int, head_dim: int, causal: bool, programs: int
+    num_heads_total: int,
+    num_queries: int,
+    num_keys: int,
+    head_dim: int,
+    causal: bool,
+    programs: int,
 ) -> bool:
-    """Returns whether one pass is expected to take less time than the two kernels of the other module.
+    """Returns whether one pass is expected to take less time than the two kernels of the other
+    module.
 
-    Counted in tiles: the programs of a head that run at once start one tile after the other, so the last of them waits
-    for as many tiles as they are. Beside all tiles that a multiprocessor computes, that is to be less than what two
-    kernels take longer than one that waits for none. Measured on an H200, full masks: 1.05 to 1.75 of that one's time
-    where 0.07 to 1.0 of the tiles are waited for.
+    Counted in tiles: the programs of a head that run at once start one tile after the other, so the
+    last of them waits for as many tiles as they are. Beside all tiles that a multiprocessor
+    computes, that is to be less than what two kernels take longer than one that waits for none.
+    Measured on an H200, full masks: 1.05 to 1.75 of that one's time where 0.07 to 1.0 of the tiles
+    are waited for.
 
-    Causal, whoever waits longest has the shortest loop, and none waits in the end where all run at once; and the two
-    kernels end on the longest loops of the last head. Of the shapes measured ordering paid in 11 of 11 at D 128 and in
-    12 of 16 at D 64; two of the other four were level, and two were of one and two heads.
+    Causal, whoever waits longest has the shortest loop, and none waits in the end where all run at
+    once; and the two kernels end on the longest loops of the last head. Of the shapes measured
+    ordering paid in 11 of 11 at D 128 and in 12 of 16 at D 64; two of the other four were level,
+    and two were of one and two heads.
 
     Args:
         num_heads_total: of all batches.
         programs: how many run at once.
     """
     key_tiles = -(-num_keys // BLOCK_K.value)
-    if causal and (head_dim == 128 or num_heads_total >= 4 or num_heads_total * key_tiles <= programs):
+    if causal and (
+        head_dim == 128 or num_heads_total >= 4 or num_heads_total * key_tiles <= programs
+    ):
         return True
     shape = (num_heads_total, num_queries, num_keys, head_dim, causal, programs)
     waiting = min(key_tiles, programs / heads_in_flight(*shape))
@@ -624,37 +995,76 @@ def ordering_pays(
 
 
 def plan_backward(
-    q: Layout, k: Layout, v: Layout, grad_out: Layout, grads: tuple[Layout, ...], padded_queries: int,
-    device_index: int, *, scale: float, causal: bool,
-) -> Callable[..., None]:  # fmt: skip
-    """Returns what writes the gradients, as `two_passes.plan_backward` does; q and k have as many heads."""
+    q: Layout,
+    k: Layout,
+    v: Layout,
+    grad_out: Layout,
+    grads: tuple[Layout, ...],
+    padded_queries: int,
+    device_index: int,
+    *,
+    scale: float,
+    causal: bool,
+) -> Callable[..., None]:
+    """Returns what writes the gradients, as `two_passes.plan_backward` does; q and k have as many
+    heads.
+    """
     num_batches, num_heads, num_queries, head_dim = q.shape
     num_keys = k.shape[2]
     num_heads_total = num_batches * num_heads
     tiles = SINGLE[head_dim]
     block_q = tiles["BLOCK_Q"]
     num_tiles = -(-num_queries // block_q)
-    # Two parts of 64 × 64 a tile, each 16 rows of 256. No program adds to a tile whose queries see no key.
-    dq_accum_shape, sees_none = (num_heads_total * num_tiles * 32, 256), causal and num_queries > num_keys
+    # Two parts of 64 × 64 a tile, each 16 rows of 256. No program adds to a tile whose queries see
+    # no key.
+    dq_accum_shape, sees_none = (
+        (num_heads_total * num_tiles * 32, 256),
+        causal and num_queries > num_keys,
+    )
     num_work_tiles = -(-num_keys // BLOCK_K.value) * num_heads_total
     programs = num_multiprocessors(device_index)
     statistics = rows_of(num_heads_total * padded_queries, block_q)
     inner, own = ((q, block_q), (grad_out, block_q)), ((x, ROWS) for x in (k, v, *grads[1:]))
-    described = [*((n, tiles_of(*each)) for n, each in enumerate((*inner, *own))), (6, statistics), (7, statistics)]
-    described.append((8, described_as(dq_accum_shape, (256, 1), torch.float32, (16, 256), _dq_accum_layout())))
+    described = [
+        *((n, tiles_of(*each)) for n, each in enumerate((*inner, *own))),
+        (6, statistics),
+        (7, statistics),
+    ]
+    described.append(
+        (8, described_as(dq_accum_shape, (256, 1), torch.float32, (16, 256), _dq_accum_layout()))
+    )
     turns = heads_in_flight(num_heads_total, num_queries, num_keys, head_dim, causal, programs)
     lengths = (num_heads, num_heads_total, num_queries, num_keys, padded_queries)
-    constants = {"D": head_dim, "CAUSAL": causal, "EVEN_K": causal or num_keys % BLOCK_K.value == 0, **tiles}
-    numbers, grid = (*lengths, turns, num_work_tiles, scale * LOG2_E), (min(num_work_tiles, programs),)
+    constants = {
+        "D": head_dim,
+        "CAUSAL": causal,
+        "EVEN_K": causal or num_keys % BLOCK_K.value == 0,
+        **tiles,
+    }
+    numbers, grid = (
+        (*lengths, turns, num_work_tiles, scale * LOG2_E),
+        (min(num_work_tiles, programs),),
+    )
     launch = TileLaunch(hopper_bwd_single_kernel, grid, described, numbers, constants, 2)
-    numbers, constants = (*grads[0].strides[:3], num_queries, num_tiles, scale), {"D": head_dim, "BLOCK_Q": block_q}
-    convert = Launch(hopper_bwd_convert_kernel, (num_tiles * 2, num_heads, num_batches), constants, numbers)
+    numbers, constants = (
+        (*grads[0].strides[:3], num_queries, num_tiles, scale),
+        {"D": head_dim, "BLOCK_Q": block_q},
+    )
+    convert = Launch(
+        hopper_bwd_convert_kernel, (num_tiles * 2, num_heads, num_batches), constants, numbers
+    )
 
     def run(q, k, v, grad_out, lse_log2, delta, grad_q, grad_k, grad_v) -> None:
-        dq_accum = (torch.zeros if sees_none else torch.empty)(dq_accum_shape, dtype=torch.float32, device=q.device)
+        dq_accum = (torch.zeros if sees_none else torch.empty)(
+            dq_accum_shape, dtype=torch.float32, device=q.device
+        )
         # The counter of work tiles, alone on its 16 bytes; then how far each of them has come.
-        counters = torch.zeros(4 + num_work_tiles * WRITERS.value, dtype=torch.int32, device=q.device)
-        launch((q, grad_out, k, v, grad_k, grad_v, lse_log2, delta, dq_accum), counters[4:], counters)
+        counters = torch.zeros(
+            4 + num_work_tiles * WRITERS.value, dtype=torch.int32, device=q.device
+        )
+        launch(
+            (q, grad_out, k, v, grad_k, grad_v, lse_log2, delta, dq_accum), counters[4:], counters
+        )
         convert(dq_accum, grad_q)
 
     return run

@@ -1,7 +1,9 @@
-"""What the Gluon kernels for Hopper share: the layouts and descriptors of their tiles, the registers of their warps.
+"""What the Gluon kernels for Hopper share: the layouts and descriptors of their tiles, the
+registers of their warps.
 
-Gluon is experimental and its interface moves between releases of Triton: the names that moved are settled here, and
-`hopper_unavailable` of choice.py says whether the kernels load with the installed one.
+Gluon is experimental and its interface moves between releases of Triton: the names that moved are
+settled here, and `hopper_unavailable` of choice.py says whether the kernels load with the installed
+one.
 """
 
 import copy
@@ -29,12 +31,12 @@ LN_2 = gl.constexpr(math.log(2))
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
-# Columns past the first 64, by head dimension: products of 64 and of 16 or 32 columns cost what 80 or 96 do, where one
-# tile, a power of two wide, would be padded to 128.
+# Columns past the first 64, by head dimension: products of 64 and of 16 or 32 columns cost what 80
+# or 96 do, where one tile, a power of two wide, would be padded to 128.
 TAILS = {64: 0, 72: 16, 80: 16, 96: 32, 128: 0}
 
-# By the number of consumers: the warps' equal shares of the register file at the start, and what a consumer has of it
-# once the warps that only move tiles have given all but 24 of their own away.
+# By the number of consumers: the warps' equal shares of the register file at the start, and what a
+# consumer has of it once the warps that only move tiles have given all but 24 of their own away.
 START_REGISTERS = {2: 168, 3: 128}
 CONSUMER_REGISTERS = {2: 240, 3: 160}
 PRODUCER_REGISTERS = gl.constexpr(24)
@@ -44,14 +46,19 @@ MOST_MAPS = 16384  # kept for a launch
 
 def launch_options(consumers: int) -> dict[str, int]:
     """Returns the options of a launch, with what its kernel takes as REGISTERS."""
-    return {"num_warps": 4, "maxnreg": START_REGISTERS[consumers], "REGISTERS": CONSUMER_REGISTERS[consumers]}
+    return {
+        "num_warps": 4,
+        "maxnreg": START_REGISTERS[consumers],
+        "REGISTERS": CONSUMER_REGISTERS[consumers],
+    }
 
 
 @gluon.jit
 def decode_tile(index, num_tiles, num_heads, section):
     """The head (of all batches) and the tile that a number stands for.
 
-    The heads of a section take turns, tile by tile; the next section follows when all of their tiles are given out.
+    The heads of a section take turns, tile by tile; the next section follows when all of their
+    tiles are given out.
     """
     first = index // (section * num_tiles) * section
     width = gl.minimum(section, num_heads - first)
@@ -61,15 +68,21 @@ def decode_tile(index, num_tiles, num_heads, section):
 
 @gluon.jit
 def hand_number(number, turn, number_s, full):
-    """Hands this turn's number on; turns have two slots, and whoever hands on awaits that the slot is empty."""
-    number_s.index(turn & 1).store(gl.full([1], number, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0])))
+    """Hands this turn's number on; turns have two slots, and whoever hands on awaits that the slot
+    is empty.
+    """
+    number_s.index(turn & 1).store(
+        gl.full([1], number, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    )
     mbarrier.arrive(full.index(turn & 1), count=1)
 
 
 @gluon.jit
 def handed_number(turn, number_s):
     """This turn's number, which has been awaited."""
-    return gl.max(number_s.index(turn & 1).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+    return gl.max(
+        number_s.index(turn & 1).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0
+    )
 
 
 @gluon.jit
@@ -87,7 +100,9 @@ def tile_layout() -> gl.NVMMASharedLayout:
 
 @functools.cache
 def tail_layout(tail: int) -> gl.NVMMASharedLayout:
-    """The layout of the last columns of a head dimension that is no power of two: 16 or 32 of them."""
+    """The layout of the last columns of a head dimension that is no power of two: 16 or 32 of
+    them.
+    """
     return gl.NVMMASharedLayout(swizzle_byte_width=2 * tail, element_bitwidth=16, rank=4)
 
 
@@ -97,11 +112,19 @@ def row_layout() -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
-def described_as(shape: tuple, strides: tuple, dtype: torch.dtype, block: tuple, layout) -> TensorDescriptor:
+def described_as(
+    shape: tuple, strides: tuple, dtype: torch.dtype, block: tuple, layout
+) -> TensorDescriptor:
     """Describes tiles of a tensor whose place a tensor without elements takes."""
-    # A dimension of one element may have any stride, of which TMA would still ask for a multiple of 16 bytes.
-    outer = [shape[-1] if size == 1 else stride for size, stride in zip(shape[:-1], strides[:-1], strict=True)]
-    return TensorDescriptor(torch.empty(0, dtype=dtype), list(shape), [*outer, 1], list(block), layout)
+    # A dimension of one element may have any stride, of which TMA would still ask for a multiple of
+    # 16 bytes.
+    outer = [
+        shape[-1] if size == 1 else stride
+        for size, stride in zip(shape[:-1], strides[:-1], strict=True)
+    ]
+    return TensorDescriptor(
+        torch.empty(0, dtype=dtype), list(shape), [*outer, 1], list(block), layout
+    )
 
 
 def tiles_of(x_BHSD: Layout, num_rows: int) -> TensorDescriptor:
@@ -110,16 +133,22 @@ def tiles_of(x_BHSD: Layout, num_rows: int) -> TensorDescriptor:
     return described_as(x_BHSD.shape, x_BHSD.strides, x_BHSD.dtype, block, tile_layout())
 
 
-def with_tails(tensors: list[tuple[Layout, int]], tail: int) -> list[tuple[int, TensorDescriptor | None]]:
-    """Describes tiles of so many rows of each tensor, by its number, each time followed by those of its tail.
+def with_tails(
+    tensors: list[tuple[Layout, int]], tail: int
+) -> list[tuple[int, TensorDescriptor | None]]:
+    """Describes tiles of so many rows of each tensor, by its number, each time followed by those of
+    its tail.
 
-    Those are (1, 1, num_rows, tail) of the columns from 64 on, zeros past the head dimension; None without a tail.
+    Those are (1, 1, num_rows, tail) of the columns from 64 on, zeros past the head dimension; None
+    without a tail.
     """
     found = []
     for number, (x, num_rows) in enumerate(tensors):
         block, layout = (1, 1, num_rows, tail), tail_layout(tail) if tail else None
         found.append((number, tiles_of(x, num_rows)))
-        found.append((number, described_as(x.shape, x.strides, x.dtype, block, layout) if tail else None))
+        found.append(
+            (number, described_as(x.shape, x.strides, x.dtype, block, layout) if tail else None)
+        )
     return found
 
 
@@ -129,15 +158,30 @@ def rows_of(num_elements: int, num_rows: int) -> TensorDescriptor:
 
 
 class TileLaunch:
-    """The launch of a kernel whose first parameters are tiles: it is called with the tensors, then with what follows.
+    """The launch of a kernel whose first parameters are tiles: it is called with the tensors, then
+    with what follows.
 
-    Triton describes tiles to the device by tensor maps, up to 14 of them, and encodes each anew in every call. With the
-    layout fixed a map depends on the address alone, so those of the addresses seen are kept.
+    Triton describes tiles to the device by tensor maps, up to 14 of them, and encodes each anew in
+    every call. With the layout fixed a map depends on the address alone, so those of the addresses
+    seen are kept.
     """
 
-    def __init__(self, kernel, grid: tuple[int, ...], tiles: list, numbers: tuple, constants: dict, consumers: int):
-        """`tiles`: which of a call's tensors each parameter is of, and its description, None where it is left out."""
-        self.launch, self.tiles = Launch(kernel, grid, constants | launch_options(consumers), numbers), tiles
+    def __init__(
+        self,
+        kernel,
+        grid: tuple[int, ...],
+        tiles: list,
+        numbers: tuple,
+        constants: dict,
+        consumers: int,
+    ):
+        """`tiles`: which of a call's tensors each parameter is of, and its description, None where
+        it is left out.
+        """
+        self.launch, self.tiles = (
+            Launch(kernel, grid, constants | launch_options(consumers), numbers),
+            tiles,
+        )
         self.run: Callable[..., None] | None = None
         self.encode: Callable[[int, TensorDescriptor], list] | None = None
         self.maps: dict[tuple[int, int], list] = {}
@@ -153,7 +197,9 @@ class TileLaunch:
             if tiles is None:
                 arguments.append(None)
                 continue
-            arguments += self.maps.get((place, addresses[which])) or self._map(place, _of(tiles, tensors[which]))
+            arguments += self.maps.get((place, addresses[which])) or self._map(
+                place, _of(tiles, tensors[which])
+            )
             place += 1
         self.run(*arguments, *others, *self.launch.last)
 
@@ -165,7 +211,9 @@ class TileLaunch:
 
 
 def _of(tiles: TensorDescriptor | None, x: Tensor) -> TensorDescriptor | None:
-    """Returns these tiles of a tensor that starts on a 16-byte boundary; Triton's checks take longer than a launch."""
+    """Returns these tiles of a tensor that starts on a 16-byte boundary; Triton's checks take
+    longer than a launch.
+    """
     if tiles is None:
         return None
     descriptor = object.__new__(TensorDescriptor)
@@ -173,8 +221,11 @@ def _of(tiles: TensorDescriptor | None, x: Tensor) -> TensorDescriptor | None:
     return descriptor
 
 
-def _mapped(launch: Launch) -> tuple[Callable[..., None], Callable[[int, TensorDescriptor], list] | None]:
-    """Returns what runs a compiled kernel on encoded tiles, and what encodes them, by their place among all.
+def _mapped(
+    launch: Launch,
+) -> tuple[Callable[..., None], Callable[[int, TensorDescriptor], list] | None]:
+    """Returns what runs a compiled kernel on encoded tiles, and what encodes them, by their place
+    among all.
 
     The second is None where Triton does so elsewhere than in its releases 3.6 to 3.9.
     """
@@ -182,7 +233,9 @@ def _mapped(launch: Launch) -> tuple[Callable[..., None], Callable[[int, TensorD
     try:
         names = inspect.getclosurevars(run.launch)
         names = {**names.globals, **names.nonlocals}
-        launcher, encode, facts = (names[x] for x in ("launcher", "make_tensordesc_arg", "tensordesc_meta"))
+        launcher, encode, facts = (
+            names[x] for x in ("launcher", "make_tensordesc_arg", "tensordesc_meta")
+        )
         unused = (None,) * (encode.__code__.co_argcount - 2)
     except (AttributeError, KeyError, TypeError):
         return launch.run, None
@@ -190,7 +243,9 @@ def _mapped(launch: Launch) -> tuple[Callable[..., None], Callable[[int, TensorD
         return launch.run, None
     plain = copy.copy(run)
     plain.launch = launcher
-    return unhooked(launch.compiled, launch.grid, plain), lambda number, tiles: encode(tiles, facts[number], *unused)
+    return unhooked(launch.compiled, launch.grid, plain), lambda number, tiles: encode(
+        tiles, facts[number], *unused
+    )
 
 
 @gluon.jit

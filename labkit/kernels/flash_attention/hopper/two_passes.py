@@ -1,22 +1,25 @@
-"""FlashAttention's backward on Hopper in Gluon, the same bits every time: one kernel for dK and dV, one for dQ.
+"""FlashAttention's backward on Hopper in Gluon, the same bits every time: one kernel for dK and dV,
+one for dQ.
 
     P = exp2(scale · log2(e) · Q Kᵀ − L)    ∂V = Pᵀ ∂O    ∂S = P ∘ (∂O Vᵀ − D)
     ∂Q = scale · ∂S K    ∂K = scale · ∂Sᵀ Q
 
-Shapes: (batch, heads, length, D), D 64, 72, 80, 96 or 128, bf16 or fp16, causal (aligned to the bottom right) or not. L
-in base 2 and D come padded from the Triton kernels of `flash_attention`.
+Shapes: (batch, heads, length, D), D 64, 72, 80, 96 or 128, bf16 or fp16, causal (aligned to the
+bottom right) or not. L in base 2 and D come padded from the Triton kernels of `flash_attention`.
 
-Ideal cost per head: 10·Q·K·D FLOPs (halved when causal); two kernels execute 14·Q·K·D, without atomics.
+Ideal cost per head: 10·Q·K·D FLOPs (halved when causal); two kernels execute 14·Q·K·D, without
+atomics.
 
 How a program is laid out: as in forward.py, with two consumers of 64 rows.
-- dK/dV: a program of 128 keys loops over the queries; Sᵀ and ∂Pᵀ are computed directly, so that Pᵀ and ∂Sᵀ are
-  register operands.
+- dK/dV: a program of 128 keys loops over the queries; Sᵀ and ∂Pᵀ are computed directly, so that Pᵀ
+  and ∂Sᵀ are register operands.
 - dQ: a program of 128 queries loops over the keys; ∂S is the register operand.
-- A head dimension between 64 and 128 comes in two parts, 64 columns and a tail of 16 or 32, each with its descriptors,
-  tiles and accumulators: what has columns is a tuple of its parts, of one part where there is no tail.
-- Up to 96 there is shared memory for two sets of a program's own rows. Where loops are equally long programs are
-  persistent then, and the producer loads the rows of the next tile while the last is computed and stored: with short
-  loops, that is most of the time.
+- A head dimension between 64 and 128 comes in two parts, 64 columns and a tail of 16 or 32, each
+  with its descriptors, tiles and accumulators: what has columns is a tuple of its parts, of one
+  part where there is no tail.
+- Up to 96 there is shared memory for two sets of a program's own rows. Where loops are equally long
+  programs are persistent then, and the producer loads the rows of the next tile while the last is
+  computed and stored: with short loops, that is most of the time.
 
 Sources: Shah et al. 2024, "FlashAttention-3"; Dao 2023, "FlashAttention-2".
 """
@@ -51,10 +54,10 @@ from labkit.kernels.launch import num_multiprocessors
 
 BLOCK = 2 * ROWS  # of a program's own rows: two consumers
 
-# Rows of the loop's tiles, and how many of them are in flight. Bounds: 240 registers a thread of a consumer (scores
-# 64 × the tile's rows, the accumulators of 64 rows · D, two for dK/dV); 227 KiB of shared memory, of which 128 rows
-# take 256·D bytes per tensor.
-# SETS of a program's own rows: with two it may be persistent.
+# Rows of the loop's tiles, and how many of them are in flight. Bounds: 240 registers a thread of a
+# consumer (scores 64 × the tile's rows, the accumulators of 64 rows · D, two for dK/dV); 227 KiB of
+# shared memory, of which 128 rows take 256·D bytes per tensor. SETS of a program's own rows: with
+# two it may be persistent.
 DKDV = {
     64: {"BLOCK_Q": 128, "STAGES": 2, "SETS": 2},
     72: {"BLOCK_Q": 64, "STAGES": 3, "SETS": 2},
@@ -75,16 +78,26 @@ SHORT = 1024
 DKDV_SHORT = DKDV | {96: {"BLOCK_Q": 64, "STAGES": 3, "SETS": 2}}
 DQ_SHORT = DQ | {96: {"BLOCK_K": 64, "STAGES": 3, "SETS": 2}}
 
-# Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them anew.
+# Plain numbers to the kernels: a length of 1, or one divisible by 16, is no reason to compile them
+# anew.
 LENGTHS = ("num_tiles_total", "num_heads", "group", "num_queries", "num_keys", "padded_queries")
 
 
 @gluon.jit
-def _buffers(desc, tail_desc, COUNT: gl.constexpr, NUM_ROWS: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr):
+def _buffers(
+    desc,
+    tail_desc,
+    COUNT: gl.constexpr,
+    NUM_ROWS: gl.constexpr,
+    D: gl.constexpr,
+    TAIL: gl.constexpr,
+):
     """Room for so many tiles."""
     parts = (gl.allocate_shared_memory(desc.dtype, [COUNT, 1, 1, NUM_ROWS, D], desc.layout),)
     if TAIL:
-        tail = gl.allocate_shared_memory(desc.dtype, [COUNT, 1, 1, NUM_ROWS, TAIL], tail_desc.layout)
+        tail = gl.allocate_shared_memory(
+            desc.dtype, [COUNT, 1, 1, NUM_ROWS, TAIL], tail_desc.layout
+        )
         parts = (parts[0], tail)
     return parts
 
@@ -115,17 +128,23 @@ def _tile(tiles_s, place, NUM_ROWS: gl.constexpr, D: gl.constexpr, TAIL: gl.cons
 @gluon.jit
 def _zeros(D: gl.constexpr, TAIL: gl.constexpr):
     """Accumulators of 64 rows."""
-    MAIN: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    MAIN: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
+    )
     parts = (gl.zeros([64, D], gl.float32, layout=MAIN),)
     if TAIL:
-        LAST: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TAIL, 16])
+        LAST: gl.constexpr = gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TAIL, 16]
+        )
         parts = (parts[0], gl.zeros([64, TAIL], gl.float32, layout=LAST))
     return parts
 
 
 @gluon.jit
 def _times_transposed(a, b, registers, TAIL: gl.constexpr):
-    """A Bᵀ, a sum over the columns of both, in flight in registers whose values are no longer of use."""
+    """A Bᵀ, a sum over the columns of both, in flight in registers whose values are no longer of
+    use.
+    """
     product = warpgroup_mma(a[0], b[0].permute((1, 0)), registers, use_acc=False, is_async=True)
     if TAIL:
         product = warpgroup_mma(a[1], b[1].permute((1, 0)), product, is_async=True)
@@ -170,32 +189,77 @@ def _dkdv_tiles(k0, num_queries, num_keys, BLOCK_Q: gl.constexpr, CAUSAL: gl.con
 
 @gluon.jit
 def _tiles_of_program(
-    STEP: gl.constexpr, C: gl.constexpr, descs, shared, barriers, numbers,
-    BLOCK: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
-    CAUSAL: gl.constexpr, GROUPED: gl.constexpr,
-):  # fmt: skip
-    """What a warp or warpgroup C does: STEP, which loads or computes, for each tile of the program's own rows.
+    STEP: gl.constexpr,
+    C: gl.constexpr,
+    descs,
+    shared,
+    barriers,
+    numbers,
+    BLOCK: gl.constexpr,
+    D: gl.constexpr,
+    TAIL: gl.constexpr,
+    STAGES: gl.constexpr,
+    SETS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    GROUPED: gl.constexpr,
+):
+    """What a warp or warpgroup C does: STEP, which loads or computes, for each tile of the
+    program's own rows.
 
-    `numbers` begin with the number of tiles of all programs.
-    One set has a branch of its own here and in `_decode_tile`: counts through a loop over tiles take registers that
-    other head dimensions have not left.
+    `numbers` begin with the number of tiles of all programs. One set has a branch of its own here
+    and in `_decode_tile`: counts through a loop over tiles take registers that other head
+    dimensions have not left.
     """
     # Read in each partition: what is handed over to one stays in its registers.
     t = gl.program_id(0)
     turn = t * 0
     j = t * 0
     if SETS == 1:
-        STEP(t, turn, j, C, descs, shared, barriers, numbers, BLOCK, D, TAIL, STAGES, SETS, CAUSAL, GROUPED)
+        STEP(
+            t,
+            turn,
+            j,
+            C,
+            descs,
+            shared,
+            barriers,
+            numbers,
+            BLOCK,
+            D,
+            TAIL,
+            STAGES,
+            SETS,
+            CAUSAL,
+            GROUPED,
+        )
     else:
         while t < numbers[0]:
-            j = STEP(t, turn, j, C, descs, shared, barriers, numbers, BLOCK, D, TAIL, STAGES, SETS, CAUSAL, GROUPED)
+            j = STEP(
+                t,
+                turn,
+                j,
+                C,
+                descs,
+                shared,
+                barriers,
+                numbers,
+                BLOCK,
+                D,
+                TAIL,
+                STAGES,
+                SETS,
+                CAUSAL,
+                GROUPED,
+            )
             t += gl.num_programs(0)
             turn += 1
 
 
 @gluon.jit
 def _decode_tile(t, num_rows, num_heads, SETS: gl.constexpr):
-    """The tile of 128 rows, the head and the batch of the t-th tile of all; with one set, of the program's only one."""
+    """The tile of 128 rows, the head and the batch of the t-th tile of all; with one set, of the
+    program's only one.
+    """
     tile = gl.program_id(0)
     head = gl.program_id(1)
     batch = gl.program_id(2)
@@ -209,11 +273,25 @@ def _decode_tile(t, num_rows, num_heads, SETS: gl.constexpr):
 
 @gluon.jit
 def _dkdv_load(
-    t, turn, j, C: gl.constexpr, descs, shared, barriers, numbers,
-    BLOCK_Q: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
-    CAUSAL: gl.constexpr, GROUPED: gl.constexpr,
-):  # fmt: skip
-    """Loads what one tile of keys takes; `turn` such tiles and `j` tiles of queries have been loaded."""
+    t,
+    turn,
+    j,
+    C: gl.constexpr,
+    descs,
+    shared,
+    barriers,
+    numbers,
+    BLOCK_Q: gl.constexpr,
+    D: gl.constexpr,
+    TAIL: gl.constexpr,
+    STAGES: gl.constexpr,
+    SETS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    GROUPED: gl.constexpr,
+):
+    """Loads what one tile of keys takes; `turn` such tiles and `j` tiles of queries have been
+    loaded.
+    """
     q_desc, grad_out_desc, k_desc, v_desc, lse_desc, delta_desc = descs
     q_s, grad_out_s, k_s, v_s, lse_s, delta_s = shared
     kv_full, kv_empty, q_full, q_empty, grad_out_full, grad_out_empty = barriers
@@ -241,19 +319,45 @@ def _dkdv_load(
         async_load(lse_desc, [statistics + start], q_full.index(stage), lse_s.index(stage))
         mbarrier.wait(grad_out_empty.index(stage), free)
         mbarrier.expect(grad_out_full.index(stage), BLOCK_Q * (D + TAIL) * 2 + BLOCK_Q * 4)
-        _load(grad_out_desc, batch, query_head, start, grad_out_full.index(stage), grad_out_s, stage, D, TAIL)
-        async_load(delta_desc, [statistics + start], grad_out_full.index(stage), delta_s.index(stage))
+        _load(
+            grad_out_desc,
+            batch,
+            query_head,
+            start,
+            grad_out_full.index(stage),
+            grad_out_s,
+            stage,
+            D,
+            TAIL,
+        )
+        async_load(
+            delta_desc, [statistics + start], grad_out_full.index(stage), delta_s.index(stage)
+        )
         j += 1
     return j
 
 
 @gluon.jit
 def _dkdv_compute(
-    t, turn, j, C: gl.constexpr, descs, shared, barriers, numbers,
-    BLOCK_Q: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
-    CAUSAL: gl.constexpr, GROUPED: gl.constexpr,
-):  # fmt: skip
-    """dK and dV of 64 keys; `turn` tiles of keys and `j` of queries are done. Returns j as it is then."""
+    t,
+    turn,
+    j,
+    C: gl.constexpr,
+    descs,
+    shared,
+    barriers,
+    numbers,
+    BLOCK_Q: gl.constexpr,
+    D: gl.constexpr,
+    TAIL: gl.constexpr,
+    STAGES: gl.constexpr,
+    SETS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    GROUPED: gl.constexpr,
+):
+    """dK and dV of 64 keys; `turn` tiles of keys and `j` of queries are done. Returns j as it is
+    then.
+    """
     grad_k_desc, grad_v_desc = descs
     q_s, grad_out_s, k_s, v_s, lse_s, delta_s, keys_s, queries_s = shared
     kv_full, kv_empty, q_full, q_empty, grad_out_full, grad_out_empty = barriers
@@ -262,7 +366,9 @@ def _dkdv_compute(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_Q, 16]
     )
-    GRAD: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    GRAD: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
+    )
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAD, k_width=2)
     PARTS: gl.constexpr = 2 if TAIL else 1
     COLS: gl.constexpr = gl.SliceLayout(0, SCORES)
@@ -270,7 +376,8 @@ def _dkdv_compute(
     k0 = tile * 128
     q0, num_tiles = _dkdv_tiles(k0, num_queries, num_keys, BLOCK_Q, CAUSAL)
     k1 = k0 + C * 64
-    # A key is seen by the queries from its own place on, counted here from the first query of the loop.
+    # A key is seen by the queries from its own place on, counted here from the first query of the
+    # loop.
     diagonal = k1 - (num_keys - num_queries) - q0
     grad_k = _zeros(D, TAIL)
     grad_v = _zeros(D, TAIL)
@@ -279,8 +386,9 @@ def _dkdv_compute(
     k = _tile(k_s, place, 64, D, TAIL)
     v = _tile(v_s, place, 64, D, TAIL)
     mbarrier.wait(kv_full.index(place), (turn // SETS) & 1)
-    # The product into dK is issued one tile later, ahead of the next scores: a product in flight over the loop's
-    # back edge makes ptxas serialise all of them (C7512). The first one is of zeros.
+    # The product into dK is issued one tile later, ahead of the next scores: a product in flight
+    # over the loop's back edge makes ptxas serialise all of them (C7512). The first one is of
+    # zeros.
     for i in range(num_tiles * group):
         stage = j % STAGES
         full = (j // STAGES) & 1
@@ -288,19 +396,28 @@ def _dkdv_compute(
         q = _tile(q_s, stage, BLOCK_Q, D, TAIL)
         grad_out = _tile(grad_out_s, stage, BLOCK_Q, D, TAIL)
         mbarrier.wait(q_full.index(stage), full)
-        grad_k_mma = _plus_product(grad_scores_low, _tile(q_s, before, BLOCK_Q, D, TAIL), grad_k, TAIL)
-        scores_mma = _times_transposed(k, q, gl.zeros([64, BLOCK_Q], gl.float32, layout=SCORES), TAIL)
+        grad_k_mma = _plus_product(
+            grad_scores_low, _tile(q_s, before, BLOCK_Q, D, TAIL), grad_k, TAIL
+        )
+        scores_mma = _times_transposed(
+            k, q, gl.zeros([64, BLOCK_Q], gl.float32, layout=SCORES), TAIL
+        )
         grad_k = _wait(1, grad_k_mma, TAIL)
         mbarrier.arrive(q_empty.index(before), count=1, pred=i > 0)
         mbarrier.wait(grad_out_full.index(stage), full)
-        grad_p_mma = _times_transposed(v, grad_out, gl.zeros([64, BLOCK_Q], gl.float32, layout=SCORES), TAIL)
+        grad_p_mma = _times_transposed(
+            v, grad_out, gl.zeros([64, BLOCK_Q], gl.float32, layout=SCORES), TAIL
+        )
         scores = warpgroup_mma_wait(PARTS, deps=(scores_mma,))
         if CAUSAL:
             below = diagonal - (i % num_tiles if GROUPED else i) * BLOCK_Q
             if below > -63:
-                # From shared memory: as constants the numbers of rows and columns stay in registers.
+                # From shared memory: as constants the numbers of rows and columns stay in
+                # registers.
                 keys = keys_s.load(gl.SliceLayout(1, SCORES)) + below
-                scores = gl.where(keys[:, None] <= queries_s.load(COLS)[None, :], scores, float("-inf"))
+                scores = gl.where(
+                    keys[:, None] <= queries_s.load(COLS)[None, :], scores, float("-inf")
+                )
         lse = lse_s.index(stage).load(COLS)
         p = gl.exp2(scores * scale_log2 - lse[None, :])
         p_low = gl.convert_layout(to_low(p, DTYPE), OPERAND)
@@ -317,7 +434,8 @@ def _dkdv_compute(
         grad_k = _wait(0, _plus_product(grad_scores_low, q, grad_k, TAIL), TAIL)
         if SETS > 1:
             mbarrier.arrive(q_empty.index(last), count=1)
-    # Only this warpgroup reads its halves of K and V: they carry the results out, and TMA clips rows past the end.
+    # Only this warpgroup reads its halves of K and V: they carry the results out, and TMA clips
+    # rows past the end.
     _put(grad_v, 1.0, v, TAIL)
     _put(grad_k, scale_log2 * LN_2, k, TAIL)
     fence_async_shared()
@@ -331,13 +449,39 @@ def _dkdv_compute(
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_bwd_dkdv_kernel(
-    q_desc, q_tail_desc, grad_out_desc, grad_out_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc,
-    grad_k_desc, grad_k_tail_desc, grad_v_desc, grad_v_tail_desc,
-    lse_desc, delta_desc, num_tiles_total, num_heads, group, num_queries, num_keys, padded_queries, scale_log2,
-    BLOCK_Q: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
-    CAUSAL: gl.constexpr, GROUPED: gl.constexpr, REGISTERS: gl.constexpr,
-):  # fmt: skip
-    """dK and dV of 128 keys of one head; when causal the first tiles, seen by the most queries, start first."""
+    q_desc,
+    q_tail_desc,
+    grad_out_desc,
+    grad_out_tail_desc,
+    k_desc,
+    k_tail_desc,
+    v_desc,
+    v_tail_desc,
+    grad_k_desc,
+    grad_k_tail_desc,
+    grad_v_desc,
+    grad_v_tail_desc,
+    lse_desc,
+    delta_desc,
+    num_tiles_total,
+    num_heads,
+    group,
+    num_queries,
+    num_keys,
+    padded_queries,
+    scale_log2,
+    BLOCK_Q: gl.constexpr,
+    D: gl.constexpr,
+    TAIL: gl.constexpr,
+    STAGES: gl.constexpr,
+    SETS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    GROUPED: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    """dK and dV of 128 keys of one head; when causal the first tiles, seen by the most queries,
+    start first.
+    """
     q_s = _buffers(q_desc, q_tail_desc, STAGES, BLOCK_Q, D, TAIL)
     grad_out_s = _buffers(grad_out_desc, grad_out_tail_desc, STAGES, BLOCK_Q, D, TAIL)
     k_s = _buffers(k_desc, k_tail_desc, 2 * SETS, 64, D, TAIL)
@@ -369,29 +513,71 @@ def hopper_bwd_dkdv_kernel(
     # Written out: a tuple that is first given a name loses its compile-time constants.
     gl.warp_specialize(
         [
-            (_tiles_of_program, (gl.constexpr(_dkdv_compute), 0,
-             ((grad_k_desc, grad_k_tail_desc), (grad_v_desc, grad_v_tail_desc)),
-             (q_s, grad_out_s, k_s, v_s, lse_s, delta_s, keys_s, queries_s),
-             (kv_full, kv_empty, q_full, q_empty, grad_out_full, grad_out_empty),
-             (num_tiles_total, num_heads, group, num_queries, num_keys, scale_log2),
-             BLOCK_Q, D, TAIL, STAGES, SETS, CAUSAL, GROUPED)),
-            (_tiles_of_program, (gl.constexpr(_dkdv_compute), 1,
-             ((grad_k_desc, grad_k_tail_desc), (grad_v_desc, grad_v_tail_desc)),
-             (q_s, grad_out_s, k_s, v_s, lse_s, delta_s, keys_s, queries_s),
-             (kv_full, kv_empty, q_full, q_empty, grad_out_full, grad_out_empty),
-             (num_tiles_total, num_heads, group, num_queries, num_keys, scale_log2),
-             BLOCK_Q, D, TAIL, STAGES, SETS, CAUSAL, GROUPED)),
-            (_tiles_of_program, (gl.constexpr(_dkdv_load), 0,
-             ((q_desc, q_tail_desc), (grad_out_desc, grad_out_tail_desc), (k_desc, k_tail_desc),
-              (v_desc, v_tail_desc), lse_desc, delta_desc),
-             (q_s, grad_out_s, k_s, v_s, lse_s, delta_s),
-             (kv_full, kv_empty, q_full, q_empty, grad_out_full, grad_out_empty),
-             (num_tiles_total, num_heads, group, num_queries, num_keys, padded_queries),
-             BLOCK_Q, D, TAIL, STAGES, SETS, CAUSAL, GROUPED)),
+            (
+                _tiles_of_program,
+                (
+                    gl.constexpr(_dkdv_compute),
+                    0,
+                    ((grad_k_desc, grad_k_tail_desc), (grad_v_desc, grad_v_tail_desc)),
+                    (q_s, grad_out_s, k_s, v_s, lse_s, delta_s, keys_s, queries_s),
+                    (kv_full, kv_empty, q_full, q_empty, grad_out_full, grad_out_empty),
+                    (num_tiles_total, num_heads, group, num_queries, num_keys, scale_log2),
+                    BLOCK_Q,
+                    D,
+                    TAIL,
+                    STAGES,
+                    SETS,
+                    CAUSAL,
+                    GROUPED,
+                ),
+            ),
+            (
+                _tiles_of_program,
+                (
+                    gl.constexpr(_dkdv_compute),
+                    1,
+                    ((grad_k_desc, grad_k_tail_desc), (grad_v_desc, grad_v_tail_desc)),
+                    (q_s, grad_out_s, k_s, v_s, lse_s, delta_s, keys_s, queries_s),
+                    (kv_full, kv_empty, q_full, q_empty, grad_out_full, grad_out_empty),
+                    (num_tiles_total, num_heads, group, num_queries, num_keys, scale_log2),
+                    BLOCK_Q,
+                    D,
+                    TAIL,
+                    STAGES,
+                    SETS,
+                    CAUSAL,
+                    GROUPED,
+                ),
+            ),
+            (
+                _tiles_of_program,
+                (
+                    gl.constexpr(_dkdv_load),
+                    0,
+                    (
+                        (q_desc, q_tail_desc),
+                        (grad_out_desc, grad_out_tail_desc),
+                        (k_desc, k_tail_desc),
+                        (v_desc, v_tail_desc),
+                        lse_desc,
+                        delta_desc,
+                    ),
+                    (q_s, grad_out_s, k_s, v_s, lse_s, delta_s),
+                    (kv_full, kv_empty, q_full, q_empty, grad_out_full, grad_out_empty),
+                    (num_tiles_total, num_heads, group, num_queries, num_keys, padded_queries),
+                    BLOCK_Q,
+                    D,
+                    TAIL,
+                    STAGES,
+                    SETS,
+                    CAUSAL,
+                    GROUPED,
+                ),
+            ),
         ],
         [4, 1],
         [REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    )
 
 
 @gluon.jit
@@ -415,10 +601,22 @@ def _dq_tiles(q0, num_queries, num_keys, BLOCK_K: gl.constexpr, CAUSAL: gl.const
 
 @gluon.jit
 def _dq_load(
-    t, turn, j, C: gl.constexpr, descs, shared, barriers, numbers,
-    BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
-    CAUSAL: gl.constexpr, GROUPED: gl.constexpr,
-):  # fmt: skip
+    t,
+    turn,
+    j,
+    C: gl.constexpr,
+    descs,
+    shared,
+    barriers,
+    numbers,
+    BLOCK_K: gl.constexpr,
+    D: gl.constexpr,
+    TAIL: gl.constexpr,
+    STAGES: gl.constexpr,
+    SETS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    GROUPED: gl.constexpr,
+):
     """Loads what one tile of queries takes, as `_dkdv_load`."""
     q_desc, grad_out_desc, k_desc, v_desc = descs
     q_s, grad_out_s, k_s, v_s = shared
@@ -432,7 +630,9 @@ def _dq_load(
             mbarrier.wait(q_empty.index(place), ((turn // SETS) & 1) ^ 1)
         mbarrier.expect(q_full.index(place), 2 * 64 * (D + TAIL) * 2)
         _load(q_desc, batch, head, q0 + c * 64, q_full.index(place), q_s, place, D, TAIL)
-        _load(grad_out_desc, batch, head, q0 + c * 64, q_full.index(place), grad_out_s, place, D, TAIL)
+        _load(
+            grad_out_desc, batch, head, q0 + c * 64, q_full.index(place), grad_out_s, place, D, TAIL
+        )
     for i in range(num_tiles):
         stage = j % STAGES
         free = ((j // STAGES) & 1) ^ 1
@@ -448,10 +648,22 @@ def _dq_load(
 
 @gluon.jit
 def _dq_compute(
-    t, turn, j, C: gl.constexpr, descs, shared, barriers, numbers,
-    BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
-    CAUSAL: gl.constexpr, GROUPED: gl.constexpr,
-):  # fmt: skip
+    t,
+    turn,
+    j,
+    C: gl.constexpr,
+    descs,
+    shared,
+    barriers,
+    numbers,
+    BLOCK_K: gl.constexpr,
+    D: gl.constexpr,
+    TAIL: gl.constexpr,
+    STAGES: gl.constexpr,
+    SETS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    GROUPED: gl.constexpr,
+):
     """dQ of 64 queries, as `_dkdv_compute`."""
     grad_q_desc, lse_ptr, delta_ptr = descs
     q_s, grad_out_s, k_s, v_s = shared
@@ -461,7 +673,9 @@ def _dq_compute(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_K, 16]
     )
-    GRAD: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    GRAD: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
+    )
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAD, k_width=2)
     PARTS: gl.constexpr = 2 if TAIL else 1
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
@@ -495,7 +709,9 @@ def _dq_compute(
         k = _tile(k_s, stage, BLOCK_K, D, TAIL)
         v = _tile(v_s, stage, BLOCK_K, D, TAIL)
         mbarrier.wait(k_full.index(stage), full)
-        grad_q_mma = _plus_product(grad_scores_low, _tile(k_s, before, BLOCK_K, D, TAIL), grad_q, TAIL)
+        grad_q_mma = _plus_product(
+            grad_scores_low, _tile(k_s, before, BLOCK_K, D, TAIL), grad_q, TAIL
+        )
         scores_mma = _times_transposed(q, k, p, TAIL)
         grad_q = _wait(1, grad_q_mma, TAIL)
         mbarrier.arrive(k_empty.index(before), count=1, pred=i > 0)
@@ -527,12 +743,33 @@ def _dq_compute(
 
 @gluon.jit(do_not_specialize=LENGTHS)
 def hopper_bwd_dq_kernel(
-    q_desc, q_tail_desc, grad_out_desc, grad_out_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc,
-    grad_q_desc, grad_q_tail_desc,
-    lse_ptr, delta_ptr, num_tiles_total, num_heads, group, num_queries, num_keys, padded_queries, scale_log2,
-    BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETS: gl.constexpr,
-    CAUSAL: gl.constexpr, REGISTERS: gl.constexpr,
-):  # fmt: skip
+    q_desc,
+    q_tail_desc,
+    grad_out_desc,
+    grad_out_tail_desc,
+    k_desc,
+    k_tail_desc,
+    v_desc,
+    v_tail_desc,
+    grad_q_desc,
+    grad_q_tail_desc,
+    lse_ptr,
+    delta_ptr,
+    num_tiles_total,
+    num_heads,
+    group,
+    num_queries,
+    num_keys,
+    padded_queries,
+    scale_log2,
+    BLOCK_K: gl.constexpr,
+    D: gl.constexpr,
+    TAIL: gl.constexpr,
+    STAGES: gl.constexpr,
+    SETS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
     """dQ of 128 queries of one head."""
     q_s = _buffers(q_desc, q_tail_desc, 2 * SETS, 64, D, TAIL)
     grad_out_s = _buffers(grad_out_desc, grad_out_tail_desc, 2 * SETS, 64, D, TAIL)
@@ -556,33 +793,77 @@ def hopper_bwd_dq_kernel(
     # Written out: a tuple that is first given a name loses its compile-time constants.
     gl.warp_specialize(
         [
-            (_tiles_of_program, (gl.constexpr(_dq_compute), 0,
-             ((grad_q_desc, grad_q_tail_desc), lse_ptr, delta_ptr),
-             (q_s, grad_out_s, k_s, v_s),
-             (q_full, q_empty, k_full, k_empty, v_full, v_empty),
-             (num_tiles_total, num_heads, num_queries, num_keys, padded_queries, scale_log2),
-             BLOCK_K, D, TAIL, STAGES, SETS, CAUSAL, False)),
-            (_tiles_of_program, (gl.constexpr(_dq_compute), 1,
-             ((grad_q_desc, grad_q_tail_desc), lse_ptr, delta_ptr),
-             (q_s, grad_out_s, k_s, v_s),
-             (q_full, q_empty, k_full, k_empty, v_full, v_empty),
-             (num_tiles_total, num_heads, num_queries, num_keys, padded_queries, scale_log2),
-             BLOCK_K, D, TAIL, STAGES, SETS, CAUSAL, False)),
-            (_tiles_of_program, (gl.constexpr(_dq_load), 0,
-             ((q_desc, q_tail_desc), (grad_out_desc, grad_out_tail_desc), (k_desc, k_tail_desc),
-              (v_desc, v_tail_desc)),
-             (q_s, grad_out_s, k_s, v_s),
-             (q_full, q_empty, k_full, k_empty, v_full, v_empty),
-             (num_tiles_total, num_heads, group, num_queries, num_keys),
-             BLOCK_K, D, TAIL, STAGES, SETS, CAUSAL, False)),
+            (
+                _tiles_of_program,
+                (
+                    gl.constexpr(_dq_compute),
+                    0,
+                    ((grad_q_desc, grad_q_tail_desc), lse_ptr, delta_ptr),
+                    (q_s, grad_out_s, k_s, v_s),
+                    (q_full, q_empty, k_full, k_empty, v_full, v_empty),
+                    (num_tiles_total, num_heads, num_queries, num_keys, padded_queries, scale_log2),
+                    BLOCK_K,
+                    D,
+                    TAIL,
+                    STAGES,
+                    SETS,
+                    CAUSAL,
+                    False,
+                ),
+            ),
+            (
+                _tiles_of_program,
+                (
+                    gl.constexpr(_dq_compute),
+                    1,
+                    ((grad_q_desc, grad_q_tail_desc), lse_ptr, delta_ptr),
+                    (q_s, grad_out_s, k_s, v_s),
+                    (q_full, q_empty, k_full, k_empty, v_full, v_empty),
+                    (num_tiles_total, num_heads, num_queries, num_keys, padded_queries, scale_log2),
+                    BLOCK_K,
+                    D,
+                    TAIL,
+                    STAGES,
+                    SETS,
+                    CAUSAL,
+                    False,
+                ),
+            ),
+            (
+                _tiles_of_program,
+                (
+                    gl.constexpr(_dq_load),
+                    0,
+                    (
+                        (q_desc, q_tail_desc),
+                        (grad_out_desc, grad_out_tail_desc),
+                        (k_desc, k_tail_desc),
+                        (v_desc, v_tail_desc),
+                    ),
+                    (q_s, grad_out_s, k_s, v_s),
+                    (q_full, q_empty, k_full, k_empty, v_full, v_empty),
+                    (num_tiles_total, num_heads, group, num_queries, num_keys),
+                    BLOCK_K,
+                    D,
+                    TAIL,
+                    STAGES,
+                    SETS,
+                    CAUSAL,
+                    False,
+                ),
+            ),
         ],
         [4, 1],
         [REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    )
 
 
-def _grid(num_rows: int, num_heads: int, num_batches: int, sets: int, device_index: int) -> tuple[tuple, int]:
-    """Returns the grid and the number of tiles: a program for a tile, or as many persistent ones as run at once."""
+def _grid(
+    num_rows: int, num_heads: int, num_batches: int, sets: int, device_index: int
+) -> tuple[tuple, int]:
+    """Returns the grid and the number of tiles: a program for a tile, or as many persistent ones as
+    run at once.
+    """
     tiles = -(-num_rows // BLOCK)
     total = tiles * num_heads * num_batches
     if sets == 1:
@@ -593,20 +874,29 @@ def _grid(num_rows: int, num_heads: int, num_batches: int, sets: int, device_ind
 def _tiles(long: dict, short: dict, head_dim: int, inner: int, causal: bool) -> dict[str, int]:
     """Returns the tiles by how many rows are looped over.
 
-    Causal loops are of all lengths: a program has one tile, and the hardware gives the next to a multiprocessor that is
-    free.
+    Causal loops are of all lengths: a program has one tile, and the hardware gives the next to a
+    multiprocessor that is free.
     """
     return long[head_dim] | {"SETS": 1} if causal else (short if inner <= SHORT else long)[head_dim]
 
 
 def plan_backward(
-    q: Layout, k: Layout, v: Layout, grad_out: Layout, grads: tuple[Layout, ...], padded_queries: int,
-    device_index: int, *, scale: float, causal: bool,
-) -> Callable[..., None]:  # fmt: skip
-    """Returns what writes the gradients, called with (q, k, v, grad_out, lse_log2, delta, grad_q, grad_k, grad_v).
+    q: Layout,
+    k: Layout,
+    v: Layout,
+    grad_out: Layout,
+    grads: tuple[Layout, ...],
+    padded_queries: int,
+    device_index: int,
+    *,
+    scale: float,
+    causal: bool,
+) -> Callable[..., None]:
+    """Returns what writes the gradients, called with (q, k, v, grad_out, lse_log2, delta, grad_q,
+    grad_k, grad_v).
 
-    The layouts are 4D. lse_log2 and delta are fp32 and dense, their rows padded to a multiple of 128 with +inf and 0:
-    2^(· − ∞) = 0 keeps what lies beyond the last query out of every sum.
+    The layouts are 4D. lse_log2 and delta are fp32 and dense, their rows padded to a multiple of
+    128 with +inf and 0: 2^(· − ∞) = 0 keeps what lies beyond the last query out of every sum.
     """
     num_batches, num_heads, num_queries, head_dim = q.shape
     num_key_heads, num_keys = k.shape[1:3]
@@ -618,16 +908,26 @@ def plan_backward(
     inner = tiles["BLOCK_Q"]
     statistics = rows_of(num_batches * num_heads * padded_queries, inner)
     own = [(x, ROWS) for x in (k, v, *grads[1:])]
-    described = [*with_tails([(q, inner), (grad_out, inner), *own], tail), (6, statistics), (7, statistics)]
+    described = [
+        *with_tails([(q, inner), (grad_out, inner), *own], tail),
+        (6, statistics),
+        (7, statistics),
+    ]
     grid, key_tiles = _grid(num_keys, num_key_heads, num_batches, tiles["SETS"], device_index)
     constants = {**tiles, **columns, "GROUPED": group > 1}
-    dkdv = TileLaunch(hopper_bwd_dkdv_kernel, grid, described, (key_tiles, num_key_heads, *numbers), constants, 2)
+    dkdv = TileLaunch(
+        hopper_bwd_dkdv_kernel, grid, described, (key_tiles, num_key_heads, *numbers), constants, 2
+    )
     tiles = _tiles(DQ, DQ_SHORT, head_dim, num_keys, causal)
     inner = tiles["BLOCK_K"]
-    described = with_tails([(q, ROWS), (grad_out, ROWS), (k, inner), (v, inner), (grads[0], ROWS)], tail)
+    described = with_tails(
+        [(q, ROWS), (grad_out, ROWS), (k, inner), (v, inner), (grads[0], ROWS)], tail
+    )
     grid, query_tiles = _grid(num_queries, num_heads, num_batches, tiles["SETS"], device_index)
     constants = {**tiles, **columns}
-    dq = TileLaunch(hopper_bwd_dq_kernel, grid, described, (query_tiles, num_heads, *numbers), constants, 2)
+    dq = TileLaunch(
+        hopper_bwd_dq_kernel, grid, described, (query_tiles, num_heads, *numbers), constants, 2
+    )
 
     def run(q, k, v, grad_out, lse_log2, delta, grad_q, grad_k, grad_v) -> None:
         dkdv((q, grad_out, k, v, grad_k, grad_v, lse_log2, delta))
