@@ -5,4 +5,4 @@ import os
 # PyTorch's profiler announces every start and stop on stderr unless told before torch is imported.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

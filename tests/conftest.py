@@ -24,16 +24,24 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 LOCKS = tempfile.TemporaryDirectory(prefix="labkit-tests-")
 os.environ["XDG_RUNTIME_DIR"] = LOCKS.name
 
-ALL_TESTS = "LABKIT_ALL_TESTS" in os.environ
-"""Set before a release and where kernels change. Without it the tests end within ten minutes on two
-cores.
-"""
+ALL_TESTS = False
+"""Whether every variant is tested: `pytest -m all`, before a release and where kernels change."""
+
+
+def pytest_configure(config):
+    global ALL_TESTS
+    ALL_TESTS = config.option.markexpr == "all"
+    if getattr(config.option, "numprocesses", None):
+        # A file, and so a notebook, stays in one process, with what it has measured.
+        config.option.dist = "loadfile"
+        config.option.loadscopereorder = False
+    if getattr(config.option, "nbval", False):
+        config.option.nbval_current_env = True
+        config.option.nbval_cell_timeout = 120
 
 
 def more(*cases):
-    """Returns the cases with LABKIT_ALL_TESTS=1, else none: of each branch that they take another
-    case is kept.
-    """
+    """Returns the cases with `-m all`, else none: of each branch that they take another is kept."""
     return cases if ALL_TESTS else ()
 
 
@@ -85,19 +93,14 @@ def only_shows_records(item) -> bool:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    if not ALL_TESTS:
+    if ALL_TESTS:
+        for item in items:
+            item.add_marker("all")
+    else:
         config.hook.pytest_deselected(items=[item for item in items if only_shows_records(item)])
         items[:] = [item for item in items if not only_shows_records(item)]
-    # Without a GPU, of each test for one the first case says that it is skipped.
-    first = {item.nodeid.split("[")[0]: item for item in reversed(items)}
-    others = {item for item in items if item.get_closest_marker("gpu")} - set(first.values())
-    if others:
-        import torch
-
-        if not torch.cuda.is_available():
-            config.hook.pytest_deselected(items=list(others))
-            items[:] = [item for item in items if item not in others]
     order = {name: position for position, name in enumerate(LONGEST_FIRST)} | {
         SCATTERED_LAST: len(LONGEST_FIRST) + 1
     }
