@@ -231,19 +231,6 @@ def test_a_compiled_transformers_case_is_notebook_01s(monkeypatch):
     assert measured["backward"].case == small and measured["backward"].metrics["median_ms"] > 0
 
 
-def test_the_oracle_is_the_formula_in_fp64_however_it_is_cut(monkeypatch):
-    call = AttentionCall(CPU, parameters(length=33, d_head=5))
-    q, k, v = (x.detach()[-1].double().requires_grad_() for x in call.inputs)
-    out = attention_reference(q, k, v)
-    out.backward(call.grad_out[-1].double())
-    exact = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
-    for num_scores in (1, 33 * 7, 2**25):
-        monkeypatch.setattr(experiment, "ORACLE_SCORES", num_scores)
-        call.__dict__.pop("oracle", None)
-        for name, value in call.oracle.items():
-            torch.testing.assert_close(value, exact[name], rtol=1e-12, atol=1e-13)
-
-
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_wrong_result_in_the_last_sequence_gives_no_time(phase):
     call = AttentionCall(CPU, parameters())

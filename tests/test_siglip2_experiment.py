@@ -7,7 +7,7 @@ import torch
 from chapters import CPU, in_section, measure, on_a_cpu
 
 from labkit.configs import SIGLIP2_SIZES
-from labkit.experiments import fused_contest, siglip2
+from labkit.experiments import siglip2
 from labkit.experiments.sweep import Case, Skip
 from labkit.models.siglip2 import IMPLS
 
@@ -126,23 +126,6 @@ def test_sections_run_on_a_cpu(here, section):
     if section == "accuracy":
         errors = results["fused"].metrics
         assert 0 < errors["out_error"] < 1e-5 and 0 < errors["gradient_error"] < 1e-4
-
-
-@pytest.mark.parametrize("operation", fused_contest.OPERATIONS)
-def test_each_operation_of_the_contest_is_held_to_its_formula(operation):
-    limits = {"timeout_s": 9.0}
-    (case,) = fused_contest.kernel_cases([(operation, 32, 128)], ("ours", "eager"), "fp32", limits)
-    contest = fused_contest.FusedContest(CPU, case, {"copy": 1.0, "gemm fp32": 1.0})
-    assert contest.described() == case.parameters
-    for impl, name in (phase.split(" ") for phase in case.phases):
-        assert 0 < contest.judge(impl, name).budget_fraction <= 1
-        assert contest.rates(impl, name, 1.0)["ceiling_fraction"] > 0
-    assert contest.unavailable("quack")
-    contest.inputs = tuple((1.01 * x).detach().requires_grad_() for x in contest.inputs)
-    with pytest.raises(AssertionError, match="wrong"):
-        contest.judge(
-            "ours", "forward_backward" if operation == "linear_cross_entropy" else "forward"
-        )
 
 
 def test_a_peer_that_is_not_installed_is_skipped(monkeypatch):

@@ -3,7 +3,8 @@ dimension and length.
 
 Sections: "ceilings" (measured anew each session), "attention" (forward and backward of every
 implementation), "course" (the formula as a course writes it), "transformer" (the backward pass of
-compiled models, which notebook 01 does not time apart).
+compiled models, which notebook 01 does not time apart), "masked" ("attention" with a causal mask,
+at few lengths).
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from labkit import hardware, numerics
 from labkit.configs import ATTENTION, MATERIALISING, Grid, narrowed
 from labkit.experiments.benchmarking import run_steps
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
-from labkit.experiments.oracle import by_formula, fp64_device
+from labkit.experiments.contest import attention_formula, by_formula
 from labkit.experiments.sections import (
     empty_cache,
     freeze_modules,
@@ -32,7 +33,7 @@ from labkit.experiments.workload import load_compiler, step_parameters
 from labkit.kernels import course
 from labkit.kernels.attention import SDPA_BACKENDS, attention, unavailable_reason
 from labkit.kernels.reference import attention_reference
-from labkit.measure.timing import synchronize, time_callable
+from labkit.measure.timing import time_callable
 
 __all__ = ["MEASUREMENT_VERSION", "AttentionCall", "cases", "ceiling_rates", "run_case"]
 
@@ -59,16 +60,12 @@ _NODES = {
     "sdpa_efficient": "ScaledDotProductEfficientAttention",
     "course": "ExpBackward",
 }
-IMPLS = tuple(_NODES)
 
 LARGEST_ERROR = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2}
 """Relative error against fp64 above which a result is wrong, not imprecise: several times what the
 precision's rounding of every product gives (2⁻²⁴, 2⁻¹¹ and 2⁻⁹ an operand). Its time is then no
 measurement.
 """
-
-ORACLE_SCORES = 2**25
-"""fp64 scores that the oracle holds at once (256 MiB a matrix), whatever the length."""
 
 
 def cases(
@@ -80,59 +77,30 @@ def cases(
     grid = ATTENTION[profile]
     wanted_lengths = narrowed(ATTENTION, profile, "lengths", lengths)
     wanted_d_heads = narrowed(ATTENTION, profile, "d_heads", d_heads)
-    calls = [
-        {
-            "impl": impl,
-            "precision": precision,
-            "d_head": d_head,
-            "length": length,
-            "batch": ATTENTION_BATCH,
-        }
-        for impl, precision, d_head, length in _calls(grid)
-        if length in wanted_lengths and d_head in wanted_d_heads
-    ]
-    masked = [
-        {
-            "impl": impl,
-            "precision": precision,
-            "d_head": grid.long_d_head,
-            "length": length,
-            "batch": ATTENTION_BATCH,
-        }
-        for precision in ("fp32", "bf16")
-        for impl in grid.series[precision]
-        for length in grid.masked_lengths
-        if length in wanted_lengths and grid.long_d_head in wanted_d_heads
-        if impl != "compiled" or length in grid.compiled_lengths
-    ]
-    models = [
-        step_parameters(size, context, precision, compile="regional")
-        for size in grid.model_sizes
-        for context, precisions in grid.model_precisions.items()
-        for precision in precisions
-    ]
-    limits = (grid.case_timeout_s, grid.time_limit_s)
-    plain = [
-        {
-            "impl": "course",
-            "precision": "fp32",
-            "d_head": grid.long_d_head,
-            "length": length,
-            "batch": ATTENTION_BATCH,
-        }
-        for length in grid.course_lengths
-        if length in wanted_lengths and grid.long_d_head in wanted_d_heads
-    ]
-    return [
-        *ceiling_cases(tuple(grid.series), grid.case_timeout_s),
-        *(Case("attention", each, PHASES, *limits, stop_at_failure=True) for each in calls),
-        *(Case("course", each, PHASES, *limits, stop_at_failure=True) for each in plain),
-        *(Case("transformer", each, ("backward",), *limits) for each in models),
-        *(
-            Case("masked", {**each, "causal": True}, PHASES, *limits, stop_at_failure=True)
-            for each in masked
-        ),
-    ]
+    limits = {"timeout_s": grid.case_timeout_s, "time_limit_s": grid.time_limit_s}
+    found = ceiling_cases(tuple(grid.series), grid.case_timeout_s)
+
+    def add(section: str, impl: str, precision: str, d_head: int, length: int, **mask) -> None:
+        if length in wanted_lengths and d_head in wanted_d_heads:
+            parameters = {"impl": impl, "precision": precision, "d_head": d_head, "length": length}
+            parameters |= {"batch": ATTENTION_BATCH, **mask}
+            found.append(Case(section, parameters, PHASES, **limits, stop_at_failure=True))
+
+    for call in _calls(grid):
+        add("attention", *call)
+    for length in grid.course_lengths:
+        add("course", "course", "fp32", grid.long_d_head, length)
+    for size in grid.model_sizes:
+        for context, precisions in grid.model_precisions.items():
+            for precision in precisions:
+                model = step_parameters(size, context, precision, compile="regional")
+                found.append(Case("transformer", model, ("backward",), **limits))
+    for precision in ("fp32", "bf16"):
+        for impl in grid.series[precision]:
+            for length in grid.masked_lengths:
+                if impl != "compiled" or length in grid.compiled_lengths:
+                    add("masked", impl, precision, grid.long_d_head, length, causal=True)
+    return found
 
 
 def _calls(grid: Grid) -> Iterator[tuple[str, str, int, int]]:
@@ -156,13 +124,12 @@ def _require_room(device: hardware.Device, parameters: dict) -> None:
     """Raises Skip where half the length cannot fit either: this is then not the first length to run
     out of memory.
     """
-    total = memory_bytes(device)
-    element_bytes = (
-        2 if parameters["precision"] == "bf16" and parameters["impl"] != "sdpa_math" else 4
-    )
-    half = parameters["length"] // 2
-    scores = element_bytes * parameters["batch"] * half * half
-    if parameters["impl"] in MATERIALISING and scores > total:
+    if parameters["impl"] not in MATERIALISING:
+        return
+    is_narrow = parameters["precision"] == "bf16" and parameters["impl"] != "sdpa_math"
+    half, total = parameters["length"] // 2, memory_bytes(device)
+    scores = (2 if is_narrow else 4) * parameters["batch"] * half**2
+    if scores > total:
         raise Skip(
             f"at length {half} the scores alone take {scores / 1e9:.0f} GB; the device has "
             f"{total / 1e9:.0f} GB"
@@ -179,27 +146,26 @@ class AttentionCall:
 
     def __init__(self, device: hardware.Device, parameters: dict):
         self.device, self.impl = device, parameters["impl"]
+        if self.impl not in _NODES:
+            accepted = ", ".join(_NODES)
+            raise ValueError(f"unknown implementation {self.impl!r}; accepted: {accepted}")
         self.mask = {"causal": True} if parameters.get("causal") else {}
         self.is_compiled = self.impl.startswith("compiled")
-        if self.impl not in IMPLS:
-            raise ValueError(f"unknown implementation {self.impl!r}; accepted: {', '.join(IMPLS)}")
         torch.manual_seed(0)
         numerics.set_precision(parameters["precision"])
         heads = [1] if self.impl == "compiled_heads" else []
         shape = (parameters["batch"], *heads, parameters["length"], parameters["d_head"])
         dtype = numerics.tensor_dtype(parameters["precision"])
-        self.inputs = [
-            torch.randn(shape, dtype=dtype, device=device.kind, requires_grad=True)
-            for _ in range(3)
-        ]
-        self.grad_out = torch.randn(shape, dtype=dtype, device=device.kind)
-        self.function = attention_reference
-        if self.impl == "course":
-            self.function = course.attention
+        *self.inputs, self.grad_out = (
+            torch.randn(shape, dtype=dtype, device=device.kind) for _ in range(4)
+        )
+        for x in self.inputs:
+            x.requires_grad_()
+        self.function = course.attention if self.impl == "course" else attention_reference
         if self.impl in SDPA_BACKENDS:
             self.function = functools.partial(attention, impl=self.impl)
         if self.is_compiled:
-            load_compiler(self.device)
+            load_compiler(device)
             freeze_modules()
             torch.compiler.config.force_disable_caches = True
             torch._dynamo.utils.counters.clear()
@@ -234,14 +200,12 @@ class AttentionCall:
             x.grad = None
         empty_cache(self.device)
         is_cuda = self.device.kind == "cuda"
-        input_bytes = sum(x.nbytes for x in self.inputs)
         if is_cuda:
-            others = torch.cuda.memory_allocated() - input_bytes
+            others = torch.cuda.memory_allocated() - sum(x.nbytes for x in self.inputs)
             torch.cuda.reset_peak_memory_stats()
         out = self.forward()
-        synchronize(self.device.kind)
         self.nodes = node_names(out)
-        metrics = {}
+        metrics = {"device_bytes": memory_bytes(self.device)}
         if phase == "forward":
             kept = saved_tensors(out)
             counted = storage_bytes([*kept, *self.inputs, out])
@@ -251,10 +215,9 @@ class AttentionCall:
             if is_cuda:
                 torch.cuda.reset_peak_memory_stats()
             out.backward(self.grad_out)
-            synchronize(self.device.kind)
         if is_cuda:
             metrics["peak_bytes"] = torch.cuda.max_memory_allocated() - others
-        return {**metrics, "device_bytes": memory_bytes(self.device)}
+        return metrics
 
     def errors(self, phase: str) -> dict[str, float]:
         """Returns the relative errors of one pass against fp64, ‖x − x₆₄‖ / ‖x₆₄‖ over the batch's
@@ -265,13 +228,13 @@ class AttentionCall:
         """
         exact = self.oracle  # before the pass, whose memory it may need
         out, grad_out = self.forward_for_backward()
-        results = {"out": out}
+        results = {"output": out}
         if phase == "backward":
             out.backward(grad_out)
             results = dict(zip(("dq", "dk", "dv"), (x.grad for x in self.inputs), strict=True))
         errors, bound = {}, LARGEST_ERROR[self.described()["precision"]]
         for name, x in results.items():
-            key = f"{'output' if name == 'out' else name}_relative_error"
+            key = f"{name}_relative_error"
             errors[key] = error = numerics.relative_error(x[-1], exact[name])
             if not error <= bound:
                 raise AssertionError(f"{self.impl}: {key} is {error:.2g}, more than {bound:g}")
@@ -282,12 +245,11 @@ class AttentionCall:
         """Output and gradients of the batch's last sequence in fp64, by the formula, some queries
         at a time.
         """
-        place = fp64_device(self.device.kind)
-        tensors = (x.detach()[-1].to(place).double() for x in (*self.inputs, self.grad_out))
-        return {
-            name: x.cpu()
-            for name, x in by_formula(*tensors, **self.mask, num_scores=ORACLE_SCORES).items()
-        }
+        formula = functools.partial(attention_formula, **self.mask)
+        inputs = [x[-1] for x in self.inputs]
+        outs, grads = by_formula(formula, inputs, [self.grad_out[-1]])
+        results = (x.cpu() for x in (*outs, *grads))
+        return dict(zip(("output", "dq", "dk", "dv"), results, strict=True))
 
     def described(self) -> dict:
         """Returns the case as read back from the live objects, the implementation from the graph
@@ -333,30 +295,27 @@ def _attention_call(device: hardware.Device, case: Case) -> Iterator[AttentionCa
 
 
 def _measure(call: AttentionCall, case: Case, phase: str) -> Measured:
+    function, inputs = call.forward, ((),)
+    if phase == "backward":
+        function, inputs = Tensor.backward, call.forward_for_backward
     metrics: dict = {}
-    is_backward = phase == "backward"
     if call.is_compiled:
-        first = (
-            functools.partial(Tensor.backward, *call.forward_for_backward())
-            if is_backward
-            else call.forward
-        )
-        metrics["first_call_ms"] = time_once_ms(
-            first, call.device.kind
-        )  # it compiles; no cache counts
-        del first
+        arguments = inputs() if callable(inputs) else ()
+        first = functools.partial(function, *arguments)
+        # It compiles; no cache counts.
+        metrics["first_call_ms"] = time_once_ms(first, call.device.kind)
+        del first, arguments
         # How many times the compiler put SDPA in the place of the formula.
         metrics["num_replacements"] = torch._dynamo.utils.counters["inductor"]["fuse_attention"]
-    function, inputs = (
-        (Tensor.backward, call.forward_for_backward) if is_backward else (call.forward, ((),))
-    )
-    limits = {
-        "max_samples": ATTENTION_PASSES,
-        "target_half_width": 0.0,
-        "time_limit_s": case.time_limit_s,
-    }
     found = timed(
-        call.device, time_callable, function, inputs=inputs, device_kind=call.device.kind, **limits
+        call.device,
+        time_callable,
+        function,
+        inputs=inputs,
+        device_kind=call.device.kind,
+        max_samples=ATTENTION_PASSES,
+        target_half_width=0.0,
+        time_limit_s=case.time_limit_s,
     )
     metrics |= {**call.memory(phase), **call.errors(phase)}
     return found.measured(metrics, call.described(), call.observed(), keep="pass_ms")
@@ -388,19 +347,16 @@ def saved_tensors(out: Tensor) -> list[Tensor]:
     kept = []
     for node in _graph(out):
         values = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
-        values += [
-            *(getattr(node, "saved_tensors", None) or ()),
-            *(getattr(node, "_tensors_no_vc_check", None) or ()),
-        ]
+        for name in ("saved_tensors", "_tensors_no_vc_check"):
+            values += getattr(node, name, None) or ()
         kept += [value for value in values if isinstance(value, Tensor) and value.dim()]
     return kept
 
 
 def storage_bytes(tensors: Sequence[Tensor]) -> int:
     """Returns the bytes of the distinct storages behind `tensors`; several may be views of one."""
-    return sum(
-        {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values()
-    )
+    storages = [x.untyped_storage() for x in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 ATTENTION_SECTION = section(_measure, _attention_call)
@@ -408,8 +364,8 @@ SECTIONS = {
     **CEILINGS,
     "attention": ATTENTION_SECTION,
     "course": ATTENTION_SECTION,
+    "masked": ATTENTION_SECTION,
     "transformer": run_steps,
 }
 
-# "masked" is "attention" with a causal mask, at few lengths.
-run_case = functools.partial(run_section, {**SECTIONS, "masked": SECTIONS["attention"]})
+run_case = functools.partial(run_section, SECTIONS)

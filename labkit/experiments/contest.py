@@ -1,10 +1,12 @@
 """Implementations of one operation against each other: each is held to fp64, then all are timed in
 turn.
 
-The phases of a contest are "<implementation> <pass>". The implementations of one pass are timed in
-turn, so that a drift of the clocks falls on all of them alike. None is timed before its output and
-gradients have passed the gate of `numerics.judge`; one that fails it has an error in place of its
-times.
+An `Operation` says what its implementations are given, which formula they are held to and what it
+costs; `operations` has those of the chapters, and `operations.register` adds an implementation from
+any module. The phases of a contest are "<implementation> <pass>". The implementations of one pass
+are timed in turn, so that a drift of the clocks falls on all of them alike. None is timed before
+its outputs and gradients have passed the gate of `numerics.judge`; one that fails it has an error
+in place of its times.
 """
 
 import abc
@@ -12,19 +14,27 @@ import contextlib
 import functools
 import gc
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from labkit import hardware
+from labkit import hardware, numerics
 from labkit.configs import PASSES
-from labkit.experiments.sections import Runner, Timed, empty_cache, sustained_metrics, time_once_ms
+from labkit.experiments.sections import (
+    Runner,
+    Timed,
+    empty_cache,
+    fractions,
+    sustained_metrics,
+    time_once_ms,
+)
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
+from labkit.kernels.reference import attention_reference
 from labkit.measure import timing as timer
-from labkit.measure.timing import Comparison, Timing, compare, on_capture_stream, time_callable
-from labkit.numerics import Verdict
+from labkit.measure.timing import Comparison, compare, on_capture_stream, time_callable
 
 LAUNCH_LIMIT_MS = 10.0
 """A call that takes longer has no launch to speak of, and its launch is not measured."""
@@ -34,121 +44,245 @@ MIN_ROUNDS, MAX_ROUNDS, MAX_RANKING_ROUNDS = 3, 10, 15
 candidates are ranked.
 """
 
-COMPILED = ("compiled", "flex")
+ORACLE_SCORES = 2**25
+"""fp64 scores that are held at once (256 MiB a matrix), whatever the length."""
+
+IN_TURN = "in turn"
+"""A case's parameter "timed", unless its one implementation is timed alone."""
+
+Tensors = Sequence[Tensor]
 
 
 @dataclass(frozen=True)
-class Results:
-    """What timing one pass of a contest gave."""
-
-    comparison: Comparison
-    launches: dict[str, Timing]
-    flushed: dict[str, Timing]
-    telemetry: dict
-
-
-class Contest(abc.ABC):
-    """One problem and those who solve it.
+class Implementation:
+    """One way to compute an operation.
 
     Attributes:
-        baseline: the implementation that the ratios divide by; None for none in particular.
-        is_ranking: more samples, and the times once more by another method of the timer.
-        gradient_names: in the order of `inputs`.
+        function: takes the operation's inputs, `others` and `options`; differentiable.
+        unavailable: returns why it cannot run an operation's case, None if it can.
+        module: what the worker must import to know it; "" for those of this package.
     """
 
-    baseline: str | None = None
-    is_ranking = False
-    gradient_names: tuple[str, ...]
-    inputs: tuple[Tensor, ...]
-    grad_out: Tensor
+    function: Callable
+    unavailable: Callable[["Operation"], str | None] = lambda operation: None
+    module: str = ""
 
-    def __init__(self, device: hardware.Device, case: Case, ceilings: dict[str, float]):
-        self.device, self.parameters, self.ceilings, self.sustained = (
-            device,
-            case.parameters,
-            ceilings,
-            case.sustained,
-        )
-        # A graph whose buffers are given to the first backward pass can have no second one.
-        importlib.import_module("torch._functorch.config").donated_buffer = False
+
+@dataclass(frozen=True)
+class ContestCase(Case):
+    """A case whose worker imports `modules` first, which register implementations."""
+
+    modules: tuple[str, ...] = ()
+
+
+class Operation(abc.ABC):
+    """One operation on the tensors of one case.
+
+    Attributes:
+        device, precision: of the case, and of the ceiling; peak_precision: of the datasheet's peak,
+            if another.
+        inputs: the tensors to differentiate by; names: of these.
+        others, options: what an implementation takes after them.
+        grad_outs: the gradient of each output.
+        implementations: by name; baseline: the one that ratios divide by, None for none.
+    """
+
+    peak_precision = ""
+    others: tuple = ()
+    options: Mapping = {}
 
     @abc.abstractmethod
-    def unavailable(self, impl: str) -> str | None:
-        """Returns why an implementation cannot run here, None if it can."""
+    def formula(self, *inputs: Tensor, dtype: torch.dtype) -> Tensor | tuple[Tensor, ...]:
+        """Returns the outputs for inputs in fp64, computed in `dtype`."""
 
     @abc.abstractmethod
-    def forward(self, impl: str) -> Tensor: ...
-
-    @abc.abstractmethod
-    def verdict(self, name: str, value: Tensor) -> Verdict:
-        """Returns the verdict on "out" or a gradient; raises AssertionError for a wrong one."""
+    def cost(self, name: str) -> dict[str, int]:
+        """Returns the `flops` or the `num_bytes` of a pass."""
 
     @abc.abstractmethod
     def described(self) -> dict:
         """Returns the case as read back from the tensors."""
 
     @abc.abstractmethod
-    def rates(self, impl: str, name: str, median_ms: float) -> dict: ...
+    def num_terms(self, name: str) -> int:
+        """Returns the terms of the longest sum behind "out" or a gradient."""
+
+    def rows(self, name: str, x: Tensor) -> Tensor:
+        """Returns "out" or a gradient as (..., rows, columns), to be judged by blocks of rows."""
+        return x
+
+    def rates(self, name: str, median_ms: float, ceilings: dict[str, float]) -> dict:
+        """Returns the metrics of a pass that follow from its time and its cost."""
+        precisions = {"precision": self.precision, "peak_precision": self.peak_precision}
+        return rate_metrics(self.device, ceilings, median_ms, **precisions, **self.cost(name))
+
+    def metrics(self, impl: str) -> dict:
+        return {}
 
     def observed(self, impl: str) -> dict:
         return {}
 
-    def both(self, impl: str) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(self.forward(impl), self.inputs, self.grad_out)
+    def unavailable(self, impl: str) -> str | None:
+        """Returns why an implementation cannot run here, None if it can."""
+        return self.implementations[impl].unavailable(self)
 
-    def judge(self, impl: str, name: str) -> Verdict:
-        """Returns the worst verdict on what a pass gives; raises AssertionError for a wrong
-        result.
-        """
-        if name == "forward":
-            return self.verdict("out", self.forward(impl))
-        verdicts = [
-            self.verdict(*each) for each in zip(self.gradient_names, self.both(impl), strict=True)
-        ]
-        return max(verdicts, key=lambda verdict: verdict.budget_fraction)
+    def outputs(self, impl: str) -> tuple[Tensor, ...]:
+        function = self.implementations[impl].function
+        return as_tuple(function(*self.inputs, *self.others, **self.options))
 
-    def call(self, impl: str, name: str) -> Callable:
+    def gradients(self, impl: str) -> tuple[Tensor, ...]:
+        return self._backward(self.outputs(impl))
+
+    def _backward(self, outs: Tensors, **options) -> tuple[Tensor, ...]:
+        # A loss may come as fp32 or as its logits do.
+        grads = [grad.to(out.dtype) for grad, out in zip(self.grad_outs, outs, strict=True)]
+        return torch.autograd.grad(outs, self.inputs, grads, **options)
+
+    def call(self, impl: str, name: str) -> Callable[[], Tensors]:
         """Returns a pass as a function of nothing."""
-        if name != "backward":
-            return functools.partial(self.forward if name == "forward" else self.both, impl)
+        if name == "forward":
+            return functools.partial(self.outputs, impl)
+        if name == "forward_backward":
+            return functools.partial(self.gradients, impl)
         # A backward pass runs on the stream of its forward pass, which must be the one that is
         # captured.
         with on_capture_stream() if self.device.kind == "cuda" else contextlib.nullcontext():
-            out = self.forward(impl)
-        return functools.partial(
-            torch.autograd.grad, out, self.inputs, self.grad_out, retain_graph=True
-        )
+            outs = self.outputs(impl)
+        return functools.partial(self._backward, outs, retain_graph=True)
 
-    def measured(self, impl: str, name: str, results: Results, verdict: Verdict) -> Measured:
-        """Returns the measurement of one implementation's pass."""
-        timing = results.comparison.timings[impl]
-        metrics = {**self.rates(impl, name, timing.median_ms), **verdict.metrics()}
-        if impl in results.launches:
-            launch = results.launches[impl].metrics()
-            metrics |= {key: launch[key] for key in ("launch_median_ms", "host_median_ms")}
-        if impl in results.flushed:
-            metrics["flush_median_ms"] = results.flushed[impl].median_ms
-        if results.comparison.baseline == self.baseline:
-            keys = ("ratio_to_ours", "ratio_to_ours_low", "ratio_to_ours_high")
-            metrics |= dict(zip(keys, results.comparison.ratio[impl], strict=True))
-        found = Timed(timing, dict(results.telemetry))
-        if f"{impl} {name}" in self.sustained:
-            ceiling = self.ceilings.get(f"sustained gemm {self.parameters['precision']}")
-            call, flops = self.call(impl, name), metrics["flops"]
-            metrics |= sustained_metrics(self.device, found, call, flops=flops, ceiling=ceiling)
-        return found.measured(metrics, self.described(), self.observed(impl))
+    @functools.cached_property
+    def expected(self) -> list[tuple[Tensors, Tensors]]:
+        """Outputs and gradients of the formula in fp64, and in the dtype of the inputs."""
+        return [
+            by_formula(functools.partial(self.formula, dtype=dtype), self.inputs, self.grad_outs)
+            for dtype in (torch.float64, self.inputs[0].dtype)
+        ]
+
+    def judge(self, name: str, values: Tensors) -> numerics.Verdict:
+        """Returns the worst verdict on the outputs ("forward") or gradients (another pass).
+
+        Raises AssertionError for a wrong one.
+        """
+        is_gradient = name != "forward"
+        names = [f"d{each}" for each in self.names] if is_gradient else ["out"] * len(values)
+        verdicts = []
+        for key, *results in zip(
+            names, values, *(results[is_gradient] for results in self.expected), strict=True
+        ):
+            # What is computed from numbers of 16 bits is as exact as those, whatever its own dtype.
+            verdict = numerics.judge(
+                key,
+                *(self.rows(key, x) for x in results),
+                dtype=self.inputs[0].dtype,
+                num_terms=self.num_terms(key),
+            )
+            verdicts.append(verdict)
+        return max(verdicts, key=lambda verdict: verdict.budget_fraction)
 
 
-def contest_section(kind: type[Contest]) -> Runner:
-    """Returns the runner of a section whose cases are contests of one kind."""
+def as_tuple(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return out if isinstance(out, tuple) else (out,)
+
+
+# ---- tensors and the oracle ----------------------------------------------------------------------
+
+
+def draw(device_kind: str, precision: str, *shapes: tuple[int, ...]) -> list[Tensor]:
+    """Returns random normal tensors."""
+    generator = torch.Generator(device_kind).manual_seed(0)
+    dtype = numerics.tensor_dtype(precision)
+    return [
+        torch.randn(shape, generator=generator, device=device_kind).to(dtype) for shape in shapes
+    ]
+
+
+def fp64_device(device_kind: str) -> str:
+    """Returns where fp64 is computed: on the device, but mps has none."""
+    return "cpu" if device_kind == "mps" else device_kind
+
+
+def by_formula(formula: Callable, inputs: Tensors, grad_outs: Tensors) -> tuple[Tensors, Tensors]:
+    """Returns the outputs and the gradients of a formula of inputs in fp64, as fp64."""
+    place = fp64_device(inputs[0].device.type)
+    leaves = [x.detach().to(place, torch.float64).requires_grad_() for x in inputs]
+    outs = as_tuple(formula(*leaves))
+    grads = [grad.to(out) for grad, out in zip(grad_outs, outs, strict=True)]
+    return [out.detach().double() for out in outs], torch.autograd.grad(outs, leaves, grads)
+
+
+def attention_formula(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    """Returns attention by the eager formula in `dtype`, as fp64, ORACLE_SCORES scores at once at
+    most; they are computed again in the backward pass.
+
+    q, k, v: (..., length, D), fp64.
+    """
+
+    def some_rows(*parts: Tensor) -> Tensor:
+        return attention_reference(*(x.to(dtype) for x in parts), causal=causal).double()
+
+    length = q.shape[-2]
+    num_rows = max(1, ORACLE_SCORES // (q.shape[:-2].numel() * length))
+    blocks = []
+    for q_rows in q.split(num_rows, dim=-2):
+        # Aligned to the bottom right, the mask of the last rows over the keys up to them is theirs.
+        num_keys = len(blocks) * num_rows + q_rows.shape[-2] if causal else length
+        keys, values = k[..., :num_keys, :], v[..., :num_keys, :]
+        blocks.append(checkpoint(some_rows, q_rows, keys, values, use_reentrant=False))
+    return torch.cat(blocks, dim=-2)
+
+
+# ---- the contest ---------------------------------------------------------------------------------
+
+
+def rate_metrics(
+    device: hardware.Device,
+    ceilings: dict[str, float],
+    median_ms: float,
+    precision: str,
+    *,
+    flops: int = 0,
+    num_bytes: int = 0,
+    peak_precision: str = "",
+) -> dict:
+    """Returns a call's `flops` or `num_bytes`, its rate, and the rate's shares of the session's
+    ceiling and the datasheet's peak, which is that of `peak_precision` where that is another.
+    """
+    peaks = device.peaks
+    if flops:
+        rate = flops / (median_ms * 1e-3) / 1e12
+        peak = peaks.tflops(peak_precision or precision) if peaks else None
+        shares = fractions(rate, ceilings.get(f"gemm {precision}"), peak)
+        return {"flops": flops, "achieved_tflops": rate, **shares}
+    rate = num_bytes / (median_ms * 1e-3) / 1e9
+    shares = fractions(rate, ceilings.get("copy"), peaks.memory_gb_per_s if peaks else None)
+    return {"num_bytes": num_bytes, "achieved_gb_per_s": rate, **shares}
+
+
+def contest_section(
+    problem: Callable[[hardware.Device, dict], Operation], *, is_ranking: bool = False
+) -> Runner:
+    """Returns the runner of a section whose cases are contests.
+
+    Args:
+        problem: gives the operation of a device and a case's parameters.
+        is_ranking: more samples, and the times once more by another method of the timer.
+    """
 
     def run(device: hardware.Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
+        for module in getattr(case, "modules", ()):
+            importlib.import_module(module)
+        # A graph whose buffers are given to the first backward pass can have no second one.
+        importlib.import_module("torch._functorch.config").donated_buffer = False
         try:
-            yield from _run_contest(kind(device, case, ceilings), case)
+            yield from Contest(problem(device, case.parameters), case, ceilings, is_ranking).run()
         finally:
-            if any(phase.split(" ")[0] in COMPILED for phase in case.phases):
+            counters = torch._dynamo.utils.counters
+            if counters["frames"]:
                 # What is compiled is for one shape: kept, it would only make the look-up of the
                 # next longer.
+                counters.clear()
                 torch.compiler.reset()
                 gc.unfreeze()
             empty_cache(device)
@@ -156,45 +290,125 @@ def contest_section(kind: type[Contest]) -> Runner:
     return run
 
 
-def _run_contest(contest: Contest, case: Case) -> Iterator[PhaseRun]:
-    """Yields the phases of a contest, pass by pass: those that cannot be had first, then those that
-    were timed.
-    """
-    wanted = [tuple(phase.split(" ")) for phase in case.phases]
-    impls = list(dict.fromkeys(impl for impl, _ in wanted))
-    reasons = {impl: contest.unavailable(impl) for impl in impls}
-    for impl, name in wanted:
-        if reasons[impl]:
-            yield f"{impl} {name}", functools.partial(_raise, Skip(reasons[impl]))
-    for name in PASSES:
-        entrants = [impl for impl in impls if (impl, name) in wanted and not reasons[impl]]
-        verdicts = {}
-        for impl in entrants:
-            try:
-                verdicts[impl] = contest.judge(impl, name)
-            except Exception as error:
-                if len(impls) == 1:
-                    raise
-                yield (
-                    f"{impl} {name}",
-                    functools.partial(_raise, error),
-                )  # ends the process; the next goes on
-        if entrants:
-            # The timer collects garbage before every sampling; what PyTorch and its compiler keep
-            # need not be searched each time, which takes longer than most samplings.
-            gc.freeze()
-            baseline = contest.baseline
-            if baseline and baseline not in entrants:  # it has been measured, or has failed
-                try:
-                    contest.judge(baseline, name)
-                except Exception:
-                    baseline = None
-            results = _time_in_turn(contest, name, entrants, baseline, case.time_limit_s)
+@dataclass(frozen=True)
+class Contest:
+    """Those who solve one case; arguments as in `contest_section`."""
+
+    operation: Operation
+    case: Case
+    ceilings: dict[str, float]
+    is_ranking: bool = False
+
+    def run(self) -> Iterator[PhaseRun]:
+        """Yields the phases, pass by pass: those that cannot be had first, then those that were
+        timed.
+        """
+        wanted = [tuple(phase.split(" ")) for phase in self.case.phases]
+        impls = list(dict.fromkeys(impl for impl, _ in wanted))
+        reasons = {impl: self.operation.unavailable(impl) for impl in impls}
+        for impl, name in wanted:
+            if reasons[impl]:
+                yield f"{impl} {name}", functools.partial(_raise, Skip(reasons[impl]))
+        for name in PASSES:
+            entrants = [impl for impl in impls if (impl, name) in wanted and not reasons[impl]]
+            verdicts = {}
             for impl in entrants:
-                yield (
-                    f"{impl} {name}",
-                    functools.partial(contest.measured, impl, name, results, verdicts[impl]),
-                )
+                try:
+                    verdicts[impl] = self.judge(impl, name)
+                except Exception as error:
+                    if len(impls) == 1:
+                        raise
+                    # It ends the process; the next goes on.
+                    yield f"{impl} {name}", functools.partial(_raise, error)
+            if entrants:
+                times = self.time_in_turn(name, entrants)
+                for impl, verdict in verdicts.items():
+                    measure = functools.partial(self.measured, impl, name, times, verdict)
+                    yield f"{impl} {name}", measure
+
+    def judge(self, impl: str, name: str) -> numerics.Verdict:
+        """Returns the verdict on a pass; raises AssertionError for a wrong result."""
+        values = self.operation.call(impl, "forward" if name == "forward" else "forward_backward")()
+        return self.operation.judge(name, values)
+
+    def baseline(self, name: str, impls: Sequence[str]) -> str | None:
+        """Returns what the ratios of a pass divide by; None where it is wrong, or there is none."""
+        baseline = self.operation.baseline
+        if self.case.parameters.get("timed", IN_TURN) != IN_TURN or baseline is None:
+            return None
+        if baseline not in impls:  # it has been measured, or has failed
+            try:
+                self.judge(baseline, name)
+            except Exception:
+                return None
+        return baseline
+
+    def time_in_turn(self, name: str, impls: Sequence[str]) -> "Times":
+        """Returns the times of one pass, all implementations in turn."""
+        # The timer collects garbage before every sampling; what PyTorch and its compiler keep need
+        # not be searched each time, which takes longer than most samplings.
+        gc.freeze()
+        kind, baseline = self.operation.device.kind, self.baseline(name, impls)
+        entrants = dict.fromkeys([*impls, baseline or impls[0]])
+        calls = {impl: self.operation.call(impl, name) for impl in entrants}
+        once_ms = {impl: time_once_ms(call, kind) for impl, call in calls.items()}
+        least_ms = timer.GRAPH_REPLAY_MS if kind == "cuda" else 0
+        round_ms = sum(max(time_ms, least_ms) for time_ms in once_ms.values())
+        max_rounds = MAX_RANKING_ROUNDS if self.is_ranking else MAX_ROUNDS
+        num_rounds = int(1e3 * self.case.time_limit_s / round_ms)
+        limits = {
+            "baseline": baseline or impls[0],
+            "device_kind": kind,
+            "num_warmup": 1,
+            "num_rounds": max(MIN_ROUNDS, min(max_rounds, num_rounds)),
+        }
+        with hardware.Monitor(kind) as monitor:
+            comparison = _compared(calls, limits)
+        metrics: dict[str, dict] = {impl: {} for impl in impls}
+        if baseline:
+            keys = ("ratio_to_ours", "ratio_to_ours_low", "ratio_to_ours_high")
+            for impl in impls:
+                metrics[impl] |= zip(keys, comparison.ratio[impl], strict=True)
+        # The host's share of a backward pass is in that of both.
+        if kind == "cuda" and name != "backward":
+            ten = {"device_kind": kind, "num_warmup": 2, "min_samples": 10, "max_samples": 10}
+            for impl in impls:
+                if once_ms[impl] < LAUNCH_LIMIT_MS:
+                    launched = time_callable(calls[impl], method="window", **ten).metrics()
+                    metrics[impl]["launch_median_ms"] = launched["launch_median_ms"]
+                    metrics[impl]["host_median_ms"] = launched["host_median_ms"]
+                if self.is_ranking:
+                    flushed = time_callable(calls[impl], method="flush", **ten)
+                    metrics[impl]["flush_median_ms"] = flushed.median_ms
+        return Times(comparison, metrics, monitor.summary)
+
+    def measured(self, impl: str, name: str, times: "Times", verdict: numerics.Verdict) -> Measured:
+        """Returns the measurement of one implementation's pass."""
+        operation, parameters = self.operation, self.case.parameters
+        timed = Timed(times.comparison.timings[impl], dict(times.telemetry))
+        rates = operation.rates(name, timed.timing.median_ms, self.ceilings)
+        metrics = rates | operation.metrics(impl) | verdict.metrics() | times.metrics[impl]
+        if f"{impl} {name}" in self.case.sustained:
+            metrics |= sustained_metrics(
+                operation.device,
+                timed,
+                operation.call(impl, name),
+                flops=metrics["flops"],
+                ceiling=self.ceilings.get(f"sustained gemm {operation.precision}"),
+            )
+        described = operation.described()
+        if "timed" in parameters:
+            described["timed"] = parameters["timed"]
+        return timed.measured(metrics, described, operation.observed(impl))
+
+
+@dataclass(frozen=True)
+class Times:
+    """What timing one pass of a contest gave; metrics: beside the times, by implementation."""
+
+    comparison: Comparison
+    metrics: dict[str, dict]
+    telemetry: dict
 
 
 def _raise(error: Exception):
@@ -219,45 +433,6 @@ def _compared(calls: dict[str, Callable], limits: dict) -> Comparison:
         launched = {
             impl: call for impl, call in calls.items() if impl not in replayed or impl == baseline
         }
-        first, last = (
-            compare(launched, method="flush", **limits),
-            compare(replayed, method="graph", **limits),
-        )
+        first = compare(launched, method="flush", **limits)
+        last = compare(replayed, method="graph", **limits)
         return Comparison(first.timings | last.timings, baseline, first.ratio | last.ratio)
-
-
-def _time_in_turn(
-    contest: Contest, name: str, impls: Sequence[str], baseline: str | None, time_limit_s: float
-) -> Results:
-    """Returns the device's times of one pass, all implementations in turn, and the host's of
-    issuing it.
-    """
-    kind = contest.device.kind
-    calls = {
-        impl: contest.call(impl, name) for impl in dict.fromkeys([*impls, baseline or impls[0]])
-    }
-    once_ms = {impl: time_once_ms(call, kind) for impl, call in calls.items()}
-    round_ms = sum(
-        max(time_ms, timer.GRAPH_REPLAY_MS if kind == "cuda" else 0) for time_ms in once_ms.values()
-    )
-    max_rounds = MAX_RANKING_ROUNDS if contest.is_ranking else MAX_ROUNDS
-    num_rounds = max(MIN_ROUNDS, min(max_rounds, int(1e3 * time_limit_s / round_ms)))
-    limits = {
-        "baseline": baseline or impls[0],
-        "device_kind": kind,
-        "num_warmup": 1,
-        "num_rounds": num_rounds,
-    }
-    with hardware.Monitor(kind) as monitor:
-        comparison = _compared(calls, limits)
-    few = {"device_kind": kind, "num_warmup": 2, "min_samples": 10, "max_samples": 10}
-    launches, flushed = {}, {}
-    if (
-        kind == "cuda" and name != "backward"
-    ):  # the host's share of a backward pass is in that of both
-        for impl in impls:
-            if once_ms[impl] < LAUNCH_LIMIT_MS:
-                launches[impl] = time_callable(calls[impl], method="window", **few)
-            if contest.is_ranking:
-                flushed[impl] = time_callable(calls[impl], method="flush", **few)
-    return Results(comparison, launches, flushed, monitor.summary)

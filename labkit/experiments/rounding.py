@@ -6,7 +6,7 @@ from torch import Tensor
 
 from labkit import hardware
 from labkit.configs import NORM_SETTINGS
-from labkit.experiments.oracle import fp64_device
+from labkit.experiments.contest import fp64_device
 from labkit.experiments.sweep import Measured, Skip
 from labkit.numerics import (
     DTYPES,

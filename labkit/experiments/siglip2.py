@@ -4,7 +4,6 @@ beside its peers.
 Sections: "ceilings", "floor" (the matrix products alone), "steps" (forward pass, both passes, and
 both with AdamW, of a batch under every way to run the encoder), "profile" (their kernels),
 "modules" (each part of the encoder alone), "accuracy" (a shallow encoder against fp64), "kernels"
-(each fused kernel against others, see `fused_contest`).
 
 A step is timed by replaying it from a CUDA graph, call by call, and back to back. Workload "A" is
 images of one size; "B" as many patches in images of many sizes.
@@ -24,7 +23,7 @@ from labkit import hardware
 from labkit.configs import SIGLIP2, SIGLIP2_SIZES, Siglip2Config
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
 from labkit.experiments.contest import contest_section
-from labkit.experiments.fused_contest import FusedContest, kernel_cases
+from labkit.experiments.operations import DEFINITIONS, IN_PLACE, RowOperation, contest_case
 from labkit.experiments.sections import (
     Timed,
     empty_cache,
@@ -89,7 +88,12 @@ def cases(profile: str, device_kind: str) -> list[Case]:
     result += [
         Case("accuracy", {"size": grid.size, "precision": each}, IMPLS, limit) for each in dtypes
     ]
-    return result + kernel_cases(grid.kernels, grid.kernel_impls, dtype, limits)
+    for operation, rows, columns in grid.kernels:
+        impls = [*grid.kernel_impls, *([IN_PLACE] if operation == "cross_entropy" else [])]
+        parameters = {"operation": operation, "rows": rows, "columns": columns, "precision": dtype}
+        passes = DEFINITIONS[operation].passes
+        result.append(contest_case("kernels", operation, parameters, impls, passes, **limits))
+    return result
 
 
 # ---- batches -------------------------------------------------------------------------------------
@@ -523,7 +527,7 @@ SECTIONS = {
     "profile": section(_measure_profile, _live_step),
     "modules": section(_measure_module),
     "accuracy": section(_measure_accuracy, _live_accuracy),
-    "kernels": contest_section(FusedContest),
+    "kernels": contest_section(RowOperation),
 }
 
 run_case = functools.partial(run_section, SECTIONS)
