@@ -15,8 +15,7 @@ from test_fused_kernels import not_interpreted
 from test_kernel_compilation import compile_source, spilled_bytes
 from triton.compiler import ASTSource
 
-from labkit.experiments.graphed_step import ATTENTION, GraphedWorkload
-from labkit.experiments.workload import step_parameters
+from labkit.experiments.step import Step, step_parameters
 from labkit.kernels import adamw, fused
 from labkit.kernels.adamw import FusedAdamW
 from labkit.measure.timing import compare
@@ -547,8 +546,8 @@ def test_values_out_of_range_are_refused(options, message):
 
 
 def test_matrices_in_16_bits_beside_masters_train_as_autocast_does():
-    asked = step_parameters("nano", 16, "bf16", attention=ATTENTION["fused"], impl="fused")
-    live, autocast = (GraphedWorkload(CPU, asked) for _ in range(2))
+    asked = step_parameters("nano", 16, "bf16", attention="auto", impl="fused")
+    live, autocast = (Step(CPU, asked, capturable=True) for _ in range(2))
     autocast.model.float()
     autocast.model.load_state_dict(live.model.state_dict())
     autocast.optimizer = torch.optim.AdamW(autocast.model.parameters())

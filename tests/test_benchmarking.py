@@ -26,11 +26,12 @@ from labkit.configs import (
     STEP_PHASES,
     model_config,
 )
-from labkit.experiments import benchmarking, open_session
+from labkit.experiments import benchmarking, open_session, step
 from labkit.experiments.benchmarking import cases, run_case
 from labkit.experiments.ceilings import ceiling_name
+from labkit.experiments.sections import Timed
+from labkit.experiments.step import RECIPES, Step, step_parameters
 from labkit.experiments.sweep import Case, Skip
-from labkit.experiments.workload import Workload, step_parameters
 from labkit.measure import timing
 from labkit.models.transformer import TransformerLM
 
@@ -185,12 +186,12 @@ def test_a_workload_runs_what_was_asked_for(size, precision, compile):
     asked = parameters(
         size, 16, precision, compile, batch=2, attention="sdpa" if compile == "whole" else "eager"
     )
-    assert Workload(CPU, asked).described() == asked
+    assert Step(CPU, asked).described() == asked
 
 
 _use_sdpa = operator.methodcaller("__setattr__", "attention", "sdpa")
 CHANGES = {
-    "autocast": (lambda w: setattr(w, "precision", "bf16"), {"precision": "bf16"}),
+    "autocast": (lambda w: setattr(w, "recipe", RECIPES["bf16"]), {"precision": "bf16"}),
     "tf32": (lambda w: torch.set_float32_matmul_precision("high"), {"precision": "tf32"}),
     "regional": (lambda w: [block.compile() for block in w.model.blocks], {"compile": "regional"}),
     "one block": (lambda w: w.model.blocks[-1].compile(), {"compile": "1 blocks"}),
@@ -215,7 +216,7 @@ CHANGES = {
 
 @pytest.mark.parametrize(("change", "differs"), CHANGES.values(), ids=CHANGES)
 def test_a_label_is_read_back_from_what_runs(change, differs):
-    workload = Workload(CPU, parameters())
+    workload = Step(CPU, parameters())
     assert workload.described() == parameters()
     change(workload)
     assert workload.described() == parameters() | differs
@@ -224,7 +225,7 @@ def test_a_label_is_read_back_from_what_runs(change, differs):
 def test_a_measurement_carries_the_label_of_what_ran(monkeypatch):
     """A request that is silently not followed must not come back as if it had been."""
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module: None)
-    monkeypatch.setattr(Workload, "autocast", lambda workload: torch.autocast("cpu", enabled=False))
+    monkeypatch.setattr(Step, "autocast", lambda workload: torch.autocast("cpu", enabled=False))
     case = steps("forward", precision="bf16", compile="regional")
     assert measure(case)["forward"].case == parameters(precision="fp32", compile="none")
 
@@ -303,22 +304,16 @@ def test_a_phase_times_its_own_parts_and_neither_others_nor_the_making_of_the_op
 
     monkeypatch.setattr(torch.optim, "AdamW", optimizer)
     monkeypatch.setattr(torch.Tensor, "backward", clock.wrap("backward", torch.Tensor.backward))
-    workload = Workload(CPU, parameters())
+    workload = Step(CPU, parameters())
     instrumented(workload.model, forward="model", zero_grad="zero_grad")
     timed = workload.time_phase(phase, **THREE)
     expected_ms = 1e3 * sum(COSTS_S[part] for part in TIMED_PARTS[phase])
     assert (timed.num_warmup, timed.samples_ms) == (1, (expected_ms,) * 3)
 
 
-def test_an_unknown_phase_names_the_accepted_ones():
-    with pytest.raises(ValueError) as raised:
-        Workload(CPU, parameters()).time_phase("sideways")
-    assert str(raised.value) == f"unknown phase 'sideways'; accepted: {', '.join(PHASES)}"
-
-
 @pytest.mark.parametrize("phase", ["backward", "forward_backward", "train_step"])
 def test_a_backward_pass_starts_without_gradients_and_leaves_them(monkeypatch, phase):
-    workload, seen = Workload(CPU, parameters()), []
+    workload, seen = Step(CPU, parameters()), []
     owner, name = (workload, phase) if phase == "forward_backward" else (torch.Tensor, "backward")
     function = getattr(owner, name)
 
@@ -337,7 +332,7 @@ def test_a_backward_pass_starts_without_gradients_and_leaves_them(monkeypatch, p
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_only_the_optimizer_changes_the_parameters_and_a_forward_pass_makes_no_gradients(phase):
-    workload = Workload(CPU, parameters())
+    workload = Step(CPU, parameters())
     before = [parameter.detach().clone() for parameter in workload.model.parameters()]
     workload.time_phase(phase, **THREE)
     if phase in ("inference", "forward"):
@@ -358,7 +353,7 @@ def test_only_the_optimizer_changes_the_parameters_and_a_forward_pass_makes_no_g
     ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)]
 )
 def test_a_forward_pass_runs_in_its_precision_and_inference_without_autograd(precision, dtype):
-    workload, seen = Workload(CPU, parameters(precision=precision)), []
+    workload, seen = Step(CPU, parameters(precision=precision)), []
     workload.model.register_forward_hook(
         lambda *call: seen.append((call[-1].dtype, call[-1].requires_grad))
     )
@@ -375,7 +370,7 @@ def test_a_forward_pass_runs_in_its_precision_and_inference_without_autograd(pre
 
 
 def test_two_workloads_of_a_case_are_equal():
-    first, second = (Workload(CPU, parameters()) for _ in range(2))
+    first, second = (Step(CPU, parameters()) for _ in range(2))
     assert torch.equal(first.tokens, second.tokens) and torch.equal(first.targets, second.targets)
     assert torch.equal(first.forward(), second.forward())
 
@@ -408,7 +403,7 @@ def test_a_precision_that_a_device_lacks_is_skipped_before_a_model_is_built(
     monkeypatch, section, device, precision
 ):
     monkeypatch.setattr(benchmarking.hardware, "detect", lambda: device)
-    monkeypatch.setattr(benchmarking, "Workload", None)
+    monkeypatch.setattr(step, "Step", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (7, 0))
     monkeypatch.setattr(
         torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
@@ -422,11 +417,8 @@ def test_a_precision_that_a_device_lacks_is_skipped_before_a_model_is_built(
 
 def efficiency(phase: str, time_ms: float, *, precision="fp32", device=H200, **ceilings) -> dict:
     """Returns the rates of nano with 4 × 32 tokens."""
-    workload, timed = (
-        SimpleNamespace(device=device),
-        timing.Timing((time_ms,), "window", 0, "fixed count"),
-    )
-    return benchmarking._efficiency(workload, steps(precision=precision), phase, timed, ceilings)
+    timed = Timed(timing.Timing((time_ms,), "window", 0, "fixed count"), {})
+    return step.step_rates(device, steps(precision=precision), phase, None, timed, ceilings)
 
 
 # By hand for nano, d 128, d_ff 512, 2 layers, vocabulary 10 000, on 128 tokens in rows of 32:
@@ -514,7 +506,7 @@ def counted_compiler(monkeypatch):
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compiler))
-    monkeypatch.setattr(benchmarking, "load_compiler", lambda device: None)  # this one is not used
+    monkeypatch.setattr(step, "load_compiler", lambda device: None)  # this one is not used
     torch.compiler.reset()
     # Set back afterwards: compiling for real would otherwise stay without its caches in this
     # process.

@@ -13,8 +13,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from chapters import CPU, H200, H200_BYTES, in_section, on_a_cpu
-from test_nsys_analysis import committed, memory_of, parameters
+from chapters import CPU, on_a_cpu
+from test_nsys_analysis import parameters
 from typer.testing import CliRunner
 
 from labkit import cli
@@ -23,8 +23,8 @@ from labkit.experiments import captured_step, sweep
 from labkit.experiments import nsys_analysis as experiment
 from labkit.experiments.captured_step import capture_steps, marked, warm_up
 from labkit.experiments.nsys_analysis import cases, run_case
-from labkit.experiments.sweep import Measured, Skip
-from labkit.experiments.workload import Workload
+from labkit.experiments.step import Step
+from labkit.experiments.sweep import Measured
 from labkit.measure import profiling
 from labkit.measure.profiling import OUTSIDE, Nsys, ProfileError, RangeMarker
 from labkit.measure.timing import Timing
@@ -44,7 +44,7 @@ def captured():
     """A training step of a small model on this machine, captured with every range and with the
     phases' alone.
     """
-    workload = Workload(CPU, parameters())
+    workload = Step(CPU, parameters())
     warm_up(workload, "train_step")
     marker = RangeMarker("kineto")
     trace = profiling.capture_with_kineto(
@@ -101,7 +101,7 @@ def test_marking_adds_no_computation_and_leaves_nothing_behind(captured):
         names = [name.rstrip("_") for name in computing["short_name"]]
         counts.append(Counter(zip(computing["phase"], names, strict=True)))
     assert counts[0] == counts[1]
-    workload = Workload(CPU, parameters())
+    workload = Step(CPU, parameters())
     before = dict(captured_step.transformer.ATTENTION)
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in workload.model.modules()]
     exact = workload.forward()
@@ -115,7 +115,7 @@ def test_marking_adds_no_computation_and_leaves_nothing_behind(captured):
 
 
 def test_a_marked_step_that_computes_something_else_is_an_error(monkeypatch):
-    workload = Workload(CPU, parameters())
+    workload = Step(CPU, parameters())
 
     @contextlib.contextmanager
     def wrong(workload, marker):
@@ -245,58 +245,6 @@ def fake_nsys(tmp_path, monkeypatch):
     return Nsys(str(path), "2025.3.1", None)
 
 
-@pytest.mark.parametrize(
-    ("size", "most"), [("small", 1), ("medium", 1), ("large", 2), ("2.7b", 3), ("10b", 5)]
-)
-def test_small_sizes_take_one_capture_and_large_ones_lose_little_when_cut_off(
-    size, most, monkeypatch
-):
-    captures: list[list[tuple[dict, tuple]]] = []  # of each capture the parameters and phases
-
-    def capture(nsys, device, group, timeout_s):
-        captures.append(list(group))
-        return {experiment._key(p, phase): lambda: None for p, phases in group for phase in phases}
-
-    memory_of(H200_BYTES, monkeypatch)
-    monkeypatch.setattr(experiment, "_capture_group", capture)
-    monkeypatch.setattr(experiment, "_captured", {})
-    expected = []
-    for one in in_section(cases("full", "cuda", sizes=[size]), "profiles"):
-        fitting = [
-            phase for phase in one.phases if experiment._has_room(H200, one.parameters, phase)
-        ]
-        expected += [(one.parameters, phase) for phase in fitting]
-        with contextlib.suppress(Skip):
-            for phase in one.phases:
-                experiment._from_shared_capture(None, H200, one, phase)
-    assert len(captures) <= most
-    assert [
-        (p, phase) for group in captures for p, phases in group for phase in phases
-    ] == expected, "none twice"
-    for group in captures:
-        assert (
-            len(group) == 1
-            or sum(experiment.estimated_s(*one) for one in group) <= experiment.LONGEST_CAPTURE_S
-        )
-
-
-def test_the_estimate_of_a_capture_is_near_the_time_of_its_steps():
-    """Against the committed captures: the host's clock of two steps and a warm-up, as long as the
-    plain one.
-    """
-    measured, estimated = Counter(), Counter()
-    for one in committed(NOTEBOOK):
-        if one.status == "ok" and one.case.get("size") in ("xl-2025", "2.7b", "10b"):
-            key = (one.case["size"], one.case["precision"])
-            measured[key] += (2 * one.metrics["done_ms"] + one.metrics["done_with_ranges_ms"]) / 1e3
-            estimated[key] += experiment.estimated_s(
-                one.case, [one.phase]
-            ) - experiment.estimated_s(one.case, [])
-    assert len(measured) >= 4
-    for key, seconds in measured.items():
-        assert 0.5 * seconds < estimated[key] < 2 * seconds, (key, seconds, estimated[key])
-
-
 @pytest.mark.slow
 def test_cases_share_one_capture_of_labkits_own_process(fake_nsys):
     """The program is the real one, on this machine's CPU; only the capture of it is invented."""
@@ -364,7 +312,7 @@ def test_a_capture_without_the_steps_ranges_is_an_error(tmp_path):
     with pytest.raises(
         ProfileError, match="the capture holds no launch in the range 'case 7 step 0'"
     ):
-        experiment._measured(experiment._Capture.of(trace), "case 7", {})
+        experiment._measured(experiment._Capture.read(trace), {"label": "case 7"})
 
 
 def test_a_capture_that_is_stopped_is_a_timeout():

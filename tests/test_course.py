@@ -8,7 +8,7 @@ from chapters import CPU, in_section, measure, on_a_cpu
 from labkit.configs import model_config
 from labkit.experiments import attention, benchmarking, memory, nsys_analysis
 from labkit.experiments.captured_step import capture_steps
-from labkit.experiments.workload import Workload, course_parameters
+from labkit.experiments.step import Step, course_parameters
 from labkit.kernels import course
 from labkit.kernels.reference import attention_reference
 from labkit.measure import profiling
@@ -94,10 +94,10 @@ def test_adamw_is_pytorchs_step_by_step():
 
 
 def test_the_model_trains_as_the_eager_one_from_the_same_parameters():
-    eager = Workload(
+    eager = Step(
         CPU, {**course_parameters("nano", 32, "fp32"), "attention": "eager", "impl": "eager"}
     )
-    plain = Workload(CPU, course_parameters("nano", 32, "fp32"))
+    plain = Step(CPU, course_parameters("nano", 32, "fp32"))
     assert (
         plain.described() == course_parameters("nano", 32, "fp32")
         and "impl" not in eager.described()
@@ -117,7 +117,7 @@ def test_the_model_trains_as_the_eager_one_from_the_same_parameters():
 
 
 def test_autocast_and_an_unknown_impl():
-    plain = Workload(CPU, course_parameters("nano", 16, "bf16"))
+    plain = Step(CPU, course_parameters("nano", 16, "bf16"))
     plain.forward_backward()
     assert all(parameter.grad.isfinite().all() for parameter in plain.model.parameters())
     with pytest.raises(ValueError, match="unknown impl 'lecture'; accepted: eager, fused, course"):
@@ -160,7 +160,7 @@ def test_smoke_measures_it_under_its_own_label(number):
 
 
 def test_the_parts_of_its_attention_are_told_apart():
-    live, marker = Workload(CPU, course_parameters("nano", 16, "fp32")), RangeMarker("kineto")
+    live, marker = Step(CPU, course_parameters("nano", 16, "fp32")), RangeMarker("kineto")
     trace = profiling.capture_with_kineto(
         lambda: capture_steps(live, "inference", marker, "case"), "cpu"
     )

@@ -49,7 +49,7 @@ def test_more_ranks_than_gpus_are_skipped(monkeypatch):
         case for case in distributed.cases("full", "cuda") if case.section == "collectives"
     )
     with pytest.raises(Skip, match="2 ranks need 2 GPUs; there are 1"):
-        list(distributed._collectives(H200, case, {}))
+        list(distributed._run_collectives(H200, case, {}))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_collective_of_gpus_is_in_device_time_and_its_issuing_beside(
     monkeypatch, backend, method, issue_ms
 ):
     monkeypatch.setattr(
-        distributed, "_described", lambda case, backend, **more: {"backend": backend, **more}
+        distributed, "_observed", lambda backend, **more: {"backend": backend, **more}
     )
     found = {
         "times_s": [1e-5, 2e-5, 3e-5],
@@ -104,7 +104,7 @@ def measured(monkeypatch, launch, phases=("alone", "naive", "fsdp")):
     monkeypatch.setattr(distributed, "launch", launch)
     results = {}
     case = Case("steps", {**STEP, "world_size": 2}, phases, 60.0)
-    for phase, run in distributed._steps(CPU, case, {}):
+    for phase, run in distributed._run_steps(CPU, case, {}):
         try:
             results[phase] = run()
         except Exception as error:
@@ -186,7 +186,7 @@ def test_intervals_without_visible_gaps_are_one():
     table = pd.DataFrame(
         {"start_ns": [0, 1_050_000, 5_000_000], "end_ns": [1_000_000, 2_000_000, 6_000_000]}
     )
-    assert shared_step._merged("x", table) == {"x_begin_ms": [0.0, 5.0], "x_end_ms": [2.0, 6.0]}
+    assert shared_step.merged("x", table) == {"x_begin_ms": [0.0, 5.0], "x_end_ms": [2.0, 6.0]}
 
 
 # --- devices ---

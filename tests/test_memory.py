@@ -17,7 +17,7 @@ from torch import nn
 from labkit import accounting
 from labkit.configs import MEMORY, ModelConfig, model_config
 from labkit.experiments import memory as experiment
-from labkit.experiments import workload as workloads
+from labkit.experiments import step as steps
 from labkit.measure import snapshots
 from labkit.measure.memory import (
     OwnerLog,
@@ -602,7 +602,7 @@ def workload(monkeypatch):
     """Returns a function that makes a workload of four small blocks with a plan of
     recomputation.
     """
-    monkeypatch.setattr(workloads, "model_config", lambda name: FOUR_BLOCKS)
+    monkeypatch.setattr(steps, "model_config", lambda name: FOUR_BLOCKS)
     parameters = {
         "size": "",
         "context": 128,
@@ -611,18 +611,18 @@ def workload(monkeypatch):
         "compile": "none",
         "attention": "eager",
     }
-    return lambda plan: workloads.RecomputingWorkload(CPU, parameters | {"plan": plan})
+    return lambda plan: steps.Step(CPU, parameters | {"plan": plan})
 
 
 @pytest.mark.parametrize("plan", ["1", "3", "4", "4/2", "4/2/1"])
 def test_recomputed_steps_peak_where_predicted_and_change_no_gradient(workload, plan):
     recomputing = workload(plan)
-    assert experiment._gradient_difference(recomputing) == 0
-    assert experiment._count_block_forwards(recomputing) == accounting.checkpoint_forwards(
+    assert experiment.gradient_difference(recomputing) == 0
+    assert experiment.count_block_forwards(recomputing) == accounting.checkpoint_forwards(
         4, recomputing.plan
     )
     recomputing.model.zero_grad()
-    resident = sum(x.untyped_storage().nbytes() for x in recomputing.resident())
+    resident = sum(x.untyped_storage().nbytes() for x in experiment.resident(recomputing))
     measured = resident + measure_usage(recomputing.train_step, "cpu").peak_bytes
     known = {"precision": "fp32", "attention": "eager", "device_kind": "cpu"}
     moments = accounting.checkpoint_moments(FOUR_BLOCKS, 2, 128, recomputing.plan, **known)
@@ -631,22 +631,22 @@ def test_recomputed_steps_peak_where_predicted_and_change_no_gradient(workload, 
 
 def test_a_gradient_that_recomputing_changes_gives_no_time(workload, monkeypatch):
     recomputing = workload("2")
-    plain = workloads.run_blocks
+    plain = steps.run_blocks
 
     def scaled(blocks, x, rotary, plan):
         return plain(blocks, x, rotary, plan) * (2.0 if plan else 1.0)
 
-    monkeypatch.setattr(workloads, "run_blocks", scaled)
+    monkeypatch.setattr(steps, "run_blocks", scaled)
     with pytest.raises(
         AssertionError, match=r"gradients differ by .* from those without recomputation"
     ):
-        experiment._gradient_difference(recomputing)
+        experiment.gradient_difference(recomputing)
 
 
 def test_blocks_that_do_not_run_as_planned_are_not_the_case(workload):
     recomputing = workload("4")
-    assert experiment._plan_text(recomputing, 2.0) == "4"
-    assert experiment._plan_text(recomputing, 1.0) == "4, but each block ran 1 times"
+    assert experiment.plan_text(recomputing, 2.0) == "4"
+    assert experiment.plan_text(recomputing, 1.0) == "4, but each block ran 1 times"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from labkit import accounting, hardware
 from labkit.configs import FIGURES, NSYS_ANALYSIS, model_config
 from labkit.experiments import nsys_analysis as experiment
 from labkit.experiments.nsys_analysis import cases
-from labkit.experiments.workload import Workload
+from labkit.experiments.step import Step
 from labkit.measure.profiling import Nsys
 from labkit.records import Record, RecordStore
 from labkit.report import nsys_analysis as report
@@ -70,19 +70,16 @@ def test_full_is_every_size_and_context_in_fp32_and_bf16_and_some_with_flash_att
             assert any(experiment.is_timeline(one.parameters) for one in cases(profile, "cpu")), key
 
 
-def test_a_case_brings_those_after_it_of_its_size_alone():
-    found = cases("full", "cuda", sizes=["small", "10b"], contexts=[2048])
-    assert [one.parameters["size"] for one in found] == ["small"] * 4 + ["10b"] * 4
-    for size in ("small", "10b"):
-        mine = [one for one in found if one.parameters["size"] == size]
-        for number, one in enumerate(mine):
-            assert [taken for taken, _ in one.together] == [
-                later.parameters for later in mine[number + 1 :]
-            ]
-    assert {one.phases for one in found} == {
-        ("inference", "train_step"),
-        ("inference", "forward_backward"),
-    }
+def test_a_case_brings_those_after_it_of_its_size_and_context_alone():
+    found = cases("full", "cuda", sizes=["small", "10b"], contexts=[512, 2048])
+    shapes = [("small", 512), ("small", 2048), ("10b", 512), ("10b", 2048)]
+    for shape in shapes:
+        mine = [
+            one for one in found if (one.parameters["size"], one.parameters["context"]) == shape
+        ]
+        later = [(one.parameters, one.phases) for one in mine if one.section == "profiles"]
+        for number, one in enumerate(mine[: len(later)], start=1):
+            assert list(one.together) == later[number:]
 
 
 def test_what_fits_an_h200_is_tried_and_little_that_does_not(monkeypatch):
@@ -92,7 +89,7 @@ def test_what_fits_an_h200_is_tried_and_little_that_does_not(monkeypatch):
     for record in committed("01_benchmarking"):
         phase = {"backward": "forward_backward", "train_step": "train_step"}.get(record.phase)
         if record.section == "steps" and phase and record.case["precision"] != "tf32":
-            is_tried = experiment._has_room(H200, record.case, phase)
+            is_tried = not experiment.lacking_room(H200, record.case, phase)
             assert is_tried or record.status == "oom", (record.case, record.phase)
             seen[record.status, is_tried] += 1
     assert seen["ok", True] > 100 and seen["oom", False] >= 10 and seen["oom", True] <= 2
@@ -107,7 +104,7 @@ def test_the_bound_of_what_backward_keeps_is_a_lower_one(precision, attention, m
     """
     for context in (16, 128):
         case = parameters(context=context, precision=precision, attention=attention)
-        workload, kept = Workload(CPU, case), []
+        workload, kept = Step(CPU, case), []
         with torch.autograd.graph.saved_tensors_hooks(
             lambda x, kept=kept: kept.append(x) or x, lambda x: x
         ):
@@ -120,7 +117,7 @@ def test_the_bound_of_what_backward_keeps_is_a_lower_one(precision, attention, m
         while high - low > 1:  # the memory at which the case stops being skipped
             middle = (low + high) // 2
             memory_of(middle, monkeypatch)
-            has_room = experiment._has_room(H200, case, "forward_backward")
+            has_room = not experiment.lacking_room(H200, case, "forward_backward")
             low, high = (low, middle) if has_room else (middle, high)
         assert 0.3 * saved < high - bound <= saved, (context, saved, high - bound)
         del loss

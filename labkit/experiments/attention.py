@@ -16,7 +16,6 @@ from torch import Tensor
 
 from labkit import hardware, numerics
 from labkit.configs import ATTENTION, MATERIALISING, Grid, narrowed
-from labkit.experiments.benchmarking import run_steps
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
 from labkit.experiments.contest import attention_formula, by_formula
 from labkit.experiments.sections import (
@@ -28,8 +27,8 @@ from labkit.experiments.sections import (
     time_once_ms,
     timed,
 )
+from labkit.experiments.step import load_compiler, run_steps, step_parameters
 from labkit.experiments.sweep import Case, Measured, Skip
-from labkit.experiments.workload import load_compiler, step_parameters
 from labkit.kernels import course
 from labkit.kernels.attention import SDPA_BACKENDS, attention, unavailable_reason
 from labkit.kernels.reference import attention_reference

@@ -8,6 +8,7 @@ context and precision, eager), "warmup" (every step from a fresh process), "comp
 (the model as a course writes it). Some training steps are also run back to back.
 """
 
+import contextlib
 import functools
 import itertools
 import time
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from labkit import accounting, hardware
+from labkit import hardware
 from labkit.configs import (
     BENCHMARKING,
     COMPILE_MODES,
@@ -23,10 +24,7 @@ from labkit.configs import (
     COURSE_PHASES,
     EXECUTION_PHASES,
     STEP_PHASES,
-    WARMUP_COUNTS,
-    WARMUP_MEASURED_STEPS,
     WARMUP_PHASES,
-    model_config,
     narrowed,
 )
 from labkit.experiments.ceilings import (
@@ -37,29 +35,19 @@ from labkit.experiments.ceilings import (
     copy_rate,
     timed_call,
 )
-from labkit.experiments.graphed_step import ATTENTION, GraphedWorkload, require_graphs
-from labkit.experiments.recipes import require_recipe
-from labkit.experiments.sections import (
-    KEPT_SAMPLES,
-    fractions,
-    run_section,
-    section,
-    sustained_metrics,
-    time_once_ms,
-    timed,
-    timed_with_peak,
-)
-from labkit.experiments.sweep import Case, Measured, PhaseRun
-from labkit.experiments.workload import (
-    Workload,
+from labkit.experiments.graphed_step import capture_step
+from labkit.experiments.sections import run_section, section, timed, timed_with_peak
+from labkit.experiments.step import (
+    Step,
     course_parameters,
-    load_compiler,
+    run_steps,
     step_parameters,
-    workload,
+    step_rates,
 )
+from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
 from labkit.measure.timing import Timing, synchronize, time_callable
 
-__all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_rates", "run_case", "run_steps"]
+__all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_rates", "run_case"]
 
 MEASUREMENT_VERSION = 2
 """2: the timer's interval of the median has the 95 % it states; in version 1 it held at least 88 %.
@@ -75,126 +63,55 @@ def cases(
     grid = BENCHMARKING[profile]
     wanted_sizes = narrowed(BENCHMARKING, profile, "sizes", sizes)
     wanted_contexts = narrowed(BENCHMARKING, profile, "contexts", contexts)
-    limit, time_limit = grid.case_timeout_s, grid.time_limit_s
+    limit = grid.case_timeout_s
+    limits = (limit, grid.time_limit_s)
+
+    def shapes(sizes: Sequence[str], contexts: Sequence[int]) -> list[tuple[str, int]]:
+        shapes = itertools.product(sizes, contexts)
+        return [(s, c) for s, c in shapes if s in wanted_sizes and c in wanted_contexts]
+
+    def lasting(step: dict, phase: str, sustained: Sequence[tuple]) -> tuple[str, ...]:
+        key = (step["size"], step["context"], step["precision"])
+        return (phase,) if key in sustained else ()
+
     methods = ("window", "graph", "flush") if device_kind == "cuda" else ("host",)
-    warmup = [
-        Case("warmup", step_parameters(size, context, "fp32"), (phase,), limit, fresh_process=True)
-        for size in grid.warmup_sizes
-        if size in wanted_sizes
-        for context in grid.warmup_contexts
-        if context in wanted_contexts
-        for phase in WARMUP_PHASES
-    ]
-    eager = [
-        step_parameters(size, context, precision)
-        for size, context, precision in itertools.product(
-            wanted_sizes, wanted_contexts, grid.precisions
-        )
-        if context in grid.precision_contexts.get(precision, wanted_contexts)
-    ]
-    compiled = [
-        step_parameters(size, context, precision, compile=mode)
-        for size in grid.compile_sizes
-        if size in wanted_sizes
-        for context in grid.compile_contexts
-        if context in wanted_contexts
-        for precision in grid.compile_precisions
-        for mode in COMPILE_MODES[1:]
-        if mode == "regional" or size in grid.whole_compile_sizes
-    ]
-
-    executions = [
-        step_parameters(*step, compile=way.compile, attention=ATTENTION[way.impl], impl=way.impl)
-        for way in grid.executions
-        for step in itertools.product(
-            way.sizes or grid.execution_sizes, way.contexts, way.precisions
-        )
-        if step[0] in wanted_sizes and step[1] in wanted_contexts
-    ]
-
-    def lasting(step: dict) -> tuple[str, ...]:
-        return (
-            ("train_step",)
-            if (step["size"], step["context"], step["precision"]) in grid.sustained
-            else ()
-        )
-
-    def replayed(step: dict) -> tuple[str, ...]:
-        is_lasting = (step["size"], step["context"], step["precision"]) in grid.sustained_executions
-        return ("graph_step",) if is_lasting else ()
-
-    return [
+    found = [
         *ceiling_cases(grid.precisions, limit),
         Case("timer", {"kind": "negate"}, (*methods, "independent"), limit),
-        *warmup,
-        *(
-            Case("steps", each, STEP_PHASES, limit, time_limit, sustained=lasting(each))
-            for each in eager
-        ),
-        *(
-            Case(
-                "compile",
-                each,
-                COMPILE_PHASES,
-                limit,
-                time_limit,
-                stop_at_failure=True,
-                sustained=lasting(each),
-            )
-            for each in compiled
-        ),
-        *(
-            Case(
-                "course", course_parameters(size, context, "fp32"), COURSE_PHASES, limit, time_limit
-            )
-            for size, context in itertools.product(grid.course_sizes, grid.course_contexts)
-            if size in wanted_sizes and context in wanted_contexts
-        ),
-        *(
-            Case("execution", each, EXECUTION_PHASES, limit, time_limit, sustained=replayed(each))
-            for each in executions
-        ),
     ]
-
-
-def run_steps(
-    device: hardware.Device, case: Case, ceilings: dict[str, float]
-) -> Iterator[PhaseRun]:
-    """Yields each phase of a training step with the function that measures it."""
-    with workload(device, case) as live:
-        for phase in case.phases:
-            yield phase, functools.partial(_measure_phase, live, case, phase, ceilings)
-
-
-def _measure_phase(
-    workload: Workload, case: Case, phase: str, ceilings: dict[str, float]
-) -> Measured:
-    device = workload.device
-    limits: dict = {"time_limit_s": case.time_limit_s}
-    if case.section == "warmup":
-        num_steps = max(WARMUP_COUNTS) + WARMUP_MEASURED_STEPS
-        limits = {
-            "num_warmup": 0,
-            "min_samples": num_steps,
-            "max_samples": num_steps,
-            "time_limit_s": 5.0,
+    for shape in shapes(grid.warmup_sizes, grid.warmup_contexts):
+        for phase in WARMUP_PHASES:
+            step = step_parameters(*shape, "fp32")
+            found.append(Case("warmup", step, (phase,), limit, fresh_process=True))
+    for size, context in shapes(grid.sizes, grid.contexts):
+        for precision in grid.precisions:
+            if context in grid.precision_contexts.get(precision, grid.contexts):
+                step = step_parameters(size, context, precision)
+                sustained = lasting(step, "train_step", grid.sustained)
+                found.append(Case("steps", step, STEP_PHASES, *limits, sustained=sustained))
+    for size, context in shapes(grid.compile_sizes, grid.compile_contexts):
+        for precision, mode in itertools.product(grid.compile_precisions, COMPILE_MODES[1:]):
+            if mode == "regional" or size in grid.whole_compile_sizes:
+                step = step_parameters(size, context, precision, compile=mode)
+                sustained = lasting(step, "train_step", grid.sustained)
+                options = {"stop_at_failure": True, "sustained": sustained}
+                found.append(Case("compile", step, COMPILE_PHASES, *limits, **options))
+    for shape in shapes(grid.course_sizes, grid.course_contexts):
+        found.append(Case("course", course_parameters(*shape, "fp32"), COURSE_PHASES, *limits))
+    for way in grid.executions:
+        way_options = {
+            "compile": way.compile,
+            "attention": "auto" if way.impl == "fused" else "eager",  # the fused model has ours
+            "impl": way.impl,
         }
-    workload.model.zero_grad()
-    if phase == "compile":
-        found, metrics = timed_with_peak(device, _time_first_call, workload)
-    else:
-        found, metrics = timed_with_peak(device, workload.time_phase, phase, **limits)
-        metrics |= _efficiency(workload, case, phase, found.timing, ceilings)
-    if phase in case.sustained:
-        ceiling = ceilings.get(f"sustained gemm {case.parameters['precision']}")
-        step, flops = getattr(workload, phase), metrics["flops"]
-        metrics |= sustained_metrics(device, found, step, flops=flops, ceiling=ceiling)
-    samples = {}
-    if case.section == "warmup" or found.timing.n <= KEPT_SAMPLES:
-        samples["step_ms"] = list(found.timing.samples_ms)
-        if found.timing.launch_ms:
-            samples["host_ms"] = list(found.timing.host_ms)
-    return found.measured(metrics, workload.described(), workload.observed(), samples)
+        for size, context in shapes(way.sizes or grid.execution_sizes, way.contexts):
+            for precision in way.precisions:
+                step = step_parameters(size, context, precision, **way_options)
+                sustained = lasting(step, "graph_step", grid.sustained_executions)
+                found.append(
+                    Case("execution", step, EXECUTION_PHASES, *limits, sustained=sustained)
+                )
+    return found
 
 
 def run_executions(
@@ -203,73 +120,27 @@ def run_executions(
     """Yields the training step as it is called, and as one CUDA graph that must train as the called
     one does.
     """
-    require_recipe(device, case.parameters["precision"], is_timed=True)
-    with workload(device, case, GraphedWorkload) as live:
+    with contextlib.closing(Step(device, case.parameters, capturable=True)) as step:
         for phase in case.phases:
-            yield phase, functools.partial(_measure_execution, live, case, phase, ceilings)
+            yield phase, functools.partial(_measure_execution, step, case, phase, ceilings)
 
 
-def _measure_execution(
-    live: GraphedWorkload, case: Case, phase: str, ceilings: dict[str, float]
-) -> Measured:
-    device, step, metrics = live.device, live.train_step, {}
+def _measure_execution(step: Step, case: Case, phase: str, ceilings: dict[str, float]) -> Measured:
+    device, function, graph_metrics = step.device, step.train_step, {}
     if phase == "graph_step":
         require_graphs(device)
-        step, metrics = live.graph()
+        function, graph_metrics = capture_step(step)
     limits = {"device_kind": device.kind, "num_warmup": 2, "time_limit_s": case.time_limit_s}
-    found, peak = timed_with_peak(device, time_callable, step, **limits)
-    metrics = {**peak, **metrics, **_efficiency(live, case, "train_step", found.timing, ceilings)}
-    if phase in case.sustained:
-        ceiling = ceilings.get(f"sustained gemm {numeric_format(case)}")
-        metrics |= sustained_metrics(device, found, step, flops=metrics["flops"], ceiling=ceiling)
-    return found.measured(metrics, live.described(), live.observed(), keep="step_ms")
+    found, metrics = timed_with_peak(device, time_callable, function, **limits)
+    metrics |= graph_metrics
+    metrics |= step_rates(device, case, phase, function, found, ceilings)
+    return found.measured(metrics, step.described(), step.observed(), keep="step_ms")
 
 
-def numeric_format(case: Case) -> str:
-    """Returns the precision of the case's matrix products: bf16 for parameters in bf16 too."""
-    return case.parameters["precision"].removesuffix("_pure")
-
-
-def _time_first_call(workload: Workload) -> Timing:
-    """Returns the time of the first forward and backward, which compiles both; no cache of an
-    earlier run counts.
-    """
-    load_compiler(workload.device)
-    torch.compiler.config.force_disable_caches = True
-    return Timing(
-        (time_once_ms(workload.forward_backward, workload.device.kind),), "host", 0, "fixed count"
-    )
-
-
-def _efficiency(
-    workload: Workload, case: Case, phase: str, timing: Timing, ceilings: dict[str, float]
-) -> dict:
-    """Returns rates of a phase and their fractions of the session's ceilings and of the datasheet's
-    peaks.
-    """
-    parameters = case.parameters
-    config = model_config(parameters["size"])
-    batch, context, precision = parameters["batch"], parameters["context"], numeric_format(case)
-    seconds = timing.median_ms * 1e-3
-    peaks = workload.device.peaks
-    if phase == "optimizer_step":
-        rate = accounting.optimizer_step_bytes(config) / seconds / 1e9
-        ceiling, peak = ceilings.get("copy"), peaks.memory_gb_per_s if peaks else None
-        result: dict = {"achieved_gb_per_s": rate}
-    else:
-        flops = accounting.phase_flops(config, batch, context, phase, causal=False)
-        rate = flops / seconds / 1e12
-        ceiling, peak = (
-            ceilings.get(f"gemm {precision}"),
-            peaks.tflops(precision) if peaks else None,
-        )
-        result = {
-            "flops": flops,
-            "flops_causal": accounting.phase_flops(config, batch, context, phase, causal=True),
-            "achieved_tflops": rate,
-            "tokens_per_s": batch * context / seconds,
-        }
-    return result | fractions(rate, ceiling, peak)
+def require_graphs(device: hardware.Device) -> None:
+    """Raises Skip where there are no CUDA graphs."""
+    if device.kind != "cuda":
+        raise Skip(f"{device.name} has no CUDA graphs")
 
 
 def _measure_timer(device: hardware.Device, case: Case, method: str) -> Measured:

@@ -12,7 +12,6 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from labkit import hardware
 from labkit.experiments.sections import empty_cache
-from labkit.experiments.workload import Workload, step_parameters
+from labkit.experiments.step import Step, step_parameters
 from labkit.measure import profiling
 from labkit.measure.profiling import Nsys, RangeMarker
 from labkit.measure.timing import synchronize
@@ -52,29 +51,34 @@ class _AttentionParts(TorchFunctionMode):
 
     def __init__(self, marker: RangeMarker):
         super().__init__()
-        self.marker, self.after_softmax = marker, False
+        self.marker = marker
+        self.parts = _PARTS
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = func.__name__
         if name in _LAUNCHES_NOTHING:
             return func(*args, **(kwargs or {}))
-        parts = _PARTS | _AFTER_SOFTMAX if self.after_softmax else _PARTS
-        part = parts.get(name, "mask")
-        self.after_softmax |= part == "softmax"
+        part = self.parts.get(name, "mask")
+        if part == "softmax":
+            self.parts = _PARTS | _AFTER_SOFTMAX
         with self.marker(part):
             return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
-def marked(workload: Workload, marker: RangeMarker) -> Iterator[None]:
+def marked(step: Step, marker: RangeMarker) -> Iterator[None]:
     """Marks blocks, norms, attention and its parts, feed-forward, embedding and head in this
     context.
     """
-    model, handles = workload.model, []
+    model, handles = step.model, []
 
-    def around(module: torch.nn.Module, name: str) -> None:
+    def mark(module: torch.nn.Module, name: str) -> None:
         handles.append(module.register_forward_pre_hook(lambda *_: marker.open(name)))
         handles.append(module.register_forward_hook(lambda *_: marker.close(), always_call=True))
+
+    def mark_backward(module: torch.nn.Module, name: str) -> None:
+        handles.append(module.register_full_backward_pre_hook(lambda *_: marker.open(name)))
+        handles.append(module.register_full_backward_hook(lambda *_: marker.close()))
 
     def attention(*tensors: torch.Tensor, causal: bool) -> torch.Tensor:
         parts = _AttentionParts(marker) if impl in ("eager", "course") else contextlib.nullcontext()
@@ -82,21 +86,19 @@ def marked(workload: Workload, marker: RangeMarker) -> Iterator[None]:
             return original(*tensors, causal=causal)
 
     for number, block in enumerate(model.blocks):
-        around(block, name := f"block {number}")
-        handles.append(
-            block.register_full_backward_pre_hook(lambda *_, name=name: marker.open(name))
-        )
-        handles.append(block.register_full_backward_hook(lambda *_: marker.close()))
-        around(block.attention, "attention")
-        around(block.feed_forward, "feed-forward")
-        around(block.attention_norm, "norm")
-        around(block.feed_forward_norm, "norm")
-    around(model.embedding, "embedding")
-    around(model.norm, "norm")
-    around(model.head, "head")
+        mark(block, f"block {number}")
+        mark_backward(block, f"block {number}")
+        mark(block.attention, "attention")
+        mark(block.feed_forward, "feed-forward")
+        mark(block.attention_norm, "norm")
+        mark(block.feed_forward_norm, "norm")
+    mark(model.embedding, "embedding")
+    mark(model.norm, "norm")
+    mark(model.head, "head")
     # Wrapped under the name by which the model finds it: the same functions compute.
     impl = model.blocks[0].attention.attention
-    original, transformer.ATTENTION[impl] = transformer.ATTENTION[impl], attention
+    original = transformer.ATTENTION[impl]
+    transformer.ATTENTION[impl] = attention
     try:
         yield
     finally:
@@ -105,93 +107,67 @@ def marked(workload: Workload, marker: RangeMarker) -> Iterator[None]:
             handle.remove()
 
 
-@dataclass(frozen=True)
-class Step:
-    """What the host saw of one captured step: when all was issued and done (its clock), and what
-    came out.
-
-    `outcome`: mean and root mean square of the logits, or the loss.
-    """
-
-    issued_ms: float
-    done_ms: float
-    outcome: list[float]
-
-
-def _run(workload: Workload, phase: str, marker: RangeMarker) -> torch.Tensor:
-    """Runs one step with its phases marked; returns the logits of inference, the loss of any other
-    step.
-    """
-    if phase == "inference":
-        with marker("inference"), torch.no_grad(), workload.autocast():
-            return workload.model(workload.tokens)
-    if phase == "train_step":
-        workload.optimizer.zero_grad()
-    with marker("forward"):
-        loss = workload.forward()
-    with marker("backward"):
-        loss.backward()
-    if phase == "train_step":
-        with marker("optimizer"):
-            workload.optimizer.step()
-    return loss.detach()
-
-
-def capture_steps(workload: Workload, phase: str, marker: RangeMarker, label: str) -> list[Step]:
+def capture_steps(step: Step, phase: str, marker: RangeMarker, label: str) -> list[dict]:
     """Runs the two captured steps of a phase, "<label> step 0" with every range and "<label> step
-    1" with the phases'.
+    1" with the phases'. Call `warm_up` first.
 
-    Call `warm_up` first. Raises AssertionError if marking changed the output, or if that is not
-    finite.
+    Returns of each step when all was issued and when it was done, `issued_ms` and `done_ms` by the
+    host's clock, and its `outcome`: mean and root mean square of the logits, or the loss.
+
+    Raises AssertionError if marking changed the outcome, or if that is not finite.
     """
-    kind, steps = workload.device.kind, []
+    kind, steps = step.device.kind, []
     for number in range(NUM_CAPTURED):
         if phase == "forward_backward":
-            workload.model.zero_grad()
+            step.model.zero_grad()
         synchronize(kind)
         begin = time.perf_counter()
         with (
-            marked(workload, marker) if number == 0 else contextlib.nullcontext(),
+            marked(step, marker) if number == 0 else contextlib.nullcontext(),
             marker(f"{label} step {number}"),
         ):
-            result = _run(workload, phase, marker)
+            result = step.run_parts(phase, marker)
             issued = time.perf_counter()
             synchronize(kind)
             done = time.perf_counter()
-        steps.append(Step(1e3 * (issued - begin), 1e3 * (done - begin), _summary(result)))
+        steps.append(
+            {
+                "issued_ms": 1e3 * (issued - begin),
+                "done_ms": 1e3 * (done - begin),
+                "outcome": _outcome(result),
+            }
+        )
         del result
-    _check(steps, phase)
+    _check(steps[0]["outcome"], steps[1]["outcome"], phase)
     return steps
 
 
-def warm_up(workload: Workload, phase: str) -> None:
+def warm_up(step: Step, phase: str) -> None:
     """Runs the phase's uncaptured steps, on memory that no earlier phase holds."""
-    workload.model.zero_grad()
-    empty_cache(workload.device)
+    step.model.zero_grad()
+    empty_cache(step.device)
     for _ in range(NUM_WARMUP):
-        _run(workload, phase, RangeMarker("none"))
+        step.run_parts(phase, RangeMarker("none"))
         if phase == "forward_backward":
-            workload.model.zero_grad()
+            step.model.zero_grad()
 
 
-def _summary(result: torch.Tensor) -> list[float]:
+def _outcome(result: torch.Tensor) -> list[float]:
     values = result.float()
-    return (
-        [float(values.mean()), float(values.square().mean().sqrt())]
-        if result.dim()
-        else [float(result)]
-    )
+    if result.dim() == 0:
+        return [float(values)]
+    return [float(values.mean()), float(values.square().mean().sqrt())]
 
 
-def _check(steps: Sequence[Step], phase: str) -> None:
-    values = [value for step in steps for value in step.outcome]
+def _check(marked_outcome: list[float], outcome: list[float], phase: str) -> None:
+    values = [*marked_outcome, *outcome]
     if not all(math.isfinite(value) for value in values):
         raise AssertionError(f"{phase}: the result is {values}")
+    if phase == "train_step":  # its steps differ in their weights
+        return
     bound = LARGEST_DIFFERENCE * max(abs(value) for value in values)
-    for with_ranges, without in zip(steps[0].outcome, steps[1].outcome, strict=True):
-        if (
-            phase != "train_step" and abs(with_ranges - without) > bound
-        ):  # whose steps differ in their weights
+    for with_ranges, without in zip(marked_outcome, outcome, strict=True):
+        if abs(with_ranges - without) > bound:
             raise AssertionError(
                 f"{phase}: marking ranges changed the result from {without:g} to {with_ranges:g}"
             )
@@ -204,9 +180,9 @@ def run_step(
     1".
     """
     parameters = step_parameters(size, int(context), precision, attention=attention)
-    with contextlib.closing(Workload(hardware.detect(), parameters)) as workload:
-        warm_up(workload, phase)
-        capture_steps(workload, phase, marker, "labkit")
+    with contextlib.closing(Step(hardware.detect(), parameters)) as step:
+        warm_up(step, phase)
+        capture_steps(step, phase, marker, "labkit")
 
 
 def nsys_line(case: Sequence[str], output: Path) -> str:
@@ -225,17 +201,15 @@ def keep_capture(case: Sequence[str], output: Path) -> Path:
     """
     device = hardware.detect()
     nsys = Nsys.usable() if device.kind == "cuda" else None
-    kept = {
-        "keep": output.with_name(output.name + (".nsys-rep" if nsys else ".json")),
-        "stacks": True,
-    }
     if nsys:
-        nsys.capture([sys.executable, "-m", __name__, *case], timeout_s=600.0, **kept)
+        path = output.with_name(f"{output.name}.nsys-rep")
+        command = [sys.executable, "-m", __name__, *case]
+        nsys.capture(command, timeout_s=600.0, keep=path, stacks=True)
     else:
-        profiling.capture_with_kineto(
-            functools.partial(run_step, RangeMarker("kineto"), *case), device.kind, **kept
-        )
-    return kept["keep"]
+        path = output.with_name(f"{output.name}.json")
+        run = functools.partial(run_step, RangeMarker("kineto"), *case)
+        profiling.capture_with_kineto(run, device.kind, keep=path, stacks=True)
+    return path
 
 
 if __name__ == "__main__":

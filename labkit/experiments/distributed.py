@@ -11,6 +11,7 @@ same processes, so that their ratios are of one machine at one time.
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +32,11 @@ __all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_rates", "run_case"]
 
 MEASUREMENT_VERSION = 1
 
+COLLECTIVE_METRICS = ("num_bytes", "num_wrong", "algorithm_gbs", "bus_gbs")
+
+OPERATIONS_OF = {"copy": ("all_gather", "reduce_scatter"), "zero_cta": ("all_gather",)}
+"""Of transports that do not have all operations."""
+
 LARGEST_DEVIATION = {"fp32": 1e-3, "bf16": 0.05}
 """How far the loss after the warm-up's steps may be from the naive wrapper's, as a share of how far
 that is from the loss of ranks that do not communicate at all. A step beyond it is wrong and has no
@@ -45,95 +51,107 @@ def cases(
     have.
     """
     grid = DISTRIBUTED[profile]
+    limit, is_cuda = grid.case_timeout_s, device_kind == "cuda"
     wanted = narrowed(DISTRIBUTED, profile, "world_sizes", world_sizes)
     # Ranks that share a core mostly wait for one another.
-    places = torch.cuda.device_count() if device_kind == "cuda" else hardware.num_usable_cores()
-    here = [n for n in wanted if n <= places] or wanted[:1]
-    result = (
-        ceiling_cases(tuple(grid.ceilings), grid.case_timeout_s) if device_kind == "cuda" else []
-    )
+    num_places = torch.cuda.device_count() if is_cuda else hardware.num_usable_cores()
+    here = [n for n in wanted if n <= num_places] or wanted[:1]
+    found = ceiling_cases(grid.ceilings, limit) if is_cuda else []
     for world_size in here:
-        for transport in grid.transports if device_kind == "cuda" else ("gloo",):
-            operations = {"copy": ("all_gather", "reduce_scatter"), "zero_cta": ("all_gather",)}
+        for transport in grid.transports if is_cuda else ("gloo",):
+            dtypes = grid.dtypes if transport in ("nccl", "gloo") else grid.dtypes[:1]
             phases = tuple(
                 f"{operation} {dtype} {num_bytes}"
-                for operation in operations.get(transport, OPERATIONS)
-                for dtype in (grid.dtypes if transport in ("nccl", "gloo") else grid.dtypes[:1])
+                for operation in OPERATIONS_OF.get(transport, OPERATIONS)
+                for dtype in dtypes
                 for num_bytes in grid.collective_bytes
                 if transport != "gloo" or num_bytes <= grid.most_gloo_bytes
             )
             parameters = {"world_size": world_size, "transport": transport}
             # A transport that fails here would fail for every phase, each in a launch of its own.
-            result.append(
-                Case("collectives", parameters, phases, grid.case_timeout_s, stop_at_failure=True)
-            )
+            found.append(Case("collectives", parameters, phases, limit, stop_at_failure=True))
     for size in narrowed(DISTRIBUTED, profile, "sizes", sizes):
         for precision, compile, batch, ways in grid.steps:
-            # A negative batch is that of all ranks together.
-            batch = batch if batch > 0 else max(1, -batch // here[-1])
             parameters = {
                 "size": size,
                 "context": grid.context,
                 "precision": precision,
                 "compile": compile,
+                # A negative batch is that of all ranks together.
+                "batch": batch if batch > 0 else max(1, -batch // here[-1]),
+                "world_size": here[-1],
             }
-            parameters |= {"batch": batch, "world_size": here[-1]}
-            wanted = [name for name in WAYS if name in grid.ways[ways]]
             phases = tuple(
-                name for name in wanted if device_kind == "cuda" or not name.endswith("copy")
+                way
+                for way in WAYS
+                if way in grid.ways[ways] and (is_cuda or not way.endswith("copy"))
             )
-            result.append(Case("steps", parameters, phases, grid.case_timeout_s, grid.time_limit_s))
-    return result
+            found.append(Case("steps", parameters, phases, limit, grid.time_limit_s))
+    return found
 
 
-def _launched(
-    function: Callable, device: hardware.Device, case: Case, *args: Any
+@dataclass(frozen=True)
+class _Launched:
+    """What one launch of the ranks gave: of each finished phase what each rank saw, why the others
+    have none, and the telemetry.
+    """
+
+    phases: dict[str, list[Any]]
+    failure: str
+    telemetry: dict[str, Any]
+
+    def seen(self, phase: str) -> list[dict[str, Any]]:
+        """Returns what each rank saw of a phase; raises the failure if not all have finished it."""
+        if phase in self.phases:
+            return self.phases[phase]
+        if "OutOfMemoryError" in self.failure:
+            raise torch.OutOfMemoryError(self.failure)
+        raise RuntimeError(self.failure or f"no rank measured {phase}")
+
+
+def _run_ranks(
+    function: Callable, make: Callable[..., Measured], device: hardware.Device, case: Case, *args
 ) -> Iterator[PhaseRun]:
     """Yields the phases of a case, all measured by one launch when the first one is asked for.
 
-    `function` is a generator of (phase, what this rank saw). A phase that every rank finished
-    counts even if a rank failed later; the failure is that of the first phase that is missing.
+    A phase that every rank finished counts even if a rank failed later; the failure is that of the
+    first phase that is missing.
+
+    Args:
+        function: generator of (phase, what this rank saw).
+        make: gives the measurement of a phase from (case, what each rank saw, telemetry).
     """
-    world_size, transport = case.parameters["world_size"], case.parameters.get("transport", "")
-    if device.kind == "cuda" and transport != "gloo" and world_size > torch.cuda.device_count():
-        raise Skip(
-            f"{world_size} ranks need {world_size} GPUs; there are {torch.cuda.device_count()}"
-        )
+    world_size, transport = case.parameters["world_size"], case.parameters.get("transport")
+    num_gpus = torch.cuda.device_count()
+    if device.kind == "cuda" and transport != "gloo" and world_size > num_gpus:
+        raise Skip(f"{world_size} ranks need {world_size} GPUs; there are {num_gpus}")
 
     @functools.cache
-    def everything() -> tuple[dict[str, list[Any]], RankError | None, dict[str, Any]]:
-        options = {
-            "device": "cpu" if transport == "gloo" else device.kind,
-            "timeout_s": case.timeout_s - 30,
-        }
-        failure = None
+    def launched() -> _Launched:
+        kind = "cpu" if transport == "gloo" else device.kind
+        options = {"device": kind, "timeout_s": case.timeout_s - 30}
+        failure = ""
         with hardware.Monitor(device.kind) as monitor:
             try:
                 ranks = launch(function, world_size, case.phases, *args, **options)
             except RankError as error:
-                ranks, failure = error.finished, error
+                ranks, failure = error.finished, error.summary
         ranks = [dict(items) for items in ranks]  # the last item of each phase
-        finished = [phase for phase in case.phases if all(phase in rank for rank in ranks)]
-        return (
-            {phase: [rank[phase] for rank in ranks] for phase in finished},
-            failure,
-            monitor.summary,
-        )
+        finished = {
+            phase: [rank[phase] for rank in ranks]
+            for phase in case.phases
+            if all(phase in rank for rank in ranks)
+        }
+        return _Launched(finished, failure, monitor.summary)
 
-    def measure(phase: str, make: Callable[..., Measured]) -> Measured:
-        found, failure, telemetry = everything()
-        if phase in found:
-            return make(case, found[phase], telemetry)
-        if failure is not None and "OutOfMemoryError" in failure.summary:
-            raise torch.OutOfMemoryError(failure.summary)
-        raise RuntimeError(failure.summary if failure else f"no rank measured {phase}")
+    def measure(phase: str) -> Measured:
+        return make(case, launched().seen(phase), launched().telemetry)
 
-    make = _collective if case.section == "collectives" else _step
     for phase in case.phases:
-        yield phase, functools.partial(measure, phase, make)
+        yield phase, functools.partial(measure, phase)
 
 
-def _described(case: Case, backend: str, **more: Any) -> dict[str, Any]:
+def _observed(backend: str, **more: Any) -> dict[str, Any]:
     """Returns what a record observes of the machine: its GPUs, and the library that
     communicates.
     """
@@ -161,22 +179,22 @@ def _collective(case: Case, ranks: list[dict[str, Any]], telemetry: dict[str, An
     if found["num_wrong"]:
         raise ValueError(f"{found['num_wrong']} wrong elements")
     on_gpus = found["backend"] == "nccl"
-    timing = Timing(
-        tuple(1e3 * t for t in found["times_s"]), "queued" if on_gpus else "host", 2, "fixed count"
-    )
-    rates = {name: found[name] for name in ("num_bytes", "num_wrong", "algorithm_gbs", "bus_gbs")}
-    rates |= {"launch_median_ms": 1e3 * found["issue_s"]} if on_gpus else {}
-    seen = _described(case, found["backend"], operation=found["operation"], dtype=found["dtype"])
+    samples_ms = tuple(1e3 * seconds for seconds in found["times_s"])
+    timing = Timing(samples_ms, "queued" if on_gpus else "host", 2, "fixed count")
+    metrics = timing.metrics()
+    metrics |= {name: found[name] for name in COLLECTIVE_METRICS}
+    if on_gpus:
+        metrics["launch_median_ms"] = 1e3 * found["issue_s"]
     parameters = {"world_size": found["world_size"], "transport": case.parameters["transport"]}
-    return Measured(
-        {**timing.metrics(), **rates}, parameters, seen, {}, timing.description(), telemetry
-    )
+    observed = _observed(found["backend"], operation=found["operation"], dtype=found["dtype"])
+    return Measured(metrics, parameters, observed, timer=timing.description(), telemetry=telemetry)
 
 
-def _collectives(
+def _run_collectives(
     device: hardware.Device, case: Case, ceilings: dict[str, float]
 ) -> Iterator[PhaseRun]:
-    return _launched(collectives_rank, device, case, case.parameters["transport"])
+    transport = case.parameters["transport"]
+    return _run_ranks(collectives_rank, _collective, device, case, transport)
 
 
 # --- steps ---
@@ -195,38 +213,34 @@ def _step(case: Case, ranks: list[dict[str, Any]], telemetry: dict[str, Any]) ->
             f"loss {first['loss']}, {expected} expected, {alone} without communication"
         )
     # The ranks wait for one another, so a step lasts as long as on the slowest.
-    slowest = tuple(
-        max(of_step) for of_step in zip(*(rank["samples_ms"] for rank in ranks), strict=True)
-    )
+    slowest = tuple(map(max, zip(*(rank["samples_ms"] for rank in ranks), strict=True)))
     timing = Timing(slowest, "window", NUM_WARMUP + 1, "time limit")
-    metrics = {name: max(rank["memory"][name] for rank in ranks) for name in first["memory"]}
+    metrics = timing.metrics()
+    metrics |= {name: max(rank["memory"][name] for rank in ranks) for name in first["memory"]}
     metrics |= {"loss": first["loss"], "loss_deviation": deviation}
     if first["profile"]:
-        compute = [rank["profile"]["compute_us"] for rank in ranks]
         metrics |= {name: max(rank["profile"][name] for rank in ranks) for name in first["profile"]}
-        metrics |= {"imbalance_us": max(compute) - min(compute)}
-    samples = {"step_ms": list(slowest)} | (
-        {"gather_wait_ms": first["waits_ms"]} if first["waits_ms"] else {}
-    )
-    origin = min(
-        (t for rank in ranks for name, of_rank in rank["spans"].items() for t in of_rank[:1]),
-        default=0,
-    )
+        compute_us = [rank["profile"]["compute_us"] for rank in ranks]
+        metrics["imbalance_us"] = max(compute_us) - min(compute_us)
+    samples = {"step_ms": list(slowest)}
+    if first["waits_ms"]:
+        samples["gather_wait_ms"] = first["waits_ms"]
+    starts = [times[0] for rank in ranks for times in rank["spans"].values() if times]
+    origin = min(starts, default=0)
     for number, rank in enumerate(ranks):
-        samples |= {
-            f"rank {number} {name}": [t - origin for t in x] for name, x in rank["spans"].items()
-        }
+        for name, times in rank["spans"].items():
+            samples[f"rank {number} {name}"] = [time - origin for time in times]
     parameters = {**first["case"], "world_size": len(ranks)}
-    seen = _described(case, first["backend"], **first["observed"])
-    return Measured(
-        {**timing.metrics(), **metrics}, parameters, seen, samples, timing.description(), telemetry
-    )
+    observed = _observed(first["backend"], **first["observed"])
+    return Measured(metrics, parameters, observed, samples, timing.description(), telemetry)
 
 
-def _steps(device: hardware.Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
-    return _launched(steps_rank, device, case, case.parameters, case.time_limit_s)
+def _run_steps(
+    device: hardware.Device, case: Case, ceilings: dict[str, float]
+) -> Iterator[PhaseRun]:
+    return _run_ranks(steps_rank, _step, device, case, case.parameters, case.time_limit_s)
 
 
 run_case = functools.partial(
-    run_section, {**CEILINGS, "collectives": _collectives, "steps": _steps}
+    run_section, {**CEILINGS, "collectives": _run_collectives, "steps": _run_steps}
 )

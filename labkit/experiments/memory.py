@@ -7,7 +7,6 @@ recomputed), "course" (peaks of the model as a course writes it).
 """
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import math
@@ -29,8 +28,8 @@ from labkit.experiments.sections import (
     section,
     timed,
 )
+from labkit.experiments.step import Step, course_parameters, step_parameters
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
-from labkit.experiments.workload import RecomputingWorkload, course_parameters, step_parameters
 from labkit.measure.memory import DEVICE_KINDS, Owner, OwnerLog, Recorder, Usage, measure_usage
 from labkit.measure.snapshots import BEFORE, Allocation, History
 from labkit.measure.timing import time_callable
@@ -63,95 +62,109 @@ def cases(
     grid = MEMORY[profile]
     wanted_sizes = narrowed(MEMORY, profile, "sizes", sizes)
     wanted_contexts = narrowed(MEMORY, profile, "contexts", contexts)
-    timeout_s = grid.case_timeout_s
-    recomputed = [
-        {**step_parameters(*grid.checkpointed, attention=attention), "plan": plan}
-        for attention, plans in grid.checkpoint_plans.items()
-        for plan in plans
-    ]
-    steps = itertools.product(wanted_sizes, wanted_contexts, grid.precisions)
-    course = [
-        step for step in grid.course if step[0] in wanted_sizes and step[1] in wanted_contexts
-    ]
-    parts = [
-        {"part": part, "code": code, **vars(grid.block), "precision": "fp32"}
-        for part, code in PARTS
-    ]
-    return [
-        *(Case("peaks", step_parameters(*step), PEAK_PHASES, timeout_s) for step in steps),
-        *(Case("course", course_parameters(*step), COURSE_PHASES, timeout_s) for step in course),
-        *(
-            Case("timeline", step_parameters(*step), TIMELINE_PHASES, timeout_s)
-            for step in grid.timelines
-        ),
-        *(Case("block", part, ("saved",), timeout_s) for part in parts),
-        *(
-            Case("checkpointing", each, ("train_step",), timeout_s, grid.time_limit_s)
-            for each in recomputed
-        ),
-    ]
+    limit = grid.case_timeout_s
+    found = []
+    for shape in itertools.product(wanted_sizes, wanted_contexts, grid.precisions):
+        found.append(Case("peaks", step_parameters(*shape), PEAK_PHASES, limit))
+    for size, context, precision in grid.course:
+        if size in wanted_sizes and context in wanted_contexts:
+            parameters = course_parameters(size, context, precision)
+            found.append(Case("course", parameters, COURSE_PHASES, limit))
+    for shape in grid.timelines:
+        found.append(Case("timeline", step_parameters(*shape), TIMELINE_PHASES, limit))
+    for part, code in PARTS:
+        parameters = {"part": part, "code": code, **vars(grid.block), "precision": "fp32"}
+        found.append(Case("block", parameters, ("saved",), limit))
+    for attention, plans in grid.checkpoint_plans.items():
+        for plan in plans:
+            parameters = step_parameters(*grid.checkpointed, attention=attention)
+            parameters["plan"] = plan
+            limits = (limit, grid.time_limit_s)
+            found.append(Case("checkpointing", parameters, ("train_step",), *limits))
+    return found
+
+
+def inputs(step: Step) -> list[Tensor]:
+    """Returns what is there beside parameters: token indices and the model's tables."""
+    return [step.tokens, step.targets, *step.model.buffers()]
+
+
+def gradients(step: Step) -> list[Tensor]:
+    return [parameter.grad for parameter in step.model.parameters() if parameter.grad is not None]
+
+
+def optimizer_state(step: Step) -> list[Tensor]:
+    """Returns the tensors of the optimizer's state on this device; none before its first step."""
+    if "optimizer" not in vars(step):
+        return []
+    values = [value for state in step.optimizer.state.values() for value in state.values()]
+    return [x for x in values if isinstance(x, Tensor) and x.device.type == step.device.kind]
+
+
+def resident(step: Step) -> list[Tensor]:
+    """Returns every tensor that stays from step to step."""
+    return [*step.model.parameters(), *inputs(step), *gradients(step), *optimizer_state(step)]
 
 
 @contextlib.contextmanager
-def _recomputing(device: hardware.Device, case: Case) -> Iterator[RecomputingWorkload]:
-    """Gives the workload of a case, and as its `built` the memory that building it took."""
-    usage = measure_usage(
-        functools.partial(RecomputingWorkload, device, case.parameters), device.kind
-    )
-    live = usage.result
-    live.built = dataclasses.replace(usage, result=None)
+def _open_step(device: hardware.Device, case: Case) -> Iterator[Step]:
+    """Gives the step of a case, and as its `built` the metrics of the memory that building it
+    took.
+    """
+    usage = measure_usage(functools.partial(Step, device, case.parameters), device.kind)
+    step = usage.result
+    step.built = _left_behind("parameter", usage, beside=num_bytes(inputs(step)))
     del usage
-    with contextlib.closing(live):
-        yield live
+    with contextlib.closing(step):
+        yield step
 
 
 def _device_bytes(device: hardware.Device) -> int | None:
     return memory_bytes(device) if device.kind == "cuda" else None
 
 
-def _measure_peak(workload: RecomputingWorkload, case: Case, phase: str) -> Measured:
+def _measure_peak(step: Step, case: Case, phase: str) -> Measured:
     """Runs a phase once, a training step first part by part and then whole; returns its bytes.
 
     `resident_bytes` are of the tensors that were there before; `other_bytes` what the allocator
     counts beside tensors: workspaces of libraries, and what it rounds sizes up to.
     """
-    _require_room(workload.device, case.parameters, phase)
-    kind = workload.device.kind
+    kind, model = step.device.kind, step.model
+    _require_room(step.device, case.parameters, phase)
     # Libraries take their workspaces at their first call in each thread.
-    few = slice(0, 16)
-    workload.loss(workload.tokens[:1, few], workload.targets[:1, few], ()).backward()
-    workload.model.zero_grad()
-    empty_cache(workload.device)
+    step.loss_on(step.tokens[:1, :16], step.targets[:1, :16]).backward()
+    model.zero_grad()
+    empty_cache(step.device)
     metrics: dict[str, int | None] = {}
     if phase == "train_step":
-        workload.__dict__.pop("optimizer", None)
-        metrics |= _left_behind("parameter", workload.built, beside=num_bytes(workload.inputs()))
-        metrics |= _left_behind("gradient", measure_usage(workload.forward_backward, kind))
-        metrics |= _left_behind("optimizer", measure_usage(workload.optimizer.step, kind))
-        workload.model.zero_grad()
-    usage = measure_usage(getattr(workload, phase), kind)
+        vars(step).pop("optimizer", None)
+        metrics |= step.built
+        metrics |= _left_behind("gradient", measure_usage(step.forward_backward, kind))
+        metrics |= _left_behind("optimizer", measure_usage(step.optimizer.step, kind))
+        model.zero_grad()
+    usage = measure_usage(getattr(step, phase), kind)
     if phase == "forward":
         metrics |= _left_behind("made", usage)
         if not torch.isfinite(usage.result):
             raise AssertionError(f"the loss is {usage.result.item()}")
     metrics["added_bytes"] = added = usage.peak_bytes
     del usage
-    metrics |= _peak_bytes(workload, added)
-    return Measured(metrics, workload.described(), workload.observed())
+    metrics |= _peak_bytes(step, added)
+    return Measured(metrics, step.described(), step.observed())
 
 
-def _peak_bytes(workload: RecomputingWorkload, added: int) -> dict[str, int | None]:
+def _peak_bytes(step: Step, added: int) -> dict[str, int | None]:
     """Returns the peak of the phase that has just run and took `added` bytes, and what stays from
     step to step.
     """
-    workload.model.zero_grad()
-    resident = num_bytes(workload.resident())
-    is_cuda = workload.device.kind == "cuda"
+    step.model.zero_grad()
+    resident_bytes = num_bytes(resident(step))
+    is_cuda = step.device.kind == "cuda"
     return {
-        "resident_bytes": resident,
-        "other_bytes": torch.cuda.memory_allocated() - resident if is_cuda else 0,
-        "peak_bytes": torch.cuda.max_memory_allocated() if is_cuda else resident + added,
-        "device_bytes": _device_bytes(workload.device),
+        "resident_bytes": resident_bytes,
+        "other_bytes": torch.cuda.memory_allocated() - resident_bytes if is_cuda else 0,
+        "peak_bytes": torch.cuda.max_memory_allocated() if is_cuda else resident_bytes + added,
+        "device_bytes": _device_bytes(step.device),
     }
 
 
@@ -181,32 +194,32 @@ def _require_room(device: hardware.Device, parameters: dict, phase: str) -> None
         raise Skip(f"predicted to need {predicted / 1e9:.0f} GB of {total / 1e9:.0f} GB")
 
 
-def _measure_timeline(workload: RecomputingWorkload, case: Case, phase: str) -> Measured:
+def _measure_timeline(step: Step, case: Case, phase: str) -> Measured:
     """Records every allocation of a step that is like all later ones, after one that is not
     recorded, as a check.
     """
-    _require_room(workload.device, case.parameters, phase)
-    kind = workload.device.kind
+    kind = step.device.kind
+    _require_room(step.device, case.parameters, phase)
     if phase == "train_step":
-        workload.train_step()  # makes the optimizer's state
-        workload.model.zero_grad()
-    plain = measure_usage(getattr(workload, phase), kind)
+        step.train_step()  # makes the optimizer's state
+        step.model.zero_grad()
+    plain = measure_usage(getattr(step, phase), kind)
     plain_bytes = torch.cuda.max_memory_allocated() if kind == "cuda" else plain.peak_bytes
     del plain
-    workload.model.zero_grad()
-    resident = workload.resident()
+    step.model.zero_grad()
     with (
-        Recorder(kind, resident) as recorder,
-        contextlib.closing(OwnerLog(recorder, workload.model)) as log,
+        Recorder(kind, resident(step)) as recorder,
+        contextlib.closing(OwnerLog(recorder, step.model)) as log,
         log,
     ):
-        gradients = _recorded_step(workload, recorder, phase)
+        _run_recorded(step, recorder, phase)
+        gradient_addresses = {x.untyped_storage().data_ptr() for x in gradients(step)}
     history = recorder.history
     if kind != "cuda":
         plain_bytes += int(history.totals()[0])
     owners = log.owners()
     owner = owners[history.peak_position] if history.peak_position >= 0 else None
-    category = _categories(workload, history, gradients)
+    category = _categories(step, history, gradient_addresses)
     at_peak: Counter[str] = Counter()
     for allocation in history.allocations:
         if allocation.is_alive(history.peak_position):
@@ -223,9 +236,9 @@ def _measure_timeline(workload: RecomputingWorkload, case: Case, phase: str) -> 
             ),
             **{f"{name.replace(' ', '_')}_at_peak_bytes": n for name, n in at_peak.items()},
         },
-        case=workload.described(),
+        case=step.described(),
         observed={
-            **workload.observed(),
+            **step.observed(),
             "phases": [list(part) for part in history.phases()],
             "peak_position": history.peak_position,
             "peak_phase": history.phase_at(history.peak_position),
@@ -239,35 +252,27 @@ def _measure_timeline(workload: RecomputingWorkload, case: Case, phase: str) -> 
     )
 
 
-def _recorded_step(workload: RecomputingWorkload, recorder: Recorder, phase: str) -> list[int]:
-    """Runs the phase part by part under the recorder's marks; returns the addresses of the
-    gradients.
-    """
-    recorder.mark("forward")
-    if phase == "inference":
-        workload.inference()
-        return []
-    loss = workload.forward()
-    recorder.mark("backward")
-    loss.backward()
-    del loss
-    recorder.mark("optimizer step")
-    gradients = [x.untyped_storage().data_ptr() for x in workload.gradients()]
-    workload.optimizer.step()
-    return gradients
+def _run_recorded(step: Step, recorder: Recorder, phase: str) -> None:
+    """Runs the phase part by part under the recorder's marks."""
+
+    @contextlib.contextmanager
+    def part(name: str) -> Iterator[None]:
+        recorder.mark({"inference": "forward", "optimizer": "optimizer step"}.get(name, name))
+        yield
+
+    step.run_parts(phase, part)
 
 
 def _categories(
-    workload: RecomputingWorkload, history: History, gradients: Sequence[int]
+    step: Step, history: History, gradient_addresses: set[int]
 ) -> Callable[[Allocation], str]:
     """Returns the function that says what an allocation is.
 
     Activations are what the forward pass leaves for the backward pass; temporary is what else the
     step makes.
     """
-    known = {x.untyped_storage().data_ptr(): "parameters" for x in workload.model.parameters()}
-    known |= {x.untyped_storage().data_ptr(): "optimizer state" for x in workload.optimizer_state()}
-    of_gradients = set(gradients)
+    known = {x.untyped_storage().data_ptr(): "parameters" for x in step.model.parameters()}
+    known |= {x.untyped_storage().data_ptr(): "optimizer state" for x in optimizer_state(step)}
     begin_of = {name: begin for name, begin, _ in history.phases()}
     backward, optimizer_step = begin_of.get("backward"), begin_of.get("optimizer step")
 
@@ -276,7 +281,7 @@ def _categories(
             return known.get(allocation.address, "other")
         if backward is None:
             return "temporary"
-        if allocation.address in of_gradients and allocation.is_alive(optimizer_step - 1):
+        if allocation.address in gradient_addresses and allocation.is_alive(optimizer_step - 1):
             return "gradients"
         if allocation.begin < backward and allocation.is_alive(backward - 1):
             return "activations"
@@ -320,80 +325,74 @@ def _largest(
     ]
 
 
-def _measure_checkpointing(workload: RecomputingWorkload, case: Case, phase: str) -> Measured:
+def _measure_checkpointing(step: Step, case: Case, phase: str) -> Measured:
     """Times a training step and takes its peak; before that, its gradients are held to those
     without recomputing.
     """
-    kind = workload.device.kind
-    difference = _gradient_difference(workload)
-    num_forwards = _count_block_forwards(
-        workload
-    )  # also the first step, which makes the optimizer's state
-    workload.model.zero_grad()
-    memory = _peak_bytes(workload, measure_usage(workload.train_step, kind).peak_bytes)
+    kind = step.device.kind
+    difference = gradient_difference(step)
+    # This is also the first step, which makes the optimizer's state.
+    num_forwards = count_block_forwards(step)
+    step.model.zero_grad()
+    memory = _peak_bytes(step, measure_usage(step.train_step, kind).peak_bytes)
     # Two steps have run: there is nothing left to warm up.
-    limits = {
-        "num_warmup": 0,
-        "min_samples": 3,
-        "max_samples": 20,
-        "time_limit_s": case.time_limit_s,
-    }
-    found = timed(workload.device, time_callable, workload.train_step, device_kind=kind, **limits)
+    limits = {"num_warmup": 0, "min_samples": 3, "max_samples": 20}
+    limits |= {"time_limit_s": case.time_limit_s, "device_kind": kind}
+    found = timed(step.device, time_callable, step.train_step, **limits)
     metrics = {
         **memory,
         "forwards_per_block": num_forwards,
         "gradient_relative_difference": difference,
     }
-    described = {**workload.described(), "plan": _plan_text(workload, num_forwards)}
-    return found.measured(metrics, described, workload.observed(), keep="step_ms")
+    described = {**step.described(), "plan": plan_text(step, num_forwards)}
+    return found.measured(metrics, described, step.observed(), keep="step_ms")
 
 
-def _plan_text(workload: RecomputingWorkload, num_forwards: float) -> str:
+def plan_text(step: Step, num_forwards: float) -> str:
     """Returns the plan under its name if the blocks ran as often as it makes them, else what was
     seen.
     """
-    text = "/".join(map(str, workload.plan)) or "none"
-    expected = accounting.checkpoint_forwards(len(workload.model.blocks), workload.plan)
-    return (
-        text
-        if math.isclose(num_forwards, expected)
-        else f"{text}, but each block ran {num_forwards:g} times"
-    )
+    text = "/".join(map(str, step.plan)) or "none"
+    expected = accounting.checkpoint_forwards(len(step.model.blocks), step.plan)
+    if math.isclose(num_forwards, expected):
+        return text
+    return f"{text}, but each block ran {num_forwards:g} times"
 
 
-def _count_block_forwards(workload: RecomputingWorkload) -> float:
+def count_block_forwards(step: Step) -> float:
     """Returns how often a block's forward pass runs in a training step, on average over the
     blocks.
     """
-    calls = []
-    hooks = [
-        block.register_forward_pre_hook(lambda *_: calls.append(None) and None)
-        for block in workload.model.blocks
-    ]
-    workload.train_step()
+    num_calls = 0
+
+    def count(*_) -> None:
+        nonlocal num_calls
+        num_calls += 1
+
+    hooks = [block.register_forward_pre_hook(count) for block in step.model.blocks]
+    step.train_step()
     for hook in hooks:
         hook.remove()
-    return len(calls) / len(workload.model.blocks)
+    return num_calls / len(step.model.blocks)
 
 
-def _gradient_difference(workload: RecomputingWorkload) -> float:
+def gradient_difference(step: Step) -> float:
     """Returns the largest relative difference of a gradient's norm from that without recomputation,
     on a short batch.
 
     Raises AssertionError for a wrong one.
     """
-    tokens, targets = workload.tokens[:1, :128], workload.targets[:1, :128]
 
     def norms(plan: Sequence[int]) -> Tensor:
-        workload.model.zero_grad()
-        workload.loss(tokens, targets, plan).backward()
-        found = torch.stack([gradient.norm() for gradient in workload.gradients()])
-        workload.model.zero_grad()
-        return found
+        step.model.zero_grad()
+        step.loss_on(step.tokens[:1, :128], step.targets[:1, :128], plan).backward()
+        result = torch.stack([gradient.norm() for gradient in gradients(step)])
+        step.model.zero_grad()
+        return result
 
-    exact = norms([])
-    worst = float(((norms(workload.plan) - exact).abs() / exact).max())
-    bound = LARGEST_DIFFERENCE[workload.precision]
+    exact = norms(())
+    worst = float(((norms(step.plan) - exact).abs() / exact).max())
+    bound = LARGEST_DIFFERENCE[step.precision]
     if not worst <= bound:
         raise AssertionError(
             f"gradients differ by {worst:.2g} from those without recomputation, more than {bound:g}"
@@ -402,11 +401,11 @@ def _gradient_difference(workload: RecomputingWorkload) -> float:
 
 
 SECTIONS = {
-    "peaks": section(_measure_peak, _recomputing),
-    "course": section(_measure_peak, _recomputing),
-    "timeline": section(_measure_timeline, _recomputing),
+    "peaks": section(_measure_peak, _open_step),
+    "course": section(_measure_peak, _open_step),
+    "timeline": section(_measure_timeline, _open_step),
     "block": section(measure_part),
-    "checkpointing": section(_measure_checkpointing, _recomputing),
+    "checkpointing": section(_measure_checkpointing, _open_step),
 }
 
 

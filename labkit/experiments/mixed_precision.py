@@ -7,6 +7,7 @@ live modules), "normalisation" (LayerNorm and RMSNorm by the dtype of their stat
 "operators" (what autocast issues), "training" (loss and gradients of a synthetic task).
 """
 
+import contextlib
 import functools
 import itertools
 import math
@@ -28,12 +29,11 @@ from labkit.configs import (
     model_config,
     narrowed,
 )
-from labkit.experiments.recipes import RECIPES, PrecisionWorkload, Recipe, require_recipe
 from labkit.experiments.rounding import NUM_TERMS, measure_normalisation, measure_sum
 from labkit.experiments.sections import Runner, run_section, section, timed_with_peak
-from labkit.experiments.sweep import Case, Measured, PhaseRun
+from labkit.experiments.step import RECIPES, Step, step_parameters
+from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
 from labkit.experiments.training import measure_training
-from labkit.experiments.workload import step_parameters, workload
 from labkit.models.transformer import TransformerLM
 from labkit.numerics import DTYPES, NORMS, dtype_name
 
@@ -74,6 +74,15 @@ LARGEST_DTYPE_DEVIATION = 0.05
 
 OPERATOR_PHASES = ("forward", "backward", "optimizer_step")
 OPERATOR_PRECISIONS = ("fp32", "bf16", "fp16", "bf16_pure")
+COUNTS = ("num_operators", "num_casts", "cast_bytes")
+
+LARGEST_LOSS_DEVIATION = 0.05
+"""A step whose loss at initialisation is further off its closed form than this fraction is not
+timed.
+"""
+
+MAX_HALVINGS = 24
+"""Halvings of the loss scale within which the gradients must become finite (2¹⁶ to 2⁻⁸)."""
 
 
 def cases(
@@ -86,40 +95,37 @@ def cases(
     wanted_sizes = narrowed(MIXED_PRECISION, profile, "sizes", sizes)
     wanted_contexts = narrowed(MIXED_PRECISION, profile, "contexts", contexts)
     limit = grid.case_timeout_s
-    sums = [
-        dict(zip(("method", "accumulator", "term", "cast"), series, strict=True))
-        for series in SERIES
-    ]
-    models = itertools.product(("toy", grid.transformer), ("fp16", "bf16"))
-    normalisations = [
-        {"norm": norm, "setting": setting, "input": dtype, "statistics": statistics, "scale": scale}
-        for norm, setting, (dtype, statistics), scale in itertools.product(
-            NORMS, NORM_SETTINGS, NORM_VARIANTS, grid.norm_scales
-        )
-    ]
-    norm_shape = dict(zip(("rows", "features"), grid.norm_shape, strict=True))
-    steps = itertools.product(wanted_sizes, wanted_contexts, MIXED_PRECISIONS)
-    counted = itertools.product(grid.operator_sizes, (grid.operator_context,), OPERATOR_PRECISIONS)
-    return [
-        *(Case("accumulation", {**each, "num_terms": NUM_TERMS}, ("sum",), limit) for each in sums),
-        *(
-            Case("dtypes", {"model": model, "autocast": dtype}, ("read",), limit)
-            for model, dtype in models
-        ),
-        *(
-            Case("normalisation", {**each, **norm_shape}, ("error",), limit)
-            for each in normalisations
-        ),
-        *(
-            Case("steps", step_parameters(*step), MIXED_PHASES, limit, grid.time_limit_s)
-            for step in steps
-        ),
-        *(Case("operators", step_parameters(*step), OPERATOR_PHASES, limit) for step in counted),
-        *(
-            Case("training", {"precision": each, **vars(grid.task)}, ("training",), limit)
-            for each in RECIPES
-        ),
-    ]
+    found = []
+    for method, accumulator, term, cast in SERIES:
+        parameters = {"method": method, "accumulator": accumulator, "term": term, "cast": cast}
+        parameters["num_terms"] = NUM_TERMS
+        found.append(Case("accumulation", parameters, ("sum",), limit))
+    for model, dtype in itertools.product(("toy", grid.transformer), ("fp16", "bf16")):
+        found.append(Case("dtypes", {"model": model, "autocast": dtype}, ("read",), limit))
+    rows, features = grid.norm_shape
+    for norm, setting, (dtype, statistics), scale in itertools.product(
+        NORMS, NORM_SETTINGS, NORM_VARIANTS, grid.norm_scales
+    ):
+        parameters = {
+            "norm": norm,
+            "setting": setting,
+            "input": dtype,
+            "statistics": statistics,
+            "scale": scale,
+            "rows": rows,
+            "features": features,
+        }
+        found.append(Case("normalisation", parameters, ("error",), limit))
+    for step in itertools.product(wanted_sizes, wanted_contexts, MIXED_PRECISIONS):
+        parameters = step_parameters(*step)
+        found.append(Case("steps", parameters, MIXED_PHASES, limit, grid.time_limit_s))
+    for size, precision in itertools.product(grid.operator_sizes, OPERATOR_PRECISIONS):
+        parameters = step_parameters(size, grid.operator_context, precision)
+        found.append(Case("operators", parameters, OPERATOR_PHASES, limit))
+    for precision in RECIPES:
+        parameters = {"precision": precision, **vars(grid.task)}
+        found.append(Case("training", parameters, ("training",), limit))
+    return found
 
 
 class ToyModel(nn.Module):
@@ -188,33 +194,33 @@ def measure_dtypes(device: hardware.Device, parameters: dict) -> Measured:
     numerics.set_precision("fp32")
     if parameters["model"] == "toy":
         model = ToyModel(device=device.kind)
-        inputs, targets = (
-            torch.randn(16, 8, device=device.kind),
-            torch.arange(16, device=device.kind) % 5,
-        )
+        inputs = torch.randn(16, 8, device=device.kind)
+        targets = torch.arange(16, device=device.kind) % 5
     else:
         config = model_config(parameters["model"])
         model = TransformerLM(config, max_context=16, attention="eager", device=device.kind)
-        inputs, targets = (
-            torch.randint(config.vocab_size, (1, 16), device=device.kind) for _ in range(2)
-        )
-    live = []
+        inputs = torch.randint(config.vocab_size, (1, 16), device=device.kind)
+        targets = torch.randint(config.vocab_size, (1, 16), device=device.kind)
+    live = ""
 
-    def forward(dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-        with Recipe(autocast=dtype).autocasting(device.kind):
-            if torch.is_autocast_enabled(device.kind):
-                live.append(dtype_name(torch.get_autocast_dtype(device.kind)))
-            logits = model(inputs)
-            return F.cross_entropy(logits.flatten(0, -2), targets.flatten()), logits
+    def forward() -> tuple[Tensor, Tensor]:
+        logits = model(inputs)
+        return F.cross_entropy(logits.flatten(0, -2), targets.flatten()), logits
 
-    dtypes, loss = read_dtypes(model, functools.partial(forward, DTYPES[parameters["autocast"]]))
+    def forward_under_autocast() -> tuple[Tensor, Tensor]:
+        nonlocal live
+        with torch.autocast(device.kind, DTYPES[parameters["autocast"]]):
+            live = dtype_name(torch.get_autocast_dtype(device.kind))
+            return forward()
+
+    dtypes, loss = read_dtypes(model, forward_under_autocast)
     with torch.no_grad():
-        loss_fp32 = float(forward(None)[0])
+        loss_fp32 = float(forward()[0])
     if not abs(loss / loss_fp32 - 1) <= LARGEST_DTYPE_DEVIATION:
         raise AssertionError(f"the loss is {loss:.4g} under autocast and {loss_fp32:.4g} in fp32")
     return Measured(
         metrics={"loss": loss, "loss_fp32": loss_fp32},
-        case={"model": parameters["model"], "autocast": " and ".join(live)},
+        case={"model": parameters["model"], "autocast": live},
         observed={
             "dtypes": [list(pair) for pair in dtypes.items()],
             "num_modules": len(list(model.modules())),
@@ -222,32 +228,70 @@ def measure_dtypes(device: hardware.Device, parameters: dict) -> Measured:
     )
 
 
-def _measure_step(workload: PrecisionWorkload, case: Case, phase: str) -> Measured:
+@contextlib.contextmanager
+def _timed_step(device: hardware.Device, case: Case) -> Iterator[Step]:
+    if device.kind == "cpu" and RECIPES[case.parameters["precision"]].autocast == torch.float16:
+        raise Skip(f"{device.name}: PyTorch emulates float16 matrix products on most processors")
+    with contextlib.closing(Step(device, case.parameters)) as step:
+        yield step
+
+
+def _measure_step(step: Step, case: Case, phase: str) -> Measured:
     """Returns one phase's time and peak memory, after its loss (forward) or its gradients have been
     looked at.
     """
-    device = workload.device
-    metrics: dict = {}
+    scaler, model, metrics = step.scaler, step.model, {}
     if phase == "forward":
-        metrics["loss"] = workload.check_loss()
+        metrics["loss"] = check_loss(step)
     else:
-        workload.settle()
-    scale = workload.scaler.get_scale()
-    workload.model.zero_grad()
-    found, peak = timed_with_peak(
-        device, workload.time_phase, phase, time_limit_s=case.time_limit_s
-    )
+        settle_scale(step)
+    scale = scaler.get_scale()
+    model.zero_grad()
+    limits = {"time_limit_s": case.time_limit_s}
+    found, peak = timed_with_peak(step.device, step.time_phase, phase, **limits)
     metrics |= peak
     if phase == "train_step":
-        if not all(parameter.isfinite().all() for parameter in workload.model.parameters()):
-            raise AssertionError(
-                f"training in {workload.precision} has made a parameter inf or NaN"
-            )
+        if not all(parameter.isfinite().all() for parameter in model.parameters()):
+            raise AssertionError(f"training in {step.precision} has made a parameter inf or NaN")
         # Each step whose gradients overflow is left out, and halves the scale.
-        metrics["num_skipped_steps"] = round(math.log2(scale / workload.scaler.get_scale()))
-    metrics["loss_scale"] = workload.scaler.get_scale()
-    metrics["tokens_per_s"] = workload.tokens.numel() / (found.timing.median_ms * 1e-3)
-    return found.measured(metrics, workload.described(), workload.observed(), keep="step_ms")
+        metrics["num_skipped_steps"] = round(math.log2(scale / scaler.get_scale()))
+    metrics["loss_scale"] = scaler.get_scale()
+    metrics["tokens_per_s"] = step.tokens.numel() / (found.timing.median_ms * 1e-3)
+    return found.measured(metrics, step.described(), step.observed(), keep="step_ms")
+
+
+def settle_scale(step: Step) -> None:
+    """Halves the loss scale until the gradients are finite; raises AssertionError if they do not
+    become so.
+    """
+    for _ in range(MAX_HALVINGS):
+        step.model.zero_grad()
+        step.forward_backward()
+        if all(parameter.grad.isfinite().all() for parameter in step.model.parameters()):
+            return
+        if not step.scaler.is_enabled():
+            break
+        step.scaler.update(step.scaler.get_scale() / 2)
+    scale = step.scaler.get_scale()
+    raise AssertionError(f"gradients are not finite in {step.precision} at a loss scale of {scale}")
+
+
+def check_loss(step: Step) -> float:
+    """Returns the loss at initialisation; raises AssertionError where it is not near its closed
+    form.
+
+    The head's rows are N(0, 0.02²) and the hidden state has d features of mean square 1, so logits
+    have a variance of 0.0004·d, and the mean cross-entropy is ln V plus half of it.
+    """
+    with torch.no_grad():
+        loss = float(step.forward())
+    vocab_size, d_model = step.model.head.weight.shape
+    expected = math.log(vocab_size) + 0.0004 * d_model / 2
+    if not abs(loss / expected - 1) <= LARGEST_LOSS_DEVIATION:
+        raise AssertionError(
+            f"the loss is {loss:.4g} in {step.precision}, {expected:.4g} was expected"
+        )
+    return loss
 
 
 class OperatorCounter(TorchDispatchMode):
@@ -278,34 +322,26 @@ def _is_view(function) -> bool:
     return is_alias or function is torch.ops.aten._unsafe_view.default
 
 
-def count_operators(workload: PrecisionWorkload) -> dict[str, OperatorCounter]:
+def count_operators(step: Step) -> dict[str, OperatorCounter]:
     """Returns the operators of a forward pass, a backward pass and an optimizer step, after one
     step that warms up.
     """
-    workload.train_step()
-    workload.model.zero_grad()
-    counters = {phase: OperatorCounter() for phase in OPERATOR_PHASES}
-    with counters["forward"]:
-        loss = workload.forward()
-    scaled = workload.scaler.scale(loss)
-    with counters["backward"]:
-        scaled.backward()
-    with counters["optimizer_step"]:
-        workload.optimize()
+    step.train_step()
+    step.model.zero_grad()
+    counters = {part: OperatorCounter() for part in ("forward", "backward", "optimizer")}
+    step.run_parts("train_step", counters.__getitem__)
     return counters
 
 
 def _run_operators(
     device: hardware.Device, case: Case, ceilings: dict[str, float]
 ) -> Iterator[PhaseRun]:
-    with workload(device, case, PrecisionWorkload) as live:
-        counts = count_operators(live)
+    with contextlib.closing(Step(device, case.parameters)) as step:
+        counters = count_operators(step)
         for phase in case.phases:
-            found = {
-                name: getattr(counts[phase], name)
-                for name in ("num_operators", "num_casts", "cast_bytes")
-            }
-            yield phase, functools.partial(Measured, found, live.described(), live.observed())
+            counts = vars(counters[phase.removesuffix("_step")])
+            metrics = {name: counts[name] for name in COUNTS}
+            yield phase, functools.partial(Measured, metrics, step.described(), step.observed())
 
 
 def _probe(measure: Callable[[hardware.Device, dict], Measured]) -> Runner:
@@ -316,18 +352,9 @@ SECTIONS = {
     "accumulation": _probe(measure_sum),
     "dtypes": _probe(measure_dtypes),
     "normalisation": _probe(measure_normalisation),
-    "steps": section(_measure_step, functools.partial(workload, kind=PrecisionWorkload)),
+    "steps": section(_measure_step, _timed_step),
     "operators": _run_operators,
     "training": _probe(measure_training),
 }
 
-
-def run_case(case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
-    """Yields each phase of `case` with the function that measures it. Runs in the worker
-    process.
-    """
-    if "precision" in case.parameters:
-        require_recipe(
-            hardware.detect(), case.parameters["precision"], is_timed=case.section == "steps"
-        )
-    yield from run_section(SECTIONS, case, ceilings)
+run_case = functools.partial(run_section, SECTIONS)

@@ -1,15 +1,13 @@
 """What one transformer block, or a part of it, keeps for its backward pass, compiled or not."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from labkit import hardware, numerics
 from labkit.configs import ModelConfig
 from labkit.experiments.sections import empty_cache, num_bytes
+from labkit.experiments.step import run_blocks
 from labkit.experiments.sweep import Case, Measured
-from labkit.experiments.workload import run_blocks
 from labkit.measure.memory import Residual, measure_usage, packed_bytes, residuals, saved_bytes
 from labkit.models.transformer import Block, RMSNorm, RotaryEmbedding
 
@@ -36,133 +34,124 @@ def measure_part(device: hardware.Device, case: Case, phase: str) -> Measured:
     """Lists what a part keeps for its backward pass; a compiled one is held against the eager
     one.
     """
-    part = PartOfBlock(device, case.parameters)
-    measured = Measured(part.measure(), part.described(), part.observed())
-    del part
-    empty_cache(device)
-    return measured
+    try:
+        return _measure(device, case.parameters)
+    finally:
+        empty_cache(device)
 
 
-class PartOfBlock:
-    """The live objects of one case: an RMSNorm, a block, or four of them; their input and its
-    gradient.
-    """
+def _measure(device: hardware.Device, parameters: dict) -> Measured:
+    torch.manual_seed(0)
+    numerics.set_precision(parameters["precision"])
+    kind, part = device.kind, parameters["part"]
+    is_compiled = parameters["code"] == "compiled"
+    d_model, context = parameters["d_model"], parameters["context"]
+    config = ModelConfig(
+        "block", "notebook 04", d_model, parameters["d_ff"], 1, parameters["num_heads"]
+    )
+    if part == "rms_norm":
+        modules = nn.ModuleList([RMSNorm(d_model, device=kind)])
+    else:
+        num_blocks = 4 if part.startswith("four_blocks") else 1
+        blocks = (Block(config, "eager", device=kind) for _ in range(num_blocks))
+        modules = nn.ModuleList(blocks)
+    rotary = RotaryEmbedding(config.d_head, context, config.rope_theta, device=kind)
+    shape = (parameters["batch"], context, d_model)
+    x_BTC = torch.randn(shape, device=kind, requires_grad=True)
+    grad_out_BTC = torch.randn(shape, device=kind)
+    plan = (2,) if part.endswith("by_pairs") else ()
 
-    def __init__(self, device: hardware.Device, parameters: dict):
-        torch.manual_seed(0)
-        numerics.set_precision(parameters["precision"])
-        self.device, self.name = device, parameters["part"]
-        self.is_compiled = parameters["code"] == "compiled"
-        d_model, context = parameters["d_model"], parameters["context"]
-        self.config = ModelConfig(
-            "block", "notebook 04", d_model, parameters["d_ff"], 1, parameters["num_heads"]
+    def forward() -> Tensor:
+        if part == "rms_norm":
+            return modules[0](x_BTC)
+        return run_blocks(list(modules), x_BTC, rotary, plan)
+
+    def results() -> list[Tensor]:
+        """Returns the output, and the gradients of the input and the parameters."""
+        out = forward()
+        leaves = [x_BTC, *modules.parameters()]
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad_out_BTC)]
+
+    metrics: dict[str, float] = {}
+    if is_compiled:
+        exact = results()
+        for module in modules:
+            module.compile(backend=COMPILERS[kind], dynamic=False)
+        metrics["relative_difference"] = _largest_difference(results(), exact)
+        del exact
+    resident = [*modules.parameters(), *rotary.buffers()]
+    kept, out = residuals(forward, modules, resident, is_compiled=is_compiled)
+    metrics |= {
+        "num_residuals": len(kept),
+        "num_resident_residuals": sum(residual.is_resident for residual in kept),
+        "num_distinct": sum(residual.is_new for residual in kept),
+        "saved_bytes": saved_bytes(kept),
+        "packed_bytes": packed_bytes(kept),
+        "stream_bytes": out.untyped_storage().nbytes(),
+    }
+    modules.zero_grad()
+    out.backward(grad_out_BTC)
+    del out
+    metrics["gradient_bytes"] = num_bytes([parameter.grad for parameter in modules.parameters()])
+    modules.zero_grad()
+    x_BTC.grad = None
+    metrics["made_bytes"] = measure_usage(forward, kind).kept_bytes
+    observed: dict = {"residuals": _grouped(kept)}
+    if is_compiled:
+        observed["compiler"] = COMPILERS[kind]
+        observed["num_replacements"] = torch._dynamo.utils.counters["inductor"]["fuse_attention"]
+    return Measured(metrics, _described(parameters, modules, x_BTC, plan), observed)
+
+
+def _largest_difference(results: list[Tensor], exact: list[Tensor]) -> float:
+    """Returns the largest relative difference; raises AssertionError for a wrong result."""
+    pairs = zip(results, exact, strict=True)
+    worst = max(float((x - reference).norm() / reference.norm()) for x, reference in pairs)
+    if not worst <= LARGEST_DIFFERENCE:
+        raise AssertionError(
+            f"compiled and eager differ by {worst:.2g}, more than {LARGEST_DIFFERENCE:g}"
         )
-        if self.name == "rms_norm":
-            self.modules = nn.ModuleList([RMSNorm(d_model, device=device.kind)])
-        else:
-            num_blocks = 4 if self.name.startswith("four_blocks") else 1
-            self.modules = nn.ModuleList(
-                Block(self.config, "eager", device=device.kind) for _ in range(num_blocks)
-            )
-        self.rotary = RotaryEmbedding(
-            self.config.d_head, context, self.config.rope_theta, device=device.kind
-        )
-        shape = (parameters["batch"], context, d_model)
-        self.x_BTC = torch.randn(shape, device=device.kind, requires_grad=True)
-        self.grad_out_BTC = torch.randn(shape, device=device.kind)
-        self.plan = [2] if self.name.endswith("by_pairs") else []
+    return worst
 
-    def forward(self) -> Tensor:
-        if self.name == "rms_norm":
-            return self.modules[0](self.x_BTC)
-        return run_blocks(list(self.modules), self.x_BTC, self.rotary, self.plan)
 
-    def gradients(self) -> list[Tensor]:
-        """Returns the gradients of the input and the parameters after a forward and backward pass
-        of their own.
-        """
-        return list(
-            torch.autograd.grad(
-                self.forward(), [self.x_BTC, *self.modules.parameters()], self.grad_out_BTC
-            )
-        )
+def _described(parameters: dict, modules: nn.ModuleList, x_BTC: Tensor, plan: tuple) -> dict:
+    """Returns the case as read back from the live objects; an RMSNorm has neither d_ff nor heads."""
+    batch, context, d_model = x_BTC.shape
+    num_compiled = sum(module._compiled_call_impl is not None for module in modules)
+    code = {0: "eager", len(modules): "compiled"}.get(num_compiled, f"{num_compiled} compiled")
+    described = {
+        **parameters,
+        "part": "rms_norm",
+        "code": code,
+        "d_model": d_model,
+        "context": context,
+        "batch": batch,
+        "precision": numerics.dtype_name(x_BTC.dtype),
+    }
+    block = modules[0]
+    if isinstance(block, Block):
+        name = {1: "block", 4: "four_blocks"}[len(modules)]
+        described["part"] = f"{name}_by_pairs" if plan else name
+        described["d_ff"] = block.feed_forward.up_proj.weight.shape[0]
+        described["num_heads"] = block.attention.num_heads
+    return described
 
-    def measure(self) -> dict[str, Any]:
-        metrics: dict[str, Any] = {}
-        if self.is_compiled:
-            exact = [self.forward().detach(), *self.gradients()]
-            for module in self.modules:
-                module.compile(backend=COMPILERS[self.device.kind], dynamic=False)
-            pairs = zip([self.forward().detach(), *self.gradients()], exact, strict=True)
-            worst = max(float((x - reference).norm() / reference.norm()) for x, reference in pairs)
-            if not worst <= LARGEST_DIFFERENCE:
-                raise AssertionError(
-                    f"compiled and eager differ by {worst:.2g}, more than {LARGEST_DIFFERENCE:g}"
-                )
-            metrics["relative_difference"] = worst
-            del exact, pairs
-        resident = [*self.modules.parameters(), *self.rotary.buffers()]
-        self.found, out = residuals(
-            self.forward, self.modules, resident, is_compiled=self.is_compiled
-        )
-        metrics |= {
-            "num_residuals": len(self.found),
-            "num_resident_residuals": sum(residual.is_resident for residual in self.found),
-            "num_distinct": sum(residual.is_new for residual in self.found),
-            "saved_bytes": saved_bytes(self.found),
-            "packed_bytes": packed_bytes(self.found),
-            "stream_bytes": out.untyped_storage().nbytes(),
+
+def _grouped(kept: list[Residual]) -> list[dict]:
+    """Returns the residuals, like ones together."""
+    groups: dict[tuple, list[Residual]] = {}
+    for residual in kept:
+        module = residual.module.removeprefix("0.") if residual.module != "0" else ""
+        shape = " × ".join(map(str, residual.shape))
+        key = (residual.operator, module, shape, residual.dtype, residual.is_resident)
+        groups.setdefault(key, []).append(residual)
+    names = ("operator", "module", "shape", "dtype", "is_resident")
+    return [
+        {
+            **dict(zip(names, key, strict=True)),
+            "count": len(group),
+            "num_distinct": sum(residual.is_new for residual in group),
+            "saved_bytes": saved_bytes(group),
         }
-        self.modules.zero_grad()
-        out.backward(self.grad_out_BTC)
-        del out
-        metrics["gradient_bytes"] = num_bytes(
-            [parameter.grad for parameter in self.modules.parameters()]
-        )
-        self.modules.zero_grad()
-        self.x_BTC.grad = None
-        metrics["made_bytes"] = measure_usage(self.forward, self.device.kind).kept_bytes
-        return metrics
-
-    def described(self) -> dict[str, Any]:
-        """Returns the case as read back from the live objects."""
-        batch, context, d_model = self.x_BTC.shape
-        num_compiled = sum(module._compiled_call_impl is not None for module in self.modules)
-        first = self.modules[0]
-        is_block = isinstance(first, Block)
-        name = {1: "block", 4: "four_blocks"}[len(self.modules)] if is_block else "rms_norm"
-        return {
-            "part": f"{name}_by_pairs" if self.plan else name,
-            "code": {0: "eager", len(self.modules): "compiled"}.get(
-                num_compiled, f"{num_compiled} compiled"
-            ),
-            "d_model": d_model,
-            "d_ff": first.feed_forward.up_proj.weight.shape[0] if is_block else self.config.d_ff,
-            "num_heads": first.attention.num_heads if is_block else self.config.num_heads,
-            "context": context,
-            "batch": batch,
-            "precision": numerics.dtype_name(self.x_BTC.dtype),
-        }
-
-    def observed(self) -> dict[str, Any]:
-        """Returns the residuals, like ones together."""
-        groups: dict[tuple, list[Residual]] = {}
-        for residual in self.found:
-            where = residual.module.removeprefix("0.") if residual.module != "0" else ""
-            shape = " × ".join(map(str, residual.shape))
-            key = (residual.operator, where, shape, residual.dtype, residual.is_resident)
-            groups.setdefault(key, []).append(residual)
-        names = ("operator", "module", "shape", "dtype", "is_resident")
-        seen: dict[str, Any] = {"residuals": []}
-        for key, group in groups.items():
-            num_distinct = sum(residual.is_new for residual in group)
-            counts = {
-                "count": len(group),
-                "num_distinct": num_distinct,
-                "saved_bytes": saved_bytes(group),
-            }
-            seen["residuals"].append({**dict(zip(names, key, strict=True)), **counts})
-        if self.is_compiled:
-            seen["compiler"] = COMPILERS[self.device.kind]
-            seen["num_replacements"] = torch._dynamo.utils.counters["inductor"]["fuse_attention"]
-        return seen
+        for key, group in groups.items()
+    ]

@@ -194,7 +194,7 @@ def require_precision(device: hardware.Device, precision: str) -> None:
     ):
         raise Skip(f"{device.name} has no TF32")
     if (
-        precision == "bf16"
+        precision in ("bf16", "bf16_pure")
         and device.kind == "cuda"
         and not torch.cuda.is_bf16_supported(including_emulation=False)
     ):

@@ -4,7 +4,8 @@ notebook 07.
 
 import functools
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -17,10 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labkit import hardware, numerics
 from labkit.accounting import num_parameters
-from labkit.configs import model_config
+from labkit.experiments.sections import empty_cache
+from labkit.experiments.step import Step
 from labkit.measure.profiling import busy_ns, capture_with_kineto
 from labkit.measure.timing import captured_once, collector_paused, synchronize
-from labkit.models.transformer import Block, TransformerLM, language_model_loss
+from labkit.models.transformer import Block, language_model_loss
 from labkit.parallel import data_parallel
 from labkit.parallel.fully_sharded import FullyShardedDataParallel
 from labkit.parallel.launch import moment, rank_device
@@ -43,12 +45,13 @@ computes.
 NUM_ROUNDS = 2
 """How often the ways of a case are taken in turn."""
 
+Wrap = Callable[[nn.Module, torch.dtype | None], nn.Module]
+"""Wraps a model that computes in a dtype, None for its own."""
 
-def _fully_shard(model: TransformerLM, dtype: torch.dtype | None) -> nn.Module:
-    from torch.distributed.fsdp import (
-        MixedPrecisionPolicy,
-        fully_shard,
-    )  # takes seconds, as the one below
+
+def _fully_shard(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    # takes seconds, as the import below
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
     for module in (*model.blocks, model):
@@ -56,40 +59,34 @@ def _fully_shard(model: TransformerLM, dtype: torch.dtype | None) -> nn.Module:
     return model
 
 
-def _ddp(model: TransformerLM, dtype: torch.dtype | None) -> nn.Module:
+def _ddp(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     device = rank_device()
-    on = [device] if device.type == "cuda" else None
+    device_ids = [device] if device.type == "cuda" else None
     return DistributedDataParallel(
-        model, device_ids=on, gradient_as_bucket_view=True, broadcast_buffers=False
+        model, device_ids=device_ids, gradient_as_bucket_view=True, broadcast_buffers=False
     )
 
 
-def _ours(
-    wrapper: type[nn.Module], **options: Any
-) -> Callable[[TransformerLM, torch.dtype | None], nn.Module]:
+def _ours(wrapper: type[nn.Module], **options: Any) -> Wrap:
     return lambda model, dtype: wrapper(model, broadcast_buffers=False, **options)
 
 
-def _fsdp(**options: Any) -> Callable[[TransformerLM, torch.dtype | None], nn.Module]:
-    options |= {"units": (Block,), "broadcast_buffers": False}
-    return lambda model, dtype: FullyShardedDataParallel(model, dtype, **options)
+def _bucketed(megabytes: int, **options: Any) -> Wrap:
+    return _ours(data_parallel.BucketedDataParallel, bucket_size_mb=megabytes, **options)
+
+
+def _fsdp(**options: Any) -> Wrap:
+    return lambda model, dtype: FullyShardedDataParallel(
+        model, dtype, units=(Block,), broadcast_buffers=False, **options
+    )
 
 
 ADAMW = {"lr": LEARNING_RATE, "fused": True}
-
-
-@dataclass(frozen=True)
-class Way:
-    """How a step is shared out: what wraps (model, compute dtype), what makes the optimizer, what
-    casts.
-    """
-
-    wrap: Callable[[TransformerLM, torch.dtype | None], nn.Module]
-    optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
-    autocast: bool = True
-
-
 _adamw = functools.partial(torch.optim.AdamW, **ADAMW)
+
+
+def _sharded_adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return ShardedOptimizer(parameters, torch.optim.AdamW, **ADAMW)
 
 
 def _zero_adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
@@ -98,61 +95,63 @@ def _zero_adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, **ADAMW)
 
 
-_BUCKETED = {
-    mb: _ours(data_parallel.BucketedDataParallel, bucket_size_mb=mb) for mb in (1, 10, 100, 1000)
-}
+@dataclass(frozen=True)
+class Way:
+    """How a step is shared out: what wraps the model, what makes the optimizer, and whether
+    autocast casts, not the wrapper.
+    """
+
+    wrap: Wrap
+    optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] = _adamw
+    autocast: bool = True
+
+
 WAYS = {
-    "alone": Way(lambda model, dtype: model, _adamw),
-    "naive": Way(_ours(data_parallel.NaiveDataParallel), _adamw),
-    "flat": Way(_ours(data_parallel.FlatDataParallel), _adamw),
-    "overlapped": Way(_ours(data_parallel.OverlappedDataParallel), _adamw),
-    **{f"bucketed {mb} MB": Way(wrap, _adamw) for mb, wrap in _BUCKETED.items()},
-    "bucketed copy": Way(
-        _ours(data_parallel.BucketedDataParallel, bucket_size_mb=100, transport="copy"), _adamw
-    ),
-    "ddp": Way(_ddp, _adamw),
-    "sharded optimizer": Way(
-        _BUCKETED[100], lambda ps: ShardedOptimizer(ps, torch.optim.AdamW, **ADAMW)
-    ),
+    "alone": Way(lambda model, dtype: model),
+    "naive": Way(_ours(data_parallel.NaiveDataParallel)),
+    "flat": Way(_ours(data_parallel.FlatDataParallel)),
+    "overlapped": Way(_ours(data_parallel.OverlappedDataParallel)),
+    **{f"bucketed {mb} MB": Way(_bucketed(mb)) for mb in (1, 10, 100, 1000)},
+    "bucketed copy": Way(_bucketed(100, transport="copy")),
+    "ddp": Way(_ddp),
+    "sharded optimizer": Way(_bucketed(100), _sharded_adamw),
     "zero redundancy": Way(_ddp, _zero_adamw),
-    "fsdp": Way(_fsdp(), _adamw, autocast=False),
-    "fsdp copy": Way(_fsdp(transport="copy"), _adamw, autocast=False),
-    "fully_shard": Way(_fully_shard, _adamw, autocast=False),
+    "fsdp": Way(_fsdp(), autocast=False),
+    "fsdp copy": Way(_fsdp(transport="copy"), autocast=False),
+    "fully_shard": Way(_fully_shard, autocast=False),
 }
 """The ways to run a step. "alone": every rank by itself, at the same time, with no communication.
 "copy": by copy engines instead of NCCL. "ddp", "zero redundancy" and "fully_shard" are torch's.
 """
 
 
-class _Run:
-    """A model under one way on this rank: its steps, and what its memory holds."""
+class SharedStep(Step):
+    """A step under one way on this rank, on tokens of its own, and what its memory holds."""
 
     def __init__(self, way: Way, parameters: dict[str, Any]):
-        device, self.way = rank_device(), way
-        torch.manual_seed(0)
-        config, shape = (
-            model_config(parameters["size"]),
-            (parameters["batch"], parameters["context"]),
-        )
-        model = TransformerLM(config, max_context=shape[1], attention="sdpa", device=device)
+        device = hardware.Device(rank_device().type, "", "")
+        super().__init__(device, {**parameters, "attention": "sdpa"})
+        self.way = way
+        self.config = self.model.config
         generator = torch.Generator().manual_seed(dist.get_rank())
-        tokens = torch.randint(config.vocab_size, (2, *shape), generator=generator).to(device)
-        self.tokens, self.targets = tokens
-        numerics.set_precision(parameters["precision"])
-        self.dtype = torch.bfloat16 if parameters["precision"] == "bf16" else None
-        self.config, self.compile = config, parameters["compile"]
-        if self.compile != "none":
-            for block in model.blocks:
-                block.compile()
-        self.model = way.wrap(model, self.dtype)
+        shape = (2, *self.tokens.shape)
+        tokens = torch.randint(self.config.vocab_size, shape, generator=generator)
+        self.tokens, self.targets = tokens.to(rank_device())
+        self.model = way.wrap(self.model, self.recipe.autocast)
         self.optimizer = way.optimizer(list(self.model.parameters()))
         for group in self.optimizer.param_groups:
             group["capturable"] = self.compile == "graph"
-        self.losses: list[torch.Tensor] = []
         self.memory = {"init_bytes": _allocated()}
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def step(self, *, before: Callable[[], None] | None = None) -> None:
+    def autocast(self) -> AbstractContextManager:
+        return super().autocast() if self.way.autocast else nullcontext()
+
+    def forward(self) -> torch.Tensor:
+        with self.autocast():
+            return language_model_loss(self.model(self.tokens).float(), self.targets)
+
+    def run(self, *, before: Callable[[], None] | None = None) -> None:
         """Runs one training step; `before` is called between its backward pass and the
         optimizer.
         """
@@ -160,70 +159,64 @@ class _Run:
             self.graph.replay()
             return
         self.optimizer.zero_grad()
-        with torch.autocast(
-            rank_device().type, torch.bfloat16, enabled=self.way.autocast and self.dtype is not None
-        ):
-            loss = language_model_loss(self.model(self.tokens).float(), self.targets)
+        loss = self.forward()
         loss.backward()
         if finish := getattr(self.model, "finish_gradient_synchronization", None):
             finish()
         if before:
             before()
         self.optimizer.step()
-        self.losses.append(loss.detach())
+        self.loss = loss.detach()
 
     def warm_up(self) -> float:
         """Returns the mean loss over the ranks after NUM_WARMUP steps; notes what memory holds on
         the way.
         """
-        if rank_device().type == "cuda":
+        if self.device.kind == "cuda":
             torch.cuda.reset_peak_memory_stats()
         for _ in range(NUM_WARMUP):
-            self.step(before=lambda: self.memory.update(before_step_bytes=_allocated()))
+            self.run(before=lambda: self.memory.update(before_step_bytes=_allocated()))
         self.memory["symmetric_bytes"] = getattr(self.model, "symmetric_bytes", None)
-        peak = torch.cuda.max_memory_allocated() or None
-        self.memory |= {"after_step_bytes": _allocated(), "peak_bytes": peak} | self._components()
+        self.memory["after_step_bytes"] = _allocated()
+        self.memory["peak_bytes"] = torch.cuda.max_memory_allocated() or None
+        self.memory |= self._components()
         self.memory = {name: value for name, value in self.memory.items() if value is not None}
         if self.compile == "graph":
             self.optimizer.zero_grad()
             # The graph holds a step's collectives too, and NCCL's own threads may ask for events
             # meanwhile.
-            self.graph = captured_once(self.step, error_mode="thread_local")
-            self.step()
-        loss = self.losses[-1].clone()
+            self.graph = captured_once(self.run, error_mode="thread_local")
+            self.run()
+        loss = self.loss.clone()
         dist.all_reduce(loss)
         return loss.item() / dist.get_world_size()
 
     def _components(self) -> dict[str, int]:
-        local = [getattr(p, "_local_tensor", p) for p in self.model.parameters()]
-        gradients = [
-            getattr(p.grad, "_local_tensor", p.grad)
-            for p in self.model.parameters()
-            if p.grad is not None
-        ]
-        inner = getattr(
-            self.optimizer, "optim", self.optimizer
-        )  # ZeroRedundancyOptimizer keeps its own inside
-        state = [
-            getattr(x, "_local_tensor", x)
-            for s in inner.state.values()
-            for x in s.values()
-            if torch.is_tensor(x)
-        ]
-        named = {"parameter_bytes": local, "gradient_bytes": gradients, "state_bytes": state}
-        return {name: sum(x.nbytes for x in tensors) for name, tensors in named.items()}
+        """Returns the bytes of this rank's parts of parameters, gradients and optimizer state."""
+
+        def local_bytes(tensors: Iterable[Any]) -> int:
+            return sum(getattr(x, "_local_tensor", x).nbytes for x in tensors if torch.is_tensor(x))
+
+        parameters = list(self.model.parameters())
+        # ZeroRedundancyOptimizer keeps its own inside.
+        state = getattr(self.optimizer, "optim", self.optimizer).state
+        return {
+            "parameter_bytes": local_bytes(parameters),
+            "gradient_bytes": local_bytes(parameter.grad for parameter in parameters),
+            "state_bytes": local_bytes(x for values in state.values() for x in values.values()),
+        }
 
     def time(self, num_steps: int) -> list[float]:
         """Returns milliseconds of each of `num_steps` steps, one right after the other."""
         dist.barrier()
-        synchronize(rank_device().type)
+        synchronize(self.device.kind)
         with collector_paused():
             moments = [moment()]
             for _ in range(num_steps):
-                self.step()
+                self.run()
                 moments.append(moment())
-            synchronize(rank_device().type)
-        if rank_device().type != "cuda":
+            synchronize(self.device.kind)
+        if self.device.kind != "cuda":
             return [1e3 * (end - begin) for begin, end in pairwise(moments)]
         return [begin.elapsed_time(end) for begin, end in pairwise(moments)]
 
@@ -231,11 +224,11 @@ class _Run:
         """Returns the milliseconds that each gather of a fully sharded step made the current stream
         wait.
         """
-        if not isinstance(self.model, FullyShardedDataParallel) or rank_device().type != "cuda":
+        if not isinstance(self.model, FullyShardedDataParallel) or self.device.kind != "cuda":
             return []
         self.model.waits = []
         with collector_paused():
-            self.step()
+            self.run()
             torch.cuda.synchronize()
         waits, self.model.waits = self.model.waits, None
         return [begin.elapsed_time(end) for _, begin, end in waits]
@@ -252,7 +245,7 @@ class _Run:
             dist.barrier(host)
             for _ in range(NUM_PROFILED):
                 with torch.profiler.record_function("step"):
-                    self.step()
+                    self.run()
 
         with collector_paused():
             table = capture_with_kineto(steps, "cuda").operations
@@ -260,40 +253,43 @@ class _Run:
         computing_stream = table[~by_name].groupby("stream")["duration_ns"].sum().idxmax()
         is_communication = by_name | (is_copy & (table["stream"] != computing_stream))
         computing, communicating = table[~is_communication], table[is_communication]
-        times = {
+        times_ns = {
             "compute_us": computing["duration_ns"].sum(),
             "communication_us": busy_ns(communicating),
             "exposed_us": busy_ns(table) - busy_ns(computing),
         }
-        spans = {}
-        if timeline:
-            for name, rows in (("computing", computing), ("communicating", communicating)):
-                spans |= _merged(name, rows)
-        return {name: float(value) / 1e3 / NUM_PROFILED for name, value in times.items()}, spans
+        times_us = {name: float(ns) / 1e3 / NUM_PROFILED for name, ns in times_ns.items()}
+        if not timeline:
+            return times_us, {}
+        return times_us, merged("computing", computing) | merged("communicating", communicating)
 
     def described(self) -> dict[str, Any]:
-        """Returns case and observations as read back from the live objects."""
-        dtype = "bf16" if self.dtype is not None else numerics.live_precision(torch.float32)
+        """Returns the case as read back from the live objects."""
         batch, context = self.tokens.shape
-        case = {
+        dtype = self.recipe.autocast
+        precision = numerics.dtype_name(dtype) if dtype else numerics.live_precision(torch.float32)
+        return {
             "size": self.config.name,
             "context": context,
-            "precision": dtype,
+            "precision": precision,
             "compile": self.compile,
+            "batch": batch,
         }
-        shape = next(self.model.parameters()).dtype
-        seen = {"wrapper": type(self.model).__name__, "optimizer": type(self.optimizer).__name__}
-        seen |= {
-            "parameter_dtype": str(shape).removeprefix("torch."),
+
+    def observed(self) -> dict[str, Any]:
+        """Returns what else there is to know of the live objects."""
+        dtype = next(self.model.parameters()).dtype
+        return {
+            "wrapper": type(self.model).__name__,
+            "optimizer": type(self.optimizer).__name__,
+            "parameter_dtype": str(dtype).removeprefix("torch."),
             "num_parameters": num_parameters(self.config),
         }
-        return {"case": {**case, "batch": batch}, "observed": seen}
 
     def close(self) -> None:
-        del self.model, self.optimizer, self.losses, self.graph
-        gc.collect()
-        if rank_device().type == "cuda":
-            torch.cuda.empty_cache()
+        """Frees what the step holds; what is compiled stays for the next way."""
+        del self.model, self.optimizer, self.loss, self.graph
+        empty_cache(self.device)
 
 
 @functools.cache
@@ -306,20 +302,17 @@ def _allocated() -> int | None:
     return torch.cuda.memory_allocated() or None  # 0 without a GPU
 
 
-def _merged(name: str, table: pd.DataFrame) -> dict[str, list[float]]:
+def merged(name: str, table: pd.DataFrame) -> dict[str, list[float]]:
     """Returns begins and ends (ms) of the intervals in which a kernel ran, without gaps below
     SHORTEST_GAP_NS.
     """
-    begins, ends = [], []
-    for begin, end in table.sort_values("start_ns")[["start_ns", "end_ns"]].itertuples(index=False):
-        if ends and begin - ends[-1] < SHORTEST_GAP_NS:
-            ends[-1] = max(ends[-1], end)
-        else:
-            begins.append(begin)
-            ends.append(end)
+    rows = table.sort_values("start_ns")
+    begins, ends = rows["start_ns"], rows["end_ns"].cummax()
+    is_first = ~(begins - ends.shift() < SHORTEST_GAP_NS)  # of its interval
+    is_last = is_first.shift(-1, fill_value=True)
     return {
-        f"{name}_begin_ms": [t / 1e6 for t in begins],
-        f"{name}_end_ms": [t / 1e6 for t in ends],
+        f"{name}_begin_ms": (begins[is_first] / 1e6).tolist(),
+        f"{name}_end_ms": (ends[is_last] / 1e6).tolist(),
     }
 
 
@@ -330,34 +323,36 @@ def steps_rank(
     far) each time.
     """
     torch.set_num_threads(max(1, hardware.num_usable_cores() // dist.get_world_size()))
-    found: dict[str, dict[str, Any]] = {
-        way: {"way": way, "samples_ms": [], "profile": {}, "spans": {}} for way in phases
-    }
     losses = {}
     for way in ("alone", "naive"):
-        run = _Run(WAYS[way], parameters)
-        losses[way] = run.warm_up()
-        run.close()
-    # otherwise each collection would walk through all modules; the first optimizer imports the
-    # compiler
+        step = SharedStep(WAYS[way], parameters)
+        losses[way] = step.warm_up()
+        step.close()
+    # Otherwise each collection would walk through all modules; the first optimizer imports the
+    # compiler.
     gc.freeze()
+    seen: dict[str, dict[str, Any]] = {
+        way: {"way": way, "losses": losses, "samples_ms": [], "profile": {}, "spans": {}}
+        for way in phases
+    }
     for number in range(NUM_ROUNDS):
         for way in phases:
-            run = _Run(WAYS[way], parameters)
-            loss = run.warm_up()
-            step_ms = torch.tensor(max(run.time(1)), device=rank_device())
+            step = SharedStep(WAYS[way], parameters)
+            loss = step.warm_up()
+            step_ms = torch.tensor(max(step.time(1)), device=rank_device())
             dist.all_reduce(step_ms, dist.ReduceOp.MAX)
-            seen = found[way]
-            seen["samples_ms"] += run.time(
-                min(max(int(1e3 * time_limit_s / step_ms.item()), 2), 10)
-            )
-            seen |= {"loss": loss, "losses": losses, "memory": run.memory}
-            seen |= {
-                "waits_ms": run.gather_waits(),
+            num_steps = min(max(int(1e3 * time_limit_s / step_ms.item()), 2), 10)
+            seen[way]["samples_ms"] += step.time(num_steps)
+            seen[way] |= {
+                "loss": loss,
+                "memory": step.memory,
+                "waits_ms": step.gather_waits(),
                 "backend": dist.get_backend(),
-                **run.described(),
+                "case": step.described(),
+                "observed": step.observed(),
             }
-            if number == 0 and rank_device().type == "cuda" and parameters["precision"] == "bf16":
-                seen["profile"], seen["spans"] = run.profile(timeline=way in TIMELINES)
-            run.close()
-            yield way, seen
+            if number == 0 and step.device.kind == "cuda" and step.precision == "bf16":
+                is_kept = way in TIMELINES
+                seen[way]["profile"], seen[way]["spans"] = step.profile(timeline=is_kept)
+            step.close()
+            yield way, seen[way]

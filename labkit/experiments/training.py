@@ -2,21 +2,18 @@
 never moves.
 """
 
+import contextlib
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from labkit import hardware, numerics
-from labkit.configs import model_config
-from labkit.experiments.recipes import RECIPES, live_recipe, recipe_name
-from labkit.experiments.sections import empty_cache
+from labkit import hardware
+from labkit.experiments.step import Step, adamw
 from labkit.experiments.sweep import Measured
-from labkit.experiments.workload import adamw
-from labkit.models.transformer import TransformerLM, language_model_loss
+from labkit.models.transformer import language_model_loss
 
 NUM_LOOKS = 10
 """How often during a training run the gradients are looked at."""
@@ -37,110 +34,74 @@ def successor_sequences(num_tokens: int, num_steps: int, batch: int, context: in
     return torch.stack(columns, dim=-1)
 
 
-class Training:
-    """A run of the synthetic task in one precision: the live objects, and what is read from
-    them.
+def measure_training(device: hardware.Device, parameters: dict) -> Measured:
+    """Returns the losses of the synthetic task in one precision, the shares of the gradients'
+    elements that are 0, and what of the parameters never moved.
     """
+    with contextlib.closing(Step(device, parameters)) as step:
+        step.optimizer = adamw(step.model.parameters(), lr=parameters["learning_rate"])
+        return _train(step, parameters)
 
-    def __init__(self, device: hardware.Device, parameters: dict):
-        self.device, self.parameters = device, parameters
-        self.recipe = RECIPES[parameters["precision"]]
-        numerics.set_precision(parameters["precision"])
-        torch.manual_seed(0)
-        config = replace(model_config(parameters["size"]), vocab_size=parameters["vocab_size"])
-        self.model = TransformerLM(
-            config, max_context=parameters["context"], attention="eager", device=device.kind
-        ).to(self.recipe.parameters)
-        self.scaler = self.recipe.scaler(device.kind)
-        self.optimizer = adamw(self.model.parameters(), lr=parameters["learning_rate"])
-        shape = (parameters["num_steps"], parameters["batch"], parameters["context"])
-        self.data = successor_sequences(parameters["num_tokens"], *shape).to(device.kind)
-        self.initial = [parameter.detach().clone() for parameter in self.model.parameters()]
 
-    def matrices(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Returns those of `tensors`, one per parameter, of a matrix but the embedding, whose rows
-        are not all seen.
-        """
-        pairs = zip(self.model.parameters(), tensors, strict=True)
-        return [x for p, x in pairs if p.dim() == 2 and p is not self.model.embedding.weight]
-
-    def run(self) -> Measured:
-        """Trains and returns losses, shares of the gradients and what of the parameters never
-        moved.
-        """
-        num_steps = len(self.data)
-        look_at = set(range(0, num_steps, max(1, num_steps // NUM_LOOKS)))
-        losses, looks, num_skipped = [], {}, 0
-        for step, sequences in enumerate(self.data):
-            self.optimizer.zero_grad()
-            with self.recipe.autocasting(self.device.kind):
-                self.live = recipe_name(live_recipe(self.device.kind, self.model, self.scaler))
-                logits = self.model(sequences[:, :-1])
-                loss = language_model_loss(logits, sequences[:, 1:])
-            if step in look_at:
-                logits.retain_grad()
-            self.scaler.scale(loss).backward()
-            scale = self.scaler.get_scale()
-            if step in look_at:
-                looks[step] = self.look(logits.grad)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            num_skipped += self.scaler.get_scale() < scale
-            losses.append(loss.detach())
-        return self._measured([float(loss) for loss in losses], looks, num_skipped)
-
-    def look(self, logit_grad: Tensor) -> dict[str, float]:
-        """Returns the shares of the gradients' elements that are 0."""
-        gradients = self.matrices([parameter.grad for parameter in self.model.parameters()])
-        groups = {"zero_weight_gradients": gradients, "zero_logit_gradients": [logit_grad]}
-        return {name: _share([x == 0 for x in group]) for name, group in groups.items()}
-
-    def _measured(
-        self, losses: list[float], looks: dict[int, dict[str, float]], num_skipped: int
-    ) -> Measured:
-        last = losses[-max(1, round(LAST_STEPS * len(losses))) :]
-        columns = {
-            name: [look[name] for look in looks.values()] for name in next(iter(looks.values()))
-        }
-        pairs = zip(self.model.parameters(), self.initial, strict=True)
-        return Measured(
-            metrics={
-                "final_loss": statistics.fmean(last) if all(map(math.isfinite, last)) else None,
-                "num_skipped_steps": num_skipped,
-                "final_loss_scale": self.scaler.get_scale(),
-                "unmoved_gains": _share([now == before for now, before in pairs if now.dim() == 1]),
-            },
-            case=self.described(),
-            samples={
-                "loss": [loss if math.isfinite(loss) else None for loss in losses],
-                "look_step": list(looks),
-                **columns,
-            },
-        )
-
-    def described(self) -> dict:
-        """Returns the case as read back from the live objects."""
-        num_steps, batch, length = self.data.shape
-        return {
-            "precision": self.live,
-            "size": self.model.config.name,
-            "vocab_size": self.model.head.weight.shape[0],
-            "num_tokens": self.parameters["num_tokens"],
+def _train(step: Step, parameters: dict) -> Measured:
+    model, scaler = step.model, step.scaler
+    shape = (parameters["num_steps"], parameters["batch"], parameters["context"])
+    data = successor_sequences(parameters["num_tokens"], *shape).to(step.device.kind)
+    # The embedding's rows are not all seen.
+    matrices = [p for p in model.parameters() if p.dim() == 2 and p is not model.embedding.weight]
+    gains = [p for p in model.parameters() if p.dim() == 1]
+    initial_gains = [gain.detach().clone() for gain in gains]
+    losses, num_skipped = [], 0
+    looks: dict[str, list] = {
+        "look_step": [],
+        "zero_weight_gradients": [],
+        "zero_logit_gradients": [],
+    }
+    for number, sequences in enumerate(data):
+        is_looked_at = number % max(1, len(data) // NUM_LOOKS) == 0
+        step.optimizer.zero_grad()
+        with step.autocast():
+            logits = model(sequences[:, :-1])
+            loss = language_model_loss(logits, sequences[:, 1:])
+        if is_looked_at:
+            logits.retain_grad()
+        scaler.scale(loss).backward()
+        scale = scaler.get_scale()
+        if is_looked_at:
+            looks["look_step"].append(number)
+            looks["zero_weight_gradients"].append(_share([p.grad == 0 for p in matrices]))
+            looks["zero_logit_gradients"].append(_share([logits.grad == 0]))
+        step.optimize()
+        num_skipped += scaler.get_scale() < scale
+        losses.append(loss.detach())
+    losses = [float(loss) for loss in losses]
+    last = losses[-max(1, round(LAST_STEPS * len(losses))) :]
+    pairs = zip(gains, initial_gains, strict=True)
+    num_steps, batch, length = data.shape
+    return Measured(
+        metrics={
+            "final_loss": statistics.fmean(last) if all(map(math.isfinite, last)) else None,
+            "num_skipped_steps": num_skipped,
+            "final_loss_scale": scaler.get_scale(),
+            "unmoved_gains": _share([gain == before for gain, before in pairs]),
+        },
+        case={
+            "precision": step.live_precision(),
+            "size": model.config.name,
+            "vocab_size": model.head.weight.shape[0],
+            "num_tokens": parameters["num_tokens"],
             "context": length - 1,
             "batch": batch,
             "num_steps": num_steps,
-            "learning_rate": self.optimizer.param_groups[0]["lr"],
-        }
+            "learning_rate": step.optimizer.param_groups[0]["lr"],
+        },
+        samples={
+            "loss": [loss if math.isfinite(loss) else None for loss in losses],
+            **looks,
+        },
+    )
 
 
 def _share(marks: Sequence[Tensor]) -> float:
     """Returns the share of all elements that are marked."""
     return sum(int(x.sum()) for x in marks) / sum(x.numel() for x in marks)
-
-
-def measure_training(device: hardware.Device, parameters: dict) -> Measured:
-    """Returns the losses and gradients of the synthetic task in one precision."""
-    try:
-        return Training(device, parameters).run()
-    finally:
-        empty_cache(device)
