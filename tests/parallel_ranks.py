@@ -121,12 +121,16 @@ def mean_gradient(model: nn.Module, inputs: torch.Tensor, parts: int = 1) -> Non
         p.grad = None if total is None else total / len(inputs)
 
 
+def full_values(model):
+    named = model.module.named_parameters(remove_duplicate=False)
+    return {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in named}
+
+
 def difference(model: nn.Module, expected: nn.Module) -> float:
     """Largest difference of a parameter relative to the largest value, 0.0 where every bit is the
     same.
     """
-    found = model.gather_full_params() if isinstance(model, FullyShardedDataParallel) else None
-    found = found or dict(model.module.named_parameters(remove_duplicate=False))
+    found = full_values(model)
     wanted = dict(expected.named_parameters(remove_duplicate=False))
     assert found.keys() == wanted.keys()
     return max(
@@ -658,7 +662,7 @@ def fully_sharded_transformer():
         right &= sum(p.to_local().numel() for p in model.parameters()) < whole / n + 200
         found = {
             name.replace("_orig_mod.", "").replace("block.", ""): p
-            for name, p in model.gather_full_params().items()
+            for name, p in full_values(model).items()
         }
         wanted = dict(expected.named_parameters())
         assert found.keys() == wanted.keys()
@@ -740,7 +744,7 @@ def timed_collectives(sizes: list[int]):
     for operation in collectives.OPERATIONS:
         for num_bytes in sizes:
             for dtype in (torch.float32, torch.bfloat16):
-                yield collectives.time_collective(operation, num_bytes, dtype, num_samples=3)
+                yield collectives.time_collective(operation, num_bytes, dtype)
 
 
 def outlived() -> list[str]:

@@ -201,10 +201,10 @@ def test_collectives_move_the_right_elements_and_count_as_nccl_tests_does(four):
     assert [r["operation"] for r in results[0][::4]] == list(OPERATIONS)
     for result in results[0]:
         assert (
-            result["num_wrong"] == 0 and result["world_size"] == 4 and len(result["times_s"]) == 3
+            result["num_wrong"] == 0 and result["world_size"] == 4 and len(result["times_s"]) == 20
         )
         # A CPU's rank waits for what it issues.
-        assert result["issue_s"] == result["seconds"] == sorted(result["times_s"])[1]
+        assert result["issue_s"] == result["seconds"]
         assert result["algorithm_gbs"] == pytest.approx(
             result["num_bytes"] / result["seconds"] / 1e9
         )
@@ -231,7 +231,7 @@ def test_bad_input_is_refused_with_the_value_and_the_accepted_ones(two):
         r"rank 1 has \('weight', \(2, 3\).*rank 0 has, \('weight', \(2, 2\)",
         "'all_ruduce'; accepted: all_reduce",
         "3 bytes of torch.float32; accepted: 8",
-        "'carrier pigeon'; accepted here: default",
+        "'carrier pigeon' with gloo; accepted here: default",
         "'ctas_4' with gloo; accepted here: default",
         r"second backward before finish_gradient_synchronization\(\)",
         r"^outlived by its module: $",

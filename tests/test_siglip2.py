@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 import pickle
+import re
 
 import pytest
 import torch
@@ -165,9 +166,7 @@ def test_every_step_is_within_the_error_budget(impl, dtype):
 
 @pytest.mark.parametrize(
     "options",
-    more(
-        {"recomputed": 1, "mlp_path": "epilogue"}, {}, {"recomputed": 1}, {"mlp_path": "epilogue"}
-    ),
+    [{}, {"recomputed": 1}],
     ids=str,
 )
 def test_interpreted_the_kernels_are_within_the_error_budget(options, interpreted):
@@ -204,9 +203,12 @@ def test_it_agrees_with_transformers():
     padded = torch.nn.utils.rnn.pad_sequence(patches_MK.split(sizes), batch_first=True)
     mask = torch.arange(padded.shape[1]) < grids_I2.prod(1)[:, None]
     expected_MC = theirs(padded, mask, grids_I2).last_hidden_state[mask]
+    prefixes = re.compile(r"^(vision_model\.)?(embeddings\.|encoder\.)?")
+    state = {prefixes.sub("", name): x for name, x in theirs.state_dict().items()}
+    state = {name: x for name, x in state.items() if not name.startswith("head.")}
     for impl in IMPLS:
         ours = build(impl)
-        ours.load_from_transformers(theirs)
+        ours.load_state_dict(state)
         torch.testing.assert_close(ours(patches_MK, grids_I2), expected_MC, rtol=1e-5, atol=1e-5)
 
 
