@@ -13,10 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from labkit.parallel.launch import launch
-
-MARK = "LABKIT_TEST_LAUNCH"
-"""Environment variable that every process of a call inherits."""
+from labkit.parallel.launch import launch, rank_device
 
 
 def wait_for(path: str):
@@ -27,27 +24,34 @@ def wait_for(path: str):
         time.sleep(0.02)
 
 
-def end(how: str, path: str = ""):
-    """Rank 1 ends in the middle, as asked for, while rank 0 waits for it."""
+def rank_and_device() -> tuple[int, str]:
+    return dist.get_rank(), str(rank_device())
+
+
+def end(how: str | int):
+    """Yields the rank's process, then rank 1 ends as asked for, by a signal if that is a number,
+    while rank 0 waits for it.
+    """
     yield os.getpid()
     dist.barrier()
+    size = 4
     if dist.get_rank() == 1:
+        if how == "raise":
+            raise ZeroDivisionError("of rank 1")
+        if how == "hang":
+            time.sleep(600)
         if how == "exit":
             os._exit(0)
-        if how == "signal":
-            os.kill(os.getpid(), signal.SIGTERM)
-        if how == "real-time signal":
-            os.kill(os.getpid(), 40)
-        if how == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
         if how == "crash":
             ctypes.string_at(0)
-    dist.barrier()
-
-
-def stop_all():
-    yield os.getpid()
-    os.kill(os.getpid(), signal.SIGSTOP)
+        if how == "shape":
+            size = 1004
+        if isinstance(how, int):
+            os.kill(os.getpid(), how)
+    x = torch.ones(size, device=rank_device())
+    dist.all_reduce(x)
+    x.sum().item()  # waits for it
+    yield "after"
 
 
 def start_child():
@@ -77,7 +81,7 @@ def kill_guard():
     time.sleep(600)
 
 
-def kill_calls(delays, names):
+def kill_calls(delays):
     """Starts a call for each delay (s) in a process of its own, and sends that one of the signals
     after the delay.
     """
@@ -92,5 +96,6 @@ def kill_calls(delays, names):
         os.setpgid(pid, pid)
         time.sleep(delay)
         # To all of its group, as a terminal and a batch system do.
-        os.killpg(pid, signal.Signals[names[number % len(names)]])
+        signals = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        os.killpg(pid, signals[number % 4])
         os.waitpid(pid, 0)

@@ -3,6 +3,7 @@ that is blamed.
 """
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -10,11 +11,14 @@ from pathlib import Path
 
 import launch_ranks
 import pytest
+import torch
 from conftest import more
-from launch_ranks import MARK
 from processes import holding, is_true_within
 
 from labkit.parallel.launch import RankError, launch
+
+MARK = "LABKIT_TEST_LAUNCH"
+"""Environment variable that every process of a test's calls inherits."""
 
 on_linux = pytest.mark.skipif(
     sys.platform != "linux", reason="processes are followed through /proc"
@@ -22,165 +26,165 @@ on_linux = pytest.mark.skipif(
 
 
 @pytest.fixture
-def mark(request, monkeypatch, tmp_path):
-    """Marks every process of this test's calls, whose temporary files go where the test sees
-    them.
-    """
+def left(request, monkeypatch, tmp_path):
+    """Returns what gives the processes and temporary files that this test's calls have left."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
     monkeypatch.setenv(MARK, request.node.name)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
-    (tmp_path / "temporary").mkdir()
-    return f"{MARK}={request.node.name}\0".encode()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    text = f"{MARK}={request.node.name}\0".encode()
+    return lambda: holding(text) + list(folder.iterdir())
 
 
-def left_in(folder: Path) -> list[Path]:
-    return list((folder / "temporary").iterdir())
-
-
-def listening(pids: list[int]) -> list[str]:
+def listening(pids: list[int]) -> set[str]:
     """Returns the addresses, in hexadecimal, at which processes listen."""
-    links = {
-        os.readlink(link)
-        for pid in pids
-        for link in Path(f"/proc/{pid}/fd").iterdir()
-        if link.is_symlink()
-    }
-    rows = [
-        line.split()
-        for name in ("tcp", "tcp6")
-        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
-    ]
-    return [
-        row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links
-    ]
+    sockets = set()
+    for pid in pids:
+        links = Path(f"/proc/{pid}/fd").iterdir()
+        sockets |= {os.readlink(link) for link in links if link.is_symlink()}
+    addresses = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in sockets:
+                addresses.add(local.split(":")[0])
+    return addresses
 
 
 @on_linux
-def test_ranks_listen_on_the_loopback_interface_alone(mark, tmp_path):
-    results = []
-    path = tmp_path / "seen"
+def test_ranks_listen_on_the_loopback_interface_alone(left, tmp_path):
+    path, results = tmp_path / "seen", []
     call = threading.Thread(
         target=lambda: results.append(launch(launch_ranks.wait_for, 2, str(path), device="cpu"))
     )
+
+    def are_connected() -> bool:
+        files = list(tmp_path.glob("temporary/labkit-*/*.items"))
+        return len(files) == 2 and all(file.stat().st_size for file in files)
+
     call.start()
     try:
-        assert is_true_within(
-            60, lambda: len(list(tmp_path.glob("temporary/labkit-*/*.items"))) == 2
-        )
-        assert is_true_within(
-            60, lambda: all(p.stat().st_size for p in tmp_path.glob("temporary/labkit-*/*.items"))
-        )
-        (folder,) = left_in(tmp_path)
+        assert is_true_within(60, are_connected)
+        *pids, folder = left()
         assert folder.stat().st_mode & 0o77 == 0
-        pids = holding(mark)
         addresses = listening(pids)
     finally:
         path.touch()
         call.join()
-    assert len(pids) == 3 and len(results) == 1
+    assert len(pids) == 3 and [len(pids) for pids in results[0]] == [1, 1]
     # 127.0.0.1, or ::1: gloo's sockets.
-    assert addresses and set(addresses) <= {"0100007F", "00000000000000000000000001000000"}
-    assert not left_in(tmp_path) and not holding(mark)
+    assert addresses and addresses <= {"0100007F", "00000000000000000000000001000000"}
+    assert not left()
 
 
 @on_linux
-@pytest.mark.parametrize(
-    "delays", [(0.0, 0.02, 0.05, 0.1, 0.2), (0.4, 0.8, 1.6)], ids=["start", "imports"]
-)
-def test_a_call_that_is_killed_leaves_nothing(mark, tmp_path, delays):
-    signals = ["SIGKILL", "SIGTERM", "SIGINT", "SIGHUP"]
-    code = f"import launch_ranks; launch_ranks.kill_calls({delays}, {signals})"
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    }
+def test_a_call_that_is_killed_leaves_nothing(left):
+    code = "import launch_ranks; launch_ranks.kill_calls((0.0, 0.02, 0.05, 0.2, 0.8, 1.6))"
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = os.environ | {"PYTHONPATH": paths}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=100)
-    assert is_true_within(10, lambda: not holding(mark) and not left_in(tmp_path)), (
-        holding(mark),
-        left_in(tmp_path),
-    )
+    assert is_true_within(10, lambda: not left()), left()
+
+
+@on_linux
+def test_ranks_return_what_they_have_and_no_process_that_they_start_outlives_the_call(left):
+    pids = launch(launch_ranks.start_child, 2, device="cpu")
+    assert len({*pids[0], *pids[1]}) == 4 and not left()
+    assert launch(launch_ranks.rank_and_device, 1, device="cpu") == [(0, "cpu")]
 
 
 @pytest.mark.parametrize(
     ("function", "arguments", "rank", "message"),
     [
         (
-            launch_ranks.end,
-            ("exit",),
+            "end",
+            ("raise",),
             1,
-            r"rank 1 of 2 failed first \(exit status 0, before it was done\)",
+            r"rank 1 of 2 failed first \(exit status 1\)(\n.*)*ZeroDivisionError",
         ),
-        (
-            launch_ranks.end,
-            ("stop",),
-            0,
-            r"rank 0 of 2 failed first \(exit status 1; rank 1 was stopped\)(\n.*)*was at:",
-        ),
-        (
-            launch_ranks.unknown_class,
-            (),
-            0,
-            r"rank 0 returned cannot be read here\nModuleNotFoundError: .*only_in",
-        ),
-        (launch_ranks.kill_guard, (), None, "process that guards the ranks was ended or stopped"),
+        # Where the rank stood for which the failing one waited.
+        ("end", ("hang",), 0, r"in all_reduce(\n.*)*rank 1 was at:(\n.*)*in end"),
+        ("end", ("exit",), 1, r"rank 1 of 2 failed first \(exit status 0, before it was done\)"),
+        ("end", (9,), 1, r"rank 1 of 2 failed first \(killed by SIGKILL\)"),
+        ("end", (19,), 0, r"first \(exit status 1; rank 1 was stopped\)(\n.*)*was at:"),
+        ("unknown_class", (), 0, r"rank 0 returned cannot be read here\nModuleNotFoundError: .*on"),
+        ("kill_guard", (), None, "process that guards the ranks was ended or stopped"),
         *more(
-            (
-                launch_ranks.end,
-                ("signal",),
-                1,
-                r"rank 1 of 2 failed first \(killed by SIGTERM\)(\n.*)* in end\n",
-            ),
-            (
-                launch_ranks.end,
-                ("real-time signal",),
-                1,
-                r"rank 1 of 2 failed first \(killed by signal 40\)",
-            ),
-            (launch_ranks.end, ("crash",), 1, r"rank 1 of 2 failed first \(killed by SIGSEGV\)"),
-            (
-                launch_ranks.stop_all,
-                (),
-                0,
-                r"no end in 1 s; rank 0 was stopped; rank 1 was stopped",
-            ),
+            ("end", ("shape",), 0, "Received data size doesn't match expected size"),
+            ("end", (15,), 1, r"rank 1 of 2 failed first \(killed by SIGTERM\)(\n.*)* in end\n"),
+            ("end", (40,), 1, r"rank 1 of 2 failed first \(killed by signal 40\)"),
+            ("end", ("crash",), 1, r"rank 1 of 2 failed first \(killed by SIGSEGV\)"),
         ),
     ],
 )
-def test_what_ended_first_is_said(mark, tmp_path, function, arguments, rank, message):
-    timeout_s = 1 if function is launch_ranks.stop_all else 60
+def test_what_ended_first_is_said(left, function, arguments, rank, message):
+    name = f"launch_ranks:{function}"
     with pytest.raises(RankError, match=message) as caught:
-        launch(function, 2, *arguments, device="cpu", timeout_s=timeout_s, collective_timeout_s=3)
+        launch(name, 2, *arguments, device="cpu", timeout_s=60, collective_timeout_s=4)
     assert caught.value.rank == rank and "Current thread" not in caught.value.summary
     assert [len(items) for items in caught.value.finished] == [1, 1]
-    assert not left_in(tmp_path) and not holding(mark)
+    assert not left()
 
 
-@on_linux
-def test_no_process_that_a_rank_starts_outlives_the_call(mark, tmp_path):
-    pids = launch(launch_ranks.start_child, 2, device="cpu")
-    assert len({pid for of_rank in pids for pid in of_rank}) == 4
-    assert not left_in(tmp_path) and not holding(mark)
+def test_a_deadline_ends_ranks_that_never_communicate(left):
+    with pytest.raises(RankError, match=r"(?s)exit status 1.*in end") as caught:
+        launch(launch_ranks.end, 2, "hang", device="cpu", timeout_s=3)
+    assert caught.value.summary.endswith("Timeout (0:00:03)!") and not left()
 
 
 def test_what_goes_wrong_before_the_function_begins_is_said(tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text("import time; time.sleep(600)")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("labkit.parallel.launch.GRACE_S", 6)
-    with pytest.raises(
-        RankError, match=r"rank 0 of 2 failed first \(no end in 0\.1 s\)(\n.*)*torch\.py"
-    ) as caught:
+    message = r"rank 0 of 2 failed first \(no end in 0\.1 s\)(\n.*)*torch\.py"
+    with pytest.raises(RankError, match=message) as caught:
         launch(launch_ranks.wait_for, 2, "/nowhere", device="cpu", timeout_s=0.1)
     assert caught.value.finished == [[], []]
     monkeypatch.undo()
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "x")
-    with pytest.raises(
-        RankError, match=r"failed first \(exit status 1\)(\n.*)*TORCH_DISTRIBUTED_DEBUG"
-    ):
+    with pytest.raises(RankError, match=r"\(exit status 1\)(\n.*)*TORCH_DISTRIBUTED_DEBUG"):
         launch(launch_ranks.wait_for, 2, "/nowhere", device="cpu", timeout_s=60)
 
 
 @pytest.mark.parametrize(
-    "times", [{"timeout_s": 0}, {"collective_timeout_s": -1}, {"timeout_s": float("nan")}]
+    ("function", "nproc", "options", "message"),
+    [
+        (launch_ranks.end, 0, {}, "0 ranks with gloo; accepted: 1 and more"),
+        (launch_ranks.end, 2, {"device": "tpu"}, "device 'tpu'; accepted here: "),
+        (launch_ranks.end, 2, {"backend": "nccl"}, "backend 'nccl' on cpu; accepted: gloo"),
+        (lambda: None, 2, {}, "cannot start"),
+        (launch_ranks.end, 1, {"timeout_s": float("nan")}, "nan s, .*accepted: more than 0"),
+        (launch_ranks.end, 1, {"collective_timeout_s": -1}, "600 s, -1 s for a collective"),
+    ],
 )
-def test_times_that_are_none_are_refused(times):
-    with pytest.raises(ValueError, match=r"0 s, 120 s|600 s, -1 s|nan s, .*accepted: more than 0"):
-        launch(launch_ranks.wait_for, 1, "", device="cpu", **times)
+def test_what_cannot_start_is_refused(function, nproc, options, message):
+    with pytest.raises(ValueError, match=message):
+        launch(function, nproc, **{"device": "cpu"} | options)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_more_ranks_than_gpus_are_refused():
+    most = torch.cuda.device_count()
+    with pytest.raises(ValueError, match=f"{most + 1} ranks with nccl; accepted: 1 to {most}"):
+        launch(launch_ranks.end, most + 1, device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+@pytest.mark.parametrize(
+    ("how", "rank", "message"),
+    [
+        ("raise", 1, "ZeroDivisionError: of rank 1"),
+        (9, 1, "killed by SIGKILL"),
+        ("hang", 0, r"ALLREDUCE, NumelIn=4,.*timing out"),
+        # A rank that needs no more elements than it has been sent goes on; the other waits for the
+        # rest of its own.
+        ("shape", 1, r"ALLREDUCE, NumelIn=1004,.*timing out"),
+    ],
+)
+def test_a_rank_failing_on_a_gpu_ends_the_run_with_its_error(left, how, rank, message):
+    with pytest.raises(RankError) as caught:
+        launch(launch_ranks.end, 2, how, device="cuda", timeout_s=60, collective_timeout_s=6)
+    assert caught.value.rank == rank and re.search(message, caught.value.summary)
+    assert not left()

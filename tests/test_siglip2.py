@@ -1,5 +1,4 @@
-"""The SigLIP 2 encoder and its kernels: every implementation against fp64 image by image, and
-against transformers.
+"""The SigLIP 2 encoder: every implementation against fp64 image by image, and against transformers.
 
 Shape suffixes as in labkit.models.siglip2: I images, M patches of all images, C d_model, K values
 of a patch.
@@ -10,11 +9,11 @@ import dataclasses
 import functools
 import math
 import pickle
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import more
 from test_vision_kernels import DTYPES, draw, poisoned_memory
 from torch import Tensor
 
@@ -44,15 +43,15 @@ def build(impl: str, dtype=torch.float32, config=TINY, **options) -> Siglip2Enco
     return model
 
 
-def batch(grids=GRIDS, dtype=torch.float32, config=TINY) -> tuple[Tensor, Tensor]:
+def batch(grids=GRIDS, dtype=torch.float32) -> tuple[Tensor, Tensor]:
     num_patches = sum(height * width for height, width in grids)
-    return draw(num_patches, config.patch_dim).to(dtype), torch.tensor(grids)
+    return draw(num_patches, TINY.patch_dim).to(dtype), torch.tensor(grids)
 
 
 # ---- the encoder against fp64, image by image ----------------------------------------------------
 
 
-def encode_reference(weights: dict[str, Tensor], config, patches_MK: Tensor, grids) -> Tensor:
+def encode_reference(weights: dict[str, Tensor], grids, patches_MK: Tensor) -> Tensor:
     """Every image on its own from the published formulas, in the weights' dtype, sharing no code
     with labkit.
     """
@@ -65,23 +64,20 @@ def encode_reference(weights: dict[str, Tensor], config, patches_MK: Tensor, gri
         scaled = centred / torch.sqrt(centred.pow(2).mean(-1, keepdim=True) + 1e-6)
         return scaled * weights[f"{name}.weight"] + weights[f"{name}.bias"]
 
-    side = config.position_side
+    side, outs = TINY.position_side, []
     table = weights["position_embedding.weight"].T.reshape(1, -1, side, side)
-    outs = []
-    for (height, width), patches in zip(
-        grids, patches_MK.split([h * w for h, w in grids]), strict=True
-    ):
-        positions = F.interpolate(table, (height, width), mode="bilinear", antialias=True)
+    for grid, patches in zip(grids, patches_MK.split([h * w for h, w in grids]), strict=True):
+        positions = F.interpolate(table, grid, mode="bilinear", antialias=True)
         x = linear(patches, "patch_embedding") + positions.flatten(2)[0].T
-        for layer in (f"layers.{index}" for index in range(config.num_layers)):
+        for layer in (f"layers.{index}" for index in range(TINY.num_layers)):
             normed = norm(x, f"{layer}.layer_norm1")
             q, k, v = (
                 linear(normed, f"{layer}.self_attn.{name}_proj")
-                .view(len(x), config.num_heads, -1)
+                .unflatten(1, (TINY.num_heads, -1))
                 .transpose(0, 1)
                 for name in "qkv"
             )
-            heads = torch.softmax(q @ k.transpose(1, 2) / math.sqrt(config.d_head), dim=-1) @ v
+            heads = torch.softmax(q @ k.mT / math.sqrt(TINY.d_head), dim=-1) @ v
             x = x + linear(heads.transpose(0, 1).flatten(1), f"{layer}.self_attn.out_proj")
             z = linear(norm(x, f"{layer}.layer_norm2"), f"{layer}.mlp.fc1")
             gelu = z / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
@@ -94,49 +90,53 @@ def with_gradients(encode, weights: dict[str, Tensor], patches_MK: Tensor) -> di
     """Returns the output and the gradient of a weighted sum of it by every weight, q, k and v
     apart.
     """
-    patches_MK = patches_MK.detach().requires_grad_()
-    out_MC = encode(patches_MK)
-    leaves = {"patches": patches_MK, **weights}
-    grads = torch.autograd.grad(
-        out_MC, list(leaves.values()), draw(*out_MC.shape, seed=2).to(out_MC)
-    )
+    leaves = {"patches": patches_MK.detach().requires_grad_(), **weights}
+    out_MC = encode(leaves["patches"])
+    direction = draw(*out_MC.shape, seed=2).to(out_MC)
+    grads = torch.autograd.grad(out_MC, list(leaves.values()), direction)
     results = {"out": out_MC.detach(), **dict(zip(leaves, grads, strict=True))}
     for name in [name for name in results if "qkv_proj" in name]:
-        parts = zip("qkv", results.pop(name).chunk(3), strict=True)
-        results |= {name.replace("qkv", letter): part for letter, part in parts}
+        for letter, part in zip("qkv", results.pop(name).chunk(3), strict=True):
+            results[name.replace("qkv", letter)] = part
     return {name: value.double() for name, value in results.items()}
 
 
-def run_model(model: Siglip2Encoder, patches_MK: Tensor, grids) -> dict[str, Tensor]:
-    return with_gradients(
-        lambda patches: model(patches, grids), dict(model.named_parameters()), patches_MK
-    )
+def run_model(model: Siglip2Encoder, patches_MK: Tensor, grids_I2) -> dict[str, Tensor]:
+    encode = functools.partial(model, grids=grids_I2)
+    return with_gradients(encode, dict(model.named_parameters()), patches_MK)
 
 
 @functools.cache
-def reference(dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def reference(dtype: torch.dtype, grids=GRIDS) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Returns what is exact for weights and patches of a dtype, and eager's in it."""
-    model, (patches_MK, grids) = build("eager", dtype), batch(dtype=dtype)
+    model, (patches_MK, grids_I2) = build("eager", dtype), batch(grids, dtype)
     weights = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
-    encode = functools.partial(encode_reference, weights, TINY, grids=GRIDS)
-    return with_gradients(encode, weights, patches_MK.double()), run_model(model, patches_MK, grids)
+    encode = functools.partial(encode_reference, weights, grids)
+    exact = with_gradients(encode, weights, patches_MK.double())
+    return exact, run_model(model, patches_MK, grids_I2)
 
 
-def excess(results: dict[str, Tensor], dtype: torch.dtype) -> dict[str, float]:
-    """Returns each error against fp64 over the budget: 2 (gradients 3) × (eager's + a rounding of
-    the largest value).
-
-    A softmax does not change with the bias of k, whose gradient is rounding alone: its scale is
+def scale(results: dict[str, Tensor], name: str) -> float:
+    """A softmax does not change with the bias of k, whose gradient is rounding alone: its scale is
     that of q's bias.
     """
-    exact, eager = reference(dtype)
-    fractions = {}
+    return results[name.replace("k_proj.bias", "q_proj.bias")].abs().max().item()
+
+
+def check_errors(impl: str, dtype: torch.dtype, device="cpu", grids=GRIDS, recomputed=0) -> None:
+    """Asserts that errors against fp64 are in the budget: 2 (gradients 3) × (eager's + a rounding
+    of the largest value).
+    """
+    exact, eager = reference(dtype, grids)
+    patches_MK, grids_I2 = batch(grids, dtype)
+    with poisoned_memory():
+        model = build(impl, dtype, recomputed=recomputed).to(device)
+        results = run_model(model, patches_MK.to(device), grids_I2)
     for name, value in exact.items():
-        scale = exact[name.replace("k_proj.bias", "q_proj.bias")].abs().max().item()
-        error, allowed = ((x - value).abs().max().item() for x in (results[name], eager[name]))
-        budget = (2 if name == "out" else 3) * (allowed + torch.finfo(dtype).eps / 2 * scale)
-        fractions[name] = error / budget if math.isfinite(error) else math.inf
-    return fractions
+        allowed = (eager[name] - value).abs().max().item()
+        rounding = torch.finfo(dtype).eps / 2 * scale(exact, name)
+        error = (results[name].cpu() - value).abs().max().item()
+        assert error <= (2 if name == "out" else 3) * (allowed + rounding), name
 
 
 def test_eager_computes_the_formulas():
@@ -145,45 +145,25 @@ def test_eager_computes_the_formulas():
     """
     exact, eager = reference(torch.float32)
     for name, value in exact.items():
-        scale = exact[name.replace("k_proj.bias", "q_proj.bias")].abs().max().item()
-        bound = TINY.num_layers * TINY.d_ff * torch.finfo(torch.float32).eps / 2 * scale
-        assert (eager[name] - value).abs().max().item() <= bound, name
-
-
-def impl_excess(impl: str, dtype: torch.dtype, options: dict) -> dict[str, float]:
-    with poisoned_memory():
-        patches_MK, grids = batch(dtype=dtype)
-        return excess(run_model(build(impl, dtype, **options), patches_MK, grids), dtype)
+        roundings = TINY.num_layers * TINY.d_ff * torch.finfo(torch.float32).eps / 2
+        assert (eager[name] - value).abs().max().item() <= roundings * scale(exact, name), name
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("impl", IMPLS[1:])
 def test_every_step_is_within_the_error_budget(impl, dtype):
-    fractions = impl_excess(impl, dtype, {})
-    assert all(fraction <= 1 for fraction in fractions.values()), fractions
+    check_errors(impl, dtype)
 
 
-@pytest.mark.parametrize(
-    "options",
-    more(
-        {"recomputed": 1, "mlp_path": "epilogue"}, {}, {"recomputed": 1}, {"mlp_path": "epilogue"}
-    ),
-    ids=str,
-)
-def test_interpreted_the_kernels_are_within_the_error_budget(options, interpreted):
-    fractions = interpreted(impl_excess, "fused", torch.float32, options)
-    assert all(fraction <= 1 for fraction in fractions.values()), fractions
+def test_interpreted_the_kernels_are_within_the_error_budget(interpreted):
+    interpreted(check_errors, "fused", torch.float32, "cpu", GRIDS[:4], 1)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_on_a_gpu_every_step_is_within_the_error_budget(impl, dtype):
-    patches_MK, grids = batch(dtype=dtype)
-    results = run_model(build(impl, dtype).cuda(), patches_MK.cuda(), grids)
-    fractions = excess({name: value.cpu() for name, value in results.items()}, dtype)
-    assert all(fraction <= 1 for fraction in fractions.values()), fractions
+    check_errors(impl, dtype, "cuda")
 
 
 def test_it_agrees_with_transformers():
@@ -197,52 +177,34 @@ def test_it_agrees_with_transformers():
         patch_size=4,
         num_patches=TINY.position_side**2,
     )
-    assert TINY.patch_dim == 3 * config.patch_size**2
     theirs = transformers.Siglip2VisionModel(config).eval()
     patches_MK, grids_I2 = batch()
-    sizes = grids_I2.prod(1).tolist()
-    padded = torch.nn.utils.rnn.pad_sequence(patches_MK.split(sizes), batch_first=True)
-    mask = torch.arange(padded.shape[1]) < grids_I2.prod(1)[:, None]
+    sizes_I = grids_I2.prod(1)
+    padded = torch.nn.utils.rnn.pad_sequence(patches_MK.split(sizes_I.tolist()), batch_first=True)
+    mask = torch.arange(padded.shape[1]) < sizes_I[:, None]
     expected_MC = theirs(padded, mask, grids_I2).last_hidden_state[mask]
+    prefixes = re.compile(r"^(vision_model\.)?(embeddings\.|encoder\.)?")
+    state = {prefixes.sub("", name): value for name, value in theirs.state_dict().items()}
+    state = {name: value for name, value in state.items() if not name.startswith("head.")}
     for impl in IMPLS:
         ours = build(impl)
-        ours.load_from_transformers(theirs)
+        ours.load_state_dict(state)
         torch.testing.assert_close(ours(patches_MK, grids_I2), expected_MC, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_state_dicts_interchange_both_ways(impl):
-    eager, other = build("eager"), Siglip2Encoder(TINY, impl)
-    other.load_state_dict(eager.state_dict())
-    state = other.state_dict()
-    assert state.keys() == eager.state_dict().keys()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in eager.state_dict().items())
-    Siglip2Encoder(TINY, "eager").load_state_dict(state)
+def test_one_seed_draws_the_same_state_and_states_interchange(impl):
+    models = []
+    for name in ("eager", impl):
+        torch.manual_seed(3)
+        models.append(Siglip2Encoder(TINY, name))
+    eager, state = (model.state_dict() for model in models)
+    assert state.keys() == eager.keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in eager.items())
+    models[0].load_state_dict(state)
     del state["layers.0.self_attn.k_proj.weight"]
     with pytest.raises(RuntimeError, match=r"layers\.0\.self_attn"):
-        other.load_state_dict(state)
-
-
-def test_one_seed_draws_the_same_parameters_in_every_implementation():
-    states = []
-    for impl in IMPLS:
-        torch.manual_seed(3)
-        states.append(Siglip2Encoder(TINY, impl).state_dict())
-    for state in states[1:]:
-        assert all(torch.equal(tensor, states[0][name]) for name, tensor in state.items())
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_no_image_sees_another(impl):
-    model, (patches_MK, grids_I2) = build(impl), batch()
-    whole_MC = model(patches_MK, grids_I2)
-    sizes = grids_I2.prod(1).tolist()
-    for image, (patches, rows) in enumerate(
-        zip(patches_MK.split(sizes), whole_MC.split(sizes), strict=True)
-    ):
-        torch.testing.assert_close(
-            model(patches, grids_I2[image : image + 1]), rows, rtol=1e-4, atol=1e-5
-        )
+        models[1].load_state_dict(state)
 
 
 def test_a_packing_is_of_the_values_of_grids():
@@ -252,7 +214,6 @@ def test_a_packing_is_of_the_values_of_grids():
     assert torch.equal(model(patches_MK, packing), model(patches_MK, grids_I2))
     with pytest.raises(TypeError, match="grids must be a tensor with impl='eager'; got a packing"):
         build("eager")(patches_MK, packing)
-    assert model.double().pack(grids_I2).positions.dtype == torch.float64
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -260,8 +221,7 @@ def test_grids_that_are_rewritten_are_read_again(impl):
     """By what does not raise a tensor's version too."""
     model, (patches_MK, grids_I2) = build(impl), batch()
     before = model(patches_MK, grids_I2)
-    swapped = torch.tensor([[5, 3], *GRIDS[1:]])
-    expected = model(patches_MK, swapped)
+    expected = model(patches_MK, torch.tensor([[5, 3], *GRIDS[1:]]))
     grids_I2.numpy()[0] = (5, 3)
     after = model(patches_MK, grids_I2)
     assert torch.equal(after, expected) and not torch.equal(after, before)
@@ -270,183 +230,123 @@ def test_grids_that_are_rewritten_are_read_again(impl):
         model(patches_MK, grids_I2)
 
 
+# ---- modes and copies ----------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_autocast_is_near_what_it_casts(impl):
     """Forward and backward; from "norm" on the last norm gives the dtype of autocast."""
     model, (patches_MK, grids_I2) = build(impl), batch()
-    weights = dict(model.named_parameters())
 
-    def encode(patches_MK):
+    def encode(patches_MK: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             out_MC = model(patches_MK, grids_I2)
         assert out_MC.dtype == (torch.bfloat16 if impl in IMPLS[4:] else torch.float32)
         return out_MC
 
-    found, plain = (
-        with_gradients(encode, weights, patches_MK),
-        run_model(model, patches_MK, grids_I2),
-    )
+    results = with_gradients(encode, dict(model.named_parameters()), patches_MK)
+    plain = run_model(model, patches_MK, grids_I2)
     for name, value in plain.items():
-        scale = plain[name.replace("k_proj.bias", "q_proj.bias")].abs().max()
-        assert (found[name] - value).abs().max() <= 0.1 * scale, name
+        assert (results[name] - value).abs().max() <= 0.1 * scale(plain, name), name
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_a_model_on_the_meta_device_gives_shapes(impl):
+def test_a_model_on_the_meta_device_gives_shapes_and_is_filled_by_a_state(impl):
     model, (patches_MK, grids_I2) = Siglip2Encoder(TINY, impl, device="meta").train(), batch()
-    patches_MK = patches_MK.to("meta")
-    model(patches_MK, grids_I2).sum().backward()
-    assert model(patches_MK, grids_I2).shape == (patches_MK.shape[0], TINY.d_model)
+    model(patches_MK.to("meta"), grids_I2).sum().backward()
     assert all(weight.grad.shape == weight.shape for weight in model.parameters())
     if IMPLS.index(impl) > 1:  # those before interpolate image by image
-        assert model(patches_MK, grids_I2.to("meta")).shape == (patches_MK.shape[0], TINY.d_model)
-    # Filled with a state, it is the model that the state is of.
+        out_MC = model(patches_MK.to("meta"), grids_I2.to("meta"))
+        assert out_MC.shape == (len(patches_MK), TINY.d_model)
     filled, whole = model.to_empty(device="cpu").eval(), build(impl)
     filled.load_state_dict(whole.state_dict())
     assert torch.equal(filled(*batch()), whole(*batch()))
 
 
-@pytest.mark.parametrize("impl", ["eager", "cu_seqlens", "fused"])
-def test_copies_and_calls_of_functions_are_the_model(impl):
-    model, (patches_MK, grids_I2) = build(impl), batch()
-    expected = model(patches_MK, grids_I2)
+@pytest.mark.parametrize("impl", ["eager", "fused"])
+def test_copies_and_other_calls_are_the_model(impl):
+    model, inputs = build(impl), batch()
+    expected = model(*inputs)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(other(patches_MK, grids_I2), expected)
+        assert torch.equal(other(*inputs), expected)
         assert other.state_dict().keys() == model.state_dict().keys()
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    assert torch.equal(
-        torch.func.functional_call(build(impl).double(), weights, (patches_MK, grids_I2)), expected
-    )
+    call = torch.func.functional_call(build(impl).double(), weights, inputs)
+    assert torch.equal(call, expected)
+    with torch.inference_mode():
+        assert torch.equal(model(inputs[0], torch.tensor(GRIDS)), expected)
 
 
 ONE = torch.tensor([[2, 3]])
-BAD_INPUT = {
-    "patches missing": (
-        draw(5, 48),
-        ONE,
-        "must sum to the number of patches; they sum to 6, and there are 5",
-    ),
-    "a zero side": (
-        draw(6, 48),
-        torch.tensor([[2, 3], [0, 4]]),
-        "sides of at least 1; image 1 has 0 x 4",
-    ),
-    "a negative side": (
-        draw(6, 48),
-        torch.tensor([[-2, -3]]),
-        "sides of at least 1; image 0 has -2 x -3",
-    ),
-    "no patches": (draw(0, 48), ONE, r"patches must be .* at least one; got \(0, 48\)"),
-    "no images": (
-        draw(6, 48),
-        torch.empty(0, 2, dtype=torch.int64),
-        r"at least one; got shape \(0, 2\)",
-    ),
-    "a width": (draw(6, 40), ONE, r"patches must be \(patches of all images, 48\)"),
-    "one side": (draw(6, 48), torch.tensor([2, 3]), r"grids must be \(images, 2\)"),
-    "dtypes": (
-        draw(6, 48).half(),
-        ONE,
-        "as the parameters are, torch.float32 on cpu; got torch.float16 on cpu",
-    ),
-    "devices": (draw(6, 48).to("meta"), ONE, "as the parameters are, .* got torch.float32 on meta"),
-    "grids elsewhere": (
-        draw(6, 48),
-        ONE.to("meta"),
-        "grids must be on the CPU or on cpu .* got meta",
-    ),
-    "floats": (
-        draw(6, 48),
-        ONE.float(),
-        "grids must be an int32 or int64 tensor or a packing; got torch.float32",
-    ),
-    "a list": (
-        draw(6, 48),
-        [[2, 3]],
-        "grids must be an int32 or int64 tensor or a packing; got list",
-    ),
-}
+BAD_INPUT = (
+    (draw(5, 48), ONE, "sum to the number of patches; they sum to 6, and there are 5"),
+    (draw(6, 48), torch.tensor([[2, 3], [0, 4]]), "sides of at least 1; image 1 has 0 x 4"),
+    (draw(6, 48), torch.tensor([[-2, -3]]), "sides of at least 1; image 0 has -2 x -3"),
+    (draw(0, 48), ONE, r"patches must be .* at least one; got \(0, 48\)"),
+    (draw(6, 48), torch.empty(0, 2, dtype=torch.int64), r"at least one; got shape \(0, 2\)"),
+    (draw(6, 40), ONE, r"patches must be \(patches of all images, 48\)"),
+    (draw(6, 48), torch.tensor([2, 3]), r"grids must be \(images, 2\)"),
+    (draw(6, 48).half(), ONE, "as the parameters are, torch.float32 on cpu; got torch.float16 on"),
+    (draw(6, 48).to("meta"), ONE, "as the parameters are, .* got torch.float32 on meta"),
+    (draw(6, 48), ONE.to("meta"), "grids must be on the CPU or on cpu .* got meta"),
+    (draw(6, 48), ONE.float(), "an int32 or int64 tensor or a packing; got torch.float32"),
+    (draw(6, 48), [[2, 3]], "grids must be an int32 or int64 tensor or a packing; got list"),
+)
 
 
-@pytest.mark.parametrize("impl", ["eager", "fused"])
-@pytest.mark.parametrize("case", BAD_INPUT)
-def test_a_bad_batch_is_refused(case, impl):
-    patches_MK, grids, message = BAD_INPUT[case]
-    with pytest.raises(TypeError if case in ("floats", "a list") else ValueError, match=message):
-        build(impl)(patches_MK, grids)
+@pytest.mark.parametrize(("patches_MK", "grids", "message"), BAD_INPUT)
+def test_a_bad_batch_is_refused(patches_MK, grids, message):
+    for impl in ("eager", "fused"):
+        with pytest.raises((TypeError, ValueError), match=message):
+            build(impl)(patches_MK, grids)
 
 
 @pytest.mark.parametrize(
-    ("config", "options", "message"),
+    ("num_heads", "options", "message"),
     [
-        (TINY, {"impl": "fast"}, "unknown impl 'fast'; accepted: eager, .*fused"),
-        (
-            dataclasses.replace(TINY, num_heads=5),
-            {},
-            "d_model must be a multiple of num_heads, 5; got 48",
-        ),
-        (
-            dataclasses.replace(TINY, num_heads=0),
-            {},
-            "d_model must be a multiple of num_heads, 0; got 48",
-        ),
-        (TINY, {"recomputed": 1}, "recomputed must be from 0 to 0 with impl='eager'; got 1"),
-        (TINY, {"impl": "fused", "recomputed": 3}, "recomputed must be from 0 to 2"),
+        (3, {"impl": "fast"}, "unknown impl 'fast'; accepted: eager, .*fused"),
+        (5, {}, "d_model must be a multiple of num_heads, 5; got 48"),
+        (0, {}, "d_model must be a multiple of num_heads, 0; got 48"),
+        (3, {"recomputed": 1}, "recomputed must be from 0 to 0 with impl='eager'; got 1"),
+        (3, {"impl": "fused", "recomputed": 3}, "recomputed must be from 0 to 2"),
     ],
 )
-def test_a_bad_model_is_refused(config, options, message):
+def test_a_bad_model_is_refused(num_heads, options, message):
     with pytest.raises(ValueError, match=message):
-        Siglip2Encoder(config, **options)
-
-
-def graph_breaks(impl: str, grids) -> int:
-    model, (patches_MK, _) = build(impl), batch()
-    torch._dynamo.reset()
-    return torch._dynamo.explain(model)(patches_MK, grids(model)).graph_break_count
-
-
-def test_only_the_original_breaks_the_graph():
-    assert graph_breaks("eager", lambda _: torch.tensor(GRIDS)) > 0
-    assert graph_breaks("fused", lambda _: torch.tensor(GRIDS)) == 0
-    assert graph_breaks("fused", lambda model: model.pack(torch.tensor(GRIDS))) == 0
+        Siglip2Encoder(dataclasses.replace(TINY, num_heads=num_heads), **options)
 
 
 def test_compiled_as_one_graph_it_is_the_same():
+    """With grids as with a packing; test_siglip2_experiment counts where others break the graph."""
     torch._dynamo.reset()
-    model = build("fused", config=dataclasses.replace(TINY, dropout=0.0)).train()
+    model = build("fused", config=dataclasses.replace(TINY, dropout=0.0, num_layers=1)).train()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for grids in (GRIDS, GRIDS[1:], GRIDS[2:]):
+    for grids in (GRIDS, GRIDS[1:]):
         patches_MK, grids_I2 = batch(grids)
-        expected = run_model(model, patches_MK, grids_I2)
-        weights = dict(model.named_parameters())
-        results = with_gradients(
-            lambda patches, grids=grids_I2: compiled(patches, grids), weights, patches_MK
-        )
-        for name, value in expected.items():
+        encode = functools.partial(compiled, grids=grids_I2)
+        results = with_gradients(encode, dict(model.named_parameters()), patches_MK)
+        for name, value in run_model(model, patches_MK, grids_I2).items():
             torch.testing.assert_close(results[name], value, rtol=1e-4, atol=1e-4, msg=name)
+    compiled(patches_MK, model.pack(grids_I2))
 
 
 # ---- training ------------------------------------------------------------------------------------
 
 
 def trained(impl: str) -> list[bool]:
-    """Returns what holds of dropout in training: random, repeated by a seed, none in eval mode."""
-    model, (patches_MK, grids_I2) = build(impl).train(), batch()
-    outs = []
+    """Returns what holds of dropout in training: repeated by a seed, random, none in eval mode."""
+    model, inputs, outs = build(impl).train(), batch(GRIDS[:3]), []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        outs.append(model(patches_MK, grids_I2))
-    outs += [model.eval()(patches_MK, grids_I2) for _ in range(2)]
-    return [
-        torch.equal(a, b)
-        for a, b in ((outs[0], outs[1]), (outs[0], outs[2]), (outs[0], outs[3]), outs[3:])
-    ]
+        outs.append(model(*inputs))
+    plain = model.eval()(*inputs)
+    return [torch.equal(outs[0], other) for other in (outs[1], outs[2], plain)]
 
 
 @pytest.mark.parametrize("impl", ["eager", "fused"])
 def test_training_drops_what_a_seed_says(impl, interpreted):
-    assert trained(impl) == [True, False, False, True]
-    assert interpreted(trained, impl) == [True, False, False, True]
+    assert trained(impl) == [True, False, False]
+    assert impl == "eager" or interpreted(trained, impl) == [True, False, False]
 
 
 def kept_elements(recomputed: int) -> tuple[int, int]:
@@ -458,35 +358,23 @@ def kept_elements(recomputed: int) -> tuple[int, int]:
     """
     model, (patches_MK, grids_I2) = build("fused", recomputed=recomputed).train(), batch()
     packing = model.pack(grids_I2)
-    known = {
-        x.untyped_storage().data_ptr() for x in (patches_MK, *model.parameters(), *packing[:2])
-    }
+    resident = (patches_MK, *model.parameters(), *packing[:2])
+    known = {x.untyped_storage().data_ptr() for x in resident}
     kept = {}
 
     def keep(x: Tensor) -> Tensor:
-        kept[x.untyped_storage().data_ptr()] = x
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         model(patches_MK, packing)
-    elements = sum(
-        x.untyped_storage().nbytes() // 4 for address, x in kept.items() if address not in known
-    )
-    width, hidden = 6 * TINY.d_model + TINY.num_heads + 4, TINY.d_ff
-    layers = TINY.num_layers * width + (TINY.num_layers - recomputed) * hidden
+    elements = sum(x.nbytes() // 4 for address, x in kept.items() if address not in known)
+    width = 6 * TINY.d_model + TINY.num_heads + 4
+    layers = TINY.num_layers * width + (TINY.num_layers - recomputed) * TINY.d_ff
     seeds = 2 * TINY.num_layers
-    return elements, patches_MK.shape[0] * (layers + TINY.d_model + 2) + seeds
+    return elements, len(patches_MK) * (layers + TINY.d_model + 2) + seeds
 
 
-@pytest.mark.parametrize("recomputed", [1, *more(0, 2)])
-def test_backward_is_left_nothing_that_it_computes_again(recomputed, interpreted):
-    kept, expected = interpreted(kept_elements, recomputed)
+def test_backward_is_left_nothing_that_it_computes_again(interpreted):
+    kept, expected = interpreted(kept_elements, 1)
     assert kept == expected
-
-
-def test_it_runs_in_inference_mode():
-    model, (patches_MK, grids_I2) = build("fused"), batch()
-    expected_MC = model(patches_MK, grids_I2)
-    with torch.inference_mode():
-        assert torch.equal(model(patches_MK, torch.tensor(GRIDS)), expected_MC)
-    assert torch.equal(model(patches_MK, torch.tensor(GRIDS)), expected_MC)

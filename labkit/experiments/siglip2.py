@@ -168,10 +168,9 @@ def _encoder(batch: Batch, way: str) -> tuple[nn.Module, Callable[[], Tensor]]:
     impl, _, change = way.removesuffix(COMPILED).partition(", ")
     recomputed = batch.config.num_layers if way == RECOMPUTED else 0
     factory = {"device": batch.patches.device, "dtype": batch.patches.dtype}
-    model = Siglip2Encoder(batch.config, impl, recomputed=recomputed, **factory).train()
     if attend := _other_attention(change, batch):
-        for layer in model.layers:
-            layer.self_attn.attend = attend
+        factory["attend"] = attend
+    model = Siglip2Encoder(batch.config, impl, recomputed=recomputed, **factory).train()
     # What takes a packing gets it as it would from a loader of data; the others read the grids
     # themselves.
     grids = model.pack(batch.grids) if model.step >= POSITIONS else batch.grids
@@ -362,7 +361,7 @@ def _module(
     model, patches, inputs = (value.to(dtype=dtype) for value in (model, batch.patches, inputs))
     x, residual = (value.requires_grad_() for value in inputs)
     seed = torch.tensor(0, device=x.device) if model.training and model.step >= ATTENTION else None
-    packed = None, packing.cu_seqlens, packing.longest, seed
+    packed = packing, seed
     embeddings = nn.ModuleList([model.patch_embedding, model.position_embedding])
     part, inputs, forward = {
         "embeddings": (embeddings, [], lambda: (model.embed(patches, batch.grids, packing),)),

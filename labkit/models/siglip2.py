@@ -22,7 +22,7 @@ Sources: Tschannen et al. 2025, "SigLIP 2" (NaFlex: native aspect ratios); Dehgh
 """
 
 import functools
-import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -96,15 +96,12 @@ def pack_images(
 def interpolated_positions(table_PC: Tensor, grids_I2: Tensor, side: int) -> Tensor:
     """Returns the positions (M, C) of all patches, image by image."""
     table_1CSS = table_PC.view(1, side, side, -1).permute(0, 3, 1, 2)
-    if (
-        table_PC.device.type == "cpu" and table_PC.element_size() == 2
-    ):  # which antialiasing does not take there
-        table_1CSS = table_1CSS.float()
-    options = {"mode": "bilinear", "align_corners": False, "antialias": True}
-    images = [
-        F.interpolate(table_1CSS, size=grid, **options).flatten(2)[0].T
-        for grid in grids_I2.tolist()
-    ]
+    if table_PC.device.type == "cpu" and table_PC.element_size() == 2:
+        table_1CSS = table_1CSS.float()  # antialiasing takes no 16 bits there
+    images = []
+    for grid in grids_I2.tolist():
+        image_1CHW = F.interpolate(table_1CSS, grid, mode="bilinear", antialias=True)
+        images.append(image_1CHW.flatten(2)[0].T)
     return torch.cat(images).to(table_PC.dtype)
 
 
@@ -127,20 +124,20 @@ def masked_attention(q_MHD: Tensor, k_MHD: Tensor, v_MHD: Tensor, grids_I2: Tens
     images_M = images_I.repeat_interleave(grids_I2.to(device).prod(1), output_size=num_patches)
     if device.type != "cuda":
         heads = (x_MHD.transpose(0, 1) for x_MHD in (q_MHD, k_MHD, v_MHD))
-        return F.scaled_dot_product_attention(
-            *heads, attn_mask=images_M[:, None] == images_M
-        ).transpose(0, 1)
+        mask = images_M[:, None] == images_M
+        return F.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(0, 1)
     create_block_mask, flex_attention = _flex()
     padding = -num_patches % MASK_BLOCK
     images_M = F.pad(images_M, (0, padding), value=-1)
 
-    def of_one_image(_batch, _head, query, key):
+    def is_one_image(_batch, _head, query, key):
         return images_M[query] == images_M[key]
 
-    mask = create_block_mask(of_one_image, None, None, *2 * [num_patches + padding], device=device)
+    length = num_patches + padding
+    mask = create_block_mask(is_one_image, None, None, length, length, device=device)
     heads = (
-        F.pad(x, (0, 0, 0, 0, 0, padding)).transpose(0, 1).unsqueeze(0)
-        for x in (q_MHD, k_MHD, v_MHD)
+        F.pad(x_MHD, (0, 0, 0, 0, 0, padding)).transpose(0, 1).unsqueeze(0)
+        for x_MHD in (q_MHD, k_MHD, v_MHD)
     )
     return flex_attention(*heads, block_mask=mask)[0].transpose(0, 1)[:num_patches]
 
@@ -149,49 +146,56 @@ class Attention(nn.Module):
     """Attention within each image; from "attention" on q, k and v are one projection, in state
     dicts still three.
 
-    `attend` then gets that, cumulative lengths and the longest, like `flash_attention_qkv`; others
-    may be set.
+    `attend` then gets that, cumulative lengths and the longest, as `flash_attention_qkv` does.
     """
 
-    attend = staticmethod(flash_attention_qkv)
-
-    def __init__(self, config: Siglip2Config, step: int, **factory):
+    def __init__(self, config: Siglip2Config, step: int, attend: Callable[..., Tensor], **factory):
         super().__init__()
         width = config.d_model
-        self.num_heads, self.dropout, self.step = config.num_heads, config.dropout, step
+        self.num_heads, self.dropout = config.num_heads, config.dropout
+        self.step, self.attend = step, attend
         if step >= ATTENTION:
             self.qkv_proj = nn.Linear(width, 3 * width, **factory)
             self.register_state_dict_post_hook(_split_projections)
             self.register_load_state_dict_pre_hook(_join_projections)
         else:
-            self.q_proj, self.k_proj, self.v_proj = (
-                nn.Linear(width, width, **factory) for _ in range(3)
-            )
+            self.q_proj = nn.Linear(width, width, **factory)
+            self.k_proj = nn.Linear(width, width, **factory)
+            self.v_proj = nn.Linear(width, width, **factory)
         self.out_proj = nn.Linear(width, width, **factory)
 
     def forward(
-        self, x_MC: Tensor, norm: tuple | None, grids_I2, cu_seqlens, longest, seed
+        self, x_MC: Tensor, norm: tuple | None, images: Tensor | Packing, seed: Tensor | None
     ) -> Tensor:
+        """Returns (M, C).
+
+        Args:
+            norm: what `norm_linear` computes x again from, None to keep x.
+            images: their packing, for "eager" their grids.
+            seed: of the dropout that is drawn again in backward, None for PyTorch's.
+        """
         if self.step >= ATTENTION:
             qkv = self.qkv_proj
             qkv_MF = norm_linear(x_MC, qkv.weight, qkv.bias, norm) if norm else qkv(x_MC)
-            out_MHD = self.attend(qkv_MF.unflatten(1, (3, self.num_heads, -1)), cu_seqlens, longest)
+            qkv_M3HD = qkv_MF.unflatten(1, (3, self.num_heads, -1))
+            out_MHD = self.attend(qkv_M3HD, images.cu_seqlens, images.longest)
         else:
             projections = (self.q_proj, self.k_proj, self.v_proj)
             qkv_MHD = [project(x_MC).unflatten(1, (self.num_heads, -1)) for project in projections]
-            if self.step >= CU_SEQLENS:
-                packing = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
-                out_MHD = flash_attention(
-                    *qkv_MHD, **packing, max_seqlen_q=longest, max_seqlen_k=longest
-                )
+            if self.step == EAGER:
+                out_MHD = masked_attention(*qkv_MHD, images)
             else:
-                out_MHD = masked_attention(*qkv_MHD, grids_I2)
-        out_MC = out_MHD.flatten(1)
+                out_MHD = flash_attention(
+                    *qkv_MHD,
+                    cu_seqlens_q=images.cu_seqlens,
+                    cu_seqlens_k=images.cu_seqlens,
+                    max_seqlen_q=images.longest,
+                    max_seqlen_k=images.longest,
+                )
+        out_MC, out = out_MHD.flatten(1), self.out_proj
         if seed is not None:
-            return dropout_linear(
-                out_MC, self.out_proj.weight, self.out_proj.bias, self.dropout, seed
-            )
-        return self.out_proj(F.dropout(out_MC, self.dropout, self.training))
+            return dropout_linear(out_MC, out.weight, out.bias, self.dropout, seed)
+        return out(F.dropout(out_MC, self.dropout, self.training))
 
 
 def _split_projections(_module, state_dict, prefix, _metadata) -> None:
@@ -205,25 +209,24 @@ def _join_projections(_module, state_dict, prefix, *_) -> None:
     for kind in ("weight", "bias"):
         names = [f"{prefix}{name}_proj.{kind}" for name in "qkv"]
         if all(name in state_dict for name in names):
-            state_dict[f"{prefix}qkv_proj.{kind}"] = torch.cat(
-                [state_dict.pop(name) for name in names]
-            )
+            parts = [state_dict.pop(name) for name in names]
+            state_dict[f"{prefix}qkv_proj.{kind}"] = torch.cat(parts)
 
 
 class MLP(nn.Module):
-    """fc2(gelu(fc1(x))) with tanh-GELU; `options` are `gelu_mlp`'s."""
+    """fc2(gelu(fc1(x))) with tanh-GELU; `keep` as `gelu_mlp` takes it."""
 
-    def __init__(self, config: Siglip2Config, step: int, options: dict, **factory):
+    def __init__(self, config: Siglip2Config, step: int, keep: bool, **factory):
         super().__init__()
         self.fc1 = nn.Linear(config.d_model, config.d_ff, **factory)
         self.fc2 = nn.Linear(config.d_ff, config.d_model, **factory)
-        self.step, self.options = step, options
+        self.step, self.keep = step, keep
 
     def forward(self, x_MC: Tensor, norm: tuple | None) -> Tensor:
         if self.step < FUSED:
             return self.fc2(F.gelu(self.fc1(x_MC), approximate="tanh"))
         parameters = (self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
-        return gelu_mlp(x_MC, *parameters, norm=norm, **self.options)
+        return gelu_mlp(x_MC, *parameters, keep=self.keep, norm=norm)
 
 
 def add_and_norm(norm: nn.LayerNorm, x_MC: Tensor, residual_MC: Tensor | None, step: int):
@@ -244,17 +247,19 @@ class Layer(nn.Module):
     follows.
     """
 
-    def __init__(self, config: Siglip2Config, step: int, mlp_options: dict, **factory):
+    def __init__(self, config: Siglip2Config, step: int, attend, keep: bool, **factory):
         super().__init__()
         self.layer_norm1 = nn.LayerNorm(config.d_model, eps=LAYER_NORM_EPS, **factory)
-        self.self_attn = Attention(config, step, **factory)
+        self.self_attn = Attention(config, step, attend, **factory)
         self.layer_norm2 = nn.LayerNorm(config.d_model, eps=LAYER_NORM_EPS, **factory)
-        self.mlp = MLP(config, step, mlp_options, **factory)
+        self.mlp = MLP(config, step, keep, **factory)
         self.step = step
 
-    def forward(self, x_MC: Tensor, residual_MC: Tensor | None, *packed) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x_MC: Tensor, residual_MC: Tensor | None, images: Tensor | Packing, seed
+    ) -> tuple[Tensor, Tensor]:
         normed_MC, residual_MC, norm = add_and_norm(self.layer_norm1, x_MC, residual_MC, self.step)
-        x_MC = self.self_attn(normed_MC, norm, *packed)
+        x_MC = self.self_attn(normed_MC, norm, images, seed)
         normed_MC, residual_MC, norm = add_and_norm(self.layer_norm2, x_MC, residual_MC, self.step)
         return self.mlp(normed_MC, norm), residual_MC
 
@@ -266,9 +271,13 @@ class Siglip2Encoder(nn.Module):
     """The encoder of `config`; maps the patches of all images (M, patch_dim) to as many rows (M,
     C).
 
+    Its parameters are named and shaped as those of transformers' `Siglip2VisionModel`, without the
+    latter's prefixes `vision_model.`, `embeddings.` and `encoder.` and its pooling head.
+
     Args:
         impl: one of IMPLS.
-        mlp_path: as `gelu_mlp` takes it, "fused" only.
+        attend: attention within each image from "attention" on, of what `flash_attention_qkv`
+            takes.
         recomputed: of how many layers backward computes the MLP's hidden layer again, "fused" only:
             one matmul more for M · d_ff elements less of memory, each.
         factory: device and dtype of the parameters.
@@ -281,9 +290,9 @@ class Siglip2Encoder(nn.Module):
     def __init__(
         self,
         config: Siglip2Config,
-        impl="eager",
+        impl: str = "eager",
         *,
-        mlp_path="auto",
+        attend: Callable[..., Tensor] = flash_attention_qkv,
         recomputed: int = 0,
         **factory,
     ):
@@ -302,11 +311,9 @@ class Siglip2Encoder(nn.Module):
         self.config, self.impl, self.step = config, impl, IMPLS.index(impl)
         self.patch_embedding = nn.Linear(config.patch_dim, config.d_model, **factory)
         self.position_embedding = nn.Embedding(config.position_side**2, config.d_model, **factory)
-        options = [
-            {"path": mlp_path, "keep": layer >= recomputed} for layer in range(config.num_layers)
-        ]
         self.layers = nn.ModuleList(
-            Layer(config, self.step, of_mlp, **factory) for of_mlp in options
+            Layer(config, self.step, attend, number >= recomputed, **factory)
+            for number in range(config.num_layers)
         )
         self.post_layernorm = nn.LayerNorm(config.d_model, eps=LAYER_NORM_EPS, **factory)
         # As transformers does it; of three projections in one, each is drawn as if alone.
@@ -341,12 +348,10 @@ class Siglip2Encoder(nn.Module):
         seeds = [None] * len(self.layers)
         if self.training and self.config.dropout and self.step >= ATTENTION:
             seeds = torch.randint(2**63 - 1, (len(self.layers),), device=x_MC.device).unbind()
-        packed = (
-            (grids, None, None) if packing is None else (None, packing.cu_seqlens, packing.longest)
-        )
+        images = grids if packing is None else packing
         residual_MC = None
         for layer, seed in zip(self.layers, seeds, strict=True):
-            x_MC, residual_MC = layer(x_MC, residual_MC, *packed, seed)
+            x_MC, residual_MC = layer(x_MC, residual_MC, images, seed)
         return add_and_norm(self.post_layernorm, x_MC, residual_MC, self.step)[0]
 
     def embed(self, patches_MK: Tensor, grids_I2: Tensor | None, packing: Packing | None) -> Tensor:
@@ -365,14 +370,13 @@ class Siglip2Encoder(nn.Module):
 
         Raises ValueError and TypeError for grids that forward does not take.
         """
-        sizes = _read_sizes(grids_I2, self.position_embedding.weight.device)
-        return self._pack(grids_I2, sum(sizes), max(sizes))
+        return self._pack(grids_I2, self._sizes(grids_I2))
 
-    def _pack(self, grids_I2: Tensor, num_patches: int, longest: int) -> Packing:
+    def _pack(self, grids_I2: Tensor, sizes: list[int]) -> Packing:
         table_PC = self.position_embedding.weight
         side = self.config.position_side if self.step >= POSITIONS else 0
         grids_I2 = grids_I2.to(table_PC.device, non_blocking=table_PC.is_cuda)
-        return pack_images(grids_I2, num_patches, side, table_PC.dtype, longest)
+        return pack_images(grids_I2, sum(sizes), side, table_PC.dtype, max(sizes))
 
     def _packing(self, patches_MK: Tensor, grids: Tensor | Packing) -> Packing | None:
         """Returns the packing of a batch, None for "eager", which takes grids as they are; raises
@@ -380,67 +384,52 @@ class Siglip2Encoder(nn.Module):
         """
         weight, num_patches = self.patch_embedding.weight, patches_MK.shape[0]
         if patches_MK.dim() != 2 or patches_MK.shape[1] != weight.shape[1] or not num_patches:
-            got = tuple(patches_MK.shape)
             raise ValueError(
                 f"patches must be (patches of all images, {weight.shape[1]}), at least one; got "
-                f"{got}"
+                f"{tuple(patches_MK.shape)}"
             )
-        got, wanted = (f"{x.dtype} on {x.device}" for x in (patches_MK, weight))
-        if got != wanted:
-            raise ValueError(f"patches must be as the parameters are, {wanted}; got {got}")
+        if patches_MK.dtype != weight.dtype or patches_MK.device != weight.device:
+            raise ValueError(
+                f"patches must be as the parameters are, {weight.dtype} on {weight.device}; got "
+                f"{patches_MK.dtype} on {patches_MK.device}"
+            )
         is_packed = isinstance(grids, Packing)
         if is_packed and self.step < POSITIONS:
             raise TypeError(f"grids must be a tensor with impl={self.impl!r}; got a packing")
-        if is_packed:
-            sizes = [grids.positions.shape[0]]
-        elif torch.compiler.is_compiling() or weight.is_meta:  # there are no values to read
-            _check_grids(grids, weight.device)
-            sizes = [num_patches]
-        else:
-            sizes = _read_sizes(grids, weight.device)
+        sizes = [len(grids.positions)] if is_packed else self._sizes(grids, num_patches)
         if sum(sizes) != num_patches:
-            sums = f"{sum(sizes)}, and there are {num_patches}"
             raise ValueError(
-                f"the products of the grids must sum to the number of patches; they sum to {sums}"
+                "the products of the grids must sum to the number of patches; they sum to "
+                f"{sum(sizes)}, and there are {num_patches}"
             )
-        if is_packed or self.step == EAGER:
-            return grids if is_packed else None
-        return self._pack(grids, num_patches, max(sizes))
+        if is_packed:
+            return grids
+        return None if self.step == EAGER else self._pack(grids, sizes)
 
-    def load_from_transformers(self, model: nn.Module) -> None:
-        """Copies the weights of transformers' `Siglip2VisionModel`, whose pooling head has no
-        counterpart here.
+    def _sizes(self, grids: Tensor, num_patches: int | None = None) -> list[int]:
+        """Returns how many patches each image has, once the grids are checked. Reading them may
+        wait for the device.
 
-        Raises RuntimeError where sizes differ, naming the parameters.
+        With num_patches, these are returned of one image where there are no values to read.
         """
-        prefixes = re.compile(r"^(vision_model\.)?(embeddings\.|encoder\.)?")
-        state = {prefixes.sub("", name): tensor for name, tensor in model.state_dict().items()}
-        self.load_state_dict(
-            {name: tensor for name, tensor in state.items() if not name.startswith("head.")}
-        )
-
-
-def _read_sizes(grids, device: torch.device) -> list[int]:
-    """Returns how many patches each image has, once the grids are checked; reading them may wait
-    for the device.
-    """
-    _check_grids(grids, device)
-    sides = grids.tolist()
-    for image, (height, width) in enumerate(sides):
-        if height < 1 or width < 1:
+        device = self.position_embedding.weight.device
+        if not isinstance(grids, Tensor) or grids.dtype not in (torch.int32, torch.int64):
+            kind = grids.dtype if isinstance(grids, Tensor) else type(grids).__name__
+            raise TypeError(f"grids must be an int32 or int64 tensor or a packing; got {kind}")
+        if grids.dim() != 2 or grids.shape[1] != 2 or not grids.shape[0]:
+            shape = tuple(grids.shape)
+            raise ValueError(f"grids must be (images, 2), at least one; got shape {shape}")
+        if grids.device.type != "cpu" and grids.device != device:
             raise ValueError(
-                f"grids must be of sides of at least 1; image {image} has {height} x {width}"
+                f"grids must be on the CPU or on {device} as the parameters are; got {grids.device}"
             )
-    return [height * width for height, width in sides]
-
-
-def _check_grids(grids, device: torch.device) -> None:
-    if not isinstance(grids, Tensor) or grids.dtype not in (torch.int32, torch.int64):
-        got = grids.dtype if isinstance(grids, Tensor) else type(grids).__name__
-        raise TypeError(f"grids must be an int32 or int64 tensor or a packing; got {got}")
-    if grids.dim() != 2 or grids.shape[1] != 2 or not grids.shape[0]:
-        raise ValueError(f"grids must be (images, 2), at least one; got shape {tuple(grids.shape)}")
-    if grids.device.type != "cpu" and grids.device != device:
-        raise ValueError(
-            f"grids must be on the CPU or on {device} as the parameters are; got {grids.device}"
-        )
+        if num_patches and (torch.compiler.is_compiling() or device.type == "meta"):
+            return [num_patches]
+        sizes = []
+        for image, (height, width) in enumerate(grids.tolist()):
+            if height < 1 or width < 1:
+                raise ValueError(
+                    f"grids must be of sides of at least 1; image {image} has {height} x {width}"
+                )
+            sizes.append(height * width)
+        return sizes

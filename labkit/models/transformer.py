@@ -36,47 +36,31 @@ gate, the loss. course: SwiGLU's gate and the loss from plain operators.
 """
 
 
-class Part(nn.Module):
-    """A part of the model that is another by `impl`, one of MODEL_IMPLS."""
-
-    def __init__(self, impl: str):
-        super().__init__()
-        self.impl = impl
-        if (
-            impl == "fused"
-        ):  # PyTorch's compiler is imported with them: seconds that the other models spare
-            global linear_cross_entropy, rms_norm, rotate, swiglu
-            from labkit.kernels.cross_entropy import linear_cross_entropy
-            from labkit.kernels.rms_norm import rms_norm
-            from labkit.kernels.rotary import rotary as rotate
-            from labkit.kernels.swiglu import swiglu
-
-    def __setstate__(
-        self, state: dict
-    ) -> None:  # unpickled, perhaps where nothing has imported the kernels
-        Part.__init__(self, state["impl"])
-        super().__setstate__(state)
-
-
-class RMSNorm(Part):
+class RMSNorm(nn.Module):
     """x / rms(x) · weight, the statistics in fp32 whatever the input's dtype."""
 
     def __init__(self, d_model: int, impl: str = "eager", **factory):
-        super().__init__(impl)
+        super().__init__()
         self.weight = nn.Parameter(torch.ones(d_model, **factory))
+        self.fused = None
+        if impl == "fused":
+            # Here, since PyTorch's compiler comes with it: seconds that the other models spare.
+            from labkit.kernels.rms_norm import rms_norm
+
+            self.fused = rms_norm
 
     def forward(self, x: Stream) -> Tensor:
-        if isinstance(x, tuple):
-            return self.of_sum(*x)[0]
-        if self.impl == "fused":
-            return rms_norm(x, self.weight, RMS_NORM_EPS)
+        if self.fused is not None:
+            return self.with_sum(x)[0]
         x_fp32 = x.float()
         inverse_rms = torch.rsqrt(x_fp32.pow(2).mean(-1, keepdim=True) + RMS_NORM_EPS)
         return (x_fp32 * inverse_rms * self.weight).to(x.dtype)
 
-    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns x + residual normalised, and x + residual, by one kernel."""
-        return rms_norm(x, self.weight, RMS_NORM_EPS, residual)
+    def with_sum(self, x: Stream) -> tuple[Tensor, Tensor]:
+        """Returns the norm of what comes from a fused block, and the sum that it is of."""
+        if isinstance(x, tuple):
+            return self.fused(x[0], self.weight, RMS_NORM_EPS, x[1])
+        return self.fused(x, self.weight, RMS_NORM_EPS), x
 
 
 class RotaryEmbedding(nn.Module):
@@ -85,12 +69,9 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, d_head: int, max_context: int, theta: float, device=None):
         super().__init__()
         self.theta = theta
-        frequency = theta ** (
-            -torch.arange(0, d_head, 2, device=device, dtype=torch.float64) / d_head
-        )
-        angle_TD = torch.outer(
-            torch.arange(max_context, device=device, dtype=torch.float64), frequency
-        ).repeat(1, 2)
+        exponent = -torch.arange(0, d_head, 2, device=device, dtype=torch.float64) / d_head
+        position = torch.arange(max_context, device=device, dtype=torch.float64)
+        angle_TD = torch.outer(position, theta**exponent).repeat(1, 2)
         self.register_buffer("cos_TD", angle_TD.cos().float(), persistent=False)
         self.register_buffer("sin_TD", angle_TD.sin().float(), persistent=False)
 
@@ -105,70 +86,79 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, x_BHTD: Tensor) -> Tensor:
         num_tokens = x_BHTD.shape[-2]
-        cos_TD, sin_TD = (
-            self.cos_TD[:num_tokens].to(x_BHTD.dtype),
-            self.sin_TD[:num_tokens].to(x_BHTD.dtype),
-        )
+        cos_TD = self.cos_TD[:num_tokens].to(x_BHTD.dtype)
+        sin_TD = self.sin_TD[:num_tokens].to(x_BHTD.dtype)
         first, second = x_BHTD.chunk(2, dim=-1)
         return x_BHTD * cos_TD + torch.cat((-second, first), dim=-1) * sin_TD
 
 
-class CausalSelfAttention(Part):
+class CausalSelfAttention(nn.Module):
     """Multi-head attention without biases; `attention` names the implementation, see ATTENTION."""
 
     def __init__(self, config: ModelConfig, attention: str, impl: str = "eager", **factory):
-        super().__init__(impl)
+        super().__init__()
         self.num_heads, self.attention = config.num_heads, attention
-        self.q_proj = nn.Linear(config.d_model, config.d_model, bias=False, **factory)
-        self.k_proj = nn.Linear(config.d_model, config.d_model, bias=False, **factory)
-        self.v_proj = nn.Linear(config.d_model, config.d_model, bias=False, **factory)
-        self.out_proj = nn.Linear(config.d_model, config.d_model, bias=False, **factory)
+        width = config.d_model
+        linear = functools.partial(nn.Linear, bias=False, **factory)
+        self.q_proj = linear(width, width)
+        self.k_proj = linear(width, width)
+        self.v_proj = linear(width, width)
+        self.out_proj = linear(width, width)
+        self.fused_rotary = None
+        if impl == "fused":
+            from labkit.kernels.rotary import rotary
+
+            self.fused_rotary = rotary
 
     def forward(self, x_BTC: Tensor, rotary: RotaryEmbedding) -> Tensor:
         def heads(y_BTC: Tensor) -> Tensor:
             return y_BTC.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
-        q_BHTD, k_BHTD, v_BHTD = (
-            heads(self.q_proj(x_BTC)),
-            heads(self.k_proj(x_BTC)),
-            heads(self.v_proj(x_BTC)),
-        )
-        if self.impl == "fused":
-            q_BHTD, k_BHTD = rotate(q_BHTD, k_BHTD, rotary.cos_TD, rotary.sin_TD)
-            out_BHTD = ATTENTION[self.attention](q_BHTD, k_BHTD, v_BHTD, causal=True)
+        q_BHTD = heads(self.q_proj(x_BTC))
+        k_BHTD = heads(self.k_proj(x_BTC))
+        v_BHTD = heads(self.v_proj(x_BTC))
+        attend = ATTENTION[self.attention]
+        if self.fused_rotary is not None:
+            q_BHTD, k_BHTD = self.fused_rotary(q_BHTD, k_BHTD, rotary.cos_TD, rotary.sin_TD)
+            out_BHTD = attend(q_BHTD, k_BHTD, v_BHTD, causal=True)
         else:
             # The projections are held while attention runs: the closed forms count them, and so do
             # the records.
-            out_BHTD = ATTENTION[self.attention](
-                rotary(q_BHTD), rotary(k_BHTD), v_BHTD, causal=True
-            )
+            out_BHTD = attend(rotary(q_BHTD), rotary(k_BHTD), v_BHTD, causal=True)
         return self.out_proj(out_BHTD.transpose(1, 2).flatten(-2))
 
 
-class SwiGLU(Part):
+class SwiGLU(nn.Module):
     """down(silu(gate(x)) · up(x)): three matrices."""
 
     def __init__(self, config: ModelConfig, impl: str = "eager", **factory):
-        super().__init__(impl)
-        self.gate_proj = nn.Linear(config.d_model, config.d_ff, bias=False, **factory)
-        self.up_proj = nn.Linear(config.d_model, config.d_ff, bias=False, **factory)
-        self.down_proj = nn.Linear(config.d_ff, config.d_model, bias=False, **factory)
+        super().__init__()
+        linear = functools.partial(nn.Linear, bias=False, **factory)
+        self.gate_proj = linear(config.d_model, config.d_ff)
+        self.up_proj = linear(config.d_model, config.d_ff)
+        self.down_proj = linear(config.d_ff, config.d_model)
+        self.silu = course.silu if impl == "course" else F.silu
+        self.fused = None
+        if impl == "fused":
+            from labkit.kernels.swiglu import swiglu
+
+            self.fused = swiglu
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.impl == "fused":
-            return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
-        silu = course.silu if self.impl == "course" else F.silu
-        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+        if self.fused is not None:
+            return self.down_proj(self.fused(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(self.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Block(Part):
+class Block(nn.Module):
     """x + attention(norm(x)), then x + SwiGLU(norm(x)).
 
     Fused, it leaves the last addition to the next norm.
     """
 
     def __init__(self, config: ModelConfig, attention: str, impl: str = "eager", **factory):
-        super().__init__(impl)
+        super().__init__()
+        self.impl = impl
         self.attention_norm = RMSNorm(config.d_model, impl, **factory)
         self.attention = CausalSelfAttention(config, attention, impl, **factory)
         self.feed_forward_norm = RMSNorm(config.d_model, impl, **factory)
@@ -176,11 +166,9 @@ class Block(Part):
 
     def forward(self, x_BTC: Stream, rotary: RotaryEmbedding) -> Stream:
         if self.impl == "fused":
-            norm, is_sum = self.attention_norm, isinstance(x_BTC, tuple)
-            normed_BTC, x_BTC = norm.of_sum(*x_BTC) if is_sum else (norm(x_BTC), x_BTC)
-            normed_BTC, x_BTC = self.feed_forward_norm.of_sum(
-                self.attention(normed_BTC, rotary), x_BTC
-            )
+            normed_BTC, x_BTC = self.attention_norm.with_sum(x_BTC)
+            stream = self.attention(normed_BTC, rotary), x_BTC
+            normed_BTC, x_BTC = self.feed_forward_norm.with_sum(stream)
             return self.feed_forward(normed_BTC), x_BTC
         x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC), rotary)
         return x_BTC + self.feed_forward(self.feed_forward_norm(x_BTC))
@@ -219,14 +207,12 @@ class TransformerLM(nn.Module):
         if attention not in ATTENTION:
             raise ValueError(f"unknown attention {attention!r}; accepted: {', '.join(ATTENTION)}")
         if config.d_model % config.num_heads or config.d_head % 2:
-            text = (
+            raise ValueError(
                 f"d_model {config.d_model} must be num_heads {config.num_heads} "
                 "times an even head dimension"
             )
-            raise ValueError(text)
         factory = {"device": device, "dtype": dtype}
-        self.config, self.impl = config, impl
-        self.max_context = max_context
+        self.config, self.impl, self.max_context = config, impl, max_context
         self.embedding = nn.Embedding(config.vocab_size, config.d_model, **factory)
         self.blocks = nn.ModuleList(
             Block(config, attention, impl, **factory) for _ in range(config.num_layers)
@@ -238,6 +224,11 @@ class TransformerLM(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
+        self.loss = course.cross_entropy if impl == "course" else language_model_loss
+        if impl == "fused":
+            from labkit.kernels.cross_entropy import linear_cross_entropy
+
+            self.loss = linear_cross_entropy
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         if tokens_BT.shape[-1] > self.max_context:
@@ -251,9 +242,8 @@ class TransformerLM(nn.Module):
         if targets_BT is None:
             return self.head(normed_BTC)
         if self.impl == "fused":
-            return linear_cross_entropy(normed_BTC, self.head.weight, targets_BT)
-        loss = course.cross_entropy if self.impl == "course" else language_model_loss
-        return loss(self.head(normed_BTC), targets_BT)
+            return self.loss(normed_BTC, self.head.weight, targets_BT)
+        return self.loss(self.head(normed_BTC), targets_BT)
 
 
 def language_model_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:

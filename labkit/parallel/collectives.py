@@ -11,7 +11,10 @@ move the data where it can. "copy" is `PeerCopy`. A process can use one kind of 
 not mix "zero_cta" and "copy" in a launch.
 """
 
+import functools
+import itertools
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +32,9 @@ from labkit.parallel.launch import rank_device
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_groups: dict[str, dist.ProcessGroup] = {}
+NUM_WARMUP, NUM_SAMPLES = 2, 20
+NUM_CALLS = 5
+"""Calls of a sample on CUDA."""
 
 
 def start(operation: Callable, pairs: Sequence[tuple[Tensor, Tensor]], *options: Any) -> list[Any]:
@@ -43,6 +48,20 @@ def start(operation: Callable, pairs: Sequence[tuple[Tensor, Tensor]], *options:
         for pair in pairs:
             operation(*pair, *options)
     return [work]
+
+
+def check_ranks_agree(values: list, problem: str = "") -> None:
+    """Raises ValueError, on every rank alike, for the problem of a rank, or for values that differ
+    from rank 0's. Collective.
+    """
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (problem, values))
+    for rank, (problem, values) in enumerate(everyone):
+        if problem:
+            raise ValueError(f"rank {rank}: {problem}")
+        for first, other in itertools.zip_longest(everyone[0][1], values):
+            if first != other:
+                raise ValueError(f"rank {rank} has {other}; accepted: what rank 0 has, {first}")
 
 
 class PeerMemory:
@@ -111,8 +130,8 @@ class PeerCopy(PeerMemory):
         pieces = [source.chunk(self.world_size) for source in sources]
         sizes = [len(shard) for shard in shards]
 
-        def staged(on: int, by: int) -> Sequence[Tensor]:
-            return self.shards[on][by][: sum(sizes)].split(sizes)
+        def staged(holder: int, sender: int) -> Sequence[Tensor]:
+            return self.shards[holder][sender][: sum(sizes)].split(sizes)
 
         self.memory.barrier()
         for step in range(1, self.world_size):
@@ -120,7 +139,7 @@ class PeerCopy(PeerMemory):
             for target, source in zip(staged(peer, self.rank), pieces, strict=True):
                 target.copy_(source[peer])
         self.memory.barrier()
-        totals: Sequence[Tensor] = [source[self.rank] for source in pieces]
+        totals = [source[self.rank] for source in pieces]
         for peer in range(self.world_size):
             if peer != self.rank:
                 parts = zip(totals, staged(self.rank, peer), shards, strict=True)
@@ -143,12 +162,7 @@ class CopyWork:
 
 
 def time_collective(
-    operation: str,
-    num_bytes: int,
-    dtype: torch.dtype = torch.float32,
-    *,
-    transport: str = "default",
-    num_samples: int = 20,
+    operation: str, num_bytes: int, dtype: torch.dtype = torch.float32, *, transport="default"
 ) -> dict[str, Any]:
     """Returns what a collective of size `num_bytes` takes, the same dict on every rank. Collective.
 
@@ -177,14 +191,15 @@ def time_collective(
         raise ValueError(
             f"{num_bytes} bytes of {dtype}; accepted: {dtype.itemsize * world_size} bytes and more"
         )
+    _check_transport(transport, operation)
     call, output, expected = _prepared(operation, shard, dtype, transport)
     call()
     wrong = (output != expected).sum()
     dist.all_reduce(wrong)
+    for _ in range(NUM_WARMUP):
+        _sample(call, device)
+    samples = torch.tensor([_sample(call, device) for _ in range(NUM_SAMPLES)], device=device)
     # On the slowest rank of each sample, since the others wait for it.
-    samples = torch.tensor(
-        [_sample(call, device) for _ in range(num_samples + 2)][2:], device=device
-    )
     dist.all_reduce(samples, dist.ReduceOp.MAX)
     times, issues = samples.T.tolist()
     seconds = statistics.median(times)
@@ -204,7 +219,22 @@ def time_collective(
     }
 
 
-def _sample(call: Callable[[], Any], device: torch.device, calls: int = 5) -> tuple[float, float]:
+def _check_transport(transport: str, operation: str) -> None:
+    backend, accepted = dist.get_backend(), "default"
+    if backend == "nccl":
+        accepted = "default, ctas_N (N above 0), zero_cta, copy"
+    is_known = re.fullmatch(r"default|ctas_[1-9][0-9]*|zero_cta|copy", transport)
+    if not is_known or (backend != "nccl" and transport != "default"):
+        raise ValueError(f"transport {transport!r} with {backend}; accepted here: {accepted}")
+    if transport == "copy" and operation not in ("all_gather", "reduce_scatter"):
+        raise ValueError(f"{operation} by copy; accepted: all_gather, reduce_scatter")
+    if transport == "zero_cta" and not hasattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO"):
+        raise ValueError(
+            "transport 'zero_cta' needs NCCL 2.28; accepted here: default, ctas_N, copy"
+        )
+
+
+def _sample(call: Callable[[], Any], device: torch.device) -> tuple[float, float]:
     """Returns the seconds of a call, on CUDA of the device, and those until the host had issued
     it.
     """
@@ -212,19 +242,19 @@ def _sample(call: Callable[[], Any], device: torch.device, calls: int = 5) -> tu
     since = time.perf_counter()
     if device.type != "cuda":
         call()
-        return 2 * (time.perf_counter() - since,)
-    torch.cuda._sleep(
-        4_000_000
-    )  # the device spins for two milliseconds: until the host has issued what follows
+        seconds = time.perf_counter() - since
+        return seconds, seconds
+    # The device spins for two milliseconds: until the host has issued what follows.
+    torch.cuda._sleep(4_000_000)
     call()  # the ranks meet
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
-    for _ in range(calls):
+    for _ in range(NUM_CALLS):
         call()
     end.record()
-    issued = (time.perf_counter() - since) / (calls + 1)
+    issued = (time.perf_counter() - since) / (NUM_CALLS + 1)
     end.synchronize()
-    return begin.elapsed_time(end) / 1e3 / calls, issued
+    return begin.elapsed_time(end) / 1e3 / NUM_CALLS, issued
 
 
 def _prepared(
@@ -234,83 +264,54 @@ def _prepared(
     order sums exactly.
     """
     rank, n, device = dist.get_rank(), dist.get_world_size(), rank_device()
-    group, empty, peers = _transport(transport, operation, n * shard, dtype)
-    num_inputs = shard if operation == "all_gather" else n * shard
-
-    def values(of_rank: int) -> Tensor:
-        # At most 10, so that even bf16 holds the sum over 25 ranks.
-        return (torch.arange(num_inputs, device=device) % 8 + of_rank % 4).to(dtype)
-
-    given = empty(num_inputs)
-    given.copy_(values(rank))
-    everyone = [values(of_rank) for of_rank in range(n)]
-    # In place; only the first call's result is checked.
-    if operation == "all_reduce":
-        return lambda: dist.all_reduce(given, group=group), given, sum(everyone)
-    if operation == "broadcast":
-        return lambda: dist.broadcast(given, 0, group=group), given, everyone[0]
-    if operation == "all_gather":
-        output, expected = peers.buffer if peers else empty(n * shard), torch.cat(everyone)
-        output.chunk(n)[rank].copy_(given)
-        return (
-            lambda: peers.all_gather() if peers else all_gather(output, given, group=group),
-            output,
-            expected,
-        )
-    if operation == "reduce_scatter":
-        output, expected = empty(shard), sum(everyone).chunk(n)[rank]
-        if peers:
-            return lambda: peers.reduce_scatter([output], [given]), output, expected
-        return lambda: reduce_scatter(output, given, group=group), output, expected
-    output, expected = empty(n * shard), torch.cat([source.chunk(n)[rank] for source in everyone])
-    return lambda: dist.all_to_all_single(output, given, group=group), output, expected
-
-
-def _transport(
-    transport: str, operation: str, num_elements: int, dtype: torch.dtype
-) -> tuple[dist.ProcessGroup | None, Callable[[int], Tensor], PeerCopy | None]:
-    """Returns the process group, what allocates its tensors, and the peer copy, None but for
-    "copy".
-    """
+    group = _group(transport)
+    peers = PeerCopy(n * shard, dtype) if transport == "copy" else None
 
     def empty(num_elements: int) -> Tensor:
-        return torch.empty(num_elements, dtype=dtype, device=rank_device())
-
-    def symmetric_empty(num_elements: int) -> Tensor:
-        tensor = symmetric_memory.empty(num_elements, dtype=dtype, device=rank_device())
-        symmetric_memory.rendezvous(tensor, _groups[transport])
+        if transport != "zero_cta":
+            return torch.empty(num_elements, dtype=dtype, device=device)
+        tensor = symmetric_memory.empty(num_elements, dtype=dtype, device=device)
+        symmetric_memory.rendezvous(tensor, group)
         return tensor
 
-    if transport == "default":
-        return None, empty, None
-    count = transport.removeprefix("ctas_")
-    accepted = "default" + (
-        ", ctas_N (N above 0), zero_cta, copy" if dist.get_backend() == "nccl" else ""
-    )
-    if transport not in ("zero_cta", "copy") and not (
-        count != transport and count.isdigit() and int(count)
-    ):
-        raise ValueError(f"unknown transport {transport!r}; accepted here: {accepted}")
-    if dist.get_backend() != "nccl":
-        raise ValueError(
-            f"transport {transport!r} with {dist.get_backend()}; accepted here: {accepted}"
-        )
-    if transport == "copy":
-        if operation not in ("all_gather", "reduce_scatter"):
-            raise ValueError(f"{operation} by copy; accepted: all_gather, reduce_scatter")
-        return None, empty, PeerCopy(num_elements, dtype)
-    if transport not in _groups:
-        options = dist.ProcessGroupNCCL.Options()
-        if transport == "zero_cta":
-            if not hasattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO"):
-                raise ValueError(
-                    "transport 'zero_cta' needs NCCL 2.28; accepted here: default, ctas_N, copy"
-                )
-            options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
-            symmetric_memory.set_backend("NCCL")
-        else:
-            options.config.min_ctas, options.config.max_ctas = 1, int(count)
-        _groups[transport] = dist.new_group(
-            backend="nccl", pg_options=options, device_id=rank_device()
-        )
-    return _groups[transport], symmetric_empty if transport == "zero_cta" else empty, None
+    num_inputs = shard if operation == "all_gather" else n * shard
+    # At most 10, so that even bf16 holds the sum over 25 ranks.
+    everyone = [
+        (torch.arange(num_inputs, device=device) % 8 + peer % 4).to(dtype) for peer in range(n)
+    ]
+    own = empty(num_inputs)
+    own.copy_(everyone[rank])
+    # In place; only the first call's result is checked.
+    if operation == "all_reduce":
+        return lambda: dist.all_reduce(own, group=group), own, sum(everyone)
+    if operation == "broadcast":
+        return lambda: dist.broadcast(own, 0, group=group), own, everyone[0]
+    if operation == "all_gather":
+        expected = torch.cat(everyone)
+        if peers is not None:
+            peers.shards[rank][rank].copy_(own)
+            return peers.all_gather, peers.buffer, expected
+        output = empty(n * shard)
+        return lambda: all_gather(output, own, group=group), output, expected
+    if operation == "reduce_scatter":
+        output, expected = empty(shard), sum(everyone).chunk(n)[rank]
+        if peers is not None:
+            return lambda: peers.reduce_scatter([output], [own]), output, expected
+        return lambda: reduce_scatter(output, own, group=group), output, expected
+    output, expected = empty(n * shard), torch.cat([values.chunk(n)[rank] for values in everyone])
+    return lambda: dist.all_to_all_single(output, own, group=group), output, expected
+
+
+@functools.cache
+def _group(transport: str) -> dist.ProcessGroup | None:
+    """Returns the process group of a transport, None for the default one."""
+    if transport in ("default", "copy"):
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    if transport == "zero_cta":
+        options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
+        symmetric_memory.set_backend("NCCL")
+    else:
+        options.config.min_ctas = 1
+        options.config.max_ctas = int(transport.removeprefix("ctas_"))
+    return dist.new_group(backend="nccl", pg_options=options, device_id=rank_device())

@@ -8,15 +8,15 @@ Sources: Li et al. 2020, PyTorch Distributed (buckets, overlap, no_sync); Stanfo
 """
 
 import contextlib
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.parallel.collectives import CopyWork, PeerCopy
+from labkit.parallel.collectives import CopyWork, PeerCopy, check_ranks_agree
 
 MB = 10**6
 
@@ -60,18 +60,17 @@ class _Bucket:
     def __init__(self, params: list[nn.Parameter], *, copied: bool):
         self.params = params
         self.waiting_for = {id(p) for p in params}
-        self.work: dist.Work | None = None
+        self.work: Any = None
         self.buffer: Tensor | None = None
-        self.views: list[Tensor] = []
         self.peers: PeerCopy | None = None
-        num_elements, world_size = sum(p.numel() for p in params), dist.get_world_size()
+        sizes, world_size = [p.numel() for p in params], dist.get_world_size()
         if copied:
-            self.peers = PeerCopy(-(-num_elements // world_size) * world_size, params[0].dtype)
+            self.peers = PeerCopy(-(-sum(sizes) // world_size) * world_size, params[0].dtype)
             self.buffer = self.peers.buffer.zero_()
         elif len(params) > 1:
-            self.buffer = torch.zeros(num_elements, dtype=params[0].dtype, device=params[0].device)
+            self.buffer = torch.zeros(sum(sizes), dtype=params[0].dtype, device=params[0].device)
         if self.buffer is not None:
-            pieces = self.buffer[:num_elements].split([p.numel() for p in params])
+            pieces = self.buffer[: sum(sizes)].split(sizes)
             self.views = [piece.view(p.shape) for piece, p in zip(pieces, params, strict=True)]
 
     def tensor(self) -> Tensor:
@@ -79,9 +78,8 @@ class _Bucket:
         if self.buffer is None:
             self.params[0].grad = self.params[0].grad.contiguous()
             return self.params[0].grad
-        moved = [
-            (p, view) for p, view in zip(self.params, self.views, strict=True) if p.grad is not view
-        ]
+        pairs = zip(self.params, self.views, strict=True)
+        moved = [(p, view) for p, view in pairs if p.grad is not view]
         if moved:
             torch._foreach_copy_([view for _, view in moved], [p.grad for p, _ in moved])
             for p, view in moved:
@@ -134,9 +132,8 @@ class GradientBuckets:
                 p.register_post_accumulate_grad_hook(weakly(self._arrived, number))
         if self._copied:
             for dtype in dict.fromkeys(p.dtype for p in params):
-                largest = max(
-                    len(bucket.buffer) for bucket in self._buckets if bucket.buffer.dtype == dtype
-                )
+                buffers = [bucket.buffer for bucket in self._buckets]
+                largest = max(len(buffer) for buffer in buffers if buffer.dtype == dtype)
                 self._staging[dtype] = PeerCopy(largest, dtype)
 
     def _arrived(self, number: int, p: nn.Parameter) -> None:
@@ -155,13 +152,12 @@ class GradientBuckets:
             self._next += 1
 
     def _send(self, bucket: _Bucket) -> None:
-        if bucket.peers is None:
-            bucket.work = dist.all_reduce(bucket.tensor(), dist.ReduceOp.AVG, async_op=True)
-            return
         gradients = bucket.tensor()
-        bucket.work = CopyWork(
-            self._stream, bucket.peers.all_reduce, self._staging[gradients.dtype]
-        )
+        if bucket.peers is None:
+            bucket.work = dist.all_reduce(gradients, dist.ReduceOp.AVG, async_op=True)
+        else:
+            staging = self._staging[gradients.dtype]
+            bucket.work = CopyWork(self._stream, bucket.peers.all_reduce, staging)
 
     def finish(self, *, one_by_one: bool = False) -> None:
         """Sends what is left and waits (on CUDA: has the current stream wait) until all gradients
@@ -177,7 +173,8 @@ class GradientBuckets:
             return
         unused = [position for position, p in enumerate(self._params) if p.grad is None]
         for position in unused:
-            self._params[position].grad = torch.zeros_like(self._params[position])
+            p = self._params[position]
+            p.grad = torch.zeros_like(p)
         for bucket in self._buckets[self._next :]:
             self._send(bucket)
             if one_by_one:
@@ -228,21 +225,13 @@ def check_and_broadcast(module: nn.Module) -> None:
             )
     tensors = [*module.named_parameters(), *module.named_buffers()]
     devices = sorted({str(tensor.device) for _, tensor in tensors})
-    mine = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (mine, devices, sum(1 for _ in module.parameters())))
-    for rank, (theirs, their_devices, num_params) in enumerate(everyone):
-        if num_params == 0:
-            raise ValueError(
-                f"{type(module).__name__} has no parameters on rank {rank}; accepted: 1 and more"
-            )
-        if len(their_devices) > 1:
-            raise ValueError(
-                f"rank {rank} has tensors on {', '.join(their_devices)}; accepted: one device"
-            )
-        for first, other in itertools.zip_longest(everyone[0][0], theirs):
-            if first != other:
-                raise ValueError(f"rank {rank} has {other}; accepted: what rank 0 has, {first}")
+    problem = ""
+    if len(devices) > 1:
+        problem = f"tensors on {', '.join(devices)}; accepted: one device"
+    if not any(True for _ in module.parameters()):
+        problem = f"{type(module).__name__} has no parameters; accepted: 1 and more"
+    kinds = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
+    check_ranks_agree(kinds, problem)
     broadcast(tensor for _, tensor in tensors)
 
 
@@ -283,10 +272,8 @@ class Wrapper(nn.Module):
         now = self._parameters_now()
         if now != self._wrapped:
             names = [name for name, value in now.items() if self._wrapped.get(name) != value]
-            raise RuntimeError(
-                f"after wrapping, {', '.join(names)} was added, replaced or moved; accepted: "
-                f"before it"
-            )
+            change = f"{', '.join(names)} was added, replaced or moved"
+            raise RuntimeError(f"after wrapping, {change}; accepted: before it")
         if self._broadcasts and self._buffers_differ:
             broadcast(self.module.buffers())
         self._buffers_differ = torch.is_grad_enabled()
@@ -294,7 +281,7 @@ class Wrapper(nn.Module):
     def __getstate__(self) -> None:
         raise TypeError(
             f"{type(self).__name__} cannot be copied or pickled; accepted: its module before "
-            f"wrapping"
+            "wrapping"
         )
 
 
@@ -320,8 +307,9 @@ class _DataParallel(Wrapper):
 
     def __init__(self, module: nn.Module, *, broadcast_buffers: bool = True):
         super().__init__(module, broadcast_buffers)
-        options = {"overlap": self._overlap, "copied": self._copied}
-        self._buckets = GradientBuckets(module.parameters(), self._bucket_bytes, **options)
+        self._buckets = GradientBuckets(
+            module.parameters(), self._bucket_bytes, overlap=self._overlap, copied=self._copied
+        )
         self._wrapped = self._parameters_now()
 
     def forward(self, *args, **kwargs):
@@ -340,7 +328,8 @@ class _DataParallel(Wrapper):
         """Backward passes in this context only add to the local gradients; the next one outside
         sends the sum.
         """
-        self._buckets.enabled, before = False, self._buckets.enabled
+        before = self._buckets.enabled
+        self._buckets.enabled = False
         try:
             yield
         finally:

@@ -18,7 +18,7 @@ import functools
 import traceback
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -83,9 +83,9 @@ class _Parameter:
 
 
 def _refuse_use_outside(name: str, _: nn.Parameter) -> None:
-    how = "use in its module's forward pass"
     raise RuntimeError(
-        f"{name} has a gradient of this rank alone, from outside of its module; accepted: {how}"
+        f"{name} has a gradient of this rank alone, from outside of its module; accepted: use in "
+        "its module's forward pass"
     )
 
 
@@ -95,8 +95,10 @@ def _foreign_use(error: RuntimeError) -> str:
     """
     running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     kind = [type(module).__name__ for module in running if isinstance(module, nn.Module)][-1]
-    how = f"accepted: units=({kind},), or the class of a module around both"
-    return f"{kind} computes with a parameter of another module; {how}"
+    return (
+        f"{kind} computes with a parameter of another module; accepted: units=({kind},), or the "
+        "class of a module around both"
+    )
 
 
 class _Weight(_Parameter):
@@ -149,21 +151,19 @@ class _PeerShards(PeerMemory):
     """
 
     def __init__(self, weights: Sequence[_Weight]):
-        sizes, dtypes = (
-            [weight.chunk for weight in weights],
-            {weight.flat.dtype for weight in weights},
-        )
+        dtypes = {weight.flat.dtype for weight in weights}
         if len(dtypes) != 1:
             raise ValueError(
                 f"transport 'copy' of weights of {', '.join(map(str, dtypes))}; accepted: one dtype"
             )
+        sizes = [weight.chunk for weight in weights]
         super().__init__(sum(sizes), *dtypes)
         self.stream = torch.cuda.Stream()
-        for weight, *sources in zip(
-            weights, *(buffer.split(sizes) for buffer in self.buffers), strict=True
-        ):
+        self.weights = weights
+        chunks = [buffer.split(sizes) for buffer in self.buffers]
+        for weight, *sources in zip(weights, *chunks, strict=True):
             weight.sources = sources
-        self.weights, self.copies = weights, [w.unpadded(w.sources[self.rank]) for w in weights]
+        self.copies = [weight.unpadded(weight.sources[self.rank]) for weight in weights]
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -175,29 +175,30 @@ class _PeerShards(PeerMemory):
     def copy(self, weights: Sequence[_Weight]) -> None:
         """Fills the weights from all ranks' shards."""
         for weight in weights:
-            for target, source in zip(
-                weight.flat.chunk(len(weight.sources)), weight.sources, strict=True
-            ):
+            targets = weight.flat.chunk(len(weight.sources))
+            for target, source in zip(targets, weight.sources, strict=True):
                 target.copy_(source)
+
+
+class _Use(NamedTuple):
+    """A module, the name under which it uses a parameter, this, and the dtype it is cast to."""
+
+    owner: nn.Module
+    key: str
+    parameter: _Parameter
+    dtype: torch.dtype | None
 
 
 class _Layer:
     """What is gathered together: a module's own weights, or all weights inside a compiled module or
     a unit.
-
-    `uses` are modules, the names under which they use parameters, these, and the dtypes that they
-    are cast to.
     """
 
-    def __init__(
-        self, name: str, uses: list[tuple[nn.Module, str, _Parameter, torch.dtype | None]]
-    ):
-        self.name, self.uses, self.peers = name, uses, None
-        owners = {
-            parameter: owner for owner, _, parameter, _ in uses if isinstance(parameter, _Weight)
-        }
+    def __init__(self, name: str, uses: list[_Use], peers: _PeerShards | None):
+        self.name, self.uses, self.peers = name, uses, peers
+        owners = {use.parameter: use.owner for use in uses if isinstance(use.parameter, _Weight)}
         self.weights = list(owners)
-        self.dtype = next((dtype for *_, dtype in uses if dtype is not None), None)
+        self.dtype = next((use.dtype for use in uses if use.dtype is not None), None)
         self.arrived: list[_Weight] = []  # those with a gradient to be sent
         # The gradient of a lookup does not read the table.
         self.backward_reads = not all(isinstance(owner, nn.Embedding) for owner in owners.values())
@@ -268,29 +269,30 @@ class FullyShardedDataParallel(Wrapper):
         broadcast_buffers: bool = True,
     ):
         check_transport(transport)
-        is_floating = isinstance(compute_dtype, torch.dtype) and compute_dtype.is_floating_point
-        if compute_dtype is not None and not is_floating:
+        if compute_dtype is not None and not getattr(compute_dtype, "is_floating_point", False):
             raise ValueError(
                 f"compute_dtype is {compute_dtype}; accepted: None or a floating dtype"
             )
         super().__init__(module, broadcast_buffers)
         self.compute_dtype, self._units = compute_dtype, units
         self.waits: list[tuple[str, Any, Any]] | None = None
+        # The layers in the order of the iteration before and of this one; the place in the former.
         self._plan: list[_Layer] = []
         self._uses: list[_Layer] = []
         self._position, self._in_backward = 0, False
         self._frozen: list[_Weight] = []
-        self._reducing: deque[tuple[list[_Weight], list[Tensor], list[Tensor], list[Any]]] = deque()
+        # Of layers whose gradients are on their way: weights, shards, what is sent, what to wait
+        # for.
+        self._reducing: deque[tuple[list, list, list, list]] = deque()
         self._weights: list[_Weight] = []
         self._vectors: list[_Parameter] = []
         parameters = self._sharded(module)
         self._peers = _PeerShards(self._weights) if transport == "copy" else None
         self._staging: PeerCopy | None = None
         self._hook(module, "", parameters)
-        if transport == "copy":
-            most = max(
-                sum(w.flat.numel() for w in weight.layer.weights) for weight in self._weights
-            )
+        if self._peers is not None:
+            layers = {weight.layer for weight in self._weights}
+            most = max(sum(weight.flat.numel() for weight in layer.weights) for layer in layers)
             self._staging = PeerCopy(most, self._weights[0].flat.dtype)
             self._reducing_stream = torch.cuda.Stream()
         vectors = [vector.full for vector in self._vectors]
@@ -332,32 +334,24 @@ class FullyShardedDataParallel(Wrapper):
         """
         compiled = module._compiled_call_impl
         owners = list(module.modules())
-        if (
-            compiled is None
-            and not hasattr(module, "_orig_mod")
-            and not isinstance(module, self._units)
-        ):
+        is_compiled = compiled is not None or hasattr(module, "_orig_mod")
+        if not is_compiled and not isinstance(module, self._units):
             owners = [module]
             for child_name, child in module.named_children():
                 self._hook(child, f"{name}.{child_name}".lstrip("."), parameters)
         uses = []
         for owner in owners:
             held = {key: parameters[p] for key, p in owner._parameters.items() if p in parameters}
-            is_cast = isinstance(owner, NORMS) or any(
-                parameter.full.ndim > 1 for parameter in held.values()
-            )
-            dtype = self.compute_dtype if is_cast else None
+            has_matrix = any(parameter.full.ndim > 1 for parameter in held.values())
+            dtype = self.compute_dtype if has_matrix or isinstance(owner, NORMS) else None
             for key, parameter in held.items():
-                uses.append((owner, key, parameter, dtype))
+                uses.append(_Use(owner, key, parameter, dtype))
                 owner._parameters[key] = parameter.outer
         if not uses:
             return
-        layer = _Layer(name, uses)
-        layer.peers = self._peers
-
-        before, after = (
-            functools.partial(f, layer) for f in (self._before_forward, self._after_forward)
-        )
+        layer = _Layer(name, uses, self._peers)
+        before = functools.partial(self._before_forward, layer)
+        after = functools.partial(self._after_forward, layer)
 
         def around(*args, **kwargs):
             args, kwargs = before(module, args, kwargs)
@@ -379,7 +373,9 @@ class FullyShardedDataParallel(Wrapper):
         """Bytes of symmetric memory that copies are read from; torch's allocator does not count
         them.
         """
-        return self._peers.buffer.nbytes + self._staging.buffer.nbytes if self._peers else 0
+        if self._peers is None:
+            return 0
+        return self._peers.buffer.nbytes + self._staging.buffer.nbytes
 
     def forward(self, *args, **kwargs):
         """Returns what `module` returns."""
@@ -420,17 +416,6 @@ class FullyShardedDataParallel(Wrapper):
                 vector.add_gradient(gradient)
         self._free_all()
 
-    def gather_full_params(self) -> dict[str, Tensor]:
-        """Returns a copy of every parameter, whole and in the master dtype, by its name in
-        `module`. Collective.
-        """
-        named = self.module.named_parameters(remove_duplicate=False)
-        values = {name: parameter.detach() for name, parameter in named}
-        return {
-            name: (x.full_tensor() if hasattr(x, "full_tensor") else x).clone()
-            for name, x in values.items()
-        }
-
     def _use(self, layer: _Layer) -> None:
         """Makes the layer's weights whole, and starts to gather those that came next in the
         iteration before.
@@ -455,7 +440,12 @@ class FullyShardedDataParallel(Wrapper):
         for owner, key, parameter, dtype in layer.uses:
             # A gathered weight has the dtype already, and stays itself.
             owner._parameters[key] = parameter.used(dtype)
-        return _cast((args, kwargs), layer.dtype) if layer.dtype is not None else (args, kwargs)
+        if layer.dtype is None:
+            return args, kwargs
+        return tree_map(
+            lambda x: x.to(layer.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x,
+            (args, kwargs),
+        )
 
     def _after_forward(self, layer: _Layer, _: nn.Module, args: tuple, output: Any) -> None:
         for owner, key, parameter, _ in layer.uses:
@@ -466,11 +456,10 @@ class FullyShardedDataParallel(Wrapper):
             for weight in layer.weights:
                 weight.free()
         if layer.backward_reads:
-            differentiable = [
-                x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad
-            ]
-            hook = torch.autograd.graph.register_multi_grad_hook
-            hook(differentiable, lambda _: self._before_backward(layer), mode="any")
+            leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+            torch.autograd.graph.register_multi_grad_hook(
+                leaves, lambda _: self._before_backward(layer), mode="any"
+            )
 
     def _before_backward(self, layer: _Layer) -> None:
         self._in_backward = True
@@ -493,9 +482,8 @@ class FullyShardedDataParallel(Wrapper):
         weight.free()
         layer = weight.layer
         layer.arrived.append(weight)
-        if len(layer.arrived) == sum(
-            w.layer is layer and w.full.requires_grad for w in layer.weights
-        ):
+        num_due = sum(w.layer is layer and w.full.requires_grad for w in layer.weights)
+        if len(layer.arrived) == num_due:
             self._reduce(layer)
 
     def _reduce(self, layer: _Layer) -> None:
@@ -507,13 +495,11 @@ class FullyShardedDataParallel(Wrapper):
             gradients.append(F.pad(gradient, (0, padding)) if padding else gradient)
             shards.append(gradient.new_empty(weight.chunk))
         if self._staging is not None:
-            works = [
-                CopyWork(self._reducing_stream, self._staging.average_scatter, shards, gradients)
-            ]
+            scatter = self._staging.average_scatter
+            works = [CopyWork(self._reducing_stream, scatter, shards, gradients)]
         else:
-            works = start(
-                reduce_scatter, list(zip(shards, gradients, strict=True)), dist.ReduceOp.AVG
-            )
+            pairs = list(zip(shards, gradients, strict=True))
+            works = start(reduce_scatter, pairs, dist.ReduceOp.AVG)
         self._reducing.append((weights, shards, gradients, works))
         if len(self._reducing) > NUM_REDUCING:
             self._finish_oldest()
@@ -530,9 +516,3 @@ class FullyShardedDataParallel(Wrapper):
         self._frozen = []
         for weight in self._weights:
             weight.free()
-
-
-def _cast(values: Any, dtype: torch.dtype) -> Any:
-    return tree_map(
-        lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, values
-    )

@@ -11,6 +11,7 @@ import faulthandler
 import importlib
 import inspect
 import json
+import math
 import os
 import pickle
 import re
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +90,9 @@ def launch(
             GPU a rank, no time. RankError: a rank raised, died, or did not end in time. No process
             outlives the call.
     """
-    name = (
-        function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
-    )
+    name = function
+    if not isinstance(function, str):
+        name = f"{function.__module__}:{function.__qualname__}"
     if name.count(":") != 1 or "<" in name or name.startswith("__main__:"):
         raise ValueError(
             f"cannot start {name!r} on a rank; accepted: a function of an importable module"
@@ -107,35 +108,29 @@ def launch(
     call = dict(name=name, args=args, timeout_s=timeout_s, group=group)
     with guarded_folder(_environment()) as (folder, guard):
         (folder / "call").write_bytes(pickle.dumps(call))
-        failed, stopped = _run(guard, folder / "exits", nproc, timeout_s)
-        kinds = [_text(folder / f"{rank}.done") for rank in range(nproc)]
+        exits = _run(guard, folder / "exits", nproc, timeout_s)
+        kinds = [_last_lines(folder / f"{rank}.done") for rank in range(nproc)]
         results = [_read_items(folder / f"{rank}.items") for rank in range(nproc)]
         finished = [items for items, _ in results]
-        if failed is None:
-            raise RankError(
-                f"{name}: the process that guards the ranks was ended or stopped", None, finished
-            )
+        if exits is None:
+            text = f"{name}: the process that guards the ranks was ended or stopped"
+            raise RankError(text, None, finished)
+        failed, stopped = exits
         if failed or not all(kinds):
             raise _failure(folder, name, timeout_s, dict(failed), stopped, finished)
     for rank, (_, problem) in enumerate(results):
         if problem:
-            raise RankError(
-                f"{name}: what rank {rank} returned cannot be read here\n{problem}", rank, finished
-            )
-    return [
-        items if kind == "generator" else items[0]
-        for items, kind in zip(finished, kinds, strict=True)
-    ]
+            text = f"{name}: what rank {rank} returned cannot be read here\n{problem}"
+            raise RankError(text, rank, finished)
+    pairs = zip(finished, kinds, strict=True)
+    return [items if kind == "generator" else items[0] for items, kind in pairs]
 
 
 def rank_device() -> torch.device:
     """Returns the device of this rank; on CUDA it is also the current device."""
-    device_type = _device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if device_type == "cuda"
-        else torch.device("cpu")
-    )
+    if _device_type == "cuda" or (not _device_type and torch.cuda.is_available()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def moment() -> Any:
@@ -155,22 +150,16 @@ _device_type = ""
 
 
 def _check(nproc: int, device: str, backend: str) -> None:
-    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise ValueError(
-            f"device {device!r}; accepted here: "
-            f"{'cpu, cuda' if torch.cuda.is_available() else 'cpu'}"
-        )
-    if backend not in ("gloo", "nccl") or (backend, device) == ("nccl", "cpu"):
-        raise ValueError(
-            f"backend {backend!r} on {device}; accepted: "
-            f"{'gloo' if device == 'cpu' else 'gloo, nccl'}"
-        )
-    most = torch.cuda.device_count() if backend == "nccl" else None
-    if nproc < 1 or (most is not None and nproc > most):
-        raise ValueError(
-            f"{nproc} ranks with {backend}; accepted: 1 "
-            f"{f'to {most} (GPUs)' if most else 'and more'}"
-        )
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    if device not in devices:
+        raise ValueError(f"device {device!r}; accepted here: {', '.join(devices)}")
+    backends = ["gloo"] if device == "cpu" else ["gloo", "nccl"]
+    if backend not in backends:
+        raise ValueError(f"backend {backend!r} on {device}; accepted: {', '.join(backends)}")
+    most = torch.cuda.device_count() if backend == "nccl" else math.inf
+    if not 1 <= nproc <= most:
+        accepted = "1 and more" if most == math.inf else f"1 to {most} (GPUs)"
+        raise ValueError(f"{nproc} ranks with {backend}; accepted: {accepted}")
 
 
 def _environment() -> dict[str, str]:
@@ -194,66 +183,64 @@ def _environment() -> dict[str, str]:
 
 def _run(
     guard: subprocess.Popen, report: Path, nproc: int, timeout_s: float
-) -> tuple[list | None, list[int]]:
+) -> tuple[list, list[int]] | None:
     """Returns (rank, exit code) of the ranks that failed first and which were stopped; None if the
     guard ended.
     """
+    request = {"num_ranks": nproc, "timeout_s": timeout_s + GRACE_S / 2}
     with contextlib.suppress(BrokenPipeError):
-        print(
-            json.dumps({"num_ranks": nproc, "timeout_s": timeout_s + GRACE_S / 2}),
-            file=guard.stdin,
-            flush=True,
-        )
+        print(json.dumps(request), file=guard.stdin, flush=True)
     deadline = time.monotonic() + timeout_s + GRACE_S
     while not report.exists() and guard.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
-    return json.loads(report.read_text()) if report.exists() else (None, [])
+    return json.loads(report.read_text()) if report.exists() else None
 
 
 def run_rank(folder: Path) -> None:
     """Is a rank that the guard has started: writes what the function gives, and `done` or `error`,
     into the folder.
     """
-    rank = os.environ["RANK"]
+    rank = int(os.environ["RANK"])
     try:
         call = pickle.loads((folder / "call").read_bytes())
         faulthandler.dump_traceback_later(call["timeout_s"], exit=True)
         module, name = call["name"].split(":")
         function = getattr(importlib.import_module(module), name)
-        with (
-            open(folder / f"{rank}.items", "wb") as file,
-            _process_group(folder / "store", **call["group"]),
-        ):
-            result = function(*call["args"])
-            kind = "generator" if inspect.isgenerator(result) else "value"
-            for item in result if kind == "generator" else [result]:
+        _init_process_group(folder / "store", rank, **call["group"])
+        result = function(*call["args"])
+        is_generator = inspect.isgenerator(result)
+        with open(folder / f"{rank}.items", "wb") as file:
+            for item in result if is_generator else [result]:
                 pickle.dump(item, file)
                 file.flush()
-        (folder / f"{rank}.done").write_text(kind)
+        dist.destroy_process_group()
+        (folder / f"{rank}.done").write_text("generator" if is_generator else "value")
     except BaseException:
-        write_text_atomic(
-            folder / f"{rank}.error", json.dumps([time.time_ns(), traceback.format_exc()])
-        )
+        error = json.dumps([time.time_ns(), traceback.format_exc()])
+        write_text_atomic(folder / f"{rank}.error", error)
         # At once: destructors of a process group can wait for ranks that are gone.
         os._exit(1)
 
 
-@contextlib.contextmanager
-def _process_group(path: Path, device: str, backend: str, timeout_s: float) -> Iterator[None]:
+def _init_process_group(path: Path, rank: int, device: str, backend: str, timeout_s: float) -> None:
     global _device_type
     _device_type = device
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    index = None
+    world_size, device_id = int(os.environ["WORLD_SIZE"]), None
     if device == "cuda":
-        index = torch.device("cuda", rank % torch.cuda.device_count())
-        torch.cuda.set_device(index)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    if backend == "nccl":
+        device_id = rank_device()
     timeout = datetime.timedelta(seconds=timeout_s)
     store = dist.FileStore(str(path), world_size)
     store.set_timeout(timeout)
-    options = dict(timeout=timeout, device_id=index if backend == "nccl" else None)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
-    yield
-    dist.destroy_process_group()
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device_id,
+    )
 
 
 def _read_items(path: Path) -> tuple[list[Any], str]:
@@ -271,13 +258,11 @@ def _read_items(path: Path) -> tuple[list[Any], str]:
         return items, f"{type(error).__name__}: {error}"
 
 
-def _text(path: Path, num_lines: int = 20) -> str:
+def _last_lines(path: Path, num_lines: int = 20) -> str:
     """Returns the last lines of a file, "" without one."""
-    return (
-        "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:])
-        if path.exists()
-        else ""
-    )
+    if not path.exists():
+        return ""
+    return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:])
 
 
 def _failure(
@@ -291,26 +276,24 @@ def _failure(
     errors = {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.error")}
     # A rank that died without a word took its peers along, and their errors say so.
     silent = [rank for rank in failed if rank not in errors]
-    by_time = sorted(errors, key=lambda rank: errors[rank][0])
-    first = next(iter([*silent, *by_time, *stopped, 0]))
-    log = folder / f"{first}.stderr"
-    how, said = f"no end in {timeout_s:g} s", _text(log, 40)
+    first = [*silent, *sorted(errors, key=errors.get), *stopped, 0][0]
+    log, code = folder / f"{first}.stderr", failed.get(first)
+    text = _last_lines(log, 40)
     if first in errors:
-        how, said = "exit status 1", errors[first][1]
-    elif (code := failed.get(first, 0)) < 0:
-        names = {-number: number.name for number in signal.Signals}
-        how = f"killed by {names.get(code, f'signal {-code}')}"
-    elif first in failed:
+        how, text = "exit status 1", errors[first][1]
+    elif code is None:
+        how = f"no end in {timeout_s:g} s"
+    elif code < 0:
+        names = {number.value: number.name for number in signal.Signals}
+        how = f"killed by {names.get(-code, f'signal {-code}')}"
+    else:
         how = f"exit status {code}" if code else "exit status 0, before it was done"
     how += "".join(f"; rank {rank} was stopped" for rank in stopped)
-    if watchdog := re.search(r"Watchdog caught .*", _text(log, 1000)):
-        said += f"\n{watchdog[0]}"
-    others = [
-        (rank, _text(folder / f"{rank}.stderr")) for rank in range(len(finished)) if rank != first
-    ]
-    where = "".join(f"\nrank {rank} was at:\n{text}" for rank, text in others if text)
-    return RankError(
-        f"{name}: rank {first} of {len(finished)} failed first ({how})\n{said}{where}",
-        first,
-        finished,
-    )
+    if watchdog := re.search(r"Watchdog caught .*", _last_lines(log, 1000)):
+        text += f"\n{watchdog[0]}"
+    for rank in range(len(finished)):
+        where = _last_lines(folder / f"{rank}.stderr")
+        if where and rank != first:
+            text += f"\nrank {rank} was at:\n{where}"
+    message = f"{name}: rank {first} of {len(finished)} failed first ({how})\n{text}"
+    return RankError(message, first, finished)

@@ -6,13 +6,14 @@ stay all-reduced).
 """
 
 import inspect
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from labkit.parallel.collectives import check_ranks_agree
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -51,11 +52,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state = self._local.state
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {
-            "_local": self._local,
-            "_owners": self._owners,
-            "_bytes": self._bytes,
-        }
+        own = {"_local": self._local, "_owners": self._owners, "_bytes": self._bytes}
+        return super().__getstate__() | own
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch's; its parameters are dealt out on top of what the ranks hold
@@ -67,7 +65,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             params = list(dict.fromkeys(params))
         super().add_param_group({**param_group, "params": params})
         group = self.param_groups.pop()
-        self._check_ranks_agree(group["params"])
+        kinds = [f"a parameter of {tuple(p.shape)}, {p.dtype}" for p in group["params"]]
+        check_ranks_agree(kinds)
         for p in sorted(group["params"], key=lambda p: p.nbytes, reverse=True):
             owner = self._bytes.index(min(self._bytes))
             self._owners[p] = owner
@@ -104,13 +103,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         gathered = {}
         for p, owner in self._owners.items():
-            own = self._local.state.get(p, {})
-            shared = [
-                {
-                    name: x.to("cpu", copy=True) if isinstance(x, Tensor) else x
-                    for name, x in own.items()
-                }
-            ]
+            values = {
+                name: x.to("cpu", copy=True) if isinstance(x, Tensor) else x
+                for name, x in self._local.state.get(p, {}).items()
+            }
+            shared = [values]
             dist.broadcast_object_list(shared, src=owner)
             if shared[0]:
                 gathered[p] = shared[0]
@@ -129,46 +126,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        given = state_dict["param_groups"]
-        sizes, accepted = (
-            [len(group["params"]) for group in groups] for groups in (given, self.param_groups)
-        )
+        sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+        accepted = [len(group["params"]) for group in self.param_groups]
         if sizes != accepted:
             raise ValueError(
                 f"a state dict with groups of {sizes} parameters; accepted: {accepted}"
             )
-        groups = []
-        for theirs, group in zip(given, self.param_groups, strict=True):
-            own = set(self._owned(group))
-            numbers = [
-                n for n, p in zip(theirs["params"], group["params"], strict=True) if p in own
-            ]
-            groups.append({**theirs, "params": numbers})
-        numbers = {number for group in groups for number in group["params"]}
-        state = {
-            number: values for number, values in state_dict["state"].items() if number in numbers
-        }
+        groups, state = [], {}
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            pairs = zip(saved["params"], group["params"], strict=True)
+            numbers = [number for number, p in pairs if self._owners[p] == dist.get_rank()]
+            groups.append({**saved, "params": numbers})
+            for number in numbers:
+                if number in state_dict["state"]:
+                    state[number] = state_dict["state"][number]
         self._local.load_state_dict({"state": state, "param_groups": groups})
         self._copy_settings(self._local.param_groups, self.param_groups)
         self.state = self._local.state
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
-    @staticmethod
-    def _check_ranks_agree(params: list[Tensor]) -> None:
-        everyone: list = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, [(tuple(p.shape), p.dtype) for p in params])
-        for rank, theirs in enumerate(everyone):
-            for first, other in itertools.zip_longest(everyone[0], theirs):
-                if first != other:
-                    raise ValueError(
-                        f"rank {rank} has a parameter {other}; accepted: what rank 0 has, {first}"
-                    )
-
     def _owned(self, group: dict[str, Any]) -> list[Tensor]:
         return [p for p in group["params"] if self._owners[p] == dist.get_rank()]
 
     @staticmethod
     def _copy_settings(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-        for given, taken in zip(source, target, strict=True):
-            taken.update({name: value for name, value in given.items() if name != "params"})
+        for group, other in zip(source, target, strict=True):
+            other.update({name: value for name, value in group.items() if name != "params"})
