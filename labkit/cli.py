@@ -122,7 +122,8 @@ def run(
     What this machine has recorded with the same software and way of measuring is kept, so an
     interrupted run continues where it stopped.
     """
-    from labkit import hardware, notebooks, records
+    from labkit import notebooks, records
+    from labkit.device import detect, measured_by
     from labkit.experiments.sweep import measuring_lock
 
     names = [notebooks.resolve(name) for name in notebook or notebooks.names()]
@@ -130,12 +131,12 @@ def run(
         if key in OTHER_WAYS:
             raise RequestError(f"-p {key}= is not accepted: {OTHER_WAYS[key]}")
     parameters = {name: notebooks.parse_parameters(name, parameter or []) for name in names}
-    device = hardware.detect()
+    device = detect()
     profile = chosen_profile(profile, device.default_profile)
     for name in names:
         notebooks.narrowing(name, profile, parameters[name])
     root = _writable(output)
-    folders = {name: root / hardware.measured_by(name).slug for name in names}
+    folders = {name: root / measured_by(name).slug for name in names}
     for folder in {root / device.slug, *folders.values()}:
         records.check(
             folder
@@ -407,22 +408,24 @@ def profile(
 def _slug(device: str) -> str:
     if device != THIS_DEVICE:
         return device
-    from labkit import hardware
+    from labkit.device import detect
 
-    return hardware.detect().slug
+    return detect().slug
 
 
 @app.command()
 def doctor() -> None:
     """Show what this machine has and lacks, and what each lack disables."""
-    from labkit import hardware
+    from labkit.device import checks, find_nsys
 
     def nsys_failure() -> str:
         from labkit.measure.profiling import Nsys
 
+        if not find_nsys():
+            return "not found"
         nsys = Nsys.find()
         return nsys.failure() if nsys else "it does not start"
 
-    for check in hardware.checks(nsys_failure):
+    for check in checks(nsys_failure):
         line = f"{'ok  ' if check.present else 'no  '}{check.name}: {check.detail}"
         print(line + (f"  (disables: {check.disables})" if check.disables else ""))

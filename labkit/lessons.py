@@ -14,8 +14,9 @@ from typing import Any
 import pandas as pd
 from IPython.display import Markdown
 
-from labkit import hardware, notebooks
+from labkit import notebooks
 from labkit.configs import AUTO_PROFILE
+from labkit.device import detect
 from labkit.experiments import open_session
 from labkit.records import SESSION_SECTIONS
 from labkit.report.chapter import Chapter
@@ -68,7 +69,7 @@ def interpret_kernels() -> None:
     """Makes Triton run kernels in Python, on the CPU, where there is no GPU; RuntimeError if it is
     loaded already.
     """
-    if hardware.detect().kind == "cuda":
+    if detect().kind == "cuda":
         return
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError(
@@ -95,7 +96,7 @@ def measure_here(notebook: str, section: str, phase: str, **changes: Any) -> pd.
     if notebook not in notebooks.names():
         raise ValueError(f"unknown notebook {notebook!r}; accepted: {', '.join(notebooks.names())}")
     experiment = importlib.import_module(f"labkit.experiments.{notebook.split('_', 1)[1]}")
-    cases = experiment.cases("smoke", hardware.detect().kind)
+    cases = experiment.cases("smoke", detect().kind)
     of_section = [case for case in cases if case.section == section]
     if not of_section:
         raise ValueError(

@@ -13,15 +13,18 @@ import os
 import re
 import reprlib
 import secrets
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from labkit.configs import RequestError
+from labkit.configs import REPOSITORY, RequestError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -74,7 +77,7 @@ class Record:
         timer: method, number of warm-up steps, why it stopped.
         telemetry: clocks, power, temperature and throttle reasons during the timed window, whether
             other processes disturbed it, and only where they did how much they loaded the host.
-        device: slug; machine: which one of that name, see `hardware.machine_id`; software:
+        device: slug; machine: which one of that name, see `device.machine_id`; software:
             versions; source: commit and dirty flag; session: one `labkit run`; profile: which grid
             it ran.
         measurement_version: raised whenever how something is measured changes.
@@ -117,6 +120,31 @@ class Record:
         versions = [self.software.get(name, "") for name in ("torch", "triton", "cuda", "driver")]
         versions[-1] = versions[-1].split(".")[0]
         return json.dumps([self.identity, self.device, versions, self.measurement_version])
+
+
+@cache
+def source_state() -> dict[str, Any]:
+    """Returns {"commit", "dirty"} of the code that runs.
+
+    Where there is no git history, LABKIT_COMMIT and LABKIT_DIRTY ("0" or "1") give them; without
+    these, commit is "unknown" and dirty None.
+    """
+    if commit := os.environ.get("LABKIT_COMMIT"):
+        return {"commit": commit, "dirty": os.environ.get("LABKIT_DIRTY", "0") != "0"}
+    if not shutil.which("git") or not (REPOSITORY / ".git").exists():
+        return {"commit": "unknown", "dirty": None}
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(REPOSITORY), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        # Measuring writes under figures/ and re-renders the report; neither changes what is
+        # measured.
+        changed = git("status", "--porcelain", "--", ".", ":!figures", ":!report.md", ":!notebooks")
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changed)}
+    except subprocess.CalledProcessError:  # no commit yet, or a tree that git refuses to read
+        return {"commit": "unknown", "dirty": None}
 
 
 def check_plausible(metrics: dict[str, float | int | None], longest_ms: float = math.inf) -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from chapters import CPU, on_a_cpu
 
-from labkit import hardware
 from labkit.configs import FLASH_ATTENTION, PASSES
+from labkit.device import Device
 from labkit.experiments import contest as contests
 from labkit.experiments import flash_attention as experiment
 from labkit.experiments import oracle, sections
@@ -287,7 +287,7 @@ def test_what_cannot_be_captured_is_timed_with_events_and_its_launch_apart(monke
     asked, replayed = [], ["flex"]
 
     class Contest:
-        device = hardware.Device("cuda", "a GPU", "a-gpu")
+        device = Device("cuda", "a GPU", "a-gpu")
         is_ranking = False
 
         def call(self, impl, name):

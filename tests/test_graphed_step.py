@@ -12,6 +12,7 @@ import torch
 from chapters import CPU, in_section, measure, on_a_cpu
 
 from labkit.configs import BENCHMARKING
+from labkit.device import detect
 from labkit.experiments import benchmarking, graphed_step
 from labkit.experiments.benchmarking import cases, run_case
 from labkit.experiments.graphed_step import GraphedWorkload, compared
@@ -157,7 +158,7 @@ def test_out_of_memory_in_a_capture_is_that_and_not_the_broken_capture(monkeypat
 @pytest.mark.parametrize("impl", ["eager", "fused"])
 def test_a_graph_trains_as_the_called_step_on_the_gpu(compile, impl):
     asked = parameters("bf16", compile=compile, attention=graphed_step.ATTENTION[impl], impl=impl)
-    live = GraphedWorkload(graphed_step.hardware.detect(), asked)
+    live = GraphedWorkload(detect(), asked)
     _, metrics = live.graph()
     assert metrics["update_difference"] < 0.1 and metrics["peak_bytes"] > 0
     assert live.described() == asked

@@ -21,7 +21,7 @@ import nbformat
 import pytest
 from typer.testing import CliRunner
 
-from labkit import cli, hardware, notebooks
+from labkit import cli, notebooks
 from labkit.configs import (
     COMPILE_PHASES,
     FIGURES,
@@ -30,12 +30,13 @@ from labkit.configs import (
     WARMUP_PHASES,
     RequestError,
 )
+from labkit.device import detect
 from labkit.experiments import captured_step, open_session
 from labkit.records import Record, RecordStore, check, folder_of
 from labkit.report import render
 
 NAMES = notebooks.names()
-HERE = hardware.detect().slug
+HERE = detect().slug
 
 
 def code_cells(name):
@@ -248,7 +249,7 @@ def test_a_session_takes_lists_as_plain_papermill_hands_them_over(tmp_path):
 
 def test_this_device_and_the_profile_auto_are_those_of_the_machine(tmp_path):
     session = session_of(tmp_path, profile="auto")
-    assert (session.slug, session.profile) == (HERE, hardware.detect().default_profile)
+    assert (session.slug, session.profile) == (HERE, detect().default_profile)
     session.store.append(session._record(session.cases[0], "operator", "skipped"))
     assert session_of(tmp_path, measure=False).slug == HERE
 

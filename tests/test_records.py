@@ -20,7 +20,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labkit import cli, hardware, notebooks, records
+from labkit import cli, notebooks, records
+from labkit.device import detect
 from labkit.records import Record, RecordError, RecordStore, newest, to_frame
 from labkit.report import render
 
@@ -441,7 +442,7 @@ def test_a_reason_that_is_no_utf_8_is_recorded(store):
 def test_run_and_report_stop_at_a_damaged_file_before_any_kernel_starts(
     tmp_path, monkeypatch, name
 ):
-    folder = tmp_path / hardware.detect().slug
+    folder = tmp_path / detect().slug
     (folder / "records").mkdir(parents=True)
     RecordStore(folder / "records" / "01_benchmarking.jsonl").append(make_record())
     (folder / name).write_bytes(b"{]\n")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from labkit import accounting, hardware
+from labkit import accounting
 from labkit.configs import (
     BENCHMARKING,
     COMPILE_MODES,
@@ -29,6 +29,7 @@ from labkit.configs import (
     model_config,
     narrowed,
 )
+from labkit.device import Device
 from labkit.experiments.ceilings import (
     CEILINGS,
     ceiling_cases,
@@ -157,9 +158,7 @@ def cases(
     ]
 
 
-def run_steps(
-    device: hardware.Device, case: Case, ceilings: dict[str, float]
-) -> Iterator[PhaseRun]:
+def run_steps(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
     """Yields each phase of a training step with the function that measures it."""
     with workload(device, case) as live:
         for phase in case.phases:
@@ -197,9 +196,7 @@ def _measure_phase(
     return found.measured(metrics, workload.described(), workload.observed(), samples)
 
 
-def run_executions(
-    device: hardware.Device, case: Case, ceilings: dict[str, float]
-) -> Iterator[PhaseRun]:
+def run_executions(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
     """Yields the training step as it is called, and as one CUDA graph that must train as the called
     one does.
     """
@@ -272,7 +269,7 @@ def _efficiency(
     return result | fractions(rate, ceiling, peak)
 
 
-def _measure_timer(device: hardware.Device, case: Case, method: str) -> Measured:
+def _measure_timer(device: Device, case: Case, method: str) -> Measured:
     """A kernel of known bytes by each method of the timer; "independent" shares no code with any of
     them.
 
@@ -296,7 +293,7 @@ def _measure_timer(device: hardware.Device, case: Case, method: str) -> Measured
 
 
 def _time_queued_calls(
-    device: hardware.Device, function: Callable, source: torch.Tensor, num_calls: int
+    device: Device, function: Callable, source: torch.Tensor, num_calls: int
 ) -> float:
     """Returns the time (ms) of one of so many calls that are queued between two events, or readings
     of the clock.

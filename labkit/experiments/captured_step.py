@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch.overrides import TorchFunctionMode
 
-from labkit import hardware
+from labkit.device import detect
 from labkit.experiments.sections import empty_cache
 from labkit.experiments.workload import Workload, step_parameters
 from labkit.measure import profiling
@@ -204,7 +204,7 @@ def run_step(
     1".
     """
     parameters = step_parameters(size, int(context), precision, attention=attention)
-    with contextlib.closing(Workload(hardware.detect(), parameters)) as workload:
+    with contextlib.closing(Workload(detect(), parameters)) as workload:
         warm_up(workload, phase)
         capture_steps(workload, phase, marker, "labkit")
 
@@ -223,7 +223,7 @@ def keep_capture(case: Sequence[str], output: Path) -> Path:
     """Captures a case as `run_step` takes it by nsys, else by torch.profiler; returns the file.
     Raises as they do.
     """
-    device = hardware.detect()
+    device = detect()
     nsys = Nsys.usable() if device.kind == "cuda" else None
     kept = {
         "keep": output.with_name(output.name + (".nsys-rep" if nsys else ".json")),

@@ -18,12 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from labkit import hardware
 from labkit.configs import PASSES
+from labkit.device import Device
 from labkit.experiments.sections import Runner, Timed, empty_cache, sustained_metrics, time_once_ms
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
 from labkit.measure import timing as timer
 from labkit.measure.timing import Comparison, Timing, compare, on_capture_stream, time_callable
+from labkit.monitor import Monitor
 from labkit.numerics import Verdict
 
 LAUNCH_LIMIT_MS = 10.0
@@ -62,7 +63,7 @@ class Contest(abc.ABC):
     inputs: tuple[Tensor, ...]
     grad_out: Tensor
 
-    def __init__(self, device: hardware.Device, case: Case, ceilings: dict[str, float]):
+    def __init__(self, device: Device, case: Case, ceilings: dict[str, float]):
         self.device, self.parameters, self.ceilings, self.sustained = (
             device,
             case.parameters,
@@ -142,7 +143,7 @@ class Contest(abc.ABC):
 def contest_section(kind: type[Contest]) -> Runner:
     """Returns the runner of a section whose cases are contests of one kind."""
 
-    def run(device: hardware.Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
+    def run(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
         try:
             yield from _run_contest(kind(device, case, ceilings), case)
         finally:
@@ -248,7 +249,7 @@ def _time_in_turn(
         "num_warmup": 1,
         "num_rounds": num_rounds,
     }
-    with hardware.Monitor(kind) as monitor:
+    with Monitor(kind) as monitor:
         comparison = _compared(calls, limits)
     few = {"device_kind": kind, "num_warmup": 2, "min_samples": 10, "max_samples": 10}
     launches, flushed = {}, {}

@@ -16,14 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from labkit import hardware
 from labkit.communication import OPERATIONS
 from labkit.configs import DISTRIBUTED, narrowed
+from labkit.device import Device, gpu_links, num_usable_cores
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
 from labkit.experiments.sections import run_section
 from labkit.experiments.shared_step import NUM_WARMUP, WAYS, steps_rank
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
 from labkit.measure.timing import Timing
+from labkit.monitor import Monitor
 from labkit.parallel.collectives import time_collective
 from labkit.parallel.launch import RankError, launch
 
@@ -47,7 +48,7 @@ def cases(
     grid = DISTRIBUTED[profile]
     wanted = narrowed(DISTRIBUTED, profile, "world_sizes", world_sizes)
     # Ranks that share a core mostly wait for one another.
-    places = torch.cuda.device_count() if device_kind == "cuda" else hardware.num_usable_cores()
+    places = torch.cuda.device_count() if device_kind == "cuda" else num_usable_cores()
     here = [n for n in wanted if n <= places] or wanted[:1]
     result = (
         ceiling_cases(tuple(grid.ceilings), grid.case_timeout_s) if device_kind == "cuda" else []
@@ -86,9 +87,7 @@ def cases(
     return result
 
 
-def _launched(
-    function: Callable, device: hardware.Device, case: Case, *args: Any
-) -> Iterator[PhaseRun]:
+def _launched(function: Callable, device: Device, case: Case, *args: Any) -> Iterator[PhaseRun]:
     """Yields the phases of a case, all measured by one launch when the first one is asked for.
 
     `function` is a generator of (phase, what this rank saw). A phase that every rank finished
@@ -107,7 +106,7 @@ def _launched(
             "timeout_s": case.timeout_s - 30,
         }
         failure = None
-        with hardware.Monitor(device.kind) as monitor:
+        with Monitor(device.kind) as monitor:
             try:
                 ranks = launch(function, world_size, case.phases, *args, **options)
             except RankError as error:
@@ -139,7 +138,7 @@ def _described(case: Case, backend: str, **more: Any) -> dict[str, Any]:
     """
     on_gpus = backend == "nccl"
     version = ".".join(map(str, torch.cuda.nccl.version())) if on_gpus else ""
-    topology = hardware.gpu_links() if on_gpus else "one host"
+    topology = gpu_links() if on_gpus else "one host"
     return {"backend": backend, "nccl": version, "topology": topology, **more}
 
 
@@ -148,7 +147,7 @@ def _described(case: Case, backend: str, **more: Any) -> dict[str, Any]:
 
 def collectives_rank(phases: Sequence[str], transport: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Measures "operation dtype bytes" after another on this rank."""
-    torch.set_num_threads(max(1, hardware.num_usable_cores() // dist.get_world_size()))
+    torch.set_num_threads(max(1, num_usable_cores() // dist.get_world_size()))
     for phase in phases:
         operation, dtype, num_bytes = phase.split()
         how = "default" if transport in ("nccl", "gloo") else transport
@@ -173,9 +172,7 @@ def _collective(case: Case, ranks: list[dict[str, Any]], telemetry: dict[str, An
     )
 
 
-def _collectives(
-    device: hardware.Device, case: Case, ceilings: dict[str, float]
-) -> Iterator[PhaseRun]:
+def _collectives(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
     return _launched(collectives_rank, device, case, case.parameters["transport"])
 
 
@@ -223,7 +220,7 @@ def _step(case: Case, ranks: list[dict[str, Any]], telemetry: dict[str, Any]) ->
     )
 
 
-def _steps(device: hardware.Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
+def _steps(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
     return _launched(steps_rank, device, case, case.parameters, case.time_limit_s)
 
 

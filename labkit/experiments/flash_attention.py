@@ -20,8 +20,9 @@ import torch
 import triton.errors
 from torch import Tensor
 
-from labkit import accounting, hardware, numerics
+from labkit import accounting, numerics
 from labkit.configs import FLASH_ATTENTION, MATERIALISING, PASSES, Grid, Rivalry, narrowed
+from labkit.device import Device
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
 from labkit.experiments.contest import Contest, contest_section
 from labkit.experiments.oracle import Problem, attention_problem, draw, expected, fp64_device
@@ -156,7 +157,7 @@ class AttentionContest(Contest):
 
     gradient_names = ("dq", "dk", "dv")
 
-    def __init__(self, device: hardware.Device, case: Case, ceilings: dict[str, float]):
+    def __init__(self, device: Device, case: Case, ceilings: dict[str, float]):
         super().__init__(device, case, ceilings)
         self.shape, self.precision = _rivalry(self.parameters), self.parameters["precision"]
         shape = (self.shape.batch, self.shape.heads, self.shape.length, self.shape.d_head)
@@ -220,7 +221,7 @@ class AttentionContest(Contest):
 
 
 def _flop_rates(
-    device: hardware.Device,
+    device: Device,
     shape: Rivalry,
     precision: str,
     name: str,
@@ -251,7 +252,7 @@ class WeightedSumContest(Contest):
 
     gradient_names = ("dx", "dweight")
 
-    def __init__(self, device: hardware.Device, case: Case, ceilings: dict[str, float]):
+    def __init__(self, device: Device, case: Case, ceilings: dict[str, float]):
         super().__init__(device, case, ceilings)
         self.rows, self.dim, self.precision = (
             self.parameters[name] for name in ("rows", "dim", "precision")
@@ -314,7 +315,7 @@ class WeightedSumContest(Contest):
         }
 
 
-def _triton_unavailable(device: hardware.Device) -> str | None:
+def _triton_unavailable(device: Device) -> str | None:
     if device.kind == "cuda" or labkit_flash.IS_INTERPRETED:
         return None
     return f"the Triton kernel needs a CUDA device; this is {device.kind}"
@@ -336,7 +337,7 @@ _WEIGHTED_SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def _measure_algorithm(device: hardware.Device, case: Case, phase: str) -> Measured:
+def _measure_algorithm(device: Device, case: Case, phase: str) -> Measured:
     """The tiled algorithm against the formula, or what its running statistics are after each tile
     of keys.
     """
@@ -387,7 +388,7 @@ def _online_softmax(q: Tensor, k: Tensor, v: Tensor, options: dict) -> dict[str,
     return samples
 
 
-def _measure_tile(device: hardware.Device, case: Case, ceilings: dict[str, float]) -> Measured:
+def _measure_tile(device: Device, case: Case, ceilings: dict[str, float]) -> Measured:
     """The forward kernel with other tiles than the shipped ones, held to the same gate."""
     if reason := _triton_unavailable(device):
         raise Skip(reason)
@@ -423,7 +424,7 @@ def _measure_tile(device: hardware.Device, case: Case, ceilings: dict[str, float
 
 
 @contextlib.contextmanager
-def _memory_call(device: hardware.Device, case: Case) -> Iterator[tuple[list[Tensor], Tensor, int]]:
+def _memory_call(device: Device, case: Case) -> Iterator[tuple[list[Tensor], Tensor, int]]:
     """Gives q, k, v, the gradient of the output, and the bytes that were allocated before them."""
     if device.kind != "cuda":
         raise Skip("the peak of memory is what CUDA's allocator counts")

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from labkit import hardware, numerics
+from labkit import numerics
+from labkit.device import Device
 from labkit.experiments.contest import Contest
 from labkit.experiments.oracle import draw
 from labkit.experiments.sections import fractions
@@ -152,7 +153,7 @@ class FusedContest(Contest):
 
     baseline = "ours"
 
-    def __init__(self, device: hardware.Device, case: Case, ceilings: dict[str, float]):
+    def __init__(self, device: Device, case: Case, ceilings: dict[str, float]):
         super().__init__(device, case, ceilings)
         rows, columns, precision = (
             self.parameters[name] for name in ("rows", "columns", "precision")

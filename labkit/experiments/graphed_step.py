@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from labkit import hardware
+from labkit.device import Device
 from labkit.experiments.recipes import PrecisionWorkload
 from labkit.experiments.sections import empty_cache
 from labkit.experiments.sweep import Skip
@@ -36,7 +36,7 @@ more.
 """
 
 
-def require_graphs(device: hardware.Device) -> None:
+def require_graphs(device: Device) -> None:
     """Raises Skip where there are no CUDA graphs."""
     if device.kind != "cuda":
         raise Skip(f"{device.name} has no CUDA graphs")
@@ -52,7 +52,7 @@ class GraphedWorkload(PrecisionWorkload):
 
     captured: torch.cuda.CUDAGraph | None = None
 
-    def __init__(self, device: hardware.Device, parameters: dict):
+    def __init__(self, device: Device, parameters: dict):
         super().__init__(device, parameters)
         if self.model.impl == "fused" and self.recipe.autocast:
             for module in self.model.blocks.modules():

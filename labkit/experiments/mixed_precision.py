@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from labkit import hardware, numerics
+from labkit import numerics
 from labkit.configs import (
     MIXED_PHASES,
     MIXED_PRECISION,
@@ -28,6 +28,7 @@ from labkit.configs import (
     model_config,
     narrowed,
 )
+from labkit.device import Device, detect
 from labkit.experiments.recipes import RECIPES, PrecisionWorkload, Recipe, require_recipe
 from labkit.experiments.rounding import NUM_TERMS, measure_normalisation, measure_sum
 from labkit.experiments.sections import Runner, run_section, section, timed_with_peak
@@ -182,7 +183,7 @@ def read_dtypes(
     )
 
 
-def measure_dtypes(device: hardware.Device, parameters: dict) -> Measured:
+def measure_dtypes(device: Device, parameters: dict) -> Measured:
     """Returns the dtypes of a model's parts under autocast, and its loss beside that in fp32."""
     torch.manual_seed(0)
     numerics.set_precision("fp32")
@@ -295,9 +296,7 @@ def count_operators(workload: PrecisionWorkload) -> dict[str, OperatorCounter]:
     return counters
 
 
-def _run_operators(
-    device: hardware.Device, case: Case, ceilings: dict[str, float]
-) -> Iterator[PhaseRun]:
+def _run_operators(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
     with workload(device, case, PrecisionWorkload) as live:
         counts = count_operators(live)
         for phase in case.phases:
@@ -308,7 +307,7 @@ def _run_operators(
             yield phase, functools.partial(Measured, found, live.described(), live.observed())
 
 
-def _probe(measure: Callable[[hardware.Device, dict], Measured]) -> Runner:
+def _probe(measure: Callable[[Device, dict], Measured]) -> Runner:
     return section(lambda device, case, phase: measure(device, case.parameters))
 
 
@@ -327,7 +326,5 @@ def run_case(case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
     process.
     """
     if "precision" in case.parameters:
-        require_recipe(
-            hardware.detect(), case.parameters["precision"], is_timed=case.section == "steps"
-        )
+        require_recipe(detect(), case.parameters["precision"], is_timed=case.section == "steps")
     yield from run_section(SECTIONS, case, ceilings)

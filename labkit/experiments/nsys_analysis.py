@@ -27,8 +27,9 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from labkit import accounting, hardware, numerics
+from labkit import accounting, numerics
 from labkit.configs import NSYS_ANALYSIS, REPOSITORY, model_config, narrowed
+from labkit.device import Device, detect
 from labkit.experiments.captured_step import NUM_CAPTURED, NUM_WARMUP, Step, capture_steps, warm_up
 from labkit.experiments.sections import freeze_modules, memory_bytes, run_section
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
@@ -36,6 +37,7 @@ from labkit.experiments.workload import Workload, course_parameters, step_parame
 from labkit.kernels.attention import what_runs
 from labkit.measure import profiling
 from labkit.measure.profiling import Nsys, ProfileError, RangeMarker, Trace
+from labkit.monitor import Monitor
 
 __all__ = ["MEASUREMENT_VERSION", "ProfiledCase", "cases", "run_case"]
 
@@ -125,7 +127,7 @@ def is_timeline(parameters: dict) -> bool:
 
 
 def _run_profiles(
-    device: hardware.Device, case: ProfiledCase, ceilings: dict[str, float]
+    device: Device, case: ProfiledCase, ceilings: dict[str, float]
 ) -> Iterator[PhaseRun]:
     freeze_modules()
     nsys = Nsys.usable() if device.kind == "cuda" else None
@@ -135,7 +137,7 @@ def _run_profiles(
 
 
 def _profiled(
-    nsys: Nsys | None, device: hardware.Device, live: Workload | None, case: Case, phase: str
+    nsys: Nsys | None, device: Device, live: Workload | None, case: Case, phase: str
 ) -> Measured:
     """Returns what the capture of a phase gave, and the phase's time without a profiler."""
     found = (
@@ -160,7 +162,7 @@ def _profiled(
 run_case = functools.partial(run_section, {"profiles": _run_profiles, "course": _run_profiles})
 
 
-def require_room(device: hardware.Device, parameters: dict, phase: str) -> None:
+def require_room(device: Device, parameters: dict, phase: str) -> None:
     """Raises Skip for what cannot fit, by a lower bound on its bytes, so that what might fit is
     tried.
 
@@ -209,7 +211,7 @@ def _capture_here(workload: Workload, case: Case, phase: str) -> Measured:
     capture = functools.partial(capture_steps, workload, phase, RangeMarker("kineto"), "case")
     require_room(device, case.parameters, phase)
     warm_up(workload, phase)
-    with hardware.Monitor(device.kind) as monitor:
+    with Monitor(device.kind) as monitor:
         trace = profiling.capture_with_kineto(lambda: steps.extend(capture()), device.kind)
     answer = {
         "case": workload.described(),
@@ -229,9 +231,7 @@ def _key(parameters: dict, phase: str) -> str:
     return json.dumps([parameters, phase], sort_keys=True)
 
 
-def _from_shared_capture(
-    nsys: Nsys, device: hardware.Device, case: ProfiledCase, phase: str
-) -> Measured:
+def _from_shared_capture(nsys: Nsys, device: Device, case: ProfiledCase, phase: str) -> Measured:
     """Returns the measurement of a phase, from a capture of this case and of some after it if there
     is none yet.
     """
@@ -244,9 +244,7 @@ def _from_shared_capture(
     return _captured.pop(_key(case.parameters, phase))()
 
 
-def group_to_capture(
-    device: hardware.Device, group: Sequence[tuple[dict, tuple[str, ...]]]
-) -> list:
+def group_to_capture(device: Device, group: Sequence[tuple[dict, tuple[str, ...]]]) -> list:
     """Returns those cases that a capture of the first takes along, without the phases that cannot
     fit.
     """
@@ -260,7 +258,7 @@ def group_to_capture(
     return taken
 
 
-def _has_room(device: hardware.Device, parameters: dict, phase: str) -> bool:
+def _has_room(device: Device, parameters: dict, phase: str) -> bool:
     with contextlib.suppress(Skip):
         require_room(device, parameters, phase)
         return True
@@ -283,7 +281,7 @@ def estimated_s(parameters: dict, phases: Sequence[str]) -> float:
 
 
 def _capture_group(
-    nsys: Nsys, device: hardware.Device, group: Sequence, timeout_s: float
+    nsys: Nsys, device: Device, group: Sequence, timeout_s: float
 ) -> dict[str, Callable]:
     """Captures the steps of many cases in one process; returns what gives each measurement, or
     raises its failure.
@@ -301,7 +299,7 @@ def _capture_group(
         paths = [str(REPOSITORY), profiling.allowed_environment().get("PYTHONPATH", "")]
         variables = {"PYTHONPATH": ":".join(path for path in paths if path)}
         trace, failure = None, ""
-        with hardware.Monitor(device.kind) as monitor:
+        with Monitor(device.kind) as monitor:
             try:
                 trace = nsys.capture(
                     command, timeout_s=timeout_s - CAPTURE_MARGIN_S, variables=variables
@@ -334,9 +332,7 @@ def _outcome(capture: "_Capture | None", answer: dict, telemetry: dict) -> Measu
     return replace(_measured(capture, answer["label"], answer), telemetry=telemetry)
 
 
-def serve(
-    requests: Sequence[dict], answer: Callable[[dict], None], device: hardware.Device
-) -> None:
+def serve(requests: Sequence[dict], answer: Callable[[dict], None], device: Device) -> None:
     """Runs the requested steps with NVTX ranges, and calls `answer` after each; ends after the
     first failure.
 
@@ -524,7 +520,7 @@ def main(arguments: Sequence[str]) -> None:
             file.flush()
 
         freeze_modules()
-        serve(json.loads(asked.read_text(encoding="utf-8")), answer, hardware.detect())
+        serve(json.loads(asked.read_text(encoding="utf-8")), answer, detect())
     gc.unfreeze()  # or its modules are reported as leaks when the process ends
 
 

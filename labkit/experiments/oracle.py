@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from labkit import hardware
 from labkit.configs import Rivalry
+from labkit.device import Device
 from labkit.experiments.sections import empty_cache
 from labkit.kernels.reference import attention_reference
 from labkit.numerics import Verdict, judge, tensor_dtype
@@ -47,7 +47,7 @@ def draw(device_kind: str, precision: str, *shapes: tuple[int, ...]) -> list[Ten
 
 
 @functools.lru_cache(maxsize=1)
-def attention_problem(device: hardware.Device, shape: Rivalry, precision: str) -> Problem:
+def attention_problem(device: Device, shape: Rivalry, precision: str) -> Problem:
     """Returns the problem of a shape; the last one is kept, for a shape's cases follow one
     another.
     """

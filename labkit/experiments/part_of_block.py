@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from labkit import hardware, numerics
+from labkit import numerics
 from labkit.configs import ModelConfig
+from labkit.device import Device
 from labkit.experiments.sections import empty_cache, num_bytes
 from labkit.experiments.sweep import Case, Measured
 from labkit.experiments.workload import run_blocks
@@ -32,7 +33,7 @@ LARGEST_DIFFERENCE = 1e-4
 """Relative difference of a compiled result from the eager one above which it is wrong."""
 
 
-def measure_part(device: hardware.Device, case: Case, phase: str) -> Measured:
+def measure_part(device: Device, case: Case, phase: str) -> Measured:
     """Lists what a part keeps for its backward pass; a compiled one is held against the eager
     one.
     """
@@ -48,7 +49,7 @@ class PartOfBlock:
     gradient.
     """
 
-    def __init__(self, device: hardware.Device, parameters: dict):
+    def __init__(self, device: Device, parameters: dict):
         torch.manual_seed(0)
         numerics.set_precision(parameters["precision"])
         self.device, self.name = device, parameters["part"]

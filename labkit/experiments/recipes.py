@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from labkit import hardware
+from labkit.device import Device
 from labkit.experiments.sections import require_precision
 from labkit.experiments.sweep import Skip
 from labkit.experiments.workload import Workload
@@ -74,7 +74,7 @@ def recipe_name(recipe: Recipe) -> str:
     return {known: name for name, known in RECIPES.items()}.get(recipe, str(recipe))
 
 
-def require_recipe(device: hardware.Device, precision: str, *, is_timed: bool) -> None:
+def require_recipe(device: Device, precision: str, *, is_timed: bool) -> None:
     """Raises Skip for a precision that the device lacks; where times are taken, also for one that
     it emulates.
     """
@@ -86,7 +86,7 @@ def require_recipe(device: hardware.Device, precision: str, *, is_timed: bool) -
 class PrecisionWorkload(Workload):
     """The workload in any of RECIPES: the same phases, timed in the same way."""
 
-    def __init__(self, device: hardware.Device, parameters: dict):
+    def __init__(self, device: Device, parameters: dict):
         super().__init__(device, parameters)
         self.recipe = RECIPES[self.precision]
         self.model.to(self.recipe.parameters)

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit import hardware, numerics
+from labkit import numerics
 from labkit.accounting import num_parameters
 from labkit.configs import model_config
+from labkit.device import num_usable_cores
 from labkit.measure.profiling import busy_ns, capture_with_kineto
 from labkit.measure.timing import captured_once, collector_paused, synchronize
 from labkit.models.transformer import Block, TransformerLM, language_model_loss
@@ -329,7 +330,7 @@ def steps_rank(
     """Runs each way's steps in turn, NUM_ROUNDS times, and yields (way, what this rank has seen so
     far) each time.
     """
-    torch.set_num_threads(max(1, hardware.num_usable_cores() // dist.get_world_size()))
+    torch.set_num_threads(max(1, num_usable_cores() // dist.get_world_size()))
     found: dict[str, dict[str, Any]] = {
         way: {"way": way, "samples_ms": [], "profile": {}, "spans": {}} for way in phases
     }

@@ -10,8 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from labkit import hardware, numerics
+from labkit import numerics
 from labkit.configs import model_config
+from labkit.device import Device
 from labkit.experiments.recipes import RECIPES, live_recipe, recipe_name
 from labkit.experiments.sections import empty_cache
 from labkit.experiments.sweep import Measured
@@ -42,7 +43,7 @@ class Training:
     them.
     """
 
-    def __init__(self, device: hardware.Device, parameters: dict):
+    def __init__(self, device: Device, parameters: dict):
         self.device, self.parameters = device, parameters
         self.recipe = RECIPES[parameters["precision"]]
         numerics.set_precision(parameters["precision"])
@@ -138,7 +139,7 @@ def _share(marks: Sequence[Tensor]) -> float:
     return sum(int(x.sum()) for x in marks) / sum(x.numel() for x in marks)
 
 
-def measure_training(device: hardware.Device, parameters: dict) -> Measured:
+def measure_training(device: Device, parameters: dict) -> Measured:
     """Returns the losses and gradients of the synthetic task in one precision."""
     try:
         return Training(device, parameters).run()

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from labkit import accounting, hardware, numerics
+from labkit import accounting, numerics
 from labkit.configs import BATCH_SIZE, PHASES, SIZES, model_config
+from labkit.device import Device
 from labkit.experiments.sections import empty_cache
 from labkit.experiments.sweep import Case
 from labkit.kernels import course
@@ -63,7 +64,7 @@ def course_parameters(*step) -> dict[str, str | int]:
 class Workload:
     """The live objects of a case of `step_parameters`, from which a record's case is read back."""
 
-    def __init__(self, device: hardware.Device, parameters: dict):
+    def __init__(self, device: Device, parameters: dict):
         self.device, self.precision = device, parameters["precision"]
         config = model_config(parameters["size"])
         torch.manual_seed(0)
@@ -188,7 +189,7 @@ class Workload:
 
 
 def workload(
-    device: hardware.Device, case: Case, kind: type[Workload] = Workload
+    device: Device, case: Case, kind: type[Workload] = Workload
 ) -> contextlib.AbstractContextManager[Workload]:
     """Returns a context that gives the live objects of a case, an instance of `kind`, and frees
     them at the end.
@@ -225,7 +226,7 @@ class RecomputingWorkload(Workload):
     plan says.
     """
 
-    def __init__(self, device: hardware.Device, parameters: dict):
+    def __init__(self, device: Device, parameters: dict):
         super().__init__(device, parameters)
         self.plan = accounting.checkpoint_plan(
             parameters.get("plan", "none"), len(self.model.blocks)
@@ -274,7 +275,7 @@ class RecomputingWorkload(Workload):
         ]
 
 
-def load_compiler(device: hardware.Device) -> None:
+def load_compiler(device: Device) -> None:
     """Imports the compiler and, on a CPU, lets it try the instruction sets, before its caches are
     disabled.
     """
