@@ -30,7 +30,6 @@ LAYERS = [
     ["kernels", "measure"],
     [
         "accounting",
-        "communication",
         "numerics",
         "published",
         "device",
@@ -49,7 +48,6 @@ WITHOUT_TORCH = (
     "configs",
     "records",
     "accounting",
-    "communication",
     "published",
     "notebooks",
     "device",

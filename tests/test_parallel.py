@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import ALL_TESTS, more
 
-from labkit.communication import OPERATIONS, bus_factor
+from labkit.accounting import OPERATIONS, bus_factor
 from labkit.parallel import collectives
 from labkit.parallel.launch import RankError, launch
 

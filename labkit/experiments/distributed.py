@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from labkit.communication import OPERATIONS
+from labkit.accounting import OPERATIONS
 from labkit.configs import DISTRIBUTED, narrowed
 from labkit.device import Device, gpu_links, num_usable_cores
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
