@@ -427,5 +427,5 @@ def doctor() -> None:
         return nsys.failure() if nsys else "it does not start"
 
     for check in checks(nsys_failure):
-        line = f"{'ok  ' if check.present else 'no  '}{check.name}: {check.detail}"
-        print(line + (f"  (disables: {check.disables})" if check.disables else ""))
+        disables = "" if check.present else f"  (disables: {check.disables})"
+        print(f"{'ok' if check.present else 'no'}  {check.name}: {check.detail}{disables}")

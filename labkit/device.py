@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from labkit import __version__
 from labkit.configs import ALL_DEVICES
@@ -50,12 +50,8 @@ class Datasheet:
         return getattr(self, f"{precision}_tflops")
 
 
-DATASHEETS = [
-    Datasheet(**row)
-    for row in tomllib.loads(
-        (resources.files("labkit") / "data" / "datasheets.toml").read_text("utf-8")
-    )["datasheets"]
-]
+_TABLE = (resources.files("labkit") / "data" / "datasheets.toml").read_text("utf-8")
+DATASHEETS = [Datasheet(**row) for row in tomllib.loads(_TABLE)["datasheets"]]
 
 
 def datasheet(device_name: str) -> Datasheet | None:
@@ -66,9 +62,10 @@ def datasheet(device_name: str) -> Datasheet | None:
     """
     if re.search(r"\bMIG\b|Laptop|Max-Q|\d D$", device_name):
         return None
-    return next(
-        (sheet for sheet in DATASHEETS if re.search(rf"\b(?:{sheet.pattern})\b", device_name)), None
-    )
+    for sheet in DATASHEETS:
+        if re.search(rf"\b(?:{sheet.pattern})\b", device_name):
+            return sheet
+    return None
 
 
 @dataclass(frozen=True)
@@ -104,15 +101,15 @@ def detect() -> Device:
     CPU.
     """
     kind = "cpu"
-    if (
-        "torch" in sys.modules or has_gpu_driver()
-    ):  # importing torch just to learn that there is no GPU takes seconds
+    # Importing torch just to learn that there is no GPU takes seconds.
+    if "torch" in sys.modules or has_gpu_driver():
         import torch
 
         if torch.cuda.is_available():
             name = torch.cuda.get_device_name(0)
             return Device("cuda", name, slugify(name))
-        kind = "mps" if torch.backends.mps.is_available() else "cpu"
+        if torch.backends.mps.is_available():
+            kind = "mps"
     name = cpu_name()
     return Device(kind, name, f"{kind}-{slugify(name)}")
 
@@ -127,11 +124,9 @@ def measured_by(notebook: str) -> Device:
     import torch
 
     count = torch.cuda.device_count()
-    return (
-        replace(device, name=f"{count} × {device.name}", slug=f"{count}x-{device.slug}")
-        if count > 1
-        else device
-    )
+    if count == 1:
+        return device
+    return replace(device, name=f"{count} × {device.name}", slug=f"{count}x-{device.slug}")
 
 
 def gpu_links() -> str:
@@ -189,10 +184,9 @@ def cpu_name() -> str:
         command = ["sysctl", "-n", "machdep.cpu.brand_string"]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     with contextlib.suppress(OSError):
-        if found := re.search(
-            r"^model name\s*:(.*)$", Path("/proc/cpuinfo").read_text("utf-8"), re.MULTILINE
-        ):
-            return found[1].strip()
+        text = Path("/proc/cpuinfo").read_text("utf-8")
+        if match := re.search(r"^model name\s*:(.*)$", text, re.MULTILINE):
+            return match[1].strip()
     return platform.processor() or platform.machine()
 
 
@@ -227,11 +221,11 @@ def machine_id() -> str:
     They follow from the number of the operating system's installation, without one from the host's
     name. LABKIT_MACHINE takes their place where both change between runs, as in containers.
     """
-    if given := os.environ.get("LABKIT_MACHINE"):
-        return given
-    number = Path("/etc/machine-id")
-    own = number.read_text(encoding="utf-8") if number.exists() else ""
-    return hashlib.sha256((own.strip() or platform.node()).encode()).hexdigest()[:8]
+    if machine := os.environ.get("LABKIT_MACHINE"):
+        return machine
+    path = Path("/etc/machine-id")
+    installation = path.read_text(encoding="utf-8").strip() if path.exists() else ""
+    return hashlib.sha256((installation or platform.node()).encode()).hexdigest()[:8]
 
 
 def environment(device: Device) -> dict[str, Any]:
@@ -280,8 +274,8 @@ def find_nsys() -> str | None:
     """Returns the path of nsys, from PATH, an install of Nsight Systems or of Nsight Compute; else
     None.
     """
-    if found := shutil.which("nsys"):
-        return found
+    if path := shutil.which("nsys"):
+        return path
     for root in ("/opt/nvidia/nsight-systems", "/opt/nvidia/nsight-compute"):
         for folder, _, files in os.walk(root):
             if "nsys" in files and "target-linux" in folder:
@@ -289,8 +283,7 @@ def find_nsys() -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """One line of `labkit doctor`: what was looked for, whether it is present, what its absence
     disables.
     """
@@ -298,7 +291,7 @@ class Check:
     name: str
     present: bool
     detail: str
-    disables: str = ""
+    disables: str
 
 
 def checks(nsys_failure: Callable[[], str]) -> list[Check]:
@@ -308,86 +301,80 @@ def checks(nsys_failure: Callable[[], str]) -> list[Check]:
     try:
         import torch
     except ImportError as error:
-        return [
-            Check("torch", False, str(error), "measuring anything; `labkit report` still works")
-        ]
-    device, driver, triton = detect(), driver_version(), software_versions()["triton"]
-    cuda, peaks, quota = device.kind == "cuda", device.peaks, cpu_quota()
+        lack = "measuring anything; `labkit report` still works"
+        return [Check("torch", False, str(error), lack)]
+    device = detect()
+    is_cuda = device.kind == "cuda"
+    driver, triton = driver_version(), software_versions()["triton"]
+    compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
+    has_compiler = any(map(shutil.which, compilers))
+    quota = cpu_quota()
+    peaks = device.peaks
     failure = nsys_failure()
-    compiler = (
-        shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
+    has_nccl = (
+        is_cuda and torch.distributed.is_available() and torch.distributed.is_nccl_available()
     )
-    nccl = cuda and torch.distributed.is_available() and torch.distributed.is_nccl_available()
-    found = [
-        ("torch", True, torch.__version__, ""),
-        ("device", True, f"{device.name} ({device.kind}), figures/{device.slug}/", ""),
-        (
+    rows = [
+        Check("torch", True, torch.__version__, ""),
+        Check("device", True, f"{device.name} ({device.kind}), figures/{device.slug}/", ""),
+        Check(
             "GPU",
-            cuda,
-            device.name if cuda else "no CUDA GPU",
+            is_cuda,
+            device.name if is_cuda else "no CUDA GPU",
             "the full profile; the smoke profile runs on the CPU",
         ),
-        (
+        Check(
             "NVIDIA driver and NVML",
-            driver,
+            bool(driver),
             driver or "not found",
             "clocks, power and throttling in the records",
         ),
-        ("triton", triton, triton or "not installed", "Triton kernels, torch.compile on a GPU"),
-        (
+        Check(
+            "triton",
+            bool(triton),
+            triton or "not installed",
+            "Triton kernels, torch.compile on a GPU",
+        ),
+        Check(
             "C++ compiler",
-            compiler,
-            "found" if compiler else "not found",
+            has_compiler,
+            "found" if has_compiler else "not found",
             "torch.compile on the CPU",
         ),
-        (
+        Check(
             "no CPU quota",
-            not quota,
+            quota is None,
             f"{quota:.2g} cores by its control group" if quota else "none in force",
             "trust in timings of the CPU made now; what the quota stops is marked",
         ),
-        (
+        Check(
             "datasheet peaks",
-            peaks,
+            peaks is not None,
             peaks.source if peaks else "not in the table",
             "utilisation against the datasheet; the measured ceiling remains",
         ),
-        (
+        Check(
             "nsys",
             not failure,
             failure or "found",
             "Nsight Systems captures; torch.profiler is used",
         ),
-        (
+        Check(
             "NCCL",
-            nccl,
-            "available" if nccl else "not available",
+            has_nccl,
+            "available" if has_nccl else "not available",
             "collectives between GPUs; gloo on the CPU remains",
         ),
     ]
-    if cuda:
+    if is_cuda:
         with Monitor("cuda") as monitor:
             pass
-        reasons, others = (
-            monitor.summary.get("throttle_reasons"),
-            monitor.summary.get("foreign_processes"),
-        )
+        reasons = ", ".join(monitor.summary.get("throttle_reasons", ()))
+        others = monitor.summary.get("foreign_processes", 0)
         clock = f"SM clock {monitor.summary.get('sm_clock_mhz_median')} MHz"
-        found += [
-            (
-                "not throttled",
-                not reasons,
-                ", ".join(reasons or []) or clock,
-                "trust in timings made now",
-            ),
-            (
-                "GPU to itself",
-                not others,
-                f"{others or 0} other processes on the GPU",
-                "trust in timings made now",
-            ),
+        trust = "trust in timings made now"
+        rows += [
+            Check("not throttled", not reasons, reasons or clock, trust),
+            Check("GPU to itself", not others, f"{others} other processes on the GPU", trust),
         ]
-    return [
-        Check(name, bool(has), detail, "" if has else disables)
-        for name, has, detail, disables in found
-    ]
+    return rows
