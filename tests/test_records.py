@@ -76,12 +76,6 @@ def test_any_record_comes_back_equal_and_in_order(tmp_path_factory, case):
     assert [r.resume_key() for r in store.load()] == [r.resume_key() for r in written]
 
 
-def test_a_case_with_tuples_keeps_its_identity(store):
-    # JSON has no tuples; a resumed run compares the case as built with the case as loaded.
-    append(store, record := make_record(case={"shape": (4, 128)}))
-    assert store.load()[0].identity == record.identity
-
-
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -104,12 +98,13 @@ def test_append_returns_after_the_whole_line_was_synced(store, monkeypatch):
     assert store.path.read_bytes().count(b"shared") == 1, "what a session shares stands once"
 
 
-def test_floats_are_rounded_but_those_of_the_case(store):
+def test_floats_are_rounded_but_a_case_keeps_its_identity(store):
+    # JSON has no tuples; a resumed run compares the case as built with the case as loaded.
     metrics = {"median_ms": 1 / 3, "relative_error": 1 / 3}
-    append(store, make_record(metrics=metrics, case={"scale": 1 / 3}))
+    (written,) = append(store, make_record(metrics=metrics, case={"scale": (1 / 3, 2)}))
     (record,) = store.load()
     assert record.metrics == {"median_ms": 0.3333333, "relative_error": 0.3333}
-    assert record.case == {"scale": 1 / 3}
+    assert record.identity == written.identity
 
 
 @pytest.mark.parametrize("num_kept", [0, 2])
@@ -252,27 +247,21 @@ def _line(**changes) -> bytes:
     ("line", "complaint"),
     [
         (_line()[:-20], "not JSON: "),
-        (_line() + _line(), "not JSON: "),
         (b"\xff\xfe\x00", "not JSON: "),
         (b"[" * 100_000, "not JSON: nested too deeply"),
         (_line(timer={"method": "\ud800"}), "not JSON: 'utf-8' codec"),
         (b"[1, 2]", "not an object but list"),
         (_line(schema_version=3), "schema version 3; this labkit reads up to 2"),
-        (_line(schema_version=...), "schema version None"),
         (_line(colour="red", shade="dark"), "unknown fields colour, shade"),
         (_line(phase=...), "no field phase"),
         (_line(phase=""), "field phase is ''; accepted: a non-empty text"),
-        (_line(status="banana"), "field status is 'banana'; accepted: ok, oom, error, skipped"),
         (_line(status="oom"), "where the status is oom"),
         (_line(measurement_version=True), "field measurement_version is True; accepted: a whole"),
-        (_line(case=[1]), "field case is [1]; accepted: an object"),
         (_line(metrics={"median_ms": "1.0"}), "median_ms is '1.0'; accepted: a number or null"),
-        (_line(metrics={"median_ms": math.nan}), "field metrics.median_ms is nan; accepted: fin"),
         (_line(metrics={"num_bytes": -1}), "metrics.num_bytes is -1: a count cannot be negative"),
         (_line(samples={"device_ms": [1, "2"]}), "samples.device_ms is [1, '2']; accepted: a list"),
         (_line(case={"a": 2**80}), "field case.a is 1208925819614629174706176; accepted: finite"),
         (_line(telemetry={"a": [[math.inf]]}), "field telemetry.a.0.0 is inf"),
-        (_line(telemetry={"throttle_reasons": 3}), "field telemetry.throttle_reasons is 3"),
         (_line(telemetry={"sustained": 3}), "telemetry.sustained is 3; accepted: an object"),
         (_line(software={"torch": 2}), "field software.torch is 2; accepted: a text"),
         (_line(observed={"a": 9}).replace(b"9", b"[" * 40 + b"]" * 40), "nested more than 16 deep"),
@@ -297,21 +286,16 @@ def test_a_reason_that_is_no_utf_8_is_recorded(store):
     [
         ({"median_ms": 0.0}, "median_ms is 0.0: a time must be positive"),
         ({"std_ms": math.nan}, "std_ms is nan"),
-        ({"peak_bytes": -math.inf}, "peak_bytes is -inf"),
         ({"datasheet_fraction": 1.001}, "is 1.001: more than the datasheet peak"),
         ({"median_ms": 7.2e6}, "7200000.0: longer than the whole measurement's limit of 60000 ms"),
         ({"p20_ms": 2, "median_ms": 1}, "p20_ms is 2 and median_ms is 1: out of order"),
-        ({"min_ms": 1, "median_ms": None, "p80_ms": 0.5}, "p80_ms is 0.5: out of order"),
     ],
 )
 def test_an_impossible_number_is_refused_by_name(metrics, complaint):
+    possible = {"std_ms": 0.0, "p80_ms": None, "n": 3, "loss_change": -1.0, "peak_bytes": 0}
+    records.check_plausible(possible | {"median_ms": 6e4, "datasheet_fraction": 1.0}, 6e4)
     with pytest.raises(ValueError, match=re.escape(complaint)):
-        records.check_plausible(metrics, 6e4)
-
-
-def test_possible_numbers_pass():
-    possible = {"median_ms": 6e4, "std_ms": 0.0, "p80_ms": None, "n": 3, "loss_change": -1.0}
-    records.check_plausible({**possible, "peak_bytes": 0, "datasheet_fraction": 1.0}, 6e4)
+        records.check_plausible(possible | metrics, 6e4)
 
 
 ENVIRONMENT = {
@@ -411,11 +395,9 @@ def test_sessions_of_a_measurement_are_kept_apart_each_by_its_newest_record():
         ({"case": {"context": 128, "size": "small"}}, True, True),
         ({"software": SOFTWARE | {"driver": "580.65.06", "python": "3.13.0"}}, True, True),
         ({"source": {"commit": "def"}, "session": "b", "metrics": {}, "status": "oom"}, True, True),
-        ({"device": "nvidia-h100"}, True, False),
         ({"measurement_version": 3}, True, False),
         ({"software": SOFTWARE | {"triton": "3.7.0"}}, True, False),
         ({"software": SOFTWARE | {"driver": "590.159.04"}}, True, False),
-        ({"section": "warmup"}, False, False),
         ({"phase": "backward"}, False, False),
         ({"case": {"size": "small", "context": 128, "batch": 4}}, False, False),
     ],
