@@ -4,11 +4,17 @@ Conventions: 2 FLOPs per multiply-add; a backward pass costs twice its forward; 
 norms, softmax and the embedding gather are not counted. Attention is counted in full (every query
 against every key, which an implementation that masks after the product executes) or, with `causal`,
 by the half that is not masked.
+
+Of communication: W is a rank's bandwidth in B/s in one direction, C its FLOP/s, B the tokens of a
+step over all ranks. A ring moves (N−1)/N of the size S = that of the larger of a rank's input and
+output (once, for an all-reduce twice). An FFN layer's matrices count 2 bytes an element.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from labkit.configs import ModelConfig
 
@@ -46,19 +52,12 @@ def num_matmul_parameters(config: ModelConfig) -> int:
     return config.num_layers * _block_matrix_parameters(config) + config.vocab_size * config.d_model
 
 
-def attention_flops(config: ModelConfig, batch: int, context: int, *, causal: bool) -> int:
-    """Returns FLOPs of QKᵀ and PV over all layers in one forward pass: 4·B·T²·d·L, half of it when
-    causal.
-    """
-    full = 4 * batch * context * context * config.d_model * config.num_layers
-    return full // 2 if causal else full
-
-
 def forward_flops(config: ModelConfig, batch: int, context: int, *, causal: bool) -> int:
-    """Returns FLOPs of one forward pass over batch × context tokens."""
-    return 2 * num_matmul_parameters(config) * batch * context + attention_flops(
-        config, batch, context, causal=causal
-    )
+    """Returns FLOPs of one forward pass over batch × context tokens: 2 a parameter and token, and
+    4·B·T²·d·L of QKᵀ and PV, half of it when causal.
+    """
+    attention = 4 * batch * context**2 * config.d_model * config.num_layers
+    return 2 * num_matmul_parameters(config) * batch * context + attention // (1 + causal)
 
 
 def phase_flops(
@@ -281,15 +280,6 @@ def activation_bytes(config: ModelConfig, batch: int, context: int, **known: str
     run = _Pass(config, batch, context, **known)
     tables = rotary_table_bytes(config, context) if run.precision == "fp32" else 0
     return run.made_bytes - 4 + input_bytes(batch, context) + tables
-
-
-def forward_made_bytes(config: ModelConfig, batch: int, context: int, **known: str) -> int:
-    """Returns bytes that a forward pass with gradient adds: what it keeps for the backward pass,
-    and the loss.
-
-    Args and Raises as in `block_activation_bytes`.
-    """
-    return _Pass(config, batch, context, **known).made_bytes
 
 
 PEAK_PHASES = ("inference", "forward", "train_step")
@@ -560,21 +550,6 @@ def attention_saved_bytes(
     return (4 if kind == "math" else element_bytes) * (3 * row + scores)
 
 
-def attention_in_use_bytes(
-    kind: str, batch: int, length: int, d_head: int, element_bytes: int
-) -> int:
-    """Returns bytes in use between the forward and the backward pass: inputs, what is kept, and the
-    output.
-
-    Args and Raises as in `attention_saved_bytes`.
-    """
-    saved = attention_saved_bytes(kind, batch, length, d_head, element_bytes)
-    # Of inputs and output, fused keeps all and eager the inputs; math in fp32 keeps v, which needs
-    # no scaling.
-    not_kept = {"fused": 0, "eager": 1, "math": 3 if element_bytes == 4 else 4}
-    return saved + not_kept[kind] * element_bytes * batch * length * d_head
-
-
 def attention_peak_bytes(
     phase: str, batch: int, length: int, d_head: int, element_bytes: int, *, device_kind: str
 ) -> int:
@@ -682,3 +657,124 @@ def weighted_sum_bytes(phase: str, rows: int, dim: int, element_bytes: int) -> i
     elements = {"forward": forward, "backward": backward, "forward_backward": forward + backward}
     _check("phase", phase, elements)
     return element_bytes * elements[phase]
+
+
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
+
+
+def bus_factor(operation: str, world_size: int) -> float:
+    """Returns bus bandwidth over algorithm bandwidth as nccl-tests defines it; ValueError for
+    another operation.
+    """
+    _check("operation", operation, OPERATIONS)
+    if operation == "broadcast":
+        return 1.0
+    return (2 if operation == "all_reduce" else 1) * (world_size - 1) / world_size
+
+
+def ring_seconds(operation: str, num_bytes: float, world_size: int, bandwidth: float) -> float:
+    """Returns seconds of a ring collective of size S between two ranks and more: `bus_factor`·S/W,
+    without latencies.
+    """
+    return bus_factor(operation, world_size) * num_bytes / bandwidth
+
+
+def best_bucket_bytes(num_bytes: float, bandwidth: float, latency_s: float) -> float:
+    """Returns the bucket size √(s·w·o) at which an overlapped all-reduce shows least: the last
+    bucket's transfer at w, and a latency o for each.
+    """
+    return math.sqrt(num_bytes * bandwidth * latency_s)
+
+
+class LayerCost(NamedTuple):
+    """FLOPs and sent bytes of one rank, of an FFN layer."""
+
+    forward_flops: float
+    forward_bytes: float
+    backward_flops: float
+    backward_bytes: float
+
+
+def ffn_cost(
+    tokens: float,
+    d_model: int,
+    d_ff: int,
+    *,
+    data: int = 1,
+    tensor: int = 1,
+    sharded: bool = False,
+) -> LayerCost:
+    """Returns what one rank computes and sends for a SwiGLU layer of three matrices on a grid of
+    `data` × `tensor` ranks, backward at twice the FLOPs of forward.
+
+    Data parallel ranks all-reduce gradients in backward. Sharded, they gather weights in both
+    passes and reduce-scatter gradients. Tensor parallel ranks all-reduce the activations of the
+    layer's output, and of its input's gradient.
+    """
+    num_weights = 3 * d_model * d_ff
+    flops = 2 * tokens * num_weights / (data * tensor)
+    weight_bytes = 2 * num_weights / tensor * (data - 1) / data
+    activation_bytes = 2 * (2 * tokens * d_model / data) * (tensor - 1) / tensor
+    forward = activation_bytes + (weight_bytes if sharded else 0)
+    return LayerCost(flops, forward, 2 * flops, activation_bytes + 2 * weight_bytes)
+
+
+def min_grid_tokens(
+    d_ff: int,
+    flops: float,
+    *,
+    data: int,
+    tensor: int,
+    data_bandwidth: float,
+    tensor_bandwidth: float,
+    overlapped: bool,
+    exact: bool = True,
+) -> float:
+    """Returns the fewest tokens of a step with which a data × tensor grid is bound by compute in
+    layers of two matrices; infinity for none.
+
+    `exact` counts what a ring sends, (N−1)/N of the size. False counts the whole size, as the CS336
+    accounting exercise of 2025 does: it asks for more tokens, by data/(data − 1) where overlapped.
+    """
+    data_steps, tensor_steps = (data - 1, tensor - 1) if exact else (data, tensor)
+    tokens = data_steps * flops / data_bandwidth
+    tensor_share = tensor_steps * flops / (d_ff * tensor_bandwidth)
+    if tensor_share >= 1:
+        return math.inf
+    return tokens if overlapped else tokens / (1 - tensor_share)
+
+
+def pipeline_bubble(num_stages: int, num_microbatches: int, interleave: int = 1) -> float:
+    """Returns the idle fraction of a pipeline (GPipe, 1F1B): (p − 1)/(v·m + p − 1), v model chunks
+    a stage.
+    """
+    return (num_stages - 1) / (interleave * num_microbatches + num_stages - 1)
+
+
+def zero_bytes(
+    num_parameters: float, world_size: int, stage: int, *, compute_bytes: int = 2
+) -> dict[str, float]:
+    """Returns bytes a rank holds, by component: fp32 master weights, gradients, AdamW's moments,
+    weights that compute.
+
+    Stage 1 shards the moments and, where another copy computes, the master weights; stage 2 the
+    gradients, 3 all. With `compute_bytes` 0 the master weights compute. `ShardedOptimizer` is stage
+    1 with 0. What a fully sharded layer gathers while it runs comes on top. ValueError for a stage
+    beyond 0 to 3.
+    """
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage {stage}; accepted: 0, 1, 2, 3")
+    from_stage = {"master": 1 if compute_bytes else 3, "gradients": 2, "moments": 1, "compute": 3}
+    bytes_each = {"master": 4, "gradients": 4, "moments": 8, "compute": compute_bytes}
+    return {
+        name: num_parameters * each / (world_size if stage >= from_stage[name] else 1)
+        for name, each in bytes_each.items()
+    }
+
+
+STEP_TRANSFERS = {"data_parallel": 2, "zero_1": 2, "sharded_optimizer": 3, "fully_sharded": 3}
+"""How often (N−1)/N of the parameters' bytes leave a rank in a step. ZeRO-1 reduce-scatters
+gradients and gathers parameters; our sharded optimizer all-reduces gradients (twice) and broadcasts
+parameters; fully sharded, weights are gathered in forward and backward and gradients
+reduce-scattered.
+"""

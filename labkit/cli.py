@@ -1,5 +1,6 @@
 """The command line. Heavy packages load only inside the command that needs them."""
 
+import itertools
 import logging
 import os
 import shlex
@@ -52,6 +53,11 @@ OutputOption = Annotated[
         metavar="DIR",
         help="Folder that holds one folder per device. Default: figures/.",
     ),
+]
+
+
+DeviceOption = Annotated[
+    str, typer.Option(help="Slug of the device, as `labkit devices` lists it; this: this machine.")
 ]
 
 
@@ -122,24 +128,34 @@ def run(
     What this machine has recorded with the same software and way of measuring is kept, so an
     interrupted run continues where it stopped.
     """
-    from labkit import hardware, notebooks, records
+    from labkit import notebooks, records
+    from labkit.device import detect, measured_by
     from labkit.experiments.sweep import measuring_lock
 
     names = [notebooks.resolve(name) for name in notebook or notebooks.names()]
-    for key in (assignment.split("=")[0] for assignment in parameter or []):
+    for assignment in parameter or []:
+        key = assignment.partition("=")[0]
         if key in OTHER_WAYS:
             raise RequestError(f"-p {key}= is not accepted: {OTHER_WAYS[key]}")
-    parameters = {name: notebooks.parse_parameters(name, parameter or []) for name in names}
-    device = hardware.detect()
+    device = detect()
     profile = chosen_profile(profile, device.default_profile)
+    values = {
+        "device": device.slug,
+        "measure": True,
+        "profile": profile,
+        "output": str(output.resolve()) if output else "",
+        "fresh": fresh,
+        "save_figures": True,
+    }
+    parameters = {}
     for name in names:
+        parameters[name] = notebooks.parse_parameters(name, parameter or [])
         notebooks.narrowing(name, profile, parameters[name])
     root = _writable(output)
-    folders = {name: root / hardware.measured_by(name).slug for name in names}
+    folders = {name: root / measured_by(name).slug for name in names}
     for folder in {root / device.slug, *folders.values()}:
-        records.check(
-            folder
-        )  # fails now, not after hours of measuring, if the report could not read something
+        # Fails now, not after hours of measuring, if the report could not read something.
+        records.check(folder)
     # Until this command ends, so that its rendering disturbs no other run.
     context.with_resource(
         measuring_lock(device, ", ".join(names), root / device.slug, wait=not no_wait)
@@ -153,23 +169,13 @@ def run(
     try:
         for name in names:
             print(f"\n{name}", file=sys.stderr)
-            values = {
-                **parameters[name],
-                "device": device.slug,
-                "measure": True,
-                "profile": profile,
-                "output": str(output.resolve()) if output else "",
-                "fresh": fresh,
-                "save_figures": True,
-            }
             try:
-                executed[name] = _run_notebook(name, values, folders[name])
+                executed[name] = _run_notebook(name, parameters[name] | values, folders[name])
             except notebooks.NotebookError as error:
                 failures[name] = str(error)
     except KeyboardInterrupt:
-        logging.getLogger("asyncio").setLevel(
-            logging.CRITICAL
-        )  # it would print the interrupted cell's traceback
+        # It would print the interrupted cell's traceback.
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
         print(
             "\nInterrupted. Finished measurements are recorded; the same command goes on from "
             "there.",
@@ -178,22 +184,24 @@ def run(
         sys.exit(INTERRUPTED)
     from labkit.report import card, render
 
-    written, to = [], output.resolve() if output else None
-    top_level = device.slug == REFERENCE_DEVICE
+    written = []
+    output = output and output.resolve()
     try:
         written = render.rebuild(
-            device.slug, output=to, top_level=top_level, html=True, measured=executed
+            device.slug,
+            output=output,
+            top_level=device.slug == REFERENCE_DEVICE,
+            html=True,
+            measured=executed,
         )
     except RequestError:  # nothing was recorded
         pass
-    except (
-        notebooks.NotebookError,
-        records.RecordError,
-    ) as error:  # beside what may have failed before it
+    except (notebooks.NotebookError, records.RecordError) as error:
+        # Beside what may have failed before it.
         failures["report"] = f"no report: {error}"
     _summary(folders, failures, time.monotonic() - start)
     if written:
-        for line in card.lines(render.chapters_of(device.slug, to)):
+        for line in card.lines(render.chapters_of(device.slug, output)):
             print(line)
         print(f"Report: {written[0]} and, to open in a browser, {written[-1]}")
     if failures:
@@ -223,20 +231,15 @@ def _summary(folders: Mapping[str, Path], failures: dict[str, str], seconds: flo
     records = newest_of(folders)
     print(file=sys.stderr)
     for name in folders:
-        counts = Counter(record.status for record in records.get(name, []))
-        states = (
-            ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
-            or "no records"
-        )
+        counts = Counter(record.status for record in records[name])
+        states = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
         session = (read_done(folders[name], name) or {}).get("session")
         if counts and session and session not in {record.session for record in records[name]}:
             states += "; all recorded before, --fresh measures again"
-        print(f"{name}: {states}{'  FAILED' if name in failures else ''}")
+        print(f"{name}: {states or 'no records'}{'  FAILED' if name in failures else ''}")
     for error in failures.values():
         print(f"labkit: {error}", file=sys.stderr)
-    for sentence in disturbed_note(
-        to_frame(record for of_notebook in records.values() for record in of_notebook)
-    ):
+    for sentence in disturbed_note(to_frame(itertools.chain(*records.values()))):
         print(sentence)
     print(f"{seconds / 60:.1f} minutes")
 
@@ -257,10 +260,7 @@ def _writable(output: Path | None) -> Path:
 
 @app.command()
 def report(
-    device: Annotated[
-        str,
-        typer.Option(help="Slug of the device, as `labkit devices` lists it; this: this machine."),
-    ] = REFERENCE_DEVICE,
+    device: DeviceOption = REFERENCE_DEVICE,
     output: OutputOption = None,
     html: Annotated[
         bool, typer.Option("--html", help="Also write report.html, one self-contained page.")
@@ -317,10 +317,7 @@ def compare(
     sessions: Annotated[
         bool, typer.Option("--sessions", help="Compare the sessions of a device with one another.")
     ] = False,
-    device: Annotated[
-        str,
-        typer.Option(help="Slug of the device, as `labkit devices` lists it; this: this machine."),
-    ] = REFERENCE_DEVICE,
+    device: DeviceOption = REFERENCE_DEVICE,
     notebook: Annotated[
         str | None, typer.Option(help="Number or name (01, benchmarking). Default: all.")
     ] = None,
@@ -345,18 +342,18 @@ def compare(
     root, slug = (output or FIGURES).resolve(), _slug(device)
     check_measured(slug, root)
     names = [notebooks.resolve(notebook)] if notebook else notebooks.names()
-    chapters = {
-        name: RecordStore(folder_of(root, slug, name) / "records" / f"{name}.jsonl").load()
-        for name in names
-    }
-    found = report.differences(chapters)
-    if found.empty:
+    chapters = {}
+    for name in names:
+        path = folder_of(root, slug, name) / "records" / f"{name}.jsonl"
+        chapters[name] = RecordStore(path).load()
+    differences = report.differences(chapters)
+    if differences.empty:
         print("No commit has a row of two sessions.")
     else:
-        print(report.sentence(found))
-    tables = [report.table_worst(found), report.table_sessions(chapters)]
+        print(report.sentence(differences))
+    tables = [report.table_worst(differences), report.table_sessions(chapters)]
     print("\n\n".join(to_markdown(table) for table in tables if len(table)))
-    if check and report.failed(found):
+    if check and report.failed(differences):
         sys.exit(1)
 
 
@@ -391,10 +388,8 @@ def profile(
     except (ProfileError, TimeoutError) as error:
         print(f"labkit: {error}", file=sys.stderr)
         sys.exit(1)
-    print(
-        f"Capture: {path} (open it "
-        f"{'at ui.perfetto.dev' if path.suffix == '.json' else 'in Nsight Systems'})"
-    )
+    viewer = "at ui.perfetto.dev" if path.suffix == ".json" else "in Nsight Systems"
+    print(f"Capture: {path} (open it {viewer})")
     print(f"By hand: {captured_step.nsys_line(case, output)}")
     capture = shlex.quote(f"{output}.nsys-rep")
     print(f"Its kernels: nsys stats --report cuda_gpu_kern_sum,nvtx_gpu_proj_sum {capture}")
@@ -407,22 +402,24 @@ def profile(
 def _slug(device: str) -> str:
     if device != THIS_DEVICE:
         return device
-    from labkit import hardware
+    from labkit.device import detect
 
-    return hardware.detect().slug
+    return detect().slug
 
 
 @app.command()
 def doctor() -> None:
     """Show what this machine has and lacks, and what each lack disables."""
-    from labkit import hardware
+    from labkit.device import checks, find_nsys
 
     def nsys_failure() -> str:
         from labkit.measure.profiling import Nsys
 
+        if not find_nsys():
+            return "not found"
         nsys = Nsys.find()
         return nsys.failure() if nsys else "it does not start"
 
-    for check in hardware.checks(nsys_failure):
-        line = f"{'ok  ' if check.present else 'no  '}{check.name}: {check.detail}"
-        print(line + (f"  (disables: {check.disables})" if check.disables else ""))
+    for check in checks(nsys_failure):
+        disables = "" if check.present else f"  (disables: {check.disables})"
+        print(f"{'ok' if check.present else 'no'}  {check.name}: {check.detail}{disables}")

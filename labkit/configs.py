@@ -258,33 +258,23 @@ def _grid_value(value, cls: type | None = None):
 
 
 def read_grids(text: str) -> dict[str, dict[str, Grid]]:
-    """Returns the grids in the TOML `text` by notebook and profile; ValueError for unknown keys and
-    tables.
+    """Returns the grids in the TOML `text` by notebook and profile.
 
-    Without a table "key", the rows that sentences quote are all of "full".
+    Without a table "key", the rows that sentences quote are all of "full". Raises ValueError for
+    other tables, TypeError for a key that "full" has not.
     """
     grids = {}
     for notebook, tables in tomllib.loads(text).items():
         if {*tables, "key"} != set(PROFILES):
-            raise ValueError(
-                f"{notebook} has the tables {', '.join(tables)}; required: smoke, full; accepted: "
-                f"key"
-            )
+            found = ", ".join(tables)
+            raise ValueError(f"{notebook} has {found}; required: smoke, full; accepted: key")
         full = tables["full"]
-        for profile in tables:
-            if unknown := tables[profile].keys() - full.keys():
-                accepted = f"{', '.join(sorted(unknown))}; accepted: {', '.join(full)}"
-                raise ValueError(f"{notebook}.{profile}: unknown {accepted}")
         grid = make_dataclass(notebook, full, bases=(Grid,), frozen=True)
-        grids[notebook] = {
-            profile: grid(
-                **{
-                    k: _grid_value(v, _CLASSES.get(k))
-                    for k, v in (full | tables.get(profile, {})).items()
-                }
-            )
-            for profile in PROFILES
-        }
+        grids[notebook] = {}
+        for profile in PROFILES:
+            table = full | tables.get(profile, {})
+            values = {key: _grid_value(value, _CLASSES.get(key)) for key, value in table.items()}
+            grids[notebook][profile] = grid(**values)
     return grids
 
 
@@ -316,10 +306,9 @@ def chosen_profile(profile: str, default: str) -> str:
     """Returns the profile that is meant: `default` for "auto"; raises RequestError for one that
     does not exist.
     """
-    if profile not in (AUTO_PROFILE, *PROFILES):
-        raise RequestError(
-            f"unknown profile {profile!r}; accepted: {', '.join([AUTO_PROFILE, *PROFILES])}"
-        )
+    accepted = (AUTO_PROFILE, *PROFILES)
+    if profile not in accepted:
+        raise RequestError(f"unknown profile {profile!r}; accepted: {', '.join(accepted)}")
     return default if profile == AUTO_PROFILE else profile
 
 
@@ -343,9 +332,9 @@ def narrowed(grids: dict, profile: str, parameter: str, wanted: Sequence = ()) -
 
 
 def _values(grid, parameter: str) -> list:
-    values = list(getattr(grid, parameter))
+    values = getattr(grid, parameter)
+    if parameter == "sizes":
+        return list(values)
     if parameter == "lengths":
-        values += [
-            length for longer in getattr(grid, "long_lengths", {}).values() for length in longer
-        ]
-    return values if parameter == "sizes" else sorted(set(values))
+        values = values + sum(getattr(grid, "long_lengths", {}).values(), ())
+    return sorted(set(values))

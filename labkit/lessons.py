@@ -8,14 +8,16 @@ import inspect
 import os
 import sys
 import textwrap
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 from IPython.display import Markdown
 
-from labkit import hardware, notebooks
+from labkit import notebooks
 from labkit.configs import AUTO_PROFILE
+from labkit.device import detect
 from labkit.experiments import open_session
 from labkit.records import SESSION_SECTIONS
 from labkit.report.chapter import Chapter
@@ -40,10 +42,10 @@ def open_chapter(
     arguments = {"device": device, "profile": profile, "output": output, "fresh": fresh}
     session = open_session(notebook, measure=measure, **arguments, **options)
     if measure:
-        for section in dict.fromkeys(
-            case.section for case in session.cases if case.section not in SESSION_SECTIONS
-        ):
-            session.measure(section)
+        sections = dict.fromkeys(case.section for case in session.cases)
+        for section in sections:
+            if section not in SESSION_SECTIONS:
+                session.measure(section)
     session.finish()
     return Chapter(notebook, device=session.slug, output=output, save_figures=save_figures)
 
@@ -57,10 +59,10 @@ def show_source(function: Any, start: str = "", lines: int = 20) -> Markdown:
     Raises ValueError if no line holds `start`.
     """
     source = inspect.getsource(getattr(function, "fn", function)).splitlines()
-    first = next((number for number, line in enumerate(source) if start in line), None)
-    if first is None:
+    matches = [number for number, line in enumerate(source) if start in line]
+    if not matches:
         raise ValueError(f"no line of {getattr(function, '__name__', function)!r} holds {start!r}")
-    text = textwrap.dedent("\n".join(source[first : first + lines]))
+    text = textwrap.dedent("\n".join(source[matches[0] : matches[0] + lines]))
     return Markdown(f"```python\n{text}\n```")
 
 
@@ -68,7 +70,7 @@ def interpret_kernels() -> None:
     """Makes Triton run kernels in Python, on the CPU, where there is no GPU; RuntimeError if it is
     loaded already.
     """
-    if hardware.detect().kind == "cuda":
+    if detect().kind == "cuda":
         return
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError(
@@ -92,44 +94,33 @@ def measure_here(notebook: str, section: str, phase: str, **changes: Any) -> pd.
     Raises:
         ValueError: an unknown section, phase or parameter; names the accepted ones.
     """
-    if notebook not in notebooks.names():
-        raise ValueError(f"unknown notebook {notebook!r}; accepted: {', '.join(notebooks.names())}")
+    _check("notebook", notebook, notebooks.names())
     experiment = importlib.import_module(f"labkit.experiments.{notebook.split('_', 1)[1]}")
-    cases = experiment.cases("smoke", hardware.detect().kind)
-    of_section = [case for case in cases if case.section == section]
-    if not of_section:
-        raise ValueError(
-            f"unknown section {section!r}; accepted: "
-            f"{', '.join(dict.fromkeys(c.section for c in cases))}"
-        )
-    case = of_section[0]
-    if unknown := changes.keys() - case.parameters.keys():
-        raise ValueError(
-            f"unknown parameter {sorted(unknown)[0]!r}; accepted: {', '.join(case.parameters)}"
-        )
-    _check_values(case.parameters, changes)
-    if phase not in case.phases:
-        raise ValueError(f"unknown phase {phase!r}; accepted: {', '.join(case.phases)}")
+    cases = experiment.cases("smoke", detect().kind)
+    _check("section", section, dict.fromkeys(case.section for case in cases))
+    case = next(case for case in cases if case.section == section)
+    _check("phase", phase, case.phases)
+    for name, value in changes.items():
+        _check("parameter", name, case.parameters)
+        if type(case.parameters[name]) is int and (type(value) is not int or value < 1):
+            raise ValueError(f"{name} must be a whole number above 0, got {value!r}")
     case = replace(case, parameters={**case.parameters, **changes}, phases=(phase,))
+    measured = None
     for name, run in experiment.run_case(case, {}):
         measured = run()
         if name == phase:
-            if measured.case != case.parameters:
-                wrong = {
-                    key: value
-                    for key, value in case.parameters.items()
-                    if measured.case.get(key) != value
-                }
-                raise ValueError(
-                    f"asked for {wrong}, which this section does not know: it ran {measured.case}"
-                )
-            told = {"observed": measured.observed, "phase": phase, "status": "ok"}
-            return pd.DataFrame([{**measured.case, **measured.metrics, **told}])
-    raise ValueError(f"{section} gave no phase {phase!r}")
+            break
+    wrong = {
+        key: value for key, value in case.parameters.items() if measured.case.get(key) != value
+    }
+    if wrong:
+        raise ValueError(
+            f"asked for {wrong}, which this section does not know: it ran {measured.case}"
+        )
+    others = {"observed": measured.observed, "phase": phase, "status": "ok"}
+    return pd.DataFrame([{**measured.case, **measured.metrics, **others}])
 
 
-def _check_values(parameters: dict[str, Any], changes: dict[str, Any]) -> None:
-    """Raises ValueError for a size, a length or a count that is none."""
-    for name, value in changes.items():
-        if type(parameters[name]) is int and (type(value) is not int or value < 1):
-            raise ValueError(f"{name} must be a whole number above 0, got {value!r}")
+def _check(what: str, value: str, accepted: Iterable[str]) -> None:
+    if value not in accepted:
+        raise ValueError(f"unknown {what} {value!r}; accepted: {', '.join(accepted)}")

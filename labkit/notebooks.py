@@ -36,13 +36,11 @@ def names() -> list[str]:
     """Returns the names of all notebooks, in order: ["01_benchmarking", …]; RequestError where they
     are not at hand.
     """
-    found = sorted(path.stem for path in NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
-    if not found:
-        raise RequestError(
-            f"no notebooks in {NOTEBOOKS}; install a clone of labkit's repository by `pip install "
-            f"-e .`"
-        )
-    return found
+    stems = sorted(path.stem for path in NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
+    if not stems:
+        how = "install a clone of labkit's repository by `pip install -e .`"
+        raise RequestError(f"no notebooks in {NOTEBOOKS}; {how}")
+    return stems
 
 
 def resolve(name: str) -> str:
@@ -51,15 +49,12 @@ def resolve(name: str) -> str:
 
     Raises RequestError for another one.
     """
-    available = names()
-    for candidate in available:
+    for candidate in names():
         number, title = candidate.split("_", 1)
         if name in (candidate, f"{candidate}.ipynb", title, number, number.lstrip("0")):
             return candidate
-    accepted = ", ".join(available)
-    raise RequestError(
-        f"unknown notebook {name!r}; accepted: {accepted} (or the number, or the name alone)"
-    )
+    accepted = f"{', '.join(names())} (or the number, or the name alone)"
+    raise RequestError(f"unknown notebook {name!r}; accepted: {accepted}")
 
 
 def path(name: str) -> Path:
@@ -82,11 +77,8 @@ def without_lessons(notebook):
     """Returns the notebook without the cells tagged "lesson", which run live examples and hold no
     result.
     """
-    kept = {
-        **notebook,
-        "cells": [cell for cell in notebook.cells if LESSON not in cell.metadata.get("tags", [])],
-    }
-    return type(notebook)(kept)
+    cells = [cell for cell in notebook.cells if LESSON not in cell.metadata.get("tags", [])]
+    return type(notebook)(notebook, cells=cells)
 
 
 def parameters(name: str) -> dict[str, Any]:
@@ -95,19 +87,14 @@ def parameters(name: str) -> dict[str, Any]:
     Raises NotebookError if there is no such cell or a default is no literal (papermill evaluates
     nothing).
     """
-    for cell in read(name).cells:
-        if "parameters" in cell.metadata.get("tags", []):
-            break
-    else:
+    cells = [cell for cell in read(name).cells if "parameters" in cell.metadata.get("tags", [])]
+    if not cells:
         raise NotebookError(f"{name}: no cell is tagged 'parameters'")
-    defaults = {}
-    for statement in ast.parse(cell.source).body:
-        try:
-            (target,) = statement.targets
-            defaults[target.id] = ast.literal_eval(statement.value)
-        except (AttributeError, ValueError) as error:
-            raise NotebookError(f"{name}: the parameters cell may only assign literals") from error
-    return defaults
+    try:
+        statements = ast.parse(cells[0].source).body
+        return {line.targets[0].id: ast.literal_eval(line.value) for line in statements}
+    except (AttributeError, ValueError) as error:
+        raise NotebookError(f"{name}: the parameters cell may only assign literals") from error
 
 
 def parse_parameters(name: str, assignments: Sequence[str]) -> dict[str, Any]:
@@ -138,12 +125,9 @@ def _parse_value(key: str, text: str, default: Any) -> Any:
     if isinstance(default, list):
         return listed(key, text)
     value = _literal(text)
-    if type(value) is not type(default) and not (isinstance(default, float) and type(value) is int):
-        accepted = (
-            "True or False"
-            if isinstance(default, bool)
-            else f"a value of type {type(default).__name__}"
-        )
+    if type(value) is not type(default):
+        names = {bool: "True or False"}
+        accepted = names.get(type(default), f"a value of type {type(default).__name__}")
         raise RequestError(f"parameter {key!r} takes {accepted}, got {text!r}")
     return value
 
@@ -195,24 +179,25 @@ def show(name: str, values: Mapping[str, Any]):
     from IPython.core.formatters import DisplayFormatter
     from nbformat.v4 import new_output
 
-    notebook, variables, formatter = without_lessons(read(name)), {}, DisplayFormatter()
-    for cell in (cell for cell in notebook.cells if cell.cell_type == "code"):
+    notebook = without_lessons(read(name))
+    variables: dict[str, Any] = {}
+    for cell in notebook.cells:
+        if cell.cell_type != "code":
+            continue
         body = ast.parse(cell.source).body
-        last = body.pop().value if body and isinstance(body[-1], ast.Expr) else ast.Constant(None)
+        last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
         try:
             exec(compile(ast.Module(body, []), name, "exec"), variables)
-            shown = eval(
-                compile(ast.Expression(ast.fix_missing_locations(last)), name, "eval"), variables
-            )
+            shown = last and eval(compile(ast.Expression(last.value), name, "eval"), variables)
         except Exception as error:
             kind = "" if isinstance(error, RequestError) else f"{type(error).__name__}: "
             raise NotebookError(f"{name}: {kind}{error}") from error
         if "parameters" in cell.metadata.get("tags", []):
             variables |= values
-        bundles = [] if shown is None else [formatter.format(shown)]
-        cell["outputs"] = [
-            new_output("execute_result", data, metadata=metadata) for data, metadata in bundles
-        ]
+        cell["outputs"] = []
+        if shown is not None:
+            data, metadata = DisplayFormatter().format(shown)
+            cell.outputs.append(new_output("execute_result", data, metadata=metadata))
     return notebook
 
 

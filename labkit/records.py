@@ -13,15 +13,18 @@ import os
 import re
 import reprlib
 import secrets
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from labkit.configs import RequestError
+from labkit.configs import REPOSITORY, RequestError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -74,7 +77,7 @@ class Record:
         timer: method, number of warm-up steps, why it stopped.
         telemetry: clocks, power, temperature and throttle reasons during the timed window, whether
             other processes disturbed it, and only where they did how much they loaded the host.
-        device: slug; machine: which one of that name, see `hardware.machine_id`; software:
+        device: slug; machine: which one of that name, see `device.machine_id`; software:
             versions; source: commit and dirty flag; session: one `labkit run`; profile: which grid
             it ran.
         measurement_version: raised whenever how something is measured changes.
@@ -119,6 +122,33 @@ class Record:
         return json.dumps([self.identity, self.device, versions, self.measurement_version])
 
 
+@cache
+def source_state() -> dict[str, Any]:
+    """Returns {"commit", "dirty"} of the code that runs.
+
+    Where there is no git history, LABKIT_COMMIT and LABKIT_DIRTY ("0" or "1") give them; without
+    these, commit is "unknown" and dirty None.
+    """
+    if commit := os.environ.get("LABKIT_COMMIT"):
+        return {"commit": commit, "dirty": os.environ.get("LABKIT_DIRTY", "0") != "0"}
+    unknown = {"commit": "unknown", "dirty": None}
+    if not shutil.which("git") or not (REPOSITORY / ".git").exists():
+        return unknown
+
+    def git(*arguments: str) -> str:
+        return subprocess.check_output(
+            ["git", *arguments], cwd=REPOSITORY, text=True, stderr=subprocess.DEVNULL
+        ).strip()
+
+    try:
+        # Measuring writes under figures/ and re-renders the report; neither changes what is
+        # measured.
+        changed = git("status", "--porcelain", "--", ".", ":!figures", ":!report.md", ":!notebooks")
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changed)}
+    except subprocess.CalledProcessError:  # no commit yet, or a tree that git refuses to read
+        return unknown
+
+
 def check_plausible(metrics: dict[str, float | int | None], longest_ms: float = math.inf) -> None:
     """Raises ValueError for an impossible number, which shows that the measurement is broken.
 
@@ -126,28 +156,26 @@ def check_plausible(metrics: dict[str, float | int | None], longest_ms: float = 
     take, a negative count, more than the datasheet's peak, and a minimum, p20, median and p80 out
     of order.
     """
-    for name, value in metrics.items():
-        if value is None:
-            continue
+    known = {name: value for name, value in metrics.items() if value is not None}
+    for name, value in known.items():
+        is_count = name == "n" or name.startswith("num_") or name.endswith("_bytes")
+        is_time = name.endswith("_ms")
         if not math.isfinite(value):
             raise ValueError(f"{name} is {value}")
-        if value < 0 and (name == "n" or name.startswith("num_") or name.endswith("_bytes")):
+        if is_count and value < 0:
             raise ValueError(f"{name} is {value}: a count cannot be negative")
-        if name.endswith("_ms") and name != "std_ms" and value <= 0:
+        if is_time and value <= 0 and name != "std_ms":
             raise ValueError(f"{name} is {value}: a time must be positive")
-        if name.endswith("_ms") and value > longest_ms:
+        if is_time and value > longest_ms:
             raise ValueError(
                 f"{name} is {value}: longer than the whole measurement's limit of {longest_ms:g} ms"
             )
         if name.endswith("datasheet_fraction") and value > 1:
             raise ValueError(f"{name} is {value:.3f}: more than the datasheet peak of this device")
-    ordered = [(name, metrics[name]) for name in _ORDERED if metrics.get(name) is not None]
-    for (lower, low), (upper, high) in pairwise(ordered):
-        if low > high:
-            raise ValueError(f"{lower} is {low} and {upper} is {high}: out of order")
-
-
-_ORDERED = ("min_ms", "p20_ms", "median_ms", "p80_ms")
+    ordered = [name for name in ("min_ms", "p20_ms", "median_ms", "p80_ms") if name in known]
+    for low, high in pairwise(ordered):
+        if known[low] > known[high]:
+            raise ValueError(f"{low} is {known[low]} and {high} is {known[high]}: out of order")
 
 
 class Kind(NamedTuple):
@@ -157,14 +185,8 @@ class Kind(NamedTuple):
     accepted: str
 
 
-_NUMBER_TYPES = {int, float, type(None)}
-TEXT = Kind(lambda value: type(value) is str, "a text")
-NAME = Kind(lambda value: type(value) is str and value != "", "a non-empty text")
-LIST = Kind(lambda value: type(value) is list, "a list")
-OBJECT = Kind(lambda value: type(value) is dict, "an object")
-COUNT = Kind(lambda value: type(value) is int and value >= 0, "a whole number from 0")
-AMOUNT = Kind(lambda value: type(value) in (int, float) and value >= 0, "a number from 0")
-NUMBER = Kind(lambda value: type(value) in _NUMBER_TYPES, "a number or null")
+def _typed(accepted: str, *types: type) -> Kind:
+    return Kind(lambda value: type(value) in types, accepted)
 
 
 def list_of(types: set[type], accepted: str) -> Kind:
@@ -172,6 +194,15 @@ def list_of(types: set[type], accepted: str) -> Kind:
         lambda values: type(values) is list and types.issuperset(map(type, values)), accepted
     )
 
+
+_NUMBER_TYPES = (int, float, type(None))
+TEXT = _typed("a text", str)
+LIST = _typed("a list", list)
+OBJECT = _typed("an object", dict)
+NUMBER = _typed("a number or null", *_NUMBER_TYPES)
+NAME = Kind(lambda value: type(value) is str and value != "", "a non-empty text")
+COUNT = Kind(lambda value: type(value) is int and value >= 0, "a whole number from 0")
+AMOUNT = Kind(lambda value: type(value) in (int, float) and value >= 0, "a number from 0")
 
 _RECORD = {
     **dict.fromkeys(("notebook", "section", "phase", "device"), NAME),
@@ -181,14 +212,12 @@ _RECORD = {
     "status?": Kind(STATUSES.__contains__, ", ".join(STATUSES)),
     "measurement_version": COUNT,
     "metrics.*": NUMBER,
-    "samples.*": list_of(_NUMBER_TYPES, "a list of numbers and null"),
+    "samples.*": list_of({*_NUMBER_TYPES}, "a list of numbers and null"),
     "telemetry.throttle_reasons?": list_of({str}, "a list of texts"),
     "telemetry.sustained?": OBJECT,
 }
-_DEFAULTS = {
-    f.name: f.default if f.default_factory is MISSING else f.default_factory()
-    for f in fields(Record)
-}
+# None stands for what has no default.
+_DEFAULTS = asdict(Record(None, None, None, None, None, None))
 _HEADER = {"session": TEXT, "shared": OBJECT}
 
 # What the report reads of environment.json.
@@ -242,9 +271,7 @@ def validate(content: Any) -> None:
         if unknown := content.keys() - _DEFAULTS.keys():
             raise ValueError(f"unknown fields {', '.join(sorted(name[:40] for name in unknown))}")
     check_fields(content, _RECORD)
-    for name, value in content.items():
-        if type(value) is dict:
-            _check_values(name, value)
+    _check_values(content)
     metrics = content.get("metrics", {})
     if metrics and (status := content.get("status", "ok")) != "ok":
         raise _unfit("metrics", metrics, f"{{}} where the status is {status}")
@@ -258,26 +285,23 @@ def _unfit(field_name: str, value: Any, accepted: str) -> ValueError:
     return ValueError(f"field {field_name[:80]} is {reprlib.repr(value)}; accepted: {accepted}")
 
 
-def _check_values(name: str, value: Any) -> None:
+def _check_values(holder: dict | list, name: str = "", depth: int = 0) -> None:
     """Raises ValueError for numbers that are not finite or need more than 64 bits, and for too deep
     nesting.
 
     Python parses 1e999 as infinity, and no column of a frame holds 2^80.
     """
-    inside = [value]
-    for _ in range(MAX_DEPTH):
-        inside = [x for outer in inside for x in (outer.values() if type(outer) is dict else outer)]
-        for x in inside:
-            kind = type(x)
-            if (kind is float and not math.isfinite(x)) or (
-                kind is int and not -(2**63) <= x < 2**63
-            ):
-                key = next((f".{key}" for key, held in value.items() if held is x), "")
-                raise _unfit(f"{name}{key}", x, "finite numbers of at most 64 bits")
-        inside = [x for x in inside if type(x) is dict or type(x) is list]
-        if not inside:
-            return
-    raise ValueError(f"field {name} is nested more than {MAX_DEPTH} deep")
+    if depth > MAX_DEPTH:
+        raise ValueError(f"field {name[:80]} is nested more than {MAX_DEPTH} deep")
+    for key, value in holder.items() if type(holder) is dict else enumerate(holder):
+        kind = type(value)
+        if kind is dict or kind is list:
+            _check_values(value, f"{name}.{key}".lstrip("."), depth + 1)
+        elif (kind is float and not math.isfinite(value)) or (
+            kind is int and not -(2**63) <= value < 2**63
+        ):
+            where = f"{name}.{key}".lstrip(".")
+            raise _unfit(where, value, "finite numbers of at most 64 bits")
 
 
 _MARKUP = re.compile(rb"(?i)[<>`]|\](?=\()|\\(?:u00(?:[01].|28|3[ce]|5[cd]|60)|[nrt\\])")
@@ -297,9 +321,8 @@ def _parse(text: bytes) -> Any:
     """Returns the JSON value in UTF-8 `text`; raises ValueError where there is none."""
     try:
         content = json.loads(text.decode("utf-8"))
-        if re.search(
-            rb"\\u[dD][89a-fA-F]", text
-        ):  # half a surrogate pair parses, but cannot be written
+        # Half a surrogate pair parses, but cannot be written.
+        if re.search(rb"\\u[dD][89a-fA-F]", text):
             json.dumps(content, ensure_ascii=False).encode("utf-8")
     except RecursionError:
         raise ValueError("not JSON: nested too deeply") from None
@@ -310,9 +333,8 @@ def _parse(text: bytes) -> Any:
 
 def _line(content: Any) -> bytes:
     """Returns a value as a line of JSON; raises ValueError for what JSON has not."""
-    return (
-        json.dumps(content, sort_keys=True, allow_nan=False, separators=(",", ":")) + "\n"
-    ).encode("utf-8")
+    text = json.dumps(content, sort_keys=True, allow_nan=False, separators=(",", ":"))
+    return f"{text}\n".encode()
 
 
 def _rounded(value: Any, digits: int = 7) -> Any:
@@ -323,12 +345,12 @@ def _rounded(value: Any, digits: int = 7) -> Any:
         return float(f"{value:.{digits}g}")
     if isinstance(value, dict):
         return {
-            k: _rounded(v, 4 if k.endswith(("_fraction", "_error")) else digits)
-            for k, v in value.items()
+            name: _rounded(inner, 4 if name.endswith(("_fraction", "_error")) else digits)
+            for name, inner in value.items()
         }
-    return (
-        [_rounded(inner, digits) for inner in value] if isinstance(value, list | tuple) else value
-    )
+    if isinstance(value, list | tuple):
+        return [_rounded(inner, digits) for inner in value]
+    return value
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
@@ -366,7 +388,7 @@ def _read_object(path: Path, kinds: Mapping[str, Kind]) -> dict[str, Any] | None
     try:
         content = _parse(_plain(text))
         check_fields(content, kinds)
-        _check_values("at the top", content)
+        _check_values(content)
     except ValueError as error:
         raise RecordError(f"{path}: {error}") from error
     return content
@@ -415,12 +437,11 @@ def folder_of(root: Path, device: str, notebook: str) -> Path:
     most GPUs count.
     """
     holders = {path.parent.parent.name for path in root.glob(f"*/records/{notebook}.jsonl")}
-    counts = [
-        int(name.split("x-")[0])
-        for name in holders
-        if re.fullmatch(rf"\d+x-{re.escape(device)}", name)
-    ]
-    return root / (device if device in holders or not counts else f"{max(counts)}x-{device}")
+    several = re.compile(rf"(\d+)x-{re.escape(device)}")
+    counts = [int(match[1]) for match in map(several.fullmatch, holders) if match]
+    if device in holders or not counts:
+        return root / device
+    return root / f"{max(counts)}x-{device}"
 
 
 def measured_devices(root: Path) -> list[str]:
@@ -472,8 +493,8 @@ class RecordStore:
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
-        # The file's state when it was last read or written, and by session what its records share.
-        self._known: tuple[tuple[int, ...], dict[str, Any]] = (), {}
+        # What this store has written down that the records of a session share.
+        self._shared: dict[str, dict[str, Any]] = {}
 
     def append(self, record: Record) -> None:
         """Writes one record as one line and returns after it has reached the disk.
@@ -490,31 +511,31 @@ class RecordStore:
         content["reason"] = record.reason.encode("utf-8", "backslashreplace").decode("utf-8")
         content = _parse(_line(content))
         validate(content)
+        session = {"session": record.session}
         shared = {name: content.pop(name) for name in SHARED}
-        session = {"session": content.pop("session")}
-        own = session | {name: value for name, value in content.items() if value != _DEFAULTS[name]}
-        if self._known[0] != self.state():  # others have changed it
-            self.load()
-        known = self._known[1]
-        header = b"" if known.get(record.session) == shared else _line(session | {"shared": shared})
+        own = {name: value for name, value in content.items() if value != _DEFAULTS[name]}
+        line = _line(session | own)
+        if self._shared.get(record.session) != shared:
+            line = _line(session | {"shared": shared}) + line
         try:
             with open(self.path, "ab") as file:
-                file.write(header + _line(own))
+                file.write(line)
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
             raise RecordError(
                 f"{self.path}: {record.identity} cannot be written ({error.strerror})"
             ) from error
-        self._known = self.state(), known | {record.session: shared}
+        self._shared[record.session] = shared
 
     def state(self) -> tuple[int, ...]:
         """Returns what is another whenever the file is: its size and its time; () without a
         file.
         """
-        return (
-            (self.path.stat().st_size, self.path.stat().st_mtime_ns) if self.path.exists() else ()
-        )
+        if not self.path.exists():
+            return ()
+        status = self.path.stat()
+        return status.st_size, status.st_mtime_ns
 
     def load(self, *, plain: bool = False) -> list[Record]:
         """Returns every record, oldest first; `plain`: their texts so that Markdown shows them as
@@ -523,26 +544,26 @@ class RecordStore:
         A killed run may leave a torn last line, which is skipped. Any other line that is not a
         record raises RecordError with file and line.
         """
-        state, content = self.state(), _read_bytes(self.path) or b""
-        content = _plain(content) if plain else content
-        records, shared, header = [], {}, {}
-        for number, line in enumerate(
-            content[: len(content) - _num_torn(content)].splitlines(), start=1
-        ):
+        text = _read_bytes(self.path) or b""
+        if plain:
+            text = _plain(text)
+        records, shared, session = [], {}, ""
+        lines = text[: len(text) - _num_torn(text)].splitlines()
+        for number, line in enumerate(lines, start=1):
             try:
                 content = _parse(line)
                 if type(content) is dict and "shared" in content:
                     check_fields(content, _HEADER)
-                    shared[content["session"]], header = content["shared"], content
+                    session = content["session"]
+                    shared[session] = content["shared"]
                     continue
                 if type(content) is dict:
-                    content = {"session": header.get("session", "")} | content
+                    content = {"session": session} | content
                     content = shared.get(str(content["session"]), {}) | content
                 validate(content)
             except ValueError as error:
                 raise RecordError(f"{self.path}, line {number}: {error}") from error
             records.append(Record(**content))
-        self._known = state, shared
         return records
 
     def repair(self) -> None:
@@ -643,20 +664,13 @@ def to_frame(records: Iterable[Record]) -> "pd.DataFrame":
     import pandas as pd
 
     columns = ("section", "phase", "status", "reason", "samples", "observed", "session")
-    return pd.DataFrame(
-        [
-            {
-                **{name: getattr(record, name) for name in columns},
-                "disturbed": bool(record.telemetry.get("disturbed", False)),
-                **record.case,
-                **record.metrics,
-                **{f"timer_{name}": value for name, value in record.timer.items()},
-                **{
-                    key: record.telemetry["sustained"][key]
-                    for key in ("drift", "no_energy")
-                    if key in record.telemetry.get("sustained", ())
-                },
-            }
-            for record in records
-        ]
-    )
+    rows = []
+    for record in records:
+        row = {name: getattr(record, name) for name in columns}
+        row["disturbed"] = bool(record.telemetry.get("disturbed", False))
+        row |= record.case | record.metrics
+        row |= {f"timer_{name}": value for name, value in record.timer.items()}
+        sustained = record.telemetry.get("sustained", {})
+        row |= {name: sustained[name] for name in ("drift", "no_energy") if name in sustained}
+        rows.append(row)
+    return pd.DataFrame(rows)

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from labkit import hardware, notebooks
+from labkit import device, notebooks
+from labkit.device import Device, cpu_name, slugify
 from labkit.experiments.sweep import Case, Measured
 from labkit.records import HOST_SECTION, Record, RecordStore
 
-CPU = hardware.Device("cpu", "a processor", "cpu-a-processor")
-H200 = hardware.Device("cuda", "NVIDIA H200", "nvidia-h200")
+CPU = Device("cpu", "a processor", "cpu-a-processor")
+H200 = Device("cuda", "NVIDIA H200", "nvidia-h200")
 H200_BYTES = 150_109_880_320
 
 
@@ -26,7 +27,9 @@ def on_a_cpu(monkeypatch, *, is_detected: bool = True) -> Iterator[None]:
     One thread, since threads that wait for one another on a busy machine wait long.
     """
     if is_detected:
-        monkeypatch.setattr(hardware, "detect", lambda: CPU)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+        monkeypatch.setattr(device, "cpu_name", lambda: CPU.name)
     precision, num_threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -90,7 +93,7 @@ def execute_smoke(notebook: str, output: Path, **environment: str):
     """The notebook executed in the smoke profile without a GPU; returns the device's folder and
     what it became.
     """
-    slug = f"cpu-{hardware.slugify(hardware.cpu_name())}"
+    slug = f"cpu-{slugify(cpu_name())}"
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"CUDA_VISIBLE_DEVICES": "", **environment}.items():
             patch.setenv(name, value)

@@ -31,9 +31,11 @@ from pathlib import Path
 
 import numpy as np
 
-from labkit import hardware
+from labkit.device import detect
 from labkit.experiments import sweep
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Session, Skip
+from labkit.monitor import descendants
+from labkit.records import source_state
 
 MEASUREMENT_VERSION = 1
 NOTEBOOK = "90_faulty_experiment"
@@ -100,10 +102,10 @@ def _end_when_done(case: Case) -> None:
 
 def _watch_the_session(case: Case) -> None:
     session = multiprocessing.parent_process().pid
-    own = {str(os.getpid()), *hardware._descendants()}
+    own = {str(os.getpid()), *descendants()}
 
     def cpu_ms_of_others() -> float:
-        others = {str(session), *hardware._descendants(str(session))} - own
+        others = {str(session), *descendants(str(session))} - own
         tasks = [task for pid in others for task in Path(f"/proc/{pid}/task").iterdir()]
         return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e6
 
@@ -272,7 +274,7 @@ class FaultySession(Session):
 
 def open_session(output: Path | str, plan: Sequence[Case], *, fresh: bool = False) -> Session:
     """Returns a session of `plan` on this machine that records under `output`."""
-    device = hardware.detect().slug
+    device = detect().slug
     options = {"plan": plan}
     session = FaultySession(
         NOTEBOOK, device=device, profile="smoke", output=output, fresh=fresh, options=options
@@ -293,7 +295,7 @@ def serve() -> None:
 
     sweep.PRELOADED = ()  # workers that need no compiler need not wait for it
 
-    hardware.source_state()
+    source_state()
     for line in sys.stdin:
         request = json.loads(line)
         pid = os.fork()

@@ -122,7 +122,10 @@ def test_a_case_gives_times_bytes_and_errors_under_its_own_label(impl, precision
     shape = (8, 32, 16, ELEMENT_BYTES[precision])
     forward = measured["forward"].metrics
     assert forward["saved_bytes"] == accounting.attention_saved_bytes(kind, *shape)
-    assert forward["in_use_bytes"] == accounting.attention_in_use_bytes(kind, *shape)
+    # Of inputs and output: math in fp32 keeps v, which needs no scaling.
+    not_kept = {"fused": 0, "eager": 1, "math": 3 if precision == "fp32" else 4}[kind]
+    row_bytes = 8 * 32 * 16 * ELEMENT_BYTES[precision]
+    assert forward["in_use_bytes"] == forward["saved_bytes"] + not_kept * row_bytes
     names = {name for name in measured["backward"].metrics if name.endswith("_error")}
     assert names == {"dq_relative_error", "dk_relative_error", "dv_relative_error"}
     for phase in measured.values():

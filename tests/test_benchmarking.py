@@ -17,7 +17,7 @@ import pytest
 import torch
 from chapters import CPU, H200, in_section, on_a_cpu
 
-from labkit import accounting, hardware
+from labkit import accounting
 from labkit.configs import (
     BENCHMARKING,
     COMPILE_PHASES,
@@ -26,7 +26,8 @@ from labkit.configs import (
     STEP_PHASES,
     model_config,
 )
-from labkit.experiments import benchmarking, open_session, step
+from labkit.device import Device, detect
+from labkit.experiments import benchmarking, open_session, sections, step
 from labkit.experiments.benchmarking import cases, run_case
 from labkit.experiments.ceilings import ceiling_name
 from labkit.experiments.sections import Timed
@@ -35,7 +36,7 @@ from labkit.experiments.sweep import Case, Skip
 from labkit.measure import timing
 from labkit.models.transformer import TransformerLM
 
-V100 = hardware.Device("cuda", "Tesla V100-SXM2-16GB", "tesla-v100-sxm2-16gb")
+V100 = Device("cuda", "Tesla V100-SXM2-16GB", "tesla-v100-sxm2-16gb")
 THREE = {"num_warmup": 1, "min_samples": 3, "max_samples": 3, "time_limit_s": 1e9}
 FULL_SIZES = ("small", "medium", "large", "xl-2025", "2.7b", "10b")
 FULL_SHAPES = tuple(itertools.product(FULL_SIZES, (128, 256, 512, 1024, 2048)))
@@ -402,7 +403,7 @@ def test_warmup_keeps_every_step_from_the_first_that_the_model_makes(monkeypatch
 def test_a_precision_that_a_device_lacks_is_skipped_before_a_model_is_built(
     monkeypatch, section, device, precision
 ):
-    monkeypatch.setattr(benchmarking.hardware, "detect", lambda: device)
+    monkeypatch.setattr(sections, "detect", lambda: device)
     monkeypatch.setattr(step, "Step", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (7, 0))
     monkeypatch.setattr(
@@ -541,7 +542,7 @@ def test_compiling_is_timed_as_a_phase_of_its_own_and_only_there(counted_compile
 @pytest.mark.slow
 def test_a_session_measures_the_narrowed_steps_on_this_machine(tmp_path, monkeypatch):
     monkeypatch.undo()  # this one is of the machine's own device
-    device = hardware.detect()
+    device = detect()
     options = {
         "measure": True,
         "device": device.slug,

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 import triton.errors
 from chapters import CPU, in_section, on_a_cpu
 
-from labkit import hardware
 from labkit.configs import PASSES
+from labkit.device import Device
 from labkit.experiments import contest, flash_attention, operations, sections, siglip2
 from labkit.experiments.flash_attention import run_case
 from labkit.experiments.sweep import Case, Measured, Skip
@@ -218,7 +218,7 @@ def test_what_cannot_be_captured_is_timed_with_events_and_its_launch_apart(monke
     """
     asked, replayed = [], ["flex"]
     operation = types.SimpleNamespace(
-        device=hardware.Device("cuda", "a GPU", "a-gpu"),
+        device=Device("cuda", "a GPU", "a-gpu"),
         baseline=None,
         call=lambda impl, name: lambda: impl,
     )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from chapters import CPU, H200
 
-from labkit import hardware
+from labkit import device
 from labkit.configs import FIGURES, REFERENCE_DEVICE, RequestError
 from labkit.experiments import distributed, shared_step
 from labkit.experiments.sweep import Case, Skip
@@ -19,7 +19,7 @@ STEP = {"size": "nano", "context": 32, "precision": "fp32", "compile": "none", "
 
 def test_cases_run_what_the_machine_has_gpus_for(monkeypatch):
     for cores, expected in ((1, [2]), (3, [2]), (4, [2, 4])):
-        monkeypatch.setattr(distributed.hardware, "num_usable_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(distributed, "num_usable_cores", lambda cores=cores: cores)
         smoke = distributed.cases("smoke", "cpu")
         assert [case.parameters for case in smoke if case.section == "collectives"] == [
             {"world_size": n, "transport": "gloo"} for n in expected
@@ -205,9 +205,9 @@ def test_records_of_several_devices_stand_in_for_those_of_one(tmp_path):
 
 
 def test_several_gpus_are_one_device_for_notebook_07_alone(monkeypatch):
-    monkeypatch.setattr(hardware, "detect", lambda: H200)
+    monkeypatch.setattr(device, "detect", lambda: H200)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert hardware.measured_by("07_distributed").slug == "2x-nvidia-h200"
-    assert hardware.measured_by("01_benchmarking") == H200
+    assert device.measured_by("07_distributed").slug == "2x-nvidia-h200"
+    assert device.measured_by("01_benchmarking") == H200
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert hardware.measured_by("07_distributed") == H200
+    assert device.measured_by("07_distributed") == H200

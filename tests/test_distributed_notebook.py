@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from labkit import accounting, communication
+from labkit import accounting
 from labkit.configs import REFERENCE_DEVICE, model_config
 from labkit.report import distributed as report
 from labkit.report import verdicts
@@ -92,7 +92,7 @@ def test_limits_leave_adamw_out_and_take_the_rate_of_an_all_reduce():
     row = report.added(STEPS, PROFILES, LINKS).iloc[0]
     flops = accounting.phase_flops(model_config("2.7b"), 4, 512, "forward_backward", causal=True)
     assert row["rate_tflops"] == pytest.approx(flops / 0.080 / 1e12)
-    gradients = communication.ring_seconds("all_reduce", 4, 2, 250e9)  # of a parameter
+    gradients = accounting.ring_seconds("all_reduce", 4, 2, 250e9)  # of a parameter
     assert 4 * row["least_tokens"] / (1e12 * row["rate_tflops"]) == pytest.approx(gradients)
     pairs = report.added(STEPS, PROFILES, report.most_ranks(NOTHING))
     assert measured(pairs, "least_tokens", phase="fsdp", **LARGE).missing, "no link was measured"
@@ -130,7 +130,7 @@ def test_memory_is_predicted_for_the_ways_that_shard():
     for row in found.to_dict("records")[1:]:
         stage = 3 if row["phase"] == "fsdp" else 1
         assert row["predicted_bytes"] == sum(
-            communication.zero_bytes(1000, 2, stage, compute_bytes=0).values()
+            accounting.zero_bytes(1000, 2, stage, compute_bytes=0).values()
         )
     fact = agreement(found, "after_step_bytes", "predicted_bytes", 0.005, lambda row: row["phase"])
     assert (fact["value"], fact["case"]) == ("1 of 2", "fsdp")

@@ -151,11 +151,11 @@ def test_the_grid_has_every_length_and_times_alone_what_materialises_the_scores(
 
 
 def test_kernels_are_interpreted_only_where_triton_is_not_loaded_yet(monkeypatch):
-    monkeypatch.setattr(lessons.hardware, "detect", lambda: CPU)
+    monkeypatch.setattr(lessons, "detect", lambda: CPU)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(RuntimeError, match="restart the kernel"):
         lessons.interpret_kernels()
-    monkeypatch.setattr(lessons.hardware, "detect", lambda: dataclasses.replace(CPU, kind="cuda"))
+    monkeypatch.setattr(lessons, "detect", lambda: dataclasses.replace(CPU, kind="cuda"))
     lessons.interpret_kernels()
     assert "TRITON_INTERPRET" not in os.environ
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from chapters import CPU, in_section, measure, on_a_cpu
 
-from labkit import hardware
+from labkit.device import detect
 from labkit.experiments import benchmarking, graphed_step
 from labkit.experiments.benchmarking import cases, run_case
 from labkit.experiments.graphed_step import capture_step, compared, trained
@@ -119,7 +119,7 @@ def test_out_of_memory_in_a_capture_is_that_and_not_the_broken_capture(monkeypat
 def test_a_graph_trains_as_the_called_step_on_the_gpu(compile, impl, attention):
     options = {"compile": compile, "attention": attention, "impl": impl}
     asked = step_parameters("nano", 16, "bf16", **options)
-    step = Step(hardware.detect(), asked, capturable=True)
+    step = Step(detect(), asked, capturable=True)
     _, metrics = capture_step(step)
     assert metrics["update_difference"] < 0.1 and metrics["peak_bytes"] > 0
     assert step.described() == asked

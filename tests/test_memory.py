@@ -15,7 +15,7 @@ from chapters import CPU
 from torch import nn
 
 from labkit import accounting
-from labkit.configs import MEMORY, ModelConfig, model_config
+from labkit.configs import FIGURES, MEMORY, ModelConfig, model_config
 from labkit.experiments import memory as experiment
 from labkit.experiments import step as steps
 from labkit.measure import snapshots
@@ -547,13 +547,7 @@ def test_activation_bytes_are_what_autograd_keeps(shape, precision, attention, d
 
 def test_on_an_h200_the_peaks_of_notebook_01_are_predicted():
     """Within 3 %, and 96 MiB of workspaces, which notebook 01 counts in."""
-    path = (
-        experiment.hardware.REPOSITORY
-        / "figures"
-        / "nvidia-h200"
-        / "records"
-        / "01_benchmarking.jsonl"
-    )
+    path = FIGURES / "nvidia-h200" / "records" / "01_benchmarking.jsonl"
     compared = 0
     for record in newest(RecordStore(path).load()):
         case = record.case

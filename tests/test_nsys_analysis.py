@@ -10,8 +10,9 @@ import pytest
 import torch
 from chapters import CPU, H200, H200_BYTES, execute_smoke, finished, on_a_cpu
 
-from labkit import accounting, hardware
+from labkit import accounting
 from labkit.configs import FIGURES, NSYS_ANALYSIS, model_config
+from labkit.device import detect
 from labkit.experiments import nsys_analysis as experiment
 from labkit.experiments.nsys_analysis import cases
 from labkit.experiments.step import Step
@@ -179,7 +180,7 @@ def gpu_capture():
         (parameters("small", 512, precision, attention), ("inference", "train_step"))
         for precision, attention in (("fp32", "eager"), ("bf16", "auto"))
     ]
-    return experiment._capture_group(nsys, hardware.detect(), group, 300.0)
+    return experiment._capture_group(nsys, detect(), group, 300.0)
 
 
 @pytest.mark.gpu
@@ -211,7 +212,7 @@ def test_nsys_captures_steps_whose_kernels_are_all_in_their_phases(gpu_capture):
 @pytest.mark.gpu
 def test_torch_profiler_gives_the_same_table_as_nsys(gpu_capture):
     case = dataclasses.replace(cases("full", "cuda", sizes=["small"], contexts=[512])[0])
-    with experiment.workload(hardware.detect(), case) as workload:
+    with experiment.workload(detect(), case) as workload:
         ours = experiment._capture_here(workload, case, "train_step")
     theirs = gpu_capture[experiment._key(case.parameters, "train_step")]()
     assert ours.observed["profiler"] == "kineto"

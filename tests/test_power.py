@@ -10,9 +10,9 @@ import types
 import pytest
 import torch
 
-from labkit.hardware import Reading
 from labkit.measure import power
 from labkit.measure.power import sustained
+from labkit.monitor import Reading
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -247,14 +247,14 @@ def test_a_cpu_has_times_and_no_energy():
 def test_joules_of_a_matrix_product_agree_with_the_counter_read_by_hand():
     import time
 
-    from labkit import hardware
+    from labkit.monitor import nvml_handle, open_nvml
 
     n = 8192
     a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    with hardware._nvml() as nvml:
+    with open_nvml() as nvml:
         if nvml is None:
             pytest.skip("needs NVML")
-        handle = hardware._nvml_handle(nvml)
+        handle = nvml_handle(nvml)
         try:
             nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
         except nvml.NVMLError:

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import labkit
+from labkit.device import checks
 from labkit.measure import profiling
 from labkit.measure.profiling import (
     OUTSIDE,
@@ -894,7 +895,7 @@ def fake(tmp_path, monkeypatch):
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
     (target / "leaves").write_text(".nsys-rep")
     (target / "export.sqlite").write_bytes(FIXTURE.read_bytes())
-    monkeypatch.setattr(profiling.hardware, "find_nsys", lambda: str(target / "nsys"))
+    monkeypatch.setattr(profiling, "find_nsys", lambda: str(target / "nsys"))
     return target
 
 
@@ -906,9 +907,9 @@ def test_nsys_is_found_with_its_version_and_the_importer_beside_it(fake, monkeyp
     nsys = Nsys.find()
     assert nsys.version == "2025.3.1.90"
     assert Path(nsys.importer).name == "QdstrmImporter"
-    monkeypatch.setattr(profiling.hardware, "find_nsys", lambda: None)
+    monkeypatch.setattr(profiling, "find_nsys", lambda: None)
     assert Nsys.find() is None
-    monkeypatch.setattr(profiling.hardware, "find_nsys", lambda: "/bin/false")
+    monkeypatch.setattr(profiling, "find_nsys", lambda: "/bin/false")
     assert Nsys.find() is None
 
 
@@ -1009,7 +1010,7 @@ def test_an_nsys_that_cannot_read_its_captures_is_not_used(fake, capsys, leaves,
     assert capsys.readouterr().err == (
         f"labkit: torch.profiler takes the place of nsys: {failure}\n" if failure else ""
     )
-    (check,) = (one for one in profiling.hardware.checks(Nsys.find().failure) if one.name == "nsys")
+    (check,) = (one for one in checks(Nsys.find().failure) if one.name == "nsys")
     assert (check.present, check.detail) == (not failure, failure or "found")
 
 

@@ -31,7 +31,8 @@ import faulty_experiment
 from faulty_experiment import MARK, NOTEBOOK, PHASES, make_case, open_session
 
 import labkit.experiments
-from labkit import cli, configs, hardware
+from labkit import cli, configs
+from labkit.device import detect, software_versions
 from labkit.experiments import sweep
 from labkit.records import Record, RecordError, RecordStore, newest
 
@@ -71,7 +72,7 @@ def started(log: Path, name: str) -> list[str]:
 
 
 def folder(output: Path) -> Path:
-    return output / hardware.detect().slug
+    return output / detect().slug
 
 
 def store(output: Path) -> RecordStore:
@@ -550,12 +551,12 @@ BUSY_CORE = r"""
 import os, subprocess, sys
 from pathlib import Path
 from dataclasses import replace
-from labkit import hardware
+from labkit.device import detect, software_versions
 from labkit.experiments import open_session
 
 def measure(folder):
     session = open_session("01_benchmarking", measure=True,
-                           device=hardware.detect().slug, profile="smoke",
+                           device=detect().slug, profile="smoke",
                            output=folder, fresh=True, sizes=["nano"], contexts=[64])
     session.cases = [replace(case, phases=("forward", "train_step"), time_limit_s=0.2)
                      for case in session.cases if case.section == "steps"][:1]
@@ -607,11 +608,11 @@ def test_what_is_recorded_is_not_run_again_whatever_its_status(output, log):
 def test_another_machine_of_the_same_name_measures_again(output, log, monkeypatch):
     plan = [make_case("a", log)]
     run(output, plan)
-    monkeypatch.setattr(hardware, "machine_id", lambda: "another")
+    monkeypatch.setattr(sweep, "machine_id", lambda: "another")
     run(output, plan)
     run(output, plan)
     assert len(started(log, "a")) == 2 * len(PHASES)
-    records = RecordStore(output / hardware.detect().slug / "records" / f"{NOTEBOOK}.jsonl").load()
+    records = RecordStore(output / detect().slug / "records" / f"{NOTEBOOK}.jsonl").load()
     machines = [record.machine for record in records if record.section == plan[0].section]
     assert (
         len(machines) == 2 * len(PHASES)
@@ -694,13 +695,13 @@ def test_the_records_say_what_they_came_from(output, log):
         assert (record.notebook, record.section, record.device) == (
             NOTEBOOK,
             "steps",
-            hardware.detect().slug,
+            detect().slug,
         )
-        assert record.software == hardware.software_versions()
+        assert record.software == software_versions()
         assert (record.session, record.measurement_version) == (session.id, 1)
         assert (record.metrics["median_ms"], record.samples) == (1.5, {"step_ms": [1.0, 2.0]})
     environment = json.loads((folder(output) / "environment.json").read_text())
-    assert environment["device"]["slug"] == hardware.detect().slug
+    assert environment["device"]["slug"] == detect().slug
 
 
 def test_finish_counts_what_of_the_grid_has_no_record(output, log, monkeypatch):
@@ -717,7 +718,7 @@ def test_finish_counts_what_of_the_grid_has_no_record(output, log, monkeypatch):
 
 def request_session(output: Path, **changes):
     arguments = {
-        "device": hardware.detect().slug,
+        "device": detect().slug,
         "profile": "smoke",
         "output": str(output),
         "fresh": False,
@@ -728,7 +729,7 @@ def request_session(output: Path, **changes):
 @pytest.mark.parametrize(
     ("changes", "accepted"),
     [
-        ({"device": "nvidia-h9000"}, lambda: [hardware.detect().slug]),
+        ({"device": "nvidia-h9000"}, lambda: [detect().slug]),
         ({"profile": "quick"}, lambda: configs.PROFILES),
         ({"sizes": ["huge"]}, lambda: [*configs.SIZES, *configs.SIZE_ALIASES]),
         ({"sizes": ["xl"]}, lambda: ["xl-2025", "xl-2026"]),
@@ -913,8 +914,8 @@ def lock(tmp_path, monkeypatch):
     """Returns a function that takes the lock of a device of the given key without waiting."""
 
     def take(key: str = "cpu"):
-        monkeypatch.setattr(hardware, "device_key", lambda device: key)
-        return sweep.measuring_lock(hardware.detect(), NOTEBOOK, tmp_path, wait=False)
+        monkeypatch.setattr(sweep, "device_key", lambda device: key)
+        return sweep.measuring_lock(detect(), NOTEBOOK, tmp_path, wait=False)
 
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
     (tmp_path / "runtime").mkdir(mode=0o700)

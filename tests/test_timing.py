@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from labkit import hardware
 from labkit.configs import LAUNCH_BOUND
+from labkit.device import detect
 from labkit.measure import timing
 from labkit.measure.timing import (
     METHODS,
@@ -545,7 +545,7 @@ def test_the_methods_agree_on_known_bytes():
         else:
             assert timed.host_ms == timed.launch_ms == ()
     assert max(medians.values()) <= 1.05 * min(medians.values()), medians
-    peaks = hardware.detect().peaks
+    peaks = detect().peaks
     if peaks:
         # Each byte is read once and written once; more than the memory can is a broken clock.
         assert 2 * num_bytes / (min(medians.values()) * 1e-3) <= peaks.memory_gb_per_s * 1e9

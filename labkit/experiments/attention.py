@@ -14,8 +14,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from labkit import hardware, numerics
+from labkit import numerics
 from labkit.configs import ATTENTION, MATERIALISING, Grid, narrowed
+from labkit.device import Device
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
 from labkit.experiments.contest import attention_formula, by_formula
 from labkit.experiments.sections import (
@@ -119,7 +120,7 @@ def _calls(grid: Grid) -> Iterator[tuple[str, str, int, int]]:
                 yield "compiled_heads", precision, grid.long_d_head, length
 
 
-def _require_room(device: hardware.Device, parameters: dict) -> None:
+def _require_room(device: Device, parameters: dict) -> None:
     """Raises Skip where half the length cannot fit either: this is then not the first length to run
     out of memory.
     """
@@ -143,7 +144,7 @@ class AttentionCall:
     attention.
     """
 
-    def __init__(self, device: hardware.Device, parameters: dict):
+    def __init__(self, device: Device, parameters: dict):
         self.device, self.impl = device, parameters["impl"]
         if self.impl not in _NODES:
             accepted = ", ".join(_NODES)
@@ -284,7 +285,7 @@ class AttentionCall:
 
 
 @contextlib.contextmanager
-def _attention_call(device: hardware.Device, case: Case) -> Iterator[AttentionCall]:
+def _attention_call(device: Device, case: Case) -> Iterator[AttentionCall]:
     _require_room(device, case.parameters)
     with contextlib.closing(AttentionCall(device, case.parameters)) as call:
         if call.impl in SDPA_BACKENDS:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from labkit import hardware
 from labkit.configs import (
     BENCHMARKING,
     COMPILE_MODES,
@@ -27,6 +26,7 @@ from labkit.configs import (
     WARMUP_PHASES,
     narrowed,
 )
+from labkit.device import Device
 from labkit.experiments.ceilings import (
     CEILINGS,
     ceiling_cases,
@@ -114,9 +114,7 @@ def cases(
     return found
 
 
-def run_executions(
-    device: hardware.Device, case: Case, ceilings: dict[str, float]
-) -> Iterator[PhaseRun]:
+def run_executions(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
     """Yields the training step as it is called, and as one CUDA graph that must train as the called
     one does.
     """
@@ -137,13 +135,13 @@ def _measure_execution(step: Step, case: Case, phase: str, ceilings: dict[str, f
     return found.measured(metrics, step.described(), step.observed(), keep="step_ms")
 
 
-def require_graphs(device: hardware.Device) -> None:
+def require_graphs(device: Device) -> None:
     """Raises Skip where there are no CUDA graphs."""
     if device.kind != "cuda":
         raise Skip(f"{device.name} has no CUDA graphs")
 
 
-def _measure_timer(device: hardware.Device, case: Case, method: str) -> Measured:
+def _measure_timer(device: Device, case: Case, method: str) -> Measured:
     """A kernel of known bytes by each method of the timer; "independent" shares no code with any of
     them.
 
@@ -167,7 +165,7 @@ def _measure_timer(device: hardware.Device, case: Case, method: str) -> Measured
 
 
 def _time_queued_calls(
-    device: hardware.Device, function: Callable, source: torch.Tensor, num_calls: int
+    device: Device, function: Callable, source: torch.Tensor, num_calls: int
 ) -> float:
     """Returns the time (ms) of one of so many calls that are queued between two events, or readings
     of the clock.

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.overrides import TorchFunctionMode
 
-from labkit import hardware
+from labkit.device import detect
 from labkit.experiments.sections import empty_cache
 from labkit.experiments.step import Step, step_parameters
 from labkit.measure import profiling
@@ -180,7 +180,7 @@ def run_step(
     1".
     """
     parameters = step_parameters(size, int(context), precision, attention=attention)
-    with contextlib.closing(Step(hardware.detect(), parameters)) as step:
+    with contextlib.closing(Step(detect(), parameters)) as step:
         warm_up(step, phase)
         capture_steps(step, phase, marker, "labkit")
 
@@ -199,7 +199,7 @@ def keep_capture(case: Sequence[str], output: Path) -> Path:
     """Captures a case as `run_step` takes it by nsys, else by torch.profiler; returns the file.
     Raises as they do.
     """
-    device = hardware.detect()
+    device = detect()
     nsys = Nsys.usable() if device.kind == "cuda" else None
     if nsys:
         path = output.with_name(f"{output.name}.nsys-rep")

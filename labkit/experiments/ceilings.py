@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from labkit import hardware, numerics
+from labkit import numerics
+from labkit.device import Device
 from labkit.experiments.sections import Timed, section, sustained_metrics, timed
 from labkit.experiments.sweep import Case, Measured
 from labkit.measure.timing import time_callable
@@ -56,7 +57,7 @@ def ceiling_rates(case: Case, measured: Measured) -> dict[str, float]:
     }
 
 
-def _measure(device: hardware.Device, case: Case, phase: str) -> Measured:
+def _measure(device: Device, case: Case, phase: str) -> Measured:
     """C = A·B, all n × n, of random normal data (zeros would draw less power), or a copy inside the
     device.
     """
@@ -89,7 +90,7 @@ def _measure(device: hardware.Device, case: Case, phase: str) -> Measured:
     )
 
 
-def _burst(device: hardware.Device, function: Callable, *inputs: torch.Tensor) -> Timed:
+def _burst(device: Device, function: Callable, *inputs: torch.Tensor) -> Timed:
     """Returns the times of `function(*inputs)`, on a GPU of ten calls after a second's rest.
 
     A GPU at its power limit, by what ran before or by many calls, is up to a fifth slower.
@@ -104,21 +105,19 @@ CEILINGS = {SESSION_SECTION: section(_measure)}
 """The section, as an experiment's table takes it."""
 
 
-def timed_call(
-    device: hardware.Device, function: Callable, *inputs: torch.Tensor, **options
-) -> Timed:
+def timed_call(device: Device, function: Callable, *inputs: torch.Tensor, **options) -> Timed:
     """Returns the times of `function(*inputs)` within the limit of a ceiling."""
     options |= {"device_kind": device.kind, "time_limit_s": CEILING_TIME_S[device.kind]}
     return timed(device, time_callable, function, inputs=[inputs], **options)
 
 
-def copy_buffers(device: hardware.Device) -> tuple[torch.Tensor, torch.Tensor]:
+def copy_buffers(device: Device) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a target and a source of COPY_BYTES each."""
     source = torch.randn(COPY_BYTES[device.kind] // 4, device=device.kind)
     return torch.empty_like(source), source
 
 
-def copy_rate(device: hardware.Device, source: torch.Tensor, time_ms: float) -> dict:
+def copy_rate(device: Device, source: torch.Tensor, time_ms: float) -> dict:
     """Returns the rate at which `source` was read and as much written, and its share of the
     datasheet's.
     """

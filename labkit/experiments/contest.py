@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from labkit import hardware, numerics
+from labkit import numerics
 from labkit.configs import PASSES
+from labkit.device import Device
 from labkit.experiments.sections import (
     Runner,
     Timed,
@@ -35,6 +36,7 @@ from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
 from labkit.kernels.reference import attention_reference
 from labkit.measure import timing as timer
 from labkit.measure.timing import Comparison, compare, on_capture_stream, time_callable
+from labkit.monitor import Monitor
 
 LAUNCH_LIMIT_MS = 10.0
 """A call that takes longer has no launch to speak of, and its launch is not measured."""
@@ -237,7 +239,7 @@ def attention_formula(
 
 
 def rate_metrics(
-    device: hardware.Device,
+    device: Device,
     ceilings: dict[str, float],
     median_ms: float,
     precision: str,
@@ -261,7 +263,7 @@ def rate_metrics(
 
 
 def contest_section(
-    problem: Callable[[hardware.Device, dict], Operation], *, is_ranking: bool = False
+    problem: Callable[[Device, dict], Operation], *, is_ranking: bool = False
 ) -> Runner:
     """Returns the runner of a section whose cases are contests.
 
@@ -270,7 +272,7 @@ def contest_section(
         is_ranking: more samples, and the times once more by another method of the timer.
     """
 
-    def run(device: hardware.Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
+    def run(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
         for module in getattr(case, "modules", ()):
             importlib.import_module(module)
         # A graph whose buffers are given to the first backward pass can have no second one.
@@ -362,7 +364,7 @@ class Contest:
             "num_warmup": 1,
             "num_rounds": max(MIN_ROUNDS, min(max_rounds, num_rounds)),
         }
-        with hardware.Monitor(kind) as monitor:
+        with Monitor(kind) as monitor:
             comparison = _compared(calls, limits)
         metrics: dict[str, dict] = {impl: {} for impl in impls}
         if baseline:

@@ -17,14 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from labkit import hardware
-from labkit.communication import OPERATIONS
+from labkit.accounting import OPERATIONS
 from labkit.configs import DISTRIBUTED, narrowed
+from labkit.device import Device, gpu_links, num_usable_cores
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
 from labkit.experiments.sections import run_section
 from labkit.experiments.shared_step import NUM_WARMUP, WAYS, steps_rank
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
 from labkit.measure.timing import Timing
+from labkit.monitor import Monitor
 from labkit.parallel.collectives import time_collective
 from labkit.parallel.launch import RankError, launch
 
@@ -54,7 +55,7 @@ def cases(
     limit, is_cuda = grid.case_timeout_s, device_kind == "cuda"
     wanted = narrowed(DISTRIBUTED, profile, "world_sizes", world_sizes)
     # Ranks that share a core mostly wait for one another.
-    num_places = torch.cuda.device_count() if is_cuda else hardware.num_usable_cores()
+    num_places = torch.cuda.device_count() if is_cuda else num_usable_cores()
     here = [n for n in wanted if n <= num_places] or wanted[:1]
     found = ceiling_cases(grid.ceilings, limit) if is_cuda else []
     for world_size in here:
@@ -110,7 +111,7 @@ class _Launched:
 
 
 def _run_ranks(
-    function: Callable, make: Callable[..., Measured], device: hardware.Device, case: Case, *args
+    function: Callable, make: Callable[..., Measured], device: Device, case: Case, *args
 ) -> Iterator[PhaseRun]:
     """Yields the phases of a case, all measured by one launch when the first one is asked for.
 
@@ -131,7 +132,7 @@ def _run_ranks(
         kind = "cpu" if transport == "gloo" else device.kind
         options = {"device": kind, "timeout_s": case.timeout_s - 30}
         failure = ""
-        with hardware.Monitor(device.kind) as monitor:
+        with Monitor(device.kind) as monitor:
             try:
                 ranks = launch(function, world_size, case.phases, *args, **options)
             except RankError as error:
@@ -157,7 +158,7 @@ def _observed(backend: str, **more: Any) -> dict[str, Any]:
     """
     on_gpus = backend == "nccl"
     version = ".".join(map(str, torch.cuda.nccl.version())) if on_gpus else ""
-    topology = hardware.gpu_links() if on_gpus else "one host"
+    topology = gpu_links() if on_gpus else "one host"
     return {"backend": backend, "nccl": version, "topology": topology, **more}
 
 
@@ -166,7 +167,7 @@ def _observed(backend: str, **more: Any) -> dict[str, Any]:
 
 def collectives_rank(phases: Sequence[str], transport: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Measures "operation dtype bytes" after another on this rank."""
-    torch.set_num_threads(max(1, hardware.num_usable_cores() // dist.get_world_size()))
+    torch.set_num_threads(max(1, num_usable_cores() // dist.get_world_size()))
     for phase in phases:
         operation, dtype, num_bytes = phase.split()
         how = "default" if transport in ("nccl", "gloo") else transport
@@ -190,9 +191,7 @@ def _collective(case: Case, ranks: list[dict[str, Any]], telemetry: dict[str, An
     return Measured(metrics, parameters, observed, timer=timing.description(), telemetry=telemetry)
 
 
-def _run_collectives(
-    device: hardware.Device, case: Case, ceilings: dict[str, float]
-) -> Iterator[PhaseRun]:
+def _run_collectives(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
     transport = case.parameters["transport"]
     return _run_ranks(collectives_rank, _collective, device, case, transport)
 
@@ -235,9 +234,7 @@ def _step(case: Case, ranks: list[dict[str, Any]], telemetry: dict[str, Any]) ->
     return Measured(metrics, parameters, observed, samples, timing.description(), telemetry)
 
 
-def _run_steps(
-    device: hardware.Device, case: Case, ceilings: dict[str, float]
-) -> Iterator[PhaseRun]:
+def _run_steps(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
     return _run_ranks(steps_rank, _step, device, case, case.parameters, case.time_limit_s)
 
 

@@ -20,8 +20,9 @@ import torch
 import triton.errors
 from torch import Tensor
 
-from labkit import hardware, numerics
+from labkit import numerics
 from labkit.configs import FLASH_ATTENTION, MATERIALISING, Grid, Rivalry, narrowed
+from labkit.device import Device
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
 from labkit.experiments.contest import (
     IN_TURN,
@@ -130,14 +131,14 @@ def _lengths(grid: Grid, impl: str, precision: str, d_head: int) -> tuple[int, .
     return grid.by_shape.get("any", {}).get(d_head, grid.lengths)
 
 
-def attention_of(device: hardware.Device, parameters: dict) -> Attention:
+def attention_of(device: Device, parameters: dict) -> Attention:
     """Returns the attention of a case's parameters."""
     names = [field.name for field in dataclasses.fields(Rivalry)]
     shape = Rivalry(**{name: parameters[name] for name in names})
     return attention_problem(device, shape, parameters["precision"])
 
 
-def _measure_algorithm(device: hardware.Device, case: Case, phase: str) -> Measured:
+def _measure_algorithm(device: Device, case: Case, phase: str) -> Measured:
     """The tiled algorithm against the formula, or what its running statistics are after each tile
     of keys.
     """
@@ -188,7 +189,7 @@ def _online_softmax(q: Tensor, k: Tensor, v: Tensor, options: dict) -> dict[str,
     }
 
 
-def _measure_tile(device: hardware.Device, case: Case, ceilings: dict[str, float]) -> Measured:
+def _measure_tile(device: Device, case: Case, ceilings: dict[str, float]) -> Measured:
     """The forward kernel with other tiles than the shipped ones, held to the same gate."""
     if reason := triton_unavailable(device):
         raise Skip(reason)
@@ -215,7 +216,7 @@ def _measure_tile(device: hardware.Device, case: Case, ceilings: dict[str, float
 
 
 @contextlib.contextmanager
-def _memory_call(device: hardware.Device, case: Case) -> Iterator[tuple[Attention, int]]:
+def _memory_call(device: Device, case: Case) -> Iterator[tuple[Attention, int]]:
     """Gives the operation, and the bytes that were allocated before its tensors."""
     if device.kind != "cuda":
         raise Skip("the peak of memory is what CUDA's allocator counts")

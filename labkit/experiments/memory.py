@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from labkit import accounting, hardware
+from labkit import accounting
 from labkit.configs import MEMORY, model_config, narrowed
+from labkit.device import Device, detect
 from labkit.experiments.part_of_block import PARTS, measure_part
 from labkit.experiments.sections import (
     empty_cache,
@@ -107,7 +108,7 @@ def resident(step: Step) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def _open_step(device: hardware.Device, case: Case) -> Iterator[Step]:
+def _open_step(device: Device, case: Case) -> Iterator[Step]:
     """Gives the step of a case, and as its `built` the metrics of the memory that building it
     took.
     """
@@ -119,7 +120,7 @@ def _open_step(device: hardware.Device, case: Case) -> Iterator[Step]:
         yield step
 
 
-def _device_bytes(device: hardware.Device) -> int | None:
+def _device_bytes(device: Device) -> int | None:
     return memory_bytes(device) if device.kind == "cuda" else None
 
 
@@ -178,7 +179,7 @@ def _left_behind(part: str, usage: Usage, beside: int = 0) -> dict[str, int]:
     }
 
 
-def _require_room(device: hardware.Device, parameters: dict, phase: str) -> None:
+def _require_room(device: Device, parameters: dict, phase: str) -> None:
     """Raises Skip for a phase that is predicted to need far more memory than there is."""
     total = _device_bytes(device)
     predicted = accounting.peak_bytes(
@@ -413,7 +414,7 @@ def run_case(case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
     """Yields each phase of `case` with the function that measures it. Runs in the worker
     process.
     """
-    device = hardware.detect()
+    device = detect()
     freeze_modules()
     if device.kind not in DEVICE_KINDS:
         raise Skip(f"{device.name}: PyTorch does not record the allocations of {device.kind!r}")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from labkit import hardware, numerics
+from labkit import numerics
 from labkit.configs import (
     MIXED_PHASES,
     MIXED_PRECISION,
@@ -29,6 +29,7 @@ from labkit.configs import (
     model_config,
     narrowed,
 )
+from labkit.device import Device
 from labkit.experiments.rounding import NUM_TERMS, measure_normalisation, measure_sum
 from labkit.experiments.sections import Runner, run_section, section, timed_with_peak
 from labkit.experiments.step import RECIPES, Step, step_parameters
@@ -188,7 +189,7 @@ def read_dtypes(
     )
 
 
-def measure_dtypes(device: hardware.Device, parameters: dict) -> Measured:
+def measure_dtypes(device: Device, parameters: dict) -> Measured:
     """Returns the dtypes of a model's parts under autocast, and its loss beside that in fp32."""
     torch.manual_seed(0)
     numerics.set_precision("fp32")
@@ -229,7 +230,7 @@ def measure_dtypes(device: hardware.Device, parameters: dict) -> Measured:
 
 
 @contextlib.contextmanager
-def _timed_step(device: hardware.Device, case: Case) -> Iterator[Step]:
+def _timed_step(device: Device, case: Case) -> Iterator[Step]:
     if device.kind == "cpu" and RECIPES[case.parameters["precision"]].autocast == torch.float16:
         raise Skip(f"{device.name}: PyTorch emulates float16 matrix products on most processors")
     with contextlib.closing(Step(device, case.parameters)) as step:
@@ -333,9 +334,7 @@ def count_operators(step: Step) -> dict[str, OperatorCounter]:
     return counters
 
 
-def _run_operators(
-    device: hardware.Device, case: Case, ceilings: dict[str, float]
-) -> Iterator[PhaseRun]:
+def _run_operators(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
     with contextlib.closing(Step(device, case.parameters)) as step:
         counters = count_operators(step)
         for phase in case.phases:
@@ -344,7 +343,7 @@ def _run_operators(
             yield phase, functools.partial(Measured, metrics, step.described(), step.observed())
 
 
-def _probe(measure: Callable[[hardware.Device, dict], Measured]) -> Runner:
+def _probe(measure: Callable[[Device, dict], Measured]) -> Runner:
     return section(lambda device, case, phase: measure(device, case.parameters))
 
 

@@ -27,8 +27,9 @@ import numpy as np
 import pandas as pd
 import torch
 
-from labkit import accounting, hardware, numerics
+from labkit import accounting, numerics
 from labkit.configs import NSYS_ANALYSIS, REPOSITORY, model_config, narrowed
+from labkit.device import Device, detect
 from labkit.experiments.captured_step import NUM_CAPTURED, NUM_WARMUP, capture_steps, warm_up
 from labkit.experiments.sections import freeze_modules, memory_bytes, run_section
 from labkit.experiments.step import Step, course_parameters, step_parameters
@@ -36,6 +37,7 @@ from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
 from labkit.kernels.attention import what_runs
 from labkit.measure import profiling
 from labkit.measure.profiling import Nsys, ProfileError, RangeMarker, Trace
+from labkit.monitor import Monitor
 
 __all__ = ["MEASUREMENT_VERSION", "ProfiledCase", "cases", "run_case"]
 
@@ -123,7 +125,7 @@ def is_timeline(parameters: dict) -> bool:
 
 
 def _run_profiles(
-    device: hardware.Device, case: ProfiledCase, ceilings: dict[str, float]
+    device: Device, case: ProfiledCase, ceilings: dict[str, float]
 ) -> Iterator[PhaseRun]:
     freeze_modules()
     nsys = Nsys.usable() if device.kind == "cuda" else None
@@ -133,12 +135,12 @@ def _run_profiles(
             yield phase, functools.partial(_profiled, nsys, device, step, case, phase)
 
 
-def _open_step(device: hardware.Device, case: Case) -> contextlib.AbstractContextManager[Step]:
+def _open_step(device: Device, case: Case) -> contextlib.AbstractContextManager[Step]:
     return contextlib.closing(Step(device, case.parameters))
 
 
 def _profiled(
-    nsys: Nsys | None, device: hardware.Device, step: Step | None, case: Case, phase: str
+    nsys: Nsys | None, device: Device, step: Step | None, case: Case, phase: str
 ) -> Measured:
     """Returns what the capture of a phase gave, and the phase's time without a profiler."""
     if reason := lacking_room(device, case.parameters, phase):
@@ -162,7 +164,7 @@ def _profiled(
 run_case = functools.partial(run_section, {"profiles": _run_profiles, "course": _run_profiles})
 
 
-def lacking_room(device: hardware.Device, parameters: dict, phase: str) -> str:
+def lacking_room(device: Device, parameters: dict, phase: str) -> str:
     """Returns why a phase cannot fit, by a lower bound on its bytes, so that what might fit is
     tried; "" where it might.
 
@@ -216,7 +218,7 @@ def _capture_here(step: Step, phase: str) -> Measured:
         steps.extend(capture_steps(step, phase, RangeMarker("kineto"), "case"))
 
     warm_up(step, phase)
-    with hardware.Monitor(kind) as monitor:
+    with Monitor(kind) as monitor:
         trace = profiling.capture_with_kineto(capture, kind)
     answer = {"label": "case", "case": step.described(), "observed": _observed(step)}
     measured = _measured(_Capture.read(trace), {**answer, "steps": steps})
@@ -233,9 +235,7 @@ def _key(parameters: dict, phase: str) -> str:
     return json.dumps([parameters, phase], sort_keys=True)
 
 
-def _from_shared_capture(
-    nsys: Nsys, device: hardware.Device, case: ProfiledCase, phase: str
-) -> Measured:
+def _from_shared_capture(nsys: Nsys, device: Device, case: ProfiledCase, phase: str) -> Measured:
     """Returns the measurement of a phase, from a capture of this case and of those after it if
     there is none yet.
     """
@@ -253,7 +253,7 @@ def _from_shared_capture(
 
 
 def _capture_together(
-    nsys: Nsys, device: hardware.Device, requests: Sequence[dict], timeout_s: float
+    nsys: Nsys, device: Device, requests: Sequence[dict], timeout_s: float
 ) -> dict[str, Callable[[], Measured]]:
     """Captures the steps of many cases in one process; returns what gives each measurement, or
     raises its failure.
@@ -267,7 +267,7 @@ def _capture_together(
         command = [sys.executable, "-m", __name__, str(asked), str(answered)]
         paths = [str(REPOSITORY), profiling.allowed_environment().get("PYTHONPATH", "")]
         variables = {"PYTHONPATH": ":".join(filter(None, paths))}
-        with hardware.Monitor(device.kind) as monitor:
+        with Monitor(device.kind) as monitor:
             try:
                 trace = nsys.capture(
                     command, timeout_s=timeout_s - CAPTURE_MARGIN_S, variables=variables
@@ -296,9 +296,7 @@ def _outcome(capture: "_Capture | None", answer: dict, telemetry: dict) -> Measu
     return replace(_measured(capture, answer), telemetry=telemetry)
 
 
-def serve(
-    requests: Sequence[dict], answer: Callable[[dict], None], device: hardware.Device
-) -> None:
+def serve(requests: Sequence[dict], answer: Callable[[dict], None], device: Device) -> None:
     """Runs the requested steps with NVTX ranges, and calls `answer` after each; ends after the
     first failure.
 
@@ -475,7 +473,7 @@ def main(arguments: Sequence[str]) -> None:
             file.flush()
 
         freeze_modules()
-        serve(json.loads(asked.read_text(encoding="utf-8")), answer, hardware.detect())
+        serve(json.loads(asked.read_text(encoding="utf-8")), answer, detect())
     gc.unfreeze()  # or its modules are reported as leaks when the process ends
 
 

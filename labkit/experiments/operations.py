@@ -21,8 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from labkit import accounting, hardware, numerics
+from labkit import accounting, numerics
 from labkit.configs import PASSES, Rivalry
+from labkit.device import Device
 from labkit.experiments.contest import (
     ContestCase,
     Implementation,
@@ -111,7 +112,7 @@ class Attention(Operation):
 
     names = ("q", "k", "v")
 
-    def __init__(self, device: hardware.Device, shape: Rivalry, precision: str):
+    def __init__(self, device: Device, shape: Rivalry, precision: str):
         empty_cache(device)
         self.device, self.shape, self.precision = device, shape, precision
         # Some kernels multiply fp32 as several products of TF32, and the peak of plain fp32 is not
@@ -159,7 +160,7 @@ class Attention(Operation):
 
 
 @functools.lru_cache(maxsize=1)
-def attention_problem(device: hardware.Device, shape: Rivalry, precision: str) -> Attention:
+def attention_problem(device: Device, shape: Rivalry, precision: str) -> Attention:
     """Returns the operation on a shape; the last one is kept, for a shape's cases follow one
     another.
     """
@@ -285,7 +286,7 @@ class RowOperation(Operation):
 
     baseline = "ours"
 
-    def __init__(self, device: hardware.Device, parameters: dict):
+    def __init__(self, device: Device, parameters: dict):
         self.device, self.name = device, parameters["operation"]
         self.shape = (parameters["rows"], parameters["columns"])
         self.precision = parameters["precision"]
@@ -331,7 +332,7 @@ class RowOperation(Operation):
 class WeightedSum(RowOperation):
     """Σ_d x_nd w_d: the first kernel against the formula; ratios are to the kernel."""
 
-    def __init__(self, device: hardware.Device, parameters: dict):
+    def __init__(self, device: Device, parameters: dict):
         named = {"operation": "weighted_sum", "columns": parameters["dim"]}
         super().__init__(device, parameters | named)
         self.baseline = None if self.unavailable("triton") else "triton"
@@ -352,7 +353,7 @@ class WeightedSum(RowOperation):
 # ---- implementations -----------------------------------------------------------------------------
 
 
-def triton_unavailable(device: hardware.Device) -> str | None:
+def triton_unavailable(device: Device) -> str | None:
     """Returns why no kernel of ours runs on the device, None if they do."""
     if device.kind == "cuda" or labkit_flash.IS_INTERPRETED:
         return None

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from labkit import hardware, numerics
+from labkit import numerics
 from labkit.configs import ModelConfig
+from labkit.device import Device
 from labkit.experiments.sections import empty_cache, num_bytes
 from labkit.experiments.step import run_blocks
 from labkit.experiments.sweep import Case, Measured
@@ -30,7 +31,7 @@ LARGEST_DIFFERENCE = 1e-4
 """Relative difference of a compiled result from the eager one above which it is wrong."""
 
 
-def measure_part(device: hardware.Device, case: Case, phase: str) -> Measured:
+def measure_part(device: Device, case: Case, phase: str) -> Measured:
     """Lists what a part keeps for its backward pass; a compiled one is held against the eager
     one.
     """
@@ -40,7 +41,7 @@ def measure_part(device: hardware.Device, case: Case, phase: str) -> Measured:
         empty_cache(device)
 
 
-def _measure(device: hardware.Device, parameters: dict) -> Measured:
+def _measure(device: Device, parameters: dict) -> Measured:
     torch.manual_seed(0)
     numerics.set_precision(parameters["precision"])
     kind, part = device.kind, parameters["part"]
@@ -115,7 +116,7 @@ def _largest_difference(results: list[Tensor], exact: list[Tensor]) -> float:
 
 
 def _described(parameters: dict, modules: nn.ModuleList, x_BTC: Tensor, plan: tuple) -> dict:
-    """Returns the case as read back from the live objects; an RMSNorm has neither d_ff nor heads."""
+    """Returns the case as read back from the live objects; an RMSNorm has no d_ff, no heads."""
     batch, context, d_model = x_BTC.shape
     num_compiled = sum(module._compiled_call_impl is not None for module in modules)
     code = {0: "eager", len(modules): "compiled"}.get(num_compiled, f"{num_compiled} compiled")

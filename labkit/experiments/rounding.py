@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from labkit import hardware
 from labkit.configs import NORM_SETTINGS
+from labkit.device import Device
 from labkit.experiments.contest import fp64_device
 from labkit.experiments.sweep import Measured, Skip
 from labkit.numerics import (
@@ -28,7 +28,7 @@ TRACE_EVERY = 10
 """Additions between two recorded running sums."""
 
 
-def measure_sum(device: hardware.Device, parameters: dict) -> Measured:
+def measure_sum(device: Device, parameters: dict) -> Measured:
     """Returns 0.01 added a thousand times: the running sum, the rounding of its binades, where it
     comes to a halt.
     """
@@ -98,7 +98,7 @@ def binades(sums: Tensor, accumulator: torch.dtype) -> dict[str, list[float]]:
     }
 
 
-def measure_normalisation(device: hardware.Device, parameters: dict) -> Measured:
+def measure_normalisation(device: Device, parameters: dict) -> Measured:
     """Returns the error of a normalisation against fp64 on the same, already rounded, input.
 
     `relative_error` is over finite rows; `rounding_error` that of the exact result rounded once,

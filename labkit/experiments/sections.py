@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 
-from labkit import hardware
+from labkit.device import Device, detect
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
 from labkit.measure import host
 from labkit.measure.power import sustained
 from labkit.measure.timing import Timing, captured, synchronize
+from labkit.monitor import Monitor
 from labkit.records import HOST_SECTION
 
-Runner = Callable[[hardware.Device, Case, dict[str, float]], Iterator[PhaseRun]]
+Runner = Callable[[Device, Case, dict[str, float]], Iterator[PhaseRun]]
 """Yields the phases of a case on a device; the session's ceilings are as `ceiling_rates` names
 them.
 """
@@ -43,7 +44,7 @@ def section(measure: Callable[[Any, Case, str], Measured], live: Callable | None
             device.
     """
 
-    def run(device: hardware.Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
+    def run(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
         with live(device, case) if live else contextlib.nullcontext(device) as subject:
             for phase in case.phases:
                 yield phase, functools.partial(measure, subject, case, phase)
@@ -59,14 +60,14 @@ def run_section(
 
     A case of the section "host", which every session begins with, needs no entry in `sections`.
     """
-    device = hardware.detect()
+    device = detect()
     require_precision(device, case.parameters.get("precision", "fp32"))
     yield from {HOST_SECTION: section(_measure_host), **sections}[case.section](
         device, case, ceilings
     )
 
 
-def _measure_host(device: hardware.Device, case: Case, name: str) -> Measured:
+def _measure_host(device: Device, case: Case, name: str) -> Measured:
     if reason := host.unavailable(name, device.kind):
         raise Skip(reason)
     return timed(device, host.probe, name, device.kind).measured({}, case.parameters)
@@ -104,11 +105,9 @@ class Timed:
         )
 
 
-def timed(
-    device: hardware.Device, timer: Callable[..., Timing], *args: Any, **options: Any
-) -> Timed:
+def timed(device: Device, timer: Callable[..., Timing], *args: Any, **options: Any) -> Timed:
     """Returns what `timer(*args, **options)` gives, with the GPU watched while it runs."""
-    with hardware.Monitor(device.kind) as monitor:
+    with Monitor(device.kind) as monitor:
         timing = timer(*args, **options)
     is_issued = (
         device.kind != "cpu" and timing.method == "window"
@@ -117,7 +116,7 @@ def timed(
 
 
 def sustained_metrics(
-    device: hardware.Device,
+    device: Device,
     timed: Timed,
     call: Callable[[], Any],
     *,
@@ -172,7 +171,7 @@ def fractions(rate: float, ceiling: float | None, peak: float | None) -> dict[st
 
 
 def timed_with_peak(
-    device: hardware.Device, timer: Callable[..., Timing], *args, **options
+    device: Device, timer: Callable[..., Timing], *args, **options
 ) -> tuple[Timed, dict]:
     """Returns what `timed` gives, and on CUDA the peak of memory meanwhile; unused memory is given
     back before.
@@ -185,7 +184,7 @@ def timed_with_peak(
     return found, {"peak_bytes": torch.cuda.max_memory_allocated()}
 
 
-def require_precision(device: hardware.Device, precision: str) -> None:
+def require_precision(device: Device, precision: str) -> None:
     """Raises Skip for a precision that the device lacks, or only emulates: it would be timed as
     something else.
     """
@@ -201,7 +200,7 @@ def require_precision(device: hardware.Device, precision: str) -> None:
         raise Skip(f"{device.name} has no bfloat16")
 
 
-def memory_bytes(device: hardware.Device) -> int:
+def memory_bytes(device: Device) -> int:
     """Returns the bytes of the GPU's memory, of the host's where there is no CUDA GPU."""
     if device.kind == "cuda":
         return torch.cuda.get_device_properties(0).total_memory
@@ -213,7 +212,7 @@ def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(x.untyped_storage().nbytes() for x in tensors)
 
 
-def empty_cache(device: hardware.Device) -> None:
+def empty_cache(device: Device) -> None:
     """Gives memory that no tensor holds back to the device."""
     gc.collect()
     if device.kind == "cuda":

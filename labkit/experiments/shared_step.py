@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit import hardware, numerics
+from labkit import numerics
 from labkit.accounting import num_parameters
+from labkit.device import Device, num_usable_cores
 from labkit.experiments.sections import empty_cache
 from labkit.experiments.step import Step
 from labkit.measure.profiling import busy_ns, capture_with_kineto
@@ -129,7 +130,7 @@ class SharedStep(Step):
     """A step under one way on this rank, on tokens of its own, and what its memory holds."""
 
     def __init__(self, way: Way, parameters: dict[str, Any]):
-        device = hardware.Device(rank_device().type, "", "")
+        device = Device(rank_device().type, "", "")
         super().__init__(device, {**parameters, "attention": "sdpa"})
         self.way = way
         self.config = self.model.config
@@ -322,7 +323,7 @@ def steps_rank(
     """Runs each way's steps in turn, NUM_ROUNDS times, and yields (way, what this rank has seen so
     far) each time.
     """
-    torch.set_num_threads(max(1, hardware.num_usable_cores() // dist.get_world_size()))
+    torch.set_num_threads(max(1, num_usable_cores() // dist.get_world_size()))
     losses = {}
     for way in ("alone", "naive"):
         step = SharedStep(WAYS[way], parameters)

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from labkit import hardware
 from labkit.configs import SIGLIP2, SIGLIP2_SIZES, Siglip2Config
+from labkit.device import Device
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
 from labkit.experiments.contest import contest_section
 from labkit.experiments.operations import DEFINITIONS, IN_PLACE, RowOperation, contest_case
@@ -136,7 +136,7 @@ class Batch:
     grad: Tensor
 
     @classmethod
-    def of(cls, device: hardware.Device, parameters: dict) -> "Batch":
+    def of(cls, device: Device, parameters: dict) -> "Batch":
         config = SIGLIP2_SIZES[parameters["size"]]
         grids = draw_grids(parameters["workload"], parameters["images"], config.position_side)
         num_patches, dtype = int(grids.prod(1).sum()), DTYPES[parameters["precision"]]
@@ -181,7 +181,7 @@ def _encoder(batch: Batch, way: str) -> tuple[nn.Module, Callable[[], Tensor]]:
     return model, functools.partial(model, batch.patches, grids)
 
 
-def graph_breaks(device: hardware.Device, precision: str, impl: str) -> int:
+def graph_breaks(device: Device, precision: str, impl: str) -> int:
     """Returns where torch.compile could not keep a forward pass of a small encoder one graph."""
     batch = Batch.of(device, {"size": "tiny", "workload": "B", "images": 2, "precision": precision})
     forward = _encoder(batch, impl)[1]
@@ -249,7 +249,7 @@ def _transformers(batch: Batch, way: str) -> tuple[nn.Module, Callable[[], Tenso
 
 
 @contextlib.contextmanager
-def _live_step(device: hardware.Device, case: Case) -> Iterator[dict]:
+def _live_step(device: Device, case: Case) -> Iterator[dict]:
     """Yields a way's phases by name, functions of nothing, and its batch and device."""
     torch.manual_seed(0)
     batch, way = Batch.of(device, case.parameters), case.parameters["way"]
@@ -281,7 +281,7 @@ def _live_step(device: hardware.Device, case: Case) -> Iterator[dict]:
     empty_cache(device)
 
 
-def _run_steps(device: hardware.Device, case: Case, ceilings: dict[str, float]):
+def _run_steps(device: Device, case: Case, ceilings: dict[str, float]):
     with _live_step(device, case) as live:
         for phase in case.phases:
             yield phase, functools.partial(_measure_step, live, case, phase, ceilings)
@@ -325,7 +325,7 @@ def _measure_step(live: dict, case: Case, phase: str, ceilings: dict[str, float]
 
 
 def _timed(
-    device: hardware.Device, call: Callable, case: Case, is_captured: bool
+    device: Device, call: Callable, case: Case, is_captured: bool
 ) -> tuple[Timed, dict[str, float]]:
     """Returns the times of a call, replayed if it is captured, and {"call_ms": …, "peak_bytes": …}
     of it launched.
@@ -373,7 +373,7 @@ def _module(
     return [*inputs, *part.parameters()], forward
 
 
-def _measure_module(device: hardware.Device, case: Case, phase: str) -> Measured:
+def _measure_module(device: Device, case: Case, phase: str) -> Measured:
     impl, which = phase.split()
     batch, module = Batch.of(device, case.parameters), case.parameters["module"]
     leaves, forward = _module(batch, module, impl)
@@ -396,7 +396,7 @@ def _measure_module(device: hardware.Device, case: Case, phase: str) -> Measured
 # ---- floor, profile, accuracy --------------------------------------------------------------------
 
 
-def _measure_floor(device: hardware.Device, case: Case, phase: str) -> Measured:
+def _measure_floor(device: Device, case: Case, phase: str) -> Measured:
     """The products of all layers, one after another, on tensors of a step's shapes: nothing
     else.
     """
@@ -458,9 +458,7 @@ def _measure_profile(live: dict, case: Case, phase: str) -> Measured:
 
 
 @contextlib.contextmanager
-def _live_accuracy(
-    device: hardware.Device, case: Case
-) -> Iterator[Callable[[str, torch.dtype, str], dict]]:
+def _live_accuracy(device: Device, case: Case) -> Iterator[Callable[[str, torch.dtype, str], dict]]:
     """Yields what runs a shallow encoder: (impl, dtype, device kind) → output and gradients by
     name, on the CPU.
     """

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from labkit import accounting, hardware, numerics
+from labkit import accounting, numerics
 from labkit.configs import (
     BATCH_SIZE,
     SIZES,
@@ -20,6 +20,7 @@ from labkit.configs import (
     WARMUP_MEASURED_STEPS,
     model_config,
 )
+from labkit.device import Device
 from labkit.experiments.sections import (
     KEPT_SAMPLES,
     Timed,
@@ -128,7 +129,7 @@ def run_blocks(
     return x_BTC
 
 
-def load_compiler(device: hardware.Device) -> None:
+def load_compiler(device: Device) -> None:
     """Imports the compiler and, on a CPU, lets it try the instruction sets, before its caches are
     disabled.
     """
@@ -147,7 +148,7 @@ class Step:
             `loss` stays where the graph writes it.
     """
 
-    def __init__(self, device: hardware.Device, parameters: dict, *, capturable: bool = False):
+    def __init__(self, device: Device, parameters: dict, *, capturable: bool = False):
         self.device = device
         self.capturable = capturable
         self.precision = parameters["precision"]
@@ -340,9 +341,7 @@ class Step:
         empty_cache(self.device)
 
 
-def run_steps(
-    device: hardware.Device, case: Case, ceilings: dict[str, float]
-) -> Iterator[PhaseRun]:
+def run_steps(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
     """Yields each phase of a training step with the function that measures it."""
     with contextlib.closing(Step(device, case.parameters)) as step:
         for phase in case.phases:
@@ -379,7 +378,7 @@ def _time_first_call(step: Step) -> Timing:
 
 
 def step_rates(
-    device: hardware.Device,
+    device: Device,
     case: Case,
     phase: str,
     function: Callable[[], None] | None,

@@ -33,8 +33,20 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from labkit import guard, hardware, notebooks
+from labkit import guard, notebooks
 from labkit.configs import FIGURES, THIS_DEVICE, RequestError, chosen_profile
+from labkit.device import (
+    Device,
+    detect,
+    device_key,
+    environment,
+    has_gpu_driver,
+    machine_id,
+    measured_by,
+    num_usable_cores,
+    software_versions,
+)
+from labkit.monitor import LOAD
 from labkit.records import (
     HOST_SECTION,
     SESSION_SECTION,
@@ -44,6 +56,7 @@ from labkit.records import (
     check_measured,
     check_plausible,
     done_path,
+    source_state,
     write_text_atomic,
 )
 
@@ -216,13 +229,13 @@ def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
         os.environ.setdefault(name, value)
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
-    os.environ.setdefault("OMP_NUM_THREADS", str(hardware.num_usable_cores()))
+    os.environ.setdefault("OMP_NUM_THREADS", str(num_usable_cores()))
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         # PyTorch's default is a folder that another user may have made and filled, and it loads
         # code from there.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_own_folder() / "torchinductor")
     context = multiprocessing.get_context("forkserver")
-    has_gpu = hardware.has_gpu_driver()
+    has_gpu = has_gpu_driver()
     if not has_gpu:
         # Otherwise the compiler test-compiles for each instruction set of the processor, seconds
         # each, to detect builds of PyTorch by compilers that nobody uses today.
@@ -348,7 +361,7 @@ def _lock(path: Path, device_name: str, wait: bool) -> TextIO:
 
 @contextlib.contextmanager
 def measuring_lock(
-    device: hardware.Device, notebook: str, folder: Path, *, wait: bool = True
+    device: Device, notebook: str, folder: Path, *, wait: bool = True
 ) -> Iterator[None]:
     """Holds this user's lock of a physical device, so that only one run measures on it at a time.
 
@@ -362,7 +375,7 @@ def measuring_lock(
     Raises:
         RequestError: another run holds the lock and `wait` is False, or there can be no lock.
     """
-    key = hardware.device_key(device)
+    key = device_key(device)
     if os.environ.get(LOCK_HELD) == key:
         yield
         return
@@ -415,9 +428,9 @@ class Session:
         self.module_name = f"labkit.experiments.{notebook.split('_', 1)[1]}"
         _worker_context(self.module_name)  # starts loading the experiment in the server
         self.experiment = importlib.import_module(self.module_name)
-        self.device = hardware.measured_by(notebook)
+        self.device = measured_by(notebook)
         self.slug = self.device.slug
-        if device not in (THIS_DEVICE, self.slug, hardware.detect().slug):
+        if device not in (THIS_DEVICE, self.slug, detect().slug):
             raise RequestError(
                 f"device {str(device)[:80]!r} is not this machine, which is {self.slug!r}; "
                 f'to measure here, set device = "{THIS_DEVICE}"'
@@ -443,12 +456,12 @@ class Session:
         self.ceilings: dict[str, float] = {}
         self._begun: set[str] = set()
         self._num_in_vain = 0
-        self._software = hardware.software_versions()
-        self._source = hardware.source_state()
+        self._software = software_versions()
+        self._source = source_state()
         with self.store.locked():
             self.store.load()  # raises for an unreadable file before anything is written
             self.store.repair()
-        write_json(self.folder / "environment.json", hardware.environment(self.device))
+        write_json(self.folder / "environment.json", environment(self.device))
 
     def measure(self, section: str) -> None:
         """Measures the section's cases that are not recorded yet, one record per phase, under the
@@ -465,7 +478,7 @@ class Session:
                     self._run(name, pending)
 
     def _pending(self, section: str) -> list[Case]:
-        recorded = set() if self.fresh else self._recorded(hardware.machine_id())
+        recorded = set() if self.fresh else self._recorded(machine_id())
         wanted = [case for case in self.cases if case.section == section]
         if section in SESSION_SECTIONS:
             others = (case for case in self.cases if case.section not in SESSION_SECTIONS)
@@ -626,9 +639,7 @@ class Session:
         """
         content = {name: value for name, value in vars(measured).items() if name != "case"}
         if not measured.telemetry.get("disturbed"):  # of the host's load nothing else is asked
-            content["telemetry"] = {
-                k: v for k, v in measured.telemetry.items() if k not in hardware.LOAD
-            }
+            content["telemetry"] = {k: v for k, v in measured.telemetry.items() if k not in LOAD}
         try:
             if measured.case != case.parameters:
                 raise ValueError(f"asked for {case.parameters}, ran {measured.case}")
@@ -654,7 +665,7 @@ class Session:
             phase=phase,
             status=status,
             device=self.device.slug,
-            machine=hardware.machine_id(),
+            machine=machine_id(),
             measurement_version=self.experiment.MEASUREMENT_VERSION,
             software=self._software,
             source=self._source,
@@ -728,7 +739,7 @@ def _shown_device(device: str, root: Path) -> str:
     """Returns the slug of the device to show; raises RequestError if it has no records under
     `root`.
     """
-    slug = hardware.detect().slug if device == THIS_DEVICE else device
+    slug = detect().slug if device == THIS_DEVICE else device
     try:
         check_measured(slug, root)
     except RequestError as error:

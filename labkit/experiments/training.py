@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from labkit import hardware
+from labkit.device import Device
 from labkit.experiments.step import Step, adamw
 from labkit.experiments.sweep import Measured
 from labkit.models.transformer import language_model_loss
@@ -34,7 +34,7 @@ def successor_sequences(num_tokens: int, num_steps: int, batch: int, context: in
     return torch.stack(columns, dim=-1)
 
 
-def measure_training(device: hardware.Device, parameters: dict) -> Measured:
+def measure_training(device: Device, parameters: dict) -> Measured:
     """Returns the losses of the synthetic task in one precision, the shares of the gradients'
     elements that are 0, and what of the parameters never moved.
     """

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from labkit.hardware import Monitor, Reading, throttle_reasons
 from labkit.measure.timing import synchronize
+from labkit.monitor import Monitor, Reading, throttle_reasons
 
 BATCH_S = 0.02
 """Calls are issued in batches of about this length, at most two of them in the queue."""

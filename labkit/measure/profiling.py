@@ -48,7 +48,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from labkit import hardware
+from labkit.device import find_nsys
 
 OUTSIDE = "outside"
 """Range and phase of what was launched in none."""
@@ -839,7 +839,7 @@ class Nsys:
         """Returns the nsys of PATH, of an Nsight Systems install or of Nsight Compute; None where
         none runs.
         """
-        path = hardware.find_nsys()
+        path = find_nsys()
         if path is None:
             return None
         try:

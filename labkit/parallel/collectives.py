@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
-from labkit.communication import OPERATIONS, bus_factor
+from labkit.accounting import OPERATIONS, bus_factor
 from labkit.parallel.launch import rank_device
 
 # Their names until torch 2.12, of which later versions warn.

@@ -1,0 +1,380 @@
+"""Which device this is: slug, datasheet peaks with their source, environment, and what it lacks.
+
+torch is imported inside the functions that need it, so that reading a committed environment needs
+none.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from labkit import __version__
+from labkit.configs import ALL_DEVICES
+from labkit.monitor import Monitor, cpu_quota, nvml_handle, open_nvml
+from labkit.records import source_state
+
+
+@dataclass(frozen=True)
+class Datasheet:
+    """Dense peaks of one product, as data/datasheets.toml says: TFLOP/s, and GB/s (1e9 B/s) of its
+    memory.
+    """
+
+    pattern: str
+    fp32_tflops: float
+    memory_gb_per_s: float
+    source: str
+    tf32_tflops: float | None = None
+    bf16_tflops: float | None = None
+
+    def tflops(self, precision: str) -> float | None:
+        """Returns the peak for "fp32", "tf32" or "bf16"; raises ValueError for another
+        precision.
+        """
+        if precision not in ("fp32", "tf32", "bf16"):
+            raise ValueError(f"unknown precision {precision!r}; accepted: fp32, tf32, bf16")
+        return getattr(self, f"{precision}_tflops")
+
+
+_TABLE = (resources.files("labkit") / "data" / "datasheets.toml").read_text("utf-8")
+DATASHEETS = [Datasheet(**row) for row in tomllib.loads(_TABLE)["datasheets"]]
+
+
+def datasheet(device_name: str) -> Datasheet | None:
+    """Returns the peaks of the product called `device_name`, None if it is not in the table.
+
+    Laptop parts, slices of a GPU (MIG) and products whose name only contains another's have none:
+    no number is better than one divided by another GPU's peak.
+    """
+    if re.search(r"\bMIG\b|Laptop|Max-Q|\d D$", device_name):
+        return None
+    for sheet in DATASHEETS:
+        if re.search(rf"\b(?:{sheet.pattern})\b", device_name):
+            return sheet
+    return None
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device that is measured: `kind` is "cuda", "mps" or "cpu"; `slug` names its folder."""
+
+    kind: str
+    name: str
+    slug: str
+
+    @property
+    def default_profile(self) -> str:
+        return "full" if self.kind == "cuda" else "smoke"
+
+    @property
+    def peaks(self) -> Datasheet | None:
+        return datasheet(self.name) if self.kind == "cuda" else None
+
+
+def slugify(name: str) -> str:
+    """Returns `name` in lower case, with every run of characters other than letters and digits as
+    one dash.
+
+    >>> slugify("NVIDIA A100-SXM4-40GB")
+    'nvidia-a100-sxm4-40gb'
+    """
+    name = re.sub(r"\((R|TM|C)\)|@.*$|\bCPU\b|\d+-Core Processor", " ", name)
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def detect() -> Device:
+    """Returns the device labkit measures here: the first CUDA GPU, else Apple's mps, else the
+    CPU.
+    """
+    kind = "cpu"
+    # Importing torch just to learn that there is no GPU takes seconds.
+    if "torch" in sys.modules or has_gpu_driver():
+        import torch
+
+        if torch.cuda.is_available():
+            name = torch.cuda.get_device_name(0)
+            return Device("cuda", name, slugify(name))
+        if torch.backends.mps.is_available():
+            kind = "mps"
+    name = cpu_name()
+    return Device(kind, name, f"{kind}-{slugify(name)}")
+
+
+def measured_by(notebook: str) -> Device:
+    """Returns what `notebook` measures here: `detect()`, of ALL_DEVICES all GPUs as one device,
+    "2x-nvidia-h200".
+    """
+    device = detect()
+    if device.kind != "cuda" or notebook not in ALL_DEVICES:
+        return device
+    import torch
+
+    count = torch.cuda.device_count()
+    if count == 1:
+        return device
+    return replace(device, name=f"{count} × {device.name}", slug=f"{count}x-{device.slug}")
+
+
+def gpu_links() -> str:
+    """Returns how the first GPU is linked to others, "NVLink, 18 links" or "PCIe"; "unknown"
+    without NVML.
+    """
+    with open_nvml() as nvml:
+        if nvml is None:
+            return "unknown"
+        handle, num_links = nvml_handle(nvml), 0
+        with contextlib.suppress(nvml.NVMLError):  # past the last link
+            while nvml.nvmlDeviceGetNvLinkState(handle, num_links):
+                num_links += 1
+        return f"NVLink, {num_links} links" if num_links else "PCIe"
+
+
+def device_key(device: Device) -> str:
+    """Returns an identifier of this physical device: a GPU's UUID, else "cpu" or "mps"."""
+    if device.kind != "cuda":
+        return device.kind
+    import torch
+
+    return str(getattr(torch.cuda.get_device_properties(0), "uuid", device.slug))
+
+
+def num_usable_cores() -> int:
+    """Returns how many physical cores this process may use, the whole cores of its quota included
+    (Linux only).
+    """
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.add(siblings.read_text() if siblings.exists() else cpu)
+    quota = cpu_quota()
+    return min(len(cores), max(1, int(quota))) if quota else len(cores)
+
+
+def has_gpu_driver() -> bool:
+    """Returns False only where torch cannot have a GPU: on Linux without NVIDIA's driver library
+    and AMD's device.
+    """
+    if sys.platform != "linux" or os.path.exists("/dev/kfd"):
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+@cache
+def cpu_name() -> str:
+    """Returns the processor's product name as the operating system gives it."""
+    if sys.platform == "darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    with contextlib.suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text("utf-8")
+        if match := re.search(r"^model name\s*:(.*)$", text, re.MULTILINE):
+            return match[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def software_versions() -> dict[str, str]:
+    """Returns the versions a measurement depends on; "" for what is not there."""
+    import torch
+
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = ""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton,
+        "cuda": torch.version.cuda or "",
+        "driver": driver_version(),
+        "labkit": __version__,
+    }
+
+
+def driver_version() -> str:
+    """Returns the NVIDIA driver's version, "" without one."""
+    with open_nvml() as nvml:
+        return nvml.nvmlSystemGetDriverVersion() if nvml else ""
+
+
+@cache
+def machine_id() -> str:
+    """Returns eight hexadecimal digits that tell this machine from others of its device's name.
+
+    They follow from the number of the operating system's installation, without one from the host's
+    name. LABKIT_MACHINE takes their place where both change between runs, as in containers.
+    """
+    if machine := os.environ.get("LABKIT_MACHINE"):
+        return machine
+    path = Path("/etc/machine-id")
+    installation = path.read_text(encoding="utf-8").strip() if path.exists() else ""
+    return hashlib.sha256((installation or platform.node()).encode()).hexdigest()[:8]
+
+
+def environment(device: Device) -> dict[str, Any]:
+    """Returns what a reader needs to judge and repeat a measurement; no host names, no paths."""
+    import torch
+
+    record: dict[str, Any] = {
+        "device": asdict(device),
+        "software": software_versions(),
+        "source": source_state(),
+        "os": f"{platform.system()} {platform.release()}",
+        "cpu": {
+            "name": cpu_name(),
+            "num_cores": os.cpu_count(),
+            "num_torch_threads": torch.get_num_threads(),
+        },
+    }
+    if device.kind == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        record["gpu"] = {
+            "num_gpus": torch.cuda.device_count(),
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "num_multiprocessors": properties.multi_processor_count,
+            "memory_bytes": properties.total_memory,
+            "l2_bytes": properties.L2_cache_size,
+            **gpu_limits(),
+        }
+    record["datasheet"] = asdict(device.peaks) if device.peaks else None
+    return record
+
+
+def gpu_limits() -> dict[str, Any]:
+    """Returns the GPU's maximal clocks (MHz) and enforced power limit (W); {} without NVML."""
+    with open_nvml() as nvml:
+        if nvml is None:
+            return {}
+        handle = nvml_handle(nvml)
+        return {
+            "max_sm_clock_mhz": nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM),
+            "max_memory_clock_mhz": nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM),
+            "power_limit_w": nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000,
+        }
+
+
+def find_nsys() -> str | None:
+    """Returns the path of nsys, from PATH, an install of Nsight Systems or of Nsight Compute; else
+    None.
+    """
+    if path := shutil.which("nsys"):
+        return path
+    for root in ("/opt/nvidia/nsight-systems", "/opt/nvidia/nsight-compute"):
+        for folder, _, files in os.walk(root):
+            if "nsys" in files and "target-linux" in folder:
+                return os.path.join(folder, "nsys")
+    return None
+
+
+class Check(NamedTuple):
+    """One line of `labkit doctor`: what was looked for, whether it is present, what its absence
+    disables.
+    """
+
+    name: str
+    present: bool
+    detail: str
+    disables: str
+
+
+def checks(nsys_failure: Callable[[], str]) -> list[Check]:
+    """Returns what this machine has and lacks; `nsys_failure` says why nsys is of no use, "" if it
+    is.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        lack = "measuring anything; `labkit report` still works"
+        return [Check("torch", False, str(error), lack)]
+    device = detect()
+    is_cuda = device.kind == "cuda"
+    driver, triton = driver_version(), software_versions()["triton"]
+    compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
+    has_compiler = any(map(shutil.which, compilers))
+    quota = cpu_quota()
+    peaks = device.peaks
+    failure = nsys_failure()
+    has_nccl = (
+        is_cuda and torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    )
+    rows = [
+        Check("torch", True, torch.__version__, ""),
+        Check("device", True, f"{device.name} ({device.kind}), figures/{device.slug}/", ""),
+        Check(
+            "GPU",
+            is_cuda,
+            device.name if is_cuda else "no CUDA GPU",
+            "the full profile; the smoke profile runs on the CPU",
+        ),
+        Check(
+            "NVIDIA driver and NVML",
+            bool(driver),
+            driver or "not found",
+            "clocks, power and throttling in the records",
+        ),
+        Check(
+            "triton",
+            bool(triton),
+            triton or "not installed",
+            "Triton kernels, torch.compile on a GPU",
+        ),
+        Check(
+            "C++ compiler",
+            has_compiler,
+            "found" if has_compiler else "not found",
+            "torch.compile on the CPU",
+        ),
+        Check(
+            "no CPU quota",
+            quota is None,
+            f"{quota:.2g} cores by its control group" if quota else "none in force",
+            "trust in timings of the CPU made now; what the quota stops is marked",
+        ),
+        Check(
+            "datasheet peaks",
+            peaks is not None,
+            peaks.source if peaks else "not in the table",
+            "utilisation against the datasheet; the measured ceiling remains",
+        ),
+        Check(
+            "nsys",
+            not failure,
+            failure or "found",
+            "Nsight Systems captures; torch.profiler is used",
+        ),
+        Check(
+            "NCCL",
+            has_nccl,
+            "available" if has_nccl else "not available",
+            "collectives between GPUs; gloo on the CPU remains",
+        ),
+    ]
+    if is_cuda:
+        with Monitor("cuda") as monitor:
+            pass
+        reasons = ", ".join(monitor.summary.get("throttle_reasons", ()))
+        others = monitor.summary.get("foreign_processes", 0)
+        clock = f"SM clock {monitor.summary.get('sm_clock_mhz_median')} MHz"
+        trust = "trust in timings made now"
+        rows += [
+            Check("not throttled", not reasons, reasons or clock, trust),
+            Check("GPU to itself", not others, f"{others} other processes on the GPU", trust),
+        ]
+    return rows

@@ -1,0 +1,368 @@
+"""What goes on beside a measurement: load of the host, CPU quota, what the GPU says of itself.
+
+Nothing here imports torch but `nvml_handle`, for the UUID of torch's GPU.
+"""
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import re
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PROC = Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
+
+THROTTLE_REASONS = {
+    0x4: "software power cap",
+    0x8: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "hardware power brake",
+}
+"""NVML's nvmlClocksEventReason bits that mean throttling (idling and clocks set by the user do
+not).
+"""
+
+BUSY_FRACTION = 0.05
+"""A window is disturbed if others used this many cores and our threads waited for this fraction of
+it.
+"""
+
+SHORTEST_WAIT_S = 0.002
+"""Shorter waits in a whole window come from waking up, even on an idle machine. A time slice is
+longer.
+"""
+
+SHORTEST_STOP_S = 0.1
+"""A process that shows no life for this much longer than it means to sleep was stopped: by a
+signal, with its virtual machine, or its clock was set. A thread that holds the interpreter
+meanwhile computes, or waits for a core.
+"""
+
+LOAD = ("other_cpu_cores", "cpu_wait_fraction", "cpu_pressure")
+"""What a monitor says of the host beside whether that disturbed."""
+
+
+def _cpu_files(*names: str) -> Iterator[str]:
+    """Yields the text of these files for each control group that shares out CPU time to this
+    process, v1 and v2.
+    """
+    with contextlib.suppress(OSError):  # no control groups
+        for line in (PROC / "self" / "cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            # A container sees its own group as the root, whatever the path says.
+            inner = [name for name in path.split("/") if name not in ("", "..")]
+            for folder in itertools.accumulate(inner, Path.joinpath, initial=CGROUPS / controllers):
+                with contextlib.suppress(OSError):  # this version or level has no such file
+                    yield " ".join((folder / name).read_text() for name in names)
+
+
+def cpu_quota() -> float | None:
+    """Returns the cores whose time the control groups of this process leave it (Linux); None
+    without a quota.
+    """
+    texts = [*_cpu_files("cpu.max"), *_cpu_files("cpu.cfs_quota_us", "cpu.cfs_period_us")]
+    limits = [re.match(r"(\d+)\s+(\d+)", text) for text in texts]  # "max", or -1, is none
+    return min((int(limit[1]) / int(limit[2]) for limit in limits if limit), default=None)
+
+
+def _throttled_s() -> float:
+    """Returns for how long the quota kept cores from this process's groups, summed over cores."""
+    units = {"usec": 1e-6, "time": 1e-9}  # of v2 and v1
+    counters = re.findall(r"\bthrottled_(usec|time) (\d+)", " ".join(_cpu_files("cpu.stat")))
+    return sum(int(number) * units[unit] for unit, number in counters)
+
+
+def descendants(pid: str = "self") -> Iterator[str]:
+    """Yields the living descendants of process `pid`."""
+    with contextlib.suppress(OSError):  # it has ended meanwhile
+        for task in (PROC / pid / "task").iterdir():
+            for child in (task / "children").read_text().split():
+                yield child
+                yield from descendants(child)
+
+
+class _HostReading(NamedTuple):
+    """Counters of the kernel's scheduler at `time_s`, in seconds.
+
+    CPU time of all processes and the hypervisor (`used_s`), of the hypervisor per core
+    (`stolen_s`), of this process and its descendants (`own_s`); how long each of their threads
+    (`waited_s`), or any of the machine (`pressure_s`), was ready to run and had no core; how long
+    the quota kept cores from its group (`throttled_s`).
+    """
+
+    time_s: float
+    used_s: float
+    stolen_s: float
+    own_s: float
+    waited_s: dict[str, float]
+    pressure_s: float | None
+    throttled_s: float
+
+
+def _host_reading() -> _HostReading | None:
+    """Returns the current counters; None where the system has none (anything but Linux)."""
+    try:
+        ticks_per_s = os.sysconf("SC_CLK_TCK")
+        user, nice, system, _, _, irq, softirq, stolen = map(
+            int, (PROC / "stat").read_text().split()[1:9]
+        )
+        waited_s = _waits("self")
+    except (AttributeError, OSError):
+        return None
+    own_s = time.process_time() + sum(os.times()[2:4])
+    for pid in descendants():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            after_name = (PROC / pid / "stat").read_text().rpartition(")")[2].split()
+            own_s += sum(map(int, after_name[11:15])) / ticks_per_s
+            waited_s |= _waits(pid)
+    pressure_s = None
+    with contextlib.suppress(OSError):
+        some = re.search(r"total=(\d+)", (PROC / "pressure" / "cpu").read_text())
+        pressure_s = int(some[1]) / 1e6
+    return _HostReading(
+        time_s=time.monotonic(),
+        used_s=(user + nice + system + irq + softirq + stolen) / ticks_per_s,
+        stolen_s=stolen / ticks_per_s / (os.cpu_count() or 1),
+        own_s=own_s,
+        waited_s=waited_s,
+        pressure_s=pressure_s,
+        throttled_s=_throttled_s(),
+    )
+
+
+def _waits(pid: str) -> dict[str, float]:
+    """Returns for how long each thread of a process was ready to run and had no core."""
+    return {
+        task.name: int((task / "schedstat").read_text().split()[1]) / 1e9
+        for task in (PROC / pid / "task").iterdir()
+    }
+
+
+def _host_load(begin: _HostReading, end: _HostReading) -> tuple[dict[str, Any], list[str]]:
+    """Returns the host's load between two readings, and what slowed this process down.
+
+    Another process disturbs only if a thread of ours waits for its core: one busy core of 16 does
+    not. Threads also wait a little on waking up, and long where this process has more threads than
+    cores, so others must have run too.
+    """
+    window_s = max(end.time_s - begin.time_s, 1e-9)
+    other_s = max(0.0, (end.used_s - begin.used_s) - (end.own_s - begin.own_s))
+    longest_s = max(total - begin.waited_s.get(task, 0.0) for task, total in end.waited_s.items())
+    waited_s = longest_s + end.stolen_s - begin.stolen_s
+    throttled_s = end.throttled_s - begin.throttled_s
+    load = {
+        "other_cpu_cores": round(other_s / window_s, 4),
+        "cpu_wait_fraction": round(waited_s / window_s, 4),
+    }
+    if begin.pressure_s is not None and end.pressure_s is not None:
+        load["cpu_pressure"] = round((end.pressure_s - begin.pressure_s) / window_s, 4)
+    causes = []
+    # CPU time is counted in ticks, so in a short window the time of others may not show.
+    others_ran = other_s + 1 / os.sysconf("SC_CLK_TCK") >= BUSY_FRACTION * window_s
+    if others_ran and waited_s >= max(SHORTEST_WAIT_S, BUSY_FRACTION * window_s):
+        causes.append(
+            f"other processes used {load['other_cpu_cores']:.2g} CPU cores and a thread waited "
+            f"for a core {100 * load['cpu_wait_fraction']:.0f} % of the time"
+        )
+    if throttled_s >= BUSY_FRACTION * window_s:
+        causes.append(
+            f"its own CPU quota stopped it {100 * throttled_s / window_s:.0f} % of the time, over "
+            f"all cores"
+        )
+    return load, causes
+
+
+@contextlib.contextmanager
+def open_nvml() -> Iterator[Any]:
+    """Gives pynvml initialised, or None where there is no NVIDIA driver or no nvidia-ml-py."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # no package, no driver, no permission
+        yield None
+        return
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def nvml_handle(nvml: Any) -> Any:
+    """Returns NVML's handle of torch's cuda:0 (CUDA_VISIBLE_DEVICES does not affect NVML's
+    order).
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None)
+        with contextlib.suppress(nvml.NVMLError):  # an older torch has no UUID
+            return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    return nvml.nvmlDeviceGetHandleByIndex(0)
+
+
+def foreign_processes(nvml: Any, handle: Any) -> int:
+    """Returns how many processes of others use the GPU, 0 where NVML does not say."""
+    try:
+        running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    except nvml.NVMLError:
+        return 0
+    own = {os.getpid(), *map(int, descendants())}
+    if session := multiprocessing.parent_process():
+        own.add(session.pid)
+    return sum(process.pid not in own for process in running)
+
+
+class Reading(NamedTuple):
+    """What a GPU says of itself at `time_s` of `time.perf_counter`, in NVML's units; None for what
+    it does not say.
+    """
+
+    time_s: float
+    energy_mj: int | None
+    sm_clock_mhz: int | None
+    power_mw: int | None
+    temperature_c: int | None
+    throttle_mask: int | None
+
+
+def throttle_reasons(readings: Iterable[Reading]) -> list[str]:
+    """Returns why the GPU throttled at any of these readings."""
+    masks = [reading.throttle_mask or 0 for reading in readings]
+    return sorted(
+        text for bit, text in THROTTLE_REASONS.items() if any(mask & bit for mask in masks)
+    )
+
+
+def _active_s(schedstat: Path) -> float:
+    """Returns how long a thread has run or waited for a core."""
+    try:
+        return sum(map(int, schedstat.read_text().split()[:2])) / 1e9
+    except OSError:  # where nothing tells work from a stop, all time counts as work
+        return time.perf_counter()
+
+
+class Monitor:
+    """Samples the host's load and, on a GPU, its SM clock, power, temperature and throttle reasons
+    during a block.
+
+    Afterwards `summary` holds what this machine reports of them, `disturbed` (whether something
+    slowed the block down) and `disturbed_by` (what: other processes, a CPU quota, a stop of this
+    process); `readings` has the samples. The sampling thread sleeps between readings of about a
+    millisecond, and NVML's calls release the interpreter. Only the energy counter takes 7 ms, in
+    which the host issues work more slowly: it is read where `wants_energy` says so of the time.
+    """
+
+    def __init__(
+        self,
+        device_kind: str,
+        interval_s: float = 0.1,
+        wants_energy: Callable[[float], bool] = lambda time_s: False,
+    ):
+        self.device_kind = device_kind
+        self.interval_s = interval_s
+        self.wants_energy = wants_energy
+        self.summary: dict[str, Any] = {}
+        self.readings: list[Reading] = []
+        self._is_over = threading.Event()
+        self._resources = contextlib.ExitStack()
+        self._stopped_s = 0.0
+
+    def __enter__(self) -> "Monitor":
+        self._nvml = None
+        if self.device_kind == "cuda":
+            self._nvml = self._resources.enter_context(open_nvml())
+        if self._nvml:
+            self._handle = nvml_handle(self._nvml)
+        self._watched = PROC / "self" / "task" / str(threading.get_native_id()) / "schedstat"
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        self._begin = _host_reading()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+        end = _host_reading()  # the sampling thread has ended, so that its waits do not count
+        load, causes = _host_load(self._begin, end) if self._begin and end else ({}, [])
+        if self._stopped_s:
+            causes.append(f"the process was stopped for {self._stopped_s:.2g} s")
+        if self._nvml:
+            if not self.readings:
+                self._read()
+            self.summary = self._gpu_summary()
+            self._resources.close()
+        if others := self.summary.get("foreign_processes"):
+            causes.append(f"{others} other process{'' if others == 1 else 'es'} on the GPU")
+        self.summary |= load
+        if self.summary or causes:
+            self.summary["disturbed"] = bool(causes)
+        if causes:
+            self.summary["disturbed_by"] = "; ".join(causes)
+
+    def _run(self) -> None:
+        while not self._sleep():
+            if self._nvml:
+                self._read()
+
+    def _sleep(self) -> bool:
+        """Returns after an interval whether the block is over; counts how long the process was
+        stopped meanwhile.
+        """
+        own = PROC / "thread-self" / "schedstat"
+        begin_s, active_s, own_s = time.perf_counter(), _active_s(self._watched), _active_s(own)
+        is_over = self._is_over.wait(self.interval_s)
+        active_s = _active_s(self._watched) - active_s
+        # This thread too may wait for a core, on a machine that others keep busy.
+        asleep_s = self.interval_s + _active_s(own) - own_s
+        lost_s = time.perf_counter() - begin_s - max(asleep_s, active_s)
+        if lost_s > SHORTEST_STOP_S:
+            self._stopped_s += lost_s
+        return is_over
+
+    def _read(self) -> None:
+        nvml, time_s = self._nvml, time.perf_counter()
+
+        def ask(query: Callable[..., int], *which: int) -> int | None:
+            try:
+                return query(self._handle, *which)
+            except nvml.NVMLError:
+                return None
+
+        reading = Reading(
+            time_s,
+            ask(nvml.nvmlDeviceGetTotalEnergyConsumption) if self.wants_energy(time_s) else None,
+            ask(nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
+            ask(nvml.nvmlDeviceGetPowerUsage),
+            ask(nvml.nvmlDeviceGetTemperature, nvml.NVML_TEMPERATURE_GPU),
+            ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons),
+        )
+        if any(value is not None for value in reading[1:]):
+            self.readings.append(reading)
+
+    def _gpu_summary(self) -> dict[str, Any]:
+        def known(name: str) -> list[int]:
+            values = [getattr(reading, name) for reading in self.readings]
+            return [value for value in values if value is not None]
+
+        summary: dict[str, Any] = {}
+        if clocks := known("sm_clock_mhz"):
+            summary["sm_clock_mhz_median"] = statistics.median_high(clocks)
+        if powers := known("power_mw"):
+            summary["power_w_max"] = max(powers) / 1000
+        if temperatures := known("temperature_c"):
+            summary["temperature_c_max"] = max(temperatures)
+        if known("throttle_mask"):
+            summary["throttle_reasons"] = throttle_reasons(self.readings)
+        if others := foreign_processes(self._nvml, self._handle):
+            summary["foreign_processes"] = others
+        return summary

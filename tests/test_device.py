@@ -1,0 +1,242 @@
+"""The device is named once and right, no other product's peaks are lent to it, and nothing private
+is recorded.
+"""
+
+import getpass
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from labkit import device as device_module
+from labkit import records
+from labkit.device import DATASHEETS, Device, checks, datasheet, detect, environment, slugify
+from labkit.records import source_state
+
+SOME_CPU = Device("cpu", "AMD EPYC 7763 64-Core Processor", "cpu-amd-epyc-7763")
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "nvidia-a100-sxm4-40gb"),
+        ("NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3"),
+        ("Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz", "intel-xeon-platinum-8481c"),
+        ("AMD EPYC 7763 64-Core Processor", "amd-epyc-7763"),
+        ("  --odd__name--  ", "odd-name"),
+    ],
+)
+def test_slugs(name, slug):
+    assert slugify(name) == slug
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.text())
+def test_a_slug_is_a_plain_folder_name_and_its_own_slug(name):
+    slug = slugify(name)
+    assert re.fullmatch(r"([a-z0-9]+(-[a-z0-9]+)*)?", slug)
+    assert slugify(slug) == slug
+
+
+def test_the_detected_device_is_the_one_torch_has_and_torch_is_not_imported_for_a_cpu():
+    device = detect()
+    if torch.cuda.is_available():
+        assert (device.kind, device.name) == ("cuda", torch.cuda.get_device_name(0))
+    else:
+        assert device.name == device_module.cpu_name() != "" and device.peaks is None
+        assert device.slug == f"{device.kind}-{slugify(device.name)}"
+    assert device.default_profile == ("full" if device.kind == "cuda" else "smoke")
+    code = (
+        "import sys; from labkit import device; print(device.detect().slug, 'torch' in sys.modules)"
+    )
+    slug, is_imported = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    assert (slug, is_imported) == (device.slug, str(device_module.has_gpu_driver()))
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_gb_per_s", "bf16_tflops"),
+    [
+        ("NVIDIA H200 NVL", 4800, 835.5),
+        ("NVIDIA H200", 4800, 989.4),
+        ("NVIDIA H100 PCIe", 2000, 756.0),
+        ("NVIDIA H100 80GB HBM3", 3350, 989.4),
+        ("NVIDIA A100 80GB PCIe", 1935, 312.0),
+        ("NVIDIA A100-SXM4-40GB", 1555, 312.0),
+        ("NVIDIA A10G", 600, 70.0),
+        ("NVIDIA L40S", 864, 362.05),
+        ("NVIDIA GeForce RTX 3090 Ti", 1008, 80.0),
+        ("Tesla T4", 320, None),
+    ],
+)
+def test_a_product_has_its_own_datasheet(name, memory_gb_per_s, bf16_tflops):
+    sheet = datasheet(name)
+    assert (sheet.memory_gb_per_s, sheet.tflops("bf16")) == (memory_gb_per_s, bf16_tflops)
+    assert Device("cuda", name, slugify(name)).peaks is sheet
+    assert Device("cpu", name, "cpu-of-that-name").peaks is None, "peaks are those of a GPU only"
+    with pytest.raises(ValueError, match="unknown precision 'fp8'; accepted: fp32, tf32, bf16"):
+        sheet.tflops("fp8")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "NVIDIA L40",
+        "NVIDIA H20",
+        # Names that contain another product's.
+        "NVIDIA GH200 480GB",
+        "NVIDIA RTX A1000",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+    ],
+)
+def test_a_product_that_is_not_in_the_table_has_no_peaks(name):
+    assert datasheet(name) is None
+
+
+def test_datasheets_are_complete_and_order_their_units():
+    for sheet in DATASHEETS:
+        assert sheet.source and sheet.memory_gb_per_s > 0 and sheet.fp32_tflops > 0
+        if sheet.tf32_tflops is not None:
+            assert sheet.fp32_tflops <= sheet.tf32_tflops
+            # Half the bits, twice the rate, on every tensor core; a sparse figure would show here.
+            assert sheet.bf16_tflops / sheet.tf32_tflops == pytest.approx(2, rel=0.02)
+
+
+@pytest.fixture
+def fresh_source_state(monkeypatch):
+    """source_state() is asked once a process; here each test asks anew."""
+    for name in ("LABKIT_COMMIT", "LABKIT_DIRTY"):
+        monkeypatch.delenv(name, raising=False)
+    source_state.cache_clear()
+    yield
+    source_state.cache_clear()
+
+
+CANARY = "canary-9f3a61"
+
+
+def test_the_environment_says_what_a_reader_needs_and_nothing_private(
+    monkeypatch, tmp_path, fresh_source_state
+):
+    """Every way to the host's, the user's and the environment's names gives a canary."""
+    for holder, name in (
+        (socket, "gethostname"),
+        (socket, "getfqdn"),
+        (platform, "node"),
+        (getpass, "getuser"),
+        (os, "getlogin"),
+    ):
+        monkeypatch.setattr(holder, name, lambda *_: CANARY)
+    uname, fields = platform.uname(), list(os.uname())
+    fields[1] = CANARY
+    monkeypatch.setattr(platform, "uname", lambda: uname._replace(node=CANARY))
+    monkeypatch.setattr(os, "uname", lambda: os.uname_result(fields))
+    home = str(Path.home())
+    for name in ("HOME", "USER", "LOGNAME", "HOSTNAME", "API_TOKEN", "VIRTUAL_ENV", CANARY):
+        monkeypatch.setenv(name, f"/home/{CANARY}")
+    monkeypatch.chdir(tmp_path)
+    record = environment(SOME_CPU)
+    text = json.dumps(record)
+    assert record == json.loads(text), "the environment is written as JSON"
+    for private in (CANARY, str(records.REPOSITORY), str(tmp_path), sys.prefix, f"{home}/"):
+        assert private not in text
+    assert record["device"] == {"kind": "cpu", "name": SOME_CPU.name, "slug": SOME_CPU.slug}
+    assert record["software"]["torch"] == torch.__version__
+    assert set(record["source"]) == {"commit", "dirty"}
+    assert record["cpu"]["num_torch_threads"] == torch.get_num_threads()
+    assert record["datasheet"] is None and "gpu" not in record
+
+
+def test_versions_are_empty_where_there_is_nothing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    versions = device_module.software_versions()
+    assert set(versions) == {"python", "torch", "triton", "cuda", "driver", "labkit"}
+    assert versions["driver"] == "" and versions["cuda"] == (torch.version.cuda or "")
+
+
+@pytest.mark.parametrize(("dirty", "expected"), [("1", True), ("0", False), (None, False)])
+def test_the_commit_can_be_given_where_the_history_is_not_at_hand(
+    fresh_source_state, monkeypatch, dirty, expected
+):
+    monkeypatch.setenv("LABKIT_COMMIT", "0123abc")
+    if dirty is not None:
+        monkeypatch.setenv("LABKIT_DIRTY", dirty)
+    assert source_state() == {"commit": "0123abc", "dirty": expected}
+
+
+UNKNOWN = {"commit": "unknown", "dirty": None}
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch, fresh_source_state) -> Path:
+    # The user's own configuration (signing, hooks) stays out.
+    for name in ("GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM"):
+        monkeypatch.setenv(name, os.devnull)
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(records, "REPOSITORY", tmp_path)
+    assert source_state() == UNKNOWN, "there is no history yet"
+    source_state.cache_clear()
+    (tmp_path / "code.py").write_text("1\n")
+    identity = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
+    for command in (["init", "-q"], ["add", "."], [*identity, "commit", "-q", "-m", "first"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_changed_code_makes_a_tree_dirty_and_what_measuring_writes_does_not(repository):
+    head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=repository, text=True)
+    for path in ("report.md", "figures/new", "notebooks/new"):
+        (repository / path).parent.mkdir(exist_ok=True)
+        (repository / path).write_text("2\n")
+    assert source_state() == {"commit": head.strip(), "dirty": False}
+    (repository / "new.py").write_text("2\n")
+    assert source_state()["dirty"] is False, "one run has one source"
+    source_state.cache_clear()
+    assert source_state()["dirty"] is True
+    # As where the tree belongs to another user, which git refuses.
+    (repository / ".git" / "HEAD").write_text("broken")
+    source_state.cache_clear()
+    assert source_state() == UNKNOWN
+
+
+def test_a_machine_that_lacks_everything_says_so_line_by_line(monkeypatch):
+    monkeypatch.setattr(device_module, "detect", lambda: SOME_CPU)
+    monkeypatch.setattr(device_module, "driver_version", lambda: "")
+    monkeypatch.setattr(device_module, "software_versions", lambda: {"triton": ""})
+    monkeypatch.setattr(device_module, "cpu_quota", lambda: 1.5)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    rows = {row.name: row for row in checks(lambda: "it does not start")}
+    assert [name for name, row in rows.items() if row.present] == ["torch", "device"]
+    assert all(row.detail and (row.disables or row.present) for row in rows.values())
+    assert rows["no CPU quota"].detail == "1.5 cores by its control group"
+    assert rows["nsys"].detail == "it does not start"
+    # What is still possible is said too, so that a laptop's owner knows to go on.
+    assert "smoke" in rows["GPU"].disables and "gloo" in rows["NCCL"].disables
+
+
+def test_without_torch_only_that_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    (only,) = checks(str)
+    assert only.name == "torch" and not only.present and "labkit report" in only.disables
+
+
+def test_a_machine_is_told_from_others_of_its_kind(monkeypatch):
+    monkeypatch.delenv("LABKIT_MACHINE", raising=False)
+    own = device_module.machine_id.__wrapped__()
+    assert re.fullmatch("[0-9a-f]{8}", own) and device_module.machine_id.__wrapped__() == own
+    monkeypatch.setenv("LABKIT_MACHINE", "lab-2")
+    assert device_module.machine_id.__wrapped__() == "lab-2"

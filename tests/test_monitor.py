@@ -1,0 +1,279 @@
+"""A measurement says what disturbed it: other processes, a quota, a stop, a throttled GPU."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+from labkit import device as device_module
+from labkit import monitor as monitor_module
+from labkit.monitor import Monitor
+
+QUERIES = (
+    "nvmlDeviceGetTotalEnergyConsumption",
+    "nvmlDeviceGetClockInfo",
+    "nvmlDeviceGetPowerUsage",
+    "nvmlDeviceGetTemperature",
+    "nvmlDeviceGetCurrentClocksThrottleReasons",
+)
+
+
+class FakeNvml(types.ModuleType):
+    """NVML of a GPU with the readings given, as pynvml spells it; the last one is repeated,
+    `refused` queries fail.
+    """
+
+    NVMLError = type("NVMLError", (Exception,), {})
+    NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
+
+    def __init__(self, monkeypatch, readings, pids=(), refused=()):
+        super().__init__("pynvml")
+        monkeypatch.setitem(sys.modules, "pynvml", self)
+        self.readings = [*readings]
+        self.refused = refused
+        self.num_open = 0
+        self.all_read = threading.Event()
+        self.nvmlDeviceGetHandleByIndex = self.nvmlDeviceGetHandleByUUID = lambda index: index
+        processes = [types.SimpleNamespace(pid=pid) for pid in pids]
+        self.nvmlDeviceGetComputeRunningProcesses = lambda handle: processes
+        for query in QUERIES:
+            setattr(self, query, lambda *_, query=query: self.answer(query))
+
+    def nvmlInit(self):  # noqa: N802
+        self.num_open += 1
+
+    def nvmlShutdown(self):  # noqa: N802
+        self.num_open -= 1
+
+    def answer(self, query):
+        if query in self.refused:
+            raise self.NVMLError
+        answer = (7, *self.readings[0])[QUERIES.index(query)]
+        if query == QUERIES[-1]:
+            if len(self.readings) == 1:
+                self.all_read.set()
+            else:
+                self.readings.pop(0)
+        return answer
+
+
+def gpu_part(summary: dict) -> dict:
+    host = {*monitor_module.LOAD, "disturbed", "disturbed_by"}
+    return {name: value for name, value in summary.items() if name not in host}
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_monitor_off_the_gpu_or_without_nvml_asks_no_gpu(monkeypatch, kind):
+    if kind == "cuda":
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+    else:
+        monkeypatch.setattr(monitor_module, "open_nvml", lambda: pytest.fail("NVML was opened"))
+    with Monitor(kind, interval_s=0.001) as monitor:
+        pass
+    assert gpu_part(monitor.summary) == {}
+
+
+def test_the_monitor_sums_up_what_the_gpu_did_and_ends_with_its_block(monkeypatch):
+    idle, application_setting, power_cap, hot = 0x1, 0x2, 0x4, 0x40
+    readings = [
+        (1980, 650_000, 60, idle),
+        (1700, 700_500, 71, power_cap | hot),
+        (1900, 690_000, 70, application_setting),
+    ]
+    nvml = FakeNvml(monkeypatch, readings, pids=(os.getpid(), 1))
+    monitor = Monitor("cuda", interval_s=0.001, wants_energy=lambda time_s: time_s > 0)
+    num_threads = threading.active_count()
+    with pytest.raises(KeyError), monitor:
+        assert nvml.all_read.wait(timeout=20.0) and nvml.num_open == 1
+        raise KeyError
+    assert nvml.num_open == 0, "NVML stays open"
+    assert threading.active_count() == num_threads, "the thread goes on"
+    assert monitor.readings == sorted(monitor.readings)
+    assert monitor.readings[0][1:4] == (7, 1980, 650_000)
+    assert (monitor.summary["power_w_max"], monitor.summary["temperature_c_max"]) == (700.5, 71)
+    # Neither idling nor a clock that the user set is throttling.
+    reasons = ["hardware thermal slowdown", "software power cap"]
+    assert monitor.summary["throttle_reasons"] == reasons
+    assert monitor.summary["disturbed"] and monitor.summary["foreign_processes"] == 1
+    assert "1 other process on the GPU" in monitor.summary["disturbed_by"]
+
+
+@pytest.mark.parametrize(
+    ("refused", "expected"),
+    [
+        (QUERIES[2:4], {"sm_clock_mhz_median": 1980, "throttle_reasons": ["hardware power brake"]}),
+        (QUERIES[1:2] + QUERIES[4:], {"power_w_max": 100.0, "temperature_c_max": 40}),
+        (QUERIES, {}),
+    ],
+)
+def test_a_short_window_has_one_reading_of_what_the_gpu_says(monkeypatch, refused, expected):
+    FakeNvml(monkeypatch, [(1980, 100_000, 40, 0x80)], refused=refused)
+    with Monitor("cuda", interval_s=60.0) as monitor:
+        pass
+    assert gpu_part(monitor.summary) == expected
+    assert len(monitor.readings) == bool(expected)
+    assert all(reading.energy_mj is None for reading in monitor.readings)
+
+
+class FakeHost:
+    """The kernel's counters as /proc gives them, of this process of two threads and its child."""
+
+    def __init__(self, folder: Path, monkeypatch):
+        self.folder = folder
+        self.clock_s, self.own_s, self.child_s = 100.0, 50.0, 3.0
+        self.used_s, self.stolen_s, self.waited_s = 90.0, 1.0, 9.0
+        monkeypatch.setattr(monitor_module, "CGROUPS", folder / "cgroup")
+        monkeypatch.setattr(monitor_module, "PROC", folder)
+        monkeypatch.setattr(time, "monotonic", lambda: self.clock_s)
+        monkeypatch.setattr(time, "process_time", lambda: self.own_s)
+        monkeypatch.setattr(os, "sysconf", lambda name: 100)
+        monkeypatch.setattr(os, "cpu_count", lambda: 2)
+        self.set_groups("")
+        self.passes(0.0, 0.0)
+
+    def put(self, path: str, text: str) -> None:
+        (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (self.folder / path).write_text(text)
+
+    def set_groups(self, own_groups: str, **files: str) -> None:
+        self.put("self/cgroup", own_groups)
+        for path, text in files.items():
+            self.put(f"cgroup/{path}", text)
+
+    def passes(
+        self, window_s: float, own_s: float, other_s=0.0, waited_s=0.0, stolen_s=0.0, child_s=0.0
+    ) -> None:
+        """Lets a window go by, in which the second of our threads waits."""
+        self.clock_s += window_s
+        self.own_s += own_s
+        self.child_s += child_s
+        self.used_s += own_s + child_s + other_s
+        self.stolen_s += stolen_s
+        self.waited_s += waited_s
+        tasks = {
+            "self/task/1": (7.0, "77"),
+            "self/task/2": (self.waited_s, ""),
+            "77/task/77": (0, ""),
+        }
+        for task, (wait_s, child) in tasks.items():
+            self.put(f"{task}/schedstat", f"5 {round(1e9 * wait_s)} 3\n")
+            self.put(f"{task}/children", child)
+        ticks = round(100 * self.child_s)
+        self.put("77/stat", f"77 (a ) b) S 1 1 1 0 0 0 0 0 0 0 0 0 0 {ticks} 0 20 0 1\n")
+        user, stolen = round(100 * self.used_s), round(100 * self.stolen_s)
+        self.put("stat", f"cpu  {user} 0 0 4000 50 0 0 {stolen} 0 0\ncpu0 0 0\n")
+        self.put("pressure/cpu", f"some avg10=0.00 total={round(1e6 * self.waited_s)}\n")
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    return FakeHost(tmp_path, monkeypatch)
+
+
+WINDOWS = {
+    "idle": (False, {"window_s": 1.0, "own_s": 1.9, "other_s": 0.03, "waited_s": 0.02}),
+    "busy core": (True, {"window_s": 1.0, "own_s": 1.5, "other_s": 0.5, "waited_s": 0.48}),
+    "busy core not ours": (False, {"window_s": 1.0, "own_s": 1, "other_s": 0.9, "waited_s": 0.01}),
+    "more threads than cores": (False, {"window_s": 1.0, "own_s": 1.99, "waited_s": 0.5}),
+    "our child": (False, {"window_s": 1.0, "own_s": 0.1, "child_s": 1.8, "waited_s": 0.4}),
+    "hypervisor": (True, {"window_s": 1.0, "own_s": 1.0, "stolen_s": 0.6}),
+    "one time slice": (True, {"window_s": 0.006, "own_s": 0.003, "waited_s": 0.003}),
+    "waking up": (False, {"window_s": 0.006, "own_s": 0.005, "waited_s": 0.001}),
+}
+
+
+@pytest.mark.parametrize(("is_disturbed", "window"), WINDOWS.values(), ids=WINDOWS)
+def test_a_window_is_disturbed_where_our_threads_wait_for_others(is_disturbed, window, host):
+    with Monitor("cpu") as monitor:
+        host.passes(**window)
+    summary = monitor.summary
+    assert summary["disturbed"] is is_disturbed and ("disturbed_by" in summary) is is_disturbed
+    other_s = window.get("other_s", 0) + window.get("stolen_s", 0)
+    cores, tolerance = other_s / window["window_s"], 0.011 / window["window_s"]
+    assert summary["other_cpu_cores"] == pytest.approx(cores, abs=tolerance)
+    pressure = window.get("waited_s", 0) / window["window_s"]
+    assert summary["cpu_pressure"] == pytest.approx(pressure, abs=1e-3)
+
+
+V1 = "9:cpuset:/a\n4:cpu,cpuacct:/docker/ab\n0::/docker/ab\n"
+QUOTA, PERIOD = "cpu.cfs_quota_us", "cpu.cfs_period_us"
+CONTROL_GROUPS = [
+    ("", {}, None),
+    ("0::/\n", {"cpu.max": "max 100000\n"}, None),
+    ("0::/a/b\n", {"a/cpu.max": "max 100000\n", "a/b/cpu.max": "150000 100000\n"}, 1.5),
+    ("0::/a/b\n", {"a/cpu.max": "20000 10000\n", "a/b/cpu.max": "300000 100000\n"}, 2.0),
+    # Seen from inside a container.
+    ("0::/../../a\n", {"a/cpu.max": "50000 100000\n"}, 0.5),
+    (V1, {f"cpu,cpuacct/{QUOTA}": "350000\n", f"cpu,cpuacct/{PERIOD}": "100000\n"}, 3.5),
+    (V1, {f"cpu,cpuacct/{QUOTA}": "-1\n", f"cpu,cpuacct/{PERIOD}": "100000\n"}, None),
+    (V1, {f"cpuset/a/{QUOTA}": "10000\n", f"cpuset/a/{PERIOD}": "100000\n"}, None),
+]
+
+
+@pytest.mark.parametrize(("own_groups", "files", "quota"), CONTROL_GROUPS)
+def test_a_cpu_quota_is_seen_wherever_it_is_set(own_groups, files, quota, host, monkeypatch):
+    host.set_groups(own_groups, **files)
+    assert monitor_module.cpu_quota() == quota
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(10**6, 10**6 + 3))
+    assert device_module.num_usable_cores() == (min(3, max(1, int(quota))) if quota else 3)
+
+
+@pytest.mark.parametrize(
+    ("own_groups", "folder", "counter", "per_s"),
+    [
+        ("0::/a/b\n", "a", "throttled_usec", 1e6),
+        (V1, "cpu,cpuacct/docker/ab", "throttled_time", 1e9),
+    ],
+)
+@pytest.mark.parametrize(("throttled_s", "is_disturbed"), [(0.8, True), (0.04, False)])
+def test_a_window_in_which_the_own_quota_stopped_it_is_disturbed(
+    own_groups, folder, counter, per_s, throttled_s, is_disturbed, host
+):
+    path = f"{folder}/cpu.stat"
+    host.set_groups(own_groups, **{path: f"nr_periods 90\n{counter} {round(7 * per_s)}\n"})
+    with Monitor("cpu") as monitor:
+        total = round((7 + throttled_s) * per_s)
+        host.set_groups(own_groups, **{path: f"nr_periods 99\n{counter} {total}\n"})
+        host.passes(window_s=1.0, own_s=0.2, waited_s=throttled_s)  # nobody else runs
+    assert monitor.summary["disturbed"] is is_disturbed
+    said = "its own CPU quota stopped it 80 % of the time, over all cores"
+    assert monitor.summary.get("disturbed_by") == (said if is_disturbed else None)
+
+
+def test_a_system_without_counters_says_nothing_of_its_load(tmp_path, monkeypatch):
+    monkeypatch.setattr(monitor_module, "PROC", tmp_path)
+    with Monitor("cpu") as monitor:
+        pass
+    assert monitor.summary == {}
+
+
+WATCHED = """
+import sys, time
+from labkit.monitor import Monitor
+with Monitor("cpu") as monitor:
+    print("begun", flush=True)
+    sys.stdin.readline()
+    if sys.argv[1] == "computing":  # the interpreter is held, so that no other thread runs
+        sum(range(2 * 10**7))
+print(monitor.summary)
+"""
+
+
+@pytest.mark.parametrize("what", ["stopped", "computing"])
+def test_a_process_that_was_stopped_says_so_and_one_that_computes_does_not(what):
+    command = [sys.executable, "-c", WATCHED, what]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as child:
+        assert child.stdout.readline() == "begun\n"
+        if what == "stopped":
+            os.kill(child.pid, signal.SIGSTOP)
+            time.sleep(0.5)
+            os.kill(child.pid, signal.SIGCONT)
+        summary, _ = child.communicate("on\n", timeout=60)
+    assert ("the process was stopped for " in summary) is (what == "stopped"), summary
