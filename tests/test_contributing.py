@@ -1,5 +1,4 @@
-"""What CONTRIBUTING.md says a newcomer changes first works as it stands there, in one place each.
-"""
+"""What CONTRIBUTING.md says a newcomer changes first works as it stands there, in one place each."""
 
 import re
 import sys
