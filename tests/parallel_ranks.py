@@ -13,7 +13,6 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -49,17 +48,23 @@ def run(names: list[str]):
         yield name
 
 
-class Perceptron(nn.Module):
-    """Odd widths, biases, a norm, a buffer, and a weight with fewer rows than four ranks."""
+class Net(nn.Module):
+    """Odd widths, biases, a norm, a buffer, and a weight with fewer rows than four ranks; (4,) to
+    (3,).
+    """
 
     def __init__(self):
         super().__init__()
         self.first, self.norm = nn.Linear(4, 11), nn.LayerNorm(11)
-        self.second, self.last = nn.Linear(11, 3, bias=False), nn.Linear(3, 1)
+        self.second, self.last = nn.Linear(11, 5, bias=False), nn.Linear(5, 3)
         self.register_buffer("shift", torch.randn(4))
 
     def forward(self, x):
-        return self.last(self.second(F.relu(self.norm(self.first(x + self.shift)))))
+        return self.last(self.second(torch.tanh(self.norm(self.first(x + self.shift)))))
+
+    def freeze(self, frozen: bool):
+        self.first.requires_grad_(not frozen)
+        self.norm.requires_grad_(not frozen)
 
 
 class Tied(nn.Module):
@@ -79,21 +84,6 @@ class Tied(nn.Module):
     def forward(self, x):
         x = self.embedding((x * 4).long() % 13)
         return self.head(x + self.middle(torch.tanh(self.frozen(x))))
-
-
-class Net(nn.Module):
-    """Two layers, of which the first and its norm are frozen and unfrozen; (4,) to (4,)."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 4)
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.norm(self.first(x))))
-
-    def freeze(self, frozen: bool):
-        self.first.requires_grad_(not frozen)
-        self.norm.requires_grad_(not frozen)
 
 
 def made(kind, seed: int = 0) -> nn.Module:
@@ -142,25 +132,21 @@ def rank_step(model: nn.Module, optimizer, seed: int, parts: int = 1, clip: floa
                 finish()
     norm = nn.utils.clip_grad_norm_(model.parameters(), clip) if clip else None
     optimizer.step()
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return norm and full(norm)
 
 
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns a wrapper's parameters by the names in its module, each on every rank."""
-    named = model.module.named_parameters(remove_duplicate=False)
-    return {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in named}
+def full(x: torch.Tensor) -> torch.Tensor:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
-def assert_same(model: nn.Module, expected: nn.Module, bound: float, what) -> None:
-    """Asserts that no parameter differs by more than `bound` of the largest value; 0: bit for
-    bit.
+def assert_same(model: nn.Module, expected: nn.Module, bound: float, what, least=0) -> None:
+    """Asserts that no parameter of a wrapper differs by more than `bound` of the largest value, or
+    of `least`; 0: bit for bit.
     """
-    wanted = dict(expected.named_parameters(remove_duplicate=False))
-    values = whole(model)
-    assert values.keys() == wanted.keys(), what
-    for name, p in wanted.items():
-        difference = (values[name] - p).abs().max() / p.abs().max().clamp(min=1)
-        assert difference <= bound, (what, name, difference)
+    values = dict(model.module.named_parameters(remove_duplicate=False))
+    wanted = expected.named_parameters(remove_duplicate=False)
+    for (name, value), (_, p) in zip(values.items(), wanted, strict=True):
+        assert (full(value) - p).abs().max() <= bound * p.abs().max().clamp(min=least), (what, name)
 
 
 def check_every_wrapper_trains_as_one_process():
@@ -169,7 +155,7 @@ def check_every_wrapper_trains_as_one_process():
     """
     warnings.simplefilter("error")
     torch.use_deterministic_algorithms(True)
-    for kind, name, parts in itertools.product((Perceptron, Tied), WRAPPERS, (1, 2)):
+    for kind, name, parts in itertools.product((Net, Tied), WRAPPERS, (1, 2)):
         expected, mine = made(kind), made(kind, dist.get_rank())
         model = WRAPPERS[name](mine)
         optimizers = momentum(expected), momentum(model)
@@ -177,7 +163,7 @@ def check_every_wrapper_trains_as_one_process():
             alone_step(expected, optimizers[0], seed, parts)
             rank_step(model, optimizers[1], seed, parts)
         exact = dist.get_world_size() == 2 and not (name == "fully sharded" and parts == 2)
-        assert_same(model, expected, 0 if exact else 1e-6, (kind, name, parts))
+        assert_same(model, expected, 0 if exact else 2e-6, (kind, name, parts))
         if kind is Tied:
             assert all(p.grad is None for p in model.module.unused.parameters()), name
     torch.use_deterministic_algorithms(False)
@@ -209,7 +195,7 @@ def check_what_is_frozen_or_unfrozen_after_wrapping_trains_as_in_one_process():
                 mine.freeze(not unfreezes)
             alone_step(expected, optimizers[0], seed)
             rank_step(model, optimizers[1], seed)
-        assert_same(model, expected, 1e-6, (name, unfreezes))
+        assert_same(model, expected, 2e-6, (name, unfreezes))
 
 
 def clipped(model):
@@ -257,7 +243,7 @@ def check_clipping_scaling_groups_and_optimizers_do_what_they_do_under_fully_sha
             model = wrap(made(Net))
             results.append(train(model))
             state = model.state_dict().items()
-            states.append({name.removeprefix("module."): x.full_tensor() for name, x in state})
+            states.append({name.removeprefix("module."): full(x) for name, x in state})
         assert results[0] == results[1], (train, results)
         assert states[0].keys() == states[1].keys(), train
         assert all(torch.equal(states[0][name], x) for name, x in states[1].items()), train
@@ -266,7 +252,7 @@ def check_clipping_scaling_groups_and_optimizers_do_what_they_do_under_fully_sha
     optimizer = torch.optim.AdamW(expected.parameters(), lr=0.1)
     norms = [alone_step(expected, optimizer, seed, clip=0.05).item() for seed in range(3)]
     assert clipped(model) == pytest.approx(norms) and min(norms) > 0.05
-    assert_same(model, expected, 1e-6, "clipped")
+    assert_same(model, expected, 2e-6, "clipped")
 
 
 def check_buffers_are_rank_0s_as_in_torchs_wrapper():
@@ -291,15 +277,6 @@ def check_buffers_are_rank_0s_as_in_torchs_wrapper():
         own(rows(rank))
     with pytest.raises(ValueError, match="rank 1 has"):
         collectives.check_ranks_agree(own.module[1].running_mean.tolist())
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-
-    def forward(self, x):
-        return self.attention(x, x, x, need_weights=False)[0]
 
 
 class Recurrent(nn.Module):
@@ -331,14 +308,12 @@ def encoder():
 
 
 def check_modules_that_share_or_remember_parameters_train_fully_sharded():
-    layer, bf16 = (nn.TransformerEncoderLayer,), torch.bfloat16
     for kind, units, dtype, bound in (
-        (Attention, (nn.MultiheadAttention,), None, 1e-6),
-        (Recurrent, (), None, 1e-6),
-        (repeated, (), None, 1e-6),
-        (Readout, (Readout,), None, 1e-6),
-        (encoder, layer, None, 1e-6),
-        (encoder, layer, bf16, 2e-3),
+        (Recurrent, (), None, 2e-6),
+        (repeated, (), None, 2e-6),
+        (Readout, (Readout,), None, 2e-6),
+        (encoder, (nn.MultiheadAttention,), None, 2e-6),
+        (encoder, (nn.TransformerEncoderLayer,), torch.bfloat16, 2e-3),
     ):
         expected = made(kind)
         model = FullyShardedDataParallel(made(kind), dtype, units=units)
@@ -351,7 +326,7 @@ def check_modules_that_share_or_remember_parameters_train_fully_sharded():
                 if one is model:
                     model.finish_gradient_synchronization()
                 optimizer.step()
-        assert_same(model, expected, bound, (kind, dtype))
+        assert_same(model, expected, bound, (kind, dtype), least=1 if dtype else 0)
 
 
 def twice(model):
@@ -380,7 +355,7 @@ def penalised(model):
 
 def check_misuse_of_a_wrapper_is_refused_by_name():
     def linear():
-        return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        return nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh())
 
     for wrapper, (misuse, kind, message) in itertools.product(
         WRAPPERS.values(),
@@ -388,7 +363,7 @@ def check_misuse_of_a_wrapper_is_refused_by_name():
             (twice, RuntimeError, r"^a second backward before finish_.*; accepted: one"),
             (extended, RuntimeError, "2.weight, 2.bias was added, replaced or moved; accepted"),
             (replaced, RuntimeError, "wrapping, 0.weight was added, replaced or moved"),
-            (converted, RuntimeError, "0.weight, 0.bias was added, replaced or moved"),
+            (converted, RuntimeError, "0.weight was added, replaced or moved"),
             (copy.deepcopy, TypeError, r"Parallel cannot be copied or pickled; accepted: its"),
         ),
     ):
@@ -396,10 +371,10 @@ def check_misuse_of_a_wrapper_is_refused_by_name():
             misuse(wrapper(linear()))
     sharded = FullyShardedDataParallel
     with pytest.raises(RuntimeError, match=r"^MultiheadAttention .* units=\(MultiheadAttention,"):
-        sharded(Attention())(rows(0)[None])
+        sharded(encoder())(rows(0)[None])
     with pytest.raises(RuntimeError, match=r"^Readout computes with.*units=\(Readout,\)"):
         sharded(Readout())(rows(0))
-    with pytest.raises(RuntimeError, match=r"0.bias has a gradient of this rank alone.*accepted"):
+    with pytest.raises(RuntimeError, match=r"0.weight has a gradient of this rank alone.*accepted"):
         penalised(sharded(linear()))
 
 
@@ -422,7 +397,7 @@ def check_bad_input_is_refused_with_the_value_and_the_accepted_ones():
             r"rank 1 has \('weight', \(2, 3\).*rank 0 has, \('weight', \(2, 2\)",
         ),
         (lambda: timed("all_ruduce", 1000), "'all_ruduce'; accepted: all_reduce"),
-        (lambda: timed("all_reduce", 3), "3 bytes of torch.float32; accepted: 8"),
+        (lambda: timed("all_reduce", 3), "3 bytes of torch.float32; accepted"),
         (lambda: timed("all_reduce", 1000, transport="ctas_4"), "'ctas_4' with gloo; accepted"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -477,17 +452,10 @@ def lm_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 def check_a_fully_sharded_transformer_trains_as_in_one_process():
     rank, number = dist.get_rank(), dist.get_world_size()
-    for variant, dtype, bound in (
-        ("plain", None, 0),
-        ("units", None, 0),
-        ("checkpointed", None, 0),
-        # bf16 keeps 8 bits; three steps move the parameters by a small part of their size.
-        ("bf16", torch.bfloat16, 0.02),
-        ("compiled", None, 2e-6),
-        ("compiled in place", None, 2e-6),
-    ):
+    for variant in ("plain", "units", "checkpointed", "bf16", "compiled", "compiled in place"):
         expected = transformer(0)
         units = (Block,) if variant == "units" else ()
+        dtype = torch.bfloat16 if variant == "bf16" else None
         model = FullyShardedDataParallel(transformer(rank, variant), dtype, units=units)
         optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (expected, model)]
         for step in range(3):
@@ -509,22 +477,17 @@ def check_a_fully_sharded_transformer_trains_as_in_one_process():
         num_elements = sum(p.numel() for p in expected.parameters())
         num_held = sum(p.to_local().numel() for p in model.parameters())
         assert num_held < num_elements / number + 200, "shards are no shards"
-        values = whole(model)
-        differences = {}
-        for name, p in values.items():
-            name = name.replace("_orig_mod.", "").replace("block.", "")
-            wanted = expected.get_parameter(name)
-            differences[name] = ((p - wanted).abs().max() / wanted.abs().max()).item()
-        exact = bound == 0 and number == 2
-        assert len(differences) == len(list(expected.parameters()))
-        assert max(differences.values()) <= (0 if exact else max(bound, 2e-6)), (
-            variant,
-            differences,
-        )
-        assert dtype is None or max(differences.values()) > 1e-5, "computed in fp32"
+        exact = number == 2 and variant in ("plain", "units", "checkpointed")
+        # bf16 keeps 8 bits; three steps move the parameters by a small part of their size.
+        bound = 0 if exact else 0.02 if dtype else 2e-6
+        assert_same(model, expected, bound, variant)
+        if dtype:
+            with pytest.raises(AssertionError):  # computed in fp32
+                assert_same(model, expected, 1e-5, variant)
 
 
 def check_a_layer_is_gathered_when_the_one_but_last_before_it_is_done():
+    """Never are there more than two: the one that runs and the next."""
     events, model = [], FullyShardedDataParallel(transformer(0))
     layer, weight = fully_sharded._Layer, fully_sharded._Weight
     start, free = layer.start_gather, weight.free
@@ -552,8 +515,6 @@ def check_a_layer_is_gathered_when_the_one_but_last_before_it_is_done():
     for passed, num_before, num_after in ((forward, 0, 1), (events, 1, 0)):
         gathered = [name for what, name in passed if what == "gather"]
         assert len(gathered) > 20 and len(set(gathered)) == len(gathered)
-        for earlier, later in zip(gathered, gathered[2:], strict=False):
-            assert passed.index(("free", earlier)) < passed.index(("gather", later))
         changes = [1 if what == "gather" else -1 for what, _ in passed]
         held = list(itertools.accumulate(changes, initial=num_before))
         assert max(held) == 2 and held[-1] == num_after
