@@ -48,6 +48,9 @@ SHARED = (
 """Fields that all records of a session and file share."""
 STATUSES = ("ok", "oom", "error", "skipped", "timeout")
 
+LOCK_WAIT_S = 30.0
+"""Gives the processes of a killed run time to end."""
+
 MAX_DEPTH = 16
 """How deeply dicts and lists of a recorded value may be nested."""
 
@@ -586,16 +589,15 @@ class RecordStore:
                 file.write(b"\n")
 
     @contextlib.contextmanager
-    def locked(self, wait_s: float = 30.0) -> Iterator[None]:
-        """Locks the file for this process; raises RecordError if another one holds it for `wait_s`.
-
-        The wait gives the processes of a killed run time to end.
+    def locked(self) -> Iterator[None]:
+        """Locks the file for this process; raises RecordError if another one holds it for
+        LOCK_WAIT_S.
         """
         import fcntl
 
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path.with_suffix(".lock"), "w") as lock:
-            deadline = time.monotonic() + wait_s
+            deadline = time.monotonic() + LOCK_WAIT_S
             while True:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

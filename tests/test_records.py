@@ -219,16 +219,18 @@ with RecordStore(sys.argv[1]).locked():
 """
 
 
-def test_the_lock_of_another_process_is_respected_and_ends_with_it(store):
+def test_the_lock_of_another_process_is_respected_and_ends_with_it(store, monkeypatch):
     command = [sys.executable, "-c", HOLDER, str(store.path)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **pipes) as holder:
         assert holder.stdout.readline() == "locked\n"
         said = f"{store.path}: another labkit run"
-        with pytest.raises(RecordError, match=said), store.locked(wait_s=0.2):
+        monkeypatch.setattr(records, "LOCK_WAIT_S", 0.2)
+        with pytest.raises(RecordError, match=said), store.locked():
             pytest.fail("two processes hold the lock")
+        monkeypatch.setattr(records, "LOCK_WAIT_S", 20.0)
         os.kill(holder.pid, signal.SIGKILL)
-        with store.locked(wait_s=20.0):
+        with store.locked():
             append(store, make_record())
 
 
@@ -236,7 +238,7 @@ def test_the_lock_is_given_back_after_an_exception_too(tmp_path):
     store = RecordStore(tmp_path / "not" / "yet" / "there.jsonl")
     with pytest.raises(KeyError), store.locked():
         raise KeyError
-    with store.locked(wait_s=0.0):
+    with store.locked():
         assert not store.path.exists(), "locking must not make an empty file of records"
 
 
