@@ -217,7 +217,13 @@ class _Pass:
         return self.norm_bytes + 4 * self.logits + copies + 8
 
     @property
+    def loss_bytes(self) -> int:
+        """The logits and, under autocast, their copy in fp32."""
+        return (6 if self.is_bf16 else 4) * self.logits
+
+    @property
     def made_bytes(self) -> int:
+        """What a forward pass with gradient adds: what it keeps, and the loss."""
         return self.config.num_layers * self.block_bytes + self.head_bytes
 
     @property
@@ -324,21 +330,43 @@ def peak_bytes(config: ModelConfig, batch: int, context: int, phase: str, **know
     return max(peak_moments(config, batch, context, phase, **known).values())
 
 
-def _attention_scratch_bytes(run: _Pass) -> int:
-    """Most bytes of a forward pass that live inside attention: x, the norm's output, q, k, v before
-    and after rotation.
+def _attention_moment(run: _Pass, held: int, num_streams: int, num_masks: int) -> int:
+    """Returns the most bytes in use inside a forward pass of attention.
 
     Eager in fp32: two score matrices (masked scores and probabilities) while v is copied and the
     output made. Under autocast on CUDA: scores in bf16 and, around the softmax, in fp32, and its
-    result, before v is copied.
+    result, before v is copied and the output made. Fused: the log-sum-exp.
+
+    Args:
+        held: bytes of all else; num_streams, num_masks: tensors as large as q, and masks, that live
+            when the output is made.
     """
-    streams, mask = run.stream * (2 * 4 + 5 * run.element), run.context**2
+    streams = num_streams * run.element * run.stream
     if run.attention == "fused":
-        return streams + run.element * run.stream + run.log_sum_exp_bytes
-    product = streams + 2 * run.element * run.stream + mask
+        return held + streams + run.log_sum_exp_bytes
+    held += num_masks * run.context**2
     if run.casts_softmax:
-        return max(streams + mask + 10 * run.scores, product + 8 * run.scores)
-    return product + 2 * run.element * run.scores
+        before_copies = streams - 2 * run.element * run.stream
+        return held + max(before_copies + 10 * run.scores, streams + 8 * run.scores)
+    return held + streams + 2 * run.element * run.scores
+
+
+def _attention_without_gradient(run: _Pass) -> int:
+    """Besides: x, the norm's output, q, k, v before and after rotation."""
+    held = run.stream * (2 * 4 + 5 * run.element)
+    return _attention_moment(run, held, 1 if run.attention == "fused" else 2, num_masks=1)
+
+
+def _attention_with_gradient(run: _Pass) -> int:
+    """Besides: all blocks but the last as kept, and what the last one's attention keeps.
+
+    Eager: q, k and v as projected, q and k as rotated (the product keeps copies of these), the
+    output; the mask and its complement. Under autocast also the norm's output.
+    """
+    held = run.earlier_bytes + run.attention_part_bytes
+    if run.is_bf16:
+        held += 4 * run.stream
+    return _attention_moment(run, held, 3 if run.attention == "fused" else 6, num_masks=2)
 
 
 def _inference_moments(run: _Pass) -> dict[str, int]:
@@ -349,7 +377,7 @@ def _inference_moments(run: _Pass) -> dict[str, int]:
     head = 2 * run.config.vocab_size * d + 2 * stream if run.is_bf16 else 0
     feed_forward = 3 * 4 * stream + 3 * run.element * f * run.tokens
     return {
-        "attention, last block": run.cast_bytes - later + _attention_scratch_bytes(run),
+        "attention, last block": run.cast_bytes - later + _attention_without_gradient(run),
         "feed-forward, last block": run.cast_bytes - min(later, 2 * d * f) + feed_forward,
         "logits": run.cast_bytes + head + 2 * 4 * stream + run.element * run.logits,
     }
@@ -357,29 +385,9 @@ def _inference_moments(run: _Pass) -> dict[str, int]:
 
 def _forward_moments(run: _Pass) -> dict[str, int]:
     return {
-        "attention, last block": _attention_forward_bytes(run),
-        "loss": run.made_bytes + (6 if run.is_bf16 else 4) * run.logits,
+        "attention, last block": _attention_with_gradient(run),
+        "loss": run.made_bytes + run.loss_bytes,
     }
-
-
-def _attention_forward_bytes(run: _Pass) -> int:
-    """All blocks but the last as kept, and of the last what its attention keeps and needs while it
-    runs.
-
-    Eager: q, k and v as projected, q and k as rotated (the product keeps copies of these), the
-    output; masked scores and probabilities; the mask and its complement. Under autocast also the
-    norm's output, and on CUDA, around the softmax, before v is copied and the output made, the
-    scores in fp32 beside those in bf16.
-    """
-    before = run.earlier_bytes + run.attention_part_bytes + (4 * run.stream if run.is_bf16 else 0)
-    if run.attention == "fused":
-        return before + 3 * run.element * run.stream + run.log_sum_exp_bytes
-    product = before + 6 * run.element * run.stream + 2 * run.context**2
-    if run.casts_softmax:
-        return max(
-            product - 2 * run.element * run.stream + 10 * run.scores, product + 8 * run.scores
-        )
-    return product + 2 * run.element * run.scores
 
 
 def _train_step_moments(run: _Pass) -> dict[str, int]:
@@ -395,11 +403,9 @@ def _train_step_moments(run: _Pass) -> dict[str, int]:
     # Probabilities, their gradient and the scores' gradient; on CUDA one product more. Autocast
     # casts to fp32 there.
     per_score = 16 if run.device_kind == "cuda" else 3 * run.element
-    scratch = (
-        per_score * run.scores + run.context**2
-        if run.attention == "eager"
-        else 4 * run.element * run.stream
-    )
+    scratch = per_score * run.scores + run.context**2
+    if run.attention == "fused":
+        scratch = 4 * run.element * run.stream
     attention = run.attention_part_bytes + gradients + scratch + 4 * (3 * d * f + d + d * d)
     return {
         **{f"forward: {name}": num_bytes for name, num_bytes in _forward_moments(run).items()},
@@ -478,33 +484,23 @@ def checkpoint_moments(
     run = _Pass(config, batch, context, **known)
     stream, gradients = residual_stream_bytes(config, batch, context), block_gradient_bytes(config)
     inputs = len(_group_sizes(config.num_layers, plan[0])) * stream
-    found = {
-        "forward: attention, last block": inputs + run.cast_bytes + _attention_scratch_bytes(run),
-        "forward: loss": inputs
+    moments = {
+        "forward: attention, last block": inputs
         + run.cast_bytes
-        + run.head_bytes
-        + (6 if run.is_bf16 else 4) * run.logits,
+        + _attention_without_gradient(run),
+        "forward: loss": inputs + run.cast_bytes + run.head_bytes + run.loss_bytes,
         "backward: loss": inputs + run.head_bytes + 2 * 4 * run.logits,
         "backward: embedding": parameter_bytes(config) + stream,
     }
-    groups = _recomputed_groups(config.num_layers, plan)
-    of_size = {
-        size: _train_step_moments(replace(run, config=replace(config, num_layers=size)))
-        for size in {size for size, _, _ in groups}
-    }
-    for moment in (
-        "feed-forward, last",
-        "attention, last",
-        "feed-forward, first",
-        "attention, first",
-    ):
-        name = f"backward: {moment} block"
-        found[f"{name} of a group"] = max(
-            num_inputs * stream + num_later * gradients + of_size[size][name]
-            for size, num_later, num_inputs in groups
-        )
+    for size, num_later, num_inputs in _recomputed_groups(config.num_layers, plan):
+        group = replace(run, config=replace(config, num_layers=size))
+        others = num_inputs * stream + num_later * gradients
+        for name, num_bytes in _train_step_moments(group).items():
+            if name.startswith("backward") and name.endswith("block"):
+                name = f"{name} of a group"
+                moments[name] = max(moments.get(name, 0), others + num_bytes)
     resident = run.resident_bytes + optimizer_state_bytes(config)
-    return {name: resident + num_bytes for name, num_bytes in found.items()}
+    return {name: resident + num_bytes for name, num_bytes in moments.items()}
 
 
 def _recomputed_groups(num_blocks: int, plan: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -51,10 +51,10 @@ OutputOption = Annotated[
         "--output",
         "-o",
         metavar="DIR",
+        resolve_path=True,
         help="Folder that holds one folder per device. Default: figures/.",
     ),
 ]
-
 
 DeviceOption = Annotated[
     str, typer.Option(help="Slug of the device, as `labkit devices` lists it; this: this machine.")
@@ -143,7 +143,7 @@ def run(
         "device": device.slug,
         "measure": True,
         "profile": profile,
-        "output": str(output.resolve()) if output else "",
+        "output": str(output or ""),
         "fresh": fresh,
         "save_figures": True,
     }
@@ -185,7 +185,6 @@ def run(
     from labkit.report import card, render
 
     written = []
-    output = output and output.resolve()
     try:
         written = render.rebuild(
             device.slug,
@@ -292,7 +291,7 @@ def report(
         )
     written = render.rebuild(
         device,
-        output=output.resolve() if output else None,
+        output=output,
         top_level=top_level or device == REFERENCE_DEVICE,
         html=html,
         save_notebooks=save_notebooks,
@@ -306,10 +305,9 @@ def devices(output: OutputOption = None) -> None:
     """List what has been measured: device, notebooks, cases, when, versions."""
     from labkit.report import render
 
-    table = render.devices_table((output or FIGURES).resolve())
-    print(
-        "nothing measured yet: run `labkit run`" if table.empty else table.to_markdown(index=False)
-    )
+    table = render.devices_table(output or FIGURES)
+    nothing = "nothing measured yet: run `labkit run`"
+    print(nothing if table.empty else table.to_markdown(index=False))
 
 
 @app.command()
@@ -339,7 +337,8 @@ def compare(
 
     if not sessions:
         raise RequestError("say what to compare: --sessions")
-    root, slug = (output or FIGURES).resolve(), _slug(device)
+    root = output or FIGURES
+    slug = _slug(device)
     check_measured(slug, root)
     names = [notebooks.resolve(notebook)] if notebook else notebooks.names()
     chapters = {}

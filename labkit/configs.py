@@ -266,8 +266,8 @@ def read_grids(text: str) -> dict[str, dict[str, Grid]]:
     grids = {}
     for notebook, tables in tomllib.loads(text).items():
         if {*tables, "key"} != set(PROFILES):
-            found = ", ".join(tables)
-            raise ValueError(f"{notebook} has {found}; required: smoke, full; accepted: key")
+            names = ", ".join(tables)
+            raise ValueError(f"{notebook} has {names}; required: smoke, full; accepted: key")
         full = tables["full"]
         grid = make_dataclass(notebook, full, bases=(Grid,), frozen=True)
         grids[notebook] = {}

@@ -48,6 +48,9 @@ SHARED = (
 """Fields that all records of a session and file share."""
 STATUSES = ("ok", "oom", "error", "skipped", "timeout")
 
+LOCK_WAIT_S = 30.0
+"""Gives the processes of a killed run time to end."""
+
 MAX_DEPTH = 16
 """How deeply dicts and lists of a recorded value may be nested."""
 
@@ -258,22 +261,22 @@ def check_fields(content: Any, kinds: Mapping[str, Kind]) -> None:
                 raise _unfit(f"{outer}.{key}".lstrip("."), holder[key], kind.accepted)
 
 
-def validate(content: Any) -> None:
-    """Raises ValueError, naming the field, where parsed JSON is not a record as `Record` describes
-    it.
+def validate(content: dict[str, Any]) -> None:
+    """Raises ValueError, naming the field, where a JSON object is not a record as `Record`
+    describes it.
     """
-    if type(content) is dict:
-        version = content.get("schema_version")
-        if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
-            raise ValueError(
-                f"schema version {reprlib.repr(version)}; this labkit reads up to {SCHEMA_VERSION}"
-            )
-        if unknown := content.keys() - _DEFAULTS.keys():
-            raise ValueError(f"unknown fields {', '.join(sorted(name[:40] for name in unknown))}")
+    version = content.get("schema_version")
+    if type(version) is not int or not 1 <= version <= SCHEMA_VERSION:
+        raise ValueError(
+            f"schema version {reprlib.repr(version)}; this labkit reads up to {SCHEMA_VERSION}"
+        )
+    if unknown := content.keys() - _DEFAULTS.keys():
+        raise ValueError(f"unknown fields {', '.join(sorted(name[:40] for name in unknown))}")
     check_fields(content, _RECORD)
     _check_values(content)
     metrics = content.get("metrics", {})
-    if metrics and (status := content.get("status", "ok")) != "ok":
+    status = content.get("status", "ok")
+    if metrics and status != "ok":
         raise _unfit("metrics", metrics, f"{{}} where the status is {status}")
     try:
         check_plausible(metrics)
@@ -317,8 +320,8 @@ def _plain(text: bytes) -> bytes:
     return _MARKUP.sub(b"'", text)
 
 
-def _parse(text: bytes) -> Any:
-    """Returns the JSON value in UTF-8 `text`; raises ValueError where there is none."""
+def _parse(text: bytes) -> dict[str, Any]:
+    """Returns the JSON object in UTF-8 `text`; raises ValueError where there is none."""
     try:
         content = json.loads(text.decode("utf-8"))
         # Half a surrogate pair parses, but cannot be written.
@@ -328,6 +331,8 @@ def _parse(text: bytes) -> Any:
         raise ValueError("not JSON: nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from None
+    if type(content) is not dict:
+        raise ValueError(f"not an object but {type(content).__name__}")
     return content
 
 
@@ -383,7 +388,8 @@ def _read_object(path: Path, kinds: Mapping[str, Kind]) -> dict[str, Any] | None
     """Returns the JSON object in a file, None without a file; raises RecordError where a field is
     not of its kind.
     """
-    if (text := _read_bytes(path)) is None:
+    text = _read_bytes(path)
+    if text is None:
         return None
     try:
         content = _parse(_plain(text))
@@ -414,11 +420,11 @@ def check(folder: Path) -> dict[str, list[Record]]:
     read_environment(folder)
     if (folder / "records").is_file():
         raise RecordError(f"{folder / 'records'}: is no folder")
-    found = {}
+    records = {}
     for path in sorted((folder / "records").glob("[0-9][0-9]_*.jsonl")):
-        found[path.stem] = newest(RecordStore(path).load())
+        records[path.stem] = newest(RecordStore(path).load())
         read_done(folder, path.stem)
-    return found
+    return records
 
 
 def newest_of(folders: Mapping[str, Path]) -> dict[str, list[Record]]:
@@ -552,14 +558,13 @@ class RecordStore:
         for number, line in enumerate(lines, start=1):
             try:
                 content = _parse(line)
-                if type(content) is dict and "shared" in content:
+                if "shared" in content:
                     check_fields(content, _HEADER)
                     session = content["session"]
                     shared[session] = content["shared"]
                     continue
-                if type(content) is dict:
-                    content = {"session": session} | content
-                    content = shared.get(str(content["session"]), {}) | content
+                content = {"session": session} | content
+                content = shared.get(str(content["session"]), {}) | content
                 validate(content)
             except ValueError as error:
                 raise RecordError(f"{self.path}, line {number}: {error}") from error
@@ -584,16 +589,15 @@ class RecordStore:
                 file.write(b"\n")
 
     @contextlib.contextmanager
-    def locked(self, wait_s: float = 30.0) -> Iterator[None]:
-        """Locks the file for this process; raises RecordError if another one holds it for `wait_s`.
-
-        The wait gives the processes of a killed run time to end.
+    def locked(self) -> Iterator[None]:
+        """Locks the file for this process; raises RecordError if another one holds it for
+        LOCK_WAIT_S.
         """
         import fcntl
 
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path.with_suffix(".lock"), "w") as lock:
-            deadline = time.monotonic() + wait_s
+            deadline = time.monotonic() + LOCK_WAIT_S
             while True:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -631,12 +635,12 @@ def newest(records: Iterable[Record]) -> list[Record]:
     Records of profile "key" repeat others, to see whether they come back, and count only where
     there is no other.
     """
-    found: dict[str, Record] = {}
+    latest: dict[str, Record] = {}
     for record in records:
-        if record.profile != "key" or found.get(record.identity, record).profile == "key":
-            found.pop(record.identity, None)
-            found[record.identity] = record
-    return list(found.values())
+        if record.profile != "key" or latest.get(record.identity, record).profile == "key":
+            latest.pop(record.identity, None)
+            latest[record.identity] = record
+    return list(latest.values())
 
 
 HOST_SECTION, SESSION_SECTION = SESSION_SECTIONS = ("host", "ceilings")
@@ -647,10 +651,10 @@ whatever the experiment, and its results are divided by its own ceilings.
 
 def by_session(records: Iterable[Record]) -> dict[str, dict[str, Record]]:
     """Returns, by resume key, the newest record of each session, the sessions oldest first."""
-    found: dict[str, dict[str, Record]] = {}
+    sessions: dict[str, dict[str, Record]] = {}
     for record in records:
-        found.setdefault(record.resume_key(), {})[record.session] = record
-    return found
+        sessions.setdefault(record.resume_key(), {})[record.session] = record
+    return sessions
 
 
 def to_frame(records: Iterable[Record]) -> "pd.DataFrame":

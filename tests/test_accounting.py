@@ -306,18 +306,20 @@ def test_a_ring_sends_a_shard_in_each_of_its_steps(operation, n):
     assert seconds == pytest.approx(num_steps / n * 1e9 / W)
 
 
-def test_a_layer_hides_its_communication_up_to_the_known_numbers_of_ranks():
-    """Data parallel: 1 + B·W/C ranks. Tensor parallel: 1 + 1.5·D_FF·W/C forward, twice backward."""
-    limit = 1 + B * W / C
-    for sharded in (False, True):
-        for n, is_hidden in ((math.floor(limit), True), (math.ceil(limit), False)):
-            cost = accounting.ffn_cost(B, D, F, data=n, sharded=sharded)
-            assert (cost.backward_bytes / W <= cost.backward_flops / C) is is_hidden
-            assert not sharded or (cost.forward_bytes / W <= cost.forward_flops / C) is is_hidden
-    for n in range(2, 40):
-        cost = accounting.ffn_cost(B, D, F, tensor=n)
-        assert (cost.forward_bytes / W <= cost.forward_flops / C) is (n <= 1 + 1.5 * F * W / C)
-        assert (cost.backward_bytes / W <= cost.backward_flops / C) is (n <= 1 + 3 * F * W / C)
+def test_a_layer_sends_weights_gradients_and_activations_around_rings():
+    """Two bytes an element: data parallel ranks send what matrices have, tensor parallel ones what
+    the layer's input and output have.
+    """
+    matrices, activations = 2 * 3 * D * F, 2 * B * D
+    once, twice = (accounting.bus_factor(name, 8) for name in ("all_gather", "all_reduce"))
+    data = accounting.ffn_cost(B, D, F, data=8)
+    assert (data.forward_bytes, data.backward_bytes) == (0, twice * matrices)
+    sharded = accounting.ffn_cost(B, D, F, data=8, sharded=True)
+    assert (sharded.forward_bytes, sharded.backward_bytes) == (once * matrices, twice * matrices)
+    tensor = accounting.ffn_cost(B, D, F, tensor=8)
+    assert tensor.forward_bytes == tensor.backward_bytes == twice * activations
+    assert data.forward_flops == tensor.forward_flops == 2 * B * 3 * D * F / 8
+    assert data.backward_flops == 2 * data.forward_flops
 
 
 def test_the_accounting_exercise_of_2025():

@@ -306,23 +306,13 @@ def test_what_is_printed_to_be_pasted_is_quoted(tmp_path, monkeypatch, capsys):
     assert shlex.split(kernels)[-1] == f"{output}.nsys-rep"
 
 
-@pytest.mark.parametrize(
-    ("options", "is_written"),
-    [
-        ({"device": "cpu-x"}, False),
-        ({"device": REFERENCE_DEVICE}, True),
-        ({"device": "cpu-x", "top_level": True}, True),
-    ],
-)
-def test_only_the_reference_device_or_a_request_writes_the_top_level_report(
-    monkeypatch, options, is_written
-):
+def test_only_the_reference_device_or_a_request_writes_the_top_level_report(monkeypatch):
     asked = []
-    monkeypatch.setattr(
-        render, "rebuild", lambda device, **values: asked.append(values["top_level"]) or []
-    )
-    cli.report(**options)
-    assert asked == [is_written]
+    monkeypatch.setattr(render, "rebuild", lambda _, **options: asked.append(options) or [])
+    cli.report("cpu-x")
+    cli.report(REFERENCE_DEVICE)
+    cli.report("cpu-x", top_level=True)
+    assert [options["top_level"] for options in asked] == [False, True, True]
 
 
 COMMAND = ["run", "05", "--profile", "smoke", "-p", "lengths=128"]

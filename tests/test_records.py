@@ -187,22 +187,24 @@ def test_older_files_are_read(store):
     assert store.load()[2] == make_record(schema_version=1)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_record_that_cannot_be_written_is_named(store, monkeypatch, number):
-    def full(descriptor):
+def failing(number: int):
+    """Returns a function that fails as the operating system does."""
+
+    def fail(*_):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "fsync", full)
-    said = f"{store.path}: .*steps.*forward.* cannot be written .{os.strerror(number)}"
+    return fail
+
+
+def test_a_record_that_cannot_be_written_is_named(store, monkeypatch):
+    monkeypatch.setattr(os, "fsync", failing(errno.ENOSPC))
+    said = f"{store.path}: .*steps.*forward.* cannot be written .No space left on device"
     with pytest.raises(RecordError, match=said):
         store.append(make_record())
 
 
 def test_a_file_system_without_locks_is_called_that(store, monkeypatch):
-    def refused(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", refused)
+    monkeypatch.setattr(fcntl, "flock", failing(errno.ENOLCK))
     expected = re.escape(f"01_benchmarking.lock: cannot be locked ({os.strerror(errno.ENOLCK)})")
     with pytest.raises(RecordError, match=expected), store.locked():
         pytest.fail("nothing is locked")
@@ -217,16 +219,18 @@ with RecordStore(sys.argv[1]).locked():
 """
 
 
-def test_the_lock_of_another_process_is_respected_and_ends_with_it(store):
+def test_the_lock_of_another_process_is_respected_and_ends_with_it(store, monkeypatch):
     command = [sys.executable, "-c", HOLDER, str(store.path)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **pipes) as holder:
         assert holder.stdout.readline() == "locked\n"
         said = f"{store.path}: another labkit run"
-        with pytest.raises(RecordError, match=said), store.locked(wait_s=0.2):
+        monkeypatch.setattr(records, "LOCK_WAIT_S", 0.2)
+        with pytest.raises(RecordError, match=said), store.locked():
             pytest.fail("two processes hold the lock")
+        monkeypatch.setattr(records, "LOCK_WAIT_S", 20.0)
         os.kill(holder.pid, signal.SIGKILL)
-        with store.locked(wait_s=20.0):
+        with store.locked():
             append(store, make_record())
 
 
@@ -234,7 +238,7 @@ def test_the_lock_is_given_back_after_an_exception_too(tmp_path):
     store = RecordStore(tmp_path / "not" / "yet" / "there.jsonl")
     with pytest.raises(KeyError), store.locked():
         raise KeyError
-    with store.locked(wait_s=0.0):
+    with store.locked():
         assert not store.path.exists(), "locking must not make an empty file of records"
 
 
@@ -359,11 +363,8 @@ def test_a_write_that_is_cut_short_leaves_the_old_file(tmp_path, monkeypatch):
     path.write_text("old")
     path.chmod(0o640)
 
-    def refused(*_):
-        raise PermissionError(13, "Permission denied")
-
     with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", refused)
+        patched.setattr(os, "replace", failing(errno.EACCES))
         with pytest.raises(RecordError, match=r"report\.md: cannot be written \(Permission denied"):
             records.write_text_atomic(path, "new")
     assert path.read_text() == "old"
