@@ -29,8 +29,8 @@ from labkit.experiments.sections import empty_cache, fractions, run_section, sec
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
 from labkit.kernels import flash_attention as labkit_flash
 from labkit.kernels.attention import OUR_OPTIONS, attention, unavailable_reason, what_runs
-from labkit.kernels.flash_attention.choice import TileConfig
 from labkit.kernels.flash_attention.tiled import tiled_attention_backward, tiled_attention_forward
+from labkit.kernels.flash_attention.tiles import TileConfig
 from labkit.kernels.weighted_sum import weighted_sum
 from labkit.measure.timing import time_callable
 from labkit.numerics import Verdict, judge, tensor_dtype
