@@ -12,15 +12,12 @@ import types
 
 import pytest
 import torch
-from conftest import more
 from torch import Tensor
 
 from labkit.kernels import attention as module
 from labkit.kernels import flash_attention as labkit_flash
 from labkit.kernels.attention import IMPLS, SDPA_BACKENDS, attention, unavailable_reason, what_runs
 from labkit.kernels.reference import attention_reference
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 SHAPES = {
     "even": ((2, 3, 64, 16), 64),
@@ -89,21 +86,19 @@ ON_A_CPU = ("eager", "compiled", "sdpa", "sdpa_math", "sdpa_flash", "tiled", "au
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("impl", [impl for impl in ON_A_CPU if impl != "compiled"])
-def test_every_implementation_is_the_same_function(impl, dtype, causal, shape):
+def test_every_implementation_is_the_same_function(impl, causal, shape):
     if impl.startswith("sdpa") and causal and shape == "fewer queries":
         pytest.skip("refused, see test_sdpa_is_refused_where_its_mask_is_another")
-    check_errors(impl, shape, dtype, causal)
+    check_errors(impl, shape, torch.float32 if causal else torch.bfloat16, causal)
 
 
-@pytest.mark.parametrize("shape", ["odd", *more("fewer queries")])
-def test_the_compiled_formula_is_the_same_function(shape):
-    check_errors("compiled", shape, torch.float32, causal=True)
+def test_the_compiled_formula_is_the_same_function():
+    check_errors("compiled", "odd", torch.float32, causal=True)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_every_implementation_of_the_gpu_is_the_same_function(impl, dtype):
     reasons = []
@@ -134,20 +129,6 @@ def test_an_unknown_name_is_refused_with_the_accepted_ones(function):
     with pytest.raises(ValueError, match="unknown attention 'flash'") as caught:
         function(*arguments, causal=True, **options)
     assert all(name in str(caught.value) for name in IMPLS)
-
-
-@pytest.mark.parametrize(
-    ("impl", "node"), [("sdpa_math", "Softmax"), ("sdpa_flash", "ScaledDotProductFlashAttention")]
-)
-def test_a_restricted_backend_leaves_its_own_node_behind(impl, node):
-    q, k, v, _ = draw("even", torch.float32)
-    names, nodes = "", [attention(q, k, v, causal=True, impl=impl).grad_fn]
-    while nodes:
-        current = nodes.pop()
-        names += current.name() + " "
-        nodes += [parent for parent, _ in current.next_functions if parent is not None]
-    found = {name for name in ("Softmax", "ScaledDotProductFlashAttention") if name in names}
-    assert found == {node}, names
 
 
 @pytest.mark.parametrize("impl", ["sdpa_cudnn", "sdpa_efficient"])
@@ -215,17 +196,6 @@ def test_an_implementation_that_another_stands_in_for_is_not_available(monkeypat
 def test_a_head_dimension_beyond_ours_is_a_reason():
     q = torch.empty(1, 1, 8, 264)
     assert "up to 256; got 264" in unavailable_reason("auto", q, q, causal=True)
-
-
-def test_more_shapes_than_the_limit_are_an_error_and_not_an_uncompiled_call(monkeypatch):
-    monkeypatch.setattr(module, "MAX_COMPILED_SHAPES", 1)
-    torch.compiler.reset()
-    compiled = module._compiled.__wrapped__(attention_reference)
-    with torch._dynamo.config.patch(recompile_limit=1, accumulated_recompile_limit=1):
-        compiled(*draw("one row", torch.float32)[:3])
-        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-            compiled(*draw("even", torch.float32)[:3])
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(6, 6), (4, 7), (7, 4)])
@@ -413,40 +383,18 @@ def library():
     namespace._destroy()
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("shape", ["even", "no heads", "fewer queries"])
 @pytest.mark.parametrize("impl", module.FA3)
-def test_the_librarys_operators_are_called_by_their_schema(
-    library, monkeypatch, shape, causal, impl
-):
+def test_the_librarys_operators_are_called_by_their_schema(library, monkeypatch, shape, impl):
     monkeypatch.setattr(module, "load_fa3", lambda: module.FlashAttention3Function.apply)
     library.clear()
-    check_errors(impl, shape, torch.float32, causal)
+    check_errors(impl, shape, torch.float32, causal=shape != "even")
     assert set(library) == {impl == "fa3_deterministic"}
-
-
-def test_the_librarys_function_takes_any_strides(library, monkeypatch):
-    """A transposed input and the expanded gradient of a sum have no dense rows."""
-    monkeypatch.setattr(module, "load_fa3", lambda: module.FlashAttention3Function.apply)
+    # A transposed input and the expanded gradient of a sum have no dense rows.
     x = torch.randn(2, 3, 16, 40, dtype=torch.float64).transpose(2, 3).requires_grad_()
-    (got,) = torch.autograd.grad(attention(x, x, x, causal=True, impl="fa3").sum(), x)
+    (got,) = torch.autograd.grad(attention(x, x, x, causal=True, impl=impl).sum(), x)
     (expected,) = torch.autograd.grad(attention_reference(x, x, x, causal=True).sum(), x)
     assert (got - expected).abs().max() <= 1e-12
-
-
-def test_the_library_refuses_second_derivatives(library):
-    q, k, v = (torch.randn(1, 4, 2, 8, requires_grad=True) for _ in range(3))
-    out = module.FlashAttention3Function.apply(q, k, v, False, False, {})
-    (slope,) = torch.autograd.grad(out.sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="fa3 has no second derivative"):
-        torch.autograd.grad(slope.square().sum(), k)
-
-
-def test_a_block_mask_first_made_in_inference_mode_serves_training():
-    module._causal_block_mask.cache_clear()
-    with torch.inference_mode():
-        mask = module._causal_block_mask(6, 6, torch.device("cpu"))
-    assert not mask.kv_num_blocks.is_inference()
 
 
 def test_the_library_takes_packed_sequences(library):

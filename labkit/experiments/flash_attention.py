@@ -41,8 +41,8 @@ from labkit.experiments.operations import (
 from labkit.experiments.sections import empty_cache, run_section, section, timed
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
 from labkit.kernels import flash_attention as labkit_flash
-from labkit.kernels.flash_attention.choice import TileConfig
 from labkit.kernels.flash_attention.tiled import tiled_attention_backward, tiled_attention_forward
+from labkit.kernels.flash_attention.tiles import TileConfig
 from labkit.measure.timing import time_callable
 
 __all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_rates", "run_case"]

@@ -11,10 +11,9 @@ from labkit.kernels.flash_attention.choice import (
     resolve_backward,
     resolve_impl,
     resolve_precision,
-    resolve_tiles,
 )
-from labkit.kernels.flash_attention.launches import plan_of
 from labkit.kernels.flash_attention.op import FlashAttention, flash_attention
+from labkit.kernels.flash_attention.plan import plan_of, resolve_tiles
 from labkit.kernels.flash_attention.triton import IS_INTERPRETED
 
 __all__ = [

@@ -43,13 +43,14 @@ from labkit.kernels.flash_attention.choice import (
     resolve_impl,
     resolve_precision,
 )
-from labkit.kernels.flash_attention.launches import (
+from labkit.kernels.flash_attention.plan import (
     Plan,
+    check_lengths,
     empty_like_layout,
     empty_outputs,
+    layout_of,
     plan_of,
 )
-from labkit.kernels.flash_attention.shapes import check_lengths, layout_of
 from labkit.kernels.flash_attention.tiled import tiled_attention_backward, tiled_attention_forward
 from labkit.kernels.fused import first_order
 from labkit.kernels.launch import REMEMBERED
@@ -151,44 +152,63 @@ def _check_packing(q: Tensor, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
             raise TypeError(f"{name} must be None or an int; got {type(max_seqlen).__name__}")
 
 
-def _resolve(
-    q: Tensor, k: Tensor, v: Tensor, packed: bool, causal, scale, window, precision, impl
+def _options(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    causal,
+    scale,
+    window,
+    precision,
+    impl,
 ) -> tuple[float, int, int, str, str]:
-    """Returns (scale, left, right, precision, impl) as the operators take them; raises for bad
-    ones.
+    """Returns (scale, left, right, precision, impl) as the operators take them; raises for
+    arguments that do not fit.
     """
+    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     _check_tensors(q, k, v, packed)
     left, right = _check_window(window, causal)
     impl = resolve_impl(q, impl, left=left, right=right, packed=packed)
     precision = resolve_precision(q, precision, packed=packed)
-    return _check_scale(scale, q.shape[-1]), left, right, precision, impl
+    scale = _check_scale(scale, q.shape[-1])
+    _check_packing(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return scale, left, right, precision, impl
 
 
-_planned = {}
+_planned: dict[tuple, tuple[tuple, Plan | None]] = {}
 
 
-def _plan(q: Tensor, k: Tensor, v: Tensor, asked: tuple) -> tuple[tuple, Plan | None]:
-    """Returns the operators' options of tensors that are not packed, and the plan of them, None of
-    "tiled".
+def _plan(tensors: tuple, lengths: tuple, asked: tuple) -> tuple[tuple, Plan | None]:
+    """Returns the operators' options of q, k, v and cumulative lengths, and the plan of them, None
+    of "tiled".
     """
-    options = (None, None, *_resolve(q, k, v, False, *asked))
-    return options, None if options[-1] == "tiled" else plan_of(q, k, v, *options)
+    options = _options(*tensors, *lengths, *asked)
+    return options, None if options[-1] == "tiled" else plan_of(*tensors, *options)
 
 
-def _plan_once(q: Tensor, k: Tensor, v: Tensor, asked: tuple) -> tuple[tuple, Plan | None]:
+def _plan_once(tensors: tuple, lengths: tuple, asked: tuple) -> tuple[tuple, Plan | None]:
     """`_plan`, remembered: it takes the host longer than a launch."""
+    q, k, v, cu_seqlens_q, cu_seqlens_k = tensors
     try:
-        tensors = tuple((layout_of(x), x.device) for x in (q, k, v))
+        layouts = (layout_of(q), layout_of(k), layout_of(v), q.device, k.device, v.device)
+        if cu_seqlens_q is not None or cu_seqlens_k is not None:
+            devices = (cu_seqlens_q.device, cu_seqlens_k.device)
+            layouts += (layout_of(cu_seqlens_q), layout_of(cu_seqlens_k), *devices)
         # With types, since 1 and True are the same to a dictionary.
-        key = (tensors, asked, tuple(map(type, asked)))
+        window = asked[2] if type(asked[2]) is tuple else ()
+        key = (layouts, asked, tuple(map(type, (*asked, *window, *lengths))))
         found = _planned.get(key)
     except (AttributeError, TypeError, RuntimeError):
         # No dense tensors, or what has no hash: for the checks to say so.
-        return _plan(q, k, v, asked)
+        return _plan(tensors, lengths, asked)
     if found is None:
         if len(_planned) >= REMEMBERED:
             _planned.clear()
-        found = _planned[key] = _plan(q, k, v, asked)
+        found = _planned[key] = _plan(tensors, lengths, asked)
     return found
 
 
@@ -247,7 +267,8 @@ class EagerFlashAttention(torch.autograd.Function):
     def backward(ctx, grad_out: Tensor):
         q, k, v, out, lse, *cu_seqlens = saved = ctx.saved_tensors
         if _is_watched():
-            _device, _packing, *options = ctx.plan.call[:7]
+            call = ctx.plan.call
+            options = (call.scale, call.left, call.right, call.precision, call.impl)
             grads = _backward_op(
                 q, k, v, *(cu_seqlens or (None, None)), *options, grad_out, out, lse
             )
@@ -501,7 +522,6 @@ def flash_attention(
 
     Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2.
     """
-    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     is_cast = torch._C._is_any_autocast_enabled() and isinstance(q, Tensor) and not q.is_meta
     if is_cast and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
@@ -509,35 +529,29 @@ def flash_attention(
             x.to(dtype) if isinstance(x, Tensor) and x.dtype in TRITON_DTYPES else x
             for x in (q, k, v)
         )
-    asked, cu_seqlens = (
-        (causal, scale, window, precision, impl),
-        (cu_seqlens_q, cu_seqlens_k) if packed else (),
-    )
+    tensors, lengths = (q, k, v, cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    asked = (causal, scale, window, precision, impl)
     is_compiled = torch.compiler.is_compiling()
     # An operator would drop the tangents of forward mode, which a function that has none of its own
     # refuses.
     if is_compiled and forward_ad._current_level >= 0:
         raise NotImplementedError("flash_attention has no derivative in forward mode")
-    is_transformed = not is_compiled and (
-        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    )
     # Whatever looks at operators (a compiler, a mode, a subclass of tensors, the meta device) is
     # shown one.
-    is_plain = type(q) in (Tensor, Parameter) and not q.is_meta and not is_in_torch_dispatch_mode()
-    is_seen = is_compiled or not (is_plain or is_transformed)
-    lengths = (max_seqlen_q, max_seqlen_k)
-    if is_seen or is_transformed or packed or window is not None or lengths != (None, None):
-        options = (cu_seqlens_q, cu_seqlens_k, *_resolve(q, k, v, packed, *asked))
-        _check_packing(q, *options[:2], *lengths)
-        if is_seen:
-            return _forward_op(q, k, v, *options, *lengths)[0]
-        plan = None if is_transformed or options[-1] == "tiled" else plan_of(q, k, v, *options)
-        if plan is not None and packed:
-            check_lengths(q, k, *cu_seqlens, *lengths)
-    else:
-        options, plan = _plan_once(q, k, v, asked)
+    if is_compiled:
+        return _forward_op(*tensors, *_options(*tensors, *lengths, *asked), *lengths)[0]
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        options = _options(*tensors, *lengths, *asked)
+        return TransformedFlashAttention.apply(*tensors, *options, *lengths)[0]
+    if type(q) not in (Tensor, Parameter) or q.is_meta or is_in_torch_dispatch_mode():
+        return _forward_op(*tensors, *_options(*tensors, *lengths, *asked), *lengths)[0]
+    options, plan = _plan_once(tensors, lengths, asked)
     if plan is None:
-        return TransformedFlashAttention.apply(q, k, v, *options, *lengths)[0]
+        return TransformedFlashAttention.apply(*tensors, *options, *lengths)[0]
+    cu_seqlens = ()
+    if cu_seqlens_q is not None:
+        cu_seqlens = (cu_seqlens_q, cu_seqlens_k)
+        check_lengths(q, k, *cu_seqlens, *lengths)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return EagerFlashAttention.apply(q, k, v, plan, *cu_seqlens)
     return plan.forward(q, k, v, *cu_seqlens)[0]

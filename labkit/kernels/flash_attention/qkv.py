@@ -13,14 +13,13 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from labkit.kernels.flash_attention.choice import TRITON_DTYPES, resolve_impl
-from labkit.kernels.flash_attention.launches import plan_of
 from labkit.kernels.flash_attention.op import (
     _check_packing,
     _check_tensors,
     _flops,
     flash_attention,
 )
-from labkit.kernels.flash_attention.shapes import check_lengths
+from labkit.kernels.flash_attention.plan import check_lengths, plan_of
 from labkit.kernels.fused import autocast_dtype, operator, runs_kernel
 
 

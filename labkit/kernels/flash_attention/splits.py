@@ -1,11 +1,9 @@
-"""Split-K: splitting a long loop among several programs, and combining their results.
+"""Split-K: splitting a forward pass's loop over keys among several programs.
 
-A program of attention loops over the keys of its queries (or the queries of its keys). Where
-programs are few, most multiprocessors are idle: each loop is then split, every split is written in
-fp32, and a second kernel combines them.
+Where programs are few, most multiprocessors are idle: the keys of each are then split, every split
+writes its output in fp32 and its log-sum-exp, and a second kernel combines them.
 
-    O = Σ_s exp(L_s − L) O_s    L = log Σ_s exp L_s        outputs
-    ∂ = Σ_s ∂_s                                            gradients
+    O = Σ_s exp(L_s − L) O_s    L = log Σ_s exp L_s
 
 The splits are added in a fixed order, so that results are equal bit for bit between runs.
 
@@ -55,7 +53,7 @@ def num_splits_of(
     `programs`: where that was right the number chosen was within 10 % of the fastest on an H200.
 
     Args:
-        num_work_tiles: tiles of queries (or of keys), of all heads and batches.
+        num_work_tiles: tiles of queries, of all heads and batches.
         num_tiles: of the longest loop.
         programs: how many run at once.
         causal: whether loops are of all lengths up to that, and not all as long.
@@ -71,15 +69,14 @@ def num_splits_of(
             time = max(longest, num_work_tiles * num_splits * mean / programs)
         else:
             time = -(-num_work_tiles * num_splits // programs) * longest
-        combining = (
-            COST_OF_COMBINING[itemsize]
-            + COST_OF_A_KIB[itemsize] * part_kib * num_work_tiles * num_splits
-        )
-        return time + (combining if num_splits > 1 else 0.0)
+        if num_splits == 1:
+            return time
+        written_kib = part_kib * num_work_tiles * num_splits
+        return time + COST_OF_COMBINING[itemsize] + COST_OF_A_KIB[itemsize] * written_kib
 
     most = max(1, min(num_tiles // TILES_OF_A_SPLIT[itemsize], MOST_SPLITS))
     tiles = (-(-num_tiles // num_splits) for num_splits in range(1, most + 1))
-    return min((-(-num_tiles // of_split) for of_split in tiles), key=cost)
+    return min((-(-num_tiles // tiles_each) for tiles_each in tiles), key=cost)
 
 
 @triton.jit(do_not_specialize=["num_rows", "length", "num_heads", "num_splits"])
@@ -102,8 +99,8 @@ def attention_combine_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """BLOCK rows of a result from those of all splits: their sum or, with log-sum-exps, weighted by
-    their parts of Σ exp S. The next splits load while one is added.
+    """BLOCK rows of the output from those of all splits, weighted by their parts of Σ exp S. The
+    next splits load while one is added.
     """
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     cols = tl.arange(0, PADDED)
@@ -111,154 +108,34 @@ def attention_combine_kernel(
     mask = valid[:, None] & (cols < HEAD_DIM)[None, :]
     part_ptrs = parts_ptr + rows.to(tl.int64)[:, None] * ROW + cols[None, :]
     out = tl.zeros((BLOCK, PADDED), dtype=tl.float32)
-    if parts_lse_ptr is not None:
-        lse_ptrs = parts_lse_ptr + rows
-        maximum = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
-        total = tl.zeros((BLOCK,), dtype=tl.float32)
+    lse_ptrs = parts_lse_ptr + rows
+    maximum = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
     for _ in tl.range(num_splits, num_stages=STAGES):
         part = tl.load(part_ptrs, mask=mask, other=0.0)
         part_ptrs += num_rows.to(tl.int64) * ROW
-        if parts_lse_ptr is not None:
-            lse = tl.load(lse_ptrs, mask=valid, other=float("-inf"))
-            lse_ptrs += num_rows
-            new_maximum = tl.maximum(maximum, lse)
-            # A row without any key: zeros, and −inf.
-            shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-            rescale = tl.exp(maximum - shift)
-            weight = tl.exp(lse - shift)
-            total = total * rescale + weight
-            out = out * rescale[:, None] + part * weight[:, None]
-            maximum = new_maximum
-        else:
-            out += part
-    if parts_lse_ptr is not None:
-        divisor = tl.where(total == 0.0, 1.0, total)
-        out = out / divisor[:, None]
-        tl.store(
-            lse_ptr + rows,
-            tl.where(total == 0.0, float("-inf"), maximum + tl.log(divisor)),
-            mask=valid,
-        )
+        lse = tl.load(lse_ptrs, mask=valid, other=float("-inf"))
+        lse_ptrs += num_rows
+        new_maximum = tl.maximum(maximum, lse)
+        # A row without any key: zeros, and −inf.
+        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        rescale = tl.exp(maximum - shift)
+        weight = tl.exp(lse - shift)
+        total = total * rescale + weight
+        out = out * rescale[:, None] + part * weight[:, None]
+        maximum = new_maximum
+    divisor = tl.where(total == 0.0, 1.0, total)
+    out = out / divisor[:, None]
+    tl.store(
+        lse_ptr + rows,
+        tl.where(total == 0.0, float("-inf"), maximum + tl.log(divisor)),
+        mask=valid,
+    )
     head = rows // length
     at = (head // num_heads).to(tl.int64) * stride_ob + (head % num_heads).to(tl.int64) * stride_oh
     at += (rows % length).to(tl.int64) * stride_os
     out_ptrs = out_ptr + at[:, None] + cols.to(tl.int64)[None, :] * stride_od
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit(
-    do_not_specialize=[
-        "num_query_rows",
-        "num_key_rows",
-        "num_queries",
-        "num_keys",
-        "num_heads",
-        "num_key_heads",
-        "num_query_splits",
-        "num_key_splits",
-    ]
-)
-def attention_combine_gradients_kernel(
-    grad_q_parts_ptr,
-    grad_k_parts_ptr,
-    grad_v_parts_ptr,
-    grad_q_ptr,
-    grad_k_ptr,
-    grad_v_ptr,
-    stride_qb,
-    stride_qh,
-    stride_qs,
-    stride_qd,
-    stride_kb,
-    stride_kh,
-    stride_ks,
-    stride_kd,
-    stride_vb,
-    stride_vh,
-    stride_vs,
-    stride_vd,
-    num_query_rows,
-    num_key_rows,
-    num_queries,
-    num_keys,
-    num_heads,
-    num_key_heads,
-    num_query_splits,
-    num_key_splits,
-    HEAD_DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    ROW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """BLOCK rows of the gradient of q, k or v, the second dimension of the grid is which: the sum
-    of all splits.
-
-    Without parts a gradient is whole.
-    """
-    which = tl.program_id(1)
-    if which == 0:
-        if grad_q_parts_ptr is not None:
-            attention_combine_kernel(
-                grad_q_parts_ptr,
-                None,
-                grad_q_ptr,
-                None,
-                stride_qb,
-                stride_qh,
-                stride_qs,
-                stride_qd,
-                num_query_rows,
-                num_queries,
-                num_heads,
-                num_query_splits,
-                HEAD_DIM,
-                PADDED,
-                ROW,
-                BLOCK,
-                STAGES,
-            )
-    elif which == 1:
-        if grad_k_parts_ptr is not None:
-            attention_combine_kernel(
-                grad_k_parts_ptr,
-                None,
-                grad_k_ptr,
-                None,
-                stride_kb,
-                stride_kh,
-                stride_ks,
-                stride_kd,
-                num_key_rows,
-                num_keys,
-                num_key_heads,
-                num_key_splits,
-                HEAD_DIM,
-                PADDED,
-                ROW,
-                BLOCK,
-                STAGES,
-            )
-    elif grad_v_parts_ptr is not None:
-        attention_combine_kernel(
-            grad_v_parts_ptr,
-            None,
-            grad_v_ptr,
-            None,
-            stride_vb,
-            stride_vh,
-            stride_vs,
-            stride_vd,
-            num_key_rows,
-            num_keys,
-            num_key_heads,
-            num_key_splits,
-            HEAD_DIM,
-            PADDED,
-            ROW,
-            BLOCK,
-            STAGES,
-        )
 
 
 def row_elements(head_dim: int) -> int:
@@ -268,89 +145,34 @@ def row_elements(head_dim: int) -> int:
     return -(-head_dim // 16) * 16
 
 
-def empty_parts(num_splits: int, x_BHSD: Tensor) -> Tensor:
-    """Returns room for what every split finds: fp32 (splits, B, H, S, D), a row in `row_elements`
-    of memory.
+def empty_splits(num_splits: int, lse: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Returns room for what every split finds, fp32: (splits, rows, `row_elements`) numbers of the
+    output, and (splits, rows) of the log-sum-exp; rows are those of `lse`, the whole one.
     """
-    *shape, head_dim = x_BHSD.shape
-    row = row_elements(head_dim)
-    parts = torch.empty((num_splits, *shape, row), dtype=torch.float32, device=x_BHSD.device)
-    return parts if row == head_dim else parts[..., :head_dim]
+    num_rows = num_splits * lse.numel()
+    return (
+        torch.empty(num_rows * row_elements(head_dim), dtype=torch.float32, device=lse.device),
+        torch.empty(num_rows, dtype=torch.float32, device=lse.device),
+    )
 
 
-def empty_lse(num_splits: int, x_BHSD: Tensor) -> Tensor:
-    """Returns room for the log-sum-exp of every split: fp32 (splits, B, H, S)."""
-    return torch.empty((num_splits, *x_BHSD.shape[:-1]), dtype=torch.float32, device=x_BHSD.device)
+def combine_launch(shape: tuple[int, ...], strides: tuple[int, ...], num_splits: int) -> Launch:
+    """Returns what combines all splits of an output of a shape, (B, H, S, D), and of strides.
 
-
-def _flags(head_dim: int, num_rows: int) -> dict[str, int]:
+    It is called with what `empty_splits` has room for, the output and the log-sum-exp.
+    """
+    batch, num_heads, length, head_dim = shape
+    num_rows = batch * num_heads * length
     padded = triton.next_power_of_2(head_dim)
     block = max(1, COMBINED_ELEMENTS // padded)
-    block *= 2 if triton.cdiv(num_rows, block) >= MANY_PROGRAMS else 1
-    return {
+    if triton.cdiv(num_rows, block) >= MANY_PROGRAMS:
+        block *= 2
+    flags = {
         "HEAD_DIM": head_dim,
         "PADDED": padded,
         "ROW": row_elements(head_dim),
         "BLOCK": block,
         "STAGES": SPLITS_AT_ONCE,
     }
-
-
-def output_launch(
-    shape: tuple[int, ...], strides: tuple[int, ...], num_splits: int
-) -> Launch | None:
-    """Returns what writes the output and the log-sum-exp of all splits, None of one split.
-
-    It is called with what each split found, as `empty_parts` and `empty_lse` have room for, and the
-    two results.
-
-    Args:
-        shape, strides: of the output, (B, H, S, D).
-    """
-    if num_splits == 1:
-        return None
-    batch, num_heads, length, head_dim = shape
-    num_rows = batch * num_heads * length
-    flags = _flags(head_dim, num_rows)
     numbers = (*strides, num_rows, length, num_heads, num_splits)
-    return Launch(
-        attention_combine_kernel, (triton.cdiv(num_rows, flags["BLOCK"]),), flags, numbers
-    )
-
-
-def gradients_launch(
-    shapes: tuple[tuple[int, ...], ...],
-    strides: tuple[tuple[int, ...], ...],
-    num_splits: tuple[int, int],
-) -> Launch | None:
-    """Returns what writes the gradients of q, k and v from those of all splits, None where all are
-    whole.
-
-    It is called with the parts of each, as `empty_parts` has room for, or None where they are
-    whole, and the gradients.
-
-    Args:
-        shapes, strides: of the gradients, (B, H, S, D).
-        num_splits: of the gradient of q, and of those of k and v.
-    """
-    if max(num_splits) == 1:
-        return None
-    (batch, num_heads, num_queries, head_dim), (_, num_key_heads, num_keys, _), _ = shapes
-    num_rows = (batch * num_heads * num_queries, batch * num_key_heads * num_keys)
-    numbers = (
-        *sum(strides, ()),
-        *num_rows,
-        num_queries,
-        num_keys,
-        num_heads,
-        num_key_heads,
-        *num_splits,
-    )
-    longest = max(rows for rows, splits in zip(num_rows, num_splits, strict=True) if splits > 1)
-    flags = _flags(head_dim, longest)
-    return Launch(
-        attention_combine_gradients_kernel,
-        (triton.cdiv(longest, flags["BLOCK"]), 3),
-        flags,
-        numbers,
-    )
+    return Launch(attention_combine_kernel, (triton.cdiv(num_rows, block),), flags, numbers)

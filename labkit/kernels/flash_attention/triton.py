@@ -1,4 +1,4 @@
-"""The kernels of FlashAttention-2 in Triton; launches.py launches them, choice.py has their tiles.
+"""The kernels of FlashAttention-2 in Triton; plan.py launches them, tiles.py has their tiles.
 
 How they are laid out:
 - A program owns a tile of rows and loops over tiles of the other length, or of a part of it
@@ -9,12 +9,10 @@ How they are laid out:
 - A head dimension that is no power of two is a power of two and a narrower tail (72 = 64 + 16, 96 =
   64 + 32), so that 72 and 80 do not pay for 128.
 - fp32 is several products on the tensor cores for one: three of TF32, whose operands are split in
-  registers, or six of bf16 between three slices of each, which a kernel cuts beforehand; and TF32
-  is three of bf16 between two slices.
+  registers, or six of bf16 between three slices of each, which a kernel cuts beforehand.
 
 Formulas, shapes and ideal costs stand in op.py. Backward is two kernels, dK/dV and then dQ,
 14·Q·K·D FLOPs a head: nothing is added from several programs, so that bits are equal every time.
-Where programs are few, the two are one launch.
 
 Source: Dao 2023, "FlashAttention-2", algorithms 1 and 2.
 """
@@ -46,8 +44,8 @@ def split_head_dim(head_dim: int, aligned: bool = True) -> tuple[int, int]:
     return (half, tail) if tail < half else (block, 0)
 
 
-BF16_SLICES = {"bf16x3": 2, "bf16x6": 3}
-"""Slices of 8 bits that an operand of fp32 is cut into, by the products between them."""
+NUM_SLICES = 3
+"""Slices of 8 bits that an operand of fp32 is cut into for six products of bf16."""
 
 
 @triton.constexpr_function
@@ -74,7 +72,6 @@ LENGTHS = (
     "left",
     "right",
     "num_splits",
-    "num_dkdv_programs",
     "num_sequences",
 )
 
@@ -107,21 +104,12 @@ def _start_of(index, stride, ALIGNMENT: tl.constexpr):
 
 
 @triton.jit
-def _bf16_slices(x, SLICES: tl.constexpr):
-    """Numbers of 8 bits each, as bf16 has them: the sum of three is x exactly, of two x to 16 bits,
-    rounded.
-    """
+def _bf16_slices(x):
+    """Three numbers of 8 bits each, as bf16 has them, whose sum is x exactly."""
     high = (x.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
     rest = x - high
-    if SLICES == 3:
-        middle = (rest.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
-        slices = (high, middle, rest - middle)
-    else:
-        slices = (
-            high,
-            ((rest.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True),
-        )
-    return slices
+    middle = (rest.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
+    return high, middle, rest - middle
 
 
 @triton.jit
@@ -133,11 +121,8 @@ def _operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     the error of eager.
     """
     if PRECISION == "bf16x6":
-        high, middle, low = _bf16_slices(x, 3)
+        high, middle, low = _bf16_slices(x)
         operand = (high.to(DTYPE), middle.to(DTYPE), low.to(DTYPE))
-    elif PRECISION == "bf16x3":
-        high, low = _bf16_slices(x, 2)
-        operand = (high.to(DTYPE), low.to(DTYPE))
     elif PRECISION == "tf32" and DTYPE == tl.float32:
         bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000  # the nearest, ties away from zero
         operand = (bits.to(tl.float32, bitcast=True),)
@@ -151,7 +136,7 @@ def _product(a, b, acc, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
     """acc + a b, or acc + a bᵀ; of slices all products but the smallest, the larger the later.
 
     Tensor cores cut sums off. Six products are summed up apart from `acc`, to which they are added
-    rounded: within it the error, which three may have, would grow with the number of tiles.
+    rounded: within it the error would grow with the number of tiles.
     """
     if PRECISION == "bf16x6":
         total = None
@@ -160,11 +145,6 @@ def _product(a, b, acc, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
             right = b[(0, 1, 2, 0, 1, 0)[i]]
             total = tl.dot(left, tl.trans(right) if TRANSPOSED else right, total)
         acc = total if acc is None else acc + total
-    elif PRECISION == "bf16x3":
-        for i in tl.static_range(3):
-            left = a[(1, 0, 0)[i]]
-            right = b[(0, 1, 0)[i]]
-            acc = tl.dot(left, tl.trans(right) if TRANSPOSED else right, acc)
     else:
         acc = tl.dot(a[0], tl.trans(b[0]) if TRANSPOSED else b[0], acc, input_precision=PRECISION)
     return acc
@@ -214,11 +194,6 @@ def _load(
         middle = _load_tile(ptr + SLICE, offsets, row_mask, cols, HEAD_DIM, MASK_ROWS, MASK_COLS)
         low = _load_tile(ptr + 2 * SLICE, offsets, row_mask, cols, HEAD_DIM, MASK_ROWS, MASK_COLS)
         operand = (tile, middle, low)
-    elif PRECISION == "bf16x3":
-        operand = (
-            tile,
-            _load_tile(ptr + SLICE, offsets, row_mask, cols, HEAD_DIM, MASK_ROWS, MASK_COLS),
-        )
     else:
         operand = _operand(tile, tile.dtype, PRECISION)
     return operand
@@ -380,7 +355,6 @@ def _query_ranges(
 
 @triton.jit
 def _decode_program_id(
-    first_program,
     max_length,
     num_heads,
     num_splits,
@@ -397,14 +371,11 @@ def _decode_program_id(
 
     UNEQUAL: the tiles with the longest loops start first, so that they do not end last: a causal
     head's last queries (LONGEST_LAST), or its first keys. With splits that order is over all heads;
-    without, over sections of heads whose keys stay in the cache, and where programs are few
-    (`first_program` is given) over one head after another.
+    without, over sections of heads whose keys stay in the cache.
     """
     program, num_tiles = tl.program_id(0), tl.cdiv(max_length, BLOCK)
     if IS_PACKED:
         num_tiles = tl.num_programs(0) // num_heads
-    if first_program is not None:
-        program -= first_program
     if SPLIT_K:
         num_head_splits = tl.num_programs(0) // num_tiles
         tile = program // num_head_splits
@@ -414,7 +385,7 @@ def _decode_program_id(
         batch = head_split // num_splits // num_heads
         result = split * (num_head_splits // num_splits // num_heads) + batch
     else:
-        if UNEQUAL and first_program is None:
+        if UNEQUAL:
             section = tl.cdiv(SECTION_TILES, num_tiles)
             first_head = program // (section * num_tiles) * section
             heads = tl.minimum(section, tl.num_programs(0) // num_tiles - first_head)
@@ -519,7 +490,6 @@ def flash_attention_fwd_kernel(
     of the one before.
     """
     tile, head, batch, split, result = _decode_program_id(
-        None,
         max_queries,
         num_heads,
         num_splits,
@@ -766,8 +736,6 @@ def flash_attention_bwd_dkdv_kernel(
     scale,
     left,
     right,
-    num_splits,
-    first_program,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TAIL_D: tl.constexpr,
@@ -776,7 +744,6 @@ def flash_attention_bwd_dkdv_kernel(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     IS_PACKED: tl.constexpr,
-    SPLIT_K: tl.constexpr,
     PRECISION: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     WIDE: tl.constexpr,
@@ -784,23 +751,19 @@ def flash_attention_bwd_dkdv_kernel(
     PADDING: tl.constexpr,
     EVEN_Q: tl.constexpr,
 ):
-    """One program: ∂K and ∂V of BLOCK_K keys of one key head, over all queries of the head's group.
-
-    SPLIT_K: over one of `num_splits` parts of the queries; the results of a split lie behind those
-    of the one before. `first_program`: where not all programs of the launch are this kernel's, the
-    first that is; None else.
+    """One program: ∂K and ∂V of BLOCK_K keys of one key head, over all queries of the head's
+    group.
     """
-    tile, head, batch, split, result = _decode_program_id(
-        first_program,
+    tile, head, batch, _, _ = _decode_program_id(
         max_keys,
         num_key_heads,
-        num_splits,
+        1,
         cu_k_ptr,
         num_sequences,
         BLOCK_K,
         HAS_RIGHT and not HAS_LEFT,
         False,
-        SPLIT_K,
+        False,
         IS_PACKED,
     )
     first_q, num_queries = _sequence(cu_q_ptr, batch, num_sequences, max_queries, False, IS_PACKED)
@@ -826,9 +789,9 @@ def flash_attention_bwd_dkdv_kernel(
     k_ptr += _start_of(first_k + k_begin, stride_ks, ALIGNMENT)
     v_ptr += _start_of(batch, stride_vb, ALIGNMENT) + _start_of(head, stride_vh, ALIGNMENT)
     v_ptr += _start_of(first_k + k_begin, stride_vs, ALIGNMENT)
-    grad_k_ptr += _start_of(result, stride_dkb, ALIGNMENT) + _start_of(head, stride_dkh, ALIGNMENT)
+    grad_k_ptr += _start_of(batch, stride_dkb, ALIGNMENT) + _start_of(head, stride_dkh, ALIGNMENT)
     grad_k_ptr += _start_of(first_k + k_begin, stride_dks, ALIGNMENT)
-    grad_v_ptr += _start_of(result, stride_dvb, ALIGNMENT) + _start_of(head, stride_dvh, ALIGNMENT)
+    grad_v_ptr += _start_of(batch, stride_dvb, ALIGNMENT) + _start_of(head, stride_dvh, ALIGNMENT)
     grad_v_ptr += _start_of(first_k + k_begin, stride_dvs, ALIGNMENT)
     statistics = _start_of(batch, stride_pb, 1) + _statistics_row(
         first_q, batch, IS_PACKED, PADDING
@@ -855,9 +818,6 @@ def flash_attention_bwd_dkdv_kernel(
 
     begin, full_begin, full_end, end = _query_ranges(
         k_begin, num_queries, num_keys, left, right, BLOCK_Q, BLOCK_K, HAS_LEFT, HAS_RIGHT
-    )
-    begin, full_begin, full_end, end = _split_range(
-        begin, full_begin, full_end, end, split, num_splits, BLOCK_Q, SPLIT_K
     )
     keys = (k_begin + rows_k)[:, None]
     for member in range(group):
@@ -981,8 +941,6 @@ def flash_attention_bwd_dq_kernel(
     scale,
     left,
     right,
-    num_splits,
-    first_program,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TAIL_D: tl.constexpr,
@@ -991,7 +949,6 @@ def flash_attention_bwd_dq_kernel(
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     IS_PACKED: tl.constexpr,
-    SPLIT_K: tl.constexpr,
     PRECISION: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     WIDE: tl.constexpr,
@@ -999,20 +956,17 @@ def flash_attention_bwd_dq_kernel(
     PADDING: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """One program: ∂Q of BLOCK_Q queries of one head; SPLIT_K and first_program as in the kernels
-    above.
-    """
-    tile, head, batch, split, result = _decode_program_id(
-        first_program,
+    """One program: ∂Q of BLOCK_Q queries of one head."""
+    tile, head, batch, _, _ = _decode_program_id(
         max_queries,
         num_heads,
-        num_splits,
+        1,
         cu_q_ptr,
         num_sequences,
         BLOCK_Q,
         HAS_RIGHT and not HAS_LEFT,
         HAS_RIGHT,
-        SPLIT_K,
+        False,
         IS_PACKED,
     )
     first_q, num_queries = _sequence(cu_q_ptr, batch, num_sequences, max_queries, True, IS_PACKED)
@@ -1034,7 +988,7 @@ def flash_attention_bwd_dq_kernel(
     q_ptr += _start_of(first_q + q_begin, stride_qs, ALIGNMENT)
     grad_out_ptr += _start_of(batch, stride_gb, ALIGNMENT) + _start_of(head, stride_gh, ALIGNMENT)
     grad_out_ptr += _start_of(first_q + q_begin, stride_gs, ALIGNMENT)
-    grad_q_ptr += _start_of(result, stride_dqb, ALIGNMENT) + _start_of(head, stride_dqh, ALIGNMENT)
+    grad_q_ptr += _start_of(batch, stride_dqb, ALIGNMENT) + _start_of(head, stride_dqh, ALIGNMENT)
     grad_q_ptr += _start_of(first_q + q_begin, stride_dqs, ALIGNMENT)
     k_ptr += _start_of(batch, stride_kb, ALIGNMENT) + _start_of(head // group, stride_kh, ALIGNMENT)
     k_ptr += _start_of(first_k, stride_ks, ALIGNMENT)
@@ -1066,9 +1020,6 @@ def flash_attention_bwd_dq_kernel(
 
     begin, full_begin, full_end, end = _key_ranges(
         q_begin, num_queries, num_keys, left, right, BLOCK_Q, BLOCK_K, HAS_LEFT, HAS_RIGHT
-    )
-    begin, full_begin, full_end, end = _split_range(
-        begin, full_begin, full_end, end, split, num_splits, BLOCK_K, SPLIT_K
     )
     positions = (num_keys - num_queries + q_begin + rows_q)[:, None]
     for stage in tl.static_range(
@@ -1131,206 +1082,6 @@ def flash_attention_bwd_dq_kernel(
         )
 
 
-@triton.jit(do_not_specialize=LENGTHS)
-def flash_attention_bwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    grad_out_ptr,
-    lse_log2_ptr,
-    delta_ptr,
-    grad_k_ptr,
-    grad_v_ptr,
-    grad_q_ptr,
-    stride_qb,
-    stride_qh,
-    stride_qs,
-    stride_qd,
-    stride_kb,
-    stride_kh,
-    stride_ks,
-    stride_kd,
-    stride_vb,
-    stride_vh,
-    stride_vs,
-    stride_vd,
-    stride_gb,
-    stride_gh,
-    stride_gs,
-    stride_gd,
-    stride_dkb,
-    stride_dkh,
-    stride_dks,
-    stride_dkd,
-    stride_dvb,
-    stride_dvh,
-    stride_dvs,
-    stride_dvd,
-    stride_dqb,
-    stride_dqh,
-    stride_dqs,
-    stride_dqd,
-    stride_pb,
-    stride_ph,
-    num_dkdv_programs,
-    num_heads,
-    num_key_heads,
-    group,
-    max_queries,
-    max_keys,
-    num_sequences,
-    scale_log2,
-    scale,
-    left,
-    right,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TAIL_D: tl.constexpr,
-    DKDV_BLOCK_Q: tl.constexpr,
-    DKDV_BLOCK_K: tl.constexpr,
-    DQ_BLOCK_Q: tl.constexpr,
-    DQ_BLOCK_K: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    WIDE: tl.constexpr,
-    DKDV_UNMASKED_LOOP: tl.constexpr,
-    DQ_UNMASKED_LOOP: tl.constexpr,
-    PADDING: tl.constexpr,
-    EVEN_Q: tl.constexpr,
-    EVEN_K: tl.constexpr,
-):
-    """The programs of the dK/dV kernel and after them those of the dQ kernel, which wait for none
-    of them.
-    """
-    if tl.program_id(0) < num_dkdv_programs:
-        flash_attention_bwd_dkdv_kernel(
-            q_ptr,
-            k_ptr,
-            v_ptr,
-            grad_out_ptr,
-            lse_log2_ptr,
-            delta_ptr,
-            grad_k_ptr,
-            grad_v_ptr,
-            None,
-            None,
-            stride_qb,
-            stride_qh,
-            stride_qs,
-            stride_qd,
-            stride_kb,
-            stride_kh,
-            stride_ks,
-            stride_kd,
-            stride_vb,
-            stride_vh,
-            stride_vs,
-            stride_vd,
-            stride_gb,
-            stride_gh,
-            stride_gs,
-            stride_gd,
-            stride_dkb,
-            stride_dkh,
-            stride_dks,
-            stride_dkd,
-            stride_dvb,
-            stride_dvh,
-            stride_dvs,
-            stride_dvd,
-            stride_pb,
-            stride_ph,
-            num_key_heads,
-            group,
-            max_queries,
-            max_keys,
-            num_sequences,
-            scale_log2,
-            scale,
-            left,
-            right,
-            1,
-            0,
-            HEAD_DIM,
-            BLOCK_D,
-            TAIL_D,
-            DKDV_BLOCK_Q,
-            DKDV_BLOCK_K,
-            HAS_LEFT,
-            HAS_RIGHT,
-            False,
-            False,
-            PRECISION,
-            ALIGNMENT,
-            WIDE,
-            DKDV_UNMASKED_LOOP,
-            PADDING,
-            EVEN_Q,
-        )
-    else:
-        flash_attention_bwd_dq_kernel(
-            q_ptr,
-            k_ptr,
-            v_ptr,
-            grad_out_ptr,
-            lse_log2_ptr,
-            delta_ptr,
-            grad_q_ptr,
-            None,
-            None,
-            stride_qb,
-            stride_qh,
-            stride_qs,
-            stride_qd,
-            stride_kb,
-            stride_kh,
-            stride_ks,
-            stride_kd,
-            stride_vb,
-            stride_vh,
-            stride_vs,
-            stride_vd,
-            stride_gb,
-            stride_gh,
-            stride_gs,
-            stride_gd,
-            stride_dqb,
-            stride_dqh,
-            stride_dqs,
-            stride_dqd,
-            stride_pb,
-            stride_ph,
-            num_heads,
-            group,
-            max_queries,
-            max_keys,
-            num_sequences,
-            scale_log2,
-            scale,
-            left,
-            right,
-            1,
-            num_dkdv_programs,
-            HEAD_DIM,
-            BLOCK_D,
-            TAIL_D,
-            DQ_BLOCK_Q,
-            DQ_BLOCK_K,
-            HAS_LEFT,
-            HAS_RIGHT,
-            False,
-            False,
-            PRECISION,
-            ALIGNMENT,
-            WIDE,
-            DQ_UNMASKED_LOOP,
-            PADDING,
-            EVEN_K,
-        )
-
-
 @triton.jit
 def _cut(
     x_ptr,
@@ -1345,7 +1096,6 @@ def _cut(
     HEAD_DIM: tl.constexpr,
     PADDED_D: tl.constexpr,
     BLOCK: tl.constexpr,
-    SLICES: tl.constexpr,
 ):
     """Writes the slices of BLOCK rows of x, (batch, heads, length, HEAD_DIM) of any strides, dense:
     a row's in one.
@@ -1359,11 +1109,10 @@ def _cut(
     ) * stride_h
     starts += (rows % length).to(tl.int64) * stride_s
     mask = (rows < num_rows)[:, None] & (cols < HEAD_DIM)
-    slices = _bf16_slices(
-        tl.load(x_ptr + starts[:, None] + cols * stride_d, mask=mask, other=0.0), SLICES
-    )
-    to = slices_ptr + rows.to(tl.int64)[:, None] * (SLICES * SLICE) + cols
-    for i in tl.static_range(SLICES):
+    x = tl.load(x_ptr + starts[:, None] + cols * stride_d, mask=mask, other=0.0)
+    slices = _bf16_slices(x)
+    to = slices_ptr + rows.to(tl.int64)[:, None] * (3 * SLICE) + cols
+    for i in tl.static_range(3):
         tl.store(to + i * SLICE, slices[i].to(slices_ptr.dtype.element_ty), mask=mask)
 
 
@@ -1411,7 +1160,6 @@ def attention_slices_kernel(
     HEAD_DIM: tl.constexpr,
     PADDED_D: tl.constexpr,
     BLOCK: tl.constexpr,
-    SLICES: tl.constexpr,
 ):
     """Cuts fp32 operands into slices of bf16: the second dimension of the grid is which; without
     grad_out, three.
@@ -1431,7 +1179,6 @@ def attention_slices_kernel(
             HEAD_DIM,
             PADDED_D,
             BLOCK,
-            SLICES,
         )
     elif which == 1:
         _cut(
@@ -1447,7 +1194,6 @@ def attention_slices_kernel(
             HEAD_DIM,
             PADDED_D,
             BLOCK,
-            SLICES,
         )
     elif which == 2:
         _cut(
@@ -1463,7 +1209,6 @@ def attention_slices_kernel(
             HEAD_DIM,
             PADDED_D,
             BLOCK,
-            SLICES,
         )
     elif grad_out_ptr is not None:
         _cut(
@@ -1479,7 +1224,6 @@ def attention_slices_kernel(
             HEAD_DIM,
             PADDED_D,
             BLOCK,
-            SLICES,
         )
 
 

@@ -31,7 +31,6 @@ Sources: Shah et al. 2024, "FlashAttention-3"; Dao 2023, "FlashAttention-2".
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -49,20 +48,21 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     ROWS,
     TAILS,
     TileLaunch,
+    Value,
     async_load,
     async_store,
     await_number,
     decode_tile,
     hand_number,
+    shared_by_warps,
     to_low,
     with_tails,
 )
-from labkit.kernels.flash_attention.shapes import Layout, with_heads
+from labkit.kernels.flash_attention.plan import Layout
 from labkit.kernels.flash_attention.splits import (
-    empty_lse,
-    empty_parts,
+    combine_launch,
+    empty_splits,
     num_splits_of,
-    output_launch,
     row_elements,
 )
 from labkit.kernels.launch import num_multiprocessors
@@ -117,15 +117,67 @@ LENGTHS = (
 )
 
 
+@shared_by_warps
+class Shared:
+    """Tiles end in _s and lie in shared memory, `tail` are the columns from 64 on; barriers end in
+    _full and _empty.
+    """
+
+    out_desc: Value
+    out_tail_desc: Value
+    parts_ptr: Value
+    lse_ptr: Value
+    q_s: Value
+    q_tail_s: Value
+    k_s: Value
+    k_tail_s: Value
+    v_s: Value
+    v_tail_s: Value
+    numbers_s: Value
+    q_full: Value
+    q_empty: Value
+    k_full: Value
+    k_empty: Value
+    v_full: Value
+    v_empty: Value
+    tile_s: Value
+    tile_full: Value
+    tile_empty: Value
+    num_heads: Value
+    num_heads_total: Value
+    num_queries: Value
+    num_keys: Value
+    num_splits: Value
+    section: Value
+    scale_log2: Value
+    q_desc: Value
+    q_tail_desc: Value
+    k_desc: Value
+    k_tail_desc: Value
+    v_desc: Value
+    v_tail_desc: Value
+    tile_counter_ptr: Value
+    group: Value
+    BLOCK_K: Value
+    D: Value
+    TAIL: Value
+    STAGES: Value
+    CAUSAL: Value
+    EVEN_K: Value
+    CONSUMERS: Value
+    DYNAMIC: Value
+    SPLIT_K: Value
+
+
 @gluon.jit
-def _fwd_tile(t, num_q_tiles, num_heads_total, section, CAUSAL: gl.constexpr):
+def _fwd_tile(s, t, num_q_tiles, num_head_splits):
     """Which tile of queries and which head (of all batches) the t-th one is.
 
     Heads one after another share their keys in the L2 cache. When causal the longest tiles of all
     heads of a section come first: each program takes the next one when it is done.
     """
-    if CAUSAL:
-        head, before = decode_tile(t, num_q_tiles, num_heads_total, section)
+    if s.CAUSAL:
+        head, before = decode_tile(t, num_q_tiles, num_head_splits, s.section)
         tile = num_q_tiles - 1 - before
     else:
         tile = t % num_q_tiles
@@ -134,37 +186,37 @@ def _fwd_tile(t, num_q_tiles, num_heads_total, section, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _fwd_next(t, turn, tile_s, tile_full, tile_empty, DYNAMIC: gl.constexpr):
+def _fwd_next(s, t, turn):
     """The consumer's tile after t: the one that the producer took from the counter, or the next in
     a fixed order.
     """
-    if DYNAMIC:
-        t = await_number(turn, tile_s, tile_full)
-        mbarrier.arrive(tile_empty.index(turn & 1), count=1)
+    if s.DYNAMIC:
+        t = await_number(turn, s.tile_s, s.tile_full)
+        mbarrier.arrive(s.tile_empty.index(turn & 1), count=1)
     else:
         t += gl.num_programs(0)
     return t
 
 
 @gluon.jit
-def _num_key_tiles(rows_end, num_queries, num_keys, BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr):
+def _num_key_tiles(s, rows_end):
     """How many key tiles the queries before `rows_end` see; one at least, so that a row without
     keys is written.
     """
-    end = num_keys
-    if CAUSAL:
-        end = gl.maximum(gl.minimum(end, rows_end + (num_keys - num_queries)), 1)
-    return (end + BLOCK_K - 1) // BLOCK_K
+    end = s.num_keys
+    if s.CAUSAL:
+        end = gl.maximum(gl.minimum(end, rows_end + (s.num_keys - s.num_queries)), 1)
+    return (end + s.BLOCK_K - 1) // s.BLOCK_K
 
 
 @gluon.jit
-def _split_range(num_tiles, split, num_splits, SPLIT_K: gl.constexpr):
+def _split_range(s, num_tiles, split):
     """The first key tile of a split and how many it has; one at least, past the last key where none
     is left.
     """
     first = 0
-    if SPLIT_K:
-        length = (num_tiles + num_splits - 1) // num_splits
+    if s.SPLIT_K:
+        length = (num_tiles + s.num_splits - 1) // s.num_splits
         first = split * length
         num_tiles = gl.maximum(gl.minimum(num_tiles - first, length), 1)
     return first, num_tiles
@@ -181,128 +233,73 @@ def _load(desc, tail_desc, batch, head, row, full, tile, tail, TAIL: gl.constexp
 
 
 @gluon.jit
-def _fwd_producer(
-    q_desc,
-    q_tail_desc,
-    k_desc,
-    k_tail_desc,
-    v_desc,
-    v_tail_desc,
-    q_s,
-    q_tail_s,
-    k_s,
-    k_tail_s,
-    v_s,
-    v_tail_s,
-    q_full,
-    q_empty,
-    k_full,
-    k_empty,
-    v_full,
-    v_empty,
-    tile_s,
-    tile_full,
-    tile_empty,
-    tile_counter_ptr,
-    num_heads,
-    num_heads_total,
-    group,
-    num_queries,
-    num_keys,
-    num_splits,
-    section,
-    BLOCK_K: gl.constexpr,
-    TAIL: gl.constexpr,
-    STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    DYNAMIC: gl.constexpr,
-    SPLIT_K: gl.constexpr,
-):
-    num_q_tiles = (num_queries + 64 * CONSUMERS - 1) // (64 * CONSUMERS)
+def _fwd_producer(s):
+    ROWS_Q: gl.constexpr = 64 * s.CONSUMERS
+    STAGES: gl.constexpr = s.STAGES
+    num_q_tiles = (s.num_queries + ROWS_Q - 1) // ROWS_Q
     j = 0
     turn = 0
     t = gl.program_id(0)
-    num_head_splits = num_heads_total * num_splits if SPLIT_K else num_heads_total
+    num_head_splits = s.num_heads_total * s.num_splits if s.SPLIT_K else s.num_heads_total
     while t < num_q_tiles * num_head_splits:
         following = t + gl.num_programs(0)
-        tile, head_split = _fwd_tile(t, num_q_tiles, num_head_splits, section, CAUSAL)
-        head_total = head_split % num_heads_total if SPLIT_K else head_split
-        batch = head_total // num_heads
-        head = head_total % num_heads
-        q0 = tile * (64 * CONSUMERS)
-        num_tiles = _num_key_tiles(q0 + 64 * CONSUMERS, num_queries, num_keys, BLOCK_K, CAUSAL)
-        first, num_tiles = _split_range(
-            num_tiles, head_split // num_heads_total, num_splits, SPLIT_K
-        )
+        tile, head_split = _fwd_tile(s, t, num_q_tiles, num_head_splits)
+        head_total = head_split % s.num_heads_total if s.SPLIT_K else head_split
+        batch = head_total // s.num_heads
+        head = head_total % s.num_heads
+        q0 = tile * ROWS_Q
+        num_tiles = _num_key_tiles(s, q0 + ROWS_Q)
+        first, num_tiles = _split_range(s, num_tiles, head_split // s.num_heads_total)
         for i in range(num_tiles):
             stage = j % STAGES
             free = ((j // STAGES) & 1) ^ 1
-            start = (first + num_tiles - 1 - i) * BLOCK_K
-            mbarrier.wait(k_empty.index(stage), free)
-            _load(
-                k_desc,
-                k_tail_desc,
-                batch,
-                head // group,
-                start,
-                k_full.index(stage),
-                k_s.index(stage),
-                k_tail_s.index(stage),
-                TAIL,
-            )
+            start = (first + num_tiles - 1 - i) * s.BLOCK_K
+            mbarrier.wait(s.k_empty.index(stage), free)
+            key_head = head // s.group
+            full = s.k_full.index(stage)
+            k = s.k_s.index(stage)
+            k_tail = s.k_tail_s.index(stage)
+            _load(s.k_desc, s.k_tail_desc, batch, key_head, start, full, k, k_tail, s.TAIL)
             if i == 0:
-                for c in gl.static_range(CONSUMERS):
-                    place = (turn & 1) * CONSUMERS + c
-                    mbarrier.wait(q_empty.index(place), ((turn >> 1) & 1) ^ 1)
-                    _load(
-                        q_desc,
-                        q_tail_desc,
-                        batch,
-                        head,
-                        q0 + c * 64,
-                        q_full.index(place),
-                        q_s.index(place),
-                        q_tail_s.index(place),
-                        TAIL,
-                    )
-            mbarrier.wait(v_empty.index(stage), free)
-            _load(
-                v_desc,
-                v_tail_desc,
-                batch,
-                head // group,
-                start,
-                v_full.index(stage),
-                v_s.index(stage),
-                v_tail_s.index(stage),
-                TAIL,
-            )
-            if DYNAMIC:
+                for c in gl.static_range(s.CONSUMERS):
+                    place = (turn & 1) * s.CONSUMERS + c
+                    mbarrier.wait(s.q_empty.index(place), ((turn >> 1) & 1) ^ 1)
+                    row = q0 + c * 64
+                    full = s.q_full.index(place)
+                    q = s.q_s.index(place)
+                    q_tail = s.q_tail_s.index(place)
+                    _load(s.q_desc, s.q_tail_desc, batch, head, row, full, q, q_tail, s.TAIL)
+            mbarrier.wait(s.v_empty.index(stage), free)
+            key_head = head // s.group
+            full = s.v_full.index(stage)
+            v = s.v_s.index(stage)
+            v_tail = s.v_tail_s.index(stage)
+            _load(s.v_desc, s.v_tail_desc, batch, key_head, start, full, v, v_tail, s.TAIL)
+            if s.DYNAMIC:
                 # Taken behind the first loads of this tile, which would wait for the answer.
                 if i == 0:
                     following = gl.num_programs(0) + gl.atomic_add(
-                        tile_counter_ptr, 1, sem="relaxed"
+                        s.tile_counter_ptr, 1, sem="relaxed"
                     )
             j += 1
-        if DYNAMIC:
-            mbarrier.wait(tile_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-            hand_number(following, turn, tile_s, tile_full)
+        if s.DYNAMIC:
+            mbarrier.wait(s.tile_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+            hand_number(following, turn, s.tile_s, s.tile_full)
         t = following
         turn += 1
 
 
 @gluon.jit
-def _fwd_mask(scores, numbers_s, end, diagonal, CAUSAL: gl.constexpr, SCORES: gl.constexpr):
+def _fwd_mask(s, scores, end, diagonal, SCORES: gl.constexpr):
     """The scores of visible keys, −inf elsewhere: keys before `end`, and before `diagonal` plus the
     number of the row.
 
     Both count from the tile's first key. The numbers come from shared memory: as constants they
     stay in registers through the loop.
     """
-    keys = numbers_s.load(gl.SliceLayout(0, SCORES))
-    if CAUSAL:
-        rows = numbers_s.slice(0, 64).load(gl.SliceLayout(1, SCORES))
+    keys = s.numbers_s.load(gl.SliceLayout(0, SCORES))
+    if s.CAUSAL:
+        rows = s.numbers_s.slice(0, 64).load(gl.SliceLayout(1, SCORES))
         visible = keys[None, :] < gl.minimum(rows + diagonal, end)[:, None]
     else:
         visible = (keys < end)[None, :]
@@ -325,47 +322,59 @@ def _softmax(scores, maximum, total, scale_log2, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def _scores(
-    q, q_tail, k, k_tail, before, BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr
-):
+def _scores(s, q, q_tail, stage, before):
     """Q Kᵀ, in flight, in the registers of `before`: a tile of zeros would be as many more, set
     anew each time.
     """
+    k = s.k_s.index(stage)
+    k_tail = s.k_tail_s.index(stage)
     scores = warpgroup_mma(
-        q, k.reshape([BLOCK_K, D]).permute((1, 0)), before, use_acc=False, is_async=True
+        q, k.reshape([s.BLOCK_K, s.D]).permute((1, 0)), before, use_acc=False, is_async=True
     )
-    if TAIL:
+    if s.TAIL:
         scores = warpgroup_mma(
-            q_tail, k_tail.reshape([BLOCK_K, TAIL]).permute((1, 0)), scores, is_async=True
+            q_tail, k_tail.reshape([s.BLOCK_K, s.TAIL]).permute((1, 0)), scores, is_async=True
         )
     return scores
 
 
 @gluon.jit
-def _values(
-    p_low, v, v_tail, acc, acc_tail, BLOCK_K: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr
-):
+def _values(s, p_low, stage, acc, acc_tail):
     """P V added to both parts of the output, in flight."""
-    acc = warpgroup_mma(p_low, v.reshape([BLOCK_K, D]), acc, is_async=True)
-    if TAIL:
-        acc_tail = warpgroup_mma(p_low, v_tail.reshape([BLOCK_K, TAIL]), acc_tail, is_async=True)
+    v = s.v_s.index(stage)
+    v_tail = s.v_tail_s.index(stage)
+    acc = warpgroup_mma(p_low, v.reshape([s.BLOCK_K, s.D]), acc, is_async=True)
+    if s.TAIL:
+        v_tail = v_tail.reshape([s.BLOCK_K, s.TAIL])
+        acc_tail = warpgroup_mma(p_low, v_tail, acc_tail, is_async=True)
+    return acc, acc_tail
+
+
+@gluon.jit
+def _await_values(s, acc, acc_tail):
+    """Both parts of the output once no product is in flight."""
+    if s.TAIL:
+        acc, acc_tail = warpgroup_mma_wait(0, deps=(acc, acc_tail))
+    else:
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+    return acc, acc_tail
+
+
+@gluon.jit
+def _times_rows(s, acc, acc_tail, factor, OUT: gl.constexpr, OUT_TAIL: gl.constexpr):
+    """Both parts of the output, each row times its factor."""
+    acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, OUT))[:, None]
+    if s.TAIL:
+        acc_tail = acc_tail * gl.convert_layout(factor, gl.SliceLayout(1, OUT_TAIL))[:, None]
     return acc, acc_tail
 
 
 @gluon.jit
 def _fwd_step(
+    s,
     i,
     q,
     q_tail,
-    k_s,
-    k_tail_s,
-    v_s,
-    v_tail_s,
-    numbers_s,
-    k_full,
-    k_empty,
-    v_full,
-    v_empty,
     p,
     p_low,
     acc,
@@ -374,102 +383,49 @@ def _fwd_step(
     total,
     end,
     diagonal,
-    scale_log2,
-    BLOCK_K: gl.constexpr,
-    D: gl.constexpr,
-    TAIL: gl.constexpr,
-    STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
     MASKED: gl.constexpr,
     SCORES: gl.constexpr,
     OUT: gl.constexpr,
     OUT_TAIL: gl.constexpr,
 ):
     """The scores and the softmax of tile i, and the product with V of tile i − 1 under them."""
+    STAGES: gl.constexpr = s.STAGES
     stage = i % STAGES
     before = (i - 1) % STAGES
-    mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
-    scores_mma = _scores(q, q_tail, k_s.index(stage), k_tail_s.index(stage), p, BLOCK_K, D, TAIL)
-    mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
-    acc_mma, acc_tail_mma = _values(
-        p_low, v_s.index(before), v_tail_s.index(before), acc, acc_tail, BLOCK_K, D, TAIL
-    )
-    scores = warpgroup_mma_wait(2 if TAIL else 1, deps=(scores_mma,))
-    mbarrier.arrive(k_empty.index(stage), count=1)
+    mbarrier.wait(s.k_full.index(stage), (i // STAGES) & 1)
+    scores_mma = _scores(s, q, q_tail, stage, p)
+    mbarrier.wait(s.v_full.index(before), ((i - 1) // STAGES) & 1)
+    acc_mma, acc_tail_mma = _values(s, p_low, before, acc, acc_tail)
+    scores = warpgroup_mma_wait(2 if s.TAIL else 1, deps=(scores_mma,))
+    mbarrier.arrive(s.k_empty.index(stage), count=1)
     if MASKED:
-        scores = _fwd_mask(scores, numbers_s, end, diagonal, CAUSAL, SCORES)
-    p, maximum, total, rescale = _softmax(scores, maximum, total, scale_log2, MASKED)
-    if TAIL:
-        acc, acc_tail = warpgroup_mma_wait(0, deps=(acc_mma, acc_tail_mma))
-    else:
-        acc = warpgroup_mma_wait(0, deps=(acc_mma,))
-    mbarrier.arrive(v_empty.index(before), count=1)
-    acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
-    if TAIL:
-        acc_tail = acc_tail * gl.convert_layout(rescale, gl.SliceLayout(1, OUT_TAIL))[:, None]
+        scores = _fwd_mask(s, scores, end, diagonal, SCORES)
+    p, maximum, total, rescale = _softmax(scores, maximum, total, s.scale_log2, MASKED)
+    acc, acc_tail = _await_values(s, acc_mma, acc_tail_mma)
+    mbarrier.arrive(s.v_empty.index(before), count=1)
+    acc, acc_tail = _times_rows(s, acc, acc_tail, rescale, OUT, OUT_TAIL)
     p_low = gl.convert_layout(to_low(p, q.dtype), gl.DotOperandLayout(0, OUT, 2))
     return p, p_low, acc, acc_tail, maximum, total
 
 
 @gluon.jit
-def _store_part(
-    parts,
-    acc,
-    q1,
-    num_queries,
-    column,
-    WIDTH: gl.constexpr,
-    ROW: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):
+def _store_part(s, parts, acc, q1, column, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
     """Writes 64 rows of a split's output, in fp32, from `column` on."""
+    ROW: gl.constexpr = s.D + s.TAIL
     rows = q1 + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     cols = column + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
-    gl.store(parts + (rows * ROW)[:, None] + cols[None, :], acc, mask=(rows < num_queries)[:, None])
+    mask = (rows < s.num_queries)[:, None]
+    gl.store(parts + (rows * ROW)[:, None] + cols[None, :], acc, mask=mask)
 
 
 @gluon.jit
-def _fwd_consumer(
-    C: gl.constexpr,
-    out_desc,
-    out_tail_desc,
-    parts_ptr,
-    lse_ptr,
-    q_s,
-    q_tail_s,
-    k_s,
-    k_tail_s,
-    v_s,
-    v_tail_s,
-    numbers_s,
-    q_full,
-    q_empty,
-    k_full,
-    k_empty,
-    v_full,
-    v_empty,
-    tile_s,
-    tile_full,
-    tile_empty,
-    num_heads,
-    num_heads_total,
-    num_queries,
-    num_keys,
-    num_splits,
-    section,
-    scale_log2,
-    BLOCK_K: gl.constexpr,
-    D: gl.constexpr,
-    TAIL: gl.constexpr,
-    STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    EVEN_K: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    DYNAMIC: gl.constexpr,
-    SPLIT_K: gl.constexpr,
-):
+def _fwd_consumer(s, C: gl.constexpr):
+    D: gl.constexpr = s.D
+    TAIL: gl.constexpr = s.TAIL
+    STAGES: gl.constexpr = s.STAGES
+    ROWS_Q: gl.constexpr = 64 * s.CONSUMERS
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_K, 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, s.BLOCK_K, 16]
     )
     OUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
@@ -477,102 +433,81 @@ def _fwd_consumer(
     OUT_TAIL: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TAIL if TAIL else 16, 16]
     )
-    MASKED: gl.constexpr = CAUSAL or not EVEN_K
-    num_q_tiles = (num_queries + 64 * CONSUMERS - 1) // (64 * CONSUMERS)
-    p = gl.zeros([64, BLOCK_K], gl.float32, layout=SCORES)
+    MASKED: gl.constexpr = s.CAUSAL or not s.EVEN_K
+    num_q_tiles = (s.num_queries + ROWS_Q - 1) // ROWS_Q
+    p = gl.zeros([64, s.BLOCK_K], gl.float32, layout=SCORES)
     # The number of the next key tile that the producer loads, counted over all tiles of queries.
     j = 0
     turn = 0
     t = gl.program_id(0)
-    num_head_splits = num_heads_total * num_splits if SPLIT_K else num_heads_total
+    num_head_splits = s.num_heads_total * s.num_splits if s.SPLIT_K else s.num_heads_total
     while t < num_q_tiles * num_head_splits:
-        tile, head_split = _fwd_tile(t, num_q_tiles, num_head_splits, section, CAUSAL)
-        place = (turn & 1) * CONSUMERS + C
-        q = q_s.index(place).reshape([64, D])
+        tile, head_split = _fwd_tile(s, t, num_q_tiles, num_head_splits)
+        place = (turn & 1) * s.CONSUMERS + C
+        q = s.q_s.index(place).reshape([64, D])
         q_tail = q
         if TAIL:
-            q_tail = q_tail_s.index(place).reshape([64, TAIL])
-        q0 = tile * (64 * CONSUMERS)
+            q_tail = s.q_tail_s.index(place).reshape([64, TAIL])
+        q0 = tile * ROWS_Q
         q1 = q0 + C * 64
         # The first key that the first query does not see; each further query sees one more.
-        diagonal = q1 + (num_keys - num_queries) + 1
-        num_tiles = _num_key_tiles(q0 + 64 * CONSUMERS, num_queries, num_keys, BLOCK_K, CAUSAL)
-        first, num_tiles = _split_range(
-            num_tiles, head_split // num_heads_total, num_splits, SPLIT_K
-        )
+        diagonal = q1 + (s.num_keys - s.num_queries) + 1
+        num_tiles = _num_key_tiles(s, q0 + ROWS_Q)
+        first, num_tiles = _split_range(s, num_tiles, head_split // s.num_heads_total)
         # The number of the key tile after the last one of this tile of queries.
         after = j + num_tiles
-        num_full = num_keys // BLOCK_K
-        if CAUSAL:
+        num_full = s.num_keys // s.BLOCK_K
+        if s.CAUSAL:
             # The loop begins at the last keys. Those that only the consumers of later queries see
             # are passed over.
-            num_mine = _num_key_tiles(q1 + 64, num_queries, num_keys, BLOCK_K, CAUSAL)
-            if SPLIT_K:
+            num_mine = _num_key_tiles(s, q1 + 64)
+            if s.SPLIT_K:
                 num_mine = gl.maximum(gl.minimum(num_mine - first, num_tiles), 1)
             for _ in range(num_tiles - num_mine):
-                mbarrier.wait(k_full.index(j % STAGES), (j // STAGES) & 1)
-                mbarrier.arrive(k_empty.index(j % STAGES), count=1)
-                mbarrier.wait(v_full.index(j % STAGES), (j // STAGES) & 1)
-                mbarrier.arrive(v_empty.index(j % STAGES), count=1)
+                mbarrier.wait(s.k_full.index(j % STAGES), (j // STAGES) & 1)
+                mbarrier.arrive(s.k_empty.index(j % STAGES), count=1)
+                mbarrier.wait(s.v_full.index(j % STAGES), (j // STAGES) & 1)
+                mbarrier.arrive(s.v_empty.index(j % STAGES), count=1)
                 j += 1
-            num_full = gl.minimum(num_full, gl.maximum(diagonal, 0) // BLOCK_K)
-            if SPLIT_K:
+            num_full = gl.minimum(num_full, gl.maximum(diagonal, 0) // s.BLOCK_K)
+            if s.SPLIT_K:
                 num_full = gl.maximum(num_full - first, 0)
         maximum = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
         total = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, SCORES))
         acc = gl.zeros([64, D], gl.float32, layout=OUT)
         acc_tail = gl.zeros([64, TAIL if TAIL else 16], gl.float32, layout=OUT_TAIL)
-        mbarrier.wait(q_full.index(place), (turn >> 1) & 1)
-        mbarrier.wait(k_full.index(j % STAGES), (j // STAGES) & 1)
-        scores_mma = _scores(
-            q, q_tail, k_s.index(j % STAGES), k_tail_s.index(j % STAGES), p, BLOCK_K, D, TAIL
-        )
-        scores = warpgroup_mma_wait(0, deps=(scores_mma,))
-        mbarrier.arrive(k_empty.index(j % STAGES), count=1)
-        start = (first + after - j - 1) * BLOCK_K
+        mbarrier.wait(s.q_full.index(place), (turn >> 1) & 1)
+        mbarrier.wait(s.k_full.index(j % STAGES), (j // STAGES) & 1)
+        scores = warpgroup_mma_wait(0, deps=(_scores(s, q, q_tail, j % STAGES, p),))
+        mbarrier.arrive(s.k_empty.index(j % STAGES), count=1)
+        start = (first + after - j - 1) * s.BLOCK_K
         if MASKED:
-            scores = _fwd_mask(
-                scores, numbers_s, num_keys - start, diagonal - start, CAUSAL, SCORES
-            )
-        p, maximum, total, _rescale = _softmax(scores, maximum, total, scale_log2, MASKED)
+            scores = _fwd_mask(s, scores, s.num_keys - start, diagonal - start, SCORES)
+        p, maximum, total, _rescale = _softmax(scores, maximum, total, s.scale_log2, MASKED)
         p_low = gl.convert_layout(to_low(p, q.dtype), gl.DotOperandLayout(0, OUT, 2))
         # The tile before has left its buffer, which the queries after this one may have. Only the
         # thread that stored it can wait for that; the barrier in this tells the others.
         tma.store_wait(0)
-        mbarrier.arrive(q_empty.index(CONSUMERS - place + 2 * C), count=1, pred=turn > 0)
+        mbarrier.arrive(s.q_empty.index(s.CONSUMERS - place + 2 * C), count=1, pred=turn > 0)
         # What takes masks comes first, and the loop behind it takes none.
         first_full = j + 1
-        if CAUSAL:
+        if s.CAUSAL:
             first_full = gl.maximum(after - num_full, first_full)
             for i in range(j + 1, first_full):
-                start = (first + after - i - 1) * BLOCK_K
+                start = (first + after - i - 1) * s.BLOCK_K
                 p, p_low, acc, acc_tail, maximum, total = _fwd_step(
+                    s,
                     i,
                     q,
                     q_tail,
-                    k_s,
-                    k_tail_s,
-                    v_s,
-                    v_tail_s,
-                    numbers_s,
-                    k_full,
-                    k_empty,
-                    v_full,
-                    v_empty,
                     p,
                     p_low,
                     acc,
                     acc_tail,
                     maximum,
                     total,
-                    num_keys - start,
+                    s.num_keys - start,
                     diagonal - start,
-                    scale_log2,
-                    BLOCK_K,
-                    D,
-                    TAIL,
-                    STAGES,
-                    CAUSAL,
                     True,
                     SCORES,
                     OUT,
@@ -580,18 +515,10 @@ def _fwd_consumer(
                 )
         for i in range(first_full, after):
             p, p_low, acc, acc_tail, maximum, total = _fwd_step(
+                s,
                 i,
                 q,
                 q_tail,
-                k_s,
-                k_tail_s,
-                v_s,
-                v_tail_s,
-                numbers_s,
-                k_full,
-                k_empty,
-                v_full,
-                v_empty,
                 p,
                 p_low,
                 acc,
@@ -600,64 +527,41 @@ def _fwd_consumer(
                 total,
                 0,
                 0,
-                scale_log2,
-                BLOCK_K,
-                D,
-                TAIL,
-                STAGES,
-                CAUSAL,
                 False,
                 SCORES,
                 OUT,
                 OUT_TAIL,
             )
         last = after - 1
-        mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
-        acc_mma, acc_tail_mma = _values(
-            p_low,
-            v_s.index(last % STAGES),
-            v_tail_s.index(last % STAGES),
-            acc,
-            acc_tail,
-            BLOCK_K,
-            D,
-            TAIL,
-        )
+        mbarrier.wait(s.v_full.index(last % STAGES), (last // STAGES) & 1)
+        acc_mma, acc_tail_mma = _values(s, p_low, last % STAGES, acc, acc_tail)
         # A row without any key: zeros, and −inf.
         divisor = gl.where(total == 0.0, 1.0, total)
         lse = gl.where(total == 0.0, float("-inf"), (maximum + gl.log2(divisor)) * LN_2)
         rows = q1 + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-        gl.store(
-            lse_ptr + head_split.to(gl.int64) * num_queries + rows, lse, mask=rows < num_queries
-        )
-        if TAIL:
-            acc, acc_tail = warpgroup_mma_wait(0, deps=(acc_mma, acc_tail_mma))
-        else:
-            acc = warpgroup_mma_wait(0, deps=(acc_mma,))
-        mbarrier.arrive(v_empty.index(last % STAGES), count=1)
-        acc = acc * gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, OUT))[:, None]
-        if TAIL:
-            acc_tail = (
-                acc_tail * gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, OUT_TAIL))[:, None]
-            )
-        if SPLIT_K:
-            parts = parts_ptr + head_split.to(gl.int64) * num_queries * (D + TAIL)
-            _store_part(parts, acc, q1, num_queries, 0, D, D + TAIL, OUT)
+        mask = rows < s.num_queries
+        gl.store(s.lse_ptr + head_split.to(gl.int64) * s.num_queries + rows, lse, mask=mask)
+        acc, acc_tail = _await_values(s, acc_mma, acc_tail_mma)
+        mbarrier.arrive(s.v_empty.index(last % STAGES), count=1)
+        acc, acc_tail = _times_rows(s, acc, acc_tail, 1.0 / divisor, OUT, OUT_TAIL)
+        if s.SPLIT_K:
+            parts = s.parts_ptr + head_split.to(gl.int64) * s.num_queries * (D + TAIL)
+            _store_part(s, parts, acc, q1, 0, D, OUT)
             if TAIL:
-                _store_part(parts, acc_tail, q1, num_queries, D, TAIL, D + TAIL, OUT_TAIL)
+                _store_part(s, parts, acc_tail, q1, D, TAIL, OUT_TAIL)
         else:
             # The output takes the place of the queries.
             q.store(to_low(acc, q.dtype))
             if TAIL:
                 q_tail.store(to_low(acc_tail, q.dtype))
             fence_async_shared()
-            batch = head_split // num_heads
-            head = head_split % num_heads
-            async_store(out_desc, [batch, head, q1, 0], q_s.index(place))
+            batch = head_split // s.num_heads
+            head = head_split % s.num_heads
+            async_store(s.out_desc, [batch, head, q1, 0], s.q_s.index(place))
             if TAIL:
-                async_store(out_tail_desc, [batch, head, q1, 64], q_tail_s.index(place))
+                async_store(s.out_tail_desc, [batch, head, q1, 64], s.q_tail_s.index(place))
         j = after
-        t = _fwd_next(t, turn, tile_s, tile_full, tile_empty, DYNAMIC)
+        t = _fwd_next(s, t, turn)
         turn += 1
     tma.store_wait(0)
 
@@ -755,135 +659,58 @@ def hopper_fwd_kernel(
             mbarrier.init(tile_full.index(slot), count=1)
             mbarrier.init(tile_empty.index(slot), count=CONSUMERS)
     fence_async_shared()
-    # The tuples are written out: one that is first given a name loses its compile-time constants.
+    shared = Shared(
+        out_desc,
+        out_tail_desc,
+        parts_ptr,
+        lse_ptr,
+        q_s,
+        q_tail_s,
+        k_s,
+        k_tail_s,
+        v_s,
+        v_tail_s,
+        numbers_s,
+        q_full,
+        q_empty,
+        k_full,
+        k_empty,
+        v_full,
+        v_empty,
+        tile_s,
+        tile_full,
+        tile_empty,
+        num_heads,
+        num_heads_total,
+        num_queries,
+        num_keys,
+        num_splits,
+        section,
+        scale_log2,
+        q_desc,
+        q_tail_desc,
+        k_desc,
+        k_tail_desc,
+        v_desc,
+        v_tail_desc,
+        tile_counter_ptr,
+        group,
+        BLOCK_K,
+        D,
+        TAIL,
+        STAGES,
+        CAUSAL,
+        EVEN_K,
+        CONSUMERS,
+        DYNAMIC,
+        SPLIT_K,
+    )
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (
-                    _fwd_consumer,
-                    (
-                        0,
-                        out_desc,
-                        out_tail_desc,
-                        parts_ptr,
-                        lse_ptr,
-                        q_s,
-                        q_tail_s,
-                        k_s,
-                        k_tail_s,
-                        v_s,
-                        v_tail_s,
-                        numbers_s,
-                        q_full,
-                        q_empty,
-                        k_full,
-                        k_empty,
-                        v_full,
-                        v_empty,
-                        tile_s,
-                        tile_full,
-                        tile_empty,
-                        num_heads,
-                        num_heads_total,
-                        num_queries,
-                        num_keys,
-                        num_splits,
-                        section,
-                        scale_log2,
-                        BLOCK_K,
-                        D,
-                        TAIL,
-                        STAGES,
-                        CAUSAL,
-                        EVEN_K,
-                        CONSUMERS,
-                        DYNAMIC,
-                        SPLIT_K,
-                    ),
-                ),
-                (
-                    _fwd_consumer,
-                    (
-                        1,
-                        out_desc,
-                        out_tail_desc,
-                        parts_ptr,
-                        lse_ptr,
-                        q_s,
-                        q_tail_s,
-                        k_s,
-                        k_tail_s,
-                        v_s,
-                        v_tail_s,
-                        numbers_s,
-                        q_full,
-                        q_empty,
-                        k_full,
-                        k_empty,
-                        v_full,
-                        v_empty,
-                        tile_s,
-                        tile_full,
-                        tile_empty,
-                        num_heads,
-                        num_heads_total,
-                        num_queries,
-                        num_keys,
-                        num_splits,
-                        section,
-                        scale_log2,
-                        BLOCK_K,
-                        D,
-                        TAIL,
-                        STAGES,
-                        CAUSAL,
-                        EVEN_K,
-                        CONSUMERS,
-                        DYNAMIC,
-                        SPLIT_K,
-                    ),
-                ),
-                (
-                    _fwd_producer,
-                    (
-                        q_desc,
-                        q_tail_desc,
-                        k_desc,
-                        k_tail_desc,
-                        v_desc,
-                        v_tail_desc,
-                        q_s,
-                        q_tail_s,
-                        k_s,
-                        k_tail_s,
-                        v_s,
-                        v_tail_s,
-                        q_full,
-                        q_empty,
-                        k_full,
-                        k_empty,
-                        v_full,
-                        v_empty,
-                        tile_s,
-                        tile_full,
-                        tile_empty,
-                        tile_counter_ptr,
-                        num_heads,
-                        num_heads_total,
-                        group,
-                        num_queries,
-                        num_keys,
-                        num_splits,
-                        section,
-                        BLOCK_K,
-                        TAIL,
-                        STAGES,
-                        CAUSAL,
-                        CONSUMERS,
-                        DYNAMIC,
-                        SPLIT_K,
-                    ),
-                ),
+                (_fwd_consumer, (shared, 0)),
+                (_fwd_consumer, (shared, 1)),
+                (_fwd_producer, (shared,)),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -891,173 +718,10 @@ def hopper_fwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (
-                    _fwd_consumer,
-                    (
-                        0,
-                        out_desc,
-                        out_tail_desc,
-                        parts_ptr,
-                        lse_ptr,
-                        q_s,
-                        q_tail_s,
-                        k_s,
-                        k_tail_s,
-                        v_s,
-                        v_tail_s,
-                        numbers_s,
-                        q_full,
-                        q_empty,
-                        k_full,
-                        k_empty,
-                        v_full,
-                        v_empty,
-                        tile_s,
-                        tile_full,
-                        tile_empty,
-                        num_heads,
-                        num_heads_total,
-                        num_queries,
-                        num_keys,
-                        num_splits,
-                        section,
-                        scale_log2,
-                        BLOCK_K,
-                        D,
-                        TAIL,
-                        STAGES,
-                        CAUSAL,
-                        EVEN_K,
-                        CONSUMERS,
-                        DYNAMIC,
-                        SPLIT_K,
-                    ),
-                ),
-                (
-                    _fwd_consumer,
-                    (
-                        1,
-                        out_desc,
-                        out_tail_desc,
-                        parts_ptr,
-                        lse_ptr,
-                        q_s,
-                        q_tail_s,
-                        k_s,
-                        k_tail_s,
-                        v_s,
-                        v_tail_s,
-                        numbers_s,
-                        q_full,
-                        q_empty,
-                        k_full,
-                        k_empty,
-                        v_full,
-                        v_empty,
-                        tile_s,
-                        tile_full,
-                        tile_empty,
-                        num_heads,
-                        num_heads_total,
-                        num_queries,
-                        num_keys,
-                        num_splits,
-                        section,
-                        scale_log2,
-                        BLOCK_K,
-                        D,
-                        TAIL,
-                        STAGES,
-                        CAUSAL,
-                        EVEN_K,
-                        CONSUMERS,
-                        DYNAMIC,
-                        SPLIT_K,
-                    ),
-                ),
-                (
-                    _fwd_consumer,
-                    (
-                        2,
-                        out_desc,
-                        out_tail_desc,
-                        parts_ptr,
-                        lse_ptr,
-                        q_s,
-                        q_tail_s,
-                        k_s,
-                        k_tail_s,
-                        v_s,
-                        v_tail_s,
-                        numbers_s,
-                        q_full,
-                        q_empty,
-                        k_full,
-                        k_empty,
-                        v_full,
-                        v_empty,
-                        tile_s,
-                        tile_full,
-                        tile_empty,
-                        num_heads,
-                        num_heads_total,
-                        num_queries,
-                        num_keys,
-                        num_splits,
-                        section,
-                        scale_log2,
-                        BLOCK_K,
-                        D,
-                        TAIL,
-                        STAGES,
-                        CAUSAL,
-                        EVEN_K,
-                        CONSUMERS,
-                        DYNAMIC,
-                        SPLIT_K,
-                    ),
-                ),
-                (
-                    _fwd_producer,
-                    (
-                        q_desc,
-                        q_tail_desc,
-                        k_desc,
-                        k_tail_desc,
-                        v_desc,
-                        v_tail_desc,
-                        q_s,
-                        q_tail_s,
-                        k_s,
-                        k_tail_s,
-                        v_s,
-                        v_tail_s,
-                        q_full,
-                        q_empty,
-                        k_full,
-                        k_empty,
-                        v_full,
-                        v_empty,
-                        tile_s,
-                        tile_full,
-                        tile_empty,
-                        tile_counter_ptr,
-                        num_heads,
-                        num_heads_total,
-                        group,
-                        num_queries,
-                        num_keys,
-                        num_splits,
-                        section,
-                        BLOCK_K,
-                        TAIL,
-                        STAGES,
-                        CAUSAL,
-                        CONSUMERS,
-                        DYNAMIC,
-                        SPLIT_K,
-                    ),
-                ),
+                (_fwd_consumer, (shared, 0)),
+                (_fwd_consumer, (shared, 1)),
+                (_fwd_consumer, (shared, 2)),
+                (_fwd_producer, (shared,)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
@@ -1075,11 +739,11 @@ def _section(num_heads: int, num_key_heads: int, key_head_bytes: int, programs: 
     return next((n for n in range(fit, fit // 2, -1) if num_heads % n == 0), fit)
 
 
-def plan_forward(
+def plan(
     q: Layout, k: Layout, v: Layout, out: Layout, device_index: int, *, scale: float, causal: bool
 ) -> Callable[..., None]:
-    """Returns what writes the output and the log-sum-exp (fp32, natural units, dense), called with
-    (q, k, v, out, lse).
+    """Returns what writes the output and the log-sum-exp (fp32, natural units, dense):
+    run((q, k, v), out, lse, cu_seqlens).
 
     The layouts are 4D; the heads of k and v divide those of q.
     """
@@ -1130,16 +794,15 @@ def plan_forward(
     launch = TileLaunch(
         hopper_fwd_kernel, (num_programs,), described, numbers, constants, consumers
     )
-    combine = output_launch(out.shape, out.strides, num_splits)
+    combine = combine_launch(out.shape, out.strides, num_splits) if num_splits > 1 else None
 
-    def run(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
-        tile_counter = torch.zeros(1, dtype=torch.int32, device=q.device) if dynamic else None
+    def run(inputs, out, lse, _) -> None:
+        tile_counter = torch.zeros(1, dtype=torch.int32, device=out.device) if dynamic else None
         if combine is None:
-            launch((q, k, v, out), None, lse, tile_counter)
+            launch((*inputs, out), None, lse, tile_counter)
         else:
-            whole = with_heads(q)
-            parts, parts_lse = empty_parts(num_splits, whole), empty_lse(num_splits, whole)
-            launch((q, k, v, out), parts, parts_lse, tile_counter)
-            combine(parts, parts_lse, out, lse)
+            parts = empty_splits(num_splits, lse, head_dim)
+            launch((*inputs, out), *parts, tile_counter)
+            combine(*parts, out, lse)
 
     return run

@@ -70,6 +70,7 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     PRODUCER_REGISTERS,
     ROWS,
     TileLaunch,
+    Value,
     async_load,
     async_store,
     await_number,
@@ -78,9 +79,10 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     hand_number,
     handed_number,
     rows_of,
+    shared_by_warps,
     tiles_of,
 )
-from labkit.kernels.flash_attention.shapes import Layout
+from labkit.kernels.flash_attention.plan import Layout
 from labkit.kernels.launch import Launch, num_multiprocessors
 
 # Releases of Triton before 3.8 have these operations under other names.
@@ -137,113 +139,148 @@ LENGTHS = (
 )
 
 
+@shared_by_warps
+class Shared:
+    """Tiles end in _s and lie in shared memory; barriers end in _full and _empty."""
+
+    grad_k_desc: Value
+    grad_v_desc: Value
+    q_s: Value
+    grad_out_s: Value
+    k_s: Value
+    v_s: Value
+    lse_s: Value
+    delta_s: Value
+    grad_scores_s: Value
+    grad_q_s: Value
+    numbers_s: Value
+    staged_s: Value
+    k_full: Value
+    v_full: Value
+    k_empty: Value
+    v_empty: Value
+    q_full: Value
+    q_empty: Value
+    grad_out_full: Value
+    grad_out_empty: Value
+    grad_scores_full: Value
+    grad_q_full: Value
+    grad_q_empty: Value
+    staged: Value
+    passed: Value
+    work_s: Value
+    work_full: Value
+    work_empty: Value
+    num_heads: Value
+    num_heads_total: Value
+    num_queries: Value
+    num_keys: Value
+    scale_log2: Value
+    heads_in_flight: Value
+    num_work_tiles: Value
+    q_desc: Value
+    grad_out_desc: Value
+    k_desc: Value
+    v_desc: Value
+    lse_desc: Value
+    delta_desc: Value
+    tile_counter_ptr: Value
+    padded_queries: Value
+    dq_accum_desc: Value
+    dq_semaphore_ptr: Value
+    BLOCK_Q: Value
+    D: Value
+    STAGES: Value
+    STAGES_GRAD_OUT: Value
+    CAUSAL: Value
+    EVEN_K: Value
+
+
 @gluon.jit
-def _decode_tile(index, num_heads_total, num_keys, heads_in_flight):
+def _decode_tile(s, index):
     """A work tile's head, counted over the batch, and its tile of keys; `heads_in_flight` heads
     take turns.
     """
-    return decode_tile(index, (num_keys + BLOCK_K - 1) // BLOCK_K, num_heads_total, heads_in_flight)
+    num_tiles = (s.num_keys + BLOCK_K - 1) // BLOCK_K
+    return decode_tile(index, num_tiles, s.num_heads_total, s.heads_in_flight)
 
 
 @gluon.jit
-def _query_tiles(key_tile, num_queries, num_keys, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr):
+def _query_tiles(s, key_tile):
     """The last query tile, where the loop of a key tile starts, and the length of the loop, at
     least 1.
     """
-    last = (num_queries + BLOCK_Q - 1) // BLOCK_Q - 1
+    last = (s.num_queries + s.BLOCK_Q - 1) // s.BLOCK_Q - 1
     low = key_tile * 0
-    if CAUSAL:
-        low = gl.maximum(key_tile * BLOCK_K - (num_keys - num_queries), 0) // BLOCK_Q
+    if s.CAUSAL:
+        low = gl.maximum(key_tile * BLOCK_K - (s.num_keys - s.num_queries), 0) // s.BLOCK_Q
     return last, last + 1 - low
 
 
 @gluon.jit
-def _producer(
-    q_desc,
-    grad_out_desc,
-    k_desc,
-    v_desc,
-    lse_desc,
-    delta_desc,
-    q_s,
-    grad_out_s,
-    k_s,
-    v_s,
-    lse_s,
-    delta_s,
-    k_full,
-    v_full,
-    k_empty,
-    v_empty,
-    q_full,
-    q_empty,
-    grad_out_full,
-    grad_out_empty,
-    work_s,
-    work_full,
-    work_empty,
-    tile_counter_ptr,
-    num_heads,
-    num_heads_total,
-    num_queries,
-    num_keys,
-    padded_queries,
-    heads_in_flight,
-    num_work_tiles,
-    BLOCK_Q: gl.constexpr,
-    STAGES: gl.constexpr,
-    STAGES_GRAD_OUT: gl.constexpr,
-    CAUSAL: gl.constexpr,
-):
+def _producer(s):
     # From a counter, so that whoever waits for a work tile waits for a program that runs.
-    index = gl.atomic_add(tile_counter_ptr, 1)
-    hand_number(index, 0, work_s, work_full)
+    index = gl.atomic_add(s.tile_counter_ptr, 1)
+    hand_number(index, 0, s.work_s, s.work_full)
     turn = 0
     j = 0
-    while index < num_work_tiles:
-        head_total, key_tile = _decode_tile(index, num_heads_total, num_keys, heads_in_flight)
-        last_tile, count = _query_tiles(key_tile, num_queries, num_keys, BLOCK_Q, CAUSAL)
-        batch = head_total // num_heads
-        head = head_total % num_heads
-        statistics = head_total * padded_queries
+    while index < s.num_work_tiles:
+        head_total, key_tile = _decode_tile(s, index)
+        last_tile, count = _query_tiles(s, key_tile)
+        batch = head_total // s.num_heads
+        head = head_total % s.num_heads
+        statistics = head_total * s.padded_queries
         free = (turn & 1) ^ 1
         for i in range(count):
-            row = (last_tile - i) * BLOCK_Q
-            b = j % STAGES
-            mbarrier.wait(q_empty.index(b), ((j // STAGES) & 1) ^ 1)
-            mbarrier.expect(q_full.index(b), q_desc.block_type.nbytes + lse_desc.block_type.nbytes)
-            async_load(q_desc, [batch, head, row, 0], q_full.index(b), q_s.index(b))
-            async_load(lse_desc, [statistics + row], q_full.index(b), lse_s.index(b))
-            if i == 0:
-                mbarrier.wait(k_empty, free)
-                mbarrier.expect(k_full, 2 * k_desc.block_type.nbytes)
-                for c in gl.static_range(2):
-                    async_load(
-                        k_desc, [batch, head, key_tile * BLOCK_K + c * 64, 0], k_full, k_s.index(c)
-                    )
-                mbarrier.wait(v_empty, free)
-                mbarrier.expect(v_full, 2 * v_desc.block_type.nbytes)
-                for c in gl.static_range(2):
-                    async_load(
-                        v_desc, [batch, head, key_tile * BLOCK_K + c * 64, 0], v_full, v_s.index(c)
-                    )
-            b = j % STAGES_GRAD_OUT
-            mbarrier.wait(grad_out_empty.index(b), ((j // STAGES_GRAD_OUT) & 1) ^ 1)
+            row = (last_tile - i) * s.BLOCK_Q
+            b = j % s.STAGES
+            mbarrier.wait(s.q_empty.index(b), ((j // s.STAGES) & 1) ^ 1)
             mbarrier.expect(
-                grad_out_full.index(b),
-                grad_out_desc.block_type.nbytes + delta_desc.block_type.nbytes,
+                s.q_full.index(b), s.q_desc.block_type.nbytes + s.lse_desc.block_type.nbytes
+            )
+            async_load(s.q_desc, [batch, head, row, 0], s.q_full.index(b), s.q_s.index(b))
+            async_load(s.lse_desc, [statistics + row], s.q_full.index(b), s.lse_s.index(b))
+            if i == 0:
+                mbarrier.wait(s.k_empty, free)
+                mbarrier.expect(s.k_full, 2 * s.k_desc.block_type.nbytes)
+                for c in gl.static_range(2):
+                    async_load(
+                        s.k_desc,
+                        [batch, head, key_tile * BLOCK_K + c * 64, 0],
+                        s.k_full,
+                        s.k_s.index(c),
+                    )
+                mbarrier.wait(s.v_empty, free)
+                mbarrier.expect(s.v_full, 2 * s.v_desc.block_type.nbytes)
+                for c in gl.static_range(2):
+                    async_load(
+                        s.v_desc,
+                        [batch, head, key_tile * BLOCK_K + c * 64, 0],
+                        s.v_full,
+                        s.v_s.index(c),
+                    )
+            b = j % s.STAGES_GRAD_OUT
+            mbarrier.wait(s.grad_out_empty.index(b), ((j // s.STAGES_GRAD_OUT) & 1) ^ 1)
+            mbarrier.expect(
+                s.grad_out_full.index(b),
+                s.grad_out_desc.block_type.nbytes + s.delta_desc.block_type.nbytes,
             )
             async_load(
-                grad_out_desc, [batch, head, row, 0], grad_out_full.index(b), grad_out_s.index(b)
+                s.grad_out_desc,
+                [batch, head, row, 0],
+                s.grad_out_full.index(b),
+                s.grad_out_s.index(b),
             )
-            async_load(delta_desc, [statistics + row], grad_out_full.index(b), delta_s.index(b))
+            async_load(
+                s.delta_desc, [statistics + row], s.grad_out_full.index(b), s.delta_s.index(b)
+            )
             j += 1
         # Taken while the last tiles are computed: sooner, another program would wait for one that
         # has not begun.
-        index = gl.atomic_add(tile_counter_ptr, 1)
+        index = gl.atomic_add(s.tile_counter_ptr, 1)
         turn += 1
-        mbarrier.wait(work_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
-        hand_number(index, turn, work_s, work_full)
+        mbarrier.wait(s.work_empty.index(turn & 1), ((turn >> 1) & 1) ^ 1)
+        hand_number(index, turn, s.work_s, s.work_full)
 
 
 @gluon.jit
@@ -293,74 +330,57 @@ def _publish(count, dq_semaphore_ptr):
 
 
 @gluon.jit
-def _writer(
-    W: gl.constexpr,
-    dq_accum_desc,
-    dq_semaphore_ptr,
-    grad_q_s,
-    grad_q_full,
-    grad_q_empty,
-    work_s,
-    work_full,
-    work_empty,
-    num_heads_total,
-    num_queries,
-    num_keys,
-    heads_in_flight,
-    num_work_tiles,
-    BLOCK_Q: gl.constexpr,
-    CAUSAL: gl.constexpr,
-):
-    index = await_number(0, work_s, work_full)
+def _writer(s, W: gl.constexpr):
+    index = await_number(0, s.work_s, s.work_full)
     turn = 0
     # Query tiles of all work tiles before this one.
     j = 0
-    while index < num_work_tiles:
-        head_total, key_tile = _decode_tile(index, num_heads_total, num_keys, heads_in_flight)
-        last_tile, count = _query_tiles(key_tile, num_queries, num_keys, BLOCK_Q, CAUSAL)
+    while index < s.num_work_tiles:
+        head_total, key_tile = _decode_tile(s, index)
+        last_tile, count = _query_tiles(s, key_tile)
         parts = head_total * (last_tile + 1) * 32
         # Every other tile of all; of this work tile's the even ones or the odd ones.
         odd = (j + W) & 1
-        key_tiles = (num_keys + BLOCK_K - 1) // BLOCK_K
-        mine = dq_semaphore_ptr + (head_total * key_tiles + key_tile) * WRITERS + odd
+        key_tiles = (s.num_keys + BLOCK_K - 1) // BLOCK_K
+        mine = s.dq_semaphore_ptr + (head_total * key_tiles + key_tile) * WRITERS + odd
         # Those tiles of the program before; the first waits for none.
         added = gl.where(key_tile == 0, count, 0)
         for i in range(odd, count, WRITERS):
             q_tile = last_tile - i
             if i >= added:
                 added = _await_more_than(i, mine - WRITERS)
-            mbarrier.wait(grad_q_full.index(W), ((j + i) // WRITERS) & 1)
+            mbarrier.wait(s.grad_q_full.index(W), ((j + i) // WRITERS) & 1)
             for c in gl.static_range(2):
                 # The first program writes: what it writes to needs no zeros.
                 if key_tile == 0:
                     async_store(
-                        dq_accum_desc, [parts + (q_tile * 2 + c) * 16, 0], grad_q_s.index(c)
+                        s.dq_accum_desc, [parts + (q_tile * 2 + c) * 16, 0], s.grad_q_s.index(c)
                     )
                 else:
-                    async_add(dq_accum_desc, [parts + (q_tile * 2 + c) * 16, 0], grad_q_s.index(c))
+                    async_add(
+                        s.dq_accum_desc, [parts + (q_tile * 2 + c) * 16, 0], s.grad_q_s.index(c)
+                    )
             tma.store_wait(0)
-            mbarrier.arrive(grad_q_empty, count=1)
+            mbarrier.arrive(s.grad_q_empty, count=1)
             _publish(i + 1, mine)
         j += count
-        mbarrier.arrive(work_empty.index(turn & 1), count=1)
+        mbarrier.arrive(s.work_empty.index(turn & 1), count=1)
         turn += 1
-        index = await_number(turn, work_s, work_full)
+        index = await_number(turn, s.work_s, s.work_full)
 
 
 @gluon.jit
-def _grad_q_product(
-    grad_scores_s, k_s, zero, stage_before, C: gl.constexpr, BLOCK_Q: gl.constexpr, D: gl.constexpr
-):
+def _grad_q_product(s, zero, stage_before, C: gl.constexpr):
     """∂S K over the 128 keys, for warpgroup C's 64 × 64 part: two products in flight."""
-    DTYPE: gl.constexpr = k_s.dtype
+    DTYPE: gl.constexpr = s.k_s.dtype
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     # A tile of 128 columns lies in memory as two tiles of 64.
-    TILES_Q: gl.constexpr = BLOCK_Q // 64
-    TILES_D: gl.constexpr = D // 64
-    left = reinterpret(grad_scores_s, DTYPE, [4 * TILES_Q, 64, 64], LAYOUT)
-    right = reinterpret(k_s, DTYPE, [2 * TILES_D, 64, 64], LAYOUT)
-    PART_Q: gl.constexpr = C if BLOCK_Q == 128 else 0
-    PART_D: gl.constexpr = 0 if BLOCK_Q == 128 else C
+    TILES_Q: gl.constexpr = s.BLOCK_Q // 64
+    TILES_D: gl.constexpr = s.D // 64
+    left = reinterpret(s.grad_scores_s, DTYPE, [4 * TILES_Q, 64, 64], LAYOUT)
+    right = reinterpret(s.k_s, DTYPE, [2 * TILES_D, 64, 64], LAYOUT)
+    PART_Q: gl.constexpr = C if s.BLOCK_Q == 128 else 0
+    PART_D: gl.constexpr = 0 if s.BLOCK_Q == 128 else C
     GRAD_Q: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
     )
@@ -392,217 +412,172 @@ def _in_register_order(x):
 
 
 @gluon.jit
-def _consumer(
-    C: gl.constexpr,
-    grad_k_desc,
-    grad_v_desc,
-    q_s,
-    grad_out_s,
-    k_s,
-    v_s,
-    lse_s,
-    delta_s,
-    grad_scores_s,
-    grad_q_s,
-    numbers_s,
-    staged_s,
-    k_full,
-    v_full,
-    k_empty,
-    v_empty,
-    q_full,
-    q_empty,
-    grad_out_full,
-    grad_out_empty,
-    grad_scores_full,
-    grad_q_full,
-    grad_q_empty,
-    staged,
-    passed,
-    work_s,
-    work_full,
-    work_empty,
-    num_heads,
-    num_heads_total,
-    num_queries,
-    num_keys,
-    scale_log2,
-    heads_in_flight,
-    num_work_tiles,
-    BLOCK_Q: gl.constexpr,
-    D: gl.constexpr,
-    STAGES: gl.constexpr,
-    STAGES_GRAD_OUT: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    EVEN_K: gl.constexpr,
-):
-    DTYPE: gl.constexpr = grad_k_desc.dtype
+def _consumer(s, C: gl.constexpr):
+    DTYPE: gl.constexpr = s.grad_k_desc.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_Q, 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, s.BLOCK_Q, 16]
     )
     GRAD: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, s.D, 16]
     )
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAD, k_width=2)
     NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
-    index = await_number(0, work_s, work_full)
+    index = await_number(0, s.work_s, s.work_full)
     turn = 0
     # Query tiles of all work tiles before this one.
     base = 0
-    while index < num_work_tiles:
-        head_total, key_tile = _decode_tile(index, num_heads_total, num_keys, heads_in_flight)
-        last_tile, count = _query_tiles(key_tile, num_queries, num_keys, BLOCK_Q, CAUSAL)
+    while index < s.num_work_tiles:
+        head_total, key_tile = _decode_tile(s, index)
+        last_tile, count = _query_tiles(s, key_tile)
         after = base + count
         # The warpgroup's keys that there are; and the first query that sees its first key, from the
         # query at which the loop would have been at the very first tile of all.
-        present = num_keys - (key_tile * BLOCK_K + C * 64)
-        diagonal = num_queries - present - (last_tile + base) * BLOCK_Q
-        grad_k = gl.zeros([64, D], gl.float32, layout=GRAD)
-        grad_v = gl.zeros([64, D], gl.float32, layout=GRAD)
-        mbarrier.wait(k_full, turn & 1)
-        mbarrier.wait(v_full, turn & 1)
+        present = s.num_keys - (key_tile * BLOCK_K + C * 64)
+        diagonal = s.num_queries - present - (last_tile + base) * s.BLOCK_Q
+        grad_k = gl.zeros([64, s.D], gl.float32, layout=GRAD)
+        grad_v = gl.zeros([64, s.D], gl.float32, layout=GRAD)
+        mbarrier.wait(s.k_full, turn & 1)
+        mbarrier.wait(s.v_full, turn & 1)
         # What the work tile before left in the places of ∂S is out.
-        mbarrier.wait(staged, (turn & 1) ^ 1)
+        mbarrier.wait(s.staged, (turn & 1) ^ 1)
         for j in range(base, after):
             # Always 0, but not for the compiler, which would keep the addresses of K and V in 24
             # registers.
-            zero = (num_queries + j) >> 31
-            k = k_s.index(C + zero).reshape([64, D])
-            v = v_s.index(C + zero).reshape([64, D])
-            stage_q = j % STAGES
-            stage_grad_out = j % STAGES_GRAD_OUT
-            before = (j + STAGES - 1) % STAGES
+            zero = (s.num_queries + j) >> 31
+            k = s.k_s.index(C + zero).reshape([64, s.D])
+            v = s.v_s.index(C + zero).reshape([64, s.D])
+            stage_q = j % s.STAGES
+            stage_grad_out = j % s.STAGES_GRAD_OUT
+            before = (j + s.STAGES - 1) % s.STAGES
             stage_before = (j + 1) & 1
-            q = q_s.index(stage_q).reshape([BLOCK_Q, D])
-            grad_out = grad_out_s.index(stage_grad_out).reshape([BLOCK_Q, D])
-            mbarrier.wait(q_full.index(stage_q), (j // STAGES) & 1)
+            q = s.q_s.index(stage_q).reshape([s.BLOCK_Q, s.D])
+            grad_out = s.grad_out_s.index(stage_grad_out).reshape([s.BLOCK_Q, s.D])
+            mbarrier.wait(s.q_full.index(stage_q), (j // s.STAGES) & 1)
             scores_mma = warpgroup_mma(
                 k,
                 q.permute((1, 0)),
-                gl.zeros([64, BLOCK_Q], gl.float32, layout=SCORES),
+                gl.zeros([64, s.BLOCK_Q], gl.float32, layout=SCORES),
                 use_acc=False,
                 is_async=True,
             )
-            mbarrier.wait(grad_out_full.index(stage_grad_out), (j // STAGES_GRAD_OUT) & 1)
+            mbarrier.wait(s.grad_out_full.index(stage_grad_out), (j // s.STAGES_GRAD_OUT) & 1)
             grad_p_mma = warpgroup_mma(
                 v,
                 grad_out.permute((1, 0)),
-                gl.zeros([64, BLOCK_Q], gl.float32, layout=SCORES),
+                gl.zeros([64, s.BLOCK_Q], gl.float32, layout=SCORES),
                 use_acc=False,
                 is_async=True,
             )
             # The products of the tile before. For the first they are of anything: the next one into
             # ∂K starts anew, and ∂Q goes nowhere.
             grad_k_mma = warpgroup_mma(
-                grad_scores_s.index(stage_before * 2 + C),
-                q_s.index(before).reshape([BLOCK_Q, D]),
+                s.grad_scores_s.index(stage_before * 2 + C),
+                s.q_s.index(before).reshape([s.BLOCK_Q, s.D]),
                 grad_k,
                 use_acc=j > base + 1,
                 is_async=True,
             )
             scores = warpgroup_mma_wait(2, deps=(scores_mma,))
-            if CAUSAL:
-                if diagonal + j * BLOCK_Q > -63:
+            if s.CAUSAL:
+                if diagonal + j * s.BLOCK_Q > -63:
                     # Passes at once; without it ptxas makes the branch into selects that every tile
                     # pays for.
-                    mbarrier.wait(passed, 1)
+                    mbarrier.wait(s.passed, 1)
                     # From shared memory: as constants the numbers of rows and columns stay in
                     # registers through the loop.
-                    keys = reinterpret(numbers_s, gl.int32, [64], NUMBERS).load(
+                    keys = reinterpret(s.numbers_s, gl.int32, [64], NUMBERS).load(
                         gl.SliceLayout(1, SCORES)
-                    ) + (diagonal + j * BLOCK_Q)
-                    queries = reinterpret(numbers_s, gl.int32, [BLOCK_Q], NUMBERS).load(QUERIES)
+                    ) + (diagonal + j * s.BLOCK_Q)
+                    queries = reinterpret(s.numbers_s, gl.int32, [s.BLOCK_Q], NUMBERS).load(QUERIES)
                     scores = gl.where(keys[:, None] <= queries[None, :], scores, float("-inf"))
-            elif not EVEN_K:
+            elif not s.EVEN_K:
                 # Keys past the end are zeros, but exp2(0 - lse) may overflow, and inf * 0 would
                 # reach ∂Q.
                 if present < 64:
-                    mbarrier.wait(passed, 1)
-                    keys = reinterpret(numbers_s, gl.int32, [64], NUMBERS).load(
+                    mbarrier.wait(s.passed, 1)
+                    keys = reinterpret(s.numbers_s, gl.int32, [64], NUMBERS).load(
                         gl.SliceLayout(1, SCORES)
                     )
                     scores = gl.where((keys < present)[:, None], scores, float("-inf"))
-            lse = lse_s.index(stage_q).load(QUERIES)
-            p = gl.exp2(scores * scale_log2 - lse[None, :])
+            lse = s.lse_s.index(stage_q).load(QUERIES)
+            p = gl.exp2(scores * s.scale_log2 - lse[None, :])
             # The other warpgroup's ∂S(j − 1) is there, and ∂S(j − 2) has been read; passes at once
             # at the very first. Here rather than where it is needed: without a branch between them,
             # ptxas moves the wait for ∂P ahead of the exponentials.
-            mbarrier.wait(grad_scores_full, stage_before)
+            mbarrier.wait(s.grad_scores_full, stage_before)
             p_low = gl.convert_layout(p.to(DTYPE), OPERAND)
             grad_p = warpgroup_mma_wait(1, deps=(grad_p_mma,))
-            delta = delta_s.index(stage_grad_out).load(QUERIES)
+            delta = s.delta_s.index(stage_grad_out).load(QUERIES)
             grad_scores = (p * (grad_p - delta[None, :])).to(DTYPE)
-            grad_scores_s.index((j & 1) * 2 + C).store(grad_scores)
+            s.grad_scores_s.index((j & 1) * 2 + C).store(grad_scores)
             fence_async_shared()
-            grad_q_mma = _grad_q_product(grad_scores_s, k_s, zero, stage_before, C, BLOCK_Q, D)
+            grad_q_mma = _grad_q_product(s, zero, stage_before, C)
             grad_v_mma = warpgroup_mma(p_low, grad_out, grad_v, is_async=True)
             grad_k, grad_q = warpgroup_mma_wait(1, deps=(grad_k_mma, grad_q_mma))
-            mbarrier.arrive(grad_scores_full, count=1)
-            mbarrier.arrive(q_empty.index(before), count=1, pred=j > base)
+            mbarrier.arrive(s.grad_scores_full, count=1)
+            mbarrier.arrive(s.q_empty.index(before), count=1, pred=j > base)
             # ∂Q before the last one is out; what goes nowhere waits for the last one of the work
             # tile before.
-            mbarrier.wait(grad_q_empty, (j & 1) ^ (j == base).to(gl.int32))
-            grad_q_s.index(C).store(_in_register_order(grad_q))
+            mbarrier.wait(s.grad_q_empty, (j & 1) ^ (j == base).to(gl.int32))
+            s.grad_q_s.index(C).store(_in_register_order(grad_q))
             fence_async_shared()
-            mbarrier.arrive(grad_q_full.index((j + 1) % WRITERS), count=1, pred=j > base)
+            mbarrier.arrive(s.grad_q_full.index((j + 1) % WRITERS), count=1, pred=j > base)
             grad_v = warpgroup_mma_wait(0, deps=(grad_v_mma,))
-            mbarrier.arrive(grad_out_empty.index(stage_grad_out), count=1)
-        mbarrier.arrive(v_empty, count=1)
+            mbarrier.arrive(s.grad_out_empty.index(stage_grad_out), count=1)
+        mbarrier.arrive(s.v_empty, count=1)
         last = after - 1
         grad_k_mma = warpgroup_mma(
-            grad_scores_s.index((last & 1) * 2 + C),
-            q_s.index(last % STAGES).reshape([BLOCK_Q, D]),
+            s.grad_scores_s.index((last & 1) * 2 + C),
+            s.q_s.index(last % s.STAGES).reshape([s.BLOCK_Q, s.D]),
             grad_k,
             use_acc=last > base,
             is_async=True,
         )
-        mbarrier.wait(grad_scores_full, last & 1)
-        grad_q_mma = _grad_q_product(grad_scores_s, k_s, 0, last & 1, C, BLOCK_Q, D)
+        mbarrier.wait(s.grad_scores_full, last & 1)
+        grad_q_mma = _grad_q_product(s, 0, last & 1, C)
         # Once more, so that none of these stay in registers through the loop.
-        head_total, key_tile = _decode_tile(
-            handed_number(turn, work_s), num_heads_total, num_keys, heads_in_flight
-        )
-        batch = head_total // num_heads
-        head = head_total % num_heads
+        head_total, key_tile = _decode_tile(s, handed_number(turn, s.work_s))
+        batch = head_total // s.num_heads
+        head = head_total % s.num_heads
         k1 = key_tile * BLOCK_K + C * 64
         # ∂S of the tile before the last has been read: its place carries ∂V and ∂K out. At 128
         # columns it has room for one of the four, and another place for a second. TMA clips rows
         # past the end.
-        if D == 64:
-            carriers = reinterpret(grad_scores_s, DTYPE, [8, 1, 1, 64, D], grad_v_desc.layout)
+        if s.D == 64:
+            carriers = reinterpret(s.grad_scores_s, DTYPE, [8, 1, 1, 64, s.D], s.grad_v_desc.layout)
             of_grad_v = carriers.index((((last + 1) & 1) * 2 + C) * 2)
             of_grad_k = carriers.index((((last + 1) & 1) * 2 + C) * 2 + 1)
         else:
             if C == 0:
-                of_grad_v = staged_s.index(0)
+                of_grad_v = s.staged_s.index(0)
             else:
                 of_grad_v = reinterpret(
-                    grad_scores_s, DTYPE, [2, 1, 1, 64, D], grad_v_desc.layout
+                    s.grad_scores_s, DTYPE, [2, 1, 1, 64, s.D], s.grad_v_desc.layout
                 ).index((last + 1) & 1)
             of_grad_k = of_grad_v
-        of_grad_v.reshape([64, D]).store(grad_v.to(DTYPE))
+        of_grad_v.reshape([64, s.D]).store(grad_v.to(DTYPE))
         fence_async_shared()
-        async_store(grad_v_desc, [batch, head, k1, 0], of_grad_v)
+        async_store(s.grad_v_desc, [batch, head, k1, 0], of_grad_v)
         grad_k = warpgroup_mma_wait(2, deps=(grad_k_mma,))
         grad_q = warpgroup_mma_wait(0, deps=(grad_q_mma,))
-        mbarrier.arrive(k_empty, count=1)
-        mbarrier.arrive(q_empty.index(last % STAGES), count=1)
-        mbarrier.wait(grad_q_empty, (last & 1) ^ 1)
-        grad_q_s.index(C).store(_in_register_order(grad_q))
+        mbarrier.arrive(s.k_empty, count=1)
+        mbarrier.arrive(s.q_empty.index(last % s.STAGES), count=1)
+        mbarrier.wait(s.grad_q_empty, (last & 1) ^ 1)
+        s.grad_q_s.index(C).store(_in_register_order(grad_q))
         fence_async_shared()
-        mbarrier.arrive(grad_q_full.index(last % WRITERS), count=1)
-        if D == 128:
+        mbarrier.arrive(s.grad_q_full.index(last % WRITERS), count=1)
+        if s.D == 128:
             tma.store_wait(0)
-        of_grad_k.reshape([64, D]).store((grad_k * (scale_log2 * LN_2)).to(DTYPE))
+        of_grad_k.reshape([64, s.D]).store((grad_k * (s.scale_log2 * LN_2)).to(DTYPE))
         fence_async_shared()
-        async_store(grad_k_desc, [batch, head, k1, 0], of_grad_k)
+        async_store(s.grad_k_desc, [batch, head, k1, 0], of_grad_k)
         base = after
-        mbarrier.arrive(work_empty.index(turn & 1), count=1)
+        mbarrier.arrive(s.work_empty.index(turn & 1), count=1)
         turn += 1
         tma.store_wait(0)
-        mbarrier.arrive(staged, count=1)
-        index = await_number(turn, work_s, work_full)
+        mbarrier.arrive(s.staged, count=1)
+        index = await_number(turn, s.work_s, s.work_full)
 
 
 @gluon.jit(do_not_specialize=LENGTHS)
@@ -700,185 +675,66 @@ def hopper_bwd_single_kernel(
         mbarrier.init(grad_q_full.index(b), count=2)
     mbarrier.init(grad_q_empty, count=1)
     fence_async_shared()
-    # Written out: a tuple that is first given a name loses its compile-time constants.
+    shared = Shared(
+        grad_k_desc,
+        grad_v_desc,
+        q_s,
+        grad_out_s,
+        k_s,
+        v_s,
+        lse_s,
+        delta_s,
+        grad_scores_s,
+        grad_q_s,
+        numbers_s,
+        staged_s,
+        k_full,
+        v_full,
+        k_empty,
+        v_empty,
+        q_full,
+        q_empty,
+        grad_out_full,
+        grad_out_empty,
+        grad_scores_full,
+        grad_q_full,
+        grad_q_empty,
+        staged,
+        passed,
+        work_s,
+        work_full,
+        work_empty,
+        num_heads,
+        num_heads_total,
+        num_queries,
+        num_keys,
+        scale_log2,
+        heads_in_flight,
+        num_work_tiles,
+        q_desc,
+        grad_out_desc,
+        k_desc,
+        v_desc,
+        lse_desc,
+        delta_desc,
+        tile_counter_ptr,
+        padded_queries,
+        dq_accum_desc,
+        dq_semaphore_ptr,
+        BLOCK_Q,
+        D,
+        STAGES,
+        STAGES_GRAD_OUT,
+        CAUSAL,
+        EVEN_K,
+    )
     gl.warp_specialize(
         [
-            (
-                _consumer,
-                (
-                    0,
-                    grad_k_desc,
-                    grad_v_desc,
-                    q_s,
-                    grad_out_s,
-                    k_s,
-                    v_s,
-                    lse_s,
-                    delta_s,
-                    grad_scores_s,
-                    grad_q_s,
-                    numbers_s,
-                    staged_s,
-                    k_full,
-                    v_full,
-                    k_empty,
-                    v_empty,
-                    q_full,
-                    q_empty,
-                    grad_out_full,
-                    grad_out_empty,
-                    grad_scores_full,
-                    grad_q_full,
-                    grad_q_empty,
-                    staged,
-                    passed,
-                    work_s,
-                    work_full,
-                    work_empty,
-                    num_heads,
-                    num_heads_total,
-                    num_queries,
-                    num_keys,
-                    scale_log2,
-                    heads_in_flight,
-                    num_work_tiles,
-                    BLOCK_Q,
-                    D,
-                    STAGES,
-                    STAGES_GRAD_OUT,
-                    CAUSAL,
-                    EVEN_K,
-                ),
-            ),
-            (
-                _consumer,
-                (
-                    1,
-                    grad_k_desc,
-                    grad_v_desc,
-                    q_s,
-                    grad_out_s,
-                    k_s,
-                    v_s,
-                    lse_s,
-                    delta_s,
-                    grad_scores_s,
-                    grad_q_s,
-                    numbers_s,
-                    staged_s,
-                    k_full,
-                    v_full,
-                    k_empty,
-                    v_empty,
-                    q_full,
-                    q_empty,
-                    grad_out_full,
-                    grad_out_empty,
-                    grad_scores_full,
-                    grad_q_full,
-                    grad_q_empty,
-                    staged,
-                    passed,
-                    work_s,
-                    work_full,
-                    work_empty,
-                    num_heads,
-                    num_heads_total,
-                    num_queries,
-                    num_keys,
-                    scale_log2,
-                    heads_in_flight,
-                    num_work_tiles,
-                    BLOCK_Q,
-                    D,
-                    STAGES,
-                    STAGES_GRAD_OUT,
-                    CAUSAL,
-                    EVEN_K,
-                ),
-            ),
-            (
-                _producer,
-                (
-                    q_desc,
-                    grad_out_desc,
-                    k_desc,
-                    v_desc,
-                    lse_desc,
-                    delta_desc,
-                    q_s,
-                    grad_out_s,
-                    k_s,
-                    v_s,
-                    lse_s,
-                    delta_s,
-                    k_full,
-                    v_full,
-                    k_empty,
-                    v_empty,
-                    q_full,
-                    q_empty,
-                    grad_out_full,
-                    grad_out_empty,
-                    work_s,
-                    work_full,
-                    work_empty,
-                    tile_counter_ptr,
-                    num_heads,
-                    num_heads_total,
-                    num_queries,
-                    num_keys,
-                    padded_queries,
-                    heads_in_flight,
-                    num_work_tiles,
-                    BLOCK_Q,
-                    STAGES,
-                    STAGES_GRAD_OUT,
-                    CAUSAL,
-                ),
-            ),
-            (
-                _writer,
-                (
-                    0,
-                    dq_accum_desc,
-                    dq_semaphore_ptr,
-                    grad_q_s,
-                    grad_q_full,
-                    grad_q_empty,
-                    work_s,
-                    work_full,
-                    work_empty,
-                    num_heads_total,
-                    num_queries,
-                    num_keys,
-                    heads_in_flight,
-                    num_work_tiles,
-                    BLOCK_Q,
-                    CAUSAL,
-                ),
-            ),
-            (
-                _writer,
-                (
-                    1,
-                    dq_accum_desc,
-                    dq_semaphore_ptr,
-                    grad_q_s,
-                    grad_q_full,
-                    grad_q_empty,
-                    work_s,
-                    work_full,
-                    work_empty,
-                    num_heads_total,
-                    num_queries,
-                    num_keys,
-                    heads_in_flight,
-                    num_work_tiles,
-                    BLOCK_Q,
-                    CAUSAL,
-                ),
-            ),
+            (_consumer, (shared, 0)),
+            (_consumer, (shared, 1)),
+            (_producer, (shared,)),
+            (_writer, (shared, 0)),
+            (_writer, (shared, 1)),
         ],
         [4, 1, 1, 1],
         [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -994,7 +850,7 @@ def ordering_pays(
     return waiting < MOST_WAITING[head_dim] * _tiles_each(*shape)
 
 
-def plan_backward(
+def plan(
     q: Layout,
     k: Layout,
     v: Layout,
@@ -1006,7 +862,7 @@ def plan_backward(
     scale: float,
     causal: bool,
 ) -> Callable[..., None]:
-    """Returns what writes the gradients, as `two_passes.plan_backward` does; q and k have as many
+    """Returns what writes the gradients, as `two_passes.plan` does; q and k have as many
     heads.
     """
     num_batches, num_heads, num_queries, head_dim = q.shape
@@ -1054,17 +910,16 @@ def plan_backward(
         hopper_bwd_convert_kernel, (num_tiles * 2, num_heads, num_batches), constants, numbers
     )
 
-    def run(q, k, v, grad_out, lse_log2, delta, grad_q, grad_k, grad_v) -> None:
-        dq_accum = (torch.zeros if sees_none else torch.empty)(
-            dq_accum_shape, dtype=torch.float32, device=q.device
-        )
+    def run(inputs, statistics, grads, _) -> None:
+        q, k, v, grad_out = inputs
+        grad_q, grad_k, grad_v = grads
+        empty = torch.zeros if sees_none else torch.empty
+        dq_accum = empty(dq_accum_shape, dtype=torch.float32, device=q.device)
         # The counter of work tiles, alone on its 16 bytes; then how far each of them has come.
-        counters = torch.zeros(
-            4 + num_work_tiles * WRITERS.value, dtype=torch.int32, device=q.device
-        )
-        launch(
-            (q, grad_out, k, v, grad_k, grad_v, lse_log2, delta, dq_accum), counters[4:], counters
-        )
+        num_counters = 4 + num_work_tiles * WRITERS.value
+        counters = torch.zeros(num_counters, dtype=torch.int32, device=q.device)
+        tensors = (q, grad_out, k, v, grad_k, grad_v, *statistics, dq_accum)
+        launch(tensors, counters[4:], counters)
         convert(dq_accum, grad_q)
 
     return run

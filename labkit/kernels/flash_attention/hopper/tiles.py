@@ -2,7 +2,7 @@
 registers of their warps.
 
 Gluon is experimental and its interface moves between releases of Triton: the names that moved are
-settled here, and `hopper_unavailable` of choice.py says whether the kernels load with the installed
+settled here, and `not_loading` of choice.py says whether the kernels load with the installed
 one.
 """
 
@@ -18,8 +18,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language import core
 
-from labkit.kernels.flash_attention.shapes import Layout
+from labkit.kernels.flash_attention.plan import Layout
 from labkit.kernels.launch import Launch, is_hooked, unhooked
 
 ROWS = 64  # of a consumer warpgroup: those of one wgmma
@@ -30,6 +31,29 @@ LN_2 = gl.constexpr(math.log(2))
 # Releases of Triton before 3.8 have these operations under other names.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+Value = core.base_value
+"""What a field of `shared_by_warps` is: a tensor or a number, a descriptor, shared memory, or a
+constant.
+"""
+
+
+def shared_by_warps(cls: type) -> type:
+    """Makes a class of annotated fields what a kernel hands to its warps as one argument.
+
+    It is Gluon's aggregate, whose constructor takes the fields in their order by itself only from
+    Triton 3.9 on. A tuple would do but for its constants, which it loses once it has a name.
+    """
+    names = list(cls.__annotations__)
+
+    def fill(self, *values) -> None:
+        for name, value in zip(names, values, strict=True):
+            setattr(self, name, value if isinstance(value, Value) else gl.constexpr(value))
+
+    fill.__triton_builtin__ = True
+    cls.__init__ = fill
+    return core._aggregate(cls)
+
 
 # Columns past the first 64, by head dimension: products of 64 and of 16 or 32 columns cost what 80
 # or 96 do, where one tile, a power of two wide, would be padded to 128.

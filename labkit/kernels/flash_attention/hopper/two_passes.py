@@ -49,7 +49,7 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     to_low,
     with_tails,
 )
-from labkit.kernels.flash_attention.shapes import Layout
+from labkit.kernels.flash_attention.plan import Layout
 from labkit.kernels.launch import num_multiprocessors
 
 BLOCK = 2 * ROWS  # of a program's own rows: two consumers
@@ -880,7 +880,7 @@ def _tiles(long: dict, short: dict, head_dim: int, inner: int, causal: bool) -> 
     return long[head_dim] | {"SETS": 1} if causal else (short if inner <= SHORT else long)[head_dim]
 
 
-def plan_backward(
+def plan(
     q: Layout,
     k: Layout,
     v: Layout,
@@ -892,8 +892,8 @@ def plan_backward(
     scale: float,
     causal: bool,
 ) -> Callable[..., None]:
-    """Returns what writes the gradients, called with (q, k, v, grad_out, lse_log2, delta, grad_q,
-    grad_k, grad_v).
+    """Returns what writes the gradients: run((q, k, v, grad_out), (lse_log2, delta), (grad_q,
+    grad_k, grad_v), cu_seqlens).
 
     The layouts are 4D. lse_log2 and delta are fp32 and dense, their rows padded to a multiple of
     128 with +inf and 0: 2^(· − ∞) = 0 keeps what lies beyond the last query out of every sum.
@@ -929,8 +929,10 @@ def plan_backward(
         hopper_bwd_dq_kernel, grid, described, (query_tiles, num_heads, *numbers), constants, 2
     )
 
-    def run(q, k, v, grad_out, lse_log2, delta, grad_q, grad_k, grad_v) -> None:
-        dkdv((q, grad_out, k, v, grad_k, grad_v, lse_log2, delta))
-        dq((q, grad_out, k, v, grad_q), lse_log2, delta)
+    def run(inputs, statistics, grads, _) -> None:
+        q, k, v, grad_out = inputs
+        grad_q, grad_k, grad_v = grads
+        dkdv((q, grad_out, k, v, grad_k, grad_v, *statistics))
+        dq((q, grad_out, k, v, grad_q), *statistics)
 
     return run
