@@ -268,7 +268,6 @@ class Siglip2Encoder(nn.Module):
 
     Args:
         impl: one of IMPLS.
-        mlp_path: as `gelu_mlp` takes it, "fused" only.
         recomputed: of how many layers backward computes the MLP's hidden layer again, "fused" only:
             one matmul more for M · d_ff elements less of memory, each.
         factory: device and dtype of the parameters.
@@ -283,7 +282,6 @@ class Siglip2Encoder(nn.Module):
         config: Siglip2Config,
         impl="eager",
         *,
-        mlp_path="auto",
         recomputed: int = 0,
         **factory,
     ):
@@ -302,9 +300,7 @@ class Siglip2Encoder(nn.Module):
         self.config, self.impl, self.step = config, impl, IMPLS.index(impl)
         self.patch_embedding = nn.Linear(config.patch_dim, config.d_model, **factory)
         self.position_embedding = nn.Embedding(config.position_side**2, config.d_model, **factory)
-        options = [
-            {"path": mlp_path, "keep": layer >= recomputed} for layer in range(config.num_layers)
-        ]
+        options = [{"keep": layer >= recomputed} for layer in range(config.num_layers)]
         self.layers = nn.ModuleList(
             Layer(config, self.step, of_mlp, **factory) for of_mlp in options
         )
