@@ -200,8 +200,6 @@ class _Bucket:
         """Updates the parameters by PyTorch's function."""
         self.check()
         beta1, beta2 = group["betas"]
-        names = ("lr", "eps", "weight_decay", "amsgrad", "maximize")
-        options = {name: group[name] for name in names}
         for p, state in self.views.items():
             if p.grad is None:
                 continue
@@ -214,9 +212,13 @@ class _Bucket:
                 [state["exp_avg_sq"]],
                 [],
                 [state["step"]],
+                lr=group["lr"],
                 beta1=beta1,
                 beta2=beta2,
-                **options,
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                amsgrad=False,
+                maximize=False,
             )
             p.copy_(theta)
 

@@ -72,12 +72,11 @@ class Operator:
 
     def run(self, arguments: tuple):
         """Calls the function so that its kernels are launched, not traced."""
-        before = getattr(_launching, "directly", False)
         _launching.directly = True
         try:
             return self.function(*arguments)
         finally:
-            _launching.directly = before
+            _launching.directly = False
 
 
 def operator(name: str, mutates_args: tuple[str, ...] = (), *, opaque: bool = False) -> Callable:

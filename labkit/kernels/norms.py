@@ -348,11 +348,9 @@ def normalise(
     """
     others = parameters if residual is None else {"residual": residual, **parameters}
     check({"x": x, **others}, may_be_fp32=others)
-    if residual is not None:
-        check_shape("residual", residual, *x.shape)
-    for name, parameter in parameters.items():
-        check_shape(name, parameter, x.shape[-1])
-    weight, bias = (*parameters.values(), None)[:2]
+    for name, tensor in others.items():
+        check_shape(name, tensor, *(x.shape if name == "residual" else x.shape[-1:]))
+    weight, bias = parameters["weight"], parameters.get("bias")
     if bias is not None and bias.dtype != weight.dtype:
         raise ValueError(
             f"weight and bias must have one dtype, got {weight.dtype} and {bias.dtype}"
