@@ -5,7 +5,6 @@ that autocast takes.
 import copy
 import pickle
 import random
-import re
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from triton.compiler import ASTSource
 from labkit.experiments.step import Step, step_parameters
 from labkit.kernels import adamw, fused
 from labkit.kernels.adamw import FusedAdamW
-from labkit.measure.timing import compare
 
 SHAPES = [(7,), (1500,), (33, 65), (1,), (2, 1024)]
 # Of fp32 arithmetic in another order, on values near 0.02 that change by up to 0.05.
@@ -29,89 +27,12 @@ def is_interpreted() -> bool:
     return fused.IS_INTERPRETED
 
 
-def pairs(
-    dtype: torch.dtype, device: str = "cpu"
-) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-    """Returns parameters of `dtype`, each beside one of the same values in fp32."""
+def drawn(dtype: torch.dtype) -> list[torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    drawn = [
-        (torch.randn(shape, generator=generator) * 0.02).to(dtype).to(device) for shape in SHAPES
+    return [
+        torch.nn.Parameter((torch.randn(shape, generator=generator) * 0.02).to(dtype))
+        for shape in SHAPES
     ]
-    return [(torch.nn.Parameter(x), torch.nn.Parameter(x.float())) for x in drawn]
-
-
-def train(both, optimizers, num_steps: int = 3) -> None:
-    """Steps with gradients of many sizes, the same for both parameters of a pair."""
-    generator = torch.Generator().manual_seed(1)
-    for step in range(num_steps):
-        for p, q in both:
-            grad = torch.randn(p.shape, generator=generator) * 10.0 ** (step - 2)
-            p.grad = grad.to(p.device, p.dtype)
-            q.grad = p.grad.float()
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-def check_it_updates_as_pytorchs(dtype: torch.dtype, device: str = "cpu") -> None:
-    """Parameters in 16 bits are their masters rounded, and those train in fp32."""
-    both = pairs(dtype, device)
-    ours, theirs = zip(*both, strict=True)
-    groups = [{"params": ours[:2], "lr": 1e-2, "weight_decay": 0.1}, {"params": ours[2:]}]
-    of_theirs = [{"params": theirs[:2], "lr": 1e-2, "weight_decay": 0.1}, {"params": theirs[2:]}]
-    optimizer = FusedAdamW(groups, betas=(0.8, 0.99))
-    train(both, (optimizer, torch.optim.AdamW(of_theirs, betas=(0.8, 0.99))))
-    for p, q in both:
-        master = optimizer.state[p].get("master", p)
-        torch.testing.assert_close(master, q, **CLOSE)
-        if (
-            dtype == torch.float16 or not fused.IS_INTERPRETED
-        ):  # the interpreter cuts off what bf16 would round
-            assert torch.equal(p, master.to(dtype))
-
-
-@pytest.mark.parametrize("dtype", fused.DTYPES)
-def test_it_updates_as_pytorchs(dtype):
-    check_it_updates_as_pytorchs(dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_kernel_updates_as_pytorchs(interpreted, dtype):
-    interpreted(check_it_updates_as_pytorchs, dtype)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", fused.DTYPES)
-def test_it_updates_as_pytorchs_on_the_gpu(dtype):
-    check_it_updates_as_pytorchs(dtype, "cuda")
-
-
-@pytest.mark.gpu
-def test_a_graph_keeps_the_addresses_that_it_was_captured_with():
-    p = torch.nn.Parameter(torch.ones(3000, device="cuda", dtype=torch.bfloat16))
-    optimizer, x = FusedAdamW([p]), torch.randn(3000, device="cuda")
-
-    def step():
-        optimizer.zero_grad()
-        (p * x).sum().backward()
-        optimizer.step()
-
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    state = {name: tensor.clone() for name, tensor in optimizer.state[p].items()}
-    step()
-    expected = {name: tensor.clone() for name, tensor in optimizer.state[p].items()}
-    for name, tensor in optimizer.state[p].items():
-        tensor.copy_(state[name])
-    p.data.copy_(state["master"])
-    held = [
-        torch.zeros(3000, device="cuda") for _ in range(4)
-    ]  # what the called step's gradient was is others'
-    graph.replay()
-    for name, tensor in optimizer.state[p].items():
-        torch.testing.assert_close(tensor, expected[name], **CLOSE)
-    assert not any(x.any() for x in held)
 
 
 @pytest.mark.gpu
@@ -136,77 +57,15 @@ def test_called_steps_and_replays_read_their_own_gradients():
     assert ours.state[p]["step"] == 5
 
 
-@pytest.mark.gpu
-def test_it_takes_less_time_than_pytorchs_and_the_casts_of_autocast():
-    """The same update of 200 million parameters: of fp32 weights that autocast casts, and of
-    masters beside 16 bits.
+def check_random_events(dtype: torch.dtype, seed: int, device: str = "cpu") -> None:
+    """Whatever happens between steps, the parameters train as PyTorch trains them in fp64, or
+    where PyTorch's own function runs, bit for bit in fp32.
     """
-    ours = [
-        torch.nn.Parameter(torch.randn(2048, 4096, device="cuda", dtype=torch.bfloat16))
-        for _ in range(24)
-    ]
-    theirs = [torch.nn.Parameter(p.detach().float()) for p in ours]
-    for p in ours:
-        p.grad = torch.randn_like(p)
-    optimizer, pytorchs = FusedAdamW(ours), torch.optim.AdamW(theirs, fused=True, capturable=True)
-
-    def step_and_casts():
-        for p, q in zip(ours, theirs, strict=True):
-            q.grad = p.grad.float()
-        pytorchs.step()
-        for q in theirs:
-            q.to(torch.bfloat16)
-
-    steps = {"ours": optimizer.step, "pytorch": step_and_casts}
-    found = compare(steps, baseline="ours", device_kind="cuda", method="graph", num_rounds=10)
-    times = {name: timing.median_ms for name, timing in found.timings.items()}
-    assert found.ratio["pytorch"][1] > 1, times
-    print(f"{times} ms, {found.ratio['pytorch']}")
-
-
-def check_without_a_gradient_nothing_changes() -> None:
-    p, q = (torch.nn.Parameter(torch.ones(5)) for _ in range(2))
-    optimizer = FusedAdamW([p, q])
-    p.grad = torch.ones(10)[::2]
-    optimizer.step()
-    assert torch.equal(q.detach(), torch.ones(5)) and not optimizer.state[q]["exp_avg"].any()
-    assert (p < 1).all() and (optimizer.state[p]["exp_avg"] > 0).all()
-    assert (optimizer.state[p]["step"], optimizer.state[q]["step"]) == (1, 0)
-
-
-def test_without_a_gradient_nothing_changes(interpreted):
-    check_without_a_gradient_nothing_changes()
-    interpreted(check_without_a_gradient_nothing_changes)
-
-
-def check_the_first_update(betas) -> None:
-    """Without decay it is −lr · sign(g), also of a parameter whose first gradient comes late."""
-    early, late = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
-    optimizer = FusedAdamW([early, late], lr=1.0, betas=betas, eps=0.0, weight_decay=0.0)
-    late_grad = torch.tensor([1e-3, -1.0, 1e3])
-    for step in range(5):
-        early.grad = torch.tensor([1e4, -1.0, 1.0]) * 10.0**-step
-        late.grad = late_grad if step == 4 else None
-        optimizer.step()
-    torch.testing.assert_close(late.detach(), -late_grad.sign(), rtol=5e-7, atol=0)
-
-
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.0)])
-def test_the_first_update_is_the_learning_rate(interpreted, betas):
-    check_the_first_update(betas)
-    interpreted(check_the_first_update, betas)
-
-
-def check_random_events(dtype: torch.dtype, seed: int, *, is_exact: bool = False) -> None:
-    """Whatever happens between steps, the parameters train as PyTorch trains them in fp64, or bit
-    for bit in fp32.
-    """
+    is_exact = dtype == torch.float32 and device == "cpu" and not fused.IS_INTERPRETED
     choose, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    ours = [p for p, _ in pairs(dtype)]
-    theirs = [
-        torch.nn.Parameter(p.detach().to(torch.float32 if is_exact else torch.float64))
-        for p in ours
-    ]
+    ours = [torch.nn.Parameter(p.detach().to(device)) for p in drawn(dtype)]
+    exact = torch.float32 if is_exact else torch.float64
+    theirs = [torch.nn.Parameter(p.detach().to(exact)) for p in ours]
     # With β₂ = 0 a gradient of 0 would divide by ε alone.
     *betas, eps = choose.choice([(0.9, 0.999, 1e-8), (0.0, 0.99, 1e-8), (0.9, 0.0, 0.1)])
     options = {"lr": 0.01, "betas": tuple(betas), "eps": eps, "weight_decay": 0.1}
@@ -215,10 +74,9 @@ def check_random_events(dtype: torch.dtype, seed: int, *, is_exact: bool = False
     for number, event in enumerate([choose.choice(events) for _ in range(14)] + ["step"]):
         if event == "step":
             for p, q in zip(ours, theirs, strict=True):
-                grad = choose.choice(
-                    [None, torch.zeros(p.shape), *3 * [torch.randn(p.shape, generator=generator)]]
-                )
-                p.grad = None if grad is None else grad.to(p.dtype)
+                random_grad = torch.randn(p.shape, generator=generator)
+                grad = choose.choice([None, torch.zeros(p.shape), *3 * [random_grad]])
+                p.grad = None if grad is None else grad.to(p)
                 q.grad = None if grad is None else p.grad.to(q.dtype)
             for optimizer in optimizers:
                 optimizer.step()
@@ -230,10 +88,8 @@ def check_random_events(dtype: torch.dtype, seed: int, *, is_exact: bool = False
             q.data.copy_(loaded)
         elif event in ("copy", "pickle"):
             objects = optimizers, ours, theirs
-            objects = (
-                copy.deepcopy(objects) if event == "copy" else pickle.loads(pickle.dumps(objects))
-            )
-            optimizers, ours, theirs = objects
+            twin = copy.deepcopy if event == "copy" else lambda x: pickle.loads(pickle.dumps(x))
+            optimizers, ours, theirs = twin(objects)
         elif event == "exchange":
             states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
             for optimizer, state in zip(optimizers, reversed(states), strict=True):
@@ -256,25 +112,30 @@ def check_random_events(dtype: torch.dtype, seed: int, *, is_exact: bool = False
     for p, q in zip(ours, theirs, strict=True):
         state, expected = optimizers[0].state[p], optimizers[1].state[q]
         master = state.get("master", p)
-        found = torch.where(master.to(dtype) == p, master, p).to(
-            q.dtype
-        )  # no step may have seen what was written last
-        torch.testing.assert_close(
-            found, q.detach(), rtol=0 if is_exact else 2e-6, atol=0 if is_exact else 2e-7
-        )
+        # No step may have seen what was written last.
+        trained = torch.where(master.to(dtype) == p, master, p).to(q.dtype)
+        rtol, atol = (0, 0) if is_exact else (2e-6, 2e-7)
+        torch.testing.assert_close(trained, q.detach(), rtol=rtol, atol=atol)
         assert state.get("step", 0) == expected.get("step", 0)
 
 
 @pytest.mark.parametrize("dtype", fused.DTYPES)
 def test_random_events_train_as_pytorchs(dtype):
-    for seed in range(30):
-        check_random_events(dtype, seed, is_exact=dtype == torch.float32)
+    for seed in range(12):
+        check_random_events(dtype, seed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_random_events_train_the_kernel_as_pytorchs(interpreted, dtype):
-    for seed in range(6):
+    for seed in range(4):
         interpreted(check_random_events, dtype, seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", fused.DTYPES)
+def test_random_events_train_on_the_gpu_as_pytorchs(dtype):
+    for seed in range(12):
+        check_random_events(dtype, seed, "cuda")
 
 
 def check_weights_are_loaded(dtype: torch.dtype) -> None:
@@ -304,44 +165,23 @@ def test_weights_loaded_later_become_the_masters(interpreted, dtype):
 
 
 def test_a_loaded_state_trains_on_with_its_masters():
-    first, second = pairs(torch.bfloat16), pairs(torch.bfloat16)
-    saved, loaded = (
-        FusedAdamW([p for p, _ in both], lr=lr) for both, lr in ((first, 1e-2), (second, 1.0))
-    )
-    train(first, [saved])
-    before = loaded.state[second[0][0]]["exp_avg"].data_ptr()
+    saved, loaded = (FusedAdamW(drawn(torch.bfloat16), lr=lr) for lr in (1e-2, 1.0))
+    params, others = (optimizer.param_groups[0]["params"] for optimizer in (saved, loaded))
+    for p in params:
+        p.grad = torch.full_like(p, -0.7)
+    saved.step()
+    before = loaded.state[others[0]]["exp_avg"].data_ptr()
     loaded.load_state_dict(saved.state_dict())
-    assert loaded.param_groups[0]["lr"] == 1e-2
-    assert (
-        loaded.state[second[0][0]]["exp_avg"].data_ptr() == before
-    )  # a captured graph goes on with it
-    for (p, _), (q, _) in zip(first, second, strict=True):
+    # A captured graph goes on with it.
+    assert loaded.state[others[0]]["exp_avg"].data_ptr() == before
+    for p, q in zip(params, others, strict=True):
         q.data.copy_(p)
-    for both, optimizer in ((first, saved), (second, loaded)):
-        train(both, [optimizer])
-    for (p, _), (q, _) in zip(first, second, strict=True):
-        assert torch.equal(p, q) and torch.equal(
-            saved.state[p]["master"], loaded.state[q]["master"]
-        )
-
-
-def test_states_of_16_bits_move_to_pytorchs_and_back():
-    p, q = (torch.nn.Parameter(torch.full((5,), 3.0, dtype=torch.bfloat16)) for _ in range(2))
-    theirs, ours = torch.optim.AdamW([p]), FusedAdamW([q])
-    p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
-    theirs.step()
-    q.data.fill_(7)
-    ours.load_state_dict(theirs.state_dict())
-    assert (
-        torch.equal(ours.state[q]["master"], torch.full((5,), 7.0)) and ours.state[q]["step"] == 1
-    )
-    assert torch.equal(ours.state[q]["exp_avg"], theirs.state[p]["exp_avg"].float())
-    ours.step()
-    theirs.load_state_dict(ours.state_dict())
-    theirs.step()
-    assert (
-        theirs.state[p]["step"] == 3 and theirs.param_groups[0]["lr"] == ours.param_groups[0]["lr"]
-    )
+        p.grad = q.grad = torch.full_like(p, 0.3)
+    saved.step()
+    loaded.step()
+    for p, q in zip(params, others, strict=True):
+        assert torch.equal(p, q)
+        assert torch.equal(saved.state[p]["master"], loaded.state[q]["master"])
 
 
 def trained_state(*shapes, cls=torch.optim.AdamW, dtype=torch.float32, **options) -> dict:
@@ -350,12 +190,12 @@ def trained_state(*shapes, cls=torch.optim.AdamW, dtype=torch.float32, **options
     for p in params:
         p.grad = torch.ones_like(p)
     optimizer.step()
-    return optimizer.state_dict()
+    return copy.deepcopy(optimizer.state_dict())
 
 
-def without(name: str) -> dict:
-    state = copy.deepcopy(trained_state((5,), (2,)))
-    del state["state"][1][name]
+def without_a_step() -> dict:
+    state = trained_state((5,), (2,))
+    del state["state"][1]["step"]
     return state
 
 
@@ -364,20 +204,14 @@ def without(name: str) -> dict:
     [
         (lambda: trained_state((5,), (1,)), r"parameter 1 is .*\[1\].*accepted: .*\[2\]"),
         (lambda: trained_state((5,)), "doesn't match the size of optimizer's group"),
-        (lambda: trained_state((5,), (2,), (2,)), "doesn't match the size of optimizer's group"),
         (lambda: trained_state((5,), (2,), amsgrad=True), "parameter 0 is .*max_exp_avg_sq"),
-        (
-            lambda: trained_state((5,), (2,), cls=torch.optim.SGD, momentum=0.9),
-            "parameter 0 is .*momentum_buffer",
-        ),
         (
             lambda: trained_state((5,), (2,), cls=FusedAdamW, dtype=torch.float16),
             "parameter 0 is .*master",
         ),
-        (lambda: without("step"), "parameter 1 is"),
-        (lambda: without("exp_avg_sq"), "parameter 1 is"),
+        (without_a_step, "parameter 1 is"),
     ],
-    ids=["shape", "fewer", "more", "amsgrad", "SGD", "master", "no step", "no moment"],
+    ids=["shape", "fewer", "amsgrad", "master", "no step"],
 )
 def test_a_state_that_does_not_fit_is_refused_whole(make, message):
     params = [torch.nn.Parameter(torch.ones(n)) for n in (5, 2)]
@@ -411,10 +245,7 @@ def test_hooks_are_called_as_pytorchs():
     called, p = [], torch.nn.Parameter(torch.ones(2))
     optimizer = FusedAdamW([p])
     p.grad = torch.ones(2)
-    optimizer.register_step_pre_hook(lambda *_: called.append("step"))
     optimizer.register_step_post_hook(lambda *_: called.append("stepped"))
-    optimizer.register_state_dict_pre_hook(lambda *_: called.append("save"))
-    optimizer.register_state_dict_post_hook(lambda _, state: state | {"more": 1})
     optimizer.register_load_state_dict_pre_hook(
         lambda _, state: called.append(sorted(state["state"]))
     )
@@ -422,24 +253,11 @@ def test_hooks_are_called_as_pytorchs():
         lambda own: called.append(float(own.state[p]["step"]))
     )
     assert optimizer.step(lambda: 7) == 7
-    state = optimizer.state_dict()
-    optimizer.load_state_dict(state)
-    assert called == ["step", "stepped", "save", [0], 1.0] and state["more"] == 1
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert called == ["stepped", [0], 1.0]
 
 
 def check_what_has_changed_is_refused() -> None:
-    def refused(change, message) -> None:
-        p = torch.nn.Parameter(torch.ones(4, 4))
-        optimizer = FusedAdamW([{"params": [p]}, {"params": []}])
-        p.grad = torch.ones(4, 4)
-        optimizer.step()
-        change(p)
-        before = p.detach().clone()
-        for _ in range(2):
-            with pytest.raises(ValueError, match=message):
-                optimizer.step()
-        assert torch.equal(p, before) and optimizer.state[p]["step"] == 1
-
     def half(p):
         p.data = p.data.half()
         p.grad = torch.ones(4, 4).half()
@@ -452,19 +270,25 @@ def check_what_has_changed_is_refused() -> None:
         p.data = p.data.T
         p.grad = p.grad.T
 
-    def widen(p):
-        p.grad = None
-        p.grad_dtype = torch.float64
-        p.grad = torch.ones(4, 4, dtype=torch.float64)
-
     def make_sparse(p):
         p.grad = torch.ones(4, 4).to_sparse()
 
-    refused(half, r"become \(torch.float16.*accepted: \(torch.float32")
-    refused(cut, r"become .*\[2, 4\].*accepted: .*\[4, 4\]")
-    refused(transpose, r"become .*False\).*accepted: .*True\)")
-    refused(widen, r"become \(torch.float32, torch.float64")
-    refused(make_sparse, "gradients must be dense")
+    for change, message in (
+        (half, r"become \(torch.float16.*accepted: \(torch.float32"),
+        (cut, r"become .*\[2, 4\].*accepted: .*\[4, 4\]"),
+        (transpose, r"become .*False\).*accepted: .*True\)"),
+        (make_sparse, "gradients must be dense"),
+    ):
+        p = torch.nn.Parameter(torch.ones(4, 4))
+        optimizer = FusedAdamW([{"params": [p]}, {"params": []}])
+        p.grad = torch.ones(4, 4)
+        optimizer.step()
+        change(p)
+        before = p.detach().clone()
+        for _ in range(2):
+            with pytest.raises(ValueError, match=message):
+                optimizer.step()
+        assert torch.equal(p, before) and optimizer.state[p]["step"] == 1
 
 
 def test_what_has_changed_since_the_optimizer_was_made_is_refused(interpreted):
@@ -496,53 +320,35 @@ def test_odd_shapes_and_gradients(interpreted):
     interpreted(check_odd_shapes_and_gradients)
 
 
-def test_a_refused_group_leaves_the_optimizer_as_it_was():
-    p, q = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2).double())
-    optimizer = FusedAdamW([p])
-    with pytest.raises(ValueError, match="float64"):
-        optimizer.add_param_group({"params": q})
-    assert len(optimizer.param_groups) == 1
-    p.grad = torch.ones(2)
-    optimizer.step()
-
-
-@pytest.mark.parametrize("name", ["amsgrad", "maximize"])
-def test_what_pytorchs_has_and_ours_has_not_is_refused(name):
+def test_what_pytorchs_has_and_ours_has_not_is_refused():
     p = torch.nn.Parameter(torch.ones(2))
-    with pytest.raises(TypeError, match=name):
-        FusedAdamW([p], **{name: True})
-    optimizer = FusedAdamW([{"params": [p], name: True}])
-    with pytest.raises(ValueError, match=f"{name}.*accepted"):
+    with pytest.raises(TypeError, match="amsgrad"):
+        FusedAdamW([p], amsgrad=True)
+    optimizer = FusedAdamW([{"params": [p], "maximize": True}])
+    with pytest.raises(ValueError, match=r"maximize.*accepted"):
         optimizer.step()
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("x", "lr", "message"),
     [
-        (
-            lambda: torch.ones(2, dtype=torch.float64),
-            "must be dense and of torch.float32, .*; got torch.float64",
-        ),
-        (lambda: torch.ones(2, 3).T, r"got torch.float32, strides \(1, 3\)"),
+        (torch.ones(2).double(), 0.1, r"dense and of torch.float32, .*; got torch.float64"),
+        (torch.ones(2, 3).T, 0.1, r"got torch.float32, strides \(1, 3\)"),
+        (torch.ones(2), -1.0, r"Invalid learning rate: -1\.0"),
     ],
 )
-def test_parameters_that_do_not_fit_are_refused(make, message):
+def test_a_group_that_does_not_fit_leaves_the_optimizer_as_it_was(x, lr, message):
+    p = torch.nn.Parameter(torch.ones(2))
+    group = {"params": [torch.nn.Parameter(x)], "lr": lr}
     with pytest.raises(ValueError, match=message):
-        FusedAdamW([torch.nn.Parameter(make())])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lr": -1.0}, "Invalid learning rate: -1.0"),
-        ({"lr": torch.ones(2)}, "Tensor lr must be 1-element"),
-        ({"betas": (0.9, 1.0)}, "Invalid beta parameter at index 1: 1.0"),
-        ({"eps": float("nan")}, "Invalid epsilon value: nan"),
-    ],
-)
-def test_values_out_of_range_are_refused(options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        FusedAdamW([torch.nn.Parameter(torch.ones(2))], **options)
+        FusedAdamW([torch.nn.Parameter(x)], lr=lr)
+    optimizer = FusedAdamW([p])
+    if lr > 0:
+        with pytest.raises(ValueError, match=message):
+            optimizer.add_param_group(group)
+    p.grad = torch.ones(2)
+    optimizer.step()
+    assert len(optimizer.param_groups) == 1 and (p < 1).all()
 
 
 def test_matrices_in_16_bits_beside_masters_train_as_autocast_does():
@@ -566,22 +372,12 @@ def test_matrices_in_16_bits_beside_masters_train_as_autocast_does():
 
 
 @not_interpreted
-@pytest.mark.parametrize(("dtype", "capability"), [("bf16", 90), ("fp32", 80)])
-def test_the_kernel_compiles_without_spilling(dtype, capability, tmp_path, monkeypatch):
+def test_the_kernel_compiles_without_spilling(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel, types = (
-        adamw.adamw_kernel,
-        {"addresses_ptr": "*i64", "blocks_ptr": "*i32", "spans_ptr": "*i64"},
-    )
-    fixed = {"DTYPE": {"bf16": tl.bfloat16, "fp32": tl.float32}[dtype], "BLOCK": adamw.BLOCK}
-    fixed |= {"master_ptr": None} if dtype == "fp32" else {}
-    signature = {
-        name: "constexpr"
-        if name in fixed
-        else types.get(
-            name, "*fp32" if name.endswith("_ptr") else "i32" if name == "num_params" else "fp32"
-        )
-        for name in kernel.arg_names
-    }
-    _, log = compile_source(ASTSource(kernel, signature, fixed), capability, {"num_warps": 4})
+    kernel = adamw.adamw_kernel
+    fixed = {"DTYPE": tl.bfloat16, "BLOCK": adamw.BLOCK}
+    signature = {name: "*fp32" if name.endswith("_ptr") else "fp32" for name in kernel.arg_names}
+    signature |= {"addresses_ptr": "*i64", "blocks_ptr": "*i32", "spans_ptr": "*i64"}
+    signature |= {"num_params": "i32", **dict.fromkeys(fixed, "constexpr")}
+    _, log = compile_source(ASTSource(kernel, signature, fixed), 90, {"num_warps": 4})
     assert spilled_bytes(log) == 0

@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md says a newcomer changes first works as it stands there, each in one place."""
+"""What CONTRIBUTING.md says a newcomer changes first works as it stands, each in one place."""
 
 import re
 import sys

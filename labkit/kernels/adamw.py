@@ -4,12 +4,10 @@
     θ ← θ − η λ θ − η (m / (1 − β₁ᵗ)) / (√(v / (1 − β₂ᵗ)) + ε)
 
 Autocast casts fp32 weights to 16 bits and their gradients to fp32 in every step: 12 bytes a
-parameter beside AdamW's
-28. A weight that is held in 16 bits beside its fp32 master is read and written by the kernel, which
-    reads the gradient
-as it is: 30 bytes in all, and the same update. Two of them tell whether somebody else has written
-the weight, by loading a checkpoint say: where the weight is not its master rounded, it becomes the
-master.
+parameter beside AdamW's 28. A weight that is held in 16 bits beside its fp32 master is read and
+written by the kernel, which reads the gradient as it is: 30 bytes in all, and the same update. Two
+of them tell whether somebody else has written the weight, by loading a checkpoint say: where the
+weight is not its master rounded, it becomes the master.
 
 Memory bounds it. m, v and masters lie one parameter after the other, each from the start of a
 program's block; gradients and parameters stay where they are, and the kernel is told their
@@ -28,7 +26,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from labkit.kernels.fused import DTYPES, launcher, runs_kernel
+from labkit.kernels.fused import DTYPES, load_fp32, runs_kernel
+from labkit.kernels.launch import launcher
 
 BLOCK = 1024  # elements of a program, 8 of a thread
 ADDRESSES_A_LAUNCH = 64
@@ -74,10 +73,8 @@ def adamw_kernel(
         flat = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         place, inside = flat - start, flat < end
         param_ptr = tl.load(addresses_ptr + num_params + number).to(tl.pointer_type(DTYPE))
-        grad = tl.load(grad_address.to(tl.pointer_type(DTYPE)) + place, mask=inside, other=0.0).to(
-            tl.float32
-        )
-        theta = tl.load(param_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        grad = load_fp32(grad_address.to(tl.pointer_type(DTYPE)) + place, inside)
+        theta = load_fp32(param_ptr + place, inside)
         if master_ptr is not None:
             master = tl.load(master_ptr + flat)
             theta = tl.where(master.to(DTYPE).to(tl.float32) == theta, master, theta)
@@ -96,7 +93,7 @@ def adamw_kernel(
         tl.store(exp_avg_sq_ptr + flat, exp_avg_sq)
         if master_ptr is not None:
             tl.store(master_ptr + flat, theta)
-        tl.store(param_ptr + place, theta.to(DTYPE), mask=inside)
+        tl.store(param_ptr + place, theta, mask=inside)
 
 
 class _Bucket:
@@ -105,24 +102,25 @@ class _Bucket:
     """
 
     def __init__(self, group_number: int, params: list[Tensor]):
-        self.group_number, self.dtype, self.seen = group_number, params[0].dtype, []
+        self.group_number = group_number
+        self.dtype = params[0].dtype
+        self.seen = []
         like = {"dtype": torch.float32, "device": params[0].device}
         sizes = torch.tensor([p.numel() for p in params])
         num_blocks = -(-sizes // BLOCK)
         starts = BLOCK * (num_blocks.cumsum(0) - num_blocks)
-        spans = torch.stack((starts, starts + sizes), 1)
-        numbers = torch.arange(len(params), dtype=torch.int32)
+        self.spans = torch.stack((starts, starts + sizes), 1).to(params[0].device)
         # Of each program, the number of its parameter.
+        numbers = torch.arange(len(params), dtype=torch.int32)
         self.blocks = numbers.repeat_interleave(num_blocks).to(params[0].device)
-        self.spans = spans.to(params[0].device)
         self.steps = torch.zeros(len(params), **like)
         names = ["exp_avg", "exp_avg_sq"]
         if self.dtype != torch.float32:
             names.append("master")
         self.flat = {name: torch.zeros(BLOCK * len(self.blocks), **like) for name in names}
         self.views = {}
-        for p, step, (start, end) in zip(params, self.steps, spans.tolist(), strict=True):
-            views = {name: x[start:end].view(p.shape) for name, x in self.flat.items()}
+        for p, step, start in zip(params, self.steps, starts, strict=True):
+            views = {name: x[start : start + p.numel()].view_as(p) for name, x in self.flat.items()}
             self.views[p] = {"step": step, **views}
 
     def take(self, state: dict[Tensor, dict]) -> None:
@@ -143,11 +141,11 @@ class _Bucket:
         for p, state in self.views.items():
             if p.grad is None:
                 continue
-            found = (p.dtype, p.grad.dtype, p.device, p.shape, p.is_contiguous())
+            kind = (p.dtype, p.grad.dtype, p.device, p.shape, p.is_contiguous())
             accepted = (self.dtype, self.dtype, self.steps.device, state["exp_avg"].shape, True)
-            if found != accepted:
+            if kind != accepted:
                 names = "dtype, gradient's dtype, device, shape, is dense"
-                raise ValueError(f"a parameter has become {found} ({names}); accepted: {accepted}")
+                raise ValueError(f"a parameter has become {kind} ({names}); accepted: {accepted}")
 
     def update(self, group: dict) -> None:
         grads = [p.grad for p in self.views]
@@ -156,16 +154,7 @@ class _Bucket:
         addresses += map(Tensor.data_ptr, self.views)
         addresses_on_device, is_updated = self._on_device(addresses)
         self.steps += is_updated
-        betas = group["betas"]
-        # β = 0 has no logarithm; 1 − 10⁻³⁰⁰ is 1.
-        log2_betas = [math.log2(max(beta, 1e-300)) for beta in betas]
-        numbers = (
-            group["lr"],
-            *(1 - beta for beta in betas),
-            *log2_betas,
-            group["eps"],
-            group["weight_decay"],
-        )
+        beta1, beta2 = group["betas"]
         launcher(adamw_kernel)[(len(self.blocks),)](
             self.flat["exp_avg"],
             self.flat["exp_avg_sq"],
@@ -175,7 +164,14 @@ class _Bucket:
             self.spans,
             self.steps,
             len(self.views),
-            *map(float, numbers),
+            float(group["lr"]),
+            float(1 - beta1),
+            float(1 - beta2),
+            # β = 0 has no logarithm; 1 − 10⁻³⁰⁰ is 1.
+            math.log2(max(beta1, 1e-300)),
+            math.log2(max(beta2, 1e-300)),
+            float(group["eps"]),
+            float(group["weight_decay"]),
             DTYPE=LANGUAGE_DTYPES[self.dtype],
             BLOCK=BLOCK,
         )
@@ -194,28 +190,35 @@ class _Bucket:
             target = torch.empty(len(addresses), dtype=torch.int64, device=self.steps.device)
             for first in range(0, len(addresses), ADDRESSES_A_LAUNCH):
                 # As arguments of launches, which a graph keeps.
-                write_addresses_kernel[(1,)](
-                    target, first, tuple(addresses[first : first + ADDRESSES_A_LAUNCH])
-                )
+                values = tuple(addresses[first : first + ADDRESSES_A_LAUNCH])
+                write_addresses_kernel[(1,)](target, first, values)
             self.on_device = target, (target[: len(self.views)] != NO_GRADIENT.value).float()
             self.seen = [] if is_captured else seen
         return self.on_device
 
     def update_plainly(self, group: dict) -> None:
+        """Updates the parameters by PyTorch's function."""
         self.check()
         beta1, beta2 = group["betas"]
-        options = {
-            name: group[name] for name in ("lr", "eps", "weight_decay", "amsgrad", "maximize")
-        }
         for p, state in self.views.items():
             if p.grad is None:
                 continue
             theta = state.get("master", p)
             theta.copy_(torch.where(theta.to(p.dtype) == p, theta, p))
-            moments = [state["exp_avg"]], [state["exp_avg_sq"]]
-            grad = _dense(p.grad).float()
             adamw(
-                [theta], [grad], *moments, [], [state["step"]], beta1=beta1, beta2=beta2, **options
+                [theta],
+                [_dense(p.grad).float()],
+                [state["exp_avg"]],
+                [state["exp_avg_sq"]],
+                [],
+                [state["step"]],
+                lr=group["lr"],
+                beta1=beta1,
+                beta2=beta2,
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                amsgrad=False,
+                maximize=False,
             )
             p.copy_(theta)
 
@@ -251,14 +254,7 @@ class FusedAdamW(torch.optim.AdamW):
     Error budget: an update is off by at most a few fp32 roundings of itself.
     """
 
-    def __init__(
-        self,
-        params,
-        lr: float = 1e-3,
-        betas=(0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-    ):
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2):
         self.buckets: list[_Bucket] = []
         super().__init__(params, lr, betas, eps, weight_decay)
 
@@ -267,10 +263,11 @@ class FusedAdamW(torch.optim.AdamW):
         group = self.param_groups.pop()
         for p in group["params"]:
             if p.dtype not in DTYPES or not p.is_contiguous() or type(p.data) is not Tensor:
-                accepted = ", ".join(map(str, DTYPES))
-                found = f"{p.dtype}, strides {p.stride()}, {type(p.data).__name__}"
-                hint = "; fully sharded: torch.optim.AdamW(fused=True)"
-                raise ValueError(f"parameters must be dense and of {accepted}; got {found}{hint}")
+                raise ValueError(
+                    f"parameters must be dense and of {', '.join(map(str, DTYPES))}; got "
+                    f"{p.dtype}, strides {p.stride()}, {type(p.data).__name__}; fully sharded: "
+                    f"torch.optim.AdamW(fused=True)"
+                )
         self.param_groups.append(group)
         self._lay_out(len(self.param_groups) - 1)
 
@@ -305,16 +302,15 @@ class FusedAdamW(torch.optim.AdamW):
         params = [p for group in self.param_groups for p in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         state = {}
-        for number, p in zip(
-            numbers, params, strict=False
-        ):  # PyTorch refuses other numbers of parameters
+        # Of other numbers of parameters, which PyTorch refuses, the common ones.
+        for number, p in zip(numbers, params, strict=False):
             state[p] = state_dict["state"].get(number, {})
-            found = {name: torch.as_tensor(x).shape for name, x in state[p].items()}
+            shapes = {name: torch.as_tensor(x).shape for name, x in state[p].items()}
             accepted = {name: x.shape for name, x in self.state[p].items()}
             optional = {"master": p.shape} if "master" in accepted else {}
-            if found and optional | found != accepted:
+            if shapes and optional | shapes != accepted:
                 raise ValueError(
-                    f"the state of parameter {number} is {found}; accepted: {accepted}"
+                    f"the state of parameter {number} is {shapes}; accepted: {accepted}"
                 )
         return {**state_dict, "state": state}
 

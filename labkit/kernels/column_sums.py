@@ -11,7 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from labkit.kernels.fused import IS_INTERPRETED, operator, runs_kernel, wide, wrap_triton
+from labkit.kernels.fused import (
+    load_fp32,
+    operator,
+    runs_kernel,
+    wide,
+    wrap_triton,
+)
 from labkit.kernels.launch import num_multiprocessors
 
 # Tiles of the launch that adds parts, PROGRAMS for each multiprocessor, and of the one that adds
@@ -35,12 +41,10 @@ def column_sums_kernel(
     for start in range(first, end, ROWS):
         rows = start + tl.arange(0, ROWS)[:, None]
         inside = (rows < end) & (cols < num_columns)
-        sums += tl.load(x_ptr + rows.to(tl.int64) * num_columns + cols, mask=inside, other=0.0).to(
-            tl.float32
-        )
+        sums += load_fp32(x_ptr + rows.to(tl.int64) * num_columns + cols, inside)
     sums = tl.sum(sums, axis=0, keep_dims=True)
     place = sums_ptr + tl.program_id(1) * num_columns + cols
-    tl.store(place, sums.to(sums_ptr.dtype.element_ty), mask=cols < num_columns)
+    tl.store(place, sums, mask=cols < num_columns)
 
 
 def add_columns(
@@ -59,7 +63,7 @@ def add_columns(
 
 @operator("column_sums")
 def _column_sums(x_NC: Tensor) -> Tensor:
-    programs = 8 if IS_INTERPRETED else PROGRAMS * num_multiprocessors(x_NC.device.index)
+    programs = PROGRAMS * num_multiprocessors(x_NC.device.index)
     num_parts = max(1, programs // -(-int(x_NC.shape[1]) // PARTS["COLUMNS"]))
     return add_columns(add_columns(x_NC, torch.float32, num_parts, PARTS), x_NC.dtype).view(-1)
 

@@ -28,7 +28,6 @@ from torch.utils.flop_counter import register_flop_formula
 from labkit.kernels.fused import (
     check,
     check_shape,
-    launcher,
     operator,
     outside_autocast,
     product_inputs,
@@ -38,10 +37,11 @@ from labkit.kernels.fused import (
     wide,
     wrap_triton,
 )
+from labkit.kernels.launch import launcher
 
-# Logits of one chunk.
-CHUNK_BYTES = 2**27
-MAX_BLOCK, NUM_WARPS = 4096, 8
+CHUNK_BYTES = 2**27  # of the logits of one chunk
+MAX_BLOCK = 4096
+NUM_WARPS = 8
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
@@ -68,7 +68,7 @@ def _write_gradient(
     cols = start + tl.arange(0, BLOCK)
     x = tl.load(row_ptr + cols, mask=cols < num_columns, other=0.0).to(tl.float32)
     grad = (tl.exp(x - maximum - log_sum) - tl.where(cols == target, 1.0, 0.0)) * factor
-    tl.store(grad_row_ptr + cols, grad.to(grad_row_ptr.dtype.element_ty), mask=cols < num_columns)
+    tl.store(grad_row_ptr + cols, grad, mask=cols < num_columns)
 
 
 @triton.jit
@@ -126,27 +126,25 @@ def cross_entropy_bwd_kernel(
 
 
 def _constants(num_columns: int) -> dict[str, int]:
-    return {
-        "BLOCK": min(MAX_BLOCK, triton.next_power_of_2(int(num_columns))),
-        "num_warps": NUM_WARPS,
-    }
+    block = min(MAX_BLOCK, triton.next_power_of_2(int(num_columns)))
+    return {"BLOCK": block, "num_warps": NUM_WARPS}
 
 
 @operator("cross_entropy")
 def _forward(logits: Tensor, targets: Tensor, inplace: bool) -> tuple[Tensor, Tensor]:
     """Returns the mean loss and each row's (loss, M, L); `inplace` is for backward."""
     logits_NV = rows_of(logits)
-    rows_N3 = torch.empty((logits_NV.shape[0], 3), dtype=torch.float32, device=logits.device)
-    if logits.numel():
-        wrap_triton(cross_entropy_fwd_kernel)[(logits_NV.shape[0],)](
-            logits_NV,
-            targets.contiguous(),
-            rows_N3,
-            logits_NV.stride(0),
-            logits_NV.shape[1],
-            INTO_GRADIENT=False,
-            **_constants(logits_NV.shape[1]),
-        )
+    num_rows, num_columns = logits_NV.shape
+    rows_N3 = torch.empty((num_rows, 3), dtype=torch.float32, device=logits.device)
+    wrap_triton(cross_entropy_fwd_kernel)[(num_rows,)](
+        logits_NV,
+        targets.contiguous(),
+        rows_N3,
+        logits_NV.stride(0),
+        num_columns,
+        INTO_GRADIENT=False,
+        **_constants(num_columns),
+    )
     return rows_N3.select(1, 0).mean(), rows_N3
 
 
@@ -155,116 +153,39 @@ def _backward(
     logits: Tensor, targets: Tensor, rows_N3: Tensor, grad_loss: Tensor, grad: Tensor
 ) -> None:
     """Writes the gradient of the logits into a contiguous tensor, which may be the logits."""
-    logits_NV, constants = rows_of(logits), _constants(logits.shape[-1])
-    if logits.numel():
-        grid = logits_NV.shape[0], -(-logits_NV.shape[1] // constants["BLOCK"])
-        wrap_triton(cross_entropy_bwd_kernel)[grid](
-            logits_NV,
-            targets.contiguous(),
-            rows_N3,
-            grad_loss,
-            grad,
-            logits_NV.stride(0),
-            *logits_NV.shape,
-            **constants,
-        )
+    logits_NV = rows_of(logits)
+    num_rows, num_columns = logits_NV.shape
+    constants = _constants(num_columns)
+    wrap_triton(cross_entropy_bwd_kernel)[(num_rows, -(-num_columns // constants["BLOCK"]))](
+        logits_NV,
+        targets.contiguous(),
+        rows_N3,
+        grad_loss,
+        grad,
+        logits_NV.stride(0),
+        num_rows,
+        num_columns,
+        **constants,
+    )
 
 
 def _setup(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:2], output[1])
-    ctx.inplace = inputs[2]
+    logits, targets, ctx.inplace = inputs
+    ctx.save_for_backward(logits, targets, output[1])
 
 
 def _gradients(ctx, grad_loss, _):
-    logits, targets, rows_N3 = ctx.saved_tensors
     # Detached, for a leaf that requires a gradient must not change; its version still counts the
     # change.
-    grad = (
-        logits.detach()
-        if ctx.inplace
-        else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    )
-    _backward(logits.detach(), targets, rows_N3, grad_loss, grad)
+    logits, targets, rows_N3 = ctx.saved_tensors
+    logits = grad = logits.detach()
+    if not ctx.inplace:
+        grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    _backward(logits, targets, rows_N3, grad_loss, grad)
     return grad, None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_setup)
-
-
-@operator("linear_cross_entropy", opaque=True)
-@outside_autocast
-def _linear_forward(
-    hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, with_gradients: bool, chunk_rows: int
-) -> list[Tensor]:
-    """Returns [mean loss] or [mean loss, N ∂h, N ∂W in fp32]. Opaque, so that nothing reorders the
-    chunks.
-    """
-    num_rows, vocabulary = hidden_NC.shape[0], weight_VC.shape[0]
-    rows_N3 = torch.empty((num_rows, 3), dtype=torch.float32, device=hidden_NC.device)
-    grad_hidden_NC, grad_weight_VC = torch.empty_like(hidden_NC) if with_gradients else None, None
-    for start in range(0, max(num_rows, 1), chunk_rows):
-        rows = slice(start, start + chunk_rows)
-        logits_NV = hidden_NC[rows] @ weight_VC.T
-        if num_rows:
-            launcher(cross_entropy_fwd_kernel)[(logits_NV.shape[0],)](
-                logits_NV,
-                targets_N[rows],
-                rows_N3[rows],
-                vocabulary,
-                vocabulary,
-                INTO_GRADIENT=with_gradients,
-                **_constants(vocabulary),
-            )
-        if with_gradients:
-            torch.mm(logits_NV, weight_VC, out=grad_hidden_NC[rows])
-            grad_weight_VC = _plus_product(grad_weight_VC, logits_NV.T, hidden_NC[rows])
-    loss = rows_N3.select(1, 0).mean()
-    return [loss, grad_hidden_NC, grad_weight_VC] if with_gradients else [loss]
-
-
-def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """Returns total + a b in fp32, in place; a b for None."""
-    if a.dtype == torch.float32 or not a.is_cuda:
-        return a.float() @ b.float() if total is None else total.addmm_(a.float(), b.float())
-    if total is None:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-
-
-@_linear_forward.register_fake
-def _(hidden_NC, weight_VC, targets_N, with_gradients, chunk_rows):
-    loss = hidden_NC.new_empty((), dtype=torch.float32)
-    gradients = [
-        torch.empty_like(hidden_NC),
-        weight_VC.new_empty(weight_VC.shape, dtype=torch.float32),
-    ]
-    return [loss, *gradients] if with_gradients else [loss]
-
-
-register_flop_formula(torch.ops.labkit.linear_cross_entropy)(
-    lambda hidden, weight, _targets, with_gradients, *_, **__: (
-        (6 if with_gradients else 2) * hidden.numel() * weight[0]
-    )
-)
-
-
-def _linear_setup(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*output[1:])
-    ctx.num_rows, ctx.weight_dtype = inputs[0].shape[0], inputs[1].dtype
-
-
-def _linear_gradients(ctx, grads):
-    # One element, not a scalar: the product is computed in fp32 and rounded once. Of no rows,
-    # gradients are zeros.
-    factor = (grads[0] / max(ctx.num_rows, 1)).view(1)
-    gradients = [
-        torch.mul(x, factor, out=torch.empty_like(x, dtype=ctx.weight_dtype))
-        for x in ctx.saved_tensors
-    ]
-    return *gradients, None, None, None
-
-
-_linear_forward.register_autograd(_linear_gradients, setup_context=_linear_setup)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, *, inplace: bool = False) -> Tensor:
@@ -288,29 +209,100 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, inplace: bool = False) -> 
     _check_targets(targets, logits)
     if inplace and not logits.is_contiguous():
         raise ValueError(f"inplace=True needs contiguous logits, got strides {logits.stride()}")
-    return (
-        _forward(logits, targets, inplace)[0] if runs_kernel(logits) else _formula(logits, targets)
+    if runs_kernel(logits):
+        return _forward(logits, targets, inplace)[0]
+    return _formula(logits, targets)
+
+
+@operator("linear_cross_entropy", opaque=True)
+@outside_autocast
+def _linear_forward(
+    hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, with_gradients: bool
+) -> list[Tensor]:
+    """Returns [mean loss] or [mean loss, N ∂h, N ∂W in fp32]. Opaque, so that nothing reorders the
+    chunks.
+    """
+    num_rows, vocabulary = hidden_NC.shape[0], weight_VC.shape[0]
+    chunk_rows = max(CHUNK_BYTES // (vocabulary * weight_VC.element_size()) // 128 * 128, 128)
+    rows_N3 = torch.empty((num_rows, 3), dtype=torch.float32, device=hidden_NC.device)
+    grad_hidden_NC = torch.empty_like(hidden_NC) if with_gradients else None
+    grad_weight_VC = None
+    for start in range(0, max(num_rows, 1), chunk_rows):
+        rows = slice(start, start + chunk_rows)
+        logits_NV = hidden_NC[rows] @ weight_VC.T
+        launcher(cross_entropy_fwd_kernel)[(logits_NV.shape[0],)](
+            logits_NV,
+            targets_N[rows],
+            rows_N3[rows],
+            vocabulary,
+            vocabulary,
+            INTO_GRADIENT=with_gradients,
+            **_constants(vocabulary),
+        )
+        if with_gradients:
+            torch.mm(logits_NV, weight_VC, out=grad_hidden_NC[rows])
+            grad_weight_VC = _plus_product(grad_weight_VC, logits_NV.T, hidden_NC[rows])
+    loss = rows_N3.select(1, 0).mean()
+    return [loss, grad_hidden_NC, grad_weight_VC] if with_gradients else [loss]
+
+
+def _plus_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """Returns total + a b in fp32, in place; a b for None."""
+    if a.dtype == torch.float32 or not a.is_cuda:
+        return a.float() @ b.float() if total is None else total.addmm_(a.float(), b.float())
+    if total is None:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+
+
+@_linear_forward.register_fake
+def _(hidden_NC, weight_VC, _targets_N, with_gradients):
+    loss = hidden_NC.new_empty((), dtype=torch.float32)
+    grad_weight_VC = weight_VC.new_empty(weight_VC.shape, dtype=torch.float32)
+    return [loss, torch.empty_like(hidden_NC), grad_weight_VC] if with_gradients else [loss]
+
+
+register_flop_formula(torch.ops.labkit.linear_cross_entropy)(
+    lambda hidden, weight, _targets, with_gradients, **__: (
+        (6 if with_gradients else 2) * hidden.numel() * weight[0]
     )
+)
 
 
-def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, chunk_rows: int | None = None
-) -> Tensor:
+def _linear_setup(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*output[1:])
+    ctx.num_rows, ctx.weight_dtype = inputs[0].shape[0], inputs[1].dtype
+
+
+def _linear_gradients(ctx, grad_loss, *_):
+    # One element, not a scalar: the product is computed in fp32 and rounded once. Of no rows,
+    # gradients are zeros.
+    factor = (grad_loss / max(ctx.num_rows, 1)).view(1)
+    gradients = [
+        torch.mul(x, factor, out=torch.empty_like(x, dtype=ctx.weight_dtype))
+        for x in ctx.saved_tensors
+    ]
+    return *gradients, None, None
+
+
+_linear_forward.register_autograd(_linear_gradients, setup_context=_linear_setup)
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Returns the mean cross-entropy of the logits hidden · weightᵀ in nats, a scalar in fp32 (fp64
     for fp64).
 
-    Gradients are computed on the way forward; kept are those, of the weight in fp32.
+    Gradients are computed on the way forward; kept are those, of the weight in fp32. Logits are
+    there for as many rows at a time as take 128 MiB.
 
     Args:
         hidden: (..., C), weight: (V, C), one dtype of fp32, bf16, fp16 (without a GPU also fp64).
             Under autocast both are cast to its dtype first, and may differ. Logits are rounded to
             their dtype, sums are in fp32.
         targets: (...), int64, as in `cross_entropy`.
-        chunk_rows: rows whose logits are there at a time; None: as many as take 128 MiB.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or devices that do not fit; an empty last dimension;
-            chunk_rows below 1.
+        ValueError, TypeError: shapes, dtypes or devices that do not fit; an empty last dimension.
 
     Error budget: that of `labkit.numerics.judge` for the formula in the same dtype, against fp64.
     """
@@ -318,15 +310,11 @@ def linear_cross_entropy(
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or not weight.shape[0]:
         raise ValueError(f"weight must be (V, {hidden.shape[-1]}), got {tuple(weight.shape)}")
     _check_targets(targets, hidden)
-    if chunk_rows is None:
-        chunk_rows = max(CHUNK_BYTES // (weight.shape[0] * weight.element_size()) // 128 * 128, 128)
-    if chunk_rows < 1:
-        raise ValueError(f"chunk_rows must be at least 1, got {chunk_rows}")
     if not runs_kernel(hidden):
         return _formula(hidden @ weight.T, targets)
     with_gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     hidden_NC = hidden.reshape(-1, hidden.shape[-1])
-    return _linear_forward(hidden_NC, weight, targets.reshape(-1), with_gradients, chunk_rows)[0]
+    return _linear_forward(hidden_NC, weight, targets.reshape(-1), with_gradients)[0]
 
 
 def _check_targets(targets: Tensor, x: Tensor) -> None:

@@ -6,16 +6,18 @@ from collections.abc import Callable, Collection
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.nn.parameter import Parameter
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from labkit.kernels.launch import REMEMBERED, Launch
+from labkit.kernels.launch import launcher
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 IS_INTERPRETED = triton.knobs.runtime.interpret
+
+_launching = threading.local()
 
 
 class Operator:
@@ -28,9 +30,11 @@ class Operator:
     """
 
     def __init__(self, name: str, function: Callable, mutates_args: tuple[str, ...], opaque: bool):
-        self.name, self.function, self.mutates = name, function, bool(mutates_args)
-        self.gradients, self.setup_context = None, None
-        self.is_list = function.__annotations__["return"] == list[Tensor]
+        self.name = name
+        self.function = function
+        self.mutates = bool(mutates_args)
+        self.gradients = None
+        self.setup_context = None
         make = torch.library.custom_op if opaque or IS_INTERPRETED else torch.library.triton_op
         self.op = make(f"labkit::{name}", function, mutates_args=mutates_args)
         if IS_INTERPRETED and not opaque:
@@ -38,8 +42,17 @@ class Operator:
         self.register_fake = self.op.register_fake
 
     def register_autograd(self, gradients: Callable, *, setup_context: Callable) -> None:
-        self.gradients, self.setup_context = first_order(self.name)(gradients), setup_context
-        self.op.register_autograd(self.gradients, setup_context=setup_context)
+        """Registers `gradients(ctx, *grads)`, which returns a tuple."""
+        gradients = first_order(self.name)(gradients)
+        self.gradients = gradients
+        self.setup_context = setup_context
+        if self.function.__annotations__["return"] == list[Tensor]:
+            # PyTorch passes the gradients of a list as one list.
+            self.op.register_autograd(
+                lambda ctx, grads: gradients(ctx, *grads), setup_context=setup_context
+            )
+        else:
+            self.op.register_autograd(gradients, setup_context=setup_context)
 
     def __call__(self, *arguments):
         if torch.compiler.is_compiling() or self.mutates:
@@ -57,15 +70,68 @@ class Operator:
             return self.run(arguments)
         return _Direct.apply(self, *arguments) if self.gradients else self.op(*arguments)
 
-    def run(self, arguments: tuple):  # kernels are launched, not traced
-        before, _launching.directly = getattr(_launching, "directly", False), True
+    def run(self, arguments: tuple):
+        """Calls the function so that its kernels are launched, not traced."""
+        _launching.directly = True
         try:
             return self.function(*arguments)
         finally:
-            _launching.directly = before
+            _launching.directly = False
 
 
-_launching = threading.local()
+def operator(name: str, mutates_args: tuple[str, ...] = (), *, opaque: bool = False) -> Callable:
+    """Returns a decorator that makes a function of kernel launches the operator `labkit::name`.
+
+    The compiler sees the launches inside, unless it is opaque, as all are where kernels are
+    interpreted.
+    """
+    return lambda function: Operator(name, function, mutates_args, opaque)
+
+
+def wrap_triton(kernel):
+    """Returns what launches a kernel inside an operator, and is seen there by the compiler while it
+    traces.
+
+    PyTorch finds an operator's kernels, for the key of its cache, by the calls of this name in its
+    source.
+    """
+    is_launched = IS_INTERPRETED or getattr(_launching, "directly", False)
+    wrapped = kernel if is_launched else torch.library.wrap_triton(kernel)
+    return launcher(kernel) if wrapped is kernel else wrapped
+
+
+class _Direct(torch.autograd.Function):
+    """An operator's gradient as it was registered."""
+
+    @staticmethod
+    def forward(ctx, operator: Operator, *arguments):
+        outputs = operator.run(arguments)
+        operator.setup_context(ctx, arguments, outputs)
+        ctx.operator = operator
+        return tuple(outputs) if isinstance(outputs, list) else outputs
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return None, *ctx.operator.gradients(ctx, *grads)
+
+
+class _Transformed(torch.autograd.Function):
+    """The same for torch.func, which wants a context that is set up apart: that takes longer than a
+    launch.
+    """
+
+    generate_vmap_rule = True
+    backward = _Direct.backward
+
+    @staticmethod
+    def forward(operator: Operator, *arguments):
+        outputs = operator.op(*arguments)
+        return tuple(outputs) if isinstance(outputs, list) else outputs
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.operator = inputs[0]
+        ctx.operator.setup_context(ctx, inputs[1:], output)
 
 
 class _Undifferentiable(torch.autograd.Function):
@@ -74,8 +140,9 @@ class _Undifferentiable(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(_name: str, num_gradients: int, *gradients_and_sources: Tensor):
-        return tuple(x.view_as(x) for x in gradients_and_sources[:num_gradients])
+    def forward(_name: str, num_gradients: int, *gradients_and_sources: Tensor | None):
+        gradients = gradients_and_sources[:num_gradients]
+        return tuple(None if x is None else x.view_as(x) for x in gradients)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -107,114 +174,20 @@ def first_order(name: str) -> Callable:
             # differentiates by denies it.
             sources = [x for x in (*grads, *ctx.saved_tensors) if isinstance(x, Tensor)]
             with torch.no_grad():
-                found = backward(ctx, *grads)
-            found = list(found) if isinstance(found, tuple) else [found]
-            places = [place for place, x in enumerate(found) if x is not None]
-            gradients = [found[place] for place in places]
-            marked = _Undifferentiable.apply(name, len(gradients), *gradients, *sources)
-            for place, gradient in zip(places, marked, strict=True):
-                found[place] = gradient
-            return tuple(found)
+                gradients = backward(ctx, *grads)
+            if not isinstance(gradients, tuple):
+                gradients = (gradients,)
+            return _Undifferentiable.apply(name, len(gradients), *gradients, *sources)
 
         return refusing
 
     return decorate
 
 
-class _Direct(torch.autograd.Function):
-    """An operator's gradient as it was registered."""
-
-    @staticmethod
-    def forward(ctx, operator: Operator, *arguments):
-        outputs = operator.run(arguments)
-        operator.setup_context(ctx, arguments, outputs)
-        ctx.operator = operator
-        return tuple(outputs) if operator.is_list else outputs
-
-    @staticmethod
-    def backward(ctx, *grads):
-        found = ctx.operator.gradients(ctx, *([list(grads)] if ctx.operator.is_list else grads))
-        return None, *(found if isinstance(found, tuple) else (found,))
-
-
-class _Transformed(torch.autograd.Function):
-    """The same for torch.func, which wants a context that is set up apart: that takes longer than a
-    launch.
-    """
-
-    generate_vmap_rule = True
-    backward = _Direct.backward
-
-    @staticmethod
-    def forward(operator: Operator, *arguments):
-        outputs = operator.op(*arguments)
-        return tuple(outputs) if operator.is_list else outputs
-
-    @staticmethod
-    def setup_context(ctx, inputs, output) -> None:
-        ctx.operator = inputs[0]
-        ctx.operator.setup_context(ctx, inputs[1:], output)
-
-
-def operator(name: str, mutates_args: tuple[str, ...] = (), *, opaque: bool = False) -> Callable:
-    """Returns a decorator that makes a function of kernel launches the operator `labkit::name`.
-
-    The compiler sees the launches inside, unless it is opaque, as all are where kernels are
-    interpreted.
-    """
-    return lambda function: Operator(name, function, mutates_args, opaque)
-
-
-class Launcher:
-    """A kernel that launches on its tensors' device, whichever is the current one; fake tensors
-    launch nothing.
-
-    What was compiled is kept for each grid, constant and dtype, and whatever else Triton compiles
-    anew for: to find it again takes the host longer than to launch it.
-    """
-
-    def __init__(self, kernel):
-        self.kernel, self.launches = kernel, {}
-
-    def __getitem__(self, grid):
-        return functools.partial(self.launch, grid)
-
-    def launch(self, grid, *arguments, **constants) -> None:
-        if isinstance(arguments[0], FakeTensor):
-            return
-        # What Triton compiles a kernel anew for: a dtype, an alignment, a number's size, a 1, a
-        # None.
-        specialised = [
-            (x.dtype, x.data_ptr() % 16 == 0)
-            if isinstance(x, Tensor)
-            else (x == 1, x % 16 == 0, x.bit_length() // 32)
-            if type(x) is int
-            else type(x)
-            for x in arguments
-        ]
-        with torch.cuda.device_of(arguments[0]):
-            key = (grid, arguments[0].device, *specialised, *constants.items())
-            launch = self.launches.get(key)
-            if launch is None:
-                if len(self.launches) == REMEMBERED:
-                    self.launches.clear()
-                launch = self.launches[key] = Launch(self.kernel, grid, constants)
-            launch(*arguments)
-
-
-launcher = functools.cache(Launcher)
-
-
-def wrap_triton(kernel):
-    """Returns what launches a kernel inside an operator, and is seen there by the compiler while it
-    traces.
-
-    PyTorch finds an operator's kernels, for the key of its cache, by the calls of this name in its
-    source.
-    """
-    is_launched = IS_INTERPRETED or getattr(_launching, "directly", False)
-    wrapped = kernel if is_launched else torch.library.wrap_triton(kernel)
-    return launcher(kernel) if wrapped is kernel else wrapped
+@triton.jit
+def load_fp32(pointers, inside):
+    """Loads elements as fp32, zeros where they are not inside."""
+    return tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
 
 
 def runs_kernel(x: Tensor) -> bool:

@@ -7,14 +7,14 @@ tanh-GELU is written with the logistic function, 1 + tanh u = 2 σ(2u): one expo
 cancellation.
 
 h is never kept, since backward has to read z anyway; z is kept, or one more matmul computes it
-again. Where z is kept, two paths differ in x W₁ᵀ: "epilogue" is a persistent matmul in Triton that
-applies bias and GELU to its accumulator and writes z and h; "separate" leaves the product and GELU
-to PyTorch. Where it is not, cuBLAS has an epilogue that writes h alone, exact enough for 16 bits.
-In backward one elementwise kernel multiplies by gelu'(z), writes h again and sums ∂b₁. All that in
-the epilogue of ∂y W₂ was slower: cuBLAS gains more on the product than the kernel costs.
+again. Where z is kept, on a Hopper GPU and in 16 bits, x W₁ᵀ is a persistent matmul in Triton whose
+epilogue applies bias and GELU to its accumulator and writes z and h; elsewhere the product and GELU
+are PyTorch's. Where z is not kept, cuBLAS has an epilogue that writes h alone, exact enough for 16
+bits. In backward one elementwise kernel multiplies by gelu'(z), writes h again and sums ∂b₁. All
+that in the epilogue of ∂y W₂ was slower: cuBLAS gains more on the product than the kernel costs.
 
-Ideal cost: 4·M·C·F FLOPs forward, 8·M·C·F backward. Between its products "separate" moves 2·M·F
-elements forward, "epilogue" M·F of z; backward moves 4·M·F.
+Ideal cost: 4·M·C·F FLOPs forward, 8·M·C·F backward. Between its products forward moves M·F elements
+of z, 2·M·F without the epilogue; backward moves 4·M·F.
 
 Shape suffixes: M rows, C width of the residual stream, F width of the hidden layer, T blocks of
 rows.
@@ -34,8 +34,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from labkit.kernels.column_sums import column_sums
 from labkit.kernels.fused import (
+    IS_INTERPRETED,
     check_shape,
     first_order,
+    load_fp32,
     operator,
     outside_autocast,
     product_inputs,
@@ -47,19 +49,13 @@ from labkit.kernels.fused import (
 from labkit.kernels.launch import REMEMBERED, Launch, num_multiprocessors
 from labkit.kernels.layer_norm import layer_norm
 
-PATHS = ("auto", "epilogue", "separate")
-
-# Tiles of the matmul; GROUP of them, one below the other, go column by column, for L2.
-HOPPER = {"ROWS": 128, "COLS": 128, "DEPTH": 64, "GROUP": 8, "num_warps": 4, "num_stages": 3}
-GENERIC = {"ROWS": 128, "COLS": 128, "DEPTH": 32, "GROUP": 8, "num_warps": 8, "num_stages": 3}
-INTERPRETER = {"ROWS": 16, "COLS": 32, "DEPTH": 16, "GROUP": 2}
-# of a multiprocessor: where shared memory has room for both, one multiplies in the other's epilogue
+# Of the matmul, for Hopper; GROUP tiles, one below the other, go column by column, for L2.
+TILE = {"ROWS": 128, "COLS": 128, "DEPTH": 64, "GROUP": 8, "num_warps": 4, "num_stages": 3}
+# Of a multiprocessor: where shared memory has room for both, one multiplies in the other's
+# epilogue.
 PROGRAMS = 2
-BLOCK_M, STEP_M, BLOCK_F = (
-    256,
-    2,
-    512,
-)  # of a program of the elementwise kernel: rows, rows at a time, columns
+# Of a program of the elementwise kernel: rows, rows at a time, columns.
+BLOCKS = {"BLOCK_M": 256, "STEP_M": 2, "BLOCK_F": 512}
 
 
 @triton.jit
@@ -83,8 +79,8 @@ def finish(acc, z_desc, h_desc, bias_ptr, row, col, num_cols):
     """The epilogue of one half of a tile."""
     cols = col + tl.arange(0, acc.shape[1])
     z = acc + tl.load(bias_ptr + cols, mask=cols < num_cols, other=0.0).to(tl.float32)[None, :]
-    z_desc.store([row, col], z.to(z_desc.dtype))
-    h_desc.store([row, col], (z * gate(z)).to(h_desc.dtype))
+    z_desc.store([row, col], z)
+    h_desc.store([row, col], z * gate(z))
 
 
 @triton.jit
@@ -142,19 +138,24 @@ def gelu_bwd_kernel(
         rows = tile * BLOCK_M + step + tl.arange(0, STEP_M)
         inside = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
         place = rows[:, None] * num_cols + cols[None, :]
-        h, slope = gelu_and_slope(tl.load(z_ptr + place, mask=inside, other=0.0).to(tl.float32))
-        grad_z = tl.load(grad_h_ptr + place, mask=inside, other=0.0).to(tl.float32) * slope
-        tl.store(h_ptr + place, h.to(h_ptr.dtype.element_ty), mask=inside)
-        tl.store(grad_z_ptr + place, grad_z.to(grad_z_ptr.dtype.element_ty), mask=inside)
+        h, slope = gelu_and_slope(load_fp32(z_ptr + place, inside))
+        grad_z = load_fp32(grad_h_ptr + place, inside) * slope
+        tl.store(h_ptr + place, h, mask=inside)
+        tl.store(grad_z_ptr + place, grad_z, mask=inside)
         sums += grad_z
     tl.store(sums_ptr + tile * num_cols + cols, tl.sum(sums, axis=0), mask=cols < num_cols)
 
 
-# ---- operators -----------------------------------------------------------------------------------
-
-
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+def _has_epilogue(x: Tensor, weight: Tensor) -> bool:
+    """Returns whether z and h come out of the product x Wᵀ: descriptors describe rows of a multiple
+    of 16 bytes, and accumulators spill in fp32.
+    """
+    if IS_INTERPRETED:
+        is_fast = runs_kernel(x) and x.dtype != torch.bfloat16  # which it multiplies wrongly
+    else:
+        is_fast = x.is_cuda and x.element_size() == 2
+        is_fast = is_fast and torch.cuda.get_device_capability(x.device)[0] == 9
+    return is_fast and all(size * x.element_size() % 16 == 0 for size in weight.shape)
 
 
 # Opaque to the compiler: torch.library.triton_op takes no tensor descriptors.
@@ -164,9 +165,8 @@ def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tenso
     # TMA reads from 16-byte boundaries, off which a dense tensor may start.
     x, weight = (t if t.data_ptr() % 16 == 0 else t.clone() for t in (x, weight))
     z, h = _empty_hidden(x, weight, bias)
-    launch, blocks = _linear_gelu_launch(
-        x.device, x.dtype, (*z.shape, x.shape[1]), bias.data_ptr() % 16
-    )
+    sizes = *z.shape, x.shape[1]
+    launch, blocks = _linear_gelu_launch(x.device, x.dtype, sizes, bias.data_ptr() % 16)
     with torch.cuda.device_of(x):
         launch(*map(TensorDescriptor.from_tensor, (x, weight, z, h), blocks), bias)
     return z, h
@@ -179,17 +179,12 @@ def _linear_gelu_launch(
     """Returns the launch for (M, F, C), and what block of x, weight, z and h is loaded or stored at
     a time.
     """
-    tile = INTERPRETER if device.type != "cuda" else HOPPER if _is_hopper(device) else GENERIC
-    size_m, size_f, size_k = tile["ROWS"], tile["COLS"], tile["DEPTH"]
-    multiprocessors = num_multiprocessors(device.index) if device.type == "cuda" else 1
-    grid = (min(-(-sizes[0] // size_m) * -(-sizes[1] // size_f), PROGRAMS * multiprocessors),)
-    half = [size_m, size_f // 2]
-    return Launch(linear_gelu_kernel, grid, tile, sizes), (
-        [size_m, size_k],
-        [size_f, size_k],
-        half,
-        half,
-    )
+    rows, cols, depth = TILE["ROWS"], TILE["COLS"], TILE["DEPTH"]
+    num_tiles = -(-sizes[0] // rows) * -(-sizes[1] // cols)
+    grid = (min(num_tiles, PROGRAMS * num_multiprocessors(device.index)),)
+    half = [rows, cols // 2]
+    blocks = [rows, depth], [cols, depth], half, half
+    return Launch(linear_gelu_kernel, grid, TILE, sizes), blocks
 
 
 @_linear_gelu.register_fake
@@ -209,12 +204,12 @@ def _gelu_backward(grad_h: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if not runs_kernel(z):
         grad_z = torch.ops.aten.gelu_backward(grad_h, z.clamp(-1e4, 1e4), approximate="tanh")
         return grad_z, F.gelu(z, approximate="tanh"), wide(grad_z).sum(0)
-    grid = -(-z.shape[0] // BLOCK_M), -(-z.shape[1] // BLOCK_F)
+    num_rows, num_cols = z.shape
+    grid = -(-num_rows // BLOCKS["BLOCK_M"]), -(-num_cols // BLOCKS["BLOCK_F"])
     grad_z, h = torch.empty_like(z), torch.empty_like(z)
-    sums = torch.empty((grid[0], z.shape[1]), dtype=torch.float32, device=z.device)
-    blocks = {"BLOCK_M": BLOCK_M, "STEP_M": STEP_M, "BLOCK_F": BLOCK_F}
-    wrap_triton(gelu_bwd_kernel)[grid](grad_h, z, grad_z, h, sums, *z.shape, **blocks)
-    return grad_z, h, sums.sum(0)
+    sums_TF = torch.empty((grid[0], num_cols), dtype=torch.float32, device=z.device)
+    wrap_triton(gelu_bwd_kernel)[grid](grad_h, z, grad_z, h, sums_TF, num_rows, num_cols, **BLOCKS)
+    return grad_z, h, sums_TF.sum(0)
 
 
 class GeluMLP(torch.autograd.Function):
@@ -222,30 +217,18 @@ class GeluMLP(torch.autograd.Function):
 
     @staticmethod
     @outside_autocast
-    def forward(
-        ctx,
-        x,
-        fc1_weight,
-        fc1_bias,
-        fc2_weight,
-        fc2_bias,
-        path,
-        keep,
-        total,
-        norm_weight,
-        norm_bias,
-        eps,
-    ):
+    def forward(ctx, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, keep: bool, *norm):
         if not keep and x.is_cuda and x.element_size() == 2:
+            z_MF = None
             h_MF = torch._addmm_activation(fc1_bias, x, fc1_weight.T, use_gelu=True)
-        elif path == "epilogue":
+        elif _has_epilogue(x, fc1_weight):
             z_MF, h_MF = _linear_gelu(x, fc1_weight, fc1_bias)
         else:
             z_MF = F.linear(x, fc1_weight, fc1_bias)
             h_MF = F.gelu(z_MF, approximate="tanh")
-        ctx.eps = eps
-        kept = x if total is None else total, z_MF if keep else None
-        ctx.save_for_backward(*kept, fc1_weight, fc1_bias, fc2_weight, norm_weight, norm_bias)
+        total, *parameters, ctx.eps = norm or (x, None)
+        z_MF = z_MF if keep else None
+        ctx.save_for_backward(total, z_MF, fc1_weight, fc1_bias, fc2_weight, *parameters)
         return F.linear(h_MF, fc2_weight, fc2_bias)
 
     @staticmethod
@@ -253,48 +236,21 @@ class GeluMLP(torch.autograd.Function):
     @outside_autocast
     def backward(ctx, grad_y_MC: Tensor):
         x_MC, z_MF, fc1_weight, fc1_bias, fc2_weight, *norm = ctx.saved_tensors
-        # The sum is of another dtype where autocast chose that of the products.
-        x_MC = (
-            x_MC
-            if ctx.eps is None
-            else rows_of(layer_norm(x_MC, *norm, ctx.eps)).to(fc1_weight.dtype)
-        )
-        z_MF = F.linear(x_MC, fc1_weight, fc1_bias) if z_MF is None else z_MF
+        if norm:
+            # The sum is of another dtype where autocast chose that of the products.
+            x_MC = rows_of(layer_norm(x_MC, *norm, ctx.eps)).to(fc1_weight.dtype)
+        if z_MF is None:
+            z_MF = F.linear(x_MC, fc1_weight, fc1_bias)
         grad_y_MC = grad_y_MC.contiguous()
         grad_z_MF, h_MF, grad_bias_F = _gelu_backward(grad_y_MC @ fc2_weight, z_MF)
-        grads_fc1 = grad_z_MF.T @ x_MC, grad_bias_F.to(fc1_bias.dtype)
         return (
             grad_z_MF @ fc1_weight,
-            *grads_fc1,
+            grad_z_MF.T @ x_MC,
+            grad_bias_F.to(fc1_bias.dtype),
             grad_y_MC.T @ h_MF,
             column_sums(grad_y_MC),
-            *[None] * 6,
+            *[None] * (len(ctx.needs_input_grad) - 5),
         )
-
-
-def resolve_path(x: Tensor, fc1_weight: Tensor, path: str = "auto") -> str:
-    """Returns the path that `gelu_mlp` takes, one of PATHS but "auto": what a record should name.
-
-    Raises ValueError for a path that is none of PATHS, and for "epilogue" where its kernel cannot
-    run.
-    """
-    if path not in PATHS:
-        raise ValueError(f"path must be one of {', '.join(PATHS)}; got {path!r}")
-    objection = None
-    if not runs_kernel(x):
-        objection = f"takes tensors on a CUDA device; got {x.device}"
-    elif x.is_cuda and x.element_size() != 2:  # its accumulators spill in fp32
-        objection = f"takes bf16 and fp16; got {x.dtype}"
-    elif any(
-        size * x.element_size() % 16 for size in fc1_weight.shape
-    ):  # of rows that descriptors describe
-        objection = (
-            f"takes widths of a multiple of 16 bytes; got {tuple(fc1_weight.shape)} of {x.dtype}"
-        )
-    if path == "epilogue" and objection:
-        raise ValueError(f"path={path!r} {objection}")
-    is_fast = _is_hopper(x.device) and objection is None
-    return path if path != "auto" else "epilogue" if is_fast else "separate"
 
 
 def gelu_mlp(
@@ -304,7 +260,6 @@ def gelu_mlp(
     fc2_weight: Tensor,
     fc2_bias: Tensor,
     *,
-    path: str = "auto",
     keep: bool = True,
     norm: tuple[Tensor, Tensor, Tensor, float] | None = None,
 ) -> Tensor:
@@ -315,8 +270,6 @@ def gelu_mlp(
         fc1_weight, fc1_bias: (F, C) and (F,), dtype and device of x.
         fc2_weight, fc2_bias: (C, F) and (C,), the same. Under autocast all are cast to its dtype
             first, and may differ.
-        path: one of PATHS; "auto" is "epilogue" for 16-bit tensors on a Hopper GPU, else
-            "separate".
         keep: whether z, (..., F), is kept for backward, or computed there again. Nothing is where
             no gradient is due.
         norm: (s, weight, bias, ε) where x is LayerNorm of a sum s that is kept anyway: then x is
@@ -331,7 +284,7 @@ def gelu_mlp(
     Error budget: outputs 2×, gradients 3× those of the same MLP in PyTorch and the same dtype,
     against fp64.
     """
-    x, fc1_weight, fc1_bias, fc2_weight, fc2_bias = product_inputs(
+    x, *parameters = product_inputs(
         x=x, fc1_weight=fc1_weight, fc1_bias=fc1_bias, fc2_weight=fc2_weight, fc2_bias=fc2_bias
     )
     width, hidden = x.shape[-1], fc1_bias.numel()
@@ -341,11 +294,8 @@ def gelu_mlp(
     check_shape("fc2_bias", fc2_bias, width)
     if x.numel() == 0:
         raise ValueError(f"x must hold at least one row; got shape {tuple(x.shape)}")
-    parameters = (p.contiguous() for p in (fc1_weight, fc1_bias, fc2_weight, fc2_bias))
-    keep = (
-        keep
-        and torch.is_grad_enabled()
-        and any(p.requires_grad for p in (x, fc1_weight, fc1_bias, fc2_weight))
-    )
-    options = resolve_path(x, fc1_weight, path), keep, *(norm or 4 * [None])
-    return GeluMLP.apply(rows_of(x).contiguous(), *parameters, *options).view(x.shape)
+    is_trained = any(tensor.requires_grad for tensor in (x, *parameters[:3]))
+    keep = keep and torch.is_grad_enabled() and is_trained
+    parameters = [parameter.contiguous() for parameter in parameters]
+    out = GeluMLP.apply(rows_of(x).contiguous(), *parameters, keep, *(norm or ()))
+    return out.view(x.shape)

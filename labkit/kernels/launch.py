@@ -1,9 +1,15 @@
-"""Launching a kernel once more without finding out again which one it is."""
+"""Launching a kernel once more without finding out again which one it is.
+
+Triton describes every argument of every call in words and looks the compiled kernel up by them,
+which takes the host several times as long as the launch itself.
+"""
 
 import functools
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from triton import JITFunction, knobs
 from triton.runtime import driver
 
@@ -12,8 +18,10 @@ REMEMBERED = 1024
 
 
 @functools.cache
-def num_multiprocessors(device_index: int) -> int:
-    """Returns how many multiprocessors a CUDA device has."""
+def num_multiprocessors(device_index: int | None) -> int:
+    """Returns how many multiprocessors a CUDA device has; 1 for a CPU, whose index is None."""
+    if device_index is None:
+        return 1
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
@@ -21,23 +29,18 @@ class Launch:
     """A Triton or Gluon kernel with its grid, its numbers and its constants: called with the
     arguments before them.
 
-    Triton describes every argument of every call in words and looks the compiled kernel up by them,
-    which takes the host several times as long as the launch itself. From the second call on, the
-    kernel that the first one compiled runs at once: whoever makes a Launch answers for what that
-    kernel depends on being the same in every call, i.e. the device and, of every argument, its
-    dtype, whether it is None, and, unless the kernel takes it without specialising, whether it is 1
-    or a multiple of 16 (of a tensor: its address).
+    From the second call on, the kernel that the first one compiled runs at once: whoever makes a
+    Launch answers for what that kernel depends on being the same in every call, i.e. the device
+    and, of every argument, its dtype, whether it is None, and, unless the kernel takes it without
+    specialising, whether it is 1 or a multiple of 16 (of a tensor: its address).
     """
 
     def __init__(self, kernel, grid: tuple[int, ...], constants: dict, numbers: tuple = ()):
-        self.kernel, self.grid, self.constants, self.numbers = (
-            kernel,
-            (*grid, 1, 1)[:3],
-            constants,
-            numbers,
-        )
-        # A compiled kernel takes the constants in their place among the parameters, which is the
-        # last.
+        self.kernel = kernel
+        self.grid = (*grid, 1, 1)[:3]
+        self.constants = constants
+        self.numbers = numbers
+        # A compiled kernel takes its constants too, which are its last parameters.
         self.last = (*numbers, *(constants[name] for name in kernel.arg_names if name in constants))
         self.run = self.compiled = None
 
@@ -48,7 +51,8 @@ class Launch:
             return
         compiled = self.kernel[self.grid](*arguments, *self.numbers, **self.constants)
         if isinstance(self.kernel, JITFunction):  # not where kernels are interpreted
-            self.compiled, self.run = compiled, unhooked(compiled, self.grid, compiled.run)
+            self.compiled = compiled
+            self.run = unhooked(compiled, self.grid, compiled.run)
 
 
 def is_hooked() -> bool:
@@ -69,3 +73,43 @@ def unhooked(compiled, grid: tuple[int, ...], launch: Callable[..., None]) -> Ca
     return lambda *arguments: launch(
         *grid, stream(device()), function, metadata, None, None, None, *arguments
     )
+
+
+class Launcher:
+    """A kernel, called as `launcher[grid](*arguments, **constants)`: on its tensors' device,
+    whichever is the current one. Fake tensors launch nothing.
+
+    It keeps a Launch for each grid, constant and dtype, and whatever else Triton compiles a kernel
+    anew for.
+    """
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+        self.launches = {}
+
+    def __getitem__(self, grid):
+        return functools.partial(self.launch, grid)
+
+    def launch(self, grid, *arguments, **constants) -> None:
+        if isinstance(arguments[0], FakeTensor):
+            return
+        # Triton tells apart a tensor's dtype and alignment, a number's size, a 1, and a None.
+        specialised = [
+            (x.dtype, x.data_ptr() % 16 == 0)
+            if isinstance(x, Tensor)
+            else (x == 1, x % 16 == 0, x.bit_length() // 32)
+            if type(x) is int
+            else type(x)
+            for x in arguments
+        ]
+        with torch.cuda.device_of(arguments[0]):
+            key = (grid, arguments[0].device, *specialised, *constants.items())
+            launch = self.launches.get(key)
+            if launch is None:
+                if len(self.launches) == REMEMBERED:
+                    self.launches.clear()
+                launch = self.launches[key] = Launch(self.kernel, grid, constants)
+            launch(*arguments)
+
+
+launcher = functools.cache(Launcher)

@@ -6,8 +6,7 @@ Source: Ba et al. 2016, "Layer Normalization", equation 4.
 import torch.nn.functional as F
 from torch import Tensor
 
-from labkit.kernels.fused import runs_kernel, wide
-from labkit.kernels.norms import checked_dtype, norm
+from labkit.kernels.norms import normalise
 
 
 def layer_norm(
@@ -32,11 +31,8 @@ def layer_norm(
 
     Error budget: that of `labkit.numerics.judge` for the formula in the same dtype, against fp64.
     """
-    dtype = checked_dtype(x, residual, weight=weight, bias=bias)
-    if runs_kernel(x):
-        y, _, _, *total = norm(x, residual, weight, bias, eps, dtype)
-        return (y, *total) if total else y
-    total = x if residual is None else x + residual
-    parameters = (parameter.to(wide(total).dtype) for parameter in (weight, bias))
-    y = F.layer_norm(wide(total), weight.shape, *parameters, eps).to(dtype)
-    return y if residual is None else (y, total)
+    return normalise(_formula, x, residual, eps, weight=weight, bias=bias)
+
+
+def _formula(x: Tensor, eps: float, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight.to(x.dtype), bias.to(x.dtype), eps)

@@ -33,9 +33,8 @@ from labkit.kernels.fused import (
 )
 from labkit.kernels.layer_norm import layer_norm
 
-# One call of Philox gives four numbers, for four runs of so many elements. Seven rounds pass every
-# test of randomness.
-RUN, ROUNDS = 1024, 7
+RUN = 1024  # elements; one call of Philox gives four numbers, for four runs
+ROUNDS = 7  # of Philox, which pass every test of randomness
 
 
 @triton.jit
@@ -50,7 +49,7 @@ def dropout_kernel(
         place = program * (4 * RUN) + run * RUN + tl.arange(0, RUN)
         x = tl.load(x_ptr + place, mask=place < num_elements, other=0.0).to(tl.float32)
         kept = tl.where(tl.uint_to_uniform_float(bits[run]) >= p, x * scale, 0.0)
-        tl.store(out_ptr + place, kept.to(out_ptr.dtype.element_ty), mask=place < num_elements)
+        tl.store(out_ptr + place, kept, mask=place < num_elements)
 
 
 @operator("dropout")

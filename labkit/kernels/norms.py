@@ -20,6 +20,7 @@ Shape suffixes: N rows, C columns, P programs.
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 import triton
@@ -28,24 +29,27 @@ from torch import Tensor
 
 from labkit.kernels.column_sums import add_columns
 from labkit.kernels.fused import (
-    IS_INTERPRETED,
     autocast_dtype,
     check,
     check_shape,
+    load_fp32,
     operator,
     rows_of,
     runs_kernel,
+    wide,
     wrap_triton,
 )
 from labkit.kernels.launch import num_multiprocessors
 
 MAX_COLUMNS = 32768  # 32 elements of a row a thread, of 1,024 threads
-# Of persistent programs: elements of a piece a warp, most pieces of a row, pieces in a
-# multiprocessor's registers (with one parameter's gradient and with two), its most programs.
-PIECE, MAX_PIECES, PIECES_AT_ONCE, MAX_PROGRAMS = 256, 4, {1: 50, 2: 38}, 8
-# The most bytes that one has on their way to shared memory, which every device since Ampere has.
-BYTES_AHEAD, MAX_STAGES = 98304, 3
-INTERPRETED_PROGRAMS = 3
+
+# Of the persistent programs of backward.
+PIECE = 256  # elements of a warp
+MAX_PIECES = 4  # of a row
+PIECES_AT_ONCE = {1: 50, 2: 38}  # in a multiprocessor's registers, by the number of parameters
+MAX_PROGRAMS = 8  # of a multiprocessor
+BYTES_AHEAD = 98304  # on their way to shared memory, which every device since Ampere has
+MAX_STAGES = 3
 
 
 @functools.cache
@@ -116,7 +120,7 @@ def norm_fwd_kernel(
         rounded = x.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + rows * C + cols, rounded, mask=inside)
         x = rounded.to(tl.float32)
-    weight = tl.load(weight_ptr + cols, mask=cols < C, other=0.0).to(tl.float32)
+    weight = load_fp32(weight_ptr + cols, cols < C)
     if bias_ptr is not None:
         mean = tl.sum(x, axis=1, keep_dims=True) / C
         tl.store(mean_ptr + rows, mean, mask=rows < num_rows)
@@ -126,8 +130,8 @@ def norm_fwd_kernel(
     tl.store(scale_ptr + rows, scale, mask=rows < num_rows)
     y = x * scale * weight
     if bias_ptr is not None:
-        y += tl.load(bias_ptr + cols, mask=cols < C, other=0.0).to(tl.float32)
-    tl.store(y_ptr + rows * C + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
+        y += load_fp32(bias_ptr + cols, cols < C)
+    tl.store(y_ptr + rows * C + cols, y, mask=inside)
 
 
 @triton.jit
@@ -168,13 +172,10 @@ def norm_bwd_kernel(
             grad_biases += (tl.zeros((WIDTH,), dtype=tl.float32),)
     step = tl.num_programs(0)
     # Two numbers of a row ahead, like its elements.
-    next_mean = (
-        0.0
-        if mean_ptr is None
-        else tl.load(mean_ptr + tl.program_id(0), mask=tl.program_id(0) < num_rows)
-    )
-    next_scale = tl.load(scale_ptr + tl.program_id(0), mask=tl.program_id(0) < num_rows)
-    for number in tl.range(tl.program_id(0), num_rows, step, num_stages=STAGES):
+    first = tl.program_id(0)
+    next_mean = 0.0 if mean_ptr is None else tl.load(mean_ptr + first, mask=first < num_rows)
+    next_scale = tl.load(scale_ptr + first, mask=first < num_rows)
+    for number in tl.range(first, num_rows, step, num_stages=STAGES):
         row = tl.cast(number, tl.int64)
         mean, scale = next_mean, next_scale
         if mean_ptr is not None:
@@ -184,10 +185,8 @@ def norm_bwd_kernel(
         slopes, shifts = tl.zeros((WIDTH,), dtype=tl.float32), tl.zeros((WIDTH,), dtype=tl.float32)
         for piece in tl.static_range(PIECES):
             cols = piece * WIDTH + lanes
-            x = tl.load(sum_ptr + row * stride_s + cols, mask=cols < C, other=0.0).to(tl.float32)
-            grad_y = tl.load(grad_y_ptr + row * stride_gy + cols, mask=cols < C, other=0.0).to(
-                tl.float32
-            )
+            x = load_fp32(sum_ptr + row * stride_s + cols, cols < C)
+            grad_y = load_fp32(grad_y_ptr + row * stride_gy + cols, cols < C)
             # Not zero beyond C, but there grad_y is.
             normed += ((x - mean) * scale,)
             grad_normed += (grad_y * weights[piece],)
@@ -207,16 +206,12 @@ def norm_bwd_kernel(
             cols = piece * WIDTH + lanes
             grad = scale * (grad_normed[piece] - shift / C - normed[piece] * (slope / C))
             if grad_sum_ptr is not None:
-                grad += tl.load(grad_sum_ptr + row * stride_gs + cols, mask=cols < C, other=0.0).to(
-                    tl.float32
-                )
-            tl.store(grad_ptr + row * C + cols, grad.to(grad_ptr.dtype.element_ty), mask=cols < C)
+                grad += load_fp32(grad_sum_ptr + row * stride_gs + cols, cols < C)
+            tl.store(grad_ptr + row * C + cols, grad, mask=cols < C)
             if grad_x_ptr is not None:
-                tl.store(
-                    grad_x_ptr + row * C + cols, grad.to(grad_x_ptr.dtype.element_ty), mask=cols < C
-                )
+                tl.store(grad_x_ptr + row * C + cols, grad, mask=cols < C)
     num_parameters: tl.constexpr = 1 if mean_ptr is None else 2
-    parts_ptr += tl.program_id(0) * num_parameters * C
+    parts_ptr += first * num_parameters * C
     for piece in tl.static_range(PIECES):
         cols = piece * WIDTH + lanes
         tl.store(parts_ptr + cols, grad_weights[piece], mask=cols < C)
@@ -237,29 +232,37 @@ def norm(
     fp32.
     """
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    per_row = {"size": x.shape[:-1], "dtype": torch.float32, "device": x.device}
-    statistics = [torch.empty(**per_row) for _ in range(1 if bias is None else 2)]
-    total = (
-        None if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
-    )
-    x_NC, residual_NC = rows_of(x), None if residual is None else rows_of(residual)
+    scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    outputs = [y, scale]
+    x_NC = rows_of(x)
+    mean = total = residual_NC = None
+    stride_r = 0
+    if bias is not None:
+        bias = bias.contiguous()
+        mean = torch.empty_like(scale)
+        outputs.append(mean)
+    if residual is not None:
+        residual_NC = rows_of(residual)
+        stride_r = residual_NC.stride(0)
+        total = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
+        outputs.append(total)
     tile = row_tile(int(x.shape[-1]))
-    if x.numel():
-        strides = x_NC.stride(0), 0 if residual is None else residual_NC.stride(0)
-        wrap_triton(norm_fwd_kernel)[(-(-x_NC.shape[0] // tile["ROWS"]),)](
-            x_NC,
-            residual_NC,
-            weight.contiguous(),
-            None if bias is None else bias.contiguous(),
-            y,
-            total,
-            *(*statistics, None)[:2],
-            *strides,
-            x_NC.shape[0],
-            eps,
-            **tile,
-        )
-    return [y, *statistics] if total is None else [y, *statistics, total]
+    wrap_triton(norm_fwd_kernel)[(-(-x_NC.shape[0] // tile["ROWS"]),)](
+        x_NC,
+        residual_NC,
+        weight.contiguous(),
+        bias,
+        y,
+        total,
+        scale,
+        mean,
+        x_NC.stride(0),
+        stride_r,
+        x_NC.shape[0],
+        eps,
+        **tile,
+    )
+    return outputs
 
 
 @operator("norm_backward")
@@ -276,38 +279,30 @@ def norm_backward(
     is another.
     """
     grad = torch.empty(total.shape, dtype=total.dtype, device=total.device)
-    grad_x = (
-        None
-        if x_dtype == total.dtype
-        else torch.empty(total.shape, dtype=x_dtype, device=total.device)
-    )
+    grad_x = None
+    if x_dtype != total.dtype:
+        grad_x = torch.empty(total.shape, dtype=x_dtype, device=total.device)
     read = [None if x is None else rows_of(x) for x in (total, grad_y, grad_total)]
     # Columns are a constant of the kernels, no symbol of the compiler's.
-    num_columns, num_parameters = int(weight.shape[0]), 1 if mean is None else 2
-    tile, programs = persistent_tile(
-        num_columns, sum(x.element_size() for x in read if x is not None), num_parameters
-    )
-    programs = (
-        INTERPRETED_PROGRAMS
-        if IS_INTERPRETED
-        else programs * num_multiprocessors(total.device.index)
-    )
+    num_columns = int(weight.shape[0])
+    num_parameters = 1 if mean is None else 2
+    bytes_a_column = sum(x.element_size() for x in read if x is not None)
+    tile, programs = persistent_tile(num_columns, bytes_a_column, num_parameters)
+    programs *= num_multiprocessors(total.device.index)
     parts_PC = torch.empty(
         (programs, num_parameters * num_columns), dtype=torch.float32, device=weight.device
     )
-    strides = [0 if x is None else x.stride(0) for x in read]
-    total_NC, *gradients = read
     wrap_triton(norm_bwd_kernel)[(programs,)](
-        total_NC,
+        read[0],
         weight.contiguous(),
         scale,
         mean,
-        *gradients,
+        *read[1:],
         grad,
         grad_x,
         parts_PC,
-        *strides,
-        total_NC.shape[0],
+        *[0 if x is None else x.stride(0) for x in read],
+        read[0].shape[0],
         **tile,
     )
     sums = add_columns(parts_PC, weight.dtype).view(num_parameters, -1)
@@ -316,47 +311,58 @@ def norm_backward(
 
 def _setup(ctx, inputs, output) -> None:
     x, residual, weight, bias = inputs[:4]
-    ctx.has_residual, ctx.x_dtype = residual is not None, x.dtype
-    ctx.save_for_backward(
-        output[-1] if ctx.has_residual else x,
-        weight,
-        output[1],
-        None if bias is None else output[2],
-    )
+    ctx.has_residual = residual is not None
+    ctx.x_dtype = x.dtype
+    total = output[-1] if ctx.has_residual else x
+    ctx.save_for_backward(total, weight, output[1], None if bias is None else output[2])
     # None, not zeros to be read, for a sum or a normalised tensor that nothing used.
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, grads):
-    grad_y, grad_total, of_parameters = (
-        grads[0],
-        grads[-1] if ctx.has_residual else None,
-        (None, None),
-    )
+def _gradients(ctx, *grads):
+    grad_y = grads[0]
+    grad_total = grads[-1] if ctx.has_residual else None
     if grad_y is None:
-        grad = grad_total
-        grad_x = None if grad is None else grad.to(ctx.x_dtype)
-    else:
-        grad, sums, *others = norm_backward(*ctx.saved_tensors, grad_y, grad_total, ctx.x_dtype)
-        grad_x, of_parameters = others[0] if others else grad, (*sums, None)[:2]
-    return grad_x, grad if ctx.has_residual else None, *of_parameters, None, None
+        grad_x = None if grad_total is None else grad_total.to(ctx.x_dtype)
+        return grad_x, grad_total, None, None, None, None
+    grad, sums, *grad_x = norm_backward(*ctx.saved_tensors, grad_y, grad_total, ctx.x_dtype)
+    return (
+        grad_x[0] if grad_x else grad,
+        grad if ctx.has_residual else None,
+        *(*sums, None)[:2],
+        None,
+        None,
+    )
 
 
 norm.register_autograd(_gradients, setup_context=_setup)
 
 
-def checked_dtype(x: Tensor, residual: Tensor | None, **parameters: Tensor) -> torch.dtype:
-    """Returns the dtype of the normalised tensor; raises ValueError for tensors that do not fit."""
+def normalise(
+    formula: Callable, x: Tensor, residual: Tensor | None, eps: float, **parameters: Tensor
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Returns x normalised or, with a residual, (the sum normalised, the sum): by the kernel, or
+    where none runs by `formula(sum, eps, **parameters)`, of a sum of fp32 or fp64.
+
+    Raises TypeError and ValueError for tensors that do not fit.
+    """
     others = parameters if residual is None else {"residual": residual, **parameters}
     check({"x": x, **others}, may_be_fp32=others)
-    if residual is not None:
-        check_shape("residual", residual, *x.shape)
-    for name, parameter in parameters.items():
-        check_shape(name, parameter, x.shape[-1])
-    if len({parameter.dtype for parameter in parameters.values()}) > 1:
-        raise ValueError(f"{' and '.join(parameters)} must have one dtype")
-    if runs_kernel(x) and x.shape[-1] > MAX_COLUMNS:
+    for name, tensor in others.items():
+        check_shape(name, tensor, *(x.shape if name == "residual" else x.shape[-1:]))
+    weight, bias = parameters["weight"], parameters.get("bias")
+    if bias is not None and bias.dtype != weight.dtype:
         raise ValueError(
-            f"the last dimension of x must be at most {MAX_COLUMNS}, got {x.shape[-1]}"
+            f"weight and bias must have one dtype, got {weight.dtype} and {bias.dtype}"
         )
-    return autocast_dtype(x) or (x if residual is None else residual).dtype
+    dtype = autocast_dtype(x) or (x if residual is None else residual).dtype
+    if runs_kernel(x):
+        if x.shape[-1] > MAX_COLUMNS:
+            raise ValueError(
+                f"the last dimension of x must be at most {MAX_COLUMNS}, got {x.shape[-1]}"
+            )
+        outputs = norm(x, residual, weight, bias, eps, dtype)
+        return outputs[0] if residual is None else (outputs[0], outputs[-1])
+    total = x if residual is None else x + residual
+    y = formula(wide(total), eps, **parameters).to(dtype)
+    return y if residual is None else (y, total)

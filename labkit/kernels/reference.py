@@ -15,17 +15,16 @@ def _visible(
     num_queries: int, num_keys: int, causal: bool, window: tuple[int, int] | None, device
 ) -> Tensor | None:
     """Which key each query sees, (Q, K) bool, or None where every query sees every key."""
-    left, right = window if window is not None else (-1, -1)
-    if causal:
-        right = 0 if right < 0 else min(right, 0)
+    left, right = window or (-1, -1)
+    right = 0 if causal else right
     if left < 0 and right < 0:
         return None
     query = torch.arange(num_queries, device=device)[:, None] + (num_keys - num_queries)
-    key = torch.arange(num_keys, device=device)[None, :]
+    distance = torch.arange(num_keys, device=device)[None, :] - query
     if left < 0:
-        return key <= query + right
-    visible = key >= query - left
-    return visible if right < 0 else visible & (key <= query + right)
+        return distance <= right
+    visible = distance >= -left
+    return visible if right < 0 else visible & (distance <= right)
 
 
 def _scores(

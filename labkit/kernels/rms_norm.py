@@ -6,8 +6,7 @@ Source: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization", equation 
 import torch
 from torch import Tensor
 
-from labkit.kernels.fused import runs_kernel, wide
-from labkit.kernels.norms import checked_dtype, norm
+from labkit.kernels.norms import normalise
 
 
 def rms_norm(
@@ -32,12 +31,8 @@ def rms_norm(
 
     Error budget: that of `labkit.numerics.judge` for the formula in the same dtype, against fp64.
     """
-    dtype = checked_dtype(x, residual, weight=weight)
-    if runs_kernel(x):
-        y, _, *total = norm(x, residual, weight, None, eps, dtype)
-        return (y, *total) if total else y
-    total = x if residual is None else x + residual
-    y = (wide(total) * torch.rsqrt(wide(total).square().mean(-1, keepdim=True) + eps) * weight).to(
-        dtype
-    )
-    return y if residual is None else (y, total)
+    return normalise(_formula, x, residual, eps, weight=weight)
+
+
+def _formula(x: Tensor, eps: float, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight

@@ -56,25 +56,15 @@ def _turn(
     first = tl.load(x_ptrs, mask=inside).to(tl.float32)
     second = tl.load(x_ptrs + D // 2, mask=inside).to(tl.float32)
     angles = tokens * D + cols
-    first_cos, second_cos = (
-        tl.load(cos_ptr + angles, mask=inside),
-        tl.load(cos_ptr + angles + D // 2, mask=inside),
-    )
-    first_sin, second_sin = (
-        tl.load(sin_ptr + angles, mask=inside),
-        tl.load(sin_ptr + angles + D // 2, mask=inside),
-    )
+    first_cos = tl.load(cos_ptr + angles, mask=inside)
+    second_cos = tl.load(cos_ptr + angles + D // 2, mask=inside)
+    first_sin = tl.load(sin_ptr + angles, mask=inside)
+    second_sin = tl.load(sin_ptr + angles + D // 2, mask=inside)
     if TRANSPOSED:
         first_sin, second_sin = -second_sin, -first_sin
     y_ptrs = y_ptr + rows.to(tl.int64) * D + cols
-    tl.store(
-        y_ptrs, (first * first_cos - second * first_sin).to(y_ptr.dtype.element_ty), mask=inside
-    )
-    tl.store(
-        y_ptrs + D // 2,
-        (second * second_cos + first * second_sin).to(y_ptr.dtype.element_ty),
-        mask=inside,
-    )
+    tl.store(y_ptrs, first * first_cos - second * first_sin, mask=inside)
+    tl.store(y_ptrs + D // 2, second * second_cos + first * second_sin, mask=inside)
 
 
 @triton.jit
@@ -148,51 +138,49 @@ def _rotary(
     """Returns turned queries and keys, the heads of a token adjacent in memory as a projection
     writes them.
     """
-    inputs = [x if x.stride(-1) == 1 else x.contiguous() for x in (q_BHTD, k_BGTD)]
-    num_tokens, d = q_BHTD.shape[2], int(q_BHTD.shape[3])
-    block = triton.next_power_of_2(d // 2)
-    num_rows = [x.numel() // d for x in inputs]
+    q_BHTD = q_BHTD if q_BHTD.stride(-1) == 1 else q_BHTD.contiguous()
+    k_BGTD = k_BGTD if k_BGTD.stride(-1) == 1 else k_BGTD.contiguous()
+    batch, heads_q, num_tokens, d = q_BHTD.shape
+    heads_k = k_BGTD.shape[1]
+    block = triton.next_power_of_2(int(d) // 2)
     per_tile = max(1, TILE_PAIRS // block)
-    turned = [
-        torch.empty(
-            (x.shape[0], num_tokens, x.shape[1], d), dtype=x.dtype, device=x.device
-        ).transpose(1, 2)
-        for x in inputs
-    ]
-    if sum(num_rows):
-        wrap_triton(rotary_kernel)[(sum(-(-rows // per_tile) for rows in num_rows),)](
-            *inputs,
-            *turned,
-            cos_TD,
-            sin_TD,
-            *inputs[0].stride()[:3],
-            *inputs[1].stride()[:3],
-            *num_rows,
-            q_BHTD.shape[1],
-            k_BGTD.shape[1],
-            num_tokens,
-            D=d,
-            BLOCK=block,
-            ROWS=per_tile,
-            TRANSPOSED=transposed,
-        )
-    return turned[0], turned[1]
+    rows_q = batch * num_tokens * heads_q
+    rows_k = batch * num_tokens * heads_k
+    like = {"dtype": q_BHTD.dtype, "device": q_BHTD.device}
+    turned_q = torch.empty((batch, num_tokens, heads_q, d), **like).transpose(1, 2)
+    turned_k = torch.empty((batch, num_tokens, heads_k, d), **like).transpose(1, 2)
+    wrap_triton(rotary_kernel)[(-(-rows_q // per_tile) + -(-rows_k // per_tile),)](
+        q_BHTD,
+        k_BGTD,
+        turned_q,
+        turned_k,
+        cos_TD,
+        sin_TD,
+        *q_BHTD.stride()[:3],
+        *k_BGTD.stride()[:3],
+        rows_q,
+        rows_k,
+        heads_q,
+        heads_k,
+        num_tokens,
+        D=int(d),
+        BLOCK=block,
+        ROWS=per_tile,
+        TRANSPOSED=transposed,
+    )
+    return turned_q, turned_k
 
 
 def _setup(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[2:4])
-    ctx.transposed = inputs[4]
+    _, _, cos_TD, sin_TD, ctx.transposed = inputs
+    ctx.save_for_backward(cos_TD, sin_TD)
 
 
-_rotary.register_autograd(
-    lambda ctx, grad_q, grad_k: (
-        *_rotary(grad_q, grad_k, *ctx.saved_tensors, not ctx.transposed),
-        None,
-        None,
-        None,
-    ),
-    setup_context=_setup,
-)
+def _gradients(ctx, grad_q, grad_k):
+    return *_rotary(grad_q, grad_k, *ctx.saved_tensors, not ctx.transposed), None, None, None
+
+
+_rotary.register_autograd(_gradients, setup_context=_setup)
 
 
 def rotary(q_BHTD: Tensor, k_BGTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -225,18 +213,12 @@ def rotary(q_BHTD: Tensor, k_BGTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tu
     tables = {"cos": cos_TD, "sin": sin_TD}
     require_tensors(tables)
     for name, table in tables.items():
-        fits = (
-            table.dim() == 2
-            and table.shape[0] >= num_tokens
-            and table.shape[1] == d
-            and table.is_contiguous()
-        )
-        if not fits or table.dtype != torch.float32 or table.device != q_BHTD.device:
-            wanted = (
-                f"contiguous torch.float32 on {q_BHTD.device}, at least {num_tokens} rows of {d}"
-            )
+        has_rows = table.dim() == 2 and table.shape[0] >= num_tokens and table.shape[1] == d
+        kind = (table.dtype, table.device, table.is_contiguous())
+        if not has_rows or kind != (torch.float32, q_BHTD.device, True):
             raise ValueError(
-                f"{name} must be {wanted}, got {table.dtype} on {table.device}, "
+                f"{name} must be contiguous torch.float32 on {q_BHTD.device}, at least "
+                f"{num_tokens} rows of {d}, got {table.dtype} on {table.device}, "
                 f"{tuple(table.shape)}"
             )
     if runs_kernel(q_BHTD):

@@ -48,7 +48,7 @@ def swiglu_fwd_kernel(
     gate = tl.load(gate_ptr + rows * stride_g + cols, mask=inside).to(tl.float32)
     up = tl.load(up_ptr + rows * stride_u + cols, mask=inside).to(tl.float32)
     y = gate * tl.sigmoid(gate) * up
-    tl.store(y_ptr + rows * num_columns + cols, y.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptr + rows * num_columns + cols, y, mask=inside)
 
 
 @triton.jit
@@ -75,57 +75,44 @@ def swiglu_bwd_kernel(
     grad_y = tl.load(grad_y_ptr + rows * stride_gy + cols, mask=inside).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     grad_gate = grad_y * up * sigmoid * (1 + gate * (1 - sigmoid))
-    tl.store(
-        grad_gate_ptr + rows * num_columns + cols,
-        grad_gate.to(grad_gate_ptr.dtype.element_ty),
-        mask=inside,
-    )
+    tl.store(grad_gate_ptr + rows * num_columns + cols, grad_gate, mask=inside)
     grad_up = grad_y * gate * sigmoid
-    tl.store(
-        grad_up_ptr + rows * num_columns + cols,
-        grad_up.to(grad_up_ptr.dtype.element_ty),
-        mask=inside,
+    tl.store(grad_up_ptr + rows * num_columns + cols, grad_up, mask=inside)
+
+
+def _launch(launcher, read: tuple[Tensor, ...], written: tuple[Tensor, ...]) -> None:
+    """Launches a kernel over tiles of all elements."""
+    if read[0].numel() % WIDTHS[0] == 0 and all(x.is_contiguous() for x in read):
+        # The elements of a tile are then adjacent.
+        rows = [x.view(-1, WIDTHS[0]) for x in read]
+    else:
+        rows = [rows_of(x) for x in read]
+    num_rows, num_columns = rows[0].shape
+    width = next((width for width in WIDTHS if num_columns % width == 0), WIDTHS[-1])
+    height = TILE // width
+    launcher[(-(-num_rows // height), -(-num_columns // width))](
+        *rows,
+        *written,
+        *[x.stride(0) for x in rows],
+        num_rows,
+        num_columns,
+        ROWS=height,
+        COLUMNS=width,
     )
-
-
-def _tiling(x_NC: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
-    """Returns the grid and the tile of a program."""
-    width = next((width for width in WIDTHS if x_NC.shape[1] % width == 0), WIDTHS[-1])
-    tile = {"ROWS": TILE // width, "COLUMNS": width}
-    return tuple(
-        -(-size // of_tile) for size, of_tile in zip(x_NC.shape, tile.values(), strict=True)
-    ), tile
-
-
-def _rows(*tensors: Tensor) -> list[Tensor]:
-    """Returns the tensors as (rows, columns), dense ones in rows of a tile: its elements are then
-    adjacent.
-    """
-    if tensors[0].numel() % WIDTHS[0] == 0 and all(x.is_contiguous() for x in tensors):
-        return [x.view(-1, WIDTHS[0]) for x in tensors]
-    return [rows_of(x) for x in tensors]
 
 
 @operator("swiglu")
 def _forward(gate: Tensor, up: Tensor) -> Tensor:
-    y, read = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device), _rows(gate, up)
-    if y.numel():
-        (grid, tile), strides = _tiling(read[0]), [x_NC.stride(0) for x_NC in read]
-        wrap_triton(swiglu_fwd_kernel)[grid](*read, y, *strides, *read[0].shape, **tile)
+    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    _launch(wrap_triton(swiglu_fwd_kernel), (gate, up), (y,))
     return y
 
 
 @operator("swiglu_backward")
 def _backward(gate: Tensor, up: Tensor, grad_y: Tensor) -> tuple[Tensor, Tensor]:
-    grad_gate, grad_up = (
-        torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2)
-    )
-    read = _rows(gate, up, grad_y)
-    if gate.numel():
-        (grid, tile), strides = _tiling(read[0]), [x_NC.stride(0) for x_NC in read]
-        wrap_triton(swiglu_bwd_kernel)[grid](
-            *read, grad_gate, grad_up, *strides, *read[0].shape, **tile
-        )
+    grad_gate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    grad_up = torch.empty_like(grad_gate)
+    _launch(wrap_triton(swiglu_bwd_kernel), (gate, up, grad_y), (grad_gate, grad_up))
     return grad_gate, grad_up
 
 

@@ -50,7 +50,7 @@ def weighted_sum_fwd_kernel(
         )
         weight = tl.load(weight_ptr + cols * stride_wd, mask=cols < dim, other=0.0)
         y += tl.sum(x.to(tl.float32) * weight.to(tl.float32)[None, :], axis=1)
-    tl.store(y_ptr + rows, y.to(y_ptr.dtype.element_ty), mask=rows < num_rows)
+    tl.store(y_ptr + rows, y, mask=rows < num_rows)
 
 
 @triton.jit
@@ -83,15 +83,13 @@ def weighted_sum_bwd_kernel(
         )
         weight = tl.load(weight_ptr + cols * stride_wd, mask=cols < dim, other=0.0).to(tl.float32)
         grad_x = grad_y[:, None] * weight[None, :]
-        grad_x_ptrs = grad_x_ptr + rows[:, None] * dim + cols[None, :]
-        tl.store(grad_x_ptrs, grad_x.to(grad_x_ptr.dtype.element_ty), mask=inside)
+        tl.store(grad_x_ptr + rows[:, None] * dim + cols[None, :], grad_x, mask=inside)
         partial = tl.sum(grad_y[:, None] * x.to(tl.float32), axis=0)
         tl.store(partial_grad_weight_ptr + tile * dim + cols, partial, mask=cols < dim)
 
 
-def _tiles(num_rows: int, dim: int) -> tuple[tuple[int], dict[str, int]]:
-    block_d = min(MAX_BLOCK_D, triton.next_power_of_2(int(dim)))
-    return (triton.cdiv(num_rows, BLOCK_N),), {"BLOCK_N": BLOCK_N, "BLOCK_D": block_d}
+def _blocks(dim: int) -> dict[str, int]:
+    return {"BLOCK_N": BLOCK_N, "BLOCK_D": min(MAX_BLOCK_D, triton.next_power_of_2(int(dim)))}
 
 
 @operator("weighted_sum")
@@ -99,11 +97,9 @@ def weighted_sum_forward(x_ND: Tensor, weight_D: Tensor) -> Tensor:
     """Returns the weighted sums (N,) of the rows of x (N, D), dtype of x, summed in fp32."""
     num_rows, dim = x_ND.shape
     y_N = torch.empty(num_rows, dtype=x_ND.dtype, device=x_ND.device)
-    grid, blocks = _tiles(num_rows, dim)
-    if num_rows:
-        wrap_triton(weighted_sum_fwd_kernel)[grid](
-            x_ND, weight_D, y_N, *x_ND.stride(), *weight_D.stride(), num_rows, dim, **blocks
-        )
+    wrap_triton(weighted_sum_fwd_kernel)[(-(-num_rows // BLOCK_N),)](
+        x_ND, weight_D, y_N, *x_ND.stride(), *weight_D.stride(), num_rows, dim, **_blocks(dim)
+    )
     return y_N
 
 
@@ -113,23 +109,22 @@ def weighted_sum_backward(
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of x (N, D) and of the weight (D,), in their dtypes."""
     num_rows, dim = x_ND.shape
-    grid, blocks = _tiles(num_rows, dim)
+    num_tiles = -(-num_rows // BLOCK_N)
     grad_x_ND = torch.empty((num_rows, dim), dtype=x_ND.dtype, device=x_ND.device)
-    partial_TD = torch.empty((grid[0], dim), dtype=torch.float32, device=x_ND.device)
-    if num_rows:
-        wrap_triton(weighted_sum_bwd_kernel)[grid](
-            x_ND,
-            weight_D,
-            grad_y_N,
-            grad_x_ND,
-            partial_TD,
-            *x_ND.stride(),
-            *weight_D.stride(),
-            *grad_y_N.stride(),
-            num_rows,
-            dim,
-            **blocks,
-        )
+    partial_TD = torch.empty((num_tiles, dim), dtype=torch.float32, device=x_ND.device)
+    wrap_triton(weighted_sum_bwd_kernel)[(num_tiles,)](
+        x_ND,
+        weight_D,
+        grad_y_N,
+        grad_x_ND,
+        partial_TD,
+        *x_ND.stride(),
+        *weight_D.stride(),
+        *grad_y_N.stride(),
+        num_rows,
+        dim,
+        **_blocks(dim),
+    )
     return grad_x_ND, partial_TD.sum(dim=0).to(weight_D.dtype)
 
 
