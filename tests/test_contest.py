@@ -308,11 +308,12 @@ def test_each_operation_is_held_to_its_formula(operation):
     problem = kind(CPU, {"operation": operation, "precision": "fp32", **sizes})
     for impl in set(problem.implementations) - {"compiled", "liger", "quack", "triton"}:
         for name in problem.definition.passes:
-            assert problem.judge(name, problem.call(impl, name)()).budget_fraction <= 1
+            verdicts = problem.verdicts(name, problem.call(impl, name)()).values()
+            assert all(0 <= verdict.budget_fraction <= 1 for verdict in verdicts)
             assert problem.rates(name, 1.0, {"copy": 1.0, "gemm fp32": 1.0})["ceiling_fraction"] > 0
     right = problem.call("eager", problem.definition.passes[0])()
     with pytest.raises(AssertionError, match="wrong"):
-        problem.judge(problem.definition.passes[0], [1.01 * x for x in right])
+        problem.verdicts(problem.definition.passes[0], [1.01 * x for x in right])
 
 
 # ---- notebook 06's other sections ----------------------------------------------------------------

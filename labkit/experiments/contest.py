@@ -50,6 +50,8 @@ ORACLE_SCORES = 2**25
 IN_TURN = "in turn"
 """A case's parameter "timed", unless its one implementation is timed alone."""
 
+OUTPUTS = ("out", "second out")
+
 Tensors = Sequence[Tensor]
 
 
@@ -107,8 +109,8 @@ class Operation(abc.ABC):
     def num_terms(self, name: str) -> int:
         """Returns the terms of the longest sum behind "out" or a gradient."""
 
-    def rows(self, name: str, x: Tensor) -> Tensor:
-        """Returns "out" or a gradient as (..., rows, columns), to be judged by blocks of rows."""
+    def rows(self, x: Tensor, is_gradient: bool) -> Tensor:
+        """Returns an output or a gradient as (..., rows, columns), judged by blocks of rows."""
         return x
 
     def rates(self, name: str, median_ms: float, ceilings: dict[str, float]) -> dict:
@@ -158,26 +160,24 @@ class Operation(abc.ABC):
             for dtype in (torch.float64, self.inputs[0].dtype)
         ]
 
-    def judge(self, name: str, values: Tensors) -> numerics.Verdict:
-        """Returns the worst verdict on the outputs ("forward") or gradients (another pass).
+    def verdicts(self, name: str, values: Tensors) -> dict[str, numerics.Verdict]:
+        """Returns the verdicts on the outputs ("forward") or the gradients (another pass) by name.
 
         Raises AssertionError for a wrong one.
         """
         is_gradient = name != "forward"
-        names = [f"d{each}" for each in self.names] if is_gradient else ["out"] * len(values)
-        verdicts = []
-        for key, *results in zip(
-            names, values, *(results[is_gradient] for results in self.expected), strict=True
-        ):
+        names = [f"d{each}" for each in self.names] if is_gradient else OUTPUTS[: len(values)]
+        results = zip(*(pair[is_gradient] for pair in self.expected), strict=True)
+        verdicts = {}
+        for key, value, expected in zip(names, values, results, strict=True):
             # What is computed from numbers of 16 bits is as exact as those, whatever its own dtype.
-            verdict = numerics.judge(
-                key,
-                *(self.rows(key, x) for x in results),
+            verdicts[key] = numerics.judge(
+                key if is_gradient else "out",
+                *(self.rows(x, is_gradient) for x in (value, *expected)),
                 dtype=self.inputs[0].dtype,
                 num_terms=self.num_terms(key),
             )
-            verdicts.append(verdict)
-        return max(verdicts, key=lambda verdict: verdict.budget_fraction)
+        return verdicts
 
 
 def as_tuple(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -327,9 +327,11 @@ class Contest:
                     yield f"{impl} {name}", measure
 
     def judge(self, impl: str, name: str) -> numerics.Verdict:
-        """Returns the verdict on a pass; raises AssertionError for a wrong result."""
-        values = self.operation.call(impl, "forward" if name == "forward" else "forward_backward")()
-        return self.operation.judge(name, values)
+        """Returns the worst verdict on a pass; raises AssertionError for a wrong result."""
+        operation = self.operation
+        values = operation.outputs(impl) if name == "forward" else operation.gradients(impl)
+        verdicts = operation.verdicts(name, values).values()
+        return max(verdicts, key=lambda verdict: verdict.budget_fraction)
 
     def baseline(self, name: str, impls: Sequence[str]) -> str | None:
         """Returns what the ratios of a pass divide by; None where it is wrong, or there is none."""

@@ -111,7 +111,9 @@ class Attention(Operation):
 
     names = ("q", "k", "v")
 
-    def __init__(self, device: hardware.Device, shape: Rivalry, precision: str):
+    def __init__(
+        self, device: hardware.Device, shape: Rivalry, precision: str, *, drawn_on: str = ""
+    ):
         empty_cache(device)
         self.device, self.shape, self.precision = device, shape, precision
         # Some kernels multiply fp32 as several products of TF32, and the peak of plain fp32 is not
@@ -120,8 +122,11 @@ class Attention(Operation):
         self.implementations = IMPLEMENTATIONS["attention"]
         self.options = {"causal": shape.causal}
         size = (shape.batch, shape.heads, shape.length, shape.d_head)
-        *inputs, grad_out = draw(device.kind, precision, *4 * [size])
-        self.inputs, self.grad_outs = [x.requires_grad_() for x in inputs], [grad_out]
+        drawn = draw(drawn_on or device.kind, precision, *4 * [size])
+        *self.inputs, grad_out = (x.to(device.kind) for x in drawn)
+        self.grad_outs = [grad_out]
+        for x in self.inputs:
+            x.requires_grad_()
         self.auto = what_runs("auto", *self.inputs[:2], **self.options)
         if precision == "tf32" and self.auto == "triton":
             self.auto = "triton_tf32"
@@ -311,9 +316,9 @@ class RowOperation(Operation):
     def num_terms(self, name: str) -> int:
         return max(self.shape)
 
-    def rows(self, name: str, x: Tensor) -> Tensor:
-        # A vector is a number of each row as an output, and one row as a gradient.
-        return x.reshape(-1, 1 if name == "out" and x.dim() < 2 else x.shape[-1])
+    def rows(self, x: Tensor, is_gradient: bool) -> Tensor:
+        # A vector is one row as a gradient, and a number of each row as an output.
+        return x.reshape(-1, x.shape[-1] if is_gradient or x.dim() > 1 else 1)
 
     def cost(self, name: str) -> dict:
         if self.definition.flops:
