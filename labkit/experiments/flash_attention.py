@@ -127,8 +127,8 @@ def _lengths(grid: Grid, impl: str, precision: str, d_head: int) -> tuple[int, .
 
 def attention_of(device: hardware.Device, parameters: dict) -> Attention:
     """Returns the attention of a case's parameters."""
-    names = [field.name for field in dataclasses.fields(Rivalry)]
-    shape = Rivalry(**{name: parameters[name] for name in names})
+    names = ("batch", "heads", "length", "d_head", "causal")
+    shape = Rivalry(*(parameters[name] for name in names))
     return attention_problem(device, shape, parameters["precision"])
 
 
@@ -150,10 +150,10 @@ def _measure_algorithm(device: hardware.Device, case: Case, phase: str) -> Measu
         return Measured({"num_tiles": -(-length // p["tile"])}, described, samples=samples)
     out, lse = tiled_attention_forward(*inputs, **options)
     grads = tiled_attention_backward(*problem.grad_outs, *inputs, out, lse, **options)
-    verdicts = problem.verdicts("forward", [out]) | problem.verdicts("backward", grads)
+    verdicts = [*problem.verdicts("forward", [out]), *problem.verdicts("backward", grads)]
     metrics = {
         f"{name}_{key}": number
-        for name, verdict in verdicts.items()
+        for name, verdict in zip(("out", "dq", "dk", "dv"), verdicts, strict=True)
         for key, number in verdict.metrics().items()
     }
     return Measured(metrics, described)
@@ -198,7 +198,7 @@ def _measure_tile(device: hardware.Device, case: Case, ceilings: dict[str, float
         out, _ = run()
     except triton.errors.TritonError as error:
         raise Skip(f"{type(error).__name__}: {error}".split("\n")[0]) from None
-    verdict = problem.verdicts("forward", [out])["out"]
+    verdict = problem.verdicts("forward", [out])[0]
     limits = {"device_kind": device.kind, "num_warmup": 1, "time_limit_s": case.time_limit_s}
     method = "graph" if device.kind == "cuda" else "host"
     found = timed(device, time_callable, run, method=method, **limits)

@@ -44,9 +44,6 @@ from labkit.kernels.swiglu import swiglu
 from labkit.kernels.weighted_sum import weighted_sum
 from labkit.models.transformer import RotaryEmbedding
 
-IN_PLACE = "ours_in_place"
-"""Ours on a copy of the logits, as Liger's is run: both overwrite them by their gradient."""
-
 EPS, VOCABULARY, HEAD = 1e-6, 10_000, 64
 
 HIDDEN = 4304 / 1152
@@ -92,11 +89,8 @@ def contest_case(
     **limits,
 ) -> ContestCase:
     """Returns the case of a contest of `impls` and, unless one is alone, of all registered ones."""
-    modules = {
-        name: implementation.module
-        for name, implementation in IMPLEMENTATIONS[operation].items()
-        if implementation.module and not is_alone
-    }
+    registered = IMPLEMENTATIONS[operation].items() if not is_alone else ()
+    modules = {name: each.module for name, each in registered if each.module}
     phases = tuple(f"{impl} {name}" for name in passes for impl in (*impls, *modules))
     return ContestCase(section, parameters, phases, modules=tuple(modules.values()), **limits)
 
@@ -127,10 +121,9 @@ class Attention(Operation):
         self.grad_outs = [grad_out]
         for x in self.inputs:
             x.requires_grad_()
-        self.auto = what_runs("auto", *self.inputs[:2], **self.options)
-        if precision == "tf32" and self.auto == "triton":
-            self.auto = "triton_tf32"
-        self.baseline = self.auto
+        self.baseline = what_runs("auto", *self.inputs[:2], **self.options)
+        if precision == "tf32" and self.baseline == "triton":
+            self.baseline = "triton_tf32"
 
     def formula(self, *inputs: Tensor, dtype: torch.dtype) -> Tensor:
         return attention_formula(*inputs, **self.options, dtype=dtype)
@@ -144,15 +137,17 @@ class Attention(Operation):
         return {"flops": accounting.attention_call_flops(*call, causal=shape.causal)}
 
     def described(self) -> dict:
-        return described_attention(self.inputs[0], self.shape.causal)
+        q = self.inputs[0]
+        shape = dataclasses.asdict(Rivalry(*q.shape, self.shape.causal))
+        return {**shape, "precision": numerics.live_precision(q.dtype)}
 
     def metrics(self, impl: str) -> dict:
-        return {"is_auto": int(impl == self.auto)}
+        return {"is_auto": int(impl == self.baseline)}
 
     def observed(self, impl: str) -> dict:
         q, k, _ = self.inputs
         ran = what_runs(impl, q, k, **self.options) if impl in IMPLS else impl
-        observed = {"ran": ran, "auto": self.auto}
+        observed = {"ran": ran, "auto": self.baseline}
         options = OUR_OPTIONS.get(impl, {})
         if options.get("impl") == "triton" and q.dtype == torch.float32:
             # Several products may make one.
@@ -169,14 +164,6 @@ def attention_problem(device: hardware.Device, shape: Rivalry, precision: str) -
     another.
     """
     return Attention(device, shape, precision)
-
-
-def described_attention(q_BHSD: Tensor, causal: bool) -> dict:
-    """Returns a case's shape and precision as read back from a tensor and from what PyTorch was
-    told.
-    """
-    shape = dataclasses.asdict(Rivalry(*q_BHSD.shape, causal))
-    return {**shape, "precision": numerics.live_precision(q_BHSD.dtype)}
 
 
 def _attention(impl: str) -> Implementation:
@@ -436,9 +423,6 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
     }
     for name, formula in DEFINITIONS.items()
 }
-IMPLEMENTATIONS["cross_entropy"][IN_PLACE] = Implementation(
-    lambda logits, targets: cross_entropy(logits.clone(), targets, inplace=True)
-)
 IMPLEMENTATIONS["weighted_sum"] = {
     "eager": Implementation(_weighted_sum),
     "compiled": Implementation(lambda *tensors: _compiled("weighted_sum")(*tensors)),
@@ -446,3 +430,10 @@ IMPLEMENTATIONS["weighted_sum"] = {
 }
 IMPLEMENTATIONS["attention"] = {impl: _attention(impl) for impl in IMPLS}
 """By operation and name; `register` adds to them."""
+
+# On a copy of the logits, as Liger's is run: both overwrite them by their gradient.
+register(
+    "cross_entropy",
+    "ours_in_place",
+    lambda logits, targets: cross_entropy(logits.clone(), targets, inplace=True),
+)

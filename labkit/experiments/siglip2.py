@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from labkit import hardware
 from labkit.configs import SIGLIP2, SIGLIP2_SIZES, Siglip2Config
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
-from labkit.experiments.contest import contest_section, rate_metrics
-from labkit.experiments.operations import DEFINITIONS, IN_PLACE, RowOperation, contest_case
+from labkit.experiments.contest import contest_section, draw, rate_metrics
+from labkit.experiments.operations import DEFINITIONS, RowOperation, contest_case
 from labkit.experiments.sections import (
     Timed,
     run_section,
@@ -86,10 +86,10 @@ def cases(profile: str, device_kind: str) -> list[Case]:
     for precision in grid.accuracy if is_gpu else ("fp32",):
         result.append(Case("accuracy", {"size": grid.size, "precision": precision}, IMPLS, limit))
     for operation, rows, columns in grid.kernels:
-        impls = [*grid.kernel_impls, *([IN_PLACE] if operation == "cross_entropy" else [])]
         parameters = {"operation": operation, "rows": rows, "columns": columns, "precision": dtype}
         passes = DEFINITIONS[operation].passes
-        result.append(contest_case("kernels", operation, parameters, impls, passes, **limits))
+        case = ("kernels", operation, parameters, grid.kernel_impls, passes)
+        result.append(contest_case(*case, **limits))
     return result
 
 
@@ -136,12 +136,9 @@ class Batch:
     def of(cls, device: hardware.Device, parameters: dict) -> "Batch":
         config = SIGLIP2_SIZES[parameters["size"]]
         grids = draw_grids(parameters["workload"], parameters["images"], config.position_side)
-        num_patches, dtype = int(grids.prod(1).sum()), DTYPES[parameters["precision"]]
-        generator = torch.Generator(device.kind).manual_seed(0)
-        patches, grad = (
-            torch.randn(num_patches, width, generator=generator, device=device.kind).to(dtype)
-            for width in (config.patch_dim, config.d_model)
-        )
+        num_patches = int(grids.prod(1).sum())
+        shapes = ((num_patches, width) for width in (config.patch_dim, config.d_model))
+        patches, grad = draw(device.kind, parameters["precision"], *shapes)
         return cls(config, patches, grids, grad)
 
     @property
@@ -149,18 +146,15 @@ class Batch:
         """Of a forward pass: two for each weight of a matrix and patch, and those of attention
         within images.
         """
-        c = self.config
-        of_patch = 2 * c.patch_dim * c.d_model + c.num_layers * (
-            8 * c.d_model**2 + 4 * c.d_model * c.d_ff
-        )
-        pairs = int(self.grids.prod(1).square().sum())
-        return len(self.patches) * of_patch + c.num_layers * 4 * pairs * c.d_model
+        c, pairs = self.config, int(self.grids.prod(1).square().sum())
+        layer_terms = len(self.patches) * (4 * c.d_model + 2 * c.d_ff) + 2 * pairs
+        return 2 * c.d_model * (len(self.patches) * c.patch_dim + c.num_layers * layer_terms)
 
 
 # ---- ways to run it ------------------------------------------------------------------------------
 
 
-def _encoder(batch: Batch, way: str) -> tuple[nn.Module, Callable[[], Tensor]]:
+def _encoder(batch: Batch, way: str) -> tuple[nn.Module, Callable]:
     """Returns an encoder in training mode, and its forward pass of the batch."""
     impl, _, change = way.removesuffix(COMPILED).partition(", ")
     recomputed = batch.config.num_layers if way == RECOMPUTED else 0
@@ -186,7 +180,7 @@ def graph_breaks(device: hardware.Device, precision: str, impl: str) -> int:
     return torch._dynamo.explain(forward.func)(*forward.args).graph_break_count
 
 
-def _other_attention(name: str, batch: Batch) -> Callable[[Tensor, Tensor, int], Tensor] | None:
+def _other_attention(name: str, batch: Batch) -> Callable | None:
     """Returns what takes the place of `flash_attention_qkv`, None for another name; raises Skip if
     it cannot run.
     """
@@ -211,7 +205,7 @@ def _other_attention(name: str, batch: Batch) -> Callable[[Tensor, Tensor, int],
     return attend
 
 
-def _transformers(batch: Batch, way: str) -> tuple[nn.Module, Callable[[], Tensor]]:
+def _transformers(batch: Batch, way: str) -> tuple[nn.Module, Callable]:
     """Returns transformers' model, of random weights, and its forward pass of the batch, padded."""
     if importlib.util.find_spec("transformers") is None:
         raise Skip("transformers is not installed")
@@ -279,7 +273,7 @@ def _run_steps(device: hardware.Device, case: Case, ceilings: dict[str, float]):
 def _measure_step(
     device: hardware.Device,
     batch: Batch,
-    call: Callable[[], Tensor | None],
+    call: Callable,
     case: Case,
     phase: str,
     ceilings: dict[str, float],
@@ -327,7 +321,7 @@ def _timed(
 
 def _module(
     batch: Batch, module: str, impl: str, dtype: torch.dtype | None = None
-) -> tuple[list[Tensor], Callable[[], tuple[Tensor, ...]]]:
+) -> tuple[list[Tensor], Callable]:
     """Returns the leaves of a part of the encoder, its inputs and parameters, and its forward pass.
 
     With a dtype it does not drop out, and computes in that from the values that it has in the
@@ -383,16 +377,16 @@ def _measure_floor(device: hardware.Device, case: Case, phase: str) -> Measured:
     """
     batch = Batch.of(device, case.parameters)
     config, rows, width = batch.config, len(batch.patches), batch.config.d_model
-    draw = functools.partial(torch.randn, device=device.kind, dtype=batch.patches.dtype)
-    sets = [
-        (draw(rows, before), draw(after, before), draw(rows, after))
-        for before, after in (
-            (width, 3 * width),
-            (width, width),
-            (width, config.d_ff),
-            (config.d_ff, width),
-        )
-    ]
+    like = {"device": device.kind, "dtype": batch.patches.dtype}
+    sets = []
+    for before, after in (
+        (width, 3 * width),
+        (width, width),
+        (width, config.d_ff),
+        (config.d_ff, width),
+    ):
+        shapes = ((rows, before), (after, before), (rows, after))
+        sets.append([torch.randn(shape, **like) for shape in shapes])
 
     def products() -> None:
         for _ in range(config.num_layers):
