@@ -142,6 +142,7 @@ class AttentionCall:
             raise ValueError(f"unknown implementation {self.impl!r}; accepted: {accepted}")
         self.mask = {"causal": True} if parameters.get("causal") else {}
         self.is_compiled = self.impl.startswith("compiled")
+        empty_cache(device)
         torch.manual_seed(0)
         numerics.set_precision(parameters["precision"])
         heads = [1] if self.impl == "compiled_heads" else []
@@ -160,14 +161,8 @@ class AttentionCall:
             freeze_modules()
             torch.compiler.config.force_disable_caches = True
             torch._dynamo.utils.counters.clear()
-            self.function = torch.compile(attention_reference, dynamic=False, fullgraph=True)
-
-    def close(self) -> None:
-        """Frees what the case holds."""
-        del self.inputs, self.grad_out, self.function
-        if self.is_compiled:
             torch.compiler.reset()
-        empty_cache(self.device)
+            self.function = torch.compile(attention_reference, dynamic=False, fullgraph=True)
 
     def forward(self) -> Tensor:
         return self.function(*self.inputs, **self.mask)
@@ -270,11 +265,11 @@ class AttentionCall:
 @contextlib.contextmanager
 def _attention_call(device: hardware.Device, case: Case) -> Iterator[AttentionCall]:
     _require_room(device, case.parameters)
-    with contextlib.closing(AttentionCall(device, case.parameters)) as call:
-        if call.impl in SDPA_BACKENDS:
-            if reason := unavailable_reason(call.impl, *call.inputs[:2], causal=bool(call.mask)):
-                raise Skip(reason)
-        yield call
+    call = AttentionCall(device, case.parameters)
+    if call.impl in SDPA_BACKENDS:
+        if reason := unavailable_reason(call.impl, *call.inputs[:2], causal=bool(call.mask)):
+            raise Skip(reason)
+    yield call
 
 
 def _measure(call: AttentionCall, case: Case, phase: str) -> Measured:
@@ -283,11 +278,10 @@ def _measure(call: AttentionCall, case: Case, phase: str) -> Measured:
         function, inputs = Tensor.backward, call.forward_for_backward
     metrics: dict = {}
     if call.is_compiled:
-        arguments = inputs() if callable(inputs) else ()
-        first = functools.partial(function, *arguments)
+        first = functools.partial(function, *(inputs() if callable(inputs) else ()))
         # It compiles; no cache counts.
         metrics["first_call_ms"] = time_once_ms(first, call.device.kind)
-        del first, arguments
+        del first
         # How many times the compiler put SDPA in the place of the formula.
         metrics["num_replacements"] = torch._dynamo.utils.counters["inductor"]["fuse_attention"]
     found = timed(
