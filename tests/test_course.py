@@ -5,12 +5,10 @@ import torch
 import torch.nn.functional as F
 from chapters import CPU, in_section, measure, on_a_cpu
 
-from labkit.configs import model_config
 from labkit.experiments import attention, benchmarking, memory, nsys_analysis
 from labkit.experiments.workload import Workload, course_parameters
 from labkit.kernels import course
 from labkit.kernels.reference import attention_reference
-from labkit.models.transformer import TransformerLM
 from labkit.numerics import relative_error
 
 EXPERIMENTS = {
@@ -69,9 +67,8 @@ def test_adamw_is_pytorchs_step_by_step():
     ours, theirs, unused = (torch.nn.Parameter(start.clone()) for _ in range(3))
     options = {"lr": 0.03, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
     optimizers = course.AdamW([ours, unused], **options), torch.optim.AdamW([theirs], **options)
-    scales = 10 ** torch.linspace(-7, 1, 40)
     for _ in range(5):
-        ours.grad = theirs.grad = scales * torch.randn(40, generator=generator)
+        ours.grad = theirs.grad = torch.randn(40, generator=generator) ** 9
         for optimizer in optimizers:
             optimizer.step()
         assert relative_error(ours, theirs) < 1e-6
@@ -91,11 +88,6 @@ def test_the_model_trains_as_the_eager_one_from_the_same_parameters():
         for mine, theirs in zip(plain.model.parameters(), eager.model.parameters(), strict=True):
             assert relative_error(mine.grad, theirs.grad) < 2e-5
     assert relative_error(plain.model(plain.tokens), eager.model(eager.tokens)) < 1e-4
-
-
-def test_an_unknown_impl_is_refused():
-    with pytest.raises(ValueError, match="unknown impl 'lecture'; accepted: eager, fused, course"):
-        TransformerLM(model_config("nano"), max_context=8, impl="lecture")
 
 
 @pytest.mark.parametrize("number", EXPERIMENTS)
