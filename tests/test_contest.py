@@ -59,14 +59,12 @@ def test_the_gate_sees_late_rows_that_are_small_and_what_is_no_number(reference,
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_oracle_in_blocks_is_the_formula(monkeypatch, causal):
-    tensors = [torch.randn(2, 3, 50, 8, dtype=torch.float64) for _ in range(4)]
-    leaves = [x.clone().requires_grad_() for x in tensors[:3]]
-    out = attention_reference(*leaves, causal=causal)
-    expected = (out, *torch.autograd.grad(out, leaves, tensors[3]))
+    *inputs, grad_out = (torch.randn(2, 3, 50, 8, dtype=torch.float64) for _ in range(4))
+    whole = functools.partial(attention_reference, causal=causal)
     monkeypatch.setattr(contest, "ORACLE_SCORES", 7 * 2 * 3 * 50)
-    formula = functools.partial(contest.attention_formula, causal=causal)
-    outs, grads = contest.by_formula(formula, tensors[:3], tensors[3:])
-    for value, exact in zip((*outs, *grads), expected, strict=True):
+    blocks = functools.partial(contest.attention_formula, causal=causal)
+    found, expected = (contest.by_formula(f, inputs, [grad_out]) for f in (blocks, whole))
+    for value, exact in zip((*found[0], *found[1]), (*expected[0], *expected[1]), strict=True):
         assert (value - exact).abs().max() <= 1e-13
 
 
@@ -83,11 +81,6 @@ SHAPE = {"batch": 1, "heads": 2, "length": 64, "d_head": 16, "causal": True, "pr
 def contest_case(*impls: str, names=PASSES, section="rivals", **changes) -> Case:
     phases = tuple(f"{impl} {name}" for name in names for impl in impls)
     return Case(section, {**SHAPE, **changes}, phases, timeout_s=60.0, time_limit_s=0.01)
-
-
-def sum_case(*impls: str) -> Case:
-    parameters = {"rows": 37, "dim": 11, "precision": "fp32"}
-    return dataclasses.replace(contest_case(*impls, section="weighted_sum"), parameters=parameters)
 
 
 def tile_case(block_q: int) -> Case:
@@ -126,9 +119,11 @@ def sabotage(monkeypatch, impl: str, change) -> None:
 
 
 @on_cpu
-def test_a_contest_measures_what_its_label_says():
+def test_a_contest_measures_what_its_label_says(monkeypatch):
+    monkeypatch.setitem(sections.SUSTAINED_S, "cpu", 0.03)
     case = contest_case("tiled", "sdpa", section="speed", timed="in turn", precision="bf16")
-    measured, failed = measure(case, {"gemm bf16": 0.5})
+    case = dataclasses.replace(case, sustained=("tiled backward",))
+    measured, failed = measure(case, {"gemm bf16": 0.5, "sustained gemm bf16": 0.5})
     assert not failed and set(measured) == set(case.phases)
     factors = {"forward": 4, "backward": 10, "forward_backward": 14}
     for phase, result in measured.items():
@@ -142,19 +137,7 @@ def test_a_contest_measures_what_its_label_says():
         assert metrics["ceiling_fraction"] == pytest.approx(rate / 0.5)
         assert 0 < metrics["budget_fraction"] <= 1 and metrics["relative_error"] > 0
         assert (metrics["ratio_to_ours"] == 1) == (impl == "tiled")
-
-
-@on_cpu
-def test_the_named_passes_of_a_contest_are_also_run_back_to_back(monkeypatch):
-    monkeypatch.setitem(sections.SUSTAINED_S, "cpu", 0.03)
-    case = dataclasses.replace(contest_case("tiled", "sdpa_flash"), sustained=("tiled backward",))
-    measured, _ = measure(case, {"sustained gemm fp32": 0.5})
-    sustained = {name: one for name, one in measured.items() if "sustained_ms" in one.metrics}
-    assert len(measured) == 6 and set(sustained) == {"tiled backward"}
-    metrics = sustained["tiled backward"].metrics
-    rate = metrics["flops"] / metrics["sustained_ms"] / 1e9
-    assert metrics["sustained_tflops"] == pytest.approx(rate)
-    assert metrics["sustained_ceiling_fraction"] == pytest.approx(rate / 0.5)
+        assert ("sustained_ceiling_fraction" in metrics) == (phase in case.sustained)
 
 
 @on_cpu
@@ -217,10 +200,9 @@ def test_what_cannot_be_captured_is_timed_with_events_and_its_launch_apart(monke
     memory ends it.
     """
     asked, replayed = [], ["flex"]
+    device = Device("cuda", "a GPU", "a-gpu")
     operation = types.SimpleNamespace(
-        device=Device("cuda", "a GPU", "a-gpu"),
-        baseline=None,
-        call=lambda impl, name: lambda: impl,
+        device=device, baseline=None, call=lambda impl, name: lambda: impl
     )
 
     def compare(calls, *, method, baseline, **_):
@@ -229,30 +211,25 @@ def test_what_cannot_be_captured_is_timed_with_events_and_its_launch_apart(monke
             raise error
         return contest.Comparison(dict.fromkeys(calls, method), baseline, {})
 
-    def timing(_call, *, method, **_):
-        metrics = {"launch_median_ms": 1.0, "host_median_ms": 2.0}
-        return types.SimpleNamespace(median_ms=3.0, metrics=lambda: metrics)
-
+    launch = {"launch_median_ms": 1.0, "host_median_ms": 2.0}
+    timing = types.SimpleNamespace(median_ms=3.0, metrics=lambda: launch)
     monkeypatch.setattr(contest, "compare", compare)
     monkeypatch.setattr(contest.timer, "can_be_captured", lambda call: call() in replayed)
     monkeypatch.setattr(contest, "time_once_ms", lambda *_: 1.0)
-    monkeypatch.setattr(contest, "time_callable", timing)
+    monkeypatch.setattr(contest, "time_callable", lambda *_, **__: timing)
     error = RuntimeError("operation not permitted when stream is capturing")
 
     def times(name: str, *impls: str, is_ranking: bool = False) -> contest.Times:
-        case = contest_case(*impls)
-        return contest.Contest(operation, case, {}, is_ranking).time_in_turn(name, impls)
+        one = contest.Contest(operation, contest_case(*impls), {}, is_ranking)
+        return one.time_in_turn(name, impls)
 
     found = times("forward", "flex", "fa3")
     assert asked == [("graph", ("flex", "fa3")), ("flush", ("flex", "fa3")), ("graph", ("flex",))]
     assert found.comparison.timings == {"flex": "graph", "fa3": "flush"}
-    launch = {"launch_median_ms": 1.0, "host_median_ms": 2.0}
     assert found.metrics == {"flex": launch, "fa3": launch}
     assert times("backward", "flex").metrics == {"flex": {}}
-    ranked = times("forward", "flex", is_ranking=True)
-    assert ranked.metrics == {"flex": {**launch, "flush_median_ms": 3.0}}
-    monkeypatch.setattr(contest, "time_once_ms", lambda *_: 2 * contest.LAUNCH_LIMIT_MS)
-    assert times("forward", "flex").metrics == {"flex": {}}
+    ranked = times("forward", "flex", is_ranking=True).metrics
+    assert ranked == {"flex": {**launch, "flush_median_ms": 3.0}}
     replayed.clear()
     assert times("forward", "flex", "fa3").comparison.timings == {"flex": "flush", "fa3": "flush"}
     error = torch.OutOfMemoryError("no room")
@@ -287,17 +264,12 @@ def test_a_registered_implementation_is_in_every_case_of_its_operation(registere
     assert 0 < row.metrics["budget_fraction"] <= 1 and row.metrics["ratio_to_ours"] > 0
 
 
-@pytest.mark.parametrize(
-    ("operation", "name", "message"),
-    [
-        ("softmax", "mine", "unknown operation 'softmax'; accepted: .*attention"),
-        ("swiglu", "ours", "name must be new and without a space, got 'ours'; taken: ours, eager"),
-        ("swiglu", "my own", "got 'my own'"),
-    ],
-)
-def test_what_cannot_be_registered_is_refused(operation, name, message):
-    with pytest.raises(ValueError, match=message):
-        operations.register(operation, name, mine)
+def test_what_cannot_be_registered_is_refused():
+    with pytest.raises(ValueError, match="unknown operation 'softmax'; accepted"):
+        operations.register("softmax", "mine", mine)
+    for name in ("ours", "my own"):
+        with pytest.raises(ValueError, match=f"got '{name}'; taken: ours, eager"):
+            operations.register("swiglu", name, mine)
 
 
 @on_cpu
@@ -308,11 +280,12 @@ def test_each_operation_is_held_to_its_formula(operation):
     problem = kind(CPU, {"operation": operation, "precision": "fp32", **sizes})
     for impl in set(problem.implementations) - {"compiled", "liger", "quack", "triton"}:
         for name in problem.definition.passes:
-            assert problem.judge(name, problem.call(impl, name)()).budget_fraction <= 1
+            verdicts = problem.verdicts(name, problem.call(impl, name)())
+            assert all(0 <= verdict.budget_fraction <= 1 for verdict in verdicts)
             assert problem.rates(name, 1.0, {"copy": 1.0, "gemm fp32": 1.0})["ceiling_fraction"] > 0
     right = problem.call("eager", problem.definition.passes[0])()
     with pytest.raises(AssertionError, match="wrong"):
-        problem.judge(problem.definition.passes[0], [1.01 * x for x in right])
+        problem.verdicts(problem.definition.passes[0], [1.01 * x for x in right])
 
 
 # ---- notebook 06's other sections ----------------------------------------------------------------
@@ -326,14 +299,15 @@ def test_online_softmax_ends_at_the_softmax():
     samples = measured["trace"].samples
     generator = torch.Generator().manual_seed(0)
     q, k, *_ = (torch.randn((1, 1, 96, 16), generator=generator) for _ in range(4))
-    scores = (q[0, 0, :3].double() @ k[0, 0].double().T) / 4
-    for query, row in enumerate(scores):
-        maxima = samples[f"query {query} maximum"]
-        assert len(maxima) == 6 and maxima == sorted(maxima)
-        assert maxima[-1] == pytest.approx(row.max().item(), rel=1e-6)
-        denominator = (row - row.max()).exp().sum().item()
-        assert samples[f"query {query} denominator"][-1] == pytest.approx(denominator, rel=1e-5)
-        assert samples[f"query {query} distance"][0] > samples[f"query {query} distance"][-1] == 0
+    scores = (q[0, 0, 2].double() @ k[0, 0].double().T) / 4
+    maxima, denominators, distances = (
+        samples[f"query 2 {name}"] for name in ("maximum", "denominator", "distance")
+    )
+    assert len(maxima) == 6 and maxima == sorted(maxima)
+    assert maxima[-1] == pytest.approx(scores.max().item(), rel=1e-6)
+    denominator = (scores - scores.max()).exp().sum().item()
+    assert denominators[-1] == pytest.approx(denominator, rel=1e-5)
+    assert distances[0] > distances[-1] == 0
 
 
 def is_interpreted() -> bool:
@@ -350,7 +324,6 @@ def measure_here(case: Case) -> dict[str, dict]:
 INTERPRETED = {
     "a shipped tile": (tile_case(32), {"is_shipped": 1}),
     "another tile": (tile_case(16), {"is_shipped": 0}),
-    "weighted sum": (sum_case("triton"), {}),
     "attention": (contest_case("triton", heads=1, length=32), {"is_auto": 0}),
 }
 
@@ -380,9 +353,3 @@ def test_a_tile_that_does_not_fit_is_skipped_and_a_wrong_one_is_an_error(monkeyp
     plan.forward = lambda q, *_: (torch.full_like(q, math.nan), None)
     with pytest.raises(AssertionError, match="wrong"):
         raise measure(tile_case(16))[1]["forward"]
-
-
-@on_cpu
-def test_memory_is_skipped_where_nothing_counts_it():
-    with pytest.raises(Skip, match="CUDA's allocator"):
-        next(run_case(Case("memory", {**SHAPE, "impl": "eager"}, ("forward",), 60.0), {}))

@@ -9,13 +9,14 @@ at few lengths).
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from labkit import numerics
-from labkit.configs import ATTENTION, MATERIALISING, Grid, narrowed
+from labkit.configs import ATTENTION, MATERIALISING, narrowed
 from labkit.device import Device
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
 from labkit.experiments.contest import attention_formula, by_formula
@@ -81,43 +82,33 @@ def cases(
     found = ceiling_cases(tuple(grid.series), grid.case_timeout_s)
 
     def add(section: str, impl: str, precision: str, d_head: int, length: int, **mask) -> None:
+        call = {"impl": impl, "precision": precision, "d_head": d_head, "length": length}
+        call |= {"batch": ATTENTION_BATCH, **mask}
         if length in wanted_lengths and d_head in wanted_d_heads:
-            parameters = {"impl": impl, "precision": precision, "d_head": d_head, "length": length}
-            parameters |= {"batch": ATTENTION_BATCH, **mask}
-            found.append(Case(section, parameters, PHASES, **limits, stop_at_failure=True))
+            found.append(Case(section, call, PHASES, **limits, stop_at_failure=True))
 
-    for call in _calls(grid):
-        add("attention", *call)
-    for length in grid.course_lengths:
-        add("course", "course", "fp32", grid.long_d_head, length)
-    for size in grid.model_sizes:
-        for context, precisions in grid.model_precisions.items():
-            for precision in precisions:
-                model = step_parameters(size, context, precision, compile="regional")
-                found.append(Case("transformer", model, ("backward",), **limits))
-    for precision in ("fp32", "bf16"):
-        for impl in grid.series[precision]:
-            for length in grid.masked_lengths:
-                if impl != "compiled" or length in grid.compiled_lengths:
-                    add("masked", impl, precision, grid.long_d_head, length, causal=True)
-    return found
-
-
-def _calls(grid: Grid) -> Iterator[tuple[str, str, int, int]]:
-    """Yields (implementation, precision, d_head, length), a series of rising lengths after the
-    other.
-    """
+    # A series of rising lengths after the other.
     for precision, impls in grid.series.items():
-        for impl in impls:
-            for d_head in grid.d_heads:
-                lengths = grid.compiled_lengths if impl == "compiled" else grid.lengths
-                if impl == "eager" or d_head == grid.long_d_head:
-                    lengths = (*lengths, *grid.long_lengths.get(precision, ()))
-                for length in lengths:
-                    yield impl, precision, d_head, length
+        for impl, d_head in itertools.product(impls, grid.d_heads):
+            series = grid.compiled_lengths if impl == "compiled" else grid.lengths
+            if impl == "eager" or d_head == grid.long_d_head:
+                series = (*series, *grid.long_lengths.get(precision, ()))
+            for length in series:
+                add("attention", impl, precision, d_head, length)
         if "compiled" in impls and precision != "tf32":
             for length in grid.heads_lengths:
-                yield "compiled_heads", precision, grid.long_d_head, length
+                add("attention", "compiled_heads", precision, grid.long_d_head, length)
+    for length in grid.course_lengths:
+        add("course", "course", "fp32", grid.long_d_head, length)
+    for size, context in itertools.product(grid.model_sizes, grid.model_precisions):
+        for precision in grid.model_precisions[context]:
+            model = step_parameters(size, context, precision, compile="regional")
+            found.append(Case("transformer", model, ("backward",), **limits))
+    for precision in ("fp32", "bf16"):
+        for impl, length in itertools.product(grid.series[precision], grid.masked_lengths):
+            if impl != "compiled" or length in grid.compiled_lengths:
+                add("masked", impl, precision, grid.long_d_head, length, causal=True)
+    return found
 
 
 def _require_room(device: Device, parameters: dict) -> None:
@@ -151,6 +142,7 @@ class AttentionCall:
             raise ValueError(f"unknown implementation {self.impl!r}; accepted: {accepted}")
         self.mask = {"causal": True} if parameters.get("causal") else {}
         self.is_compiled = self.impl.startswith("compiled")
+        empty_cache(device)
         torch.manual_seed(0)
         numerics.set_precision(parameters["precision"])
         heads = [1] if self.impl == "compiled_heads" else []
@@ -169,14 +161,8 @@ class AttentionCall:
             freeze_modules()
             torch.compiler.config.force_disable_caches = True
             torch._dynamo.utils.counters.clear()
-            self.function = torch.compile(attention_reference, dynamic=False, fullgraph=True)
-
-    def close(self) -> None:
-        """Frees what the case holds."""
-        del self.inputs, self.grad_out, self.function
-        if self.is_compiled:
             torch.compiler.reset()
-        empty_cache(self.device)
+            self.function = torch.compile(attention_reference, dynamic=False, fullgraph=True)
 
     def forward(self) -> Tensor:
         return self.function(*self.inputs, **self.mask)
@@ -204,7 +190,6 @@ class AttentionCall:
             others = torch.cuda.memory_allocated() - sum(x.nbytes for x in self.inputs)
             torch.cuda.reset_peak_memory_stats()
         out = self.forward()
-        self.nodes = node_names(out)
         metrics = {"device_bytes": memory_bytes(self.device)}
         if phase == "forward":
             kept = saved_tensors(out)
@@ -232,10 +217,12 @@ class AttentionCall:
         if phase == "backward":
             out.backward(grad_out)
             results = dict(zip(("dq", "dk", "dv"), (x.grad for x in self.inputs), strict=True))
-        errors, bound = {}, LARGEST_ERROR[self.described()["precision"]]
-        for name, x in results.items():
-            key = f"{name}_relative_error"
-            errors[key] = error = numerics.relative_error(x[-1], exact[name])
+        errors = {
+            f"{name}_relative_error": numerics.relative_error(x[-1], exact[name])
+            for name, x in results.items()
+        }
+        bound = LARGEST_ERROR[numerics.live_precision(out.dtype)]
+        for key, error in errors.items():
             if not error <= bound:
                 raise AssertionError(f"{self.impl}: {key} is {error:.2g}, more than {bound:g}")
         return errors
@@ -255,12 +242,11 @@ class AttentionCall:
         """Returns the case as read back from the live objects, the implementation from the graph
         that it left.
         """
-        q = self.inputs[0]
-        has_heads = q.dim() == 4 and q.shape[1] == 1
-        has_node = any(_NODES[self.impl] in name for name in self.nodes)
-        is_right = has_node and has_heads == (self.impl == "compiled_heads")
+        q, nodes = self.inputs[0], node_names(self.forward())
+        has_node = any(_NODES[self.impl] in name for name in nodes)
+        is_right = has_node and (q.dim() == 4) == (self.impl == "compiled_heads")
         return {
-            "impl": self.impl if is_right else " and ".join(self.nodes),
+            "impl": self.impl if is_right else " and ".join(nodes),
             "precision": numerics.live_precision(q.dtype),
             "d_head": q.shape[-1],
             "length": q.shape[-2],
@@ -268,30 +254,22 @@ class AttentionCall:
             **self.mask,  # a result with another mask is far from the oracle's
         }
 
-    @functools.cached_property
-    def nodes(self) -> list[str]:
-        """Names of the autograd nodes that the newest forward pass left, or one made for this."""
-        return node_names(self.forward())
-
     def observed(self) -> dict:
         """Returns what else there is to know of the live objects."""
         is_cuda = self.device.kind == "cuda"
-        return {
-            "dtype": str(self.inputs[0].dtype).removeprefix("torch."),
-            "memory_source": "CUDA caching allocator"
-            if is_cuda
-            else "tensors of the autograd graph",
-        }
+        source = "CUDA caching allocator" if is_cuda else "tensors of the autograd graph"
+        dtype = str(self.inputs[0].dtype).removeprefix("torch.")
+        return {"dtype": dtype, "memory_source": source}
 
 
 @contextlib.contextmanager
 def _attention_call(device: Device, case: Case) -> Iterator[AttentionCall]:
     _require_room(device, case.parameters)
-    with contextlib.closing(AttentionCall(device, case.parameters)) as call:
-        if call.impl in SDPA_BACKENDS:
-            if reason := unavailable_reason(call.impl, *call.inputs[:2], causal=bool(call.mask)):
-                raise Skip(reason)
-        yield call
+    call = AttentionCall(device, case.parameters)
+    if call.impl in SDPA_BACKENDS:
+        if reason := unavailable_reason(call.impl, *call.inputs[:2], causal=bool(call.mask)):
+            raise Skip(reason)
+    yield call
 
 
 def _measure(call: AttentionCall, case: Case, phase: str) -> Measured:
@@ -300,11 +278,10 @@ def _measure(call: AttentionCall, case: Case, phase: str) -> Measured:
         function, inputs = Tensor.backward, call.forward_for_backward
     metrics: dict = {}
     if call.is_compiled:
-        arguments = inputs() if callable(inputs) else ()
-        first = functools.partial(function, *arguments)
+        first = functools.partial(function, *(inputs() if callable(inputs) else ()))
         # It compiles; no cache counts.
         metrics["first_call_ms"] = time_once_ms(first, call.device.kind)
-        del first, arguments
+        del first
         # How many times the compiler put SDPA in the place of the formula.
         metrics["num_replacements"] = torch._dynamo.utils.counters["inductor"]["fuse_attention"]
     found = timed(

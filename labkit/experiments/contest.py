@@ -109,8 +109,8 @@ class Operation(abc.ABC):
     def num_terms(self, name: str) -> int:
         """Returns the terms of the longest sum behind "out" or a gradient."""
 
-    def rows(self, name: str, x: Tensor) -> Tensor:
-        """Returns "out" or a gradient as (..., rows, columns), to be judged by blocks of rows."""
+    def rows(self, x: Tensor, is_gradient: bool) -> Tensor:
+        """Returns an output or a gradient as (..., rows, columns), judged by blocks of rows."""
         return x
 
     def rates(self, name: str, median_ms: float, ceilings: dict[str, float]) -> dict:
@@ -142,10 +142,8 @@ class Operation(abc.ABC):
 
     def call(self, impl: str, name: str) -> Callable[[], Tensors]:
         """Returns a pass as a function of nothing."""
-        if name == "forward":
-            return functools.partial(self.outputs, impl)
-        if name == "forward_backward":
-            return functools.partial(self.gradients, impl)
+        if name != "backward":
+            return functools.partial(self.outputs if name == "forward" else self.gradients, impl)
         # A backward pass runs on the stream of its forward pass, which must be the one that is
         # captured.
         with on_capture_stream() if self.device.kind == "cuda" else contextlib.nullcontext():
@@ -160,26 +158,24 @@ class Operation(abc.ABC):
             for dtype in (torch.float64, self.inputs[0].dtype)
         ]
 
-    def judge(self, name: str, values: Tensors) -> numerics.Verdict:
-        """Returns the worst verdict on the outputs ("forward") or gradients (another pass).
+    def verdicts(self, name: str, values: Tensors) -> list[numerics.Verdict]:
+        """Returns the verdicts on the outputs ("forward") or the gradients (another pass).
 
         Raises AssertionError for a wrong one.
         """
         is_gradient = name != "forward"
         names = [f"d{each}" for each in self.names] if is_gradient else ["out"] * len(values)
-        verdicts = []
-        for key, *results in zip(
-            names, values, *(results[is_gradient] for results in self.expected), strict=True
-        ):
+        exact, eager = (results[is_gradient] for results in self.expected)
+        return [
             # What is computed from numbers of 16 bits is as exact as those, whatever its own dtype.
-            verdict = numerics.judge(
+            numerics.judge(
                 key,
-                *(self.rows(key, x) for x in results),
+                *(self.rows(x, is_gradient) for x in each),
                 dtype=self.inputs[0].dtype,
                 num_terms=self.num_terms(key),
             )
-            verdicts.append(verdict)
-        return max(verdicts, key=lambda verdict: verdict.budget_fraction)
+            for key, *each in zip(names, values, exact, eager, strict=True)
+        ]
 
 
 def as_tuple(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -329,28 +325,24 @@ class Contest:
                     yield f"{impl} {name}", measure
 
     def judge(self, impl: str, name: str) -> numerics.Verdict:
-        """Returns the verdict on a pass; raises AssertionError for a wrong result."""
+        """Returns the worst verdict on a pass; raises AssertionError for a wrong result."""
         values = self.operation.call(impl, "forward" if name == "forward" else "forward_backward")()
-        return self.operation.judge(name, values)
-
-    def baseline(self, name: str, impls: Sequence[str]) -> str | None:
-        """Returns what the ratios of a pass divide by; None where it is wrong, or there is none."""
-        baseline = self.operation.baseline
-        if self.case.parameters.get("timed", IN_TURN) != IN_TURN or baseline is None:
-            return None
-        if baseline not in impls:  # it has been measured, or has failed
-            try:
-                self.judge(baseline, name)
-            except Exception:
-                return None
-        return baseline
+        verdicts = self.operation.verdicts(name, values)
+        return max(verdicts, key=lambda verdict: verdict.budget_fraction)
 
     def time_in_turn(self, name: str, impls: Sequence[str]) -> "Times":
         """Returns the times of one pass, all implementations in turn."""
         # The timer collects garbage before every sampling; what PyTorch and its compiler keep need
         # not be searched each time, which takes longer than most samplings.
         gc.freeze()
-        kind, baseline = self.operation.device.kind, self.baseline(name, impls)
+        kind, baseline = self.operation.device.kind, self.operation.baseline
+        if self.case.parameters.get("timed", IN_TURN) != IN_TURN:
+            baseline = None
+        if baseline and baseline not in impls:  # it has been measured, or has failed
+            try:
+                self.judge(baseline, name)
+            except Exception:
+                baseline = None
         entrants = dict.fromkeys([*impls, baseline or impls[0]])
         calls = {impl: self.operation.call(impl, name) for impl in entrants}
         once_ms = {impl: time_once_ms(call, kind) for impl, call in calls.items()}
@@ -386,7 +378,7 @@ class Contest:
 
     def measured(self, impl: str, name: str, times: "Times", verdict: numerics.Verdict) -> Measured:
         """Returns the measurement of one implementation's pass."""
-        operation, parameters = self.operation, self.case.parameters
+        operation = self.operation
         timed = Timed(times.comparison.timings[impl], dict(times.telemetry))
         rates = operation.rates(name, timed.timing.median_ms, self.ceilings)
         metrics = rates | operation.metrics(impl) | verdict.metrics() | times.metrics[impl]
@@ -399,8 +391,8 @@ class Contest:
                 ceiling=self.ceilings.get(f"sustained gemm {operation.precision}"),
             )
         described = operation.described()
-        if "timed" in parameters:
-            described["timed"] = parameters["timed"]
+        if "timed" in self.case.parameters:
+            described["timed"] = self.case.parameters["timed"]
         return timed.measured(metrics, described, operation.observed(impl))
 
 

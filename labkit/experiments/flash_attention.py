@@ -24,12 +24,7 @@ from labkit import numerics
 from labkit.configs import FLASH_ATTENTION, MATERIALISING, Grid, Rivalry, narrowed
 from labkit.device import Device
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
-from labkit.experiments.contest import (
-    IN_TURN,
-    attention_formula,
-    by_formula,
-    contest_section,
-)
+from labkit.experiments.contest import IN_TURN, contest_section
 from labkit.experiments.operations import (
     IMPLEMENTATIONS,
     Attention,
@@ -133,8 +128,8 @@ def _lengths(grid: Grid, impl: str, precision: str, d_head: int) -> tuple[int, .
 
 def attention_of(device: Device, parameters: dict) -> Attention:
     """Returns the attention of a case's parameters."""
-    names = [field.name for field in dataclasses.fields(Rivalry)]
-    shape = Rivalry(**{name: parameters[name] for name in names})
+    names = ("batch", "heads", "length", "d_head", "causal")
+    shape = Rivalry(*(parameters[name] for name in names))
     return attention_problem(device, shape, parameters["precision"])
 
 
@@ -143,27 +138,25 @@ def _measure_algorithm(device: Device, case: Case, phase: str) -> Measured:
     of keys.
     """
     p = case.parameters
+    shape = Rivalry(1, 1, p["length"], p["d_head"], p["causal"])
     # The host's, so that every device shows the same case.
-    generator = torch.Generator().manual_seed(0)
-    shape = (1, 1, p["length"], p["d_head"])
-    *inputs, grad_out = (torch.randn(shape, generator=generator).to(device.kind) for _ in range(4))
+    problem = Attention(device, shape, p["precision"], drawn_on="cpu")
+    inputs = [x.detach() for x in problem.inputs]
     options = {"scale": p["d_head"] ** -0.5, "left": -1, "right": 0 if p["causal"] else -1}
     options |= {"tile_q": p["tile"], "tile_k": p["tile"]}
-    described = {**p, "length": grad_out.shape[2], "d_head": grad_out.shape[3]}
+    length, d_head = inputs[0].shape[2:]
+    described = {**p, "length": length, "d_head": d_head}
     if phase == "trace":
         samples = _online_softmax(*inputs, options)
-        return Measured({"num_tiles": -(-p["length"] // p["tile"])}, described, samples=samples)
+        return Measured({"num_tiles": -(-length // p["tile"])}, described, samples=samples)
     out, lse = tiled_attention_forward(*inputs, **options)
-    grads = tiled_attention_backward(grad_out, *inputs, out, lse, **options)
-    results = [(out, *grads)]
-    for dtype in (torch.float64, grad_out.dtype):
-        formula = functools.partial(attention_formula, causal=p["causal"], dtype=dtype)
-        outs, grads = by_formula(formula, inputs, [grad_out])
-        results.append((*outs, *grads))
-    metrics = {}
-    for name, *values in zip(("out", "dq", "dk", "dv"), *results, strict=True):
-        verdict = numerics.judge(name, *values, dtype=grad_out.dtype, num_terms=p["length"])
-        metrics |= {f"{name}_{key}": number for key, number in verdict.metrics().items()}
+    grads = tiled_attention_backward(*problem.grad_outs, *inputs, out, lse, **options)
+    verdicts = [*problem.verdicts("forward", [out]), *problem.verdicts("backward", grads)]
+    metrics = {
+        f"{name}_{key}": number
+        for name, verdict in zip(("out", "dq", "dk", "dv"), verdicts, strict=True)
+        for key, number in verdict.metrics().items()
+    }
     return Measured(metrics, described)
 
 
@@ -175,16 +168,17 @@ def _online_softmax(q: Tensor, k: Tensor, v: Tensor, options: dict) -> dict[str,
     q = q[..., :TRACED_QUERIES, :]
     scores = (q @ k.transpose(-2, -1))[0, 0].double() * options["scale"]
     final, _ = tiled_attention_forward(q, k, v, **options)
-    steps: dict[str, list[Tensor]] = {"maximum": [], "denominator": [], "distance": []}
+    steps = []
     for end in range(tile, num_keys + tile, tile):
         out, lse = tiled_attention_forward(q, k[..., :end, :], v[..., :end, :], **options)
         maxima = scores[:, :end].amax(dim=-1)
-        steps["maximum"].append(maxima)
-        steps["denominator"].append((lse[0, 0].double() - maxima).exp())
-        steps["distance"].append(((out - final).norm(dim=-1) / final.norm(dim=-1))[0, 0])
+        denominators = (lse[0, 0].double() - maxima).exp()
+        distances = ((out - final).norm(dim=-1) / final.norm(dim=-1))[0, 0]
+        steps.append(torch.stack([maxima, denominators, distances]))
+    by_query = torch.stack(steps, dim=-1)
     return {
-        f"query {query} {name}": torch.stack(values)[:, query].tolist()
-        for name, values in steps.items()
+        f"query {query} {name}": by_query[place, query].tolist()
+        for place, name in enumerate(("maximum", "denominator", "distance"))
         for query in range(TRACED_QUERIES)
     }
 
@@ -205,7 +199,7 @@ def _measure_tile(device: Device, case: Case, ceilings: dict[str, float]) -> Mea
         out, _ = run()
     except triton.errors.TritonError as error:
         raise Skip(f"{type(error).__name__}: {error}".split("\n")[0]) from None
-    verdict = problem.judge("forward", [out])
+    verdict = problem.verdicts("forward", [out])[0]
     limits = {"device_kind": device.kind, "num_warmup": 1, "time_limit_s": case.time_limit_s}
     method = "graph" if device.kind == "cuda" else "host"
     found = timed(device, time_callable, run, method=method, **limits)

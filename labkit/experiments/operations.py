@@ -45,9 +45,6 @@ from labkit.kernels.swiglu import swiglu
 from labkit.kernels.weighted_sum import weighted_sum
 from labkit.models.transformer import RotaryEmbedding
 
-IN_PLACE = "ours_in_place"
-"""Ours on a copy of the logits, as Liger's is run: both overwrite them by their gradient."""
-
 EPS, VOCABULARY, HEAD = 1e-6, 10_000, 64
 
 HIDDEN = 4304 / 1152
@@ -93,11 +90,8 @@ def contest_case(
     **limits,
 ) -> ContestCase:
     """Returns the case of a contest of `impls` and, unless one is alone, of all registered ones."""
-    modules = {
-        name: implementation.module
-        for name, implementation in IMPLEMENTATIONS[operation].items()
-        if implementation.module and not is_alone
-    }
+    registered = IMPLEMENTATIONS[operation].items() if not is_alone else ()
+    modules = {name: each.module for name, each in registered if each.module}
     phases = tuple(f"{impl} {name}" for name in passes for impl in (*impls, *modules))
     return ContestCase(section, parameters, phases, modules=tuple(modules.values()), **limits)
 
@@ -112,7 +106,7 @@ class Attention(Operation):
 
     names = ("q", "k", "v")
 
-    def __init__(self, device: Device, shape: Rivalry, precision: str):
+    def __init__(self, device: Device, shape: Rivalry, precision: str, *, drawn_on: str = ""):
         empty_cache(device)
         self.device, self.shape, self.precision = device, shape, precision
         # Some kernels multiply fp32 as several products of TF32, and the peak of plain fp32 is not
@@ -121,12 +115,14 @@ class Attention(Operation):
         self.implementations = IMPLEMENTATIONS["attention"]
         self.options = {"causal": shape.causal}
         size = (shape.batch, shape.heads, shape.length, shape.d_head)
-        *inputs, grad_out = draw(device.kind, precision, *4 * [size])
-        self.inputs, self.grad_outs = [x.requires_grad_() for x in inputs], [grad_out]
-        self.auto = what_runs("auto", *self.inputs[:2], **self.options)
-        if precision == "tf32" and self.auto == "triton":
-            self.auto = "triton_tf32"
-        self.baseline = self.auto
+        drawn = draw(drawn_on or device.kind, precision, *4 * [size])
+        *self.inputs, grad_out = (x.to(device.kind) for x in drawn)
+        self.grad_outs = [grad_out]
+        for x in self.inputs:
+            x.requires_grad_()
+        self.baseline = what_runs("auto", *self.inputs[:2], **self.options)
+        if precision == "tf32" and self.baseline == "triton":
+            self.baseline = "triton_tf32"
 
     def formula(self, *inputs: Tensor, dtype: torch.dtype) -> Tensor:
         return attention_formula(*inputs, **self.options, dtype=dtype)
@@ -140,15 +136,17 @@ class Attention(Operation):
         return {"flops": accounting.attention_call_flops(*call, causal=shape.causal)}
 
     def described(self) -> dict:
-        return described_attention(self.inputs[0], self.shape.causal)
+        q = self.inputs[0]
+        shape = dataclasses.asdict(Rivalry(*q.shape, self.shape.causal))
+        return {**shape, "precision": numerics.live_precision(q.dtype)}
 
     def metrics(self, impl: str) -> dict:
-        return {"is_auto": int(impl == self.auto)}
+        return {"is_auto": int(impl == self.baseline)}
 
     def observed(self, impl: str) -> dict:
         q, k, _ = self.inputs
         ran = what_runs(impl, q, k, **self.options) if impl in IMPLS else impl
-        observed = {"ran": ran, "auto": self.auto}
+        observed = {"ran": ran, "auto": self.baseline}
         options = OUR_OPTIONS.get(impl, {})
         if options.get("impl") == "triton" and q.dtype == torch.float32:
             # Several products may make one.
@@ -165,14 +163,6 @@ def attention_problem(device: Device, shape: Rivalry, precision: str) -> Attenti
     another.
     """
     return Attention(device, shape, precision)
-
-
-def described_attention(q_BHSD: Tensor, causal: bool) -> dict:
-    """Returns a case's shape and precision as read back from a tensor and from what PyTorch was
-    told.
-    """
-    shape = dataclasses.asdict(Rivalry(*q_BHSD.shape, causal))
-    return {**shape, "precision": numerics.live_precision(q_BHSD.dtype)}
 
 
 def _attention(impl: str) -> Implementation:
@@ -312,9 +302,9 @@ class RowOperation(Operation):
     def num_terms(self, name: str) -> int:
         return max(self.shape)
 
-    def rows(self, name: str, x: Tensor) -> Tensor:
-        # A vector is a number of each row as an output, and one row as a gradient.
-        return x.reshape(-1, 1 if name == "out" and x.dim() < 2 else x.shape[-1])
+    def rows(self, x: Tensor, is_gradient: bool) -> Tensor:
+        # A vector is one row as a gradient, and a number of each row as an output.
+        return x.reshape(-1, x.shape[-1] if is_gradient or x.dim() > 1 else 1)
 
     def cost(self, name: str) -> dict:
         if self.definition.flops:
@@ -432,9 +422,6 @@ IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
     }
     for name, formula in DEFINITIONS.items()
 }
-IMPLEMENTATIONS["cross_entropy"][IN_PLACE] = Implementation(
-    lambda logits, targets: cross_entropy(logits.clone(), targets, inplace=True)
-)
 IMPLEMENTATIONS["weighted_sum"] = {
     "eager": Implementation(_weighted_sum),
     "compiled": Implementation(lambda *tensors: _compiled("weighted_sum")(*tensors)),
@@ -442,3 +429,10 @@ IMPLEMENTATIONS["weighted_sum"] = {
 }
 IMPLEMENTATIONS["attention"] = {impl: _attention(impl) for impl in IMPLS}
 """By operation and name; `register` adds to them."""
+
+# On a copy of the logits, as Liger's is run: both overwrite them by their gradient.
+register(
+    "cross_entropy",
+    "ours_in_place",
+    lambda logits, targets: cross_entropy(logits.clone(), targets, inplace=True),
+)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 
-def softmax(x: Tensor, dim: int) -> Tensor:
-    """Returns exp(x − max) / Σ exp(x − max) along `dim`, shape and dtype of x."""
-    exponentials = torch.exp(x - x.max(dim, keepdim=True).values)
-    return exponentials / exponentials.sum(dim, keepdim=True)
+def softmax(x: Tensor) -> Tensor:
+    """Returns exp(x − max) / Σ exp(x − max) along the last dimension."""
+    exponentials = torch.exp(x - x.max(-1, keepdim=True).values)
+    return exponentials / exponentials.sum(-1, keepdim=True)
 
 
 def attention(q_BHQD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = False) -> Tensor:
@@ -31,7 +31,7 @@ def attention(q_BHQD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = 
         scores_BHQK = torch.where(
             is_visible_QK.tril(num_keys - num_queries), scores_BHQK, -math.inf
         )
-    return softmax(scores_BHQK, -1) @ v_BHKD
+    return softmax(scores_BHQK) @ v_BHKD
 
 
 def silu(x: Tensor) -> Tensor:
@@ -71,11 +71,8 @@ class AdamW(torch.optim.Optimizer):
         )
 
     @torch.no_grad()
-    def step(self, closure=None):
-        """Updates every parameter that has a gradient; returns what `closure` does, None without
-        one.
-        """
-        loss = torch.enable_grad()(closure)() if closure else None
+    def step(self) -> None:
+        """Updates every parameter that has a gradient."""
         for group in self.param_groups:
             lr, (beta1, beta2) = group["lr"], group["betas"]
             for p in group["params"]:
@@ -89,4 +86,3 @@ class AdamW(torch.optim.Optimizer):
                 )
                 p -= lr * group["weight_decay"] * p
                 p -= lr * (m / (1 - beta1**t)) / (torch.sqrt(v / (1 - beta2**t)) + group["eps"])
-        return loss
