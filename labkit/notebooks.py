@@ -162,14 +162,15 @@ def listed(key: str, value: Any) -> list:
 
 
 def narrowing(name: str, profile: str, options: Mapping[str, Any]) -> dict[str, list]:
-    """Returns those of `options` that narrow a notebook's grid, as lists.
+    """Returns those of `options` that narrow a notebook's grid, as lists in the grid's order.
 
     Raises RequestError for a value that the grid of `profile` does not have.
     """
-    lists = {key: listed(key, options[key]) for key in NARROWED if key in options}
-    for key, values in lists.items():
-        narrowed(GRIDS[name], profile, key, values)
-    return lists
+    return {
+        key: narrowed(GRIDS[name], profile, key, listed(key, options[key]))
+        for key in NARROWED
+        if key in options
+    }
 
 
 def _literal(text: str) -> Any:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from labkit import hardware
 from labkit.communication import OPERATIONS
-from labkit.configs import DISTRIBUTED, narrowed
+from labkit.configs import DISTRIBUTED
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
 from labkit.experiments.sections import run_section
 from labkit.experiments.shared_step import NUM_WARMUP, WAYS, steps_rank
@@ -47,16 +47,14 @@ time.
 def cases(
     profile: str, device_kind: str, *, sizes: Sequence[str] = (), world_sizes: Sequence[int] = ()
 ) -> list[Case]:
-    """Returns the cases of `profile`, narrowed where asked; ValueError for a value that it does not
-    have.
-    """
+    """Returns the cases of `profile`, narrowed to values of its grid where asked."""
     grid = DISTRIBUTED[profile]
     limit, is_cuda = grid.case_timeout_s, device_kind == "cuda"
-    wanted = narrowed(DISTRIBUTED, profile, "world_sizes", world_sizes)
+    wanted = world_sizes or grid.world_sizes
     # Ranks that share a core mostly wait for one another.
     num_places = torch.cuda.device_count() if is_cuda else hardware.num_usable_cores()
     here = [n for n in wanted if n <= num_places] or wanted[:1]
-    found = ceiling_cases(grid.ceilings, limit) if is_cuda else []
+    planned = ceiling_cases(grid.ceilings, limit) if is_cuda else []
     for world_size in here:
         for transport in grid.transports if is_cuda else ("gloo",):
             dtypes = grid.dtypes if transport in ("nccl", "gloo") else grid.dtypes[:1]
@@ -69,8 +67,8 @@ def cases(
             )
             parameters = {"world_size": world_size, "transport": transport}
             # A transport that fails here would fail for every phase, each in a launch of its own.
-            found.append(Case("collectives", parameters, phases, limit, stop_at_failure=True))
-    for size in narrowed(DISTRIBUTED, profile, "sizes", sizes):
+            planned.append(Case("collectives", parameters, phases, limit, stop_at_failure=True))
+    for size in sizes or grid.sizes:
         for precision, compile, batch, ways in grid.steps:
             parameters = {
                 "size": size,
@@ -86,8 +84,8 @@ def cases(
                 for way in WAYS
                 if way in grid.ways[ways] and (is_cuda or not way.endswith("copy"))
             )
-            found.append(Case("steps", parameters, phases, limit, grid.time_limit_s))
-    return found
+            planned.append(Case("steps", parameters, phases, limit, grid.time_limit_s))
+    return planned
 
 
 @dataclass(frozen=True)
@@ -170,23 +168,23 @@ def collectives_rank(phases: Sequence[str], transport: str) -> Iterator[tuple[st
     for phase in phases:
         operation, dtype, num_bytes = phase.split()
         how = "default" if transport in ("nccl", "gloo") else transport
-        found = time_collective(operation, int(num_bytes), getattr(torch, dtype), transport=how)
-        yield phase, {**found, "backend": dist.get_backend()}
+        seen = time_collective(operation, int(num_bytes), getattr(torch, dtype), transport=how)
+        yield phase, {**seen, "backend": dist.get_backend()}
 
 
 def _collective(case: Case, ranks: list[dict[str, Any]], telemetry: dict[str, Any]) -> Measured:
-    found = ranks[0]
-    if found["num_wrong"]:
-        raise ValueError(f"{found['num_wrong']} wrong elements")
-    on_gpus = found["backend"] == "nccl"
-    samples_ms = tuple(1e3 * seconds for seconds in found["times_s"])
+    seen = ranks[0]
+    if seen["num_wrong"]:
+        raise ValueError(f"{seen['num_wrong']} wrong elements")
+    on_gpus = seen["backend"] == "nccl"
+    samples_ms = tuple(1e3 * seconds for seconds in seen["times_s"])
     timing = Timing(samples_ms, "queued" if on_gpus else "host", 2, "fixed count")
     metrics = timing.metrics()
-    metrics |= {name: found[name] for name in COLLECTIVE_METRICS}
+    metrics |= {name: seen[name] for name in COLLECTIVE_METRICS}
     if on_gpus:
-        metrics["launch_median_ms"] = 1e3 * found["issue_s"]
-    parameters = {"world_size": found["world_size"], "transport": case.parameters["transport"]}
-    observed = _observed(found["backend"], operation=found["operation"], dtype=found["dtype"])
+        metrics["launch_median_ms"] = 1e3 * seen["issue_s"]
+    parameters = {"world_size": seen["world_size"], "transport": case.parameters["transport"]}
+    observed = _observed(seen["backend"], operation=seen["operation"], dtype=seen["dtype"])
     return Measured(metrics, parameters, observed, timer=timing.description(), telemetry=telemetry)
 
 

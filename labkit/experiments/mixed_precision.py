@@ -27,7 +27,6 @@ from labkit.configs import (
     MIXED_PRECISIONS,
     NORM_SETTINGS,
     model_config,
-    narrowed,
 )
 from labkit.experiments.rounding import NUM_TERMS, measure_normalisation, measure_sum
 from labkit.experiments.sections import Runner, run_section, section, timed_with_peak
@@ -88,20 +87,20 @@ MAX_HALVINGS = 24
 def cases(
     profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts: Sequence[int] = ()
 ) -> list[Case]:
-    """Returns the cases of `profile`, the steps narrowed where asked; ValueError for a value that
-    it does not have.
+    """Returns the cases of `profile`, the steps narrowed to values of its grid where
+    asked.
     """
     grid = MIXED_PRECISION[profile]
-    wanted_sizes = narrowed(MIXED_PRECISION, profile, "sizes", sizes)
-    wanted_contexts = narrowed(MIXED_PRECISION, profile, "contexts", contexts)
+    wanted_sizes = sizes or grid.sizes
+    wanted_contexts = contexts or grid.contexts
     limit = grid.case_timeout_s
-    found = []
+    planned = []
     for method, accumulator, term, cast in SERIES:
         parameters = {"method": method, "accumulator": accumulator, "term": term, "cast": cast}
         parameters["num_terms"] = NUM_TERMS
-        found.append(Case("accumulation", parameters, ("sum",), limit))
+        planned.append(Case("accumulation", parameters, ("sum",), limit))
     for model, dtype in itertools.product(("toy", grid.transformer), ("fp16", "bf16")):
-        found.append(Case("dtypes", {"model": model, "autocast": dtype}, ("read",), limit))
+        planned.append(Case("dtypes", {"model": model, "autocast": dtype}, ("read",), limit))
     rows, features = grid.norm_shape
     for norm, setting, (dtype, statistics), scale in itertools.product(
         NORMS, NORM_SETTINGS, NORM_VARIANTS, grid.norm_scales
@@ -115,17 +114,17 @@ def cases(
             "rows": rows,
             "features": features,
         }
-        found.append(Case("normalisation", parameters, ("error",), limit))
+        planned.append(Case("normalisation", parameters, ("error",), limit))
     for step in itertools.product(wanted_sizes, wanted_contexts, MIXED_PRECISIONS):
         parameters = step_parameters(*step)
-        found.append(Case("steps", parameters, MIXED_PHASES, limit, grid.time_limit_s))
+        planned.append(Case("steps", parameters, MIXED_PHASES, limit, grid.time_limit_s))
     for size, precision in itertools.product(grid.operator_sizes, OPERATOR_PRECISIONS):
         parameters = step_parameters(size, grid.operator_context, precision)
-        found.append(Case("operators", parameters, OPERATOR_PHASES, limit))
+        planned.append(Case("operators", parameters, OPERATOR_PHASES, limit))
     for precision in RECIPES:
         parameters = {"precision": precision, **vars(grid.task)}
-        found.append(Case("training", parameters, ("training",), limit))
-    return found
+        planned.append(Case("training", parameters, ("training",), limit))
+    return planned
 
 
 class ToyModel(nn.Module):
@@ -248,7 +247,7 @@ def _measure_step(step: Step, case: Case, phase: str) -> Measured:
     scale = scaler.get_scale()
     model.zero_grad()
     limits = {"time_limit_s": case.time_limit_s}
-    found, peak = timed_with_peak(step.device, step.time_phase, phase, **limits)
+    timed_phase, peak = timed_with_peak(step.device, step.time_phase, phase, **limits)
     metrics |= peak
     if phase == "train_step":
         if not all(parameter.isfinite().all() for parameter in model.parameters()):
@@ -256,8 +255,8 @@ def _measure_step(step: Step, case: Case, phase: str) -> Measured:
         # Each step whose gradients overflow is left out, and halves the scale.
         metrics["num_skipped_steps"] = round(math.log2(scale / scaler.get_scale()))
     metrics["loss_scale"] = scaler.get_scale()
-    metrics["tokens_per_s"] = step.tokens.numel() / (found.timing.median_ms * 1e-3)
-    return found.measured(metrics, step.described(), step.observed(), keep="step_ms")
+    metrics["tokens_per_s"] = step.tokens.numel() / (timed_phase.timing.median_ms * 1e-3)
+    return timed_phase.measured(metrics, step.described(), step.observed(), keep="step_ms")
 
 
 def settle_scale(step: Step) -> None:

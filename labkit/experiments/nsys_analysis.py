@@ -28,7 +28,7 @@ import pandas as pd
 import torch
 
 from labkit import accounting, hardware, numerics
-from labkit.configs import NSYS_ANALYSIS, REPOSITORY, model_config, narrowed
+from labkit.configs import NSYS_ANALYSIS, REPOSITORY, model_config
 from labkit.experiments.captured_step import NUM_CAPTURED, NUM_WARMUP, capture_steps, warm_up
 from labkit.experiments.sections import freeze_modules, memory_bytes, run_section
 from labkit.experiments.step import Step, course_parameters, step_parameters
@@ -77,18 +77,16 @@ class ProfiledCase(Case):
 def cases(
     profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts: Sequence[int] = ()
 ) -> list[Case]:
-    """Returns the cases of `profile`, narrowed where asked; ValueError for a value that it does not
-    have.
-    """
+    """Returns the cases of `profile`, narrowed to values of its grid where asked."""
     grid = NSYS_ANALYSIS[profile]
-    wanted_sizes = narrowed(NSYS_ANALYSIS, profile, "sizes", sizes)
-    wanted_contexts = narrowed(NSYS_ANALYSIS, profile, "contexts", contexts)
-    found = []
+    wanted_sizes = sizes or grid.sizes
+    wanted_contexts = contexts or grid.contexts
+    planned = []
 
     def add(section: str, group: list[dict], *phases: str) -> None:
         pairs = tuple((parameters, phases) for parameters in group)
         for number, parameters in enumerate(group, start=1):
-            found.append(
+            planned.append(
                 ProfiledCase(
                     section,
                     parameters,
@@ -113,7 +111,7 @@ def cases(
         if size in wanted_sizes and context in wanted_contexts:
             group = [course_parameters(size, context, "fp32")]
             add("course", group, "inference", "train_step")
-    return found
+    return planned
 
 
 def is_timeline(parameters: dict) -> bool:
@@ -144,19 +142,19 @@ def _profiled(
     if reason := lacking_room(device, case.parameters, phase):
         raise Skip(reason)
     if nsys:
-        found = _from_shared_capture(nsys, device, case, phase)
+        measured = _from_shared_capture(nsys, device, case, phase)
     else:
-        found = _capture_here(step, phase)
-    if found.metrics["step_idle_fraction"] < WORTH_TIMING:
-        return found
+        measured = _capture_here(step, phase)
+    if measured.metrics["step_idle_fraction"] < WORTH_TIMING:
+        return measured
     # The captured process has ended: what it held is free.
     with _open_step(device, case) if nsys else contextlib.nullcontext(step) as plain:
         timing = plain.time_phase(
             phase, num_warmup=1, min_samples=3, max_samples=20, time_limit_s=0.1
         )
     unprofiled_ms = statistics.median(timing.host_ms)  # by the host, as done_ms is read
-    metrics = found.metrics | {"unprofiled_ms": unprofiled_ms, "unprofiled_n": timing.n}
-    return replace(found, metrics=metrics)
+    metrics = measured.metrics | {"unprofiled_ms": unprofiled_ms, "unprofiled_n": timing.n}
+    return replace(measured, metrics=metrics)
 
 
 run_case = functools.partial(run_section, {"profiles": _run_profiles, "course": _run_profiles})
@@ -317,13 +315,13 @@ def serve(
                     step = stack.enter_context(contextlib.closing(Step(device, parameters)))
                 warm_up(step, phase)
                 steps = capture_steps(step, phase, marker, label)
-                found = {"case": step.described(), "observed": _observed(step), "steps": steps}
+                result = {"case": step.described(), "observed": _observed(step), "steps": steps}
             except Exception as error:
                 status = "oom" if isinstance(error, torch.OutOfMemoryError) else "error"
                 reason = f"{error}".split("\n")[0][:500]
                 answer({**request, "status": status, "reason": reason})
                 return  # what it left behind must not reach the next case
-            answer({**request, **found, "status": "ok"})
+            answer({**request, **result, "status": "ok"})
 
 
 @dataclass(frozen=True)
@@ -413,9 +411,9 @@ def _kept_kernels(kernels: pd.DataFrame) -> pd.DataFrame:
     kept = []
     by_phase = list(kernels.groupby("phase", sort=False))
     for phase, rows in by_phase if len(by_phase) == 1 else [("step", kernels), *by_phase]:
-        found = profiling.statistics_by(rows, ["short_name", "kernel_class"])
-        others = found[found["kernel_class"] != "matmul"].head(KEPT_KERNELS)
-        top = found[(found.index < KEPT_KERNELS) | found.index.isin(others.index)]
+        totals = profiling.statistics_by(rows, ["short_name", "kernel_class"])
+        others = totals[totals["kernel_class"] != "matmul"].head(KEPT_KERNELS)
+        top = totals[(totals.index < KEPT_KERNELS) | totals.index.isin(others.index)]
         kept.append(top.assign(phase=phase))
     return pd.concat(kept, ignore_index=True)
 
@@ -429,10 +427,10 @@ def _by_range(kernels: pd.DataFrame) -> pd.DataFrame:
         names = ["block" if name.startswith("block ") else name for name in path[1:]]
         return "/".join(names) or profiling.OUTSIDE
 
-    found = profiling.statistics_by(
+    totals = profiling.statistics_by(
         kernels.assign(path=kernels["path"].map(below_step)), ["path", "kernel_class"]
     )
-    return found[["path", "kernel_class", "launches", "total_us"]]
+    return totals[["path", "kernel_class", "launches", "total_us"]]
 
 
 def _timeline(rows: pd.DataFrame) -> dict[str, list]:
