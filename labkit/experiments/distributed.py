@@ -11,7 +11,6 @@ same processes, so that their ratios are of one machine at one time.
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -88,32 +87,13 @@ def cases(
     return planned
 
 
-@dataclass(frozen=True)
-class _Launched:
-    """What one launch of the ranks gave: of each finished phase what each rank saw, why the others
-    have none, and the telemetry.
-    """
-
-    phases: dict[str, list[Any]]
-    failure: str
-    telemetry: dict[str, Any]
-
-    def seen(self, phase: str) -> list[dict[str, Any]]:
-        """Returns what each rank saw of a phase; raises the failure if not all have finished it."""
-        if phase in self.phases:
-            return self.phases[phase]
-        if "OutOfMemoryError" in self.failure:
-            raise torch.OutOfMemoryError(self.failure)
-        raise RuntimeError(self.failure or f"no rank measured {phase}")
-
-
 def _run_ranks(
     function: Callable, make: Callable[..., Measured], device: hardware.Device, case: Case, *args
 ) -> Iterator[PhaseRun]:
     """Yields the phases of a case, all measured by one launch when the first one is asked for.
 
     A phase that every rank finished counts even if a rank failed later; the failure is that of the
-    first phase that is missing.
+    phases that are missing.
 
     Args:
         function: generator of (phase, what this rank saw).
@@ -125,7 +105,8 @@ def _run_ranks(
         raise Skip(f"{world_size} ranks need {world_size} GPUs; there are {num_gpus}")
 
     @functools.cache
-    def launched() -> _Launched:
+    def launched() -> tuple[list[dict[str, Any]], str, dict[str, Any]]:
+        """Returns what each rank saw by phase, the failure if one failed, and the telemetry."""
         kind = "cpu" if transport == "gloo" else device.kind
         options = {"device": kind, "timeout_s": case.timeout_s - 30}
         failure = ""
@@ -134,16 +115,15 @@ def _run_ranks(
                 ranks = launch(function, world_size, case.phases, *args, **options)
             except RankError as error:
                 ranks, failure = error.finished, error.summary
-        ranks = [dict(items) for items in ranks]  # the last item of each phase
-        finished = {
-            phase: [rank[phase] for rank in ranks]
-            for phase in case.phases
-            if all(phase in rank for rank in ranks)
-        }
-        return _Launched(finished, failure, monitor.summary)
+        return [dict(items) for items in ranks], failure, monitor.summary
 
     def measure(phase: str) -> Measured:
-        return make(case, launched().seen(phase), launched().telemetry)
+        ranks, failure, telemetry = launched()
+        if all(phase in rank for rank in ranks):
+            return make(case, [rank[phase] for rank in ranks], telemetry)
+        if "OutOfMemoryError" in failure:
+            raise torch.OutOfMemoryError(failure)
+        raise RuntimeError(failure or f"no rank measured {phase}")
 
     for phase in case.phases:
         yield phase, functools.partial(measure, phase)

@@ -161,15 +161,26 @@ run_case = functools.partial(run_section, {"profiles": _run_profiles, "course": 
 
 
 def lacking_room(device: hardware.Device, parameters: dict, phase: str) -> str:
-    """Returns why a phase cannot fit, by a lower bound on its bytes, so that what might fit is
-    tried; "" where it might.
+    """Returns why a phase cannot fit on a GPU, "" where it might."""
+    if device.kind != "cuda" or phase == "inference":
+        return ""
+    needed, total = least_bytes(parameters, phase), memory_bytes(device)
+    if needed <= total:
+        return ""
+    return (
+        f"needs at least {needed / 1e9:.0f} GB by its closed form; the device has "
+        f"{total / 1e9:.0f} GB"
+    )
+
+
+def least_bytes(parameters: dict, phase: str) -> int:
+    """Returns a lower bound on the bytes of a step with a backward pass, so that what might fit is
+    tried.
 
     Of the activations' closed form (fp32, eager) bf16 autocast keeps at least half, but one and a
     half times the probabilities, in fp32 for the softmax and in bf16 for the product;
     FlashAttention keeps none.
     """
-    if device.kind != "cuda" or phase == "inference":
-        return ""
     config = model_config(parameters["size"])
     batch, context = parameters["batch"], parameters["context"]
     probabilities = 4 * batch * config.num_heads * context * context * config.num_layers
@@ -183,13 +194,7 @@ def lacking_room(device: hardware.Device, parameters: dict, phase: str) -> str:
         needed += masks + probabilities
     if phase == "train_step":
         needed += accounting.optimizer_state_bytes(config)
-    total = memory_bytes(device)
-    if needed <= total:
-        return ""
-    return (
-        f"needs at least {needed / 1e9:.0f} GB by its closed form; the device has "
-        f"{total / 1e9:.0f} GB"
-    )
+    return needed
 
 
 def _observed(step: Step) -> dict:
@@ -221,9 +226,9 @@ def _capture_here(step: Step, phase: str) -> Measured:
     return replace(measured, telemetry=monitor.summary)
 
 
-_captured: dict[str, Callable[[], Measured]] = {}
-"""Results that this worker has from a shared capture and that no case has asked for yet, by case
-and phase.
+_captured: dict[str, tuple["_Capture | None", dict, dict]] = {}
+"""What this worker has from a shared capture and no case has asked for yet, as `_outcome` takes it,
+by case and phase.
 """
 
 
@@ -247,15 +252,13 @@ def _from_shared_capture(
         ]
         _captured.clear()
         _captured.update(_capture_together(nsys, device, requests, case.timeout_s))
-    return _captured.pop(_key(case.parameters, phase))()
+    return _outcome(*_captured.pop(_key(case.parameters, phase)))
 
 
 def _capture_together(
     nsys: Nsys, device: hardware.Device, requests: Sequence[dict], timeout_s: float
-) -> dict[str, Callable[[], Measured]]:
-    """Captures the steps of many cases in one process; returns what gives each measurement, or
-    raises its failure.
-    """
+) -> dict[str, tuple["_Capture | None", dict, dict]]:
+    """Captures the steps of many cases in one process; returns what `_outcome` takes of each."""
     requests = [{"label": f"case {number}", **one} for number, one in enumerate(requests)]
     trace, failure = None, "the captured process ended before its first step"
     with tempfile.TemporaryDirectory(prefix="labkit-requests-") as folder:
@@ -279,9 +282,7 @@ def _capture_together(
     telemetry.pop("foreign_processes", None)
     capture = _Capture.read(trace) if trace else None
     return {
-        _key(answer["parameters"], answer["phase"]): functools.partial(
-            _outcome, capture, answer, telemetry
-        )
+        _key(answer["parameters"], answer["phase"]): (capture, answer, telemetry)
         for answer in answers
     }
 

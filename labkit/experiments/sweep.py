@@ -467,19 +467,18 @@ class Session:
                     self._run(name, pending)
 
     def _pending(self, section: str) -> list[Case]:
+        """Returns the section's cases with the phases that are not recorded yet; all of what every
+        session measures, once, if anything else is to be measured.
+        """
         recorded = set() if self.fresh else self._recorded(hardware.machine_id())
-        wanted = [case for case in self.cases if case.section == section]
-        if section in SESSION_SECTIONS:
-            others = (case for case in self.cases if case.section not in SESSION_SECTIONS)
-            is_due = section not in self._begun and any(
-                self._missing(case, recorded) for case in others
-            )
-            return wanted if is_due else []
-        return [
-            replace(case, phases=missing)
-            for case in wanted
-            if (missing := self._missing(case, recorded))
-        ]
+        cases = [replace(case, phases=self._missing(case, recorded)) for case in self.cases]
+        pending = [case for case in cases if case.phases]
+        if section not in SESSION_SECTIONS:
+            return [case for case in pending if case.section == section]
+        is_needed = any(case.section not in SESSION_SECTIONS for case in pending)
+        if section in self._begun or not is_needed:
+            return []
+        return [case for case in self.cases if case.section == section]
 
     def finish(self) -> None:
         """Writes the file that says that the notebook reached its end, and how much of its grid has
