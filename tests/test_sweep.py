@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -149,86 +150,68 @@ def run(output: Path, plan: list[sweep.Case], *, fresh: bool = False) -> None:
 ENDED = {
     "torch_out_of_memory": ("oom", "OutOfMemoryError: Tried to allocate 2.00 GiB"),
     "memory_error": ("oom", "MemoryError: no room for the list"),
+    "cpu_out_of_memory": ("oom", "DefaultCPUAllocator: can't allocate memory"),
     "unrelated_text": ("error", "RuntimeError: page 3 of 'Running out of memory' was not found"),
     "exit": ("error", "the worker ended with exit code 3"),
     "kill": ("error", "the worker was killed by SIGKILL"),
     "segmentation_fault": ("error", "the worker was killed by SIGSEGV"),
     "child_and_exit": ("error", "the worker ended with exit code 3"),
-} | dict.fromkeys(
-    ("hang", "hang_with_the_interpreter", "child_and_hang"),
-    ("timeout", f"no result within {TIMEOUT_S:g} s"),
-)
+    "unpicklable": ("error", "pickle"),  # cannot be sent
+    "hang": ("timeout", f"no result within {TIMEOUT_S:g} s"),
+    "hang_with_the_interpreter": ("timeout", f"no result within {TIMEOUT_S:g} s"),
+    "child_and_hang": ("timeout", f"no result within {TIMEOUT_S:g} s"),
+}
 """Faults that end the worker, and what the record then says, in one line."""
 
 REFUSED = {
     "negative_time": ("error", "refused: median_ms is -1.0: a time must be positive"),
     "nan": ("error", "refused: median_ms is nan"),
-    "above_peak": (
-        "error",
-        "refused: datasheet_fraction is 1.200: more than the datasheet peak of this device",
-    ),
-    "other_label": ("error", "refused: asked for {asked}, ran {{'name': 'something else'}}"),
+    "above_peak": ("error", "refused: datasheet_fraction is 1.200: more than the datasheet peak"),
+    "other_label": ("error", "ran {'name': 'something else'}"),
+    "foreign_number": ("error", "float32"),  # cannot be written
 }
 """Results that cannot be true: the worker is sound, the number is not."""
 
 KEPT = REFUSED | {"skip": ("skipped", "this device has no such unit"), "none": ("ok", "")}
 ALL_OK = dict.fromkeys(PHASES, ("ok", ""))
 
+HITS = [
+    *((behaviour, "second", ("second",)) for behaviour in (*ENDED, *KEPT)),
+    # A case that cannot be built loses all its phases at once.
+    *((behaviour, "build", PHASES) for behaviour in ("memory_error", "exit", "hang", "skip")),
+    # A failure after the last phase takes nothing back.
+    *((behaviour, "after", ()) for behaviour in ("memory_error", "exit", "hang", "end_when_done")),
+]
 
-def expected(case: sweep.Case) -> tuple[str, str]:
-    """Returns how the phase in which a case misbehaves is recorded."""
-    status, reason = (ENDED | KEPT)[case.parameters["behaviour"]]
-    return status, reason.format(asked=case.parameters)
+
+def check_outcome(output: Path, name: str, behaviour: str, lost: Sequence[str]) -> None:
+    """Asserts that a case has lost these phases by its fault and no other."""
+    records = records_of(output, name)
+    assert set(records) == set(PHASES)
+    for phase, record in records.items():
+        status, reason = (ENDED | KEPT)[behaviour] if phase in lost else ("ok", "")
+        assert record.status == status, (name, phase, record.reason)
+        assert reason in record.reason and "\n" not in record.reason, (name, phase)
+        assert (status == "ok") == bool(record.metrics), (name, phase)
 
 
-def run_between_others(output: Path, log: Path, behaviour: str, at: str, **flags) -> sweep.Case:
-    """Runs a misbehaving case, which it returns, after and before two healthy ones."""
-    slow = {"timeout_s": TIMEOUT_S} if "hang" in behaviour else {}
-    faulty = make_case("faulty", log, behaviour, at, **slow, **flags)
-    run(output, [make_case("before", log), faulty, make_case("after", log)])
-    for name in ("before", "after"):
-        assert outcome(output, name) == ALL_OK
-        assert started(log, name) == list(PHASES)
-        assert len(set(pids(output, name))) == 1
+def test_a_fault_costs_what_it_hits_and_the_worker_if_it_ends_that(output, log):
+    plan = [make_case("first", log)]
+    for behaviour, at, _ in HITS:
+        slow = {"timeout_s": TIMEOUT_S} if "hang" in behaviour else {}
+        plan.append(make_case(f"{behaviour} {at}", log, behaviour, at, **slow))
+        plan.append(make_case(f"after {behaviour} {at}", log))
+    run(output, plan)
     assert wait_until(lambda: not left_of(log)), left_of(log)
-    return faulty
-
-
-@pytest.mark.parametrize(
-    ("behaviour", "at"),
-    [
-        *((behaviour, "second") for behaviour in (*ENDED, *KEPT)),
-        # A case that cannot be built loses all its phases at once.
-        *((behaviour, "build") for behaviour in ("memory_error", "exit", "skip")),
-        # A failure after the last phase takes nothing back.
-        *((behaviour, "after") for behaviour in ("memory_error", "exit", "end_when_done")),
-    ],
-)
-def test_a_fault_costs_what_it_hits_and_the_worker_if_it_ends_that(output, log, behaviour, at):
-    case = run_between_others(output, log, behaviour, at)
-    lost = {"second": ("second",), "build": PHASES, "after": ()}[at]
-    assert outcome(output, "faulty") == ALL_OK | {phase: expected(case) for phase in lost}
-    for phase in lost if behaviour != "none" else ():
-        failed = records_of(output, "faulty")[phase]
-        assert (failed.metrics, failed.samples, failed.case) == ({}, {}, case.parameters)
-    assert started(log, "faulty", without="child") == ([] if at == "build" else list(PHASES))
-    workers = [pid for name in ("before", "faulty", "after") for pid in pids(output, name)]
-    assert len(set(workers)) == (1 if behaviour in KEPT else 2)
-
-
-@pytest.mark.parametrize(
-    ("behaviour", "status", "reason"),
-    [
-        ("cpu_out_of_memory", "oom", "DefaultCPUAllocator: can't allocate memory"),
-        ("unpicklable", "error", "pickle"),  # cannot be sent
-        ("foreign_number", "error", "float32"),  # cannot be written
-    ],
-)
-def test_a_failed_phase_has_its_status_and_reason(output, log, behaviour, status, reason):
-    run_between_others(output, log, behaviour, "second")
-    found = outcome(output, "faulty")
-    assert found["second"][0] == status and reason in found["second"][1]
-    assert found["third"] == ("ok", "")
+    before = "first"
+    for behaviour, at, lost in HITS:
+        name, after = f"{behaviour} {at}", f"after {behaviour} {at}"
+        check_outcome(output, name, behaviour, lost)
+        assert outcome(output, after) == ALL_OK
+        assert started(log, name, without="child") == ([] if at == "build" else list(PHASES))
+        workers = {pid for one in (before, name, after) for pid in pids(output, one)}
+        assert len(workers) == (1 if behaviour in KEPT else 2), name
+        before = after
 
 
 def test_a_worker_that_cannot_start_is_an_error(output, log, monkeypatch):
@@ -239,13 +222,18 @@ def test_a_worker_that_cannot_start_is_an_error(output, log, monkeypatch):
     assert outcome(output, "a") == outcome(output, "b") == dict.fromkeys(PHASES, failed)
 
 
-@pytest.mark.parametrize("behaviour", ["exit", "skip", "other_label"])
-def test_stop_at_failure_skips_what_comes_after(output, log, behaviour):
-    ended = expected(run_between_others(output, log, behaviour, "second", stop_at_failure=True))
-    absent = ("skipped", f"not run: second before it ended {ended[0]}")
-    assert outcome(output, "faulty") == {"first": ("ok", ""), "second": ended, "third": absent}
-    # The worker of a refused result may have begun the next phase.
-    assert behaviour in REFUSED or started(log, "faulty") == ["first", "second"]
+def test_stop_at_failure_skips_what_comes_after(output, log):
+    behaviours = ("exit", "skip", "other_label")
+    plan = [make_case(one, log, one, "second", stop_at_failure=True) for one in behaviours]
+    run(output, [*plan, make_case("after", log)])
+    for behaviour in behaviours:
+        status, _ = (ENDED | KEPT)[behaviour]
+        first, second, third = outcome(output, behaviour).values()
+        assert (first, second[0]) == (("ok", ""), status)
+        assert third == ("skipped", f"not run: second before it ended {status}")
+        # The worker of a refused result may have begun the next phase.
+        assert behaviour in REFUSED or started(log, behaviour) == ["first", "second"]
+    assert outcome(output, "after") == ALL_OK
 
 
 def test_the_session_says_how_many_phases_ended_how(output, log, capsys):
@@ -282,10 +270,10 @@ def test_fresh_process_gets_a_worker_that_has_done_nothing_also_after_a_declined
 
 
 def test_what_a_case_started_ends_with_its_worker(output, log):
-    run_between_others(output, log, "child", "second")
-    assert outcome(output, "faulty") == ALL_OK
-    children = [step["pid"] for step in taken(log) if step["step"] == "child"]
-    assert len(children) == 1 and not set(children) & set(processes())
+    run(output, [make_case("a", log, "child", "second")])
+    assert outcome(output, "a") == ALL_OK
+    (child,) = (step["pid"] for step in taken(log) if step["step"] == "child")
+    assert wait_until(lambda: child not in processes())
 
 
 def test_the_package_can_be_imported_without_torch_and_a_session_that_shows_does_nothing(output):
@@ -376,32 +364,24 @@ def test_a_ceiling_that_was_not_measured_reaches_nobody(output, log, behaviour):
     )
 
 
-@pytest.mark.parametrize(
-    ("behaviour", "kept", "disturbed", "steps"),
-    [
-        ("busy_once", 2.0, False, [*PHASES, "second"]),
-        ("busy", 2.0, True, [*PHASES, "second", "second"]),
-        ("busy_then_exit", 1.0, True, [*PHASES, "second"]),
-    ],
-)
-def test_a_disturbed_phase_is_repeated_in_fresh_processes_and_the_least_disturbed_kept(
-    output, log, behaviour, kept, disturbed, steps
-):
-    run_between_others(output, log, behaviour, "second")
-    records = records_of(output, "faulty")
-    assert {record.status for record in records.values()} == {"ok"}
-    assert (records["second"].metrics["median_ms"], records["second"].telemetry["disturbed"]) == (
-        kept,
-        disturbed,
-    )
-    assert ("cpu_wait_fraction" in records["second"].telemetry) is disturbed
-    assert started(log, "faulty") == steps
-    workers = [
-        step["worker"]
-        for step in taken(log)
-        if step["name"] == "faulty" and step["step"] == "second"
-    ]
-    assert len(set(workers)) == len(workers)
+def test_a_disturbed_phase_is_repeated_in_fresh_processes_and_the_least_disturbed_kept(output, log):
+    expected = {
+        "busy_once": (2.0, False, [*PHASES, "second"]),
+        "busy": (2.0, True, [*PHASES, "second", "second"]),
+        "busy_then_exit": (1.0, True, [*PHASES, "second"]),
+    }
+    run(output, [make_case(behaviour, log, behaviour, "second") for behaviour in expected])
+    for behaviour, (kept, disturbed, steps) in expected.items():
+        assert outcome(output, behaviour) == ALL_OK
+        record = records_of(output, behaviour)["second"]
+        assert record.metrics["median_ms"] == kept
+        assert record.telemetry["disturbed"] is disturbed
+        assert ("cpu_wait_fraction" in record.telemetry) is disturbed
+        assert started(log, behaviour) == steps
+        attempts = [
+            one for one in taken(log) if (one["name"], one["step"]) == (behaviour, "second")
+        ]
+        assert len({one["worker"] for one in attempts}) == len(attempts)
 
 
 def test_a_machine_that_stays_busy_is_not_waited_for(output, log):

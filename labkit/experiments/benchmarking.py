@@ -128,10 +128,10 @@ def _measure_execution(step: Step, case: Case, phase: str, ceilings: dict[str, f
         require_graphs(device)
         function, graph_metrics = capture_step(step)
     limits = {"device_kind": device.kind, "num_warmup": 2, "time_limit_s": case.time_limit_s}
-    timed_phase, metrics = timed_with_peak(device, time_callable, function, **limits)
+    times, metrics = timed_with_peak(device, time_callable, function, **limits)
     metrics |= graph_metrics
-    metrics |= step_rates(device, case, phase, function, timed_phase, ceilings)
-    return timed_phase.measured(metrics, step.described(), step.observed(), keep="step_ms")
+    metrics |= step_rates(device, case, phase, function, times, ceilings)
+    return times.measured(metrics, step.described(), step.observed(), keep="step_ms")
 
 
 def require_graphs(device: hardware.Device) -> None:
@@ -152,15 +152,15 @@ def _measure_timer(device: hardware.Device, case: Case, method: str) -> Measured
     negate = functools.partial(torch.neg, out=target)
     if method == "independent":
         call = functools.partial(_time_queued_calls, device, negate, source, num_calls=30)
-        timed_phase = timed(
+        times = timed(
             device, lambda: Timing(tuple(call() for _ in range(5)), "independent", 1, "fixed count")
         )
     else:
-        timed_phase = timed_call(device, negate, source, method=method)
+        times = timed_call(device, negate, source, method=method)
     if not torch.equal(target, -source):
         raise AssertionError("the timed kernel's result is wrong")
-    rate = copy_rate(device, source, timed_phase.timing.median_ms)
-    return timed_phase.measured(rate, {"kind": "negate"}, {"num_bytes": source.nbytes})
+    rate = copy_rate(device, source, times.timing.median_ms)
+    return times.measured(rate, {"kind": "negate"}, {"num_bytes": source.nbytes})
 
 
 def _time_queued_calls(

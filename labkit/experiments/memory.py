@@ -338,14 +338,14 @@ def _measure_checkpointing(step: Step, case: Case, phase: str) -> Measured:
     # Two steps have run: there is nothing left to warm up.
     limits = {"num_warmup": 0, "min_samples": 3, "max_samples": 20}
     limits |= {"time_limit_s": case.time_limit_s, "device_kind": kind}
-    timed_phase = timed(step.device, time_callable, step.train_step, **limits)
+    times = timed(step.device, time_callable, step.train_step, **limits)
     metrics = {
         **memory,
         "forwards_per_block": num_forwards,
         "gradient_relative_difference": difference,
     }
     described = {**step.described(), "plan": plan_text(step, num_forwards)}
-    return timed_phase.measured(metrics, described, step.observed(), keep="step_ms")
+    return times.measured(metrics, described, step.observed(), keep="step_ms")
 
 
 def plan_text(step: Step, num_forwards: float) -> str:

@@ -153,22 +153,24 @@ def read_dtypes(
     Args:
         forward: runs the model under autocast and returns (loss, logits).
     """
-    seen: dict[str, list[str]] = {"parameters": [], "logits": [], "loss": [], "gradients": []}
+    dtypes: dict[str, list[str]] = {}
 
     def note(name: str, tensor: Tensor) -> None:
-        dtypes = seen.setdefault(name, [])
-        if (text := str(tensor.dtype).removeprefix("torch.")) not in dtypes:
-            dtypes.append(text)
+        names = dtypes.setdefault(name, [])
+        text = str(tensor.dtype).removeprefix("torch.")
+        if text not in names:
+            names.append(text)
 
+    def watch(module: nn.Module, name: str):
+        return module.register_forward_hook(lambda module, inputs, output: note(name, output))
+
+    for parameter in model.parameters():
+        note("parameters", parameter)
     handles = []
     for name, module in model.named_modules():
         if name and not isinstance(module, nn.ModuleList):
-            shared = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-            handles.append(
-                module.register_forward_hook(
-                    lambda *passed, name=f"{shared}_output": note(name, passed[-1])
-                )
-            )
+            shared_name = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+            handles.append(watch(module, f"{shared_name}_output"))
     try:
         loss, logits = forward()
         loss.backward()
@@ -178,13 +180,10 @@ def read_dtypes(
     note("logits", logits)
     note("loss", loss)
     for parameter in model.parameters():
-        note("parameters", parameter)
         note("gradients", parameter.grad)
         parameter.grad = None
-    ends = {name: seen.pop(name) for name in ("logits", "loss", "gradients")}
-    return {name: " and ".join(dtypes) for name, dtypes in (seen | ends).items()}, float(
-        loss.detach()
-    )
+    texts = {name: " and ".join(names) for name, names in dtypes.items()}
+    return texts, float(loss.detach())
 
 
 def measure_dtypes(device: hardware.Device, parameters: dict) -> Measured:
@@ -200,19 +199,15 @@ def measure_dtypes(device: hardware.Device, parameters: dict) -> Measured:
         model = TransformerLM(config, max_context=16, attention="eager", device=device.kind)
         inputs = torch.randint(config.vocab_size, (1, 16), device=device.kind)
         targets = torch.randint(config.vocab_size, (1, 16), device=device.kind)
-    live = ""
 
     def forward() -> tuple[Tensor, Tensor]:
         logits = model(inputs)
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten()), logits
 
-    def forward_under_autocast() -> tuple[Tensor, Tensor]:
-        nonlocal live
-        with torch.autocast(device.kind, DTYPES[parameters["autocast"]]):
-            live = dtype_name(torch.get_autocast_dtype(device.kind))
-            return forward()
-
-    dtypes, loss = read_dtypes(model, forward_under_autocast)
+    autocast = torch.autocast(device.kind, DTYPES[parameters["autocast"]])
+    with autocast:
+        live = dtype_name(torch.get_autocast_dtype(device.kind))
+    dtypes, loss = read_dtypes(model, autocast(forward))
     with torch.no_grad():
         loss_fp32 = float(forward()[0])
     if not abs(loss / loss_fp32 - 1) <= LARGEST_DTYPE_DEVIATION:
@@ -247,7 +242,7 @@ def _measure_step(step: Step, case: Case, phase: str) -> Measured:
     scale = scaler.get_scale()
     model.zero_grad()
     limits = {"time_limit_s": case.time_limit_s}
-    timed_phase, peak = timed_with_peak(step.device, step.time_phase, phase, **limits)
+    times, peak = timed_with_peak(step.device, step.time_phase, phase, **limits)
     metrics |= peak
     if phase == "train_step":
         if not all(parameter.isfinite().all() for parameter in model.parameters()):
@@ -255,8 +250,8 @@ def _measure_step(step: Step, case: Case, phase: str) -> Measured:
         # Each step whose gradients overflow is left out, and halves the scale.
         metrics["num_skipped_steps"] = round(math.log2(scale / scaler.get_scale()))
     metrics["loss_scale"] = scaler.get_scale()
-    metrics["tokens_per_s"] = step.tokens.numel() / (timed_phase.timing.median_ms * 1e-3)
-    return timed_phase.measured(metrics, step.described(), step.observed(), keep="step_ms")
+    metrics["tokens_per_s"] = step.tokens.numel() / (times.timing.median_ms * 1e-3)
+    return times.measured(metrics, step.described(), step.observed(), keep="step_ms")
 
 
 def settle_scale(step: Step) -> None:

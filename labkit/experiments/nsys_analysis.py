@@ -438,22 +438,23 @@ def _timeline(rows: pd.DataFrame) -> dict[str, list]:
     """Returns every launch of a step: start and duration (µs), numbers of class, stream, phase and
     block (−1: none).
     """
-    blocks = {
-        path: next((int(n[6:]) for n in path if n.startswith("block ")), -1)
-        for path in rows["path"].unique()
-    }
-    start = rows["start_ns"].min()
+
+    def block_number(path: tuple[str, ...]) -> int:
+        numbers = [int(n.removeprefix("block ")) for n in path if n.startswith("block ")]
+        return numbers[0] if numbers else -1
+
+    phase_numbers = {phase: number for number, phase in enumerate(STEP_PHASES)}
+    start_us = (rows["start_ns"] - rows["start_ns"].min()) / 1e3
+    duration_us = (rows["end_ns"] - rows["start_ns"]) / 1e3
     return {
         "class_names": list(profiling.CLASSES),
         "phase_names": list(STEP_PHASES),
-        "start_us": [round((value - start) / 1e3, 2) for value in rows["start_ns"]],
-        "duration_us": [round(value / 1e3, 2) for value in rows["end_ns"] - rows["start_ns"]],
-        "kernel_class": [profiling.CLASSES.index(name) for name in rows["kernel_class"]],
-        "stream": [int(stream) for stream in rows["stream"]],
-        "phase": [
-            STEP_PHASES.index(phase) if phase in STEP_PHASES else -1 for phase in rows["phase"]
-        ],
-        "block": [blocks[path] for path in rows["path"]],
+        "start_us": start_us.round(2).tolist(),
+        "duration_us": duration_us.round(2).tolist(),
+        "kernel_class": rows["kernel_class"].map(profiling.CLASSES.index).tolist(),
+        "stream": rows["stream"].astype(int).tolist(),
+        "phase": rows["phase"].map(phase_numbers).fillna(-1).astype(int).tolist(),
+        "block": rows["path"].map(block_number).tolist(),
     }
 
 
