@@ -73,12 +73,6 @@ def _segmentation_fault(case: Case) -> None:
     ctypes.string_at(0)
 
 
-def _deaf_hang(case: Case) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    while True:
-        pass
-
-
 def _hang_with_the_interpreter(case: Case) -> None:
     # Matching this takes 2^60 steps, all of them without letting another thread of the process run.
     re.fullmatch("(a+)+b", "a" * 60)
@@ -128,11 +122,9 @@ FAULTS: dict[str, Callable[[Case], None]] = {
         RuntimeError("page 3 of 'Running out of memory' was not found\nsecond line")
     ),
     "exit": lambda case: os._exit(3),
-    "sys_exit": lambda case: sys.exit(3),
     "kill": lambda case: os.kill(os.getpid(), signal.SIGKILL),
     "segmentation_fault": _segmentation_fault,
     "hang": lambda case: time.sleep(600),
-    "deaf_hang": _deaf_hang,
     "hang_with_the_interpreter": _hang_with_the_interpreter,
     "skip": _skip,
     "brief": lambda case: time.sleep(0.01),
@@ -149,9 +141,7 @@ FAULTS |= {
 
 CLAIMS: dict[str, dict] = {
     "negative_time": {"metrics": {"median_ms": -1.0}},
-    "zero_time": {"metrics": {"median_ms": 0.0}},
     "nan": {"metrics": {"median_ms": math.nan}},
-    "nan_samples": {"metrics": {"median_ms": math.nan}, "samples": {"step_ms": [1.0, math.nan]}},
     "above_peak": {"metrics": {"median_ms": 1.5, "datasheet_fraction": 1.2}},
     "other_label": {"case": {"name": "something else"}},
     "foreign_number": {"metrics": {"median_ms": 1.5, "error": np.float32(0.1)}},

@@ -173,13 +173,6 @@ def test_a_grid_is_narrowed_to_sizes_and_contexts():
     }
 
 
-@pytest.mark.parametrize("sizes", [["xl-2026"], ["2.7b", "xl-2026"]])
-def test_a_size_may_be_given_by_its_alias_and_is_measured_once(sizes):
-    found = cases("full", "cuda", sizes=sizes)
-    assert found == cases("full", "cuda", sizes=["2.7b"])
-    assert {case.parameters["size"] for case in in_section(found, "steps")} == {"2.7b"}
-
-
 @pytest.mark.parametrize("size", ["nano", "micro"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("compile", ["none", "regional", "whole"])

@@ -9,7 +9,8 @@ from collections import Counter
 import pytest
 import torch
 
-from labkit.configs import FIGURES, GRIDS, REFERENCE_DEVICE
+from labkit import notebooks
+from labkit.configs import FIGURES, GRIDS, REFERENCE_DEVICE, RequestError
 from labkit.records import HOST_SECTION, RecordStore, folder_of
 
 PROFILES = ("smoke", "full", "key")
@@ -71,25 +72,30 @@ def test_key_rows_are_a_part_of_the_full_grid(notebook, monkeypatch):
     assert key < full and len(key) < 0.5 * len(full)
 
 
-VALUES = {
-    "sizes": ("nano", "xl", "huge"),
-    "contexts": (100, "128"),
-    "lengths": (100, "256"),
-    "d_heads": (65,),
-    "world_sizes": (3,),
-}
-TEXTS = {
-    "xl": "'xl' means two models: say 'xl-2025' (1.998 B) or 'xl-2026'",
-    "huge": "unknown size 'huge'; accepted: nano, micro, small",
+REFUSED = {
+    "sizes": ("huge", "unknown size 'huge'; accepted: nano, micro, small"),
+    "contexts": ("128", "context '128' is not in profile 'full'; accepted: 128, "),
+    "lengths": (100, "length 100 is not in profile 'full'; accepted: "),
+    "d_heads": (65, "head dimension 65 is not in profile 'full'; accepted: 16, 32, 64, "),
+    "world_sizes": (3, "number of ranks 3 is not in profile 'full'; accepted: 2, 4"),
 }
 
 
 @pytest.mark.parametrize("notebook", GRIDS)
-def test_what_the_grid_does_not_have_is_refused(notebook):
+def test_a_grid_is_narrowed_to_values_that_it_has(notebook, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     cases, grid = experiment_of(notebook).cases, GRIDS[notebook]["full"]
+    planned = keys(cases("full", "cuda"))
     for option in list(inspect.signature(cases).parameters)[2:]:
-        smallest = min(getattr(grid, option)) if option != "sizes" else ", ".join(grid.sizes[:2])
-        for value in VALUES[option]:
-            accepted = f" {value!r} is not in profile 'full'; accepted: {smallest}"
-            with pytest.raises(ValueError, match=re.escape(TEXTS.get(value, accepted))):
-                cases("full", "cuda", **{option: [*getattr(grid, option)[:1], value]})
+        smallest = min(getattr(grid, option)) if option != "sizes" else grid.sizes[0]
+        narrowed = notebooks.narrowing(notebook, "full", {option: smallest})
+        fewer = keys(cases("full", "cuda", **narrowed))
+        assert 0 < len(fewer) < len(planned)
+        value, message = REFUSED[option]
+        with pytest.raises(RequestError, match=re.escape(message)):
+            notebooks.narrowing(notebook, "full", {option: [smallest, value]})
+
+
+def test_a_size_may_be_given_by_its_alias():
+    narrowed = notebooks.narrowing("01_benchmarking", "full", {"sizes": ["xl-2026", "2.7b"]})
+    assert narrowed == {"sizes": ["2.7b"]}

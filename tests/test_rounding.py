@@ -15,17 +15,12 @@ from labkit.experiments.sweep import Skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("value", [0.01, 0.75, 1.0, 3.0, 8.0, 15.5, 1000.0, 2.0**-14, 2.0**-20])
+@pytest.mark.parametrize("value", [0.01, 1.0, 15.5, 2.0**-14, 2.0**-20])
 def test_spacing_is_the_distance_to_the_next_number(dtype, value):
     bits = {2: torch.int16, 4: torch.int32}[torch.finfo(dtype).bits // 8]
     number = torch.tensor([value], dtype=dtype)
     following = (number.view(bits) + 1).view(dtype)
     assert numerics.spacing(float(number), dtype) == float(following.double() - number.double())
-
-
-def test_a_binade_begins_at_a_power_of_two():
-    values = {1.0: 1.0, 1.5: 1.0, 2.0 - 2.0**-52: 1.0, 2.0: 2.0, 0.01: 2.0**-7, 2.0**-20: 2.0**-20}
-    assert {value: numerics.binade(value) for value in values} == values
 
 
 def test_spacing_of_what_the_format_does_not_have_is_refused():
@@ -36,7 +31,7 @@ def test_spacing_of_what_the_format_does_not_have_is_refused():
             numerics.spacing(value, torch.float16)
 
 
-@pytest.mark.parametrize("term", [0.01, 0.3, 0.125, 1.0])
+@pytest.mark.parametrize("term", [0.01, 0.125])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_sum_stalls_where_half_the_spacing_reaches_the_term(term, dtype):
     added = torch.tensor(term, dtype=dtype)
@@ -69,7 +64,7 @@ def test_running_sums_are_those_of_every_so_many_terms():
         numerics.running_sums(term, 10, torch.bfloat16, "magic")
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 65])
+@pytest.mark.parametrize("size", [1, 7, 64])
 def test_tree_sum_rounds_every_addition(size):
     x = torch.arange(1.0, size + 1)
     assert numerics.tree_sum(x.expand(2, size)).tolist() == [[size * (size + 1) / 2]] * 2
@@ -91,10 +86,22 @@ def test_normalise_is_pytorchs_function_where_nothing_is_rounded(kind):
         numerics.normalise(x, "batch_norm", 1e-3, torch.float64)
 
 
+def normalisation(dtype: str, scale: float, **changes) -> dict:
+    parameters = {
+        "norm": "rms_norm",
+        "setting": "centred",
+        "input": dtype,
+        "statistics": dtype,
+        "scale": scale,
+        "rows": 8,
+        "features": 64,
+    }
+    return parameters | changes
+
+
 @pytest.mark.parametrize(
     ("dtype", "scale", "expected"),
     [
-        ("fp16", 1.0, {"overflowed_fraction": 0.0, "vanished_fraction": 0.0}),
         ("fp16", 1e4, {"overflowed_fraction": 1.0}),
         ("fp16", 1e-4, {"vanished_fraction": 1.0}),
         ("bf16", 1e4, {"overflowed_fraction": 0.0, "nonfinite_fraction": 0.0}),
@@ -103,14 +110,7 @@ def test_normalise_is_pytorchs_function_where_nothing_is_rounded(kind):
 )
 def test_fp16_statistics_leave_its_range_and_bf16s_do_not(dtype, scale, expected):
     """A mean square is the scale squared: 10⁸ is more than 65504, 10⁻⁸ less than half of 2⁻²⁴."""
-    names = {
-        "norm": "rms_norm",
-        "setting": "centred",
-        "input": dtype,
-        "statistics": dtype,
-        "scale": scale,
-    }
-    parameters = {**names, "rows": 8, "features": 64}
+    parameters = normalisation(dtype, scale)
     measured = measure_normalisation(CPU, parameters)
     assert measured.case == parameters
     assert expected.items() <= measured.metrics.items()
@@ -118,32 +118,13 @@ def test_fp16_statistics_leave_its_range_and_bf16s_do_not(dtype, scale, expected
 
 
 def test_an_epsilon_that_vanishes_makes_the_result_infinite():
-    names = {
-        "norm": "rms_norm",
-        "setting": "small epsilon",
-        "input": "fp16",
-        "statistics": "fp16",
-        "scale": 1e-4,
-    }
-    metrics = measure_normalisation(CPU, {**names, "rows": 4, "features": 64}).metrics
-    assert (
-        metrics["epsilon"] == 0
-        and metrics["nonfinite_fraction"] == 1
-        and metrics["relative_error"] is None
-    )
-    kept = measure_normalisation(
-        CPU, {**names, "statistics": "fp32", "rows": 4, "features": 64}
-    ).metrics
+    parameters = normalisation("fp16", 1e-4, setting="small epsilon")
+    lost = measure_normalisation(CPU, parameters).metrics
+    assert (lost["epsilon"], lost["nonfinite_fraction"], lost["relative_error"]) == (0, 1, None)
+    kept = measure_normalisation(CPU, parameters | {"statistics": "fp32"}).metrics
     assert kept["nonfinite_fraction"] == 0 and kept["relative_error"] < 1e-3
 
 
 def test_an_input_that_overflows_by_itself_is_skipped():
-    names = {
-        "norm": "layer_norm",
-        "setting": "offset",
-        "input": "fp16",
-        "statistics": "fp32",
-        "scale": 1e4,
-    }
     with pytest.raises(Skip, match="the input itself overflows fp16"):
-        measure_normalisation(CPU, {**names, "rows": 4, "features": 64})
+        measure_normalisation(CPU, normalisation("fp16", 1e4, norm="layer_norm", setting="offset"))

@@ -4,8 +4,6 @@ exactly.
 
 import errno
 import fcntl
-import importlib.util
-import itertools
 import json
 import multiprocessing.forkserver
 import os
@@ -16,13 +14,12 @@ import subprocess
 import sys
 import tempfile
 import time
-import types
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from conftest import ALL_TESTS
-from typer.testing import CliRunner
 
 if not sys.platform.startswith("linux"):
     pytest.skip("processes are followed through /proc", allow_module_level=True)
@@ -31,8 +28,8 @@ import faulty_experiment
 from faulty_experiment import MARK, NOTEBOOK, PHASES, make_case, open_session
 
 import labkit.experiments
-from labkit import cli, configs
-from labkit.device import detect, software_versions
+from labkit import configs
+from labkit.device import detect
 from labkit.experiments import sweep
 from labkit.records import Record, RecordError, RecordStore, newest
 
@@ -66,9 +63,10 @@ def taken(log: Path) -> list[dict]:
     return [json.loads(line) for line in log.read_text().split("\n")[:-1]] if log.exists() else []
 
 
-def started(log: Path, name: str) -> list[str]:
+def started(log: Path, name: str, without: str = "") -> list[str]:
     """Returns the steps of one case, without its building."""
-    return [step["step"] for step in taken(log) if step["name"] == name and step["step"] != "build"]
+    steps = [step["step"] for step in taken(log) if step["name"] == name]
+    return [step for step in steps if step not in ("build", without)]
 
 
 def folder(output: Path) -> Path:
@@ -153,161 +151,90 @@ def run(output: Path, plan: list[sweep.Case], *, fresh: bool = False) -> None:
 ENDED = {
     "torch_out_of_memory": ("oom", "OutOfMemoryError: Tried to allocate 2.00 GiB"),
     "memory_error": ("oom", "MemoryError: no room for the list"),
+    "cpu_out_of_memory": ("oom", "DefaultCPUAllocator: can't allocate memory"),
     "unrelated_text": ("error", "RuntimeError: page 3 of 'Running out of memory' was not found"),
     "exit": ("error", "the worker ended with exit code 3"),
-    "sys_exit": ("error", "SystemExit: 3"),
     "kill": ("error", "the worker was killed by SIGKILL"),
     "segmentation_fault": ("error", "the worker was killed by SIGSEGV"),
     "child_and_exit": ("error", "the worker ended with exit code 3"),
-} | dict.fromkeys(
-    ("hang", "deaf_hang", "hang_with_the_interpreter", "child_and_hang"),
-    ("timeout", f"no result within {TIMEOUT_S:g} s"),
-)
+    "unpicklable": ("error", "pickle"),  # cannot be sent
+    "hang": ("timeout", f"no result within {TIMEOUT_S:g} s"),
+    "hang_with_the_interpreter": ("timeout", f"no result within {TIMEOUT_S:g} s"),
+    "child_and_hang": ("timeout", f"no result within {TIMEOUT_S:g} s"),
+}
 """Faults that end the worker, and what the record then says, in one line."""
 
 REFUSED = {
     "negative_time": ("error", "refused: median_ms is -1.0: a time must be positive"),
-    "zero_time": ("error", "refused: median_ms is 0.0: a time must be positive"),
     "nan": ("error", "refused: median_ms is nan"),
-    "nan_samples": ("error", "refused: median_ms is nan"),
-    "above_peak": (
-        "error",
-        "refused: datasheet_fraction is 1.200: more than the datasheet peak of this device",
-    ),
-    "other_label": ("error", "refused: asked for {asked}, ran {{'name': 'something else'}}"),
+    "above_peak": ("error", "refused: datasheet_fraction is 1.200: more than the datasheet peak"),
+    "other_label": ("error", "ran {'name': 'something else'}"),
+    "foreign_number": ("error", "float32"),  # cannot be written
 }
 """Results that cannot be true: the worker is sound, the number is not."""
 
 KEPT = REFUSED | {"skip": ("skipped", "this device has no such unit"), "none": ("ok", "")}
 ALL_OK = dict.fromkeys(PHASES, ("ok", ""))
 
+HITS = [
+    *((behaviour, "second", ("second",)) for behaviour in (*ENDED, *KEPT)),
+    # A case that cannot be built loses all its phases at once.
+    *((behaviour, "build", PHASES) for behaviour in ("memory_error", "exit", "hang", "skip")),
+    # A failure after the last phase takes nothing back.
+    *((behaviour, "after", ()) for behaviour in ("memory_error", "exit", "hang", "end_when_done")),
+]
 
-def expected(case: sweep.Case) -> tuple[str, str]:
-    """Returns how the phase in which a case misbehaves is recorded."""
-    status, reason = (ENDED | KEPT)[case.parameters["behaviour"]]
-    return status, reason.format(asked=case.parameters)
+
+def check_outcome(output: Path, name: str, behaviour: str, lost: Sequence[str]) -> None:
+    """Asserts that a case has lost these phases by its fault and no other."""
+    records = records_of(output, name)
+    assert set(records) == set(PHASES)
+    for phase, record in records.items():
+        status, reason = (ENDED | KEPT)[behaviour] if phase in lost else ("ok", "")
+        assert record.status == status, (name, phase, record.reason)
+        assert reason in record.reason and "\n" not in record.reason, (name, phase)
+        assert (status == "ok") == bool(record.metrics), (name, phase)
 
 
-def run_between_others(output: Path, log: Path, behaviour: str, at: str, **flags) -> sweep.Case:
-    """Runs a misbehaving case, which it returns, after and before two healthy ones."""
-    slow = {"timeout_s": TIMEOUT_S} if "hang" in behaviour else {}
-    faulty = make_case("faulty", log, behaviour, at, **slow, **flags)
-    run(output, [make_case("before", log), faulty, make_case("after", log)])
-    for name in ("before", "after"):
-        assert outcome(output, name) == ALL_OK
-        assert started(log, name) == list(PHASES)
-        assert len(set(pids(output, name))) == 1
+def test_a_fault_costs_what_it_hits_and_the_worker_if_it_ends_that(output, log):
+    plan = [make_case("first", log)]
+    for behaviour, at, _ in HITS:
+        slow = {"timeout_s": TIMEOUT_S} if "hang" in behaviour else {}
+        plan.append(make_case(f"{behaviour} {at}", log, behaviour, at, **slow))
+        plan.append(make_case(f"after {behaviour} {at}", log))
+    run(output, plan)
     assert wait_until(lambda: not left_of(log)), left_of(log)
-    return faulty
-
-
-@pytest.mark.parametrize(
-    ("behaviour", "at"),
-    [
-        *((behaviour, "second") for behaviour in (*ENDED, *KEPT)),
-        # A case that cannot be built loses all its phases at once.
-        *((behaviour, "build") for behaviour in ("memory_error", "exit", "kill", "hang", "skip")),
-        # A failure after the last phase takes nothing back.
-        *((behaviour, "after") for behaviour in ("memory_error", "exit", "hang", "end_when_done")),
-    ],
-)
-def test_a_fault_costs_what_it_hits_and_the_worker_if_it_ends_that(output, log, behaviour, at):
-    case = run_between_others(output, log, behaviour, at)
-    lost = {"second": ("second",), "build": PHASES, "after": ()}[at]
-    assert outcome(output, "faulty") == ALL_OK | (
-        dict.fromkeys(lost, expected(case)) if lost else {}
-    )
-    for phase in lost if behaviour != "none" else ():
-        failed = records_of(output, "faulty")[phase]
-        assert (failed.metrics, failed.samples, failed.case) == ({}, {}, case.parameters)
-    steps = [step for step in taken(log) if step["name"] == "faulty" and step["step"] != "child"]
-    assert [step["step"] for step in steps if step["step"] != "build"] == (
-        [] if at == "build" else list(PHASES)
-    )
-    workers = [pid for name in ("before", "faulty", "after") for pid in pids(output, name)]
-    is_kept = behaviour in KEPT
-    assert len(list(itertools.groupby(workers))) == (1 if is_kept else 2)
-    if not is_kept:
-        assert workers.index(workers[-1]) == {"build": 3, "second": 4, "after": 6}[at]
-    num_builds = 2 if at == "second" and behaviour in (*ENDED, "skip") else 1
-    assert len(steps) == (0 if at == "build" else 3) + num_builds
-    if behaviour == "hang" and lost:
-        hung = next(
-            i
-            for i, step in enumerate(taken(log))
-            if step["name"] == "faulty" and step["step"] == at
-        )
-        begin, end = (step["time_s"] for step in taken(log)[hung : hung + 2])
-        # The clock starts with the message before the hang, and the next worker takes a moment to
-        # start.
-        assert TIMEOUT_S - 0.2 < end - begin < TIMEOUT_S + 3
-
-
-@pytest.mark.parametrize(
-    ("behaviour", "status", "reason"),
-    [
-        (
-            "cpu_out_of_memory",
-            "oom",
-            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1125899906842624 "
-            "bytes",
-        ),
-        ("unpicklable", "error", "pickle"),  # cannot be sent
-        ("foreign_number", "error", "float32"),  # cannot be written
-    ],
-)
-def test_a_failed_phase_has_its_status_and_reason(output, log, behaviour, status, reason):
-    run_between_others(output, log, behaviour, "second")
-    found = outcome(output, "faulty")
-    assert found["second"][0] == status and reason in found["second"][1]
-    assert found["third"] == ("ok", "")
-
-
-def test_a_worker_that_ends_between_two_cases_costs_none_of_them(output, log):
-    run_between_others(output, log, "end_when_done", "after")
-    assert outcome(output, "faulty") == ALL_OK
+    before = "first"
+    for behaviour, at, lost in HITS:
+        name, after = f"{behaviour} {at}", f"after {behaviour} {at}"
+        check_outcome(output, name, behaviour, lost)
+        assert outcome(output, after) == ALL_OK
+        assert started(log, name, without="child") == ([] if at == "build" else list(PHASES))
+        workers = {pid for one in (before, name, after) for pid in pids(output, one)}
+        assert len(workers) == (1 if behaviour in KEPT else 2), name
+        before = after
 
 
 def test_a_worker_that_cannot_start_is_an_error(output, log, monkeypatch):
     session = open_session(output, [make_case("a", log), make_case("b", log)])
-    monkeypatch.setattr(
-        faulty_experiment.FaultySession, "module_name", "faulty_experiment_that_is_not_there"
-    )
-    workers = iter(range(6))
-
-    class CountedWorker(sweep._Worker):
-        def __init__(self, module_name: str):
-            if next(workers, None) is None:
-                raise RecursionError("more workers than cases and phases")
-            super().__init__(module_name)
-
-    monkeypatch.setattr(sweep, "_Worker", CountedWorker)
+    monkeypatch.setattr(faulty_experiment.FaultySession, "module_name", "not_there")
     session.measure("steps")
     failed = ("error", "the worker ended with exit code 1")
     assert outcome(output, "a") == outcome(output, "b") == dict.fromkeys(PHASES, failed)
 
 
-@pytest.mark.parametrize("behaviour", ["exit", "memory_error", "skip", "other_label"])
-def test_stop_at_failure_skips_what_comes_after(output, log, behaviour):
-    ended = expected(run_between_others(output, log, behaviour, "second", stop_at_failure=True))
-    absent = ("skipped", f"not run: second before it ended {ended[0]}")
-    assert outcome(output, "faulty") == {"first": ("ok", ""), "second": ended, "third": absent}
-    # The worker of a refused result may have begun the next phase.
-    assert behaviour in REFUSED or started(log, "faulty") == ["first", "second"]
-
-
-def test_every_fault_at_once_leaves_the_healthy_cases_alone(output, log):
-    plan = []
-    for behaviour in (name for name in ENDED | KEPT if "hang" not in name):
-        plan.append(make_case(behaviour, log, behaviour, "only", phases=("only",)))
-        plan.append(make_case(f"beside {behaviour}", log, phases=("only",)))
-    run(output, plan)
-    found = [
-        (record.case["name"], (record.status, record.reason)) for record in store(output).load()
-    ]
-    assert sorted(found) == sorted((case.parameters["name"], expected(case)) for case in plan)
-    assert len(plan) == len([step for step in taken(log) if step["step"] == "only"])
-    assert wait_until(lambda: not left_of(log)), left_of(log)
+def test_stop_at_failure_skips_what_comes_after(output, log):
+    behaviours = ("exit", "skip", "other_label")
+    plan = [make_case(one, log, one, "second", stop_at_failure=True) for one in behaviours]
+    run(output, [*plan, make_case("after", log)])
+    for behaviour in behaviours:
+        status, _ = (ENDED | KEPT)[behaviour]
+        first, second, third = outcome(output, behaviour).values()
+        assert (first, second[0]) == (("ok", ""), status)
+        assert third == ("skipped", f"not run: second before it ended {status}")
+        # The worker of a refused result may have begun the next phase.
+        assert behaviour in REFUSED or started(log, behaviour) == ["first", "second"]
+    assert outcome(output, "after") == ALL_OK
 
 
 def test_the_session_says_how_many_phases_ended_how(output, log, capsys):
@@ -328,44 +255,26 @@ def test_the_timeout_is_of_one_phase_not_of_the_case(output, log):
 
 
 def test_fresh_process_gets_a_worker_that_has_done_nothing_also_after_a_declined_phase(output, log):
-    fresh = {"fresh_process": True}
-    run(
-        output,
-        [
-            make_case("a", log),
-            make_case("b", log, **fresh),
-            make_case("c", log, **fresh),
-            make_case("d", log, "exit", "second"),
-            make_case("e", log, **fresh),
-            make_case("f", log, "skip", "first", **fresh),
-        ],
-    )
-    first_worker_of = {}
+    plan = [
+        make_case("a", log),
+        make_case("b", log, fresh_process=True),
+        make_case("c", log),
+        make_case("d", log, "exit", "second"),
+        make_case("e", log, "skip", "first", fresh_process=True),
+    ]
+    run(output, plan)
+    first_case_of = {}
     for step in taken(log):
-        first_worker_of.setdefault(step["worker"], step["name"])
-    assert "".join(first_worker_of.values()) == "abcdeff"
-    # The case after a fresh one may reuse its worker: it asks for nothing else.
-    assert pids(output, "c")[0] == pids(output, "d")[0]
+        first_case_of.setdefault(step["worker"], step["name"])
+    # The case after a fresh one may reuse its worker, and what follows a failure gets another.
+    assert "".join(first_case_of.values()) == "abdee"
 
 
 def test_what_a_case_started_ends_with_its_worker(output, log):
-    run_between_others(output, log, "child", "second")
-    assert outcome(output, "faulty") == ALL_OK
-    children = [step["pid"] for step in taken(log) if step["step"] == "child"]
-    assert len(children) == 1 and not set(children) & set(processes())
-
-
-def test_a_process_that_is_left_would_be_seen(log):
-    with subprocess.Popen(
-        ["sleep", "600"], start_new_session=True, env=os.environ | {MARK: "seen"}
-    ) as left:
-        try:
-            log.write_text(json.dumps({"worker": left.pid}) + "\n")
-            assert left_of(log) == [left.pid]
-            assert wait_until(lambda: marked("seen") == [left.pid])
-        finally:
-            left.kill()
-    assert left_of(log) == marked("seen") == []
+    run(output, [make_case("a", log, "child", "second")])
+    assert outcome(output, "a") == ALL_OK
+    (child,) = (step["pid"] for step in taken(log) if step["step"] == "child")
+    assert wait_until(lambda: child not in processes())
 
 
 def test_the_package_can_be_imported_without_torch_and_a_session_that_shows_does_nothing(output):
@@ -406,15 +315,17 @@ def rates(output: Path) -> list[dict[str, float]]:
 
 def test_ceilings_reach_the_other_cases(output, log):
     ceilings = [ceiling("copy", log), ceiling("product", log)]
-    run(output, [*ceilings, make_case("a", log), make_case("b", log, "exit", "first")])
-    measured = rates(output)
-    assert len(measured) == 1 and set(measured[0]) == {"copy", "product"}
-    records = [
-        record for record in store(output).load() if record.section == "steps" and record.observed
-    ]
-    reached = [record.observed["ceilings"] for record in records]
-    # The cases after the one that took the worker with it get them too.
-    assert len(reached) == 5 and all(ceilings == measured[0] for ceilings in reached)
+    plan = [*ceilings, make_case("a", log), make_case("b", log, "exit", "first")]
+    run(output, plan)
+    # They are measured anew with what is pending.
+    run(output, [*plan, make_case("c", log)])
+    first, second = rates(output)
+    assert set(first) == set(second) == {"copy", "product"}
+    # The phases after the one that took the worker with it get them too.
+    for name, phases, expected_rates in (("a", 3, first), ("b", 2, first), ("c", 3, second)):
+        records = [record for record in records_of(output, name).values() if record.observed]
+        reached = [record.observed["ceilings"] for record in records]
+        assert reached == [expected_rates] * phases
 
 
 def test_a_session_begins_with_its_host_and_its_ceilings_whatever_is_measured_first(output, log):
@@ -444,7 +355,7 @@ def test_a_session_begins_with_its_host_and_its_ceilings_whatever_is_measured_fi
     )
 
 
-@pytest.mark.parametrize("behaviour", ["exit", "nan", "skip", "other_label"])
+@pytest.mark.parametrize("behaviour", ["exit", "nan"])
 def test_a_ceiling_that_was_not_measured_reaches_nobody(output, log, behaviour):
     run(output, [ceiling("copy", log, behaviour), ceiling("product", log), make_case("a", log)])
     measured = rates(output)
@@ -454,53 +365,24 @@ def test_a_ceiling_that_was_not_measured_reaches_nobody(output, log, behaviour):
     )
 
 
-def test_ceilings_are_measured_anew_with_what_is_pending_and_not_without(output, log):
-    plan = [ceiling("copy", log), make_case("a", log)]
-    run(output, plan)
-    assert len(rates(output)) == 1
-    before = store(output).path.read_bytes()
-
-    run(output, plan)
-    assert store(output).path.read_bytes() == before
-
-    run(output, [*plan, make_case("b", log)])
-    first, second = rates(output)
-    assert first["copy"] != second["copy"]
-    assert [record.observed["ceilings"] for record in records_of(output, "a").values()] == [
-        first
-    ] * 3
-    assert [record.observed["ceilings"] for record in records_of(output, "b").values()] == [
-        second
-    ] * 3
-    assert started(log, "a") == started(log, "b") == list(PHASES)
-
-
-@pytest.mark.parametrize(
-    ("behaviour", "kept", "disturbed", "steps"),
-    [
-        ("busy_once", 2.0, False, [*PHASES, "second"]),
-        ("busy", 2.0, True, [*PHASES, "second", "second"]),
-        ("busy_then_exit", 1.0, True, [*PHASES, "second"]),
-    ],
-)
-def test_a_disturbed_phase_is_repeated_in_fresh_processes_and_the_least_disturbed_kept(
-    output, log, behaviour, kept, disturbed, steps
-):
-    run_between_others(output, log, behaviour, "second")
-    records = records_of(output, "faulty")
-    assert {record.status for record in records.values()} == {"ok"}
-    assert (records["second"].metrics["median_ms"], records["second"].telemetry["disturbed"]) == (
-        kept,
-        disturbed,
-    )
-    assert ("cpu_wait_fraction" in records["second"].telemetry) is disturbed
-    assert started(log, "faulty") == steps
-    workers = [
-        step["worker"]
-        for step in taken(log)
-        if step["name"] == "faulty" and step["step"] == "second"
-    ]
-    assert len(set(workers)) == len(workers)
+def test_a_disturbed_phase_is_repeated_in_fresh_processes_and_the_least_disturbed_kept(output, log):
+    expected = {
+        "busy_once": (2.0, False, [*PHASES, "second"]),
+        "busy": (2.0, True, [*PHASES, "second", "second"]),
+        "busy_then_exit": (1.0, True, [*PHASES, "second"]),
+    }
+    run(output, [make_case(behaviour, log, behaviour, "second") for behaviour in expected])
+    for behaviour, (kept, disturbed, steps) in expected.items():
+        assert outcome(output, behaviour) == ALL_OK
+        record = records_of(output, behaviour)["second"]
+        assert record.metrics["median_ms"] == kept
+        assert record.telemetry["disturbed"] is disturbed
+        assert ("cpu_wait_fraction" in record.telemetry) is disturbed
+        assert started(log, behaviour) == steps
+        attempts = [
+            one for one in taken(log) if (one["name"], one["step"]) == (behaviour, "second")
+        ]
+        assert len({one["worker"] for one in attempts}) == len(attempts)
 
 
 def test_a_machine_that_stays_busy_is_not_waited_for(output, log):
@@ -531,70 +413,6 @@ def test_nothing_of_a_case_lies_beside_the_next(output, log, behaviour):
     ] == [0, 0]
 
 
-def test_a_run_starts_no_process_beside_the_notebooks(output, monkeypatch):
-    importlib.import_module(
-        "labkit.report.render"
-    )  # matplotlib asks a process for the fonts, once a machine
-    started = []
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: started.append(command))
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: types.SimpleNamespace(cached="not there")
-    )
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    monkeypatch.setattr(cli, "_run_notebook", lambda *_: types.SimpleNamespace(cells=[]))
-    result = CliRunner().invoke(cli.app, ["run", "01", "--output", str(output)])
-    assert result.exit_code == 0, result.output
-    assert started == []
-
-
-BUSY_CORE = r"""
-import os, subprocess, sys
-from pathlib import Path
-from dataclasses import replace
-from labkit.device import detect, software_versions
-from labkit.experiments import open_session
-
-def measure(folder):
-    session = open_session("01_benchmarking", measure=True,
-                           device=detect().slug, profile="smoke",
-                           output=folder, fresh=True, sizes=["nano"], contexts=[64])
-    session.cases = [replace(case, phases=("forward", "train_step"), time_limit_s=0.2)
-                     for case in session.cases if case.section == "steps"][:1]
-    session.measure("steps")
-
-measure(sys.argv[1])
-core = max(os.sched_getaffinity(0))
-spin = "import os; os.sched_setaffinity(0, {%d})\nwhile True: pass" % core
-with subprocess.Popen([sys.executable, "-c", spin]) as other:
-    try:
-        measure(sys.argv[2])
-    finally:
-        other.kill()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not ALL_TESTS, reason="takes a core from all others; LABKIT_ALL_TESTS=1 runs it"
-)
-def test_with_a_busy_core_a_time_is_near_the_idle_one_or_marked(tmp_path):
-    command = [sys.executable, "-c", BUSY_CORE, str(tmp_path / "idle"), str(tmp_path / "busy")]
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    subprocess.run(command, check=True, env=environment, cwd=tmp_path)
-    idle, busy = (
-        {
-            record.identity: record
-            for path in (tmp_path / name).glob("*/records/*.jsonl")
-            for record in RecordStore(path).load()
-        }
-        for name in ("idle", "busy")
-    )
-    assert len(idle) == len(busy) == 2 and all(record.status == "ok" for record in busy.values())
-    for identity, record in busy.items():
-        slower = record.metrics["median_ms"] / idle[identity].metrics["median_ms"]
-        assert slower < 4 or record.telemetry["disturbed"], f"{slower:.1f} times slower: {record}"
-
-
 def test_what_is_recorded_is_not_run_again_whatever_its_status(output, log):
     behaviours = ["none", "memory_error", "exit", "skip", "nan"]
     plan = [make_case(behaviour, log, behaviour, "second") for behaviour in behaviours]
@@ -605,103 +423,59 @@ def test_what_is_recorded_is_not_run_again_whatever_its_status(output, log):
     assert log.read_bytes() == steps
 
 
-def test_another_machine_of_the_same_name_measures_again(output, log, monkeypatch):
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [(sweep, "machine_id", lambda: "another"), (faulty_experiment, "MEASUREMENT_VERSION", 2)],
+    ids=["machine", "way of measuring"],
+)
+def test_what_another_recorded_is_measured_again_once(
+    output, log, monkeypatch, module, name, value
+):
     plan = [make_case("a", log)]
     run(output, plan)
-    monkeypatch.setattr(sweep, "machine_id", lambda: "another")
+    monkeypatch.setattr(module, name, value)
     run(output, plan)
     run(output, plan)
-    assert len(started(log, "a")) == 2 * len(PHASES)
-    records = RecordStore(output / detect().slug / "records" / f"{NOTEBOOK}.jsonl").load()
-    machines = [record.machine for record in records if record.section == plan[0].section]
-    assert (
-        len(machines) == 2 * len(PHASES)
-        and machines.count("another") == len(PHASES)
-        and "" not in machines
-    )
+    assert started(log, "a") == [*PHASES, *PHASES]
 
 
 def test_fresh_measures_again_by_appending(output, log):
-    plan = [ceiling("copy", log), make_case("a", log)]
+    plan = [make_case("a", log)]
     run(output, plan)
     before = store(output).path.read_bytes()
     run(output, plan, fresh=True)
     assert store(output).path.read_bytes().startswith(before)
-    old, new = store(output).load()[:4], store(output).load()[4:]
-    assert [record.identity for record in old] == [record.identity for record in new]
-    assert not {record.session for record in old} & {record.session for record in new}
-    assert newest([*old, *new]) == new
+    records = store(output).load()
+    assert len({record.session for record in records}) == 2 and newest(records) == records[3:]
 
 
-@pytest.mark.parametrize(
-    ("cut", "missing"),
-    [
-        (lambda lines: b"".join(lines[:2] + lines[3:]), ("a", "second")),
-        (lambda lines: b"".join(lines)[:-20], ("b", "third")),
-    ],
-    ids=["a line that is missing", "a last line that is torn"],
-)
-def test_only_what_the_file_lacks_is_run_again(output, log, cut, missing):
+def test_only_what_the_file_lacks_is_run_again(output, log):
     plan = [make_case("a", log), make_case("b", log)]
     run(output, plan)
     path = store(output).path
-    left = cut(path.read_bytes().splitlines(keepends=True))
-    path.write_bytes(left)
+    lines = path.read_bytes().splitlines(keepends=True)
+    left = [*lines[:2], *lines[3:-1]]
+    path.write_bytes(b"".join([*left, lines[-1][:-20]]))  # one line is missing, the last is torn
     log.unlink()
     run(output, plan)
-    assert [(step["name"], step["step"]) for step in taken(log)] == [(missing[0], "build"), missing]
-    assert path.read_bytes().splitlines()[:5] == left.splitlines()[:5]
+    assert (started(log, "a"), started(log, "b")) == (["second"], ["third"])
+    assert path.read_bytes().splitlines(keepends=True)[: len(left)] == left
     assert outcome(output, "a") == outcome(output, "b") == ALL_OK
 
 
-def test_only_the_same_way_of_measuring_is_taken_over(output, log, monkeypatch):
-    run(output, [make_case("a", log)])
-    monkeypatch.setattr(faulty_experiment, "MEASUREMENT_VERSION", 2)
-    run(output, [make_case("a", log), make_case("b", log)])
-    run(output, [make_case("a", log), make_case("b", log)])
-    found = [(record.case["name"], record.measurement_version) for record in store(output).load()]
-    assert found == [("a", 1)] * 3 + [("a", 2)] * 3 + [("b", 2)] * 3
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"no JSON at all",
-        b"[]",
-        b'{"schema_version": 1, "colour": "red"}',
-        b'{"schema_version": 999}',
-    ],
-    ids=["no JSON", "no object", "unknown field", "schema of the future"],
-)
+@pytest.mark.parametrize("line", [b"no JSON at all", b'{"schema_version": 999}'], ids=str)
 def test_a_corrupt_file_stops_the_session_before_anything_is_written(output, log, line):
     run(output, [make_case("a", log)])
     path = store(output).path
     (folder(output) / "environment.json").unlink()
-    good = path.read_bytes().splitlines(keepends=True)
-    corrupt = b"".join([good[0], line + b"\n", *good[1:]]) + b'{"torn'
+    first, *rest = path.read_bytes().splitlines(keepends=True)
+    corrupt = b"".join([first, line + b"\n", *rest]) + b'{"torn'
     path.write_bytes(corrupt)
     log.unlink()
     with pytest.raises(RecordError, match="line 2"):
         run(output, [make_case("b", log)])
     assert path.read_bytes() == corrupt
-    assert not log.exists()
-    assert not (folder(output) / "environment.json").exists()
-
-
-def test_the_records_say_what_they_came_from(output, log):
-    session = open_session(output, [make_case("a", log)])
-    session.measure("steps")
-    for record in records_of(output, "a").values():
-        assert (record.notebook, record.section, record.device) == (
-            NOTEBOOK,
-            "steps",
-            detect().slug,
-        )
-        assert record.software == software_versions()
-        assert (record.session, record.measurement_version) == (session.id, 1)
-        assert (record.metrics["median_ms"], record.samples) == (1.5, {"step_ms": [1.0, 2.0]})
-    environment = json.loads((folder(output) / "environment.json").read_text())
-    assert environment["device"]["slug"] == detect().slug
+    assert not log.exists() and not (folder(output) / "environment.json").exists()
 
 
 def test_finish_counts_what_of_the_grid_has_no_record(output, log, monkeypatch):
@@ -716,41 +490,29 @@ def test_finish_counts_what_of_the_grid_has_no_record(output, log, monkeypatch):
         assert (content["session"], content["num_missing"]) == (session.id, missing)
 
 
-def request_session(output: Path, **changes):
-    arguments = {
-        "device": detect().slug,
-        "profile": "smoke",
-        "output": str(output),
-        "fresh": False,
-    } | changes
-    return labkit.experiments.open_session("01_benchmarking", measure=True, **arguments)
-
-
 @pytest.mark.parametrize(
-    ("changes", "accepted"),
+    ("changes", "message"),
     [
-        ({"device": "nvidia-h9000"}, lambda: [detect().slug]),
-        ({"profile": "quick"}, lambda: configs.PROFILES),
-        ({"sizes": ["huge"]}, lambda: [*configs.SIZES, *configs.SIZE_ALIASES]),
-        ({"sizes": ["xl"]}, lambda: ["xl-2025", "xl-2026"]),
-        ({"sizes": ["10b"]}, lambda: configs.BENCHMARKING["smoke"].sizes),
-        ({"contexts": [33]}, lambda: configs.BENCHMARKING["smoke"].contexts),
+        (
+            {"device": "nvidia-h9000"},
+            "device 'nvidia-h9000' is not this machine, which is '{slug}'",
+        ),
+        ({"profile": "quick"}, "unknown profile 'quick'; accepted: auto, smoke, full, key"),
+        ({"sizes": ["10b"]}, "size '10b' is not in profile 'smoke'; accepted: nano, micro"),
+        (
+            {"colour": "red"},
+            "unknown option 'colour' of 01_benchmarking; accepted: sizes, contexts",
+        ),
+        ({"fresh": "false"}, "fresh must be True or False, not 'false'"),
     ],
-    ids=["device", "profile", "size", "ambiguous size", "size of another profile", "context"],
+    ids=str,
 )
-def test_a_request_that_cannot_be_met_names_what_is_accepted(output, changes, accepted):
-    with pytest.raises(ValueError) as raised:
-        request_session(output, **changes)
-    (value,) = changes.values()
-    message = str(raised.value)
-    assert repr(value[0] if isinstance(value, list) else value) in message
-    assert all(str(name) in message for name in accepted())
+def test_a_request_that_cannot_be_met_names_what_is_accepted(output, changes, message):
+    slug = detect().slug
+    arguments = {"device": slug, "profile": "smoke", "output": str(output), "fresh": False}
+    with pytest.raises(configs.RequestError, match=re.escape(message.format(slug=slug))):
+        labkit.experiments.open_session("01_benchmarking", measure=True, **arguments | changes)
     assert not output.exists()
-
-
-def test_an_unknown_option_names_what_is_accepted(output):
-    with pytest.raises(ValueError, match=r"colour.*accepted.*sizes.*contexts"):
-        request_session(output, colour="red")
 
 
 class Server:
@@ -793,12 +555,8 @@ def server(tmp_path_factory):
 
 
 def recorded(output: Path) -> Counter[tuple[str, str]]:
-    """Returns how often each phase of each case was recorded, ceilings left out."""
-    return Counter(
-        (record.case["name"], record.phase)
-        for record in store(output).load()
-        if record.section == "steps"
-    )
+    """Returns how often each phase of each case was recorded."""
+    return Counter((record.case["name"], record.phase) for record in store(output).load())
 
 
 def lines(output: Path) -> bytes:
@@ -819,54 +577,41 @@ def test_a_session_killed_at_random_points_is_resumed_exactly(output, log, serve
         | ({"behaviour": "exit", "at": "second"} if i % 16 == 7 else {"behaviour": "brief"})
         for i in range(num_cases)
     ]
-    rate = {"name": "copy", "log": str(log), "section": "ceilings", "phases": ["rate"]}
-    request = {"output": str(output), "plan": [rate, *plan], "sections": ["ceilings", "steps"]}
+    request = {"output": str(output), "plan": plan, "sections": ["steps"]}
     grid = {(case["name"], phase) for case in plan for phase in case["phases"]}
 
     def started_by(mark: str) -> Counter[tuple[str, str]]:
-        steps = [
-            step
-            for step in taken(log)
-            if step["mark"] == mark and (step["name"], step["step"]) in grid
-        ]
-        return Counter((step["name"], step["step"]) for step in steps)
+        steps = [(step["name"], step["step"]) for step in taken(log) if step["mark"] == mark]
+        return Counter(step for step in steps if step in grid)
 
-    num_in_flight = num_measuring = 0
+    num_in_flight = 0
     for kill in range(num_kills):
         mark = f"{os.getpid()}-{kill}"
         before, done_before = lines(output), recorded(output)
         pid = server.start(mark=mark, **request)
-        if kill % 4 == 0:  # anywhere from its start
-            time.sleep(generator.uniform(0, 0.6))
-        else:  # while it measures
+        if kill % 4:  # while it measures, else anywhere from its start
             assert wait_until(lambda mark=mark: started_by(mark), 30)
-            time.sleep(generator.uniform(0, 0.25))
+        time.sleep(generator.uniform(0, 0.25 if kill % 4 else 0.6))
         assert len(recorded(output)) < len(grid), "the grid is too small for this machine"
         os.kill(pid, signal.SIGKILL)
         assert server.end() == -signal.SIGKILL
-        assert wait_until(lambda mark=mark: not marked(mark)), (
-            f"left of the killed session: {marked(mark)}"
-        )
+        assert wait_until(lambda mark=mark: not marked(mark)), marked(mark)
 
         ran, done = started_by(mark), recorded(output)
         assert lines(output).startswith(before), "a record was lost or changed"
         assert set(done.values()) <= {1}, "a phase was recorded twice"
         assert not ran.keys() & done_before.keys(), "a recorded phase was run again"
         assert set(ran.values()) <= {1}, "a phase was run twice"
-        assert done.keys() - done_before.keys() <= ran.keys()
         in_flight = ran.keys() - done.keys()
         # The worker goes on to the next phase of a case while the one before it is being written.
         assert len({name for name, _ in in_flight}) <= 1, "more than the case in flight was lost"
         num_in_flight += len(in_flight)
-        num_measuring += bool(ran)
-    assert num_measuring >= num_kills * 3 // 4 and num_in_flight >= num_kills // 4
+    assert num_in_flight >= num_kills // 4
 
     server.start(mark="last", **request)
     assert server.end() == 0
     assert recorded(output) == dict.fromkeys(grid, 1)
-    statuses = Counter(
-        record.status for record in store(output).load() if record.section == "steps"
-    )
+    statuses = Counter(record.status for record in store(output).load())
     assert statuses == {"ok": 2 * num_cases - num_cases // 16, "error": num_cases // 16}
     assert wait_until(lambda: not marked("last")) and not left_of(log)
 
@@ -874,33 +619,24 @@ def test_a_session_killed_at_random_points_is_resumed_exactly(output, log, serve
 def test_one_run_at_a_time_measures_on_a_device(tmp_path, log):
     first, second = Server(tmp_path / "first"), Server(tmp_path / "second")
     held = {"name": "held", "log": str(log), "behaviour": "hang", "at": "second"}
+    waiting = {"name": "waiting", "log": str(log)}
     try:
         pid = first.start(mark="", output=str(tmp_path / "a"), plan=[held], sections=["steps"])
         assert wait_until(lambda: "second" in started(log, "held"), 30)
-        waiting = {"name": "waiting", "log": str(log)}
         second.start(mark="", output=str(tmp_path / "b"), plan=[waiting], sections=["steps"])
-        said = tmp_path / "second"
-        assert wait_until(lambda: "waiting" in said.read_text(), 30)
+        message = tmp_path / "second"
+        assert wait_until(lambda: "waiting" in message.read_text(), 30)
         holder = (
             rf"another labkit run \({NOTEBOOK}, process {pid}, since \d\d:\d\d\) "
             r"to finish measuring on .+\n"
         )
-        assert re.fullmatch("labkit: waiting for " + holder, said.read_text())
-        command = [
-            sys.executable,
-            "-m",
-            "labkit",
-            "run",
-            "01",
-            "--no-wait",
-            "--output",
-            str(tmp_path / "c"),
-        ]
+        assert re.fullmatch("labkit: waiting for " + holder, message.read_text())
+        command = [sys.executable, "-m", "labkit", "run", "01", "--no-wait"]
+        command += ["--output", str(tmp_path / "c")]
         refused = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert refused.returncode == 2 and re.fullmatch(
-            "labkit: not waiting for " + holder, refused.stderr
-        )
-        assert not taken(log) or {step["name"] for step in taken(log)} == {"held"}
+        assert refused.returncode == 2
+        assert re.fullmatch("labkit: not waiting for " + holder, refused.stderr)
+        assert {step["name"] for step in taken(log)} == {"held"}
         os.kill(pid, signal.SIGKILL)
         assert first.end() == -signal.SIGKILL and second.end() == 0
         assert outcome(tmp_path / "b", "waiting") == ALL_OK
@@ -930,41 +666,26 @@ def test_the_lock_lies_in_a_folder_of_this_user_alone(lock, tmp_path, monkeypatc
         assert (runtime / "labkit-cpu.lock").stat().st_mode & 0o777 == 0o600
     # A link where the lock should be is not followed.
     (runtime / "labkit-gpu.lock").symlink_to(victim)
-    with pytest.raises(
-        configs.RequestError,
-        match=r"cannot lock .*labkit-gpu\.lock: Too many levels of symbolic links",
-    ):
+    with pytest.raises(configs.RequestError, match=r"cannot lock .*: Too many levels of symbolic"):
         lock("gpu").__enter__()
-    (runtime / "labkit-gpu.lock").unlink()
-    # A folder that others can enter, or that is a link, or a file, is passed over and at last
-    # refused.
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    own = shared / f"labkit-{os.getuid()}"
+    # A folder that others can enter is passed over, and at last refused.
+    own = tmp_path / f"labkit-{os.getuid()}"
     is_private = sweep._is_private
-    monkeypatch.setattr(sweep, "SHARED_TEMPORARY", shared)
+    monkeypatch.setattr(sweep, "SHARED_TEMPORARY", tmp_path)
     monkeypatch.setattr(
         sweep, "_is_private", lambda folder: "/run/user" not in str(folder) and is_private(folder)
     )
     runtime.chmod(0o770)
     with lock():
         assert (own / "labkit-cpu.lock").exists() and own.stat().st_mode & 0o777 == 0o700
-    for prepare in (
-        lambda: own.chmod(0o777),
-        lambda: own.symlink_to(victim.parent),
-        lambda: own.write_text(""),
-    ):
-        prepare()
-        with pytest.raises(
-            configs.RequestError,
-            match=r"labkit-\d+ is not a folder of this user alone; remove it, or set XDG",
-        ):
-            lock().__enter__()
-        if own.is_dir() and not own.is_symlink():
-            (own / "labkit-cpu.lock").unlink()
-            own.rmdir()
-        else:
-            own.unlink()
+    refused = r"labkit-\d+ is not a folder of this user alone; remove it, or set XDG"
+    own.chmod(0o777)
+    with pytest.raises(configs.RequestError, match=refused):
+        lock().__enter__()
+    own.rename(tmp_path / "moved")
+    own.symlink_to(tmp_path / "moved")
+    with pytest.raises(configs.RequestError, match=refused):
+        lock().__enter__()
     assert victim.read_text() == "precious"
 
 
@@ -976,22 +697,21 @@ def test_a_folder_of_another_user_is_not_private(tmp_path, monkeypatch):
     assert not sweep._is_private(tmp_path)
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
-def test_a_file_system_without_locks_is_said(lock, monkeypatch, number):
+def test_a_file_system_without_locks_is_said(lock, monkeypatch):
+    reason = os.strerror(errno.ENOLCK)
+
     def flock(file, operation):
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.ENOLCK, reason)
 
     monkeypatch.setattr("fcntl.flock", flock)
     with pytest.raises(
         configs.RequestError,
-        match=rf"cannot lock .*labkit-cpu\.lock: {os.strerror(number)}; set XDG_",
+        match=rf"cannot lock .*labkit-cpu\.lock: {reason}; set XDG_",
     ):
         lock().__enter__()
 
 
-@pytest.mark.parametrize(
-    "content", ["", "{}", "[1]", '{"notebook": "01", "pid": "x", "since": "12:00"}', None]
-)
+@pytest.mark.parametrize("content", ["", "[1]", None], ids=["empty", "no object", "ended"])
 def test_a_process_that_has_ended_is_not_named_as_the_lock_s_holder(lock, tmp_path, content):
     ended = subprocess.Popen(["true"])
     ended.wait()
@@ -1021,7 +741,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.05, 0.3, None])
+@pytest.mark.parametrize("delay", [0.05, None])
 def test_the_server_ends_with_its_session_while_it_imports(tmp_path, temporary, delay):
     """After a delay (s) from its start, or once it imports."""
     (tmp_path / "slow_to_import.py").write_text(
@@ -1057,8 +777,8 @@ def test_a_temporary_folder_whose_path_is_too_long_for_a_socket_is_said(tmp_path
 @pytest.mark.parametrize(
     ("behaviour", "kill"),
     [
-        *(("child_and_hang", kill) for kill in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)),
-        ("hang_with_the_interpreter", signal.SIGKILL),
+        ("child_and_hang", signal.SIGTERM),
+        ("child_and_hang", signal.SIGINT),
         ("child_and_hang_with_the_interpreter", signal.SIGKILL),
     ],
 )

@@ -24,7 +24,6 @@ from labkit.configs import (
     EXECUTION_PHASES,
     STEP_PHASES,
     WARMUP_PHASES,
-    narrowed,
 )
 from labkit.device import Device
 from labkit.experiments.ceilings import (
@@ -57,12 +56,10 @@ MEASUREMENT_VERSION = 2
 def cases(
     profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts: Sequence[int] = ()
 ) -> list[Case]:
-    """Returns the cases of `profile`, narrowed where asked; ValueError for a value that it does not
-    have.
-    """
+    """Returns the cases of `profile`, narrowed to values of its grid where asked."""
     grid = BENCHMARKING[profile]
-    wanted_sizes = narrowed(BENCHMARKING, profile, "sizes", sizes)
-    wanted_contexts = narrowed(BENCHMARKING, profile, "contexts", contexts)
+    wanted_sizes = sizes or grid.sizes
+    wanted_contexts = contexts or grid.contexts
     limit = grid.case_timeout_s
     limits = (limit, grid.time_limit_s)
 
@@ -75,29 +72,29 @@ def cases(
         return (phase,) if key in sustained else ()
 
     methods = ("window", "graph", "flush") if device_kind == "cuda" else ("host",)
-    found = [
+    planned = [
         *ceiling_cases(grid.precisions, limit),
         Case("timer", {"kind": "negate"}, (*methods, "independent"), limit),
     ]
     for shape in shapes(grid.warmup_sizes, grid.warmup_contexts):
         for phase in WARMUP_PHASES:
             step = step_parameters(*shape, "fp32")
-            found.append(Case("warmup", step, (phase,), limit, fresh_process=True))
+            planned.append(Case("warmup", step, (phase,), limit, fresh_process=True))
     for size, context in shapes(grid.sizes, grid.contexts):
         for precision in grid.precisions:
             if context in grid.precision_contexts.get(precision, grid.contexts):
                 step = step_parameters(size, context, precision)
                 sustained = lasting(step, "train_step", grid.sustained)
-                found.append(Case("steps", step, STEP_PHASES, *limits, sustained=sustained))
+                planned.append(Case("steps", step, STEP_PHASES, *limits, sustained=sustained))
     for size, context in shapes(grid.compile_sizes, grid.compile_contexts):
         for precision, mode in itertools.product(grid.compile_precisions, COMPILE_MODES[1:]):
             if mode == "regional" or size in grid.whole_compile_sizes:
                 step = step_parameters(size, context, precision, compile=mode)
                 sustained = lasting(step, "train_step", grid.sustained)
                 options = {"stop_at_failure": True, "sustained": sustained}
-                found.append(Case("compile", step, COMPILE_PHASES, *limits, **options))
+                planned.append(Case("compile", step, COMPILE_PHASES, *limits, **options))
     for shape in shapes(grid.course_sizes, grid.course_contexts):
-        found.append(Case("course", course_parameters(*shape, "fp32"), COURSE_PHASES, *limits))
+        planned.append(Case("course", course_parameters(*shape, "fp32"), COURSE_PHASES, *limits))
     for way in grid.executions:
         way_options = {
             "compile": way.compile,
@@ -108,10 +105,10 @@ def cases(
             for precision in way.precisions:
                 step = step_parameters(size, context, precision, **way_options)
                 sustained = lasting(step, "graph_step", grid.sustained_executions)
-                found.append(
+                planned.append(
                     Case("execution", step, EXECUTION_PHASES, *limits, sustained=sustained)
                 )
-    return found
+    return planned
 
 
 def run_executions(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
@@ -129,10 +126,10 @@ def _measure_execution(step: Step, case: Case, phase: str, ceilings: dict[str, f
         require_graphs(device)
         function, graph_metrics = capture_step(step)
     limits = {"device_kind": device.kind, "num_warmup": 2, "time_limit_s": case.time_limit_s}
-    found, metrics = timed_with_peak(device, time_callable, function, **limits)
+    times, metrics = timed_with_peak(device, time_callable, function, **limits)
     metrics |= graph_metrics
-    metrics |= step_rates(device, case, phase, function, found, ceilings)
-    return found.measured(metrics, step.described(), step.observed(), keep="step_ms")
+    metrics |= step_rates(device, case, phase, function, times, ceilings)
+    return times.measured(metrics, step.described(), step.observed(), keep="step_ms")
 
 
 def require_graphs(device: Device) -> None:
@@ -153,15 +150,15 @@ def _measure_timer(device: Device, case: Case, method: str) -> Measured:
     negate = functools.partial(torch.neg, out=target)
     if method == "independent":
         call = functools.partial(_time_queued_calls, device, negate, source, num_calls=30)
-        found = timed(
+        times = timed(
             device, lambda: Timing(tuple(call() for _ in range(5)), "independent", 1, "fixed count")
         )
     else:
-        found = timed_call(device, negate, source, method=method)
+        times = timed_call(device, negate, source, method=method)
     if not torch.equal(target, -source):
         raise AssertionError("the timed kernel's result is wrong")
-    rate = copy_rate(device, source, found.timing.median_ms)
-    return found.measured(rate, {"kind": "negate"}, {"num_bytes": source.nbytes})
+    rate = copy_rate(device, source, times.timing.median_ms)
+    return times.measured(rate, {"kind": "negate"}, {"num_bytes": source.nbytes})
 
 
 def _time_queued_calls(

@@ -11,14 +11,13 @@ same processes, so that their ratios are of one machine at one time.
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from labkit.accounting import OPERATIONS
-from labkit.configs import DISTRIBUTED, narrowed
+from labkit.configs import DISTRIBUTED
 from labkit.device import Device, gpu_links, num_usable_cores
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
 from labkit.experiments.sections import run_section
@@ -48,16 +47,14 @@ time.
 def cases(
     profile: str, device_kind: str, *, sizes: Sequence[str] = (), world_sizes: Sequence[int] = ()
 ) -> list[Case]:
-    """Returns the cases of `profile`, narrowed where asked; ValueError for a value that it does not
-    have.
-    """
+    """Returns the cases of `profile`, narrowed to values of its grid where asked."""
     grid = DISTRIBUTED[profile]
     limit, is_cuda = grid.case_timeout_s, device_kind == "cuda"
-    wanted = narrowed(DISTRIBUTED, profile, "world_sizes", world_sizes)
+    wanted = world_sizes or grid.world_sizes
     # Ranks that share a core mostly wait for one another.
     num_places = torch.cuda.device_count() if is_cuda else num_usable_cores()
     here = [n for n in wanted if n <= num_places] or wanted[:1]
-    found = ceiling_cases(grid.ceilings, limit) if is_cuda else []
+    planned = ceiling_cases(grid.ceilings, limit) if is_cuda else []
     for world_size in here:
         for transport in grid.transports if is_cuda else ("gloo",):
             dtypes = grid.dtypes if transport in ("nccl", "gloo") else grid.dtypes[:1]
@@ -70,8 +67,8 @@ def cases(
             )
             parameters = {"world_size": world_size, "transport": transport}
             # A transport that fails here would fail for every phase, each in a launch of its own.
-            found.append(Case("collectives", parameters, phases, limit, stop_at_failure=True))
-    for size in narrowed(DISTRIBUTED, profile, "sizes", sizes):
+            planned.append(Case("collectives", parameters, phases, limit, stop_at_failure=True))
+    for size in sizes or grid.sizes:
         for precision, compile, batch, ways in grid.steps:
             parameters = {
                 "size": size,
@@ -87,27 +84,8 @@ def cases(
                 for way in WAYS
                 if way in grid.ways[ways] and (is_cuda or not way.endswith("copy"))
             )
-            found.append(Case("steps", parameters, phases, limit, grid.time_limit_s))
-    return found
-
-
-@dataclass(frozen=True)
-class _Launched:
-    """What one launch of the ranks gave: of each finished phase what each rank saw, why the others
-    have none, and the telemetry.
-    """
-
-    phases: dict[str, list[Any]]
-    failure: str
-    telemetry: dict[str, Any]
-
-    def seen(self, phase: str) -> list[dict[str, Any]]:
-        """Returns what each rank saw of a phase; raises the failure if not all have finished it."""
-        if phase in self.phases:
-            return self.phases[phase]
-        if "OutOfMemoryError" in self.failure:
-            raise torch.OutOfMemoryError(self.failure)
-        raise RuntimeError(self.failure or f"no rank measured {phase}")
+            planned.append(Case("steps", parameters, phases, limit, grid.time_limit_s))
+    return planned
 
 
 def _run_ranks(
@@ -116,7 +94,7 @@ def _run_ranks(
     """Yields the phases of a case, all measured by one launch when the first one is asked for.
 
     A phase that every rank finished counts even if a rank failed later; the failure is that of the
-    first phase that is missing.
+    phases that are missing.
 
     Args:
         function: generator of (phase, what this rank saw).
@@ -128,7 +106,8 @@ def _run_ranks(
         raise Skip(f"{world_size} ranks need {world_size} GPUs; there are {num_gpus}")
 
     @functools.cache
-    def launched() -> _Launched:
+    def launched() -> tuple[list[dict[str, Any]], str, dict[str, Any]]:
+        """Returns what each rank saw by phase, the failure if one failed, and the telemetry."""
         kind = "cpu" if transport == "gloo" else device.kind
         options = {"device": kind, "timeout_s": case.timeout_s - 30}
         failure = ""
@@ -137,16 +116,15 @@ def _run_ranks(
                 ranks = launch(function, world_size, case.phases, *args, **options)
             except RankError as error:
                 ranks, failure = error.finished, error.summary
-        ranks = [dict(items) for items in ranks]  # the last item of each phase
-        finished = {
-            phase: [rank[phase] for rank in ranks]
-            for phase in case.phases
-            if all(phase in rank for rank in ranks)
-        }
-        return _Launched(finished, failure, monitor.summary)
+        return [dict(items) for items in ranks], failure, monitor.summary
 
     def measure(phase: str) -> Measured:
-        return make(case, launched().seen(phase), launched().telemetry)
+        ranks, failure, telemetry = launched()
+        if all(phase in rank for rank in ranks):
+            return make(case, [rank[phase] for rank in ranks], telemetry)
+        if "OutOfMemoryError" in failure:
+            raise torch.OutOfMemoryError(failure)
+        raise RuntimeError(failure or f"no rank measured {phase}")
 
     for phase in case.phases:
         yield phase, functools.partial(measure, phase)
@@ -171,23 +149,23 @@ def collectives_rank(phases: Sequence[str], transport: str) -> Iterator[tuple[st
     for phase in phases:
         operation, dtype, num_bytes = phase.split()
         how = "default" if transport in ("nccl", "gloo") else transport
-        found = time_collective(operation, int(num_bytes), getattr(torch, dtype), transport=how)
-        yield phase, {**found, "backend": dist.get_backend()}
+        seen = time_collective(operation, int(num_bytes), getattr(torch, dtype), transport=how)
+        yield phase, {**seen, "backend": dist.get_backend()}
 
 
 def _collective(case: Case, ranks: list[dict[str, Any]], telemetry: dict[str, Any]) -> Measured:
-    found = ranks[0]
-    if found["num_wrong"]:
-        raise ValueError(f"{found['num_wrong']} wrong elements")
-    on_gpus = found["backend"] == "nccl"
-    samples_ms = tuple(1e3 * seconds for seconds in found["times_s"])
+    seen = ranks[0]
+    if seen["num_wrong"]:
+        raise ValueError(f"{seen['num_wrong']} wrong elements")
+    on_gpus = seen["backend"] == "nccl"
+    samples_ms = tuple(1e3 * seconds for seconds in seen["times_s"])
     timing = Timing(samples_ms, "queued" if on_gpus else "host", 2, "fixed count")
     metrics = timing.metrics()
-    metrics |= {name: found[name] for name in COLLECTIVE_METRICS}
+    metrics |= {name: seen[name] for name in COLLECTIVE_METRICS}
     if on_gpus:
-        metrics["launch_median_ms"] = 1e3 * found["issue_s"]
-    parameters = {"world_size": found["world_size"], "transport": case.parameters["transport"]}
-    observed = _observed(found["backend"], operation=found["operation"], dtype=found["dtype"])
+        metrics["launch_median_ms"] = 1e3 * seen["issue_s"]
+    parameters = {"world_size": seen["world_size"], "transport": case.parameters["transport"]}
+    observed = _observed(seen["backend"], operation=seen["operation"], dtype=seen["dtype"])
     return Measured(metrics, parameters, observed, timer=timing.description(), telemetry=telemetry)
 
 

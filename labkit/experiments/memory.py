@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from labkit import accounting
-from labkit.configs import MEMORY, model_config, narrowed
+from labkit.configs import MEMORY, model_config
 from labkit.device import Device, detect
 from labkit.experiments.part_of_block import PARTS, measure_part
 from labkit.experiments.sections import (
@@ -57,32 +57,32 @@ LARGEST_DIFFERENCE = {"fp32": 1e-4, "bf16": 5e-2}
 def cases(
     profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts: Sequence[int] = ()
 ) -> list[Case]:
-    """Returns the cases of `profile`, those of the peaks narrowed; ValueError for a value that it
-    does not have.
+    """Returns the cases of `profile`, those of the peaks narrowed to values of its grid
+    where asked.
     """
     grid = MEMORY[profile]
-    wanted_sizes = narrowed(MEMORY, profile, "sizes", sizes)
-    wanted_contexts = narrowed(MEMORY, profile, "contexts", contexts)
+    wanted_sizes = sizes or grid.sizes
+    wanted_contexts = contexts or grid.contexts
     limit = grid.case_timeout_s
-    found = []
+    planned = []
     for shape in itertools.product(wanted_sizes, wanted_contexts, grid.precisions):
-        found.append(Case("peaks", step_parameters(*shape), PEAK_PHASES, limit))
+        planned.append(Case("peaks", step_parameters(*shape), PEAK_PHASES, limit))
     for size, context, precision in grid.course:
         if size in wanted_sizes and context in wanted_contexts:
             parameters = course_parameters(size, context, precision)
-            found.append(Case("course", parameters, COURSE_PHASES, limit))
+            planned.append(Case("course", parameters, COURSE_PHASES, limit))
     for shape in grid.timelines:
-        found.append(Case("timeline", step_parameters(*shape), TIMELINE_PHASES, limit))
+        planned.append(Case("timeline", step_parameters(*shape), TIMELINE_PHASES, limit))
     for part, code in PARTS:
         parameters = {"part": part, "code": code, **vars(grid.block), "precision": "fp32"}
-        found.append(Case("block", parameters, ("saved",), limit))
+        planned.append(Case("block", parameters, ("saved",), limit))
     for attention, plans in grid.checkpoint_plans.items():
         for plan in plans:
             parameters = step_parameters(*grid.checkpointed, attention=attention)
             parameters["plan"] = plan
             limits = (limit, grid.time_limit_s)
-            found.append(Case("checkpointing", parameters, ("train_step",), *limits))
-    return found
+            planned.append(Case("checkpointing", parameters, ("train_step",), *limits))
+    return planned
 
 
 def inputs(step: Step) -> list[Tensor]:
@@ -339,14 +339,14 @@ def _measure_checkpointing(step: Step, case: Case, phase: str) -> Measured:
     # Two steps have run: there is nothing left to warm up.
     limits = {"num_warmup": 0, "min_samples": 3, "max_samples": 20}
     limits |= {"time_limit_s": case.time_limit_s, "device_kind": kind}
-    found = timed(step.device, time_callable, step.train_step, **limits)
+    times = timed(step.device, time_callable, step.train_step, **limits)
     metrics = {
         **memory,
         "forwards_per_block": num_forwards,
         "gradient_relative_difference": difference,
     }
     described = {**step.described(), "plan": plan_text(step, num_forwards)}
-    return found.measured(metrics, described, step.observed(), keep="step_ms")
+    return times.measured(metrics, described, step.observed(), keep="step_ms")
 
 
 def plan_text(step: Step, num_forwards: float) -> str:

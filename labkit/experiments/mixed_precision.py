@@ -27,7 +27,6 @@ from labkit.configs import (
     MIXED_PRECISIONS,
     NORM_SETTINGS,
     model_config,
-    narrowed,
 )
 from labkit.device import Device
 from labkit.experiments.rounding import NUM_TERMS, measure_normalisation, measure_sum
@@ -89,20 +88,20 @@ MAX_HALVINGS = 24
 def cases(
     profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts: Sequence[int] = ()
 ) -> list[Case]:
-    """Returns the cases of `profile`, the steps narrowed where asked; ValueError for a value that
-    it does not have.
+    """Returns the cases of `profile`, the steps narrowed to values of its grid where
+    asked.
     """
     grid = MIXED_PRECISION[profile]
-    wanted_sizes = narrowed(MIXED_PRECISION, profile, "sizes", sizes)
-    wanted_contexts = narrowed(MIXED_PRECISION, profile, "contexts", contexts)
+    wanted_sizes = sizes or grid.sizes
+    wanted_contexts = contexts or grid.contexts
     limit = grid.case_timeout_s
-    found = []
+    planned = []
     for method, accumulator, term, cast in SERIES:
         parameters = {"method": method, "accumulator": accumulator, "term": term, "cast": cast}
         parameters["num_terms"] = NUM_TERMS
-        found.append(Case("accumulation", parameters, ("sum",), limit))
+        planned.append(Case("accumulation", parameters, ("sum",), limit))
     for model, dtype in itertools.product(("toy", grid.transformer), ("fp16", "bf16")):
-        found.append(Case("dtypes", {"model": model, "autocast": dtype}, ("read",), limit))
+        planned.append(Case("dtypes", {"model": model, "autocast": dtype}, ("read",), limit))
     rows, features = grid.norm_shape
     for norm, setting, (dtype, statistics), scale in itertools.product(
         NORMS, NORM_SETTINGS, NORM_VARIANTS, grid.norm_scales
@@ -116,17 +115,17 @@ def cases(
             "rows": rows,
             "features": features,
         }
-        found.append(Case("normalisation", parameters, ("error",), limit))
+        planned.append(Case("normalisation", parameters, ("error",), limit))
     for step in itertools.product(wanted_sizes, wanted_contexts, MIXED_PRECISIONS):
         parameters = step_parameters(*step)
-        found.append(Case("steps", parameters, MIXED_PHASES, limit, grid.time_limit_s))
+        planned.append(Case("steps", parameters, MIXED_PHASES, limit, grid.time_limit_s))
     for size, precision in itertools.product(grid.operator_sizes, OPERATOR_PRECISIONS):
         parameters = step_parameters(size, grid.operator_context, precision)
-        found.append(Case("operators", parameters, OPERATOR_PHASES, limit))
+        planned.append(Case("operators", parameters, OPERATOR_PHASES, limit))
     for precision in RECIPES:
         parameters = {"precision": precision, **vars(grid.task)}
-        found.append(Case("training", parameters, ("training",), limit))
-    return found
+        planned.append(Case("training", parameters, ("training",), limit))
+    return planned
 
 
 class ToyModel(nn.Module):
@@ -155,22 +154,24 @@ def read_dtypes(
     Args:
         forward: runs the model under autocast and returns (loss, logits).
     """
-    seen: dict[str, list[str]] = {"parameters": [], "logits": [], "loss": [], "gradients": []}
+    dtypes: dict[str, list[str]] = {}
 
     def note(name: str, tensor: Tensor) -> None:
-        dtypes = seen.setdefault(name, [])
-        if (text := str(tensor.dtype).removeprefix("torch.")) not in dtypes:
-            dtypes.append(text)
+        names = dtypes.setdefault(name, [])
+        text = str(tensor.dtype).removeprefix("torch.")
+        if text not in names:
+            names.append(text)
 
+    def watch(module: nn.Module, name: str):
+        return module.register_forward_hook(lambda module, inputs, output: note(name, output))
+
+    for parameter in model.parameters():
+        note("parameters", parameter)
     handles = []
     for name, module in model.named_modules():
         if name and not isinstance(module, nn.ModuleList):
-            shared = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-            handles.append(
-                module.register_forward_hook(
-                    lambda *passed, name=f"{shared}_output": note(name, passed[-1])
-                )
-            )
+            shared_name = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+            handles.append(watch(module, f"{shared_name}_output"))
     try:
         loss, logits = forward()
         loss.backward()
@@ -180,13 +181,10 @@ def read_dtypes(
     note("logits", logits)
     note("loss", loss)
     for parameter in model.parameters():
-        note("parameters", parameter)
         note("gradients", parameter.grad)
         parameter.grad = None
-    ends = {name: seen.pop(name) for name in ("logits", "loss", "gradients")}
-    return {name: " and ".join(dtypes) for name, dtypes in (seen | ends).items()}, float(
-        loss.detach()
-    )
+    texts = {name: " and ".join(names) for name, names in dtypes.items()}
+    return texts, float(loss.detach())
 
 
 def measure_dtypes(device: Device, parameters: dict) -> Measured:
@@ -202,19 +200,15 @@ def measure_dtypes(device: Device, parameters: dict) -> Measured:
         model = TransformerLM(config, max_context=16, attention="eager", device=device.kind)
         inputs = torch.randint(config.vocab_size, (1, 16), device=device.kind)
         targets = torch.randint(config.vocab_size, (1, 16), device=device.kind)
-    live = ""
 
     def forward() -> tuple[Tensor, Tensor]:
         logits = model(inputs)
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten()), logits
 
-    def forward_under_autocast() -> tuple[Tensor, Tensor]:
-        nonlocal live
-        with torch.autocast(device.kind, DTYPES[parameters["autocast"]]):
-            live = dtype_name(torch.get_autocast_dtype(device.kind))
-            return forward()
-
-    dtypes, loss = read_dtypes(model, forward_under_autocast)
+    autocast = torch.autocast(device.kind, DTYPES[parameters["autocast"]])
+    with autocast:
+        live = dtype_name(torch.get_autocast_dtype(device.kind))
+    dtypes, loss = read_dtypes(model, autocast(forward))
     with torch.no_grad():
         loss_fp32 = float(forward()[0])
     if not abs(loss / loss_fp32 - 1) <= LARGEST_DTYPE_DEVIATION:
@@ -249,7 +243,7 @@ def _measure_step(step: Step, case: Case, phase: str) -> Measured:
     scale = scaler.get_scale()
     model.zero_grad()
     limits = {"time_limit_s": case.time_limit_s}
-    found, peak = timed_with_peak(step.device, step.time_phase, phase, **limits)
+    times, peak = timed_with_peak(step.device, step.time_phase, phase, **limits)
     metrics |= peak
     if phase == "train_step":
         if not all(parameter.isfinite().all() for parameter in model.parameters()):
@@ -257,8 +251,8 @@ def _measure_step(step: Step, case: Case, phase: str) -> Measured:
         # Each step whose gradients overflow is left out, and halves the scale.
         metrics["num_skipped_steps"] = round(math.log2(scale / scaler.get_scale()))
     metrics["loss_scale"] = scaler.get_scale()
-    metrics["tokens_per_s"] = step.tokens.numel() / (found.timing.median_ms * 1e-3)
-    return found.measured(metrics, step.described(), step.observed(), keep="step_ms")
+    metrics["tokens_per_s"] = step.tokens.numel() / (times.timing.median_ms * 1e-3)
+    return times.measured(metrics, step.described(), step.observed(), keep="step_ms")
 
 
 def settle_scale(step: Step) -> None:

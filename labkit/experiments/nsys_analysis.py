@@ -28,7 +28,7 @@ import pandas as pd
 import torch
 
 from labkit import accounting, numerics
-from labkit.configs import NSYS_ANALYSIS, REPOSITORY, model_config, narrowed
+from labkit.configs import NSYS_ANALYSIS, REPOSITORY, model_config
 from labkit.device import Device, detect
 from labkit.experiments.captured_step import NUM_CAPTURED, NUM_WARMUP, capture_steps, warm_up
 from labkit.experiments.sections import freeze_modules, memory_bytes, run_section
@@ -79,18 +79,16 @@ class ProfiledCase(Case):
 def cases(
     profile: str, device_kind: str, *, sizes: Sequence[str] = (), contexts: Sequence[int] = ()
 ) -> list[Case]:
-    """Returns the cases of `profile`, narrowed where asked; ValueError for a value that it does not
-    have.
-    """
+    """Returns the cases of `profile`, narrowed to values of its grid where asked."""
     grid = NSYS_ANALYSIS[profile]
-    wanted_sizes = narrowed(NSYS_ANALYSIS, profile, "sizes", sizes)
-    wanted_contexts = narrowed(NSYS_ANALYSIS, profile, "contexts", contexts)
-    found = []
+    wanted_sizes = sizes or grid.sizes
+    wanted_contexts = contexts or grid.contexts
+    planned = []
 
     def add(section: str, group: list[dict], *phases: str) -> None:
         pairs = tuple((parameters, phases) for parameters in group)
         for number, parameters in enumerate(group, start=1):
-            found.append(
+            planned.append(
                 ProfiledCase(
                     section,
                     parameters,
@@ -115,7 +113,7 @@ def cases(
         if size in wanted_sizes and context in wanted_contexts:
             group = [course_parameters(size, context, "fp32")]
             add("course", group, "inference", "train_step")
-    return found
+    return planned
 
 
 def is_timeline(parameters: dict) -> bool:
@@ -146,34 +144,45 @@ def _profiled(
     if reason := lacking_room(device, case.parameters, phase):
         raise Skip(reason)
     if nsys:
-        found = _from_shared_capture(nsys, device, case, phase)
+        measured = _from_shared_capture(nsys, device, case, phase)
     else:
-        found = _capture_here(step, phase)
-    if found.metrics["step_idle_fraction"] < WORTH_TIMING:
-        return found
+        measured = _capture_here(step, phase)
+    if measured.metrics["step_idle_fraction"] < WORTH_TIMING:
+        return measured
     # The captured process has ended: what it held is free.
     with _open_step(device, case) if nsys else contextlib.nullcontext(step) as plain:
         timing = plain.time_phase(
             phase, num_warmup=1, min_samples=3, max_samples=20, time_limit_s=0.1
         )
     unprofiled_ms = statistics.median(timing.host_ms)  # by the host, as done_ms is read
-    metrics = found.metrics | {"unprofiled_ms": unprofiled_ms, "unprofiled_n": timing.n}
-    return replace(found, metrics=metrics)
+    metrics = measured.metrics | {"unprofiled_ms": unprofiled_ms, "unprofiled_n": timing.n}
+    return replace(measured, metrics=metrics)
 
 
 run_case = functools.partial(run_section, {"profiles": _run_profiles, "course": _run_profiles})
 
 
 def lacking_room(device: Device, parameters: dict, phase: str) -> str:
-    """Returns why a phase cannot fit, by a lower bound on its bytes, so that what might fit is
-    tried; "" where it might.
+    """Returns why a phase cannot fit on a GPU, "" where it might."""
+    if device.kind != "cuda" or phase == "inference":
+        return ""
+    needed, total = least_bytes(parameters, phase), memory_bytes(device)
+    if needed <= total:
+        return ""
+    return (
+        f"needs at least {needed / 1e9:.0f} GB by its closed form; the device has "
+        f"{total / 1e9:.0f} GB"
+    )
+
+
+def least_bytes(parameters: dict, phase: str) -> int:
+    """Returns a lower bound on the bytes of a step with a backward pass, so that what might fit is
+    tried.
 
     Of the activations' closed form (fp32, eager) bf16 autocast keeps at least half, but one and a
     half times the probabilities, in fp32 for the softmax and in bf16 for the product;
     FlashAttention keeps none.
     """
-    if device.kind != "cuda" or phase == "inference":
-        return ""
     config = model_config(parameters["size"])
     batch, context = parameters["batch"], parameters["context"]
     probabilities = 4 * batch * config.num_heads * context * context * config.num_layers
@@ -187,13 +196,7 @@ def lacking_room(device: Device, parameters: dict, phase: str) -> str:
         needed += masks + probabilities
     if phase == "train_step":
         needed += accounting.optimizer_state_bytes(config)
-    total = memory_bytes(device)
-    if needed <= total:
-        return ""
-    return (
-        f"needs at least {needed / 1e9:.0f} GB by its closed form; the device has "
-        f"{total / 1e9:.0f} GB"
-    )
+    return needed
 
 
 def _observed(step: Step) -> dict:
@@ -225,9 +228,9 @@ def _capture_here(step: Step, phase: str) -> Measured:
     return replace(measured, telemetry=monitor.summary)
 
 
-_captured: dict[str, Callable[[], Measured]] = {}
-"""Results that this worker has from a shared capture and that no case has asked for yet, by case
-and phase.
+_captured: dict[str, tuple["_Capture | None", dict, dict]] = {}
+"""What this worker has from a shared capture and no case has asked for yet, as `_outcome` takes it,
+by case and phase.
 """
 
 
@@ -249,15 +252,13 @@ def _from_shared_capture(nsys: Nsys, device: Device, case: ProfiledCase, phase: 
         ]
         _captured.clear()
         _captured.update(_capture_together(nsys, device, requests, case.timeout_s))
-    return _captured.pop(_key(case.parameters, phase))()
+    return _outcome(*_captured.pop(_key(case.parameters, phase)))
 
 
 def _capture_together(
     nsys: Nsys, device: Device, requests: Sequence[dict], timeout_s: float
-) -> dict[str, Callable[[], Measured]]:
-    """Captures the steps of many cases in one process; returns what gives each measurement, or
-    raises its failure.
-    """
+) -> dict[str, tuple["_Capture | None", dict, dict]]:
+    """Captures the steps of many cases in one process; returns what `_outcome` takes of each."""
     requests = [{"label": f"case {number}", **one} for number, one in enumerate(requests)]
     trace, failure = None, "the captured process ended before its first step"
     with tempfile.TemporaryDirectory(prefix="labkit-requests-") as folder:
@@ -281,9 +282,7 @@ def _capture_together(
     telemetry.pop("foreign_processes", None)
     capture = _Capture.read(trace) if trace else None
     return {
-        _key(answer["parameters"], answer["phase"]): functools.partial(
-            _outcome, capture, answer, telemetry
-        )
+        _key(answer["parameters"], answer["phase"]): (capture, answer, telemetry)
         for answer in answers
     }
 
@@ -315,13 +314,13 @@ def serve(requests: Sequence[dict], answer: Callable[[dict], None], device: Devi
                     step = stack.enter_context(contextlib.closing(Step(device, parameters)))
                 warm_up(step, phase)
                 steps = capture_steps(step, phase, marker, label)
-                found = {"case": step.described(), "observed": _observed(step), "steps": steps}
+                result = {"case": step.described(), "observed": _observed(step), "steps": steps}
             except Exception as error:
                 status = "oom" if isinstance(error, torch.OutOfMemoryError) else "error"
                 reason = f"{error}".split("\n")[0][:500]
                 answer({**request, "status": status, "reason": reason})
                 return  # what it left behind must not reach the next case
-            answer({**request, **found, "status": "ok"})
+            answer({**request, **result, "status": "ok"})
 
 
 @dataclass(frozen=True)
@@ -411,9 +410,9 @@ def _kept_kernels(kernels: pd.DataFrame) -> pd.DataFrame:
     kept = []
     by_phase = list(kernels.groupby("phase", sort=False))
     for phase, rows in by_phase if len(by_phase) == 1 else [("step", kernels), *by_phase]:
-        found = profiling.statistics_by(rows, ["short_name", "kernel_class"])
-        others = found[found["kernel_class"] != "matmul"].head(KEPT_KERNELS)
-        top = found[(found.index < KEPT_KERNELS) | found.index.isin(others.index)]
+        totals = profiling.statistics_by(rows, ["short_name", "kernel_class"])
+        others = totals[totals["kernel_class"] != "matmul"].head(KEPT_KERNELS)
+        top = totals[(totals.index < KEPT_KERNELS) | totals.index.isin(others.index)]
         kept.append(top.assign(phase=phase))
     return pd.concat(kept, ignore_index=True)
 
@@ -427,32 +426,33 @@ def _by_range(kernels: pd.DataFrame) -> pd.DataFrame:
         names = ["block" if name.startswith("block ") else name for name in path[1:]]
         return "/".join(names) or profiling.OUTSIDE
 
-    found = profiling.statistics_by(
+    totals = profiling.statistics_by(
         kernels.assign(path=kernels["path"].map(below_step)), ["path", "kernel_class"]
     )
-    return found[["path", "kernel_class", "launches", "total_us"]]
+    return totals[["path", "kernel_class", "launches", "total_us"]]
 
 
 def _timeline(rows: pd.DataFrame) -> dict[str, list]:
     """Returns every launch of a step: start and duration (µs), numbers of class, stream, phase and
     block (−1: none).
     """
-    blocks = {
-        path: next((int(n[6:]) for n in path if n.startswith("block ")), -1)
-        for path in rows["path"].unique()
-    }
-    start = rows["start_ns"].min()
+
+    def block_number(path: tuple[str, ...]) -> int:
+        numbers = [int(n.removeprefix("block ")) for n in path if n.startswith("block ")]
+        return numbers[0] if numbers else -1
+
+    phase_numbers = {phase: number for number, phase in enumerate(STEP_PHASES)}
+    start_us = (rows["start_ns"] - rows["start_ns"].min()) / 1e3
+    duration_us = (rows["end_ns"] - rows["start_ns"]) / 1e3
     return {
         "class_names": list(profiling.CLASSES),
         "phase_names": list(STEP_PHASES),
-        "start_us": [round((value - start) / 1e3, 2) for value in rows["start_ns"]],
-        "duration_us": [round(value / 1e3, 2) for value in rows["end_ns"] - rows["start_ns"]],
-        "kernel_class": [profiling.CLASSES.index(name) for name in rows["kernel_class"]],
-        "stream": [int(stream) for stream in rows["stream"]],
-        "phase": [
-            STEP_PHASES.index(phase) if phase in STEP_PHASES else -1 for phase in rows["phase"]
-        ],
-        "block": [blocks[path] for path in rows["path"]],
+        "start_us": start_us.round(2).tolist(),
+        "duration_us": duration_us.round(2).tolist(),
+        "kernel_class": rows["kernel_class"].map(profiling.CLASSES.index).tolist(),
+        "stream": rows["stream"].astype(int).tolist(),
+        "phase": rows["phase"].map(phase_numbers).fillna(-1).astype(int).tolist(),
+        "block": rows["path"].map(block_number).tolist(),
     }
 
 

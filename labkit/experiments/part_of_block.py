@@ -116,7 +116,7 @@ def _largest_difference(results: list[Tensor], exact: list[Tensor]) -> float:
 
 
 def _described(parameters: dict, modules: nn.ModuleList, x_BTC: Tensor, plan: tuple) -> dict:
-    """Returns the case as read back from the live objects; an RMSNorm has no d_ff, no heads."""
+    """Returns the case as read back from the live objects; RMSNorm has neither d_ff nor heads."""
     batch, context, d_model = x_BTC.shape
     num_compiled = sum(module._compiled_call_impl is not None for module in modules)
     code = {0: "eager", len(modules): "compiled"}.get(num_compiled, f"{num_compiled} compiled")

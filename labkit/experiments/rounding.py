@@ -32,18 +32,14 @@ def measure_sum(device: Device, parameters: dict) -> Measured:
     """Returns 0.01 added a thousand times: the running sum, the rounding of its binades, where it
     comes to a halt.
     """
+    accumulator, method = DTYPES[parameters["accumulator"]], parameters["method"]
+    num_terms = parameters["num_terms"]
     term = torch.tensor(TERM, dtype=DTYPES[parameters["term"]], device=device.kind)
-    accumulator, method, num_terms = (
-        DTYPES[parameters["accumulator"]],
-        parameters["method"],
-        parameters["num_terms"],
-    )
     added = term.to(accumulator) if parameters["cast"] == "explicit" else term
     is_sequential = method == "sequential"
     every = 1 if is_sequential else TRACE_EVERY
-    sums = running_sums(
-        added, LONG_SUM if is_sequential else num_terms, accumulator, method, every=every
-    )
+    length = LONG_SUM if is_sequential else num_terms
+    sums = running_sums(added, length, accumulator, method, every=every)
     trace = sums[: num_terms // every].double().cpu()
     final, exact = float(trace[-1]), TERM * num_terms
     metrics = {
@@ -54,31 +50,27 @@ def measure_sum(device: Device, parameters: dict) -> Measured:
         "rounded_term": float(term),
         "stall_predicted": stall_value(float(term), accumulator),
     }
-    samples = {"running_sum": trace[TRACE_EVERY // every - 1 :: TRACE_EVERY // every].tolist()}
+    stride = TRACE_EVERY // every
+    samples = {"running_sum": trace[stride - 1 :: stride].tolist()}
     if is_sequential:
         long_sum = sums.double().cpu()
         if long_sum[-1] == long_sum[-2]:
             metrics["stall_measured"] = float(long_sum[-1])
             metrics["stall_terms"] = int((long_sum == long_sum[-1]).nonzero()[0]) + 1
         samples |= binades(long_sum[: metrics.get("stall_terms", num_terms)], accumulator)
-    names = {
+    if term.dtype == sums.dtype:
+        cast = "none"
+    else:
+        cast = "implicit" if added.dtype == term.dtype else "explicit"
+    described = {
         "method": method,
         "accumulator": dtype_name(sums.dtype),
         "term": dtype_name(term.dtype),
+        "cast": cast,
+        "num_terms": len(trace) * every,
     }
-    cast = (
-        "none"
-        if term.dtype == sums.dtype
-        else "implicit"
-        if added.dtype == term.dtype
-        else "explicit"
-    )
-    return Measured(
-        metrics=metrics,
-        case={**names, "cast": cast, "num_terms": len(trace) * every},
-        observed={"trace_every": TRACE_EVERY, "terms_of_the_long_sum": len(sums) * every},
-        samples=samples,
-    )
+    observed = {"trace_every": TRACE_EVERY, "terms_of_the_long_sum": len(sums) * every}
+    return Measured(metrics, described, observed, samples)
 
 
 def binades(sums: Tensor, accumulator: torch.dtype) -> dict[str, list[float]]:
@@ -104,33 +96,32 @@ def measure_normalisation(device: Device, parameters: dict) -> Measured:
     `relative_error` is over finite rows; `rounding_error` that of the exact result rounded once,
     which none can beat.
     """
-    norm, shape = parameters["norm"], (parameters["rows"], parameters["features"])
+    norm, statistics_name = parameters["norm"], parameters["statistics"]
+    shape = (parameters["rows"], parameters["features"])
     offset, epsilon = NORM_SETTINGS[parameters["setting"]]
-    dtype, statistics_name = DTYPES[parameters["input"]], parameters["statistics"]
-    drawn = torch.randn(
-        *shape, generator=torch.Generator().manual_seed(0)
-    )  # the same on every device
+    dtype = DTYPES[parameters["input"]]
+    # The same on every device.
+    drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
     x = ((drawn + offset) * parameters["scale"]).to(dtype).to(device.kind)
     if not x.isfinite().all():
         raise Skip(f"the input itself overflows {parameters['input']}")
-    exact, exact_square = normalise(
-        x.to(fp64_device(device.kind)).double(), norm, epsilon, torch.float64
-    )
+    x_64 = x.to(fp64_device(device.kind)).double()
+    exact, exact_square = normalise(x_64, norm, epsilon, torch.float64)
+    exact = exact.cpu()
     metrics: dict = {}
     if statistics_name == "library":
         function = F.layer_norm if norm == "layer_norm" else F.rms_norm
-        result = function(x, shape[-1:], eps=epsilon)
+        result = function(x, shape[-1:], eps=epsilon).cpu()
     else:
         result, mean_square = normalise(x, norm, epsilon, DTYPES[statistics_name])
+        result, mean_square = result.cpu(), mean_square.cpu()
         statistics_name = dtype_name(mean_square.dtype)
+        vanished = (mean_square == 0) & (exact_square.cpu() > 0)
         metrics |= {
             "overflowed_fraction": float((~mean_square.isfinite()).double().mean()),
-            "vanished_fraction": float(
-                ((mean_square == 0).cpu() & (exact_square > 0).cpu()).double().mean()
-            ),
+            "vanished_fraction": float(vanished.double().mean()),
             "epsilon": float(torch.tensor(epsilon, dtype=mean_square.dtype)),
         }
-    result, exact = result.cpu(), exact.cpu()
     finite = result.isfinite().all(-1)
     metrics |= {
         "nonfinite_fraction": float((~finite).double().mean()),
@@ -138,13 +129,10 @@ def measure_normalisation(device: Device, parameters: dict) -> Measured:
         "rounding_error": relative_error(exact.to(dtype), exact),
     }
     described = {
+        **parameters,
         "input": dtype_name(x.dtype),
         "statistics": statistics_name,
         "rows": x.shape[0],
         "features": x.shape[1],
     }
-    return Measured(
-        metrics=metrics,
-        case={**{name: parameters[name] for name in ("norm", "setting", "scale")}, **described},
-        observed={"output": dtype_name(result.dtype), "oracle": "fp64"},
-    )
+    return Measured(metrics, described, {"output": dtype_name(result.dtype), "oracle": "fp64"})

@@ -177,11 +177,11 @@ def timed_with_peak(
     back before.
     """
     empty_cache(device)
-    if device.kind != "cuda":
-        return timed(device, timer, *args, **options), {}
-    torch.cuda.reset_peak_memory_stats()
-    found = timed(device, timer, *args, **options)
-    return found, {"peak_bytes": torch.cuda.max_memory_allocated()}
+    is_cuda = device.kind == "cuda"
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    result = timed(device, timer, *args, **options)
+    return result, {"peak_bytes": torch.cuda.max_memory_allocated()} if is_cuda else {}
 
 
 def require_precision(device: Device, precision: str) -> None:

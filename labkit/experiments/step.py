@@ -356,15 +356,15 @@ def _measure_phase(step: Step, case: Case, phase: str, ceilings: dict[str, float
         limits["time_limit_s"] = 5.0
     step.model.zero_grad()
     if phase == "compile":
-        found, metrics = timed_with_peak(step.device, _time_first_call, step)
+        times, metrics = timed_with_peak(step.device, _time_first_call, step)
     else:
-        found, metrics = timed_with_peak(step.device, step.time_phase, phase, **limits)
+        times, metrics = timed_with_peak(step.device, step.time_phase, phase, **limits)
         function = getattr(step, phase, None)
-        metrics |= step_rates(step.device, case, phase, function, found, ceilings)
+        metrics |= step_rates(step.device, case, phase, function, times, ceilings)
     samples = {}
-    if found.timing.launch_ms and found.timing.n <= KEPT_SAMPLES:
-        samples["host_ms"] = list(found.timing.host_ms)
-    return found.measured(metrics, step.described(), step.observed(), samples, keep="step_ms")
+    if times.timing.launch_ms and times.timing.n <= KEPT_SAMPLES:
+        samples["host_ms"] = list(times.timing.host_ms)
+    return times.measured(metrics, step.described(), step.observed(), samples, keep="step_ms")
 
 
 def _time_first_call(step: Step) -> Timing:
@@ -382,15 +382,15 @@ def step_rates(
     case: Case,
     phase: str,
     function: Callable[[], None] | None,
-    found: Timed,
+    times: Timed,
     ceilings: dict[str, float],
 ) -> dict[str, float | None]:
-    """Returns the rates of a phase that took the times `found`, as fractions of the session's
+    """Returns the rates of a phase that took `times`, as fractions of the session's
     ceilings and of the datasheet's peaks too; of a phase in `case.sustained` also those of
     `function` called back to back.
     """
     parameters, peaks = case.parameters, device.peaks
-    config, seconds = model_config(parameters["size"]), found.timing.median_ms * 1e-3
+    config, seconds = model_config(parameters["size"]), times.timing.median_ms * 1e-3
     if phase == "optimizer_step":
         rate = accounting.optimizer_step_bytes(config) / seconds / 1e9
         peak = peaks.memory_gb_per_s if peaks else None
@@ -413,5 +413,5 @@ def step_rates(
     metrics |= fractions(rate, ceilings.get(f"gemm {precision}"), peak)
     if phase in case.sustained:
         ceiling = ceilings.get(f"sustained gemm {precision}")
-        metrics |= sustained_metrics(device, found, function, flops=flops, ceiling=ceiling)
+        metrics |= sustained_metrics(device, times, function, flops=flops, ceiling=ceiling)
     return metrics

@@ -333,32 +333,6 @@ def _lock_path(key: str) -> Path:
     return Path(folder, f"labkit-{key}.lock")
 
 
-def _lock(path: Path, device_name: str, wait: bool) -> TextIO:
-    """Returns a file that is locked; see `measuring_lock`."""
-    import fcntl
-
-    try:
-        file = open(
-            path,
-            "a+",
-            encoding="utf-8",
-            opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600),
-        )
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            message = f"another labkit run{_lock_holder(file)} to finish measuring on {device_name}"
-            if not wait:
-                raise RequestError(f"not waiting for {message}") from None
-            print(f"labkit: waiting for {message}", file=sys.stderr, flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
-    except OSError as error:
-        raise RequestError(
-            f"cannot lock {path}: {error.strerror}; set XDG_RUNTIME_DIR to another folder"
-        ) from None
-    return file
-
-
 @contextlib.contextmanager
 def measuring_lock(
     device: Device, notebook: str, folder: Path, *, wait: bool = True
@@ -379,18 +353,45 @@ def measuring_lock(
     if os.environ.get(LOCK_HELD) == key:
         yield
         return
-    with _lock(_lock_path(key), device.name, wait) as file:
+    with _locked_file(_lock_path(key), device.name, wait) as file:
         file.truncate(0)
-        since = f"{datetime.datetime.now():%H:%M}"
-        json.dump(
-            {"notebook": notebook, "pid": os.getpid(), "folder": str(folder), "since": since}, file
-        )
+        holder = {
+            "notebook": notebook,
+            "pid": os.getpid(),
+            "folder": str(folder),
+            "since": f"{datetime.datetime.now():%H:%M}",
+        }
+        json.dump(holder, file)
         file.flush()
         os.environ[LOCK_HELD] = key
         try:
             yield
         finally:
             del os.environ[LOCK_HELD]
+
+
+def _locked_file(path: Path, device_name: str, wait: bool) -> TextIO:
+    """Returns a file that is locked; see `measuring_lock`."""
+    import fcntl
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW, 0o600)
+
+    try:
+        file = open(path, "a+", encoding="utf-8", opener=opener)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            message = f"another labkit run{_lock_holder(file)} to finish measuring on {device_name}"
+            if not wait:
+                raise RequestError(f"not waiting for {message}") from None
+            print(f"labkit: waiting for {message}", file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        raise RequestError(
+            f"cannot lock {path}: {error.strerror}; set XDG_RUNTIME_DIR to another folder"
+        ) from None
+    return file
 
 
 def _lock_holder(file: TextIO) -> str:
@@ -400,9 +401,7 @@ def _lock_holder(file: TextIO) -> str:
     try:
         file.seek(0)
         holder = json.load(file)
-        os.kill(
-            holder["pid"], 0
-        )  # what was written by a process that has ended says nothing of the holder
+        os.kill(holder["pid"], 0)  # what an ended process wrote says nothing of the holder
         return " ({notebook}, process {pid}, since {since})".format(**holder)
     except (ValueError, KeyError, TypeError, OSError):
         return ""
@@ -435,26 +434,29 @@ class Session:
                 f"device {str(device)[:80]!r} is not this machine, which is {self.slug!r}; "
                 f'to measure here, set device = "{THIS_DEVICE}"'
             )
-        profile = chosen_profile(profile, self.device.default_profile)
+        self.profile = chosen_profile(profile, self.device.default_profile)
         accepted = list(inspect.signature(self.experiment.cases).parameters)[2:]
         if unknown := options.keys() - set(accepted):
             raise RequestError(
                 f"unknown option {sorted(unknown)[0]!r} of {notebook}; accepted: "
                 f"{', '.join(accepted)}"
             )
-        options = {**options, **notebooks.narrowing(notebook, profile, options)}
+        options = {**options, **notebooks.narrowing(notebook, self.profile, options)}
         from labkit.measure.host import PROBES  # imports torch, as the experiment has
 
-        cases = self.experiment.cases(profile, self.device.kind, **options)
-        self.cases: list[Case] = [Case(HOST_SECTION, {}, PROBES, 60.0), *cases]
+        self.cases: list[Case] = [
+            Case(HOST_SECTION, {}, PROBES, 60.0),
+            *self.experiment.cases(self.profile, self.device.kind, **options),
+        ]
         self.fresh = fresh
-        self.profile = profile
         self.id = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(2)}"
         self.folder = Path(output or FIGURES) / self.device.slug
         (self.folder / "records").mkdir(parents=True, exist_ok=True)
         self.store = RecordStore(self.folder / "records" / f"{notebook}.jsonl")
         self.ceilings: dict[str, float] = {}
         self._begun: set[str] = set()
+        self._worker: _Worker | None = None
+        self._counts: Counter[str] = Counter()
         self._num_in_vain = 0
         self._software = software_versions()
         self._source = source_state()
@@ -478,19 +480,18 @@ class Session:
                     self._run(name, pending)
 
     def _pending(self, section: str) -> list[Case]:
+        """Returns the section's cases with the phases that are not recorded yet; all of what every
+        session measures, once, if anything else is to be measured.
+        """
         recorded = set() if self.fresh else self._recorded(machine_id())
-        wanted = [case for case in self.cases if case.section == section]
-        if section in SESSION_SECTIONS:
-            others = (case for case in self.cases if case.section not in SESSION_SECTIONS)
-            is_due = section not in self._begun and any(
-                self._missing(case, recorded) for case in others
-            )
-            return wanted if is_due else []
-        return [
-            replace(case, phases=missing)
-            for case in wanted
-            if (missing := self._missing(case, recorded))
-        ]
+        cases = [replace(case, phases=self._missing(case, recorded)) for case in self.cases]
+        pending = [case for case in cases if case.phases]
+        if section not in SESSION_SECTIONS:
+            return [case for case in pending if case.section == section]
+        is_needed = any(case.section not in SESSION_SECTIONS for case in pending)
+        if section in self._begun or not is_needed:
+            return []
+        return [case for case in self.cases if case.section == section]
 
     def finish(self) -> None:
         """Writes the file that says that the notebook reached its end, and how much of its grid has
@@ -522,105 +523,112 @@ class Session:
         )
 
     def _run(self, section: str, pending: Sequence[Case]) -> None:
-        worker: _Worker | None = None
-        counts: Counter[str] = Counter()
+        self._counts = Counter()
         try:
             with tqdm(
                 pending, desc=section, unit="case", file=sys.stderr, mininterval=1.0
             ) as progress:
                 for case in progress:
                     progress.set_postfix_str(case.label, refresh=True)
-                    remaining, repeats = case.phases, False
-                    disturbed: dict[str, list[Measured]] = {}
-                    while remaining:
-                        if worker is None or ((case.fresh_process or repeats) and worker.used):
-                            if worker:
-                                worker.close()
-                            worker = _Worker(self.module_name)
-                        healthy, remaining = self._run_once(
-                            worker, replace(case, phases=remaining), counts, disturbed
-                        )
-                        if not healthy:
-                            worker.close()
-                            worker = None
-                        if not remaining and disturbed:
-                            progress.set_postfix_str(
-                                f"{case.label}, again: the machine was busy", refresh=True
-                            )
-                            remaining, repeats = tuple(disturbed), True
+                    disturbed = self._run_case(case, {}, fresh=case.fresh_process)
+                    if disturbed:
+                        text = f"{case.label}, again: the machine was busy"
+                        progress.set_postfix_str(text, refresh=True)
+                    while disturbed:
+                        again = replace(case, phases=tuple(disturbed))
+                        disturbed = self._run_case(again, disturbed, fresh=True)
         finally:
-            if worker:
-                worker.close()
-        print(
-            f"{section}: "
-            + ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
+            self._end_worker()
+        statuses = ", ".join(
+            f"{number} {status}" for status, number in sorted(self._counts.items())
         )
+        print(f"{section}: {statuses}")
+
+    def _end_worker(self) -> None:
+        if self._worker:
+            self._worker.close()
+            self._worker = None
+
+    def _run_case(
+        self, case: Case, disturbed: dict[str, list[Measured]], *, fresh: bool
+    ) -> dict[str, list[Measured]]:
+        """Runs every phase of a case, in a new worker after each that failed; in one that has run
+        no other case where `fresh`.
+
+        Args:
+            disturbed: the measurements so far of phases that are measured again.
+
+        Returns:
+            The measurements of the phases to measure again, which are not recorded yet.
+        """
+        remaining = list(case.phases)
+        while remaining:
+            if fresh and self._worker and self._worker.used:
+                self._end_worker()
+            if self._worker is None:
+                self._worker = _Worker(self.module_name)
+            part = replace(case, phases=tuple(remaining))
+            if not self._run_once(self._worker, part, remaining, disturbed):
+                self._end_worker()
+        return disturbed
 
     def _run_once(
-        self, worker: _Worker, case: Case, counts: Counter, disturbed: dict[str, list[Measured]]
-    ) -> tuple[bool, tuple[str, ...]]:
-        """Runs a case in a worker until it is done or fails; returns whether the worker is usable,
-        and the phases left.
+        self,
+        worker: _Worker,
+        case: Case,
+        remaining: list[str],
+        disturbed: dict[str, list[Measured]],
+    ) -> bool:
+        """Runs a case in a worker until it is done or fails; returns whether the worker is usable.
 
-        A phase that must be measured again goes into `disturbed`, with its measurements so far,
-        instead of the records.
+        Takes from `remaining` what has a result or can have none. A phase that must be measured
+        again goes into `disturbed`, with its measurements so far, instead of the records.
         """
 
-        def append_failure(phase: str, status: str, reason: str) -> None:
-            if phase in disturbed:  # a disturbed measurement is better than none
-                self._append_measured(case, phase, _least_disturbed(disturbed.pop(phase)), counts)
-            else:
-                self._append(self._record(case, phase, status, reason=reason), counts)
+        def fail(phases: Sequence[str], status: str, reason: str) -> None:
+            for phase in list(phases):
+                remaining.remove(phase)
+                if phase in disturbed:  # a disturbed measurement is better than none
+                    self._append_measured(case, phase, disturbed.pop(phase))
+                else:
+                    self._append(case, phase, status, reason=reason)
+
+        def skip_rest(phase: str, status: str) -> None:
+            if case.stop_at_failure:
+                fail(remaining, "skipped", f"not run: {phase} before it ended {status}")
 
         reused, worker.used = worker.used, True
-        remaining = list(case.phases)
-        begun = False
-        current: str | None = None
+        begun, phase = False, None
         worker.send(case, self.ceilings)
         while True:
             kind, *content = worker.receive(case.timeout_s)
             if kind == "begun":
                 begun = True
-                continue
-            if kind == "phase":
-                (current,) = content
-                continue
-            if kind == "done":
-                for phase in remaining:
-                    append_failure(phase, "error", "the experiment gave no such phase")
-                return True, ()
-            if kind == "measured":
-                attempts = [*disturbed.pop(current, []), *content]
+            elif kind == "phase":
+                (phase,) = content
+            elif kind == "measured":
+                remaining.remove(phase)
+                attempts = [*disturbed.pop(phase, []), *content]
                 if self._is_to_repeat(attempts):
-                    disturbed[current], status = attempts, "ok"
-                else:
-                    status = self._append_measured(
-                        case, current, _least_disturbed(attempts), counts
-                    )
-                remaining.remove(current)
-                failed, current = [current], None
-                if status == "ok" or not case.stop_at_failure:
+                    disturbed[phase] = attempts
                     continue
-                healthy = False  # it is measuring the phases that must be skipped
+                status = self._append_measured(case, phase, attempts)
+                if status != "ok" and case.stop_at_failure:
+                    skip_rest(phase, status)
+                    return False  # it is measuring the phases that must be skipped
+                phase = None
+            elif kind == "done":
+                fail(remaining, "error", "the experiment gave no such phase")
+                return True
             elif kind == "ended" and reused and not begun:
-                return False, tuple(
-                    remaining
-                )  # the case before it ended the worker: run this one in another
+                return False  # the case before it ended the worker: run this one in another
             else:
                 status, reason = content if kind == "failed" else ("error", *content)
-                # Without a current phase, building the case failed: it has no phases at all.
-                failed = [current] if current else remaining[:]
-                for phase in failed:
-                    append_failure(phase, status, reason)
-                    remaining.remove(phase)
-                healthy = status == "skipped"
-            if case.stop_at_failure:
-                for phase in remaining:
-                    append_failure(
-                        phase, "skipped", f"not run: {failed[0]} before it ended {status}"
-                    )
-                remaining = []
-            return healthy, tuple(remaining)
+                # Without a phase, building the case failed: it has no phases at all.
+                failed = [phase] if phase else list(remaining)
+                fail(failed, status, reason)
+                skip_rest(phase, status)
+                return status == "skipped"
 
     def _is_to_repeat(self, attempts: Sequence[Measured]) -> bool:
         """Returns whether to measure a phase again after these attempts, all of them disturbed."""
@@ -633,29 +641,31 @@ class Session:
         self._num_in_vain += 1
         return False
 
-    def _append_measured(self, case: Case, phase: str, measured: Measured, counts: Counter) -> str:
-        """Records a measurement, as an error if it is impossible or of another case; returns the
-        status.
+    def _append_measured(self, case: Case, phase: str, attempts: Sequence[Measured]) -> str:
+        """Records the least disturbed of some measurements, as an error if it is impossible or of
+        another case; returns the status.
         """
-        content = {name: value for name, value in vars(measured).items() if name != "case"}
+        measured = min(attempts, key=_disturbance)
+        content = dict(vars(measured))
+        described = content.pop("case")
         if not measured.telemetry.get("disturbed"):  # of the host's load nothing else is asked
-            content["telemetry"] = {k: v for k, v in measured.telemetry.items() if k not in LOAD}
+            telemetry = measured.telemetry.items()
+            content["telemetry"] = {k: v for k, v in telemetry if k not in LOAD}
         try:
-            if measured.case != case.parameters:
-                raise ValueError(f"asked for {case.parameters}, ran {measured.case}")
+            if described != case.parameters:
+                raise ValueError(f"asked for {case.parameters}, ran {described}")
             check_plausible(measured.metrics, 1e3 * case.timeout_s)
-            self.store.append(self._record(case, phase, "ok", **content))
+            self._append(case, phase, "ok", **content)
         except (ValueError, TypeError) as error:  # TypeError: a value that JSON cannot hold
-            self._append(self._record(case, phase, "error", reason=f"refused: {error}"), counts)
+            self._append(case, phase, "error", reason=f"refused: {error}")
             return "error"
-        counts["ok"] += 1
         if case.section == SESSION_SECTION:
             self.ceilings |= self.experiment.ceiling_rates(case, measured)
         return "ok"
 
-    def _append(self, record: Record, counts: Counter) -> None:
-        self.store.append(record)
-        counts[record.status] += 1
+    def _append(self, case: Case, phase: str, status: str, **content: Any) -> None:
+        self.store.append(self._record(case, phase, status, **content))
+        self._counts[status] += 1
 
     def _record(self, case: Case, phase: str, status: str, **content: Any) -> Record:
         return Record(
@@ -676,12 +686,9 @@ class Session:
         )
 
 
-def _least_disturbed(attempts: Sequence[Measured]) -> Measured:
-    def disturbance(measured: Measured) -> tuple[bool, float]:
-        telemetry = measured.telemetry
-        return telemetry.get("disturbed", False), telemetry.get("cpu_wait_fraction", 0.0)
-
-    return min(attempts, key=disturbance)
+def _disturbance(measured: Measured) -> tuple[bool, float]:
+    telemetry = measured.telemetry
+    return telemetry.get("disturbed", False), telemetry.get("cpu_wait_fraction", 0.0)
 
 
 @dataclass
