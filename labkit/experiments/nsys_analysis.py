@@ -33,6 +33,7 @@ from labkit.experiments.captured_step import NUM_CAPTURED, NUM_WARMUP, Step, cap
 from labkit.experiments.sections import freeze_modules, memory_bytes, run_section
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
 from labkit.experiments.workload import Workload, course_parameters, step_parameters, workload
+from labkit.kernels import KERNEL_CLASSES
 from labkit.kernels.attention import what_runs
 from labkit.measure import profiling
 from labkit.measure.profiling import Nsys, ProfileError, RangeMarker, Trace
@@ -378,7 +379,7 @@ class _Capture:
 
     @classmethod
     def of(cls, trace: Trace) -> "_Capture":
-        table = profiling.launches(trace, STEP_PHASES)
+        table = profiling.launches(trace, STEP_PHASES, KERNEL_CLASSES)
         kernels = table[table["kind"].isin(KERNEL_KINDS)]
         is_outside = kernels["range"] == profiling.OUTSIDE
         totals = {

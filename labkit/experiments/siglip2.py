@@ -36,6 +36,7 @@ from labkit.experiments.sections import (
     timed_with_peak,
 )
 from labkit.experiments.sweep import Case, Measured, Skip
+from labkit.kernels import KERNEL_CLASSES
 from labkit.kernels.attention import load_fa3, unavailable_reason
 from labkit.measure.profiling import RangeMarker, capture_with_kineto, launches
 from labkit.measure.timing import time_callable
@@ -446,7 +447,7 @@ def _measure_profile(live: dict, case: Case, phase: str) -> Measured:
             call()
 
     trace = capture_with_kineto(marked, device.kind)
-    table = launches(trace, (phase,))
+    table = launches(trace, (phase,), KERNEL_CLASSES)
     table = table[table["phase"] == phase]
     of_class = table.groupby("kernel_class")["duration_ns"].sum() / 1e6
     metrics = {"kernels_ms": float(of_class.sum()), "num_launches": len(table)}
