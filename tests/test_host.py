@@ -6,14 +6,10 @@ import types
 
 import pytest
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
 
 from labkit.experiments import sections
 from labkit.measure import host, timing
 from labkit.measure.host import NUM_CALLS, PROBES, probe, unavailable
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 
 @pytest.mark.parametrize("name", [name for name in PROBES if name != "triton_launch"])
@@ -81,22 +77,8 @@ def test_what_cannot_be_taken_says_why(monkeypatch):
     assert unavailable("triton_launch", "cuda") == "Triton is not installed"
 
 
-@pytest.mark.skipif(
-    hasattr(host._store_zero_kernel, "rewrite"), reason="interpreted kernels are not compiled"
-)
-def test_the_launched_kernel_compiles():
-    signature = {"x_ptr": "*fp32", "num_elements": "i32", "BLOCK": "constexpr"}
-    source = ASTSource(host._store_zero_kernel, signature, {"BLOCK": 64})
-    assert "st.global" in compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
-
-
-@needs_cuda
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", PROBES)
 def test_every_probe_can_be_taken_on_a_gpu(name):
     found = probe(name, "cuda")
-    print(
-        f"{name}: {1e3 * found.median_ms:.2f} µs ± "
-        f"{100 * found.metrics()['half_width_fraction']:.1f} %"
-    )
     assert 1e-5 < found.median_ms < 1

@@ -39,27 +39,23 @@ fraction.
 
 @dataclass(frozen=True)
 class Sustained:
-    """Calls back to back over a window of `window_s`, after `warmup_s` of the same.
+    """Calls back to back over a window.
 
     Attributes:
-        drift, clock_drift: by which fraction the time per call, and the SM clock where it can be
-            read, changed from the window's first half to its second.
-        watts: mean power; None where `no_energy` says why there is none.
-        sm_clock_mhz: median; temperature_c: highest; None where they cannot be read.
+        watts: mean power; None where `telemetry["no_energy"]` says why there is none.
+        sm_clock_mhz: median; None where it cannot be read.
+        is_steady: see STEADY.
+        telemetry: what else a record keeps: `num_calls`, length of window and warm-up, `drift` and
+            `clock_drift` (by which fraction the time per call, and the SM clock where it can be
+            read, changed from the window's first half to its second), highest temperature.
         load: `Monitor.summary` of window and warm-up.
     """
 
-    num_calls: int
     ms_per_call: float
-    window_s: float
-    warmup_s: float
-    drift: float
-    clock_drift: float
     watts: float | None
-    no_energy: str
     sm_clock_mhz: float | None
-    temperature_c: int | None
-    throttle_reasons: list[str]
+    is_steady: bool
+    telemetry: dict[str, Any]
     load: dict[str, Any]
 
     def metrics(
@@ -71,9 +67,9 @@ class Sustained:
             flops, num_bytes: what one call computes and moves.
         """
         joules = self.watts * self.ms_per_call * 1e-3 if self.watts else None
-        found = {
+        metrics = {
             "sustained_ms": self.ms_per_call,
-            "steady": int(max(self.drift, self.clock_drift) <= STEADY),
+            "steady": int(self.is_steady),
             "sustained_tflops": flops / self.ms_per_call / 1e9 if flops else None,
             "sustained_gb_per_s": num_bytes / self.ms_per_call / 1e6 if num_bytes else None,
             "joules": joules,
@@ -81,24 +77,7 @@ class Sustained:
             "tflop_per_joule": flops / joules / 1e12 if flops and joules else None,
             "sm_clock_mhz": self.sm_clock_mhz,
         }
-        return {name: value for name, value in found.items() if value is not None}
-
-    def telemetry(self) -> dict[str, Any]:
-        """Returns what else a record keeps of the window, `no_energy` where there is no energy."""
-        names = (
-            "num_calls",
-            "window_s",
-            "warmup_s",
-            "drift",
-            "clock_drift",
-            "temperature_c",
-            "throttle_reasons",
-        )
-        return {
-            name: value
-            for name in (*names, "no_energy")
-            if (value := getattr(self, name)) not in (None, "")
-        }
+        return {name: value for name, value in metrics.items() if value is not None}
 
 
 def sustained(
@@ -122,11 +101,12 @@ def sustained(
     Raises:
         ValueError: a time or a number of calls that is not positive.
     """
-    for name, value in {
+    limits = {
         "warmup_s": warmup_s,
         "window_s": window_s,
         "calls_per_function": calls_per_function,
-    }.items():
+    }
+    for name, value in limits.items():
         if not value > 0:
             raise ValueError(f"{name} is {value}; accepted: a number above 0")
     start = math.inf
@@ -138,11 +118,14 @@ def sustained(
 
     # NVML is opened before the warm-up: the GPU must not idle between that and the window.
     with Monitor(device_kind, READING_INTERVAL_S, wants_energy) as monitor:
-        begin, batch, batch_s = time.perf_counter(), 1, 0.0
+        begin = time.perf_counter()
+        batch = 1
+        batch_s = min(_batches_s(function, batch, 0.0, device_kind))
         while batch_s < BATCH_S and time.perf_counter() - begin < warmup_s:
-            batch *= 2 if batch_s else 1
+            batch *= 2
             batch_s = min(_batches_s(function, batch, 0.0, device_kind))
-        if (left_s := warmup_s - (time.perf_counter() - begin)) > 0:
+        left_s = warmup_s - (time.perf_counter() - begin)
+        if left_s > 0:
             _batches_s(function, batch, left_s, device_kind)
         start = time.perf_counter()
         batches_s = _batches_s(function, batch, window_s, device_kind)
@@ -150,21 +133,25 @@ def sustained(
     readings = [reading for reading in monitor.readings if start <= reading.time_s <= end]
     clocks = [reading.sm_clock_mhz for reading in readings if reading.sm_clock_mhz]
     watts, no_energy = _power(readings, end - start, device_kind)
+    temperatures_c = [one.temperature_c for one in readings if one.temperature_c is not None]
     num_calls = batch * calls_per_function * len(batches_s)
+    drift, clock_drift = _drift(batches_s), _drift(clocks)
+    telemetry = {
+        "num_calls": num_calls,
+        "window_s": sum(batches_s),
+        "warmup_s": start - begin,
+        "drift": drift,
+        "clock_drift": clock_drift,
+        "temperature_c": max(temperatures_c, default=None),
+        "throttle_reasons": throttle_reasons(readings),
+        "no_energy": no_energy or None,
+    }
     return Sustained(
-        num_calls=num_calls,
         ms_per_call=1e3 * sum(batches_s) / num_calls,
-        window_s=sum(batches_s),
-        warmup_s=start - begin,
-        drift=_drift(batches_s),
-        clock_drift=_drift(clocks),
         watts=watts,
-        no_energy=no_energy,
         sm_clock_mhz=statistics.median(clocks) if clocks else None,
-        temperature_c=max(
-            (one.temperature_c for one in readings if one.temperature_c is not None), default=None
-        ),
-        throttle_reasons=throttle_reasons(readings),
+        is_steady=max(drift, clock_drift) <= STEADY,
+        telemetry={name: value for name, value in telemetry.items() if value is not None},
         load=monitor.summary,
     )
 
@@ -175,7 +162,8 @@ def _batches_s(
     """Returns the times of two or more batches of calls, all issued one after another; ends
     synchronised.
     """
-    marks, begin = [_mark(device_kind)], time.perf_counter()
+    marks = [_mark(device_kind)]
+    begin = time.perf_counter()
     while len(marks) <= 2 or time.perf_counter() - begin < at_least_s:
         for _ in itertools.repeat(None, num_calls):
             function()
@@ -193,9 +181,8 @@ def _mark(device_kind: str) -> Any:
     done.
     """
     if device_kind == "cuda":
-        event = torch.cuda.Event(
-            enable_timing=True, blocking=True
-        )  # a wait leaves the core to the sampling thread
+        # While the host waits for a blocking event, the sampling thread has the core.
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record()
         return event
     synchronize(device_kind)
