@@ -18,6 +18,7 @@ from processes import holding, is_true_within
 
 import labkit
 from labkit import hardware
+from labkit.configs import FIGURES
 from labkit.kernels import KERNEL_CLASSES
 from labkit.measure import profiling
 from labkit.measure.profiling import (
@@ -250,7 +251,7 @@ def test_kernels_are_classed_by_name(name, kernel_class):
 
 def test_kernels_and_operators_of_committed_records_keep_their_class():
     known = {}
-    for path in (hardware.REPOSITORY / "figures").glob("*/records/02_nsys_analysis.jsonl"):
+    for path in FIGURES.glob("*/records/02_nsys_analysis.jsonl"):
         for line in path.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
             tables = record.get("observed", {}).get("tables", {})
@@ -277,8 +278,7 @@ def test_every_kernel_of_this_project_has_a_class():
         node.name for node in nodes if any("jit" in ast.unparse(x) for x in node.decorator_list)
     ]
     classes = {name: KERNEL_CLASSES.get(name) or classify(name) for name in names}
-    assert len(names) >= 8 and KERNEL_CLASSES.keys() < set(names)
-    assert "other" not in classes.values()
+    assert len(names) >= 8 and "other" not in classes.values()
     assert {classes[name] for name in names if "flash" in name or "hopper" in name} == {"attention"}
 
 
@@ -338,8 +338,8 @@ def test_cpu_operators_come_into_the_same_table_and_add_up():
     assert (backward["short_name"] == "aten::mm").sum() == 2
     assert "aten::_softmax_backward_data" in set(backward["short_name"])
     assert OUTSIDE in set(table["range"])
-    assert table["duration_ns"].sum() == pytest.approx(trace.total_ns, rel=1e-3)
-    assert busy_ns(table) == pytest.approx(trace.total_ns, rel=1e-3)
+    # The operators' own times are together those of the outermost ones.
+    assert trace.total_ns == table["duration_ns"].sum() == pytest.approx(busy_ns(table), rel=1e-3)
 
 
 def event(cat, name, ts, dur, tid, **args):

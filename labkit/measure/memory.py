@@ -216,7 +216,9 @@ def history_since(segments: Sequence[dict], trace: Sequence[dict]) -> History:
     before = dict(in_use)
     events: list[tuple[int, int, str]] = []
     for number, entry in enumerate(trace):
-        action, address, num_bytes = entry["action"], entry["addr"], entry["size"]
+        action = entry["action"]
+        address = entry["addr"]
+        num_bytes = entry["size"]
         if action.startswith(("segment_map", "segment_unmap")):
             raise SnapshotError("segments that grow (expandable_segments) cannot be followed")
         try:
@@ -586,23 +588,25 @@ def residuals(
             code, whose parts have no names: looking into it would compile it again.
     """
     kept_anyway = {x.untyped_storage()._cdata for x in resident}
-    path, seen, found = [""], {}, []
+    path = [""]
+    tensors: dict[int, Tensor] = {}  # by storage; kept alive, so that none is used again
+    saved: list[Residual] = []
     current = _CurrentFunction()
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        found.append(
+        saved.append(
             Residual(
                 operator=current.name,
                 module=path[-1],
                 shape=tuple(tensor.shape),
                 dtype=str(tensor.dtype).removeprefix("torch."),
                 num_bytes=storage.nbytes(),
-                is_new=storage._cdata not in seen,
+                is_new=storage._cdata not in tensors,
                 is_resident=storage._cdata in kept_anyway,
             )
         )
-        seen.setdefault(storage._cdata, tensor)  # kept alive, so that its storage is not used again
+        tensors.setdefault(storage._cdata, tensor)
         return tensor
 
     with contextlib.ExitStack() as stack:
@@ -611,23 +615,22 @@ def residuals(
             path = stack.enter_context(_module_path(module))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             result = function()
-    return found, result
+    return saved, result
 
 
-def saved_bytes(found: Sequence[Residual]) -> int:
+def saved_bytes(saved: Sequence[Residual]) -> int:
     """Returns the bytes of the distinct storages among residuals, without those that are kept
     anyway.
     """
-    return sum(
-        residual.num_bytes for residual in found if residual.is_new and not residual.is_resident
-    )
+    return sum(one.num_bytes for one in saved if one.is_new and not one.is_resident)
 
 
-def packed_bytes(found: Sequence[Residual]) -> int:
+def packed_bytes(saved: Sequence[Residual]) -> int:
     """Returns the bytes of all residuals that are not kept anyway, each counted as often as it is
     saved.
     """
-    kept = (residual for residual in found if not residual.is_resident)
     return sum(
-        math.prod(residual.shape) * getattr(torch, residual.dtype).itemsize for residual in kept
+        math.prod(one.shape) * getattr(torch, one.dtype).itemsize
+        for one in saved
+        if not one.is_resident
     )

@@ -194,9 +194,9 @@ def _drift(values: Sequence[float]) -> float:
     less than two.
     """
     half = len(values) // 2
-    return (
-        abs(statistics.fmean(values[half:]) / statistics.fmean(values[:half]) - 1) if half else 0.0
-    )
+    if half == 0:
+        return 0.0
+    return abs(statistics.fmean(values[half:]) / statistics.fmean(values[:half]) - 1)
 
 
 def _power(
@@ -214,13 +214,15 @@ def _power(
     counts = [reading for reading in readings if reading.energy_mj is not None]
     if not counts:
         return None, "this GPU or driver has no energy counter"
-    pairs = [
-        (one, other)
-        for one, other in itertools.pairwise(counts)
-        if other.time_s - one.time_s < ENDS_S
+    steps = [
+        after
+        for before, after in itertools.pairwise(counts)
+        # Between the window's ends the counter was not read: a step there was not seen.
+        if after.time_s - before.time_s < ENDS_S and after.energy_mj != before.energy_mj
     ]
-    steps = [other for one, other in pairs if other.energy_mj != one.energy_mj]
     if not steps or steps[-1].time_s - steps[0].time_s < window_s / 2:
         return None, "the energy counter advanced too seldom"
-    watts = 1e-3 * (steps[-1].energy_mj - steps[0].energy_mj) / (steps[-1].time_s - steps[0].time_s)
-    return (watts, "") if watts > 0 else (None, "the energy counter went backwards")
+    joules = 1e-3 * (steps[-1].energy_mj - steps[0].energy_mj)
+    if joules <= 0:
+        return None, "the energy counter went backwards"
+    return joules / (steps[-1].time_s - steps[0].time_s), ""

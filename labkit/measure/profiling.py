@@ -7,7 +7,7 @@ it, one row per launch, the same whatever the capture was made with:
 | column | holds |
 |---|---|
 | name, short_name, kind | as captured; readable; kernel, memcpy, memset, or operator on a CPU |
-| kernel_class | one of CLASSES, from the name |
+| kernel_class | one of CLASSES, from the name, or as the caller of `launches` knows it |
 | start_ns, end_ns, duration_ns | on the device; an operator's without the operators it calls |
 | stream | CUDA stream; the thread of an operator |
 | path, range, phase | ranges open at its launch, outermost first; the innermost; that in `phases` |
@@ -286,7 +286,9 @@ _OF_DEVICE = (
     "start AS start_ns, [end] AS end_ns, streamId AS stream, globalPid, "
     "COALESCE(correlationId, -1) AS correlation"
 )
-_PUSH_POP_RANGE, _START_END_RANGE = 59, 60
+_PUSH_POP_RANGE = 59
+_START_END_RANGE = 60
+"""Types of NVTX's events."""
 
 _THREADS_PER_PROCESS = 1 << 24
 """A global thread id is the process's with the thread's in the lowest 24 bits."""
@@ -431,7 +433,8 @@ def read_chrome_trace(path: Path | str, version: str = "") -> Trace:
 
 def _event(entry: dict) -> dict:
     """Returns the values of an event that are read, times in ns."""
-    name, thread = entry["name"], entry["tid"]
+    name = entry["name"]
+    thread = entry["tid"]
     if not isinstance(name, str) or not isinstance(thread, int | str):
         raise ValueError(f"an event has the name {name!s:.60} and the thread {thread!s:.60}")
     start_us = float(entry["ts"])
@@ -712,10 +715,8 @@ class Nsys:
                 check=True,
                 env=allowed_environment(),
             )
-        except (
-            OSError,
-            subprocess.SubprocessError,
-        ):  # CUDA's script of this name only looks for nsys
+        # CUDA's script of this name only looks for nsys.
+        except (OSError, subprocess.SubprocessError):
             return None
         version = re.search(r"\d+(\.\d+)+", answer.stdout)
         # nsys lies in target-linux-x64, the importer in a folder beside that one.

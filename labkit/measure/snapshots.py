@@ -26,12 +26,12 @@ class _PlainUnpickler(pickle._Unpickler):
     dispatch = {**pickle._Unpickler.dispatch, pickle.TUPLE[0]: pickle._Unpickler.load_list}  # noqa: RUF012
     del dispatch[pickle.LONG4[0]]  # a number of millions of digits as a key is hashed with each use
 
-    def load_few(self, count: int) -> None:
+    def load_short_tuple(self, count: int) -> None:
         self.stack[-count:] = [self.stack[-count:]]
 
-    dispatch[pickle.TUPLE1[0]] = partial(load_few, count=1)
-    dispatch[pickle.TUPLE2[0]] = partial(load_few, count=2)
-    dispatch[pickle.TUPLE3[0]] = partial(load_few, count=3)
+    dispatch[pickle.TUPLE1[0]] = partial(load_short_tuple, count=1)
+    dispatch[pickle.TUPLE2[0]] = partial(load_short_tuple, count=2)
+    dispatch[pickle.TUPLE3[0]] = partial(load_short_tuple, count=3)
 
     def find_class(self, module: str, name: str) -> Any:
         raise SnapshotError(f"it names {module}.{name}, and a snapshot holds no code")

@@ -64,7 +64,7 @@ class Timing:
     launch_ms: tuple[float, ...] = ()
 
     @classmethod
-    def of(
+    def from_samples(
         cls, samples: Sequence[tuple], method: str, num_warmup: int, stop_reason: str
     ) -> "Timing":
         """Returns the Timing of samples as the samplers give them: device time, host's and launch's
@@ -189,7 +189,7 @@ def time_callable(
         samples, reason = _sample(
             sampler, min_samples, max_samples, target_half_width, time_limit_s
         )
-    return Timing.of(samples, method, num_warmup, reason)
+    return Timing.from_samples(samples, method, num_warmup, reason)
 
 
 def _checked_method(method: str | None, device_kind: str, inputs: Inputs) -> str:
@@ -491,7 +491,8 @@ def compare(
             for name in generator.sample(list(samplers), len(samplers)):
                 samples[name].append(samplers[name]())
     timings = {
-        name: Timing.of(rows, method, num_warmup, "fixed count") for name, rows in samples.items()
+        name: Timing.from_samples(rows, method, num_warmup, "fixed count")
+        for name, rows in samples.items()
     }
     ratio = {}
     for name, timing in timings.items():
