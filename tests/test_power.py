@@ -103,27 +103,27 @@ def gpu(monkeypatch):
 
 
 def test_a_window_holds_calls_back_to_back_and_their_energy(gpu):
-    found = sustained(gpu.clock.call, device_kind="cuda", warmup_s=1.0, window_s=2.0)
-    assert 2.0 <= found.telemetry["window_s"] < 2.1 and 1.0 <= found.telemetry["warmup_s"] < 1.1
-    assert found.telemetry["window_s"] == pytest.approx(found.telemetry["num_calls"] * CALL_S)
+    window = sustained(gpu.clock.call, device_kind="cuda", warmup_s=1.0, window_s=2.0)
+    assert 2.0 <= window.telemetry["window_s"] < 2.1 and 1.0 <= window.telemetry["warmup_s"] < 1.1
+    assert window.telemetry["window_s"] == pytest.approx(window.telemetry["num_calls"] * CALL_S)
     assert gpu.clock.calls == pytest.approx(
-        (found.telemetry["warmup_s"] + found.telemetry["window_s"]) / CALL_S
+        (window.telemetry["warmup_s"] + window.telemetry["window_s"]) / CALL_S
     )
     assert gpu.most_queued <= 3, "the host runs away from the device"
     assert gpu.clock.waits < 20, "the device is waited for between calls"
-    assert found.watts == pytest.approx(WATTS, rel=0.03) and "no_energy" not in found.telemetry
-    metrics = found.metrics(flops=8e12)
+    assert window.watts == pytest.approx(WATTS, rel=0.03) and "no_energy" not in window.telemetry
+    metrics = window.metrics(flops=8e12)
     assert metrics == {
         "sustained_ms": pytest.approx(4.0),
         "steady": 1,
         "sustained_tflops": pytest.approx(2000.0),
-        "joules": pytest.approx(found.watts * CALL_S),
-        "watts": found.watts,
-        "tflop_per_joule": pytest.approx(8 / (found.watts * CALL_S)),
+        "joules": pytest.approx(window.watts * CALL_S),
+        "watts": window.watts,
+        "tflop_per_joule": pytest.approx(8 / (window.watts * CALL_S)),
         "sm_clock_mhz": 1500,
     }
-    assert found.metrics(num_bytes=4e9)["sustained_gb_per_s"] == pytest.approx(1000.0)
-    assert json.loads(json.dumps([metrics, found.telemetry]))
+    assert window.metrics(num_bytes=4e9)["sustained_gb_per_s"] == pytest.approx(1000.0)
+    assert json.loads(json.dumps([metrics, window.telemetry]))
 
 
 @pytest.mark.parametrize("step_s", [0.001, 0.1])
@@ -132,8 +132,8 @@ def test_a_counter_that_advances_in_steps_gives_the_same_power_for_every_step(gp
     for window_s in (1.0, 1.04, 1.08):
         # Read at the ends of the worst of these windows, steps of 0.1 s would give several percent
         # too little or much.
-        found = sustained(gpu.clock.call, device_kind="cuda", window_s=window_s)
-        assert found.watts == pytest.approx(WATTS, rel=0.03)
+        window = sustained(gpu.clock.call, device_kind="cuda", window_s=window_s)
+        assert window.watts == pytest.approx(WATTS, rel=0.03)
     # Each read slows a host-bound window down by more than a millisecond.
     assert gpu.energy_reads / 3 <= 14
 
@@ -162,42 +162,42 @@ def test_the_power_before_the_window_does_not_count(gpu):
 )
 def test_without_energy_the_reason_is_given_and_the_time_is_measured(gpu, says, reason):
     gpu.says = says
-    found = sustained(gpu.clock.call, device_kind="cuda")
-    assert found.watts is None and found.telemetry["no_energy"] == reason
+    window = sustained(gpu.clock.call, device_kind="cuda")
+    assert window.watts is None and window.telemetry["no_energy"] == reason
     names = {"sustained_ms", "steady", "sustained_tflops", "sm_clock_mhz"}
-    assert found.metrics(flops=8e12).keys() == names - (
-        set() if found.sm_clock_mhz else {"sm_clock_mhz"}
+    assert window.metrics(flops=8e12).keys() == names - (
+        set() if window.sm_clock_mhz else {"sm_clock_mhz"}
     )
 
 
 def test_a_slice_of_a_gpu_is_not_given_the_whole_gpus_energy(gpu):
     gpu.name = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
-    found = sustained(gpu.clock.call, device_kind="cuda")
-    assert found.watts is None and "MIG" in found.telemetry["no_energy"]
+    window = sustained(gpu.clock.call, device_kind="cuda")
+    assert window.watts is None and "MIG" in window.telemetry["no_energy"]
 
 
 def test_a_window_is_steady_if_neither_its_clock_nor_its_time_drifts(gpu):
     gpu.says = lambda *ends: readings(*ends, clocks=itertools.count(1980, -5), mask=0x4)
-    found = sustained(gpu.clock.call, device_kind="cuda")
-    telemetry = found.telemetry
+    window = sustained(gpu.clock.call, device_kind="cuda")
+    telemetry = window.telemetry
     assert telemetry["clock_drift"] > power.STEADY > telemetry["drift"]
-    assert found.metrics()["steady"] == 0 and telemetry["temperature_c"] == 64
+    assert window.metrics()["steady"] == 0 and telemetry["temperature_c"] == 64
     assert telemetry["throttle_reasons"] == ["software power cap"]
     gpu.says = lambda *ends: readings(*ends, clocks=itertools.repeat(None))
-    found = sustained(gpu.clock.call, device_kind="cuda")
-    assert found.metrics()["steady"] == 1 and found.watts is not None
-    assert "sm_clock_mhz" not in found.metrics()
+    window = sustained(gpu.clock.call, device_kind="cuda")
+    assert window.metrics()["steady"] == 1 and window.watts is not None
+    assert "sm_clock_mhz" not in window.metrics()
     gpu.clock.calls = 0
     gpu.clock.call_s = lambda number: 0.004 if number < 400 else 0.0043
     assert sustained(gpu.clock.call, device_kind="cuda").metrics()["steady"] == 0
 
 
 def test_a_replay_counts_as_the_calls_that_it_holds_and_a_long_one_is_made_twice(gpu):
-    found = sustained(gpu.clock.call, device_kind="cuda", calls_per_function=8)
-    assert found.ms_per_call == pytest.approx(0.5) and found.telemetry["num_calls"] % 8 == 0
+    window = sustained(gpu.clock.call, device_kind="cuda", calls_per_function=8)
+    assert window.ms_per_call == pytest.approx(0.5) and window.telemetry["num_calls"] % 8 == 0
     gpu.clock.call_s = 5.0
-    found = sustained(gpu.clock.call, device_kind="cuda")
-    assert found.telemetry["num_calls"] == 2 and found.ms_per_call == pytest.approx(5000.0)
+    window = sustained(gpu.clock.call, device_kind="cuda")
+    assert window.telemetry["num_calls"] == 2 and window.ms_per_call == pytest.approx(5000.0)
 
 
 def test_no_time_is_refused():
@@ -206,15 +206,15 @@ def test_no_time_is_refused():
 
 
 def test_a_cpu_has_times_and_no_energy():
-    found = sustained(lambda: time.sleep(2e-3), device_kind="cpu", warmup_s=0.03, window_s=0.05)
+    window = sustained(lambda: time.sleep(2e-3), device_kind="cpu", warmup_s=0.03, window_s=0.05)
     assert (
-        found.telemetry["num_calls"] >= 2
-        and found.ms_per_call >= 2.0
-        and found.telemetry["window_s"] >= 0.05
+        window.telemetry["num_calls"] >= 2
+        and window.ms_per_call >= 2.0
+        and window.telemetry["window_s"] >= 0.05
     )
-    assert (found.watts, found.sm_clock_mhz) == (None, None)
-    assert found.telemetry["no_energy"] == "no energy counter is read on cpu"
-    assert set(found.metrics(flops=2 * 64**3)) == {"sustained_ms", "steady", "sustained_tflops"}
+    assert (window.watts, window.sm_clock_mhz) == (None, None)
+    assert window.telemetry["no_energy"] == "no energy counter is read on cpu"
+    assert set(window.metrics(flops=2 * 64**3)) == {"sustained_ms", "steady", "sustained_tflops"}
 
 
 @pytest.mark.gpu

@@ -23,7 +23,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -401,24 +401,20 @@ def captured(function: Callable, inputs: Sequence[tuple] = ((),)) -> tuple[Calla
     and their number.
     """
 
-    def capture(num_rounds: int) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(num_rounds):
-                for arguments in inputs:
-                    function(*arguments)
-        return graph
+    def run(num_rounds: int) -> None:
+        for _ in range(num_rounds):
+            for arguments in inputs:
+                function(*arguments)
 
     # Before its capture, work must have run once on another stream than the default one.
     with on_capture_stream():
-        for arguments in inputs:
-            function(*arguments)
-    graph = capture(1)
+        run(1)
+    graph = captured_once(partial(run, 1))
     timer = _device_timer()
     timer(graph.replay)
     num_rounds = max(1, math.ceil(GRAPH_REPLAY_MS / max(timer(graph.replay), 1e-3)))
     if num_rounds > 1:
-        graph = capture(num_rounds)
+        graph = captured_once(partial(run, num_rounds))
     return graph.replay, num_rounds * len(inputs)
 
 
