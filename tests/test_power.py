@@ -102,28 +102,31 @@ def gpu(monkeypatch):
     return fake
 
 
+def measured(gpu, **options) -> tuple[dict, dict]:
+    """Returns metrics and telemetry of a window."""
+    window = sustained(gpu.clock.call, device_kind="cuda", **options)
+    return window.metrics, window.telemetry
+
+
 def test_a_window_holds_calls_back_to_back_and_their_energy(gpu):
-    window = sustained(gpu.clock.call, device_kind="cuda", warmup_s=1.0, window_s=2.0)
-    assert 2.0 <= window.telemetry["window_s"] < 2.1 and 1.0 <= window.telemetry["warmup_s"] < 1.1
-    assert window.telemetry["window_s"] == pytest.approx(window.telemetry["num_calls"] * CALL_S)
-    assert gpu.clock.calls == pytest.approx(
-        (window.telemetry["warmup_s"] + window.telemetry["window_s"]) / CALL_S
-    )
+    metrics, telemetry = measured(gpu, warmup_s=1.0, window_s=2.0, flops=8e12, num_bytes=4e9)
+    assert 2.0 <= telemetry["window_s"] < 2.1 and 1.0 <= telemetry["warmup_s"] < 1.1
+    assert telemetry["window_s"] == pytest.approx(telemetry["num_calls"] * CALL_S)
+    num_calls = (telemetry["warmup_s"] + telemetry["window_s"]) / CALL_S
+    assert gpu.clock.calls == pytest.approx(num_calls)
     assert gpu.most_queued <= 3, "the host runs away from the device"
     assert gpu.clock.waits < 20, "the device is waited for between calls"
-    assert window.watts == pytest.approx(WATTS, rel=0.03) and "no_energy" not in window.telemetry
-    metrics = window.metrics(flops=8e12)
     assert metrics == {
         "sustained_ms": pytest.approx(4.0),
         "steady": 1,
         "sustained_tflops": pytest.approx(2000.0),
-        "joules": pytest.approx(window.watts * CALL_S),
-        "watts": window.watts,
-        "tflop_per_joule": pytest.approx(8 / (window.watts * CALL_S)),
+        "sustained_gb_per_s": pytest.approx(1000.0),
+        "joules": pytest.approx(metrics["watts"] * CALL_S),
+        "watts": pytest.approx(WATTS, rel=0.03),
+        "tflop_per_joule": pytest.approx(8 / (metrics["watts"] * CALL_S)),
         "sm_clock_mhz": 1500,
     }
-    assert window.metrics(num_bytes=4e9)["sustained_gb_per_s"] == pytest.approx(1000.0)
-    assert json.loads(json.dumps([metrics, window.telemetry]))
+    assert "no_energy" not in telemetry and json.loads(json.dumps([metrics, telemetry]))
 
 
 @pytest.mark.parametrize("step_s", [0.001, 0.1])
@@ -132,8 +135,8 @@ def test_a_counter_that_advances_in_steps_gives_the_same_power_for_every_step(gp
     for window_s in (1.0, 1.04, 1.08):
         # Read at the ends of the worst of these windows, steps of 0.1 s would give several percent
         # too little or much.
-        window = sustained(gpu.clock.call, device_kind="cuda", window_s=window_s)
-        assert window.watts == pytest.approx(WATTS, rel=0.03)
+        metrics, _ = measured(gpu, window_s=window_s)
+        assert metrics["watts"] == pytest.approx(WATTS, rel=0.03)
     # Each read slows a host-bound window down by more than a millisecond.
     assert gpu.energy_reads / 3 <= 14
 
@@ -147,7 +150,7 @@ def test_the_power_before_the_window_does_not_count(gpu):
         return [*early, *late]
 
     gpu.says = says
-    assert sustained(gpu.clock.call, device_kind="cuda").watts == pytest.approx(WATTS, rel=0.03)
+    assert measured(gpu)[0]["watts"] == pytest.approx(WATTS, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -162,42 +165,37 @@ def test_the_power_before_the_window_does_not_count(gpu):
 )
 def test_without_energy_the_reason_is_given_and_the_time_is_measured(gpu, says, reason):
     gpu.says = says
-    window = sustained(gpu.clock.call, device_kind="cuda")
-    assert window.watts is None and window.telemetry["no_energy"] == reason
-    names = {"sustained_ms", "steady", "sustained_tflops", "sm_clock_mhz"}
-    assert window.metrics(flops=8e12).keys() == names - (
-        set() if window.sm_clock_mhz else {"sm_clock_mhz"}
-    )
+    metrics, telemetry = measured(gpu, flops=8e12)
+    assert telemetry["no_energy"] == reason and metrics["sustained_ms"] == pytest.approx(4.0)
+    assert not {"joules", "watts", "tflop_per_joule"} & metrics.keys()
 
 
 def test_a_slice_of_a_gpu_is_not_given_the_whole_gpus_energy(gpu):
     gpu.name = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
-    window = sustained(gpu.clock.call, device_kind="cuda")
-    assert window.watts is None and "MIG" in window.telemetry["no_energy"]
+    metrics, telemetry = measured(gpu)
+    assert "watts" not in metrics and "MIG" in telemetry["no_energy"]
 
 
 def test_a_window_is_steady_if_neither_its_clock_nor_its_time_drifts(gpu):
     gpu.says = lambda *ends: readings(*ends, clocks=itertools.count(1980, -5), mask=0x4)
-    window = sustained(gpu.clock.call, device_kind="cuda")
-    telemetry = window.telemetry
+    metrics, telemetry = measured(gpu)
     assert telemetry["clock_drift"] > power.STEADY > telemetry["drift"]
-    assert window.metrics()["steady"] == 0 and telemetry["temperature_c"] == 64
+    assert metrics["steady"] == 0 and telemetry["temperature_c"] == 64
     assert telemetry["throttle_reasons"] == ["software power cap"]
     gpu.says = lambda *ends: readings(*ends, clocks=itertools.repeat(None))
-    window = sustained(gpu.clock.call, device_kind="cuda")
-    assert window.metrics()["steady"] == 1 and window.watts is not None
-    assert "sm_clock_mhz" not in window.metrics()
+    metrics, _ = measured(gpu)
+    assert metrics["steady"] == 1 and "watts" in metrics and "sm_clock_mhz" not in metrics
     gpu.clock.calls = 0
     gpu.clock.call_s = lambda number: 0.004 if number < 400 else 0.0043
-    assert sustained(gpu.clock.call, device_kind="cuda").metrics()["steady"] == 0
+    assert measured(gpu)[0]["steady"] == 0
 
 
 def test_a_replay_counts_as_the_calls_that_it_holds_and_a_long_one_is_made_twice(gpu):
-    window = sustained(gpu.clock.call, device_kind="cuda", calls_per_function=8)
-    assert window.ms_per_call == pytest.approx(0.5) and window.telemetry["num_calls"] % 8 == 0
+    metrics, telemetry = measured(gpu, calls_per_function=8)
+    assert metrics["sustained_ms"] == pytest.approx(0.5) and telemetry["num_calls"] % 8 == 0
     gpu.clock.call_s = 5.0
-    window = sustained(gpu.clock.call, device_kind="cuda")
-    assert window.telemetry["num_calls"] == 2 and window.ms_per_call == pytest.approx(5000.0)
+    metrics, telemetry = measured(gpu)
+    assert telemetry["num_calls"] == 2 and metrics["sustained_ms"] == pytest.approx(5000.0)
 
 
 def test_no_time_is_refused():
@@ -206,15 +204,14 @@ def test_no_time_is_refused():
 
 
 def test_a_cpu_has_times_and_no_energy():
-    window = sustained(lambda: time.sleep(2e-3), device_kind="cpu", warmup_s=0.03, window_s=0.05)
-    assert (
-        window.telemetry["num_calls"] >= 2
-        and window.ms_per_call >= 2.0
-        and window.telemetry["window_s"] >= 0.05
+    window = sustained(
+        lambda: time.sleep(2e-3), device_kind="cpu", warmup_s=0.03, window_s=0.05, flops=2 * 64**3
     )
-    assert (window.watts, window.sm_clock_mhz) == (None, None)
-    assert window.telemetry["no_energy"] == "no energy counter is read on cpu"
-    assert set(window.metrics(flops=2 * 64**3)) == {"sustained_ms", "steady", "sustained_tflops"}
+    assert window.metrics.keys() == {"sustained_ms", "steady", "sustained_tflops"}
+    assert window.metrics["sustained_ms"] >= 2.0
+    telemetry = window.telemetry
+    assert telemetry["num_calls"] >= 2 and telemetry["window_s"] >= 0.05
+    assert telemetry["no_energy"] == "no energy counter is read on cpu"
 
 
 @pytest.mark.gpu
@@ -224,7 +221,7 @@ def test_joules_of_a_matrix_product_agree_with_the_counter_read_by_hand():
     num_calls = 0
     with hardware._nvml() as nvml:
         handle = hardware._nvml_handle(nvml)
-        metrics = sustained(lambda: a @ b, device_kind="cuda", warmup_s=2.0).metrics(flops=2 * n**3)
+        metrics = sustained(lambda: a @ b, device_kind="cuda", warmup_s=2.0, flops=2 * n**3).metrics
         torch.cuda.synchronize()
         begin, before = time.perf_counter(), nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
         while time.perf_counter() - begin < 3.0:
@@ -245,6 +242,6 @@ def test_watching_the_gpu_does_not_slow_the_host_down(monkeypatch):
     for interval_s in 4 * list(times_ms):  # in turn: a host is not as fast in each second
         monkeypatch.setattr(power, "READING_INTERVAL_S", interval_s)
         result = sustained(lambda: x.add_(1), device_kind="cuda", warmup_s=0.5)
-        times_ms[interval_s].append(result.ms_per_call)
+        times_ms[interval_s].append(result.metrics["sustained_ms"])
     watched, alone = map(min, times_ms.values())
     assert watched < 1.05 * alone

@@ -42,42 +42,17 @@ class Sustained:
     """Calls back to back over a window.
 
     Attributes:
-        watts: mean power; None where `telemetry["no_energy"]` says why there is none.
-        sm_clock_mhz: median; None where it cannot be read.
-        is_steady: see STEADY.
+        metrics: a record's metrics, without those that could not be measured.
         telemetry: what else a record keeps: `num_calls`, length of window and warm-up, `drift` and
             `clock_drift` (by which fraction the time per call, and the SM clock where it can be
-            read, changed from the window's first half to its second), highest temperature.
+            read, changed from the window's first half to its second), highest temperature; in
+            `no_energy` why there are no watts.
         load: `Monitor.summary` of window and warm-up.
     """
 
-    ms_per_call: float
-    watts: float | None
-    sm_clock_mhz: float | None
-    is_steady: bool
+    metrics: dict[str, float | int]
     telemetry: dict[str, Any]
     load: dict[str, Any]
-
-    def metrics(
-        self, *, flops: float | None = None, num_bytes: float | None = None
-    ) -> dict[str, float | int]:
-        """Returns a record's metrics, without those that could not be measured.
-
-        Args:
-            flops, num_bytes: what one call computes and moves.
-        """
-        joules = self.watts * self.ms_per_call * 1e-3 if self.watts else None
-        metrics = {
-            "sustained_ms": self.ms_per_call,
-            "steady": int(self.is_steady),
-            "sustained_tflops": flops / self.ms_per_call / 1e9 if flops else None,
-            "sustained_gb_per_s": num_bytes / self.ms_per_call / 1e6 if num_bytes else None,
-            "joules": joules,
-            "watts": self.watts,
-            "tflop_per_joule": flops / joules / 1e12 if flops and joules else None,
-            "sm_clock_mhz": self.sm_clock_mhz,
-        }
-        return {name: value for name, value in metrics.items() if value is not None}
 
 
 def sustained(
@@ -87,6 +62,8 @@ def sustained(
     warmup_s: float = 1.0,
     window_s: float = 1.0,
     calls_per_function: int = 1,
+    flops: float | None = None,
+    num_bytes: float | None = None,
 ) -> Sustained:
     """Returns what `function` takes when it is called back to back, without waiting for one call
     before the next.
@@ -97,6 +74,7 @@ def sustained(
         warmup_s, window_s: shortest time of the calls before the window, and of the window, which
             has two at least.
         calls_per_function: how many calls one is, for the replay of a graph of several.
+        flops, num_bytes: what one call computes and moves.
 
     Raises:
         ValueError: a time or a number of calls that is not positive.
@@ -135,7 +113,20 @@ def sustained(
     watts, no_energy = _power(readings, end - start, device_kind)
     temperatures_c = [one.temperature_c for one in readings if one.temperature_c is not None]
     num_calls = batch * calls_per_function * len(batches_s)
-    drift, clock_drift = _drift(batches_s), _drift(clocks)
+    ms_per_call = 1e3 * sum(batches_s) / num_calls
+    joules = watts * ms_per_call * 1e-3 if watts else None
+    drift = _drift(batches_s)
+    clock_drift = _drift(clocks)
+    metrics = {
+        "sustained_ms": ms_per_call,
+        "steady": int(max(drift, clock_drift) <= STEADY),
+        "sustained_tflops": flops / ms_per_call / 1e9 if flops else None,
+        "sustained_gb_per_s": num_bytes / ms_per_call / 1e6 if num_bytes else None,
+        "joules": joules,
+        "watts": watts,
+        "tflop_per_joule": flops / joules / 1e12 if flops and joules else None,
+        "sm_clock_mhz": statistics.median(clocks) if clocks else None,
+    }
     telemetry = {
         "num_calls": num_calls,
         "window_s": sum(batches_s),
@@ -146,14 +137,11 @@ def sustained(
         "throttle_reasons": throttle_reasons(readings),
         "no_energy": no_energy or None,
     }
-    return Sustained(
-        ms_per_call=1e3 * sum(batches_s) / num_calls,
-        watts=watts,
-        sm_clock_mhz=statistics.median(clocks) if clocks else None,
-        is_steady=max(drift, clock_drift) <= STEADY,
-        telemetry={name: value for name, value in telemetry.items() if value is not None},
-        load=monitor.summary,
-    )
+    return Sustained(_measured(metrics), _measured(telemetry), monitor.summary)
+
+
+def _measured(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _batches_s(
