@@ -13,16 +13,11 @@ import sqlite3
 import warnings
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 
-import pytest
-
-from labkit import records
 from labkit.measure.memory import SnapshotError
 from labkit.measure.profiling import ProfileError, launches, read_chrome_trace, read_nsys
 from labkit.measure.snapshots import read_history
 from labkit.records import Record, RecordError, RecordStore, newest, to_frame
-from labkit.report import card
 
 FIXTURE = Path(__file__).parent / "fixtures" / "nsys_2025.3.1_h200.sqlite"
 NOTEBOOK = "01_benchmarking"
@@ -177,13 +172,6 @@ RECORD = Record(
 )
 
 
-def render_environment(environment: dict, loaded: list[Record]) -> None:
-    """Renders what the report shows of an environment and of records."""
-    queries = {"all_records": lambda: loaded, "every_record": lambda: loaded}
-    chapter = SimpleNamespace(device_name="a-device", environment=environment, **queries)
-    card.provenance({NOTEBOOK: chapter}).encode("utf-8")
-
-
 def test_damaged_records(tmp_path):
     path, copied = tmp_path / f"{NOTEBOOK}.jsonl", tmp_path / "copy.jsonl"
     line = json.dumps(asdict(RECORD)).encode() + b"\n"
@@ -200,7 +188,6 @@ def test_damaged_records(tmp_path):
     def use():
         loaded = newest(RecordStore(path).load())
         to_frame(loaded).to_markdown()
-        render_environment({}, loaded)
         for record in loaded:
             record.resume_key()
             RecordStore(copied).append(record)
@@ -208,35 +195,6 @@ def test_damaged_records(tmp_path):
             assert newest(RecordStore(copied).load())[-1] in loaded
 
     check_damaged(path, RecordError, 150, write, use)
-
-
-ENVIRONMENT = {
-    "device": {"name": "an H200", "kind": "cuda", "slug": "a-device"},
-    "gpu": {"num_multiprocessors": 132, "memory_bytes": 2**37, "power_limit_w": 700.0},
-    "cpu": {"name": "a processor", "num_cores": 16},
-    "datasheet": None,
-}
-DONE = {"notebook": NOTEBOOK, "session": "x", "profile": "full", "num_missing": 0}
-
-
-@pytest.mark.parametrize(("name", "genuine"), [("environment", ENVIRONMENT), ("done", DONE)])
-def test_damaged_environments_and_done_files(tmp_path, name, genuine):
-    path = tmp_path / "environment.json"
-    if name == "done":
-        path = records.done_path(tmp_path, NOTEBOOK)
-        path.parent.mkdir(exist_ok=True)
-
-    def use():
-        if name == "environment":
-            render_environment(records.read_environment(tmp_path), [RECORD])
-        else:
-            done = records.read_done(tmp_path, NOTEBOOK)
-            assert done["num_missing"] >= 0 and done["profile"].encode("utf-8") is not None
-
-    def write(generator):
-        path.write_bytes(damaged(genuine, generator))
-
-    check_damaged(path, RecordError, 100, write, use)
 
 
 def test_damaged_snapshots(tmp_path):

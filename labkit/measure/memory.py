@@ -393,31 +393,31 @@ class Recorder:
         return self
 
     def __exit__(self, error_type, *error) -> None:
-        if self.device_kind == "cuda":
-            self._end_cuda(error_type is None)
-        else:
+        is_cuda = self.device_kind == "cuda"
+        if not is_cuda:
             self._profile.__exit__(error_type, *error)
-            self._end_cpu()
-        if error_type is None:
-            self.history.marks = [(name, self.position_of(moment)) for name, moment in self._marks]
-
-    def _end_cuda(self, completed: bool) -> None:
-        torch.cuda.synchronize()
         try:
-            if completed:
-                peak = torch.cuda.max_memory_allocated()
-                trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
-                # Taking the first snapshot is an event of its own; the block begins after it.
-                actions = [entry["action"] for entry in trace]
-                begin = actions.index("snapshot") + 1 if "snapshot" in actions else 0
-                self.history = history_since(self._segments, trace[begin:])
-                self.history.reported_peak_bytes = peak
+            if error_type is None:
+                self.history = self._cuda_history() if is_cuda else self._cpu_history()
+                self.history.marks = [(name, self.position_of(at)) for name, at in self._marks]
         finally:
-            torch.cuda.memory._record_memory_history(None)
+            if is_cuda:
+                torch.cuda.memory._record_memory_history(None)
 
-    def _end_cpu(self) -> None:
+    def _cuda_history(self) -> History:
+        torch.cuda.synchronize()
+        peak_bytes = torch.cuda.max_memory_allocated()
+        trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+        # Taking the first snapshot is an event of its own; the block begins after it.
+        actions = [entry["action"] for entry in trace]
+        begin = actions.index("snapshot") + 1 if "snapshot" in actions else 0
+        history = history_since(self._segments, trace[begin:])
+        history.reported_peak_bytes = peak_bytes
+        return history
+
+    def _cpu_history(self) -> History:
         events = []
-        reported = []
+        totals = []  # as the profiler reports them
         tree = self._profile.kineto_results.experimental_event_tree()
         for event in sorted(_flat(tree), key=lambda event: event.start_time_ns):
             if event.name.startswith(_POSITION):
@@ -425,12 +425,15 @@ class Recorder:
             elif event.name == "[memory]" and event.extra_fields.device.type == "cpu":
                 memory = event.extra_fields
                 events.append((memory.ptr, memory.alloc_size, ""))
-                reported.append(memory.total_allocated)
+                totals.append(memory.total_allocated)
         before = self._resident | in_use_before(events, {})
-        self.history = History(pair_events(events, before), len(events))
         # The running total starts with the process's first profile, not with this one.
-        offset = sum(before.values()) - (reported[0] - events[0][1] if events else 0)
-        self.history.reported_peak_bytes = offset + max(reported, default=0)
+        offset = sum(before.values()) - (totals[0] - events[0][1] if events else 0)
+        return History(
+            pair_events(events, before),
+            len(events),
+            reported_peak_bytes=offset + max(totals, default=0),
+        )
 
     @staticmethod
     def _num_allocator_events() -> int:
