@@ -6,22 +6,18 @@ import types
 
 import pytest
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
 
 from labkit.experiments import sections
 from labkit.measure import host, timing
 from labkit.measure.host import NUM_CALLS, PROBES, probe, unavailable
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
 
 @pytest.mark.parametrize("name", [name for name in PROBES if name != "triton_launch"])
 def test_a_probe_is_the_time_of_one_call_with_its_spread(name):
-    found = probe(name, "cpu")
-    assert found.samples_ms == found.host_ms and found.n >= 10
-    assert 1e-5 < found.median_ms < 10, "a call takes microseconds"
-    assert found.metrics()["half_width_fraction"] >= 0
+    timed = probe(name, "cpu")
+    assert timed.samples_ms == timed.host_ms and timed.n >= 3
+    assert 1e-5 < timed.median_ms < 10, "a call takes microseconds"
+    assert timed.metrics()["half_width_fraction"] >= 0
 
 
 def test_a_sample_is_many_calls_and_the_device_is_waited_for_outside_of_it(monkeypatch):
@@ -39,8 +35,8 @@ def test_a_sample_is_many_calls_and_the_device_is_waited_for_outside_of_it(monke
     monkeypatch.setattr(host, "synchronize", synchronize)
     monkeypatch.setattr(host.torch, "ones", lambda *shape, **options: None)
     monkeypatch.setitem(host._CALLS, "operator", call)
-    found = probe("operator", "cuda")
-    assert found.median_ms == pytest.approx(2e-3) and clock.waits == found.n + found.num_warmup
+    timed = probe("operator", "cuda")
+    assert timed.median_ms == pytest.approx(2e-3) and clock.waits == timed.n + timed.num_warmup
     assert clock.now_s == pytest.approx(clock.waits * (1 + NUM_CALLS * 2e-6))
     clock.waits = 0
     monkeypatch.setattr(host, "time", types.SimpleNamespace(perf_counter=lambda: clock.now_s))
@@ -56,8 +52,8 @@ def test_a_call_of_a_gpu_is_recorded_with_what_an_operator_took_beside_it(
 ):
     monkeypatch.setattr(host, "operator_us", lambda device_kind: 7.5)
     device = types.SimpleNamespace(kind=kind)
-    found = sections.timed(device, lambda: timing.Timing((1.0,), method, 0, "fixed count"))
-    assert found.measured({}, {}).metrics.get("operator_us") == expected
+    timed = sections.timed(device, lambda: timing.Timing((1.0,), method, 0, "fixed count"))
+    assert timed.measured({}, {}).metrics.get("operator_us") == expected
 
 
 def test_the_probes_do_what_they_say():
@@ -81,22 +77,8 @@ def test_what_cannot_be_taken_says_why(monkeypatch):
     assert unavailable("triton_launch", "cuda") == "Triton is not installed"
 
 
-@pytest.mark.skipif(
-    hasattr(host._store_zero_kernel, "rewrite"), reason="interpreted kernels are not compiled"
-)
-def test_the_launched_kernel_compiles():
-    signature = {"x_ptr": "*fp32", "num_elements": "i32", "BLOCK": "constexpr"}
-    source = ASTSource(host._store_zero_kernel, signature, {"BLOCK": 64})
-    assert "st.global" in compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
-
-
-@needs_cuda
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", PROBES)
 def test_every_probe_can_be_taken_on_a_gpu(name):
-    found = probe(name, "cuda")
-    print(
-        f"{name}: {1e3 * found.median_ms:.2f} µs ± "
-        f"{100 * found.metrics()['half_width_fraction']:.1f} %"
-    )
-    assert 1e-5 < found.median_ms < 1
+    timed = probe(name, "cuda")
+    assert 1e-5 < timed.median_ms < 1

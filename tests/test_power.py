@@ -14,8 +14,6 @@ from labkit.measure import power
 from labkit.measure.power import sustained
 from labkit.monitor import Reading
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
 CALL_S = 0.004
 WATTS, STEP_S = 250.0, 0.05
 
@@ -103,45 +101,43 @@ def gpu(monkeypatch):
     return fake
 
 
-def test_a_window_holds_calls_back_to_back_and_no_more_than_that(gpu):
-    found = sustained(gpu.clock.call, device_kind="cuda", warmup_s=1.0, window_s=2.0)
-    assert found.ms_per_call == pytest.approx(4.0) and found.window_s == pytest.approx(
-        found.num_calls * CALL_S
-    )
-    assert 2.0 <= found.window_s < 2.1 and 1.0 <= found.warmup_s < 1.1
-    assert gpu.clock.calls == pytest.approx((found.warmup_s + found.window_s) / CALL_S)
+def measured(gpu, **options) -> tuple[dict, dict]:
+    """Returns metrics and telemetry of a window."""
+    window = sustained(gpu.clock.call, device_kind="cuda", **options)
+    return window.metrics, window.telemetry
+
+
+def test_a_window_holds_calls_back_to_back_and_their_energy(gpu):
+    metrics, telemetry = measured(gpu, warmup_s=1.0, window_s=2.0, flops=8e12, num_bytes=4e9)
+    assert 2.0 <= telemetry["window_s"] < 2.1 and 1.0 <= telemetry["warmup_s"] < 1.1
+    assert telemetry["window_s"] == pytest.approx(telemetry["num_calls"] * CALL_S)
+    num_calls = (telemetry["warmup_s"] + telemetry["window_s"]) / CALL_S
+    assert gpu.clock.calls == pytest.approx(num_calls)
     assert gpu.most_queued <= 3, "the host runs away from the device"
     assert gpu.clock.waits < 20, "the device is waited for between calls"
-    assert found.drift == pytest.approx(0, abs=1e-9) and found.metrics()["steady"] == 1
-
-
-def test_energy_is_power_between_steps_of_the_counter_times_the_time_of_a_call(gpu):
-    found = sustained(gpu.clock.call, device_kind="cuda")
-    assert found.watts == pytest.approx(WATTS, rel=0.03) and found.no_energy == ""
-    metrics = found.metrics(flops=8e12)
     assert metrics == {
         "sustained_ms": pytest.approx(4.0),
         "steady": 1,
         "sustained_tflops": pytest.approx(2000.0),
-        "joules": pytest.approx(found.watts * CALL_S),
-        "watts": found.watts,
-        "tflop_per_joule": pytest.approx(8 / (found.watts * CALL_S)),
+        "sustained_gb_per_s": pytest.approx(1000.0),
+        "joules": pytest.approx(metrics["watts"] * CALL_S),
+        "watts": pytest.approx(WATTS, rel=0.03),
+        "tflop_per_joule": pytest.approx(8 / (metrics["watts"] * CALL_S)),
         "sm_clock_mhz": 1500,
     }
-    assert found.metrics(num_bytes=4e9)["sustained_gb_per_s"] == pytest.approx(1000.0)
-    assert json.loads(json.dumps([metrics, found.telemetry()]))
+    assert "no_energy" not in telemetry and json.loads(json.dumps([metrics, telemetry]))
 
 
-@pytest.mark.parametrize("step_s", [0.001, 0.01, 0.05, 0.1])
+@pytest.mark.parametrize("step_s", [0.001, 0.1])
 def test_a_counter_that_advances_in_steps_gives_the_same_power_for_every_step(gpu, step_s):
     gpu.says = lambda begin_s, end_s: readings(begin_s, end_s, step_s=step_s)
-    for window_s in (1.0, 1.02, 1.04, 1.06, 1.08):
+    for window_s in (1.0, 1.04, 1.08):
         # Read at the ends of the worst of these windows, steps of 0.1 s would give several percent
         # too little or much.
-        found = sustained(gpu.clock.call, device_kind="cuda", window_s=window_s)
-        assert found.watts == pytest.approx(WATTS, rel=0.03)
+        metrics, _ = measured(gpu, window_s=window_s)
+        assert metrics["watts"] == pytest.approx(WATTS, rel=0.03)
     # Each read slows a host-bound window down by more than a millisecond.
-    assert gpu.energy_reads / 5 <= 14
+    assert gpu.energy_reads / 3 <= 14
 
 
 def test_the_power_before_the_window_does_not_count(gpu):
@@ -153,7 +149,7 @@ def test_the_power_before_the_window_does_not_count(gpu):
         return [*early, *late]
 
     gpu.says = says
-    assert sustained(gpu.clock.call, device_kind="cuda").watts == pytest.approx(WATTS, rel=0.03)
+    assert measured(gpu)[0]["watts"] == pytest.approx(WATTS, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -168,130 +164,85 @@ def test_the_power_before_the_window_does_not_count(gpu):
 )
 def test_without_energy_the_reason_is_given_and_the_time_is_measured(gpu, says, reason):
     gpu.says = says
-    found = sustained(gpu.clock.call, device_kind="cuda")
-    assert (found.watts, found.no_energy) == (None, reason)
-    metrics = found.metrics(flops=8e12)
-    assert metrics["sustained_ms"] == pytest.approx(4.0) and metrics[
-        "sustained_tflops"
-    ] == pytest.approx(2000.0)
+    metrics, telemetry = measured(gpu, flops=8e12)
+    assert telemetry["no_energy"] == reason and metrics["sustained_ms"] == pytest.approx(4.0)
     assert not {"joules", "watts", "tflop_per_joule"} & metrics.keys()
-    assert found.telemetry()["no_energy"] == reason
 
 
 def test_a_slice_of_a_gpu_is_not_given_the_whole_gpus_energy(gpu):
     gpu.name = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
-    found = sustained(gpu.clock.call, device_kind="cuda")
-    assert found.watts is None and "MIG" in found.no_energy
+    metrics, telemetry = measured(gpu)
+    assert "watts" not in metrics and "MIG" in telemetry["no_energy"]
 
 
-def test_a_clock_that_cannot_be_read_is_absent(gpu):
-    gpu.says = lambda *ends: readings(*ends, clocks=itertools.repeat(None))
-    found = sustained(gpu.clock.call, device_kind="cuda")
-    assert found.sm_clock_mhz is None and "sm_clock_mhz" not in found.metrics()
-    assert found.metrics()["steady"] == 1 and found.watts is not None
-
-
-def test_a_clock_that_falls_is_not_steady(gpu):
+def test_a_window_is_steady_if_neither_its_clock_nor_its_time_drifts(gpu):
     gpu.says = lambda *ends: readings(*ends, clocks=itertools.count(1980, -5), mask=0x4)
-    found = sustained(gpu.clock.call, device_kind="cuda")
-    assert found.clock_drift > power.STEADY > found.drift and found.metrics()["steady"] == 0
-    assert (
-        found.telemetry()["throttle_reasons"] == ["software power cap"]
-        and found.temperature_c == 64
-    )
-
-
-def test_calls_that_slow_down_are_not_steady_at_one_clock(gpu):
+    metrics, telemetry = measured(gpu)
+    assert telemetry["clock_drift"] > power.STEADY > telemetry["drift"]
+    assert metrics["steady"] == 0 and telemetry["temperature_c"] == 64
+    assert telemetry["throttle_reasons"] == ["software power cap"]
+    gpu.says = lambda *ends: readings(*ends, clocks=itertools.repeat(None))
+    metrics, _ = measured(gpu)
+    assert metrics["steady"] == 1 and "watts" in metrics and "sm_clock_mhz" not in metrics
+    gpu.clock.calls = 0
     gpu.clock.call_s = lambda number: 0.004 if number < 400 else 0.0043
-    found = sustained(gpu.clock.call, device_kind="cuda", warmup_s=1.0, window_s=1.0)
-    assert found.drift > power.STEADY > found.clock_drift and found.metrics()["steady"] == 0
+    assert measured(gpu)[0]["steady"] == 0
 
 
-def test_a_replay_counts_as_the_calls_that_it_holds(gpu):
-    found = sustained(gpu.clock.call, device_kind="cuda", calls_per_function=8)
-    assert found.ms_per_call == pytest.approx(0.5) and found.num_calls % 8 == 0
-
-
-def test_a_call_longer_than_the_window_is_made_twice(gpu):
+def test_a_replay_counts_as_the_calls_that_it_holds_and_a_long_one_is_made_twice(gpu):
+    metrics, telemetry = measured(gpu, calls_per_function=8)
+    assert metrics["sustained_ms"] == pytest.approx(0.5) and telemetry["num_calls"] % 8 == 0
     gpu.clock.call_s = 5.0
-    found = sustained(gpu.clock.call, device_kind="cuda")
-    assert (
-        found.num_calls == 2 and found.ms_per_call == pytest.approx(5000.0) and gpu.clock.calls == 4
-    )
+    metrics, telemetry = measured(gpu)
+    assert telemetry["num_calls"] == 2 and metrics["sustained_ms"] == pytest.approx(5000.0)
 
 
-@pytest.mark.parametrize("option", ["warmup_s", "window_s", "calls_per_function"])
-def test_no_time_is_refused(option):
-    with pytest.raises(ValueError, match=f"{option} is 0; accepted: a number above 0"):
-        sustained(lambda: None, device_kind="cpu", **{option: 0})
-
-
-def test_an_error_of_the_call_is_not_swallowed():
-    with pytest.raises(KeyError):
-        sustained({}.popitem, device_kind="cpu", warmup_s=0.01, window_s=0.01)
+def test_no_time_is_refused():
+    with pytest.raises(ValueError, match="window_s is 0; accepted: a number above 0"):
+        sustained(lambda: None, device_kind="cpu", window_s=0)
 
 
 def test_a_cpu_has_times_and_no_energy():
-    begin = time.perf_counter()
-    found = sustained(lambda: time.sleep(2e-3), device_kind="cpu", warmup_s=0.03, window_s=0.05)
-    assert 0.05 <= found.window_s < time.perf_counter() - begin - found.warmup_s
-    assert found.num_calls >= 2 and found.ms_per_call >= 2.0
-    assert found.ms_per_call == pytest.approx(1e3 * found.window_s / found.num_calls)
-    assert (found.watts, found.sm_clock_mhz) == (None, None)
-    assert found.no_energy == "no energy counter is read on cpu"
-    assert set(found.metrics(flops=2 * 64**3)) == {"sustained_ms", "steady", "sustained_tflops"}
+    window = sustained(
+        lambda: time.sleep(2e-3), device_kind="cpu", warmup_s=0.03, window_s=0.05, flops=2 * 64**3
+    )
+    assert window.metrics.keys() == {"sustained_ms", "steady", "sustained_tflops"}
+    assert window.metrics["sustained_ms"] >= 2.0
+    telemetry = window.telemetry
+    assert telemetry["num_calls"] >= 2 and telemetry["window_s"] >= 0.05
+    assert telemetry["no_energy"] == "no energy counter is read on cpu"
 
 
-@needs_cuda
 @pytest.mark.gpu
 def test_joules_of_a_matrix_product_agree_with_the_counter_read_by_hand():
-    import time
-
     from labkit.monitor import nvml_handle, open_nvml
 
     n = 8192
     a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    num_calls = 0
     with open_nvml() as nvml:
-        if nvml is None:
-            pytest.skip("needs NVML")
         handle = nvml_handle(nvml)
-        try:
-            nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-        except nvml.NVMLError:
-            pytest.skip("needs an energy counter")
-        found = sustained(lambda: torch.matmul(a, b), device_kind="cuda", warmup_s=2.0)
+        metrics = sustained(lambda: a @ b, device_kind="cuda", warmup_s=2.0, flops=2 * n**3).metrics
         torch.cuda.synchronize()
-        before, begin, num_calls = (
-            nvml.nvmlDeviceGetTotalEnergyConsumption(handle),
-            time.perf_counter(),
-            0,
-        )
+        begin, before = time.perf_counter(), nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
         while time.perf_counter() - begin < 3.0:
             for _ in range(50):
-                torch.matmul(a, b)
+                a @ b
             torch.cuda.synchronize()
             num_calls += 50
         joules = (nvml.nvmlDeviceGetTotalEnergyConsumption(handle) - before) * 1e-3
     by_hand = 2 * n**3 * num_calls / joules / 1e12
-    print(
-        f"TFLOP/J {found.metrics(flops=2 * n**3)['tflop_per_joule']:.4f}, by hand {by_hand:.4f}; "
-        f"{found}"
-    )
-    assert found.metrics(flops=2 * n**3)["tflop_per_joule"] == pytest.approx(by_hand, rel=0.05)
-    assert found.window_s >= 1.0 and found.sm_clock_mhz > 0
+    assert metrics["tflop_per_joule"] == pytest.approx(by_hand, rel=0.05)
 
 
-@needs_cuda
 @pytest.mark.gpu
 def test_watching_the_gpu_does_not_slow_the_host_down(monkeypatch):
     """Small operators are issued as fast with the readings as without."""
     x = torch.zeros(64, device="cuda")
-    found = {power.READING_INTERVAL_S: [], 100.0: []}
-    for interval_s in 4 * list(found):  # in turn: a host is not as fast in each second
+    times_ms = {power.READING_INTERVAL_S: [], 100.0: []}
+    for interval_s in 4 * list(times_ms):  # in turn: a host is not as fast in each second
         monkeypatch.setattr(power, "READING_INTERVAL_S", interval_s)
-        found[interval_s].append(
-            sustained(lambda: x.add_(1), device_kind="cuda", warmup_s=0.5).ms_per_call
-        )
-    watched, alone = map(min, found.values())
-    print(f"{1e3 * watched:.3f} µs watched, {1e3 * alone:.3f} µs alone; {found}")
+        result = sustained(lambda: x.add_(1), device_kind="cuda", warmup_s=0.5)
+        times_ms[interval_s].append(result.metrics["sustained_ms"])
+    watched, alone = map(min, times_ms.values())
     assert watched < 1.05 * alone

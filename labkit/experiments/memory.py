@@ -31,8 +31,17 @@ from labkit.experiments.sections import (
 )
 from labkit.experiments.step import Step, course_parameters, step_parameters
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
-from labkit.measure.memory import DEVICE_KINDS, Owner, OwnerLog, Recorder, Usage, measure_usage
-from labkit.measure.snapshots import BEFORE, Allocation, History
+from labkit.measure.memory import (
+    BEFORE,
+    DEVICE_KINDS,
+    Allocation,
+    History,
+    Owner,
+    OwnerLog,
+    Recorder,
+    Usage,
+    measure_usage,
+)
 from labkit.measure.timing import time_callable
 
 __all__ = ["MEASUREMENT_VERSION", "cases", "run_case"]

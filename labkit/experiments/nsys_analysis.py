@@ -34,6 +34,7 @@ from labkit.experiments.captured_step import NUM_CAPTURED, NUM_WARMUP, capture_s
 from labkit.experiments.sections import freeze_modules, memory_bytes, run_section
 from labkit.experiments.step import Step, course_parameters, step_parameters
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
+from labkit.kernels import KERNEL_CLASSES
 from labkit.kernels.attention import what_runs
 from labkit.measure import profiling
 from labkit.measure.profiling import Nsys, ProfileError, RangeMarker, Trace
@@ -336,7 +337,7 @@ class _Capture:
 
     @classmethod
     def read(cls, trace: Trace) -> "_Capture":
-        table = profiling.launches(trace, STEP_PHASES)
+        table = profiling.launches(trace, STEP_PHASES, KERNEL_CLASSES)
         kernels = table[table["kind"].isin(KERNEL_KINDS)]
         is_outside = kernels["range"] == profiling.OUTSIDE
         totals = {

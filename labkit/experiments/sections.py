@@ -139,12 +139,13 @@ def sustained_metrics(
         warmup_s=length_s,
         window_s=length_s,
         calls_per_function=num_calls,
+        **work,
     )
-    metrics = found.metrics(**work)
+    metrics = found.metrics
     if ceiling:
         rate = metrics["sustained_tflops" if "flops" in work else "sustained_gb_per_s"]
         metrics |= {"sustained_ceiling": ceiling, "sustained_ceiling_fraction": rate / ceiling}
-    timed.telemetry["sustained"] = {**found.telemetry(), "is_replayed": is_replayed}
+    timed.telemetry["sustained"] = {**found.telemetry, "is_replayed": is_replayed}
     if found.load.get("disturbed"):
         timed.telemetry.update(disturbed=True, disturbed_by=found.load["disturbed_by"])
     return metrics

@@ -33,6 +33,7 @@ from labkit.experiments.sections import (
     timed_with_peak,
 )
 from labkit.experiments.sweep import Case, Measured, Skip
+from labkit.kernels import KERNEL_CLASSES
 from labkit.kernels.attention import load_fa3, unavailable_reason
 from labkit.measure.profiling import RangeMarker, capture_with_kineto, launches
 from labkit.measure.timing import time_callable
@@ -422,7 +423,7 @@ def _measure_profile(live: tuple[Batch, dict], case: Case, phase: str) -> Measur
             call()
 
     trace = capture_with_kineto(marked, batch.patches.device.type)
-    table = launches(trace, (phase,))
+    table = launches(trace, (phase,), KERNEL_CLASSES)
     table = table[table["phase"] == phase]
     class_ms = table.groupby("kernel_class")["duration_ns"].sum() / 1e6
     metrics = {"kernels_ms": float(class_ms.sum()), "num_launches": len(table)}

@@ -62,12 +62,11 @@ and additions in plain Python.
 
 def unavailable(name: str, device_kind: str) -> str | None:
     """Returns why a probe cannot be taken on this device, None if it can."""
-    if name == "triton_launch" and (triton is None or device_kind != "cuda"):
-        return (
-            "Triton is not installed"
-            if triton is None
-            else f"Triton launches on CUDA only; this is {device_kind}"
-        )
+    if name == "triton_launch":
+        if triton is None:
+            return "Triton is not installed"
+        if device_kind != "cuda":
+            return f"Triton launches on CUDA only; this is {device_kind}"
     return None
 
 
@@ -85,10 +84,8 @@ def probe(name: str, device_kind: str) -> Timing:
         raise ValueError(f"unknown probe {name!r}; accepted: {', '.join(PROBES)}")
     if reason := unavailable(name, device_kind):
         raise ValueError(f"{name}: {reason}")
-    call, x = (
-        _CALLS[name],
-        torch.ones(64, device=device_kind, requires_grad=name == "autograd_function"),
-    )
+    call = _CALLS[name]
+    x = torch.ones(64, device=device_kind, requires_grad=name == "autograd_function")
 
     def calls() -> None:
         for _ in itertools.repeat(None, NUM_CALLS):
@@ -111,11 +108,13 @@ def operator_us(device_kind: str) -> float:
     """Returns what the probe "operator" (µs) takes now, in 5 ms: a host's speed can change within
     minutes.
     """
-    call, x, samples = _CALLS["operator"], torch.ones(64, device=device_kind), []
+    call = _CALLS["operator"]
+    x = torch.ones(64, device=device_kind)
+    samples_s = []
     for _ in range(5):
         synchronize(device_kind)
         begin = time.perf_counter()
         for _ in itertools.repeat(None, NUM_CALLS):
             call(x)
-        samples.append((time.perf_counter() - begin) / NUM_CALLS)
-    return 1e6 * statistics.median(samples)
+        samples_s.append((time.perf_counter() - begin) / NUM_CALLS)
+    return 1e6 * statistics.median(samples_s)

@@ -6,8 +6,7 @@ backward.
 | cuda | the caching allocator: its counters, and its recorded history |
 | cpu  | the profiler's memory events: every allocation and free of PyTorch's CPU allocator |
 
-Both give every allocation and free in order; `snapshots` turns them into a history that can be
-drawn.
+Both give every allocation and free in order: a `History`, which can be drawn.
 """
 
 import contextlib
@@ -15,22 +14,255 @@ import gc
 import linecache
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import traceback
+from bisect import bisect_right, insort
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import profile, record_function
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from labkit.measure.snapshots import History, frame_text, history_since, in_use_before, pair_events
-
 DEVICE_KINDS = ("cuda", "cpu")
 
-_POSITION = "labkit position "
+BEFORE = -1
+"""Position of what was allocated before the recording began."""
+
+
+class SnapshotError(ValueError):
+    """A history that contradicts itself, or a file that is no snapshot; the message says how."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One block of memory.
+
+    Attributes:
+        address, num_bytes: as the allocator counts them.
+        begin: position in the history of the event that made it; BEFORE if it was there already.
+        end: position of the event that gave it back; None if none did. frame: "file.py:line
+            function" of the innermost Python frame outside PyTorch; "" where unknown.
+    """
+
+    address: int
+    num_bytes: int
+    begin: int
+    end: int | None
+    frame: str = ""
+
+    def is_alive(self, position: int) -> bool:
+        """Returns whether it is in use after the event at `position`."""
+        return self.begin <= position and (self.end is None or position < self.end)
+
+
+@dataclass
+class History:
+    """An allocator's allocations, and named moments between its events.
+
+    Attributes:
+        allocations: in the order in which they were made; those from before come first.
+        num_events: how many allocations and frees were recorded.
+        marks: (name, position of the first event after the moment), in order.
+        reported_peak_bytes: the peak as the allocator itself reports it; None where it does not.
+    """
+
+    allocations: list[Allocation]
+    num_events: int
+    marks: list[tuple[str, int]] = field(default_factory=list)
+    reported_peak_bytes: int | None = None
+
+    def totals(self, allocations: Sequence[Allocation] | None = None) -> np.ndarray:
+        """Returns the bytes in use at the start and after each event, by these allocations or by
+        all of them.
+        """
+        steps = np.zeros(self.num_events + 1, dtype=np.int64)
+        for allocation in self.allocations if allocations is None else allocations:
+            steps[allocation.begin + 1] += allocation.num_bytes
+            if allocation.end is not None:
+                steps[allocation.end + 1] -= allocation.num_bytes
+        return np.cumsum(steps)
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        return int(self.totals().max())
+
+    @cached_property
+    def peak_position(self) -> int:
+        """Position of the event after which most bytes are in use; BEFORE if that is at the
+        start.
+        """
+        return int(self.totals().argmax()) - 1
+
+    def phases(self) -> list[tuple[str, int, int]]:
+        """Returns (name, first position, position after the last) between the marks."""
+        ends = [position for _, position in self.marks[1:]] + [self.num_events]
+        return [(name, begin, end) for (name, begin), end in zip(self.marks, ends, strict=True)]
+
+    def phase_at(self, position: int) -> str:
+        """Returns the phase of the event at `position`; "before" if it precedes the first mark."""
+        return next(
+            (name for name, begin, end in self.phases() if begin <= position < end), "before"
+        )
+
+    def series(
+        self, category: Callable[[Allocation], str], num_points: int
+    ) -> tuple[list[int], dict[str, list[int]]]:
+        """Returns the bytes in use by category over the history, thinned so that every peak stays.
+
+        Args:
+            category: the name under which an allocation counts.
+            num_points: the most points kept; of each stretch of equal length the one with the most
+                bytes in use.
+
+        Returns:
+            Numbers of events before each point, and bytes of each category at each point.
+        """
+        grouped = defaultdict(list)
+        for allocation in self.allocations:
+            grouped[category(allocation)].append(allocation)
+        total = self.totals()
+        edges = np.unique(np.linspace(0, len(total), min(num_points, len(total)) + 1).astype(int))
+        kept = [int(low + total[low:high].argmax()) for low, high in pairwise(edges)]
+        return kept, {
+            name: self.totals(members)[kept].tolist() for name, members in grouped.items()
+        }
+
+
+def pair_events(
+    events: Sequence[tuple[int, int, str]], before: Mapping[int, int]
+) -> list[Allocation]:
+    """Returns the allocations behind a sequence of events.
+
+    Args:
+        events: (address, bytes, frame); bytes are negative where the block is freed.
+        before: bytes by address of what was in use when the recording began.
+
+    Raises SnapshotError for a block allocated twice, or freed with another size or without having
+    been allocated.
+    """
+    alive = {address: Allocation(address, size, BEFORE, None) for address, size in before.items()}
+    ended = []
+    for position, (address, num_bytes, frame) in enumerate(events):
+        block = alive.pop(address, None)
+        if num_bytes >= 0:
+            if block:
+                raise SnapshotError(f"event {position} allocates {address:#x}, which is in use")
+            alive[address] = Allocation(address, num_bytes, position, None, frame)
+        else:
+            in_use = block.num_bytes if block else 0
+            if in_use != -num_bytes:
+                raise SnapshotError(
+                    f"event {position} frees {-num_bytes} bytes at {address:#x}, where {in_use} "
+                    "are in use"
+                )
+            ended.append(replace(block, end=position))
+    return sorted([*ended, *alive.values()], key=lambda allocation: allocation.begin)
+
+
+def in_use_before(
+    events: Sequence[tuple[int, int, str]], in_use: Mapping[int, int]
+) -> dict[int, int]:
+    """Returns bytes by address of what was in use before the events, given the same after them."""
+    before = dict(in_use)
+    for address, num_bytes, _ in reversed(events):
+        if num_bytes >= 0:
+            before.pop(address, None)
+        else:
+            before[address] = -num_bytes
+    return before
+
+
+ROUNDING = 512
+"""CUDA's allocator hands out multiples of this many bytes."""
+
+LARGEST_SMALL = 2**20
+"""Blocks of up to this size lie in segments of their own, and are cut if ROUNDING bytes are left;
+larger ones if more than LARGEST_SMALL is. Otherwise the whole block counts as in use.
+Source: PyTorch, c10/cuda/CUDACachingAllocator.cpp.
+"""
+
+
+def history_since(segments: Sequence[dict], trace: Sequence[dict]) -> History:
+    """Returns the history of CUDA's caching allocator with the bytes that it counts as in use.
+
+    A trace holds the bytes requested; the allocator counts those of the block that it gave.
+
+    Args:
+        segments: those of a snapshot taken when the recording began.
+        trace: the events since, in order, as in a snapshot's "device_traces".
+
+    Raises SnapshotError where the events do not fit the segments.
+    """
+    in_use: dict[int, int] = {}  # bytes by address
+    # Sorted addresses where a block in use begins or a segment ends: free memory ends at the next.
+    borders: list[int] = []
+    for segment in segments:
+        address = segment["address"]
+        for block in segment["blocks"]:
+            if block["state"] != "inactive":
+                in_use[address] = block["size"]
+                borders.append(address)
+            address += block["size"]
+        borders.append(address)
+    borders.sort()
+    before = dict(in_use)
+    events: list[tuple[int, int, str]] = []
+    for number, entry in enumerate(trace):
+        action = entry["action"]
+        address = entry["addr"]
+        num_bytes = entry["size"]
+        if action.startswith(("segment_map", "segment_unmap")):
+            raise SnapshotError("segments that grow (expandable_segments) cannot be followed")
+        try:
+            if action == "segment_alloc":
+                insort(borders, address + num_bytes)
+            elif action == "segment_free":
+                borders.remove(address + num_bytes)
+            elif action == "alloc":
+                free_bytes = borders[bisect_right(borders, address)] - address
+                in_use[address] = _given_bytes(num_bytes, free_bytes)
+                insort(borders, address)
+                events.append((address, in_use[address], frame_text(entry.get("frames", ()))))
+            elif action == "free_requested":  # from here on `memory_allocated` does not count it
+                events.append((address, -in_use[address], ""))
+            elif action == "free_completed":
+                del in_use[address]
+                borders.remove(address)
+        except (KeyError, IndexError, ValueError):
+            raise SnapshotError(
+                f"event {number} of the trace, {action} at {address:#x}, fits no block"
+            ) from None
+    return History(pair_events(events, before), len(events))
+
+
+def _given_bytes(requested_bytes: int, free_bytes: int) -> int:
+    """Returns the bytes that the allocator gives of a free block; ValueError if it is too small."""
+    rounded_bytes = -(-requested_bytes // ROUNDING) * ROUNDING
+    left_bytes = free_bytes - rounded_bytes
+    if left_bytes < 0:
+        raise ValueError(f"{free_bytes} bytes are free")
+    is_small = rounded_bytes <= LARGEST_SMALL
+    is_cut = left_bytes >= ROUNDING if is_small else left_bytes > LARGEST_SMALL
+    return rounded_bytes if is_cut else free_bytes
+
+
+def frame_text(frames: Sequence[dict]) -> str:
+    """Returns "file.py:line function" of the innermost Python frame outside PyTorch; "" without
+    one.
+    """
+    for frame in frames:
+        name = frame["filename"].replace("\\", "/")
+        if name.endswith(".py") and "/torch/" not in name:
+            return f"{name.rsplit('/', 1)[-1]}:{frame['line']} {frame['name']}"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -65,15 +297,17 @@ def measure_usage(function: Callable[[], Any], device_kind: str) -> Usage:
     gc.collect()
     if device_kind == "cuda":
         torch.cuda.synchronize()
-        before, requested_before = torch.cuda.memory_allocated(), _requested_bytes()
+        before = torch.cuda.memory_allocated()
+        requested_before = _requested_bytes()
         torch.cuda.reset_peak_memory_stats()
         result = function()
         torch.cuda.synchronize()
-        peak_bytes, kept_bytes = (
-            torch.cuda.max_memory_allocated() - before,
-            torch.cuda.memory_allocated() - before,
+        return Usage(
+            peak_bytes=torch.cuda.max_memory_allocated() - before,
+            kept_bytes=torch.cuda.memory_allocated() - before,
+            requested_bytes=_requested_bytes() - requested_before,
+            result=result,
         )
-        return Usage(peak_bytes, kept_bytes, _requested_bytes() - requested_before, result)
     with Recorder(device_kind) as recorder:
         result = function()
     totals = recorder.history.totals() - recorder.history.totals()[0]
@@ -83,6 +317,9 @@ def measure_usage(function: Callable[[], Any], device_kind: str) -> Usage:
 
 def _requested_bytes() -> int:
     return torch.cuda.memory_stats()["requested_bytes.all.current"]
+
+
+_POSITION = "labkit position "
 
 
 class Recorder:
@@ -114,6 +351,7 @@ class Recorder:
         self.history = History([], 0)
         self._marks: list[tuple[str, int]] = []
         self._num_positions = 0
+        self._events_before: dict[int, int] = {}  # by the number of the position
 
     def mark(self, name: str) -> None:
         """Begins the phase called `name`."""
@@ -155,46 +393,47 @@ class Recorder:
         return self
 
     def __exit__(self, error_type, *error) -> None:
-        if self.device_kind == "cuda":
-            self._end_cuda(error_type is None)
-        else:
+        is_cuda = self.device_kind == "cuda"
+        if not is_cuda:
             self._profile.__exit__(error_type, *error)
-            self._end_cpu()
-        if error_type is None:
-            self.history.marks = [(name, self.position_of(moment)) for name, moment in self._marks]
-
-    def _end_cuda(self, completed: bool) -> None:
-        torch.cuda.synchronize()
         try:
-            if completed:
-                peak = torch.cuda.max_memory_allocated()
-                trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
-                # Taking the first snapshot is an event of its own; the block begins after it.
-                begin = next(
-                    (number for number, entry in enumerate(trace) if entry["action"] == "snapshot"),
-                    -1,
-                )
-                self.history = history_since(self._segments, trace[begin + 1 :])
-                self.history.reported_peak_bytes = peak
+            if error_type is None:
+                self.history = self._cuda_history() if is_cuda else self._cpu_history()
+                self.history.marks = [(name, self.position_of(at)) for name, at in self._marks]
         finally:
-            torch.cuda.memory._record_memory_history(None)
+            if is_cuda:
+                torch.cuda.memory._record_memory_history(None)
 
-    def _end_cpu(self) -> None:
-        events, moments, reported = [], {}, []
+    def _cuda_history(self) -> History:
+        torch.cuda.synchronize()
+        peak_bytes = torch.cuda.max_memory_allocated()
+        trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+        # Taking the first snapshot is an event of its own; the block begins after it.
+        actions = [entry["action"] for entry in trace]
+        begin = actions.index("snapshot") + 1 if "snapshot" in actions else 0
+        history = history_since(self._segments, trace[begin:])
+        history.reported_peak_bytes = peak_bytes
+        return history
+
+    def _cpu_history(self) -> History:
+        events = []
+        totals = []  # as the profiler reports them
         tree = self._profile.kineto_results.experimental_event_tree()
         for event in sorted(_flat(tree), key=lambda event: event.start_time_ns):
             if event.name.startswith(_POSITION):
-                moments[int(event.name.removeprefix(_POSITION))] = len(events)
+                self._events_before[int(event.name.removeprefix(_POSITION))] = len(events)
             elif event.name == "[memory]" and event.extra_fields.device.type == "cpu":
                 memory = event.extra_fields
                 events.append((memory.ptr, memory.alloc_size, ""))
-                reported.append(memory.total_allocated)
-        self._events_before = moments
+                totals.append(memory.total_allocated)
         before = self._resident | in_use_before(events, {})
-        self.history = History(pair_events(events, before), len(events))
         # The running total starts with the process's first profile, not with this one.
-        offset = sum(before.values()) - (reported[0] - events[0][1] if events else 0)
-        self.history.reported_peak_bytes = offset + max(reported, default=0)
+        offset = sum(before.values()) - (totals[0] - events[0][1] if events else 0)
+        return History(
+            pair_events(events, before),
+            len(events),
+            reported_peak_bytes=offset + max(totals, default=0),
+        )
 
     @staticmethod
     def _num_allocator_events() -> int:
@@ -205,11 +444,9 @@ class Recorder:
 
 def _flat(events: Sequence) -> Iterator:
     """Yields the events of a tree, each before its children."""
-    pending = list(reversed(events))
-    while pending:
-        event = pending.pop()
+    for event in events:
         yield event
-        pending += reversed(event.children)
+        yield from _flat(event.children)
 
 
 @dataclass(frozen=True)
@@ -284,12 +521,10 @@ class OwnerLog(TorchDispatchMode):
     def owners(self) -> list[Owner]:
         """Returns the owner of each event of the recorder's history, once it has ended."""
         positions = [self._recorder.position_of(moment) for moment, _ in self._notes]
-        found = [Owner()] * self._recorder.history.num_events
-        for (_, owner), begin, end in zip(
-            self._notes, positions, [*positions[1:], len(found)], strict=True
-        ):
-            found[begin:end] = [owner] * (end - begin)
-        return found
+        owners = [Owner(), *(owner for _, owner in self._notes)]
+        moments = np.arange(self._recorder.history.num_events)
+        num_notes_before = np.searchsorted(positions, moments, side="right")
+        return [owners[number] for number in num_notes_before]
 
 
 _FRAMES_TO_PASS = (str(Path(torch.__file__).parent), __file__)
@@ -299,15 +534,11 @@ def _calling_line() -> tuple[str, str]:
     """Returns "file.py:line function" of the innermost frame outside PyTorch and this module, and
     the line's text.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if not code.co_filename.startswith(_FRAMES_TO_PASS) and code.co_filename.endswith(".py"):
-            where = frame_text(
-                [{"filename": code.co_filename, "line": frame.f_lineno, "name": code.co_name}]
-            )
-            return where, linecache.getline(code.co_filename, frame.f_lineno).strip()
-        frame = frame.f_back
+    for frame, line in traceback.walk_stack(sys._getframe()):
+        path = frame.f_code.co_filename
+        if path.endswith(".py") and not path.startswith(_FRAMES_TO_PASS):
+            place = frame_text([{"filename": path, "line": line, "name": frame.f_code.co_name}])
+            return place, linecache.getline(path, line).strip()
     return "", ""
 
 
@@ -340,10 +571,8 @@ class _CurrentFunction(TorchFunctionMode):
         self.name = ""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        outer, self.name = (
-            self.name,
-            (resolve_name(function) or function.__name__).rsplit(".", 1)[-1],
-        )
+        outer = self.name
+        self.name = (resolve_name(function) or function.__name__).rsplit(".", 1)[-1]
         try:
             return function(*args, **(kwargs or {}))
         finally:
@@ -362,23 +591,25 @@ def residuals(
             code, whose parts have no names: looking into it would compile it again.
     """
     kept_anyway = {x.untyped_storage()._cdata for x in resident}
-    path, seen, found = [""], {}, []
+    path = [""]
+    tensors: dict[int, Tensor] = {}  # by storage; kept alive, so that none is used again
+    saved: list[Residual] = []
     current = _CurrentFunction()
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        found.append(
+        saved.append(
             Residual(
                 operator=current.name,
                 module=path[-1],
                 shape=tuple(tensor.shape),
                 dtype=str(tensor.dtype).removeprefix("torch."),
                 num_bytes=storage.nbytes(),
-                is_new=storage._cdata not in seen,
+                is_new=storage._cdata not in tensors,
                 is_resident=storage._cdata in kept_anyway,
             )
         )
-        seen.setdefault(storage._cdata, tensor)  # kept alive, so that its storage is not used again
+        tensors.setdefault(storage._cdata, tensor)
         return tensor
 
     with contextlib.ExitStack() as stack:
@@ -387,23 +618,22 @@ def residuals(
             path = stack.enter_context(_module_path(module))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             result = function()
-    return found, result
+    return saved, result
 
 
-def saved_bytes(found: Sequence[Residual]) -> int:
+def saved_bytes(saved: Sequence[Residual]) -> int:
     """Returns the bytes of the distinct storages among residuals, without those that are kept
     anyway.
     """
-    return sum(
-        residual.num_bytes for residual in found if residual.is_new and not residual.is_resident
-    )
+    return sum(one.num_bytes for one in saved if one.is_new and not one.is_resident)
 
 
-def packed_bytes(found: Sequence[Residual]) -> int:
+def packed_bytes(saved: Sequence[Residual]) -> int:
     """Returns the bytes of all residuals that are not kept anyway, each counted as often as it is
     saved.
     """
-    kept = (residual for residual in found if not residual.is_resident)
     return sum(
-        math.prod(residual.shape) * getattr(torch, residual.dtype).itemsize for residual in kept
+        math.prod(one.shape) * getattr(torch, one.dtype).itemsize
+        for one in saved
+        if not one.is_resident
     )

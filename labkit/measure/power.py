@@ -39,66 +39,20 @@ fraction.
 
 @dataclass(frozen=True)
 class Sustained:
-    """Calls back to back over a window of `window_s`, after `warmup_s` of the same.
+    """Calls back to back over a window.
 
     Attributes:
-        drift, clock_drift: by which fraction the time per call, and the SM clock where it can be
-            read, changed from the window's first half to its second.
-        watts: mean power; None where `no_energy` says why there is none.
-        sm_clock_mhz: median; temperature_c: highest; None where they cannot be read.
+        metrics: a record's metrics, without those that could not be measured.
+        telemetry: what else a record keeps: `num_calls`, length of window and warm-up, `drift` and
+            `clock_drift` (by which fraction the time per call, and the SM clock where it can be
+            read, changed from the window's first half to its second), highest temperature; in
+            `no_energy` why there are no watts.
         load: `Monitor.summary` of window and warm-up.
     """
 
-    num_calls: int
-    ms_per_call: float
-    window_s: float
-    warmup_s: float
-    drift: float
-    clock_drift: float
-    watts: float | None
-    no_energy: str
-    sm_clock_mhz: float | None
-    temperature_c: int | None
-    throttle_reasons: list[str]
+    metrics: dict[str, float | int]
+    telemetry: dict[str, Any]
     load: dict[str, Any]
-
-    def metrics(
-        self, *, flops: float | None = None, num_bytes: float | None = None
-    ) -> dict[str, float | int]:
-        """Returns a record's metrics, without those that could not be measured.
-
-        Args:
-            flops, num_bytes: what one call computes and moves.
-        """
-        joules = self.watts * self.ms_per_call * 1e-3 if self.watts else None
-        found = {
-            "sustained_ms": self.ms_per_call,
-            "steady": int(max(self.drift, self.clock_drift) <= STEADY),
-            "sustained_tflops": flops / self.ms_per_call / 1e9 if flops else None,
-            "sustained_gb_per_s": num_bytes / self.ms_per_call / 1e6 if num_bytes else None,
-            "joules": joules,
-            "watts": self.watts,
-            "tflop_per_joule": flops / joules / 1e12 if flops and joules else None,
-            "sm_clock_mhz": self.sm_clock_mhz,
-        }
-        return {name: value for name, value in found.items() if value is not None}
-
-    def telemetry(self) -> dict[str, Any]:
-        """Returns what else a record keeps of the window, `no_energy` where there is no energy."""
-        names = (
-            "num_calls",
-            "window_s",
-            "warmup_s",
-            "drift",
-            "clock_drift",
-            "temperature_c",
-            "throttle_reasons",
-        )
-        return {
-            name: value
-            for name in (*names, "no_energy")
-            if (value := getattr(self, name)) not in (None, "")
-        }
 
 
 def sustained(
@@ -108,6 +62,8 @@ def sustained(
     warmup_s: float = 1.0,
     window_s: float = 1.0,
     calls_per_function: int = 1,
+    flops: float | None = None,
+    num_bytes: float | None = None,
 ) -> Sustained:
     """Returns what `function` takes when it is called back to back, without waiting for one call
     before the next.
@@ -118,15 +74,17 @@ def sustained(
         warmup_s, window_s: shortest time of the calls before the window, and of the window, which
             has two at least.
         calls_per_function: how many calls one is, for the replay of a graph of several.
+        flops, num_bytes: what one call computes and moves.
 
     Raises:
         ValueError: a time or a number of calls that is not positive.
     """
-    for name, value in {
+    limits = {
         "warmup_s": warmup_s,
         "window_s": window_s,
         "calls_per_function": calls_per_function,
-    }.items():
+    }
+    for name, value in limits.items():
         if not value > 0:
             raise ValueError(f"{name} is {value}; accepted: a number above 0")
     start = math.inf
@@ -138,11 +96,14 @@ def sustained(
 
     # NVML is opened before the warm-up: the GPU must not idle between that and the window.
     with Monitor(device_kind, READING_INTERVAL_S, wants_energy) as monitor:
-        begin, batch, batch_s = time.perf_counter(), 1, 0.0
+        begin = time.perf_counter()
+        batch = 1
+        batch_s = min(_batches_s(function, batch, 0.0, device_kind))
         while batch_s < BATCH_S and time.perf_counter() - begin < warmup_s:
-            batch *= 2 if batch_s else 1
+            batch *= 2
             batch_s = min(_batches_s(function, batch, 0.0, device_kind))
-        if (left_s := warmup_s - (time.perf_counter() - begin)) > 0:
+        left_s = warmup_s - (time.perf_counter() - begin)
+        if left_s > 0:
             _batches_s(function, batch, left_s, device_kind)
         start = time.perf_counter()
         batches_s = _batches_s(function, batch, window_s, device_kind)
@@ -150,23 +111,37 @@ def sustained(
     readings = [reading for reading in monitor.readings if start <= reading.time_s <= end]
     clocks = [reading.sm_clock_mhz for reading in readings if reading.sm_clock_mhz]
     watts, no_energy = _power(readings, end - start, device_kind)
+    temperatures_c = [one.temperature_c for one in readings if one.temperature_c is not None]
     num_calls = batch * calls_per_function * len(batches_s)
-    return Sustained(
-        num_calls=num_calls,
-        ms_per_call=1e3 * sum(batches_s) / num_calls,
-        window_s=sum(batches_s),
-        warmup_s=start - begin,
-        drift=_drift(batches_s),
-        clock_drift=_drift(clocks),
-        watts=watts,
-        no_energy=no_energy,
-        sm_clock_mhz=statistics.median(clocks) if clocks else None,
-        temperature_c=max(
-            (one.temperature_c for one in readings if one.temperature_c is not None), default=None
-        ),
-        throttle_reasons=throttle_reasons(readings),
-        load=monitor.summary,
-    )
+    ms_per_call = 1e3 * sum(batches_s) / num_calls
+    joules = watts * ms_per_call * 1e-3 if watts else None
+    drift = _drift(batches_s)
+    clock_drift = _drift(clocks)
+    metrics = {
+        "sustained_ms": ms_per_call,
+        "steady": int(max(drift, clock_drift) <= STEADY),
+        "sustained_tflops": flops / ms_per_call / 1e9 if flops else None,
+        "sustained_gb_per_s": num_bytes / ms_per_call / 1e6 if num_bytes else None,
+        "joules": joules,
+        "watts": watts,
+        "tflop_per_joule": flops / joules / 1e12 if flops and joules else None,
+        "sm_clock_mhz": statistics.median(clocks) if clocks else None,
+    }
+    telemetry = {
+        "num_calls": num_calls,
+        "window_s": sum(batches_s),
+        "warmup_s": start - begin,
+        "drift": drift,
+        "clock_drift": clock_drift,
+        "temperature_c": max(temperatures_c, default=None),
+        "throttle_reasons": throttle_reasons(readings),
+        "no_energy": no_energy or None,
+    }
+    return Sustained(_measured(metrics), _measured(telemetry), monitor.summary)
+
+
+def _measured(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _batches_s(
@@ -175,7 +150,8 @@ def _batches_s(
     """Returns the times of two or more batches of calls, all issued one after another; ends
     synchronised.
     """
-    marks, begin = [_mark(device_kind)], time.perf_counter()
+    marks = [_mark(device_kind)]
+    begin = time.perf_counter()
     while len(marks) <= 2 or time.perf_counter() - begin < at_least_s:
         for _ in itertools.repeat(None, num_calls):
             function()
@@ -193,9 +169,8 @@ def _mark(device_kind: str) -> Any:
     done.
     """
     if device_kind == "cuda":
-        event = torch.cuda.Event(
-            enable_timing=True, blocking=True
-        )  # a wait leaves the core to the sampling thread
+        # While the host waits for a blocking event, the sampling thread has the core.
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record()
         return event
     synchronize(device_kind)
@@ -207,9 +182,9 @@ def _drift(values: Sequence[float]) -> float:
     less than two.
     """
     half = len(values) // 2
-    return (
-        abs(statistics.fmean(values[half:]) / statistics.fmean(values[:half]) - 1) if half else 0.0
-    )
+    if half == 0:
+        return 0.0
+    return abs(statistics.fmean(values[half:]) / statistics.fmean(values[:half]) - 1)
 
 
 def _power(
@@ -227,13 +202,15 @@ def _power(
     counts = [reading for reading in readings if reading.energy_mj is not None]
     if not counts:
         return None, "this GPU or driver has no energy counter"
-    pairs = [
-        (one, other)
-        for one, other in itertools.pairwise(counts)
-        if other.time_s - one.time_s < ENDS_S
+    steps = [
+        after
+        for before, after in itertools.pairwise(counts)
+        # Between the window's ends the counter was not read: a step there was not seen.
+        if after.time_s - before.time_s < ENDS_S and after.energy_mj != before.energy_mj
     ]
-    steps = [other for one, other in pairs if other.energy_mj != one.energy_mj]
     if not steps or steps[-1].time_s - steps[0].time_s < window_s / 2:
         return None, "the energy counter advanced too seldom"
-    watts = 1e-3 * (steps[-1].energy_mj - steps[0].energy_mj) / (steps[-1].time_s - steps[0].time_s)
-    return (watts, "") if watts > 0 else (None, "the energy counter went backwards")
+    joules = 1e-3 * (steps[-1].energy_mj - steps[0].energy_mj)
+    if joules <= 0:
+        return None, "the energy counter went backwards"
+    return joules / (steps[-1].time_s - steps[0].time_s), ""

@@ -7,7 +7,7 @@ it, one row per launch, the same whatever the capture was made with:
 | column | holds |
 |---|---|
 | name, short_name, kind | as captured; readable; kernel, memcpy, memset, or operator on a CPU |
-| kernel_class | one of CLASSES, from the name |
+| kernel_class | one of CLASSES, from the name, or as the caller of `launches` knows it |
 | start_ns, end_ns, duration_ns | on the device; an operator's without the operators it calls |
 | stream | CUDA stream; the thread of an operator |
 | path, range, phase | ranges open at its launch, outermost first; the innermost; that in `phases` |
@@ -29,9 +29,7 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import shutil
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -43,12 +41,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
 import torch
 
 from labkit.device import find_nsys
+from labkit.guard import guarded_folder
 
 OUTSIDE = "outside"
 """Range and phase of what was launched in none."""
@@ -79,22 +79,21 @@ class ProfileError(Exception):
 # everything that went into it.
 _KERNEL_PATTERNS = (
     ("communication", r"nccl|all_?reduce|all_?gather|reduce_?scatter"),
-    ("attention", r"flash|fmha|attention|sdpa|^hopper_(fwd|bwd)_"),
-    ("optimizer", r"adam|write_addresses|multi_tensor_apply|fused_?optimizer|fused_?sgd"),
+    ("attention", r"flash|fmha|attention|sdpa"),
+    ("optimizer", r"adam|multi_tensor_apply|fused_?optimizer|fused_?sgd"),
     ("elementwise", r"^triton_poi"),
     ("softmax", r"soft_?max"),
-    ("normalisation", r"(layer|rms|batch|group|instance)_?norm|^norm_(fwd|bwd)_kernel"),
-    ("reduction", r"^triton_(red|per)|^weighted_sum_"),
+    ("normalisation", r"(layer|rms|batch|group|instance)_?norm"),
+    ("reduction", r"^triton_(red|per)"),
     (
         "matmul",
-        r"nvjet|gemm|gemv|xmma|cutlass|cublas|splitk|wgmma|matmul|^triton_(\w+_)?mm|^triton_tem|dot_kernel"
-        r"|linear_gelu",
+        r"nvjet|gemm|gemv|xmma|cutlass|cublas|splitk|wgmma|matmul|^triton_(\w+_)?mm|^triton_tem|dot_kernel",
     ),
     ("copy", r"copy|catarray|memcpy|memset|transpose|gather|index_?select"),
     (
         "reduction",
         r"reduce|reduction|loss|embedding_backward|scan|cumsum|radixsort|grad_weight|partial|and_scatter"
-        r"|cross_entropy|column_sums",
+        r"|cross_entropy",
     ),
     (
         "elementwise",
@@ -130,9 +129,6 @@ _OPERATOR_PATTERNS = (
     ),
 )
 
-_KERNELS = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in _KERNEL_PATTERNS)
-_OPERATORS = tuple((name, re.compile(pattern)) for name, pattern in _OPERATOR_PATTERNS)
-
 # Copies that change the dtype: PyTorch casts to 16 bits by kernels of their own, from 16 bits by
 # its general copy with a cast on load.
 _CAST = re.compile(
@@ -146,12 +142,16 @@ def classify(name: str, kind: str = "kernel") -> str:
 
     Operators that only make a view or allocate are "other", like autograd's own bookkeeping.
     """
-    patterns = _KERNELS
     if kind == "operator":
-        name, patterns = name.removeprefix("aten::"), _OPERATORS
-    return next(
-        (kernel_class for kernel_class, pattern in patterns if pattern.search(name)), "other"
-    )
+        name = name.removeprefix("aten::")
+        patterns = _OPERATOR_PATTERNS
+    else:
+        name = name.lower()
+        patterns = _KERNEL_PATTERNS
+    for kernel_class, pattern in patterns:
+        if re.search(pattern, name):
+            return kernel_class
+    return "other"
 
 
 def is_cast(name: str) -> bool:
@@ -170,12 +170,9 @@ def short_name(name: str) -> str:
     >>> short_name("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT")
     'nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT'
     """
-    if name.startswith("_Z"):
-        name = "::".join(_mangled_identifiers(name)) or name
     name = re.sub(r"<unnamed>|\(anonymous namespace\)|^void ", "", name)
-    name = re.sub(
-        r"^cutlass::Kernel\d*<(\w+::)*(\w+).*", r"\2", name
-    )  # what tells CUTLASS's kernels apart
+    # What tells CUTLASS's kernels apart is the argument of their template.
+    name = re.sub(r"^cutlass::Kernel\d*<(\w+::)*(\w+).*", r"\2", name)
     base, _, arguments = name.partition("<")
     base = base.partition("(")[0].rstrip(":").rpartition("::")[2]
     computed = re.findall(
@@ -195,23 +192,11 @@ def distinct_names(names: Iterable[str]) -> dict[str, str]:
     their own.
     """
     short = {name: short_name(name) for name in names}
-    shared = Counter(short.values())
-    ends = {
-        name: f"#{hashlib.sha1(name.encode()).hexdigest()[:4]}"
-        for name in short
-        if shared[short[name]] > 1
-    }
-    return {name: text + ends.get(name, "") for name, text in short.items()}
-
-
-def _mangled_identifiers(name: str) -> list[str]:
-    """Returns the namespaces and the function of a mangled C++ name, without template arguments."""
-    found, position = [], len("_ZN") if name.startswith("_ZN") else len("_Z")
-    while match := re.compile(r"\d{1,6}").match(name, position):
-        begin, length = match.end(), int(match.group())
-        found.append(name[begin : begin + length])
-        position = begin + length
-    return found
+    num_sharing = Counter(short.values())
+    for name, text in short.items():
+        if num_sharing[text] > 1:
+            short[name] = f"{text}#{hashlib.sha1(name.encode()).hexdigest()[:4]}"
+    return short
 
 
 _OPERATION_COLUMNS = [
@@ -249,56 +234,64 @@ class Trace:
     total_ns: int
 
 
-# The tables and columns read from an export, each with a condition on its values in SQL. Times
-# beyond 2^53 ns (104 days) would not be exact in floating point.
-_TIME = f"typeof({{0}}) = 'integer' AND {{0}} BETWEEN {-(1 << 53)} AND {1 << 53}"
-_INTEGER, _TEXT = "typeof({0}) = 'integer'", "typeof({0}) = 'text'"
-_OR_NULL = "({0} IS NULL OR %s)"
-_END = f'{_TIME} AND "end" >= start'
-_OF_DEVICE = {
-    "start": _TIME,
-    "end": _END,
-    "streamId": _INTEGER,
-    "correlationId": _OR_NULL % _INTEGER,
-    "globalPid": _INTEGER,
-}
-_IN_STRINGS = "({0} IS NULL OR {0} IN (SELECT id FROM StringIds))"
-_NSYS_TABLES = {
-    "StringIds": {"id": _INTEGER, "value": _TEXT},
-    "CUPTI_ACTIVITY_KIND_KERNEL": {**_OF_DEVICE, "demangledName": _IN_STRINGS},
-    "CUPTI_ACTIVITY_KIND_RUNTIME": {
-        "start": _TIME,
-        "globalTid": _INTEGER,
-        "correlationId": _OR_NULL % _INTEGER,
-    },
-    "NVTX_EVENTS": {
-        "eventType": _INTEGER,
-        "start": _TIME,
-        "end": _OR_NULL % f"({_END})",
-        "text": _OR_NULL % _TEXT,
-        "textId": _IN_STRINGS,
-        "globalTid": _INTEGER,
-    },
-    "CUPTI_ACTIVITY_KIND_MEMCPY": _OF_DEVICE,
-    "CUPTI_ACTIVITY_KIND_MEMSET": _OF_DEVICE,
-}
-_GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
-_MISSING_TABLE = {
+def _trace(source: str, version: str, operations: pd.DataFrame, ranges: pd.DataFrame) -> Trace:
+    """Returns a Trace; raises ProfileError where it would not make sense."""
+    kernels = operations[~operations["kind"].isin(["memcpy", "memset"])]
+    if kernels["launched_ns"].isna().all():
+        raise ProfileError("holds no launch of a kernel")
+    if ranges.empty:
+        raise ProfileError(f"holds no {'NVTX ' if source == 'nsys' else ''}range")
+    for frame in (operations, ranges):
+        is_possible = frame["start_ns"] <= frame["end_ns"]
+        if source == "nsys":
+            # Beyond 2^53 ns (104 days) times would not be exact in floating point.
+            is_possible &= (frame["start_ns"] >= -(1 << 53)) & (frame["end_ns"] <= 1 << 53)
+        if not is_possible.all():
+            name, start_ns, end_ns = frame.loc[~is_possible, ["name", "start_ns", "end_ns"]].iloc[0]
+            raise ProfileError(f"has {name!r:.60} from {start_ns} to {end_ns} ns")
+    return Trace(
+        source,
+        version,
+        operations[_OPERATION_COLUMNS],
+        ranges[_RANGE_COLUMNS],
+        total_ns=int(kernels["duration_ns"].sum()),
+    )
+
+
+def _device_trace(
+    source: str,
+    version: str,
+    operations: pd.DataFrame,
+    calls: pd.DataFrame,
+    ranges: pd.DataFrame,
+) -> Trace:
+    """Returns the Trace of what ran on a device, given which calls launched it."""
+    # Correlation ids count from the start of each process.
+    launch = ["process", "correlation"]
+    calls = calls[[*launch, "thread", "launched_ns"]].drop_duplicates(launch)
+    operations = operations.merge(calls, on=launch, how="left")
+    operations["duration_ns"] = operations["end_ns"] - operations["start_ns"]
+    return _trace(source, version, operations, ranges)
+
+
+_NEEDED_TABLES = {
     "StringIds": "is no export of Nsight Systems",
     "CUPTI_ACTIVITY_KIND_KERNEL": "holds no kernel",
     "CUPTI_ACTIVITY_KIND_RUNTIME": "holds no launch of a kernel",
     "NVTX_EVENTS": "holds no NVTX range",
 }
-_PUSH_POP_RANGE, _START_END_RANGE = 59, 60
-_READ_ROWS = {
-    "CUPTI_ACTIVITY_KIND_RUNTIME": "correlationId IS NOT NULL",
-    "NVTX_EVENTS": (
-        f"(eventType IN ({_PUSH_POP_RANGE}, {_START_END_RANGE}) OR typeof(eventType) <> 'integer')"
-    ),
-}
-_THREADS_PER_PROCESS = (
-    1 << 24
-)  # a global thread id is the process's with the thread's in the lowest 24 bits
+"""What an export lacks without each table; nsys leaves out those without events."""
+
+_OF_DEVICE = (
+    "start AS start_ns, [end] AS end_ns, streamId AS stream, globalPid, "
+    "COALESCE(correlationId, -1) AS correlation"
+)
+_PUSH_POP_RANGE = 59
+_START_END_RANGE = 60
+"""Types of NVTX's events."""
+
+_THREADS_PER_PROCESS = 1 << 24
+"""A global thread id is the process's with the thread's in the lowest 24 bits."""
 
 
 def read_nsys(path: Path | str, version: str = "") -> Trace:
@@ -313,152 +306,98 @@ def read_nsys(path: Path | str, version: str = "") -> Trace:
             row (a missing time, an end before its start, a string id given twice); names the file
             and what is wrong.
     """
-    path = Path(path)
     uri = f"file:{urllib.parse.quote(str(path))}?mode=ro"
     try:
         with contextlib.closing(sqlite3.connect(uri, uri=True)) as connection:
-            tables = _checked_tables(connection, path)
-            return Trace("nsys", version, *_read_tables(connection, path, tables))
-    except (
-        sqlite3.Error,
-        UnicodeError,
-        MemoryError,
-    ) as error:  # the last two: a damaged text or length
-        raise ProfileError(f"{path} cannot be read as SQLite: {_one_line(error)}") from error
+            return _device_trace("nsys", version, *_read_export(connection))
+    except ProfileError as error:
+        raise ProfileError(f"{path} {error}") from None
+    # A damaged text or length raises the last two. SQLite may quote a whole schema.
+    except (sqlite3.Error, UnicodeError, MemoryError) as error:
+        message = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ProfileError(
+            f"{path} cannot be read as an SQLite export of Nsight Systems: {message}"
+        ) from error
 
 
-def _one_line(said: object) -> str:
-    """Returns SQLite's message in one short line; it may quote a whole schema."""
-    return " ".join(str(said).split())[:200] or type(said).__name__
-
-
-def _checked_tables(connection: sqlite3.Connection, path: Path) -> set[str]:
-    """Returns the names of the export's tables, their rows checked; nsys omits tables without
-    events.
-    """
+def _read_export(connection: sqlite3.Connection) -> tuple[pd.DataFrame, ...]:
+    """Returns operations, launching calls and ranges."""
     state = connection.execute("PRAGMA quick_check(1)").fetchone()
     if state != ("ok",):
-        raise ProfileError(f"{path} cannot be read as SQLite: {_one_line(state)}")
-    tables = {
-        name
-        for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-    }
-    if _GRAPHS in tables and (
-        num_whole := connection.execute(f"SELECT COUNT(*) FROM {_GRAPHS}").fetchone()[0]
-    ):
-        raise ProfileError(
-            f"{path} holds {num_whole} CUDA graphs as a whole, without their kernels; accepted: a "
-            f"capture "
-            "with --cuda-graph-trace=node"
-        )
-    for table, columns in _NSYS_TABLES.items():
+        raise sqlite3.DatabaseError(state)
+    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+    for table, lack in _NEEDED_TABLES.items():
         if table not in tables:
-            if table in _MISSING_TABLE:
-                raise ProfileError(f"{path} {_MISSING_TABLE[table]}: it has no table {table}")
-            continue
-        present = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
-        if missing := [column for column in columns if column not in present]:
+            raise ProfileError(f"{lack}: it has no table {table}")
+    if "CUPTI_ACTIVITY_KIND_GRAPH_TRACE" in tables:
+        graphs = connection.execute("SELECT COUNT(*) FROM CUPTI_ACTIVITY_KIND_GRAPH_TRACE")
+        (num_graphs,) = graphs.fetchone()
+        if num_graphs:
             raise ProfileError(
-                f"{path} is no export of Nsight Systems: its table {table} has no column "
-                f"{missing[0]}"
+                f"holds {num_graphs} CUDA graphs as a whole, without their kernels; accepted: a "
+                "capture with --cuda-graph-trace=node"
             )
-        _check_rows(connection, path, table, columns)
-    twice = connection.execute(
-        "SELECT id FROM StringIds GROUP BY id HAVING COUNT(*) > 1 LIMIT 1"
-    ).fetchone()
-    if twice:
-        raise ProfileError(f"{path}: its table StringIds has the id {twice[0]} more than once")
-    return tables
+    strings = _rows(connection, "StringIds", "id")["id"]
+    if strings.duplicated().any():
+        number = strings[strings.duplicated()].iloc[0]
+        raise ProfileError(f"has the id {number} more than once in its table StringIds")
 
-
-def _check_rows(
-    connection: sqlite3.Connection, path: Path, table: str, columns: Mapping[str, str]
-) -> None:
-    """Raises ProfileError for the first impossible value that is read from a table."""
-    for column, condition in columns.items():
-        condition = condition.format(f'"{column}"')
-        start = "start" if column == "end" else "NULL"
-        row = connection.execute(
-            f'SELECT "{column}", {start} FROM {table} '
-            f"WHERE {_READ_ROWS.get(table, 'TRUE')} AND ({condition}) IS NOT TRUE LIMIT 1"
-        ).fetchone()
-        if row:
-            also = f" and start {row[1]}" if column == "end" else ""
-            raise ProfileError(
-                f"{path}: a row of its table {table} has {column} {row[0]!r:.60}{also}"
-            )
-
-
-def _read_tables(
-    connection: sqlite3.Connection, path: Path, tables: set[str]
-) -> tuple[pd.DataFrame, pd.DataFrame, int]:
-    def frame(query: str) -> pd.DataFrame:
-        cursor = connection.execute(query)
-        return pd.DataFrame(
-            cursor.fetchall(), columns=[column for column, *_ in cursor.description]
-        )
-
-    correlation = "COALESCE(correlationId, -1) AS correlationId"
-    parts = [
-        f"SELECT names.value AS name, 'kernel' AS kind, start, end, streamId, globalPid, "
-        f"{correlation} "
-        "FROM CUPTI_ACTIVITY_KIND_KERNEL LEFT JOIN StringIds AS names ON names.id = demangledName"
-    ]
+    kernels = _rows(
+        connection,
+        "CUPTI_ACTIVITY_KIND_KERNEL",
+        f"IIF(demangledName IS NULL, 'unnamed', value) AS name, {_OF_DEVICE}",
+        "LEFT JOIN StringIds ON id = demangledName",
+    )
+    if kernels.empty:
+        raise ProfileError("holds no kernel: its table CUPTI_ACTIVITY_KIND_KERNEL is empty")
+    parts = [kernels.assign(kind="kernel")]
     for kind in ("memcpy", "memset"):
-        if (table := f"CUPTI_ACTIVITY_KIND_{kind.upper()}") in tables:
-            parts.append(
-                f"SELECT '{kind}', '{kind}', start, end, streamId, globalPid, {correlation} FROM "
-                f"{table}"
-            )
-    operations = frame(" UNION ALL ".join(parts))
-    is_kernel = operations["kind"] == "kernel"
-    if not is_kernel.any():
-        raise ProfileError(f"{path} holds no kernel: its table CUPTI_ACTIVITY_KIND_KERNEL is empty")
-    total_ns = int((operations["end"] - operations["start"])[is_kernel].sum())
-    runtime = frame(
-        "SELECT correlationId, globalTid AS thread, start AS launched_ns FROM "
-        "CUPTI_ACTIVITY_KIND_RUNTIME "
-        "WHERE correlationId >= 0"
-    ).astype("int64")
-    # Correlation ids count from the start of each process.
+        table = f"CUPTI_ACTIVITY_KIND_{kind.upper()}"
+        if table in tables:
+            rows = _rows(connection, table, f"'{kind}' AS name, {_OF_DEVICE}")
+            parts.append(rows.assign(kind=kind))
+    operations = pd.concat(parts, ignore_index=True)
     operations["process"] = operations["globalPid"] // _THREADS_PER_PROCESS
-    runtime["process"] = runtime["thread"] // _THREADS_PER_PROCESS
-    runtime = runtime.drop_duplicates(["process", "correlationId"])
-    operations = operations.merge(runtime, on=["process", "correlationId"], how="left")
-    operations = operations.rename(
-        columns={"start": "start_ns", "end": "end_ns", "streamId": "stream"}
+    calls = _rows(
+        connection,
+        "CUPTI_ACTIVITY_KIND_RUNTIME",
+        "correlationId AS correlation, globalTid AS thread, start AS launched_ns",
+        "WHERE correlationId >= 0",
     )
-    operations["duration_ns"] = operations["end_ns"] - operations["start_ns"]
-    operations["name"] = operations["name"].fillna("unnamed")
-    if operations.loc[operations["kind"] == "kernel", "launched_ns"].isna().all():
-        raise ProfileError(
-            f"{path} holds no launch of a kernel: CUPTI_ACTIVITY_KIND_RUNTIME has none of its "
-            f"kernels'"
-        )
-
-    ranges = frame(
-        "SELECT COALESCE(text, value) AS name, start AS start_ns, end AS end_ns, globalTid AS "
-        "thread FROM NVTX_EVENTS "
-        f"LEFT JOIN StringIds ON id = textId WHERE eventType IN ({_PUSH_POP_RANGE}, "
-        f"{_START_END_RANGE}) "
-        "AND COALESCE(text, value) IS NOT NULL"
+    calls["process"] = calls["thread"] // _THREADS_PER_PROCESS
+    end_of_capture = int(max(operations["end_ns"].max(), calls["launched_ns"].max())) + 1
+    ranges = _rows(
+        connection,
+        "NVTX_EVENTS",
+        "COALESCE(text, value) AS name, globalTid AS thread, start AS start_ns, "
+        # One that was never closed has no end.
+        f"COALESCE([end], MAX(start, {end_of_capture})) AS end_ns",
+        "LEFT JOIN StringIds ON id = textId WHERE COALESCE(text, textId) IS NOT NULL "
+        f"AND eventType IN ({_PUSH_POP_RANGE}, {_START_END_RANGE})",
     )
-    if ranges.empty:
-        raise ProfileError(f"{path} holds no NVTX range: its table NVTX_EVENTS has none")
-    end_of_capture = (
-        max(operations["end_ns"].max(), operations["launched_ns"].max(), ranges["start_ns"].max())
-        + 1
-    )
-    ranges["end_ns"] = (
-        ranges["end_ns"].astype(float).fillna(end_of_capture)
-    )  # one that was never closed
     ranges["process"] = ranges["thread"] // _THREADS_PER_PROCESS
-    return operations[_OPERATION_COLUMNS], ranges[_RANGE_COLUMNS], total_ns
+    return operations, calls, ranges
 
 
-_RANGES_OF_TORCH = r"Optimizer\.|ProfilerStep#"
-_OF_A_PROCESS = ("user_annotation", "cpu_op", "cuda_runtime", "cuda_driver")
+def _rows(
+    connection: sqlite3.Connection, table: str, columns: str, condition: str = ""
+) -> pd.DataFrame:
+    """Returns columns of a table: "name" holds texts, all others whole numbers."""
+    cursor = connection.execute(f"SELECT {columns} FROM {table} {condition}")
+    names = [name for name, *_ in cursor.description]
+    rows = pd.DataFrame(cursor.fetchall(), columns=names, dtype=object)
+    for name in names:
+        is_wrong = rows[name].map(type) != (str if name == "name" else int)
+        if is_wrong.any():
+            value = rows.loc[is_wrong, name].iloc[0]
+            raise ProfileError(f"has a row of its table {table} with {name} {value!r:.60}")
+    return rows.astype({name: "int64" for name in names if name != "name"})
+
+
 _CHROME_KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
+_LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
+_CATEGORIES = ("user_annotation", "cpu_op", *_LAUNCH_CATEGORIES, *_CHROME_KINDS)
+_RANGES_OF_TORCH = ("Optimizer.", "ProfilerStep#")
 
 
 def read_chrome_trace(path: Path | str, version: str = "") -> Trace:
@@ -473,154 +412,111 @@ def read_chrome_trace(path: Path | str, version: str = "") -> Trace:
         ProfileError: no such trace, or one without operators or ranges; names the file and the
             lack.
     """
-    path = Path(path)
     try:
-        content = path.read_bytes()
-        events = json.loads(
-            gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content
-        )["traceEvents"]
-        events = pd.DataFrame([event for event in events if event.get("ph") == "X"])
-        if events.empty:
-            raise ProfileError(f"{path} holds no event")
-        for name, thread in zip(events["name"], events["tid"], strict=True):
-            if not isinstance(name, str) or not isinstance(thread, int | str):
-                raise ValueError(
-                    f"an event has the name {str(name)[:60]!r} and the thread {str(thread)[:60]!r}"
-                )
-        # Each process counts the launches anew, and no kernel says whose it is.
-        if (num_processes := events["pid"][events["cat"].isin(_OF_A_PROCESS)].nunique()) > 1:
-            raise ProfileError(
-                f"{path} holds events of {num_processes} processes; accepted: the trace of one rank"
-            )
-        ranges, operations = _chrome_ranges(events), _chrome_kernels(events)
-        on_device = len(operations) > 0
-        if not on_device:
-            operations = _cpu_operators(events)
-    except (
-        OSError,
-        EOFError,
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        OverflowError,
-        RecursionError,
-    ) as error:
+        content = Path(path).read_bytes()
+        if content.startswith(b"\x1f\x8b"):
+            content = gzip.decompress(content)
+        entries = json.loads(content)["traceEvents"]
+        events = [
+            _event(entry)
+            for entry in entries
+            if entry.get("ph") == "X" and entry.get("cat") in _CATEGORIES
+        ]
+        return _read_events(events, version)
+    except ProfileError as error:
+        raise ProfileError(f"{path} {error}") from None
+    except Exception as error:  # values of any type may stand anywhere in foreign JSON
         raise ProfileError(
-            f"{path} is no trace of torch.profiler: {type(error).__name__}: {error}"
+            f"{path} is no trace of torch.profiler: {type(error).__name__}: {error!s:.200}"
         ) from error
-    if operations.empty:
-        raise ProfileError(f"{path} holds neither a CUDA kernel nor a CPU operator")
-    if on_device and operations["launched_ns"].isna().all():
+
+
+def _event(entry: dict) -> dict:
+    """Returns the values of an event that are read, times in ns."""
+    name = entry["name"]
+    thread = entry["tid"]
+    if not isinstance(name, str) or not isinstance(thread, int | str):
+        raise ValueError(f"an event has the name {name!s:.60} and the thread {thread!s:.60}")
+    start_us = float(entry["ts"])
+    arguments = entry.get("args", {})
+    return {
+        "category": entry["cat"],
+        "name": name,
+        "start_ns": round(start_us * 1e3),
+        "end_ns": round((start_us + float(entry["dur"])) * 1e3),
+        "process": entry["pid"],
+        "thread": thread,
+        "stream": arguments.get("stream", -1),
+        "correlation": arguments.get("correlation", -1),
+    }
+
+
+def _read_events(events: list[dict], version: str) -> Trace:
+    if not events:
+        raise ProfileError("holds no event")
+    events = pd.DataFrame(events).astype({"start_ns": "int64", "end_ns": "int64"})
+    is_on_device = events["category"].isin(_CHROME_KINDS)
+    # Each process counts the launches anew, and no kernel says whose it is.
+    num_processes = events.loc[~is_on_device, "process"].nunique()
+    if num_processes > 1:
         raise ProfileError(
-            f"{path} holds no launch of a kernel: no event of CUDA's runtime has a kernel's "
-            f"correlation"
+            f"holds events of {num_processes} processes; accepted: the trace of one rank"
         )
-    if ranges.empty:
-        raise ProfileError(f"{path} holds no range: it has no event of category user_annotation")
-    counted = (
-        operations[operations["kind"] == "kernel"]
-        if on_device
-        else operations[operations["depth"] == 0]
-    )
-    total_ns = int((counted["end_ns"] - counted["start_ns"]).sum())
-    source = "kineto" if on_device else "kineto cpu"
-    return Trace(source, version, operations[_OPERATION_COLUMNS], ranges, total_ns)
-
-
-def _chrome_times(rows: pd.DataFrame) -> pd.DataFrame:
-    start_us, duration_us = rows["ts"].astype(float), rows["dur"].astype(float)
-    is_possible = (duration_us >= 0) & (start_us.abs() < 2**53) & (duration_us < 2**53)
-    if not is_possible.all():
-        event = rows[~is_possible].iloc[0]
-        raise ValueError(f"an event at {event['ts']!r:.60} lasts {event['dur']!r:.60}")
-    start_ns = (start_us * 1e3).round().astype("int64")
-    end_ns = ((start_us + duration_us) * 1e3).round().astype("int64")
-    return rows.assign(start_ns=start_ns, end_ns=end_ns)
-
-
-def _chrome_ranges(events: pd.DataFrame) -> pd.DataFrame:
-    rows = events[
-        (events["cat"] == "user_annotation") & ~events["name"].str.match(_RANGES_OF_TORCH)
-    ]
-    return (
-        _chrome_times(rows)
-        .assign(process=0, thread=rows["tid"])[_RANGE_COLUMNS]
-        .reset_index(drop=True)
-    )
-
-
-def _chrome_kernels(events: pd.DataFrame) -> pd.DataFrame:
-    rows = events[events["cat"].isin(_CHROME_KINDS)]
-    if rows.empty:
-        return pd.DataFrame(columns=_OPERATION_COLUMNS)
-    rows = _chrome_times(rows).assign(
-        kind=rows["cat"].map(_CHROME_KINDS),
-        stream=[arguments.get("stream", -1) for arguments in rows["args"]],
-        correlation=[arguments.get("correlation", -1) for arguments in rows["args"]],
-    )
-    calls = events[events["cat"].isin(["cuda_runtime", "cuda_driver"])]
-    calls = _chrome_times(calls).assign(
-        correlation=[arguments.get("correlation", -1) for arguments in calls["args"]],
-        thread=calls["tid"],
-    )
-    calls = calls.drop_duplicates("correlation").rename(columns={"start_ns": "launched_ns"})
-    rows = rows.merge(calls[["correlation", "thread", "launched_ns"]], on="correlation", how="left")
-    return rows.assign(process=0, duration_ns=rows["end_ns"] - rows["start_ns"])[_OPERATION_COLUMNS]
+    events["process"] = 0
+    ranges = events[events["category"] == "user_annotation"]
+    ranges = ranges[~ranges["name"].str.startswith(_RANGES_OF_TORCH)]
+    if not is_on_device.any():
+        return _trace("kineto cpu", version, _cpu_operators(events), ranges)
+    calls = events[events["category"].isin(_LAUNCH_CATEGORIES)]
+    calls = calls.rename(columns={"start_ns": "launched_ns"})
+    operations = events[is_on_device].drop(columns="thread")
+    operations["kind"] = operations["category"].map(_CHROME_KINDS)
+    return _device_trace("kineto", version, operations, calls, ranges)
 
 
 def _cpu_operators(events: pd.DataFrame) -> pd.DataFrame:
-    """Returns every operator with its own time, that of the operators it calls taken off, and how
-    deep it is called.
-    """
-    rows = events[events["cat"] == "cpu_op"]
-    if rows.empty:
-        return pd.DataFrame(columns=[*_OPERATION_COLUMNS, "depth"])
-    rows = _chrome_times(rows).sort_values(
-        ["tid", "start_ns", "end_ns"], ascending=[True, True, False]
-    )
-    own = (rows["end_ns"] - rows["start_ns"]).to_numpy().copy()
-    depth = np.zeros(len(rows), dtype=int)
-    thread, open_operators = None, []
-    for number, (tid, start, end) in enumerate(
-        zip(rows["tid"], rows["start_ns"], rows["end_ns"], strict=True)
-    ):
-        if tid != thread:
-            thread, open_operators = tid, []
-        while open_operators and open_operators[-1][1] <= start:
-            open_operators.pop()
-        if open_operators:
-            own[open_operators[-1][0]] -= end - start
-        depth[number] = len(open_operators)
-        open_operators.append((number, end))
-    return rows.assign(
+    """Returns every operator with its own time, that of the operators it calls taken off."""
+    operators = events[events["category"] == "cpu_op"]
+    if operators.empty:
+        raise ProfileError("holds neither a CUDA kernel nor a CPU operator")
+    operators = operators.sort_values(["start_ns", "end_ns"], ascending=[True, False])
+    own_ns = (operators["end_ns"] - operators["start_ns"]).tolist()
+    running = defaultdict(list)  # by thread, outermost first: an operator's number and end
+    for number, row in enumerate(operators.itertuples()):
+        callers = running[row.thread]
+        while callers and callers[-1][1] <= row.start_ns:
+            callers.pop()
+        if callers:
+            own_ns[callers[-1][0]] -= row.end_ns - row.start_ns
+        callers.append((number, row.end_ns))
+    return operators.assign(
         kind="operator",
-        duration_ns=np.maximum(own, 0),
-        stream=rows["tid"],
-        process=0,
-        thread=rows["tid"],
-        launched_ns=rows["start_ns"],
-        depth=depth,
-    )[[*_OPERATION_COLUMNS, "depth"]].reset_index(drop=True)
+        duration_ns=np.maximum(own_ns, 0),
+        stream=operators["thread"],
+        launched_ns=operators["start_ns"],
+    )
 
 
-def launches(trace: Trace, phases: Sequence[str]) -> pd.DataFrame:
+def launches(
+    trace: Trace, phases: Sequence[str], classes: Mapping[str, str] | None = None
+) -> pd.DataFrame:
     """Returns the table of the module's docstring, in order of start.
 
     Args:
         trace: a capture.
         phases: names of the ranges that are phases; the outermost one of a path counts.
+        classes: of kernels whose names do not say them, by name.
     """
-    table = trace.operations.sort_values("start_ns", kind="stable").reset_index(drop=True)
-    pairs = table[["name", "kind"]].drop_duplicates()
-    short = distinct_names(pairs["name"][pairs["kind"] != "operator"])
-    known = {
-        (name, kind): (name[:96] if kind == "operator" else short[name], classify(name, kind))
-        for name, kind in pairs.itertuples(index=False)
-    }
-    keys = list(zip(table["name"], table["kind"], strict=True))
-    table["short_name"] = [known[key][0] for key in keys]
-    table["kernel_class"] = [known[key][1] for key in keys]
+    table = trace.operations.sort_values("start_ns", kind="stable", ignore_index=True)
+    names = table["name"].unique()
+    if trace.source == "kineto cpu":
+        short = {name: name[:96] for name in names}
+        kernel_classes = {name: classify(name, "operator") for name in names}
+    else:
+        short = distinct_names(names)
+        kernel_classes = {name: classify(name) for name in names} | dict(classes or {})
+    table["short_name"] = table["name"].map(short)
+    table["kernel_class"] = table["name"].map(kernel_classes)
     table["path"] = _paths(table, trace.ranges)
     table["range"] = [path[-1] if path else OUTSIDE for path in table["path"]]
     table["phase"] = [
@@ -631,53 +527,32 @@ def launches(trace: Trace, phases: Sequence[str]) -> pd.DataFrame:
 
 def _paths(operations: pd.DataFrame, ranges: pd.DataFrame) -> list[tuple[str, ...]]:
     """Returns the names of the ranges that each operation was launched in, outermost first."""
-    names, starts = ranges["name"].tolist(), ranges["start_ns"].tolist()
-    owners = list(zip(ranges["process"], ranges["thread"], strict=True))
-    launches_of = list(zip(operations["process"], operations["thread"], strict=True))
-    # At the same moment ranges close before others open, outer ones first, and launches come last.
-    events = []
-    for number, (start, end) in enumerate(zip(starts, ranges["end_ns"], strict=True)):
-        if end > start:
-            events += [(end, 0, 0, number), (start, 1, -end, number)]
-    events += [(moment, 2, 0, row) for row, moment in operations["launched_ns"].dropna().items()]
-    paths: list[tuple[str, ...]] = [()] * len(operations)
-    is_open: dict = defaultdict(
-        lambda: defaultdict(list)
-    )  # by process and thread: numbers of ranges
-    for _, kind, _, number in sorted(events):
-        if kind == 2:
-            process, thread = launches_of[number]
-            paths[number] = tuple(names[n] for n in _enclosing(is_open[process], thread, starts))
-        else:
-            process, thread = owners[number]
-            stack = is_open[process][thread]
-            stack.append(number) if kind == 1 else stack.remove(number)
-    return paths
-
-
-def _enclosing(is_open: Mapping[int, list[int]], thread: int, starts: Sequence[int]) -> list[int]:
-    """Returns the numbers of the ranges around a launch of `thread`: its own, inside earlier ones
-    of other threads.
-    """
-    own = is_open.get(thread, [])
-    outermost = starts[own[0]] if own else np.inf
-    others = [
-        n
-        for other, numbers in is_open.items()
-        if other != thread
-        for n in numbers
-        if starts[n] < outermost
-    ]
-    return [*sorted(others, key=starts.__getitem__), *own]
+    launched = operations.dropna(subset="launched_ns").sort_values("launched_ns")
+    moments = launched["launched_ns"].to_numpy()
+    rows = list(launched.itertuples())
+    paths: list[list[str]] = [[] for _ in range(len(operations))]
+    in_own_range = set()
+    ranges = ranges.sort_values(["start_ns", "end_ns"], ascending=[True, False])
+    for range_ in ranges.itertuples():
+        first, last = np.searchsorted(moments, [range_.start_ns, range_.end_ns])
+        for row in rows[first:last]:
+            is_own = row.thread == range_.thread
+            # Another thread's range counts if it was opened before this thread's first.
+            if row.process == range_.process and (is_own or row.Index not in in_own_range):
+                paths[row.Index].append(range_.name)
+                if is_own:
+                    in_own_range.add(row.Index)
+    return [tuple(path) for path in paths]
 
 
 def busy_ns(table: pd.DataFrame) -> int:
     """Returns the time (ns) during which at least one of these launches was running."""
-    starts, ends = table["start_ns"].to_numpy(), table["end_ns"].to_numpy()
-    order = np.argsort(starts, kind="stable")
-    starts, ends = starts[order], np.maximum.accumulate(ends[order])
-    gaps = np.maximum(starts[1:] - ends[:-1], 0).sum()
-    return int(ends[-1] - starts[0] - gaps) if len(starts) else 0
+    if table.empty:
+        return 0
+    table = table.sort_values("start_ns")
+    starts, ends = table["start_ns"], table["end_ns"].cummax()
+    gaps = (starts - ends.shift(fill_value=starts.iloc[0])).clip(lower=0)
+    return int(ends.iloc[-1] - starts.iloc[0] - gaps.sum())
 
 
 def statistics_by(table: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
@@ -703,37 +578,31 @@ class RangeMarker:
     Raises ValueError for another kind.
     """
 
-    KINDS = ("nvtx", "kineto", "none")
+    KINDS: ClassVar = {
+        "nvtx": torch.cuda.nvtx.range,
+        "kineto": torch.profiler.record_function,
+        "none": contextlib.nullcontext,
+    }
 
     def __init__(self, kind: str):
         if kind not in self.KINDS:
             raise ValueError(f"unknown kind of range {kind!r}; accepted: {', '.join(self.KINDS)}")
         self.kind = kind
-        self._open = threading.local()
+        self._open = defaultdict(list)  # by thread
+
+    def __call__(self, name: str) -> contextlib.AbstractContextManager:
+        """Returns a range around a `with` block."""
+        return self.KINDS[self.kind](name)
 
     def open(self, name: str) -> None:
         """Opens a range inside those that this thread has open."""
-        if self.kind == "nvtx":
-            torch.cuda.nvtx.range_push(name)
-        elif self.kind == "kineto":
-            recorded = torch.profiler.record_function(name)
-            recorded.__enter__()
-            self._open.__dict__.setdefault("stack", []).append(recorded)
+        range_ = self(name)
+        range_.__enter__()
+        self._open[threading.get_ident()].append(range_)
 
     def close(self) -> None:
         """Closes the range that this thread opened last."""
-        if self.kind == "nvtx":
-            torch.cuda.nvtx.range_pop()
-        elif self.kind == "kineto":
-            self._open.stack.pop().__exit__(None, None, None)
-
-    @contextlib.contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        self.open(name)
-        try:
-            yield
-        finally:
-            self.close()
+        self._open[threading.get_ident()].pop().__exit__(None, None, None)
 
 
 def capture_with_kineto(
@@ -753,10 +622,10 @@ def capture_with_kineto(
 
     Raises ProfileError as `read_chrome_trace`.
     """
-    from torch.profiler import ProfilerActivity, profile
-
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device_kind == "cuda" else [])]
-    with profile(activities=activities, with_stack=stacks) as profiler:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device_kind == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities, with_stack=stacks) as profiler:
         function()
         if device_kind == "cuda":
             torch.cuda.synchronize()
@@ -768,7 +637,7 @@ def capture_with_kineto(
 
 
 @contextlib.contextmanager
-def _without_folder(folder: str) -> Iterator[None]:
+def _without_folder(folder: Path | str) -> Iterator[None]:
     """Removes the name of a temporary folder from errors, since records hold no paths."""
     try:
         yield
@@ -813,11 +682,6 @@ profile command.
 
 _UNKNOWN_OPTION = re.compile(r"unrecogni[sz]ed option", re.IGNORECASE)
 
-_TOKEN = "LABKIT_CAPTURE"
-
-MAX_ENDING_S = 30.0
-"""How long to wait for a killed process to end; one that waits for a device may not."""
-
 
 def allowed_environment() -> dict[str, str]:
     """Returns the variables of this process's environment that a captured process may have."""
@@ -851,17 +715,13 @@ class Nsys:
                 check=True,
                 env=allowed_environment(),
             )
-        except (
-            OSError,
-            subprocess.SubprocessError,
-        ):  # CUDA's script of this name only looks for nsys
+        # CUDA's script of this name only looks for nsys.
+        except (OSError, subprocess.SubprocessError):
             return None
         version = re.search(r"\d+(\.\d+)+", answer.stdout)
         # nsys lies in target-linux-x64, the importer in a folder beside that one.
-        importers = sorted(Path(path).resolve().parent.parent.glob("*/QdstrmImporter"))
-        return cls(
-            path, version.group() if version else "", str(importers[0]) if importers else None
-        )
+        importer = next(Path(path).resolve().parent.parent.glob("*/QdstrmImporter"), None)
+        return cls(path, version.group() if version else "", importer and str(importer))
 
     @classmethod
     @functools.cache
@@ -870,9 +730,11 @@ class Nsys:
         why.
         """
         nsys = cls.find()
-        if failure := nsys and nsys.failure():
+        failure = nsys.failure() if nsys else ""
+        if failure:
             print(f"labkit: torch.profiler takes the place of nsys: {failure}", file=sys.stderr)
-        return None if failure else nsys
+            return None
+        return nsys
 
     def failure(self) -> str:
         """Returns why a capture of an empty program cannot be made, imported and exported; "" if it
@@ -908,139 +770,76 @@ class Nsys:
             TimeoutError: it took longer; every process that it started has been ended.
             ProfileError: nsys, the importer or the export failed, or what they left cannot be read.
         """
-        bounded = functools.partial(
-            run_bounded, timeout_s=timeout_s, end_s=time.monotonic() + timeout_s
-        )
-        with tempfile.TemporaryDirectory(prefix="labkit-nsys-") as folder, _without_folder(folder):
+        run = functools.partial(_run, timeout_s=timeout_s, end_s=time.monotonic() + timeout_s)
+        # The guard ends whatever has the folder's path in its environment, also what has left the
+        # group of its parent.
+        with guarded_folder() as (folder, _), _without_folder(folder):
             # nsys writes raw captures to TMPDIR first, and may leave them there.
-            environment = {**allowed_environment(), **(variables or {}), "TMPDIR": folder}
-            report = Path(folder) / "capture.nsys-rep"
-            export = report.with_suffix(".sqlite")
-            options, sampled = (
-                [*TRACED, "--stats=false", f"--output={folder}/capture"],
-                STACKS if stacks else NO_STACKS,
-            )
-            folders = [os.environ.get(LIBRARIES, ""), environment.get("LD_LIBRARY_PATH", "")]
+            environment = {**allowed_environment(), **(variables or {}), "TMPDIR": str(folder)}
+            folders = [os.environ.get(LIBRARIES), environment.get("LD_LIBRARY_PATH")]
             tools = {**environment, "LD_LIBRARY_PATH": os.pathsep.join(filter(None, folders))}
-            for others in (
-                (*sampled, *NEWER_OPTIONS),
-                sampled,
-                NO_STACKS,
-            ):  # a machine may allow no sampling
-                said = bounded([self.path, "profile", *options, *others, *command], environment)
-                raw = sorted(Path(folder).rglob("*.qdstrm"))
-                if report.exists() or raw or not (stacks or _UNKNOWN_OPTION.search(said)):
-                    break  # an older release that is given a newer option starts nothing
-            if not report.exists() and raw:
+            report = folder / "capture.nsys-rep"
+            export = folder / "capture.sqlite"
+            sampling = STACKS if stacks else NO_STACKS
+            # A machine may allow no sampling.
+            for options in ((*sampling, *NEWER_OPTIONS), sampling, NO_STACKS):
+                options = (*TRACED, *options, "--stats=false", f"--output={folder / 'capture'}")
+                output = run([self.path, "profile", *options, *command], environment)
+                raw = next(folder.rglob("*.qdstrm"), None)
+                # An older release that is given a newer option starts nothing.
+                if report.exists() or raw or not (stacks or _UNKNOWN_OPTION.search(output)):
+                    break
+            if raw and not report.exists():
                 if self.importer is None:
                     raise ProfileError(
                         "nsys left a raw capture, and there is no QdstrmImporter beside it"
                     )
-                command = [self.importer, "--input-file", str(raw[0]), "--output-file", str(report)]
-                said = bounded(command, tools)
+                files = ["--input-file", str(raw), "--output-file", str(report)]
+                output = run([self.importer, *files], tools)
             if not report.exists():
-                raise ProfileError(f"nsys left no report: {_last_line(said)}")
+                raise ProfileError(f"nsys left no report: {_last_line(output)}")
             if keep:
                 shutil.copyfile(report, keep)
-            arguments = [
-                "export",
-                "--type=sqlite",
-                "--force-overwrite=true",
-                f"--output={export}",
-                str(report),
-            ]
-            said = bounded([self.path, *arguments], tools)
+            options = ("--type=sqlite", "--force-overwrite=true", f"--output={export}")
+            output = run([self.path, "export", *options, str(report)], tools)
             if not export.exists():
-                raise ProfileError(f"nsys export left no SQLite file: {_last_line(said)}")
+                raise ProfileError(f"nsys export left no SQLite file: {_last_line(output)}")
             return read_nsys(export, self.version) if reads else None
+
+
+def _run(
+    command: Sequence[str], environment: Mapping[str, str], timeout_s: float, end_s: float
+) -> str:
+    """Returns the output of a program that may run until `end_s`, of time.monotonic().
+
+    Raises:
+        TimeoutError: the program took longer; it has been ended, not what it started.
+        ProfileError: it cannot be started.
+    """
+    name = Path(command[0]).name
+    # What the program started may outlive it and hold a pipe open, but no file.
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+        try:
+            subprocess.run(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                timeout=max(0.1, end_s - time.monotonic()),
+                check=False,
+            )
+        except OSError as error:
+            raise ProfileError(f"{name} cannot be started: {error.strerror}") from error
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(
+                f"{name} was stopped: the capture took longer than {timeout_s:g} s"
+            ) from None
+        output.seek(0)
+        return output.read()
 
 
 def _last_line(text: str) -> str:
     """Returns the last line of a program's output, without folders."""
-    lines = text.split("\n")
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
+    last = text.strip().rpartition("\n")[2].strip() or "no output"
     return re.sub(r"\S*/(?=\S)", "", last)[:300]
-
-
-def run_bounded(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    timeout_s: float,
-    end_s: float | None = None,
-) -> str:
-    """Runs a program and returns its output; afterwards, even on an error, no process that it
-    started is left.
-
-    Args:
-        command: program and arguments.
-        environment: the program's whole environment.
-        timeout_s: limit in seconds; end_s: when it ends, by time.monotonic(), if it has begun
-            before.
-
-    Raises:
-        TimeoutError: the program took longer.
-        ProfileError: it cannot be started.
-    """
-    end_s = end_s or time.monotonic() + timeout_s
-    token = secrets.token_hex(8)
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
-        try:
-            process = subprocess.Popen(
-                list(command),
-                env={**environment, _TOKEN: token},
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
-            )
-        except OSError as error:
-            raise ProfileError(
-                f"{Path(command[0]).name} cannot be started: {error.strerror}"
-            ) from error
-        try:
-            process.wait(max(0.1, end_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            name = Path(command[0]).name
-            raise TimeoutError(
-                f"{name} was stopped: the capture took longer than {timeout_s:g} s"
-            ) from None
-        finally:
-            _end_all(process, token)
-        said.seek(0)
-        return said.read()
-
-
-def _end_all(process: subprocess.Popen, token: str) -> None:
-    """Kills a program and all that it started, known by the variable they inherit, since some leave
-    its group.
-
-    The others stay in this process's group and end with it.
-    """
-    begin, killed = time.monotonic(), set()
-    while time.monotonic() - begin < MAX_ENDING_S:
-        found = {*_processes_with(token), *([process.pid] if process.poll() is None else [])}
-        if not found and not any(_is_ending(pid) for pid in killed):
-            return
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        killed |= found
-        time.sleep(0.05)
-
-
-def _is_ending(pid: int) -> bool:
-    """Returns whether a killed process still holds resources; its environment is gone first."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return False
-    return state not in ("Z", "X")
-
-
-def _processes_with(token: str) -> list[int]:
-    """Returns the processes with this token in their environment (only where there is /proc)."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if token.encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-    return found

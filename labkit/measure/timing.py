@@ -23,7 +23,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -64,7 +64,7 @@ class Timing:
     launch_ms: tuple[float, ...] = ()
 
     @classmethod
-    def of(
+    def from_samples(
         cls, samples: Sequence[tuple], method: str, num_warmup: int, stop_reason: str
     ) -> "Timing":
         """Returns the Timing of samples as the samplers give them: device time, host's and launch's
@@ -73,10 +73,11 @@ class Timing:
         Raises ValueError for a time that is not positive.
         """
         device_ms, *others = zip(*samples, strict=True)
-        if min(device_ms) <= 0:
+        shortest_ms = min(device_ms)
+        if shortest_ms <= 0:
             raise ValueError(
-                f"a sample of {min(device_ms)} ms: shorter than the clock tells; time several "
-                f"calls as one"
+                f"a sample of {shortest_ms} ms: shorter than the clock tells; time several calls "
+                "as one"
             )
         return cls(device_ms, method, num_warmup, stop_reason, *others)
 
@@ -188,7 +189,7 @@ def time_callable(
         samples, reason = _sample(
             sampler, min_samples, max_samples, target_half_width, time_limit_s
         )
-    return Timing.of(samples, method, num_warmup, reason)
+    return Timing.from_samples(samples, method, num_warmup, reason)
 
 
 def _checked_method(method: str | None, device_kind: str, inputs: Inputs) -> str:
@@ -226,31 +227,37 @@ def collector_paused() -> Iterator[None]:
 
 def _warm_up(sampler: "_Sampler", num_warmup: int, time_limit_s: float) -> int:
     """Returns how many warm-up calls were made."""
-    begin, made = time.perf_counter(), 0
-    while made < num_warmup and (not made or time.perf_counter() - begin < time_limit_s):
+    begin = time.perf_counter()
+    for number in range(num_warmup):
+        if number > 0 and time.perf_counter() - begin >= time_limit_s:
+            return number
         sampler()
-        made += 1
-    return made
+    return num_warmup
 
 
 def _sample(
-    sampler, min_samples, max_samples, target_half_width, time_limit_s
+    sampler: "_Sampler",
+    min_samples: int,
+    max_samples: int,
+    target_half_width: float,
+    time_limit_s: float,
 ) -> tuple[list[tuple], str]:
-    """Returns the samples and why there are no more of them."""
+    """Returns the samples and why there are no more of them, as records say it."""
     samples: list[tuple] = []
     begin = time.perf_counter()
     while True:
         samples.append(sampler())
-        elapsed = time.perf_counter() - begin
+        elapsed_s = time.perf_counter() - begin
         if len(samples) == max_samples:
             return samples, "fixed count" if min_samples == max_samples else "sample limit"
         if len(samples) >= min_samples:
-            if elapsed >= time_limit_s:
+            if elapsed_s >= time_limit_s:
                 return samples, "time limit"
-            if target_half_width > 0 and len(samples) % 5 == 0:
+            # A sort of all samples after each of them would take the time of short calls.
+            if len(samples) % 5 == 0 and target_half_width > 0:
                 if median_half_width([sample[0] for sample in samples]) <= target_half_width:
                     return samples, "converged"
-        elif elapsed >= 3 * time_limit_s and len(samples) >= MIN_SAMPLES_AT_LIMIT:
+        elif elapsed_s >= 3 * time_limit_s and len(samples) >= MIN_SAMPLES_AT_LIMIT:
             return samples, "time limit"
 
 
@@ -298,22 +305,31 @@ def _host_sampler(function: Callable, inputs: Inputs, device_kind: str) -> _Samp
     return sample
 
 
+def _device_timer() -> Callable[..., float]:
+    """Returns what gives the device's time (ms) of one call, between two events."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def time_ms(function: Callable, *arguments: Any) -> float:
+        start.record()
+        function(*arguments)
+        end.record()
+        synchronize("cuda")
+        return start.elapsed_time(end)
+
+    return time_ms
+
+
 def _flush_sampler(function: Callable, inputs: Inputs, device_kind: str) -> _Sampler:
     next_inputs = _rotation(inputs)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    timer = _device_timer()
     # Twice the L2 cache, so that nothing of the inputs stays in it.
-    flush = torch.empty(
-        2 * torch.cuda.get_device_properties(0).L2_cache_size, dtype=torch.int8, device="cuda"
-    )
+    num_bytes = 2 * torch.cuda.get_device_properties(0).L2_cache_size
+    flush = torch.empty(num_bytes, dtype=torch.int8, device=device_kind)
 
     def sample() -> tuple[float]:
         arguments = next_inputs()
         flush.zero_()
-        start.record()
-        function(*arguments)
-        end.record()
-        synchronize(device_kind)
-        return (start.elapsed_time(end),)
+        return (timer(function, *arguments),)
 
     return sample
 
@@ -348,7 +364,8 @@ def captured_once(
         this broke off.
     """
     gc.collect()  # the graph takes none of the memory that garbage holds
-    graph, lost = torch.cuda.CUDAGraph(), None
+    graph = torch.cuda.CUDAGraph()
+    lost = None
     try:
         with torch.cuda.graph(graph, capture_error_mode=error_mode):
             try:
@@ -384,41 +401,26 @@ def captured(function: Callable, inputs: Sequence[tuple] = ((),)) -> tuple[Calla
     and their number.
     """
 
-    def capture(num_rounds: int) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(num_rounds):
-                for arguments in inputs:
-                    function(*arguments)
-        return graph
+    def run(num_rounds: int) -> None:
+        for _ in range(num_rounds):
+            for arguments in inputs:
+                function(*arguments)
 
-    with (
-        on_capture_stream()
-    ):  # before its capture, work must have run once on another stream than the default one
-        for arguments in inputs:
-            function(*arguments)
-    once, timer = capture(1), _replay_timer()
-    timer(once.replay)
-    num_rounds = max(1, math.ceil(GRAPH_REPLAY_MS / max(timer(once.replay), 1e-3)))
-    graph = capture(num_rounds) if num_rounds > 1 else once
+    # Before its capture, work must have run once on another stream than the default one.
+    with on_capture_stream():
+        run(1)
+    graph = captured_once(partial(run, 1))
+    timer = _device_timer()
+    timer(graph.replay)
+    num_rounds = max(1, math.ceil(GRAPH_REPLAY_MS / max(timer(graph.replay), 1e-3)))
+    if num_rounds > 1:
+        graph = captured_once(partial(run, num_rounds))
     return graph.replay, num_rounds * len(inputs)
 
 
-def _replay_timer() -> Callable[[Callable[[], None]], float]:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def time_ms(replay: Callable[[], None]) -> float:
-        start.record()
-        replay()
-        end.record()
-        synchronize("cuda")
-        return start.elapsed_time(end)
-
-    return time_ms
-
-
 def _graph_sampler(function: Callable, inputs: Inputs, device_kind: str) -> _Sampler:
-    (replay, num_calls), timer = captured(function, inputs), _replay_timer()
+    replay, num_calls = captured(function, inputs)
+    timer = _device_timer()
     return lambda: (timer(replay) / num_calls,)
 
 
@@ -450,21 +452,18 @@ def compare(
     *,
     baseline: str,
     device_kind: str,
-    inputs: Inputs = ((),),
     method: str | None = None,
     num_warmup: int = 5,
     num_rounds: int = 30,
-    seed: int = 0,
 ) -> Comparison:
     """Times every candidate once per round, in a new random order each round, and pairs the rounds.
 
     A drift of the clocks then affects all candidates alike, and pairing removes it from the ratio.
 
     Args:
-        candidates: callables that take the same `inputs`.
+        candidates: callables without arguments.
         baseline: the candidate that the ratios divide by.
         num_rounds: samples of each.
-        seed: of the order and of the bootstrap.
         Others as in `time_callable`.
 
     Raises:
@@ -472,12 +471,13 @@ def compare(
     """
     if baseline not in candidates:
         raise ValueError(f"unknown baseline {baseline!r}; accepted: {', '.join(candidates)}")
+    inputs = ((),)
     method = _checked_method(method, device_kind, inputs)
     samplers = {
         name: _SAMPLERS[method](function, inputs, device_kind)
         for name, function in candidates.items()
     }
-    generator = random.Random(seed)
+    generator = random.Random(0)
     samples: dict[str, list[tuple]] = {name: [] for name in samplers}
     with collector_paused():
         for sampler in samplers.values():
@@ -487,15 +487,13 @@ def compare(
             for name in generator.sample(list(samplers), len(samplers)):
                 samples[name].append(samplers[name]())
     timings = {
-        name: Timing.of(rows, method, num_warmup, "fixed count") for name, rows in samples.items()
+        name: Timing.from_samples(rows, method, num_warmup, "fixed count")
+        for name, rows in samples.items()
     }
-    base = timings[baseline].samples_ms
-    ratio = {
-        name: bootstrap_median(
-            [ours / theirs for ours, theirs in zip(timing.samples_ms, base, strict=True)], generator
-        )
-        for name, timing in timings.items()
-    }
+    ratio = {}
+    for name, timing in timings.items():
+        pairs = zip(timing.samples_ms, timings[baseline].samples_ms, strict=True)
+        ratio[name] = bootstrap_median([time_ms / base_ms for time_ms, base_ms in pairs], generator)
     return Comparison(timings, baseline, ratio)
 
 
