@@ -27,6 +27,7 @@ from labkit.models.transformer import TransformerLM
 V100 = hardware.Device("cuda", "Tesla V100-SXM2-16GB", "tesla-v100-sxm2-16gb")
 THREE = {"num_warmup": 1, "min_samples": 3, "max_samples": 3, "time_limit_s": 1e9}
 measure = partial(chapters.measure, run_case)
+exactly = partial(pytest.approx, rel=1e-12)
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +127,33 @@ def test_every_phase_says_what_ran_and_its_rates():
     assert accounting.num_parameters(model_config("nano")) == NUM_PARAMETERS
 
 
-COSTS_S = {"model": 1, "backward": 10, "optimizer": 100, "zero_grad": 1000, "build": 10_000}
+COSTS_S = {
+    "model": 1,
+    "backward": 10,
+    "optimizer": 100,
+    "zero_grad": 1000,
+    "build": 10_000,
+    "kernel": 1,
+}
+
+
+class Clock:
+    """A clock that only the instrumented parts move, each by a time that tells it from the
+    others.
+    """
+
+    def __init__(self, monkeypatch, module):
+        self.now = 0.0
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now))
+
+    def wrap(self, part: str, function):
+        def wrapped(*args, **kwargs):
+            self.now += COSTS_S[part]
+            return function(*args, **kwargs)
+
+        return wrapped
+
+
 TIMED_PARTS = {
     "forward": ["model"],
     "backward": ["backward"],
@@ -137,23 +164,14 @@ TIMED_PARTS = {
 
 @pytest.mark.parametrize("phase", TIMED_PARTS)
 def test_a_phase_times_its_own_parts_and_not_the_making_of_the_optimizer(monkeypatch, phase):
-    """On a clock that only the parts move, each by a time that tells it from the others."""
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-
-    def wrapped(part, function):
-        def call(*arguments, **options):
-            clock.now += COSTS_S[part]
-            return function(*arguments, **options)
-
-        return call
+    clock = Clock(monkeypatch, timing)
 
     def instrument(owner, **parts):
         for name, part in parts.items():
-            monkeypatch.setattr(owner, name, wrapped(part, getattr(owner, name)))
+            monkeypatch.setattr(owner, name, clock.wrap(part, getattr(owner, name)))
         return owner
 
-    build = wrapped("build", torch.optim.AdamW)
+    build = clock.wrap("build", torch.optim.AdamW)
 
     def optimizer(*arguments, **options):
         made = build(*arguments, **options)
