@@ -59,13 +59,6 @@ def test_limits_leave_adamw_out_and_take_the_rate_of_an_all_reduce():
     assert measured(pairs, "least_tokens", phase="fsdp", **LARGE).missing, "no link was measured"
 
 
-def test_graphs_are_shown_and_without_them_what_was_recorded_first():
-    launched = STEPS.assign(compile="regional")
-    small = launched.assign(batch=2)
-    assert set(report.shown(pd.concat([launched, STEPS, small]))["compile"]) == {"graph"}
-    assert set(report.shown(pd.concat([launched, small]))["batch"]) == {4}
-
-
 def test_memory_is_predicted_for_the_ways_that_shard():
     ways = {"sharded optimizer": 1, "fsdp": 3}
     observed = {"num_parameters": 1000}
@@ -74,14 +67,6 @@ def test_memory_is_predicted_for_the_ways_that_shard():
         sum(communication.zero_bytes(1000, 2, stage, compute_bytes=0).values())
         for stage in ways.values()
     ]
-
-
-def test_a_timeline_is_drawn_of_the_steps_that_were_profiled():
-    ends = ("begin", "end")
-    names = [f"rank {rank} {lane}" for rank in (0, 1) for lane in report.LANES]
-    spans = {f"{name}_{end}_ms": [at] for name in names for at, end in enumerate(ends)}
-    figure = report.timeline_figure(pd.DataFrame([step("naive", samples=spans), step("flat")]))
-    assert [axis.get_title() for axis in figure.axes] == ["naive"]
 
 
 def test_the_committed_collectives_have_no_wrong_element():

@@ -61,14 +61,6 @@ def test_the_waterfall_says_what_each_change_saves_and_its_verdict():
     assert texts == ["120", "150", *changes, "60.0"], "a change without a record is left out"
 
 
-def test_kernels_are_summed_by_class():
-    row = {"observed": {"source": "kineto"}, "matmul_ms": 60.0, "attention_ms": 10.0}
-    rows = [{**row, "way": way, "kernels_ms": ms} for way, ms in (("eager", 110.0), ("fused", 90))]
-    found = report.kernel_times(frame(*rows))
-    rest = facts.compare(found, {"way": "first version"}, {"way": report.FUSED}, value="rest_ms")
-    assert (rest.verdict, rest["ratio"].value) == ("ahead", 2.0)
-
-
 def kernel(impl, ratio=1.0, low=None):
     row = {"operation": "rms_norm", "rows": 100, "columns": 2560, "phase": f"{impl} {report.BOTH}"}
     ratios = {"ratio_to_ours_low": low or ratio, "ratio_to_ours_high": ratio}

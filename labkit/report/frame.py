@@ -58,7 +58,7 @@ def in_order(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
 
     def key(column: pd.Series) -> pd.Series:
         order = ORDER.get(column.name)
-        return column.map(order.index, na_action="ignore") if order else column
+        return column.map({name: rank for rank, name in enumerate(order)}) if order else column
 
     return frame.sort_values(list(columns), key=key, kind="stable", ignore_index=True)
 
