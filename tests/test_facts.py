@@ -8,32 +8,24 @@ import pytest
 from labkit.records import Record, RecordStore
 from labkit.report import facts, verdicts
 from labkit.report.chapter import Chapter
-from labkit.report.facts import Fact, Quantity, compare, compare_all, measured, sentence
-from labkit.report.frame import DISTURBED, UNSTEADY, by_way, cell, only, size_name
-
-
-def row(precision="fp32", median_ms=10.0, **values):
-    return {
-        "status": "ok",
-        "size": "2.7b",
-        "context": 512,
-        "precision": precision,
-        "phase": "graph_step",
-        "timer_method": "window",
-        "session": "a",
-        "half_width_fraction": 0.0,
-        "disturbed": False,
-        "median_ms": median_ms,
-    } | values
-
-
-def frame(*rows):
-    return pd.DataFrame(rows)
-
+from labkit.report.facts import Fact, Quantity, compare, compare_all, compare_rows, measured
+from labkit.report.facts import sentence as said
+from labkit.report.frame import by_way, cell, only
+from labkit.report.text import span
 
 BASE = {"precision": "fp32"}
 OTHER = {"precision": "bf16"}
 TEXTS = {"ahead": "Ahead {ratio}", "level": "Level", "behind": "Behind {ratio}"}
+
+
+def row(precision="fp32", median_ms=10.0, **values):
+    case = {"size": "2.7b", "context": 512, "precision": precision, "phase": "graph_step"}
+    timer = {"timer_method": "window", "session": "a", "half_width_fraction": 0.0}
+    return {"status": "ok", **case, **timer, "disturbed": False, "median_ms": median_ms} | values
+
+
+def pair(base=10.0, other=5.0, **values):
+    return pd.DataFrame([row(median_ms=base, **values), row("bf16", other, **values)])
 
 
 @pytest.mark.parametrize(
@@ -41,225 +33,166 @@ TEXTS = {"ahead": "Ahead {ratio}", "level": "Level", "behind": "Behind {ratio}"}
     [(5.0, 0.0, "ahead"), (10.0, 0.0, "level"), (20.0, 0.0, "behind"), (9.0, 0.2, "undecided")],
 )
 def test_a_verdict_comes_from_the_interval(other_ms, half_width, verdict):
-    rows = frame(row(half_width_fraction=half_width), row("bf16", other_ms))
-    fact = compare(rows, BASE, OTHER, size="2.7b")
-    assert fact.verdict == verdict
-    assert fact["ratio"].value == pytest.approx(10.0 / other_ms)
-    assert fact.interval.low <= 10.0 / other_ms <= fact.interval.high
+    base = row(half_width_fraction=half_width)
+    other = row("bf16", other_ms)
+    interval = verdicts.ratio(base, other)
+    fact = compare_rows(base, other)
+    assert fact.verdict == verdict and fact["ratio"].value == pytest.approx(10.0 / other_ms)
+    assert interval.low < 10.0 / other_ms < interval.high
+    assert fact["interval"] == span(interval.low, interval.high)
 
 
-def test_a_noisy_cell_cannot_carry_a_headline():
-    noisy = compare(frame(row(half_width_fraction=0.4), row("bf16", 8.0)), BASE, OTHER)
-    said = sentence(noisy, **TEXTS, because="of its kernels")
-    assert noisy.verdict == verdicts.UNDECIDED
-    assert noisy["interval"] in said and "undecided" in said
-    assert "Ahead" not in said and "kernels" not in said
-
-
-def test_a_reason_stands_with_the_verdict_that_it_explains_and_disappears_with_it():
-    faster = compare(frame(row(), row("bf16", 5.0)), BASE, OTHER)
-    assert sentence(faster, **TEXTS, because="why") == "Ahead 2.00×: why."
+def test_a_sentence_says_no_more_than_its_fact():
+    noisy = compare(pair(10.0, 8.0, half_width_fraction=0.4), BASE, OTHER)
+    text = said(noisy, **TEXTS, because="of its kernels")
+    assert noisy["interval"] in text and "undecided" in text
+    assert "Ahead" not in text and "kernels" not in text
+    assert said(compare(pair(), BASE, OTHER), **TEXTS, because="why") == "Ahead 2.00×: why."
     for other_ms in (10.0, 20.0):
-        fact = compare(frame(row(), row("bf16", other_ms)), BASE, OTHER)
-        assert "why" not in sentence(fact, **TEXTS, because="why")
+        assert "why" not in said(compare(pair(10.0, other_ms), BASE, OTHER), **TEXTS, because="why")
+    slower = compare(pair(10.0, 20.0), BASE, OTHER, size="2.7b")
+    plain = f"bf16 against fp32 (2.7b (3.4 B)): behind, {slower['interval']}."
+    assert said(slower, ahead="Ahead") == plain
 
 
-def test_a_verdict_without_a_text_prints_the_plain_form_with_its_interval():
-    slower = compare(frame(row(), row("bf16", 20.0)), BASE, OTHER, size="2.7b")
-    assert (
-        sentence(slower, ahead="Ahead")
-        == f"bf16 against fp32 (2.7b (3.4 B)): behind, {slower['interval']}."
-    )
-
-
-def test_an_undecided_comparison_takes_no_text_of_its_own():
+def test_a_text_has_a_verdict_and_at_most_three_numbers():
+    fact = compare(pair(), BASE, OTHER)
     with pytest.raises(ValueError, match="accepted: ahead, level, behind"):
-        sentence(compare(frame(row(), row("bf16")), BASE, OTHER), undecided="about the same")
-
-
-def test_a_sentence_holds_at_most_three_numbers():
-    fact = compare(frame(row(), row("bf16", 5.0)), BASE, OTHER)
+        said(fact, undecided="about the same")
     with pytest.raises(ValueError, match="4 numbers"):
-        sentence(fact, ahead="{base} {other} {ratio} {saved}")
+        said(fact, ahead="{base} {other} {ratio} {value}")
 
 
-def test_what_was_not_measured_says_so():
+def test_what_was_not_measured_says_so_and_silences_a_sentence_of_several():
     failed = row("bf16", math.nan, status="oom")
-    for rows in (frame(row()), frame(row(), failed), pd.DataFrame()):
-        fact = compare(rows, BASE, OTHER, size="2.7b")
-        assert "not measured" in sentence(fact, **TEXTS).lower()
+    for rows in ([row()], [row(), failed], []):
+        fact = compare(pd.DataFrame(rows), BASE, OTHER, size="2.7b")
+        assert "Not measured" in said(fact, **TEXTS)
+    one = Fact("", {"value": Quantity(0.7, "%")})
+    assert said((one, one), "{0} and {1}") == "70 % and 70 %."
+    assert "Not measured" in said((one, fact), "{0} and {1}")
 
 
-def test_times_of_two_kinds_are_never_divided():
-    called = row("bf16", 5.0, phase="train_step")
+def test_times_of_two_kinds_and_cases_of_several_rows_are_refused():
     with pytest.raises(ValueError, match="a device and a call time"):
-        facts.compare_rows(row(), called)
-
-
-def test_a_case_that_names_several_rows_is_refused():
-    rows = frame(row(), row(context=1024), row("bf16"))
+        compare_rows(row(), row("bf16", 5.0, phase="train_step"))
+    rows = pd.concat([pair(), pd.DataFrame([row(context=1024)])])
     with pytest.raises(ValueError, match="differ in context"):
         compare(rows, BASE, OTHER)
 
 
-@pytest.mark.parametrize(
-    ("values", "mark"), [({"disturbed": True}, DISTURBED), ({"steady": 0}, UNSTEADY)]
-)
+@pytest.mark.parametrize(("values", "mark"), [({"disturbed": True}, "⚠ "), ({"steady": 0}, "~ ")])
 def test_a_mark_follows_its_value_wherever_it_is_printed(values, mark):
     marked = row(sustained_ms=10.0, **values)
-    other = row("bf16", 5.0, sustained_ms=5.0, steady=1)
-    fact = compare(frame(marked, other), BASE, OTHER, value="sustained_ms")
+    rows = pd.DataFrame([marked, row("bf16", 5.0, sustained_ms=5.0, steady=1)])
+    fact = compare(rows, BASE, OTHER, value="sustained_ms")
     assert cell(marked, "sustained_ms") == f"{mark}10.0"
-    assert (
-        fact.marked and str(fact["base"]).startswith(mark) and str(fact["ratio"]).startswith(mark)
-    )
-    assert sentence(fact, **TEXTS) == f"Ahead {mark}2.00×."
-    assert sentence(measured(frame(marked), "sustained_ms"), "{value}") == f"{mark}10.0 ms."
+    assert fact.marked and said(fact, **TEXTS) == f"Ahead {mark}2.00×."
+    one = measured(rows, "sustained_ms", **BASE)
+    assert said(one, "{value}") == f"{mark}10.0 ms."
 
 
 def test_small_kernels_memory_models_and_few_cases_are_no_finding():
-    fast = compare(frame(row(median_ms=0.4), row("bf16", 0.2)), BASE, OTHER)
-    light = compare(
-        frame(row(peak_bytes=2**20), row("bf16", peak_bytes=2**19)), BASE, OTHER, value="peak_bytes"
-    )
-    tiny = compare(frame(row(size="nano"), row("bf16", 5.0, size="nano")), BASE, OTHER)
-    few = compare_all(frame(row(), row("bf16", 5.0)), BASE, OTHER, ["size"])
-    for fact in (fast, light, tiny, few):
-        assert fact.small
-        assert "Too small" in sentence(fact, "{value}", **TEXTS)
+    memory = pair().assign(peak_bytes=[2**20, 2**19])
+    for fact in (
+        compare(pair(0.4, 0.2), BASE, OTHER),
+        compare(memory, BASE, OTHER, value="peak_bytes"),
+        compare(pair(size="nano"), BASE, OTHER),
+        compare_all(pair(), BASE, OTHER, ["size"]),
+    ):
+        assert "Too small" in said(fact, "{value}", **TEXTS)
 
 
-def sizes(*pairs):
-    names = ("small", "large", "xl-2025", "2.7b")
-    rows = [row(size=size, median_ms=base) for size, (base, _) in zip(names, pairs, strict=False)]
-    return frame(
-        *rows,
-        *(row("bf16", other, size=size) for size, (_, other) in zip(names, pairs, strict=False)),
-    )
+def tally(*other_ms):
+    sizes = ("small", "large", "xl-2025")
+    rows = [pair(10, ms, size=size) for size, ms in zip(sizes, other_ms, strict=True)]
+    return compare_all(pd.concat(rows), BASE, OTHER, ["size"])
 
 
 def test_a_tally_counts_its_cases_and_says_which_verdict_they_share():
-    fact = compare_all(sizes((10, 8), (10, 7), (10, 6)), BASE, OTHER, ["size"])
+    fact = tally(8, 7, 6)
     assert (fact.verdict, fact["total"].value, fact["range"]) == ("ahead", 3, "1.25× to 1.67×")
-    mixed = compare_all(sizes((10, 8), (10, 10), (10, 20)), BASE, OTHER, ["size"])
-    assert mixed.verdict == facts.MIXED
-    assert sentence(mixed) == "bf16 against fp32: ahead in 1, level in 1, behind in 1 of 3 cases."
-
-
-def test_a_selection_of_mixed_cases_without_its_total_is_not_printed():
-    mixed = compare_all(sizes((10, 8), (10, 10), (10, 20)), BASE, OTHER, ["size"])
-    assert sentence(mixed, "Faster by up to {most}").startswith("bf16 against fp32: ahead in 1")
-    assert sentence(mixed, "Faster in {ahead} of {total}") == "Faster in 1 of 3."
-
-
-def test_a_tally_of_a_marked_case_is_marked():
-    rows = sizes((10, 8), (10, 7), (10, 6))
-    assert not compare_all(rows, BASE, OTHER, ["size"]).marked
-    assert compare_all(rows.assign(disturbed=True), BASE, OTHER, ["size"]).marked
-
-
-def test_a_range_wider_than_twice_names_its_two_cases():
-    fact = compare_all(sizes((10, 8), (10, 7), (10, 2)), BASE, OTHER, ["size"])
-    assert fact["range"] == "1.25× (small) to 5.00× (xl-2025)"
+    assert tally(8, 7, 2)["range"] == "1.25× (small) to 5.00× (xl-2025)", "over twice: by name"
+    mixed = tally(8, 10, 20)
+    plain = "bf16 against fp32: ahead in 1, level in 1, behind in 1 of 3 cases."
+    assert said(mixed) == plain
+    assert said(mixed, "Faster by up to {most}") == plain, "a selection without its total"
+    assert said(mixed, "Faster in {ahead} of {total}") == "Faster in 1 of 3."
 
 
 def test_of_bytes_the_ratio_is_the_others_over_the_bases_and_less_is_ahead():
-    rows = frame(row(peak_bytes=4 * 2**30), row("bf16", peak_bytes=2**30))
+    rows = pair().assign(peak_bytes=[4 * 2**30, 2**30])
     fact = compare(rows, BASE, OTHER, value="peak_bytes")
     assert (fact.verdict, str(fact["ratio"]), str(fact["other"])) == ("ahead", "0.250×", "1.00 GiB")
 
 
 def test_sessions_that_agree_decide_what_the_samples_of_one_could_not():
-    def over(sessions, precision):
-        times = {name: {"median_ms": ms} for name, ms in sessions.items()}
-        return row(
-            precision, times["c"]["median_ms"], session="c", sessions=times, half_width_fraction=0.2
-        )
+    def over(precision, *times):
+        sessions = {name: {"median_ms": ms} for name, ms in zip("abc", times, strict=True)}
+        values = {"session": "c", "sessions": sessions, "half_width_fraction": 0.2}
+        return row(precision, times[-1], **values)
 
-    base = over({"a": 104.4, "b": 103.6, "c": 104.8}, "fp32")
-    other = over({"a": 100.0, "b": 100.0, "c": 100.0}, "bf16")
-    fact = facts.compare_rows(base, other)
-    assert (fact.verdict, fact.num_sessions) == ("ahead", 3)
-    assert fact.interval.low == pytest.approx(1.036 / 1.01)
+    base = over("fp32", 104.4, 103.6, 104.8)
+    other = over("bf16", 100.0, 100.0, 100.0)
+    assert verdicts.ratio(base, other).low == pytest.approx(1.036 / 1.01)
+    assert compare_rows(base, other).verdict == "ahead"
     base["sessions"]["b"] = {"median_ms": 95.0}
-    assert facts.compare_rows(base, other).verdict == "undecided"
+    assert compare_rows(base, other).verdict == "undecided"
 
 
 def test_calls_of_two_hosts_decide_nothing_where_the_host_sets_their_time():
     held = {"phase": "train_step", "launch_median_ms": 9.5, "host_median_ms": 10.0}
     base = row(**held)
     other = row("bf16", 6.0, session="b", **held)
-    assert facts.compare_rows(base, other).verdict == "undecided"
-    assert facts.compare_rows(base, other | {"session": "a"}).verdict == "ahead"
-
-
-def record(session, commit, median_ms, **changes):
-    case = {"size": "2.7b", "context": 512, "precision": "fp32"} | changes
-    return Record(
-        notebook="01_benchmarking",
-        section="execution",
-        case=case,
-        phase="graph_step",
-        device="gpu",
-        measurement_version=1,
-        metrics={"median_ms": median_ms},
-        timer={"method": "window"},
-        source={"commit": commit},
-        session=session,
-        recorded_at="2026-01-01T00:00:00+00:00",
-    )
+    assert compare_rows(base, other).verdict == "undecided"
+    assert compare_rows(base, other | {"session": "a"}).verdict == "ahead"
 
 
 def test_a_session_of_another_commit_enters_no_number_range_or_count(tmp_path):
     store = RecordStore(tmp_path / "gpu" / "records" / "01_benchmarking.jsonl")
     store.path.parent.mkdir(parents=True)
-    for one in (
-        record("old", "1" * 40, 50.0),
-        record("first", "2" * 40, 10.2),
-        record("last", "2" * 40, 10.0),
-    ):
-        store.append(one)
+    for session, commit, ms in (("old", "1", 50.0), ("first", "2", 10.2), ("last", "2", 10.0)):
+        record = Record(
+            notebook="01_benchmarking",
+            section="execution",
+            case={"size": "2.7b"},
+            phase="graph_step",
+            device="gpu",
+            measurement_version=1,
+            metrics={"median_ms": ms},
+            timer={"method": "window"},
+            source={"commit": commit * 40},
+            session=session,
+            recorded_at="2026-01-01T00:00:00+00:00",
+        )
+        store.append(record)
     chapter = Chapter("01_benchmarking", device="gpu", output=str(tmp_path))
     shown = only(chapter.records("execution"), size="2.7b")
     assert verdicts.by_session(shown, "median_ms") == {"first": 10.2, "last": 10.0}
     assert {one.session for one in chapter.every_record()} == {"first", "last"}
 
 
-def test_growth_fits_share_and_agreement():
-    lengths = frame(*(row(context=n, median_ms=ms) for n, ms in ((512, 10.0), (2048, 160.0))))
-    assert facts.growth(lengths, "context", "median_ms", 512, 2048)["value"].value == pytest.approx(
-        2
-    )
-    lost = frame(row(), row(context=1024, status="oom"))
-    fits = facts.fits(lost, size="2.7b")
-    assert (str(fits["value"]), str(fits["lost"])) == ("512", "1,024")
+def test_growth_fits_share_agreement_and_published_values():
+    lengths = pd.DataFrame([row(), row(context=2048, median_ms=160.0)])
+    grown = facts.growth(lengths, "context", "median_ms", 512, 2048)
+    assert grown["value"].value == pytest.approx(2)
+    lost = pd.DataFrame([row(), row(context=1024, status="oom")])
+    assert str(facts.fits(lost, size="2.7b")) == "512"
     share = facts.share_of(lengths, lambda one: one["median_ms"] > 50, "slow steps")
     assert str(share) == "1 of 2" and share.small
-    told = frame({"is": 100.0, "told": 102.0, "at": "x"}, {"is": 100.0, "told": 80.0, "at": "y"})
-    agreement = facts.agreement(told, "is", "told", 0.03, lambda one: one["at"])
+    forms = pd.DataFrame({"is": [100.0, 100.0], "told": [102.0, 80.0], "phase": ["x", "y"]})
+    agreement = facts.agreement(forms, "is", "told", 0.03, ["phase"])
     assert (str(agreement), str(agreement["worst"]), agreement["case"]) == ("1 of 2", "-20 %", "y")
-
-
-def test_published_values_are_counted_whole():
-    theirs = frame(
-        *({"size": "2.7b", "gpu": gpu, "published_ms": ms} for gpu, ms in (("a", 5.0), ("b", 20.0)))
-    )
-    fact, rows = facts.published(theirs, frame(row()), ["size"])
-    assert (fact["total"].value, fact["above"].value, fact["gpus"].value) == (2, 1, 2)
-    assert rows["ratio"].tolist() == [0.5, 2.0]
-    assert facts.published(theirs, pd.DataFrame(), ["size"])[0].missing
-
-
-def test_several_facts_make_one_sentence_and_one_missing_silences_it():
-    one = Fact("", {"value": Quantity(0.7, "%")})
-    assert sentence((one, one), "{0} and {1}") == "70 % and 70 %."
-    assert "Not measured" in sentence(
-        (one, Fact("", missing="that was not measured")), "{0} and {1}"
-    )
+    theirs = pd.DataFrame({"size": "2.7b", "gpu": ["a", "b"], "published_ms": [5.0, 20.0]})
+    beside = facts.beside(theirs, pd.DataFrame([row()]), ["size"])
+    assert beside["ratio"].tolist() == [0.5, 2.0]
+    fact = facts.above_ours(beside)
+    assert (fact["total"].value, fact["above"].value) == (2, 1)
+    assert facts.above_ours(facts.beside(theirs, pd.DataFrame(), ["size"])).missing
 
 
 def test_ways_make_columns_and_a_way_of_several_rows_is_refused():
-    rows = frame(row(), row("bf16", 5.0), row("bf16", 6.0, size="small"))
+    rows = pd.DataFrame([row(), row("bf16", 5.0), row("bf16", 6.0, size="small")])
     table = by_way(rows, "size", {"fp32": BASE, "bf16": OTHER})
     assert table.to_dict("list") == {
         "size": ["small (129 M)", "2.7b (3.4 B)"],
@@ -268,10 +201,3 @@ def test_ways_make_columns_and_a_way_of_several_rows_is_refused():
     }
     with pytest.raises(ValueError, match="'all' names 2 rows"):
         by_way(rows, "size", {"all": {}})
-
-
-@pytest.mark.parametrize(
-    ("size", "name"), [("2.7b", "2.7b (3.4 B)"), ("small", "small (129 M)"), ("other", "other")]
-)
-def test_a_size_is_named_with_its_parameters(size, name):
-    assert size_name(size) == name

@@ -56,16 +56,16 @@ from labkit.report.frame import pivot
 
 
 def times_table(frame):
-    return pivot(frame, ["length"], "method")
+    return pivot(frame, "length", "method")
 
 
 def times_figure(frame):
-    figure, (axis,) = figures.panels(1)
+    figure, (axis,) = figures.panels(1, height=2.6)
     for number, (method, rows) in enumerate(frame.groupby("method")):
         style = figures.Style(figures.SERIES[number])
         figures.line_with_band(axis, rows, "length", label=method, style=style)
     figures.log_time_axis(axis, "call time (ms)")
-    figures.finish(figure, [axis], "")
+    figures.finish(figure)
     return figure
 '''
 

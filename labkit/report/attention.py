@@ -2,11 +2,10 @@
 
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
 
 from labkit import accounting, published
 from labkit.report import facts, figures, verdicts
-from labkit.report.frame import by_way, in_order, ok_rows, select, usable
+from labkit.report.frame import by_way, in_order, select, usable
 
 FUSED = ["sdpa_flash", "sdpa_cudnn", "sdpa_efficient"]
 IMPLS = {
@@ -50,61 +49,14 @@ def timed(calls: pd.DataFrame) -> pd.DataFrame:
     """Returns the passes whose call time is the device's: of 1 ms or more, and not waiting for the
     host.
     """
-    rows = ok_rows(calls)
-    kept = [
-        row["median_ms"] >= facts.LEAST_MS and verdicts.issued(row) < HOST_SHARE
-        for row in rows.to_dict("records")
-    ]
-    return rows[kept] if kept else rows
-
-
-def case_name(row: dict) -> str:
-    """Returns a pass in words, but for its head dimension."""
-    return facts.case_name({name: row[name] for name in CASE if name != "d_head"})
+    rows = usable(calls, "median_ms")
+    waits = [verdicts.issued(row) >= HOST_SHARE for row in rows.to_dict("records")]
+    return rows[(rows["median_ms"] >= facts.LEAST_MS) & ~pd.Series(waits, rows.index, bool)]
 
 
 def is_replaced(row: dict) -> bool:
     """Returns whether the compiler put SDPA in the formula's place."""
     return row["num_replacements"] > 0
-
-
-def over_length(
-    rows: pd.DataFrame,
-    panel: str,
-    value: str,
-    label: str,
-    limit: float,
-) -> Figure | None:
-    """Draws a value over the length: a panel per value of `panel`, a line an implementation, dotted
-    at `limit`.
-    """
-    if rows[value].isna().all():
-        return None
-    rows = in_order(rows, [panel, "impl"])
-    lengths = sorted(rows["length"].unique())
-    ticks = [lengths[0], lengths[len(lengths) // 2], lengths[-1]]
-    figure, axes = figures.panels(rows[panel].nunique(), height=3.2)
-    for axis, (name, shown) in zip(axes, rows.groupby(panel, sort=False), strict=True):
-        if axis is not axes[0]:
-            axis.sharey(axes[0])
-        for impl, line in shown.groupby("impl", sort=False):
-            figures.line_with_band(
-                axis,
-                line,
-                "length",
-                label=IMPLS[impl],
-                style=figures.STYLES[impl],
-                y=value,
-            )
-        axis.axhline(limit, color="black", linewidth=1, linestyle=":")
-        figures.context_axis(axis, lengths, "length (queries = keys)")
-        axis.set_xticks(ticks, map("{:,}".format, ticks))
-        figures.log_time_axis(axis, label)
-        axis.yaxis.set_major_locator(LogLocator())
-        axis.set_title(name)
-        axis.label_outer()
-    figures.finish(figure, axes, "", num_columns=3)
-    return figure
 
 
 def times_table(calls: pd.DataFrame) -> pd.DataFrame:
@@ -128,32 +80,29 @@ def predicted(calls: pd.DataFrame, ceilings: pd.DataFrame) -> pd.DataFrame:
     Columns added: passes, elementwise_ms, products_ms, predicted_ms.
     """
     rows = select(timed(calls), impl=["eager", "compiled", *FUSED])
-    rows = in_order(usable(rows, *CASE, "batch", "median_ms"), CASE)
+    rows = in_order(usable(rows, *CASE, "batch"), CASE)
     copy = usable(ceilings, "achieved_gb_per_s")["achieved_gb_per_s"].max()
     rates = usable(ceilings, "precision", "achieved_tflops").set_index("precision")
     kind = calls.attrs.get("device_kind", "cuda")
-    eager = {
-        phase: accounting.attention_score_passes(phase, device_kind=kind)
-        for phase in COMPILED_PASSES
-    }
-    passes = rows["phase"].map(eager)
-    passes = passes.where(rows["impl"] == "eager", rows["phase"].map(COMPILED_PASSES))
-    passes = passes.mask(rows["impl"].isin(FUSED), 0)
-    again = (passes == 0) & (rows["phase"] == "backward")
-    num_products = rows["phase"].map({"forward": 2, "backward": 4}) + again
+    passes = []
+    for impl, phase in zip(rows["impl"], rows["phase"], strict=True):
+        if impl in FUSED:
+            passes.append(0)
+        elif impl == "eager":
+            passes.append(accounting.attention_score_passes(phase, device_kind=kind))
+        else:
+            passes.append(COMPILED_PASSES[phase])
+    passes = pd.Series(passes, rows.index, int)
+    is_fused = passes == 0
+    num_products = 2 + (rows["phase"] == "backward") * (2 + is_fused)
     scores = rows["batch"] * rows["length"] ** 2
     pass_ms = scores * rows["precision"].map(ELEMENT_BYTES) / copy / 1e6
     rate = rows["precision"].map(rates["achieved_tflops"])
     product_ms = 2 * scores * rows["d_head"] / rate / 1e9
-    between = pass_ms * (passes - num_products).clip(lower=0)
-    products = num_products * product_ms.clip(lower=pass_ms * (passes > 0))
-    rows = rows.assign(
-        passes=passes,
-        elementwise_ms=between,
-        products_ms=products,
-        predicted_ms=between + products,
-    )
-    return rows.dropna(subset="predicted_ms")
+    elementwise = pass_ms * (passes - num_products).clip(lower=0)
+    products = num_products * product_ms.clip(lower=pass_ms * ~is_fused)
+    rows = rows.assign(passes=passes, elementwise_ms=elementwise, products_ms=products)
+    return rows.assign(predicted_ms=elementwise + products).dropna(subset="predicted_ms")
 
 
 def passes_figure(predictions: pd.DataFrame) -> Figure | None:
@@ -175,29 +124,27 @@ def counted(calls: pd.DataFrame) -> pd.DataFrame:
     `predicted_bytes`.
     """
     rows = usable(calls, "impl", "saved_bytes", *SHAPE)
-    fused = rows["impl"].isin(FUSED) | (rows.get("num_replacements", 0) > 0)
-    kinds = rows["impl"].map({"sdpa_math": "math"}).fillna("eager").mask(fused, "fused")
-    forms = [
-        accounting.attention_saved_bytes(kind, *shape, ELEMENT_BYTES[precision])
-        for kind, (*shape, precision) in zip(kinds, rows[SHAPE].to_numpy(), strict=True)
-    ]
+    forms = []
+    for row in rows.to_dict("records"):
+        if row["impl"] in FUSED or row.get("num_replacements", 0) > 0:
+            kind = "fused"
+        else:
+            kind = "math" if row["impl"] == "sdpa_math" else "eager"
+        shape = row["batch"], row["length"], row["d_head"]
+        size = ELEMENT_BYTES[row["precision"]]
+        forms.append(accounting.attention_saved_bytes(kind, *shape, size))
     return rows.assign(predicted_bytes=forms)
 
 
-def published_times(calls: pd.DataFrame) -> tuple[facts.Fact, pd.DataFrame]:
+def published_times(calls: pd.DataFrame) -> pd.DataFrame:
     """Returns the published times that have a timed pass of the same formula, precision and shape
     beside them.
     """
-    theirs = published.load("attention_pytorch")
     names = {"batch_size": "batch", "d_model": "d_head", "seq_len": "length", "pass": "phase"}
+    theirs = published.load("attention_pytorch")
     theirs = theirs.rename(columns=names | {"ms_per_pass": "published_ms"})
     theirs = theirs[theirs["status"] == "ok"]
     theirs["impl"], theirs["precision"] = zip(*theirs["variant"].map(PUBLISHED), strict=True)
     keys = [*CASE, "batch"]
     # The baseline is printed in two tables of the same source.
-    return facts.published(theirs.drop_duplicates(["gpu", *keys]), timed(calls), keys)
-
-
-def published_frame(calls: pd.DataFrame) -> pd.DataFrame:
-    """Returns the rows of `published_times`, for the CSV."""
-    return published_times(calls)[1]
+    return facts.beside(theirs.drop_duplicates(["gpu", *keys]), timed(calls), keys)

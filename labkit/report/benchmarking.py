@@ -1,6 +1,7 @@
 """Chapter 01: its figures, and the queries that are its alone."""
 
 import pandas as pd
+import seaborn as sns
 from matplotlib.figure import Figure
 
 from labkit import notebooks, published
@@ -19,21 +20,23 @@ WARM = 0.03
 
 def roofs_table(ceilings: pd.DataFrame) -> pd.DataFrame:
     """Returns the measured rates, in a burst and sustained, beside the datasheet's."""
-    rows = []
+    lines = []
     for row in ceilings.to_dict("records"):
-        copy = row["kind"] == "copy"
-        unit = "gb_per_s" if copy else "tflops"
-        name = (
-            "copy, read + write (GB/s)" if copy else f"matrix product, {row['precision']} (TFLOP/s)"
-        )
-        line = {
-            "roof": name,
-            "datasheet": cell(row, "datasheet"),
-            "burst": cell(row, f"achieved_{unit}"),
+        if row["kind"] == "copy":
+            name = "copy, read + write (GB/s)"
+            unit = "gb_per_s"
+        else:
+            name = f"matrix product, {row['precision']} (TFLOP/s)"
+            unit = "tflops"
+        values = {
+            "datasheet": "datasheet",
+            "burst": f"achieved_{unit}",
+            "sustained": f"sustained_{unit}",
+            "power (W)": "watts",
+            "TFLOP/J": "tflop_per_joule",
         }
-        line |= {"sustained": cell(row, f"sustained_{unit}"), "power (W)": cell(row, "watts")}
-        rows.append(line | {"TFLOP/J": cell(row, "tflop_per_joule")})
-    return pd.DataFrame(rows)
+        lines.append({"roof": name} | {head: cell(row, value) for head, value in values.items()})
+    return pd.DataFrame(lines)
 
 
 def idle(steps: pd.DataFrame, profiles: pd.DataFrame) -> pd.DataFrame:
@@ -61,42 +64,34 @@ def idle_map(steps: pd.DataFrame, profiles: pd.DataFrame) -> Figure | None:
     figure, axes = figures.panels(len(shown), height=2.8)
     for axis, precision in zip(axes, shown, strict=True):
         cells = in_order(select(rows, precision=precision), ["size"])
-        table = cells.pivot_table("idle_fraction", "size", "context", sort=False)
-        figures.heat_map(axis, table[sorted(table)], percent, precision)
-        axis.set_xlabel("context (tokens)")
+        table = cells.pivot_table("idle_fraction", "size", "context", sort=False).sort_index(axis=1)
+        look = {"cmap": "cividis_r", "vmin": 0, "vmax": 1, "cbar": False}
+        table = table.rename(columns="{:,}".format)
+        sns.heatmap(table, annot=table.map(percent), fmt="", ax=axis, **look)
+        axis.set(title=precision, xlabel="context (tokens)", ylabel="")
+        axis.grid(visible=False)
     return figure
 
 
-def warmup(records: pd.DataFrame) -> pd.DataFrame:
-    """Returns by trace the first step, the steady one, and how far means of ten steps after 0 to 2
-    steps are off.
-    """
-    rows = []
-    for record in ok_rows(records).to_dict("records"):
-        trace = record["samples"].get("step_ms", [])
-        steady = pd.Series(trace[5:] or trace).median()
-        line = {"size": record["size"], "phase": record["phase"], "first": trace[0] / steady}
-        for skipped in (0, 1, 2):
-            window = pd.Series(trace[skipped : skipped + WARMUP_MEASURED_STEPS])
-            line[f"off_after_{skipped}"] = window.mean() / steady - 1
-        rows.append(line)
-    return pd.DataFrame(rows)
-
-
 def warmup_fact(records: pd.DataFrame) -> facts.Fact:
-    """Returns the cost of a first step, and in how many traces a mean after one step is off by more
-    than WARM.
+    """Returns the cost of a first step over the steady one, and in how many traces the mean of the
+    first ten is off by more than WARM.
     """
-    rows = warmup(records)
-    if rows.empty:
+    traces = [pd.Series(samples["step_ms"]) for samples in ok_rows(records).get("samples", [])]
+    if not traces:
         return facts.Fact("", missing="the warm-up")
+    first = []
+    num_cold = 0
+    for trace in traces:
+        steady = (trace[5:] if len(trace) > 5 else trace).median()
+        first.append(trace[0] / steady)
+        num_cold += abs(trace[:WARMUP_MEASURED_STEPS].mean() / steady - 1) > WARM
     numbers = {
-        "value": facts.Quantity(rows["first"].median(), "×"),
-        "total": facts.Quantity(len(rows), "count"),
-        "cold": facts.Quantity(int((rows["off_after_0"].abs() > WARM).sum()), "count"),
-        "after_two": facts.Quantity(int((rows["off_after_2"].abs() > WARM).sum()), "count"),
+        "value": facts.Quantity(pd.Series(first).median(), "×"),
+        "cold": facts.Quantity(num_cold, "count"),
+        "total": facts.Quantity(len(traces), "count"),
     }
-    return facts.Fact("warm-up", numbers, small=len(rows) < facts.LEAST_CASES)
+    return facts.Fact("warm-up", numbers, small=len(traces) < facts.LEAST_CASES)
 
 
 def steps_table(executions: pd.DataFrame) -> pd.DataFrame:
@@ -113,6 +108,7 @@ def call_range(*frames: pd.DataFrame, **case) -> facts.Fact:
     """Returns the least and the most call time of one step over the sessions and sections that
     timed it.
     """
+    name = facts.case_name(case)
     rows = [
         row
         for frame in frames
@@ -120,41 +116,20 @@ def call_range(*frames: pd.DataFrame, **case) -> facts.Fact:
     ]
     times = [time for row in rows for time in verdicts.by_session(row, "median_ms").values()]
     if not times:
-        return facts.Fact(facts.case_name(case), missing=f"{facts.case_name(case)}")
-    marks = next((mark(row) for row in rows if mark(row)), "")
-    numbers = {
-        "least": facts.Quantity(min(times), "ms", marks),
-        "most": facts.Quantity(max(times), "ms", marks),
-    }
-    numbers["value"] = numbers["most"]
-    return facts.Fact(facts.case_name(case), numbers, time=verdicts.CALL, num_sessions=len(times))
+        return facts.Fact(name, missing=name)
+    marks = max(map(mark, rows))
+    ends = {"least": min(times), "most": max(times), "value": max(times)}
+    return facts.Fact(name, {end: facts.Quantity(ms, "ms", marks) for end, ms in ends.items()})
 
 
-def agreeing(differences: pd.DataFrame) -> list[facts.Fact]:
-    """Returns how many device times of another session agree, and how many calls that wait for the
-    host.
-    """
-    shares = sessions.shares(differences) if len(differences) else {}
-    return [
-        facts.Fact(kind, {"value": facts.Quantity(shares[kind][0], "%")})
-        if kind in shares
-        else facts.Fact(kind, missing="a row of two sessions of one commit")
-        for kind in (verdicts.DEVICE, sessions.WAITING)
-    ]
-
-
-def repeats(differences: pd.DataFrame) -> Figure | None:
+def repeats(differences: pd.DataFrame) -> Figure:
     """Draws how far each row of another session lies from the first, a dot a row, by kind of
     time.
     """
-    if differences.empty:
-        return None
-    kinds = [kind for kind in ("device", "sustained", sessions.OTHER_CALLS, sessions.WAITING)]
-    figure, (axis,) = figures.panels(1, width=6.4, height=2.6)
+    kinds = list(sessions.LIMITS)
+    figure, (axis,) = figures.panels(1, height=2.6)
     for place, kind in enumerate(kinds):
-        values = (
-            differences["difference"][differences["kind"] == kind].clip(lower=1e-3).sort_values()
-        )
+        values = select(differences, kind=kind)["difference"].clip(lower=1e-3).sort_values()
         # Spread in a fixed order, so that the same records give the same picture.
         spread = [place + 0.7 * ((number * 0.618) % 1 - 0.5) for number in range(len(values))]
         axis.scatter(values, spread, s=6, alpha=0.5, color=figures.SERIES[place], linewidths=0)
@@ -175,30 +150,26 @@ def utilisation(executions: pd.DataFrame, ceilings: pd.DataFrame) -> Figure | No
     rows = ok_rows(executions, phase="graph_step", context=LADDER_CONTEXT)
     if rows.empty:
         return None
-    figure, (axis,) = figures.panels(1, width=6.4, height=3.0)
-    ways = {name: way for name, way in LADDER.items() if way["precision"].startswith("bf16")}
-    figures.bars(axis, in_order(rows, ["size"]), "size", ways, "achieved_tflops")
-    for row in ok_rows(ceilings, kind="gemm", precision="bf16").to_dict("records"):
-        axis.axhline(
-            row["sustained_tflops"],
-            color="black",
-            linestyle="--",
-            linewidth=1,
-            label="sustained bf16 roof",
-        )
+    figure, (axis,) = figures.panels(1, height=3.0)
+    rates = {
+        name: select(rows, **way).set_index("size")["achieved_tflops"]
+        for name, way in LADDER.items()
+        if way["precision"].startswith("bf16")
+    }
+    table = pd.DataFrame(rates).reindex(in_order(rows, ["size"])["size"].unique())
+    table.plot.bar(ax=axis, width=0.8, rot=0, color=figures.SERIES, legend=False, xlabel="")
+    for roof in ok_rows(ceilings, kind="gemm", precision="bf16").get("sustained_tflops", []):
+        look = {"color": "black", "linestyle": "--", "linewidth": 1}
+        axis.axhline(roof, label="sustained bf16 roof", **look)
     axis.set_ylabel("TFLOP/s of the model")
-    figures.finish(figure, [axis], "")
+    axis.grid(visible=False, axis="x")
+    figures.finish(figure)
     return figure
 
 
-def published_steps(steps: pd.DataFrame) -> tuple[facts.Fact, pd.DataFrame]:
+def published_steps(steps: pd.DataFrame) -> pd.DataFrame:
     """Returns all published step times that have a case of ours beside them."""
     theirs = published.step_times()
     theirs = theirs[theirs["status"] == "ok"].dropna(subset=["context", "batch"])
     own = select(steps, attention="eager")
-    return facts.published(theirs, own, [*CASE, "batch", "compile", "phase"])
-
-
-def published_frame(steps: pd.DataFrame) -> pd.DataFrame:
-    """Returns the rows of `published_steps`, for the CSV."""
-    return published_steps(steps)[1]
+    return facts.beside(theirs, own, [*CASE, "batch", "compile", "phase"])

@@ -4,7 +4,7 @@ shown.
 
 import base64
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,7 +87,8 @@ class Chapter:
         """Returns "cuda", "cpu" or "mps" as recorded; without an environment, as the slug
         begins.
         """
-        by_slug = {"cpu": "cpu", "mps": "mps"}.get(self.device.split("-")[0], "cuda")
+        prefix = self.device.split("-")[0]
+        by_slug = prefix if prefix in ("cpu", "mps") else "cuda"
         return self.environment.get("device", {}).get("kind", by_slug)
 
     def of(self, notebook: str) -> "Chapter":
@@ -98,28 +99,17 @@ class Chapter:
         """Returns the shown record of each measurement, read again only where the file has
         changed.
         """
-        return self._loaded().shown
+        return [measurement.shown for measurement in self._measurements()]
 
     def every_record(self) -> list[Record]:
         """Returns the records of all sessions that may enter a number: those of the shown records'
         own commits.
         """
-        loaded = self._loaded()
-        return [
-            record
-            for record in loaded.every
-            if _commit(record) == loaded.commit_of.get(record.resume_key())
-        ]
+        return [record for measurement in self._measurements() for record in measurement.sessions]
 
-    def _loaded(self) -> "_Loaded":
+    def _measurements(self) -> list["_Measurement"]:
         path = self.folder / "records" / f"{self.notebook}.jsonl"
-        loaded = _load(path, RecordStore(path).state())
-        if loaded.devices not in ([], [self.device]):
-            devices = ", ".join(loaded.devices)
-            raise RecordError(
-                f"{self.folder} holds records of {devices}, not of {self.device!r} alone"
-            )
-        return loaded
+        return _load(path, RecordStore(path).state())
 
     def records(self, *sections: str) -> pd.DataFrame:
         """Returns the shown records of these sections, one row each; `attrs` has the device's name
@@ -130,13 +120,16 @@ class Chapter:
         "sessions" has its metrics by session, as `verdicts` reads them. Records of another commit
         enter nothing.
         """
-        loaded = self._loaded()
-        records = [record for record in loaded.shown if record.section in sections]
-        frame = to_frame(records)
-        same = [loaded.same_commit(record) for record in records]
-        if any(len(others) > 1 for others in same):
+        measurements = [one for one in self._measurements() if one.shown.section in sections]
+        frame = to_frame(measurement.shown for measurement in measurements)
+        if any(len(measurement.sessions) > 1 for measurement in measurements):
             frame["sessions"] = [
-                {one.session: one.metrics for one in others if one.metrics} for others in same
+                {
+                    record.session: record.metrics
+                    for record in measurement.sessions
+                    if record.metrics
+                }
+                for measurement in measurements
             ]
         frame.attrs |= {"device": self.device_name, "device_kind": self.device_kind}
         return frame
@@ -151,10 +144,9 @@ class Chapter:
                 f"*Not measured on {self.device}; `labkit run {self.number}` measures it.*"
             )
         commits = commits_of(records)
-        torch = ", ".join(sorted({record.software.get("torch", "") for record in records} - {""}))
-        parts = [self.device_name, f"torch {torch}" if torch else "", dates_of(records)]
+        parts = [self.device_name, *torch_of(records), dates_of(records)]
         parts.append(f"commit {commits}" if commits else "")
-        return Markdown(f"*{' · '.join(part for part in parts if part)}*")
+        return Markdown(f"*{' · '.join(filter(None, parts))}*")
 
     def say(
         self,
@@ -167,8 +159,9 @@ class Chapter:
         """Shows a fact as a sentence, see `facts.sentence`; `key` names it for the report's first
         page.
         """
-        sentence = facts.sentence(fact, text, **texts)
-        marked = any(one.marked for one in ((fact,) if isinstance(fact, facts.Fact) else fact))
+        several = [fact] if isinstance(fact, facts.Fact) else fact
+        sentence = facts.sentence(several, text, **texts)
+        marked = any(one.marked for one in several)
         return Markdown(f"- {sentence}", metadata={FACT: {"key": key, "marked": marked}})
 
     def table(
@@ -182,47 +175,37 @@ class Chapter:
         Raises:
             ValueError: more rows or columns than a page's table has.
         """
-        frame = self._built(build, *arguments, **options)
+        frame = _built(build, *arguments, **options)
         if frame is None or frame.empty:
-            return Markdown(f"*{caption}: {_why_not(self.device, arguments)}.*")
-        if len(frame) > tables.MAX_ROWS or len(frame.columns) > tables.MAX_COLUMNS:
-            most = f"{tables.MAX_ROWS} × {tables.MAX_COLUMNS}"
+            return self._nothing(caption, arguments)
+        num_rows, num_columns = frame.shape
+        if num_rows > tables.MAX_ROWS or num_columns > tables.MAX_COLUMNS:
             raise ValueError(
-                f"{caption!r} has {len(frame)} × {len(frame.columns)} cells; accepted: {most}"
+                f"{caption!r} has {num_rows} × {num_columns} cells; accepted: {tables.MAX_ROWS} × "
+                f"{tables.MAX_COLUMNS}"
             )
         return Markdown(f"*{caption}*\n\n{tables.to_markdown(frame)}")
 
     def figure(
-        self,
-        build: Callable[..., Figure | None],
-        *arguments,
-        name: str,
-        caption: str,
-        here: pd.DataFrame | None = None,
-        **options,
-    ) -> "Drawn | Markdown":
+        self, build: Callable[..., Figure | None], *arguments, name: str, caption: str, **options
+    ) -> Drawn | Markdown:
         """Shows the figure `build(*arguments, **options)` and, where wanted, saves it as
         NN_name.svg.
 
-        `caption` says what is drawn, with units; `here` has rows of this machine for
-        `figures.mark_here`.
+        `caption` says what is drawn, with units.
         """
-        figure = self._built(build, *arguments, **options)
+        figure = _built(build, *arguments, **options)
         if figure is None:
-            return Markdown(f"*{caption}: {_why_not(self.device, arguments)}.*")
-        if here is not None:
-            figures.mark_here(figure, here)
+            return self._nothing(caption, arguments)
         file_name = f"{self.number}_{name}.svg"
-        if (
-            self.save_figures and here is None
-        ):  # drawing takes most of a chapter's time: what is saved is what is shown
+        if self.save_figures:
+            # Drawing takes most of a chapter's time: what is saved is what is shown.
             content = figures.svg(figure)
             write_bytes_atomic(self.folder / file_name, content)
             image = {"image/svg+xml": content.decode()}
         else:
             image = {"image/png": base64.b64encode(figures.png(figure)).decode()}
-        metadata = {FIGURE: {"file": file_name, "caption": caption}} if here is None else {}
-        return Drawn(image, caption, metadata)
+        return Drawn(image, caption, {FIGURE: {"file": file_name, "caption": caption}})
 
     def more(self, **derived: tuple) -> Markdown:
         """Links the CSV files of all sections and of `derived`, and writes them where wanted.
@@ -233,93 +216,87 @@ class Chapter:
         """
         sections = dict.fromkeys(record.section for record in self.all_records())
         frames = {section: self.records(section) for section in sections}
-        frames |= {name: self._built(*made) for name, made in derived.items()}
+        frames |= {name: _built(*made) for name, made in derived.items()}
         frames = {
             name: frame for name, frame in frames.items() if frame is not None and not frame.empty
         }
         if not frames:
             return Markdown(f"*Not measured on {self.device}.*")
         if self.save_figures:
-            (self.folder / "tables").mkdir(exist_ok=True)
+            folder = self.folder / "tables"
+            folder.mkdir(exist_ok=True)
             for name, frame in frames.items():
-                write_text_atomic(
-                    self.folder / "tables" / f"{self.number}_{name}.csv", tables.to_csv(frame)
-                )
+                write_text_atomic(folder / f"{self.number}_{name}.csv", tables.to_csv(frame))
         files = f"[{len(frames)} full tables](../figures/{self.device}/tables/#{self.number})"
-        return Markdown(
-            f"*More:* {files}. *Try it:* [notebook "
-            f"{self.number}](../notebooks/{self.notebook}.ipynb)."
-        )
+        notebook = f"[notebook {self.number}](../notebooks/{self.notebook}.ipynb)"
+        return Markdown(f"*More:* {files}. *Try it:* {notebook}.")
 
-    @staticmethod
-    def _built(build: Callable, *arguments, **options):
-        frames = [argument for argument in arguments if isinstance(argument, pd.DataFrame)]
-        return build(*arguments, **options) if all(map(_is_measured, frames)) else None
-
-
-class _Loaded(NamedTuple):
-    """A file's records: the shown one of each measurement, all of them, these by session, and their
-    devices.
-    """
-
-    shown: list[Record]
-    every: list[Record]
-    by_session: dict[str, dict[str, Record]]
-    commit_of: dict[str, str]
-    devices: list[str]
-
-    def same_commit(self, record: Record) -> list[Record]:
-        """Returns the records of a measurement, one a session, that are of the shown one's
-        commit.
-        """
-        sessions = self.by_session[record.resume_key()].values()
-        return [one for one in sessions if _commit(one) == _commit(record)]
+    def _nothing(self, caption: str, arguments: Sequence) -> Markdown:
+        """Shows that nothing was measured, and why where all was tried and failed."""
+        for frame in arguments:
+            if isinstance(frame, pd.DataFrame) and not frame.empty and not _is_measured(frame):
+                reason = str(frame["reason"].iloc[0])[:120]
+                if frame["status"].iloc[0] == "skipped":
+                    return Markdown(f"*{caption}: not possible on {self.device}: {reason}.*")
+                attempts = f"all {len(frame)} attempts on {self.device} failed"
+                return Markdown(f"*{caption}: {attempts}: {reason}.*")
+        return Markdown(f"*{caption}: not measured on {self.device}.*")
 
 
-@functools.lru_cache(maxsize=16)  # chapters read one another's
-def _load(path: Path, state: tuple[int, ...]) -> _Loaded:
-    """Reads a file of records; its `state` tells its versions apart."""
-    records = RecordStore(path).load(plain=True)
-    sessions = by_session(records)
-    shown = [_least_held_up(record, sessions[record.resume_key()]) for record in newest(records)]
-    commits = {record.resume_key(): _commit(record) for record in shown}
-    return _Loaded(shown, records, sessions, commits, sorted({record.device for record in records}))
-
-
-def _commit(record: Record) -> str:
-    return record.source.get("commit", "")
-
-
-def _least_held_up(newest: Record, sessions: Mapping[str, Record]) -> Record:
-    """Returns the newest record; of a call issued for over half of its time the fastest of the same
-    commit.
-
-    That must be a tenth less: calls of one session belong together.
-    """
-    is_call = verdicts.KIND_OF_METHOD.get(newest.timer.get("method")) == verdicts.CALL
-    if not is_call or verdicts.issued(newest.metrics) <= 0.5:
-        return newest
-    same = [one for one in sessions.values() if one.metrics and _commit(one) == _commit(newest)]
-    fastest = min(same, key=lambda record: record.metrics["median_ms"])
-    return fastest if newest.metrics["median_ms"] > 1.1 * fastest.metrics["median_ms"] else newest
+def _built(build: Callable, *arguments, **options):
+    frames = [argument for argument in arguments if isinstance(argument, pd.DataFrame)]
+    return build(*arguments, **options) if all(map(_is_measured, frames)) else None
 
 
 def _is_measured(frame: pd.DataFrame) -> bool:
     return not frame.empty and ("status" not in frame or bool((frame["status"] == "ok").any()))
 
 
-def _why_not(device: str, arguments: Sequence) -> str:
-    """Returns "not measured on nvidia-h200", and why where all was tried and failed."""
-    for frame in arguments:
-        if isinstance(frame, pd.DataFrame) and not frame.empty and not _is_measured(frame):
-            reason = str(frame["reason"].iloc[0])[:120]
-            if frame["status"].iloc[0] == "skipped":
-                return f"not possible on {device}: {reason}"
-            return f"all {len(frame)} attempts on {device} failed: {reason}"
-    return f"not measured on {device}"
+class _Measurement(NamedTuple):
+    """The shown record of a measurement, and those of all sessions of its commit, one a session."""
+
+    shown: Record
+    sessions: list[Record]
 
 
-def dates_of(records: Sequence[Record]) -> str:
+@functools.lru_cache(maxsize=16)  # chapters read one another's
+def _load(path: Path, state: tuple[int, ...]) -> list[_Measurement]:
+    """Reads a file of records; its `state` tells its versions apart."""
+    records = RecordStore(path).load(plain=True)
+    folder = path.parent.parent
+    devices = sorted({record.device for record in records})
+    if devices not in ([], [folder.name]):
+        raise RecordError(
+            f"{folder} holds records of {', '.join(devices)}, not of {folder.name!r} alone"
+        )
+    by_key = by_session(records)
+    measurements = []
+    for record in newest(records):
+        sessions = by_key[record.resume_key()].values()
+        same = [one for one in sessions if _commit(one) == _commit(record)]
+        measurements.append(_Measurement(_least_held_up(record, same), same))
+    return measurements
+
+
+def _commit(record: Record) -> str:
+    return record.source.get("commit", "")
+
+
+def _least_held_up(newest: Record, sessions: Sequence[Record]) -> Record:
+    """Returns the newest record; of a call issued for over half of its time that of the fastest
+    session.
+
+    That must be a tenth less: calls of one session belong together.
+    """
+    is_call = verdicts.KIND_OF_METHOD.get(newest.timer.get("method")) == verdicts.CALL
+    if not is_call or verdicts.issued(newest.metrics) <= 0.5:
+        return newest
+    measured = [record for record in sessions if record.metrics]
+    fastest = min(measured, key=lambda record: record.metrics["median_ms"])
+    return fastest if newest.metrics["median_ms"] > 1.1 * fastest.metrics["median_ms"] else newest
+
+
+def dates_of(records: Iterable[Record]) -> str:
     """Returns "2026-11-21 to 2026-11-23", one date where both are the same, "" where none is
     recorded.
     """
@@ -327,6 +304,12 @@ def dates_of(records: Sequence[Record]) -> str:
     return " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]]))
 
 
-def commits_of(records: Sequence[Record]) -> str:
+def commits_of(records: Iterable[Record]) -> str:
     """Returns the first eight digits of the commits that the records were measured with."""
     return ", ".join(sorted({_commit(record)[:8] for record in records} - {""}))
+
+
+def torch_of(records: Iterable[Record]) -> list[str]:
+    """Returns ["torch 2.13.0"], the versions that the records were measured with; [] for none."""
+    versions = sorted({record.software.get("torch", "") for record in records} - {""})
+    return [f"torch {', '.join(versions)}"] if versions else []

@@ -2,6 +2,8 @@
 were recorded.
 """
 
+import itertools
+
 import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
@@ -38,12 +40,7 @@ engines.
 """
 
 
-LANES = {
-    "rank 0 computing": "#0072b2",
-    "rank 0 communicating": "#e69f00",
-    "rank 1 computing": "#0072b2",
-    "rank 1 communicating": "#e69f00",
-}
+LANES = {"computing": "#0072b2", "communicating": "#e69f00"}
 
 
 def time_or_bytes(row: dict) -> str:
@@ -66,7 +63,7 @@ def collectives_figure(rows: pd.DataFrame) -> Figure:
     is no other.
     """
     of_gpus = select(rows, transport=["nccl", "ctas_4", "copy"])
-    figure, (axis,) = figures.panels(1, width=6.4)
+    figure, (axis,) = figures.panels(1, height=2.6)
     sns.lineplot(
         rows if of_gpus.empty else of_gpus,
         x="num_bytes",
@@ -113,15 +110,16 @@ def timeline_figure(rows: pd.DataFrame) -> Figure | None:
     """Draws when the first two ranks compute and communicate in two profiled steps, a panel a
     way.
     """
-    rows = rows[rows["samples"].map(lambda samples: "rank 0 computing_begin_ms" in samples)]
+    rows = rows[["rank 0 computing_begin_ms" in samples for samples in rows["samples"]]]
     if rows.empty:
         return None
-    figure, axes = figures.panels(len(rows), num_columns=1, width=6.4, height=1.4)
+    figure, axes = figures.panels(len(rows), height=1.4, num_columns=1)
     for axis, way, samples in zip(axes, rows["phase"], rows["samples"], strict=True):
-        for lane, colour in LANES.items():
-            begins = pd.Series(samples[f"{lane}_begin_ms"])
-            ends = pd.Series(samples[f"{lane}_end_ms"])
-            axis.barh(lane, ends - begins, left=begins, color=colour, linewidth=0)
+        for rank, (lane, colour) in itertools.product((0, 1), LANES.items()):
+            name = f"rank {rank} {lane}"
+            begins = pd.Series(samples[f"{name}_begin_ms"])
+            ends = pd.Series(samples[f"{name}_end_ms"])
+            axis.barh(name, ends - begins, left=begins, color=colour, linewidth=0)
         axis.set(title=way, xlabel="time in the profile (ms)")
         axis.sharex(axes[0])
         axis.invert_yaxis()
@@ -149,23 +147,21 @@ def added(
     rows = rows.merge(alone, on=TOGETHER, suffixes=("", "_alone"))
     updates = usable(profiles, "size", "optimizer_kernel_ms").groupby("size")
     adamw = rows["size"].map(updates["optimizer_kernel_ms"].median())
-    total = rows["median_ms"] - rows["median_ms_alone"]
     flops = [
         accounting.phase_flops(model_config(size), *shape, "forward_backward", causal=True)
         for size, *shape in rows[["size", "batch", "context"]].to_numpy()
     ]
-    rate = flops / (rows["median_ms_alone"] - adamw) / 1e9
     others = 1 - 1 / rows["world_size"]
     links = select(collectives, transport="nccl", phase="all_reduce float32 100000000")
     rows = rows.assign(
-        added_ms=total,
-        added_fraction=total / rows["median_ms"],
+        added_ms=rows["median_ms"] - rows["median_ms_alone"],
+        added_fraction=1 - rows["median_ms_alone"] / rows["median_ms"],
         shows_fraction=rows["exposed_us"] / rows["communication_us"],
         contention_ms=(rows["compute_us"] - rows["compute_us_alone"]) / 1e3,
-        rate_tflops=rate,
+        rate_tflops=flops / (rows["median_ms_alone"] - adamw) / 1e9,
         tokens=rows["batch"] * rows["context"],
-        least_tokens=2e3 * others * rate / links["bus_gbs"].max(),
     )
+    rows["least_tokens"] = 2e3 * others * rows["rate_tflops"] / links["bus_gbs"].max()
     half = select(rows, phase="alone")
     less = half["median_ms"] - others * adamw
     return pd.concat([rows, half.assign(phase=LESS, median_ms=less, sessions=None)])

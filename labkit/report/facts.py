@@ -11,6 +11,7 @@ other takes r× the memory of the base".
 
 import math
 import string
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,9 +21,8 @@ import pandas as pd
 from labkit import accounting
 from labkit.configs import SIZES
 from labkit.report import verdicts
-from labkit.report.frame import mark, ok_rows, only, select, size_name
-from labkit.report.text import number, percent, scientific
-from labkit.report.verdicts import Ratio
+from labkit.report.frame import mark, ok_rows, only, size_name
+from labkit.report.text import gib, number, percent, scientific, span, times
 
 LEAST_MS = 1.0
 LEAST_BYTES = 100 * 2**20
@@ -48,15 +48,9 @@ class Quantity(NamedTuple):
     mark: str = ""
 
     def __str__(self) -> str:
-        forms: dict[str, Callable[[float], str]] = {
-            "%": percent,
-            "×": lambda ratio: f"{number(ratio)}×",
-            "bytes": _bytes,
-            "error": scientific,
-            "count": lambda count: f"{count:,.0f}",
-        }
-        form = forms.get(self.unit, lambda value: f"{number(value)} {self.unit}".rstrip())
-        return self.mark + form(self.value)
+        form = FORMS.get(self.unit)
+        text = form(self.value) if form else f"{number(self.value)} {self.unit}".rstrip()
+        return self.mark + text
 
 
 @dataclass(frozen=True)
@@ -67,20 +61,15 @@ class Fact:
         case: what it is about, in words: "2.7b (3.4 B), bf16, context 512".
         numbers: by name, as texts take them: {base}, {other}, {ratio}, {value}, ...
         verdict: of `verdicts.VERDICTS`, or MIXED of a tally; "" of what compares nothing.
-        interval: of the ratio; None of what compares nothing.
-        time: the kind of its times, "" of what is no time.
-        num_sessions: that its interval rests on.
         missing: what was not measured; "" where there is something to say.
-        small: too small to draw a conclusion about a device. plain: both sides in words, for the
-            plain form; cases_marked: whether a case of a tally was marked.
+        small: too small to draw a conclusion about a device.
+        plain: both sides in words, for the plain form.
+        cases_marked: whether a case of a tally was marked.
     """
 
     case: str
     numbers: Mapping[str, Any] = field(default_factory=dict)
     verdict: str = ""
-    interval: Ratio | None = None
-    time: str = ""
-    num_sessions: int = 1
     missing: str = ""
     small: bool = False
     plain: str = ""
@@ -89,9 +78,8 @@ class Fact:
     @property
     def marked(self) -> bool:
         """Whether a row behind it was marked: then the first page does not rest on it."""
-        return self.cases_marked or any(
-            isinstance(x, Quantity) and x.mark for x in self.numbers.values()
-        )
+        marks = [one.mark for one in self.numbers.values() if isinstance(one, Quantity)]
+        return self.cases_marked or any(marks)
 
     def __getitem__(self, name: str) -> Any:
         return self.numbers[name]
@@ -101,22 +89,28 @@ class Fact:
 
 
 def _bytes(value: float) -> str:
-    return f"{number(value / 2**30)} GiB" if value >= 2**30 else f"{number(value / 2**20)} MiB"
+    return f"{gib(value)} GiB" if value >= 2**30 else f"{number(value / 2**20)} MiB"
 
+
+FORMS: dict[str, Callable[[float], str]] = {
+    "%": percent,
+    "×": times,
+    "bytes": _bytes,
+    "error": scientific,
+    "nats": "{:.4f}".format,
+    "count": "{:,.0f}".format,
+}
+"""How a number is printed, by its unit; any other with three digits and its unit."""
 
 UNITS = {
     "_ms": "ms",
-    "_us": "µs",
     "_bytes": "bytes",
     "_fraction": "%",
     "_tflops": "TFLOP/s",
     "_gb_per_s": "GB/s",
     "_gbs": "GB/s",
     "_error": "error",
-    "joules": "J",
-    "watts": "W",
     "tflop_per_joule": "TFLOP/J",
-    "ceiling": "%",
 }
 """Unit of a metric by the end of its name."""
 
@@ -155,6 +149,10 @@ def _is_small(row: Mapping[str, Any], value: str) -> bool:
     return least is not None and row[value] < least
 
 
+def _is_measured(row: Mapping[str, Any] | None, value: str) -> bool:
+    return row is not None and pd.notna(row.get(value))
+
+
 def compare(
     frame: pd.DataFrame,
     base: Mapping[str, Any],
@@ -170,59 +168,50 @@ def compare(
         value: the time or the bytes compared; case: the columns that both sides share.
 
     Returns:
-        numbers: base, other, ratio, interval (a text), saved (a share of the base).
+        numbers: base, other, ratio, interval (a text).
 
     Raises:
         ValueError: a side names several rows; times of two kinds.
     """
-    name = case_name(case)
-    sides = [only(frame, **{**case, **side}) for side in (base, other)]
-    for side, row in zip((base, other), sides, strict=True):
-        if row is None or row.get(value) is None or row[value] != row[value]:
-            return Fact(name, missing=case_name({**case, **side}))
-    return compare_rows(
-        *sides, value=value, case=name, plain=f"{case_name(other)} against {case_name(base)}"
-    )
+    rows = []
+    for side in (base, other):
+        row = only(frame, **{**case, **side})
+        if not _is_measured(row, value):
+            return Fact(case_name(case), missing=case_name({**case, **side}))
+        rows.append(row)
+    return compare_rows(*rows, value, case_name(case), _sides(base, other))
+
+
+def _sides(base: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    return f"{case_name(other)} against {case_name(base)}"
 
 
 def compare_rows(
     base: Mapping[str, Any],
     other: Mapping[str, Any],
-    *,
     value: str = "median_ms",
     case: str = "",
     plain: str = "",
 ) -> Fact:
     """Returns `compare` of two rows."""
     is_time = unit_of(value) == "ms"
-    interval = (
-        verdicts.ratio(base, other, value) if is_time else verdicts.exact(base[value], other[value])
-    )
-    common = verdicts.by_session(base, value).keys() & verdicts.by_session(other, value).keys()
-    marks = mark(base, value) or mark(other, value)
-    # Of times the base is above the line, of bytes the other.
-    shown = interval.mid if is_time else 1 / interval.mid
-    return Fact(
-        case,
-        {
-            "base": quantity(base, value),
-            "other": quantity(other, value),
-            "ratio": Quantity(shown, "×", marks),
-            "value": Quantity(shown, "×", marks),
-            "interval": _range(interval.low, interval.high),
-            "saved": Quantity(1 - 1 / interval.mid, "%", marks),
-        },
-        interval.verdict,
-        interval,
-        verdicts.kind_of_time(base, value) if is_time else "",
-        max(1, len(common)),
-        small=_is_small(base, value) and _is_small(other, value),
-        plain=plain,
-    )
-
-
-def _range(low: float, high: float) -> str:
-    return f"{number(low)}× to {number(high)}×"
+    if is_time:
+        interval = verdicts.ratio(base, other, value)
+        # Of times the base is above the line, of bytes the other.
+        shown = interval.mid
+    else:
+        interval = verdicts.exact(base[value], other[value])
+        shown = 1 / interval.mid
+    ratio = Quantity(shown, "×", mark(base, value) or mark(other, value))
+    numbers = {
+        "base": quantity(base, value),
+        "other": quantity(other, value),
+        "ratio": ratio,
+        "value": ratio,
+        "interval": span(interval.low, interval.high),
+    }
+    small = _is_small(base, value) and _is_small(other, value)
+    return Fact(case, numbers, interval.verdict, small=small, plain=plain)
 
 
 def compare_all(
@@ -245,45 +234,31 @@ def compare_all(
     cases = ok_rows(frame, **case).reindex(columns=list(keys)).drop_duplicates().to_dict("records")
     facts = {}
     for key in cases:
-        found = compare(frame, base, other, value=value, **case, **key)
-        if not found.missing and not found.small:
+        fact = compare(frame, base, other, value=value, **case, **key)
+        if not fact.missing and not fact.small:
             # In parentheses, where a size's parameters would open another pair.
-            facts[case_name({name.removesuffix("size"): value for name, value in key.items()})] = (
-                found
-            )
-    return tally(facts, case_name(case), f"{case_name(other)} against {case_name(base)}")
-
-
-def tally(facts: Mapping[str, Fact], case: str, plain: str) -> Fact:
-    """Returns the tally of comparisons by the name of their case; see `compare_all`."""
+            words = case_name({name.removesuffix("size"): part for name, part in key.items()})
+            facts[words] = fact
+    plain = _sides(base, other)
     if not facts:
-        return Fact(case, missing=f"{plain}{f' for {case}' if case else ''}")
-    counts = {
-        verdict: sum(fact.verdict == verdict for fact in facts.values())
-        for verdict in verdicts.VERDICTS
+        return Fact("", missing=f"{plain} for {case_name(case)}" if case else plain)
+    ordered = sorted(facts, key=lambda words: facts[words]["ratio"].value)
+    least, most = (facts[words]["ratio"] for words in (ordered[0], ordered[-1]))
+    ends = [f"{facts[words]['ratio']} ({words})" for words in (ordered[0], ordered[-1])]
+    counts = Counter(fact.verdict for fact in facts.values())
+    narrow = most.value <= WIDEST_RANGE * least.value
+    numbers = {
+        "total": Quantity(len(facts), "count"),
+        **{verdict: Quantity(counts[verdict], "count") for verdict in verdicts.VERDICTS},
+        "range": f"{least} to {most}" if narrow else " to ".join(ends),
+        "least": ends[0],
+        "most": ends[1],
+        "value": f"{counts[verdicts.AHEAD]} of {len(facts)}",
     }
-    ordered = sorted(facts, key=lambda name: facts[name]["ratio"].value)
-    least = facts[ordered[0]]
-    most = facts[ordered[-1]]
-    ends = [
-        f"{fact['ratio']} ({name})" for fact, name in ((least, ordered[0]), (most, ordered[-1]))
-    ]
-    narrow = most["ratio"].value <= WIDEST_RANGE * least["ratio"].value
-    uniform = [verdict for verdict, count in counts.items() if count == len(facts)]
     return Fact(
-        case,
-        {
-            "total": Quantity(len(facts), "count"),
-            **{verdict: Quantity(count, "count") for verdict, count in counts.items()},
-            "range": f"{least['ratio']} to {most['ratio']}" if narrow else " to ".join(ends),
-            "least": ends[0],
-            "most": ends[1],
-            "value": f"{counts[verdicts.AHEAD]} of {len(facts)}",
-        },
-        uniform[0] if uniform else MIXED,
-        Ratio(math.nan, least["ratio"].value, most["ratio"].value),
-        least.time,
-        min(fact.num_sessions for fact in facts.values()),
+        case_name(case),
+        numbers,
+        next(iter(counts)) if len(counts) == 1 else MIXED,
         small=len(facts) < LEAST_CASES,
         plain=plain,
         cases_marked=any(fact.marked for fact in facts.values()),
@@ -292,136 +267,100 @@ def tally(facts: Mapping[str, Fact], case: str, plain: str) -> Fact:
 
 def measured(frame: pd.DataFrame, value: str, unit: str = "", **case: Any) -> Fact:
     """Returns one case's value, with its unit: {value}."""
+    name = case_name(case)
     row = only(frame, **case)
-    if row is None or row.get(value) is None or row[value] != row[value]:
-        return Fact(case_name(case), missing=case_name(case))
-    times = unit_of(value) == "ms"
-    kind = verdicts.kind_of_time(row, value) if times and row.get("timer_method") else ""
-    sessions = len(verdicts.by_session(row, value))
-    numbers = {"value": quantity(row, value, unit)}
-    return Fact(
-        case_name(case), numbers, time=kind, num_sessions=sessions, small=_is_small(row, value)
-    )
+    if not _is_measured(row, value):
+        return Fact(name, missing=name)
+    return Fact(name, {"value": quantity(row, value, unit)}, small=_is_small(row, value))
 
 
 def share_of(
     frame: pd.DataFrame, is_so: Callable[[Mapping[str, Any]], bool], what: str, **case: Any
 ) -> Fact:
-    """Returns in how many measured rows something holds: numbers count, total, value ("26 of
-    64").
-    """
+    """Returns in how many measured rows something holds: {value} is "26 of 64"."""
     rows = ok_rows(frame, **case).to_dict("records")
     if not rows:
-        return Fact(case_name(case), missing=what)
-    count = sum(map(bool, map(is_so, rows)))
-    numbers = {
-        "count": Quantity(count, "count"),
-        "total": Quantity(len(rows), "count"),
-        "value": f"{count} of {len(rows)}",
-    }
+        return Fact(what, missing=what)
+    num = sum(bool(is_so(row)) for row in rows)
+    numbers = {"value": f"{num} of {len(rows)}"}
     return Fact(case_name(case), numbers, small=len(rows) < LEAST_CASES)
 
 
 def growth(frame: pd.DataFrame, x: str, value: str, low: float, high: float, **case: Any) -> Fact:
-    """Returns the exponent with which a value grows between two lengths: {value}, from {low} to
-    {high}.
-    """
-    ends = [only(frame, **case, **{x: at}) for at in (low, high)]
-    if any(row is None or row.get(value) is None for row in ends):
-        return Fact(
-            case_name(case),
-            missing=f"{case_name(case)} at {x} {low:,} and {high:,}",
-        )
-    exponent = math.log(ends[1][value] / ends[0][value]) / math.log(high / low)
-    marks = mark(ends[0], value) or mark(ends[1], value)
-    numbers = {
-        "value": Quantity(exponent, "", marks),
-        "low": quantity(ends[0], value),
-        "high": quantity(ends[1], value),
-    }
-    return Fact(case_name(case), numbers, small=_is_small(ends[1], value))
+    """Returns the exponent with which a value grows between two lengths: {value}."""
+    ends = compare(frame, {x: low}, {x: high}, value=value, **case)
+    if ends.missing:
+        return ends
+    exponent = math.log(ends["other"].value / ends["base"].value) / math.log(high / low)
+    return Fact(
+        ends.case, {"value": ends["ratio"]._replace(value=exponent, unit="")}, small=ends.small
+    )
 
 
 def fits(frame: pd.DataFrame, x: str = "context", **case: Any) -> Fact:
-    """Returns the largest `x` of a case that was measured, {value}, and the least that ran out of
-    memory, {lost}.
-    """
-    rows = select(frame, **case)
-    largest = rows[rows["status"] == "ok"][x].max() if len(rows) else math.nan
-    lost = rows[rows["status"] == "oom"][x].min() if len(rows) else math.nan
-    if largest != largest and lost != lost:
-        return Fact(case_name(case), missing=case_name(case))
-    numbers = {
-        "value": Quantity(largest, "count") if largest == largest else "none measured",
-        "lost": Quantity(lost, "count") if lost == lost else "none tried",
-    }
-    return Fact(case_name(case), numbers)
+    """Returns the largest `x` of a case that was measured, {value}."""
+    name = case_name(case)
+    rows = ok_rows(frame, **case)
+    if rows.empty:
+        return Fact(name, missing=name)
+    return Fact(name, {"value": Quantity(rows[x].max(), "count")})
 
 
 def agreement(
-    rows: pd.DataFrame,
-    value: str,
-    predicted: str,
-    within: float,
-    name: Callable[[Mapping[str, Any]], str],
+    rows: pd.DataFrame, value: str, predicted: str, within: float, case: Sequence[str]
 ) -> Fact:
     """Returns how many predictions lie within a share of the measurement, and the worst.
 
+    Args:
+        case: the columns that name the worst.
+
     Returns:
-        numbers: count, total, value ("40 of 46"), within, worst (signed; above 0 the prediction is
-            too high), case.
+        numbers: value ("40 of 46"), within, worst (signed; above 0 the prediction is too high),
+            case.
     """
     rows = rows.dropna(subset=[value, predicted])
     if rows.empty:
-        return Fact("", missing="what the prediction tells")
+        return Fact("", missing="what was predicted")
     deviation = rows[predicted] / rows[value] - 1
     worst = deviation.abs().idxmax()
-    count = int((deviation.abs() <= within).sum())
+    num = int((deviation.abs() <= within).sum())
     numbers = {
-        "count": Quantity(count, "count"),
-        "total": Quantity(len(rows), "count"),
-        "value": f"{count} of {len(rows)}",
+        "value": f"{num} of {len(rows)}",
         "within": Quantity(within, "%"),
         "worst": Quantity(deviation[worst], "%"),
-        "case": name(rows.loc[worst].to_dict()),
+        "case": case_name(rows.loc[worst, list(case)]),
     }
     return Fact("", numbers)
 
 
-def published(
+def beside(
     theirs: pd.DataFrame, ours: pd.DataFrame, keys: Sequence[str], value: str = "ms"
-) -> tuple[Fact, Any]:
-    """Returns every published value that has a row of ours beside it: a tally of theirs over ours,
-    and the frame.
+) -> pd.DataFrame:
+    """Returns every published value that has a row of ours beside it, with `ratio`, theirs over
+    ours.
 
     Args:
         theirs: columns `keys`, gpu, published_<value>; ours: records; keys: columns that tell the
             cases apart.
         value: "ms", beside median_ms, or "gib", beside peak_bytes.
-
-    Returns:
-        numbers: total, above (published values above ours), gpus (how many), low and high (of the
-            ratio).
     """
-    own = ok_rows(ours)
-    if own.empty or theirs.empty:
-        return Fact("", missing="a case for which a value is published"), pd.DataFrame()
-    column = {"ms": "median_ms", "gib": "peak_bytes"}[value]
-    kept = [*keys, column, *(["timer_method"] if "timer_method" in own else [])]
-    joined = theirs.merge(own[kept], on=list(keys))
+    column, unit = {"ms": ("median_ms", 1), "gib": ("peak_bytes", 2**30)}[value]
+    own = ok_rows(ours).reindex(columns=[*keys, column, "timer_method"])
+    joined = theirs.merge(own, on=list(keys))
+    return joined.assign(ratio=joined[f"published_{value}"] / joined[column] * unit)
+
+
+def above_ours(joined: pd.DataFrame) -> Fact:
+    """Returns how many published values are above ours, of the rows that `beside` gives: above,
+    total.
+    """
     if joined.empty:
-        return Fact("", missing="a case for which a value is published"), joined
-    here = joined[column] / (2**30 if value == "gib" else 1)
-    joined = joined.assign(ratio=joined[f"published_{value}"] / here)
+        return Fact("", missing="a case for which a value is published")
     numbers = {
-        "total": Quantity(len(joined), "count"),
         "above": Quantity(int((joined["ratio"] > 1).sum()), "count"),
-        "gpus": Quantity(joined["gpu"].nunique(), "count"),
-        "low": Quantity(joined["ratio"].min(), "×"),
-        "high": Quantity(joined["ratio"].max(), "×"),
-        "value": f"{int((joined['ratio'] > 1).sum())} of {len(joined)}",
+        "total": Quantity(len(joined), "count"),
     }
-    return Fact("", numbers), joined
+    return Fact("", numbers)
 
 
 def sentence(facts: Fact | Sequence[Fact], text: str = "", because: str = "", **texts: str) -> str:
@@ -442,14 +381,16 @@ def sentence(facts: Fact | Sequence[Fact], text: str = "", because: str = "", **
     """
     several = (facts,) if isinstance(facts, Fact) else tuple(facts)
     first = several[0]
-    if unknown := texts.keys() - {verdicts.AHEAD, verdicts.LEVEL, verdicts.BEHIND}:
+    unknown = texts.keys() - {verdicts.AHEAD, verdicts.LEVEL, verdicts.BEHIND}
+    if unknown:
         raise ValueError(f"no text for {sorted(unknown)[0]!r}; accepted: ahead, level, behind")
-    for given in (text, *texts.values()):
-        fields = [name for _, name, _, _ in string.Formatter().parse(given) if name]
-        if len(fields) > MOST_NUMBERS:
-            raise ValueError(f"{len(fields)} numbers in {given!r}; accepted: {MOST_NUMBERS}")
-    if missing := [fact.missing for fact in several if fact.missing]:
-        return f"*Not measured: {missing[0]}.*"
+    for one in (text, *texts.values()):
+        num_fields = sum(1 for _, name, _, _ in string.Formatter().parse(one) if name)
+        if num_fields > MOST_NUMBERS:
+            raise ValueError(f"{num_fields} numbers in {one!r}; accepted: {MOST_NUMBERS}")
+    for fact in several:
+        if fact.missing:
+            return f"*Not measured: {fact.missing}.*"
     if any(fact.small for fact in several):
         return f"*Too small here to draw a conclusion: {first.case or first.plain}.*"
     chosen = texts.get(first.verdict, text if first.verdict in ("", MIXED) else "")
@@ -457,11 +398,9 @@ def sentence(facts: Fact | Sequence[Fact], text: str = "", because: str = "", **
         chosen = ""  # cases that differ are a selection, which must say of how many
     if not chosen:
         return _plain(first)
-    reason = next(
-        (verdict for verdict in (verdicts.AHEAD, verdicts.BEHIND) if verdict in texts), ""
-    )
-    ends = f": {because}." if because and first.verdict == reason else "."
-    return chosen.format(*several, **first.numbers).rstrip(".") + ends
+    said = chosen.format(*several, **first.numbers).rstrip(".")
+    explained = verdicts.AHEAD if verdicts.AHEAD in texts else verdicts.BEHIND
+    return f"{said}: {because}." if because and first.verdict == explained else f"{said}."
 
 
 def _plain(fact: Fact) -> str:

@@ -42,8 +42,7 @@ def contest(frame: pd.DataFrame) -> pd.DataFrame:
     """Returns the rows with `impl` and `direction`, the words of their phase; "ours" is what `auto`
     runs there.
     """
-    columns = dict.fromkeys([*frame, "phase", "is_auto"])
-    frame = frame.reindex(columns=list(columns))
+    frame = frame.reindex(columns=list(dict.fromkeys([*frame, "phase", "is_auto"])))
     words = frame["phase"].astype(str).str.split(" ")
     impl = words.str[0].mask(frame["is_auto"] == 1, "auto")
     return frame.assign(impl=impl.replace(IMPLS), direction=words.str[-1])
@@ -53,8 +52,8 @@ def rated(rivals: pd.DataFrame) -> pd.DataFrame:
     """Returns what was timed back to back, with its `shape` in words."""
     rows = usable(contest(rivals), "sustained_tflops")
     names = [
-        "×".join(str(row[name]) for name in SHAPE[:4]) + " causal" * row["causal"]
-        for row in rows.to_dict("records")
+        "×".join(map(str, sizes)) + " causal" * causal
+        for *sizes, causal in rows.reindex(columns=SHAPE).itertuples(index=False)
     ]
     return rows.assign(shape=names)
 
@@ -67,44 +66,11 @@ def peaks(memory: pd.DataFrame, contests: pd.DataFrame) -> pd.DataFrame:
     runs = ok_rows(contests, impl="ours")
     if rows.empty or runs.empty:
         return rows
-    ran = runs["phase"].str.split(" ").str[0]
-    runs = runs.assign(ran=ran)[["length", "precision", "ran"]]
-    found = pd.merge_asof(
-        rows.sort_values("length"),
-        runs.sort_values("length"),
-        on="length",
-        by="precision",
-    )
-    impl = found["impl"].mask(found["impl"] == found["ran"], "auto")
-    return found.assign(impl=impl.replace(IMPLS))
-
-
-def by_length(frame: pd.DataFrame, value: str, label: str, unit: float = 1) -> Figure | None:
-    """Draws `value` over the length in `unit`s, a panel a precision, a line an implementation."""
-    rows = select(frame, impl=list(IMPLS.values()), precision=["bf16", "fp32"])
-    if ok_rows(rows).empty:
-        return None
-    rows = rows.assign(value=rows[value] / unit)
-    shown = sorted(set(rows["precision"]))
-    figure, axes = figures.panels(len(shown), height=3.0)
-    for axis, precision in zip(axes, shown, strict=True):
-        panel = select(rows, precision=precision)
-        for impl, name in IMPLS.items():
-            line = select(panel, impl=name)
-            style = figures.STYLES[impl]
-            figures.line_with_band(
-                axis,
-                line,
-                "length",
-                label=name,
-                style=style,
-                y="value",
-            )
-        figures.context_axis(axis, panel["length"].unique(), "length (tokens)")
-        figures.log_scale(axis, "y")
-        axis.set(ylabel=label, title=precision)
-    figures.finish(figure, axes, "")
-    return figure
+    runs = runs.assign(ran=runs["phase"].str.split(" ").str[0])[["length", "precision", "ran"]]
+    sides = rows.sort_values("length"), runs.sort_values("length")
+    joined = pd.merge_asof(*sides, on="length", by="precision")
+    impl = joined["impl"].mask(joined["impl"] == joined["ran"], "auto")
+    return joined.assign(impl=impl.replace(IMPLS))
 
 
 def rates(rivals: pd.DataFrame) -> Figure | None:
@@ -122,34 +88,22 @@ def rates(rivals: pd.DataFrame) -> Figure | None:
     shown = itertools.product(values, ("forward", "backward"))
     for axis, (value, direction) in zip(axes, shown, strict=True):
         for place, impl in enumerate(impls):
-            name = IMPLS[impl]
-            line = select(rows, impl=name, direction=direction)
+            line = select(rows, impl=IMPLS[impl], direction=direction)
             heights = [shapes.index(shape) + 0.2 * (place - 1.5) for shape in line["shape"]]
             colour, marker, _ = figures.STYLES[impl]
-            axis.scatter(
-                line[value],
-                heights,
-                color=colour,
-                marker=marker,
-                label=name,
-            )
+            axis.scatter(line[value], heights, color=colour, marker=marker, label=IMPLS[impl])
             if value == "sustained_tflops":
-                axis.hlines(
-                    heights,
-                    line[value],
-                    line["achieved_tflops"],
-                    color=colour,
-                )
+                axis.hlines(heights, line[value], line["achieved_tflops"], color=colour)
         axis.set_yticks(range(len(shapes)), shapes, fontsize=8)
         axis.tick_params(labelleft=direction == "forward")
         axis.set(xlabel=labels[value], title=direction)
         axis.set_xlim(left=0)
         axis.invert_yaxis()
-    figures.finish(figure, axes, "")
+    figures.finish(figure)
     return figure
 
 
-def published_times(speed: pd.DataFrame) -> tuple[facts.Fact, pd.DataFrame]:
+def published_times(speed: pd.DataFrame) -> pd.DataFrame:
     """Returns all published times of one causal head that have a case of ours beside them; their
     fp32 allows TF32.
     """
@@ -157,10 +111,9 @@ def published_times(speed: pd.DataFrame) -> tuple[facts.Fact, pd.DataFrame]:
     theirs = published.load("flash_attention").rename(columns=NAMES)
     theirs["precision"] = theirs["dtype"].map(NAMES)
     theirs = theirs.melt(["gpu", *keys], list(PUBLISHED), "phase", "published_ms").dropna()
-    theirs = theirs.replace({"phase": PUBLISHED})
     ours = contest(speed)
-    ours = ours.assign(phase=ours["impl"] + " " + ours["direction"])
-    return facts.published(theirs, ours, [*keys, "phase"])
+    ours["phase"] = ours["impl"] + " " + ours["direction"]
+    return facts.beside(theirs.replace({"phase": PUBLISHED}), ours, [*keys, "phase"])
 
 
 def idles_half(row: Mapping[str, Any]) -> bool:

@@ -11,17 +11,6 @@ from labkit import accounting
 from labkit.configs import COMPILE_MODES, PHASES, PRECISIONS, SIZES
 from labkit.report.text import number
 
-PHASE_NAMES = {
-    "inference": "inference",
-    "forward": "forward",
-    "backward": "backward",
-    "forward_backward": "forward + backward",
-    "optimizer_step": "optimizer step",
-    "train_step": "training step",
-    "graph_step": "training step, one graph",
-    "compile": "first call",
-}
-
 ORDER = {
     "size": list(SIZES),
     "precision": list(PRECISIONS),
@@ -71,7 +60,7 @@ def in_order(frame: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
         order = ORDER.get(column.name)
         return column.map({name: rank for rank, name in enumerate(order)}) if order else column
 
-    return frame.sort_values(list(columns), key=key, kind="stable").reset_index(drop=True)
+    return frame.sort_values(list(columns), key=key, kind="stable", ignore_index=True)
 
 
 def select(frame: pd.DataFrame, **equal: Any) -> pd.DataFrame:
@@ -135,33 +124,19 @@ def mark(row: dict[str, Any], value: str = "median_ms") -> str:
 
 
 def cell(
-    row: dict[str, Any], value: str = "median_ms", form: Callable[[float], str] = number
+    row: Mapping[str, Any] | None,
+    value: str = "median_ms",
+    form: Callable[[float], str] = number,
 ) -> str:
     """Returns a value as text with its mark, the status where there is none; "–" where it was not
     measured.
     """
+    if row is None:
+        return "–"
     if row["status"] != "ok":
         return row["status"]
     text = form(row.get(value))
     return text if text == "–" else mark(row, value) + text
-
-
-def pivot(
-    frame: pd.DataFrame,
-    index: Sequence[str],
-    columns: str,
-    text: Callable[[dict[str, Any]], str] = cell,
-) -> pd.DataFrame:
-    """Returns a table with one row per `index` and one column per value of `columns`; "–" where not
-    measured.
-    """
-    names = dict.fromkeys(in_order(frame[[columns]], [columns])[columns], "–")
-    lines: dict[tuple, dict[str, Any]] = {}
-    for row in in_order(frame, [*index, columns]).to_dict("records"):
-        key = tuple(row[name] for name in index)
-        line = lines.setdefault(key, dict(zip(index, key, strict=True)) | names)
-        line[row[columns]] = text(row)
-    return pd.DataFrame(lines.values())
 
 
 def by_way(
@@ -170,7 +145,8 @@ def by_way(
     ways: Mapping[str, Mapping[str, Any]],
     text: Callable[[dict[str, Any]], str] = cell,
 ) -> pd.DataFrame:
-    """Returns a table with one row per value of `index`, in order, and one column per way.
+    """Returns a table with one row per value of `index`, in order, and one column per way; "–"
+    where not measured.
 
     Args:
         ways: by name the columns in which one way differs from the others, with their values.
@@ -180,14 +156,17 @@ def by_way(
     """
     lines = []
     for value in in_order(frame, [index])[index].unique() if len(frame) else ():
-        found = {
-            name: select(frame, **{index: value}, **way).to_dict("records")
-            for name, way in ways.items()
-        }
-        if several := [name for name, rows in found.items() if len(rows) > 1]:
-            raise ValueError(
-                f"{several[0]!r} names {len(found[several[0]])} rows of {index} {value}"
-            )
-        texts = {name: text(rows[0]) if rows else "–" for name, rows in found.items()}
-        lines.append({index: size_name(value) if index == "size" else value, **texts})
+        line = {index: size_name(value) if index == "size" else value}
+        for name, way in ways.items():
+            rows = select(frame, **{index: value}, **way).to_dict("records")
+            if len(rows) > 1:
+                raise ValueError(f"{name!r} names {len(rows)} rows of {index} {value}")
+            line[name] = text(rows[0]) if rows else "–"
+        lines.append(line)
     return pd.DataFrame(lines)
+
+
+def pivot(frame: pd.DataFrame, index: str, columns: str) -> pd.DataFrame:
+    """Returns `by_way` with one column per value of `columns`, in order."""
+    values = in_order(frame, [columns])[columns].unique()
+    return by_way(frame, index, {value: {columns: value} for value in values})

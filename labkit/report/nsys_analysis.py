@@ -24,24 +24,11 @@ def tables(frame: pd.DataFrame, name: str) -> pd.DataFrame:
     """Returns a table of all captured steps, each row with its case; `part` is the pass within the
     step.
     """
-    parts = []
+    parts = [pd.DataFrame(columns=[*KEPT, *NAMES.values(), "path", "total_us"])]
     for row in ok_rows(frame).to_dict("records"):
-        case = {key: row.get(key, "") for key in KEPT}
         table = pd.DataFrame(row["observed"]["tables"][name]).rename(columns=NAMES)
-        parts.append(table.assign(**case))
-    return pd.concat(
-        parts
-        or [
-            pd.DataFrame(
-                columns=[
-                    *KEPT,
-                    *NAMES.values(),
-                    "path",
-                    "total_us",
-                ]
-            )
-        ]
-    )
+        parts.append(table.assign(**{key: row.get(key, "") for key in KEPT}))
+    return pd.concat(parts[1:] or parts)
 
 
 def by_class(rows: pd.DataFrame) -> pd.DataFrame:
@@ -54,16 +41,11 @@ def by_class(rows: pd.DataFrame) -> pd.DataFrame:
     sums = sums.reindex(columns=[*figures.CLASS_COLOURS])
     total = sums.sum(axis=1)
     shares = sums.div(total, axis=0).add_suffix("_share")
-    sums["rest"] = total - sums["matmul"]
-    sums["total"] = total
-    times = sums.div(1e3).add_suffix("_ms")
-    result = shares.join(times).reset_index()
-    attention = result["attention"].map({"eager": "", "auto": ", FlashAttention"})
-    result["way"] = result["precision"] + attention
-    return in_order(
-        result.sort_values("way"),
-        ["precision", "size", "context"],
-    )
+    times = sums.assign(rest=total - sums["matmul"], total=total).div(1e3).add_suffix("_ms")
+    rows = shares.join(times).reset_index()
+    suffix = rows["attention"].map({"eager": "", "auto": ", FlashAttention"})
+    rows["way"] = rows["precision"] + suffix
+    return in_order(rows.sort_values("way"), ["precision", "size", "context"])
 
 
 def attention(frame: pd.DataFrame) -> pd.DataFrame:
@@ -114,52 +96,31 @@ def timeline(frame: pd.DataFrame, **case) -> Figure | None:
     if row is None:
         return None
     table = row["observed"]["tables"]["timeline"]
-    names = table["class_names"]
-    columns = [
-        "start_us",
-        "duration_us",
-        "kernel_class",
-        "phase",
-        "block",
-    ]
+    columns = ["start_us", "duration_us", "kernel_class", "phase", "block"]
     launches = pd.DataFrame({name: table[name] for name in columns})
     launches["end_us"] = launches["start_us"] + launches["duration_us"]
-    launches = launches.replace({"phase": dict(enumerate(table["phase_names"]))})
+    launches["phase"] = launches["phase"].map(dict(enumerate(table["phase_names"])))
     blocks = launches[launches["block"] >= 0]
     middle = blocks["block"].max() // 2
     closer = select(blocks, phase="forward", block=middle)
-    figure, axes = figures.panels(2, num_columns=1, width=6.4, height=1.4)
+    figure, axes = figures.panels(2, height=1.4, num_columns=1)
     for axis, shown in zip(axes, (launches, closer), strict=True):
         for place, rows in shown.groupby("kernel_class"):
-            axis.broken_barh(
-                rows[["start_us", "duration_us"]].to_numpy(),
-                (-0.4, 0.8),
-                color=figures.CLASS_COLOURS[names[place]],
-                label=names[place],
-                linewidth=0,
-                rasterized=True,
-            )
+            name = table["class_names"][place]
+            spans = rows[["start_us", "duration_us"]].to_numpy()
+            look = {"color": figures.CLASS_COLOURS[name], "linewidth": 0, "rasterized": True}
+            axis.broken_barh(spans, (-0.4, 0.8), label=name, **look)
         axis.set_xlabel("time on the device, profiled (µs)")
         axis.grid(visible=False)
-    for height, rows, column in (
-        (1, launches, "phase"),
-        (2, blocks, "block"),
-    ):
+    for height, rows, column in ((1, launches, "phase"), (2, blocks, "block")):
         spans = rows.groupby(["phase", column], sort=False)
         start = spans["start_us"].min()
         width = spans["end_us"].max() - start
-        bars = axes[0].barh(
-            height,
-            width,
-            0.8,
-            start,
-            color="0.85",
-            edgecolor="white",
-        )
+        bars = axes[0].barh(height, width, 0.8, start, color="0.85", edgecolor="white")
         labels = start.index.get_level_values(1)
         axes[0].bar_label(bars, labels, label_type="center", fontsize=8)
     axes[0].set_yticks([0, 1, 2], ["kernels", "phase", "block"])
     axes[0].invert_yaxis()
     axes[1].set_yticks([0], [f"block {middle}"])
-    figures.finish(figure, axes, "")
+    figures.finish(figure)
     return figure

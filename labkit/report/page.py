@@ -159,12 +159,6 @@ class _Renderer(mistune.HTMLRenderer):
             return f"![{alt}]({entities.escape(url)})"
         return f'<img alt="{alt}" src="{url}">'
 
-    def link(self, text: str, url: str, title: str | None = None) -> str:
-        scheme = re.match(r"\s*([^/?#]*):", entities.unescape(url))
-        if scheme and scheme[1].lower() not in ("http", "https"):
-            return f"[{text}]({entities.escape(url)})"
-        return f'<a href="{entities.escape(url)}">{text}</a>'
-
     def paragraph(self, text: str) -> str:
         image = re.fullmatch(r'<img alt="([^"]*)" [^>]*>', text)
         if not image:

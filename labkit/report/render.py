@@ -4,8 +4,7 @@ it was made.
 
 import os
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,13 @@ from labkit.records import (
     write_text_atomic,
 )
 from labkit.report import card, figures, page, smoke
-from labkit.report.chapter import FACT, FIGURE, Chapter
+from labkit.report.chapter import FACT, FIGURE, Chapter, dates_of
 
 MOST_AT_ONCE = 4
 """Notebooks whose lessons are executed at a time, on as many cores; each needs about 300 MB."""
+
+_FIGURES_FOLDER = "labkit-figures-folder/"
+"""Stands for the path to the devices' folders, which depends on where the report is written."""
 
 
 def rebuild(
@@ -70,36 +72,32 @@ def rebuild(
         )
     executed = dict(measured or {})
     values = {"device": device, "output": str(output or ""), "save_figures": True}
-    executed |= {name: notebooks.show(name, values) for name in chapters if name not in executed}
-    for cell in (
-        cell for notebook in executed.values() for cell in notebook.cells if "outputs" in cell
-    ):
-        # What is printed while measuring is no result.
-        cell["outputs"] = [
-            output for output in cell["outputs"] if output["output_type"] != "stream"
-        ]
+    for name in chapters:
+        if name not in executed:
+            executed[name] = notebooks.show(name, values)
+    for notebook in executed.values():
+        for cell in notebook.cells:
+            if "outputs" in cell:
+                # What is printed while measuring is no result.
+                cell.outputs = [one for one in cell.outputs if one.output_type != "stream"]
     if save_notebooks:
-        for name, shown in _execute_all(notebooks.names()).items():
-            _save_outputs(name, shown, notebooks.path(name))
-    text = _report(chapters, executed, folder)
-
-    device_text = text.replace(f"{_FIGURES_FOLDER}{device}/", "").replace(_FIGURES_FOLDER, "../")
-    device_text = device_text.replace("../notebooks/", "../../notebooks/")
-    written = [write_text_atomic(folder / "report.md", device_text)]
+        for name, notebook in _execute_all(notebooks.names()).items():
+            _save_outputs(name, notebook, notebooks.path(name))
     # The reference device's executed notebooks are those in notebooks/.
     if device != REFERENCE_DEVICE:
         for name, notebook in executed.items():
             _save_outputs(name, notebook, folder_of(root, device, name) / f"{name}.ipynb")
+    text = _report(chapters, executed, folder)
+    own = text.replace(f"{_FIGURES_FOLDER}{device}/", "").replace(_FIGURES_FOLDER, "../")
+    own = own.replace("../notebooks/", "../../notebooks/")
+    written = [write_text_atomic(folder / "report.md", own)]
     if output is None and top_level:
         text = text.replace(_FIGURES_FOLDER, f"{root.relative_to(REPOSITORY).as_posix()}/")
-        written.append(
-            write_text_atomic(REPOSITORY / "report.md", text.replace("../notebooks/", "notebooks/"))
-        )
+        text = text.replace("../notebooks/", "notebooks/")
+        written.append(write_text_atomic(REPOSITORY / "report.md", text))
     if html:
-        title = card.title(next(iter(chapters.values())))
-        written.append(
-            write_text_atomic(folder / "report.html", page.html(device_text, folder, title))
-        )
+        text = page.html(own, folder, card.title(card.first_of(chapters)))
+        written.append(write_text_atomic(folder / "report.html", text))
     return written
 
 
@@ -108,42 +106,38 @@ def chapters_of(device: str, output: Path | None = None) -> dict[str, Chapter]:
     root = output or FIGURES
     check_measured(device, root)
     recorded = newest_of({name: folder_of(root, device, name) for name in notebooks.names()})
-    if not any(recorded.values()):
-        raise RequestError(f"{root / device} holds no record")
-    return {
+    chapters = {
         name: Chapter(name, device=device, output=str(output or ""))
         for name, records in recorded.items()
         if records
     }
+    if not chapters:
+        raise RequestError(f"{root / device} holds no record")
+    return chapters
 
 
 def _report(chapters: Mapping[str, Chapter], executed: Mapping[str, Any], folder: Path) -> str:
-    first = next(iter(chapters.values()))
-    warnings = [_not_finished(chapter.folder, name) for name, chapter in chapters.items()]
     ladder = card.ladder(chapters)
     if ladder is not None:
         write_bytes_atomic(folder / card.LADDER_FILE, figures.svg(ladder))
-    here = f"{_FIGURES_FOLDER}{folder.name}/"
-    if first.device_kind == "cpu":
-        parts = [smoke.page(chapters), *filter(None, warnings), card.provenance(chapters)]
-        return "\n\n".join(parts).replace("{figures}", here) + "\n"
-    bodies = []
-    for name in notebooks.names():
-        if name in chapters:
-            bodies.append(_chapter_markdown(executed[name], chapters[name].folder.name))
-        else:
-            number = name.split("_")[0]
-            bodies.append(
-                f"## {notebooks.title(name)}\n\n*Not measured; `labkit run {number}` measures it.*"
-            )
-    keyed = {key: fact for notebook in executed.values() for key, fact in _keyed(notebook).items()}
-    parts = [
-        card.page(chapters, keyed),
-        *filter(None, warnings),
-        *bodies,
-        card.provenance(chapters),
-    ]
-    return "\n\n".join(parts).replace("{figures}", here) + "\n"
+    warnings = [_not_finished(chapter.folder, name) for name, chapter in chapters.items()]
+    if card.first_of(chapters).device_kind == "cpu":
+        first = smoke.page(chapters)
+        bodies = []
+    else:
+        keyed: dict[str, tuple[str, str]] = {}
+        for notebook in executed.values():
+            keyed |= _keyed(notebook)
+        first = card.page(chapters, keyed)
+        bodies = [
+            _chapter_markdown(executed[name], chapters[name].folder.name)
+            if name in chapters
+            else f"## {notebooks.title(name)}\n\n"
+            f"*Not measured; `labkit run {name.split('_')[0]}` measures it.*"
+            for name in notebooks.names()
+        ]
+    parts = [first, *filter(None, warnings), *bodies, card.provenance(chapters)]
+    return "\n\n".join(parts).replace("{figures}", f"{_FIGURES_FOLDER}{folder.name}/") + "\n"
 
 
 def devices_table(root: Path) -> pd.DataFrame:
@@ -153,40 +147,28 @@ def devices_table(root: Path) -> pd.DataFrame:
     rows = []
     for device in measured_devices(root):
         for notebook, records in check(root / device).items():
-            dates = sorted(record.recorded_at[:10] for record in records)
-            counts = Counter(record.status for record in records)
-            row = {"device": device, "notebook": notebook}
-            row["records"] = ", ".join(
-                f"{count} {status}" for status, count in sorted(counts.items())
-            )
-            row["complete"] = "no" if _not_finished(root / device, notebook) else "yes"
-            row["measured"] = " to ".join(dict.fromkeys([dates[0], dates[-1]])) if dates else "–"
+            row = {
+                "device": device,
+                "notebook": notebook,
+                "records": card.status_counts(records),
+                "complete": "no" if _not_finished(root / device, notebook) else "yes",
+                "measured": dates_of(records) or "–",
+            }
             for library in ("torch", "triton"):
-                row[library] = ", ".join(
-                    sorted({record.software.get(library, "?") for record in records})
-                )
+                versions = {record.software.get(library, "?") for record in records}
+                row[library] = ", ".join(sorted(versions))
             rows.append(row)
     return pd.DataFrame(rows)
-
-
-# Placeholder for the path to the devices' folders, which depends on where the report is written.
-_FIGURES_FOLDER = "labkit-figures-folder/"
 
 
 def _execute_all(names: Sequence[str]) -> dict[str, Any]:
     """Executes notebooks with their lessons, in parallel; raises NotebookError for the first that
     failed.
     """
-    num_kernels = max(1, min(MOST_AT_ONCE, os.cpu_count() or 1, len(names)))
-    pool = ThreadPoolExecutor(num_kernels)
+    pool = ThreadPoolExecutor(min(MOST_AT_ONCE, os.cpu_count() or 1))
     try:
-        return dict(
-            zip(
-                names,
-                pool.map(lambda name: notebooks.execute(name, {}, lessons=True), names),
-                strict=True,
-            )
-        )
+        executed = pool.map(lambda name: notebooks.execute(name, {}, lessons=True), names)
+        return dict(zip(names, executed, strict=True))
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -205,63 +187,70 @@ def _not_finished(folder: Path, notebook: str) -> str:
     return ""
 
 
-def _markdown_of(output: Mapping[str, Any]) -> str:
-    return output.get("data", {}).get("text/markdown", "")
-
-
-def _fact_of(output: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    return output.get("metadata", {}).get("text/markdown", {}).get(FACT)
+def _shown(notebook) -> Iterator[tuple[str, Any]]:
+    """Yields a notebook's texts, ("text", Markdown), and what its cells show but for lessons and
+    set-up: ("figure", metadata), ("fact", (sentence, metadata)), ("text", Markdown).
+    """
+    hidden = {"remove_cell", "parameters", "injected-parameters", notebooks.LESSON}
+    for cell in notebook.cells:
+        if hidden & set(cell.metadata.get("tags", [])):
+            continue
+        if cell.cell_type == "markdown":
+            yield "text", cell.source
+        for output in cell.get("outputs", []):
+            metadata = output.get("metadata", {})
+            text = output.get("data", {}).get("text/markdown", "")
+            fact = metadata.get("text/markdown", {}).get(FACT)
+            if FIGURE in metadata:
+                yield "figure", metadata[FIGURE]
+            elif fact:
+                yield "fact", (text, fact)
+            elif text:
+                yield "text", text
 
 
 def _keyed(notebook) -> dict[str, tuple[str, str]]:
     """Returns the facts that a notebook names for the first page: sentence and heading, by key."""
-    found, heading = {}, ""
-    for cell in notebook.cells:
-        if cell.cell_type == "markdown" and cell.source.startswith("## "):
-            heading = cell.source.splitlines()[0].removeprefix("## ")
-        for output in cell.get("outputs", []):
-            fact = _fact_of(output)
-            text = _markdown_of(output).removeprefix("- ")
+    keyed = {}
+    heading = ""
+    for kind, shown in _shown(notebook):
+        if kind == "text" and shown.startswith("## "):
+            heading = shown.splitlines()[0].removeprefix("## ")
+        elif kind == "fact":
+            text, fact = shown
             # What was not measured, or is marked, is nothing for the first page.
-            if fact and fact["key"] and not fact["marked"] and not text.startswith("*"):
-                found[fact["key"]] = (text, heading)
-    return found
+            if fact["key"] and not fact["marked"] and not text.startswith("- *"):
+                keyed[fact["key"]] = (text.removeprefix("- "), heading)
+    return keyed
 
 
-def _chapter_markdown(executed, device: str) -> str:
+def _chapter_markdown(notebook, device: str) -> str:
     """Returns a notebook as a chapter: its text, and what its cells show but for lessons and
     set-up.
     """
-    hidden = {"remove_cell", "parameters", "injected-parameters", notebooks.LESSON}
-    parts, figure = [], None
-    for cell in executed.cells:
-        if hidden & set(cell.metadata.get("tags", [])):
-            continue
-        if cell.cell_type == "markdown":
+    parts: list[str] = []
+    figure = None
+    for kind, shown in _shown(notebook):
+        if kind == "figure":
+            figure = len(parts)
+            image = f"{_FIGURES_FOLDER}{device}/{shown['file']}"
+            parts.append(f"![{shown['caption']}]({image})\n\n*{shown['caption']}*")
+        elif kind == "fact":
+            text, _ = shown
+            if figure is not None and not text.startswith("- *"):
+                # The section's first fact is what the figure shows: its alternative text.
+                alternative = re.sub(r"[\[\]*`]", "", text.removeprefix("- "))
+                parts[figure] = f"![{alternative}]" + parts[figure].split("]", 1)[1]
+                figure = None
+            if parts[-1].startswith("- "):
+                parts[-1] += f"\n{text}"
+            else:
+                parts.append(text)
+        else:
+            if shown.startswith("## "):
+                figure = None
             # A notebook's title is a chapter's heading here.
-            parts.append(re.sub(r"^(#+ )", r"#\1", cell.source, flags=re.MULTILINE))
-        for output in cell.get("outputs", []):
-            shown = output.get("metadata", {}).get(FIGURE)
-            if shown:
-                figure = len(parts)
-                parts.append(
-                    f"![{shown['caption']}]({_FIGURES_FOLDER}{device}/{shown['file']})\n\n*{shown['caption']}*"
-                )
-            elif _fact_of(output) is not None:
-                text = _markdown_of(output)
-                if figure is not None and not text.startswith("- *"):
-                    # The section's first fact is what the figure shows: its alternative text.
-                    alternative = re.sub(r"[\[\]*`]", "", text.removeprefix("- "))
-                    parts[figure] = re.sub(
-                        r"^!\[.*?\]", lambda _, text=alternative: f"![{text}]", parts[figure]
-                    )
-                    figure = None
-                joined = parts and parts[-1].startswith("- ")
-                parts[-1:] = [f"{parts[-1]}\n{text}"] if joined else [*parts[-1:], text]
-            elif _markdown_of(output):
-                parts.append(_markdown_of(output))
-        if cell.cell_type == "markdown" and cell.source.startswith("## "):
-            figure = None
+            parts.append(re.sub(r"^(#+ )", r"#\1", shown, flags=re.MULTILINE))
     return "\n\n".join(part.strip() for part in parts).replace("../figures/", _FIGURES_FOLDER)
 
 

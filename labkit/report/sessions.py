@@ -9,97 +9,85 @@ import pandas as pd
 from labkit.configs import LAUNCH_BOUND
 from labkit.records import HOST_SECTION, Record, by_session, to_frame
 from labkit.report import verdicts
-from labkit.report.frame import ok_rows
+from labkit.report.frame import ok_rows, select
 from labkit.report.text import number, percent
 
 TIMES = ("median_ms", "step_kernel_ms", *verdicts.KIND_OF_VALUE)
 
-LIMITS = {verdicts.DEVICE: 0.05, verdicts.SUSTAINED: 0.05, verdicts.CALL: 0.10}
-"""Two sessions agree where their times differ by no more."""
+WAITING = "calls that wait for the host"
+OTHER_CALLS = "other calls"
+
+LIMITS = {verdicts.DEVICE: 0.05, verdicts.SUSTAINED: 0.05, OTHER_CALLS: 0.10, WAITING: 0.10}
+"""Two sessions agree where their times differ by no more, by kind of time."""
 
 SHARE = 0.95
 """Of the device and of the sustained times this share must agree; calls depend on the host, and
 nothing is asked.
 """
 
-WAITING = "calls that wait for the host"
-OTHER_CALLS = "other calls"
-
 NUM_WORST = 3
 """Rows shown of each chapter and kind of time."""
+
+COLUMNS = ["chapter", "row", "kind", "lowest_ms", "highest_ms", "difference"]
 
 
 def differences(chapters: Mapping[str, Sequence[Record]]) -> pd.DataFrame:
     """Returns each later session of a commit against its first, one row per measurement and kind,
     the host's left out.
 
-    Columns chapter, row, kind, lowest_ms, highest_ms, difference (highest over lowest less 1).
+    Columns COLUMNS; difference is highest over lowest less 1.
     """
-    found = []
+    rows = []
     for chapter, records in chapters.items():
-        timed = [one for one in records if one.section != HOST_SECTION and one.metrics]
-        for commit in dict.fromkeys(one.source.get("commit") for one in timed):
-            of_commit = by_session(one for one in timed if one.source.get("commit") == commit)
-            for sessions in of_commit.values():
-                found += [
-                    {"chapter": chapter, **row} for row in _of_measurement(list(sessions.values()))
-                ]
-    columns = ["chapter", "row", "kind", "lowest_ms", "highest_ms", "difference"]
-    return pd.DataFrame(found, columns=columns)
+        by_commit: dict[str, list[Record]] = {}
+        for record in records:
+            if record.section != HOST_SECTION and record.metrics and record.timer:
+                by_commit.setdefault(record.source.get("commit"), []).append(record)
+        for timed in by_commit.values():
+            for sessions in by_session(timed).values():
+                rows += [(chapter, *row) for row in _of_measurement(list(sessions.values()))]
+    frame = pd.DataFrame(rows, columns=COLUMNS[:-1])
+    return frame.assign(difference=frame["highest_ms"] / frame["lowest_ms"] - 1)
 
 
-def _of_measurement(sessions: Sequence[Record]) -> Iterable[dict]:
-    """Yields the differences of one measurement's sessions from the first."""
+def _of_measurement(sessions: Sequence[Record]) -> Iterable[tuple[str, str, float, float]]:
+    """Yields row, kind and both times of each later session of one measurement and the first."""
     first = sessions[0]
     name = " ".join([first.section, *map(str, first.case.values()), first.phase])
-    rows = [
-        one.case | one.metrics | {"phase": one.phase, "timer_method": one.timer.get("method")}
-        for one in sessions
-    ]
-    waiting = any(verdicts.issued(row) >= LAUNCH_BOUND for row in rows)
+    timer = {"phase": first.phase, "timer_method": first.timer.get("method")}
+    is_call = verdicts.kind_of_time(first.case | timer) == verdicts.CALL
+    waits = any(verdicts.issued(one.metrics) >= LAUNCH_BOUND for one in sessions)
     for value in TIMES:
-        times = [row[value] for row in rows if row.get(value)]
-        if len(times) < 2:
-            continue
-        kind = verdicts.kind_of_time(rows[0], value)
+        times = [one.metrics[value] for one in sessions if one.metrics.get(value)]
+        kind = verdicts.kind_of_time(first.case | timer, value)
         if kind == verdicts.CALL:
-            if value != "median_ms" and verdicts.kind_of_time(rows[0]) == verdicts.CALL:
+            if value != "median_ms" and is_call:
                 continue  # the same call by the other clock
-            kind = WAITING if waiting else OTHER_CALLS
-        elif kind == verdicts.SUSTAINED and waiting:
+            kind = WAITING if waits else OTHER_CALLS
+        elif kind == verdicts.SUSTAINED and waits:
             continue  # back to back it waits for the host as well
-        place = name if value == "median_ms" else f"{name}, {value}"
+        row = name if value == "median_ms" else f"{name}, {value}"
         for later in times[1:]:
-            low, high = sorted((times[0], later))
-            yield {
-                "row": place,
-                "kind": kind,
-                "lowest_ms": low,
-                "highest_ms": high,
-                "difference": high / low - 1,
-            }
+            yield row, kind, min(times[0], later), max(times[0], later)
 
 
-def shares(differences: pd.DataFrame) -> dict[str, tuple[float, float, int]]:
-    """Returns by kind of time the share of comparisons that agree, within what, and how many there
-    are.
+def shares(differences: pd.DataFrame) -> pd.DataFrame:
+    """Returns of each kind of time, in the order of LIMITS, its name in words, how many comparisons
+    there are and the share that agrees.
     """
-    result = {}
-    for kind, rows in differences.groupby("kind"):
-        limit = LIMITS.get(kind, LIMITS[verdicts.CALL])
-        result[kind] = (float((rows["difference"] <= limit).mean()), limit, len(rows))
-    return result
+    agrees = differences["difference"] <= differences["kind"].map(LIMITS)
+    counts = agrees.groupby(differences["kind"]).agg(num="size", share="mean")
+    rows = counts.loc[[kind for kind in LIMITS if kind in counts.index]].reset_index()
+    times = [kind if "calls" in kind else f"{kind} times" for kind in rows["kind"]]
+    return rows.assign(times=times, status="ok")
 
 
 def sentence(differences: pd.DataFrame) -> str:
     """Returns how often times of another session come back, "" where none was measured twice."""
-    found = shares(differences)
     parts = [
-        f"{kind if kind in (WAITING, OTHER_CALLS) else f'{kind} times'} within "
-        f"{percent(found[kind][1])} in "
-        f"{percent(found[kind][0])} of {found[kind][2]:,}"
-        for kind in (verdicts.DEVICE, verdicts.SUSTAINED, OTHER_CALLS, WAITING)
-        if kind in found
+        f"{row['times']} within {percent(LIMITS[row['kind']])} in {percent(row['share'])} of "
+        f"{row['num']:,}"
+        for row in shares(differences).to_dict("records")
     ]
     return f"In another session come back: {'; '.join(parts)}." if parts else ""
 
@@ -110,24 +98,18 @@ def failed(differences: pd.DataFrame) -> list[str]:
     """
     if differences.empty:
         return list(LIMITS)
-    found = shares(differences)
-    return [
-        kind for kind in (verdicts.DEVICE, verdicts.SUSTAINED) if found.get(kind, (1.0,))[0] < SHARE
-    ]
+    rows = select(shares(differences), kind=[verdicts.DEVICE, verdicts.SUSTAINED])
+    return rows["kind"][rows["share"] < SHARE].tolist()
 
 
 def table_worst(differences: pd.DataFrame) -> pd.DataFrame:
     """Returns the rows that differ most, of each chapter and kind of time."""
-    worst = differences.sort_values("difference", ascending=False, kind="stable").drop_duplicates(
-        ["chapter", "row"]
-    )
-    worst = (
-        worst.groupby(["chapter", "kind"])
-        .head(NUM_WORST)
-        .sort_values(["chapter", "kind"], kind="stable")
-    )
-    shown = worst[["chapter", "kind", "row"]].assign(difference=worst["difference"].map(percent))
-    return shown.assign(
+    order = ["chapter", "kind"]
+    worst = differences.sort_values("difference", ascending=False, kind="stable")
+    worst = worst.drop_duplicates(["chapter", "row"]).groupby(order).head(NUM_WORST)
+    worst = worst.sort_values(order, kind="stable")
+    return worst[[*order, "row"]].assign(
+        difference=worst["difference"].map(percent),
         lowest=worst["lowest_ms"].map(number) + " ms",
         highest=worst["highest_ms"].map(number) + " ms",
     )
@@ -137,21 +119,21 @@ def table_sessions(chapters: Mapping[str, Sequence[Record]]) -> pd.DataFrame:
     """Returns the sessions of each chapter: of which commit, how many records, on which host."""
     rows = []
     for chapter, records in chapters.items():
-        probes = to_frame(record for record in records if record.section == HOST_SECTION)
-        for session in dict.fromkeys(record.session for record in records):
-            own = [record for record in records if record.session == session]
+        by_name: dict[str, list[Record]] = {}
+        for record in records:
+            by_name.setdefault(record.session, []).append(record)
+        for session, own in by_name.items():
             commits = ", ".join(sorted({record.source.get("commit", "")[:8] for record in own}))
             line = {"chapter": chapter, "session": session, "commit": commits, "records": len(own)}
-            rows.append(line | {"host": host(probes, session)})
+            probes = to_frame(record for record in own if record.section == HOST_SECTION)
+            rows.append(line | {"host": _host(probes)})
     return pd.DataFrame(rows)
 
 
-def host(probes: pd.DataFrame, session: str) -> str:
-    """Returns "operator 4.1 µs, …" of a session, given the rows of section "host" of every
-    session.
-    """
-    rows = ok_rows(probes, session=session).to_dict("records")
+def _host(probes: pd.DataFrame) -> str:
+    """Returns "operator 4.1 µs, …" of a session's rows of section "host"."""
     parts = [
-        f"{row['phase'].replace('_', ' ')} {number(1e3 * row['median_ms'])} µs" for row in rows
+        f"{row['phase'].replace('_', ' ')} {number(1e3 * row['median_ms'])} µs"
+        for row in ok_rows(probes).to_dict("records")
     ]
     return ", ".join(parts) or "not measured"

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from labkit import published
 from labkit.report import facts, figures, verdicts
-from labkit.report.frame import cell, mark, ok_rows, only, select
+from labkit.report.frame import cell, mark, ok_rows, only, select, usable
 from labkit.report.text import gib, number, span, times
 
 STOCK = "transformers, SDPA"
@@ -65,27 +65,28 @@ def _launched(sessions: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def waterfall(rows: pd.DataFrame) -> Figure | None:
     """Draws the sustained time after each change, and what it saved or added with its verdict."""
-    found = ok_rows(rows, batch="one size", phase=BOTH)
-    changes = set(CHANGES.values())
+    rows = ok_rows(rows, batch="one size", phase=BOTH)
     ways = [STOCK, *CHANGES.values(), PRODUCTS]
-    steps = list(filter(None, (only(found, way=way) for way in ways)))
+    steps = [row for row in (only(rows, way=way) for way in ways) if row]
     if not steps:
         return None
-    figure, (axis,) = figures.panels(1, width=6.4, height=3.0)
-    for before, row in itertools.pairwise([{}, *steps]):
+    figure, (axis,) = figures.panels(1, height=3.0)
+    before: dict[str, Any] = {}
+    for row in steps:
         way = row["way"]
         time = row["sustained_ms"]
-        end = time
+        is_change = way in CHANGES.values()
         text = cell(row, "sustained_ms")
-        axis.barh(way, time, color=figures.SERIES[0 if way in changes else 5])
-        if changes >= {before.get("way"), way}:
-            fact = facts.compare_rows(before, row, value="sustained_ms")
-            width = before["sustained_ms"] - time
+        axis.barh(way, time, color=figures.SERIES[0 if is_change else 5])
+        end = time
+        if is_change and before.get("way") in CHANGES.values():
+            fact = facts.compare_rows(before, row, "sustained_ms")
             look = {"color": figures.SERIES[1], "hatch": "///", "edgecolor": "white"}
-            axis.barh(way, width, left=time, **look)
-            end = max(end, end + width)
+            axis.barh(way, before["sustained_ms"] - time, left=time, **look)
+            end = max(time, before["sustained_ms"])
             text += f", {fact['ratio']} {fact.verdict}"
         axis.annotate(f" {text}", (end, way), va="center", fontsize=9)
+        before = row
     axis.set_xlabel("sustained time of forward + backward (ms)")
     axis.set_xlim(right=1.6 * axis.get_xlim()[1])
     axis.invert_yaxis()
@@ -100,24 +101,19 @@ def time_and_peak(row: dict[str, Any]) -> str:
 
 def kernel_times(profile: pd.DataFrame) -> pd.DataFrame:
     """Returns kernel sums by class and way; rest_ms is of what is neither matmul nor attention."""
-    rows = ok_rows(profile).replace({"way": NAMES})
-    if rows.empty:
-        return rows
+    rows = usable(profile, "way", "kernels_ms", "matmul_ms", "attention_ms").replace({"way": NAMES})
     return rows.assign(
         rest_ms=rows["kernels_ms"] - rows["matmul_ms"] - rows["attention_ms"],
-        timer_method=[observed["source"] for observed in rows["observed"]],
+        timer_method=[observed["source"] for observed in rows.get("observed", [])],
     )
 
 
 def errors(accuracy: pd.DataFrame) -> pd.DataFrame:
     """Returns the errors against fp64 over those of the first version in the same precision."""
-    rows = ok_rows(accuracy)
-    if rows.empty:
-        return rows
-    return rows.assign(
-        out_ratio=rows["out_error"] / rows["eager_out_error"],
-        gradient_ratio=rows["gradient_error"] / rows["eager_gradient_error"],
-    )
+    pairs = {name: (f"{name}_error", f"eager_{name}_error") for name in ("out", "gradient")}
+    rows = usable(accuracy, *itertools.chain(*pairs.values()))
+    ratios = {f"{name}_ratio": rows[own] / rows[eager] for name, (own, eager) in pairs.items()}
+    return rows.assign(**ratios)
 
 
 def kernels_table(kernels: pd.DataFrame) -> pd.DataFrame:
@@ -144,11 +140,11 @@ def _beside(peer: dict[str, Any]) -> str:
     ratio = verdicts.paired(peer)
     # Without the widening: sessions over 5 % apart.
     if ratio.verdict == verdicts.UNDECIDED or ratio.high > 1.07 * ratio.low:
-        return span((ratio.low, ratio.high))
+        return span(ratio.low, ratio.high)
     return verdicts.LEVEL if ratio.verdict == verdicts.LEVEL else mark(peer) + times(ratio.mid)
 
 
-def published_times(rows: pd.DataFrame) -> tuple[facts.Fact, pd.DataFrame]:
+def published_times(rows: pd.DataFrame) -> pd.DataFrame:
     """Returns the published forward, and forward + backward, of a mini-batch of 64 images, beside
     ours.
     """
@@ -160,4 +156,4 @@ def published_times(rows: pd.DataFrame) -> tuple[facts.Fact, pd.DataFrame]:
     theirs[BOTH] = theirs["forward"] + theirs["backward_ms"] / 16
     theirs = theirs.melt(["gpu", "way"], ["forward", BOTH], "phase", "published_ms")
     ours = select(rows, batch="one size", size="so400m")
-    return facts.published(theirs, ours, ["way", "phase"])
+    return facts.beside(theirs, ours, ["way", "phase"])

@@ -8,48 +8,31 @@ from collections.abc import Mapping
 import pandas as pd
 
 from labkit import notebooks
-from labkit.report import card, facts, tables
+from labkit.report import benchmarking, card, tables
 from labkit.report.chapter import Chapter
-from labkit.report.frame import (
-    PHASE_NAMES,
-    cell,
-    in_order,
-    ok_rows,
-    pivot,
-    select,
-    size_name,
-    usable,
-)
+from labkit.report.frame import in_order, ok_rows, pivot, select, usable
 
-EXACT = (
-    (
-        "03_mixed_precision",
-        "accumulation",
-        "rounded sums that stall where predicted",
-        "stall_measured",
-    ),
-    (
-        "05_attention",
-        "attention",
-        "outputs of attention within 1e-2 of fp64",
-        "output_relative_error",
-    ),
-    (
-        "06_flash_attention",
-        "algorithm",
-        "FlashAttention's outputs within their error budget",
-        "out_budget_fraction",
-    ),
-    (
-        "06_flash_attention",
-        "rivals",
-        "attention kernels within their error budget",
-        "budget_fraction",
-    ),
-    ("08_siglip2", "kernels", "fused kernels within their error budget", "budget_fraction"),
-    ("07_distributed", "collectives", "collectives without a wrong element", "num_wrong"),
-)
-"""Chapter, section, what is exact in words, and the metric that says so."""
+EXACT = [
+    ("03_mixed_precision", "accumulation", "stall_measured", "stall_predicted"),
+    ("05_attention", "attention", "output_relative_error", 1e-2),
+    ("06_flash_attention", "algorithm", "out_budget_fraction", 1),
+    ("06_flash_attention", "rivals", "budget_fraction", 1),
+    ("08_siglip2", "kernels", "budget_fraction", 1),
+    ("07_distributed", "collectives", "num_wrong", 0),
+]
+"""Chapter, section, the metric that says that a result is exact, and its limit or the metric that
+it equals.
+"""
+
+WORDS = [
+    "rounded sums that stall where predicted",
+    "outputs of attention within 1e-2 of fp64",
+    "FlashAttention's outputs within their error budget",
+    "attention kernels within their error budget",
+    "fused kernels within their error budget",
+    "collectives without a wrong element",
+]
+"""What is exact, in words, by row of EXACT."""
 
 MOST_LACKS = 6
 
@@ -65,12 +48,13 @@ def page(chapters: Mapping[str, Chapter]) -> str:
         "## What ran",
         tables.to_markdown(ran(chapters)),
     ]
-    exact = [line for line in (_exact(chapters, *row) for row in EXACT) if line]
+    exact = exact_lines(chapters)
     if exact:
         parts += ["## What is exact", "\n".join(exact)]
-    roofs = card.frame_of(chapters, "01_benchmarking", "ceilings")
-    if len(ok_rows(roofs)):
-        parts += ["## Roofs", tables.to_markdown(roof_table(roofs))]
+    roofs = ok_rows(card.frame_of(chapters, "01_benchmarking", "ceilings"))
+    if len(roofs):
+        table = benchmarking.roofs_table(roofs)[["roof", "burst"]]
+        parts += ["## Roofs", tables.to_markdown(table.rename(columns={"burst": "measured"}))]
     steps = select(card.frame_of(chapters, "01_benchmarking", "steps"), phase="train_step")
     if len(ok_rows(steps)):
         parts += [
@@ -89,44 +73,25 @@ def ran(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
     rows = []
     for name, chapter in chapters.items():
         counts = Counter(record.status for record in chapter.all_records())
-        line = {
+        row = {
             "chapter": notebooks.title(name),
-            "measured": counts["ok"],
-            "not possible here": counts["skipped"],
+            "measured": counts.pop("ok", 0),
+            "not possible here": counts.pop("skipped", 0),
         }
-        rows.append(line | {"failed": sum(counts.values()) - counts["ok"] - counts["skipped"]})
+        rows.append(row | {"failed": counts.total()})
     return pd.DataFrame(rows)
 
 
-def _exact(
-    chapters: Mapping[str, Chapter], name: str, section: str, words: str, metric: str
-) -> str:
-    rows = usable(card.frame_of(chapters, name, section), metric)
-    if metric == "stall_measured":
-        found = facts.share_of(rows, lambda row: row[metric] == row["stall_predicted"], words)
-    else:
-        most = {"num_wrong": 0, "output_relative_error": 1e-2}.get(metric, 1)
-        found = facts.share_of(rows, lambda row: row[metric] <= most, words)
-    return "" if found.missing else f"- {found['count']} of {found['total']} {words}."
-
-
-def roof_table(ceilings: pd.DataFrame) -> pd.DataFrame:
-    """Returns the measured rates of a matrix product and of a copy."""
-    rows = []
-    for row in ok_rows(ceilings).to_dict("records"):
-        is_copy = row["kind"] == "copy"
-        name = (
-            "copy, read + write (GB/s)"
-            if is_copy
-            else f"matrix product, {row['precision']} (TFLOP/s)"
-        )
-        rows.append(
-            {
-                "roof": name,
-                "measured": cell(row, "achieved_gb_per_s" if is_copy else "achieved_tflops"),
-            }
-        )
-    return pd.DataFrame(rows)
+def exact_lines(chapters: Mapping[str, Chapter]) -> list[str]:
+    """Returns "- 17 of 17 outputs of attention within 1e-2 of fp64." and the like."""
+    lines = []
+    for (name, section, metric, limit), words in zip(EXACT, WORDS, strict=True):
+        rows = usable(card.frame_of(chapters, name, section), metric)
+        if len(rows):
+            is_text = isinstance(limit, str)
+            right = rows[metric] == rows[limit] if is_text else rows[metric] <= limit
+            lines.append(f"- {right.sum()} of {len(rows)} {words}.")
+    return lines
 
 
 def step_table(steps: pd.DataFrame) -> pd.DataFrame:
@@ -135,18 +100,20 @@ def step_table(steps: pd.DataFrame) -> pd.DataFrame:
     """
     longest = steps.groupby("size")["context"].transform("max")
     shown = in_order(steps[steps["context"] == longest], ["size"])
-    table = pivot(shown, ["size", "context"], "precision")
-    return table.assign(size=table["size"].map(size_name)).rename(columns=PHASE_NAMES)
+    table = pivot(shown, "size", "precision")
+    table.insert(1, "context", shown.drop_duplicates("size")["context"].tolist())
+    return table
 
 
 def missing(chapters: Mapping[str, Chapter]) -> list[str]:
     """Returns why measurements were skipped, the most frequent reason first."""
-    reasons: Counter[str] = Counter()
-    for chapter in chapters.values():
-        reasons.update(
-            record.reason for record in chapter.all_records() if record.status == "skipped"
-        )
+    reasons = Counter(
+        record.reason
+        for chapter in chapters.values()
+        for record in chapter.all_records()
+        if record.status == "skipped"
+    )
     shown = reasons.most_common(MOST_LACKS)
     lines = [f"{reason[:120]} ({count} measurements)" for reason, count in shown]
-    rest = sum(reasons.values()) - sum(count for _, count in shown)
+    rest = reasons.total() - sum(count for _, count in shown)
     return lines + ([f"other reasons ({rest} measurements)"] if rest else [])

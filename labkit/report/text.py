@@ -2,7 +2,6 @@
 
 import math
 import re
-import unicodedata
 from collections.abc import Iterable
 
 
@@ -33,15 +32,10 @@ def gib(value: float | None) -> str:
     return number(value / 2**30) if value else "–"
 
 
-def mib(value: float) -> str:
-    """Returns bytes in MiB with two decimals, exact enough for single tensors."""
-    return f"{value / 2**20:,.2f}"
-
-
-def power(value: float, base: int = 10) -> str:
-    """Returns the nearest power of `base`, as "10⁻³"."""
-    exponent = str(round(math.log(value, base)))
-    return f"{base}{exponent.translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
+def power(value: float) -> str:
+    """Returns the nearest power of ten, as "10⁻³"."""
+    exponent = str(round(math.log10(value)))
+    return "10" + exponent.translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def scientific(value: float | None) -> str:
@@ -56,14 +50,12 @@ def times(ratio: float | None) -> str:
     return "–" if ratio is None or not math.isfinite(ratio) else f"{number(ratio)}×"
 
 
-def span(values: Iterable[float], form=times) -> str:
-    """Returns "low to high" of the values, or the one value when both render alike."""
-    ordered = sorted(values)
-    low, high = form(ordered[0]), form(ordered[-1])
-    return low if low == high else f"{low} to {high}"
+def span(low: float, high: float) -> str:
+    """Returns two ratios as "1.31× to 1.52×"."""
+    return f"{times(low)} to {times(high)}"
 
 
-def listing(items: Iterable[str], limit: int = 6) -> str:
+def listing(items: Iterable[str], limit: int = 9) -> str:
     """Returns "a, b and c", cut after `limit` items with the number of the others."""
     items = list(items)
     if len(items) > limit:
@@ -83,14 +75,7 @@ def anchor(heading: str) -> str:
     >>> anchor("01 · Benchmarking")
     '01--benchmarking'
     """
-    kept = (
-        letter
-        for letter in heading.strip().lower()
-        if letter in " -"
-        or unicodedata.category(letter)[0] in "LM"
-        or unicodedata.category(letter) in ("Nd", "Pc")
-    )
-    return "".join(kept).replace(" ", "-")
+    return re.sub(r"[^\w -]|[¹²³⁰-₉]", "", heading.strip().lower()).replace(" ", "-")
 
 
 def disturbed_note(frame) -> list[str]:
