@@ -625,7 +625,9 @@ def capture_with_kineto(
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device_kind == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities, with_stack=stacks) as profiler:
+    # All events of one cycle: without acc_events torch 2.11 warns that it would drop earlier ones.
+    options = {"activities": activities, "with_stack": stacks, "acc_events": True}
+    with torch.profiler.profile(**options) as profiler:
         function()
         if device_kind == "cuda":
             torch.cuda.synchronize()
