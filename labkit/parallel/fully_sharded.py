@@ -275,15 +275,15 @@ class FullyShardedDataParallel(Wrapper):
             )
         super().__init__(module, broadcast_buffers)
         self.compute_dtype, self._units = compute_dtype, units
-        self.waits: list[tuple[str, Any, Any]] | None = None
-        # The layers in the order of the iteration before and of this one; the place in the former.
+        self.waits: list[tuple] | None = None
+        # Layers in the order of the iteration before, and of this one; the place in the former.
         self._plan: list[_Layer] = []
         self._uses: list[_Layer] = []
         self._position, self._in_backward = 0, False
         self._frozen: list[_Weight] = []
         # Of layers whose gradients are on their way: weights, shards, what is sent, what to wait
         # for.
-        self._reducing: deque[tuple[list, list, list, list]] = deque()
+        self._reducing = deque()
         self._weights: list[_Weight] = []
         self._vectors: list[_Parameter] = []
         parameters = self._sharded(module)

@@ -42,6 +42,10 @@ NO_MESSAGE = (
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
+# Of a launched rank, else "". CUDA is asked for at first use: a process that did so when it
+# imported this module could not fork.
+_device_type = ""
+
 
 class RankError(RuntimeError):
     """A rank failed. The message holds the first failing rank's traceback and where the others
@@ -142,11 +146,6 @@ def moment() -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-# Asked for at first use: a process that has asked for GPUs when this module was imported could not
-# fork.
-_device_type = ""
 
 
 def _check(nproc: int, device: str, backend: str) -> None:
