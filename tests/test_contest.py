@@ -246,21 +246,27 @@ def mine(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def registered():
-    operations.register("swiglu", "mine", mine)
+    for operation in ("swiglu", "weighted_sum", "attention"):
+        operations.register(operation, "mine", mine)
     yield
-    del operations.IMPLEMENTATIONS["swiglu"]["mine"]
+    for operation in ("swiglu", "weighted_sum", "attention"):
+        del operations.IMPLEMENTATIONS[operation]["mine"]
 
 
 @on_cpu
 def test_a_registered_implementation_is_in_every_case_of_its_operation(registered):
-    kernels = in_section(siglip2.cases("smoke", "cpu"), "kernels")
-    entered = [case for case in kernels if any("mine" in phase for phase in case.phases)]
-    assert [case.parameters["operation"] for case in entered] == ["swiglu"]
-    assert entered[0].modules == (mine.__module__,)  # which a worker imports first
-    measured, failed = measure(entered[0], {"copy": 10.0}, siglip2.run_case)
+    cases = [*siglip2.cases("smoke", "cpu"), *flash_attention.cases("smoke", "cpu")]
+    entered = [case for case in cases if "mine forward_backward" in case.phases]
+    assert {case.section for case in entered} == {"kernels", "weighted_sum", "speed", "rivals"}
+    for case in entered:
+        assert len(set(case.phases)) == len(case.phases)
+        assert case.modules == (mine.__module__,)  # which a worker imports first
+        assert case.parameters.get("operation", "swiglu") == "swiglu"
+    (case,) = in_section(entered, "kernels")
+    measured, failed = measure(case, {"copy": 10.0}, siglip2.run_case)
     assert not failed
     row = measured["mine forward_backward"]
-    assert row.case == entered[0].parameters and row.metrics["median_ms"] > 0
+    assert row.case == case.parameters and row.metrics["median_ms"] > 0
     assert 0 < row.metrics["budget_fraction"] <= 1 and row.metrics["ratio_to_ours"] > 0
 
 

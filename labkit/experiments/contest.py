@@ -123,7 +123,12 @@ class Operation(abc.ABC):
         return {}
 
     def unavailable(self, impl: str) -> str | None:
-        """Returns why an implementation cannot run here, None if it can."""
+        """Returns why an implementation cannot run here, None if it can; ValueError for one that no
+        module registers which this process has imported.
+        """
+        if impl not in self.implementations:
+            accepted = ", ".join(self.implementations)
+            raise ValueError(f"unknown implementation {impl!r}; accepted: {accepted}")
         return self.implementations[impl].unavailable(self)
 
     def outputs(self, impl: str) -> tuple[Tensor, ...]:
@@ -225,7 +230,9 @@ def attention_formula(
         # Aligned to the bottom right, the mask of the last rows over the keys up to them is theirs.
         num_keys = len(blocks) * num_rows + q_rows.shape[-2] if causal else length
         keys, values = k[..., :num_keys, :], v[..., :num_keys, :]
-        blocks.append(checkpoint(some_rows, q_rows, keys, values, use_reentrant=False))
+        # There are no random numbers to keep.
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        blocks.append(checkpoint(some_rows, q_rows, keys, values, **options))
     return torch.cat(blocks, dim=-2)
 
 
