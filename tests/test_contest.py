@@ -219,19 +219,20 @@ def test_what_cannot_be_captured_is_timed_with_events_and_its_launch_apart(monke
     monkeypatch.setattr(contest, "time_callable", lambda *_, **__: timing)
     error = RuntimeError("operation not permitted when stream is capturing")
 
-    def times(name: str, *impls: str, is_ranking: bool = False) -> contest.Times:
+    def times(name: str, *impls: str, is_ranking: bool = False) -> dict[str, tuple]:
         one = contest.Contest(operation, contest_case(*impls), {}, is_ranking)
-        return one.time_in_turn(name, impls)
+        found = one.time_in_turn(name, impls)
+        return {impl: (timed.timing, metrics) for impl, (timed, metrics) in found.items()}
 
     found = times("forward", "flex", "fa3")
     assert asked == [("graph", ("flex", "fa3")), ("flush", ("flex", "fa3")), ("graph", ("flex",))]
-    assert found.comparison.timings == {"flex": "graph", "fa3": "flush"}
-    assert found.metrics == {"flex": launch, "fa3": launch}
-    assert times("backward", "flex").metrics == {"flex": {}}
-    ranked = times("forward", "flex", is_ranking=True).metrics
-    assert ranked == {"flex": {**launch, "flush_median_ms": 3.0}}
+    assert found == {"flex": ("graph", launch), "fa3": ("flush", launch)}
+    assert times("backward", "flex") == {"flex": ("graph", {})}
+    ranked = times("forward", "flex", is_ranking=True)
+    assert ranked == {"flex": ("graph", {**launch, "flush_median_ms": 3.0})}
     replayed.clear()
-    assert times("forward", "flex", "fa3").comparison.timings == {"flex": "flush", "fa3": "flush"}
+    found = times("forward", "flex", "fa3")
+    assert found == {"flex": ("flush", launch), "fa3": ("flush", launch)}
     error = torch.OutOfMemoryError("no room")
     with pytest.raises(torch.OutOfMemoryError):
         times("forward", "flex")
@@ -246,21 +247,27 @@ def mine(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def registered():
-    operations.register("swiglu", "mine", mine)
+    for operation in ("swiglu", "weighted_sum", "attention"):
+        operations.register(operation, "mine", mine)
     yield
-    del operations.IMPLEMENTATIONS["swiglu"]["mine"]
+    for operation in ("swiglu", "weighted_sum", "attention"):
+        del operations.IMPLEMENTATIONS[operation]["mine"]
 
 
 @on_cpu
 def test_a_registered_implementation_is_in_every_case_of_its_operation(registered):
-    kernels = in_section(siglip2.cases("smoke", "cpu"), "kernels")
-    entered = [case for case in kernels if any("mine" in phase for phase in case.phases)]
-    assert [case.parameters["operation"] for case in entered] == ["swiglu"]
-    assert entered[0].modules == (mine.__module__,)  # which a worker imports first
-    measured, failed = measure(entered[0], {"copy": 10.0}, siglip2.run_case)
+    cases = [*siglip2.cases("smoke", "cpu"), *flash_attention.cases("smoke", "cpu")]
+    entered = [case for case in cases if "mine forward_backward" in case.phases]
+    assert {case.section for case in entered} == {"kernels", "weighted_sum", "speed", "rivals"}
+    for case in entered:
+        assert len(set(case.phases)) == len(case.phases)
+        assert case.modules == (mine.__module__,)  # which a worker imports first
+        assert case.parameters.get("operation", "swiglu") == "swiglu"
+    (case,) = in_section(entered, "kernels")
+    measured, failed = measure(case, {"copy": 10.0}, siglip2.run_case)
     assert not failed
     row = measured["mine forward_backward"]
-    assert row.case == entered[0].parameters and row.metrics["median_ms"] > 0
+    assert row.case == case.parameters and row.metrics["median_ms"] > 0
     assert 0 < row.metrics["budget_fraction"] <= 1 and row.metrics["ratio_to_ours"] > 0
 
 

@@ -125,7 +125,12 @@ class Operation(abc.ABC):
         return {}
 
     def unavailable(self, impl: str) -> str | None:
-        """Returns why an implementation cannot run here, None if it can."""
+        """Returns why an implementation cannot run here, None if it can; ValueError for one that no
+        module registers which this process has imported.
+        """
+        if impl not in self.implementations:
+            accepted = ", ".join(self.implementations)
+            raise ValueError(f"unknown implementation {impl!r}; accepted: {accepted}")
         return self.implementations[impl].unavailable(self)
 
     def outputs(self, impl: str) -> tuple[Tensor, ...]:
@@ -227,7 +232,9 @@ def attention_formula(
         # Aligned to the bottom right, the mask of the last rows over the keys up to them is theirs.
         num_keys = len(blocks) * num_rows + q_rows.shape[-2] if causal else length
         keys, values = k[..., :num_keys, :], v[..., :num_keys, :]
-        blocks.append(checkpoint(some_rows, q_rows, keys, values, use_reentrant=False))
+        # There are no random numbers to keep.
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        blocks.append(checkpoint(some_rows, q_rows, keys, values, **options))
     return torch.cat(blocks, dim=-2)
 
 
@@ -321,7 +328,7 @@ class Contest:
             if entrants:
                 times = self.time_in_turn(name, entrants)
                 for impl, verdict in verdicts.items():
-                    measure = functools.partial(self.measured, impl, name, times, verdict)
+                    measure = functools.partial(self.measured, impl, name, *times[impl], verdict)
                     yield f"{impl} {name}", measure
 
     def judge(self, impl: str, name: str) -> numerics.Verdict:
@@ -330,8 +337,8 @@ class Contest:
         verdicts = self.operation.verdicts(name, values)
         return max(verdicts, key=lambda verdict: verdict.budget_fraction)
 
-    def time_in_turn(self, name: str, impls: Sequence[str]) -> "Times":
-        """Returns the times of one pass, all implementations in turn."""
+    def time_in_turn(self, name: str, impls: Sequence[str]) -> dict[str, tuple[Timed, dict]]:
+        """Returns the times of one pass, all implementations in turn, and metrics beside them."""
         # The timer collects garbage before every sampling; what PyTorch and its compiler keep need
         # not be searched each time, which takes longer than most samplings.
         gc.freeze()
@@ -358,30 +365,37 @@ class Contest:
         }
         with Monitor(kind) as monitor:
             comparison = _compared(calls, limits)
-        metrics: dict[str, dict] = {impl: {} for impl in impls}
-        if baseline:
-            keys = ("ratio_to_ours", "ratio_to_ours_low", "ratio_to_ours_high")
-            for impl in impls:
-                metrics[impl] |= zip(keys, comparison.ratio[impl], strict=True)
-        # The host's share of a backward pass is in that of both.
-        if kind == "cuda" and name != "backward":
-            ten = {"device_kind": kind, "num_warmup": 2, "min_samples": 10, "max_samples": 10}
-            for impl in impls:
-                if once_ms[impl] < LAUNCH_LIMIT_MS:
-                    launched = time_callable(calls[impl], method="window", **ten).metrics()
-                    metrics[impl]["launch_median_ms"] = launched["launch_median_ms"]
-                    metrics[impl]["host_median_ms"] = launched["host_median_ms"]
-                if self.is_ranking:
-                    flushed = time_callable(calls[impl], method="flush", **ten)
-                    metrics[impl]["flush_median_ms"] = flushed.median_ms
-        return Times(comparison, metrics, monitor.summary)
+        keys = ("ratio_to_ours", "ratio_to_ours_low", "ratio_to_ours_high")
+        times = {}
+        for impl in impls:
+            metrics: dict[str, float] = {}
+            if baseline:
+                metrics |= zip(keys, comparison.ratio[impl], strict=True)
+            # The host's share of a backward pass is in that of both.
+            if kind == "cuda" and name != "backward":
+                metrics |= self._host_metrics(calls[impl], once_ms[impl])
+            times[impl] = Timed(comparison.timings[impl], dict(monitor.summary)), metrics
+        return times
 
-    def measured(self, impl: str, name: str, times: "Times", verdict: numerics.Verdict) -> Measured:
-        """Returns the measurement of one implementation's pass."""
+    def _host_metrics(self, call: Callable, once_ms: float) -> dict[str, float]:
+        """Returns what the host takes to issue a call, and of a ranked one its time by events."""
+        limits = {"device_kind": "cuda", "num_warmup": 2, "min_samples": 10, "max_samples": 10}
+        metrics = {}
+        if once_ms < LAUNCH_LIMIT_MS:
+            launched = time_callable(call, method="window", **limits).metrics()
+            metrics = {key: launched[key] for key in ("launch_median_ms", "host_median_ms")}
+        if self.is_ranking:
+            flushed = time_callable(call, method="flush", **limits)
+            metrics["flush_median_ms"] = flushed.median_ms
+        return metrics
+
+    def measured(
+        self, impl: str, name: str, timed: Timed, metrics: dict, verdict: numerics.Verdict
+    ) -> Measured:
+        """Returns the measurement of one implementation's pass; metrics: beside its times."""
         operation = self.operation
-        timed = Timed(times.comparison.timings[impl], dict(times.telemetry))
         rates = operation.rates(name, timed.timing.median_ms, self.ceilings)
-        metrics = rates | operation.metrics(impl) | verdict.metrics() | times.metrics[impl]
+        metrics = rates | operation.metrics(impl) | verdict.metrics() | metrics
         if f"{impl} {name}" in self.case.sustained:
             metrics |= sustained_metrics(
                 operation.device,
@@ -394,15 +408,6 @@ class Contest:
         if "timed" in self.case.parameters:
             described["timed"] = self.case.parameters["timed"]
         return timed.measured(metrics, described, operation.observed(impl))
-
-
-@dataclass(frozen=True)
-class Times:
-    """What timing one pass of a contest gave; metrics: beside the times, by implementation."""
-
-    comparison: Comparison
-    metrics: dict[str, dict]
-    telemetry: dict
 
 
 def _raise(error: Exception):

@@ -92,7 +92,8 @@ def contest_case(
     """Returns the case of a contest of `impls` and, unless one is alone, of all registered ones."""
     registered = IMPLEMENTATIONS[operation].items() if not is_alone else ()
     modules = {name: each.module for name, each in registered if each.module}
-    phases = tuple(f"{impl} {name}" for name in passes for impl in (*impls, *modules))
+    entrants = dict.fromkeys((*impls, *modules))
+    phases = tuple(f"{impl} {name}" for name in passes for impl in entrants)
     return ContestCase(section, parameters, phases, modules=tuple(modules.values()), **limits)
 
 

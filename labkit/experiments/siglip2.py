@@ -58,7 +58,6 @@ MODULE_IMPLS = ("cu_seqlens", "fused")
 """Both from packed attention on: the original's FlexAttention is compared in whole steps."""
 
 COMPILED = " + compile"
-RECOMPUTED = "fused, recomputed"
 
 
 def cases(profile: str, device_kind: str) -> list[Case]:
@@ -158,7 +157,7 @@ class Batch:
 def _encoder(batch: Batch, way: str) -> tuple[nn.Module, Callable]:
     """Returns an encoder in training mode, and its forward pass of the batch."""
     impl, _, change = way.removesuffix(COMPILED).partition(", ")
-    recomputed = batch.config.num_layers if way == RECOMPUTED else 0
+    recomputed = batch.config.num_layers if change == "recomputed" else 0
     factory = {"device": batch.patches.device, "dtype": batch.patches.dtype}
     if attend := _other_attention(change, batch):
         factory["attend"] = attend
@@ -266,8 +265,8 @@ def _live_step(device: Device, case: Case) -> Iterator[tuple[Batch, dict[str, Ca
 def _run_steps(device: Device, case: Case, ceilings: dict[str, float]):
     with _live_step(device, case) as (batch, calls):
         for phase in case.phases:
-            call = functools.partial(_measure_step, device, batch, calls[phase])
-            yield phase, functools.partial(call, case, phase, ceilings)
+            live = (device, batch, calls[phase])
+            yield phase, functools.partial(_measure_step, *live, case, phase, ceilings)
 
 
 def _measure_step(

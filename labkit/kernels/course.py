@@ -71,8 +71,11 @@ class AdamW(torch.optim.Optimizer):
         )
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Updates every parameter that has a gradient."""
+    def step(self, closure=None):
+        """Updates every parameter that has a gradient; returns what `closure` does, None without
+        one.
+        """
+        loss = torch.enable_grad()(closure)() if closure else None
         for group in self.param_groups:
             lr, (beta1, beta2) = group["lr"], group["betas"]
             for p in group["params"]:
@@ -86,3 +89,4 @@ class AdamW(torch.optim.Optimizer):
                 )
                 p -= lr * group["weight_decay"] * p
                 p -= lr * (m / (1 - beta1**t)) / (torch.sqrt(v / (1 - beta2**t)) + group["eps"])
+        return loss
