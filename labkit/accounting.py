@@ -370,7 +370,9 @@ def _attention_with_gradient(run: _Pass) -> int:
 
 
 def _inference_moments(run: _Pass) -> dict[str, int]:
-    d, f, stream = run.config.d_model, run.config.d_ff, run.stream
+    d = run.config.d_model
+    f = run.config.d_ff
+    stream = run.stream
     # Autocast keeps a copy of every matrix that it has cast until it is left, so the last block has
     # most of them.
     later = 2 * d * (3 * f + d) if run.is_bf16 else 0
@@ -394,7 +396,8 @@ def _train_step_moments(run: _Pass) -> dict[str, int]:
     """The backward pass frees a block's activations as it makes its gradients, so a peak is at one
     of its ends.
     """
-    d, f = run.config.d_model, run.config.d_ff
+    d = run.config.d_model
+    f = run.config.d_ff
     later_gradients = (run.config.num_layers - 1) * block_gradient_bytes(run.config)
     # What every moment of a block has: the residual's gradient and those of the head and the final
     # norm.
@@ -482,7 +485,8 @@ def checkpoint_moments(
     if not plan:
         return peak_moments(config, batch, context, "train_step", **known)
     run = _Pass(config, batch, context, **known)
-    stream, gradients = residual_stream_bytes(config, batch, context), block_gradient_bytes(config)
+    stream = residual_stream_bytes(config, batch, context)
+    gradients = block_gradient_bytes(config)
     inputs = len(_group_sizes(config.num_layers, plan[0])) * stream
     moments = {
         "forward: attention, last block": inputs
@@ -540,7 +544,8 @@ def attention_saved_bytes(
     Raises ValueError for another kind.
     """
     _check("kind of attention", kind, ATTENTION_KINDS)
-    row, scores = batch * length * d_head, batch * length * length
+    row = batch * length * d_head
+    scores = batch * length * length
     if kind == "fused":
         return element_bytes * 4 * row + 4 * batch * length
     return (4 if kind == "math" else element_bytes) * (3 * row + scores)
@@ -565,8 +570,13 @@ def attention_peak_bytes(
     """
     _check("kind of device", device_kind, DEVICE_KINDS)
     _check("phase", phase, ("forward", "backward"))
-    num_rows, num_scores = (4, 2) if phase == "forward" else (5, 4 if device_kind == "cuda" else 3)
-    return element_bytes * batch * length * (num_rows * d_head + num_scores * length)
+    if phase == "forward":
+        width = 4 * d_head + 2 * length
+    elif device_kind == "cuda":
+        width = 5 * d_head + 4 * length
+    else:
+        width = 5 * d_head + 3 * length
+    return element_bytes * batch * length * width
 
 
 def attention_reserved_bytes(
@@ -587,7 +597,8 @@ def attention_reserved_bytes(
     peak = attention_peak_bytes(
         phase, batch, length, d_head, element_bytes, device_kind=device_kind
     )
-    row, scores = (element_bytes * batch * length * width for width in (d_head, length))
+    row = element_bytes * batch * length * d_head
+    scores = element_bytes * batch * length * length
     is_cut = phase == "backward" and device_kind == "cuda" and 2**20 < row < scores
     return peak + scores - row if is_cut else peak
 
@@ -606,7 +617,9 @@ def attention_score_passes(phase: str, *, device_kind: str) -> int:
     """
     _check("kind of device", device_kind, DEVICE_KINDS)
     _check("phase", phase, ("forward", "backward"))
-    return 6 if phase == "forward" else 12 if device_kind == "cuda" else 9
+    if phase == "forward":
+        return 6
+    return 12 if device_kind == "cuda" else 9
 
 
 def attention_call_flops(phase: str, batch: int, length: int, d_head: int, *, causal: bool) -> int:
@@ -649,7 +662,8 @@ def weighted_sum_bytes(phase: str, rows: int, dim: int, element_bytes: int) -> i
 
     Args and Raises as in `attention_call_flops`.
     """
-    forward, backward = rows * dim + dim + rows, 2 * rows * dim + 2 * dim + rows
+    forward = rows * dim + dim + rows
+    backward = forward + rows * dim + dim
     elements = {"forward": forward, "backward": backward, "forward_backward": forward + backward}
     _check("phase", phase, elements)
     return element_bytes * elements[phase]
@@ -732,9 +746,9 @@ def min_grid_tokens(
     `exact` counts what a ring sends, (N−1)/N of the size. False counts the whole size, as the CS336
     accounting exercise of 2025 does: it asks for more tokens, by data/(data − 1) where overlapped.
     """
-    data_steps, tensor_steps = (data - 1, tensor - 1) if exact else (data, tensor)
-    tokens = data_steps * flops / data_bandwidth
-    tensor_share = tensor_steps * flops / (d_ff * tensor_bandwidth)
+    own_share = 1 if exact else 0
+    tokens = (data - own_share) * flops / data_bandwidth
+    tensor_share = (tensor - own_share) * flops / (d_ff * tensor_bandwidth)
     if tensor_share >= 1:
         return math.inf
     return tokens if overlapped else tokens / (1 - tensor_share)

@@ -165,7 +165,8 @@ def run(
         file=sys.stderr,
     )
     start = time.monotonic()
-    failures, executed = {}, {}
+    failures = {}
+    executed = {}
     try:
         for name in names:
             print(f"\n{name}", file=sys.stderr)

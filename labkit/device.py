@@ -136,7 +136,8 @@ def gpu_links() -> str:
     with open_nvml() as nvml:
         if nvml is None:
             return "unknown"
-        handle, num_links = nvml_handle(nvml), 0
+        handle = nvml_handle(nvml)
+        num_links = 0
         with contextlib.suppress(nvml.NVMLError):  # past the last link
             while nvml.nvmlDeviceGetNvLinkState(handle, num_links):
                 num_links += 1
@@ -305,7 +306,8 @@ def checks(nsys_failure: Callable[[], str]) -> list[Check]:
         return [Check("torch", False, str(error), lack)]
     device = detect()
     is_cuda = device.kind == "cuda"
-    driver, triton = driver_version(), software_versions()["triton"]
+    driver = driver_version()
+    triton = software_versions()["triton"]
     compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
     has_compiler = any(map(shutil.which, compilers))
     quota = cpu_quota()

@@ -120,7 +120,8 @@ def _run_ranks(parent: int, folder: Path, num_ranks: int, timeout_s: float) -> N
             ranks.append(
                 subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stderr=log)
             )
-    failed, deadline = {}, time.monotonic() + timeout_s
+    failed = {}
+    deadline = time.monotonic() + timeout_s
     while not failed and _is_wanted(parent, 0.05) and time.monotonic() < deadline:
         codes = [process.poll() for process in ranks]
         # One that a library ends in the middle has code 0 too.
@@ -171,7 +172,8 @@ def _clear(folder: Path) -> None:
 
 def main() -> None:
     """Is the guard of a folder: `PARENT FOLDER`."""
-    parent, folder = int(sys.argv[1]), Path(sys.argv[2])
+    parent = int(sys.argv[1])
+    folder = Path(sys.argv[2])
     # Its work begins where the same signal may have ended its parent.
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)

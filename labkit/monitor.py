@@ -319,9 +319,11 @@ class Monitor:
         stopped meanwhile.
         """
         own = PROC / "thread-self" / "schedstat"
-        begin_s, active_s, own_s = time.perf_counter(), _active_s(self._watched), _active_s(own)
+        begin_s = time.perf_counter()
+        watched_s = _active_s(self._watched)
+        own_s = _active_s(own)
         is_over = self._is_over.wait(self.interval_s)
-        active_s = _active_s(self._watched) - active_s
+        active_s = _active_s(self._watched) - watched_s
         # This thread too may wait for a core, on a machine that others keep busy.
         asleep_s = self.interval_s + _active_s(own) - own_s
         lost_s = time.perf_counter() - begin_s - max(asleep_s, active_s)
@@ -330,7 +332,8 @@ class Monitor:
         return is_over
 
     def _read(self) -> None:
-        nvml, time_s = self._nvml, time.perf_counter()
+        nvml = self._nvml
+        time_s = time.perf_counter()
 
         def ask(query: Callable[..., int], *which: int) -> int | None:
             try:

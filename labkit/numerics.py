@@ -179,7 +179,8 @@ def normalise(
 
 def relative_error(result: Tensor, exact: Tensor) -> float:
     """Returns ‖result − exact‖ / ‖exact‖ in fp64."""
-    result, exact = result.detach().cpu().double(), exact.detach().cpu().double()
+    result = result.detach().cpu().double()
+    exact = exact.detach().cpu().double()
     return float((result - exact).norm() / exact.norm())
 
 

@@ -553,7 +553,9 @@ class RecordStore:
         text = _read_bytes(self.path) or b""
         if plain:
             text = _plain(text)
-        records, shared, session = [], {}, ""
+        records = []
+        shared = {}
+        session = ""
         lines = text[: len(text) - _num_torn(text)].splitlines()
         for number, line in enumerate(lines, start=1):
             try:
