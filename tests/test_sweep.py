@@ -489,28 +489,10 @@ def test_finish_counts_what_of_the_grid_has_no_record(output, log, monkeypatch):
         assert (content["session"], content["num_missing"]) == (session.id, missing)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"device": "nvidia-h9000"},
-            "device 'nvidia-h9000' is not this machine, which is '{slug}'",
-        ),
-        ({"profile": "quick"}, "unknown profile 'quick'; accepted: auto, smoke, full, key"),
-        ({"sizes": ["10b"]}, "size '10b' is not in profile 'smoke'; accepted: nano, micro"),
-        (
-            {"colour": "red"},
-            "unknown option 'colour' of 01_benchmarking; accepted: sizes, contexts",
-        ),
-        ({"fresh": "false"}, "fresh must be True or False, not 'false'"),
-    ],
-    ids=str,
-)
-def test_a_request_that_cannot_be_met_names_what_is_accepted(output, changes, message):
-    slug = hardware.detect().slug
-    arguments = {"device": slug, "profile": "smoke", "output": str(output), "fresh": False}
-    with pytest.raises(configs.RequestError, match=re.escape(message.format(slug=slug))):
-        labkit.experiments.open_session("01_benchmarking", measure=True, **arguments | changes)
+def test_an_unknown_option_names_what_is_accepted(output):
+    arguments = {"device": "this", "profile": "smoke", "output": str(output), "fresh": False}
+    with pytest.raises(configs.RequestError, match=r"'colour' of .*; accepted: sizes, contexts"):
+        labkit.experiments.open_session("01_benchmarking", measure=True, **arguments, colour="red")
     assert not output.exists()
 
 

@@ -292,10 +292,11 @@ class _Worker:
 def _is_private(folder: str | Path) -> bool:
     """Returns whether it is a folder, and no link to one, that only this user can enter."""
     try:
-        found = os.lstat(folder)
+        status = os.lstat(folder)
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    is_own_folder = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    return is_own_folder and not status.st_mode & 0o077
 
 
 def _own_folder() -> Path:
