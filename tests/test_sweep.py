@@ -384,6 +384,14 @@ def test_a_disturbed_phase_is_repeated_in_fresh_processes_and_the_least_disturbe
         assert len({one["worker"] for one in attempts}) == len(attempts)
 
 
+def test_a_worker_that_ends_after_a_disturbed_phase_costs_only_the_phases_after_it(output, log):
+    run(output, [make_case("a", log, "busy_then_end", "second"), make_case("b", log)])
+    ended = ("error", "the worker ended with exit code 3")
+    assert outcome(output, "a") == ALL_OK | {"third": ended}
+    assert records_of(output, "a")["second"].metrics["median_ms"] == 2.0
+    assert outcome(output, "b") == ALL_OK
+
+
 def test_a_machine_that_stays_busy_is_not_waited_for(output, log):
     names = ("a", "b", "c", "quiet", "d")
     run(

@@ -540,11 +540,11 @@ class Session:
     def _run_case(
         self, case: Case, disturbed: dict[str, list[Measured]], *, fresh: bool
     ) -> dict[str, list[Measured]]:
-        """Runs every phase of a case, in a new worker after each that failed; in one that has run
-        no other case where `fresh`.
+        """Runs every phase of a case; after a failure the phases that are left run in a new worker.
 
         Args:
             disturbed: the measurements so far of phases that are measured again.
+            fresh: only in workers that have run no other case.
 
         Returns:
             The measurements of the phases to measure again, which are not recorded yet.
@@ -599,11 +599,11 @@ class Session:
                 attempts = [*disturbed.pop(phase, []), *content]
                 if self._is_to_repeat(attempts):
                     disturbed[phase] = attempts
-                    continue
-                status = self._append_measured(case, phase, attempts)
-                if status != "ok" and case.stop_at_failure:
-                    skip_rest(phase, status)
-                    return False  # it is measuring the phases that must be skipped
+                else:
+                    status = self._append_measured(case, phase, attempts)
+                    if status != "ok" and case.stop_at_failure:
+                        skip_rest(phase, status)
+                        return False  # it is measuring the phases that must be skipped
                 phase = None
             elif kind == "done":
                 fail(remaining, "error", "the experiment gave no such phase")
