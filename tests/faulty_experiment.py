@@ -94,6 +94,11 @@ def _end_when_done(case: Case) -> None:
     Connection.send = send_and_end
 
 
+def _end_before_next_phase(case: Case) -> None:
+    # The worker has looked up the method by which it sends this phase's measurement.
+    Connection.send = lambda *_: os._exit(3)
+
+
 def _watch_the_session(case: Case) -> None:
     session = multiprocessing.parent_process().pid
     own = {str(os.getpid()), *descendants()}
@@ -131,6 +136,7 @@ FAULTS: dict[str, Callable[[Case], None]] = {
     "long": lambda case: time.sleep(0.8),
     "child": _start_child,
     "end_when_done": _end_when_done,
+    "busy_then_end": _end_before_next_phase,
     "busy_then_exit": _fail_when_repeated,
     "watch_the_session": _watch_the_session,
 }
@@ -153,6 +159,7 @@ CPU_WAITS = {
     "busy_once": (0.5, 0.0),
     "busy": (0.5, 0.2, 0.4),
     "busy_then_exit": (0.5,),
+    "busy_then_end": (0.5, 0.0),
 }
 """How much of its window each attempt at a phase waits for a core; 0: undisturbed."""
 

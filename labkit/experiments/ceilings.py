@@ -63,28 +63,28 @@ def _measure(device: Device, case: Case, phase: str) -> Measured:
     """
     if case.parameters["kind"] == "copy":
         target, source = copy_buffers(device)
-        found = _burst(device, target.copy_, source)
-        rate = copy_rate(device, source, found.timing.median_ms)
+        times = _burst(device, target.copy_, source)
+        rate = copy_rate(device, source, times.timing.median_ms)
         rate |= sustained_metrics(
-            device, found, lambda: target.copy_(source), num_bytes=2 * source.nbytes
+            device, times, lambda: target.copy_(source), num_bytes=2 * source.nbytes
         )
-        return found.measured(rate, case.parameters, {"num_bytes": source.nbytes})
+        return times.measured(rate, case.parameters, {"num_bytes": source.nbytes})
     precision, n = case.parameters["precision"], CEILING_SIZES[device.kind]
     numerics.set_precision(precision)
     a, b = (
         torch.randn(n, n, device=device.kind, dtype=numerics.tensor_dtype(precision))
         for _ in range(2)
     )
-    found = _burst(device, torch.matmul, a, b)
-    tflops = 2 * n**3 / (found.timing.median_ms * 1e-3) / 1e12
+    times = _burst(device, torch.matmul, a, b)
+    tflops = 2 * n**3 / (times.timing.median_ms * 1e-3) / 1e12
     peak = device.peaks.tflops(precision) if device.peaks else None
     rates = {
         "achieved_tflops": tflops,
         "datasheet": peak,
         "datasheet_fraction": tflops / peak if peak else None,
     }
-    return found.measured(
-        rates | sustained_metrics(device, found, lambda: torch.matmul(a, b), flops=2 * n**3),
+    return times.measured(
+        rates | sustained_metrics(device, times, lambda: torch.matmul(a, b), flops=2 * n**3),
         case={"kind": "gemm", "precision": numerics.live_precision(a.dtype)},
         observed={"m": a.shape[0], "n": b.shape[1], "k": a.shape[1]},
     )

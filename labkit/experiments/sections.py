@@ -98,8 +98,8 @@ class Timed:
         samples = dict(samples or {})
         if keep and self.timing.n <= KEPT_SAMPLES:
             samples[keep] = list(self.timing.samples_ms)
-        of_host = {"operator_us": self.operator_us} if self.operator_us else {}
-        metrics = {**self.timing.metrics(), **of_host, **metrics}
+        host_metrics = {"operator_us": self.operator_us} if self.operator_us else {}
+        metrics = {**self.timing.metrics(), **host_metrics, **metrics}
         return Measured(
             metrics, case, observed or {}, samples, self.timing.description(), self.telemetry
         )
@@ -109,9 +109,8 @@ def timed(device: Device, timer: Callable[..., Timing], *args: Any, **options: A
     """Returns what `timer(*args, **options)` gives, with the GPU watched while it runs."""
     with Monitor(device.kind) as monitor:
         timing = timer(*args, **options)
-    is_issued = (
-        device.kind != "cpu" and timing.method == "window"
-    )  # by the host, while the device runs
+    # By the host, while the device runs.
+    is_issued = device.kind != "cpu" and timing.method == "window"
     return Timed(timing, monitor.summary, host.operator_us(device.kind) if is_issued else None)
 
 
@@ -133,7 +132,7 @@ def sustained_metrics(
     """
     is_replayed, length_s = timed.timing.method == "graph", SUSTAINED_S[device.kind]
     run, num_calls = captured(call) if is_replayed else (call, 1)
-    found = sustained(
+    window = sustained(
         run,
         device_kind=device.kind,
         warmup_s=length_s,
@@ -141,13 +140,13 @@ def sustained_metrics(
         calls_per_function=num_calls,
         **work,
     )
-    metrics = found.metrics
+    metrics = window.metrics
     if ceiling:
         rate = metrics["sustained_tflops" if "flops" in work else "sustained_gb_per_s"]
         metrics |= {"sustained_ceiling": ceiling, "sustained_ceiling_fraction": rate / ceiling}
-    timed.telemetry["sustained"] = {**found.telemetry, "is_replayed": is_replayed}
-    if found.load.get("disturbed"):
-        timed.telemetry.update(disturbed=True, disturbed_by=found.load["disturbed_by"])
+    timed.telemetry["sustained"] = {**window.telemetry, "is_replayed": is_replayed}
+    if window.load.get("disturbed"):
+        timed.telemetry.update(disturbed=True, disturbed_by=window.load["disturbed_by"])
     return metrics
 
 

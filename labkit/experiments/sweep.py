@@ -305,10 +305,11 @@ class _Worker:
 def _is_private(folder: str | Path) -> bool:
     """Returns whether it is a folder, and no link to one, that only this user can enter."""
     try:
-        found = os.lstat(folder)
+        status = os.lstat(folder)
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    is_own_folder = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    return is_own_folder and not status.st_mode & 0o077
 
 
 def _own_folder() -> Path:
@@ -552,11 +553,11 @@ class Session:
     def _run_case(
         self, case: Case, disturbed: dict[str, list[Measured]], *, fresh: bool
     ) -> dict[str, list[Measured]]:
-        """Runs every phase of a case, in a new worker after each that failed; in one that has run
-        no other case where `fresh`.
+        """Runs every phase of a case; after a failure the phases that are left run in a new worker.
 
         Args:
             disturbed: the measurements so far of phases that are measured again.
+            fresh: only in workers that have run no other case.
 
         Returns:
             The measurements of the phases to measure again, which are not recorded yet.
@@ -611,11 +612,11 @@ class Session:
                 attempts = [*disturbed.pop(phase, []), *content]
                 if self._is_to_repeat(attempts):
                     disturbed[phase] = attempts
-                    continue
-                status = self._append_measured(case, phase, attempts)
-                if status != "ok" and case.stop_at_failure:
-                    skip_rest(phase, status)
-                    return False  # it is measuring the phases that must be skipped
+                else:
+                    status = self._append_measured(case, phase, attempts)
+                    if status != "ok" and case.stop_at_failure:
+                        skip_rest(phase, status)
+                        return False  # it is measuring the phases that must be skipped
                 phase = None
             elif kind == "done":
                 fail(remaining, "error", "the experiment gave no such phase")
