@@ -178,7 +178,7 @@ def test_growth_fits_share_agreement_and_published_values():
     assert grown["value"].value == pytest.approx(2)
     lost = pd.DataFrame([row(), row(context=1024, status="oom")])
     assert str(facts.fits(lost, size="2.7b")) == "512"
-    share = facts.share_of(lengths, lambda one: one["median_ms"] > 50, "slow steps")
+    share = facts.share_of(lengths, "median_ms > 50", "slow steps")
     assert str(share) == "1 of 2" and share.small
     forms = pd.DataFrame({"is": [100.0, 100.0], "told": [102.0, 80.0], "phase": ["x", "y"]})
     agreement = facts.agreement(forms, "is", "told", 0.03, ["phase"])

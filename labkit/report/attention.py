@@ -54,11 +54,6 @@ def timed(calls: pd.DataFrame) -> pd.DataFrame:
     return rows[(rows["median_ms"] >= facts.LEAST_MS) & ~pd.Series(waits, rows.index, bool)]
 
 
-def is_replaced(row: dict) -> bool:
-    """Returns whether the compiler put SDPA in the formula's place."""
-    return row["num_replacements"] > 0
-
-
 def times_table(calls: pd.DataFrame) -> pd.DataFrame:
     """Returns the time of every implementation at the long length."""
     ways = {

@@ -4,13 +4,11 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.figure import Figure
 
-from labkit import notebooks, published
+from labkit import published
 from labkit.configs import WARMUP_MEASURED_STEPS
-from labkit.records import Record
 from labkit.report import facts, figures, sessions, verdicts
 from labkit.report.card import LADDER, LADDER_CONTEXT
-from labkit.report.chapter import Chapter
-from labkit.report.frame import by_way, cell, in_order, mark, ok_rows, select
+from labkit.report.frame import cell, in_order, ok_rows, select
 from labkit.report.text import percent
 
 CASE = ["size", "context", "precision"]
@@ -73,42 +71,25 @@ def idle_map(steps: pd.DataFrame, profiles: pd.DataFrame) -> Figure | None:
     return figure
 
 
-def warmup_fact(records: pd.DataFrame) -> facts.Fact:
-    """Returns the cost of a first step over the steady one, and in how many traces the mean of the
-    first ten is off by more than WARM.
+def warmup(records: pd.DataFrame) -> pd.DataFrame:
+    """Returns one row of all traces: `first`, the median first step over the steady one,
+    num_traces, and num_cold, of how many the mean of the first ten steps is off by more than WARM.
     """
-    traces = [pd.Series(samples["step_ms"]) for samples in ok_rows(records).get("samples", [])]
-    if not traces:
-        return facts.Fact("", missing="the warm-up")
     first = []
     num_cold = 0
-    for trace in traces:
+    for samples in ok_rows(records).get("samples", []):
+        trace = pd.Series(samples["step_ms"])
         steady = (trace[5:] if len(trace) > 5 else trace).median()
         first.append(trace[0] / steady)
         num_cold += abs(trace[:WARMUP_MEASURED_STEPS].mean() / steady - 1) > WARM
-    numbers = {
-        "value": facts.Quantity(pd.Series(first).median(), "×"),
-        "cold": facts.Quantity(num_cold, "count"),
-        "total": facts.Quantity(len(traces), "count"),
-    }
-    return facts.Fact("warm-up", numbers, small=len(traces) < facts.LEAST_CASES)
+    row = {"status": "ok", "phase": "warm-up", "num_cold": num_cold, "num_traces": len(first)}
+    return pd.DataFrame([row | {"first": pd.Series(first).median()}] if first else [])
 
 
-def steps_table(executions: pd.DataFrame) -> pd.DataFrame:
-    """Returns the step of each size as one CUDA graph, by what was changed."""
-    return by_way(select(executions, phase="graph_step", context=LADDER_CONTEXT), "size", LADDER)
-
-
-def every_session(chapter: Chapter) -> dict[str, list[Record]]:
-    """Returns the records of all chapters that may enter a number, with all their sessions."""
-    return {name: chapter.of(name).every_record() for name in notebooks.names()}
-
-
-def call_range(*frames: pd.DataFrame, **case) -> facts.Fact:
-    """Returns the least and the most call time of one step over the sessions and sections that
-    timed it.
+def call_range(*frames: pd.DataFrame, **case) -> pd.DataFrame:
+    """Returns one row, the least and the most call time of one step over the sessions and sections
+    that timed it: least_ms, most_ms.
     """
-    name = facts.case_name(case)
     rows = [
         row
         for frame in frames
@@ -116,10 +97,10 @@ def call_range(*frames: pd.DataFrame, **case) -> facts.Fact:
     ]
     times = [time for row in rows for time in verdicts.by_session(row, "median_ms").values()]
     if not times:
-        return facts.Fact(name, missing=name)
-    marks = max(map(mark, rows))
-    ends = {"least": min(times), "most": max(times), "value": max(times)}
-    return facts.Fact(name, {end: facts.Quantity(ms, "ms", marks) for end, ms in ends.items()})
+        return pd.DataFrame()
+    disturbed = any(row["disturbed"] for row in rows)
+    ends = {"least_ms": min(times), "most_ms": max(times)}
+    return pd.DataFrame([{"status": "ok", "disturbed": disturbed, **case, **ends}])
 
 
 def repeats(differences: pd.DataFrame) -> Figure:

@@ -227,14 +227,13 @@ def _ladder_part(chapters: Mapping[str, Chapter]) -> list[str]:
     if not fastest.missing:
         ends = f"from {fastest['base']} in fp32 to {fastest['other']}"
         alt = f"A training step of {size_name(size)} {ends}"
-    return [
-        "### One training step, from slow to fast",
-        f"![{alt}]({{figures}}{LADDER_FILE})",
-        tables.to_markdown(table),
+    text = (
         "Batch 4, one CUDA graph a step, so no host enters its time. Dotted: at the sustained "
         "bf16 roof. *bf16* is autocast over fp32 weights; *compiled* compiles each block; "
-        "*pure bf16* has no fp32 weights.",
-    ]
+        "*pure bf16* has no fp32 weights."
+    )
+    figure = f"![{alt}]({{figures}}{LADDER_FILE})"
+    return ["### One training step, from slow to fast", figure, tables.to_markdown(table), text]
 
 
 # ---- attention -----------------------------------------------------------------------------------
@@ -282,15 +281,16 @@ def _beside(fastest: Mapping[str, Any], row: Mapping[str, Any]) -> str:
 
 
 def _attention_part(chapters: Mapping[str, Chapter]) -> list[str]:
-    table = attention_table(frame_of(chapters, "06_flash_attention", "rivals"))
-    if table.empty:
-        return []
-    return [
-        "### Which attention?",
-        tables.to_markdown(table),
+    text = (
         f"Device time in bf16, one shape in a burst, of {listing(ATTENTION.values())}. Chapter 06 "
-        "has them at the power limit, where the order can change.",
-    ]
+        "has them at the power limit, where the order can change."
+    )
+    rivals = frame_of(chapters, "06_flash_attention", "rivals")
+    return _part("Which attention?", attention_table(rivals), text)
+
+
+def _part(heading: str, table: pd.DataFrame, text: str) -> list[str]:
+    return [] if table.empty else [f"### {heading}", tables.to_markdown(table), text]
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -336,14 +336,11 @@ def _fits_part(chapters: Mapping[str, Chapter]) -> list[str]:
         select(profiles, phase="train_step", attention="auto"),
         select(plans, plan="1", attention="sdpa_flash"),
     )
-    if table.empty:
-        return []
-    return [
-        "### Will it fit?",
-        tables.to_markdown(table),
+    text = (
         "Longest measured context of a training step at batch 4 with AdamW; ≥: no longer one "
-        "failed. Recomputing is with SDPA's FlashAttention.",
-    ]
+        "failed. Recomputing is with SDPA's FlashAttention."
+    )
+    return _part("Will it fit?", table, text)
 
 
 # ---- provenance ----------------------------------------------------------------------------------

@@ -274,15 +274,14 @@ def measured(frame: pd.DataFrame, value: str, unit: str = "", **case: Any) -> Fa
     return Fact(name, {"value": quantity(row, value, unit)}, small=_is_small(row, value))
 
 
-def share_of(
-    frame: pd.DataFrame, is_so: Callable[[Mapping[str, Any]], bool], what: str, **case: Any
-) -> Fact:
-    """Returns in how many measured rows something holds: {value} is "26 of 64"."""
-    rows = ok_rows(frame, **case).to_dict("records")
-    if not rows:
+def share_of(frame: pd.DataFrame, condition: str, what: str, **case: Any) -> Fact:
+    """Returns in how many measured rows a condition holds, as `DataFrame.query` takes it: {value}
+    is "26 of 64".
+    """
+    rows = ok_rows(frame, **case)
+    if rows.empty:
         return Fact(what, missing=what)
-    num = sum(bool(is_so(row)) for row in rows)
-    numbers = {"value": f"{num} of {len(rows)}"}
+    numbers = {"value": f"{len(rows.query(condition))} of {len(rows)}"}
     return Fact(case_name(case), numbers, small=len(rows) < LEAST_CASES)
 
 

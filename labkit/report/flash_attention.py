@@ -3,8 +3,6 @@ for a shape.
 """
 
 import itertools
-from collections.abc import Mapping
-from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -114,8 +112,3 @@ def published_times(speed: pd.DataFrame) -> pd.DataFrame:
     ours = contest(speed)
     ours["phase"] = ours["impl"] + " " + ours["direction"]
     return facts.beside(theirs.replace({"phase": PUBLISHED}), ours, [*keys, "phase"])
-
-
-def idles_half(row: Mapping[str, Any]) -> bool:
-    """Whether a call leaves the device idle for more than half of its time."""
-    return row["median_ms"] < row["host_median_ms"] / 2

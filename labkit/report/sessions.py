@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import pandas as pd
 
 from labkit.configs import LAUNCH_BOUND
-from labkit.records import HOST_SECTION, Record, by_session, to_frame
+from labkit.records import HOST_SECTION, Record, by_session
 from labkit.report import verdicts
-from labkit.report.frame import ok_rows, select
+from labkit.report.frame import select
 from labkit.report.text import number, percent
 
 TIMES = ("median_ms", "step_kernel_ms", *verdicts.KIND_OF_VALUE)
@@ -117,23 +117,21 @@ def table_worst(differences: pd.DataFrame) -> pd.DataFrame:
 
 def table_sessions(chapters: Mapping[str, Sequence[Record]]) -> pd.DataFrame:
     """Returns the sessions of each chapter: of which commit, how many records, on which host."""
-    rows = []
-    for chapter, records in chapters.items():
-        by_name: dict[str, list[Record]] = {}
-        for record in records:
-            by_name.setdefault(record.session, []).append(record)
-        for session, own in by_name.items():
-            commits = ", ".join(sorted({record.source.get("commit", "")[:8] for record in own}))
-            line = {"chapter": chapter, "session": session, "commit": commits, "records": len(own)}
-            probes = to_frame(record for record in own if record.section == HOST_SECTION)
-            rows.append(line | {"host": _host(probes)})
-    return pd.DataFrame(rows)
-
-
-def _host(probes: pd.DataFrame) -> str:
-    """Returns "operator 4.1 µs, …" of a session's rows of section "host"."""
-    parts = [
-        f"{row['phase'].replace('_', ' ')} {number(1e3 * row['median_ms'])} µs"
-        for row in ok_rows(probes).to_dict("records")
+    rows = [
+        (chapter, record.session, record.source.get("commit", "")[:8], _probe(record))
+        for chapter, records in chapters.items()
+        for record in records
     ]
-    return ", ".join(parts) or "not measured"
+    frame = pd.DataFrame(rows, columns=["chapter", "session", "commit", "host"])
+    return frame.groupby(["chapter", "session"], sort=False, as_index=False).agg(
+        commit=("commit", lambda commits: ", ".join(sorted(set(commits)))),
+        records=("commit", "size"),
+        host=("host", lambda probes: ", ".join(filter(None, probes)) or "not measured"),
+    )
+
+
+def _probe(record: Record) -> str:
+    """Returns "operator 4.1 µs" of a measured record of section "host", else ""."""
+    if record.section != HOST_SECTION or not record.metrics:
+        return ""
+    return f"{record.phase.replace('_', ' ')} {number(1e3 * record.metrics['median_ms'])} µs"

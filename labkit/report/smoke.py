@@ -13,26 +13,32 @@ from labkit.report.chapter import Chapter
 from labkit.report.frame import in_order, ok_rows, pivot, select, usable
 
 EXACT = [
-    ("03_mixed_precision", "accumulation", "stall_measured", "stall_predicted"),
-    ("05_attention", "attention", "output_relative_error", 1e-2),
-    ("06_flash_attention", "algorithm", "out_budget_fraction", 1),
-    ("06_flash_attention", "rivals", "budget_fraction", 1),
-    ("08_siglip2", "kernels", "budget_fraction", 1),
-    ("07_distributed", "collectives", "num_wrong", 0),
+    (
+        "rounded sums that stall where predicted",
+        ("03_mixed_precision", "accumulation", "stall_measured"),
+        "stall_predicted",
+    ),
+    (
+        "outputs of attention within 1e-2 of fp64",
+        ("05_attention", "attention", "output_relative_error"),
+        1e-2,
+    ),
+    (
+        "FlashAttention's outputs within their error budget",
+        ("06_flash_attention", "algorithm", "out_budget_fraction"),
+        1,
+    ),
+    (
+        "attention kernels within their error budget",
+        ("06_flash_attention", "rivals", "budget_fraction"),
+        1,
+    ),
+    ("fused kernels within their error budget", ("08_siglip2", "kernels", "budget_fraction"), 1),
+    ("collectives without a wrong element", ("07_distributed", "collectives", "num_wrong"), 0),
 ]
-"""Chapter, section, the metric that says that a result is exact, and its limit or the metric that
-it equals.
+"""What is exact, in words; the chapter, section and metric that say so; the metric's limit, or the
+metric that it equals.
 """
-
-WORDS = [
-    "rounded sums that stall where predicted",
-    "outputs of attention within 1e-2 of fp64",
-    "FlashAttention's outputs within their error budget",
-    "attention kernels within their error budget",
-    "fused kernels within their error budget",
-    "collectives without a wrong element",
-]
-"""What is exact, in words, by row of EXACT."""
 
 MOST_LACKS = 6
 
@@ -85,7 +91,7 @@ def ran(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
 def exact_lines(chapters: Mapping[str, Chapter]) -> list[str]:
     """Returns "- 17 of 17 outputs of attention within 1e-2 of fp64." and the like."""
     lines = []
-    for (name, section, metric, limit), words in zip(EXACT, WORDS, strict=True):
+    for words, (name, section, metric), limit in EXACT:
         rows = usable(card.frame_of(chapters, name, section), metric)
         if len(rows):
             is_text = isinstance(limit, str)
