@@ -52,6 +52,8 @@ def differences(chapters: Mapping[str, Sequence[Record]]) -> pd.DataFrame:
 
 def _of_measurement(sessions: Sequence[Record]) -> Iterable[tuple[str, str, float, float]]:
     """Yields row, kind and both times of each later session of one measurement and the first."""
+    if len(sessions) < 2:
+        return
     first = sessions[0]
     name = " ".join([first.section, *map(str, first.case.values()), first.phase])
     timer = {"phase": first.phase, "timer_method": first.timer.get("method")}
