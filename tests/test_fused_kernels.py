@@ -253,16 +253,16 @@ def test_the_compiler_sees_the_kernels_inside():
 
 def check_unused_outputs() -> None:
     for name in SUMS:
-        x, *parameters, residual = draw(name, FP32)
-        y, total = OPERATIONS[name].ours(x, *parameters, residual)
-        tensors = (x, residual, *parameters)
-        by_total = torch.autograd.grad(total.sum(), tensors, allow_unused=True, retain_graph=True)
-        assert torch.equal(by_total[0], torch.ones_like(x))
-        assert torch.equal(by_total[1], by_total[0]) and by_total[2] is None
-        by_y = torch.autograd.grad(y.sum(), tensors, retain_graph=True)
-        by_both = torch.autograd.grad(y.sum() + total.sum(), tensors)
+        x, weight, *others = draw(name, FP32)
+        y, total = OPERATIONS[name].ours(x, weight, *others)
+        losses = (total.sum(), y.sum(), y.sum() + total.sum())
+        by_total, by_y, by_both = (
+            torch.autograd.grad(loss, (x, others[-1], weight), allow_unused=True, retain_graph=True)
+            for loss in losses
+        )
+        assert torch.equal(by_total[0], torch.ones_like(x)) and by_total[2] is None
+        assert torch.equal(by_total[1], by_total[0]) and torch.equal(by_both[2], by_y[2])
         torch.testing.assert_close(by_both[0], by_y[0] + 1)
-        assert torch.equal(by_both[2], by_y[2])
 
 
 def test_an_output_that_nothing_uses_adds_no_gradient(interpreted):
@@ -537,22 +537,22 @@ def test_a_launch_is_kept_for_what_its_kernel_was_compiled_for():
         arg_names = ()
 
         def __getitem__(self, grid):
-            return lambda *arguments, **constants: ran.append((grid[:1], arguments[1:], constants))
+            return lambda x, number, BLOCK: ran.append((grid[:1], number, BLOCK))
 
     ran, launcher, x = [], launch.Launcher(Kernel()), torch.zeros(64)
     calls = [
-        ((1,), (x, 32), {"BLOCK": 8}),
-        ((1,), (x + 1, 48), {"BLOCK": 8}),  # alike, and a multiple of 16 too
-        ((2,), (x, 32), {"BLOCK": 8}),
-        ((1,), (x, 32), {"BLOCK": 16}),
-        ((1,), (x.half(), 32), {"BLOCK": 8}),
-        ((1,), (x[1:], 32), {"BLOCK": 8}),
-        ((1,), (x, 33), {"BLOCK": 8}),
-        ((1,), (x, 1), {"BLOCK": 8}),
-        ((1,), (x, 2**31), {"BLOCK": 8}),
-        ((1,), (x, None), {"BLOCK": 8}),
+        ((1,), (x, 32), 8),
+        ((1,), (x + 1, 48), 8),  # alike, and a multiple of 16 too
+        ((2,), (x, 32), 8),
+        ((1,), (x, 32), 16),
+        ((1,), (x.half(), 32), 8),
+        ((1,), (x[1:], 32), 8),
+        ((1,), (x, 33), 8),
+        ((1,), (x, 1), 8),
+        ((1,), (x, 2**31), 8),
+        ((1,), (x, None), 8),
     ]
-    for grid, arguments, constants in calls:
-        launcher[grid](*arguments, **constants)
-    assert ran == [(grid, arguments[1:], constants) for grid, arguments, constants in calls]
+    for grid, arguments, block in calls:
+        launcher[grid](*arguments, BLOCK=block)
+    assert ran == [(grid, arguments[1], block) for grid, arguments, block in calls]
     assert len(launcher.launches) == len(calls) - 1
