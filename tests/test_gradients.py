@@ -3,8 +3,8 @@ or refused.
 
 A gradient that has lost its graph trains nothing and says nothing. So each operation is tried, its
 kernels in a worker process where they are interpreted, its plain path here, and what is asked for
-is what PyTorch computes of the formula in fp64, or an error: a gradient penalty, also where a mode
-looks at operators and through torch.func; and tangents of forward mode.
+is what PyTorch computes of the formula in fp64, or an error: a gradient penalty, a product with the
+Hessian, also where a mode looks at operators and through torch.func; and tangents of forward mode.
 """
 
 import importlib
@@ -34,6 +34,7 @@ REFUSED = re.compile(
 DTYPES = {"kernel": torch.float32, "plain": torch.float64}
 # Operations made of others that are tested alone.
 SLOW = ("gelu_mlp of a norm", "layer_norm of a sum", "rms_norm of a sum", "FlashAttention")
+SLOW += ("flash_attention_qkv",)
 QUICK_KERNELS = [name for name in cases("kernel") if ALL_TESTS or name not in SLOW]
 
 
@@ -66,6 +67,12 @@ def penalty(function: Callable, tensors: list[Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad(loss, others, allow_unused=True, materialize_grads=True))
 
 
+def hessian_product(function: Callable, tensors: list[Tensor]) -> list[Tensor]:
+    slopes = torch.autograd.grad(loss_of(function, tensors), tensors, create_graph=True)
+    product = sum((slope * x.detach()).sum() for slope, x in zip(slopes, tensors, strict=True))
+    return list(torch.autograd.grad(product, tensors, allow_unused=True, materialize_grads=True))
+
+
 def penalty_in_a_mode(function: Callable, tensors: list[Tensor]) -> list[Tensor]:
     with Looking():
         return penalty(function, tensors)
@@ -85,7 +92,7 @@ def attempt(name: str, path: str) -> dict[str, int]:
     how many are.
     """
     outcomes = {"right": 0, "refused": 0}
-    for function in (penalty, penalty_in_a_mode, transformed_penalty):
+    for function in (penalty, hessian_product, penalty_in_a_mode, transformed_penalty):
         expected = function(OPERATIONS[name].formula, draw(name, torch.float64))
         try:
             gradients = function(OPERATIONS[name].ours, draw(name, DTYPES[path]))

@@ -272,6 +272,8 @@ register_flop_formula(torch.ops.labkit.linear_cross_entropy)(
 def _linear_setup(ctx, inputs, output) -> None:
     ctx.save_for_backward(*output[1:])
     ctx.num_rows, ctx.weight_dtype = inputs[0].shape[0], inputs[1].dtype
+    # No zeros as large as the weight in the place of gradients of gradients, which nothing reads.
+    ctx.set_materialize_grads(False)
 
 
 def _linear_gradients(ctx, grad_loss, *_):
