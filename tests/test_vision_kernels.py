@@ -57,11 +57,11 @@ def test_attention_refuses_a_projection_of_another_shape():
 
 def check_operators() -> None:
     qkv = draw(20, 3, 2, 8).requires_grad_()
-    lengths = [torch.tensor([0, 7, 20], dtype=torch.int32)]
-    lengths += more(torch.tensor([0, 10, 20], dtype=torch.int32))
-    for cu_seqlens in lengths:
-        operator = torch.ops.labkit.flash_attention_qkv.default
-        torch.library.opcheck(operator, (qkv, cu_seqlens, 13))
+    operator = torch.ops.labkit.flash_attention_qkv.default
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    for lengths, longest in (([0, 7, 20], 13), *more(([0, 7, 20], None), ([0, 10, 20], 10))):
+        arguments = (qkv, torch.tensor(lengths, dtype=torch.int32), longest)
+        torch.library.opcheck(operator, arguments, test_utils=checks)
 
 
 def test_the_operators_pass_opcheck(interpreted):

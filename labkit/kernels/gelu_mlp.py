@@ -147,15 +147,14 @@ def gelu_bwd_kernel(
 
 
 def _has_epilogue(x: Tensor, weight: Tensor) -> bool:
-    """Returns whether z and h come out of the product x Wᵀ: descriptors describe rows of a multiple
-    of 16 bytes, and accumulators spill in fp32.
-    """
+    """Returns whether the kernel makes z and h of x Wᵀ, of rows that descriptors describe."""
+    if any(size * x.element_size() % 16 for size in weight.shape):
+        return False
     if IS_INTERPRETED:
-        is_fast = runs_kernel(x) and x.dtype != torch.bfloat16  # which it multiplies wrongly
-    else:
-        is_fast = x.is_cuda and x.element_size() == 2
-        is_fast = is_fast and torch.cuda.get_device_capability(x.device)[0] == 9
-    return is_fast and all(size * x.element_size() % 16 == 0 for size in weight.shape)
+        return runs_kernel(x) and x.dtype != torch.bfloat16  # which it multiplies wrongly
+    # In fp32 its accumulators spill.
+    is_narrow = x.is_cuda and x.element_size() == 2
+    return is_narrow and torch.cuda.get_device_capability(x.device)[0] == 9
 
 
 # Opaque to the compiler: torch.library.triton_op takes no tensor descriptors.
