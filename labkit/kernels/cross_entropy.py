@@ -27,11 +27,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 from labkit.kernels.fused import (
     check,
-    check_shape,
+    check_integers,
     operator,
     outside_autocast,
     product_inputs,
-    require_tensors,
     rows_of,
     runs_kernel,
     wide,
@@ -206,7 +205,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, inplace: bool = False) -> 
     Error budget: that of `labkit.numerics.judge` for the formula in the same dtype, against fp64.
     """
     check({"logits": logits})
-    _check_targets(targets, logits)
+    check_integers("targets", targets, logits, *logits.shape[:-1])
     if inplace and not logits.is_contiguous():
         raise ValueError(f"inplace=True needs contiguous logits, got strides {logits.stride()}")
     if runs_kernel(logits):
@@ -311,21 +310,12 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     hidden, weight = product_inputs(hidden=hidden, weight=weight)
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or not weight.shape[0]:
         raise ValueError(f"weight must be (V, {hidden.shape[-1]}), got {tuple(weight.shape)}")
-    _check_targets(targets, hidden)
+    check_integers("targets", targets, hidden, *hidden.shape[:-1])
     if not runs_kernel(hidden):
         return _formula(hidden @ weight.T, targets)
     with_gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     hidden_NC = hidden.reshape(-1, hidden.shape[-1])
     return _linear_forward(hidden_NC, weight, targets.reshape(-1), with_gradients)[0]
-
-
-def _check_targets(targets: Tensor, x: Tensor) -> None:
-    require_tensors({"targets": targets})
-    check_shape("targets", targets, *x.shape[:-1])
-    if targets.dtype != torch.int64 or targets.device != x.device:
-        raise ValueError(
-            f"targets must be torch.int64 on {x.device}, got {targets.dtype} on {targets.device}"
-        )
 
 
 def _formula(logits: Tensor, targets: Tensor) -> Tensor:

@@ -240,6 +240,16 @@ def check_shape(name: str, tensor: Tensor, *shape: int) -> None:
         raise ValueError(f"{name} must be of shape {tuple(shape)}, got {tuple(tensor.shape)}")
 
 
+def check_integers(name: str, tensor: Tensor, x: Tensor, *shape: int) -> None:
+    """Raises unless a tensor holds int64 of the shape on the device of x."""
+    require_tensors({name: tensor})
+    check_shape(name, tensor, *shape)
+    if tensor.dtype != torch.int64 or tensor.device != x.device:
+        raise ValueError(
+            f"{name} must be torch.int64 on {x.device}, got {tensor.dtype} on {tensor.device}"
+        )
+
+
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Returns the dtype in which autocast has a product take x, None where it would not touch
     it.

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from labkit.kernels.column_sums import column_sums
 from labkit.kernels.fused import (
+    check_integers,
     check_shape,
     first_order,
     operator,
     outside_autocast,
     product_inputs,
-    require_tensors,
     runs_kernel,
     wrap_triton,
 )
@@ -127,12 +127,7 @@ def dropout_linear(x: Tensor, weight: Tensor, bias: Tensor, p: float, seed: Tens
     check_shape("x", x, len(x), weight.shape[1])
     if not runs_kernel(x):
         return F.linear(F.dropout(x, p), weight, bias)
-    require_tensors({"seed": seed})
-    if seed.shape != () or seed.dtype != torch.int64 or seed.device != x.device:
-        raise ValueError(
-            f"seed must be one int64 on {x.device}; got {tuple(seed.shape)} {seed.dtype} on "
-            f"{seed.device}"
-        )
+    check_integers("seed", seed, x)
     return DropoutLinear.apply(x.contiguous(), weight, bias, p, seed)
 
 
