@@ -5,6 +5,7 @@ A signal can come at any instant, during imports too, and nobody can catch SIGKI
 process waits for it. It loads nothing that takes time.
 """
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -69,11 +70,9 @@ def move_temporary_files() -> None:
     """Has this process and all that it starts from now on put temporary files into a guarded
     folder.
     """
-    from multiprocessing.util import Finalize
-
     stack = contextlib.ExitStack()
-    # After multiprocessing has removed its own folder in it, which it does at -100.
-    Finalize(None, stack.close, exitpriority=-200)
+    # Before multiprocessing waits for workers: this ends them.
+    atexit.register(stack.close)
     folder, _ = stack.enter_context(guarded_folder())
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
 
