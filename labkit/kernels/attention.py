@@ -291,9 +291,13 @@ _RUN: dict[str, Callable[[Tensor, Tensor, Tensor, bool], Tensor]] = {
 }
 
 
-def _check(impl: str) -> None:
+def _with_heads(impl: str, *tensors: Tensor) -> list[Tensor]:
+    """Returns (B, S, D) as (B, 1, S, D), others as they are; raises ValueError for an unknown
+    name.
+    """
     if impl not in _RUN:
         raise ValueError(f"unknown attention {impl!r}; accepted: {', '.join(IMPLS)}")
+    return [x.unsqueeze(1) if x.dim() == 3 else x for x in tensors]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, impl: str) -> Tensor:
@@ -312,10 +316,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, impl: st
             otherwise. RuntimeError: the SDPA backend asked for does not take these tensors; none
             other is tried.
     """
-    _check(impl)
-    if q.dim() == 3:
-        return _RUN[impl](q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), causal).squeeze(1)
-    return _RUN[impl](q, k, v, causal)
+    tensors = _with_heads(impl, q, k, v)
+    out = _RUN[impl](*tensors, causal)
+    return out.squeeze(1) if q.dim() == 3 else out
 
 
 def unavailable_reason(impl: str, q: Tensor, k: Tensor, *, causal: bool) -> str | None:
@@ -324,9 +327,7 @@ def unavailable_reason(impl: str, q: Tensor, k: Tensor, *, causal: bool) -> str 
     Args as in `attention`; nothing is computed, so values do not matter. Raises ValueError for an
     unknown name.
     """
-    _check(impl)
-    if q.dim() == 3:
-        q, k = q.unsqueeze(1), k.unsqueeze(1)
+    q, k = _with_heads(impl, q, k)
     if impl in ("sdpa", *SDPA_BACKENDS):
         return _sdpa_unavailable(impl, q, k, causal)
     if impl == "flex" and not q.is_cuda:
@@ -342,9 +343,7 @@ def what_runs(impl: str, q: Tensor, k: Tensor, *, causal: bool) -> str:
 
     Args as in `unavailable_reason`, which must have returned None.
     """
-    _check(impl)
-    if q.dim() == 3:
-        q, k = q.unsqueeze(1), k.unsqueeze(1)
+    q, k = _with_heads(impl, q, k)
     if impl == "auto":
         return labkit_flash.resolve_impl(q, "auto")
     if impl == "sdpa":

@@ -1,9 +1,9 @@
-"""FlashAttention: read op.py (what a user calls), choice.py (what runs), launches.py, and then the
-kernels.
+"""FlashAttention: read op.py (what a user calls), choice.py (what runs), plan.py (what is
+launched), tiles.py, and then the kernels.
 
 tiled.py states the algorithm in plain PyTorch, triton.py has it as kernels, hopper/ as kernels for
-that architecture; splits.py splits long loops among programs, and qkv.py takes queries, keys and
-values as one projection.
+that architecture; splits.py splits the forward loop among programs, and qkv.py takes queries, keys
+and values as one projection.
 """
 
 from labkit.kernels.flash_attention.choice import (

@@ -299,18 +299,17 @@ class FlashAttention(torch.autograd.Function):
     backward = EagerFlashAttention.backward
 
 
-def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor):
-    """Yields the slices of the queries and of the keys of each sequence of a packed batch."""
-    ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    for (begin_q, end_q), (begin_k, end_k) in zip(
-        itertools.pairwise(ends_q), itertools.pairwise(ends_k), strict=True
-    ):
-        yield slice(begin_q, end_q), slice(begin_k, end_k)
-
-
-def _rows(x: Tensor, rows: slice) -> Tensor:
-    """One sequence of a packed (total, H, D) as (1, H, S, D)."""
-    return x[rows].transpose(0, 1).unsqueeze(0)
+def _sequences(cu_seqlens_q, cu_seqlens_k, of_queries: tuple, of_keys: tuple, lse: Tensor):
+    """Yields views of these tensors, those of queries first and the log-sum-exp last, of each
+    sequence of a packed batch as (1, H, S, D), or as they are where none is packed.
+    """
+    if cu_seqlens_q is None:
+        yield *of_queries, *of_keys, lse
+        return
+    pairs_q, pairs_k = (itertools.pairwise(x.tolist()) for x in (cu_seqlens_q, cu_seqlens_k))
+    for (begin_q, end_q), (begin_k, end_k) in zip(pairs_q, pairs_k, strict=True):
+        rows = [x[begin_q:end_q] for x in of_queries] + [x[begin_k:end_k] for x in of_keys]
+        yield *(x.transpose(0, 1).unsqueeze(0) for x in rows), lse[:, begin_q:end_q].unsqueeze(0)
 
 
 def _forward(
@@ -331,22 +330,18 @@ def _forward(
     if cu_seqlens_q is not None:
         check_lengths(q, k, *cu_seqlens, max_seqlen_q, max_seqlen_k)
     if impl != "tiled":
-        return plan_of(q, k, v, *cu_seqlens, scale, left, right, precision, impl).forward(
-            q, k, v, *cu_seqlens
-        )
-    mask = {"scale": scale, "left": left, "right": right}
+        plan = plan_of(q, k, v, *cu_seqlens, scale, left, right, precision, impl)
+        return plan.forward(q, k, v, *cu_seqlens)
     out, lse = empty_outputs(q, cu_seqlens_q is not None)
-    if cu_seqlens_q is None:
-        tiled_out, tiled_lse = tiled_attention_forward(q, k, v, **mask)
-        return out.copy_(tiled_out), lse.copy_(tiled_lse)
+    # What no sequence covers.
     out.zero_()
     lse.fill_(-math.inf)
-    for rows_q, rows_k in _sequences(*cu_seqlens):
+    for q_s, out_s, k_s, v_s, lse_s in _sequences(*cu_seqlens, (q, out), (k, v), lse):
         tiled_out, tiled_lse = tiled_attention_forward(
-            _rows(q, rows_q), _rows(k, rows_k), _rows(v, rows_k), **mask
+            q_s, k_s, v_s, scale=scale, left=left, right=right
         )
-        out[rows_q] = tiled_out[0].transpose(0, 1)
-        lse[:, rows_q] = tiled_lse[0]
+        out_s.copy_(tiled_out)
+        lse_s.copy_(tiled_lse)
     return out, lse
 
 
@@ -377,20 +372,16 @@ def _gradients(
     if impl != "tiled":
         plan = plan_of(q, k, v, *cu_seqlens, scale, left, right, precision, impl)
         return plan.backward(grad_out, q, k, v, out, lse, *cu_seqlens)
-    mask = {"scale": scale, "left": left, "right": right}
-    grads = tuple(empty_like_layout(x).zero_() for x in (q, k, v))
-    if cu_seqlens_q is None:
-        tiled_grads = tiled_attention_backward(grad_out, q, k, v, out, lse, **mask)
-        return tuple(grad.copy_(tiled) for grad, tiled in zip(grads, tiled_grads, strict=True))
-    for rows_q, rows_k in _sequences(*cu_seqlens):
-        arguments = ((grad_out, rows_q), (q, rows_q), (k, rows_k), (v, rows_k), (out, rows_q))
-        statistics = lse[:, rows_q].unsqueeze(0)
-        tiled_grads = tiled_attention_backward(
-            *(_rows(x, rows) for x, rows in arguments), statistics, **mask
+    grad_q, grad_k, grad_v = grads = [empty_like_layout(x).zero_() for x in (q, k, v)]
+    of_queries, of_keys = (grad_out, q, out, grad_q), (k, v, grad_k, grad_v)
+    for sequence in _sequences(*cu_seqlens, of_queries, of_keys, lse):
+        grad_out_s, q_s, out_s, grad_q_s, k_s, v_s, grad_k_s, grad_v_s, lse_s = sequence
+        tiled = tiled_attention_backward(
+            grad_out_s, q_s, k_s, v_s, out_s, lse_s, scale=scale, left=left, right=right
         )
-        for grad, tiled, rows in zip(grads, tiled_grads, (rows_q, rows_k, rows_k), strict=True):
-            grad[rows] = tiled[0].transpose(0, 1)
-    return grads
+        for grad, tiled_grad in zip((grad_q_s, grad_k_s, grad_v_s), tiled, strict=True):
+            grad.copy_(tiled_grad)
+    return tuple(grads)
 
 
 _backward_op = torch.library.custom_op(
@@ -502,11 +493,9 @@ def flash_attention(
         precision: of products of fp32: "ieee" on the CUDA cores; "tf32x3", three products on the
             tensor cores for one, which hold 22 bits; "bf16x6", six of bf16 between three slices of
             each operand, which hold 24; "tf32", one of 11 bits, outside the error budget of fp32;
-            "bf16x3", three of bf16 between two slices, which hold 16; "auto", "bf16x6" on Hopper
-            where queries are many, else "tf32x3", and "tf32" is "bf16x3" there. Elsewhere those of
-            bf16 are "tf32x3" and "tf32". Past d 128 the last two are "tf32" and all others "ieee".
-            For slices q, k, v and the gradient of the output are copied, half as large again or as
-            large. "triton" only.
+            "auto", "bf16x6" on Hopper where queries are many, else "tf32x3". Elsewhere than on
+            Hopper "bf16x6" is "tf32x3". Past d 128 all but "tf32" are "ieee". For slices q, k, v
+            and the gradient of the output are copied, half as large again. "triton" only.
         impl: "gluon" (Hopper), "triton" (CUDA), "tiled" (plain PyTorch, any device) or "auto"; see
             `resolve_impl`.
 

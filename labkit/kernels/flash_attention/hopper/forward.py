@@ -52,8 +52,10 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     async_load,
     async_store,
     await_number,
+    barriers,
     decode_tile,
     hand_number,
+    product_layout,
     shared_by_warps,
     to_low,
     with_tails,
@@ -424,15 +426,9 @@ def _fwd_consumer(s, C: gl.constexpr):
     TAIL: gl.constexpr = s.TAIL
     STAGES: gl.constexpr = s.STAGES
     ROWS_Q: gl.constexpr = 64 * s.CONSUMERS
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, s.BLOCK_K, 16]
-    )
-    OUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
-    )
-    OUT_TAIL: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TAIL if TAIL else 16, 16]
-    )
+    SCORES: gl.constexpr = product_layout(s.BLOCK_K)
+    OUT: gl.constexpr = product_layout(D)
+    OUT_TAIL: gl.constexpr = product_layout(TAIL if TAIL else 16)
     MASKED: gl.constexpr = s.CAUSAL or not s.EVEN_K
     num_q_tiles = (s.num_queries + ROWS_Q - 1) // ROWS_Q
     p = gl.zeros([64, s.BLOCK_K], gl.float32, layout=SCORES)
@@ -623,12 +619,12 @@ def hopper_fwd_kernel(
         v_tail_s = gl.allocate_shared_memory(
             v_desc.dtype, [STAGES, 1, 1, BLOCK_K, TAIL], v_tail_desc.layout
         )
-    q_full = gl.allocate_shared_memory(gl.int64, [2 * CONSUMERS, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [2 * CONSUMERS, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_full = barriers(2 * CONSUMERS)
+    q_empty = barriers(2 * CONSUMERS)
+    k_full = barriers(STAGES)
+    k_empty = barriers(STAGES)
+    v_full = barriers(STAGES)
+    v_empty = barriers(STAGES)
     for place in gl.static_range(2 * CONSUMERS):
         mbarrier.init(q_full.index(place), count=1)
         mbarrier.init(q_empty.index(place), count=1)
@@ -653,8 +649,8 @@ def hopper_fwd_kernel(
         tile_s = gl.allocate_shared_memory(
             gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
         )
-        tile_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        tile_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        tile_full = barriers(2)
+        tile_empty = barriers(2)
         for slot in gl.static_range(2):
             mbarrier.init(tile_full.index(slot), count=1)
             mbarrier.init(tile_empty.index(slot), count=CONSUMERS)

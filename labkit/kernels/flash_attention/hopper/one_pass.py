@@ -74,10 +74,13 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     async_load,
     async_store,
     await_number,
+    barrier,
+    barriers,
     decode_tile,
     described_as,
     hand_number,
     handed_number,
+    product_layout,
     rows_of,
     shared_by_warps,
     tiles_of,
@@ -381,9 +384,7 @@ def _grad_q_product(s, zero, stage_before, C: gl.constexpr):
     right = reinterpret(s.k_s, DTYPE, [2 * TILES_D, 64, 64], LAYOUT)
     PART_Q: gl.constexpr = C if s.BLOCK_Q == 128 else 0
     PART_D: gl.constexpr = 0 if s.BLOCK_Q == 128 else C
-    GRAD_Q: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
-    )
+    GRAD_Q: gl.constexpr = product_layout(64)
     grad_q = gl.zeros([64, 64], gl.float32, layout=GRAD_Q)
     grad_q = warpgroup_mma(
         left.index(stage_before * 2 * TILES_Q + PART_Q).permute((1, 0)),
@@ -414,12 +415,8 @@ def _in_register_order(x):
 @gluon.jit
 def _consumer(s, C: gl.constexpr):
     DTYPE: gl.constexpr = s.grad_k_desc.dtype
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, s.BLOCK_Q, 16]
-    )
-    GRAD: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, s.D, 16]
-    )
+    SCORES: gl.constexpr = product_layout(s.BLOCK_Q)
+    GRAD: gl.constexpr = product_layout(s.D)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAD, k_width=2)
     NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     QUERIES: gl.constexpr = gl.SliceLayout(0, SCORES)
@@ -631,30 +628,26 @@ def hopper_bwd_single_kernel(
     NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     numbers_s = gl.allocate_shared_memory(gl.int32, [BLOCK_Q], NUMBERS)
     numbers_s.store(gl.arange(0, BLOCK_Q, layout=gl.BlockedLayout([1], [32], [4], [0])))
-    k_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    staged = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_full = barrier()
+    v_full = barrier()
+    k_empty = barrier()
+    v_empty = barrier()
+    staged = barrier()
     # Nobody arrives here: whoever waits for the phase before the first passes.
-    passed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    passed = barrier()
     # The work tile after this one, as the producer takes it.
     work_s = gl.allocate_shared_memory(
         gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     )
-    work_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    work_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    grad_scores_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    grad_out_full = gl.allocate_shared_memory(
-        gl.int64, [STAGES_GRAD_OUT, 1], mbarrier.MBarrierLayout()
-    )
-    grad_out_empty = gl.allocate_shared_memory(
-        gl.int64, [STAGES_GRAD_OUT, 1], mbarrier.MBarrierLayout()
-    )
-    grad_q_full = gl.allocate_shared_memory(gl.int64, [WRITERS, 1], mbarrier.MBarrierLayout())
-    grad_q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    work_full = barriers(2)
+    work_empty = barriers(2)
+    grad_scores_full = barrier()
+    q_full = barriers(STAGES)
+    q_empty = barriers(STAGES)
+    grad_out_full = barriers(STAGES_GRAD_OUT)
+    grad_out_empty = barriers(STAGES_GRAD_OUT)
+    grad_q_full = barriers(WRITERS)
+    grad_q_empty = barrier()
     mbarrier.init(k_full, count=1)
     mbarrier.init(v_full, count=1)
     mbarrier.init(k_empty, count=2)

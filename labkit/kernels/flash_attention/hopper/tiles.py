@@ -77,6 +77,26 @@ def launch_options(consumers: int) -> dict[str, int]:
     }
 
 
+@gluon.constexpr_function
+def product_layout(columns):
+    """The layout of a warpgroup's product of so many columns, 64 rows of it."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
+    )
+
+
+@gluon.jit
+def barrier():
+    """Room for a barrier, which has yet to be initialised."""
+    return gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+
+
+@gluon.jit
+def barriers(NUM: gl.constexpr):
+    """Room for so many barriers, which have yet to be initialised."""
+    return gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
+
+
 @gluon.jit
 def decode_tile(index, num_tiles, num_heads, section):
     """The head (of all batches) and the tile that a number stands for.

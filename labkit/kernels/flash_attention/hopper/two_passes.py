@@ -43,9 +43,13 @@ from labkit.kernels.flash_attention.hopper.tiles import (
     ROWS,
     TAILS,
     TileLaunch,
+    Value,
     async_load,
     async_store,
+    barriers,
+    product_layout,
     rows_of,
+    shared_by_warps,
     to_low,
     with_tails,
 )
@@ -83,6 +87,84 @@ DQ_SHORT = DQ | {96: {"BLOCK_K": 64, "STAGES": 3, "SETS": 2}}
 LENGTHS = ("num_tiles_total", "num_heads", "group", "num_queries", "num_keys", "padded_queries")
 
 
+@shared_by_warps
+class DkdvShared:
+    """Tiles and descriptors are tuples of their parts; barriers end in _full and _empty."""
+
+    grad_k_desc: Value
+    grad_v_desc: Value
+    q_s: Value
+    grad_out_s: Value
+    k_s: Value
+    v_s: Value
+    lse_s: Value
+    delta_s: Value
+    keys_s: Value
+    queries_s: Value
+    kv_full: Value
+    kv_empty: Value
+    q_full: Value
+    q_empty: Value
+    grad_out_full: Value
+    grad_out_empty: Value
+    num_tiles_total: Value
+    num_heads: Value
+    group: Value
+    num_queries: Value
+    num_keys: Value
+    scale_log2: Value
+    q_desc: Value
+    grad_out_desc: Value
+    k_desc: Value
+    v_desc: Value
+    lse_desc: Value
+    delta_desc: Value
+    padded_queries: Value
+    BLOCK_Q: Value
+    D: Value
+    TAIL: Value
+    STAGES: Value
+    SETS: Value
+    CAUSAL: Value
+    GROUPED: Value
+
+
+@shared_by_warps
+class DqShared:
+    """As `DkdvShared`, for dQ."""
+
+    grad_q_desc: Value
+    lse_ptr: Value
+    delta_ptr: Value
+    q_s: Value
+    grad_out_s: Value
+    k_s: Value
+    v_s: Value
+    q_full: Value
+    q_empty: Value
+    k_full: Value
+    k_empty: Value
+    v_full: Value
+    v_empty: Value
+    num_tiles_total: Value
+    num_heads: Value
+    num_queries: Value
+    num_keys: Value
+    padded_queries: Value
+    scale_log2: Value
+    q_desc: Value
+    grad_out_desc: Value
+    k_desc: Value
+    v_desc: Value
+    group: Value
+    BLOCK_K: Value
+    D: Value
+    TAIL: Value
+    STAGES: Value
+    SETS: Value
+    CAUSAL: Value
+
+
 @gluon.jit
 def _buffers(
     desc,
@@ -103,67 +185,63 @@ def _buffers(
 
 
 @gluon.jit
-def _load(desc, batch, head, row, full, tiles_s, place, D: gl.constexpr, TAIL: gl.constexpr):
+def _load(s, desc, batch, head, row, full, tiles_s, place):
     async_load(desc[0], [batch, head, row, 0], full, tiles_s[0].index(place))
-    if TAIL:
-        async_load(desc[1], [batch, head, row, D], full, tiles_s[1].index(place))
+    if s.TAIL:
+        async_load(desc[1], [batch, head, row, s.D], full, tiles_s[1].index(place))
 
 
 @gluon.jit
-def _store(desc, batch, head, row, tiles_s, place, D: gl.constexpr, TAIL: gl.constexpr):
+def _store(s, desc, batch, head, row, tiles_s, place):
     async_store(desc[0], [batch, head, row, 0], tiles_s[0].index(place))
-    if TAIL:
-        async_store(desc[1], [batch, head, row, D], tiles_s[1].index(place))
+    if s.TAIL:
+        async_store(desc[1], [batch, head, row, s.D], tiles_s[1].index(place))
 
 
 @gluon.jit
-def _tile(tiles_s, place, NUM_ROWS: gl.constexpr, D: gl.constexpr, TAIL: gl.constexpr):
+def _tile(s, tiles_s, place, NUM_ROWS: gl.constexpr):
     """One of the tiles."""
-    parts = (tiles_s[0].index(place).reshape([NUM_ROWS, D]),)
-    if TAIL:
-        parts = (parts[0], tiles_s[1].index(place).reshape([NUM_ROWS, TAIL]))
+    parts = (tiles_s[0].index(place).reshape([NUM_ROWS, s.D]),)
+    if s.TAIL:
+        parts = (parts[0], tiles_s[1].index(place).reshape([NUM_ROWS, s.TAIL]))
     return parts
 
 
 @gluon.jit
-def _zeros(D: gl.constexpr, TAIL: gl.constexpr):
+def _zeros(s):
     """Accumulators of 64 rows."""
-    MAIN: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
-    )
-    parts = (gl.zeros([64, D], gl.float32, layout=MAIN),)
-    if TAIL:
-        LAST: gl.constexpr = gl.NVMMADistributedLayout(
-            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, TAIL, 16]
-        )
-        parts = (parts[0], gl.zeros([64, TAIL], gl.float32, layout=LAST))
+    MAIN: gl.constexpr = product_layout(s.D)
+    parts = (gl.zeros([64, s.D], gl.float32, layout=MAIN),)
+    if s.TAIL:
+        LAST: gl.constexpr = product_layout(s.TAIL)
+        parts = (parts[0], gl.zeros([64, s.TAIL], gl.float32, layout=LAST))
     return parts
 
 
 @gluon.jit
-def _times_transposed(a, b, registers, TAIL: gl.constexpr):
+def _times_transposed(s, a, b, registers):
     """A Bᵀ, a sum over the columns of both, in flight in registers whose values are no longer of
     use.
     """
     product = warpgroup_mma(a[0], b[0].permute((1, 0)), registers, use_acc=False, is_async=True)
-    if TAIL:
+    if s.TAIL:
         product = warpgroup_mma(a[1], b[1].permute((1, 0)), product, is_async=True)
     return product
 
 
 @gluon.jit
-def _plus_product(a, b, acc, TAIL: gl.constexpr):
+def _plus_product(s, a, b, acc):
     """acc + A B, in flight, with the columns of B; A is no tuple."""
     parts = (warpgroup_mma(a, b[0], acc[0], is_async=True),)
-    if TAIL:
+    if s.TAIL:
         parts = (parts[0], warpgroup_mma(a, b[1], acc[1], is_async=True))
     return parts
 
 
 @gluon.jit
-def _wait(in_flight: gl.constexpr, acc, TAIL: gl.constexpr):
+def _wait(s, in_flight: gl.constexpr, acc):
     """Accumulators whose products are done, while so many later ones are in flight."""
-    if TAIL:
+    if s.TAIL:
         parts = warpgroup_mma_wait(2 * in_flight, deps=(acc[0], acc[1]))
     else:
         parts = (warpgroup_mma_wait(in_flight, deps=(acc[0],)),)
@@ -171,279 +249,178 @@ def _wait(in_flight: gl.constexpr, acc, TAIL: gl.constexpr):
 
 
 @gluon.jit
-def _put(acc, factor, tile, TAIL: gl.constexpr):
+def _put(s, acc, factor, tile):
     """Writes accumulators, times a factor, to a tile."""
     tile[0].store((acc[0] * factor).to(tile[0].dtype))
-    if TAIL:
+    if s.TAIL:
         tile[1].store((acc[1] * factor).to(tile[1].dtype))
 
 
 @gluon.jit
-def _dkdv_tiles(k0, num_queries, num_keys, BLOCK_Q: gl.constexpr, CAUSAL: gl.constexpr):
+def _dkdv_tiles(s, k0):
     """The first query of the loop, on a tile boundary, and the number of query tiles."""
     q0 = k0 * 0
-    if CAUSAL:
-        q0 = gl.maximum(k0 - (num_keys - num_queries), 0) // BLOCK_Q * BLOCK_Q
-    return q0, gl.maximum(num_queries - q0 + BLOCK_Q - 1, 0) // BLOCK_Q
+    if s.CAUSAL:
+        q0 = gl.maximum(k0 - (s.num_keys - s.num_queries), 0) // s.BLOCK_Q * s.BLOCK_Q
+    return q0, gl.maximum(s.num_queries - q0 + s.BLOCK_Q - 1, 0) // s.BLOCK_Q
 
 
 @gluon.jit
-def _tiles_of_program(
-    STEP: gl.constexpr,
-    C: gl.constexpr,
-    descs,
-    shared,
-    barriers,
-    numbers,
-    BLOCK: gl.constexpr,
-    D: gl.constexpr,
-    TAIL: gl.constexpr,
-    STAGES: gl.constexpr,
-    SETS: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    GROUPED: gl.constexpr,
-):
+def _tiles_of_program(s, STEP: gl.constexpr, C: gl.constexpr):
     """What a warp or warpgroup C does: STEP, which loads or computes, for each tile of the
     program's own rows.
 
-    `numbers` begin with the number of tiles of all programs. One set has a branch of its own here
-    and in `_decode_tile`: counts through a loop over tiles take registers that other head
-    dimensions have not left.
+    One set has a branch of its own here and in `_decode_tile`: counts through a loop over tiles
+    take registers that other head dimensions have not left.
     """
     # Read in each partition: what is handed over to one stays in its registers.
     t = gl.program_id(0)
     turn = t * 0
     j = t * 0
-    if SETS == 1:
-        STEP(
-            t,
-            turn,
-            j,
-            C,
-            descs,
-            shared,
-            barriers,
-            numbers,
-            BLOCK,
-            D,
-            TAIL,
-            STAGES,
-            SETS,
-            CAUSAL,
-            GROUPED,
-        )
+    if s.SETS == 1:
+        STEP(s, t, turn, j, C)
     else:
-        while t < numbers[0]:
-            j = STEP(
-                t,
-                turn,
-                j,
-                C,
-                descs,
-                shared,
-                barriers,
-                numbers,
-                BLOCK,
-                D,
-                TAIL,
-                STAGES,
-                SETS,
-                CAUSAL,
-                GROUPED,
-            )
+        while t < s.num_tiles_total:
+            j = STEP(s, t, turn, j, C)
             t += gl.num_programs(0)
             turn += 1
 
 
 @gluon.jit
-def _decode_tile(t, num_rows, num_heads, SETS: gl.constexpr):
+def _decode_tile(s, t, num_rows):
     """The tile of 128 rows, the head and the batch of the t-th tile of all; with one set, of the
     program's only one.
     """
     tile = gl.program_id(0)
     head = gl.program_id(1)
     batch = gl.program_id(2)
-    if SETS > 1:
+    if s.SETS > 1:
         tiles = (num_rows + 127) // 128
         tile = t % tiles
-        head = t // tiles % num_heads
-        batch = t // tiles // num_heads
+        head = t // tiles % s.num_heads
+        batch = t // tiles // s.num_heads
     return tile, head, batch
 
 
 @gluon.jit
-def _dkdv_load(
-    t,
-    turn,
-    j,
-    C: gl.constexpr,
-    descs,
-    shared,
-    barriers,
-    numbers,
-    BLOCK_Q: gl.constexpr,
-    D: gl.constexpr,
-    TAIL: gl.constexpr,
-    STAGES: gl.constexpr,
-    SETS: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    GROUPED: gl.constexpr,
-):
+def _dkdv_load(s, t, turn, j, C: gl.constexpr):
     """Loads what one tile of keys takes; `turn` such tiles and `j` tiles of queries have been
     loaded.
     """
-    q_desc, grad_out_desc, k_desc, v_desc, lse_desc, delta_desc = descs
-    q_s, grad_out_s, k_s, v_s, lse_s, delta_s = shared
-    kv_full, kv_empty, q_full, q_empty, grad_out_full, grad_out_empty = barriers
-    _, num_heads, group, num_queries, num_keys, padded_queries = numbers
-    tile, head, batch = _decode_tile(t, num_keys, num_heads, SETS)
+    tile, head, batch = _decode_tile(s, t, s.num_keys)
     k0 = tile * 128
-    q0, num_tiles = _dkdv_tiles(k0, num_queries, num_keys, BLOCK_Q, CAUSAL)
+    q0, num_tiles = _dkdv_tiles(s, k0)
     for c in gl.static_range(2):
-        place = (turn % SETS) * 2 + c
-        if SETS > 1:
-            mbarrier.wait(kv_empty.index(place), ((turn // SETS) & 1) ^ 1)
-        mbarrier.expect(kv_full.index(place), 2 * 64 * (D + TAIL) * 2)
-        _load(k_desc, batch, head, k0 + c * 64, kv_full.index(place), k_s, place, D, TAIL)
-        _load(v_desc, batch, head, k0 + c * 64, kv_full.index(place), v_s, place, D, TAIL)
-    for i in range(num_tiles * group):
-        stage = j % STAGES
-        free = ((j // STAGES) & 1) ^ 1
+        place = (turn % s.SETS) * 2 + c
+        if s.SETS > 1:
+            mbarrier.wait(s.kv_empty.index(place), ((turn // s.SETS) & 1) ^ 1)
+        mbarrier.expect(s.kv_full.index(place), 2 * 64 * (s.D + s.TAIL) * 2)
+        _load(s, s.k_desc, batch, head, k0 + c * 64, s.kv_full.index(place), s.k_s, place)
+        _load(s, s.v_desc, batch, head, k0 + c * 64, s.kv_full.index(place), s.v_s, place)
+    for i in range(num_tiles * s.group):
+        stage = j % s.STAGES
+        free = ((j // s.STAGES) & 1) ^ 1
         # One query head of the group after another.
-        query_head = head * group + i // num_tiles
-        start = q0 + i % num_tiles * BLOCK_Q
-        statistics = (batch * num_heads * group + query_head) * padded_queries
-        mbarrier.wait(q_empty.index(stage), free)
-        mbarrier.expect(q_full.index(stage), BLOCK_Q * (D + TAIL) * 2 + BLOCK_Q * 4)
-        _load(q_desc, batch, query_head, start, q_full.index(stage), q_s, stage, D, TAIL)
-        async_load(lse_desc, [statistics + start], q_full.index(stage), lse_s.index(stage))
-        mbarrier.wait(grad_out_empty.index(stage), free)
-        mbarrier.expect(grad_out_full.index(stage), BLOCK_Q * (D + TAIL) * 2 + BLOCK_Q * 4)
-        _load(
-            grad_out_desc,
-            batch,
-            query_head,
-            start,
-            grad_out_full.index(stage),
-            grad_out_s,
-            stage,
-            D,
-            TAIL,
+        query_head = head * s.group + i // num_tiles
+        start = q0 + i % num_tiles * s.BLOCK_Q
+        statistics = (batch * s.num_heads * s.group + query_head) * s.padded_queries
+        mbarrier.wait(s.q_empty.index(stage), free)
+        mbarrier.expect(s.q_full.index(stage), s.BLOCK_Q * (s.D + s.TAIL) * 2 + s.BLOCK_Q * 4)
+        _load(s, s.q_desc, batch, query_head, start, s.q_full.index(stage), s.q_s, stage)
+        async_load(s.lse_desc, [statistics + start], s.q_full.index(stage), s.lse_s.index(stage))
+        mbarrier.wait(s.grad_out_empty.index(stage), free)
+        mbarrier.expect(
+            s.grad_out_full.index(stage), s.BLOCK_Q * (s.D + s.TAIL) * 2 + s.BLOCK_Q * 4
         )
+        full = s.grad_out_full.index(stage)
+        _load(s, s.grad_out_desc, batch, query_head, start, full, s.grad_out_s, stage)
         async_load(
-            delta_desc, [statistics + start], grad_out_full.index(stage), delta_s.index(stage)
+            s.delta_desc, [statistics + start], s.grad_out_full.index(stage), s.delta_s.index(stage)
         )
         j += 1
     return j
 
 
 @gluon.jit
-def _dkdv_compute(
-    t,
-    turn,
-    j,
-    C: gl.constexpr,
-    descs,
-    shared,
-    barriers,
-    numbers,
-    BLOCK_Q: gl.constexpr,
-    D: gl.constexpr,
-    TAIL: gl.constexpr,
-    STAGES: gl.constexpr,
-    SETS: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    GROUPED: gl.constexpr,
-):
+def _dkdv_compute(s, t, turn, j, C: gl.constexpr):
     """dK and dV of 64 keys; `turn` tiles of keys and `j` of queries are done. Returns j as it is
     then.
     """
-    grad_k_desc, grad_v_desc = descs
-    q_s, grad_out_s, k_s, v_s, lse_s, delta_s, keys_s, queries_s = shared
-    kv_full, kv_empty, q_full, q_empty, grad_out_full, grad_out_empty = barriers
-    _, num_heads, group, num_queries, num_keys, scale_log2 = numbers
-    DTYPE: gl.constexpr = grad_k_desc[0].dtype
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_Q, 16]
-    )
-    GRAD: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
-    )
+    DTYPE: gl.constexpr = s.grad_k_desc[0].dtype
+    SCORES: gl.constexpr = product_layout(s.BLOCK_Q)
+    GRAD: gl.constexpr = product_layout(s.D)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAD, k_width=2)
-    PARTS: gl.constexpr = 2 if TAIL else 1
+    PARTS: gl.constexpr = 2 if s.TAIL else 1
     COLS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    tile, head, batch = _decode_tile(t, num_keys, num_heads, SETS)
+    tile, head, batch = _decode_tile(s, t, s.num_keys)
     k0 = tile * 128
-    q0, num_tiles = _dkdv_tiles(k0, num_queries, num_keys, BLOCK_Q, CAUSAL)
+    q0, num_tiles = _dkdv_tiles(s, k0)
     k1 = k0 + C * 64
     # A key is seen by the queries from its own place on, counted here from the first query of the
     # loop.
-    diagonal = k1 - (num_keys - num_queries) - q0
-    grad_k = _zeros(D, TAIL)
-    grad_v = _zeros(D, TAIL)
-    grad_scores_low = gl.zeros([64, BLOCK_Q], DTYPE, layout=OPERAND)
-    place = (turn % SETS) * 2 + C
-    k = _tile(k_s, place, 64, D, TAIL)
-    v = _tile(v_s, place, 64, D, TAIL)
-    mbarrier.wait(kv_full.index(place), (turn // SETS) & 1)
+    diagonal = k1 - (s.num_keys - s.num_queries) - q0
+    grad_k = _zeros(s)
+    grad_v = _zeros(s)
+    grad_scores_low = gl.zeros([64, s.BLOCK_Q], DTYPE, layout=OPERAND)
+    place = (turn % s.SETS) * 2 + C
+    k = _tile(s, s.k_s, place, 64)
+    v = _tile(s, s.v_s, place, 64)
+    mbarrier.wait(s.kv_full.index(place), (turn // s.SETS) & 1)
     # The product into dK is issued one tile later, ahead of the next scores: a product in flight
     # over the loop's back edge makes ptxas serialise all of them (C7512). The first one is of
     # zeros.
-    for i in range(num_tiles * group):
-        stage = j % STAGES
-        full = (j // STAGES) & 1
-        before = (j - (i > 0).to(gl.int32)) % STAGES
-        q = _tile(q_s, stage, BLOCK_Q, D, TAIL)
-        grad_out = _tile(grad_out_s, stage, BLOCK_Q, D, TAIL)
-        mbarrier.wait(q_full.index(stage), full)
-        grad_k_mma = _plus_product(
-            grad_scores_low, _tile(q_s, before, BLOCK_Q, D, TAIL), grad_k, TAIL
-        )
-        scores_mma = _times_transposed(
-            k, q, gl.zeros([64, BLOCK_Q], gl.float32, layout=SCORES), TAIL
-        )
-        grad_k = _wait(1, grad_k_mma, TAIL)
-        mbarrier.arrive(q_empty.index(before), count=1, pred=i > 0)
-        mbarrier.wait(grad_out_full.index(stage), full)
-        grad_p_mma = _times_transposed(
-            v, grad_out, gl.zeros([64, BLOCK_Q], gl.float32, layout=SCORES), TAIL
-        )
+    for i in range(num_tiles * s.group):
+        stage = j % s.STAGES
+        full = (j // s.STAGES) & 1
+        before = (j - (i > 0).to(gl.int32)) % s.STAGES
+        q = _tile(s, s.q_s, stage, s.BLOCK_Q)
+        grad_out = _tile(s, s.grad_out_s, stage, s.BLOCK_Q)
+        mbarrier.wait(s.q_full.index(stage), full)
+        q_before = _tile(s, s.q_s, before, s.BLOCK_Q)
+        grad_k_mma = _plus_product(s, grad_scores_low, q_before, grad_k)
+        zeros = gl.zeros([64, s.BLOCK_Q], gl.float32, layout=SCORES)
+        scores_mma = _times_transposed(s, k, q, zeros)
+        grad_k = _wait(s, 1, grad_k_mma)
+        mbarrier.arrive(s.q_empty.index(before), count=1, pred=i > 0)
+        mbarrier.wait(s.grad_out_full.index(stage), full)
+        zeros = gl.zeros([64, s.BLOCK_Q], gl.float32, layout=SCORES)
+        grad_p_mma = _times_transposed(s, v, grad_out, zeros)
         scores = warpgroup_mma_wait(PARTS, deps=(scores_mma,))
-        if CAUSAL:
-            below = diagonal - (i % num_tiles if GROUPED else i) * BLOCK_Q
+        if s.CAUSAL:
+            below = diagonal - (i % num_tiles if s.GROUPED else i) * s.BLOCK_Q
             if below > -63:
                 # From shared memory: as constants the numbers of rows and columns stay in
                 # registers.
-                keys = keys_s.load(gl.SliceLayout(1, SCORES)) + below
+                keys = s.keys_s.load(gl.SliceLayout(1, SCORES)) + below
                 scores = gl.where(
-                    keys[:, None] <= queries_s.load(COLS)[None, :], scores, float("-inf")
+                    keys[:, None] <= s.queries_s.load(COLS)[None, :], scores, float("-inf")
                 )
-        lse = lse_s.index(stage).load(COLS)
-        p = gl.exp2(scores * scale_log2 - lse[None, :])
+        lse = s.lse_s.index(stage).load(COLS)
+        p = gl.exp2(scores * s.scale_log2 - lse[None, :])
         p_low = gl.convert_layout(to_low(p, DTYPE), OPERAND)
-        grad_v_mma = _plus_product(p_low, grad_out, grad_v, TAIL)
+        grad_v_mma = _plus_product(s, p_low, grad_out, grad_v)
         grad_p = warpgroup_mma_wait(PARTS, deps=(grad_p_mma,))
-        delta = delta_s.index(stage).load(COLS)
+        delta = s.delta_s.index(stage).load(COLS)
         grad_scores_low = gl.convert_layout(to_low(p * (grad_p - delta[None, :]), DTYPE), OPERAND)
-        grad_v = _wait(0, grad_v_mma, TAIL)
-        mbarrier.arrive(grad_out_empty.index(stage), count=1)
+        grad_v = _wait(s, 0, grad_v_mma)
+        mbarrier.arrive(s.grad_out_empty.index(stage), count=1)
         j += 1
     if num_tiles > 0:
-        last = (j + STAGES - 1) % STAGES
-        q = _tile(q_s, last, BLOCK_Q, D, TAIL)
-        grad_k = _wait(0, _plus_product(grad_scores_low, q, grad_k, TAIL), TAIL)
-        if SETS > 1:
-            mbarrier.arrive(q_empty.index(last), count=1)
+        last = (j + s.STAGES - 1) % s.STAGES
+        q = _tile(s, s.q_s, last, s.BLOCK_Q)
+        grad_k = _wait(s, 0, _plus_product(s, grad_scores_low, q, grad_k))
+        if s.SETS > 1:
+            mbarrier.arrive(s.q_empty.index(last), count=1)
     # Only this warpgroup reads its halves of K and V: they carry the results out, and TMA clips
     # rows past the end.
-    _put(grad_v, 1.0, v, TAIL)
-    _put(grad_k, scale_log2 * LN_2, k, TAIL)
+    _put(s, grad_v, 1.0, v)
+    _put(s, grad_k, s.scale_log2 * LN_2, k)
     fence_async_shared()
-    _store(grad_v_desc, batch, head, k1, v_s, place, D, TAIL)
-    _store(grad_k_desc, batch, head, k1, k_s, place, D, TAIL)
+    _store(s, s.grad_v_desc, batch, head, k1, s.v_s, place)
+    _store(s, s.grad_k_desc, batch, head, k1, s.k_s, place)
     tma.store_wait(0)
-    if SETS > 1:
-        mbarrier.arrive(kv_empty.index(place), count=1)
+    if s.SETS > 1:
+        mbarrier.arrive(s.kv_empty.index(place), count=1)
     return j
 
 
@@ -495,12 +472,12 @@ def hopper_bwd_dkdv_kernel(
     if CAUSAL:
         keys_s.store(gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0])))
         queries_s.store(gl.arange(0, BLOCK_Q, layout=gl.BlockedLayout([1], [32], [4], [0])))
-    kv_full = gl.allocate_shared_memory(gl.int64, [2 * SETS, 1], mbarrier.MBarrierLayout())
-    kv_empty = gl.allocate_shared_memory(gl.int64, [2 * SETS, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    grad_out_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    grad_out_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    kv_full = barriers(2 * SETS)
+    kv_empty = barriers(2 * SETS)
+    q_full = barriers(STAGES)
+    q_empty = barriers(STAGES)
+    grad_out_full = barriers(STAGES)
+    grad_out_empty = barriers(STAGES)
     for place in gl.static_range(2 * SETS):
         mbarrier.init(kv_full.index(place), count=1)
         mbarrier.init(kv_empty.index(place), count=1)
@@ -510,70 +487,49 @@ def hopper_bwd_dkdv_kernel(
         mbarrier.init(q_empty.index(stage), count=2)
         mbarrier.init(grad_out_empty.index(stage), count=2)
     fence_async_shared()
-    # Written out: a tuple that is first given a name loses its compile-time constants.
+    shared = DkdvShared(
+        (grad_k_desc, grad_k_tail_desc),
+        (grad_v_desc, grad_v_tail_desc),
+        q_s,
+        grad_out_s,
+        k_s,
+        v_s,
+        lse_s,
+        delta_s,
+        keys_s,
+        queries_s,
+        kv_full,
+        kv_empty,
+        q_full,
+        q_empty,
+        grad_out_full,
+        grad_out_empty,
+        num_tiles_total,
+        num_heads,
+        group,
+        num_queries,
+        num_keys,
+        scale_log2,
+        (q_desc, q_tail_desc),
+        (grad_out_desc, grad_out_tail_desc),
+        (k_desc, k_tail_desc),
+        (v_desc, v_tail_desc),
+        lse_desc,
+        delta_desc,
+        padded_queries,
+        BLOCK_Q,
+        D,
+        TAIL,
+        STAGES,
+        SETS,
+        CAUSAL,
+        GROUPED,
+    )
     gl.warp_specialize(
         [
-            (
-                _tiles_of_program,
-                (
-                    gl.constexpr(_dkdv_compute),
-                    0,
-                    ((grad_k_desc, grad_k_tail_desc), (grad_v_desc, grad_v_tail_desc)),
-                    (q_s, grad_out_s, k_s, v_s, lse_s, delta_s, keys_s, queries_s),
-                    (kv_full, kv_empty, q_full, q_empty, grad_out_full, grad_out_empty),
-                    (num_tiles_total, num_heads, group, num_queries, num_keys, scale_log2),
-                    BLOCK_Q,
-                    D,
-                    TAIL,
-                    STAGES,
-                    SETS,
-                    CAUSAL,
-                    GROUPED,
-                ),
-            ),
-            (
-                _tiles_of_program,
-                (
-                    gl.constexpr(_dkdv_compute),
-                    1,
-                    ((grad_k_desc, grad_k_tail_desc), (grad_v_desc, grad_v_tail_desc)),
-                    (q_s, grad_out_s, k_s, v_s, lse_s, delta_s, keys_s, queries_s),
-                    (kv_full, kv_empty, q_full, q_empty, grad_out_full, grad_out_empty),
-                    (num_tiles_total, num_heads, group, num_queries, num_keys, scale_log2),
-                    BLOCK_Q,
-                    D,
-                    TAIL,
-                    STAGES,
-                    SETS,
-                    CAUSAL,
-                    GROUPED,
-                ),
-            ),
-            (
-                _tiles_of_program,
-                (
-                    gl.constexpr(_dkdv_load),
-                    0,
-                    (
-                        (q_desc, q_tail_desc),
-                        (grad_out_desc, grad_out_tail_desc),
-                        (k_desc, k_tail_desc),
-                        (v_desc, v_tail_desc),
-                        lse_desc,
-                        delta_desc,
-                    ),
-                    (q_s, grad_out_s, k_s, v_s, lse_s, delta_s),
-                    (kv_full, kv_empty, q_full, q_empty, grad_out_full, grad_out_empty),
-                    (num_tiles_total, num_heads, group, num_queries, num_keys, padded_queries),
-                    BLOCK_Q,
-                    D,
-                    TAIL,
-                    STAGES,
-                    SETS,
-                    CAUSAL,
-                    GROUPED,
-                ),
-            ),
+            (_tiles_of_program, (shared, gl.constexpr(_dkdv_compute), 0)),
+            (_tiles_of_program, (shared, gl.constexpr(_dkdv_compute), 1)),
+            (_tiles_of_program, (shared, gl.constexpr(_dkdv_load), 0)),
         ],
         [4, 1],
         [REGISTERS, PRODUCER_REGISTERS],
@@ -581,163 +537,122 @@ def hopper_bwd_dkdv_kernel(
 
 
 @gluon.jit
-def _decode_dq_tile(t, num_queries, num_heads, SETS: gl.constexpr, CAUSAL: gl.constexpr):
+def _decode_dq_tile(s, t):
     """The first query, the head and the batch of the t-th tile of all."""
-    tile, head, batch = _decode_tile(t, num_queries, num_heads, SETS)
-    if CAUSAL:
+    tile, head, batch = _decode_tile(s, t, s.num_queries)
+    if s.CAUSAL:
         # The last queries see the most keys: the longest programs of a head start first.
-        tile = (num_queries + 127) // 128 - 1 - tile
+        tile = (s.num_queries + 127) // 128 - 1 - tile
     return tile * 128, head, batch
 
 
 @gluon.jit
-def _dq_tiles(q0, num_queries, num_keys, BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr):
+def _dq_tiles(s, q0):
     """The number of key tiles that 128 queries see."""
-    end = num_keys
-    if CAUSAL:
-        end = gl.maximum(gl.minimum(end, q0 + 128 + (num_keys - num_queries)), 0)
-    return (end + BLOCK_K - 1) // BLOCK_K
+    end = s.num_keys
+    if s.CAUSAL:
+        end = gl.maximum(gl.minimum(end, q0 + 128 + (s.num_keys - s.num_queries)), 0)
+    return (end + s.BLOCK_K - 1) // s.BLOCK_K
 
 
 @gluon.jit
-def _dq_load(
-    t,
-    turn,
-    j,
-    C: gl.constexpr,
-    descs,
-    shared,
-    barriers,
-    numbers,
-    BLOCK_K: gl.constexpr,
-    D: gl.constexpr,
-    TAIL: gl.constexpr,
-    STAGES: gl.constexpr,
-    SETS: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    GROUPED: gl.constexpr,
-):
+def _dq_load(s, t, turn, j, C: gl.constexpr):
     """Loads what one tile of queries takes, as `_dkdv_load`."""
-    q_desc, grad_out_desc, k_desc, v_desc = descs
-    q_s, grad_out_s, k_s, v_s = shared
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    _, num_heads, group, num_queries, num_keys = numbers
-    q0, head, batch = _decode_dq_tile(t, num_queries, num_heads, SETS, CAUSAL)
-    num_tiles = _dq_tiles(q0, num_queries, num_keys, BLOCK_K, CAUSAL)
+    q0, head, batch = _decode_dq_tile(s, t)
+    num_tiles = _dq_tiles(s, q0)
     for c in gl.static_range(2):
-        place = (turn % SETS) * 2 + c
-        if SETS > 1:
-            mbarrier.wait(q_empty.index(place), ((turn // SETS) & 1) ^ 1)
-        mbarrier.expect(q_full.index(place), 2 * 64 * (D + TAIL) * 2)
-        _load(q_desc, batch, head, q0 + c * 64, q_full.index(place), q_s, place, D, TAIL)
+        place = (turn % s.SETS) * 2 + c
+        if s.SETS > 1:
+            mbarrier.wait(s.q_empty.index(place), ((turn // s.SETS) & 1) ^ 1)
+        mbarrier.expect(s.q_full.index(place), 2 * 64 * (s.D + s.TAIL) * 2)
+        _load(s, s.q_desc, batch, head, q0 + c * 64, s.q_full.index(place), s.q_s, place)
         _load(
-            grad_out_desc, batch, head, q0 + c * 64, q_full.index(place), grad_out_s, place, D, TAIL
+            s, s.grad_out_desc, batch, head, q0 + c * 64, s.q_full.index(place), s.grad_out_s, place
         )
     for i in range(num_tiles):
-        stage = j % STAGES
-        free = ((j // STAGES) & 1) ^ 1
-        mbarrier.wait(k_empty.index(stage), free)
-        mbarrier.expect(k_full.index(stage), BLOCK_K * (D + TAIL) * 2)
-        _load(k_desc, batch, head // group, i * BLOCK_K, k_full.index(stage), k_s, stage, D, TAIL)
-        mbarrier.wait(v_empty.index(stage), free)
-        mbarrier.expect(v_full.index(stage), BLOCK_K * (D + TAIL) * 2)
-        _load(v_desc, batch, head // group, i * BLOCK_K, v_full.index(stage), v_s, stage, D, TAIL)
+        stage = j % s.STAGES
+        free = ((j // s.STAGES) & 1) ^ 1
+        mbarrier.wait(s.k_empty.index(stage), free)
+        mbarrier.expect(s.k_full.index(stage), s.BLOCK_K * (s.D + s.TAIL) * 2)
+        _load(
+            s, s.k_desc, batch, head // s.group, i * s.BLOCK_K, s.k_full.index(stage), s.k_s, stage
+        )
+        mbarrier.wait(s.v_empty.index(stage), free)
+        mbarrier.expect(s.v_full.index(stage), s.BLOCK_K * (s.D + s.TAIL) * 2)
+        _load(
+            s, s.v_desc, batch, head // s.group, i * s.BLOCK_K, s.v_full.index(stage), s.v_s, stage
+        )
         j += 1
     return j
 
 
 @gluon.jit
-def _dq_compute(
-    t,
-    turn,
-    j,
-    C: gl.constexpr,
-    descs,
-    shared,
-    barriers,
-    numbers,
-    BLOCK_K: gl.constexpr,
-    D: gl.constexpr,
-    TAIL: gl.constexpr,
-    STAGES: gl.constexpr,
-    SETS: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    GROUPED: gl.constexpr,
-):
+def _dq_compute(s, t, turn, j, C: gl.constexpr):
     """dQ of 64 queries, as `_dkdv_compute`."""
-    grad_q_desc, lse_ptr, delta_ptr = descs
-    q_s, grad_out_s, k_s, v_s = shared
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    _, num_heads, num_queries, num_keys, padded_queries, scale_log2 = numbers
-    DTYPE: gl.constexpr = grad_q_desc[0].dtype
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_K, 16]
-    )
-    GRAD: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
-    )
+    DTYPE: gl.constexpr = s.grad_q_desc[0].dtype
+    SCORES: gl.constexpr = product_layout(s.BLOCK_K)
+    GRAD: gl.constexpr = product_layout(s.D)
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=GRAD, k_width=2)
-    PARTS: gl.constexpr = 2 if TAIL else 1
+    PARTS: gl.constexpr = 2 if s.TAIL else 1
     rows = gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-    cols = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, SCORES))
-    p = gl.zeros([64, BLOCK_K], gl.float32, layout=SCORES)
-    grad_scores = gl.zeros([64, BLOCK_K], gl.float32, layout=SCORES)
-    q0, head, batch = _decode_dq_tile(t, num_queries, num_heads, SETS, CAUSAL)
-    num_tiles = _dq_tiles(q0, num_queries, num_keys, BLOCK_K, CAUSAL)
+    cols = gl.arange(0, s.BLOCK_K, layout=gl.SliceLayout(0, SCORES))
+    p = gl.zeros([64, s.BLOCK_K], gl.float32, layout=SCORES)
+    grad_scores = gl.zeros([64, s.BLOCK_K], gl.float32, layout=SCORES)
+    q0, head, batch = _decode_dq_tile(s, t)
+    num_tiles = _dq_tiles(s, q0)
     q1 = q0 + C * 64
     # The first key that a query does not see.
-    ends = rows * 0 + num_keys
-    if CAUSAL:
-        ends = gl.minimum(ends, q1 + rows + (num_keys - num_queries) + 1)
-    full_end = num_keys
-    if CAUSAL:
-        full_end = gl.minimum(full_end, q1 + (num_keys - num_queries) + 1)
-    statistics = (batch * num_heads + head).to(gl.int64) * padded_queries + q1
-    lse = gl.load(lse_ptr + statistics + rows)[:, None]
-    delta = gl.load(delta_ptr + statistics + rows)[:, None]
-    grad_q = _zeros(D, TAIL)
-    grad_scores_low = gl.zeros([64, BLOCK_K], DTYPE, layout=OPERAND)
-    place = (turn % SETS) * 2 + C
-    q = _tile(q_s, place, 64, D, TAIL)
-    grad_out = _tile(grad_out_s, place, 64, D, TAIL)
-    mbarrier.wait(q_full.index(place), (turn // SETS) & 1)
+    ends = rows * 0 + s.num_keys
+    if s.CAUSAL:
+        ends = gl.minimum(ends, q1 + rows + (s.num_keys - s.num_queries) + 1)
+    full_end = s.num_keys
+    if s.CAUSAL:
+        full_end = gl.minimum(full_end, q1 + (s.num_keys - s.num_queries) + 1)
+    statistics = (batch * s.num_heads + head).to(gl.int64) * s.padded_queries + q1
+    lse = gl.load(s.lse_ptr + statistics + rows)[:, None]
+    delta = gl.load(s.delta_ptr + statistics + rows)[:, None]
+    grad_q = _zeros(s)
+    grad_scores_low = gl.zeros([64, s.BLOCK_K], DTYPE, layout=OPERAND)
+    place = (turn % s.SETS) * 2 + C
+    q = _tile(s, s.q_s, place, 64)
+    grad_out = _tile(s, s.grad_out_s, place, 64)
+    mbarrier.wait(s.q_full.index(place), (turn // s.SETS) & 1)
     # As in dK/dV: the product into dQ is issued one tile later, and the first one is of zeros.
     for i in range(num_tiles):
-        stage = j % STAGES
-        full = (j // STAGES) & 1
-        before = (j - (i > 0).to(gl.int32)) % STAGES
-        k = _tile(k_s, stage, BLOCK_K, D, TAIL)
-        v = _tile(v_s, stage, BLOCK_K, D, TAIL)
-        mbarrier.wait(k_full.index(stage), full)
-        grad_q_mma = _plus_product(
-            grad_scores_low, _tile(k_s, before, BLOCK_K, D, TAIL), grad_q, TAIL
-        )
-        scores_mma = _times_transposed(q, k, p, TAIL)
-        grad_q = _wait(1, grad_q_mma, TAIL)
-        mbarrier.arrive(k_empty.index(before), count=1, pred=i > 0)
-        mbarrier.wait(v_full.index(stage), full)
-        grad_p_mma = _times_transposed(grad_out, v, grad_scores, TAIL)
+        stage = j % s.STAGES
+        full = (j // s.STAGES) & 1
+        before = (j - (i > 0).to(gl.int32)) % s.STAGES
+        k = _tile(s, s.k_s, stage, s.BLOCK_K)
+        v = _tile(s, s.v_s, stage, s.BLOCK_K)
+        mbarrier.wait(s.k_full.index(stage), full)
+        k_before = _tile(s, s.k_s, before, s.BLOCK_K)
+        grad_q_mma = _plus_product(s, grad_scores_low, k_before, grad_q)
+        scores_mma = _times_transposed(s, q, k, p)
+        grad_q = _wait(s, 1, grad_q_mma)
+        mbarrier.arrive(s.k_empty.index(before), count=1, pred=i > 0)
+        mbarrier.wait(s.v_full.index(stage), full)
+        grad_p_mma = _times_transposed(s, grad_out, v, grad_scores)
         scores = warpgroup_mma_wait(PARTS, deps=(scores_mma,))
-        p = gl.exp2(scores * scale_log2 - lse)
-        if i * BLOCK_K + BLOCK_K > full_end:
-            p = gl.where(cols[None, :] < (ends - i * BLOCK_K)[:, None], p, 0.0)
+        p = gl.exp2(scores * s.scale_log2 - lse)
+        if i * s.BLOCK_K + s.BLOCK_K > full_end:
+            p = gl.where(cols[None, :] < (ends - i * s.BLOCK_K)[:, None], p, 0.0)
         grad_p = warpgroup_mma_wait(0, deps=(grad_p_mma,))
-        mbarrier.arrive(v_empty.index(stage), count=1)
+        mbarrier.arrive(s.v_empty.index(stage), count=1)
         grad_scores = p * (grad_p - delta)
         grad_scores_low = gl.convert_layout(to_low(grad_scores, DTYPE), OPERAND)
         j += 1
     if num_tiles > 0:
-        last = (j + STAGES - 1) % STAGES
-        k = _tile(k_s, last, BLOCK_K, D, TAIL)
-        grad_q = _wait(0, _plus_product(grad_scores_low, k, grad_q, TAIL), TAIL)
-        if SETS > 1:
-            mbarrier.arrive(k_empty.index(last), count=1)
-    _put(grad_q, scale_log2 * LN_2, q, TAIL)
+        last = (j + s.STAGES - 1) % s.STAGES
+        k = _tile(s, s.k_s, last, s.BLOCK_K)
+        grad_q = _wait(s, 0, _plus_product(s, grad_scores_low, k, grad_q))
+        if s.SETS > 1:
+            mbarrier.arrive(s.k_empty.index(last), count=1)
+    _put(s, grad_q, s.scale_log2 * LN_2, q)
     fence_async_shared()
-    _store(grad_q_desc, batch, head, q1, q_s, place, D, TAIL)
+    _store(s, s.grad_q_desc, batch, head, q1, s.q_s, place)
     tma.store_wait(0)
-    if SETS > 1:
-        mbarrier.arrive(q_empty.index(place), count=1)
+    if s.SETS > 1:
+        mbarrier.arrive(s.q_empty.index(place), count=1)
     return j
 
 
@@ -775,12 +690,12 @@ def hopper_bwd_dq_kernel(
     grad_out_s = _buffers(grad_out_desc, grad_out_tail_desc, 2 * SETS, 64, D, TAIL)
     k_s = _buffers(k_desc, k_tail_desc, STAGES, BLOCK_K, D, TAIL)
     v_s = _buffers(v_desc, v_tail_desc, STAGES, BLOCK_K, D, TAIL)
-    q_full = gl.allocate_shared_memory(gl.int64, [2 * SETS, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [2 * SETS, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_full = barriers(2 * SETS)
+    q_empty = barriers(2 * SETS)
+    k_full = barriers(STAGES)
+    k_empty = barriers(STAGES)
+    v_full = barriers(STAGES)
+    v_empty = barriers(STAGES)
     for place in gl.static_range(2 * SETS):
         mbarrier.init(q_full.index(place), count=1)
         mbarrier.init(q_empty.index(place), count=1)
@@ -790,68 +705,43 @@ def hopper_bwd_dq_kernel(
         mbarrier.init(k_empty.index(stage), count=2)
         mbarrier.init(v_empty.index(stage), count=2)
     fence_async_shared()
-    # Written out: a tuple that is first given a name loses its compile-time constants.
+    shared = DqShared(
+        (grad_q_desc, grad_q_tail_desc),
+        lse_ptr,
+        delta_ptr,
+        q_s,
+        grad_out_s,
+        k_s,
+        v_s,
+        q_full,
+        q_empty,
+        k_full,
+        k_empty,
+        v_full,
+        v_empty,
+        num_tiles_total,
+        num_heads,
+        num_queries,
+        num_keys,
+        padded_queries,
+        scale_log2,
+        (q_desc, q_tail_desc),
+        (grad_out_desc, grad_out_tail_desc),
+        (k_desc, k_tail_desc),
+        (v_desc, v_tail_desc),
+        group,
+        BLOCK_K,
+        D,
+        TAIL,
+        STAGES,
+        SETS,
+        CAUSAL,
+    )
     gl.warp_specialize(
         [
-            (
-                _tiles_of_program,
-                (
-                    gl.constexpr(_dq_compute),
-                    0,
-                    ((grad_q_desc, grad_q_tail_desc), lse_ptr, delta_ptr),
-                    (q_s, grad_out_s, k_s, v_s),
-                    (q_full, q_empty, k_full, k_empty, v_full, v_empty),
-                    (num_tiles_total, num_heads, num_queries, num_keys, padded_queries, scale_log2),
-                    BLOCK_K,
-                    D,
-                    TAIL,
-                    STAGES,
-                    SETS,
-                    CAUSAL,
-                    False,
-                ),
-            ),
-            (
-                _tiles_of_program,
-                (
-                    gl.constexpr(_dq_compute),
-                    1,
-                    ((grad_q_desc, grad_q_tail_desc), lse_ptr, delta_ptr),
-                    (q_s, grad_out_s, k_s, v_s),
-                    (q_full, q_empty, k_full, k_empty, v_full, v_empty),
-                    (num_tiles_total, num_heads, num_queries, num_keys, padded_queries, scale_log2),
-                    BLOCK_K,
-                    D,
-                    TAIL,
-                    STAGES,
-                    SETS,
-                    CAUSAL,
-                    False,
-                ),
-            ),
-            (
-                _tiles_of_program,
-                (
-                    gl.constexpr(_dq_load),
-                    0,
-                    (
-                        (q_desc, q_tail_desc),
-                        (grad_out_desc, grad_out_tail_desc),
-                        (k_desc, k_tail_desc),
-                        (v_desc, v_tail_desc),
-                    ),
-                    (q_s, grad_out_s, k_s, v_s),
-                    (q_full, q_empty, k_full, k_empty, v_full, v_empty),
-                    (num_tiles_total, num_heads, group, num_queries, num_keys),
-                    BLOCK_K,
-                    D,
-                    TAIL,
-                    STAGES,
-                    SETS,
-                    CAUSAL,
-                    False,
-                ),
-            ),
+            (_tiles_of_program, (shared, gl.constexpr(_dq_compute), 0)),
+            (_tiles_of_program, (shared, gl.constexpr(_dq_compute), 1)),
+            (_tiles_of_program, (shared, gl.constexpr(_dq_load), 0)),
         ],
         [4, 1],
         [REGISTERS, PRODUCER_REGISTERS],
