@@ -127,7 +127,7 @@ def test_damaged_captures(tmp_path):
             )
         damaging.close()
 
-    check_damaged(path, ProfileError, 150, write, lambda: use_trace(read_nsys(path)))
+    check_damaged(path, ProfileError, 80, write, lambda: use_trace(read_nsys(path)))
 
 
 def test_damaged_traces_of_torch_profiler(tmp_path):
