@@ -31,7 +31,7 @@ ALL_TESTS = False
 def pytest_configure(config):
     global ALL_TESTS
     ALL_TESTS = config.option.markexpr == "all"
-    if getattr(config.option, "numprocesses", None):
+    if getattr(config.option, "numprocesses", None) and config.option.markexpr != "gpu":
         # A file, and so a notebook, stays in one process, with what it has measured.
         config.option.dist = "loadfile"
         config.option.loadscopereorder = False
