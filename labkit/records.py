@@ -200,7 +200,6 @@ def list_of(types: set[type], accepted: str) -> Kind:
 
 _NUMBER_TYPES = (int, float, type(None))
 TEXT = _typed("a text", str)
-LIST = _typed("a list", list)
 OBJECT = _typed("an object", dict)
 NUMBER = _typed("a number or null", *_NUMBER_TYPES)
 NAME = Kind(lambda value: type(value) is str and value != "", "a non-empty text")
