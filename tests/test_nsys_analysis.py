@@ -239,8 +239,8 @@ def test_smoke_captures_every_case_and_the_environment_is_in_no_file(tmp_path):
 @pytest.mark.gpu
 def test_nsys_and_torch_profiler_give_the_same_table():
     nsys = Nsys.find()
-    if nsys is None:
-        pytest.skip("needs nsys")
+    if failure := nsys.failure() if nsys else "not found":
+        pytest.skip(f"needs nsys: {failure}")
     device, asked = detect(), parameters("small", 512)
     request = {"parameters": asked, "phase": "train_step"}
     (captured,) = experiment._capture_together(nsys, device, [request], 300.0).values()
