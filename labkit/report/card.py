@@ -69,8 +69,9 @@ leaves. ~ marks clocks that still changed.
 *Ahead* or *behind* lies above or below 1, all else is *undecided*.
 - The interval spans the sessions that measured both sides, else the samples. In one session it is \
 widened by {percent(SPREAD[DEVICE, True])}, for calls by {percent(SPREAD[CALL, True])}; between \
-sessions by {percent(SPREAD[DEVICE, False])}, for calls by {percent(SPREAD[CALL, False])}, \
-where the host holds them up by as much as hosts were seen to differ, up to {verdicts.HOST_FACTOR}×.
+sessions by {percent(SPREAD[DEVICE, False])}, for calls by {percent(SPREAD[CALL, False])}. Calls \
+that the host holds up are widened by what hosts were seen to differ, up to \
+{verdicts.HOST_FACTOR}×.
 - ⚠ marks what was measured while other programs kept the machine busy: it decides nothing on the \
 first page.
 - No finding is made of kernels under {facts.LEAST_MS:.0f} ms, memory under {

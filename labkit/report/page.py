@@ -33,12 +33,13 @@ _ALLOWED_ATTRIBUTES = {
 MOST_ROWS = 60
 """Rows of a full table that the page shows; a longer one is a download."""
 
-_TABLES = re.compile(
-    r'<a href="(?P<folder>(?:\.\./[^/"]+/)?)tables/#(?P<number>\d\d)">(?P<text>[^<]*)</a>'
-)
+_TABLES = re.compile(r'<a href="(?P<folder>(?:\.\./[^/"]+/)?)tables/#(?P<number>\d\d)">')
 """A chapter's link to its tables. Only a tag of the page can match: text holds no "<", an attribute
 no quote.
 """
+
+_RELATIVE = re.compile(r'<a href="(?!#|https?:)[^"]*">(.*?)</a>', re.DOTALL)
+"""A link to a file, which is not there where the page is mailed."""
 
 _FIGURE = re.compile(r'(<img alt="[^"]*" src=")([^"]+)')
 
@@ -97,12 +98,12 @@ def html(markdown: str, folder: Path, title: str) -> str:
 
 
 def _with_tables(body: str, folder: Path) -> str:
-    """Returns the page with the full tables that it links inside it, so that no link is dead where
-    it is mailed.
+    """Returns the page with the full tables that it links inside it, and links to files as text: no
+    link is dead where the page is mailed.
     """
     paragraphs = []
     for paragraph in re.split(r"(?<=</p>)", body):
-        paragraphs.append(_TABLES.sub(lambda match: match["text"], paragraph))
+        paragraphs.append(_RELATIVE.sub(r"\1", paragraph))
         for match in _TABLES.finditer(paragraph):
             within = folder.parent / Path(match["folder"]).name if match["folder"] else folder
             paragraphs += [
