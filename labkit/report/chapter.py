@@ -4,7 +4,7 @@ shown.
 
 import base64
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -250,6 +250,10 @@ def _built(build: Callable, *arguments, **options):
 
 def _is_measured(frame: pd.DataFrame) -> bool:
     return not frame.empty and ("status" not in frame or bool((frame["status"] == "ok").any()))
+
+
+Chapters = Mapping[str, Chapter]
+"""The chapters of a device, by the names of their notebooks."""
 
 
 class _Measurement(NamedTuple):

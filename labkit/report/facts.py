@@ -12,7 +12,7 @@ other takes r× the memory of the base".
 import math
 import string
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ import pandas as pd
 from labkit import accounting
 from labkit.configs import SIZES
 from labkit.report import verdicts
-from labkit.report.frame import mark, ok_rows, only, size_name
+from labkit.report.frame import Row, mark, ok_rows, only, size_name
 from labkit.report.text import gib, number, percent, scientific, span, times
 
 LEAST_MS = 1.0
@@ -68,7 +68,7 @@ class Fact:
     """
 
     case: str
-    numbers: Mapping[str, Any] = field(default_factory=dict)
+    numbers: dict[str, Any] = field(default_factory=dict)
     verdict: str = ""
     missing: str = ""
     small: bool = False
@@ -120,12 +120,12 @@ def unit_of(value: str) -> str:
     return next((unit for end, unit in UNITS.items() if value.endswith(end)), "count")
 
 
-def quantity(row: Mapping[str, Any], value: str, unit: str = "") -> Quantity:
+def quantity(row: Row, value: str, unit: str = "") -> Quantity:
     """Returns a row's value with its unit and mark."""
     return Quantity(row[value], unit or unit_of(value), mark(row, value))
 
 
-def case_name(case: Mapping[str, Any]) -> str:
+def case_name(case: Row) -> str:
     """Returns a case in words: "2.7b (3.4 B), bf16, context 512"."""
     words = []
     for name, value in case.items():
@@ -141,7 +141,7 @@ def case_name(case: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _is_small(row: Mapping[str, Any], value: str) -> bool:
+def _is_small(row: Row, value: str) -> bool:
     size = row.get("size")
     if size in SIZES and accounting.num_parameters(SIZES[size]) < LEAST_PARAMETERS:
         return True
@@ -149,14 +149,14 @@ def _is_small(row: Mapping[str, Any], value: str) -> bool:
     return least is not None and row[value] < least
 
 
-def _is_measured(row: Mapping[str, Any] | None, value: str) -> bool:
+def _is_measured(row: Row | None, value: str) -> bool:
     return row is not None and pd.notna(row.get(value))
 
 
 def compare(
     frame: pd.DataFrame,
-    base: Mapping[str, Any],
-    other: Mapping[str, Any],
+    base: Row,
+    other: Row,
     *,
     value: str = "median_ms",
     **case: Any,
@@ -182,13 +182,13 @@ def compare(
     return compare_rows(*rows, value, case_name(case), _sides(base, other))
 
 
-def _sides(base: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+def _sides(base: Row, other: Row) -> str:
     return f"{case_name(other)} against {case_name(base)}"
 
 
 def compare_rows(
-    base: Mapping[str, Any],
-    other: Mapping[str, Any],
+    base: Row,
+    other: Row,
     value: str = "median_ms",
     case: str = "",
     plain: str = "",
@@ -216,8 +216,8 @@ def compare_rows(
 
 def compare_all(
     frame: pd.DataFrame,
-    base: Mapping[str, Any],
-    other: Mapping[str, Any],
+    base: Row,
+    other: Row,
     keys: Sequence[str],
     *,
     value: str = "median_ms",

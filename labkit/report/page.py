@@ -71,13 +71,8 @@ def html(markdown: str, folder: Path, title: str) -> str:
     renderer = _Renderer(figures)
     body = mistune.create_markdown(renderer=renderer, plugins=["table"])(markdown)
     body = bleach.clean(body, _ALLOWED_TAGS, _ALLOWED_ATTRIBUTES, protocols=["http", "https"])
-    images = {
-        url: base64.b64encode(path.read_bytes()).decode()
-        for url, path in figures.items()
-        if url in body
-    }
     body = _FIGURE.sub(
-        lambda match: f"{match[1]}data:image/svg+xml;base64,{images[match[2]]}", body
+        lambda match: f"{match[1]}data:image/svg+xml;base64,{_encoded(figures[match[2]])}", body
     )
     body = _with_tables(body, folder)
     top = "contents"
@@ -114,10 +109,10 @@ def _with_tables(body: str, folder: Path) -> str:
 
 def _details(path: Path) -> str:
     rows = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))
-    data = base64.b64encode(path.read_bytes()).decode()
     name = entities.escape(path.name)
     summary = f"{name}, {len(rows) - 1:,} rows"
-    download = f'<p><a download="{name}" href="data:text/csv;base64,{data}">Download {name}</a></p>'
+    href = f"data:text/csv;base64,{_encoded(path)}"
+    download = f'<p><a download="{name}" href="{href}">Download {name}</a></p>'
     table = ""
     if len(rows) <= MOST_ROWS:
         head = "".join(f'<th scope="col">{entities.escape(text)}</th>' for text in rows[0])
@@ -125,6 +120,10 @@ def _details(path: Path) -> str:
         body = "".join(f"<tr>{line}</tr>" for line in lines)
         table = _scrolled(name, f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>")
     return f"<details><summary>{summary}</summary>{download}{table}</details>"
+
+
+def _encoded(path: Path) -> str:
+    return base64.b64encode(path.read_bytes()).decode()
 
 
 def _scrolled(label: str, table: str) -> str:
@@ -147,12 +146,13 @@ class _Renderer(mistune.HTMLRenderer):
         # belongs to.
         level = level if self._open else 0
         self._open = [above for above in self._open if above < level] + [level]
+        tag = f"h{len(self._open)}"
         plain = entities.unescape(re.sub(r"<[^>]*>", "", text))
         name = anchor(plain)
         identity = f"{name}-{self._used[name]}" if self._used[name] else name
         self._used[name] += 1
         self.headings.append((len(self._open), identity, entities.escape(plain)))
-        return f'<h{len(self._open)} id="{identity}">{text}</h{len(self._open)}>\n'
+        return f'<{tag} id="{identity}">{text}</{tag}>\n'
 
     def image(self, text: str, url: str, title: str | None = None) -> str:
         alt = entities.escape(entities.unescape(mistune.util.striptags(text)))

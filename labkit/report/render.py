@@ -24,7 +24,7 @@ from labkit.records import (
     write_text_atomic,
 )
 from labkit.report import card, figures, page, smoke
-from labkit.report.chapter import FACT, FIGURE, Chapter, dates_of
+from labkit.report.chapter import FACT, FIGURE, Chapter, Chapters, dates_of
 
 MOST_AT_ONCE = 4
 """Notebooks whose lessons are executed at a time, on as many cores; each needs about 300 MB."""
@@ -101,7 +101,7 @@ def rebuild(
     return written
 
 
-def chapters_of(device: str, output: Path | None = None) -> dict[str, Chapter]:
+def chapters_of(device: str, output: Path | None = None) -> Chapters:
     """Returns the chapters of a device that have records; raises RequestError where none has."""
     root = output or FIGURES
     check_measured(device, root)
@@ -116,7 +116,7 @@ def chapters_of(device: str, output: Path | None = None) -> dict[str, Chapter]:
     return chapters
 
 
-def _report(chapters: Mapping[str, Chapter], executed: Mapping[str, Any], folder: Path) -> str:
+def _report(chapters: Chapters, executed: Mapping[str, Any], folder: Path) -> str:
     ladder = card.ladder(chapters)
     if ladder is not None:
         write_bytes_atomic(folder / card.LADDER_FILE, figures.svg(ladder))
@@ -165,12 +165,10 @@ def _execute_all(names: Sequence[str]) -> dict[str, Any]:
     """Executes notebooks with their lessons, in parallel; raises NotebookError for the first that
     failed.
     """
-    pool = ThreadPoolExecutor(min(MOST_AT_ONCE, os.cpu_count() or 1))
-    try:
+    with ThreadPoolExecutor(min(MOST_AT_ONCE, os.cpu_count() or 1)) as pool:
+        # Where one raises, `map` cancels those that have not begun.
         executed = pool.map(lambda name: notebooks.execute(name, {}, lessons=True), names)
         return dict(zip(names, executed, strict=True))
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _not_finished(folder: Path, notebook: str) -> str:

@@ -3,13 +3,12 @@ teach nothing more.
 """
 
 from collections import Counter
-from collections.abc import Mapping
 
 import pandas as pd
 
 from labkit import notebooks
 from labkit.report import benchmarking, card, tables
-from labkit.report.chapter import Chapter
+from labkit.report.chapter import Chapters
 from labkit.report.frame import in_order, ok_rows, pivot, select, usable
 
 EXACT = [
@@ -43,7 +42,7 @@ metric that it equals.
 MOST_LACKS = 6
 
 
-def page(chapters: Mapping[str, Chapter]) -> str:
+def page(chapters: Chapters) -> str:
     """Returns the page in Markdown, but for how the numbers were made."""
     first = next(iter(chapters.values()))
     parts = [
@@ -74,7 +73,7 @@ def page(chapters: Mapping[str, Chapter]) -> str:
     return "\n\n".join(parts)
 
 
-def ran(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
+def ran(chapters: Chapters) -> pd.DataFrame:
     """Returns how many measurements of each chapter ended how."""
     rows = []
     for name, chapter in chapters.items():
@@ -88,7 +87,7 @@ def ran(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def exact_lines(chapters: Mapping[str, Chapter]) -> list[str]:
+def exact_lines(chapters: Chapters) -> list[str]:
     """Returns "- 17 of 17 outputs of attention within 1e-2 of fp64." and the like."""
     lines = []
     for words, (name, section, metric), limit in EXACT:
@@ -111,7 +110,7 @@ def step_table(steps: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
-def missing(chapters: Mapping[str, Chapter]) -> list[str]:
+def missing(chapters: Chapters) -> list[str]:
     """Returns why measurements were skipped, the most frequent reason first."""
     reasons = Counter(
         record.reason

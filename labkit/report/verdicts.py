@@ -12,8 +12,9 @@ count. Bytes are exact.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from labkit.report.frame import Row
 
 AHEAD = "ahead"
 LEVEL = "level"
@@ -82,7 +83,7 @@ class Ratio(NamedTuple):
         return UNDECIDED
 
 
-def kind_of_time(row: Mapping[str, Any], value: str = "median_ms") -> str:
+def kind_of_time(row: Row, value: str = "median_ms") -> str:
     """Returns the kind of a row's time; raises ValueError for a timer method that has none."""
     if value in KIND_OF_VALUE:
         return KIND_OF_VALUE[value]
@@ -95,7 +96,7 @@ def kind_of_time(row: Mapping[str, Any], value: str = "median_ms") -> str:
     return KIND_OF_METHOD[method]
 
 
-def issued(row: Mapping[str, Any]) -> float:
+def issued(row: Row) -> float:
     """Returns the host's time to issue a call as a share of the call; 0 where it was not
     measured.
     """
@@ -104,7 +105,7 @@ def issued(row: Mapping[str, Any]) -> float:
     return launch / call if launch and call and launch == launch else 0.0
 
 
-def by_session(row: Mapping[str, Any], value: str) -> dict[str, float]:
+def by_session(row: Row, value: str) -> dict[str, float]:
     """Returns a row's value by session, those of its own commit, the oldest first."""
     sessions = row.get("sessions")
     if not isinstance(sessions, dict) or not sessions:
@@ -112,7 +113,7 @@ def by_session(row: Mapping[str, Any], value: str) -> dict[str, float]:
     return {session: metrics[value] for session, metrics in sessions.items() if metrics.get(value)}
 
 
-def ratio(base: Mapping[str, Any], other: Mapping[str, Any], value: str = "median_ms") -> Ratio:
+def ratio(base: Row, other: Row, value: str = "median_ms") -> Ratio:
     """Returns the base's time over the other's, with its interval.
 
     Args:
@@ -152,7 +153,7 @@ def ratio(base: Mapping[str, Any], other: Mapping[str, Any], value: str = "media
     return _widened(mid, min(low, *crossed), max(high, *crossed), between)
 
 
-def _half_width(row: Mapping[str, Any], value: str) -> float:
+def _half_width(row: Row, value: str) -> float:
     """Returns half of a value's relative interval: of a sustained one half of its drift, else that
     of the samples.
     """
@@ -163,7 +164,7 @@ def _half_width(row: Mapping[str, Any], value: str) -> float:
     return half if half == half else 0.0
 
 
-def paired(row: Mapping[str, Any]) -> Ratio:
+def paired(row: Row) -> Ratio:
     """Returns a rival's time over ours, of a row that was timed in turn with ours: `ratio_to_ours`,
     its bootstrap.
     """
