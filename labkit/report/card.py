@@ -16,7 +16,7 @@ from labkit.report import facts, figures, sessions, tables, verdicts
 from labkit.report.chapter import Chapter, Chapters, commits_of, dates_of, torch_of
 from labkit.report.frame import Row, by_way, cell, only, select, size_name, usable
 from labkit.report.text import anchor, count, disturbed_note, gib, listing, number, percent
-from labkit.report.verdicts import CALL, DEVICE, SPREAD
+from labkit.report.verdicts import BETWEEN, CALL, DEVICE, WITHIN
 
 LADDER = {
     "fp32": {"precision": "fp32", "compile": "none", "attention": "eager"},
@@ -68,8 +68,8 @@ leaves. ~ marks clocks that still changed.
 - A ratio is *level* where its whole interval lies within {percent(verdicts.LEVEL_BAND)} of 1. \
 *Ahead* or *behind* lies above or below 1, all else is *undecided*.
 - The interval spans the sessions that measured both sides, else the samples. In one session it is \
-widened by {percent(SPREAD[DEVICE, True])}, for calls by {percent(SPREAD[CALL, True])}; between \
-sessions by {percent(SPREAD[DEVICE, False])}, for calls by {percent(SPREAD[CALL, False])}. Calls \
+widened by {percent(WITHIN[DEVICE])}, for calls by {percent(WITHIN[CALL])}; between \
+sessions by {percent(BETWEEN[DEVICE])}, for calls by {percent(BETWEEN[CALL])}. Calls \
 that the host holds up are widened by what hosts were seen to differ, up to \
 {verdicts.HOST_FACTOR}×.
 - ⚠ marks what was measured while other programs kept the machine busy: it decides nothing on the \
@@ -233,7 +233,7 @@ def _ladder_part(chapters: Chapters) -> list[str]:
         "bf16 roof. *bf16* is autocast over fp32 weights; *compiled* compiles each block; "
         "*pure bf16* has no fp32 weights."
     )
-    figure = f"![{alt}]({{figures}}{LADDER_FILE})"
+    figure = f"![{alt}](../figures/{first_of(chapters).device}/{LADDER_FILE})"
     return ["### One training step, from slow to fast", figure, tables.to_markdown(table), text]
 
 
@@ -311,31 +311,23 @@ def longest(frame: pd.DataFrame, **case: Any) -> str:
     return "does not fit" if too_large.any() else "not measured"
 
 
-def fits_table(
-    steps: pd.DataFrame, profiles: pd.DataFrame, recomputed: pd.DataFrame
-) -> pd.DataFrame:
+def _fits_part(chapters: Chapters) -> list[str]:
     """Returns the longest measured context of a training step by size and what saves memory."""
+    steps = frame_of(chapters, "01_benchmarking", "steps")
+    steps = select(steps, phase="train_step", compile="none")
+    profiles = frame_of(chapters, "02_nsys_analysis", "profiles")
+    plans = frame_of(chapters, "04_memory", "checkpointing")
+    flash = {"phase": "train_step", "attention": "auto", "precision": "bf16"}
     ways = {
         "fp32": select(steps, precision="fp32"),
         "bf16": select(steps, precision="bf16"),
-        "bf16 + our FlashAttention": select(profiles, precision="bf16"),
-        "+ every block recomputed": recomputed,
+        "bf16 + our FlashAttention": select(profiles, **flash),
+        "+ every block recomputed": select(plans, plan="1", attention="sdpa_flash"),
     }
     sizes = [size for size in SIZES if len(select(steps, size=size))]
-    return pd.DataFrame(
+    table = pd.DataFrame(
         {"size": size_name(size)} | {name: longest(rows, size=size) for name, rows in ways.items()}
         for size in sizes
-    )
-
-
-def _fits_part(chapters: Chapters) -> list[str]:
-    steps = frame_of(chapters, "01_benchmarking", "steps")
-    profiles = frame_of(chapters, "02_nsys_analysis", "profiles")
-    plans = frame_of(chapters, "04_memory", "checkpointing")
-    table = fits_table(
-        select(steps, phase="train_step", compile="none"),
-        select(profiles, phase="train_step", attention="auto"),
-        select(plans, plan="1", attention="sdpa_flash"),
     )
     text = (
         "Longest measured context of a training step at batch 4 with AdamW; ≥: no longer one "

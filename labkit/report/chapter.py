@@ -214,9 +214,8 @@ class Chapter:
             derived: by name a function and its arguments; not called when nothing in a frame among
                 these was measured.
         """
-        sections = dict.fromkeys(record.section for record in self.all_records())
-        frames = {section: self.records(section) for section in sections}
-        frames |= {name: _built(*made) for name, made in derived.items()}
+        made = {one.section: (self.records, one.section) for one in self.all_records()} | derived
+        frames = {name: _built(*build) for name, build in made.items()}
         frames = {
             name: frame for name, frame in frames.items() if frame is not None and not frame.empty
         }

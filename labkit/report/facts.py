@@ -194,14 +194,14 @@ def compare_rows(
     plain: str = "",
 ) -> Fact:
     """Returns `compare` of two rows."""
-    is_time = unit_of(value) == "ms"
-    if is_time:
+    if unit_of(value) == "ms":
         interval = verdicts.ratio(base, other, value)
         # Of times the base is above the line, of bytes the other.
         shown = interval.mid
     else:
-        interval = verdicts.exact(base[value], other[value])
-        shown = 1 / interval.mid
+        exact = base[value] / other[value]
+        interval = verdicts.Ratio(exact, exact, exact)
+        shown = 1 / exact
     ratio = Quantity(shown, "×", mark(base, value) or mark(other, value))
     numbers = {
         "base": quantity(base, value),
@@ -242,17 +242,19 @@ def compare_all(
     plain = _sides(base, other)
     if not facts:
         return Fact("", missing=f"{plain} for {case_name(case)}" if case else plain)
-    ordered = sorted(facts, key=lambda words: facts[words]["ratio"].value)
-    least, most = (facts[words]["ratio"] for words in (ordered[0], ordered[-1]))
-    ends = [f"{facts[words]['ratio']} ({words})" for words in (ordered[0], ordered[-1])]
+    ratios = {words: fact["ratio"] for words, fact in facts.items()}
+    ordered = sorted(ratios, key=ratios.get)
+    ends = ordered[0], ordered[-1]
+    least, most = (ratios[words] for words in ends)
+    named = [f"{ratios[words]} ({words})" for words in ends]
     counts = Counter(fact.verdict for fact in facts.values())
     narrow = most.value <= WIDEST_RANGE * least.value
     numbers = {
         "total": Quantity(len(facts), "count"),
         **{verdict: Quantity(counts[verdict], "count") for verdict in verdicts.VERDICTS},
-        "range": f"{least} to {most}" if narrow else " to ".join(ends),
-        "least": ends[0],
-        "most": ends[1],
+        "range": f"{least} to {most}" if narrow else " to ".join(named),
+        "least": named[0],
+        "most": named[1],
         "value": f"{counts[verdicts.AHEAD]} of {len(facts)}",
     }
     return Fact(

@@ -109,14 +109,12 @@ def unfolded(frame: pd.DataFrame, keys: Sequence[str], samples: Sequence[str]) -
     """Returns the samples of these names, one row per element, beside the columns `keys` of the
     rows that have them.
     """
-    parts = [
-        pd.DataFrame(
-            {key: row[key] for key in keys} | {key: row["samples"][key] for key in samples}
-        )
-        for row in ok_rows(frame).to_dict("records")
-        if set(samples) <= row["samples"].keys()
-    ]
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+    rows = ok_rows(frame)
+    if rows.empty:
+        return rows
+    lists = pd.DataFrame(rows["samples"].tolist(), rows.index).reindex(columns=samples).dropna()
+    joined = rows[list(keys)].join(lists, how="inner")
+    return joined.explode(list(samples), ignore_index=True).infer_objects()
 
 
 def mark(row: Row, value: str = "median_ms") -> str:

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from labkit.configs import NORM_SETTINGS
 from labkit.report import facts, figures
-from labkit.report.frame import ok_rows, only, select, size_name, usable
+from labkit.report.frame import ok_rows, select, size_name, usable
 from labkit.report.text import power
 
 NAMES = {
@@ -130,12 +130,13 @@ def added_casts(operators: pd.DataFrame, phase: str) -> facts.Fact:
     """Returns the share that bf16 autocast adds to the operators of the smallest model's pass."""
     rows = ok_rows(operators, phase=phase)
     case = {"phase": phase, "size": rows["size"].iloc[0] if len(rows) else ""}
-    plain, cast = (only(rows, precision=precision, **case) for precision in ("fp32", "bf16"))
-    if plain is None or cast is None:
+    precisions = [{"precision": name} for name in ("fp32", "bf16")]
+    fact = facts.compare(operators, *precisions, value="num_operators", **case)
+    if fact.missing:
         return facts.Fact(phase, missing=f"the casts of {phase}")
-    more = cast["num_operators"] / plain["num_operators"] - 1
+    more = facts.Quantity(fact["ratio"].value - 1, "%")
     size = size_name(case["size"])
-    return facts.Fact(size, {"value": facts.Quantity(more, "%"), "size": size})
+    return facts.Fact(size, {"value": more, "size": size})
 
 
 def training_figure(training: pd.DataFrame) -> Figure | None:

@@ -44,32 +44,28 @@ MOST_LACKS = 6
 
 def page(chapters: Chapters) -> str:
     """Returns the page in Markdown, but for how the numbers were made."""
-    first = next(iter(chapters.values()))
+    roofs = benchmarking.roofs_table(
+        ok_rows(card.frame_of(chapters, "01_benchmarking", "ceilings"))
+    )
+    steps = select(card.frame_of(chapters, "01_benchmarking", "steps"), phase="train_step")
+    sections = {
+        "What ran": tables.to_markdown(ran(chapters)),
+        "What is exact": "\n".join(exact_lines(chapters)),
+    }
+    if len(roofs):
+        table = roofs[["roof", "burst"]].rename(columns={"burst": "measured"})
+        sections["Roofs"] = tables.to_markdown(table)
+    if len(ok_rows(steps)):
+        table = tables.to_markdown(step_table(steps))
+        sections["A training step"] = f"{table}\n\nCall time in ms, batch as recorded."
+    sections["What this machine lacks"] = "\n".join(f"- {line}" for line in missing(chapters))
     parts = [
-        f"# {card.title(first)}",
+        f"# {card.title(card.first_of(chapters))}",
         "A CPU runs the whole laboratory on models of a few million parameters. This page says "
         "what ran and what is "
         "exact; it draws no conclusion on speed or memory from models that small.",
-        "## What ran",
-        tables.to_markdown(ran(chapters)),
     ]
-    exact = exact_lines(chapters)
-    if exact:
-        parts += ["## What is exact", "\n".join(exact)]
-    roofs = ok_rows(card.frame_of(chapters, "01_benchmarking", "ceilings"))
-    if len(roofs):
-        table = benchmarking.roofs_table(roofs)[["roof", "burst"]]
-        parts += ["## Roofs", tables.to_markdown(table.rename(columns={"burst": "measured"}))]
-    steps = select(card.frame_of(chapters, "01_benchmarking", "steps"), phase="train_step")
-    if len(ok_rows(steps)):
-        parts += [
-            "## A training step",
-            tables.to_markdown(step_table(steps)),
-            "Call time in ms, batch as recorded.",
-        ]
-    lacks = missing(chapters)
-    if lacks:
-        parts += ["## What this machine lacks", "\n".join(f"- {line}" for line in lacks)]
+    parts += [f"## {heading}\n\n{text}" for heading, text in sections.items() if text]
     return "\n\n".join(parts)
 
 

@@ -7,8 +7,8 @@ A comparison is a ratio with an interval. Times are compared only with times of 
 - call time: what the caller waits for, including the host.
 
 Sessions are repetitions: where both sides were measured in several, the interval spans the ratio of
-each, else that of the samples, and either is widened by SPREAD. Only sessions of a row's own commit
-count. Bytes are exact.
+each, else that of the samples, and either is widened by WITHIN or BETWEEN. Only sessions of a row's
+own commit count. Bytes are exact.
 """
 
 import math
@@ -45,16 +45,10 @@ KIND_OF_VALUE = {"sustained_ms": SUSTAINED, "host_median_ms": CALL, "flush_media
 LEVEL_BAND = 0.03
 """Two times are level when the whole interval of their ratio lies within 3 % of 1."""
 
-SPREAD = {
-    (DEVICE, True): 0.01,
-    (SUSTAINED, True): 0.01,
-    (CALL, True): 0.03,
-    (DEVICE, False): 0.03,
-    (SUSTAINED, False): 0.03,
-    (CALL, False): 0.20,
-}
-"""By what a ratio's interval is widened on either side, by kind of time and whether both sides are
-of one session.
+WITHIN = {DEVICE: 0.01, SUSTAINED: 0.01, CALL: 0.03}
+BETWEEN = {DEVICE: 0.03, SUSTAINED: 0.03, CALL: 0.20}
+"""By what a ratio's interval is widened on either side, by kind of time: both sides of one session,
+and of two.
 
 Two entries that run the same kernel differ by up to 0.6 % in one session.
 """
@@ -140,14 +134,14 @@ def ratio(base: Row, other: Row, value: str = "median_ms") -> Ratio:
         mid = base_times[fastest] / other_times[fastest]
     if len(common) > 1:
         ratios = [base_times[session] / other_times[session] for session in common]
-        return _widened(mid, min(mid, *ratios), max(mid, *ratios), SPREAD[kind, True])
+        return _widened(mid, min(mid, *ratios), max(mid, *ratios), WITHIN[kind])
     samples = math.hypot(_half_width(base, value), _half_width(other, value))
     low = mid * (1 - samples)
     high = mid * (1 + samples)
     if same_session or (kind == CALL and common):
-        return _widened(mid, low, high, SPREAD[kind, True])
+        return _widened(mid, low, high, WITHIN[kind])
     crossed = [one / two for one in base_times.values() for two in other_times.values()]
-    between = SPREAD[kind, False]
+    between = BETWEEN[kind]
     if kind == CALL:
         between = max(between, HOST_FACTOR * max(issued(base), issued(other)) - 1)
     return _widened(mid, min(low, *crossed), max(high, *crossed), between)
@@ -170,13 +164,7 @@ def paired(row: Row) -> Ratio:
     """
     lows = by_session(row, "ratio_to_ours_low").values()
     highs = by_session(row, "ratio_to_ours_high").values()
-    return _widened(row["ratio_to_ours"], min(lows), max(highs), SPREAD[kind_of_time(row), True])
-
-
-def exact(base: float, other: float) -> Ratio:
-    """Returns the ratio of two counts or bytes, which have no interval."""
-    mid = base / other
-    return Ratio(mid, mid, mid)
+    return _widened(row["ratio_to_ours"], min(lows), max(highs), WITHIN[kind_of_time(row)])
 
 
 def _widened(mid: float, low: float, high: float, spread: float) -> Ratio:
