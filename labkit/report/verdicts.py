@@ -12,6 +12,7 @@ own commit count. Bytes are exact.
 """
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from labkit.report.frame import Row
@@ -132,19 +133,18 @@ def ratio(base: Row, other: Row, value: str = "median_ms") -> Ratio:
         # Hosts differ: of the sessions that hold both calls, the fastest.
         fastest = min(common, key=lambda session: base_times[session] + other_times[session])
         mid = base_times[fastest] / other_times[fastest]
+    spread = WITHIN[kind]
     if len(common) > 1:
-        ratios = [base_times[session] / other_times[session] for session in common]
-        return _widened(mid, min(mid, *ratios), max(mid, *ratios), WITHIN[kind])
-    samples = math.hypot(_half_width(base, value), _half_width(other, value))
-    low = mid * (1 - samples)
-    high = mid * (1 + samples)
-    if same_session or (kind == CALL and common):
-        return _widened(mid, low, high, WITHIN[kind])
-    crossed = [one / two for one in base_times.values() for two in other_times.values()]
-    between = BETWEEN[kind]
-    if kind == CALL:
-        between = max(between, HOST_FACTOR * max(issued(base), issued(other)) - 1)
-    return _widened(mid, min(low, *crossed), max(high, *crossed), between)
+        ends = [base_times[session] / other_times[session] for session in common]
+    else:
+        samples = math.hypot(_half_width(base, value), _half_width(other, value))
+        ends = [mid * (1 - samples), mid * (1 + samples)]
+        if not same_session and not (kind == CALL and common):
+            ends += [one / two for one in base_times.values() for two in other_times.values()]
+            spread = BETWEEN[kind]
+            if kind == CALL:
+                spread = max(spread, HOST_FACTOR * max(issued(base), issued(other)) - 1)
+    return _spanning(mid, ends, spread)
 
 
 def _half_width(row: Row, value: str) -> float:
@@ -164,8 +164,9 @@ def paired(row: Row) -> Ratio:
     """
     lows = by_session(row, "ratio_to_ours_low").values()
     highs = by_session(row, "ratio_to_ours_high").values()
-    return _widened(row["ratio_to_ours"], min(lows), max(highs), WITHIN[kind_of_time(row)])
+    return _spanning(row["ratio_to_ours"], [*lows, *highs], WITHIN[kind_of_time(row)])
 
 
-def _widened(mid: float, low: float, high: float, spread: float) -> Ratio:
-    return Ratio(mid, low / (1 + spread), high * (1 + spread))
+def _spanning(mid: float, ends: Iterable[float], spread: float) -> Ratio:
+    """Returns a ratio whose interval holds `mid` and all `ends`, widened by `spread`."""
+    return Ratio(mid, min(mid, *ends) / (1 + spread), max(mid, *ends) * (1 + spread))
