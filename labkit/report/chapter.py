@@ -112,8 +112,7 @@ class Chapter:
         return _load(path, RecordStore(path).state())
 
     def records(self, *sections: str) -> pd.DataFrame:
-        """Returns the shown records of these sections, one row each; `attrs` has the device's name
-        and its kind.
+        """Returns the shown records of these sections, one row each; `attrs` has the device's kind.
 
         Shown is the newest record of a measurement; of a call that its host held up, that of the
         fastest session. Where a row was measured in several sessions of its own commit, the column
@@ -131,7 +130,7 @@ class Chapter:
                 }
                 for measurement in measurements
             ]
-        frame.attrs |= {"device": self.device_name, "device_kind": self.device_kind}
+        frame.attrs["device_kind"] = self.device_kind
         return frame
 
     def source(self) -> Markdown:

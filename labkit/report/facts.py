@@ -13,7 +13,7 @@ import math
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -64,7 +64,7 @@ class Fact:
         missing: what was not measured; "" where there is something to say.
         small: too small to draw a conclusion about a device.
         plain: both sides in words, for the plain form.
-        cases_marked: whether a case of a tally was marked.
+        marked: a row behind it was marked: then the first page does not rest on it.
     """
 
     case: str
@@ -73,13 +73,7 @@ class Fact:
     missing: str = ""
     small: bool = False
     plain: str = ""
-    cases_marked: bool = False
-
-    @property
-    def marked(self) -> bool:
-        """Whether a row behind it was marked: then the first page does not rest on it."""
-        marks = [one.mark for one in self.numbers.values() if isinstance(one, Quantity)]
-        return self.cases_marked or any(marks)
+    marked: bool = False
 
     def __getitem__(self, name: str) -> Any:
         return self.numbers[name]
@@ -211,7 +205,7 @@ def compare_rows(
         "interval": span(interval.low, interval.high),
     }
     small = _is_small(base, value) and _is_small(other, value)
-    return Fact(case, numbers, interval.verdict, small=small, plain=plain)
+    return Fact(case, numbers, interval.verdict, small=small, plain=plain, marked=bool(ratio.mark))
 
 
 def compare_all(
@@ -263,7 +257,7 @@ def compare_all(
         next(iter(counts)) if len(counts) == 1 else MIXED,
         small=len(facts) < LEAST_CASES,
         plain=plain,
-        cases_marked=any(fact.marked for fact in facts.values()),
+        marked=any(fact.marked for fact in facts.values()),
     )
 
 
@@ -273,7 +267,8 @@ def measured(frame: pd.DataFrame, value: str, unit: str = "", **case: Any) -> Fa
     row = only(frame, **case)
     if not _is_measured(row, value):
         return Fact(name, missing=name)
-    return Fact(name, {"value": quantity(row, value, unit)}, small=_is_small(row, value))
+    shown = quantity(row, value, unit)
+    return Fact(name, {"value": shown}, small=_is_small(row, value), marked=bool(shown.mark))
 
 
 def share_of(frame: pd.DataFrame, condition: str, what: str, **case: Any) -> Fact:
@@ -293,9 +288,8 @@ def growth(frame: pd.DataFrame, x: str, value: str, low: float, high: float, **c
     if ends.missing:
         return ends
     exponent = math.log(ends["other"].value / ends["base"].value) / math.log(high / low)
-    return Fact(
-        ends.case, {"value": ends["ratio"]._replace(value=exponent, unit="")}, small=ends.small
-    )
+    grown = ends["ratio"]._replace(value=exponent, unit="")
+    return replace(ends, numbers={"value": grown}, verdict="")
 
 
 def fits(frame: pd.DataFrame, x: str = "context", **case: Any) -> Fact:

@@ -56,18 +56,19 @@ def dtypes(records: pd.DataFrame) -> pd.DataFrame:
     """Returns one row per model and part, in the order of the forward pass, with the dtype under
     fp16 and bf16.
     """
-    lines: dict[tuple, dict] = {}
-    for record in ok_rows(records).to_dict("records"):
-        model = record["model"]
-        for part, dtype in record["observed"]["dtypes"]:
-            line = lines.setdefault((model, part), {"model": model, "part": part})
-            line[record["autocast"]] = dtype
-    return pd.DataFrame(lines.values())
+    lines = [
+        {"model": record["model"], "part": part, record["autocast"]: dtype}
+        for record in ok_rows(records).to_dict("records")
+        for part, dtype in record["observed"]["dtypes"]
+    ]
+    keys = ["model", "part"]
+    frame = pd.DataFrame(lines, columns=None if lines else keys)
+    return frame.groupby(keys, sort=False, as_index=False).last()
 
 
 def dtypes_table(records: pd.DataFrame) -> pd.DataFrame:
     """Returns the dtypes of the small model's parts under autocast."""
-    rows = select(dtypes(records), model="toy").drop(columns="model", errors="ignore").head(8)
+    rows = select(dtypes(records), model="toy").drop(columns="model").head(8)
     return rows.rename(columns={"fp16": "under fp16", "bf16": "under bf16"}).fillna("–")
 
 
