@@ -34,7 +34,7 @@ All statistics of {device}
 
 {table}
 
-[tables](tables/#01)
+[tables](tables/#01) and [a *notebook*](../../notebooks/01_benchmarking.ipynb)
 
 ### Environment
 
@@ -68,6 +68,7 @@ def test_headings_are_in_order_and_every_link_arrives(report):
     anchors = {"#contents", *(f"#{anchor}" for _, anchor in headings)}
     links = {link["href"] for link in report.find_all("a") if not link.get("download")}
     assert {link for link in links if not link.startswith("#harmful")} <= anchors
+    assert "tables and a notebook" in report.find("main").text, "a file's link is its text"
 
 
 def test_the_page_holds_its_figures_and_tables_and_loads_nothing(report):

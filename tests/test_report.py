@@ -21,6 +21,7 @@ from labkit.records import RecordError, RecordStore, folder_of, measured_devices
 from labkit.report import card, figures, render, tables, text
 from labkit.report.chapter import Chapter
 from labkit.report.facts import compare
+from labkit.report.frame import select
 
 NOTEBOOK = "01_benchmarking"
 DEVICES = [device for device in measured_devices(FIGURES) if not re.match(r"\d+x-", device)]
@@ -67,7 +68,7 @@ def shown(folder):
     """The ladder as table, CSV, figure, fact and first page."""
     chapters = {NOTEBOOK: chapter(folder)}
     steps = chapter(folder).records("execution")
-    graphs = steps[steps["phase"] == "graph_step"]
+    graphs = select(steps, phase="graph_step", context=512)
     sides = card.LADDER["fp32"], card.LADDER["+ our kernels"]
     return (
         card.ladder_table(graphs).to_string(),

@@ -90,11 +90,7 @@ def call_range(*frames: pd.DataFrame, **case) -> pd.DataFrame:
     """Returns one row, the least and the most call time of one step over the sessions and sections
     that timed it: least_ms, most_ms.
     """
-    rows = [
-        row
-        for frame in frames
-        for row in ok_rows(frame, phase="train_step", **case).to_dict("records")
-    ]
+    rows = ok_rows(pd.concat(frames), phase="train_step", **case).to_dict("records")
     times = [time for row in rows for time in verdicts.by_session(row, "median_ms").values()]
     if not times:
         return pd.DataFrame()

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,10 +13,10 @@ from labkit import notebooks
 from labkit.configs import SIZES
 from labkit.records import Record, to_frame
 from labkit.report import facts, figures, sessions, tables, verdicts
-from labkit.report.chapter import Chapter, commits_of, dates_of, torch_of
-from labkit.report.frame import cell, only, select, size_name
+from labkit.report.chapter import Chapter, Chapters, commits_of, dates_of, torch_of
+from labkit.report.frame import Row, by_way, cell, only, select, size_name, usable
 from labkit.report.text import anchor, count, disturbed_note, gib, listing, number, percent
-from labkit.report.verdicts import CALL, DEVICE, SPREAD
+from labkit.report.verdicts import BETWEEN, CALL, DEVICE, WITHIN
 
 LADDER = {
     "fp32": {"precision": "fp32", "compile": "none", "attention": "eager"},
@@ -68,9 +68,10 @@ leaves. ~ marks clocks that still changed.
 - A ratio is *level* where its whole interval lies within {percent(verdicts.LEVEL_BAND)} of 1. \
 *Ahead* or *behind* lies above or below 1, all else is *undecided*.
 - The interval spans the sessions that measured both sides, else the samples. In one session it is \
-widened by {percent(SPREAD[DEVICE, True])}, for calls by {percent(SPREAD[CALL, True])}; between \
-sessions by {percent(SPREAD[DEVICE, False])}, for calls by {percent(SPREAD[CALL, False])}, \
-where the host holds them up by as much as hosts were seen to differ, up to {verdicts.HOST_FACTOR}×.
+widened by {percent(WITHIN[DEVICE])}, for calls by {percent(WITHIN[CALL])}; between \
+sessions by {percent(BETWEEN[DEVICE])}, for calls by {percent(BETWEEN[CALL])}. Calls \
+that the host holds up are widened by what hosts were seen to differ, up to \
+{verdicts.HOST_FACTOR}×.
 - ⚠ marks what was measured while other programs kept the machine busy: it decides nothing on the \
 first page.
 - No finding is made of kernels under {facts.LEAST_MS:.0f} ms, memory under {
@@ -78,7 +79,7 @@ first page.
 - GB/s are 10⁹ bytes a second, GiB 2³⁰ bytes; a multiply-add counts as two FLOPs."""
 
 
-def page(chapters: Mapping[str, Chapter], keyed: Mapping[str, tuple[str, str]]) -> str:
+def page(chapters: Chapters, keyed: Mapping[str, tuple[str, str]]) -> str:
     """Returns the first page in Markdown.
 
     Args:
@@ -104,7 +105,7 @@ def page(chapters: Mapping[str, Chapter], keyed: Mapping[str, tuple[str, str]]) 
     return "\n\n".join(parts)
 
 
-def first_of(chapters: Mapping[str, Chapter]) -> Chapter:
+def first_of(chapters: Chapters) -> Chapter:
     return next(iter(chapters.values()))
 
 
@@ -112,17 +113,14 @@ def title(chapter: Chapter) -> str:
     return f"A transformer measured on {chapter.device_name}"
 
 
-def lines(chapters: Mapping[str, Chapter]) -> list[str]:
+def lines(chapters: Chapters) -> list[str]:
     """Returns what `labkit run` ends with: at most three lines of the first page, without
     Markdown.
     """
-    steps = _steps(chapters)
     result = []
-    for size in reversed(LADDER_SIZES):
-        times = [f"{name} {cell(row)}" for name, row in _rungs(steps, size).items()]
-        if times:
-            result.append(f"A training step of {size_name(size)}, ms: {', '.join(times)}")
-            break
+    for size, *times in _rungs(_steps(chapters)).tail(1).itertuples(index=False):
+        names = [f"{name} {time}" for name, time in zip(LADDER, times, strict=True) if time != "–"]
+        result.append(f"A training step of {size}, ms: {', '.join(names)}")
     rivals = frame_of(chapters, "06_flash_attention", "rivals")
     for row in attention_table(rivals).head(1).to_dict("records"):
         fastest = f"fastest is {row['fastest']}; ours {row['ours']}"
@@ -131,14 +129,14 @@ def lines(chapters: Mapping[str, Chapter]) -> list[str]:
     return [*result, again] if again else result
 
 
-def frame_of(chapters: Mapping[str, Chapter], name: str, *sections: str) -> pd.DataFrame:
+def frame_of(chapters: Chapters, name: str, *sections: str) -> pd.DataFrame:
     """Returns the records of a chapter's sections, an empty frame where the chapter was not
     measured.
     """
     return chapters[name].records(*sections) if name in chapters else pd.DataFrame()
 
 
-def _come_back(chapters: Mapping[str, Chapter]) -> str:
+def _come_back(chapters: Chapters) -> str:
     every = {name: chapter.every_record() for name, chapter in chapters.items()}
     return sessions.sentence(sessions.differences(every))
 
@@ -146,34 +144,36 @@ def _come_back(chapters: Mapping[str, Chapter]) -> str:
 # ---- the ladder ----------------------------------------------------------------------------------
 
 
-def _steps(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
+def _steps(chapters: Chapters) -> pd.DataFrame:
     rows = frame_of(chapters, "01_benchmarking", "execution")
     return select(rows, phase="graph_step", context=LADDER_CONTEXT)
 
 
-def _rungs(steps: pd.DataFrame, size: str) -> dict[str, dict[str, Any]]:
-    """Returns a size's row of each rung that it has, failed ones too."""
-    rows = {name: select(steps, size=size, **rung) for name, rung in LADDER.items()}
-    return {name: row.to_dict("records")[0] for name, row in rows.items() if len(row)}
+def _rungs(steps: pd.DataFrame, *form: Any) -> pd.DataFrame:
+    """Returns a value of each rung, failed ones too, a row per size that has one; `form` as `cell`
+    takes it.
+    """
+    rows = select(steps, size=LADDER_SIZES)
+    table = by_way(rows, "size", LADDER, lambda row: cell(row, *form))
+    table = table.reindex(columns=["size", *LADDER])
+    return table[(table[list(LADDER)] != "–").any(axis=1)]
 
 
 def ladder_table(steps: pd.DataFrame) -> pd.DataFrame:
     """Returns the ladder: device time by size, peak memory of the largest and its share of the
     sustained roof.
     """
-
-    def line(size: str, words: str, *form: Any) -> dict[str, str]:
-        rungs = _rungs(steps, size)
-        texts = {name: cell(rungs.get(name), *form) for name in LADDER}
-        return {head: f"{size_name(size)}, {words}", **texts}
-
+    parts = {
+        "ms": _rungs(steps),
+        "peak GiB": _rungs(steps, "peak_bytes", gib).tail(1),
+        "of the sustained bf16 roof": _rungs(steps, "sustained_ceiling_fraction", percent).tail(1),
+    }
     head = f"one training step, context {LADDER_CONTEXT}"
-    sizes = [size for size in LADDER_SIZES if _rungs(steps, size)]
-    rows = [line(size, "ms") for size in sizes]
-    rows += [line(size, "peak GiB", "peak_bytes", gib) for size in sizes[-1:]]
-    form = "of the sustained bf16 roof", "sustained_ceiling_fraction", percent
-    shares = [line(size, *form) for size in sizes]
-    rows += [row for row in shares if set(list(row.values())[1:]) != {"–"}][-1:]
+    rows = [
+        {head: f"{size}, {words}"} | row
+        for words, part in parts.items()
+        for size, row in part.set_index("size").to_dict("index").items()
+    ]
     return pd.DataFrame(rows)
 
 
@@ -182,22 +182,23 @@ def ladder_figure(steps: pd.DataFrame, roof_tflops: float | None) -> Figure | No
     bf16.
     """
     figure, (axis,) = figures.panels(1, height=3.6)
+    steps = usable(steps, "median_ms")
     for size in LADDER_SIZES:
-        rungs = {name: row for name, row in _rungs(steps, size).items() if row["status"] == "ok"}
-        if not rungs:
+        rungs = [only(steps, size=size, **rung) for rung in LADDER.values()]
+        times = {place: row["median_ms"] for place, row in enumerate(rungs) if row}
+        if not times:
             continue
         style = figures.STYLES[size]
-        places = [list(LADDER).index(name) for name in rungs]
-        times = [row["median_ms"] for row in rungs.values()]
-        axis.plot(places, times, marker=style.marker, color=style.colour, label=size_name(size))
+        look = {"marker": style.marker, "color": style.colour}
+        axis.plot(list(times), list(times.values()), label=size_name(size), **look)
         # The two large sizes lie close together: the label of the lower goes below.
         above = size != LADDER_SIZES[1]
         look = {"ha": "center", "va": "bottom" if above else "top", "size": 9}
         look |= {"textcoords": "offset points", "xytext": (0, 6 if above else -6)}
-        for place, time in zip(places, times, strict=True):
+        for place, time in times.items():
             axis.annotate(number(time), (place, time), **look)
         if roof_tflops:
-            at_roof = next(iter(rungs.values()))["flops"] / roof_tflops / 1e9
+            at_roof = next(filter(None, rungs))["flops"] / roof_tflops / 1e9
             axis.hlines(at_roof, 2, len(LADDER) - 1, color=style.colour, linestyle=":", linewidth=1)
     if not axis.lines:
         return None
@@ -209,14 +210,14 @@ def ladder_figure(steps: pd.DataFrame, roof_tflops: float | None) -> Figure | No
     return figure
 
 
-def ladder(chapters: Mapping[str, Chapter]) -> Figure | None:
+def ladder(chapters: Chapters) -> Figure | None:
     """Returns the figure of the ladder, None where no step was replayed."""
     ceilings = frame_of(chapters, "01_benchmarking", "ceilings")
     roof = only(ceilings, kind="gemm", precision="bf16") or {}
     return ladder_figure(_steps(chapters), roof.get("sustained_tflops"))
 
 
-def _ladder_part(chapters: Mapping[str, Chapter]) -> list[str]:
+def _ladder_part(chapters: Chapters) -> list[str]:
     steps = _steps(chapters)
     table = ladder_table(steps)
     if table.empty:
@@ -232,7 +233,7 @@ def _ladder_part(chapters: Mapping[str, Chapter]) -> list[str]:
         "bf16 roof. *bf16* is autocast over fp32 weights; *compiled* compiles each block; "
         "*pure bf16* has no fp32 weights."
     )
-    figure = f"![{alt}]({{figures}}{LADDER_FILE})"
+    figure = f"![{alt}](../figures/{first_of(chapters).device}/{LADDER_FILE})"
     return ["### One training step, from slow to fast", figure, tables.to_markdown(table), text]
 
 
@@ -270,7 +271,7 @@ def attention_table(rivals: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def _beside(fastest: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+def _beside(fastest: Row, row: Row) -> str:
     if row is fastest:
         return "the fastest"
     fact = facts.compare_rows(fastest, row)
@@ -280,7 +281,7 @@ def _beside(fastest: Mapping[str, Any], row: Mapping[str, Any]) -> str:
     return f"{fact['ratio']} as fast{doubt}"
 
 
-def _attention_part(chapters: Mapping[str, Chapter]) -> list[str]:
+def _attention_part(chapters: Chapters) -> list[str]:
     text = (
         f"Device time in bf16, one shape in a burst, of {listing(ATTENTION.values())}. Chapter 06 "
         "has them at the power limit, where the order can change."
@@ -310,31 +311,23 @@ def longest(frame: pd.DataFrame, **case: Any) -> str:
     return "does not fit" if too_large.any() else "not measured"
 
 
-def fits_table(
-    steps: pd.DataFrame, profiles: pd.DataFrame, recomputed: pd.DataFrame
-) -> pd.DataFrame:
+def _fits_part(chapters: Chapters) -> list[str]:
     """Returns the longest measured context of a training step by size and what saves memory."""
+    steps = frame_of(chapters, "01_benchmarking", "steps")
+    steps = select(steps, phase="train_step", compile="none")
+    profiles = frame_of(chapters, "02_nsys_analysis", "profiles")
+    plans = frame_of(chapters, "04_memory", "checkpointing")
+    flash = {"phase": "train_step", "attention": "auto", "precision": "bf16"}
     ways = {
         "fp32": select(steps, precision="fp32"),
         "bf16": select(steps, precision="bf16"),
-        "bf16 + our FlashAttention": select(profiles, precision="bf16"),
-        "+ every block recomputed": recomputed,
+        "bf16 + our FlashAttention": select(profiles, **flash),
+        "+ every block recomputed": select(plans, plan="1", attention="sdpa_flash"),
     }
     sizes = [size for size in SIZES if len(select(steps, size=size))]
-    return pd.DataFrame(
+    table = pd.DataFrame(
         {"size": size_name(size)} | {name: longest(rows, size=size) for name, rows in ways.items()}
         for size in sizes
-    )
-
-
-def _fits_part(chapters: Mapping[str, Chapter]) -> list[str]:
-    steps = frame_of(chapters, "01_benchmarking", "steps")
-    profiles = frame_of(chapters, "02_nsys_analysis", "profiles")
-    plans = frame_of(chapters, "04_memory", "checkpointing")
-    table = fits_table(
-        select(steps, phase="train_step", compile="none"),
-        select(profiles, phase="train_step", attention="auto"),
-        select(plans, plan="1", attention="sdpa_flash"),
     )
     text = (
         "Longest measured context of a training step at batch 4 with AdamW; ≥: no longer one "
@@ -346,7 +339,7 @@ def _fits_part(chapters: Mapping[str, Chapter]) -> list[str]:
 # ---- provenance ----------------------------------------------------------------------------------
 
 
-def _provenance_line(chapters: Mapping[str, Chapter]) -> str:
+def _provenance_line(chapters: Chapters) -> str:
     records = [record for chapter in chapters.values() for record in chapter.every_record()]
     gpu = first_of(chapters).environment.get("gpu") or {}
     parts = [f"{gpu['memory_bytes'] / 2**30:.0f} GiB"] if gpu else []
@@ -357,7 +350,7 @@ def _provenance_line(chapters: Mapping[str, Chapter]) -> str:
     return f"{' · '.join(parts)}. [{PROVENANCE}](#{anchor(PROVENANCE)})."
 
 
-def provenance(chapters: Mapping[str, Chapter]) -> str:
+def provenance(chapters: Chapters) -> str:
     """Returns the last section: machine, versions, sessions and commits, definitions, and what is
     not shown.
     """
@@ -397,11 +390,11 @@ def _machine(chapter: Chapter) -> str:
 
 
 def _versions(records: Sequence[Record]) -> str:
-    versions: dict[str, set[str]] = {}
+    versions: defaultdict[str, set[str]] = defaultdict(set)
     for record in records:
         for package, version in record.software.items():
             if version:
-                versions.setdefault(package, set()).add(str(version))
+                versions[package].add(str(version))
     texts = [f"{package} {' and '.join(sorted(seen))}" for package, seen in versions.items()]
     return f"{', '.join(texts)}; of packages not named here no version was recorded"
 
@@ -418,7 +411,7 @@ def _power_note(chapter: Chapter, records: Sequence[Record]) -> list[str]:
     ]
 
 
-def chapters_table(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
+def chapters_table(chapters: Chapters) -> pd.DataFrame:
     """Returns for each chapter its records, its sessions that entered a number, dates and
     commits.
     """

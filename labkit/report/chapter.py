@@ -4,7 +4,7 @@ shown.
 
 import base64
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,8 +112,7 @@ class Chapter:
         return _load(path, RecordStore(path).state())
 
     def records(self, *sections: str) -> pd.DataFrame:
-        """Returns the shown records of these sections, one row each; `attrs` has the device's name
-        and its kind.
+        """Returns the shown records of these sections, one row each; `attrs` has the device's kind.
 
         Shown is the newest record of a measurement; of a call that its host held up, that of the
         fastest session. Where a row was measured in several sessions of its own commit, the column
@@ -131,7 +130,7 @@ class Chapter:
                 }
                 for measurement in measurements
             ]
-        frame.attrs |= {"device": self.device_name, "device_kind": self.device_kind}
+        frame.attrs["device_kind"] = self.device_kind
         return frame
 
     def source(self) -> Markdown:
@@ -214,9 +213,8 @@ class Chapter:
             derived: by name a function and its arguments; not called when nothing in a frame among
                 these was measured.
         """
-        sections = dict.fromkeys(record.section for record in self.all_records())
-        frames = {section: self.records(section) for section in sections}
-        frames |= {name: _built(*made) for name, made in derived.items()}
+        made = {one.section: (self.records, one.section) for one in self.all_records()} | derived
+        frames = {name: _built(*build) for name, build in made.items()}
         frames = {
             name: frame for name, frame in frames.items() if frame is not None and not frame.empty
         }
@@ -250,6 +248,10 @@ def _built(build: Callable, *arguments, **options):
 
 def _is_measured(frame: pd.DataFrame) -> bool:
     return not frame.empty and ("status" not in frame or bool((frame["status"] == "ok").any()))
+
+
+Chapters = Mapping[str, Chapter]
+"""The chapters of a device, by the names of their notebooks."""
 
 
 class _Measurement(NamedTuple):

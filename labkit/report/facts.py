@@ -12,8 +12,8 @@ other takes r× the memory of the base".
 import math
 import string
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -21,7 +21,7 @@ import pandas as pd
 from labkit import accounting
 from labkit.configs import SIZES
 from labkit.report import verdicts
-from labkit.report.frame import mark, ok_rows, only, size_name
+from labkit.report.frame import Row, mark, ok_rows, only, size_name
 from labkit.report.text import gib, number, percent, scientific, span, times
 
 LEAST_MS = 1.0
@@ -64,22 +64,16 @@ class Fact:
         missing: what was not measured; "" where there is something to say.
         small: too small to draw a conclusion about a device.
         plain: both sides in words, for the plain form.
-        cases_marked: whether a case of a tally was marked.
+        marked: a row behind it was marked: then the first page does not rest on it.
     """
 
     case: str
-    numbers: Mapping[str, Any] = field(default_factory=dict)
+    numbers: dict[str, Any] = field(default_factory=dict)
     verdict: str = ""
     missing: str = ""
     small: bool = False
     plain: str = ""
-    cases_marked: bool = False
-
-    @property
-    def marked(self) -> bool:
-        """Whether a row behind it was marked: then the first page does not rest on it."""
-        marks = [one.mark for one in self.numbers.values() if isinstance(one, Quantity)]
-        return self.cases_marked or any(marks)
+    marked: bool = False
 
     def __getitem__(self, name: str) -> Any:
         return self.numbers[name]
@@ -120,12 +114,12 @@ def unit_of(value: str) -> str:
     return next((unit for end, unit in UNITS.items() if value.endswith(end)), "count")
 
 
-def quantity(row: Mapping[str, Any], value: str, unit: str = "") -> Quantity:
+def quantity(row: Row, value: str, unit: str = "") -> Quantity:
     """Returns a row's value with its unit and mark."""
     return Quantity(row[value], unit or unit_of(value), mark(row, value))
 
 
-def case_name(case: Mapping[str, Any]) -> str:
+def case_name(case: Row) -> str:
     """Returns a case in words: "2.7b (3.4 B), bf16, context 512"."""
     words = []
     for name, value in case.items():
@@ -141,7 +135,7 @@ def case_name(case: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _is_small(row: Mapping[str, Any], value: str) -> bool:
+def _is_small(row: Row, value: str) -> bool:
     size = row.get("size")
     if size in SIZES and accounting.num_parameters(SIZES[size]) < LEAST_PARAMETERS:
         return True
@@ -149,14 +143,14 @@ def _is_small(row: Mapping[str, Any], value: str) -> bool:
     return least is not None and row[value] < least
 
 
-def _is_measured(row: Mapping[str, Any] | None, value: str) -> bool:
+def _is_measured(row: Row | None, value: str) -> bool:
     return row is not None and pd.notna(row.get(value))
 
 
 def compare(
     frame: pd.DataFrame,
-    base: Mapping[str, Any],
-    other: Mapping[str, Any],
+    base: Row,
+    other: Row,
     *,
     value: str = "median_ms",
     **case: Any,
@@ -182,26 +176,26 @@ def compare(
     return compare_rows(*rows, value, case_name(case), _sides(base, other))
 
 
-def _sides(base: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+def _sides(base: Row, other: Row) -> str:
     return f"{case_name(other)} against {case_name(base)}"
 
 
 def compare_rows(
-    base: Mapping[str, Any],
-    other: Mapping[str, Any],
+    base: Row,
+    other: Row,
     value: str = "median_ms",
     case: str = "",
     plain: str = "",
 ) -> Fact:
     """Returns `compare` of two rows."""
-    is_time = unit_of(value) == "ms"
-    if is_time:
+    if unit_of(value) == "ms":
         interval = verdicts.ratio(base, other, value)
         # Of times the base is above the line, of bytes the other.
         shown = interval.mid
     else:
-        interval = verdicts.exact(base[value], other[value])
-        shown = 1 / interval.mid
+        exact = base[value] / other[value]
+        interval = verdicts.Ratio(exact, exact, exact)
+        shown = 1 / exact
     ratio = Quantity(shown, "×", mark(base, value) or mark(other, value))
     numbers = {
         "base": quantity(base, value),
@@ -211,13 +205,13 @@ def compare_rows(
         "interval": span(interval.low, interval.high),
     }
     small = _is_small(base, value) and _is_small(other, value)
-    return Fact(case, numbers, interval.verdict, small=small, plain=plain)
+    return Fact(case, numbers, interval.verdict, small=small, plain=plain, marked=bool(ratio.mark))
 
 
 def compare_all(
     frame: pd.DataFrame,
-    base: Mapping[str, Any],
-    other: Mapping[str, Any],
+    base: Row,
+    other: Row,
     keys: Sequence[str],
     *,
     value: str = "median_ms",
@@ -242,17 +236,19 @@ def compare_all(
     plain = _sides(base, other)
     if not facts:
         return Fact("", missing=f"{plain} for {case_name(case)}" if case else plain)
-    ordered = sorted(facts, key=lambda words: facts[words]["ratio"].value)
-    least, most = (facts[words]["ratio"] for words in (ordered[0], ordered[-1]))
-    ends = [f"{facts[words]['ratio']} ({words})" for words in (ordered[0], ordered[-1])]
+    ratios = {words: fact["ratio"] for words, fact in facts.items()}
+    ordered = sorted(ratios, key=ratios.get)
+    ends = ordered[0], ordered[-1]
+    least, most = (ratios[words] for words in ends)
+    named = [f"{ratios[words]} ({words})" for words in ends]
     counts = Counter(fact.verdict for fact in facts.values())
     narrow = most.value <= WIDEST_RANGE * least.value
     numbers = {
         "total": Quantity(len(facts), "count"),
         **{verdict: Quantity(counts[verdict], "count") for verdict in verdicts.VERDICTS},
-        "range": f"{least} to {most}" if narrow else " to ".join(ends),
-        "least": ends[0],
-        "most": ends[1],
+        "range": f"{least} to {most}" if narrow else " to ".join(named),
+        "least": named[0],
+        "most": named[1],
         "value": f"{counts[verdicts.AHEAD]} of {len(facts)}",
     }
     return Fact(
@@ -261,7 +257,7 @@ def compare_all(
         next(iter(counts)) if len(counts) == 1 else MIXED,
         small=len(facts) < LEAST_CASES,
         plain=plain,
-        cases_marked=any(fact.marked for fact in facts.values()),
+        marked=any(fact.marked for fact in facts.values()),
     )
 
 
@@ -271,7 +267,8 @@ def measured(frame: pd.DataFrame, value: str, unit: str = "", **case: Any) -> Fa
     row = only(frame, **case)
     if not _is_measured(row, value):
         return Fact(name, missing=name)
-    return Fact(name, {"value": quantity(row, value, unit)}, small=_is_small(row, value))
+    shown = quantity(row, value, unit)
+    return Fact(name, {"value": shown}, small=_is_small(row, value), marked=bool(shown.mark))
 
 
 def share_of(frame: pd.DataFrame, condition: str, what: str, **case: Any) -> Fact:
@@ -291,9 +288,8 @@ def growth(frame: pd.DataFrame, x: str, value: str, low: float, high: float, **c
     if ends.missing:
         return ends
     exponent = math.log(ends["other"].value / ends["base"].value) / math.log(high / low)
-    return Fact(
-        ends.case, {"value": ends["ratio"]._replace(value=exponent, unit="")}, small=ends.small
-    )
+    grown = ends["ratio"]._replace(value=exponent, unit="")
+    return replace(ends, numbers={"value": grown}, verdict="")
 
 
 def fits(frame: pd.DataFrame, x: str = "context", **case: Any) -> Fact:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import matplotlib as mpl
 import pandas as pd
 import seaborn as sns
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
@@ -247,14 +248,14 @@ def class_bars(
 
 def finish(figure: Figure, num_columns: int = 4) -> None:
     """Gives a figure one legend for all panels, below them."""
-    handles: dict[str, object] = {}
+    handles: dict[str, Artist] = {}
     for axis in figure.axes:
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
+        artists, labels = axis.get_legend_handles_labels()
+        handles |= dict(zip(labels, artists, strict=True))
     if handles:
-        shown = {"handles": list(handles.values()), "labels": list(handles)}
         columns = min(len(handles), num_columns)
-        figure.legend(**shown, loc="outside lower center", ncols=columns)
+        place = {"loc": "outside lower center", "ncols": columns}
+        figure.legend(handles.values(), handles.keys(), **place)
 
 
 def mark_failures(axis: Axes, rows: pd.DataFrame, x: str, *, colour: str) -> None:

@@ -11,6 +11,9 @@ from labkit import accounting
 from labkit.configs import COMPILE_MODES, PHASES, PRECISIONS, SIZES
 from labkit.report.text import number
 
+Row = Mapping[str, Any]
+"""A row of a frame, or the columns that tell a case, with their values."""
+
 ORDER = {
     "size": list(SIZES),
     "precision": list(PRECISIONS),
@@ -81,7 +84,7 @@ def ok_rows(frame: pd.DataFrame, **equal: Any) -> pd.DataFrame:
     return select(frame, status="ok", **equal)
 
 
-def only(frame: pd.DataFrame, **equal: Any) -> dict[str, Any] | None:
+def only(frame: pd.DataFrame, **equal: Any) -> Row | None:
     """Returns the one measured row of a case, None where there is none; ValueError where the case
     names several.
     """
@@ -106,17 +109,15 @@ def unfolded(frame: pd.DataFrame, keys: Sequence[str], samples: Sequence[str]) -
     """Returns the samples of these names, one row per element, beside the columns `keys` of the
     rows that have them.
     """
-    parts = [
-        pd.DataFrame(
-            {key: row[key] for key in keys} | {key: row["samples"][key] for key in samples}
-        )
-        for row in ok_rows(frame).to_dict("records")
-        if set(samples) <= row["samples"].keys()
-    ]
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+    rows = ok_rows(frame)
+    if rows.empty:
+        return rows
+    lists = pd.DataFrame(rows["samples"].tolist(), rows.index).reindex(columns=samples).dropna()
+    joined = rows[list(keys)].join(lists, how="inner")
+    return joined.explode(list(samples), ignore_index=True).infer_objects()
 
 
-def mark(row: dict[str, Any], value: str = "median_ms") -> str:
+def mark(row: Row, value: str = "median_ms") -> str:
     """Returns the mark that a row's value carries wherever it is printed, "" for none."""
     if row.get("disturbed") in (True, 1):
         return DISTURBED
@@ -124,7 +125,7 @@ def mark(row: dict[str, Any], value: str = "median_ms") -> str:
 
 
 def cell(
-    row: Mapping[str, Any] | None,
+    row: Row | None,
     value: str = "median_ms",
     form: Callable[[float], str] = number,
 ) -> str:
@@ -135,15 +136,16 @@ def cell(
         return "–"
     if row["status"] != "ok":
         return row["status"]
-    text = form(row.get(value))
-    return text if text == "–" else mark(row, value) + text
+    if pd.isna(row.get(value)):
+        return "–"
+    return mark(row, value) + form(row[value])
 
 
 def by_way(
     frame: pd.DataFrame,
     index: str,
-    ways: Mapping[str, Mapping[str, Any]],
-    text: Callable[[dict[str, Any]], str] = cell,
+    ways: Mapping[str, Row],
+    text: Callable[[Row], str] = cell,
 ) -> pd.DataFrame:
     """Returns a table with one row per value of `index`, in order, and one column per way; "–"
     where not measured.

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from labkit.configs import NORM_SETTINGS
 from labkit.report import facts, figures
-from labkit.report.frame import ok_rows, only, select, size_name, usable
+from labkit.report.frame import ok_rows, select, size_name, usable
 from labkit.report.text import power
 
 NAMES = {
@@ -56,18 +56,19 @@ def dtypes(records: pd.DataFrame) -> pd.DataFrame:
     """Returns one row per model and part, in the order of the forward pass, with the dtype under
     fp16 and bf16.
     """
-    lines: dict[tuple, dict] = {}
-    for record in ok_rows(records).to_dict("records"):
-        model = record["model"]
-        for part, dtype in record["observed"]["dtypes"]:
-            line = lines.setdefault((model, part), {"model": model, "part": part})
-            line[record["autocast"]] = dtype
-    return pd.DataFrame(lines.values())
+    lines = [
+        {"model": record["model"], "part": part, record["autocast"]: dtype}
+        for record in ok_rows(records).to_dict("records")
+        for part, dtype in record["observed"]["dtypes"]
+    ]
+    keys = ["model", "part"]
+    frame = pd.DataFrame(lines, columns=None if lines else keys)
+    return frame.groupby(keys, sort=False, as_index=False).last()
 
 
 def dtypes_table(records: pd.DataFrame) -> pd.DataFrame:
     """Returns the dtypes of the small model's parts under autocast."""
-    rows = select(dtypes(records), model="toy").drop(columns="model", errors="ignore").head(8)
+    rows = select(dtypes(records), model="toy").drop(columns="model").head(8)
     return rows.rename(columns={"fp16": "under fp16", "bf16": "under bf16"}).fillna("–")
 
 
@@ -130,12 +131,13 @@ def added_casts(operators: pd.DataFrame, phase: str) -> facts.Fact:
     """Returns the share that bf16 autocast adds to the operators of the smallest model's pass."""
     rows = ok_rows(operators, phase=phase)
     case = {"phase": phase, "size": rows["size"].iloc[0] if len(rows) else ""}
-    plain, cast = (only(rows, precision=precision, **case) for precision in ("fp32", "bf16"))
-    if plain is None or cast is None:
+    precisions = [{"precision": name} for name in ("fp32", "bf16")]
+    fact = facts.compare(operators, *precisions, value="num_operators", **case)
+    if fact.missing:
         return facts.Fact(phase, missing=f"the casts of {phase}")
-    more = cast["num_operators"] / plain["num_operators"] - 1
+    more = facts.Quantity(fact["ratio"].value - 1, "%")
     size = size_name(case["size"])
-    return facts.Fact(size, {"value": facts.Quantity(more, "%"), "size": size})
+    return facts.Fact(size, {"value": more, "size": size})
 
 
 def training_figure(training: pd.DataFrame) -> Figure | None:

@@ -33,12 +33,13 @@ _ALLOWED_ATTRIBUTES = {
 MOST_ROWS = 60
 """Rows of a full table that the page shows; a longer one is a download."""
 
-_TABLES = re.compile(
-    r'<a href="(?P<folder>(?:\.\./[^/"]+/)?)tables/#(?P<number>\d\d)">(?P<text>[^<]*)</a>'
-)
+_TABLES = re.compile(r'<a href="(?P<folder>(?:\.\./[^/"]+/)?)tables/#(?P<number>\d\d)">')
 """A chapter's link to its tables. Only a tag of the page can match: text holds no "<", an attribute
 no quote.
 """
+
+_RELATIVE = re.compile(r'<a href="(?!#|https?:)[^"]*">(.*?)</a>', re.DOTALL)
+"""A link to a file, which is not there where the page is mailed."""
 
 _FIGURE = re.compile(r'(<img alt="[^"]*" src=")([^"]+)')
 
@@ -70,13 +71,8 @@ def html(markdown: str, folder: Path, title: str) -> str:
     renderer = _Renderer(figures)
     body = mistune.create_markdown(renderer=renderer, plugins=["table"])(markdown)
     body = bleach.clean(body, _ALLOWED_TAGS, _ALLOWED_ATTRIBUTES, protocols=["http", "https"])
-    images = {
-        url: base64.b64encode(path.read_bytes()).decode()
-        for url, path in figures.items()
-        if url in body
-    }
     body = _FIGURE.sub(
-        lambda match: f"{match[1]}data:image/svg+xml;base64,{images[match[2]]}", body
+        lambda match: f"{match[1]}data:image/svg+xml;base64,{_encoded(figures[match[2]])}", body
     )
     body = _with_tables(body, folder)
     top = "contents"
@@ -97,12 +93,12 @@ def html(markdown: str, folder: Path, title: str) -> str:
 
 
 def _with_tables(body: str, folder: Path) -> str:
-    """Returns the page with the full tables that it links inside it, so that no link is dead where
-    it is mailed.
+    """Returns the page with the full tables that it links inside it, and links to files as text: no
+    link is dead where the page is mailed.
     """
     paragraphs = []
     for paragraph in re.split(r"(?<=</p>)", body):
-        paragraphs.append(_TABLES.sub(lambda match: match["text"], paragraph))
+        paragraphs.append(_RELATIVE.sub(r"\1", paragraph))
         for match in _TABLES.finditer(paragraph):
             within = folder.parent / Path(match["folder"]).name if match["folder"] else folder
             paragraphs += [
@@ -113,10 +109,10 @@ def _with_tables(body: str, folder: Path) -> str:
 
 def _details(path: Path) -> str:
     rows = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))
-    data = base64.b64encode(path.read_bytes()).decode()
     name = entities.escape(path.name)
     summary = f"{name}, {len(rows) - 1:,} rows"
-    download = f'<p><a download="{name}" href="data:text/csv;base64,{data}">Download {name}</a></p>'
+    href = f"data:text/csv;base64,{_encoded(path)}"
+    download = f'<p><a download="{name}" href="{href}">Download {name}</a></p>'
     table = ""
     if len(rows) <= MOST_ROWS:
         head = "".join(f'<th scope="col">{entities.escape(text)}</th>' for text in rows[0])
@@ -124,6 +120,10 @@ def _details(path: Path) -> str:
         body = "".join(f"<tr>{line}</tr>" for line in lines)
         table = _scrolled(name, f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>")
     return f"<details><summary>{summary}</summary>{download}{table}</details>"
+
+
+def _encoded(path: Path) -> str:
+    return base64.b64encode(path.read_bytes()).decode()
 
 
 def _scrolled(label: str, table: str) -> str:
@@ -146,12 +146,13 @@ class _Renderer(mistune.HTMLRenderer):
         # belongs to.
         level = level if self._open else 0
         self._open = [above for above in self._open if above < level] + [level]
+        tag = f"h{len(self._open)}"
         plain = entities.unescape(re.sub(r"<[^>]*>", "", text))
         name = anchor(plain)
         identity = f"{name}-{self._used[name]}" if self._used[name] else name
         self._used[name] += 1
         self.headings.append((len(self._open), identity, entities.escape(plain)))
-        return f'<h{len(self._open)} id="{identity}">{text}</h{len(self._open)}>\n'
+        return f'<{tag} id="{identity}">{text}</{tag}>\n'
 
     def image(self, text: str, url: str, title: str | None = None) -> str:
         alt = entities.escape(entities.unescape(mistune.util.striptags(text)))

@@ -4,7 +4,7 @@ it was made.
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,10 @@ from labkit.records import (
     write_text_atomic,
 )
 from labkit.report import card, figures, page, smoke
-from labkit.report.chapter import FACT, FIGURE, Chapter, dates_of
+from labkit.report.chapter import FACT, FIGURE, Chapter, Chapters, dates_of
 
 MOST_AT_ONCE = 4
 """Notebooks whose lessons are executed at a time, on as many cores; each needs about 300 MB."""
-
-_FIGURES_FOLDER = "labkit-figures-folder/"
-"""Stands for the path to the devices' folders, which depends on where the report is written."""
 
 
 def rebuild(
@@ -88,11 +85,12 @@ def rebuild(
         for name, notebook in executed.items():
             _save_outputs(name, notebook, folder_of(root, device, name) / f"{name}.ipynb")
     text = _report(chapters, executed, folder)
-    own = text.replace(f"{_FIGURES_FOLDER}{device}/", "").replace(_FIGURES_FOLDER, "../")
+    # Paths are those of a notebook until it is known where the text is written.
+    own = text.replace(f"../figures/{device}/", "").replace("../figures/", "../")
     own = own.replace("../notebooks/", "../../notebooks/")
     written = [write_text_atomic(folder / "report.md", own)]
     if output is None and top_level:
-        text = text.replace(_FIGURES_FOLDER, f"{root.relative_to(REPOSITORY).as_posix()}/")
+        text = text.replace("../figures/", f"{root.relative_to(REPOSITORY).as_posix()}/")
         text = text.replace("../notebooks/", "notebooks/")
         written.append(write_text_atomic(REPOSITORY / "report.md", text))
     if html:
@@ -101,7 +99,7 @@ def rebuild(
     return written
 
 
-def chapters_of(device: str, output: Path | None = None) -> dict[str, Chapter]:
+def chapters_of(device: str, output: Path | None = None) -> Chapters:
     """Returns the chapters of a device that have records; raises RequestError where none has."""
     root = output or FIGURES
     check_measured(device, root)
@@ -116,28 +114,26 @@ def chapters_of(device: str, output: Path | None = None) -> dict[str, Chapter]:
     return chapters
 
 
-def _report(chapters: Mapping[str, Chapter], executed: Mapping[str, Any], folder: Path) -> str:
+def _report(chapters: Chapters, executed: Mapping[str, Any], folder: Path) -> str:
     ladder = card.ladder(chapters)
     if ladder is not None:
         write_bytes_atomic(folder / card.LADDER_FILE, figures.svg(ladder))
     warnings = [_not_finished(chapter.folder, name) for name, chapter in chapters.items()]
+    bodies = []
     if card.first_of(chapters).device_kind == "cpu":
         first = smoke.page(chapters)
-        bodies = []
     else:
         keyed: dict[str, tuple[str, str]] = {}
-        for notebook in executed.values():
-            keyed |= _keyed(notebook)
+        for name in notebooks.names():
+            text = f"*Not measured; `labkit run {name.split('_')[0]}` measures it.*"
+            body = f"## {notebooks.title(name)}\n\n{text}"
+            if name in chapters:
+                body, named = _chapter_markdown(executed[name], chapters[name].folder.name)
+                keyed |= named
+            bodies.append(body)
         first = card.page(chapters, keyed)
-        bodies = [
-            _chapter_markdown(executed[name], chapters[name].folder.name)
-            if name in chapters
-            else f"## {notebooks.title(name)}\n\n"
-            f"*Not measured; `labkit run {name.split('_')[0]}` measures it.*"
-            for name in notebooks.names()
-        ]
     parts = [first, *filter(None, warnings), *bodies, card.provenance(chapters)]
-    return "\n\n".join(parts).replace("{figures}", f"{_FIGURES_FOLDER}{folder.name}/") + "\n"
+    return "\n\n".join(parts) + "\n"
 
 
 def devices_table(root: Path) -> pd.DataFrame:
@@ -165,12 +161,10 @@ def _execute_all(names: Sequence[str]) -> dict[str, Any]:
     """Executes notebooks with their lessons, in parallel; raises NotebookError for the first that
     failed.
     """
-    pool = ThreadPoolExecutor(min(MOST_AT_ONCE, os.cpu_count() or 1))
-    try:
+    with ThreadPoolExecutor(min(MOST_AT_ONCE, os.cpu_count() or 1)) as pool:
+        # Where one raises, `map` cancels those that have not begun.
         executed = pool.map(lambda name: notebooks.execute(name, {}, lessons=True), names)
         return dict(zip(names, executed, strict=True))
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _not_finished(folder: Path, notebook: str) -> str:
@@ -187,71 +181,48 @@ def _not_finished(folder: Path, notebook: str) -> str:
     return ""
 
 
-def _shown(notebook) -> Iterator[tuple[str, Any]]:
-    """Yields a notebook's texts, ("text", Markdown), and what its cells show but for lessons and
-    set-up: ("figure", metadata), ("fact", (sentence, metadata)), ("text", Markdown).
+def _chapter_markdown(notebook, device: str) -> tuple[str, dict[str, tuple[str, str]]]:
+    """Returns a notebook as a chapter: its text, and what its cells show but for lessons and
+    set-up; and by key the sentence and the heading of the facts that it names for the first page.
     """
     hidden = {"remove_cell", "parameters", "injected-parameters", notebooks.LESSON}
+    parts: list[str] = []
+    keyed = {}
+    heading = ""
+    figure = None
     for cell in notebook.cells:
         if hidden & set(cell.metadata.get("tags", [])):
             continue
         if cell.cell_type == "markdown":
-            yield "text", cell.source
-        for output in cell.get("outputs", []):
-            metadata = output.get("metadata", {})
-            text = output.get("data", {}).get("text/markdown", "")
-            fact = metadata.get("text/markdown", {}).get(FACT)
-            if FIGURE in metadata:
-                yield "figure", metadata[FIGURE]
-            elif fact:
-                yield "fact", (text, fact)
-            elif text:
-                yield "text", text
-
-
-def _keyed(notebook) -> dict[str, tuple[str, str]]:
-    """Returns the facts that a notebook names for the first page: sentence and heading, by key."""
-    keyed = {}
-    heading = ""
-    for kind, shown in _shown(notebook):
-        if kind == "text" and shown.startswith("## "):
-            heading = shown.splitlines()[0].removeprefix("## ")
-        elif kind == "fact":
-            text, fact = shown
-            # What was not measured, or is marked, is nothing for the first page.
-            if fact["key"] and not fact["marked"] and not text.startswith("- *"):
-                keyed[fact["key"]] = (text.removeprefix("- "), heading)
-    return keyed
-
-
-def _chapter_markdown(notebook, device: str) -> str:
-    """Returns a notebook as a chapter: its text, and what its cells show but for lessons and
-    set-up.
-    """
-    parts: list[str] = []
-    figure = None
-    for kind, shown in _shown(notebook):
-        if kind == "figure":
-            figure = len(parts)
-            image = f"{_FIGURES_FOLDER}{device}/{shown['file']}"
-            parts.append(f"![{shown['caption']}]({image})\n\n*{shown['caption']}*")
-        elif kind == "fact":
-            text, _ = shown
-            if figure is not None and not text.startswith("- *"):
-                # The section's first fact is what the figure shows: its alternative text.
-                alternative = re.sub(r"[\[\]*`]", "", text.removeprefix("- "))
-                parts[figure] = f"![{alternative}]" + parts[figure].split("]", 1)[1]
-                figure = None
-            if parts[-1].startswith("- "):
-                parts[-1] += f"\n{text}"
-            else:
-                parts.append(text)
-        else:
-            if shown.startswith("## "):
+            if cell.source.startswith("## "):
+                heading = cell.source.splitlines()[0].removeprefix("## ")
                 figure = None
             # A notebook's title is a chapter's heading here.
-            parts.append(re.sub(r"^(#+ )", r"#\1", shown, flags=re.MULTILINE))
-    return "\n\n".join(part.strip() for part in parts).replace("../figures/", _FIGURES_FOLDER)
+            parts.append(re.sub(r"^(#+ )", r"#\1", cell.source, flags=re.MULTILINE))
+        for output in cell.get("outputs", []):
+            text = output.get("data", {}).get("text/markdown", "")
+            metadata = output.get("metadata", {})
+            fact = metadata.get("text/markdown", {}).get(FACT)
+            if FIGURE in metadata:
+                figure = len(parts)
+                caption = metadata[FIGURE]["caption"]
+                image = f"../figures/{device}/{metadata[FIGURE]['file']}"
+                text = f"![{caption}]({image})\n\n*{caption}*"
+            elif fact and not text.startswith("- *"):
+                sentence = text.removeprefix("- ")
+                if figure is not None:
+                    # The section's first fact is what the figure shows: its alternative text.
+                    alternative = re.sub(r"[\[\]*`]", "", sentence)
+                    parts[figure] = f"![{alternative}]" + parts[figure].split("]", 1)[1]
+                    figure = None
+                # What is marked, or was not measured, is nothing for the first page.
+                if fact["key"] and not fact["marked"]:
+                    keyed[fact["key"]] = (sentence, heading)
+            if fact and parts[-1].startswith("- "):
+                parts[-1] += f"\n{text}"
+            elif text:
+                parts.append(text)
+    return "\n\n".join(part.strip() for part in parts), keyed
 
 
 def _save_outputs(name: str, executed, target: Path) -> None:

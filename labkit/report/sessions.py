@@ -119,17 +119,20 @@ def table_worst(differences: pd.DataFrame) -> pd.DataFrame:
 
 def table_sessions(chapters: Mapping[str, Sequence[Record]]) -> pd.DataFrame:
     """Returns the sessions of each chapter: of which commit, how many records, on which host."""
-    rows = [
-        (chapter, record.session, record.source.get("commit", "")[:8], _probe(record))
-        for chapter, records in chapters.items()
-        for record in records
-    ]
-    frame = pd.DataFrame(rows, columns=["chapter", "session", "commit", "host"])
-    return frame.groupby(["chapter", "session"], sort=False, as_index=False).agg(
-        commit=("commit", lambda commits: ", ".join(sorted(set(commits)))),
-        records=("commit", "size"),
-        host=("host", lambda probes: ", ".join(filter(None, probes)) or "not measured"),
-    )
+    rows = []
+    for chapter, records in chapters.items():
+        for session in dict.fromkeys(record.session for record in records):
+            same = [record for record in records if record.session == session]
+            commits = {record.source.get("commit", "")[:8] for record in same}
+            row = {
+                "chapter": chapter,
+                "session": session,
+                "commit": ", ".join(sorted(commits)),
+                "records": len(same),
+                "host": ", ".join(filter(None, map(_probe, same))) or "not measured",
+            }
+            rows.append(row)
+    return pd.DataFrame(rows)
 
 
 def _probe(record: Record) -> str:

@@ -1,14 +1,13 @@
 """Chapter 08: its figures, and the queries that are its alone."""
 
 import itertools
-from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
 
 from labkit import published
 from labkit.report import facts, figures, verdicts
-from labkit.report.frame import cell, mark, ok_rows, only, select, usable
+from labkit.report.frame import Row, cell, mark, ok_rows, only, select, usable
 from labkit.report.text import gib, number, span, times
 
 STOCK = "transformers, SDPA"
@@ -56,7 +55,7 @@ def encoder(steps: pd.DataFrame, floor: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def _launched(sessions: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _launched(sessions: dict[str, Row]) -> dict[str, Row]:
     return {
         name: {**metrics, "host_median_ms": metrics.get("call_ms")}
         for name, metrics in sessions.items()
@@ -71,7 +70,7 @@ def waterfall(rows: pd.DataFrame) -> Figure | None:
     if not steps:
         return None
     figure, (axis,) = figures.panels(1, height=3.0)
-    before: dict[str, Any] = {}
+    before: Row = {}
     for row in steps:
         way = row["way"]
         time = row["sustained_ms"]
@@ -94,7 +93,7 @@ def waterfall(rows: pd.DataFrame) -> Figure | None:
     return figure
 
 
-def time_and_peak(row: dict[str, Any]) -> str:
+def time_and_peak(row: Row) -> str:
     """Returns "89.9 (10.7)": sustained time (ms) and peak memory (GiB)."""
     return f"{cell(row, 'sustained_ms')} ({gib(row.get('peak_bytes'))})"
 
@@ -136,7 +135,7 @@ def kernels_table(kernels: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def _beside(peer: dict[str, Any]) -> str:
+def _beside(peer: Row) -> str:
     ratio = verdicts.paired(peer)
     # Without the widening: sessions over 5 % apart.
     if ratio.verdict == verdicts.UNDECIDED or ratio.high > 1.07 * ratio.low:

@@ -3,13 +3,12 @@ teach nothing more.
 """
 
 from collections import Counter
-from collections.abc import Mapping
 
 import pandas as pd
 
 from labkit import notebooks
 from labkit.report import benchmarking, card, tables
-from labkit.report.chapter import Chapter
+from labkit.report.chapter import Chapters
 from labkit.report.frame import in_order, ok_rows, pivot, select, usable
 
 EXACT = [
@@ -43,38 +42,34 @@ metric that it equals.
 MOST_LACKS = 6
 
 
-def page(chapters: Mapping[str, Chapter]) -> str:
+def page(chapters: Chapters) -> str:
     """Returns the page in Markdown, but for how the numbers were made."""
-    first = next(iter(chapters.values()))
+    roofs = benchmarking.roofs_table(
+        ok_rows(card.frame_of(chapters, "01_benchmarking", "ceilings"))
+    )
+    steps = select(card.frame_of(chapters, "01_benchmarking", "steps"), phase="train_step")
+    sections = {
+        "What ran": tables.to_markdown(ran(chapters)),
+        "What is exact": "\n".join(exact_lines(chapters)),
+    }
+    if len(roofs):
+        table = roofs[["roof", "burst"]].rename(columns={"burst": "measured"})
+        sections["Roofs"] = tables.to_markdown(table)
+    if len(ok_rows(steps)):
+        table = tables.to_markdown(step_table(steps))
+        sections["A training step"] = f"{table}\n\nCall time in ms, batch as recorded."
+    sections["What this machine lacks"] = "\n".join(f"- {line}" for line in missing(chapters))
     parts = [
-        f"# {card.title(first)}",
+        f"# {card.title(card.first_of(chapters))}",
         "A CPU runs the whole laboratory on models of a few million parameters. This page says "
         "what ran and what is "
         "exact; it draws no conclusion on speed or memory from models that small.",
-        "## What ran",
-        tables.to_markdown(ran(chapters)),
     ]
-    exact = exact_lines(chapters)
-    if exact:
-        parts += ["## What is exact", "\n".join(exact)]
-    roofs = ok_rows(card.frame_of(chapters, "01_benchmarking", "ceilings"))
-    if len(roofs):
-        table = benchmarking.roofs_table(roofs)[["roof", "burst"]]
-        parts += ["## Roofs", tables.to_markdown(table.rename(columns={"burst": "measured"}))]
-    steps = select(card.frame_of(chapters, "01_benchmarking", "steps"), phase="train_step")
-    if len(ok_rows(steps)):
-        parts += [
-            "## A training step",
-            tables.to_markdown(step_table(steps)),
-            "Call time in ms, batch as recorded.",
-        ]
-    lacks = missing(chapters)
-    if lacks:
-        parts += ["## What this machine lacks", "\n".join(f"- {line}" for line in lacks)]
+    parts += [f"## {heading}\n\n{text}" for heading, text in sections.items() if text]
     return "\n\n".join(parts)
 
 
-def ran(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
+def ran(chapters: Chapters) -> pd.DataFrame:
     """Returns how many measurements of each chapter ended how."""
     rows = []
     for name, chapter in chapters.items():
@@ -88,7 +83,7 @@ def ran(chapters: Mapping[str, Chapter]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def exact_lines(chapters: Mapping[str, Chapter]) -> list[str]:
+def exact_lines(chapters: Chapters) -> list[str]:
     """Returns "- 17 of 17 outputs of attention within 1e-2 of fp64." and the like."""
     lines = []
     for words, (name, section, metric), limit in EXACT:
@@ -111,7 +106,7 @@ def step_table(steps: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
-def missing(chapters: Mapping[str, Chapter]) -> list[str]:
+def missing(chapters: Chapters) -> list[str]:
     """Returns why measurements were skipped, the most frequent reason first."""
     reasons = Counter(
         record.reason

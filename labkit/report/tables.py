@@ -50,8 +50,8 @@ def to_csv(frame: pd.DataFrame) -> str:
     Columns that are empty throughout, nested values and what only identifies a record are left out.
     A text that a spreadsheet would take for a formula begins with an apostrophe.
     """
-    kept = frame.drop(columns=[name for name in NOT_IN_CSV if name in frame])
-    kept = kept.loc[:, [not (kept[name].isna() | (kept[name] == "")).all() for name in kept]]
+    kept = frame.drop(columns=list(NOT_IN_CSV), errors="ignore")
+    kept = kept.replace("", None).dropna(axis="columns", how="all")
     kept = kept.rename(columns=_no_formula).map(_no_formula)
     return kept.to_csv(index=False, float_format="%.6g", lineterminator="\n")
 

@@ -19,12 +19,9 @@ def number(value: float | int | None, digits: int = 3) -> str:
     return f"{value:,.{min(decimals, 6)}f}"
 
 
-def percent(fraction: float | None, digits: int = 2) -> str:
+def percent(fraction: float, digits: int = 2) -> str:
     """Returns a fraction as a percentage: 0.4123 is "41 %"."""
-    if fraction is None or not math.isfinite(fraction):
-        return "–"
-    text = number(100 * fraction, digits)
-    return f"{text.removesuffix('.0')} %"
+    return f"{number(100 * fraction, digits).removesuffix('.0')} %"
 
 
 def gib(value: float | None) -> str:
@@ -38,16 +35,14 @@ def power(value: float) -> str:
     return "10" + exponent.translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
-def scientific(value: float | None) -> str:
-    """Returns an error as "4.1e-4"; "–" for none."""
-    if value is None or not math.isfinite(value):
-        return "–"
+def scientific(value: float) -> str:
+    """Returns an error as "4.1e-4"."""
     return re.sub(r"e([+-])0", r"e\1", f"{value:.1e}")
 
 
-def times(ratio: float | None) -> str:
+def times(ratio: float) -> str:
     """Returns a ratio as "1.52×"."""
-    return "–" if ratio is None or not math.isfinite(ratio) else f"{number(ratio)}×"
+    return f"{number(ratio)}×"
 
 
 def span(low: float, high: float) -> str:
@@ -84,7 +79,8 @@ def disturbed_note(frame) -> list[str]:
     """
     if frame.empty or not frame["disturbed"].any():
         return []
-    num_measured, num_disturbed = (frame["status"] == "ok").sum(), frame["disturbed"].sum()
+    num_measured = (frame["status"] == "ok").sum()
+    num_disturbed = frame["disturbed"].sum()
     return [
         f"The machine was busy during {num_disturbed:,} of {count(num_measured, 'measurement')}."
     ]

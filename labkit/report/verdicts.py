@@ -7,13 +7,15 @@ A comparison is a ratio with an interval. Times are compared only with times of 
 - call time: what the caller waits for, including the host.
 
 Sessions are repetitions: where both sides were measured in several, the interval spans the ratio of
-each, else that of the samples, and either is widened by SPREAD. Only sessions of a row's own commit
-count. Bytes are exact.
+each, else that of the samples, and either is widened by WITHIN or BETWEEN. Only sessions of a row's
+own commit count. Bytes are exact.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from labkit.report.frame import Row
 
 AHEAD = "ahead"
 LEVEL = "level"
@@ -44,16 +46,10 @@ KIND_OF_VALUE = {"sustained_ms": SUSTAINED, "host_median_ms": CALL, "flush_media
 LEVEL_BAND = 0.03
 """Two times are level when the whole interval of their ratio lies within 3 % of 1."""
 
-SPREAD = {
-    (DEVICE, True): 0.01,
-    (SUSTAINED, True): 0.01,
-    (CALL, True): 0.03,
-    (DEVICE, False): 0.03,
-    (SUSTAINED, False): 0.03,
-    (CALL, False): 0.20,
-}
-"""By what a ratio's interval is widened on either side, by kind of time and whether both sides are
-of one session.
+WITHIN = {DEVICE: 0.01, SUSTAINED: 0.01, CALL: 0.03}
+BETWEEN = {DEVICE: 0.03, SUSTAINED: 0.03, CALL: 0.20}
+"""By what a ratio's interval is widened on either side, by kind of time: both sides of one session,
+and of two.
 
 Two entries that run the same kernel differ by up to 0.6 % in one session.
 """
@@ -82,7 +78,7 @@ class Ratio(NamedTuple):
         return UNDECIDED
 
 
-def kind_of_time(row: Mapping[str, Any], value: str = "median_ms") -> str:
+def kind_of_time(row: Row, value: str = "median_ms") -> str:
     """Returns the kind of a row's time; raises ValueError for a timer method that has none."""
     if value in KIND_OF_VALUE:
         return KIND_OF_VALUE[value]
@@ -95,7 +91,7 @@ def kind_of_time(row: Mapping[str, Any], value: str = "median_ms") -> str:
     return KIND_OF_METHOD[method]
 
 
-def issued(row: Mapping[str, Any]) -> float:
+def issued(row: Row) -> float:
     """Returns the host's time to issue a call as a share of the call; 0 where it was not
     measured.
     """
@@ -104,7 +100,7 @@ def issued(row: Mapping[str, Any]) -> float:
     return launch / call if launch and call and launch == launch else 0.0
 
 
-def by_session(row: Mapping[str, Any], value: str) -> dict[str, float]:
+def by_session(row: Row, value: str) -> dict[str, float]:
     """Returns a row's value by session, those of its own commit, the oldest first."""
     sessions = row.get("sessions")
     if not isinstance(sessions, dict) or not sessions:
@@ -112,7 +108,7 @@ def by_session(row: Mapping[str, Any], value: str) -> dict[str, float]:
     return {session: metrics[value] for session, metrics in sessions.items() if metrics.get(value)}
 
 
-def ratio(base: Mapping[str, Any], other: Mapping[str, Any], value: str = "median_ms") -> Ratio:
+def ratio(base: Row, other: Row, value: str = "median_ms") -> Ratio:
     """Returns the base's time over the other's, with its interval.
 
     Args:
@@ -137,22 +133,21 @@ def ratio(base: Mapping[str, Any], other: Mapping[str, Any], value: str = "media
         # Hosts differ: of the sessions that hold both calls, the fastest.
         fastest = min(common, key=lambda session: base_times[session] + other_times[session])
         mid = base_times[fastest] / other_times[fastest]
+    spread = WITHIN[kind]
     if len(common) > 1:
-        ratios = [base_times[session] / other_times[session] for session in common]
-        return _widened(mid, min(mid, *ratios), max(mid, *ratios), SPREAD[kind, True])
-    samples = math.hypot(_half_width(base, value), _half_width(other, value))
-    low = mid * (1 - samples)
-    high = mid * (1 + samples)
-    if same_session or (kind == CALL and common):
-        return _widened(mid, low, high, SPREAD[kind, True])
-    crossed = [one / two for one in base_times.values() for two in other_times.values()]
-    between = SPREAD[kind, False]
-    if kind == CALL:
-        between = max(between, HOST_FACTOR * max(issued(base), issued(other)) - 1)
-    return _widened(mid, min(low, *crossed), max(high, *crossed), between)
+        ends = [base_times[session] / other_times[session] for session in common]
+    else:
+        samples = math.hypot(_half_width(base, value), _half_width(other, value))
+        ends = [mid * (1 - samples), mid * (1 + samples)]
+        if not same_session and not (kind == CALL and common):
+            ends += [one / two for one in base_times.values() for two in other_times.values()]
+            spread = BETWEEN[kind]
+            if kind == CALL:
+                spread = max(spread, HOST_FACTOR * max(issued(base), issued(other)) - 1)
+    return _spanning(mid, ends, spread)
 
 
-def _half_width(row: Mapping[str, Any], value: str) -> float:
+def _half_width(row: Row, value: str) -> float:
     """Returns half of a value's relative interval: of a sustained one half of its drift, else that
     of the samples.
     """
@@ -163,20 +158,15 @@ def _half_width(row: Mapping[str, Any], value: str) -> float:
     return half if half == half else 0.0
 
 
-def paired(row: Mapping[str, Any]) -> Ratio:
+def paired(row: Row) -> Ratio:
     """Returns a rival's time over ours, of a row that was timed in turn with ours: `ratio_to_ours`,
     its bootstrap.
     """
     lows = by_session(row, "ratio_to_ours_low").values()
     highs = by_session(row, "ratio_to_ours_high").values()
-    return _widened(row["ratio_to_ours"], min(lows), max(highs), SPREAD[kind_of_time(row), True])
+    return _spanning(row["ratio_to_ours"], [*lows, *highs], WITHIN[kind_of_time(row)])
 
 
-def exact(base: float, other: float) -> Ratio:
-    """Returns the ratio of two counts or bytes, which have no interval."""
-    mid = base / other
-    return Ratio(mid, mid, mid)
-
-
-def _widened(mid: float, low: float, high: float, spread: float) -> Ratio:
-    return Ratio(mid, low / (1 + spread), high * (1 + spread))
+def _spanning(mid: float, ends: Iterable[float], spread: float) -> Ratio:
+    """Returns a ratio whose interval holds `mid` and all `ends`, widened by `spread`."""
+    return Ratio(mid, min(mid, *ends) / (1 + spread), max(mid, *ends) * (1 + spread))
