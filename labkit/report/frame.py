@@ -88,13 +88,14 @@ def only(frame: pd.DataFrame, **equal: Any) -> Row | None:
     """Returns the one measured row of a case, None where there is none; ValueError where the case
     names several.
     """
-    rows = ok_rows(frame, **equal).to_dict("records")
+    rows = ok_rows(frame, **equal)
     if len(rows) > 1:
-        differ = [name for name in rows[0] if len({str(row[name]) for row in rows}) > 1]
+        differ = [name for name in rows if rows[name].map(str).nunique() > 1]
         raise ValueError(
             f"{len(rows)} rows of {equal}: name one, they differ in {', '.join(differ[:8])}"
         )
-    return rows[0] if rows else None
+    # Of one row it takes half the time of to_dict("records").
+    return rows.iloc[0].to_dict() if len(rows) else None
 
 
 def usable(frame: pd.DataFrame, *columns: str) -> pd.DataFrame:
