@@ -147,15 +147,14 @@ def listed(key: str, value: Any) -> list:
 
 def narrowing(name: str, profile: str, options: Mapping[str, Any]) -> dict[str, list]:
     """Returns those of `options` that narrow a notebook's grid, as values of the grid in its order;
-    all where none is named.
+    none for one that names nothing, which leaves the grid whole.
 
     The one place where they are checked: raises RequestError for a value that the grid of `profile`
     does not have.
     """
+    asked = {key: listed(key, options[key]) for key in NARROWED if key in options}
     return {
-        key: narrowed(GRIDS[name], profile, key, listed(key, options[key]))
-        for key in NARROWED
-        if key in options
+        key: narrowed(GRIDS[name], profile, key, values) for key, values in asked.items() if values
     }
 
 

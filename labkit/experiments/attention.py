@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from labkit import numerics
-from labkit.configs import ATTENTION, MATERIALISING, narrowed
+from labkit.configs import ATTENTION, MATERIALISING
 from labkit.device import Device
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
 from labkit.experiments.contest import attention_formula, by_formula
@@ -72,19 +72,15 @@ measurement.
 def cases(
     profile: str, device_kind: str, *, lengths: Sequence[int] = (), d_heads: Sequence[int] = ()
 ) -> list[Case]:
-    """Returns the cases of `profile`, narrowed where asked; ValueError for a value that it does not
-    have.
-    """
+    """Returns the cases of `profile`, narrowed to values of its grid where asked."""
     grid = ATTENTION[profile]
-    wanted_lengths = narrowed(ATTENTION, profile, "lengths", lengths)
-    wanted_d_heads = narrowed(ATTENTION, profile, "d_heads", d_heads)
     limits = {"timeout_s": grid.case_timeout_s, "time_limit_s": grid.time_limit_s}
     found = ceiling_cases(tuple(grid.series), grid.case_timeout_s)
 
     def add(section: str, impl: str, precision: str, d_head: int, length: int, **mask) -> None:
         call = {"impl": impl, "precision": precision, "d_head": d_head, "length": length}
         call |= {"batch": ATTENTION_BATCH, **mask}
-        if length in wanted_lengths and d_head in wanted_d_heads:
+        if (not lengths or length in lengths) and (not d_heads or d_head in d_heads):
             found.append(Case(section, call, PHASES, **limits, stop_at_failure=True))
 
     # A series of rising lengths after the other.

@@ -21,7 +21,7 @@ import triton.errors
 from torch import Tensor
 
 from labkit import numerics
-from labkit.configs import FLASH_ATTENTION, MATERIALISING, Grid, Rivalry, narrowed
+from labkit.configs import FLASH_ATTENTION, MATERIALISING, Grid, Rivalry
 from labkit.device import Device
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
 from labkit.experiments.contest import IN_TURN, contest_section
@@ -50,13 +50,8 @@ TILE_FIELDS = ("block_q", "block_k", "num_warps", "num_stages")
 
 
 def cases(profile: str, device_kind: str, *, lengths=(), d_heads=()) -> list[Case]:
-    """Returns the cases of `profile`, narrowed where asked; ValueError for a value that it does not
-    have.
-    """
+    """Returns the cases of `profile`, narrowed to values of its grid where asked."""
     grid = FLASH_ATTENTION[profile]
-    # Rivals and memory have values beside these.
-    narrowed(FLASH_ATTENTION, profile, "lengths", lengths)
-    narrowed(FLASH_ATTENTION, profile, "d_heads", d_heads)
     timeout = {"timeout_s": grid.case_timeout_s}
     limits = {**timeout, "time_limit_s": grid.time_limit_s}
     found = ceiling_cases(tuple(grid.impls), grid.case_timeout_s)
