@@ -114,7 +114,8 @@ def _require_room(device: Device, parameters: dict) -> None:
     if parameters["impl"] not in MATERIALISING:
         return
     is_narrow = parameters["precision"] == "bf16" and parameters["impl"] != "sdpa_math"
-    half, total = parameters["length"] // 2, memory_bytes(device)
+    half = parameters["length"] // 2
+    total = memory_bytes(device)
     scores = (2 if is_narrow else 4) * parameters["batch"] * half**2
     if scores > total:
         raise Skip(
@@ -238,7 +239,8 @@ class AttentionCall:
         """Returns the case as read back from the live objects, the implementation from the graph
         that it left.
         """
-        q, nodes = self.inputs[0], node_names(self.forward())
+        q = self.inputs[0]
+        nodes = node_names(self.forward())
         has_node = any(_NODES[self.impl] in name for name in nodes)
         is_right = has_node and (q.dim() == 4) == (self.impl == "compiled_heads")
         return {

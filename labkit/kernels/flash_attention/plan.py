@@ -527,7 +527,8 @@ class Plan:
     """
 
     def __init__(self, call: Call):
-        self.call, self.layouts = call, call[:3]
+        self.call = call
+        self.layouts = call[:3]
         self.forwards: tuple | None = None
         self.backwards: dict[tuple, tuple] = {}
 
