@@ -153,7 +153,7 @@ WARMUP_PHASES = ("forward", "forward_backward")
 WARMUP_COUNTS = (0, 1, 2, 5)
 WARMUP_MEASURED_STEPS = 10
 
-PROFILES = ("smoke", "full", "key")
+PROFILES = ("smoke", "full", "key", "quick")
 AUTO_PROFILE = "auto"
 """Stands for "full" on a GPU and for "smoke" elsewhere."""
 
@@ -260,14 +260,14 @@ def _grid_value(value, cls: type | None = None):
 def read_grids(text: str) -> dict[str, dict[str, Grid]]:
     """Returns the grids in the TOML `text` by notebook and profile.
 
-    Without a table "key", the rows that sentences quote are all of "full". Raises ValueError for
-    other tables, TypeError for a key that "full" has not.
+    "quick" and "key", which are parts of "full", may be left out where they are all of it. Raises
+    ValueError for other tables, TypeError for a key that "full" has not.
     """
     grids = {}
     for notebook, tables in tomllib.loads(text).items():
-        if {*tables, "key"} != set(PROFILES):
+        if {*tables, "quick", "key"} != set(PROFILES):
             names = ", ".join(tables)
-            raise ValueError(f"{notebook} has {names}; required: smoke, full; accepted: key")
+            raise ValueError(f"{notebook} has {names}; required: smoke, full; accepted: quick, key")
         full = tables["full"]
         grid = make_dataclass(notebook, full, bases=(Grid,), frozen=True)
         grids[notebook] = {}
