@@ -107,7 +107,11 @@ def test_grids_cannot_be_changed_and_hold_tuples_integer_keys_and_shapes():
     ("text", "error", "message"),
     [
         ("full.sizes = []\nsmoke.size = []", TypeError, "09_x.* unexpected .* argument 'size'"),
-        ("full.sizes = []", ValueError, "09_x has full; required: smoke, full; accepted: quick, key"),
+        (
+            "full.sizes = []",
+            ValueError,
+            "09_x has full; required: smoke, full; accepted: quick, key",
+        ),
         ("full.sizes = []\nsmoke = {}\nfast = {}", ValueError, "full, smoke, fast; required:"),
         ("full.task.steps = 1\nsmoke = {}", TypeError, "Task.* unexpected .* argument 'steps'"),
     ],
