@@ -30,13 +30,14 @@ from labkit.records import source_state
 
 @dataclass(frozen=True)
 class Datasheet:
-    """Dense peaks of one product, as data/datasheets.toml says: TFLOP/s, and GB/s (1e9 B/s) of its
-    memory.
+    """Dense peaks of one product, as data/datasheets.toml says: TFLOP/s, and GB/s (1e9 B/s) and GB
+    of its memory.
     """
 
     pattern: str
     fp32_tflops: float
     memory_gb_per_s: float
+    memory_gb: float
     source: str
     tf32_tflops: float | None = None
     bf16_tflops: float | None = None
