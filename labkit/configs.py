@@ -5,7 +5,6 @@ Nothing here imports torch, so the command line and the report can name sizes wi
 """
 
 import tomllib
-from collections.abc import Sequence
 from dataclasses import dataclass, make_dataclass
 from importlib import resources
 from pathlib import Path
@@ -310,31 +309,3 @@ def chosen_profile(profile: str, default: str) -> str:
     if profile not in accepted:
         raise RequestError(f"unknown profile {profile!r}; accepted: {', '.join(accepted)}")
     return default if profile == AUTO_PROFILE else profile
-
-
-def narrowed(grids: dict, profile: str, parameter: str, wanted: Sequence = ()) -> list:
-    """Returns the `wanted` values of `parameter`, one of NARROWED, in the grid's order; all where
-    none is named.
-
-    A size may be given by an alias. Raises RequestError for a value that the profile does not have;
-    it names the profile that has it, if one does.
-    """
-    accepted = _values(grids[profile], parameter)
-    if parameter == "sizes":
-        wanted = [model_config(str(name)).name for name in wanted]
-    for value in wanted:
-        if value not in accepted:
-            text = f"{NARROWED[parameter]} {value!r} is not in profile {profile!r}"
-            others = [name for name, grid in grids.items() if value in _values(grid, parameter)]
-            hint = f'; set profile = "{others[0]}"' if others else ""
-            raise RequestError(f"{text}; accepted: {', '.join(map(str, accepted))}{hint}")
-    return [value for value in accepted if not wanted or value in wanted]
-
-
-def _values(grid, parameter: str) -> list:
-    values = getattr(grid, parameter)
-    if parameter == "sizes":
-        return list(values)
-    if parameter == "lengths":
-        values = values + sum(getattr(grid, "long_lengths", {}).values(), ())
-    return sorted(set(values))

@@ -12,7 +12,6 @@ from test_benchmarking import Clock, exactly, measure, parameters
 
 from labkit.experiments import benchmarking, ceilings, sections
 from labkit.experiments.benchmarking import cases, run_case
-from labkit.experiments.ceilings import ceiling_name
 from labkit.experiments.sweep import Case, Skip
 from labkit.measure.host import PROBES
 
@@ -50,7 +49,8 @@ def test_a_ceiling_is_a_rate_in_bursts_and_sustained(small_ceilings):
         sustained = work / (found.metrics["sustained_ms"] * 1e-3)
         assert found.metrics[unit] == exactly(burst)
         assert (found.metrics["datasheet"], found.metrics["datasheet_fraction"]) == (None, None)
-        name = ceiling_name(case)
+        kind, precision = case.parameters["kind"], case.parameters["precision"]
+        name = "copy" if kind == "copy" else f"gemm {precision}"
         rates = {name: burst, f"sustained {name}": sustained}
         assert benchmarking.ceiling_rates(case, found) == exactly(rates)
         assert found.telemetry["sustained"]["no_energy"] == "no energy counter is read on cpu"

@@ -36,12 +36,6 @@ def test_the_sizes_are_the_published_ones_and_two_small_ones():
         assert size.d_head % 2 == 0, "rotary positions pair the dimensions of a head"
 
 
-def test_a_size_is_found_by_its_name_and_aliases():
-    assert all(model_config(name) is size for name, size in SIZES.items())
-    assert {name: model_config(name).name for name in SIZE_ALIASES} == SIZE_ALIASES
-    assert not SIZE_ALIASES.keys() & SIZES.keys(), "an alias would hide a size"
-
-
 def test_a_bare_xl_is_refused_with_both_names_and_their_true_sizes():
     with pytest.raises(RequestError) as caught:
         model_config("xl")
@@ -50,11 +44,12 @@ def test_a_bare_xl_is_refused_with_both_names_and_their_true_sizes():
         assert re.search(rf"'{name}' \({billions:.3f} B", str(caught.value))
 
 
-def test_an_unknown_size_is_refused_with_every_accepted_name():
-    for name in ("XL-2025", "", "small "):
-        accepted = ", ".join([*SIZES, *SIZE_ALIASES])
-        with pytest.raises(RequestError, match=re.escape(f"{name!r}; accepted: {accepted}")):
-            model_config(name)
+def test_an_unknown_size_is_refused_with_every_accepted_name_and_aliases_are_sizes():
+    accepted = ", ".join([*SIZES, *SIZE_ALIASES])
+    with pytest.raises(RequestError, match=re.escape(f"'XL-2025'; accepted: {accepted}")):
+        model_config("XL-2025")
+    assert {name: model_config(name).name for name in SIZE_ALIASES} == SIZE_ALIASES
+    assert not SIZE_ALIASES.keys() & SIZES.keys(), "an alias would hide a size"
 
 
 def test_every_notebook_has_a_grid_for_every_profile():
@@ -118,25 +113,24 @@ def test_a_mistake_in_the_file_of_grids_is_named(text, error, message):
 
 
 def test_a_grid_is_narrowed_in_its_own_order():
-    grids = GRIDS["05_attention"]
-    assert configs.narrowed(grids, "full", "d_heads", [128, 16]) == [16, 128]
-    assert configs.narrowed(grids, "full", "d_heads") == [16, 32, 64, 128]
-    assert 65536 in configs.narrowed(grids, "full", "lengths"), "the longer ones of some series too"
-    assert configs.narrowed(BENCHMARKING, "full", "sizes", ["xl-2026"]) == ["2.7b"]
+    asked = {"d_heads": [128, 16], "lengths": 65536}
+    assert notebooks.narrowing("05_attention", "full", asked) == {
+        "d_heads": [16, 128],
+        "lengths": [65536],  # of some series only
+    }
 
 
 @pytest.mark.parametrize(
     ("profile", "parameter", "value", "message"),
     [
         ("smoke", "sizes", "10b", 'accepted: nano, micro; set profile = "full"'),
-        ("full", "sizes", "nano", f'accepted: {", ".join(PUBLISHED_SIZES)}; set profile = "smoke"'),
         ("full", "contexts", 100, "accepted: 128, 256, 512, 1024, 2048"),
     ],
 )
 def test_what_a_profile_does_not_have_says_what_to_set(profile, parameter, value, message):
     expected = f"{value!r} is not in profile {profile!r}; {message}"
     with pytest.raises(RequestError, match=re.escape(expected)):
-        configs.narrowed(BENCHMARKING, profile, parameter, [value])
+        notebooks.narrowing("01_benchmarking", profile, {parameter: [value]})
 
 
 def test_the_profile_auto_is_left_to_the_device():
