@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-import os
 import shlex
 import sys
 import time
@@ -150,7 +149,9 @@ def run(
         for name in names:
             print(f"\n{name}", file=sys.stderr)
             try:
-                executed[name] = _run_notebook(name, parameters[name] | values, folders[name])
+                executed[name] = notebooks.execute(
+                    name, parameters[name] | values, show_progress=True
+                )
             except notebooks.NotebookError as error:
                 failures[name] = str(error)
     except KeyboardInterrupt:
@@ -185,22 +186,6 @@ def run(
         sys.exit(1)
 
 
-def _run_notebook(name: str, values: dict, folder: Path):
-    """Executes one notebook and returns it; raises NotebookError if it did not run to its end.
-
-    Only the file that the last cell writes counts as the end, since the notebook of a killed kernel
-    looks complete.
-    """
-    from labkit import notebooks, records
-
-    done = records.done_path(folder, name)
-    done.unlink(missing_ok=True)
-    executed = notebooks.execute(name, values, show_progress=True)
-    if not done.exists():
-        raise notebooks.NotebookError(f"{name}: ended without reaching its last cell")
-    return executed
-
-
 def _summary(folders: Mapping[str, Path], failures: dict[str, str]) -> None:
     from labkit.records import newest_of, to_frame
     from labkit.report.text import disturbed_note
@@ -218,16 +203,12 @@ def _summary(folders: Mapping[str, Path], failures: dict[str, str]) -> None:
 
 
 def _writable(output: Path | None) -> Path:
-    """Returns the folder of the results, created if needed; raises RequestError if it cannot be
-    written.
-    """
+    """Returns the folder of the results, created if needed; raises RequestError if it cannot be."""
     root = (output or FIGURES).resolve()
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RequestError(f"cannot write to {root}: {error.strerror}") from None
-    if not os.access(root, os.W_OK):
-        raise RequestError(f"cannot write to {root}: permission denied")
     return root
 
 

@@ -5,9 +5,12 @@ Nothing here imports torch, so the command line and the report can name sizes wi
 """
 
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, make_dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 
 BATCH_SIZE = 4
 RMS_NORM_EPS = 1e-5
@@ -177,32 +180,6 @@ NORM_SETTINGS = {"centred": (0.0, 1e-5), "offset": (16.0, 1e-5), "small epsilon"
 
 
 @dataclass(frozen=True)
-class Task:
-    """A synthetic task: each of `num_tokens` tokens is always followed by the same one, and the
-    model learns which.
-    """
-
-    size: str
-    vocab_size: int
-    num_tokens: int
-    context: int
-    batch: int
-    num_steps: int
-    learning_rate: float
-
-
-@dataclass(frozen=True)
-class BlockShape:
-    """One transformer block and its input, in fp32 with eager attention."""
-
-    d_model: int
-    d_ff: int
-    num_heads: int
-    context: int
-    batch: int
-
-
-@dataclass(frozen=True)
 class Rivalry:
     """A shape on which every implementation whose memory is linear is ranked: bf16, forward,
     backward and both.
@@ -213,19 +190,6 @@ class Rivalry:
     length: int
     d_head: int
     causal: bool
-
-
-@dataclass(frozen=True)
-class Execution:
-    """Training steps that are called, and run as one CUDA graph: of all of the grid's sizes, or of
-    `sizes`.
-    """
-
-    impl: str
-    compile: str
-    precisions: tuple[str, ...]
-    contexts: tuple[int, ...]
-    sizes: tuple[str, ...] = ()
 
 
 LEADERBOARD = Rivalry(1, 16, 16384, 64, True)
@@ -239,15 +203,16 @@ class Grid:
 
 
 _CLASSES = {
-    "task": Task,
-    "block": BlockShape,
     "tiles_shape": Rivalry,
     "rivalries": Rivalry,
-    "executions": Execution,
+    "task": SimpleNamespace,
+    "block": SimpleNamespace,
+    "executions": partial(SimpleNamespace, sizes=()),
 }
+"""Of the keys whose tables have attributes; other tables are dicts."""
 
 
-def _grid_value(value, cls: type | None = None):
+def _grid_value(value, cls: Callable | None = None):
     if isinstance(value, list):
         return tuple(_grid_value(item, cls) for item in value)
     if isinstance(value, dict):
@@ -259,19 +224,15 @@ def _grid_value(value, cls: type | None = None):
 def read_grids(text: str) -> dict[str, dict[str, Grid]]:
     """Returns the grids in the TOML `text` by notebook and profile.
 
-    Without a table "key", the rows that sentences quote are all of "full". Raises ValueError for
-    other tables, TypeError for a key that "full" has not.
+    A table that is not there is as "full", and one that lacks keys is for these. Raises TypeError
+    for a key that "full" has not.
     """
     grids = {}
     for notebook, tables in tomllib.loads(text).items():
-        if {*tables, "key"} != set(PROFILES):
-            names = ", ".join(tables)
-            raise ValueError(f"{notebook} has {names}; required: smoke, full; accepted: key")
-        full = tables["full"]
-        grid = make_dataclass(notebook, full, bases=(Grid,), frozen=True)
+        grid = make_dataclass(notebook, tables["full"], bases=(Grid,), frozen=True)
         grids[notebook] = {}
         for profile in PROFILES:
-            table = full | tables.get(profile, {})
+            table = tables["full"] | tables.get(profile, {})
             values = {key: _grid_value(value, _CLASSES.get(key)) for key, value in table.items()}
             grids[notebook][profile] = grid(**values)
     return grids

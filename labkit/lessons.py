@@ -19,7 +19,7 @@ from IPython.display import Markdown
 from labkit import notebooks
 from labkit.configs import AUTO_PROFILE, FIGURES, THIS_DEVICE, RequestError
 from labkit.device import detect
-from labkit.experiments.sweep import Session
+from labkit.experiments.sweep import Case, Session
 from labkit.records import check_measured
 from labkit.report.chapter import Chapter
 
@@ -106,29 +106,25 @@ def measure_here(notebook: str, section: str, phase: str, **changes: Any) -> pd.
     """
     _check("notebook", notebook, notebooks.names())
     experiment = importlib.import_module(f"labkit.experiments.{notebook.split('_', 1)[1]}")
-    cases = experiment.cases("smoke", detect().kind)
-    _check("section", section, dict.fromkeys(case.section for case in cases))
-    case = next(case for case in cases if case.section == section)
+    first_of: dict[str, Case] = {}
+    for case in experiment.cases("smoke", detect().kind):
+        first_of.setdefault(case.section, case)
+    _check("section", section, first_of)
+    case = first_of[section]
     _check("phase", phase, case.phases)
     for name, value in changes.items():
         _check("parameter", name, case.parameters)
         if type(case.parameters[name]) is int and (type(value) is not int or value < 1):
             raise ValueError(f"{name} must be a whole number above 0, got {value!r}")
-    case = replace(case, parameters={**case.parameters, **changes}, phases=(phase,))
-    measured = None
+    case = replace(case, parameters=case.parameters | changes, phases=(phase,))
     for name, run in experiment.run_case(case, {}):
         measured = run()
         if name == phase:
             break
-    wrong = {
-        key: value for key, value in case.parameters.items() if measured.case.get(key) != value
-    }
-    if wrong:
-        raise ValueError(
-            f"asked for {wrong}, which this section does not know: it ran {measured.case}"
-        )
+    if measured.case != case.parameters:
+        raise ValueError(f"asked for {case.parameters}, ran {measured.case}")
     others = {"observed": measured.observed, "phase": phase, "status": "ok"}
-    return pd.DataFrame([{**measured.case, **measured.metrics, **others}])
+    return pd.DataFrame([measured.case | measured.metrics | others])
 
 
 def _check(what: str, value: str, accepted: Iterable[str]) -> None:

@@ -249,15 +249,9 @@ _MARKUP = re.compile(
     rb"(?i)[<>`]|\](?=\()|\\(?:u(?:00(?:[01].|28|3[ce]|5[cd]|60)|d[89a-f]..)|[nrt\\])"
 )
 """In JSON, also written as numbers: <, >, `, a link's ](, line ends and other control characters,
-backslashes, and halves of surrogate pairs, which cannot be written alone.
+backslashes, and halves of surrogate pairs, which cannot be written alone. The report shows a quote
+mark in their place, for Markdown and HTML would not show them as they are.
 """
-
-
-def _plain(text: bytes) -> bytes:
-    """Returns JSON with a quote mark for all in its texts that Markdown or HTML would not show as
-    it is.
-    """
-    return _MARKUP.sub(b"'", text)
 
 
 def _finite(text: str, kind: type = float) -> float | int:
@@ -334,7 +328,7 @@ def _read_object(path: Path, kind: Mapping[str, Any]) -> dict[str, Any] | None:
     if text is None:
         return None
     try:
-        content = _parse(_plain(text))
+        content = _parse(_MARKUP.sub(b"'", text))
         _check(content, kind)
     except ValueError as error:
         raise RecordError(f"{path}: {error}") from error
@@ -479,7 +473,7 @@ class RecordStore:
         """
         text = _read_bytes(self.path) or b""
         if plain:
-            text = _plain(text)
+            text = _MARKUP.sub(b"'", text)
         records = []
         shared = {}
         session = ""

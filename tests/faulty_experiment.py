@@ -81,7 +81,7 @@ def _end_when_done(case: Case) -> None:
 
     def send_and_end(connection: Connection, message: tuple) -> None:
         send(connection, message)
-        if message == ("done", ""):
+        if message[0] == "skipped":
             os._exit(3)
 
     Connection.send = send_and_end
@@ -274,7 +274,9 @@ def serve() -> None:
     """
     import torch  # noqa: F401
 
-    sweep.PRELOADED = ()  # workers that need no compiler need not wait for it
+    # Workers that need no compiler need not wait for it.
+    sweep.PRELOADED = ()
+    sweep.has_gpu_driver = lambda: True
 
     source_state()
     for line in sys.stdin:

@@ -71,12 +71,9 @@ LOCK_HELD = "LABKIT_LOCK_HELD"
 """Environment variable that tells child processes which device's lock this process holds for them.
 """
 
-COMPILER = "torch._inductor.compile_fx"
-
-PRELOADED = ("torch._dynamo", COMPILER)
+PRELOADED = ("torch._dynamo",)
 """What the server imports beside the experiment; each worker would take seconds to import it for
-its first optimizer or compilation. The compiler only without a GPU, which the server must not
-touch.
+its first optimizer.
 """
 
 
@@ -163,8 +160,8 @@ def _status(error: BaseException) -> str:
 def _worker_main(connection: Connection, module_name: str) -> None:
     """Runs cases until the connection closes; ends after the first failure.
 
-    Answers with ("phase", its name) before a phase and ("ok", Measured) after it, ("done", "")
-    after the last, or with a status and the reason.
+    Answers with ("phase", its name) before a phase and ("ok", Measured) after it; at last with
+    another status and the reason, which after the last phase is of those that it was not given.
     """
     os.setpgrp()  # so that whatever a case starts is ended together with the worker
     _end_with_parent(connection)
@@ -194,7 +191,7 @@ def _worker_main(connection: Connection, module_name: str) -> None:
                 sys.stderr.flush()
                 os._exit(0)  # a failed device context must run no destructors and no other case
         else:
-            connection.send(("done", ""))
+            connection.send(("skipped", "the experiment has no such phase"))
 
 
 def _end_with_parent(connection: Connection) -> None:
@@ -228,11 +225,11 @@ def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
         # code from there.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_own_folder() / "torchinductor")
     preloaded = [module_name, *PRELOADED]
-    if has_gpu_driver():
-        preloaded = [name for name in preloaded if name != COMPILER]
-    else:
-        # Otherwise the compiler test-compiles for each instruction set of the processor, seconds
-        # each, to detect builds of PyTorch by compilers that nobody uses today.
+    if not has_gpu_driver():
+        # With a GPU, which the server must not touch, each worker imports the compiler.
+        preloaded.append("torch._inductor.compile_fx")
+        # Otherwise it test-compiles for each instruction set of the processor, seconds each, to
+        # detect builds of PyTorch by compilers that nobody uses today.
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(preloaded)
@@ -261,8 +258,8 @@ class _Worker:
         self.used = False
 
     def outcomes(self, case: Case, ceilings: dict[str, float]) -> Iterator[tuple[str, Measured]]:
-        """Yields each phase of a case with what it gave; the phase is "" if the case failed
-        outside of all.
+        """Yields each phase of a case with what it gave, and last "" with what became of the phases
+        that were not begun.
 
         The status "ended", in place of "error", says that the process ended by itself.
         """
@@ -270,7 +267,6 @@ class _Worker:
         with contextlib.suppress(OSError):  # if the process has ended, `_receive` tells
             self.connection.send((case, ceilings))
         phase = ""
-        num_left = len(case.phases)
         while True:
             kind, content = self._receive(case.timeout_s)
             if kind == "phase":
@@ -278,12 +274,7 @@ class _Worker:
             elif kind == "ok":
                 yield phase, content
                 phase = ""
-                num_left -= 1
-            elif kind == "done" and not num_left:
-                return
             else:
-                if kind == "done":
-                    kind, content = "error", "the experiment gave no such phase"
                 yield phase, Measured({}, case.parameters, status=kind, reason=content)
                 return
 
@@ -436,8 +427,10 @@ class Session:
 
     def run(self) -> None:
         """Measures the cases that are not recorded yet, one record per phase, under the device's
-        lock. Then writes the file that says that the notebook reached its end.
+        lock. Then writes the file that says that all were tried.
         """
+        done = done_path(self.folder, self.notebook)
+        done.unlink(missing_ok=True)
         if self._pending():
             with measuring_lock(self.device, self.notebook), self.store.locked():
                 pending = self._pending()  # another run may have recorded some meanwhile
@@ -450,12 +443,10 @@ class Session:
         grid = self.experiment.cases(profile, self.device.kind)
         content = {
             "notebook": self.notebook,
-            "session": self.id,
             "profile": profile,
             "num_missing": sum(len(self._missing(case, recorded)) for case in grid),
-            "finished_at": _now(),
         }
-        write_json(done_path(self.folder, self.notebook), content)
+        write_json(done, content)
 
     def _pending(self) -> list[Case]:
         """Returns the cases with the phases that are not recorded yet, and before them what every
@@ -590,13 +581,9 @@ class Session:
             source=self._source,
             profile=self.profile,
             session=self.id,
-            recorded_at=_now(),
+            recorded_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             **content,
         )
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def write_json(path: Path, content: Any) -> None:
