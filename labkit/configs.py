@@ -155,7 +155,7 @@ WARMUP_PHASES = ("forward", "forward_backward")
 WARMUP_COUNTS = (0, 1, 2, 5)
 WARMUP_MEASURED_STEPS = 10
 
-PROFILES = ("smoke", "full", "key")
+PROFILES = ("smoke", "full", "key", "quick")
 AUTO_PROFILE = "auto"
 """Stands for "full" on a GPU and for "smoke" elsewhere."""
 
