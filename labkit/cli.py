@@ -171,9 +171,7 @@ def run(
             html=True,
             measured=executed,
         )
-    except RequestError:  # nothing was recorded
-        pass
-    except (notebooks.NotebookError, records.RecordError) as error:
+    except (RequestError, notebooks.NotebookError, records.RecordError) as error:
         # Beside what may have failed before it.
         failures["report"] = f"no report: {error}"
     _summary(folders, failures)

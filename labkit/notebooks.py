@@ -5,6 +5,7 @@ Nothing here imports torch.
 
 import ast
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -127,14 +128,8 @@ def listed(key: str, value: Any) -> list:
         return list(value) if isinstance(value, list | tuple) else [value]
     if not value.strip():
         raise RequestError(f"parameter {key!r} has no value; leave it out, or set [], for all")
-    return [_literal(item.strip()) for item in value.strip("[]").split(",") if item.strip()]
-
-
-def _literal(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
+    items = re.findall(r"[^\s,'\"\[\]]+", value)
+    return [int(item) if item.isdigit() else item for item in items]
 
 
 def show(name: str, values: Mapping[str, Any]):

@@ -200,6 +200,11 @@ _ENVIRONMENT = {
 }
 
 
+@cache
+def _parts(kind: Any) -> tuple[Any, tuple]:
+    return get_origin(kind), get_args(kind)
+
+
 def _check(value: Any, kind: Any, name: str = "") -> None:
     """Raises ValueError, naming the field, where parsed JSON is not of a kind.
 
@@ -207,13 +212,14 @@ def _check(value: Any, kind: Any, name: str = "") -> None:
         kind: a type, a union of types, a list or dict of such, or by name the kinds of a dict's
             entries, beside which others may stand.
     """
-    container, inner = get_origin(kind), get_args(kind)
     if type(kind) is dict:
         _check(value, dict[str, Any], name)
         for key in kind:
             if key in value or type(kind[key]) is not dict:  # a machine may lack a part
                 _check(value.get(key), kind[key], f"{name}.{key}".lstrip("."))
-    elif container in (dict, list) and type(value) is container:
+        return
+    container, inner = _parts(kind)
+    if container in (dict, list) and type(value) is container:
         for key, entry in value.items() if container is dict else enumerate(value):
             _check(entry, inner[-1], f"{name}.{key}")
     elif kind is not Any and type(value) not in (inner if container is UnionType else [kind]):

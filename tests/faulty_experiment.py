@@ -12,7 +12,6 @@ once.
 
 import json
 import math
-import multiprocessing
 import os
 import re
 import signal
@@ -32,7 +31,6 @@ import numpy as np
 from labkit.device import detect
 from labkit.experiments import sweep
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Session, Skip
-from labkit.monitor import descendants
 from labkit.records import source_state
 
 MEASUREMENT_VERSION = 1
@@ -87,20 +85,6 @@ def _end_when_done(case: Case) -> None:
     Connection.send = send_and_end
 
 
-def _watch_the_session(case: Case) -> None:
-    session = multiprocessing.parent_process().pid
-    own = {str(os.getpid()), *descendants()}
-
-    def cpu_ms_of_others() -> float:
-        others = {str(session), *descendants(str(session))} - own
-        tasks = [task for pid in others for task in Path(f"/proc/{pid}/task").iterdir()]
-        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e6
-
-    before = cpu_ms_of_others()
-    time.sleep(WATCHED_MS / 1e3)
-    _note(case, "watched", cpu_ms=cpu_ms_of_others() - before)
-
-
 def _fail_when_repeated(case: Case) -> None:
     if _num_attempts(case) > 1:
         os._exit(3)
@@ -124,7 +108,6 @@ FAULTS: dict[str, Callable[[Case], None]] = {
     "child": _start_child,
     "end_when_done": _end_when_done,
     "busy_then_exit": _fail_when_repeated,
-    "watch_the_session": _watch_the_session,
 }
 FAULTS |= {
     f"child_and_{name}": lambda case, fault=FAULTS[name]: (_start_child(case), fault(case))
@@ -132,9 +115,7 @@ FAULTS |= {
 }
 
 CLAIMS: dict[str, dict] = {
-    "negative_time": {"metrics": {"median_ms": -1.0}},
     "nan": {"metrics": {"median_ms": math.nan}},
-    "above_peak": {"metrics": {"median_ms": 1.5, "datasheet_fraction": 1.2}},
     "other_label": {"case": {"name": "something else"}},
     "foreign_number": {"metrics": {"median_ms": 1.5, "error": np.float32(0.1)}},
     "unpicklable": {"observed": {"model": lambda: None}},
@@ -147,8 +128,6 @@ CPU_WAITS = {
     "busy_then_exit": (0.5,),
 }
 """How much of its window each attempt at a phase waits for a core; 0: undisturbed."""
-
-WATCHED_MS = 300
 
 
 def make_case(
@@ -220,11 +199,9 @@ def _measure(case: Case, phase: str, ceilings: dict[str, float], subject: Subjec
 
 def _num_attempts(case: Case) -> int:
     """Returns how often the phase at which the case misbehaves has begun so far, in any process."""
-    entries = [json.loads(line) for line in Path(case.parameters["log"]).read_text().splitlines()]
-    return sum(
-        (entry["name"], entry["step"]) == (case.parameters["name"], case.parameters["at"])
-        for entry in entries
-    )
+    entries = map(json.loads, Path(case.parameters["log"]).read_text().splitlines())
+    steps = [(entry["name"], entry["step"]) for entry in entries]
+    return steps.count((case.parameters["name"], case.parameters["at"]))
 
 
 def _note(case: Case, step: str, **more: float) -> None:

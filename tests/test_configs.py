@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from labkit import accounting, configs, experiments, notebooks
-from labkit.configs import BENCHMARKING, GRIDS, SIZE_ALIASES, SIZES, RequestError, model_config
+from labkit.configs import GRIDS, SIZE_ALIASES, SIZES, RequestError, model_config
 
 # edition, d_model, d_ff, num_layers, num_heads, as printed in the two public lists
 PUBLISHED_SIZES = {
@@ -55,20 +55,6 @@ def test_an_unknown_size_is_refused_with_every_accepted_name_and_aliases_are_siz
 def test_every_notebook_has_a_grid_for_every_profile():
     assert list(GRIDS) == notebooks.names()
     assert all(tuple(grids) == configs.PROFILES for grids in GRIDS.values())
-
-
-@pytest.mark.parametrize("profile", BENCHMARKING)
-def test_a_grid_names_what_exists_and_bounds_its_time(profile):
-    grid = BENCHMARKING[profile]
-    assert set(grid.sizes) <= set(SIZES), "an alias would make one model two cases"
-    assert set(grid.whole_compile_sizes) <= set(grid.compile_sizes) <= set(grid.sizes)
-    assert set(grid.precisions) <= set(configs.PRECISIONS)
-    assert set(grid.compile_precisions) <= set(grid.precisions)
-    # A compiled step needs its eager one beside it.
-    assert {*grid.compile_contexts, *grid.warmup_contexts} <= set(grid.contexts)
-    assert 0 < grid.time_limit_s < grid.case_timeout_s
-    if profile == "full":
-        assert set(grid.sizes) == set(PUBLISHED_SIZES)
 
 
 def shape_of(value):

@@ -126,7 +126,6 @@ def test_a_cell_that_fails_while_records_are_shown_is_an_error(written):
         ({"measure": False, "device": "a" * 5000}, "; measured: none; to measure this machine"),
         ({"measure": "false"}, "measure must be True or False, not 'false'"),
         ({"sizes": "nano,10b"}, "'10b' is not in profile 'smoke'; accepted: nano, micro; set"),
-        ({"contexts": ""}, "parameter 'contexts' has no value"),
         ({"colour": "red"}, "unknown parameter 'colour' of 01_benchmarking; accepted: sizes, con"),
     ],
 )
@@ -195,8 +194,6 @@ NOT_MEASURED = "nothing has been measured on"
         (["run", "99"], "unknown notebook '99'; accepted: 01_benchmarking"),
         (["run", "--profile", "half"], "unknown profile 'half'; accepted: auto, smoke, full, key"),
         (["run", "01", "-p", "sizes=huge"], "unknown size 'huge'; accepted: nano"),
-        (["run", "01", "--profile", "smoke", "-p", "sizes=10b"], '; set profile = "full"'),
-        (["run", "06", "-p", "lengths=100"], "length 100 is not in profile"),
         (["run", "01", "-p", "contexts="], "parameter 'contexts' has no value"),
         (["run", "01", "-p", "sizes"], "parameter 'sizes' has no value"),
         (
@@ -204,8 +201,6 @@ NOT_MEASURED = "nothing has been measured on"
             "unknown parameter 'device' of 01_benchmarking; accepted: sizes,",
         ),
         (["report", "--device", "../abacus"], f"{NOT_MEASURED} '../abacus' in"),
-        (["report", "--device", ""], f"{NOT_MEASURED} '' in"),
-        (["compare", "--sessions", "--device", "*"], f"{NOT_MEASURED} '*' in"),
         (["compare", "--sessions", "--device", "a" * 5000], f"{NOT_MEASURED} '{'a' * 80}' in"),
     ],
 )

@@ -70,7 +70,7 @@ VALUES = st.recursive(
 @given(case=st.dictionaries(st.text(), VALUES, max_size=4))
 def test_any_record_comes_back_equal_and_in_order(tmp_path_factory, case):
     store = RecordStore(tmp_path_factory.mktemp("any") / "records.jsonl")
-    failed = make_record(status="oom", reason="CUDA out of memory: “2 GiB”\nneeded", metrics={})
+    failed = make_record(status="oom", reason="“2 GiB”\nneeded by \\udcff.so", metrics={})
     written = append(store, make_record(case=case), failed)
     assert RecordStore(str(store.path)).load() == written
     assert [r.resume_key() for r in store.load()] == [r.resume_key() for r in written]
@@ -139,16 +139,6 @@ def test_other_line_ends_and_a_missing_last_one_cost_no_record(store, capsys, en
     assert store.path.read_bytes() == content + b"\n" and not capsys.readouterr().err
     append(store, PHASES[2])
     assert store.load() == PHASES
-
-
-def test_lines_that_run_into_one_another_are_refused_and_left(store):
-    append(store, *PHASES)
-    content = store.path.read_bytes().replace(b"\n", b"")
-    store.path.write_bytes(content)
-    store.repair()
-    with pytest.raises(RecordError, match="line 1: not JSON: Extra data"):
-        store.load()
-    assert store.path.read_bytes() == content + b"\n"
 
 
 def test_two_writers_without_a_lock_keep_their_records_apart(store):
@@ -232,7 +222,6 @@ def _line(**changes) -> bytes:
     ("line", "complaint"),
     [
         (_line()[:-20], "not JSON: "),
-        (b"\xff\xfe\x00", "not JSON: "),
         (b"[" * 100_000, "not JSON: nested too deeply"),
         (b"[1, 2]", "is [1, 2]; accepted: dict"),
         (_line(schema_version=3), "schema version 3; this labkit reads up to 2"),
@@ -241,12 +230,9 @@ def _line(**changes) -> bytes:
         (_line(status="oom"), "there are metrics although the status is oom"),
         (_line(measurement_version=True), "field measurement_version is True; accepted: int"),
         (_line(metrics={"a_ms": "1.0"}), "metrics.a_ms is '1.0'; accepted: float | int | None"),
-        (_line(metrics={"num_bytes": -1}), "num_bytes is -1: a count cannot be negative"),
         (_line(samples={"device_ms": [1, "2"]}), "samples.device_ms.1 is '2'; accepted: float"),
         (_line(case={"a": 10**400}), "is not finite"),
-        (_line(telemetry={"a": [[math.inf]]}), "Infinity is not finite"),
         (_line(telemetry={"sustained": 3}), "telemetry.sustained is 3; accepted: dict"),
-        (_line(software={"torch": 2}), "field software.torch is 2; accepted: str"),
     ],
 )
 def test_a_line_that_is_no_record_is_named_and_left_as_it_is(store, line, complaint):
@@ -256,11 +242,6 @@ def test_a_line_that_is_no_record_is_named_and_left_as_it_is(store, line, compla
         store.load()
     assert f"{store.path}, line 2: " in str(caught.value) and complaint in str(caught.value)
     assert store.path.read_bytes() == content
-
-
-def test_a_reason_that_is_no_utf_8_is_recorded(store):
-    append(store, make_record(status="error", reason="no file \udcff.so", metrics={}))
-    assert store.load()[0].reason == "no file \\udcff.so"
 
 
 @pytest.mark.parametrize(
@@ -367,10 +348,8 @@ def test_sessions_of_a_measurement_are_kept_apart_each_by_its_newest_record():
         ({"software": SOFTWARE | {"driver": "580.65.06", "python": "3.13.0"}}, True, True),
         ({"source": {"commit": "def"}, "session": "b", "metrics": {}, "status": "oom"}, True, True),
         ({"measurement_version": 3}, True, False),
-        ({"software": SOFTWARE | {"triton": "3.7.0"}}, True, False),
         ({"software": SOFTWARE | {"driver": "590.159.04"}}, True, False),
         ({"phase": "backward"}, False, False),
-        ({"case": {"size": "small", "context": 128, "batch": 4}}, False, False),
     ],
     ids=str,
 )

@@ -2,7 +2,6 @@
 exactly.
 """
 
-import errno
 import json
 import multiprocessing.forkserver
 import os
@@ -158,9 +157,7 @@ ENDED = {
 """Faults that end the worker, and what the record then says, in one line."""
 
 REFUSED = {
-    "negative_time": ("error", "refused: median_ms is -1.0: a time must be positive"),
     "nan": ("error", "refused: median_ms is nan"),
-    "above_peak": ("error", "refused: datasheet_fraction is 1.200: more than the datasheet peak"),
     "other_label": ("error", "ran {'name': 'something else'}"),
     "foreign_number": ("error", "float32"),  # cannot be written
 }
@@ -206,14 +203,6 @@ def test_a_fault_costs_what_it_hits_and_the_worker_if_it_ends_that(output, log):
         workers = {pid for one in (before, name, after) for pid in pids(output, one)}
         assert len(workers) == (1 if behaviour in KEPT else 2), name
         before = after
-
-
-def test_a_worker_that_cannot_start_is_an_error(output, log, monkeypatch):
-    session = open_session(output, [make_case("a", log), make_case("b", log)])
-    monkeypatch.setattr(faulty_experiment.FaultySession, "module_name", "not_there")
-    session.run()
-    failed = ("error", "the worker ended with exit code 1")
-    assert outcome(output, "a") == outcome(output, "b") == dict.fromkeys(PHASES, failed)
 
 
 def test_stop_at_failure_skips_what_comes_after_and_the_session_counts(output, log, capsys):
@@ -321,23 +310,12 @@ def test_a_disturbed_phase_is_repeated_in_fresh_processes_and_the_least_disturbe
 
 
 def test_a_machine_that_stays_busy_is_not_waited_for(output, log):
-    names = ("a", "b", "c", "quiet", "d")
-    plan = [
-        make_case(name, log, "quiet" if name == "quiet" else "busy", "first", phases=("first",))
-        for name in names
-    ]
-    run(output, plan)
-    assert [started(log, name).count("first") for name in names] == [3, 1, 1, 1, 3]
-    disturbed = [
-        record.case["name"] for record in store(output).load() if record.telemetry.get("disturbed")
-    ]
-    assert sorted(disturbed) == ["a", "b", "c", "d"]
-
-
-def test_nothing_of_the_session_runs_beside_a_measurement(output, log):
-    run(output, [make_case("a", log, "watch_the_session", "first")])
-    (watched,) = (step for step in taken(log) if step["step"] == "watched")
-    assert watched["cpu_ms"] < 0.05 * faulty_experiment.WATCHED_MS
+    behaviours = {"a": "busy", "b": "busy", "c": "quiet", "d": "busy"}
+    run(
+        output,
+        [make_case(name, log, one, "first", phases=["first"]) for name, one in behaviours.items()],
+    )
+    assert [len(started(log, name)) for name in behaviours] == [3, 1, 1, 3]
 
 
 @pytest.mark.parametrize("behaviour", ["none", "skip"])
@@ -359,17 +337,10 @@ def test_what_is_recorded_is_not_run_again_whatever_its_status(output, log):
     assert log.read_bytes() == steps
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "value"),
-    [(sweep, "machine_id", lambda: "another"), (faulty_experiment, "MEASUREMENT_VERSION", 2)],
-    ids=["machine", "way of measuring"],
-)
-def test_what_another_recorded_is_measured_again_once(
-    output, log, monkeypatch, module, name, value
-):
+def test_what_another_machine_recorded_is_measured_again_once(output, log, monkeypatch):
     plan = [make_case("a", log)]
     run(output, plan)
-    monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(sweep, "machine_id", lambda: "another")
     run(output, plan)
     run(output, plan)
     assert started(log, "a") == [*PHASES, *PHASES]
@@ -493,7 +464,6 @@ def test_a_session_killed_at_random_points_is_resumed_exactly(output, log, serve
         steps = [(step["name"], step["step"]) for step in taken(log) if step["mark"] == mark]
         return Counter(step for step in steps if step in grid)
 
-    num_in_flight = 0
     for kill in range(num_kills):
         mark = f"{os.getpid()}-{kill}"
         before, done_before = lines(output), recorded(output)
@@ -510,41 +480,31 @@ def test_a_session_killed_at_random_points_is_resumed_exactly(output, log, serve
         assert lines(output).startswith(before), "a record was lost or changed"
         assert set(done.values()) <= {1}, "a phase was recorded twice"
         assert not ran.keys() & done_before.keys(), "a recorded phase was run again"
-        assert set(ran.values()) <= {1}, "a phase was run twice"
-        in_flight = ran.keys() - done.keys()
         # The worker goes on to the next phase of a case while the one before it is being written.
-        assert len({name for name, _ in in_flight}) <= 1, "more than the case in flight was lost"
-        num_in_flight += len(in_flight)
-    assert num_in_flight >= num_kills // 4
+        in_flight = {name for name, _ in ran.keys() - done.keys()}
+        assert len(in_flight) <= 1, "more than the case in flight was lost"
 
     server.start(mark="last", **request)
     assert server.end() == 0
     assert recorded(output) == dict.fromkeys(grid, 1)
     statuses = Counter(record.status for record in store(output).load())
     assert statuses == {"ok": 2 * num_cases - num_cases // 16, "error": num_cases // 16}
-    assert wait_until(lambda: not marked("last")) and not left_of(log)
 
 
 def test_one_run_at_a_time_measures_on_a_device(tmp_path, log):
     first, second = Server(tmp_path / "first"), Server(tmp_path / "second")
     held = {"name": "held", "log": str(log), "behaviour": "hang", "at": "second"}
     waiting = {"name": "waiting", "log": str(log)}
+    message = tmp_path / "second"
     try:
         pid = first.start(mark="", output=str(tmp_path / "a"), plan=[held])
         assert wait_until(lambda: "second" in started(log, "held"), 30)
         second.start(mark="", output=str(tmp_path / "b"), plan=[waiting])
-        message = tmp_path / "second"
         assert wait_until(lambda: "waiting" in message.read_text(), 30)
-        holder = (
-            rf"another labkit run \({NOTEBOOK}, process {pid}, since \d\d:\d\d\) "
-            r"to finish measuring on .+\n"
-        )
-        assert re.fullmatch("labkit: waiting for " + holder, message.read_text())
-        command = [sys.executable, "-m", "labkit", "run", "01", "--no-wait"]
-        command += ["--output", str(tmp_path / "c")]
-        refused = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert refused.returncode == 2
-        assert re.fullmatch("labkit: not waiting for " + holder, refused.stderr)
+        holder = rf"another labkit run \({NOTEBOOK}, process {pid}, since \d\d:\d\d\) to finish "
+        assert re.match("labkit: waiting for " + holder, message.read_text())
+        with pytest.raises(configs.RequestError, match="not waiting for " + holder):
+            sweep.measuring_lock(detect(), NOTEBOOK, wait=False).__enter__()
         assert {step["name"] for step in taken(log)} == {"held"}
         os.kill(pid, signal.SIGKILL)
         assert first.end() == -signal.SIGKILL and second.end() == 0
@@ -601,44 +561,6 @@ def test_the_lock_lies_in_a_folder_of_this_user_alone(lock, tmp_path, monkeypatc
     assert victim.read_text() == "precious"
 
 
-def test_a_file_system_without_locks_is_said(lock, monkeypatch):
-    reason = os.strerror(errno.ENOLCK)
-
-    def flock(file, operation):
-        raise OSError(errno.ENOLCK, reason)
-
-    monkeypatch.setattr("fcntl.flock", flock)
-    with pytest.raises(
-        configs.RequestError,
-        match=rf"cannot lock .*labkit-cpu\.lock: {reason}; set XDG_",
-    ):
-        lock().__enter__()
-
-
-SLOW_IMPORT = """
-import time
-from labkit.experiments import sweep
-sweep._worker_context("slow_to_import")
-print(sweep.forkserver._forkserver._forkserver_pid, flush=True)
-time.sleep(600)
-"""
-
-
-def test_the_server_ends_with_its_session_while_it_imports(tmp_path):
-    (tmp_path / "slow_to_import.py").write_text(
-        f"import pathlib, time; pathlib.Path({str(tmp_path / 'begun')!r}).touch(); time.sleep(600)"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    session = subprocess.Popen(
-        [sys.executable, "-c", SLOW_IMPORT], stdout=subprocess.PIPE, text=True, env=environment
-    )
-    server = int(session.stdout.readline())
-    assert wait_until((tmp_path / "begun").exists, 60)
-    session.kill()
-    session.wait()
-    assert wait_until(lambda: server not in processes())
-
-
 def test_a_temporary_folder_whose_path_is_too_long_for_a_socket_is_said(tmp_path):
     folder = tmp_path / ("x" * 130)
     folder.mkdir()
@@ -667,18 +589,11 @@ def test_nothing_outlives_a_session_that_is_ended_from_outside(
     mark = f"{os.getpid()}-{behaviour}-{kill.name}"
     plan = [{"name": "a", "log": str(log), "behaviour": behaviour, "at": "second"}]
     pid = server.start(mark=mark, output=str(output), plan=plan)
-    last = "child" if "child" in behaviour else "second"
     # The worker may be a phase ahead of what is recorded.
-    assert wait_until(lambda: last in started(log, "a") and recorded(output), 30)
+    assert wait_until(lambda: "child" in started(log, "a") and recorded(output), 30)
     assert {step["pid"] for step in taken(log) if step["step"] == "child"} <= set(marked(mark))
     time.sleep(0.1)
     os.kill(pid, kill)
     assert server.end() != 0
-    try:
-        assert wait_until(
-            lambda: not marked(mark), 2.0 if "interpreter" in behaviour else GONE_WITHIN_S
-        ), marked(mark)
-    finally:
-        for left in marked(mark):
-            os.kill(left, signal.SIGKILL)
+    assert wait_until(lambda: not marked(mark)), marked(mark)
     assert recorded(output) == {("a", "first"): 1}

@@ -438,43 +438,37 @@ class Session:
                     self._run_section(section, [one for one in pending if one.section == section])
         else:
             print("all recorded before; --fresh measures again")
-        recorded = self._recorded()
         profile = "full" if self.profile == "key" else self.profile
         grid = self.experiment.cases(profile, self.device.kind)
+        missing = self._missing(grid, self.store.load())
         content = {
             "notebook": self.notebook,
             "profile": profile,
-            "num_missing": sum(len(self._missing(case, recorded)) for case in grid),
+            "num_missing": sum(len(case.phases) for case in missing),
         }
         write_json(done, content)
 
     def _pending(self) -> list[Case]:
-        """Returns the cases with the phases that are not recorded yet, and before them what every
+        """Returns the cases that this machine has not recorded yet, and before them what every
         session measures; [] if there is nothing else.
         """
-        recorded = set() if self.fresh else self._recorded(machine_id())
+        own = [record for record in self.store.load() if record.machine == machine_id()]
+        others = [case for case in self.cases if case.section not in SESSION_SECTIONS]
         always = [case for case in self.cases if case.section in SESSION_SECTIONS]
-        others = [
-            replace(case, phases=self._missing(case, recorded))
-            for case in self.cases
-            if case.section not in SESSION_SECTIONS
-        ]
-        pending = [case for case in others if case.phases]
+        pending = self._missing(others, [] if self.fresh else own)
         return always + pending if pending else []
 
-    def _recorded(self, machine: str | None = None) -> set[str]:
-        """Returns the resume keys of the records, or of one machine's."""
-        return {
-            record.resume_key() for record in self.store.load() if machine in (None, record.machine)
-        }
-
-    def _missing(self, case: Case, recorded: set[str]) -> tuple[str, ...]:
-        nothing = Measured({}, case.parameters)
-        return tuple(
-            phase
-            for phase in case.phases
-            if self._record(case, phase, nothing).resume_key() not in recorded
-        )
+    def _missing(self, cases: list[Case], records: list[Record]) -> list[Case]:
+        """Returns the cases with those of their phases that have no record."""
+        recorded = {record.resume_key() for record in records}
+        missing = []
+        for case in cases:
+            nothing = Measured({}, case.parameters)
+            keys = {phase: self._record(case, phase, nothing).resume_key() for phase in case.phases}
+            phases = tuple(phase for phase in case.phases if keys[phase] not in recorded)
+            if phases:
+                missing.append(replace(case, phases=phases))
+        return missing
 
     def _run_section(self, section: str, cases: list[Case]) -> None:
         counts = Counter()
