@@ -313,13 +313,15 @@ def read_environment(folder: Path) -> dict[str, Any]:
 
 
 def done_path(folder: Path, notebook: str) -> Path:
-    """Returns the file in a device's folder that is written when a notebook reaches its end."""
+    """Returns the file in a device's folder that is written when all cases of a notebook were
+    tried.
+    """
     return folder / "records" / f"{notebook}.done.json"
 
 
 def read_done(folder: Path, notebook: str) -> dict[str, Any] | None:
-    """Returns what a notebook wrote at its end ("num_missing", "profile", …); None if it did not
-    reach it.
+    """Returns what a notebook's last session wrote in the end ("num_missing", "profile"); None if
+    it did not come so far.
 
     Raises RecordError if the file is damaged.
     """
@@ -412,12 +414,13 @@ def write_bytes_atomic(path: Path, content: bytes) -> Path:
     """
     temporary = path.with_name(f".{path.name[:80]}.{secrets.token_hex(4)}.part")
     try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
+        try:
+            temporary.write_bytes(content)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise RecordError(f"{path}: cannot be written ({error.strerror})") from error
-    finally:
-        temporary.unlink(missing_ok=True)
     return path
 
 

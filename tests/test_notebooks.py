@@ -264,17 +264,6 @@ def test_only_the_reference_devices_outputs_are_stored_in_the_notebooks(tmp_path
     assert code == 2 and REFERENCE_DEVICE in said
 
 
-def test_what_fails_is_said_in_the_end(tmp_path, monkeypatch, ended):
-    def fail(*_, **__):
-        raise notebooks.NotebookError("no luck")
-
-    monkeypatch.setattr(notebooks, "execute", fail)
-    monkeypatch.setattr(render, "rebuild", fail)
-    code, said = ended("run", "01", "--profile", "smoke", "--output", tmp_path)
-    assert code == 1
-    assert said.splitlines()[-2:] == ["labkit: no luck", "labkit: no report: no luck"]
-
-
 def test_what_is_printed_to_be_pasted_is_quoted(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(captured_step, "keep_capture", lambda case, output: output)
     output = tmp_path / "my cap; touch x"
