@@ -71,6 +71,7 @@ def test_the_detected_device_is_the_one_torch_has_and_torch_is_not_imported_for_
         ("NVIDIA A100 80GB PCIe", 1935, 312.0),
         ("NVIDIA A100-SXM4-40GB", 1555, 312.0),
         ("NVIDIA GeForce RTX 3090 Ti", 1008, 80.0),
+        ("NVIDIA GeForce RTX 5070 Ti", 896, 87.9),
         ("Tesla T4", 320, None),
     ],
 )
@@ -87,10 +88,10 @@ def test_a_product_has_its_own_datasheet(name, memory_gb_per_s, bf16_tflops):
     "name",
     [
         "",
-        "NVIDIA L40",
         # Names that contain another product's.
-        "NVIDIA GH200 480GB",
         "NVIDIA RTX A1000",
+        "NVIDIA GeForce RTX 4080 SUPER",
+        "NVIDIA GeForce RTX 3080 Ti",
         "NVIDIA GeForce RTX 4090 Laptop GPU",
         "NVIDIA GeForce RTX 4090 D",
         "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
