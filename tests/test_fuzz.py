@@ -1,24 +1,16 @@
-"""Hundreds of damaged files: each is an error that names the file, or is read to a result that can
-be used.
-
-Files of every kind are damaged byte by byte (cut, flipped, overwritten, doubled) and value by value
-(another type, NaN, a huge number, an entry that is missing or foreign).
+"""Files of records that are damaged byte by byte (cut, flipped, overwritten, doubled) or value by
+value (another type, NaN, a huge number, an entry that is missing or foreign): each is an error that
+names file and line, or is read to records that can be used.
 """
 
 import copy
 import json
 import random
-import sqlite3
-import warnings
 from dataclasses import asdict
-from pathlib import Path
 
 from test_records import make_record
 
-from labkit.measure.profiling import ProfileError, launches, read_nsys
 from labkit.records import RecordError, RecordStore, newest, to_frame
-
-FIXTURE = Path(__file__).parent / "fixtures" / "nsys_2025.3.1_h200.sqlite"
 
 HOSTILE = [None, True, -1, 0, 2**31, 2**63 - 1, -(2**63), 0.5, 1e300, "", "banana", "59", "é\n"]
 ONLY_IN_PYTHON = [[], {}, 2**63, 10**400, float("nan"), -float("inf"), [[]] * 300, "\ud800"]
@@ -59,71 +51,12 @@ def damage_value(value, generator: random.Random) -> None:
         holder[key] = copy.deepcopy(generator.choice(HOSTILE + ONLY_IN_PYTHON))
 
 
-def check_damaged(path: Path, error: type[Exception], num_files: int, write, use) -> None:
-    """Asserts that a damaged file is used, or refused by a message that names it in a few lines.
-
-    And that the damage of all of them was neither harmless nor all found by the first check.
-    """
-    generator = random.Random(0)
-    num_read, messages = 0, []
-    for _ in range(num_files):
-        path.unlink(missing_ok=True)
-        write(generator)
-        try:
-            with warnings.catch_warnings():
-                # A number that overflowed on the way.
-                warnings.simplefilter("error", RuntimeWarning)
-                use()
-            num_read += 1
-        except error as refused:
-            message = str(refused)
-            assert str(path) in message, message
-            assert len(message) < len(str(path)) + 500, message
-            assert path.suffix != ".jsonl" or ", line " in message, message
-            messages.append(message)
-    assert num_read and len(set(messages)) >= num_files // 10
-
-
-def use_trace(trace) -> None:
-    table = launches(trace, ("mm", "softmax"))
-    times = table[["start_ns", "end_ns", "duration_ns"]]
-    assert (times.dtypes == "int64").all() and (table["duration_ns"] >= 0).all()
-    assert (table["end_ns"] >= table["start_ns"]).all() and trace.total_ns >= 0
-    assert table["launched_ns"].notna().any() and len(trace.ranges) > 0
-
-
-def test_damaged_captures(tmp_path):
-    path = tmp_path / "capture.sqlite"
-    with sqlite3.connect(FIXTURE) as connection:
-        cells = [
-            (table, column)
-            for (table,) in connection.execute("SELECT name FROM sqlite_master WHERE type='table'")
-            for _, column, *_ in connection.execute(f"PRAGMA table_info({table})")
-        ]
-    connection.close()
-
-    def write(generator):
-        path.write_bytes(FIXTURE.read_bytes())
-        if generator.random() < 0.4:
-            path.write_bytes(damage_bytes(FIXTURE.read_bytes(), generator))
-            return
-        table, column = generator.choice(cells)
-        rows = generator.choice(["rowid = 1", "TRUE"])
-        with sqlite3.connect(path) as damaging:
-            damaging.execute(
-                f'UPDATE OR IGNORE {table} SET "{column}" = ? WHERE {rows}',
-                [generator.choice(HOSTILE)],
-            )
-        damaging.close()
-
-    check_damaged(path, ProfileError, 80, write, lambda: use_trace(read_nsys(path)))
-
-
 def test_damaged_records(tmp_path):
+    generator = random.Random(0)
     path, copied = tmp_path / "01_benchmarking.jsonl", tmp_path / "copy.jsonl"
     line = json.dumps(asdict(make_record())).encode() + b"\n"
-
-    def write(generator):
+    num_read, messages = 0, set()
+    for _ in range(150):
         copied.unlink(missing_ok=True)
         if generator.random() < 0.35:
             path.write_bytes(damage_bytes(line + line, generator))
@@ -131,14 +64,16 @@ def test_damaged_records(tmp_path):
             value = asdict(make_record())
             damage_value(value, generator)
             path.write_bytes(line + json.dumps(value).encode() + b"\n")
-
-    def use():
-        loaded = newest(RecordStore(path).load())
+        try:
+            loaded = newest(RecordStore(path).load())
+        except RecordError as refused:
+            messages.add(str(refused))
+            assert f"{path}, line " in str(refused) and len(str(refused)) < len(str(path)) + 500
+            continue
+        num_read += 1
         to_frame(loaded).to_markdown()
         for record in loaded:
-            record.resume_key()
             RecordStore(copied).append(record)
-        if loaded:
-            assert newest(RecordStore(copied).load())[-1] in loaded
-
-    check_damaged(path, RecordError, 150, write, use)
+        assert not loaded or newest(RecordStore(copied).load())[-1] in loaded
+    # The damage was neither harmless nor all found by the first check.
+    assert num_read and len(messages) >= 15
