@@ -371,8 +371,7 @@ class Session:
     Args:
         notebook: its file name without the ending.
         device: this machine's slug or "this", so that no result gets another device's name.
-        profile: "smoke", "full", "key" for the rows of full that sentences quote, or "auto" for
-            full on a GPU and smoke elsewhere.
+        profile: one of PROFILES, or "auto" for full on a GPU and smoke elsewhere.
         output: folder that holds one folder per device; "" for the repository's figures/.
         fresh: measure again what is recorded already.
         options: narrow the grid, see `notebooks.narrowing`.
