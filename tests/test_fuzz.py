@@ -14,9 +14,8 @@ import warnings
 from dataclasses import asdict
 from pathlib import Path
 
-from labkit.measure.memory import SnapshotError
+from labkit.measure.memory import SnapshotError, read_history
 from labkit.measure.profiling import ProfileError, launches, read_chrome_trace, read_nsys
-from labkit.measure.snapshots import read_history
 from labkit.records import Record, RecordError, RecordStore, newest, to_frame
 
 FIXTURE = Path(__file__).parent / "fixtures" / "nsys_2025.3.1_h200.sqlite"
