@@ -4,7 +4,6 @@ derivations.
 
 import dataclasses
 import functools
-import math
 import weakref
 
 import pytest
@@ -273,18 +272,6 @@ def test_a_layer_sends_weights_gradients_and_activations_around_rings():
     assert tensor.forward_bytes == tensor.backward_bytes == twice * activations
     assert data.forward_flops == tensor.forward_flops == 2 * B * 3 * D * F / 8
     assert data.backward_flops == 2 * data.forward_flops
-
-
-def test_the_accounting_exercise_of_2025():
-    grid = dict(data=16, tensor=4, data_bandwidth=2 * W, tensor_bandwidth=W)
-    tokens = accounting.min_grid_tokens(53248, C, **grid, overlapped=True, exact=False)
-    without = accounting.min_grid_tokens(53248, C, **grid, overlapped=False, exact=False)
-    assert (int(tokens), math.ceil(without)) == (20444, 25302)
-    # A ring leaves out the share a rank has already; the exercise does not.
-    exact = accounting.min_grid_tokens(53248, C, **grid, overlapped=True)
-    assert exact == pytest.approx(tokens * 15 / 16)
-    slow = grid | {"tensor_bandwidth": W / 100}
-    assert accounting.min_grid_tokens(53248, C, **slow, overlapped=False) == math.inf
 
 
 def test_memory_by_stage_and_traffic_by_scheme():

@@ -7,7 +7,6 @@ import json
 import os
 import sqlite3
 import sys
-import time
 from pathlib import Path
 
 import pandas as pd
@@ -349,29 +348,6 @@ def test_a_trace_with_cuda_kernels_is_read_by_correlation(tmp_path):
     assert table["duration_ns"].tolist() == [8500, 2000, 1000]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("not json", "cannot be read as a trace of torch.profiler"),
-        ('{"traceEvents": []}', "holds no event"),
-        (json.dumps({"traceEvents": [event("cpu_op", "a", 1, 1, 1)]}), "holds no range"),
-        (json.dumps({"traceEvents": [event("user_annotation", "a", 1, 1, 1)]}), "no operator"),
-    ],
-)
-def test_a_trace_that_is_none_is_an_error_that_names_the_file(tmp_path, content, message):
-    path = tmp_path / "trace.json"
-    path.write_text(content)
-    with pytest.raises(ProfileError, match=rf"trace\.json .*{message}"):
-        read_chrome_trace(path)
-
-
-def test_unknown_kinds_of_ranges_are_refused_and_none_marks_nothing():
-    with pytest.raises(ValueError, match="range 'emoji'; accepted: nvtx, kineto, none"):
-        RangeMarker("emoji")
-    with RangeMarker("none")("anything"):
-        pass
-
-
 def test_busy_time_counts_what_overlaps_once():
     def table(*spans):
         return pd.DataFrame(spans, columns=["start_ns", "end_ns"])
@@ -440,14 +416,6 @@ def calls(fake: Path) -> list[dict]:
     return [json.loads(line) for line in (fake / "calls.jsonl").read_text().splitlines()]
 
 
-def test_nsys_is_found_with_its_version_and_the_importer_beside_it(fake, monkeypatch):
-    nsys = Nsys.find()
-    assert nsys.version == "2025.3.1.90"
-    assert Path(nsys.importer).name == "QdstrmImporter"
-    monkeypatch.setattr(profiling, "find_nsys", lambda: "/bin/false")
-    assert Nsys.find() is None
-
-
 @pytest.mark.parametrize("leaves", [".nsys-rep", ".qdstrm"])
 def test_a_capture_is_made_read_and_deleted_without_the_rest_of_the_environment(
     fake, monkeypatch, tmp_path, leaves
@@ -477,27 +445,19 @@ def test_a_capture_is_made_read_and_deleted_without_the_rest_of_the_environment(
     assert list(temporary.iterdir()) == []
 
 
-def test_a_capture_is_kept_with_call_stacks_where_the_machine_allows_them(fake, tmp_path):
-    kept = tmp_path / "kept.nsys-rep"
-    Nsys.find().capture(PASS, timeout_s=60, keep=kept, stacks=True)
-    assert kept.stat().st_size > 0
-    assert set(profiling.STACKS) < set(calls(fake)[1]["arguments"])
-    (fake / "no stacks").touch()
-    Nsys.find().capture(PASS, timeout_s=60, stacks=True)
-    assert set(profiling.NO_STACKS) < set(calls(fake)[-2]["arguments"])
-
-
-def test_an_older_release_is_asked_again_without_the_newer_options_and_the_program_runs_once(
-    fake, tmp_path
-):
-    (fake / "old").touch()
+@pytest.mark.parametrize(
+    ("lack", "refused"), [("old", profiling.NEWER_OPTIONS), ("no stacks", profiling.STACKS)]
+)
+def test_a_machine_that_refuses_options_is_asked_again_without_them(fake, tmp_path, lack, refused):
+    (fake / lack).touch()
     note = tmp_path / "runs"
     command = [sys.executable, "-c", "import sys; open(sys.argv[1], 'a').write('x')", str(note)]
-    assert len(Nsys.find().capture(command, timeout_s=60).operations) == 22
-    _, refused, taken, exported = (call["arguments"] for call in calls(fake))
-    assert set(profiling.NEWER_OPTIONS) < set(refused)
-    assert not set(profiling.NEWER_OPTIONS) & set(taken)
-    assert exported[0] == "export" and note.read_text() == "x"
+    kept = tmp_path / "kept.nsys-rep"
+    trace = Nsys.find().capture(command, timeout_s=60, keep=kept, stacks=True)
+    assert len(trace.operations) == 22 and kept.stat().st_size > 0
+    _, first, *_, taken, exported = (call["arguments"] for call in calls(fake))
+    assert set(refused) < set(first) and not set(refused) & set(taken)
+    assert exported[0] == "export" and note.read_text() == "x", "the program runs once"
 
 
 def test_a_capture_that_fails_says_what_is_missing(fake):
@@ -513,9 +473,6 @@ def test_a_capture_that_fails_says_what_is_missing(fake):
     (fake / "leaves").write_text(".nsys-rep")
     (fake / "export.sqlite").write_text("no database at all " * 100)
     check(nsys, r"^capture\.sqlite cannot be read as an SQLite export")
-    (fake / "export.sqlite").unlink()
-    check(nsys, "nsys export left no SQLite file")
-    check(Nsys("/nowhere/no-such-nsys", "1", None), "no-such-nsys cannot be started: No such file")
 
 
 @pytest.mark.parametrize(
@@ -544,21 +501,15 @@ code = "import os, sys, time; os.setsid(); open(sys.argv[1], 'w').close(); time.
 subprocess.Popen([sys.executable, "-c", code, sys.argv[1]])
 while not os.path.exists(sys.argv[1]):
     time.sleep(0.02)
-time.sleep(float(sys.argv[2]))
+time.sleep(600)
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
-@pytest.mark.parametrize("lasts_s", [600, 0])
-def test_no_process_is_left_even_one_that_left_the_group(fake, tmp_path, lasts_s):
+def test_no_process_is_left_even_one_that_left_the_group(fake, tmp_path):
     note = tmp_path / "started"
-    command = [sys.executable, "-c", DAEMON, str(note), str(lasts_s)]
-    canary = {"CANARY": str(tmp_path)}
-    begin = time.monotonic()
-    if lasts_s:
-        with pytest.raises(TimeoutError, match="nsys was stopped: the capture took longer than 4"):
-            Nsys.find().capture(command, timeout_s=4, variables=canary)
-    else:
-        assert Nsys.find().capture(command, timeout_s=60, variables=canary)
-    assert note.exists() and time.monotonic() - begin < 30
+    command = [sys.executable, "-c", DAEMON, str(note)]
+    with pytest.raises(TimeoutError, match="nsys was stopped: the capture took longer than 4 s"):
+        Nsys.find().capture(command, timeout_s=4, variables={"CANARY": str(tmp_path)})
+    assert note.exists()
     assert is_true_within(5, lambda: not holding(os.fsencode(tmp_path)))
