@@ -14,11 +14,7 @@ by up to 1 MiB where a cached block stays unsplit.
 import contextlib
 import gc
 import io
-import linecache
-import math
 import pickle
-import sys
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,7 +29,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import profile, record_function
 from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICE_KINDS = ("cuda", "cpu")
 
@@ -109,12 +104,6 @@ class History:
         """Returns (name, first position, position after the last) between the marks."""
         ends = [position for _, position in self.marks[1:]] + [self.num_events]
         return [(name, begin, end) for (name, begin), end in zip(self.marks, ends, strict=True)]
-
-    def phase_at(self, position: int) -> str:
-        """Returns the phase of the event at `position`; "before" if it precedes the first mark."""
-        return next(
-            (name for name, begin, end in self.phases() if begin <= position < end), "before"
-        )
 
     def series(
         self, category: Callable[[Allocation], str], num_points: int
@@ -269,13 +258,11 @@ class Usage:
         peak_bytes: the most at any moment of the call.
         kept_bytes: still in use after it, with its result; negative if the call freed more than it
             allocated.
-        requested_bytes: the part of kept_bytes that tensors asked for.
         result: what it returned.
     """
 
     peak_bytes: int
     kept_bytes: int
-    requested_bytes: int
     result: Any
 
 
@@ -297,22 +284,19 @@ def measure_usage(function: Callable[[], Any], device_kind: str) -> Usage:
         torch.cuda.synchronize()
         after = torch.cuda.memory_stats()
         allocated = "allocated_bytes.all.current"
-        requested = "requested_bytes.all.current"
         return Usage(
             peak_bytes=after["allocated_bytes.all.peak"] - before[allocated],
             kept_bytes=after[allocated] - before[allocated],
-            requested_bytes=after[requested] - before[requested],
             result=result,
         )
     with Recorder(device_kind) as recorder:
         result = function()
     totals = recorder.history.totals() - recorder.history.totals()[0]
-    kept_bytes = int(totals[-1])
-    return Usage(int(totals.max()), kept_bytes, kept_bytes, result)
+    return Usage(int(totals.max()), int(totals[-1]), result)
 
 
-_MOMENT = "labkit moment"
-"""Name under which the CPU's profiler sees a moment of the recording."""
+_MARK = "labkit mark: "
+"""Begins the name under which the CPU's profiler sees a mark."""
 
 
 class Recorder:
@@ -342,24 +326,15 @@ class Recorder:
             x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in resident
         }
         self.history = History([], 0)
-        self.positions: list[int] = []
-        """How many recorded events came before each moment; of the CPU's known after the block."""
-        self._num_moments = 0
         self._marks: list[tuple[str, int]] = []
 
     def mark(self, name: str) -> None:
         """Begins the phase called `name`."""
-        self._marks.append((name, self.moment()))
-
-    def moment(self) -> int:
-        """Returns the number of this moment in `positions`."""
         if self._is_cuda:
-            self.positions.append(self._num_allocator_events() - self._first_event)
+            self._marks.append((name, self._num_allocator_events() - self._first_event))
         else:
-            with record_function(_MOMENT):
+            with record_function(f"{_MARK}{name}"):
                 pass
-        self._num_moments += 1
-        return self._num_moments - 1
 
     def __enter__(self) -> "Recorder":
         gc.collect()
@@ -380,9 +355,7 @@ class Recorder:
                 self._profile.__exit__(error_type, *error)
             if error_type is None:
                 self.history = self._cuda_history() if self._is_cuda else self._cpu_history()
-                self.history.marks = [
-                    (name, self.positions[number]) for name, number in self._marks
-                ]
+                self.history.marks = self._marks
         finally:
             if self._is_cuda:
                 torch.cuda.memory._record_memory_history(None)
@@ -398,8 +371,8 @@ class Recorder:
         totals = []  # as the profiler reports them
         tree = self._profile.kineto_results.experimental_event_tree()
         for event in sorted(_flat(tree), key=lambda event: event.start_time_ns):
-            if event.name == _MOMENT:
-                self.positions.append(len(events))
+            if event.name.startswith(_MARK):
+                self._marks.append((event.name.removeprefix(_MARK), len(events)))
             elif event.name == "[memory]" and event.extra_fields.device.type == "cpu":
                 memory = event.extra_fields
                 events.append((memory.ptr, memory.alloc_size, ""))
@@ -427,22 +400,6 @@ def _flat(events: Sequence) -> Iterator:
         yield from _flat(event.children)
 
 
-@dataclass(frozen=True)
-class Owner:
-    """What made an allocation.
-
-    Attributes:
-        operator: PyTorch's operator, "aten.mm"; "" outside of any.
-        module: path of the innermost module whose forward or backward pass made it.
-        frame: "file.py:line function" in the forward pass; code: the text of that line.
-    """
-
-    operator: str = ""
-    module: str = ""
-    frame: str = ""
-    code: str = ""
-
-
 @contextlib.contextmanager
 def _module_path(model: nn.Module) -> Iterator[list[str]]:
     """Gives a list whose last entry is the path of the innermost module in its forward pass, "" for
@@ -459,65 +416,6 @@ def _module_path(model: nn.Module) -> Iterator[list[str]]:
             hooks.callback(enter.remove)
             hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
         yield path
-
-
-class OwnerLog(TorchDispatchMode):
-    """Notes the module and line behind each operator, so that allocations have an owner.
-
-    A backward operator belongs to the line that made its autograd node, known by the node's
-    sequence number.
-
-    Args:
-        recorder: gives the positions; the log is used inside its block.
-        model: the model whose modules are named.
-    """
-
-    def __init__(self, recorder: Recorder, model: nn.Module):
-        super().__init__()
-        self._recorder = recorder
-        self._notes: list[tuple[int, Owner]] = []
-        self._by_node: dict[int, Owner] = {}
-        self._hooks = contextlib.ExitStack()
-        self._path = self._hooks.enter_context(_module_path(model))
-
-    def close(self) -> None:
-        """Removes the hooks from the model."""
-        self._hooks.close()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        operator = str(function).rsplit(".", 1)[0]
-        node = torch._C._current_autograd_node()
-        if node is None:
-            owner = Owner(operator, self._path[-1], *_calling_line())
-            # The operator's node exists by now; later operators may make none.
-            self._by_node.setdefault(torch._C._autograd._get_sequence_nr() - 1, owner)
-        else:
-            owner = replace(self._by_node.get(node._sequence_nr(), Owner()), operator=operator)
-        self._notes.append((self._recorder.moment(), owner))
-        return function(*args, **(kwargs or {}))
-
-    def owners(self) -> list[Owner]:
-        """Returns the owner of each event of the recorder's history, once it has ended."""
-        positions = [self._recorder.positions[moment] for moment, _ in self._notes]
-        owners = [Owner(), *(owner for _, owner in self._notes)]
-        moments = np.arange(self._recorder.history.num_events)
-        num_notes_before = np.searchsorted(positions, moments, side="right")
-        return [owners[number] for number in num_notes_before]
-
-
-_FRAMES_TO_PASS = (str(Path(torch.__file__).parent), __file__)
-
-
-def _calling_line() -> tuple[str, str]:
-    """Returns "file.py:line function" of the innermost frame outside PyTorch and this module, and
-    the line's text.
-    """
-    for frame, line in traceback.walk_stack(sys._getframe()):
-        path = frame.f_code.co_filename
-        if path.endswith(".py") and not path.startswith(_FRAMES_TO_PASS):
-            place = frame_text([{"filename": path, "line": line, "name": frame.f_code.co_name}])
-            return place, linecache.getline(path, line).strip()
-    return "", ""
 
 
 @dataclass(frozen=True)
@@ -604,14 +502,3 @@ def saved_bytes(saved: Sequence[Residual]) -> int:
     anyway.
     """
     return sum(one.num_bytes for one in saved if one.is_new and not one.is_resident)
-
-
-def packed_bytes(saved: Sequence[Residual]) -> int:
-    """Returns the bytes of all residuals that are not kept anyway, each counted as often as it is
-    saved.
-    """
-    return sum(
-        math.prod(one.shape) * getattr(torch, one.dtype).itemsize
-        for one in saved
-        if not one.is_resident
-    )
