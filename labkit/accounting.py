@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
 
 from labkit.configs import ModelConfig
 
@@ -172,10 +171,8 @@ class _Pass:
         self.made_bytes = config.num_layers * self.block_bytes + self.head_bytes
         # What all blocks but the last keep.
         self.earlier_bytes = (config.num_layers - 1) * self.block_bytes
-        # Token and target indices (int64) and, in fp32, the rotary tables.
-        self.input_bytes = 2 * 8 * tokens
-        self.resident_bytes = parameter_bytes(config) + self.input_bytes + tables
-        self.kept_tables = 0 if self.is_bf16 else tables
+        # Token and target indices (int64), rotary tables.
+        self.resident_bytes = parameter_bytes(config) + 2 * 8 * tokens + tables
 
 
 def block_activation_bytes(config: ModelConfig, batch: int, context: int, **known: str) -> int:
@@ -200,20 +197,6 @@ def block_activation_bytes(config: ModelConfig, batch: int, context: int, **know
     Raises ValueError for another precision, attention or kind of device.
     """
     return _Pass(config, batch, context, **known).block_bytes
-
-
-def activation_bytes(config: ModelConfig, batch: int, context: int, **known: str) -> int:
-    """Returns bytes the whole model and the loss keep for the backward pass, inputs included and
-    parameters not.
-
-    Besides the blocks: token and target indices (int64), what the final norm keeps, cross-entropy's
-    log-probabilities (fp32) and count, in fp32 the rotary tables, under autocast bf16 copies of the
-    head's input and matrix.
-
-    Args and Raises as in `block_activation_bytes`.
-    """
-    run = _Pass(config, batch, context, **known)
-    return run.made_bytes - 4 + run.input_bytes + run.kept_tables
 
 
 PEAK_PHASES = ("inference", "forward", "train_step")
@@ -597,15 +580,6 @@ def best_bucket_bytes(num_bytes: float, bandwidth: float, latency_s: float) -> f
     return math.sqrt(num_bytes * bandwidth * latency_s)
 
 
-class LayerCost(NamedTuple):
-    """FLOPs and sent bytes of one rank, of an FFN layer."""
-
-    forward_flops: float
-    forward_bytes: float
-    backward_flops: float
-    backward_bytes: float
-
-
 def ffn_cost(
     tokens: float,
     d_model: int,
@@ -614,9 +588,9 @@ def ffn_cost(
     data: int = 1,
     tensor: int = 1,
     sharded: bool = False,
-) -> LayerCost:
-    """Returns what one rank computes and sends for a SwiGLU layer of three matrices on a grid of
-    `data` × `tensor` ranks, backward at twice the FLOPs of forward.
+) -> tuple[float, float, float, float]:
+    """Returns FLOPs and sent bytes of forward, then of backward, of one rank that runs a SwiGLU
+    layer of three matrices on a grid of `data` × `tensor` ranks; backward takes twice the FLOPs.
 
     Data parallel ranks all-reduce gradients in backward. Sharded, they gather weights in both
     passes and reduce-scatter gradients. Tensor parallel ranks all-reduce the activations of the
@@ -627,7 +601,7 @@ def ffn_cost(
     weight_bytes = 2 * num_weights / tensor * (data - 1) / data
     activation_bytes = 2 * (2 * tokens * d_model / data) * (tensor - 1) / tensor
     forward = activation_bytes + (weight_bytes if sharded else 0)
-    return LayerCost(flops, forward, 2 * flops, activation_bytes + 2 * weight_bytes)
+    return flops, forward, 2 * flops, activation_bytes + 2 * weight_bytes
 
 
 def min_grid_tokens(

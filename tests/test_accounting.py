@@ -115,14 +115,19 @@ def test_every_phase_has_its_flops_and_an_unknown_one_is_refused():
 
 
 @small_cases
-def test_a_block_keeps_what_autograd_keeps(config, batch, context):
-    model, _, _ = build(config, batch, context)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("impl", "kind"), [("eager", "eager"), ("sdpa_flash", "fused")])
+def test_a_block_keeps_what_autograd_keeps(config, batch, context, precision, impl, kind):
+    model = TransformerLM(config, max_context=context, attention=impl)
     x_BTC = torch.randn(batch, context, config.d_model, requires_grad=True)
     block = model.blocks[0]
     resident = [*model.parameters(), *model.rotary.buffers()]
     run = functools.partial(block, x_BTC, model.rotary)
-    kept, _ = residuals(run, block, resident, is_compiled=False)
-    assert saved_bytes(kept) == accounting.block_activation_bytes(config, batch, context)
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        kept, _ = residuals(run, block, resident, is_compiled=False)
+    known = {"precision": precision, "attention": kind}
+    predicted = accounting.block_activation_bytes(config, batch, context, **known)
+    assert saved_bytes(kept) == predicted
 
 
 def random_inputs(shape, dtype):
@@ -264,14 +269,13 @@ def test_a_layer_sends_weights_gradients_and_activations_around_rings():
     """
     matrices, activations = 2 * 3 * D * F, 2 * B * D
     once, twice = (accounting.bus_factor(name, 8) for name in ("all_gather", "all_reduce"))
+    flops = 2 * B * 3 * D * F / 8
     data = accounting.ffn_cost(B, D, F, data=8)
-    assert (data.forward_bytes, data.backward_bytes) == (0, twice * matrices)
+    assert data == (flops, 0, 2 * flops, twice * matrices)
     sharded = accounting.ffn_cost(B, D, F, data=8, sharded=True)
-    assert (sharded.forward_bytes, sharded.backward_bytes) == (once * matrices, twice * matrices)
+    assert sharded == (flops, once * matrices, 2 * flops, twice * matrices)
     tensor = accounting.ffn_cost(B, D, F, tensor=8)
-    assert tensor.forward_bytes == tensor.backward_bytes == twice * activations
-    assert data.forward_flops == tensor.forward_flops == 2 * B * 3 * D * F / 8
-    assert data.backward_flops == 2 * data.forward_flops
+    assert tensor == (flops, twice * activations, 2 * flops, twice * activations)
 
 
 def test_memory_by_stage_and_traffic_by_scheme():

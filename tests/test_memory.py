@@ -253,18 +253,6 @@ def test_peaks_are_predicted_to_the_byte(
     assert 0 <= measured - predicted < SCALARS
 
 
-@pytest.mark.parametrize(
-    ("precision", "attention"), [("fp32", "sdpa_flash"), ("bf16", "eager"), ("bf16", "sdpa_flash")]
-)
-def test_activation_bytes_are_what_autograd_keeps(workload, precision, attention):
-    """The distinct storages, parameters left out."""
-    live = workload("scores", precision, attention)
-    kept, _ = residuals(live.forward, live.model, list(live.model.parameters()), is_compiled=False)
-    kind = "eager" if attention == "eager" else "fused"
-    known = {"precision": precision, "attention": kind, "device_kind": "cpu"}
-    assert saved_bytes(kept) == accounting.activation_bytes(*SHAPES["scores"], **known)
-
-
 def test_on_an_h200_the_peaks_of_notebook_01_are_predicted():
     """Within 3 %, and 96 MiB of workspaces, which notebook 01 counts in."""
     path = FIGURES / "nvidia-h200/records/01_benchmarking.jsonl"

@@ -240,19 +240,18 @@ def _with_launches(operations: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFram
 
 @contextlib.contextmanager
 def _reading(path: Path | str, kind: str) -> Iterator[None]:
-    """Makes whatever goes wrong a ProfileError that names the file: in a damaged one, values of any
-    type may stand anywhere.
+    """Makes whatever goes wrong a ProfileError that names the file, without its folder, since
+    records hold no paths. In a damaged file values of any type may stand anywhere.
     """
+    name = Path(path).name
     try:
         yield
     except ProfileError as error:
-        raise ProfileError(f"{path} {error}") from None
+        raise ProfileError(f"{name} {error}") from None
     except Exception as error:
         # pandas quotes the whole query.
         reason = " ".join(str(error.__cause__ or error).split())[:200]
-        raise ProfileError(
-            f"{path} cannot be read as {kind}: {type(error).__name__}: {reason}"
-        ) from error
+        raise ProfileError(f"{name} cannot be read as {kind}: {reason}") from error
 
 
 _LAST_NS = 1 << 53
@@ -486,7 +485,6 @@ class RangeMarker:
     Args:
         kind: "nvtx" (what nsys captures), "kineto" (what torch.profiler captures) or "none".
 
-    Raises ValueError for another kind.
     """
 
     KINDS: ClassVar = {
@@ -496,15 +494,13 @@ class RangeMarker:
     }
 
     def __init__(self, kind: str):
-        if kind not in self.KINDS:
-            raise ValueError(f"unknown kind of range {kind!r}; accepted: {', '.join(self.KINDS)}")
-        self.kind = kind
+        self._range = self.KINDS[kind]
         # Of all threads: while autograd's runs a backward pass, the one that called it waits.
         self._open: list[contextlib.AbstractContextManager] = []
 
     def __call__(self, name: str) -> contextlib.AbstractContextManager:
         """Returns a range around a `with` block."""
-        return self.KINDS[self.kind](name)
+        return self._range(name)
 
     def open(self, name: str) -> None:
         """Opens a range inside those that this thread has open."""
@@ -545,17 +541,7 @@ def capture_with_kineto(
     with tempfile.TemporaryDirectory(prefix="labkit-kineto-") as folder:
         path = keep or Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        with _without_folders():
-            return read_chrome_trace(path, torch.__version__)
-
-
-@contextlib.contextmanager
-def _without_folders() -> Iterator[None]:
-    """Removes folders' names from errors, since records hold no paths."""
-    try:
-        yield
-    except ProfileError as error:
-        raise ProfileError(re.sub(r"\S*/(?=\S)", "", str(error))) from error
+        return read_chrome_trace(path, torch.__version__)
 
 
 ALLOWED_ENVIRONMENT = (
@@ -678,7 +664,7 @@ class Nsys:
         run = functools.partial(_run, timeout_s=timeout_s, end_s=time.monotonic() + timeout_s)
         # The guard ends whatever has the folder's path in its environment, also what has left the
         # group of its parent.
-        with guarded_folder() as (folder, _), _without_folders():
+        with guarded_folder() as (folder, _):
             # nsys writes raw captures to TMPDIR first, and may leave them there.
             environment = {**allowed_environment(), **(variables or {}), "TMPDIR": str(folder)}
             folders = [os.environ.get(LIBRARIES), environment.get("LD_LIBRARY_PATH")]
@@ -737,4 +723,6 @@ def _run(
 
 
 def _last_line(text: str) -> str:
-    return text.strip().rpartition("\n")[2].strip()[:300] or "no output"
+    """Returns the last line of a program's output without folders, since records hold no paths."""
+    last = text.strip().rpartition("\n")[2].strip()[:300] or "no output"
+    return re.sub(r"\S*/(?=\S)", "", last)
