@@ -580,7 +580,7 @@ profile command.
 """
 
 
-def allowed_environment() -> dict[str, str]:
+def _allowed_environment() -> dict[str, str]:
     """Returns the variables of this process's environment that a captured process may have."""
     return {name: os.environ[name] for name in ALLOWED_ENVIRONMENT if name in os.environ}
 
@@ -604,7 +604,9 @@ class Nsys:
         if path is None:
             return None
         try:
-            answer = _run([path, "--version"], allowed_environment(), 60.0, time.monotonic() + 60.0)
+            answer = _run(
+                [path, "--version"], _allowed_environment(), 60.0, time.monotonic() + 60.0
+            )
         except (ProfileError, TimeoutError):
             return None
         version = re.search(r"Nsight Systems version ([\d.]+)", answer)
@@ -642,7 +644,6 @@ class Nsys:
         command: Sequence[str],
         *,
         timeout_s: float,
-        variables: Mapping[str, str] | None = None,
         keep: Path | None = None,
         stacks: bool = False,
         reads: bool = True,
@@ -652,7 +653,6 @@ class Nsys:
         Args:
             command: program and arguments; it marks its ranges with NVTX.
             timeout_s: for the program, the import and the export together.
-            variables: added to the allow-listed environment.
             keep: where the capture (.nsys-rep) is kept; None deletes it. stacks: with call stacks
                 if nsys can.
             reads: False to return None without reading it, since an empty program launches nothing.
@@ -666,7 +666,7 @@ class Nsys:
         # group of its parent.
         with guarded_folder() as (folder, _):
             # nsys writes raw captures to TMPDIR first, and may leave them there.
-            environment = {**allowed_environment(), **(variables or {}), "TMPDIR": str(folder)}
+            environment = {**_allowed_environment(), "TMPDIR": str(folder)}
             folders = [os.environ.get(LIBRARIES), environment.get("LD_LIBRARY_PATH")]
             tools = {**environment, "LD_LIBRARY_PATH": os.pathsep.join(filter(None, folders))}
             report = folder / "capture.nsys-rep"
