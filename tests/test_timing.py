@@ -180,7 +180,6 @@ def must_not_run(*_):
         ({"method": "graph"}, "method 'graph' needs CUDA, the device is 'cpu'"),
         # Looked at before the GPU is touched, so that these need none.
         ({"method": "graph", "device_kind": "cuda", "inputs": tuple}, "'graph' repeats its inputs"),
-        ({"method": "window", "device_kind": "cuda", "inputs": []}, "inputs is empty"),
     ],
 )
 def test_what_cannot_be_timed_is_refused_before_anything_runs(options, message):

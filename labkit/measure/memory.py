@@ -172,7 +172,7 @@ def in_use_before(
     return before
 
 
-LIMIT = 2**50
+LIMIT = 2**60
 """No device has an address or an allocation of this size."""
 
 
@@ -302,9 +302,10 @@ _MARK = "labkit mark: "
 class Recorder:
     """Records every allocation and free while a `with` block runs; `history` holds them afterwards.
 
-    On CUDA `history.reported_peak_bytes` is the allocator's own count, and the history includes all
-    that was in use before. On the CPU it comes from the profiler's running total, and of what was
-    in use before the history includes `resident` and whatever was freed in the block.
+    On CUDA `history.reported_peak_bytes` is the allocator's own count of the bytes asked for, and
+    the history includes all that was in use before. On the CPU it comes from the profiler's running
+    total, and of what was in use before the history includes `resident` and whatever was freed in
+    the block.
 
     Args:
         device_kind: "cuda" or "cpu".

@@ -302,7 +302,8 @@ def read_nsys(path: Path | str, version: str = "") -> Trace:
 
 def _read_export(connection: sqlite3.Connection, version: str) -> Trace:
     tables = pd.read_sql_query("SELECT name FROM sqlite_master", connection)["name"].tolist()
-    if "CUPTI_ACTIVITY_KIND_GRAPH_TRACE" in tables:
+    graphs = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
+    if graphs in tables and connection.execute(f"SELECT 1 FROM {graphs}").fetchone():
         raise ProfileError(
             "holds CUDA graphs as a whole, without their kernels; accepted: a capture with "
             "--cuda-graph-trace=node"

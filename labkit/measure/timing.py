@@ -161,7 +161,7 @@ def time_callable(
 
     Raises:
         ValueError: unknown method; a method that needs CUDA elsewhere; fresh inputs for a graph or
-            flush; no inputs.
+            flush.
     """
     method = _checked_method(method, device_kind, inputs)
     sampler = _sampler(method, function, inputs, device_kind)
@@ -201,8 +201,6 @@ def _checked_method(method: str | None, device_kind: str, inputs: Inputs) -> str
         raise ValueError(
             f"method {method!r} repeats its inputs: pass a list of tuples, not a function"
         )
-    if not callable(inputs) and not inputs:
-        raise ValueError("inputs is empty; pass at least one tuple of arguments")
     return method
 
 
