@@ -353,7 +353,7 @@ def test_a_group_that_does_not_fit_leaves_the_optimizer_as_it_was(x, lr, message
 
 def test_matrices_in_16_bits_beside_masters_train_as_autocast_does():
     asked = step_parameters("nano", 16, "bf16", attention="auto", impl="fused")
-    live, autocast = (Step(CPU, asked, capturable=True) for _ in range(2))
+    live, autocast = (Step(CPU, asked) for _ in range(2))
     autocast.model.float()
     autocast.model.load_state_dict(live.model.state_dict())
     autocast.optimizer = torch.optim.AdamW(autocast.model.parameters())

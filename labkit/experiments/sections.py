@@ -139,8 +139,8 @@ def sustained_metrics(
         rate = metrics["sustained_tflops" if "flops" in work else "sustained_gb_per_s"]
         metrics |= {"sustained_ceiling": ceiling, "sustained_ceiling_fraction": rate / ceiling}
     timed.telemetry["sustained"] = {**window.telemetry, "is_replayed": is_replayed}
-    if window.load.get("disturbed"):
-        timed.telemetry.update(disturbed=True, disturbed_by=window.load["disturbed_by"])
+    if window.telemetry.get("disturbed"):
+        timed.telemetry.update(disturbed=True, disturbed_by=window.telemetry["disturbed_by"])
     return metrics
 
 
