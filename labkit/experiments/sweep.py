@@ -19,13 +19,17 @@ import os
 import secrets
 import signal
 import stat
+import statistics
 import sys
 import tempfile
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import pairwise
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -34,7 +38,15 @@ from typing import Any
 from tqdm import tqdm
 
 from labkit import guard, notebooks
-from labkit.configs import FIGURES, THIS_DEVICE, RequestError, chosen_profile
+from labkit.configs import (
+    FIGURES,
+    REFERENCE_DEVICE,
+    SIGLIP2_SIZES,
+    SIZES,
+    THIS_DEVICE,
+    RequestError,
+    chosen_profile,
+)
 from labkit.device import (
     Device,
     detect,
@@ -90,6 +102,8 @@ class Case:
         fresh_process: run in a new process.
         stop_at_failure: when a phase fails, skip those after it, which need its result.
         sustained: phases that are also run back to back, see `sections.sustained_metrics`.
+        compiles: it compiles kernels, which is done for several cases at a time before any is
+            measured.
     """
 
     section: str
@@ -100,6 +114,7 @@ class Case:
     fresh_process: bool = False
     stop_at_failure: bool = False
     sustained: tuple[str, ...] = ()
+    compiles: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,7 +172,7 @@ def _status(error: BaseException) -> str:
     return "timeout" if isinstance(error, TimeoutError) else "error"
 
 
-def _worker_main(connection: Connection, module_name: str) -> None:
+def _worker_main(connection: Connection, module_name: str, is_rehearsal: bool) -> None:
     """Runs cases until the connection closes; ends after the first failure.
 
     Answers with ("phase", its name) before a phase and ("ok", Measured) after it; at last with
@@ -166,6 +181,11 @@ def _worker_main(connection: Connection, module_name: str) -> None:
     os.setpgrp()  # so that whatever a case starts is ended together with the worker
     _end_with_parent(connection)
     experiment = importlib.import_module(module_name)
+    if is_rehearsal:
+        for sizes in (SIZES, SIGLIP2_SIZES):
+            sizes.update({name: replace(one, num_layers=1) for name, one in sizes.items()})
+        # What fails here fails again, and is told, where it is measured.
+        sys.stderr = open(os.devnull, "w")
     # Where compiling is timed the caches are off on purpose; torch warns of each.
     warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
     gc.freeze()  # otherwise each collection between phases would walk through all modules
@@ -224,7 +244,9 @@ def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
         # PyTorch's default is a folder that another user may have made and filled, and it loads
         # code from there.
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_own_folder() / "torchinductor")
-    preloaded = [module_name, *PRELOADED]
+    # One server serves the sessions of all notebooks.
+    chapters = (f"labkit.experiments.{name.split('_', 1)[1]}" for name in notebooks.names())
+    preloaded = [*dict.fromkeys([module_name, *chapters]), *PRELOADED]
     if not has_gpu_driver():
         # With a GPU, which the server must not touch, each worker imports the compiler.
         preloaded.append("torch._inductor.compile_fx")
@@ -249,10 +271,12 @@ def _worker_context(module_name: str) -> multiprocessing.context.BaseContext:
 class _Worker:
     """The session's side of one worker process."""
 
-    def __init__(self, module_name: str):
+    def __init__(self, module_name: str, is_rehearsal: bool = False):
         context = _worker_context(module_name)
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_worker_main, args=(theirs, module_name))
+        self.process = context.Process(
+            target=_worker_main, args=(theirs, module_name, is_rehearsal)
+        )
         self.process.start()
         theirs.close()
         self.used = False
@@ -424,19 +448,25 @@ class Session:
             self.store.repair()
         write_json(self.folder / "environment.json", environment(self.device))
 
-    def run(self) -> None:
+    def run(self, progress: "Progress | None" = None) -> None:
         """Measures the cases that are not recorded yet, one record per phase, under the device's
         lock. Then writes the file that says that all were tried.
+
+        Args:
+            progress: of a run of several sessions; by default this one's own.
         """
         done = done_path(self.folder, self.notebook)
         done.unlink(missing_ok=True)
-        if self._pending():
+        if self.pending():
             with measuring_lock(self.device, self.notebook), self.store.locked():
-                pending = self._pending()  # another run may have recorded some meanwhile
-                for section in dict.fromkeys(case.section for case in pending):
-                    self._run_section(section, [one for one in pending if one.section == section])
+                pending = self.pending()  # another run may have recorded some meanwhile
+                with contextlib.ExitStack() as stack:
+                    progress = progress or stack.enter_context(Progress([self]))
+                    for section in dict.fromkeys(case.section for case in pending):
+                        cases = [one for one in pending if one.section == section]
+                        self._run_section(section, cases, progress)
         else:
-            print("all recorded before; --fresh measures again")
+            print(f"{self.notebook}: all recorded before; --fresh measures again")
         profile = "full" if self.profile == "key" else self.profile
         grid = self.experiment.cases(profile, self.device.kind)
         missing = self._missing(grid, self.store.load())
@@ -447,7 +477,7 @@ class Session:
         }
         write_json(done, content)
 
-    def _pending(self) -> list[Case]:
+    def pending(self) -> list[Case]:
         """Returns the cases that this machine has not recorded yet, and before them what every
         session measures; [] if there is nothing else.
         """
@@ -469,15 +499,12 @@ class Session:
                 missing.append(replace(case, phases=phases))
         return missing
 
-    def _run_section(self, section: str, cases: list[Case]) -> None:
+    def _run_section(self, section: str, cases: list[Case], progress: "Progress") -> None:
         counts = Counter()
         try:
-            with tqdm(
-                cases, desc=section, unit="case", file=sys.stderr, mininterval=1.0
-            ) as progress:
-                for case in progress:
-                    label = " ".join([section, *map(str, case.parameters.values())])
-                    progress.set_postfix_str(label, refresh=True)
+            for case in cases:
+                label = " ".join([section, *map(str, case.parameters.values())])
+                with progress.step(self, case, f"{self.notebook[:2]} {label}"):
                     for phase, measured in self._settled(case):
                         self.store.append(self._record(case, phase, measured))
                         counts[measured.status] += 1
@@ -486,7 +513,7 @@ class Session:
         finally:
             self._end_worker()
         statuses = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
-        print(f"{section}: {statuses}")
+        progress.write(f"{self.notebook[:2]} {section}: {statuses}")
 
     def _end_worker(self) -> None:
         if self._worker:
@@ -577,6 +604,107 @@ class Session:
             recorded_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             **content,
         )
+
+
+DEFAULT_S = 2.0
+"""Expected of a phase whose section no device has recorded."""
+
+
+def _section_seconds(path: Path) -> dict[str, float]:
+    """Returns how long a phase of each section took: the mean gap between the records of a
+    session.
+    """
+    gaps: dict[str, list[float]] = {}
+    records = RecordStore(path).load()
+    for before, record in pairwise(records):
+        if before.session == record.session and before.recorded_at and record.recorded_at:
+            begin, end = (
+                datetime.datetime.fromisoformat(one.recorded_at) for one in (before, record)
+            )
+            gaps.setdefault(record.section, []).append((end - begin).total_seconds())
+    return {section: statistics.mean(values) for section, values in gaps.items()}
+
+
+@cache
+def expected_seconds(notebook: str, kind: str) -> dict[str, float]:
+    """Returns what a phase of each section of a notebook took on the reference device, or on a CPU
+    that was measured; {} where nothing is at hand.
+    """
+    pattern = f"{kind}-*" if kind != "cuda" else f"*{REFERENCE_DEVICE}"
+    for path in sorted(FIGURES.glob(f"{pattern}/records/{notebook}.jsonl")):
+        return _section_seconds(path)
+    return {}
+
+
+class Progress:
+    """One bar over the cases of several sessions, in expected seconds, with the time left."""
+
+    def __init__(self, sessions: Sequence["Session"]):
+        self.seconds = {
+            session.notebook: expected_seconds(session.notebook, session.device.kind)
+            for session in sessions
+        }
+        total = sum(self.of(session, case) for session in sessions for case in session.pending())
+        form = "{percentage:3.0f}%|{bar:20}| {elapsed}, {remaining} left {postfix}"
+        self._bar = tqdm(total=total, bar_format=form, file=sys.stderr, mininterval=1.0)
+
+    def of(self, session: "Session", case: Case) -> float:
+        """Returns the expected seconds of a case."""
+        each = self.seconds[session.notebook].get(case.section, DEFAULT_S)
+        return max(0.05, each) * len(case.phases)
+
+    @contextlib.contextmanager
+    def step(self, session: "Session", case: Case, label: str) -> Iterator[None]:
+        """Shows a case while it runs, and counts it when it is done."""
+        self._bar.set_postfix_str(label, refresh=True)
+        yield
+        self._bar.update(self.of(session, case))
+
+    def write(self, line: str) -> None:
+        self._bar.write(line, file=sys.stdout)
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
+
+MOST_REHEARSALS = 8
+"""Processes that compile at a time; each needs a device context and about 2 GB of the host."""
+
+
+def rehearse(sessions: Sequence["Session"]) -> None:
+    """Compiles what the pending cases need, several cases at a time, before anything is timed.
+
+    Each case runs once, a model with one block instead of all: its compiled code is the same, and
+    the compilers keep it on disk. What that gives is dropped.
+    """
+    cases = [(one.module_name, case) for one in sessions for case in one.pending() if case.compiles]
+    num_workers = min(len(cases), num_usable_cores(), MOST_REHEARSALS)
+    if num_workers < 2:
+        return
+    print(f"Compiling what {len(cases)} cases need, {num_workers} at a time", file=sys.stderr)
+    with ThreadPoolExecutor(num_workers) as pool:
+        list(pool.map(lambda one: _rehearse(*one), cases))
+
+
+def _rehearse(module_name: str, case: Case) -> None:
+    worker = _Worker(module_name, is_rehearsal=True)
+    try:
+        brief = replace(case, time_limit_s=0.0, sustained=())
+        for _ in worker.outcomes(brief, {}):
+            pass
+    finally:
+        worker.close()
+
+
+def measure(sessions: Sequence["Session"]) -> None:
+    """Measures what several sessions have not recorded yet, under one bar."""
+    rehearse(sessions)
+    with Progress(sessions) as progress:
+        for session in sessions:
+            session.run(progress)
 
 
 def write_json(path: Path, content: Any) -> None:
