@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from labkit.kernels.fused import DTYPES, load_fp32, runs_kernel
-from labkit.kernels.launch import launcher
+from labkit.kernels.launch import Launcher
 
 BLOCK = 1024  # elements of a program, 8 of a thread
 ADDRESSES_A_LAUNCH = 64
@@ -155,7 +155,7 @@ class _Bucket:
         addresses_on_device, is_updated = self._on_device(addresses)
         self.steps += is_updated
         beta1, beta2 = group["betas"]
-        launcher(adamw_kernel)[(len(self.blocks),)](
+        Launcher(adamw_kernel)[(len(self.blocks),)](
             self.flat["exp_avg"],
             self.flat["exp_avg_sq"],
             self.flat.get("master"),

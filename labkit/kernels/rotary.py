@@ -21,50 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from labkit.kernels.fused import check, operator, require_tensors, runs_kernel, wide, wrap_triton
+from labkit.kernels.fused import check, check_kind, operator, runs_kernel, wide, wrap_triton
 
 # Pairs of a tile: 16 of a thread.
 TILE_PAIRS = 2048
-
-
-@triton.jit
-def _turn(
-    x_ptr,
-    y_ptr,
-    cos_ptr,
-    sin_ptr,
-    stride_b,
-    stride_h,
-    stride_t,
-    num_rows,
-    num_heads,
-    num_tokens,
-    tile,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-):
-    """Turns a tile of rows, counted as they are written: by batch, token and head."""
-    rows = tile * ROWS + tl.arange(0, ROWS)[:, None]
-    cols = tl.arange(0, BLOCK)[None, :]
-    inside = (rows < num_rows) & (cols < D // 2)
-    tokens = rows // num_heads % num_tokens
-    batches = rows // num_heads // num_tokens
-    x_ptrs = x_ptr + batches.to(tl.int64) * stride_b + tokens.to(tl.int64) * stride_t + cols
-    x_ptrs += (rows % num_heads).to(tl.int64) * stride_h
-    first = tl.load(x_ptrs, mask=inside).to(tl.float32)
-    second = tl.load(x_ptrs + D // 2, mask=inside).to(tl.float32)
-    angles = tokens * D + cols
-    first_cos = tl.load(cos_ptr + angles, mask=inside)
-    second_cos = tl.load(cos_ptr + angles + D // 2, mask=inside)
-    first_sin = tl.load(sin_ptr + angles, mask=inside)
-    second_sin = tl.load(sin_ptr + angles + D // 2, mask=inside)
-    if TRANSPOSED:
-        first_sin, second_sin = -second_sin, -first_sin
-    y_ptrs = y_ptr + rows.to(tl.int64) * D + cols
-    tl.store(y_ptrs, first * first_cos - second * first_sin, mask=inside)
-    tl.store(y_ptrs + D // 2, second * second_cos + first * second_sin, mask=inside)
 
 
 @triton.jit
@@ -91,44 +51,39 @@ def rotary_kernel(
     ROWS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
-    """The first programs turn queries, the others keys."""
-    tile, tiles_q = tl.program_id(0), tl.cdiv(rows_q, ROWS)
+    """The first programs turn a tile of query rows each, the others of key rows; rows are counted
+    as they are written: by batch, token and head.
+    """
+    tile = tl.program_id(0)
+    tiles_q = tl.cdiv(rows_q, ROWS)
     if tile < tiles_q:
-        _turn(
-            q_ptr,
-            turned_q_ptr,
-            cos_ptr,
-            sin_ptr,
-            stride_qb,
-            stride_qh,
-            stride_qt,
-            rows_q,
-            heads_q,
-            num_tokens,
-            tile,
-            D,
-            BLOCK,
-            ROWS,
-            TRANSPOSED,
-        )
+        x_ptr, y_ptr = q_ptr, turned_q_ptr
+        stride_b, stride_h, stride_t = stride_qb, stride_qh, stride_qt
+        num_rows, num_heads = rows_q, heads_q
     else:
-        _turn(
-            k_ptr,
-            turned_k_ptr,
-            cos_ptr,
-            sin_ptr,
-            stride_kb,
-            stride_kh,
-            stride_kt,
-            rows_k,
-            heads_k,
-            num_tokens,
-            tile - tiles_q,
-            D,
-            BLOCK,
-            ROWS,
-            TRANSPOSED,
-        )
+        tile -= tiles_q
+        x_ptr, y_ptr = k_ptr, turned_k_ptr
+        stride_b, stride_h, stride_t = stride_kb, stride_kh, stride_kt
+        num_rows, num_heads = rows_k, heads_k
+    rows = tile * ROWS + tl.arange(0, ROWS)[:, None]
+    cols = tl.arange(0, BLOCK)[None, :]
+    inside = (rows < num_rows) & (cols < D // 2)
+    tokens = rows // num_heads % num_tokens
+    batches = rows // num_heads // num_tokens
+    x_ptrs = x_ptr + batches.to(tl.int64) * stride_b + tokens.to(tl.int64) * stride_t + cols
+    x_ptrs += (rows % num_heads).to(tl.int64) * stride_h
+    first = tl.load(x_ptrs, mask=inside).to(tl.float32)
+    second = tl.load(x_ptrs + D // 2, mask=inside).to(tl.float32)
+    angles = tokens * D + cols
+    first_cos = tl.load(cos_ptr + angles, mask=inside)
+    second_cos = tl.load(cos_ptr + angles + D // 2, mask=inside)
+    first_sin = tl.load(sin_ptr + angles, mask=inside)
+    second_sin = tl.load(sin_ptr + angles + D // 2, mask=inside)
+    if TRANSPOSED:
+        first_sin, second_sin = -second_sin, -first_sin
+    y_ptrs = y_ptr + rows.to(tl.int64) * D + cols
+    tl.store(y_ptrs, first * first_cos - second * first_sin, mask=inside)
+    tl.store(y_ptrs + D // 2, second * second_cos + first * second_sin, mask=inside)
 
 
 @operator("rotary")
@@ -142,18 +97,17 @@ def _rotary(
     k_BGTD = k_BGTD if k_BGTD.stride(-1) == 1 else k_BGTD.contiguous()
     batch, heads_q, num_tokens, d = q_BHTD.shape
     heads_k = k_BGTD.shape[1]
-    block = triton.next_power_of_2(int(d) // 2)
-    per_tile = max(1, TILE_PAIRS // block)
+    turned_q_BTHD = q_BHTD.new_empty(batch, num_tokens, heads_q, d)
+    turned_k_BTGD = k_BGTD.new_empty(batch, num_tokens, heads_k, d)
     rows_q = batch * num_tokens * heads_q
     rows_k = batch * num_tokens * heads_k
-    like = {"dtype": q_BHTD.dtype, "device": q_BHTD.device}
-    turned_q = torch.empty((batch, num_tokens, heads_q, d), **like).transpose(1, 2)
-    turned_k = torch.empty((batch, num_tokens, heads_k, d), **like).transpose(1, 2)
+    block = triton.next_power_of_2(int(d) // 2)
+    per_tile = max(1, TILE_PAIRS // block)
     wrap_triton(rotary_kernel)[(-(-rows_q // per_tile) + -(-rows_k // per_tile),)](
         q_BHTD,
         k_BGTD,
-        turned_q,
-        turned_k,
+        turned_q_BTHD,
+        turned_k_BTGD,
         cos_TD,
         sin_TD,
         *q_BHTD.stride()[:3],
@@ -168,7 +122,7 @@ def _rotary(
         ROWS=per_tile,
         TRANSPOSED=transposed,
     )
-    return turned_q, turned_k
+    return turned_q_BTHD.transpose(1, 2), turned_k_BTGD.transpose(1, 2)
 
 
 def _setup(ctx, inputs, output) -> None:
@@ -200,25 +154,23 @@ def rotary(q_BHTD: Tensor, k_BGTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tu
     Error budget: that of `labkit.numerics.judge` for the formula in the same dtype, against fp64.
     """
     check({"q": q_BHTD, "k": k_BGTD})
-    if q_BHTD.dim() != 4 or k_BGTD.dim() != 4 or q_BHTD.shape[-1] % 2:
+    shape_q, shape_k = q_BHTD.shape, k_BGTD.shape
+    if (
+        len(shape_q) != 4
+        or shape_q[3] % 2
+        or shape_k[:1] + shape_k[2:] != shape_q[:1] + shape_q[2:]
+    ):
         raise ValueError(
-            f"q and k must be (B, H, T, even D), got {tuple(q_BHTD.shape)} and "
-            f"{tuple(k_BGTD.shape)}"
+            f"q and k must be (B, H, T, even D), alike but for H, got {tuple(shape_q)} and "
+            f"{tuple(shape_k)}"
         )
-    if (k_BGTD.shape[0], *k_BGTD.shape[2:]) != (q_BHTD.shape[0], *q_BHTD.shape[2:]):
-        raise ValueError(
-            f"k must be as q but for the heads, {tuple(q_BHTD.shape)}, got {tuple(k_BGTD.shape)}"
-        )
-    num_tokens, d = q_BHTD.shape[-2:]
-    tables = {"cos": cos_TD, "sin": sin_TD}
-    require_tensors(tables)
-    for name, table in tables.items():
-        has_rows = table.dim() == 2 and table.shape[0] >= num_tokens and table.shape[1] == d
-        kind = (table.dtype, table.device, table.is_contiguous())
-        if not has_rows or kind != (torch.float32, q_BHTD.device, True):
+    num_tokens, d = shape_q[2:]
+    for name, table in {"cos": cos_TD, "sin": sin_TD}.items():
+        check_kind(name, table, [torch.float32], like=q_BHTD)
+        is_fitting = table.dim() == 2 and len(table) >= num_tokens and table.shape[1] == d
+        if not is_fitting or not table.is_contiguous():
             raise ValueError(
-                f"{name} must be contiguous torch.float32 on {q_BHTD.device}, at least "
-                f"{num_tokens} rows of {d}, got {table.dtype} on {table.device}, "
+                f"{name} must be contiguous, at least {num_tokens} rows of {d}, got "
                 f"{tuple(table.shape)}"
             )
     if runs_kernel(q_BHTD):
