@@ -164,26 +164,6 @@ def test_weights_loaded_later_become_the_masters(interpreted, dtype):
         interpreted(check_weights_are_loaded, dtype)
 
 
-def test_a_loaded_state_trains_on_with_its_masters():
-    saved, loaded = (FusedAdamW(drawn(torch.bfloat16), lr=lr) for lr in (1e-2, 1.0))
-    params, others = (optimizer.param_groups[0]["params"] for optimizer in (saved, loaded))
-    for p in params:
-        p.grad = torch.full_like(p, -0.7)
-    saved.step()
-    before = loaded.state[others[0]]["exp_avg"].data_ptr()
-    loaded.load_state_dict(saved.state_dict())
-    # A captured graph goes on with it.
-    assert loaded.state[others[0]]["exp_avg"].data_ptr() == before
-    for p, q in zip(params, others, strict=True):
-        q.data.copy_(p)
-        p.grad = q.grad = torch.full_like(p, 0.3)
-    saved.step()
-    loaded.step()
-    for p, q in zip(params, others, strict=True):
-        assert torch.equal(p, q)
-        assert torch.equal(saved.state[p]["master"], loaded.state[q]["master"])
-
-
 def trained_state(*shapes, cls=torch.optim.AdamW, dtype=torch.float32, **options) -> dict:
     params = [torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes]
     optimizer = cls(params, **options)
@@ -227,34 +207,14 @@ def test_a_state_that_does_not_fit_is_refused_whole(make, message):
 
 
 def test_a_parameter_without_a_saved_state_starts_anew():
-    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-    optimizer = FusedAdamW(params)
-    for p in params:
-        p.grad = torch.ones(2)
-    optimizer.step()
-    empty = torch.optim.AdamW(params).state_dict()
-    optimizer.load_state_dict(empty)
-    assert not any(tensor.any() for state in optimizer.state.values() for tensor in state.values())
-    optimizer.step()
-    optimizer.state.clear()
-    optimizer.step()
-    assert all(optimizer.state[p]["step"] == 1 for p in params)
-
-
-def test_hooks_are_called_as_pytorchs():
-    called, p = [], torch.nn.Parameter(torch.ones(2))
+    p = torch.nn.Parameter(torch.ones(2))
     optimizer = FusedAdamW([p])
     p.grad = torch.ones(2)
-    optimizer.register_step_post_hook(lambda *_: called.append("stepped"))
-    optimizer.register_load_state_dict_pre_hook(
-        lambda _, state: called.append(sorted(state["state"]))
-    )
-    optimizer.register_load_state_dict_post_hook(
-        lambda own: called.append(float(own.state[p]["step"]))
-    )
     assert optimizer.step(lambda: 7) == 7
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert called == ["stepped", [0], 1.0]
+    optimizer.load_state_dict(torch.optim.AdamW([p]).state_dict())
+    assert not any(tensor.any() for tensor in optimizer.state[p].values())
+    optimizer.step()
+    assert optimizer.state[p]["step"] == 1
 
 
 def check_what_has_changed_is_refused() -> None:
@@ -324,9 +284,8 @@ def test_what_pytorchs_has_and_ours_has_not_is_refused():
     p = torch.nn.Parameter(torch.ones(2))
     with pytest.raises(TypeError, match="amsgrad"):
         FusedAdamW([p], amsgrad=True)
-    optimizer = FusedAdamW([{"params": [p], "maximize": True}])
     with pytest.raises(ValueError, match=r"maximize.*accepted"):
-        optimizer.step()
+        FusedAdamW([{"params": [p], "maximize": True}])
 
 
 @pytest.mark.parametrize(
@@ -375,7 +334,7 @@ def test_matrices_in_16_bits_beside_masters_train_as_autocast_does():
 def test_the_kernel_compiles_without_spilling(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = adamw.adamw_kernel
-    fixed = {"DTYPE": tl.bfloat16, "BLOCK": adamw.BLOCK}
+    fixed = {"DTYPE": tl.bfloat16}
     signature = {name: "*fp32" if name.endswith("_ptr") else "fp32" for name in kernel.arg_names}
     signature |= {"addresses_ptr": "*i64", "blocks_ptr": "*i32", "spans_ptr": "*i64"}
     signature |= {"num_params": "i32", **dict.fromkeys(fixed, "constexpr")}
