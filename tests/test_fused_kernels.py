@@ -418,7 +418,7 @@ def call_mlp(x):
         (lambda: call_mlp(torch.zeros(3, 5)), r"fc1_weight must be of shape \(8, 5\), got \(8"),
         (lambda: call_mlp(X[:0]), r"x must hold at least one row; got shape \(0, 4\)"),
         (lambda: linear.dropout_linear(X, X, W[:3], 1.0, T[0]), "but without 1; got 1.0"),
-        (lambda: ws.weighted_sum(X, W), "x must be a CUDA tensor"),
+        (lambda: ws.weighted_sum(X, W), "bf16 or fp16 on a CUDA device"),
     ],
 )
 def test_bad_input_is_refused(call, message):

@@ -181,7 +181,7 @@ class _Bucket:
         """
         # A new tensor each time: a graph's replay must not write into what a called step takes for
         # written.
-        self.addresses = torch.empty(len(addresses), dtype=torch.int64, device=self.steps.device)
+        self.addresses = self.blocks.new_empty(len(addresses), dtype=torch.int64)
         for first in range(0, len(addresses), ADDRESSES_A_LAUNCH):
             # As arguments of launches, which a graph keeps.
             values = tuple(addresses[first : first + ADDRESSES_A_LAUNCH])

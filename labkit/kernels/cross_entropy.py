@@ -135,7 +135,7 @@ def _forward(logits: Tensor, targets: Tensor, inplace: bool) -> tuple[Tensor, Te
     """Returns the mean loss and each row's (loss, M, L); `inplace` is for backward."""
     logits_NV = rows_of(logits)
     num_rows, num_columns = logits_NV.shape
-    rows_N3 = torch.empty((num_rows, 3), dtype=torch.float32, device=logits.device)
+    rows_N3 = logits.new_empty(num_rows, 3, dtype=torch.float32)
     wrap_triton(cross_entropy_fwd_kernel)[(num_rows,)](
         logits_NV,
         targets.contiguous(),
@@ -190,7 +190,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, inplace: bool = False) -> 
     """Returns the mean cross-entropy in nats, a scalar in fp32 (fp64 for fp64).
 
     Args:
-        logits: (..., V), fp32, bf16 or fp16 (without a GPU also fp64), any strides; autocast
+        logits: (..., V), fp32, bf16 or fp16 (fp64 in plain PyTorch), any strides; autocast
             changes nothing.
         targets: (...), int64, from 0 to V − 1; none is ignored, −100 neither. One outside makes the
             loss and its row's gradient NaN: to raise, the host would have to wait for the device.
@@ -222,7 +222,7 @@ def _linear_forward(
     """
     num_rows, vocabulary = hidden_NC.shape[0], weight_VC.shape[0]
     chunk_rows = max(CHUNK_BYTES // (vocabulary * weight_VC.element_size()) // 128 * 128, 128)
-    rows_N3 = torch.empty((num_rows, 3), dtype=torch.float32, device=hidden_NC.device)
+    rows_N3 = hidden_NC.new_empty(num_rows, 3, dtype=torch.float32)
     gradients = _empty_gradients(hidden_NC, weight_VC) if with_gradients else []
     for start in range(0, max(num_rows, 1), chunk_rows):
         rows = slice(start, start + chunk_rows)
@@ -298,7 +298,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     there for as many rows at a time as take 128 MiB.
 
     Args:
-        hidden: (..., C), weight: (V, C), one dtype of fp32, bf16, fp16 (without a GPU also fp64).
+        hidden: (..., C), weight: (V, C), one dtype of fp32, bf16, fp16 (fp64 in plain PyTorch).
             Under autocast both are cast to its dtype first, and may differ. Logits are rounded to
             their dtype, sums are in fp32.
         targets: (...), int64, as in `cross_entropy`.

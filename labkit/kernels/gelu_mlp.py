@@ -184,7 +184,7 @@ def _gelu_backward(grad_h: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     num_rows, num_cols = z.shape
     grid = -(-num_rows // BLOCK_M.value), -(-num_cols // BLOCK_F.value)
     grad_z, h = torch.empty_like(z), torch.empty_like(z)
-    sums_TF = torch.empty((grid[0], num_cols), dtype=torch.float32, device=z.device)
+    sums_TF = z.new_empty(grid[0], num_cols, dtype=torch.float32)
     wrap_triton(gelu_bwd_kernel)[grid](grad_h, z, grad_z, h, sums_TF, num_rows, num_cols)
     return grad_z, h, sums_TF.sum(0)
 

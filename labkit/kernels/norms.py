@@ -20,9 +20,9 @@ Shape suffixes: N rows, C columns, P programs.
 """
 
 import functools
-from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -229,15 +229,15 @@ def norm(
     fp32.
     """
     x_NC = rows_of(x)
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    scale = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    y = x.new_empty(x.shape, dtype=dtype)
+    scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
     mean = residual_NC = total = None
     if bias is not None:
         bias = bias.contiguous()
         mean = torch.empty_like(scale)
     if residual is not None:
         residual_NC = rows_of(residual)
-        total = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
+        total = residual.new_empty(x.shape)
     tile = row_tile(int(x.shape[-1]))
     wrap_triton(norm_fwd_kernel)[(-(-x_NC.shape[0] // tile["ROWS"]),)](
         x_NC,
@@ -283,9 +283,7 @@ def norm_backward(
     num_parameters = 1 if mean is None else 2
     tile, programs = persistent_tile(num_columns, bytes_a_column, num_parameters)
     programs *= num_multiprocessors(total.device.index)
-    parts_PC = torch.empty(
-        (programs, num_parameters * num_columns), dtype=torch.float32, device=weight.device
-    )
+    parts_PC = scale.new_empty(programs, num_parameters * num_columns)
     wrap_triton(norm_bwd_kernel)[(programs,)](
         total,
         weight.contiguous(),
@@ -328,10 +326,12 @@ norm.register_autograd(_gradients, setup_context=_setup)
 
 
 def normalise(
-    formula: Callable, x: Tensor, residual: Tensor | None, eps: float, **parameters: Tensor
+    x: Tensor, residual: Tensor | None, eps: float, **parameters: Tensor
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Returns x normalised or, with a residual, (the sum normalised, the sum): by the kernel, or
-    where none runs by `formula(sum, eps, **parameters)`, of a sum of fp32 or fp64.
+    """Returns x normalised or, with a residual, (the sum normalised, the sum): around the mean if
+    there is a bias beside the weight.
+
+    Where no kernel runs PyTorch's function does, on a sum in fp32 or fp64.
 
     Raises TypeError and ValueError for tensors that do not fit.
     """
@@ -349,5 +349,7 @@ def normalise(
         outputs = norm(x, residual, weight, bias, eps, dtype)
         return outputs[0] if residual is None else (outputs[0], outputs[-1])
     total = x if residual is None else x + residual
-    y = formula(wide(total), eps, **parameters).to(dtype)
+    function = F.layer_norm if "bias" in parameters else F.rms_norm
+    widened = {name: wide(tensor) for name, tensor in parameters.items()}
+    y = function(wide(total), x.shape[-1:], **widened, eps=eps).to(dtype)
     return y if residual is None else (y, total)

@@ -142,7 +142,7 @@ def rotary(q_BHTD: Tensor, k_BGTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tu
     rounded once.
 
     Args:
-        q_BHTD, k_BGTD: one dtype of fp32, bf16, fp16 (without a GPU also fp64), which is kept,
+        q_BHTD, k_BGTD: one dtype of fp32, bf16, fp16 (fp64 in plain PyTorch), which is kept,
             under autocast too; the keys may have fewer heads. Strides are any, best those of a
             projection's output, viewed.
         cos_TD, sin_TD: cosines and sines, fp32, contiguous, at least T rows.

@@ -72,15 +72,14 @@ def weighted_sum_bwd_kernel(
     """
     tile = tl.program_id(0).to(tl.int64)
     rows = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    grad_y = load_fp32(grad_y_ptr + rows * stride_gyn, rows < num_rows)
+    grad_y = load_fp32(grad_y_ptr + rows * stride_gyn, rows < num_rows)[:, None]
     for start in range(0, dim, BLOCK_D):
         cols = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_D)
         inside = (rows < num_rows)[:, None] & (cols < dim)[None, :]
         x = load_fp32(x_ptr + rows[:, None] * stride_xn + cols[None, :] * stride_xd, inside)
-        weight = load_fp32(weight_ptr + cols * stride_wd, cols < dim)
-        grad_x = grad_y[:, None] * weight[None, :]
-        tl.store(grad_x_ptr + rows[:, None] * dim + cols[None, :], grad_x, mask=inside)
-        partial = tl.sum(grad_y[:, None] * x, axis=0)
+        weight = load_fp32(weight_ptr + cols * stride_wd, cols < dim)[None, :]
+        tl.store(grad_x_ptr + rows[:, None] * dim + cols[None, :], grad_y * weight, mask=inside)
+        partial = tl.sum(grad_y * x, axis=0)
         tl.store(partial_grad_weight_ptr + tile * dim + cols, partial, mask=cols < dim)
 
 
@@ -92,7 +91,7 @@ def _block(dim: int) -> int:
 def weighted_sum_forward(x_ND: Tensor, weight_D: Tensor) -> Tensor:
     """Returns the weighted sums (N,) of the rows of x (N, D), dtype of x, summed in fp32."""
     num_rows, dim = x_ND.shape
-    y_N = torch.empty(num_rows, dtype=x_ND.dtype, device=x_ND.device)
+    y_N = x_ND.new_empty(num_rows)
     wrap_triton(weighted_sum_fwd_kernel)[(-(-num_rows // BLOCK_N.value),)](
         x_ND, weight_D, y_N, *x_ND.stride(), *weight_D.stride(), num_rows, dim, BLOCK_D=_block(dim)
     )
@@ -106,8 +105,8 @@ def weighted_sum_backward(
     """Returns the gradients of x (N, D) and of the weight (D,), in their dtypes."""
     num_rows, dim = x_ND.shape
     num_tiles = -(-num_rows // BLOCK_N.value)
-    grad_x_ND = torch.empty((num_rows, dim), dtype=x_ND.dtype, device=x_ND.device)
-    partial_TD = torch.empty((num_tiles, dim), dtype=torch.float32, device=x_ND.device)
+    grad_x_ND = x_ND.new_empty(num_rows, dim)
+    partial_TD = x_ND.new_empty(num_tiles, dim, dtype=torch.float32)
     wrap_triton(weighted_sum_bwd_kernel)[(num_tiles,)](
         x_ND,
         weight_D,
@@ -151,6 +150,7 @@ def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
     check_shape("weight", weight, x.shape[-1])
     if not runs_kernel(x):
         raise ValueError(
-            f"x must be a CUDA tensor, or TRITON_INTERPRET=1 set; got a tensor on {x.device}"
+            f"x must be fp32, bf16 or fp16 on a CUDA device, or TRITON_INTERPRET=1 set; got "
+            f"{x.dtype} on {x.device}"
         )
     return weighted_sum_forward(x.reshape(-1, x.shape[-1]), weight).view(x.shape[:-1])
