@@ -190,9 +190,7 @@ def _gelu_backward(grad_h: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class GeluMLP(torch.autograd.Function):
-    """The MLP of dense (M, C) rows; see `gelu_mlp`. Where x is no norm of the sum, it is the
-    sum.
-    """
+    """The MLP of dense (M, C) rows; see `gelu_mlp`."""
 
     @staticmethod
     @outside_autocast
@@ -207,7 +205,8 @@ class GeluMLP(torch.autograd.Function):
             h_MF = F.gelu(z_MF, approximate="tanh")
         z_MF = z_MF if keep else None
         norm_weight, norm_bias, ctx.eps = norm
-        ctx.save_for_backward(total, norm_weight, norm_bias, z_MF, fc1_weight, fc1_bias, fc2_weight)
+        kept = x if total is None else total
+        ctx.save_for_backward(kept, norm_weight, norm_bias, z_MF, fc1_weight, fc1_bias, fc2_weight)
         return F.linear(h_MF, fc2_weight, fc2_bias)
 
     @staticmethod
@@ -277,5 +276,5 @@ def gelu_mlp(
     is_trained = any(tensor.requires_grad for tensor in (x, *parameters[:3]))
     keep = keep and torch.is_grad_enabled() and is_trained
     x_MC = rows_of(x).contiguous()
-    norm = norm or (x_MC, None, None, None)
+    norm = norm or (None, None, None, None)
     return GeluMLP.apply(x_MC, *[p.contiguous() for p in parameters], keep, *norm).view(x.shape)

@@ -307,15 +307,14 @@ def _setup(ctx, inputs, output) -> None:
     ctx.has_residual = residual is not None
     total = output[-1] if ctx.has_residual else x
     ctx.save_for_backward(total, weight, output[1], None if bias is None else output[2])
-    # None, not zeros to be read, for a sum or a normalised tensor that nothing used.
+    # None, not zeros to be read, for a sum that nothing used.
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx, grad_y, *others):
-    grad_total = others[-1] if ctx.has_residual else None
     if grad_y is None:
-        grad_x = None if grad_total is None else grad_total.to(ctx.x_dtype)
-        return grad_x, grad_total, None, None, None, None
+        grad_y = torch.zeros_like(ctx.saved_tensors[0])
+    grad_total = others[-1] if ctx.has_residual else None
     grad, sums, *grad_x = norm_backward(*ctx.saved_tensors, grad_y, grad_total, ctx.x_dtype)
     grad_weight, grad_bias = (*sums, None)[:2]
     grad_residual = grad if ctx.has_residual else None
