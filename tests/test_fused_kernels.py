@@ -359,8 +359,11 @@ def call_mlp(x):
         (lambda: rms_norm(X.long(), W, EPS), "x must be .*torch.float32 or .* got torch.int64"),
         (lambda: rms_norm(X[:, :0], W[:0], EPS), r"must not be empty, got shape \(3, 0\)"),
         (lambda: layer_norm(X, W, W.to("meta"), EPS), "on cpu, got torch.float32 on meta"),
-        (lambda: rotary.rotary(X4, X4[..., :2, :], TABLE, TABLE), "alike but for H"),
-        (lambda: rotary.rotary(X4, X4, TABLE[:2], TABLE), "cos must be .* at least 3 rows of 4"),
+        (
+            lambda: rotary.rotary(X4, X4[..., :2, :], TABLE, TABLE),
+            r"k must be of shape \(1, 1, 3, 4\)",
+        ),
+        (lambda: rotary.rotary(X4, X4, TABLE[:2], TABLE), r"cos must be of shape \(3, 4\)"),
         (lambda: ce.cross_entropy(X, T.int()), "targets must be torch.int64 on cpu, got .*int32"),
         (lambda: ce.cross_entropy(X.T, W.long(), inplace=True), "needs contiguous logits"),
         (lambda: ce.linear_cross_entropy(X, X.T, T), r"weight must be \(V, 4\), got \(4, 3\)"),

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch._library.triton import set_wrap_triton_enabled
+from torch._library.triton import wrap_triton_enabled
 from torch.autograd import forward_ad
 from torch.nn.parameter import Parameter
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -63,8 +63,12 @@ class Operator:
 
     def run(self, arguments: tuple):
         """Calls the function so that its kernels are launched, not traced."""
-        with set_wrap_triton_enabled(False):
+        # PyTorch's context manager for this takes longer than a launch.
+        wrap_triton_enabled.value = False
+        try:
             return self.function(*arguments)
+        finally:
+            wrap_triton_enabled.value = True
 
 
 def is_watched(tensors: list[Tensor]) -> bool:
@@ -186,13 +190,13 @@ def check_kind(name: str, tensor: Tensor, dtypes: Collection[torch.dtype], like:
         )
 
 
-def check(tensors: dict[str, Tensor], may_be_fp32: Collection[str] = ()) -> None:
+def check(tensors: dict[str, Tensor], *, may_be_fp32: bool = False) -> None:
     """Raises TypeError or ValueError unless all tensors are on the first one's device and of its
     dtype, a floating one.
 
     Args:
         tensors: by name; the last dimension of the first must not be empty.
-        may_be_fp32: names of those that may be fp32 beside a 16-bit first.
+        may_be_fp32: whether the others may be fp32 beside a 16-bit first.
     """
     (first, x), *others = tensors.items()
     check_kind(first, x, (*DTYPES, torch.float64), like=x)
@@ -200,8 +204,9 @@ def check(tensors: dict[str, Tensor], may_be_fp32: Collection[str] = ()) -> None
         raise ValueError(
             f"the last dimension of {first} must not be empty, got shape {tuple(x.shape)}"
         )
+    dtypes = {x.dtype, torch.float32} if may_be_fp32 else {x.dtype}
     for name, tensor in others:
-        check_kind(name, tensor, {x.dtype, torch.float32 if name in may_be_fp32 else x.dtype}, x)
+        check_kind(name, tensor, dtypes, like=x)
 
 
 def check_shape(name: str, tensor: Tensor, *shape: int) -> None:

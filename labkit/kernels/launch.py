@@ -90,23 +90,19 @@ class Launcher:
         first = arguments[0]
         if isinstance(first, FakeTensor):
             return
-        kinds = tuple(map(_specialised, arguments))
+        # Triton tells apart a tensor's dtype and alignment, a number's size, a 1, and a None.
+        kinds = [
+            (x.dtype, x.data_ptr() % 16 == 0)
+            if isinstance(x, Tensor)
+            else (x == 1, x % 16 == 0, x.bit_length() // 32)
+            if type(x) is int
+            else type(x)
+            for x in arguments
+        ]
         with torch.cuda.device_of(first):
-            launch = _launch_of(self.kernel, grid, first.device, kinds, tuple(constants.items()))
-            launch(*arguments)
-
-
-def _specialised(argument) -> tuple:
-    """Returns what Triton compiles a kernel anew for: a tensor's dtype and alignment, a number's
-    size, a 1, a None.
-    """
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if type(argument) is int:
-        return argument == 1, argument % 16 == 0, argument.bit_length() // 32
-    return (type(argument),)
+            _launch_of(self.kernel, grid, first.device, tuple(kinds), **constants)(*arguments)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def _launch_of(kernel, grid, _device, _kinds, constants: tuple) -> Launch:
-    return Launch(kernel, grid, dict(constants))
+def _launch_of(kernel, grid: tuple[int, ...], _device, _kinds: tuple, **constants) -> Launch:
+    return Launch(kernel, grid, constants)

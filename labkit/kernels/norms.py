@@ -335,7 +335,7 @@ def normalise(
     Raises TypeError and ValueError for tensors that do not fit.
     """
     others = parameters if residual is None else {"residual": residual, **parameters}
-    check({"x": x, **others}, may_be_fp32=others)
+    check({"x": x, **others}, may_be_fp32=True)
     for name, tensor in others.items():
         check_shape(name, tensor, *(x.shape if name == "residual" else x.shape[-1:]))
     dtype = autocast_dtype(x) or (x if residual is None else residual).dtype

@@ -21,7 +21,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from labkit.kernels.fused import check, check_kind, operator, runs_kernel, wide, wrap_triton
+from labkit.kernels.fused import (
+    check,
+    check_kind,
+    check_shape,
+    operator,
+    runs_kernel,
+    wide,
+    wrap_triton,
+)
 
 # Pairs of a tile: 16 of a thread.
 TILE_PAIRS = 2048
@@ -108,8 +116,8 @@ def _rotary(
         k_BGTD,
         turned_q_BTHD,
         turned_k_BTGD,
-        cos_TD,
-        sin_TD,
+        cos_TD.contiguous(),
+        sin_TD.contiguous(),
         *q_BHTD.stride()[:3],
         *k_BGTD.stride()[:3],
         rows_q,
@@ -145,7 +153,7 @@ def rotary(q_BHTD: Tensor, k_BGTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tu
         q_BHTD, k_BGTD: one dtype of fp32, bf16, fp16 (fp64 in plain PyTorch), which is kept,
             under autocast too; the keys may have fewer heads. Strides are any, best those of a
             projection's output, viewed.
-        cos_TD, sin_TD: cosines and sines, fp32, contiguous, at least T rows.
+        cos_TD, sin_TD: cosines and sines, fp32, at least T rows of D.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit; an odd or empty last
@@ -154,25 +162,16 @@ def rotary(q_BHTD: Tensor, k_BGTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> tu
     Error budget: that of `labkit.numerics.judge` for the formula in the same dtype, against fp64.
     """
     check({"q": q_BHTD, "k": k_BGTD})
-    shape_q, shape_k = q_BHTD.shape, k_BGTD.shape
-    if (
-        len(shape_q) != 4
-        or shape_q[3] % 2
-        or shape_k[:1] + shape_k[2:] != shape_q[:1] + shape_q[2:]
-    ):
+    if q_BHTD.dim() != 4 or k_BGTD.dim() != 4 or q_BHTD.shape[3] % 2:
         raise ValueError(
-            f"q and k must be (B, H, T, even D), alike but for H, got {tuple(shape_q)} and "
-            f"{tuple(shape_k)}"
+            f"q and k must be (B, H, T, even D), got {tuple(q_BHTD.shape)} and "
+            f"{tuple(k_BGTD.shape)}"
         )
-    num_tokens, d = shape_q[2:]
+    batch, _, num_tokens, d = q_BHTD.shape
+    check_shape("k", k_BGTD, batch, k_BGTD.shape[1], num_tokens, d)
     for name, table in {"cos": cos_TD, "sin": sin_TD}.items():
         check_kind(name, table, [torch.float32], like=q_BHTD)
-        is_fitting = table.dim() == 2 and len(table) >= num_tokens and table.shape[1] == d
-        if not is_fitting or not table.is_contiguous():
-            raise ValueError(
-                f"{name} must be contiguous, at least {num_tokens} rows of {d}, got "
-                f"{tuple(table.shape)}"
-            )
+        check_shape(name, table, max(num_tokens, len(table)), d)
     if runs_kernel(q_BHTD):
         return _rotary(q_BHTD, k_BGTD, cos_TD, sin_TD, False)
     return tuple(_formula(x, cos_TD[:num_tokens], sin_TD[:num_tokens]) for x in (q_BHTD, k_BGTD))
