@@ -1,14 +1,14 @@
 """The command line. Heavy packages load only inside the command that needs them."""
 
 import itertools
-import logging
 import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -22,6 +22,10 @@ from labkit.configs import (
     RequestError,
     chosen_profile,
 )
+
+if TYPE_CHECKING:
+    from labkit.device import Device
+    from labkit.experiments.sweep import Session
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -89,8 +93,9 @@ def run(
     profile: Annotated[
         str,
         typer.Option(
-            help="Grid of cases: smoke; full; key, the rows of full that sentences quote, to be "
-            "measured in other sessions with --fresh; or auto: full on a GPU, smoke elsewhere."
+            help="Grid of cases: smoke; quick, what a first report needs; full; key, the rows of "
+            "full that sentences quote, to be measured in other sessions with --fresh; or auto: "
+            "on a GPU quick, a report, then full; smoke elsewhere."
         ),
     ] = AUTO_PROFILE,
     output: OutputOption = None,
@@ -111,57 +116,96 @@ def run(
             "--no-wait", help="End with exit code 2 if another run is measuring on this device."
         ),
     ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Show cases, expected minutes and what will not fit; measure nothing."
+        ),
+    ] = False,
 ) -> None:
-    """Measure this device: execute the notebooks in order and write its report.
+    """Measure this device and write its report: the notebooks, executed by papermill.
 
     What this machine has recorded with the same software and way of measuring is kept, so an
     interrupted run continues where it stopped.
     """
     from labkit import notebooks, records
     from labkit.device import detect, measured_by
-    from labkit.experiments.sweep import measuring_lock
+    from labkit.experiments import sweep
 
     names = [notebooks.resolve(name) for name in notebook or notebooks.names()]
     device = detect()
-    profile = chosen_profile(profile, device.default_profile)
     options = dict(assignment.partition("=")[::2] for assignment in parameter or [])
-    parameters = {name: notebooks.narrowing(name, profile, options) for name in names}
+    rounds = [chosen_profile(profile, device.default_profile)]
+    if profile == AUTO_PROFILE and device.kind == "cuda" and not options and not fresh:
+        rounds = ["quick", *rounds]
+    for name in names:
+        notebooks.narrowing(name, rounds[-1], options)
     root = _writable(output)
     folders = {name: root / measured_by(name).slug for name in names}
     # Fails now, not after hours of measuring, if the report could not read something.
     records.newest_of(folders)
-    values = {
-        "device": device.slug,
-        "measure": True,
-        "profile": profile,
-        "output": str(output or ""),
-        "fresh": fresh,
-        "save_figures": True,
-    }
     # Until this command ends, so that its rendering disturbs no other run.
-    context.with_resource(measuring_lock(device, ", ".join(names), wait=not no_wait))
-    target = root / device.slug
-    print(f"Measuring {device.name} with the {profile} profile into {target}", file=sys.stderr)
+    context.with_resource(sweep.measuring_lock(device, ", ".join(names), wait=not no_wait))
     start = time.monotonic()
-    failures = {}
-    executed = {}
-    try:
-        for name in names:
-            print(f"\n{name}", file=sys.stderr)
-            try:
-                executed[name] = notebooks.execute(
-                    name, parameters[name] | values, show_progress=True
-                )
-            except notebooks.NotebookError as error:
-                failures[name] = str(error)
-    except KeyboardInterrupt:
-        # It would print the interrupted cell's traceback.
-        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-        kept = "Finished measurements are recorded; the same command goes on from there."
-        print(f"\nInterrupted. {kept}", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+    for round_profile in rounds:
+        sessions = [
+            sweep.Session(
+                name,
+                device=THIS_DEVICE,
+                profile=round_profile,
+                output=root,
+                fresh=fresh,
+                options=options,
+            )
+            for name in names
+        ]
+        if dry_run:
+            _print_plan(round_profile, sessions)
+            continue
+        target = root / device.slug
+        print(f"Measuring {device.name}, profile {round_profile}, into {target}", file=sys.stderr)
+        try:
+            sweep.measure(sessions)
+        except KeyboardInterrupt:
+            kept = "Finished measurements are recorded; the same command goes on from there."
+            print(f"\nInterrupted. {kept}", file=sys.stderr)
+            sys.exit(INTERRUPTED)
+        _write_report(device, output, folders, start)
+
+
+def _print_plan(profile: str, sessions: Sequence["Session"]) -> None:
+    """Prints of each notebook the cases that a run would measure, and which steps will not fit."""
+    from labkit.experiments.sections import memory_bytes
+    from labkit.experiments.sweep import Progress
+    from labkit.report import plan
+
+    unfit = Counter()
+    minutes = 0.0
+    for session in sessions:
+        pending = session.pending()
+        with Progress([]) as progress:
+            seconds = sum(progress.of(session, case) for case in pending)
+        minutes += seconds / 60
+        words = f"{len(pending)} cases, about {seconds / 60:.1f} minutes"
+        print(f"{profile} {session.notebook}: {words if pending else 'all recorded'}")
+        for case in pending:
+            if plan.too_large(case.parameters, case.phases, memory_bytes(session.device)):
+                unfit[str(case.parameters["size"])] += 1
+    print(f"{profile}: about {minutes:.0f} minutes")
+    for size, number in unfit.items():
+        print(f"{profile}: {number} cases of {size} will not fit and are recorded so")
+
+
+def _write_report(
+    device: "Device", output: Path | None, folders: Mapping[str, Path], start: float
+) -> None:
+    """Executes the notebooks, writes the report and says what came out; exits with 1 where a part
+    failed.
+    """
+    from labkit import notebooks, records
     from labkit.report import card, render
 
+    failures = {}
     written = []
     try:
         written = render.rebuild(
@@ -169,10 +213,9 @@ def run(
             output=output,
             top_level=device.slug == REFERENCE_DEVICE,
             html=True,
-            measured=executed,
+            by_papermill=True,
         )
     except (RequestError, notebooks.NotebookError, records.RecordError) as error:
-        # Beside what may have failed before it.
         failures["report"] = f"no report: {error}"
     _summary(folders, failures)
     print(f"{(time.monotonic() - start) / 60:.1f} minutes")
@@ -265,35 +308,73 @@ def devices(output: OutputOption = None) -> None:
 
 @app.command()
 def compare(
+    device: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[DEVICE]...",
+            help="Slugs, folders or this; the first is the baseline. With --sessions one, "
+            "by default the reference device.",
+        ),
+    ] = None,
     sessions: Annotated[
         bool, typer.Option("--sessions", help="Compare the sessions of a device with one another.")
     ] = False,
-    device: DeviceOption = REFERENCE_DEVICE,
+    baseline: Annotated[
+        str | None, typer.Option(help="Which of the devices the others are compared with.")
+    ] = None,
     notebook: Annotated[
         str | None, typer.Option(help="Number or name (01, benchmarking). Default: all.")
     ] = None,
     output: OutputOption = None,
+    to: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Write compare.md, compare.html, every row as CSV and the figures."
+        ),
+    ] = None,
     check: Annotated[
         bool,
         typer.Option(
-            "--check", help="End with exit code 1 if too few rows of a kind of time agree."
+            "--check",
+            help="With --sessions, end with exit code 1 if too few rows of a kind of time agree.",
         ),
     ] = False,
 ) -> None:
-    """Show how well sessions of the same commit (`labkit run --fresh`) agree, each kind of time
-    apart.
+    """Put devices beside one another: what both measured alike, and what only one has.
+
+    With --sessions: how well sessions of the same commit (`labkit run --fresh`) agree.
     """
     from labkit import notebooks
+    from labkit.report import compare as report
+
+    names = [notebooks.resolve(notebook)] if notebook else notebooks.names()
+    if sessions:
+        _compare_sessions((device or [REFERENCE_DEVICE])[0], names, output or FIGURES, check)
+        return
+    devices = list(dict.fromkeys(device or []))
+    if baseline:
+        devices = list(dict.fromkeys([baseline, *devices]))
+    if len(devices) < 2:
+        raise RequestError(
+            "say what to compare: two devices, such as `labkit compare nvidia-h200 this`, or "
+            "--sessions"
+        )
+    base, *others = [report.side(name, output, names) for name in devices]
+    comparisons = [report.Comparison(base, other) for other in others]
+    if to is None:
+        print("\n".join(report.page(one, {}) for one in comparisons), end="")
+        return
+    for path in report.write(comparisons, _writable(to)):
+        print(path)
+
+
+def _compare_sessions(device: str, names: Sequence[str], root: Path, check: bool) -> None:
     from labkit.records import RecordStore, check_measured, folder_of
     from labkit.report import sessions as report
     from labkit.report.tables import to_markdown
 
-    if not sessions:
-        raise RequestError("say what to compare: --sessions")
-    root = output or FIGURES
     slug = _slug(device)
     check_measured(slug, root)
-    names = [notebooks.resolve(notebook)] if notebook else notebooks.names()
     chapters = {}
     for name in names:
         path = folder_of(root, slug, name) / "records" / f"{name}.jsonl"
@@ -307,6 +388,84 @@ def compare(
     print("\n\n".join(to_markdown(table) for table in tables if len(table)))
     if check and report.failed(differences):
         sys.exit(1)
+
+
+@app.command()
+def verify(
+    folder: Annotated[Path, typer.Argument(help="A device's folder, such as figures/nvidia-h200.")],
+) -> None:
+    """Check a device's folder before it is shared: records, commit, marks, size, and that its
+    tables follow from its records.
+    """
+    from labkit.report import verify as report
+
+    findings = report.findings(folder.resolve())
+    for finding in findings:
+        print(f"{'ok' if finding.is_fine else 'no'}  {finding.name}: {finding.detail}")
+    if not all(finding.is_fine for finding in findings):
+        sys.exit(1)
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A size of chapter 01 (small, 2.7b), or a config.json of transformers."
+        ),
+    ] = "small",
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a step, on each GPU.")] = 4,
+    context: Annotated[int, typer.Option(min=1, help="Context length in tokens.")] = 512,
+    precision: Annotated[Literal[PRECISIONS], typer.Option(help="bf16: autocast.")] = "bf16",
+    attention: Annotated[
+        Literal["fused", "eager"], typer.Option(help="eager keeps the scores.")
+    ] = "fused",
+    way: Annotated[
+        Literal["eager", "compiled", "ours"],
+        typer.Option(help="Stock PyTorch, each block compiled, or compiled with labkit's kernels."),
+    ] = "compiled",
+    recompute: Annotated[
+        str, typer.Option(help="none, or how many blocks are recomputed together: 4, or 8/2.")
+    ] = "none",
+    gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs.")] = 1,
+    gpu_way: Annotated[
+        Literal["ddp", "zero1", "fsdp"], typer.Option(help="What the GPUs share out.")
+    ] = "ddp",
+    device: Annotated[
+        str, typer.Option(help="this, a measured device's slug, or a GPU's name (RTX 4090).")
+    ] = REFERENCE_DEVICE,
+    price: Annotated[float, typer.Option(min=0, help="Of one GPU's hour, in any currency.")] = 0,
+    d_model: Annotated[int | None, typer.Option(min=1, help="In place of the model's.")] = None,
+    d_ff: Annotated[int | None, typer.Option(min=1, help="In place of the model's.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="In place of the model's.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="In place of the model's.")] = None,
+    vocabulary: Annotated[int | None, typer.Option(min=1, help="In place of the model's.")] = None,
+    output: OutputOption = None,
+) -> None:
+    """Say before it is run whether a training step with AdamW fits, how long it takes and what
+    bounds it.
+    """
+    from labkit.configs import model_config
+    from labkit.report import plan as report
+
+    is_file = model.endswith(".json")
+    config = report.read_config(Path(model)) if is_file else model_config(model)
+    free = {
+        "d_model": d_model,
+        "d_ff": d_ff,
+        "num_layers": layers,
+        "num_heads": heads,
+        "vocab_size": vocabulary,
+    }
+    config = replace(config, **{name: value for name, value in free.items() if value})
+    if config.d_model % config.num_heads:
+        raise RequestError(f"{config.num_heads} heads do not divide the width {config.d_model}")
+    setting = report.Setting(
+        config, batch, context, precision, attention, way, recompute, gpus, gpu_way
+    )
+    roofs = report.roofs_of(device, output)
+    for line in report.lines(setting, roofs, report.all_samples(output), price):
+        print(line)
 
 
 @app.command()

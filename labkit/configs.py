@@ -27,8 +27,12 @@ ALL_DEVICES = ("07_distributed",)
 """
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-FIGURES = REPOSITORY / "figures"
-NOTEBOOKS = REPOSITORY / "notebooks"
+IS_CLONE = (REPOSITORY / "notebooks").is_dir()
+"""Whether this is a clone of the repository, not an installed wheel."""
+
+FIGURES = REPOSITORY / "figures" if IS_CLONE else Path.cwd() / "figures"
+NOTEBOOKS = Path(__file__).resolve().parent / "data" / "notebooks"
+"""In a clone a link to notebooks/."""
 
 
 class RequestError(ValueError):

@@ -7,7 +7,7 @@ are of one kind. What is not alike is named and enters no ratio.
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,8 +16,17 @@ from matplotlib.figure import Figure
 
 from labkit import notebooks
 from labkit.configs import FIGURES, THIS_DEVICE, RequestError
-from labkit.records import HOST_SECTION, SESSION_SECTION, Record, measured_devices
+from labkit.device import slugify
+from labkit.records import (
+    HOST_SECTION,
+    SESSION_SECTION,
+    Record,
+    measured_devices,
+    write_bytes_atomic,
+    write_text_atomic,
+)
 from labkit.report import figures, tables, verdicts
+from labkit.report import page as html
 from labkit.report.chapter import Chapters, chapters_of, commits_of, dates_of, torch_of
 from labkit.report.facts import LEAST_MS, case_name
 from labkit.report.frame import Row, mark, select
@@ -54,8 +63,11 @@ class Side(NamedTuple):
         return [record for one in self.chapters.values() for record in one.all_records()]
 
 
-def side(name: str, root: Path | None = None) -> Side:
+def side(name: str, root: Path | None = None, names: Sequence[str] = ()) -> Side:
     """Returns a device by its slug, "this", or its folder, wherever that lies.
+
+    Args:
+        root: where the devices' folders lie; names: of the notebooks, all by default.
 
     Raises RequestError where it has no records.
     """
@@ -70,7 +82,8 @@ def side(name: str, root: Path | None = None) -> Side:
         from labkit.device import detect
 
         name = detect().slug
-    return Side(name, chapters_of(name, None if root in (None, FIGURES) else root))
+    chapters = chapters_of(name, None if root in (None, FIGURES) else root)
+    return Side(name, {key: one for key, one in chapters.items() if not names or key in names})
 
 
 def _values(row: Row) -> dict[str, str]:
@@ -383,6 +396,29 @@ def page(comparison: Comparison, images: Mapping[str, str]) -> str:
         lines = [f"- {count(num, 'row')}: {why}." for why, num in comparison.unlike.most_common()]
         parts += ["## Not compared", "\n".join(lines)]
     return "\n\n".join(parts) + "\n"
+
+
+def write(comparisons: Sequence[Comparison], folder: Path) -> list[Path]:
+    """Writes compare.md and compare.html, the rows of each comparison as CSV, and a figure a
+    chapter; returns the files.
+    """
+    pages = []
+    written = []
+    for comparison in comparisons:
+        images = {}
+        for chapter in comparison.common["chapter"].unique():
+            name = f"{slugify(comparison.other.name)}_{chapter[:2]}.svg"
+            image = figures.svg(figure(comparison, chapter))
+            written.append(write_bytes_atomic(folder / name, image))
+            images[chapter] = name
+        pages.append(page(comparison, images))
+        rows = folder / f"{slugify(comparison.other.name)}.csv"
+        written.append(write_text_atomic(rows, tables.to_csv(comparison.common)))
+    text = "\n".join(pages)
+    title = f"Devices beside {comparisons[0].base.name}"
+    written.append(write_text_atomic(folder / "compare.md", text))
+    html_page = html.html(text, folder, title)
+    return [*written, write_text_atomic(folder / "compare.html", html_page)]
 
 
 def others(chapters: Chapters, root: Path) -> str:

@@ -17,7 +17,16 @@ import numpy as np
 import pandas as pd
 
 from labkit import accounting
-from labkit.configs import FIGURES, THIS_DEVICE, ModelConfig, RequestError, model_config
+from labkit.configs import (
+    BATCH_SIZE,
+    FIGURES,
+    PRECISIONS,
+    SIZES,
+    THIS_DEVICE,
+    ModelConfig,
+    RequestError,
+    model_config,
+)
 from labkit.device import datasheet
 from labkit.records import measured_devices
 from labkit.report.chapter import Chapters, chapters_of
@@ -179,6 +188,20 @@ def memory(setting: Setting) -> dict[str, float]:
         "libraries and allocator": lost + WORKSPACE_BYTES + MORE_WORKSPACE_BYTES,
     }
     return parts | {"in all": sum(parts.values())}
+
+
+def too_large(case: Mapping[str, Any], phases: Sequence[str], limit: float) -> bool:
+    """Returns whether a case of the chapters holds a training step that needs more than `limit`
+    bytes.
+    """
+    is_step = "train_step" in phases or "graph_step" in phases
+    if not is_step or case.get("size") not in SIZES or case.get("precision") not in PRECISIONS:
+        return False
+    attention = "eager" if case.get("attention", "eager") in ("eager", "course") else "fused"
+    config = model_config(case["size"])
+    known = case.get("batch", BATCH_SIZE), case["context"], case["precision"], attention
+    setting = Setting(config, *known, recompute=str(case.get("plan", "none")))
+    return memory(setting)["in all"] > limit
 
 
 def largest(setting: Setting, limit: float, name: str, step: int) -> int:

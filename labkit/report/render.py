@@ -2,6 +2,7 @@
 it was made.
 """
 
+import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from labkit import notebooks
-from labkit.configs import FIGURES, REFERENCE_DEVICE, REPOSITORY, RequestError
+from labkit.configs import FIGURES, IS_CLONE, REFERENCE_DEVICE, REPOSITORY, RequestError
 from labkit.records import (
     check,
     folder_of,
@@ -35,7 +36,7 @@ def rebuild(
     top_level: bool = True,
     html: bool = False,
     save_notebooks: bool = False,
-    measured: Mapping[str, Any] | None = None,
+    by_papermill: bool = False,
 ) -> list[Path]:
     """Rebuilds the report of `device` from its records; returns the files written.
 
@@ -49,8 +50,8 @@ def rebuild(
         html: also write DIR/<device>/report.html, one page that needs no other file.
         save_notebooks: also store the outputs in the notebooks themselves (the reference device's
             only).
-        measured: notebooks by name that were just executed with `save_figures` to measure, and need
-            no second run.
+        by_papermill: execute the notebooks in kernels of their own, several at a time, as `labkit
+            run` does; otherwise in this process.
 
     Raises:
         RequestError: nothing has been measured on `device`, or `save_notebooks` is not for the
@@ -65,18 +66,18 @@ def rebuild(
         raise RequestError(
             f"the notebooks show {REFERENCE_DEVICE!r}; their outputs cannot be of {device!r}"
         )
-    executed = dict(measured or {})
     values = {"device": device, "output": str(output or ""), "save_figures": True}
-    for name in chapters:
-        if name not in executed:
-            executed[name] = notebooks.show(name, values)
+    if by_papermill:
+        executed = _execute_all(list(chapters), values)
+    else:
+        executed = {name: notebooks.show(name, values) for name in chapters}
     for notebook in executed.values():
         for cell in notebook.cells:
             if "outputs" in cell:
-                # What is printed while measuring is no result.
+                # What is printed is no result.
                 cell.outputs = [one for one in cell.outputs if one.output_type != "stream"]
     if save_notebooks:
-        for name, notebook in _execute_all(notebooks.names()).items():
+        for name, notebook in _execute_all(notebooks.names(), {}, lessons=True).items():
             _save_outputs(name, notebook, notebooks.path(name))
     # The reference device's executed notebooks are those in notebooks/.
     if device != REFERENCE_DEVICE:
@@ -87,7 +88,7 @@ def rebuild(
     own = text.replace(f"../figures/{device}/", "").replace("../figures/", "../")
     own = own.replace("../notebooks/", "../../notebooks/")
     written = [write_text_atomic(folder / "report.md", own)]
-    if output is None and top_level:
+    if output is None and top_level and IS_CLONE:
         text = text.replace("../figures/", f"{root.relative_to(REPOSITORY).as_posix()}/")
         text = text.replace("../notebooks/", "notebooks/")
         written.append(write_text_atomic(REPOSITORY / "report.md", text))
@@ -141,13 +142,16 @@ def devices_table(root: Path) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _execute_all(names: Sequence[str]) -> dict[str, Any]:
-    """Executes notebooks with their lessons, in parallel; raises NotebookError for the first that
+def _execute_all(
+    names: Sequence[str], values: Mapping[str, Any], *, lessons: bool = False
+) -> dict[str, Any]:
+    """Executes notebooks in kernels, several at a time; raises NotebookError for the first that
     failed.
     """
     with ThreadPoolExecutor(min(MOST_AT_ONCE, os.cpu_count() or 1)) as pool:
         # Where one raises, `map` cancels those that have not begun.
-        executed = pool.map(lambda name: notebooks.execute(name, {}, lessons=True), names)
+        run = functools.partial(notebooks.execute, values=values, lessons=lessons)
+        executed = pool.map(run, names)
         return dict(zip(names, executed, strict=True))
 
 
