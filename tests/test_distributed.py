@@ -39,20 +39,17 @@ def test_more_ranks_than_gpus_are_skipped(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("backend", "method", "issue_ms"), [("nccl", "queued", 0.048), ("gloo", "host", None)]
+    ("transport", "method", "issue_ms"), [("copy", "queued", 0.048), ("gloo", "host", None)]
 )
-def test_a_collective_of_gpus_is_in_device_time_and_its_issuing_beside(
-    monkeypatch, backend, method, issue_ms
-):
-    monkeypatch.setattr(distributed, "_observed", lambda backend, **more: more)
-    ran = {"operation": "all_reduce", "dtype": "float32", "world_size": 2, "backend": backend}
-    times = {"times_s": [1e-5, 2e-5, 3e-5], "seconds": 2e-5, "issue_s": 4.8e-5}
+def test_a_collective_of_gpus_is_in_device_time_and_its_issuing_beside(transport, method, issue_ms):
+    times = {"times_s": [1e-5, 2e-5, 3e-5], "issue_s": 4.8e-5, "world_size": 2}
     rates = {"num_bytes": 8, "num_wrong": 0, "algorithm_gbs": 1.0, "bus_gbs": 1.0}
-    asked = {"world_size": 2, "transport": backend}
-    case = Case("collectives", asked, ("all_reduce float32 8",), 60.0)
-    result = distributed._collective(case, [ran | times | rates], {})
+    case = Case("collectives", {"world_size": 2, "transport": transport}, ("all_reduce",), 60.0)
+    result = distributed._collective(case, [times | rates])
     assert (result.timer["method"], result.metrics["median_ms"]) == (method, pytest.approx(0.02))
     assert result.metrics.get("launch_median_ms") == (issue_ms and pytest.approx(issue_ms))
+    with pytest.raises(ValueError, match="3 wrong elements"):
+        distributed._collective(case, [times | rates | {"num_wrong": 3}])
 
 
 def seen(way, loss, samples=(2.0, 2.0)):
