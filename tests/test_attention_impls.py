@@ -4,18 +4,17 @@ says why not.
 Shape suffixes as in labkit.kernels.attention: B batch, H heads, S length, D head dimension.
 """
 
+import functools
 import itertools
 import math
-import subprocess
 import sys
-import types
 
 import pytest
 import torch
 from torch import Tensor
 
+from labkit.experiments.siglip2 import flash_attention_3
 from labkit.kernels import attention as module
-from labkit.kernels import flash_attention as labkit_flash
 from labkit.kernels.attention import IMPLS, SDPA_BACKENDS, attention, unavailable_reason, what_runs
 from labkit.kernels.reference import attention_reference
 
@@ -84,17 +83,12 @@ def check_errors(
 ON_A_CPU = ("eager", "compiled", "sdpa", "sdpa_math", "sdpa_flash", "tiled", "auto")
 
 
-@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("impl", [impl for impl in ON_A_CPU if impl != "compiled"])
-def test_every_implementation_is_the_same_function(impl, causal, shape):
-    if impl.startswith("sdpa") and causal and shape == "fewer queries":
-        pytest.skip("refused, see test_sdpa_is_refused_where_its_mask_is_another")
-    check_errors(impl, shape, torch.float32 if causal else torch.bfloat16, causal)
-
-
-def test_the_compiled_formula_is_the_same_function():
-    check_errors("compiled", "odd", torch.float32, causal=True)
+@pytest.mark.parametrize("impl", ON_A_CPU)
+def test_every_implementation_is_the_same_function(impl, causal):
+    for shape in ["odd"] if impl == "compiled" else SHAPES:
+        if not (impl.startswith("sdpa") and causal and shape == "fewer queries"):  # refused, below
+            check_errors(impl, shape, torch.float32 if causal else torch.bfloat16, causal)
 
 
 @pytest.mark.gpu
@@ -115,20 +109,18 @@ def test_every_implementation_of_the_gpu_is_the_same_function(impl, dtype):
 
 def test_what_runs_on_a_cpu_is_known_and_the_others_give_a_reason():
     q, k, *_ = draw("even", torch.float32)
-    assert (
-        tuple(impl for impl in IMPLS if not unavailable_reason(impl, q, k, causal=True)) == ON_A_CPU
-    )
-    assert all(unavailable_reason(impl, q, k, causal=True) is None for impl in ON_A_CPU)
+    reasons = {impl: unavailable_reason(impl, q, k, causal=True) for impl in IMPLS}
+    assert tuple(impl for impl, reason in reasons.items() if not reason) == ON_A_CPU
+    assert "xformers" not in sys.modules
 
 
-@pytest.mark.parametrize("function", [attention, unavailable_reason, what_runs])
-def test_an_unknown_name_is_refused_with_the_accepted_ones(function):
+def test_an_unknown_name_is_refused_with_the_accepted_ones():
     q, k, v, _ = draw("even", torch.float32)
-    arguments = (q, k, v) if function is attention else ("flash", q, k)
-    options = {"impl": "flash"} if function is attention else {}
-    with pytest.raises(ValueError, match="unknown attention 'flash'") as caught:
-        function(*arguments, causal=True, **options)
-    assert all(name in str(caught.value) for name in IMPLS)
+    calls = [functools.partial(attention, q, k, v, impl="flash")]
+    calls += [functools.partial(each, "flash", q, k) for each in (unavailable_reason, what_runs)]
+    for call in calls:
+        with pytest.raises(ValueError, match="unknown attention 'flash'; accepted: eager, "):
+            call(causal=True)
 
 
 @pytest.mark.parametrize("impl", ["sdpa_cudnn", "sdpa_efficient"])
@@ -139,14 +131,11 @@ def test_a_backend_that_cannot_run_raises_and_none_stands_in(impl):
         attention(q, k, v, impl=impl)
 
 
-@pytest.mark.parametrize("impl", ["sdpa", *SDPA_BACKENDS])
-def test_sdpa_is_refused_where_its_mask_is_another(impl):
+def test_sdpa_is_refused_where_its_mask_is_another():
     q, k, v, _ = draw("fewer queries", torch.float32)
-    assert "top left" in unavailable_reason(impl, q, k, causal=True)
-    with pytest.raises(ValueError, match="30 queries and 47 keys"):
-        attention(q, k, v, causal=True, impl=impl)
-    if impl in ("sdpa", "sdpa_math"):
-        assert unavailable_reason(impl, q, k, causal=False) is None
+    for impl in ("sdpa", *SDPA_BACKENDS):
+        with pytest.raises(ValueError, match="top left, which differs for 30 queries and 47 keys"):
+            attention(q, k, v, causal=True, impl=impl)
 
 
 def test_the_reasons_of_a_backend_are_its_own(monkeypatch):
@@ -186,18 +175,6 @@ def test_what_runs_names_the_choice():
     assert what_runs("eager", q, k, causal=True) == "eager"
 
 
-def test_an_implementation_that_another_stands_in_for_is_not_available(monkeypatch):
-    q, k, *_ = draw("even", torch.float32)
-    monkeypatch.setattr(labkit_flash, "resolve_impl", lambda *_: "tiled")
-    assert "runs 'tiled' in place of 'triton'" in unavailable_reason("triton", q, k, causal=True)
-    assert unavailable_reason("auto", q, k, causal=True) is None
-
-
-def test_a_head_dimension_beyond_ours_is_a_reason():
-    q = torch.empty(1, 1, 8, 264)
-    assert "up to 256; got 264" in unavailable_reason("auto", q, q, causal=True)
-
-
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(6, 6), (4, 7), (7, 4)])
 def test_the_block_mask_is_aligned_to_the_bottom_right(num_queries, num_keys):
     mask = module._causal_block_mask(num_queries, num_keys, torch.device("cpu"))
@@ -207,93 +184,28 @@ def test_the_block_mask_is_aligned_to_the_bottom_right(num_queries, num_keys):
     assert module._causal_block_mask(num_queries, num_keys, torch.device("cpu")) is mask
 
 
-def test_no_rival_is_imported_before_it_is_asked_for():
-    code = (
-        "import sys, torch\n"
-        "from labkit.kernels.attention import IMPLS, unavailable_reason\n"
-        "q = torch.empty(1, 1, 8, 16)\n"
-        "for impl in IMPLS: unavailable_reason(impl, q, q, causal=True)\n"
-        "names = ('xformers', 'flash_attn_interface', 'flash_attn_3', "
-        "'torch.nn.attention.flex_attention')\n"
-        "print([name for name in names[:3] if name in sys.modules])"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.strip() == "[]"
-
-
-@pytest.fixture
-def fresh_fa3():
-    module.load_fa3.cache_clear()
-    yield
-    module.load_fa3.cache_clear()
-
-
-def test_the_library_is_found_without_importing_its_package(tmp_path, monkeypatch, fresh_fa3):
-    package = tmp_path / "xformers"
-    (package / "flash_attn_3").mkdir(parents=True)
-    (package / "__init__.py").write_text("raise AssertionError('xformers was imported')")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert module._xformers_library() is None
-    library = package / "flash_attn_3" / "_C.so"
-    library.write_bytes(b"no library")
-    assert module._xformers_library() == library
-    reason = module.load_fa3()
-    assert reason.startswith("installed, but does not load: ") and "/" not in reason
-    assert "xformers" not in sys.modules
-
-
-def test_without_it_the_reason_names_both_places(monkeypatch, fresh_fa3):
+def test_the_library_is_found_without_importing_its_package(tmp_path, monkeypatch):
+    q, k, v, _ = draw("even", torch.float32)
+    module.fa3_missing.cache_clear()
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda _: None)
-    assert (
-        module.load_fa3()
-        == "not installed: neither flash_attn_interface nor xformers with flash_attn_3/_C.so"
-    )
-    with pytest.raises(ValueError, match="impl 'fa3' cannot run: not installed"):
-        attention(*draw("even", torch.float32)[:3], impl="fa3")
+    with pytest.raises(ValueError, match="FlashAttention-3 is not installed"):
+        attention(q, k, v, impl="fa3")
+    monkeypatch.undo()
+    library = tmp_path / "xformers" / "flash_attn_3" / "_C.so"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"no library")
+    (tmp_path / "xformers" / "__init__.py").write_text("raise AssertionError('it was imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module.fa3_missing.cache_clear()
+    reason = module.fa3_missing()
+    assert "is installed, but does not load: " in reason and "/" not in reason
+    assert "xformers" not in sys.modules
+    module.fa3_missing.cache_clear()
 
 
 def formula(q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, causal: bool) -> Tensor:
-    return attention_reference(
-        *(x.transpose(1, 2) for x in (q_BSHD, k_BSHD, v_BSHD)), causal=causal
-    ).transpose(1, 2)
-
-
-def packed_of(lengths: list[int]) -> dict:
-    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    values = {"cu_seqlens": starts, "max_seqlen": max(lengths)}
-    return {f"{name}_{side}": value for name, value in values.items() for side in "qk"}
-
-
-@pytest.mark.parametrize("returns_lse", [False, True])
-@pytest.mark.parametrize("impl", module.FA3)
-def test_the_official_package_is_called_with_heads_inside_the_rows(
-    monkeypatch, fresh_fa3, returns_lse, impl
-):
-    calls = []
-
-    def flash_attn_func(q_BSHD, k_BSHD, v_BSHD, causal, deterministic):
-        calls.append((tuple(q_BSHD.shape), causal, deterministic))
-        out = formula(q_BSHD, k_BSHD, v_BSHD, causal)
-        return (out, None) if returns_lse else out
-
-    def flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, deterministic
-    ):
-        assert cu_seqlens_q is cu_seqlens_k and max_seqlen_q == max_seqlen_k == 3
-        return flash_attn_func(*(x[None] for x in (q, k, v)), causal, deterministic)
-
-    fake = types.ModuleType("flash_attn_interface")
-    fake.flash_attn_func, fake.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
-    fake.__spec__ = types.SimpleNamespace(name="flash_attn_interface")
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", fake)
-    check_errors(impl, "odd", torch.float32, causal=True)
-    module.load_fa3()(*torch.randn(3, 3, 1, 8), False, True, packed_of([3]))
-    assert calls == [
-        ((1, 77, 2, 24), True, impl == "fa3_deterministic"),
-        ((1, 3, 1, 8), False, True),
-    ]
+    tensors_BHSD = (x.transpose(1, 2) for x in (q_BSHD, k_BSHD, v_BSHD))
+    return attention_reference(*tensors_BHSD, causal=causal).transpose(1, 2)
 
 
 # The schemas of the library in xformers 0.0.34.
@@ -341,40 +253,35 @@ def library():
     namespace.define(FORWARD_SCHEMA)
     namespace.define(BACKWARD_SCHEMA)
 
-    def by_name(operator, given, named):
-        schema = getattr(torch.ops.flash_attn_3, operator).default._schema
-        return (
-            dict(zip((argument.name for argument in schema.arguments), given, strict=False)) | named
-        )
-
-    def computed(q, k, v, given):
-        causal, starts = given.get("is_causal", False), given.get("cu_seqlens_q")
+    def computed(q, k, v, options):
+        causal, starts = options.get("is_causal", False), options.get("cu_seqlens_q")
         if starts is None:
             return formula(q, k, v, causal)
-        assert starts is given["cu_seqlens_k"] and starts.dtype == torch.int32 and q.dim() == 3
+        assert starts is options["cu_seqlens_k"] and starts.dtype == torch.int32 and q.dim() == 3
         lengths = starts.diff().tolist()
-        assert given["max_seqlen_q"] == given["max_seqlen_k"] == max(lengths)
+        assert options["max_seqlen_q"] == options["max_seqlen_k"] == max(lengths)
         parts = zip(*(x[None].split(lengths, 1) for x in (q, k, v)), strict=True)
         return torch.cat([formula(*part, causal) for part in parts], 1)[0]
 
+    def by_name(operator, arguments, options):
+        schema = getattr(torch.ops.flash_attn_3, operator).default._schema
+        names = [argument.name for argument in schema.arguments]
+        return dict(zip(names, arguments, strict=False)) | options
+
     def forward(q, k, v, *rest, **named):
+        options = by_name("fwd", (q, k, v, *rest), named)
         assert all(x.stride(-1) == 1 for x in (q, k, v)), "the library takes dense rows only"
-        out = computed(q, k, v, by_name("fwd", (q, k, v, *rest), named))
-        return (
-            out.contiguous(),
-            q.new_zeros(q.shape[:-1]).transpose(-1, -2),
-            q.new_empty(0),
-            q.new_empty(0),
-        )
+        lse = q.new_zeros(q.shape[:-1]).transpose(-1, -2)
+        return computed(q, k, v, options).contiguous(), lse, q.new_empty(0), q.new_empty(0)
 
     def backward(dout, q, k, v, out, lse, *rest, **named):
-        given = by_name("bwd", (dout, q, k, v, out, lse, *rest), named)
-        flags.append(given.get("deterministic", False))
-        assert given["softmax_scale"] == 1 / math.sqrt(q.shape[-1]) and dout.stride(-1) == 1
+        options = by_name("bwd", (dout, q, k, v, out, lse, *rest), named)
+        flags.append(options.get("deterministic", False))
+        assert options["softmax_scale"] == 1 / math.sqrt(q.shape[-1]) and dout.stride(-1) == 1
         assert lse.shape == (*q.shape[:-3], q.shape[-2], q.shape[-3])
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():
-            again = computed(*leaves, given)
+            again = computed(*leaves, options)
         return (*torch.autograd.grad(again, leaves, dout), *(q.new_empty(0) for _ in range(5)))
 
     namespace.impl("fwd", forward, "CPU")
@@ -383,12 +290,12 @@ def library():
     namespace._destroy()
 
 
-@pytest.mark.parametrize("shape", ["even", "no heads", "fewer queries"])
 @pytest.mark.parametrize("impl", module.FA3)
-def test_the_librarys_operators_are_called_by_their_schema(library, monkeypatch, shape, impl):
-    monkeypatch.setattr(module, "load_fa3", lambda: module.FlashAttention3Function.apply)
+def test_the_librarys_operators_are_called_by_their_schema(library, monkeypatch, impl):
+    monkeypatch.setattr(module, "fa3_missing", lambda: None)
     library.clear()
-    check_errors(impl, shape, torch.float32, causal=shape != "even")
+    for shape in ("even", "no heads", "fewer queries"):
+        check_errors(impl, shape, torch.float32, causal=shape != "even")
     assert set(library) == {impl == "fa3_deterministic"}
     # A transposed input and the expanded gradient of a sum have no dense rows.
     x = torch.randn(2, 3, 16, 40, dtype=torch.float64).transpose(2, 3).requires_grad_()
@@ -402,7 +309,8 @@ def test_the_library_takes_packed_sequences(library):
     lengths = [5, 1, 9]
     qkv = torch.randn(15, 3, 2, 16, dtype=torch.float64, requires_grad=True)
     grad_out = torch.randn(15, 2, 16, dtype=torch.float64)
-    out = module.FlashAttention3Function.apply(*qkv.unbind(1), False, False, packed_of(lengths))
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    out = flash_attention_3(qkv, starts, max(lengths))
     parts = [formula(*part.unsqueeze(0).unbind(2), False)[0] for part in qkv.split(lengths)]
     results = [torch.autograd.grad(x, qkv, grad_out)[0] for x in (out, torch.cat(parts))]
     assert (out - torch.cat(parts)).abs().max() <= 1e-12
