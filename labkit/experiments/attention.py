@@ -184,48 +184,34 @@ class AttentionCall:
         The last one, since an offset that overflows does so at the end. Raises AssertionError for a
         wrong result.
         """
-        exact = self.oracle  # before the pass, whose memory it may need
+        exact = self.oracle[phase == "backward"]  # before the pass, whose memory it may need
         out, grad_out = self.forward_for_backward()
         results = {"output": out}
         if phase == "backward":
             out.backward(grad_out)
             results = dict(zip(("dq", "dk", "dv"), (x.grad for x in self.inputs), strict=True))
-        errors = {
-            f"{name}_relative_error": numerics.relative_error(x[-1], exact[name])
-            for name, x in results.items()
-        }
         bound = LARGEST_ERROR[numerics.live_precision(out.dtype)]
-        for key, error in errors.items():
+        errors = {}
+        for (name, x), reference in zip(results.items(), exact, strict=True):
+            key, error = f"{name}_relative_error", numerics.relative_error(x[-1], reference)
             if not error <= bound:
                 raise AssertionError(f"{self.impl}: {key} is {error:.2g}, more than {bound:g}")
+            errors[key] = error
         return errors
 
     @functools.cached_property
-    def oracle(self) -> dict[str, Tensor]:
+    def oracle(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Output and gradients of the batch's last sequence in fp64, by the formula, some queries
         at a time.
         """
         formula = functools.partial(attention_formula, **self.mask)
-        inputs = [x[-1] for x in self.inputs]
-        outs, grads = by_formula(formula, inputs, [self.grad_out[-1]])
-        results = (x.cpu() for x in (*outs, *grads))
-        return dict(zip(("output", "dq", "dk", "dv"), results, strict=True))
+        return by_formula(formula, [x[-1] for x in self.inputs], [self.grad_out[-1]])
 
-    def described(self) -> dict:
-        """Returns the case as read back from the live objects, the implementation from the graph
-        that it left.
-        """
-        q = self.inputs[0]
+    def check_label(self) -> None:
+        """Raises AssertionError where another implementation ran: its graph has other nodes."""
         nodes = sorted({node.name() for node in _graph(self.forward())})
-        is_right = any(_NODES[self.impl] in name for name in nodes)
-        return {
-            "impl": self.impl if is_right else " and ".join(nodes),
-            "precision": numerics.live_precision(q.dtype),
-            "d_head": q.shape[-1],
-            "length": q.shape[-2],
-            "batch": q.shape[0],
-            **self.mask,  # a result with another mask is far from the oracle's
-        }
+        if not any(_NODES[self.impl] in name for name in nodes):
+            raise AssertionError(f"asked for {self.impl}, ran {' and '.join(nodes)}")
 
 
 def _measure(call: AttentionCall, case: Case, phase: str) -> Measured:
@@ -235,10 +221,8 @@ def _measure(call: AttentionCall, case: Case, phase: str) -> Measured:
     kind = call.device.kind
     metrics: dict = {}
     if call.is_compiled:
-        first = functools.partial(function, *inputs())
-        # It compiles; no cache counts.
-        metrics["first_call_ms"] = time_once_ms(first, kind)
-        del first
+        # The first call compiles; no cache counts.
+        metrics["first_call_ms"] = time_once_ms(functools.partial(function, *inputs()), kind)
         # How many times the compiler put SDPA in the place of the formula.
         metrics["num_replacements"] = torch._dynamo.utils.counters["inductor"]["fuse_attention"]
     times = timed(
@@ -251,8 +235,11 @@ def _measure(call: AttentionCall, case: Case, phase: str) -> Measured:
         target_half_width=0.0,
         time_limit_s=case.time_limit_s,
     )
+    call.check_label()
     metrics |= {**call.memory(phase), **call.errors(phase)}
-    return times.measured(metrics, call.described(), keep="pass_ms")
+    # A result with another mask is far from the oracle's.
+    precision = numerics.live_precision(call.grad_out.dtype)
+    return times.measured(metrics, {**case.parameters, "precision": precision}, keep="pass_ms")
 
 
 def _graph(out: Tensor) -> list:
@@ -288,15 +275,13 @@ def storage_bytes(tensors: Sequence[Tensor]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-ATTENTION_SECTION = section(
-    _measure,
-    lambda device, case: contextlib.nullcontext(AttentionCall(device, case.parameters)),
-)
+def _live_call(device: Device, case: Case) -> contextlib.AbstractContextManager[AttentionCall]:
+    return contextlib.nullcontext(AttentionCall(device, case.parameters))
+
+
 SECTIONS = {
     **CEILINGS,
-    "attention": ATTENTION_SECTION,
-    "course": ATTENTION_SECTION,
-    "masked": ATTENTION_SECTION,
+    **dict.fromkeys(("attention", "course", "masked"), section(_measure, _live_call)),
     "transformer": run_steps,
 }
 

@@ -13,8 +13,8 @@ import contextlib
 import functools
 import gc
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -79,44 +79,55 @@ class ContestCase(Case):
     is_ranking: bool = False
 
 
+@dataclass
 class Operation:
     """One operation on the tensors of one case.
 
-    A subclass has `formula(*inputs, dtype)`, the outputs for inputs in fp64, computed in `dtype`;
-    `cost(pass)`, its {"flops": …} or {"num_bytes": …}; `num_terms(name)`, of the longest sum behind
-    "out" or a gradient.
-
     Attributes:
         device, precision: of the case, and of the ceiling; peak_precision: of the datasheet's peak.
-        inputs: the tensors to differentiate by; names: of these.
-        others, options: what an implementation takes after them.
+        inputs: the tensors to differentiate by; others, options: what an implementation takes after
+            them.
         grad_outs: the gradient of each output.
+        formula: of (*inputs in fp64, dtype); the outputs, computed in `dtype`.
+        costs: {"flops": …} or {"num_bytes": …} by pass.
+        terms: of the longest sum behind "out" or a gradient, as "dx".
         implementations: by name; baseline: the one that ratios divide by, None for none.
     """
 
+    device: Device
+    precision: str
+    peak_precision: str
+    inputs: dict[str, Tensor]
+    grad_outs: Tensors
+    formula: Callable
+    costs: dict[str, dict[str, int]]
+    terms: dict[str, int]
+    implementations: dict[str, Implementation]
+    baseline: str | None
     others: tuple = ()
-    options: Mapping = {}
+    options: dict = field(default_factory=dict)
 
-    def metrics(self, impl: str) -> dict:
-        return {}
+    def __post_init__(self):
+        for x in self.inputs.values():
+            x.requires_grad_()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.inputs.values())).dtype
 
     def rates(self, name: str, median_ms: float, ceilings: dict[str, float]) -> dict:
         """Returns the metrics of a pass that follow from its time and its cost."""
         precisions = (self.precision, self.peak_precision)
-        return rate_metrics(self.device, ceilings, median_ms, *precisions, **self.cost(name))
-
-    def unavailable(self, impl: str) -> str | None:
-        """Returns why an implementation cannot run here, None if it can."""
-        return self.implementations[impl].unavailable(self)
+        return rate_metrics(self.device, ceilings, median_ms, *precisions, **self.costs[name])
 
     def outputs(self, impl: str) -> tuple[Tensor, ...]:
         function = self.implementations[impl].function
-        return as_tuple(function(*self.inputs, *self.others, **self.options))
+        return as_tuple(function(*self.inputs.values(), *self.others, **self.options))
 
     def gradients(self, outs: Tensors, **options) -> tuple[Tensor, ...]:
         # A loss may come as fp32 or as its logits do.
         grads = [grad.to(out.dtype) for grad, out in zip(self.grad_outs, outs, strict=True)]
-        return torch.autograd.grad(outs, self.inputs, grads, **options)
+        return torch.autograd.grad(outs, [*self.inputs.values()], grads, **options)
 
     def call(self, impl: str, name: str) -> Callable[[], Tensors]:
         """Returns a pass as a function of nothing."""
@@ -133,10 +144,9 @@ class Operation:
     @functools.cached_property
     def expected(self) -> list[tuple[Tensors, Tensors]]:
         """Outputs and gradients of the formula in fp64, and in the dtype of the inputs."""
-        return [
-            by_formula(functools.partial(self.formula, dtype=dtype), self.inputs, self.grad_outs)
-            for dtype in (torch.float64, self.inputs[0].dtype)
-        ]
+        formulas = (functools.partial(self.formula, dtype=x) for x in (torch.float64, self.dtype))
+        inputs = [*self.inputs.values()]
+        return [by_formula(formula, inputs, self.grad_outs) for formula in formulas]
 
     def verdicts(self, name: str, values: Tensors) -> list[numerics.Verdict]:
         """Returns the verdicts on the outputs ("forward") or the gradients (another pass).
@@ -144,16 +154,16 @@ class Operation:
         Raises AssertionError for a wrong one.
         """
         is_gradient = name != "forward"
-        names = [f"d{each}" for each in self.names] if is_gradient else ["out"] * len(values)
+        names = [f"d{each}" for each in self.inputs] if is_gradient else ["out"] * len(values)
         exact, eager = (results[is_gradient] for results in self.expected)
         # A vector is one row as a gradient, and a number of each row as an output.
         shape = (1, -1) if is_gradient else (-1, 1)
-        # What is computed from numbers of 16 bits is as exact as those, whatever its own dtype.
-        dtype = self.inputs[0].dtype
         verdicts = []
         for key, *tensors in zip(names, values, exact, eager, strict=True):
             rows = (x if x.dim() > 1 else x.reshape(shape) for x in tensors)
-            verdicts.append(numerics.judge(key, *rows, dtype=dtype, num_terms=self.num_terms(key)))
+            # What is computed from numbers of 16 bits is as exact as those, whatever its own dtype.
+            options = {"dtype": self.dtype, "num_terms": self.terms[key]}
+            verdicts.append(numerics.judge(key, *rows, **options))
         return verdicts
 
     def judge(self, impl: str, name: str) -> numerics.Verdict:
@@ -281,19 +291,19 @@ def contest(
     def measure(phase: str, timed: Timed, metrics: dict) -> Measured:
         impl, name = phase.split(" ")
         metrics = operation.rates(name, timed.timing.median_ms, ceilings) | metrics
-        metrics |= operation.metrics(impl)
+        metrics["is_auto"] = int(impl == operation.baseline)
         if phase in case.sustained:
             call, flops = operation.call(impl, name), metrics["flops"]
             top = ceilings.get(f"sustained gemm {operation.precision}")
             metrics |= sustained_metrics(operation.device, timed, call, flops=flops, ceiling=top)
-        precision = numerics.live_precision(operation.inputs[0].dtype)
+        precision = numerics.live_precision(operation.dtype)
         return timed.measured(metrics, {**case.parameters, "precision": precision})
 
     is_in_turn = case.parameters.get("timed", IN_TURN) == IN_TURN
     entrants: dict[str, list[str]] = {}
     for phase in case.phases:
         impl, name = phase.split(" ")
-        if reason := operation.unavailable(impl):
+        if reason := operation.implementations[impl].unavailable(operation):
             yield phase, functools.partial(_raise, Skip(reason))
         else:
             entrants.setdefault(name, []).append(impl)
@@ -368,18 +378,20 @@ def _compared(calls: dict[str, Callable], baseline: str, kind: str, num_rounds: 
     """Returns the comparison of calls on CUDA graphs; what none can hold stands beside the
     baseline, call by call.
     """
-    limits = {"baseline": baseline, "device_kind": kind, "num_warmup": 1, "num_rounds": num_rounds}
+    compared = functools.partial(
+        compare, baseline=baseline, device_kind=kind, num_warmup=1, num_rounds=num_rounds
+    )
     if kind != "cuda":
-        return compare(calls, method="host", **limits)
+        return compared(calls, method="host")
     try:
-        return compare(calls, method="graph", **limits)
+        return compared(calls, method="graph")
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
         replayed = {impl: call for impl, call in calls.items() if timer.can_be_captured(call)}
     if baseline not in replayed:
-        return compare(calls, method="flush", **limits)
+        return compared(calls, method="flush")
     launched = {impl: call for impl, call in calls.items() if impl not in replayed}
-    first = compare(launched | {baseline: calls[baseline]}, method="flush", **limits)
-    last = compare(replayed, method="graph", **limits)
+    first = compared(launched | {baseline: calls[baseline]}, method="flush")
+    last = compared(replayed, method="graph")
     return Comparison(first.timings | last.timings, baseline, first.ratio | last.ratio)

@@ -25,10 +25,10 @@ from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
 from labkit.experiments.contest import IN_TURN, ContestCase, contest_section
 from labkit.experiments.operations import (
     IMPLEMENTATIONS,
-    Attention,
-    WeightedSum,
     attention_of,
     contest_case,
+    first_kernel,
+    new_attention,
     triton_unavailable,
 )
 from labkit.experiments.sections import empty_cache, run_section, section, timed
@@ -120,8 +120,8 @@ def _measure_algorithm(device: Device, case: Case, phase: str) -> Measured:
     """
     p = case.parameters
     shape = _shape(Rivalry(1, 1, p["length"], p["d_head"], p["causal"]), p["precision"])
-    operation = Attention(dataclasses.replace(device, kind="cpu"), shape)
-    q, k, v = (x.detach() for x in operation.inputs)
+    operation = new_attention(dataclasses.replace(device, kind="cpu"), shape)
+    q, k, v = (x.detach() for x in operation.inputs.values())
     options = {"scale": p["d_head"] ** -0.5, "left": -1, "right": 0 if p["causal"] else -1}
     options |= {"tile_q": p["tile"], "tile_k": p["tile"]}
     out, lse = tiled_attention_forward(q, k, v, **options)
@@ -148,7 +148,7 @@ def _measure_tile(device: Device, case: Case, ceilings: dict[str, float]) -> Mea
     operation = attention_of(device, case.parameters)
     if reason := triton_unavailable(operation):
         raise Skip(reason)
-    tensors = [x.detach() for x in operation.inputs]
+    tensors = [x.detach() for x in operation.inputs.values()]
     shipped = labkit_flash.resolve_tiles(*tensors[:2], **operation.options)
     tile = TileConfig(*(case.parameters[name] for name in TILE_FIELDS))
     config = dataclasses.replace(shipped, forward=tile)
@@ -173,14 +173,14 @@ def _measure_memory(device: Device, case: Case, phase: str) -> Measured:
     if device.kind != "cuda":
         raise Skip("the peak of memory is what CUDA's allocator counts")
     impl = case.parameters["impl"]
-    small = Attention(device, case.parameters | {"length": 128})
-    if reason := small.unavailable(impl):
+    small = new_attention(device, case.parameters | {"length": 128})
+    if reason := small.implementations[impl].unavailable(small):
         raise Skip(reason)
     # What a library sets aside at its first call, and keeps, is not the call's.
     small.call(impl, "forward_backward")()
     empty_cache(device)
     before = torch.cuda.memory_allocated()
-    operation = Attention(device, case.parameters)
+    operation = new_attention(device, case.parameters)
     torch.cuda.reset_peak_memory_stats()
     operation.call(impl, phase)()
     peak_bytes = torch.cuda.max_memory_allocated() - before
@@ -190,7 +190,7 @@ def _measure_memory(device: Device, case: Case, phase: str) -> Measured:
 SECTIONS = {
     **CEILINGS,
     "algorithm": section(_measure_algorithm),
-    "weighted_sum": contest_section(WeightedSum),
+    "weighted_sum": contest_section(first_kernel),
     "speed": contest_section(attention_of),
     "rivals": contest_section(attention_of),
     "tiles": lambda *arguments: [("forward", functools.partial(_measure_tile, *arguments))],

@@ -35,7 +35,7 @@ from labkit.experiments.sections import freeze_modules, memory_bytes, run_sectio
 from labkit.experiments.step import Step, course_parameters, step_parameters
 from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
 from labkit.kernels import KERNEL_CLASSES
-from labkit.kernels.attention import what_runs
+from labkit.kernels.flash_attention import resolve_impl
 from labkit.measure import profiling
 from labkit.measure.profiling import Nsys, ProfileError, RangeMarker, Trace
 from labkit.monitor import Monitor
@@ -210,7 +210,7 @@ def _observed(step: Step) -> dict:
         shape = (batch, config.num_heads, context, config.d_head)
         dtype = numerics.tensor_dtype(step.precision)
         like_q = torch.empty(shape, dtype=dtype, device=step.device.kind)
-        impl = what_runs(impl, like_q, like_q, causal=True)
+        impl = resolve_impl(like_q) if impl == "auto" else impl
     return {**step.observed(), "attention_runs": impl}
 
 

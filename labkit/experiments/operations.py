@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from labkit import accounting
 from labkit.configs import PASSES
@@ -27,12 +26,13 @@ from labkit.experiments.contest import (
     ContestCase,
     Implementation,
     Operation,
+    as_tuple,
     attention_formula,
     draw,
 )
 from labkit.experiments.sections import empty_cache
 from labkit.kernels import flash_attention as labkit_flash
-from labkit.kernels.attention import IMPLS, attention, unavailable_reason, what_runs
+from labkit.kernels.attention import IMPLS, attention, unavailable_reason
 from labkit.kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from labkit.kernels.fused import wide
 from labkit.kernels.gelu_mlp import gelu_mlp
@@ -100,51 +100,45 @@ SHAPE = ("batch", "heads", "length", "d_head", "causal", "precision")
 """What a case of attention is given by."""
 
 
-class Attention(Operation):
-    """Attention on one shape; ratios are to what "auto" runs there, in TF32 to the kernel that is
-    told to.
+def new_attention(device: Device, parameters: dict) -> Operation:
+    """Returns attention on one shape; ratios are to what "auto" runs there, in TF32 to the kernel
+    that is told to.
     """
-
-    names = ("q", "k", "v")
-
-    def __init__(self, device: Device, parameters: dict):
-        empty_cache(device)
-        self.device = device
-        *self.size, causal, self.precision = (parameters[name] for name in SHAPE)
-        self.options = {"causal": causal}
+    empty_cache(device)
+    *size, causal, precision = (parameters[name] for name in SHAPE)
+    q, k, v, grad_out = draw(device.kind, precision, *4 * [size])
+    baseline = labkit_flash.resolve_impl(q)
+    if precision == "tf32" and baseline == "triton":
+        baseline = "triton_tf32"
+    batch, heads, length, d_head = size
+    call = (batch * heads, length, d_head)
+    costs = {
+        name: {"flops": accounting.attention_call_flops(name, *call, causal=causal)}
+        for name in PASSES
+    }
+    return Operation(
+        device,
+        precision,
         # Some kernels multiply fp32 as several products of TF32, and the peak of plain fp32 is not
         # theirs.
-        self.peak_precision = "tf32" if self.precision == "fp32" else self.precision
-        self.implementations = IMPLEMENTATIONS["attention"]
-        *self.inputs, grad_out = draw(device.kind, self.precision, *4 * [self.size])
-        self.grad_outs = [grad_out]
-        for x in self.inputs:
-            x.requires_grad_()
-        self.baseline = what_runs("auto", *self.inputs[:2], causal=causal)
-        if self.precision == "tf32" and self.baseline == "triton":
-            self.baseline = "triton_tf32"
-
-    def formula(self, *inputs: Tensor, dtype: torch.dtype) -> Tensor:
-        return attention_formula(*inputs, **self.options, dtype=dtype)
-
-    def num_terms(self, name: str) -> int:
-        return self.size[2]
-
-    def cost(self, name: str) -> dict:
-        batch, heads, *size = self.size
-        flops = accounting.attention_call_flops(name, batch * heads, *size, **self.options)
-        return {"flops": flops}
-
-    def metrics(self, impl: str) -> dict:
-        return {"is_auto": int(impl == self.baseline)}
+        peak_precision="tf32" if precision == "fp32" else precision,
+        inputs={"q": q, "k": k, "v": v},
+        grad_outs=[grad_out],
+        formula=functools.partial(attention_formula, causal=causal),
+        costs=costs,
+        terms=dict.fromkeys(("out", "dq", "dk", "dv"), length),
+        implementations=IMPLEMENTATIONS["attention"],
+        baseline=baseline,
+        options={"causal": causal},
+    )
 
 
 @functools.lru_cache(maxsize=1)
-def _last_attention(device: Device, *values) -> Attention:
-    return Attention(device, dict(zip(SHAPE, values, strict=True)))
+def _last_attention(device: Device, *values) -> Operation:
+    return new_attention(device, dict(zip(SHAPE, values, strict=True)))
 
 
-def attention_of(device: Device, parameters: dict) -> Attention:
+def attention_of(device: Device, parameters: dict) -> Operation:
     """Returns the operation of a case's parameters; the last one is kept, for the cases of a shape
     follow one another.
     """
@@ -249,69 +243,61 @@ DEFINITIONS = {
 }
 
 
-class RowOperation(Operation):
-    """An operation of DEFINITIONS on tensors of one shape; ratios are to ours."""
-
-    baseline = "ours"
-
-    def __init__(self, device: Device, parameters: dict):
-        self.device, self.name = device, parameters["operation"]
-        self.size = (parameters["rows"], parameters["columns"])
-        self.precision = self.peak_precision = parameters["precision"]
-        self.implementations = IMPLEMENTATIONS[self.name]
-        shapes = shapes_of(*self.size)
-        arguments = inspect.signature(DEFINITIONS[self.name].formula).parameters
-        self.names = [name for name in arguments if name in shapes]
-        self.inputs = draw(device.kind, self.precision, *(shapes[name] for name in self.names))
-        self.matrices = [x for x in self.inputs if x.dim() == 2 and x.shape != self.size]
-        for matrix in self.matrices:
-            # As it is initialised, so that a product is of its input's size.
-            matrix *= matrix.shape[-1] ** -0.5
-        for x in self.inputs:
-            x.requires_grad_()
-        rows, columns = self.size
-        if "targets" in arguments:
-            num_classes = VOCABULARY if self.matrices else columns
-            generator = torch.Generator().manual_seed(1)
-            targets = torch.randint(num_classes, (rows,), generator=generator)
-            self.others = (targets.to(device.kind),)
-        if "turn" in arguments:
-            self.others = (RotaryEmbedding(HEAD, rows, 10_000.0, device.kind),)
-        with torch.no_grad():
-            outs = self.outputs("eager")
-        torch.manual_seed(2)
-        self.grad_outs = [torch.randn_like(x) if x.dim() else torch.ones_like(x) for x in outs]
-
-    def formula(self, *inputs: Tensor, dtype: torch.dtype) -> Tensor | tuple[Tensor, ...]:
-        return DEFINITIONS[self.name].formula(*(x.to(dtype) for x in inputs), *self.others)
-
-    def num_terms(self, name: str) -> int:
-        return max(self.size)
-
-    def cost(self, name: str) -> dict:
-        if self.matrices:
-            forward_flops = 2 * self.size[0] * sum(x.numel() for x in self.matrices)
-            return {"flops": forward_flops * (1 if name == "forward" else 3)}
-        forward, backward = DEFINITIONS[self.name].elements
-        elements = forward if name == "forward" else forward + backward
-        return {"num_bytes": elements * self.inputs[0].nbytes}
+def row_operation(device: Device, parameters: dict) -> Operation:
+    """Returns an operation of DEFINITIONS on tensors of one shape; ratios are to ours."""
+    name, precision = parameters["operation"], parameters["precision"]
+    rows, columns = parameters["rows"], parameters["columns"]
+    definition, shapes = DEFINITIONS[name], shapes_of(rows, columns)
+    arguments = inspect.signature(definition.formula).parameters
+    names = [argument for argument in arguments if argument in shapes]
+    tensors = draw(device.kind, precision, *(shapes[each] for each in names))
+    matrices = [x for x in tensors if x.dim() == 2 and x.shape != (rows, columns)]
+    for matrix in matrices:
+        # As it is initialised, so that a product is of its input's size.
+        matrix *= matrix.shape[-1] ** -0.5
+    others: tuple = ()
+    if "targets" in arguments:
+        num_classes = VOCABULARY if matrices else columns
+        generator = torch.Generator().manual_seed(1)
+        others = (torch.randint(num_classes, (rows,), generator=generator).to(device.kind),)
+    if "turn" in arguments:
+        others = (RotaryEmbedding(HEAD, rows, 10_000.0, device.kind),)
+    outs = as_tuple(definition.formula(*tensors, *others))
+    torch.manual_seed(2)
+    if matrices:
+        flops = 2 * rows * sum(matrix.numel() for matrix in matrices)
+        costs = {"forward": {"flops": flops}, "forward_backward": {"flops": 3 * flops}}
+    else:
+        forward, backward = (number * tensors[0].nbytes for number in definition.elements)
+        both = forward + backward
+        costs = {"forward": {"num_bytes": forward}, "forward_backward": {"num_bytes": both}}
+    return Operation(
+        device,
+        precision,
+        peak_precision=precision,
+        inputs=dict(zip(names, tensors, strict=True)),
+        grad_outs=[torch.randn_like(x) if x.dim() else torch.ones_like(x) for x in outs],
+        formula=lambda *inputs, dtype: definition.formula(*(x.to(dtype) for x in inputs), *others),
+        costs=costs,
+        terms=dict.fromkeys(("out", *(f"d{each}" for each in names)), max(rows, columns)),
+        implementations=IMPLEMENTATIONS[name],
+        baseline="ours",
+        others=others,
+    )
 
 
-class WeightedSum(RowOperation):
-    """Σ_d x_nd w_d: the first kernel against the formula; ratios are to the kernel."""
-
-    def __init__(self, device: Device, parameters: dict):
-        named = {"operation": "weighted_sum", "columns": parameters["dim"]}
-        super().__init__(device, parameters | named)
-        self.baseline = None if self.unavailable("triton") else "triton"
-
-    def num_terms(self, name: str) -> int:
-        rows, dim = self.size
-        return {"out": dim, "dx": 1, "dweight": rows}[name]
-
-    def cost(self, name: str) -> dict:
-        element_bytes = self.inputs[0].element_size()
-        return {"num_bytes": accounting.weighted_sum_bytes(name, *self.size, element_bytes)}
+def first_kernel(device: Device, parameters: dict) -> Operation:
+    """Returns Σ_d x_nd w_d: the first kernel against the formula; ratios are to the kernel."""
+    rows, dim = parameters["rows"], parameters["dim"]
+    named = {"operation": "weighted_sum", "columns": dim}
+    operation = row_operation(device, parameters | named)
+    operation.baseline = None if triton_unavailable(operation) else "triton"
+    operation.terms = {"out": dim, "dx": 1, "dweight": rows}
+    size = (rows, dim, operation.dtype.itemsize)
+    operation.costs = {
+        name: {"num_bytes": accounting.weighted_sum_bytes(name, *size)} for name in PASSES
+    }
+    return operation
 
 
 # ---- implementations -----------------------------------------------------------------------------
@@ -380,8 +366,9 @@ def _implementations(operation: str) -> dict[str, Implementation]:
 
 
 def _attention(impl: str) -> Implementation:
-    def unavailable(operation: Attention) -> str | None:
-        return unavailable_reason(impl, *operation.inputs[:2], **operation.options)
+    def unavailable(operation: Operation) -> str | None:
+        q, k = operation.inputs["q"], operation.inputs["k"]
+        return unavailable_reason(impl, q, k, **operation.options)
 
     return Implementation(functools.partial(attention, impl=impl), unavailable)
 

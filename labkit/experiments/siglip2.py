@@ -24,7 +24,7 @@ from labkit.configs import SIGLIP2, SIGLIP2_SIZES
 from labkit.device import Device
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
 from labkit.experiments.contest import contest_section, draw, rate_metrics
-from labkit.experiments.operations import DEFINITIONS, RowOperation, contest_case
+from labkit.experiments.operations import DEFINITIONS, contest_case, row_operation
 from labkit.experiments.sections import (
     Timed,
     run_section,
@@ -433,7 +433,7 @@ SECTIONS = {
     "profile": section(_measure_profile),
     "modules": section(_measure_module),
     "accuracy": section(_measure_accuracy),
-    "kernels": contest_section(RowOperation),
+    "kernels": contest_section(row_operation),
 }
 
 run_case = functools.partial(run_section, SECTIONS)

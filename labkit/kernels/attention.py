@@ -5,12 +5,12 @@
 | name | what runs |
 |---|---|
 | eager, compiled | `attention_reference`, as it reads or compiled: the scores are materialised |
-| sdpa | F.scaled_dot_product_attention, its backend chosen by PyTorch; `what_runs` says which |
+| sdpa | F.scaled_dot_product_attention, its backend chosen by PyTorch |
 | sdpa_math, sdpa_flash, sdpa_cudnn, sdpa_efficient | that backend of it and no other |
 | flex | FlexAttention compiled, its causal block mask made once per pair of lengths |
 | fa3 | FlashAttention-3, out of an installed xformers |
 | fa3_deterministic | the same, its gradients added in a fixed order, as ours are |
-| tiled, triton, gluon, auto | `flash_attention`; `what_runs` says which one auto is |
+| tiled, triton, gluon, auto | `flash_attention`; `resolve_impl` says which one auto is |
 | triton_ieee, triton_tf32 | as triton, fp32 products on the CUDA cores or as one of TF32 |
 
 A rival is imported when it is first asked for. What cannot run raises; nothing stands in for it.
@@ -111,21 +111,6 @@ def unavailable_reason(impl: str, q: Tensor, k: Tensor, *, causal: bool) -> str 
     if impl == "flex" and not q.is_cuda:
         return f"FlexAttention has no backward pass on {q.device.type}"
     return None
-
-
-def what_runs(impl: str, q: Tensor, k: Tensor, *, causal: bool) -> str:
-    """Returns the name, one of IMPLS, of what `attention` runs: its own, except for "sdpa" and
-    "auto", which choose.
-
-    Args as in `unavailable_reason`, which must have returned None.
-    """
-    q, k = _with_heads(impl, q, k)
-    if impl == "auto":
-        return labkit_flash.resolve_impl(q, "auto")
-    if impl == "sdpa":
-        chosen = SDPBackend(torch._fused_sdp_choice(q, k, k, None, 0.0, causal))
-        return next(name for name, backend in SDPA_BACKENDS.items() if backend == chosen)
-    return impl
 
 
 def _with_heads(impl: str, *tensors: Tensor) -> list[Tensor]:
