@@ -300,14 +300,14 @@ def measure_here(case: Case) -> dict[str, dict]:
     return {phase: result.metrics for phase, result in measured.items()}
 
 
-INTERPRETED = {
-    "a shipped tile": (tile_case(32), {"is_shipped": 1}),
-    "another tile": (tile_case(16), {"is_shipped": 0}),
-    "attention": (contest_case("triton", heads=1, length=32), {"is_auto": 0}),
-}
-
-
-@pytest.mark.parametrize(("case", "expected"), INTERPRETED.values(), ids=INTERPRETED)
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        (tile_case(32), {"is_shipped": 1}),
+        (tile_case(16), {"is_shipped": 0}),
+        (contest_case("triton", heads=1, length=32), {"is_auto": 0}),
+    ],
+)
 def test_the_triton_kernels_are_gated_and_timed_where_they_run(interpreted, case, expected):
     metrics = interpreted(measure_here, case)
     assert set(metrics) == set(case.phases)
@@ -317,7 +317,7 @@ def test_the_triton_kernels_are_gated_and_timed_where_they_run(interpreted, case
 
 
 @on_cpu
-def test_a_tile_that_does_not_fit_is_skipped_and_a_wrong_one_is_an_error(monkeypatch):
+def test_a_tile_that_does_not_fit_is_skipped(monkeypatch):
     class OutOfResources(triton.errors.TritonError):
         pass
 
@@ -328,7 +328,4 @@ def test_a_tile_that_does_not_fit_is_skipped_and_a_wrong_one_is_an_error(monkeyp
     monkeypatch.setattr(operations.labkit_flash, "IS_INTERPRETED", True)
     monkeypatch.setattr(operations.labkit_flash, "plan_of", lambda *_, **__: plan)
     with pytest.raises(Skip, match="OutOfResources: shared memory, Required: 1, limit: 0"):
-        raise measure(tile_case(16))[1]["forward"]
-    plan.forward = lambda q, *_: (torch.full_like(q, math.nan), None)
-    with pytest.raises(AssertionError, match="wrong"):
         raise measure(tile_case(16))[1]["forward"]

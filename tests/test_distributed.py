@@ -16,13 +16,9 @@ STEP = {"size": "nano", "context": 32, "precision": "fp32", "compile": "none", "
 
 
 def test_cases_run_what_the_machine_has_places_for(monkeypatch):
-    for cores, expected in ((1, [2]), (4, [2, 4])):
-        monkeypatch.setattr(distributed, "num_usable_cores", lambda cores=cores: cores)
-        smoke = distributed.cases("smoke", "cpu")
-        asked = [case.parameters for case in smoke if case.section == "collectives"]
-        assert asked == [{"world_size": n, "transport": "gloo"} for n in expected]
-        (step,) = (case for case in smoke if case.section == "steps")
-        assert step.parameters["world_size"] == expected[-1]
+    monkeypatch.setattr(distributed, "num_usable_cores", lambda: 1)
+    asked = [case.parameters["world_size"] for case in distributed.cases("smoke", "cpu")]
+    assert asked == [2, 2]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     full = distributed.cases("full", "cuda", sizes=["2.7b"])
     sizes = {case.parameters.get("world_size") for case in full if case.section != "ceilings"}

@@ -255,10 +255,8 @@ def attention_formula(
 
 
 def contest_section(problem: Callable[[Device, dict], Operation]) -> Runner:
-    """Returns the runner of a section whose cases are contests.
-
-    Args:
-        problem: gives the operation of a device and a case's parameters.
+    """Returns the runner of a section whose cases are contests; `problem` gives the operation of a
+    device and a case's parameters.
     """
 
     def run(device: Device, case: ContestCase, ceilings: dict[str, float]) -> Iterator[PhaseRun]:

@@ -13,7 +13,8 @@ images of one size; "B" as many patches in images of many sizes.
 import dataclasses
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
 from labkit.experiments.contest import contest_section, draw, rate_metrics
 from labkit.experiments.operations import DEFINITIONS, contest_case, row_operation
 from labkit.experiments.sections import (
-    Timed,
+    Runner,
     run_section,
     section,
     sustained_metrics,
@@ -113,8 +114,7 @@ def draw_grids(workload: str, num_images: int, side: int) -> Tensor:
     while left:
         size, shape = torch.rand(2, generator=generator).tolist()
         patches = min(left, side**2 * 4.0 ** (3 * size - 2))
-        height = max(1, round((patches * 2.0 ** (2 * shape - 1)) ** 0.5))
-        height = min(height, left)
+        height = min(left, max(1, round((patches * 2.0 ** (2 * shape - 1)) ** 0.5)))
         width = max(1, min(round(patches / height), left // height))
         grids.append((height, width))
         left -= height * width
@@ -131,9 +131,8 @@ class Batch:
         workload, num_images = parameters["workload"], parameters["images"]
         self.grids = draw_grids(workload, num_images, self.config.position_side)
         self.sizes = self.grids.prod(1)
-        shapes = (
-            (self.sizes.sum(), width) for width in (self.config.patch_dim, self.config.d_model)
-        )
+        num_patches = int(self.sizes.sum())
+        shapes = ((num_patches, width) for width in (self.config.patch_dim, self.config.d_model))
         self.patches, self.grad = draw(device.kind, parameters["precision"], *shapes)
 
     @property
@@ -216,15 +215,27 @@ def _transformers(batch: Batch, way: str) -> tuple[nn.Module, Callable]:
     return model, lambda: model(**inputs).last_hidden_state.flatten(0, 1)[places]
 
 
-# ---- steps, and their floor ----------------------------------------------------------------------
+# ---- steps, their floor and their parts ----------------------------------------------------------
 
 
-Calls = dict[str, Callable[[], object]]
-"""Functions of nothing by phase."""
+class Work(NamedTuple):
+    """What is timed of a case.
+
+    calls: functions of nothing by phase. flops: of a forward pass, 0 where none are counted.
+    is_captured: a CUDA graph can hold them, which read nothing from the device. metrics: known
+    before.
+    """
+
+    calls: dict[str, Callable]
+    flops: int = 0
+    is_captured: bool = True
+    metrics: Mapping[str, float] = {}
 
 
-def _step_calls(batch: Batch, way: str) -> Calls:
+def _step(batch: Batch, parameters: dict) -> Work:
+    """Returns the phases of a step under a way to run the encoder."""
     torch.manual_seed(0)
+    way = parameters["way"]
     model, forward = (_transformers if way.startswith("transformers") else _encoder)(batch, way)
     out = forward()
     if out.shape != batch.grad.shape or not out.isfinite().all():
@@ -244,12 +255,17 @@ def _step_calls(batch: Batch, way: str) -> Calls:
         forward_backward()
         optimizer.step()
 
-    return {"forward": forward, "forward_backward": forward_backward, "step": step}
+    calls = {"forward": forward, "forward_backward": forward_backward, "step": step}
+    # The ways before read the grids on the host.
+    is_captured = way.removesuffix(COMPILED).split(",")[0] in IMPLS[POSITIONS:]
+    num_padded = int(batch.sizes.max()) * len(batch.sizes)
+    padded_fraction = 1 - len(batch.patches) / num_padded
+    return Work(calls, batch.flops, is_captured, {"padded_fraction": padded_fraction})
 
 
-def _products(batch: Batch) -> tuple[Calls, int]:
-    """Returns the products of all layers, one after another, on tensors of a step's shapes, nothing
-    else; and the FLOPs of a forward pass.
+def _products(batch: Batch, parameters: dict) -> Work:
+    """Returns the products of all layers, one after another, on tensors of a step's shapes: nothing
+    else.
     """
     config, rows, width = batch.config, len(batch.patches), batch.config.d_model
     like = {"device": batch.patches.device, "dtype": batch.patches.dtype}
@@ -269,52 +285,77 @@ def _products(batch: Batch) -> tuple[Calls, int]:
 
     calls = {phase: functools.partial(products, phase) for phase in PASSES}
     num_weights = config.num_layers * sum(after * before for after, before in weights)
-    return calls, 2 * rows * num_weights
+    return Work(calls, 2 * rows * num_weights)
 
 
-def _run_steps(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
-    """Yields the phases of a way, or of the products alone where the case names none."""
-    batch, way = Batch(device, case.parameters), case.parameters.get("way")
-    precision, known = case.parameters["precision"], {}
-    if way:
-        calls, flops = _step_calls(batch, way), batch.flops
-        # From positions on it reads nothing from the device while it runs.
-        is_captured = way.removesuffix(COMPILED).split(",")[0] in IMPLS[POSITIONS:]
-        padded = int(batch.sizes.max()) * len(batch.sizes)
-        known["padded_fraction"] = 1 - len(batch.patches) / padded
-    else:
-        calls, flops = _products(batch)
-        is_captured = True
-
-    def measure(phase: str) -> Measured:
-        times, metrics = _timed(device, calls[phase], case, is_captured)
-        work = {"flops": flops * (1 if phase == "forward" else 3)}
-        median_ms = times.timing.median_ms
-        metrics |= rate_metrics(device, ceilings, median_ms, precision, precision, **work)
-        ceiling = ceilings.get(f"sustained gemm {precision}")
-        metrics |= sustained_metrics(device, times, calls[phase], ceiling=ceiling, **work)
-        return times.measured(metrics | known, case.parameters, keep="step_ms")
-
-    for phase in case.phases:
-        yield phase, functools.partial(measure, phase)
+def _module(batch: Batch, module: str, impl: str) -> tuple[Callable, Callable]:
+    """Returns the forward pass of a part of the encoder, and both passes."""
+    config = dataclasses.replace(batch.config, num_layers=1)
+    model = Siglip2Encoder(config, impl).train().to(batch.grad)
+    values = torch.randn(2, *batch.grad.shape).to(batch.grad)
+    x, residual = (value.requires_grad_() for value in values)
+    packing, layer, norm = model.pack(batch.grids), model.layers[0], model.layers[0].layer_norm2
+    seed = torch.tensor(0, device=x.device) if model.step >= ATTENTION else None
+    embeddings = nn.ModuleList([model.patch_embedding, model.position_embedding])
+    part, inputs, forward = {
+        "embeddings": (
+            embeddings,
+            [],
+            lambda: (model.embed(batch.patches, batch.grids, packing),),
+        ),
+        "LayerNorm": (norm, [x, residual], lambda: add_and_norm(norm, x, residual, model.step)[:2]),
+        "attention": (layer.self_attn, [x], lambda: (layer.self_attn(x, None, packing, seed),)),
+        "MLP": (layer.mlp, [x], lambda: (layer.mlp(x, None),)),
+        "layer": (layer, [x, residual], lambda: layer(x, residual, packing, seed)),
+    }[module]
+    leaves = [*inputs, *part.parameters()]
+    grads = [torch.randn_like(out) for out in forward()]
+    return forward, lambda: torch.autograd.grad(forward(), leaves, grads)
 
 
-def _timed(
-    device: Device, call: Callable, case: Case, is_captured: bool
-) -> tuple[Timed, dict[str, float]]:
-    """Returns the times of a call, replayed if a graph can hold it, and {"call_ms": …,
-    "peak_bytes": …} of it launched.
+def _timed_section(make: Callable[[Batch, dict], Work]) -> Runner:
+    """Returns the runner of a section whose calls share what `make` makes."""
+
+    def run(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
+        work = make(Batch(device, case.parameters), case.parameters)
+        for phase in case.phases:
+            yield phase, functools.partial(_measure, device, case, phase, work, ceilings)
+
+    return run
+
+
+def _measure_module(device: Device, case: Case, phase: str) -> Measured:
+    impl, name = phase.split()
+    module = case.parameters["module"]
+    forward, both = _module(Batch(device, case.parameters), module, impl)
+    # The embeddings' first implementation reads its grids on the host.
+    work = Work({phase: forward if name == "forward" else both}, is_captured=module != "embeddings")
+    return _measure(device, case, phase, work, {})
+
+
+def _measure(
+    device: Device, case: Case, phase: str, work: Work, ceilings: dict[str, float]
+) -> Measured:
+    """Returns a call launched, replayed from a CUDA graph and, of counted FLOPs, run back to
+    back.
     """
+    call, precision = work.calls[phase], case.parameters["precision"]
     limits = {"device_kind": device.kind, "num_warmup": 2, "time_limit_s": case.time_limit_s}
     times, metrics = timed_with_peak(device, time_callable, call, **limits)
     metrics["call_ms"] = times.timing.metrics()["host_median_ms"]
-    if is_captured and device.kind == "cuda":
+    if work.is_captured and device.kind == "cuda":
         times = timed(device, time_callable, call, method="graph", **limits)
-    return times, metrics
+    if work.flops:
+        flops = work.flops * (1 if phase == "forward" else 3)
+        rate = (device, ceilings, times.timing.median_ms, precision, precision)
+        metrics |= rate_metrics(*rate, flops=flops)
+        ceiling = ceilings.get(f"sustained gemm {precision}")
+        metrics |= sustained_metrics(device, times, call, flops=flops, ceiling=ceiling)
+    return times.measured(metrics | work.metrics, case.parameters, keep="step_ms")
 
 
 def _measure_profile(device: Device, case: Case, phase: str) -> Measured:
-    call = _step_calls(Batch(device, case.parameters), case.parameters["way"])[phase]
+    call = _step(Batch(device, case.parameters), case.parameters).calls[phase]
     marker = RangeMarker("kineto")
     for _ in range(2):
         call()
@@ -330,44 +371,6 @@ def _measure_profile(device: Device, case: Case, phase: str) -> Measured:
     metrics = {"kernels_ms": float(class_ms.sum()), "num_launches": len(table)}
     metrics |= {f"{name}_ms": float(value) for name, value in class_ms.items() if value > 0}
     return Measured(metrics, case.parameters, {"source": trace.source})
-
-
-# ---- modules -------------------------------------------------------------------------------------
-
-
-def _module(batch: Batch, module: str, impl: str) -> tuple[list[Tensor], Callable]:
-    """Returns a part of the encoder: its inputs and parameters, and its forward pass."""
-    config = dataclasses.replace(batch.config, num_layers=1)
-    model = Siglip2Encoder(config, impl).train().to(batch.grad)
-    x, residual = (
-        value.requires_grad_() for value in torch.randn(2, *batch.grad.shape).to(batch.grad)
-    )
-    packing, layer, norm = model.pack(batch.grids), model.layers[0], model.layers[0].layer_norm2
-    seed = torch.tensor(0, device=x.device) if model.step >= ATTENTION else None
-    embeddings = nn.ModuleList([model.patch_embedding, model.position_embedding])
-    part, inputs, forward = {
-        "embeddings": (embeddings, [], lambda: (model.embed(batch.patches, batch.grids, packing),)),
-        "LayerNorm": (norm, [x, residual], lambda: add_and_norm(norm, x, residual, model.step)[:2]),
-        "attention": (layer.self_attn, [x], lambda: (layer.self_attn(x, None, packing, seed),)),
-        "MLP": (layer.mlp, [x], lambda: (layer.mlp(x, None),)),
-        "layer": (layer, [x, residual], lambda: layer(x, residual, packing, seed)),
-    }[module]
-    return [*inputs, *part.parameters()], forward
-
-
-def _measure_module(device: Device, case: Case, phase: str) -> Measured:
-    impl, name = phase.split()
-    module = case.parameters["module"]
-    leaves, forward = _module(Batch(device, case.parameters), module, impl)
-    grads = [torch.randn_like(out) for out in forward()]
-
-    def forward_backward() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(forward(), leaves, grads)
-
-    call = forward if name == "forward" else forward_backward
-    # The embeddings' first implementation reads its grids on the host.
-    times, metrics = _timed(device, call, case, is_captured=module != "embeddings")
-    return times.measured(metrics, case.parameters)
 
 
 # ---- accuracy ------------------------------------------------------------------------------------
@@ -428,8 +431,8 @@ def _measure_accuracy(device: Device, case: Case, impl: str) -> Measured:
 
 SECTIONS = {
     **CEILINGS,
-    "floor": _run_steps,
-    "steps": _run_steps,
+    "floor": _timed_section(_products),
+    "steps": _timed_section(_step),
     "profile": section(_measure_profile),
     "modules": section(_measure_module),
     "accuracy": section(_measure_accuracy),
