@@ -84,7 +84,8 @@ class Operation:
     """One operation on the tensors of one case.
 
     Attributes:
-        device, precision: of the case, and of the ceiling; peak_precision: of the datasheet's peak.
+        device, precision: of the case, and of the ceiling; peak_precision: of the datasheet's peak,
+            "" for the same.
         inputs: the tensors to differentiate by; others, options: what an implementation takes after
             them.
         grad_outs: the gradient of each output.
@@ -96,7 +97,6 @@ class Operation:
 
     device: Device
     precision: str
-    peak_precision: str
     inputs: dict[str, Tensor]
     grad_outs: Tensors
     formula: Callable
@@ -104,6 +104,7 @@ class Operation:
     terms: dict[str, int]
     implementations: dict[str, Implementation]
     baseline: str | None
+    peak_precision: str = ""
     others: tuple = ()
     options: dict = field(default_factory=dict)
 
@@ -117,8 +118,8 @@ class Operation:
 
     def rates(self, name: str, median_ms: float, ceilings: dict[str, float]) -> dict:
         """Returns the metrics of a pass that follow from its time and its cost."""
-        precisions = (self.precision, self.peak_precision)
-        return rate_metrics(self.device, ceilings, median_ms, *precisions, **self.costs[name])
+        precisions = {"precision": self.precision, "peak_precision": self.peak_precision}
+        return rate_metrics(self.device, ceilings, median_ms, **precisions, **self.costs[name])
 
     def outputs(self, impl: str) -> tuple[Tensor, ...]:
         function = self.implementations[impl].function
@@ -181,18 +182,18 @@ def rate_metrics(
     ceilings: dict[str, float],
     median_ms: float,
     precision: str,
-    peak_precision: str,
     *,
+    peak_precision: str = "",
     flops: int = 0,
     num_bytes: int = 0,
 ) -> dict:
     """Returns a call's `flops` or `num_bytes`, its rate, and the rate's shares of the session's
-    ceiling in `precision` and of the datasheet's peak in `peak_precision`.
+    ceiling and of the datasheet's peak, which is that of `peak_precision` where that is another.
     """
     peaks = device.peaks
     if flops:
         rate = flops / median_ms / 1e9
-        peak = peaks.tflops(peak_precision) if peaks else None
+        peak = peaks.tflops(peak_precision or precision) if peaks else None
         shares = fractions(rate, ceilings.get(f"gemm {precision}"), peak)
         return {"flops": flops, "achieved_tflops": rate, **shares}
     rate = num_bytes / median_ms / 1e6

@@ -274,7 +274,6 @@ def row_operation(device: Device, parameters: dict) -> Operation:
     return Operation(
         device,
         precision,
-        peak_precision=precision,
         inputs=dict(zip(names, tensors, strict=True)),
         grad_outs=[torch.randn_like(x) if x.dim() else torch.ones_like(x) for x in outs],
         formula=lambda *inputs, dtype: definition.formula(*(x.to(dtype) for x in inputs), *others),

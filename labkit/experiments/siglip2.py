@@ -180,6 +180,7 @@ def flash_attention_2(qkv: Tensor, lengths: Tensor, longest: int) -> Tensor:
 
 
 def flash_attention_3(qkv: Tensor, lengths: Tensor, longest: int) -> Tensor:
+    """Attention as `flash_attention_qkv`, by FlashAttention-3."""
     packed = {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths}
     packed |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
     return FlashAttention3Function.apply(*qkv.unbind(1), False, False, packed)
@@ -347,8 +348,8 @@ def _measure(
         times = timed(device, time_callable, call, method="graph", **limits)
     if work.flops:
         flops = work.flops * (1 if phase == "forward" else 3)
-        rate = (device, ceilings, times.timing.median_ms, precision, precision)
-        metrics |= rate_metrics(*rate, flops=flops)
+        median_ms = times.timing.median_ms
+        metrics |= rate_metrics(device, ceilings, median_ms, precision, flops=flops)
         ceiling = ceilings.get(f"sustained gemm {precision}")
         metrics |= sustained_metrics(device, times, call, flops=flops, ceiling=ceiling)
     return times.measured(metrics | work.metrics, case.parameters, keep="step_ms")
