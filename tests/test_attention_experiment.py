@@ -106,7 +106,7 @@ def test_what_cannot_run_here_is_skipped_with_its_reason(impl, precision, reason
 
 
 def test_an_unknown_implementation_is_refused():
-    with pytest.raises(ValueError, match="unknown attention 'magic'; accepted: eager, compiled"):
+    with pytest.raises(ValueError, match="implementation 'magic'; accepted: eager, compiled"):
         AttentionCall(CPU, parameters(impl="magic"))
 
 

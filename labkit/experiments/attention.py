@@ -62,6 +62,9 @@ _NODES = {
     "course": "ExpBackward",
 }
 
+FORMULAS = {"eager": attention_reference, "course": course.attention}
+"""On three dimensions as they are; SDPA's kernels take four."""
+
 LARGEST_ERROR = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2}
 """Relative error against fp64 above which a result is wrong, not imprecise: several times what the
 precision's rounding of every product gives (2⁻²⁴, 2⁻¹¹ and 2⁻⁹ an operand). Its time is then no
@@ -119,6 +122,9 @@ class AttentionCall:
 
     def __init__(self, device: Device, parameters: dict):
         self.device, self.impl = device, parameters["impl"]
+        if self.impl not in _NODES:
+            accepted = ", ".join(_NODES)
+            raise ValueError(f"unknown implementation {self.impl!r}; accepted: {accepted}")
         self.mask = {"causal": True} if parameters.get("causal") else {}
         self.is_compiled = self.impl.startswith("compiled")
         empty_cache(device)
@@ -135,8 +141,8 @@ class AttentionCall:
             torch._dynamo.utils.counters.clear()
             torch.compiler.reset()
             self.function = torch.compile(attention_reference, dynamic=False, fullgraph=True)
-        elif self.impl == "course":
-            self.function = course.attention
+        elif self.impl in FORMULAS:
+            self.function = FORMULAS[self.impl]
         else:
             self.function = functools.partial(attention, impl=self.impl)
             causal = bool(self.mask)
