@@ -13,6 +13,8 @@ from labkit import notebooks
 from labkit.configs import FIGURES, GRIDS, REFERENCE_DEVICE, RequestError
 from labkit.records import HOST_SECTION, RecordStore, folder_of
 
+PROFILES = ("smoke", "full", "key")
+
 
 def experiment_of(notebook: str):
     return importlib.import_module(f"labkit.experiments.{notebook.split('_', 1)[1]}")
@@ -29,8 +31,9 @@ def keys(found: list) -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize("notebook", GRIDS)
-def test_no_phase_is_measured_twice_and_every_case_survives_json(notebook):
-    found = experiment_of(notebook).cases("full", "cuda")
+@pytest.mark.parametrize("profile", PROFILES)
+def test_no_phase_is_measured_twice_and_every_case_survives_json(notebook, profile):
+    found = experiment_of(notebook).cases(profile, "cuda")
     assert set(Counter(keys(found)).values()) == {1}
     assert all(json.loads(json.dumps(case.parameters)) == case.parameters for case in found)
 

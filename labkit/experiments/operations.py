@@ -261,7 +261,7 @@ def row_operation(device: Device, parameters: dict) -> Operation:
         generator = torch.Generator().manual_seed(1)
         others = (torch.randint(num_classes, (rows,), generator=generator).to(device.kind),)
     if "turn" in arguments:
-        others = (RotaryEmbedding(HEAD, rows, 10_000.0, device.kind),)
+        others = (RotaryEmbedding(HEAD, rows, 10_000.0).to(device.kind),)
     outs = as_tuple(definition.formula(*tensors, *others))
     torch.manual_seed(2)
     if matrices:
