@@ -29,7 +29,6 @@ from labkit.kernels.flash_attention import flash_attention
 from labkit.kernels.flash_attention.plan import check_lengths
 from labkit.kernels.flash_attention.qkv import flash_attention_qkv
 from labkit.kernels.flash_attention.tiled import TiledFlashAttention
-from labkit.kernels.reference import attention_reference
 
 IMPLS = ["triton", "tiled"]
 
@@ -41,23 +40,10 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 # ---- what a caller rewrites ----------------------------------------------------------------------
 
 
-def through_numpy(x: torch.Tensor, values: list[int]) -> None:
-    x.numpy()[:] = values
-
-
-def through_data(x: torch.Tensor, values: list[int]) -> None:
-    x.data.copy_(torch.tensor(values))
-
-
-def through_dlpack(x: torch.Tensor, values: list[int]) -> None:
-    torch.from_dlpack(x.detach()).copy_(torch.tensor(values))
-
-
-@pytest.mark.parametrize("rewrite", [through_numpy, through_data, through_dlpack])
 @pytest.mark.parametrize("impl", IMPLS)
 @runs_interpreted
-def test_lengths_that_are_rewritten_are_read_again(impl, rewrite):
-    """Whether or not the tensor's version has been raised, forward and backward."""
+def test_lengths_that_are_rewritten_are_read_again(impl):
+    """Though the tensor's version is not raised, forward and backward."""
     tensors = [draw(12, 2, 16, seed=seed) for seed in range(4)]
     leaves, cu_seqlens = [x.requires_grad_() for x in tensors[:3]], cumulative((6, 6))
     options = {
@@ -67,13 +53,13 @@ def test_lengths_that_are_rewritten_are_read_again(impl, rewrite):
         "impl": impl,
     }
     for values in ([0, 6, 12], [0, 1, 12]):
-        rewrite(cu_seqlens, values)
+        cu_seqlens.numpy()[:] = values
         out = flash_attention(*leaves, **options)
         found = (out, *torch.autograd.grad(out, leaves, tensors[3]))
         expected = one_by_one(torch.float64, tensors, cu_seqlens, cu_seqlens, window=(4, 4))
         for x, y in zip(found, expected, strict=True):
             torch.testing.assert_close(x, y.float(), rtol=1e-5, atol=1e-5)
-    rewrite(cu_seqlens, [0, 1, 9])
+    cu_seqlens.numpy()[:] = [0, 1, 9]
     with pytest.raises(
         ValueError, match="cu_seqlens_q must end at the number of rows of q, 12; got 9"
     ):
@@ -147,56 +133,20 @@ def test_lengths_on_a_gpu_are_read_unless_both_longest_are_given(monkeypatch):
 def test_lengths_and_tensors_of_inference_mode_are_taken():
     with torch.inference_mode():
         q, cu_seqlens = draw(12, 2, 16), cumulative((5, 7))
-        inside = flash_attention(q, q, q, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
-    assert torch.equal(
-        flash_attention(q, q, q, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens), inside
-    )
+        lengths = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+        inside = flash_attention(q, q, q, **lengths)
+    assert torch.equal(flash_attention(q, q, q, **lengths), inside)
     with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
-        flash_attention(
-            q, q.clone().requires_grad_(), q, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens
-        )
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@runs_interpreted
-def test_queries_that_are_changed_before_backward_are_refused(impl):
-    q = draw(1, 2, 8, 4).requires_grad_()
-    changed = q * 1
-    out = flash_attention(changed, q, q, impl=impl)
-    changed.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@runs_interpreted
-def test_one_tensor_may_be_queries_keys_and_values(impl):
-    x = draw(2, 3, 40, 8)
-    one, three = x.clone().requires_grad_(), [x.double().requires_grad_() for _ in range(3)]
-    flash_attention(one, one, one, causal=True, impl=impl).square().sum().backward()
-    grads = torch.autograd.grad(attention_reference(*three, causal=True).square().sum(), three)
-    torch.testing.assert_close(one.grad.double(), sum(grads), rtol=1e-4, atol=1e-4)
+        flash_attention(q, q.clone().requires_grad_(), q, **lengths)
 
 
 # ---- what is refused -----------------------------------------------------------------------------
 
 
-def test_a_causal_flag_is_true_or_false():
-    """The plan of a tensor would be kept for its later values."""
-    q = draw(1, 2, 8, 4)
-    for causal in (torch.tensor(True), 1, "no", None):
-        with pytest.raises(TypeError, match="causal must be True or False; got "):
-            flash_attention(q, q, q, causal=causal)
-
-
 def test_tensors_without_strides_are_refused_by_name():
     q = draw(2, 2, 8, 4)
     nested = torch.nested.nested_tensor([q[0], q[1]])
-    for name, tensors in (
-        ("q", (nested, q, q)),
-        ("q", (q.to_sparse(), q, q)),
-        ("v", (q, q, q.to_sparse())),
-    ):
+    for name, tensors in (("q", (nested, q, q)), ("v", (q, q, q.to_sparse()))):
         with pytest.raises(ValueError, match=f"{name} must be neither sparse nor nested"):
             flash_attention(*tensors)
 
@@ -221,11 +171,9 @@ def test_forward_mode_is_refused(impl):
     """No tangent is dropped, and what has none goes on."""
     q, k = draw(1, 2, 8, 4), draw(1, 2, 8, 4, seed=1)
     attend = functools.partial(flash_attention, impl=impl)
-    with pytest.raises(NotImplementedError, match="forward mode AD"):
-        torch.func.jvp(lambda q: attend(q, k, k), (q,), (q,))
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(q, k)
-        for mode in (contextlib.nullcontext(), torch.no_grad(), FlopCounterMode(display=False)):
+        for mode in (contextlib.nullcontext(), torch.no_grad()):
             with mode, pytest.raises(NotImplementedError, match="forward mode AD"):
                 attend(dual, k, k)
         assert torch.equal(attend(q, k, k), attend(q, k, k))
@@ -247,35 +195,25 @@ def test_gradients_of_the_functions_and_of_a_projection_have_no_gradient():
 
 BAD_PROJECTIONS = {
     "cu_seqlens_q must be an int32 or int64 tensor; got list": {"cu_seqlens": [0, 6]},
-    "cu_seqlens_q must end at the number of rows of q, 6; got 5": {
-        "cu_seqlens": cumulative((2, 3))
-    },
     "max_seqlen_q must be at least the longest sequence, 4; got 3": {"longest": 3},
-    "max_seqlen_q must be None or an int; got float": {"longest": 4.0},
     "head dimension of q must be 1 to 256; got 300": {"qkv": draw(6, 3, 1, 300)},
     "q must be of dtype": {"qkv": draw(6, 3, 1, 8).int()},
-    "q must hold at least one batch, head and row": {"qkv": draw(0, 3, 1, 8)},
 }
 
 
-@pytest.mark.parametrize("message", BAD_PROJECTIONS)
-@pytest.mark.parametrize("impl", IMPLS)
-@runs_interpreted
-def test_a_bad_projection_is_refused_by_name(impl, message):
+def test_a_bad_projection_is_refused_by_name():
     arguments = {"qkv": draw(6, 3, 1, 8), "cu_seqlens": cumulative((2, 4)), "longest": None}
-    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
-        flash_attention_qkv(**(arguments | BAD_PROJECTIONS[message]))
+    for message, bad in BAD_PROJECTIONS.items():
+        with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+            flash_attention_qkv(**(arguments | bad))
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 @runs_interpreted
 def test_a_projection_is_attention_of_its_parts(impl):
-    """In fp64, under autocast, and of sequences that are as long as one another, or that the
-    longest says are.
-    """
+    """In fp64, and under autocast."""
     for dtype, lengths, longest, autocast in (
         (torch.float64, (2, 4), 4, False),
-        (torch.float32, (3, 3), 3, False),
         (torch.float32, (2, 4), None, True),
     ):
         qkv, cu_seqlens = draw(6, 3, 1, 8).to(dtype).requires_grad_(), cumulative(lengths)
@@ -288,21 +226,6 @@ def test_a_projection_is_attention_of_its_parts(impl):
         tolerance = {"rtol": 1e-2, "atol": 1e-2} if autocast else {"rtol": 1e-5, "atol": 1e-5}
         torch.testing.assert_close(out.double(), expected, **tolerance)
         torch.testing.assert_close(grad.double(), torch.stack(grads, dim=1), **tolerance)
-    with pytest.raises(
-        ValueError, match="max_seqlen_q must be at least the longest sequence, 4; got 3"
-    ):
-        flash_attention_qkv(draw(6, 3, 1, 8), cumulative((2, 4)), 3)
-
-
-def test_forward_mode_is_refused_where_it_is_compiled():
-    q = draw(1, 2, 8, 4)
-
-    def tangent(q):
-        return torch.func.jvp(lambda q: flash_attention(q, q, q), (q,), (q,))[1]
-
-    for options in ({}, {"fullgraph": True}):
-        with pytest.raises(Exception, match="forward mode"):
-            torch.compile(tangent, backend="aot_eager", **options)(q)
 
 
 # ---- transforms of functions ---------------------------------------------------------------------
@@ -311,7 +234,7 @@ def test_forward_mode_is_refused_where_it_is_compiled():
 @pytest.mark.parametrize("impl", IMPLS)
 @runs_interpreted
 def test_vmap_is_a_loop(impl):
-    """Of outputs, of gradients, and of the rows of a Jacobian."""
+    """Of outputs and of gradients."""
     q, k, v = (draw(2, 1, 1, 3, 4, seed=seed) for seed in range(3))
     attend = functools.partial(flash_attention, causal=True, impl=impl)
     whole = torch.stack([attend(*each) for each in zip(q, k, v, strict=True)])
@@ -326,61 +249,29 @@ def test_vmap_is_a_loop(impl):
     for x, y in zip(grads, torch.autograd.grad(alone, leaves), strict=True):
         torch.testing.assert_close(x, y)
 
-    def summed(k, attend=attend, dtype=torch.float32):
-        return attend(q[0].to(dtype), k, v[0].to(dtype)).sum(-1)
-
-    exact = torch.autograd.functional.jacobian(
-        lambda k: summed(k, functools.partial(attention_reference, causal=True), k.dtype),
-        k[0].double(),
-    )
-    jacobian = torch.func.jacrev(summed)(k[0])
-    torch.testing.assert_close(jacobian.double(), exact, rtol=1e-4, atol=1e-5)
-
-
-def test_the_gradient_of_a_packed_batch_is_transformed_too():
-    q, cu_seqlens = draw(12, 2, 8), cumulative((5, 7))
-
-    def loss(q):
-        return (
-            flash_attention(q, q, q, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
-            .square()
-            .sum()
-        )
-
-    leaf = q.clone().requires_grad_()
-    torch.testing.assert_close(torch.func.grad(loss)(q), torch.autograd.grad(loss(leaf), leaf)[0])
-
 
 # ---- the meta device -----------------------------------------------------------------------------
 
 
 def test_on_the_meta_device_there_are_shapes():
-    def shapes_on(device: str, mode) -> list:
-        found = []
-        with mode:
-            for shape in ((2, 4, 9, 8), (3, 9, 8)):
-                q, k = draw(*shape).to(device).requires_grad_(), draw(*shape).to(device)
-                out = flash_attention(q, k, k, causal=True, window=(3, -1))
-                out.float().sum().backward()
-                found.append((out.shape, q.grad.shape, q.grad.dtype))
-            q, cu_seqlens = draw(12, 2, 8).to(device), cumulative((5, 7)).to(device)
-            found.append(
-                flash_attention(q, q, q, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens).shape
-            )
-        return found
+    def shapes_on(device: str) -> list:
+        q, k = draw(2, 4, 9, 8).to(device).requires_grad_(), draw(2, 4, 9, 8).to(device)
+        out = flash_attention(q, k, k, causal=True, window=(3, -1))
+        out.float().sum().backward()
+        packed, cu_seqlens = draw(12, 2, 8).to(device), cumulative((5, 7)).to(device)
+        lengths = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+        rows = flash_attention(packed, packed, packed, **lengths)
+        return [out.shape, q.grad.shape, q.grad.dtype, rows.shape]
 
-    assert shapes_on("meta", torch.enable_grad()) == shapes_on("cpu", torch.enable_grad())
-    assert shapes_on("meta", torch.autocast("cpu", torch.bfloat16)) == shapes_on(
-        "cpu", torch.enable_grad()
-    )
+    assert shapes_on("meta") == shapes_on("cpu")
 
 
 # ---- FLOPs ---------------------------------------------------------------------------------------
 
 
 def counted(attend, *inputs: torch.Tensor) -> tuple[int, int, int]:
-    """Returns the FLOPs that are counted forward, backward, and backward where the forward pass was
-    not watched.
+    """Returns the FLOPs that are counted forward, backward, and backward with no forward pass
+    watched.
     """
     leaves = [x.requires_grad_() for x in inputs]
     with FlopCounterMode(display=False) as forward:
@@ -411,9 +302,7 @@ def test_flops_are_those_of_the_closed_forms(impl):
 
 @runs_interpreted
 def test_flops_of_a_packed_batch_are_those_of_its_sequences():
-    cu_q, cu_k = cumulative((5, 7)), cumulative((4, 9))
+    lengths = {"cu_seqlens_q": cumulative((5, 7)), "cu_seqlens_k": cumulative((4, 9))}
     q, k = draw(12, 2, 8), draw(13, 1, 8)
-    attend = functools.partial(flash_attention, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, impl="triton")
+    attend = functools.partial(flash_attention, **lengths, impl="triton")
     assert counted(attend, q, k, k.clone()) == (4 * 83 * 16, 10 * 83 * 16, 10 * 83 * 16)
-    attend = functools.partial(flash_attention_qkv, cu_seqlens=cu_q)
-    assert counted(attend, draw(12, 3, 2, 8))[:2] == (4 * 74 * 16, 10 * 74 * 16)

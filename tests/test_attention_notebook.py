@@ -23,12 +23,6 @@ ROOFS = pd.DataFrame(
 )
 
 
-def test_what_is_short_or_waits_for_the_host_is_no_finding():
-    held_up = call(median_ms=2.0, launch_median_ms=1.9)
-    rows = pd.DataFrame([call(), call(median_ms=0.5), held_up, call(status="oom")])
-    assert report.timed(rows)["median_ms"].tolist() == [8.0]
-
-
 def test_a_prediction_counts_passes_at_the_copy_rate_and_products_at_theirs():
     impls = ("eager", "compiled", "sdpa_flash")
     rows = [call(impl, phase) for impl in impls for phase in ("forward", "backward")]

@@ -16,13 +16,9 @@ STEP = {"size": "nano", "context": 32, "precision": "fp32", "compile": "none", "
 
 
 def test_cases_run_what_the_machine_has_places_for(monkeypatch):
-    for cores, expected in ((1, [2]), (4, [2, 4])):
-        monkeypatch.setattr(distributed, "num_usable_cores", lambda cores=cores: cores)
-        smoke = distributed.cases("smoke", "cpu")
-        asked = [case.parameters for case in smoke if case.section == "collectives"]
-        assert asked == [{"world_size": n, "transport": "gloo"} for n in expected]
-        (step,) = (case for case in smoke if case.section == "steps")
-        assert step.parameters["world_size"] == expected[-1]
+    monkeypatch.setattr(distributed, "num_usable_cores", lambda: 1)
+    asked = [case.parameters["world_size"] for case in distributed.cases("smoke", "cpu")]
+    assert asked == [2, 2]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     full = distributed.cases("full", "cuda", sizes=["2.7b"])
     sizes = {case.parameters.get("world_size") for case in full if case.section != "ceilings"}
@@ -39,20 +35,17 @@ def test_more_ranks_than_gpus_are_skipped(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("backend", "method", "issue_ms"), [("nccl", "queued", 0.048), ("gloo", "host", None)]
+    ("transport", "method", "issue_ms"), [("copy", "queued", 0.048), ("gloo", "host", None)]
 )
-def test_a_collective_of_gpus_is_in_device_time_and_its_issuing_beside(
-    monkeypatch, backend, method, issue_ms
-):
-    monkeypatch.setattr(distributed, "_observed", lambda backend, **more: more)
-    ran = {"operation": "all_reduce", "dtype": "float32", "world_size": 2, "backend": backend}
-    times = {"times_s": [1e-5, 2e-5, 3e-5], "seconds": 2e-5, "issue_s": 4.8e-5}
+def test_a_collective_of_gpus_is_in_device_time_and_its_issuing_beside(transport, method, issue_ms):
+    times = {"times_s": [1e-5, 2e-5, 3e-5], "issue_s": 4.8e-5, "world_size": 2}
     rates = {"num_bytes": 8, "num_wrong": 0, "algorithm_gbs": 1.0, "bus_gbs": 1.0}
-    asked = {"world_size": 2, "transport": backend}
-    case = Case("collectives", asked, ("all_reduce float32 8",), 60.0)
-    result = distributed._collective(case, [ran | times | rates], {})
+    case = Case("collectives", {"world_size": 2, "transport": transport}, ("all_reduce",), 60.0)
+    result = distributed._collective(case, [times | rates])
     assert (result.timer["method"], result.metrics["median_ms"]) == (method, pytest.approx(0.02))
     assert result.metrics.get("launch_median_ms") == (issue_ms and pytest.approx(issue_ms))
+    with pytest.raises(ValueError, match="3 wrong elements"):
+        distributed._collective(case, [times | rates | {"num_wrong": 3}])
 
 
 def seen(way, loss, samples=(2.0, 2.0)):
@@ -82,20 +75,10 @@ def test_a_step_lasts_as_long_as_on_the_slowest_rank(monkeypatch):
     assert result.case == {**STEP, "world_size": 2}
 
 
-@pytest.mark.parametrize(
-    ("way", "loss", "is_right"),
-    [
-        ("alone", 9.0, True),
-        ("alone", 8.0, False),
-        ("fsdp", 8.0005, True),
-        ("fsdp", 8.01, False),
-        ("fsdp", math.nan, False),
-    ],
-)
-def test_a_step_that_learns_something_else_has_no_time(monkeypatch, way, loss, is_right):
+@pytest.mark.parametrize(("way", "loss"), [("alone", 8.0), ("fsdp", 8.01), ("fsdp", math.nan)])
+def test_a_step_that_learns_something_else_has_no_time(monkeypatch, way, loss):
     result = measured(monkeypatch, lambda *_, **__: [[(way, seen(way, loss))]] * 2, way)[way]
-    assert isinstance(result, ValueError) != is_right
-    assert is_right or f"loss {loss}" in str(result)
+    assert isinstance(result, ValueError) and f"loss {loss}" in str(result)
 
 
 @pytest.mark.parametrize(
@@ -132,14 +115,11 @@ def test_ranks_measure_steps():
 
 
 def test_records_of_several_devices_stand_in_for_those_of_one(tmp_path, monkeypatch):
-    for name in ("gpu", "2x-gpu", "10x-gpu", "2x-other", "x-gpu"):
+    for name in ("2x-gpu", "10x-gpu", "2x-other"):
         (tmp_path / name / "records").mkdir(parents=True)
         (tmp_path / name / "records" / "07_x.jsonl").touch()
-    assert folder_of(tmp_path, "gpu", "07_x").name == "gpu"
-    (tmp_path / "gpu" / "records" / "07_x.jsonl").unlink()
     assert folder_of(tmp_path, "gpu", "07_x").name == "10x-gpu"
     assert folder_of(tmp_path, "none", "07_x").name == "none"
     monkeypatch.setattr(device, "detect", lambda: H200)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert device.measured_by("07_distributed").slug == "2x-nvidia-h200"
-    assert device.measured_by("01_benchmarking") == H200

@@ -31,7 +31,7 @@ def test_both_workloads_have_as_many_patches():
 
 
 def test_work_is_counted():
-    batch, c = Batch.of(CPU, TINY), SIGLIP2_SIZES["tiny"]
+    batch, c = Batch(CPU, TINY), SIGLIP2_SIZES["tiny"]
     sizes = batch.grids.prod(1).tolist()
     weights = c.patch_dim * c.d_model + c.num_layers * (4 * c.d_model**2 + 2 * c.d_model * c.d_ff)
     scores = sum(n * n for n in sizes) * c.d_model * c.num_layers
@@ -60,38 +60,33 @@ def test_sections_run_on_a_cpu(section):
     if section == "steps":
         assert metrics["forward_backward"]["flops"] == 3 * metrics["forward"]["flops"]
         assert metrics["step"]["sustained_ms"] > 0
-        assert results["step"].observed["breaks_of_one_graph"] == 0
-    if section == "modules":
-        assert (
-            max(metrics[f"{impl} forward"]["out_error"] for impl in ("cu_seqlens", "fused")) < 1e-6
-        )
     if section == "accuracy":
         assert 0 < metrics["fused"]["out_error"] < 1e-5 > metrics["fused"]["gradient_error"] / 10
 
 
-def test_what_reads_the_grids_on_the_host_breaks_a_graph():
-    assert siglip2.graph_breaks(CPU, "fp32", "eager") > 0
-
-
-@pytest.mark.parametrize(
-    ("way", "reason"),
-    [
-        ("fused, FlashAttention-3", "FlashAttention-3 needs a CUDA device; the tensors are on cpu"),
-        ("transformers sdpa", "transformers is not installed"),
-    ],
-)
-def test_a_way_that_cannot_run_here_is_skipped_with_the_reason(monkeypatch, way, reason):
-    monkeypatch.setattr(siglip2.importlib.util, "find_spec", lambda name: None)
+def test_a_way_that_cannot_run_here_is_skipped_with_the_reason():
+    reason = "FlashAttention-3 needs a CUDA device; the tensors are on cpu"
     with pytest.raises(Skip, match=reason):
-        next(run_case(Case("steps", {**TINY, "way": way}, ("forward",), 60.0), {}))
+        parameters = {**TINY, "way": "fused, FlashAttention-3"}
+        next(run_case(Case("steps", parameters, ("forward",), 60.0), {}))
 
 
-def test_a_wrong_gradient_has_no_error_to_record():
+def test_a_wrong_gradient_has_no_error_to_record(monkeypatch):
     case = Case("accuracy", {"size": "tiny", "precision": "fp32"}, ("fused",), 60.0)
     exact = {name: torch.ones(4, dtype=torch.float64) for name in ("out", "weight")}
     eager = {name: (x + 1e-6).float() for name, x in exact.items()}
-    results = [dict(eager), eager, exact]
-    assert siglip2._measure_accuracy(lambda impl: results, case, "fused").metrics["out_error"] > 0
-    results[0]["weight"] = 1.1 * eager["weight"]
-    with pytest.raises(AssertionError, match=r"\(weight\)"):
-        siglip2._measure_accuracy(lambda impl: results, case, "fused")
+    wrong = {**eager, "weight": 1.1 * eager["weight"]}
+    for fused in (eager, wrong):
+        by_impl = {torch.float64: exact, "eager": eager, "fused": fused}
+        monkeypatch.setattr(
+            siglip2,
+            "_results",
+            lambda size, precision, impl, dtype, kind, known=by_impl: (
+                known.get(dtype) or known[impl]
+            ),
+        )
+        if fused is eager:
+            assert measure(run_case, case)["fused"].metrics["out_error"] > 0
+        else:
+            with pytest.raises(AssertionError, match=r"\(weight\)"):
+                measure(run_case, case)

@@ -47,13 +47,6 @@ def test_each_kind_of_time_is_compared_with_its_own():
     assert many.marked and str(many["ratio"]) == "~ 3.00×"
 
 
-def test_a_launched_time_is_that_of_each_session():
-    sessions = {"s": {"call_ms": 160.0}, "t": {"call_ms": 100.0}}
-    rows = frame(step("fused", 80.0, 160.0, sessions=sessions), step("cu_seqlens", 150.0))
-    found = report.encoder(rows, FLOOR).set_index("way").loc[report.FUSED, "sessions"]
-    assert [metrics["host_median_ms"] for metrics in found.values()] == [160.0, 100.0]
-
-
 def test_the_waterfall_says_what_each_change_saves_and_its_verdict():
     figure = report.waterfall(report.encoder(STEPS, FLOOR))
     texts = [text.get_text().strip() for text in figure.axes[0].texts]
@@ -69,13 +62,7 @@ def kernel(impl, ratio=1.0, low=None):
 
 
 @pytest.mark.parametrize(
-    ("ratio", "low", "text"),
-    [
-        (0.9, None, "0.900×"),
-        (1.0, None, "level"),
-        (1.05, 0.98, "0.970× to 1.06×"),
-        (1.5, 1.3, "1.29× to 1.52×"),
-    ],
+    ("ratio", "low", "text"), [(1.0, None, "level"), (1.5, 1.3, "1.29× to 1.52×")]
 )
 def test_a_kernel_stands_beside_its_peers_with_the_span_where_sessions_differ(ratio, low, text):
     rows = [kernel("ours"), kernel("compiled", ratio, low), kernel("liger", 1.8), kernel("quack")]

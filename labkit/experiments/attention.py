@@ -10,16 +10,16 @@ at few lengths).
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from labkit import numerics
-from labkit.configs import ATTENTION, MATERIALISING
+from labkit.configs import ATTENTION
 from labkit.device import Device
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
-from labkit.experiments.contest import attention_formula, by_formula
+from labkit.experiments.contest import attention_formula, by_formula, draw
 from labkit.experiments.sections import (
     empty_cache,
     freeze_modules,
@@ -32,7 +32,7 @@ from labkit.experiments.sections import (
 from labkit.experiments.step import load_compiler, run_steps, step_parameters
 from labkit.experiments.sweep import Case, Measured, Skip
 from labkit.kernels import course
-from labkit.kernels.attention import SDPA_BACKENDS, attention, unavailable_reason
+from labkit.kernels.attention import attention, unavailable_reason
 from labkit.kernels.reference import attention_reference
 from labkit.measure.timing import time_callable
 
@@ -62,6 +62,9 @@ _NODES = {
     "course": "ExpBackward",
 }
 
+FORMULAS = {"eager": attention_reference, "course": course.attention}
+"""On three dimensions as they are; SDPA's kernels take four."""
+
 LARGEST_ERROR = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2}
 """Relative error against fp64 above which a result is wrong, not imprecise: several times what the
 precision's rounding of every product gives (2⁻²⁴, 2⁻¹¹ and 2⁻⁹ an operand). Its time is then no
@@ -75,13 +78,13 @@ def cases(
     """Returns the cases of `profile`, narrowed to values of its grid where asked."""
     grid = ATTENTION[profile]
     limits = {"timeout_s": grid.case_timeout_s, "time_limit_s": grid.time_limit_s}
-    found = ceiling_cases(tuple(grid.series), grid.case_timeout_s)
+    planned = ceiling_cases(tuple(grid.series), grid.case_timeout_s)
 
     def add(section: str, impl: str, precision: str, d_head: int, length: int, **mask) -> None:
         call = {"impl": impl, "precision": precision, "d_head": d_head, "length": length}
         call |= {"batch": ATTENTION_BATCH, **mask}
         if (not lengths or length in lengths) and (not d_heads or d_head in d_heads):
-            found.append(Case(section, call, PHASES, **limits, stop_at_failure=True))
+            planned.append(Case(section, call, PHASES, **limits, stop_at_failure=True))
 
     # A series of rising lengths after the other.
     for precision, impls in grid.series.items():
@@ -99,29 +102,12 @@ def cases(
     for size, context in itertools.product(grid.model_sizes, grid.model_precisions):
         for precision in grid.model_precisions[context]:
             model = step_parameters(size, context, precision, compile="regional")
-            found.append(Case("transformer", model, ("backward",), **limits))
+            planned.append(Case("transformer", model, ("backward",), **limits))
     for precision in ("fp32", "bf16"):
         for impl, length in itertools.product(grid.series[precision], grid.masked_lengths):
             if impl != "compiled" or length in grid.compiled_lengths:
                 add("masked", impl, precision, grid.long_d_head, length, causal=True)
-    return found
-
-
-def _require_room(device: Device, parameters: dict) -> None:
-    """Raises Skip where half the length cannot fit either: this is then not the first length to run
-    out of memory.
-    """
-    if parameters["impl"] not in MATERIALISING:
-        return
-    is_narrow = parameters["precision"] == "bf16" and parameters["impl"] != "sdpa_math"
-    half = parameters["length"] // 2
-    total = memory_bytes(device)
-    scores = (2 if is_narrow else 4) * parameters["batch"] * half**2
-    if scores > total:
-        raise Skip(
-            f"at length {half} the scores alone take {scores / 1e9:.0f} GB; the device has "
-            f"{total / 1e9:.0f} GB"
-        )
+    return planned
 
 
 class AttentionCall:
@@ -130,6 +116,8 @@ class AttentionCall:
 
     "compiled_heads" alone has one head in front of the length, which lets the compiler recognise
     attention.
+
+    Raises Skip for what cannot run here, ValueError for an unknown implementation.
     """
 
     def __init__(self, device: Device, parameters: dict):
@@ -140,19 +128,12 @@ class AttentionCall:
         self.mask = {"causal": True} if parameters.get("causal") else {}
         self.is_compiled = self.impl.startswith("compiled")
         empty_cache(device)
-        torch.manual_seed(0)
         numerics.set_precision(parameters["precision"])
         heads = [1] if self.impl == "compiled_heads" else []
         shape = (parameters["batch"], *heads, parameters["length"], parameters["d_head"])
-        dtype = numerics.tensor_dtype(parameters["precision"])
-        *self.inputs, self.grad_out = (
-            torch.randn(shape, dtype=dtype, device=device.kind) for _ in range(4)
-        )
+        *self.inputs, self.grad_out = draw(device.kind, parameters["precision"], *4 * [shape])
         for x in self.inputs:
             x.requires_grad_()
-        self.function = course.attention if self.impl == "course" else attention_reference
-        if self.impl in SDPA_BACKENDS:
-            self.function = functools.partial(attention, impl=self.impl)
         if self.is_compiled:
             load_compiler(device)
             freeze_modules()
@@ -160,6 +141,13 @@ class AttentionCall:
             torch._dynamo.utils.counters.clear()
             torch.compiler.reset()
             self.function = torch.compile(attention_reference, dynamic=False, fullgraph=True)
+        elif self.impl in FORMULAS:
+            self.function = FORMULAS[self.impl]
+        else:
+            self.function = functools.partial(attention, impl=self.impl)
+            causal = bool(self.mask)
+            if reason := unavailable_reason(self.impl, *self.inputs[:2], causal=causal):
+                raise Skip(reason)
 
     def forward(self) -> Tensor:
         return self.function(*self.inputs, **self.mask)
@@ -173,26 +161,20 @@ class AttentionCall:
         return self.forward(), self.grad_out
 
     def memory(self, phase: str) -> dict[str, int]:
-        """Returns the bytes of one pass, inputs included: in use before the backward pass, kept for
-        it, at the peak.
-
-        Without CUDA, what is in use is counted in the autograd graph, as what is kept always is;
-        there is no peak.
+        """Returns the bytes of one pass: kept for the backward pass, and on CUDA the peak with the
+        inputs.
         """
         for x in self.inputs:
             x.grad = None
         empty_cache(self.device)
         is_cuda = self.device.kind == "cuda"
+        others = torch.cuda.memory_allocated() - storage_bytes(self.inputs)
         if is_cuda:
-            others = torch.cuda.memory_allocated() - sum(x.nbytes for x in self.inputs)
             torch.cuda.reset_peak_memory_stats()
         out = self.forward()
         metrics = {"device_bytes": memory_bytes(self.device)}
         if phase == "forward":
-            kept = saved_tensors(out)
-            counted = storage_bytes([*kept, *self.inputs, out])
-            metrics["in_use_bytes"] = torch.cuda.memory_allocated() - others if is_cuda else counted
-            metrics["saved_bytes"] = storage_bytes(kept)
+            metrics["saved_bytes"] = storage_bytes(saved_tensors(out))
         else:
             if is_cuda:
                 torch.cuda.reset_peak_memory_stats()
@@ -208,92 +190,62 @@ class AttentionCall:
         The last one, since an offset that overflows does so at the end. Raises AssertionError for a
         wrong result.
         """
-        exact = self.oracle  # before the pass, whose memory it may need
+        exact = self.oracle[phase == "backward"]  # before the pass, whose memory it may need
         out, grad_out = self.forward_for_backward()
         results = {"output": out}
         if phase == "backward":
             out.backward(grad_out)
             results = dict(zip(("dq", "dk", "dv"), (x.grad for x in self.inputs), strict=True))
-        errors = {
-            f"{name}_relative_error": numerics.relative_error(x[-1], exact[name])
-            for name, x in results.items()
-        }
         bound = LARGEST_ERROR[numerics.live_precision(out.dtype)]
-        for key, error in errors.items():
+        errors = {}
+        for (name, x), reference in zip(results.items(), exact, strict=True):
+            key, error = f"{name}_relative_error", numerics.relative_error(x[-1], reference)
             if not error <= bound:
                 raise AssertionError(f"{self.impl}: {key} is {error:.2g}, more than {bound:g}")
+            errors[key] = error
         return errors
 
     @functools.cached_property
-    def oracle(self) -> dict[str, Tensor]:
+    def oracle(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Output and gradients of the batch's last sequence in fp64, by the formula, some queries
         at a time.
         """
         formula = functools.partial(attention_formula, **self.mask)
-        inputs = [x[-1] for x in self.inputs]
-        outs, grads = by_formula(formula, inputs, [self.grad_out[-1]])
-        results = (x.cpu() for x in (*outs, *grads))
-        return dict(zip(("output", "dq", "dk", "dv"), results, strict=True))
+        return by_formula(formula, [x[-1] for x in self.inputs], [self.grad_out[-1]])
 
-    def described(self) -> dict:
-        """Returns the case as read back from the live objects, the implementation from the graph
-        that it left.
-        """
-        q = self.inputs[0]
-        nodes = node_names(self.forward())
-        has_node = any(_NODES[self.impl] in name for name in nodes)
-        is_right = has_node and (q.dim() == 4) == (self.impl == "compiled_heads")
-        return {
-            "impl": self.impl if is_right else " and ".join(nodes),
-            "precision": numerics.live_precision(q.dtype),
-            "d_head": q.shape[-1],
-            "length": q.shape[-2],
-            "batch": q.shape[0],
-            **self.mask,  # a result with another mask is far from the oracle's
-        }
-
-    def observed(self) -> dict:
-        """Returns what else there is to know of the live objects."""
-        is_cuda = self.device.kind == "cuda"
-        source = "CUDA caching allocator" if is_cuda else "tensors of the autograd graph"
-        dtype = str(self.inputs[0].dtype).removeprefix("torch.")
-        return {"dtype": dtype, "memory_source": source}
-
-
-@contextlib.contextmanager
-def _attention_call(device: Device, case: Case) -> Iterator[AttentionCall]:
-    _require_room(device, case.parameters)
-    call = AttentionCall(device, case.parameters)
-    if call.impl in SDPA_BACKENDS:
-        if reason := unavailable_reason(call.impl, *call.inputs[:2], causal=bool(call.mask)):
-            raise Skip(reason)
-    yield call
+    def check_label(self) -> None:
+        """Raises AssertionError where another implementation ran: its graph has other nodes."""
+        nodes = sorted({node.name() for node in _graph(self.forward())})
+        if not any(_NODES[self.impl] in name for name in nodes):
+            raise AssertionError(f"asked for {self.impl}, ran {' and '.join(nodes)}")
 
 
 def _measure(call: AttentionCall, case: Case, phase: str) -> Measured:
-    function, inputs = call.forward, ((),)
+    function, inputs = call.forward, tuple
     if phase == "backward":
         function, inputs = Tensor.backward, call.forward_for_backward
+    kind = call.device.kind
     metrics: dict = {}
     if call.is_compiled:
-        first = functools.partial(function, *(inputs() if callable(inputs) else ()))
-        # It compiles; no cache counts.
-        metrics["first_call_ms"] = time_once_ms(first, call.device.kind)
-        del first
+        # The first call compiles; no cache counts.
+        metrics["first_call_ms"] = time_once_ms(functools.partial(function, *inputs()), kind)
         # How many times the compiler put SDPA in the place of the formula.
         metrics["num_replacements"] = torch._dynamo.utils.counters["inductor"]["fuse_attention"]
-    found = timed(
+    times = timed(
         call.device,
         time_callable,
         function,
         inputs=inputs,
-        device_kind=call.device.kind,
+        device_kind=kind,
         max_samples=ATTENTION_PASSES,
         target_half_width=0.0,
         time_limit_s=case.time_limit_s,
     )
+    call.check_label()
     metrics |= {**call.memory(phase), **call.errors(phase)}
-    return found.measured(metrics, call.described(), call.observed(), keep="pass_ms")
+    # A result with another mask is far from the oracle's.
+    precision = numerics.live_precision(call.grad_out.dtype)
+    return times.measured(metrics, {**case.parameters, "precision": precision}, keep="pass_ms")
 
 
 def _graph(out: Tensor) -> list:
@@ -305,11 +257,6 @@ def _graph(out: Tensor) -> list:
             nodes[node] = None
             pending += [behind for behind, _ in node.next_functions]
     return list(nodes)
-
-
-def node_names(out: Tensor) -> list[str]:
-    """Returns the names of the autograd nodes behind `out`, each once, in alphabetical order."""
-    return sorted({node.name() for node in _graph(out)})
 
 
 def saved_tensors(out: Tensor) -> list[Tensor]:
@@ -334,12 +281,13 @@ def storage_bytes(tensors: Sequence[Tensor]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-ATTENTION_SECTION = section(_measure, _attention_call)
+def _live_call(device: Device, case: Case) -> contextlib.AbstractContextManager[AttentionCall]:
+    return contextlib.nullcontext(AttentionCall(device, case.parameters))
+
+
 SECTIONS = {
     **CEILINGS,
-    "attention": ATTENTION_SECTION,
-    "course": ATTENTION_SECTION,
-    "masked": ATTENTION_SECTION,
+    **dict.fromkeys(("attention", "course", "masked"), section(_measure, _live_call)),
     "transformer": run_steps,
 }
 

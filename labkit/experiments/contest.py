@@ -9,20 +9,18 @@ its outputs and gradients have passed the gate of `numerics.judge`; one that fai
 in place of its times.
 """
 
-import abc
 import contextlib
 import functools
 import gc
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from labkit import numerics
-from labkit.configs import PASSES
 from labkit.device import Device
 from labkit.experiments.sections import (
     Runner,
@@ -72,96 +70,84 @@ class Implementation:
 
 @dataclass(frozen=True)
 class ContestCase(Case):
-    """A case whose worker imports `modules` first, which register implementations."""
+    """A case whose worker imports `modules` first, which register implementations.
+
+    Where candidates are ranked there are more samples, and times by events beside them.
+    """
 
     modules: tuple[str, ...] = ()
+    is_ranking: bool = False
 
 
-class Operation(abc.ABC):
+@dataclass
+class Operation:
     """One operation on the tensors of one case.
 
     Attributes:
         device, precision: of the case, and of the ceiling; peak_precision: of the datasheet's peak,
-            if another.
-        inputs: the tensors to differentiate by; names: of these.
-        others, options: what an implementation takes after them.
+            "" for the same.
+        inputs: the tensors to differentiate by; others, options: what an implementation takes after
+            them.
         grad_outs: the gradient of each output.
+        formula: of (*inputs in fp64, dtype); the outputs, computed in `dtype`.
+        costs: {"flops": …} or {"num_bytes": …} by pass.
+        terms: of the longest sum behind "out" or a gradient, as "dx".
         implementations: by name; baseline: the one that ratios divide by, None for none.
     """
 
-    peak_precision = ""
+    device: Device
+    precision: str
+    inputs: dict[str, Tensor]
+    grad_outs: Tensors
+    formula: Callable
+    costs: dict[str, dict[str, int]]
+    terms: dict[str, int]
+    implementations: dict[str, Implementation]
+    baseline: str | None
+    peak_precision: str = ""
     others: tuple = ()
-    options: Mapping = {}
+    options: dict = field(default_factory=dict)
 
-    @abc.abstractmethod
-    def formula(self, *inputs: Tensor, dtype: torch.dtype) -> Tensor | tuple[Tensor, ...]:
-        """Returns the outputs for inputs in fp64, computed in `dtype`."""
+    def __post_init__(self):
+        for x in self.inputs.values():
+            x.requires_grad_()
 
-    @abc.abstractmethod
-    def cost(self, name: str) -> dict[str, int]:
-        """Returns the `flops` or the `num_bytes` of a pass."""
-
-    @abc.abstractmethod
-    def described(self) -> dict:
-        """Returns the case as read back from the tensors."""
-
-    @abc.abstractmethod
-    def num_terms(self, name: str) -> int:
-        """Returns the terms of the longest sum behind "out" or a gradient."""
-
-    def rows(self, x: Tensor, is_gradient: bool) -> Tensor:
-        """Returns an output or a gradient as (..., rows, columns), judged by blocks of rows."""
-        return x
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.inputs.values())).dtype
 
     def rates(self, name: str, median_ms: float, ceilings: dict[str, float]) -> dict:
         """Returns the metrics of a pass that follow from its time and its cost."""
         precisions = {"precision": self.precision, "peak_precision": self.peak_precision}
-        return rate_metrics(self.device, ceilings, median_ms, **precisions, **self.cost(name))
-
-    def metrics(self, impl: str) -> dict:
-        return {}
-
-    def observed(self, impl: str) -> dict:
-        return {}
-
-    def unavailable(self, impl: str) -> str | None:
-        """Returns why an implementation cannot run here, None if it can; ValueError for one that no
-        module registers which this process has imported.
-        """
-        if impl not in self.implementations:
-            accepted = ", ".join(self.implementations)
-            raise ValueError(f"unknown implementation {impl!r}; accepted: {accepted}")
-        return self.implementations[impl].unavailable(self)
+        return rate_metrics(self.device, ceilings, median_ms, **precisions, **self.costs[name])
 
     def outputs(self, impl: str) -> tuple[Tensor, ...]:
         function = self.implementations[impl].function
-        return as_tuple(function(*self.inputs, *self.others, **self.options))
+        return as_tuple(function(*self.inputs.values(), *self.others, **self.options))
 
-    def gradients(self, impl: str) -> tuple[Tensor, ...]:
-        return self._backward(self.outputs(impl))
-
-    def _backward(self, outs: Tensors, **options) -> tuple[Tensor, ...]:
+    def gradients(self, outs: Tensors, **options) -> tuple[Tensor, ...]:
         # A loss may come as fp32 or as its logits do.
         grads = [grad.to(out.dtype) for grad, out in zip(self.grad_outs, outs, strict=True)]
-        return torch.autograd.grad(outs, self.inputs, grads, **options)
+        return torch.autograd.grad(outs, [*self.inputs.values()], grads, **options)
 
     def call(self, impl: str, name: str) -> Callable[[], Tensors]:
         """Returns a pass as a function of nothing."""
-        if name != "backward":
-            return functools.partial(self.outputs if name == "forward" else self.gradients, impl)
+        if name == "forward":
+            return functools.partial(self.outputs, impl)
+        if name == "forward_backward":
+            return lambda: self.gradients(self.outputs(impl))
         # A backward pass runs on the stream of its forward pass, which must be the one that is
         # captured.
         with on_capture_stream() if self.device.kind == "cuda" else contextlib.nullcontext():
             outs = self.outputs(impl)
-        return functools.partial(self._backward, outs, retain_graph=True)
+        return functools.partial(self.gradients, outs, retain_graph=True)
 
     @functools.cached_property
     def expected(self) -> list[tuple[Tensors, Tensors]]:
         """Outputs and gradients of the formula in fp64, and in the dtype of the inputs."""
-        return [
-            by_formula(functools.partial(self.formula, dtype=dtype), self.inputs, self.grad_outs)
-            for dtype in (torch.float64, self.inputs[0].dtype)
-        ]
+        formulas = (functools.partial(self.formula, dtype=x) for x in (torch.float64, self.dtype))
+        inputs = [*self.inputs.values()]
+        return [by_formula(formula, inputs, self.grad_outs) for formula in formulas]
 
     def verdicts(self, name: str, values: Tensors) -> list[numerics.Verdict]:
         """Returns the verdicts on the outputs ("forward") or the gradients (another pass).
@@ -169,22 +155,50 @@ class Operation(abc.ABC):
         Raises AssertionError for a wrong one.
         """
         is_gradient = name != "forward"
-        names = [f"d{each}" for each in self.names] if is_gradient else ["out"] * len(values)
+        names = [f"d{each}" for each in self.inputs] if is_gradient else ["out"] * len(values)
         exact, eager = (results[is_gradient] for results in self.expected)
-        return [
+        # A vector is one row as a gradient, and a number of each row as an output.
+        shape = (1, -1) if is_gradient else (-1, 1)
+        verdicts = []
+        for key, *tensors in zip(names, values, exact, eager, strict=True):
+            rows = (x if x.dim() > 1 else x.reshape(shape) for x in tensors)
             # What is computed from numbers of 16 bits is as exact as those, whatever its own dtype.
-            numerics.judge(
-                key,
-                *(self.rows(x, is_gradient) for x in each),
-                dtype=self.inputs[0].dtype,
-                num_terms=self.num_terms(key),
-            )
-            for key, *each in zip(names, values, exact, eager, strict=True)
-        ]
+            options = {"dtype": self.dtype, "num_terms": self.terms[key]}
+            verdicts.append(numerics.judge(key, *rows, **options))
+        return verdicts
+
+    def judge(self, impl: str, name: str) -> numerics.Verdict:
+        """Returns the worst verdict on a pass; raises AssertionError for a wrong result."""
+        values = self.call(impl, "forward" if name == "forward" else "forward_backward")()
+        return max(self.verdicts(name, values), key=lambda verdict: verdict.budget_fraction)
 
 
 def as_tuple(out: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return out if isinstance(out, tuple) else (out,)
+
+
+def rate_metrics(
+    device: Device,
+    ceilings: dict[str, float],
+    median_ms: float,
+    precision: str,
+    *,
+    peak_precision: str = "",
+    flops: int = 0,
+    num_bytes: int = 0,
+) -> dict:
+    """Returns a call's `flops` or `num_bytes`, its rate, and the rate's shares of the session's
+    ceiling and of the datasheet's peak, which is that of `peak_precision` where that is another.
+    """
+    peaks = device.peaks
+    if flops:
+        rate = flops / median_ms / 1e9
+        peak = peaks.tflops(peak_precision or precision) if peaks else None
+        shares = fractions(rate, ceilings.get(f"gemm {precision}"), peak)
+        return {"flops": flops, "achieved_tflops": rate, **shares}
+    rate = num_bytes / median_ms / 1e6
+    shares = fractions(rate, ceilings.get("copy"), peaks.memory_gb_per_s if peaks else None)
+    return {"num_bytes": num_bytes, "achieved_gb_per_s": rate, **shares}
 
 
 # ---- tensors and the oracle ----------------------------------------------------------------------
@@ -241,47 +255,18 @@ def attention_formula(
 # ---- the contest ---------------------------------------------------------------------------------
 
 
-def rate_metrics(
-    device: Device,
-    ceilings: dict[str, float],
-    median_ms: float,
-    precision: str,
-    *,
-    flops: int = 0,
-    num_bytes: int = 0,
-    peak_precision: str = "",
-) -> dict:
-    """Returns a call's `flops` or `num_bytes`, its rate, and the rate's shares of the session's
-    ceiling and the datasheet's peak, which is that of `peak_precision` where that is another.
-    """
-    peaks = device.peaks
-    if flops:
-        rate = flops / (median_ms * 1e-3) / 1e12
-        peak = peaks.tflops(peak_precision or precision) if peaks else None
-        shares = fractions(rate, ceilings.get(f"gemm {precision}"), peak)
-        return {"flops": flops, "achieved_tflops": rate, **shares}
-    rate = num_bytes / (median_ms * 1e-3) / 1e9
-    shares = fractions(rate, ceilings.get("copy"), peaks.memory_gb_per_s if peaks else None)
-    return {"num_bytes": num_bytes, "achieved_gb_per_s": rate, **shares}
-
-
-def contest_section(
-    problem: Callable[[Device, dict], Operation], *, is_ranking: bool = False
-) -> Runner:
-    """Returns the runner of a section whose cases are contests.
-
-    Args:
-        problem: gives the operation of a device and a case's parameters.
-        is_ranking: more samples, and the times once more by another method of the timer.
+def contest_section(problem: Callable[[Device, dict], Operation]) -> Runner:
+    """Returns the runner of a section whose cases are contests; `problem` gives the operation of a
+    device and a case's parameters.
     """
 
-    def run(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
-        for module in getattr(case, "modules", ()):
+    def run(device: Device, case: ContestCase, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
+        for module in case.modules:
             importlib.import_module(module)
         # A graph whose buffers are given to the first backward pass can have no second one.
         importlib.import_module("torch._functorch.config").donated_buffer = False
         try:
-            yield from Contest(problem(device, case.parameters), case, ceilings, is_ranking).run()
+            yield from contest(problem(device, case.parameters), case, ceilings)
         finally:
             counters = torch._dynamo.utils.counters
             if counters["frames"]:
@@ -295,143 +280,117 @@ def contest_section(
     return run
 
 
-@dataclass(frozen=True)
-class Contest:
-    """Those who solve one case; arguments as in `contest_section`."""
+def contest(
+    operation: Operation, case: ContestCase, ceilings: dict[str, float]
+) -> Iterator[PhaseRun]:
+    """Yields the phases: those that cannot be had first, then those that were timed, pass by
+    pass.
+    """
 
-    operation: Operation
-    case: Case
-    ceilings: dict[str, float]
-    is_ranking: bool = False
+    def measure(phase: str, timed: Timed, metrics: dict) -> Measured:
+        impl, name = phase.split(" ")
+        metrics = operation.rates(name, timed.timing.median_ms, ceilings) | metrics
+        metrics["is_auto"] = int(impl == operation.baseline)
+        if phase in case.sustained:
+            call, flops = operation.call(impl, name), metrics["flops"]
+            top = ceilings.get(f"sustained gemm {operation.precision}")
+            metrics |= sustained_metrics(operation.device, timed, call, flops=flops, ceiling=top)
+        precision = numerics.live_precision(operation.dtype)
+        return timed.measured(metrics, {**case.parameters, "precision": precision})
 
-    def run(self) -> Iterator[PhaseRun]:
-        """Yields the phases, pass by pass: those that cannot be had first, then those that were
-        timed.
-        """
-        wanted = [tuple(phase.split(" ")) for phase in self.case.phases]
-        impls = list(dict.fromkeys(impl for impl, _ in wanted))
-        reasons = {impl: self.operation.unavailable(impl) for impl in impls}
-        for impl, name in wanted:
-            if reasons[impl]:
-                yield f"{impl} {name}", functools.partial(_raise, Skip(reasons[impl]))
-        for name in PASSES:
-            entrants = [impl for impl in impls if (impl, name) in wanted and not reasons[impl]]
-            verdicts = {}
-            for impl in entrants:
-                try:
-                    verdicts[impl] = self.judge(impl, name)
-                except Exception as error:
-                    if len(impls) == 1:
-                        raise
-                    # It ends the process; the next goes on.
-                    yield f"{impl} {name}", functools.partial(_raise, error)
-            if entrants:
-                times = self.time_in_turn(name, entrants)
-                for impl, verdict in verdicts.items():
-                    measure = functools.partial(self.measured, impl, name, *times[impl], verdict)
-                    yield f"{impl} {name}", measure
-
-    def judge(self, impl: str, name: str) -> numerics.Verdict:
-        """Returns the worst verdict on a pass; raises AssertionError for a wrong result."""
-        values = self.operation.call(impl, "forward" if name == "forward" else "forward_backward")()
-        verdicts = self.operation.verdicts(name, values)
-        return max(verdicts, key=lambda verdict: verdict.budget_fraction)
-
-    def time_in_turn(self, name: str, impls: Sequence[str]) -> dict[str, tuple[Timed, dict]]:
-        """Returns the times of one pass, all implementations in turn, and metrics beside them."""
-        # The timer collects garbage before every sampling; what PyTorch and its compiler keep need
-        # not be searched each time, which takes longer than most samplings.
-        gc.freeze()
-        kind, baseline = self.operation.device.kind, self.operation.baseline
-        if self.case.parameters.get("timed", IN_TURN) != IN_TURN:
-            baseline = None
+    is_in_turn = case.parameters.get("timed", IN_TURN) == IN_TURN
+    entrants: dict[str, list[str]] = {}
+    for phase in case.phases:
+        impl, name = phase.split(" ")
+        if reason := operation.implementations[impl].unavailable(operation):
+            yield phase, functools.partial(_raise, Skip(reason))
+        else:
+            entrants.setdefault(name, []).append(impl)
+    for name, impls in entrants.items():
+        verdicts = {}
+        for impl in impls:
+            try:
+                verdicts[impl] = operation.judge(impl, name)
+            except Exception as error:
+                if not is_in_turn:
+                    raise
+                # It ends the process; the next goes on.
+                yield f"{impl} {name}", functools.partial(_raise, error)
+        baseline = operation.baseline if is_in_turn else None
         if baseline and baseline not in impls:  # it has been measured, or has failed
             try:
-                self.judge(baseline, name)
+                operation.judge(baseline, name)
             except Exception:
                 baseline = None
-        entrants = dict.fromkeys([*impls, baseline or impls[0]])
-        calls = {impl: self.operation.call(impl, name) for impl in entrants}
-        once_ms = {impl: time_once_ms(call, kind) for impl, call in calls.items()}
-        least_ms = timer.GRAPH_REPLAY_MS if kind == "cuda" else 0
-        round_ms = sum(max(time_ms, least_ms) for time_ms in once_ms.values())
-        max_rounds = MAX_RANKING_ROUNDS if self.is_ranking else MAX_ROUNDS
-        num_rounds = int(1e3 * self.case.time_limit_s / round_ms)
-        limits = {
-            "baseline": baseline or impls[0],
-            "device_kind": kind,
-            "num_warmup": 1,
-            "num_rounds": max(MIN_ROUNDS, min(max_rounds, num_rounds)),
-        }
-        with Monitor(kind) as monitor:
-            comparison = _compared(calls, limits)
-        keys = ("ratio_to_ours", "ratio_to_ours_low", "ratio_to_ours_high")
-        times = {}
-        for impl in impls:
-            metrics: dict[str, float] = {}
-            if baseline:
-                metrics |= zip(keys, comparison.ratio[impl], strict=True)
-            # The host's share of a backward pass is in that of both.
-            if kind == "cuda" and name != "backward":
-                metrics |= self._host_metrics(calls[impl], once_ms[impl])
-            times[impl] = Timed(comparison.timings[impl], dict(monitor.summary)), metrics
-        return times
-
-    def _host_metrics(self, call: Callable, once_ms: float) -> dict[str, float]:
-        """Returns what the host takes to issue a call, and of a ranked one its time by events."""
-        limits = {"device_kind": "cuda", "num_warmup": 2, "min_samples": 10, "max_samples": 10}
-        metrics = {}
-        if once_ms < LAUNCH_LIMIT_MS:
-            launched = time_callable(call, method="window", **limits).metrics()
-            metrics = {key: launched[key] for key in ("launch_median_ms", "host_median_ms")}
-        if self.is_ranking:
-            flushed = time_callable(call, method="flush", **limits)
-            metrics["flush_median_ms"] = flushed.median_ms
-        return metrics
-
-    def measured(
-        self, impl: str, name: str, timed: Timed, metrics: dict, verdict: numerics.Verdict
-    ) -> Measured:
-        """Returns the measurement of one implementation's pass; metrics: beside its times."""
-        operation = self.operation
-        rates = operation.rates(name, timed.timing.median_ms, self.ceilings)
-        metrics = rates | operation.metrics(impl) | verdict.metrics() | metrics
-        if f"{impl} {name}" in self.case.sustained:
-            metrics |= sustained_metrics(
-                operation.device,
-                timed,
-                operation.call(impl, name),
-                flops=metrics["flops"],
-                ceiling=self.ceilings.get(f"sustained gemm {operation.precision}"),
-            )
-        described = operation.described()
-        if "timed" in self.case.parameters:
-            described["timed"] = self.case.parameters["timed"]
-        return timed.measured(metrics, described, operation.observed(impl))
+        times = time_in_turn(operation, case, name, impls, baseline)
+        for impl, verdict in verdicts.items():
+            timed, metrics = times[impl]
+            metrics |= verdict.metrics()
+            yield f"{impl} {name}", functools.partial(measure, f"{impl} {name}", timed, metrics)
 
 
 def _raise(error: Exception):
     raise error
 
 
-def _compared(calls: dict[str, Callable], limits: dict) -> Comparison:
+def time_in_turn(
+    operation: Operation,
+    case: ContestCase,
+    name: str,
+    impls: Sequence[str],
+    baseline: str | None,
+) -> dict[str, tuple[Timed, dict]]:
+    """Returns the times of one pass, all implementations in turn, and metrics beside them."""
+    # The timer collects garbage before every sampling; what PyTorch and its compiler keep need not
+    # be searched each time, which takes longer than most samplings.
+    gc.freeze()
+    kind = operation.device.kind
+    entrants = dict.fromkeys([*impls, baseline or impls[0]])
+    calls = {impl: operation.call(impl, name) for impl in entrants}
+    once_ms = {impl: time_once_ms(call, kind) for impl, call in calls.items()}
+    least_ms = timer.GRAPH_REPLAY_MS if kind == "cuda" else 0
+    round_ms = sum(max(time_ms, least_ms) for time_ms in once_ms.values())
+    max_rounds = MAX_RANKING_ROUNDS if case.is_ranking else MAX_ROUNDS
+    num_rounds = max(MIN_ROUNDS, min(max_rounds, int(1e3 * case.time_limit_s / round_ms)))
+    with Monitor(kind) as monitor:
+        comparison = _compared(calls, baseline or impls[0], kind, num_rounds)
+    times = {}
+    for impl in impls:
+        metrics = {}
+        if baseline:
+            keys = ("ratio_to_ours", "ratio_to_ours_low", "ratio_to_ours_high")
+            metrics |= zip(keys, comparison.ratio[impl], strict=True)
+        # The host's share of a backward pass is in that of both.
+        if kind == "cuda" and name != "backward":
+            limits = {"device_kind": kind, "num_warmup": 2, "min_samples": 10, "max_samples": 10}
+            if once_ms[impl] < LAUNCH_LIMIT_MS:
+                launched = time_callable(calls[impl], method="window", **limits).metrics()
+                metrics |= {key: launched[key] for key in ("launch_median_ms", "host_median_ms")}
+            if case.is_ranking:
+                flushed = time_callable(calls[impl], method="flush", **limits)
+                metrics["flush_median_ms"] = flushed.median_ms
+        times[impl] = Timed(comparison.timings[impl], dict(monitor.summary)), metrics
+    return times
+
+
+def _compared(calls: dict[str, Callable], baseline: str, kind: str, num_rounds: int) -> Comparison:
     """Returns the comparison of calls on CUDA graphs; what none can hold stands beside the
     baseline, call by call.
     """
-    if limits["device_kind"] != "cuda":
-        return compare(calls, method="host", **limits)
+    compared = functools.partial(
+        compare, baseline=baseline, device_kind=kind, num_warmup=1, num_rounds=num_rounds
+    )
+    if kind != "cuda":
+        return compared(calls, method="host")
     try:
-        return compare(calls, method="graph", **limits)
+        return compared(calls, method="graph")
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
-        baseline = limits["baseline"]
         replayed = {impl: call for impl, call in calls.items() if timer.can_be_captured(call)}
-        if baseline not in replayed:
-            return compare(calls, method="flush", **limits)
-        launched = {
-            impl: call for impl, call in calls.items() if impl not in replayed or impl == baseline
-        }
-        first = compare(launched, method="flush", **limits)
-        last = compare(replayed, method="graph", **limits)
-        return Comparison(first.timings | last.timings, baseline, first.ratio | last.ratio)
+    if baseline not in replayed:
+        return compared(calls, method="flush")
+    launched = {impl: call for impl, call in calls.items() if impl not in replayed}
+    first = compared(launched | {baseline: calls[baseline]}, method="flush")
+    last = compared(replayed, method="graph")
+    return Comparison(first.timings | last.timings, baseline, first.ratio | last.ratio)

@@ -10,7 +10,9 @@ same processes, so that their ratios are of one machine at one time.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +34,8 @@ __all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_rates", "run_case"]
 
 MEASUREMENT_VERSION = 1
 
-COLLECTIVE_METRICS = ("num_bytes", "num_wrong", "algorithm_gbs", "bus_gbs")
+DEFAULTS = ("nccl", "gloo")
+"""Transports that are a backend as it comes, measured in all dtypes."""
 
 OPERATIONS_OF = {"copy": ("all_gather", "reduce_scatter"), "zero_cta": ("all_gather",)}
 """Of transports that do not have all operations."""
@@ -55,19 +58,17 @@ def cases(
     num_places = torch.cuda.device_count() if is_cuda else num_usable_cores()
     here = [n for n in wanted if n <= num_places] or wanted[:1]
     planned = ceiling_cases(grid.ceilings, limit) if is_cuda else []
-    for world_size in here:
-        for transport in grid.transports if is_cuda else ("gloo",):
-            dtypes = grid.dtypes if transport in ("nccl", "gloo") else grid.dtypes[:1]
-            phases = tuple(
-                f"{operation} {dtype} {num_bytes}"
-                for operation in OPERATIONS_OF.get(transport, OPERATIONS)
-                for dtype in dtypes
-                for num_bytes in grid.collective_bytes
-                if transport != "gloo" or num_bytes <= grid.most_gloo_bytes
-            )
-            parameters = {"world_size": world_size, "transport": transport}
-            # A transport that fails here would fail for every phase, each in a launch of its own.
-            planned.append(Case("collectives", parameters, phases, limit, stop_at_failure=True))
+    for world_size, transport in itertools.product(here, grid.transports if is_cuda else ["gloo"]):
+        phases = tuple(
+            f"{operation} {dtype} {num_bytes}"
+            for operation in OPERATIONS_OF.get(transport, OPERATIONS)
+            for dtype in (grid.dtypes if transport in DEFAULTS else grid.dtypes[:1])
+            for num_bytes in grid.collective_bytes
+            if transport != "gloo" or num_bytes <= grid.most_gloo_bytes
+        )
+        parameters = {"world_size": world_size, "transport": transport}
+        # A transport that fails here would fail for every phase, each in a launch of its own.
+        planned.append(Case("collectives", parameters, phases, limit, stop_at_failure=True))
     for size in sizes or grid.sizes:
         for precision, compile, batch, ways in grid.steps:
             parameters = {
@@ -79,17 +80,19 @@ def cases(
                 "batch": batch if batch > 0 else max(1, -batch // here[-1]),
                 "world_size": here[-1],
             }
-            phases = tuple(
-                way
-                for way in WAYS
-                if way in grid.ways[ways] and (is_cuda or not way.endswith("copy"))
-            )
+            # Without GPUs there are no copy engines.
+            phases = tuple(way for way in WAYS if way in grid.ways[ways])
+            phases = tuple(way for way in phases if is_cuda or not way.endswith("copy"))
             planned.append(Case("steps", parameters, phases, limit, grid.time_limit_s))
     return planned
 
 
+Seen = list[dict[str, Any]]
+"""What each rank saw of a phase."""
+
+
 def _run_ranks(
-    function: Callable, make: Callable[..., Measured], device: Device, case: Case, *args
+    function: Callable, make: Callable[[Case, Seen], Measured], device: Device, case: Case, *args
 ) -> Iterator[PhaseRun]:
     """Yields the phases of a case, all measured by one launch when the first one is asked for.
 
@@ -98,18 +101,17 @@ def _run_ranks(
 
     Args:
         function: generator of (phase, what this rank saw).
-        make: gives the measurement of a phase from (case, what each rank saw, telemetry).
+        make: gives the measurement of a phase, without telemetry.
     """
-    world_size, transport = case.parameters["world_size"], case.parameters.get("transport")
+    world_size, is_gloo = case.parameters["world_size"], case.parameters.get("transport") == "gloo"
     num_gpus = torch.cuda.device_count()
-    if device.kind == "cuda" and transport != "gloo" and world_size > num_gpus:
+    if device.kind == "cuda" and not is_gloo and world_size > num_gpus:
         raise Skip(f"{world_size} ranks need {world_size} GPUs; there are {num_gpus}")
 
     @functools.cache
     def launched() -> tuple[list[dict[str, Any]], str, dict[str, Any]]:
         """Returns what each rank saw by phase, the failure if one failed, and the telemetry."""
-        kind = "cpu" if transport == "gloo" else device.kind
-        options = {"device": kind, "timeout_s": case.timeout_s - 30}
+        options = {"device": "cpu" if is_gloo else device.kind, "timeout_s": case.timeout_s - 30}
         failure = ""
         with Monitor(device.kind) as monitor:
             try:
@@ -121,23 +123,17 @@ def _run_ranks(
     def measure(phase: str) -> Measured:
         ranks, failure, telemetry = launched()
         if all(phase in rank for rank in ranks):
-            return make(case, [rank[phase] for rank in ranks], telemetry)
+            measured = make(case, [rank[phase] for rank in ranks])
+            if device.kind == "cuda" and not is_gloo:
+                nccl = ".".join(map(str, torch.cuda.nccl.version()))
+                measured.observed.update(nccl=nccl, topology=gpu_links())
+            return replace(measured, telemetry=telemetry)
         if "OutOfMemoryError" in failure:
             raise torch.OutOfMemoryError(failure)
         raise RuntimeError(failure or f"no rank measured {phase}")
 
     for phase in case.phases:
         yield phase, functools.partial(measure, phase)
-
-
-def _observed(backend: str, **more: Any) -> dict[str, Any]:
-    """Returns what a record observes of the machine: its GPUs, and the library that
-    communicates.
-    """
-    on_gpus = backend == "nccl"
-    version = ".".join(map(str, torch.cuda.nccl.version())) if on_gpus else ""
-    topology = gpu_links() if on_gpus else "one host"
-    return {"backend": backend, "nccl": version, "topology": topology, **more}
 
 
 # --- collectives ---
@@ -148,25 +144,26 @@ def collectives_rank(phases: Sequence[str], transport: str) -> Iterator[tuple[st
     torch.set_num_threads(max(1, num_usable_cores() // dist.get_world_size()))
     for phase in phases:
         operation, dtype, num_bytes = phase.split()
-        how = "default" if transport in ("nccl", "gloo") else transport
-        seen = time_collective(operation, int(num_bytes), getattr(torch, dtype), transport=how)
-        yield phase, {**seen, "backend": dist.get_backend()}
+        how = "default" if transport in DEFAULTS else transport
+        yield (
+            phase,
+            time_collective(operation, int(num_bytes), getattr(torch, dtype), transport=how),
+        )
 
 
-def _collective(case: Case, ranks: list[dict[str, Any]], telemetry: dict[str, Any]) -> Measured:
-    seen = ranks[0]
+def _collective(case: Case, ranks: Seen) -> Measured:
+    seen, transport = ranks[0], case.parameters["transport"]
     if seen["num_wrong"]:
         raise ValueError(f"{seen['num_wrong']} wrong elements")
-    on_gpus = seen["backend"] == "nccl"
     samples_ms = tuple(1e3 * seconds for seconds in seen["times_s"])
+    on_gpus = transport != "gloo"
     timing = Timing(samples_ms, "queued" if on_gpus else "host", 2, "fixed count")
     metrics = timing.metrics()
-    metrics |= {name: seen[name] for name in COLLECTIVE_METRICS}
+    metrics |= {name: seen[name] for name in ("num_bytes", "num_wrong", "algorithm_gbs", "bus_gbs")}
     if on_gpus:
         metrics["launch_median_ms"] = 1e3 * seen["issue_s"]
-    parameters = {"world_size": seen["world_size"], "transport": case.parameters["transport"]}
-    observed = _observed(seen["backend"], operation=seen["operation"], dtype=seen["dtype"])
-    return Measured(metrics, parameters, observed, timer=timing.description(), telemetry=telemetry)
+    parameters = {"world_size": seen["world_size"], "transport": transport}
+    return Measured(metrics, parameters, timer=timing.description())
 
 
 def _run_collectives(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
@@ -177,7 +174,7 @@ def _run_collectives(device: Device, case: Case, ceilings: dict[str, float]) -> 
 # --- steps ---
 
 
-def _step(case: Case, ranks: list[dict[str, Any]], telemetry: dict[str, Any]) -> Measured:
+def _step(case: Case, ranks: Seen) -> Measured:
     """Returns the record of one way: times and memory of the rank that took most, profile of the
     same rank.
     """
@@ -192,22 +189,19 @@ def _step(case: Case, ranks: list[dict[str, Any]], telemetry: dict[str, Any]) ->
     # The ranks wait for one another, so a step lasts as long as on the slowest.
     slowest = tuple(map(max, zip(*(rank["samples_ms"] for rank in ranks), strict=True)))
     timing = Timing(slowest, "window", NUM_WARMUP + 1, "time limit")
-    metrics = timing.metrics()
-    metrics |= {name: max(rank["memory"][name] for rank in ranks) for name in first["memory"]}
-    metrics |= {"loss": first["loss"], "loss_deviation": deviation}
+    metrics = {**timing.metrics(), "loss": first["loss"], "loss_deviation": deviation}
+    for part in ("memory", "profile"):
+        metrics |= {name: max(rank[part][name] for rank in ranks) for name in first[part]}
     if first["profile"]:
-        metrics |= {name: max(rank["profile"][name] for rank in ranks) for name in first["profile"]}
         compute_us = [rank["profile"]["compute_us"] for rank in ranks]
         metrics["imbalance_us"] = max(compute_us) - min(compute_us)
     samples = {"step_ms": list(slowest)}
     starts = [times[0] for rank in ranks for times in rank["spans"].values() if times]
-    origin = min(starts, default=0)
     for number, rank in enumerate(ranks):
         for name, times in rank["spans"].items():
-            samples[f"rank {number} {name}"] = [time - origin for time in times]
+            samples[f"rank {number} {name}"] = [time - min(starts) for time in times]
     parameters = {**first["case"], "world_size": len(ranks)}
-    observed = _observed(first["backend"], **first["observed"])
-    return Measured(metrics, parameters, observed, samples, timing.description(), telemetry)
+    return Measured(metrics, parameters, dict(first["observed"]), samples, timing.description())
 
 
 def _run_steps(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:

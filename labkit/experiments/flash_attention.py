@@ -10,7 +10,6 @@ A case of "weighted_sum", "speed" and "rivals" is a contest. Shapes: B batch, H 
 head dimension.
 """
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -18,19 +17,18 @@ from collections.abc import Iterator
 
 import torch
 import triton.errors
-from torch import Tensor
 
 from labkit import numerics
-from labkit.configs import FLASH_ATTENTION, MATERIALISING, Grid, Rivalry
+from labkit.configs import FLASH_ATTENTION, MATERIALISING, PASSES, Grid, Rivalry
 from labkit.device import Device
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
-from labkit.experiments.contest import IN_TURN, contest_section
+from labkit.experiments.contest import IN_TURN, ContestCase, contest_section
 from labkit.experiments.operations import (
     IMPLEMENTATIONS,
-    Attention,
-    WeightedSum,
-    attention_problem,
+    attention_of,
     contest_case,
+    first_kernel,
+    new_attention,
     triton_unavailable,
 )
 from labkit.experiments.sections import empty_cache, run_section, section, timed
@@ -45,7 +43,6 @@ __all__ = ["MEASUREMENT_VERSION", "cases", "ceiling_rates", "run_case"]
 MEASUREMENT_VERSION = 2
 
 ALGORITHM = {"length": 96, "d_head": 16}
-TRACED_QUERIES = 3
 TILE_FIELDS = ("block_q", "block_k", "num_warps", "num_stages")
 
 
@@ -54,30 +51,24 @@ def cases(profile: str, device_kind: str, *, lengths=(), d_heads=()) -> list[Cas
     grid = FLASH_ATTENTION[profile]
     timeout = {"timeout_s": grid.case_timeout_s}
     limits = {**timeout, "time_limit_s": grid.time_limit_s}
-    found = ceiling_cases(tuple(grid.impls), grid.case_timeout_s)
+    planned = ceiling_cases(tuple(grid.impls), grid.case_timeout_s)
     for tile, causal in itertools.product(grid.algorithm_tiles, (False, True)):
         parameters = {**ALGORITHM, "tile": tile, "causal": causal, "precision": "fp32"}
         phases = ("errors",) if causal else ("errors", "trace")
-        found.append(Case("algorithm", parameters, phases, **timeout))
+        planned.append(Case("algorithm", parameters, phases, **timeout))
     for rows, dim in grid.weighted_sums:
         parameters = {"rows": rows, "dim": dim, "precision": "fp32"}
         impls = IMPLEMENTATIONS["weighted_sum"]
-        found.append(contest_case("weighted_sum", "weighted_sum", parameters, impls, **limits))
+        planned.append(contest_case("weighted_sum", "weighted_sum", parameters, impls, **limits))
     for tile in grid.tiles:
         parameters = _shape(grid.tiles_shape, "bf16") | dict(zip(TILE_FIELDS, tile, strict=True))
-        found.append(Case("tiles", parameters, ("forward",), **limits))
-    sustained = [f"{impl} {name}" for name in ("forward", "backward") for impl in grid.sustained]
-    narrowable = [
-        contest_case(
-            "rivals",
-            "attention",
-            _shape(rivalry, "bf16"),
-            grid.rivals,
-            **timeout,
-            time_limit_s=grid.rivals_time_limit_s,
-            sustained=tuple(sustained),
-        )
-        for rivalry in grid.rivalries
+        planned.append(Case("tiles", parameters, ("forward",), **limits))
+    sustained = [f"{impl} {name}" for name in PASSES[:2] for impl in grid.sustained]
+    ranking = {"is_ranking": True, "sustained": tuple(sustained)}
+    ranking |= {**timeout, "time_limit_s": grid.rivals_time_limit_s}
+    narrowable: list[Case] = [
+        contest_case("rivals", "attention", _shape(shape, "bf16"), grid.rivals, **ranking)
+        for shape in grid.rivalries
     ]
     narrowable += _speed_cases(grid, limits)
     for precision, impls in grid.memory_impls.items():
@@ -88,8 +79,8 @@ def cases(profile: str, device_kind: str, *, lengths=(), d_heads=()) -> list[Cas
     for case in narrowable:
         p = case.parameters
         if (not lengths or p["length"] in lengths) and (not d_heads or p["d_head"] in d_heads):
-            found.append(case)
-    return found
+            planned.append(case)
+    return planned
 
 
 def _shape(shape: Rivalry, precision: str) -> dict:
@@ -103,14 +94,16 @@ def _speed_cases(grid: Grid, limits: dict) -> Iterator[Case]:
     for precision, impls in grid.impls.items():
         for d_head, length in itertools.product(grid.d_heads, grid.lengths):
             here = [impl for impl in impls if length in _lengths(grid, impl, precision, d_head)]
-            alone = [impl for impl in here if impl in MATERIALISING]
             shape = _shape(Rivalry(1, 1, length, d_head, True), precision)
             if here:
-                case, in_turn = {**shape, "timed": IN_TURN}, [x for x in here if x not in alone]
+                in_turn = [impl for impl in here if impl not in MATERIALISING]
+                case = {**shape, "timed": IN_TURN}
                 yield contest_case("speed", "attention", case, in_turn, **limits)
-            for impl in alone:
-                case = {**shape, "timed": f"alone: {impl}"}
-                yield contest_case("speed", "attention", case, [impl], is_alone=True, **limits)
+            for impl in here:
+                if impl in MATERIALISING:
+                    case = {**shape, "timed": f"alone: {impl}"}
+                    phases = tuple(f"{impl} {name}" for name in PASSES)
+                    yield ContestCase("speed", case, phases, **limits)
 
 
 def _lengths(grid: Grid, impl: str, precision: str, d_head: int) -> tuple[int, ...]:
@@ -121,126 +114,87 @@ def _lengths(grid: Grid, impl: str, precision: str, d_head: int) -> tuple[int, .
     return grid.by_shape.get("any", {}).get(d_head, grid.lengths)
 
 
-def attention_of(device: Device, parameters: dict) -> Attention:
-    """Returns the attention of a case's parameters."""
-    names = ("batch", "heads", "length", "d_head", "causal")
-    shape = Rivalry(*(parameters[name] for name in names))
-    return attention_problem(device, shape, parameters["precision"])
-
-
 def _measure_algorithm(device: Device, case: Case, phase: str) -> Measured:
-    """The tiled algorithm against the formula, or what its running statistics are after each tile
-    of keys.
+    """The tiled algorithm against the formula, or how far the output after each tile of keys is
+    from the last; on the host, so that every device shows the same case.
     """
     p = case.parameters
-    shape = Rivalry(1, 1, p["length"], p["d_head"], p["causal"])
-    # The host's, so that every device shows the same case.
-    problem = Attention(device, shape, p["precision"], drawn_on="cpu")
-    inputs = [x.detach() for x in problem.inputs]
+    shape = _shape(Rivalry(1, 1, p["length"], p["d_head"], p["causal"]), p["precision"])
+    operation = new_attention(dataclasses.replace(device, kind="cpu"), shape)
+    q, k, v = (x.detach() for x in operation.inputs.values())
     options = {"scale": p["d_head"] ** -0.5, "left": -1, "right": 0 if p["causal"] else -1}
     options |= {"tile_q": p["tile"], "tile_k": p["tile"]}
-    length, d_head = inputs[0].shape[2:]
-    described = {**p, "length": length, "d_head": d_head}
+    out, lse = tiled_attention_forward(q, k, v, **options)
     if phase == "trace":
-        samples = _online_softmax(*inputs, options)
-        return Measured({"num_tiles": -(-length // p["tile"])}, described, samples=samples)
-    out, lse = tiled_attention_forward(*inputs, **options)
-    grads = tiled_attention_backward(*problem.grad_outs, *inputs, out, lse, **options)
-    verdicts = [*problem.verdicts("forward", [out]), *problem.verdicts("backward", grads)]
+        ends = range(p["tile"], p["length"] + p["tile"], p["tile"])
+        outs = [
+            tiled_attention_forward(q, k[..., :end, :], v[..., :end, :], **options)[0]
+            for end in ends
+        ]
+        samples = {"distance": [numerics.relative_error(x, out) for x in outs]}
+        return Measured({"num_tiles": len(ends)}, p, samples=samples)
+    grads = tiled_attention_backward(*operation.grad_outs, q, k, v, out, lse, **options)
+    verdicts = [*operation.verdicts("forward", [out]), *operation.verdicts("backward", grads)]
     metrics = {
         f"{name}_{key}": number
         for name, verdict in zip(("out", "dq", "dk", "dv"), verdicts, strict=True)
         for key, number in verdict.metrics().items()
     }
-    return Measured(metrics, described)
-
-
-def _online_softmax(q: Tensor, k: Tensor, v: Tensor, options: dict) -> dict[str, list[float]]:
-    """Returns some queries' statistics after each tile of keys: what it returns for the keys up to
-    there alone.
-    """
-    tile, num_keys = options["tile_k"], k.shape[-2]
-    q = q[..., :TRACED_QUERIES, :]
-    scores = (q @ k.transpose(-2, -1))[0, 0].double() * options["scale"]
-    final, _ = tiled_attention_forward(q, k, v, **options)
-    steps = []
-    for end in range(tile, num_keys + tile, tile):
-        out, lse = tiled_attention_forward(q, k[..., :end, :], v[..., :end, :], **options)
-        maxima = scores[:, :end].amax(dim=-1)
-        denominators = (lse[0, 0].double() - maxima).exp()
-        distances = ((out - final).norm(dim=-1) / final.norm(dim=-1))[0, 0]
-        steps.append(torch.stack([maxima, denominators, distances]))
-    by_query = torch.stack(steps, dim=-1)
-    return {
-        f"query {query} {name}": by_query[place, query].tolist()
-        for place, name in enumerate(("maximum", "denominator", "distance"))
-        for query in range(TRACED_QUERIES)
-    }
+    return Measured(metrics, p)
 
 
 def _measure_tile(device: Device, case: Case, ceilings: dict[str, float]) -> Measured:
     """The forward kernel with other tiles than the shipped ones, held to the same gate."""
-    if reason := triton_unavailable(device):
+    operation = attention_of(device, case.parameters)
+    if reason := triton_unavailable(operation):
         raise Skip(reason)
-    problem = attention_of(device, case.parameters)
-    tensors = [x.detach() for x in problem.inputs]
-    shipped = labkit_flash.resolve_tiles(*tensors[:2], **problem.options)
+    tensors = [x.detach() for x in operation.inputs.values()]
+    shipped = labkit_flash.resolve_tiles(*tensors[:2], **operation.options)
     tile = TileConfig(*(case.parameters[name] for name in TILE_FIELDS))
     config = dataclasses.replace(shipped, forward=tile)
-    right = 0 if problem.shape.causal else -1
+    right = 0 if operation.options["causal"] else -1
     plan = labkit_flash.plan_of(*tensors, right=right, config=config)
     run = functools.partial(plan.forward, *tensors)
     try:
         out, _ = run()
     except triton.errors.TritonError as error:
         raise Skip(f"{type(error).__name__}: {error}".split("\n")[0]) from None
-    verdict = problem.verdicts("forward", [out])[0]
+    verdict = operation.verdicts("forward", [out])[0]
     limits = {"device_kind": device.kind, "num_warmup": 1, "time_limit_s": case.time_limit_s}
     method = "graph" if device.kind == "cuda" else "host"
-    found = timed(device, time_callable, run, method=method, **limits)
-    metrics = problem.rates("forward", found.timing.median_ms, ceilings) | verdict.metrics()
-    tile_case = {name: getattr(tile, name) for name in TILE_FIELDS}
+    times = timed(device, time_callable, run, method=method, **limits)
+    metrics = operation.rates("forward", times.timing.median_ms, ceilings) | verdict.metrics()
     metrics["is_shipped"] = int(tile == shipped.forward)
-    return found.measured(metrics, problem.described() | tile_case)
+    return times.measured(metrics, case.parameters)
 
 
-@contextlib.contextmanager
-def _memory_call(device: Device, case: Case) -> Iterator[tuple[Attention, int]]:
-    """Gives the operation, and the bytes that were allocated before its tensors."""
+def _measure_memory(device: Device, case: Case, phase: str) -> Measured:
+    """The peak of a forward pass, or of a forward and a backward pass, inputs included."""
     if device.kind != "cuda":
         raise Skip("the peak of memory is what CUDA's allocator counts")
-    p = case.parameters
-    attention_problem.cache_clear()
-    small = Attention(device, Rivalry(1, 1, 128, p["d_head"], p["causal"]), p["precision"])
-    if reason := small.unavailable(p["impl"]):
+    impl = case.parameters["impl"]
+    small = new_attention(device, case.parameters | {"length": 128})
+    if reason := small.implementations[impl].unavailable(small):
         raise Skip(reason)
     # What a library sets aside at its first call, and keeps, is not the call's.
-    small.gradients(p["impl"])
+    small.call(impl, "forward_backward")()
     empty_cache(device)
     before = torch.cuda.memory_allocated()
-    yield attention_of(device, p), before
-
-
-def _measure_memory(call: tuple[Attention, int], case: Case, phase: str) -> Measured:
-    """The peak of a forward pass, or of a forward and a backward pass, inputs included."""
-    (problem, before), impl = call, case.parameters["impl"]
+    operation = new_attention(device, case.parameters)
     torch.cuda.reset_peak_memory_stats()
-    problem.call(impl, phase)()
-    return Measured(
-        {"peak_bytes": torch.cuda.max_memory_allocated() - before},
-        {**problem.described(), "impl": impl},
-        {"ran": problem.observed(impl)["ran"]},
-    )
+    operation.call(impl, phase)()
+    peak_bytes = torch.cuda.max_memory_allocated() - before
+    return Measured({"peak_bytes": peak_bytes}, case.parameters)
 
 
 SECTIONS = {
     **CEILINGS,
     "algorithm": section(_measure_algorithm),
-    "weighted_sum": contest_section(WeightedSum),
+    "weighted_sum": contest_section(first_kernel),
     "speed": contest_section(attention_of),
-    "rivals": contest_section(attention_of, is_ranking=True),
+    "rivals": contest_section(attention_of),
     "tiles": lambda *arguments: [("forward", functools.partial(_measure_tile, *arguments))],
-    "memory": section(_measure_memory, _memory_call),
+    "memory": section(_measure_memory),
 }
 
 

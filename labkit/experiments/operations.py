@@ -10,7 +10,6 @@ written once; the ceiling is the session's copy, or its matrix product where pro
 operation.
 """
 
-import dataclasses
 import functools
 import importlib.util
 import inspect
@@ -19,10 +18,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from labkit import accounting, numerics
-from labkit.configs import PASSES, Rivalry
+from labkit import accounting
+from labkit.configs import PASSES
 from labkit.device import Device
 from labkit.experiments.contest import (
     ContestCase,
@@ -34,7 +32,7 @@ from labkit.experiments.contest import (
 )
 from labkit.experiments.sections import empty_cache
 from labkit.kernels import flash_attention as labkit_flash
-from labkit.kernels.attention import IMPLS, OUR_OPTIONS, attention, unavailable_reason, what_runs
+from labkit.kernels.attention import IMPLS, attention, unavailable_reason
 from labkit.kernels.cross_entropy import cross_entropy, linear_cross_entropy
 from labkit.kernels.fused import wide
 from labkit.kernels.gelu_mlp import gelu_mlp
@@ -85,12 +83,10 @@ def contest_case(
     parameters: dict,
     impls: Sequence[str],
     passes: Sequence[str] = PASSES,
-    *,
-    is_alone: bool = False,
     **limits,
 ) -> ContestCase:
-    """Returns the case of a contest of `impls` and, unless one is alone, of all registered ones."""
-    registered = IMPLEMENTATIONS[operation].items() if not is_alone else ()
+    """Returns the case of a contest of `impls` and of all registered ones."""
+    registered = IMPLEMENTATIONS[operation].items()
     modules = {name: each.module for name, each in registered if each.module}
     entrants = dict.fromkeys((*impls, *modules))
     phases = tuple(f"{impl} {name}" for name in passes for impl in entrants)
@@ -100,101 +96,73 @@ def contest_case(
 # ---- attention -----------------------------------------------------------------------------------
 
 
-class Attention(Operation):
-    """Attention on one shape; ratios are to what "auto" runs there, in TF32 to the kernel that is
-    told to.
+SHAPE = ("batch", "heads", "length", "d_head", "causal", "precision")
+"""What a case of attention is given by."""
+
+
+def new_attention(device: Device, parameters: dict) -> Operation:
+    """Returns attention on one shape; ratios are to what "auto" runs there, in TF32 to the kernel
+    that is told to.
     """
-
-    names = ("q", "k", "v")
-
-    def __init__(self, device: Device, shape: Rivalry, precision: str, *, drawn_on: str = ""):
-        empty_cache(device)
-        self.device, self.shape, self.precision = device, shape, precision
+    empty_cache(device)
+    *size, causal, precision = (parameters[name] for name in SHAPE)
+    q, k, v, grad_out = draw(device.kind, precision, *4 * [size])
+    baseline = labkit_flash.resolve_impl(q)
+    if precision == "tf32" and baseline == "triton":
+        baseline = "triton_tf32"
+    batch, heads, length, d_head = size
+    call = (batch * heads, length, d_head)
+    costs = {
+        name: {"flops": accounting.attention_call_flops(name, *call, causal=causal)}
+        for name in PASSES
+    }
+    return Operation(
+        device,
+        precision,
         # Some kernels multiply fp32 as several products of TF32, and the peak of plain fp32 is not
         # theirs.
-        self.peak_precision = "tf32" if precision == "fp32" else precision
-        self.implementations = IMPLEMENTATIONS["attention"]
-        self.options = {"causal": shape.causal}
-        size = (shape.batch, shape.heads, shape.length, shape.d_head)
-        drawn = draw(drawn_on or device.kind, precision, *4 * [size])
-        *self.inputs, grad_out = (x.to(device.kind) for x in drawn)
-        self.grad_outs = [grad_out]
-        for x in self.inputs:
-            x.requires_grad_()
-        self.baseline = what_runs("auto", *self.inputs[:2], **self.options)
-        if precision == "tf32" and self.baseline == "triton":
-            self.baseline = "triton_tf32"
-
-    def formula(self, *inputs: Tensor, dtype: torch.dtype) -> Tensor:
-        return attention_formula(*inputs, **self.options, dtype=dtype)
-
-    def num_terms(self, name: str) -> int:
-        return self.shape.length
-
-    def cost(self, name: str) -> dict:
-        shape = self.shape
-        call = (name, shape.batch * shape.heads, shape.length, shape.d_head)
-        return {"flops": accounting.attention_call_flops(*call, causal=shape.causal)}
-
-    def described(self) -> dict:
-        q = self.inputs[0]
-        shape = dataclasses.asdict(Rivalry(*q.shape, self.shape.causal))
-        return {**shape, "precision": numerics.live_precision(q.dtype)}
-
-    def metrics(self, impl: str) -> dict:
-        return {"is_auto": int(impl == self.baseline)}
-
-    def observed(self, impl: str) -> dict:
-        q, k, _ = self.inputs
-        ran = what_runs(impl, q, k, **self.options) if impl in IMPLS else impl
-        observed = {"ran": ran, "auto": self.baseline}
-        options = OUR_OPTIONS.get(impl, {})
-        if options.get("impl") == "triton" and q.dtype == torch.float32:
-            # Several products may make one.
-            precision = options.get("precision", "auto")
-            observed["products"] = labkit_flash.resolve_precision(q, precision)
-        if ran.startswith("gluon"):
-            observed["backward"] = labkit_flash.resolve_backward(q, k, "gluon", **self.options)
-        return observed
+        peak_precision="tf32" if precision == "fp32" else precision,
+        inputs={"q": q, "k": k, "v": v},
+        grad_outs=[grad_out],
+        formula=functools.partial(attention_formula, causal=causal),
+        costs=costs,
+        terms=dict.fromkeys(("out", "dq", "dk", "dv"), length),
+        implementations=IMPLEMENTATIONS["attention"],
+        baseline=baseline,
+        options={"causal": causal},
+    )
 
 
 @functools.lru_cache(maxsize=1)
-def attention_problem(device: Device, shape: Rivalry, precision: str) -> Attention:
-    """Returns the operation on a shape; the last one is kept, for a shape's cases follow one
-    another.
+def _last_attention(device: Device, *values) -> Operation:
+    return new_attention(device, dict(zip(SHAPE, values, strict=True)))
+
+
+def attention_of(device: Device, parameters: dict) -> Operation:
+    """Returns the operation of a case's parameters; the last one is kept, for the cases of a shape
+    follow one another.
     """
-    return Attention(device, shape, precision)
-
-
-def _attention(impl: str) -> Implementation:
-    def unavailable(problem: Attention) -> str | None:
-        return unavailable_reason(impl, *problem.inputs[:2], **problem.options)
-
-    return Implementation(functools.partial(attention, impl=impl), unavailable)
+    return _last_attention(device, *(parameters[name] for name in SHAPE))
 
 
 # ---- operations on rows --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Definition:
-    """What is computed of tensors whose shapes follow from (rows, columns).
-
-    Attributes:
-        shapes: of the tensors to differentiate by; others: (rows, columns, device) → what comes
-            after them.
-        elements: read and written of each of the first tensor's, forward and backward; flops:
-            (rows, columns) → FLOPs of a forward pass, where products bound the operation.
-        passes: without "forward" where a forward pass computes the gradients too.
+def shapes_of(rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the tensors to differentiate by, by the names that formulas give
+    them.
     """
-
-    function: Callable
-    ours: Callable
-    shapes: Callable[[int, int], list[tuple[int, ...]]]
-    elements: tuple[int, int] = (0, 0)
-    flops: Callable[[int, int], int] | None = None
-    others: Callable[..., tuple] = lambda *_: ()
-    passes: tuple[str, ...] = ("forward", "forward_backward")
+    hidden = round(HIDDEN * columns) // 8 * 8
+    return {
+        **dict.fromkeys(("x", "residual", "gate", "up", "logits"), (rows, columns)),
+        **dict.fromkeys(("weight", "bias"), (columns,)),
+        **dict.fromkeys(("q", "k"), (1, rows, columns // HEAD, HEAD)),
+        "classes": (VOCABULARY, columns),
+        "w1": (hidden, columns),
+        "b1": (hidden,),
+        "w2": (columns, hidden),
+        "b2": (columns,),
+    }
 
 
 def _rms_norm(x, weight, residual):
@@ -209,224 +177,206 @@ def _layer_norm(x, weight, bias, residual):
     return F.layer_norm(total, weight.shape, weight, bias, EPS), total
 
 
+def _swiglu(gate, up):
+    return F.silu(gate) * up
+
+
+def _rotary(q, k, turn):
+    return turn(q.transpose(1, 2)), turn(k.transpose(1, 2))
+
+
 def _cross_entropy(logits, targets):
     return F.cross_entropy(wide(logits), targets)
 
 
-def _targets(rows: int, num_classes: int, device: str) -> tuple[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return (torch.randint(num_classes, (rows,), generator=generator).to(device),)
+def _linear_cross_entropy(x, classes, targets):
+    return _cross_entropy(x @ classes.T, targets)
 
 
 def _mlp(x, w1, b1, w2, b2):
     return F.linear(F.gelu(F.linear(x, w1, b1), approximate="tanh"), w2, b2)
 
 
-def _mlp_shapes(rows: int, columns: int) -> list[tuple[int, ...]]:
-    hidden = round(HIDDEN * columns) // 8 * 8
-    return [(rows, columns), (hidden, columns), (hidden,), (columns, hidden), (columns,)]
-
-
 def _weighted_sum(x, weight):
     return (x * weight).sum(dim=-1)
 
 
+@dataclass(frozen=True)
+class Definition:
+    """What is computed of rows.
+
+    Attributes:
+        formula: of tensors named as in `shapes_of`, then of `targets` or `turn`.
+        ours: the same by our kernel.
+        elements: read and written of each of the first tensor's, forward and backward, where bytes
+            bound the operation.
+        passes: without "forward" where a forward pass computes the gradients too.
+    """
+
+    formula: Callable
+    ours: Callable
+    elements: tuple[int, int] = (0, 0)
+    passes: tuple[str, ...] = ("forward", "forward_backward")
+
+
 DEFINITIONS = {
-    "weighted_sum": Definition(_weighted_sum, weighted_sum, lambda n, c: [(n, c), (c,)]),
+    "weighted_sum": Definition(_weighted_sum, weighted_sum),
     "rms_norm": Definition(
-        _rms_norm,
-        lambda x, weight, residual: rms_norm(x, weight, EPS, residual),
-        lambda n, c: [(n, c), (c,), (n, c)],
-        elements=(4, 4),
+        _rms_norm, lambda x, weight, residual: rms_norm(x, weight, EPS, residual), (4, 4)
     ),
     "layer_norm": Definition(
         _layer_norm,
         lambda x, weight, bias, residual: layer_norm(x, weight, bias, EPS, residual),
-        lambda n, c: [(n, c), (c,), (c,), (n, c)],
-        elements=(4, 4),
+        (4, 4),
     ),
-    "swiglu": Definition(
-        lambda gate, up: F.silu(gate) * up, swiglu, lambda n, c: [(n, c), (n, c)], elements=(3, 5)
-    ),
+    "swiglu": Definition(_swiglu, swiglu, (3, 5)),
     "rotary": Definition(
-        lambda q, k, turn: (turn(q.transpose(1, 2)), turn(k.transpose(1, 2))),
+        _rotary,
         lambda q, k, turn: rotary(q.transpose(1, 2), k.transpose(1, 2), turn.cos_TD, turn.sin_TD),
-        lambda n, c: 2 * [(1, n, c // HEAD, HEAD)],
-        elements=(4, 4),
-        others=lambda n, c, device: (RotaryEmbedding(HEAD, n, 10_000.0, device),),
+        (4, 4),
     ),
-    "cross_entropy": Definition(
-        _cross_entropy, cross_entropy, lambda n, c: [(n, c)], elements=(1, 2), others=_targets
-    ),
+    "cross_entropy": Definition(_cross_entropy, cross_entropy, (1, 2)),
     "linear_cross_entropy": Definition(
-        lambda x, weight, targets: _cross_entropy(x @ weight.T, targets),
-        linear_cross_entropy,
-        lambda n, c: [(n, c), (VOCABULARY, c)],
-        flops=lambda n, c: 2 * n * c * VOCABULARY,
-        passes=("forward_backward",),
-        others=lambda n, c, device: _targets(n, VOCABULARY, device),
+        _linear_cross_entropy, linear_cross_entropy, passes=("forward_backward",)
     ),
-    "gelu_mlp": Definition(
-        _mlp, gelu_mlp, _mlp_shapes, flops=lambda n, c: 4 * n * c * _mlp_shapes(n, c)[2][0]
-    ),
+    "gelu_mlp": Definition(_mlp, gelu_mlp),
 }
 
 
-class RowOperation(Operation):
-    """An operation of DEFINITIONS on tensors of one shape; ratios are to ours."""
-
-    baseline = "ours"
-
-    def __init__(self, device: Device, parameters: dict):
-        self.device, self.name = device, parameters["operation"]
-        self.shape = (parameters["rows"], parameters["columns"])
-        self.precision = parameters["precision"]
-        self.definition = DEFINITIONS[self.name]
-        self.implementations = IMPLEMENTATIONS[self.name]
-        shapes = self.definition.shapes(*self.shape)
-        self.names = list(inspect.signature(self.definition.function).parameters)[: len(shapes)]
-        self.inputs = draw(device.kind, self.precision, *shapes)
-        for number, x in enumerate(self.inputs):
-            if number and x.dim() == 2 and x.shape != shapes[0]:
-                # A weight matrix as it is initialised, so that a product is of its input's size.
-                x *= x.shape[-1] ** -0.5
-            x.requires_grad_()
-        self.others = self.definition.others(*self.shape, device.kind)
-        with torch.no_grad():
-            outs = as_tuple(self.definition.function(*self.inputs, *self.others))
-        torch.manual_seed(2)
-        self.grad_outs = [torch.randn_like(x) if x.dim() else torch.ones_like(x) for x in outs]
-
-    def formula(self, *inputs: Tensor, dtype: torch.dtype) -> Tensor | tuple[Tensor, ...]:
-        return self.definition.function(*(x.to(dtype) for x in inputs), *self.others)
-
-    def num_terms(self, name: str) -> int:
-        return max(self.shape)
-
-    def rows(self, x: Tensor, is_gradient: bool) -> Tensor:
-        # A vector is one row as a gradient, and a number of each row as an output.
-        return x.reshape(-1, x.shape[-1] if is_gradient or x.dim() > 1 else 1)
-
-    def cost(self, name: str) -> dict:
-        if self.definition.flops:
-            return {"flops": self.definition.flops(*self.shape) * (1 if name == "forward" else 3)}
-        forward, backward = self.definition.elements
-        elements = forward if name == "forward" else forward + backward
-        return {"num_bytes": elements * self.inputs[0].nbytes}
-
-    def described(self) -> dict:
-        rows, columns = self.inputs[0].reshape(self.shape[0], -1).shape
-        precision = numerics.live_precision(self.inputs[0].dtype)
-        return {"operation": self.name, "rows": rows, "columns": columns, "precision": precision}
+def row_operation(device: Device, parameters: dict) -> Operation:
+    """Returns an operation of DEFINITIONS on tensors of one shape; ratios are to ours."""
+    name, precision = parameters["operation"], parameters["precision"]
+    rows, columns = parameters["rows"], parameters["columns"]
+    definition, shapes = DEFINITIONS[name], shapes_of(rows, columns)
+    arguments = inspect.signature(definition.formula).parameters
+    names = [argument for argument in arguments if argument in shapes]
+    tensors = draw(device.kind, precision, *(shapes[each] for each in names))
+    matrices = [x for x in tensors if x.dim() == 2 and x.shape != (rows, columns)]
+    for matrix in matrices:
+        # As it is initialised, so that a product is of its input's size.
+        matrix *= matrix.shape[-1] ** -0.5
+    others: tuple = ()
+    if "targets" in arguments:
+        num_classes = VOCABULARY if matrices else columns
+        generator = torch.Generator().manual_seed(1)
+        others = (torch.randint(num_classes, (rows,), generator=generator).to(device.kind),)
+    if "turn" in arguments:
+        others = (RotaryEmbedding(HEAD, rows, 10_000.0).to(device.kind),)
+    outs = as_tuple(definition.formula(*tensors, *others))
+    torch.manual_seed(2)
+    if matrices:
+        flops = 2 * rows * sum(matrix.numel() for matrix in matrices)
+        costs = {"forward": {"flops": flops}, "forward_backward": {"flops": 3 * flops}}
+    else:
+        forward, backward = (number * tensors[0].nbytes for number in definition.elements)
+        both = forward + backward
+        costs = {"forward": {"num_bytes": forward}, "forward_backward": {"num_bytes": both}}
+    return Operation(
+        device,
+        precision,
+        inputs=dict(zip(names, tensors, strict=True)),
+        grad_outs=[torch.randn_like(x) if x.dim() else torch.ones_like(x) for x in outs],
+        formula=lambda *inputs, dtype: definition.formula(*(x.to(dtype) for x in inputs), *others),
+        costs=costs,
+        terms=dict.fromkeys(("out", *(f"d{each}" for each in names)), max(rows, columns)),
+        implementations=IMPLEMENTATIONS[name],
+        baseline="ours",
+        others=others,
+    )
 
 
-class WeightedSum(RowOperation):
-    """Σ_d x_nd w_d: the first kernel against the formula; ratios are to the kernel."""
-
-    def __init__(self, device: Device, parameters: dict):
-        named = {"operation": "weighted_sum", "columns": parameters["dim"]}
-        super().__init__(device, parameters | named)
-        self.baseline = None if self.unavailable("triton") else "triton"
-
-    def num_terms(self, name: str) -> int:
-        rows, dim = self.shape
-        return {"out": dim, "dx": 1, "dweight": rows}[name]
-
-    def cost(self, name: str) -> dict:
-        element_bytes = self.inputs[0].element_size()
-        return {"num_bytes": accounting.weighted_sum_bytes(name, *self.shape, element_bytes)}
-
-    def described(self) -> dict:
-        found = super().described()
-        return {"rows": found["rows"], "dim": found["columns"], "precision": found["precision"]}
+def first_kernel(device: Device, parameters: dict) -> Operation:
+    """Returns Σ_d x_nd w_d: the first kernel against the formula; ratios are to the kernel."""
+    rows, dim = parameters["rows"], parameters["dim"]
+    named = {"operation": "weighted_sum", "columns": dim}
+    operation = row_operation(device, parameters | named)
+    operation.baseline = None if triton_unavailable(operation) else "triton"
+    operation.terms = {"out": dim, "dx": 1, "dweight": rows}
+    size = (rows, dim, operation.dtype.itemsize)
+    operation.costs = {
+        name: {"num_bytes": accounting.weighted_sum_bytes(name, *size)} for name in PASSES
+    }
+    return operation
 
 
 # ---- implementations -----------------------------------------------------------------------------
 
 
-def triton_unavailable(device: Device) -> str | None:
+def triton_unavailable(operation: Operation) -> str | None:
     """Returns why no kernel of ours runs on the device, None if they do."""
-    if device.kind == "cuda" or labkit_flash.IS_INTERPRETED:
+    kind = operation.device.kind
+    if kind == "cuda" or labkit_flash.IS_INTERPRETED:
         return None
-    return f"the Triton kernel needs a CUDA device; this is {device.kind}"
+    return f"the Triton kernel needs a CUDA device; this is {kind}"
 
-
-PEERS = {
-    "liger": (
-        "liger_kernel.transformers.functional",
-        {
-            "rms_norm": lambda liger, x, weight, residual: liger.liger_fused_add_rms_norm(
-                x, residual, weight, EPS, in_place=False
-            ),
-            "swiglu": lambda liger, gate, up: liger.liger_swiglu(gate, up),
-            # It overwrites its logits.
-            "cross_entropy": lambda liger, logits, targets: liger.liger_cross_entropy(
-                logits.clone(), targets
-            ),
-            "linear_cross_entropy": lambda liger, *tensors: liger.liger_fused_linear_cross_entropy(
-                *tensors
-            ),
-        },
-    ),
-    "quack": (
-        "quack",
-        {
-            "rms_norm": lambda quack, x, weight, residual: quack.rmsnorm(
-                x, weight, residual=residual, eps=EPS, prenorm=True
-            )
-        },
-    ),
-}
-"""Others' packages by implementation: the module of their functions, and calls of these by
-operation.
-"""
 
 _load = functools.cache(importlib.import_module)
 
+LIGER = {
+    "rms_norm": lambda liger, x, weight, residual: liger.liger_fused_add_rms_norm(
+        x, residual, weight, EPS, in_place=False
+    ),
+    "swiglu": lambda liger, gate, up: liger.liger_swiglu(gate, up),
+    # It overwrites its logits.
+    "cross_entropy": lambda liger, logits, targets: liger.liger_cross_entropy(
+        logits.clone(), targets
+    ),
+    "linear_cross_entropy": lambda liger, *tensors: liger.liger_fused_linear_cross_entropy(
+        *tensors
+    ),
+}
+QUACK = {
+    "rms_norm": lambda quack, x, weight, residual: quack.rmsnorm(
+        x, weight, residual=residual, eps=EPS, prenorm=True
+    ),
+}
+"""Calls of others' packages by operation."""
 
-def _peer(impl: str, operation: str) -> Implementation:
-    """Returns another package's function, which is imported when it is first called."""
-    module, functions = PEERS[impl]
+
+def _peer(module: str, function: Callable | None) -> Implementation:
+    """Returns a call of another package, which is imported when it is first made."""
     package = module.split(".")[0]
 
-    def unavailable(problem: Operation) -> str | None:
-        if operation not in functions:
+    def unavailable(operation: Operation) -> str | None:
+        if function is None:
             return f"{package} has no operation that does the same"
-        if problem.device.kind != "cuda" or importlib.util.find_spec(package) is None:
+        if operation.device.kind != "cuda" or importlib.util.find_spec(package) is None:
             return f"{package} is not installed, or there is no GPU"
         return None
 
-    return Implementation(
-        lambda *tensors: functions[operation](_load(module), *tensors), unavailable
-    )
+    return Implementation(lambda *tensors: function(_load(module), *tensors), unavailable)
 
 
 @functools.cache
-def _compiled(operation: str, mode: str | None = None) -> Callable:
-    formula = DEFINITIONS[operation].function
+def _compiled(operation: str) -> Callable:
+    mode = None if operation == "weighted_sum" else "max-autotune-no-cudagraphs"
+    formula = DEFINITIONS[operation].formula
     return torch.compile(formula, fullgraph=True, dynamic=False, mode=mode)
 
 
-def _compile(operation: str) -> Implementation:
-    return Implementation(
-        lambda *tensors: _compiled(operation, "max-autotune-no-cudagraphs")(*tensors),
-        lambda problem: None if problem.device.kind == "cuda" else "is compiled on a GPU only",
-    )
-
-
-IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {
-    name: {
-        "ours": Implementation(formula.ours),
-        "eager": Implementation(formula.function),
-        "compiled": _compile(name),
-        **{impl: _peer(impl, name) for impl in PEERS},
+def _implementations(operation: str) -> dict[str, Implementation]:
+    return {
+        "ours": Implementation(DEFINITIONS[operation].ours),
+        "eager": Implementation(DEFINITIONS[operation].formula),
+        "compiled": Implementation(lambda *tensors: _compiled(operation)(*tensors)),
+        "liger": _peer("liger_kernel.transformers.functional", LIGER.get(operation)),
+        "quack": _peer("quack", QUACK.get(operation)),
     }
-    for name, formula in DEFINITIONS.items()
-}
+
+
+def _attention(impl: str) -> Implementation:
+    def unavailable(operation: Operation) -> str | None:
+        q, k = operation.inputs["q"], operation.inputs["k"]
+        return unavailable_reason(impl, q, k, **operation.options)
+
+    return Implementation(functools.partial(attention, impl=impl), unavailable)
+
+
+IMPLEMENTATIONS = {name: _implementations(name) for name in DEFINITIONS}
 IMPLEMENTATIONS["weighted_sum"] = {
-    "eager": Implementation(_weighted_sum),
-    "compiled": Implementation(lambda *tensors: _compiled("weighted_sum")(*tensors)),
-    "triton": Implementation(weighted_sum, lambda problem: triton_unavailable(problem.device)),
+    "eager": IMPLEMENTATIONS["weighted_sum"]["eager"],
+    "compiled": IMPLEMENTATIONS["weighted_sum"]["compiled"],
+    "triton": Implementation(weighted_sum, triton_unavailable),
 }
 IMPLEMENTATIONS["attention"] = {impl: _attention(impl) for impl in IMPLS}
 """By operation and name; `register` adds to them."""

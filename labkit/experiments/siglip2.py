@@ -4,37 +4,39 @@ beside its peers.
 Sections: "ceilings", "floor" (the matrix products alone), "steps" (forward pass, both passes, and
 both with AdamW, of a batch under every way to run the encoder), "profile" (their kernels),
 "modules" (each part of the encoder alone), "accuracy" (a shallow encoder against fp64), "kernels"
+(contests of the fused kernels).
 
 A step is timed by replaying it from a CUDA graph, call by call, and back to back. Workload "A" is
 images of one size; "B" as many patches in images of many sizes.
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
-from labkit.configs import SIGLIP2, SIGLIP2_SIZES, Siglip2Config
+from labkit.configs import SIGLIP2, SIGLIP2_SIZES
 from labkit.device import Device
 from labkit.experiments.ceilings import CEILINGS, ceiling_cases, ceiling_rates
 from labkit.experiments.contest import contest_section, draw, rate_metrics
-from labkit.experiments.operations import DEFINITIONS, RowOperation, contest_case
+from labkit.experiments.operations import DEFINITIONS, contest_case, row_operation
 from labkit.experiments.sections import (
-    Timed,
+    Runner,
     run_section,
     section,
     sustained_metrics,
     timed,
     timed_with_peak,
 )
-from labkit.experiments.sweep import Case, Measured, Skip
+from labkit.experiments.sweep import Case, Measured, PhaseRun, Skip
 from labkit.kernels import KERNEL_CLASSES
-from labkit.kernels.attention import load_fa3, unavailable_reason
+from labkit.kernels.attention import FlashAttention3Function, unavailable_reason
 from labkit.measure.profiling import RangeMarker, capture_with_kineto, launches
 from labkit.measure.timing import time_callable
 from labkit.models.siglip2 import (
@@ -65,32 +67,31 @@ def cases(profile: str, device_kind: str) -> list[Case]:
     grid, is_gpu = SIGLIP2[profile], device_kind == "cuda"
     limit, dtype = grid.case_timeout_s, "bf16" if is_gpu else "fp32"
     limits = {"timeout_s": limit, "time_limit_s": grid.time_limit_s}
-    same = {"size": grid.size, "workload": "A", "images": grid.images, "precision": dtype}
-    result = ceiling_cases((dtype,), limit)
+    batch = {"size": grid.size, "workload": "A", "images": grid.images, "precision": dtype}
+    planned = ceiling_cases((dtype,), limit)
     for workload, ways in grid.ways.items():
-        batch = same | {"workload": workload}
-        result.append(Case("floor", batch, PASSES, sustained=PASSES, **limits))
+        parameters = {**batch, "workload": workload}
+        planned.append(Case("floor", parameters, PASSES, sustained=PASSES, **limits))
         # Each in a process of its own: what is compiled for one is not there for the next, nor is
         # its memory.
         options = {"fresh_process": True, "sustained": STEP_PHASES, **limits}
         for way in ways:
             if is_gpu or COMPILED not in way:
-                result.append(Case("steps", batch | {"way": way}, STEP_PHASES, **options))
+                planned.append(Case("steps", {**parameters, "way": way}, STEP_PHASES, **options))
     for way in ("eager", "fused"):
-        result.append(Case("profile", same | {"way": way}, PASSES[1:], limit))
-    module_phases = tuple(f"{impl} {which}" for which in PASSES for impl in MODULE_IMPLS)
+        planned.append(Case("profile", {**batch, "way": way}, PASSES[1:], limit))
+    module_phases = tuple(f"{impl} {name}" for name in PASSES for impl in MODULE_IMPLS)
     for precision in grid.modules if is_gpu else ("fp32",):
         for module in MODULES:
-            part = same | {"precision": precision, "module": module}
-            result.append(Case("modules", part, module_phases, **limits))
+            part = {**batch, "precision": precision, "module": module}
+            planned.append(Case("modules", part, module_phases, **limits))
     for precision in grid.accuracy if is_gpu else ("fp32",):
-        result.append(Case("accuracy", {"size": grid.size, "precision": precision}, IMPLS, limit))
+        planned.append(Case("accuracy", {"size": grid.size, "precision": precision}, IMPLS, limit))
     for operation, rows, columns in grid.kernels:
         parameters = {"operation": operation, "rows": rows, "columns": columns, "precision": dtype}
-        passes = DEFINITIONS[operation].passes
-        case = ("kernels", operation, parameters, grid.kernel_impls, passes)
-        result.append(contest_case(*case, **limits))
-    return result
+        entrants = (grid.kernel_impls, DEFINITIONS[operation].passes)
+        planned.append(contest_case("kernels", operation, parameters, *entrants, **limits))
+    return planned
 
 
 # ---- batches -------------------------------------------------------------------------------------
@@ -113,40 +114,33 @@ def draw_grids(workload: str, num_images: int, side: int) -> Tensor:
     while left:
         size, shape = torch.rand(2, generator=generator).tolist()
         patches = min(left, side**2 * 4.0 ** (3 * size - 2))
-        height = max(1, round((patches * 2.0 ** (2 * shape - 1)) ** 0.5))
-        height = min(height, left)
+        height = min(left, max(1, round((patches * 2.0 ** (2 * shape - 1)) ** 0.5)))
         width = max(1, min(round(patches / height), left // height))
         grids.append((height, width))
         left -= height * width
     return torch.tensor(grids)
 
 
-@dataclasses.dataclass(frozen=True)
 class Batch:
     """The patches of a batch of images (M, patch_dim), the images' grids, and the gradient of the
     output (M, C).
     """
 
-    config: Siglip2Config
-    patches: Tensor
-    grids: Tensor
-    grad: Tensor
-
-    @classmethod
-    def of(cls, device: Device, parameters: dict) -> "Batch":
-        config = SIGLIP2_SIZES[parameters["size"]]
-        grids = draw_grids(parameters["workload"], parameters["images"], config.position_side)
-        num_patches = int(grids.prod(1).sum())
-        shapes = ((num_patches, width) for width in (config.patch_dim, config.d_model))
-        patches, grad = draw(device.kind, parameters["precision"], *shapes)
-        return cls(config, patches, grids, grad)
+    def __init__(self, device: Device, parameters: dict):
+        self.config = SIGLIP2_SIZES[parameters["size"]]
+        workload, num_images = parameters["workload"], parameters["images"]
+        self.grids = draw_grids(workload, num_images, self.config.position_side)
+        self.sizes = self.grids.prod(1)
+        num_patches = int(self.sizes.sum())
+        shapes = ((num_patches, width) for width in (self.config.patch_dim, self.config.d_model))
+        self.patches, self.grad = draw(device.kind, parameters["precision"], *shapes)
 
     @property
     def flops(self) -> int:
         """Of a forward pass: two for each weight of a matrix and patch, and those of attention
         within images.
         """
-        c, pairs = self.config, int(self.grids.prod(1).square().sum())
+        c, pairs = self.config, int(self.sizes.square().sum())
         layer_terms = len(self.patches) * (4 * c.d_model + 2 * c.d_ff) + 2 * pairs
         return 2 * c.d_model * (len(self.patches) * c.patch_dim + c.num_layers * layer_terms)
 
@@ -157,11 +151,17 @@ class Batch:
 def _encoder(batch: Batch, way: str) -> tuple[nn.Module, Callable]:
     """Returns an encoder in training mode, and its forward pass of the batch."""
     impl, _, change = way.removesuffix(COMPILED).partition(", ")
-    recomputed = batch.config.num_layers if change == "recomputed" else 0
-    factory = {"device": batch.patches.device, "dtype": batch.patches.dtype}
-    if attend := _other_attention(change, batch):
-        factory["attend"] = attend
-    model = Siglip2Encoder(batch.config, impl, recomputed=recomputed, **factory).train()
+    options = {"device": batch.patches.device, "dtype": batch.patches.dtype}
+    if change == "recomputed":
+        options["recomputed"] = batch.config.num_layers
+    if change == "FlashAttention-2":
+        options["attend"] = flash_attention_2
+    if change == "FlashAttention-3":
+        q = batch.patches.new_empty(1, 1, 1, batch.config.d_head)
+        if reason := unavailable_reason("fa3", q, q, causal=False):
+            raise Skip(reason)
+        options["attend"] = flash_attention_3
+    model = Siglip2Encoder(batch.config, impl, **options).train()
     # What takes a packing gets it as it would from a loader of data; the others read the grids
     # themselves.
     grids = model.pack(batch.grids) if model.step >= POSITIONS else batch.grids
@@ -172,36 +172,18 @@ def _encoder(batch: Batch, way: str) -> tuple[nn.Module, Callable]:
     return model, functools.partial(model, batch.patches, grids)
 
 
-def graph_breaks(device: Device, precision: str, impl: str) -> int:
-    """Returns where torch.compile could not keep a forward pass of a small encoder one graph."""
-    batch = Batch.of(device, {"size": "tiny", "workload": "B", "images": 2, "precision": precision})
-    forward = _encoder(batch, impl)[1]
-    return torch._dynamo.explain(forward.func)(*forward.args).graph_break_count
+def flash_attention_2(qkv: Tensor, lengths: Tensor, longest: int) -> Tensor:
+    """Attention as `flash_attention_qkv`, by PyTorch's copy of FlashAttention-2."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn(*qkv.unbind(1), lengths, lengths, longest, longest)
 
 
-def _other_attention(name: str, batch: Batch) -> Callable | None:
-    """Returns what takes the place of `flash_attention_qkv`, None for another name; raises Skip if
-    it cannot run.
-    """
-    if name == "FlashAttention-2":  # PyTorch's copy of it
-        from torch.nn.attention.varlen import varlen_attn
-
-        return lambda qkv, lengths, longest: varlen_attn(
-            *qkv.unbind(1), lengths, lengths, longest, longest
-        )
-    if name != "FlashAttention-3":
-        return None
-    q = batch.patches.new_empty(1, batch.config.num_heads, 1, batch.config.d_head)
-    if reason := unavailable_reason("fa3", q, q, causal=False):
-        raise Skip(reason)
-    function = load_fa3()
-
-    def attend(qkv: Tensor, lengths: Tensor, longest: int) -> Tensor:
-        packed = {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths}
-        packed |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
-        return function(*qkv.unbind(1), False, False, packed)
-
-    return attend
+def flash_attention_3(qkv: Tensor, lengths: Tensor, longest: int) -> Tensor:
+    """Attention as `flash_attention_qkv`, by FlashAttention-3."""
+    packed = {"cu_seqlens_q": lengths, "cu_seqlens_k": lengths}
+    packed |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    return FlashAttention3Function.apply(*qkv.unbind(1), False, False, packed)
 
 
 def _transformers(batch: Batch, way: str) -> tuple[nn.Module, Callable]:
@@ -210,7 +192,6 @@ def _transformers(batch: Batch, way: str) -> tuple[nn.Module, Callable]:
         raise Skip("transformers is not installed")
     import transformers
 
-    attention = way.removesuffix(COMPILED).removeprefix("transformers ")
     config = transformers.Siglip2VisionConfig(
         hidden_size=batch.config.d_model,
         intermediate_size=batch.config.d_ff,
@@ -219,175 +200,83 @@ def _transformers(batch: Batch, way: str) -> tuple[nn.Module, Callable]:
         patch_size=round((batch.config.patch_dim / 3) ** 0.5),
         num_patches=batch.config.position_side**2,
         attention_dropout=batch.config.dropout,
-        attn_implementation=attention,
+        attn_implementation=way.removesuffix(COMPILED).removeprefix("transformers "),
     )
     config.vision_use_head = False  # the pooling head has no counterpart in the encoder
     with batch.patches.device:  # where drawing its weights takes no seconds
         model = transformers.Siglip2VisionModel(config).to(batch.patches.dtype).train()
-    sizes = batch.grids.prod(1)
-    inside = (torch.arange(int(sizes.max())) < sizes[:, None]).to(batch.patches.device)
-    pixels = batch.patches.new_zeros(*inside.shape, batch.config.patch_dim)
-    pixels[inside] = batch.patches
     if way.endswith(COMPILED):
-        for layer in next(
-            module for name, module in model.named_modules() if name.endswith("encoder.layers")
-        ):
-            layer.compile(dynamic=False)
+        for name, module in model.named_modules():
+            if name.rpartition(".")[0].endswith("encoder.layers"):
+                module.compile(dynamic=False)
+    pixels = pad_sequence(batch.patches.split(batch.sizes.tolist()), batch_first=True)
+    inside = (torch.arange(pixels.shape[1]) < batch.sizes[:, None]).to(pixels.device)
     inputs = {"pixel_values": pixels, "pixel_attention_mask": inside, "spatial_shapes": batch.grids}
     places = inside.flatten().nonzero().squeeze(1)
     return model, lambda: model(**inputs).last_hidden_state.flatten(0, 1)[places]
 
 
-@contextlib.contextmanager
-def _live_step(device: Device, case: Case) -> Iterator[tuple[Batch, dict[str, Callable]]]:
-    """Gives a case's batch and a way's phases by name, functions of nothing."""
+# ---- steps, their floor and their parts ----------------------------------------------------------
+
+
+class Work(NamedTuple):
+    """What is timed of a case.
+
+    calls: functions of nothing by phase. flops: of a forward pass, 0 where none are counted.
+    is_captured: a CUDA graph can hold them, which read nothing from the device. metrics: known
+    before.
+    """
+
+    calls: dict[str, Callable]
+    flops: int = 0
+    is_captured: bool = True
+    metrics: Mapping[str, float] = {}
+
+
+def _step(batch: Batch, parameters: dict) -> Work:
+    """Returns the phases of a step under a way to run the encoder."""
     torch.manual_seed(0)
-    batch, way = Batch.of(device, case.parameters), case.parameters["way"]
+    way = parameters["way"]
     model, forward = (_transformers if way.startswith("transformers") else _encoder)(batch, way)
+    out = forward()
+    if out.shape != batch.grad.shape or not out.isfinite().all():
+        shapes = f"{tuple(batch.grad.shape)}, got {tuple(out.shape)}"
+        raise AssertionError(f"the output must be finite and of shape {shapes}")
+    # So slow that the weights stay what they are: numbers that grow or vanish change the power that
+    # products take.
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-6, fused=True, capturable=batch.patches.is_cuda
+    )
 
     def forward_backward() -> None:
         model.zero_grad()
         forward().backward(batch.grad)
 
-    # So slow that the weights stay what they are: numbers that grow or vanish change the power that
-    # products take.
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1e-6, fused=True, capturable=device.kind == "cuda"
-    )
-
     def step() -> None:
         forward_backward()
         optimizer.step()
 
-    yield batch, {"forward": forward, "forward_backward": forward_backward, "step": step}
+    calls = {"forward": forward, "forward_backward": forward_backward, "step": step}
+    # The ways before read the grids on the host.
+    is_captured = way.removesuffix(COMPILED).split(",")[0] in IMPLS[POSITIONS:]
+    num_padded = int(batch.sizes.max()) * len(batch.sizes)
+    padded_fraction = 1 - len(batch.patches) / num_padded
+    return Work(calls, batch.flops, is_captured, {"padded_fraction": padded_fraction})
 
 
-def _run_steps(device: Device, case: Case, ceilings: dict[str, float]):
-    with _live_step(device, case) as (batch, calls):
-        for phase in case.phases:
-            live = (device, batch, calls[phase])
-            yield phase, functools.partial(_measure_step, *live, case, phase, ceilings)
-
-
-def _measure_step(
-    device: Device,
-    batch: Batch,
-    call: Callable,
-    case: Case,
-    phase: str,
-    ceilings: dict[str, float],
-) -> Measured:
-    out = call()
-    if phase == "forward" and (out.shape != batch.grad.shape or not out.isfinite().all()):
-        shapes = f"{tuple(batch.grad.shape)}, got {tuple(out.shape)}"
-        raise AssertionError(f"the output must be finite and of shape {shapes}")
-    del out
-    precision = case.parameters["precision"]
-    way = case.parameters["way"].removesuffix(COMPILED)
-    # From there on it reads nothing from the device while it runs.
-    is_captured = device.kind == "cuda" and way.split(",")[0] in IMPLS[POSITIONS:]
-    found, metrics = _timed(device, call, case, is_captured)
-    flops = batch.flops * (1 if phase == "forward" else 3)
-    metrics |= rate_metrics(device, ceilings, found.timing.median_ms, precision, flops=flops)
-    ceiling = ceilings.get(f"sustained gemm {precision}")
-    metrics |= sustained_metrics(device, found, call, flops=flops, ceiling=ceiling)
-    num_patches, num_images = len(batch.patches), len(batch.grids)
-    metrics["padded_fraction"] = 1 - num_patches / (int(batch.grids.prod(1).max()) * num_images)
-    observed = {"num_images": num_images, "num_patches": num_patches, "is_replayed": is_captured}
-    # In the last phase: torch then forgets what it has compiled.
-    if phase == case.phases[-1] and way in IMPLS:
-        observed["breaks_of_one_graph"] = graph_breaks(device, precision, way)
-    return found.measured(metrics, case.parameters, observed, keep="step_ms")
-
-
-def _timed(
-    device: Device, call: Callable, case: Case, is_captured: bool
-) -> tuple[Timed, dict[str, float]]:
-    """Returns the times of a call, replayed if it is captured, and {"call_ms": …, "peak_bytes": …}
-    of it launched.
-    """
-    limits = {"device_kind": device.kind, "num_warmup": 2, "time_limit_s": case.time_limit_s}
-    found, metrics = timed_with_peak(device, time_callable, call, **limits)
-    timing = found.timing
-    metrics["call_ms"] = timing.metrics()["host_median_ms"] or timing.median_ms
-    if is_captured:
-        found = timed(device, time_callable, call, method="graph", **limits)
-    return found, metrics
-
-
-# ---- modules -------------------------------------------------------------------------------------
-
-
-def _module(
-    batch: Batch, module: str, impl: str, dtype: torch.dtype | None = None
-) -> tuple[list[Tensor], Callable]:
-    """Returns the leaves of a part of the encoder, its inputs and parameters, and its forward pass.
-
-    With a dtype it does not drop out, and computes in that from the values that it has in the
-    batch's.
-    """
-    torch.manual_seed(0)  # on the CPU: a GPU draws other numbers for a weight of another shape
-    config = dataclasses.replace(batch.config, num_layers=1)
-    model = Siglip2Encoder(config, impl).train(dtype is None)
-    model, inputs, patches = (
-        value.to(batch.grad).to(dtype=dtype)
-        for value in (model, torch.randn(2, *batch.grad.shape), batch.patches)
-    )
-    x, residual = (value.requires_grad_() for value in inputs)
-    packing, layer, norm = model.pack(batch.grids), model.layers[0], model.layers[0].layer_norm2
-    seed = torch.tensor(0, device=x.device) if model.training and model.step >= ATTENTION else None
-    packed = packing, seed
-    embeddings = nn.ModuleList([model.patch_embedding, model.position_embedding])
-    part, inputs, forward = {
-        "embeddings": (embeddings, [], lambda: (model.embed(patches, batch.grids, packing),)),
-        "LayerNorm": (norm, [x, residual], lambda: add_and_norm(norm, x, residual, model.step)[:2]),
-        "attention": (layer.self_attn, [x], lambda: (layer.self_attn(x, None, *packed),)),
-        "MLP": (layer.mlp, [x], lambda: (layer.mlp(x, None),)),
-        "layer": (layer, [x, residual], lambda: layer(x, residual, *packed)),
-    }[module]
-    return [*inputs, *part.parameters()], forward
-
-
-def _measure_module(device: Device, case: Case, phase: str) -> Measured:
-    impl, which = phase.split()
-    batch, module = Batch.of(device, case.parameters), case.parameters["module"]
-    leaves, forward = _module(batch, module, impl)
-    grads = [torch.randn_like(out) for out in forward()]
-
-    def call() -> tuple[Tensor, ...]:
-        return forward() if which == "forward" else torch.autograd.grad(forward(), leaves, grads)
-
-    # The embeddings' first implementation reads its grids on the host.
-    is_captured = device.kind == "cuda" and module != "embeddings"
-    found, metrics = _timed(device, call, case, is_captured)
-    if which == "forward":
-        ours = _module(batch, module, impl, batch.patches.dtype)[1]()
-        exact = _module(batch, module, MODULE_IMPLS[0], torch.float32)[1]()
-        metrics["out_error"] = max(map(relative_error, ours, exact))
-    return found.measured(metrics, case.parameters, {"is_replayed": is_captured})
-
-
-# ---- floor, profile, accuracy --------------------------------------------------------------------
-
-
-def _measure_floor(device: Device, case: Case, phase: str) -> Measured:
-    """The products of all layers, one after another, on tensors of a step's shapes: nothing
+def _products(batch: Batch, parameters: dict) -> Work:
+    """Returns the products of all layers, one after another, on tensors of a step's shapes: nothing
     else.
     """
-    batch = Batch.of(device, case.parameters)
     config, rows, width = batch.config, len(batch.patches), batch.config.d_model
-    like = {"device": device.kind, "dtype": batch.patches.dtype}
+    like = {"device": batch.patches.device, "dtype": batch.patches.dtype}
+    weights = [(3 * width, width), (width, width), (config.d_ff, width), (width, config.d_ff)]
     sets = []
-    for before, after in (
-        (width, 3 * width),
-        (width, width),
-        (width, config.d_ff),
-        (config.d_ff, width),
-    ):
+    for after, before in weights:
         shapes = ((rows, before), (after, before), (rows, after))
         sets.append([torch.randn(shape, **like) for shape in shapes])
 
-    def products() -> None:
+    def products(phase: str) -> None:
         for _ in range(config.num_layers):
             for x, weight, grad in sets:
                 F.linear(x, weight)
@@ -395,25 +284,80 @@ def _measure_floor(device: Device, case: Case, phase: str) -> Measured:
                     grad @ weight
                     grad.T @ x
 
-    found = timed(
-        device,
-        time_callable,
-        products,
-        method="graph" if device.kind == "cuda" else None,
-        device_kind=device.kind,
-        num_warmup=2,
-        time_limit_s=case.time_limit_s,
-    )
-    flops = 2 * rows * config.num_layers * sum(weight.numel() for _, weight, _ in sets)
-    flops *= 3 if phase == "forward_backward" else 1
-    metrics = {"flops": flops, "achieved_tflops": flops / found.timing.median_ms / 1e9}
-    metrics |= sustained_metrics(device, found, products, flops=flops)
-    return found.measured(metrics, case.parameters)
+    calls = {phase: functools.partial(products, phase) for phase in PASSES}
+    num_weights = config.num_layers * sum(after * before for after, before in weights)
+    return Work(calls, 2 * rows * num_weights)
 
 
-def _measure_profile(live: tuple[Batch, dict], case: Case, phase: str) -> Measured:
-    batch, calls = live
-    call, marker = calls[phase], RangeMarker("kineto")
+def _module(batch: Batch, module: str, impl: str) -> tuple[Callable, Callable]:
+    """Returns the forward pass of a part of the encoder, and both passes."""
+    config = dataclasses.replace(batch.config, num_layers=1)
+    model = Siglip2Encoder(config, impl).train().to(batch.grad)
+    values = torch.randn(2, *batch.grad.shape).to(batch.grad)
+    x, residual = (value.requires_grad_() for value in values)
+    packing, layer, norm = model.pack(batch.grids), model.layers[0], model.layers[0].layer_norm2
+    seed = torch.tensor(0, device=x.device) if model.step >= ATTENTION else None
+    embeddings = nn.ModuleList([model.patch_embedding, model.position_embedding])
+    part, inputs, forward = {
+        "embeddings": (
+            embeddings,
+            [],
+            lambda: (model.embed(batch.patches, batch.grids, packing),),
+        ),
+        "LayerNorm": (norm, [x, residual], lambda: add_and_norm(norm, x, residual, model.step)[:2]),
+        "attention": (layer.self_attn, [x], lambda: (layer.self_attn(x, None, packing, seed),)),
+        "MLP": (layer.mlp, [x], lambda: (layer.mlp(x, None),)),
+        "layer": (layer, [x, residual], lambda: layer(x, residual, packing, seed)),
+    }[module]
+    leaves = [*inputs, *part.parameters()]
+    grads = [torch.randn_like(out) for out in forward()]
+    return forward, lambda: torch.autograd.grad(forward(), leaves, grads)
+
+
+def _timed_section(make: Callable[[Batch, dict], Work]) -> Runner:
+    """Returns the runner of a section whose calls share what `make` makes."""
+
+    def run(device: Device, case: Case, ceilings: dict[str, float]) -> Iterator[PhaseRun]:
+        work = make(Batch(device, case.parameters), case.parameters)
+        for phase in case.phases:
+            yield phase, functools.partial(_measure, device, case, phase, work, ceilings)
+
+    return run
+
+
+def _measure_module(device: Device, case: Case, phase: str) -> Measured:
+    impl, name = phase.split()
+    module = case.parameters["module"]
+    forward, both = _module(Batch(device, case.parameters), module, impl)
+    # The embeddings' first implementation reads its grids on the host.
+    work = Work({phase: forward if name == "forward" else both}, is_captured=module != "embeddings")
+    return _measure(device, case, phase, work, {})
+
+
+def _measure(
+    device: Device, case: Case, phase: str, work: Work, ceilings: dict[str, float]
+) -> Measured:
+    """Returns a call launched, replayed from a CUDA graph and, of counted FLOPs, run back to
+    back.
+    """
+    call, precision = work.calls[phase], case.parameters["precision"]
+    limits = {"device_kind": device.kind, "num_warmup": 2, "time_limit_s": case.time_limit_s}
+    times, metrics = timed_with_peak(device, time_callable, call, **limits)
+    metrics["call_ms"] = times.timing.metrics()["host_median_ms"]
+    if work.is_captured and device.kind == "cuda":
+        times = timed(device, time_callable, call, method="graph", **limits)
+    if work.flops:
+        flops = work.flops * (1 if phase == "forward" else 3)
+        median_ms = times.timing.median_ms
+        metrics |= rate_metrics(device, ceilings, median_ms, precision, flops=flops)
+        ceiling = ceilings.get(f"sustained gemm {precision}")
+        metrics |= sustained_metrics(device, times, call, flops=flops, ceiling=ceiling)
+    return times.measured(metrics | work.metrics, case.parameters, keep="step_ms")
+
+
+def _measure_profile(device: Device, case: Case, phase: str) -> Measured:
+    call = _step(Batch(device, case.parameters), case.parameters).calls[phase]
+    marker = RangeMarker("kineto")
     for _ in range(2):
         call()
 
@@ -421,7 +365,7 @@ def _measure_profile(live: tuple[Batch, dict], case: Case, phase: str) -> Measur
         with marker(phase):
             call()
 
-    trace = capture_with_kineto(marked, batch.patches.device.type)
+    trace = capture_with_kineto(marked, device.kind)
     table = launches(trace, (phase,), KERNEL_CLASSES)
     table = table[table["phase"] == phase]
     class_ms = table.groupby("kernel_class")["duration_ns"].sum() / 1e6
@@ -430,65 +374,70 @@ def _measure_profile(live: tuple[Batch, dict], case: Case, phase: str) -> Measur
     return Measured(metrics, case.parameters, {"source": trace.source})
 
 
-@contextlib.contextmanager
-def _shallow_runs(device: Device, case: Case) -> Iterator[Callable[[str], list[dict]]]:
-    """Gives what runs a shallow encoder: impl → its results, eager's, and those in fp64; each is
-    the output and the gradients of the parameters by name.
+# ---- accuracy ------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=3)
+def _results(
+    size: str, precision: str, impl: str, dtype: torch.dtype, kind: str
+) -> dict[str, Tensor]:
+    """Returns the output ("out") of a shallow encoder and the gradients of its parameters by name,
+    computed in a dtype from values that `precision` has.
     """
-    config = dataclasses.replace(SIGLIP2_SIZES[case.parameters["size"]], num_layers=2)
-    dtype = DTYPES[case.parameters["precision"]]
+    config = dataclasses.replace(SIGLIP2_SIZES[size], num_layers=2)
     grids = torch.tensor([[16, 16], [9, 13], [1, 1], [3, 30]]).clamp(max=config.position_side)
+    num_patches = int(grids.prod(1).sum())
     torch.manual_seed(0)
     state = Siglip2Encoder(config, "eager").state_dict()
     for name, x in state.items():
-        # Biases and gains that are not all 0 or 1, of values that the dtype has.
-        state[name] = (x + 0.1 * torch.randn_like(x) * (x.dim() == 1)).to(dtype)
-    num_patches = int(grids.prod(1).sum())
-    patches = torch.randn(num_patches, config.patch_dim).to(dtype)
-    grad = torch.randn(num_patches, config.d_model).to(dtype)
-
-    def run(impl: str, dtype: torch.dtype, kind: str) -> dict[str, Tensor]:
-        model = Siglip2Encoder(config, impl, device=kind, dtype=dtype).eval()
-        model.load_state_dict(state)
-        out = model(patches.to(kind, dtype), grids)
-        out.backward(grad.to(kind, dtype))
-        for parameter in model.parameters():
-            parameter.data = parameter.grad
-        # A state dict has the projections of q, k and v apart, whichever way they are computed.
-        return {"out": out.detach(), **model.state_dict()}
-
-    exact, eager = run("eager", torch.float64, "cpu"), run("eager", dtype, device.kind)
-    yield lambda impl: [run(impl, dtype, device.kind), eager, exact]
+        # Biases and gains that are not all 0 or 1.
+        state[name] = (x + 0.1 * torch.randn_like(x) * (x.dim() == 1)).to(DTYPES[precision])
+    patches, grad = (
+        torch.randn(num_patches, width).to(DTYPES[precision]).to(kind, dtype)
+        for width in (config.patch_dim, config.d_model)
+    )
+    model = Siglip2Encoder(config, impl, device=kind, dtype=dtype).eval()
+    model.load_state_dict(state)
+    out = model(patches, grids)
+    out.backward(grad)
+    for parameter in model.parameters():
+        parameter.data = parameter.grad
+    # A state dict has the projections of q, k and v apart, whichever way they are computed.
+    return {"out": out.detach(), **model.state_dict()}
 
 
-def _measure_accuracy(run: Callable[[str], list[dict]], case: Case, impl: str) -> Measured:
-    ours, eager, exact = run(impl)
-    errors = {
-        name: (relative_error(ours[name], exact[name]), relative_error(eager[name], exact[name]))
-        for name in exact
-        if not name.endswith("k_proj.bias")  # whose exact gradient is zero: softmax does not see it
-    }
-    out, eager_out = errors.pop("out")
-    worst = max(errors, key=lambda name: errors[name][0] / errors[name][1])
-    gradient, eager_gradient = errors[worst]
-    rounding = torch.finfo(DTYPES[case.parameters["precision"]]).eps / 2
-    if out > 2 * eager_out + rounding or gradient > 3 * eager_gradient + rounding:
-        raise AssertionError(
-            f"wrong: errors {out:.2g} and {gradient:.2g} ({worst}), eager's {eager_gradient:.2g}"
+def _measure_accuracy(device: Device, case: Case, impl: str) -> Measured:
+    size, precision = case.parameters["size"], case.parameters["precision"]
+    dtype = DTYPES[precision]
+    exact = _results(size, precision, "eager", torch.float64, "cpu")
+    ours, eager = (
+        {name: relative_error(x, exact[name]) for name, x in results.items()}
+        for results in (
+            _results(size, precision, each, dtype, device.kind) for each in (impl, "eager")
         )
-    metrics = {"out_error": out, "eager_out_error": eager_out}
-    metrics |= {"gradient_error": gradient, "eager_gradient_error": eager_gradient}
+    )
+    # The exact gradient of k's bias is zero: softmax does not see it.
+    gradients = [x for x in exact if x != "out" and not x.endswith("k_proj.bias")]
+    worst = max(gradients, key=lambda name: ours[name] / eager[name])
+    rounding = torch.finfo(dtype).eps / 2
+    if ours["out"] > 2 * eager["out"] + rounding or ours[worst] > 3 * eager[worst] + rounding:
+        raise AssertionError(
+            f"wrong: errors {ours['out']:.2g} and {ours[worst]:.2g} ({worst}), eager's "
+            f"{eager[worst]:.2g}"
+        )
+    metrics = {"out_error": ours["out"], "eager_out_error": eager["out"]}
+    metrics |= {"gradient_error": ours[worst], "eager_gradient_error": eager[worst]}
     return Measured(metrics, case.parameters, {"worst": worst})
 
 
 SECTIONS = {
     **CEILINGS,
-    "floor": section(_measure_floor),
-    "steps": _run_steps,
-    "profile": section(_measure_profile, _live_step),
+    "floor": _timed_section(_products),
+    "steps": _timed_section(_step),
+    "profile": section(_measure_profile),
     "modules": section(_measure_module),
-    "accuracy": section(_measure_accuracy, _shallow_runs),
-    "kernels": contest_section(RowOperation),
+    "accuracy": section(_measure_accuracy),
+    "kernels": contest_section(row_operation),
 }
 
 run_case = functools.partial(run_section, SECTIONS)
