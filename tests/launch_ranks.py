@@ -24,8 +24,9 @@ def wait_for(path: str):
         time.sleep(0.02)
 
 
-def rank_and_device() -> tuple[int, str]:
-    return dist.get_rank(), str(rank_device())
+def rank_and_device():
+    yield dist.get_rank()
+    yield str(rank_device())
 
 
 def end(how: str | int):
