@@ -518,7 +518,7 @@ def check_a_layer_is_gathered_when_the_one_but_last_before_it_is_done():
         changes = [1 if what == "gather" else -1 for what, _ in passed]
         held = list(itertools.accumulate(changes, initial=num_before))
         assert max(held) == 2 and held[-1] == num_after
-    assert model.waits and all(end >= begin for _, begin, end in model.waits)
+    assert model.waits and all(end >= begin for begin, end in model.waits)
 
 
 # ---- collectives ---------------------------------------------------------------------------------
@@ -651,7 +651,6 @@ def check_what_cannot_be_sharded_is_refused_on_every_rank():
     optimizer = ShardedOptimizer([first], torch.optim.SGD)
     for call, kind, message in (
         (lambda: ShardedOptimizer([], torch.optim.SGD), ValueError, "empty parameter list"),
-        (lambda: ShardedOptimizer(fp32(), torch.optim.LBFGS), ValueError, "LBFGS calls its clos"),
         (
             lambda: ShardedOptimizer([{"params": set(fp32())}], torch.optim.SGD),
             TypeError,
@@ -670,7 +669,7 @@ def check_what_cannot_be_sharded_is_refused_on_every_rank():
         (
             lambda: optimizer.load_state_dict({"param_groups": [], "state": {}}),
             ValueError,
-            r"groups of \[\] parameters; accepted: \[1\]",
+            "different number of parameter groups",
         ),
     ):
         with pytest.raises(kind, match=message):

@@ -232,7 +232,7 @@ class SharedStep(Step):
             self.run()
             torch.cuda.synchronize()
         waits, self.model.waits = self.model.waits, None
-        return [begin.elapsed_time(end) for _, begin, end in waits]
+        return [begin.elapsed_time(end) for begin, end in waits]
 
     def profile(self, *, timeline: bool) -> tuple[dict[str, float], dict[str, list[float]]]:
         """Returns (µs a step, timeline in ms) of this rank's kernels and copies, from
