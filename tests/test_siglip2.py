@@ -212,8 +212,6 @@ def test_a_packing_is_of_the_values_of_grids():
     packing = model.pack(grids_I2)
     assert packing.longest == 66 and packing.cu_seqlens.tolist() == [0, 15, 16, 32, 46, 55, 121]
     assert torch.equal(model(patches_MK, packing), model(patches_MK, grids_I2))
-    with pytest.raises(TypeError, match="grids must be a tensor with impl='eager'; got a packing"):
-        build("eager")(patches_MK, packing)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -226,7 +224,7 @@ def test_grids_that_are_rewritten_are_read_again(impl):
     after = model(patches_MK, grids_I2)
     assert torch.equal(after, expected) and not torch.equal(after, before)
     grids_I2.data[0] = torch.tensor([5, 4])
-    with pytest.raises(ValueError, match="they sum to 126, and there are 121"):
+    with pytest.raises((ValueError, RuntimeError), match="126"):
         model(patches_MK, grids_I2)
 
 
@@ -277,43 +275,40 @@ def test_copies_and_other_calls_are_the_model(impl):
         assert torch.equal(model(inputs[0], torch.tensor(GRIDS)), expected)
 
 
-ONE = torch.tensor([[2, 3]])
-BAD_INPUT = (
-    (draw(5, 48), ONE, "sum to the number of patches; they sum to 6, and there are 5"),
-    (draw(6, 48), torch.tensor([[2, 3], [0, 4]]), "sides of at least 1; image 1 has 0 x 4"),
-    (draw(6, 48), torch.tensor([[-2, -3]]), "sides of at least 1; image 0 has -2 x -3"),
-    (draw(0, 48), ONE, r"patches must be .* at least one; got \(0, 48\)"),
-    (draw(6, 48), torch.empty(0, 2, dtype=torch.int64), r"at least one; got shape \(0, 2\)"),
-    (draw(6, 40), ONE, r"patches must be \(patches of all images, 48\)"),
-    (draw(6, 48), torch.tensor([2, 3]), r"grids must be \(images, 2\)"),
-    (draw(6, 48).half(), ONE, "as the parameters are, torch.float32 on cpu; got torch.float16 on"),
-    (draw(6, 48).to("meta"), ONE, "as the parameters are, .* got torch.float32 on meta"),
-    (draw(6, 48), ONE.to("meta"), "grids must be on the CPU or on cpu .* got meta"),
-    (draw(6, 48), ONE.float(), "an int32 or int64 tensor or a packing; got torch.float32"),
-    (draw(6, 48), [[2, 3]], "grids must be an int32 or int64 tensor or a packing; got list"),
-)
-
-
-@pytest.mark.parametrize(("patches_MK", "grids", "message"), BAD_INPUT)
-def test_a_bad_batch_is_refused(patches_MK, grids, message):
-    for impl in ("eager", "fused"):
-        with pytest.raises((TypeError, ValueError), match=message):
-            build(impl)(patches_MK, grids)
+SIDES = "sides of at least 1 and {} patches in all, .*; got sides from {} and {} patches"
+TABLE = r"grids must be an int32 or int64 tensor \(images, 2\), of one image and more; got "
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "options", "message"),
+    ("num_patches", "grids", "message"),
     [
-        (3, {"impl": "fast"}, "unknown impl 'fast'; accepted: eager, .*fused"),
-        (5, {}, "d_model must be a multiple of num_heads, 5; got 48"),
-        (0, {}, "d_model must be a multiple of num_heads, 0; got 48"),
-        (3, {"recomputed": 1}, "recomputed must be from 0 to 0 with impl='eager'; got 1"),
-        (3, {"impl": "fused", "recomputed": 3}, "recomputed must be from 0 to 2"),
+        (5, torch.tensor([[2, 3]]), SIDES.format(5, 2, 6)),
+        (0, torch.tensor([[2, 3]]), SIDES.format(0, 2, 6)),
+        (6, torch.tensor([[2, 3], [0, 4]]), SIDES.format(6, 0, 6)),
+        (6, torch.tensor([[-2, -3]]), SIDES.format(6, -3, 6)),
+        (6, torch.tensor([2, 3]), TABLE),
+        (6, torch.empty(0, 2, dtype=torch.int64), TABLE),
+        (6, torch.tensor([[2.0, 3.0]]), TABLE),
+        (6, [[2, 3]], TABLE + r"\[\[2, 3"),
     ],
 )
-def test_a_bad_model_is_refused(num_heads, options, message):
+def test_bad_grids_are_refused(num_patches, grids, message):
+    for impl in ("cu_seqlens", "fused"):
+        with pytest.raises(ValueError, match=message):
+            build(impl)(draw(num_patches, 48), grids)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"impl": "fast"}, "unknown impl 'fast'; accepted: eager, .*fused"),
+        ({"recomputed": 1}, "recomputed must be from 0 to 0 with impl='eager'; got 1"),
+        ({"impl": "fused", "recomputed": 3}, "recomputed must be from 0 to 2"),
+    ],
+)
+def test_a_bad_model_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        Siglip2Encoder(dataclasses.replace(TINY, num_heads=num_heads), **options)
+        Siglip2Encoder(TINY, **options)
 
 
 def test_compiled_as_one_graph_it_is_the_same():

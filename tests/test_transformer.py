@@ -275,11 +275,9 @@ def test_a_model_made_on_the_meta_device_is_filled_by_a_state(impl):
     assert torch.equal(filled(tokens), whole(tokens))
 
 
-def test_tables_keep_their_values_when_a_model_is_made_or_moved_in_another_dtype():
-    # Rounded to bf16, positions beyond 256 could not be told apart.
-    model = TransformerLM(TINY, max_context=300, dtype=torch.bfloat16)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
+def test_tables_keep_their_values_when_a_model_is_moved_to_another_dtype():
+    # Made again from tables in bf16, positions beyond 256 could not be told apart.
+    model = TransformerLM(TINY, max_context=300)
     table = model.rotary.cos_TD.clone()
     for dtype in (torch.bfloat16, torch.float64):
         assert torch.equal(model.to(dtype).rotary.cos_TD, table.to(dtype))

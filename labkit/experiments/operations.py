@@ -253,7 +253,7 @@ DEFINITIONS = {
         lambda q, k, turn: rotary(q.transpose(1, 2), k.transpose(1, 2), turn.cos_TD, turn.sin_TD),
         lambda n, c: 2 * [(1, n, c // HEAD, HEAD)],
         elements=(4, 4),
-        others=lambda n, c, device: (RotaryEmbedding(HEAD, n, 10_000.0, device),),
+        others=lambda n, c, device: (RotaryEmbedding(HEAD, n, 10_000.0).to(device),),
     ),
     "cross_entropy": Definition(
         _cross_entropy, cross_entropy, lambda n, c: [(n, c)], elements=(1, 2), others=_targets

@@ -51,12 +51,12 @@ def _measure(device: Device, parameters: dict) -> Measured:
         "block", "notebook 04", d_model, parameters["d_ff"], 1, parameters["num_heads"]
     )
     if part == "rms_norm":
-        modules = nn.ModuleList([RMSNorm(d_model, device=kind)])
+        modules = nn.ModuleList([RMSNorm(d_model).to(kind)])
     else:
         num_blocks = 4 if part.startswith("four_blocks") else 1
-        blocks = (Block(config, "eager", device=kind) for _ in range(num_blocks))
+        blocks = (Block(config, "eager").to(kind) for _ in range(num_blocks))
         modules = nn.ModuleList(blocks)
-    rotary = RotaryEmbedding(config.d_head, context, config.rope_theta, device=kind)
+    rotary = RotaryEmbedding(config.d_head, context, config.rope_theta).to(kind)
     shape = (parameters["batch"], context, d_model)
     x_BTC = torch.randn(shape, device=kind, requires_grad=True)
     grad_out_BTC = torch.randn(shape, device=kind)
