@@ -387,8 +387,6 @@ def check_bad_input_is_refused_with_the_value_and_the_accepted_ones():
         (lambda: BucketedDataParallel(linear, 0), "bucket_size_mb is 0; accepted"),
         (lambda: BucketedDataParallel(linear, 1, "copy"), "'copy'; accepted with gloo: coll"),
         (lambda: sharded(linear, transport="pigeon"), "'pigeon'; accepted with gloo: collective"),
-        (lambda: sharded(linear, torch.int32), "compute_dtype is torch.int32; accepted"),
-        (lambda: sharded(linear, "bf16"), "compute_dtype is bf16; accepted"),
         (lambda: sharded(nn.ReLU()), "ReLU has no parameters"),
         (lambda: FlatDataParallel(two_devices), "on cpu, meta; accepted: one device"),
         (lambda: FlatDataParallel(sparse), "^0 makes sparse gradients; accepted: sparse=False"),

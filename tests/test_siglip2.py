@@ -275,7 +275,7 @@ def test_copies_and_other_calls_are_the_model(impl):
         assert torch.equal(model(inputs[0], torch.tensor(GRIDS)), expected)
 
 
-SIDES = "sides of at least 1 and {} patches in all, .*; got sides from {} and {} patches"
+SIDES = "sides of at least 1 and {} patches in all; got sides from {} and {} patches"
 TABLE = r"grids must be an int32 or int64 tensor \(images, 2\), of one image and more; got "
 
 

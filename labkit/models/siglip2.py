@@ -392,8 +392,8 @@ class Siglip2Encoder(nn.Module):
             least = min(map(min, sides))
             if least < 1 or num_patches not in (None, sum(sizes)):
                 raise ValueError(
-                    f"grids must have sides of at least 1 and {num_patches} patches in all, as many as "
-                    f"there are; got sides from {least} and {sum(sizes)} patches"
+                    f"grids must have sides of at least 1 and {num_patches} patches in all; got "
+                    f"sides from {least} and {sum(sizes)} patches"
                 )
             num_patches = sum(sizes)
             longest = max(sizes)

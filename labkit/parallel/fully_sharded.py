@@ -244,7 +244,7 @@ class FullyShardedDataParallel(Wrapper):
         waits: None, or a list that collects (begin, end) of each wait for a gather: CUDA events, or
             seconds.
 
-    Raises ValueError for another compute_dtype or transport and as `check_and_broadcast`;
+    Raises ValueError for another transport and as `check_and_broadcast`;
     RuntimeError for a second backward pass before `finish_gradient_synchronization()`, a parameter
     used by another module than its own outside of a unit, and as `Wrapper`.
     """
@@ -259,10 +259,6 @@ class FullyShardedDataParallel(Wrapper):
         broadcast_buffers: bool = True,
     ):
         check_transport(transport)
-        if compute_dtype is not None and not getattr(compute_dtype, "is_floating_point", False):
-            raise ValueError(
-                f"compute_dtype is {compute_dtype}; accepted: None or a floating dtype"
-            )
         super().__init__(module, broadcast_buffers)
         self.compute_dtype = compute_dtype
         self._units = units
@@ -272,7 +268,7 @@ class FullyShardedDataParallel(Wrapper):
         self._uses: list[_Layer] = []
         self._position = 0
         self._in_backward = False
-        self._frozen: list[_Weight] = []
+        self._running: _Layer | None = None  # whose backward pass has begun last
         # Of layers whose gradients are on their way: weights, (shard, what is sent) of each, what
         # to wait for.
         self._reducing = deque()
@@ -391,8 +387,7 @@ class FullyShardedDataParallel(Wrapper):
         """
         for weight in self._weights:
             weight.has_gradient = False
-            if weight.layer.arrived:  # others of its layer were not used
-                self._reduce(weight.layer)
+            self._reduce(weight.layer)
         while self._reducing:
             self._finish_oldest()
         self._replicated.finish()
@@ -436,8 +431,7 @@ class FullyShardedDataParallel(Wrapper):
     def _after_forward(self, layer: _Layer, output: Any) -> None:
         for owner, key, parameter, _ in layer.uses:
             owner._parameters[key] = parameter.outer
-        # Recomputed in backward: its own backward comes next and frees it. Used again at once: the
-        # same.
+        # Recomputed in backward: its own backward comes next. Used again at once: it stays.
         if not self._in_backward and self._plan[self._position : self._position + 1] != [layer]:
             for weight in layer.weights:
                 weight.free()
@@ -448,32 +442,27 @@ class FullyShardedDataParallel(Wrapper):
             )
 
     def _before_backward(self, layer: _Layer) -> None:
+        """Sends the gradients of the layer whose turn is over, frees it, and gathers this one."""
         self._in_backward = True
-        # A frozen weight has no gradient whose arrival would say that it is done: the next layer's
-        # turn does.
-        for weight in self._frozen:
-            if weight not in layer.weights:
-                weight.free()
-        self._frozen = [weight for weight in layer.weights if not weight.full.requires_grad]
+        if self._running is not None:
+            self._reduce(self._running)
+            for weight in self._running.weights:
+                if weight not in layer.weights:
+                    weight.free()
+        self._running = layer
         self._use(layer)
 
     def _arrived(self, number: int, _: nn.Parameter) -> None:
-        """Frees a weight that has its gradient; sends the layer's gradients once all of them are
-        there.
-        """
         weight = self._weights[number]
         if weight.has_gradient:
             raise RuntimeError(SECOND_BACKWARD)
         weight.has_gradient = True
-        weight.free()
-        layer = weight.layer
-        layer.arrived.append(weight)
-        num_due = sum(w.layer is layer and w.full.requires_grad for w in layer.weights)
-        if len(layer.arrived) == num_due:
-            self._reduce(layer)
+        weight.layer.arrived.append(weight)
 
     def _reduce(self, layer: _Layer) -> None:
         weights = layer.arrived
+        if not weights:
+            return
         layer.arrived = []
         gradients = [weight.take_gradient() for weight in weights]
         pairs = [
@@ -501,6 +490,6 @@ class FullyShardedDataParallel(Wrapper):
             weight.add_gradient(weight.unpadded(shard).to(weight.local.dtype))
 
     def _free_all(self) -> None:
-        self._frozen = []
+        self._running = None
         for weight in self._weights:
             weight.free()

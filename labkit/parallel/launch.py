@@ -32,10 +32,8 @@ GRACE_S = 30
 the guard ends them, which bounds their imports too; after all of it the guard itself is ended.
 """
 
-NO_MESSAGE = (
-    r'\s*(File "|Thread 0x|Current thread|<no Python|\.\.\.$|Extension modules:|frame #|#\d)'
-)
-"""Lines of a stack, or about it."""
+CAUSE = r".*Watchdog caught .*|Timeout \(.*\)!|Fatal Python error: .*"
+"""What NCCL's watchdog and faulthandler say of the end that they are to."""
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -46,7 +44,7 @@ class RankError(RuntimeError):
 
     Fields:
         rank: the first rank that failed, None where no rank started.
-        summary: one line, with the last one of its message that is no stack frame.
+        summary: one line, with the last one of its message, unless that is of a stack.
         finished: for each rank, what its function had yielded before the end.
     """
 
@@ -54,9 +52,9 @@ class RankError(RuntimeError):
         super().__init__(message)
         self.rank = rank
         self.finished = finished
-        lines = message.split("\nrank ")[0].splitlines()
-        lines = [line.strip() for line in lines if line and not re.match(NO_MESSAGE, line)]
-        self.summary = " ".join(dict.fromkeys([lines[0], lines[-1]]))
+        first, *others = message.split("\nrank ")[0].splitlines()
+        last = others[-1] if others else ""
+        self.summary = first if last.startswith(" ") else f"{first} {last}".strip()
 
 
 def launch(
@@ -246,8 +244,8 @@ def _failure(
     else:
         how = f"exit status {code}" if code else "exit status 0, before it was done"
     how += "".join(f"; rank {rank} was stopped" for rank in stopped)
-    watchdog = [line for line in logs[first] if "Watchdog caught" in line]
-    parts = [f"rank {first} of {nproc} failed first ({how})", text, *watchdog[:1]]
+    causes = [line for line in logs[first] if re.match(CAUSE, line)]
+    parts = [f"rank {first} of {nproc} failed first ({how})", text, *causes[:1]]
     for rank, log in enumerate(logs):
         if log and rank != first:
             parts += [f"rank {rank} was at:", *log[-20:]]
