@@ -144,8 +144,6 @@ def test_what_goes_wrong_before_the_function_begins_is_said(tmp_path, monkeypatc
         (launch_ranks.end, 2, {"device": "tpu"}, "2 ranks on 'tpu'; accepted: "),
         (launch_ranks.end, 999, {"device": "cuda"}, "999 ranks on 'cuda'; .* up to . on cuda"),
         (lambda: None, 2, {}, "cannot start"),
-        (launch_ranks.end, 1, {"timeout_s": float("nan")}, "nan s, .*accepted: more than 0"),
-        (launch_ranks.end, 1, {"collective_timeout_s": -1}, "600 s, -1 s for a collective"),
     ],
 )
 def test_what_cannot_start_is_refused(function, nproc, options, message):

@@ -39,8 +39,6 @@ from labkit.parallel.data_parallel import (
 )
 from labkit.parallel.launch import moment
 
-NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-
 NUM_REDUCING = 2
 """Layers whose full gradients may be on their way at once. With one more, backward waits for the
 oldest.
@@ -53,7 +51,6 @@ class _Parameter:
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, values: Tensor):
-        self.name = name
         self.full = parameter
         self.outer = nn.Parameter(values)
         self.outer.register_post_accumulate_grad_hook(functools.partial(_refuse_use_outside, name))
@@ -109,7 +106,6 @@ class _Weight(_Parameter):
         self.layer: _Layer | None = None
         self.works: list[Any] = []
         self.sources: Sequence[Tensor] = ()  # each rank's chunk, where they are copied
-        self.is_gathered = True
         self.has_gradient = False
         self.free()
 
@@ -132,10 +128,8 @@ class _Weight(_Parameter):
         """Gives the memory back; its next user on the current stream comes after this weight's last
         one.
         """
-        if self.is_gathered:
-            self.wait()
-            self.flat.untyped_storage().resize_(0)
-            self.is_gathered = False
+        self.wait()
+        self.flat.untyped_storage().resize_(0)
 
 
 class _PeerShards(PeerMemory):
@@ -174,16 +168,16 @@ class _Layer:
     a unit.
 
     Attributes:
-        uses: (module, the name under which it uses a parameter, this, the dtype it computes in).
-        dtype: what inputs are cast to, None to leave them.
+        uses: (module, the name under which it uses a parameter, this).
         arrived: weights with a gradient to be sent.
     """
 
-    def __init__(self, uses: list[tuple], dtype: torch.dtype | None, peers: _PeerShards | None):
+    def __init__(self, uses: list[tuple], peers: _PeerShards | None):
         self.uses = uses
-        self.dtype = dtype
         self.peers = peers
-        owners = {use[2]: use[0] for use in uses if isinstance(use[2], _Weight)}
+        owners = {
+            parameter: owner for owner, _, parameter in uses if isinstance(parameter, _Weight)
+        }
         self.weights = list(owners)
         self.arrived: list[_Weight] = []
         # The gradient of a lookup does not read the table.
@@ -196,12 +190,11 @@ class _Layer:
         """Sends for all of the weights that are not here in one operation; `_Weight.wait` waits for
         it.
         """
-        missing = [weight for weight in self.weights if not weight.is_gathered]
+        missing = [weight for weight in self.weights if not weight.flat.untyped_storage().size()]
         if not missing:
             return
         for weight in missing:
             weight.flat.untyped_storage().resize_(weight.flat.nbytes)
-            weight.is_gathered = True
         if self.peers:
             works = [CopyWork(self.peers.stream, self.peers.copy, missing)]
         else:
@@ -228,9 +221,8 @@ class FullyShardedDataParallel(Wrapper):
     Args:
         module: on this rank's device, the same on every rank but for the values.
         compute_dtype: a floating dtype that weights are cast to before they are gathered and in
-            which gradients are reduced; layers with a matrix and torch's own norms cast their
-            inputs and vectors to it. None leaves everything as it is. Other layers compute in what
-            they are given.
+            which gradients are reduced; layers cast their inputs and vectors to it, as under
+            torch's fully_shard. None leaves everything as it is.
         units: classes of modules, blocks for example, whose weights are gathered together: fewer
             and larger transfers, more memory. What is inside a unit or a compiled module is
             otherwise a layer by itself.
@@ -325,21 +317,17 @@ class FullyShardedDataParallel(Wrapper):
         else:
             for child in module.children():
                 self._hook(child, parameters)
-        uses = []
-        input_dtype = None
-        for owner in owners:
-            held = {key: parameters[p] for key, p in owner._parameters.items() if p in parameters}
-            has_matrix = any(parameter.full.ndim > 1 for parameter in held.values())
-            is_cast = self.compute_dtype and (has_matrix or isinstance(owner, NORMS))
-            if held and is_cast:
-                input_dtype = self.compute_dtype
-            for key, parameter in held.items():
-                dtype = self.compute_dtype if is_cast else parameter.full.dtype
-                uses.append((owner, key, parameter, dtype))
-                owner._parameters[key] = parameter.outer
+        uses = [
+            (owner, key, parameters[p])
+            for owner in owners
+            for key, p in owner._parameters.items()
+            if p in parameters
+        ]
         if not uses:
             return
-        layer = _Layer(uses, input_dtype, self._peers)
+        for owner, key, parameter in uses:
+            owner._parameters[key] = parameter.outer
+        layer = _Layer(uses, self._peers)
 
         def around(*args, **kwargs):
             args, kwargs = self._before_forward(layer, args, kwargs)
@@ -416,20 +404,20 @@ class FullyShardedDataParallel(Wrapper):
     def _before_forward(self, layer: _Layer, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if layer.weights:
             self._use(layer)
-        for owner, key, parameter, dtype in layer.uses:
+        for owner, key, parameter in layer.uses:
             # Frozen if it is so by now. A gathered weight has the dtype already, and stays itself.
-            parameter.full.requires_grad_(parameter.outer.requires_grad)
-            owner._parameters[key] = parameter.full.to(dtype)
-        if layer.dtype is None:
+            full = parameter.full.requires_grad_(parameter.outer.requires_grad)
+            owner._parameters[key] = full.to(self.compute_dtype or full.dtype)
+        if self.compute_dtype is None:
             return args, kwargs
 
         def cast(x: Tensor) -> Tensor:
-            return x.to(layer.dtype) if x.is_floating_point() else x
+            return x.to(self.compute_dtype) if x.is_floating_point() else x
 
         return tree_map_only(Tensor, cast, (args, kwargs))
 
     def _after_forward(self, layer: _Layer, output: Any) -> None:
-        for owner, key, parameter, _ in layer.uses:
+        for owner, key, parameter in layer.uses:
             owner._parameters[key] = parameter.outer
         # Recomputed in backward: its own backward comes next. Used again at once: it stays.
         if not self._in_backward and self._plan[self._position : self._position + 1] != [layer]:

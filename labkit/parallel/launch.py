@@ -78,9 +78,8 @@ def launch(
             for one collective.
 
     Raises:
-        ValueError: a function that cannot be named, an unknown device, fewer GPUs than ranks, no
-            time. RankError: a rank raised, died, or did not end in time. No process outlives the
-            call.
+        ValueError: a function that cannot be named, an unknown device, fewer GPUs than ranks.
+        RankError: a rank raised, died, or did not end in time. No process outlives the call.
     """
     name = function
     if not isinstance(function, str):
@@ -94,10 +93,6 @@ def launch(
     if device not in ("cpu", "cuda") or nproc < 1 or (device == "cuda" and nproc > num_gpus):
         raise ValueError(
             f"{nproc} ranks on {device!r}; accepted: 1 and more on cpu, up to {num_gpus} on cuda"
-        )
-    if not min(timeout_s, collective_timeout_s) > 0:
-        raise ValueError(
-            f"{timeout_s} s, {collective_timeout_s} s for a collective; accepted: more than 0"
         )
     call = [name, args, device, timeout_s, collective_timeout_s]
     with guarded_folder(_environment()) as (folder, guard):
@@ -173,7 +168,16 @@ def run_rank(folder: Path) -> None:
         faulthandler.dump_traceback_later(timeout_s, exit=True)
         module, name = name.split(":")
         function = getattr(importlib.import_module(module), name)
-        _init_process_group(folder / "store", rank, device, collective_timeout_s)
+        world_size = int(os.environ["WORLD_SIZE"])
+        timeout = datetime.timedelta(seconds=collective_timeout_s)
+        store = dist.FileStore(str(folder / "store"), world_size)
+        store.set_timeout(timeout)
+        group = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout}
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+            dist.init_process_group("nccl", **group, device_id=torch.device(device, rank))
+        else:
+            dist.init_process_group("gloo", **group)
         with open(folder / f"{rank}.items", "wb") as file:
             for item in function(*args):
                 pickle.dump(item, file)
@@ -185,20 +189,6 @@ def run_rank(folder: Path) -> None:
         write_text_atomic(folder / f"{rank}.error", error)
         # At once: destructors of a process group can wait for ranks that are gone.
         os._exit(1)
-
-
-def _init_process_group(path: Path, rank: int, device: str, timeout_s: float) -> None:
-    world_size = int(os.environ["WORLD_SIZE"])
-    options = {"backend": "gloo"}
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-        options = {"backend": "nccl", "device_id": torch.device(device, rank)}
-    timeout = datetime.timedelta(seconds=timeout_s)
-    store = dist.FileStore(str(path), world_size)
-    store.set_timeout(timeout)
-    dist.init_process_group(
-        store=store, rank=rank, world_size=world_size, timeout=timeout, **options
-    )
 
 
 def _read_items(path: Path) -> tuple[list[Any], str]:
