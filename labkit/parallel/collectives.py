@@ -80,6 +80,7 @@ class PeerMemory:
         self.memory = symmetric_memory.rendezvous(self.buffer, dist.group.WORLD)
         peers = range(self.world_size)
         self.buffers = [self.memory.get_buffer(peer, (size,), dtype) for peer in peers]
+        self.buffers[self.rank] = self.buffer
         self.shards = [buffer.chunk(self.world_size) for buffer in self.buffers]
 
     def all_gather(self, output: Tensor) -> None:

@@ -15,7 +15,6 @@ assignment 2.
 """
 
 import functools
-import traceback
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -38,6 +37,11 @@ from labkit.parallel.data_parallel import (
     weakly,
 )
 from labkit.parallel.launch import moment
+
+FOREIGN_USE = (
+    "a module computes with a parameter of another one, which is sharded there; accepted: units=("
+    "the class of the module, or of one around both,)"
+)
 
 NUM_REDUCING = 2
 """Layers whose full gradients may be on their way at once. With one more, backward waits for the
@@ -71,18 +75,6 @@ def _refuse_use_outside(name: str, _: nn.Parameter) -> None:
     raise RuntimeError(
         f"{name} has a gradient of this rank alone, from outside of its module; accepted: use in "
         "its module's forward pass"
-    )
-
-
-def _foreign_use(error: RuntimeError) -> str:
-    """Returns which module computed with a DTensor, so with a parameter of another module, and what
-    helps.
-    """
-    running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    kind = [type(module).__name__ for module in running if isinstance(module, nn.Module)][-1]
-    return (
-        f"{kind} computes with a parameter of another module; accepted: units=({kind},), or the "
-        "class of a module around both"
     )
 
 
@@ -363,7 +355,7 @@ class FullyShardedDataParallel(Wrapper):
             output = self.module(*args, **kwargs)
         except RuntimeError as error:
             if "DTensor" in str(error) or "sharding" in str(error):
-                raise RuntimeError(_foreign_use(error)) from error
+                error.add_note(FOREIGN_USE)
             raise
         if not torch.is_grad_enabled():
             self._free_all()
