@@ -275,6 +275,12 @@ def test_bad_grids_are_refused(num_patches, grids, message):
             build(impl)(draw(num_patches, 48), grids)
 
 
+def test_eager_refuses_grids_of_another_number_of_patches():
+    for num_patches in (1, 7):
+        with pytest.raises(ValueError, match=f"grids of 6 patches; accepted: .*, {num_patches}"):
+            build("eager")(draw(num_patches, 48), torch.tensor([[2, 3]]))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -75,7 +75,11 @@ def interpolation_weights(sizes_M: Tensor, places_M: Tensor, side: int) -> Tenso
 
 
 def pack_images(
-    grids_I2: Tensor, num_patches: int, side: int, dtype: torch.dtype, longest: int | None
+    grids_I2: Tensor,
+    num_patches: int,
+    side: int,
+    dtype: torch.dtype,
+    longest: int | None,
 ) -> Packing:
     """Returns the packing of images by their grids, computed on their device without reading from
     it.
@@ -114,7 +118,12 @@ def _flex():
     return torch.compile(create_block_mask, options=MASK_OPTIONS), torch.compile(flex_attention)
 
 
-def masked_attention(q_MHD: Tensor, k_MHD: Tensor, v_MHD: Tensor, grids_I2: Tensor) -> Tensor:
+def masked_attention(
+    q_MHD: Tensor,
+    k_MHD: Tensor,
+    v_MHD: Tensor,
+    grids_I2: Tensor,
+) -> Tensor:
     """Returns attention within each image (M, H, D), by a mask of which patches are of one image,
     made here.
     """
@@ -148,7 +157,12 @@ class Attention(nn.Module):
     `attend` then gets that, cumulative lengths and the longest, as `flash_attention_qkv` does.
     """
 
-    def __init__(self, config: Siglip2Config, step: int, attend: Callable[..., Tensor]):
+    def __init__(
+        self,
+        config: Siglip2Config,
+        step: int,
+        attend: Callable[..., Tensor],
+    ):
         super().__init__()
         width = config.d_model
         self.config = config
@@ -165,7 +179,11 @@ class Attention(nn.Module):
         self.out_proj = nn.Linear(width, width)
 
     def forward(
-        self, x_MC: Tensor, norm: tuple | None, images: Tensor | Packing, seed: Tensor | None
+        self,
+        x_MC: Tensor,
+        norm: tuple | None,
+        images: Tensor | Packing,
+        seed: Tensor | None,
     ) -> Tensor:
         """Returns (M, C).
 
@@ -228,7 +246,8 @@ class MLP(nn.Module):
 
     def forward(self, x_MC: Tensor, norm: tuple | None) -> Tensor:
         if self.step < FUSED:
-            return self.fc2(F.gelu(self.fc1(x_MC), approximate="tanh"))
+            hidden_MF = F.gelu(self.fc1(x_MC), approximate="tanh")
+            return self.fc2(hidden_MF)
         parameters = (self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
         return gelu_mlp(x_MC, *parameters, keep=self.keep, norm=norm)
 
@@ -260,11 +279,16 @@ class Layer(nn.Module):
         self.step = step
 
     def forward(
-        self, x_MC: Tensor, residual_MC: Tensor | None, images: Tensor | Packing, seed
+        self,
+        x_MC: Tensor,
+        residual_MC: Tensor | None,
+        images: Tensor | Packing,
+        seed: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        normed_MC, residual_MC, norm = add_and_norm(self.layer_norm1, x_MC, residual_MC, self.step)
+        step = self.step
+        normed_MC, residual_MC, norm = add_and_norm(self.layer_norm1, x_MC, residual_MC, step)
         x_MC = self.self_attn(normed_MC, norm, images, seed)
-        normed_MC, residual_MC, norm = add_and_norm(self.layer_norm2, x_MC, residual_MC, self.step)
+        normed_MC, residual_MC, norm = add_and_norm(self.layer_norm2, x_MC, residual_MC, step)
         return self.mlp(normed_MC, norm), residual_MC
 
 
@@ -346,7 +370,7 @@ class Siglip2Encoder(nn.Module):
 
         Raises:
             ValueError: grids that do not fit. Their values are not checked where it is compiled or
-                on the meta device, and by "eager" only as its interpolation does.
+                on the meta device, and by "eager" only in their sum.
         """
         images = grids
         if self.step > EAGER and not isinstance(grids, Packing):
@@ -370,7 +394,13 @@ class Siglip2Encoder(nn.Module):
             # Under autocast patches come in 16 bits and leave in those of the table, as the other
             # implementations' do.
             return x_MC.to(table_PC.dtype).addmm_(packing.positions, table_PC)
-        return x_MC + interpolated_positions(table_PC, grids_I2, self.config.position_side)
+        positions_MC = interpolated_positions(table_PC, grids_I2, self.config.position_side)
+        if positions_MC.shape != x_MC.shape:
+            raise ValueError(
+                f"grids of {len(positions_MC)} patches; accepted: of as many as there are, "
+                f"{len(x_MC)}"
+            )
+        return x_MC + positions_MC
 
     def pack(self, grids_I2: Tensor, num_patches: int | None = None) -> Packing:
         """Returns the packing of images by their grids (I, 2), of `num_patches` if given.

@@ -66,7 +66,12 @@ class RMSNorm(nn.Module):
 class RotaryEmbedding(nn.Module):
     """Rotates the two halves of each head's dimension by position · θ^(−2i/D)."""
 
-    def __init__(self, d_head: int, max_context: int, theta: float):
+    def __init__(
+        self,
+        d_head: int,
+        max_context: int,
+        theta: float,
+    ):
         super().__init__()
         self.theta = theta
         empty_TD = torch.empty(max_context, d_head, dtype=torch.float32)
@@ -100,7 +105,12 @@ class RotaryEmbedding(nn.Module):
 class CausalSelfAttention(nn.Module):
     """Multi-head attention without biases; `attention` names the implementation, see ATTENTION."""
 
-    def __init__(self, config: ModelConfig, attention: str, impl: str = "eager"):
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: str,
+        impl: str = "eager",
+    ):
         super().__init__()
         self.num_heads = config.num_heads
         self.attention = attention
@@ -158,7 +168,12 @@ class Block(nn.Module):
     Fused, it leaves the last addition to the next norm.
     """
 
-    def __init__(self, config: ModelConfig, attention: str, impl: str = "eager"):
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: str,
+        impl: str = "eager",
+    ):
         super().__init__()
         self.impl = impl
         self.attention_norm = RMSNorm(config.d_model, impl)
